@@ -1,0 +1,177 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::cmd::{bench, calibrate, codebook, dump, inspect, moments, pack, run};
+use crate::corpus;
+use crate::error::{Error, Result};
+use crate::progress::{Log, Verbosity};
+
+/// Calibrate, inspect and run sparse KV-cache retrieval for Hugging Face checkpoints.
+#[derive(Parser, Debug)]
+#[command(name = "kvsmith", version, arg_required_else_help = true)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+    /// Options of every command.
+    #[command(flatten)]
+    pub global: Global,
+}
+
+/// The subcommands, in pipeline order.
+#[derive(Subcommand, Debug)]
+pub enum Command {
+    /// Run the model over text and write the captured states and the query moments
+    Dump(dump::Args),
+    /// Take the query moments of a dump again, for another WRoPE position
+    Moments(moments::Args),
+    /// Fit the A2ATS codebooks of a dump
+    Codebook(codebook::Args),
+    /// Merge section files into one artifact
+    Pack(pack::Args),
+    /// Do all of it, layer by layer, without a dump on the disk
+    Calibrate(calibrate::Args),
+    /// Show what is in an artifact, and check it
+    Inspect(inspect::Args),
+    /// Generate text with exact or sparse attention
+    Run(run::Args),
+    /// Measure speed
+    Bench(bench::Args),
+}
+
+/// Where the work is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Device {
+    /// The best device that can do the command.
+    Auto,
+    /// This machine's processor.
+    Cpu,
+    /// Any GPU, through wgpu.
+    Wgpu,
+    /// An NVIDIA GPU.
+    Cuda,
+}
+
+/// Options of every command.
+#[derive(Args, Clone, Debug)]
+pub struct Global {
+    /// Where to compute; an explicit device never falls back to another
+    #[arg(long, global = true, value_enum, default_value_t = Device::Auto)]
+    pub device: Device,
+    /// Threads to use (default: all cores)
+    #[arg(long, global = true, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Seed of every random choice
+    #[arg(long, global = true, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    /// Print exactly one JSON document on stdout
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// Print only warnings and errors on stderr
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    pub quiet: bool,
+    /// Print more on stderr
+    #[arg(short, long, global = true)]
+    pub verbose: bool,
+}
+
+impl Global {
+    /// The log at the level asked for.
+    pub fn log(&self) -> Log {
+        let verbosity = match (self.quiet, self.verbose) {
+            (true, _) => Verbosity::Quiet,
+            (_, true) => Verbosity::Verbose,
+            _ => Verbosity::Normal,
+        };
+        Log { verbosity }
+    }
+
+    /// The device of a command that runs on the CPU alone.
+    ///
+    /// # Errors
+    /// Another device was asked for: exit code 3.
+    pub fn cpu_only(&self, command: &str) -> Result<&'static str> {
+        let name = match self.device {
+            Device::Cpu => return Ok("cpu"),
+            Device::Auto => {
+                self.log().note("device: cpu");
+                return Ok("cpu");
+            }
+            Device::Wgpu => "wgpu",
+            Device::Cuda => "cuda",
+        };
+        Err(
+            Error::device(format!("`{command}` cannot run on device `{name}`"))
+                .hint("use --device cpu or --device auto"),
+        )
+    }
+}
+
+/// The calibration input of `dump` and `calibrate`.
+#[derive(Args, Clone, Debug)]
+pub struct Input {
+    /// Text files: .txt is one document, .jsonl one per line (field `text`)
+    #[arg(long, value_name = "FILE", num_args = 1.., required_unless_present = "tokens")]
+    pub text: Vec<PathBuf>,
+    /// Token ids instead of text: a JSON array of arrays, one per document
+    #[arg(long, value_name = "FILE.json", conflicts_with = "text")]
+    pub tokens: Option<PathBuf>,
+    /// Longest block (default: 16384, or the model's longest context if that is less)
+    #[arg(long, value_name = "N")]
+    pub seq_len: Option<usize>,
+    /// Most tokens of text
+    #[arg(long, value_name = "N", default_value_t = 65_536)]
+    pub max_tokens: usize,
+    /// Tokens of random UUIDs to add (none with --tokens)
+    #[arg(long, value_name = "N", default_value_t = 16_384)]
+    pub uuid_tokens: usize,
+    /// Share of the blocks that is kept out of every fit, to report quality on
+    #[arg(long, value_name = "F", default_value_t = 0.05)]
+    pub holdout: f64,
+}
+
+impl Input {
+    /// Where the documents come from.
+    pub fn source(&self) -> corpus::Source {
+        match &self.tokens {
+            Some(path) => corpus::Source::Tokens(path.clone()),
+            None => corpus::Source::Text(self.text.clone()),
+        }
+    }
+
+    /// How they are cut and divided.
+    pub fn options(&self, seed: u64) -> corpus::Options {
+        corpus::Options {
+            seq_len: self.seq_len,
+            max_tokens: self.max_tokens,
+            uuid_tokens: self.uuid_tokens,
+            holdout: self.holdout,
+            seed,
+        }
+    }
+}
+
+/// How codebooks are fitted.
+#[derive(Args, Clone, Debug)]
+pub struct Fit {
+    /// Codewords per KV head
+    #[arg(long, value_name = "M", default_value_t = 4096)]
+    pub size: usize,
+    /// Most k-means passes
+    #[arg(long, value_name = "N", default_value_t = 25)]
+    pub iterations: usize,
+    /// How k-means starts
+    #[arg(long, value_enum, default_value_t = FitInit::KMeansPlusPlus)]
+    pub init: FitInit,
+}
+
+/// How k-means starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum FitInit {
+    /// Each next centroid is a key drawn by its squared distance to those chosen.
+    #[value(name = "kmeans++")]
+    KMeansPlusPlus,
+}

@@ -1,0 +1,85 @@
+//! `kvsmith codebook`: the A2ATS section of a dump.
+
+use std::path::PathBuf;
+
+use serde_json::json;
+
+use super::{check_points, print_json};
+use crate::artifact::{self, Origin, Section};
+use crate::cli::{Fit, Global};
+use crate::dump::{Dump, State};
+use crate::error::{Error, Result};
+use crate::method::a2ats::{self, FitParams};
+use crate::stats::moments::Moments;
+use crate::store::Output;
+
+/// Arguments of `codebook`.
+#[derive(clap::Args, Debug)]
+pub struct Args {
+    /// Dump folder
+    #[arg(long, value_name = "DIR")]
+    dump: PathBuf,
+    /// Moments for another WRoPE position (default: the dump's own)
+    #[arg(long, value_name = "FILE")]
+    moments: Option<PathBuf>,
+    /// Section file to write
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+    #[command(flatten)]
+    fit: Fit,
+}
+
+/// Runs `codebook`.
+pub fn run(args: &Args, global: &Global) -> Result<()> {
+    let log = global.log();
+    let device = global.cpu_only("codebook")?;
+    let dump = Dump::open(&args.dump)?;
+    let s = dump.sizes;
+    let path = args.moments.clone().unwrap_or_else(|| dump.moments_path());
+    let moments = Moments::read(&path, s.n_layers, s.n_kv_heads, s.head_dim)?;
+    if moments.origin["model"] != dump.model || moments.origin["calibration"] != dump.calibration {
+        return Err(Error::failed(format!(
+            "{} was not taken from {}",
+            path.display(),
+            args.dump.display()
+        ))
+        .hint("give the moments of the same dump"));
+    }
+    let params = FitParams {
+        size: args.fit.size,
+        iterations: args.fit.iterations,
+        seed: global.seed,
+        wrope_position: moments.wrope_position,
+    };
+    let kept = dump.kept.iter().filter(|k| **k).count();
+    params.check(kept)?;
+    check_points(kept, params.size, log);
+    let output = Output::create(&args.output)?;
+    let progress = log.progress((s.n_layers * s.n_kv_heads) as u64, "heads");
+    let mut layers = Vec::with_capacity(s.n_layers);
+    for (i, sums) in moments.layers.iter().enumerate() {
+        progress.stage(format!("layer {} of {}", i + 1, s.n_layers));
+        let states = dump.layer(i)?;
+        let keys = |head| states.read(State::KPre, head, 0, dump.n);
+        let mut done = |_, _: &_| progress.advance(1);
+        layers.push(a2ats::fit_layer(&keys, &dump.kept, sums, &params, i, &mut done)?);
+    }
+    drop(progress);
+    let section = Section {
+        name: a2ats::SECTION,
+        params: params.manifest(),
+        specs: a2ats::specs(s, params.size),
+        layers,
+    };
+    let origin = Origin {
+        model: dump.model,
+        calibration: dump.calibration,
+        device: device.to_string(),
+    };
+    artifact::write(output, &origin, vec![section])?;
+    log.note(&format!("wrote {}", args.output.display()));
+    if global.json {
+        print_json(&json!({ "section": args.output, "device": device }))?;
+    }
+    Ok(())
+}

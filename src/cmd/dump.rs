@@ -1,0 +1,79 @@
+//! `kvsmith dump`: captured states and query moments in a folder.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use clap::ValueEnum;
+use serde_json::json;
+
+use super::{load_corpus, model_manifest, open_model, print_json};
+use crate::cli::{Global, Input};
+use crate::dump::{self, Options};
+use crate::error::Result;
+use crate::model::weights::Float;
+
+/// Arguments of `dump`.
+#[derive(clap::Args, Debug)]
+pub struct Args {
+    /// Folder of a Hugging Face checkpoint
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    #[command(flatten)]
+    input: Input,
+    /// Folder to write
+    #[arg(short, long, value_name = "DIR")]
+    output: PathBuf,
+    /// Keep the queries too
+    #[arg(long)]
+    queries: bool,
+    /// Keep the values too
+    #[arg(long)]
+    values: bool,
+    /// Element type of the states
+    #[arg(long, value_enum, default_value_t = StateType::Bf16)]
+    dtype: StateType,
+    /// Relative position at which the query moments are taken
+    #[arg(long, value_name = "P", default_value_t = 2048)]
+    wrope_position: usize,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum StateType {
+    Bf16,
+    F16,
+    F32,
+}
+
+/// Runs `dump`.
+pub fn run(args: &Args, global: &Global) -> Result<()> {
+    let log = global.log();
+    let device = global.cpu_only("dump")?;
+    let start = Instant::now();
+    let decoder = open_model(&args.model, log)?;
+    let corpus = load_corpus(&args.model, &decoder, &args.input, global)?;
+    let model = model_manifest(&decoder, log)?;
+    let options = Options {
+        queries: args.queries,
+        values: args.values,
+        dtype: match args.dtype {
+            StateType::Bf16 => Float::Bf16,
+            StateType::F16 => Float::F16,
+            StateType::F32 => Float::F32,
+        },
+        wrope_position: args.wrope_position,
+    };
+    dump::write(&decoder, &corpus, &model, &args.output, &options, log)?;
+    let seconds = start.elapsed().as_secs_f64();
+    log.note(&format!(
+        "wrote {} in {seconds:.1} s ({:.0} tokens/s)",
+        args.output.display(),
+        corpus.n_tokens() as f64 / seconds
+    ));
+    if global.json {
+        print_json(&json!({
+            "dump": args.output, "tokens": corpus.n_tokens(), "layers": decoder.config.n_layers,
+            "seconds": seconds, "device": device,
+        }))?;
+    }
+    Ok(())
+}

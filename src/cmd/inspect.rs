@@ -1,0 +1,239 @@
+//! `kvsmith inspect`: what is in an artifact, and whether it is intact.
+
+use std::path::PathBuf;
+
+use serde_json::{Value, json};
+
+use super::{model_manifest, open_model, print_json};
+use crate::artifact::{Artifact, short};
+use crate::cli::Global;
+use crate::error::{Error, Result};
+use crate::method::a2ats;
+
+/// Arguments of `inspect`.
+#[derive(clap::Args, Debug)]
+pub struct Args {
+    /// Artifact or section file
+    #[arg(value_name = "ART")]
+    artifact: PathBuf,
+    /// Only this layer
+    #[arg(long, value_name = "I")]
+    layer: Option<usize>,
+    /// Only this KV head
+    #[arg(long, value_name = "C")]
+    head: Option<usize>,
+    /// Check every digest and every value
+    #[arg(long)]
+    verify: bool,
+    /// With --verify: check also that it was made for this model
+    #[arg(long, value_name = "DIR", requires = "verify")]
+    model: Option<PathBuf>,
+}
+
+/// Heads listed as the worst.
+const WORST: usize = 5;
+
+/// Runs `inspect`.
+pub fn run(args: &Args, global: &Global) -> Result<()> {
+    let artifact = Artifact::open(&args.artifact)?;
+    let sizes = artifact.sizes;
+    let outside = |what: &str, given: usize, count: usize| {
+        Error::usage(format!(
+            "--{what} {given} does not exist: the artifact has {count}"
+        ))
+    };
+    if let Some(i) = args.layer.filter(|i| *i >= sizes.n_layers) {
+        return Err(outside("layer", i, sizes.n_layers));
+    }
+    if let Some(i) = args.head.filter(|i| *i >= sizes.n_kv_heads) {
+        return Err(outside("head", i, sizes.n_kv_heads));
+    }
+    if args.verify {
+        artifact.verify()?;
+        if let Some(dir) = &args.model {
+            let model = model_manifest(&open_model(dir, global.log())?, global.log())?;
+            artifact.check_model(model["fingerprint"].as_str().unwrap_or(""))?;
+        }
+    }
+    let rows = rows(&artifact, args);
+    if global.json {
+        return print_json(&json!({
+            "model": artifact.manifest["model"],
+            "calibration": artifact.manifest["calibration"],
+            "sections": artifact.manifest["sections"],
+            "tool_version": artifact.manifest["tool_version"],
+            "device": artifact.manifest["device"],
+            "file_bytes": artifact.store.file_bytes(),
+            "verified": args.verify,
+            "rows": rows,
+        }));
+    }
+    print!("{}", summary(&artifact, args));
+    if args.layer.is_some() && args.head.is_some() {
+        for row in &rows {
+            print!("{}", detail(row));
+        }
+    } else {
+        print!("{}", table(&rows, sizes.n_layers));
+        print!("{}", worst(&rows));
+    }
+    if args.verify {
+        println!("verified: every digest and every value");
+    }
+    Ok(())
+}
+
+/// One object per section, layer and head.
+fn rows(artifact: &Artifact, args: &Args) -> Vec<Value> {
+    let mut rows = Vec::new();
+    for (section, _) in artifact.sections() {
+        for (layer, heads) in artifact.quality(section).into_iter().flatten().enumerate() {
+            for (head, quality) in heads.iter().enumerate() {
+                if args.layer.is_some_and(|l| l != layer) || args.head.is_some_and(|h| h != head) {
+                    continue;
+                }
+                let mut row = quality.clone();
+                if !row.is_object() {
+                    continue;
+                }
+                row["section"] = json!(section);
+                row["layer"] = json!(layer);
+                row["head"] = json!(head);
+                rows.push(row);
+            }
+        }
+    }
+    rows
+}
+
+fn megabytes(bytes: usize) -> String {
+    if bytes >= 100_000_000 {
+        format!("{:.2} GB", bytes as f64 / 1e9)
+    } else {
+        format!("{:.2} MB", bytes as f64 / 1e6)
+    }
+}
+
+/// Model, calibration and sections.
+fn summary(artifact: &Artifact, args: &Args) -> String {
+    let m = &artifact.manifest;
+    let s = artifact.sizes;
+    let text = |v: &Value| v.as_str().unwrap_or("?").to_string();
+    let mut out = format!(
+        "artifact     {}, {}, made by kvsmith {} on {}\n",
+        args.artifact.display(),
+        megabytes(artifact.store.file_bytes()),
+        text(&m["tool_version"]),
+        text(&m["device"]),
+    );
+    out += &format!(
+        "model        {}, {} layers, {} query and {} KV heads of {}, rope {}, fingerprint {}\n",
+        text(&m["model"]["model_type"]),
+        s.n_layers,
+        s.n_heads,
+        s.n_kv_heads,
+        s.head_dim,
+        text(&m["model"]["rope"]["rope_type"]),
+        short(m["model"]["fingerprint"].as_str().unwrap_or("?")),
+    );
+    let c = &m["calibration"];
+    out += &format!(
+        "calibration  {} tokens in {} blocks, {} held out, seed {}\n",
+        c["tokens"], c["blocks"], c["held_out_tokens"], c["seed"]
+    );
+    for (name, p) in artifact.sections() {
+        let bytes: usize = artifact
+            .store
+            .specs()
+            .filter(|t| t.name.split('.').next() == Some(name.as_str()))
+            .map(|t| artifact.store.bytes(&t.name).map_or(0, <[u8]>::len))
+            .sum();
+        out += &format!("section      {name}, {}", megabytes(bytes));
+        if name == a2ats::SECTION {
+            out += &format!(
+                ": {} codewords per KV head, at most {} k-means passes, WRoPE position {}, seed {}",
+                p["codebook_size"], p["iterations"], p["wrope_position"], p["seed"]
+            );
+        }
+        out += "\n";
+    }
+    out
+}
+
+fn number(row: &Value, name: &str) -> Option<f64> {
+    row.get(name).and_then(Value::as_f64)
+}
+
+/// Share of the variance of held-out keys (of calibration keys if none) that is left as error.
+fn unexplained(row: &Value) -> Option<f64> {
+    let error = number(row, "held_out_inertia").or_else(|| number(row, "inertia"))?;
+    let variance = number(row, "variance")?;
+    (variance > 0.0).then(|| error / variance)
+}
+
+/// Means per layer.
+fn table(rows: &[Value], n_layers: usize) -> String {
+    let mut out =
+        String::from("\nlayer   inertia  held out  of variance  entropy/bits  unused  condition  passes\n");
+    for layer in 0..n_layers {
+        let of: Vec<&Value> = rows.iter().filter(|r| r["layer"] == json!(layer)).collect();
+        if of.is_empty() {
+            continue;
+        }
+        let mean = |f: &dyn Fn(&Value) -> Option<f64>| {
+            let values: Vec<f64> = of.iter().filter_map(|r| f(r)).collect();
+            (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
+        };
+        let field = |name: &'static str| mean(&|r: &Value| number(r, name));
+        let show =
+            |value: Option<f64>, digits: usize| value.map_or("-".to_string(), |v| format!("{v:.digits$}"));
+        out += &format!(
+            "{layer:>5}  {:>8}  {:>8}  {:>10} %  {:>12}  {:>6}  {:>9}  {:>6}\n",
+            show(field("inertia"), 3),
+            show(field("held_out_inertia"), 3),
+            show(mean(&unexplained).map(|v| 100.0 * v), 1),
+            show(field("usage_entropy_bits"), 2),
+            show(field("unused_codewords"), 0),
+            field("condition").map_or("-".to_string(), |v| format!("{v:.1e}")),
+            show(field("iterations"), 0),
+        );
+    }
+    out += "(means over the KV heads; inertia = squared error per key in the metric of the queries)\n";
+    out
+}
+
+/// The heads whose codebooks explain held-out keys least.
+fn worst(rows: &[Value]) -> String {
+    let mut ranked: Vec<(f64, &Value)> = rows.iter().filter_map(|r| Some((unexplained(r)?, r))).collect();
+    ranked.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let mut out = String::from("\nworst heads (share of the variance left on held-out keys)\n");
+    for (share, row) in ranked.iter().take(WORST) {
+        out += &format!(
+            "  layer {:>3}  head {:>3}  {:.1} %\n",
+            row["layer"],
+            row["head"],
+            100.0 * share
+        );
+    }
+    out
+}
+
+/// Everything that is known of one head.
+fn detail(row: &Value) -> String {
+    let mut out = format!("\nlayer {}, KV head {}\n", row["layer"], row["head"]);
+    for (name, value) in row.as_object().into_iter().flatten() {
+        if ["layer", "head", "section"].contains(&name.as_str()) {
+            continue;
+        }
+        let text = match value {
+            Value::Array(items) => items
+                .iter()
+                .map(|v| v.as_f64().map_or(v.to_string(), |x| format!("{x:.4}")))
+                .collect::<Vec<_>>()
+                .join(" "),
+            other => other.to_string(),
+        };
+        out += &format!("  {name:<20} {text}\n");
+    }
+    out
+}

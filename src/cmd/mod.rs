@@ -1,0 +1,112 @@
+//! One file per subcommand: arguments to checked parameters, to the core, to a report.
+
+pub mod bench;
+pub mod calibrate;
+pub mod codebook;
+pub mod dump;
+pub mod inspect;
+pub mod moments;
+pub mod pack;
+pub mod run;
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::artifact::short;
+use crate::cli::{Cli, Command, Global, Input};
+use crate::corpus::Corpus;
+use crate::error::{Error, Result};
+use crate::model::Decoder;
+use crate::progress::Log;
+
+/// Runs the subcommand.
+pub fn run(cli: Cli) -> Result<()> {
+    let threads = match cli.global.threads {
+        Some(0) => return Err(Error::usage("--threads must be at least 1")),
+        Some(n) => n,
+        None => 0,
+    };
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .build_global()
+        .map_err(|e| Error::failed(format!("cannot start the threads: {e}")))?;
+    let global = &cli.global;
+    match &cli.command {
+        Command::Dump(args) => dump::run(args, global),
+        Command::Moments(args) => moments::run(args, global),
+        Command::Codebook(args) => codebook::run(args, global),
+        Command::Pack(args) => pack::run(args, global),
+        Command::Calibrate(args) => calibrate::run(args, global),
+        Command::Inspect(args) => inspect::run(args, global),
+        Command::Run(args) => run::run(args, global),
+        Command::Bench(args) => bench::run(args, global),
+    }
+}
+
+/// Prints the one JSON document of `--json`.
+fn print_json(value: &Value) -> Result<()> {
+    use std::io::Write;
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{value}").map_err(|e| Error::failed(format!("cannot write to stdout: {e}")))
+}
+
+/// Opens a model and says what it is.
+fn open_model(dir: &Path, log: Log) -> Result<Decoder> {
+    let decoder = Decoder::open(dir)?;
+    let c = &decoder.config;
+    log.note(&format!(
+        "model: {}, {} layers, {} query and {} KV heads of {}, {:.2} GB of weights",
+        c.model_type,
+        c.n_layers,
+        c.n_heads,
+        c.n_kv_heads,
+        c.head_dim,
+        decoder.checkpoint.total_bytes() as f64 / 1e9
+    ));
+    Ok(decoder)
+}
+
+/// The manifest's `model` object.
+fn model_manifest(decoder: &Decoder, log: Log) -> Result<Value> {
+    let mut model = decoder.config.canonical();
+    let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
+    log.detail(&format!("fingerprint: {}", short(&fingerprint)));
+    model["fingerprint"] = json!(fingerprint);
+    Ok(model)
+}
+
+/// Reads the calibration input and says what it is.
+fn load_corpus(dir: &Path, decoder: &Decoder, input: &Input, global: &Global) -> Result<Corpus> {
+    let log = global.log();
+    let corpus = Corpus::load(dir, &decoder.config, &input.source(), &input.options(global.seed))?;
+    decoder.check_ids(&corpus.ids)?;
+    let held_out: usize = corpus.held_out.iter().map(|(_, i, j)| j - i).sum();
+    log.note(&format!(
+        "input: {} tokens in {} blocks of at most {}, {held_out} of them held out",
+        corpus.n_tokens(),
+        corpus.n_blocks(),
+        corpus.seq_len
+    ));
+    let longest = (0..corpus.n_blocks())
+        .map(|b| corpus.block(b).len())
+        .max()
+        .unwrap_or(0);
+    if longest > decoder.config.max_position_embeddings {
+        log.warn(&format!(
+            "blocks of {longest} tokens are longer than the model's context of {}; lower --seq-len",
+            decoder.config.max_position_embeddings
+        ));
+    }
+    Ok(corpus)
+}
+
+/// Warns where a codebook is fitted on few keys.
+fn check_points(kept: usize, size: usize, log: Log) {
+    let per = kept as f64 / size as f64;
+    if per < 20.0 {
+        log.warn(&format!(
+            "{per:.1} keys per codeword ({kept} keys, {size} codewords); below 20 a codebook fits its calibration text better than other text"
+        ));
+    }
+}

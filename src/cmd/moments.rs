@@ -1,0 +1,78 @@
+//! `kvsmith moments`: the query moments of a dump, for another WRoPE position.
+
+use std::path::PathBuf;
+
+use ndarray::Array3;
+use serde_json::json;
+
+use super::print_json;
+use crate::cli::Global;
+use crate::dump::{Dump, State};
+use crate::error::{Error, Result};
+use crate::interrupt;
+use crate::model::config::RopeConfig;
+use crate::model::rope::Rope;
+use crate::stats::moments::{LayerMoments, Moments};
+use crate::store::Output;
+
+/// Arguments of `moments`.
+#[derive(clap::Args, Debug)]
+pub struct Args {
+    /// Dump folder made with --queries
+    #[arg(long, value_name = "DIR")]
+    dump: PathBuf,
+    /// File to write
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+    /// Relative position (default: the dump's)
+    #[arg(long, value_name = "P")]
+    wrope_position: Option<usize>,
+}
+
+/// Runs `moments`.
+pub fn run(args: &Args, global: &Global) -> Result<()> {
+    let log = global.log();
+    let device = global.cpu_only("moments")?;
+    let dump = Dump::open(&args.dump)?;
+    if !dump.options.queries {
+        return Err(Error::failed(format!("{} has no queries", args.dump.display()))
+            .hint("make the dump with --queries"));
+    }
+    let position = args.wrope_position.unwrap_or(dump.options.wrope_position);
+    let output = Output::create(&args.output)?;
+    let s = dump.sizes;
+    let rope = Rope::new(&RopeConfig::from_canonical(&dump.model["rope"])?, s.head_dim);
+    let progress = log.progress(s.n_layers as u64, "layers");
+    let mut layers = Vec::with_capacity(s.n_layers);
+    for i in 0..s.n_layers {
+        interrupt::check()?;
+        progress.stage(format!("layer {} of {}", i + 1, s.n_layers));
+        let states = dump.layer(i)?;
+        let mut sums = LayerMoments::new(s.n_kv_heads, s.head_dim);
+        for block in dump.block_start.windows(2) {
+            let rows = block[0] as usize..block[1] as usize;
+            let mut q_pre = Array3::zeros((s.n_heads, rows.len(), s.head_dim));
+            for (head, mut q) in q_pre.outer_iter_mut().enumerate() {
+                q.assign(&states.read(State::QPre, head, rows.start, rows.len())?);
+            }
+            sums.add(q_pre.view(), &dump.kept[rows], &rope, position);
+        }
+        layers.push(sums);
+        progress.advance(1);
+    }
+    drop(progress);
+    Moments {
+        layers,
+        wrope_position: position,
+        origin: json!({ "model": dump.model, "calibration": dump.calibration }),
+    }
+    .write(output)?;
+    log.note(&format!(
+        "wrote {} for position {position}",
+        args.output.display()
+    ));
+    if global.json {
+        print_json(&json!({ "moments": args.output, "wrope_position": position, "device": device }))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,49 @@
+//! `kvsmith pack`: section files into one artifact.
+
+use std::path::PathBuf;
+
+use serde_json::json;
+
+use super::{model_manifest, open_model, print_json};
+use crate::artifact::{self, Artifact};
+use crate::cli::Global;
+use crate::error::Result;
+use crate::store::Output;
+
+/// Arguments of `pack`.
+#[derive(clap::Args, Debug)]
+pub struct Args {
+    /// Section files
+    #[arg(required = true, value_name = "SECTION_FILE")]
+    sections: Vec<PathBuf>,
+    /// The model that they were made from
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// Artifact to write
+    #[arg(short, long, value_name = "ART.safetensors")]
+    output: PathBuf,
+}
+
+/// Runs `pack`.
+pub fn run(args: &Args, global: &Global) -> Result<()> {
+    let log = global.log();
+    global.cpu_only("pack")?;
+    let output = Output::create(&args.output)?;
+    let parts: Vec<Artifact> = args
+        .sections
+        .iter()
+        .map(|p| Artifact::open(p))
+        .collect::<Result<_>>()?;
+    let decoder = open_model(&args.model, log)?;
+    let model = model_manifest(&decoder, log)?;
+    for part in &parts {
+        part.check_model(model["fingerprint"].as_str().unwrap_or(""))?;
+    }
+    artifact::pack(output, &parts)?;
+    log.note(&format!("wrote {}", args.output.display()));
+    if global.json {
+        let names: Vec<&String> = parts.iter().flat_map(|p| p.sections()).map(|(n, _)| n).collect();
+        print_json(&json!({ "artifact": args.output, "sections": names }))?;
+    }
+    Ok(())
+}

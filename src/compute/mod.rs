@@ -1,0 +1,63 @@
+//! Arithmetic kernels: the naive f64 references that define each operation, and their CPU forms.
+//!
+//! Every parallel kernel cuts its work into pieces whose size does not depend on the number of
+//! threads, and each piece is computed by one thread: the same bytes for any thread count.
+
+pub mod attention;
+pub mod linear;
+pub mod reference;
+pub mod simd;
+
+use ndarray::{ArrayView2, ArrayViewMut2, Axis};
+
+/// `out = a b`, or `out += a b` with `accumulate`, on the calling thread.
+///
+/// # Shapes
+/// a [m,k], b [k,n], out [m,n]; any strides, so a transposed view costs nothing.
+///
+/// # Numerics
+/// f32 products and sums; the order of the sum depends on the shapes and on the instruction set alone.
+pub fn gemm(mut out: ArrayViewMut2<f32>, accumulate: bool, a: ArrayView2<f32>, b: ArrayView2<f32>) {
+    let (m, k) = a.dim();
+    let n = b.ncols();
+    assert_eq!(b.nrows(), k, "inner sizes of a product");
+    assert_eq!(out.dim(), (m, n), "output size of a product");
+    let (so, sa, sb) = (out.strides().to_vec(), a.strides().to_vec(), b.strides().to_vec());
+    // SAFETY: the pointers and strides come from live views whose shapes were just checked, and
+    // `out` is borrowed mutably, so it overlaps neither input.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            k,
+            out.as_mut_ptr(),
+            so[1],
+            so[0],
+            accumulate,
+            a.as_ptr(),
+            sa[1],
+            sa[0],
+            b.as_ptr(),
+            sb[1],
+            sb[0],
+            1.0,
+            1.0,
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+    }
+}
+
+/// Cuts a view into consecutive pieces of at most `size` along `axis`.
+pub fn pieces<'a>(mut view: ArrayViewMut2<'a, f32>, axis: Axis, size: usize) -> Vec<ArrayViewMut2<'a, f32>> {
+    let mut out = Vec::new();
+    while view.len_of(axis) > size {
+        let (head, rest) = view.split_at(axis, size);
+        out.push(head);
+        view = rest;
+    }
+    out.push(view);
+    out
+}

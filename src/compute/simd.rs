@@ -1,0 +1,205 @@
+//! Vector loops over slices, compiled for several instruction sets and chosen at run time.
+//!
+//! They use no fused multiply-add and fix the order of every sum, so each gives the same bits on
+//! every instruction set.
+
+use multiversion::multiversion;
+
+const LANES: usize = 16;
+
+/// Sum of products.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+pub fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut acc = [[0.0f32; LANES]; 4];
+    let (wide_a, wide_b) = (a.chunks_exact(4 * LANES), b.chunks_exact(4 * LANES));
+    let (tail_a, tail_b) = (wide_a.remainder(), wide_b.remainder());
+    for (x, y) in wide_a.zip(wide_b) {
+        for (s, acc) in acc.iter_mut().enumerate() {
+            for l in 0..LANES {
+                acc[l] += x[s * LANES + l] * y[s * LANES + l];
+            }
+        }
+    }
+    let mut tail = 0.0;
+    for (x, y) in tail_a.iter().zip(tail_b) {
+        tail += x * y;
+    }
+    let mut sum = [0.0f32; LANES];
+    for l in 0..LANES {
+        sum[l] = (acc[0][l] + acc[1][l]) + (acc[2][l] + acc[3][l]);
+    }
+    let mut width = LANES / 2;
+    while width > 0 {
+        for l in 0..width {
+            sum[l] += sum[l + width];
+        }
+        width /= 2;
+    }
+    sum[0] + tail
+}
+
+/// `y += a x`.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+pub fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
+    for (y, x) in y.iter_mut().zip(x) {
+        *y += a * x;
+    }
+}
+
+/// `x[i] = exp(x[i] - shift)`; returns the sum in f32. A NaN stays a NaN.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+pub fn exp_shifted(x: &mut [f32], shift: f32) -> f32 {
+    for v in x.iter_mut() {
+        *v = exp(*v - shift);
+    }
+    let mut acc = [0.0f32; LANES];
+    let chunks = x.chunks_exact(LANES);
+    let mut tail = 0.0;
+    for v in chunks.remainder() {
+        tail += v;
+    }
+    for chunk in chunks {
+        for l in 0..LANES {
+            acc[l] += chunk[l];
+        }
+    }
+    let mut sum = tail;
+    for v in acc {
+        sum += v;
+    }
+    sum
+}
+
+/// exp for f32, relative error below 2e-7, zero below -87.3; a NaN stays a NaN.
+#[inline(always)]
+pub fn exp(x: f32) -> f32 {
+    const LN2_HI: f32 = 0.693_359_4;
+    const LN2_LO: f32 = -2.121_944_4e-4;
+    let clamped = x.clamp(-87.3, 88.7);
+    let n = (clamped * std::f32::consts::LOG2_E + 12_582_912.0) - 12_582_912.0;
+    let r = (clamped - n * LN2_HI) - n * LN2_LO;
+    // Taylor coefficients suffice: |r| <= ln(2)/2, so the first left-out term is below 4e-8.
+    let mut p = 1.0 / 5040.0;
+    p = p * r + 1.0 / 720.0;
+    p = p * r + 1.0 / 120.0;
+    p = p * r + 1.0 / 24.0;
+    p = p * r + 1.0 / 6.0;
+    p = p * r + 0.5;
+    p = p * r * r + r + 1.0;
+    // Two factors, since 2^128 alone is not a finite f32.
+    let half = (n as i32) >> 1;
+    let scale = |e: i32| f32::from_bits(((e + 127) as u32) << 23);
+    let y = p * scale(half) * scale(n as i32 - half);
+    if x < -87.3 {
+        0.0
+    } else if x.is_nan() {
+        x
+    } else {
+        y
+    }
+}
+
+/// Largest element; NaN is passed over, an empty slice gives negative infinity.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+pub fn max(x: &[f32]) -> f32 {
+    let mut acc = [f32::NEG_INFINITY; LANES];
+    let chunks = x.chunks_exact(LANES);
+    let mut best = f32::NEG_INFINITY;
+    for v in chunks.remainder() {
+        best = if *v > best { *v } else { best };
+    }
+    for chunk in chunks {
+        for l in 0..LANES {
+            acc[l] = if chunk[l] > acc[l] { chunk[l] } else { acc[l] };
+        }
+    }
+    for v in acc {
+        best = if v > best { v } else { best };
+    }
+    best
+}
+
+/// `x[i] *= a`.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+pub fn scale(x: &mut [f32], a: f32) {
+    for v in x.iter_mut() {
+        *v *= a;
+    }
+}
+
+/// `gate[i] = silu(gate[i]) * up[i]`.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+pub fn silu_mul(gate: &mut [f32], up: &[f32]) {
+    for (g, u) in gate.iter_mut().zip(up) {
+        *g = *g / (1.0 + exp(-*g)) * u;
+    }
+}
+
+/// `y[i] += x[i]`.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+pub fn add(y: &mut [f32], x: &[f32]) {
+    for (y, x) in y.iter_mut().zip(x) {
+        *y += x;
+    }
+}
+
+/// RMS norm: `out = x / sqrt(mean(x^2) + eps) * weight`.
+///
+/// The mean of squares is taken in f64.
+pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    let squares: f64 = x.iter().map(|v| f64::from(*v) * f64::from(*v)).sum();
+    let inv = 1.0 / (squares / x.len() as f64 + f64::from(eps)).sqrt();
+    let inv = inv as f32;
+    for ((o, v), w) in out.iter_mut().zip(x).zip(weight) {
+        *o = v * inv * w;
+    }
+}
+
+/// Whether every element is finite.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+pub fn all_finite(x: &[f32]) -> bool {
+    let mut bad = 0u32;
+    for v in x {
+        bad |= u32::from(v.to_bits() & 0x7f80_0000 == 0x7f80_0000);
+    }
+    bad == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_is_accurate_and_total() {
+        for i in -8700..=8860 {
+            let x = i as f32 * 0.01;
+            let expected = f64::from(x).exp();
+            let error = (f64::from(exp(x)) - expected).abs() / expected;
+            // Below the smallest normal number the result has fewer bits; -87.3 keeps out of there.
+            assert!(error < 2e-7, "{x}: {error}");
+        }
+        assert_eq!(exp(-1000.0), 0.0);
+        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
+        assert!(exp(f32::NAN).is_nan());
+        assert_eq!(exp(0.0), 1.0);
+    }
+
+    #[test]
+    fn reductions_match_f64_at_every_length() {
+        for n in [0, 1, 15, 16, 17, 63, 64, 65, 128, 200] {
+            let a: Vec<f32> = (0..n).map(|i| (i as f32 * 0.37).sin()).collect();
+            let b: Vec<f32> = (0..n).map(|i| (i as f32 * 0.91).cos()).collect();
+            let exact: f64 = a.iter().zip(&b).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum();
+            assert!((f64::from(dot(&a, &b)) - exact).abs() < 1e-5, "{n}");
+            let mut e = a.clone();
+            let sum = exp_shifted(&mut e, 0.5);
+            let exact: f64 = a.iter().map(|x| f64::from(x - 0.5).exp()).sum();
+            assert!((f64::from(sum) - exact).abs() <= 1e-6 * exact, "{n}");
+            assert_eq!(max(&a), a.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+            assert!(all_finite(&a));
+        }
+        assert!(!all_finite(&[0.0, f32::NAN]));
+        assert!(!all_finite(&[f32::NEG_INFINITY; 40]));
+        assert!(exp_shifted(&mut [0.0, f32::NAN], 0.0).is_nan());
+    }
+}

@@ -1,0 +1,283 @@
+//! The calibration input: documents, random UUIDs, blocks, and what is held out.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+use crate::error::{Error, Result};
+use crate::model::ModelConfig;
+use crate::model::tokenizer::Tokenizer;
+use crate::model::weights::hex;
+
+/// Where the documents come from.
+#[derive(Clone, Debug)]
+pub enum Source {
+    /// `.txt` files (one document each) and `.jsonl` files (one document per line, field `text`).
+    Text(Vec<PathBuf>),
+    /// A JSON array of arrays of token ids, one per document, used as they are.
+    Tokens(PathBuf),
+}
+
+/// How the documents are cut and divided.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Longest block; `None` = min(16384, the model's longest context).
+    pub seq_len: Option<usize>,
+    /// Bound on the text's tokens; does not apply to [`Source::Tokens`].
+    pub max_tokens: usize,
+    /// Tokens of random UUIDs to add; 0 with [`Source::Tokens`].
+    pub uuid_tokens: usize,
+    /// Share of the blocks of each kind that is excluded from every statistic and fit.
+    pub holdout: f64,
+    /// Draws the UUIDs and the held-out blocks.
+    pub seed: u64,
+}
+
+/// Token ids in blocks; every block starts at position 0.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Corpus {
+    /// All ids, block after block.
+    pub ids: Vec<u32>,
+    /// First row of each block, then the number of rows.
+    pub block_start: Vec<u32>,
+    /// Held-out ranges (block, first, last + 1), positions within the block, in block order.
+    pub held_out: Vec<(usize, usize, usize)>,
+    /// Longest block asked for.
+    pub seq_len: usize,
+    /// The seed that drew UUIDs and held-out blocks.
+    pub seed: u64,
+}
+
+impl Corpus {
+    /// Reads, tokenises and divides the input.
+    ///
+    /// # Errors
+    /// A missing or malformed file, no text at all, a hold-out share outside 0 <= F < 1.
+    pub fn load(model_dir: &Path, config: &ModelConfig, source: &Source, options: &Options) -> Result<Self> {
+        let seq_len = options
+            .seq_len
+            .unwrap_or(config.max_position_embeddings.min(16_384));
+        if seq_len == 0 {
+            return Err(Error::usage("--seq-len must be at least 1"));
+        }
+        if !(0.0..1.0).contains(&options.holdout) {
+            return Err(Error::usage(format!(
+                "--holdout {} must be at least 0 and below 1",
+                options.holdout
+            )));
+        }
+        let (text, uuids) = match source {
+            Source::Tokens(path) => (read_tokens(path)?, Vec::new()),
+            Source::Text(paths) => {
+                let tokenizer = Tokenizer::open(model_dir, config)?;
+                let text = tokenise(&tokenizer, paths, options.max_tokens)?;
+                (text, uuid_document(&tokenizer, options)?)
+            }
+        };
+        if text.iter().all(Vec::is_empty) {
+            return Err(Error::failed("the input has no tokens")
+                .hint("give at least one non-empty document (and a --max-tokens above 0)"));
+        }
+        let mut corpus = Self {
+            ids: Vec::new(),
+            block_start: vec![0],
+            held_out: Vec::new(),
+            seq_len,
+            seed: options.seed,
+        };
+        let text_blocks = corpus.add_documents(&text, 0)?;
+        let uuid_blocks = corpus.add_documents(std::slice::from_ref(&uuids), text_blocks.end)?;
+        for (kind, blocks) in [text_blocks, uuid_blocks].into_iter().enumerate() {
+            corpus.hold_out(blocks, kind as u64, options.holdout);
+        }
+        corpus.held_out.sort_unstable();
+        Ok(corpus)
+    }
+
+    /// Cuts documents into blocks; `first` is the number of blocks so far.
+    fn add_documents(&mut self, documents: &[Vec<u32>], first: usize) -> Result<Range<usize>> {
+        for block in documents.iter().flat_map(|d| d.chunks(self.seq_len)) {
+            self.ids.extend_from_slice(block);
+            let end = u32::try_from(self.ids.len())
+                .map_err(|_| Error::failed("the input has more than 2^32 tokens"))?;
+            self.block_start.push(end);
+        }
+        Ok(first..self.block_start.len() - 1)
+    }
+
+    /// Draws max(1, round(share x blocks)) of `blocks`, or the last part of an only block.
+    fn hold_out(&mut self, blocks: Range<usize>, kind: u64, share: f64) {
+        if share == 0.0 || blocks.is_empty() {
+            return;
+        }
+        let count = |of: usize| ((share * of as f64).round() as usize).clamp(1, of.max(2) - 1);
+        if blocks.len() == 1 {
+            let len = self.block(blocks.start).len();
+            if len > 1 {
+                self.held_out.push((blocks.start, len - count(len), len));
+            }
+            return;
+        }
+        let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
+        rng.set_stream(HOLD_OUT_STREAM + kind);
+        let count = count(blocks.len());
+        let mut order: Vec<usize> = blocks.collect();
+        for i in 0..count {
+            let other = rng.gen_range(i..order.len());
+            order.swap(i, other);
+            let len = self.block(order[i]).len();
+            self.held_out.push((order[i], 0, len));
+        }
+    }
+
+    /// Number of blocks.
+    pub fn n_blocks(&self) -> usize {
+        self.block_start.len() - 1
+    }
+
+    /// Number of tokens.
+    pub fn n_tokens(&self) -> usize {
+        self.ids.len()
+    }
+
+    /// Rows of block `i`.
+    pub fn block(&self, i: usize) -> Range<usize> {
+        self.block_start[i] as usize..self.block_start[i + 1] as usize
+    }
+
+    /// Per row: whether it counts in statistics and fits.
+    pub fn kept(&self) -> Vec<bool> {
+        let mut kept = vec![true; self.n_tokens()];
+        for &(block, first, end) in &self.held_out {
+            let start = self.block(block).start;
+            kept[start + first..start + end].fill(false);
+        }
+        kept
+    }
+
+    /// Per row: its position within its block.
+    pub fn positions(&self) -> Vec<u32> {
+        (0..self.n_blocks())
+            .flat_map(|b| 0..self.block(b).len() as u32)
+            .collect()
+    }
+
+    /// The manifest's `calibration` object.
+    pub fn manifest(&self) -> Value {
+        let mut hash = Sha256::new();
+        for id in &self.ids {
+            hash.update(id.to_le_bytes());
+        }
+        json!({
+            "tokens": self.n_tokens(),
+            "blocks": self.n_blocks(),
+            "held_out": self.held_out.iter().map(|(b, i, j)| json!([b, i, j])).collect::<Vec<_>>(),
+            "held_out_tokens": self.held_out.iter().map(|(_, i, j)| j - i).sum::<usize>(),
+            "ids_sha256": hex(&hash.finalize()),
+            "seq_len": self.seq_len,
+            "seed": self.seed,
+        })
+    }
+}
+
+/// Random streams of one seed, so that no draw depends on another.
+const UUID_STREAM: u64 = 1;
+const HOLD_OUT_STREAM: u64 = 2;
+
+fn tokenise(tokenizer: &Tokenizer, paths: &[PathBuf], max_tokens: usize) -> Result<Vec<Vec<u32>>> {
+    let mut documents = Vec::new();
+    let mut left = max_tokens;
+    for path in paths {
+        if left == 0 {
+            break;
+        }
+        for document in read_documents(path)? {
+            if document.is_empty() || left == 0 {
+                continue;
+            }
+            let ids = tokenizer
+                .encode_prefix(&document, left)
+                .map_err(|e| e.context(path.display()))?;
+            left -= ids.len();
+            documents.push(ids);
+        }
+    }
+    Ok(documents)
+}
+
+/// The documents of one `.txt` or `.jsonl` file.
+pub fn read_documents(path: &Path) -> Result<Vec<String>> {
+    let read = || {
+        let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", &e))?;
+        String::from_utf8(bytes).map_err(|e| {
+            Error::failed(format!(
+                "{} is not UTF-8 text (byte {})",
+                path.display(),
+                e.utf8_error().valid_up_to()
+            ))
+        })
+    };
+    match path.extension().and_then(|e| e.to_str()) {
+        Some("txt") => Ok(vec![read()?]),
+        Some("jsonl") => read()?
+            .lines()
+            .enumerate()
+            .filter(|(_, line)| !line.trim().is_empty())
+            .map(|(i, line)| {
+                let value: Value = serde_json::from_str(line).map_err(|e| {
+                    Error::failed(format!("{} line {}: not valid JSON: {e}", path.display(), i + 1))
+                })?;
+                match value.get("text").and_then(Value::as_str) {
+                    Some(text) => Ok(text.to_string()),
+                    None => Err(Error::failed(format!(
+                        "{} line {}: there is no text in field `text`",
+                        path.display(),
+                        i + 1
+                    ))),
+                }
+            })
+            .collect(),
+        _ => Err(
+            Error::failed(format!("{}: unknown kind of text file", path.display()))
+                .hint("--text takes .txt (one document) or .jsonl (one document per line, field `text`)"),
+        ),
+    }
+}
+
+/// Documents of token ids from a JSON array of arrays.
+pub fn read_tokens(path: &Path) -> Result<Vec<Vec<u32>>> {
+    let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", &e))?;
+    serde_json::from_slice(&bytes).map_err(|e| {
+        Error::failed(format!("{}: {e}", path.display()))
+            .hint("--tokens takes a JSON array of arrays of token ids, one per document")
+    })
+}
+
+/// Random UUIDs joined by ", ", tokenised and cut to `uuid_tokens`.
+fn uuid_document(tokenizer: &Tokenizer, options: &Options) -> Result<Vec<u32>> {
+    if options.uuid_tokens == 0 {
+        return Ok(Vec::new());
+    }
+    let mut count = options.uuid_tokens / 8 + 16;
+    loop {
+        let mut rng = ChaCha8Rng::seed_from_u64(options.seed);
+        rng.set_stream(UUID_STREAM);
+        let uuids: Vec<String> = (0..count)
+            .map(|_| {
+                uuid::Builder::from_random_bytes(rng.r#gen())
+                    .into_uuid()
+                    .to_string()
+            })
+            .collect();
+        let text = uuids.join(", ");
+        let ids = tokenizer.encode_prefix(&text, options.uuid_tokens)?;
+        if ids.len() == options.uuid_tokens {
+            return Ok(ids);
+        }
+        count *= 2;
+    }
+}

@@ -1,0 +1,31 @@
+//! The `kvsmith` program: parses the command line, runs one subcommand, reports its error.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use kvsmith::cli::Cli;
+use kvsmith::{cmd, interrupt};
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(e) => {
+            // Help and version are results; anything else is wrong use.
+            let code = if e.use_stderr() { 2 } else { 0 };
+            // Nothing is left to do if the terminal is gone.
+            let _ = e.print();
+            return ExitCode::from(code);
+        }
+    };
+    interrupt::install();
+    match cmd::run(cli) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("error: {e}");
+            if let Some(hint) = e.advice() {
+                eprintln!("hint: {hint}");
+            }
+            ExitCode::from(e.exit_code())
+        }
+    }
+}

@@ -1,0 +1,579 @@
+//! A2ATS: retrieval by codebook scores of windowed-RoPE queries, arXiv 2502.12665.
+//!
+//! Calibration: keys before rotation are whitened by the Cholesky factor of the queries' second
+//! moment at one relative position b, and clustered; a codeword's distance is then the error that
+//! queries would see. Decoding: a key is one codeword index, and the score of a far key is that of
+//! its codeword under the query rotated to position b. Selected keys are attended exactly, with
+//! ordinary rotation at their true positions.
+//!
+//! Where we differ from the authors' code: f32 and f64 throughout (there bf16), z is centred,
+//! empty clusters are reseeded, and the budget bounds the union over the query group.
+
+use std::ops::{ControlFlow, Range};
+use std::sync::Arc;
+
+use half::f16;
+use ndarray::{Array1, Array2, Array3, ArrayView2, Axis, s};
+use serde_json::{Value, json};
+
+use super::{Prompt, Retriever, Step, everything};
+use crate::artifact::{Artifact, LayerPart};
+use crate::compute::gemm;
+use crate::dump::Sizes;
+use crate::error::{Error, Result};
+use crate::interrupt;
+use crate::model::rope::Rope;
+use crate::stats::kmeans::{self, Codebook, Init, KMeansParams};
+use crate::stats::moments::LayerMoments;
+use crate::stats::whiten::{EPS, Metric, row_mean, whiten};
+use crate::store::{Spec, to_bytes};
+
+/// Name of the section in an artifact.
+pub const SECTION: &str = "a2ats";
+/// Codewords must fit a u16 index.
+pub const MAX_SIZE: usize = 65_535;
+
+/// Hyper-parameters of a codebook fit.
+#[derive(Clone, Debug)]
+pub struct FitParams {
+    /// Codewords per KV head, M.
+    pub size: usize,
+    /// Most Lloyd passes.
+    pub iterations: usize,
+    /// Seeds k-means++, per layer and head.
+    pub seed: u64,
+    /// Relative position b of the moments.
+    pub wrope_position: usize,
+}
+
+impl FitParams {
+    /// The section's parameters in the manifest.
+    pub fn manifest(&self) -> Value {
+        json!({
+            "codebook_size": self.size,
+            "iterations": self.iterations,
+            "init": "kmeans++",
+            "seed": self.seed,
+            "wrope_position": self.wrope_position,
+            "rope_space": "pre",
+            "eps": EPS,
+            "h_pool": "kv-head-sum",
+            "h_normalisation": "rms",
+        })
+    }
+
+    /// Fails if the codebook cannot be fitted on `kept` keys.
+    pub fn check(&self, kept: usize) -> Result<()> {
+        if self.size == 0 || self.size > MAX_SIZE {
+            return Err(Error::usage(format!(
+                "--size {} must be between 1 and {MAX_SIZE}",
+                self.size
+            )));
+        }
+        if kept < self.size {
+            return Err(Error::failed(format!(
+                "{kept} calibration tokens are too few for a codebook of {}",
+                self.size
+            ))
+            .hint(format!(
+                "give more text, or a smaller --size ({} or less)",
+                kept / 20
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// Tensors of the section.
+pub fn specs(sizes: Sizes, m: usize) -> Vec<Spec> {
+    let (l, g, d) = (sizes.n_layers, sizes.n_kv_heads, sizes.head_dim);
+    vec![
+        Spec::new::<f16>("a2ats.codebook", &[l, g, m, d]),
+        Spec::new::<f32>("a2ats.mean", &[l, g, d]),
+        Spec::new::<f32>("a2ats.chol", &[l, g, d, d]),
+        Spec::new::<u32>("a2ats.count", &[l, g, m]),
+    ]
+}
+
+/// M of a section's parameters.
+pub fn codebook_size(params: &Value) -> Result<usize> {
+    match params.get("codebook_size").and_then(Value::as_u64) {
+        Some(m) if (1..=MAX_SIZE as u64).contains(&m) => Ok(m as usize),
+        _ => Err(Error::failed("`sections.a2ats.codebook_size` is not valid")),
+    }
+}
+
+/// Fits the codebooks of one layer.
+///
+/// `keys` reads all rows of one KV head, [n,d] before rotation; `kept` says which rows take part;
+/// `done` is called after each head.
+pub fn fit_layer(
+    keys: &dyn Fn(usize) -> Result<Array2<f32>>,
+    kept: &[bool],
+    moments: &LayerMoments,
+    params: &FitParams,
+    layer: usize,
+    done: &mut dyn FnMut(usize, &Value),
+) -> Result<LayerPart> {
+    let mut tensors = vec![Vec::new(); 4];
+    let mut quality = Vec::new();
+    for head in 0..moments.count.len() {
+        interrupt::check()?;
+        let context = |e: Error| e.context(format!("layer {layer}, KV head {head}"));
+        let fit = fit_head(keys(head)?, kept, moments, params, layer, head).map_err(context)?;
+        tensors[0].extend(to_bytes(&fit.codebook));
+        tensors[1].extend(to_bytes(&fit.mean.to_vec()));
+        tensors[2].extend(fit.chol.iter().flat_map(|v| v.to_le_bytes()));
+        tensors[3].extend(to_bytes(&fit.count));
+        done(head, &fit.quality);
+        quality.push(fit.quality);
+    }
+    Ok(LayerPart { tensors, quality })
+}
+
+struct HeadFit {
+    codebook: Vec<f16>,
+    mean: Array1<f32>,
+    chol: Array2<f32>,
+    count: Vec<u32>,
+    quality: Value,
+}
+
+fn fit_head(
+    keys: Array2<f32>,
+    kept: &[bool],
+    moments: &LayerMoments,
+    params: &FitParams,
+    layer: usize,
+    head: usize,
+) -> Result<HeadFit> {
+    let rows = |wanted: bool| -> Vec<usize> { (0..kept.len()).filter(|i| kept[*i] == wanted).collect() };
+    let fitted = keys.select(Axis(0), &rows(true));
+    let held_out = keys.select(Axis(0), &rows(false));
+    drop(keys);
+    if moments.count[head] == 0 {
+        return Err(Error::failed("the moments hold no query"));
+    }
+    let metric = Metric::new(moments.sum_qq.index_axis(Axis(0), head))?;
+    // Eq. 15: z = k L; then centred.
+    let uncentred = whiten(
+        fitted.view(),
+        metric.chol.view(),
+        Array1::zeros(fitted.ncols()).view(),
+    );
+    let mean = row_mean(uncentred.view());
+    let z = uncentred - &mean;
+    drop(fitted);
+    let fit = kmeans::fit(
+        z.view(),
+        &KMeansParams {
+            size: params.size,
+            iterations: params.iterations,
+            init: Init::KMeansPlusPlus,
+            seed: head_seed(params.seed, layer, head),
+        },
+        &mut |_, _| {
+            if interrupt::requested() {
+                ControlFlow::Break(())
+            } else {
+                ControlFlow::Continue(())
+            }
+        },
+    );
+    let fit = match fit {
+        Ok(fit) => fit,
+        Err(_) if interrupt::requested() => return Err(Error::interrupted()),
+        Err(e) => return Err(Error::failed(e.to_string())),
+    };
+    // What counts is the codebook that is stored, so everything is reported by its f16 values.
+    let codebook: Vec<f16> = fit.codebook.iter().map(|v| f16::from_f32(*v)).collect();
+    if codebook.iter().any(|v| !v.is_finite()) {
+        return Err(Error::failed("a codeword is outside the range of f16")
+            .hint("the keys of this head have extreme outliers"));
+    }
+    let stored = Codebook::new(fit.codebook.mapv(|v| f16::from_f32(v).to_f32()));
+    let n = z.nrows();
+    let (codes, inertia) = encode(&stored, z.view());
+    let mut count = vec![0u32; params.size];
+    for code in codes {
+        count[code as usize] += 1;
+    }
+    let held_out_inertia = if held_out.nrows() == 0 {
+        Value::Null
+    } else {
+        let z = whiten(held_out.view(), metric.chol.view(), mean.view());
+        json!(encode(&stored, z.view()).1)
+    };
+    let entropy: f64 = count
+        .iter()
+        .filter(|c| **c > 0)
+        .map(|c| f64::from(*c) / n as f64)
+        .map(|p| -p * p.log2())
+        .sum();
+    let variance = z.iter().map(|v| f64::from(*v) * f64::from(*v)).sum::<f64>() / n as f64;
+    let history: Vec<f64> = fit.inertia.iter().map(|i| i / n as f64).collect();
+    let quality = json!({
+        "inertia": inertia,
+        "held_out_inertia": held_out_inertia,
+        "variance": variance,
+        "inertia_history": history,
+        "iterations": fit.inertia.len().saturating_sub(1),
+        "empty_repaired": fit.empty_repaired,
+        "unused_codewords": count.iter().filter(|c| **c == 0).count(),
+        "usage_entropy_bits": entropy,
+        "condition": metric.condition,
+        "eps": metric.eps,
+        "keys": n,
+    });
+    Ok(HeadFit {
+        codebook,
+        mean,
+        chol: metric.chol,
+        count,
+        quality,
+    })
+}
+
+/// Codes and the mean squared distance.
+fn encode(codebook: &Codebook, z: ArrayView2<f32>) -> (Vec<u32>, f64) {
+    let mut codes = vec![0; z.nrows()];
+    let mut distances = vec![0.0; z.nrows()];
+    codebook.nearest(z, &mut codes, &mut distances);
+    let sum: f64 = distances.iter().map(|x| f64::from(*x)).sum();
+    (codes, sum / z.nrows().max(1) as f64)
+}
+
+/// An own seed for every head, so that the order of fitting does not matter (splitmix64).
+fn head_seed(seed: u64, layer: usize, head: usize) -> u64 {
+    let mut x = seed
+        .wrapping_add((layer as u64) << 32)
+        .wrapping_add(head as u64)
+        .wrapping_add(0x9e37_79b9_7f4a_7c15);
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// Checks the values of the section: finite, L lower triangular with a positive diagonal, counts
+/// that add up to the kept keys.
+pub fn check_values(artifact: &Artifact) -> Result<()> {
+    let m = codebook_size(artifact.section(SECTION)?)?;
+    let specs = specs(artifact.sizes, m);
+    let wrong = |what: String| {
+        Error::failed(format!("{}: {what}", artifact.store.path().display()))
+            .hint("the file is damaged; make it again")
+    };
+    for (spec, values) in [
+        (&specs[0], artifact.f16s(&specs[0])?),
+        (&specs[1], artifact.f32s(&specs[1])?),
+        (&specs[2], artifact.f32s(&specs[2])?),
+    ] {
+        if let Some(i) = values.iter().position(|v| !v.is_finite()) {
+            return Err(wrong(format!(
+                "`{}` has a value that is not finite (element {i})",
+                spec.name
+            )));
+        }
+    }
+    let d = artifact.sizes.head_dim;
+    let heads = artifact.sizes.n_layers * artifact.sizes.n_kv_heads;
+    let chol = artifact.f32s(&specs[2])?;
+    for (head, l) in chol.chunks_exact(d * d).enumerate() {
+        let lower =
+            (0..d).all(|i| l[i * d + i] > 0.0 && l[i * d + i + 1..(i + 1) * d].iter().all(|v| *v == 0.0));
+        if !lower {
+            return Err(wrong(format!(
+                "`a2ats.chol` of head {head} is not a Cholesky factor"
+            )));
+        }
+    }
+    let calibration = &artifact.manifest["calibration"];
+    let number = |name: &str| calibration[name].as_u64().unwrap_or(0);
+    let kept = number("tokens").saturating_sub(number("held_out_tokens"));
+    let counts: Vec<u32> = artifact.store.read(&specs[3].name, &specs[3].shape)?;
+    for head in 0..heads {
+        let sum: u64 = counts[head * m..(head + 1) * m]
+            .iter()
+            .map(|c| u64::from(*c))
+            .sum();
+        if sum != kept {
+            return Err(wrong(format!(
+                "`a2ats.count` of head {head} adds up to {sum} keys of {kept}"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// The codebooks of every head, ready to encode keys and to score queries.
+pub struct Codebooks {
+    n_kv_heads: usize,
+    heads: Vec<Arc<HeadCodebook>>,
+}
+
+/// The codebook of one KV head.
+pub struct HeadCodebook {
+    codebook: Codebook,
+    mean: Array1<f32>,
+    chol: Array2<f32>,
+    rope: Rope,
+    wrope_position: usize,
+}
+
+impl Codebooks {
+    /// Reads the section, checking its digests and values.
+    pub fn load(artifact: &Artifact, rope: &Rope) -> Result<Self> {
+        let params = artifact.section(SECTION)?;
+        let m = codebook_size(params)?;
+        let position = params
+            .get("wrope_position")
+            .and_then(Value::as_u64)
+            .ok_or_else(|| Error::failed("`sections.a2ats.wrope_position` is not valid"))?;
+        let specs = specs(artifact.sizes, m);
+        for spec in &specs {
+            artifact.check_digest(SECTION, &spec.name)?;
+        }
+        check_values(artifact)?;
+        let d = artifact.sizes.head_dim;
+        let n = artifact.sizes.n_layers * artifact.sizes.n_kv_heads;
+        let shape = |e: ndarray::ShapeError| Error::failed(e.to_string());
+        let codebook = Array3::from_shape_vec((n, m, d), artifact.f16s(&specs[0])?).map_err(shape)?;
+        let mean = Array2::from_shape_vec((n, d), artifact.f32s(&specs[1])?).map_err(shape)?;
+        let chol = Array3::from_shape_vec((n, d, d), artifact.f32s(&specs[2])?).map_err(shape)?;
+        let heads = (0..n)
+            .map(|i| {
+                Arc::new(HeadCodebook::new(
+                    codebook.index_axis(Axis(0), i).to_owned(),
+                    mean.index_axis(Axis(0), i).to_owned(),
+                    chol.index_axis(Axis(0), i).to_owned(),
+                    rope.clone(),
+                    position as usize,
+                ))
+            })
+            .collect();
+        Ok(Self {
+            n_kv_heads: artifact.sizes.n_kv_heads,
+            heads,
+        })
+    }
+
+    /// The codebook of one head.
+    pub fn head(&self, layer: usize, kv_head: usize) -> &Arc<HeadCodebook> {
+        &self.heads[layer * self.n_kv_heads + kv_head]
+    }
+}
+
+impl HeadCodebook {
+    /// A codebook C^z [M,d] with its mean [d] and its Cholesky factor [d,d].
+    pub fn new(
+        codebook: Array2<f32>,
+        mean: Array1<f32>,
+        chol: Array2<f32>,
+        rope: Rope,
+        wrope_position: usize,
+    ) -> Self {
+        Self {
+            codebook: Codebook::new(codebook),
+            mean,
+            chol,
+            rope,
+            wrope_position,
+        }
+    }
+
+    /// Codes of keys before rotation, [n,d]: argmin of (k - c) H (k - c)^T, lowest index on ties.
+    ///
+    /// # Source
+    /// Eq. 20, in whitened coordinates.
+    pub fn encode(&self, k_pre: ArrayView2<f32>) -> Vec<u16> {
+        let z = whiten(k_pre, self.chol.view(), self.mean.view());
+        encode(&self.codebook, z.view())
+            .0
+            .into_iter()
+            .map(|c| c as u16)
+            .collect()
+    }
+
+    /// Score of every codeword for each query head: [r,M], up to a constant per query.
+    ///
+    /// # Shapes
+    /// q_pre [r,d], before rotation.
+    ///
+    /// # Numerics
+    /// y = qt L^-T by forward substitution in f64, then f32 products.
+    ///
+    /// # Source
+    /// Eq. 12 (qt = q R_b) and Eq. 21, with C = C^z L^-1 folded into the query.
+    pub fn scores(&self, q_pre: ArrayView2<f32>) -> Array2<f32> {
+        let table = self.rope.table(self.wrope_position..self.wrope_position + 1);
+        let mut y = Array2::<f32>::zeros(q_pre.dim());
+        let d = q_pre.ncols();
+        for (query, mut y) in q_pre.rows().into_iter().zip(y.rows_mut()) {
+            let mut qt = query.to_vec();
+            table.rotate(&mut qt, 0);
+            let mut solved = vec![0.0f64; d];
+            for i in 0..d {
+                let row = self.chol.slice(s![i, ..i]);
+                let known: f64 = row.iter().zip(&solved).map(|(l, y)| f64::from(*l) * y).sum();
+                solved[i] = (f64::from(qt[i]) - known) / f64::from(self.chol[[i, i]]);
+            }
+            for (y, v) in y.iter_mut().zip(solved) {
+                *y = v as f32;
+            }
+        }
+        let mut scores = Array2::zeros((q_pre.nrows(), self.codebook.centroids().nrows()));
+        gemm(scores.view_mut(), false, y.view(), self.codebook.centroids().t());
+        scores
+    }
+
+    /// Number of codewords.
+    pub fn size(&self) -> usize {
+        self.codebook.centroids().nrows()
+    }
+}
+
+/// The codes of one KV head.
+pub struct A2ats {
+    codebook: Arc<HeadCodebook>,
+    codes: Vec<u16>,
+    /// Candidates per codeword, over `counted`.
+    counts: Vec<u32>,
+    counted: Range<usize>,
+}
+
+impl A2ats {
+    /// An empty head.
+    pub fn new(codebook: Arc<HeadCodebook>) -> Self {
+        Self {
+            counts: vec![0; codebook.size()],
+            codebook,
+            codes: Vec::new(),
+            counted: 0..0,
+        }
+    }
+
+    /// Brings the counts to cover exactly `candidates`.
+    fn count(&mut self, candidates: &Range<usize>) {
+        let old = self.counted.clone();
+        if candidates.start < old.start || candidates.end < old.end || candidates.start > old.end {
+            self.counts.fill(0);
+            self.counted = candidates.start..candidates.start;
+        }
+        for p in self.counted.end..candidates.end {
+            self.counts[self.codes[p] as usize] += 1;
+        }
+        for p in self.counted.start..candidates.start {
+            self.counts[self.codes[p] as usize] -= 1;
+        }
+        self.counted = candidates.clone();
+    }
+}
+
+impl Retriever for A2ats {
+    fn prefill(&mut self, prompt: &Prompt) {
+        self.codes.extend(self.codebook.encode(prompt.k_pre));
+    }
+
+    fn append(&mut self, k_pre: ArrayView2<f32>) {
+        self.codes.extend(self.codebook.encode(k_pre));
+    }
+
+    fn select(&mut self, step: &Step) -> Vec<u32> {
+        if step.budget >= step.candidates.len() {
+            return everything(step);
+        }
+        self.count(&step.candidates);
+        let scores = self.codebook.scores(step.q_pre);
+        let codes = &self.codes[step.candidates.clone()];
+        let first = step.candidates.start as u32;
+        match Limits::within(scores.view(), &self.counts, step.budget) {
+            Some(limits) => limits.positions(codes, first),
+            None => best_of_union(scores.view(), codes, first, step.budget),
+        }
+    }
+
+    fn state_bytes(&self) -> usize {
+        self.codes.capacity() * 2
+    }
+}
+
+/// How many tokens of each codeword the union of the query heads' top-k takes.
+///
+/// For query head a let R_a(c) be the number of tokens in codewords ranked above c (by score, the
+/// lower codeword first on ties), rho(c) = min over a of R_a(c), and o(j) the rank of token j by
+/// position within its codeword. The union of the top-k sets is { j : rho(code_j) + o(j) < k }, so
+/// its size follows from the counts alone.
+pub struct Limits {
+    take: Vec<u32>,
+}
+
+impl Limits {
+    /// The limits of the largest k whose union has at most `budget` tokens; `None` if not even
+    /// k = 1 fits.
+    ///
+    /// # Shapes
+    /// scores [r,M], counts [M].
+    pub fn within(scores: ArrayView2<f32>, counts: &[u32], budget: usize) -> Option<Self> {
+        let total: u64 = counts.iter().map(|c| u64::from(*c)).sum();
+        let mut rho = vec![u64::MAX; counts.len()];
+        let mut order: Vec<usize> = (0..counts.len()).filter(|c| counts[*c] > 0).collect();
+        for row in scores.rows() {
+            order.sort_unstable_by(|a, b| row[*b].total_cmp(&row[*a]).then(a.cmp(b)));
+            let mut above = 0;
+            for &c in &order {
+                rho[c] = rho[c].min(above);
+                above += u64::from(counts[c]);
+            }
+        }
+        let taken = |k: u64, c: usize| k.saturating_sub(rho[c]).min(u64::from(counts[c]));
+        let size = |k: u64| -> u64 { order.iter().map(|c| taken(k, *c)).sum() };
+        // size() grows with k: bisect for the last k that fits.
+        let (mut fits, mut too_many) = (0, total + 1);
+        while too_many - fits > 1 {
+            let k = (fits + too_many) / 2;
+            if size(k) <= budget as u64 {
+                fits = k;
+            } else {
+                too_many = k;
+            }
+        }
+        (fits > 0).then(|| Self {
+            take: (0..counts.len()).map(|c| taken(fits, c) as u32).collect(),
+        })
+    }
+
+    /// The positions taken, ascending; `codes[0]` stands at position `first`.
+    fn positions(mut self, codes: &[u16], first: u32) -> Vec<u32> {
+        let mut out = Vec::with_capacity(self.take.iter().map(|t| *t as usize).sum());
+        for (p, code) in (first..).zip(codes) {
+            let left = &mut self.take[*code as usize];
+            if *left > 0 {
+                *left -= 1;
+                out.push(p);
+            }
+        }
+        out
+    }
+}
+
+/// The best `budget` of the query heads' single best tokens, by their highest score.
+fn best_of_union(scores: ArrayView2<f32>, codes: &[u16], first: u32, budget: usize) -> Vec<u32> {
+    let mut best: Vec<(f32, u32)> = Vec::new();
+    for row in scores.rows() {
+        let top = codes.iter().zip(first..).min_by(|(a, p), (b, q)| {
+            let (sa, sb) = (row[**a as usize], row[**b as usize]);
+            sb.total_cmp(&sa).then(a.cmp(b)).then(p.cmp(q))
+        });
+        if let Some((code, p)) = top {
+            let score = scores
+                .column(*code as usize)
+                .fold(f32::NEG_INFINITY, |m, s| m.max(*s));
+            best.push((score, p));
+        }
+    }
+    best.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+    best.dedup_by_key(|(_, p)| *p);
+    let mut out: Vec<u32> = best.into_iter().take(budget).map(|(_, p)| p).collect();
+    out.sort_unstable();
+    out
+}

@@ -1,0 +1,377 @@
+//! The decoder forward pass in f32, open at the point where q and k are about to be rotated.
+//!
+//! A [`Layer`] is used in three steps, so that a caller can put its own attention in the middle:
+//! [`Layer::project`] gives pre-RoPE q, k and v; the caller attends; [`Layer::finish`] adds the
+//! attention output and the MLP to the residual stream. [`Layer::forward`] is the three with exact
+//! causal attention.
+
+use std::ops::Range;
+use std::path::Path;
+
+use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayViewMut2, Axis, s};
+use rayon::prelude::*;
+
+use super::config::ModelConfig;
+use super::rope::{Rope, RopeTable};
+use super::weights::{Checkpoint, Weight};
+use crate::compute::attention;
+use crate::compute::linear::{Linear, widen};
+use crate::compute::simd;
+use crate::error::{Error, Result};
+
+/// Rows that pass the MLP together; bounds the memory of its wide activations.
+const MLP_ROWS: usize = 2048;
+
+/// A checkpoint ready to run.
+pub struct Decoder {
+    /// Sizes and options.
+    pub config: ModelConfig,
+    /// The mapped weights.
+    pub checkpoint: Checkpoint,
+    /// The rotary embedding.
+    pub rope: Rope,
+    embedding: Weight,
+    norm: Vec<f32>,
+    head: Linear,
+}
+
+/// One decoder layer; weights stay mapped.
+pub struct Layer {
+    index: usize,
+    n_heads: usize,
+    n_kv_heads: usize,
+    head_dim: usize,
+    eps: f32,
+    /// Visible positions, the current one included; `None` = all.
+    pub window: Option<usize>,
+    input_norm: Vec<f32>,
+    q: Linear,
+    k: Linear,
+    v: Linear,
+    o: Linear,
+    q_norm: Option<Vec<f32>>,
+    k_norm: Option<Vec<f32>>,
+    mlp_norm: Vec<f32>,
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+}
+
+/// What a layer's projections give for m rows: after bias and q/k norm, before rotation.
+pub struct States {
+    /// [h,m,d].
+    pub q_pre: Array3<f32>,
+    /// [g,m,d].
+    pub k_pre: Array3<f32>,
+    /// [g,m,d].
+    pub v: Array3<f32>,
+}
+
+impl Decoder {
+    /// Opens the checkpoint in `dir` and checks that it has every tensor in the right shape.
+    pub fn open(dir: &Path) -> Result<Self> {
+        let config = ModelConfig::load(dir)?;
+        let checkpoint = Checkpoint::open(dir)?;
+        let embedding = checkpoint.weight(
+            "model.embed_tokens.weight",
+            &[config.vocab_size, config.hidden_size],
+        )?;
+        Checkpoint::scattered(&embedding);
+        let norm = checkpoint
+            .weight("model.norm.weight", &[config.hidden_size])?
+            .to_vec();
+        let head = Linear {
+            weight: if config.tie_word_embeddings {
+                embedding.clone()
+            } else {
+                checkpoint.weight("lm_head.weight", &[config.vocab_size, config.hidden_size])?
+            },
+            bias: None,
+        };
+        let decoder = Self {
+            rope: Rope::new(&config.rope, config.head_dim),
+            config,
+            checkpoint,
+            embedding,
+            norm,
+            head,
+        };
+        for i in 0..decoder.config.n_layers {
+            decoder.layer(i)?;
+        }
+        Ok(decoder)
+    }
+
+    /// Views of the weights of layer `index`.
+    pub fn layer(&self, index: usize) -> Result<Layer> {
+        let c = &self.config;
+        let (hidden, d) = (c.hidden_size, c.head_dim);
+        let name = |part: &str| format!("model.layers.{index}.{part}");
+        let vector = |part: &str, len: usize| -> Result<Vec<f32>> {
+            Ok(self.checkpoint.weight(&name(part), &[len])?.to_vec())
+        };
+        let linear = |part: &str, rows: usize, cols: usize, bias: bool| -> Result<Linear> {
+            let weight = self
+                .checkpoint
+                .weight(&name(&format!("{part}.weight")), &[rows, cols])?;
+            let bias_name = format!("{part}.bias");
+            if !bias && self.checkpoint.contains(&name(&bias_name)) {
+                return Err(Error::failed(format!(
+                    "the checkpoint has `{}`, but config.json says that there is no such bias",
+                    name(&bias_name)
+                ))
+                .hint("set `attention_bias` or `mlp_bias` in config.json if the model was trained with it"));
+            }
+            let bias = bias.then(|| vector(&bias_name, rows)).transpose()?;
+            Ok(Linear { weight, bias })
+        };
+        let norm = |part: &str| c.qk_norm.then(|| vector(part, d)).transpose();
+        Ok(Layer {
+            index,
+            n_heads: c.n_heads,
+            n_kv_heads: c.n_kv_heads,
+            head_dim: d,
+            eps: c.rms_norm_eps,
+            window: c.windows[index],
+            input_norm: vector("input_layernorm.weight", hidden)?,
+            q: linear("self_attn.q_proj", c.n_heads * d, hidden, c.qkv_bias)?,
+            k: linear("self_attn.k_proj", c.n_kv_heads * d, hidden, c.qkv_bias)?,
+            v: linear("self_attn.v_proj", c.n_kv_heads * d, hidden, c.qkv_bias)?,
+            o: linear("self_attn.o_proj", hidden, c.n_heads * d, c.o_bias)?,
+            q_norm: norm("self_attn.q_norm.weight")?,
+            k_norm: norm("self_attn.k_norm.weight")?,
+            mlp_norm: vector("post_attention_layernorm.weight", hidden)?,
+            gate: linear("mlp.gate_proj", c.intermediate_size, hidden, c.mlp_bias)?,
+            up: linear("mlp.up_proj", c.intermediate_size, hidden, c.mlp_bias)?,
+            down: linear("mlp.down_proj", hidden, c.intermediate_size, c.mlp_bias)?,
+        })
+    }
+
+    /// Embeds `ids`: [n, hidden].
+    ///
+    /// # Errors
+    /// An id outside the vocabulary; a NaN in an embedding row.
+    pub fn embed(&self, ids: &[u32]) -> Result<Array2<f32>> {
+        self.check_ids(ids)?;
+        let mut out = Array2::zeros((ids.len(), self.config.hidden_size));
+        for (mut row, &id) in out.rows_mut().into_iter().zip(ids) {
+            if let Some(row) = row.as_slice_mut() {
+                widen(&self.embedding, id as usize, 1, row);
+                if !simd::all_finite(row) {
+                    return Err(Error::failed(format!(
+                        "tensor `{}` has a value that is not finite in row {id}",
+                        self.embedding.name()
+                    ))
+                    .hint("the checkpoint is damaged; fetch it again"));
+                }
+            }
+        }
+        Ok(out)
+    }
+
+    /// Checks that every id is in the vocabulary.
+    pub fn check_ids(&self, ids: &[u32]) -> Result<()> {
+        match ids.iter().position(|id| *id as usize >= self.config.vocab_size) {
+            None => Ok(()),
+            Some(i) => Err(Error::failed(format!(
+                "token id {} (at {i}) is outside the model's vocabulary of {}",
+                ids[i], self.config.vocab_size
+            ))
+            .hint("the tokens or the tokenizer belong to another model")),
+        }
+    }
+
+    /// Next-token logits from the hidden state of one position: [vocab].
+    pub fn logits(&self, hidden: ArrayView1<f32>) -> Result<Array1<f32>> {
+        let mut normed = Array2::zeros((1, hidden.len()));
+        rms_rows(
+            hidden.insert_axis(Axis(0)),
+            &self.norm,
+            self.config.rms_norm_eps,
+            normed.view_mut(),
+        );
+        let mut out = Array2::zeros((1, self.config.vocab_size));
+        self.head.forward(normed.view(), out.view_mut());
+        let out = out.remove_axis(Axis(0));
+        if out.iter().all(|v| v.is_finite()) {
+            return Ok(out);
+        }
+        Err(self.diagnose(&[&self.head.weight], "the output logits"))
+    }
+
+    /// Fails if the residual stream has left the finite numbers in `layer`, naming the culprit.
+    pub fn check_finite(&self, layer: &Layer, hidden: ArrayView2<f32>) -> Result<()> {
+        let fine = match hidden.as_slice() {
+            Some(values) => simd::all_finite(values),
+            None => hidden.iter().all(|v| v.is_finite()),
+        };
+        if fine {
+            return Ok(());
+        }
+        Err(self.diagnose(
+            &layer.weights(),
+            &format!("the hidden states after layer {}", layer.index),
+        ))
+    }
+
+    fn diagnose(&self, weights: &[&Weight], place: &str) -> Error {
+        for w in weights {
+            if let Some(i) = w.first_non_finite() {
+                return Error::failed(format!(
+                    "tensor `{}` has a value that is not finite (element {i})",
+                    w.name()
+                ))
+                .hint("the checkpoint is damaged; fetch it again");
+            }
+        }
+        Error::failed(format!(
+            "{place} are not finite, though the weights of this stage are"
+        ))
+        .hint("the model overflows f32 or a norm or bias of it is not finite")
+    }
+}
+
+impl Layer {
+    /// Pre-RoPE q, k and v of every row of `hidden` [m, hidden].
+    pub fn project(&self, hidden: ArrayView2<f32>) -> States {
+        let mut normed = Array2::zeros(hidden.dim());
+        rms_rows(hidden, &self.input_norm, self.eps, normed.view_mut());
+        let heads = |linear: &Linear, count: usize, norm: Option<&Vec<f32>>| {
+            let mut flat = Array2::zeros((hidden.nrows(), count * self.head_dim));
+            linear.forward(normed.view(), flat.view_mut());
+            split_heads(flat.view(), count, norm.map(|w| (w.as_slice(), self.eps)))
+        };
+        States {
+            q_pre: heads(&self.q, self.n_heads, self.q_norm.as_ref()),
+            k_pre: heads(&self.k, self.n_kv_heads, self.k_norm.as_ref()),
+            v: heads(&self.v, self.n_kv_heads, None),
+        }
+    }
+
+    /// Adds the attention output (`attended` [m, h d]) and the MLP to `hidden` [m, hidden].
+    pub fn finish(&self, mut hidden: ArrayViewMut2<f32>, attended: ArrayView2<f32>) {
+        let width = hidden.ncols();
+        for (mut hidden, attended) in hidden
+            .axis_chunks_iter_mut(Axis(0), MLP_ROWS)
+            .zip(attended.axis_chunks_iter(Axis(0), MLP_ROWS))
+        {
+            let m = hidden.nrows();
+            let mut delta = Array2::zeros((m, width));
+            self.o.forward(attended, delta.view_mut());
+            hidden += &delta;
+            let mut normed = Array2::zeros((m, width));
+            rms_rows(hidden.view(), &self.mlp_norm, self.eps, normed.view_mut());
+            let mut gate = Array2::zeros((m, self.gate.weight.rows()));
+            let mut up = Array2::zeros(gate.dim());
+            self.gate.forward(normed.view(), gate.view_mut());
+            self.up.forward(normed.view(), up.view_mut());
+            gate.axis_iter_mut(Axis(0))
+                .into_par_iter()
+                .zip(up.axis_iter(Axis(0)))
+                .for_each(|(mut gate, up)| {
+                    if let (Some(gate), Some(up)) = (gate.as_slice_mut(), up.as_slice()) {
+                        simd::silu_mul(gate, up);
+                    }
+                });
+            drop(up);
+            self.down.forward(gate.view(), delta.view_mut());
+            hidden += &delta;
+        }
+    }
+
+    /// One whole layer over a block that starts at position 0, with exact attention.
+    ///
+    /// `tap` sees the pre-RoPE states and the rotated k that attention uses.
+    pub fn forward(
+        &self,
+        rope: &Rope,
+        mut hidden: ArrayViewMut2<f32>,
+        tap: impl FnOnce(&States, &Array3<f32>),
+    ) {
+        let m = hidden.nrows();
+        let mut states = self.project(hidden.view());
+        let table = rope.table(0..m);
+        let k_rope = rotated(&states.k_pre, &table, 0..m);
+        tap(&states, &k_rope);
+        // The queries are rotated in place: nothing needs them unrotated any more.
+        rotate(&mut states.q_pre, &table, 0..m);
+        let mut attended = Array2::zeros((m, self.n_heads * self.head_dim));
+        attention::causal(
+            states.q_pre.view(),
+            k_rope.view(),
+            states.v.view(),
+            0,
+            self.window,
+            attended.view_mut(),
+        );
+        drop(states);
+        drop(k_rope);
+        self.finish(hidden.view_mut(), attended.view());
+    }
+
+    /// The projection weights.
+    pub fn weights(&self) -> Vec<&Weight> {
+        [
+            &self.q, &self.k, &self.v, &self.o, &self.gate, &self.up, &self.down,
+        ]
+        .map(|l| &l.weight)
+        .to_vec()
+    }
+
+    /// Hands the layer's file pages back to the system.
+    pub fn release(&self) {
+        Checkpoint::release(&self.weights());
+    }
+}
+
+/// A rotated copy of [heads, m, d]; row i goes to row `rows.start + i` of the table.
+pub fn rotated(x: &Array3<f32>, table: &RopeTable, rows: Range<usize>) -> Array3<f32> {
+    let mut y = x.clone();
+    rotate(&mut y, table, rows);
+    y
+}
+
+/// Rotates [heads, m, d] in place.
+pub fn rotate(x: &mut Array3<f32>, table: &RopeTable, rows: Range<usize>) {
+    x.axis_iter_mut(Axis(0)).into_par_iter().for_each(|mut head| {
+        for (mut vector, row) in head.rows_mut().into_iter().zip(rows.clone()) {
+            if let Some(vector) = vector.as_slice_mut() {
+                table.rotate(vector, row);
+            }
+        }
+    });
+}
+
+/// [m, heads d] to [heads, m, d], with an optional RMS norm (weight, eps) over each head vector.
+fn split_heads(flat: ArrayView2<f32>, heads: usize, norm: Option<(&[f32], f32)>) -> Array3<f32> {
+    let (m, width) = flat.dim();
+    let d = width / heads;
+    let mut out = Array3::zeros((heads, m, d));
+    out.axis_iter_mut(Axis(0))
+        .into_par_iter()
+        .enumerate()
+        .for_each(|(head, mut out)| {
+            let source = flat.slice(s![.., head * d..(head + 1) * d]);
+            for (mut to, from) in out.rows_mut().into_iter().zip(source.rows()) {
+                if let (Some(to), Some(from)) = (to.as_slice_mut(), from.as_slice()) {
+                    match norm {
+                        Some((weight, eps)) => simd::rms_norm(from, weight, eps, to),
+                        None => to.copy_from_slice(from),
+                    }
+                }
+            }
+        });
+    out
+}
+
+/// RMS norm of every row.
+fn rms_rows(x: ArrayView2<f32>, weight: &[f32], eps: f32, mut out: ArrayViewMut2<f32>) {
+    out.axis_iter_mut(Axis(0))
+        .into_par_iter()
+        .zip(x.axis_iter(Axis(0)))
+        .for_each(|(mut out, x)| {
+            if let (Some(out), Some(x)) = (out.as_slice_mut(), x.as_slice()) {
+                simd::rms_norm(x, weight, eps, out);
+            }
+        });
+}

@@ -1,0 +1,11 @@
+//! A Hugging Face decoder checkpoint: configuration, weights, tokenizer and the forward pass.
+
+pub mod config;
+pub mod decoder;
+pub mod rope;
+pub mod tokenizer;
+pub mod weights;
+
+pub use config::ModelConfig;
+pub use decoder::{Decoder, Layer, States};
+pub use weights::Checkpoint;

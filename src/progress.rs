@@ -1,0 +1,90 @@
+//! What a person sees on stderr: notes, warnings and progress bars with the time left.
+
+use std::io::IsTerminal;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+/// How much the program says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Verbosity {
+    /// Warnings and errors alone (`-q`).
+    Quiet,
+    /// Notes and progress.
+    Normal,
+    /// Details of every step (`-v`).
+    Verbose,
+}
+
+/// Writes to stderr, as much as asked for.
+#[derive(Clone, Copy, Debug)]
+pub struct Log {
+    /// The level.
+    pub verbosity: Verbosity,
+}
+
+impl Log {
+    /// A line that `-q` hides.
+    pub fn note(&self, text: &str) {
+        if self.verbosity >= Verbosity::Normal {
+            eprintln!("{text}");
+        }
+    }
+
+    /// A line that only `-v` shows.
+    pub fn detail(&self, text: &str) {
+        if self.verbosity >= Verbosity::Verbose {
+            eprintln!("{text}");
+        }
+    }
+
+    /// A line that is always shown.
+    pub fn warn(&self, text: &str) {
+        eprintln!("warning: {text}");
+    }
+
+    /// A progress bar over `total` units; it shows only on a terminal.
+    pub fn progress(&self, total: u64, unit: &str) -> Progress {
+        let target = if self.verbosity == Verbosity::Quiet || !std::io::stderr().is_terminal() {
+            ProgressDrawTarget::hidden()
+        } else {
+            ProgressDrawTarget::stderr()
+        };
+        let bar = ProgressBar::with_draw_target(Some(total), target);
+        let template = format!(
+            "{{msg:24}} [{{bar:30}}] {{human_pos}}/{{human_len}} {unit}  {{elapsed}} elapsed, {{eta}} left"
+        );
+        if let Ok(style) = ProgressStyle::with_template(&template) {
+            bar.set_style(style.progress_chars("=> "));
+        }
+        bar.enable_steady_tick(std::time::Duration::from_millis(250));
+        Progress { bar }
+    }
+}
+
+/// One progress bar; it disappears when dropped.
+pub struct Progress {
+    bar: ProgressBar,
+}
+
+impl Progress {
+    /// Says what is being done.
+    pub fn stage(&self, text: String) {
+        self.bar.set_message(text);
+    }
+
+    /// Counts work done.
+    pub fn advance(&self, units: u64) {
+        self.bar.inc(units);
+    }
+
+    /// Prints a line without disturbing the bar.
+    pub fn line(&self, text: &str) {
+        self.bar.suspend(|| eprintln!("{text}"));
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}

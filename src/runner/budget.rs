@@ -1,0 +1,70 @@
+//! How many positions a method may choose per KV head and step.
+
+use std::str::FromStr;
+
+use crate::error::Error;
+
+/// `--budget X`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Budget {
+    /// 0 < X <= 1: a fraction of the visible context, the current token included.
+    Fraction(f64),
+    /// X > 1: a number of positions.
+    Count(usize),
+}
+
+impl Budget {
+    /// B for a visible context of n: max(1, floor(X n)), or X itself.
+    pub fn positions(self, n: usize) -> usize {
+        match self {
+            Self::Fraction(x) => ((x * n as f64).floor() as usize).max(1),
+            Self::Count(b) => b,
+        }
+    }
+
+    /// X as it was given.
+    pub fn value(self) -> f64 {
+        match self {
+            Self::Fraction(x) => x,
+            Self::Count(b) => b as f64,
+        }
+    }
+}
+
+impl FromStr for Budget {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let wrong = || {
+            Error::usage(format!("budget `{text}` is not valid"))
+                .hint("a fraction of the context (0 < X <= 1), or a whole number of positions above 1")
+        };
+        let x: f64 = text.parse().map_err(|_| wrong())?;
+        if x > 0.0 && x <= 1.0 {
+            Ok(Self::Fraction(x))
+        } else if x > 1.0 && x.fract() == 0.0 && x < 1e15 {
+            Ok(Self::Count(x as usize))
+        } else {
+            Err(wrong())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fractions_and_counts() {
+        let positions = |text: &str, n| text.parse::<Budget>().ok().map(|b| b.positions(n));
+        assert_eq!(positions("0.03", 1000), Some(30));
+        assert_eq!(positions("0.03", 10), Some(1));
+        assert_eq!(positions("1", 10), Some(10));
+        assert_eq!(positions("1.0", 10), Some(10));
+        assert_eq!(positions("2", 10), Some(2));
+        assert_eq!(positions("4096", 10), Some(4096));
+        for bad in ["0", "-1", "1.5", "nan", "inf", "x", "", "1e20"] {
+            assert!(bad.parse::<Budget>().is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! Choosing the next token from logits.
+
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+/// Greedy, or drawn by temperature and nucleus.
+pub struct Sampler {
+    temperature: f64,
+    top_p: f64,
+    rng: ChaCha8Rng,
+}
+
+impl Sampler {
+    /// `temperature` 0 is greedy.
+    pub fn new(temperature: f64, top_p: f64, seed: u64) -> Self {
+        Self {
+            temperature,
+            top_p,
+            rng: ChaCha8Rng::seed_from_u64(seed),
+        }
+    }
+
+    /// The next token id; greedy takes the lowest id on ties.
+    pub fn next(&mut self, logits: &[f32]) -> u32 {
+        if self.temperature == 0.0 {
+            return argmax(logits) as u32;
+        }
+        let mut order: Vec<usize> = (0..logits.len()).collect();
+        order.sort_unstable_by(|a, b| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)));
+        let top = f64::from(logits[order[0]]);
+        let mut weights: Vec<f64> = order
+            .iter()
+            .map(|i| ((f64::from(logits[*i]) - top) / self.temperature).exp())
+            .collect();
+        let total: f64 = weights.iter().sum();
+        // The nucleus: the smallest head of the order with at least top_p of the probability.
+        let mut mass = 0.0;
+        let kept = weights
+            .iter()
+            .position(|w| {
+                mass += w / total;
+                mass >= self.top_p
+            })
+            .map_or(weights.len(), |i| i + 1);
+        weights.truncate(kept);
+        let mut left = self.rng.r#gen::<f64>() * weights.iter().sum::<f64>();
+        for (w, i) in weights.iter().zip(&order) {
+            left -= w;
+            if left <= 0.0 {
+                return *i as u32;
+            }
+        }
+        order[kept - 1] as u32
+    }
+}
+
+/// Index of the largest value, the lowest one on ties.
+pub fn argmax(values: &[f32]) -> usize {
+    let mut best = 0;
+    for (i, v) in values.iter().enumerate() {
+        if *v > values[best] {
+            best = i;
+        }
+    }
+    best
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn greedy_takes_the_first_of_equals() {
+        assert_eq!(Sampler::new(0.0, 1.0, 0).next(&[1.0, 3.0, 3.0]), 1);
+    }
+
+    #[test]
+    fn draws_follow_the_probabilities_within_the_nucleus() {
+        let logits = [0.0f32, 2f32.ln(), 4f32.ln(), -20.0];
+        let mut sampler = Sampler::new(1.0, 0.8, 7);
+        let mut counts = [0usize; 4];
+        for _ in 0..6000 {
+            counts[sampler.next(&logits) as usize] += 1;
+        }
+        // Probabilities 1/7, 2/7, 4/7: the nucleus of 0.8 keeps the last two.
+        assert_eq!((counts[0], counts[3]), (0, 0));
+        let share = counts[2] as f64 / 6000.0;
+        // Six standard deviations of a binomial with p = 2/3.
+        assert!(
+            (share - 2.0 / 3.0).abs() < 6.0 * (2.0 / 9.0 / 6000.0f64).sqrt(),
+            "{share}"
+        );
+    }
+}

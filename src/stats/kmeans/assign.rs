@@ -1,0 +1,109 @@
+//! The assignment step: which centroid each row belongs to, and which rows need another look.
+
+use rayon::prelude::*;
+
+use super::scan::{Best, Panels, Scratch, row, scan, score, squared_distance};
+
+/// Rows per unit of parallel work; a constant, because results must not depend on the thread count.
+pub(super) const CHUNK: usize = 512;
+
+/// What is known of one row: its centroid, and the bounds that tell when to look at it again.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Assigned {
+    /// The centroid.
+    pub code: u32,
+    /// Score of `code`.
+    pub score: f32,
+    /// No other centroid that has not moved since has a higher score.
+    pub rival: f32,
+    /// Squared distance to `code`.
+    pub distance: f32,
+}
+
+impl Assigned {
+    /// A row that no centroid has claimed yet.
+    pub const NOWHERE: Self = Self {
+        code: 0,
+        score: f32::NEG_INFINITY,
+        rival: f32::NEG_INFINITY,
+        distance: f32::INFINITY,
+    };
+
+    /// Takes in the best of some centroids, none of which is `self.code`.
+    fn challenge(&mut self, best: &Best) {
+        if best.score > self.score || (best.score == self.score && best.id < self.code) {
+            self.rival = self.score.max(best.second);
+            (self.code, self.score) = (best.id, best.score);
+        } else {
+            self.rival = self.rival.max(best.score);
+        }
+    }
+}
+
+/// Lets new centroids `fresh`, numbered from `first`, take over the rows they are nearest to.
+pub(super) fn absorb(x: &[f32], dim: usize, rows: &mut [Assigned], fresh: &[f32], first: u32) {
+    let ids = (first..first + (fresh.len() / dim) as u32).collect();
+    let panels = Panels::pack(fresh, dim, first, ids);
+    let chunks = x.par_chunks(CHUNK * dim).zip(rows.par_chunks_mut(CHUNK));
+    chunks.for_each_init(Scratch::default, |scratch, (x, rows)| {
+        let all: Vec<u32> = (0..rows.len() as u32).collect();
+        scan(x, &all, &panels, scratch);
+        for ((x, r), best) in x.chunks_exact(dim).zip(rows).zip(&scratch.out) {
+            let before = r.code;
+            r.challenge(best);
+            if r.code != before || first == 0 {
+                r.distance = squared_distance(x, row(fresh, r.code - first, dim));
+            }
+        }
+    });
+}
+
+/// Assigns every row to its nearest centroid, given which centroids moved since the last time.
+///
+/// The outcome is that of scanning all centroids for all rows, bit for bit. Among the centroids
+/// that stayed, a row's own is still the best one if it stayed too, or if its new score is above
+/// `rival`; such a row meets the moved centroids only.
+pub(super) fn reassign(x: &[f32], dim: usize, rows: &mut [Assigned], centroids: &[f32], moved: &[bool]) {
+    let ids = 0..moved.len() as u32;
+    let all = Panels::pack(centroids, dim, 0, ids.clone().collect());
+    let some = Panels::pack(centroids, dim, 0, ids.filter(|&c| moved[c as usize]).collect());
+    let chunks = x.par_chunks(CHUNK * dim).zip(rows.par_chunks_mut(CHUNK));
+    chunks.for_each_init(Scratch::default, |scratch, (x, rows)| {
+        let before: Vec<u32> = rows.iter().map(|r| r.code).collect();
+        let (mut against_all, mut against_moved) = (Vec::new(), Vec::new());
+        for (i, (x, r)) in (0..).zip(x.chunks_exact(dim).zip(rows.iter_mut())) {
+            let own_moved = moved[r.code as usize];
+            if own_moved {
+                r.score = score(x, row(centroids, r.code, dim), all.bias(r.code as usize));
+            }
+            // A centroid that stayed has won its ties already; one that moved may lose them now.
+            let safe = r.score > r.rival || (r.score == r.rival && !own_moved);
+            if safe {
+                &mut against_moved
+            } else {
+                &mut against_all
+            }
+            .push(i);
+        }
+        scan(x, &against_all, &all, scratch);
+        for (&i, best) in against_all.iter().zip(&scratch.out) {
+            let r = &mut rows[i as usize];
+            (r.code, r.score, r.rival) = (best.id, best.score, best.second);
+        }
+        scan(x, &against_moved, &some, scratch);
+        for (&i, best) in against_moved.iter().zip(&scratch.out) {
+            let r = &mut rows[i as usize];
+            if moved[r.code as usize] {
+                // The row's own centroid took part: the best of the moved is the best of all.
+                (r.code, r.score, r.rival) = (best.id, best.score, r.rival.max(best.second));
+            } else {
+                r.challenge(best);
+            }
+        }
+        for ((x, r), before) in x.chunks_exact(dim).zip(rows).zip(before) {
+            if r.code != before || moved[r.code as usize] {
+                r.distance = squared_distance(x, row(centroids, r.code, dim));
+            }
+        }
+    });
+}

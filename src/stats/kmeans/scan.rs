@@ -1,0 +1,253 @@
+//! The kernel behind k-means and encoding: the best and second-best centroid of each row.
+//!
+//! A tile of rows meets a panel of centroids in the vector registers; the scores are folded into
+//! the running result of the rows at once and never reach memory. The loops are plain Rust over
+//! fixed-size arrays, compiled once per instruction set. They go by index: written with iterators,
+//! the compiler stops keeping the tile in registers and takes ten times as long.
+//!
+//! # Numerics
+//!
+//! A score is `-||c||²/2`, summed in f64 and rounded, followed by one f32 multiply-add per
+//! coordinate, in order: it depends on the row and the centroid alone, whatever shares their tile
+//! or panel.
+
+use multiversion::multiversion;
+use multiversion::target::match_target;
+
+/// Centroids side by side in a panel.
+const PANEL: usize = 32;
+
+/// Row `i` of `x`, `[n, d]`.
+pub(super) fn row(x: &[f32], i: u32, dim: usize) -> &[f32] {
+    &x[i as usize * dim..][..dim]
+}
+
+/// Centroids in the order the kernel reads them: panels of [`PANEL`], coordinate by coordinate.
+#[derive(Clone, Debug)]
+pub(super) struct Panels {
+    dim: usize,
+    /// `[panels, d]`, the last panel padded with zeros.
+    data: Vec<Line>,
+    /// `-||c||²/2` per slot, `[panels]`; minus infinity in the padding, which therefore never wins.
+    biases: Vec<Line>,
+    /// The centroid in each slot, ascending, `[slots]` without padding.
+    pub(super) ids: Vec<u32>,
+}
+
+/// One coordinate of a panel, on a cache line boundary.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
+struct Line([f32; PANEL]);
+
+impl Panels {
+    /// Packs the centroids `ids`, ascending, out of `centroids`, whose first row is number `first`.
+    pub fn pack(centroids: &[f32], dim: usize, first: u32, ids: Vec<u32>) -> Self {
+        let count = ids.len().div_ceil(PANEL);
+        let mut data = vec![Line([0.0; PANEL]); count * dim];
+        let mut biases = vec![Line([f32::NEG_INFINITY; PANEL]); count];
+        for (slot, &id) in ids.iter().enumerate() {
+            let (panel, lane) = (slot / PANEL, slot % PANEL);
+            let c = row(centroids, id - first, dim);
+            data[panel * dim..]
+                .iter_mut()
+                .zip(c)
+                .for_each(|(line, &v)| line.0[lane] = v);
+            biases[panel].0[lane] = (c.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() * -0.5) as f32;
+        }
+        Self {
+            dim,
+            data,
+            biases,
+            ids,
+        }
+    }
+
+    pub(super) fn bias(&self, slot: usize) -> f32 {
+        self.biases[slot / PANEL].0[slot % PANEL]
+    }
+}
+
+/// What a scan found for one row.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Best {
+    /// The centroid of the highest score, the lowest id on ties; 0 where there was none.
+    pub(super) id: u32,
+    pub(super) score: f32,
+    /// The highest score of the others.
+    pub(super) second: f32,
+}
+
+/// The running result of one row, per lane of a panel.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Lanes {
+    best: [f32; PANEL],
+    second: [f32; PANEL],
+    panel: [u32; PANEL],
+}
+
+impl Lanes {
+    const START: Self = Self {
+        best: [f32::NEG_INFINITY; PANEL],
+        second: [f32::NEG_INFINITY; PANEL],
+        panel: [0; PANEL],
+    };
+
+    #[expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]
+    #[inline(always)]
+    fn fold(&mut self, scores: &[f32; PANEL], panel: u32) {
+        for l in 0..PANEL {
+            let (s, best) = (scores[l], self.best[l]);
+            let better = s > best;
+            let loser = if better { best } else { s };
+            self.second[l] = if loser > self.second[l] {
+                loser
+            } else {
+                self.second[l]
+            };
+            self.best[l] = if better { s } else { best };
+            self.panel[l] = if better { panel } else { self.panel[l] };
+        }
+    }
+
+    fn finish(&self, ids: &[u32]) -> Best {
+        let mut slot = u32::MAX;
+        let (mut score, mut second) = (f32::NEG_INFINITY, f32::NEG_INFINITY);
+        for l in 0..PANEL {
+            let (s, at) = (self.best[l], self.panel[l] * PANEL as u32 + l as u32);
+            if s > score || (s == score && at < slot) {
+                second = score.max(self.second[l]);
+                (score, slot) = (s, at);
+            } else {
+                second = second.max(s);
+            }
+        }
+        Best {
+            id: ids.get(slot as usize).copied().unwrap_or(0),
+            score,
+            second,
+        }
+    }
+}
+
+/// Buffers of one worker; `out` holds the result of its last scan.
+#[derive(Default)]
+pub(super) struct Scratch {
+    packed: Vec<f32>,
+    lanes: Vec<Lanes>,
+    pub(super) out: Vec<Best>,
+}
+
+/// Scores the rows `rows` of `x` against all panels: best and runner-up of each, into `scratch.out`.
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2+fma", "aarch64+neon"))]
+pub(super) fn scan(x: &[f32], rows: &[u32], panels: &Panels, scratch: &mut Scratch) {
+    // Rows per tile: what the vector registers hold beside a line of the panel.
+    match_target! {
+        "x86_64+avx512f" => scan_tiles::<12, true>(x, rows, panels, scratch),
+        "x86_64+avx2+fma" => scan_tiles::<3, true>(x, rows, panels, scratch),
+        "aarch64+neon" => scan_tiles::<3, true>(x, rows, panels, scratch),
+        _ => scan_tiles::<1, false>(x, rows, panels, scratch),
+    }
+}
+
+#[inline(always)]
+fn scan_tiles<const R: usize, const FMA: bool>(
+    x: &[f32],
+    rows: &[u32],
+    panels: &Panels,
+    scratch: &mut Scratch,
+) {
+    let dim = panels.dim;
+    let tiles = rows.len().div_ceil(R);
+    let Scratch { packed, lanes, out } = scratch;
+    packed.clear();
+    packed.resize(tiles * dim * R, 0.0);
+    for (tile, rows) in packed.chunks_exact_mut(dim * R).zip(rows.chunks(R)) {
+        for (r, &i) in rows.iter().enumerate() {
+            tile[r..]
+                .iter_mut()
+                .step_by(R)
+                .zip(row(x, i, dim))
+                .for_each(|(to, &v)| *to = v);
+        }
+    }
+    lanes.clear();
+    lanes.resize(tiles * R, Lanes::START);
+    let (packed, _) = packed.as_chunks::<R>();
+    for ((panel, bias), p) in panels.data.chunks_exact(dim).zip(&panels.biases).zip(0..) {
+        for (tile, lanes) in packed.chunks_exact(dim).zip(lanes.chunks_exact_mut(R)) {
+            let scores = score_tile::<R, FMA>(tile, panel, bias);
+            lanes
+                .iter_mut()
+                .zip(&scores)
+                .for_each(|(lanes, scores)| lanes.fold(scores, p));
+        }
+    }
+    out.clear();
+    out.extend(
+        lanes
+            .iter()
+            .take(rows.len())
+            .map(|lanes| lanes.finish(&panels.ids)),
+    );
+}
+
+#[expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]
+#[inline(always)]
+fn score_tile<const R: usize, const FMA: bool>(
+    tile: &[[f32; R]],
+    panel: &[Line],
+    bias: &Line,
+) -> [[f32; PANEL]; R] {
+    let mut scores = [bias.0; R];
+    for (x, c) in tile.iter().zip(panel) {
+        for r in 0..R {
+            for l in 0..PANEL {
+                scores[r][l] = multiply_add::<FMA>(x[r], c.0[l], scores[r][l]);
+            }
+        }
+    }
+    scores
+}
+
+/// The score of one centroid, bit for bit what [`scan`] computes.
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2+fma", "aarch64+neon"))]
+pub(super) fn score(x: &[f32], c: &[f32], bias: f32) -> f32 {
+    match_target! {
+        "x86_64+avx512f" => score_one::<true>(x, c, bias),
+        "x86_64+avx2+fma" => score_one::<true>(x, c, bias),
+        "aarch64+neon" => score_one::<true>(x, c, bias),
+        _ => score_one::<false>(x, c, bias),
+    }
+}
+
+#[inline(always)]
+fn score_one<const FMA: bool>(x: &[f32], c: &[f32], bias: f32) -> f32 {
+    x.iter()
+        .zip(c)
+        .fold(bias, |score, (&x, &c)| multiply_add::<FMA>(x, c, score))
+}
+
+/// `x c + sum`, fused where the machine can: elsewhere `mul_add` is a function call.
+#[inline(always)]
+fn multiply_add<const FMA: bool>(x: f32, c: f32, sum: f32) -> f32 {
+    if FMA { x.mul_add(c, sum) } else { x * c + sum }
+}
+
+/// `sum (a - b)²` in 16 partial sums.
+#[multiversion(targets("x86_64+avx512f", "x86_64+avx2+fma", "aarch64+neon"))]
+pub(super) fn squared_distance(a: &[f32], b: &[f32]) -> f32 {
+    const LANES: usize = 16;
+    let mut sums = [0.0f32; LANES];
+    let (a, a_rest) = a.as_chunks::<LANES>();
+    let (b, b_rest) = b.as_chunks::<LANES>();
+    for (a, b) in a.iter().zip(b) {
+        for l in 0..LANES {
+            sums[l] += (a[l] - b[l]) * (a[l] - b[l]);
+        }
+    }
+    for (sum, (a, b)) in sums.iter_mut().zip(a_rest.iter().zip(b_rest)) {
+        *sum += (a - b) * (a - b);
+    }
+    sums.iter().sum()
+}

@@ -1,0 +1,148 @@
+//! The second moment of the queries per KV head, at one fixed relative position.
+//!
+//! # Source
+//! A2ATS, arXiv 2502.12665, Eq. 10 and 13: H = E[qt^T qt] with qt = q R_b.
+
+use std::ops::Range;
+
+use ndarray::{Array2, Array3, ArrayView3, Axis, s};
+use rayon::prelude::*;
+use serde_json::{Value, json};
+use std::path::Path;
+
+use crate::compute::gemm;
+use crate::error::{Error, Result};
+use crate::model::rope::Rope;
+use crate::store::{self, Output, Store, Tensor};
+
+/// Rows that are summed in f32 before they join the f64 sums.
+const CHUNK: usize = 256;
+
+/// Raw sums of one layer, so that runs merge by adding.
+#[derive(Clone, Debug)]
+pub struct LayerMoments {
+    /// Sum of qt^T qt over kept rows and the query heads of each group: [g,d,d].
+    pub sum_qq: Array3<f64>,
+    /// Query vectors in each sum: [g].
+    pub count: Vec<u64>,
+}
+
+impl LayerMoments {
+    /// Empty sums for g KV heads of d channels.
+    pub fn new(n_kv_heads: usize, head_dim: usize) -> Self {
+        Self {
+            sum_qq: Array3::zeros((n_kv_heads, head_dim, head_dim)),
+            count: vec![0; n_kv_heads],
+        }
+    }
+
+    /// Adds the queries of one block.
+    ///
+    /// # Shapes
+    /// q_pre [h,m,d]; `kept` has m entries.
+    ///
+    /// # Numerics
+    /// Products and sums of up to 256 rows in f32, their sums in f64, in row order within each
+    /// query head: the same bytes for any thread count.
+    pub fn add(&mut self, q_pre: ArrayView3<f32>, kept: &[bool], rope: &Rope, position: usize) {
+        let (h, _, d) = q_pre.dim();
+        let r = h / self.count.len();
+        let table = rope.table(position..position + 1);
+        let rows: Vec<usize> = (0..kept.len()).filter(|i| kept[*i]).collect();
+        self.sum_qq
+            .axis_iter_mut(Axis(0))
+            .into_par_iter()
+            .zip(&mut self.count)
+            .enumerate()
+            .for_each(|(c, (mut sum, count))| {
+                let mut partial = Array2::<f32>::zeros((d, d));
+                for a in c * r..(c + 1) * r {
+                    for chunk in rows.chunks(CHUNK) {
+                        let mut queries = q_pre.slice(s![a, .., ..]).select(Axis(0), chunk);
+                        for mut q in queries.rows_mut() {
+                            if let Some(q) = q.as_slice_mut() {
+                                table.rotate(q, 0);
+                            }
+                        }
+                        gemm(partial.view_mut(), false, queries.t(), queries.view());
+                        sum.zip_mut_with(&partial, |s, p| *s += f64::from(*p));
+                    }
+                    *count += rows.len() as u64;
+                }
+            });
+    }
+}
+
+/// The moments of all layers and what they were taken from.
+pub struct Moments {
+    /// One entry per layer.
+    pub layers: Vec<LayerMoments>,
+    /// Relative position b of WRoPE.
+    pub wrope_position: usize,
+    /// The `model` and `calibration` objects of the manifest.
+    pub origin: Value,
+}
+
+impl Moments {
+    /// Writes `sum_qq` f64 [layers,g,d,d] and `count` u64 [layers,g].
+    pub fn write(&self, output: Output) -> Result<()> {
+        let (g, d) = match self.layers.first() {
+            Some(l) => (l.sum_qq.len_of(Axis(0)), l.sum_qq.len_of(Axis(1))),
+            None => (0, 0),
+        };
+        let n = self.layers.len();
+        let sums: Vec<f64> = self
+            .layers
+            .iter()
+            .flat_map(|l| l.sum_qq.iter().copied())
+            .collect();
+        let counts: Vec<u64> = self.layers.iter().flat_map(|l| l.count.iter().copied()).collect();
+        let mut manifest = self.origin.clone();
+        manifest["kind"] = json!("moments");
+        manifest["wrope_position"] = json!(self.wrope_position);
+        let tensors = [
+            Tensor::new("sum_qq", &[n, g, d, d], &sums),
+            Tensor::new("count", &[n, g], &counts),
+        ];
+        store::write(output, &tensors, Some(&manifest.to_string()))
+    }
+
+    /// Reads a moments file for a model with these sizes.
+    ///
+    /// # Errors
+    /// Another kind of file, other sizes, sums that are not finite.
+    pub fn read(path: &Path, n_layers: usize, g: usize, d: usize) -> Result<Self> {
+        let store = Store::open(path)?;
+        let manifest = store.manifest()?;
+        let position = manifest.get("wrope_position").and_then(Value::as_u64);
+        let (Some("moments"), Some(position)) = (manifest.get("kind").and_then(Value::as_str), position)
+        else {
+            return Err(Error::failed(format!("{} is not a moments file", path.display())));
+        };
+        let sums: Vec<f64> = store.read("sum_qq", &[n_layers, g, d, d])?;
+        let counts: Vec<u64> = store.read("count", &[n_layers, g])?;
+        if let Some(i) = sums.iter().position(|v| !v.is_finite()) {
+            return Err(Error::failed(format!(
+                "{}: `sum_qq` has a value that is not finite (element {i})",
+                path.display()
+            ))
+            .hint("make the dump again; if this happens again, the model overflows"));
+        }
+        let layers = split(n_layers, g * d * d)
+            .zip(split(n_layers, g))
+            .map(|(s, c)| LayerMoments {
+                sum_qq: Array3::from_shape_fn((g, d, d), |(a, i, j)| sums[s.start + (a * d + i) * d + j]),
+                count: counts[c].to_vec(),
+            })
+            .collect();
+        Ok(Self {
+            layers,
+            wrope_position: position as usize,
+            origin: json!({ "model": manifest["model"], "calibration": manifest["calibration"] }),
+        })
+    }
+}
+
+fn split(parts: usize, len: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..parts).map(move |i| i * len..(i + 1) * len)
+}

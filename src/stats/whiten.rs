@@ -1,0 +1,113 @@
+//! The metric that the queries induce on keys, as a Cholesky factor, and whitened keys.
+//!
+//! # Source
+//! A2ATS, arXiv 2502.12665, Eq. 13 and 15-17.
+
+use ndarray::{Array1, Array2, ArrayView1, ArrayView2, Axis};
+use rayon::prelude::*;
+
+use super::linalg;
+use crate::compute::gemm;
+use crate::error::{Error, Result};
+
+/// First ridge added to the normalised second moment.
+pub const EPS: f64 = 1e-6;
+/// Rows whitened by one task.
+const ROWS: usize = 1024;
+
+/// The metric of one KV head.
+pub struct Metric {
+    /// Lower triangular L with Hn + eps I = L L^T: [d,d].
+    pub chol: Array2<f32>,
+    /// The ridge that made the factorisation succeed.
+    pub eps: f64,
+    /// Largest over smallest eigenvalue of Hn + eps I.
+    pub condition: f64,
+}
+
+impl Metric {
+    /// Factorises the second moment.
+    ///
+    /// Hn = H / rms(entries of H), so its scale and the number of queries cancel. The ridge starts
+    /// at 1e-6 and grows tenfold until the factorisation succeeds. A head whose queries are all
+    /// zero gets the plain Euclidean metric.
+    ///
+    /// # Shapes
+    /// sum_qq [d,d], symmetric.
+    ///
+    /// # Numerics
+    /// f64 throughout, L rounded to f32 at the end.
+    ///
+    /// # Errors
+    /// Entries that are not finite, or no factorisation up to a ridge of 1.
+    ///
+    /// # Source
+    /// Eq. 13; the normalisation and eps are those of the authors' code.
+    pub fn new(sum_qq: ArrayView2<f64>) -> Result<Self> {
+        let d = sum_qq.nrows();
+        if !sum_qq.iter().all(|v| v.is_finite()) {
+            return Err(Error::failed("the second moment of the queries is not finite"));
+        }
+        let rms = (sum_qq.iter().map(|v| v * v).sum::<f64>() / (d * d) as f64).sqrt();
+        if rms == 0.0 {
+            return Ok(Self {
+                chol: Array2::eye(d),
+                eps: 1.0,
+                condition: 1.0,
+            });
+        }
+        // Rounding of the f32 partial sums may differ across the diagonal.
+        let normalised = (&sum_qq + &sum_qq.t()) * (0.5 / rms);
+        let mut eps = EPS;
+        loop {
+            let ridged = &normalised + &(Array2::<f64>::eye(d) * eps);
+            if let Some(chol) = linalg::cholesky(ridged.view()) {
+                let values = linalg::eigenvalues(ridged.view())
+                    .ok_or_else(|| Error::failed("the eigenvalues of the second moment did not converge"))?;
+                return Ok(Self {
+                    chol: chol.mapv(|v| v as f32),
+                    eps,
+                    condition: values[d - 1] / values[0],
+                });
+            }
+            if eps >= 1.0 {
+                return Err(Error::failed(
+                    "the second moment of the queries is not positive definite",
+                ));
+            }
+            eps *= 10.0;
+        }
+    }
+}
+
+/// Whitened and centred keys, z = k L - mean.
+///
+/// # Shapes
+/// keys [n,d], chol [d,d] lower, mean [d]; result [n,d].
+///
+/// # Numerics
+/// f32; fixed row chunks, so the same bytes for any thread count.
+///
+/// # Source
+/// Eq. 15; the mean is ours: a constant per query, it does not change a ranking, and it keeps a
+/// large key bias out of the f32 distances and the f16 codebook.
+pub fn whiten(keys: ArrayView2<f32>, chol: ArrayView2<f32>, mean: ArrayView1<f32>) -> Array2<f32> {
+    let mut out = Array2::zeros(keys.dim());
+    out.axis_chunks_iter_mut(Axis(0), ROWS)
+        .into_par_iter()
+        .zip(keys.axis_chunks_iter(Axis(0), ROWS))
+        .for_each(|(mut z, k)| {
+            gemm(z.view_mut(), false, k, chol);
+            z -= &mean;
+        });
+    out
+}
+
+/// Mean of the rows, summed in f64.
+pub fn row_mean(x: ArrayView2<f32>) -> Array1<f32> {
+    let mut sum = Array1::<f64>::zeros(x.ncols());
+    for row in x.rows() {
+        sum.zip_mut_with(&row, |s, v| *s += f64::from(*v));
+    }
+    sum.mapv(|s| (s / x.nrows().max(1) as f64) as f32)
+}

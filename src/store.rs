@@ -1,0 +1,450 @@
+//! Our own safetensors files: written in one canonical form, to a temporary file that takes its
+//! name when it is complete; read with every length checked.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use half::f16;
+use memmap2::Mmap;
+use safetensors::{Dtype, SafeTensors};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use tempfile::NamedTempFile;
+
+use crate::error::{Error, Result};
+use crate::model::weights::hex;
+
+/// Key of our JSON in `__metadata__`.
+pub const METADATA_KEY: &str = "kvsmith";
+
+/// An element type that we store.
+pub trait Element: Copy {
+    /// Its safetensors type.
+    const DTYPE: Dtype;
+    /// Bytes per element.
+    const BYTES: usize;
+    /// Appends the little-endian bytes.
+    fn put(self, out: &mut Vec<u8>);
+    /// Reads little-endian bytes.
+    fn get(bytes: &[u8]) -> Self;
+}
+
+macro_rules! element {
+    ($type:ty, $dtype:expr, $bytes:expr) => {
+        impl Element for $type {
+            const DTYPE: Dtype = $dtype;
+            const BYTES: usize = $bytes;
+            fn put(self, out: &mut Vec<u8>) {
+                out.extend_from_slice(&self.to_le_bytes());
+            }
+            fn get(bytes: &[u8]) -> Self {
+                let mut own = [0; $bytes];
+                own.copy_from_slice(bytes);
+                Self::from_le_bytes(own)
+            }
+        }
+    };
+}
+element!(u8, Dtype::U8, 1);
+element!(u32, Dtype::U32, 4);
+element!(u64, Dtype::U64, 8);
+element!(f16, Dtype::F16, 2);
+element!(f32, Dtype::F32, 4);
+element!(f64, Dtype::F64, 8);
+
+/// Little-endian bytes of a slice.
+pub fn to_bytes<T: Element>(values: &[T]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(values.len() * T::BYTES);
+    for v in values {
+        v.put(&mut out);
+    }
+    out
+}
+
+/// Name, type and shape of a tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Spec {
+    /// Tensor name.
+    pub name: String,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Sizes of its axes.
+    pub shape: Vec<usize>,
+}
+
+impl Spec {
+    /// A tensor of elements `T`.
+    pub fn new<T: Element>(name: &str, shape: &[usize]) -> Self {
+        Self::of(name, T::DTYPE, shape)
+    }
+
+    /// A tensor of a type known at run time.
+    pub fn of(name: &str, dtype: Dtype, shape: &[usize]) -> Self {
+        Self {
+            name: name.to_string(),
+            dtype,
+            shape: shape.to_vec(),
+        }
+    }
+
+    /// Bytes of its data; `None` if that overflows.
+    fn bytes(&self) -> Option<usize> {
+        let bits = self.dtype.bitsize();
+        self.shape
+            .iter()
+            .try_fold(bits / 8, |product, axis| product.checked_mul(*axis))
+    }
+}
+
+/// The canonical header of `specs`: the wide types first (so that data are aligned), then by name.
+///
+/// Returns the file's first bytes and the offset of each tensor's data in the file, in the order
+/// of `specs`, then the file's length.
+fn header(specs: &[Spec], metadata: Option<&str>) -> Result<(Vec<u8>, Vec<usize>, usize)> {
+    let mut order: Vec<usize> = (0..specs.len()).collect();
+    order.sort_by(|a, b| {
+        let (a, b) = (&specs[*a], &specs[*b]);
+        b.dtype
+            .bitsize()
+            .cmp(&a.dtype.bitsize())
+            .then(a.name.cmp(&b.name))
+    });
+    let mut map = BTreeMap::new();
+    if let Some(text) = metadata {
+        map.insert("__metadata__".to_string(), json!({ METADATA_KEY: text }));
+    }
+    let mut offsets = vec![0; specs.len()];
+    let mut at = 0usize;
+    for i in order {
+        let spec = &specs[i];
+        let end = spec
+            .bytes()
+            .and_then(|len| at.checked_add(len))
+            .ok_or_else(|| Error::failed(format!("tensor `{}` {:?} is too large", spec.name, spec.shape)))?;
+        let entry = json!({
+            "dtype": format!("{:?}", spec.dtype), "shape": spec.shape, "data_offsets": [at, end],
+        });
+        map.insert(spec.name.clone(), entry);
+        offsets[i] = at;
+        at = end;
+    }
+    let mut text = json!(map).to_string().into_bytes();
+    while !text.len().is_multiple_of(8) {
+        text.push(b' ');
+    }
+    let mut bytes = (text.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(text);
+    let start = bytes.len();
+    for offset in &mut offsets {
+        *offset += start;
+    }
+    Ok((bytes, offsets, start + at))
+}
+
+/// A file that takes its name only when it is complete.
+///
+/// Made before long work starts, so that an output that cannot be written is found at once.
+pub struct Output {
+    path: PathBuf,
+    temp: NamedTempFile,
+}
+
+impl Output {
+    /// Makes the temporary file beside `path`.
+    pub fn create(path: &Path) -> Result<Self> {
+        if path.is_dir() {
+            return Err(Error::failed(format!(
+                "cannot write {}: it is a folder",
+                path.display()
+            )));
+        }
+        let folder = match path.parent() {
+            Some(p) if !p.as_os_str().is_empty() => p,
+            _ => Path::new("."),
+        };
+        let temp = tempfile::Builder::new()
+            .prefix(".kvsmith-")
+            .suffix(".part")
+            .tempfile_in(folder)
+            .map_err(|e| Error::io(path, "write", &e))?;
+        Ok(Self {
+            path: path.to_path_buf(),
+            temp,
+        })
+    }
+
+    /// Writes `bytes` and gives the file its name.
+    pub fn finish(mut self, bytes: &[u8]) -> Result<()> {
+        self.temp
+            .write_all(bytes)
+            .map_err(|e| Error::io(&self.path, "write", &e))?;
+        self.persist()
+    }
+
+    fn persist(self) -> Result<()> {
+        let Self { path, temp } = self;
+        temp.as_file()
+            .sync_all()
+            .map_err(|e| Error::io(&path, "write", &e))?;
+        // Temporary files are private; results get the permissions that any new file would.
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::PermissionsExt;
+            let mode = 0o666 & !umask();
+            let permissions = std::fs::Permissions::from_mode(mode);
+            std::fs::set_permissions(temp.path(), permissions).map_err(|e| Error::io(&path, "write", &e))?;
+        }
+        temp.persist(&path)
+            .map_err(|e| Error::io(&path, "write", &e.error))?;
+        Ok(())
+    }
+}
+
+/// The process's file mode mask.
+fn umask() -> u32 {
+    // SAFETY: umask only swaps a per-process integer; it is put back at once, and the program
+    // creates files from one thread.
+    let mask = unsafe {
+        let mask = libc::umask(0o022);
+        libc::umask(mask);
+        mask
+    };
+    mask
+}
+
+/// A safetensors file whose tensors are filled in piece by piece.
+pub struct Writer {
+    output: Output,
+    specs: Vec<Spec>,
+    offsets: Vec<usize>,
+}
+
+impl Writer {
+    /// Starts a file of `specs` in `output`, reserving its whole size on the disk.
+    ///
+    /// # Errors
+    /// The disk is too full for it.
+    pub fn new(output: Output, specs: Vec<Spec>, metadata: Option<&str>) -> Result<Self> {
+        let (bytes, offsets, len) = header(&specs, metadata)?;
+        let io = |e: std::io::Error| Error::io(&output.path, "write", &e);
+        reserve(output.temp.as_file(), len).map_err(io)?;
+        output.temp.as_file().write_all_at(&bytes, 0).map_err(io)?;
+        Ok(Self {
+            output,
+            specs,
+            offsets,
+        })
+    }
+
+    /// Writes `bytes` at byte `at` of tensor `name`.
+    pub fn put(&self, name: &str, at: usize, bytes: &[u8]) -> Result<()> {
+        let i = self.specs.iter().position(|s| s.name == name).ok_or_else(|| {
+            Error::failed(format!(
+                "internal: no tensor `{name}` in {}",
+                self.output.path.display()
+            ))
+        })?;
+        self.output
+            .temp
+            .as_file()
+            .write_all_at(bytes, (self.offsets[i] + at) as u64)
+            .map_err(|e| Error::io(&self.output.path, "write", &e))
+    }
+
+    /// Gives the complete file its name.
+    pub fn finish(self) -> Result<()> {
+        self.output.persist()
+    }
+}
+
+/// Reserves disk space for a file of `len` bytes.
+fn reserve(file: &File, len: usize) -> std::io::Result<()> {
+    use std::os::fd::AsRawFd;
+    let len = libc::off_t::try_from(len).map_err(|_| std::io::ErrorKind::FileTooLarge)?;
+    // SAFETY: the descriptor is open for the duration of the call.
+    match unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, len.max(1)) } {
+        0 => file.set_len(len as u64),
+        // Some file systems cannot reserve; then a full disk is found while writing.
+        libc::EOPNOTSUPP | libc::EINVAL => file.set_len(len as u64),
+        code => Err(std::io::Error::from_raw_os_error(code)),
+    }
+}
+
+/// A tensor with its bytes, ready to be written.
+pub struct Tensor {
+    /// Name, type and shape.
+    pub spec: Spec,
+    /// Little-endian data.
+    pub bytes: Vec<u8>,
+}
+
+impl Tensor {
+    /// A tensor from its values.
+    pub fn new<T: Element>(name: &str, shape: &[usize], values: &[T]) -> Self {
+        debug_assert_eq!(shape.iter().product::<usize>(), values.len(), "{name}");
+        Self {
+            spec: Spec::new::<T>(name, shape),
+            bytes: to_bytes(values),
+        }
+    }
+
+    /// sha256 of its data.
+    pub fn digest(&self) -> String {
+        hex(&Sha256::digest(&self.bytes))
+    }
+}
+
+/// Writes whole tensors and metadata into `output`.
+pub fn write(output: Output, tensors: &[Tensor], metadata: Option<&str>) -> Result<()> {
+    let writer = Writer::new(output, tensors.iter().map(|t| t.spec.clone()).collect(), metadata)?;
+    for t in tensors {
+        writer.put(&t.spec.name, 0, &t.bytes)?;
+    }
+    writer.finish()
+}
+
+/// A mapped safetensors file.
+pub struct Store {
+    path: PathBuf,
+    map: Mmap,
+    specs: BTreeMap<String, (Spec, usize, usize)>,
+    metadata: Option<String>,
+    header_len: usize,
+}
+
+impl Store {
+    /// Maps and checks the file's header.
+    ///
+    /// # Errors
+    /// A missing file, or one whose header does not describe exactly its data.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(|e| Error::io(path, "open", &e))?;
+        // SAFETY: read-only mapping; values that change under us are plain data to every reader.
+        let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(path, "read", &e))?;
+        let (header, info) = SafeTensors::read_metadata(&map).map_err(|e| {
+            Error::failed(format!(
+                "{} is not a valid safetensors file ({e})",
+                path.display()
+            ))
+            .hint("the file is damaged or of another kind")
+        })?;
+        let start = 8 + header;
+        if map.len() - start != info.data_len() {
+            return Err(Error::failed(format!(
+                "{}: the header describes {} bytes of tensors, the file has {}",
+                path.display(),
+                info.data_len(),
+                map.len() - start
+            ))
+            .hint("the file is damaged or not complete"));
+        }
+        let metadata = info
+            .metadata()
+            .as_ref()
+            .and_then(|m| m.get(METADATA_KEY).cloned());
+        let specs = info
+            .tensors()
+            .into_iter()
+            .map(|(name, t)| {
+                let (a, b) = t.data_offsets;
+                (
+                    name.clone(),
+                    (Spec::of(&name, t.dtype, &t.shape), start + a, start + b),
+                )
+            })
+            .collect();
+        Ok(Self {
+            path: path.to_path_buf(),
+            specs,
+            metadata,
+            header_len: start,
+            map,
+        })
+    }
+
+    /// Fails unless the header is, to the byte, the one that we write for these tensors.
+    pub fn check_canonical(&self) -> Result<()> {
+        let specs: Vec<Spec> = self.specs.values().map(|(s, ..)| s.clone()).collect();
+        let (bytes, ..) = header(&specs, self.metadata.as_deref())?;
+        if bytes == self.map[..self.header_len] {
+            return Ok(());
+        }
+        Err(
+            Error::failed(format!("{}: the header was altered", self.path.display()))
+                .hint("the file is damaged; make it again"),
+        )
+    }
+
+    /// Where the file is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Size of the file.
+    pub fn file_bytes(&self) -> usize {
+        self.map.len()
+    }
+
+    /// Our JSON in the header.
+    ///
+    /// # Errors
+    /// There is none, or it is not an object.
+    pub fn manifest(&self) -> Result<Value> {
+        let text = self.metadata.as_ref().ok_or_else(|| {
+            Error::failed(format!("{} was not written by kvsmith", self.path.display()))
+                .hint("expected a file made by `kvsmith calibrate`, `pack`, `codebook` or `moments`")
+        })?;
+        match serde_json::from_str(text) {
+            Ok(value @ Value::Object(_)) => Ok(value),
+            _ => Err(
+                Error::failed(format!("{}: its manifest is not valid JSON", self.path.display()))
+                    .hint("the file is damaged; make it again"),
+            ),
+        }
+    }
+
+    /// The tensors' names, types and shapes, by name.
+    pub fn specs(&self) -> impl Iterator<Item = &Spec> {
+        self.specs.values().map(|(s, ..)| s)
+    }
+
+    /// Bytes of a tensor's data.
+    pub fn bytes(&self, name: &str) -> Option<&[u8]> {
+        self.specs.get(name).map(|(_, a, b)| &self.map[*a..*b])
+    }
+
+    /// Where a tensor's data start in the file.
+    pub fn data_start(&self, name: &str) -> Option<usize> {
+        self.specs.get(name).map(|(_, a, _)| *a)
+    }
+
+    /// The whole tensor, which must have this type and shape.
+    pub fn read<T: Element>(&self, name: &str, shape: &[usize]) -> Result<Vec<T>> {
+        let expected = Spec::new::<T>(name, shape);
+        let bytes = self.checked(&expected)?;
+        Ok(bytes.chunks_exact(T::BYTES).map(T::get).collect())
+    }
+
+    /// The bytes of a tensor that must have this type and shape.
+    pub fn checked(&self, expected: &Spec) -> Result<&[u8]> {
+        let name = &expected.name;
+        let (spec, a, b) = self
+            .specs
+            .get(name)
+            .ok_or_else(|| Error::failed(format!("{} has no tensor `{name}`", self.path.display())))?;
+        if spec != expected {
+            return Err(Error::failed(format!(
+                "{}: tensor `{name}` is {:?} {:?}, expected {:?} {:?}",
+                self.path.display(),
+                spec.dtype,
+                spec.shape,
+                expected.dtype,
+                expected.shape
+            )));
+        }
+        Ok(&self.map[*a..*b])
+    }
+}
