@@ -87,7 +87,7 @@ pub fn write(output: Output, origin: &Origin, sections: Vec<Section>) -> Result<
         "sections": params,
         "quality": quality,
     });
-    store::write(output, &tensors, Some(&sealed(manifest)?.to_string()))
+    store::write(output, &tensors, Some(&sealed(manifest).to_string()))
 }
 
 /// Merges section files that were made from the same model and the same calibration.
@@ -131,18 +131,39 @@ pub fn pack(output: Output, parts: &[Artifact]) -> Result<()> {
     manifest["sections"] = Value::Object(params);
     manifest["quality"] = Value::Object(quality);
     let tensors: Vec<Tensor> = tensors.into_values().collect();
-    store::write(output, &tensors, Some(&sealed(manifest)?.to_string()))
+    store::write(output, &tensors, Some(&sealed(manifest).to_string()))
 }
 
 /// The manifest with `manifest_sha256` over its canonical JSON without that key.
-fn sealed(mut manifest: Value) -> Result<Value> {
+fn sealed(mut manifest: Value) -> Value {
     if let Some(map) = manifest.as_object_mut() {
-        map.remove("manifest_sha256");
+        map.remove(SEAL);
     }
     let digest = hex(&Sha256::digest(manifest.to_string().as_bytes()));
-    manifest["manifest_sha256"] = json!(digest);
-    Ok(manifest)
+    manifest[SEAL] = json!(digest);
+    manifest
 }
+
+/// Whether a manifest's text has the digest that it states.
+///
+/// The text itself is hashed, less the digest's own member: no reader has to write JSON as we do.
+fn seal_holds(text: &str, manifest: &Value) -> bool {
+    let Some(digest) = manifest.get(SEAL).and_then(Value::as_str) else {
+        return false;
+    };
+    let member = format!("\"{SEAL}\":\"{digest}\",");
+    match text.split_once(&member) {
+        Some((before, after)) => {
+            let mut hash = Sha256::new();
+            hash.update(before.as_bytes());
+            hash.update(after.as_bytes());
+            hex(&hash.finalize()) == digest
+        }
+        None => false,
+    }
+}
+
+const SEAL: &str = "manifest_sha256";
 
 /// An opened artifact or section file.
 pub struct Artifact {
@@ -169,7 +190,7 @@ impl Artifact {
             ))
             .hint("make it again with this version of kvsmith"));
         }
-        if sealed(manifest.clone())? != manifest {
+        if !store.metadata().is_some_and(|text| seal_holds(text, &manifest)) {
             return Err(
                 Error::failed(format!("{}: the manifest was altered", path.display()))
                     .hint("the file is damaged; make it again"),

@@ -388,6 +388,11 @@ impl Store {
         self.map.len()
     }
 
+    /// The text of our JSON in the header.
+    pub fn metadata(&self) -> Option<&str> {
+        self.metadata.as_deref()
+    }
+
     /// Our JSON in the header.
     ///
     /// # Errors
