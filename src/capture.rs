@@ -58,7 +58,9 @@ impl<'a> Capture<'a> {
             let mut hidden = self.hidden.slice_mut(s![rows.clone(), ..]);
             let mut tapped = Ok(());
             if last {
-                tapped = tap(rows.clone(), &layer.project(hidden.view()));
+                let states = layer.project(hidden.view());
+                self.decoder.check_states(&layer, &states)?;
+                tapped = tap(rows.clone(), &states);
             } else {
                 layer.forward(&self.decoder.rope, hidden.view_mut(), |states, _| {
                     tapped = tap(rows.clone(), states);

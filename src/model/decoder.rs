@@ -77,9 +77,7 @@ impl Decoder {
             &[config.vocab_size, config.hidden_size],
         )?;
         Checkpoint::scattered(&embedding);
-        let norm = checkpoint
-            .weight("model.norm.weight", &[config.hidden_size])?
-            .to_vec();
+        let norm = checkpoint.vector("model.norm.weight", config.hidden_size)?;
         let head = Linear {
             weight: if config.tie_word_embeddings {
                 embedding.clone()
@@ -107,9 +105,7 @@ impl Decoder {
         let c = &self.config;
         let (hidden, d) = (c.hidden_size, c.head_dim);
         let name = |part: &str| format!("model.layers.{index}.{part}");
-        let vector = |part: &str, len: usize| -> Result<Vec<f32>> {
-            Ok(self.checkpoint.weight(&name(part), &[len])?.to_vec())
-        };
+        let vector = |part: &str, len: usize| self.checkpoint.vector(&name(part), len);
         let linear = |part: &str, rows: usize, cols: usize, bias: bool| -> Result<Linear> {
             let weight = self
                 .checkpoint
@@ -214,20 +210,28 @@ impl Decoder {
         ))
     }
 
-    fn diagnose(&self, weights: &[&Weight], place: &str) -> Error {
-        for w in weights {
-            if let Some(i) = w.first_non_finite() {
-                return Error::failed(format!(
-                    "tensor `{}` has a value that is not finite (element {i})",
-                    w.name()
-                ))
-                .hint("the checkpoint is damaged; fetch it again");
-            }
+    /// Fails if the states of `layer` are not finite, naming the culprit.
+    pub fn check_states(&self, layer: &Layer, states: &States) -> Result<()> {
+        let fine = [&states.q_pre, &states.k_pre, &states.v]
+            .into_iter()
+            .all(|x| x.as_slice().is_some_and(simd::all_finite));
+        if fine {
+            return Ok(());
         }
-        Error::failed(format!(
-            "{place} are not finite, though the weights of this stage are"
+        Err(self.diagnose(
+            &layer.weights(),
+            &format!("the states of layer {}", layer.index),
         ))
-        .hint("the model overflows f32 or a norm or bias of it is not finite")
+    }
+
+    fn diagnose(&self, weights: &[&Weight], place: &str) -> Error {
+        weights
+            .iter()
+            .find_map(|w| w.check_finite().err())
+            .unwrap_or_else(|| {
+                Error::failed(format!("{place} are not finite, though the weights are"))
+                    .hint("the model overflows f32")
+            })
     }
 }
 

@@ -138,13 +138,21 @@ impl Weight {
         out
     }
 
-    /// Index of the first NaN or infinite element, if there is one.
-    pub fn first_non_finite(&self) -> Option<usize> {
+    /// Fails at the first NaN or infinite element.
+    pub fn check_finite(&self) -> Result<()> {
         let mut row = vec![0.0; self.cols];
-        (0..self.rows).find_map(|r| {
+        for r in 0..self.rows {
             self.dtype.read(self.row_bytes(r, 1), &mut row);
-            row.iter().position(|v| !v.is_finite()).map(|c| r * self.cols + c)
-        })
+            if let Some(c) = row.iter().position(|v| !v.is_finite()) {
+                return Err(Error::failed(format!(
+                    "tensor `{}` has a value that is not finite (element {})",
+                    self.name,
+                    r * self.cols + c
+                ))
+                .hint("the checkpoint is damaged; fetch it again"));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -314,6 +322,16 @@ impl Checkpoint {
             cols,
             name: Arc::from(name),
         })
+    }
+
+    /// The values of a vector `name` of `len` elements: a norm or a bias.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::weight`]; a value that is not finite.
+    pub fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>> {
+        let weight = self.weight(name, &[len])?;
+        weight.check_finite()?;
+        Ok(weight.to_vec())
     }
 
     /// Tells the kernel that the pages of `weights` are not needed any more.
