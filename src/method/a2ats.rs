@@ -77,7 +77,7 @@ impl FitParams {
             ))
             .hint(format!(
                 "give more text, or a smaller --size ({} or less)",
-                kept / 20
+                (kept / 20).max(1)
             )));
         }
         Ok(())
