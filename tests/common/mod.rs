@@ -1,9 +1,14 @@
 //! What the test files share.
 #![allow(dead_code, missing_docs, reason = "each test file uses a part of it")]
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use ndarray::{ArrayBase, Data, Dimension};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Value, json};
 
 pub fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
@@ -50,4 +55,215 @@ pub fn copy_dir(from: &Path, to: &Path) {
             std::fs::copy(&path, to.join(path.file_name().unwrap())).unwrap();
         }
     }
+}
+
+/// What a run of the program left behind.
+pub struct Outcome {
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Outcome {
+    pub fn of(output: std::process::Output) -> Self {
+        Self {
+            code: output.status.code(),
+            stdout: String::from_utf8(output.stdout).unwrap(),
+            stderr: String::from_utf8(output.stderr).unwrap(),
+        }
+    }
+
+    /// The same, having checked that it succeeded.
+    #[track_caller]
+    pub fn ok(self) -> Self {
+        assert_eq!(self.code, Some(0), "{}", self.stderr);
+        self
+    }
+
+    /// The one JSON document on stdout of a run that succeeded.
+    #[track_caller]
+    pub fn json(self) -> Value {
+        serde_json::from_str(&self.ok().stdout).unwrap()
+    }
+
+    /// Checks that it failed with `code`, that its `error:` has `culprit` and its `hint:` has
+    /// `hint` (no check of the hint if that is empty).
+    #[track_caller]
+    pub fn fails(&self, code: i32, culprit: &str, hint: &str) {
+        let line = |prefix: &str| {
+            let line = self.stderr.lines().find(|l| l.starts_with(prefix));
+            line.unwrap_or_default().to_string()
+        };
+        assert_eq!(self.code, Some(code), "expected `{culprit}`, got: {}", self.stderr);
+        assert!(line("error: ").contains(culprit), "expected `{culprit}`, got: {}", self.stderr);
+        assert!(line("hint: ").contains(hint), "expected hint `{hint}`, got: {}", self.stderr);
+        assert_eq!(self.stdout, "", "a failure prints no result");
+    }
+}
+
+/// The program with `arguments`, which are separated by spaces.
+pub fn command(arguments: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvsmith"));
+    command.args(arguments.split_whitespace());
+    command
+}
+
+/// Runs the program with `arguments`, which are separated by spaces.
+pub fn kvsmith(arguments: &str) -> Outcome {
+    Outcome::of(command(arguments).output().unwrap())
+}
+
+/// A temporary folder, removed when dropped.
+pub struct Scratch(tempfile::TempDir);
+
+impl Scratch {
+    pub fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    /// The path of `name` in the folder.
+    pub fn path(&self, name: &str) -> String {
+        self.0.path().join(name).display().to_string()
+    }
+
+    pub fn write(&self, name: &str, bytes: impl AsRef<[u8]>) -> String {
+        std::fs::write(self.path(name), bytes).unwrap();
+        self.path(name)
+    }
+
+    /// A file for `--tokens`.
+    pub fn tokens(&self, name: &str, documents: &[Vec<u32>]) -> String {
+        self.write(name, json!(documents).to_string())
+    }
+
+    /// A copy of a golden checkpoint.
+    pub fn model(&self, name: &str, from: &str) -> String {
+        let to = self.path(name);
+        copy_dir(&golden(from), Path::new(&to));
+        to
+    }
+
+    /// Names in a folder, sorted.
+    pub fn list(&self, name: &str) -> Vec<String> {
+        let entries = std::fs::read_dir(self.path(name)).unwrap();
+        let mut names: Vec<String> = entries
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+}
+
+/// Random documents of these lengths, within the vocabulary of the golden checkpoints.
+pub fn documents(lengths: &[usize], seed: u64) -> Vec<Vec<u32>> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let mut document = |n: &usize| (0..*n).map(|_| rng.gen_range(3..96)).collect();
+    lengths.iter().map(&mut document).collect()
+}
+
+/// A u32 tensor of a golden checkpoint: `ids` or `greedy`.
+pub fn golden_ids(name: &str, tensor: &str) -> Vec<u32> {
+    let tensors = read_tensors(golden(name).join("golden.safetensors"));
+    let values = tensors[tensor].bytes.chunks_exact(4);
+    values.map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect()
+}
+
+/// Changes the fields of a JSON file: null removes one.
+pub fn edit_json(path: &str, fields: &Value) {
+    let mut value: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let map = value.as_object_mut().unwrap();
+    for (name, field) in fields.as_object().unwrap() {
+        if field.is_null() {
+            map.remove(name);
+        } else {
+            map.insert(name.clone(), field.clone());
+        }
+    }
+    std::fs::write(path, value.to_string()).unwrap();
+}
+
+/// A tensor of a safetensors file, read without the library under test.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RawTensor {
+    pub dtype: String,
+    pub shape: Vec<usize>,
+    pub bytes: Vec<u8>,
+}
+
+pub type RawTensors = BTreeMap<String, RawTensor>;
+
+pub fn read_tensors(path: impl AsRef<Path>) -> RawTensors {
+    let bytes = std::fs::read(path).unwrap();
+    let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let map: BTreeMap<String, Value> = serde_json::from_slice(&bytes[8..header]).unwrap();
+    map.into_iter()
+        .filter(|(name, _)| name != "__metadata__")
+        .map(|(name, info)| {
+            let at = |i: usize| header + info["data_offsets"][i].as_u64().unwrap() as usize;
+            let tensor = RawTensor {
+                dtype: info["dtype"].as_str().unwrap().to_string(),
+                shape: serde_json::from_value(info["shape"].clone()).unwrap(),
+                bytes: bytes[at(0)..at(1)].to_vec(),
+            };
+            (name, tensor)
+        })
+        .collect()
+}
+
+pub fn write_tensors(path: impl AsRef<Path>, tensors: &RawTensors) {
+    let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
+    for (name, t) in tensors {
+        let offsets = [data.len(), data.len() + t.bytes.len()];
+        let info = json!({ "dtype": t.dtype, "shape": t.shape, "data_offsets": offsets });
+        header.insert(name.clone(), info);
+        data.extend_from_slice(&t.bytes);
+    }
+    std::fs::write(path, safetensors(&json!(header).to_string(), &data)).unwrap();
+}
+
+/// The bytes of a safetensors file with this header.
+pub fn safetensors(header: &str, data: &[u8]) -> Vec<u8> {
+    [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()
+}
+
+/// Changes the tensors of a checkpoint's `model.safetensors`.
+pub fn edit_tensors(model: &str, edit: impl FnOnce(&mut RawTensors)) {
+    let path = format!("{model}/model.safetensors");
+    let mut tensors = read_tensors(&path);
+    edit(&mut tensors);
+    write_tensors(&path, &tensors);
+}
+
+/// Characters of [`tokenizer`], from id 3 on.
+pub const ALPHABET: &str = "abcdefghijklmnopqrstuvwxyz0123456789 ,.-";
+
+/// A tokenizer.json with one token per character: 0 unknown, 1 `<s>`, 2 `</s>`, then [`ALPHABET`].
+pub fn tokenizer(post_processor: Value) -> String {
+    let specials = ["<unk>", "<s>", "</s>"];
+    let characters = ALPHABET.chars().map(String::from);
+    let tokens = specials.into_iter().map(String::from).chain(characters);
+    let vocab: serde_json::Map<String, Value> = tokens.zip((0..).map(|id| json!(id))).collect();
+    let added = specials.iter().zip(0..).map(|(token, id)| {
+        json!({
+            "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true,
+        })
+    });
+    json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+        "added_tokens": added.collect::<Vec<_>>(),
+        "pre_tokenizer": {
+            "type": "Split", "pattern": { "Regex": "(?s)." }, "behavior": "Isolated", "invert": false,
+        },
+        "post_processor": post_processor,
+        "decoder": { "type": "Fuse" },
+        "model": { "type": "WordLevel", "vocab": vocab, "unk_token": "<unk>" },
+    })
+    .to_string()
+}
+
+/// The ids that [`tokenizer`] gives `text`, without special tokens.
+pub fn character_ids(text: &str) -> Vec<u32> {
+    let id = |c: char| ALPHABET.chars().position(|a| a == c).map_or(0, |i| i as u32 + 3);
+    text.chars().map(id).collect()
 }

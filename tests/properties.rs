@@ -1,0 +1,406 @@
+//! What must hold whatever the numbers: each fast form against a naive one.
+
+mod common;
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::Arc;
+
+use common::*;
+use half::f16;
+use kvsmith::compute::attention::{self, Rows};
+use kvsmith::method::a2ats::{A2ats, HeadCodebook, Limits};
+use kvsmith::method::{Retriever, Step};
+use kvsmith::model::config::{ModelConfig, RopeConfig, RopeScaling, read_json};
+use kvsmith::model::rope::Rope;
+use kvsmith::runner::StaticSet;
+use kvsmith::runner::kv::{KvHead, KvType, RowStore};
+use kvsmith::stats::linalg::{cholesky, invert_lower};
+use ndarray::{Array1, Array2, Array3, Axis, s};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Value, json};
+
+const F32_UNIT: f64 = 1.0 / (1u32 << 24) as f64;
+
+/// About normal: the sum of four uniform numbers, scaled to unit variance.
+fn noise(rng: &mut ChaCha8Rng) -> f32 {
+    (0..4).map(|_| rng.gen_range(-1.0..1.0f32)).sum::<f32>() * 0.75f32.sqrt()
+}
+
+fn matrix(rng: &mut ChaCha8Rng, rows: usize, columns: usize) -> Array2<f32> {
+    Array2::from_shape_simple_fn((rows, columns), || noise(rng))
+}
+
+fn plain_rope(d: usize) -> Rope {
+    let config = RopeConfig { theta: 1e4, scaling: RopeScaling::Default };
+    Rope::new(&config, d)
+}
+
+/// Selection by the definition: `scores` [r][M], the codeword of each candidate, B.
+///
+/// Every query head ranks the candidates by score, codeword, position; the largest k counts whose
+/// union of the first k fits B. Returns the chosen candidates and whether such a k exists.
+fn naive_selection(scores: &[Vec<i64>], codes: &[usize], budget: usize) -> (Vec<usize>, bool) {
+    let ranked = |row: &Vec<i64>| {
+        let mut order: Vec<usize> = (0..codes.len()).collect();
+        order.sort_by_key(|&j| (-row[codes[j]], codes[j], j));
+        order
+    };
+    let ranked: Vec<Vec<usize>> = scores.iter().map(ranked).collect();
+    let union = |k: usize| -> BTreeSet<usize> { ranked.iter().flat_map(|o| &o[..k]).copied().collect() };
+    let largest = (1..=codes.len()).take_while(|k| union(*k).len() <= budget).last();
+    if let Some(k) = largest {
+        return (union(k).into_iter().collect(), true);
+    }
+    let mut best: Vec<usize> = union(1).into_iter().collect();
+    best.sort_by_key(|&j| (-scores.iter().map(|row| row[codes[j]]).max().unwrap(), j));
+    best.truncate(budget);
+    best.sort();
+    (best, false)
+}
+
+#[test]
+fn a2ats_selects_what_the_definition_says() {
+    const D: usize = 4;
+    let mut rng = ChaCha8Rng::seed_from_u64(1);
+    let (mut cases, mut without_k, mut tied) = (0, 0, 0);
+    for _ in 0..300 {
+        // Small whole numbers: f32 scores are exact, ties and duplicate codewords common.
+        let m = rng.gen_range(1..16);
+        let range = rng.gen_range(1..4);
+        let codebook = Array2::from_shape_simple_fn((m, D), || rng.gen_range(-range..=range) as f32);
+        let head = HeadCodebook::new(codebook.clone(), Array1::zeros(D), Array2::eye(D), plain_rope(D), 0);
+        let mut a2ats = A2ats::new(Arc::new(head));
+        // Keys are codewords, some of which no key has.
+        let n = rng.gen_range(1..60);
+        let used = rng.gen_range(1..=m);
+        let codes: Vec<usize> = (0..n)
+            .map(|_| {
+                let c = rng.gen_range(0..used);
+                // A duplicate codeword encodes to the first of its kind.
+                (0..=c).find(|&e| codebook.row(e) == codebook.row(c)).unwrap()
+            })
+            .collect();
+        for &code in &codes {
+            a2ats.append(codebook.select(Axis(0), &[code]).view());
+        }
+        let kv = KvHead::new(KvType::F32, D, 0);
+        let (mut start, mut end) = (0, rng.gen_range(1..=n));
+        for step in 0..4 {
+            let r = [1, 2, 3, 5, 8][rng.gen_range(0..5)];
+            let q = Array2::from_shape_simple_fn((r, D), || rng.gen_range(-range..=range) as f32);
+            let scores: Vec<Vec<i64>> =
+                q.dot(&codebook.t()).rows().into_iter().map(|row| row.mapv(|s| s as i64).to_vec()).collect();
+            let budget = rng.gen_range(1..=(end - start).max(2));
+            let selected = a2ats.select(&Step {
+                step,
+                visible: 0..n,
+                candidates: start..end,
+                budget,
+                q_pre: q.view(),
+                q_rope: q.view(),
+                kv: &kv,
+            });
+            let (expected, exists) = naive_selection(&scores, &codes[start..end], budget);
+            let expected: Vec<u32> = expected.iter().map(|j| (start + j) as u32).collect();
+            if budget >= end - start {
+                assert_eq!(selected, (start as u32..end as u32).collect::<Vec<_>>());
+            } else {
+                assert_eq!(selected, expected, "scores {scores:?} codes {codes:?} {start}..{end} B {budget}");
+                let mut counts = vec![0; m];
+                codes[start..end].iter().for_each(|c| counts[*c] += 1);
+                let limits = Limits::within(q.dot(&codebook.t()).view(), &counts, budget);
+                assert_eq!(limits.is_some(), exists);
+                without_k += usize::from(!exists);
+            }
+            let distinct: BTreeSet<&i64> = scores[0].iter().collect();
+            tied += usize::from(distinct.len() < m);
+            cases += 1;
+            // The candidates move on as in decoding, and now and then jump back.
+            (start, end) = if rng.gen_bool(0.2) {
+                (0, rng.gen_range(1..=n))
+            } else {
+                (rng.gen_range(start..end), rng.gen_range(end..=n))
+            };
+        }
+    }
+    assert!(cases >= 1000 && without_k >= 50 && tied >= 500, "{cases} {without_k} {tied}");
+}
+
+/// A random metric: L of a second moment of correlated vectors, d x d.
+fn random_chol(rng: &mut ChaCha8Rng, d: usize) -> Array2<f32> {
+    let samples = matrix(rng, 2 * d, d).dot(&matrix(rng, d, d)).mapv(f64::from);
+    let h = samples.t().dot(&samples) / (2 * d * d) as f64 + Array2::<f64>::eye(d) * 1e-3;
+    cholesky(h.view()).unwrap().mapv(|v| v as f32)
+}
+
+#[test]
+fn encoding_is_the_argmin_in_the_metric_of_the_queries() {
+    let mut rng = ChaCha8Rng::seed_from_u64(2);
+    for (d, offset) in [(4, 0.0), (16, 0.0), (64, 0.0), (80, 3.0), (16, 1800.0), (128, 1800.0)] {
+        let (n, m) = (120, 40);
+        let chol = random_chol(&mut rng, d);
+        let wide = chol.mapv(f64::from);
+        let inverse = invert_lower(wide.view()).unwrap();
+        // A bias of the keys that is `offset` long once it is whitened.
+        let direction = matrix(&mut rng, 1, d).mapv(f64::from);
+        let length = direction.dot(&wide).mapv(|v| v * v).sum().sqrt();
+        let bias = direction * (offset / length);
+        let keys = (matrix(&mut rng, n, d).mapv(f64::from) + &bias).mapv(|v| v as f32);
+        let mean = bias.dot(&wide).row(0).mapv(|v| v as f32);
+        // Codewords near keys, as the file stores them, with a duplicate and an outlier.
+        let chosen = keys.slice(s![..m, ..]).mapv(f64::from).dot(&wide) - mean.mapv(f64::from);
+        let mut codebook = chosen.mapv(|v| f16::from_f64(v + rng.gen_range(-0.3..0.3)).to_f32());
+        let row = codebook.row(3).to_owned();
+        codebook.row_mut(7).assign(&row);
+        codebook.row_mut(9).fill(500.0);
+        let head = HeadCodebook::new(codebook.clone(), mean.clone(), chol, plain_rope(d), 0);
+        let codes = head.encode(keys.view());
+
+        // c = (c_z + mean) L^-1, and (k - c) H (k - c)^T with H = L L^T.
+        let raw = (codebook.mapv(f64::from) + mean.mapv(f64::from)).dot(&inverse);
+        let h = wide.dot(&wide.t());
+        let mut same = 0;
+        for (key, &code) in keys.rows().into_iter().zip(&codes) {
+            let key = key.mapv(f64::from);
+            let distance = |c: usize| {
+                let difference = &key - &raw.row(c);
+                difference.dot(&h).dot(&difference)
+            };
+            let best = (0..m).min_by(|a, b| distance(*a).total_cmp(&distance(*b))).unwrap();
+            same += usize::from(best == usize::from(code));
+            // z is computed in f32: it is off by at most `delta`; the search adds 4 e.
+            let norm = |x: &Array1<f64>| x.dot(x).sqrt();
+            let sizes = key.mapv(f64::abs).dot(&wide.mapv(f64::abs)) + mean.mapv(|v| f64::from(v.abs()));
+            let delta = norm(&(sizes * ((d + 2) as f64 * F32_UNIT)));
+            let z = norm(&(key.dot(&wide) - mean.mapv(f64::from))) + delta;
+            let e = codebook.rows().into_iter().fold(0.0f64, |e, c| {
+                let c = norm(&c.mapv(f64::from));
+                e.max((d + 2) as f64 * F32_UNIT * (z * c + c * c / 2.0))
+            });
+            let bound = ((distance(best).sqrt() + delta).powi(2) + 4.0 * e).sqrt() + delta;
+            let found = distance(code.into()).sqrt();
+            // The reference itself, inverse of L included, is good to 1e-9 or so.
+            assert!(found <= bound * (1.0 + 1e-6), "d {d} offset {offset}: {found} above {bound}");
+        }
+        assert!(same * 100 >= 95 * n, "d {d} offset {offset}: {same} of {n} are the exact argmin");
+        assert!(codes.iter().all(|c| *c != 7), "the lower index of two equal codewords wins");
+        assert!(codes.contains(&3));
+    }
+}
+
+#[test]
+fn scores_are_products_with_the_codewords_in_key_space() {
+    let mut rng = ChaCha8Rng::seed_from_u64(3);
+    for (d, r, position) in [(4, 1, 0), (16, 3, 2048), (64, 8, 100), (128, 5, 2048)] {
+        let chol = random_chol(&mut rng, d);
+        let codebook = matrix(&mut rng, 50, d);
+        let q_pre = matrix(&mut rng, r, d);
+        let rope = plain_rope(d);
+        let inverse = invert_lower(chol.mapv(f64::from).view()).unwrap();
+        let head = HeadCodebook::new(codebook.clone(), Array1::zeros(d), chol, rope.clone(), position);
+        let scores = head.scores(q_pre.view());
+        let table = rope.table(position..position + 1);
+        for (query, scores) in q_pre.rows().into_iter().zip(scores.rows()) {
+            let mut rotated = query.to_vec();
+            table.rotate(&mut rotated, 0);
+            let rotated = Array1::from(rotated).mapv(f64::from);
+            let exact = codebook.mapv(f64::from).dot(&inverse).dot(&rotated);
+            // Only y's rounding and the f32 product differ.
+            let y = inverse.dot(&rotated).mapv(f64::abs);
+            let sizes = codebook.mapv(|v| f64::from(v.abs())).dot(&y);
+            for ((score, exact), size) in scores.iter().zip(&exact).zip(&sizes) {
+                let bound = (d + 2) as f64 * F32_UNIT * size;
+                assert!((f64::from(*score) - exact).abs() <= bound + 1e-9 * size, "d {d}: {score} {exact}");
+            }
+        }
+    }
+}
+
+/// Softmax attention of one query over `positions`, in f64.
+fn naive_attention(q: &[f32], k: &Array2<f32>, v: &Array2<f32>, positions: Range<usize>) -> Vec<f64> {
+    let dot = |j: usize| -> f64 { q.iter().zip(k.row(j)).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum() };
+    let scores: Vec<f64> = positions.clone().map(|j| dot(j) / (q.len() as f64).sqrt()).collect();
+    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
+    let sum: f64 = weights.iter().sum();
+    let mut out = vec![0.0; v.ncols()];
+    for (w, j) in weights.iter().zip(positions) {
+        out.iter_mut().zip(v.row(j)).for_each(|(o, v)| *o += w / sum * f64::from(*v));
+    }
+    out
+}
+
+/// Fails where `actual` is further from `exact` than attention in f32 explains.
+#[track_caller]
+fn close(actual: impl IntoIterator<Item = f32>, exact: &[f64], what: &str) {
+    for (a, e) in actual.into_iter().zip(exact) {
+        // Scores are good to (d + 2) 2^-24 |q| |k| / sqrt(d), about 1e-5 for d = 128 and normal values.
+        assert!((f64::from(a) - e).abs() < 5e-5, "{what}: {a} instead of {e}");
+    }
+}
+
+#[test]
+fn causal_attention_is_that_of_the_definition() {
+    let mut rng = ChaCha8Rng::seed_from_u64(4);
+    // Rows, group, d, KV heads, first position, window.
+    for (m, r, d, g, first, window) in [
+        (1, 1, 16, 1, 0, None),
+        (7, 2, 48, 2, 0, Some(3)),
+        (33, 3, 64, 1, 5, None),
+        (85, 3, 80, 1, 0, Some(40)),
+        (255, 1, 16, 1, 0, None),
+        (256, 1, 16, 1, 1, Some(256)),
+        (257, 5, 16, 1, 0, Some(1)),
+        (300, 8, 128, 1, 0, Some(100)),
+        (129, 2, 128, 2, 200, Some(300)),
+        (64, 8, 64, 1, 511, None),
+        (520, 1, 64, 2, 3, Some(257)),
+        (31, 40, 16, 1, 0, None),
+    ] {
+        let n = first + m;
+        let cube = |heads: usize, rows: usize, rng: &mut ChaCha8Rng| {
+            Array3::from_shape_simple_fn((heads, rows, d), || noise(rng))
+        };
+        let (q, k, v) = (cube(g * r, m, &mut rng), cube(g, n, &mut rng), cube(g, n, &mut rng));
+        let mut out = Array2::from_elem((m, g * r * d), f32::NAN);
+        attention::causal(q.view(), k.view(), v.view(), first, window, out.view_mut());
+        let what = format!("m {m} r {r} d {d} first {first} window {window:?}");
+        for head in 0..g * r {
+            let (k, v) = (k.index_axis(Axis(0), head / r), v.index_axis(Axis(0), head / r));
+            let (k, v) = (k.to_owned(), v.to_owned());
+            for i in 0..m {
+                let t = first + i;
+                let start = window.map_or(0, |w| (t + 1).saturating_sub(w));
+                let exact = naive_attention(&q.slice(s![head, i, ..]).to_vec(), &k, &v, start..t + 1);
+                close(out.slice(s![i, head * d..(head + 1) * d]).to_vec(), &exact, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn decode_attention_is_that_of_the_definition() {
+    let mut rng = ChaCha8Rng::seed_from_u64(5);
+    for (n, r, d) in [(1, 1, 16), (2, 8, 48), (17, 2, 64), (64, 3, 80), (255, 5, 128), (700, 8, 16)] {
+        let (q, k, v) = (matrix(&mut rng, r, d), matrix(&mut rng, 2 * n, d), matrix(&mut rng, 2 * n, d));
+        let store = |x: &Array2<f32>, kind| {
+            let mut rows = RowStore::new(kind, d, 0);
+            rows.extend(x.view());
+            rows
+        };
+        for kind in [KvType::F32, KvType::F16, KvType::Bf16] {
+            let (keys, values) = (store(&k, kind), store(&v, kind));
+            // Every second position, out of what the cache really holds.
+            let positions: Vec<u32> = (0..n as u32).map(|p| 2 * p + 1).collect();
+            let mut scratch = vec![0.0; d];
+            let mut held = |rows: &RowStore| {
+                let values = positions.iter().flat_map(|p| rows.row(*p as usize, &mut scratch).to_vec());
+                Array2::from_shape_vec((n, d), values.collect()).unwrap()
+            };
+            let (k, v) = (held(&keys), held(&values));
+            let mut out = Array2::from_elem((r, d), f32::NAN);
+            let weights = attention::decode(q.view(), &keys, &values, &positions, out.view_mut());
+            assert_eq!(weights.dim(), (r, n));
+            for (query, (out, weights)) in q.rows().into_iter().zip(out.rows().into_iter().zip(weights.rows())) {
+                let exact = naive_attention(&query.to_vec(), &k, &v, 0..n);
+                close(out.to_vec(), &exact, &format!("n {n} r {r} d {d} {kind:?}"));
+                assert!((weights.sum() - 1.0).abs() < 1e-5);
+            }
+        }
+    }
+    let mut out = Array2::from_elem((2, 16), f32::NAN);
+    let empty = RowStore::new(KvType::F32, 16, 0);
+    attention::decode(matrix(&mut rng, 2, 16).view(), &empty, &empty, &[], out.view_mut());
+    assert!(out.iter().all(|v| *v == 0.0), "no position gives zeros");
+}
+
+#[test]
+fn every_spelling_of_a_rope_means_the_same() {
+    let base = read_json(&golden("llama_default").join("config.json")).unwrap();
+    let canonical = |fields: Value| {
+        let mut config = base.clone();
+        let map = config.as_object_mut().unwrap();
+        ["rope_theta", "rope_scaling"].iter().for_each(|name| drop(map.remove(*name)));
+        map.extend(fields.as_object().unwrap().clone());
+        ModelConfig::parse(&config).unwrap().canonical()["rope"].clone()
+    };
+    let same = |spellings: &[Value], expected: Value| {
+        for spelling in spellings {
+            assert_eq!(canonical(spelling.clone()), expected, "{spelling}");
+        }
+    };
+    same(
+        &[
+            json!({ "rope_theta": 5e5 }),
+            json!({ "rope_theta": 5e5, "rope_scaling": null }),
+            json!({ "rope_theta": 5e5, "rope_scaling": { "type": "default" } }),
+            json!({ "rope_parameters": { "rope_type": "default", "rope_theta": 5e5 } }),
+            json!({ "rope_theta": 5e5, "rope_parameters": { "rope_type": "default" } }),
+        ],
+        json!({ "rope_type": "default", "theta": 5e5 }),
+    );
+    same(
+        &[json!({}), json!({ "rope_scaling": null, "rope_parameters": null })],
+        json!({ "rope_type": "default", "theta": 1e4 }),
+    );
+    same(
+        &[
+            json!({ "rope_theta": 1e6, "rope_scaling": { "type": "linear", "factor": 4.0 } }),
+            json!({ "rope_theta": 1e6, "rope_scaling": { "rope_type": "linear", "factor": 4 } }),
+            json!({ "rope_parameters": { "rope_theta": 1e6, "rope_type": "linear", "factor": 4.0 } }),
+        ],
+        json!({ "rope_type": "linear", "factor": 4.0, "theta": 1e6 }),
+    );
+    let yarn = json!({ "factor": 4.0, "original_max_position_embeddings": 32 });
+    let with = |name: &str, more: Value| {
+        let mut map = yarn.clone();
+        map[name] = json!("yarn");
+        map.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        map
+    };
+    same(
+        &[
+            json!({ "rope_theta": 1e4, "rope_scaling": with("type", json!({})) }),
+            json!({ "rope_theta": 1e4, "rope_scaling": with("rope_type", json!({ "beta_fast": 32, "beta_slow": 1.0 })) }),
+            json!({ "rope_parameters": with("rope_type", json!({ "rope_theta": 1e4, "truncate": true })) }),
+        ],
+        json!({
+            "rope_type": "yarn", "theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32.0,
+            "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 0.1 * 4f64.ln() + 1.0, "truncate": true,
+        }),
+    );
+}
+
+#[test]
+fn a_static_set_is_what_its_words_say() {
+    let mut rng = ChaCha8Rng::seed_from_u64(6);
+    for _ in 0..5000 {
+        let t = rng.gen_range(0..80);
+        let model_window = rng.gen_bool(0.5).then(|| rng.gen_range(1..50));
+        let (sinks, window) = (rng.gen_range(0..12), rng.gen_range(1..30));
+        let set = StaticSet::at(t, model_window, sinks, window);
+        let visible = |p: &usize| *p <= t && model_window.is_none_or(|w| p + w > t);
+        let fixed = |p: &usize| *p < sinks || p + window > t;
+        let all: Vec<usize> = (0..100).filter(visible).collect();
+        let chosen: Vec<usize> = all.iter().copied().filter(|p| !fixed(p)).collect();
+        let what = format!("t {t} model window {model_window:?} sinks {sinks} window {window}");
+        assert_eq!(set.visible().collect::<Vec<_>>(), all, "{what}");
+        assert_eq!(set.candidates.clone().collect::<Vec<_>>(), chosen, "{what}");
+        assert_eq!(set.len(), all.len() - chosen.len(), "{what}");
+        assert!(!set.is_empty(), "the current token is always attended");
+    }
+}
+
+#[test]
+fn json_objects_are_written_in_key_order() {
+    // Manifests are hashed as text; a build in which maps keep insertion order would change them.
+    let text = json!({ "b": { "d": 1, "c": 2 }, "a": [] }).to_string();
+    assert_eq!(text, r#"{"a":[],"b":{"c":2,"d":1}}"#);
+    // Numbers survive being written and read.
+    for x in [0.1 + 0.2, 1e-300, 12345.678901234567, f64::from(0.1f32)] {
+        let back: f64 = serde_json::from_str(&json!(x).to_string()).unwrap();
+        assert_eq!(back.to_bits(), x.to_bits());
+    }
+}
