@@ -1,0 +1,119 @@
+//! `inspect`: what is in an artifact, and whether it is intact.
+
+mod common;
+
+use common::*;
+use serde_json::{Value, json};
+
+/// An artifact of `qwen2_sliding` (three layers, two KV heads) in a scratch folder.
+fn artifact() -> (Scratch, String) {
+    let scratch = Scratch::new();
+    let model = golden("qwen2_sliding").display().to_string();
+    let tokens = scratch.tokens("tokens.json", &documents(&[60, 50], 1));
+    let path = scratch.path("art.safetensors");
+    kvsmith(&format!("calibrate --size 4 --seed 9 --model {model} --tokens {tokens} -o {path}")).ok();
+    (scratch, path)
+}
+
+#[test]
+fn json_has_the_contracts_keys() {
+    let (_scratch, artifact) = artifact();
+    let json = kvsmith(&format!("inspect {artifact} --json")).json();
+    assert_eq!(json["model"]["model_type"], "qwen2");
+    assert_eq!(json["model"]["rope"]["rope_type"], "default");
+    assert_eq!(json["model"]["fingerprint"].as_str().map(str::len), Some(64));
+    assert_eq!((&json["calibration"]["tokens"], &json["calibration"]["seed"]), (&json!(110), &json!(9)));
+    assert_eq!((&json["device"], &json["verified"]), (&json!("cpu"), &json!(false)));
+    let section = &json["sections"]["a2ats"];
+    assert_eq!((&section["codebook_size"], &section["wrope_position"]), (&json!(4), &json!(2048)));
+    let digests: Vec<&String> = section["sha256"].as_object().unwrap().keys().collect();
+    assert_eq!(digests, ["a2ats.chol", "a2ats.codebook", "a2ats.count", "a2ats.mean"]);
+
+    let rows = json["rows"].as_array().unwrap();
+    let of_a2ats: Vec<&Value> = rows.iter().filter(|r| r["section"] == "a2ats").collect();
+    let heads: Vec<(u64, u64)> =
+        of_a2ats.iter().map(|r| (r["layer"].as_u64().unwrap(), r["head"].as_u64().unwrap())).collect();
+    assert_eq!(heads, [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]);
+    for row in of_a2ats {
+        for key in [
+            "inertia",
+            "held_out_inertia",
+            "iterations",
+            "empty_repaired",
+            "usage_entropy_bits",
+            "condition",
+        ] {
+            assert!(row[key].is_number(), "{key} in {row}");
+        }
+        assert!(row["usage_entropy_bits"].as_f64().unwrap() <= 2.0, "4 codewords: {row}");
+        // Lloyd never makes a codebook worse.
+        let history: Vec<f64> = serde_json::from_value(row["inertia_history"].clone()).unwrap();
+        assert!(history.windows(2).all(|w| w[1] <= w[0] * (1.0 + 1e-6)), "{history:?}");
+    }
+}
+
+#[test]
+fn layer_and_head_choose_rows() {
+    let (_scratch, artifact) = artifact();
+    for (options, expected) in [("", 6), ("--layer 1", 2), ("--head 0", 3), ("--layer 2 --head 1", 1)] {
+        let json = kvsmith(&format!("inspect {artifact} --json {options}")).json();
+        let rows = json["rows"].as_array().unwrap().iter().filter(|r| r["section"] == "a2ats");
+        let rows: Vec<&Value> = rows.collect();
+        assert_eq!(rows.len(), expected, "{options}");
+        for (name, value) in [("layer", "1"), ("layer", "2"), ("head", "0"), ("head", "1")] {
+            if options.contains(&format!("--{name} {value}")) {
+                assert!(rows.iter().all(|r| r[name].to_string() == value), "{options}");
+            }
+        }
+    }
+    for (options, culprit) in [("--layer 3", "--layer 3 does not exist"), ("--head 2", "--head 2 does not exist")] {
+        kvsmith(&format!("inspect {artifact} {options}")).fails(2, culprit, "");
+    }
+}
+
+#[test]
+fn text_names_what_matters() {
+    let (_scratch, artifact) = artifact();
+    let table = kvsmith(&format!("inspect {artifact}")).ok().stdout;
+    for part in ["qwen2", "3 layers", "110 tokens in 2 blocks", "a2ats", "4 codewords", "worst heads"] {
+        assert!(table.contains(part), "{part}: {table}");
+    }
+    let one = kvsmith(&format!("inspect {artifact} --layer 2 --head 1")).ok().stdout;
+    assert!(one.contains("layer 2, KV head 1") && one.contains("inertia_history"), "{one}");
+    let verified = kvsmith(&format!("inspect {artifact} --verify")).ok().stdout;
+    assert!(verified.contains("verified"), "{verified}");
+    assert_eq!(kvsmith(&format!("inspect {artifact} --verify --json")).json()["verified"], json!(true));
+}
+
+#[test]
+fn only_verify_reads_the_data() {
+    let (scratch, artifact) = artifact();
+    let mut bytes = std::fs::read(&artifact).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    let damaged = scratch.write("damaged", &bytes);
+    let plain = kvsmith(&format!("inspect {damaged} --json")).json();
+    assert_eq!(plain["rows"], kvsmith(&format!("inspect {artifact} --json")).json()["rows"]);
+    kvsmith(&format!("inspect {damaged} --verify")).fails(1, "does not have its digest", "make it again");
+    // The header alone is enough to tell that it was altered.
+    bytes[last] ^= 1;
+    let seed = bytes.windows(8).position(|w| w == b"\\\"seed\\\"").unwrap();
+    bytes[seed + 9] ^= 1;
+    let altered = scratch.write("altered", &bytes);
+    kvsmith(&format!("inspect {altered}")).fails(1, "altered: the manifest was altered", "make it again");
+}
+
+#[test]
+fn section_files_can_be_inspected_too() {
+    let scratch = Scratch::new();
+    let model = golden("llama_default").display().to_string();
+    let tokens = scratch.tokens("tokens.json", &documents(&[60], 1));
+    let (dump, section) = (scratch.path("dump"), scratch.path("section"));
+    kvsmith(&format!("dump --model {model} --tokens {tokens} -o {dump}")).ok();
+    kvsmith(&format!("codebook --dump {dump} --size 3 -o {section}")).ok();
+    let json = kvsmith(&format!("inspect {section} --json --verify --model {model}")).json();
+    assert_eq!(json["rows"].as_array().map(Vec::len), Some(4));
+    kvsmith(&format!("inspect {dump}/moments.safetensors")).fails(1, "is not an artifact", "");
+    kvsmith(&format!("inspect {model}/model.safetensors")).fails(1, "model.safetensors", "");
+    kvsmith(&format!("inspect {}", scratch.path("missing"))).fails(1, "missing", "check the path");
+}
