@@ -58,8 +58,8 @@ impl Metric {
         }
         // Rounding of the f32 partial sums may differ across the diagonal.
         let normalised = (&sum_qq + &sum_qq.t()) * (0.5 / rms);
-        let mut eps = EPS;
-        loop {
+        for exponent in 0..=6 {
+            let eps = EPS * 10f64.powi(exponent);
             let ridged = &normalised + &(Array2::<f64>::eye(d) * eps);
             if let Some(chol) = linalg::cholesky(ridged.view()) {
                 let values = linalg::eigenvalues(ridged.view())
@@ -70,13 +70,8 @@ impl Metric {
                     condition: values[d - 1] / values[0],
                 });
             }
-            if eps >= 1.0 {
-                return Err(Error::failed(
-                    "the second moment of the queries is not positive definite",
-                ));
-            }
-            eps *= 10.0;
         }
+        Err(Error::failed("the second moment of the queries is not positive definite"))
     }
 }
 

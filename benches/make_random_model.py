@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""Write a Hugging Face llama checkpoint with random bf16 weights in the shape of a real model.
+
+For measuring memory and speed without a download; the weights mean nothing.
+Needs numpy. Example: python3 benches/make_random_model.py 1b /tmp/random-1b
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# layers, hidden, intermediate, query heads, KV heads, head_dim, vocabulary, tied embeddings
+SHAPES = {
+    "tiny": (4, 256, 1024, 8, 2, 32, 4096, True),
+    "1b": (16, 2048, 8192, 32, 8, 64, 128256, True),
+    "8b": (32, 4096, 14336, 32, 8, 128, 128256, False),
+}
+
+
+def tensors(shape):
+    layers, hidden, inter, heads, kv_heads, dim, vocab, tied = shape
+    yield "model.embed_tokens.weight", (vocab, hidden)
+    for i in range(layers):
+        p = f"model.layers.{i}."
+        yield p + "input_layernorm.weight", (hidden,)
+        yield p + "post_attention_layernorm.weight", (hidden,)
+        yield p + "self_attn.q_proj.weight", (heads * dim, hidden)
+        yield p + "self_attn.k_proj.weight", (kv_heads * dim, hidden)
+        yield p + "self_attn.v_proj.weight", (kv_heads * dim, hidden)
+        yield p + "self_attn.o_proj.weight", (hidden, heads * dim)
+        yield p + "mlp.gate_proj.weight", (inter, hidden)
+        yield p + "mlp.up_proj.weight", (inter, hidden)
+        yield p + "mlp.down_proj.weight", (hidden, inter)
+    yield "model.norm.weight", (hidden,)
+    if not tied:
+        yield "lm_head.weight", (vocab, hidden)
+
+
+def bf16_bytes(rng, shape):
+    """Norm weights of one, matrices of variance 1 / inputs, as little-endian bf16."""
+    if len(shape) == 1:
+        values = np.ones(shape, np.float32)
+    else:
+        values = rng.standard_normal(shape, np.float32) / np.sqrt(np.float32(shape[1]))
+    return (values.view(np.uint32) >> 16).astype("<u2").tobytes()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokens", type=int, default=4096, help="length of the random tokens.json")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    shape = SHAPES[args.shape]
+    layers, hidden, inter, heads, kv_heads, dim, vocab, tied = shape
+    rng = np.random.default_rng(args.seed)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inter,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim,
+        "vocab_size": vocab, "tie_word_embeddings": tied, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE,
+        "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+    }
+    (args.folder / "config.json").write_text(json.dumps(config, indent=1))
+
+    header, at = {}, 0
+    for name, size in tensors(shape):
+        end = at + 2 * int(np.prod(size))
+        header[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(args.folder / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, size in tensors(shape):
+            file.write(bf16_bytes(rng, size))
+    ids = rng.integers(3, vocab, args.tokens).tolist()
+    (args.folder / "tokens.json").write_text(json.dumps([ids]))
+    print(f"{args.folder}: {at / 1e9:.2f} GB of weights, {args.tokens} tokens in tokens.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+"""Read a kvsmith artifact with safetensors and numpy: check it, then encode and score a few keys.
+
+Usage: read_artifact.py ART.safetensors [keys.json]
+
+With keys.json ({"layer", "head", "keys", "queries", "rope_inv_freq"}) it prints the code of each
+key and the score of each query and key, as JSON.
+"""
+
+import hashlib
+import json
+import sys
+
+import numpy as np
+from safetensors import safe_open
+
+
+def check(tensors, text):
+    """Every digest in the manifest; returns the manifest."""
+    manifest = json.loads(text)
+    seal = manifest["manifest_sha256"]
+    unsealed = text.replace(f'"manifest_sha256":"{seal}",', "", 1)
+    assert hashlib.sha256(unsealed.encode()).hexdigest() == seal, "the manifest was altered"
+    assert manifest["format"] == 1, "another format"
+    for section in manifest["sections"].values():
+        for name, digest in section["sha256"].items():
+            data = np.ascontiguousarray(tensors[name]).tobytes()
+            assert hashlib.sha256(data).hexdigest() == digest, f"{name} was altered"
+    return manifest
+
+
+def encode(tensors, layer, head, keys):
+    """Codes of keys before rotation: [n, d] to [n]."""
+    z = keys @ tensors["a2ats.chol"][layer, head] - tensors["a2ats.mean"][layer, head]
+    codebook = tensors["a2ats.codebook"][layer, head].astype(np.float64)
+    return ((z[:, None, :] - codebook[None]) ** 2).sum(-1).argmin(-1)
+
+
+def scores(tensors, layer, head, queries, inv_freq, position):
+    """Score of every codeword for queries before rotation: [r, d] to [r, M]."""
+    half = queries.shape[1] // 2
+    angle = position * inv_freq
+    low, high = queries[:, :half], queries[:, half:]
+    rotated = np.concatenate(
+        [low * np.cos(angle) - high * np.sin(angle), high * np.cos(angle) + low * np.sin(angle)], 1
+    )
+    y = np.linalg.solve(tensors["a2ats.chol"][layer, head].astype(np.float64), rotated.T).T
+    return y @ tensors["a2ats.codebook"][layer, head].astype(np.float64).T
+
+
+def main():
+    with safe_open(sys.argv[1], framework="numpy") as file:
+        text = file.metadata()["kvsmith"]
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    manifest = check(tensors, text)
+    if len(sys.argv) < 3:
+        model = manifest["model"]
+        print(f"{model['model_type']}, {model['n_layers']} layers, sections: {', '.join(manifest['sections'])}")
+        return
+    given = json.load(open(sys.argv[2], encoding="utf-8"))
+    layer, head = given["layer"], given["head"]
+    codes = encode(tensors, layer, head, np.array(given["keys"], np.float64))
+    position = manifest["sections"]["a2ats"]["wrope_position"]
+    table = scores(
+        tensors, layer, head, np.array(given["queries"], np.float64), np.array(given["rope_inv_freq"]), position
+    )
+    print(json.dumps({"codes": codes.tolist(), "scores": table[:, codes].tolist()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+#!/bin/sh
+# The whole pipeline on the bundled model: calibrate, inspect, generate twice from one prompt.
+set -eu
+
+kvsmith=$1
+out=$2
+model=calib-data/model
+mkdir -p "$out"
+
+say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
+show() { say "\$ kvsmith $*"; "$kvsmith" "$@"; }
+
+# Positions beyond the model's context of 2048 do not occur, so the fixed distance is half of it.
+show calibrate --model $model --text calib-data/text.txt --max-tokens 49152 --uuid-tokens 8192 \
+    --size 1024 --wrope-position 1024 -o "$out/demo.safetensors"
+show inspect "$out/demo.safetensors" --verify --model $model
+show run --model $model --prompt-file calib-data/demo-prompt.txt --max-new 48 --method full
+show run --model $model --prompt-file calib-data/demo-prompt.txt --max-new 48 --method a2ats \
+    --artifact "$out/demo.safetensors" --budget 0.06

@@ -1,0 +1,89 @@
+//! `docs/artifact.md` is enough to read the file from Python: its reader agrees with the program.
+
+mod common;
+
+use std::process::Command;
+
+use common::{golden, root};
+use kvsmith::artifact::Artifact;
+use kvsmith::method::a2ats::Codebooks;
+use kvsmith::model::Decoder;
+use ndarray::{Axis, s};
+use serde_json::{Value, json};
+
+#[test]
+#[ignore = "needs Python with numpy and safetensors; `make test` makes one and runs this test"]
+fn python_reads_the_artifact() {
+    let python = std::env::var("KVSMITH_PYTHON").expect("KVSMITH_PYTHON names a Python");
+    let dir = tempfile::tempdir().unwrap();
+    let art = dir.path().join("art.safetensors");
+    let model = golden("qwen2_bias");
+    let ids: Vec<u32> = (0..400u32).map(|i| (i * i + 7 * i) % 90 + 3).collect();
+    let tokens = dir.path().join("tokens.json");
+    std::fs::write(&tokens, json!([ids]).to_string()).unwrap();
+    let status = Command::new(env!("CARGO_BIN_EXE_kvsmith"))
+        .args(["calibrate", "-q", "--size", "24", "--wrope-position", "64", "--model"])
+        .arg(&model)
+        .arg("--tokens")
+        .arg(&tokens)
+        .arg("-o")
+        .arg(&art)
+        .status()
+        .unwrap();
+    assert!(status.success());
+
+    let decoder = Decoder::open(&model).unwrap();
+    let layer = decoder.layer(0).unwrap();
+    let states = layer.project(decoder.embed(&ids).unwrap().view());
+    let keys = states.k_pre.slice(s![0, ..40, ..]);
+    let queries = states.q_pre.index_axis(Axis(1), 11);
+    let rows = |x: ndarray::ArrayView2<f32>| json!(x.rows().into_iter().map(|r| r.to_vec()).collect::<Vec<_>>());
+    let theta = decoder.config.rope.theta;
+    let d = decoder.config.head_dim;
+    let inv_freq: Vec<f64> = (0..d / 2).map(|i| theta.powf(-2.0 * i as f64 / d as f64)).collect();
+    let given = dir.path().join("keys.json");
+    let request = json!({
+        "layer": 0, "head": 0, "keys": rows(keys), "queries": rows(queries), "rope_inv_freq": inv_freq,
+    });
+    std::fs::write(&given, request.to_string()).unwrap();
+    let output = Command::new(python)
+        .arg(root().join("docs/read_artifact.py"))
+        .args([&art, &given])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
+
+    let artifact = Artifact::open(&art).unwrap();
+    let codebooks = Codebooks::load(&artifact, &decoder.rope).unwrap();
+    let head = codebooks.head(0, 0);
+    let codes = head.encode(keys);
+    let table = head.scores(queries);
+    for (j, code) in codes.iter().enumerate() {
+        assert_eq!(answer["codes"][j], json!(code), "key {j}");
+        for a in 0..table.nrows() {
+            let (ours, theirs) = (f64::from(table[[a, *code as usize]]), answer["scores"][a][j].as_f64().unwrap());
+            let size = f64::from(table.row(a).fold(0.0f32, |m, x| m.max(x.abs())));
+            assert!((ours - theirs).abs() < 1e-4 * size, "query {a} key {j}: {ours} {theirs}");
+        }
+    }
+}
+
+#[test]
+fn every_command_of_the_readme_table_exists() {
+    let readme = std::fs::read_to_string(root().join("README.md")).unwrap();
+    let help = Command::new(env!("CARGO_BIN_EXE_kvsmith")).arg("--help").output().unwrap();
+    let help = String::from_utf8(help.stdout).unwrap();
+    let commands: Vec<&str> = help
+        .lines()
+        .skip_while(|l| !l.starts_with("Commands:"))
+        .skip(1)
+        .take_while(|l| l.starts_with("  "))
+        .filter_map(|l| l.split_whitespace().next())
+        .filter(|c| *c != "help")
+        .collect();
+    assert!(commands.len() >= 8, "{commands:?}");
+    for command in commands {
+        assert!(readme.contains(&format!("| `{command}`")), "README.md does not list `{command}`");
+    }
+}
