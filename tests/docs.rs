@@ -22,7 +22,15 @@ fn python_reads_the_artifact() {
     let tokens = dir.path().join("tokens.json");
     std::fs::write(&tokens, json!([ids]).to_string()).unwrap();
     let status = Command::new(env!("CARGO_BIN_EXE_kvsmith"))
-        .args(["calibrate", "-q", "--size", "24", "--wrope-position", "64", "--model"])
+        .args([
+            "calibrate",
+            "-q",
+            "--size",
+            "24",
+            "--wrope-position",
+            "64",
+            "--model",
+        ])
         .arg(&model)
         .arg("--tokens")
         .arg(&tokens)
@@ -37,10 +45,13 @@ fn python_reads_the_artifact() {
     let states = layer.project(decoder.embed(&ids).unwrap().view());
     let keys = states.k_pre.slice(s![0, ..40, ..]);
     let queries = states.q_pre.index_axis(Axis(1), 11);
-    let rows = |x: ndarray::ArrayView2<f32>| json!(x.rows().into_iter().map(|r| r.to_vec()).collect::<Vec<_>>());
+    let rows =
+        |x: ndarray::ArrayView2<f32>| json!(x.rows().into_iter().map(|r| r.to_vec()).collect::<Vec<_>>());
     let theta = decoder.config.rope.theta;
     let d = decoder.config.head_dim;
-    let inv_freq: Vec<f64> = (0..d / 2).map(|i| theta.powf(-2.0 * i as f64 / d as f64)).collect();
+    let inv_freq: Vec<f64> = (0..d / 2)
+        .map(|i| theta.powf(-2.0 * i as f64 / d as f64))
+        .collect();
     let given = dir.path().join("keys.json");
     let request = json!({
         "layer": 0, "head": 0, "keys": rows(keys), "queries": rows(queries), "rope_inv_freq": inv_freq,
@@ -51,7 +62,11 @@ fn python_reads_the_artifact() {
         .args([&art, &given])
         .output()
         .unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
 
     let artifact = Artifact::open(&art).unwrap();
@@ -62,9 +77,15 @@ fn python_reads_the_artifact() {
     for (j, code) in codes.iter().enumerate() {
         assert_eq!(answer["codes"][j], json!(code), "key {j}");
         for a in 0..table.nrows() {
-            let (ours, theirs) = (f64::from(table[[a, *code as usize]]), answer["scores"][a][j].as_f64().unwrap());
+            let (ours, theirs) = (
+                f64::from(table[[a, *code as usize]]),
+                answer["scores"][a][j].as_f64().unwrap(),
+            );
             let size = f64::from(table.row(a).fold(0.0f32, |m, x| m.max(x.abs())));
-            assert!((ours - theirs).abs() < 1e-4 * size, "query {a} key {j}: {ours} {theirs}");
+            assert!(
+                (ours - theirs).abs() < 1e-4 * size,
+                "query {a} key {j}: {ours} {theirs}"
+            );
         }
     }
 }
@@ -72,7 +93,10 @@ fn python_reads_the_artifact() {
 #[test]
 fn every_command_of_the_readme_table_exists() {
     let readme = std::fs::read_to_string(root().join("README.md")).unwrap();
-    let help = Command::new(env!("CARGO_BIN_EXE_kvsmith")).arg("--help").output().unwrap();
+    let help = Command::new(env!("CARGO_BIN_EXE_kvsmith"))
+        .arg("--help")
+        .output()
+        .unwrap();
     let help = String::from_utf8(help.stdout).unwrap();
     let commands: Vec<&str> = help
         .lines()
@@ -84,6 +108,9 @@ fn every_command_of_the_readme_table_exists() {
         .collect();
     assert!(commands.len() >= 8, "{commands:?}");
     for command in commands {
-        assert!(readme.contains(&format!("| `{command}`")), "README.md does not list `{command}`");
+        assert!(
+            readme.contains(&format!("| `{command}`")),
+            "README.md does not list `{command}`"
+        );
     }
 }

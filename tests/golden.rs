@@ -25,7 +25,12 @@ impl Golden {
         let store = Store::open(&dir.join("golden.safetensors")).unwrap();
         let n = store.bytes("ids").unwrap().len() / 4;
         let ids = store.read("ids", &[n]).unwrap();
-        Self { dir, decoder, store, ids }
+        Self {
+            dir,
+            decoder,
+            store,
+            ids,
+        }
     }
 
     fn tensor(&self, name: &str, heads: usize) -> Array3<f32> {
@@ -55,7 +60,11 @@ fn captured_states_match() {
         }
         let logits = golden.decoder.logits(hidden.row(golden.ids.len() - 1)).unwrap();
         let expected: Vec<f32> = golden.store.read("logits", &[c.vocab_size]).unwrap();
-        let worst = logits.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        let worst = logits
+            .iter()
+            .zip(&expected)
+            .map(|(a, b)| (a - b).abs())
+            .fold(0.0, f32::max);
         assert!(worst < 1e-3, "{}: logits off by {worst}", golden.dir.display());
     }
 }
@@ -84,7 +93,12 @@ fn greedy(golden: &Golden, method: MethodName, budget: &str) -> Vec<u32> {
 fn greedy_tokens_match() {
     for golden in all_golden().map(Golden::open) {
         let expected: Vec<u32> = golden.store.read("greedy", &[24]).unwrap();
-        for method in [MethodName::Full, MethodName::Topk, MethodName::Random, MethodName::Streaming] {
+        for method in [
+            MethodName::Full,
+            MethodName::Topk,
+            MethodName::Random,
+            MethodName::Streaming,
+        ] {
             assert_eq!(
                 greedy(&golden, method, "1.0"),
                 expected,

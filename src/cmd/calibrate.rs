@@ -7,13 +7,13 @@ use ndarray::{Array2, Array3, Axis, s};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::{check_points, load_corpus, model_manifest, open_model, print_json};
+use super::{check_points, load_corpus, model_manifest, open_model, print_json, report_head};
 use crate::artifact::{self, LayerPart, Origin, Section};
 use crate::capture::Capture;
 use crate::cli::{Fit, Global, Input};
 use crate::corpus::Corpus;
 use crate::dump::Sizes;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::method::a2ats::{self, FitParams};
 use crate::model::weights::hex;
 use crate::model::{Decoder, config::read_json};
@@ -47,6 +47,16 @@ pub struct Args {
 
 /// Runs `calibrate`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
+    calibrate(args, global).map_err(|e| match (e.kind(), &args.work) {
+        (Kind::Interrupted, Some(_)) => {
+            e.hint("the same command with --resume goes on after the last finished layer")
+        }
+        (Kind::Interrupted, None) => e.hint("with --work DIR a stopped run can go on"),
+        _ => e,
+    })
+}
+
+fn calibrate(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
     let device = global.cpu_only("calibrate")?;
     let start = std::time::Instant::now();
@@ -168,12 +178,7 @@ fn calibrate_layer(
     let head_keys = |head| Ok(keys.index_axis(Axis(0), head).to_owned());
     let mut done = |head: usize, quality: &Value| {
         progress.advance(corpus.n_tokens() as u64);
-        if log.verbosity >= crate::progress::Verbosity::Verbose {
-            progress.line(&format!(
-                "layer {layer} head {head}: inertia {} (held out {})",
-                quality["inertia"], quality["held_out_inertia"]
-            ));
-        }
+        report_head(progress, log, layer, head, quality);
     };
     a2ats::fit_layer(&head_keys, kept, &sums, params, layer, &mut done)
 }

@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use serde_json::json;
+use serde_json::{Value, json};
 
-use super::{check_points, print_json};
+use super::{check_points, print_json, report_head};
 use crate::artifact::{self, Origin, Section};
 use crate::cli::{Fit, Global};
 use crate::dump::{Dump, State};
@@ -61,7 +61,10 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         progress.stage(format!("layer {} of {}", i + 1, s.n_layers));
         let states = dump.layer(i)?;
         let keys = |head| states.read(State::KPre, head, 0, dump.n);
-        let mut done = |_, _: &_| progress.advance(1);
+        let mut done = |head: usize, quality: &Value| {
+            progress.advance(1);
+            report_head(&progress, log, i, head, quality);
+        };
         layers.push(a2ats::fit_layer(&keys, &dump.kept, sums, &params, i, &mut done)?);
     }
     drop(progress);

@@ -18,7 +18,7 @@ use crate::cli::{Cli, Command, Global, Input};
 use crate::corpus::Corpus;
 use crate::error::{Error, Result};
 use crate::model::Decoder;
-use crate::progress::Log;
+use crate::progress::{Log, Progress, Verbosity};
 
 /// Runs the subcommand.
 pub fn run(cli: Cli) -> Result<()> {
@@ -107,6 +107,16 @@ fn check_points(kept: usize, size: usize, log: Log) {
     if per < 20.0 {
         log.warn(&format!(
             "{per:.1} keys per codeword ({kept} keys, {size} codewords); below 20 a codebook fits its calibration text better than other text"
+        ));
+    }
+}
+
+/// With `-v`: the fit of one head.
+fn report_head(progress: &Progress, log: Log, layer: usize, head: usize, quality: &Value) {
+    if log.verbosity >= Verbosity::Verbose {
+        progress.line(&format!(
+            "layer {layer} head {head}: inertia {} after {} passes, held out {}",
+            quality["inertia"], quality["iterations"], quality["held_out_inertia"]
         ));
     }
 }

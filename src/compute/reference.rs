@@ -68,7 +68,11 @@ pub fn visible(t: usize, window: Option<usize>) -> Range<usize> {
 pub fn nearest(x: ArrayView1<f32>, centroids: ArrayView2<f32>) -> (usize, f64) {
     let mut best = (0, f64::INFINITY);
     for (m, c) in centroids.rows().into_iter().enumerate() {
-        let distance = x.iter().zip(c).map(|(x, c)| (f64::from(*x) - f64::from(*c)).powi(2)).sum();
+        let distance = x
+            .iter()
+            .zip(c)
+            .map(|(x, c)| (f64::from(*x) - f64::from(*c)).powi(2))
+            .sum();
         if distance < best.1 {
             best = (m, distance);
         }
@@ -120,13 +124,19 @@ pub fn select(scores: ArrayView2<f32>, codes: &[u16], first: u32, budget: usize)
             let mut order: Vec<usize> = (0..codes.len()).collect();
             order.sort_by(|i, j| {
                 let (a, b) = (codes[*i], codes[*j]);
-                row[b as usize].total_cmp(&row[a as usize]).then(a.cmp(&b)).then(i.cmp(j))
+                row[b as usize]
+                    .total_cmp(&row[a as usize])
+                    .then(a.cmp(&b))
+                    .then(i.cmp(j))
             });
             order
         })
         .collect();
     let union = |k: usize| {
-        let mut all: Vec<usize> = ranked.iter().flat_map(|order| order[..k].iter().copied()).collect();
+        let mut all: Vec<usize> = ranked
+            .iter()
+            .flat_map(|order| order[..k].iter().copied())
+            .collect();
         all.sort_unstable();
         all.dedup();
         all
@@ -141,7 +151,11 @@ pub fn select(scores: ArrayView2<f32>, codes: &[u16], first: u32, budget: usize)
     }
     if chosen.is_empty() && !codes.is_empty() {
         chosen = union(1);
-        let best = |i: &usize| scores.column(codes[*i] as usize).fold(f32::NEG_INFINITY, |m, s| m.max(*s));
+        let best = |i: &usize| {
+            scores
+                .column(codes[*i] as usize)
+                .fold(f32::NEG_INFINITY, |m, s| m.max(*s))
+        };
         chosen.sort_by(|i, j| best(j).total_cmp(&best(i)).then(i.cmp(j)));
         chosen.truncate(budget);
         chosen.sort_unstable();

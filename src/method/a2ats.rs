@@ -13,7 +13,8 @@ use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 
 use half::f16;
-use ndarray::{Array1, Array2, Array3, ArrayView2, Axis, s};
+use ndarray::{Array1, Array2, Array3, ArrayView2, Axis};
+use rayon::prelude::*;
 use serde_json::{Value, json};
 
 use super::{Prompt, Retriever, Step, everything};
@@ -24,6 +25,7 @@ use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::model::rope::Rope;
 use crate::stats::kmeans::{self, Codebook, Init, KMeansParams};
+use crate::stats::linalg;
 use crate::stats::moments::LayerMoments;
 use crate::stats::whiten::{EPS, Metric, row_mean, whiten};
 use crate::store::{Spec, to_bytes};
@@ -316,6 +318,8 @@ pub struct HeadCodebook {
     codebook: Codebook,
     mean: Array1<f32>,
     chol: Array2<f32>,
+    /// L^-1, so that a step multiplies instead of solving.
+    chol_inverse: Array2<f64>,
     rope: Rope,
     wrope_position: usize,
 }
@@ -340,17 +344,13 @@ impl Codebooks {
         let codebook = Array3::from_shape_vec((n, m, d), artifact.f16s(&specs[0])?).map_err(shape)?;
         let mean = Array2::from_shape_vec((n, d), artifact.f32s(&specs[1])?).map_err(shape)?;
         let chol = Array3::from_shape_vec((n, d, d), artifact.f32s(&specs[2])?).map_err(shape)?;
-        let heads = (0..n)
-            .map(|i| {
-                Arc::new(HeadCodebook::new(
-                    codebook.index_axis(Axis(0), i).to_owned(),
-                    mean.index_axis(Axis(0), i).to_owned(),
-                    chol.index_axis(Axis(0), i).to_owned(),
-                    rope.clone(),
-                    position as usize,
-                ))
-            })
-            .collect();
+        let head = |i: usize| {
+            let own = |x: &Array3<f32>| x.index_axis(Axis(0), i).to_owned();
+            let mean = mean.row(i).to_owned();
+            let head = HeadCodebook::new(own(&codebook), mean, own(&chol), rope.clone(), position as usize)?;
+            Ok(Arc::new(head))
+        };
+        let heads = (0..n).into_par_iter().map(head).collect::<Result<_>>()?;
         Ok(Self {
             n_kv_heads: artifact.sizes.n_kv_heads,
             heads,
@@ -365,20 +365,26 @@ impl Codebooks {
 
 impl HeadCodebook {
     /// A codebook C^z [M,d] with its mean [d] and its Cholesky factor [d,d].
+    ///
+    /// # Errors
+    /// The factor is singular.
     pub fn new(
         codebook: Array2<f32>,
         mean: Array1<f32>,
         chol: Array2<f32>,
         rope: Rope,
         wrope_position: usize,
-    ) -> Self {
-        Self {
+    ) -> Result<Self> {
+        let chol_inverse = linalg::invert_lower(chol.mapv(f64::from).view())
+            .ok_or_else(|| Error::failed("a Cholesky factor is singular"))?;
+        Ok(Self {
             codebook: Codebook::new(codebook),
             mean,
             chol,
+            chol_inverse,
             rope,
             wrope_position,
-        }
+        })
     }
 
     /// Codes of keys before rotation, [n,d]: argmin of (k - c) H (k - c)^T, lowest index on ties.
@@ -400,26 +406,18 @@ impl HeadCodebook {
     /// q_pre [r,d], before rotation.
     ///
     /// # Numerics
-    /// y = qt L^-T by forward substitution in f64, then f32 products.
+    /// y = qt L^-T in f64, then f32 products.
     ///
     /// # Source
     /// Eq. 12 (qt = q R_b) and Eq. 21, with C = C^z L^-1 folded into the query.
     pub fn scores(&self, q_pre: ArrayView2<f32>) -> Array2<f32> {
         let table = self.rope.table(self.wrope_position..self.wrope_position + 1);
         let mut y = Array2::<f32>::zeros(q_pre.dim());
-        let d = q_pre.ncols();
         for (query, mut y) in q_pre.rows().into_iter().zip(y.rows_mut()) {
             let mut qt = query.to_vec();
             table.rotate(&mut qt, 0);
-            let mut solved = vec![0.0f64; d];
-            for i in 0..d {
-                let row = self.chol.slice(s![i, ..i]);
-                let known: f64 = row.iter().zip(&solved).map(|(l, y)| f64::from(*l) * y).sum();
-                solved[i] = (f64::from(qt[i]) - known) / f64::from(self.chol[[i, i]]);
-            }
-            for (y, v) in y.iter_mut().zip(solved) {
-                *y = v as f32;
-            }
+            let qt = Array1::from_iter(qt.into_iter().map(f64::from));
+            y.assign(&self.chol_inverse.dot(&qt).mapv(|v| v as f32));
         }
         let mut scores = Array2::zeros((q_pre.nrows(), self.codebook.centroids().nrows()));
         gemm(scores.view_mut(), false, y.view(), self.codebook.centroids().t());

@@ -71,7 +71,9 @@ impl Metric {
                 });
             }
         }
-        Err(Error::failed("the second moment of the queries is not positive definite"))
+        Err(Error::failed(
+            "the second moment of the queries is not positive definite",
+        ))
     }
 }
 
