@@ -218,10 +218,7 @@ impl Decoder {
         if fine {
             return Ok(());
         }
-        Err(self.diagnose(
-            &layer.weights(),
-            &format!("the states of layer {}", layer.index),
-        ))
+        Err(self.diagnose(&layer.weights(), &format!("the states of layer {}", layer.index)))
     }
 
     fn diagnose(&self, weights: &[&Weight], place: &str) -> Error {

@@ -82,9 +82,15 @@ impl<'a> Session<'a> {
     }
 
     /// Runs the prompt with exact attention; returns the logits after its last token: [vocab].
+    ///
+    /// # Errors
+    /// An empty prompt, a second one, an id outside the vocabulary, activations that are not finite.
     pub fn prefill(&mut self, ids: &[u32]) -> Result<Array1<f32>> {
         if ids.is_empty() {
             return Err(Error::failed("the prompt has no tokens"));
+        }
+        if self.len > 0 {
+            return Err(Error::failed("a session takes one prompt"));
         }
         let first = self.len;
         let m = ids.len();

@@ -1,32 +1,35 @@
-//! k-means for codebooks: thousands of centroids, tens of thousands of points, one head at a time.
+//! k-means for codebooks: thousands of centroids, tens of thousands of points, one head at a
+//! time.
 //!
-//! [`fit`] is Lloyd's algorithm behind k-means++ seeding; [`Codebook::nearest`] is the encoder. Both
-//! run on one fused kernel that scores a tile of rows against a panel of centroids and keeps the best
-//! and the runner-up, so the `n x M` matrix never exists. linfa's [`Fit`] and [`PredictInplace`] are
-//! implemented on top.
+//! [`fit`] is Lloyd's algorithm behind k-means++ seeding; [`Codebook::nearest`] is the encoder.
+//! Both run on one fused kernel that scores a tile of rows against a panel of centroids and keeps
+//! the best and the runner-up, so the `n x M` matrix never exists. linfa's [`Fit`] and
+//! [`PredictInplace`] are implemented on top.
 //!
 //! Three shortcuts make it fast, and none of them changes what the plain algorithm computes:
 //!
 //! - **Seeding in batches.** k-means++ draws by the distance to the nearest centroid so far. We
-//!   draw by the distances of the last refresh and accept with probability `now / stale`: rejection
-//!   sampling, so the D² distribution is exact, and the refreshes together cost one Lloyd pass of
-//!   matrix products instead of one sweep over the points per centroid.
-//! - **The last refresh is the first assignment**, so k-means++ costs little more than a random start.
-//! - **Only moved centroids are looked at again.** A centroid whose rows stayed the same stays where
-//!   it is, and a row whose own score is still above its runner-up meets the moved centroids only
-//!   (Kaukoranta, Fränti and Nevalainen 2000, "A fast exact GLA based on code vector activity
-//!   detection"). The codes are those of a full search, bit for bit.
+//!   draw by the distances of the last refresh and accept with probability `now / stale`:
+//!   rejection sampling, so the D² distribution is exact, and the refreshes together cost one
+//!   Lloyd pass of matrix products instead of one sweep over the points per centroid.
+//! - **The last refresh is the first assignment**, so k-means++ costs little more than a random
+//!   start.
+//! - **Only moved centroids are looked at again.** A centroid whose rows stayed the same stays
+//!   where it is, and a row whose own score is still above its runner-up meets the moved
+//!   centroids only (Kaukoranta, Fränti and Nevalainen 2000, "A fast exact GLA based on code
+//!   vector activity detection"). The codes are those of a full search, bit for bit.
 //!
 //! # Numerics
 //!
-//! The argmin of the distance is found as the argmax of the score `x·c - ||c||²/2` in f32. Its error
-//! grows with `||x|| ||c||`: **points are expected to be centred**. An offset much larger than the
-//! spread makes the choice approximate ([`Codebook::nearest`] has the bound). Distances never come
-//! from scores: they are recomputed as `sum (x - c)²` for the chosen centroid. Means and inertia are
-//! summed in f64. Finite values whose squares overflow f32 give a useless codebook, but no panic.
+//! The argmin of the distance is found as the argmax of the score `x·c - ||c||²/2` in f32. Its
+//! error grows with `||x|| ||c||`: **points are expected to be centred**. An offset much larger
+//! than the spread makes the choice approximate ([`Codebook::nearest`] has the bound). Distances
+//! never come from scores: they are recomputed as `sum (x - c)²` for the chosen centroid. Means
+//! and inertia are summed in f64. Finite values whose squares overflow f32 give a useless
+//! codebook, but no panic.
 //!
-//! Results are byte-identical for any number of threads, on machines with the same vector
-//! instructions: rows are independent, and reductions run in index order.
+//! Results are byte-identical for any number of threads, and on every machine that has a fused
+//! multiply-add: rows are independent, and every sum has a fixed order.
 
 mod assign;
 mod scan;
@@ -91,8 +94,8 @@ pub enum KMeansError {
 /// Where the centroids start.
 #[derive(Clone, Debug)]
 pub enum Init {
-    /// Plain D² sampling: each next centroid is a point drawn with probability proportional to its squared
-    /// distance to the nearest centroid chosen so far, one candidate a step.
+    /// Plain D² sampling: each next centroid is a point drawn with probability proportional to
+    /// its squared distance to the nearest centroid chosen so far, one candidate a step.
     KMeansPlusPlus,
     /// Distinct rows, uniformly.
     Random,
@@ -105,7 +108,8 @@ pub enum Init {
 pub struct KMeansParams {
     /// Centroids, 1 to [`MAX_SIZE`].
     pub size: usize,
-    /// Lloyd passes at most; the fit ends earlier once no assignment changes. 0 keeps the initial centroids.
+    /// Lloyd passes at most; the fit ends earlier once no assignment changes. 0 keeps the initial
+    /// centroids.
     pub iterations: usize,
     /// Where the centroids start.
     pub init: Init,
@@ -153,17 +157,17 @@ impl Codebook {
     /// Finds the nearest centroid of every row, on the threads of the current rayon pool.
     ///
     /// # Shapes
-    /// `points [n, d]`, `codes [n]`, `distances [n]`; what lies beyond the shortest of the three is
-    /// left alone. Where `d` is not the codebook's, or the codebook is empty, every code is 0 and
-    /// every distance NaN.
+    /// `points [n, d]`, `codes [n]`, `distances [n]`; what lies beyond the shortest of the three
+    /// is left alone. Where `d` is not the codebook's, or the codebook is empty, every code is 0
+    /// and every distance NaN.
     ///
     /// # Numerics
     /// The code is the argmax of `x·c - ||c||²/2` in f32, the lowest index winning ties. With
-    /// `e = (d + 2) 2^-24 max_c (||x|| ||c|| + ||c||²/2)` the squared distance of the chosen centroid
-    /// is at most `4 e` above the smallest. An offset common to all points enters `e` squared: take
-    /// it off first. The distance is `sum (x - c)²` of the chosen centroid in f32, its relative error
-    /// at most `(d / 16 + 20) 2^-24`. A row with NaN or infinities gets a valid code and a distance
-    /// that is not finite. Never panics.
+    /// `e = (d + 2) 2^-24 max_c (||x|| ||c|| + ||c||²/2)` the squared distance of the chosen
+    /// centroid is at most `4 e` above the smallest. An offset common to all points enters `e`
+    /// squared: take it off first. The distance is `sum (x - c)²` of the chosen centroid in f32,
+    /// its relative error at most `(d / 16 + 20) 2^-24`. A row with NaN or infinities gets a
+    /// valid code and a distance that is not finite. Never panics.
     pub fn nearest(&self, points: ArrayView2<f32>, codes: &mut [u32], distances: &mut [f32]) {
         let dim = self.centroids.ncols();
         if points.ncols() != dim || self.centroids.is_empty() {
@@ -192,25 +196,25 @@ impl Codebook {
 
 /// Fits a codebook to `points`.
 ///
-/// A pass moves every centroid to the mean of its rows and assigns the rows anew. A centroid that has
-/// no rows takes the row that is fitted worst instead (distinct rows, largest distance first, lowest
-/// index on ties), as long as there is one that does not sit on its centroid. `on_pass` hears of every
-/// assignment: its number, 0 being the one to the initial centroids, and its inertia.
+/// A pass moves every centroid to the mean of its rows and assigns the rows anew. A centroid that
+/// has no rows takes the row that is fitted worst instead (distinct rows, largest distance first,
+/// lowest index on ties), as long as there is one that does not sit on its centroid. `on_pass`
+/// hears of every assignment: its number, 0 being the one to the initial centroids, and its
+/// inertia.
 ///
 /// # Shapes
-/// `points [n, d]` with `n >= size` and `d >= 1`.
+/// `points [n, d]` with `size <= n < 2^32` and `d >= 1`.
 ///
 /// # Numerics
-/// See the [module](self). For one input, seed and machine the result is always the same bytes.
+/// See the [module](self). One input and seed give the same bytes every time.
 ///
 /// # Errors
-/// [`KMeansError`]: an impossible size, too few points, a value that is not finite, initial centroids
-/// of another shape, or an `on_pass` that answered `Break`.
+/// [`KMeansError`]: an impossible size, too few points, a value that is not finite, initial
+/// centroids of another shape, or an `on_pass` that answered `Break`.
 ///
 /// # Source
 /// k-means++: Arthur and Vassilvitskii 2007. Its use on whitened keys: A2ATS, arXiv 2502.12665,
-/// section 4.2, equations 15 to 17. The authors' code leaves an empty centroid on the zero vector;
-/// we reseed it.
+/// equations 15 to 17. The authors' code leaves an empty centroid on the zero vector; we reseed it.
 pub fn fit(
     points: ArrayView2<f32>,
     params: &KMeansParams,

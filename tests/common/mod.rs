@@ -30,6 +30,7 @@ pub fn all_golden() -> impl Iterator<Item = PathBuf> {
     dirs.into_iter()
 }
 
+/// The larger of the relative L2 error and the largest error over the largest value.
 pub fn relative_error<S, T, D>(actual: &ArrayBase<S, D>, expected: &ArrayBase<T, D>) -> f64
 where
     S: Data<Elem = f32>,
@@ -37,13 +38,17 @@ where
     D: Dimension,
 {
     assert_eq!(actual.shape(), expected.shape());
-    let mut difference = 0.0;
-    let mut norm = 0.0;
-    for (a, b) in actual.iter().zip(expected.iter()) {
-        difference += (f64::from(*a) - f64::from(*b)).powi(2);
-        norm += f64::from(*b).powi(2);
-    }
-    (difference / norm).sqrt()
+    let pairs = || {
+        actual
+            .iter()
+            .zip(expected.iter())
+            .map(|(a, b)| (f64::from(*a), f64::from(*b)))
+    };
+    assert!(pairs().all(|(a, _)| a.is_finite()));
+    let l2 = pairs().map(|(a, b)| (a - b).powi(2)).sum::<f64>() / pairs().map(|(_, b)| b * b).sum::<f64>();
+    let worst = pairs().map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+    let largest = pairs().map(|(_, b)| b.abs()).fold(0.0, f64::max);
+    l2.sqrt().max(worst / largest)
 }
 
 /// A copy of a folder of plain files.

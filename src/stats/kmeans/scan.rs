@@ -138,7 +138,8 @@ pub(super) struct Scratch {
     pub(super) out: Vec<Best>,
 }
 
-/// Scores the rows `rows` of `x` against all panels: best and runner-up of each, into `scratch.out`.
+/// Scores the rows `rows` of `x` against all panels: best and runner-up of each, into
+/// `scratch.out`.
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2+fma", "aarch64+neon"))]
 pub(super) fn scan(x: &[f32], rows: &[u32], panels: &Panels, scratch: &mut Scratch) {
     // Rows per tile: what the vector registers hold beside a line of the panel.
@@ -250,4 +251,82 @@ pub(super) fn squared_distance(a: &[f32], b: &[f32]) -> f32 {
         *sum += (a - b) * (a - b);
     }
     sums.iter().sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Numbers in [-1, 1) that are not special in any way.
+    fn values(n: usize, seed: u32) -> Vec<f32> {
+        let mut state = seed;
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+        };
+        (0..n).map(|_| next()).collect()
+    }
+
+    fn bits(scratch: &Scratch) -> Vec<(u32, u32, u32)> {
+        let of = |best: &Best| (best.id, best.score.to_bits(), best.second.to_bits());
+        scratch.out.iter().map(of).collect()
+    }
+
+    #[test]
+    fn every_tile_height_gives_the_same_bits() {
+        let mut scratch = Scratch::default();
+        for (n, size, dim) in [(1, 1, 1), (25, 70, 5), (40, 33, 128)] {
+            let (x, c) = (values(n * dim, 1), values(size * dim, 2));
+            let panels = Panels::pack(&c, dim, 0, (0..size as u32).collect());
+            let rows: Vec<u32> = (0..n as u32).rev().step_by(2).collect();
+            scan_tiles::<1, true>(&x, &rows, &panels, &mut scratch);
+            let expected = bits(&scratch);
+            scan_tiles::<3, true>(&x, &rows, &panels, &mut scratch);
+            assert_eq!(bits(&scratch), expected);
+            scan_tiles::<12, true>(&x, &rows, &panels, &mut scratch);
+            assert_eq!(bits(&scratch), expected);
+            // Whatever this machine selects, scan and score agree with each other.
+            scan(&x, &rows, &panels, &mut scratch);
+            for (&i, best) in rows.iter().zip(&scratch.out) {
+                let x = row(&x, i, dim);
+                let of = |id: u32| score(x, row(&c, id, dim), panels.bias(id as usize));
+                assert_eq!(of(best.id), best.score);
+                let others = (0..size as u32).filter(|&id| id != best.id);
+                assert_eq!(others.map(of).fold(f32::NEG_INFINITY, f32::max), best.second);
+            }
+        }
+    }
+
+    #[test]
+    fn without_a_fused_multiply_add_the_scores_are_close() {
+        let (dim, size, n) = (80, 50, 20);
+        let (x, c) = (values(n * dim, 3), values(size * dim, 4));
+        let panels = Panels::pack(&c, dim, 0, (0..size as u32).collect());
+        let rows: Vec<u32> = (0..n as u32).collect();
+        let mut scratch = Scratch::default();
+        scan_tiles::<1, false>(&x, &rows, &panels, &mut scratch);
+        for (&i, best) in rows.iter().zip(&scratch.out) {
+            let c = row(&c, best.id, dim);
+            let terms = row(&x, i, dim)
+                .iter()
+                .zip(c)
+                .map(|(&x, &c)| f64::from(x) * f64::from(c));
+            let half: f64 = c.iter().map(|&c| f64::from(c).powi(2) / 2.0).sum();
+            let size = terms.clone().map(f64::abs).sum::<f64>() + half;
+            let error = (f64::from(best.score) - (terms.sum::<f64>() - half)).abs();
+            assert!(error <= 2.0 * (dim as f64 + 2.0) * 2f64.powi(-24) * size);
+        }
+    }
+
+    #[test]
+    fn the_runner_up_may_share_a_lane_with_the_best() {
+        // Scores 0.5, 0.375, 0 at slots 0, 32 (the same lane) and 1.
+        let mut c = vec![0.0f32; 40];
+        (c[0], c[32]) = (1.0, 0.5);
+        let panels = Panels::pack(&c, 1, 0, (0..40).collect());
+        let mut scratch = Scratch::default();
+        scan(&[1.0], &[0], &panels, &mut scratch);
+        let best = scratch.out[0];
+        assert_eq!((best.id, best.score, best.second), (0, 0.5, 0.375));
+    }
 }
