@@ -17,7 +17,7 @@ use crate::progress::Progress;
 pub struct Capture<'a> {
     decoder: &'a Decoder,
     corpus: &'a Corpus,
-    /// Input of `next_layer`: [tokens, hidden].
+    /// Input of `next_layer`: `[tokens, hidden]`.
     pub hidden: Array2<f32>,
     /// The layer that [`Capture::layer`] runs next.
     pub next_layer: usize,

@@ -226,7 +226,7 @@ fn write_tokens(corpus: &Corpus, dir: &Path) -> Result<()> {
     store::write(Output::create(&dir.join("tokens.safetensors"))?, &tensors, None)
 }
 
-/// Writes [heads, m, d] into rows `first..first + m` of a [heads, n, d] tensor.
+/// Writes `[heads, m, d]` into rows `first..first + m` of a `[heads, n, d]` tensor.
 fn put_rows(
     writer: &Writer,
     name: &str,
@@ -381,7 +381,7 @@ pub struct LayerDump {
 }
 
 impl LayerDump {
-    /// Rows `first..first + count` of one head of a state, as f32: [count, d].
+    /// Rows `first..first + count` of one head of a state, as f32: `[count, d]`.
     ///
     /// # Errors
     /// The dump does not keep this state; a value that is not finite.

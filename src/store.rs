@@ -207,12 +207,11 @@ impl Output {
 fn umask() -> u32 {
     // SAFETY: umask only swaps a per-process integer; it is put back at once, and the program
     // creates files from one thread.
-    let mask = unsafe {
+    unsafe {
         let mask = libc::umask(0o022);
         libc::umask(mask);
         mask
-    };
-    mask
+    }
 }
 
 /// A safetensors file whose tensors are filled in piece by piece.

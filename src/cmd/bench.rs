@@ -32,10 +32,10 @@ enum What {
 
 #[derive(clap::Args, Debug)]
 struct KMeansArgs {
-    /// Fit these points (tensor `x` f32 [n,d]) instead of random ones
+    /// Fit these points (tensor `x` f32 `[n,d]`) instead of random ones
     #[arg(long, value_name = "FILE")]
     points: Option<PathBuf>,
-    /// Write the codebook (tensor `codebook` f32 [M,d])
+    /// Write the codebook (tensor `codebook` f32 `[M,d]`)
     #[arg(short, long, value_name = "CODEBOOK")]
     output: Option<PathBuf>,
     /// Random points

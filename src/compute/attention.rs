@@ -14,8 +14,8 @@ const KEY_TILE: usize = 256;
 /// Causal attention of a run of queries, grouped-query, with an optional sliding window.
 ///
 /// # Shapes
-/// q [h,m,d] rotated, k [g,n,d] rotated, v [g,n,d]; query row i stands at position `first + i`,
-/// key row j at position j, and n >= first + m. out [m, h d], head-major within a row.
+/// q `[h,m,d]` rotated, k `[g,n,d]` rotated, v `[g,n,d]`; query row i stands at position `first + i`,
+/// key row j at position j, and n >= first + m. out `[m, h d]`, head-major within a row.
 /// With `window` W a query at position t sees positions t-W+1..=t.
 ///
 /// # Numerics
@@ -160,7 +160,7 @@ pub trait Rows: Sync {
 /// Attention of one decode step over `positions` (ascending), for the r query heads of one KV head.
 ///
 /// # Shapes
-/// q [r,d] rotated; out [r,d]; `weights`, if asked for, becomes [r, positions] softmax weights.
+/// q `[r,d]` rotated; out `[r,d]`; returns the softmax weights, `[r, positions]`.
 ///
 /// # Numerics
 /// f32, each key and value row read once for the whole group. No position gives zeros.

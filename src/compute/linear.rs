@@ -17,9 +17,9 @@ const FEW: usize = 4;
 
 /// A projection: `y = x W^T + b`.
 pub struct Linear {
-    /// W [out, in].
+    /// W `[out, in]`.
     pub weight: Weight,
-    /// b [out].
+    /// b `[out]`.
     pub bias: Option<Vec<f32>>,
 }
 
@@ -27,7 +27,7 @@ impl Linear {
     /// Applies the projection to every row of `x`.
     ///
     /// # Shapes
-    /// x [m, in] (rows contiguous), out [m, out].
+    /// x `[m, in]` (rows contiguous), out `[m, out]`.
     ///
     /// # Numerics
     /// f32 products and sums of the exactly widened weights.
@@ -127,8 +127,9 @@ fn dot_bf16(bytes: &[u8], x: &[f32]) -> f32 {
     for (w, x) in tail_w.chunks_exact(2).zip(tail_x) {
         sum += widen(w) * x;
     }
-    for l in 0..LANES {
-        sum += (acc[0][l] + acc[1][l]) + (acc[2][l] + acc[3][l]);
+    let [a, b, c, d] = acc;
+    for (((a, b), c), d) in a.iter().zip(b).zip(c).zip(d) {
+        sum += (a + b) + (c + d);
     }
     sum
 }

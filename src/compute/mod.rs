@@ -13,7 +13,7 @@ use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 /// `out = a b`, or `out += a b` with `accumulate`, on the calling thread.
 ///
 /// # Shapes
-/// a [m,k], b [k,n], out [m,n]; any strides, so a transposed view costs nothing.
+/// a `[m,k]`, b `[k,n]`, out `[m,n]`; any strides, so a transposed view costs nothing.
 ///
 /// # Numerics
 /// f32 products and sums; the order of the sum depends on the shapes and on the instruction set alone.

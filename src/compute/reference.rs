@@ -10,7 +10,7 @@ use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayView3, s};
 /// Softmax attention of one query over the rows `positions`.
 ///
 /// # Shapes
-/// q [d], k and v [n,d]; result [d]. No position gives zeros.
+/// q `[d]`, k and v `[n,d]`; result `[d]`. No position gives zeros.
 pub fn attention(
     q: ArrayView1<f32>,
     k: ArrayView2<f32>,
@@ -64,7 +64,7 @@ pub fn visible(t: usize, window: Option<usize>) -> Range<usize> {
 /// distance.
 ///
 /// # Shapes
-/// x [d], centroids [M,d].
+/// x `[d]`, centroids `[M,d]`.
 pub fn nearest(x: ArrayView1<f32>, centroids: ArrayView2<f32>) -> (usize, f64) {
     let mut best = (0, f64::INFINITY);
     for (m, c) in centroids.rows().into_iter().enumerate() {
@@ -83,7 +83,7 @@ pub fn nearest(x: ArrayView1<f32>, centroids: ArrayView2<f32>) -> (usize, f64) {
 /// Sum over the kept rows and the group's query heads of qt^T qt, with `rotate` giving qt = q R_b.
 ///
 /// # Shapes
-/// q_pre [h,m,d]; result [g,d,d].
+/// q_pre `[h,m,d]`; result `[g,d,d]`.
 ///
 /// # Source
 /// A2ATS, arXiv 2502.12665, Eq. 10 and 13.
@@ -115,7 +115,7 @@ pub fn second_moment(
 /// Tokens rank by (score descending, codeword, position); the result is ascending positions.
 ///
 /// # Shapes
-/// scores [r,M]; `codes` holds the codeword of each candidate, the first at position `first`.
+/// scores `[r,M]`; `codes` holds the codeword of each candidate, the first at position `first`.
 pub fn select(scores: ArrayView2<f32>, codes: &[u16], first: u32, budget: usize) -> Vec<u32> {
     let ranked: Vec<Vec<usize>> = scores
         .rows()

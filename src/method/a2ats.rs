@@ -107,7 +107,7 @@ pub fn codebook_size(params: &Value) -> Result<usize> {
 
 /// Fits the codebooks of one layer.
 ///
-/// `keys` reads all rows of one KV head, [n,d] before rotation; `kept` says which rows take part;
+/// `keys` reads all rows of one KV head, `[n,d]` before rotation; `kept` says which rows take part;
 /// `done` is called after each head.
 pub fn fit_layer(
     keys: &dyn Fn(usize) -> Result<Array2<f32>>,
@@ -364,7 +364,7 @@ impl Codebooks {
 }
 
 impl HeadCodebook {
-    /// A codebook C^z [M,d] with its mean [d] and its Cholesky factor [d,d].
+    /// A codebook C^z `[M,d]` with its mean `[d]` and its Cholesky factor `[d,d]`.
     ///
     /// # Errors
     /// The factor is singular.
@@ -387,7 +387,7 @@ impl HeadCodebook {
         })
     }
 
-    /// Codes of keys before rotation, [n,d]: argmin of (k - c) H (k - c)^T, lowest index on ties.
+    /// Codes of keys before rotation, `[n,d]`: argmin of (k - c) H (k - c)^T, lowest index on ties.
     ///
     /// # Source
     /// Eq. 20, in whitened coordinates.
@@ -400,10 +400,10 @@ impl HeadCodebook {
             .collect()
     }
 
-    /// Score of every codeword for each query head: [r,M], up to a constant per query.
+    /// Score of every codeword for each query head: `[r,M]`, up to a constant per query.
     ///
     /// # Shapes
-    /// q_pre [r,d], before rotation.
+    /// q_pre `[r,d]`, before rotation.
     ///
     /// # Numerics
     /// y = qt L^-T in f64, then f32 products.
@@ -510,7 +510,7 @@ impl Limits {
     /// k = 1 fits.
     ///
     /// # Shapes
-    /// scores [r,M], counts [M].
+    /// scores `[r,M]`, counts `[M]`.
     pub fn within(scores: ArrayView2<f32>, counts: &[u32], budget: usize) -> Option<Self> {
         let total: u64 = counts.iter().map(|c| u64::from(*c)).sum();
         let mut rho = vec![u64::MAX; counts.len()];

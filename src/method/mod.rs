@@ -116,9 +116,9 @@ pub fn check_section(section: &str, artifact: &Artifact) -> Result<()> {
 pub struct Prompt<'a> {
     /// Position of the first row.
     pub first: usize,
-    /// Keys before rotation: [m,d].
+    /// Keys before rotation: `[m,d]`.
     pub k_pre: ArrayView2<'a, f32>,
-    /// Queries after rotation: [r,m,d].
+    /// Queries after rotation: `[r,m,d]`.
     pub q_rope: ArrayView3<'a, f32>,
     /// The cache of this head, which already holds the new rows.
     pub kv: &'a KvHead,
@@ -134,9 +134,9 @@ pub struct Step<'a> {
     pub candidates: Range<usize>,
     /// Most positions that may be chosen, B.
     pub budget: usize,
-    /// Queries before rotation: [r,d].
+    /// Queries before rotation: `[r,d]`.
     pub q_pre: ArrayView2<'a, f32>,
-    /// Queries after rotation: [r,d].
+    /// Queries after rotation: `[r,d]`.
     pub q_rope: ArrayView2<'a, f32>,
     /// The cache of this head, the current token included.
     pub kv: &'a KvHead,
@@ -149,7 +149,7 @@ pub trait Retriever: Send + Sync {
         let _ = prompt;
     }
 
-    /// Takes in the key of one generated token, before it is attended: [1,d].
+    /// Takes in the key of one generated token, before it is attended: `[1,d]`.
     fn append(&mut self, k_pre: ArrayView2<f32>) {
         let _ = k_pre;
     }

@@ -59,11 +59,11 @@ pub struct Layer {
 
 /// What a layer's projections give for m rows: after bias and q/k norm, before rotation.
 pub struct States {
-    /// [h,m,d].
+    /// `[h,m,d]`.
     pub q_pre: Array3<f32>,
-    /// [g,m,d].
+    /// `[g,m,d]`.
     pub k_pre: Array3<f32>,
-    /// [g,m,d].
+    /// `[g,m,d]`.
     pub v: Array3<f32>,
 }
 
@@ -143,7 +143,7 @@ impl Decoder {
         })
     }
 
-    /// Embeds `ids`: [n, hidden].
+    /// Embeds `ids`: `[n, hidden]`.
     ///
     /// # Errors
     /// An id outside the vocabulary; a NaN in an embedding row.
@@ -177,7 +177,7 @@ impl Decoder {
         }
     }
 
-    /// Next-token logits from the hidden state of one position: [vocab].
+    /// Next-token logits from the hidden state of one position: `[vocab]`.
     pub fn logits(&self, hidden: ArrayView1<f32>) -> Result<Array1<f32>> {
         let mut normed = Array2::zeros((1, hidden.len()));
         rms_rows(
@@ -233,7 +233,7 @@ impl Decoder {
 }
 
 impl Layer {
-    /// Pre-RoPE q, k and v of every row of `hidden` [m, hidden].
+    /// Pre-RoPE q, k and v of every row of `hidden` `[m, hidden]`.
     pub fn project(&self, hidden: ArrayView2<f32>) -> States {
         let mut normed = Array2::zeros(hidden.dim());
         rms_rows(hidden, &self.input_norm, self.eps, normed.view_mut());
@@ -249,7 +249,7 @@ impl Layer {
         }
     }
 
-    /// Adds the attention output (`attended` [m, h d]) and the MLP to `hidden` [m, hidden].
+    /// Adds the attention output (`attended` `[m, h d]`) and the MLP to `hidden` `[m, hidden]`.
     pub fn finish(&self, mut hidden: ArrayViewMut2<f32>, attended: ArrayView2<f32>) {
         let width = hidden.ncols();
         for (mut hidden, attended) in hidden
@@ -325,14 +325,14 @@ impl Layer {
     }
 }
 
-/// A rotated copy of [heads, m, d]; row i goes to row `rows.start + i` of the table.
+/// A rotated copy of `[heads, m, d]`; row i goes to row `rows.start + i` of the table.
 pub fn rotated(x: &Array3<f32>, table: &RopeTable, rows: Range<usize>) -> Array3<f32> {
     let mut y = x.clone();
     rotate(&mut y, table, rows);
     y
 }
 
-/// Rotates [heads, m, d] in place.
+/// Rotates `[heads, m, d]` in place.
 pub fn rotate(x: &mut Array3<f32>, table: &RopeTable, rows: Range<usize>) {
     x.axis_iter_mut(Axis(0)).into_par_iter().for_each(|mut head| {
         for (mut vector, row) in head.rows_mut().into_iter().zip(rows.clone()) {
@@ -343,7 +343,7 @@ pub fn rotate(x: &mut Array3<f32>, table: &RopeTable, rows: Range<usize>) {
     });
 }
 
-/// [m, heads d] to [heads, m, d], with an optional RMS norm (weight, eps) over each head vector.
+/// `[m, heads d]` to `[heads, m, d]`, with an optional RMS norm (weight, eps) over each head vector.
 fn split_heads(flat: ArrayView2<f32>, heads: usize, norm: Option<(&[f32], f32)>) -> Array3<f32> {
     let (m, width) = flat.dim();
     let d = width / heads;

@@ -39,7 +39,7 @@ impl RowStore {
         Self { d, data }
     }
 
-    /// Appends rows, rounding to the stored type: [m,d].
+    /// Appends rows, rounding to the stored type: `[m,d]`.
     pub fn extend(&mut self, rows: ArrayView2<f32>) {
         let values = rows.iter().copied();
         match &mut self.data {

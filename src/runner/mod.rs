@@ -81,7 +81,7 @@ impl<'a> Session<'a> {
         self.trace = Some(sink);
     }
 
-    /// Runs the prompt with exact attention; returns the logits after its last token: [vocab].
+    /// Runs the prompt with exact attention; returns the logits after its last token: `[vocab]`.
     ///
     /// # Errors
     /// An empty prompt, a second one, an id outside the vocabulary, activations that are not finite.
@@ -130,7 +130,7 @@ impl<'a> Session<'a> {
         self.decoder.logits(hidden.row(m - 1))
     }
 
-    /// Feeds one token with sparse attention; returns the logits after it: [vocab].
+    /// Feeds one token with sparse attention; returns the logits after it: `[vocab]`.
     pub fn step(&mut self, id: u32) -> Result<Array1<f32>> {
         let t = self.len;
         let step = self.steps;

@@ -19,7 +19,7 @@ fn single_threaded() {
 /// The lower triangular L with `L L^T = a`; `None` if `a` is not positive definite.
 ///
 /// # Shapes
-/// a [d,d] symmetric.
+/// a `[d,d]` symmetric.
 pub fn cholesky(a: ArrayView2<f64>) -> Option<Array2<f64>> {
     single_threaded();
     a.cholesky(UPLO::Lower)

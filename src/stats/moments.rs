@@ -21,9 +21,9 @@ const CHUNK: usize = 256;
 /// Raw sums of one layer, so that runs merge by adding.
 #[derive(Clone, Debug)]
 pub struct LayerMoments {
-    /// Sum of qt^T qt over kept rows and the query heads of each group: [g,d,d].
+    /// Sum of qt^T qt over kept rows and the query heads of each group: `[g,d,d]`.
     pub sum_qq: Array3<f64>,
-    /// Query vectors in each sum: [g].
+    /// Query vectors in each sum: `[g]`.
     pub count: Vec<u64>,
 }
 
@@ -39,7 +39,7 @@ impl LayerMoments {
     /// Adds the queries of one block.
     ///
     /// # Shapes
-    /// q_pre [h,m,d]; `kept` has m entries.
+    /// q_pre `[h,m,d]`; `kept` has m entries.
     ///
     /// # Numerics
     /// Products and sums of up to 256 rows in f32, their sums in f64, in row order within each
@@ -84,7 +84,7 @@ pub struct Moments {
 }
 
 impl Moments {
-    /// Writes `sum_qq` f64 [layers,g,d,d] and `count` u64 [layers,g].
+    /// Writes `sum_qq` f64 `[layers,g,d,d]` and `count` u64 `[layers,g]`.
     pub fn write(&self, output: Output) -> Result<()> {
         let (g, d) = match self.layers.first() {
             Some(l) => (l.sum_qq.len_of(Axis(0)), l.sum_qq.len_of(Axis(1))),

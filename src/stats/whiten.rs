@@ -17,7 +17,7 @@ const ROWS: usize = 1024;
 
 /// The metric of one KV head.
 pub struct Metric {
-    /// Lower triangular L with Hn + eps I = L L^T: [d,d].
+    /// Lower triangular L with Hn + eps I = L L^T: `[d,d]`.
     pub chol: Array2<f32>,
     /// The ridge that made the factorisation succeed.
     pub eps: f64,
@@ -33,7 +33,7 @@ impl Metric {
     /// zero gets the plain Euclidean metric.
     ///
     /// # Shapes
-    /// sum_qq [d,d], symmetric.
+    /// sum_qq `[d,d]`, symmetric.
     ///
     /// # Numerics
     /// f64 throughout, L rounded to f32 at the end.
@@ -80,7 +80,7 @@ impl Metric {
 /// Whitened and centred keys, z = k L - mean.
 ///
 /// # Shapes
-/// keys [n,d], chol [d,d] lower, mean [d]; result [n,d].
+/// keys `[n,d]`, chol `[d,d]` lower, mean `[d]`; result `[n,d]`.
 ///
 /// # Numerics
 /// f32; fixed row chunks, so the same bytes for any thread count.
