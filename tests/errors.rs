@@ -385,10 +385,14 @@ fn outputs_that_cannot_be_written_are_found_first() {
     kvsmith(&format!("codebook --size 2 --dump {dump} -o {section}")).ok();
     let folder = scratch.path("folder");
     std::fs::create_dir(&folder).unwrap();
+    // Replacing a device by a file would not be what anybody asked for.
+    let device = scratch.path("device");
+    std::os::unix::fs::symlink("/dev/null", &device).unwrap();
     let before = scratch.list("");
     for (out, culprit, hint) in [
         (scratch.path("none/out"), "none/out: No such file", "check the path"),
         (folder, "folder", ""),
+        (device, "device: it is not a regular file", ""),
         (format!("{tokens}/out"), "tokens.json/out", ""),
     ] {
         for command in [
@@ -398,11 +402,13 @@ fn outputs_that_cannot_be_written_are_found_first() {
             format!("pack {section} --model {dump} -o"),
             format!("moments --dump {dump} -o"),
             format!("codebook --size 2 --dump {dump} -o"),
-            format!("run --model {model} --tokens {tokens} --trace"),
         ] {
             kvsmith(&format!("{command} {out}")).fails(1, culprit, hint);
         }
     }
+    let trace = |out: String| kvsmith(&format!("run --model {model} --tokens {tokens} --trace {out}"));
+    trace(scratch.path("none/out")).fails(1, "none/out: No such file", "check the path");
+    trace(scratch.path("folder")).fails(1, "folder", "");
     let nested = format!("{tokens}/out");
     kvsmith(&format!("dump --model {model} --tokens {tokens} -o {nested}")).fails(1, "tokens.json/out", "");
     kvsmith(&format!("dump --model {model} --tokens {tokens} -o {tokens}")).fails(1, "tokens.json", "");

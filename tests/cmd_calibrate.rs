@@ -1,0 +1,204 @@
+//! `calibrate`: the same bytes as the chain by hand, for any thread count, stopped and resumed or not.
+
+mod common;
+
+use std::path::Path;
+use std::process::{Child, Stdio};
+use std::time::Duration;
+
+use common::*;
+use serde_json::json;
+
+fn read(path: &str) -> Vec<u8> {
+    std::fs::read(path).unwrap()
+}
+
+#[test]
+fn it_equals_the_chain_by_hand() {
+    // Several blocks, a sharded checkpoint, and an only block of which the end is held out.
+    for (name, lengths, options) in [
+        ("llama_default", &[70, 25, 60][..], "--seq-len 40"),
+        ("llama_llama3", &[150, 90], "--holdout 0.5"),
+        ("qwen3_norm", &[90], "--holdout 0.1"),
+    ] {
+        let scratch = Scratch::new();
+        let model = golden(name).display().to_string();
+        let tokens = scratch.tokens("tokens.json", &documents(lengths, 1));
+        let input = format!("--model {model} --tokens {tokens} {options} --seed 5 --wrope-position 300");
+        let fit = "--size 9 --iterations 6";
+        let path = |file: &str| scratch.path(file);
+        kvsmith(&format!("calibrate {input} {fit} -o {}", path("direct"))).ok();
+
+        let dump = path("dump");
+        kvsmith(&format!("dump --dtype f32 --queries --values {input} -o {dump}")).ok();
+        kvsmith(&format!("moments --dump {dump} -o {}", path("moments"))).ok();
+        for moments in [String::new(), format!("--moments {}", path("moments"))] {
+            kvsmith(&format!("codebook --dump {dump} {moments} {fit} --seed 5 -o {}", path("section"))).ok();
+            let json = kvsmith(&format!("pack {} --model {model} -o {} --json", path("section"), path("packed")));
+            assert!(json.json()["sections"].as_array().unwrap().contains(&json!("a2ats")));
+            assert!(read(&path("direct")) == read(&path("packed")), "{name}: direct and packed differ");
+        }
+        kvsmith(&format!("inspect --verify --model {model} {}", path("direct"))).ok();
+    }
+}
+
+#[test]
+fn the_seed_alone_makes_a_difference() {
+    let scratch = Scratch::new();
+    let model = golden("qwen2_sliding").display().to_string();
+    // Long enough that every parallel loop has several pieces.
+    let tokens = scratch.tokens("tokens.json", &documents(&[3000, 500], 2));
+    let run = |name: &str, options: &str| {
+        let out = scratch.path(name);
+        kvsmith(&format!("calibrate --model {model} --tokens {tokens} --size 64 {options} -o {out}")).ok();
+        read(&out)
+    };
+    let first = run("first", "");
+    for (name, options) in
+        [("again", ""), ("one", "--threads 1"), ("two", "--threads 2"), ("three", "--threads 3"), ("zero", "--seed 0")]
+    {
+        assert!(run(name, options) == first, "`{options}` changed the bytes");
+    }
+    run("other", "--seed 1");
+    let codebook = |name: &str| read_tensors(scratch.path(name)).remove("a2ats.codebook").unwrap();
+    let (first, other) = (codebook("first"), codebook("other"));
+    assert_eq!((&first.dtype, &first.shape), (&other.dtype, &other.shape));
+    assert!(first.bytes != other.bytes, "another seed gives another codebook");
+}
+
+/// A calibration that takes long enough to be stopped.
+struct Run {
+    scratch: Scratch,
+    input: String,
+}
+
+impl Run {
+    fn new(tokens: usize) -> Self {
+        let scratch = Scratch::new();
+        let model = golden("qwen2_sliding").display().to_string();
+        let file = scratch.tokens("tokens.json", &documents(&vec![500; tokens / 500], 3));
+        let input = format!("--model {model} --tokens {file} --size 400 --seq-len 500");
+        Self { scratch, input }
+    }
+
+    fn arguments(&self, out: &str, options: &str) -> String {
+        format!("calibrate {} -o {} {options}", self.input, self.scratch.path(out))
+    }
+
+    /// Starts it with a work folder and waits for its first finished layer; `None` if it has
+    /// finished altogether by then.
+    fn start(&self) -> Option<Child> {
+        let arguments = self.arguments("stopped", &format!("--work {}", self.scratch.path("work")));
+        let mut child =
+            command(&arguments).stdin(Stdio::null()).stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        // The hidden states are the last that a finished layer writes.
+        let finished_layer = self.scratch.path("work/hidden.safetensors");
+        while !Path::new(&finished_layer).exists() {
+            if let Some(status) = child.try_wait().unwrap() {
+                assert!(status.success(), "{:?}", Outcome::of(child.wait_with_output().unwrap()).stderr);
+                return None;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        Some(child)
+    }
+
+    /// A run that `signal` stopped after its first layer; the input grows until it is slow enough.
+    fn stopped_by(signal: i32) -> (Self, Outcome) {
+        for doubling in 0..6 {
+            let run = Self::new(10_000 << doubling);
+            let Some(child) = run.start() else { continue };
+            // SAFETY: the child has not been waited for, so its id is still its own.
+            unsafe { libc::kill(child.id() as i32, signal) };
+            let outcome = Outcome::of(child.wait_with_output().unwrap());
+            if outcome.code != Some(0) {
+                return (run, outcome);
+            }
+        }
+        panic!("no input was slow enough to be stopped");
+    }
+
+    /// Goes on, and compares with a run that nobody stopped.
+    fn resume(&self) {
+        assert!(!Path::new(&self.scratch.path("stopped")).exists(), "nothing is written before the end");
+        let work = self.scratch.path("work");
+        let resumed = kvsmith(&self.arguments("resumed", &format!("--work {work} --resume"))).ok();
+        assert!(resumed.stderr.contains("going on after layer "), "{}", resumed.stderr);
+        kvsmith(&self.arguments("straight", "")).ok();
+        assert!(read(&self.scratch.path("resumed")) == read(&self.scratch.path("straight")));
+        assert!(!Path::new(&work).exists(), "a finished run needs no work folder");
+    }
+}
+
+#[test]
+fn a_killed_run_can_be_resumed() {
+    let (run, outcome) = Run::stopped_by(libc::SIGKILL);
+    assert_eq!(outcome.code, None, "killed");
+
+    // Nobody else may go on in its folder, nor this run by mistake.
+    let work = run.scratch.path("work");
+    let with = |options: &str| kvsmith(&run.arguments("out", &format!("--work {work} {options}")));
+    with("").fails(1, "holds an unfinished run", "--resume");
+    for other in ["--seed 1", "--iterations 7", "--holdout 0.2", "--wrope-position 9"] {
+        with(&format!("--resume {other}")).fails(1, "holds a run with other inputs or options", "seed and options");
+    }
+
+    // Every file of it that is damaged is found: flipped, cut, or gone.
+    let first_layer = "layer-00000.safetensors";
+    for file in [first_layer, "hidden.safetensors"] {
+        let path = format!("{work}/{file}");
+        let bytes = read(&path);
+        let (mut flipped, middle) = (bytes.clone(), bytes.len() / 2);
+        flipped[middle] ^= 4;
+        for damaged in [&flipped[..], &bytes[..middle], &[]] {
+            std::fs::write(&path, damaged).unwrap();
+            with("--resume").fails(1, file, "");
+        }
+        std::fs::write(&path, bytes).unwrap();
+    }
+    let bytes = read(&format!("{work}/{first_layer}"));
+    std::fs::remove_file(format!("{work}/{first_layer}")).unwrap();
+    with("--resume").fails(1, first_layer, "check the path");
+    std::fs::write(format!("{work}/{first_layer}"), bytes).unwrap();
+    let state = read(&format!("{work}/state.json"));
+    std::fs::write(format!("{work}/state.json"), "{}").unwrap();
+    with("--resume").fails(1, "holds a run with other inputs", "");
+    std::fs::write(format!("{work}/state.json"), state).unwrap();
+    assert!(!run.scratch.list("").contains(&"out".to_string()));
+
+    run.resume();
+}
+
+#[test]
+fn an_interrupted_run_can_be_resumed() {
+    let (run, outcome) = Run::stopped_by(libc::SIGINT);
+    outcome.fails(130, "interrupted", "");
+    let parts: Vec<String> = run.scratch.list("").into_iter().filter(|f| f.ends_with(".part")).collect();
+    assert!(parts.is_empty(), "left behind: {parts:?}");
+    run.resume();
+}
+
+#[test]
+fn a_work_folder_of_a_run_that_was_not_stopped_changes_nothing() {
+    let run = Run::new(1000);
+    let work = run.scratch.path("work");
+    kvsmith(&run.arguments("straight", "")).ok();
+    for options in ["", "--resume"] {
+        kvsmith(&run.arguments("worked", &format!("--work {work} {options}"))).ok();
+        assert!(read(&run.scratch.path("worked")) == read(&run.scratch.path("straight")));
+        assert!(!Path::new(&work).exists());
+    }
+}
+
+#[test]
+fn json_output() {
+    let scratch = Scratch::new();
+    let model = golden("llama_default").display().to_string();
+    let tokens = scratch.tokens("tokens.json", &documents(&[60], 1));
+    let out = scratch.path("art");
+    let outcome = kvsmith(&format!("calibrate --model {model} --tokens {tokens} --size 4 -o {out} --json"));
+    assert!(outcome.stderr.contains("warning: 14.2 keys per codeword"), "{}", outcome.stderr);
+    let json = outcome.json();
+    assert_eq!((&json["tokens"], &json["layers"], &json["device"]), (&json!(60), &json!(2), &json!("cpu")));
+    assert_eq!(json["artifact"], json!(out));
+}
