@@ -155,10 +155,12 @@ pub struct Output {
 impl Output {
     /// Makes the temporary file beside `path`.
     pub fn create(path: &Path) -> Result<Self> {
-        if path.is_dir() {
+        // Renaming over a device would replace it.
+        if path.exists() && !path.is_file() {
             return Err(Error::failed(format!(
-                "cannot write {}: it is a folder",
-                path.display()
+                "cannot write {}: it is {}",
+                path.display(),
+                if path.is_dir() { "a folder" } else { "not a regular file" }
             )));
         }
         let folder = match path.parent() {

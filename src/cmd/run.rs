@@ -108,10 +108,6 @@ fn parse_top_p(text: &str) -> std::result::Result<f64, String> {
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
     let device = global.cpu_only("run")?;
-    let trace = match &args.trace {
-        Some(path) => Some(std::fs::File::create(path).map_err(|e| Error::io(path, "write", &e))?),
-        None => None,
-    };
     let decoder = open_model(&args.model, log)?;
     let (ids, tokenizer) = prompt(args, &decoder)?;
     decoder.check_ids(&ids)?;
@@ -139,7 +135,8 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         kv: args.kv,
     };
     let mut session = Session::new(&decoder, &method, options, total)?;
-    if let Some(file) = trace {
+    if let Some(path) = &args.trace {
+        let file = std::fs::File::create(path).map_err(|e| Error::io(path, "write", &e))?;
         session.trace(Box::new(std::io::BufWriter::new(file)));
     }
     let mut sampler = Sampler::new(args.temperature, args.top_p, global.seed);
