@@ -12,12 +12,20 @@ use serde_json::{Value, json};
 
 fn u32s(tensor: &RawTensor) -> Vec<u32> {
     assert_eq!(tensor.dtype, "U32");
-    tensor.bytes.chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect()
+    tensor
+        .bytes
+        .chunks_exact(4)
+        .map(|b| u32::from_le_bytes(b.try_into().unwrap()))
+        .collect()
 }
 
 fn f32s(tensor: &RawTensor) -> Vec<f32> {
     assert_eq!(tensor.dtype, "F32");
-    tensor.bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+    tensor
+        .bytes
+        .chunks_exact(4)
+        .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+        .collect()
 }
 
 /// Runs `dump` into `name` and returns the folder.
@@ -57,19 +65,34 @@ fn the_folder_is_that_of_the_contract() {
                 assert_eq!(tensors.keys().collect::<Vec<_>>(), states);
                 for (state, tensor) in tensors {
                     let heads = if state == "q_pre" { h } else { g };
-                    assert_eq!((tensor.dtype.as_str(), tensor.shape), (dtype, vec![heads, 38, d]), "{state}");
+                    assert_eq!(
+                        (tensor.dtype.as_str(), tensor.shape),
+                        (dtype, vec![heads, 38, d]),
+                        "{state}"
+                    );
                 }
             }
             let shapes = |tensors: &RawTensors| -> Vec<String> {
-                tensors.iter().map(|(name, t)| format!("{name} {} {:?}", t.dtype, t.shape)).collect()
+                tensors
+                    .iter()
+                    .map(|(name, t)| format!("{name} {} {:?}", t.dtype, t.shape))
+                    .collect()
             };
             assert_eq!(
                 shapes(&tokens_of(&out)),
-                ["block_start U32 [3]", "held_out U8 [38]", "ids U32 [38]", "position U32 [38]"]
+                [
+                    "block_start U32 [3]",
+                    "held_out U8 [38]",
+                    "ids U32 [38]",
+                    "position U32 [38]"
+                ]
             );
             assert_eq!(
                 shapes(&read_tensors(format!("{out}/moments.safetensors"))),
-                [format!("count U64 [{layers}, {g}]"), format!("sum_qq F64 [{layers}, {g}, {d}, {d}]")]
+                [
+                    format!("count U64 [{layers}, {g}]"),
+                    format!("sum_qq F64 [{layers}, {g}, {d}, {d}]")
+                ]
             );
         }
     }
@@ -81,7 +104,12 @@ fn tokens_are_cut_into_blocks() {
     let model = golden("llama_default").display().to_string();
     let texts = documents(&[25, 0, 10, 11], 3);
     let tokens = scratch.tokens("tokens.json", &texts);
-    let out = dump(&scratch, &model, "dump", &format!("--tokens {tokens} --seq-len 10"));
+    let out = dump(
+        &scratch,
+        &model,
+        "dump",
+        &format!("--tokens {tokens} --seq-len 10"),
+    );
     let t = tokens_of(&out);
     assert_eq!(u32s(&t["ids"]), texts.concat());
     assert_eq!(u32s(&t["block_start"]), [0, 10, 20, 25, 35, 45, 46]);
@@ -89,7 +117,10 @@ fn tokens_are_cut_into_blocks() {
     assert_eq!(u32s(&t["position"]), positions);
 
     let calibration = &manifest_of(&out)["calibration"];
-    assert_eq!((&calibration["tokens"], &calibration["blocks"]), (&json!(46), &json!(6)));
+    assert_eq!(
+        (&calibration["tokens"], &calibration["blocks"]),
+        (&json!(46), &json!(6))
+    );
     // What is held out is the same in the manifest and in the tensor.
     let mut held_out = vec![0u8; 46];
     for range in calibration["held_out"].as_array().unwrap() {
@@ -112,9 +143,15 @@ fn hold_out_rules() {
     let scratch = Scratch::new();
     let model = golden("llama_default").display().to_string();
     // Blocks of 4 tokens, share, blocks held out.
-    for (blocks, share, expected) in
-        [(2, "0.05", 1), (10, "0.05", 1), (10, "0.25", 3), (10, "0.24", 2), (9, "0.5", 5), (10, "0.99", 9), (7, "0", 0)]
-    {
+    for (blocks, share, expected) in [
+        (2, "0.05", 1),
+        (10, "0.05", 1),
+        (10, "0.25", 3),
+        (10, "0.24", 2),
+        (9, "0.5", 5),
+        (10, "0.99", 9),
+        (7, "0", 0),
+    ] {
         let tokens = scratch.tokens("tokens.json", &documents(&[4 * blocks], 4));
         let mut seen = Vec::new();
         for seed in 0..6 {
@@ -123,8 +160,17 @@ fn hold_out_rules() {
             let out = dump(&scratch, &model, &name, &options);
             let held_out = tokens_of(&out)["held_out"].bytes.clone();
             let whole: Vec<u8> = held_out.chunks(4).map(|block| block[0]).collect();
-            assert!(held_out.chunks(4).all(|block| block.iter().all(|x| *x == block[0])), "whole blocks");
-            assert_eq!(whole.iter().filter(|x| **x == 1).count(), expected, "{blocks} blocks, {share}");
+            assert!(
+                held_out
+                    .chunks(4)
+                    .all(|block| block.iter().all(|x| *x == block[0])),
+                "whole blocks"
+            );
+            assert_eq!(
+                whole.iter().filter(|x| **x == 1).count(),
+                expected,
+                "{blocks} blocks, {share}"
+            );
             seen.push(whole);
         }
         if expected > 0 {
@@ -132,10 +178,22 @@ fn hold_out_rules() {
         }
     }
     // The last part of an only block.
-    for (n, share, expected) in [(40, "0.05", 2), (40, "0.5", 20), (3, "0.05", 1), (2, "0.9", 1), (1, "0.5", 0), (9, "0", 0)] {
+    for (n, share, expected) in [
+        (40, "0.05", 2),
+        (40, "0.5", 20),
+        (3, "0.05", 1),
+        (2, "0.9", 1),
+        (1, "0.5", 0),
+        (9, "0", 0),
+    ] {
         let tokens = scratch.tokens("tokens.json", &documents(&[n], 4));
         let name = format!("only-{n}-{share}");
-        let out = dump(&scratch, &model, &name, &format!("--tokens {tokens} --holdout {share}"));
+        let out = dump(
+            &scratch,
+            &model,
+            &name,
+            &format!("--tokens {tokens} --holdout {share}"),
+        );
         let held_out: Vec<u8> = (0..n).map(|i| u8::from(i >= n - expected)).collect();
         assert_eq!(tokens_of(&out)["held_out"].bytes, held_out, "{n} tokens, {share}");
     }
@@ -154,11 +212,14 @@ fn states(model: &str, blocks: &[Vec<u32>]) -> Vec<[Array3<f32>; 3]> {
         let mut hidden: Array2<f32> = decoder.embed(ids).unwrap();
         for (i, [k, q, v]) in all.iter_mut().enumerate() {
             let rows = s![.., start..start + ids.len(), ..];
-            decoder.layer(i).unwrap().forward(&decoder.rope, hidden.view_mut(), |states, _| {
-                k.slice_mut(rows).assign(&states.k_pre);
-                q.slice_mut(rows).assign(&states.q_pre);
-                v.slice_mut(rows).assign(&states.v);
-            });
+            decoder
+                .layer(i)
+                .unwrap()
+                .forward(&decoder.rope, hidden.view_mut(), |states, _| {
+                    k.slice_mut(rows).assign(&states.k_pre);
+                    q.slice_mut(rows).assign(&states.q_pre);
+                    v.slice_mut(rows).assign(&states.v);
+                });
         }
         start += ids.len();
     }
@@ -181,8 +242,14 @@ fn states_are_those_of_the_model_rounded_to_the_dtype() {
                 for (state, values) in ["k_pre", "q_pre", "v"].iter().zip(of_layer) {
                     let bytes: Vec<u8> = match dtype {
                         "f32" => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
-                        "f16" => values.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()).collect(),
-                        _ => values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
+                        "f16" => values
+                            .iter()
+                            .flat_map(|x| f16::from_f32(*x).to_le_bytes())
+                            .collect(),
+                        _ => values
+                            .iter()
+                            .flat_map(|x| bf16::from_f32(*x).to_le_bytes())
+                            .collect(),
                     };
                     assert_eq!(tensors[*state].bytes, bytes, "{name} {dtype} layer {i} {state}");
                 }
@@ -193,13 +260,18 @@ fn states_are_those_of_the_model_rounded_to_the_dtype() {
 
 /// Angular frequencies and attention factor of two golden checkpoints, written out.
 fn frequencies(name: &str, d: usize) -> (Vec<f64>, f64) {
-    let plain: Vec<f64> = (0..d / 2).map(|i| 10_000f64.powf(-(2.0 * i as f64) / d as f64)).collect();
+    let plain: Vec<f64> = (0..d / 2)
+        .map(|i| 10_000f64.powf(-(2.0 * i as f64) / d as f64))
+        .collect();
     // Both YaRN models stretch a context of 32 by 4.
     let yarn = |fast: f64, slow: f64| {
         let turns = |count: f64| {
             d as f64 * (32.0 / (count * 2.0 * std::f64::consts::PI)).ln() / (2.0 * 10_000f64.ln())
         };
-        let (low, high) = (turns(fast).floor().max(0.0), turns(slow).ceil().min(d as f64 - 1.0));
+        let (low, high) = (
+            turns(fast).floor().max(0.0),
+            turns(slow).ceil().min(d as f64 - 1.0),
+        );
         let mixed = plain.iter().enumerate().map(|(i, w)| {
             let ramp = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
             w / 4.0 * ramp + w * (1.0 - ramp)
@@ -216,7 +288,11 @@ fn frequencies(name: &str, d: usize) -> (Vec<f64>, f64) {
 #[test]
 fn moments_are_sums_of_rotated_queries() {
     let scratch = Scratch::new();
-    for (name, h, g, d) in [("qwen2_sliding", 4, 2, 8), ("llama_yarn", 3, 1, 16), ("qwen3_yarn", 2, 1, 128)] {
+    for (name, h, g, d) in [
+        ("qwen2_sliding", 4, 2, 8),
+        ("llama_yarn", 3, 1, 16),
+        ("qwen3_yarn", 2, 1, 128),
+    ] {
         let model = golden(name).display().to_string();
         let tokens = scratch.tokens("tokens.json", &documents(&[100, 90, 60], 6));
         for position in [2048usize, 0, 7] {
@@ -226,16 +302,27 @@ fn moments_are_sums_of_rotated_queries() {
             let kept: Vec<usize> = (0..held_out.len()).filter(|i| held_out[*i] == 0).collect();
             assert!(kept.len() < held_out.len());
             let moments = read_tensors(format!("{out}/moments.safetensors"));
-            let sums: Vec<f64> =
-                moments["sum_qq"].bytes.chunks_exact(8).map(|b| f64::from_le_bytes(b.try_into().unwrap())).collect();
-            let counts = moments["count"].bytes.chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().unwrap()));
-            assert!(counts.into_iter().all(|n| n == (kept.len() * h / g) as u64), "{name}");
+            let sums: Vec<f64> = moments["sum_qq"]
+                .bytes
+                .chunks_exact(8)
+                .map(|b| f64::from_le_bytes(b.try_into().unwrap()))
+                .collect();
+            let counts = moments["count"]
+                .bytes
+                .chunks_exact(8)
+                .map(|b| u64::from_le_bytes(b.try_into().unwrap()));
+            assert!(
+                counts.into_iter().all(|n| n == (kept.len() * h / g) as u64),
+                "{name}"
+            );
             let (frequencies, factor) = frequencies(name, d);
             for (layer, sums) in sums.chunks(g * d * d).enumerate() {
                 let q = f32s(&read_tensors(format!("{out}/layer-{layer:05}.safetensors"))["q_pre"]);
                 for (head, sum) in sums.chunks(d * d).enumerate() {
                     let mut exact = vec![0.0; d * d];
-                    for query in (head * h / g..(head + 1) * h / g).flat_map(|a| kept.iter().map(move |i| (a, *i))) {
+                    for query in
+                        (head * h / g..(head + 1) * h / g).flat_map(|a| kept.iter().map(move |i| (a, *i)))
+                    {
                         let q = &q[(query.0 * held_out.len() + query.1) * d..][..d];
                         let mut rotated = vec![0.0; d];
                         for (i, w) in frequencies.iter().enumerate() {
@@ -246,14 +333,20 @@ fn moments_are_sums_of_rotated_queries() {
                             rotated[i + d / 2] = factor * (b * cos + a * sin);
                         }
                         for (i, x) in rotated.iter().enumerate() {
-                            rotated.iter().enumerate().for_each(|(j, y)| exact[i * d + j] += x * y);
+                            rotated
+                                .iter()
+                                .enumerate()
+                                .for_each(|(j, y)| exact[i * d + j] += x * y);
                         }
                     }
                     let norm = |x: &[f64]| x.iter().map(|v| v * v).sum::<f64>().sqrt();
                     let difference: Vec<f64> = sum.iter().zip(&exact).map(|(a, b)| a - b).collect();
                     // Up to 256 products are summed in f32: 256 x 2^-24 at the very most.
                     let error = norm(&difference) / norm(&exact);
-                    assert!(error < 1.6e-5, "{name} position {position} layer {layer} head {head}: {error}");
+                    assert!(
+                        error < 1.6e-5,
+                        "{name} position {position} layer {layer} head {head}: {error}"
+                    );
                 }
             }
         }
@@ -270,8 +363,11 @@ fn the_moments_command_gives_the_same_bytes() {
     let near = dump(&scratch, &model, "near", &format!("{options} --wrope-position 9"));
     let read = |path: &str| std::fs::read(path).unwrap();
     let again = scratch.path("again");
-    for (from, position, of) in [(&standard, "", &standard), (&standard, "--wrope-position 9", &near), (&near, "", &near)]
-    {
+    for (from, position, of) in [
+        (&standard, "", &standard),
+        (&standard, "--wrope-position 9", &near),
+        (&near, "", &near),
+    ] {
         kvsmith(&format!("moments --dump {from} {position} -o {again}")).ok();
         assert_eq!(read(&again), read(&format!("{of}/moments.safetensors")));
     }
@@ -293,16 +389,32 @@ fn documents_and_uuids() {
     let scratch = Scratch::new();
     let model = text_model(&scratch, "model", Value::Null, None);
     let a = scratch.write("a.txt", "one document\nof two lines");
-    let b = scratch.write("b.jsonl", "{\"text\": \"first\"}\n\n{\"text\": \"second one\", \"n\": 1}\n{\"text\": \"\"}\n");
+    let b = scratch.write(
+        "b.jsonl",
+        "{\"text\": \"first\"}\n\n{\"text\": \"second one\", \"n\": 1}\n{\"text\": \"\"}\n",
+    );
     let text = "one document\nof two lines";
-    let out = dump(&scratch, &model, "all", &format!("--text {a} {b} --uuid-tokens 0"));
+    let out = dump(
+        &scratch,
+        &model,
+        "all",
+        &format!("--text {a} {b} --uuid-tokens 0"),
+    );
     let t = tokens_of(&out);
     let expected = [text, "first", "second one"].map(character_ids);
     assert_eq!(u32s(&t["ids"]), expected.concat());
     assert_eq!(u32s(&t["block_start"]), [0, 25, 30, 40]);
 
-    let out = dump(&scratch, &model, "cut", &format!("--text {a} {b} --uuid-tokens 0 --max-tokens 28"));
-    assert_eq!(u32s(&tokens_of(&out)["ids"]), [&character_ids(text)[..], &character_ids("fir")].concat());
+    let out = dump(
+        &scratch,
+        &model,
+        "cut",
+        &format!("--text {a} {b} --uuid-tokens 0 --max-tokens 28"),
+    );
+    assert_eq!(
+        u32s(&tokens_of(&out)["ids"]),
+        [&character_ids(text)[..], &character_ids("fir")].concat()
+    );
 
     // UUIDs come after the text, in blocks of their own, of which some are held out.
     let uuids = |name: &str, seed: u64| {
@@ -320,13 +432,24 @@ fn documents_and_uuids() {
     for uuid in &list[..2] {
         let parts: Vec<usize> = uuid.split('-').map(str::len).collect();
         assert_eq!(parts, [8, 4, 4, 4, 12], "{written}");
-        assert!(uuid.chars().all(|c| c == '-' || c.is_ascii_hexdigit()), "{written}");
+        assert!(
+            uuid.chars().all(|c| c == '-' || c.is_ascii_hexdigit()),
+            "{written}"
+        );
     }
     assert_ne!(list[0], list[1]);
     let held_out = &t["held_out"].bytes;
-    assert_eq!(held_out[..12], [&[0u8; 11][..], &[1]].concat(), "the last part of the only text block");
+    assert_eq!(
+        held_out[..12],
+        [&[0u8; 11][..], &[1]].concat(),
+        "the last part of the only text block"
+    );
     let blocks = [&held_out[12..52], &held_out[52..92], &held_out[92..]];
-    assert_eq!(blocks.iter().filter(|b| b[0] == 1).count(), 1, "one block of UUIDs");
+    assert_eq!(
+        blocks.iter().filter(|b| b[0] == 1).count(),
+        1,
+        "one block of UUIDs"
+    );
     assert_eq!(uuids("same", 3), t);
     assert_ne!(u32s(&uuids("other", 4)["ids"]), ids);
 }
@@ -342,14 +465,34 @@ fn special_tokens() {
     let with = |bos: u32| [&[bos][..], &text].concat();
     for (i, (post_processor, config, expected)) in [
         (Value::Null, None, text.clone()),
-        (Value::Null, Some(json!({ "add_bos_token": false, "bos_token": "</s>" })), text.clone()),
+        (
+            Value::Null,
+            Some(json!({ "add_bos_token": false, "bos_token": "</s>" })),
+            text.clone(),
+        ),
         (Value::Null, Some(json!({ "bos_token": "</s>" })), text.clone()),
-        (Value::Null, Some(json!({ "add_bos_token": true, "bos_token": "</s>" })), with(2)),
-        (Value::Null, Some(json!({ "add_bos_token": true, "bos_token": { "content": "</s>" } })), with(2)),
+        (
+            Value::Null,
+            Some(json!({ "add_bos_token": true, "bos_token": "</s>" })),
+            with(2),
+        ),
+        (
+            Value::Null,
+            Some(json!({ "add_bos_token": true, "bos_token": { "content": "</s>" } })),
+            with(2),
+        ),
         // config.json's id.
-        (Value::Null, Some(json!({ "add_bos_token": true, "bos_token": null })), with(1)),
+        (
+            Value::Null,
+            Some(json!({ "add_bos_token": true, "bos_token": null })),
+            with(1),
+        ),
         (template.clone(), None, with(1)),
-        (template, Some(json!({ "add_bos_token": true, "bos_token": "</s>" })), with(1)),
+        (
+            template,
+            Some(json!({ "add_bos_token": true, "bos_token": "</s>" })),
+            with(1),
+        ),
     ]
     .into_iter()
     .enumerate()
@@ -357,7 +500,12 @@ fn special_tokens() {
         let scratch = Scratch::new();
         let model = text_model(&scratch, "model", post_processor, config);
         let file = scratch.write("text.txt", "text");
-        let out = dump(&scratch, &model, "dump", &format!("--text {file} --uuid-tokens 0"));
+        let out = dump(
+            &scratch,
+            &model,
+            "dump",
+            &format!("--text {file} --uuid-tokens 0"),
+        );
         assert_eq!(u32s(&tokens_of(&out)["ids"]), expected, "case {i}");
     }
     let scratch = Scratch::new();
@@ -374,10 +522,21 @@ fn json_output() {
     let model = golden("llama_default").display().to_string();
     let tokens = scratch.tokens("tokens.json", &documents(&[30], 8));
     let out = scratch.path("dump");
-    let json = kvsmith(&format!("dump --model {model} --tokens {tokens} -o {out} --json --device cpu")).json();
-    assert_eq!((&json["tokens"], &json["layers"], &json["device"]), (&json!(30), &json!(2), &json!("cpu")));
+    let json = kvsmith(&format!(
+        "dump --model {model} --tokens {tokens} -o {out} --json --device cpu"
+    ))
+    .json();
+    assert_eq!(
+        (&json["tokens"], &json["layers"], &json["device"]),
+        (&json!(30), &json!(2), &json!("cpu"))
+    );
     let quiet = kvsmith(&format!("dump --model {model} --tokens {tokens} -o {out}2 -q")).ok();
     assert_eq!((quiet.stdout.as_str(), quiet.stderr.as_str()), ("", ""));
-    let same = |name: &str| std::fs::read(format!("{out}/{name}")).unwrap() == std::fs::read(format!("{out}2/{name}")).unwrap();
-    assert!(scratch.list("dump").iter().all(|name| same(name)), "the same bytes again");
+    let same = |name: &str| {
+        std::fs::read(format!("{out}/{name}")).unwrap() == std::fs::read(format!("{out}2/{name}")).unwrap()
+    };
+    assert!(
+        scratch.list("dump").iter().all(|name| same(name)),
+        "the same bytes again"
+    );
 }

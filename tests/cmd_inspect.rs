@@ -11,7 +11,10 @@ fn artifact() -> (Scratch, String) {
     let model = golden("qwen2_sliding").display().to_string();
     let tokens = scratch.tokens("tokens.json", &documents(&[60, 50], 1));
     let path = scratch.path("art.safetensors");
-    kvsmith(&format!("calibrate --size 4 --seed 9 --model {model} --tokens {tokens} -o {path}")).ok();
+    kvsmith(&format!(
+        "calibrate --size 4 --seed 9 --model {model} --tokens {tokens} -o {path}"
+    ))
+    .ok();
     (scratch, path)
 }
 
@@ -22,17 +25,31 @@ fn json_has_the_contracts_keys() {
     assert_eq!(json["model"]["model_type"], "qwen2");
     assert_eq!(json["model"]["rope"]["rope_type"], "default");
     assert_eq!(json["model"]["fingerprint"].as_str().map(str::len), Some(64));
-    assert_eq!((&json["calibration"]["tokens"], &json["calibration"]["seed"]), (&json!(110), &json!(9)));
-    assert_eq!((&json["device"], &json["verified"]), (&json!("cpu"), &json!(false)));
+    assert_eq!(
+        (&json["calibration"]["tokens"], &json["calibration"]["seed"]),
+        (&json!(110), &json!(9))
+    );
+    assert_eq!(
+        (&json["device"], &json["verified"]),
+        (&json!("cpu"), &json!(false))
+    );
     let section = &json["sections"]["a2ats"];
-    assert_eq!((&section["codebook_size"], &section["wrope_position"]), (&json!(4), &json!(2048)));
+    assert_eq!(
+        (&section["codebook_size"], &section["wrope_position"]),
+        (&json!(4), &json!(2048))
+    );
     let digests: Vec<&String> = section["sha256"].as_object().unwrap().keys().collect();
-    assert_eq!(digests, ["a2ats.chol", "a2ats.codebook", "a2ats.count", "a2ats.mean"]);
+    assert_eq!(
+        digests,
+        ["a2ats.chol", "a2ats.codebook", "a2ats.count", "a2ats.mean"]
+    );
 
     let rows = json["rows"].as_array().unwrap();
     let of_a2ats: Vec<&Value> = rows.iter().filter(|r| r["section"] == "a2ats").collect();
-    let heads: Vec<(u64, u64)> =
-        of_a2ats.iter().map(|r| (r["layer"].as_u64().unwrap(), r["head"].as_u64().unwrap())).collect();
+    let heads: Vec<(u64, u64)> = of_a2ats
+        .iter()
+        .map(|r| (r["layer"].as_u64().unwrap(), r["head"].as_u64().unwrap()))
+        .collect();
     assert_eq!(heads, [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]);
     for row in of_a2ats {
         for key in [
@@ -45,19 +62,34 @@ fn json_has_the_contracts_keys() {
         ] {
             assert!(row[key].is_number(), "{key} in {row}");
         }
-        assert!(row["usage_entropy_bits"].as_f64().unwrap() <= 2.0, "4 codewords: {row}");
+        assert!(
+            row["usage_entropy_bits"].as_f64().unwrap() <= 2.0,
+            "4 codewords: {row}"
+        );
         // Lloyd never makes a codebook worse.
         let history: Vec<f64> = serde_json::from_value(row["inertia_history"].clone()).unwrap();
-        assert!(history.windows(2).all(|w| w[1] <= w[0] * (1.0 + 1e-6)), "{history:?}");
+        assert!(
+            history.windows(2).all(|w| w[1] <= w[0] * (1.0 + 1e-6)),
+            "{history:?}"
+        );
     }
 }
 
 #[test]
 fn layer_and_head_choose_rows() {
     let (_scratch, artifact) = artifact();
-    for (options, expected) in [("", 6), ("--layer 1", 2), ("--head 0", 3), ("--layer 2 --head 1", 1)] {
+    for (options, expected) in [
+        ("", 6),
+        ("--layer 1", 2),
+        ("--head 0", 3),
+        ("--layer 2 --head 1", 1),
+    ] {
         let json = kvsmith(&format!("inspect {artifact} --json {options}")).json();
-        let rows = json["rows"].as_array().unwrap().iter().filter(|r| r["section"] == "a2ats");
+        let rows = json["rows"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(|r| r["section"] == "a2ats");
         let rows: Vec<&Value> = rows.collect();
         assert_eq!(rows.len(), expected, "{options}");
         for (name, value) in [("layer", "1"), ("layer", "2"), ("head", "0"), ("head", "1")] {
@@ -66,7 +98,10 @@ fn layer_and_head_choose_rows() {
             }
         }
     }
-    for (options, culprit) in [("--layer 3", "--layer 3 does not exist"), ("--head 2", "--head 2 does not exist")] {
+    for (options, culprit) in [
+        ("--layer 3", "--layer 3 does not exist"),
+        ("--head 2", "--head 2 does not exist"),
+    ] {
         kvsmith(&format!("inspect {artifact} {options}")).fails(2, culprit, "");
     }
 }
@@ -75,14 +110,29 @@ fn layer_and_head_choose_rows() {
 fn text_names_what_matters() {
     let (_scratch, artifact) = artifact();
     let table = kvsmith(&format!("inspect {artifact}")).ok().stdout;
-    for part in ["qwen2", "3 layers", "110 tokens in 2 blocks", "a2ats", "4 codewords", "worst heads"] {
+    for part in [
+        "qwen2",
+        "3 layers",
+        "110 tokens in 2 blocks",
+        "a2ats",
+        "4 codewords",
+        "worst heads",
+    ] {
         assert!(table.contains(part), "{part}: {table}");
     }
-    let one = kvsmith(&format!("inspect {artifact} --layer 2 --head 1")).ok().stdout;
-    assert!(one.contains("layer 2, KV head 1") && one.contains("inertia_history"), "{one}");
+    let one = kvsmith(&format!("inspect {artifact} --layer 2 --head 1"))
+        .ok()
+        .stdout;
+    assert!(
+        one.contains("layer 2, KV head 1") && one.contains("inertia_history"),
+        "{one}"
+    );
     let verified = kvsmith(&format!("inspect {artifact} --verify")).ok().stdout;
     assert!(verified.contains("verified"), "{verified}");
-    assert_eq!(kvsmith(&format!("inspect {artifact} --verify --json")).json()["verified"], json!(true));
+    assert_eq!(
+        kvsmith(&format!("inspect {artifact} --verify --json")).json()["verified"],
+        json!(true)
+    );
 }
 
 #[test]
@@ -93,7 +143,10 @@ fn only_verify_reads_the_data() {
     bytes[last] ^= 1;
     let damaged = scratch.write("damaged", &bytes);
     let plain = kvsmith(&format!("inspect {damaged} --json")).json();
-    assert_eq!(plain["rows"], kvsmith(&format!("inspect {artifact} --json")).json()["rows"]);
+    assert_eq!(
+        plain["rows"],
+        kvsmith(&format!("inspect {artifact} --json")).json()["rows"]
+    );
     kvsmith(&format!("inspect {damaged} --verify")).fails(1, "does not have its digest", "make it again");
     // The header alone is enough to tell that it was altered.
     bytes[last] ^= 1;

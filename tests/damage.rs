@@ -44,7 +44,10 @@ fn artifact() -> (Scratch, Vec<u8>) {
     let model = golden("llama_default").display().to_string();
     let tokens = scratch.tokens("tokens.json", &documents(&[30, 25], 1));
     let path = scratch.path("art");
-    kvsmith(&format!("calibrate --size 4 --model {model} --tokens {tokens} -o {path}")).ok();
+    kvsmith(&format!(
+        "calibrate --size 4 --model {model} --tokens {tokens} -o {path}"
+    ))
+    .ok();
     let bytes = std::fs::read(&path).unwrap();
     check(&scratch.path("art")).unwrap();
     (scratch, bytes)
@@ -72,12 +75,17 @@ fn every_damaged_artifact_is_refused() {
         damaged[at] ^= 1 << rng.gen_range(0..8);
         refused(format!("a flipped bit at byte {at} of {header} + data"), &damaged);
     }
-    let cuts = (0..bytes.len()).step_by(97).chain([7, 8, 9, header - 1, header, header + 1, last]);
+    let cuts = (0..bytes.len())
+        .step_by(97)
+        .chain([7, 8, 9, header - 1, header, header + 1, last]);
     for len in cuts {
         refused(format!("an end at byte {len}"), &bytes[..len]);
     }
     for more in [1, 2, 8, 4096] {
-        refused(format!("{more} bytes more"), &[bytes.clone(), vec![0; more]].concat());
+        refused(
+            format!("{more} bytes more"),
+            &[bytes.clone(), vec![0; more]].concat(),
+        );
     }
     for len in [0, 1, 8, 100, bytes.len()] {
         let mut garbage = vec![0; len];
@@ -98,7 +106,14 @@ fn damaged_checkpoints_never_panic() {
     let (mut refused, mut total) = (0, 0);
     for (from, files) in [
         ("llama_default", &["model.safetensors", "config.json"][..]),
-        ("llama_llama3", &["model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json"]),
+        (
+            "llama_llama3",
+            &[
+                "model-00001-of-00002.safetensors",
+                "model.safetensors.index.json",
+                "config.json",
+            ],
+        ),
         ("qwen3_yarn", &["config.json"]),
     ] {
         let scratch = Scratch::new();
@@ -129,6 +144,9 @@ fn damaged_checkpoints_never_panic() {
         }
         Decoder::open(Path::new(&model)).unwrap();
     }
-    assert!(total >= 200 && refused > total / 3, "{refused} of {total} refused");
+    assert!(
+        total >= 200 && refused > total / 3,
+        "{refused} of {total} refused"
+    );
     assert!(LARGEST.load(Ordering::Relaxed) < LIMIT);
 }

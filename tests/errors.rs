@@ -16,14 +16,21 @@ fn model_fails(scratch: &Scratch, model: &str, culprit: &str, hint: &str) {
     let dump = scratch.path("dump");
     for arguments in [
         format!("dump --values --model {model} --tokens {tokens} -o {dump}"),
-        format!("calibrate --size 4 --model {model} --tokens {tokens} -o {}", scratch.path("art")),
+        format!(
+            "calibrate --size 4 --model {model} --tokens {tokens} -o {}",
+            scratch.path("art")
+        ),
         format!("run --model {model} --tokens {prompt} --max-new 3"),
     ] {
         kvsmith(&arguments).fails(1, culprit, hint);
         // A dump that broke off keeps its finished layers, but nobody takes it for a complete one.
         if std::fs::exists(&dump).unwrap() {
             let whole = |name: &String| name.ends_with(".safetensors") && name != "moments.safetensors";
-            assert!(scratch.list("dump").iter().all(whole), "{:?}", scratch.list("dump"));
+            assert!(
+                scratch.list("dump").iter().all(whole),
+                "{:?}",
+                scratch.list("dump")
+            );
             std::fs::remove_dir_all(&dump).unwrap();
         }
         assert_eq!(scratch.list(""), before, "left behind by: {arguments}");
@@ -58,22 +65,67 @@ fn all_fail(cases: &[Broken]) {
 fn missing_and_truncated_files() {
     const SHARD: &str = "model-00002-of-00002.safetensors";
     all_fail(&[
-        ("llama_default", |m| std::fs::remove_dir_all(m).unwrap(), "does not exist", "--model takes"),
-        ("llama_default", |m| delete(m, "config.json"), "config.json", "check the path"),
-        ("llama_default", |m| std::fs::write(format!("{m}/config.json"), "{").unwrap(), "not valid JSON", ""),
-        ("llama_default", |m| std::fs::write(format!("{m}/config.json"), "[]").unwrap(), "a JSON object", ""),
-        ("llama_default", |m| delete(m, "model.safetensors"), "has neither model.safetensors nor", ""),
+        (
+            "llama_default",
+            |m| std::fs::remove_dir_all(m).unwrap(),
+            "does not exist",
+            "--model takes",
+        ),
+        (
+            "llama_default",
+            |m| delete(m, "config.json"),
+            "config.json",
+            "check the path",
+        ),
+        (
+            "llama_default",
+            |m| std::fs::write(format!("{m}/config.json"), "{").unwrap(),
+            "not valid JSON",
+            "",
+        ),
+        (
+            "llama_default",
+            |m| std::fs::write(format!("{m}/config.json"), "[]").unwrap(),
+            "a JSON object",
+            "",
+        ),
+        (
+            "llama_default",
+            |m| delete(m, "model.safetensors"),
+            "has neither model.safetensors nor",
+            "",
+        ),
         (
             "llama_default",
             |m| std::fs::rename(format!("{m}/model.safetensors"), format!("{m}/pytorch_model.bin")).unwrap(),
             "has neither model.safetensors nor",
             "convert pytorch_model.bin",
         ),
-        ("llama_default", |m| cut(m, "model.safetensors", 20_000), "model.safetensors", REFETCH),
-        ("llama_default", |m| cut(m, "model.safetensors", 100), "model.safetensors", REFETCH),
-        ("llama_default", |m| cut(m, "model.safetensors", 0), "model.safetensors", REFETCH),
+        (
+            "llama_default",
+            |m| cut(m, "model.safetensors", 20_000),
+            "model.safetensors",
+            REFETCH,
+        ),
+        (
+            "llama_default",
+            |m| cut(m, "model.safetensors", 100),
+            "model.safetensors",
+            REFETCH,
+        ),
+        (
+            "llama_default",
+            |m| cut(m, "model.safetensors", 0),
+            "model.safetensors",
+            REFETCH,
+        ),
         ("llama_llama3", |m| cut(m, SHARD, 15_000), SHARD, REFETCH),
-        ("llama_llama3", |m| delete(m, SHARD), SHARD, "download the missing shard"),
+        (
+            "llama_llama3",
+            |m| delete(m, SHARD),
+            SHARD,
+            "download the missing shard",
+        ),
     ]);
 }
 
@@ -81,10 +133,26 @@ fn missing_and_truncated_files() {
 fn index_that_lies() {
     const Q: &str = "model.layers.1.self_attn.q_proj.weight";
     for (name, file, culprit) in [
-        ("extra.weight", "model-00001-of-00002.safetensors", "holds `extra.weight`, but it does not"),
-        (Q, "model-00001-of-00002.safetensors", "holds `model.layers.1.self_attn.q_proj.weight`"),
-        (Q, "model-00003-of-00003.safetensors", "model-00003-of-00003.safetensors, which does not exist"),
-        (Q, "../model/model-00002-of-00002.safetensors", "has no valid file name"),
+        (
+            "extra.weight",
+            "model-00001-of-00002.safetensors",
+            "holds `extra.weight`, but it does not",
+        ),
+        (
+            Q,
+            "model-00001-of-00002.safetensors",
+            "holds `model.layers.1.self_attn.q_proj.weight`",
+        ),
+        (
+            Q,
+            "model-00003-of-00003.safetensors",
+            "model-00003-of-00003.safetensors, which does not exist",
+        ),
+        (
+            Q,
+            "../model/model-00002-of-00002.safetensors",
+            "has no valid file name",
+        ),
     ] {
         let scratch = Scratch::new();
         let model = scratch.model("model", "llama_llama3");
@@ -115,8 +183,14 @@ fn headers_that_lie() {
         ("offsets out of range", tensor("[4]", "[4294967296,4294967312]")),
         ("offsets backwards", tensor("[4]", "[16,0]")),
         ("offsets that are not the shape's", tensor("[3]", "[0,16]")),
-        ("shape product that overflows", tensor("[4294967296,4294967296,4294967296]", "[0,16]")),
-        ("shape product that overflows to its size", tensor("[4611686018427387905,4]", "[0,16]")),
+        (
+            "shape product that overflows",
+            tensor("[4294967296,4294967296,4294967296]", "[0,16]"),
+        ),
+        (
+            "shape product that overflows to its size",
+            tensor("[4611686018427387905,4]", "[0,16]"),
+        ),
         ("a negative shape", tensor("[-4]", "[0,16]")),
         ("overlapping tensors", safetensors(overlapping, &[0; 12])),
         ("data that no tensor has", safetensors("{}", &[0; 64])),
@@ -137,30 +211,98 @@ fn headers_that_lie() {
 fn configs_that_are_not_supported() {
     let per_layer = json!({ "full_attention": { "rope_type": "default" } });
     for (fields, culprit, hint) in [
-        (json!({ "model_type": "gpt2" }), "model_type `gpt2`", "supported: llama, mistral, qwen2, qwen3"),
+        (
+            json!({ "model_type": "gpt2" }),
+            "model_type `gpt2`",
+            "supported: llama, mistral, qwen2, qwen3",
+        ),
         (json!({ "model_type": null }), "`model_type` is missing", ""),
-        (json!({ "rope_scaling": { "rope_type": "longrope" } }), "`longrope`", "default, linear, llama3"),
-        (json!({ "rope_scaling": { "type": "dynamic", "factor": 2.0 } }), "`dynamic`", "default, linear"),
-        (json!({ "rope_scaling": { "type": "linear" } }), "`rope_scaling.factor` is missing", ""),
-        (json!({ "rope_scaling": { "type": "linear", "factor": -1 } }), "out of range", ""),
-        (json!({ "rope_scaling": null, "rope_parameters": per_layer }), "`full_attention`", "one rope for all"),
+        (
+            json!({ "rope_scaling": { "rope_type": "longrope" } }),
+            "`longrope`",
+            "default, linear, llama3",
+        ),
+        (
+            json!({ "rope_scaling": { "type": "dynamic", "factor": 2.0 } }),
+            "`dynamic`",
+            "default, linear",
+        ),
+        (
+            json!({ "rope_scaling": { "type": "linear" } }),
+            "`rope_scaling.factor` is missing",
+            "",
+        ),
+        (
+            json!({ "rope_scaling": { "type": "linear", "factor": -1 } }),
+            "out of range",
+            "",
+        ),
+        (
+            json!({ "rope_scaling": null, "rope_parameters": per_layer }),
+            "`full_attention`",
+            "one rope for all",
+        ),
         (json!({ "rope_theta": 0 }), "rope_theta 0", ""),
-        (json!({ "layer_types": ["full_attention", "chunked_attention"] }), "chunked_attention", "supported:"),
-        (json!({ "layer_types": ["full_attention"] }), "`layer_types` has 1 entries for 2 layers", ""),
-        (json!({ "layer_types": ["full_attention", "sliding_attention"] }), "layer 1", "`sliding_window`"),
-        (json!({ "hidden_act": "gelu" }), "hidden_act `gelu`", "supported: silu"),
-        (json!({ "partial_rotary_factor": 0.5 }), "partial_rotary_factor 0.5", "every channel"),
+        (
+            json!({ "layer_types": ["full_attention", "chunked_attention"] }),
+            "chunked_attention",
+            "supported:",
+        ),
+        (
+            json!({ "layer_types": ["full_attention"] }),
+            "`layer_types` has 1 entries for 2 layers",
+            "",
+        ),
+        (
+            json!({ "layer_types": ["full_attention", "sliding_attention"] }),
+            "layer 1",
+            "`sliding_window`",
+        ),
+        (
+            json!({ "hidden_act": "gelu" }),
+            "hidden_act `gelu`",
+            "supported: silu",
+        ),
+        (
+            json!({ "partial_rotary_factor": 0.5 }),
+            "partial_rotary_factor 0.5",
+            "every channel",
+        ),
         (json!({ "head_dim": 18 }), "head_dim 18", "multiple of 4"),
-        (json!({ "num_key_value_heads": 3 }), "not a multiple of num_key_value_heads 3", ""),
-        (json!({ "head_dim": null, "hidden_size": 18 }), "hidden_size 18 is not a multiple", ""),
-        (json!({ "num_hidden_layers": 1u64 << 40 }), "`num_hidden_layers` = 1099511627776", ""),
-        (json!({ "num_hidden_layers": 100_000 }), "num_hidden_layers 100000", ""),
+        (
+            json!({ "num_key_value_heads": 3 }),
+            "not a multiple of num_key_value_heads 3",
+            "",
+        ),
+        (
+            json!({ "head_dim": null, "hidden_size": 18 }),
+            "hidden_size 18 is not a multiple",
+            "",
+        ),
+        (
+            json!({ "num_hidden_layers": 1u64 << 40 }),
+            "`num_hidden_layers` = 1099511627776",
+            "",
+        ),
+        (
+            json!({ "num_hidden_layers": 100_000 }),
+            "num_hidden_layers 100000",
+            "",
+        ),
         (json!({ "num_hidden_layers": 0 }), "`num_hidden_layers` is 0", ""),
         (json!({ "num_hidden_layers": "two" }), "`num_hidden_layers`", ""),
-        (json!({ "vocab_size": 1u64 << 40 }), "`vocab_size` = 1099511627776", ""),
+        (
+            json!({ "vocab_size": 1u64 << 40 }),
+            "`vocab_size` = 1099511627776",
+            "",
+        ),
         (json!({ "rms_norm_eps": -1.0 }), "rms_norm_eps -1", ""),
         (json!({ "eos_token_id": "two" }), "`eos_token_id`", ""),
-        (json!({ "tie_word_embeddings": "yes" }), "`tie_word_embeddings`", ""),
+        (
+            json!({ "tie_word_embeddings": "yes" }),
+            "`tie_word_embeddings`",
+            "",
+        ),
     ] {
         let scratch = Scratch::new();
         let model = scratch.model("model", "llama_default");
@@ -173,15 +315,47 @@ fn configs_that_are_not_supported() {
 fn configs_that_contradict_the_weights() {
     const SAME: &str = "config.json and the weights must belong to the same model";
     for (fields, culprit, hint) in [
-        (json!({ "vocab_size": 97 }), "embed_tokens.weight` has shape [96, 16]", SAME),
+        (
+            json!({ "vocab_size": 97 }),
+            "embed_tokens.weight` has shape [96, 16]",
+            SAME,
+        ),
         (json!({ "hidden_size": 20 }), "asks for [96, 20]", SAME),
-        (json!({ "intermediate_size": 1u64 << 30 }), "layers.0.mlp.gate_proj.weight` has shape [16, 16]", SAME),
-        (json!({ "num_attention_heads": 8 }), "layers.0.self_attn.q_proj.weight` has shape [64, 16]", SAME),
-        (json!({ "num_key_value_heads": 4 }), "layers.0.self_attn.k_proj.weight` has shape [32, 16]", SAME),
-        (json!({ "head_dim": 32 }), "layers.0.self_attn.q_proj.weight` has shape [64, 16]", SAME),
-        (json!({ "num_hidden_layers": 3 }), "no tensor `model.layers.2.", SAME),
-        (json!({ "attention_bias": true }), "no tensor `model.layers.0.self_attn.q_proj.bias`", SAME),
-        (json!({ "model_type": "qwen3" }), "no tensor `model.layers.0.self_attn.q_norm.weight`", SAME),
+        (
+            json!({ "intermediate_size": 1u64 << 30 }),
+            "layers.0.mlp.gate_proj.weight` has shape [16, 16]",
+            SAME,
+        ),
+        (
+            json!({ "num_attention_heads": 8 }),
+            "layers.0.self_attn.q_proj.weight` has shape [64, 16]",
+            SAME,
+        ),
+        (
+            json!({ "num_key_value_heads": 4 }),
+            "layers.0.self_attn.k_proj.weight` has shape [32, 16]",
+            SAME,
+        ),
+        (
+            json!({ "head_dim": 32 }),
+            "layers.0.self_attn.q_proj.weight` has shape [64, 16]",
+            SAME,
+        ),
+        (
+            json!({ "num_hidden_layers": 3 }),
+            "no tensor `model.layers.2.",
+            SAME,
+        ),
+        (
+            json!({ "attention_bias": true }),
+            "no tensor `model.layers.0.self_attn.q_proj.bias`",
+            SAME,
+        ),
+        (
+            json!({ "model_type": "qwen3" }),
+            "no tensor `model.layers.0.self_attn.q_norm.weight`",
+            SAME,
+        ),
     ] {
         let scratch = Scratch::new();
         let model = scratch.model("model", "llama_default");
@@ -190,8 +364,16 @@ fn configs_that_contradict_the_weights() {
     }
     let scratch = Scratch::new();
     let model = scratch.model("model", "llama_yarn");
-    edit_json(&format!("{model}/config.json"), &json!({ "attention_bias": false }));
-    model_fails(&scratch, &model, "layers.0.self_attn.q_proj.bias", "`attention_bias`");
+    edit_json(
+        &format!("{model}/config.json"),
+        &json!({ "attention_bias": false }),
+    );
+    model_fails(
+        &scratch,
+        &model,
+        "layers.0.self_attn.q_proj.bias",
+        "`attention_bias`",
+    );
 }
 
 #[test]
@@ -200,7 +382,12 @@ fn missing_and_quantised_tensors() {
     let scratch = Scratch::new();
     let model = scratch.model("missing", "llama_default");
     edit_tensors(&model, |t| drop(t.remove(UP).unwrap()));
-    model_fails(&scratch, &model, "no tensor `model.layers.1.mlp.up_proj.weight`", "same model");
+    model_fails(
+        &scratch,
+        &model,
+        "no tensor `model.layers.1.mlp.up_proj.weight`",
+        "same model",
+    );
     for dtype in ["I8", "U8", "F8_E4M3"] {
         let scratch = Scratch::new();
         let model = scratch.model("quantised", "llama_default");
@@ -209,7 +396,12 @@ fn missing_and_quantised_tensors() {
             up.dtype = dtype.to_string();
             up.bytes.truncate(up.bytes.len() / 2);
         });
-        model_fails(&scratch, &model, &format!("up_proj.weight` has dtype {dtype}"), "BF16, F16, F32");
+        model_fails(
+            &scratch,
+            &model,
+            &format!("up_proj.weight` has dtype {dtype}"),
+            "BF16, F16, F32",
+        );
     }
 }
 
@@ -226,14 +418,21 @@ fn a_nan_in_the_weights_is_named() {
         .chain(states.map(|p| (1, p)))
         .map(|(i, part)| format!("model.layers.{i}.{part}.weight"))
         .collect();
-    names.extend(["q_proj", "k_proj", "v_proj", "o_proj"].map(|p| format!("model.layers.0.self_attn.{p}.bias")));
+    names.extend(
+        ["q_proj", "k_proj", "v_proj", "o_proj"].map(|p| format!("model.layers.0.self_attn.{p}.bias")),
+    );
     names.extend(["gate_proj", "down_proj"].map(|p| format!("model.layers.1.mlp.{p}.bias")));
     names.push("model.norm.weight".to_string());
     for name in names {
         let scratch = Scratch::new();
         let model = scratch.model("model", "llama_yarn");
         poison(&model, &name, 5);
-        model_fails(&scratch, &model, &format!("tensor `{name}` has a value that is not finite"), REFETCH);
+        model_fails(
+            &scratch,
+            &model,
+            &format!("tensor `{name}` has a value that is not finite"),
+            REFETCH,
+        );
     }
 }
 
@@ -251,7 +450,10 @@ fn a_nan_matters_only_where_it_is_read() {
     let scratch = Scratch::new();
     let tokens = scratch.tokens("tokens.json", &[vec![5, 6, 7, 8, 9]]);
     let dump = |model: &str, name: &str| {
-        kvsmith(&format!("dump --model {model} --tokens {tokens} -o {}", scratch.path(name)))
+        kvsmith(&format!(
+            "dump --model {model} --tokens {tokens} -o {}",
+            scratch.path(name)
+        ))
     };
     let run = |model: &str| kvsmith(&format!("run --model {model} --tokens {tokens} --max-new 2"));
     let row = |id: usize| {
@@ -267,7 +469,11 @@ fn a_nan_matters_only_where_it_is_read() {
     let model = scratch.model("head", "llama_default");
     poison(&model, "lm_head.weight", 100);
     dump(&model, "dump").ok();
-    run(&model).fails(1, "tensor `lm_head.weight` has a value that is not finite (element 100)", REFETCH);
+    run(&model).fails(
+        1,
+        "tensor `lm_head.weight` has a value that is not finite (element 100)",
+        REFETCH,
+    );
 }
 
 #[test]
@@ -275,8 +481,18 @@ fn token_files() {
     let scratch = Scratch::new();
     let model = golden("llama_default").display().to_string();
     for (name, content, culprit, hint) in [
-        ("outside", "[[1, 2, 95, 96]]", "token id 96 (at 3) is outside the model's vocabulary of 96", "another"),
-        ("huge", "[[4294967295, 1]]", "token id 4294967295 (at 0)", "another model"),
+        (
+            "outside",
+            "[[1, 2, 95, 96]]",
+            "token id 96 (at 3) is outside the model's vocabulary of 96",
+            "another",
+        ),
+        (
+            "huge",
+            "[[4294967295, 1]]",
+            "token id 4294967295 (at 0)",
+            "another model",
+        ),
         ("above", "[[4294967296]]", "above: ", "array of arrays"),
         ("negative", "[[-1]]", "negative: ", "array of arrays"),
         ("fraction", "[[1.5]]", "fraction: ", "array of arrays"),
@@ -319,8 +535,16 @@ fn text_files() {
     let model = scratch.model("model", "llama_default");
     let text = scratch.write("text.txt", "some text");
     let out = scratch.path("out");
-    let dump = |text: &str| kvsmith(&format!("dump --model {model} -o {out} --uuid-tokens 0 --text {text}"));
-    for command in ["dump -o OUT --text", "calibrate -o OUT --size 2 --text", "run --prompt-file"] {
+    let dump = |text: &str| {
+        kvsmith(&format!(
+            "dump --model {model} -o {out} --uuid-tokens 0 --text {text}"
+        ))
+    };
+    for command in [
+        "dump -o OUT --text",
+        "calibrate -o OUT --size 2 --text",
+        "run --prompt-file",
+    ] {
         kvsmith(&format!("{command} {text} --model {model}").replace("OUT", &out)).fails(
             1,
             "tokenizer.json does not exist",
@@ -331,9 +555,24 @@ fn text_files() {
     dump(&text).fails(1, "tokenizer.json cannot be used", "");
     std::fs::write(format!("{model}/tokenizer.json"), tokenizer(Value::Null)).unwrap();
     for (name, content, culprit, hint) in [
-        ("a.jsonl", &b"{\"text\": \"x\"}\n\n{\"body\": \"y\"}"[..], "a.jsonl line 3: there is no text", ""),
-        ("b.jsonl", b"{\"text\": 3}", "b.jsonl line 1: there is no text", ""),
-        ("c.jsonl", b"{\"text\": \"x\"}\nplain", "c.jsonl line 2: not valid JSON", ""),
+        (
+            "a.jsonl",
+            &b"{\"text\": \"x\"}\n\n{\"body\": \"y\"}"[..],
+            "a.jsonl line 3: there is no text",
+            "",
+        ),
+        (
+            "b.jsonl",
+            b"{\"text\": 3}",
+            "b.jsonl line 1: there is no text",
+            "",
+        ),
+        (
+            "c.jsonl",
+            b"{\"text\": \"x\"}\nplain",
+            "c.jsonl line 2: not valid JSON",
+            "",
+        ),
         ("d.txt", b"good \xff bad", "d.txt is not UTF-8 text (byte 5)", ""),
         ("e.md", b"text", "e.md: unknown kind of text file", ".jsonl"),
         ("f", b"text", "f: unknown kind of text file", ".jsonl"),
@@ -356,7 +595,12 @@ fn fit_options_that_cannot_work() {
     let tokens = scratch.tokens("tokens.json", &documents(&[40], 1));
     let out = scratch.path("out");
     for (options, code, culprit, hint) in [
-        ("--size 39", 1, "38 calibration tokens are too few for a codebook of 39", "smaller --size (1 or less)"),
+        (
+            "--size 39",
+            1,
+            "38 calibration tokens are too few for a codebook of 39",
+            "smaller --size (1 or less)",
+        ),
         ("", 1, "too few for a codebook of 4096", "smaller --size"),
         ("--size 0", 2, "--size 0", ""),
         ("--size 65536", 2, "--size 65536", ""),
@@ -365,8 +609,10 @@ fn fit_options_that_cannot_work() {
         ("--size 2 --holdout NaN", 2, "--holdout NaN", ""),
         ("--size 2 --seq-len 0", 2, "--seq-len", ""),
     ] {
-        kvsmith(&format!("calibrate --model {model} --tokens {tokens} -o {out} {options}"))
-            .fails(code, culprit, hint);
+        kvsmith(&format!(
+            "calibrate --model {model} --tokens {tokens} -o {out} {options}"
+        ))
+        .fails(code, culprit, hint);
     }
     assert_eq!(scratch.list(""), ["tokens.json"]);
 }
@@ -380,7 +626,10 @@ fn outputs_that_cannot_be_written_are_found_first() {
     let healthy = golden("llama_default").display().to_string();
     let tokens = scratch.tokens("tokens.json", &documents(&[40], 1));
     let dump = scratch.path("dump");
-    kvsmith(&format!("dump --queries --model {healthy} --tokens {tokens} -o {dump}")).ok();
+    kvsmith(&format!(
+        "dump --queries --model {healthy} --tokens {tokens} -o {dump}"
+    ))
+    .ok();
     let section = scratch.path("section");
     kvsmith(&format!("codebook --size 2 --dump {dump} -o {section}")).ok();
     let folder = scratch.path("folder");
@@ -390,7 +639,11 @@ fn outputs_that_cannot_be_written_are_found_first() {
     std::os::unix::fs::symlink("/dev/null", &device).unwrap();
     let before = scratch.list("");
     for (out, culprit, hint) in [
-        (scratch.path("none/out"), "none/out: No such file", "check the path"),
+        (
+            scratch.path("none/out"),
+            "none/out: No such file",
+            "check the path",
+        ),
         (folder, "folder", ""),
         (device, "device: it is not a regular file", ""),
         (format!("{tokens}/out"), "tokens.json/out", ""),
@@ -422,8 +675,16 @@ fn dumps_and_sections_that_do_not_fit_together() {
     let a = scratch.tokens("a.json", &documents(&[40], 1));
     let b = scratch.tokens("b.json", &documents(&[40], 2));
     let path = |name: &str| scratch.path(name);
-    for (tokens, name, options) in [(&a, "da", "--queries"), (&b, "db", "--queries"), (&a, "plain", "")] {
-        kvsmith(&format!("dump --model {model} --tokens {tokens} {options} -o {}", path(name))).ok();
+    for (tokens, name, options) in [
+        (&a, "da", "--queries"),
+        (&b, "db", "--queries"),
+        (&a, "plain", ""),
+    ] {
+        kvsmith(&format!(
+            "dump --model {model} --tokens {tokens} {options} -o {}",
+            path(name)
+        ))
+        .ok();
     }
     let again = format!("dump --model {model} --tokens {a} -o {}", path("da"));
     let before = scratch.list("da");
@@ -445,18 +706,42 @@ fn dumps_and_sections_that_do_not_fit_together() {
     kvsmith(&format!("{foreign} -o {}", path("s"))).fails(1, "mb was not taken from", "the same dump");
 
     for (dump, section) in [("da", "sa"), ("db", "sb")] {
-        kvsmith(&format!("codebook --size 2 --dump {} -o {}", path(dump), path(section))).ok();
+        kvsmith(&format!(
+            "codebook --size 2 --dump {} -o {}",
+            path(dump),
+            path(section)
+        ))
+        .ok();
     }
     let other = golden("llama_d128").display().to_string();
     for (sections, model, culprit, hint) in [
         (["sa", "sb"], &model, "differ in `calibration`", "from one dump"),
         (["sa", "sa"], &model, "section `a2ats` is given twice", ""),
         (["sa", ""], &other, "sa was made for another model", ""),
-        (["da/moments.safetensors", ""], &model, "moments.safetensors is not an artifact", ""),
-        (["da/layer-00000.safetensors", ""], &model, "layer-00000.safetensors was not written by kvsmith", ""),
+        (
+            ["da/moments.safetensors", ""],
+            &model,
+            "moments.safetensors is not an artifact",
+            "",
+        ),
+        (
+            ["da/layer-00000.safetensors", ""],
+            &model,
+            "layer-00000.safetensors was not written by kvsmith",
+            "",
+        ),
     ] {
-        let files: Vec<String> = sections.iter().filter(|s| !s.is_empty()).map(|s| path(s)).collect();
-        kvsmith(&format!("pack {} --model {model} -o {}", files.join(" "), path("art"))).fails(1, culprit, hint);
+        let files: Vec<String> = sections
+            .iter()
+            .filter(|s| !s.is_empty())
+            .map(|s| path(s))
+            .collect();
+        kvsmith(&format!(
+            "pack {} --model {model} -o {}",
+            files.join(" "),
+            path("art")
+        ))
+        .fails(1, culprit, hint);
     }
     for name in ["m", "s", "art"] {
         assert!(!scratch.list("").contains(&name.to_string()), "{name}");
@@ -469,7 +754,10 @@ fn artifacts_of_another_model() {
     let model = golden("llama_default").display().to_string();
     let tokens = scratch.tokens("tokens.json", &documents(&[40], 1));
     let artifact = scratch.path("art");
-    kvsmith(&format!("calibrate --size 2 --model {model} --tokens {tokens} -o {artifact}")).ok();
+    kvsmith(&format!(
+        "calibrate --size 2 --model {model} --tokens {tokens} -o {artifact}"
+    ))
+    .ok();
 
     let twin = scratch.model("twin", "llama_default");
     edit_tensors(&twin, |t| t.get_mut("model.norm.weight").unwrap().bytes[0] ^= 1);
@@ -508,7 +796,11 @@ fn devices_that_cannot_do_it() {
         }
     }
     let auto = kvsmith(&format!("run --model {model} --tokens {tokens} --max-new 1")).ok();
-    assert!(auto.stderr.contains("device: "), "auto names its choice: {}", auto.stderr);
+    assert!(
+        auto.stderr.contains("device: "),
+        "auto names its choice: {}",
+        auto.stderr
+    );
     assert_eq!(scratch.list(""), ["tokens.json"]);
 }
 
@@ -537,13 +829,20 @@ fn wrong_use() {
         ("dump --model MODEL -o out", "--text"),
         ("dump --model MODEL -o out --tokens t --text x.txt", "--text"),
         ("calibrate --model MODEL -o out --tokens t --resume", "--work"),
-        ("calibrate --model MODEL -o out --tokens t --iterations=-1", "--iterations"),
+        (
+            "calibrate --model MODEL -o out --tokens t --iterations=-1",
+            "--iterations",
+        ),
         ("calibrate --model MODEL -o out --tokens t --init magic", "magic"),
         ("inspect art --model MODEL", "--verify"),
     ] {
         let outcome = kvsmith(&arguments.replace("MODEL", &model));
         assert_eq!(outcome.code, Some(2), "{arguments}: {}", outcome.stderr);
-        assert!(outcome.stderr.contains(culprit), "{arguments}: {}", outcome.stderr);
+        assert!(
+            outcome.stderr.contains(culprit),
+            "{arguments}: {}",
+            outcome.stderr
+        );
         assert_eq!(outcome.stdout, "", "{arguments}");
     }
     let scratch = Scratch::new();
@@ -552,7 +851,10 @@ fn wrong_use() {
     kvsmith(&arguments).fails(2, "--method a2ats needs --artifact", "kvsmith calibrate");
     for arguments in ["--help", "--version", "run --help"] {
         let outcome = kvsmith(arguments).ok();
-        assert!(!outcome.stdout.is_empty() && outcome.stderr.is_empty(), "{arguments}");
+        assert!(
+            !outcome.stdout.is_empty() && outcome.stderr.is_empty(),
+            "{arguments}"
+        );
     }
 }
 
@@ -566,7 +868,13 @@ impl SmallDisk {
         let options = std::ffi::CString::new(format!("size={size}")).unwrap();
         // SAFETY: all pointers are C strings that outlive the call.
         let code = unsafe {
-            libc::mount(c"tmpfs".as_ptr(), path.as_ptr(), c"tmpfs".as_ptr(), 0, options.as_ptr().cast())
+            libc::mount(
+                c"tmpfs".as_ptr(),
+                path.as_ptr(),
+                c"tmpfs".as_ptr(),
+                0,
+                options.as_ptr().cast(),
+            )
         };
         (code == 0).then_some(Self(path))
     }
@@ -598,13 +906,20 @@ fn a_full_disk() {
     kvsmith(&format!("codebook --dump {dump} --size 16 -o {section}")).ok();
     for command in [
         format!("calibrate --size 16 {input} -o {earlier}"),
-        format!("calibrate --size 16 {input} -o {} --work {disk}/work", scratch.path("art")),
+        format!(
+            "calibrate --size 16 {input} -o {} --work {disk}/work",
+            scratch.path("art")
+        ),
         format!("codebook --dump {dump} --size 16 -o {earlier}"),
         format!("moments --dump {dump} -o {earlier}"),
         format!("pack {section} --model {model} -o {earlier}"),
     ] {
         kvsmith(&command).fails(1, "No space left on device", "free some space");
-        assert!(scratch.list("disk").iter().all(|f| f == "out" || f == "work"), "{:?}", scratch.list("disk"));
+        assert!(
+            scratch.list("disk").iter().all(|f| f == "out" || f == "work"),
+            "{:?}",
+            scratch.list("disk")
+        );
     }
     assert!(!scratch.list("").contains(&"art".to_string()));
     kvsmith(&format!("dump {input} -o {disk}/dump")).fails(1, "the dump needs", "use fewer tokens");

@@ -33,7 +33,10 @@ fn matrix(rng: &mut ChaCha8Rng, rows: usize, columns: usize) -> Array2<f32> {
 }
 
 fn plain_rope(d: usize) -> Rope {
-    let config = RopeConfig { theta: 1e4, scaling: RopeScaling::Default };
+    let config = RopeConfig {
+        theta: 1e4,
+        scaling: RopeScaling::Default,
+    };
     Rope::new(&config, d)
 }
 
@@ -70,7 +73,13 @@ fn a2ats_selects_what_the_definition_says() {
         let m = rng.gen_range(1..16);
         let range = rng.gen_range(1..4);
         let codebook = Array2::from_shape_simple_fn((m, D), || rng.gen_range(-range..=range) as f32);
-        let head = HeadCodebook::new(codebook.clone(), Array1::zeros(D), Array2::eye(D), plain_rope(D), 0);
+        let head = HeadCodebook::new(
+            codebook.clone(),
+            Array1::zeros(D),
+            Array2::eye(D),
+            plain_rope(D),
+            0,
+        );
         let mut a2ats = A2ats::new(Arc::new(head));
         // Keys are codewords, some of which no key has.
         let n = rng.gen_range(1..60);
@@ -90,8 +99,12 @@ fn a2ats_selects_what_the_definition_says() {
         for step in 0..4 {
             let r = [1, 2, 3, 5, 8][rng.gen_range(0..5)];
             let q = Array2::from_shape_simple_fn((r, D), || rng.gen_range(-range..=range) as f32);
-            let scores: Vec<Vec<i64>> =
-                q.dot(&codebook.t()).rows().into_iter().map(|row| row.mapv(|s| s as i64).to_vec()).collect();
+            let scores: Vec<Vec<i64>> = q
+                .dot(&codebook.t())
+                .rows()
+                .into_iter()
+                .map(|row| row.mapv(|s| s as i64).to_vec())
+                .collect();
             let budget = rng.gen_range(1..=(end - start).max(2));
             let selected = a2ats.select(&Step {
                 step,
@@ -107,7 +120,10 @@ fn a2ats_selects_what_the_definition_says() {
             if budget >= end - start {
                 assert_eq!(selected, (start as u32..end as u32).collect::<Vec<_>>());
             } else {
-                assert_eq!(selected, expected, "scores {scores:?} codes {codes:?} {start}..{end} B {budget}");
+                assert_eq!(
+                    selected, expected,
+                    "scores {scores:?} codes {codes:?} {start}..{end} B {budget}"
+                );
                 let mut counts = vec![0; m];
                 codes[start..end].iter().for_each(|c| counts[*c] += 1);
                 let limits = Limits::within(q.dot(&codebook.t()).view(), &counts, budget);
@@ -125,7 +141,10 @@ fn a2ats_selects_what_the_definition_says() {
             };
         }
     }
-    assert!(cases >= 1000 && without_k >= 50 && tied >= 500, "{cases} {without_k} {tied}");
+    assert!(
+        cases >= 1000 && without_k >= 50 && tied >= 500,
+        "{cases} {without_k} {tied}"
+    );
 }
 
 /// A random metric: L of a second moment of correlated vectors, d x d.
@@ -138,7 +157,14 @@ fn random_chol(rng: &mut ChaCha8Rng, d: usize) -> Array2<f32> {
 #[test]
 fn encoding_is_the_argmin_in_the_metric_of_the_queries() {
     let mut rng = ChaCha8Rng::seed_from_u64(2);
-    for (d, offset) in [(4, 0.0), (16, 0.0), (64, 0.0), (80, 3.0), (16, 1800.0), (128, 1800.0)] {
+    for (d, offset) in [
+        (4, 0.0),
+        (16, 0.0),
+        (64, 0.0),
+        (80, 3.0),
+        (16, 1800.0),
+        (128, 1800.0),
+    ] {
         let (n, m) = (120, 40);
         let chol = random_chol(&mut rng, d);
         let wide = chol.mapv(f64::from);
@@ -168,7 +194,9 @@ fn encoding_is_the_argmin_in_the_metric_of_the_queries() {
                 let difference = &key - &raw.row(c);
                 difference.dot(&h).dot(&difference)
             };
-            let best = (0..m).min_by(|a, b| distance(*a).total_cmp(&distance(*b))).unwrap();
+            let best = (0..m)
+                .min_by(|a, b| distance(*a).total_cmp(&distance(*b)))
+                .unwrap();
             same += usize::from(best == usize::from(code));
             // z is computed in f32: it is off by at most `delta`; the search adds 4 e.
             let norm = |x: &Array1<f64>| x.dot(x).sqrt();
@@ -182,10 +210,19 @@ fn encoding_is_the_argmin_in_the_metric_of_the_queries() {
             let bound = ((distance(best).sqrt() + delta).powi(2) + 4.0 * e).sqrt() + delta;
             let found = distance(code.into()).sqrt();
             // The reference itself, inverse of L included, is good to 1e-9 or so.
-            assert!(found <= bound * (1.0 + 1e-6), "d {d} offset {offset}: {found} above {bound}");
+            assert!(
+                found <= bound * (1.0 + 1e-6),
+                "d {d} offset {offset}: {found} above {bound}"
+            );
         }
-        assert!(same * 100 >= 95 * n, "d {d} offset {offset}: {same} of {n} are the exact argmin");
-        assert!(codes.iter().all(|c| *c != 7), "the lower index of two equal codewords wins");
+        assert!(
+            same * 100 >= 95 * n,
+            "d {d} offset {offset}: {same} of {n} are the exact argmin"
+        );
+        assert!(
+            codes.iter().all(|c| *c != 7),
+            "the lower index of two equal codewords wins"
+        );
         assert!(codes.contains(&3));
     }
 }
@@ -212,7 +249,10 @@ fn scores_are_products_with_the_codewords_in_key_space() {
             let sizes = codebook.mapv(|v| f64::from(v.abs())).dot(&y);
             for ((score, exact), size) in scores.iter().zip(&exact).zip(&sizes) {
                 let bound = (d + 2) as f64 * F32_UNIT * size;
-                assert!((f64::from(*score) - exact).abs() <= bound + 1e-9 * size, "d {d}: {score} {exact}");
+                assert!(
+                    (f64::from(*score) - exact).abs() <= bound + 1e-9 * size,
+                    "d {d}: {score} {exact}"
+                );
             }
         }
     }
@@ -220,14 +260,24 @@ fn scores_are_products_with_the_codewords_in_key_space() {
 
 /// Softmax attention of one query over `positions`, in f64.
 fn naive_attention(q: &[f32], k: &Array2<f32>, v: &Array2<f32>, positions: Range<usize>) -> Vec<f64> {
-    let dot = |j: usize| -> f64 { q.iter().zip(k.row(j)).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum() };
-    let scores: Vec<f64> = positions.clone().map(|j| dot(j) / (q.len() as f64).sqrt()).collect();
+    let dot = |j: usize| -> f64 {
+        q.iter()
+            .zip(k.row(j))
+            .map(|(a, b)| f64::from(*a) * f64::from(*b))
+            .sum()
+    };
+    let scores: Vec<f64> = positions
+        .clone()
+        .map(|j| dot(j) / (q.len() as f64).sqrt())
+        .collect();
     let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
     let sum: f64 = weights.iter().sum();
     let mut out = vec![0.0; v.ncols()];
     for (w, j) in weights.iter().zip(positions) {
-        out.iter_mut().zip(v.row(j)).for_each(|(o, v)| *o += w / sum * f64::from(*v));
+        out.iter_mut()
+            .zip(v.row(j))
+            .for_each(|(o, v)| *o += w / sum * f64::from(*v));
     }
     out
 }
@@ -263,7 +313,11 @@ fn causal_attention_is_that_of_the_definition() {
         let cube = |heads: usize, rows: usize, rng: &mut ChaCha8Rng| {
             Array3::from_shape_simple_fn((heads, rows, d), || noise(rng))
         };
-        let (q, k, v) = (cube(g * r, m, &mut rng), cube(g, n, &mut rng), cube(g, n, &mut rng));
+        let (q, k, v) = (
+            cube(g * r, m, &mut rng),
+            cube(g, n, &mut rng),
+            cube(g, n, &mut rng),
+        );
         let mut out = Array2::from_elem((m, g * r * d), f32::NAN);
         attention::causal(q.view(), k.view(), v.view(), first, window, out.view_mut());
         let what = format!("m {m} r {r} d {d} first {first} window {window:?}");
@@ -283,8 +337,19 @@ fn causal_attention_is_that_of_the_definition() {
 #[test]
 fn decode_attention_is_that_of_the_definition() {
     let mut rng = ChaCha8Rng::seed_from_u64(5);
-    for (n, r, d) in [(1, 1, 16), (2, 8, 48), (17, 2, 64), (64, 3, 80), (255, 5, 128), (700, 8, 16)] {
-        let (q, k, v) = (matrix(&mut rng, r, d), matrix(&mut rng, 2 * n, d), matrix(&mut rng, 2 * n, d));
+    for (n, r, d) in [
+        (1, 1, 16),
+        (2, 8, 48),
+        (17, 2, 64),
+        (64, 3, 80),
+        (255, 5, 128),
+        (700, 8, 16),
+    ] {
+        let (q, k, v) = (
+            matrix(&mut rng, r, d),
+            matrix(&mut rng, 2 * n, d),
+            matrix(&mut rng, 2 * n, d),
+        );
         let store = |x: &Array2<f32>, kind| {
             let mut rows = RowStore::new(kind, d, 0);
             rows.extend(x.view());
@@ -296,14 +361,20 @@ fn decode_attention_is_that_of_the_definition() {
             let positions: Vec<u32> = (0..n as u32).map(|p| 2 * p + 1).collect();
             let mut scratch = vec![0.0; d];
             let mut held = |rows: &RowStore| {
-                let values = positions.iter().flat_map(|p| rows.row(*p as usize, &mut scratch).to_vec());
+                let values = positions
+                    .iter()
+                    .flat_map(|p| rows.row(*p as usize, &mut scratch).to_vec());
                 Array2::from_shape_vec((n, d), values.collect()).unwrap()
             };
             let (k, v) = (held(&keys), held(&values));
             let mut out = Array2::from_elem((r, d), f32::NAN);
             let weights = attention::decode(q.view(), &keys, &values, &positions, out.view_mut());
             assert_eq!(weights.dim(), (r, n));
-            for (query, (out, weights)) in q.rows().into_iter().zip(out.rows().into_iter().zip(weights.rows())) {
+            for (query, (out, weights)) in q
+                .rows()
+                .into_iter()
+                .zip(out.rows().into_iter().zip(weights.rows()))
+            {
                 let exact = naive_attention(&query.to_vec(), &k, &v, 0..n);
                 close(out.to_vec(), &exact, &format!("n {n} r {r} d {d} {kind:?}"));
                 assert!((weights.sum() - 1.0).abs() < 1e-5);
@@ -312,7 +383,13 @@ fn decode_attention_is_that_of_the_definition() {
     }
     let mut out = Array2::from_elem((2, 16), f32::NAN);
     let empty = RowStore::new(KvType::F32, 16, 0);
-    attention::decode(matrix(&mut rng, 2, 16).view(), &empty, &empty, &[], out.view_mut());
+    attention::decode(
+        matrix(&mut rng, 2, 16).view(),
+        &empty,
+        &empty,
+        &[],
+        out.view_mut(),
+    );
     assert!(out.iter().all(|v| *v == 0.0), "no position gives zeros");
 }
 
@@ -322,7 +399,9 @@ fn every_spelling_of_a_rope_means_the_same() {
     let canonical = |fields: Value| {
         let mut config = base.clone();
         let map = config.as_object_mut().unwrap();
-        ["rope_theta", "rope_scaling"].iter().for_each(|name| drop(map.remove(*name)));
+        ["rope_theta", "rope_scaling"]
+            .iter()
+            .for_each(|name| drop(map.remove(*name)));
         map.extend(fields.as_object().unwrap().clone());
         ModelConfig::parse(&config).unwrap().canonical()["rope"].clone()
     };
@@ -342,7 +421,10 @@ fn every_spelling_of_a_rope_means_the_same() {
         json!({ "rope_type": "default", "theta": 5e5 }),
     );
     same(
-        &[json!({}), json!({ "rope_scaling": null, "rope_parameters": null })],
+        &[
+            json!({}),
+            json!({ "rope_scaling": null, "rope_parameters": null }),
+        ],
         json!({ "rope_type": "default", "theta": 1e4 }),
     );
     same(
@@ -357,7 +439,9 @@ fn every_spelling_of_a_rope_means_the_same() {
     let with = |name: &str, more: Value| {
         let mut map = yarn.clone();
         map[name] = json!("yarn");
-        map.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        map.as_object_mut()
+            .unwrap()
+            .extend(more.as_object().unwrap().clone());
         map
     };
     same(

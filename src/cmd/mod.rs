@@ -20,10 +20,17 @@ use crate::error::{Error, Result};
 use crate::model::Decoder;
 use crate::progress::{Log, Progress, Verbosity};
 
+/// More threads than this are taken for a mistake.
+const MAX_THREADS: usize = 1024;
+
 /// Runs the subcommand.
 pub fn run(cli: Cli) -> Result<()> {
     let threads = match cli.global.threads {
-        Some(0) => return Err(Error::usage("--threads must be at least 1")),
+        Some(n) if !(1..=MAX_THREADS).contains(&n) => {
+            return Err(Error::usage(format!(
+                "--threads {n} must be between 1 and {MAX_THREADS}"
+            )));
+        }
         Some(n) => n,
         None => 0,
     };

@@ -1,7 +1,6 @@
 //! Products with checkpoint weights, which stay in their stored type.
 
 use half::slice::HalfFloatSliceExt;
-use multiversion::multiversion;
 use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 use rayon::prelude::*;
 
@@ -78,17 +77,16 @@ impl Linear {
                         let row = p * PANEL + j;
                         let bytes = self.weight.row_bytes(row, 1);
                         let bias = self.bias.as_ref().map_or(0.0, |b| b[row]);
-                        let bf16 = self.weight.dtype() == Float::Bf16;
-                        if !bf16 {
+                        // bf16 needs no widened copy, where the file happens to be aligned.
+                        let bf16 = match self.weight.dtype() {
+                            Float::Bf16 => bytemuck::try_cast_slice::<u8, u16>(bytes).ok(),
+                            _ => None,
+                        };
+                        if bf16.is_none() {
                             widen(&self.weight, row, 1, scratch);
                         }
                         for (y, x) in column.iter_mut().zip(&rows) {
-                            *y = bias
-                                + if bf16 {
-                                    dot_bf16(bytes, x)
-                                } else {
-                                    simd::dot(scratch, x)
-                                };
+                            *y = bias + bf16.map_or_else(|| simd::dot(scratch, x), |w| simd::dot_bf16(w, x));
                         }
                     }
                 },
@@ -106,30 +104,4 @@ pub fn widen(weight: &Weight, first: usize, count: usize, out: &mut [f32]) {
         return;
     }
     weight.dtype().read(bytes, out);
-}
-
-/// Dot product of stored bf16 values with an f32 vector.
-#[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2", "aarch64+neon"))]
-fn dot_bf16(bytes: &[u8], x: &[f32]) -> f32 {
-    const LANES: usize = 16;
-    let mut acc = [[0.0f32; LANES]; 4];
-    let (wide_w, wide_x) = (bytes.chunks_exact(8 * LANES), x.chunks_exact(4 * LANES));
-    let (tail_w, tail_x) = (wide_w.remainder(), wide_x.remainder());
-    let widen = |w: &[u8]| f32::from_bits(u32::from(u16::from_le_bytes([w[0], w[1]])) << 16);
-    for (w, x) in wide_w.zip(wide_x) {
-        for (s, acc) in acc.iter_mut().enumerate() {
-            for l in 0..LANES {
-                acc[l] += widen(&w[2 * (s * LANES + l)..]) * x[s * LANES + l];
-            }
-        }
-    }
-    let mut sum = 0.0;
-    for (w, x) in tail_w.chunks_exact(2).zip(tail_x) {
-        sum += widen(w) * x;
-    }
-    let [a, b, c, d] = acc;
-    for (((a, b), c), d) in a.iter().zip(b).zip(c).zip(d) {
-        sum += (a + b) + (c + d);
-    }
-    sum
 }

@@ -5,37 +5,64 @@
 
 use multiversion::multiversion;
 
+/// Lanes of a reduction that is bound by its additions.
 const LANES: usize = 16;
+/// Lanes of a dot product: four registers of the widest instruction set.
+const WIDE: usize = 64;
 
 /// Sum of products.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut acc = [[0.0f32; LANES]; 4];
-    let (wide_a, wide_b) = (a.chunks_exact(4 * LANES), b.chunks_exact(4 * LANES));
-    let (tail_a, tail_b) = (wide_a.remainder(), wide_b.remainder());
-    for (x, y) in wide_a.zip(wide_b) {
-        for (s, acc) in acc.iter_mut().enumerate() {
-            for l in 0..LANES {
-                acc[l] += x[s * LANES + l] * y[s * LANES + l];
-            }
+    let n = a.len().min(b.len());
+    let ((a, tail_a), (b, tail_b)) = (a[..n].as_chunks::<WIDE>(), b[..n].as_chunks::<WIDE>());
+    let mut acc = [0.0f32; WIDE];
+    for (x, y) in a.iter().zip(b) {
+        for l in 0..WIDE {
+            acc[l] += x[l] * y[l];
         }
     }
-    let mut tail = 0.0;
-    for (x, y) in tail_a.iter().zip(tail_b) {
-        tail += x * y;
+    fold(acc) + short_dot(tail_a, tail_b)
+}
+
+/// Sum of products of bf16 values (their bits) with f32 values.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+pub fn dot_bf16(a: &[u16], b: &[f32]) -> f32 {
+    let n = a.len().min(b.len());
+    let ((a, tail_a), (b, tail_b)) = (a[..n].as_chunks::<WIDE>(), b[..n].as_chunks::<WIDE>());
+    let mut acc = [0.0f32; WIDE];
+    for (x, y) in a.iter().zip(b) {
+        for l in 0..WIDE {
+            acc[l] += f32::from_bits(u32::from(x[l]) << 16) * y[l];
+        }
     }
-    let mut sum = [0.0f32; LANES];
-    for l in 0..LANES {
-        sum[l] = (acc[0][l] + acc[1][l]) + (acc[2][l] + acc[3][l]);
+    let mut tail = [0.0f32; WIDE];
+    for (t, x) in tail.iter_mut().zip(tail_a) {
+        *t = f32::from_bits(u32::from(*x) << 16);
     }
-    let mut width = LANES / 2;
+    fold(acc) + short_dot(&tail[..tail_a.len()], tail_b)
+}
+
+/// Sum of a few products, in order.
+#[inline(always)]
+fn short_dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut sum = 0.0;
+    for (x, y) in a.iter().zip(b) {
+        sum += x * y;
+    }
+    sum
+}
+
+/// Sum of the lanes, by halves.
+#[inline(always)]
+fn fold(mut acc: [f32; WIDE]) -> f32 {
+    let mut width = WIDE / 2;
     while width > 0 {
         for l in 0..width {
-            sum[l] += sum[l + width];
+            acc[l] += acc[l + width];
         }
         width /= 2;
     }
-    sum[0] + tail
+    acc[0]
 }
 
 /// `y += a x`.
@@ -52,19 +79,15 @@ pub fn exp_shifted(x: &mut [f32], shift: f32) -> f32 {
     for v in x.iter_mut() {
         *v = exp(*v - shift);
     }
+    let (chunks, rest) = x.as_chunks::<LANES>();
     let mut acc = [0.0f32; LANES];
-    let chunks = x.chunks_exact(LANES);
-    let mut tail = 0.0;
-    for v in chunks.remainder() {
-        tail += v;
-    }
     for chunk in chunks {
         for l in 0..LANES {
             acc[l] += chunk[l];
         }
     }
-    let mut sum = tail;
-    for v in acc {
+    let mut sum = 0.0;
+    for v in acc.iter().chain(rest) {
         sum += v;
     }
     sum
@@ -75,8 +98,12 @@ pub fn exp_shifted(x: &mut [f32], shift: f32) -> f32 {
 pub fn exp(x: f32) -> f32 {
     const LN2_HI: f32 = 0.693_359_4;
     const LN2_LO: f32 = -2.121_944_4e-4;
+    /// Adding it rounds to an integer, which then stands in the low bits.
+    const ROUND: f32 = 12_582_912.0;
     let clamped = x.clamp(-87.3, 88.7);
-    let n = (clamped * std::f32::consts::LOG2_E + 12_582_912.0) - 12_582_912.0;
+    let rounded = clamped * std::f32::consts::LOG2_E + ROUND;
+    let n = rounded - ROUND;
+    let e = (rounded.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
     let r = (clamped - n * LN2_HI) - n * LN2_LO;
     // Taylor coefficients suffice: |r| <= ln(2)/2, so the first left-out term is below 4e-8.
     let mut p = 1.0 / 5040.0;
@@ -87,9 +114,9 @@ pub fn exp(x: f32) -> f32 {
     p = p * r + 0.5;
     p = p * r * r + r + 1.0;
     // Two factors, since 2^128 alone is not a finite f32.
-    let half = (n as i32) >> 1;
-    let scale = |e: i32| f32::from_bits(((e + 127) as u32) << 23);
-    let y = p * scale(half) * scale(n as i32 - half);
+    let half = e >> 1;
+    let scale = |e: i32| f32::from_bits((e.wrapping_add(127) as u32) << 23);
+    let y = p * scale(half) * scale(e.wrapping_sub(half));
     if x < -87.3 {
         0.0
     } else if x.is_nan() {
@@ -102,19 +129,16 @@ pub fn exp(x: f32) -> f32 {
 /// Largest element; NaN is passed over, an empty slice gives negative infinity.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn max(x: &[f32]) -> f32 {
+    let (chunks, rest) = x.as_chunks::<LANES>();
     let mut acc = [f32::NEG_INFINITY; LANES];
-    let chunks = x.chunks_exact(LANES);
-    let mut best = f32::NEG_INFINITY;
-    for v in chunks.remainder() {
-        best = if *v > best { *v } else { best };
-    }
     for chunk in chunks {
         for l in 0..LANES {
             acc[l] = if chunk[l] > acc[l] { chunk[l] } else { acc[l] };
         }
     }
-    for v in acc {
-        best = if v > best { v } else { best };
+    let mut best = f32::NEG_INFINITY;
+    for v in acc.iter().chain(rest) {
+        best = if *v > best { *v } else { best };
     }
     best
 }

@@ -108,3 +108,87 @@ pub fn row_mean(x: ArrayView2<f32>) -> Array1<f32> {
     }
     sum.mapv(|s| (s / x.nrows().max(1) as f64) as f32)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rand::{Rng, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
+
+    fn moment(d: usize, vectors: usize, scale: f64) -> Array2<f64> {
+        let mut rng = ChaCha8Rng::seed_from_u64(d as u64);
+        let q = Array2::from_shape_simple_fn((vectors, d), || rng.gen_range(-1.0..1.0) * scale);
+        q.t().dot(&q)
+    }
+
+    #[test]
+    fn the_factor_reproduces_the_normalised_moment() {
+        for d in [4, 16, 80, 128] {
+            // The scale cancels: H is divided by the RMS of its entries.
+            for scale in [1.0, 1e6] {
+                let h = moment(d, 3 * d, scale);
+                let metric = Metric::new(h.view()).unwrap();
+                assert_eq!(metric.eps, EPS);
+                let rms = (h.iter().map(|v| v * v).sum::<f64>() / (d * d) as f64).sqrt();
+                let l = metric.chol.mapv(f64::from);
+                let back = l.dot(&l.t());
+                for ((i, j), v) in back.indexed_iter() {
+                    let expected = h[[i, j]] / rms + if i == j { EPS } else { 0.0 };
+                    // L is rounded to f32; an entry sums at most d products of rows of L.
+                    let bound = 2.0 * 2f64.powi(-24) * (back[[i, i]] * back[[j, j]]).sqrt() + 1e-12;
+                    assert!((v - expected).abs() <= bound, "d {d} [{i},{j}]: {v} {expected}");
+                    assert!(j <= i || metric.chol[[i, j]] == 0.0);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_condition_is_that_of_the_eigenvalues() {
+        let h = Array2::from_diag(&Array1::from(vec![8.0, 4.0, 2.0, 1.0]));
+        let metric = Metric::new(h.view()).unwrap();
+        assert!((metric.condition - 8.0).abs() < 1e-4, "{}", metric.condition);
+    }
+
+    #[test]
+    fn the_ridge_grows_until_the_factorisation_succeeds() {
+        // An indefinite matrix, as rounding can make of a rank-deficient one: smallest eigenvalue
+        // about -3e-5 of the RMS.
+        let mut h = Array2::from_elem((4, 4), 1.0);
+        h[[3, 3]] -= 1.2e-4;
+        let metric = Metric::new(h.view()).unwrap();
+        assert!(metric.eps > EPS && metric.eps <= 1e-3, "{}", metric.eps);
+    }
+
+    #[test]
+    fn degenerate_moments() {
+        let zero = Metric::new(Array2::zeros((8, 8)).view()).unwrap();
+        assert_eq!(zero.chol, Array2::<f32>::eye(8));
+        let mut broken = Array2::<f64>::eye(4);
+        broken[[1, 2]] = f64::NAN;
+        assert!(Metric::new(broken.view()).is_err());
+        assert!(Metric::new((-Array2::<f64>::eye(4)).view()).is_err());
+    }
+
+    #[test]
+    fn whitening_is_the_product_less_the_mean() {
+        let mut rng = ChaCha8Rng::seed_from_u64(3);
+        let mut random = |shape| Array2::from_shape_simple_fn(shape, || rng.gen_range(-1.0..1.0f32));
+        // Sizes beside the tile of rows.
+        for n in [1, 1023, 1025] {
+            let (keys, chol) = (random((n, 16)), random((16, 16)));
+            let mean = row_mean(keys.dot(&chol).view());
+            let z = whiten(keys.view(), chol.view(), mean.view());
+            for i in 0..n {
+                for j in 0..16 {
+                    let product: f64 = (0..16)
+                        .map(|c| f64::from(keys[[i, c]]) * f64::from(chol[[c, j]]))
+                        .sum();
+                    let expected = product - f64::from(mean[j]);
+                    // 16 products below 1, summed in f32, and one subtraction.
+                    assert!((f64::from(z[[i, j]]) - expected).abs() < 18.0 * 16.0 * 2f64.powi(-24));
+                }
+            }
+        }
+    }
+}

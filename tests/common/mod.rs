@@ -99,9 +99,22 @@ impl Outcome {
             let line = self.stderr.lines().find(|l| l.starts_with(prefix));
             line.unwrap_or_default().to_string()
         };
-        assert_eq!(self.code, Some(code), "expected `{culprit}`, got: {}", self.stderr);
-        assert!(line("error: ").contains(culprit), "expected `{culprit}`, got: {}", self.stderr);
-        assert!(line("hint: ").contains(hint), "expected hint `{hint}`, got: {}", self.stderr);
+        assert_eq!(
+            self.code,
+            Some(code),
+            "expected `{culprit}`, got: {}",
+            self.stderr
+        );
+        assert!(
+            line("error: ").contains(culprit),
+            "expected `{culprit}`, got: {}",
+            self.stderr
+        );
+        assert!(
+            line("hint: ").contains(hint),
+            "expected hint `{hint}`, got: {}",
+            self.stderr
+        );
         assert_eq!(self.stdout, "", "a failure prints no result");
     }
 }
@@ -170,7 +183,9 @@ pub fn documents(lengths: &[usize], seed: u64) -> Vec<Vec<u32>> {
 pub fn golden_ids(name: &str, tensor: &str) -> Vec<u32> {
     let tensors = read_tensors(golden(name).join("golden.safetensors"));
     let values = tensors[tensor].bytes.chunks_exact(4);
-    values.map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect()
+    values
+        .map(|b| u32::from_le_bytes(b.try_into().unwrap()))
+        .collect()
 }
 
 /// Changes the fields of a JSON file: null removes one.
