@@ -160,7 +160,11 @@ impl Output {
             return Err(Error::failed(format!(
                 "cannot write {}: it is {}",
                 path.display(),
-                if path.is_dir() { "a folder" } else { "not a regular file" }
+                if path.is_dir() {
+                    "a folder"
+                } else {
+                    "not a regular file"
+                }
             )));
         }
         let folder = match path.parent() {

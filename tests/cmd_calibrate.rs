@@ -33,10 +33,26 @@ fn it_equals_the_chain_by_hand() {
         kvsmith(&format!("dump --dtype f32 --queries --values {input} -o {dump}")).ok();
         kvsmith(&format!("moments --dump {dump} -o {}", path("moments"))).ok();
         for moments in [String::new(), format!("--moments {}", path("moments"))] {
-            kvsmith(&format!("codebook --dump {dump} {moments} {fit} --seed 5 -o {}", path("section"))).ok();
-            let json = kvsmith(&format!("pack {} --model {model} -o {} --json", path("section"), path("packed")));
-            assert!(json.json()["sections"].as_array().unwrap().contains(&json!("a2ats")));
-            assert!(read(&path("direct")) == read(&path("packed")), "{name}: direct and packed differ");
+            kvsmith(&format!(
+                "codebook --dump {dump} {moments} {fit} --seed 5 -o {}",
+                path("section")
+            ))
+            .ok();
+            let json = kvsmith(&format!(
+                "pack {} --model {model} -o {} --json",
+                path("section"),
+                path("packed")
+            ));
+            assert!(
+                json.json()["sections"]
+                    .as_array()
+                    .unwrap()
+                    .contains(&json!("a2ats"))
+            );
+            assert!(
+                read(&path("direct")) == read(&path("packed")),
+                "{name}: direct and packed differ"
+            );
         }
         kvsmith(&format!("inspect --verify --model {model} {}", path("direct"))).ok();
     }
@@ -50,13 +66,20 @@ fn the_seed_alone_makes_a_difference() {
     let tokens = scratch.tokens("tokens.json", &documents(&[3000, 500], 2));
     let run = |name: &str, options: &str| {
         let out = scratch.path(name);
-        kvsmith(&format!("calibrate --model {model} --tokens {tokens} --size 64 {options} -o {out}")).ok();
+        kvsmith(&format!(
+            "calibrate --model {model} --tokens {tokens} --size 64 {options} -o {out}"
+        ))
+        .ok();
         read(&out)
     };
     let first = run("first", "");
-    for (name, options) in
-        [("again", ""), ("one", "--threads 1"), ("two", "--threads 2"), ("three", "--threads 3"), ("zero", "--seed 0")]
-    {
+    for (name, options) in [
+        ("again", ""),
+        ("one", "--threads 1"),
+        ("two", "--threads 2"),
+        ("three", "--threads 3"),
+        ("zero", "--seed 0"),
+    ] {
         assert!(run(name, options) == first, "`{options}` changed the bytes");
     }
     run("other", "--seed 1");
@@ -89,13 +112,21 @@ impl Run {
     /// finished altogether by then.
     fn start(&self) -> Option<Child> {
         let arguments = self.arguments("stopped", &format!("--work {}", self.scratch.path("work")));
-        let mut child =
-            command(&arguments).stdin(Stdio::null()).stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut child = command(&arguments)
+            .stdin(Stdio::null())
+            .stderr(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
         // The hidden states are the last that a finished layer writes.
         let finished_layer = self.scratch.path("work/hidden.safetensors");
         while !Path::new(&finished_layer).exists() {
             if let Some(status) = child.try_wait().unwrap() {
-                assert!(status.success(), "{:?}", Outcome::of(child.wait_with_output().unwrap()).stderr);
+                assert!(
+                    status.success(),
+                    "{:?}",
+                    Outcome::of(child.wait_with_output().unwrap()).stderr
+                );
                 return None;
             }
             std::thread::sleep(Duration::from_millis(2));
@@ -120,10 +151,17 @@ impl Run {
 
     /// Goes on, and compares with a run that nobody stopped.
     fn resume(&self) {
-        assert!(!Path::new(&self.scratch.path("stopped")).exists(), "nothing is written before the end");
+        assert!(
+            !Path::new(&self.scratch.path("stopped")).exists(),
+            "nothing is written before the end"
+        );
         let work = self.scratch.path("work");
         let resumed = kvsmith(&self.arguments("resumed", &format!("--work {work} --resume"))).ok();
-        assert!(resumed.stderr.contains("going on after layer "), "{}", resumed.stderr);
+        assert!(
+            resumed.stderr.contains("going on after layer "),
+            "{}",
+            resumed.stderr
+        );
         kvsmith(&self.arguments("straight", "")).ok();
         assert!(read(&self.scratch.path("resumed")) == read(&self.scratch.path("straight")));
         assert!(!Path::new(&work).exists(), "a finished run needs no work folder");
@@ -139,8 +177,17 @@ fn a_killed_run_can_be_resumed() {
     let work = run.scratch.path("work");
     let with = |options: &str| kvsmith(&run.arguments("out", &format!("--work {work} {options}")));
     with("").fails(1, "holds an unfinished run", "--resume");
-    for other in ["--seed 1", "--iterations 7", "--holdout 0.2", "--wrope-position 9"] {
-        with(&format!("--resume {other}")).fails(1, "holds a run with other inputs or options", "seed and options");
+    for other in [
+        "--seed 1",
+        "--iterations 7",
+        "--holdout 0.2",
+        "--wrope-position 9",
+    ] {
+        with(&format!("--resume {other}")).fails(
+            1,
+            "holds a run with other inputs or options",
+            "seed and options",
+        );
     }
 
     // Every file of it that is damaged is found: flipped, cut, or gone.
@@ -173,7 +220,12 @@ fn a_killed_run_can_be_resumed() {
 fn an_interrupted_run_can_be_resumed() {
     let (run, outcome) = Run::stopped_by(libc::SIGINT);
     outcome.fails(130, "interrupted", "");
-    let parts: Vec<String> = run.scratch.list("").into_iter().filter(|f| f.ends_with(".part")).collect();
+    let parts: Vec<String> = run
+        .scratch
+        .list("")
+        .into_iter()
+        .filter(|f| f.ends_with(".part"))
+        .collect();
     assert!(parts.is_empty(), "left behind: {parts:?}");
     run.resume();
 }
@@ -196,9 +248,18 @@ fn json_output() {
     let model = golden("llama_default").display().to_string();
     let tokens = scratch.tokens("tokens.json", &documents(&[60], 1));
     let out = scratch.path("art");
-    let outcome = kvsmith(&format!("calibrate --model {model} --tokens {tokens} --size 4 -o {out} --json"));
-    assert!(outcome.stderr.contains("warning: 14.2 keys per codeword"), "{}", outcome.stderr);
+    let outcome = kvsmith(&format!(
+        "calibrate --model {model} --tokens {tokens} --size 4 -o {out} --json"
+    ));
+    assert!(
+        outcome.stderr.contains("warning: 14.2 keys per codeword"),
+        "{}",
+        outcome.stderr
+    );
     let json = outcome.json();
-    assert_eq!((&json["tokens"], &json["layers"], &json["device"]), (&json!(60), &json!(2), &json!("cpu")));
+    assert_eq!(
+        (&json["tokens"], &json["layers"], &json["device"]),
+        (&json!(60), &json!(2), &json!("cpu"))
+    );
     assert_eq!(json["artifact"], json!(out));
 }

@@ -22,7 +22,10 @@ impl Model {
         let prompt = scratch.tokens("prompt.json", &[golden_ids(name, "ids")]);
         let texts = scratch.tokens("texts.json", &documents(&[60, 60], 1));
         let artifact = scratch.path("art");
-        kvsmith(&format!("calibrate --model {model} --tokens {texts} --size 8 -o {artifact}")).ok();
+        kvsmith(&format!(
+            "calibrate --model {model} --tokens {texts} --size 8 -o {artifact}"
+        ))
+        .ok();
         let files = format!("--model {model} --artifact {artifact} --tokens {prompt}");
         Self { scratch, name, files }
     }
@@ -61,13 +64,23 @@ fn every_method_with_the_whole_budget_is_exact() {
         let model = Model::new(name);
         let expected = json!(golden_ids(name, "greedy"));
         for method in methods() {
-            let json = model.run(&format!("--max-new 24 --sinks 1 --window 2 --budget 1.0 --method {method}"));
+            let json = model.run(&format!(
+                "--max-new 24 --sinks 1 --window 2 --budget 1.0 --method {method}"
+            ));
             assert_eq!(json["ids"], expected, "{name} {method}");
             assert_eq!(json["kv_read_fraction"], json!(1.0), "{name} {method}");
         }
         // As a number of positions too, and with a static set that covers everything.
-        assert_eq!(model.run("--max-new 24 --window 1 --budget 4096")["ids"], expected, "{name}");
-        assert_eq!(model.run("--max-new 24 --window 4096 --budget 2")["ids"], expected, "{name}");
+        assert_eq!(
+            model.run("--max-new 24 --window 1 --budget 4096")["ids"],
+            expected,
+            "{name}"
+        );
+        assert_eq!(
+            model.run("--max-new 24 --window 4096 --budget 2")["ids"],
+            expected,
+            "{name}"
+        );
     }
 }
 
@@ -79,29 +92,56 @@ fn json_has_the_contracts_keys() {
         assert!(json[key].as_f64().is_some_and(|v| v >= 0.0), "{key}: {json}");
     }
     assert!(json["kv_read_fraction"].as_f64().unwrap() <= 1.0);
-    assert_eq!((&json["method"], &json["budget"]), (&json!("a2ats"), &json!(0.25)));
-    assert_eq!((&json["device"], &json["prompt_tokens"]), (&json!("cpu"), &json!(model.prompt_len())));
-    let ids: Vec<String> = json["ids"].as_array().unwrap().iter().map(Value::to_string).collect();
+    assert_eq!(
+        (&json["method"], &json["budget"]),
+        (&json!("a2ats"), &json!(0.25))
+    );
+    assert_eq!(
+        (&json["device"], &json["prompt_tokens"]),
+        (&json!("cpu"), &json!(model.prompt_len()))
+    );
+    let ids: Vec<String> = json["ids"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(Value::to_string)
+        .collect();
     assert_eq!(ids.len(), 5);
-    assert_eq!(json["text"].as_str().unwrap().trim(), ids.join(" "), "without a tokenizer, ids");
+    assert_eq!(
+        json["text"].as_str().unwrap().trim(),
+        ids.join(" "),
+        "without a tokenizer, ids"
+    );
     // Two layers, two KV heads, 17 + 5 positions, of which the last was not fed: rows of 16 f32, K
     // and V; codes of two bytes, of which a growing vector may hold up to twice as many.
     assert_eq!(json["kv_bytes"], json!(2 * 2 * 22 * 2 * 16 * 4));
     let codes = 2 * 2 * 21 * 2;
-    assert!((codes..=2 * codes).contains(&json["index_bytes"].as_u64().unwrap()), "{json}");
+    assert!(
+        (codes..=2 * codes).contains(&json["index_bytes"].as_u64().unwrap()),
+        "{json}"
+    );
 
     assert_eq!(model.run("--max-new 5 --budget 7")["budget"], json!(7.0));
     let full = model.run("--max-new 5 --method full");
-    assert_eq!((&full["method"], &full["budget"], &full["index_bytes"]), (&json!("full"), &json!(0.06), &json!(0)));
+    assert_eq!(
+        (&full["method"], &full["budget"], &full["index_bytes"]),
+        (&json!("full"), &json!(0.06), &json!(0))
+    );
     let one = model.run("--max-new 1");
-    assert_eq!((&one["ids"], &one["kv_read_fraction"]), (&json!([golden_ids(model.name, "greedy")[0]]), &json!(1.0)));
+    assert_eq!(
+        (&one["ids"], &one["kv_read_fraction"]),
+        (&json!([golden_ids(model.name, "greedy")[0]]), &json!(1.0))
+    );
     assert_eq!(model.run("--max-new 0")["ids"], json!([]));
 
     // Without an artifact the method is `full`; the text alone goes to stdout without --json.
     let files = model.files.replace("--artifact", "--trace");
     let plain = kvsmith(&format!("run {files} --max-new 3 -q")).ok();
     let greedy = &golden_ids(model.name, "greedy")[..3];
-    assert_eq!(plain.stdout.trim(), greedy.iter().map(u32::to_string).collect::<Vec<_>>().join(" "));
+    assert_eq!(
+        plain.stdout.trim(),
+        greedy.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")
+    );
     assert_eq!(plain.stderr, "");
 }
 
@@ -123,7 +163,10 @@ fn the_trace_tells_what_was_read() {
                 ));
                 let what = format!("{name} {method} {budget}");
                 let text = std::fs::read_to_string(&trace).unwrap();
-                let rows: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+                let rows: Vec<Value> = text
+                    .lines()
+                    .map(|line| serde_json::from_str(line).unwrap())
+                    .collect();
                 assert_eq!(rows.len(), (new - 1) * windows.len() * g, "{what}");
                 let (mut rows, mut fraction) = (rows.iter(), 0.0);
                 for step in 0..new - 1 {
@@ -132,17 +175,25 @@ fn the_trace_tells_what_was_read() {
                         let start = model_window.map_or(0, |w| end.saturating_sub(w));
                         let n = end - start;
                         let x: f64 = budget.parse().unwrap();
-                        let b = if x <= 1.0 { ((x * n as f64).floor() as usize).max(1) } else { x as usize };
+                        let b = if x <= 1.0 {
+                            ((x * n as f64).floor() as usize).max(1)
+                        } else {
+                            x as usize
+                        };
                         let last = (end - window).max(start);
                         let first = sinks.clamp(start, last);
                         for kv_head in 0..g {
                             let row = rows.next().unwrap();
                             let key = json!([row["step"], row["layer"], row["kv_head"]]);
                             assert_eq!(key, json!([step, layer, kv_head]), "{what}");
-                            let positions: Vec<usize> = serde_json::from_value(row["positions"].clone()).unwrap();
+                            let positions: Vec<usize> =
+                                serde_json::from_value(row["positions"].clone()).unwrap();
                             assert!(positions.windows(2).all(|w| w[0] < w[1]), "{what}: {row}");
                             // Neither in the static set nor outside the model's window.
-                            assert!(positions.iter().all(|p| (first..last).contains(p)), "{what}: {row}");
+                            assert!(
+                                positions.iter().all(|p| (first..last).contains(p)),
+                                "{what}: {row}"
+                            );
                             if method != "full" {
                                 assert!(positions.len() <= b, "{what}: {row}");
                             }
@@ -158,7 +209,10 @@ fn the_trace_tells_what_was_read() {
                 // `quest` and `lfps` may read more than they select.
                 let told = json["kv_read_fraction"].as_f64().unwrap();
                 if ["full", "topk", "random", "streaming", "a2ats"].contains(&method) {
-                    assert!((told - fraction).abs() < 1e-9, "{what}: {told} instead of {fraction}");
+                    assert!(
+                        (told - fraction).abs() < 1e-9,
+                        "{what}: {told} instead of {fraction}"
+                    );
                 } else {
                     assert!(told >= fraction - 1e-9, "{what}: {told} below {fraction}");
                 }
@@ -173,15 +227,27 @@ fn stop_tokens_end_the_text() {
     let greedy = golden_ids(model.name, "greedy");
     // The first token that is not like those before it.
     let at = (4..24).find(|i| !greedy[..*i].contains(&greedy[*i])).unwrap();
-    let run = |options: &str| kvsmith(&format!("run {} --method full --max-new 24 --json {options}", model.files)).json();
+    let run = |options: &str| {
+        kvsmith(&format!(
+            "run {} --method full --max-new 24 --json {options}",
+            model.files
+        ))
+        .json()
+    };
     assert_eq!(run("")["ids"], json!(greedy));
     for eos in [json!(greedy[at]), json!([2, greedy[at]])] {
-        model.scratch.write("model/generation_config.json", json!({ "eos_token_id": eos }).to_string());
+        model.scratch.write(
+            "model/generation_config.json",
+            json!({ "eos_token_id": eos }).to_string(),
+        );
         assert_eq!(run("")["ids"], json!(greedy[..=at]), "ends with the stop token");
         assert_eq!(run("--ignore-eos")["ids"], json!(greedy));
     }
     // The config's own id stands beside that of generation_config.json.
-    edit_json(&model.scratch.path("model/config.json"), &json!({ "eos_token_id": greedy[0] }));
+    edit_json(
+        &model.scratch.path("model/config.json"),
+        &json!({ "eos_token_id": greedy[0] }),
+    );
     assert_eq!(run("")["ids"], json!(greedy[..1]));
 }
 
@@ -195,7 +261,11 @@ fn sampling_is_fixed_by_the_seed() {
     assert!((2..5).any(|seed| run(&format!("--temperature 1.5 --seed {seed}")) != warm));
     let greedy = json!(golden_ids(model.name, "greedy")[..16]);
     assert_eq!(run("--seed 7"), greedy, "greedy ignores the seed");
-    assert_eq!(run("--temperature 1.5 --top-p 0.000001 --seed 7"), greedy, "a nucleus of one token");
+    assert_eq!(
+        run("--temperature 1.5 --top-p 0.000001 --seed 7"),
+        greedy,
+        "a nucleus of one token"
+    );
 }
 
 #[test]
@@ -203,7 +273,9 @@ fn random_choice_is_fixed_by_the_seed() {
     let model = Model::new("mistral_sliding");
     let trace = |seed: u64| {
         let path = model.scratch.path("trace");
-        model.run(&format!("--max-new 8 --sinks 0 --window 1 --method random --budget 5 --seed {seed} --trace {path}"));
+        model.run(&format!(
+            "--max-new 8 --sinks 0 --window 1 --method random --budget 5 --seed {seed} --trace {path}"
+        ));
         std::fs::read_to_string(path).unwrap()
     };
     let first = trace(1);
@@ -225,26 +297,46 @@ fn narrow_caches_hold_half() {
             }
         }
         // f16 holds these small values well enough for the same tokens.
-        assert_eq!(model.run("--max-new 8 --method full --kv f16")["ids"], full["ids"]);
+        assert_eq!(
+            model.run("--max-new 8 --method full --kv f16")["ids"],
+            full["ids"]
+        );
     }
 }
 
 #[test]
 fn prompts_of_text() {
     let model = Model::new("llama_default");
-    model.scratch.write("model/tokenizer.json", tokenizer(Value::Null));
+    model
+        .scratch
+        .write("model/tokenizer.json", tokenizer(Value::Null));
     let prompt = model.scratch.write("prompt.txt", "a prompt");
     let files = format!("--model {}", model.scratch.path("model"));
-    let from_file = kvsmith(&format!("run {files} --prompt-file {prompt} --max-new 6 --ignore-eos --json")).json();
+    let from_file = kvsmith(&format!(
+        "run {files} --prompt-file {prompt} --max-new 6 --ignore-eos --json"
+    ))
+    .json();
     assert_eq!(from_file["prompt_tokens"], json!(8));
     let mut same = command(&format!("run {files} --max-new 6 --ignore-eos --json --prompt"));
     let same = Outcome::of(same.arg("a prompt").output().unwrap()).json();
     assert_eq!(same["ids"], from_file["ids"]);
     let ids = model.scratch.tokens("ids.json", &[character_ids("a prompt")]);
-    let by_ids = kvsmith(&format!("run {files} --tokens {ids} --max-new 6 --ignore-eos --json")).json();
-    assert_eq!((&by_ids["ids"], &by_ids["text"]), (&from_file["ids"], &from_file["text"]));
+    let by_ids = kvsmith(&format!(
+        "run {files} --tokens {ids} --max-new 6 --ignore-eos --json"
+    ))
+    .json();
+    assert_eq!(
+        (&by_ids["ids"], &by_ids["text"]),
+        (&from_file["ids"], &from_file["text"])
+    );
     // Ids below 43 have a character; special tokens and unknown ids have none.
-    let ids = from_file["ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as usize);
-    let text: String = ids.filter_map(|id| ALPHABET.chars().nth(id.wrapping_sub(3))).collect();
+    let ids = from_file["ids"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|id| id.as_u64().unwrap() as usize);
+    let text: String = ids
+        .filter_map(|id| ALPHABET.chars().nth(id.wrapping_sub(3)))
+        .collect();
     assert_eq!(from_file["text"], json!(text));
 }

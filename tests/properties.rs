@@ -3,12 +3,12 @@
 mod common;
 
 use std::collections::BTreeSet;
-use std::ops::Range;
 use std::sync::Arc;
 
 use common::*;
 use half::f16;
 use kvsmith::compute::attention::{self, Rows};
+use kvsmith::compute::reference;
 use kvsmith::method::a2ats::{A2ats, HeadCodebook, Limits};
 use kvsmith::method::{Retriever, Step};
 use kvsmith::model::config::{ModelConfig, RopeConfig, RopeScaling, read_json};
@@ -40,29 +40,6 @@ fn plain_rope(d: usize) -> Rope {
     Rope::new(&config, d)
 }
 
-/// Selection by the definition: `scores` [r][M], the codeword of each candidate, B.
-///
-/// Every query head ranks the candidates by score, codeword, position; the largest k counts whose
-/// union of the first k fits B. Returns the chosen candidates and whether such a k exists.
-fn naive_selection(scores: &[Vec<i64>], codes: &[usize], budget: usize) -> (Vec<usize>, bool) {
-    let ranked = |row: &Vec<i64>| {
-        let mut order: Vec<usize> = (0..codes.len()).collect();
-        order.sort_by_key(|&j| (-row[codes[j]], codes[j], j));
-        order
-    };
-    let ranked: Vec<Vec<usize>> = scores.iter().map(ranked).collect();
-    let union = |k: usize| -> BTreeSet<usize> { ranked.iter().flat_map(|o| &o[..k]).copied().collect() };
-    let largest = (1..=codes.len()).take_while(|k| union(*k).len() <= budget).last();
-    if let Some(k) = largest {
-        return (union(k).into_iter().collect(), true);
-    }
-    let mut best: Vec<usize> = union(1).into_iter().collect();
-    best.sort_by_key(|&j| (-scores.iter().map(|row| row[codes[j]]).max().unwrap(), j));
-    best.truncate(budget);
-    best.sort();
-    (best, false)
-}
-
 #[test]
 fn a2ats_selects_what_the_definition_says() {
     const D: usize = 4;
@@ -79,7 +56,8 @@ fn a2ats_selects_what_the_definition_says() {
             Array2::eye(D),
             plain_rope(D),
             0,
-        );
+        )
+        .unwrap();
         let mut a2ats = A2ats::new(Arc::new(head));
         // Keys are codewords, some of which no key has.
         let n = rng.gen_range(1..60);
@@ -99,12 +77,7 @@ fn a2ats_selects_what_the_definition_says() {
         for step in 0..4 {
             let r = [1, 2, 3, 5, 8][rng.gen_range(0..5)];
             let q = Array2::from_shape_simple_fn((r, D), || rng.gen_range(-range..=range) as f32);
-            let scores: Vec<Vec<i64>> = q
-                .dot(&codebook.t())
-                .rows()
-                .into_iter()
-                .map(|row| row.mapv(|s| s as i64).to_vec())
-                .collect();
+            let scores = q.dot(&codebook.t());
             let budget = rng.gen_range(1..=(end - start).max(2));
             let selected = a2ats.select(&Step {
                 step,
@@ -115,8 +88,8 @@ fn a2ats_selects_what_the_definition_says() {
                 q_rope: q.view(),
                 kv: &kv,
             });
-            let (expected, exists) = naive_selection(&scores, &codes[start..end], budget);
-            let expected: Vec<u32> = expected.iter().map(|j| (start + j) as u32).collect();
+            let window: Vec<u16> = codes[start..end].iter().map(|c| *c as u16).collect();
+            let expected = reference::select(scores.view(), &window, start as u32, budget);
             if budget >= end - start {
                 assert_eq!(selected, (start as u32..end as u32).collect::<Vec<_>>());
             } else {
@@ -126,11 +99,17 @@ fn a2ats_selects_what_the_definition_says() {
                 );
                 let mut counts = vec![0; m];
                 codes[start..end].iter().for_each(|c| counts[*c] += 1);
-                let limits = Limits::within(q.dot(&codebook.t()).view(), &counts, budget);
-                assert_eq!(limits.is_some(), exists);
-                without_k += usize::from(!exists);
+                let limits = Limits::within(scores.view(), &counts, budget);
+                // Not even k = 1 fits: more distinct best tokens than the budget.
+                let best: BTreeSet<u32> = scores
+                    .rows()
+                    .into_iter()
+                    .flat_map(|row| reference::select(row.insert_axis(Axis(0)), &window, 0, 1))
+                    .collect();
+                assert_eq!(limits.is_some(), best.len() <= budget);
+                without_k += usize::from(limits.is_none());
             }
-            let distinct: BTreeSet<&i64> = scores[0].iter().collect();
+            let distinct: BTreeSet<i64> = scores.row(0).iter().map(|s| *s as i64).collect();
             tied += usize::from(distinct.len() < m);
             cases += 1;
             // The candidates move on as in decoding, and now and then jump back.
@@ -181,7 +160,7 @@ fn encoding_is_the_argmin_in_the_metric_of_the_queries() {
         let row = codebook.row(3).to_owned();
         codebook.row_mut(7).assign(&row);
         codebook.row_mut(9).fill(500.0);
-        let head = HeadCodebook::new(codebook.clone(), mean.clone(), chol, plain_rope(d), 0);
+        let head = HeadCodebook::new(codebook.clone(), mean.clone(), chol, plain_rope(d), 0).unwrap();
         let codes = head.encode(keys.view());
 
         // c = (c_z + mean) L^-1, and (k - c) H (k - c)^T with H = L L^T.
@@ -236,7 +215,8 @@ fn scores_are_products_with_the_codewords_in_key_space() {
         let q_pre = matrix(&mut rng, r, d);
         let rope = plain_rope(d);
         let inverse = invert_lower(chol.mapv(f64::from).view()).unwrap();
-        let head = HeadCodebook::new(codebook.clone(), Array1::zeros(d), chol, rope.clone(), position);
+        let head =
+            HeadCodebook::new(codebook.clone(), Array1::zeros(d), chol, rope.clone(), position).unwrap();
         let scores = head.scores(q_pre.view());
         let table = rope.table(position..position + 1);
         for (query, scores) in q_pre.rows().into_iter().zip(scores.rows()) {
@@ -258,33 +238,9 @@ fn scores_are_products_with_the_codewords_in_key_space() {
     }
 }
 
-/// Softmax attention of one query over `positions`, in f64.
-fn naive_attention(q: &[f32], k: &Array2<f32>, v: &Array2<f32>, positions: Range<usize>) -> Vec<f64> {
-    let dot = |j: usize| -> f64 {
-        q.iter()
-            .zip(k.row(j))
-            .map(|(a, b)| f64::from(*a) * f64::from(*b))
-            .sum()
-    };
-    let scores: Vec<f64> = positions
-        .clone()
-        .map(|j| dot(j) / (q.len() as f64).sqrt())
-        .collect();
-    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
-    let sum: f64 = weights.iter().sum();
-    let mut out = vec![0.0; v.ncols()];
-    for (w, j) in weights.iter().zip(positions) {
-        out.iter_mut()
-            .zip(v.row(j))
-            .for_each(|(o, v)| *o += w / sum * f64::from(*v));
-    }
-    out
-}
-
 /// Fails where `actual` is further from `exact` than attention in f32 explains.
 #[track_caller]
-fn close(actual: impl IntoIterator<Item = f32>, exact: &[f64], what: &str) {
+fn close<'a>(actual: impl IntoIterator<Item = f32>, exact: impl IntoIterator<Item = &'a f64>, what: &str) {
     for (a, e) in actual.into_iter().zip(exact) {
         // Scores are good to (d + 2) 2^-24 |q| |k| / sqrt(d), about 1e-5 for d = 128 and normal values.
         assert!((f64::from(a) - e).abs() < 5e-5, "{what}: {a} instead of {e}");
@@ -321,16 +277,8 @@ fn causal_attention_is_that_of_the_definition() {
         let mut out = Array2::from_elem((m, g * r * d), f32::NAN);
         attention::causal(q.view(), k.view(), v.view(), first, window, out.view_mut());
         let what = format!("m {m} r {r} d {d} first {first} window {window:?}");
-        for head in 0..g * r {
-            let (k, v) = (k.index_axis(Axis(0), head / r), v.index_axis(Axis(0), head / r));
-            let (k, v) = (k.to_owned(), v.to_owned());
-            for i in 0..m {
-                let t = first + i;
-                let start = window.map_or(0, |w| (t + 1).saturating_sub(w));
-                let exact = naive_attention(&q.slice(s![head, i, ..]).to_vec(), &k, &v, start..t + 1);
-                close(out.slice(s![i, head * d..(head + 1) * d]).to_vec(), &exact, &what);
-            }
-        }
+        let exact = reference::causal(q.view(), k.view(), v.view(), first, window);
+        close(out, exact.iter(), &what);
     }
 }
 
@@ -375,8 +323,8 @@ fn decode_attention_is_that_of_the_definition() {
                 .into_iter()
                 .zip(out.rows().into_iter().zip(weights.rows()))
             {
-                let exact = naive_attention(&query.to_vec(), &k, &v, 0..n);
-                close(out.to_vec(), &exact, &format!("n {n} r {r} d {d} {kind:?}"));
+                let exact = reference::attention(query, k.view(), v.view(), 0..n);
+                close(out.to_vec(), exact.iter(), &format!("n {n} r {r} d {d} {kind:?}"));
                 assert!((weights.sum() - 1.0).abs() < 1e-5);
             }
         }
