@@ -6,8 +6,9 @@ use std::path::Path;
 
 use common::*;
 use half::{bf16, f16};
+use kvsmith::compute::reference;
 use kvsmith::model::Decoder;
-use ndarray::{Array2, Array3, s};
+use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView3, s};
 use serde_json::{Value, json};
 
 fn u32s(tensor: &RawTensor) -> Vec<u32> {
@@ -316,33 +317,28 @@ fn moments_are_sums_of_rotated_queries() {
                 "{name}"
             );
             let (frequencies, factor) = frequencies(name, d);
+            let rotate = |q: ArrayView1<f32>| {
+                let mut rotated = Array1::zeros(d);
+                for (i, w) in frequencies.iter().enumerate() {
+                    // The model takes the angle in f32.
+                    let (sin, cos) = f64::from(position as f32 * *w as f32).sin_cos();
+                    let (a, b) = (f64::from(q[i]), f64::from(q[i + d / 2]));
+                    rotated[i] = factor * (a * cos - b * sin);
+                    rotated[i + d / 2] = factor * (b * cos + a * sin);
+                }
+                rotated
+            };
+            let is_kept: Vec<bool> = held_out.iter().map(|h| *h == 0).collect();
             for (layer, sums) in sums.chunks(g * d * d).enumerate() {
                 let q = f32s(&read_tensors(format!("{out}/layer-{layer:05}.safetensors"))["q_pre"]);
-                for (head, sum) in sums.chunks(d * d).enumerate() {
-                    let mut exact = vec![0.0; d * d];
-                    for query in
-                        (head * h / g..(head + 1) * h / g).flat_map(|a| kept.iter().map(move |i| (a, *i)))
-                    {
-                        let q = &q[(query.0 * held_out.len() + query.1) * d..][..d];
-                        let mut rotated = vec![0.0; d];
-                        for (i, w) in frequencies.iter().enumerate() {
-                            // The model takes the angle in f32.
-                            let (sin, cos) = f64::from(position as f32 * *w as f32).sin_cos();
-                            let (a, b) = (f64::from(q[i]), f64::from(q[i + d / 2]));
-                            rotated[i] = factor * (a * cos - b * sin);
-                            rotated[i + d / 2] = factor * (b * cos + a * sin);
-                        }
-                        for (i, x) in rotated.iter().enumerate() {
-                            rotated
-                                .iter()
-                                .enumerate()
-                                .for_each(|(j, y)| exact[i * d + j] += x * y);
-                        }
-                    }
+                let q = ArrayView3::from_shape((h, held_out.len(), d), &q).unwrap();
+                let exact = reference::second_moment(q, g, &is_kept, &rotate);
+                for (head, (sum, exact)) in sums.chunks(d * d).zip(exact.outer_iter()).enumerate() {
+                    let exact = exact.as_slice().unwrap();
                     let norm = |x: &[f64]| x.iter().map(|v| v * v).sum::<f64>().sqrt();
-                    let difference: Vec<f64> = sum.iter().zip(&exact).map(|(a, b)| a - b).collect();
+                    let difference: Vec<f64> = sum.iter().zip(exact).map(|(a, b)| a - b).collect();
                     // Up to 256 products are summed in f32: 256 x 2^-24 at the very most.
-                    let error = norm(&difference) / norm(&exact);
+                    let error = norm(&difference) / norm(exact);
                     assert!(
                         error < 1.6e-5,
                         "{name} position {position} layer {layer} head {head}: {error}"
