@@ -11,6 +11,7 @@ pub const SUPPORTED_MODELS: [&str; 4] = ["llama", "mistral", "qwen2", "qwen3"];
 /// Rope types that the decoder runs.
 pub const SUPPORTED_ROPES: [&str; 4] = ["default", "linear", "llama3", "yarn"];
 const MAX_LAYERS: usize = 4096;
+const MAX_HEAD_DIM: usize = 4096;
 const SUPPORTED_LAYERS: [&str; 2] = ["full_attention", "sliding_attention"];
 
 /// The rotary embedding of a model, both config spellings normalised.
@@ -180,9 +181,12 @@ impl ModelConfig {
                 "num_attention_heads {n_heads} is not a multiple of num_key_value_heads {n_kv_heads}"
             )));
         }
-        if !head_dim.is_multiple_of(4) {
-            return Err(Error::failed(format!("head_dim {head_dim} is not supported"))
-                .hint("head_dim must be a multiple of 4"));
+        if !head_dim.is_multiple_of(4) || head_dim > MAX_HEAD_DIM {
+            return Err(
+                Error::failed(format!("head_dim {head_dim} is not supported")).hint(format!(
+                    "head_dim must be a multiple of 4 and at most {MAX_HEAD_DIM}"
+                )),
+            );
         }
         let max_position_embeddings = c.size_opt("max_position_embeddings")?.unwrap_or(2048);
         let attention_bias = c.bool_or("attention_bias", false)?;
