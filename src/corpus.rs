@@ -213,12 +213,17 @@ fn tokenise(tokenizer: &Tokenizer, paths: &[PathBuf], max_tokens: usize) -> Resu
 pub fn read_documents(path: &Path) -> Result<Vec<String>> {
     let read = || {
         let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", &e))?;
-        String::from_utf8(bytes).map_err(|e| {
+        let text = String::from_utf8(bytes).map_err(|e| {
             Error::failed(format!(
                 "{} is not UTF-8 text (byte {})",
                 path.display(),
                 e.utf8_error().valid_up_to()
             ))
+        })?;
+        // Some editors begin a file with a byte order mark.
+        Ok(match text.strip_prefix('\u{feff}') {
+            Some(rest) => rest.to_string(),
+            None => text,
         })
     };
     match path.extension().and_then(|e| e.to_str()) {
@@ -277,6 +282,13 @@ fn uuid_document(tokenizer: &Tokenizer, options: &Options) -> Result<Vec<u32>> {
         let ids = tokenizer.encode_prefix(&text, options.uuid_tokens)?;
         if ids.len() == options.uuid_tokens {
             return Ok(ids);
+        }
+        if ids.len() < count {
+            return Err(Error::failed(format!(
+                "the tokenizer makes {} tokens of {count} UUIDs",
+                ids.len()
+            ))
+            .hint("it does not know their characters; use --uuid-tokens 0"));
         }
         count *= 2;
     }
