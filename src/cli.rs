@@ -42,6 +42,14 @@ pub enum Command {
     Bench(bench::Args),
 }
 
+/// A number of tokens, positions or passes: what our files can number.
+pub fn parse_count(text: &str) -> std::result::Result<usize, String> {
+    match text.parse::<u32>() {
+        Ok(n) => Ok(n as usize),
+        Err(_) => Err(format!("expected a whole number from 0 to {}", u32::MAX)),
+    }
+}
+
 /// Where the work is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Device {
@@ -120,13 +128,13 @@ pub struct Input {
     #[arg(long, value_name = "FILE.json", conflicts_with = "text")]
     pub tokens: Option<PathBuf>,
     /// Longest block (default: 16384, or the model's longest context if that is less)
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = parse_count)]
     pub seq_len: Option<usize>,
     /// Most tokens of text
-    #[arg(long, value_name = "N", default_value_t = 65_536)]
+    #[arg(long, value_name = "N", default_value_t = 65_536, value_parser = parse_count)]
     pub max_tokens: usize,
     /// Tokens of random UUIDs to add (none with --tokens)
-    #[arg(long, value_name = "N", default_value_t = 16_384)]
+    #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = parse_count)]
     pub uuid_tokens: usize,
     /// Share of the blocks that is kept out of every fit, to report quality on
     #[arg(long, value_name = "F", default_value_t = 0.05)]
@@ -158,10 +166,10 @@ impl Input {
 #[derive(Args, Clone, Debug)]
 pub struct Fit {
     /// Codewords per KV head
-    #[arg(long, value_name = "M", default_value_t = 4096)]
+    #[arg(long, value_name = "M", default_value_t = 4096, value_parser = parse_count)]
     pub size: usize,
     /// Most k-means passes
-    #[arg(long, value_name = "N", default_value_t = 25)]
+    #[arg(long, value_name = "N", default_value_t = 25, value_parser = parse_count)]
     pub iterations: usize,
     /// How k-means starts
     #[arg(long, value_enum, default_value_t = FitInit::KMeansPlusPlus)]

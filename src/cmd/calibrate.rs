@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 use super::{check_points, load_corpus, model_manifest, open_model, print_json, report_head};
 use crate::artifact::{self, LayerPart, Origin, Section};
 use crate::capture::Capture;
-use crate::cli::{Fit, Global, Input};
+use crate::cli::{Fit, Global, Input, parse_count};
 use crate::corpus::Corpus;
 use crate::dump::Sizes;
 use crate::error::{Error, Kind, Result};
@@ -39,7 +39,7 @@ pub struct Args {
     #[arg(long, requires = "work")]
     resume: bool,
     /// Relative position at which the query moments are taken
-    #[arg(long, value_name = "P", default_value_t = 2048)]
+    #[arg(long, value_name = "P", default_value_t = 2048, value_parser = parse_count)]
     wrope_position: usize,
     #[command(flatten)]
     fit: Fit,

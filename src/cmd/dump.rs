@@ -7,7 +7,7 @@ use clap::ValueEnum;
 use serde_json::json;
 
 use super::{load_corpus, model_manifest, open_model, print_json};
-use crate::cli::{Global, Input};
+use crate::cli::{Global, Input, parse_count};
 use crate::dump::{self, Options};
 use crate::error::Result;
 use crate::model::weights::Float;
@@ -33,7 +33,7 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = StateType::Bf16)]
     dtype: StateType,
     /// Relative position at which the query moments are taken
-    #[arg(long, value_name = "P", default_value_t = 2048)]
+    #[arg(long, value_name = "P", default_value_t = 2048, value_parser = parse_count)]
     wrope_position: usize,
 }
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
-use super::{model_manifest, open_model, print_json};
+use super::{model_manifest, open_model, print, print_json};
 use crate::artifact::{Artifact, short};
 use crate::cli::Global;
 use crate::error::{Error, Result};
@@ -68,19 +68,19 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
             "rows": rows,
         }));
     }
-    print!("{}", summary(&artifact, args));
+    let mut text = summary(&artifact, args);
     if args.layer.is_some() && args.head.is_some() {
         for row in &rows {
-            print!("{}", detail(row));
+            text += &detail(row);
         }
     } else {
-        print!("{}", table(&rows, sizes.n_layers));
-        print!("{}", worst(&rows));
+        text += &table(&rows, sizes.n_layers);
+        text += &worst(&rows);
     }
     if args.verify {
-        println!("verified: every digest and every value");
+        text += "verified: every digest and every value\n";
     }
-    Ok(())
+    print(&text)
 }
 
 /// One object per section, layer and head.

@@ -53,9 +53,16 @@ pub fn run(cli: Cli) -> Result<()> {
 
 /// Prints the one JSON document of `--json`.
 fn print_json(value: &Value) -> Result<()> {
+    print(&format!("{value}\n"))
+}
+
+/// Prints to stdout, which may be full or closed.
+fn print(text: &str) -> Result<()> {
     use std::io::Write;
     let mut out = std::io::stdout().lock();
-    writeln!(out, "{value}").map_err(|e| Error::failed(format!("cannot write to stdout: {e}")))
+    out.write_all(text.as_bytes())
+        .and_then(|()| out.flush())
+        .map_err(|e| Error::failed(format!("cannot write to stdout: {e}")))
 }
 
 /// Opens a model and says what it is.

@@ -6,7 +6,7 @@ use ndarray::Array3;
 use serde_json::json;
 
 use super::print_json;
-use crate::cli::Global;
+use crate::cli::{Global, parse_count};
 use crate::dump::{Dump, State};
 use crate::error::{Error, Result};
 use crate::interrupt;
@@ -25,7 +25,7 @@ pub struct Args {
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
     /// Relative position (default: the dump's)
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", value_parser = parse_count)]
     wrope_position: Option<usize>,
 }
 

@@ -1,14 +1,13 @@
 //! `kvsmith run`: generation with exact or sparse attention.
 
-use std::io::Write;
 use std::path::PathBuf;
 use std::time::Instant;
 
 use serde_json::json;
 
-use super::{open_model, print_json};
+use super::{open_model, print, print_json};
 use crate::artifact::Artifact;
-use crate::cli::Global;
+use crate::cli::{Global, parse_count};
 use crate::corpus::read_tokens;
 use crate::dump::Sizes;
 use crate::error::{Error, Result};
@@ -48,10 +47,10 @@ pub struct Args {
     #[arg(long, value_name = "X", default_value = "0.06", value_parser = parse_budget)]
     budget: Budget,
     /// Most tokens to generate
-    #[arg(long, value_name = "N", default_value_t = 128)]
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_count)]
     max_new: usize,
     /// First positions that are always read
-    #[arg(long, value_name = "N", default_value_t = 4)]
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = parse_count)]
     sinks: usize,
     /// Last positions that are always read, the current one included
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = parse_window)]
@@ -76,6 +75,9 @@ pub struct Args {
     force: bool,
 }
 
+/// Generated positions that the caches have room for from the start; they grow beyond.
+const RESERVED: usize = 4096;
+
 fn parse_budget(text: &str) -> std::result::Result<Budget, String> {
     text.parse().map_err(|e: Error| match e.advice() {
         Some(hint) => format!("{e}: expected {hint}"),
@@ -84,7 +86,7 @@ fn parse_budget(text: &str) -> std::result::Result<Budget, String> {
 }
 
 fn parse_window(text: &str) -> std::result::Result<usize, String> {
-    match text.parse() {
+    match parse_count(text) {
         Ok(n) if n > 0 => Ok(n),
         _ => Err("expected a whole number of at least 1".to_string()),
     }
@@ -134,7 +136,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         budget: args.budget,
         kv: args.kv,
     };
-    let mut session = Session::new(&decoder, &method, options, total)?;
+    let mut session = Session::new(&decoder, &method, options, ids.len() + args.max_new.min(RESERVED))?;
     if let Some(path) = &args.trace {
         let file = std::fs::File::create(path).map_err(|e| Error::io(path, "write", &e))?;
         session.trace(Box::new(std::io::BufWriter::new(file)));
@@ -145,10 +147,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         if global.json || text.is_empty() {
             return Ok(());
         }
-        let mut out = std::io::stdout().lock();
-        write!(out, "{text}")
-            .and_then(|()| out.flush())
-            .map_err(|e| Error::failed(format!("cannot write to stdout: {e}")))
+        print(text)
     };
 
     log.note(&format!("prefill: {} tokens", ids.len()));
