@@ -218,16 +218,18 @@ fn a_killed_run_can_be_resumed() {
 
 #[test]
 fn an_interrupted_run_can_be_resumed() {
-    let (run, outcome) = Run::stopped_by(libc::SIGINT);
-    outcome.fails(130, "interrupted", "");
-    let parts: Vec<String> = run
-        .scratch
-        .list("")
-        .into_iter()
-        .filter(|f| f.ends_with(".part"))
-        .collect();
-    assert!(parts.is_empty(), "left behind: {parts:?}");
-    run.resume();
+    for signal in [libc::SIGINT, libc::SIGTERM] {
+        let (run, outcome) = Run::stopped_by(signal);
+        outcome.fails(130, "interrupted", "");
+        let parts: Vec<String> = run
+            .scratch
+            .list("")
+            .into_iter()
+            .filter(|f| f.ends_with(".part"))
+            .collect();
+        assert!(parts.is_empty(), "left behind: {parts:?}");
+        run.resume();
+    }
 }
 
 #[test]

@@ -401,6 +401,19 @@ fn documents_and_uuids() {
     assert_eq!(u32s(&t["ids"]), expected.concat());
     assert_eq!(u32s(&t["block_start"]), [0, 25, 30, 40]);
 
+    // A byte order mark and Windows line ends are not text.
+    let marked = scratch.write(
+        "c.jsonl",
+        "\u{feff}{\"text\": \"first\"}\r\n{\"text\": \"second one\"}\r\n",
+    );
+    let marks = dump(
+        &scratch,
+        &model,
+        "marked",
+        &format!("--text {marked} --uuid-tokens 0"),
+    );
+    assert_eq!(u32s(&tokens_of(&marks)["ids"]), expected[1..].concat());
+
     let out = dump(
         &scratch,
         &model,

@@ -228,8 +228,13 @@ fn stop_tokens_end_the_text() {
     // The first token that is not like those before it.
     let at = (4..24).find(|i| !greedy[..*i].contains(&greedy[*i])).unwrap();
     let run = |options: &str| {
+        let length = if options.contains("--max-new") {
+            ""
+        } else {
+            "--max-new 24"
+        };
         kvsmith(&format!(
-            "run {} --method full --max-new 24 --json {options}",
+            "run {} --method full --json {length} {options}",
             model.files
         ))
         .json()
@@ -242,6 +247,8 @@ fn stop_tokens_end_the_text() {
         );
         assert_eq!(run("")["ids"], json!(greedy[..=at]), "ends with the stop token");
         assert_eq!(run("--ignore-eos")["ids"], json!(greedy));
+        // Room for this many positions is not taken before they come.
+        assert_eq!(run("--max-new 4294967295")["ids"], json!(greedy[..=at]));
     }
     // The config's own id stands beside that of generation_config.json.
     edit_json(

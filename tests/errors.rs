@@ -270,6 +270,11 @@ fn configs_that_are_not_supported() {
         ),
         (json!({ "head_dim": 18 }), "head_dim 18", "multiple of 4"),
         (
+            json!({ "head_dim": 2147483644 }),
+            "head_dim 2147483644",
+            "at most",
+        ),
+        (
             json!({ "num_key_value_heads": 3 }),
             "not a multiple of num_key_value_heads 3",
             "",
@@ -553,6 +558,14 @@ fn text_files() {
     }
     std::fs::write(format!("{model}/tokenizer.json"), "{}").unwrap();
     dump(&text).fails(1, "tokenizer.json cannot be used", "");
+    // One token, unknown, for any text.
+    let coarse = json!({
+        "version": "1.0", "added_tokens": [],
+        "model": { "type": "WordLevel", "vocab": { "?": 0 }, "unk_token": "?" },
+    });
+    std::fs::write(format!("{model}/tokenizer.json"), coarse.to_string()).unwrap();
+    let uuids = format!("dump --model {model} -o {out} --uuid-tokens 99 --text {text}");
+    kvsmith(&uuids).fails(1, "makes 1 tokens of ", "--uuid-tokens 0");
     std::fs::write(format!("{model}/tokenizer.json"), tokenizer(Value::Null)).unwrap();
     for (name, content, culprit, hint) in [
         (
@@ -821,6 +834,26 @@ fn wrong_use() {
         ("run --model MODEL --tokens t --window 0", "--window"),
         ("run --model MODEL --tokens t --sinks x", "--sinks"),
         ("run --model MODEL --tokens t --threads 0", "--threads"),
+        (
+            "run --model MODEL --tokens t --threads 18446744073709551615",
+            "--threads",
+        ),
+        (
+            "run --model MODEL --tokens t --max-new 18446744073709551615",
+            "--max-new",
+        ),
+        (
+            "dump --model MODEL -o out --tokens t --wrope-position 18446744073709551615",
+            "--wrope-position",
+        ),
+        (
+            "dump --model MODEL -o out --text t.txt --max-tokens 18446744073709551615",
+            "--max-tokens",
+        ),
+        (
+            "dump --model MODEL -o out --text t.txt --uuid-tokens 18446744073709551615",
+            "--uuid-tokens",
+        ),
         ("run --model MODEL --tokens t --method guess", "guess"),
         ("run --model MODEL --tokens t --device tpu", "tpu"),
         ("run --model MODEL --tokens t --temperature=-1", "--temperature"),
@@ -855,6 +888,29 @@ fn wrong_use() {
             !outcome.stdout.is_empty() && outcome.stderr.is_empty(),
             "{arguments}"
         );
+    }
+}
+
+#[test]
+fn a_stdout_that_takes_nothing() {
+    let scratch = Scratch::new();
+    let model = golden("llama_default").display().to_string();
+    let tokens = scratch.tokens("tokens.json", &documents(&[40], 1));
+    let artifact = scratch.path("art");
+    kvsmith(&format!(
+        "calibrate --size 2 --model {model} --tokens {tokens} -o {artifact}"
+    ))
+    .ok();
+    let run = format!("run --model {model} --tokens {tokens} --max-new 3");
+    for arguments in [
+        format!("inspect {artifact}"),
+        format!("inspect {artifact} --json"),
+        run.clone(),
+        run + " --json",
+    ] {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let outcome = Outcome::of(command(&arguments).stdout(full).output().unwrap());
+        outcome.fails(1, "cannot write to stdout: No space left on device", "");
     }
 }
 
