@@ -133,6 +133,17 @@ fn random_chol(rng: &mut ChaCha8Rng, d: usize) -> Array2<f32> {
     cholesky(h.view()).unwrap().mapv(|v| v as f32)
 }
 
+/// Every row of `z` times L^-1, by substitution.
+fn unwhiten(mut z: Array2<f64>, l: &Array2<f64>) -> Array2<f64> {
+    for mut row in z.rows_mut() {
+        for j in (0..row.len()).rev() {
+            let known: f64 = (j + 1..row.len()).map(|i| row[i] * l[[i, j]]).sum();
+            row[j] = (row[j] - known) / l[[j, j]];
+        }
+    }
+    z
+}
+
 #[test]
 fn encoding_is_the_argmin_in_the_metric_of_the_queries() {
     let mut rng = ChaCha8Rng::seed_from_u64(2);
@@ -147,7 +158,6 @@ fn encoding_is_the_argmin_in_the_metric_of_the_queries() {
         let (n, m) = (120, 40);
         let chol = random_chol(&mut rng, d);
         let wide = chol.mapv(f64::from);
-        let inverse = invert_lower(wide.view()).unwrap();
         // A bias of the keys that is `offset` long once it is whitened.
         let direction = matrix(&mut rng, 1, d).mapv(f64::from);
         let length = direction.dot(&wide).mapv(|v| v * v).sum().sqrt();
@@ -164,7 +174,7 @@ fn encoding_is_the_argmin_in_the_metric_of_the_queries() {
         let codes = head.encode(keys.view());
 
         // c = (c_z + mean) L^-1, and (k - c) H (k - c)^T with H = L L^T.
-        let raw = (codebook.mapv(f64::from) + mean.mapv(f64::from)).dot(&inverse);
+        let raw = unwhiten(codebook.mapv(f64::from) + mean.mapv(f64::from), &wide);
         let h = wide.dot(&wide.t());
         let mut same = 0;
         for (key, &code) in keys.rows().into_iter().zip(&codes) {
@@ -215,15 +225,21 @@ fn scores_are_products_with_the_codewords_in_key_space() {
         let q_pre = matrix(&mut rng, r, d);
         let rope = plain_rope(d);
         let inverse = invert_lower(chol.mapv(f64::from).view()).unwrap();
-        let head =
-            HeadCodebook::new(codebook.clone(), Array1::zeros(d), chol, rope.clone(), position).unwrap();
+        let head = HeadCodebook::new(
+            codebook.clone(),
+            Array1::zeros(d),
+            chol.clone(),
+            rope.clone(),
+            position,
+        )
+        .unwrap();
         let scores = head.scores(q_pre.view());
         let table = rope.table(position..position + 1);
         for (query, scores) in q_pre.rows().into_iter().zip(scores.rows()) {
             let mut rotated = query.to_vec();
             table.rotate(&mut rotated, 0);
             let rotated = Array1::from(rotated).mapv(f64::from);
-            let exact = codebook.mapv(f64::from).dot(&inverse).dot(&rotated);
+            let exact = unwhiten(codebook.mapv(f64::from), &chol.mapv(f64::from)).dot(&rotated);
             // Only y's rounding and the f32 product differ.
             let y = inverse.dot(&rotated).mapv(f64::abs);
             let sizes = codebook.mapv(|v| f64::from(v.abs())).dot(&y);
