@@ -87,6 +87,14 @@ fn every_damaged_artifact_is_refused() {
             &[bytes.clone(), vec![0; more]].concat(),
         );
     }
+    // A header that says the same in other bytes.
+    let text = std::str::from_utf8(&bytes[8..header]).unwrap();
+    for same in [format!("{text}        "), text.replacen(':', ": ", 1)] {
+        refused(
+            "a rewritten header".to_string(),
+            &safetensors(&same, &bytes[header..]),
+        );
+    }
     for len in [0, 1, 8, 100, bytes.len()] {
         let mut garbage = vec![0; len];
         rng.fill_bytes(&mut garbage);
