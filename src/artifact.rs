@@ -180,8 +180,8 @@ impl Artifact {
     /// has exactly its tensors in the right types and shapes. Tensor data are not read.
     pub fn open(path: &Path) -> Result<Self> {
         let store = Store::open(path)?;
-        store.check_canonical()?;
         let manifest = store.manifest()?;
+        store.check_canonical()?;
         let context = |e: Error| e.context(path.display());
         if manifest.get("format").and_then(Value::as_u64) != Some(FORMAT) {
             return Err(Error::failed(format!(
@@ -293,7 +293,7 @@ impl Artifact {
             short(own),
             short(fingerprint)
         ))
-        .hint("calibrate this model; --force uses the artifact anyway, if its sizes fit"))
+        .hint("calibrate this model, or give the model that the file was made for"))
     }
 
     /// A whole f32 tensor.

@@ -7,6 +7,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use crate::cmd::{bench, calibrate, codebook, dump, inspect, moments, pack, run};
 use crate::corpus;
 use crate::error::{Error, Result};
+use crate::method::a2ats::FitInit;
 use crate::progress::{Log, Verbosity};
 
 /// Calibrate, inspect and run sparse KV-cache retrieval for Hugging Face checkpoints.
@@ -174,12 +175,4 @@ pub struct Fit {
     /// How k-means starts
     #[arg(long, value_enum, default_value_t = FitInit::KMeansPlusPlus)]
     pub init: FitInit,
-}
-
-/// How k-means starts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum FitInit {
-    /// Each next centroid is a key drawn by its squared distance to those chosen.
-    #[value(name = "kmeans++")]
-    KMeansPlusPlus,
 }

@@ -144,6 +144,14 @@ impl Corpus {
         self.ids.len()
     }
 
+    /// Tokens of the longest block.
+    pub fn longest_block(&self) -> usize {
+        (0..self.n_blocks())
+            .map(|b| self.block(b).len())
+            .max()
+            .unwrap_or(0)
+    }
+
     /// Rows of block `i`.
     pub fn block(&self, i: usize) -> Range<usize> {
         self.block_start[i] as usize..self.block_start[i + 1] as usize
@@ -168,16 +176,20 @@ impl Corpus {
 
     /// The manifest's `calibration` object.
     pub fn manifest(&self) -> Value {
-        let mut hash = Sha256::new();
-        for id in &self.ids {
-            hash.update(id.to_le_bytes());
-        }
+        let digest = |values: &[u32]| {
+            let mut hash = Sha256::new();
+            for v in values {
+                hash.update(v.to_le_bytes());
+            }
+            hex(&hash.finalize())
+        };
         json!({
             "tokens": self.n_tokens(),
             "blocks": self.n_blocks(),
             "held_out": self.held_out.iter().map(|(b, i, j)| json!([b, i, j])).collect::<Vec<_>>(),
             "held_out_tokens": self.held_out.iter().map(|(_, i, j)| j - i).sum::<usize>(),
-            "ids_sha256": hex(&hash.finalize()),
+            "ids_sha256": digest(&self.ids),
+            "block_start_sha256": digest(&self.block_start),
             "seq_len": self.seq_len,
             "seed": self.seed,
         })
@@ -211,7 +223,7 @@ fn tokenise(tokenizer: &Tokenizer, paths: &[PathBuf], max_tokens: usize) -> Resu
 
 /// The documents of one `.txt` or `.jsonl` file.
 pub fn read_documents(path: &Path) -> Result<Vec<String>> {
-    let read = || {
+    let read = || -> Result<String> {
         let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", &e))?;
         let text = String::from_utf8(bytes).map_err(|e| {
             Error::failed(format!(

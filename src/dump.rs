@@ -98,24 +98,23 @@ impl Sizes {
     }
 }
 
-/// Runs the model over the corpus and writes the dump folder.
+/// Runs the model over the corpus and fills the dump folder.
 ///
 /// # Errors
-/// The folder holds a dump already, the disk is too small for it, or the model fails.
+/// The disk is too small for it, or the model fails.
 pub fn write(
     decoder: &Decoder,
     corpus: &Corpus,
     model: &Value,
-    dir: &Path,
+    mut new: NewDump,
     options: &Options,
     log: Log,
 ) -> Result<()> {
-    prepare(dir)?;
     let c = &decoder.config;
     let n = corpus.n_tokens();
     let specs = layer_specs(model, n, options)?;
-    check_space(dir, &specs, c.n_layers)?;
-    write_tokens(corpus, dir)?;
+    check_space(&new.dir, &specs, c.n_layers)?;
+    write_tokens(corpus, new.file("tokens.safetensors")?)?;
 
     let kept = corpus.kept();
     let mut moments = Moments {
@@ -127,7 +126,7 @@ pub fn write(
     let mut capture = Capture::start(decoder, corpus)?;
     for i in 0..c.n_layers {
         progress.stage(format!("layer {} of {}", i + 1, c.n_layers));
-        let writer = Writer::new(Output::create(&dir.join(layer_file(i)))?, specs.clone(), None)?;
+        let writer = Writer::new(new.file(&layer_file(i))?, specs.clone(), None)?;
         let mut sums = LayerMoments::new(c.n_kv_heads, c.head_dim);
         capture.layer(&progress, &mut |rows, states| {
             sums.add(
@@ -149,7 +148,7 @@ pub fn write(
         writer.finish()?;
         moments.layers.push(sums);
     }
-    moments.write(Output::create(&dir.join(MOMENTS))?)?;
+    moments.write(new.file(MOMENTS)?)?;
     let manifest = json!({
         "format": FORMAT,
         "kind": "dump",
@@ -163,25 +162,68 @@ pub fn write(
         "wrope_position": options.wrope_position,
     });
     let text = serde_json::to_vec_pretty(&manifest).map_err(|e| Error::failed(e.to_string()))?;
-    Output::create(&dir.join(MANIFEST))?.finish(&text)
+    Output::create(&new.dir.join(MANIFEST))?.finish(&text)?;
+    new.files.clear();
+    Ok(())
 }
 
-/// Makes the folder and finds out whether it can be written.
-fn prepare(dir: &Path) -> Result<()> {
-    if dir.join(MANIFEST).exists() {
-        return Err(Error::failed(format!("{} already holds a dump", dir.display()))
-            .hint("remove it or choose another folder with -o"));
+/// A dump folder that is not complete yet; what was written goes if it never is.
+pub struct NewDump {
+    dir: PathBuf,
+    /// Whether the folder was not there before.
+    made: bool,
+    files: Vec<PathBuf>,
+}
+
+impl NewDump {
+    /// Makes the folder and finds out whether it can be written.
+    ///
+    /// # Errors
+    /// It holds a dump already, or cannot be written.
+    pub fn create(dir: &Path) -> Result<Self> {
+        if dir.as_os_str().is_empty() {
+            return Err(Error::usage("-o needs the name of a folder"));
+        }
+        if dir.join(MANIFEST).exists() {
+            return Err(Error::failed(format!("{} already holds a dump", dir.display()))
+                .hint("remove it or choose another folder with -o"));
+        }
+        let new = Self {
+            dir: dir.to_path_buf(),
+            made: !dir.exists(),
+            files: Vec::new(),
+        };
+        std::fs::create_dir_all(dir).map_err(|e| Error::io(dir, "make the folder", &e))?;
+        Output::create(&dir.join(MANIFEST))?;
+        Ok(new)
     }
-    std::fs::create_dir_all(dir).map_err(|e| Error::io(dir, "make the folder", &e))?;
-    Output::create(&dir.join(MANIFEST)).map(drop)
+
+    /// Begins a file of the folder.
+    fn file(&mut self, name: &str) -> Result<Output> {
+        let path = self.dir.join(name);
+        self.files.push(path.clone());
+        Output::create(&path)
+    }
+}
+
+impl Drop for NewDump {
+    fn drop(&mut self) {
+        // What cannot be removed is no dump all the same: the manifest is missing.
+        for path in &self.files {
+            let _ = std::fs::remove_file(path);
+        }
+        if self.made {
+            let _ = std::fs::remove_dir(&self.dir);
+        }
+    }
 }
 
 /// Fails early if the disk cannot hold the dump.
 fn check_space(dir: &Path, specs: &[Spec], n_layers: usize) -> Result<()> {
     let per_layer: usize = specs
         .iter()
-        .map(|s| s.shape.iter().product::<usize>() * s.dtype.bitsize() / 8)
-        .sum();
+        .map(|s| s.bytes().unwrap_or(usize::MAX))
+        .fold(0, usize::saturating_add);
     let needed = per_layer as u128 * n_layers as u128;
     if let Some(free) = free_bytes(dir)
         && needed > u128::from(free)
@@ -214,7 +256,7 @@ pub fn free_bytes(dir: &Path) -> Option<u64> {
     Some(stat.f_bavail as u64 * stat.f_frsize as u64)
 }
 
-fn write_tokens(corpus: &Corpus, dir: &Path) -> Result<()> {
+fn write_tokens(corpus: &Corpus, output: Output) -> Result<()> {
     let n = corpus.n_tokens();
     let held_out: Vec<u8> = corpus.kept().iter().map(|kept| u8::from(!kept)).collect();
     let tensors = [
@@ -223,7 +265,7 @@ fn write_tokens(corpus: &Corpus, dir: &Path) -> Result<()> {
         Tensor::new("block_start", &[corpus.block_start.len()], &corpus.block_start),
         Tensor::new("held_out", &[n], &held_out),
     ];
-    store::write(Output::create(&dir.join("tokens.safetensors"))?, &tensors, None)
+    store::write(output, &tensors, None)
 }
 
 /// Writes `[heads, m, d]` into rows `first..first + m` of a `[heads, n, d]` tensor.
@@ -297,7 +339,10 @@ impl Dump {
         let (Some(queries), Some(values), Some(position)) = (
             flag("queries"),
             flag("values"),
-            manifest.get("wrope_position").and_then(Value::as_u64),
+            manifest
+                .get("wrope_position")
+                .and_then(Value::as_u64)
+                .filter(|p| *p <= u64::from(u32::MAX)),
         ) else {
             return Err(invalid("a field is missing"));
         };

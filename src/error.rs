@@ -18,6 +18,8 @@ pub enum Kind {
     Device,
     /// Stopped by the user: exit code 130.
     Interrupted,
+    /// The reader of stdout has seen enough (`| head`): a quiet end, exit code 0.
+    Closed,
 }
 
 /// A failure with its message, its hint and its exit code.
@@ -66,6 +68,14 @@ impl Error {
         Self::new(Kind::Interrupted, "interrupted")
     }
 
+    /// Results cannot be written to stdout.
+    pub fn stdout(source: &std::io::Error) -> Self {
+        match source.kind() {
+            std::io::ErrorKind::BrokenPipe => Self::new(Kind::Closed, "stdout was closed"),
+            _ => Self::failed(format!("cannot write to stdout: {source}")),
+        }
+    }
+
     /// An input/output failure on `path`.
     pub fn io(path: &Path, doing: &str, source: &std::io::Error) -> Self {
         let error = Self::failed(format!("cannot {doing} {}: {source}", path.display()));
@@ -112,6 +122,7 @@ impl Error {
             Kind::Usage => 2,
             Kind::Device => 3,
             Kind::Interrupted => 130,
+            Kind::Closed => 0,
         }
     }
 }

@@ -7,7 +7,7 @@
 //! 3. [`capture`] and [`dump`]: pre-RoPE states, layer by layer;
 //! 4. [`stats`]: query second moments, whitening, k-means;
 //! 5. [`method`]: the retrieval methods, one file per paper, with what each calibrates;
-//! 6. [`artifact`]: the packaged file;
+//! 6. [`artifact`]: the packaged file; [`work`]: what a stopped calibration needs to go on;
 //! 7. [`runner`]: prefill and sparse decode.
 //!
 //! [`compute`] holds the arithmetic kernels that they share, and [`cmd`] the subcommands.
@@ -27,3 +27,4 @@ pub mod progress;
 pub mod runner;
 pub mod stats;
 pub mod store;
+pub mod work;

@@ -4,6 +4,8 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use kvsmith::cli::Cli;
+use kvsmith::error::Kind;
+use kvsmith::progress::say;
 use kvsmith::{cmd, interrupt};
 
 fn main() -> ExitCode {
@@ -21,9 +23,11 @@ fn main() -> ExitCode {
     match cmd::run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("error: {e}");
+            if e.kind() != Kind::Closed {
+                say(&format!("error: {e}"));
+            }
             if let Some(hint) = e.advice() {
-                eprintln!("hint: {hint}");
+                say(&format!("hint: {hint}"));
             }
             ExitCode::from(e.exit_code())
         }

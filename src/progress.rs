@@ -1,8 +1,13 @@
 //! What a person sees on stderr: notes, warnings and progress bars with the time left.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+/// Writes a line to stderr; where stderr is full or closed, there is nobody to tell.
+pub fn say(text: &str) {
+    let _ = writeln!(std::io::stderr(), "{text}");
+}
 
 /// How much the program says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -26,20 +31,20 @@ impl Log {
     /// A line that `-q` hides.
     pub fn note(&self, text: &str) {
         if self.verbosity >= Verbosity::Normal {
-            eprintln!("{text}");
+            say(text);
         }
     }
 
     /// A line that only `-v` shows.
     pub fn detail(&self, text: &str) {
         if self.verbosity >= Verbosity::Verbose {
-            eprintln!("{text}");
+            say(text);
         }
     }
 
     /// A line that is always shown.
     pub fn warn(&self, text: &str) {
-        eprintln!("warning: {text}");
+        say(&format!("warning: {text}"));
     }
 
     /// A progress bar over `total` units; it shows only on a terminal.
@@ -79,7 +84,7 @@ impl Progress {
 
     /// Prints a line without disturbing the bar.
     pub fn line(&self, text: &str) {
-        self.bar.suspend(|| eprintln!("{text}"));
+        self.bar.suspend(|| say(text));
     }
 }
 

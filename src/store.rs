@@ -17,6 +17,10 @@ use tempfile::NamedTempFile;
 use crate::error::{Error, Result};
 use crate::model::weights::hex;
 
+/// How the names of unfinished files begin.
+pub const TEMP_PREFIX: &str = ".kvsmith-";
+/// How the names of unfinished files end.
+pub const TEMP_SUFFIX: &str = ".part";
 /// Key of our JSON in `__metadata__`.
 pub const METADATA_KEY: &str = "kvsmith";
 
@@ -91,7 +95,7 @@ impl Spec {
     }
 
     /// Bytes of its data; `None` if that overflows.
-    fn bytes(&self) -> Option<usize> {
+    pub fn bytes(&self) -> Option<usize> {
         let bits = self.dtype.bitsize();
         self.shape
             .iter()
@@ -167,19 +171,18 @@ impl Output {
                 }
             )));
         }
+        // The target of a symbolic link is replaced, not the link.
+        let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
         let folder = match path.parent() {
             Some(p) if !p.as_os_str().is_empty() => p,
             _ => Path::new("."),
         };
         let temp = tempfile::Builder::new()
-            .prefix(".kvsmith-")
-            .suffix(".part")
+            .prefix(TEMP_PREFIX)
+            .suffix(TEMP_SUFFIX)
             .tempfile_in(folder)
-            .map_err(|e| Error::io(path, "write", &e))?;
-        Ok(Self {
-            path: path.to_path_buf(),
-            temp,
-        })
+            .map_err(|e| Error::io(&path, "write", &e))?;
+        Ok(Self { path, temp })
     }
 
     /// Writes `bytes` and gives the file its name.
@@ -326,6 +329,9 @@ impl Store {
     /// # Errors
     /// A missing file, or one whose header does not describe exactly its data.
     pub fn open(path: &Path) -> Result<Self> {
+        if path.is_dir() {
+            return Err(Error::failed(format!("{} is a folder", path.display())).hint("give a file"));
+        }
         let file = File::open(path).map_err(|e| Error::io(path, "open", &e))?;
         // SAFETY: read-only mapping; values that change under us are plain data to every reader.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(path, "read", &e))?;

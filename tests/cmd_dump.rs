@@ -532,14 +532,17 @@ fn json_output() {
     let tokens = scratch.tokens("tokens.json", &documents(&[30], 8));
     let out = scratch.path("dump");
     let json = kvsmith(&format!(
-        "dump --model {model} --tokens {tokens} -o {out} --json --device cpu"
+        "dump --model {model} --tokens {tokens} -o {out} --wrope-position 64 --json --device cpu"
     ))
     .json();
     assert_eq!(
         (&json["tokens"], &json["layers"], &json["device"]),
         (&json!(30), &json!(2), &json!("cpu"))
     );
-    let quiet = kvsmith(&format!("dump --model {model} --tokens {tokens} -o {out}2 -q")).ok();
+    let quiet = kvsmith(&format!(
+        "dump --model {model} --tokens {tokens} -o {out}2 --wrope-position 64 -q"
+    ))
+    .ok();
     assert_eq!((quiet.stdout.as_str(), quiet.stderr.as_str()), ("", ""));
     let same = |name: &str| {
         std::fs::read(format!("{out}/{name}")).unwrap() == std::fs::read(format!("{out}2/{name}")).unwrap()

@@ -100,18 +100,8 @@ fn json_has_the_contracts_keys() {
         (&json["device"], &json["prompt_tokens"]),
         (&json!("cpu"), &json!(model.prompt_len()))
     );
-    let ids: Vec<String> = json["ids"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(Value::to_string)
-        .collect();
-    assert_eq!(ids.len(), 5);
-    assert_eq!(
-        json["text"].as_str().unwrap().trim(),
-        ids.join(" "),
-        "without a tokenizer, ids"
-    );
+    assert_eq!(json["ids"].as_array().unwrap().len(), 5);
+    assert_eq!(json["text"], json!(""), "there is no text without a tokenizer");
     // Two layers, two KV heads, 17 + 5 positions, of which the last was not fed: rows of 16 f32, K
     // and V; codes of two bytes, of which a growing vector may hold up to twice as many.
     assert_eq!(json["kv_bytes"], json!(2 * 2 * 22 * 2 * 16 * 4));
@@ -250,7 +240,9 @@ fn stop_tokens_end_the_text() {
         // Room for this many positions is not taken before they come.
         assert_eq!(run("--max-new 4294967295")["ids"], json!(greedy[..=at]));
     }
-    // The config's own id stands beside that of generation_config.json.
+    // The config's own id counts where generation_config.json has none.
+    let generation = model.scratch.path("model/generation_config.json");
+    std::fs::remove_file(generation).unwrap();
     edit_json(
         &model.scratch.path("model/config.json"),
         &json!({ "eos_token_id": greedy[0] }),

@@ -781,8 +781,9 @@ fn artifacts_of_another_model() {
     };
     let culprit = "art was made for another model";
     run(&twin, "").fails(1, culprit, "--force");
-    run(&stranger, "").fails(1, culprit, "--force");
-    run(&stranger, "--force").fails(1, culprit, "if its sizes fit");
+    // No force makes other sizes fit.
+    run(&stranger, "").fails(1, culprit, "calibrate this model");
+    run(&stranger, "--force").fails(1, culprit, "calibrate this model");
     let forced = run(&twin, "--force").ok();
     assert!(forced.stderr.contains("warning: "), "{}", forced.stderr);
     assert!(!run(&model, "").ok().stderr.contains("warning: "));

@@ -54,7 +54,7 @@ fn a2ats_selects_what_the_definition_says() {
             codebook.clone(),
             Array1::zeros(D),
             Array2::eye(D),
-            plain_rope(D),
+            &plain_rope(D),
             0,
         )
         .unwrap();
@@ -170,7 +170,7 @@ fn encoding_is_the_argmin_in_the_metric_of_the_queries() {
         let row = codebook.row(3).to_owned();
         codebook.row_mut(7).assign(&row);
         codebook.row_mut(9).fill(500.0);
-        let head = HeadCodebook::new(codebook.clone(), mean.clone(), chol, plain_rope(d), 0).unwrap();
+        let head = HeadCodebook::new(codebook.clone(), mean.clone(), chol, &plain_rope(d), 0).unwrap();
         let codes = head.encode(keys.view());
 
         // c = (c_z + mean) L^-1, and (k - c) H (k - c)^T with H = L L^T.
@@ -225,14 +225,8 @@ fn scores_are_products_with_the_codewords_in_key_space() {
         let q_pre = matrix(&mut rng, r, d);
         let rope = plain_rope(d);
         let inverse = invert_lower(chol.mapv(f64::from).view()).unwrap();
-        let head = HeadCodebook::new(
-            codebook.clone(),
-            Array1::zeros(d),
-            chol.clone(),
-            rope.clone(),
-            position,
-        )
-        .unwrap();
+        let head =
+            HeadCodebook::new(codebook.clone(), Array1::zeros(d), chol.clone(), &rope, position).unwrap();
         let scores = head.scores(q_pre.view());
         let table = rope.table(position..position + 1);
         for (query, scores) in q_pre.rows().into_iter().zip(scores.rows()) {

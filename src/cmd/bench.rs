@@ -1,6 +1,5 @@
 //! `kvsmith bench`: speed on shapes of real models, or on given data.
 
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -10,10 +9,11 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 
-use super::print_json;
-use crate::cli::{FitInit, Global};
+use super::{print, print_json};
+use crate::cli::Global;
 use crate::error::{Error, Result};
 use crate::interrupt;
+use crate::method::a2ats::FitInit;
 use crate::stats::kmeans::{self, Init, KMeansFit, KMeansParams};
 use crate::store::{self, Output, Store, Tensor};
 
@@ -58,6 +58,9 @@ struct KMeansArgs {
     runs: usize,
 }
 
+/// Most random values: 16 GB.
+const MAX_VALUES: usize = 1 << 32;
+
 /// Runs `bench`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let device = global.cpu_only("bench")?;
@@ -70,7 +73,16 @@ fn bench_kmeans(args: &KMeansArgs, global: &Global, device: &str) -> Result<()> 
     let output = args.output.as_ref().map(|p| Output::create(p)).transpose()?;
     let points = match &args.points {
         Some(path) => read_points(path)?,
-        None => random_points(args.n, args.dim, global.seed),
+        None => {
+            let values = args.n.checked_mul(args.dim).filter(|v| *v <= MAX_VALUES);
+            if values.is_none() {
+                return Err(Error::usage(format!(
+                    "--n {} x --dim {} is too large",
+                    args.n, args.dim
+                )));
+            }
+            random_points(args.n, args.dim, global.seed)
+        }
     };
     let FitInit::KMeansPlusPlus = args.init;
     let params = KMeansParams {
@@ -105,16 +117,15 @@ fn bench_kmeans(args: &KMeansArgs, global: &Global, device: &str) -> Result<()> 
         return print_json(&json!({ "rows": [row] }));
     }
     let number = |name: &str| row[name].as_f64().unwrap_or(0.0);
-    println!(
-        "kmeans {shape}: median {:.3} s of {} (min {:.3}, max {:.3}), {:.0} GFLOP/s nominal, inertia {:.6e}",
+    print(&format!(
+        "kmeans {shape}: median {:.3} s of {} (min {:.3}, max {:.3}), {:.0} GFLOP/s nominal, inertia {:.6e}\n",
         number("median_s"),
         times.len(),
         number("min_s"),
         number("max_s"),
         number("gflops"),
         fit.inertia.last().copied().unwrap_or(0.0),
-    );
-    Ok(())
+    ))
 }
 
 fn fit(points: &Array2<f32>, params: &KMeansParams, global: &Global) -> Result<KMeansFit> {
@@ -125,19 +136,9 @@ fn fit(points: &Array2<f32>, params: &KMeansParams, global: &Global) -> Result<K
             "{pass:3} {:8.3} s {inertia:.6e}",
             start.elapsed().as_secs_f64()
         ));
-        if interrupt::requested() {
-            ControlFlow::Break(())
-        } else {
-            ControlFlow::Continue(())
-        }
+        interrupt::flow()
     };
-    kmeans::fit(points.view(), params, &mut on_pass).map_err(|e| {
-        if interrupt::requested() {
-            Error::interrupted()
-        } else {
-            Error::failed(e.to_string())
-        }
-    })
+    Ok(kmeans::fit(points.view(), params, &mut on_pass)?)
 }
 
 /// One result row: median, least and most of `times` and the rate at the median.

@@ -1,25 +1,26 @@
 //! `kvsmith calibrate`: checkpoint and text to artifact, each layer fitted while its states are in
 //! memory.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use ndarray::{Array2, Array3, Axis, s};
+use ndarray::{Array3, Axis, s};
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 
-use super::{check_points, load_corpus, model_manifest, open_model, print_json, report_head};
+use super::{
+    check_points, check_wrope_position, load_corpus, model_manifest, open_model, print_json, report_head,
+};
 use crate::artifact::{self, LayerPart, Origin, Section};
 use crate::capture::Capture;
 use crate::cli::{Fit, Global, Input, parse_count};
 use crate::corpus::Corpus;
 use crate::dump::Sizes;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::method::a2ats::{self, FitParams};
-use crate::model::weights::hex;
-use crate::model::{Decoder, config::read_json};
+use crate::model::Decoder;
 use crate::progress::{Log, Progress};
 use crate::stats::moments::LayerMoments;
-use crate::store::{self, Output, Spec, Store, Tensor};
+use crate::store::{Output, Spec};
+use crate::work::Work;
 
 /// Arguments of `calibrate`.
 #[derive(clap::Args, Debug)]
@@ -62,10 +63,12 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
     let start = std::time::Instant::now();
     let output = Output::create(&args.output)?;
     let decoder = open_model(&args.model, log)?;
+    check_wrope_position(args.wrope_position, &decoder, log);
     let corpus = load_corpus(&args.model, &decoder, &args.input, global)?;
     let params = FitParams {
         size: args.fit.size,
         iterations: args.fit.iterations,
+        init: args.fit.init,
         seed: global.seed,
         wrope_position: args.wrope_position,
     };
@@ -96,7 +99,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
     let mut layers = Vec::new();
     let mut capture = match work
         .as_ref()
-        .map(|w| w.load(&decoder, &corpus))
+        .map(|w| w.load([corpus.n_tokens(), decoder.config.hidden_size]))
         .transpose()?
         .flatten()
     {
@@ -187,172 +190,19 @@ fn calibrate_layer(
 fn plan(decoder: &Decoder, corpus: &Corpus, specs: &[Spec], log: Log) {
     let c = &decoder.config;
     let n = corpus.n_tokens();
-    let longest = (0..corpus.n_blocks())
-        .map(|b| corpus.block(b).len())
-        .max()
-        .unwrap_or(0);
+    let longest = corpus.longest_block();
     let per_token = c.hidden_size + c.n_kv_heads * c.head_dim;
     let per_row = 2 * c.n_heads * c.head_dim + 3 * c.n_kv_heads * c.head_dim + c.hidden_size;
     let mlp = longest.min(2048) * (2 * c.intermediate_size + 2 * c.hidden_size);
     let fit = 3 * n * c.head_dim;
     let file: usize = specs
         .iter()
-        .map(|s| s.shape.iter().product::<usize>() * s.dtype.bitsize() / 8)
-        .sum();
+        .map(|s| s.bytes().unwrap_or(usize::MAX))
+        .fold(0, usize::saturating_add);
     let memory = 4 * (n * per_token + (longest * per_row + mlp).max(fit)) + file;
     log.note(&format!(
         "plan: about {:.2} GB of memory besides the pages of one layer, {:.1} MB artifact",
         memory as f64 / 1e9,
         file as f64 / 1e6
     ));
-}
-
-/// The folder that lets a stopped run go on.
-struct Work {
-    dir: PathBuf,
-    identity: String,
-    specs: Vec<Spec>,
-}
-
-const STATE: &str = "state.json";
-const HIDDEN: &str = "hidden.safetensors";
-
-impl Work {
-    /// Opens the folder for a run with this `identity`.
-    ///
-    /// # Errors
-    /// It holds another run, or this one while `resume` is not set.
-    fn open(dir: &Path, identity: &Value, resume: bool, specs: &[Spec]) -> Result<Self> {
-        std::fs::create_dir_all(dir).map_err(|e| Error::io(dir, "make the folder", &e))?;
-        let identity = hex(&Sha256::digest(identity.to_string().as_bytes()));
-        let state = dir.join(STATE);
-        if state.is_file() {
-            let known = read_json(&state)?;
-            if !resume {
-                return Err(
-                    Error::failed(format!("{} holds an unfinished run", dir.display()))
-                        .hint("add --resume to go on with it, or choose another --work folder"),
-                );
-            }
-            if known["identity"] != json!(identity) {
-                return Err(Error::failed(format!(
-                    "{} holds a run with other inputs or options",
-                    dir.display()
-                ))
-                .hint(
-                    "use the same model, text, seed and options as before, or choose another --work folder",
-                ));
-            }
-        } else {
-            let text = json!({ "identity": identity }).to_string();
-            Output::create(&state)?.finish(text.as_bytes())?;
-        }
-        Ok(Self {
-            dir: dir.to_path_buf(),
-            identity,
-            specs: specs.to_vec(),
-        })
-    }
-
-    fn layer_path(&self, layer: usize) -> PathBuf {
-        self.dir.join(format!("layer-{layer:05}.safetensors"))
-    }
-
-    /// Specs of one layer's part: one layer on the leading axis.
-    fn part_specs(&self) -> Vec<Spec> {
-        let mut specs = self.specs.clone();
-        for spec in &mut specs {
-            spec.shape[0] = 1;
-        }
-        specs
-    }
-
-    /// Saves a finished layer, then the hidden states after it.
-    fn save(&self, layer: usize, part: &LayerPart, hidden: &Array2<f32>, last: bool) -> Result<()> {
-        let tensors: Vec<Tensor> = self
-            .part_specs()
-            .into_iter()
-            .zip(&part.tensors)
-            .map(|(spec, bytes)| Tensor {
-                spec,
-                bytes: bytes.clone(),
-            })
-            .collect();
-        self.write(
-            &self.layer_path(layer),
-            &tensors,
-            json!({ "layer": layer, "quality": part.quality }),
-        )?;
-        if last {
-            return Ok(());
-        }
-        let values: Vec<f32> = hidden.iter().copied().collect();
-        let tensors = [Tensor::new("hidden", hidden.shape(), &values)];
-        self.write(
-            &self.dir.join(HIDDEN),
-            &tensors,
-            json!({ "next_layer": layer + 1 }),
-        )
-    }
-
-    fn write(&self, path: &Path, tensors: &[Tensor], mut manifest: Value) -> Result<()> {
-        manifest["identity"] = json!(self.identity);
-        manifest["sha256"] = tensors
-            .iter()
-            .map(|t| (t.spec.name.clone(), json!(t.digest())))
-            .collect::<serde_json::Map<_, _>>()
-            .into();
-        store::write(Output::create(path)?, tensors, Some(&manifest.to_string()))
-    }
-
-    /// Opens a file of this run and checks its digests.
-    fn read(&self, path: &Path) -> Result<(Store, Value)> {
-        let store = Store::open(path)?;
-        let manifest = store.manifest()?;
-        let intact = manifest["identity"] == json!(self.identity)
-            && store.specs().all(|s| {
-                let digest = store.bytes(&s.name).map(|b| hex(&Sha256::digest(b)));
-                digest.is_some_and(|d| manifest["sha256"][&s.name] == json!(d))
-            });
-        if intact {
-            return Ok((store, manifest));
-        }
-        Err(Error::failed(format!("{} is damaged", path.display()))
-            .hint("remove the --work folder and start again without --resume"))
-    }
-
-    /// The hidden states and the finished layers of a stopped run, if it got that far.
-    fn load(&self, decoder: &Decoder, corpus: &Corpus) -> Result<Option<(Array2<f32>, Vec<LayerPart>)>> {
-        let path = self.dir.join(HIDDEN);
-        if !path.is_file() {
-            return Ok(None);
-        }
-        let (store, manifest) = self.read(&path)?;
-        let shape = [corpus.n_tokens(), decoder.config.hidden_size];
-        let values: Vec<f32> = store.read("hidden", &shape)?;
-        let hidden = Array2::from_shape_vec(shape, values).map_err(|e| Error::failed(e.to_string()))?;
-        let next = manifest["next_layer"].as_u64().unwrap_or(0) as usize;
-        let mut parts = Vec::with_capacity(next);
-        for layer in 0..next {
-            let (store, manifest) = self.read(&self.layer_path(layer))?;
-            let tensors = self
-                .part_specs()
-                .iter()
-                .map(|spec| Ok(store.checked(spec)?.to_vec()))
-                .collect::<Result<_>>()?;
-            let quality = manifest["quality"].as_array().cloned().unwrap_or_default();
-            parts.push(LayerPart { tensors, quality });
-        }
-        Ok(Some((hidden, parts)))
-    }
-
-    /// Removes what a finished run does not need any more.
-    fn clear(&self, n_layers: usize) {
-        let files = (0..n_layers).map(|i| self.layer_path(i));
-        for path in files.chain([self.dir.join(HIDDEN), self.dir.join(STATE)]) {
-            // The artifact is safe; a file left behind costs disk space alone.
-            let _ = std::fs::remove_file(path);
-        }
-        let _ = std::fs::remove_dir(&self.dir);
-    }
 }

@@ -48,6 +48,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let params = FitParams {
         size: args.fit.size,
         iterations: args.fit.iterations,
+        init: args.fit.init,
         seed: global.seed,
         wrope_position: moments.wrope_position,
     };

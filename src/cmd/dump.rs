@@ -6,7 +6,7 @@ use std::time::Instant;
 use clap::ValueEnum;
 use serde_json::json;
 
-use super::{load_corpus, model_manifest, open_model, print_json};
+use super::{check_wrope_position, load_corpus, model_manifest, open_model, print_json};
 use crate::cli::{Global, Input, parse_count};
 use crate::dump::{self, Options};
 use crate::error::Result;
@@ -49,7 +49,9 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
     let device = global.cpu_only("dump")?;
     let start = Instant::now();
+    let new = dump::NewDump::create(&args.output)?;
     let decoder = open_model(&args.model, log)?;
+    check_wrope_position(args.wrope_position, &decoder, log);
     let corpus = load_corpus(&args.model, &decoder, &args.input, global)?;
     let model = model_manifest(&decoder, log)?;
     let options = Options {
@@ -62,7 +64,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         },
         wrope_position: args.wrope_position,
     };
-    dump::write(&decoder, &corpus, &model, &args.output, &options, log)?;
+    dump::write(&decoder, &corpus, &model, new, &options, log)?;
     let seconds = start.elapsed().as_secs_f64();
     log.note(&format!(
         "wrote {} in {seconds:.1} s ({:.0} tokens/s)",

@@ -35,6 +35,7 @@ const WORST: usize = 5;
 
 /// Runs `inspect`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
+    global.cpu_only("inspect")?;
     let artifact = Artifact::open(&args.artifact)?;
     let sizes = artifact.sizes;
     let outside = |what: &str, given: usize, count: usize| {

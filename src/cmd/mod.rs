@@ -62,7 +62,7 @@ fn print(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     out.write_all(text.as_bytes())
         .and_then(|()| out.flush())
-        .map_err(|e| Error::failed(format!("cannot write to stdout: {e}")))
+        .map_err(|e| Error::stdout(&e))
 }
 
 /// Opens a model and says what it is.
@@ -102,10 +102,10 @@ fn load_corpus(dir: &Path, decoder: &Decoder, input: &Input, global: &Global) ->
         corpus.n_blocks(),
         corpus.seq_len
     ));
-    let longest = (0..corpus.n_blocks())
-        .map(|b| corpus.block(b).len())
-        .max()
-        .unwrap_or(0);
+    if held_out * 4 > corpus.n_tokens() {
+        log.note("whole blocks are held out, which is much of a short text; see --holdout and --seq-len");
+    }
+    let longest = corpus.longest_block();
     if longest > decoder.config.max_position_embeddings {
         log.warn(&format!(
             "blocks of {longest} tokens are longer than the model's context of {}; lower --seq-len",
@@ -113,6 +113,16 @@ fn load_corpus(dir: &Path, decoder: &Decoder, input: &Input, global: &Global) ->
         ));
     }
     Ok(corpus)
+}
+
+/// Warns where the moments are taken at a distance that the model never sees.
+fn check_wrope_position(position: usize, decoder: &Decoder, log: Log) {
+    let context = decoder.config.max_position_embeddings;
+    if position >= context {
+        log.warn(&format!(
+            "--wrope-position {position} is outside the model's context of {context}; half of the context is a good choice"
+        ));
+    }
 }
 
 /// Warns where a codebook is fitted on few keys.

@@ -27,7 +27,7 @@ pub struct Args {
 /// Runs `pack`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
-    global.cpu_only("pack")?;
+    let device = global.cpu_only("pack")?;
     let output = Output::create(&args.output)?;
     let parts: Vec<Artifact> = args
         .sections
@@ -43,7 +43,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     log.note(&format!("wrote {}", args.output.display()));
     if global.json {
         let names: Vec<&String> = parts.iter().flat_map(|p| p.sections()).map(|(n, _)| n).collect();
-        print_json(&json!({ "artifact": args.output, "sections": names }))?;
+        print_json(&json!({ "artifact": args.output, "sections": names, "device": device }))?;
     }
     Ok(())
 }

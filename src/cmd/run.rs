@@ -111,9 +111,12 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
     let device = global.cpu_only("run")?;
     let decoder = open_model(&args.model, log)?;
-    let (ids, tokenizer) = prompt(args, &decoder)?;
+    let (ids, tokenizer) = prompt(args, &decoder, log)?;
     decoder.check_ids(&ids)?;
-    let total = ids.len() + args.max_new;
+    let total = ids.len().saturating_add(args.max_new);
+    if args.top_p < 1.0 && args.temperature == 0.0 {
+        log.warn("--top-p does nothing without --temperature");
+    }
     if total > decoder.config.max_position_embeddings {
         log.warn(&format!(
             "{total} positions are more than the model's context of {}",
@@ -150,7 +153,13 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         print(text)
     };
 
-    log.note(&format!("prefill: {} tokens", ids.len()));
+    let c = &decoder.config;
+    let per_token = 2 * c.n_layers * c.n_kv_heads * c.head_dim * args.kv.bytes();
+    log.note(&format!(
+        "prefill: {} tokens, {:.2} MB of KV cache",
+        ids.len(),
+        (ids.len() * per_token) as f64 / 1e6
+    ));
     let start = Instant::now();
     let mut logits = session.prefill(&ids)?;
     let prefill_s = start.elapsed().as_secs_f64();
@@ -212,7 +221,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
 }
 
 /// The prompt's ids, and the tokenizer where the model has one.
-fn prompt(args: &Args, decoder: &Decoder) -> Result<(Vec<u32>, Option<Tokenizer>)> {
+fn prompt(args: &Args, decoder: &Decoder, log: Log) -> Result<(Vec<u32>, Option<Tokenizer>)> {
     let text = match (&args.prompt, &args.prompt_file) {
         (Some(text), _) => text.clone(),
         (None, Some(path)) => std::fs::read_to_string(path).map_err(|e| Error::io(path, "read", &e))?,
@@ -225,7 +234,12 @@ fn prompt(args: &Args, decoder: &Decoder) -> Result<(Vec<u32>, Option<Tokenizer>
                     path.display()
                 )));
             };
-            let tokenizer = Tokenizer::open(&args.model, &decoder.config).ok();
+            if !args.model.join("tokenizer.json").exists() {
+                return Ok((ids, None));
+            }
+            let tokenizer = Tokenizer::open(&args.model, &decoder.config)
+                .map_err(|e| log.warn(&format!("{e}; the text is not shown")))
+                .ok();
             return Ok((ids, tokenizer));
         }
     };
@@ -249,8 +263,13 @@ fn open_artifact(path: &std::path::Path, decoder: &Decoder, force: bool, log: Lo
     };
     let fingerprint = decoder.checkpoint.fingerprint(c)?;
     if let Err(e) = artifact.check_model(&fingerprint) {
-        if !force || artifact.sizes != own {
+        if artifact.sizes != own {
             return Err(e);
+        }
+        if !force {
+            return Err(
+                e.hint("calibrate this model; --force uses the artifact all the same, since its sizes fit")
+            );
         }
         log.warn(&format!("{e}; used all the same because of --force"));
     }

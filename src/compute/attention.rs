@@ -8,6 +8,8 @@ use super::{gemm, pieces, simd};
 
 /// Stacked query rows of one task (positions times query heads of the group).
 const QUERY_TILE: usize = 256;
+/// Positions whose weights and values are summed in f32 before they join a sum in f64.
+const SUM_TILE: usize = 256;
 /// Keys of one tile.
 const KEY_TILE: usize = 256;
 
@@ -163,7 +165,8 @@ pub trait Rows: Sync {
 /// q `[r,d]` rotated; out `[r,d]`; returns the softmax weights, `[r, positions]`.
 ///
 /// # Numerics
-/// f32, each key and value row read once for the whole group. No position gives zeros.
+/// Scores and exponentials in f32; sums over positions in f32 up to 256 of them, beyond in f64. Each
+/// key and value row is read once for the whole group. No position gives zeros.
 pub fn decode(
     q: ArrayView2<f32>,
     keys: &dyn Rows,
@@ -194,19 +197,28 @@ pub fn decode(
     for mut row in weights.rows_mut() {
         if let Some(row) = row.as_slice_mut() {
             let max = simd::max(row);
-            let sum = simd::exp_shifted(row, max);
-            simd::scale(row, 1.0 / sum);
+            let parts = row.chunks_mut(SUM_TILE);
+            let sum: f64 = parts.map(|part| f64::from(simd::exp_shifted(part, max))).sum();
+            simd::scale(row, (1.0 / sum) as f32);
         }
     }
-    let mut acc = vec![0.0; r * d];
-    for (j, &p) in positions.iter().enumerate() {
-        let value = values.row(p as usize, &mut scratch);
-        for a in 0..r {
-            simd::axpy(weights[[a, j]], value, &mut acc[a * d..(a + 1) * d]);
+    let mut total = vec![0.0f64; r * d];
+    let mut partial = vec![0.0f32; r * d];
+    for (tile, positions) in positions.chunks(SUM_TILE).enumerate() {
+        partial.fill(0.0);
+        for (j, &p) in positions.iter().enumerate() {
+            let value = values.row(p as usize, &mut scratch);
+            for a in 0..r {
+                let weight = weights[[a, tile * SUM_TILE + j]];
+                simd::axpy(weight, value, &mut partial[a * d..(a + 1) * d]);
+            }
+        }
+        for (t, x) in total.iter_mut().zip(&partial) {
+            *t += f64::from(*x);
         }
     }
-    for (o, x) in out.iter_mut().zip(&acc) {
-        *o = *x;
+    for (o, x) in out.iter_mut().zip(&total) {
+        *o = *x as f32;
     }
     weights
 }

@@ -16,7 +16,8 @@ use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 /// a `[m,k]`, b `[k,n]`, out `[m,n]`; any strides, so a transposed view costs nothing.
 ///
 /// # Numerics
-/// f32 products and sums; the order of the sum depends on the shapes and on the instruction set alone.
+/// f32 products and sums; the order of the sum depends on the shapes and on the machine (its
+/// instruction set and cache sizes) alone, not on threads or load.
 pub fn gemm(mut out: ArrayViewMut2<f32>, accumulate: bool, a: ArrayView2<f32>, b: ArrayView2<f32>) {
     let (m, k) = a.dim();
     let n = b.ncols();

@@ -159,14 +159,6 @@ pub fn silu_mul(gate: &mut [f32], up: &[f32]) {
     }
 }
 
-/// `y[i] += x[i]`.
-#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
-pub fn add(y: &mut [f32], x: &[f32]) {
-    for (y, x) in y.iter_mut().zip(x) {
-        *y += x;
-    }
-}
-
 /// RMS norm: `out = x / sqrt(mean(x^2) + eps) * weight`.
 ///
 /// The mean of squares is taken in f64.

@@ -9,7 +9,7 @@
 //! Where we differ from the authors' code: f32 and f64 throughout (there bf16), z is centred,
 //! empty clusters are reseeded, and the budget bounds the union over the query group.
 
-use std::ops::{ControlFlow, Range};
+use std::ops::Range;
 use std::sync::Arc;
 
 use half::f16;
@@ -23,7 +23,8 @@ use crate::compute::gemm;
 use crate::dump::Sizes;
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::model::rope::Rope;
+use crate::model::rope::{Rope, RopeTable};
+use crate::runner::kv::grow;
 use crate::stats::kmeans::{self, Codebook, Init, KMeansParams};
 use crate::stats::linalg;
 use crate::stats::moments::LayerMoments;
@@ -35,6 +36,14 @@ pub const SECTION: &str = "a2ats";
 /// Codewords must fit a u16 index.
 pub const MAX_SIZE: usize = 65_535;
 
+/// How k-means starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum FitInit {
+    /// Each next centroid is a key drawn by its squared distance to those chosen.
+    #[value(name = "kmeans++")]
+    KMeansPlusPlus,
+}
+
 /// Hyper-parameters of a codebook fit.
 #[derive(Clone, Debug)]
 pub struct FitParams {
@@ -42,7 +51,9 @@ pub struct FitParams {
     pub size: usize,
     /// Most Lloyd passes.
     pub iterations: usize,
-    /// Seeds k-means++, per layer and head.
+    /// How k-means starts.
+    pub init: FitInit,
+    /// Seeds k-means, per layer and head.
     pub seed: u64,
     /// Relative position b of the moments.
     pub wrope_position: usize,
@@ -54,7 +65,9 @@ impl FitParams {
         json!({
             "codebook_size": self.size,
             "iterations": self.iterations,
-            "init": "kmeans++",
+            "init": match self.init {
+                FitInit::KMeansPlusPlus => "kmeans++",
+            },
             "seed": self.seed,
             "wrope_position": self.wrope_position,
             "rope_space": "pre",
@@ -133,6 +146,7 @@ pub fn fit_layer(
     Ok(LayerPart { tensors, quality })
 }
 
+/// Eq. 13 and 15-17 for one head: metric, whitening, clustering; the codebook stays whitened.
 struct HeadFit {
     codebook: Vec<f16>,
     mean: Array1<f32>,
@@ -171,22 +185,13 @@ fn fit_head(
         &KMeansParams {
             size: params.size,
             iterations: params.iterations,
-            init: Init::KMeansPlusPlus,
+            init: match params.init {
+                FitInit::KMeansPlusPlus => Init::KMeansPlusPlus,
+            },
             seed: head_seed(params.seed, layer, head),
         },
-        &mut |_, _| {
-            if interrupt::requested() {
-                ControlFlow::Break(())
-            } else {
-                ControlFlow::Continue(())
-            }
-        },
-    );
-    let fit = match fit {
-        Ok(fit) => fit,
-        Err(_) if interrupt::requested() => return Err(Error::interrupted()),
-        Err(e) => return Err(Error::failed(e.to_string())),
-    };
+        &mut |_, _| interrupt::flow(),
+    )?;
     // What counts is the codebook that is stored, so everything is reported by its f16 values.
     let codebook: Vec<f16> = fit.codebook.iter().map(|v| f16::from_f32(*v)).collect();
     if codebook.iter().any(|v| !v.is_finite()) {
@@ -320,8 +325,8 @@ pub struct HeadCodebook {
     chol: Array2<f32>,
     /// L^-1, so that a step multiplies instead of solving.
     chol_inverse: Array2<f64>,
-    rope: Rope,
-    wrope_position: usize,
+    /// R_b.
+    wrope: RopeTable,
 }
 
 impl Codebooks {
@@ -332,6 +337,7 @@ impl Codebooks {
         let position = params
             .get("wrope_position")
             .and_then(Value::as_u64)
+            .filter(|p| *p <= u64::from(u32::MAX))
             .ok_or_else(|| Error::failed("`sections.a2ats.wrope_position` is not valid"))?;
         let specs = specs(artifact.sizes, m);
         for spec in &specs {
@@ -347,7 +353,7 @@ impl Codebooks {
         let head = |i: usize| {
             let own = |x: &Array3<f32>| x.index_axis(Axis(0), i).to_owned();
             let mean = mean.row(i).to_owned();
-            let head = HeadCodebook::new(own(&codebook), mean, own(&chol), rope.clone(), position as usize)?;
+            let head = HeadCodebook::new(own(&codebook), mean, own(&chol), rope, position as usize)?;
             Ok(Arc::new(head))
         };
         let heads = (0..n).into_par_iter().map(head).collect::<Result<_>>()?;
@@ -372,7 +378,7 @@ impl HeadCodebook {
         codebook: Array2<f32>,
         mean: Array1<f32>,
         chol: Array2<f32>,
-        rope: Rope,
+        rope: &Rope,
         wrope_position: usize,
     ) -> Result<Self> {
         let chol_inverse = linalg::invert_lower(chol.mapv(f64::from).view())
@@ -382,8 +388,7 @@ impl HeadCodebook {
             mean,
             chol,
             chol_inverse,
-            rope,
-            wrope_position,
+            wrope: rope.table(wrope_position..wrope_position + 1),
         })
     }
 
@@ -411,11 +416,10 @@ impl HeadCodebook {
     /// # Source
     /// Eq. 12 (qt = q R_b) and Eq. 21, with C = C^z L^-1 folded into the query.
     pub fn scores(&self, q_pre: ArrayView2<f32>) -> Array2<f32> {
-        let table = self.rope.table(self.wrope_position..self.wrope_position + 1);
         let mut y = Array2::<f32>::zeros(q_pre.dim());
         for (query, mut y) in q_pre.rows().into_iter().zip(y.rows_mut()) {
             let mut qt = query.to_vec();
-            table.rotate(&mut qt, 0);
+            self.wrope.rotate(&mut qt, 0);
             let qt = Array1::from_iter(qt.into_iter().map(f64::from));
             y.assign(&self.chol_inverse.dot(&qt).mapv(|v| v as f32));
         }
@@ -469,11 +473,13 @@ impl A2ats {
 
 impl Retriever for A2ats {
     fn prefill(&mut self, prompt: &Prompt) {
-        self.codes.extend(self.codebook.encode(prompt.k_pre));
+        let codes = self.codebook.encode(prompt.k_pre);
+        grow(&mut self.codes, codes.len()).extend(codes);
     }
 
     fn append(&mut self, k_pre: ArrayView2<f32>) {
-        self.codes.extend(self.codebook.encode(k_pre));
+        let codes = self.codebook.encode(k_pre);
+        grow(&mut self.codes, codes.len()).extend(codes);
     }
 
     fn select(&mut self, step: &Step) -> Vec<u32> {
@@ -501,6 +507,9 @@ impl Retriever for A2ats {
 /// lower codeword first on ties), rho(c) = min over a of R_a(c), and o(j) the rank of token j by
 /// position within its codeword. The union of the top-k sets is { j : rho(code_j) + o(j) < k }, so
 /// its size follows from the counts alone.
+///
+/// # Source
+/// Ours; the paper and its code score every token and take the union of the lists.
 pub struct Limits {
     take: Vec<u32>,
 }

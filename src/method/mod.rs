@@ -50,44 +50,46 @@ impl MethodName {
     }
 }
 
-/// What a method is made from, for all heads of a model.
-pub struct Method {
-    name: MethodName,
-    seed: u64,
-    a2ats: Option<a2ats::Codebooks>,
+/// A method with what it was made from, for all heads of a model.
+pub enum Method {
+    /// See [`full`].
+    Full,
+    /// See [`topk`].
+    Topk,
+    /// See [`random`]; the seed of its draws.
+    Random(u64),
+    /// See [`streaming`].
+    Streaming,
+    /// See [`a2ats`]; its calibrated codebooks.
+    A2ats(a2ats::Codebooks),
 }
 
 impl Method {
     /// Prepares `name`; methods with calibrated parts take them from `artifact`.
     pub fn new(name: MethodName, artifact: Option<&Artifact>, rope: &Rope, seed: u64) -> Result<Self> {
-        let a2ats = match name {
+        Ok(match name {
+            MethodName::Full => Self::Full,
+            MethodName::Topk => Self::Topk,
+            MethodName::Random => Self::Random(seed),
+            MethodName::Streaming => Self::Streaming,
             MethodName::A2ats => {
                 let artifact = artifact.ok_or_else(|| {
                     Error::usage("--method a2ats needs --artifact")
                         .hint("make one with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`")
                 })?;
-                Some(a2ats::Codebooks::load(artifact, rope)?)
+                Self::A2ats(a2ats::Codebooks::load(artifact, rope)?)
             }
-            _ => None,
-        };
-        Ok(Self { name, seed, a2ats })
-    }
-
-    /// Which method this is.
-    pub fn name(&self) -> MethodName {
-        self.name
+        })
     }
 
     /// The state of one KV head.
     pub fn head(&self, layer: usize, kv_head: usize) -> Box<dyn Retriever> {
-        match (self.name, &self.a2ats) {
-            (MethodName::Topk, _) => Box::new(topk::TopK),
-            (MethodName::Random, _) => Box::new(random::Random::new(self.seed, layer, kv_head)),
-            (MethodName::Streaming, _) => Box::new(streaming::Streaming),
-            (MethodName::A2ats, Some(codebooks)) => {
-                Box::new(a2ats::A2ats::new(Arc::clone(codebooks.head(layer, kv_head))))
-            }
-            (MethodName::Full | MethodName::A2ats, _) => Box::new(full::Full),
+        match self {
+            Self::Full => Box::new(full::Full),
+            Self::Topk => Box::new(topk::TopK),
+            Self::Random(seed) => Box::new(random::Random::new(*seed, layer, kv_head)),
+            Self::Streaming => Box::new(streaming::Streaming),
+            Self::A2ats(codebooks) => Box::new(a2ats::A2ats::new(Arc::clone(codebooks.head(layer, kv_head)))),
         }
     }
 }
@@ -112,10 +114,8 @@ pub fn check_section(section: &str, artifact: &Artifact) -> Result<()> {
     }
 }
 
-/// New positions of a prompt, for one KV head.
+/// The positions of a prompt, for one KV head.
 pub struct Prompt<'a> {
-    /// Position of the first row.
-    pub first: usize,
     /// Keys before rotation: `[m,d]`.
     pub k_pre: ArrayView2<'a, f32>,
     /// Queries after rotation: `[r,m,d]`.
@@ -144,7 +144,7 @@ pub struct Step<'a> {
 
 /// The retrieval state of one KV head of one layer.
 pub trait Retriever: Send + Sync {
-    /// Takes in the rows of a prompt, or of a later turn.
+    /// Takes in the rows of a prompt.
     fn prefill(&mut self, prompt: &Prompt) {
         let _ = prompt;
     }

@@ -112,20 +112,24 @@ impl ModelConfig {
     /// what is supported), or sizes that contradict each other.
     pub fn load(dir: &Path) -> Result<Self> {
         if !dir.is_dir() {
-            return Err(
-                Error::failed(format!("model folder {} does not exist", dir.display()))
-                    .hint("--model takes the folder of a Hugging Face checkpoint (with config.json in it)"),
-            );
+            let what = if dir.exists() {
+                "is not a folder"
+            } else {
+                "does not exist"
+            };
+            return Err(Error::failed(format!("model folder {} {what}", dir.display()))
+                .hint("--model takes the folder of a Hugging Face checkpoint (with config.json in it)"));
         }
         let path = dir.join("config.json");
         let mut config = Self::parse(&read_json(&path)?).map_err(|e| e.context(path.display()))?;
         let generation = dir.join("generation_config.json");
         if generation.is_file() {
             let value = read_json(&generation)?;
-            for id in token_ids(value.get("eos_token_id"), "eos_token_id")? {
-                if !config.eos_token_ids.contains(&id) {
-                    config.eos_token_ids.push(id);
-                }
+            // As in transformers, these replace those of config.json.
+            let ids = token_ids(value.get("eos_token_id"), "eos_token_id")
+                .map_err(|e| e.context(generation.display()))?;
+            if !ids.is_empty() {
+                config.eos_token_ids = ids;
             }
         }
         Ok(config)
@@ -376,8 +380,9 @@ fn windows(c: &Fields, model_type: &str, n_layers: usize) -> Result<Vec<Option<u
 
 /// The rope settings from either spelling.
 fn rope(c: &Fields, max_position: usize) -> Result<RopeConfig> {
-    // As in transformers, `rope_scaling` replaces `rope_parameters` where both stand.
-    let nested = match c.present("rope_scaling") {
+    // As in transformers, `rope_scaling` replaces `rope_parameters` where both say something.
+    let said = |v: &&Value| v.as_object().is_none_or(|map| !map.is_empty());
+    let nested = match c.present("rope_scaling").filter(said) {
         Some(v) => Some(("rope_scaling", v)),
         None => c.present("rope_parameters").map(|v| ("rope_parameters", v)),
     };
@@ -397,6 +402,14 @@ fn rope(c: &Fields, max_position: usize) -> Result<RopeConfig> {
         .hint("supported: one rope for all layers"));
     }
     let s = Fields { map };
+    if let (Some(a), Some(b)) = (s.present("rope_type"), s.present("type"))
+        && a != b
+    {
+        return Err(
+            Error::failed(format!("`{name}` says both `rope_type`: {a} and `type`: {b}"))
+                .hint("remove the one that the model was not trained with"),
+        );
+    }
     let kind = match s.present("rope_type").or_else(|| s.present("type")) {
         Some(v) => v
             .as_str()
@@ -469,14 +482,35 @@ fn yarn(s: &Fields, factor: f64, max_position: usize) -> Result<RopeScaling> {
             _ => mscale(1.0),
         },
     };
-    let or_default = |v: Option<f64>, default: f64| v.filter(|x| *x != 0.0).unwrap_or(default);
+    let or_default = |name: &str, default: f64| -> Result<f64> {
+        Ok(s.number_opt(name)?.filter(|x| *x != 0.0).unwrap_or(default))
+    };
+    let original = s
+        .number_opt("original_max_position_embeddings")?
+        .unwrap_or(max_position as f64);
+    let (beta_fast, beta_slow) = (or_default("beta_fast", 32.0)?, or_default("beta_slow", 1.0)?);
+    for (name, value) in [
+        ("original_max_position_embeddings", original),
+        ("beta_fast", beta_fast),
+        ("beta_slow", beta_slow),
+        ("attention_factor", attention_factor),
+    ] {
+        if !(value.is_finite() && value > 0.0) {
+            return Err(Error::failed(format!(
+                "yarn rope: `{name}` = {value} is out of range"
+            )));
+        }
+    }
+    if beta_fast < beta_slow {
+        return Err(Error::failed(format!(
+            "yarn rope: beta_fast {beta_fast} is below beta_slow {beta_slow}"
+        )));
+    }
     Ok(RopeScaling::Yarn {
         factor,
-        original: s
-            .number_opt("original_max_position_embeddings")?
-            .unwrap_or(max_position as f64),
-        beta_fast: or_default(s.number_opt("beta_fast")?, 32.0),
-        beta_slow: or_default(s.number_opt("beta_slow")?, 1.0),
+        original,
+        beta_fast,
+        beta_slow,
         attention_factor,
         truncate: s.bool_or("truncate", true)?,
     })

@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::path::Path;
 
-use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayViewMut2, Axis, s};
+use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayViewMut2, ArrayViewMut3, Axis, s};
 use rayon::prelude::*;
 
 use super::config::ModelConfig;
@@ -19,8 +19,8 @@ use crate::compute::linear::{Linear, widen};
 use crate::compute::simd;
 use crate::error::{Error, Result};
 
-/// Rows that pass the MLP together; bounds the memory of its wide activations.
-const MLP_ROWS: usize = 2048;
+/// Rows that pass a projection together; bounds the memory of what is wide and short-lived.
+const ROWS: usize = 2048;
 
 /// A checkpoint ready to run.
 pub struct Decoder {
@@ -235,26 +235,35 @@ impl Decoder {
 impl Layer {
     /// Pre-RoPE q, k and v of every row of `hidden` `[m, hidden]`.
     pub fn project(&self, hidden: ArrayView2<f32>) -> States {
-        let mut normed = Array2::zeros(hidden.dim());
-        rms_rows(hidden, &self.input_norm, self.eps, normed.view_mut());
-        let heads = |linear: &Linear, count: usize, norm: Option<&Vec<f32>>| {
-            let mut flat = Array2::zeros((hidden.nrows(), count * self.head_dim));
-            linear.forward(normed.view(), flat.view_mut());
-            split_heads(flat.view(), count, norm.map(|w| (w.as_slice(), self.eps)))
+        let empty = |heads| Array3::zeros((heads, hidden.nrows(), self.head_dim));
+        let mut states = States {
+            q_pre: empty(self.n_heads),
+            k_pre: empty(self.n_kv_heads),
+            v: empty(self.n_kv_heads),
         };
-        States {
-            q_pre: heads(&self.q, self.n_heads, self.q_norm.as_ref()),
-            k_pre: heads(&self.k, self.n_kv_heads, self.k_norm.as_ref()),
-            v: heads(&self.v, self.n_kv_heads, None),
+        for (i, hidden) in hidden.axis_chunks_iter(Axis(0), ROWS).enumerate() {
+            let rows = i * ROWS..i * ROWS + hidden.nrows();
+            let mut normed = Array2::zeros(hidden.dim());
+            rms_rows(hidden, &self.input_norm, self.eps, normed.view_mut());
+            let heads = |linear: &Linear, norm: Option<&Vec<f32>>, out: &mut Array3<f32>| {
+                let mut flat = Array2::zeros((rows.len(), linear.weight.rows()));
+                linear.forward(normed.view(), flat.view_mut());
+                let norm = norm.map(|w| (w.as_slice(), self.eps));
+                split_heads(flat.view(), norm, out.slice_mut(s![.., rows.clone(), ..]));
+            };
+            heads(&self.q, self.q_norm.as_ref(), &mut states.q_pre);
+            heads(&self.k, self.k_norm.as_ref(), &mut states.k_pre);
+            heads(&self.v, None, &mut states.v);
         }
+        states
     }
 
     /// Adds the attention output (`attended` `[m, h d]`) and the MLP to `hidden` `[m, hidden]`.
     pub fn finish(&self, mut hidden: ArrayViewMut2<f32>, attended: ArrayView2<f32>) {
         let width = hidden.ncols();
         for (mut hidden, attended) in hidden
-            .axis_chunks_iter_mut(Axis(0), MLP_ROWS)
-            .zip(attended.axis_chunks_iter(Axis(0), MLP_ROWS))
+            .axis_chunks_iter_mut(Axis(0), ROWS)
+            .zip(attended.axis_chunks_iter(Axis(0), ROWS))
         {
             let m = hidden.nrows();
             let mut delta = Array2::zeros((m, width));
@@ -343,11 +352,9 @@ pub fn rotate(x: &mut Array3<f32>, table: &RopeTable, rows: Range<usize>) {
     });
 }
 
-/// `[m, heads d]` to `[heads, m, d]`, with an optional RMS norm (weight, eps) over each head vector.
-fn split_heads(flat: ArrayView2<f32>, heads: usize, norm: Option<(&[f32], f32)>) -> Array3<f32> {
-    let (m, width) = flat.dim();
-    let d = width / heads;
-    let mut out = Array3::zeros((heads, m, d));
+/// `[m, heads d]` into `[heads, m, d]`, with an optional RMS norm (weight, eps) over each head vector.
+fn split_heads(flat: ArrayView2<f32>, norm: Option<(&[f32], f32)>, mut out: ArrayViewMut3<f32>) {
+    let d = out.len_of(Axis(2));
     out.axis_iter_mut(Axis(0))
         .into_par_iter()
         .enumerate()
@@ -362,7 +369,6 @@ fn split_heads(flat: ArrayView2<f32>, heads: usize, norm: Option<(&[f32], f32)>)
                 }
             }
         });
-    out
 }
 
 /// RMS norm of every row.

@@ -24,8 +24,13 @@ impl Tokenizer {
                 "give token ids with --tokens instead of text, or add the tokenizer.json of the model",
             ));
         }
-        let inner = tokenizers::Tokenizer::from_file(&path)
+        let mut inner = tokenizers::Tokenizer::from_file(&path)
             .map_err(|e| Error::failed(format!("{} cannot be used: {e}", path.display())))?;
+        // Training scripts leave their lengths in the file; they are not part of the tokenizer.
+        inner
+            .with_truncation(None)
+            .map_err(|e| Error::failed(format!("{} cannot be used: {e}", path.display())))?
+            .with_padding(None);
         let bos = if inner.get_post_processor().is_some() {
             None
         } else {
@@ -137,7 +142,7 @@ impl<'a> TextStream<'a> {
         self.piece(true)
     }
 
-    /// All text so far.
+    /// All text so far; empty without a tokenizer.
     pub fn text(&self) -> &str {
         &self.text
     }
@@ -160,9 +165,16 @@ impl<'a> TextStream<'a> {
                 all.get(known.len()..).unwrap_or("").to_string()
             }
         };
+        // Nothing to show yet, as for a special token: keep it as context, since a decoder may take
+        // the space before a word from what stands before it.
+        if piece.is_empty() && !last {
+            return Ok(piece);
+        }
         self.context = self.done;
         self.done = self.ids.len();
-        self.text += &piece;
+        if self.tokenizer.is_some() {
+            self.text += &piece;
+        }
         Ok(piece)
     }
 }

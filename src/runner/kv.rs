@@ -16,6 +16,16 @@ pub enum KvType {
     Bf16,
 }
 
+impl KvType {
+    /// Bytes per element.
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+}
+
 /// Rows of d values, stored one after the other.
 pub struct RowStore {
     d: usize,
@@ -75,7 +85,7 @@ impl RowStore {
 }
 
 /// Makes room for `more` values; grows by an eighth, since doubling a cache would waste half of it.
-fn grow<T>(v: &mut Vec<T>, more: usize) -> &mut Vec<T> {
+pub fn grow<T>(v: &mut Vec<T>, more: usize) -> &mut Vec<T> {
     if v.capacity() - v.len() < more {
         v.reserve_exact(more.max(v.len() / 8));
     }

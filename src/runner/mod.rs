@@ -92,13 +92,14 @@ impl<'a> Session<'a> {
         if self.len > 0 {
             return Err(Error::failed("a session takes one prompt"));
         }
-        let first = self.len;
         let m = ids.len();
         let mut hidden = self.decoder.embed(ids)?;
-        let table = self.decoder.rope.table(first..first + m);
-        for (layer, heads) in &mut self.layers {
+        let table = self.decoder.rope.table(0..m);
+        let n_layers = self.layers.len();
+        for (index, (layer, heads)) in self.layers.iter_mut().enumerate() {
             crate::interrupt::check()?;
             let mut states = layer.project(hidden.view());
+            self.decoder.check_states(layer, &states)?;
             let k_rope = rotated(&states.k_pre, &table, 0..m);
             rotate(&mut states.q_pre, &table, 0..m);
             let q_rope = states.q_pre;
@@ -108,23 +109,26 @@ impl<'a> Session<'a> {
                 head.kv.values.extend(states.v.index_axis(Axis(0), c));
                 let Head { kv, retriever } = head;
                 retriever.prefill(&Prompt {
-                    first,
                     k_pre: states.k_pre.index_axis(Axis(0), c),
                     q_rope: q_rope.slice(s![c * r..(c + 1) * r, .., ..]),
                     kv,
                 });
             });
-            let mut attended = Array2::zeros((m, q_rope.len() / m));
+            // Of the last layer, only the last position is read.
+            let first = if index + 1 == n_layers { m - 1 } else { 0 };
+            let mut attended = Array2::zeros((m - first, q_rope.len() / m));
             attention::causal(
-                q_rope.view(),
+                q_rope.slice(s![.., first.., ..]),
                 k_rope.view(),
                 states.v.view(),
-                0,
+                first,
                 layer.window,
                 attended.view_mut(),
             );
-            layer.finish(hidden.view_mut(), attended.view());
-            self.decoder.check_finite(layer, hidden.view())?;
+            drop(q_rope);
+            let mut rows = hidden.slice_mut(s![first.., ..]);
+            layer.finish(rows.view_mut(), attended.view());
+            self.decoder.check_finite(layer, rows.view())?;
         }
         self.len += m;
         self.decoder.logits(hidden.row(m - 1))

@@ -28,8 +28,8 @@
 //! and inertia are summed in f64. Finite values whose squares overflow f32 give a useless
 //! codebook, but no panic.
 //!
-//! Results are byte-identical for any number of threads, and on every machine that has a fused
-//! multiply-add: rows are independent, and every sum has a fixed order.
+//! Results are byte-identical for any number of threads, and on machines that have a fused
+//! multiply-add alike: rows are independent, and every sum has a fixed order.
 
 mod assign;
 mod scan;
@@ -89,6 +89,15 @@ pub enum KMeansError {
     /// An error of linfa's data set handling.
     #[error(transparent)]
     Linfa(#[from] linfa::Error),
+}
+
+impl From<KMeansError> for crate::error::Error {
+    fn from(e: KMeansError) -> Self {
+        match e {
+            KMeansError::Interrupted(_) => Self::interrupted(),
+            other => Self::failed(other.to_string()),
+        }
+    }
 }
 
 /// Where the centroids start.

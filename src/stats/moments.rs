@@ -114,7 +114,10 @@ impl Moments {
     pub fn read(path: &Path, n_layers: usize, g: usize, d: usize) -> Result<Self> {
         let store = Store::open(path)?;
         let manifest = store.manifest()?;
-        let position = manifest.get("wrope_position").and_then(Value::as_u64);
+        let position = manifest
+            .get("wrope_position")
+            .and_then(Value::as_u64)
+            .filter(|p| *p <= u64::from(u32::MAX));
         let (Some("moments"), Some(position)) = (manifest.get("kind").and_then(Value::as_str), position)
         else {
             return Err(Error::failed(format!("{} is not a moments file", path.display())));
