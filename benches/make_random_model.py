@@ -56,9 +56,12 @@ def main():
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, default=4096, help="length of the random tokens.json")
+    parser.add_argument("--layers", type=int, help="other number of layers")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     shape = SHAPES[args.shape]
+    if args.layers:
+        shape = (args.layers, *shape[1:])
     layers, hidden, inter, heads, kv_heads, dim, vocab, tied = shape
     rng = np.random.default_rng(args.seed)
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -92,9 +92,9 @@ fn layer_and_head_choose_rows() {
             .filter(|r| r["section"] == "a2ats");
         let rows: Vec<&Value> = rows.collect();
         assert_eq!(rows.len(), expected, "{options}");
-        for (name, value) in [("layer", "1"), ("layer", "2"), ("head", "0"), ("head", "1")] {
+        for (name, value) in [("layer", 1), ("layer", 2), ("head", 0), ("head", 1)] {
             if options.contains(&format!("--{name} {value}")) {
-                assert!(rows.iter().all(|r| r[name].to_string() == value), "{options}");
+                assert!(rows.iter().all(|r| r[name] == value), "{options}");
             }
         }
     }
