@@ -3,16 +3,20 @@
 mod common;
 
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::sync::Arc;
 
 use common::*;
 use half::f16;
+use kvsmith::artifact::Artifact;
 use kvsmith::compute::attention::{self, Rows};
 use kvsmith::compute::reference;
-use kvsmith::method::a2ats::{A2ats, HeadCodebook, Limits};
+use kvsmith::method::a2ats::{A2ats, Codebooks, HeadCodebook, Limits, specs};
 use kvsmith::method::{Retriever, Step};
+use kvsmith::model::Decoder;
 use kvsmith::model::config::{ModelConfig, RopeConfig, RopeScaling, read_json};
 use kvsmith::model::rope::Rope;
+use kvsmith::model::tokenizer::Tokenizer;
 use kvsmith::runner::StaticSet;
 use kvsmith::runner::kv::{KvHead, KvType, RowStore};
 use kvsmith::stats::linalg::{cholesky, invert_lower};
@@ -445,4 +449,119 @@ fn json_objects_are_written_in_key_order() {
         let back: f64 = serde_json::from_str(&json!(x).to_string()).unwrap();
         assert_eq!(back.to_bits(), x.to_bits());
     }
+}
+
+/// Retrieval on the states of the bundled model, step by step against f64: the codes by distance,
+/// the scores by value, the selection exactly.
+#[test]
+fn retrieval_on_captured_states() {
+    let scratch = Scratch::new();
+    let model = root().join("calib-data/model");
+    let text = root().join("calib-data/heldout.txt");
+    let out = scratch.path("art.safetensors");
+    kvsmith(&format!(
+        "calibrate --model {} --text {} --max-tokens 3000 --uuid-tokens 600 --seq-len 512 --size 64 \
+         --wrope-position 256 -o {out}",
+        model.display(),
+        text.display()
+    ))
+    .ok();
+    let artifact = Artifact::open(Path::new(&out)).unwrap();
+    let decoder = Decoder::open(&model).unwrap();
+    let codebooks = Codebooks::load(&artifact, &decoder.rope).unwrap();
+    let c = &decoder.config;
+    let (g, d, r) = (c.n_kv_heads, c.head_dim, c.group());
+    let specs = specs(artifact.sizes, 64);
+    let (codewords, means, chols) = (
+        artifact.f16s(&specs[0]).unwrap(),
+        artifact.f32s(&specs[1]).unwrap(),
+        artifact.f32s(&specs[2]).unwrap(),
+    );
+    let tokenizer = Tokenizer::open(&model, c).unwrap();
+    let ids = tokenizer
+        .encode_prefix(&std::fs::read_to_string(text).unwrap(), 700)
+        .unwrap();
+    let n = ids.len();
+    let mut hidden = decoder.embed(&ids).unwrap();
+    let (mut exact, mut keys) = (0, 0);
+    for layer in 0..c.n_layers {
+        let mut states = None;
+        decoder
+            .layer(layer)
+            .unwrap()
+            .forward(&decoder.rope, hidden.view_mut(), |s, _| {
+                states = Some((s.q_pre.clone(), s.k_pre.clone()));
+            });
+        let (q_pre, k_pre) = states.unwrap();
+        for head in 0..g {
+            let i = layer * g + head;
+            let wide = |values: &[f32], rows: usize| {
+                let part = values[i * rows * d..(i + 1) * rows * d]
+                    .iter()
+                    .map(|v| f64::from(*v));
+                Array2::from_shape_vec((rows, d), part.collect()).unwrap()
+            };
+            let (codebook, mean, chol) = (wide(&codewords, 64), wide(&means, 1), wide(&chols, d));
+            let k = k_pre.index_axis(Axis(0), head);
+            let codes = codebooks.head(layer, head).encode(k);
+            let z = k.mapv(f64::from).dot(&chol) - &mean;
+            for (z, code) in z.rows().into_iter().zip(&codes) {
+                let distance = |c: usize| (&z - &codebook.row(c)).mapv(|v| v * v).sum();
+                let best = (0..64).map(distance).fold(f64::INFINITY, f64::min);
+                let found = distance(usize::from(*code));
+                exact += usize::from(found == best);
+                keys += 1;
+                // f32 rounding of z and of the scores it is ranked by.
+                let size = z.dot(&z)
+                    + codebook
+                        .mapv(|v| v * v)
+                        .sum_axis(Axis(1))
+                        .fold(0.0f64, |m, v| m.max(*v));
+                assert!(
+                    found - best <= 8.0 * (d + 2) as f64 * F32_UNIT * size,
+                    "{found} {best}"
+                );
+            }
+            let q = q_pre.slice(s![head * r..(head + 1) * r, n - 1, ..]);
+            let scores = codebooks.head(layer, head).scores(q);
+            let inverse = invert_lower(chol.view()).unwrap();
+            let table = decoder.rope.table(256..257);
+            for (q, scores) in q.rows().into_iter().zip(scores.rows()) {
+                let mut qt = q.to_vec();
+                table.rotate(&mut qt, 0);
+                let y = inverse.dot(&Array1::from(qt).mapv(f64::from));
+                let bound = (d + 2) as f64 * F32_UNIT;
+                for (score, c) in scores.iter().zip(codebook.rows()) {
+                    let size: f64 = c.iter().zip(&y).map(|(a, b)| (a * b).abs()).sum();
+                    assert!((f64::from(*score) - c.dot(&y)).abs() <= bound * size);
+                }
+            }
+            let kv = KvHead::new(KvType::F32, d, 0);
+            let mut a2ats = A2ats::new(Arc::clone(codebooks.head(layer, head)));
+            for key in k.rows() {
+                a2ats.append(key.insert_axis(Axis(0)));
+            }
+            for budget in [1, 2, 20, 42, 300] {
+                let step = Step {
+                    step: 0,
+                    visible: 0..n,
+                    candidates: 4..n - 64,
+                    budget,
+                    q_pre: q,
+                    q_rope: q,
+                    kv: &kv,
+                };
+                let expected = reference::select(scores.view(), &codes[4..n - 64], 4, budget);
+                assert_eq!(
+                    a2ats.select(&step),
+                    expected,
+                    "layer {layer} head {head} budget {budget}"
+                );
+            }
+        }
+    }
+    assert!(
+        exact * 1000 >= 999 * keys,
+        "{exact} of {keys} codes are the exact argmin"
+    );
 }
