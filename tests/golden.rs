@@ -98,6 +98,8 @@ fn greedy_tokens_match() {
             MethodName::Topk,
             MethodName::Random,
             MethodName::Streaming,
+            MethodName::Quest,
+            MethodName::Snapkv,
         ] {
             assert_eq!(
                 greedy(&golden, method, "1.0"),

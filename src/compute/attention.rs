@@ -1,6 +1,8 @@
 //! Softmax attention on the CPU: blocked causal attention of a prompt, and one decode step over
 //! chosen positions.
 
+use std::ops::Range;
+
 use ndarray::{Array2, ArrayView2, ArrayView3, ArrayViewMut2, Axis, s};
 use rayon::prelude::*;
 
@@ -151,6 +153,11 @@ fn causal_tile(
             }
         }
     }
+}
+
+/// The positions that the token at `t` sees: the last `window` ones, itself included; `None` = all.
+pub fn visible(t: usize, window: Option<usize>) -> Range<usize> {
+    window.map_or(0, |w| (t + 1).saturating_sub(w))..t + 1
 }
 
 /// Rows of keys or values that a decode step reads, in whatever type they are stored.

@@ -5,7 +5,9 @@
 
 pub mod a2ats;
 pub mod full;
+pub mod quest;
 pub mod random;
+pub mod snapkv;
 pub mod streaming;
 pub mod topk;
 
@@ -33,6 +35,10 @@ pub enum MethodName {
     Random,
     /// The most recent positions.
     Streaming,
+    /// Pages of 16 keys by an upper bound of their scores (Quest, arXiv 2406.10774).
+    Quest,
+    /// Chosen once after prefill by what the last queries attended (SnapKV, arXiv 2404.14469).
+    Snapkv,
     /// Codebook scores of windowed-RoPE queries (A2ATS, arXiv 2502.12665).
     A2ats,
 }
@@ -45,6 +51,8 @@ impl MethodName {
             Self::Topk => "topk",
             Self::Random => "random",
             Self::Streaming => "streaming",
+            Self::Quest => "quest",
+            Self::Snapkv => "snapkv",
             Self::A2ats => "a2ats",
         }
     }
@@ -60,6 +68,10 @@ pub enum Method {
     Random(u64),
     /// See [`streaming`].
     Streaming,
+    /// See [`quest`].
+    Quest,
+    /// See [`snapkv`].
+    Snapkv,
     /// See [`a2ats`]; its calibrated codebooks.
     A2ats(a2ats::Codebooks),
 }
@@ -72,6 +84,8 @@ impl Method {
             MethodName::Topk => Self::Topk,
             MethodName::Random => Self::Random(seed),
             MethodName::Streaming => Self::Streaming,
+            MethodName::Quest => Self::Quest,
+            MethodName::Snapkv => Self::Snapkv,
             MethodName::A2ats => {
                 let artifact = artifact.ok_or_else(|| {
                     Error::usage("--method a2ats needs --artifact")
@@ -82,13 +96,15 @@ impl Method {
         })
     }
 
-    /// The state of one KV head.
-    pub fn head(&self, layer: usize, kv_head: usize) -> Box<dyn Retriever> {
+    /// The state of one KV head of a layer with this sliding window.
+    pub fn head(&self, layer: usize, kv_head: usize, window: Option<usize>) -> Box<dyn Retriever> {
         match self {
             Self::Full => Box::new(full::Full),
             Self::Topk => Box::new(topk::TopK),
             Self::Random(seed) => Box::new(random::Random::new(*seed, layer, kv_head)),
             Self::Streaming => Box::new(streaming::Streaming),
+            Self::Quest => Box::new(quest::Quest::default()),
+            Self::Snapkv => Box::new(snapkv::SnapKv::new(window)),
             Self::A2ats(codebooks) => Box::new(a2ats::A2ats::new(Arc::clone(codebooks.head(layer, kv_head)))),
         }
     }

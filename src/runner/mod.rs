@@ -5,6 +5,7 @@ pub mod kv;
 pub mod sample;
 
 use std::io::Write;
+use std::ops::Range;
 
 use ndarray::{Array1, Array2, Axis, s};
 use rayon::prelude::*;
@@ -59,7 +60,7 @@ impl<'a> Session<'a> {
                 let heads = (0..c.n_kv_heads)
                     .map(|head| Head {
                         kv: KvHead::new(options.kv, c.head_dim, capacity),
-                        retriever: method.head(i, head),
+                        retriever: method.head(i, head, c.windows[i]),
                     })
                     .collect();
                 Ok((decoder.layer(i)?, heads))
@@ -244,17 +245,16 @@ impl<'a> Session<'a> {
 /// shows them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StaticSet {
-    sinks: std::ops::Range<usize>,
+    sinks: Range<usize>,
     /// Between the sinks and the window.
-    pub candidates: std::ops::Range<usize>,
-    window: std::ops::Range<usize>,
+    pub candidates: Range<usize>,
+    window: Range<usize>,
 }
 
 impl StaticSet {
     /// The static set of the token at position `t`.
     pub fn at(t: usize, model_window: Option<usize>, sinks: usize, window: usize) -> Self {
-        let end = t + 1;
-        let start = model_window.map_or(0, |w| end.saturating_sub(w));
+        let Range { start, end } = attention::visible(t, model_window);
         let window_start = end.saturating_sub(window).max(start);
         let sinks_end = sinks.clamp(start, window_start);
         Self {
@@ -265,7 +265,7 @@ impl StaticSet {
     }
 
     /// Everything that the model lets this token see.
-    pub fn visible(&self) -> std::ops::Range<usize> {
+    pub fn visible(&self) -> Range<usize> {
         self.sinks.start..self.window.end
     }
 
@@ -283,7 +283,7 @@ impl StaticSet {
     fn merge(&self, chosen: &[u32]) -> Vec<u32> {
         debug_assert!(chosen.windows(2).all(|w| w[0] < w[1]));
         debug_assert!(chosen.iter().all(|p| self.candidates.contains(&(*p as usize))));
-        let range = |r: &std::ops::Range<usize>| r.start as u32..r.end as u32;
+        let range = |r: &Range<usize>| r.start as u32..r.end as u32;
         range(&self.sinks)
             .chain(chosen.iter().copied())
             .chain(range(&self.window))

@@ -1,0 +1,95 @@
+//! SnapKV: what the last prompt queries attended, chosen once, arXiv 2404.14469.
+//!
+//! After prefill every prompt position has the softmax weight that the last 32 queries gave it, summed
+//! over them and over the query group, then averaged over 7 neighbours. The best positions are chosen
+//! at the first decode step and kept; what is generated later is read only while it is in the window.
+
+use ndarray::ArrayView2;
+
+use super::{Prompt, Retriever, Step, everything};
+use crate::compute::attention::{Rows, visible};
+use crate::compute::simd;
+
+/// Prompt queries that vote.
+pub const QUERIES: usize = 32;
+/// Neighbouring positions that are averaged.
+pub const POOL: usize = 7;
+
+/// The choice of one KV head.
+pub struct SnapKv {
+    window: Option<usize>,
+    /// Pooled votes per prompt position, until the choice is made.
+    votes: Vec<f32>,
+    chosen: Option<Vec<u32>>,
+}
+
+impl SnapKv {
+    /// An empty head of a layer with this sliding window.
+    pub fn new(window: Option<usize>) -> Self {
+        Self {
+            window,
+            votes: Vec::new(),
+            chosen: None,
+        }
+    }
+}
+
+impl Retriever for SnapKv {
+    fn prefill(&mut self, prompt: &Prompt) {
+        let (r, n, d) = prompt.q_rope.dim();
+        let scale = 1.0 / (d as f32).sqrt();
+        let mut votes = vec![0.0f32; n];
+        let mut scratch = vec![0.0; d];
+        for t in n.saturating_sub(QUERIES)..n {
+            let seen = visible(t, self.window);
+            for a in 0..r {
+                let query: Vec<f32> = prompt
+                    .q_rope
+                    .slice(ndarray::s![a, t, ..])
+                    .iter()
+                    .map(|x| x * scale)
+                    .collect();
+                let mut weights: Vec<f32> = seen
+                    .clone()
+                    .map(|j| simd::dot(&query, prompt.kv.keys.row(j, &mut scratch)))
+                    .collect();
+                let max = simd::max(&weights);
+                let sum = simd::exp_shifted(&mut weights, max);
+                simd::axpy(1.0 / sum, &weights, &mut votes[seen.clone()]);
+            }
+        }
+        self.votes = pooled(&votes);
+    }
+
+    fn append(&mut self, _k_pre: ArrayView2<f32>) {}
+
+    fn select(&mut self, step: &Step) -> Vec<u32> {
+        if step.budget >= step.candidates.len() {
+            return everything(step);
+        }
+        let votes = &self.votes;
+        let chosen = self.chosen.get_or_insert_with(|| {
+            let mut order: Vec<u32> = step.candidates.clone().map(|p| p as u32).collect();
+            order.sort_unstable_by(|a, b| votes[*b as usize].total_cmp(&votes[*a as usize]).then(a.cmp(b)));
+            order.truncate(step.budget);
+            order.sort_unstable();
+            order
+        });
+        let visible = |p: &u32| step.candidates.contains(&(*p as usize));
+        chosen.iter().copied().filter(visible).collect()
+    }
+
+    fn state_bytes(&self) -> usize {
+        self.votes.capacity() * 4 + self.chosen.as_ref().map_or(0, |c| c.capacity() * 4)
+    }
+}
+
+/// Mean over the `POOL` neighbours around each position, zero beyond the ends.
+fn pooled(votes: &[f32]) -> Vec<f32> {
+    (0..votes.len())
+        .map(|i| {
+            let around = i.saturating_sub(POOL / 2)..(i + POOL / 2 + 1).min(votes.len());
+            votes[around].iter().sum::<f32>() / POOL as f32
+        })
+        .collect()
+}
