@@ -13,7 +13,7 @@ use crate::capture::Capture;
 use crate::corpus::Corpus;
 use crate::error::{Error, Result};
 use crate::model::weights::Float;
-use crate::model::{Decoder, config::read_json};
+use crate::model::{Decoder, fields::read_json};
 use crate::progress::Log;
 use crate::stats::moments::{LayerMoments, Moments};
 use crate::store::{self, Output, Spec, Store, Tensor, Writer};

@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 use crate::artifact::LayerPart;
 use crate::error::{Error, Result};
-use crate::model::config::read_json;
+use crate::model::fields::read_json;
 use crate::model::weights::hex;
 use crate::store::{self, Output, Spec, Store, Tensor, Writer};
 

@@ -10,8 +10,8 @@ use crate::cli::{Global, parse_count};
 use crate::dump::{Dump, State};
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::model::config::RopeConfig;
 use crate::model::rope::Rope;
+use crate::model::rope::RopeConfig;
 use crate::stats::moments::{LayerMoments, Moments};
 use crate::store::Output;
 

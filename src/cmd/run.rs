@@ -13,8 +13,8 @@ use crate::dump::Sizes;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::method::{Method, MethodName};
-use crate::model::Decoder;
 use crate::model::tokenizer::{TextStream, Tokenizer};
+use crate::model::{Decoder, ModelConfig};
 use crate::progress::Log;
 use crate::runner::budget::Budget;
 use crate::runner::kv::KvType;
@@ -144,48 +144,20 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         let file = std::fs::File::create(path).map_err(|e| Error::io(path, "write", &e))?;
         session.trace(Box::new(std::io::BufWriter::new(file)));
     }
-    let mut sampler = Sampler::new(args.temperature, args.top_p, global.seed);
-    let mut stream = TextStream::new(tokenizer.as_ref());
-    let show = |text: &str| -> Result<()> {
-        if global.json || text.is_empty() {
-            return Ok(());
-        }
-        print(text)
-    };
-
-    let c = &decoder.config;
-    let per_token = 2 * c.n_layers * c.n_kv_heads * c.head_dim * args.kv.bytes();
     log.note(&format!(
         "prefill: {} tokens, {:.2} MB of KV cache",
         ids.len(),
-        (ids.len() * per_token) as f64 / 1e6
+        (ids.len() * kv_bytes_per_token(&decoder.config, args.kv)) as f64 / 1e6
     ));
-    let start = Instant::now();
-    let mut logits = session.prefill(&ids)?;
-    let prefill_s = start.elapsed().as_secs_f64();
-    let start = Instant::now();
-    let mut generated = Vec::new();
-    let mut stopped = false;
-    while generated.len() < args.max_new {
-        let next = sampler.next(logits.as_slice().unwrap_or(&[]));
-        generated.push(next);
-        show(&stream.push(next)?)?;
-        if !args.ignore_eos && decoder.config.eos_token_ids.contains(&next) {
-            break;
-        }
-        if generated.len() == args.max_new {
-            break;
-        }
-        if interrupt::requested() {
-            stopped = true;
-            break;
-        }
-        logits = session.step(next)?;
-    }
-    show(&stream.finish()?)?;
-    show("\n")?;
-    let decode_s = start.elapsed().as_secs_f64();
+    let mut stream = TextStream::new(tokenizer.as_ref());
+    let generation = generate(args, global, &mut session, &ids, &mut stream)?;
     session.finish_trace()?;
+    let Generation {
+        ids: generated,
+        prefill_s,
+        decode_s,
+        stopped,
+    } = generation;
     // The first token comes from the prefill; each decode step makes one more.
     let steps = generated.len().saturating_sub(1);
     let tokens_per_s = if steps > 0 { steps as f64 / decode_s } else { 0.0 };
@@ -218,6 +190,64 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     } else {
         Ok(())
     }
+}
+
+/// Keys and values of one position, over all layers and KV heads.
+fn kv_bytes_per_token(c: &ModelConfig, kv: KvType) -> usize {
+    2 * c.n_layers * c.n_kv_heads * c.head_dim * kv.bytes()
+}
+
+/// What a generation gave.
+struct Generation {
+    ids: Vec<u32>,
+    prefill_s: f64,
+    decode_s: f64,
+    /// Whether the user stopped it.
+    stopped: bool,
+}
+
+/// Runs the prompt and decodes until a stop token, the limit or an interrupt, showing the text.
+fn generate(
+    args: &Args,
+    global: &Global,
+    session: &mut Session,
+    prompt: &[u32],
+    stream: &mut TextStream,
+) -> Result<Generation> {
+    let show = |text: &str| match text {
+        "" => Ok(()),
+        _ if global.json => Ok(()),
+        text => print(text),
+    };
+    let mut sampler = Sampler::new(args.temperature, args.top_p, global.seed);
+    let start = Instant::now();
+    let mut logits = session.prefill(prompt)?;
+    let prefill_s = start.elapsed().as_secs_f64();
+    let start = Instant::now();
+    let mut ids = Vec::new();
+    let mut stopped = false;
+    while ids.len() < args.max_new {
+        let next = sampler.next(logits.as_slice().unwrap_or(&[]));
+        ids.push(next);
+        show(&stream.push(next)?)?;
+        let ended = !args.ignore_eos && session.is_stop_token(next);
+        if ended || ids.len() == args.max_new {
+            break;
+        }
+        stopped = interrupt::requested();
+        if stopped {
+            break;
+        }
+        logits = session.step(next)?;
+    }
+    show(&stream.finish()?)?;
+    show("\n")?;
+    Ok(Generation {
+        ids,
+        prefill_s,
+        decode_s: start.elapsed().as_secs_f64(),
+        stopped,
+    })
 }
 
 /// The prompt's ids, and the tokenizer where the model has one.

@@ -2,64 +2,17 @@
 
 use std::path::Path;
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
+use super::fields::{Fields, read_json, token_ids};
+use super::rope::RopeConfig;
 use crate::error::{Error, Result};
 
 /// `model_type` values that the decoder runs.
 pub const SUPPORTED_MODELS: [&str; 4] = ["llama", "mistral", "qwen2", "qwen3"];
-/// Rope types that the decoder runs.
-pub const SUPPORTED_ROPES: [&str; 4] = ["default", "linear", "llama3", "yarn"];
 const MAX_LAYERS: usize = 4096;
 const MAX_HEAD_DIM: usize = 4096;
 const SUPPORTED_LAYERS: [&str; 2] = ["full_attention", "sliding_attention"];
-
-/// The rotary embedding of a model, both config spellings normalised.
-#[derive(Clone, Debug, PartialEq)]
-pub struct RopeConfig {
-    /// Base of the geometric frequency series (`rope_theta`).
-    pub theta: f64,
-    /// How the frequencies are scaled.
-    pub scaling: RopeScaling,
-}
-
-/// How a rope type changes the plain frequencies.
-#[derive(Clone, Debug, PartialEq)]
-pub enum RopeScaling {
-    /// No scaling.
-    Default,
-    /// All frequencies divided by the factor.
-    Linear {
-        /// Context extension factor.
-        factor: f64,
-    },
-    /// Llama 3.1: low frequencies divided, high ones kept, a ramp between.
-    Llama3 {
-        /// Context extension factor.
-        factor: f64,
-        /// `low_freq_factor`.
-        low: f64,
-        /// `high_freq_factor`.
-        high: f64,
-        /// `original_max_position_embeddings`.
-        original: f64,
-    },
-    /// YaRN (arXiv 2309.00071): a ramp over the dimensions and an attention factor.
-    Yarn {
-        /// Context extension factor.
-        factor: f64,
-        /// `original_max_position_embeddings`.
-        original: f64,
-        /// Rotations above which a dimension is kept.
-        beta_fast: f64,
-        /// Rotations below which a dimension is interpolated.
-        beta_slow: f64,
-        /// Multiplies cos and sin.
-        attention_factor: f64,
-        /// Whether the ramp's ends are rounded to whole dimensions.
-        truncate: bool,
-    },
-}
 
 /// Everything about a decoder that its `config.json` fixes.
 #[derive(Clone, Debug)]
@@ -140,7 +93,7 @@ impl ModelConfig {
         let map = value
             .as_object()
             .ok_or_else(|| Error::failed("expected a JSON object"))?;
-        let c = Fields { map };
+        let c = Fields::new(map);
         let model_type = c.string("model_type")?.to_string();
         if !SUPPORTED_MODELS.contains(&model_type.as_str()) {
             return Err(
@@ -220,7 +173,7 @@ impl ModelConfig {
             mlp_bias: model_type == "llama" && c.bool_or("mlp_bias", false)?,
             qk_norm: model_type == "qwen3",
             max_position_embeddings,
-            rope: rope(&c, max_position_embeddings)?,
+            rope: RopeConfig::parse(&c, max_position_embeddings)?,
             windows,
             bos_token_id: token_ids(c.map.get("bos_token_id"), "bos_token_id")?
                 .first()
@@ -256,74 +209,6 @@ impl ModelConfig {
             "qk_norm": self.qk_norm,
             "windows": self.windows,
             "rope": self.rope.canonical(),
-        })
-    }
-}
-
-impl RopeConfig {
-    /// The rope settings as canonical JSON.
-    pub fn canonical(&self) -> Value {
-        let mut out = match &self.scaling {
-            RopeScaling::Default => json!({"rope_type": "default"}),
-            RopeScaling::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
-            RopeScaling::Llama3 {
-                factor,
-                low,
-                high,
-                original,
-            } => json!({
-                "rope_type": "llama3", "factor": factor, "low_freq_factor": low,
-                "high_freq_factor": high, "original_max_position_embeddings": original,
-            }),
-            RopeScaling::Yarn {
-                factor,
-                original,
-                beta_fast,
-                beta_slow,
-                attention_factor,
-                truncate,
-            } => json!({
-                "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original,
-                "beta_fast": beta_fast, "beta_slow": beta_slow,
-                "attention_factor": attention_factor, "truncate": truncate,
-            }),
-        };
-        out["theta"] = json!(self.theta);
-        out
-    }
-
-    /// The inverse of [`RopeConfig::canonical`], for manifests.
-    pub fn from_canonical(value: &Value) -> Result<Self> {
-        let number = |name: &str| {
-            value
-                .get(name)
-                .and_then(Value::as_f64)
-                .ok_or_else(|| Error::failed(format!("the manifest has no valid `rope.{name}`")))
-        };
-        let scaling = match value.get("rope_type").and_then(Value::as_str) {
-            Some("default") => RopeScaling::Default,
-            Some("linear") => RopeScaling::Linear {
-                factor: number("factor")?,
-            },
-            Some("llama3") => RopeScaling::Llama3 {
-                factor: number("factor")?,
-                low: number("low_freq_factor")?,
-                high: number("high_freq_factor")?,
-                original: number("original_max_position_embeddings")?,
-            },
-            Some("yarn") => RopeScaling::Yarn {
-                factor: number("factor")?,
-                original: number("original_max_position_embeddings")?,
-                beta_fast: number("beta_fast")?,
-                beta_slow: number("beta_slow")?,
-                attention_factor: number("attention_factor")?,
-                truncate: value.get("truncate").and_then(Value::as_bool).unwrap_or(true),
-            },
-            _ => return Err(Error::failed("the manifest has no valid `rope.rope_type`")),
-        };
-        Ok(Self {
-            theta: number("theta")?,
-            scaling,
         })
     }
 }
@@ -376,251 +261,4 @@ fn windows(c: &Fields, model_type: &str, n_layers: usize) -> Result<Vec<Option<u
     Ok((0..n_layers)
         .map(|i| if i >= first { window } else { None })
         .collect())
-}
-
-/// The rope settings from either spelling.
-fn rope(c: &Fields, max_position: usize) -> Result<RopeConfig> {
-    // As in transformers, `rope_scaling` replaces `rope_parameters` where both say something.
-    let said = |v: &&Value| v.as_object().is_none_or(|map| !map.is_empty());
-    let nested = match c.present("rope_scaling").filter(said) {
-        Some(v) => Some(("rope_scaling", v)),
-        None => c.present("rope_parameters").map(|v| ("rope_parameters", v)),
-    };
-    let empty = Map::new();
-    let (name, map) = match nested {
-        Some((name, v)) => (
-            name,
-            v.as_object()
-                .ok_or_else(|| Error::failed(format!("`{name}` is not an object")))?,
-        ),
-        None => ("rope_scaling", &empty),
-    };
-    if let Some((layer_type, _)) = map.iter().find(|(_, v)| v.is_object()) {
-        return Err(Error::failed(format!(
-            "`{name}` sets a rope per layer type (`{layer_type}`), which is not supported"
-        ))
-        .hint("supported: one rope for all layers"));
-    }
-    let s = Fields { map };
-    if let (Some(a), Some(b)) = (s.present("rope_type"), s.present("type"))
-        && a != b
-    {
-        return Err(
-            Error::failed(format!("`{name}` says both `rope_type`: {a} and `type`: {b}"))
-                .hint("remove the one that the model was not trained with"),
-        );
-    }
-    let kind = match s.present("rope_type").or_else(|| s.present("type")) {
-        Some(v) => v
-            .as_str()
-            .ok_or_else(|| Error::failed(format!("`{name}.rope_type` is not a string")))?,
-        None => "default",
-    };
-    if s.number_or("partial_rotary_factor", 1.0)? != 1.0 {
-        return Err(Error::failed(format!(
-            "`{name}.partial_rotary_factor` other than 1 is not supported"
-        )));
-    }
-    let theta = match s.number_opt("rope_theta")? {
-        Some(t) => t,
-        None => c.number_or("rope_theta", 10_000.0)?,
-    };
-    if !(theta.is_finite() && theta > 1.0) {
-        return Err(Error::failed(format!("rope_theta {theta} is out of range")));
-    }
-    let positive = |field: &str| -> Result<f64> {
-        let v = s
-            .number_opt(field)?
-            .ok_or_else(|| Error::failed(format!("`{name}.{field}` is missing (rope type `{kind}`)")))?;
-        if v.is_finite() && v > 0.0 {
-            Ok(v)
-        } else {
-            Err(Error::failed(format!("`{name}.{field}` = {v} is out of range")))
-        }
-    };
-    let scaling = match kind {
-        "default" => RopeScaling::Default,
-        "linear" => RopeScaling::Linear {
-            factor: positive("factor")?,
-        },
-        "llama3" => {
-            let (low, high) = (positive("low_freq_factor")?, positive("high_freq_factor")?);
-            if high <= low {
-                return Err(Error::failed(format!(
-                    "`{name}`: high_freq_factor {high} must be above low_freq_factor {low}"
-                )));
-            }
-            RopeScaling::Llama3 {
-                factor: positive("factor")?,
-                low,
-                high,
-                original: positive("original_max_position_embeddings")?,
-            }
-        }
-        "yarn" => yarn(&s, positive("factor")?, max_position)?,
-        other => {
-            let error = Error::failed(format!("rope type `{other}` is not supported"));
-            return Err(error.hint(format!("supported: {}", SUPPORTED_ROPES.join(", "))));
-        }
-    };
-    Ok(RopeConfig { theta, scaling })
-}
-
-/// YaRN's settings with its attention factor resolved (arXiv 2309.00071, section 3.4).
-fn yarn(s: &Fields, factor: f64, max_position: usize) -> Result<RopeScaling> {
-    let mscale = |weight: f64| {
-        if factor <= 1.0 {
-            1.0
-        } else {
-            0.1 * weight * factor.ln() + 1.0
-        }
-    };
-    let attention_factor = match s.number_opt("attention_factor")? {
-        Some(f) => f,
-        None => match (s.number_opt("mscale")?, s.number_opt("mscale_all_dim")?) {
-            (Some(a), Some(b)) if a != 0.0 && b != 0.0 => mscale(a) / mscale(b),
-            _ => mscale(1.0),
-        },
-    };
-    let or_default = |name: &str, default: f64| -> Result<f64> {
-        Ok(s.number_opt(name)?.filter(|x| *x != 0.0).unwrap_or(default))
-    };
-    let original = s
-        .number_opt("original_max_position_embeddings")?
-        .unwrap_or(max_position as f64);
-    let (beta_fast, beta_slow) = (or_default("beta_fast", 32.0)?, or_default("beta_slow", 1.0)?);
-    for (name, value) in [
-        ("original_max_position_embeddings", original),
-        ("beta_fast", beta_fast),
-        ("beta_slow", beta_slow),
-        ("attention_factor", attention_factor),
-    ] {
-        if !(value.is_finite() && value > 0.0) {
-            return Err(Error::failed(format!(
-                "yarn rope: `{name}` = {value} is out of range"
-            )));
-        }
-    }
-    if beta_fast < beta_slow {
-        return Err(Error::failed(format!(
-            "yarn rope: beta_fast {beta_fast} is below beta_slow {beta_slow}"
-        )));
-    }
-    Ok(RopeScaling::Yarn {
-        factor,
-        original,
-        beta_fast,
-        beta_slow,
-        attention_factor,
-        truncate: s.bool_or("truncate", true)?,
-    })
-}
-
-/// Reads a JSON file.
-pub fn read_json(path: &Path) -> Result<Value> {
-    let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", &e))?;
-    serde_json::from_slice(&bytes)
-        .map_err(|e| Error::failed(format!("{} is not valid JSON: {e}", path.display())))
-}
-
-/// A token id or a list of token ids; absent or null gives an empty list.
-fn token_ids(value: Option<&Value>, name: &str) -> Result<Vec<u32>> {
-    let one = |v: &Value| {
-        v.as_u64()
-            .and_then(|id| u32::try_from(id).ok())
-            .ok_or_else(|| Error::failed(format!("`{name}` is not a token id: {v}")))
-    };
-    match value {
-        None | Some(Value::Null) => Ok(Vec::new()),
-        Some(Value::Array(ids)) => ids.iter().map(one).collect(),
-        Some(v) => Ok(vec![one(v)?]),
-    }
-}
-
-/// Typed access to the fields of a config object; `null` counts as absent.
-struct Fields<'a> {
-    map: &'a Map<String, Value>,
-}
-
-impl<'a> Fields<'a> {
-    /// Above this, a size in a config is taken for damage.
-    const MAX_SIZE: u64 = 1 << 31;
-
-    fn present(&self, name: &str) -> Option<&'a Value> {
-        self.map.get(name).filter(|v| !v.is_null())
-    }
-
-    fn string(&self, name: &str) -> Result<&'a str> {
-        match self.present(name) {
-            Some(v) => v
-                .as_str()
-                .ok_or_else(|| Error::failed(format!("`{name}` is not a string"))),
-            None => Err(Error::failed(format!("`{name}` is missing"))),
-        }
-    }
-
-    fn string_or(&self, name: &str, default: &'static str) -> Result<&'a str> {
-        if self.present(name).is_none() {
-            return Ok(default);
-        }
-        self.string(name)
-    }
-
-    fn index_opt(&self, name: &str) -> Result<Option<usize>> {
-        match self.present(name) {
-            None => Ok(None),
-            Some(v) => match v.as_u64() {
-                Some(n) if n <= Self::MAX_SIZE => Ok(Some(n as usize)),
-                _ => Err(Error::failed(format!("`{name}` = {v} is out of range"))),
-            },
-        }
-    }
-
-    fn index_or(&self, name: &str, default: usize) -> Result<usize> {
-        Ok(self.index_opt(name)?.unwrap_or(default))
-    }
-
-    fn size_opt(&self, name: &str) -> Result<Option<usize>> {
-        match self.index_opt(name)? {
-            Some(0) => Err(Error::failed(format!("`{name}` is 0"))),
-            other => Ok(other),
-        }
-    }
-
-    fn size(&self, name: &str) -> Result<usize> {
-        self.size_opt(name)?
-            .ok_or_else(|| Error::failed(format!("`{name}` is missing")))
-    }
-
-    fn number_opt(&self, name: &str) -> Result<Option<f64>> {
-        match self.present(name) {
-            None => Ok(None),
-            Some(v) => v
-                .as_f64()
-                .map(Some)
-                .ok_or_else(|| Error::failed(format!("`{name}` is not a number"))),
-        }
-    }
-
-    fn number_or(&self, name: &str, default: f64) -> Result<f64> {
-        Ok(self.number_opt(name)?.unwrap_or(default))
-    }
-
-    /// `sliding_window`: null is none, but an absent key means these families' default.
-    fn window(&self) -> Result<Option<usize>> {
-        if self.map.contains_key("sliding_window") {
-            self.size_opt("sliding_window")
-        } else {
-            Ok(Some(4096))
-        }
-    }
-
-    fn bool_or(&self, name: &str, default: bool) -> Result<bool> {
-        match self.present(name) {
-            None => Ok(default),
-            Some(v) => v
-                .as_bool()
-                .ok_or_else(|| Error::failed(format!("`{name}` is not true or false"))),
-        }
-    }
 }

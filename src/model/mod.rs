@@ -2,6 +2,7 @@
 
 pub mod config;
 pub mod decoder;
+pub mod fields;
 pub mod rope;
 pub mod tokenizer;
 pub mod weights;

@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use super::config::{ModelConfig, read_json};
+use super::config::ModelConfig;
+use super::fields::read_json;
 use crate::error::{Error, Result};
 
 /// Text to token ids and back.

@@ -16,7 +16,8 @@ use rayon::prelude::*;
 use safetensors::{Dtype, SafeTensors};
 use sha2::{Digest, Sha256};
 
-use super::config::{ModelConfig, read_json};
+use super::config::ModelConfig;
+use super::fields::read_json;
 use crate::error::{Error, Result};
 
 /// Element type of a stored tensor.

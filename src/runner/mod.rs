@@ -205,6 +205,11 @@ impl<'a> Session<'a> {
         self.decoder.logits(hidden.row(0))
     }
 
+    /// Whether the model ends a text with this token.
+    pub fn is_stop_token(&self, id: u32) -> bool {
+        self.decoder.config.eos_token_ids.contains(&id)
+    }
+
     /// Share of K and V rows that decode steps read, static set included; 1 without steps.
     pub fn kv_read_fraction(&self) -> f64 {
         if self.steps == 0 {
