@@ -213,13 +213,14 @@ impl Output {
 }
 
 /// The process's file mode mask.
+#[allow(clippy::useless_conversion, reason = "mode_t is narrower on other systems")]
 fn umask() -> u32 {
     // SAFETY: umask only swaps a per-process integer; it is put back at once, and the program
     // creates files from one thread.
     unsafe {
         let mask = libc::umask(0o022);
         libc::umask(mask);
-        mask
+        mask.into()
     }
 }
 
@@ -268,17 +269,23 @@ impl Writer {
     }
 }
 
-/// Reserves disk space for a file of `len` bytes.
+/// Gives a file its length, reserving the disk space where the system can.
+#[cfg(target_os = "linux")]
 fn reserve(file: &File, len: usize) -> std::io::Result<()> {
     use std::os::fd::AsRawFd;
-    let len = libc::off_t::try_from(len).map_err(|_| std::io::ErrorKind::FileTooLarge)?;
+    let wanted = libc::off_t::try_from(len).map_err(|_| std::io::ErrorKind::FileTooLarge)?;
     // SAFETY: the descriptor is open for the duration of the call.
-    match unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, len.max(1)) } {
-        0 => file.set_len(len as u64),
+    match unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, wanted.max(1)) } {
         // Some file systems cannot reserve; then a full disk is found while writing.
-        libc::EOPNOTSUPP | libc::EINVAL => file.set_len(len as u64),
+        0 | libc::EOPNOTSUPP | libc::EINVAL => file.set_len(len as u64),
         code => Err(std::io::Error::from_raw_os_error(code)),
     }
+}
+
+/// Gives a file its length; a full disk is found while writing.
+#[cfg(not(target_os = "linux"))]
+fn reserve(file: &File, len: usize) -> std::io::Result<()> {
+    file.set_len(len as u64)
 }
 
 /// A tensor with its bytes, ready to be written.

@@ -199,38 +199,28 @@ fn fit_head(
             .hint("the keys of this head have extreme outliers"));
     }
     let stored = Codebook::new(fit.codebook.mapv(|v| f16::from_f32(v).to_f32()));
-    let n = z.nrows();
     let (codes, inertia) = encode(&stored, z.view());
     let mut count = vec![0u32; params.size];
     for code in codes {
         count[code as usize] += 1;
     }
-    let held_out_inertia = if held_out.nrows() == 0 {
-        Value::Null
-    } else {
+    let held_out_inertia = (held_out.nrows() > 0).then(|| {
         let z = whiten(held_out.view(), metric.chol.view(), mean.view());
-        json!(encode(&stored, z.view()).1)
-    };
-    let entropy: f64 = count
-        .iter()
-        .filter(|c| **c > 0)
-        .map(|c| f64::from(*c) / n as f64)
-        .map(|p| -p * p.log2())
-        .sum();
-    let variance = z.iter().map(|v| f64::from(*v) * f64::from(*v)).sum::<f64>() / n as f64;
-    let history: Vec<f64> = fit.inertia.iter().map(|i| i / n as f64).collect();
+        encode(&stored, z.view()).1
+    });
+    let n = z.nrows() as f64;
     let quality = json!({
         "inertia": inertia,
         "held_out_inertia": held_out_inertia,
-        "variance": variance,
-        "inertia_history": history,
+        "variance": z.iter().map(|v| f64::from(*v) * f64::from(*v)).sum::<f64>() / n,
+        "inertia_history": fit.inertia.iter().map(|i| i / n).collect::<Vec<f64>>(),
         "iterations": fit.inertia.len().saturating_sub(1),
         "empty_repaired": fit.empty_repaired,
         "unused_codewords": count.iter().filter(|c| **c == 0).count(),
-        "usage_entropy_bits": entropy,
+        "usage_entropy_bits": entropy_bits(&count),
         "condition": metric.condition,
         "eps": metric.eps,
-        "keys": n,
+        "keys": z.nrows(),
     });
     Ok(HeadFit {
         codebook,
@@ -239,6 +229,13 @@ fn fit_head(
         count,
         quality,
     })
+}
+
+/// Entropy of the codewords' use.
+fn entropy_bits(count: &[u32]) -> f64 {
+    let n: f64 = count.iter().map(|c| f64::from(*c)).sum();
+    let used = count.iter().filter(|c| **c > 0);
+    used.map(|c| f64::from(*c) / n).map(|p| -p * p.log2()).sum()
 }
 
 /// Codes and the mean squared distance.
