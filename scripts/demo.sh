@@ -14,6 +14,8 @@ show() { say "\$ kvsmith $*"; "$kvsmith" "$@"; }
 show calibrate --model $model --text calib-data/text.txt --max-tokens 49152 --uuid-tokens 8192 \
     --size 1024 --wrope-position 1024 -o "$out/demo.safetensors"
 show inspect "$out/demo.safetensors" --verify --model $model
+say "The prompt holds a list of words in random order and ends with its first ones again."
+echo "A model that recalls the list goes on: goodness common bowels place walls sound seat ashamed ..."
 show run --model $model --prompt-file calib-data/demo-prompt.txt --max-new 48 --method full
 show run --model $model --prompt-file calib-data/demo-prompt.txt --max-new 48 --method a2ats \
     --artifact "$out/demo.safetensors" --budget 0.06

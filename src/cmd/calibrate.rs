@@ -17,7 +17,7 @@ use crate::dump::Sizes;
 use crate::error::{Kind, Result};
 use crate::method::a2ats::{self, FitParams};
 use crate::model::Decoder;
-use crate::progress::{Log, Progress};
+use crate::progress::{Log, Progress, size};
 use crate::stats::moments::LayerMoments;
 use crate::store::{Output, Spec};
 use crate::work::Work;
@@ -201,8 +201,8 @@ fn plan(decoder: &Decoder, corpus: &Corpus, specs: &[Spec], log: Log) {
         .fold(0, usize::saturating_add);
     let memory = 4 * (n * per_token + (longest * per_row + mlp).max(fit)) + file;
     log.note(&format!(
-        "plan: about {:.2} GB of memory besides the pages of one layer, {:.1} MB artifact",
-        memory as f64 / 1e9,
-        file as f64 / 1e6
+        "plan: about {} of memory besides the pages of one layer, {} artifact",
+        size(memory),
+        size(file)
     ));
 }

@@ -9,6 +9,7 @@ use crate::artifact::{Artifact, short};
 use crate::cli::Global;
 use crate::error::{Error, Result};
 use crate::method::a2ats;
+use crate::progress::size;
 
 /// Arguments of `inspect`.
 #[derive(clap::Args, Debug)]
@@ -107,14 +108,6 @@ fn rows(artifact: &Artifact, args: &Args) -> Vec<Value> {
     rows
 }
 
-fn megabytes(bytes: usize) -> String {
-    if bytes >= 100_000_000 {
-        format!("{:.2} GB", bytes as f64 / 1e9)
-    } else {
-        format!("{:.2} MB", bytes as f64 / 1e6)
-    }
-}
-
 /// Model, calibration and sections.
 fn summary(artifact: &Artifact, args: &Args) -> String {
     let m = &artifact.manifest;
@@ -123,7 +116,7 @@ fn summary(artifact: &Artifact, args: &Args) -> String {
     let mut out = format!(
         "artifact     {}, {}, made by kvsmith {} on {}\n",
         args.artifact.display(),
-        megabytes(artifact.store.file_bytes()),
+        size(artifact.store.file_bytes()),
         text(&m["tool_version"]),
         text(&m["device"]),
     );
@@ -149,7 +142,7 @@ fn summary(artifact: &Artifact, args: &Args) -> String {
             .filter(|t| t.name.split('.').next() == Some(name.as_str()))
             .map(|t| artifact.store.bytes(&t.name).map_or(0, <[u8]>::len))
             .sum();
-        out += &format!("section      {name}, {}", megabytes(bytes));
+        out += &format!("section      {name}, {}", size(bytes));
         if name == a2ats::SECTION {
             out += &format!(
                 ": {} codewords per KV head, at most {} k-means passes, WRoPE position {}, seed {}",

@@ -18,7 +18,7 @@ use crate::cli::{Cli, Command, Global, Input};
 use crate::corpus::Corpus;
 use crate::error::{Error, Result};
 use crate::model::Decoder;
-use crate::progress::{Log, Progress, Verbosity};
+use crate::progress::{Log, Progress, Verbosity, size};
 
 /// More threads than this are taken for a mistake.
 const MAX_THREADS: usize = 1024;
@@ -70,13 +70,13 @@ fn open_model(dir: &Path, log: Log) -> Result<Decoder> {
     let decoder = Decoder::open(dir)?;
     let c = &decoder.config;
     log.note(&format!(
-        "model: {}, {} layers, {} query and {} KV heads of {}, {:.2} GB of weights",
+        "model: {}, {} layers, {} query and {} KV heads of {}, {} of weights",
         c.model_type,
         c.n_layers,
         c.n_heads,
         c.n_kv_heads,
         c.head_dim,
-        decoder.checkpoint.total_bytes() as f64 / 1e9
+        size(decoder.checkpoint.total_bytes())
     ));
     Ok(decoder)
 }

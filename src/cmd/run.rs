@@ -15,7 +15,7 @@ use crate::interrupt;
 use crate::method::{Method, MethodName};
 use crate::model::tokenizer::{TextStream, Tokenizer};
 use crate::model::{Decoder, ModelConfig};
-use crate::progress::Log;
+use crate::progress::{Log, size};
 use crate::runner::budget::Budget;
 use crate::runner::kv::KvType;
 use crate::runner::sample::Sampler;
@@ -145,9 +145,9 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         session.trace(Box::new(std::io::BufWriter::new(file)));
     }
     log.note(&format!(
-        "prefill: {} tokens, {:.2} MB of KV cache",
+        "prefill: {} tokens, {} of KV cache",
         ids.len(),
-        (ids.len() * kv_bytes_per_token(&decoder.config, args.kv)) as f64 / 1e6
+        size(ids.len() * kv_bytes_per_token(&decoder.config, args.kv))
     ));
     let mut stream = TextStream::new(tokenizer.as_ref());
     let generation = generate(args, global, &mut session, &ids, &mut stream)?;
@@ -162,12 +162,12 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let steps = generated.len().saturating_sub(1);
     let tokens_per_s = if steps > 0 { steps as f64 / decode_s } else { 0.0 };
     log.note(&format!(
-        "{}: {} tokens, prefill {prefill_s:.2} s, decode {decode_s:.2} s ({tokens_per_s:.1} tokens/s), {:.1} % of the KV rows read, index {:.2} MB beside {:.2} MB of KV",
+        "{}: {} tokens, prefill {prefill_s:.2} s, decode {decode_s:.2} s ({tokens_per_s:.1} tokens/s), {:.1} % of the KV rows read, index {} beside {} of KV",
         name.as_str(),
         generated.len(),
         100.0 * session.kv_read_fraction(),
-        session.index_bytes() as f64 / 1e6,
-        session.kv_bytes() as f64 / 1e6,
+        size(session.index_bytes()),
+        size(session.kv_bytes()),
     ));
     if global.json {
         print_json(&json!({
