@@ -2,6 +2,7 @@
 #![allow(dead_code, missing_docs, reason = "each test file uses a part of it")]
 
 use std::collections::BTreeMap;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -123,6 +124,16 @@ impl Outcome {
 pub fn command(arguments: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvsmith"));
     command.args(arguments.split_whitespace());
+    // A test run in the background may have been told to ignore these; the program would go on so.
+    // SAFETY: `signal` may be called between fork and exec.
+    unsafe {
+        command.pre_exec(|| {
+            for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+                libc::signal(signal, libc::SIG_DFL);
+            }
+            Ok(())
+        });
+    }
     command
 }
 
