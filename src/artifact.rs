@@ -42,6 +42,18 @@ pub struct Section {
     pub layers: Vec<LayerPart>,
 }
 
+impl Section {
+    /// A section without layers yet.
+    pub fn new(name: &'static str, params: Value, specs: Vec<Spec>) -> Self {
+        Self {
+            name,
+            params,
+            specs,
+            layers: Vec::new(),
+        }
+    }
+}
+
 /// What all sections of a file were made from.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Origin {
@@ -294,6 +306,13 @@ impl Artifact {
             short(fingerprint)
         ))
         .hint("calibrate this model, or give the model that the file was made for"))
+    }
+
+    /// Keys per KV head that took part in the fits.
+    pub fn kept_keys(&self) -> u64 {
+        let calibration = &self.manifest["calibration"];
+        let number = |name: &str| calibration[name].as_u64().unwrap_or(0);
+        number("tokens").saturating_sub(number("held_out_tokens"))
     }
 
     /// A whole f32 tensor.

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::cmd::{bench, calibrate, codebook, dump, inspect, moments, pack, run};
+use crate::cmd::{bench, calibrate, codebook, dump, inspect, moments, pack, run, signs};
 use crate::corpus;
 use crate::error::{Error, Result};
 use crate::method::a2ats::FitInit;
@@ -31,6 +31,8 @@ pub enum Command {
     Moments(moments::Args),
     /// Fit the A2ATS codebooks of a dump
     Codebook(codebook::Args),
+    /// Build the sign-pattern centroids of a dump
+    Signs(signs::Args),
     /// Merge section files into one artifact
     Pack(pack::Args),
     /// Do all of it, layer by layer, without a dump on the disk

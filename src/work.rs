@@ -8,7 +8,7 @@ use ndarray::{Array2, Axis};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::artifact::LayerPart;
+use crate::artifact::{LayerPart, Section};
 use crate::error::{Error, Result};
 use crate::model::fields::read_json;
 use crate::model::weights::hex;
@@ -18,10 +18,15 @@ use crate::store::{self, Output, Spec, Store, Tensor, Writer};
 pub struct Work {
     dir: PathBuf,
     identity: String,
-    specs: Vec<Spec>,
+    /// Tensors of each section.
+    specs: Vec<Vec<Spec>>,
     /// Held until the run ends, however it ends.
     _lock: File,
 }
+
+/// Where a stopped run goes on: the hidden states before the next layer, and for each finished layer
+/// a part per section.
+pub type Resumed = (Array2<f32>, Vec<Vec<LayerPart>>);
 
 const STATE: &str = "state.json";
 const HIDDEN: &str = "hidden.safetensors";
@@ -34,7 +39,7 @@ impl Work {
     ///
     /// # Errors
     /// It holds another run, or this one while `resume` is not set, or another process works in it.
-    pub fn open(dir: &Path, identity: &Value, resume: bool, specs: &[Spec]) -> Result<Self> {
+    pub fn open(dir: &Path, identity: &Value, resume: bool, sections: &[Section]) -> Result<Self> {
         std::fs::create_dir_all(dir).map_err(|e| Error::io(dir, "make the folder", &e))?;
         let path = dir.join(LOCK);
         let lock = File::create(&path).map_err(|e| Error::io(&path, "write", &e))?;
@@ -71,7 +76,7 @@ impl Work {
         Ok(Self {
             dir: dir.to_path_buf(),
             identity,
-            specs: specs.to_vec(),
+            specs: sections.iter().map(|s| s.specs.clone()).collect(),
             _lock: lock,
         })
     }
@@ -80,30 +85,30 @@ impl Work {
         self.dir.join(format!("layer-{layer:05}.safetensors"))
     }
 
-    /// Specs of one layer's part: one layer on the leading axis.
-    fn part_specs(&self) -> Vec<Spec> {
+    /// Specs of one layer's parts, section by section: one layer on the leading axis.
+    fn part_specs(&self) -> Vec<Vec<Spec>> {
         let mut specs = self.specs.clone();
-        for spec in &mut specs {
+        for spec in specs.iter_mut().flatten() {
             spec.shape[0] = 1;
         }
         specs
     }
 
-    /// Saves a finished layer, then the hidden states after it.
-    pub fn save(&self, layer: usize, part: &LayerPart, hidden: &Array2<f32>, last: bool) -> Result<()> {
+    /// Saves a finished layer, a part per section, then the hidden states after it.
+    pub fn save(&self, layer: usize, parts: &[LayerPart], hidden: &Array2<f32>, last: bool) -> Result<()> {
+        let bytes = parts.iter().flat_map(|p| &p.tensors).cloned();
         let tensors: Vec<Tensor> = self
             .part_specs()
             .into_iter()
-            .zip(&part.tensors)
-            .map(|(spec, bytes)| Tensor {
-                spec,
-                bytes: bytes.clone(),
-            })
+            .flatten()
+            .zip(bytes)
+            .map(|(spec, bytes)| Tensor { spec, bytes })
             .collect();
+        let quality: Vec<&Vec<Value>> = parts.iter().map(|p| &p.quality).collect();
         self.write(
             &self.layer_path(layer),
             &tensors,
-            json!({ "layer": layer, "quality": part.quality }),
+            json!({ "layer": layer, "quality": quality }),
         )?;
         if last {
             return Ok(());
@@ -164,7 +169,7 @@ impl Work {
     }
 
     /// The hidden states and the finished layers of a stopped run, if it got that far.
-    pub fn load(&self, shape: [usize; 2]) -> Result<Option<(Array2<f32>, Vec<LayerPart>)>> {
+    pub fn load(&self, shape: [usize; 2]) -> Result<Option<Resumed>> {
         let path = self.dir.join(HIDDEN);
         if !path.is_file() {
             return Ok(None);
@@ -173,18 +178,26 @@ impl Work {
         let values: Vec<f32> = store.read("hidden", &shape)?;
         let hidden = Array2::from_shape_vec(shape, values).map_err(|e| Error::failed(e.to_string()))?;
         let next = manifest["next_layer"].as_u64().unwrap_or(0) as usize;
-        let mut parts = Vec::with_capacity(next);
-        for layer in 0..next {
-            let (store, manifest) = self.read(&self.layer_path(layer))?;
-            let tensors = self
-                .part_specs()
-                .iter()
-                .map(|spec| Ok(store.checked(spec)?.to_vec()))
-                .collect::<Result<_>>()?;
-            let quality = manifest["quality"].as_array().cloned().unwrap_or_default();
-            parts.push(LayerPart { tensors, quality });
-        }
-        Ok(Some((hidden, parts)))
+        let layers = (0..next)
+            .map(|layer| self.load_layer(layer))
+            .collect::<Result<_>>()?;
+        Ok(Some((hidden, layers)))
+    }
+
+    /// The parts of a finished layer, one per section.
+    fn load_layer(&self, layer: usize) -> Result<Vec<LayerPart>> {
+        let (store, manifest) = self.read(&self.layer_path(layer))?;
+        let part = |(section, specs): (usize, Vec<Spec>)| {
+            let bytes = |spec: &Spec| Ok(store.checked(spec)?.to_vec());
+            Ok(LayerPart {
+                tensors: specs.iter().map(bytes).collect::<Result<_>>()?,
+                quality: manifest["quality"][section]
+                    .as_array()
+                    .cloned()
+                    .unwrap_or_default(),
+            })
+        };
+        self.part_specs().into_iter().enumerate().map(part).collect()
     }
 
     /// Removes what a finished run does not need any more.

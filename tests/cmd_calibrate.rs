@@ -38,8 +38,10 @@ fn it_equals_the_chain_by_hand() {
                 path("section")
             ))
             .ok();
+            kvsmith(&format!("signs --dump {dump} -o {}", path("signs"))).ok();
             let json = kvsmith(&format!(
-                "pack {} --model {model} -o {} --json",
+                "pack {} {} --model {model} -o {} --json",
+                path("signs"),
                 path("section"),
                 path("packed")
             ));

@@ -16,10 +16,11 @@ use crate::corpus::Corpus;
 use crate::dump::Sizes;
 use crate::error::{Kind, Result};
 use crate::method::a2ats::{self, FitParams};
+use crate::method::selfindex::{self, Center};
 use crate::model::Decoder;
 use crate::progress::{Log, Progress, size};
 use crate::stats::moments::LayerMoments;
-use crate::store::{Output, Spec};
+use crate::store::Output;
 use crate::work::Work;
 
 /// Arguments of `calibrate`.
@@ -44,6 +45,9 @@ pub struct Args {
     wrope_position: usize,
     #[command(flatten)]
     fit: Fit,
+    /// What the sign patterns are taken around
+    #[arg(long, value_enum, default_value_t = Center::Median)]
+    center: Center,
 }
 
 /// Runs `calibrate`.
@@ -78,7 +82,18 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
     check_points(n_kept, params.size, log);
     let model = model_manifest(&decoder, log)?;
     let sizes = Sizes::of(&model)?;
-    let specs = a2ats::specs(sizes, params.size);
+    let mut sections = [
+        Section::new(
+            a2ats::SECTION,
+            params.manifest(),
+            a2ats::specs(sizes, params.size),
+        ),
+        Section::new(
+            selfindex::SECTION,
+            args.center.manifest(),
+            selfindex::specs(sizes),
+        ),
+    ];
     let origin = Origin {
         model,
         calibration: corpus.manifest(),
@@ -88,56 +103,57 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
         Some(dir) => {
             let identity = json!({
                 "tool_version": env!("CARGO_PKG_VERSION"), "device": device, "model": origin.model,
-                "calibration": origin.calibration, "a2ats": params.manifest(),
+                "calibration": origin.calibration,
+                "sections": sections.iter().map(|s| &s.params).collect::<Vec<_>>(),
             });
-            Some(Work::open(dir, &identity, args.resume, &specs)?)
+            Some(Work::open(dir, &identity, args.resume, &sections)?)
         }
         None => None,
     };
-    plan(&decoder, &corpus, &specs, log);
+    plan(&decoder, &corpus, &sections, log);
 
-    let mut layers = Vec::new();
-    let mut capture = match work
+    let resumed = work
         .as_ref()
-        .map(|w| w.load([corpus.n_tokens(), decoder.config.hidden_size]))
-        .transpose()?
-        .flatten()
-    {
-        Some((hidden, parts)) => {
-            log.note(&format!(
-                "going on after layer {} of {}",
-                parts.len(),
-                sizes.n_layers
-            ));
-            layers = parts;
-            Capture::at(&decoder, &corpus, hidden, layers.len())
+        .map(|w| w.load([corpus.n_tokens(), decoder.config.hidden_size]));
+    let mut capture = match resumed.transpose()?.flatten() {
+        Some((hidden, layers)) => {
+            let done = layers.len();
+            log.note(&format!("going on after layer {done} of {}", sizes.n_layers));
+            layers
+                .into_iter()
+                .for_each(|parts| add_layer(&mut sections, parts));
+            Capture::at(&decoder, &corpus, hidden, done)
         }
         None => Capture::start(&decoder, &corpus)?,
     };
-    let remaining = sizes.n_layers - layers.len();
-    // One unit per token captured and one per key fitted.
-    let per_layer = corpus.n_tokens() * (1 + sizes.n_kv_heads);
+    let remaining = sizes.n_layers - capture.next_layer;
+    // One unit per token captured and, per section, one per key fitted.
+    let per_layer = corpus.n_tokens() * (1 + sections.len() * sizes.n_kv_heads);
     let progress = log.progress((remaining * per_layer) as u64, "states");
-    while layers.len() < sizes.n_layers {
-        let part = calibrate_layer(&mut capture, &decoder, &corpus, &kept, &params, &progress, log)?;
+    while capture.next_layer < sizes.n_layers {
+        let layer = capture.next_layer;
+        let parts = calibrate_layer(
+            &mut capture,
+            &decoder,
+            &corpus,
+            &kept,
+            &params,
+            args.center,
+            &progress,
+            log,
+        )?;
         if let Some(work) = &work {
             work.save(
-                layers.len(),
-                &part,
+                layer,
+                &parts,
                 &capture.hidden,
-                layers.len() + 1 == sizes.n_layers,
+                capture.next_layer == sizes.n_layers,
             )?;
         }
-        layers.push(part);
+        add_layer(&mut sections, parts);
     }
     drop(progress);
-    let section = Section {
-        name: a2ats::SECTION,
-        params: params.manifest(),
-        specs,
-        layers,
-    };
-    artifact::write(output, &origin, vec![section])?;
+    artifact::write(output, &origin, sections.into())?;
     if let Some(work) = &work {
         work.clear(sizes.n_layers);
     }
@@ -152,16 +168,28 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
     Ok(())
 }
 
-/// Captures one layer and fits it.
+/// Adds a layer's parts, one to each section.
+fn add_layer(sections: &mut [Section], parts: Vec<LayerPart>) {
+    for (section, part) in sections.iter_mut().zip(parts) {
+        section.layers.push(part);
+    }
+}
+
+/// Captures one layer and fits it: a part per section.
+#[expect(
+    clippy::too_many_arguments,
+    reason = "one call; a struct would name the same things twice"
+)]
 fn calibrate_layer(
     capture: &mut Capture,
     decoder: &Decoder,
     corpus: &Corpus,
     kept: &[bool],
     params: &FitParams,
+    center: Center,
     progress: &Progress,
     log: Log,
-) -> Result<LayerPart> {
+) -> Result<Vec<LayerPart>> {
     let c = &decoder.config;
     let layer = capture.next_layer;
     progress.stage(format!("layer {} of {}: capture", layer + 1, c.n_layers));
@@ -183,11 +211,16 @@ fn calibrate_layer(
         progress.advance(corpus.n_tokens() as u64);
         report_head(progress, log, layer, head, quality);
     };
-    a2ats::fit_layer(&head_keys, kept, &sums, params, layer, &mut done)
+    let codebooks = a2ats::fit_layer(&head_keys, kept, &sums, params, layer, &mut done)?;
+    progress.stage(format!("layer {} of {}: signs", layer + 1, c.n_layers));
+    let mut done = |_: usize, _: &Value| progress.advance(corpus.n_tokens() as u64);
+    let (blocks, rope) = (&corpus.block_start, &decoder.rope);
+    let signs = selfindex::fit_layer(&head_keys, c.n_kv_heads, blocks, kept, rope, center, &mut done)?;
+    Ok(vec![codebooks, signs])
 }
 
 /// Says what the run will need.
-fn plan(decoder: &Decoder, corpus: &Corpus, specs: &[Spec], log: Log) {
+fn plan(decoder: &Decoder, corpus: &Corpus, sections: &[Section], log: Log) {
     let c = &decoder.config;
     let n = corpus.n_tokens();
     let longest = corpus.longest_block();
@@ -195,8 +228,9 @@ fn plan(decoder: &Decoder, corpus: &Corpus, specs: &[Spec], log: Log) {
     let per_row = 2 * c.n_heads * c.head_dim + 3 * c.n_kv_heads * c.head_dim + c.hidden_size;
     let mlp = longest.min(2048) * (2 * c.intermediate_size + 2 * c.hidden_size);
     let fit = 3 * n * c.head_dim;
-    let file: usize = specs
+    let file: usize = sections
         .iter()
+        .flat_map(|s| &s.specs)
         .map(|s| s.bytes().unwrap_or(usize::MAX))
         .fold(0, usize::saturating_add);
     let memory = 4 * (n * per_token + (longest * per_row + mlp).max(fit)) + file;

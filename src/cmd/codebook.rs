@@ -69,12 +69,8 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         layers.push(a2ats::fit_layer(&keys, &dump.kept, sums, &params, i, &mut done)?);
     }
     drop(progress);
-    let section = Section {
-        name: a2ats::SECTION,
-        params: params.manifest(),
-        specs: a2ats::specs(s, params.size),
-        layers,
-    };
+    let mut section = Section::new(a2ats::SECTION, params.manifest(), a2ats::specs(s, params.size));
+    section.layers = layers;
     let origin = Origin {
         model: dump.model,
         calibration: dump.calibration,

@@ -76,8 +76,13 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
             text += &detail(row);
         }
     } else {
-        text += &table(&rows, sizes.n_layers);
-        text += &worst(&rows);
+        for (section, _) in artifact.sections() {
+            let rows: Vec<&Value> = rows.iter().filter(|r| r["section"] == json!(section)).collect();
+            text += &match section.as_str() {
+                a2ats::SECTION => table(&rows, sizes.n_layers, &A2ATS_COLUMNS) + A2ATS_LEGEND + &worst(&rows),
+                _ => table(&rows, sizes.n_layers, &SIGN_COLUMNS) + SIGN_LEGEND,
+            };
+        }
     }
     if args.verify {
         text += "verified: every digest and every value\n";
@@ -149,6 +154,9 @@ fn summary(artifact: &Artifact, args: &Args) -> String {
                 p["codebook_size"], p["iterations"], p["wrope_position"], p["seed"]
             );
         }
+        if let Some(center) = p["center"].as_str() {
+            out += &format!(": signs around the {center} of each block");
+        }
         out += "\n";
     }
     out
@@ -165,40 +173,78 @@ fn unexplained(row: &Value) -> Option<f64> {
     (variance > 0.0).then(|| error / variance)
 }
 
+/// A column of a table: heading, how a number is shown, and where it comes from.
+type Column = (&'static str, fn(f64) -> String, fn(&Value) -> Option<f64>);
+
+const A2ATS_COLUMNS: [Column; 7] = [
+    ("inertia", |v| format!("{v:.3}"), |r| number(r, "inertia")),
+    (
+        "held out",
+        |v| format!("{v:.3}"),
+        |r| number(r, "held_out_inertia"),
+    ),
+    ("of variance", |v| format!("{:.1} %", 100.0 * v), unexplained),
+    (
+        "entropy/bits",
+        |v| format!("{v:.2}"),
+        |r| number(r, "usage_entropy_bits"),
+    ),
+    ("unused", |v| format!("{v:.0}"), |r| number(r, "unused_codewords")),
+    ("condition", |v| format!("{v:.1e}"), |r| number(r, "condition")),
+    ("passes", |v| format!("{v:.0}"), |r| number(r, "iterations")),
+];
+const A2ATS_LEGEND: &str =
+    "(means over the KV heads; inertia = squared error per key in the metric of the queries)\n";
+const SIGN_COLUMNS: [Column; 3] = [
+    (
+        "sign entropy/bits",
+        |v| format!("{v:.3}"),
+        |r| number(r, "sign_entropy_bits"),
+    ),
+    (
+        "pattern entropy/bits",
+        |v| format!("{v:.2}"),
+        |r| number(r, "pattern_entropy_bits"),
+    ),
+    (
+        "empty patterns",
+        |v| format!("{v:.1}"),
+        |r| number(r, "empty_patterns"),
+    ),
+];
+const SIGN_LEGEND: &str = "(means over the KV heads; at most 1 bit per sign, 4 per pattern)\n";
+
 /// Means per layer.
-fn table(rows: &[Value], n_layers: usize) -> String {
-    let mut out =
-        String::from("\nlayer   inertia  held out  of variance  entropy/bits  unused  condition  passes\n");
+fn table(rows: &[&Value], n_layers: usize, columns: &[Column]) -> String {
+    let mut out = String::from("\nlayer");
+    columns
+        .iter()
+        .for_each(|(heading, ..)| out += &format!("  {heading:>9}"));
+    out += "\n";
     for layer in 0..n_layers {
-        let of: Vec<&Value> = rows.iter().filter(|r| r["layer"] == json!(layer)).collect();
-        if of.is_empty() {
+        let of = || rows.iter().filter(|r| r["layer"] == json!(layer));
+        if of().next().is_none() {
             continue;
         }
-        let mean = |f: &dyn Fn(&Value) -> Option<f64>| {
-            let values: Vec<f64> = of.iter().filter_map(|r| f(r)).collect();
-            (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
-        };
-        let field = |name: &'static str| mean(&|r: &Value| number(r, name));
-        let show =
-            |value: Option<f64>, digits: usize| value.map_or("-".to_string(), |v| format!("{v:.digits$}"));
-        out += &format!(
-            "{layer:>5}  {:>8}  {:>8}  {:>10} %  {:>12}  {:>6}  {:>9}  {:>6}\n",
-            show(field("inertia"), 3),
-            show(field("held_out_inertia"), 3),
-            show(mean(&unexplained).map(|v| 100.0 * v), 1),
-            show(field("usage_entropy_bits"), 2),
-            show(field("unused_codewords"), 0),
-            field("condition").map_or("-".to_string(), |v| format!("{v:.1e}")),
-            show(field("iterations"), 0),
-        );
+        out += &format!("{layer:>5}");
+        for (heading, show, value) in columns {
+            let values: Vec<f64> = of().filter_map(|r| value(r)).collect();
+            let mean = values.iter().sum::<f64>() / values.len() as f64;
+            let text = if values.is_empty() {
+                "-".to_string()
+            } else {
+                show(mean)
+            };
+            out += &format!("  {text:>width$}", width = heading.len().max(9));
+        }
+        out += "\n";
     }
-    out += "(means over the KV heads; inertia = squared error per key in the metric of the queries)\n";
     out
 }
 
 /// The heads whose codebooks explain held-out keys least.
-fn worst(rows: &[Value]) -> String {
-    let mut ranked: Vec<(f64, &Value)> = rows.iter().filter_map(|r| Some((unexplained(r)?, r))).collect();
+fn worst(rows: &[&Value]) -> String {
+    let mut ranked: Vec<(f64, &Value)> = rows.iter().filter_map(|r| Some((unexplained(r)?, *r))).collect();
     ranked.sort_by(|a, b| b.0.total_cmp(&a.0));
     let mut out = String::from("\nworst heads (share of the variance left on held-out keys)\n");
     for (share, row) in ranked.iter().take(WORST) {
@@ -214,7 +260,8 @@ fn worst(rows: &[Value]) -> String {
 
 /// Everything that is known of one head.
 fn detail(row: &Value) -> String {
-    let mut out = format!("\nlayer {}, KV head {}\n", row["layer"], row["head"]);
+    let section = row["section"].as_str().unwrap_or("?");
+    let mut out = format!("\n{section}, layer {}, KV head {}\n", row["layer"], row["head"]);
     for (name, value) in row.as_object().into_iter().flatten() {
         if ["layer", "head", "section"].contains(&name.as_str()) {
             continue;

@@ -8,6 +8,7 @@ pub mod inspect;
 pub mod moments;
 pub mod pack;
 pub mod run;
+pub mod signs;
 
 use std::path::Path;
 
@@ -43,6 +44,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Dump(args) => dump::run(args, global),
         Command::Moments(args) => moments::run(args, global),
         Command::Codebook(args) => codebook::run(args, global),
+        Command::Signs(args) => signs::run(args, global),
         Command::Pack(args) => pack::run(args, global),
         Command::Calibrate(args) => calibrate::run(args, global),
         Command::Inspect(args) => inspect::run(args, global),

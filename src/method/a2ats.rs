@@ -291,9 +291,7 @@ pub fn check_values(artifact: &Artifact) -> Result<()> {
             )));
         }
     }
-    let calibration = &artifact.manifest["calibration"];
-    let number = |name: &str| calibration[name].as_u64().unwrap_or(0);
-    let kept = number("tokens").saturating_sub(number("held_out_tokens"));
+    let kept = artifact.kept_keys();
     let counts: Vec<u32> = artifact.store.read(&specs[3].name, &specs[3].shape)?;
     for head in 0..heads {
         let sum: u64 = counts[head * m..(head + 1) * m]

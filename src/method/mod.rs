@@ -7,6 +7,7 @@ pub mod a2ats;
 pub mod full;
 pub mod quest;
 pub mod random;
+pub mod selfindex;
 pub mod snapkv;
 pub mod streaming;
 pub mod topk;
@@ -117,6 +118,7 @@ impl Method {
 pub fn section_specs(section: &str, params: &Value, sizes: Sizes) -> Result<Vec<Spec>> {
     match section {
         a2ats::SECTION => Ok(a2ats::specs(sizes, a2ats::codebook_size(params)?)),
+        selfindex::SECTION => Ok(selfindex::specs(sizes)),
         other => Err(Error::failed(format!("unknown section `{other}`"))
             .hint("the file was made by a newer version of kvsmith")),
     }
@@ -126,6 +128,7 @@ pub fn section_specs(section: &str, params: &Value, sizes: Sizes) -> Result<Vec<
 pub fn check_section(section: &str, artifact: &Artifact) -> Result<()> {
     match section {
         a2ats::SECTION => a2ats::check_values(artifact),
+        selfindex::SECTION => selfindex::check_values(artifact),
         _ => Ok(()),
     }
 }

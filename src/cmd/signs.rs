@@ -1,0 +1,61 @@
+//! `kvsmith signs`: the Self-Indexing section of a dump.
+
+use std::path::PathBuf;
+
+use serde_json::json;
+
+use super::print_json;
+use crate::artifact::{self, Origin, Section};
+use crate::cli::Global;
+use crate::dump::{Dump, State};
+use crate::error::Result;
+use crate::method::selfindex::{self, Center};
+use crate::model::rope::{Rope, RopeConfig};
+use crate::store::Output;
+
+/// Arguments of `signs`.
+#[derive(clap::Args, Debug)]
+pub struct Args {
+    /// Dump folder
+    #[arg(long, value_name = "DIR")]
+    dump: PathBuf,
+    /// Section file to write
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+    /// What the sign patterns are taken around
+    #[arg(long, value_enum, default_value_t = Center::Median)]
+    center: Center,
+}
+
+/// Runs `signs`.
+pub fn run(args: &Args, global: &Global) -> Result<()> {
+    let log = global.log();
+    let device = global.cpu_only("signs")?;
+    let dump = Dump::open(&args.dump)?;
+    let s = dump.sizes;
+    let rope = Rope::new(&RopeConfig::from_canonical(&dump.model["rope"])?, s.head_dim);
+    let output = Output::create(&args.output)?;
+    let mut section = Section::new(selfindex::SECTION, args.center.manifest(), selfindex::specs(s));
+    let progress = log.progress((s.n_layers * s.n_kv_heads) as u64, "heads");
+    for layer in 0..s.n_layers {
+        progress.stage(format!("layer {} of {}", layer + 1, s.n_layers));
+        let states = dump.layer(layer)?;
+        let keys = |head| states.read(State::KPre, head, 0, dump.n);
+        let mut done = |_, _: &_| progress.advance(1);
+        let (blocks, kept) = (&dump.block_start, &dump.kept);
+        let part = selfindex::fit_layer(&keys, s.n_kv_heads, blocks, kept, &rope, args.center, &mut done)?;
+        section.layers.push(part);
+    }
+    drop(progress);
+    let origin = Origin {
+        model: dump.model,
+        calibration: dump.calibration,
+        device: device.to_string(),
+    };
+    artifact::write(output, &origin, vec![section])?;
+    log.note(&format!("wrote {}", args.output.display()));
+    if global.json {
+        print_json(&json!({ "section": args.output, "device": device }))?;
+    }
+    Ok(())
+}
