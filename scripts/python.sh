@@ -4,6 +4,8 @@ set -eu
 
 target=$1
 rm -rf "$target"
+# Half an environment would look like a whole one the next time.
+trap '[ -e "$target/complete" ] || rm -rf "$target"' EXIT
 if ! python3 -m venv "$target" >/dev/null 2>&1; then
     packages="python3 python3-venv"
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
@@ -18,3 +20,4 @@ if ! python3 -m venv "$target" >/dev/null 2>&1; then
     fi
 fi
 "$target/bin/python" -m pip install --quiet --disable-pip-version-check -r scripts/requirements.txt
+touch "$target/complete"
