@@ -12,6 +12,7 @@ use crate::artifact::FORMAT;
 use crate::capture::Capture;
 use crate::corpus::Corpus;
 use crate::error::{Error, Result};
+use crate::model::rope::{Rope, RopeConfig};
 use crate::model::weights::Float;
 use crate::model::{Decoder, fields::read_json};
 use crate::progress::Log;
@@ -376,6 +377,12 @@ impl Dump {
                 wrope_position: position as usize,
             },
         })
+    }
+
+    /// The rotary embedding of the model.
+    pub fn rope(&self) -> Result<Rope> {
+        let config = RopeConfig::from_canonical(&self.model["rope"])?;
+        Ok(Rope::new(&config, self.sizes.head_dim))
     }
 
     /// The `moments.safetensors` that was streamed while dumping.

@@ -7,7 +7,6 @@ use half::f16;
 use kvsmith::artifact::Artifact;
 use kvsmith::dump::{Dump, State};
 use kvsmith::method::selfindex::{centroids, pattern};
-use kvsmith::model::rope::{Rope, RopeConfig};
 use ndarray::{Array2, Axis};
 use serde_json::json;
 
@@ -64,7 +63,7 @@ fn the_section_is_what_its_definition_says() {
         assert_eq!(artifact.manifest["sections"]["sign"]["center"], json!(center));
         let dump = Dump::open(dump.as_ref()).unwrap();
         let (l, g, d) = (dump.sizes.n_layers, dump.sizes.n_kv_heads, dump.sizes.head_dim);
-        let rope = Rope::new(&RopeConfig::from_canonical(&dump.model["rope"]).unwrap(), d);
+        let rope = dump.rope().unwrap();
         let stored = |tensor: &str, shape: &[usize]| artifact.store.read::<f32>(tensor, shape).unwrap();
         let centroid: Vec<f16> = artifact
             .store

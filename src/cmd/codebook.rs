@@ -2,10 +2,10 @@
 
 use std::path::PathBuf;
 
-use serde_json::{Value, json};
+use serde_json::Value;
 
-use super::{check_points, print_json, report_head};
-use crate::artifact::{self, Origin, Section};
+use super::{check_points, report_head, write_section};
+use crate::artifact::Section;
 use crate::cli::{Fit, Global};
 use crate::dump::{Dump, State};
 use crate::error::{Error, Result};
@@ -57,7 +57,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     check_points(kept, params.size, log);
     let output = Output::create(&args.output)?;
     let progress = log.progress((s.n_layers * s.n_kv_heads) as u64, "heads");
-    let mut layers = Vec::with_capacity(s.n_layers);
+    let mut section = Section::new(a2ats::SECTION, params.manifest(), a2ats::specs(s, params.size));
     for (i, sums) in moments.layers.iter().enumerate() {
         progress.stage(format!("layer {} of {}", i + 1, s.n_layers));
         let states = dump.layer(i)?;
@@ -66,20 +66,9 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
             progress.advance(1);
             report_head(&progress, log, i, head, quality);
         };
-        layers.push(a2ats::fit_layer(&keys, &dump.kept, sums, &params, i, &mut done)?);
+        let part = a2ats::fit_layer(&keys, &dump.kept, sums, &params, i, &mut done)?;
+        section.layers.push(part);
     }
     drop(progress);
-    let mut section = Section::new(a2ats::SECTION, params.manifest(), a2ats::specs(s, params.size));
-    section.layers = layers;
-    let origin = Origin {
-        model: dump.model,
-        calibration: dump.calibration,
-        device: device.to_string(),
-    };
-    artifact::write(output, &origin, vec![section])?;
-    log.note(&format!("wrote {}", args.output.display()));
-    if global.json {
-        print_json(&json!({ "section": args.output, "device": device }))?;
-    }
-    Ok(())
+    write_section(output, dump, section, &args.output, device, global)
 }

@@ -14,12 +14,14 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::artifact::short;
+use crate::artifact::{self, Origin, Section, short};
 use crate::cli::{Cli, Command, Global, Input};
 use crate::corpus::Corpus;
+use crate::dump::Dump;
 use crate::error::{Error, Result};
 use crate::model::Decoder;
 use crate::progress::{Log, Progress, Verbosity, size};
+use crate::store::Output;
 
 /// More threads than this are taken for a mistake.
 const MAX_THREADS: usize = 1024;
@@ -145,4 +147,26 @@ fn report_head(progress: &Progress, log: Log, layer: usize, head: usize, quality
             quality["inertia"], quality["iterations"], quality["held_out_inertia"]
         ));
     }
+}
+
+/// Writes the section that was made of a dump, and says so.
+fn write_section(
+    output: Output,
+    dump: Dump,
+    section: Section,
+    path: &Path,
+    device: &str,
+    global: &Global,
+) -> Result<()> {
+    let origin = Origin {
+        model: dump.model,
+        calibration: dump.calibration,
+        device: device.to_string(),
+    };
+    artifact::write(output, &origin, vec![section])?;
+    global.log().note(&format!("wrote {}", path.display()));
+    if global.json {
+        print_json(&json!({ "section": path, "device": device }))?;
+    }
+    Ok(())
 }

@@ -10,8 +10,6 @@ use crate::cli::{Global, parse_count};
 use crate::dump::{Dump, State};
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::model::rope::Rope;
-use crate::model::rope::RopeConfig;
 use crate::stats::moments::{LayerMoments, Moments};
 use crate::store::Output;
 
@@ -41,7 +39,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let position = args.wrope_position.unwrap_or(dump.options.wrope_position);
     let output = Output::create(&args.output)?;
     let s = dump.sizes;
-    let rope = Rope::new(&RopeConfig::from_canonical(&dump.model["rope"])?, s.head_dim);
+    let rope = dump.rope()?;
     let progress = log.progress(s.n_layers as u64, "layers");
     let mut layers = Vec::with_capacity(s.n_layers);
     for i in 0..s.n_layers {

@@ -2,15 +2,12 @@
 
 use std::path::PathBuf;
 
-use serde_json::json;
-
-use super::print_json;
-use crate::artifact::{self, Origin, Section};
+use super::write_section;
+use crate::artifact::Section;
 use crate::cli::Global;
 use crate::dump::{Dump, State};
 use crate::error::Result;
 use crate::method::selfindex::{self, Center};
-use crate::model::rope::{Rope, RopeConfig};
 use crate::store::Output;
 
 /// Arguments of `signs`.
@@ -33,7 +30,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let device = global.cpu_only("signs")?;
     let dump = Dump::open(&args.dump)?;
     let s = dump.sizes;
-    let rope = Rope::new(&RopeConfig::from_canonical(&dump.model["rope"])?, s.head_dim);
+    let rope = dump.rope()?;
     let output = Output::create(&args.output)?;
     let mut section = Section::new(selfindex::SECTION, args.center.manifest(), selfindex::specs(s));
     let progress = log.progress((s.n_layers * s.n_kv_heads) as u64, "heads");
@@ -47,15 +44,5 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         section.layers.push(part);
     }
     drop(progress);
-    let origin = Origin {
-        model: dump.model,
-        calibration: dump.calibration,
-        device: device.to_string(),
-    };
-    artifact::write(output, &origin, vec![section])?;
-    log.note(&format!("wrote {}", args.output.display()));
-    if global.json {
-        print_json(&json!({ "section": args.output, "device": device }))?;
-    }
-    Ok(())
+    write_section(output, dump, section, &args.output, device, global)
 }

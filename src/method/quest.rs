@@ -9,7 +9,7 @@
 
 use std::ops::Range;
 
-use ndarray::{ArrayView1, ArrayView2};
+use ndarray::ArrayView1;
 
 use super::{Prompt, Retriever, Step, everything};
 use crate::compute::attention::Rows;
@@ -63,8 +63,6 @@ impl Retriever for Quest {
     fn prefill(&mut self, prompt: &Prompt) {
         self.update(prompt.kv, prompt.k_pre.ncols());
     }
-
-    fn append(&mut self, _k_pre: ArrayView2<f32>) {}
 
     fn select(&mut self, step: &Step) -> Vec<u32> {
         self.update(step.kv, step.q_rope.ncols());

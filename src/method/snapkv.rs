@@ -4,8 +4,6 @@
 //! over them and over the query group, then averaged over 7 neighbours. The best positions are chosen
 //! at the first decode step and kept; what is generated later is read only while it is in the window.
 
-use ndarray::ArrayView2;
-
 use super::{Prompt, Retriever, Step, everything};
 use crate::compute::attention::{Rows, visible};
 use crate::compute::simd;
@@ -60,8 +58,6 @@ impl Retriever for SnapKv {
         }
         self.votes = pooled(&votes);
     }
-
-    fn append(&mut self, _k_pre: ArrayView2<f32>) {}
 
     fn select(&mut self, step: &Step) -> Vec<u32> {
         if step.budget >= step.candidates.len() {
