@@ -111,7 +111,8 @@ pub fn fit_layer(
     let mut quality = Vec::new();
     for head in 0..n_kv_heads {
         interrupt::check()?;
-        let fit = fit_head(keys(head)?, block_start, kept, rope, center)?;
+        let fit = fit_head(keys(head)?, block_start, kept, rope, center)
+            .map_err(|e| e.context(format!("signs of KV head {head}")))?;
         tensors[0].extend(to_bytes(&fit.centroids));
         tensors[1].extend(to_bytes(&fit.counts));
         tensors[2].extend(to_bytes(&fit.alpha));
