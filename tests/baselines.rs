@@ -5,6 +5,7 @@ use kvsmith::method::quest::{PAGE, Quest};
 use kvsmith::method::snapkv::{POOL, QUERIES, SnapKv};
 use kvsmith::method::{Prompt, Retriever, Step};
 use kvsmith::runner::kv::{KvHead, KvType};
+use kvsmith::runner::packed::Center;
 use ndarray::{Array2, Array3, ArrayView1, Axis, s};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -20,16 +21,18 @@ impl Case {
     fn new(rng: &mut ChaCha8Rng, r: usize, n: usize, d: usize) -> Self {
         let keys = Array2::from_shape_simple_fn((n, d), || rng.gen_range(-1.0..1.0f32));
         let queries = Array3::from_shape_simple_fn((r, n, d), || rng.gen_range(-2.0..2.0f32));
-        let mut kv = KvHead::new(KvType::F32, d, n);
-        kv.keys.extend(keys.view());
-        kv.values.extend(keys.view());
+        let mut kv = KvHead::new(KvType::F32, d, n, Center::Median);
+        kv.extend(keys.view(), keys.view());
         Self { kv, keys, queries }
     }
 
     fn prefilled<R: Retriever>(&self, mut retriever: R) -> R {
         retriever.prefill(&Prompt {
+            first: 0,
             k_pre: self.keys.view(),
             q_rope: self.queries.view(),
+            keys: self.keys.view(),
+            values: self.keys.view(),
             kv: &self.kv,
         });
         retriever
@@ -43,7 +46,7 @@ impl Case {
         budget: usize,
     ) -> Vec<u32> {
         let q = self.queries.slice(s![.., t, ..]);
-        retriever.select(&Step {
+        let choice = retriever.select(&Step {
             step: 0,
             visible: 0..self.keys.nrows(),
             candidates: candidates.clone(),
@@ -51,7 +54,8 @@ impl Case {
             q_pre: q,
             q_rope: q,
             kv: &self.kv,
-        })
+        });
+        choice.positions
     }
 }
 
@@ -125,10 +129,10 @@ fn quest_pages_grow_with_the_cache() {
     let case = Case::new(&mut rng, 2, 90, 16);
     let mut at_once = case.prefilled(Quest::default());
     let mut grown = Quest::default();
-    let mut kv = KvHead::new(KvType::F32, 16, 0);
+    let mut kv = KvHead::new(KvType::F32, 16, 0, Center::Median);
     for row in case.keys.rows() {
-        kv.keys.extend(row.insert_axis(Axis(0)));
-        let n = kv.keys.len();
+        kv.extend(row.insert_axis(Axis(0)), row.insert_axis(Axis(0)));
+        let n = kv.len();
         let q = case.queries.slice(s![.., 0, ..]);
         grown.select(&Step {
             step: 0,

@@ -8,7 +8,7 @@ use common::{all_golden, relative_error};
 use kvsmith::method::{Method, MethodName};
 use kvsmith::model::Decoder;
 use kvsmith::runner::sample::argmax;
-use kvsmith::runner::{Options, Session, budget::Budget, kv::KvType};
+use kvsmith::runner::{Options, Session, budget::Budget, kv::KvType, packed::Center};
 use kvsmith::store::Store;
 use ndarray::{Array2, Array3};
 
@@ -77,6 +77,7 @@ fn greedy(golden: &Golden, method: MethodName, budget: &str) -> Vec<u32> {
         window: 4,
         budget: budget.parse::<Budget>().unwrap(),
         kv: KvType::F32,
+        center: Center::Median,
     };
     let mut session = Session::new(&golden.decoder, &method, options, 64).unwrap();
     let mut logits = session.prefill(&golden.ids).unwrap();

@@ -20,7 +20,8 @@ use kvsmith::model::rope::Rope;
 use kvsmith::model::rope::{RopeConfig, RopeScaling};
 use kvsmith::model::tokenizer::Tokenizer;
 use kvsmith::runner::StaticSet;
-use kvsmith::runner::kv::{KvHead, KvType, RowStore};
+use kvsmith::runner::kv::{Float, KvHead, KvType, RowStore};
+use kvsmith::runner::packed::Center;
 use kvsmith::stats::linalg::{cholesky, invert_lower};
 use ndarray::{Array1, Array2, Array3, Axis, s};
 use rand::{Rng, SeedableRng};
@@ -76,16 +77,17 @@ fn a2ats_selects_what_the_definition_says() {
             })
             .collect();
         for &code in &codes {
-            a2ats.append(codebook.select(Axis(0), &[code]).view());
+            let key = codebook.select(Axis(0), &[code]);
+            a2ats.append(key.view(), key.view());
         }
-        let kv = KvHead::new(KvType::F32, D, 0);
+        let kv = KvHead::new(KvType::F32, D, 0, Center::Median);
         let (mut start, mut end) = (0, rng.gen_range(1..=n));
         for step in 0..4 {
             let r = [1, 2, 3, 5, 8][rng.gen_range(0..5)];
             let q = Array2::from_shape_simple_fn((r, D), || rng.gen_range(-range..=range) as f32);
             let scores = q.dot(&codebook.t());
             let budget = rng.gen_range(1..=(end - start).max(2));
-            let selected = a2ats.select(&Step {
+            let choice = a2ats.select(&Step {
                 step,
                 visible: 0..n,
                 candidates: start..end,
@@ -94,6 +96,7 @@ fn a2ats_selects_what_the_definition_says() {
                 q_rope: q.view(),
                 kv: &kv,
             });
+            let selected = choice.positions;
             let window: Vec<u16> = codes[start..end].iter().map(|c| *c as u16).collect();
             let expected = reference::select(scores.view(), &window, start as u32, budget);
             if budget >= end - start {
@@ -320,7 +323,7 @@ fn decode_attention_is_that_of_the_definition() {
             rows.extend(x.view());
             rows
         };
-        for kind in [KvType::F32, KvType::F16, KvType::Bf16] {
+        for kind in [Float::F32, Float::F16, Float::Bf16] {
             let (keys, values) = (store(&k, kind), store(&v, kind));
             // Every second position, out of what the cache really holds.
             let positions: Vec<u32> = (0..n as u32).map(|p| 2 * p + 1).collect();
@@ -333,7 +336,8 @@ fn decode_attention_is_that_of_the_definition() {
             };
             let (k, v) = (held(&keys), held(&values));
             let mut out = Array2::from_elem((r, d), f32::NAN);
-            let weights = attention::decode(q.view(), &keys, &values, &positions, out.view_mut());
+            let decoded = attention::decode(q.view(), &keys, &values, &positions, out.view_mut());
+            let weights = decoded.weights;
             assert_eq!(weights.dim(), (r, n));
             for (query, (out, weights)) in q
                 .rows()
@@ -347,7 +351,7 @@ fn decode_attention_is_that_of_the_definition() {
         }
     }
     let mut out = Array2::from_elem((2, 16), f32::NAN);
-    let empty = RowStore::new(KvType::F32, 16, 0);
+    let empty = RowStore::new(Float::F32, 16, 0);
     attention::decode(
         matrix(&mut rng, 2, 16).view(),
         &empty,
@@ -539,10 +543,10 @@ fn retrieval_on_captured_states() {
                     assert!((f64::from(*score) - c.dot(&y)).abs() <= bound * size);
                 }
             }
-            let kv = KvHead::new(KvType::F32, d, 0);
+            let kv = KvHead::new(KvType::F32, d, 0, Center::Median);
             let mut a2ats = A2ats::new(Arc::clone(codebooks.head(layer, head)));
             for key in k.rows() {
-                a2ats.append(key.insert_axis(Axis(0)));
+                a2ats.append(key.insert_axis(Axis(0)), key.insert_axis(Axis(0)));
             }
             for budget in [1, 2, 20, 42, 300] {
                 let step = Step {
@@ -556,7 +560,7 @@ fn retrieval_on_captured_states() {
                 };
                 let expected = reference::select(scores.view(), &codes[4..n - 64], 4, budget);
                 assert_eq!(
-                    a2ats.select(&step),
+                    a2ats.select(&step).positions,
                     expected,
                     "layer {layer} head {head} budget {budget}"
                 );

@@ -6,7 +6,7 @@ use std::os::unix::process::CommandExt;
 
 use common::*;
 use kvsmith::compute::{attention, reference};
-use kvsmith::runner::kv::{KvType, RowStore};
+use kvsmith::runner::kv::{Float, RowStore};
 use ndarray::Array2;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -22,7 +22,7 @@ fn decode_attention_at_128k_positions() {
     // Small scores: the weights are about equal, so every position counts; values share an offset.
     let (q, k, v) = (random(2, 0.2), random(n, 1.0), random(n, 1.0) + 3.0);
     let store = |x: &Array2<f32>| {
-        let mut rows = RowStore::new(KvType::F32, d, n);
+        let mut rows = RowStore::new(Float::F32, d, n);
         rows.extend(x.view());
         rows
     };

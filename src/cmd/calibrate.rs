@@ -90,7 +90,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
         ),
         Section::new(
             selfindex::SECTION,
-            args.center.manifest(),
+            selfindex::manifest(args.center),
             selfindex::specs(sizes),
         ),
     ];

@@ -18,6 +18,7 @@ use crate::model::{Decoder, ModelConfig};
 use crate::progress::{Log, size};
 use crate::runner::budget::Budget;
 use crate::runner::kv::KvType;
+use crate::runner::packed::Center;
 use crate::runner::sample::Sampler;
 use crate::runner::{Options, Session};
 
@@ -138,6 +139,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         window: args.window,
         budget: args.budget,
         kv: args.kv,
+        center: Center::Median,
     };
     let mut session = Session::new(&decoder, &method, options, ids.len() + args.max_new.min(RESERVED))?;
     if let Some(path) = &args.trace {
@@ -194,7 +196,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
 
 /// Keys and values of one position, over all layers and KV heads.
 fn kv_bytes_per_token(c: &ModelConfig, kv: KvType) -> usize {
-    2 * c.n_layers * c.n_kv_heads * c.head_dim * kv.bytes()
+    c.n_layers * c.n_kv_heads * kv.bytes_per_position(c.head_dim)
 }
 
 /// What a generation gave.

@@ -32,7 +32,11 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let s = dump.sizes;
     let rope = dump.rope()?;
     let output = Output::create(&args.output)?;
-    let mut section = Section::new(selfindex::SECTION, args.center.manifest(), selfindex::specs(s));
+    let mut section = Section::new(
+        selfindex::SECTION,
+        selfindex::manifest(args.center),
+        selfindex::specs(s),
+    );
     let progress = log.progress((s.n_layers * s.n_kv_heads) as u64, "heads");
     for layer in 0..s.n_layers {
         progress.stage(format!("layer {} of {}", layer + 1, s.n_layers));

@@ -166,10 +166,50 @@ pub trait Rows: Sync {
     fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32];
 }
 
+/// What a decode step computed over some positions, besides its output.
+pub struct Decoded {
+    /// Softmax weights over the positions: `[r, positions]`.
+    pub weights: Array2<f32>,
+    /// Log of the sum of the exponentials of the scaled scores, per query head; negative infinity for
+    /// no position.
+    pub lse: Vec<f32>,
+}
+
+/// Attention over a part of the keys, which [`merge`] joins with that over other parts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Partial {
+    /// Softmax-weighted values of the part: `[d]`.
+    pub output: Vec<f32>,
+    /// Log of the sum of the exponentials of the part's scaled scores.
+    pub lse: f32,
+}
+
+/// Joins the attention over two disjoint sets of keys: `out` over a set with `lse`, and `other`.
+///
+/// Returns the joint log-sum-exp. An empty set has negative infinity and contributes nothing.
+///
+/// # Numerics
+/// The two weights in f64.
+///
+/// # Source
+/// `o = sum w_A o_A / sum w_A`, `w_A = exp(LSE_A - max LSE)`.
+pub fn merge(out: &mut [f32], lse: f32, other: &Partial) -> f32 {
+    let max = f64::from(lse.max(other.lse));
+    if max == f64::NEG_INFINITY {
+        return f32::NEG_INFINITY;
+    }
+    let (own, theirs) = ((f64::from(lse) - max).exp(), (f64::from(other.lse) - max).exp());
+    let sum = own + theirs;
+    for (o, x) in out.iter_mut().zip(&other.output) {
+        *o = ((own * f64::from(*o) + theirs * f64::from(*x)) / sum) as f32;
+    }
+    (max + sum.ln()) as f32
+}
+
 /// Attention of one decode step over `positions` (ascending), for the r query heads of one KV head.
 ///
 /// # Shapes
-/// q `[r,d]` rotated; out `[r,d]`; returns the softmax weights, `[r, positions]`.
+/// q `[r,d]` rotated; out `[r,d]`.
 ///
 /// # Numerics
 /// Scores and exponentials in f32; sums over positions in f32 up to 256 of them, beyond in f64. Each
@@ -180,13 +220,14 @@ pub fn decode(
     values: &dyn Rows,
     positions: &[u32],
     mut out: ArrayViewMut2<f32>,
-) -> Array2<f32> {
+) -> Decoded {
     let (r, d) = q.dim();
     let n = positions.len();
     let mut weights = Array2::<f32>::zeros((r, n));
+    let mut lse = vec![f32::NEG_INFINITY; r];
     out.fill(0.0);
     if n == 0 {
-        return weights;
+        return Decoded { weights, lse };
     }
     let scale = 1.0 / (d as f32).sqrt();
     let queries: Vec<Vec<f32>> = q
@@ -201,12 +242,13 @@ pub fn decode(
             weights[[a, j]] = simd::dot(query, key);
         }
     }
-    for mut row in weights.rows_mut() {
+    for (mut row, lse) in weights.rows_mut().into_iter().zip(&mut lse) {
         if let Some(row) = row.as_slice_mut() {
             let max = simd::max(row);
             let parts = row.chunks_mut(SUM_TILE);
             let sum: f64 = parts.map(|part| f64::from(simd::exp_shifted(part, max))).sum();
             simd::scale(row, (1.0 / sum) as f32);
+            *lse = (f64::from(max) + sum.ln()) as f32;
         }
     }
     let mut total = vec![0.0f64; r * d];
@@ -227,5 +269,5 @@ pub fn decode(
     for (o, x) in out.iter_mut().zip(&total) {
         *o = *x as f32;
     }
-    weights
+    Decoded { weights, lse }
 }

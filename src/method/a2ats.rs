@@ -17,7 +17,7 @@ use ndarray::{Array1, Array2, Array3, ArrayView2, Axis};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
-use super::{Prompt, Retriever, Step, everything};
+use super::{Choice, Prompt, Retriever, Step, everything};
 use crate::artifact::{Artifact, LayerPart};
 use crate::compute::gemm;
 use crate::dump::Sizes;
@@ -472,14 +472,14 @@ impl Retriever for A2ats {
         grow(&mut self.codes, codes.len()).extend(codes);
     }
 
-    fn append(&mut self, k_pre: ArrayView2<f32>) {
+    fn append(&mut self, k_pre: ArrayView2<f32>, _: ArrayView2<f32>) {
         let codes = self.codebook.encode(k_pre);
         grow(&mut self.codes, codes.len()).extend(codes);
     }
 
-    fn select(&mut self, step: &Step) -> Vec<u32> {
+    fn select(&mut self, step: &Step) -> Choice {
         if step.budget >= step.candidates.len() {
-            return everything(step);
+            return everything(step).into();
         }
         self.count(&step.candidates);
         let scores = self.codebook.scores(step.q_pre);
@@ -489,6 +489,7 @@ impl Retriever for A2ats {
             Some(limits) => limits.positions(codes, first),
             None => best_of_union(scores.view(), codes, first, step.budget),
         }
+        .into()
     }
 
     fn state_bytes(&self) -> usize {

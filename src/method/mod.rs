@@ -15,13 +15,16 @@ pub mod topk;
 use std::ops::Range;
 use std::sync::Arc;
 
-use ndarray::{ArrayView2, ArrayView3};
+use ndarray::{ArrayView2, ArrayView3, s};
 use serde_json::Value;
 
 use crate::artifact::Artifact;
+use crate::compute::attention::{Partial, visible};
+use crate::compute::simd;
 use crate::dump::Sizes;
 use crate::error::{Error, Result};
 use crate::model::rope::Rope;
+use crate::runner::budget::Budget;
 use crate::runner::kv::KvHead;
 use crate::store::Spec;
 
@@ -97,16 +100,18 @@ impl Method {
         })
     }
 
-    /// The state of one KV head of a layer with this sliding window.
-    pub fn head(&self, layer: usize, kv_head: usize, window: Option<usize>) -> Box<dyn Retriever> {
+    /// The state of one KV head.
+    pub fn head(&self, place: &Place) -> Box<dyn Retriever> {
         match self {
             Self::Full => Box::new(full::Full),
             Self::Topk => Box::new(topk::TopK),
-            Self::Random(seed) => Box::new(random::Random::new(*seed, layer, kv_head)),
+            Self::Random(seed) => Box::new(random::Random::new(*seed, place.layer, place.kv_head)),
             Self::Streaming => Box::new(streaming::Streaming),
             Self::Quest => Box::new(quest::Quest::default()),
-            Self::Snapkv => Box::new(snapkv::SnapKv::new(window)),
-            Self::A2ats(codebooks) => Box::new(a2ats::A2ats::new(Arc::clone(codebooks.head(layer, kv_head)))),
+            Self::Snapkv => Box::new(snapkv::SnapKv::new(place.model_window)),
+            Self::A2ats(codebooks) => Box::new(a2ats::A2ats::new(Arc::clone(
+                codebooks.head(place.layer, place.kv_head),
+            ))),
         }
     }
 }
@@ -133,14 +138,78 @@ pub fn check_section(section: &str, artifact: &Artifact) -> Result<()> {
     }
 }
 
-/// The positions of a prompt, for one KV head.
+/// Where a KV head stands, and what its run allows.
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    /// Its layer.
+    pub layer: usize,
+    /// Its index in the layer.
+    pub kv_head: usize,
+    /// Query heads of the group, r.
+    pub group: usize,
+    /// Channels, d.
+    pub head_dim: usize,
+    /// The model's own sliding window in this layer.
+    pub model_window: Option<usize>,
+    /// First positions that are always attended.
+    pub sinks: usize,
+    /// Last positions that are always attended.
+    pub window: usize,
+    /// What may be chosen besides.
+    pub budget: Budget,
+}
+
+/// The rows of a prompt, for one KV head.
 pub struct Prompt<'a> {
+    /// Position of its first row; not zero for a later turn.
+    pub first: usize,
     /// Keys before rotation: `[m,d]`.
     pub k_pre: ArrayView2<'a, f32>,
     /// Queries after rotation: `[r,m,d]`.
     pub q_rope: ArrayView3<'a, f32>,
+    /// Rotated keys of every position, `[first + m, d]`; earlier ones as the cache gives them.
+    pub keys: ArrayView2<'a, f32>,
+    /// Values of every position, `[first + m, d]`.
+    pub values: ArrayView2<'a, f32>,
     /// The cache of this head, which already holds the new rows.
     pub kv: &'a KvHead,
+}
+
+impl Prompt<'_> {
+    /// What row `i` of query head `a` sees, and its scaled scores with that.
+    fn scores(&self, a: usize, i: usize, model_window: Option<usize>) -> (Range<usize>, Vec<f32>) {
+        let seen = visible(self.first + i, model_window);
+        let scale = 1.0 / (self.keys.ncols() as f32).sqrt();
+        let query: Vec<f32> = self
+            .q_rope
+            .slice(s![a, i, ..])
+            .iter()
+            .map(|x| x * scale)
+            .collect();
+        let keys = self.keys.slice(s![seen.clone(), ..]);
+        let scores = keys.rows().into_iter().map(|key| match key.as_slice() {
+            Some(key) => simd::dot(&query, key),
+            None => simd::dot(&query, &key.to_vec()),
+        });
+        let scores = scores.collect();
+        (seen, scores)
+    }
+
+    /// What row `i` of query head `a` sees, and its softmax weights over that.
+    fn weights(&self, a: usize, i: usize, model_window: Option<usize>) -> (Range<usize>, Vec<f32>) {
+        let (seen, mut scores) = self.scores(a, i, model_window);
+        softmax(&mut scores);
+        (seen, scores)
+    }
+}
+
+/// Scores to weights, in place; the log-sum-exp is returned.
+fn softmax(scores: &mut [f32]) -> f32 {
+    let max = simd::max(scores);
+    simd::exp_shifted(scores, max);
+    let sum: f64 = scores.iter().map(|w| f64::from(*w)).sum();
+    simd::scale(scores, (1.0 / sum) as f32);
+    (f64::from(max) + sum.ln()) as f32
 }
 
 /// One decode step of one KV head.
@@ -161,20 +230,56 @@ pub struct Step<'a> {
     pub kv: &'a KvHead,
 }
 
+impl Step<'_> {
+    /// Whether the budget covers the visible context, so that every method equals full attention.
+    pub fn is_exact(&self) -> bool {
+        self.budget >= self.candidates.len()
+    }
+}
+
+/// What a method chose for one step.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Choice {
+    /// Ascending, no duplicates, at most B of the candidates.
+    pub positions: Vec<u32>,
+    /// Key rows of the cache that were read to rank and are not attended.
+    pub ranked_rows: usize,
+    /// Exact products of a query with a key that were taken to rank, summed over the query heads.
+    pub products: usize,
+    /// Query heads that do not attend the positions: their result over everything that is no sink.
+    /// Such a head attends the sinks alone, joined with this. Empty, or one per query head.
+    pub bypassed: Vec<Option<Partial>>,
+}
+
+impl From<Vec<u32>> for Choice {
+    fn from(positions: Vec<u32>) -> Self {
+        Self {
+            positions,
+            ..Self::default()
+        }
+    }
+}
+
 /// The retrieval state of one KV head of one layer.
 pub trait Retriever: Send + Sync {
-    /// Takes in the rows of a prompt.
+    /// Takes in the rows of a prompt: the first, or that of a later turn.
     fn prefill(&mut self, prompt: &Prompt) {
         let _ = prompt;
     }
 
-    /// Takes in the key of one generated token, before it is attended: `[1,d]`.
-    fn append(&mut self, k_pre: ArrayView2<f32>) {
-        let _ = k_pre;
+    /// Takes in the key of one generated token, before it is attended: `[1,d]` before and after rotation.
+    fn append(&mut self, k_pre: ArrayView2<f32>, k_rope: ArrayView2<f32>) {
+        let _ = (k_pre, k_rope);
     }
 
-    /// Chooses at most `step.budget` of `step.candidates`: ascending, no duplicates.
-    fn select(&mut self, step: &Step) -> Vec<u32>;
+    /// Chooses what a step attends besides the static set.
+    fn select(&mut self, step: &Step) -> Choice;
+
+    /// Learns from what was attended: `weights` `[r, positions]` over `positions`, the static set
+    /// included; a bypassed head has zeros.
+    fn observe(&mut self, step: &Step, positions: &[u32], weights: ArrayView2<f32>) {
+        let _ = (step, positions, weights);
+    }
 
     /// Bytes of the index: what grows with the context.
     fn state_bytes(&self) -> usize {

@@ -11,8 +11,7 @@ use std::ops::Range;
 
 use ndarray::ArrayView1;
 
-use super::{Prompt, Retriever, Step, everything};
-use crate::compute::attention::Rows;
+use super::{Choice, Prompt, Retriever, Step, everything};
 use crate::runner::kv::{KvHead, grow};
 
 /// Positions of a page; pages start at multiples of it.
@@ -33,8 +32,8 @@ impl Quest {
     fn update(&mut self, kv: &KvHead, d: usize) {
         self.d = d;
         let mut scratch = vec![0.0; d];
-        for position in self.len..kv.keys.len() {
-            let key = kv.keys.row(position, &mut scratch);
+        for position in self.len..kv.len() {
+            let key = kv.keys().row(position, &mut scratch);
             if position.is_multiple_of(PAGE) {
                 let bounds = grow(&mut self.bounds, 2 * d);
                 bounds.extend_from_slice(key);
@@ -48,7 +47,7 @@ impl Quest {
                 *high = high.max(*k);
             }
         }
-        self.len = kv.keys.len();
+        self.len = kv.len();
     }
 
     /// The bound of one query with a page: sum over channels of max(q low, q high).
@@ -64,11 +63,11 @@ impl Retriever for Quest {
         self.update(prompt.kv, prompt.k_pre.ncols());
     }
 
-    fn select(&mut self, step: &Step) -> Vec<u32> {
+    fn select(&mut self, step: &Step) -> Choice {
         self.update(step.kv, step.q_rope.ncols());
         let candidates = step.candidates.clone();
         if step.budget >= candidates.len() {
-            return everything(step);
+            return everything(step).into();
         }
         let pages = candidates.start / PAGE..candidates.end.div_ceil(PAGE);
         let mut ranked: Vec<(f32, usize)> = pages
@@ -85,7 +84,8 @@ impl Retriever for Quest {
         pages
             .into_iter()
             .flat_map(|page| inside(page, &candidates))
-            .collect()
+            .collect::<Vec<_>>()
+            .into()
     }
 
     fn state_bytes(&self) -> usize {

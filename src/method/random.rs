@@ -4,7 +4,7 @@ use rand::SeedableRng;
 use rand::seq::index;
 use rand_chacha::ChaCha8Rng;
 
-use super::{Retriever, Step, everything};
+use super::{Choice, Retriever, Step, everything};
 
 /// Uniform choice, fixed by seed, layer, head and step.
 pub struct Random {
@@ -23,10 +23,10 @@ impl Random {
 }
 
 impl Retriever for Random {
-    fn select(&mut self, step: &Step) -> Vec<u32> {
+    fn select(&mut self, step: &Step) -> Choice {
         let c = &step.candidates;
         if step.budget >= c.len() {
-            return everything(step);
+            return everything(step).into();
         }
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed.wrapping_add(step.step as u64));
         rng.set_stream(self.stream);
@@ -35,6 +35,6 @@ impl Retriever for Random {
             .map(|i| (c.start + i) as u32)
             .collect();
         chosen.sort_unstable();
-        chosen
+        chosen.into()
     }
 }

@@ -17,6 +17,7 @@ use crate::dump::Sizes;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::model::rope::Rope;
+pub use crate::runner::packed::Center;
 use crate::stats::whiten::row_mean;
 use crate::store::{Spec, to_bytes};
 
@@ -27,48 +28,17 @@ pub const GROUP: usize = 4;
 /// Patterns of a group.
 pub const PATTERNS: usize = 1 << GROUP;
 
-/// What is taken off every channel before its signs are read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Center {
-    /// The lower median: half of the signs are positive.
-    Median,
-    /// The mean.
-    Mean,
-}
-
-impl Center {
-    /// Centre of some values; zero if there are none.
-    fn of(self, values: &mut [f32]) -> f32 {
-        if values.is_empty() {
-            return 0.0;
-        }
-        match self {
-            Self::Median => {
-                let middle = (values.len() - 1) / 2;
-                *values.select_nth_unstable_by(middle, f32::total_cmp).1
-            }
-            Self::Mean => {
-                let sum: f64 = values.iter().map(|v| f64::from(*v)).sum();
-                (sum / values.len() as f64) as f32
-            }
-        }
-    }
-
-    /// The section's parameters in the manifest.
-    pub fn manifest(self) -> Value {
-        json!({
-            "center": match self {
-                Self::Median => "median",
-                Self::Mean => "mean",
-            },
-            "center_scope": "block",
-            "group": GROUP,
-            "sign_rule": "x>0",
-            "bit_order": "lsb-first",
-            "rope_space": "post",
-            "alpha_percentile": 99.9,
-        })
-    }
+/// The section's parameters in the manifest.
+pub fn manifest(center: Center) -> Value {
+    json!({
+        "center": center.as_str(),
+        "center_scope": "block",
+        "group": GROUP,
+        "sign_rule": "x>0",
+        "bit_order": "lsb-first",
+        "rope_space": "post",
+        "alpha_percentile": 99.9,
+    })
 }
 
 /// Tensors of the section.

@@ -2,10 +2,10 @@
 //!
 //! After prefill every prompt position has the softmax weight that the last 32 queries gave it, summed
 //! over them and over the query group, then averaged over 7 neighbours. The best positions are chosen
-//! at the first decode step and kept; what is generated later is read only while it is in the window.
+//! at the first decode step and kept until the next prompt; what is generated in between is read only
+//! while it is in the window.
 
-use super::{Prompt, Retriever, Step, everything};
-use crate::compute::attention::{Rows, visible};
+use super::{Choice, Prompt, Retriever, Step, everything};
 use crate::compute::simd;
 
 /// Prompt queries that vote.
@@ -34,34 +34,21 @@ impl SnapKv {
 
 impl Retriever for SnapKv {
     fn prefill(&mut self, prompt: &Prompt) {
-        let (r, n, d) = prompt.q_rope.dim();
-        let scale = 1.0 / (d as f32).sqrt();
-        let mut votes = vec![0.0f32; n];
-        let mut scratch = vec![0.0; d];
-        for t in n.saturating_sub(QUERIES)..n {
-            let seen = visible(t, self.window);
+        let (r, m, _) = prompt.q_rope.dim();
+        let mut votes = vec![0.0f32; prompt.keys.nrows()];
+        for i in m.saturating_sub(QUERIES)..m {
             for a in 0..r {
-                let query: Vec<f32> = prompt
-                    .q_rope
-                    .slice(ndarray::s![a, t, ..])
-                    .iter()
-                    .map(|x| x * scale)
-                    .collect();
-                let mut weights: Vec<f32> = seen
-                    .clone()
-                    .map(|j| simd::dot(&query, prompt.kv.keys.row(j, &mut scratch)))
-                    .collect();
-                let max = simd::max(&weights);
-                let sum = simd::exp_shifted(&mut weights, max);
-                simd::axpy(1.0 / sum, &weights, &mut votes[seen.clone()]);
+                let (seen, weights) = prompt.weights(a, i, self.window);
+                simd::axpy(1.0, &weights, &mut votes[seen]);
             }
         }
+        self.chosen = None;
         self.votes = pooled(&votes);
     }
 
-    fn select(&mut self, step: &Step) -> Vec<u32> {
+    fn select(&mut self, step: &Step) -> Choice {
         if step.budget >= step.candidates.len() {
-            return everything(step);
+            return everything(step).into();
         }
         let votes = &self.votes;
         let chosen = self.chosen.get_or_insert_with(|| {
@@ -72,7 +59,7 @@ impl Retriever for SnapKv {
             order
         });
         let visible = |p: &u32| step.candidates.contains(&(*p as usize));
-        chosen.iter().copied().filter(visible).collect()
+        chosen.iter().copied().filter(visible).collect::<Vec<_>>().into()
     }
 
     fn state_bytes(&self) -> usize {

@@ -3,16 +3,16 @@
 //! # Source
 //! Attention sinks with a window, StreamingLLM (arXiv 2309.17453).
 
-use super::{Retriever, Step};
+use super::{Choice, Retriever, Step};
 
 /// Sinks and recent positions alone.
 pub struct Streaming;
 
 impl Retriever for Streaming {
-    fn select(&mut self, step: &Step) -> Vec<u32> {
+    fn select(&mut self, step: &Step) -> Choice {
         let c = &step.candidates;
-        (c.end.saturating_sub(step.budget).max(c.start)..c.end)
-            .map(|p| p as u32)
-            .collect()
+        let first = c.end.saturating_sub(step.budget).max(c.start);
+        let positions: Vec<u32> = (first..c.end).map(|p| p as u32).collect();
+        positions.into()
     }
 }

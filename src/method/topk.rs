@@ -1,18 +1,17 @@
 //! The oracle: the positions with the largest true softmax probability, summed over the query
 //! heads of the group. It reads every key; the reads are not counted, for it is a yardstick.
 
-use super::{Retriever, Step, everything};
-use crate::compute::attention::Rows;
+use super::{Choice, Retriever, Step, everything};
 use crate::compute::simd;
 
 /// Exact top-k.
 pub struct TopK;
 
 impl Retriever for TopK {
-    fn select(&mut self, step: &Step) -> Vec<u32> {
+    fn select(&mut self, step: &Step) -> Choice {
         let c = step.candidates.clone();
         if step.budget >= c.len() {
-            return everything(step);
+            return everything(step).into();
         }
         let (r, d) = step.q_rope.dim();
         let scale = 1.0 / (d as f32).sqrt();
@@ -27,7 +26,7 @@ impl Retriever for TopK {
             .map(|q| q.iter().map(|x| x * scale).collect())
             .collect();
         for j in 0..n {
-            let key = step.kv.keys.row(first + j, &mut scratch);
+            let key = step.kv.keys().row(first + j, &mut scratch);
             for (a, q) in queries.iter().enumerate() {
                 scores[a * n + j] = simd::dot(q, key);
             }
@@ -49,6 +48,10 @@ impl Retriever for TopK {
         order.select_nth_unstable_by(step.budget, rank);
         order.truncate(step.budget);
         order.sort_unstable();
-        order
+        Choice {
+            positions: order,
+            products: r * n,
+            ..Choice::default()
+        }
     }
 }

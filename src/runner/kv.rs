@@ -1,8 +1,11 @@
 //! The key-value cache of one KV head, in the element type asked for.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 use ndarray::ArrayView2;
 
+use super::packed::{self, Center, Packed, SignRows};
 use crate::compute::attention::Rows;
 
 /// Element type of cached keys and values.
@@ -14,16 +17,31 @@ pub enum KvType {
     F16,
     /// bfloat16.
     Bf16,
+    /// Signs, 2-bit magnitudes and 2-bit values, with 64 positions in f16 (see [`super::packed`]).
+    #[value(name = "2bit")]
+    TwoBit,
 }
 
 impl KvType {
-    /// Bytes per element.
-    pub fn bytes(self) -> usize {
+    /// Bytes of a key and a value of d channels.
+    pub fn bytes_per_position(self, d: usize) -> usize {
         match self {
-            Self::F32 => 4,
-            Self::F16 | Self::Bf16 => 2,
+            Self::F32 => 8 * d,
+            Self::F16 | Self::Bf16 => 4 * d,
+            Self::TwoBit => packed::row_bytes(d),
         }
     }
+}
+
+/// Element type of plain rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Float {
+    /// IEEE binary32.
+    F32,
+    /// IEEE binary16.
+    F16,
+    /// bfloat16.
+    Bf16,
 }
 
 /// Rows of d values, stored one after the other.
@@ -40,11 +58,11 @@ enum Data {
 
 impl RowStore {
     /// An empty store with room for `capacity` rows.
-    pub fn new(kind: KvType, d: usize, capacity: usize) -> Self {
+    pub fn new(kind: Float, d: usize, capacity: usize) -> Self {
         let data = match kind {
-            KvType::F32 => Data::F32(Vec::with_capacity(capacity * d)),
-            KvType::F16 => Data::F16(Vec::with_capacity(capacity * d)),
-            KvType::Bf16 => Data::Bf16(Vec::with_capacity(capacity * d)),
+            Float::F32 => Data::F32(Vec::with_capacity(capacity * d)),
+            Float::F16 => Data::F16(Vec::with_capacity(capacity * d)),
+            Float::Bf16 => Data::Bf16(Vec::with_capacity(capacity * d)),
         };
         Self { d, data }
     }
@@ -114,24 +132,101 @@ impl Rows for RowStore {
 }
 
 /// Rotated keys and values of one KV head; row p is position p.
-pub struct KvHead {
-    /// After rotation.
-    pub keys: RowStore,
-    /// Values.
-    pub values: RowStore,
+pub enum KvHead {
+    /// In a float type.
+    Plain {
+        /// After rotation.
+        keys: RowStore,
+        /// Values.
+        values: RowStore,
+    },
+    /// In 2 bits.
+    Packed(Box<Packed>),
 }
 
 impl KvHead {
-    /// An empty cache with room for `capacity` positions.
-    pub fn new(kind: KvType, d: usize, capacity: usize) -> Self {
-        Self {
-            keys: RowStore::new(kind, d, capacity),
-            values: RowStore::new(kind, d, capacity),
+    /// An empty cache with room for `capacity` positions; `center` is for the 2-bit type.
+    pub fn new(kind: KvType, d: usize, capacity: usize, center: Center) -> Self {
+        let plain = |float| Self::Plain {
+            keys: RowStore::new(float, d, capacity),
+            values: RowStore::new(float, d, capacity),
+        };
+        match kind {
+            KvType::F32 => plain(Float::F32),
+            KvType::F16 => plain(Float::F16),
+            KvType::Bf16 => plain(Float::Bf16),
+            KvType::TwoBit => Self::Packed(Box::new(Packed::new(d, center, capacity))),
+        }
+    }
+
+    /// Appends the rows of a prompt, `[m,d]`; `query` `[d]` is its last query, averaged over the group,
+    /// and `visible` what that query sees.
+    pub fn prompt(
+        &mut self,
+        keys: ArrayView2<f32>,
+        values: ArrayView2<f32>,
+        query: &[f32],
+        visible: Range<usize>,
+    ) {
+        match self {
+            Self::Plain { .. } => self.extend(keys, values),
+            Self::Packed(packed) => packed.prompt(keys, values, query, visible),
+        }
+    }
+
+    /// Appends rows, `[m,d]`.
+    pub fn extend(&mut self, new_keys: ArrayView2<f32>, new_values: ArrayView2<f32>) {
+        match self {
+            Self::Plain { keys, values } => {
+                keys.extend(new_keys);
+                values.extend(new_values);
+            }
+            Self::Packed(packed) => packed.extend(new_keys, new_values),
+        }
+    }
+
+    /// Number of positions.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Plain { keys, .. } => keys.len(),
+            Self::Packed(packed) => packed.len(),
+        }
+    }
+
+    /// Whether there is no position.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Keys after rotation.
+    pub fn keys(&self) -> &dyn Rows {
+        match self {
+            Self::Plain { keys, .. } => keys,
+            Self::Packed(packed) => &packed.keys,
+        }
+    }
+
+    /// Values.
+    pub fn values(&self) -> &dyn Rows {
+        match self {
+            Self::Plain { values, .. } => values,
+            Self::Packed(packed) => &packed.values,
+        }
+    }
+
+    /// The keys' signs, where the cache holds them.
+    pub fn signs(&self) -> Option<&SignRows> {
+        match self {
+            Self::Plain { .. } => None,
+            Self::Packed(packed) => Some(&packed.keys),
         }
     }
 
     /// Bytes really held.
     pub fn bytes(&self) -> usize {
-        self.keys.bytes() + self.values.bytes()
+        match self {
+            Self::Plain { keys, values } => keys.bytes() + values.bytes(),
+            Self::Packed(packed) => packed.bytes(),
+        }
     }
 }

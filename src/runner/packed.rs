@@ -1,0 +1,487 @@
+//! The 2-bit cache of Self-Indexing KVCache, arXiv 2603.14224: signs that are index and storage at
+//! once, 2-bit magnitudes, 2-bit values, and a few tokens in half precision.
+//!
+//! A key is stored as the signs of its centred channels and their magnitudes relative to the largest
+//! of the channel, a value as it is; both in 2 bits with a scale and a zero point per 32 channels. That
+//! is 7 d bits per position and KV head, against 32 d in half precision.
+//!
+//! Where we differ from the authors' code: rows stand in position order, the full-precision tokens
+//! have a 2-bit row as well (so a later prompt may demote them), rows are given back with the centre
+//! added (so every method can read them), and a group whose values are equal is exact.
+
+use std::ops::Range;
+
+use half::f16;
+use ndarray::{ArrayView2, Axis};
+use rayon::prelude::*;
+
+use super::kv::grow;
+use crate::compute::attention::Rows;
+use crate::compute::simd;
+
+/// Positions that keep half precision.
+pub const FULL: usize = 64;
+/// Channels that share a scale and a zero point.
+pub const QUANT_GROUP: usize = 32;
+/// A step below this is taken for zero: the group's values are equal.
+const LEAST_STEP: f32 = 1e-8;
+
+/// What is taken off every channel before its signs are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Center {
+    /// The lower median: half of the signs are positive.
+    Median,
+    /// The mean.
+    Mean,
+}
+
+impl Center {
+    /// Centre of some values; zero if there are none.
+    ///
+    /// # Source
+    /// Eq. 5 has the mean; the authors' code takes the lower median.
+    pub fn of(self, values: &mut [f32]) -> f32 {
+        if values.is_empty() {
+            return 0.0;
+        }
+        match self {
+            Self::Median => {
+                let middle = (values.len() - 1) / 2;
+                *values.select_nth_unstable_by(middle, f32::total_cmp).1
+            }
+            Self::Mean => {
+                let sum: f64 = values.iter().map(|v| f64::from(*v)).sum();
+                (sum / values.len() as f64) as f32
+            }
+        }
+    }
+
+    /// Centre of every channel of `rows`, `[n,d]`.
+    pub fn of_channels(self, rows: ArrayView2<f32>) -> Vec<f32> {
+        rows.axis_iter(Axis(1))
+            .into_par_iter()
+            .map(|channel| self.of(&mut channel.to_vec()))
+            .collect()
+    }
+
+    /// Its name in the manifest and on the command line.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Median => "median",
+            Self::Mean => "mean",
+        }
+    }
+}
+
+/// The positions of `range` whose keys have the largest products with `query`, at most [`FULL`],
+/// ascending; `key` gives the row of a position.
+///
+/// # Source
+/// The authors' code: the tokens with the highest raw score of the last prompt query, averaged over
+/// the group. Centring moves every score by the same amount and is left out.
+pub fn best_scored<'a>(
+    query: &[f32],
+    positions: impl Iterator<Item = usize>,
+    mut key: impl FnMut(usize) -> &'a [f32],
+) -> Vec<u32> {
+    let mut scored: Vec<(f32, u32)> = positions.map(|p| (simd::dot(query, key(p)), p as u32)).collect();
+    scored.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+    let mut best: Vec<u32> = scored.into_iter().take(FULL).map(|(_, p)| p).collect();
+    best.sort_unstable();
+    best.shrink_to_fit();
+    best
+}
+
+/// Rows of values in 2 bits, with a scale and a zero point in f16 per [`QUANT_GROUP`] channels.
+struct TwoBit {
+    d: usize,
+    /// Four values a byte, the first in the lowest bits; every row starts a byte.
+    bits: Vec<u8>,
+    /// Scale and zero point; the last group of a row may be shorter.
+    params: Vec<[f16; 2]>,
+}
+
+impl TwoBit {
+    fn new(d: usize, capacity: usize) -> Self {
+        Self {
+            d,
+            bits: Vec::with_capacity(capacity * d.div_ceil(4)),
+            params: Vec::with_capacity(capacity * d.div_ceil(QUANT_GROUP)),
+        }
+    }
+
+    /// Appends a row.
+    ///
+    /// # Source
+    /// Eq. 9-11: z = min x, s = (max x - min x) / 3, Q = round((x - z) / s). The codes come from the
+    /// unrounded scale and zero point.
+    fn push(&mut self, row: &[f32]) {
+        let start = self.bits.len();
+        let bytes = self.d.div_ceil(4);
+        grow(&mut self.bits, bytes).resize(start + bytes, 0);
+        grow(&mut self.params, self.d.div_ceil(QUANT_GROUP));
+        for (g, group) in row.chunks(QUANT_GROUP).enumerate() {
+            let low = group.iter().copied().fold(f32::INFINITY, f32::min);
+            let high = group.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let step = match (high - low) / 3.0 {
+                step if step < LEAST_STEP => 0.0,
+                step => step,
+            };
+            self.params.push([saturating_f16(step), saturating_f16(low)]);
+            if step == 0.0 {
+                continue;
+            }
+            for (i, x) in group.iter().enumerate() {
+                let code = ((x - low) / step).round().clamp(0.0, 3.0) as u8;
+                let channel = g * QUANT_GROUP + i;
+                self.bits[start + channel / 4] |= code << (2 * (channel % 4));
+            }
+        }
+    }
+
+    /// Q s + z of every channel.
+    fn read(&self, row: usize, out: &mut [f32]) {
+        let bits = &self.bits[row * self.d.div_ceil(4)..];
+        let groups = self.d.div_ceil(QUANT_GROUP);
+        let params = &self.params[row * groups..(row + 1) * groups];
+        for (g, (group, [step, zero])) in out.chunks_mut(QUANT_GROUP).zip(params).enumerate() {
+            let (step, zero) = (step.to_f32(), zero.to_f32());
+            for (i, x) in group.iter_mut().enumerate() {
+                let channel = g * QUANT_GROUP + i;
+                let code = bits[channel / 4] >> (2 * (channel % 4)) & 3;
+                *x = f32::from(code) * step + zero;
+            }
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        self.bits.capacity() + self.params.capacity() * size_of::<[f16; 2]>()
+    }
+}
+
+/// The nearest f16, the largest one for values beyond.
+fn saturating_f16(x: f32) -> f16 {
+    f16::from_f32(x.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))
+}
+
+/// The rows of a few positions in f16.
+#[derive(Default)]
+struct FullRows {
+    /// Ascending.
+    positions: Vec<u32>,
+    rows: Vec<f16>,
+}
+
+impl FullRows {
+    /// The row of `position`, if it is one of them.
+    fn get(&self, position: usize, d: usize) -> Option<&[f16]> {
+        let i = self.positions.binary_search(&(position as u32)).ok()?;
+        Some(&self.rows[i * d..(i + 1) * d])
+    }
+
+    fn bytes(&self) -> usize {
+        self.positions.capacity() * 4 + self.rows.capacity() * 2
+    }
+}
+
+/// Keys as signs and 2-bit magnitudes around a centre.
+pub struct SignRows {
+    d: usize,
+    center: Center,
+    /// Per channel, from the first prompt; zero before.
+    centre: Vec<f32>,
+    /// Largest magnitude per channel, from the first prompt; one before.
+    alpha: Vec<f32>,
+    /// d / 8 bytes a row; bit i of byte b is set where channel 8 b + i is above its centre.
+    signs: Vec<u8>,
+    magnitudes: TwoBit,
+    full: FullRows,
+}
+
+impl SignRows {
+    fn new(d: usize, center: Center, capacity: usize) -> Self {
+        Self {
+            d,
+            center,
+            centre: vec![0.0; d],
+            alpha: vec![1.0; d],
+            signs: Vec::with_capacity(capacity * sign_bytes(d)),
+            magnitudes: TwoBit::new(d, capacity),
+            full: FullRows::default(),
+        }
+    }
+
+    /// Centre and scale of the first prompt's keys, `[m,d]`; rows in `full` do not count for the
+    /// scale, unless there are no others.
+    ///
+    /// # Source
+    /// Eq. 5 and Eq. 12: alpha is the largest centred magnitude of the channel; zero becomes one.
+    fn fit(&mut self, keys: ArrayView2<f32>, full: &[u32]) {
+        self.centre = self.center.of_channels(keys);
+        let compressed = compressed(keys.nrows(), full);
+        let largest = |(channel, centre): (ndarray::ArrayView1<f32>, &f32)| {
+            let rows = compressed.iter().map(|i| (channel[*i] - centre).abs());
+            match rows.fold(0.0, f32::max) {
+                0.0 => 1.0,
+                alpha => alpha,
+            }
+        };
+        self.alpha = keys
+            .axis_iter(Axis(1))
+            .into_par_iter()
+            .zip(&self.centre)
+            .map(largest)
+            .collect();
+    }
+
+    /// Appends a key, `[d]`.
+    fn push(&mut self, key: &[f32]) {
+        push_signs(&mut self.signs, key, &self.centre);
+        let centred = key.iter().zip(&self.centre).map(|(k, c)| (k - c).abs());
+        let relative: Vec<f32> = centred.zip(&self.alpha).map(|(k, a)| k / a).collect();
+        self.magnitudes.push(&relative);
+    }
+
+    /// What was taken off each channel.
+    pub fn centre(&self) -> &[f32] {
+        &self.centre
+    }
+
+    /// Sign bytes of all rows, [`sign_bytes`] each.
+    pub fn signs(&self) -> &[u8] {
+        &self.signs
+    }
+
+    /// Positions in half precision, ascending.
+    pub fn full_positions(&self) -> &[u32] {
+        &self.full.positions
+    }
+
+    fn bytes(&self) -> usize {
+        let fixed = (self.centre.capacity() + self.alpha.capacity()) * 4;
+        self.signs.capacity() + self.magnitudes.bytes() + self.full.bytes() + fixed
+    }
+}
+
+/// Bytes of a key and a value: 7 d / 8 where d is a multiple of 32.
+pub fn row_bytes(d: usize) -> usize {
+    sign_bytes(d) + 2 * (d.div_ceil(4) + 4 * d.div_ceil(QUANT_GROUP))
+}
+
+/// Bytes of a row's signs.
+pub fn sign_bytes(d: usize) -> usize {
+    d.div_ceil(8)
+}
+
+/// Appends the sign bits of a key: bit i of byte b is set where channel 8 b + i is above its centre.
+///
+/// # Source
+/// Eq. 2, with zero as a negative sign.
+pub fn push_signs(signs: &mut Vec<u8>, key: &[f32], centre: &[f32]) {
+    grow(signs, sign_bytes(key.len()));
+    for (key, centre) in key.chunks(8).zip(centre.chunks(8)) {
+        let bits = key.iter().zip(centre).enumerate();
+        signs.push(bits.map(|(i, (k, c))| u8::from(k - c > 0.0) << i).sum());
+    }
+}
+
+/// The rows of `0..n` that are not in `full` (ascending), or all if there are no others.
+pub fn compressed(n: usize, full: &[u32]) -> Vec<usize> {
+    let rows: Vec<usize> = (0..n)
+        .filter(|i| full.binary_search(&(*i as u32)).is_err())
+        .collect();
+    if rows.is_empty() { (0..n).collect() } else { rows }
+}
+
+impl Rows for SignRows {
+    /// # Source
+    /// Eq. 13: sign (Q s + z) alpha, and the centre.
+    fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32] {
+        if let Some(row) = self.full.get(position, self.d) {
+            for ((s, x), c) in scratch.iter_mut().zip(row).zip(&self.centre) {
+                *s = x.to_f32() + c;
+            }
+            return scratch;
+        }
+        self.magnitudes.read(position, scratch);
+        let signs = &self.signs[position * sign_bytes(self.d)..];
+        let scale = self.alpha.iter().zip(&self.centre);
+        for (i, (x, (alpha, centre))) in scratch.iter_mut().zip(scale).enumerate() {
+            let magnitude = *x * alpha;
+            let positive = signs[i / 8] >> (i % 8) & 1 == 1;
+            *x = centre + if positive { magnitude } else { -magnitude };
+        }
+        scratch
+    }
+}
+
+/// Values in 2 bits.
+pub struct ValueRows {
+    d: usize,
+    values: TwoBit,
+    full: FullRows,
+}
+
+impl Rows for ValueRows {
+    fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32] {
+        match self.full.get(position, self.d) {
+            Some(row) => scratch.iter_mut().zip(row).for_each(|(s, x)| *s = x.to_f32()),
+            None => self.values.read(position, scratch),
+        }
+        scratch
+    }
+}
+
+/// Keys and values of one KV head in 2 bits.
+pub struct Packed {
+    /// Keys.
+    pub keys: SignRows,
+    /// Values.
+    pub values: ValueRows,
+}
+
+impl Packed {
+    /// An empty cache with room for `capacity` positions.
+    pub fn new(d: usize, center: Center, capacity: usize) -> Self {
+        Self {
+            keys: SignRows::new(d, center, capacity),
+            values: ValueRows {
+                d,
+                values: TwoBit::new(d, capacity),
+                full: FullRows::default(),
+            },
+        }
+    }
+
+    /// Appends the rows of a prompt: keys and values `[m,d]`, `query` `[d]` the last prompt query
+    /// averaged over the group, `visible` what it sees.
+    ///
+    /// The first prompt fixes centre and scale. The [`FULL`] best-scored positions, of the prompt and of
+    /// those that were in full precision before, keep half precision.
+    pub fn prompt(
+        &mut self,
+        keys: ArrayView2<f32>,
+        values: ArrayView2<f32>,
+        query: &[f32],
+        visible: Range<usize>,
+    ) {
+        let d = self.keys.d;
+        let first = self.len();
+        let mut old: Vec<Vec<f32>> = Vec::new();
+        let kept = self.keys.full.positions.clone();
+        let mut scratch = vec![0.0; d];
+        for p in &kept {
+            old.push(self.keys.row(*p as usize, &mut scratch).to_vec());
+        }
+        let new: Vec<Vec<f32>> = keys.rows().into_iter().map(|r| r.to_vec()).collect();
+        let candidates = kept.iter().map(|p| *p as usize).chain(first..first + new.len());
+        let row = |p: usize| match p.checked_sub(first) {
+            Some(i) => &new[i][..],
+            None => &old[kept.binary_search(&(p as u32)).unwrap_or(0)][..],
+        };
+        let full = best_scored(query, candidates.filter(|p| visible.contains(p)), row);
+        if first == 0 {
+            self.keys.fit(keys, &full);
+        }
+        let room = full.len() * d;
+        let mut rows = (Vec::with_capacity(room), Vec::with_capacity(room));
+        for &p in &full {
+            match (p as usize).checked_sub(first) {
+                Some(i) => {
+                    let centred = new[i].iter().zip(&self.keys.centre).map(|(k, c)| k - c);
+                    rows.0.extend(centred.map(saturating_f16));
+                    rows.1.extend(values.row(i).iter().copied().map(saturating_f16));
+                }
+                None => {
+                    rows.0.extend(self.keys.full.get(p as usize, d).unwrap_or(&[]));
+                    rows.1.extend(self.values.full.get(p as usize, d).unwrap_or(&[]));
+                }
+            }
+        }
+        self.keys.full = FullRows {
+            positions: full.clone(),
+            rows: rows.0,
+        };
+        self.values.full = FullRows {
+            positions: full,
+            rows: rows.1,
+        };
+        self.extend(keys, values);
+    }
+
+    /// Appends rows, `[m,d]`, with the centre and the scale of the prompt.
+    pub fn extend(&mut self, keys: ArrayView2<f32>, values: ArrayView2<f32>) {
+        for (key, value) in keys.rows().into_iter().zip(values.rows()) {
+            self.keys.push(&key.to_vec());
+            self.values.values.push(&value.to_vec());
+        }
+    }
+
+    /// Number of positions.
+    pub fn len(&self) -> usize {
+        self.keys.signs.len() / sign_bytes(self.keys.d)
+    }
+
+    /// Whether there is no position.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Bytes really held.
+    pub fn bytes(&self) -> usize {
+        self.keys.bytes() + self.values.values.bytes() + self.values.full.bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ndarray::Array2;
+
+    #[test]
+    fn two_bit_golden_example() {
+        let mut rows = TwoBit::new(4, 1);
+        rows.push(&[0.1, 0.4, 0.75, 1.0]);
+        assert_eq!(rows.bits, [0xe4]);
+        let mut out = [0.0; 4];
+        rows.read(0, &mut out);
+        for (x, expected) in out.iter().zip([0.1, 0.4, 0.7, 1.0]) {
+            // Scale and zero point have 11 bits.
+            assert!((x - expected).abs() < 1e-3, "{out:?}");
+        }
+    }
+
+    #[test]
+    fn sign_golden_example() {
+        let mut signs = Vec::new();
+        push_signs(
+            &mut signs,
+            &[0.5, -1.0, 2.0, -0.25, -3.0, 0.0, 1.5, 4.0],
+            &[0.0; 8],
+        );
+        assert_eq!(signs, [0xc5]);
+    }
+
+    #[test]
+    fn equal_values_and_extremes_survive() {
+        let mut rows = TwoBit::new(40, 1);
+        let mut row = vec![2.5; 40];
+        row[39] = 1e30;
+        rows.push(&row);
+        let mut out = vec![0.0; 40];
+        rows.read(0, &mut out);
+        assert_eq!(out[..32], row[..32], "a constant group is exact");
+        assert!(out.iter().all(|x| x.is_finite()));
+    }
+
+    #[test]
+    fn a_position_takes_seven_bits_per_channel() {
+        for (d, bytes) in [(128, 112), (64, 56)] {
+            let mut packed = Packed::new(d, Center::Median, 1000);
+            let rows = Array2::from_shape_fn((1000, d), |(i, j)| ((i * d + j) as f32 * 0.7).sin());
+            packed.prompt(rows.view(), rows.view(), &vec![1.0; d], 0..1000);
+            let full = 2 * FULL * (2 * d + 4);
+            assert_eq!(packed.bytes(), 1000 * bytes + full + 2 * 4 * d, "d {d}");
+        }
+    }
+}
