@@ -240,6 +240,11 @@ impl Artifact {
         self.manifest["sections"].as_object().into_iter().flatten()
     }
 
+    /// Whether the section is there.
+    pub fn has(&self, section: &str) -> bool {
+        self.sections().any(|(name, _)| name == section)
+    }
+
     /// Parameters of a section.
     ///
     /// # Errors

@@ -5,7 +5,7 @@ mod common;
 use std::path::PathBuf;
 
 use common::{all_golden, relative_error};
-use kvsmith::method::{Method, MethodName};
+use kvsmith::method::{Method, MethodName, Params};
 use kvsmith::model::Decoder;
 use kvsmith::runner::sample::argmax;
 use kvsmith::runner::{Options, Session, budget::Budget, kv::KvType, packed::Center};
@@ -71,7 +71,15 @@ fn captured_states_match() {
 
 /// Greedy tokens of `method` at `budget`, through the runner.
 fn greedy(golden: &Golden, method: MethodName, budget: &str) -> Vec<u32> {
-    let method = Method::new(method, None, &golden.decoder.rope, 0).unwrap();
+    let method = Method::new(
+        method,
+        None,
+        &golden.decoder.rope,
+        golden.decoder.config.head_dim,
+        &Params::default(),
+        0,
+    )
+    .unwrap();
     let options = Options {
         sinks: 2,
         window: 4,

@@ -65,7 +65,7 @@ fn a2ats_selects_what_the_definition_says() {
             0,
         )
         .unwrap();
-        let mut a2ats = A2ats::new(Arc::new(head));
+        let mut a2ats = A2ats::new(Arc::new(head), None);
         // Keys are codewords, some of which no key has.
         let n = rng.gen_range(1..60);
         let used = rng.gen_range(1..=m);
@@ -544,7 +544,7 @@ fn retrieval_on_captured_states() {
                 }
             }
             let kv = KvHead::new(KvType::F32, d, 0, Center::Median);
-            let mut a2ats = A2ats::new(Arc::clone(codebooks.head(layer, head)));
+            let mut a2ats = A2ats::new(Arc::clone(codebooks.head(layer, head)), None);
             for key in k.rows() {
                 a2ats.append(key.insert_axis(Axis(0)), key.insert_axis(Axis(0)));
             }

@@ -12,13 +12,12 @@ use crate::corpus::read_tokens;
 use crate::dump::Sizes;
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::method::{Method, MethodName};
+use crate::method::{Method, MethodName, Params};
 use crate::model::tokenizer::{TextStream, Tokenizer};
 use crate::model::{Decoder, ModelConfig};
 use crate::progress::{Log, size};
 use crate::runner::budget::Budget;
 use crate::runner::kv::KvType;
-use crate::runner::packed::Center;
 use crate::runner::sample::Sampler;
 use crate::runner::{Options, Session};
 
@@ -71,6 +70,8 @@ pub struct Args {
     /// Sample from the smallest set of tokens with this much probability
     #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = parse_top_p)]
     top_p: f64,
+    #[command(flatten)]
+    methods: Params,
     /// Use an artifact of another model, if its sizes fit
     #[arg(long)]
     force: bool,
@@ -133,13 +134,20 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         Some(_) => MethodName::A2ats,
         None => MethodName::Full,
     });
-    let method = Method::new(name, artifact.as_ref(), &decoder.rope, global.seed)?;
+    let method = Method::new(
+        name,
+        artifact.as_ref(),
+        &decoder.rope,
+        decoder.config.head_dim,
+        &args.methods,
+        global.seed,
+    )?;
     let options = Options {
         sinks: args.sinks,
         window: args.window,
         budget: args.budget,
         kv: args.kv,
-        center: Center::Median,
+        center: args.methods.selfindex.center(artifact.as_ref())?,
     };
     let mut session = Session::new(&decoder, &method, options, ids.len() + args.max_new.min(RESERVED))?;
     if let Some(path) = &args.trace {
@@ -182,6 +190,8 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
             "decode_s": decode_s,
             "tokens_per_s": tokens_per_s,
             "kv_read_fraction": session.kv_read_fraction(),
+            "exact_dot_fraction": session.exact_dot_fraction(),
+            "bypass_fraction": session.bypass_fraction(),
             "index_bytes": session.index_bytes(),
             "kv_bytes": session.kv_bytes(),
             "device": device,

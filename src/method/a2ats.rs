@@ -429,9 +429,20 @@ impl HeadCodebook {
     }
 }
 
+/// What a run may set.
+#[derive(Clone, Debug, Default, clap::Args)]
+#[group(skip)]
+pub struct Params {
+    /// a2ats: the paper's form, each query head's best F of the context, whatever --budget says
+    #[arg(long, value_name = "F", value_parser = super::share)]
+    pub topk_per_query_head: Option<f64>,
+}
+
 /// The codes of one KV head.
 pub struct A2ats {
     codebook: Arc<HeadCodebook>,
+    /// Share of the visible context that each query head chooses, instead of a budget.
+    per_query_head: Option<f64>,
     codes: Vec<u16>,
     /// Candidates per codeword, over `counted`.
     counts: Vec<u32>,
@@ -440,8 +451,9 @@ pub struct A2ats {
 
 impl A2ats {
     /// An empty head.
-    pub fn new(codebook: Arc<HeadCodebook>) -> Self {
+    pub fn new(codebook: Arc<HeadCodebook>, per_query_head: Option<f64>) -> Self {
         Self {
+            per_query_head,
             counts: vec![0; codebook.size()],
             codebook,
             codes: Vec::new(),
@@ -478,13 +490,18 @@ impl Retriever for A2ats {
     }
 
     fn select(&mut self, step: &Step) -> Choice {
-        if step.budget >= step.candidates.len() {
+        if step.is_exact() && self.per_query_head.is_none() {
             return everything(step).into();
         }
         self.count(&step.candidates);
         let scores = self.codebook.scores(step.q_pre);
         let codes = &self.codes[step.candidates.clone()];
         let first = step.candidates.start as u32;
+        if let Some(share) = self.per_query_head {
+            let k = (share * step.visible.len() as f64).floor() as u64;
+            let limits = Limits::of(&ranks(scores.view(), &self.counts), &self.counts, k);
+            return limits.positions(codes, first).into();
+        }
         match Limits::within(scores.view(), &self.counts, step.budget) {
             Some(limits) => limits.positions(codes, first),
             None => best_of_union(scores.view(), codes, first, step.budget),
@@ -517,19 +534,9 @@ impl Limits {
     /// # Shapes
     /// scores `[r,M]`, counts `[M]`.
     pub fn within(scores: ArrayView2<f32>, counts: &[u32], budget: usize) -> Option<Self> {
+        let rho = ranks(scores, counts);
         let total: u64 = counts.iter().map(|c| u64::from(*c)).sum();
-        let mut rho = vec![u64::MAX; counts.len()];
-        let mut order: Vec<usize> = (0..counts.len()).filter(|c| counts[*c] > 0).collect();
-        for row in scores.rows() {
-            order.sort_unstable_by(|a, b| row[*b].total_cmp(&row[*a]).then(a.cmp(b)));
-            let mut above = 0;
-            for &c in &order {
-                rho[c] = rho[c].min(above);
-                above += u64::from(counts[c]);
-            }
-        }
-        let taken = |k: u64, c: usize| k.saturating_sub(rho[c]).min(u64::from(counts[c]));
-        let size = |k: u64| -> u64 { order.iter().map(|c| taken(k, *c)).sum() };
+        let size = |k: u64| -> u64 { (0..counts.len()).map(|c| taken(&rho, counts, k, c)).sum() };
         // size() grows with k: bisect for the last k that fits.
         let (mut fits, mut too_many) = (0, total + 1);
         while too_many - fits > 1 {
@@ -540,9 +547,13 @@ impl Limits {
                 too_many = k;
             }
         }
-        (fits > 0).then(|| Self {
-            take: (0..counts.len()).map(|c| taken(fits, c) as u32).collect(),
-        })
+        (fits > 0).then(|| Self::of(&rho, counts, fits))
+    }
+
+    /// The limits of each query head's top-k.
+    fn of(rho: &[u64], counts: &[u32], k: u64) -> Self {
+        let take = (0..counts.len()).map(|c| taken(rho, counts, k, c) as u32);
+        Self { take: take.collect() }
     }
 
     /// The positions taken, ascending; `codes[0]` stands at position `first`.
@@ -557,6 +568,26 @@ impl Limits {
         }
         out
     }
+}
+
+/// rho of [`Limits`], for scores `[r,M]` and counts `[M]`.
+fn ranks(scores: ArrayView2<f32>, counts: &[u32]) -> Vec<u64> {
+    let mut rho = vec![u64::MAX; counts.len()];
+    let mut order: Vec<usize> = (0..counts.len()).filter(|c| counts[*c] > 0).collect();
+    for row in scores.rows() {
+        order.sort_unstable_by(|a, b| row[*b].total_cmp(&row[*a]).then(a.cmp(b)));
+        let mut above = 0;
+        for &c in &order {
+            rho[c] = rho[c].min(above);
+            above += u64::from(counts[c]);
+        }
+    }
+    rho
+}
+
+/// How many tokens of codeword `c` the union of the top-k takes.
+fn taken(rho: &[u64], counts: &[u32], k: u64, c: usize) -> u64 {
+    k.saturating_sub(rho[c]).min(u64::from(counts[c]))
 }
 
 /// The best `budget` of the query heads' single best tokens, by their highest score.

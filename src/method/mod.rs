@@ -4,7 +4,9 @@
 //! and the softmax; a method only chooses. This file is the one registry.
 
 pub mod a2ats;
+pub mod ctkvr;
 pub mod full;
+pub mod lfps;
 pub mod quest;
 pub mod random;
 pub mod selfindex;
@@ -25,7 +27,7 @@ use crate::dump::Sizes;
 use crate::error::{Error, Result};
 use crate::model::rope::Rope;
 use crate::runner::budget::Budget;
-use crate::runner::kv::KvHead;
+use crate::runner::kv::{KvHead, KvType};
 use crate::store::Spec;
 
 /// The methods by name.
@@ -45,6 +47,12 @@ pub enum MethodName {
     Snapkv,
     /// Codebook scores of windowed-RoPE queries (A2ATS, arXiv 2502.12665).
     A2ats,
+    /// Table scores of sign patterns (Self-Indexing KVCache, arXiv 2603.14224).
+    Selfindex,
+    /// Candidates from where the head looked before (LFPS, arXiv 2506.15704).
+    Lfps,
+    /// What similar past queries attended (CTkvr, arXiv 2512.15550).
+    Ctkvr,
 }
 
 impl MethodName {
@@ -58,7 +66,52 @@ impl MethodName {
             Self::Quest => "quest",
             Self::Snapkv => "snapkv",
             Self::A2ats => "a2ats",
+            Self::Selfindex => "selfindex",
+            Self::Lfps => "lfps",
+            Self::Ctkvr => "ctkvr",
         }
+    }
+}
+
+/// What a run may set, per method.
+#[derive(Clone, Debug, Default, clap::Args)]
+#[group(skip)]
+pub struct Params {
+    /// See [`a2ats`].
+    #[command(flatten)]
+    pub a2ats: a2ats::Params,
+    /// See [`selfindex`].
+    #[command(flatten)]
+    pub selfindex: selfindex::Params,
+    /// See [`lfps`].
+    #[command(flatten)]
+    pub lfps: lfps::Params,
+    /// See [`ctkvr`].
+    #[command(flatten)]
+    pub ctkvr: ctkvr::Params,
+}
+
+/// A flag's whole number of at least one.
+fn at_least_one(text: &str) -> std::result::Result<usize, String> {
+    match text.parse() {
+        Ok(n) if n > 0 => Ok(n),
+        _ => Err("expected a whole number of at least 1".to_string()),
+    }
+}
+
+/// A flag's share: above 0 and at most 1.
+fn share(text: &str) -> std::result::Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(x) if x > 0.0 && x <= 1.0 => Ok(x),
+        _ => Err("expected a number above 0 and at most 1".to_string()),
+    }
+}
+
+/// A flag's number of at least 0.
+fn not_negative(text: &str) -> std::result::Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(x) if x.is_finite() && x >= 0.0 => Ok(x),
+        _ => Err("expected a number of at least 0".to_string()),
     }
 }
 
@@ -77,12 +130,25 @@ pub enum Method {
     /// See [`snapkv`].
     Snapkv,
     /// See [`a2ats`]; its calibrated codebooks.
-    A2ats(a2ats::Codebooks),
+    A2ats(a2ats::Codebooks, a2ats::Params),
+    /// See [`selfindex`]; where its centroids come from.
+    Selfindex(selfindex::Setup),
+    /// See [`lfps`]; its parameters and priors.
+    Lfps(lfps::Setup),
+    /// See [`ctkvr`].
+    Ctkvr(ctkvr::Params),
 }
 
 impl Method {
     /// Prepares `name`; methods with calibrated parts take them from `artifact`.
-    pub fn new(name: MethodName, artifact: Option<&Artifact>, rope: &Rope, seed: u64) -> Result<Self> {
+    pub fn new(
+        name: MethodName,
+        artifact: Option<&Artifact>,
+        rope: &Rope,
+        head_dim: usize,
+        params: &Params,
+        seed: u64,
+    ) -> Result<Self> {
         Ok(match name {
             MethodName::Full => Self::Full,
             MethodName::Topk => Self::Topk,
@@ -95,8 +161,13 @@ impl Method {
                     Error::usage("--method a2ats needs --artifact")
                         .hint("make one with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`")
                 })?;
-                Self::A2ats(a2ats::Codebooks::load(artifact, rope)?)
+                Self::A2ats(a2ats::Codebooks::load(artifact, rope)?, params.a2ats.clone())
             }
+            MethodName::Selfindex => {
+                Self::Selfindex(selfindex::Setup::new(&params.selfindex, artifact, head_dim)?)
+            }
+            MethodName::Lfps => Self::Lfps(lfps::Setup::new(&params.lfps, artifact)?),
+            MethodName::Ctkvr => Self::Ctkvr(params.ctkvr.clone()),
         })
     }
 
@@ -109,9 +180,13 @@ impl Method {
             Self::Streaming => Box::new(streaming::Streaming),
             Self::Quest => Box::new(quest::Quest::default()),
             Self::Snapkv => Box::new(snapkv::SnapKv::new(place.model_window)),
-            Self::A2ats(codebooks) => Box::new(a2ats::A2ats::new(Arc::clone(
-                codebooks.head(place.layer, place.kv_head),
-            ))),
+            Self::A2ats(codebooks, params) => {
+                let codebook = Arc::clone(codebooks.head(place.layer, place.kv_head));
+                Box::new(a2ats::A2ats::new(codebook, params.topk_per_query_head))
+            }
+            Self::Selfindex(setup) => Box::new(setup.head(place)),
+            Self::Lfps(setup) => Box::new(setup.head(place)),
+            Self::Ctkvr(params) => Box::new(ctkvr::Ctkvr::new(place, params)),
         }
     }
 }
@@ -157,6 +232,8 @@ pub struct Place {
     pub window: usize,
     /// What may be chosen besides.
     pub budget: Budget,
+    /// Element type of the cache.
+    pub kv: KvType,
 }
 
 /// The rows of a prompt, for one KV head.
@@ -290,4 +367,37 @@ pub trait Retriever: Send + Sync {
 /// All candidates, when the budget covers them.
 fn everything(step: &Step) -> Vec<u32> {
     step.candidates.clone().map(|p| p as u32).collect()
+}
+
+/// The positions of the largest k such that the union of each list's best k has at most `budget`; where
+/// even k = 1 has more, the best of that union by highest score. Ascending; the lower position wins a tie.
+fn union_within(mut lists: Vec<Vec<(f32, u32)>>, budget: usize) -> Vec<u32> {
+    // A position joins the union at the least rank that it has in any list.
+    let mut joins: Vec<(u32, usize)> = Vec::new();
+    for list in &mut lists {
+        list.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+        joins.extend(list.iter().enumerate().map(|(rank, (_, p))| (*p, rank)));
+    }
+    joins.sort_unstable();
+    joins.dedup_by_key(|(p, _)| *p);
+    let mut ranks: Vec<usize> = joins.iter().map(|(_, rank)| *rank).collect();
+    ranks.sort_unstable();
+    // The first rank that would not fit: all of its positions stay out.
+    let limit = ranks.get(budget).copied().unwrap_or(usize::MAX);
+    if limit > 0 {
+        let fits = joins.into_iter().filter(|(_, rank)| *rank < limit);
+        return fits.map(|(p, _)| p).collect();
+    }
+    let mut best: Vec<(f32, u32)> = joins
+        .into_iter()
+        .filter(|(_, rank)| *rank == 0)
+        .map(|(p, _)| {
+            let scores = lists.iter().flatten().filter(|(_, other)| *other == p);
+            (scores.fold(f32::NEG_INFINITY, |m, (s, _)| m.max(*s)), p)
+        })
+        .collect();
+    best.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+    let mut out: Vec<u32> = best.into_iter().take(budget).map(|(_, p)| p).collect();
+    out.sort_unstable();
+    out
 }

@@ -66,7 +66,7 @@ impl Retriever for Quest {
     fn select(&mut self, step: &Step) -> Choice {
         self.update(step.kv, step.q_rope.ncols());
         let candidates = step.candidates.clone();
-        if step.budget >= candidates.len() {
+        if step.is_exact() {
             return everything(step).into();
         }
         let pages = candidates.start / PAGE..candidates.end.div_ceil(PAGE);

@@ -25,7 +25,7 @@ impl Random {
 impl Retriever for Random {
     fn select(&mut self, step: &Step) -> Choice {
         let c = &step.candidates;
-        if step.budget >= c.len() {
+        if step.is_exact() {
             return everything(step).into();
         }
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed.wrapping_add(step.step as u64));

@@ -4,20 +4,33 @@
 //! neighbouring channels form a pattern of 16, and a pattern's centroid is the mean of the channels
 //! that have it: the average of what one pass over each block's prompt would build.
 //!
-//! Where we differ from the authors' code: one zero rule (a bit is set for x > 0), and a pattern that
-//! no key has gets plus or minus the channels' mean magnitude instead of 0/0.
+//! Decoding: the mean query of the group gives every pattern of every group of channels a score, a
+//! key's score is the sum over its patterns, and the best keys are attended. The centroids come from one
+//! pass over the prompt, from calibration, or from both.
+//!
+//! Where we differ from the authors' code: one zero rule (a bit is set for x > 0); a pattern that no key
+//! has gets plus or minus the channels' mean magnitude instead of 0/0; all rows stand in position
+//! order, so generated tokens compete for the budget once they leave the window, and cannot push prompt
+//! tokens out of a list of fixed length; scores are f32. A later prompt joins the sums of the
+//! centroids; the centre stays that of the first.
+
+use std::ops::Range;
 
 use half::f16;
 use ndarray::{Array2, ArrayView2, Axis, s};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
+use super::{Choice, Place, Prompt, Retriever, Step, everything};
 use crate::artifact::{Artifact, LayerPart};
+use crate::compute::attention::visible;
 use crate::dump::Sizes;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::model::rope::Rope;
+use crate::runner::kv::KvType;
 pub use crate::runner::packed::Center;
+use crate::runner::packed::{best_scored, push_signs, sign_bytes};
 use crate::stats::whiten::row_mean;
 use crate::store::{Spec, to_bytes};
 
@@ -27,6 +40,52 @@ pub const SECTION: &str = "sign";
 pub const GROUP: usize = 4;
 /// Patterns of a group.
 pub const PATTERNS: usize = 1 << GROUP;
+
+/// Weight of a calibrated centroid among the prompt's, in keys.
+pub const PSEUDO_COUNT: f64 = 32.0;
+
+/// Where the centroids of a run come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Source {
+    /// One pass over the prompt, as in the paper.
+    OnePass,
+    /// The artifact alone.
+    Offline,
+    /// The prompt's, with the artifact's as 32 keys more.
+    Hybrid,
+}
+
+/// What a run may set.
+#[derive(Clone, Debug, Default, clap::Args)]
+#[group(skip)]
+pub struct Params {
+    /// selfindex: where centroids come from (default: hybrid with an artifact, else one-pass)
+    #[arg(long, value_enum)]
+    pub sign_centroids: Option<Source>,
+    /// selfindex and --kv 2bit: what signs are taken around (default: as in the artifact, else median)
+    #[arg(long, value_enum)]
+    pub center: Option<Center>,
+}
+
+impl Params {
+    /// The centre: as asked for, else the artifact's, else the median.
+    pub fn center(&self, artifact: Option<&Artifact>) -> Result<Center> {
+        match (self.center, artifact.filter(|a| a.has(SECTION))) {
+            (Some(center), _) => Ok(center),
+            (None, Some(artifact)) => calibrated_center(artifact.section(SECTION)?),
+            (None, None) => Ok(Center::Median),
+        }
+    }
+}
+
+/// The centre of a section's parameters.
+fn calibrated_center(section: &Value) -> Result<Center> {
+    match section.get("center").and_then(Value::as_str) {
+        Some("median") => Ok(Center::Median),
+        Some("mean") => Ok(Center::Mean),
+        _ => Err(Error::failed("`sections.sign.center` is not valid")),
+    }
+}
 
 /// The section's parameters in the manifest.
 pub fn manifest(center: Center) -> Value {
@@ -165,39 +224,20 @@ fn fit_head(
 /// # Source
 /// Eq. 4.
 pub fn centroids(centred: ArrayView2<f32>) -> (Vec<f16>, Vec<u64>) {
-    let (n, d) = centred.dim();
-    let groups: Vec<(Vec<f16>, Vec<u64>)> = (0..d / GROUP)
+    let d = centred.ncols();
+    let groups: Vec<Sums> = (0..d / GROUP)
         .into_par_iter()
         .map(|g| {
-            let mut sums = [[0.0f64; GROUP]; PATTERNS];
-            let mut magnitude = [0.0f64; GROUP];
-            let mut counts = vec![0u64; PATTERNS];
+            let mut sums = Sums::new(GROUP);
             for row in centred.slice(s![.., g * GROUP..(g + 1) * GROUP]).rows() {
-                let x = [row[0], row[1], row[2], row[3]];
-                let p = pattern(&x);
-                counts[p] += 1;
-                for (e, v) in x.iter().enumerate() {
-                    sums[p][e] += f64::from(*v);
-                    magnitude[e] += f64::from(v.abs());
-                }
+                sums.add(&[row[0], row[1], row[2], row[3]]);
             }
-            let mut out = Vec::with_capacity(PATTERNS * GROUP);
-            for p in 0..PATTERNS {
-                for e in 0..GROUP {
-                    let value = if counts[p] > 0 {
-                        sums[p][e] / counts[p] as f64
-                    } else {
-                        let sign = if (p >> e) & 1 == 1 { 1.0 } else { -1.0 };
-                        sign * magnitude[e] / n.max(1) as f64
-                    };
-                    out.push(f16::from_f64(value));
-                }
-            }
-            (out, counts)
+            sums
         })
         .collect();
-    let (values, counts): (Vec<_>, Vec<_>) = groups.into_iter().unzip();
-    (values.concat(), counts.concat())
+    let values = groups.iter().flat_map(|sums| sums.centroids(None));
+    let counts = groups.iter().flat_map(|sums| sums.counts.iter().copied());
+    (values.map(f16::from_f64).collect(), counts.collect())
 }
 
 /// The smallest value that at least 99.9 % of the values do not exceed; zero if there are none.
@@ -258,4 +298,286 @@ pub fn check_values(artifact: &Artifact) -> Result<()> {
         return Err(wrong(format!("`sign.count` does not add up to {kept} keys")));
     }
     Ok(())
+}
+
+/// How every head of a run gets its centroids.
+pub struct Setup {
+    center: Center,
+    source: Source,
+    n_kv_heads: usize,
+    /// Per head `[d/4,16,4]`, where the artifact takes part.
+    calibrated: Option<Array2<f32>>,
+}
+
+impl Setup {
+    /// Resolves the parameters, reading the artifact's section where it takes part.
+    ///
+    /// # Errors
+    /// Channels that do not come in fours; calibrated centroids asked for without a section, or with
+    /// another centre than theirs.
+    pub fn new(params: &Params, artifact: Option<&Artifact>, head_dim: usize) -> Result<Self> {
+        if !head_dim.is_multiple_of(GROUP) {
+            return Err(Error::failed(format!(
+                "selfindex needs a head_dim that is a multiple of {GROUP}, not {head_dim}"
+            )));
+        }
+        let section = artifact.filter(|a| a.has(SECTION));
+        let source = params.sign_centroids.unwrap_or(match section {
+            Some(_) => Source::Hybrid,
+            None => Source::OnePass,
+        });
+        let center = params.center(artifact)?;
+        if source == Source::OnePass {
+            return Ok(Self {
+                center,
+                source,
+                n_kv_heads: 0,
+                calibrated: None,
+            });
+        }
+        let Some(artifact) = section else {
+            return Err(Error::usage(
+                "--sign-centroids offline and hybrid need an artifact with the `sign` section",
+            ));
+        };
+        let theirs = calibrated_center(artifact.section(SECTION)?)?;
+        if center != theirs {
+            return Err(Error::usage(format!(
+                "--center {} does not go with centroids that were calibrated around the {}",
+                center.as_str(),
+                theirs.as_str()
+            ))
+            .hint("calibrate with this --center, or add --sign-centroids one-pass"));
+        }
+        let specs = specs(artifact.sizes);
+        for spec in &specs {
+            artifact.check_digest(SECTION, &spec.name)?;
+        }
+        check_values(artifact)?;
+        let heads = artifact.sizes.n_layers * artifact.sizes.n_kv_heads;
+        let centroids = Array2::from_shape_vec((heads, head_dim * PATTERNS), artifact.f16s(&specs[0])?)
+            .map_err(|e| Error::failed(e.to_string()))?;
+        Ok(Self {
+            center,
+            source,
+            n_kv_heads: artifact.sizes.n_kv_heads,
+            calibrated: Some(centroids),
+        })
+    }
+
+    /// The empty state of one head.
+    pub fn head(&self, place: &Place) -> SelfIndex {
+        let row = place.layer * self.n_kv_heads + place.kv_head;
+        let calibrated = self.calibrated.as_ref().map(|c| c.row(row).to_vec());
+        SelfIndex::new(place, self.center, self.source, calibrated)
+    }
+}
+
+/// Sums of a pass over keys, from which their centroids follow.
+struct Sums {
+    /// `[d/4,16,4]`.
+    sums: Vec<f64>,
+    /// `[d/4,16]`.
+    counts: Vec<u64>,
+    /// Of the magnitudes, `[d]`.
+    magnitude: Vec<f64>,
+    keys: u64,
+}
+
+impl Sums {
+    fn new(d: usize) -> Self {
+        Self {
+            sums: vec![0.0; d * PATTERNS],
+            counts: vec![0; d / GROUP * PATTERNS],
+            magnitude: vec![0.0; d],
+            keys: 0,
+        }
+    }
+
+    /// Adds a centred key.
+    fn add(&mut self, centred: &[f32]) {
+        for (g, x) in centred.chunks_exact(GROUP).enumerate() {
+            let cell = g * PATTERNS + pattern(x);
+            self.counts[cell] += 1;
+            for (e, v) in x.iter().enumerate() {
+                self.sums[cell * GROUP + e] += f64::from(*v);
+                self.magnitude[g * GROUP + e] += f64::from(v.abs());
+            }
+        }
+        self.keys += 1;
+    }
+
+    /// The centroids, `[d/4,16,4]`: with `prior`, each is shrunk to it by [`PSEUDO_COUNT`] keys;
+    /// without, an empty pattern gets plus or minus the mean magnitude of its channels.
+    fn centroids(&self, prior: Option<&[f32]>) -> Vec<f64> {
+        let cell = |i: usize| {
+            let (cell, e) = (i / GROUP, i % GROUP);
+            let (group, p) = (cell / PATTERNS, cell % PATTERNS);
+            let count = self.counts[cell] as f64;
+            match prior {
+                Some(prior) => (PSEUDO_COUNT * f64::from(prior[i]) + self.sums[i]) / (PSEUDO_COUNT + count),
+                None if count > 0.0 => self.sums[i] / count,
+                None => {
+                    let sign = if (p >> e) & 1 == 1 { 1.0 } else { -1.0 };
+                    sign * self.magnitude[group * GROUP + e] / self.keys.max(1) as f64
+                }
+            }
+        };
+        (0..self.sums.len()).map(cell).collect()
+    }
+}
+
+/// The index of one KV head.
+pub struct SelfIndex {
+    place: Place,
+    center: Center,
+    source: Source,
+    calibrated: Option<Vec<f32>>,
+    centre: Vec<f32>,
+    sums: Sums,
+    /// `[d/4,16,4]`.
+    centroids: Vec<f32>,
+    /// Sign bytes per position; empty where the cache holds them.
+    signs: Vec<u8>,
+    /// Positions that are always attended, ascending: those that the last prompt query scored best.
+    full: Vec<u32>,
+}
+
+impl SelfIndex {
+    /// An empty head; `calibrated` has its centroids `[d/4,16,4]`, unless the source is one pass.
+    pub fn new(place: &Place, center: Center, source: Source, calibrated: Option<Vec<f32>>) -> Self {
+        let d = place.head_dim;
+        Self {
+            place: *place,
+            center,
+            source,
+            centroids: calibrated.clone().unwrap_or_else(|| vec![0.0; d * PATTERNS]),
+            calibrated,
+            centre: vec![0.0; d],
+            sums: Sums::new(d),
+            signs: Vec::new(),
+            full: Vec::new(),
+        }
+    }
+
+    /// Scores of `candidates`: `[candidates]`.
+    ///
+    /// # Shapes
+    /// q_rope `[r,d]`, the group's queries; `signs` has the sign bytes of every position.
+    ///
+    /// # Numerics
+    /// f32.
+    ///
+    /// # Source
+    /// Eq. 8, with two groups a byte: a table of 256 sums per byte.
+    fn scores(&self, q_rope: ArrayView2<f32>, signs: &[u8], candidates: Range<usize>) -> Vec<f32> {
+        let d = self.place.head_dim;
+        let query: Vec<f32> = (0..d)
+            .map(|j| q_rope.column(j).sum() / self.place.group as f32)
+            .collect();
+        let mut tables = vec![0.0f32; d.div_ceil(2 * GROUP) * PATTERNS * PATTERNS];
+        for (b, (query, table)) in query
+            .chunks(2 * GROUP)
+            .zip(tables.chunks_exact_mut(PATTERNS * PATTERNS))
+            .enumerate()
+        {
+            for (half, query) in query.chunks_exact(GROUP).enumerate() {
+                let first = (2 * b + half) * PATTERNS;
+                for p in 0..PATTERNS {
+                    let centroid = &self.centroids[(first + p) * GROUP..(first + p + 1) * GROUP];
+                    let score: f32 = query.iter().zip(centroid).map(|(q, c)| q * c).sum();
+                    for other in 0..PATTERNS {
+                        let byte = if half == 0 {
+                            other << GROUP | p
+                        } else {
+                            p << GROUP | other
+                        };
+                        table[byte] += score;
+                    }
+                }
+            }
+        }
+        let width = sign_bytes(d);
+        signs[candidates.start * width..candidates.end * width]
+            .chunks_exact(width)
+            .map(|row| {
+                let cells = row.iter().zip(tables.chunks_exact(PATTERNS * PATTERNS));
+                cells.map(|(byte, table)| table[usize::from(*byte)]).sum()
+            })
+            .collect()
+    }
+}
+
+impl Retriever for SelfIndex {
+    fn prefill(&mut self, prompt: &Prompt) {
+        let first = prompt.first;
+        let new = prompt.keys.slice(s![first.., ..]);
+        if let Some(rows) = prompt.kv.signs() {
+            self.centre = rows.centre().to_vec();
+            self.full = rows.full_positions().to_vec();
+        } else {
+            if first == 0 {
+                self.centre = self.center.of_channels(new);
+            }
+            let seen = visible(prompt.keys.nrows() - 1, self.place.model_window);
+            let old = self.full.iter().map(|p| *p as usize);
+            let candidates = old.chain(first..prompt.keys.nrows()).filter(|p| seen.contains(p));
+            let last = prompt.q_rope.len_of(Axis(1)) - 1;
+            let query = prompt.q_rope.index_axis(Axis(1), last).mean_axis(Axis(0));
+            self.full = best_scored(&query.unwrap_or_default().to_vec(), candidates, |p| {
+                prompt.keys.row(p).to_slice().unwrap_or(&[])
+            });
+            for key in new.rows() {
+                push_signs(&mut self.signs, &key.to_vec(), &self.centre);
+            }
+        }
+        if self.source != Source::Offline {
+            let is_full = |i: &usize| self.full.binary_search(&((first + i) as u32)).is_ok();
+            let mut rows: Vec<usize> = (0..new.nrows()).filter(|i| !is_full(i)).collect();
+            if rows.is_empty() && self.sums.keys == 0 {
+                rows = (0..new.nrows()).collect();
+            }
+            for i in rows {
+                let centred = new.row(i).to_vec().into_iter().zip(&self.centre);
+                self.sums.add(&centred.map(|(k, c)| k - c).collect::<Vec<_>>());
+            }
+            let centroids = self.sums.centroids(self.calibrated.as_deref());
+            self.centroids = centroids.into_iter().map(|c| c as f32).collect();
+        }
+    }
+
+    fn append(&mut self, _: ArrayView2<f32>, k_rope: ArrayView2<f32>) {
+        if self.place.kv != KvType::TwoBit {
+            for key in k_rope.rows() {
+                push_signs(&mut self.signs, &key.to_vec(), &self.centre);
+            }
+        }
+    }
+
+    fn select(&mut self, step: &Step) -> Choice {
+        if step.is_exact() {
+            return everything(step).into();
+        }
+        let signs = step.kv.signs().map_or(&self.signs[..], |rows| rows.signs());
+        let c = step.candidates.clone();
+        let scores = self.scores(step.q_rope, signs, c.clone());
+        let fixed = self.full.iter().filter(|p| c.contains(&(**p as usize)));
+        let mut is_fixed = vec![false; c.len()];
+        fixed.for_each(|p| is_fixed[*p as usize - c.start] = true);
+        // The full-precision tokens first, then the others by their scores.
+        let mut order: Vec<u32> = c.clone().map(|p| p as u32).collect();
+        let rank = |a: &u32, b: &u32| {
+            let (i, j) = (*a as usize - c.start, *b as usize - c.start);
+            let fixed = is_fixed[j].cmp(&is_fixed[i]);
+            fixed.then(scores[j].total_cmp(&scores[i])).then(a.cmp(b))
+        };
+        order.select_nth_unstable_by(step.budget, rank);
+        order.truncate(step.budget);
+        order.sort_unstable();
+        order.into()
+    }
+
+    fn state_bytes(&self) -> usize {
+        self.signs.capacity() + self.full.capacity() * 4
+    }
 }

@@ -47,7 +47,7 @@ impl Retriever for SnapKv {
     }
 
     fn select(&mut self, step: &Step) -> Choice {
-        if step.budget >= step.candidates.len() {
+        if step.is_exact() {
             return everything(step).into();
         }
         let votes = &self.votes;

@@ -10,7 +10,7 @@ pub struct TopK;
 impl Retriever for TopK {
     fn select(&mut self, step: &Step) -> Choice {
         let c = step.candidates.clone();
-        if step.budget >= c.len() {
+        if step.is_exact() {
             return everything(step).into();
         }
         let (r, d) = step.q_rope.dim();

@@ -83,6 +83,7 @@ impl<'a> Session<'a> {
                         sinks: options.sinks,
                         window: options.window,
                         budget: options.budget,
+                        kv: options.kv,
                     }),
                 };
                 let heads = (0..c.n_kv_heads).map(head).collect();

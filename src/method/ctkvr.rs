@@ -1,0 +1,287 @@
+//! CTkvr: look up what similar past queries attended, arXiv 2512.15550.
+//!
+//! The last C prompt queries are centroids; each has a list of the keys with the largest softmax
+//! weights. A decode step recalls the lists of the C' centroids most like its query, ranks their union
+//! exactly, attends the best, and becomes a centroid itself in place of the oldest.
+//!
+//! Where we differ from the paper, or fill what it leaves open: scores are scaled and causal; what
+//! is always attended is left out of the lists after the softmax; positions that leave the window
+//! after the lists were built are ranked for 256 steps (`fresh`), so that a list can take them up;
+//! the index is held to a share of the cache; the queries of a later prompt are pushed with lists
+//! over all keys.
+
+use std::collections::VecDeque;
+
+use half::f16;
+use ndarray::{Array2, ArrayView2, Axis, s};
+
+use super::{Choice, Place, Prompt, Retriever, Step, everything, softmax};
+use crate::compute::attention::visible;
+use crate::compute::{gemm, simd};
+
+/// Steps for which a position that left the window is ranked by every query.
+pub const FRESH: usize = 256;
+/// Most centroids by default, with one per [`TOKENS_PER_CENTROID`] tokens.
+const MOST_CENTROIDS: usize = 2048;
+/// Prompt tokens per centroid.
+const TOKENS_PER_CENTROID: usize = 16;
+/// Length of a list, in budgets.
+const LIST_PER_BUDGET: f64 = 2.5;
+/// Prompt queries whose scores are computed together.
+const TILE: usize = 32;
+
+/// What a run may set.
+#[derive(Clone, Debug, clap::Args)]
+#[group(skip)]
+pub struct Params {
+    /// ctkvr: centroids, C (default: one per 16 prompt tokens, at most 2048)
+    #[arg(long, value_name = "C", value_parser = super::at_least_one)]
+    pub ct_centroids: Option<usize>,
+    /// ctkvr: centroids whose lists a step recalls, C'
+    #[arg(long, value_name = "C", default_value_t = 4, value_parser = super::at_least_one)]
+    pub ct_probes: usize,
+    /// ctkvr: a step in so many becomes a centroid; 0 = none does
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub ct_update: usize,
+    /// ctkvr: most bytes of the index, as a share of the KV cache
+    #[arg(long, value_name = "F", default_value_t = 0.1, value_parser = super::share)]
+    pub ct_cap: f64,
+}
+
+impl Default for Params {
+    fn default() -> Self {
+        Self {
+            ct_centroids: None,
+            ct_probes: 4,
+            ct_update: 1,
+            ct_cap: 0.1,
+        }
+    }
+}
+
+/// A past query and what it attended.
+struct Centroid {
+    /// The group's queries, each of length one: r d values.
+    queries: Vec<f16>,
+    /// Positions, ascending.
+    list: Vec<u32>,
+}
+
+/// The index of one KV head.
+pub struct Ctkvr {
+    place: Place,
+    params: Params,
+    /// Oldest first.
+    centroids: VecDeque<Centroid>,
+    /// Positions below are covered by the lists, as far as those reach.
+    indexed: usize,
+}
+
+impl Ctkvr {
+    /// An empty head.
+    pub fn new(place: &Place, params: &Params) -> Self {
+        Self {
+            place: *place,
+            params: params.clone(),
+            centroids: VecDeque::new(),
+            indexed: 0,
+        }
+    }
+
+    /// Length of a list, rho, for `n` visible positions.
+    pub fn list_len(&self, n: usize) -> usize {
+        (LIST_PER_BUDGET * self.place.budget.positions(n).min(n) as f64).ceil() as usize
+    }
+
+    /// Number of centroids, C, for a cache of `n` positions: what was asked for, as far as the cap on the
+    /// index allows, at least one.
+    pub fn capacity(&self, n: usize) -> usize {
+        let (r, d) = (self.place.group, self.place.head_dim);
+        let by_length = (n / TOKENS_PER_CENTROID).clamp(self.params.ct_probes, MOST_CENTROIDS);
+        let wanted = self.params.ct_centroids.unwrap_or(by_length);
+        let seen = visible(n.max(1) - 1, self.place.model_window).len();
+        let bytes = 4 * self.list_len(seen) + 2 * r * d;
+        let allowed = self.params.ct_cap * (n * self.place.kv.bytes_per_position(d)) as f64;
+        wanted.min((allowed / bytes as f64) as usize).max(1)
+    }
+
+    /// Number of centroids held.
+    pub fn len(&self) -> usize {
+        self.centroids.len()
+    }
+
+    /// Whether there is no centroid.
+    pub fn is_empty(&self) -> bool {
+        self.centroids.is_empty()
+    }
+
+    /// The lists, oldest first.
+    pub fn lists(&self) -> impl Iterator<Item = &[u32]> {
+        self.centroids.iter().map(|c| &c.list[..])
+    }
+
+    /// The centroids most like the queries `[r,d]`: by the largest cosine over the group, the older one
+    /// on ties.
+    ///
+    /// # Source
+    /// Algorithm 2: `cos(Qc, q)`, the maximum over the group, the top C'.
+    fn recall(&self, q: ArrayView2<f32>) -> Vec<usize> {
+        let d = self.place.head_dim;
+        let unit = unit_rows(q);
+        let mut scratch = vec![0.0; unit.len()];
+        let mut ranked: Vec<(f32, usize)> = Vec::with_capacity(self.centroids.len());
+        for (i, centroid) in self.centroids.iter().enumerate() {
+            for (s, x) in scratch.iter_mut().zip(&centroid.queries) {
+                *s = x.to_f32();
+            }
+            let cosines = scratch
+                .chunks(d)
+                .zip(unit.chunks(d))
+                .map(|(a, b)| simd::dot(a, b));
+            ranked.push((cosines.fold(f32::NEG_INFINITY, f32::max), i));
+        }
+        ranked.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+        ranked.truncate(self.params.ct_probes);
+        ranked.into_iter().map(|(_, i)| i).collect()
+    }
+
+    /// The candidates that a step ranks, ascending: the union of the recalled lists and what left the
+    /// window lately; all of them where the budget covers them.
+    fn union(&self, step: &Step) -> Vec<u32> {
+        if step.is_exact() {
+            return everything(step);
+        }
+        let c = &step.candidates;
+        let lists = self.recall(step.q_rope).into_iter();
+        let mut union: Vec<u32> = lists
+            .flat_map(|i| self.centroids[i].list.iter().copied())
+            .filter(|p| c.contains(&(*p as usize)))
+            .collect();
+        let fresh = self.indexed.max(c.end.saturating_sub(FRESH)).max(c.start)..c.end;
+        union.extend(fresh.map(|p| p as u32));
+        union.sort_unstable();
+        union.dedup();
+        union
+    }
+
+    /// Makes a centroid of queries `[r,d]` and takes the oldest away, if there are more than `capacity`.
+    fn push(&mut self, q: ArrayView2<f32>, list: Vec<u32>, capacity: usize) {
+        let queries = unit_rows(q).into_iter().map(f16::from_f32).collect();
+        self.centroids.push_back(Centroid { queries, list });
+        while self.centroids.len() > capacity {
+            self.centroids.pop_front();
+        }
+    }
+}
+
+/// The rows, each divided by its length; a zero row stays zero.
+fn unit_rows(q: ArrayView2<f32>) -> Vec<f32> {
+    let mut out = Vec::with_capacity(q.len());
+    for row in q.rows() {
+        let squares: f64 = row.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
+        let scale = if squares > 0.0 { 1.0 / squares.sqrt() } else { 0.0 };
+        out.extend(row.iter().map(|x| (f64::from(*x) * scale) as f32));
+    }
+    out
+}
+
+/// The `count` positions with the largest weights, ascending; the lower position on ties.
+fn heaviest(positions: &[u32], weights: &[f32], count: usize) -> Vec<u32> {
+    let mut order: Vec<usize> = (0..positions.len()).collect();
+    if count < order.len() {
+        order.select_nth_unstable_by(count, |a, b| weights[*b].total_cmp(&weights[*a]).then(a.cmp(b)));
+        order.truncate(count);
+    }
+    let mut out: Vec<u32> = order.into_iter().map(|i| positions[i]).collect();
+    out.sort_unstable();
+    out
+}
+
+impl Retriever for Ctkvr {
+    /// # Source
+    /// Algorithm 1: the lists are the top rho keys by the largest softmax weight over the group.
+    fn prefill(&mut self, prompt: &Prompt) {
+        let (r, m, d) = prompt.q_rope.dim();
+        let n = prompt.keys.nrows();
+        let capacity = self.capacity(n);
+        let (sinks, window) = (self.place.sinks, n.saturating_sub(self.place.window));
+        let scale = 1.0 / (d as f32).sqrt();
+        let mut tile = m - capacity.min(m);
+        while tile < m {
+            let end = (tile + TILE).min(m);
+            // Nothing before what the first row sees, nothing after the last row.
+            let seen = visible(prompt.first + tile, self.place.model_window).start..prompt.first + end;
+            let keys = prompt.keys.slice(s![seen.clone(), ..]);
+            let mut weights = Array2::<f32>::zeros((end - tile, seen.len()));
+            let mut scores = weights.clone();
+            for a in 0..r {
+                let queries = prompt.q_rope.slice(s![a, tile..end, ..]).mapv(|x| x * scale);
+                gemm(scores.view_mut(), false, queries.view(), keys.t());
+                for (i, (mut scores, mut weights)) in
+                    scores.rows_mut().into_iter().zip(weights.rows_mut()).enumerate()
+                {
+                    let own = visible(prompt.first + tile + i, self.place.model_window);
+                    let own = own.start - seen.start..own.end - seen.start;
+                    if let (Some(scores), Some(weights)) = (scores.as_slice_mut(), weights.as_slice_mut()) {
+                        softmax(&mut scores[own.clone()]);
+                        for (w, s) in weights[own.clone()].iter_mut().zip(&scores[own]) {
+                            *w = w.max(*s);
+                        }
+                    }
+                }
+            }
+            for i in tile..end {
+                let own = visible(prompt.first + i, self.place.model_window);
+                let listed = own.start.max(sinks)..own.end.min(window);
+                let positions: Vec<u32> = listed.clone().map(|p| p as u32).collect();
+                let row = weights.row(i - tile);
+                let row: Vec<f32> = listed.map(|p| row[p - seen.start]).collect();
+                let list = heaviest(&positions, &row, self.list_len(own.len()));
+                self.push(prompt.q_rope.slice(s![.., i, ..]), list, capacity);
+            }
+            tile = end;
+        }
+        self.indexed = window;
+    }
+
+    fn select(&mut self, step: &Step) -> Choice {
+        let (r, d) = step.q_rope.dim();
+        let union = self.union(step);
+        let scale = 1.0 / (d as f32).sqrt();
+        let mut scores = Array2::<f32>::zeros((r, union.len()));
+        let queries = step.q_rope.mapv(|x| x * scale);
+        let mut scratch = vec![0.0; d];
+        for (j, &p) in union.iter().enumerate() {
+            let key = step.kv.keys().row(p as usize, &mut scratch);
+            for (a, query) in queries.rows().into_iter().enumerate() {
+                scores[[a, j]] = query.as_slice().map_or(0.0, |query| simd::dot(query, key));
+            }
+        }
+        // A' of Algorithm 2: softmax over the union alone, the maximum over the group.
+        let mut weights = vec![0.0f32; union.len()];
+        for mut row in scores.axis_iter_mut(Axis(0)) {
+            if let Some(row) = row.as_slice_mut() {
+                softmax(row);
+                weights.iter_mut().zip(row).for_each(|(w, x)| *w = w.max(*x));
+            }
+        }
+        let positions = heaviest(&union, &weights, step.budget);
+        let every = self.params.ct_update;
+        if every > 0 && step.step.is_multiple_of(every) && !self.centroids.is_empty() {
+            let list = heaviest(&union, &weights, self.list_len(step.visible.len()));
+            let capacity = self.centroids.len();
+            self.push(step.q_rope, list, capacity);
+        }
+        Choice {
+            ranked_rows: union.len() - positions.len(),
+            products: r * union.len(),
+            positions,
+            bypassed: Vec::new(),
+        }
+    }
+
+    fn state_bytes(&self) -> usize {
+        let of = |c: &Centroid| c.queries.capacity() * 2 + c.list.capacity() * 4;
+        self.centroids.iter().map(of).sum()
+    }
+}

@@ -1,0 +1,669 @@
+//! LFPS: learn where a head looks from where it looked, arXiv 2506.15704.
+//!
+//! Every query head keeps two decayed tables of its attention: vertical, by position, and slash, by the
+//! distance from the query. Positions that either table marks are candidates, their neighbours join
+//! them, the exact scores of these alone are taken, the best are attended, and what they got goes back
+//! into the tables. A head that gives nearly everything to the sinks is answered without the cache.
+//!
+//! The paper's equations are reconstructed from its prose. Where we chose: the slash table is kept by
+//! distance, so that nothing is shifted; the tables learn from everything attended but the sinks, the
+//! window included; the final sets of a group are the largest top-k whose union fits the budget; a later
+//! prompt's last rows update the tables as decode steps would.
+
+pub mod priors;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use ndarray::{ArrayView1, ArrayView2};
+
+use super::{Choice, Place, Prompt, Retriever, Step, everything, union_within};
+use crate::artifact::Artifact;
+use crate::compute::attention::Partial;
+use crate::compute::simd;
+use crate::error::{Error, Result};
+use crate::runner::kv::grow;
+use priors::{HeadPrior, Priors};
+
+/// Decay per step, without a calibrated one.
+pub const GAMMA: f64 = 0.95;
+/// Most recent positions of the local estimate; they are always candidates.
+pub const LOCAL: usize = 5;
+/// Candidates bring these neighbours along, where a table has them above its mean.
+const OFFSETS: [isize; 4] = [-1, 0, 1, 2];
+/// Below this the common factor of a table is worked into its entries.
+const LEAST_FACTOR: f64 = 1e-20;
+/// A head that the calibration saw bypassed less often than this is not tested.
+const LEAST_BYPASS: f32 = 0.02;
+
+/// How the thresholds of the tables are set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Threshold {
+    /// Mean + alpha deviations, weighted so that the table with the larger kurtosis has the lower one.
+    Kurtosis,
+    /// Mean + alpha deviations.
+    MeanStd,
+    /// As many candidates as the paper reports for this length and alpha.
+    Budget,
+}
+
+/// What a run may set.
+#[derive(Clone, Debug, clap::Args)]
+#[group(skip)]
+pub struct Params {
+    /// lfps: last prompt queries that fill the tables; 0 = calibrated priors alone
+    #[arg(long, value_name = "N", default_value_t = 32)]
+    pub lfps_rows: usize,
+    /// lfps: weight of the calibrated priors, in prompt queries
+    #[arg(long, value_name = "N", default_value_t = 8.0, value_parser = super::not_negative)]
+    pub lfps_prior: f64,
+    /// lfps: threshold above the mean, in deviations; more = fewer candidates (default: as calibrated, else 0.2)
+    #[arg(long, value_name = "A", value_parser = super::not_negative)]
+    pub lfps_alpha: Option<f64>,
+    /// lfps: share of the sinks above which a head is answered without the cache; 1 = never
+    #[arg(long, value_name = "F", default_value_t = 0.85, value_parser = super::share)]
+    pub lfps_theta: f64,
+    /// lfps: how the thresholds are set
+    #[arg(long, value_enum, default_value_t = Threshold::Kurtosis)]
+    pub lfps_threshold: Threshold,
+}
+
+impl Default for Params {
+    fn default() -> Self {
+        Self {
+            lfps_rows: 32,
+            lfps_prior: 8.0,
+            lfps_alpha: None,
+            lfps_theta: 0.85,
+            lfps_threshold: Threshold::Kurtosis,
+        }
+    }
+}
+
+/// The parameters and priors of every head of a run.
+pub struct Setup {
+    params: Params,
+    priors: Option<Priors>,
+}
+
+impl Setup {
+    /// Reads the priors, where the artifact has them.
+    ///
+    /// # Errors
+    /// No prompt rows and no priors: the tables would stay empty.
+    pub fn new(params: &Params, artifact: Option<&Artifact>) -> Result<Self> {
+        let artifact = artifact.filter(|a| a.has(priors::SECTION));
+        if artifact.is_none() && params.lfps_rows == 0 {
+            return Err(
+                Error::usage("--lfps-rows 0 needs an artifact with the `lfps` section")
+                    .hint("`kvsmith calibrate` makes one"),
+            );
+        }
+        Ok(Self {
+            params: params.clone(),
+            priors: artifact.map(Priors::load).transpose()?,
+        })
+    }
+
+    /// The empty state of one KV head.
+    pub fn head(&self, place: &Place) -> Lfps {
+        let heads = (0..place.group).map(|a| {
+            let head = place.kv_head * place.group + a;
+            let prior = self.priors.as_ref();
+            QueryHead::new(
+                &self.params,
+                prior.map(|p| Arc::new(p.head(place.layer, head).clone())),
+            )
+        });
+        Lfps {
+            place: *place,
+            params: self.params.clone(),
+            heads: heads.collect(),
+            mean: RunningMean::default(),
+        }
+    }
+}
+
+/// A table of decayed sums with a common factor, so that a decay touches one number.
+#[derive(Clone, Debug)]
+pub struct Table {
+    values: Vec<f32>,
+    factor: f64,
+}
+
+impl Default for Table {
+    fn default() -> Self {
+        Self {
+            values: Vec::new(),
+            factor: 1.0,
+        }
+    }
+}
+
+impl Table {
+    /// The entry `i`; zero beyond the end.
+    pub fn get(&self, i: usize) -> f64 {
+        self.values.get(i).map_or(0.0, |v| f64::from(*v) * self.factor)
+    }
+
+    /// Multiplies every entry.
+    pub fn decay(&mut self, gamma: f64) {
+        self.factor *= gamma;
+        if self.factor < LEAST_FACTOR {
+            let factor = self.factor as f32;
+            self.values.iter_mut().for_each(|v| *v *= factor);
+            self.factor = 1.0;
+        }
+    }
+
+    /// Adds to the entry `i`; the table grows to hold it.
+    pub fn add(&mut self, i: usize, x: f64) {
+        let len = self.values.len();
+        if i >= len {
+            grow(&mut self.values, i + 1 - len).resize(i + 1, 0.0);
+        }
+        self.values[i] += (x / self.factor) as f32;
+    }
+
+    /// Sum of all entries.
+    pub fn sum(&self) -> f64 {
+        self.values.iter().map(|v| f64::from(*v)).sum::<f64>() * self.factor
+    }
+}
+
+/// What one query head remembers.
+pub struct QueryHead {
+    /// Sv: by position.
+    pub vertical: Table,
+    /// R: by distance; the entry of position i at step t is t - i.
+    pub slash: Table,
+    gamma: f64,
+    /// Share of an update that goes to the vertical table.
+    lambda: f64,
+    alpha: f64,
+    /// Variance of the scaled scores over the squared length of the query.
+    rho: f64,
+    /// Whether the bypass is tested at all.
+    tested: bool,
+    prior: Option<Arc<HeadPrior>>,
+    /// Whether the last step was bypassed.
+    bypassed: bool,
+}
+
+impl QueryHead {
+    fn new(params: &Params, prior: Option<Arc<HeadPrior>>) -> Self {
+        let of =
+            |own: fn(&HeadPrior) -> f32, default: f64| prior.as_ref().map_or(default, |p| f64::from(own(p)));
+        let seldom = |p: &Arc<HeadPrior>| p.bypass_rate(params.lfps_theta) < LEAST_BYPASS;
+        Self {
+            vertical: Table::default(),
+            slash: Table::default(),
+            gamma: of(|p| p.gamma, GAMMA),
+            lambda: of(|p| p.lambda, 0.5),
+            alpha: params.lfps_alpha.unwrap_or_else(|| of(|p| p.alpha, 0.2)),
+            rho: of(|p| p.rho0, 0.0),
+            tested: params.lfps_theta < 1.0 && !prior.as_ref().is_some_and(seldom),
+            prior,
+            bypassed: false,
+        }
+    }
+
+    /// Adds the weights of one query at position `t`, which sum to one over no sinks, after a decay.
+    ///
+    /// # Source
+    /// Eq. 10, with `lambda` in place of 1/2.
+    pub fn update(&mut self, t: usize, weights: impl Iterator<Item = (usize, f64)>) {
+        self.vertical.decay(self.gamma);
+        self.slash.decay(self.gamma);
+        for (i, w) in weights {
+            self.vertical.add(i, self.lambda * w);
+            self.slash.add(t - i, (1.0 - self.lambda) * w);
+        }
+    }
+
+    /// Fills the tables from the first prompt's last rows, each the weights of a query at a position over
+    /// `..`, and the prior; `n` positions are in the cache.
+    ///
+    /// # Source
+    /// Eq. 4: both tables together sum to 1 / (1 - gamma), rows counting alike. The prior counts as
+    /// `weight` rows.
+    fn fill(&mut self, rows: &[(usize, Range<usize>, Vec<f64>)], weight: f64, n: usize, place: &Place) {
+        let total = 1.0 / (1.0 - self.gamma);
+        let (vertical, slash) = (total * self.lambda, total * (1.0 - self.lambda));
+        let weight = if self.prior.is_some() { weight } else { 0.0 };
+        let beta = match weight + rows.len() as f64 {
+            0.0 => 0.0,
+            sum => weight / sum,
+        };
+        for (t, seen, weights) in rows {
+            let share = (1.0 - beta) / rows.len() as f64;
+            for (i, w) in seen.clone().zip(weights) {
+                self.vertical.add(i, vertical * share * w);
+                self.slash.add(t - i, slash * share * w);
+            }
+        }
+        let Some(prior) = self.prior.clone().filter(|_| beta > 0.0 && n > place.sinks) else {
+            return;
+        };
+        let distances = 0..(n - place.sinks).min(place.model_window.unwrap_or(usize::MAX));
+        let sum: f64 = distances.clone().map(|d| f64::from(prior.slash_at(d))).sum();
+        for distance in distances.filter(|_| sum > 0.0) {
+            let share = f64::from(prior.slash_at(distance)) / sum;
+            self.slash.add(distance, slash * beta * share);
+        }
+        let structural = |i: usize| prior.vert_at(i).map(f64::from);
+        let positions = place.sinks..n;
+        let known: f64 = positions.clone().filter_map(structural).sum();
+        let others = positions.clone().filter(|i| structural(*i).is_none()).count();
+        for i in positions {
+            let share = match structural(i) {
+                Some(mass) if others == 0 && known > 0.0 => mass / known,
+                Some(mass) => mass,
+                None => (1.0 - known).max(0.0) / others as f64,
+            };
+            self.vertical.add(i, vertical * beta * share);
+        }
+    }
+}
+
+/// The largest share of exact scores that the paper reports, by context and alpha (its Table 4).
+const SHARES: [(f64, [f64; 6]); 4] = [
+    (0.1, [0.080, 0.062, 0.050, 0.043, 0.026, 0.020]),
+    (0.2, [0.060, 0.046, 0.041, 0.034, 0.020, 0.017]),
+    (0.3, [0.048, 0.041, 0.037, 0.030, 0.017, 0.014]),
+    (0.4, [0.042, 0.036, 0.032, 0.025, 0.015, 0.012]),
+];
+/// Context of the first column, as a power of two; each further column doubles it.
+const FIRST_LOG2: f64 = 12.0;
+
+/// The paper's share for a context of `n`, linear between its columns (in log2 n) and rows.
+fn paper_share(n: usize, alpha: f64) -> f64 {
+    let between = |x: f64, len: usize| {
+        let x = x.clamp(0.0, (len - 1) as f64);
+        let i = (x.floor() as usize).min(len - 2);
+        (i, x - i as f64)
+    };
+    let (column, x) = between((n.max(1) as f64).log2() - FIRST_LOG2, 6);
+    let (row, y) = between((alpha - SHARES[0].0) / 0.1, 4);
+    let at = |row: usize| SHARES[row].1[column] * (1.0 - x) + SHARES[row].1[column + 1] * x;
+    at(row) * (1.0 - y) + at(row + 1) * y
+}
+
+/// Mean, deviation and kurtosis (m4 / m2^2; 3 where all values are equal).
+fn moments(values: &[f64]) -> (f64, f64, f64) {
+    let n = values.len().max(1) as f64;
+    let mean = values.iter().sum::<f64>() / n;
+    let power = |p: i32| values.iter().map(|v| (v - mean).powi(p)).sum::<f64>() / n;
+    let (m2, m4) = (power(2), power(4));
+    let kurtosis = if m2 > 0.0 && m2 * m2 > 0.0 {
+        m4 / (m2 * m2)
+    } else {
+        3.0
+    };
+    (mean, m2.sqrt(), kurtosis)
+}
+
+/// Which entries become candidates: those of both tables over the same positions, `[n]` each, give a
+/// mark per position.
+///
+/// # Source
+/// Eq. 7 and 8 (thresholds) and 9 (neighbours above a table's mean).
+pub fn candidates(
+    vertical: &[f64],
+    slash: &[f64],
+    rule: Threshold,
+    alpha: f64,
+    n_visible: usize,
+) -> Vec<bool> {
+    let (mean_v, sd_v, kurt_v) = moments(vertical);
+    let (mean_s, sd_s, kurt_s) = moments(slash);
+    let means = (mean_v, mean_s);
+    let with = |deviations: (f64, f64)| {
+        let limits = (mean_v + deviations.0 * sd_v, mean_s + deviations.1 * sd_s);
+        expanded(vertical, slash, limits, means)
+    };
+    match rule {
+        Threshold::Kurtosis => {
+            let both = kurt_v + kurt_s;
+            with((alpha * 2.0 * kurt_s / both, alpha * 2.0 * kurt_v / both))
+        }
+        Threshold::MeanStd => with((alpha, alpha)),
+        Threshold::Budget => {
+            let wanted = ((paper_share(n_visible, alpha) * n_visible as f64) as usize).max(1);
+            let count = |c: f64| with((c, c)).iter().filter(|m| **m).count();
+            // More deviations, fewer candidates: bisect for the least that fits.
+            let (mut low, mut high) = (0.0, (n_visible as f64).sqrt() + 1.0);
+            if count(low) > wanted {
+                for _ in 0..40 {
+                    let c = (low + high) / 2.0;
+                    if count(c) > wanted { low = c } else { high = c }
+                }
+                low = high;
+            }
+            with((low, low))
+        }
+    }
+}
+
+/// Positions above a limit, with their neighbours above a mean.
+fn expanded(vertical: &[f64], slash: &[f64], limits: (f64, f64), means: (f64, f64)) -> Vec<bool> {
+    let n = vertical.len();
+    let mut marks = vec![false; n];
+    for i in 0..n {
+        if vertical[i] > limits.0 || slash[i] > limits.1 {
+            for j in OFFSETS
+                .iter()
+                .filter_map(|o| i.checked_add_signed(*o))
+                .filter(|j| *j < n)
+            {
+                marks[j] |= vertical[j] > means.0 || slash[j] > means.1;
+            }
+        }
+    }
+    marks
+}
+
+/// Means of the keys and values of a range of positions that moves on.
+#[derive(Default)]
+struct RunningMean {
+    range: Range<usize>,
+    keys: Vec<f64>,
+    values: Vec<f64>,
+}
+
+impl RunningMean {
+    /// Brings the sums to cover exactly `range`.
+    fn cover(&mut self, range: Range<usize>, step: &Step) {
+        let d = step.q_rope.ncols();
+        let (start, end) = (self.range.start, self.range.end);
+        if self.keys.is_empty() || range.start < start || range.start > end || range.end < end {
+            (self.keys, self.values) = (vec![0.0; d], vec![0.0; d]);
+            self.range = range.start..range.start;
+        }
+        for p in self.range.end..range.end {
+            self.add(p, 1.0, step);
+        }
+        for p in self.range.start..range.start {
+            self.add(p, -1.0, step);
+        }
+        self.range = range;
+    }
+
+    fn add(&mut self, p: usize, sign: f64, step: &Step) {
+        let mut scratch = vec![0.0; self.keys.len()];
+        let key = step.kv.keys().row(p, &mut scratch);
+        self.keys
+            .iter_mut()
+            .zip(key)
+            .for_each(|(s, x)| *s += sign * f64::from(*x));
+        let value = step.kv.values().row(p, &mut scratch);
+        self.values
+            .iter_mut()
+            .zip(value)
+            .for_each(|(s, x)| *s += sign * f64::from(*x));
+    }
+}
+
+/// Log of the sum of exponentials.
+fn log_sum_exp(x: &[f64]) -> f64 {
+    let max = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    if max == f64::NEG_INFINITY {
+        return max;
+    }
+    max + x.iter().map(|v| (v - max).exp()).sum::<f64>().ln()
+}
+
+/// The estimate of what the sinks get: share, and the log mass of the rest.
+///
+/// # Source
+/// Eq. 6: the larger of a global (log-normal) and a local estimate of the rest.
+pub fn sparsity(sink: f64, global: f64, local: f64) -> (f64, f64) {
+    let rest = global.max(local);
+    (1.0 / (1.0 + (rest - sink).exp()), rest)
+}
+
+/// The state of one KV head.
+pub struct Lfps {
+    place: Place,
+    params: Params,
+    heads: Vec<QueryHead>,
+    mean: RunningMean,
+}
+
+impl Lfps {
+    /// The query heads' tables.
+    pub fn heads(&self) -> &[QueryHead] {
+        &self.heads
+    }
+
+    /// What is visible and no sink.
+    fn rest(&self, visible: &Range<usize>) -> Range<usize> {
+        visible.start.max(self.place.sinks).min(visible.end)..visible.end
+    }
+
+    /// Tests every query head for the bypass; the rows that the test read beside the sinks are returned.
+    fn bypass(&mut self, step: &Step) -> (Vec<Option<Partial>>, Range<usize>) {
+        let rest = self.rest(&step.visible);
+        let local = rest.start.max(rest.end.saturating_sub(LOCAL))..rest.end;
+        let r = self.heads.len();
+        self.heads.iter_mut().for_each(|h| h.bypassed = false);
+        let sinks = step.visible.start..step.candidates.start;
+        if step.is_exact() || sinks.is_empty() || !self.heads.iter().any(|h| h.tested) {
+            return (Vec::new(), local.end..local.end);
+        }
+        self.mean.cover(rest.clone(), step);
+        let n = rest.len() as f64;
+        let scale = 1.0 / (step.q_rope.ncols() as f64).sqrt();
+        let mut scratch = vec![0.0; step.q_rope.ncols()];
+        let mut bypassed = vec![None; r];
+        for (a, head) in self.heads.iter_mut().enumerate().filter(|(_, h)| h.tested) {
+            let q = step.q_rope.row(a);
+            let mut scores = |range: &Range<usize>| -> Vec<f64> {
+                let rows = range
+                    .clone()
+                    .map(|p| score(q, step.kv.keys().row(p, &mut scratch)));
+                rows.map(|s| scale * f64::from(s)).collect()
+            };
+            let (sink, local) = (log_sum_exp(&scores(&sinks)), log_sum_exp(&scores(&local)));
+            let norm: f64 = q.iter().map(|x| f64::from(*x).powi(2)).sum();
+            let mean: f64 = q
+                .iter()
+                .zip(&self.mean.keys)
+                .map(|(q, k)| f64::from(*q) * k / n)
+                .sum();
+            let bias = head.prior.as_ref().map_or(0.0, |p| f64::from(p.glob_bias));
+            // E[exp x] of a normal x.
+            let global = n.ln() + scale * mean + head.rho * norm / 2.0 + bias;
+            let (share, rest) = sparsity(sink, global, local);
+            if share > self.params.lfps_theta {
+                head.bypassed = true;
+                bypassed[a] = Some(Partial {
+                    output: self.mean.values.iter().map(|v| (v / n) as f32).collect(),
+                    lse: rest as f32,
+                });
+            }
+        }
+        if bypassed.iter().all(Option::is_none) {
+            bypassed.clear();
+        }
+        (bypassed, local)
+    }
+
+    /// The candidates of query head `a`, ascending.
+    fn candidates(&self, a: usize, step: &Step) -> Vec<u32> {
+        let (c, t) = (step.candidates.clone(), step.visible.end - 1);
+        let head = &self.heads[a];
+        let vertical: Vec<f64> = c.clone().map(|i| head.vertical.get(i)).collect();
+        let slash: Vec<f64> = c.clone().map(|i| head.slash.get(t - i)).collect();
+        let rule = self.params.lfps_threshold;
+        let mut marks = candidates(&vertical, &slash, rule, head.alpha, step.visible.len());
+        for i in c.start.max((t + 1).saturating_sub(LOCAL))..c.end {
+            marks[i - c.start] = true;
+        }
+        c.zip(marks).filter(|(_, m)| *m).map(|(i, _)| i as u32).collect()
+    }
+
+    /// Observes the variance of the last prompt query's scores.
+    fn observe_variance(&mut self, prompt: &Prompt) {
+        let last = prompt.q_rope.len_of(ndarray::Axis(1)) - 1;
+        for (a, head) in self.heads.iter_mut().enumerate() {
+            let (seen, scores) = prompt.scores(a, last, self.place.model_window);
+            let rest = &scores[self.place.sinks.saturating_sub(seen.start).min(scores.len())..];
+            let norm: f64 = prompt
+                .q_rope
+                .slice(ndarray::s![a, last, ..])
+                .iter()
+                .map(|x| f64::from(*x).powi(2))
+                .sum();
+            if rest.is_empty() || norm == 0.0 {
+                continue;
+            }
+            let n = rest.len() as f64;
+            let mean = rest.iter().map(|x| f64::from(*x)).sum::<f64>() / n;
+            let variance = rest.iter().map(|x| (f64::from(*x) - mean).powi(2)).sum::<f64>() / n;
+            let observed = variance / norm;
+            head.rho = match &head.prior {
+                Some(prior) => (f64::from(prior.rho0) + observed) / 2.0,
+                None => observed,
+            };
+        }
+    }
+}
+
+/// The unscaled score of a query with a key.
+fn score(q: ArrayView1<f32>, key: &[f32]) -> f32 {
+    q.as_slice().map_or(0.0, |q| simd::dot(q, key))
+}
+
+impl Retriever for Lfps {
+    fn prefill(&mut self, prompt: &Prompt) {
+        let m = prompt.q_rope.len_of(ndarray::Axis(1));
+        let rows = m.saturating_sub(self.params.lfps_rows)..m;
+        for a in 0..self.heads.len() {
+            let mut learnt = Vec::new();
+            for i in rows.clone() {
+                let (seen, weights) = prompt.weights(a, i, self.place.model_window);
+                let rest = self.rest(&seen);
+                let weights = &weights[rest.start - seen.start..];
+                let sum: f64 = weights.iter().map(|w| f64::from(*w)).sum();
+                if sum > 0.0 {
+                    let weights = weights.iter().map(|w| f64::from(*w) / sum);
+                    learnt.push((prompt.first + i, rest, weights.collect::<Vec<f64>>()));
+                }
+            }
+            let head = &mut self.heads[a];
+            if prompt.first == 0 {
+                head.fill(&learnt, self.params.lfps_prior, prompt.keys.nrows(), &self.place);
+            } else {
+                for (t, rest, weights) in learnt {
+                    head.update(t, rest.zip(weights));
+                }
+            }
+        }
+        self.observe_variance(prompt);
+    }
+
+    fn select(&mut self, step: &Step) -> Choice {
+        let (r, d) = step.q_rope.dim();
+        let (bypassed, local) = self.bypass(step);
+        if step.is_exact() {
+            return everything(step).into();
+        }
+        let scale = 1.0 / (d as f32).sqrt();
+        let mut scratch = vec![0.0; d];
+        let mut lists = Vec::new();
+        let mut read: Vec<u32> = Vec::new();
+        let mut products = 0;
+        for a in 0..r {
+            if self.heads[a].bypassed {
+                products += local.len() + step.candidates.start - step.visible.start;
+                continue;
+            }
+            let mut ranked: Vec<(f32, u32)> = Vec::new();
+            for p in self.candidates(a, step) {
+                let key = step.kv.keys().row(p as usize, &mut scratch);
+                ranked.push((scale * score(step.q_rope.row(a), key), p));
+                read.push(p);
+            }
+            products += ranked.len();
+            lists.push(ranked);
+        }
+        read.sort_unstable();
+        read.dedup();
+        let all = lists.is_empty();
+        let positions = union_within(lists, step.budget);
+        Choice {
+            // Where every head was bypassed, the test read the local keys and nothing else is read.
+            ranked_rows: if all {
+                local.len()
+            } else {
+                read.len() - positions.len()
+            },
+            products,
+            positions,
+            bypassed,
+        }
+    }
+
+    fn observe(&mut self, step: &Step, positions: &[u32], weights: ArrayView2<f32>) {
+        let rest = self.rest(&step.visible);
+        let first = positions.partition_point(|p| (*p as usize) < rest.start);
+        for (head, weights) in self.heads.iter_mut().zip(weights.rows()) {
+            let weights = weights.iter().skip(first).map(|w| f64::from(*w));
+            let sum: f64 = weights.clone().sum();
+            if head.bypassed || sum <= 0.0 {
+                continue;
+            }
+            let entries = positions[first..].iter().map(|p| *p as usize);
+            head.update(step.visible.end - 1, entries.zip(weights.map(|w| w / sum)));
+        }
+    }
+
+    fn state_bytes(&self) -> usize {
+        let of = |h: &QueryHead| (h.vertical.values.capacity() + h.slash.values.capacity()) * 4;
+        self.heads.iter().map(of).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn update_golden_example() {
+        let mut head = QueryHead::new(&Params::default(), None);
+        head.vertical.add(2, 2.0);
+        head.slash.add(0, 1.0);
+        head.update(4, [(2, 0.75), (4, 0.25)].into_iter());
+        let close = |x: f64, y: f64| (x - y).abs() < 1e-6;
+        assert!(close(head.vertical.get(2), 2.275) && close(head.vertical.get(4), 0.125));
+        assert!(close(head.slash.get(2), 0.375) && close(head.slash.get(0), 1.075));
+    }
+
+    #[test]
+    fn bypass_golden_example() {
+        let (share, rest) = sparsity(5.0, 2.0, 1.0);
+        assert!((share - 0.952_574).abs() < 1e-6 && rest == 2.0);
+    }
+
+    #[test]
+    fn tables_keep_their_sum_and_survive_long_decays() {
+        let mut head = QueryHead::new(&Params::default(), None);
+        head.vertical.add(3, 10.0);
+        head.slash.add(1, 10.0);
+        for t in 5..3000 {
+            head.update(t, [(t - 3, 0.5), (t, 0.5)].into_iter());
+            let sum = head.vertical.sum() + head.slash.sum();
+            assert!((sum - 20.0).abs() < 1e-3, "{t}: {sum}");
+        }
+    }
+
+    #[test]
+    fn shares_of_the_papers_table() {
+        assert!((paper_share(4096, 0.1) - 0.08).abs() < 1e-12);
+        assert!((paper_share(1 << 17, 0.4) - 0.012).abs() < 1e-12);
+        assert!((paper_share(1 << 20, 0.9) - 0.012).abs() < 1e-12);
+        assert!((paper_share(64, 0.0) - 0.08).abs() < 1e-12);
+        assert!((paper_share(8192, 0.25) - (0.046 + 0.041) / 2.0).abs() < 1e-12);
+    }
+}
