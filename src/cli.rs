@@ -7,8 +7,9 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use crate::cmd::{bench, calibrate, codebook, dump, inspect, moments, pack, run, signs};
 use crate::corpus;
 use crate::error::{Error, Result};
-use crate::method::a2ats::FitInit;
+use crate::method::a2ats::{FitInit, FitMetric};
 use crate::progress::{Log, Verbosity};
+use crate::stats::moments::Position;
 
 /// Calibrate, inspect and run sparse KV-cache retrieval for Hugging Face checkpoints.
 #[derive(Parser, Debug)]
@@ -177,4 +178,26 @@ pub struct Fit {
     /// How k-means starts
     #[arg(long, value_enum, default_value_t = FitInit::KMeansPlusPlus)]
     pub init: FitInit,
+    /// The distance in which keys are clustered
+    #[arg(long, value_enum, default_value_t = FitMetric::QueryAware)]
+    pub metric: FitMetric,
+}
+
+/// Which rotation retrieval sees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum RopeKind {
+    /// Keys before rotation, queries at one relative position.
+    Windowed,
+    /// Keys and queries at their own positions.
+    Standard,
+}
+
+impl RopeKind {
+    /// Where queries are rotated to; `b` is the relative position of the windowed kind.
+    pub fn position(self, b: usize) -> Position {
+        match self {
+            Self::Windowed => Position::Windowed(b),
+            Self::Standard => Position::Own,
+        }
+    }
 }

@@ -16,7 +16,7 @@ use crate::model::rope::{Rope, RopeConfig};
 use crate::model::weights::Float;
 use crate::model::{Decoder, fields::read_json};
 use crate::progress::Log;
-use crate::stats::moments::{LayerMoments, Moments};
+use crate::stats::moments::{LayerMoments, Moments, Position};
 use crate::store::{self, Output, Spec, Store, Tensor, Writer};
 
 /// Name of the file whose presence says that a dump is complete.
@@ -120,7 +120,7 @@ pub fn write(
     let kept = corpus.kept();
     let mut moments = Moments {
         layers: Vec::with_capacity(c.n_layers),
-        wrope_position: options.wrope_position,
+        position: Position::Windowed(options.wrope_position),
         origin: json!({ "model": model, "calibration": corpus.manifest() }),
     };
     let progress = log.progress((n * c.n_layers) as u64, "tokens x layers");
@@ -134,7 +134,7 @@ pub fn write(
                 states.q_pre.view(),
                 &kept[rows.clone()],
                 &decoder.rope,
-                options.wrope_position,
+                Position::Windowed(options.wrope_position),
             );
             let put = |name, x: &Array3<f32>| put_rows(&writer, name, x.view(), rows.start, n, options.dtype);
             put("k_pre", &states.k_pre)?;

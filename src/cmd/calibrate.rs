@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use ndarray::{Array3, Axis, s};
+use ndarray::{Array2, Array3, Axis, s};
 use serde_json::{Value, json};
 
 use super::{
@@ -11,7 +11,7 @@ use super::{
 };
 use crate::artifact::{self, LayerPart, Origin, Section};
 use crate::capture::Capture;
-use crate::cli::{Fit, Global, Input, parse_count};
+use crate::cli::{Fit, Global, Input, RopeKind, parse_count};
 use crate::corpus::Corpus;
 use crate::dump::Sizes;
 use crate::error::{Kind, Result};
@@ -43,6 +43,9 @@ pub struct Args {
     /// Relative position at which the query moments are taken
     #[arg(long, value_name = "P", default_value_t = 2048, value_parser = parse_count)]
     wrope_position: usize,
+    /// Rotation that the codebooks are for
+    #[arg(long, value_enum, default_value_t = RopeKind::Windowed)]
+    rope: RopeKind,
     #[command(flatten)]
     fit: Fit,
     /// What the sign patterns are taken around
@@ -74,7 +77,8 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
         iterations: args.fit.iterations,
         init: args.fit.init,
         seed: global.seed,
-        wrope_position: args.wrope_position,
+        position: args.rope.position(args.wrope_position),
+        metric: args.fit.metric,
     };
     let kept = corpus.kept();
     let n_kept = kept.iter().filter(|k| **k).count();
@@ -200,7 +204,7 @@ fn calibrate_layer(
             states.q_pre.view(),
             &kept[rows.clone()],
             &decoder.rope,
-            params.wrope_position,
+            params.position,
         );
         keys.slice_mut(s![.., rows, ..]).assign(&states.k_pre);
         Ok(())
@@ -211,7 +215,8 @@ fn calibrate_layer(
         progress.advance(corpus.n_tokens() as u64);
         report_head(progress, log, layer, head, quality);
     };
-    let codebooks = a2ats::fit_layer(&head_keys, kept, &sums, params, layer, &mut done)?;
+    let rotate = |keys: &mut Array2<f32>| decoder.rope.rotate_blocks(keys, &corpus.block_start);
+    let codebooks = a2ats::fit_layer(&head_keys, &rotate, kept, &sums, params, layer, &mut done)?;
     progress.stage(format!("layer {} of {}: signs", layer + 1, c.n_layers));
     let mut done = |_: usize, _: &Value| progress.advance(corpus.n_tokens() as u64);
     let (blocks, rope) = (&corpus.block_start, &decoder.rope);

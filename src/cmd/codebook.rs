@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use ndarray::Array2;
 use serde_json::Value;
 
 use super::{check_points, report_head, write_section};
@@ -19,7 +20,7 @@ pub struct Args {
     /// Dump folder
     #[arg(long, value_name = "DIR")]
     dump: PathBuf,
-    /// Moments for another WRoPE position (default: the dump's own)
+    /// Moments for another WRoPE position, or for standard RoPE (default: the dump's own)
     #[arg(long, value_name = "FILE")]
     moments: Option<PathBuf>,
     /// Section file to write
@@ -50,8 +51,11 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         iterations: args.fit.iterations,
         init: args.fit.init,
         seed: global.seed,
-        wrope_position: moments.wrope_position,
+        position: moments.position,
+        metric: args.fit.metric,
     };
+    let rope = dump.rope()?;
+    let rotate = |keys: &mut Array2<f32>| rope.rotate_blocks(keys, &dump.block_start);
     let kept = dump.kept.iter().filter(|k| **k).count();
     params.check(kept)?;
     check_points(kept, params.size, log);
@@ -66,7 +70,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
             progress.advance(1);
             report_head(&progress, log, i, head, quality);
         };
-        let part = a2ats::fit_layer(&keys, &dump.kept, sums, &params, i, &mut done)?;
+        let part = a2ats::fit_layer(&keys, &rotate, &dump.kept, sums, &params, i, &mut done)?;
         section.layers.push(part);
     }
     drop(progress);

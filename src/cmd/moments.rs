@@ -6,7 +6,7 @@ use ndarray::Array3;
 use serde_json::json;
 
 use super::print_json;
-use crate::cli::{Global, parse_count};
+use crate::cli::{Global, RopeKind, parse_count};
 use crate::dump::{Dump, State};
 use crate::error::{Error, Result};
 use crate::interrupt;
@@ -25,6 +25,9 @@ pub struct Args {
     /// Relative position (default: the dump's)
     #[arg(long, value_name = "P", value_parser = parse_count)]
     wrope_position: Option<usize>,
+    /// Rotation of the queries: to that position, or to their own
+    #[arg(long, value_enum, default_value_t = RopeKind::Windowed)]
+    rope: RopeKind,
 }
 
 /// Runs `moments`.
@@ -36,7 +39,8 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         return Err(Error::failed(format!("{} has no queries", args.dump.display()))
             .hint("make the dump with --queries"));
     }
-    let position = args.wrope_position.unwrap_or(dump.options.wrope_position);
+    let b = args.wrope_position.unwrap_or(dump.options.wrope_position);
+    let position = args.rope.position(b);
     let output = Output::create(&args.output)?;
     let s = dump.sizes;
     let rope = dump.rope()?;
@@ -61,16 +65,19 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     drop(progress);
     Moments {
         layers,
-        wrope_position: position,
+        position,
         origin: json!({ "model": dump.model, "calibration": dump.calibration }),
     }
     .write(output)?;
-    log.note(&format!(
-        "wrote {} for position {position}",
-        args.output.display()
-    ));
+    let place = match position.windowed() {
+        Some(b) => format!("position {b}"),
+        None => "the queries' own positions".to_string(),
+    };
+    log.note(&format!("wrote {} for {place}", args.output.display()));
     if global.json {
-        print_json(&json!({ "moments": args.output, "wrope_position": position, "device": device }))?;
+        print_json(
+            &json!({ "moments": args.output, "wrope_position": position.windowed(), "device": device }),
+        )?;
     }
     Ok(())
 }

@@ -6,6 +6,9 @@
 //! its codeword under the query rotated to position b. Selected keys are attended exactly, with
 //! ordinary rotation at their true positions.
 //!
+//! The paper's ablation is there too: standard RoPE instead of the windowed one (keys and queries at
+//! their own positions), and a plain metric instead of the queries'.
+//!
 //! Where we differ from the authors' code: f32 and f64 throughout (there bf16), z is centred,
 //! empty clusters are reseeded, and the budget bounds the union over the query group.
 
@@ -13,7 +16,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use half::f16;
-use ndarray::{Array1, Array2, Array3, ArrayView2, Axis};
+use ndarray::{Array1, Array2, Array3, ArrayView2, Axis, s};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
@@ -27,7 +30,7 @@ use crate::model::rope::{Rope, RopeTable};
 use crate::runner::kv::grow;
 use crate::stats::kmeans::{self, Codebook, Init, KMeansParams};
 use crate::stats::linalg;
-use crate::stats::moments::LayerMoments;
+use crate::stats::moments::{LayerMoments, Position, position_of};
 use crate::stats::whiten::{EPS, Metric, row_mean, whiten};
 use crate::store::{Spec, to_bytes};
 
@@ -44,6 +47,15 @@ pub enum FitInit {
     KMeansPlusPlus,
 }
 
+/// The distance in which keys are clustered: the paper's ablation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum FitMetric {
+    /// That of the queries' second moment, Eq. 13.
+    QueryAware,
+    /// Euclidean.
+    Plain,
+}
+
 /// Hyper-parameters of a codebook fit.
 #[derive(Clone, Debug)]
 pub struct FitParams {
@@ -55,8 +67,11 @@ pub struct FitParams {
     pub init: FitInit,
     /// Seeds k-means, per layer and head.
     pub seed: u64,
-    /// Relative position b of the moments.
-    pub wrope_position: usize,
+    /// Where the moments' queries were rotated to; keys are taken before rotation for a fixed relative
+    /// position, and at their own positions otherwise.
+    pub position: Position,
+    /// The distance in which keys are clustered.
+    pub metric: FitMetric,
 }
 
 impl FitParams {
@@ -69,8 +84,15 @@ impl FitParams {
                 FitInit::KMeansPlusPlus => "kmeans++",
             },
             "seed": self.seed,
-            "wrope_position": self.wrope_position,
-            "rope_space": "pre",
+            "wrope_position": self.position.windowed(),
+            "rope_space": match self.position {
+                Position::Windowed(_) => "pre",
+                Position::Own => "post",
+            },
+            "metric": match self.metric {
+                FitMetric::QueryAware => "query-aware",
+                FitMetric::Plain => "plain",
+            },
             "eps": EPS,
             "h_pool": "kv-head-sum",
             "h_normalisation": "rms",
@@ -120,10 +142,12 @@ pub fn codebook_size(params: &Value) -> Result<usize> {
 
 /// Fits the codebooks of one layer.
 ///
-/// `keys` reads all rows of one KV head, `[n,d]` before rotation; `kept` says which rows take part;
-/// `done` is called after each head.
+/// `keys` reads all rows of one KV head, `[n,d]` before rotation; `rotate` rotates them to their own
+/// positions, where the parameters ask for that; `kept` says which rows take part; `done` is called
+/// after each head.
 pub fn fit_layer(
     keys: &dyn Fn(usize) -> Result<Array2<f32>>,
+    rotate: &dyn Fn(&mut Array2<f32>),
     kept: &[bool],
     moments: &LayerMoments,
     params: &FitParams,
@@ -135,7 +159,11 @@ pub fn fit_layer(
     for head in 0..moments.count.len() {
         interrupt::check()?;
         let context = |e: Error| e.context(format!("layer {layer}, KV head {head}"));
-        let fit = fit_head(keys(head)?, kept, moments, params, layer, head).map_err(context)?;
+        let mut keys = keys(head)?;
+        if params.position == Position::Own {
+            rotate(&mut keys);
+        }
+        let fit = fit_head(keys, kept, moments, params, layer, head).map_err(context)?;
         tensors[0].extend(to_bytes(&fit.codebook));
         tensors[1].extend(to_bytes(&fit.mean.to_vec()));
         tensors[2].extend(fit.chol.iter().flat_map(|v| v.to_le_bytes()));
@@ -166,11 +194,14 @@ fn fit_head(
     let rows = |wanted: bool| -> Vec<usize> { (0..kept.len()).filter(|i| kept[*i] == wanted).collect() };
     let fitted = keys.select(Axis(0), &rows(true));
     let held_out = keys.select(Axis(0), &rows(false));
-    drop(keys);
     if moments.count[head] == 0 {
         return Err(Error::failed("the moments hold no query"));
     }
-    let metric = Metric::new(moments.sum_qq.index_axis(Axis(0), head))?;
+    let metric = match params.metric {
+        FitMetric::QueryAware => Metric::new(moments.sum_qq.index_axis(Axis(0), head))?,
+        FitMetric::Plain => Metric::euclidean(keys.ncols()),
+    };
+    drop(keys);
     // Eq. 15: z = k L; then centred.
     let uncentred = whiten(
         fitted.view(),
@@ -320,8 +351,8 @@ pub struct HeadCodebook {
     chol: Array2<f32>,
     /// L^-1, so that a step multiplies instead of solving.
     chol_inverse: Array2<f64>,
-    /// R_b.
-    wrope: RopeTable,
+    /// R_b; none for keys and queries rotated to their own positions.
+    wrope: Option<RopeTable>,
 }
 
 impl Codebooks {
@@ -331,9 +362,9 @@ impl Codebooks {
         let m = codebook_size(params)?;
         let position = params
             .get("wrope_position")
-            .and_then(Value::as_u64)
-            .filter(|p| *p <= u64::from(u32::MAX))
+            .and_then(position_of)
             .ok_or_else(|| Error::failed("`sections.a2ats.wrope_position` is not valid"))?;
+        let table = position.windowed().map(|b| rope.table(b..b + 1));
         let specs = specs(artifact.sizes, m);
         for spec in &specs {
             artifact.check_digest(SECTION, &spec.name)?;
@@ -348,7 +379,7 @@ impl Codebooks {
         let head = |i: usize| {
             let own = |x: &Array3<f32>| x.index_axis(Axis(0), i).to_owned();
             let mean = mean.row(i).to_owned();
-            let head = HeadCodebook::new(own(&codebook), mean, own(&chol), rope, position as usize)?;
+            let head = HeadCodebook::rotated(own(&codebook), mean, own(&chol), table.clone())?;
             Ok(Arc::new(head))
         };
         let heads = (0..n).into_par_iter().map(head).collect::<Result<_>>()?;
@@ -376,6 +407,17 @@ impl HeadCodebook {
         rope: &Rope,
         wrope_position: usize,
     ) -> Result<Self> {
+        let table = rope.table(wrope_position..wrope_position + 1);
+        Self::rotated(codebook, mean, chol, Some(table))
+    }
+
+    /// The same for queries that `wrope` rotates, or that come rotated.
+    fn rotated(
+        codebook: Array2<f32>,
+        mean: Array1<f32>,
+        chol: Array2<f32>,
+        wrope: Option<RopeTable>,
+    ) -> Result<Self> {
         let chol_inverse = linalg::invert_lower(chol.mapv(f64::from).view())
             .ok_or_else(|| Error::failed("a Cholesky factor is singular"))?;
         Ok(Self {
@@ -383,11 +425,16 @@ impl HeadCodebook {
             mean,
             chol,
             chol_inverse,
-            wrope: rope.table(wrope_position..wrope_position + 1),
+            wrope,
         })
     }
 
-    /// Codes of keys before rotation, `[n,d]`: argmin of (k - c) H (k - c)^T, lowest index on ties.
+    /// Whether keys and queries are taken before rotation: windowed RoPE.
+    pub fn is_windowed(&self) -> bool {
+        self.wrope.is_some()
+    }
+
+    /// Codes of keys `[n,d]`, before rotation with windowed RoPE, else after: argmin of (k - c) H (k - c)^T, lowest index on ties.
     ///
     /// # Source
     /// Eq. 20, in whitened coordinates.
@@ -403,22 +450,24 @@ impl HeadCodebook {
     /// Score of every codeword for each query head: `[r,M]`, up to a constant per query.
     ///
     /// # Shapes
-    /// q_pre `[r,d]`, before rotation.
+    /// q `[r,d]`, before rotation with windowed RoPE, else after.
     ///
     /// # Numerics
     /// y = qt L^-T in f64, then f32 products.
     ///
     /// # Source
     /// Eq. 12 (qt = q R_b) and Eq. 21, with C = C^z L^-1 folded into the query.
-    pub fn scores(&self, q_pre: ArrayView2<f32>) -> Array2<f32> {
-        let mut y = Array2::<f32>::zeros(q_pre.dim());
-        for (query, mut y) in q_pre.rows().into_iter().zip(y.rows_mut()) {
+    pub fn scores(&self, q: ArrayView2<f32>) -> Array2<f32> {
+        let mut y = Array2::<f32>::zeros(q.dim());
+        for (query, mut y) in q.rows().into_iter().zip(y.rows_mut()) {
             let mut qt = query.to_vec();
-            self.wrope.rotate(&mut qt, 0);
+            if let Some(table) = &self.wrope {
+                table.rotate(&mut qt, 0);
+            }
             let qt = Array1::from_iter(qt.into_iter().map(f64::from));
             y.assign(&self.chol_inverse.dot(&qt).mapv(|v| v as f32));
         }
-        let mut scores = Array2::zeros((q_pre.nrows(), self.codebook.centroids().nrows()));
+        let mut scores = Array2::zeros((q.nrows(), self.codebook.centroids().nrows()));
         gemm(scores.view_mut(), false, y.view(), self.codebook.centroids().t());
         scores
     }
@@ -461,6 +510,15 @@ impl A2ats {
         }
     }
 
+    /// Encodes keys, `[m,d]` before and after rotation.
+    fn take_in(&mut self, k_pre: ArrayView2<f32>, k_rope: ArrayView2<f32>) {
+        let codes = match self.codebook.is_windowed() {
+            true => self.codebook.encode(k_pre),
+            false => self.codebook.encode(k_rope),
+        };
+        grow(&mut self.codes, codes.len()).extend(codes);
+    }
+
     /// Brings the counts to cover exactly `candidates`.
     fn count(&mut self, candidates: &Range<usize>) {
         let old = self.counted.clone();
@@ -480,13 +538,11 @@ impl A2ats {
 
 impl Retriever for A2ats {
     fn prefill(&mut self, prompt: &Prompt) {
-        let codes = self.codebook.encode(prompt.k_pre);
-        grow(&mut self.codes, codes.len()).extend(codes);
+        self.take_in(prompt.k_pre.view(), prompt.keys.slice(s![prompt.first.., ..]));
     }
 
-    fn append(&mut self, k_pre: ArrayView2<f32>, _: ArrayView2<f32>) {
-        let codes = self.codebook.encode(k_pre);
-        grow(&mut self.codes, codes.len()).extend(codes);
+    fn append(&mut self, k_pre: ArrayView2<f32>, k_rope: ArrayView2<f32>) {
+        self.take_in(k_pre, k_rope);
     }
 
     fn select(&mut self, step: &Step) -> Choice {
@@ -494,7 +550,10 @@ impl Retriever for A2ats {
             return everything(step).into();
         }
         self.count(&step.candidates);
-        let scores = self.codebook.scores(step.q_pre);
+        let scores = match self.codebook.is_windowed() {
+            true => self.codebook.scores(step.q_pre),
+            false => self.codebook.scores(step.q_rope),
+        };
         let codes = &self.codes[step.candidates.clone()];
         let first = step.candidates.start as u32;
         if let Some(share) = self.per_query_head {

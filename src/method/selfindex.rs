@@ -161,7 +161,7 @@ struct HeadFit {
 }
 
 fn fit_head(
-    keys: Array2<f32>,
+    mut keys: Array2<f32>,
     block_start: &[u32],
     kept: &[bool],
     rope: &Rope,
@@ -170,18 +170,13 @@ fn fit_head(
     let kept_rows = |start: usize, end: usize| (start..end).filter(|i| kept[*i]).collect::<Vec<_>>();
     let all = kept_rows(0, kept.len());
     let mean_pre = row_mean(keys.select(Axis(0), &all).view()).to_vec();
+    rope.rotate_blocks(&mut keys, block_start);
     let mut centred = Array2::zeros((all.len(), keys.ncols()));
     let mut at = 0;
     for block in block_start.windows(2) {
         let (start, end) = (block[0] as usize, block[1] as usize);
         let rows = kept_rows(start, end);
         let mut part = keys.select(Axis(0), &rows);
-        let table = rope.table(0..end - start);
-        for (mut key, row) in part.rows_mut().into_iter().zip(&rows) {
-            if let Some(key) = key.as_slice_mut() {
-                table.rotate(key, row - start);
-            }
-        }
         part.axis_iter_mut(Axis(1))
             .into_par_iter()
             .for_each(|mut channel| {

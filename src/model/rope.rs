@@ -4,6 +4,8 @@
 
 use std::ops::Range;
 
+use ndarray::{Array2, Axis, s};
+use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 
 use super::fields::Fields;
@@ -362,9 +364,27 @@ impl Rope {
         }
         RopeTable { cos, sin, half }
     }
+
+    /// Rotates rows `[n,d]` to their positions within their blocks; `block_start` has the first row of
+    /// each block and then n.
+    pub fn rotate_blocks(&self, rows: &mut Array2<f32>, block_start: &[u32]) {
+        let longest = block_start.windows(2).map(|b| b[1] - b[0]).max().unwrap_or(0);
+        let table = self.table(0..longest as usize);
+        for block in block_start.windows(2) {
+            let (start, end) = (block[0] as usize, block[1] as usize);
+            let mut part = rows.slice_mut(s![start..end, ..]);
+            let parts = part.axis_iter_mut(Axis(0)).into_par_iter().enumerate();
+            parts.for_each(|(position, mut row)| {
+                if let Some(row) = row.as_slice_mut() {
+                    table.rotate(row, position);
+                }
+            });
+        }
+    }
 }
 
 /// Cosines and sines, attention factor included, for consecutive positions.
+#[derive(Clone)]
 pub struct RopeTable {
     cos: Vec<f32>,
     sin: Vec<f32>,

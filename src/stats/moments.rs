@@ -1,7 +1,8 @@
-//! The second moment of the queries per KV head, at one fixed relative position.
+//! The second moment of the queries per KV head, at one fixed relative position or at their own.
 //!
 //! # Source
-//! A2ATS, arXiv 2502.12665, Eq. 10 and 13: H = E[qt^T qt] with qt = q R_b.
+//! A2ATS, arXiv 2502.12665, Eq. 10 and 13: H = E[qt^T qt] with qt = q R_b; the paper's ablation
+//! without windowed RoPE has the rotated queries instead.
 
 use std::ops::Range;
 
@@ -17,6 +18,25 @@ use crate::store::{self, Output, Store, Tensor};
 
 /// Rows that are summed in f32 before they join the f64 sums.
 const CHUNK: usize = 256;
+
+/// Where the queries are rotated to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Position {
+    /// The relative position b of windowed RoPE.
+    Windowed(usize),
+    /// Each query's own position: standard RoPE.
+    Own,
+}
+
+impl Position {
+    /// The relative position b, if it is a fixed one.
+    pub fn windowed(self) -> Option<usize> {
+        match self {
+            Self::Windowed(b) => Some(b),
+            Self::Own => None,
+        }
+    }
+}
 
 /// Raw sums of one layer, so that runs merge by adding.
 #[derive(Clone, Debug)]
@@ -39,15 +59,18 @@ impl LayerMoments {
     /// Adds the queries of one block.
     ///
     /// # Shapes
-    /// q_pre `[h,m,d]`; `kept` has m entries.
+    /// q_pre `[h,m,d]`, the whole block; `kept` has m entries.
     ///
     /// # Numerics
     /// Products and sums of up to 256 rows in f32, their sums in f64, in row order within each
     /// query head: the same bytes for any thread count.
-    pub fn add(&mut self, q_pre: ArrayView3<f32>, kept: &[bool], rope: &Rope, position: usize) {
+    pub fn add(&mut self, q_pre: ArrayView3<f32>, kept: &[bool], rope: &Rope, position: Position) {
         let (h, _, d) = q_pre.dim();
         let r = h / self.count.len();
-        let table = rope.table(position..position + 1);
+        let table = match position {
+            Position::Windowed(b) => rope.table(b..b + 1),
+            Position::Own => rope.table(0..kept.len()),
+        };
         let rows: Vec<usize> = (0..kept.len()).filter(|i| kept[*i]).collect();
         self.sum_qq
             .axis_iter_mut(Axis(0))
@@ -59,9 +82,10 @@ impl LayerMoments {
                 for a in c * r..(c + 1) * r {
                     for chunk in rows.chunks(CHUNK) {
                         let mut queries = q_pre.slice(s![a, .., ..]).select(Axis(0), chunk);
-                        for mut q in queries.rows_mut() {
+                        for (mut q, row) in queries.rows_mut().into_iter().zip(chunk) {
+                            let row = position.windowed().map_or(*row, |_| 0);
                             if let Some(q) = q.as_slice_mut() {
-                                table.rotate(q, 0);
+                                table.rotate(q, row);
                             }
                         }
                         gemm(partial.view_mut(), false, queries.t(), queries.view());
@@ -77,8 +101,8 @@ impl LayerMoments {
 pub struct Moments {
     /// One entry per layer.
     pub layers: Vec<LayerMoments>,
-    /// Relative position b of WRoPE.
-    pub wrope_position: usize,
+    /// Where the queries were rotated to.
+    pub position: Position,
     /// The `model` and `calibration` objects of the manifest.
     pub origin: Value,
 }
@@ -99,7 +123,7 @@ impl Moments {
         let counts: Vec<u64> = self.layers.iter().flat_map(|l| l.count.iter().copied()).collect();
         let mut manifest = self.origin.clone();
         manifest["kind"] = json!("moments");
-        manifest["wrope_position"] = json!(self.wrope_position);
+        manifest["wrope_position"] = json!(self.position.windowed());
         let tensors = [
             Tensor::new("sum_qq", &[n, g, d, d], &sums),
             Tensor::new("count", &[n, g], &counts),
@@ -114,10 +138,7 @@ impl Moments {
     pub fn read(path: &Path, n_layers: usize, g: usize, d: usize) -> Result<Self> {
         let store = Store::open(path)?;
         let manifest = store.manifest()?;
-        let position = manifest
-            .get("wrope_position")
-            .and_then(Value::as_u64)
-            .filter(|p| *p <= u64::from(u32::MAX));
+        let position = manifest.get("wrope_position").and_then(position_of);
         let (Some("moments"), Some(position)) = (manifest.get("kind").and_then(Value::as_str), position)
         else {
             return Err(Error::failed(format!("{} is not a moments file", path.display())));
@@ -140,9 +161,20 @@ impl Moments {
             .collect();
         Ok(Self {
             layers,
-            wrope_position: position as usize,
+            position,
             origin: json!({ "model": manifest["model"], "calibration": manifest["calibration"] }),
         })
+    }
+}
+
+/// The position of a manifest: a number, or null for the queries' own.
+pub fn position_of(value: &Value) -> Option<Position> {
+    match value {
+        Value::Null => Some(Position::Own),
+        value => {
+            let b = value.as_u64().filter(|b| *b <= u64::from(u32::MAX))?;
+            Some(Position::Windowed(b as usize))
+        }
     }
 }
 

@@ -26,6 +26,15 @@ pub struct Metric {
 }
 
 impl Metric {
+    /// The plain metric of d channels.
+    pub fn euclidean(d: usize) -> Self {
+        Self {
+            chol: Array2::eye(d),
+            eps: 0.0,
+            condition: 1.0,
+        }
+    }
+
     /// Factorises the second moment.
     ///
     /// Hn = H / rms(entries of H), so its scale and the number of queries cancel. The ridge starts
