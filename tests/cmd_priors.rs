@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::collections::BTreeSet;
+
 use common::*;
 use kvsmith::artifact::Artifact;
 use kvsmith::dump::{Dump, State};
@@ -205,11 +207,11 @@ fn expanded(v: &[f64], s: &[f64], alpha: f64) -> Vec<bool> {
     let tau_v = mean(v) + alpha * std(v) * 2.0 * ks / (kv + ks);
     let tau_s = mean(s) + alpha * std(s) * 2.0 * kv / (kv + ks);
     let candidate = |i: usize| v[i] > tau_v || s[i] > tau_s;
-    let n = v.len();
+    let (n, mean_v, mean_s) = (v.len(), mean(v), mean(s));
     (0..n)
         .map(|j| {
             let near = (0..n).any(|i| (-1..=2).contains(&(j as i64 - i as i64)) && candidate(i));
-            near && (v[j] > mean(v) || s[j] > mean(s)) || j + 5 >= n
+            near && (v[j] > mean_v || s[j] > mean_s) || j + 5 >= n
         })
         .collect()
 }
@@ -340,15 +342,22 @@ fn check_dynamic(naive: &Naive, scalar: &dyn Fn(&str) -> f64, what: &str) {
         "{what} gamma: {values:?}"
     );
 
-    let kept = ALPHAS.map(|alpha| {
-        of(&|r| {
-            let (own, (v, s)) = (naive.own(r), naive.tables(r, 0.95));
-            let visible = (0..=r.1).filter(|i| naive.sees(r, *i)).count();
+    let found: Vec<_> = anchors
+        .iter()
+        .map(|r| {
+            let visible = (0..=r.1).filter(|i| naive.sees(*r, *i)).count();
+            let own = naive.own(*r);
             let best = top(&own, (visible * 2 / 100).max(64));
-            let found = expanded(&v, &s, alpha);
-            let inside: Vec<usize> = best.iter().copied().filter(|i| found[*i]).collect();
-            mass(&own, &inside) / mass(&own, &best)
+            (own, best, naive.tables(*r, 0.95))
         })
+        .collect();
+    let kept = ALPHAS.map(|alpha| {
+        let share = |(own, best, (v, s)): &(Vec<f64>, Vec<usize>, (Vec<f64>, Vec<f64>))| {
+            let found = expanded(v, s, alpha);
+            let inside: Vec<usize> = best.iter().copied().filter(|i| found[*i]).collect();
+            mass(own, &inside) / mass(own, best)
+        };
+        mean(&found.iter().map(share).collect::<Vec<_>>())
     });
     let at = ALPHAS
         .iter()
@@ -398,6 +407,27 @@ fn the_section_is_what_its_definition_says() {
         let (dump, out) = priors_of(&scratch, name, lengths, options);
         check_all(&dump, &out, name, usize::MAX);
     }
+}
+
+#[test]
+fn a_trained_model_agrees_too() {
+    // Heads with sharp patterns: every alpha and the bypass occur.
+    let scratch = Scratch::new();
+    let data = root().join("calib-data").display().to_string();
+    let (dump, out) = (scratch.path("dump"), scratch.path("out"));
+    kvsmith(&format!(
+        "dump --model {data}/model --text {data}/text.txt --max-tokens 500 --uuid-tokens 0 --seq-len 420 \
+         --wrope-position 140 --queries --dtype f32 -o {dump}"
+    ))
+    .ok();
+    kvsmith(&format!("priors --dump {dump} -o {out}")).ok();
+    let dump = Dump::open(dump.as_ref()).unwrap();
+    check_all(&dump, &out, "bundled", usize::MAX);
+    let priors = Priors::load(&Artifact::open(out.as_ref()).unwrap()).unwrap();
+    let heads: Vec<_> = (0..16).map(|i| priors.head(i / 4, i % 4)).collect();
+    let alphas: BTreeSet<u32> = heads.iter().map(|h| (h.alpha * 100.0).round() as u32).collect();
+    let bypassed = heads.iter().filter(|h| h.p_bypass[0] > 0.0).count();
+    assert!(alphas.len() >= 3 && bypassed > 0, "{alphas:?} {bypassed}");
 }
 
 #[test]
