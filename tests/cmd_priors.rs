@@ -560,6 +560,28 @@ fn short_texts_get_neutral_priors_and_a_warning() {
 }
 
 #[test]
+fn ties_and_constant_tables_have_their_rules() {
+    // With a window of one a row sees itself alone: every gamma catches all of it, and no table
+    // varies.
+    let scratch = Scratch::new();
+    let model = scratch.model("model", "mistral_sliding");
+    edit_json(&format!("{model}/config.json"), &json!({ "sliding_window": 1 }));
+    let tokens = scratch.tokens("tokens.json", &documents(&[90], 5));
+    let (dump, out) = (scratch.path("dump"), scratch.path("out"));
+    kvsmith(&format!(
+        "dump --queries --model {model} --tokens {tokens} -o {dump}"
+    ))
+    .ok();
+    kvsmith(&format!("priors --dump {dump} -o {out}")).ok();
+    let priors = Priors::load(&Artifact::open(out.as_ref()).unwrap()).unwrap();
+    let head = priors.head(1, 2);
+    assert_eq!((head.lambda, head.gamma, head.alpha), (0.5, 0.95, 0.5));
+    assert_eq!((head.k_fraction, head.persist), (1.0, [0.0; 3]));
+    assert_eq!((head.sink_mean, head.p_bypass), (0.0, [0.0; 6]));
+    assert_eq!((head.slash_at(0), head.slash_at(1)), (1.0, 0.0));
+}
+
+#[test]
 fn threads_do_not_change_the_bytes() {
     let scratch = Scratch::new();
     let model = golden("qwen2_sliding").display().to_string();

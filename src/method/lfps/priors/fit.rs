@@ -337,3 +337,42 @@ fn quantile(ascending: &[f64], percent: usize) -> f64 {
     let rank = (ascending.len() * percent).div_ceil(100);
     rank.checked_sub(1).map_or(0.0, |i| ascending[i])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_local_estimate_has_five_positions() {
+        // One block of 14, rows from 7 on; the score of position i is i/10, of every query.
+        let kept = [true; 14];
+        let sample = Sample::new(&[0, 14], &kept);
+        let keys = Array2::from_shape_fn((14, 1), |(i, _)| i as f32 / 10.0);
+        let queries = Array2::ones((sample.rows.len(), 1));
+        for window in [None, Some(9), Some(4)] {
+            let head = Head {
+                keys: keys.view(),
+                queries: queries.view(),
+                sample: &sample,
+                window,
+            };
+            let rows = TileSums::of(&head, &sample.tiles[0]).rows;
+            assert_eq!(rows.len(), 7);
+            for (p, row) in (7..14).zip(rows) {
+                let least = (p + 1_usize).saturating_sub(window.unwrap_or(14));
+                let lse = |positions: Range<usize>| -> f64 {
+                    let scores = positions.map(|i| i as f64 / 10.0);
+                    scores.map(f64::exp).sum::<f64>().ln()
+                };
+                for (name, actual, expected) in [
+                    ("local", row.local, lse((p - 4).max(4).max(least)..p + 1)),
+                    ("rest", row.rest, lse(least.max(4)..p + 1)),
+                    ("sink", row.sink, lse(least..4)),
+                ] {
+                    let equal = actual == expected || (actual - expected).abs() < 1e-5;
+                    assert!(equal, "{name} of {p}: {actual} {expected}");
+                }
+            }
+        }
+    }
+}
