@@ -3,8 +3,9 @@
 
 Usage: read_artifact.py ART.safetensors [keys.json]
 
-With keys.json ({"layer", "head", "keys", "queries", "rope_inv_freq"}) it prints the code of each
-key and the score of each query and key, as JSON.
+With keys.json ({"layer", "head", "keys", "queries", "rope_inv_freq", "query_head", "offsets"}) it prints
+the code of each key, the score of each query and key, and the LFPS prior of the query head: its
+scalars and its mean attention mass at each offset, as JSON.
 """
 
 import hashlib
@@ -48,6 +49,15 @@ def scores(tensors, layer, head, queries, inv_freq, position):
     return y @ tensors["a2ats.codebook"][layer, head].astype(np.float64).T
 
 
+def prior(tensors, params, layer, query_head, offsets):
+    """Scalars by name, and the mean mass at some offsets: that of their bucket over its width."""
+    scalars = dict(zip(params["scalars"], tensors["lfps.scalars"][layer, query_head].tolist()))
+    edges = np.concatenate([np.arange(params["slash_exact"]), params["slash_edges"], [2**20]])
+    bucket = np.minimum(np.searchsorted(edges, offsets, side="right"), len(edges) - 1) - 1
+    mass = tensors["lfps.slash"][layer, query_head][bucket] / np.diff(edges)[bucket]
+    return scalars, mass.tolist()
+
+
 def main():
     with safe_open(sys.argv[1], framework="numpy") as file:
         text = file.metadata()["kvsmith"]
@@ -64,7 +74,8 @@ def main():
     table = scores(
         tensors, layer, head, np.array(given["queries"], np.float64), np.array(given["rope_inv_freq"]), position
     )
-    print(json.dumps({"codes": codes.tolist(), "scores": table[:, codes].tolist()}))
+    scalars, slash = prior(tensors, manifest["sections"]["lfps"], layer, given["query_head"], given["offsets"])
+    print(json.dumps({"scalars": scalars, "slash": slash, "codes": codes.tolist(), "scores": table[:, codes].tolist()}))
 
 
 if __name__ == "__main__":

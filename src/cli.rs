@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::cmd::{bench, calibrate, codebook, dump, inspect, moments, pack, run, signs};
+use crate::cmd::{bench, calibrate, codebook, dump, inspect, moments, pack, priors, run, signs};
 use crate::corpus;
 use crate::error::{Error, Result};
 use crate::method::a2ats::{FitInit, FitMetric};
@@ -34,6 +34,8 @@ pub enum Command {
     Codebook(codebook::Args),
     /// Build the sign-pattern centroids of a dump
     Signs(signs::Args),
+    /// Take the LFPS priors of a dump that has queries
+    Priors(priors::Args),
     /// Merge section files into one artifact
     Pack(pack::Args),
     /// Do all of it, layer by layer, without a dump on the disk

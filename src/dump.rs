@@ -385,6 +385,25 @@ impl Dump {
         Ok(Rope::new(&config, self.sizes.head_dim))
     }
 
+    /// The sliding window of every layer; `None` = all positions are visible.
+    pub fn windows(&self) -> Result<Vec<Option<usize>>> {
+        let window = |v: &Value| match (v, v.as_u64()) {
+            (Value::Null, _) => Some(None),
+            (_, Some(w)) if w > 0 => Some(Some(usize::try_from(w).unwrap_or(usize::MAX))),
+            _ => None,
+        };
+        self.model["windows"]
+            .as_array()
+            .filter(|all| all.len() == self.sizes.n_layers)
+            .and_then(|all| all.iter().map(window).collect())
+            .ok_or_else(|| {
+                Error::failed(format!(
+                    "{}: `model.windows` is not valid",
+                    self.dir.join(MANIFEST).display()
+                ))
+            })
+    }
+
     /// The `moments.safetensors` that was streamed while dumping.
     pub fn moments_path(&self) -> PathBuf {
         self.dir.join(MOMENTS)

@@ -39,9 +39,11 @@ fn it_equals_the_chain_by_hand() {
             ))
             .ok();
             kvsmith(&format!("signs --dump {dump} -o {}", path("signs"))).ok();
+            kvsmith(&format!("priors --dump {dump} -o {}", path("priors"))).ok();
             let json = kvsmith(&format!(
-                "pack {} {} --model {model} -o {} --json",
+                "pack {} {} {} --model {model} -o {} --json",
                 path("signs"),
+                path("priors"),
                 path("section"),
                 path("packed")
             ));

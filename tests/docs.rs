@@ -7,6 +7,7 @@ use std::process::Command;
 use common::{golden, root};
 use kvsmith::artifact::Artifact;
 use kvsmith::method::a2ats::Codebooks;
+use kvsmith::method::lfps::priors::{Priors, SCALARS};
 use kvsmith::model::Decoder;
 use ndarray::{Axis, s};
 use serde_json::{Value, json};
@@ -55,6 +56,7 @@ fn python_reads_the_artifact() {
     let given = dir.path().join("keys.json");
     let request = json!({
         "layer": 0, "head": 0, "keys": rows(keys), "queries": rows(queries), "rope_inv_freq": inv_freq,
+        "query_head": 3, "offsets": OFFSETS,
     });
     std::fs::write(&given, request.to_string()).unwrap();
     let output = Command::new(python)
@@ -88,7 +90,24 @@ fn python_reads_the_artifact() {
             );
         }
     }
+    let priors = Priors::load(&artifact).unwrap();
+    let prior = priors.head(0, 3);
+    let number = |v: &Value| v.as_f64().unwrap() as f32;
+    for (i, offset) in OFFSETS.into_iter().enumerate() {
+        assert_eq!(
+            number(&answer["slash"][i]),
+            prior.slash_at(offset),
+            "offset {offset}"
+        );
+    }
+    let scalars = &answer["scalars"];
+    assert_eq!(scalars.as_object().unwrap().len(), SCALARS.len());
+    assert_eq!(number(&scalars["lambda"]), prior.lambda);
+    assert_eq!(number(&scalars["persist_32"]), prior.persist[2]);
 }
+
+/// Offsets at both ends of buckets, and beyond the last.
+const OFFSETS: [usize; 8] = [0, 1, 511, 512, 575, 576, 1 << 20, 1 << 24];
 
 #[test]
 fn every_command_of_the_readme_table_exists() {

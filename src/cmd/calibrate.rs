@@ -7,7 +7,8 @@ use ndarray::{Array2, Array3, Axis, s};
 use serde_json::{Value, json};
 
 use super::{
-    check_points, check_wrope_position, load_corpus, model_manifest, open_model, print_json, report_head,
+    check_points, check_sample, check_wrope_position, load_corpus, model_manifest, open_model, print_json,
+    report_head,
 };
 use crate::artifact::{self, LayerPart, Origin, Section};
 use crate::capture::Capture;
@@ -16,6 +17,7 @@ use crate::corpus::Corpus;
 use crate::dump::Sizes;
 use crate::error::{Kind, Result};
 use crate::method::a2ats::{self, FitParams};
+use crate::method::lfps::priors::{self, Sample};
 use crate::method::selfindex::{self, Center};
 use crate::model::Decoder;
 use crate::progress::{Log, Progress, size};
@@ -84,6 +86,8 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
     let n_kept = kept.iter().filter(|k| **k).count();
     params.check(n_kept)?;
     check_points(n_kept, params.size, log);
+    let sample = Sample::new(&corpus.block_start, &kept);
+    check_sample(&sample, log);
     let model = model_manifest(&decoder, log)?;
     let sizes = Sizes::of(&model)?;
     let mut sections = [
@@ -96,6 +100,11 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
             selfindex::SECTION,
             selfindex::manifest(args.center),
             selfindex::specs(sizes),
+        ),
+        Section::new(
+            priors::SECTION,
+            priors::manifest(),
+            priors::specs(sizes, &priors::manifest())?,
         ),
     ];
     let origin = Origin {
@@ -114,7 +123,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
         }
         None => None,
     };
-    plan(&decoder, &corpus, &sections, log);
+    plan(&decoder, &corpus, &sample, &sections, log);
 
     let resumed = work
         .as_ref()
@@ -141,6 +150,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
             &decoder,
             &corpus,
             &kept,
+            &sample,
             &params,
             args.center,
             &progress,
@@ -189,6 +199,7 @@ fn calibrate_layer(
     decoder: &Decoder,
     corpus: &Corpus,
     kept: &[bool],
+    sample: &Sample,
     params: &FitParams,
     center: Center,
     progress: &Progress,
@@ -198,6 +209,7 @@ fn calibrate_layer(
     let layer = capture.next_layer;
     progress.stage(format!("layer {} of {}: capture", layer + 1, c.n_layers));
     let mut keys = Array3::<f32>::zeros((c.n_kv_heads, corpus.n_tokens(), c.head_dim));
+    let mut queries = Array3::<f32>::zeros((c.n_heads, sample.rows.len(), c.head_dim));
     let mut sums = LayerMoments::new(c.n_kv_heads, c.head_dim);
     capture.layer(progress, &mut |rows, states| {
         sums.add(
@@ -206,6 +218,10 @@ fn calibrate_layer(
             &decoder.rope,
             params.position,
         );
+        for (i, row) in sample.within(&rows) {
+            let query = states.q_pre.slice(s![.., row, ..]);
+            queries.slice_mut(s![.., i, ..]).assign(&query);
+        }
         keys.slice_mut(s![.., rows, ..]).assign(&states.k_pre);
         Ok(())
     })?;
@@ -221,11 +237,16 @@ fn calibrate_layer(
     let mut done = |_: usize, _: &Value| progress.advance(corpus.n_tokens() as u64);
     let (blocks, rope) = (&corpus.block_start, &decoder.rope);
     let signs = selfindex::fit_layer(&head_keys, c.n_kv_heads, blocks, kept, rope, center, &mut done)?;
-    Ok(vec![codebooks, signs])
+    progress.stage(format!("layer {} of {}: priors", layer + 1, c.n_layers));
+    let head_queries = |head| Ok(queries.index_axis(Axis(0), head).to_owned());
+    let (sizes, window) = (Sizes::of(&c.canonical())?, c.windows[layer]);
+    let mut done = |_: usize, _: &Value| progress.advance(corpus.n_tokens() as u64);
+    let priors = priors::fit_layer(&head_keys, &head_queries, sizes, sample, rope, window, &mut done)?;
+    Ok(vec![codebooks, signs, priors])
 }
 
 /// Says what the run will need.
-fn plan(decoder: &Decoder, corpus: &Corpus, sections: &[Section], log: Log) {
+fn plan(decoder: &Decoder, corpus: &Corpus, sample: &Sample, sections: &[Section], log: Log) {
     let c = &decoder.config;
     let n = corpus.n_tokens();
     let longest = corpus.longest_block();
@@ -238,7 +259,9 @@ fn plan(decoder: &Decoder, corpus: &Corpus, sections: &[Section], log: Log) {
         .flat_map(|s| &s.specs)
         .map(|s| s.bytes().unwrap_or(usize::MAX))
         .fold(0, usize::saturating_add);
-    let memory = 4 * (n * per_token + (longest * per_row + mlp).max(fit)) + file;
+    // The sampled queries stay while a layer is captured and fitted.
+    let kept = n * per_token + sample.rows.len() * c.n_heads * c.head_dim;
+    let memory = 4 * (kept + (longest * per_row + mlp).max(fit)) + file;
     log.note(&format!(
         "plan: about {} of memory besides the pages of one layer, {} artifact",
         size(memory),

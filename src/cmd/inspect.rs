@@ -8,7 +8,8 @@ use super::{model_manifest, open_model, print, print_json};
 use crate::artifact::{Artifact, short};
 use crate::cli::Global;
 use crate::error::{Error, Result};
-use crate::method::a2ats;
+use crate::method::lfps::priors;
+use crate::method::{a2ats, selfindex};
 use crate::progress::size;
 
 /// Arguments of `inspect`.
@@ -80,7 +81,9 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
             let rows: Vec<&Value> = rows.iter().filter(|r| r["section"] == json!(section)).collect();
             text += &match section.as_str() {
                 a2ats::SECTION => table(&rows, sizes.n_layers, &A2ATS_COLUMNS) + A2ATS_LEGEND + &worst(&rows),
-                _ => table(&rows, sizes.n_layers, &SIGN_COLUMNS) + SIGN_LEGEND,
+                selfindex::SECTION => table(&rows, sizes.n_layers, &SIGN_COLUMNS) + SIGN_LEGEND,
+                priors::SECTION => table(&rows, sizes.n_layers, &LFPS_COLUMNS) + LFPS_LEGEND,
+                _ => String::new(),
             };
         }
     }
@@ -157,6 +160,12 @@ fn summary(artifact: &Artifact, args: &Args) -> String {
         if let Some(center) = p["center"].as_str() {
             out += &format!(": signs around the {center} of each block");
         }
+        if name == priors::SECTION {
+            out += &format!(
+                ": per query head, at most {} rows and {} anchors",
+                p["max_rows"], p["max_anchors"]
+            );
+        }
         out += "\n";
     }
     out
@@ -164,6 +173,17 @@ fn summary(artifact: &Artifact, args: &Args) -> String {
 
 fn number(row: &Value, name: &str) -> Option<f64> {
     row.get(name).and_then(Value::as_f64)
+}
+
+/// Mean of an array: a row's value over the query heads of its KV head.
+fn mean(row: &Value, name: &str) -> Option<f64> {
+    let values: Vec<f64> = row
+        .get(name)?
+        .as_array()?
+        .iter()
+        .filter_map(Value::as_f64)
+        .collect();
+    (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
 }
 
 /// Share of the variance of held-out keys (of calibration keys if none) that is left as error.
@@ -183,7 +203,7 @@ const A2ATS_COLUMNS: [Column; 7] = [
         |v| format!("{v:.3}"),
         |r| number(r, "held_out_inertia"),
     ),
-    ("of variance", |v| format!("{:.1} %", 100.0 * v), unexplained),
+    ("of variance", percent, unexplained),
     (
         "entropy/bits",
         |v| format!("{v:.2}"),
@@ -213,6 +233,22 @@ const SIGN_COLUMNS: [Column; 3] = [
     ),
 ];
 const SIGN_LEGEND: &str = "(means over the KV heads; at most 1 bit per sign, 4 per pattern)\n";
+const LFPS_COLUMNS: [Column; 8] = [
+    ("rows", |v| format!("{v:.0}"), |r| number(r, "rows")),
+    ("lambda", |v| format!("{v:.2}"), |r| mean(r, "lambda")),
+    ("sink mass", percent, |r| mean(r, "sink_mean")),
+    ("bypassed", percent, |r| mean(r, "p_bypass")),
+    ("95 % mass in", percent, |r| mean(r, "k_fraction")),
+    ("alpha", |v| format!("{v:.2}"), |r| mean(r, "alpha")),
+    ("gamma", |v| format!("{v:.3}"), |r| mean(r, "gamma")),
+    ("same after 32", percent, |r| mean(r, "persist_32")),
+];
+const LFPS_LEGEND: &str = "(means over the query heads; bypassed = share of rows with a sparsity above 0.85; \
+     95 % mass in = share of the positions; same after 32 = overlap of the best 2 %)\n";
+
+fn percent(share: f64) -> String {
+    format!("{:.1} %", 100.0 * share)
+}
 
 /// Means per layer.
 fn table(rows: &[&Value], n_layers: usize, columns: &[Column]) -> String {

@@ -7,6 +7,7 @@ pub mod dump;
 pub mod inspect;
 pub mod moments;
 pub mod pack;
+pub mod priors;
 pub mod run;
 pub mod signs;
 
@@ -19,6 +20,7 @@ use crate::cli::{Cli, Command, Global, Input};
 use crate::corpus::Corpus;
 use crate::dump::Dump;
 use crate::error::{Error, Result};
+use crate::method::lfps::priors::Sample;
 use crate::model::Decoder;
 use crate::progress::{Log, Progress, Verbosity, size};
 use crate::store::Output;
@@ -47,6 +49,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Moments(args) => moments::run(args, global),
         Command::Codebook(args) => codebook::run(args, global),
         Command::Signs(args) => signs::run(args, global),
+        Command::Priors(args) => priors::run(args, global),
         Command::Pack(args) => pack::run(args, global),
         Command::Calibrate(args) => calibrate::run(args, global),
         Command::Inspect(args) => inspect::run(args, global),
@@ -137,6 +140,18 @@ fn check_points(kept: usize, size: usize, log: Log) {
             "{per:.1} keys per codeword ({kept} keys, {size} codewords); below 20 a codebook fits its calibration text better than other text"
         ));
     }
+}
+
+/// Warns where the text is too short for priors, which then say nothing.
+fn check_sample(sample: &Sample, log: Log) {
+    let missing = match (sample.n_rows(), sample.n_anchors()) {
+        (0, _) => "all LFPS priors are",
+        (_, 0) => "the LFPS priors that need a history are",
+        _ => return,
+    };
+    log.warn(&format!(
+        "the blocks are too short for LFPS: {missing} neutral; give longer documents or a longer --seq-len"
+    ));
 }
 
 /// With `-v`: the fit of one head.

@@ -143,6 +143,25 @@ pub fn max(x: &[f32]) -> f32 {
     best
 }
 
+/// Sum and sum of squares, in f64.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+pub fn sums(x: &[f32]) -> (f64, f64) {
+    let (chunks, rest) = x.as_chunks::<LANES>();
+    let (mut sum, mut squares) = ([0.0f64; LANES], [0.0f64; LANES]);
+    for chunk in chunks {
+        for l in 0..LANES {
+            let v = f64::from(chunk[l]);
+            sum[l] += v;
+            squares[l] += v * v;
+        }
+    }
+    let rest = || rest.iter().map(|v| f64::from(*v));
+    (
+        sum.iter().sum::<f64>() + rest().sum::<f64>(),
+        squares.iter().sum::<f64>() + rest().map(|v| v * v).sum::<f64>(),
+    )
+}
+
 /// `x[i] *= a`.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn scale(x: &mut [f32], a: f32) {
@@ -211,6 +230,13 @@ mod tests {
             let sum = exp_shifted(&mut e, 0.5);
             let exact: f64 = a.iter().map(|x| f64::from(x - 0.5).exp()).sum();
             assert!((f64::from(sum) - exact).abs() <= 1e-6 * exact, "{n}");
+            let squares: f64 = a.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
+            let (sum, sum_squares) = sums(&a);
+            let exact: f64 = a.iter().map(|x| f64::from(*x)).sum();
+            assert!(
+                (sum - exact).abs() < 1e-12 && (sum_squares - squares).abs() < 1e-12,
+                "{n}"
+            );
             assert_eq!(max(&a), a.iter().copied().fold(f32::NEG_INFINITY, f32::max));
             assert!(all_finite(&a));
         }

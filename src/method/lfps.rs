@@ -30,7 +30,7 @@ pub const GAMMA: f64 = 0.95;
 /// Most recent positions of the local estimate; they are always candidates.
 pub const LOCAL: usize = 5;
 /// Candidates bring these neighbours along, where a table has them above its mean.
-const OFFSETS: [isize; 4] = [-1, 0, 1, 2];
+pub const OFFSETS: [isize; 4] = [-1, 0, 1, 2];
 /// Below this the common factor of a table is worked into its entries.
 const LEAST_FACTOR: f64 = 1e-20;
 /// A head that the calibration saw bypassed less often than this is not tested.
@@ -289,18 +289,50 @@ fn paper_share(n: usize, alpha: f64) -> f64 {
     at(row) * (1.0 - y) + at(row + 1) * y
 }
 
-/// Mean, deviation and kurtosis (m4 / m2^2; 3 where all values are equal).
-fn moments(values: &[f64]) -> (f64, f64, f64) {
-    let n = values.len().max(1) as f64;
-    let mean = values.iter().sum::<f64>() / n;
-    let power = |p: i32| values.iter().map(|v| (v - mean).powi(p)).sum::<f64>() / n;
-    let (m2, m4) = (power(2), power(4));
-    let kurtosis = if m2 > 0.0 && m2 * m2 > 0.0 {
-        m4 / (m2 * m2)
-    } else {
-        3.0
-    };
-    (mean, m2.sqrt(), kurtosis)
+/// Mean, deviation and kurtosis of a table.
+#[derive(Clone, Copy)]
+struct Shape {
+    mean: f64,
+    deviation: f64,
+    /// m4 / m2^2; that of a normal distribution, 3, where all values are equal.
+    kurtosis: f64,
+}
+
+impl Shape {
+    fn of(values: &[f64]) -> Self {
+        let n = values.len().max(1) as f64;
+        let mean = values.iter().sum::<f64>() / n;
+        let (mut m2, mut m4) = (0.0, 0.0);
+        for v in values {
+            let square = (v - mean) * (v - mean);
+            m2 += square;
+            m4 += square * square;
+        }
+        let (m2, m4) = (m2 / n, m4 / n);
+        let kurtosis = m4 / (m2 * m2);
+        Self {
+            mean,
+            deviation: m2.sqrt(),
+            kurtosis: if kurtosis.is_finite() { kurtosis } else { 3.0 },
+        }
+    }
+
+    /// So many deviations above the mean.
+    fn above(self, deviations: f64) -> f64 {
+        self.mean + deviations * self.deviation
+    }
+}
+
+/// The thresholds of the vertical and the slash table: the one with the larger kurtosis has the lower.
+///
+/// # Source
+/// Eq. 8, of which the paper's text is not known in full; this form is ours.
+fn balanced(vertical: Shape, slash: Shape, alpha: f64) -> (f64, f64) {
+    let both = vertical.kurtosis + slash.kurtosis;
+    (
+        vertical.above(alpha * 2.0 * slash.kurtosis / both),
+        slash.above(alpha * 2.0 * vertical.kurtosis / both),
+    )
 }
 
 /// Which entries become candidates: those of both tables over the same positions, `[n]` each, give a
@@ -315,32 +347,30 @@ pub fn candidates(
     alpha: f64,
     n_visible: usize,
 ) -> Vec<bool> {
-    let (mean_v, sd_v, kurt_v) = moments(vertical);
-    let (mean_s, sd_s, kurt_s) = moments(slash);
-    let means = (mean_v, mean_s);
-    let with = |deviations: (f64, f64)| {
-        let limits = (mean_v + deviations.0 * sd_v, mean_s + deviations.1 * sd_s);
-        expanded(vertical, slash, limits, means)
-    };
+    let (of_vertical, of_slash) = (Shape::of(vertical), Shape::of(slash));
+    let with = |limits| expanded(vertical, slash, limits, (of_vertical.mean, of_slash.mean));
+    let even = |c: f64| with((of_vertical.above(c), of_slash.above(c)));
     match rule {
-        Threshold::Kurtosis => {
-            let both = kurt_v + kurt_s;
-            with((alpha * 2.0 * kurt_s / both, alpha * 2.0 * kurt_v / both))
-        }
-        Threshold::MeanStd => with((alpha, alpha)),
+        Threshold::Kurtosis => with(balanced(of_vertical, of_slash, alpha)),
+        Threshold::MeanStd => even(alpha),
         Threshold::Budget => {
             let wanted = ((paper_share(n_visible, alpha) * n_visible as f64) as usize).max(1);
-            let count = |c: f64| with((c, c)).iter().filter(|m| **m).count();
-            // More deviations, fewer candidates: bisect for the least that fits.
+            let count = |c: f64| even(c).iter().filter(|m| **m).count();
+            // More deviations, fewer candidates: bisect for the least that fits. No value of n is more
+            // than sqrt(n) deviations above their mean.
             let (mut low, mut high) = (0.0, (n_visible as f64).sqrt() + 1.0);
-            if count(low) > wanted {
-                for _ in 0..40 {
-                    let c = (low + high) / 2.0;
-                    if count(c) > wanted { low = c } else { high = c }
-                }
-                low = high;
+            if count(low) <= wanted {
+                return even(low);
             }
-            with((low, low))
+            for _ in 0..40 {
+                let c = (low + high) / 2.0;
+                if count(c) > wanted {
+                    low = c;
+                } else {
+                    high = c;
+                }
+            }
+            even(high)
         }
     }
 }

@@ -20,6 +20,7 @@ use std::sync::Arc;
 use ndarray::{ArrayView2, ArrayView3, s};
 use serde_json::Value;
 
+use self::lfps::priors;
 use crate::artifact::Artifact;
 use crate::compute::attention::{Partial, visible};
 use crate::compute::simd;
@@ -199,6 +200,7 @@ pub fn section_specs(section: &str, params: &Value, sizes: Sizes) -> Result<Vec<
     match section {
         a2ats::SECTION => Ok(a2ats::specs(sizes, a2ats::codebook_size(params)?)),
         selfindex::SECTION => Ok(selfindex::specs(sizes)),
+        priors::SECTION => priors::specs(sizes, params),
         other => Err(Error::failed(format!("unknown section `{other}`"))
             .hint("the file was made by a newer version of kvsmith")),
     }
@@ -209,6 +211,7 @@ pub fn check_section(section: &str, artifact: &Artifact) -> Result<()> {
     match section {
         a2ats::SECTION => a2ats::check_values(artifact),
         selfindex::SECTION => selfindex::check_values(artifact),
+        priors::SECTION => priors::check_values(artifact),
         _ => Ok(()),
     }
 }

@@ -1,0 +1,246 @@
+//! What the tables of the 32 rows before a row would have found of its attention: the split between
+//! the tables, their decay, the threshold, and how long top positions stay.
+
+use std::ops::Range;
+
+use ndarray::Array2;
+use rayon::prelude::*;
+
+use super::super::{Shape, balanced, expanded};
+use super::fit::{Head, softmax};
+use super::sample::Tile;
+use super::{ALPHAS, GAMMA, GAMMAS, HISTORY, LAGS, LOCAL, MIN_TOP_K, SHARE, TOP_DIVISOR};
+use crate::compute::attention::visible;
+use crate::compute::simd;
+
+/// Least mass whose logarithm is taken.
+pub const MASS_FLOOR: f64 = 1e-6;
+
+/// Scalars of a head that need a history.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Dynamic {
+    /// lv / (lv + ls), the masses that the best 2 % of each undecayed table would have caught.
+    pub lambda: f64,
+    /// The decay with the largest mean log mass on the best 2 % of both tables together.
+    pub gamma: f64,
+    /// The largest alpha whose candidates keep 95 % of the mass of the true top-k.
+    pub alpha: f64,
+    /// Mean share of the non-sinks that hold 95 % of their mass.
+    pub k_fraction: f64,
+    /// Mean overlap of the top 2 % at each lag.
+    pub persist: [f64; LAGS.len()],
+}
+
+/// Measures a head at its anchors.
+///
+/// The candidates shrink as alpha grows, so of the alphas that keep enough the largest is the
+/// cheapest. (A smallest one "that reaches 95 %", as an earlier note of ours had it, would always be
+/// the first of the grid or none.)
+pub(super) fn measure(head: &Head) -> Dynamic {
+    let anchors = &head.sample.anchors;
+    let mut out = Dynamic {
+        lambda: 0.5,
+        gamma: GAMMAS[0],
+        alpha: 0.2,
+        k_fraction: 0.0,
+        persist: [0.0; LAGS.len()],
+    };
+    if anchors.is_empty() {
+        return out;
+    }
+    let n = anchors.len() as f64;
+    let measured: Vec<Measured> = anchors
+        .par_iter()
+        .map(|tile| Lines::of(head, tile).measure())
+        .collect();
+    let mean = |value: &dyn Fn(&Measured) -> f64| measured.iter().map(value).sum::<f64>() / n;
+    let (lv, ls) = (mean(&|m| m.vertical), mean(&|m| m.slash));
+    if lv + ls > 0.0 {
+        out.lambda = lv / (lv + ls);
+    }
+    let enough = (0..ALPHAS.len()).rev().find(|i| mean(&|m| m.kept[*i]) >= SHARE);
+    out.alpha = ALPHAS[enough.unwrap_or(0)];
+    out.k_fraction = mean(&|m| m.k_fraction);
+    out.persist = std::array::from_fn(|i| mean(&|m| m.persist[i]));
+
+    let caught: Vec<[f64; GAMMAS.len()]> = anchors
+        .par_iter()
+        .map(|tile| Lines::of(head, tile).caught(out.lambda))
+        .collect();
+    let mut best = f64::NEG_INFINITY;
+    for (i, gamma) in GAMMAS.iter().enumerate() {
+        let value = caught.iter().map(|c| c[i]).sum::<f64>();
+        if value > best {
+            (best, out.gamma) = (value, *gamma);
+        }
+    }
+    out
+}
+
+/// What one anchor says.
+struct Measured {
+    /// Mass on the best positions by each table.
+    vertical: f64,
+    slash: f64,
+    /// Per alpha: share of the top-k mass within the expanded candidates.
+    kept: [f64; ALPHAS.len()],
+    k_fraction: f64,
+    persist: [f64; LAGS.len()],
+}
+
+/// Softmax weights of an anchor and of the rows before it.
+struct Lines {
+    /// `[33, span]`, oldest row first, zero where a row does not see or a sink stands.
+    weights: Array2<f32>,
+    /// Per row: the non-sinks that it sees, within the span.
+    seen: Vec<Range<usize>>,
+    /// Positions that the anchor sees, sinks included.
+    n_visible: usize,
+}
+
+impl Lines {
+    fn of(head: &Head, tile: &Tile) -> Self {
+        let positions = head.positions(tile);
+        let (oldest, p) = (positions[0], positions[HISTORY]);
+        let span = head.non_sinks(oldest).start..p + 1;
+        let mut weights = head.scores(tile, span.clone());
+        let mut seen = Vec::with_capacity(positions.len());
+        for (mut line, position) in weights.rows_mut().into_iter().zip(&positions) {
+            let own = head.non_sinks(*position);
+            let own = own.start - span.start..own.end - span.start;
+            if let Some(line) = line.as_slice_mut() {
+                line[..own.start].fill(0.0);
+                line[own.end..].fill(0.0);
+                softmax(&mut line[own.clone()]);
+            }
+            seen.push(own);
+        }
+        Self {
+            weights,
+            seen,
+            n_visible: visible(p, head.window).len(),
+        }
+    }
+
+    /// Weights of the row `lag` steps before the anchor, over the whole span.
+    fn line(&self, lag: usize) -> &[f32] {
+        let width = self.weights.ncols();
+        let all = self.weights.as_slice().unwrap_or(&[]);
+        &all[(HISTORY - lag) * width..(HISTORY - lag + 1) * width]
+    }
+
+    /// The non-sinks that the anchor sees.
+    fn own(&self) -> Range<usize> {
+        self.seen[HISTORY].clone()
+    }
+
+    /// The vertical and the slash table before the anchor, by the positions that it sees.
+    ///
+    /// # Source
+    /// The tables of arXiv 2506.15704 (Eq. 4, 10) in offset form, filled with exact weights.
+    fn tables(&self, decay: f64) -> (Vec<f32>, Vec<f32>) {
+        let width = self.weights.ncols();
+        let (mut vertical, mut slash) = (vec![0.0; width], vec![0.0; width]);
+        for lag in (1..=HISTORY).rev() {
+            let factor = decay.powi(lag as i32 - 1) as f32;
+            let line = self.line(lag);
+            simd::axpy(factor, line, &mut vertical);
+            // An offset of that row is a position `lag` further on of the anchor.
+            if lag < width {
+                simd::axpy(factor, &line[..width - lag], &mut slash[lag..]);
+            }
+        }
+        (vertical[self.own()].to_vec(), slash[self.own()].to_vec())
+    }
+
+    fn measure(&self) -> Measured {
+        let weights = &self.line(0)[self.own()];
+        let n = weights.len();
+        let m = top_size(n);
+        let mass = |at: &[u32]| -> f64 { at.iter().map(|i| f64::from(weights[*i as usize])).sum() };
+        let (vertical, slash) = self.tables(1.0);
+        let own_top = top(weights, m);
+        let persist = LAGS.map(|lag| {
+            let seen = self.seen[HISTORY - lag].clone();
+            let before = top(&self.line(lag)[seen.clone()], top_size(seen.len()));
+            let mut marked = vec![false; self.weights.ncols()];
+            before
+                .iter()
+                .for_each(|i| marked[seen.start + *i as usize] = true);
+            let start = self.own().start;
+            let both = own_top.iter().filter(|i| marked[start + **i as usize]).count();
+            both as f64 / m as f64
+        });
+        Measured {
+            vertical: mass(&top(&vertical, m)),
+            slash: mass(&top(&slash, m)),
+            kept: self.kept(weights),
+            k_fraction: count_of_mass(weights) as f64 / n as f64,
+            persist,
+        }
+    }
+
+    /// Per alpha: the share of the mass of the true top-k that the expanded candidates have.
+    fn kept(&self, weights: &[f32]) -> [f64; ALPHAS.len()] {
+        let (vertical, slash) = self.tables(GAMMA);
+        let wide = |table: Vec<f32>| -> Vec<f64> { table.into_iter().map(f64::from).collect() };
+        let (vertical, slash) = (wide(vertical), wide(slash));
+        let k = (self.n_visible / TOP_DIVISOR).max(MIN_TOP_K).min(weights.len());
+        let best = top(weights, k);
+        let (of_vertical, of_slash) = (Shape::of(&vertical), Shape::of(&slash));
+        let weight = |i: &u32| f64::from(weights[*i as usize]);
+        let all: f64 = best.iter().map(weight).sum();
+        ALPHAS.map(|alpha| {
+            let limits = balanced(of_vertical, of_slash, alpha);
+            let mut found = expanded(&vertical, &slash, limits, (of_vertical.mean, of_slash.mean));
+            let recent = found.len().saturating_sub(LOCAL);
+            found[recent..].fill(true);
+            let inside = best.iter().filter(|i| found[**i as usize]);
+            inside.map(weight).sum::<f64>() / all
+        })
+    }
+
+    /// Per decay: the log of the mass on the best positions by both tables together.
+    fn caught(&self, lambda: f64) -> [f64; GAMMAS.len()] {
+        let weights = &self.line(0)[self.own()];
+        GAMMAS.map(|gamma| {
+            let (vertical, slash) = self.tables(gamma);
+            let both = vertical.iter().zip(&slash);
+            let both: Vec<f32> = both
+                .map(|(v, s)| (lambda * f64::from(*v) + (1.0 - lambda) * f64::from(*s)) as f32)
+                .collect();
+            let best = top(&both, top_size(weights.len()));
+            let mass: f64 = best.iter().map(|i| f64::from(weights[*i as usize])).sum();
+            mass.max(MASS_FLOOR).ln()
+        })
+    }
+}
+
+/// Positions in a top set of n.
+fn top_size(n: usize) -> usize {
+    (n / TOP_DIVISOR).max(1)
+}
+
+/// Places of the m largest values in no particular order; the lower place wins a tie.
+fn top(values: &[f32], m: usize) -> Vec<u32> {
+    let mut places: Vec<u32> = (0..values.len() as u32).collect();
+    let value = |i: u32| values[i as usize];
+    if m < places.len() {
+        places.select_nth_unstable_by(m, |a, b| value(*b).total_cmp(&value(*a)).then(a.cmp(b)));
+        places.truncate(m);
+    }
+    places
+}
+
+/// The least number of the largest weights that hold 95 % of all.
+fn count_of_mass(weights: &[f32]) -> usize {
+    let mut descending = weights.to_vec();
+    descending.sort_unstable_by(|a, b| b.total_cmp(a));
+    let enough = SHARE * descending.iter().map(|w| f64::from(*w)).sum::<f64>();
+    let mut sum = 0.0;
+    let reached = descending.iter().position(|w| {
+        sum += f64::from(*w);
+        sum >= enough
+    });
+    reached.map_or(weights.len(), |i| i + 1)
+}

@@ -1,0 +1,378 @@
+//! One layer's priors: the rows' static quantities, and everything put together.
+
+use std::ops::Range;
+
+use ndarray::{Array2, ArrayView2, Axis, s};
+use rayon::prelude::*;
+use serde_json::{Value, json};
+
+use super::anchors::{self, Dynamic};
+use super::sample::{Sample, Tile};
+use super::{EXACT, LAGS, LOCAL, RELATIVE, SCALARS, SINKS, SLASH, STRUCTURAL_END, THETAS, VERT, slash_start};
+use crate::artifact::LayerPart;
+use crate::compute::attention::visible;
+use crate::compute::{gemm, simd};
+use crate::dump::Sizes;
+use crate::error::{Error, Result};
+use crate::interrupt;
+use crate::model::rope::{Rope, RopeTable};
+use crate::store::to_bytes;
+
+/// Scores whose exponentials are summed in f32 before they join a sum in f64.
+const SUM_TILE: usize = 256;
+
+/// Takes the priors of one layer.
+///
+/// `keys` reads all rows of a KV head, `[n,d]`, and `queries` the rows `sample.rows` of a query head,
+/// `[rows,d]`, both before rotation; `window` is the layer's sliding window; `done` is called after
+/// each KV head.
+///
+/// # Numerics
+/// Scores and weights in f32, sums over positions and rows in f64, in an order that does not depend
+/// on the number of threads.
+///
+/// # Errors
+/// What `keys` and `queries` return; a score that is not finite.
+pub fn fit_layer(
+    keys: &dyn Fn(usize) -> Result<Array2<f32>>,
+    queries: &dyn Fn(usize) -> Result<Array2<f32>>,
+    sizes: Sizes,
+    sample: &Sample,
+    rope: &Rope,
+    window: Option<usize>,
+    done: &mut dyn FnMut(usize, &Value),
+) -> Result<LayerPart> {
+    let mut tensors = vec![Vec::new(); 3];
+    let mut quality = Vec::new();
+    let r = sizes.n_heads / sizes.n_kv_heads;
+    let table = rope.table(0..sample.longest_block());
+    for kv_head in 0..sizes.n_kv_heads {
+        let mut keys = keys(kv_head)?;
+        let rows: Vec<usize> = (0..keys.nrows()).collect();
+        rotate(&mut keys, &rows, sample, &table, 1.0);
+        let mut scalars = Vec::with_capacity(r);
+        for query_head in kv_head * r..(kv_head + 1) * r {
+            interrupt::check()?;
+            let mut queries = queries(query_head)?;
+            let scale = 1.0 / (sizes.head_dim as f32).sqrt();
+            rotate(&mut queries, &sample.rows, sample, &table, scale);
+            let head = Head {
+                keys: keys.view(),
+                queries: queries.view(),
+                sample,
+                window,
+            };
+            let fit = fit_head(&head).map_err(|e| e.context(format!("priors of query head {query_head}")))?;
+            let narrow = |x: &[f64]| to_bytes(&x.iter().map(|v| *v as f32).collect::<Vec<_>>());
+            tensors[0].extend(narrow(&fit.slash));
+            tensors[1].extend(narrow(&fit.vert));
+            tensors[2].extend(narrow(&fit.scalars));
+            scalars.push(fit.scalars);
+        }
+        let report = report(sample, &scalars);
+        done(kv_head, &report);
+        quality.push(report);
+    }
+    Ok(LayerPart { tensors, quality })
+}
+
+/// Rotates rows of the text to their positions in their blocks, and multiplies them.
+fn rotate(x: &mut Array2<f32>, rows: &[usize], sample: &Sample, table: &RopeTable, scale: f32) {
+    x.axis_iter_mut(Axis(0))
+        .into_par_iter()
+        .zip(rows)
+        .for_each(|(mut x, row)| {
+            let block = sample.blocks.partition_point(|b| b.end <= *row);
+            if let Some(x) = x.as_slice_mut() {
+                table.rotate(x, row - sample.blocks[block].start);
+                simd::scale(x, scale);
+            }
+        });
+}
+
+/// The quality report of a KV head: an array per quantity over its query heads.
+fn report(sample: &Sample, scalars: &[Vec<f64>]) -> Value {
+    let mut report = json!({ "rows": sample.n_rows(), "anchors": sample.n_anchors() });
+    for (i, name) in SCALARS.iter().enumerate() {
+        let shown = match *name {
+            "p_bypass_0.85" => "p_bypass",
+            "lambda" | "sink_mean" | "alpha" | "gamma" | "k_fraction" | "persist_1" | "persist_8"
+            | "persist_32" => name,
+            _ => continue,
+        };
+        report[shown] = scalars.iter().map(|s| s[i]).collect();
+    }
+    report
+}
+
+/// One query head and the keys it looks at.
+pub(super) struct Head<'a> {
+    /// Rotated keys of the whole text: `[n,d]`.
+    pub keys: ArrayView2<'a, f32>,
+    /// Rotated queries of `sample.rows`, over sqrt(d): `[rows,d]`.
+    pub queries: ArrayView2<'a, f32>,
+    pub sample: &'a Sample,
+    pub window: Option<usize>,
+}
+
+impl Head<'_> {
+    /// Position of each row of a tile in its block.
+    pub fn positions(&self, tile: &Tile) -> Vec<usize> {
+        let rows = tile.at.iter().map(|at| self.sample.rows[*at]);
+        rows.map(|row| row - tile.block.start).collect()
+    }
+
+    /// Positions that a row sees besides sinks.
+    pub fn non_sinks(&self, p: usize) -> Range<usize> {
+        visible(p, self.window).start.max(SINKS)..p + 1
+    }
+
+    /// Scores of a tile's rows against a span of positions of its block: `[rows, span]`.
+    pub fn scores(&self, tile: &Tile, span: Range<usize>) -> Array2<f32> {
+        let queries = self.queries.select(Axis(0), &tile.at);
+        let (first, end) = (tile.block.start + span.start, tile.block.start + span.end);
+        let mut scores = Array2::zeros((tile.at.len(), span.len()));
+        let keys = self.keys.slice(s![first..end, ..]);
+        gemm(scores.view_mut(), false, queries.view(), keys.t());
+        scores
+    }
+}
+
+/// Turns scores into softmax weights; returns their log-sum-exp.
+pub(super) fn softmax(x: &mut [f32]) -> f64 {
+    let max = simd::max(x);
+    let parts = x.chunks_mut(SUM_TILE);
+    let sum: f64 = parts.map(|part| f64::from(simd::exp_shifted(part, max))).sum();
+    simd::scale(x, (1.0 / sum) as f32);
+    f64::from(max) + sum.ln()
+}
+
+/// Log-sum-exp of a few scores; negative infinity of none.
+fn lse(x: &[f32]) -> f64 {
+    let max = f64::from(simd::max(x));
+    let sum: f64 = x.iter().map(|v| (f64::from(*v) - max).exp()).sum();
+    if x.is_empty() { max } else { max + sum.ln() }
+}
+
+fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+/// What one row contributes besides its mass per bucket.
+struct Row {
+    /// Log mass of the sinks, of all other positions, and of the most recent of these.
+    sink: f64,
+    rest: f64,
+    local: f64,
+    /// ln(n_ns) + mean score: the log-normal estimate of `rest` without its variance.
+    flat: f64,
+    /// Squared norm of the query.
+    norm: f64,
+    /// Variance of the scores over `norm`.
+    rho: f64,
+}
+
+/// Sums over the rows of a tile.
+struct TileSums {
+    slash: Vec<f64>,
+    vert: Vec<f64>,
+    rows: Vec<Row>,
+}
+
+impl TileSums {
+    fn of(head: &Head, tile: &Tile) -> Self {
+        let positions = head.positions(tile);
+        let span = visible(positions[0], head.window).start..positions[positions.len() - 1] + 1;
+        let mut scores = head.scores(tile, span.clone());
+        let mut sums = Self {
+            slash: vec![0.0; SLASH],
+            vert: vec![0.0; VERT],
+            rows: Vec::with_capacity(positions.len()),
+        };
+        for ((mut line, &p), &at) in scores.rows_mut().into_iter().zip(&positions).zip(&tile.at) {
+            let Some(line) = line.as_slice_mut() else { continue };
+            let (seen, rest) = (visible(p, head.window), head.non_sinks(p));
+            let sink = lse(&line[seen.start - span.start..rest.start - span.start]);
+            let x = &mut line[rest.start - span.start..rest.end - span.start];
+            let n = x.len() as f64;
+            let local = lse(&x[x.len().saturating_sub(LOCAL)..]);
+            let (sum, squares) = simd::sums(x);
+            let mean = sum / n;
+            let query = head.queries.row(at);
+            let scaled: f64 = query.iter().map(|v| f64::from(*v) * f64::from(*v)).sum();
+            let norm = scaled * query.len() as f64;
+            let variance = (squares / n - mean * mean).max(0.0);
+            sums.rows.push(Row {
+                sink,
+                rest: softmax(x),
+                local,
+                flat: n.ln() + mean,
+                norm,
+                rho: if norm > 0.0 { variance / norm } else { 0.0 },
+            });
+            add_slash(&mut sums.slash, x);
+            add_vert(&mut sums.vert, x, rest);
+        }
+        sums
+    }
+}
+
+/// Adds a row's weights by offset; the last of them has offset 0.
+fn add_slash(slash: &mut [f64], weights: &[f32]) {
+    for (sum, w) in slash[..EXACT].iter_mut().zip(weights.iter().rev()) {
+        *sum += f64::from(*w);
+    }
+    let n = weights.len();
+    for (bucket, sum) in slash.iter_mut().enumerate().skip(EXACT) {
+        let start = slash_start(bucket);
+        if start >= n {
+            break;
+        }
+        let end = if bucket + 1 == SLASH {
+            n
+        } else {
+            slash_start(bucket + 1).min(n)
+        };
+        *sum += simd::sums(&weights[n - end..n - start]).0;
+    }
+}
+
+/// Adds a row's weights on these positions by position: 4..63 exact, then by i/p, where bucket b
+/// holds 2^-(b+1) < i/p <= 2^-b and the last one the rest.
+fn add_vert(vert: &mut [f64], weights: &[f32], positions: Range<usize>) {
+    let (first, p) = (positions.start, positions.end - 1);
+    for (i, w) in positions.take_while(|i| *i < STRUCTURAL_END).zip(weights) {
+        vert[i - SINKS] += f64::from(*w);
+    }
+    let least = first.max(STRUCTURAL_END);
+    for (b, sum) in vert[STRUCTURAL_END - SINKS..].iter_mut().enumerate() {
+        let end = (p >> b) + 1;
+        let start = if b + 1 == RELATIVE {
+            least
+        } else {
+            least.max((p >> (b + 1)) + 1)
+        };
+        if start < end {
+            *sum += simd::sums(&weights[start - first..end - first]).0;
+        }
+    }
+}
+
+/// The priors of one query head, before rounding.
+struct HeadFit {
+    slash: Vec<f64>,
+    vert: Vec<f64>,
+    /// In the order of [`SCALARS`].
+    scalars: Vec<f64>,
+}
+
+fn fit_head(head: &Head) -> Result<HeadFit> {
+    let tiles: Vec<TileSums> = head
+        .sample
+        .tiles
+        .par_iter()
+        .map(|tile| TileSums::of(head, tile))
+        .collect();
+    let (mut slash, mut vert) = (vec![0.0; SLASH], vec![0.0; VERT]);
+    let mut rows = Vec::with_capacity(head.sample.n_rows());
+    for tile in tiles {
+        slash.iter_mut().zip(&tile.slash).for_each(|(s, t)| *s += t);
+        vert.iter_mut().zip(&tile.vert).for_each(|(s, t)| *s += t);
+        rows.extend(tile.rows);
+    }
+    for mass in [&mut slash, &mut vert] {
+        let buckets = mass.len() as f64;
+        mass.iter_mut().for_each(|m| {
+            *m = if rows.is_empty() {
+                1.0 / buckets
+            } else {
+                *m / rows.len() as f64
+            };
+        });
+    }
+    let scalars = scalars(&rows, &anchors::measure(head));
+    if slash.iter().chain(&vert).chain(&scalars).all(|v| v.is_finite()) {
+        return Ok(HeadFit { slash, vert, scalars });
+    }
+    Err(Error::failed("a score is not finite").hint("the queries or keys of this head have extreme outliers"))
+}
+
+/// The scalars in the order of [`SCALARS`].
+///
+/// # Source
+/// Eq. 5, 6 and 11 to 14 of arXiv 2506.15704 for l_sink, l_glob, l_loc and spars; the correction
+/// `glob_bias` is ours.
+fn scalars(rows: &[Row], dynamic: &Dynamic) -> Vec<f64> {
+    let sink: Vec<f64> = rows.iter().map(|row| sigmoid(row.sink - row.rest)).collect();
+    let (sink_mean, sink_std) = mean_std(&sink);
+    let (rho0, rho_std) = mean_std(&rows.iter().map(|row| row.rho).collect::<Vec<_>>());
+    let glob = |row: &Row| row.flat + rho0 * row.norm / 2.0;
+    let (glob_bias, _) = mean_std(&rows.iter().map(|row| row.rest - glob(row)).collect::<Vec<_>>());
+    let sparsity = |row: &Row| sigmoid(row.sink - (glob(row) + glob_bias).max(row.local));
+    let mut ascending = sink;
+    ascending.sort_unstable_by(f64::total_cmp);
+    let mut out = vec![dynamic.lambda, sink_mean, sink_std];
+    out.extend([5, 25, 50, 75, 95].map(|percent| quantile(&ascending, percent)));
+    out.extend([glob_bias, rho0, rho_std]);
+    out.extend([dynamic.gamma, dynamic.alpha, dynamic.k_fraction]);
+    out.extend(THETAS.map(|theta| {
+        let above = rows.iter().filter(|row| sparsity(row) > theta).count();
+        above as f64 / rows.len().max(1) as f64
+    }));
+    let persist: [f64; LAGS.len()] = dynamic.persist;
+    out.extend(persist);
+    out
+}
+
+/// Mean and population standard deviation; zeros of nothing.
+fn mean_std(x: &[f64]) -> (f64, f64) {
+    let n = x.len().max(1) as f64;
+    let mean = x.iter().sum::<f64>() / n;
+    let variance = x.iter().map(|v| (v - mean) * (v - mean)).sum::<f64>() / n;
+    (mean, variance.sqrt())
+}
+
+/// The smallest of the ascending values that at least so many percent do not exceed; zero of none.
+fn quantile(ascending: &[f64], percent: usize) -> f64 {
+    let rank = (ascending.len() * percent).div_ceil(100);
+    rank.checked_sub(1).map_or(0.0, |i| ascending[i])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_local_estimate_has_five_positions() {
+        // One block of 14, rows from 7 on; the score of position i is i/10, of every query.
+        let kept = [true; 14];
+        let sample = Sample::new(&[0, 14], &kept);
+        let keys = Array2::from_shape_fn((14, 1), |(i, _)| i as f32 / 10.0);
+        let queries = Array2::ones((sample.rows.len(), 1));
+        for window in [None, Some(9), Some(4)] {
+            let head = Head {
+                keys: keys.view(),
+                queries: queries.view(),
+                sample: &sample,
+                window,
+            };
+            let rows = TileSums::of(&head, &sample.tiles[0]).rows;
+            assert_eq!(rows.len(), 7);
+            for (p, row) in (7..14).zip(rows) {
+                let least = (p + 1_usize).saturating_sub(window.unwrap_or(14));
+                let lse = |positions: Range<usize>| -> f64 {
+                    let scores = positions.map(|i| i as f64 / 10.0);
+                    scores.map(f64::exp).sum::<f64>().ln()
+                };
+                for (name, actual, expected) in [
+                    ("local", row.local, lse((p - 4).max(4).max(least)..p + 1)),
+                    ("rest", row.rest, lse(least.max(4)..p + 1)),
+                    ("sink", row.sink, lse(least..4)),
+                ] {
+                    let equal = actual == expected || (actual - expected).abs() < 1e-5;
+                    assert!(equal, "{name} of {p}: {actual} {expected}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! Which rows the priors are taken from. It depends on the blocks alone, so the rows are known
+//! before any state is captured, and only their queries need be kept.
+
+use std::ops::Range;
+
+use super::{HISTORY, SINKS};
+
+/// Most rows of the static quantities, over all blocks.
+pub const MAX_ROWS: usize = 4096;
+/// Most rows of the quantities that look back.
+pub const MAX_ANCHORS: usize = 64;
+/// Rows count from here on, or from the middle of a block that is shorter than twice that.
+const FIRST: usize = 1024;
+/// Rows of a tile.
+const TILE: usize = 64;
+
+/// The rows of a calibration text that the priors are taken from; the same for every head.
+#[derive(Clone, Debug)]
+pub struct Sample {
+    /// Rows whose queries are needed, ascending.
+    pub rows: Vec<usize>,
+    /// Rows of each block.
+    pub(super) blocks: Vec<Range<usize>>,
+    /// Rows of the static quantities, in tiles of one block.
+    pub(super) tiles: Vec<Tile>,
+    /// Rows that look back; all [`HISTORY`] rows before each are in `rows` too.
+    pub(super) anchors: Vec<Tile>,
+}
+
+/// Rows of one block.
+#[derive(Clone, Debug)]
+pub(super) struct Tile {
+    /// Rows of the block.
+    pub block: Range<usize>,
+    /// Where the tile's rows stand in `Sample::rows`, ascending.
+    pub at: Vec<usize>,
+}
+
+impl Sample {
+    /// Chooses rows: of the kept ones from min(1024, L/2) of their block on that see a non-sink,
+    /// at most 4,096; and at most 64 of those whose 32 predecessors are kept and see one too. Both
+    /// evenly spaced: item j of m is number floor(j n / m) of n.
+    ///
+    /// `block_start` has the first row of each block and then n; `kept` says which rows count.
+    pub fn new(block_start: &[u32], kept: &[bool]) -> Self {
+        let blocks: Vec<Range<usize>> = block_start
+            .windows(2)
+            .map(|w| w[0] as usize..w[1] as usize)
+            .collect();
+        let (mut eligible, mut with_history) = (Vec::new(), Vec::new());
+        for block in &blocks {
+            let first = FIRST.min(block.len() / 2);
+            let mut kept_before = 0;
+            for p in SINKS..block.len() {
+                let row = block.start + p;
+                if kept[row] && p >= first {
+                    eligible.push(row);
+                    if kept_before >= HISTORY {
+                        with_history.push(row);
+                    }
+                }
+                kept_before = if kept[row] { kept_before + 1 } else { 0 };
+            }
+        }
+        let chosen = evenly(&eligible, MAX_ROWS);
+        let anchors = evenly(&with_history, MAX_ANCHORS);
+        let mut rows = chosen.clone();
+        rows.extend(anchors.iter().flat_map(|row| row - HISTORY..row + 1));
+        rows.sort_unstable();
+        rows.dedup();
+        let at = |row: usize| rows.partition_point(|r| *r < row);
+        let block_of = |row: usize| blocks[blocks.partition_point(|b| b.end <= row)].clone();
+        let tiles = chosen
+            .chunk_by(|a, b| block_of(*a) == block_of(*b))
+            .flat_map(|of_block| of_block.chunks(TILE))
+            .map(|tile| Tile {
+                block: block_of(tile[0]),
+                at: tile.iter().map(|row| at(*row)).collect(),
+            })
+            .collect();
+        let anchors = anchors
+            .iter()
+            .map(|row| Tile {
+                block: block_of(*row),
+                at: (at(row - HISTORY)..at(*row) + 1).collect(),
+            })
+            .collect();
+        Self {
+            rows,
+            blocks,
+            tiles,
+            anchors,
+        }
+    }
+
+    /// Rows of the static quantities.
+    pub fn n_rows(&self) -> usize {
+        self.tiles.iter().map(|t| t.at.len()).sum()
+    }
+
+    /// Rows that look back.
+    pub fn n_anchors(&self) -> usize {
+        self.anchors.len()
+    }
+
+    /// Of `rows`, those within a range: their numbers in `rows`, and where they stand in the range.
+    pub fn within(&self, range: &Range<usize>) -> impl Iterator<Item = (usize, usize)> {
+        let at = |row: usize| self.rows.partition_point(|r| *r < row);
+        let start = range.start;
+        (at(range.start)..at(range.end)).map(move |i| (i, self.rows[i] - start))
+    }
+
+    /// Positions of the longest block.
+    pub(super) fn longest_block(&self) -> usize {
+        self.blocks.iter().map(Range::len).max().unwrap_or(0)
+    }
+}
+
+/// At most `most` of some items, evenly spaced.
+fn evenly(items: &[usize], most: usize) -> Vec<usize> {
+    let m = items.len().min(most);
+    (0..m).map(|j| items[j * items.len() / m]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_follow_the_rule() {
+        // Blocks of 3 (sinks alone), 100, 40 (not kept), 6,000 with a gap, and 30 rows.
+        let block_start = [0, 3, 103, 143, 6143, 6173];
+        let mut kept = vec![true; 6173];
+        kept[103..143].fill(false);
+        kept[3000..3010].fill(false);
+        let sample = Sample::new(&block_start, &kept);
+        let rows = |tiles: &[Tile]| -> Vec<usize> {
+            let at = tiles.iter().flat_map(|t| t.at.clone());
+            at.map(|i| sample.rows[i]).collect()
+        };
+        let kept_range = |a: usize, b: usize| (a..b).filter(|i| kept[*i]).collect::<Vec<_>>();
+        // From L/2, from 1,024 and from L/2 again.
+        let eligible = [
+            kept_range(53, 103),
+            kept_range(1167, 6143),
+            kept_range(6158, 6173),
+        ]
+        .concat();
+        let n = eligible.len();
+        assert_eq!(sample.n_rows(), 4096);
+        let expected: Vec<usize> = (0..4096).map(|j| eligible[j * n / 4096]).collect();
+        assert_eq!(rows(&sample.tiles), expected);
+        assert!(sample.tiles.iter().all(|t| t.at.len() <= 64));
+
+        // 32 kept rows before, none of them a sink: not within the first 36 rows nor after the gap.
+        let looks_back: Vec<usize> = eligible
+            .iter()
+            .copied()
+            .filter(|r| match r {
+                0..103 => *r >= 3 + 36,
+                103..6143 => (r - 32..*r).all(|i| kept[i]),
+                _ => false,
+            })
+            .collect();
+        let n = looks_back.len();
+        assert_eq!(sample.n_anchors(), 64);
+        for (j, tile) in sample.anchors.iter().enumerate() {
+            let row = looks_back[j * n / 64];
+            assert_eq!(
+                rows(std::slice::from_ref(tile)),
+                (row - 32..=row).collect::<Vec<_>>()
+            );
+        }
+    }
+
+    #[test]
+    fn short_texts_have_no_rows() {
+        for kept in [vec![true; 4], vec![false; 4], Vec::new()] {
+            let sample = Sample::new(&[0, kept.len() as u32], &kept);
+            assert_eq!((sample.n_rows(), sample.n_anchors()), (0, 0));
+            assert!(sample.rows.is_empty());
+        }
+    }
+}
