@@ -43,7 +43,10 @@ struct Naive {
     size: f64,
 }
 
+/// Block and position.
 type Row = (usize, usize);
+/// Vertical and slash.
+type Tables = (Vec<f64>, Vec<f64>);
 
 impl Naive {
     fn new(dump: &Dump, layer: usize, head: usize) -> Self {
@@ -139,7 +142,7 @@ impl Naive {
     }
 
     /// The vertical and the slash table before a row, at the positions `others`.
-    fn tables(&self, (b, p): Row, decay: f64) -> (Vec<f64>, Vec<f64>) {
+    fn tables(&self, (b, p): Row, decay: f64) -> Tables {
         let history: Vec<Vec<f64>> = (1..33).map(|j| self.weights((b, p - j))).collect();
         let at = |i: usize, shift: bool| -> f64 {
             let one = |(j, w): (usize, &Vec<f64>)| {
@@ -352,7 +355,7 @@ fn check_dynamic(naive: &Naive, scalar: &dyn Fn(&str) -> f64, what: &str) {
         })
         .collect();
     let kept = ALPHAS.map(|alpha| {
-        let share = |(own, best, (v, s)): &(Vec<f64>, Vec<usize>, (Vec<f64>, Vec<f64>))| {
+        let share = |(own, best, (v, s)): &(Vec<f64>, Vec<usize>, Tables)| {
             let found = expanded(v, s, alpha);
             let inside: Vec<usize> = best.iter().copied().filter(|i| found[*i]).collect();
             mass(own, &inside) / mass(own, best)
