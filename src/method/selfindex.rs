@@ -44,6 +44,9 @@ pub const PATTERNS: usize = 1 << GROUP;
 /// Weight of a calibrated centroid among the prompt's, in keys.
 pub const PSEUDO_COUNT: f64 = 32.0;
 
+/// Most of a budget that goes to the full-precision tokens: 64 of the 160 of the paper's LongBench runs.
+pub const FULL_SHARE: f64 = 0.4;
+
 /// Where the centroids of a run come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Source {
@@ -434,7 +437,7 @@ pub struct SelfIndex {
     centroids: Vec<f32>,
     /// Sign bytes per position; empty where the cache holds them.
     signs: Vec<u8>,
-    /// Positions that are always attended, ascending: those that the last prompt query scored best.
+    /// Positions that come first, ascending: those that the last prompt query scored best.
     full: Vec<u32>,
 }
 
@@ -556,15 +559,19 @@ impl Retriever for SelfIndex {
         let signs = step.kv.signs().map_or(&self.signs[..], |rows| rows.signs());
         let c = step.candidates.clone();
         let scores = self.scores(step.q_rope, signs, c.clone());
-        let fixed = self.full.iter().filter(|p| c.contains(&(**p as usize)));
+        let score = |p: u32| scores[p as usize - c.start];
+        let best = |a: &u32, b: &u32| score(*b).total_cmp(&score(*a)).then(a.cmp(b));
+        // The best of the full-precision tokens first, then the others by their scores.
+        let visible = |p: &u32| c.contains(&(*p as usize));
+        let mut fixed: Vec<u32> = self.full.iter().copied().filter(visible).collect();
+        fixed.sort_unstable_by(best);
+        fixed.truncate((FULL_SHARE * step.budget as f64) as usize);
         let mut is_fixed = vec![false; c.len()];
-        fixed.for_each(|p| is_fixed[*p as usize - c.start] = true);
-        // The full-precision tokens first, then the others by their scores.
+        fixed.iter().for_each(|p| is_fixed[*p as usize - c.start] = true);
         let mut order: Vec<u32> = c.clone().map(|p| p as u32).collect();
         let rank = |a: &u32, b: &u32| {
             let (i, j) = (*a as usize - c.start, *b as usize - c.start);
-            let fixed = is_fixed[j].cmp(&is_fixed[i]);
-            fixed.then(scores[j].total_cmp(&scores[i])).then(a.cmp(b))
+            is_fixed[j].cmp(&is_fixed[i]).then(best(a, b))
         };
         order.select_nth_unstable_by(step.budget, rank);
         order.truncate(step.budget);
