@@ -243,8 +243,8 @@ const LFPS_COLUMNS: [Column; 8] = [
     ("gamma", |v| format!("{v:.3}"), |r| mean(r, "gamma")),
     ("same after 32", percent, |r| mean(r, "persist_32")),
 ];
-const LFPS_LEGEND: &str = "(means over the query heads; bypassed = share of rows with a sparsity above 0.85; \
-     95 % mass in = share of the positions; same after 32 = overlap of the best 2 %)\n";
+const LFPS_LEGEND: &str = "(means over the query heads; bypassed = share of rows with a sparsity above 0.85;
+95 % mass in = that share of the positions; same after 32 = overlap of the best 2 %)\n";
 
 fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
