@@ -63,6 +63,68 @@ fn it_equals_the_chain_by_hand() {
 }
 
 #[test]
+fn the_ablation_by_hand() {
+    let scratch = Scratch::new();
+    let model = golden("qwen2_bias").display().to_string();
+    let tokens = scratch.tokens("tokens.json", &documents(&[70, 50, 60], 1));
+    let path = |file: &str| scratch.path(file);
+    let input = format!("--model {model} --tokens {tokens} --wrope-position 30");
+    let dump = path("dump");
+    kvsmith(&format!("dump --dtype f32 --queries --values {input} -o {dump}")).ok();
+    let mut codebooks = Vec::new();
+    for rope in ["windowed", "standard"] {
+        kvsmith(&format!(
+            "moments --dump {dump} --rope {rope} -o {}",
+            path("moments")
+        ))
+        .ok();
+        for metric in ["query-aware", "plain"] {
+            let direct = path("direct");
+            kvsmith(&format!(
+                "calibrate {input} --size 9 --rope {rope} --metric {metric} -o {direct}"
+            ))
+            .ok();
+            kvsmith(&format!(
+                "codebook --dump {dump} --moments {} --size 9 --metric {metric} -o {}",
+                path("moments"),
+                path("section")
+            ))
+            .ok();
+            let by_hand = read_tensors(path("section"));
+            for (name, tensor) in read_tensors(&direct) {
+                if name.starts_with("a2ats") {
+                    assert!(tensor.bytes == by_hand[&name].bytes, "{rope} {metric}: {name}");
+                }
+            }
+            let manifest = kvsmith::artifact::Artifact::open(Path::new(&direct))
+                .unwrap()
+                .manifest;
+            let params = &manifest["sections"]["a2ats"];
+            let b = if rope == "windowed" {
+                json!(30)
+            } else {
+                json!(null)
+            };
+            let space = if rope == "windowed" { "pre" } else { "post" };
+            assert_eq!(
+                (
+                    &params["wrope_position"],
+                    &params["rope_space"],
+                    &params["metric"]
+                ),
+                (&b, &json!(space), &json!(metric))
+            );
+            codebooks.push(by_hand["a2ats.codebook"].bytes.clone());
+        }
+    }
+    for i in 0..4 {
+        for j in 0..i {
+            assert!(codebooks[i] != codebooks[j], "settings {i} and {j} agree");
+        }
+    }
+}
+
+#[test]
 fn the_seed_alone_makes_a_difference() {
     let scratch = Scratch::new();
     let model = golden("qwen2_sliding").display().to_string();

@@ -282,13 +282,76 @@ fn random_choice_is_fixed_by_the_seed() {
     assert_ne!(trace(2), first);
 }
 
+/// Every method makes the same choices with one thread and with several.
+#[test]
+fn threads_change_nothing() {
+    for name in ["qwen2_sliding", "llama_d128"] {
+        let model = Model::new(name);
+        let trace = model.scratch.path("trace");
+        for method in methods() {
+            for kv in ["f32", "2bit"] {
+                let run = |threads: usize| {
+                    let json = model.run(&format!(
+                        "--max-new 12 --sinks 1 --window 2 --budget 0.3 --method {method} --kv {kv} \
+                         --threads {threads} --trace {trace}"
+                    ));
+                    (json["ids"].clone(), std::fs::read_to_string(&trace).unwrap())
+                };
+                assert_eq!(run(1), run(3), "{name} {method} {kv}");
+            }
+        }
+    }
+}
+
+/// What a position costs in 2 bits: a sign, a 2-bit magnitude and a 2-bit value per channel, and a
+/// scale and a zero point of 16 bits for K and for V per 32 channels or part of them.
+#[test]
+fn a_2_bit_cache_has_its_size() {
+    for (name, layers, g, d) in [
+        ("llama_d128", 2, 2, 128),
+        ("llama_default", 2, 2, 16),
+        ("qwen3_norm", 2, 1, 80),
+    ] {
+        let model = Model::new(name);
+        let config: Value =
+            serde_json::from_slice(&std::fs::read(golden(name).join("config.json")).unwrap()).unwrap();
+        let of = |key: &str| config[key].as_u64().unwrap_or(0) as usize;
+        assert_eq!(
+            (of("num_hidden_layers"), of("num_key_value_heads")),
+            (layers, g),
+            "{name}"
+        );
+        assert!(config.get("head_dim").is_none() || of("head_dim") == d, "{name}");
+        let bytes = |prompt: usize, method: &str| {
+            let ids = model.scratch.tokens("long.json", &documents(&[prompt], 3));
+            let files = model.files.rsplit_once("--tokens").unwrap().0;
+            let json = kvsmith(&format!(
+                "run {files} --tokens {ids} --json --max-new 1 --method {method} --kv 2bit"
+            ))
+            .json();
+            json["kv_bytes"].as_u64().unwrap() as usize
+        };
+        let row = d / 8 + 2 * d / 4 + 2 * 4 * d.div_ceil(32);
+        if d == 128 {
+            assert_eq!(row * 8, 896);
+        }
+        for method in ["selfindex", "full", "lfps"] {
+            let (short, long) = (bytes(100, method), bytes(164, method));
+            assert_eq!(long - short, 64 * layers * g * row, "{name} {method}");
+            // Besides: 64 positions in half precision with their numbers, centre and scale.
+            let fixed = layers * g * (2 * 64 * (2 * d + 4) + 2 * 4 * d);
+            assert_eq!(short, 101 * layers * g * row + fixed, "{name} {method}");
+        }
+    }
+}
+
 #[test]
 fn narrow_caches_hold_half() {
     for name in ["llama_default", "qwen2_sliding"] {
         let model = Model::new(name);
         let full = model.run("--max-new 8 --method full --kv f32");
         for kv in ["f16", "bf16"] {
-            for method in ["full", "a2ats", "topk"] {
+            for method in methods() {
                 let json = model.run(&format!("--max-new 8 --method {method} --budget 0.5 --kv {kv}"));
                 assert_eq!(json["ids"].as_array().unwrap().len(), 8);
                 let bytes = |json: &Value| json["kv_bytes"].as_u64().unwrap();

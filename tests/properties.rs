@@ -15,6 +15,7 @@ use kvsmith::method::a2ats::{A2ats, Codebooks, HeadCodebook, Limits, specs};
 use kvsmith::method::{Retriever, Step};
 use kvsmith::model::Decoder;
 use kvsmith::model::ModelConfig;
+use kvsmith::model::decoder::rotated;
 use kvsmith::model::fields::read_json;
 use kvsmith::model::rope::Rope;
 use kvsmith::model::rope::{RopeConfig, RopeScaling};
@@ -458,17 +459,26 @@ fn json_objects_are_written_in_key_order() {
     }
 }
 
-/// Retrieval on the states of the bundled model, step by step against f64: the codes by distance,
-/// the scores by value, the selection exactly.
+/// Retrieval on the states of the bundled model, in the four settings of the paper's ablation.
 #[test]
 fn retrieval_on_captured_states() {
+    for rope in ["windowed", "standard"] {
+        for metric in ["query-aware", "plain"] {
+            retrieval(rope, metric);
+        }
+    }
+}
+
+/// Step by step against f64: the codes by distance, the scores by value, the selection exactly.
+fn retrieval(rope: &str, metric: &str) {
+    let windowed = rope == "windowed";
     let scratch = Scratch::new();
     let model = root().join("calib-data/model");
     let text = root().join("calib-data/heldout.txt");
     let out = scratch.path("art.safetensors");
     kvsmith(&format!(
         "calibrate --model {} --text {} --max-tokens 3000 --uuid-tokens 600 --seq-len 512 --size 64 \
-         --wrope-position 256 -o {out}",
+         --wrope-position 256 --rope {rope} --metric {metric} -o {out}",
         model.display(),
         text.display()
     ))
@@ -500,6 +510,12 @@ fn retrieval_on_captured_states() {
                 states = Some((s.q_pre.clone(), s.k_pre.clone()));
             });
         let (q_pre, k_pre) = states.unwrap();
+        let table = decoder.rope.table(0..n);
+        let (q_rope, k_rope) = (rotated(&q_pre, &table, 0..n), rotated(&k_pre, &table, 0..n));
+        let (queries, keys_used) = match windowed {
+            true => (&q_pre, &k_pre),
+            false => (&q_rope, &k_rope),
+        };
         for head in 0..g {
             let i = layer * g + head;
             let wide = |values: &[f32], rows: usize| {
@@ -509,7 +525,8 @@ fn retrieval_on_captured_states() {
                 Array2::from_shape_vec((rows, d), part.collect()).unwrap()
             };
             let (codebook, mean, chol) = (wide(&codewords, 64), wide(&means, 1), wide(&chols, d));
-            let k = k_pre.index_axis(Axis(0), head);
+            assert!(metric == "query-aware" || chol == Array2::<f64>::eye(d));
+            let k = keys_used.index_axis(Axis(0), head);
             let codes = codebooks.head(layer, head).encode(k);
             let z = k.mapv(f64::from).dot(&chol) - &mean;
             for (z, code) in z.rows().into_iter().zip(&codes) {
@@ -529,13 +546,16 @@ fn retrieval_on_captured_states() {
                     "{found} {best}"
                 );
             }
-            let q = q_pre.slice(s![head * r..(head + 1) * r, n - 1, ..]);
+            let group = s![head * r..(head + 1) * r, n - 1, ..];
+            let q = queries.slice(group);
             let scores = codebooks.head(layer, head).scores(q);
             let inverse = invert_lower(chol.view()).unwrap();
             let table = decoder.rope.table(256..257);
             for (q, scores) in q.rows().into_iter().zip(scores.rows()) {
                 let mut qt = q.to_vec();
-                table.rotate(&mut qt, 0);
+                if windowed {
+                    table.rotate(&mut qt, 0);
+                }
                 let y = inverse.dot(&Array1::from(qt).mapv(f64::from));
                 let bound = (d + 2) as f64 * F32_UNIT;
                 for (score, c) in scores.iter().zip(codebook.rows()) {
@@ -545,8 +565,9 @@ fn retrieval_on_captured_states() {
             }
             let kv = KvHead::new(KvType::F32, d, 0, Center::Median);
             let mut a2ats = A2ats::new(Arc::clone(codebooks.head(layer, head)), None);
-            for key in k.rows() {
-                a2ats.append(key.insert_axis(Axis(0)), key.insert_axis(Axis(0)));
+            for p in 0..n {
+                let key = |k: &Array3<f32>| k.slice(s![head, p..p + 1, ..]).to_owned();
+                a2ats.append(key(&k_pre).view(), key(&k_rope).view());
             }
             for budget in [1, 2, 20, 42, 300] {
                 let step = Step {
@@ -554,8 +575,8 @@ fn retrieval_on_captured_states() {
                     visible: 0..n,
                     candidates: 4..n - 64,
                     budget,
-                    q_pre: q,
-                    q_rope: q,
+                    q_pre: q_pre.slice(group),
+                    q_rope: q_rope.slice(group),
                     kv: &kv,
                 };
                 let expected = reference::select(scores.view(), &codes[4..n - 64], 4, budget);
