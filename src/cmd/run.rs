@@ -12,7 +12,7 @@ use crate::corpus::read_tokens;
 use crate::dump::Sizes;
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::method::{Method, MethodName, Params};
+use crate::method::{Method, MethodName, Params, default_method};
 use crate::model::tokenizer::{TextStream, Tokenizer};
 use crate::model::{Decoder, ModelConfig};
 use crate::progress::{Log, size};
@@ -40,7 +40,7 @@ pub struct Args {
     /// Prompt as token ids: a JSON array with one array
     #[arg(long, value_name = "F", group = "input")]
     tokens: Option<PathBuf>,
-    /// How decode steps choose what they read (default: a2ats with an artifact, else full)
+    /// How decode steps choose what they read (default: a2ats, where the artifact has it, else full)
     #[arg(long, value_enum)]
     method: Option<MethodName>,
     /// Positions chosen per KV head and step: a fraction of the context (up to 1) or a whole number
@@ -130,10 +130,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         .as_ref()
         .map(|p| open_artifact(p, &decoder, args.force, log))
         .transpose()?;
-    let name = args.method.unwrap_or(match artifact {
-        Some(_) => MethodName::A2ats,
-        None => MethodName::Full,
-    });
+    let name = args.method.unwrap_or_else(|| default_method(artifact.as_ref()));
     let method = Method::new(
         name,
         artifact.as_ref(),

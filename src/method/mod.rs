@@ -116,6 +116,19 @@ fn not_negative(text: &str) -> std::result::Result<f64, String> {
     }
 }
 
+/// The method of a run that names none: the first with a section in the artifact, else full attention.
+pub fn default_method(artifact: Option<&Artifact>) -> MethodName {
+    let sections = [
+        (a2ats::SECTION, MethodName::A2ats),
+        (selfindex::SECTION, MethodName::Selfindex),
+        (priors::SECTION, MethodName::Lfps),
+    ];
+    let found = sections
+        .iter()
+        .find(|(name, _)| artifact.is_some_and(|a| a.has(name)));
+    found.map_or(MethodName::Full, |(_, method)| *method)
+}
+
 /// A method with what it was made from, for all heads of a model.
 pub enum Method {
     /// See [`full`].

@@ -1,0 +1,144 @@
+//! Sessions: caches that grow, and prompts that continue one.
+
+mod common;
+
+use clap::ValueEnum;
+use common::{Scratch, all_golden, documents, kvsmith, relative_error};
+use kvsmith::artifact::Artifact;
+use kvsmith::method::{Method, MethodName, Params};
+use kvsmith::model::Decoder;
+use kvsmith::runner::kv::KvType;
+use kvsmith::runner::packed::Center;
+use kvsmith::runner::{Options, Session, budget::Budget};
+
+struct Model {
+    decoder: Decoder,
+    artifact: Artifact,
+    ids: Vec<u32>,
+    _scratch: Scratch,
+}
+
+impl Model {
+    /// Every golden checkpoint, with an artifact of all sections and 150 ids.
+    fn all() -> impl Iterator<Item = Self> {
+        all_golden().map(|dir| {
+            let scratch = Scratch::new();
+            let tokens = scratch.tokens("tokens.json", &documents(&[80, 60], 1));
+            let out = scratch.path("art");
+            kvsmith(&format!(
+                "calibrate --model {} --tokens {tokens} --size 8 -o {out}",
+                dir.display()
+            ))
+            .ok();
+            Self {
+                decoder: Decoder::open(&dir).unwrap(),
+                artifact: Artifact::open(out.as_ref()).unwrap(),
+                ids: documents(&[150], 2).remove(0),
+                _scratch: scratch,
+            }
+        })
+    }
+
+    fn session(&self, method: MethodName, budget: Budget, kv: KvType, capacity: usize) -> Session<'_> {
+        let c = &self.decoder.config;
+        let method = Method::new(
+            method,
+            Some(&self.artifact),
+            &self.decoder.rope,
+            c.head_dim,
+            &Params::default(),
+            0,
+        )
+        .unwrap();
+        let options = Options {
+            sinks: 2,
+            window: 4,
+            budget,
+            kv,
+            center: Center::Median,
+        };
+        Session::new(&self.decoder, &method, options, capacity).unwrap()
+    }
+}
+
+#[test]
+fn caches_grow_past_what_was_reserved() {
+    for model in Model::all() {
+        for method in MethodName::value_variants() {
+            for kv in [KvType::F32, KvType::F16, KvType::TwoBit] {
+                let run = |capacity: usize| {
+                    let mut session = model.session(*method, Budget::Count(9), kv, capacity);
+                    let mut logits = vec![session.prefill(&model.ids[..30]).unwrap()];
+                    for id in &model.ids[30..70] {
+                        logits.push(session.step(*id).unwrap());
+                    }
+                    logits.push(session.prefill(&model.ids[70..100]).unwrap());
+                    logits.push(session.step(model.ids[100]).unwrap());
+                    assert_eq!(session.len(), 101);
+                    logits
+                };
+                assert_eq!(run(1), run(101), "{} {kv:?}", method.as_str());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_later_prompt_continues_the_cache() {
+    for model in Model::all() {
+        for method in MethodName::value_variants() {
+            // One prompt, or two with some steps between; then steps. All attention is exact.
+            let whole = Budget::Fraction(1.0);
+            let mut one = model.session(*method, whole, KvType::F32, 150);
+            let mut two = model.session(*method, whole, KvType::F32, 150);
+            let mut last = one.prefill(&model.ids[..120]).unwrap();
+            two.prefill(&model.ids[..50]).unwrap();
+            for id in &model.ids[50..60] {
+                two.step(*id).unwrap();
+            }
+            let mut other = two.prefill(&model.ids[60..120]).unwrap();
+            for id in &model.ids[120..130] {
+                let error = relative_error(&other, &last);
+                assert!(error < 1e-4, "{}: {error}", method.as_str());
+                last = one.step(*id).unwrap();
+                other = two.step(*id).unwrap();
+            }
+            assert_eq!(two.kv_read_fraction(), 1.0, "{}", method.as_str());
+        }
+    }
+}
+
+#[test]
+fn a_later_prompt_can_be_chosen_from() {
+    for model in Model::all() {
+        let sliding = model.decoder.config.windows.iter().any(Option::is_some);
+        for method in MethodName::value_variants() {
+            let mut trace = Vec::new();
+            let mut session = model.session(*method, Budget::Count(20), KvType::F32, 150);
+            session.trace(Box::new(&mut trace));
+            session.prefill(&model.ids[..60]).unwrap();
+            session.step(model.ids[60]).unwrap();
+            session.prefill(&model.ids[61..110]).unwrap();
+            for id in &model.ids[110..130] {
+                session.step(*id).unwrap();
+            }
+            drop(session);
+            let rows: Vec<serde_json::Value> = String::from_utf8(trace)
+                .unwrap()
+                .lines()
+                .map(|line| serde_json::from_str(line).unwrap())
+                .collect();
+            assert_eq!(rows.last().unwrap()["step"], 20, "steps go on counting");
+            let chosen: Vec<u64> = rows
+                .iter()
+                .filter(|row| row["step"].as_u64() > Some(0))
+                .flat_map(|row| serde_json::from_value::<Vec<u64>>(row["positions"].clone()).unwrap())
+                .collect();
+            let from = |range: std::ops::Range<u64>| chosen.iter().any(|p| range.contains(p));
+            assert!(from(61..110), "{}: nothing of the later prompt", method.as_str());
+            if !sliding && *method != MethodName::Streaming {
+                assert!(from(2..60), "{}: nothing of the first prompt", method.as_str());
+            }
+        }
+    }
+}
