@@ -459,7 +459,7 @@ fn broken_and_hostile_templates() {
     let chat = Chat::new(&[]);
     let chain = |link: &str, close: &str| {
         let n = 130_000 / (link.len() + close.len());
-        format!("{{{{ {}1{} }}}}", link.repeat(n), close.repeat(n))
+        format!("{{% set x = {}1{} %}}", link.repeat(n), close.repeat(n))
     };
     for (template, culprit) in [
         ("{% if %}", "syntax error"),
@@ -511,12 +511,7 @@ fn broken_and_hostile_templates() {
     ] {
         chat.template(&format!("{{{{ messages[0].content }}}}{template}"));
         let outcome = chat.run("--chat --json", "hello\n");
-        assert!(
-            [Some(0), Some(1)].contains(&outcome.code),
-            "{}: {}",
-            &template[..20],
-            outcome.stderr
-        );
+        assert_eq!(outcome.code, Some(0), "{}: {}", &template[..20], outcome.stderr);
     }
 }
 

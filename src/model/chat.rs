@@ -65,7 +65,7 @@ impl ChatTemplate {
             )));
         }
         let tokens = special_tokens(dir)?;
-        let compiled = with_stack(|| {
+        let compiled = with_stack(&path, || {
             let mut environment = environment()?;
             for (name, token) in tokens {
                 environment.add_global(name, token);
@@ -94,7 +94,7 @@ impl ChatTemplate {
             most: said.saturating_mul(16).saturating_add(SLACK),
             full: false,
         };
-        let rendered = with_stack(|| {
+        let rendered = with_stack(&self.path, || {
             let context = minijinja::context! {
                 messages => Value::from(Serde(messages)),
                 add_generation_prompt => add_generation_prompt,
@@ -117,14 +117,20 @@ impl ChatTemplate {
 }
 
 /// Does template work on a thread of its own, with a large stack.
-fn with_stack<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T> {
+fn with_stack<T: Send>(path: &Path, work: impl FnOnce() -> T + Send) -> Result<T> {
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().stack_size(STACK);
         let done = thread.spawn_scoped(scope, work).map(|handle| handle.join());
         match done {
             Ok(Ok(result)) => Ok(result),
-            Ok(Err(_)) => Err(Error::failed("the template engine gave up")),
-            Err(e) => Err(Error::failed(format!("no thread for the chat template: {e}"))),
+            Ok(Err(_)) => Err(Error::failed(format!(
+                "{}: the chat template cannot be used: its engine failed",
+                path.display()
+            ))),
+            Err(e) => Err(Error::failed(format!(
+                "{}: no thread for the chat template: {e}",
+                path.display()
+            ))),
         }
     })
 }
