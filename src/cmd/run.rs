@@ -192,13 +192,6 @@ impl Reply {
     fn without_stop_token(&self) -> &[u32] {
         &self.ids[..self.ids.len() - usize::from(self.ended)]
     }
-
-    /// Tokens a second: the first token comes from the prefill, each decode step makes one more.
-    fn speed(replies: &[Self]) -> f64 {
-        let steps: usize = replies.iter().map(|r| r.ids.len().saturating_sub(1)).sum();
-        let decode_s: f64 = replies.iter().map(|r| r.decode_s).sum();
-        if steps > 0 { steps as f64 / decode_s } else { 0.0 }
-    }
 }
 
 /// A run under way: prompts and replies in turns on one cache; a run without --chat has one turn.
@@ -326,7 +319,9 @@ impl Talk<'_> {
         let ids: Vec<u32> = replies.iter().flat_map(|r| r.ids.iter().copied()).collect();
         let prefill_s: f64 = replies.iter().map(|r| r.prefill_s).sum();
         let decode_s: f64 = replies.iter().map(|r| r.decode_s).sum();
-        let tokens_per_s = Reply::speed(replies);
+        // The first token of a reply comes from the prefill; each decode step makes one more.
+        let steps: usize = replies.iter().map(|r| r.ids.len().saturating_sub(1)).sum();
+        let tokens_per_s = if steps > 0 { steps as f64 / decode_s } else { 0.0 };
         self.global.log().note(&format!(
             "{}: {} tokens, prefill {prefill_s:.2} s, decode {decode_s:.2} s ({tokens_per_s:.1} tokens/s), {:.1} % of the KV rows read, index {} beside {} of KV",
             name.as_str(),
