@@ -1,4 +1,6 @@
-//! `kvsmith run`: generation with exact or sparse attention.
+//! `kvsmith run`: generation with exact or sparse attention, of one prompt or in turns.
+
+mod turns;
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -8,22 +10,25 @@ use serde_json::json;
 use super::{open_model, print, print_json};
 use crate::artifact::Artifact;
 use crate::cli::{Global, parse_count};
-use crate::corpus::read_tokens;
 use crate::dump::Sizes;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::interrupt;
 use crate::method::{Method, MethodName, Params, default_method};
-use crate::model::tokenizer::{TextStream, Tokenizer};
+use crate::model::tokenizer::TextStream;
 use crate::model::{Decoder, ModelConfig};
 use crate::progress::{Log, size};
 use crate::runner::budget::Budget;
 use crate::runner::kv::KvType;
 use crate::runner::sample::Sampler;
 use crate::runner::{Options, Session};
+use turns::Turns;
 
 /// Arguments of `run`.
 #[derive(clap::Args, Debug)]
-#[command(group(clap::ArgGroup::new("input").required(true)))]
+#[command(group(clap::ArgGroup::new("input")))]
+#[command(group(
+    clap::ArgGroup::new("source").args(["prompt", "prompt_file", "tokens", "chat"]).required(true).multiple(true)
+))]
 pub struct Args {
     /// Folder of a Hugging Face checkpoint
     #[arg(long, value_name = "DIR")]
@@ -37,9 +42,15 @@ pub struct Args {
     /// File with the prompt text
     #[arg(long, value_name = "F", group = "input")]
     prompt_file: Option<PathBuf>,
-    /// Prompt as token ids: a JSON array with one array
+    /// Prompt as token ids: a JSON array with one array (with --chat, one per turn)
     #[arg(long, value_name = "F", group = "input")]
     tokens: Option<PathBuf>,
+    /// Go on in turns on one cache: user messages are lines of stdin, after the prompt if one is given
+    #[arg(long)]
+    chat: bool,
+    /// System message of the model's chat template
+    #[arg(long, value_name = "T", requires = "chat", conflicts_with = "tokens")]
+    system: Option<String>,
     /// How decode steps choose what they read (default: a2ats, where the artifact has it, else full)
     #[arg(long, value_enum)]
     method: Option<MethodName>,
@@ -113,17 +124,9 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
     let device = global.cpu_only("run")?;
     let decoder = open_model(&args.model, log)?;
-    let (ids, tokenizer) = prompt(args, &decoder, log)?;
-    decoder.check_ids(&ids)?;
-    let total = ids.len().saturating_add(args.max_new);
+    let turns = Turns::open(args, &decoder, log)?;
     if args.top_p < 1.0 && args.temperature == 0.0 {
         log.warn("--top-p does nothing without --temperature");
-    }
-    if total > decoder.config.max_position_embeddings {
-        log.warn(&format!(
-            "{total} positions are more than the model's context of {}",
-            decoder.config.max_position_embeddings
-        ));
     }
     let artifact = args
         .artifact
@@ -146,54 +149,23 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         kv: args.kv,
         center: args.methods.selfindex.center(artifact.as_ref())?,
     };
-    let mut session = Session::new(&decoder, &method, options, ids.len() + args.max_new.min(RESERVED))?;
+    let capacity = turns.known() + args.max_new.min(RESERVED);
+    let mut session = Session::new(&decoder, &method, options, capacity)?;
     if let Some(path) = &args.trace {
         let file = std::fs::File::create(path).map_err(|e| Error::io(path, "write", &e))?;
         session.trace(Box::new(std::io::BufWriter::new(file)));
     }
-    log.note(&format!(
-        "prefill: {} tokens, {} of KV cache",
-        ids.len(),
-        size(ids.len() * kv_bytes_per_token(&decoder.config, args.kv))
-    ));
-    let mut stream = TextStream::new(tokenizer.as_ref());
-    let generation = generate(args, global, &mut session, &ids, &mut stream)?;
-    session.finish_trace()?;
-    let Generation {
-        ids: generated,
-        prefill_s,
-        decode_s,
-        stopped,
-    } = generation;
-    // The first token comes from the prefill; each decode step makes one more.
-    let steps = generated.len().saturating_sub(1);
-    let tokens_per_s = if steps > 0 { steps as f64 / decode_s } else { 0.0 };
-    log.note(&format!(
-        "{}: {} tokens, prefill {prefill_s:.2} s, decode {decode_s:.2} s ({tokens_per_s:.1} tokens/s), {:.1} % of the KV rows read, index {} beside {} of KV",
-        name.as_str(),
-        generated.len(),
-        100.0 * session.kv_read_fraction(),
-        size(session.index_bytes()),
-        size(session.kv_bytes()),
-    ));
-    if global.json {
-        print_json(&json!({
-            "ids": generated,
-            "text": stream.text(),
-            "method": name.as_str(),
-            "budget": args.budget.value(),
-            "prompt_tokens": ids.len(),
-            "prefill_s": prefill_s,
-            "decode_s": decode_s,
-            "tokens_per_s": tokens_per_s,
-            "kv_read_fraction": session.kv_read_fraction(),
-            "exact_dot_fraction": session.exact_dot_fraction(),
-            "bypass_fraction": session.bypass_fraction(),
-            "index_bytes": session.index_bytes(),
-            "kv_bytes": session.kv_bytes(),
-            "device": device,
-        }))?;
-    }
+    let mut talk = Talk {
+        args,
+        global,
+        session,
+        turns,
+        sampler: Sampler::new(args.temperature, args.top_p, global.seed),
+        replies: Vec::new(),
+    };
+    let stopped = talk.converse()?;
+    talk.session.finish_trace()?;
+    talk.report(name, device)?;
     if stopped {
         Err(Error::interrupted())
     } else {
@@ -206,88 +178,197 @@ fn kv_bytes_per_token(c: &ModelConfig, kv: KvType) -> usize {
     c.n_layers * c.n_kv_heads * kv.bytes_per_position(c.head_dim)
 }
 
-/// What a generation gave.
-struct Generation {
+/// What one turn gave.
+struct Reply {
     ids: Vec<u32>,
+    text: String,
+    /// Tokens of the turn's prompt.
+    prompt_tokens: usize,
     prefill_s: f64,
     decode_s: f64,
+    /// Whether a stop token ended it.
+    ended: bool,
     /// Whether the user stopped it.
     stopped: bool,
 }
 
-/// Runs the prompt and decodes until a stop token, the limit or an interrupt, showing the text.
-fn generate(
-    args: &Args,
-    global: &Global,
-    session: &mut Session,
-    prompt: &[u32],
-    stream: &mut TextStream,
-) -> Result<Generation> {
-    let show = |text: &str| match text {
-        "" => Ok(()),
-        _ if global.json => Ok(()),
-        text => print(text),
-    };
-    let mut sampler = Sampler::new(args.temperature, args.top_p, global.seed);
-    let start = Instant::now();
-    let mut logits = session.prefill(prompt)?;
-    let prefill_s = start.elapsed().as_secs_f64();
-    let start = Instant::now();
-    let mut ids = Vec::new();
-    let mut stopped = false;
-    while ids.len() < args.max_new {
-        let next = sampler.next(logits.as_slice().unwrap_or(&[]));
-        ids.push(next);
-        show(&stream.push(next)?)?;
-        let ended = !args.ignore_eos && session.is_stop_token(next);
-        if ended || ids.len() == args.max_new {
-            break;
-        }
-        stopped = interrupt::requested();
-        if stopped {
-            break;
-        }
-        logits = session.step(next)?;
+impl Reply {
+    /// What was said.
+    fn without_stop_token(&self) -> &[u32] {
+        &self.ids[..self.ids.len() - usize::from(self.ended)]
     }
-    show(&stream.finish()?)?;
-    show("\n")?;
-    Ok(Generation {
-        ids,
-        prefill_s,
-        decode_s: start.elapsed().as_secs_f64(),
-        stopped,
-    })
 }
 
-/// The prompt's ids, and the tokenizer where the model has one.
-fn prompt(args: &Args, decoder: &Decoder, log: Log) -> Result<(Vec<u32>, Option<Tokenizer>)> {
-    let text = match (&args.prompt, &args.prompt_file) {
-        (Some(text), _) => text.clone(),
-        (None, Some(path)) => std::fs::read_to_string(path).map_err(|e| Error::io(path, "read", &e))?,
-        (None, None) => {
-            let path = args.tokens.as_deref().unwrap_or(std::path::Path::new(""));
-            let mut documents = read_tokens(path)?;
-            let (Some(ids), true) = (documents.pop(), documents.is_empty()) else {
-                return Err(Error::failed(format!(
-                    "{} must hold exactly one document",
-                    path.display()
-                )));
-            };
-            if !args.model.join("tokenizer.json").exists() {
-                return Ok((ids, None));
+/// A run under way: prompts and replies in turns on one cache; a run without --chat has one turn.
+struct Talk<'a> {
+    args: &'a Args,
+    global: &'a Global,
+    session: Session<'a>,
+    turns: Turns<'a>,
+    sampler: Sampler,
+    replies: Vec<Reply>,
+}
+
+impl Talk<'_> {
+    /// Takes turns until there are no more; returns whether the user stopped it.
+    fn converse(&mut self) -> Result<bool> {
+        loop {
+            match self.turn() {
+                Ok(None) => return Ok(false),
+                Ok(Some(reply)) => {
+                    let stopped = reply.stopped;
+                    self.replies.push(reply);
+                    if stopped {
+                        return Ok(true);
+                    }
+                }
+                // What earlier turns gave is still told.
+                Err(e) if e.kind() == Kind::Interrupted && !self.replies.is_empty() => return Ok(true),
+                Err(e) => return Err(e),
             }
-            let tokenizer = Tokenizer::open(&args.model, &decoder.config)
-                .map_err(|e| log.warn(&format!("{e}; the text is not shown")))
-                .ok();
-            return Ok((ids, tokenizer));
         }
-    };
-    let tokenizer = Tokenizer::open(&args.model, &decoder.config)?;
-    let ids = tokenizer.encode(&text)?;
-    if ids.is_empty() {
-        return Err(Error::failed("the prompt has no tokens").hint("give some text"));
     }
-    Ok((ids, Some(tokenizer)))
+
+    /// Feeds the next turn and lets the model reply; `None` at the end.
+    fn turn(&mut self) -> Result<Option<Reply>> {
+        let log = self.global.log();
+        let last = self.replies.last();
+        let Some(mut ids) = self.turns.next(last)? else {
+            return Ok(None);
+        };
+        let mut prompt_tokens = ids.len();
+        // The last token of a reply was not fed yet, unless the prompt repeats it as a stop token.
+        if let Some(reply) = last
+            && let Some(id) = reply.ids.last()
+        {
+            if reply.ended && ids.first() == Some(id) {
+                prompt_tokens -= 1;
+            } else {
+                ids.insert(0, *id);
+            }
+        }
+        let config = self.turns.config();
+        let total = (self.session.len() + ids.len()).saturating_add(self.args.max_new);
+        if total > config.max_position_embeddings {
+            log.warn(&format!(
+                "{total} positions are more than the model's context of {}",
+                config.max_position_embeddings
+            ));
+        }
+        let chat = self.args.chat;
+        if !chat {
+            log.note(&format!(
+                "prefill: {} tokens, {} of KV cache",
+                ids.len(),
+                size(ids.len() * kv_bytes_per_token(config, self.args.kv))
+            ));
+        }
+        let mut reply = self.generate(&ids)?;
+        reply.prompt_tokens = prompt_tokens;
+        if chat {
+            log.note(&format!(
+                "turn {}: {prompt_tokens} tokens in {:.2} s, {} tokens out in {:.2} s",
+                self.replies.len() + 1,
+                reply.prefill_s,
+                reply.ids.len(),
+                reply.decode_s
+            ));
+        }
+        Ok(Some(reply))
+    }
+
+    /// Runs the prompt and decodes until a stop token, the limit or an interrupt, showing the text.
+    fn generate(&mut self, prompt: &[u32]) -> Result<Reply> {
+        let show = |text: &str| match text {
+            "" => Ok(()),
+            _ if self.global.json => Ok(()),
+            text => print(text),
+        };
+        let mut stream = TextStream::new(self.turns.tokenizer());
+        let start = Instant::now();
+        let mut logits = self.session.prefill(prompt)?;
+        let prefill_s = start.elapsed().as_secs_f64();
+        let start = Instant::now();
+        let mut ids = Vec::new();
+        let (mut ended, mut stopped) = (false, false);
+        while ids.len() < self.args.max_new {
+            let next = self.sampler.next(logits.as_slice().unwrap_or(&[]));
+            ids.push(next);
+            show(&stream.push(next)?)?;
+            ended = !self.args.ignore_eos && self.session.is_stop_token(next);
+            if ended || ids.len() == self.args.max_new {
+                break;
+            }
+            stopped = interrupt::requested();
+            if stopped {
+                break;
+            }
+            logits = self.session.step(next)?;
+        }
+        show(&stream.finish()?)?;
+        show("\n")?;
+        Ok(Reply {
+            ids,
+            text: stream.text().to_string(),
+            prompt_tokens: prompt.len(),
+            prefill_s,
+            decode_s: start.elapsed().as_secs_f64(),
+            ended,
+            stopped,
+        })
+    }
+
+    /// Says what all turns took, and prints the document of --json.
+    fn report(&self, name: MethodName, device: &str) -> Result<()> {
+        let Self { session, replies, .. } = self;
+        let ids: Vec<u32> = replies.iter().flat_map(|r| r.ids.iter().copied()).collect();
+        let prefill_s: f64 = replies.iter().map(|r| r.prefill_s).sum();
+        let decode_s: f64 = replies.iter().map(|r| r.decode_s).sum();
+        // The first token of a reply comes from the prefill; each decode step makes one more.
+        let steps: usize = replies.iter().map(|r| r.ids.len().saturating_sub(1)).sum();
+        let tokens_per_s = if steps > 0 { steps as f64 / decode_s } else { 0.0 };
+        self.global.log().note(&format!(
+            "{}: {} tokens, prefill {prefill_s:.2} s, decode {decode_s:.2} s ({tokens_per_s:.1} tokens/s), {:.1} % of the KV rows read, index {} beside {} of KV",
+            name.as_str(),
+            ids.len(),
+            100.0 * session.kv_read_fraction(),
+            size(session.index_bytes()),
+            size(session.kv_bytes()),
+        ));
+        if !self.global.json {
+            return Ok(());
+        }
+        let texts: Vec<&str> = replies.iter().map(|r| r.text.as_str()).collect();
+        let mut result = json!({
+            "ids": ids,
+            "text": self.turns.tokenizer().map_or(String::new(), |_| texts.join("\n")),
+            "method": name.as_str(),
+            "budget": self.args.budget.value(),
+            "prompt_tokens": replies.iter().map(|r| r.prompt_tokens).sum::<usize>(),
+            "prefill_s": prefill_s,
+            "decode_s": decode_s,
+            "tokens_per_s": tokens_per_s,
+            "kv_read_fraction": session.kv_read_fraction(),
+            "exact_dot_fraction": session.exact_dot_fraction(),
+            "bypass_fraction": session.bypass_fraction(),
+            "index_bytes": session.index_bytes(),
+            "kv_bytes": session.kv_bytes(),
+            "device": device,
+        });
+        if self.args.chat {
+            let turn = |r: &Reply| {
+                json!({
+                    "ids": r.ids,
+                    "text": r.text,
+                    "prompt_tokens": r.prompt_tokens,
+                    "prefill_s": r.prefill_s,
+                    "decode_s": r.decode_s,
+                })
+            };
+            result["turns"] = replies.iter().map(turn).collect();
+        }
+        print_json(&result)
+    }
 }
 
 /// Opens an artifact and checks that it fits the model.

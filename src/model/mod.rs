@@ -1,5 +1,7 @@
-//! A Hugging Face decoder checkpoint: configuration, weights, tokenizer and the forward pass.
+//! A Hugging Face decoder checkpoint: configuration, weights, tokenizer, chat template and the forward
+//! pass.
 
+pub mod chat;
 pub mod config;
 pub mod decoder;
 pub mod fields;

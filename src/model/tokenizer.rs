@@ -70,15 +70,25 @@ impl Tokenizer {
 
     /// Token ids of a document, special tokens included.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        let encoding = self
-            .inner
-            .encode_fast(text, true)
-            .map_err(|e| Error::failed(format!("the text cannot be tokenised: {e}")))?;
+        let encoding = self.encoding(text, true)?;
         Ok(self
             .bos
             .into_iter()
             .chain(encoding.get_ids().iter().copied())
             .collect())
+    }
+
+    /// Token ids of text that has its special tokens already, or goes on after other text: none are
+    /// added.
+    pub fn encode_raw(&self, text: &str) -> Result<Vec<u32>> {
+        let encoding = self.encoding(text, false)?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    fn encoding(&self, text: &str, special_tokens: bool) -> Result<tokenizers::Encoding> {
+        self.inner
+            .encode_fast(text, special_tokens)
+            .map_err(|e| Error::failed(format!("the text cannot be tokenised: {e}")))
     }
 
     /// The first `limit` tokens of a document, without tokenising much more of it than that.

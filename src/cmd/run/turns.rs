@@ -1,0 +1,337 @@
+//! What a run feeds, turn by turn: token ids as they are given, or text, in the words of the model's
+//! chat template where it has one.
+
+use std::io::{BufRead, IsTerminal, Write};
+use std::path::Path;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::time::Duration;
+
+use super::{Args, Reply};
+use crate::corpus::read_tokens;
+use crate::error::{Error, Result};
+use crate::interrupt;
+use crate::model::chat::{ChatTemplate, Message};
+use crate::model::tokenizer::Tokenizer;
+use crate::model::{Decoder, ModelConfig};
+use crate::progress::Log;
+
+/// The turns of a run.
+pub struct Turns<'a> {
+    decoder: &'a Decoder,
+    log: Log,
+    /// Where the model has one.
+    tokenizer: Option<Tokenizer>,
+    source: Source,
+}
+
+/// Where turns come from.
+enum Source {
+    /// The whole input, as ids.
+    Ids(std::vec::IntoIter<Vec<u32>>),
+    /// A first message and those that follow on stdin.
+    Text {
+        first: Option<String>,
+        lines: Lines,
+        style: Style,
+    },
+}
+
+/// How a message becomes part of the text.
+enum Style {
+    /// A chat template says.
+    Script(Box<Script>),
+    /// As it is; whether it is the first, which begins a document.
+    Plain { first: bool },
+}
+
+impl<'a> Turns<'a> {
+    /// Opens the input that `args` ask for.
+    pub fn open(args: &Args, decoder: &'a Decoder, log: Log) -> Result<Self> {
+        if let Some(path) = &args.tokens {
+            return Self::of_tokens(path, args, decoder, log);
+        }
+        let text = match (&args.prompt, &args.prompt_file) {
+            (Some(text), _) => Some(text.clone()),
+            (None, Some(path)) => {
+                Some(std::fs::read_to_string(path).map_err(|e| Error::io(path, "read", &e))?)
+            }
+            (None, None) => None,
+        };
+        let tokenizer = Tokenizer::open(&args.model, &decoder.config)?;
+        let source = if args.chat {
+            Source::Text {
+                first: text,
+                style: Style::open(args, log)?,
+                lines: Lines::open()?,
+            }
+        } else {
+            let ids = tokenizer.encode(&text.unwrap_or_default())?;
+            if ids.is_empty() {
+                return Err(no_tokens().hint("give some text"));
+            }
+            decoder.check_ids(&ids)?;
+            Source::Ids(vec![ids].into_iter())
+        };
+        Ok(Self {
+            decoder,
+            log,
+            tokenizer: Some(tokenizer),
+            source,
+        })
+    }
+
+    fn of_tokens(path: &Path, args: &Args, decoder: &'a Decoder, log: Log) -> Result<Self> {
+        let documents = read_tokens(path)?;
+        if !args.chat && documents.len() != 1 {
+            return Err(
+                Error::failed(format!("{} must hold exactly one document", path.display()))
+                    .hint("with --chat each document is a turn"),
+            );
+        }
+        let tokenizer = if args.model.join("tokenizer.json").exists() {
+            Tokenizer::open(&args.model, &decoder.config)
+                .map_err(|e| log.warn(&format!("{e}; the text is not shown")))
+                .ok()
+        } else {
+            None
+        };
+        for ids in &documents {
+            if ids.is_empty() && !args.chat {
+                return Err(no_tokens());
+            }
+            decoder.check_ids(ids)?;
+        }
+        Ok(Self {
+            decoder,
+            log,
+            tokenizer,
+            source: Source::Ids(documents.into_iter()),
+        })
+    }
+
+    /// The tokenizer, where the model has one.
+    pub fn tokenizer(&self) -> Option<&Tokenizer> {
+        self.tokenizer.as_ref()
+    }
+
+    /// The model's configuration.
+    pub fn config(&self) -> &'a ModelConfig {
+        &self.decoder.config
+    }
+
+    /// Prompt tokens known ahead.
+    pub fn known(&self) -> usize {
+        match &self.source {
+            Source::Ids(documents) => documents.as_slice().iter().map(Vec::len).sum(),
+            Source::Text { .. } => 0,
+        }
+    }
+
+    /// The ids that follow `reply`, which is `None` before the first turn; `None` at the end.
+    pub fn next(&mut self, reply: Option<&Reply>) -> Result<Option<Vec<u32>>> {
+        while let Some(ids) = self.following(reply)? {
+            if !ids.is_empty() {
+                self.decoder.check_ids(&ids)?;
+                return Ok(Some(ids));
+            }
+            self.log.note("a turn without tokens was passed over");
+        }
+        Ok(None)
+    }
+
+    fn following(&mut self, reply: Option<&Reply>) -> Result<Option<Vec<u32>>> {
+        let (first, lines, style) = match &mut self.source {
+            Source::Ids(documents) => return Ok(documents.next()),
+            Source::Text { first, lines, style } => (first, lines, style),
+        };
+        let text = match first.take().filter(|text| !text.is_empty()) {
+            Some(text) => Some(text),
+            None => lines.next()?,
+        };
+        let (Some(text), Some(tokenizer)) = (text, &self.tokenizer) else {
+            return Ok(None);
+        };
+        match style {
+            Style::Script(script) => script.ids(text, reply, tokenizer, self.log),
+            Style::Plain { first: true } => {
+                let ids = tokenizer.encode(&text)?;
+                *style = Style::Plain {
+                    first: ids.is_empty(),
+                };
+                Ok(ids)
+            }
+            Style::Plain { first: false } => tokenizer.encode_raw(&text),
+        }
+        .map(Some)
+    }
+}
+
+fn no_tokens() -> Error {
+    Error::failed("the prompt has no tokens")
+}
+
+impl Style {
+    fn open(args: &Args, log: Log) -> Result<Self> {
+        match (ChatTemplate::open(&args.model)?, &args.system) {
+            (Some(template), system) => Ok(Self::Script(Box::new(Script::new(template, system.clone())))),
+            (None, Some(_)) => Err(Error::usage(format!(
+                "--system needs a chat template, and {} has none",
+                args.model.display()
+            ))
+            .hint("put the text into the first message instead")),
+            (None, None) => {
+                log.warn("the model has no chat template; turns follow one another as plain text");
+                Ok(Self::Plain { first: true })
+            }
+        }
+    }
+}
+
+/// A conversation in the words of a chat template.
+///
+/// The cache holds what was fed: a rendering up to the place of a reply, and the reply's own tokens.
+/// So what follows a reply is fed as the template writes it: its end of the turn, the new message and
+/// the beginning of the next reply. To find that part, whatever the template makes of the reply
+/// itself (many trim it), the conversation is rendered with a mark in the reply's place; what stands
+/// behind the mark is fed. Where the template also changes what the cache holds already, as those do
+/// that strip the reasoning of earlier replies, the cache keeps what was said, and a warning says so.
+struct Script {
+    template: ChatTemplate,
+    messages: Vec<Message>,
+    /// The last rendering: up to where the last reply begins.
+    rendered: String,
+    warned: bool,
+}
+
+impl Script {
+    fn new(template: ChatTemplate, system: Option<String>) -> Self {
+        let system = system.map(|content| Message {
+            role: "system",
+            content,
+        });
+        Self {
+            template,
+            messages: system.into_iter().collect(),
+            rendered: String::new(),
+            warned: false,
+        }
+    }
+
+    /// The ids of the text that follows `reply` up to where the next reply begins.
+    fn ids(
+        &mut self,
+        user: String,
+        reply: Option<&Reply>,
+        tokenizer: &Tokenizer,
+        log: Log,
+    ) -> Result<Vec<u32>> {
+        let mut messages = self.messages.clone();
+        if let Some(reply) = reply {
+            messages.push(Message {
+                role: "assistant",
+                content: tokenizer.decode(reply.without_stop_token())?,
+            });
+        }
+        messages.push(Message {
+            role: "user",
+            content: user,
+        });
+        let whole = self.template.render(&messages, true)?;
+        let text = match reply {
+            Some(_) => self.after_reply(&messages, &whole, log)?,
+            None => whole.clone(),
+        };
+        let mut ids = tokenizer.encode_raw(&text)?;
+        // A space before the stop token is the template's; the model said none.
+        let stop = reply.filter(|r| r.ended).and_then(|r| r.ids.last());
+        if stop.is_some() && ids.first() != stop {
+            let closer = tokenizer.encode_raw(text.trim_start())?;
+            if closer.first() == stop {
+                ids = closer;
+            }
+        }
+        if !ids.is_empty() {
+            (self.messages, self.rendered) = (messages, whole);
+        }
+        Ok(ids)
+    }
+
+    /// What follows the last reply in `whole`, the rendering of `messages`, which end with that reply
+    /// and a new message.
+    fn after_reply(&mut self, messages: &[Message], whole: &str, log: Log) -> Result<String> {
+        let mut marked = messages.to_vec();
+        let at = messages.len() - 2;
+        let reply = messages[at].content.trim();
+        let mark = (0u64..)
+            .map(|i| format!("reply{i}"))
+            .find(|mark| !whole.contains(mark.as_str()))
+            .unwrap_or_default();
+        marked[at].content.clone_from(&mark);
+        let text = self.template.render(&marked, true)?;
+        let parts: Vec<&str> = text.split(&mark).collect();
+        let [_, rest] = parts[..] else {
+            return Err(Error::failed(format!(
+                "{}: the chat template does not show the assistant's last reply exactly once",
+                self.template.path().display()
+            ))
+            .hint("this conversation cannot go on; --tokens takes turns as token ids"));
+        };
+        let shown = whole
+            .strip_prefix(&self.rendered)
+            .and_then(|tail| tail.strip_suffix(rest));
+        if shown.map(str::trim) != Some(reply) && !self.warned {
+            self.warned = true;
+            log.warn("the chat template rewrites earlier turns; the cache keeps what was said");
+        }
+        Ok(rest.to_string())
+    }
+}
+
+/// Lines of stdin, read aside so that Ctrl-C ends the wait.
+struct Lines {
+    lines: Receiver<std::io::Result<String>>,
+    /// Whether a person types them.
+    terminal: bool,
+}
+
+impl Lines {
+    fn open() -> Result<Self> {
+        let (sender, lines) = sync_channel(0);
+        let read = move || {
+            for line in std::io::stdin().lock().lines() {
+                let failed = line.is_err();
+                if sender.send(line).is_err() || failed {
+                    break;
+                }
+            }
+        };
+        std::thread::Builder::new()
+            .spawn(read)
+            .map_err(|e| Error::failed(format!("cannot read stdin: {e}")))?;
+        Ok(Self {
+            lines,
+            terminal: std::io::stdin().is_terminal(),
+        })
+    }
+
+    /// The next line that is not empty; `None` at the end.
+    fn next(&self) -> Result<Option<String>> {
+        self.prompt();
+        loop {
+            interrupt::check()?;
+            match self.lines.recv_timeout(Duration::from_millis(50)) {
+                Ok(Ok(line)) if line.is_empty() => self.prompt(),
+                Ok(Ok(line)) => return Ok(Some(line)),
+                Ok(Err(e)) => return Err(Error::failed(format!("cannot read stdin: {e}"))),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return Ok(None),
+            }
+        }
+    }
+
+    fn prompt(&self) {
+        if self.terminal {
+            let _ = write!(std::io::stderr(), "> ");
+        }
+    }
+}
