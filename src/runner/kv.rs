@@ -17,7 +17,7 @@ pub enum KvType {
     F16,
     /// bfloat16.
     Bf16,
-    /// Signs, 2-bit magnitudes and 2-bit values, with 64 positions in f16 (see [`super::packed`]).
+    /// Signs, 2-bit magnitudes and 2-bit values, with 64 positions in f16 (Self-Indexing KVCache).
     #[value(name = "2bit")]
     TwoBit,
 }
