@@ -53,7 +53,9 @@ impl Retriever for SnapKv {
         let votes = &self.votes;
         let chosen = self.chosen.get_or_insert_with(|| {
             let mut order: Vec<u32> = step.candidates.clone().map(|p| p as u32).collect();
-            order.sort_unstable_by(|a, b| votes[*b as usize].total_cmp(&votes[*a as usize]).then(a.cmp(b)));
+            // What was generated before the first choice has no votes.
+            let vote = |p: u32| votes.get(p as usize).copied().unwrap_or(0.0);
+            order.sort_unstable_by(|a, b| vote(*b).total_cmp(&vote(*a)).then(a.cmp(b)));
             order.truncate(step.budget);
             order.sort_unstable();
             order
