@@ -591,6 +591,8 @@ impl Retriever for Lfps {
             }
         }
         self.observe_variance(prompt);
+        // A prompt may change which rows a 2-bit cache holds in half precision.
+        self.mean = RunningMean::default();
     }
 
     fn select(&mut self, step: &Step) -> Choice {
