@@ -1,0 +1,187 @@
+//! Self-Indexing KVCache: centroids of sign patterns.
+
+use kvsmith::method::selfindex::{SelfIndex, Source};
+use kvsmith::runner::packed::Center;
+
+use super::*;
+
+/// Positions in full precision.
+const FULL: usize = 64;
+
+pub struct NaiveSelfIndex {
+    pub center: Center,
+    pub source: Source,
+    /// `[d/4,16,4]`.
+    pub calibrated: Option<Vec<f32>>,
+    /// Positions in full precision after the last prompt.
+    pub full: BTreeSet<usize>,
+    /// Whether the 64th and the 65th position were ever too close to tell.
+    close: bool,
+}
+
+/// The centre of one channel.
+pub fn center_of(center: Center, values: &[f64]) -> f64 {
+    match center {
+        Center::Mean => values.iter().sum::<f64>() / values.len() as f64,
+        Center::Median => {
+            let mut sorted = values.to_vec();
+            sorted.sort_by(f64::total_cmp);
+            sorted[(sorted.len() - 1) / 2]
+        }
+    }
+}
+
+/// Centre of every channel of the first prompt, in f32.
+pub fn centre(history: &History, center: Center) -> Vec<f32> {
+    let keys = &history.turns().next().unwrap().keys;
+    (0..history.place.head_dim)
+        .map(|i| center_of(center, &keys.iter().map(|k| k[i]).collect::<Vec<_>>()) as f32)
+        .collect()
+}
+
+/// k - centre, in f32 as the sign rule says.
+pub fn centred(key: &[f64], centre: &[f32]) -> Vec<f64> {
+    key.iter()
+        .zip(centre)
+        .map(|(k, c)| f64::from(*k as f32 - c))
+        .collect()
+}
+
+fn pattern(x: &[f64]) -> usize {
+    (0..4).map(|e| usize::from(x[e] > 0.0) << e).sum()
+}
+
+/// The full-precision positions after a prompt, from those before; and whether the last of them is
+/// closer to the next than rounding.
+pub fn full_after(history: &History, turn: &Turn, before: &BTreeSet<usize>) -> (BTreeSet<usize>, bool) {
+    let seen = visible(turn.end() - 1, history.place.model_window);
+    let q = turn.mean_query();
+    let eligible = (before.iter().copied())
+        .chain(turn.first..turn.end())
+        .filter(|p| seen.contains(p));
+    let mut scored: Vec<(f64, usize)> = eligible.map(|p| (dot(&q, &turn.keys[p]), p)).collect();
+    scored.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+    let close = scored.len() > FULL && {
+        let gap = scored[FULL - 1].0 - scored[FULL].0;
+        let bound = 3.0 * dot_bound(&q, &turn.keys[scored[FULL].1]);
+        gap > 0.0 && gap < 2.0 * bound
+    };
+    (scored.into_iter().take(FULL).map(|(_, p)| p).collect(), close)
+}
+
+impl NaiveSelfIndex {
+    pub fn new(center: Center, source: Source, calibrated: Option<Vec<f32>>) -> Self {
+        Self {
+            center,
+            source,
+            calibrated,
+            full: BTreeSet::new(),
+            close: false,
+        }
+    }
+
+    /// The centred rows whose patterns are averaged: those of prompts that were not full.
+    fn summed(&self, history: &History, centre: &[f32]) -> Matrix {
+        let mut rows = Vec::new();
+        let mut full = BTreeSet::new();
+        for turn in history.turns() {
+            full = full_after(history, turn, &full).0;
+            let others: Vec<usize> = (turn.first..turn.end()).filter(|p| !full.contains(p)).collect();
+            let used = match others.is_empty() && turn.first == 0 {
+                true => (0..turn.end()).collect(),
+                false => others,
+            };
+            rows.extend(used.iter().map(|p| centred(&turn.keys[*p], centre)));
+        }
+        rows
+    }
+
+    /// Centroid of a group's pattern: `[4]`.
+    fn centroid(&self, rows: &Matrix, group: usize, code: usize) -> Vec<f64> {
+        let part = |row: &'_ [f64]| row[4 * group..4 * group + 4].to_vec();
+        let members: Matrix = (rows.iter())
+            .map(|r| part(r))
+            .filter(|x| pattern(x) == code)
+            .collect();
+        let sum = |e: usize| members.iter().map(|x| x[e]).sum::<f64>();
+        let own = |e: usize| match members.len() {
+            0 => {
+                let mean = rows.iter().map(|r| r[4 * group + e].abs()).sum::<f64>() / rows.len() as f64;
+                if code >> e & 1 == 1 { mean } else { -mean }
+            }
+            count => sum(e) / count as f64,
+        };
+        let offline = |e: usize| f64::from(self.calibrated.as_ref().unwrap()[(group * 16 + code) * 4 + e]);
+        let hybrid = |e: usize| (32.0 * offline(e) + sum(e)) / (32.0 + members.len() as f64);
+        let of = |e| match self.source {
+            Source::OnePass => own(e),
+            Source::Offline => offline(e),
+            Source::Hybrid => hybrid(e),
+        };
+        (0..4).map(of).collect()
+    }
+
+    /// The key that each position's signs stand for.
+    fn reconstructed(&self, history: &History) -> Matrix {
+        let centre = centre(history, self.center);
+        let rows = self.summed(history, &centre);
+        let groups = history.place.head_dim / 4;
+        let centroids: Vec<Matrix> = (0..groups)
+            .map(|g| (0..16).map(|code| self.centroid(&rows, g, code)).collect())
+            .collect();
+        let of = |key: &[f64]| -> Vec<f64> {
+            let x = centred(key, &centre);
+            (0..groups)
+                .flat_map(|g| centroids[g][pattern(&x[4 * g..4 * g + 4])].clone())
+                .collect()
+        };
+        let mut all = Vec::new();
+        for event in &history.events {
+            match event {
+                Event::Turn(turn) => all.extend(turn.keys[turn.first..].iter().map(|k| of(k))),
+                Event::Decode(step) => all.push(of(&step.key)),
+            }
+        }
+        all
+    }
+}
+
+impl Model for NaiveSelfIndex {
+    type Program = SelfIndex;
+
+    fn prompted(&mut self, history: &History, _: &SelfIndex) -> Result<(), String> {
+        let (full, close) = full_after(history, history.turn(), &self.full);
+        self.full = full;
+        self.close |= close;
+        Ok(())
+    }
+
+    fn chose(&mut self, history: &History) -> Verdict {
+        let step = history.step();
+        let q = step.mean_query();
+        let keys = self.reconstructed(history);
+        let bits = |k: &Vec<f64>| k.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+        let classes = classes(keys.iter().map(bits));
+        let item = |position: usize| Item {
+            position,
+            // The explicit product with the reconstructed key is what the table has to give.
+            score: dot(&q, &keys[position]),
+            bound: 3.0 * dot_bound(&q, &keys[position]),
+            class: classes[position],
+        };
+        let (full, others): (Vec<Item>, Vec<Item>) = (step.candidates.clone())
+            .map(item)
+            .partition(|i| self.full.contains(&i.position));
+        let chosen = step.chosen();
+        let (chosen_full, chosen_others) = chosen.iter().partition(|p| self.full.contains(p));
+        let left = step.budget.saturating_sub(full.len());
+        let checked = check_best(&full, &chosen_full, step.budget)
+            .map_err(|e| format!("full: {e}"))
+            .and(check_best(&others, &chosen_others, left).map_err(|e| format!("others: {e}")));
+        match (checked, self.close) {
+            (Ok(()), _) => Ok(Agreement::Same),
+            (Err(_), true) => Ok(Agreement::NearTie),
+            (Err(e), false) => Err(e),
+        }
+    }
+}
