@@ -1,6 +1,10 @@
 //! Prompts, turns and decode steps in random order: every method against its naive model.
 
+mod common;
 mod naive;
+
+use std::ops::Range;
+use std::sync::OnceLock;
 
 use kvsmith::compute::attention::{self, Partial, Rows};
 use kvsmith::method::a2ats::{A2ats, HeadCodebook};
@@ -11,6 +15,9 @@ use kvsmith::method::selfindex::{SelfIndex, Source};
 use kvsmith::method::snapkv::SnapKv;
 use kvsmith::method::streaming::Streaming;
 use kvsmith::method::{Choice, Place, Prompt, Retriever, Step};
+use kvsmith::model::Decoder;
+use kvsmith::model::decoder::rotated;
+use kvsmith::model::tokenizer::Tokenizer;
 use kvsmith::runner::StaticSet;
 use kvsmith::runner::budget::Budget;
 use kvsmith::runner::kv::{Float, KvHead, KvType, RowStore};
@@ -44,6 +51,52 @@ enum Kind {
     Repeated,
     /// Queries are near one of a few, keys have a common offset.
     Clustered,
+    /// States of the bundled model on held-out text.
+    Captured,
+}
+
+/// States of one layer of the bundled model: `[heads, positions, 64]`.
+struct Captured {
+    q_pre: Array3<f32>,
+    q_rope: Array3<f32>,
+    k_pre: Array3<f32>,
+    k_rope: Array3<f32>,
+    v: Array3<f32>,
+}
+
+/// Query heads of a group, KV heads, channels and positions of [`captured`].
+const GROUP: usize = 2;
+const KV_HEADS: usize = 2;
+const CHANNELS: usize = 64;
+const POSITIONS: usize = 800;
+
+/// The layers of the bundled model.
+fn captured() -> &'static [Captured] {
+    static LAYERS: OnceLock<Vec<Captured>> = OnceLock::new();
+    LAYERS.get_or_init(|| {
+        let data = common::root().join("calib-data");
+        let decoder = Decoder::open(&data.join("model")).unwrap();
+        let text = std::fs::read_to_string(data.join("heldout.txt")).unwrap();
+        let tokenizer = Tokenizer::open(&data.join("model"), &decoder.config).unwrap();
+        let ids = tokenizer.encode_prefix(&text, POSITIONS).unwrap();
+        let mut hidden = decoder.embed(&ids).unwrap();
+        let table = decoder.rope.table(0..POSITIONS);
+        let layer = |i: usize| {
+            let mut out = None;
+            let layer = decoder.layer(i).unwrap();
+            layer.forward(&decoder.rope, hidden.view_mut(), |s, k_rope| {
+                out = Some(Captured {
+                    q_pre: s.q_pre.clone(),
+                    q_rope: rotated(&s.q_pre, &table, 0..POSITIONS),
+                    k_pre: s.k_pre.clone(),
+                    k_rope: k_rope.clone(),
+                    v: s.v.clone(),
+                });
+            });
+            out.unwrap()
+        };
+        (0..decoder.config.n_layers).map(layer).collect()
+    })
 }
 
 /// Where rows come from.
@@ -56,16 +109,23 @@ struct Inputs {
     /// Direction of the sinks, and how much each query head looks there.
     towards: Vec<f32>,
     strength: Vec<f32>,
+    /// The layer of captured states, and the KV head.
+    layer: &'static Captured,
+    kv_head: usize,
 }
 
 impl Inputs {
     fn new(rng: &mut ChaCha8Rng, place: &Place) -> Self {
         let d = place.head_dim;
         let row = |rng: &mut ChaCha8Rng| (0..d).map(|_| noise(rng)).collect::<Vec<f32>>();
-        let kind = pick(
+        let mut kind = pick(
             rng,
             &[Kind::Gaussian, Kind::Sinks, Kind::Repeated, Kind::Clustered],
         );
+        if (place.group, place.head_dim) == (GROUP, CHANNELS) && place.kv_head < KV_HEADS {
+            kind = Kind::Captured;
+        }
+        let layers = captured();
         let centre = if rng.gen_bool(0.5) { 2.0 } else { 4.0 };
         Self {
             kind,
@@ -76,6 +136,8 @@ impl Inputs {
             strength: (0..place.group)
                 .map(|_| centre * rng.gen_range(0.2..1.6f32))
                 .collect(),
+            layer: &layers[rng.gen_range(0..layers.len())],
+            kv_head: place.kv_head,
         }
     }
 
@@ -84,6 +146,7 @@ impl Inputs {
         let from = rng.gen_range(0..self.pool.len());
         let mut of = |i: usize| match self.kind {
             Kind::Repeated => self.pool[from][i],
+            Kind::Captured => self.layer.k_rope[[self.kv_head, position, i]],
             Kind::Sinks if sink => self.towards[i] + 0.1 * noise(rng),
             Kind::Clustered => 3.0 * self.towards[i] + noise(rng),
             _ => noise(rng),
@@ -91,16 +154,49 @@ impl Inputs {
         (0..self.d).map(&mut of).collect()
     }
 
-    fn query(&self, rng: &mut ChaCha8Rng, a: usize) -> Vec<f32> {
+    fn query(&self, rng: &mut ChaCha8Rng, a: usize, position: usize) -> Vec<f32> {
         let from = rng.gen_range(0..self.pool.len());
         // Scores with a sink of about the head's strength times a little more than one.
         let pull = self.strength[a] * rng.gen_range(0.8..1.2) * 1.3 / (self.d as f32).sqrt();
         let of = |(i, noise): (usize, f32)| match self.kind {
             Kind::Sinks => pull * self.towards[i] * 1.5 + 0.5 * noise,
             Kind::Clustered => 2.0 * self.pool[from][i] + 0.2 * noise,
+            Kind::Captured => self.layer.q_rope[[self.kv_head * GROUP + a, position, i]],
             _ => 1.5 * noise,
         };
         (0..self.d).map(|i| (i, noise(rng))).map(of).collect()
+    }
+
+    /// Rows that nothing but their own use ties to the others: noise, or captured ones of `head`.
+    fn other(
+        &self,
+        rng: &mut ChaCha8Rng,
+        states: fn(&Captured) -> &Array3<f32>,
+        head: usize,
+        positions: Range<usize>,
+    ) -> Array2<f32> {
+        match self.kind {
+            Kind::Captured => states(self.layer).slice(s![head, positions, ..]).to_owned(),
+            _ => Array2::from_shape_simple_fn((positions.len(), self.d), || noise(rng)),
+        }
+    }
+
+    /// Values.
+    fn values(&self, rng: &mut ChaCha8Rng, positions: Range<usize>) -> Array2<f32> {
+        self.other(rng, |l| &l.v, self.kv_head, positions)
+    }
+
+    /// Keys before rotation.
+    fn k_pre(&self, rng: &mut ChaCha8Rng, positions: Range<usize>) -> Array2<f32> {
+        self.other(rng, |l| &l.k_pre, self.kv_head, positions)
+    }
+
+    /// A query before rotation.
+    fn q_pre(&self, rng: &mut ChaCha8Rng, a: usize, position: usize) -> Vec<f32> {
+        let head = self.kv_head * GROUP + a;
+        self.other(rng, |l| &l.q_pre, head, position..position + 1)
+            .into_iter()
+            .collect()
     }
 }
 
@@ -149,11 +245,15 @@ fn random_place(rng: &mut ChaCha8Rng) -> Place {
         4 => Budget::Count(rng.gen_range(2..60)),
         _ => Budget::Fraction(0.01),
     };
+    let (mut group, mut head_dim) = (pick(rng, &[1, 2, 3, 5, 8]), pick(rng, &[8, 16, 20, 64, 80]));
+    if rng.gen_bool(0.3) {
+        (group, head_dim) = (GROUP, CHANNELS);
+    }
     Place {
         layer: 0,
         kv_head: rng.gen_range(0..3),
-        group: pick(rng, &[1, 2, 3, 5, 8]),
-        head_dim: pick(rng, &[8, 16, 20, 64, 80]),
+        group,
+        head_dim,
         model_window: rng.gen_bool(0.3).then(|| rng.gen_range(12..=60)),
         sinks: rng.gen_range(0..=5),
         window: rng.gen_range(1..=20),
@@ -186,14 +286,13 @@ impl<M: Model> Head<M> {
     fn prefill(&mut self, m: usize) -> Result<(), String> {
         let place = self.history.place;
         let (r, d, first) = (place.group, place.head_dim, self.len);
-        let mut new = |_: usize| (0..d).map(|_| noise(&mut self.rng)).collect::<Vec<f32>>();
-        let k_pre = rows((0..m).map(&mut new).collect(), d);
-        let new_values = rows((0..m).map(&mut new).collect(), d);
+        let k_pre = self.inputs.k_pre(&mut self.rng, first..first + m);
+        let new_values = self.inputs.values(&mut self.rng, first..first + m);
         let key = |i| self.inputs.key(&mut self.rng, first + i);
         let new_keys = rows((0..m).map(key).collect(), d);
         let mut q_rope = Array3::zeros((r, m, d));
         for (a, mut head) in q_rope.outer_iter_mut().enumerate() {
-            let query = |_| self.inputs.query(&mut self.rng, a);
+            let query = |i| self.inputs.query(&mut self.rng, a, first + i);
             head.assign(&rows((0..m).map(query).collect(), d));
         }
         let joined = |old: &dyn Rows, new: &Array2<f32>| {
@@ -231,9 +330,13 @@ impl<M: Model> Head<M> {
         let place = self.history.place;
         let (r, d, t) = (place.group, place.head_dim, self.len);
         let key = rows(vec![self.inputs.key(&mut self.rng, t)], d);
-        let mut random = |n: usize| Array2::from_shape_simple_fn((n, d), || noise(&mut self.rng));
-        let (k_pre, value, q_pre) = (random(1), random(1), random(r));
-        let q_rope = rows((0..r).map(|a| self.inputs.query(&mut self.rng, a)).collect(), d);
+        let k_pre = self.inputs.k_pre(&mut self.rng, t..t + 1);
+        let value = self.inputs.values(&mut self.rng, t..t + 1);
+        let queries = |of: fn(&Inputs, &mut ChaCha8Rng, usize, usize) -> Vec<f32>, rng: &mut ChaCha8Rng| {
+            rows((0..r).map(|a| of(&self.inputs, rng, a, t)).collect(), d)
+        };
+        let q_pre = queries(Inputs::q_pre, &mut self.rng);
+        let q_rope = queries(Inputs::query, &mut self.rng);
         self.kv.extend(key.view(), value.view());
         self.program.append(k_pre.view(), key.view());
         let set = StaticSet::at(t, place.model_window, place.sinks, place.window);

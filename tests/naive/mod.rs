@@ -240,7 +240,7 @@ pub trait Model {
 }
 
 /// Something that may be chosen.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Item {
     pub position: usize,
     pub score: f64,

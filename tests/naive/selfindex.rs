@@ -169,15 +169,28 @@ impl Model for NaiveSelfIndex {
             bound: 3.0 * dot_bound(&q, &keys[position]),
             class: classes[position],
         };
-        let (full, others): (Vec<Item>, Vec<Item>) = (step.candidates.clone())
-            .map(item)
-            .partition(|i| self.full.contains(&i.position));
+        let all: Vec<Item> = step.candidates.clone().map(item).collect();
+        let (full, _): (Vec<Item>, Vec<Item>) =
+            all.iter().copied().partition(|i| self.full.contains(&i.position));
+        // Two fifths of the budget are for the best of the full ones, the rest for the best of all others.
+        let share = (2 * step.budget / 5).min(full.len());
         let chosen = step.chosen();
-        let (chosen_full, chosen_others) = chosen.iter().partition(|p| self.full.contains(p));
-        let left = step.budget.saturating_sub(full.len());
-        let checked = check_best(&full, &chosen_full, step.budget)
+        let mut ranked: Vec<Item> = full
+            .iter()
+            .copied()
+            .filter(|i| chosen.contains(&i.position))
+            .collect();
+        ranked.sort_by(|a, b| b.score.total_cmp(&a.score).then(a.position.cmp(&b.position)));
+        let first: BTreeSet<usize> = ranked.iter().take(share).map(|i| i.position).collect();
+        let others: Vec<Item> = all
+            .iter()
+            .copied()
+            .filter(|i| !first.contains(&i.position))
+            .collect();
+        let rest = chosen.difference(&first).copied().collect();
+        let checked = check_best(&full, &first, share)
             .map_err(|e| format!("full: {e}"))
-            .and(check_best(&others, &chosen_others, left).map_err(|e| format!("others: {e}")));
+            .and(check_best(&others, &rest, step.budget - share).map_err(|e| format!("others: {e}")));
         match (checked, self.close) {
             (Ok(()), _) => Ok(Agreement::Same),
             (Err(_), true) => Ok(Agreement::NearTie),
