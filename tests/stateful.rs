@@ -47,7 +47,7 @@ enum Kind {
     Gaussian,
     /// Queries look at the sinks, some more than the rest.
     Sinks,
-    /// Keys are copies of a few.
+    /// Keys are copies of a few, and so are queries.
     Repeated,
     /// Queries are near one of a few, keys have a common offset.
     Clustered,
@@ -160,6 +160,7 @@ impl Inputs {
         let pull = self.strength[a] * rng.gen_range(0.8..1.2) * 1.3 / (self.d as f32).sqrt();
         let of = |(i, noise): (usize, f32)| match self.kind {
             Kind::Sinks => pull * self.towards[i] * 1.5 + 0.5 * noise,
+            Kind::Repeated => 0.7 * self.pool[from][i],
             Kind::Clustered => 2.0 * self.pool[from][i] + 0.2 * noise,
             Kind::Captured => self.layer.q_rope[[self.kv_head * GROUP + a, position, i]],
             _ => 1.5 * noise,
