@@ -360,7 +360,7 @@ impl<M: Model> Head<M> {
             cached(self.kv.keys(), t + 1, d),
             cached(self.kv.values(), t + 1, d),
         );
-        self.history.events.push(Event::Decode(Decode {
+        self.history.events.push(Event::Decode(Box::new(Decode {
             step: self.steps,
             t,
             visible: set.visible(),
@@ -374,7 +374,7 @@ impl<M: Model> Head<M> {
             values: wide(values.view()),
             choice,
             attended: attended.iter().map(|p| *p as usize).collect(),
-        }));
+        })));
         let checked = check_choice(&mut self.model, &self.history)?;
         self.sparse += usize::from(checked.is_some());
         self.near_ties += usize::from(checked == Some(Agreement::NearTie));

@@ -162,7 +162,7 @@ pub fn classes<T: Ord>(items: impl Iterator<Item = T>) -> Vec<usize> {
 
 pub enum Event {
     Turn(Turn),
-    Decode(Decode),
+    Decode(Box<Decode>),
 }
 
 /// Everything that one KV head went through.
