@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use ndarray::{ArrayView1, ArrayView2};
 
-use super::{Choice, Place, Prompt, Retriever, Step, everything, union_within};
+use super::{Choice, Place, Prompt, Retriever, Step, everything, softmax, union_within};
 use crate::artifact::Artifact;
 use crate::compute::attention::Partial;
 use crate::compute::simd;
@@ -572,12 +572,13 @@ impl Retriever for Lfps {
         for a in 0..self.heads.len() {
             let mut learnt = Vec::new();
             for i in rows.clone() {
-                let (seen, weights) = prompt.weights(a, i, self.place.model_window);
+                let (seen, mut scores) = prompt.scores(a, i, self.place.model_window);
                 let rest = self.rest(&seen);
-                let weights = &weights[rest.start - seen.start..];
-                let sum: f64 = weights.iter().map(|w| f64::from(*w)).sum();
-                if sum > 0.0 {
-                    let weights = weights.iter().map(|w| f64::from(*w) / sum);
+                // Over the non-sinks alone, so that no lead of the sinks makes them vanish.
+                let weights = &mut scores[rest.start - seen.start..];
+                if !weights.is_empty() {
+                    softmax(weights);
+                    let weights = weights.iter().map(|w| f64::from(*w));
                     learnt.push((prompt.first + i, rest, weights.collect::<Vec<f64>>()));
                 }
             }

@@ -4,6 +4,7 @@ pub mod budget;
 pub mod kv;
 pub mod packed;
 pub mod sample;
+mod trunk;
 
 use std::io::Write;
 use std::ops::Range;
@@ -15,11 +16,11 @@ use serde_json::json;
 use crate::compute::attention;
 use crate::error::{Error, Result};
 use crate::method::{Choice, Method, Place, Prompt, Retriever, Step};
-use crate::model::decoder::{rotate, rotated};
-use crate::model::{Decoder, Layer};
+use crate::model::{Decoder, ModelConfig};
 use budget::Budget;
 use kv::{KvHead, KvType};
 use packed::Center;
+use trunk::{Context, Rows, Trunk};
 
 /// What bounds a decode step's reads.
 #[derive(Clone, Copy, Debug)]
@@ -36,11 +37,30 @@ pub struct Options {
     pub center: Center,
 }
 
+impl Options {
+    /// Where a KV head of a model stands.
+    fn place(&self, config: &ModelConfig, layer: usize, kv_head: usize) -> Place {
+        Place {
+            layer,
+            kv_head,
+            group: config.group(),
+            head_dim: config.head_dim,
+            model_window: config.windows[layer],
+            sinks: self.sinks,
+            window: self.window,
+            budget: self.budget,
+            kv: self.kv,
+        }
+    }
+}
+
 /// One conversation: a model, a method and the caches of every head.
 pub struct Session<'a> {
     decoder: &'a Decoder,
+    trunk: Trunk<'a>,
     options: Options,
-    layers: Vec<(Layer, Vec<Head>)>,
+    /// Per layer.
+    heads: Vec<Vec<Head>>,
     /// Positions in the cache.
     len: usize,
     /// Decode steps done.
@@ -70,30 +90,16 @@ impl<'a> Session<'a> {
     /// An empty session with room for `capacity` positions.
     pub fn new(decoder: &'a Decoder, method: &Method, options: Options, capacity: usize) -> Result<Self> {
         let c = &decoder.config;
-        let layers = (0..c.n_layers)
-            .map(|i| {
-                let head = |kv_head| Head {
-                    kv: KvHead::new(options.kv, c.head_dim, capacity, options.center),
-                    retriever: method.head(&Place {
-                        layer: i,
-                        kv_head,
-                        group: c.n_heads / c.n_kv_heads,
-                        head_dim: c.head_dim,
-                        model_window: c.windows[i],
-                        sinks: options.sinks,
-                        window: options.window,
-                        budget: options.budget,
-                        kv: options.kv,
-                    }),
-                };
-                let heads = (0..c.n_kv_heads).map(head).collect();
-                Ok((decoder.layer(i)?, heads))
-            })
-            .collect::<Result<_>>()?;
+        let head = |layer: usize, kv_head: usize| Head {
+            kv: KvHead::new(options.kv, c.head_dim, capacity, options.center),
+            retriever: method.head(&options.place(c, layer, kv_head)),
+        };
+        let layer = |layer: usize| (0..c.n_kv_heads).map(|kv_head| head(layer, kv_head)).collect();
         Ok(Self {
             decoder,
+            trunk: Trunk::new(decoder)?,
             options,
-            layers,
+            heads: (0..c.n_layers).map(layer).collect(),
             len: 0,
             steps: 0,
             totals: Totals::default(),
@@ -112,110 +118,67 @@ impl<'a> Session<'a> {
     /// # Errors
     /// An empty prompt, an id outside the vocabulary, activations that are not finite.
     pub fn prefill(&mut self, ids: &[u32]) -> Result<Array1<f32>> {
-        if ids.is_empty() {
-            return Err(Error::failed("the prompt has no tokens"));
-        }
-        let (first, m) = (self.len, ids.len());
-        let mut hidden = self.decoder.embed(ids)?;
-        let table = self.decoder.rope.table(first..first + m);
-        let n_layers = self.layers.len();
-        for (index, (layer, heads)) in self.layers.iter_mut().enumerate() {
-            crate::interrupt::check()?;
-            let mut states = layer.project(hidden.view());
-            self.decoder.check_states(layer, &states)?;
-            let k_rope = rotated(&states.k_pre, &table, 0..m);
-            rotate(&mut states.q_pre, &table, 0..m);
-            let q_rope = states.q_pre;
-            let keys = with_cached(k_rope, heads, first, KvHead::keys);
-            let values = with_cached(states.v, heads, first, KvHead::values);
-            let r = q_rope.len_of(Axis(0)) / heads.len();
+        let first = self.len;
+        let windows = &self.decoder.config.windows;
+        let heads = &mut self.heads;
+        let logits = self.trunk.prompt(ids, first, &mut |layer, rows| {
+            let heads = &mut heads[layer];
+            let keys = with_cached(rows.k_rope, heads, first, KvHead::keys);
+            let values = with_cached(rows.v, heads, first, KvHead::values);
+            let r = rows.q_rope.len_of(Axis(0)) / heads.len();
             heads.par_iter_mut().enumerate().for_each(|(c, head)| {
-                let queries = q_rope.slice(s![c * r..(c + 1) * r, .., ..]);
-                let both = [keys.index_axis(Axis(0), c), values.index_axis(Axis(0), c)];
-                head.prefill(
+                let prompt = PromptRows {
                     first,
-                    states.k_pre.index_axis(Axis(0), c),
-                    queries,
-                    both,
-                    layer.window,
-                );
+                    k_pre: rows.k_pre.index_axis(Axis(0), c),
+                    q_rope: rows.q_rope.slice(s![c * r..(c + 1) * r, .., ..]),
+                    keys: keys.index_axis(Axis(0), c),
+                    values: values.index_axis(Axis(0), c),
+                    model_window: windows[layer],
+                };
+                prompt.cache(&mut head.kv);
+                head.retriever.prefill(&prompt.view(&head.kv));
             });
-            // Of the last layer, only the last position is read.
-            let skipped = if index + 1 == n_layers { m - 1 } else { 0 };
-            let mut attended = Array2::zeros((m - skipped, q_rope.len() / m));
-            attention::causal(
-                q_rope.slice(s![.., skipped.., ..]),
-                keys.view(),
-                values.view(),
-                first + skipped,
-                layer.window,
-                attended.view_mut(),
-            );
-            drop((q_rope, keys, values));
-            let mut rows = hidden.slice_mut(s![skipped.., ..]);
-            layer.finish(rows.view_mut(), attended.view());
-            self.decoder.check_finite(layer, rows.view())?;
-        }
-        self.len += m;
-        self.decoder.logits(hidden.row(m - 1))
+            Context {
+                q_rope: rows.q_rope,
+                keys,
+                values,
+            }
+        })?;
+        self.len += ids.len();
+        Ok(logits)
     }
 
     /// Feeds one token with sparse attention; returns the logits after it: `[vocab]`.
     pub fn step(&mut self, id: u32) -> Result<Array1<f32>> {
-        let t = self.len;
-        let step = self.steps;
+        let (t, step) = (self.len, self.steps);
         let options = self.options;
-        let mut hidden = self.decoder.embed(&[id])?;
-        let table = self.decoder.rope.table(t..t + 1);
         let mut totals = Totals::default();
-        for (index, (layer, heads)) in self.layers.iter_mut().enumerate() {
-            let states = layer.project(hidden.view());
-            let k_rope = rotated(&states.k_pre, &table, 0..1);
-            let q_rope = rotated(&states.q_pre, &table, 0..1);
-            let h = q_rope.len_of(Axis(0));
-            let d = q_rope.len_of(Axis(2));
-            let r = h / heads.len();
-            let q_pre = states.q_pre.index_axis(Axis(1), 0);
-            let q_rope = q_rope.index_axis(Axis(1), 0);
+        let (heads, trace) = (&mut self.heads, &mut self.trace);
+        let hidden = self.trunk.step(&[id], t, &mut |index, layer, rows, mut out| {
+            let heads = &mut heads[index];
+            let r = rows.q_rope.len_of(Axis(0)) / heads.len();
             let set = StaticSet::at(t, layer.window, options.sinks, options.window);
-            let mut attended = Array2::<f32>::zeros((h, d));
+            let mut out = out.index_axis_mut(Axis(0), 0);
             let chosen: Vec<Choice> = heads
                 .par_iter_mut()
-                .zip(attended.axis_chunks_iter_mut(Axis(0), r))
+                .zip(out.axis_chunks_iter_mut(Axis(0), r))
                 .enumerate()
                 .map(|(c, (head, out))| {
-                    let (k_pre, key) = (states.k_pre.index_axis(Axis(0), c), k_rope.index_axis(Axis(0), c));
-                    head.kv.extend(key, states.v.index_axis(Axis(0), c));
-                    head.retriever.append(k_pre, key);
-                    let group = s![c * r..(c + 1) * r, ..];
-                    let step = Step {
-                        step,
-                        visible: set.visible(),
-                        candidates: set.candidates.clone(),
-                        budget: options.budget.positions(set.visible().len()),
-                        q_pre: q_pre.slice(group),
-                        q_rope: q_rope.slice(group),
-                        kv: &head.kv,
-                    };
-                    let chosen = head.retriever.select(&step);
-                    attend(&step, &set, &chosen, head.retriever.as_mut(), out);
-                    chosen
+                    let token = Token::of(rows, c, r, 0);
+                    token.cache(&mut head.kv);
+                    let step = token.step(step, &set, options.budget, &head.kv);
+                    decode_head(&token, &step, &set, head.retriever.as_mut(), out)
                 })
                 .collect();
             totals.add(&chosen, &set, r);
-            if let Some(sink) = &mut self.trace {
-                write_trace(sink, step, index, &chosen)?;
+            match trace {
+                Some(sink) => write_trace(sink, step, index, &chosen),
+                None => Ok(()),
             }
-            let attended = attended
-                .to_shape((1, h * d))
-                .map_err(|e| Error::failed(e.to_string()))?
-                .to_owned();
-            layer.finish(hidden.view_mut(), attended.view());
-            self.decoder.check_finite(layer, hidden.view())?;
-        }
+        })?;
         self.len += 1;
         self.steps += 1;
-        self.totals.add_step(&totals, self.layers.len());
+        self.totals.add_step(&totals, self.heads.len());
         self.decoder.logits(hidden.row(0))
     }
 
@@ -265,7 +228,7 @@ impl<'a> Session<'a> {
     }
 
     fn heads(&self) -> impl Iterator<Item = &Head> {
-        self.layers.iter().flat_map(|(_, heads)| heads)
+        self.heads.iter().flatten()
     }
 
     /// Flushes the trace.
@@ -280,7 +243,7 @@ impl<'a> Session<'a> {
 }
 
 /// Writes the lines of one step and layer.
-fn write_trace(sink: &mut dyn Write, step: usize, layer: usize, chosen: &[Choice]) -> Result<()> {
+fn write_trace(sink: &mut Box<dyn Write + '_>, step: usize, layer: usize, chosen: &[Choice]) -> Result<()> {
     for (c, choice) in chosen.iter().enumerate() {
         let line = json!({
             "step": step, "layer": layer, "kv_head": c, "positions": choice.positions,
@@ -290,34 +253,100 @@ fn write_trace(sink: &mut dyn Write, step: usize, layer: usize, chosen: &[Choice
     Ok(())
 }
 
-impl Head {
-    /// Takes in the rows of a prompt that starts at `first`: k_pre `[m,d]`, rotated queries `[r,m,d]`,
-    /// keys and values of every position `[first + m, d]`.
-    fn prefill(
-        &mut self,
-        first: usize,
-        k_pre: ArrayView2<f32>,
-        queries: ArrayView3<f32>,
-        [keys, values]: [ArrayView2<f32>; 2],
-        model_window: Option<usize>,
-    ) {
-        let last = queries.index_axis(Axis(1), queries.len_of(Axis(1)) - 1);
+/// The rows of a prompt for one KV head, before its cache has them.
+struct PromptRows<'a> {
+    first: usize,
+    /// `[m,d]`.
+    k_pre: ArrayView2<'a, f32>,
+    /// `[r,m,d]`.
+    q_rope: ArrayView3<'a, f32>,
+    /// `[first + m, d]`.
+    keys: ArrayView2<'a, f32>,
+    /// `[first + m, d]`.
+    values: ArrayView2<'a, f32>,
+    model_window: Option<usize>,
+}
+
+impl PromptRows<'_> {
+    /// Puts the new rows into a cache.
+    fn cache(&self, kv: &mut KvHead) {
+        let last = self.q_rope.index_axis(Axis(1), self.q_rope.len_of(Axis(1)) - 1);
         let query = last.mean_axis(Axis(0)).unwrap_or_default();
-        self.kv.prompt(
-            keys.slice(s![first.., ..]),
-            values.slice(s![first.., ..]),
+        kv.prompt(
+            self.keys.slice(s![self.first.., ..]),
+            self.values.slice(s![self.first.., ..]),
             &query.to_vec(),
-            attention::visible(keys.nrows() - 1, model_window),
+            attention::visible(self.keys.nrows() - 1, self.model_window),
         );
-        self.retriever.prefill(&Prompt {
-            first,
-            k_pre: k_pre.reborrow(),
-            q_rope: queries.reborrow(),
-            keys: keys.reborrow(),
-            values: values.reborrow(),
-            kv: &self.kv,
-        });
     }
+
+    /// What a method sees of them.
+    fn view<'b>(&'b self, kv: &'b KvHead) -> Prompt<'b> {
+        Prompt {
+            first: self.first,
+            k_pre: self.k_pre.view(),
+            q_rope: self.q_rope.view(),
+            keys: self.keys.view(),
+            values: self.values.view(),
+            kv,
+        }
+    }
+}
+
+/// One token's rows of one KV head: `[1,d]` and `[r,d]`.
+struct Token<'a> {
+    k_pre: ArrayView2<'a, f32>,
+    k_rope: ArrayView2<'a, f32>,
+    v: ArrayView2<'a, f32>,
+    q_pre: ArrayView2<'a, f32>,
+    q_rope: ArrayView2<'a, f32>,
+}
+
+impl<'a> Token<'a> {
+    /// KV head `c` with `r` query heads, of one trajectory's rows.
+    fn of(rows: &'a Rows, c: usize, r: usize, trajectory: usize) -> Self {
+        let own = s![c, trajectory..trajectory + 1, ..];
+        let group = s![c * r..(c + 1) * r, trajectory, ..];
+        Self {
+            k_pre: rows.k_pre.slice(own),
+            k_rope: rows.k_rope.slice(own),
+            v: rows.v.slice(own),
+            q_pre: rows.q_pre.slice(group),
+            q_rope: rows.q_rope.slice(group),
+        }
+    }
+
+    /// Puts key and value into a cache.
+    fn cache(&self, kv: &mut KvHead) {
+        kv.extend(self.k_rope.view(), self.v.view());
+    }
+
+    /// The step of a method, on a cache that holds the token.
+    fn step<'b>(&'b self, step: usize, set: &StaticSet, budget: Budget, kv: &'b KvHead) -> Step<'b> {
+        Step {
+            step,
+            visible: set.visible(),
+            candidates: set.candidates.clone(),
+            budget: budget.positions(set.visible().len()),
+            q_pre: self.q_pre.view(),
+            q_rope: self.q_rope.view(),
+            kv,
+        }
+    }
+}
+
+/// One decode step of one KV head: the method takes in the key, chooses, and sees what was attended.
+fn decode_head(
+    token: &Token,
+    step: &Step,
+    set: &StaticSet,
+    retriever: &mut dyn Retriever,
+    out: ArrayViewMut2<f32>,
+) -> Choice {
+    retriever.append(token.k_pre.view(), token.k_rope.view());
+    let choice = retriever.select(step);
+    attend(step, set, &choice, retriever, out);
+    choice
 }
 
 /// The rows of every position, `[g, first + m, d]`: earlier ones as the caches give them, then `new`,
