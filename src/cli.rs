@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::cmd::{bench, calibrate, codebook, dump, inspect, moments, pack, priors, run, signs};
+use crate::cmd::{bench, calibrate, codebook, dump, eval, inspect, moments, pack, priors, run, signs};
 use crate::corpus;
 use crate::error::{Error, Result};
 use crate::method::a2ats::{FitInit, FitMetric};
@@ -44,6 +44,8 @@ pub enum Command {
     Inspect(inspect::Args),
     /// Generate text with exact or sparse attention
     Run(run::Args),
+    /// Measure what methods lose against full attention
+    Eval(eval::Args),
     /// Measure speed
     Bench(bench::Args),
 }

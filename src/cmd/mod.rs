@@ -4,6 +4,7 @@ pub mod bench;
 pub mod calibrate;
 pub mod codebook;
 pub mod dump;
+pub mod eval;
 pub mod inspect;
 pub mod moments;
 pub mod pack;
@@ -54,6 +55,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Calibrate(args) => calibrate::run(args, global),
         Command::Inspect(args) => inspect::run(args, global),
         Command::Run(args) => run::run(args, global),
+        Command::Eval(args) => eval::run(args, global),
         Command::Bench(args) => bench::run(args, global),
     }
 }

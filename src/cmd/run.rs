@@ -91,14 +91,14 @@ pub struct Args {
 /// Generated positions that the caches have room for from the start; they grow beyond.
 const RESERVED: usize = 4096;
 
-fn parse_budget(text: &str) -> std::result::Result<Budget, String> {
+pub(super) fn parse_budget(text: &str) -> std::result::Result<Budget, String> {
     text.parse().map_err(|e: Error| match e.advice() {
         Some(hint) => format!("{e}: expected {hint}"),
         None => e.to_string(),
     })
 }
 
-fn parse_window(text: &str) -> std::result::Result<usize, String> {
+pub(super) fn parse_window(text: &str) -> std::result::Result<usize, String> {
     match parse_count(text) {
         Ok(n) if n > 0 => Ok(n),
         _ => Err("expected a whole number of at least 1".to_string()),
@@ -372,7 +372,12 @@ impl Talk<'_> {
 }
 
 /// Opens an artifact and checks that it fits the model.
-fn open_artifact(path: &std::path::Path, decoder: &Decoder, force: bool, log: Log) -> Result<Artifact> {
+pub(super) fn open_artifact(
+    path: &std::path::Path,
+    decoder: &Decoder,
+    force: bool,
+    log: Log,
+) -> Result<Artifact> {
     let artifact = Artifact::open(path)?;
     let c = &decoder.config;
     let own = Sizes {

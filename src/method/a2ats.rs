@@ -488,6 +488,7 @@ pub struct Params {
 }
 
 /// The codes of one KV head.
+#[derive(Clone)]
 pub struct A2ats {
     codebook: Arc<HeadCodebook>,
     /// Share of the visible context that each query head chooses, instead of a budget.
@@ -570,6 +571,10 @@ impl Retriever for A2ats {
 
     fn state_bytes(&self) -> usize {
         self.codes.capacity() * 2
+    }
+
+    fn fork(&self) -> Box<dyn Retriever> {
+        Box::new(self.clone())
     }
 }
 

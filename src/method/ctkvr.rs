@@ -60,6 +60,7 @@ impl Default for Params {
 }
 
 /// A past query and what it attended.
+#[derive(Clone)]
 struct Centroid {
     /// The group's queries, each of length one: r d values.
     queries: Vec<f16>,
@@ -68,6 +69,7 @@ struct Centroid {
 }
 
 /// The index of one KV head.
+#[derive(Clone)]
 pub struct Ctkvr {
     place: Place,
     params: Params,
@@ -283,5 +285,9 @@ impl Retriever for Ctkvr {
     fn state_bytes(&self) -> usize {
         let of = |c: &Centroid| c.queries.capacity() * 2 + c.list.capacity() * 4;
         self.centroids.iter().map(of).sum()
+    }
+
+    fn fork(&self) -> Box<dyn Retriever> {
+        Box::new(self.clone())
     }
 }

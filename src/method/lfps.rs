@@ -172,6 +172,7 @@ impl Table {
 }
 
 /// What one query head remembers.
+#[derive(Clone)]
 pub struct QueryHead {
     /// Sv: by position.
     pub vertical: Table,
@@ -394,7 +395,7 @@ fn expanded(vertical: &[f64], slash: &[f64], limits: (f64, f64), means: (f64, f6
 }
 
 /// Means of the keys and values of a range of positions that moves on.
-#[derive(Default)]
+#[derive(Clone, Default)]
 struct RunningMean {
     range: Range<usize>,
     keys: Vec<f64>,
@@ -453,6 +454,7 @@ pub fn sparsity(sink: f64, global: f64, local: f64) -> (f64, f64) {
 }
 
 /// The state of one KV head.
+#[derive(Clone)]
 pub struct Lfps {
     place: Place,
     params: Params,
@@ -655,6 +657,10 @@ impl Retriever for Lfps {
     fn state_bytes(&self) -> usize {
         let of = |h: &QueryHead| (h.vertical.values.capacity() + h.slash.values.capacity()) * 4;
         self.heads.iter().map(of).sum()
+    }
+
+    fn fork(&self) -> Box<dyn Retriever> {
+        Box::new(self.clone())
     }
 }
 

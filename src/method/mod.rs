@@ -129,6 +129,21 @@ pub fn default_method(artifact: Option<&Artifact>) -> MethodName {
     found.map_or(MethodName::Full, |(_, method)| *method)
 }
 
+/// Bytes of what `name` needs besides its index, whatever the context: its section of the artifact.
+pub fn constant_bytes(name: MethodName, artifact: Option<&Artifact>) -> Result<usize> {
+    let section = match name {
+        MethodName::A2ats => a2ats::SECTION,
+        MethodName::Selfindex => selfindex::SECTION,
+        MethodName::Lfps => priors::SECTION,
+        _ => return Ok(0),
+    };
+    let Some(artifact) = artifact.filter(|a| a.has(section)) else {
+        return Ok(0);
+    };
+    let specs = section_specs(section, artifact.section(section)?, artifact.sizes)?;
+    Ok(specs.iter().filter_map(|s| s.bytes()).sum())
+}
+
 /// A method with what it was made from, for all heads of a model.
 pub enum Method {
     /// See [`full`].
@@ -378,6 +393,9 @@ pub trait Retriever: Send + Sync {
     fn state_bytes(&self) -> usize {
         0
     }
+
+    /// A copy, which goes its own way from here.
+    fn fork(&self) -> Box<dyn Retriever>;
 }
 
 /// All candidates, when the budget covers them.

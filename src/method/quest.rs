@@ -18,7 +18,7 @@ use crate::runner::kv::{KvHead, grow};
 pub const PAGE: usize = 16;
 
 /// The page bounds of one KV head.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct Quest {
     d: usize,
     /// Per page: d smallest values, then d largest ones.
@@ -93,6 +93,10 @@ impl Retriever for Quest {
 
     fn state_bytes(&self) -> usize {
         self.bounds.capacity() * 4
+    }
+
+    fn fork(&self) -> Box<dyn Retriever> {
+        Box::new(self.clone())
     }
 }
 

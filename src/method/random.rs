@@ -7,6 +7,7 @@ use rand_chacha::ChaCha8Rng;
 use super::{Choice, Retriever, Step, everything};
 
 /// Uniform choice, fixed by seed, layer, head and step.
+#[derive(Clone)]
 pub struct Random {
     seed: u64,
     stream: u64,
@@ -36,5 +37,9 @@ impl Retriever for Random {
             .collect();
         chosen.sort_unstable();
         chosen.into()
+    }
+
+    fn fork(&self) -> Box<dyn Retriever> {
+        Box::new(self.clone())
     }
 }

@@ -369,6 +369,7 @@ impl Setup {
 }
 
 /// Sums of a pass over keys, from which their centroids follow.
+#[derive(Clone)]
 struct Sums {
     /// `[d/4,16,4]`.
     sums: Vec<f64>,
@@ -423,6 +424,7 @@ impl Sums {
 }
 
 /// The index of one KV head.
+#[derive(Clone)]
 pub struct SelfIndex {
     place: Place,
     center: Center,
@@ -579,5 +581,9 @@ impl Retriever for SelfIndex {
 
     fn state_bytes(&self) -> usize {
         self.signs.capacity() + self.full.capacity() * 4
+    }
+
+    fn fork(&self) -> Box<dyn Retriever> {
+        Box::new(self.clone())
     }
 }

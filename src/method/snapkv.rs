@@ -14,6 +14,7 @@ pub const QUERIES: usize = 32;
 pub const POOL: usize = 7;
 
 /// The choice of one KV head.
+#[derive(Clone)]
 pub struct SnapKv {
     window: Option<usize>,
     /// Pooled votes per prompt position, until the choice is made.
@@ -66,6 +67,10 @@ impl Retriever for SnapKv {
 
     fn state_bytes(&self) -> usize {
         self.votes.capacity() * 4 + self.chosen.as_ref().map_or(0, |c| c.capacity() * 4)
+    }
+
+    fn fork(&self) -> Box<dyn Retriever> {
+        Box::new(self.clone())
     }
 }
 

@@ -6,6 +6,7 @@
 use super::{Choice, Retriever, Step};
 
 /// Sinks and recent positions alone.
+#[derive(Clone)]
 pub struct Streaming;
 
 impl Retriever for Streaming {
@@ -14,5 +15,9 @@ impl Retriever for Streaming {
         let first = c.end.saturating_sub(step.budget).max(c.start);
         let positions: Vec<u32> = (first..c.end).map(|p| p as u32).collect();
         positions.into()
+    }
+
+    fn fork(&self) -> Box<dyn Retriever> {
+        Box::new(self.clone())
     }
 }

@@ -5,6 +5,7 @@ use super::{Choice, Retriever, Step, everything};
 use crate::compute::simd;
 
 /// Exact top-k.
+#[derive(Clone)]
 pub struct TopK;
 
 impl Retriever for TopK {
@@ -53,5 +54,9 @@ impl Retriever for TopK {
             products: r * n,
             ..Choice::default()
         }
+    }
+
+    fn fork(&self) -> Box<dyn Retriever> {
+        Box::new(self.clone())
     }
 }

@@ -1,6 +1,7 @@
 //! The key-value cache of one KV head, in the element type asked for.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use half::{bf16, f16};
 use ndarray::ArrayView2;
@@ -45,11 +46,15 @@ pub enum Float {
 }
 
 /// Rows of d values, stored one after the other.
+#[derive(Clone)]
 pub struct RowStore {
     d: usize,
+    /// First rows that forks have in common, and how many there are.
+    shared: Option<(Arc<RowStore>, usize)>,
     data: Data,
 }
 
+#[derive(Clone)]
 enum Data {
     F32(Vec<f32>),
     F16(Vec<f16>),
@@ -64,7 +69,35 @@ impl RowStore {
             Float::F16 => Data::F16(Vec::with_capacity(capacity * d)),
             Float::Bf16 => Data::Bf16(Vec::with_capacity(capacity * d)),
         };
-        Self { d, data }
+        Self {
+            d,
+            shared: None,
+            data,
+        }
+    }
+
+    /// A store that starts with the rows so far, which both hold in common from here on.
+    pub fn fork(&mut self) -> Self {
+        if !self.own_is_empty() {
+            let rows = self.len();
+            let data = match &self.data {
+                Data::F32(_) => Data::F32(Vec::new()),
+                Data::F16(_) => Data::F16(Vec::new()),
+                Data::Bf16(_) => Data::Bf16(Vec::new()),
+            };
+            let empty = Self {
+                d: self.d,
+                shared: None,
+                data,
+            };
+            let base = std::mem::replace(self, empty);
+            self.shared = Some((Arc::new(base), rows));
+        }
+        self.clone()
+    }
+
+    fn own_is_empty(&self) -> bool {
+        self.own_len() == 0
     }
 
     /// Appends rows, rounding to the stored type: `[m,d]`.
@@ -79,6 +112,14 @@ impl RowStore {
 
     /// Number of rows.
     pub fn len(&self) -> usize {
+        self.shared_len() + self.own_len()
+    }
+
+    fn shared_len(&self) -> usize {
+        self.shared.as_ref().map_or(0, |(_, rows)| *rows)
+    }
+
+    fn own_len(&self) -> usize {
         let values = match &self.data {
             Data::F32(v) => v.len(),
             Data::F16(v) => v.len(),
@@ -92,13 +133,14 @@ impl RowStore {
         self.len() == 0
     }
 
-    /// Bytes really held, reserved ones included.
+    /// Bytes really held, reserved and shared ones included.
     pub fn bytes(&self) -> usize {
-        match &self.data {
+        let own = match &self.data {
             Data::F32(v) => v.capacity() * 4,
             Data::F16(v) => v.capacity() * 2,
             Data::Bf16(v) => v.capacity() * 2,
-        }
+        };
+        own + self.shared.as_ref().map_or(0, |(rows, _)| rows.bytes())
     }
 }
 
@@ -112,6 +154,13 @@ pub fn grow<T>(v: &mut Vec<T>, more: usize) -> &mut Vec<T> {
 
 impl Rows for RowStore {
     fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32] {
+        let mut position = position;
+        if let Some((rows, n)) = &self.shared {
+            match position.checked_sub(*n) {
+                Some(own) => position = own,
+                None => return rows.row(position, scratch),
+            }
+        }
         let at = position * self.d..(position + 1) * self.d;
         match &self.data {
             Data::F32(v) => &v[at],
@@ -182,6 +231,17 @@ impl KvHead {
                 values.extend(new_values);
             }
             Self::Packed(packed) => packed.extend(new_keys, new_values),
+        }
+    }
+
+    /// A cache that starts with the rows so far; float rows are held in common from here on.
+    pub fn fork(&mut self) -> Self {
+        match self {
+            Self::Plain { keys, values } => Self::Plain {
+                keys: keys.fork(),
+                values: values.fork(),
+            },
+            Self::Packed(packed) => Self::Packed(packed.clone()),
         }
     }
 

@@ -1,6 +1,7 @@
 //! Inference: exact prefill, then decode steps that attend a static set and what a method selects.
 
 pub mod budget;
+pub mod eval;
 pub mod kv;
 pub mod packed;
 pub mod sample;
@@ -170,7 +171,7 @@ impl<'a> Session<'a> {
                     decode_head(&token, &step, &set, head.retriever.as_mut(), out)
                 })
                 .collect();
-            totals.add(&chosen, &set, r);
+            totals.add(&chosen.iter().collect::<Vec<_>>(), &set, r);
             match trace {
                 Some(sink) => write_trace(sink, step, index, &chosen),
                 None => Ok(()),
@@ -415,7 +416,7 @@ fn attend(
 
 impl Totals {
     /// Adds what the heads of one layer did.
-    fn add(&mut self, chosen: &[Choice], set: &StaticSet, group: usize) {
+    fn add(&mut self, chosen: &[&Choice], set: &StaticSet, group: usize) {
         let n = set.visible().len() as f64;
         let mut rows = 0.0;
         for choice in chosen {

@@ -93,6 +93,7 @@ pub fn best_scored<'a>(
 }
 
 /// Rows of values in 2 bits, with a scale and a zero point in f16 per [`QUANT_GROUP`] channels.
+#[derive(Clone)]
 struct TwoBit {
     d: usize,
     /// Four values a byte, the first in the lowest bits; every row starts a byte.
@@ -165,7 +166,7 @@ fn saturating_f16(x: f32) -> f16 {
 }
 
 /// The rows of a few positions in f16.
-#[derive(Default)]
+#[derive(Clone, Default)]
 struct FullRows {
     /// Ascending.
     positions: Vec<u32>,
@@ -185,6 +186,7 @@ impl FullRows {
 }
 
 /// Keys as signs and 2-bit magnitudes around a centre.
+#[derive(Clone)]
 pub struct SignRows {
     d: usize,
     center: Center,
@@ -316,6 +318,7 @@ impl Rows for SignRows {
 }
 
 /// Values in 2 bits.
+#[derive(Clone)]
 pub struct ValueRows {
     d: usize,
     values: TwoBit,
@@ -333,6 +336,7 @@ impl Rows for ValueRows {
 }
 
 /// Keys and values of one KV head in 2 bits.
+#[derive(Clone)]
 pub struct Packed {
     /// Keys.
     pub keys: SignRows,
