@@ -282,6 +282,71 @@ fn random_choice_is_fixed_by_the_seed() {
     assert_ne!(trace(2), first);
 }
 
+/// Numbers of any size in a flag end in tokens or in a usage error.
+#[test]
+fn extreme_flags() {
+    let model = Model::new("qwen2_sliding");
+    for (method, options) in [
+        ("ctkvr", "--ct-probes 4096"),
+        (
+            "ctkvr",
+            "--ct-probes 18446744073709551615 --ct-centroids 18446744073709551615",
+        ),
+        ("ctkvr", "--ct-cap 1e-300 --ct-update 18446744073709551615"),
+        ("ctkvr", "--budget 999999999999999"),
+        (
+            "lfps",
+            "--lfps-rows 4294967295 --lfps-prior 1e308 --lfps-alpha 1e308",
+        ),
+        ("lfps", "--lfps-rows 0 --lfps-alpha 0 --lfps-theta 1e-300"),
+        (
+            "lfps",
+            "--lfps-threshold budget --lfps-theta 1 --sinks 0 --window 1",
+        ),
+        ("a2ats", "--topk-per-query-head 1e-300"),
+        ("a2ats", "--topk-per-query-head 1"),
+        ("selfindex", "--sinks 4294967295 --window 4294967295"),
+        ("selfindex", "--budget 1e-300 --kv 2bit --sinks 0 --window 1"),
+        ("quest", "--budget 16 --sinks 0 --window 1"),
+        ("snapkv", "--budget 2 --sinks 0 --window 1"),
+    ] {
+        let json = model.run(
+            &format!("--max-new 12 --sinks 1 --window 2 --budget 3 --method {method} {options}")
+                .replace(
+                    "--sinks 1 --window 2 ",
+                    if options.contains("--sinks") {
+                        ""
+                    } else {
+                        "--sinks 1 --window 2 "
+                    },
+                )
+                .replace(
+                    "--budget 3 ",
+                    if options.contains("--budget") {
+                        ""
+                    } else {
+                        "--budget 3 "
+                    },
+                ),
+        );
+        assert_eq!(json["ids"].as_array().unwrap().len(), 12, "{method} {options}");
+    }
+    for options in [
+        "--ct-probes 0",
+        "--ct-cap 0",
+        "--ct-cap 1.5",
+        "--lfps-theta nan",
+        "--lfps-alpha -1",
+        "--lfps-rows 1e3",
+        "--topk-per-query-head 0",
+        "--lfps-threshold none",
+        "--sign-centroids none",
+        "--kv 3bit",
+    ] {
+        kvsmith(&format!("run {} {options}", model.files)).fails(2, "", "");
+    }
+}
+
 /// Every method makes the same choices with one thread and with several.
 #[test]
 fn threads_change_nothing() {

@@ -303,8 +303,7 @@ impl<M: Model> Head<M> {
         let values = joined(self.kv.values(), &new_values);
         let query = q_rope.index_axis(Axis(1), m - 1).mean_axis(Axis(0)).unwrap();
         let seen = attention::visible(first + m - 1, place.model_window);
-        self.kv
-            .prompt(new_keys.view(), new_values.view(), &query.to_vec(), seen);
+        self.kv.prompt(keys.view(), values.view(), &query.to_vec(), seen);
         self.program.prefill(&Prompt {
             first,
             k_pre: k_pre.view(),
@@ -321,7 +320,7 @@ impl<M: Model> Head<M> {
             k_pre: wide(k_pre.view()),
         }));
         if let Some(packed) = &mut self.packed {
-            let known = packed.prompt(&self.history, &wide(new_values.view()), self.center);
+            let known = packed.prompt(&self.history, &wide(values.view()), self.center);
             self.packed = known.and(self.packed.take());
         }
         self.model.prompted(&self.history, &self.program)

@@ -51,7 +51,7 @@ pub struct Args {
     /// System message of the model's chat template
     #[arg(long, value_name = "T", requires = "chat", conflicts_with = "tokens")]
     system: Option<String>,
-    /// How decode steps choose what they read (default: a2ats, where the artifact has it, else full)
+    /// How decode steps choose what they read (default: the first of a2ats, selfindex and lfps that the artifact is for, else full)
     #[arg(long, value_enum)]
     method: Option<MethodName>,
     /// Positions chosen per KV head and step: a fraction of the context (up to 1) or a whole number

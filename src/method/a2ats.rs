@@ -194,7 +194,7 @@ fn fit_head(
     let rows = |wanted: bool| -> Vec<usize> { (0..kept.len()).filter(|i| kept[*i] == wanted).collect() };
     let fitted = keys.select(Axis(0), &rows(true));
     let held_out = keys.select(Axis(0), &rows(false));
-    if moments.count[head] == 0 {
+    if moments.count[head] == 0 && params.metric == FitMetric::QueryAware {
         return Err(Error::failed("the moments hold no query"));
     }
     let metric = match params.metric {

@@ -34,7 +34,7 @@ const TILE: usize = 32;
 #[derive(Clone, Debug, clap::Args)]
 #[group(skip)]
 pub struct Params {
-    /// ctkvr: centroids, C (default: one per 16 prompt tokens, at most 2048)
+    /// ctkvr: centroids, C (default: one per 16 positions, at least C' and at most 2048)
     #[arg(long, value_name = "C", value_parser = super::at_least_one)]
     pub ct_centroids: Option<usize>,
     /// ctkvr: centroids whose lists a step recalls, C'
@@ -99,7 +99,9 @@ impl Ctkvr {
     /// index allows, at least one.
     pub fn capacity(&self, n: usize) -> usize {
         let (r, d) = (self.place.group, self.place.head_dim);
-        let by_length = (n / TOKENS_PER_CENTROID).clamp(self.params.ct_probes, MOST_CENTROIDS);
+        let by_length = (n / TOKENS_PER_CENTROID)
+            .max(self.params.ct_probes)
+            .min(MOST_CENTROIDS);
         let wanted = self.params.ct_centroids.unwrap_or(by_length);
         let seen = visible(n.max(1) - 1, self.place.model_window).len();
         let bytes = 4 * self.list_len(seen) + 2 * r * d;
@@ -148,11 +150,8 @@ impl Ctkvr {
     }
 
     /// The candidates that a step ranks, ascending: the union of the recalled lists and what left the
-    /// window lately; all of them where the budget covers them.
+    /// window lately.
     fn union(&self, step: &Step) -> Vec<u32> {
-        if step.is_exact() {
-            return everything(step);
-        }
         let c = &step.candidates;
         let lists = self.recall(step.q_rope).into_iter();
         let mut union: Vec<u32> = lists
@@ -164,6 +163,18 @@ impl Ctkvr {
         union.sort_unstable();
         union.dedup();
         union
+    }
+
+    /// Whether this step becomes a centroid.
+    fn is_update(&self, step: &Step) -> bool {
+        self.params.ct_update > 0 && step.step.is_multiple_of(self.params.ct_update)
+    }
+
+    /// Makes a centroid of a step that ranked `positions` by `weights`.
+    fn update(&mut self, step: &Step, positions: &[u32], weights: &[f32]) {
+        let list = heaviest(positions, weights, self.list_len(step.visible.len()));
+        let capacity = self.capacity(step.visible.end).max(self.centroids.len());
+        self.push(step.q_rope, list, capacity);
     }
 
     /// Makes a centroid of queries `[r,d]` and takes the oldest away, if there are more than `capacity`.
@@ -243,10 +254,16 @@ impl Retriever for Ctkvr {
             }
             tile = end;
         }
-        self.indexed = window;
+        // A short later prompt leaves what the older centroids have not seen to the fresh positions.
+        if prompt.first == 0 || m >= capacity {
+            self.indexed = window;
+        }
     }
 
     fn select(&mut self, step: &Step) -> Choice {
+        if step.is_exact() {
+            return everything(step).into();
+        }
         let (r, d) = step.q_rope.dim();
         let union = self.union(step);
         let scale = 1.0 / (d as f32).sqrt();
@@ -268,11 +285,8 @@ impl Retriever for Ctkvr {
             }
         }
         let positions = heaviest(&union, &weights, step.budget);
-        let every = self.params.ct_update;
-        if every > 0 && step.step.is_multiple_of(every) && !self.centroids.is_empty() {
-            let list = heaviest(&union, &weights, self.list_len(step.visible.len()));
-            let capacity = self.centroids.len();
-            self.push(step.q_rope, list, capacity);
+        if self.is_update(step) {
+            self.update(step, &union, &weights);
         }
         Choice {
             ranked_rows: union.len() - positions.len(),
@@ -280,6 +294,25 @@ impl Retriever for Ctkvr {
             positions,
             bypassed: Vec::new(),
         }
+    }
+
+    /// Where the budget covered everything, nothing was ranked, and the weights of the attention serve.
+    fn observe(&mut self, step: &Step, positions: &[u32], weights: ArrayView2<f32>) {
+        if !step.is_exact() || !self.is_update(step) {
+            return;
+        }
+        let place = |p: usize| positions.partition_point(|q| (*q as usize) < p);
+        let candidates = place(step.candidates.start)..place(step.candidates.end);
+        let mut largest = vec![0.0f32; candidates.len()];
+        for row in weights.rows() {
+            let row = row.slice(s![candidates.clone()]);
+            let sum: f64 = row.iter().map(|w| f64::from(*w)).sum();
+            let scale = if sum > 0.0 { 1.0 / sum } else { 0.0 };
+            for (l, w) in largest.iter_mut().zip(row) {
+                *l = l.max((f64::from(*w) * scale) as f32);
+            }
+        }
+        self.update(step, &positions[candidates], &largest);
     }
 
     fn state_bytes(&self) -> usize {

@@ -11,6 +11,7 @@
 //! prompt's last rows update the tables as decode steps would.
 
 pub mod priors;
+mod threshold;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,40 +20,29 @@ use ndarray::{ArrayView1, ArrayView2};
 
 use super::{Choice, Place, Prompt, Retriever, Step, everything, softmax, union_within};
 use crate::artifact::Artifact;
-use crate::compute::attention::Partial;
+use crate::compute::attention::{Partial, visible};
 use crate::compute::simd;
 use crate::error::{Error, Result};
-use crate::runner::kv::grow;
+use crate::runner::kv::{KvHead, grow};
 use priors::{HeadPrior, Priors};
+pub use threshold::{OFFSETS, Threshold, candidates};
+use threshold::{Shape, balanced, expanded};
 
 /// Decay per step, without a calibrated one.
 pub const GAMMA: f64 = 0.95;
 /// Most recent positions of the local estimate; they are always candidates.
 pub const LOCAL: usize = 5;
-/// Candidates bring these neighbours along, where a table has them above its mean.
-pub const OFFSETS: [isize; 4] = [-1, 0, 1, 2];
 /// Below this the common factor of a table is worked into its entries.
 const LEAST_FACTOR: f64 = 1e-20;
 /// A head that the calibration saw bypassed less often than this is not tested.
 const LEAST_BYPASS: f32 = 0.02;
-
-/// How the thresholds of the tables are set.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Threshold {
-    /// Mean + alpha deviations, weighted so that the table with the larger kurtosis has the lower one.
-    Kurtosis,
-    /// Mean + alpha deviations.
-    MeanStd,
-    /// As many candidates as the paper reports for this length and alpha.
-    Budget,
-}
 
 /// What a run may set.
 #[derive(Clone, Debug, clap::Args)]
 #[group(skip)]
 pub struct Params {
     /// lfps: last prompt queries that fill the tables; 0 = calibrated priors alone
-    #[arg(long, value_name = "N", default_value_t = 32)]
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = crate::cli::parse_count)]
     pub lfps_rows: usize,
     /// lfps: weight of the calibrated priors, in prompt queries
     #[arg(long, value_name = "N", default_value_t = 8.0, value_parser = super::not_negative)]
@@ -110,10 +100,8 @@ impl Setup {
         let heads = (0..place.group).map(|a| {
             let head = place.kv_head * place.group + a;
             let prior = self.priors.as_ref();
-            QueryHead::new(
-                &self.params,
-                prior.map(|p| Arc::new(p.head(place.layer, head).clone())),
-            )
+            let prior = prior.map(|p| Arc::clone(p.head(place.layer, head)));
+            QueryHead::new(&self.params, prior, place.sinks)
         });
         Lfps {
             place: *place,
@@ -192,10 +180,12 @@ pub struct QueryHead {
 }
 
 impl QueryHead {
-    fn new(params: &Params, prior: Option<Arc<HeadPrior>>) -> Self {
+    fn new(params: &Params, prior: Option<Arc<HeadPrior>>, sinks: usize) -> Self {
         let of =
             |own: fn(&HeadPrior) -> f32, default: f64| prior.as_ref().map_or(default, |p| f64::from(own(p)));
-        let seldom = |p: &Arc<HeadPrior>| p.bypass_rate(params.lfps_theta) < LEAST_BYPASS;
+        // What calibration saw of the bypass was with its own number of sinks.
+        let seldom =
+            |p: &Arc<HeadPrior>| sinks == priors::SINKS && p.bypass_rate(params.lfps_theta) < LEAST_BYPASS;
         Self {
             vertical: Table::default(),
             slash: Table::default(),
@@ -222,38 +212,43 @@ impl QueryHead {
         }
     }
 
-    /// Fills the tables from the first prompt's last rows, each the weights of a query at a position over
-    /// `..`, and the prior; `n` positions are in the cache.
+    /// Adds the weights of one of the first prompt's rows, as they are.
+    fn learn(&mut self, t: usize, weights: impl Iterator<Item = (usize, f64)>) {
+        for (i, w) in weights {
+            self.vertical.add(i, w);
+            self.slash.add(t - i, w);
+        }
+    }
+
+    /// Brings the tables, which hold the sum of `rows` rows of a prompt, to their fixed point, and adds the
+    /// prior; `n` positions are in the cache.
     ///
     /// # Source
     /// Eq. 4: both tables together sum to 1 / (1 - gamma), rows counting alike. The prior counts as
     /// `weight` rows.
-    fn fill(&mut self, rows: &[(usize, Range<usize>, Vec<f64>)], weight: f64, n: usize, place: &Place) {
+    fn fill(&mut self, rows: usize, weight: f64, n: usize, place: &Place) {
         let total = 1.0 / (1.0 - self.gamma);
         let (vertical, slash) = (total * self.lambda, total * (1.0 - self.lambda));
         let weight = if self.prior.is_some() { weight } else { 0.0 };
-        let beta = match weight + rows.len() as f64 {
+        let beta = match weight + rows as f64 {
             0.0 => 0.0,
             sum => weight / sum,
         };
-        for (t, seen, weights) in rows {
-            let share = (1.0 - beta) / rows.len() as f64;
-            for (i, w) in seen.clone().zip(weights) {
-                self.vertical.add(i, vertical * share * w);
-                self.slash.add(t - i, slash * share * w);
-            }
-        }
+        let share = (1.0 - beta) / rows.max(1) as f64;
+        self.vertical.decay(vertical * share);
+        self.slash.decay(slash * share);
         let Some(prior) = self.prior.clone().filter(|_| beta > 0.0 && n > place.sinks) else {
             return;
         };
-        let distances = 0..(n - place.sinks).min(place.model_window.unwrap_or(usize::MAX));
+        let window = place.model_window.unwrap_or(usize::MAX);
+        let distances = 0..(n - place.sinks).min(window);
         let sum: f64 = distances.clone().map(|d| f64::from(prior.slash_at(d))).sum();
         for distance in distances.filter(|_| sum > 0.0) {
             let share = f64::from(prior.slash_at(distance)) / sum;
             self.slash.add(distance, slash * beta * share);
         }
         let structural = |i: usize| prior.vert_at(i).map(f64::from);
-        let positions = place.sinks..n;
+        let positions = place.sinks.max(n.saturating_sub(window))..n;
         let known: f64 = positions.clone().filter_map(structural).sum();
         let others = positions.clone().filter(|i| structural(*i).is_none()).count();
         for i in positions {
@@ -267,133 +262,6 @@ impl QueryHead {
     }
 }
 
-/// The largest share of exact scores that the paper reports, by context and alpha (its Table 4).
-const SHARES: [(f64, [f64; 6]); 4] = [
-    (0.1, [0.080, 0.062, 0.050, 0.043, 0.026, 0.020]),
-    (0.2, [0.060, 0.046, 0.041, 0.034, 0.020, 0.017]),
-    (0.3, [0.048, 0.041, 0.037, 0.030, 0.017, 0.014]),
-    (0.4, [0.042, 0.036, 0.032, 0.025, 0.015, 0.012]),
-];
-/// Context of the first column, as a power of two; each further column doubles it.
-const FIRST_LOG2: f64 = 12.0;
-
-/// The paper's share for a context of `n`, linear between its columns (in log2 n) and rows.
-fn paper_share(n: usize, alpha: f64) -> f64 {
-    let between = |x: f64, len: usize| {
-        let x = x.clamp(0.0, (len - 1) as f64);
-        let i = (x.floor() as usize).min(len - 2);
-        (i, x - i as f64)
-    };
-    let (column, x) = between((n.max(1) as f64).log2() - FIRST_LOG2, 6);
-    let (row, y) = between((alpha - SHARES[0].0) / 0.1, 4);
-    let at = |row: usize| SHARES[row].1[column] * (1.0 - x) + SHARES[row].1[column + 1] * x;
-    at(row) * (1.0 - y) + at(row + 1) * y
-}
-
-/// Mean, deviation and kurtosis of a table.
-#[derive(Clone, Copy)]
-struct Shape {
-    mean: f64,
-    deviation: f64,
-    /// m4 / m2^2; that of a normal distribution, 3, where all values are equal.
-    kurtosis: f64,
-}
-
-impl Shape {
-    fn of(values: &[f64]) -> Self {
-        let n = values.len().max(1) as f64;
-        let mean = values.iter().sum::<f64>() / n;
-        let (mut m2, mut m4) = (0.0, 0.0);
-        for v in values {
-            let square = (v - mean) * (v - mean);
-            m2 += square;
-            m4 += square * square;
-        }
-        let (m2, m4) = (m2 / n, m4 / n);
-        let kurtosis = m4 / (m2 * m2);
-        Self {
-            mean,
-            deviation: m2.sqrt(),
-            kurtosis: if kurtosis.is_finite() { kurtosis } else { 3.0 },
-        }
-    }
-
-    /// So many deviations above the mean.
-    fn above(self, deviations: f64) -> f64 {
-        self.mean + deviations * self.deviation
-    }
-}
-
-/// The thresholds of the vertical and the slash table: the one with the larger kurtosis has the lower.
-///
-/// # Source
-/// Eq. 8, of which the paper's text is not known in full; this form is ours.
-fn balanced(vertical: Shape, slash: Shape, alpha: f64) -> (f64, f64) {
-    let both = vertical.kurtosis + slash.kurtosis;
-    (
-        vertical.above(alpha * 2.0 * slash.kurtosis / both),
-        slash.above(alpha * 2.0 * vertical.kurtosis / both),
-    )
-}
-
-/// Which entries become candidates: those of both tables over the same positions, `[n]` each, give a
-/// mark per position.
-///
-/// # Source
-/// Eq. 7 and 8 (thresholds) and 9 (neighbours above a table's mean).
-pub fn candidates(
-    vertical: &[f64],
-    slash: &[f64],
-    rule: Threshold,
-    alpha: f64,
-    n_visible: usize,
-) -> Vec<bool> {
-    let (of_vertical, of_slash) = (Shape::of(vertical), Shape::of(slash));
-    let with = |limits| expanded(vertical, slash, limits, (of_vertical.mean, of_slash.mean));
-    let even = |c: f64| with((of_vertical.above(c), of_slash.above(c)));
-    match rule {
-        Threshold::Kurtosis => with(balanced(of_vertical, of_slash, alpha)),
-        Threshold::MeanStd => even(alpha),
-        Threshold::Budget => {
-            let wanted = ((paper_share(n_visible, alpha) * n_visible as f64) as usize).max(1);
-            let count = |c: f64| even(c).iter().filter(|m| **m).count();
-            // More deviations, fewer candidates: bisect for the least that fits. No value of n is more
-            // than sqrt(n) deviations above their mean.
-            let (mut low, mut high) = (0.0, (n_visible as f64).sqrt() + 1.0);
-            if count(low) <= wanted {
-                return even(low);
-            }
-            for _ in 0..40 {
-                let c = (low + high) / 2.0;
-                if count(c) > wanted {
-                    low = c;
-                } else {
-                    high = c;
-                }
-            }
-            even(high)
-        }
-    }
-}
-
-/// Positions above a limit, with their neighbours above a mean.
-fn expanded(vertical: &[f64], slash: &[f64], limits: (f64, f64), means: (f64, f64)) -> Vec<bool> {
-    let n = vertical.len();
-    let mut marks = vec![false; n];
-    for i in 0..n {
-        if vertical[i] > limits.0 || slash[i] > limits.1 {
-            for j in OFFSETS
-                .iter()
-                .filter_map(|o| i.checked_add_signed(*o))
-                .filter(|j| *j < n)
-            {
-                marks[j] |= vertical[j] > means.0 || slash[j] > means.1;
-            }
-        }
-    }
-    marks
-}
-
 /// Means of the keys and values of a range of positions that moves on.
 #[derive(Clone, Default)]
 struct RunningMean {
@@ -404,34 +272,28 @@ struct RunningMean {
 
 impl RunningMean {
     /// Brings the sums to cover exactly `range`.
-    fn cover(&mut self, range: Range<usize>, step: &Step) {
-        let d = step.q_rope.ncols();
+    fn cover(&mut self, range: Range<usize>, kv: &KvHead, d: usize) {
+        let mut scratch = vec![0.0; d];
         let (start, end) = (self.range.start, self.range.end);
         if self.keys.is_empty() || range.start < start || range.start > end || range.end < end {
             (self.keys, self.values) = (vec![0.0; d], vec![0.0; d]);
             self.range = range.start..range.start;
         }
         for p in self.range.end..range.end {
-            self.add(p, 1.0, step);
+            self.add(p, 1.0, kv, &mut scratch);
         }
         for p in self.range.start..range.start {
-            self.add(p, -1.0, step);
+            self.add(p, -1.0, kv, &mut scratch);
         }
         self.range = range;
     }
 
-    fn add(&mut self, p: usize, sign: f64, step: &Step) {
-        let mut scratch = vec![0.0; self.keys.len()];
-        let key = step.kv.keys().row(p, &mut scratch);
-        self.keys
-            .iter_mut()
-            .zip(key)
-            .for_each(|(s, x)| *s += sign * f64::from(*x));
-        let value = step.kv.values().row(p, &mut scratch);
-        self.values
-            .iter_mut()
-            .zip(value)
-            .for_each(|(s, x)| *s += sign * f64::from(*x));
+    fn add(&mut self, p: usize, sign: f64, kv: &KvHead, scratch: &mut [f32]) {
+        for (sums, rows) in [(&mut self.keys, kv.keys()), (&mut self.values, kv.values())] {
+            for (sum, x) in sums.iter_mut().zip(rows.row(p, scratch)) {
+                *sum += sign * f64::from(*x);
+            }
+        }
     }
 }
 
@@ -483,7 +345,7 @@ impl Lfps {
         if step.is_exact() || sinks.is_empty() || !self.heads.iter().any(|h| h.tested) {
             return (Vec::new(), local.end..local.end);
         }
-        self.mean.cover(rest.clone(), step);
+        self.mean.cover(rest.clone(), step.kv, step.q_rope.ncols());
         let n = rest.len() as f64;
         let scale = 1.0 / (step.q_rope.ncols() as f64).sqrt();
         let mut scratch = vec![0.0; step.q_rope.ncols()];
@@ -572,30 +434,39 @@ impl Retriever for Lfps {
         let m = prompt.q_rope.len_of(ndarray::Axis(1));
         let rows = m.saturating_sub(self.params.lfps_rows)..m;
         for a in 0..self.heads.len() {
-            let mut learnt = Vec::new();
+            let mut learnt = 0;
             for i in rows.clone() {
                 let (seen, mut scores) = prompt.scores(a, i, self.place.model_window);
                 let rest = self.rest(&seen);
                 // Over the non-sinks alone, so that no lead of the sinks makes them vanish.
                 let weights = &mut scores[rest.start - seen.start..];
-                if !weights.is_empty() {
-                    softmax(weights);
-                    let weights = weights.iter().map(|w| f64::from(*w));
-                    learnt.push((prompt.first + i, rest, weights.collect::<Vec<f64>>()));
+                if weights.is_empty() {
+                    continue;
+                }
+                softmax(weights);
+                learnt += 1;
+                let entries = rest.zip(weights.iter().map(|w| f64::from(*w)));
+                match prompt.first {
+                    0 => self.heads[a].learn(i, entries),
+                    first => self.heads[a].update(first + i, entries),
                 }
             }
-            let head = &mut self.heads[a];
             if prompt.first == 0 {
-                head.fill(&learnt, self.params.lfps_prior, prompt.keys.nrows(), &self.place);
-            } else {
-                for (t, rest, weights) in learnt {
-                    head.update(t, rest.zip(weights));
-                }
+                let n = prompt.keys.nrows();
+                self.heads[a].fill(learnt, self.params.lfps_prior, n, &self.place);
             }
         }
         self.observe_variance(prompt);
         // A prompt may change which rows a 2-bit cache holds in half precision.
-        self.mean = RunningMean::default();
+        if prompt.kv.signs().is_some() {
+            self.mean = RunningMean::default();
+        }
+        let n = prompt.keys.nrows();
+        self.mean.cover(
+            self.rest(&visible(n - 1, self.place.model_window)),
+            prompt.kv,
+            prompt.keys.ncols(),
+        );
     }
 
     fn select(&mut self, step: &Step) -> Choice {
@@ -604,36 +475,32 @@ impl Retriever for Lfps {
         if step.is_exact() {
             return everything(step).into();
         }
+        let tested = self.heads.iter().filter(|h| h.tested).count();
+        let mut products = tested * (local.len() + step.candidates.start - step.visible.start);
+        // Each row is read once for the heads that want it.
+        let mut wanted: Vec<(u32, usize)> = Vec::new();
+        for a in (0..r).filter(|a| !self.heads[*a].bypassed) {
+            wanted.extend(self.candidates(a, step).into_iter().map(|p| (p, a)));
+        }
+        wanted.sort_unstable();
+        products += wanted.len();
         let scale = 1.0 / (d as f32).sqrt();
         let mut scratch = vec![0.0; d];
-        let mut lists = Vec::new();
-        let mut read: Vec<u32> = Vec::new();
-        let mut products = 0;
-        for a in 0..r {
-            if self.heads[a].bypassed {
-                products += local.len() + step.candidates.start - step.visible.start;
-                continue;
+        let mut lists = vec![Vec::new(); r];
+        let mut read = 0;
+        for heads in wanted.chunk_by(|a, b| a.0 == b.0) {
+            let p = heads[0].0;
+            let key = step.kv.keys().row(p as usize, &mut scratch);
+            for (_, a) in heads {
+                lists[*a].push((scale * score(step.q_rope.row(*a), key), p));
             }
-            let mut ranked: Vec<(f32, u32)> = Vec::new();
-            for p in self.candidates(a, step) {
-                let key = step.kv.keys().row(p as usize, &mut scratch);
-                ranked.push((scale * score(step.q_rope.row(a), key), p));
-                read.push(p);
-            }
-            products += ranked.len();
-            lists.push(ranked);
+            read += 1;
         }
-        read.sort_unstable();
-        read.dedup();
-        let all = lists.is_empty();
+        let all = self.heads.iter().all(|h| h.bypassed);
         let positions = union_within(lists, step.budget);
         Choice {
             // Where every head was bypassed, the test read the local keys and nothing else is read.
-            ranked_rows: if all {
-                local.len()
-            } else {
-                read.len() - positions.len()
-            },
+            ranked_rows: if all { local.len() } else { read - positions.len() },
             products,
             positions,
             bypassed,
@@ -670,7 +537,7 @@ mod tests {
 
     #[test]
     fn update_golden_example() {
-        let mut head = QueryHead::new(&Params::default(), None);
+        let mut head = QueryHead::new(&Params::default(), None, 4);
         head.vertical.add(2, 2.0);
         head.slash.add(0, 1.0);
         head.update(4, [(2, 0.75), (4, 0.25)].into_iter());
@@ -687,7 +554,7 @@ mod tests {
 
     #[test]
     fn tables_keep_their_sum_and_survive_long_decays() {
-        let mut head = QueryHead::new(&Params::default(), None);
+        let mut head = QueryHead::new(&Params::default(), None, 4);
         head.vertical.add(3, 10.0);
         head.slash.add(1, 10.0);
         for t in 5..3000 {
@@ -695,14 +562,5 @@ mod tests {
             let sum = head.vertical.sum() + head.slash.sum();
             assert!((sum - 20.0).abs() < 1e-3, "{t}: {sum}");
         }
-    }
-
-    #[test]
-    fn shares_of_the_papers_table() {
-        assert!((paper_share(4096, 0.1) - 0.08).abs() < 1e-12);
-        assert!((paper_share(1 << 17, 0.4) - 0.012).abs() < 1e-12);
-        assert!((paper_share(1 << 20, 0.9) - 0.012).abs() < 1e-12);
-        assert!((paper_share(64, 0.0) - 0.08).abs() < 1e-12);
-        assert!((paper_share(8192, 0.25) - (0.046 + 0.041) / 2.0).abs() < 1e-12);
     }
 }

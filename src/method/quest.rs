@@ -61,8 +61,10 @@ impl Quest {
 impl Retriever for Quest {
     fn prefill(&mut self, prompt: &Prompt) {
         // A prompt may change which rows a 2-bit cache holds in half precision.
-        self.bounds.clear();
-        self.len = 0;
+        if prompt.kv.signs().is_some() {
+            self.bounds.clear();
+            self.len = 0;
+        }
         self.update(prompt.kv, prompt.k_pre.ncols());
     }
 

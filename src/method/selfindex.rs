@@ -12,7 +12,7 @@
 //! has gets plus or minus the channels' mean magnitude instead of 0/0; all rows stand in position
 //! order, so generated tokens compete for the budget once they leave the window, and cannot push prompt
 //! tokens out of a list of fixed length; scores are f32. A later prompt joins the sums of the
-//! centroids; the centre stays that of the first.
+//! centroids; the centre stays, unless fewer than 128 positions were cached before.
 
 use std::ops::Range;
 
@@ -30,7 +30,7 @@ use crate::interrupt;
 use crate::model::rope::Rope;
 use crate::runner::kv::KvType;
 pub use crate::runner::packed::Center;
-use crate::runner::packed::{best_scored, push_signs, sign_bytes};
+use crate::runner::packed::{FULL, REFIT, best_scored, compressed, extend_signs, sign_bytes};
 use crate::stats::whiten::row_mean;
 use crate::store::{Spec, to_bytes};
 
@@ -333,7 +333,8 @@ impl Setup {
         let Some(artifact) = section else {
             return Err(Error::usage(
                 "--sign-centroids offline and hybrid need an artifact with the `sign` section",
-            ));
+            )
+            .hint("`kvsmith calibrate` makes one"));
         };
         let theirs = calibrated_center(artifact.section(SECTION)?)?;
         if center != theirs {
@@ -507,36 +508,42 @@ impl SelfIndex {
 
 impl Retriever for SelfIndex {
     fn prefill(&mut self, prompt: &Prompt) {
-        let first = prompt.first;
-        let new = prompt.keys.slice(s![first.., ..]);
-        if let Some(rows) = prompt.kv.signs() {
-            self.centre = rows.centre().to_vec();
-            self.full = rows.full_positions().to_vec();
+        let n = prompt.keys.nrows();
+        // While few positions are cached, the statistics start anew from all of them.
+        let refit = prompt.first < REFIT;
+        let first = if refit { 0 } else { prompt.first };
+        let rows = prompt.keys.slice(s![first.., ..]);
+        if let Some(cached) = prompt.kv.signs() {
+            self.centre = cached.centre().to_vec();
+            self.full = cached.full_positions().to_vec();
         } else {
-            if first == 0 {
-                self.centre = self.center.of_channels(new);
+            if refit {
+                self.centre = self.center.of_channels(rows);
+                self.signs.clear();
             }
-            let seen = visible(prompt.keys.nrows() - 1, self.place.model_window);
+            let seen = visible(n - 1, self.place.model_window);
             let old = self.full.iter().map(|p| *p as usize);
-            let candidates = old.chain(first..prompt.keys.nrows()).filter(|p| seen.contains(p));
+            let candidates = old.chain(prompt.first..n).filter(|p| seen.contains(p));
             let last = prompt.q_rope.len_of(Axis(1)) - 1;
             let query = prompt.q_rope.index_axis(Axis(1), last).mean_axis(Axis(0));
-            self.full = best_scored(&query.unwrap_or_default().to_vec(), candidates, |p| {
-                prompt.keys.row(p).to_slice().unwrap_or(&[])
-            });
-            for key in new.rows() {
-                push_signs(&mut self.signs, &key.to_vec(), &self.centre);
-            }
+            self.full = best_scored(&query.unwrap_or_default().to_vec(), candidates, prompt.keys);
+            extend_signs(&mut self.signs, rows, &self.centre);
         }
         if self.source != Source::Offline {
-            let is_full = |i: &usize| self.full.binary_search(&((first + i) as u32)).is_ok();
-            let mut rows: Vec<usize> = (0..new.nrows()).filter(|i| !is_full(i)).collect();
-            if rows.is_empty() && self.sums.keys == 0 {
-                rows = (0..new.nrows()).collect();
+            let mut summed = compressed(first..n, &self.full);
+            if refit {
+                self.sums = Sums::new(self.place.head_dim);
+                if summed.len() < FULL {
+                    summed = (0..n).collect();
+                }
             }
-            for i in rows {
-                let centred = new.row(i).to_vec().into_iter().zip(&self.centre);
-                self.sums.add(&centred.map(|(k, c)| k - c).collect::<Vec<_>>());
+            let mut centred = vec![0.0; self.place.head_dim];
+            for p in summed {
+                let row = prompt.keys.row(p);
+                for ((x, k), c) in centred.iter_mut().zip(row).zip(&self.centre) {
+                    *x = k - c;
+                }
+                self.sums.add(&centred);
             }
             let centroids = self.sums.centroids(self.calibrated.as_deref());
             self.centroids = centroids.into_iter().map(|c| c as f32).collect();
@@ -545,9 +552,7 @@ impl Retriever for SelfIndex {
 
     fn append(&mut self, _: ArrayView2<f32>, k_rope: ArrayView2<f32>) {
         if self.place.kv != KvType::TwoBit {
-            for key in k_rope.rows() {
-                push_signs(&mut self.signs, &key.to_vec(), &self.centre);
-            }
+            extend_signs(&mut self.signs, k_rope, &self.centre);
         }
     }
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use half::{bf16, f16};
-use ndarray::ArrayView2;
+use ndarray::{ArrayView2, s};
 
 use super::packed::{self, Center, Packed, SignRows};
 use crate::compute::attention::Rows;
@@ -208,8 +208,9 @@ impl KvHead {
         }
     }
 
-    /// Appends the rows of a prompt, `[m,d]`; `query` `[d]` is its last query, averaged over the group,
-    /// and `visible` what that query sees.
+    /// Appends the rows of a prompt. Keys and values `[n,d]` are those of every position, earlier ones as
+    /// the cache gives them; `query` `[d]` is the last query, averaged over the group, and `visible`
+    /// what that query sees.
     pub fn prompt(
         &mut self,
         keys: ArrayView2<f32>,
@@ -218,7 +219,10 @@ impl KvHead {
         visible: Range<usize>,
     ) {
         match self {
-            Self::Plain { .. } => self.extend(keys, values),
+            Self::Plain { .. } => {
+                let new = s![self.len().., ..];
+                self.extend(keys.slice(new), values.slice(new));
+            }
             Self::Packed(packed) => packed.prompt(keys, values, query, visible),
         }
     }

@@ -274,8 +274,8 @@ impl PromptRows<'_> {
         let last = self.q_rope.index_axis(Axis(1), self.q_rope.len_of(Axis(1)) - 1);
         let query = last.mean_axis(Axis(0)).unwrap_or_default();
         kv.prompt(
-            self.keys.slice(s![self.first.., ..]),
-            self.values.slice(s![self.first.., ..]),
+            self.keys.view(),
+            self.values.view(),
             &query.to_vec(),
             attention::visible(self.keys.nrows() - 1, self.model_window),
         );
@@ -364,13 +364,14 @@ fn with_cached(
     let (g, m, d) = new.dim();
     let mut all = Array3::zeros((g, first + m, d));
     all.slice_mut(s![.., first.., ..]).assign(&new);
-    let mut scratch = vec![0.0; d];
-    for (mut all, head) in all.outer_iter_mut().zip(heads) {
+    let pairs = all.axis_iter_mut(Axis(0)).into_par_iter().zip(heads);
+    pairs.for_each(|(mut all, head)| {
         let cached = rows(&head.kv);
+        let mut scratch = vec![0.0; d];
         for (p, mut row) in all.rows_mut().into_iter().take(first).enumerate() {
             row.assign(&ArrayView1::from(cached.row(p, &mut scratch)));
         }
-    }
+    });
     all
 }
 
@@ -395,7 +396,9 @@ fn attend(
     let mut weights = Array2::zeros((r, positions.len()));
     let mut rows = Array2::zeros((attending.len(), d));
     let queries = step.q_rope.select(Axis(0), &attending);
-    let decoded = attention::decode(queries.view(), keys, values, &positions, rows.view_mut());
+    // Where no head attends them, no row is read.
+    let read = if attending.is_empty() { &[] } else { &positions[..] };
+    let decoded = attention::decode(queries.view(), keys, values, read, rows.view_mut());
     for (i, &a) in attending.iter().enumerate() {
         out.row_mut(a).assign(&rows.row(i));
         weights.row_mut(a).assign(&decoded.weights.row(i));

@@ -7,12 +7,13 @@
 //!
 //! Where we differ from the authors' code: rows stand in position order, the full-precision tokens
 //! have a 2-bit row as well (so a later prompt may demote them), rows are given back with the centre
-//! added (so every method can read them), and a group whose values are equal is exact.
+//! added (so every method can read them), and a group of equal values is exact to f16. Centre and scale are
+//! those of the first prompt, or of all rows as long as few are cached.
 
 use std::ops::Range;
 
 use half::f16;
-use ndarray::{ArrayView2, Axis};
+use ndarray::{ArrayView1, ArrayView2, Axis, s};
 use rayon::prelude::*;
 
 use super::kv::grow;
@@ -21,6 +22,8 @@ use crate::compute::simd;
 
 /// Positions that keep half precision.
 pub const FULL: usize = 64;
+/// A prompt that finds fewer positions cached fixes centre and scale anew, from all of them.
+pub const REFIT: usize = 128;
 /// Channels that share a scale and a zero point.
 pub const QUANT_GROUP: usize = 32;
 /// A step below this is taken for zero: the group's values are equal.
@@ -73,22 +76,24 @@ impl Center {
     }
 }
 
-/// The positions of `range` whose keys have the largest products with `query`, at most [`FULL`],
-/// ascending; `key` gives the row of a position.
+/// The positions whose keys, rows of `keys`, have the largest products with `query`: at most [`FULL`],
+/// ascending, the lower position on ties.
 ///
 /// # Source
 /// The authors' code: the tokens with the highest raw score of the last prompt query, averaged over
 /// the group. Centring moves every score by the same amount and is left out.
-pub fn best_scored<'a>(
-    query: &[f32],
-    positions: impl Iterator<Item = usize>,
-    mut key: impl FnMut(usize) -> &'a [f32],
-) -> Vec<u32> {
-    let mut scored: Vec<(f32, u32)> = positions.map(|p| (simd::dot(query, key(p)), p as u32)).collect();
-    scored.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
-    let mut best: Vec<u32> = scored.into_iter().take(FULL).map(|(_, p)| p).collect();
+pub fn best_scored(query: &[f32], positions: impl Iterator<Item = usize>, keys: ArrayView2<f32>) -> Vec<u32> {
+    let mut row = vec![0.0; keys.ncols()];
+    let mut score = |p: usize| {
+        row.iter_mut().zip(keys.row(p)).for_each(|(r, k)| *r = *k);
+        (simd::dot(query, &row), p as u32)
+    };
+    let mut scored: Vec<(f32, u32)> = positions.map(&mut score).collect();
+    if scored.len() > FULL {
+        scored.select_nth_unstable_by(FULL, |a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+    }
+    let mut best: Vec<u32> = scored.iter().take(FULL).map(|(_, p)| *p).collect();
     best.sort_unstable();
-    best.shrink_to_fit();
     best
 }
 
@@ -213,16 +218,19 @@ impl SignRows {
         }
     }
 
-    /// Centre and scale of the first prompt's keys, `[m,d]`; rows in `full` do not count for the
-    /// scale, unless there are no others.
+    /// Centre and scale of keys, `[n,d]`; rows in `full` do not count for the scale, unless there are
+    /// fewer than [`FULL`] others.
     ///
     /// # Source
     /// Eq. 5 and Eq. 12: alpha is the largest centred magnitude of the channel; zero becomes one.
     fn fit(&mut self, keys: ArrayView2<f32>, full: &[u32]) {
         self.centre = self.center.of_channels(keys);
-        let compressed = compressed(keys.nrows(), full);
+        let mut counted = compressed(0..keys.nrows(), full);
+        if counted.len() < FULL {
+            counted = (0..keys.nrows()).collect();
+        }
         let largest = |(channel, centre): (ndarray::ArrayView1<f32>, &f32)| {
-            let rows = compressed.iter().map(|i| (channel[*i] - centre).abs());
+            let rows = counted.iter().map(|i| (channel[*i] - centre).abs());
             match rows.fold(0.0, f32::max) {
                 0.0 => 1.0,
                 alpha => alpha,
@@ -236,12 +244,17 @@ impl SignRows {
             .collect();
     }
 
-    /// Appends a key, `[d]`.
-    fn push(&mut self, key: &[f32]) {
-        push_signs(&mut self.signs, key, &self.centre);
-        let centred = key.iter().zip(&self.centre).map(|(k, c)| (k - c).abs());
-        let relative: Vec<f32> = centred.zip(&self.alpha).map(|(k, a)| k / a).collect();
-        self.magnitudes.push(&relative);
+    /// Appends keys, `[m,d]`.
+    fn extend(&mut self, keys: ArrayView2<f32>) {
+        extend_signs(&mut self.signs, keys, &self.centre);
+        let mut relative = vec![0.0; self.d];
+        for key in keys.rows() {
+            let scale = self.centre.iter().zip(&self.alpha);
+            for ((x, k), (centre, alpha)) in relative.iter_mut().zip(key).zip(scale) {
+                *x = (k - centre).abs() / alpha;
+            }
+            self.magnitudes.push(&relative);
+        }
     }
 
     /// What was taken off each channel.
@@ -275,24 +288,29 @@ pub fn sign_bytes(d: usize) -> usize {
     d.div_ceil(8)
 }
 
-/// Appends the sign bits of a key: bit i of byte b is set where channel 8 b + i is above its centre.
+/// Appends the sign bits of keys, `[m,d]`: bit i of a row's byte b is set where channel 8 b + i is above
+/// its centre.
 ///
 /// # Source
 /// Eq. 2, with zero as a negative sign.
-pub fn push_signs(signs: &mut Vec<u8>, key: &[f32], centre: &[f32]) {
-    grow(signs, sign_bytes(key.len()));
-    for (key, centre) in key.chunks(8).zip(centre.chunks(8)) {
-        let bits = key.iter().zip(centre).enumerate();
-        signs.push(bits.map(|(i, (k, c))| u8::from(k - c > 0.0) << i).sum());
+pub fn extend_signs(signs: &mut Vec<u8>, keys: ArrayView2<f32>, centre: &[f32]) {
+    grow(signs, keys.nrows() * sign_bytes(keys.ncols()));
+    for key in keys.rows() {
+        let mut byte = 0;
+        for (i, (k, c)) in key.iter().zip(centre).enumerate() {
+            byte |= u8::from(k - c > 0.0) << (i % 8);
+            if i % 8 == 7 || i + 1 == centre.len() {
+                signs.push(std::mem::take(&mut byte));
+            }
+        }
     }
 }
 
-/// The rows of `0..n` that are not in `full` (ascending), or all if there are no others.
-pub fn compressed(n: usize, full: &[u32]) -> Vec<usize> {
-    let rows: Vec<usize> = (0..n)
+/// The positions that are not in `full` (ascending).
+pub fn compressed(positions: Range<usize>, full: &[u32]) -> Vec<usize> {
+    positions
         .filter(|i| full.binary_search(&(*i as u32)).is_err())
-        .collect();
-    if rows.is_empty() { (0..n).collect() } else { rows }
+        .collect()
 }
 
 impl Rows for SignRows {
@@ -357,11 +375,13 @@ impl Packed {
         }
     }
 
-    /// Appends the rows of a prompt: keys and values `[m,d]`, `query` `[d]` the last prompt query
-    /// averaged over the group, `visible` what it sees.
+    /// Appends the rows of a prompt. Keys and values `[n,d]` are those of every position, earlier ones as
+    /// the cache gives them; `query` `[d]` is the last prompt query averaged over the group, and
+    /// `visible` what it sees.
     ///
-    /// The first prompt fixes centre and scale. The [`FULL`] best-scored positions, of the prompt and of
-    /// those that were in full precision before, keep half precision.
+    /// Centre and scale are those of all rows at the last prompt that found fewer than [`REFIT`]
+    /// positions. The [`FULL`] best-scored positions, of the prompt and of those that were in full
+    /// precision before, keep half precision.
     pub fn prompt(
         &mut self,
         keys: ArrayView2<f32>,
@@ -369,38 +389,37 @@ impl Packed {
         query: &[f32],
         visible: Range<usize>,
     ) {
-        let d = self.keys.d;
         let first = self.len();
-        let mut old: Vec<Vec<f32>> = Vec::new();
-        let kept = self.keys.full.positions.clone();
-        let mut scratch = vec![0.0; d];
-        for p in &kept {
-            old.push(self.keys.row(*p as usize, &mut scratch).to_vec());
-        }
-        let new: Vec<Vec<f32>> = keys.rows().into_iter().map(|r| r.to_vec()).collect();
-        let candidates = kept.iter().map(|p| *p as usize).chain(first..first + new.len());
-        let row = |p: usize| match p.checked_sub(first) {
-            Some(i) => &new[i][..],
-            None => &old[kept.binary_search(&(p as u32)).unwrap_or(0)][..],
-        };
-        let full = best_scored(query, candidates.filter(|p| visible.contains(p)), row);
-        if first == 0 {
+        let kept = self.keys.full.positions.iter().map(|p| *p as usize);
+        let candidates = kept.chain(first..keys.nrows());
+        let full = best_scored(query, candidates.filter(|p| visible.contains(p)), keys);
+        let mut start = first;
+        if first < REFIT {
+            start = 0;
             self.keys.fit(keys, &full);
+            self.clear();
         }
+        let new = s![start.., ..];
+        self.extend(keys.slice(new), values.slice(new));
+        self.keep_full(full, keys, values, start);
+    }
+
+    /// Keeps half precision for the positions `full`, rows of `keys` and `values`; those before `first`
+    /// have it already.
+    fn keep_full(&mut self, full: Vec<u32>, keys: ArrayView2<f32>, values: ArrayView2<f32>, first: usize) {
+        let d = self.keys.d;
         let room = full.len() * d;
         let mut rows = (Vec::with_capacity(room), Vec::with_capacity(room));
         for &p in &full {
-            match (p as usize).checked_sub(first) {
-                Some(i) => {
-                    let centred = new[i].iter().zip(&self.keys.centre).map(|(k, c)| k - c);
-                    rows.0.extend(centred.map(saturating_f16));
-                    rows.1.extend(values.row(i).iter().copied().map(saturating_f16));
-                }
-                None => {
-                    rows.0.extend(self.keys.full.get(p as usize, d).unwrap_or(&[]));
-                    rows.1.extend(self.values.full.get(p as usize, d).unwrap_or(&[]));
-                }
+            let p = p as usize;
+            if p < first {
+                rows.0.extend(self.keys.full.get(p, d).unwrap_or(&[]));
+                rows.1.extend(self.values.full.get(p, d).unwrap_or(&[]));
+                continue;
             }
+            let centred = keys.row(p).to_owned() - &ArrayView1::from(&self.keys.centre);
+            rows.0.extend(centred.iter().copied().map(saturating_f16));
+            rows.1.extend(values.row(p).iter().copied().map(saturating_f16));
         }
         self.keys.full = FullRows {
             positions: full.clone(),
@@ -410,14 +429,24 @@ impl Packed {
             positions: full,
             rows: rows.1,
         };
-        self.extend(keys, values);
+    }
+
+    /// Forgets every row.
+    fn clear(&mut self) {
+        self.keys.signs.clear();
+        for rows in [&mut self.keys.magnitudes, &mut self.values.values] {
+            rows.bits.clear();
+            rows.params.clear();
+        }
     }
 
     /// Appends rows, `[m,d]`, with the centre and the scale of the prompt.
     pub fn extend(&mut self, keys: ArrayView2<f32>, values: ArrayView2<f32>) {
-        for (key, value) in keys.rows().into_iter().zip(values.rows()) {
-            self.keys.push(&key.to_vec());
-            self.values.values.push(&value.to_vec());
+        self.keys.extend(keys);
+        let mut row = vec![0.0; self.keys.d];
+        for value in values.rows() {
+            row.iter_mut().zip(value).for_each(|(r, v)| *r = *v);
+            self.values.values.push(&row);
         }
     }
 
@@ -458,11 +487,8 @@ mod tests {
     #[test]
     fn sign_golden_example() {
         let mut signs = Vec::new();
-        push_signs(
-            &mut signs,
-            &[0.5, -1.0, 2.0, -0.25, -3.0, 0.0, 1.5, 4.0],
-            &[0.0; 8],
-        );
+        let key = ndarray::array![[0.5, -1.0, 2.0, -0.25, -3.0, 0.0, 1.5, 4.0]];
+        extend_signs(&mut signs, key.view(), &[0.0; 8]);
         assert_eq!(signs, [0xc5]);
     }
 
@@ -486,6 +512,64 @@ mod tests {
             packed.prompt(rows.view(), rows.view(), &vec![1.0; d], 0..1000);
             let full = 2 * FULL * (2 * d + 4);
             assert_eq!(packed.bytes(), 1000 * bytes + full + 2 * 4 * d, "d {d}");
+        }
+    }
+
+    /// Keys whose channels have very different sizes and centres.
+    fn keys(first: usize, n: usize, d: usize) -> Array2<f32> {
+        Array2::from_shape_fn((n, d), |(i, j)| {
+            let x = (((first + i) * d + j) as f32 * 0.7).sin() + (((first + i) * 7 + j) as f32 * 0.31).cos();
+            x * (1.0 + (j % 5) as f32) + (j % 3) as f32 * 10.0
+        })
+    }
+
+    /// Mean over rows and channels of the squared error, in squared channel sizes.
+    fn error(packed: &Packed, exact: &Array2<f32>) -> f64 {
+        let d = exact.ncols();
+        let mut scratch = vec![0.0; d];
+        let mut sum = 0.0;
+        for (p, row) in exact.rows().into_iter().enumerate() {
+            let read = packed.keys.row(p, &mut scratch);
+            for (j, (x, y)) in read.iter().zip(row).enumerate() {
+                sum += f64::from((x - y) / (1.0 + (j % 5) as f32)).powi(2);
+            }
+        }
+        sum / exact.len() as f64
+    }
+
+    #[test]
+    fn short_prompts_are_held_as_well_as_long_ones() {
+        let d = 64;
+        let after = |lengths: &[usize]| {
+            let mut packed = Packed::new(d, Center::Median, 0);
+            let all = keys(0, lengths.iter().sum(), d);
+            let mut end = 0;
+            for m in lengths {
+                end += m;
+                // Earlier rows as the cache gives them.
+                let mut known = all.slice(s![..end, ..]).to_owned();
+                let mut scratch = vec![0.0; d];
+                for (p, mut row) in known.rows_mut().into_iter().take(end - m).enumerate() {
+                    row.assign(&ArrayView1::from(packed.keys.row(p, &mut scratch)));
+                }
+                packed.prompt(known.view(), known.view(), &vec![1.0; d], 0..end);
+            }
+            error(&packed, &all)
+        };
+        let long = after(&[1000]);
+        assert!(long < 0.1, "{long}");
+        // One more token than keeps full precision; a conversation that begins with a word or two.
+        for lengths in [
+            &[65][..],
+            &[66],
+            &[80],
+            &[130],
+            &[1, 600],
+            &[3, 70, 600],
+            &[20, 40, 300],
+        ] {
+            let error = after(lengths);
+            assert!(error < 1.5 * long, "{lengths:?}: {error}, long {long}");
         }
     }
 }

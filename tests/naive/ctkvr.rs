@@ -18,6 +18,8 @@ pub struct NaiveCtkvr {
     pub params: Params,
     /// Oldest first. Their lists are the program's, once they were checked.
     centroids: Vec<Centroid>,
+    /// Positions from here on are fresh once they leave the window.
+    indexed: usize,
 }
 
 fn unit(q: &[f64]) -> Vec<f64> {
@@ -42,6 +44,7 @@ impl NaiveCtkvr {
         Self {
             params,
             centroids: Vec::new(),
+            indexed: 0,
         }
     }
 
@@ -166,7 +169,7 @@ impl NaiveCtkvr {
             return (candidates.collect(), false);
         }
         let (recalled, close) = self.recall(step);
-        let fresh = (history.turn().end().saturating_sub(history.place.window))
+        let fresh = (self.indexed)
             .max(candidates.end.saturating_sub(256))
             .max(candidates.start)..candidates.end;
         let in_union =
@@ -204,6 +207,9 @@ impl Model for NaiveCtkvr {
         let group = |t: usize| -> Vec<&[f64]> { (0..turn.queries.len()).map(|a| turn.query(a, t)).collect() };
         let queries = positions.clone().map(|t| Self::stored(&group(t))).collect();
         let new = self.push(queries, capacity, program)?;
+        if turn.first == 0 || turn.end() - turn.first >= capacity {
+            self.indexed = turn.end().saturating_sub(place.window);
+        }
         let end = turn.end().saturating_sub(place.window);
         for (t, list) in positions.zip(&new) {
             let seen: Vec<usize> = visible(t, place.model_window).collect();
@@ -236,7 +242,7 @@ impl Model for NaiveCtkvr {
         }
         let (union, close) = self.union(history);
         let queries: Vec<&[f64]> = step.q_rope.iter().map(Vec::as_slice).collect();
-        let held = self.centroids.len();
+        let held = self.centroids.len().max(self.capacity(history, step.t + 1));
         let new = self.push(vec![Self::stored(&queries)], held, program)?;
         let rho = Self::list_len(history, step.visible.len());
         let checked = Self::check_list(&new[0], &queries, &step.keys, &union, |_| true, rho);

@@ -309,12 +309,8 @@ impl NaiveLfps {
             true => estimates.iter().flatten().map(|e| e.local).max().unwrap_or(0),
             false => union.len() - step.chosen().len(),
         };
-        // What the test of an attending head read is attended, or in its set.
-        let tests: usize = (estimates.iter().enumerate())
-            .filter(|(a, _)| step.is_bypassed(*a))
-            .flat_map(|(_, e)| e)
-            .map(|e| e.sinks + e.local)
-            .sum();
+        // The test of an attending head takes products too, of rows that it attends anyway.
+        let tests: usize = estimates.iter().flatten().map(|e| e.sinks + e.local).sum();
         let products = tests + marks.iter().map(|m| m.plain.len()).sum::<usize>();
         let actual = (step.choice.ranked_rows, step.choice.products);
         if actual != (rows, products) {

@@ -179,6 +179,12 @@ impl History {
         })
     }
 
+    /// The last prompt that found fewer than 128 positions: what is fitted to keys starts anew there, from
+    /// all of them as the cache gave them.
+    pub fn base(&self) -> &Turn {
+        self.turns().filter(|t| t.first < 128).last().unwrap()
+    }
+
     /// The last prompt.
     pub fn turn(&self) -> &Turn {
         self.turns().last().unwrap()

@@ -62,7 +62,7 @@ pub struct NaivePacked {
 }
 
 impl NaivePacked {
-    /// After a prompt; `None` if the full-precision positions are too close to tell.
+    /// After a prompt, with the values of every position; `None` if the full-precision positions are too close to tell.
     pub fn prompt(&mut self, history: &History, values: &Matrix, center: Center) -> Option<()> {
         let turn = history.turn();
         let (full, close) = full_after(history, turn, &self.full);
@@ -70,16 +70,19 @@ impl NaivePacked {
             return None;
         }
         self.full = full;
-        for (key, value) in turn.keys[turn.first..].iter().zip(values) {
+        let fit = turn.first < 128;
+        let first = if fit { 0 } else { turn.first };
+        self.rows.truncate(first);
+        for (key, value) in turn.keys[first..].iter().zip(&values[first..]) {
             self.push(key, value);
         }
         for (p, row) in self.rows.iter_mut().enumerate() {
             row.full = self.full.contains(&p);
         }
-        if turn.first == 0 {
+        if fit {
             self.centre = centre(history, center);
             let others: Vec<&Row> = self.rows.iter().filter(|r| !r.full).collect();
-            let used: Vec<&Row> = match others.is_empty() {
+            let used: Vec<&Row> = match others.len() < 64 {
                 true => self.rows.iter().collect(),
                 false => others,
             };

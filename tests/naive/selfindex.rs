@@ -31,9 +31,9 @@ pub fn center_of(center: Center, values: &[f64]) -> f64 {
     }
 }
 
-/// Centre of every channel of the first prompt, in f32.
+/// Centre of every channel, in f32.
 pub fn centre(history: &History, center: Center) -> Vec<f32> {
-    let keys = &history.turns().next().unwrap().keys;
+    let keys = &history.base().keys;
     (0..history.place.head_dim)
         .map(|i| center_of(center, &keys.iter().map(|k| k[i]).collect::<Vec<_>>()) as f32)
         .collect()
@@ -80,17 +80,23 @@ impl NaiveSelfIndex {
         }
     }
 
-    /// The centred rows whose patterns are averaged: those of prompts that were not full.
+    /// The centred rows whose patterns are averaged: all at the last fit and those of prompts since, but
+    /// for the full ones.
     fn summed(&self, history: &History, centre: &[f32]) -> Matrix {
         let mut rows = Vec::new();
         let mut full = BTreeSet::new();
         for turn in history.turns() {
             full = full_after(history, turn, &full).0;
-            let others: Vec<usize> = (turn.first..turn.end()).filter(|p| !full.contains(p)).collect();
-            let used = match others.is_empty() && turn.first == 0 {
+            let fit = turn.first < 128;
+            let first = if fit { 0 } else { turn.first };
+            let others: Vec<usize> = (first..turn.end()).filter(|p| !full.contains(p)).collect();
+            let used = match fit && others.len() < FULL {
                 true => (0..turn.end()).collect(),
                 false => others,
             };
+            if fit {
+                rows.clear();
+            }
             rows.extend(used.iter().map(|p| centred(&turn.keys[*p], centre)));
         }
         rows
@@ -135,11 +141,15 @@ impl NaiveSelfIndex {
                 .flat_map(|g| centroids[g][pattern(&x[4 * g..4 * g + 4])].clone())
                 .collect()
         };
-        let mut all = Vec::new();
+        let base = history.base();
+        let mut all: Matrix = base.keys.iter().map(|k| of(k)).collect();
         for event in &history.events {
             match event {
-                Event::Turn(turn) => all.extend(turn.keys[turn.first..].iter().map(|k| of(k))),
-                Event::Decode(step) => all.push(of(&step.key)),
+                Event::Turn(turn) if turn.first >= base.end() => {
+                    all.extend(turn.keys[turn.first..].iter().map(|k| of(k)));
+                }
+                Event::Decode(step) if step.t >= base.end() => all.push(of(&step.key)),
+                _ => (),
             }
         }
         all

@@ -11,6 +11,8 @@ mod anchors;
 mod fit;
 mod sample;
 
+use std::sync::Arc;
+
 use serde_json::{Value, json};
 
 use super::{GAMMA, LOCAL, OFFSETS};
@@ -286,7 +288,7 @@ impl HeadPrior {
 /// The priors of every query head.
 pub struct Priors {
     n_heads: usize,
-    heads: Vec<HeadPrior>,
+    heads: Vec<Arc<HeadPrior>>,
 }
 
 impl Priors {
@@ -303,7 +305,7 @@ impl Priors {
             .chunks_exact(SLASH)
             .zip(vert.chunks_exact(VERT))
             .zip(scalars.as_chunks().0)
-            .map(|((slash, vert), scalars)| HeadPrior::new(slash, vert, *scalars))
+            .map(|((slash, vert), scalars)| Arc::new(HeadPrior::new(slash, vert, *scalars)))
             .collect();
         Ok(Self {
             n_heads: artifact.sizes.n_heads,
@@ -312,7 +314,7 @@ impl Priors {
     }
 
     /// The prior of one query head.
-    pub fn head(&self, layer: usize, query_head: usize) -> &HeadPrior {
+    pub fn head(&self, layer: usize, query_head: usize) -> &Arc<HeadPrior> {
         &self.heads[layer * self.n_heads + query_head]
     }
 }

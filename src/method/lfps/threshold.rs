@@ -1,0 +1,155 @@
+//! Which positions the tables propose: thresholds and neighbours, arXiv 2506.15704, Eq. 7-9.
+
+/// How the thresholds of the tables are set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Threshold {
+    /// Mean + alpha deviations, weighted so that the table with the larger kurtosis has the lower one.
+    Kurtosis,
+    /// Mean + alpha deviations.
+    MeanStd,
+    /// As many candidates as the paper reports for this length and alpha.
+    Budget,
+}
+
+/// Candidates bring these neighbours along, where a table has them above its mean.
+pub const OFFSETS: [isize; 4] = [-1, 0, 1, 2];
+/// The largest share of exact scores that the paper reports, by context and alpha (its Table 4).
+const SHARES: [(f64, [f64; 6]); 4] = [
+    (0.1, [0.080, 0.062, 0.050, 0.043, 0.026, 0.020]),
+    (0.2, [0.060, 0.046, 0.041, 0.034, 0.020, 0.017]),
+    (0.3, [0.048, 0.041, 0.037, 0.030, 0.017, 0.014]),
+    (0.4, [0.042, 0.036, 0.032, 0.025, 0.015, 0.012]),
+];
+/// Context of the first column, as a power of two; each further column doubles it.
+const FIRST_LOG2: f64 = 12.0;
+
+/// The paper's share for a context of `n`, linear between its columns (in log2 n) and rows.
+fn paper_share(n: usize, alpha: f64) -> f64 {
+    let between = |x: f64, len: usize| {
+        let x = x.clamp(0.0, (len - 1) as f64);
+        let i = (x.floor() as usize).min(len - 2);
+        (i, x - i as f64)
+    };
+    let (column, x) = between((n.max(1) as f64).log2() - FIRST_LOG2, 6);
+    let (row, y) = between((alpha - SHARES[0].0) / 0.1, 4);
+    let at = |row: usize| SHARES[row].1[column] * (1.0 - x) + SHARES[row].1[column + 1] * x;
+    at(row) * (1.0 - y) + at(row + 1) * y
+}
+
+/// Mean, deviation and kurtosis of a table.
+#[derive(Clone, Copy)]
+pub(super) struct Shape {
+    pub(super) mean: f64,
+    deviation: f64,
+    /// m4 / m2^2; that of a normal distribution, 3, where all values are equal.
+    kurtosis: f64,
+}
+
+impl Shape {
+    pub(super) fn of(values: &[f64]) -> Self {
+        let n = values.len().max(1) as f64;
+        let mean = values.iter().sum::<f64>() / n;
+        let (mut m2, mut m4) = (0.0, 0.0);
+        for v in values {
+            let square = (v - mean) * (v - mean);
+            m2 += square;
+            m4 += square * square;
+        }
+        let (m2, m4) = (m2 / n, m4 / n);
+        let kurtosis = m4 / (m2 * m2);
+        Self {
+            mean,
+            deviation: m2.sqrt(),
+            kurtosis: if kurtosis.is_finite() { kurtosis } else { 3.0 },
+        }
+    }
+
+    /// So many deviations above the mean.
+    fn above(self, deviations: f64) -> f64 {
+        self.mean + deviations * self.deviation
+    }
+}
+
+/// The thresholds of the vertical and the slash table: the one with the larger kurtosis has the lower.
+///
+/// # Source
+/// Eq. 8, of which the paper's text is not known in full; this form is ours.
+pub(super) fn balanced(vertical: Shape, slash: Shape, alpha: f64) -> (f64, f64) {
+    let both = vertical.kurtosis + slash.kurtosis;
+    (
+        vertical.above(alpha * 2.0 * slash.kurtosis / both),
+        slash.above(alpha * 2.0 * vertical.kurtosis / both),
+    )
+}
+
+/// Which entries become candidates: those of both tables over the same positions, `[n]` each, give a
+/// mark per position.
+///
+/// # Source
+/// Eq. 7 and 8 (thresholds) and 9 (neighbours above a table's mean).
+pub fn candidates(
+    vertical: &[f64],
+    slash: &[f64],
+    rule: Threshold,
+    alpha: f64,
+    n_visible: usize,
+) -> Vec<bool> {
+    let (of_vertical, of_slash) = (Shape::of(vertical), Shape::of(slash));
+    let with = |limits| expanded(vertical, slash, limits, (of_vertical.mean, of_slash.mean));
+    let even = |c: f64| with((of_vertical.above(c), of_slash.above(c)));
+    match rule {
+        Threshold::Kurtosis => with(balanced(of_vertical, of_slash, alpha)),
+        Threshold::MeanStd => even(alpha),
+        Threshold::Budget => {
+            let wanted = ((paper_share(n_visible, alpha) * n_visible as f64) as usize).max(1);
+            let count = |c: f64| even(c).iter().filter(|m| **m).count();
+            // More deviations, fewer candidates: bisect for the least that fits. No value of n is more
+            // than sqrt(n) deviations above their mean.
+            let (mut low, mut high) = (0.0, (n_visible as f64).sqrt() + 1.0);
+            if count(low) <= wanted {
+                return even(low);
+            }
+            for _ in 0..40 {
+                let c = (low + high) / 2.0;
+                if count(c) > wanted {
+                    low = c;
+                } else {
+                    high = c;
+                }
+            }
+            even(high)
+        }
+    }
+}
+
+/// Positions above a limit, with their neighbours above a mean.
+pub(super) fn expanded(vertical: &[f64], slash: &[f64], limits: (f64, f64), means: (f64, f64)) -> Vec<bool> {
+    let n = vertical.len();
+    let mut marks = vec![false; n];
+    for i in 0..n {
+        if vertical[i] > limits.0 || slash[i] > limits.1 {
+            for j in OFFSETS
+                .iter()
+                .filter_map(|o| i.checked_add_signed(*o))
+                .filter(|j| *j < n)
+            {
+                marks[j] |= vertical[j] > means.0 || slash[j] > means.1;
+            }
+        }
+    }
+    marks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_of_the_papers_table() {
+        assert!((paper_share(4096, 0.1) - 0.08).abs() < 1e-12);
+        assert!((paper_share(1 << 17, 0.4) - 0.012).abs() < 1e-12);
+        assert!((paper_share(1 << 20, 0.9) - 0.012).abs() < 1e-12);
+        assert!((paper_share(64, 0.0) - 0.08).abs() < 1e-12);
+        assert!((paper_share(8192, 0.25) - (0.046 + 0.041) / 2.0).abs() < 1e-12);
+    }
+}
