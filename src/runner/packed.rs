@@ -417,7 +417,7 @@ impl Packed {
                 rows.1.extend(self.values.full.get(p, d).unwrap_or(&[]));
                 continue;
             }
-            let centred = keys.row(p).to_owned() - &ArrayView1::from(&self.keys.centre);
+            let centred = keys.row(p).to_owned() - ArrayView1::from(&self.keys.centre);
             rows.0.extend(centred.iter().copied().map(saturating_f16));
             rows.1.extend(values.row(p).iter().copied().map(saturating_f16));
         }

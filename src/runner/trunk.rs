@@ -42,6 +42,9 @@ pub struct Context {
     pub values: Array3<f32>,
 }
 
+/// Fills the attention output of a layer, `[trajectories,h,d]`, from its index and its rows.
+pub type Attend<'f> = dyn FnMut(usize, &Layer, &Rows, ArrayViewMut3<f32>) -> Result<()> + 'f;
+
 impl<'a> Trunk<'a> {
     /// The layers of a model.
     pub fn new(decoder: &'a Decoder) -> Result<Self> {
@@ -106,12 +109,7 @@ impl<'a> Trunk<'a> {
 
     /// Feeds one token per trajectory, all at position `t`; `attend` fills the attention output of each
     /// layer, `[trajectories,h,d]`. Returns the last hidden states, `[trajectories, hidden]`.
-    pub fn step(
-        &self,
-        ids: &[u32],
-        t: usize,
-        attend: &mut dyn FnMut(usize, &Layer, &Rows, ArrayViewMut3<f32>) -> Result<()>,
-    ) -> Result<Array2<f32>> {
+    pub fn step(&self, ids: &[u32], t: usize, attend: &mut Attend) -> Result<Array2<f32>> {
         let mut hidden = self.decoder.embed(ids)?;
         let table = self.decoder.rope.table(t..t + 1);
         for (index, layer) in self.layers.iter().enumerate() {
