@@ -6,7 +6,7 @@ KVSMITH = target/release/kvsmith
 DEMO = target/demo
 PYTHON = target/python/bin/python
 
-.PHONY: all demo test check setup golden clean
+.PHONY: all demo test check setup golden clean results
 
 all: setup
 	$(CARGO) build --release --locked
@@ -21,6 +21,10 @@ demo: all
 test: setup $(PYTHON)
 	$(CARGO) test --locked
 	KVSMITH_PYTHON=$(abspath $(PYTHON)) $(CARGO) test --locked --test docs -- --ignored
+
+# docs/results.md with its numbers and pictures; about 20 minutes on 2 cores.
+results: all
+	$(CARGO) run --release --locked --example results -- $(KVSMITH) target/results
 
 check: setup
 	$(CARGO) fmt --check

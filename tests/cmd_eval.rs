@@ -249,7 +249,7 @@ fn naive_kl(decoder: &Decoder, documents: &[Vec<u32>], budget: f64) -> f64 {
                 window: 4,
                 budget: Budget::Fraction(budget),
                 kv: KvType::F32,
-                center: Center::Median,
+                packed: Center::Median.into(),
             };
             let mut session = Session::new(decoder, &method.unwrap(), options, ids.len()).unwrap();
             let (prompt, rest) = ids.split_at(ids.len() - 10);

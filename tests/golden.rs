@@ -85,7 +85,7 @@ fn greedy(golden: &Golden, method: MethodName, budget: &str) -> Vec<u32> {
         window: 4,
         budget: budget.parse::<Budget>().unwrap(),
         kv: KvType::F32,
-        center: Center::Median,
+        packed: Center::Median.into(),
     };
     let mut session = Session::new(&golden.decoder, &method, options, 64).unwrap();
     let mut logits = session.prefill(&golden.ids).unwrap();

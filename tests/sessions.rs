@@ -55,7 +55,7 @@ impl Model {
             window: 4,
             budget,
             kv,
-            center: Center::Median,
+            packed: Center::Median.into(),
         };
         Session::new(&self.decoder, &method, options, capacity).unwrap()
     }

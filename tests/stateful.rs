@@ -555,6 +555,7 @@ fn ctkvr() {
             ct_probes: pick(rng, &[1, 2, 4]),
             ct_update: pick(rng, &[1, 1, 3, 0]),
             ct_cap: pick(rng, &[0.1, 0.5, 1.0]),
+            ..ctkvr::Params::default()
         };
         (Ctkvr::new(place, &params), NaiveCtkvr::new(params))
     };

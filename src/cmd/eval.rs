@@ -113,7 +113,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         window: args.window,
         budget: Budget::Fraction(1.0),
         kv: args.kv,
-        center: args.params.selfindex.center(artifact.as_ref())?,
+        packed: args.params.selfindex.layout(artifact.as_ref())?,
     };
     let mut panel = Panel::new(&decoder, variants.collect(), options)?;
     let found = match &args.needles {

@@ -147,7 +147,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         window: args.window,
         budget: args.budget,
         kv: args.kv,
-        center: args.methods.selfindex.center(artifact.as_ref())?,
+        packed: args.methods.selfindex.layout(artifact.as_ref())?,
     };
     let capacity = turns.known() + args.max_new.min(RESERVED);
     let mut session = Session::new(&decoder, &method, options, capacity)?;

@@ -14,6 +14,9 @@ use std::collections::VecDeque;
 
 use half::f16;
 use ndarray::{Array2, ArrayView2, Axis, s};
+use rand::SeedableRng;
+use rand::seq::index;
+use rand_chacha::ChaCha8Rng;
 
 use super::{Choice, Place, Prompt, Retriever, Step, everything, softmax};
 use crate::compute::attention::visible;
@@ -29,6 +32,37 @@ const TOKENS_PER_CENTROID: usize = 16;
 const LIST_PER_BUDGET: f64 = 2.5;
 /// Prompt queries whose scores are computed together.
 const TILE: usize = 32;
+
+/// Which prompt queries become centroids.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Choose {
+    /// The last, as in the paper.
+    Last,
+    /// Evenly spaced over the prompt (ablation).
+    Even,
+    /// The first (ablation).
+    First,
+    /// Drawn, the same for every head (ablation).
+    Random,
+}
+
+impl Choose {
+    /// `count` of `m` rows, ascending.
+    fn rows(self, m: usize, count: usize) -> Vec<usize> {
+        let count = count.min(m);
+        match self {
+            Self::Last => (m - count..m).collect(),
+            Self::Even => (0..count).map(|i| (i + 1) * m / count - 1).collect(),
+            Self::First => (0..count).collect(),
+            Self::Random => {
+                let mut rng = ChaCha8Rng::seed_from_u64(m as u64);
+                let mut rows = index::sample(&mut rng, m, count).into_vec();
+                rows.sort_unstable();
+                rows
+            }
+        }
+    }
+}
 
 /// What a run may set.
 #[derive(Clone, Debug, clap::Args)]
@@ -46,6 +80,9 @@ pub struct Params {
     /// ctkvr: most bytes of the index, as a share of the KV cache
     #[arg(long, value_name = "F", default_value_t = 0.1, value_parser = super::share)]
     pub ct_cap: f64,
+    /// ctkvr: which prompt queries become centroids
+    #[arg(long, value_enum, default_value_t = Choose::Last)]
+    pub ct_choose: Choose,
 }
 
 impl Default for Params {
@@ -55,6 +92,7 @@ impl Default for Params {
             ct_probes: 4,
             ct_update: 1,
             ct_cap: 0.1,
+            ct_choose: Choose::Last,
         }
     }
 }
@@ -219,22 +257,23 @@ impl Retriever for Ctkvr {
         let capacity = self.capacity(n);
         let (sinks, window) = (self.place.sinks, n.saturating_sub(self.place.window));
         let scale = 1.0 / (d as f32).sqrt();
-        let mut tile = m - capacity.min(m);
-        while tile < m {
-            let end = (tile + TILE).min(m);
+        for tile in self.params.ct_choose.rows(m, capacity).chunks(TILE) {
+            let first_row = prompt.first + tile.first().copied().unwrap_or(0);
+            let last_row = prompt.first + tile.last().copied().unwrap_or(0);
             // Nothing before what the first row sees, nothing after the last row.
-            let seen = visible(prompt.first + tile, self.place.model_window).start..prompt.first + end;
+            let seen = visible(first_row, self.place.model_window).start..last_row + 1;
+            let model_window = self.place.model_window;
+            let own = |i: usize| visible(prompt.first + i, model_window);
             let keys = prompt.keys.slice(s![seen.clone(), ..]);
-            let mut weights = Array2::<f32>::zeros((end - tile, seen.len()));
+            let mut weights = Array2::<f32>::zeros((tile.len(), seen.len()));
             let mut scores = weights.clone();
             for a in 0..r {
-                let queries = prompt.q_rope.slice(s![a, tile..end, ..]).mapv(|x| x * scale);
+                let queries = prompt.q_rope.index_axis(Axis(0), a).select(Axis(0), tile);
+                let queries = queries * scale;
                 gemm(scores.view_mut(), false, queries.view(), keys.t());
-                for (i, (mut scores, mut weights)) in
-                    scores.rows_mut().into_iter().zip(weights.rows_mut()).enumerate()
-                {
-                    let own = visible(prompt.first + tile + i, self.place.model_window);
-                    let own = own.start - seen.start..own.end - seen.start;
+                let rows = scores.rows_mut().into_iter().zip(weights.rows_mut());
+                for ((mut scores, mut weights), i) in rows.zip(tile) {
+                    let own = own(*i).start - seen.start..own(*i).end - seen.start;
                     if let (Some(scores), Some(weights)) = (scores.as_slice_mut(), weights.as_slice_mut()) {
                         softmax(&mut scores[own.clone()]);
                         for (w, s) in weights[own.clone()].iter_mut().zip(&scores[own]) {
@@ -243,16 +282,13 @@ impl Retriever for Ctkvr {
                     }
                 }
             }
-            for i in tile..end {
-                let own = visible(prompt.first + i, self.place.model_window);
-                let listed = own.start.max(sinks)..own.end.min(window);
+            for (&i, weights) in tile.iter().zip(weights.rows()) {
+                let listed = own(i).start.max(sinks)..own(i).end.min(window);
                 let positions: Vec<u32> = listed.clone().map(|p| p as u32).collect();
-                let row = weights.row(i - tile);
-                let row: Vec<f32> = listed.map(|p| row[p - seen.start]).collect();
-                let list = heaviest(&positions, &row, self.list_len(own.len()));
+                let row: Vec<f32> = listed.map(|p| weights[p - seen.start]).collect();
+                let list = heaviest(&positions, &row, self.list_len(own(i).len()));
                 self.push(prompt.q_rope.slice(s![.., i, ..]), list, capacity);
             }
-            tile = end;
         }
         // A short later prompt leaves what the older centroids have not seen to the fresh positions.
         if prompt.first == 0 || m >= capacity {

@@ -30,7 +30,7 @@ use crate::interrupt;
 use crate::model::rope::Rope;
 use crate::runner::kv::KvType;
 pub use crate::runner::packed::Center;
-use crate::runner::packed::{FULL, REFIT, best_scored, compressed, extend_signs, sign_bytes};
+use crate::runner::packed::{FULL, Layout, REFIT, best_scored, compressed, extend_signs, sign_bytes};
 use crate::stats::whiten::row_mean;
 use crate::store::{Spec, to_bytes};
 
@@ -53,10 +53,12 @@ pub enum Source {
     Offline,
     /// The prompt's, with the artifact's as 32 keys more.
     Hybrid,
+    /// None: a channel counts by its sign alone (ablation).
+    Signs,
 }
 
 /// What a run may set.
-#[derive(Clone, Debug, Default, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 #[group(skip)]
 pub struct Params {
     /// selfindex: where centroids come from (default: hybrid with an artifact, else one-pass)
@@ -65,9 +67,35 @@ pub struct Params {
     /// selfindex and --kv 2bit: what signs are taken around (default: as in the artifact, else median)
     #[arg(long, value_enum)]
     pub center: Option<Center>,
+    /// selfindex and --kv 2bit: most positions in full precision, which selfindex attends first
+    #[arg(long, value_name = "N", default_value_t = FULL, value_parser = crate::cli::parse_count)]
+    pub sign_full: usize,
+    /// --kv 2bit: quantise keys as values are, without their signs (ablation)
+    #[arg(long)]
+    pub plain_keys: bool,
+}
+
+impl Default for Params {
+    fn default() -> Self {
+        Self {
+            sign_centroids: None,
+            center: None,
+            sign_full: FULL,
+            plain_keys: false,
+        }
+    }
 }
 
 impl Params {
+    /// How the 2-bit cache holds its rows.
+    pub fn layout(&self, artifact: Option<&Artifact>) -> Result<Layout> {
+        Ok(Layout {
+            center: self.center(artifact)?,
+            full: self.sign_full,
+            signed: !self.plain_keys,
+        })
+    }
+
     /// The centre: as asked for, else the artifact's, else the median.
     pub fn center(&self, artifact: Option<&Artifact>) -> Result<Center> {
         match (self.center, artifact.filter(|a| a.has(SECTION))) {
@@ -299,6 +327,7 @@ pub fn check_values(artifact: &Artifact) -> Result<()> {
 pub struct Setup {
     center: Center,
     source: Source,
+    full: usize,
     n_kv_heads: usize,
     /// Per head `[d/4,16,4]`, where the artifact takes part.
     calibrated: Option<Array2<f32>>,
@@ -322,10 +351,11 @@ impl Setup {
             None => Source::OnePass,
         });
         let center = params.center(artifact)?;
-        if source == Source::OnePass {
+        if matches!(source, Source::OnePass | Source::Signs) {
             return Ok(Self {
                 center,
                 source,
+                full: params.sign_full,
                 n_kv_heads: 0,
                 calibrated: None,
             });
@@ -356,6 +386,7 @@ impl Setup {
         Ok(Self {
             center,
             source,
+            full: params.sign_full,
             n_kv_heads: artifact.sizes.n_kv_heads,
             calibrated: Some(centroids),
         })
@@ -365,8 +396,23 @@ impl Setup {
     pub fn head(&self, place: &Place) -> SelfIndex {
         let row = place.layer * self.n_kv_heads + place.kv_head;
         let calibrated = self.calibrated.as_ref().map(|c| c.row(row).to_vec());
-        SelfIndex::new(place, self.center, self.source, calibrated)
+        SelfIndex {
+            most_full: self.full,
+            ..SelfIndex::new(place, self.center, self.source, calibrated)
+        }
     }
+}
+
+/// Centroids of plain signs, `[d/4,16,4]`: one for a set bit, minus one for another.
+fn signs(d: usize) -> Vec<f32> {
+    let of = |i: usize| {
+        if (i / GROUP % PATTERNS) >> (i % GROUP) & 1 == 1 {
+            1.0
+        } else {
+            -1.0
+        }
+    };
+    (0..d * PATTERNS).map(of).collect()
 }
 
 /// Sums of a pass over keys, from which their centroids follow.
@@ -431,6 +477,7 @@ pub struct SelfIndex {
     center: Center,
     source: Source,
     calibrated: Option<Vec<f32>>,
+    most_full: usize,
     centre: Vec<f32>,
     sums: Sums,
     /// `[d/4,16,4]`.
@@ -449,7 +496,8 @@ impl SelfIndex {
             place: *place,
             center,
             source,
-            centroids: calibrated.clone().unwrap_or_else(|| vec![0.0; d * PATTERNS]),
+            centroids: calibrated.clone().unwrap_or_else(|| signs(d)),
+            most_full: FULL,
             calibrated,
             centre: vec![0.0; d],
             sums: Sums::new(d),
@@ -526,10 +574,15 @@ impl Retriever for SelfIndex {
             let candidates = old.chain(prompt.first..n).filter(|p| seen.contains(p));
             let last = prompt.q_rope.len_of(Axis(1)) - 1;
             let query = prompt.q_rope.index_axis(Axis(1), last).mean_axis(Axis(0));
-            self.full = best_scored(&query.unwrap_or_default().to_vec(), candidates, prompt.keys);
+            self.full = best_scored(
+                &query.unwrap_or_default().to_vec(),
+                candidates,
+                prompt.keys,
+                self.most_full,
+            );
             extend_signs(&mut self.signs, rows, &self.centre);
         }
-        if self.source != Source::Offline {
+        if !matches!(self.source, Source::Offline | Source::Signs) {
             let mut summed = compressed(first..n, &self.full);
             if refit {
                 self.sums = Sums::new(self.place.head_dim);

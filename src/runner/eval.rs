@@ -223,7 +223,7 @@ impl<'a> Panel<'a> {
     fn prefill(&self, ids: &[u32]) -> Result<(Vec<Vec<Head>>, Array1<f32>)> {
         let c = &self.trunk.decoder.config;
         let new = |layer: usize, kv_head: usize| {
-            let kv = |kind| KvHead::new(kind, c.head_dim, ids.len(), self.options.center);
+            let kv = |kind| KvHead::new(kind, c.head_dim, ids.len(), self.options.packed);
             let state = |variant: &Variant| {
                 let options = Options {
                     budget: variant.budget,

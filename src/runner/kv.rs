@@ -6,7 +6,7 @@ use std::sync::Arc;
 use half::{bf16, f16};
 use ndarray::{ArrayView2, s};
 
-use super::packed::{self, Center, Packed, SignRows};
+use super::packed::{self, Layout, Packed, SignRows};
 use crate::compute::attention::Rows;
 
 /// Element type of cached keys and values.
@@ -194,8 +194,8 @@ pub enum KvHead {
 }
 
 impl KvHead {
-    /// An empty cache with room for `capacity` positions; `center` is for the 2-bit type.
-    pub fn new(kind: KvType, d: usize, capacity: usize, center: Center) -> Self {
+    /// An empty cache with room for `capacity` positions; `layout` is for the 2-bit type.
+    pub fn new(kind: KvType, d: usize, capacity: usize, layout: impl Into<Layout>) -> Self {
         let plain = |float| Self::Plain {
             keys: RowStore::new(float, d, capacity),
             values: RowStore::new(float, d, capacity),
@@ -204,7 +204,7 @@ impl KvHead {
             KvType::F32 => plain(Float::F32),
             KvType::F16 => plain(Float::F16),
             KvType::Bf16 => plain(Float::Bf16),
-            KvType::TwoBit => Self::Packed(Box::new(Packed::new(d, center, capacity))),
+            KvType::TwoBit => Self::Packed(Box::new(Packed::new(d, layout, capacity))),
         }
     }
 

@@ -20,7 +20,7 @@ use crate::method::{Choice, Method, Place, Prompt, Retriever, Step};
 use crate::model::{Decoder, ModelConfig};
 use budget::Budget;
 use kv::{KvHead, KvType};
-use packed::Center;
+use packed::Layout;
 use trunk::{Context, Rows, Trunk};
 
 /// What bounds a decode step's reads.
@@ -34,8 +34,8 @@ pub struct Options {
     pub budget: Budget,
     /// Element type of the cache.
     pub kv: KvType,
-    /// What the 2-bit cache takes signs around.
-    pub center: Center,
+    /// How the 2-bit cache holds its rows.
+    pub packed: Layout,
 }
 
 impl Options {
@@ -92,7 +92,7 @@ impl<'a> Session<'a> {
     pub fn new(decoder: &'a Decoder, method: &Method, options: Options, capacity: usize) -> Result<Self> {
         let c = &decoder.config;
         let head = |layer: usize, kv_head: usize| Head {
-            kv: KvHead::new(options.kv, c.head_dim, capacity, options.center),
+            kv: KvHead::new(options.kv, c.head_dim, capacity, options.packed),
             retriever: method.head(&options.place(c, layer, kv_head)),
         };
         let layer = |layer: usize| (0..c.n_kv_heads).map(|kv_head| head(layer, kv_head)).collect();

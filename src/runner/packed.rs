@@ -76,23 +76,50 @@ impl Center {
     }
 }
 
-/// The positions whose keys, rows of `keys`, have the largest products with `query`: at most [`FULL`],
+/// How the 2-bit cache holds its rows; what is not the default is for ablations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// What signs are taken around.
+    pub center: Center,
+    /// Most positions that keep half precision.
+    pub full: usize,
+    /// Whether a key's signs are stored and its magnitudes quantised; else the keys themselves are
+    /// quantised, as values are, and signs serve the index alone.
+    pub signed: bool,
+}
+
+impl From<Center> for Layout {
+    fn from(center: Center) -> Self {
+        Self {
+            center,
+            full: FULL,
+            signed: true,
+        }
+    }
+}
+
+/// The positions whose keys, rows of `keys`, have the largest products with `query`: at most `most`,
 /// ascending, the lower position on ties.
 ///
 /// # Source
 /// The authors' code: the tokens with the highest raw score of the last prompt query, averaged over
 /// the group. Centring moves every score by the same amount and is left out.
-pub fn best_scored(query: &[f32], positions: impl Iterator<Item = usize>, keys: ArrayView2<f32>) -> Vec<u32> {
+pub fn best_scored(
+    query: &[f32],
+    positions: impl Iterator<Item = usize>,
+    keys: ArrayView2<f32>,
+    most: usize,
+) -> Vec<u32> {
     let mut row = vec![0.0; keys.ncols()];
     let mut score = |p: usize| {
         row.iter_mut().zip(keys.row(p)).for_each(|(r, k)| *r = *k);
         (simd::dot(query, &row), p as u32)
     };
     let mut scored: Vec<(f32, u32)> = positions.map(&mut score).collect();
-    if scored.len() > FULL {
-        scored.select_nth_unstable_by(FULL, |a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+    if scored.len() > most {
+        scored.select_nth_unstable_by(most, |a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
     }
-    let mut best: Vec<u32> = scored.iter().take(FULL).map(|(_, p)| *p).collect();
+    let mut best: Vec<u32> = scored.iter().take(most).map(|(_, p)| *p).collect();
     best.sort_unstable();
     best
 }
@@ -194,7 +221,7 @@ impl FullRows {
 #[derive(Clone)]
 pub struct SignRows {
     d: usize,
-    center: Center,
+    layout: Layout,
     /// Per channel, from the first prompt; zero before.
     centre: Vec<f32>,
     /// Largest magnitude per channel, from the first prompt; one before.
@@ -206,10 +233,10 @@ pub struct SignRows {
 }
 
 impl SignRows {
-    fn new(d: usize, center: Center, capacity: usize) -> Self {
+    fn new(d: usize, layout: Layout, capacity: usize) -> Self {
         Self {
             d,
-            center,
+            layout,
             centre: vec![0.0; d],
             alpha: vec![1.0; d],
             signs: Vec::with_capacity(capacity * sign_bytes(d)),
@@ -224,7 +251,7 @@ impl SignRows {
     /// # Source
     /// Eq. 5 and Eq. 12: alpha is the largest centred magnitude of the channel; zero becomes one.
     fn fit(&mut self, keys: ArrayView2<f32>, full: &[u32]) {
-        self.centre = self.center.of_channels(keys);
+        self.centre = self.layout.center.of_channels(keys);
         let mut counted = compressed(0..keys.nrows(), full);
         if counted.len() < FULL {
             counted = (0..keys.nrows()).collect();
@@ -251,7 +278,12 @@ impl SignRows {
         for key in keys.rows() {
             let scale = self.centre.iter().zip(&self.alpha);
             for ((x, k), (centre, alpha)) in relative.iter_mut().zip(key).zip(scale) {
-                *x = (k - centre).abs() / alpha;
+                let relative = (k - centre) / alpha;
+                *x = if self.layout.signed {
+                    relative.abs()
+                } else {
+                    relative
+                };
             }
             self.magnitudes.push(&relative);
         }
@@ -328,7 +360,7 @@ impl Rows for SignRows {
         let scale = self.alpha.iter().zip(&self.centre);
         for (i, (x, (alpha, centre))) in scratch.iter_mut().zip(scale).enumerate() {
             let magnitude = *x * alpha;
-            let positive = signs[i / 8] >> (i % 8) & 1 == 1;
+            let positive = !self.layout.signed || signs[i / 8] >> (i % 8) & 1 == 1;
             *x = centre + if positive { magnitude } else { -magnitude };
         }
         scratch
@@ -364,9 +396,9 @@ pub struct Packed {
 
 impl Packed {
     /// An empty cache with room for `capacity` positions.
-    pub fn new(d: usize, center: Center, capacity: usize) -> Self {
+    pub fn new(d: usize, layout: impl Into<Layout>, capacity: usize) -> Self {
         Self {
-            keys: SignRows::new(d, center, capacity),
+            keys: SignRows::new(d, layout.into(), capacity),
             values: ValueRows {
                 d,
                 values: TwoBit::new(d, capacity),
@@ -392,7 +424,12 @@ impl Packed {
         let first = self.len();
         let kept = self.keys.full.positions.iter().map(|p| *p as usize);
         let candidates = kept.chain(first..keys.nrows());
-        let full = best_scored(query, candidates.filter(|p| visible.contains(p)), keys);
+        let full = best_scored(
+            query,
+            candidates.filter(|p| visible.contains(p)),
+            keys,
+            self.keys.layout.full,
+        );
         let mut start = first;
         if first < REFIT {
             start = 0;
