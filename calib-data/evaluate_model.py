@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
 """Print the figures README.md states about the model, using transformers.
 
-    evaluate_model.py [--model model] [--heldout heldout.txt] [--train train.txt]
+    evaluate_model.py [--model model] [--heldout heldout.txt] [--needles needles.jsonl] [--train train.txt]
 
 Losses are mean cross-entropies in nats per token.  The weights are read as
 stored (bfloat16) and the arithmetic is float32.  Every sequence starts with
 <|bos|>.  In the copy tests the first token of the second occurrence is left
-out, because nothing announces that the repetition begins.
+out, because nothing announces that the repetition begins.  A needle counts as
+answered when greedy decoding from its prompt begins with the whole answer.
 """
 
 import argparse
 import collections
+import json
 import math
 import os
 import pathlib
@@ -22,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from make_needles import LENGTHS
+
 HERE = pathlib.Path(__file__).resolve().parent
 
 
@@ -30,6 +34,13 @@ def token_losses(model, ids):
     """Loss of each token but the first, for one sequence."""
     logits = model(torch.tensor(ids)[None]).logits[0, :-1].float()
     return F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none").numpy()
+
+
+@torch.no_grad()
+def answered(model, prompt, answer):
+    """Whether greedy decoding goes on with the answer: each of its tokens ranks first after those before it."""
+    logits = model(torch.tensor(prompt + answer)[None]).logits[0, len(prompt) - 1:-1]
+    return logits.argmax(-1).tolist() == answer
 
 
 def entropy(counts):
@@ -41,6 +52,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=pathlib.Path, default=HERE / "model")
     parser.add_argument("--heldout", type=pathlib.Path, default=HERE / "heldout.txt")
+    parser.add_argument("--needles", type=pathlib.Path, default=HERE / "needles.jsonl")
     parser.add_argument("--train", type=pathlib.Path, help="training text, to report verbatim overlap")
     parser.add_argument("--samples", type=int, default=16, help="sequences per copy test")
     parser.add_argument("--threads", type=int, default=1)
@@ -72,6 +84,23 @@ def main():
         spans = [" ".join(words[i:i + 12]) for i in range(0, len(words) - 12, 12)]
         share = sum(span in whole for span in spans) / len(spans)
         print(f"  12-word spans that also occur verbatim in the training text: {100 * share:.1f} %")
+
+    found = collections.defaultdict(list)
+    for line in args.needles.read_text(encoding="utf-8").splitlines():
+        needle = json.loads(line)
+        prompt = tokenizer(needle["prompt"]).input_ids
+        answer = tokenizer(needle["answer"], add_special_tokens=False).input_ids
+        assert len(prompt) == needle["tokens"]
+        length = next(n for n in LENGTHS if len(prompt) <= n)
+        found[needle["kind"], length].append(answered(model, prompt, answer))
+    lengths = sorted({length for _, length in found})
+    print(f"needles answered (prompts of {', '.join(str(n) for n in lengths)} tokens, or a few less):")
+    for kind in dict.fromkeys(kind for kind, _ in found):
+        cells = [found[kind, length] for length in lengths]
+        print(f"  {kind:<12}" + "".join(f" {sum(c):>4} of {len(c)} ({100 * sum(c) / len(c):5.1f} %)" for c in cells))
+    for length in lengths:
+        cell = sum((found[kind, n] for kind, n in found if n == length), [])
+        print(f"  all of {length:<5} {sum(cell):>4} of {len(cell)} ({100 * sum(cell) / len(cell):5.1f} %)")
 
     rng = np.random.default_rng(20240)
     vocab = len(tokenizer)

@@ -169,10 +169,11 @@ class Llama(nn.Module):
                 last = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=std / math.sqrt(2 * c["num_hidden_layers"]) if last else std)
 
-    def forward(self, ids):
-        """The normalised last hidden state, one row per position."""
-        t = ids.shape[1]
-        cos, sin = self.cos[:t], self.sin[:t]
+    def forward(self, ids, positions=None):
+        """The normalised last hidden state, one row per position (0, 1, 2, ... where not given)."""
+        if positions is None:
+            positions = torch.arange(ids.shape[1])[None]
+        cos, sin = (table[positions][:, None].to(ids.device) for table in (self.cos, self.sin))
         x = self.model.embed_tokens(ids)
         for layer in self.model.layers:
             x = layer(x, cos, sin)
