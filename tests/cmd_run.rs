@@ -307,6 +307,13 @@ fn extreme_flags() {
         ("a2ats", "--topk-per-query-head 1"),
         ("selfindex", "--sinks 4294967295 --window 4294967295"),
         ("selfindex", "--budget 1e-300 --kv 2bit --sinks 0 --window 1"),
+        ("selfindex", "--sign-full 0 --kv 2bit --plain-keys"),
+        (
+            "selfindex",
+            "--sign-full 4294967295 --kv 2bit --sign-centroids signs",
+        ),
+        ("ctkvr", "--ct-choose even"),
+        ("ctkvr", "--ct-choose random --ct-centroids 1"),
         ("quest", "--budget 16 --sinks 0 --window 1"),
         ("snapkv", "--budget 2 --sinks 0 --window 1"),
     ] {

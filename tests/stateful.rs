@@ -516,8 +516,11 @@ fn a2ats() {
 #[test]
 fn selfindex() {
     let make = |rng: &mut ChaCha8Rng, place: &Place, center: Center| {
-        let source = pick(rng, &[Source::OnePass, Source::Offline, Source::Hybrid]);
-        let calibrated = (source != Source::OnePass)
+        let source = pick(
+            rng,
+            &[Source::OnePass, Source::Offline, Source::Hybrid, Source::Signs],
+        );
+        let calibrated = matches!(source, Source::Offline | Source::Hybrid)
             .then(|| (0..place.head_dim * 16).map(|_| noise(rng)).collect::<Vec<f32>>());
         let program = SelfIndex::new(place, center, source, calibrated.clone());
         (program, NaiveSelfIndex::new(center, source, calibrated))
@@ -608,6 +611,7 @@ fn ctkvr_recalls_everything_where_its_lists_hold_everything() {
         ct_probes: 40,
         ct_update: 1,
         ct_cap: 1.0,
+        ..ctkvr::Params::default()
     };
     // rho = 2.5 * 0.4 n = n.
     let mut head = ctkvr_head(8, place(1, 64, Budget::Fraction(0.4)), params);

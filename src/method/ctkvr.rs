@@ -360,3 +360,28 @@ impl Retriever for Ctkvr {
         Box::new(self.clone())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_that_become_centroids() {
+        assert_eq!(Choose::Last.rows(10, 3), [7, 8, 9]);
+        assert_eq!(Choose::First.rows(10, 3), [0, 1, 2]);
+        assert_eq!(Choose::Even.rows(10, 5), [1, 3, 5, 7, 9]);
+        for choose in [Choose::Last, Choose::First, Choose::Even, Choose::Random] {
+            for (m, count) in [(1, 1), (3, 9), (100, 7), (64, 64)] {
+                let rows = choose.rows(m, count);
+                assert_eq!(rows.len(), count.min(m), "{choose:?}");
+                assert!(
+                    rows.windows(2).all(|w| w[0] < w[1]) && rows.iter().all(|i| *i < m),
+                    "{choose:?}"
+                );
+            }
+        }
+        let random = Choose::Random.rows(1000, 20);
+        assert_ne!(random, Choose::Even.rows(1000, 20));
+        assert_eq!(random, Choose::Random.rows(1000, 20));
+    }
+}

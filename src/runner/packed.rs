@@ -609,4 +609,29 @@ mod tests {
             assert!(error < 1.5 * long, "{lengths:?}: {error}, long {long}");
         }
     }
+
+    #[test]
+    fn the_ablations_hold_what_they_say() {
+        let (n, d) = (400, 64);
+        let exact = keys(0, n, d);
+        let held = |full: usize, signed: bool| {
+            let layout = Layout {
+                center: Center::Mean,
+                full,
+                signed,
+            };
+            let mut packed = Packed::new(d, layout, n);
+            packed.prompt(exact.view(), exact.view(), &vec![1.0; d], 0..n);
+            assert_eq!(packed.keys.full_positions().len(), full);
+            (error(&packed, &exact), packed.keys.signs().to_vec())
+        };
+        let (signed, signs) = held(0, true);
+        let (plain, same) = held(0, false);
+        assert_eq!(signs, same, "the index does not change");
+        // Two bits over the whole range instead of two over the magnitude and one for the sign: steps of
+        // up to twice the size, so up to four times the squared error.
+        assert!(plain > 1.5 * signed && plain < 6.0 * signed, "{plain} {signed}");
+        let (some, _) = held(64, true);
+        assert!(some < signed, "{some} {signed}");
+    }
 }

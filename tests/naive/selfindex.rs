@@ -123,6 +123,8 @@ impl NaiveSelfIndex {
             Source::OnePass => own(e),
             Source::Offline => offline(e),
             Source::Hybrid => hybrid(e),
+            Source::Signs if code >> e & 1 == 1 => 1.0,
+            Source::Signs => -1.0,
         };
         (0..4).map(of).collect()
     }
