@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use SeriesLabelPosition::{LowerRight, UpperRight};
 use kvsmith::artifact::Artifact;
 use plotters::coord::Shift;
 use plotters::prelude::*;
@@ -27,20 +28,32 @@ const COLOURS: [RGBColor; 9] = [
 type Line = (String, Vec<(f64, f64)>);
 
 /// Draws all of them.
-pub fn all(results: &BTreeMap<&'static str, Value>, artifact: &Path) -> Result<(), Error> {
+pub fn all(results: &BTreeMap<String, Value>, artifact: &Path) -> Result<(), Error> {
     let methods = &results["methods"][0]["rows"];
     let reads = by_method(methods, "kv_read_fraction", "recall");
-    chart("recall.svg", "share of the KV rows read", "recall", &reads, false)?;
+    chart(
+        "recall.svg",
+        "share of the KV rows read",
+        "recall",
+        &reads,
+        Some(LowerRight),
+    )?;
     let reads = by_method(methods, "kv_read_fraction", "kl");
     chart(
         "kl.svg",
         "share of the KV rows read",
         "KL of the next token, nats",
         &reads,
-        false,
+        Some(UpperRight),
     )?;
     let budget = by_method(methods, "budget", "needle_accuracy");
-    chart("needles.svg", "budget", "needles answered", &budget, false)?;
+    chart(
+        "needles.svg",
+        "budget",
+        "needles answered",
+        &budget,
+        Some(LowerRight),
+    )?;
     let artifact = Artifact::open(artifact)?;
     moment(&artifact)?;
     let (layers, heads) = (artifact.sizes.n_layers, artifact.sizes.n_heads);
@@ -58,7 +71,7 @@ pub fn all(results: &BTreeMap<&'static str, Value>, artifact: &Path) -> Result<(
         (format!("layer {layer}, head 0"), points.collect())
     };
     let lines: Vec<Line> = (0..layers).map(profile).collect();
-    chart("slash.svg", "distance + 1", "mean attention", &lines, true)?;
+    chart("slash.svg", "distance + 1", "mean attention", &lines, None)?;
     let count: Vec<u32> = artifact.store.read("a2ats.count", &specs["a2ats.count"])?;
     let size = specs["a2ats.count"][2];
     let usage = |layer: usize| -> Line {
@@ -69,7 +82,7 @@ pub fn all(results: &BTreeMap<&'static str, Value>, artifact: &Path) -> Result<(
         (format!("layer {layer}, KV head 0"), points.collect())
     };
     let lines: Vec<Line> = (0..layers).map(usage).collect();
-    chart("usage.svg", "codeword, by use", "keys", &lines, true)
+    chart("usage.svg", "codeword, by use", "keys", &lines, None)
 }
 
 /// A line per method, in the order of the rows.
@@ -88,7 +101,14 @@ fn by_method(rows: &Value, x: &str, y: &str) -> Vec<Line> {
     lines
 }
 
-fn chart(file: &str, x: &str, y: &str, lines: &[Line], logarithmic: bool) -> Result<(), Error> {
+/// A chart of lines; on logarithmic axes, unless the place of the legend says that they are linear.
+fn chart(
+    file: &str,
+    x: &str,
+    y: &str,
+    lines: &[Line],
+    linear: Option<SeriesLabelPosition>,
+) -> Result<(), Error> {
     let path = in_results(file);
     let area = SVGBackend::new(&path, SIZE).into_drawing_area();
     area.fill(&WHITE)?;
@@ -118,11 +138,11 @@ fn chart(file: &str, x: &str, y: &str, lines: &[Line], logarithmic: bool) -> Res
                 .configure_series_labels()
                 .background_style(WHITE.mix(0.8))
                 .border_style(BLACK.mix(0.3))
-                .position(SeriesLabelPosition::UpperRight)
+                .position(linear.clone().unwrap_or(UpperRight))
                 .draw()?;
         }};
     }
-    if logarithmic {
+    if linear.is_none() {
         let (left, bottom) = (least(|p| p.0), least(|p| p.1));
         draw!((left..right).log_scale(), (bottom..top).log_scale());
     } else {
