@@ -1,5 +1,5 @@
 #!/bin/sh
-# The whole pipeline on the bundled model: calibrate, inspect, generate twice from one prompt.
+# The whole pipeline on the bundled model: calibrate, inspect, generate from one prompt with three methods.
 set -eu
 
 kvsmith=$1
@@ -17,5 +17,7 @@ show inspect "$out/demo.safetensors" --verify --model $model
 say "The prompt holds a list of words in random order and ends with its first ones again."
 echo "A model that recalls the list goes on: goodness common bowels place walls sound seat ashamed ..."
 show run --model $model --prompt-file calib-data/demo-prompt.txt --max-new 48 --method full
+show run --model $model --prompt-file calib-data/demo-prompt.txt --max-new 48 --method lfps \
+    --artifact "$out/demo.safetensors" --budget 0.06
 show run --model $model --prompt-file calib-data/demo-prompt.txt --max-new 48 --method a2ats \
     --artifact "$out/demo.safetensors" --budget 0.06
