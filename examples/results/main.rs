@@ -363,7 +363,7 @@ fn groups() -> Vec<Group> {
                 case("both", BASE, ""),
             ],
             columns: &["recall", "mass", "output_error", "kl", "needle_accuracy"],
-            why: "The model is small and its context short: much of its attention follows the distance, which windowed RoPE leaves out on purpose, so standard RoPE finds more of it. Needles ask for content; there the windowed form with the plain metric is the best of the four.",
+            why: "The model is small and its context short: much of its attention follows the distance, which windowed RoPE leaves out on purpose, so standard RoPE finds more of it.",
             verdict: |rows| {
                 let others = ["neither", "windowed RoPE", "query-aware metric"];
                 let best = others.iter().all(|c| of(rows, c, "kl") >= of(rows, "both", "kl"));
@@ -440,7 +440,7 @@ fn groups() -> Vec<Group> {
             name: "lfps_alpha",
             title: "lfps: threshold",
             about: "Paper (Table 4): the share of exact products falls as alpha grows: at 4K 8.0, 6.0, 4.8 and 4.2 % for 0.1 to \
-                    0.4. Its share leaves out the five last positions and the sinks' test.",
+                    0.4.",
             on: text,
             methods: "lfps",
             budgets: "0.06",

@@ -4,20 +4,18 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use super::run::{open_artifact, parse_budget, parse_window};
+use super::run::{Reading, parse_budget, parse_window};
 use super::{open_model, print, print_json};
 use crate::artifact::Artifact;
 use crate::cli::{Global, parse_count};
 use crate::corpus::{self, Corpus};
 use crate::error::{Error, Result};
-use crate::method::{self, Method, MethodName, Params};
+use crate::method::{self, Method, MethodName};
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
 use crate::progress::Log;
-use crate::runner::Options;
 use crate::runner::budget::Budget;
 use crate::runner::eval::{Panel, Report, Variant};
-use crate::runner::kv::KvType;
 
 /// Arguments of `eval`.
 #[derive(clap::Args, Debug)]
@@ -26,9 +24,6 @@ pub struct Args {
     /// Folder of a Hugging Face checkpoint
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
-    /// What `kvsmith calibrate` made for this model
-    #[arg(long, value_name = "ART.safetensors")]
-    artifact: Option<PathBuf>,
     /// Text files: .txt is one document, .jsonl one per line (field `text`)
     #[arg(long, value_name = "FILE", num_args = 1..)]
     text: Vec<PathBuf>,
@@ -59,20 +54,8 @@ pub struct Args {
     /// Tokens of random UUIDs to add
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = parse_count)]
     uuid_tokens: usize,
-    /// First positions that are always read
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = parse_count)]
-    sinks: usize,
-    /// Last positions that are always read, the current one included
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = parse_window)]
-    window: usize,
-    /// Element type of the methods' KV cache
-    #[arg(long, value_enum, default_value_t = KvType::F32)]
-    kv: KvType,
     #[command(flatten)]
-    params: Params,
-    /// Use an artifact of another model, if its sizes fit
-    #[arg(long)]
-    force: bool,
+    reading: Reading,
 }
 
 /// Tokens that an answer may take beyond its own, for tokens without text.
@@ -83,20 +66,11 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
     let device = global.cpu_only("eval")?;
     let decoder = open_model(&args.model, log)?;
-    let artifact = args
-        .artifact
-        .as_ref()
-        .map(|p| open_artifact(p, &decoder, args.force, log))
-        .transpose()?;
+    let artifact = args.reading.open(&decoder, log)?;
     let methods = args.methods.iter().map(|name| {
-        let made = Method::new(
-            *name,
-            artifact.as_ref(),
-            &decoder.rope,
-            decoder.config.head_dim,
-            &args.params,
-            global.seed,
-        );
+        let made = args
+            .reading
+            .method(*name, artifact.as_ref(), &decoder, global.seed);
         made.map(|method| (*name, method))
     });
     let methods: Vec<(MethodName, Method)> = methods.collect::<Result<_>>()?;
@@ -108,13 +82,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         method,
         budget: *budget,
     });
-    let options = Options {
-        sinks: args.sinks,
-        window: args.window,
-        budget: Budget::Fraction(1.0),
-        kv: args.kv,
-        packed: args.params.selfindex.layout(artifact.as_ref())?,
-    };
+    let options = args.reading.options(Budget::Fraction(1.0), artifact.as_ref())?;
     let mut panel = Panel::new(&decoder, variants.collect(), options)?;
     let found = match &args.needles {
         Some(path) => needles(args, path, &decoder, &mut panel, log)?,

@@ -23,6 +23,61 @@ use crate::runner::sample::Sampler;
 use crate::runner::{Options, Session};
 use turns::Turns;
 
+/// What a method has and may read: the options that `run` and `eval` share.
+#[derive(clap::Args, Debug)]
+#[group(skip)]
+pub(super) struct Reading {
+    /// What `kvsmith calibrate` made for this model
+    #[arg(long, value_name = "ART.safetensors")]
+    artifact: Option<PathBuf>,
+    /// First positions that are always read
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = parse_count)]
+    sinks: usize,
+    /// Last positions that are always read, the current one included
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = parse_window)]
+    window: usize,
+    /// Element type of the KV cache
+    #[arg(long, value_enum, default_value_t = KvType::F32)]
+    kv: KvType,
+    #[command(flatten)]
+    pub(super) methods: Params,
+    /// Use an artifact of another model, if its sizes fit
+    #[arg(long)]
+    force: bool,
+}
+
+impl Reading {
+    /// Opens the artifact, if one is given, and checks that it fits the model.
+    pub(super) fn open(&self, decoder: &Decoder, log: Log) -> Result<Option<Artifact>> {
+        let path = self.artifact.as_ref();
+        path.map(|p| open_artifact(p, decoder, self.force, log))
+            .transpose()
+    }
+
+    /// The options of a session.
+    pub(super) fn options(&self, budget: Budget, artifact: Option<&Artifact>) -> Result<Options> {
+        Ok(Options {
+            sinks: self.sinks,
+            window: self.window,
+            budget,
+            kv: self.kv,
+            packed: self.methods.selfindex.layout(artifact)?,
+        })
+    }
+
+    /// A method of this model.
+    pub(super) fn method(
+        &self,
+        name: MethodName,
+        artifact: Option<&Artifact>,
+        decoder: &Decoder,
+        seed: u64,
+    ) -> Result<Method> {
+        let d = decoder.config.head_dim;
+        Method::new(name, artifact, &decoder.rope, d, &self.methods, seed)
+    }
+}
+
 /// Arguments of `run`.
 #[derive(clap::Args, Debug)]
 #[command(group(clap::ArgGroup::new("input")))]
@@ -33,9 +88,6 @@ pub struct Args {
     /// Folder of a Hugging Face checkpoint
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
-    /// What `kvsmith calibrate` made for this model
-    #[arg(long, value_name = "ART.safetensors")]
-    artifact: Option<PathBuf>,
     /// Prompt text
     #[arg(long, value_name = "T", group = "input")]
     prompt: Option<String>,
@@ -60,15 +112,6 @@ pub struct Args {
     /// Most tokens to generate
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_count)]
     max_new: usize,
-    /// First positions that are always read
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = parse_count)]
-    sinks: usize,
-    /// Last positions that are always read, the current one included
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = parse_window)]
-    window: usize,
-    /// Element type of the KV cache
-    #[arg(long, value_enum, default_value_t = KvType::F32)]
-    kv: KvType,
     /// Do not stop at the model's stop tokens
     #[arg(long)]
     ignore_eos: bool,
@@ -82,10 +125,7 @@ pub struct Args {
     #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = parse_top_p)]
     top_p: f64,
     #[command(flatten)]
-    methods: Params,
-    /// Use an artifact of another model, if its sizes fit
-    #[arg(long)]
-    force: bool,
+    reading: Reading,
 }
 
 /// Generated positions that the caches have room for from the start; they grow beyond.
@@ -128,27 +168,12 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     if args.top_p < 1.0 && args.temperature == 0.0 {
         log.warn("--top-p does nothing without --temperature");
     }
-    let artifact = args
-        .artifact
-        .as_ref()
-        .map(|p| open_artifact(p, &decoder, args.force, log))
-        .transpose()?;
+    let artifact = args.reading.open(&decoder, log)?;
     let name = args.method.unwrap_or_else(|| default_method(artifact.as_ref()));
-    let method = Method::new(
-        name,
-        artifact.as_ref(),
-        &decoder.rope,
-        decoder.config.head_dim,
-        &args.methods,
-        global.seed,
-    )?;
-    let options = Options {
-        sinks: args.sinks,
-        window: args.window,
-        budget: args.budget,
-        kv: args.kv,
-        packed: args.methods.selfindex.layout(artifact.as_ref())?,
-    };
+    let method = args
+        .reading
+        .method(name, artifact.as_ref(), &decoder, global.seed)?;
+    let options = args.reading.options(args.budget, artifact.as_ref())?;
     let capacity = turns.known() + args.max_new.min(RESERVED);
     let mut session = Session::new(&decoder, &method, options, capacity)?;
     if let Some(path) = &args.trace {
@@ -260,7 +285,7 @@ impl Talk<'_> {
             log.note(&format!(
                 "prefill: {} tokens, {} of KV cache",
                 ids.len(),
-                size(ids.len() * kv_bytes_per_token(config, self.args.kv))
+                size(ids.len() * kv_bytes_per_token(config, self.args.reading.kv))
             ));
         }
         let mut reply = self.generate(&ids)?;
@@ -322,8 +347,8 @@ impl Talk<'_> {
     fn report(&self, name: MethodName, device: &str) -> Result<()> {
         let Self { session, replies, .. } = self;
         let ids: Vec<u32> = replies.iter().flat_map(|r| r.ids.iter().copied()).collect();
-        let prefill_s: f64 = replies.iter().map(|r| r.prefill_s).sum();
-        let decode_s: f64 = replies.iter().map(|r| r.decode_s).sum();
+        let prefill_s: f64 = replies.iter().fold(0.0, |sum, r| sum + r.prefill_s);
+        let decode_s: f64 = replies.iter().fold(0.0, |sum, r| sum + r.decode_s);
         // The first token of a reply comes from the prefill; each decode step makes one more.
         let steps: usize = replies.iter().map(|r| r.ids.len().saturating_sub(1)).sum();
         let tokens_per_s = if steps > 0 { steps as f64 / decode_s } else { 0.0 };
@@ -372,12 +397,7 @@ impl Talk<'_> {
 }
 
 /// Opens an artifact and checks that it fits the model.
-pub(super) fn open_artifact(
-    path: &std::path::Path,
-    decoder: &Decoder,
-    force: bool,
-    log: Log,
-) -> Result<Artifact> {
+fn open_artifact(path: &std::path::Path, decoder: &Decoder, force: bool, log: Log) -> Result<Artifact> {
     let artifact = Artifact::open(path)?;
     let c = &decoder.config;
     let own = Sizes {

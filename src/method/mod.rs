@@ -311,13 +311,12 @@ impl Prompt<'_> {
     }
 }
 
-/// Scores to weights, in place; the log-sum-exp is returned.
-fn softmax(scores: &mut [f32]) -> f32 {
+/// Scores to softmax weights, in place.
+fn softmax(scores: &mut [f32]) {
     let max = simd::max(scores);
     simd::exp_shifted(scores, max);
     let sum: f64 = scores.iter().map(|w| f64::from(*w)).sum();
     simd::scale(scores, (1.0 / sum) as f32);
-    (f64::from(max) + sum.ln()) as f32
 }
 
 /// One decode step of one KV head.

@@ -304,7 +304,8 @@ fn tojson(value: Value, options: Kwargs) -> Rendered<String> {
     })
 }
 
-/// Every character beyond ASCII as `\uXXXX`; in JSON such characters stand in strings alone.
+/// Every character beyond ASCII as its escape of four hexadecimal digits; in JSON such characters stand in
+/// strings alone.
 fn ascii(json: &str) -> String {
     let escape = |unit: &mut u16| format!("\\u{unit:04x}");
     let one = |c: char| match c {
