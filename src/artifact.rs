@@ -3,13 +3,14 @@
 //!
 //! A section file (`kvsmith codebook -o`) has the same form with one section; [`pack`] merges them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use half::f16;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
+use crate::compute::device::Device;
 use crate::dump::Sizes;
 use crate::error::{Error, Result};
 use crate::method;
@@ -43,8 +44,12 @@ pub struct Section {
 }
 
 impl Section {
-    /// A section without layers yet.
-    pub fn new(name: &'static str, params: Value, specs: Vec<Spec>) -> Self {
+    /// A section without layers yet, to be fitted on `device`.
+    pub fn new(name: &'static str, mut params: Value, specs: Vec<Spec>, device: &dyn Device) -> Self {
+        params["device"] = json!(device.name());
+        if let Some(adapter) = device.adapter() {
+            params["adapter"] = json!(adapter);
+        }
         Self {
             name,
             params,
@@ -61,8 +66,16 @@ pub struct Origin {
     pub model: Value,
     /// The manifest's `calibration` object.
     pub calibration: Value,
-    /// The device that fitted.
-    pub device: String,
+}
+
+/// The device of a whole artifact: those of its sections, less the CPU's where there is another.
+fn device_of(sections: &Map<String, Value>) -> String {
+    let devices = sections.values().filter_map(|s| s.get("device")?.as_str());
+    let others: BTreeSet<&str> = devices.filter(|name| *name != "cpu").collect();
+    match others.is_empty() {
+        true => "cpu".to_string(),
+        false => others.into_iter().collect::<Vec<_>>().join("+"),
+    }
 }
 
 /// Writes one or more sections with their manifest.
@@ -93,7 +106,7 @@ pub fn write(output: Output, origin: &Origin, sections: Vec<Section>) -> Result<
     let manifest = json!({
         "format": FORMAT,
         "tool_version": env!("CARGO_PKG_VERSION"),
-        "device": origin.device,
+        "device": device_of(&params),
         "model": origin.model,
         "calibration": origin.calibration,
         "sections": params,
@@ -115,7 +128,7 @@ pub fn pack(output: Output, parts: &[Artifact]) -> Result<()> {
     let (mut params, mut quality) = (Map::new(), Map::new());
     for part in parts {
         part.verify()?;
-        for key in ["format", "device", "tool_version", "model", "calibration"] {
+        for key in ["format", "tool_version", "model", "calibration"] {
             if part.manifest[key] != manifest[key] {
                 return Err(Error::failed(format!(
                     "{} and {} differ in `{key}`",
@@ -140,6 +153,7 @@ pub fn pack(output: Output, parts: &[Artifact]) -> Result<()> {
             tensors.insert(spec.name.clone(), tensor);
         }
     }
+    manifest["device"] = json!(device_of(&params));
     manifest["sections"] = Value::Object(params);
     manifest["quality"] = Value::Object(quality);
     let tensors: Vec<Tensor> = tensors.into_values().collect();

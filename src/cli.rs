@@ -5,11 +5,11 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::cmd::{bench, calibrate, codebook, dump, eval, inspect, moments, pack, priors, run, signs};
-use crate::corpus;
 use crate::error::{Error, Result};
 use crate::method::a2ats::{FitInit, FitMetric};
 use crate::progress::{Log, Verbosity};
 use crate::stats::moments::Position;
+use crate::{compute, corpus};
 
 /// Calibrate, inspect and run sparse KV-cache retrieval for Hugging Face checkpoints.
 #[derive(Parser, Debug)]
@@ -103,6 +103,21 @@ impl Global {
             _ => Verbosity::Normal,
         };
         Log { verbosity }
+    }
+
+    /// The device of the heavy operations of calibration; `auto` takes an NVIDIA GPU where there is one.
+    ///
+    /// # Errors
+    /// The device asked for is not there: exit code 3.
+    pub fn open_device(&self) -> Result<Box<dyn compute::device::Device>> {
+        let device = compute::open(self.device)?;
+        let (name, log) = (device.name(), self.log());
+        match (device.adapter(), self.device) {
+            (Some(adapter), _) => log.note(&format!("device: {name} ({adapter})")),
+            (None, Device::Auto) => log.note(&format!("device: {name}")),
+            (None, _) => {}
+        }
+        Ok(device)
     }
 
     /// The device of a command that runs on the CPU alone.

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 
 use crate::artifact::FORMAT;
 use crate::capture::Capture;
+use crate::compute::cpu::Cpu;
 use crate::corpus::Corpus;
 use crate::error::{Error, Result};
 use crate::model::rope::{Rope, RopeConfig};
@@ -130,12 +131,9 @@ pub fn write(
         let writer = Writer::new(new.file(&layer_file(i))?, specs.clone(), None)?;
         let mut sums = LayerMoments::new(c.n_kv_heads, c.head_dim);
         capture.layer(&progress, &mut |rows, states| {
-            sums.add(
-                states.q_pre.view(),
-                &kept[rows.clone()],
-                &decoder.rope,
-                Position::Windowed(options.wrope_position),
-            );
+            let position = Position::Windowed(options.wrope_position);
+            let (q_pre, kept) = (states.q_pre.view(), &kept[rows.clone()]);
+            sums.add(&Cpu, q_pre, kept, &decoder.rope, position)?;
             let put = |name, x: &Array3<f32>| put_rows(&writer, name, x.view(), rows.start, n, options.dtype);
             put("k_pre", &states.k_pre)?;
             if options.queries {

@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use ndarray::{Array2, Array3, Axis, s};
+use ndarray::{Array3, Axis, s};
 use serde_json::{Value, json};
 
 use super::{
@@ -13,9 +13,12 @@ use super::{
 use crate::artifact::{self, LayerPart, Origin, Section};
 use crate::capture::Capture;
 use crate::cli::{Fit, Global, Input, RopeKind, parse_count};
+use crate::compute::cpu::Cpu;
+use crate::compute::device::Device;
 use crate::corpus::Corpus;
 use crate::dump::Sizes;
 use crate::error::{Kind, Result};
+use crate::method::LayerKeys;
 use crate::method::a2ats::{self, FitParams};
 use crate::method::lfps::priors::{self, Sample};
 use crate::method::selfindex::{self, Center};
@@ -68,7 +71,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
 
 fn calibrate(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
-    let device = global.cpu_only("calibrate")?;
+    let device = global.open_device()?;
     let start = std::time::Instant::now();
     let output = Output::create(&args.output)?;
     let decoder = open_model(&args.model, log)?;
@@ -95,27 +98,29 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
             a2ats::SECTION,
             params.manifest(),
             a2ats::specs(sizes, params.size),
+            device.as_ref(),
         ),
         Section::new(
             selfindex::SECTION,
             selfindex::manifest(args.center),
             selfindex::specs(sizes),
+            device.as_ref(),
         ),
         Section::new(
             priors::SECTION,
             priors::manifest(),
             priors::specs(sizes, &priors::manifest())?,
+            &Cpu,
         ),
     ];
     let origin = Origin {
         model,
         calibration: corpus.manifest(),
-        device: device.to_string(),
     };
     let work = match &args.work {
         Some(dir) => {
             let identity = json!({
-                "tool_version": env!("CARGO_PKG_VERSION"), "device": device, "model": origin.model,
+                "tool_version": env!("CARGO_PKG_VERSION"), "model": origin.model,
                 "calibration": origin.calibration,
                 "sections": sections.iter().map(|s| &s.params).collect::<Vec<_>>(),
             });
@@ -146,6 +151,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
     while capture.next_layer < sizes.n_layers {
         let layer = capture.next_layer;
         let parts = calibrate_layer(
+            device.as_ref(),
             &mut capture,
             &decoder,
             &corpus,
@@ -176,7 +182,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
     if global.json {
         print_json(&json!({
             "artifact": args.output, "tokens": corpus.n_tokens(), "layers": sizes.n_layers,
-            "seconds": seconds, "device": device,
+            "seconds": seconds, "device": device.name(),
         }))?;
     }
     Ok(())
@@ -195,6 +201,7 @@ fn add_layer(sections: &mut [Section], parts: Vec<LayerPart>) {
     reason = "one call; a struct would name the same things twice"
 )]
 fn calibrate_layer(
+    device: &dyn Device,
     capture: &mut Capture,
     decoder: &Decoder,
     corpus: &Corpus,
@@ -212,12 +219,8 @@ fn calibrate_layer(
     let mut queries = Array3::<f32>::zeros((c.n_heads, sample.rows.len(), c.head_dim));
     let mut sums = LayerMoments::new(c.n_kv_heads, c.head_dim);
     capture.layer(progress, &mut |rows, states| {
-        sums.add(
-            states.q_pre.view(),
-            &kept[rows.clone()],
-            &decoder.rope,
-            params.position,
-        );
+        let (queries_pre, kept) = (states.q_pre.view(), &kept[rows.clone()]);
+        sums.add(device, queries_pre, kept, &decoder.rope, params.position)?;
         for (i, row) in sample.within(&rows) {
             let query = states.q_pre.slice(s![.., row, ..]);
             queries.slice_mut(s![.., i, ..]).assign(&query);
@@ -231,16 +234,23 @@ fn calibrate_layer(
         progress.advance(corpus.n_tokens() as u64);
         report_head(progress, log, layer, head, quality);
     };
-    let rotate = |keys: &mut Array2<f32>| decoder.rope.rotate_blocks(keys, &corpus.block_start);
-    let codebooks = a2ats::fit_layer(&head_keys, &rotate, kept, &sums, params, layer, &mut done)?;
+    let layer_keys = LayerKeys {
+        device,
+        read: &head_keys,
+        n_kv_heads: c.n_kv_heads,
+        block_start: &corpus.block_start,
+        kept,
+        rope: &decoder.rope,
+    };
+    let codebooks = a2ats::fit_layer(&layer_keys, &sums, params, layer, &mut done)?;
     progress.stage(format!("layer {} of {}: signs", layer + 1, c.n_layers));
     let mut done = |_: usize, _: &Value| progress.advance(corpus.n_tokens() as u64);
-    let (blocks, rope) = (&corpus.block_start, &decoder.rope);
-    let signs = selfindex::fit_layer(&head_keys, c.n_kv_heads, blocks, kept, rope, center, &mut done)?;
+    let signs = selfindex::fit_layer(&layer_keys, center, &mut done)?;
     progress.stage(format!("layer {} of {}: priors", layer + 1, c.n_layers));
     let head_queries = |head| Ok(queries.index_axis(Axis(0), head).to_owned());
     let (sizes, window) = (Sizes::of(&c.canonical())?, c.windows[layer]);
     let mut done = |_: usize, _: &Value| progress.advance(corpus.n_tokens() as u64);
+    let rope = &decoder.rope;
     let priors = priors::fit_layer(&head_keys, &head_queries, sizes, sample, rope, window, &mut done)?;
     Ok(vec![codebooks, signs, priors])
 }

@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use ndarray::Array2;
 use serde_json::Value;
 
 use super::{check_points, report_head, write_section};
@@ -10,6 +9,7 @@ use crate::artifact::Section;
 use crate::cli::{Fit, Global};
 use crate::dump::{Dump, State};
 use crate::error::{Error, Result};
+use crate::method::LayerKeys;
 use crate::method::a2ats::{self, FitParams};
 use crate::stats::moments::Moments;
 use crate::store::Output;
@@ -33,7 +33,7 @@ pub struct Args {
 /// Runs `codebook`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
-    let device = global.cpu_only("codebook")?;
+    let device = global.open_device()?;
     let dump = Dump::open(&args.dump)?;
     let s = dump.sizes;
     let path = args.moments.clone().unwrap_or_else(|| dump.moments_path());
@@ -55,13 +55,13 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         metric: args.fit.metric,
     };
     let rope = dump.rope()?;
-    let rotate = |keys: &mut Array2<f32>| rope.rotate_blocks(keys, &dump.block_start);
     let kept = dump.kept.iter().filter(|k| **k).count();
     params.check(kept)?;
     check_points(kept, params.size, log);
     let output = Output::create(&args.output)?;
     let progress = log.progress((s.n_layers * s.n_kv_heads) as u64, "heads");
-    let mut section = Section::new(a2ats::SECTION, params.manifest(), a2ats::specs(s, params.size));
+    let specs = a2ats::specs(s, params.size);
+    let mut section = Section::new(a2ats::SECTION, params.manifest(), specs, device.as_ref());
     for (i, sums) in moments.layers.iter().enumerate() {
         progress.stage(format!("layer {} of {}", i + 1, s.n_layers));
         let states = dump.layer(i)?;
@@ -70,9 +70,17 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
             progress.advance(1);
             report_head(&progress, log, i, head, quality);
         };
-        let part = a2ats::fit_layer(&keys, &rotate, &dump.kept, sums, &params, i, &mut done)?;
+        let keys = LayerKeys {
+            device: device.as_ref(),
+            read: &keys,
+            n_kv_heads: s.n_kv_heads,
+            block_start: &dump.block_start,
+            kept: &dump.kept,
+            rope: &rope,
+        };
+        let part = a2ats::fit_layer(&keys, sums, &params, i, &mut done)?;
         section.layers.push(part);
     }
     drop(progress);
-    write_section(output, dump, section, &args.output, device, global)
+    write_section(output, dump, section, &args.output, device.name(), global)
 }

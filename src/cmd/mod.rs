@@ -178,7 +178,6 @@ fn write_section(
     let origin = Origin {
         model: dump.model,
         calibration: dump.calibration,
-        device: device.to_string(),
     };
     artifact::write(output, &origin, vec![section])?;
     global.log().note(&format!("wrote {}", path.display()));

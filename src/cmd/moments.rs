@@ -33,7 +33,7 @@ pub struct Args {
 /// Runs `moments`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
-    let device = global.cpu_only("moments")?;
+    let device = global.open_device()?;
     let dump = Dump::open(&args.dump)?;
     if !dump.options.queries {
         return Err(Error::failed(format!("{} has no queries", args.dump.display()))
@@ -57,7 +57,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
             for (head, mut q) in q_pre.outer_iter_mut().enumerate() {
                 q.assign(&states.read(State::QPre, head, rows.start, rows.len())?);
             }
-            sums.add(q_pre.view(), &dump.kept[rows], &rope, position);
+            sums.add(device.as_ref(), q_pre.view(), &dump.kept[rows], &rope, position)?;
         }
         layers.push(sums);
         progress.advance(1);
@@ -76,7 +76,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     log.note(&format!("wrote {} for {place}", args.output.display()));
     if global.json {
         print_json(
-            &json!({ "moments": args.output, "wrope_position": position.windowed(), "device": device }),
+            &json!({ "moments": args.output, "wrope_position": position.windowed(), "device": device.name() }),
         )?;
     }
     Ok(())

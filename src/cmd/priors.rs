@@ -7,6 +7,7 @@ use ndarray::Axis;
 use super::{check_sample, write_section};
 use crate::artifact::Section;
 use crate::cli::Global;
+use crate::compute::cpu::Cpu;
 use crate::dump::{Dump, State};
 use crate::error::{Error, Result};
 use crate::method::lfps::priors::{self, Sample};
@@ -38,7 +39,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     check_sample(&sample, log);
     let output = Output::create(&args.output)?;
     let specs = priors::specs(s, &priors::manifest())?;
-    let mut section = Section::new(priors::SECTION, priors::manifest(), specs);
+    let mut section = Section::new(priors::SECTION, priors::manifest(), specs, &Cpu);
     let progress = log.progress((s.n_layers * s.n_kv_heads) as u64, "heads");
     for (layer, window) in windows.into_iter().enumerate() {
         progress.stage(format!("layer {} of {}", layer + 1, s.n_layers));

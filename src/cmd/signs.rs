@@ -7,6 +7,7 @@ use crate::artifact::Section;
 use crate::cli::Global;
 use crate::dump::{Dump, State};
 use crate::error::Result;
+use crate::method::LayerKeys;
 use crate::method::selfindex::{self, Center};
 use crate::store::Output;
 
@@ -27,7 +28,7 @@ pub struct Args {
 /// Runs `signs`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
-    let device = global.cpu_only("signs")?;
+    let device = global.open_device()?;
     let dump = Dump::open(&args.dump)?;
     let s = dump.sizes;
     let rope = dump.rope()?;
@@ -36,6 +37,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         selfindex::SECTION,
         selfindex::manifest(args.center),
         selfindex::specs(s),
+        device.as_ref(),
     );
     let progress = log.progress((s.n_layers * s.n_kv_heads) as u64, "heads");
     for layer in 0..s.n_layers {
@@ -43,10 +45,17 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         let states = dump.layer(layer)?;
         let keys = |head| states.read(State::KPre, head, 0, dump.n);
         let mut done = |_, _: &_| progress.advance(1);
-        let (blocks, kept) = (&dump.block_start, &dump.kept);
-        let part = selfindex::fit_layer(&keys, s.n_kv_heads, blocks, kept, &rope, args.center, &mut done)?;
+        let keys = LayerKeys {
+            device: device.as_ref(),
+            read: &keys,
+            n_kv_heads: s.n_kv_heads,
+            block_start: &dump.block_start,
+            kept: &dump.kept,
+            rope: &rope,
+        };
+        let part = selfindex::fit_layer(&keys, args.center, &mut done)?;
         section.layers.push(part);
     }
     drop(progress);
-    write_section(output, dump, section, &args.output, device, global)
+    write_section(output, dump, section, &args.output, device.name(), global)
 }

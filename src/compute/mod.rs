@@ -1,14 +1,34 @@
-//! Arithmetic kernels: the naive f64 references that define each operation, and their CPU forms.
+//! Arithmetic kernels: the naive f64 references that define each operation, and their forms for the CPU
+//! and for GPUs.
+//!
+//! [`device`] is the seam of calibration: [`cpu`] implements it here.
 //!
 //! Every parallel kernel cuts its work into pieces whose size does not depend on the number of
 //! threads, and each piece is computed by one thread: the same bytes for any thread count.
 
 pub mod attention;
+pub mod cpu;
+pub mod device;
 pub mod linear;
 pub mod reference;
 pub mod simd;
 
 use ndarray::{ArrayView2, ArrayViewMut2, Axis};
+
+use crate::cli;
+use crate::error::{Error, Result};
+
+/// Opens a device for calibration; `auto` takes an NVIDIA GPU where there is one, else the CPU.
+///
+/// # Errors
+/// The device asked for is not there.
+pub fn open(device: cli::Device) -> Result<Box<dyn device::Device>> {
+    match device {
+        cli::Device::Auto | cli::Device::Cpu => Ok(Box::new(cpu::Cpu)),
+        cli::Device::Wgpu => Err(Error::device("wgpu is not built in")),
+        cli::Device::Cuda => Err(Error::device("CUDA is not built in")),
+    }
+}
 
 /// `out = a b`, or `out += a b` with `accumulate`, on the calling thread.
 ///

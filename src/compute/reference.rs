@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use super::device::{SignSums, Statistic};
 use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayView3, s};
 
 /// Softmax attention of one query over the rows `positions`.
@@ -80,33 +81,151 @@ pub fn nearest(x: ArrayView1<f32>, centroids: ArrayView2<f32>) -> (usize, f64) {
     best
 }
 
-/// Sum over the kept rows and the group's query heads of qt^T qt, with `rotate` giving qt = q R_b.
+/// Sum of q^T q over the rows of each head.
 ///
 /// # Shapes
-/// q_pre `[h,m,d]`; result `[g,d,d]`.
+/// q_rope `[b,m,d]`; result `[b,d,d]`.
 ///
 /// # Source
 /// A2ATS, arXiv 2502.12665, Eq. 10 and 13.
-pub fn second_moment(
-    q_pre: ArrayView3<f32>,
-    n_kv_heads: usize,
-    kept: &[bool],
-    rotate: &dyn Fn(ArrayView1<f32>) -> Array1<f64>,
-) -> Array3<f64> {
-    let (h, m, d) = q_pre.dim();
-    let r = h / n_kv_heads;
-    let mut sum = Array3::zeros((n_kv_heads, d, d));
-    for a in 0..h {
-        for i in (0..m).filter(|i| kept[*i]) {
-            let qt = rotate(q_pre.slice(s![a, i, ..]));
+pub fn second_moment(q_rope: ArrayView3<f32>) -> Array3<f64> {
+    let (b, m, d) = q_rope.dim();
+    let mut sum = Array3::zeros((b, d, d));
+    for head in 0..b {
+        for i in 0..m {
+            let q = q_rope.slice(s![head, i, ..]);
             for x in 0..d {
                 for y in 0..d {
-                    sum[[a / r, x, y]] += qt[x] * qt[y];
+                    sum[[head, x, y]] += f64::from(q[x]) * f64::from(q[y]);
                 }
             }
         }
     }
     sum
+}
+
+/// Rows in the metric of the queries, x L.
+///
+/// # Shapes
+/// x `[n,d]`, chol `[d,d]`; result `[n,d]`.
+///
+/// # Source
+/// A2ATS, arXiv 2502.12665, Eq. 15.
+pub fn whiten(x: ArrayView2<f32>, chol: ArrayView2<f32>) -> Array2<f64> {
+    x.mapv(f64::from).dot(&chol.mapv(f64::from))
+}
+
+/// A statistic of each channel of `x`, `[n,d]`; zeros for no rows.
+pub fn channel_statistic(x: ArrayView2<f32>, what: Statistic) -> Array1<f64> {
+    let of = |channel: ArrayView1<f32>| {
+        let mut values = channel.to_vec();
+        let rank = match what {
+            Statistic::Mean => {
+                return channel.iter().map(|v| f64::from(*v)).sum::<f64>() / channel.len().max(1) as f64;
+            }
+            Statistic::Ranked(rank) => rank,
+            Statistic::RankedMagnitude(rank) => {
+                values.iter_mut().for_each(|v| *v = v.abs());
+                rank
+            }
+        };
+        values.sort_by(f32::total_cmp);
+        values.get(rank).map_or(0.0, |v| f64::from(*v))
+    };
+    x.columns().into_iter().map(of).collect()
+}
+
+/// Sums and counts per pattern of four channels: bit e of a pattern is set where `x[4 g + e] > 0`.
+///
+/// # Shapes
+/// x `[n,d]`, d a multiple of 4.
+///
+/// # Source
+/// Self-Indexing KVCache, arXiv 2603.14224, Eq. 4.
+pub fn sign_sums(x: ArrayView2<f32>) -> SignSums {
+    let d = x.ncols();
+    let (mut sums, mut counts) = (vec![0.0; d * 16], vec![0; d * 4]);
+    for row in x.rows() {
+        for g in 0..d / 4 {
+            let pattern: usize = (0..4).map(|e| usize::from(row[4 * g + e] > 0.0) << e).sum();
+            counts[g * 16 + pattern] += 1;
+            for e in 0..4 {
+                sums[(g * 16 + pattern) * 4 + e] += f64::from(row[4 * g + e]);
+            }
+        }
+    }
+    SignSums { sums, counts }
+}
+
+/// Mean of the rows of each centroid; a centroid without rows stays.
+///
+/// # Shapes
+/// x `[n,d]`, codes `[n]`, centroids `[M,d]`; result `[M,d]`.
+pub fn means(x: ArrayView2<f32>, codes: &[u32], centroids: ArrayView2<f32>) -> Array2<f64> {
+    let mut sums = Array2::<f64>::zeros(centroids.dim());
+    let mut counts = vec![0u32; centroids.nrows()];
+    for (row, code) in x.rows().into_iter().zip(codes) {
+        let code = *code as usize;
+        counts[code] += 1;
+        sums.row_mut(code).zip_mut_with(&row, |s, v| *s += f64::from(*v));
+    }
+    for (m, count) in counts.iter().enumerate() {
+        match count {
+            0 => sums.row_mut(m).assign(&centroids.row(m).mapv(f64::from)),
+            count => sums.row_mut(m).mapv_inplace(|s| s / f64::from(*count)),
+        }
+    }
+    sums
+}
+
+/// Up to `batch` rows drawn with probability proportional to the squared distance to the nearest
+/// centroid, and how many of the uniform numbers were used.
+///
+/// `distances` were brought up to date before the batch. A candidate is the first row whose running sum
+/// of distances exceeds the next uniform number times their sum (the last row if none does); it is kept
+/// if the number after that, times its distance, is below the least of its distance and those to the rows
+/// drawn in this batch. So every row is drawn by its present distance. The batch ends early after
+/// `batch + 1` rejections. Where all distances are zero, or their sum is not finite, the candidates are
+/// the rows `floor(u n)`, one number each, and all are kept.
+///
+/// # Shapes
+/// x `[n,d]`, distances `[n]`; result: rows in the order drawn.
+///
+/// # Source
+/// Arthur and Vassilvitskii 2007, "k-means++: the advantages of careful seeding", section 2.2; the
+/// rejection is ours.
+pub fn draw(x: ArrayView2<f32>, distances: &[f32], batch: usize, uniforms: &[f64]) -> (Vec<u32>, usize) {
+    let total: f64 = distances.iter().map(|v| f64::from(*v)).sum();
+    let (mut drawn, mut used, mut rejected) = (Vec::<u32>::new(), 0, 0);
+    while drawn.len() < batch && rejected <= batch {
+        let u = uniforms[used];
+        used += 1;
+        if total == 0.0 || !total.is_finite() {
+            drawn.push((u * distances.len() as f64) as u32);
+            continue;
+        }
+        let mut sum = 0.0;
+        let found = distances.iter().position(|v| {
+            sum += f64::from(*v);
+            sum > u * total
+        });
+        let i = found.unwrap_or(distances.len() - 1);
+        let away = |c: &u32| {
+            let pairs = x.row(i).into_iter().zip(x.row(*c as usize));
+            pairs
+                .map(|(x, c)| (f64::from(*x) - f64::from(*c)).powi(2))
+                .sum::<f64>()
+        };
+        let stale = f64::from(distances[i]);
+        let now = drawn.iter().map(away).fold(stale, f64::min);
+        let kept = uniforms[used] * stale < now;
+        used += 1;
+        match kept {
+            true => drawn.push(i as u32),
+            false => rejected += 1,
+        }
+    }
+    (drawn, used)
 }
 
 /// A2ATS selection within a budget: the largest k such that the union of each query head's top-k

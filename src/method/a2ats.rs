@@ -16,22 +16,23 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use half::f16;
-use ndarray::{Array1, Array2, Array3, ArrayView2, Axis, s};
+use ndarray::{Array1, Array2, Array3, ArrayView2, ArrayView3, Axis, s};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
-use super::{Choice, Prompt, Retriever, Step, everything};
+use super::{Choice, LayerKeys, Prompt, Retriever, Step, everything};
 use crate::artifact::{Artifact, LayerPart};
+use crate::compute::device::{Device, Statistic};
 use crate::compute::gemm;
 use crate::dump::Sizes;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::model::rope::{Rope, RopeTable};
 use crate::runner::kv::grow;
-use crate::stats::kmeans::{self, Codebook, Init, KMeansParams};
+use crate::stats::kmeans::{self, Codebook, Init, KMeansFit, KMeansParams};
 use crate::stats::linalg;
 use crate::stats::moments::{LayerMoments, Position, position_of};
-use crate::stats::whiten::{EPS, Metric, row_mean, whiten};
+use crate::stats::whiten::{EPS, Metric, whiten};
 use crate::store::{Spec, to_bytes};
 
 /// Name of the section in an artifact.
@@ -99,6 +100,18 @@ impl FitParams {
         })
     }
 
+    /// What k-means is told; seeds are per head.
+    fn kmeans(&self) -> KMeansParams {
+        KMeansParams {
+            size: self.size,
+            iterations: self.iterations,
+            init: match self.init {
+                FitInit::KMeansPlusPlus => Init::KMeansPlusPlus,
+            },
+            seed: self.seed,
+        }
+    }
+
     /// Fails if the codebook cannot be fitted on `kept` keys.
     pub fn check(&self, kept: usize) -> Result<()> {
         if self.size == 0 || self.size > MAX_SIZE {
@@ -140,15 +153,9 @@ pub fn codebook_size(params: &Value) -> Result<usize> {
     }
 }
 
-/// Fits the codebooks of one layer.
-///
-/// `keys` reads all rows of one KV head, `[n,d]` before rotation; `rotate` rotates them to their own
-/// positions, where the parameters ask for that; `kept` says which rows take part; `done` is called
-/// after each head.
+/// Fits the codebooks of one layer; `done` is called for each head.
 pub fn fit_layer(
-    keys: &dyn Fn(usize) -> Result<Array2<f32>>,
-    rotate: &dyn Fn(&mut Array2<f32>),
-    kept: &[bool],
+    keys: &LayerKeys,
     moments: &LayerMoments,
     params: &FitParams,
     layer: usize,
@@ -156,20 +163,20 @@ pub fn fit_layer(
 ) -> Result<LayerPart> {
     let mut tensors = vec![Vec::new(); 4];
     let mut quality = Vec::new();
-    for head in 0..moments.count.len() {
+    let d = moments.sum_qq.len_of(Axis(1));
+    let kept = keys.kept.iter().filter(|kept| **kept).count();
+    let at_once = keys.device.heads_at_once(kept, d, params.size).max(1);
+    for first in (0..keys.n_kv_heads).step_by(at_once) {
         interrupt::check()?;
-        let context = |e: Error| e.context(format!("layer {layer}, KV head {head}"));
-        let mut keys = keys(head)?;
-        if params.position == Position::Own {
-            rotate(&mut keys);
+        let heads = first..keys.n_kv_heads.min(first + at_once);
+        for (head, fit) in heads.clone().zip(fit_heads(keys, heads, moments, params, layer)?) {
+            tensors[0].extend(to_bytes(&fit.codebook));
+            tensors[1].extend(to_bytes(&fit.mean.to_vec()));
+            tensors[2].extend(fit.chol.iter().flat_map(|v| v.to_le_bytes()));
+            tensors[3].extend(to_bytes(&fit.count));
+            done(head, &fit.quality);
+            quality.push(fit.quality);
         }
-        let fit = fit_head(keys, kept, moments, params, layer, head).map_err(context)?;
-        tensors[0].extend(to_bytes(&fit.codebook));
-        tensors[1].extend(to_bytes(&fit.mean.to_vec()));
-        tensors[2].extend(fit.chol.iter().flat_map(|v| v.to_le_bytes()));
-        tensors[3].extend(to_bytes(&fit.count));
-        done(head, &fit.quality);
-        quality.push(fit.quality);
     }
     Ok(LayerPart { tensors, quality })
 }
@@ -183,83 +190,104 @@ struct HeadFit {
     quality: Value,
 }
 
-fn fit_head(
-    keys: Array2<f32>,
-    kept: &[bool],
+fn fit_heads(
+    keys: &LayerKeys,
+    heads: Range<usize>,
     moments: &LayerMoments,
     params: &FitParams,
     layer: usize,
-    head: usize,
-) -> Result<HeadFit> {
-    let rows = |wanted: bool| -> Vec<usize> { (0..kept.len()).filter(|i| kept[*i] == wanted).collect() };
-    let fitted = keys.select(Axis(0), &rows(true));
-    let held_out = keys.select(Axis(0), &rows(false));
-    if moments.count[head] == 0 && params.metric == FitMetric::QueryAware {
-        return Err(Error::failed("the moments hold no query"));
-    }
-    let metric = match params.metric {
-        FitMetric::QueryAware => Metric::new(moments.sum_qq.index_axis(Axis(0), head))?,
-        FitMetric::Plain => Metric::euclidean(keys.ncols()),
+) -> Result<Vec<HeadFit>> {
+    let at = |head: usize| move |e: Error| e.context(format!("layer {layer}, KV head {head}"));
+    let metric = |head: usize| match params.metric {
+        FitMetric::QueryAware if moments.count[head] == 0 => Err(Error::failed("the moments hold no query")),
+        FitMetric::QueryAware => Metric::new(moments.sum_qq.index_axis(Axis(0), head)),
+        FitMetric::Plain => Ok(Metric::euclidean(moments.sum_qq.len_of(Axis(1)))),
     };
-    drop(keys);
+    let metrics = heads.clone().map(|head| metric(head).map_err(at(head)));
+    let metrics: Vec<Metric> = metrics.collect::<Result<_>>()?;
+    let factors: Vec<_> = metrics.iter().map(|m| m.chol.view()).collect();
+    let chol = ndarray::stack(Axis(0), &factors).map_err(|e| Error::failed(e.to_string()))?;
+    let rotated = params.position == Position::Own;
+    let [fitted, held_out] = keys.split(heads.clone(), rotated)?;
     // Eq. 15: z = k L; then centred.
-    let uncentred = whiten(
-        fitted.view(),
-        metric.chol.view(),
-        Array1::zeros(fitted.ncols()).view(),
-    );
-    let mean = row_mean(uncentred.view());
-    let z = uncentred - &mean;
-    drop(fitted);
-    let fit = kmeans::fit(
-        z.view(),
-        &KMeansParams {
-            size: params.size,
-            iterations: params.iterations,
-            init: match params.init {
-                FitInit::KMeansPlusPlus => Init::KMeansPlusPlus,
-            },
-            seed: head_seed(params.seed, layer, head),
-        },
+    let mut points = keys.device.points(fitted)?;
+    let (_, n, _) = points.dim();
+    points.whiten(chol.view())?;
+    let mean = points.channel_statistic(0..n, Statistic::Mean)?;
+    points.subtract(0..n, mean.view())?;
+    let squares = points.square_sum()?;
+    if let Some(i) = squares.iter().position(|sum| !sum.is_finite()) {
+        let error =
+            Error::failed("a whitened key is not finite").hint("the keys of this head have extreme outliers");
+        return Err(at(heads.start + i)(error));
+    }
+    let seeds = heads.clone().map(|head| head_seed(params.seed, layer, head));
+    let fits = kmeans::cluster(
+        points.as_mut(),
+        &params.kmeans(),
+        &seeds.collect::<Vec<u64>>(),
         &mut |_, _| interrupt::flow(),
     )?;
     // What counts is the codebook that is stored, so everything is reported by its f16 values.
-    let codebook: Vec<f16> = fit.codebook.iter().map(|v| f16::from_f32(*v)).collect();
-    if codebook.iter().any(|v| !v.is_finite()) {
-        return Err(Error::failed("a codeword is outside the range of f16")
-            .hint("the keys of this head have extreme outliers"));
+    let mut stored = Array3::zeros((fits.len(), params.size, mean.ncols()));
+    for ((mut stored, fit), head) in stored.outer_iter_mut().zip(&fits).zip(heads.clone()) {
+        stored.assign(&fit.codebook.mapv(|v| f16::from_f32(v).to_f32()));
+        if stored.iter().any(|v: &f32| !v.is_finite()) {
+            let error = Error::failed("a codeword is outside the range of f16");
+            return Err(at(head)(
+                error.hint("the keys of this head have extreme outliers"),
+            ));
+        }
     }
-    let stored = Codebook::new(fit.codebook.mapv(|v| f16::from_f32(v).to_f32()));
-    let (codes, inertia) = encode(&stored, z.view());
-    let mut count = vec![0u32; params.size];
-    for code in codes {
-        count[code as usize] += 1;
-    }
-    let held_out_inertia = (held_out.nrows() > 0).then(|| {
-        let z = whiten(held_out.view(), metric.chol.view(), mean.view());
-        encode(&stored, z.view()).1
-    });
-    let n = z.nrows() as f64;
-    let quality = json!({
-        "inertia": inertia,
-        "held_out_inertia": held_out_inertia,
-        "variance": z.iter().map(|v| f64::from(*v) * f64::from(*v)).sum::<f64>() / n,
-        "inertia_history": fit.inertia.iter().map(|i| i / n).collect::<Vec<f64>>(),
-        "iterations": fit.inertia.len().saturating_sub(1),
-        "empty_repaired": fit.empty_repaired,
-        "unused_codewords": count.iter().filter(|c| **c == 0).count(),
-        "usage_entropy_bits": entropy_bits(&count),
-        "condition": metric.condition,
-        "eps": metric.eps,
-        "keys": z.nrows(),
-    });
-    Ok(HeadFit {
-        codebook,
-        mean,
+    points.assign(stored.view())?;
+    let assignments = points.assignment()?;
+    drop(points);
+    let held_out = held_out_inertia(keys.device, held_out, chol.view(), mean.view(), stored.view())?;
+    let one = |(i, (metric, fit)): (usize, (Metric, KMeansFit))| HeadFit {
+        codebook: stored
+            .index_axis(Axis(0), i)
+            .iter()
+            .map(|v| f16::from_f32(*v))
+            .collect(),
+        mean: mean.row(i).to_owned(),
+        quality: json!({
+            "inertia": assignments[i].inertia / n as f64,
+            "held_out_inertia": held_out.as_ref().map(|inertia| inertia[i]),
+            "variance": squares[i] / n as f64,
+            "inertia_history": fit.inertia.iter().map(|i| i / n as f64).collect::<Vec<f64>>(),
+            "iterations": fit.inertia.len().saturating_sub(1),
+            "empty_repaired": fit.empty_repaired,
+            "unused_codewords": assignments[i].counts.iter().filter(|c| **c == 0).count(),
+            "usage_entropy_bits": entropy_bits(&assignments[i].counts),
+            "condition": metric.condition,
+            "eps": metric.eps,
+            "keys": n,
+        }),
         chol: metric.chol,
-        count,
-        quality,
-    })
+        count: assignments[i].counts.clone(),
+    };
+    Ok(metrics.into_iter().zip(fits).enumerate().map(one).collect())
+}
+
+/// Mean squared distance of each head's held-out keys, `[b,n,d]`, to the stored codebooks; none without
+/// keys.
+fn held_out_inertia(
+    device: &dyn Device,
+    keys: Array3<f32>,
+    chol: ArrayView3<f32>,
+    mean: ArrayView2<f32>,
+    stored: ArrayView3<f32>,
+) -> Result<Option<Vec<f64>>> {
+    let n = keys.len_of(Axis(1));
+    if n == 0 {
+        return Ok(None);
+    }
+    let mut points = device.points(keys)?;
+    points.whiten(chol)?;
+    points.subtract(0..n, mean)?;
+    points.assign(stored)?;
+    let inertia = points.assignment()?.into_iter().map(|a| a.inertia / n as f64);
+    Ok(Some(inertia.collect()))
 }
 
 /// Entropy of the codewords' use.
@@ -267,15 +295,6 @@ fn entropy_bits(count: &[u32]) -> f64 {
     let n: f64 = count.iter().map(|c| f64::from(*c)).sum();
     let used = count.iter().filter(|c| **c > 0);
     used.map(|c| f64::from(*c) / n).map(|p| -p * p.log2()).sum()
-}
-
-/// Codes and the mean squared distance.
-fn encode(codebook: &Codebook, z: ArrayView2<f32>) -> (Vec<u32>, f64) {
-    let mut codes = vec![0; z.nrows()];
-    let mut distances = vec![0.0; z.nrows()];
-    codebook.nearest(z, &mut codes, &mut distances);
-    let sum: f64 = distances.iter().map(|x| f64::from(*x)).sum();
-    (codes, sum / z.nrows().max(1) as f64)
 }
 
 /// An own seed for every head, so that the order of fitting does not matter (splitmix64).
@@ -440,11 +459,10 @@ impl HeadCodebook {
     /// Eq. 20, in whitened coordinates.
     pub fn encode(&self, k_pre: ArrayView2<f32>) -> Vec<u16> {
         let z = whiten(k_pre, self.chol.view(), self.mean.view());
-        encode(&self.codebook, z.view())
-            .0
-            .into_iter()
-            .map(|c| c as u16)
-            .collect()
+        let mut codes = vec![0; z.nrows()];
+        self.codebook
+            .nearest(z.view(), &mut codes, &mut vec![0.0; z.nrows()]);
+        codes.into_iter().map(|c| c as u16).collect()
     }
 
     /// Score of every codeword for each query head: `[r,M]`, up to a constant per query.

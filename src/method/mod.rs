@@ -6,6 +6,7 @@
 pub mod a2ats;
 pub mod ctkvr;
 pub mod full;
+pub mod layer;
 pub mod lfps;
 pub mod quest;
 pub mod random;
@@ -20,6 +21,7 @@ use std::sync::Arc;
 use ndarray::{ArrayView2, ArrayView3, s};
 use serde_json::Value;
 
+pub use self::layer::LayerKeys;
 use self::lfps::priors;
 use crate::artifact::Artifact;
 use crate::compute::attention::{Partial, visible};

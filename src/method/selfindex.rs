@@ -17,21 +17,20 @@
 use std::ops::Range;
 
 use half::f16;
-use ndarray::{Array2, ArrayView2, Axis, s};
-use rayon::prelude::*;
+use ndarray::{Array2, ArrayView1, ArrayView2, Axis, s};
 use serde_json::{Value, json};
 
-use super::{Choice, Place, Prompt, Retriever, Step, everything};
+use super::{Choice, LayerKeys, Place, Prompt, Retriever, Step, everything};
 use crate::artifact::{Artifact, LayerPart};
 use crate::compute::attention::visible;
+use crate::compute::cpu::row_mean;
+use crate::compute::device::{SignSums, Statistic};
 use crate::dump::Sizes;
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::model::rope::Rope;
 use crate::runner::kv::KvType;
 pub use crate::runner::packed::Center;
 use crate::runner::packed::{FULL, Layout, REFIT, best_scored, compressed, extend_signs, sign_bytes};
-use crate::stats::whiten::row_mean;
 use crate::store::{Spec, to_bytes};
 
 /// Name of the section in an artifact.
@@ -151,31 +150,25 @@ pub fn pattern(x: &[f32]) -> usize {
         .sum()
 }
 
-/// Builds the centroids of one layer.
-///
-/// `keys` reads all rows of one KV head, `[n,d]` before rotation; `block_start` has the first row of
-/// each block and then n; `kept` says which rows take part; `done` is called after each head.
-pub fn fit_layer(
-    keys: &dyn Fn(usize) -> Result<Array2<f32>>,
-    n_kv_heads: usize,
-    block_start: &[u32],
-    kept: &[bool],
-    rope: &Rope,
-    center: Center,
-    done: &mut dyn FnMut(usize, &Value),
-) -> Result<LayerPart> {
+/// Builds the centroids of one layer; `done` is called for each head.
+pub fn fit_layer(keys: &LayerKeys, center: Center, done: &mut dyn FnMut(usize, &Value)) -> Result<LayerPart> {
     let mut tensors = vec![Vec::new(); 4];
     let mut quality = Vec::new();
-    for head in 0..n_kv_heads {
+    let kept = keys.kept.iter().filter(|kept| **kept).count();
+    let at_once = keys.device.heads_at_once(kept, keys.rope.head_dim(), 0).max(1);
+    for first in (0..keys.n_kv_heads).step_by(at_once) {
         interrupt::check()?;
-        let fit = fit_head(keys(head)?, block_start, kept, rope, center)
-            .map_err(|e| e.context(format!("signs of KV head {head}")))?;
-        tensors[0].extend(to_bytes(&fit.centroids));
-        tensors[1].extend(to_bytes(&fit.counts));
-        tensors[2].extend(to_bytes(&fit.alpha));
-        tensors[3].extend(to_bytes(&fit.mean_pre));
-        done(head, &fit.quality);
-        quality.push(fit.quality);
+        let heads = first..keys.n_kv_heads.min(first + at_once);
+        let fits = fit_heads(keys, heads.clone(), center)
+            .map_err(|e| e.context(format!("signs of KV heads {} to {}", heads.start, heads.end - 1)))?;
+        for (head, fit) in heads.zip(fits) {
+            tensors[0].extend(to_bytes(&fit.centroids));
+            tensors[1].extend(to_bytes(&fit.counts));
+            tensors[2].extend(to_bytes(&fit.alpha));
+            tensors[3].extend(to_bytes(&fit.mean_pre));
+            done(head, &fit.quality);
+            quality.push(fit.quality);
+        }
     }
     Ok(LayerPart { tensors, quality })
 }
@@ -188,99 +181,73 @@ struct HeadFit {
     quality: Value,
 }
 
-fn fit_head(
-    mut keys: Array2<f32>,
-    block_start: &[u32],
-    kept: &[bool],
-    rope: &Rope,
-    center: Center,
-) -> Result<HeadFit> {
-    let kept_rows = |start: usize, end: usize| (start..end).filter(|i| kept[*i]).collect::<Vec<_>>();
-    let all = kept_rows(0, kept.len());
-    let mean_pre = row_mean(keys.select(Axis(0), &all).view()).to_vec();
-    rope.rotate_blocks(&mut keys, block_start);
-    let mut centred = Array2::zeros((all.len(), keys.ncols()));
-    let mut at = 0;
-    for block in block_start.windows(2) {
-        let (start, end) = (block[0] as usize, block[1] as usize);
-        let rows = kept_rows(start, end);
-        let mut part = keys.select(Axis(0), &rows);
-        part.axis_iter_mut(Axis(1))
-            .into_par_iter()
-            .for_each(|mut channel| {
-                let centre = center.of(&mut channel.to_vec());
-                channel -= centre;
-            });
-        centred.slice_mut(s![at..at + rows.len(), ..]).assign(&part);
-        at += rows.len();
+fn fit_heads(keys: &LayerKeys, heads: Range<usize>, center: Center) -> Result<Vec<HeadFit>> {
+    let [kept, _] = keys.split(heads.clone(), false)?;
+    let n = kept.len_of(Axis(1));
+    let mean_pre: Vec<Vec<f32>> = kept.outer_iter().map(|x| row_mean(x).to_vec()).collect();
+    drop(kept);
+    let [kept, _] = keys.split(heads, true)?;
+    let mut points = keys.device.points(kept)?;
+    for block in keys.kept_blocks().into_iter().filter(|block| !block.is_empty()) {
+        let statistic = match center {
+            Center::Median => Statistic::Ranked((block.len() - 1) / 2),
+            Center::Mean => Statistic::Mean,
+        };
+        let centre = points.channel_statistic(block.clone(), statistic)?;
+        points.subtract(block, centre.view())?;
     }
-    let (centroids, counts) = centroids(centred.view());
-    if centroids.iter().any(|v| !v.is_finite()) {
-        return Err(Error::failed("a sign centroid is outside the range of f16")
-            .hint("the keys of this head have extreme outliers"));
-    }
-    let alpha: Vec<f32> = centred
-        .axis_iter(Axis(1))
-        .into_par_iter()
-        .map(|channel| percentile_999(channel.iter().map(|v| v.abs()).collect()))
-        .collect();
-    let quality = json!({
-        "sign_entropy_bits": sign_entropy_bits(centred.view()),
-        "pattern_entropy_bits": pattern_entropy_bits(&counts),
-        "empty_patterns": counts.iter().filter(|c| **c == 0).count(),
-        "keys": all.len(),
-    });
-    Ok(HeadFit {
-        centroids,
-        counts,
-        alpha,
-        mean_pre,
-        quality,
-    })
+    // The smallest value that at least 99.9 % of the magnitudes do not exceed.
+    let rank = (n * 999).div_ceil(1000).saturating_sub(1);
+    let alpha = points.channel_statistic(0..n, Statistic::RankedMagnitude(rank))?;
+    let sums = points.sign_sums()?.into_iter();
+    let one = |((sums, alpha), mean_pre): ((SignSums, ArrayView1<f32>), Vec<f32>)| {
+        let (centroids, counts) = centroids(sums);
+        if centroids.iter().any(|v| !v.is_finite()) {
+            return Err(Error::failed("a sign centroid is outside the range of f16")
+                .hint("the keys of this head have extreme outliers"));
+        }
+        Ok(HeadFit {
+            quality: json!({
+                "sign_entropy_bits": sign_entropy_bits(&counts, n),
+                "pattern_entropy_bits": pattern_entropy_bits(&counts),
+                "empty_patterns": counts.iter().filter(|c| **c == 0).count(),
+                "keys": n,
+            }),
+            centroids,
+            counts,
+            alpha: alpha.to_vec(),
+            mean_pre,
+        })
+    };
+    sums.zip(alpha.rows()).zip(mean_pre).map(one).collect()
 }
 
-/// Centroids `[d/4,16,4]` and counts `[d/4,16]` of centred keys `[n,d]`.
-///
-/// # Numerics
-/// Sums in f64, in row order. An empty pattern gets plus or minus the mean magnitude of its channels.
+/// Centroids `[d/4,16,4]` and counts `[d/4,16]` of centred keys. An empty pattern gets plus or minus the
+/// mean magnitude of its channels.
 ///
 /// # Source
 /// Eq. 4.
-pub fn centroids(centred: ArrayView2<f32>) -> (Vec<f16>, Vec<u64>) {
-    let d = centred.ncols();
-    let groups: Vec<Sums> = (0..d / GROUP)
-        .into_par_iter()
-        .map(|g| {
-            let mut sums = Sums::new(GROUP);
-            for row in centred.slice(s![.., g * GROUP..(g + 1) * GROUP]).rows() {
-                sums.add(&[row[0], row[1], row[2], row[3]]);
-            }
-            sums
-        })
-        .collect();
-    let values = groups.iter().flat_map(|sums| sums.centroids(None));
-    let counts = groups.iter().flat_map(|sums| sums.counts.iter().copied());
-    (values.map(f16::from_f64).collect(), counts.collect())
+pub fn centroids(sums: SignSums) -> (Vec<f16>, Vec<u64>) {
+    let sums = Sums::from(sums);
+    let values = sums.centroids(None).into_iter().map(f16::from_f64);
+    (values.collect(), sums.counts)
 }
 
-/// The smallest value that at least 99.9 % of the values do not exceed; zero if there are none.
-fn percentile_999(mut values: Vec<f32>) -> f32 {
-    if values.is_empty() {
-        return 0.0;
-    }
-    let rank = (values.len() * 999).div_ceil(1000) - 1;
-    *values.select_nth_unstable_by(rank, f32::total_cmp).1
-}
-
-/// Mean over channels of the entropy of the sign bit.
-fn sign_entropy_bits(centred: ArrayView2<f32>) -> f64 {
-    let n = centred.nrows().max(1) as f64;
+/// Mean over channels of the entropy of the sign bit, from the counts of the patterns, `[d/4,16]`.
+fn sign_entropy_bits(counts: &[u64], n: usize) -> f64 {
     let entropy = |p: f64| if p > 0.0 { -p * p.log2() } else { 0.0 };
-    let channels = centred.axis_iter(Axis(1)).map(|channel| {
-        let p = channel.iter().filter(|v| **v > 0.0).count() as f64 / n;
-        entropy(p) + entropy(1.0 - p)
+    let groups = counts.chunks(PATTERNS);
+    let channels = (groups.len() * GROUP).max(1) as f64;
+    let channels_of = groups.flat_map(|group| {
+        (0..GROUP).map(move |e| {
+            let set = group
+                .iter()
+                .enumerate()
+                .filter(|(pattern, _)| (pattern >> e) & 1 == 1);
+            set.map(|(_, count)| *count).sum::<u64>() as f64 / n.max(1) as f64
+        })
     });
-    channels.sum::<f64>() / centred.ncols() as f64
+    channels_of.map(|p| entropy(p) + entropy(1.0 - p)).sum::<f64>() / channels
 }
 
 /// Mean over groups of the entropy of the pattern.
@@ -467,6 +434,23 @@ impl Sums {
             }
         };
         (0..self.sums.len()).map(cell).collect()
+    }
+}
+
+impl From<SignSums> for Sums {
+    fn from(of: SignSums) -> Self {
+        let mut magnitude = vec![0.0; of.sums.len() / PATTERNS];
+        for (i, sum) in of.sums.iter().enumerate() {
+            let (group, pattern, e) = (i / GROUP / PATTERNS, i / GROUP % PATTERNS, i % GROUP);
+            let sign = if (pattern >> e) & 1 == 1 { 1.0 } else { -1.0 };
+            magnitude[group * GROUP + e] += sign * sum;
+        }
+        Self {
+            magnitude,
+            keys: of.counts.iter().take(PATTERNS).sum(),
+            sums: of.sums,
+            counts: of.counts,
+        }
     }
 }
 

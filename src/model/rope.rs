@@ -280,6 +280,11 @@ pub struct Rope {
 }
 
 impl Rope {
+    /// Channels of a head.
+    pub fn head_dim(&self) -> usize {
+        2 * self.inv_freq.len()
+    }
+
     /// Frequencies for heads of `head_dim` channels.
     ///
     /// # Source

@@ -1,23 +1,16 @@
-//! k-means for codebooks: thousands of centroids, tens of thousands of points, one head at a
-//! time.
+//! k-means for codebooks: thousands of centroids, tens of thousands of points per head.
 //!
-//! [`fit`] is Lloyd's algorithm behind k-means++ seeding; [`Codebook::nearest`] is the encoder.
-//! Both run on one fused kernel that scores a tile of rows against a panel of centroids and keeps
-//! the best and the runner-up, so the `n x M` matrix never exists. linfa's [`Fit`] and
-//! [`PredictInplace`] are implemented on top.
+//! [`cluster`] is Lloyd's algorithm behind k-means++ seeding, for the heads that a device holds;
+//! [`fit`] is the same for one head on the CPU, and [`Codebook::nearest`] the encoder. The arithmetic is
+//! the device's ([`crate::compute::device::Points`]); random choices, the repair of empty centroids and
+//! the decision to stop are made here, once for all devices. linfa's [`Fit`] and [`PredictInplace`] are
+//! implemented on top.
 //!
-//! Three shortcuts make it fast, and none of them changes what the plain algorithm computes:
-//!
-//! - **Seeding in batches.** k-means++ draws by the distance to the nearest centroid so far. We
-//!   draw by the distances of the last refresh and accept with probability `now / stale`:
-//!   rejection sampling, so the D² distribution is exact, and the refreshes together cost one
-//!   Lloyd pass of matrix products instead of one sweep over the points per centroid.
-//! - **The last refresh is the first assignment**, so k-means++ costs little more than a random
-//!   start.
-//! - **Only moved centroids are looked at again.** A centroid whose rows stayed the same stays
-//!   where it is, and a row whose own score is still above its runner-up meets the moved
-//!   centroids only (Kaukoranta, Fränti and Nevalainen 2000, "A fast exact GLA based on code
-//!   vector activity detection"). The codes are those of a full search, bit for bit.
+//! **Seeding in batches.** k-means++ draws by the distance to the nearest centroid so far. We draw by the
+//! distances of the last refresh and accept with probability `now / stale`: rejection sampling, so the
+//! D² distribution is exact, and the refreshes together cost one Lloyd pass of matrix products instead of
+//! one sweep over the points per centroid. All devices are given the same random numbers, so they draw
+//! the same rows but where a distance rounds the other way.
 //!
 //! # Numerics
 //!
@@ -27,23 +20,19 @@
 //! never come from scores: they are recomputed as `sum (x - c)²` for the chosen centroid. Means
 //! and inertia are summed in f64. Finite values whose squares overflow f32 give a useless
 //! codebook, but no panic.
-//!
-//! Results are byte-identical for any number of threads, and on machines that have a fused
-//! multiply-add alike: rows are independent, and every sum has a fixed order.
 
-mod assign;
-mod scan;
 mod seed;
 
 use std::ops::ControlFlow;
 
 use linfa::DatasetBase;
 use linfa::traits::{Fit, PredictInplace};
-use ndarray::{Array1, Array2, ArrayBase, ArrayView2, Data, Ix2};
+use ndarray::{Array1, Array2, ArrayBase, ArrayView2, Axis, Data, Ix2};
 use rayon::prelude::*;
 
-use assign::{Assigned, CHUNK, reassign};
-use scan::{Panels, Scratch, row, scan, squared_distance};
+use crate::compute::cpu::{CHUNK, Cpu, Panels, search};
+use crate::compute::device::{Assignment, Device, Points};
+use crate::error::Error;
 
 /// Most centroids a codebook may have: codes are stored as u16, and one value stays free.
 pub const MAX_SIZE: usize = 65_535;
@@ -86,15 +75,19 @@ pub enum KMeansError {
     /// The callback asked to stop.
     #[error("k-means interrupted after pass {0}")]
     Interrupted(usize),
+    /// The device failed.
+    #[error(transparent)]
+    Device(#[from] Error),
     /// An error of linfa's data set handling.
     #[error(transparent)]
     Linfa(#[from] linfa::Error),
 }
 
-impl From<KMeansError> for crate::error::Error {
+impl From<KMeansError> for Error {
     fn from(e: KMeansError) -> Self {
         match e {
             KMeansError::Interrupted(_) => Self::interrupted(),
+            KMeansError::Device(e) => e,
             other => Self::failed(other.to_string()),
         }
     }
@@ -122,7 +115,7 @@ pub struct KMeansParams {
     pub iterations: usize,
     /// Where the centroids start.
     pub init: Init,
-    /// Seed of the random choices.
+    /// Seed of the random choices of [`fit`]; [`cluster`] takes one per head.
     pub seed: u64,
 }
 
@@ -191,82 +184,101 @@ impl Codebook {
             .par_chunks_mut(CHUNK)
             .zip(distances[..n].par_chunks_mut(CHUNK));
         let chunks = x.par_chunks(CHUNK * dim).zip(out);
-        chunks.for_each_init(Scratch::default, |scratch, (x, (codes, distances))| {
-            let rows: Vec<u32> = (0..codes.len() as u32).collect();
-            scan(x, &rows, &self.panels, scratch);
-            let out = codes.iter_mut().zip(distances);
-            for ((x, best), (code, distance)) in x.chunks_exact(dim).zip(&scratch.out).zip(out) {
-                *code = best.id;
-                *distance = squared_distance(x, row(centroids, best.id, dim));
-            }
+        chunks.for_each(|(x, (codes, distances))| {
+            search(x, dim, centroids, &self.panels, codes, distances);
         });
     }
 }
 
-/// Fits a codebook to `points`.
+/// Fits a codebook to the rows of each head.
 ///
 /// A pass moves every centroid to the mean of its rows and assigns the rows anew. A centroid that
 /// has no rows takes the row that is fitted worst instead (distinct rows, largest distance first,
-/// lowest index on ties), as long as there is one that does not sit on its centroid. `on_pass`
-/// hears of every assignment: its number, 0 being the one to the initial centroids, and its
-/// inertia.
-///
-/// # Shapes
-/// `points [n, d]` with `size <= n < 2^32` and `d >= 1`.
+/// lowest index on ties), as long as there is one that does not sit on its centroid. A head ends once no
+/// assignment changes. `seeds` has the seed of each head. `on_pass` hears of every assignment: its
+/// number, 0 being the one to the initial centroids, and its inertia, summed over the heads.
 ///
 /// # Numerics
-/// See the [module](self). One input and seed give the same bytes every time.
+/// See the [module](self). One input, device and seed give the same bytes every time, whatever other
+/// heads there are.
 ///
 /// # Errors
-/// [`KMeansError`]: an impossible size, too few points, a value that is not finite, initial
-/// centroids of another shape, or an `on_pass` that answered `Break`.
+/// [`KMeansError`]: an impossible size, too few points, initial centroids of another shape, an `on_pass`
+/// that answered `Break`, a failed device.
 ///
 /// # Source
 /// k-means++: Arthur and Vassilvitskii 2007. Its use on whitened keys: A2ATS, arXiv 2502.12665,
 /// equations 15 to 17. The authors' code leaves an empty centroid on the zero vector; we reseed it.
-pub fn fit(
-    points: ArrayView2<f32>,
+pub fn cluster(
+    points: &mut dyn Points,
     params: &KMeansParams,
+    seeds: &[u64],
     on_pass: &mut dyn FnMut(usize, f64) -> ControlFlow<()>,
-) -> Result<KMeansFit, KMeansError> {
-    check(&points, params)?;
-    let (size, dim) = (params.size, points.ncols());
-    let points = points.as_standard_layout();
-    let x = flat(&points);
-    let (mut centroids, mut rows) = seed::start(x, dim, params);
-    let mut inertia = Vec::new();
-    let mut empty_repaired = 0;
-    // Centroids whose rows changed since they were last moved.
-    let mut dirty = vec![true; size];
+) -> Result<Vec<KMeansFit>, KMeansError> {
+    let (heads, n, dim) = points.dim();
+    check(n, dim, params)?;
+    seed::start(points, params, seeds)?;
+    let mut inertia = vec![Vec::new(); heads];
+    let mut empty_repaired = vec![0; heads];
+    let mut running = vec![true; heads];
     for pass in 0.. {
-        let sum = rows.iter().map(|r| f64::from(r.distance)).sum();
-        inertia.push(sum);
-        if on_pass(pass, sum).is_break() {
+        let now = points.assignment()?;
+        for (head, now) in now.iter().enumerate() {
+            if running[head] {
+                inertia[head].push(now.inertia);
+            }
+        }
+        if on_pass(pass, now.iter().map(|a| a.inertia).sum()).is_break() {
             return Err(KMeansError::Interrupted(pass));
         }
         if pass == params.iterations {
             break;
         }
-        empty_repaired += repair_empty(x, dim, &mut rows, &mut dirty);
-        if !dirty.contains(&true) {
+        for (head, now) in now.iter().enumerate() {
+            if running[head] {
+                let repaired = repair_empty(points, head, now)?;
+                empty_repaired[head] += repaired;
+                running[head] = now.changed || repaired > 0;
+            }
+        }
+        if !running.contains(&true) {
             break;
         }
-        let before: Vec<u32> = rows.iter().map(|r| r.code).collect();
-        let moved = move_centroids(x, dim, &rows, &dirty, &mut centroids);
-        reassign(x, dim, &mut rows, &centroids, &moved);
-        dirty.fill(false);
-        for (r, before) in rows.iter().zip(before).filter(|(r, before)| r.code != *before) {
-            dirty[r.code as usize] = true;
-            dirty[before as usize] = true;
-        }
+        points.update()?;
     }
-    Ok(KMeansFit {
-        codebook: Array2::from_shape_vec((size, dim), centroids).map_err(linfa::Error::from)?,
-        codes: rows.iter().map(|r| r.code).collect(),
-        counts: count(&rows, size),
-        inertia,
-        empty_repaired,
-    })
+    let counts = points.assignment()?;
+    let mut fits = Vec::with_capacity(heads);
+    for (head, (inertia, empty_repaired)) in inertia.into_iter().zip(empty_repaired).enumerate() {
+        let clusters = points.clusters(head)?;
+        fits.push(KMeansFit {
+            codebook: clusters.centroids,
+            codes: clusters.codes,
+            counts: counts[head].counts.clone(),
+            inertia,
+            empty_repaired,
+        });
+    }
+    Ok(fits)
+}
+
+/// Fits a codebook to `points` on the CPU: [`cluster`] for one head.
+///
+/// # Shapes
+/// `points [n, d]` with `size <= n < 2^32` and `d >= 1`.
+///
+/// # Errors
+/// Those of [`cluster`], and a value that is not finite.
+pub fn fit(
+    points: ArrayView2<f32>,
+    params: &KMeansParams,
+    on_pass: &mut dyn FnMut(usize, f64) -> ControlFlow<()>,
+) -> Result<KMeansFit, KMeansError> {
+    check(points.nrows(), points.ncols(), params)?;
+    check_finite("points", &points)?;
+    let mut points = Cpu.points(points.insert_axis(Axis(0)).to_owned())?;
+    let fits = cluster(points.as_mut(), params, &[params.seed], on_pass)?;
+    let fit = fits.into_iter().next();
+    fit.ok_or_else(|| KMeansError::Device(Error::failed("no points")))
 }
 
 /// linfa's way in: no callback, the codebook alone.
@@ -295,8 +307,7 @@ impl<D: Data<Elem = f32>> PredictInplace<ArrayBase<D, Ix2>, Array1<usize>> for C
     }
 }
 
-fn check(points: &ArrayView2<f32>, params: &KMeansParams) -> Result<(), KMeansError> {
-    let (n, dim) = points.dim();
+fn check(n: usize, dim: usize, params: &KMeansParams) -> Result<(), KMeansError> {
     let size = params.size;
     if size == 0 || size > MAX_SIZE {
         return Err(KMeansError::Size(size));
@@ -307,7 +318,6 @@ fn check(points: &ArrayView2<f32>, params: &KMeansParams) -> Result<(), KMeansEr
     if n < size {
         return Err(KMeansError::TooFewPoints { points: n, size });
     }
-    check_finite("points", points)?;
     if let Init::Precomputed(centroids) = &params.init {
         if centroids.dim() != (size, dim) {
             return Err(KMeansError::InitShape {
@@ -329,88 +339,44 @@ fn check_finite(what: &'static str, x: &ArrayView2<f32>) -> Result<(), KMeansErr
     Ok(())
 }
 
-/// Gives each empty centroid the worst-fitted row left, and returns how many got one. Rows that sit
-/// on their centroid, that are alone with it, or that equal a row already taken do not qualify.
-fn repair_empty(x: &[f32], dim: usize, rows: &mut [Assigned], dirty: &mut [bool]) -> usize {
-    let mut counts = count(rows, dirty.len());
+/// Gives each empty centroid of a head the worst-fitted row left, and returns how many got one. Rows
+/// that sit on their centroid, that are alone with it, or that equal a row already taken do not qualify.
+fn repair_empty(points: &mut dyn Points, head: usize, now: &Assignment) -> Result<usize, KMeansError> {
+    let mut counts = now.counts.clone();
     if !counts.contains(&0) {
-        return 0;
+        return Ok(0);
     }
-    let distance = |i: u32| rows[i as usize].distance;
-    let mut worst: Vec<u32> = (0..rows.len() as u32).filter(|&i| distance(i) > 0.0).collect();
+    let clusters = points.clusters(head)?;
+    let distance = |i: u32| clusters.distances[i as usize];
+    let mut worst: Vec<u32> = (0..clusters.codes.len() as u32)
+        .filter(|&i| distance(i) > 0.0)
+        .collect();
     worst.sort_by(|&a, &b| distance(b).total_cmp(&distance(a)));
     let mut worst = worst.into_iter();
-    let mut taken: Vec<u32> = Vec::new();
-    for c in 0..dirty.len() {
+    let mut taken: Vec<(u32, u32)> = Vec::new();
+    let mut values: Vec<Array2<f32>> = Vec::new();
+    for c in 0..counts.len() {
         if counts[c] > 0 {
             continue;
         }
-        let free = worst.find(|&i| {
-            counts[rows[i as usize].code as usize] > 1
-                && taken.iter().all(|&t| row(x, t, dim) != row(x, i, dim))
-        });
-        let Some(i) = free else { break };
-        let r = &mut rows[i as usize];
-        let old = r.code as usize;
+        let free = loop {
+            let Some(i) = worst.next() else { break None };
+            if counts[clusters.codes[i as usize] as usize] <= 1 {
+                continue;
+            }
+            let row = points.rows(head, &[i])?;
+            if !values.contains(&row) {
+                break Some((i, row));
+            }
+        };
+        let Some((i, row)) = free else { break };
+        let old = clusters.codes[i as usize] as usize;
         (counts[old], counts[c]) = (counts[old] - 1, 1);
-        (dirty[old], dirty[c]) = (true, true);
-        // What was known of the row is void: an infinite rival sends it through a full search.
-        (r.code, r.rival) = (c as u32, f32::INFINITY);
-        taken.push(i);
+        taken.push((i, c as u32));
+        values.push(row);
     }
-    taken.len()
-}
-
-/// Moves the centroids marked dirty to the mean of their rows, and tells which ones really moved.
-fn move_centroids(
-    x: &[f32],
-    dim: usize,
-    rows: &[Assigned],
-    dirty: &[bool],
-    centroids: &mut [f32],
-) -> Vec<bool> {
-    // A counting sort: the rows of centroid c are members[starts[c]..starts[c + 1]], ascending.
-    let mut starts = vec![0usize];
-    for count in count(rows, dirty.len()) {
-        starts.push(starts[starts.len() - 1] + count as usize);
-    }
-    let mut next = starts.clone();
-    let mut members = vec![0u32; rows.len()];
-    for (i, r) in (0..).zip(rows) {
-        members[next[r.code as usize]] = i;
-        next[r.code as usize] += 1;
-    }
-    let each = centroids
-        .par_chunks_mut(dim)
-        .zip(starts.par_windows(2))
-        .zip(dirty);
-    let moves = each.map_init(Vec::new, |sums, ((centroid, range), &dirty)| {
-        let members = &members[range[0]..range[1]];
-        if !dirty || members.is_empty() {
-            return false;
-        }
-        sums.clear();
-        sums.resize(dim, 0.0f64);
-        for &i in members {
-            sums.iter_mut()
-                .zip(row(x, i, dim))
-                .for_each(|(sum, &v)| *sum += f64::from(v));
-        }
-        let mut moved = false;
-        for (c, sum) in centroid.iter_mut().zip(sums) {
-            let mean = (*sum / members.len() as f64) as f32;
-            moved |= mean != *c;
-            *c = mean;
-        }
-        moved
-    });
-    moves.collect()
-}
-
-fn count(rows: &[Assigned], size: usize) -> Vec<u32> {
-    let mut counts = vec![0; size];
-    rows.iter().for_each(|r| counts[r.code as usize] += 1);
-    counts
+    points.hand_over(head, &taken)?;
+    Ok(taken.len())
 }
 
 /// The elements of an array in standard layout.

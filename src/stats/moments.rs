@@ -6,18 +6,18 @@
 
 use std::ops::Range;
 
-use ndarray::{Array2, Array3, ArrayView3, Axis, s};
+use ndarray::{Array3, ArrayView3, Axis, s};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 use std::path::Path;
 
-use crate::compute::gemm;
+use crate::compute::device::Device;
 use crate::error::{Error, Result};
 use crate::model::rope::Rope;
 use crate::store::{self, Output, Store, Tensor};
 
-/// Rows that are summed in f32 before they join the f64 sums.
-const CHUNK: usize = 256;
+/// Rows of a block that are rotated and handed to the device at once.
+const ROWS: usize = 2048;
 
 /// Where the queries are rotated to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,38 +62,41 @@ impl LayerMoments {
     /// q_pre `[h,m,d]`, the whole block; `kept` has m entries.
     ///
     /// # Numerics
-    /// Products and sums of up to 256 rows in f32, their sums in f64, in row order within each
-    /// query head: the same bytes for any thread count.
-    pub fn add(&mut self, q_pre: ArrayView3<f32>, kept: &[bool], rope: &Rope, position: Position) {
+    /// [`Device::second_moment`]; the same bytes for any thread count.
+    pub fn add(
+        &mut self,
+        device: &dyn Device,
+        q_pre: ArrayView3<f32>,
+        kept: &[bool],
+        rope: &Rope,
+        position: Position,
+    ) -> Result<()> {
         let (h, _, d) = q_pre.dim();
-        let r = h / self.count.len();
+        let g = self.count.len();
+        let r = h / g;
         let table = match position {
             Position::Windowed(b) => rope.table(b..b + 1),
             Position::Own => rope.table(0..kept.len()),
         };
         let rows: Vec<usize> = (0..kept.len()).filter(|i| kept[*i]).collect();
-        self.sum_qq
-            .axis_iter_mut(Axis(0))
-            .into_par_iter()
-            .zip(&mut self.count)
-            .enumerate()
-            .for_each(|(c, (mut sum, count))| {
-                let mut partial = Array2::<f32>::zeros((d, d));
-                for a in c * r..(c + 1) * r {
-                    for chunk in rows.chunks(CHUNK) {
-                        let mut queries = q_pre.slice(s![a, .., ..]).select(Axis(0), chunk);
-                        for (mut q, row) in queries.rows_mut().into_iter().zip(chunk) {
-                            let row = position.windowed().map_or(*row, |_| 0);
-                            if let Some(q) = q.as_slice_mut() {
-                                table.rotate(q, row);
-                            }
+        for rows in rows.chunks(ROWS) {
+            let mut q_rope = Array3::zeros((g, r * rows.len(), d));
+            let heads = q_rope.axis_iter_mut(Axis(0)).into_par_iter().enumerate();
+            heads.for_each(|(c, mut q_rope)| {
+                for (a, mut q_rope) in q_rope.axis_chunks_iter_mut(Axis(0), rows.len()).enumerate() {
+                    for (mut q, row) in q_rope.rows_mut().into_iter().zip(rows) {
+                        q.assign(&q_pre.slice(s![c * r + a, *row, ..]));
+                        if let Some(q) = q.as_slice_mut() {
+                            table.rotate(q, position.windowed().map_or(*row, |_| 0));
                         }
-                        gemm(partial.view_mut(), false, queries.t(), queries.view());
-                        sum.zip_mut_with(&partial, |s, p| *s += f64::from(*p));
                     }
-                    *count += rows.len() as u64;
                 }
             });
+            self.sum_qq += &device.second_moment(q_rope.view())?;
+        }
+        let vectors = (r * rows.len()) as u64;
+        self.count.iter_mut().for_each(|count| *count += vectors);
+        Ok(())
     }
 }
 

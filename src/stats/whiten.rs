@@ -3,7 +3,7 @@
 //! # Source
 //! A2ATS, arXiv 2502.12665, Eq. 13 and 15-17.
 
-use ndarray::{Array1, Array2, ArrayView1, ArrayView2, Axis};
+use ndarray::{Array2, ArrayView1, ArrayView2, Axis};
 use rayon::prelude::*;
 
 use super::linalg;
@@ -109,18 +109,11 @@ pub fn whiten(keys: ArrayView2<f32>, chol: ArrayView2<f32>, mean: ArrayView1<f32
     out
 }
 
-/// Mean of the rows, summed in f64.
-pub fn row_mean(x: ArrayView2<f32>) -> Array1<f32> {
-    let mut sum = Array1::<f64>::zeros(x.ncols());
-    for row in x.rows() {
-        sum.zip_mut_with(&row, |s, v| *s += f64::from(*v));
-    }
-    sum.mapv(|s| (s / x.nrows().max(1) as f64) as f32)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::compute::cpu::row_mean;
+    use ndarray::Array1;
     use rand::{Rng, SeedableRng};
     use rand_chacha::ChaCha8Rng;
 

@@ -1,37 +1,36 @@
 //! The initial centroids, and the assignment to them.
 
+use ndarray::{Array3, Axis};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::assign::{Assigned, absorb};
-use super::scan::{row, squared_distance};
 use super::{Init, KMeansParams};
+use crate::compute::device::Points;
+use crate::error::Result;
 
 /// Centroids drawn at most between two refreshes of the seeding distances.
 const BATCH: usize = 256;
 
-/// The initial centroids, `[M, d]`, and the assignment of `x`, `[n, d]`, to them.
-pub(super) fn start(x: &[f32], dim: usize, params: &KMeansParams) -> (Vec<f32>, Vec<Assigned>) {
-    let n = x.len() / dim;
-    let mut rng = ChaCha8Rng::seed_from_u64(params.seed);
-    let centroids: Vec<f32> = match &params.init {
-        Init::KMeansPlusPlus => return plus_plus(x, dim, params.size, &mut rng),
+/// Gives every head its initial centroids and assigns its rows to them.
+pub(super) fn start(points: &mut dyn Points, params: &KMeansParams, seeds: &[u64]) -> Result<()> {
+    let (heads, n, d) = points.dim();
+    let mut rngs: Vec<ChaCha8Rng> = seeds.iter().map(|s| ChaCha8Rng::seed_from_u64(*s)).collect();
+    let mut centroids = Array3::zeros((heads, params.size, d));
+    match &params.init {
+        Init::KMeansPlusPlus => return plus_plus(points, params.size, &mut rngs),
         Init::Random => {
-            let chosen = rand::seq::index::sample(&mut rng, n, params.size);
-            chosen
-                .iter()
-                .flat_map(|i| row(x, i as u32, dim))
-                .copied()
-                .collect()
+            for (head, (mut centroids, rng)) in centroids.outer_iter_mut().zip(&mut rngs).enumerate() {
+                let chosen = rand::seq::index::sample(rng, n, params.size);
+                let chosen: Vec<u32> = chosen.iter().map(|i| i as u32).collect();
+                centroids.assign(&points.rows(head, &chosen)?);
+            }
         }
-        Init::Precomputed(centroids) => centroids.iter().copied().collect(),
-    };
-    let mut rows = vec![Assigned::NOWHERE; n];
-    absorb(x, dim, &mut rows, &centroids, 0);
-    (centroids, rows)
+        Init::Precomputed(given) => centroids.assign(&given.view().insert_axis(Axis(0))),
+    }
+    points.assign(centroids.view())
 }
 
-/// k-means++ with refreshes in batches.
+/// k-means++ with refreshes in batches, all heads at once.
 ///
 /// Distances are brought up to date once a batch. In between, a row is drawn by the distances of
 /// the last refresh, `stale`, and kept with probability `now / stale`, where `now` takes in the
@@ -40,51 +39,26 @@ pub(super) fn start(x: &[f32], dim: usize, params: &KMeansParams) -> (Vec<f32>, 
 ///
 /// # Source
 /// Arthur and Vassilvitskii 2007, "k-means++: the advantages of careful seeding", section 2.2.
-fn plus_plus(x: &[f32], dim: usize, size: usize, rng: &mut ChaCha8Rng) -> (Vec<f32>, Vec<Assigned>) {
-    let n = x.len() / dim;
-    let mut rows = vec![Assigned::NOWHERE; n];
-    let mut centroids = row(x, rng.gen_range(0..n as u32), dim).to_vec();
-    absorb(x, dim, &mut rows, &centroids, 0);
-    while centroids.len() < size * dim {
-        let drawn = centroids.len() / dim;
+fn plus_plus(points: &mut dyn Points, size: usize, rngs: &mut [ChaCha8Rng]) -> Result<()> {
+    let n = points.dim().1 as u32;
+    let first: Vec<u32> = rngs.iter_mut().map(|rng| rng.gen_range(0..n)).collect();
+    points.seed(size, &first)?;
+    let mut drawn = vec![1; first.len()];
+    while drawn.iter().any(|drawn| *drawn < size) {
         // Early on a batch as large as what is there already would go stale.
-        let batch = BATCH.min(drawn).min(size - drawn);
-        let fresh = draw(x, dim, &rows, batch, rng);
-        absorb(x, dim, &mut rows, &fresh, drawn as u32);
-        centroids.extend(fresh);
-    }
-    (centroids, rows)
-}
-
-/// Draws 1 to `batch` further centroids, `[.., d]`: fewer than `batch` where so many draws are
-/// rejected that a refresh is cheaper.
-fn draw(x: &[f32], dim: usize, rows: &[Assigned], batch: usize, rng: &mut ChaCha8Rng) -> Vec<f32> {
-    let sums = rows.iter().scan(0.0, |sum, r| {
-        *sum += f64::from(r.distance);
-        Some(*sum)
-    });
-    let sums: Vec<f64> = sums.collect();
-    let last = rows.len() - 1;
-    let mut fresh = Vec::with_capacity(batch * dim);
-    if sums[last] == 0.0 || !sums[last].is_finite() {
-        // Every row sits on a centroid: what is left to draw are duplicates, which stay empty.
-        // (Or the distances overflow, and any row is as good as another.)
-        (0..batch).for_each(|_| fresh.extend(row(x, rng.gen_range(0..=last as u32), dim)));
-        return fresh;
-    }
-    let mut rejected = 0;
-    while fresh.len() < batch * dim && (fresh.is_empty() || rejected <= batch) {
-        let at = rng.r#gen::<f64>() * sums[last];
-        let i = sums.partition_point(|&sum| sum <= at).min(last);
-        let candidate = row(x, i as u32, dim);
-        let stale = rows[i].distance;
-        let distances = fresh.chunks_exact(dim).map(|c| squared_distance(candidate, c));
-        let now = distances.fold(stale, f32::min);
-        if rng.r#gen::<f64>() * f64::from(stale) < f64::from(now) {
-            fresh.extend_from_slice(candidate);
-        } else {
-            rejected += 1;
+        let batch: Vec<usize> = drawn.iter().map(|d| BATCH.min(*d).min(size - d)).collect();
+        let ahead = |(rng, batch): (&ChaCha8Rng, &usize)| {
+            let mut ahead = rng.clone();
+            (0..2 * (2 * batch + 1)).map(|_| ahead.r#gen::<f64>()).collect()
+        };
+        let uniforms: Vec<Vec<f64>> = rngs.iter().zip(&batch).map(ahead).collect();
+        let made = points.draw(&batch, &uniforms)?;
+        for ((drawn, rng), made) in drawn.iter_mut().zip(rngs.iter_mut()).zip(made) {
+            *drawn += made.centroids;
+            (0..made.used).for_each(|_| {
+                rng.r#gen::<f64>();
+            });
         }
     }
-    fresh
+    Ok(())
 }

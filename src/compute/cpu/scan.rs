@@ -24,7 +24,7 @@ pub(super) fn row(x: &[f32], i: u32, dim: usize) -> &[f32] {
 
 /// Centroids in the order the kernel reads them: panels of [`PANEL`], coordinate by coordinate.
 #[derive(Clone, Debug)]
-pub(super) struct Panels {
+pub(crate) struct Panels {
     dim: usize,
     /// `[panels, d]`, the last panel padded with zeros.
     data: Vec<Line>,

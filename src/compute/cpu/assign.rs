@@ -5,7 +5,7 @@ use rayon::prelude::*;
 use super::scan::{Best, Panels, Scratch, row, scan, score, squared_distance};
 
 /// Rows per unit of parallel work; a constant, because results must not depend on the thread count.
-pub(super) const CHUNK: usize = 512;
+pub(crate) const CHUNK: usize = 512;
 
 /// What is known of one row: its centroid, and the bounds that tell when to look at it again.
 #[derive(Clone, Copy, Debug)]
@@ -106,4 +106,23 @@ pub(super) fn reassign(x: &[f32], dim: usize, rows: &mut [Assigned], centroids: 
             }
         }
     });
+}
+
+/// Codes and distances of a chunk of rows `x`, `[.., d]`.
+pub(crate) fn search(
+    x: &[f32],
+    dim: usize,
+    centroids: &[f32],
+    panels: &Panels,
+    codes: &mut [u32],
+    distances: &mut [f32],
+) {
+    let mut scratch = Scratch::default();
+    let rows: Vec<u32> = (0..codes.len() as u32).collect();
+    scan(x, &rows, panels, &mut scratch);
+    let out = codes.iter_mut().zip(distances);
+    for ((x, best), (code, distance)) in x.chunks_exact(dim).zip(&scratch.out).zip(out) {
+        *code = best.id;
+        *distance = squared_distance(x, row(centroids, best.id, dim));
+    }
 }

@@ -1,0 +1,405 @@
+//! The CPU as a [`Device`].
+//!
+//! Clustering runs on one fused kernel that scores a tile of rows against a panel of centroids and keeps
+//! the best and the runner-up, so the `n x M` matrix never exists. Two shortcuts make it fast, and
+//! neither changes what the plain algorithm computes:
+//!
+//! - **The last batch of seeds is the first assignment**, so k-means++ costs little more than a random
+//!   start.
+//! - **Only moved centroids are looked at again.** A centroid whose rows stayed the same stays
+//!   where it is, and a row whose own score is still above its runner-up meets the moved
+//!   centroids only (Kaukoranta, Fränti and Nevalainen 2000, "A fast exact GLA based on code
+//!   vector activity detection"). The codes are those of a full search, bit for bit.
+//!
+//! Results are byte-identical for any number of threads, and on machines that have a fused
+//! multiply-add alike: rows are independent, and every sum has a fixed order.
+
+mod assign;
+mod scan;
+
+use std::ops::Range;
+
+use ndarray::{Array1, Array2, Array3, ArrayView2, ArrayView3, Axis, s};
+use rayon::prelude::*;
+
+use super::device::{Assignment, Clusters, Device, Drawn, Points, SignSums, Statistic};
+use super::gemm;
+use crate::error::Result;
+use assign::{Assigned, absorb, reassign};
+pub(crate) use assign::{CHUNK, search};
+pub(crate) use scan::Panels;
+use scan::{row, squared_distance};
+
+/// Rows that are summed in f32 before they join the f64 sums.
+const MOMENT_ROWS: usize = 256;
+/// Rows whitened by one task.
+const WHITEN_ROWS: usize = 1024;
+/// Channels of a sign pattern.
+const GROUP: usize = 4;
+/// Sign patterns of a group of channels.
+const PATTERNS: usize = 1 << GROUP;
+
+/// This machine's processor, on the threads of the current rayon pool.
+#[derive(Clone, Copy, Debug)]
+pub struct Cpu;
+
+impl Device for Cpu {
+    fn name(&self) -> &'static str {
+        "cpu"
+    }
+
+    fn adapter(&self) -> Option<String> {
+        None
+    }
+
+    /// One: heads share nothing, and one at a time takes the least memory.
+    fn heads_at_once(&self, _n: usize, _d: usize, _size: usize) -> usize {
+        1
+    }
+
+    fn second_moment(&self, q_rope: ArrayView3<f32>) -> Result<Array3<f64>> {
+        let (b, m, d) = q_rope.dim();
+        let mut sums = Array3::zeros((b, d, d));
+        sums.axis_iter_mut(Axis(0))
+            .into_par_iter()
+            .zip(q_rope.axis_iter(Axis(0)))
+            .for_each(|(mut sum, q)| {
+                let mut partial = Array2::<f32>::zeros((d, d));
+                for start in (0..m).step_by(MOMENT_ROWS) {
+                    let q = q.slice(s![start..m.min(start + MOMENT_ROWS), ..]);
+                    gemm(partial.view_mut(), false, q.t(), q);
+                    sum.zip_mut_with(&partial, |s: &mut f64, p| *s += f64::from(*p));
+                }
+            });
+        Ok(sums)
+    }
+
+    fn points(&self, x: Array3<f32>) -> Result<Box<dyn Points + '_>> {
+        let x = match x.is_standard_layout() {
+            true => x,
+            false => x.as_standard_layout().into_owned(),
+        };
+        let heads = (0..x.len_of(Axis(0))).map(|_| Head::default()).collect();
+        Ok(Box::new(CpuPoints { x, heads }))
+    }
+}
+
+/// See [`Points`].
+struct CpuPoints {
+    /// `[b,n,d]`, in standard layout.
+    x: Array3<f32>,
+    heads: Vec<Head>,
+}
+
+/// The clusters of one head.
+#[derive(Default)]
+struct Head {
+    /// `[M,d]`, or as far as seeding got.
+    centroids: Vec<f32>,
+    rows: Vec<Assigned>,
+    /// Centroids whose rows changed since they were last moved.
+    dirty: Vec<bool>,
+}
+
+impl CpuPoints {
+    /// Rows and clusters of each head.
+    fn each(&mut self) -> impl Iterator<Item = (&[f32], &mut Head)> {
+        let (_, n, d) = self.x.dim();
+        let x = self.x.as_slice().unwrap_or(&[]);
+        x.chunks_exact((n * d).max(1)).zip(&mut self.heads)
+    }
+}
+
+impl Points for CpuPoints {
+    fn dim(&self) -> (usize, usize, usize) {
+        self.x.dim()
+    }
+
+    fn whiten(&mut self, chol: ArrayView3<f32>) -> Result<()> {
+        for (mut x, chol) in self.x.axis_iter_mut(Axis(0)).zip(chol.axis_iter(Axis(0))) {
+            x.axis_chunks_iter_mut(Axis(0), WHITEN_ROWS)
+                .into_par_iter()
+                .for_each(|mut x| {
+                    let k = x.to_owned();
+                    gemm(x.view_mut(), false, k.view(), chol);
+                });
+        }
+        Ok(())
+    }
+
+    fn channel_statistic(&mut self, rows: Range<usize>, what: Statistic) -> Result<Array2<f32>> {
+        let (b, _, d) = self.x.dim();
+        let mut out = Array2::zeros((b, d));
+        for (x, mut out) in self.x.axis_iter(Axis(0)).zip(out.rows_mut()) {
+            let x = x.slice(s![rows.clone(), ..]);
+            let values: Vec<f32> = match what {
+                Statistic::Mean => row_mean(x).to_vec(),
+                Statistic::Ranked(rank) => ranked(x, rank, |v| v),
+                Statistic::RankedMagnitude(rank) => ranked(x, rank, f32::abs),
+            };
+            out.assign(&Array1::from(values));
+        }
+        Ok(out)
+    }
+
+    fn subtract(&mut self, rows: Range<usize>, centre: ArrayView2<f32>) -> Result<()> {
+        for (mut x, centre) in self.x.axis_iter_mut(Axis(0)).zip(centre.rows()) {
+            let mut x = x.slice_mut(s![rows.clone(), ..]);
+            x.axis_chunks_iter_mut(Axis(0), WHITEN_ROWS)
+                .into_par_iter()
+                .for_each(|mut x| x -= &centre);
+        }
+        Ok(())
+    }
+
+    fn square_sum(&mut self) -> Result<Vec<f64>> {
+        let sum = |x: ArrayView2<f32>| x.iter().map(|v| f64::from(*v) * f64::from(*v)).sum();
+        Ok(self.x.axis_iter(Axis(0)).map(sum).collect())
+    }
+
+    fn sign_sums(&mut self) -> Result<Vec<SignSums>> {
+        Ok(self.x.axis_iter(Axis(0)).map(sign_sums).collect())
+    }
+
+    fn seed(&mut self, size: usize, first: &[u32]) -> Result<()> {
+        let d = self.x.len_of(Axis(2));
+        for ((x, head), first) in self.each().zip(first) {
+            head.centroids.clear();
+            head.centroids.extend(row(x, *first, d));
+            head.rows = vec![Assigned::NOWHERE; x.len() / d];
+            head.dirty = vec![true; size];
+            absorb(x, d, &mut head.rows, &head.centroids, 0);
+        }
+        Ok(())
+    }
+
+    fn draw(&mut self, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
+        let d = self.x.len_of(Axis(2));
+        let draws = self.each().zip(batch.iter().zip(uniforms));
+        let draw = |((x, head), (batch, uniforms)): ((&[f32], &mut Head), (&usize, &Vec<f64>))| {
+            let first = (head.centroids.len() / d) as u32;
+            let distances: Vec<f32> = head.rows.iter().map(|r| r.distance).collect();
+            let (fresh, used) = draw_rows(x, d, &distances, *batch, uniforms);
+            let fresh: Vec<f32> = fresh.iter().flat_map(|i| row(x, *i, d)).copied().collect();
+            if !fresh.is_empty() {
+                absorb(x, d, &mut head.rows, &fresh, first);
+            }
+            head.centroids.extend(&fresh);
+            let centroids = fresh.len() / d;
+            Drawn { centroids, used }
+        };
+        Ok(draws.map(draw).collect())
+    }
+
+    fn assign(&mut self, centroids: ArrayView3<f32>) -> Result<()> {
+        let d = self.x.len_of(Axis(2));
+        for ((x, head), centroids) in self.each().zip(centroids.axis_iter(Axis(0))) {
+            head.centroids = centroids.iter().copied().collect();
+            head.rows = vec![Assigned::NOWHERE; x.len() / d];
+            head.dirty = vec![true; centroids.nrows()];
+            absorb(x, d, &mut head.rows, &head.centroids, 0);
+        }
+        Ok(())
+    }
+
+    fn update(&mut self) -> Result<()> {
+        let d = self.x.len_of(Axis(2));
+        for (x, head) in self.each().filter(|(_, head)| head.dirty.contains(&true)) {
+            let before: Vec<u32> = head.rows.iter().map(|r| r.code).collect();
+            let moved = move_centroids(x, d, &head.rows, &head.dirty, &mut head.centroids);
+            reassign(x, d, &mut head.rows, &head.centroids, &moved);
+            head.dirty.fill(false);
+            let changed = head.rows.iter().zip(before);
+            for (r, before) in changed.filter(|(r, before)| r.code != *before) {
+                head.dirty[r.code as usize] = true;
+                head.dirty[before as usize] = true;
+            }
+        }
+        Ok(())
+    }
+
+    fn hand_over(&mut self, head: usize, rows: &[(u32, u32)]) -> Result<()> {
+        let head = &mut self.heads[head];
+        for (row, code) in rows {
+            let r = &mut head.rows[*row as usize];
+            head.dirty[r.code as usize] = true;
+            head.dirty[*code as usize] = true;
+            // What was known of the row is void: an infinite rival sends it through a full search.
+            (r.code, r.rival) = (*code, f32::INFINITY);
+        }
+        Ok(())
+    }
+
+    fn assignment(&mut self) -> Result<Vec<Assignment>> {
+        let of = |head: &Head| Assignment {
+            inertia: head.rows.iter().map(|r| f64::from(r.distance)).sum(),
+            counts: count(&head.rows, head.dirty.len()),
+            changed: head.dirty.contains(&true),
+        };
+        Ok(self.heads.iter().map(of).collect())
+    }
+
+    fn clusters(&mut self, head: usize) -> Result<Clusters> {
+        let d = self.x.len_of(Axis(2));
+        let head = &self.heads[head];
+        let mut centroids = Array2::zeros((head.centroids.len() / d, d));
+        centroids
+            .iter_mut()
+            .zip(&head.centroids)
+            .for_each(|(to, v)| *to = *v);
+        Ok(Clusters {
+            centroids,
+            codes: head.rows.iter().map(|r| r.code).collect(),
+            distances: head.rows.iter().map(|r| r.distance).collect(),
+        })
+    }
+
+    fn rows(&mut self, head: usize, rows: &[u32]) -> Result<Array2<f32>> {
+        let rows: Vec<usize> = rows.iter().map(|i| *i as usize).collect();
+        Ok(self.x.index_axis(Axis(0), head).select(Axis(0), &rows))
+    }
+}
+
+/// Mean of the rows, summed in f64.
+pub fn row_mean(x: ArrayView2<f32>) -> Array1<f32> {
+    let mut sum = Array1::<f64>::zeros(x.ncols());
+    for row in x.rows() {
+        sum.zip_mut_with(&row, |s, v| *s += f64::from(*v));
+    }
+    sum.mapv(|s| (s / x.nrows().max(1) as f64) as f32)
+}
+
+/// The value of a rank in each channel of `x`, `[n,d]`; zeros where there is no such row.
+fn ranked(x: ArrayView2<f32>, rank: usize, of: impl Fn(f32) -> f32 + Sync) -> Vec<f32> {
+    if rank >= x.nrows() {
+        return vec![0.0; x.ncols()];
+    }
+    x.axis_iter(Axis(1))
+        .into_par_iter()
+        .map(|channel| {
+            let mut values: Vec<f32> = channel.iter().map(|v| of(*v)).collect();
+            *values.select_nth_unstable_by(rank, f32::total_cmp).1
+        })
+        .collect()
+}
+
+/// Sign patterns of `x`, `[n,d]`: [`super::reference::sign_sums`]. Sums in f64, in row order.
+pub fn sign_sums(x: ArrayView2<f32>) -> SignSums {
+    let groups: Vec<([f64; PATTERNS * GROUP], [u64; PATTERNS])> = (0..x.ncols() / GROUP)
+        .into_par_iter()
+        .map(|g| {
+            let (mut sums, mut counts) = ([0.0; PATTERNS * GROUP], [0; PATTERNS]);
+            for row in x.slice(s![.., g * GROUP..(g + 1) * GROUP]).rows() {
+                let bits = row.iter().enumerate().map(|(e, v)| usize::from(*v > 0.0) << e);
+                let pattern: usize = bits.sum();
+                counts[pattern] += 1;
+                let cell = &mut sums[pattern * GROUP..][..GROUP];
+                cell.iter_mut()
+                    .zip(row)
+                    .for_each(|(sum, v)| *sum += f64::from(*v));
+            }
+            (sums, counts)
+        })
+        .collect();
+    SignSums {
+        sums: groups.iter().flat_map(|(sums, _)| *sums).collect(),
+        counts: groups.iter().flat_map(|(_, counts)| *counts).collect(),
+    }
+}
+
+/// Rows of `x` drawn as further centroids, and the uniform numbers used: [`super::reference::draw`].
+pub(super) fn draw_rows(
+    x: &[f32],
+    dim: usize,
+    distances: &[f32],
+    batch: usize,
+    uniforms: &[f64],
+) -> (Vec<u32>, usize) {
+    let sums = distances.iter().scan(0.0, |sum, distance| {
+        *sum += f64::from(*distance);
+        Some(*sum)
+    });
+    let sums: Vec<f64> = sums.collect();
+    let last = distances.len() - 1;
+    let mut uniforms = uniforms.iter().enumerate();
+    let mut next = || uniforms.next().map_or((0, 0.0), |(i, u)| (i + 1, *u));
+    let mut used = 0;
+    let mut fresh: Vec<u32> = Vec::with_capacity(batch);
+    if sums[last] == 0.0 || !sums[last].is_finite() {
+        for _ in 0..batch {
+            let (i, u) = next();
+            used = i;
+            fresh.push(((u * distances.len() as f64) as usize).min(last) as u32);
+        }
+        return (fresh, used);
+    }
+    let mut rejected = 0;
+    while fresh.len() < batch && rejected <= batch {
+        let at = next().1 * sums[last];
+        let i = sums.partition_point(|&sum| sum <= at).min(last);
+        let candidate = row(x, i as u32, dim);
+        let stale = distances[i];
+        let others = fresh.iter().map(|c| squared_distance(candidate, row(x, *c, dim)));
+        let now = others.fold(stale, f32::min);
+        let (count, u) = next();
+        used = count;
+        if u * f64::from(stale) < f64::from(now) {
+            fresh.push(i as u32);
+        } else {
+            rejected += 1;
+        }
+    }
+    (fresh, used)
+}
+
+/// Moves the centroids marked dirty to the mean of their rows, and tells which ones really moved.
+fn move_centroids(
+    x: &[f32],
+    dim: usize,
+    rows: &[Assigned],
+    dirty: &[bool],
+    centroids: &mut [f32],
+) -> Vec<bool> {
+    // A counting sort: the rows of centroid c are members[starts[c]..starts[c + 1]], ascending.
+    let mut starts = vec![0usize];
+    for count in count(rows, dirty.len()) {
+        starts.push(starts[starts.len() - 1] + count as usize);
+    }
+    let mut next = starts.clone();
+    let mut members = vec![0u32; rows.len()];
+    for (i, r) in (0..).zip(rows) {
+        members[next[r.code as usize]] = i;
+        next[r.code as usize] += 1;
+    }
+    let each = centroids
+        .par_chunks_mut(dim)
+        .zip(starts.par_windows(2))
+        .zip(dirty);
+    let moves = each.map_init(Vec::new, |sums, ((centroid, range), &dirty)| {
+        let members = &members[range[0]..range[1]];
+        if !dirty || members.is_empty() {
+            return false;
+        }
+        sums.clear();
+        sums.resize(dim, 0.0f64);
+        for &i in members {
+            sums.iter_mut()
+                .zip(row(x, i, dim))
+                .for_each(|(sum, &v)| *sum += f64::from(v));
+        }
+        let mut moved = false;
+        for (c, sum) in centroid.iter_mut().zip(sums) {
+            let mean = (*sum / members.len() as f64) as f32;
+            moved |= mean != *c;
+            *c = mean;
+        }
+        moved
+    });
+    moves.collect()
+}
+
+fn count(rows: &[Assigned], size: usize) -> Vec<u32> {
+    let mut counts = vec![0; size];
+    rows.iter().for_each(|r| counts[r.code as usize] += 1);
+    counts
+}

@@ -1,0 +1,68 @@
+//! What calibration hands a method of one layer.
+
+use std::ops::Range;
+
+use ndarray::{Array2, Array3, Axis};
+
+use crate::compute::device::Device;
+use crate::error::Result;
+use crate::model::rope::Rope;
+
+/// The keys of one layer, and where they are worked on.
+pub struct LayerKeys<'a> {
+    /// Does the heavy operations.
+    pub device: &'a dyn Device,
+    /// Reads all rows of one KV head before rotation, `[n,d]`.
+    pub read: &'a dyn Fn(usize) -> Result<Array2<f32>>,
+    /// g.
+    pub n_kv_heads: usize,
+    /// The first row of each block, and then n.
+    pub block_start: &'a [u32],
+    /// Which rows take part in the fit, `[n]`; the others are held out.
+    pub kept: &'a [bool],
+    /// Rotates keys to their own positions.
+    pub rope: &'a Rope,
+}
+
+impl LayerKeys<'_> {
+    /// The kept and the held-out rows of some heads, `[b,kept,d]` and `[b,n - kept,d]`, at their own
+    /// positions if `rotated`.
+    pub fn split(&self, heads: Range<usize>, rotated: bool) -> Result<[Array3<f32>; 2]> {
+        let rows = |wanted: bool| -> Vec<usize> {
+            (0..self.kept.len()).filter(|i| self.kept[*i] == wanted).collect()
+        };
+        let rows = [rows(true), rows(false)];
+        let mut out = rows.each_ref().map(|_| Array3::zeros((0, 0, 0)));
+        for (i, head) in heads.clone().enumerate() {
+            let mut keys = (self.read)(head)?;
+            if rotated {
+                self.rope.rotate_blocks(&mut keys, self.block_start);
+            }
+            for (out, rows) in out.iter_mut().zip(&rows) {
+                let part = keys.select(Axis(0), rows).insert_axis(Axis(0));
+                if heads.len() == 1 {
+                    *out = part;
+                    continue;
+                }
+                if i == 0 {
+                    *out = Array3::zeros((heads.len(), rows.len(), keys.ncols()));
+                }
+                out.index_axis_mut(Axis(0), i)
+                    .assign(&part.index_axis(Axis(0), 0));
+            }
+        }
+        Ok(out)
+    }
+
+    /// The ranges of kept rows that belong to each block.
+    pub fn kept_blocks(&self) -> Vec<Range<usize>> {
+        let mut end = 0;
+        let blocks = self.block_start.windows(2).map(|block| {
+            let start = end;
+            let block = block[0] as usize..block[1] as usize;
+            end += self.kept[block].iter().filter(|kept| **kept).count();
+            start..end
+        });
+        blocks.collect()
+    }
+}
