@@ -1,7 +1,7 @@
 //! Arithmetic kernels: the naive f64 references that define each operation, and their forms for the CPU
 //! and for GPUs.
 //!
-//! [`device`] is the seam of calibration: [`cpu`] implements it here.
+//! [`device`] is the seam of calibration: [`cpu`] and [`gpu`] (any GPU, through wgpu) implement it.
 //!
 //! Every parallel kernel cuts its work into pieces whose size does not depend on the number of
 //! threads, and each piece is computed by one thread: the same bytes for any thread count.
@@ -9,6 +9,7 @@
 pub mod attention;
 pub mod cpu;
 pub mod device;
+pub mod gpu;
 pub mod linear;
 pub mod reference;
 pub mod simd;
@@ -25,7 +26,7 @@ use crate::error::{Error, Result};
 pub fn open(device: cli::Device) -> Result<Box<dyn device::Device>> {
     match device {
         cli::Device::Auto | cli::Device::Cpu => Ok(Box::new(cpu::Cpu)),
-        cli::Device::Wgpu => Err(Error::device("wgpu is not built in")),
+        cli::Device::Wgpu => Ok(Box::new(gpu::Gpu::open()?)),
         cli::Device::Cuda => Err(Error::device("CUDA is not built in")),
     }
 }
