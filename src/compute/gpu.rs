@@ -59,6 +59,11 @@ impl Gpu {
         Context::open(Some(limits)).map(|context| Self { context })
     }
 
+    /// Whether the adapter is a processor that stands in for a GPU.
+    pub fn is_software(&self) -> bool {
+        self.context.software
+    }
+
     /// Gives the adapter back; every later operation is an error.
     pub fn destroy(&self) {
         self.context.destroy();

@@ -5,7 +5,7 @@ use std::ops::Range;
 use ndarray::Array2;
 
 use super::super::cpu::{Wheel, draw_rows};
-use super::super::device::{Assignment, Clusters, Drawn};
+use super::super::device::{Assignment, Clusters, Drawn, Points};
 use super::context::Batch;
 use super::kernels::Kernel;
 use super::points::{GpuPoints, Slab};
@@ -172,13 +172,20 @@ impl GpuPoints<'_> {
     /// has; the candidates it may meet follow from the uniform numbers alone and are fetched together.
     pub fn draw_batch(&mut self, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
         let d = self.dim().2;
-        let wheels: Vec<Wheel> = self.heads.iter().map(|head| Wheel::new(&head.distances)).collect();
-        let candidates = wheels.iter().zip(batch.iter().zip(uniforms)).map(|(wheel, (batch, uniforms))| {
-            let mut rows: Vec<u32> = wheel.candidates(*batch, uniforms).collect();
-            rows.sort_unstable();
-            rows.dedup();
-            rows
-        });
+        let wheels: Vec<Wheel> = self
+            .heads
+            .iter()
+            .map(|head| Wheel::new(&head.distances))
+            .collect();
+        let candidates = wheels
+            .iter()
+            .zip(batch.iter().zip(uniforms))
+            .map(|(wheel, (batch, uniforms))| {
+                let mut rows: Vec<u32> = wheel.candidates(*batch, uniforms).collect();
+                rows.sort_unstable();
+                rows.dedup();
+                rows
+            });
         let candidates: Vec<Vec<u32>> = candidates.collect();
         let values = self.gather(&candidates)?;
         let mut drawn = Vec::with_capacity(batch.len());
@@ -278,7 +285,9 @@ impl GpuPoints<'_> {
             if totals.last().is_none_or(|(head, _)| *head != slab.head) {
                 totals.push((slab.head, vec![0.0; self.heads[slab.head].centroids.len()]));
             }
-            let Some((_, total)) = totals.last_mut() else { continue };
+            let Some((_, total)) = totals.last_mut() else {
+                continue;
+            };
             for (c, sum) in segments.centroids.iter().zip(sums.chunks_exact(d)) {
                 let total = &mut total[*c as usize * d..][..d];
                 total.iter_mut().zip(sum).for_each(|(t, v)| *t += f64::from(*v));
@@ -356,14 +365,7 @@ impl GpuPoints<'_> {
 }
 
 /// Lets part of a panel challenge the owners of the rows of a slab.
-fn meet(
-    batch: &mut Batch,
-    slab: &Slab,
-    owners: &wgpu::Buffer,
-    panel: &Panel,
-    part: Range<usize>,
-    d: usize,
-) {
+fn meet(batch: &mut Batch, slab: &Slab, owners: &wgpu::Buffer, panel: &Panel, part: Range<usize>, d: usize) {
     if part.is_empty() {
         return;
     }

@@ -58,6 +58,8 @@ pub(super) struct Context {
     device: wgpu::Device,
     queue: wgpu::Queue,
     pub adapter: String,
+    /// Whether the adapter is this machine's processor.
+    pub software: bool,
     pub limits: Limits,
     kernels: Kernels,
     fault: Fault,
@@ -83,7 +85,8 @@ impl Context {
         .map_err(|e| Error::device(format!("wgpu cannot open the adapter: {e}")).hint(NO_ADAPTER))?;
         let fault = watch(&device);
         let own = Limits::from(&offered);
-        let adapter = describe(&adapter.get_info());
+        let info = adapter.get_info();
+        let adapter = describe(&info);
         let kernels = scoped(&device, &fault, "compile the shaders", || {
             Ok(Kernels::compile(&device))
         })
@@ -92,6 +95,7 @@ impl Context {
             device,
             queue,
             adapter,
+            software: info.device_type == wgpu::DeviceType::Cpu,
             limits: limits.map_or(own, |limits| limits.and(own)),
             kernels,
             fault,
@@ -128,9 +132,7 @@ impl Context {
         Ok(self.device.create_buffer(&wgpu::BufferDescriptor {
             label: None,
             size: bytes,
-            usage: wgpu::BufferUsages::STORAGE
-                | wgpu::BufferUsages::COPY_SRC
-                | wgpu::BufferUsages::COPY_DST,
+            usage: wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST,
             mapped_at_creation: false,
         }))
     }
@@ -146,7 +148,8 @@ impl Context {
     /// Overwrites values from element `first` on, before whatever is submitted next.
     pub fn write<T: Pod>(&self, buffer: &wgpu::Buffer, first: usize, values: &[T]) {
         let offset = (first * size_of::<T>()) as u64;
-        self.queue.write_buffer(buffer, offset, bytemuck::cast_slice(values));
+        self.queue
+            .write_buffer(buffer, offset, bytemuck::cast_slice(values));
     }
 
     /// How many values of a kind fit into a buffer.
@@ -216,16 +219,16 @@ impl Batch<'_> {
             mapped_at_creation: false,
         });
         queue.write_buffer(&uniform, 0, bytemuck::cast_slice(&words));
-        let entry = |(binding, buffer): (u32, &wgpu::Buffer)| wgpu::BindGroupEntry {
-            binding,
-            resource: wgpu::BindingResource::Buffer(buffer.as_entire_buffer_binding()),
-        };
-        let all = [0].iter().chain(bindings).copied();
-        let all = all.zip([&uniform].into_iter().chain(buffers.iter().copied()));
+        let numbers = [0].iter().chain(bindings);
+        let given = [&uniform].into_iter().chain(buffers.iter().copied());
+        let entries = numbers.zip(given).map(|(binding, buffer)| wgpu::BindGroupEntry {
+            binding: *binding,
+            resource: buffer.as_entire_binding(),
+        });
         let group = device.create_bind_group(&wgpu::BindGroupDescriptor {
             label: None,
             layout: &pipeline.get_bind_group_layout(0),
-            entries: &all.map(entry).collect::<Vec<_>>(),
+            entries: &entries.collect::<Vec<_>>(),
         });
         let mut pass = self.encoder.begin_compute_pass(&Default::default());
         pass.set_pipeline(pipeline);
@@ -274,10 +277,7 @@ impl Batch<'_> {
         context.wait()?;
         let failed = |what: &dyn std::fmt::Display| Error::device(format!("reading back failed: {what}"));
         for _ in &copies {
-            receiver
-                .recv()
-                .map_err(|e| failed(&e))?
-                .map_err(|e| failed(&e))?;
+            receiver.recv().map_err(|e| failed(&e))?.map_err(|e| failed(&e))?;
         }
         let view = |copy: &wgpu::Buffer| {
             let view = copy.get_mapped_range(..).map_err(|e| failed(&e))?;
@@ -301,12 +301,7 @@ impl Context {
 }
 
 /// Runs `f` in error scopes and reports the first failure of the device, or that of `f`.
-fn scoped<T>(
-    device: &wgpu::Device,
-    fault: &Fault,
-    doing: &str,
-    f: impl FnOnce() -> Result<T>,
-) -> Result<T> {
+fn scoped<T>(device: &wgpu::Device, fault: &Fault, doing: &str, f: impl FnOnce() -> Result<T>) -> Result<T> {
     let memory = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
     let internal = device.push_error_scope(wgpu::ErrorFilter::Internal);
     let validation = device.push_error_scope(wgpu::ErrorFilter::Validation);
@@ -336,7 +331,10 @@ fn watch(device: &wgpu::Device) -> Fault {
     };
     let lost = fault.clone();
     device.set_device_lost_callback(move |reason, message| {
-        note(&lost, format!("the device is lost ({reason:?}): {}", one_line(&message)));
+        note(
+            &lost,
+            format!("the device is lost ({reason:?}): {}", one_line(&message)),
+        );
     });
     let uncaught = fault.clone();
     device.on_uncaptured_error(Arc::new(move |e: wgpu::Error| {

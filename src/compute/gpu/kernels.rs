@@ -39,14 +39,22 @@ impl Kernel {
 
     fn entry(self) -> Entry {
         let (source, name, bindings): (&str, &str, &[u32]) = match self {
-            Self::SecondMoment => (include_str!("../../../shaders/second_moment.wgsl"), "main", &[1, 2]),
+            Self::SecondMoment => (
+                include_str!("../../../shaders/second_moment.wgsl"),
+                "main",
+                &[1, 2],
+            ),
             Self::Whiten => (include_str!("../../../shaders/whiten.wgsl"), "main", &[1, 2, 3]),
             Self::ChannelSums => (CHANNEL_STATISTIC, "sums", &[1, 2]),
             Self::ChannelHistogram => (CHANNEL_STATISTIC, "histogram", &[1, 3, 4]),
             Self::ChannelPick => (CHANNEL_STATISTIC, "pick", &[3, 4]),
             Self::Subtract => (include_str!("../../../shaders/subtract.wgsl"), "main", &[1, 2]),
             Self::SignSums => (include_str!("../../../shaders/sign_sums.wgsl"), "main", &[1, 2]),
-            Self::Nearest => (include_str!("../../../shaders/nearest.wgsl"), "main", &[1, 2, 3, 4]),
+            Self::Nearest => (
+                include_str!("../../../shaders/nearest.wgsl"),
+                "main",
+                &[1, 2, 3, 4],
+            ),
             Self::Means => (include_str!("../../../shaders/means.wgsl"), "main", &[1, 2, 3, 4]),
         };
         Entry {

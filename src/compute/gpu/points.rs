@@ -125,7 +125,13 @@ impl<'a> GpuPoints<'a> {
                 for shift in (0..u32::BITS).step_by(DIGIT as usize).rev() {
                     count_digit(batch, &slabs, &rows, d, shift, magnitudes, [&search, &counts]);
                     let pick = [0, 0, d, 0, shift as usize];
-                    batch.run(Kernel::ChannelPick, &pick, &[&search, &counts], d.div_ceil(THREADS), DIGITS);
+                    batch.run(
+                        Kernel::ChannelPick,
+                        &pick,
+                        &[&search, &counts],
+                        d.div_ceil(THREADS),
+                        DIGITS,
+                    );
                 }
                 searches.push(search);
             }
