@@ -23,12 +23,14 @@ use ndarray::{Array1, Array2, Array3, ArrayView2, ArrayView3, Axis, s};
 use rayon::prelude::*;
 
 use super::device::{Assignment, Clusters, Device, Drawn, Points, SignSums, Statistic};
+use super::draw::{Wheel, draw_rows};
 use super::gemm;
 use crate::error::Result;
 use assign::{Assigned, absorb, reassign};
 pub(crate) use assign::{CHUNK, search};
 pub(crate) use scan::Panels;
-use scan::{row, squared_distance};
+use scan::row;
+pub(super) use scan::squared_distance;
 
 /// Rows that are summed in f32 before they join the f64 sums.
 const MOMENT_ROWS: usize = 256;
@@ -175,21 +177,23 @@ impl Points for CpuPoints {
 
     fn draw(&mut self, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
         let d = self.x.len_of(Axis(2));
-        let draws = self.each().zip(batch.iter().zip(uniforms));
-        let draw = |((x, head), (batch, uniforms)): ((&[f32], &mut Head), (&usize, &Vec<f64>))| {
+        let mut drawn = Vec::with_capacity(batch.len());
+        for ((x, head), (batch, uniforms)) in self.each().zip(batch.iter().zip(uniforms)) {
             let first = (head.centroids.len() / d) as u32;
             let distances: Vec<f32> = head.rows.iter().map(|r| r.distance).collect();
             let wheel = Wheel::new(&distances);
-            let (fresh, used) = draw_rows(|i| row(x, i, d), &wheel, &distances, *batch, uniforms);
-            let fresh: Vec<f32> = fresh.iter().flat_map(|i| row(x, *i, d)).copied().collect();
+            let (rows, used) = draw_rows(|i| row(x, i, d), &wheel, &distances, *batch, uniforms);
+            let fresh: Vec<f32> = rows.iter().flat_map(|i| row(x, *i, d)).copied().collect();
             if !fresh.is_empty() {
                 absorb(x, d, &mut head.rows, &fresh, first);
             }
-            head.centroids.extend(&fresh);
-            let centroids = fresh.len() / d;
-            Drawn { centroids, used }
-        };
-        Ok(draws.map(draw).collect())
+            head.centroids.extend(fresh);
+            drawn.push(Drawn {
+                centroids: rows.len(),
+                used,
+            });
+        }
+        Ok(drawn)
     }
 
     fn assign(&mut self, centroids: ArrayView3<f32>) -> Result<()> {
@@ -306,75 +310,6 @@ pub fn sign_sums(x: ArrayView2<f32>) -> SignSums {
         sums: groups.iter().flat_map(|(sums, _)| *sums).collect(),
         counts: groups.iter().flat_map(|(_, counts)| *counts).collect(),
     }
-}
-
-/// The distances of one refresh, ready to draw rows by them.
-pub(super) struct Wheel {
-    /// Their running sums.
-    sums: Vec<f64>,
-    /// All distances are zero or their sum is not finite: rows are drawn evenly, and all are kept.
-    even: bool,
-}
-
-impl Wheel {
-    /// Sums up `distances`, of which there is at least one.
-    pub fn new(distances: &[f32]) -> Self {
-        let sums = distances.iter().scan(0.0, |sum, distance| {
-            *sum += f64::from(*distance);
-            Some(*sum)
-        });
-        let sums: Vec<f64> = sums.collect();
-        let even = sums.last().is_none_or(|sum| *sum == 0.0 || !sum.is_finite());
-        Self { sums, even }
-    }
-
-    /// The row that a number of [0,1) falls on.
-    fn row(&self, u: f64) -> u32 {
-        let last = self.sums.len() - 1;
-        let row = match self.even {
-            true => (u * self.sums.len() as f64) as usize,
-            false => self.sums.partition_point(|sum| *sum <= u * self.sums[last]),
-        };
-        row.min(last) as u32
-    }
-
-    /// All rows that [`draw_rows`] can meet, in its order: `batch` of them are kept and up to `batch`
-    /// rejected before the last one.
-    pub fn candidates(&self, batch: usize, uniforms: &[f64]) -> impl Iterator<Item = u32> {
-        let (step, count) = if self.even { (1, batch) } else { (2, 2 * batch) };
-        let uniforms = uniforms.iter().step_by(step).take(count);
-        uniforms.map(|u| self.row(*u))
-    }
-}
-
-/// Rows drawn as further centroids, and the uniform numbers used: [`super::reference::draw`]. `row` gives
-/// the values of a row.
-pub(super) fn draw_rows<'a>(
-    row: impl Fn(u32) -> &'a [f32],
-    wheel: &Wheel,
-    distances: &[f32],
-    batch: usize,
-    uniforms: &[f64],
-) -> (Vec<u32>, usize) {
-    if wheel.even {
-        return (wheel.candidates(batch, uniforms).collect(), batch);
-    }
-    let mut fresh: Vec<u32> = Vec::with_capacity(batch);
-    let mut used = 0;
-    let accepts = uniforms.iter().skip(1).step_by(2);
-    for (i, u) in wheel.candidates(batch, uniforms).zip(accepts) {
-        if fresh.len() == batch || used / 2 - fresh.len() > batch {
-            break;
-        }
-        let stale = distances[i as usize];
-        let others = fresh.iter().map(|c| squared_distance(row(i), row(*c)));
-        let now = others.fold(stale, f32::min);
-        used += 2;
-        if u * f64::from(stale) < f64::from(now) {
-            fresh.push(i);
-        }
-    }
-    (fresh, used)
 }
 
 /// Moves the centroids marked dirty to the mean of their rows, and tells which ones really moved.

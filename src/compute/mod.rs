@@ -9,6 +9,7 @@
 pub mod attention;
 pub mod cpu;
 pub mod device;
+mod draw;
 pub mod gpu;
 pub mod linear;
 pub mod reference;

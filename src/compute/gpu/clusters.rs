@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use ndarray::Array2;
 
-use super::super::cpu::{Wheel, draw_rows};
 use super::super::device::{Assignment, Clusters, Drawn, Points};
+use super::super::draw::{Wheel, draw_rows};
 use super::context::Batch;
 use super::kernels::Kernel;
 use super::points::{GpuPoints, Slab};
