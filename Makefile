@@ -6,7 +6,7 @@ KVSMITH = target/release/kvsmith
 DEMO = target/demo
 PYTHON = target/python/bin/python
 
-.PHONY: all demo test check setup golden clean results gpu-kit gpu-check
+.PHONY: all demo test check setup vulkan golden clean results gpu-kit gpu-check
 
 all: setup
 	$(CARGO) build --release --locked
@@ -15,10 +15,14 @@ all: setup
 setup:
 	@sh scripts/setup.sh
 
+# A Vulkan driver for the tests of --device wgpu.
+vulkan:
+	@sh scripts/vulkan.sh
+
 demo: all
 	@sh scripts/demo.sh $(KVSMITH) $(DEMO)
 
-test: setup $(PYTHON)
+test: setup vulkan $(PYTHON)
 	$(CARGO) test --locked
 	KVSMITH_PYTHON=$(abspath $(PYTHON)) $(CARGO) test --locked --test docs -- --ignored
 

@@ -30,7 +30,7 @@ use assign::{Assigned, absorb, reassign};
 pub(crate) use assign::{CHUNK, search};
 pub(crate) use scan::Panels;
 use scan::row;
-pub(super) use scan::squared_distance;
+pub(crate) use scan::squared_distance;
 
 /// Rows that are summed in f32 before they join the f64 sums.
 const MOMENT_ROWS: usize = 256;

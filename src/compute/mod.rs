@@ -28,7 +28,7 @@ pub fn open(device: cli::Device) -> Result<Box<dyn device::Device>> {
     match device {
         cli::Device::Auto | cli::Device::Cpu => Ok(Box::new(cpu::Cpu)),
         cli::Device::Wgpu => Ok(Box::new(gpu::Gpu::open()?)),
-        cli::Device::Cuda => Err(Error::device("CUDA is not built in")),
+        cli::Device::Cuda => Err(Error::device("CUDA is not built in").hint("use --device cpu")),
     }
 }
 
