@@ -210,8 +210,9 @@ impl GpuPoints<'_> {
 
     /// Assigns the rows of some heads to the centroids that the host has.
     pub fn assign_anew(&mut self, which: &[bool]) -> Result<()> {
+        let d = self.dim().2;
         let all = self.heads.iter().zip(which);
-        let all = all.map(|(head, which)| if *which { 0..head.size } else { 0..0 });
+        let all = all.map(|(head, which)| 0..if *which { head.centroids.len() / d } else { 0 });
         self.challenge(&all.collect::<Vec<_>>(), true)
     }
 
