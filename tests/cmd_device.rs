@@ -12,6 +12,9 @@ use kvsmith::compute;
 use libtest_mimic::{Arguments, Failed, Trial};
 use serde_json::{Value, json};
 
+/// A check of one device.
+type Check = fn(&str);
+
 fn main() -> ExitCode {
     let mut trials = vec![
         test("no_vulkan_driver", false, no_vulkan_driver),
@@ -28,7 +31,7 @@ fn main() -> ExitCode {
             eprintln!("{name}: ignored, {reason}");
         }
         let there = missing.is_none();
-        let checks: [(&str, fn(&str)); 2] = [
+        let checks: [(&str, Check); 2] = [
             ("calibrate", calibrate_agrees_with_the_cpu),
             ("chain", the_chain_by_hand_is_the_same),
         ];

@@ -234,6 +234,9 @@ impl GpuPoints<'_> {
                 }
                 for panel in &head.panels {
                     let part = overlap(&panel.range, fresh);
+                    if part.is_empty() {
+                        continue;
+                    }
                     let values = &head.centroids[part.start * d..part.end * d];
                     let biases: Vec<f32> = values.chunks_exact(d).map(bias).collect();
                     let first = part.start - panel.range.start;
@@ -380,7 +383,7 @@ fn meet(batch: &mut Batch, slab: &Slab, owners: &wgpu::Buffer, panel: &Panel, pa
     );
 }
 
-/// What two ranges have in common, empty within the first if nothing.
+/// What two ranges have in common; something empty if nothing.
 fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     let start = b.start.clamp(a.start, a.end);
     start..b.end.clamp(start, a.end)
