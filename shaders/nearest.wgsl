@@ -39,9 +39,9 @@ const DEPTH = 16u;
 const LANES = 16u;
 const LOWEST = -3.40282347e+38;
 
-// A tile of rows and one of centroids, [DEPTH,TILE].
-var<workgroup> left: array<f32, 1024>;
-var<workgroup> right: array<f32, 1024>;
+// A tile of rows and one of centroids, [DEPTH,TILE / 4], four of them side by side.
+var<workgroup> left: array<vec4<f32>, 256>;
+var<workgroup> right: array<vec4<f32>, 256>;
 // What each of the 16 threads of a row found, [TILE,LANES].
 var<workgroup> found_score: array<f32, 1024>;
 var<workgroup> found: array<u32, 1024>;
@@ -53,11 +53,31 @@ fn row_value(row: u32, k: u32) -> f32 {
     return 0.0;
 }
 
+// Channel k of four rows.
+fn row_values(row: u32, k: u32) -> vec4<f32> {
+    return vec4<f32>(
+        row_value(row, k),
+        row_value(row + 1u, k),
+        row_value(row + 2u, k),
+        row_value(row + 3u, k),
+    );
+}
+
 fn centroid_value(c: u32, k: u32) -> f32 {
     if c < p.end && k < p.d {
         return centroids[c * p.d + k];
     }
     return 0.0;
+}
+
+// Channel k of four centroids.
+fn centroid_values(c: u32, k: u32) -> vec4<f32> {
+    return vec4<f32>(
+        centroid_value(c, k),
+        centroid_value(c + 1u, k),
+        centroid_value(c + 2u, k),
+        centroid_value(c + 3u, k),
+    );
 }
 
 // A place beyond the centroids has a score that never wins.
@@ -81,29 +101,24 @@ fn fold(best: Best, scores: vec4<f32>, c: u32) -> Best {
 
 // The best of the four rows of this thread against its share of the centroids, ascending.
 fn best_of_tile(row0: u32, t: u32) -> Best {
-    let row = t / LANES * 4u;
-    let column = t % LANES * 4u;
     var best = Best(vec4<f32>(LOWEST), vec4<u32>(p.start));
     for (var c0 = p.start; c0 < p.end; c0 += TILE) {
-        let c = c0 + column;
+        let c = c0 + t % LANES * 4u;
         var s0 = vec4<f32>(bias(c), bias(c + 1u), bias(c + 2u), bias(c + 3u));
         var s1 = s0;
         var s2 = s0;
         var s3 = s0;
         for (var k0 = 0u; k0 < p.d; k0 += DEPTH) {
-            for (var i = t; i < TILE * DEPTH; i += 256u) {
-                left[i] = row_value(row0 + i % TILE, k0 + i / TILE);
-                right[i] = centroid_value(c0 + i % TILE, k0 + i / TILE);
-            }
+            left[t] = row_values(row0 + t % LANES * 4u, k0 + t / LANES);
+            right[t] = centroid_values(c0 + t % LANES * 4u, k0 + t / LANES);
             workgroupBarrier();
             for (var k = 0u; k < DEPTH; k++) {
-                let a = k * TILE + row;
-                let b = k * TILE + column;
-                let r = vec4<f32>(right[b], right[b + 1u], right[b + 2u], right[b + 3u]);
-                s0 += left[a] * r;
-                s1 += left[a + 1u] * r;
-                s2 += left[a + 2u] * r;
-                s3 += left[a + 3u] * r;
+                let l = left[k * LANES + t / LANES];
+                let r = right[k * LANES + t % LANES];
+                s0 += l.x * r;
+                s1 += l.y * r;
+                s2 += l.z * r;
+                s3 += l.w * r;
             }
             workgroupBarrier();
         }

@@ -76,7 +76,7 @@ impl Context {
             ..Default::default()
         };
         let adapter = pollster::block_on(wgpu::Instance::new(instance).request_adapter(&request))
-            .map_err(|e| Error::device(format!("no adapter for wgpu: {e}")).hint(NO_ADAPTER))?;
+            .map_err(|e| no_adapter(&e))?;
         let offered = adapter.limits();
         let (device, queue) = pollster::block_on(adapter.request_device(&wgpu::DeviceDescriptor {
             required_limits: offered.clone(),
@@ -320,6 +320,15 @@ fn scoped<T>(device: &wgpu::Device, fault: &Fault, doing: &str, f: impl FnOnce()
         Some(e) => Err(failed(one_line(&e.to_string())).hint("use --device cpu")),
         None => result,
     }
+}
+
+/// wgpu's own message lists every backend that was not built in.
+fn no_adapter(e: &wgpu::RequestAdapterError) -> Error {
+    let why = match e {
+        wgpu::RequestAdapterError::NotFound { .. } => "found no driver or no device".to_owned(),
+        other => one_line(&other.to_string()),
+    };
+    Error::device(format!("no adapter for wgpu: {why}")).hint(NO_ADAPTER)
 }
 
 /// Notes a lost device and errors that no scope caught.
