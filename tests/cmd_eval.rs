@@ -9,14 +9,14 @@ use clap::ValueEnum;
 use common::*;
 use kvsmith::artifact::Artifact;
 use kvsmith::compute::reference;
-use kvsmith::method::{Method, MethodName, Params};
+use kvsmith::method::{Method, MethodName, Params, Place, Prompt, Step};
 use kvsmith::model::Decoder;
 use kvsmith::model::decoder::rotated;
 use kvsmith::runner::budget::Budget;
-use kvsmith::runner::kv::KvType;
+use kvsmith::runner::kv::{KvHead, KvType};
 use kvsmith::runner::packed::Center;
 use kvsmith::runner::{Options, Session};
-use ndarray::{Array1, Array3, s};
+use ndarray::{Array1, Array3, ArrayView1, Axis, s};
 use serde_json::{Value, json};
 
 /// A golden checkpoint with an artifact and documents.
@@ -122,8 +122,10 @@ fn the_oracle_covers_most_and_the_whole_budget_is_exact() {
     }
 }
 
-/// Rotated states of every layer along a document.
+/// States of every layer along a document, rotated and not.
 struct States {
+    q_pre: Array3<f32>,
+    k_pre: Array3<f32>,
     q: Array3<f32>,
     k: Array3<f32>,
     v: Array3<f32>,
@@ -137,6 +139,8 @@ fn states(decoder: &Decoder, ids: &[u32]) -> Vec<States> {
         let layer = decoder.layer(i).unwrap();
         layer.forward(&decoder.rope, hidden.view_mut(), |s, k_rope| {
             out = Some(States {
+                q_pre: s.q_pre.clone(),
+                k_pre: s.k_pre.clone(),
                 q: rotated(&s.q_pre, &table, 0..ids.len()),
                 k: k_rope.clone(),
                 v: s.v.clone(),
@@ -372,6 +376,158 @@ fn every_turn_is_that_of_a_session() {
             }
             let mean = by_turn.iter().map(|t| number(t, "recall")).sum::<f64>() / 4.0;
             assert!((mean - number(row, "recall")).abs() < 1e-9, "{what}");
+        }
+    }
+}
+
+/// Recall of a method that is driven by hand along the states of full attention, per turn: the mean over
+/// the KV heads of one layer.
+fn shadow_recall(
+    states: &States,
+    method: &Method,
+    place: &Place,
+    turns: &[(Vec<u32>, Vec<u32>)],
+) -> Vec<f64> {
+    let (h, _, d) = states.q.dim();
+    let (g, r) = (states.k.dim().0, place.group);
+    assert_eq!(h, g * r);
+    let mut recalls = vec![0.0; turns.len()];
+    for c in 0..g {
+        let (k, v) = (states.k.slice(s![c, .., ..]), states.v.slice(s![c, .., ..]));
+        let mut head = method.head(&Place { kv_head: c, ..*place });
+        let mut kv = KvHead::new(place.kv, d, 1, Center::Median);
+        let (mut t, mut steps) = (0, 0);
+        for (turn, (prompt, rest)) in turns.iter().enumerate() {
+            // Earlier rows as the cache gives them.
+            let end = t + prompt.len();
+            let (mut keys, mut values) = (
+                k.slice(s![..end, ..]).to_owned(),
+                v.slice(s![..end, ..]).to_owned(),
+            );
+            let mut scratch = vec![0.0; d];
+            for p in 0..t {
+                keys.row_mut(p)
+                    .assign(&ArrayView1::from(kv.keys().row(p, &mut scratch)));
+                values
+                    .row_mut(p)
+                    .assign(&ArrayView1::from(kv.values().row(p, &mut scratch)));
+            }
+            let q_rope = states.q.slice(s![c * r..(c + 1) * r, t..end, ..]);
+            let last = q_rope.index_axis(Axis(1), prompt.len() - 1);
+            let query = last.mean_axis(Axis(0)).unwrap().to_vec();
+            kv.prompt(keys.view(), values.view(), &query, 0..end);
+            head.prefill(&Prompt {
+                first: t,
+                k_pre: states.k_pre.slice(s![c, t..end, ..]),
+                q_rope,
+                keys: keys.view(),
+                values: values.view(),
+                kv: &kv,
+            });
+            t = end;
+            for _ in rest {
+                kv.extend(k.slice(s![t..t + 1, ..]), v.slice(s![t..t + 1, ..]));
+                head.append(states.k_pre.slice(s![c, t..t + 1, ..]), k.slice(s![t..t + 1, ..]));
+                let q = states.q.slice(s![c * r..(c + 1) * r, t, ..]);
+                let step = Step {
+                    step: steps,
+                    visible: 0..t + 1,
+                    candidates: place.sinks..t + 1 - place.window,
+                    budget: place.budget.positions(t + 1),
+                    q_pre: states.q_pre.slice(s![c * r..(c + 1) * r, t, ..]),
+                    q_rope: q,
+                    kv: &kv,
+                };
+                let chosen = head.select(&step).positions;
+                let mut probability = vec![0.0; t + 1];
+                for q in q.rows() {
+                    let weight = |p: usize| (reference::dot(q, k.row(p)) / (d as f64).sqrt()).exp();
+                    let sum: f64 = (0..=t).map(weight).sum();
+                    (0..=t).for_each(|p| probability[p] += weight(p) / sum);
+                }
+                let mut best: Vec<usize> = step.candidates.clone().collect();
+                best.sort_by(|i, j| probability[*j].total_cmp(&probability[*i]).then(i.cmp(j)));
+                best.truncate(step.budget);
+                let found = best.iter().filter(|p| chosen.contains(&(**p as u32))).count();
+                recalls[turn] += found as f64 / best.len() as f64 / (g * rest.len()) as f64;
+                t += 1;
+                steps += 1;
+            }
+        }
+    }
+    recalls
+}
+
+#[test]
+fn recall_is_that_of_a_choice_along_the_full_trajectory() {
+    let model = Model::new("llama_default", &[120]);
+    let decoder = Decoder::open(&golden(model.name)).unwrap();
+    let artifact = Artifact::open(model.scratch.path("art").as_ref()).unwrap();
+    let c = &decoder.config;
+    let states = states(&decoder, &model.documents[0]);
+    let parts = model.documents[0].chunks(30).map(|turn| turn.split_at(25));
+    let turns: Vec<_> = parts.map(|(p, r)| (p.to_vec(), r.to_vec())).collect();
+    // Those that do not learn from what was attended.
+    let names = [
+        MethodName::Topk,
+        MethodName::Quest,
+        MethodName::Snapkv,
+        MethodName::A2ats,
+        MethodName::Selfindex,
+        MethodName::Ctkvr,
+    ];
+    let list = names.map(|name| name.as_str()).join(",");
+    for (kv, flag) in [
+        (KvType::F32, "f32"),
+        (KvType::Bf16, "bf16"),
+        (KvType::TwoBit, "2bit"),
+    ] {
+        let json = model.eval(&format!(
+            "--methods {list} --budgets 8 --turns 4 --decode 5 --sinks 1 --window 3 --kv {flag}"
+        ));
+        for (row, name) in json["rows"].as_array().unwrap().iter().zip(names) {
+            let method = Method::new(
+                name,
+                Some(&artifact),
+                &decoder.rope,
+                c.head_dim,
+                &Params::default(),
+                0,
+            );
+            let method = method.unwrap();
+            let mut expected = vec![0.0; 4];
+            for (layer, states) in states.iter().enumerate() {
+                let place = Place {
+                    layer,
+                    kv_head: 0,
+                    group: c.group(),
+                    head_dim: c.head_dim,
+                    model_window: None,
+                    sinks: 1,
+                    window: 3,
+                    budget: Budget::Count(8),
+                    kv,
+                };
+                let own = shadow_recall(states, &method, &place, &turns);
+                expected
+                    .iter_mut()
+                    .zip(own)
+                    .for_each(|(e, x)| *e += x / c.n_layers as f64);
+            }
+            for (i, (turn, expected)) in row["by_turn"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .zip(expected)
+                .enumerate()
+            {
+                let recall = number(turn, "recall");
+                assert!(
+                    (recall - expected).abs() < 1e-9,
+                    "{flag} {} turn {i}: {recall} {expected}",
+                    name.as_str()
+                );
+            }
         }
     }
 }
