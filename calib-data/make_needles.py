@@ -186,7 +186,7 @@ def main():
     parser.add_argument("--heldout", type=pathlib.Path, default=HERE / "heldout.txt")
     parser.add_argument("--text", type=pathlib.Path, default=HERE / "text.txt")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "needles.jsonl")
-    parser.add_argument("--conversations", type=pathlib.Path, default=HERE / "conversations.jsonl")
+    parser.add_argument("--conversations", type=pathlib.Path, help="default: conversations.jsonl beside --out")
     parser.add_argument("--each", type=int, default=24, help="prompts per kind and length")
     parser.add_argument("--talks", type=int, default=32, help="conversations")
     parser.add_argument("--seed", type=int, default=1)
@@ -215,7 +215,7 @@ def main():
         assert ids == tokenizer.encode("".join(pieces)).ids and CONVERSATION - 60 <= len(ids) <= CONVERSATION, len(ids)
         turns = [{"prompt": prompt, "answer": answer, "from": turn} for prompt, answer, turn in turns]
         lines.append(json.dumps({"turns": turns, "tokens": len(ids)}))
-    write(args.conversations, lines, "conversations")
+    write(args.conversations or args.out.with_name("conversations.jsonl"), lines, "conversations")
 
 
 def write(path, lines, what):
