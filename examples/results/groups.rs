@@ -198,7 +198,13 @@ fn limits(rows: &[Measured]) -> String {
         }
     }
     let same = lifted().filter(|m| m.get("budget") == own.get("budget"));
-    if let Some(best) = same.max_by(|a, b| accuracy(a).total_cmp(&accuracy(b))) {
+    // Of equals, the one that reads less.
+    let better = |a: &&Measured, b: &&Measured| {
+        let reads = |m: &Measured| m.get("kv_read_fraction");
+        let accuracy = accuracy(a).total_cmp(&accuracy(b));
+        accuracy.then(reads(b).total_cmp(&reads(a)))
+    };
+    if let Some(best) = same.max_by(better) {
         let gain = accuracy(best) - accuracy(own);
         let reads = |m: &Measured| format!("{:.1} %", 100.0 * m.get("kv_read_fraction"));
         let _ = match gain > 0.0 {

@@ -129,7 +129,13 @@ impl Lab {
                 self.artifact(BASE)?.display(),
                 self.needles_of(length)?.display()
             ))?)?;
-            rows.push(json!({ "length": length, "full": out["full_needle_accuracy"], "rows": out["rows"] }));
+            let mut measured = out["rows"].clone();
+            measured
+                .as_array_mut()
+                .into_iter()
+                .flatten()
+                .for_each(drop_single_turns);
+            rows.push(json!({ "length": length, "full": out["full_needle_accuracy"], "rows": measured }));
         }
         Ok(Value::Array(rows))
     }
@@ -231,7 +237,11 @@ fn join(row: &mut Value, new: &Value, out: &Value) {
             row[key] = out[key].clone();
         }
     }
-    // One turn is the whole.
+    drop_single_turns(row);
+}
+
+/// Leaves out what a row says by turn where there is one turn, which is the whole.
+fn drop_single_turns(row: &mut Value) {
     if let Some(row) = row.as_object_mut() {
         row.retain(|key, value| !(key.ends_with("by_turn") && value.as_array().is_some_and(|t| t.len() < 2)));
     }
