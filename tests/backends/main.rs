@@ -1,0 +1,53 @@
+//! Every operation of the device seam on every device, against the f64 references: one list of cases.
+//!
+//! `cargo test --test backends` runs what this machine has; a device that is not there shows as ignored,
+//! with the reason above the list. `KVSMITH_TIMING=1` times the cases instead:
+//! `KVSMITH_TIMING=1 cargo test --release --test backends -- cpu::`.
+
+mod cases;
+mod checks;
+mod devices;
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use kvsmith::compute::device::Device;
+use libtest_mimic::{Arguments, Failed, Trial};
+
+use cases::Case;
+
+/// A check of one operation on one case.
+type Check = fn(&dyn Device, &Case);
+
+fn main() -> ExitCode {
+    let mut args = Arguments::from_args();
+    let timing = std::env::var_os("KVSMITH_TIMING").is_some();
+    if timing {
+        args.test_threads = Some(1);
+    }
+    let mut trials = Vec::new();
+    for entry in devices::all() {
+        if let Err(reason) = &entry.device {
+            eprintln!("{}: ignored, {reason}", entry.name);
+        }
+        for case in cases::all(entry.slow) {
+            for (operation, check) in checks::ALL.iter().filter(|(name, _)| case.takes(name)) {
+                let (device, case) = (entry.device.clone(), case.clone());
+                let name = format!("{}::{operation}::{}", entry.name, case.name);
+                let missing = device.is_err();
+                let trial = Trial::test(name.clone(), move || {
+                    let device = device.map_err(Failed::from)?;
+                    let start = Instant::now();
+                    check(device.as_ref(), &case);
+                    if timing {
+                        // The check's own work counts too: compare devices, not operations.
+                        println!("{name} {:.4} s", start.elapsed().as_secs_f64());
+                    }
+                    Ok(())
+                });
+                trials.push(trial.with_ignored_flag(missing));
+            }
+        }
+    }
+    libtest_mimic::run(&args, trials).exit_code()
+}
