@@ -6,7 +6,7 @@ KVSMITH = target/release/kvsmith
 DEMO = target/demo
 PYTHON = target/python/bin/python
 
-.PHONY: all demo test check setup golden clean results
+.PHONY: all demo test check setup golden clean results gpu-kit gpu-check
 
 all: setup
 	$(CARGO) build --release --locked
@@ -25,6 +25,14 @@ test: setup $(PYTHON)
 # docs/results.md with its numbers and pictures; about 13 minutes on 2 cores.
 results: all
 	$(CARGO) run --release --locked --example results -- $(KVSMITH) target/results
+
+# What `make gpu-check` runs, in one folder for a machine without Rust.
+gpu-kit: setup
+	@sh scripts/gpu_kit.sh target/gpu-kit
+
+# Checks and measures on this machine's NVIDIA GPU, in less than 10 minutes: target/gpu-kit/out/gpu.json.
+gpu-check: gpu-kit
+	@sh scripts/gpu_check.sh target/gpu-kit
 
 check: setup
 	$(CARGO) fmt --check

@@ -17,6 +17,8 @@ clusters as centroids. That is how `mixture` is made at its smallest size, and t
 is about 5 % ahead of every plain one; on `mixture` it is shown but not judged. Points like whitened
 keys have no such structure, and on `whitened` it is judged as well. faiss starts from random points,
 its default, and does not subsample here.
+
+With `--device cuda` (or wgpu) kvsmith runs there as well, as one more row; its peers stay on the CPU.
 """
 
 import argparse
@@ -53,6 +55,7 @@ def arguments():
         help="points, dimension, centroids; may be repeated "
         "(default: 8192,64,256 and 20480,128,1024 and 81920,128,4096)",
     )
+    parser.add_argument("--device", action="append", choices=["wgpu", "cuda"], default=[])
     parser.add_argument("--kind", choices=["mixture", "whitened"], action="append")
     parser.add_argument("--iterations", type=int, default=25)
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
@@ -94,13 +97,14 @@ def cpu_seconds(who):
     return usage.ru_utime + usage.ru_stime
 
 
-def run_kvsmith(args, points_file, size, folder, seed):
+def run_kvsmith(args, points_file, size, folder, seed, device):
     from safetensors.numpy import load_file
 
     codebook_file = os.path.join(folder, "codebook.safetensors")
     command = [args.kvsmith, "bench", "kmeans", "--points", points_file, "-o", codebook_file]
     command += ["--size", str(size), "--iterations", str(args.iterations)]
-    command += ["--threads", str(args.threads), "--seed", str(seed), "--json"]
+    command += ["--threads", str(args.threads), "--seed", str(seed)]
+    command += ["--device", device, "--json"]
     cpu = cpu_seconds(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     cpu = cpu_seconds(resource.RUSAGE_CHILDREN) - cpu
@@ -171,12 +175,16 @@ def compare(np, args, kind, n, d, size):
         points_file = os.path.join(folder, "points.safetensors")
         save_file({"x": x}, points_file)
         contenders = {
-            "kvsmith": lambda seed: run_kvsmith(args, points_file, size, folder, seed),
+            "kvsmith": lambda seed: run_kvsmith(args, points_file, size, folder, seed, "cpu"),
             "faiss": lambda seed: run_faiss(args, x, size, seed),
         }
         if sklearn:
             contenders["scikit-learn"] = lambda seed: run_sklearn(args, x, size, seed, False)
             contenders["sklearn-greedy"] = lambda seed: run_sklearn(args, x, size, seed, True)
+        for device in args.device:
+            contenders[f"kvsmith-{device}"] = lambda seed, device=device: run_kvsmith(
+                args, points_file, size, folder, seed, device
+            )
         for turn in range(args.rounds):
             for name, run in contenders.items():
                 codebook, wall, cpu = run(args.seed + turn)

@@ -58,6 +58,14 @@ pub fn parse_count(text: &str) -> std::result::Result<usize, String> {
     }
 }
 
+/// A flag's whole number of at least one.
+pub fn at_least_one(text: &str) -> std::result::Result<usize, String> {
+    match text.parse() {
+        Ok(n) if n > 0 => Ok(n),
+        _ => Err("expected a whole number of at least 1".to_string()),
+    }
+}
+
 /// Where the work is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Device {

@@ -8,7 +8,7 @@ use common::*;
 use half::{bf16, f16};
 use kvsmith::compute::reference;
 use kvsmith::model::Decoder;
-use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView3, s};
+use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView3, Axis, s};
 use serde_json::{Value, json};
 
 fn u32s(tensor: &RawTensor) -> Vec<u32> {
@@ -328,11 +328,18 @@ fn moments_are_sums_of_rotated_queries() {
                 }
                 rotated
             };
-            let is_kept: Vec<bool> = held_out.iter().map(|h| *h == 0).collect();
             for (layer, sums) in sums.chunks(g * d * d).enumerate() {
                 let q = f32s(&read_tensors(format!("{out}/layer-{layer:05}.safetensors"))["q_pre"]);
                 let q = ArrayView3::from_shape((h, held_out.len(), d), &q).unwrap();
-                let exact = reference::second_moment(q, g, &is_kept, &rotate);
+                // A2ATS, arXiv 2502.12665, Eq. 10 and 13, in f64.
+                let mut exact = Array3::<f64>::zeros((g, d, d));
+                for (head, q) in q.outer_iter().enumerate() {
+                    for i in &kept {
+                        let qt = rotate(q.row(*i));
+                        let mut exact = exact.index_axis_mut(Axis(0), head / (h / g));
+                        exact += &(&qt.view().insert_axis(Axis(1)) * &qt.view().insert_axis(Axis(0)));
+                    }
+                }
                 for (head, (sum, exact)) in sums.chunks(d * d).zip(exact.outer_iter()).enumerate() {
                     let exact = exact.as_slice().unwrap();
                     let norm = |x: &[f64]| x.iter().map(|v| v * v).sum::<f64>().sqrt();

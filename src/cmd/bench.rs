@@ -4,13 +4,15 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use clap::Subcommand;
-use ndarray::Array2;
+use ndarray::{Array2, Array3, Axis};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use rayon::prelude::*;
 use serde_json::{Value, json};
 
 use super::{print, print_json};
-use crate::cli::Global;
+use crate::cli::{Global, at_least_one};
+use crate::compute::device::Device;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::method::a2ats::FitInit;
@@ -38,6 +40,9 @@ struct KMeansArgs {
     /// Write the codebook (tensor `codebook` f32 `[M,d]`)
     #[arg(short, long, value_name = "CODEBOOK")]
     output: Option<PathBuf>,
+    /// Heads of random points, each fitted on its own
+    #[arg(long, value_name = "B", default_value_t = 1, value_parser = at_least_one, conflicts_with = "points")]
+    heads: usize,
     /// Random points
     #[arg(long, value_name = "N", default_value_t = 81_920, conflicts_with = "points")]
     n: usize,
@@ -63,25 +68,28 @@ const MAX_VALUES: usize = 1 << 32;
 
 /// Runs `bench`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
-    let device = global.cpu_only("bench")?;
     match &args.what {
-        What::Kmeans(args) => bench_kmeans(args, global, device),
+        What::Kmeans(args) => bench_kmeans(args, global),
     }
 }
 
-fn bench_kmeans(args: &KMeansArgs, global: &Global, device: &str) -> Result<()> {
+fn bench_kmeans(args: &KMeansArgs, global: &Global) -> Result<()> {
     let output = args.output.as_ref().map(|p| Output::create(p)).transpose()?;
+    let device = global.open_device()?;
     let points = match &args.points {
-        Some(path) => read_points(path)?,
+        Some(path) => read_points(path)?.insert_axis(Axis(0)),
         None => {
-            let values = args.n.checked_mul(args.dim).filter(|v| *v <= MAX_VALUES);
-            if values.is_none() {
+            let values = args
+                .n
+                .checked_mul(args.dim)
+                .and_then(|v| v.checked_mul(args.heads));
+            if values.is_none_or(|v| v > MAX_VALUES) {
                 return Err(Error::usage(format!(
-                    "--n {} x --dim {} is too large",
-                    args.n, args.dim
+                    "--heads {} x --n {} x --dim {} is too large",
+                    args.heads, args.n, args.dim
                 )));
             }
-            random_points(args.n, args.dim, global.seed)
+            random_points(args.heads, args.n, args.dim, global.seed)
         }
     };
     let FitInit::KMeansPlusPlus = args.init;
@@ -92,59 +100,116 @@ fn bench_kmeans(args: &KMeansArgs, global: &Global, device: &str) -> Result<()> 
         seed: global.seed,
     };
     let mut times = Vec::new();
-    let mut last = None;
     for _ in 0..args.runs.max(1) {
-        let start = Instant::now();
-        last = Some(fit(&points, &params, global)?);
-        times.push(start.elapsed().as_secs_f64());
+        times.push(Times::of(device.as_ref(), &points, &params, global)?);
     }
-    let Some(fit) = last else { return Ok(()) };
-    let (n, d) = points.dim();
+    let (heads, n, d) = points.dim();
+    let Some(last) = times.last() else { return Ok(()) };
     if let Some(output) = output {
-        let values: Vec<f32> = fit.codebook.iter().copied().collect();
-        let tensor = Tensor::new("codebook", &[args.size, d], &values);
-        store::write(output, &[tensor], None)?;
+        let values: Vec<f32> = last.fits.iter().flat_map(|fit| &fit.codebook).copied().collect();
+        let shape = [heads, args.size, d];
+        let shape = if heads == 1 { &shape[1..] } else { &shape[..] };
+        store::write(output, &[Tensor::new("codebook", shape, &values)], None)?;
     }
+    let assignments: usize = last.fits.iter().map(|fit| fit.inertia.len()).sum();
+    let inertia: f64 = last.fits.iter().filter_map(|fit| fit.inertia.last()).sum();
+    let passes = last.passes.len();
     // Nominal: every point against every centroid, once per assignment, skipped or not.
-    let flop = 2.0 * (n * d) as f64 * args.size as f64 * fit.inertia.len() as f64;
-    let shape = format!(
-        "{n} x {d}, {} centroids, {} passes",
-        args.size,
-        fit.inertia.len() - 1
-    );
-    let row = row("kmeans", &shape, device, &mut times, flop);
+    let flop = 2.0 * (n * d) as f64 * args.size as f64 * assignments as f64;
+    let shape = format!("{heads} x {n} x {d}, {} centroids, {passes} passes", args.size);
+    let mut total: Vec<f64> = times.iter().map(|t| t.total).collect();
+    let mut row = row("kmeans", &shape, device.name(), &mut total, flop);
+    row["inertia"] = json!(inertia);
+    row["upload_s"] = json!(median(times.iter().map(|t| t.upload).collect()));
+    row["seed_s"] = json!(median(times.iter().map(|t| t.seed).collect()));
+    row["pass_s"] = json!(median(times.iter().flat_map(|t| t.passes.clone()).collect()));
+    if let Some(adapter) = device.adapter() {
+        row["adapter"] = json!(adapter);
+    }
     if global.json {
         return print_json(&json!({ "rows": [row] }));
     }
     let number = |name: &str| row[name].as_f64().unwrap_or(0.0);
     print(&format!(
-        "kmeans {shape}: median {:.3} s of {} (min {:.3}, max {:.3}), {:.0} GFLOP/s nominal, inertia {:.6e}\n",
+        "kmeans {shape}: median {:.3} s of {} (min {:.3}, max {:.3}), seeding {:.3} s, a pass {:.4} s, \
+         {:.0} GFLOP/s nominal, inertia {inertia:.6e}\n",
         number("median_s"),
         times.len(),
         number("min_s"),
         number("max_s"),
+        number("seed_s"),
+        number("pass_s"),
         number("gflops"),
-        fit.inertia.last().copied().unwrap_or(0.0),
     ))
 }
 
-fn fit(points: &Array2<f32>, params: &KMeansParams, global: &Global) -> Result<KMeansFit> {
-    let start = Instant::now();
-    let log = global.log();
-    let mut on_pass = |pass: usize, inertia: f64| {
-        log.detail(&format!(
-            "{pass:3} {:8.3} s {inertia:.6e}",
-            start.elapsed().as_secs_f64()
-        ));
-        interrupt::flow()
-    };
-    Ok(kmeans::fit(points.view(), params, &mut on_pass)?)
+/// One timed fit of all heads, in as many groups as the device asks for; seconds.
+struct Times {
+    fits: Vec<KMeansFit>,
+    total: f64,
+    /// Of the points.
+    upload: f64,
+    /// Seeding and the first assignment.
+    seed: f64,
+    /// Each pass, over all heads.
+    passes: Vec<f64>,
+}
+
+impl Times {
+    fn of(device: &dyn Device, points: &Array3<f32>, params: &KMeansParams, global: &Global) -> Result<Self> {
+        let (_, n, d) = points.dim();
+        let log = global.log();
+        let start = Instant::now();
+        let (mut upload, mut seed, mut passes) = (0.0, 0.0, vec![0.0; 0]);
+        let mut fits = Vec::new();
+        let at_once = device.heads_at_once(n, d, params.size).max(1);
+        for group in points.axis_chunks_iter(Axis(0), at_once) {
+            let mut lap = Instant::now();
+            let mut since = || {
+                std::mem::replace(&mut lap, Instant::now())
+                    .elapsed()
+                    .as_secs_f64()
+            };
+            let mut points = device.points(group.to_owned())?;
+            upload += since();
+            let mut on_pass = |pass: usize, inertia: f64| {
+                let seconds = since();
+                log.detail(&format!("{pass:3} {seconds:8.4} s {inertia:.6e}"));
+                if pass == 0 {
+                    seed += seconds;
+                } else {
+                    passes.resize(passes.len().max(pass), 0.0);
+                    passes[pass - 1] += seconds;
+                }
+                interrupt::flow()
+            };
+            let seeds: Vec<u64> = (0..group.len_of(Axis(0)))
+                .map(|head| params.seed + (fits.len() + head) as u64)
+                .collect();
+            fits.extend(kmeans::cluster(points.as_mut(), params, &seeds, &mut on_pass)?);
+        }
+        Ok(Self {
+            fits,
+            total: start.elapsed().as_secs_f64(),
+            upload,
+            seed,
+            passes,
+        })
+    }
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    match values.len() {
+        0 => 0.0,
+        n => f64::midpoint(values[(n - 1) / 2], values[n / 2]),
+    }
 }
 
 /// One result row: median, least and most of `times` and the rate at the median.
 fn row(name: &str, shape: &str, device: &str, times: &mut [f64], flop: f64) -> Value {
     times.sort_by(f64::total_cmp);
-    let median = f64::midpoint(times[(times.len() - 1) / 2], times[times.len() / 2]);
+    let median = median(times.to_vec());
     json!({
         "name": name,
         "shape": shape,
@@ -171,14 +236,20 @@ fn read_points(path: &Path) -> Result<Array2<f32>> {
     Array2::from_shape_vec((*n, *d), values).map_err(|e| Error::failed(e.to_string()))
 }
 
-/// Correlated normal channels of unequal scale, like whitened keys.
-fn random_points(n: usize, d: usize, seed: u64) -> Array2<f32> {
-    let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    Array2::from_shape_fn((n, d), |(_, c)| {
-        // Sum of uniforms: close enough to normal for timing.
-        let sum: f32 = (0..4).map(|_| rng.r#gen::<f32>() - 0.5).sum();
-        sum / (1.0 + c as f32 / 16.0)
-    })
+/// Correlated normal channels of unequal scale, like whitened keys, `[b,n,d]`.
+fn random_points(heads: usize, n: usize, d: usize, seed: u64) -> Array3<f32> {
+    let mut points = Array3::zeros((heads, n, d));
+    let each = points.axis_iter_mut(Axis(0)).into_par_iter().enumerate();
+    each.for_each(|(head, mut points)| {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        rng.set_stream(head as u64);
+        for ((_, c), value) in points.indexed_iter_mut() {
+            // Sum of uniforms: close enough to normal for timing.
+            let sum: f32 = (0..4).map(|_| rng.r#gen::<f32>() - 0.5).sum();
+            *value = sum / (1.0 + c as f32 / 16.0);
+        }
+    });
+    points
 }
 
 /// Peak resident memory of the process; 0 where the system does not tell.

@@ -175,20 +175,22 @@ impl Points for CpuPoints {
 
     fn draw(&mut self, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
         let d = self.x.len_of(Axis(2));
-        let draws = self.each().zip(batch.iter().zip(uniforms));
-        let draw = |((x, head), (batch, uniforms)): ((&[f32], &mut Head), (&usize, &Vec<f64>))| {
+        let mut drawn = Vec::with_capacity(batch.len());
+        for ((x, head), (batch, uniforms)) in self.each().zip(batch.iter().zip(uniforms)) {
             let first = (head.centroids.len() / d) as u32;
             let distances: Vec<f32> = head.rows.iter().map(|r| r.distance).collect();
-            let (fresh, used) = draw_rows(x, d, &distances, *batch, uniforms);
-            let fresh: Vec<f32> = fresh.iter().flat_map(|i| row(x, *i, d)).copied().collect();
+            let (rows, used) = draw_rows(x, d, &distances, *batch, uniforms);
+            let fresh: Vec<f32> = rows.iter().flat_map(|i| row(x, *i, d)).copied().collect();
             if !fresh.is_empty() {
                 absorb(x, d, &mut head.rows, &fresh, first);
             }
-            head.centroids.extend(&fresh);
-            let centroids = fresh.len() / d;
-            Drawn { centroids, used }
-        };
-        Ok(draws.map(draw).collect())
+            head.centroids.extend(fresh);
+            drawn.push(Drawn {
+                centroids: rows.len(),
+                used,
+            });
+        }
+        Ok(drawn)
     }
 
     fn assign(&mut self, centroids: ArrayView3<f32>) -> Result<()> {

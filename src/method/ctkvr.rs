@@ -69,10 +69,10 @@ impl Choose {
 #[group(skip)]
 pub struct Params {
     /// ctkvr: centroids, C (default: one per 16 positions, at least C' and at most 2048)
-    #[arg(long, value_name = "C", value_parser = super::at_least_one)]
+    #[arg(long, value_name = "C", value_parser = crate::cli::at_least_one)]
     pub ct_centroids: Option<usize>,
     /// ctkvr: centroids whose lists a step recalls, C'
-    #[arg(long, value_name = "C", default_value_t = 4, value_parser = super::at_least_one)]
+    #[arg(long, value_name = "C", default_value_t = 4, value_parser = crate::cli::at_least_one)]
     pub ct_probes: usize,
     /// ctkvr: a step in so many becomes a centroid; 0 = none does
     #[arg(long, value_name = "N", default_value_t = 1)]

@@ -94,14 +94,6 @@ pub struct Params {
     pub ctkvr: ctkvr::Params,
 }
 
-/// A flag's whole number of at least one.
-fn at_least_one(text: &str) -> std::result::Result<usize, String> {
-    match text.parse() {
-        Ok(n) if n > 0 => Ok(n),
-        _ => Err("expected a whole number of at least 1".to_string()),
-    }
-}
-
 /// A flag's share: above 0 and at most 1.
 fn share(text: &str) -> std::result::Result<f64, String> {
     match text.parse::<f64>() {
