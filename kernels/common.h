@@ -16,6 +16,8 @@ typedef long long i64;
 // A kernel of `threads` threads a block, `blocks` of which fit on a multiprocessor.
 #define KERNEL(threads, blocks, name, ...) \
     extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__)
+// Before a loop; an array that only unrolled loops index stays in registers.
+#define UNROLL _Pragma("unroll")
 #define SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #define DYNAMIC_SHARED(type, name)                                       \
     extern __shared__ __align__(16) unsigned char dynamic_shared[];      \

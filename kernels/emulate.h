@@ -20,6 +20,7 @@
 #endif
 
 #define __device__
+#define UNROLL _Pragma("GCC unroll 16")
 #define KERNEL(threads, blocks, name, ...)                          \
     void name(__VA_ARGS__);                                         \
     static emulate::Register register_##name(#name, threads, name); \

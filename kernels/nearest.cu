@@ -59,18 +59,18 @@ KERNEL(256, 2, nearest_listed, const float* x, const float* centroids, const flo
     const float* from = x + (u64)(list ? list[row] : row) * w + half;
     float best[8];
     u32 code[8];
-#pragma unroll
+UNROLL
     for (u32 i = 0; i < 8; i++) {
         best[i] = minus_infinity();
         code[i] = 0xffffffffu;
     }
     for (u32 tile = 0; tile < count; tile += 128) {
         float sum[8][8];
-#pragma unroll
+UNROLL
         for (u32 j = 0; j < 8; j++) {
             u32 c = tile + j / 4 * 64 + tx * 4 + j % 4;
             float bias = c < count ? biases[c] : minus_infinity();
-#pragma unroll
+UNROLL
             for (u32 i = 0; i < 8; i++) sum[i][j] = bias;
         }
         const float* against = centroids + (u64)smaller(tile + loads, count - 1) * w + half;
@@ -78,31 +78,30 @@ KERNEL(256, 2, nearest_listed, const float* x, const float* centroids, const flo
             float4 a[2] = {*(const float4*)&from[slab], *(const float4*)&from[slab + 4]};
             float4 b[2] = {*(const float4*)&against[slab], *(const float4*)&against[slab + 4]};
             __syncthreads();
-#pragma unroll
+UNROLL
             for (u32 i = 0; i < 2; i++) {
                 u32 to = (half + i * 4) * 132 + loads;
                 left[to] = a[i].x, left[to + 132] = a[i].y, left[to + 264] = a[i].z, left[to + 396] = a[i].w;
                 right[to] = b[i].x, right[to + 132] = b[i].y, right[to + 264] = b[i].z, right[to + 396] = b[i].w;
             }
             __syncthreads();
-#pragma unroll
             for (u32 k = 0; k < 16; k++) {
                 float4 l[2] = {*(const float4*)&left[k * 132 + ty * 4], *(const float4*)&left[k * 132 + 64 + ty * 4]};
                 float4 r[2] = {*(const float4*)&right[k * 132 + tx * 4],
                                *(const float4*)&right[k * 132 + 64 + tx * 4]};
                 float as[8] = {l[0].x, l[0].y, l[0].z, l[0].w, l[1].x, l[1].y, l[1].z, l[1].w};
                 float bs[8] = {r[0].x, r[0].y, r[0].z, r[0].w, r[1].x, r[1].y, r[1].z, r[1].w};
-#pragma unroll
+UNROLL
                 for (u32 i = 0; i < 8; i++) {
-#pragma unroll
+UNROLL
                     for (u32 j = 0; j < 8; j++) sum[i][j] = fmaf(as[i], bs[j], sum[i][j]);
                 }
             }
         }
         // A thread meets its centroids in ascending order, so the first of equal scores stays.
-#pragma unroll
+UNROLL
         for (u32 j = 0; j < 8; j++) {
-#pragma unroll
+UNROLL
             for (u32 i = 0; i < 8; i++) {
                 if (sum[i][j] > best[i]) {
                     best[i] = sum[i][j];
@@ -111,7 +110,7 @@ KERNEL(256, 2, nearest_listed, const float* x, const float* centroids, const flo
             }
         }
     }
-#pragma unroll
+UNROLL
     for (u32 i = 0; i < 8; i++) {
         for (u32 step = 8; step > 0; step /= 2) {
             float other = __shfl_xor_sync(ALL_LANES, best[i], step);

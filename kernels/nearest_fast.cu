@@ -104,15 +104,15 @@ DEVICE void add_products(float (&sum)[2][8][4], const u16* rows, const u16* cent
                          u32 step) {
 #ifdef TENSOR_CORES
     u32 a[2][4];
-#pragma unroll
+UNROLL
     for (u32 i = 0; i < 2; i++) {
         load_matrices(a[i], rows + place(row_at + i * 16 + lane() % 16, step * 2 + lane() / 16));
     }
-#pragma unroll
+UNROLL
     for (u32 j = 0; j < 8; j += 2) {
         u32 b[4], row = centroid_at + j * 8 + lane() % 8 + lane() / 16 * 8;
         load_matrices(b, centroids + place(row, step * 2 + lane() / 8 % 2));
-#pragma unroll
+UNROLL
         for (u32 i = 0; i < 2; i++) {
             multiply_add(sum[i][j], a[i], b[0], b[1]);
             multiply_add(sum[i][j + 1], a[i], b[2], b[3]);
@@ -124,6 +124,8 @@ DEVICE void add_products(float (&sum)[2][8][4], const u16* rows, const u16* cent
             for (u32 e = 0; e < 4; e++) {
                 u32 row = row_at + i * 16 + lane() / 4 + e / 2 * 8;
                 u32 centroid = centroid_at + j * 8 + lane() % 4 * 2 + e % 2;
+                // Beyond the last centroid; only to save time.
+                if (sum[i][j][e] == minus_infinity()) continue;
                 for (u32 k = 0; k < 16; k++) {
                     u32 eighth = step * 2 + k / 8;
                     float a = from_half(rows[place(row, eighth) + k % 8]);
@@ -215,11 +217,11 @@ struct Found {
 };
 
 DEVICE void fold(Found& found, const float (&sum)[2][8][4], u32 centroid_at) {
-#pragma unroll
+UNROLL
     for (u32 i = 0; i < 2; i++) {
-#pragma unroll
+UNROLL
         for (u32 j = 0; j < 8; j++) {
-#pragma unroll
+UNROLL
             for (u32 e = 0; e < 4; e++) {
                 u32 r = i * 2 + e / 2;
                 float s = sum[i][j][e];
@@ -275,7 +277,7 @@ KERNEL(256, 2, nearest_fast, const u16* rows, const float* norms, const u16* cen
         end_of_copies();
     }
     Found found;
-#pragma unroll
+UNROLL
     for (u32 r = 0; r < 4; r++) {
         found.best[r] = found.second[r] = minus_infinity();
         found.code[r] = 0;
@@ -284,10 +286,10 @@ KERNEL(256, 2, nearest_fast, const u16* rows, const float* norms, const u16* cen
     for (u32 tile = 0; tile < tiles; tile++) {
         float sum[2][8][4];
         u32 first = tile * TILE + centroid_at + lane() % 4 * 2;
-#pragma unroll
+UNROLL
         for (u32 j = 0; j < 8; j++) {
             float2 bias = *(const float2*)&biases[first + j * 8];
-#pragma unroll
+UNROLL
             for (u32 i = 0; i < 2; i++) {
                 sum[i][j][0] = sum[i][j][2] = bias.x;
                 sum[i][j][1] = sum[i][j][3] = bias.y;
@@ -308,7 +310,7 @@ KERNEL(256, 2, nearest_fast, const u16* rows, const float* norms, const u16* cen
             end_of_copies();
             const u16* against = queue + stage * TILE * SLAB;
             u32 steps = smaller(SLAB, w - slab * SLAB) / 16;
-#pragma unroll
+UNROLL
             for (u32 step = 0; step < SLAB / 16; step++) {
                 if (step < steps) {
                     add_products(sum, shared + slab * TILE * SLAB, against, row_at, centroid_at, step);
@@ -325,7 +327,7 @@ KERNEL(256, 2, nearest_fast, const u16* rows, const float* norms, const u16* cen
     float* best = (float*)shared;
     float* second = best + 8 * TILE;
     u32* code = (u32*)(second + 8 * TILE);
-#pragma unroll
+UNROLL
     for (u32 r = 0; r < 4; r++) {
         u32 to = (warp() % 2 * 4 + lane() % 4) * TILE + row_at + r / 2 * 16 + r % 2 * 8 + lane() / 4;
         best[to] = found.best[r];

@@ -23,17 +23,17 @@ KERNEL(256, 2, second_moment, const float* q_rope, double* runs, u32 m, u32 d, u
         for (u32 k = 0; k < 16; k++) {
             float4 a = *(const float4*)&left[k * 64 + ty * 4], b = *(const float4*)&right[k * 64 + tx * 4];
             float as[4] = {a.x, a.y, a.z, a.w}, bs[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
+UNROLL
             for (u32 i = 0; i < 4; i++) {
-#pragma unroll
+UNROLL
                 for (u32 j = 0; j < 4; j++) part[i][j] = fmaf(as[i], bs[j], part[i][j]);
             }
         }
         __syncthreads();
         if ((start - first) % 256 == 240 || start + 16 >= end) {
-#pragma unroll
+UNROLL
             for (u32 i = 0; i < 4; i++) {
-#pragma unroll
+UNROLL
                 for (u32 j = 0; j < 4; j++) {
                     sum[i][j] += part[i][j];
                     part[i][j] = 0;
@@ -42,9 +42,9 @@ KERNEL(256, 2, second_moment, const float* q_rope, double* runs, u32 m, u32 d, u
         }
     }
     double* out = runs + ((u64)blockIdx.z * gridDim.y + blockIdx.y) * d * d;
-#pragma unroll
+UNROLL
     for (u32 i = 0; i < 4; i++) {
-#pragma unroll
+UNROLL
         for (u32 j = 0; j < 4; j++) {
             u32 x = left_at + ty * 4 + i, y = right_at + tx * 4 + j;
             if (x < d && y < d) out[x * d + y] = sum[i][j];

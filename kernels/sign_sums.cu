@@ -19,7 +19,7 @@ KERNEL(256, 1, sign_sums, const float* x, u64* sums, u32* counts, const u32* lar
             u32 pattern = (v.x > 0) | (v.y > 0) << 1 | (v.z > 0) << 2 | (v.w > 0) << 3;
             atomicAdd(&rows[pattern * 32 + lane()], 1);
             float values[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
+UNROLL
             for (u32 e = 0; e < 4; e++) {
                 atomicAdd(&part[(pattern * 4 + e) * 32 + lane()], to_fixed(values[e], scale));
             }

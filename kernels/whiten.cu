@@ -22,17 +22,17 @@ KERNEL(256, 2, whiten, const float* x, const float* chol, float* out, u32 n, u32
         for (u32 k = 0; k < 16; k++) {
             float4 a = *(const float4*)&rows[k * 68 + ty * 4], b = *(const float4*)&columns[k * 64 + tx * 4];
             float as[4] = {a.x, a.y, a.z, a.w}, bs[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
+UNROLL
             for (u32 i = 0; i < 4; i++) {
-#pragma unroll
+UNROLL
                 for (u32 j = 0; j < 4; j++) sum[i][j] = fmaf(as[i], bs[j], sum[i][j]);
             }
         }
         __syncthreads();
     }
-#pragma unroll
+UNROLL
     for (u32 i = 0; i < 4; i++) {
-#pragma unroll
+UNROLL
         for (u32 j = 0; j < 4; j++) {
             u32 row = row_at + ty * 4 + i, channel = column_at + tx * 4 + j;
             if (row < n && channel < w) out[(u64)row * w + channel] = sum[i][j];

@@ -1,13 +1,14 @@
 //! Arithmetic kernels: the naive f64 references that define each operation, and their forms for the CPU
 //! and for GPUs.
 //!
-//! [`device`] is the seam of calibration: [`cpu`] implements it here.
+//! [`device`] is the seam of calibration: [`cpu`] and [`cuda`] implement it here.
 //!
 //! Every parallel kernel cuts its work into pieces whose size does not depend on the number of
 //! threads, and each piece is computed by one thread: the same bytes for any thread count.
 
 pub mod attention;
 pub mod cpu;
+pub mod cuda;
 pub mod device;
 pub mod linear;
 pub mod reference;
@@ -24,9 +25,13 @@ use crate::error::{Error, Result};
 /// The device asked for is not there.
 pub fn open(device: cli::Device) -> Result<Box<dyn device::Device>> {
     match device {
-        cli::Device::Auto | cli::Device::Cpu => Ok(Box::new(cpu::Cpu)),
+        cli::Device::Auto => Ok(match cuda::Cuda::open() {
+            Ok(cuda) => Box::new(cuda),
+            Err(_) => Box::new(cpu::Cpu),
+        }),
+        cli::Device::Cpu => Ok(Box::new(cpu::Cpu)),
         cli::Device::Wgpu => Err(Error::device("wgpu is not built in")),
-        cli::Device::Cuda => Err(Error::device("CUDA is not built in")),
+        cli::Device::Cuda => Ok(Box::new(cuda::Cuda::open()?)),
     }
 }
 

@@ -7,6 +7,7 @@
 mod cases;
 mod checks;
 mod devices;
+mod emulated;
 
 use std::process::ExitCode;
 use std::time::Instant;
