@@ -19,7 +19,12 @@ fn main() {
     println!("cargo:rerun-if-env-changed=CUDA_HOME");
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let image = out.join("kvsmith.fatbin");
-    let text = match find().is_some_and(|nvcc| compile(&nvcc, &image)) {
+    let nvcc = find();
+    if let Some(nvcc) = &nvcc {
+        // For tests/kernels.rs.
+        println!("cargo:rustc-env=KVSMITH_FOUND_NVCC={}", nvcc.display());
+    }
+    let text = match nvcc.is_some_and(|nvcc| compile(&nvcc, &image)) {
         // The loader of the driver reads the image as 64-bit words.
         true => format!(
             "#[repr(align(16))]\nstruct Aligned<T: ?Sized>(T);\n\
@@ -57,7 +62,10 @@ fn compile(nvcc: &Path, image: &Path) -> bool {
         Ok(output) => String::from_utf8_lossy(&output.stderr).into_owned(),
         Err(e) => e.to_string(),
     };
-    println!("cargo:warning=CUDA kernels are not built in: {} failed", nvcc.display());
+    println!(
+        "cargo:warning=CUDA kernels are not built in: {} failed",
+        nvcc.display()
+    );
     error.lines().for_each(|line| println!("cargo:warning={line}"));
     false
 }

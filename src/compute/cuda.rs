@@ -92,9 +92,7 @@ fn width(d: usize) -> usize {
 }
 
 /// The elements of an array in standard layout.
-fn flat<T, D: ndarray::Dimension>(
-    x: &ndarray::ArrayBase<impl ndarray::Data<Elem = T>, D>,
-) -> Result<&[T]> {
+fn flat<T, D: ndarray::Dimension>(x: &ndarray::ArrayBase<impl ndarray::Data<Elem = T>, D>) -> Result<&[T]> {
     x.as_slice()
         .ok_or_else(|| Error::failed("an array is not in standard layout"))
 }

@@ -18,21 +18,35 @@ use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 
 use crate::cli;
 use crate::error::{Error, Result};
+use crate::progress::Log;
 
-/// Opens a device for calibration; `auto` takes an NVIDIA GPU where there is one, else the CPU.
+/// Opens a device for calibration; `auto` takes an NVIDIA GPU where there is one, else the CPU, and `-v`
+/// tells why.
 ///
 /// # Errors
 /// The device asked for is not there.
-pub fn open(device: cli::Device) -> Result<Box<dyn device::Device>> {
+pub fn open(device: cli::Device, log: Log) -> Result<Box<dyn device::Device>> {
     match device {
-        cli::Device::Auto => Ok(match cuda::Cuda::open() {
+        cli::Device::Auto => Ok(match open_cuda(log) {
             Ok(cuda) => Box::new(cuda),
-            Err(_) => Box::new(cpu::Cpu),
+            Err(e) => {
+                log.detail(&format!("device: no GPU: {e}"));
+                Box::new(cpu::Cpu)
+            }
         }),
         cli::Device::Cpu => Ok(Box::new(cpu::Cpu)),
         cli::Device::Wgpu => Err(Error::device("wgpu is not built in")),
-        cli::Device::Cuda => Ok(Box::new(cuda::Cuda::open()?)),
+        cli::Device::Cuda => Ok(Box::new(open_cuda(log)?)),
     }
+}
+
+fn open_cuda(log: Log) -> Result<cuda::Cuda> {
+    let cuda = cuda::Cuda::open()?;
+    log.detail(match cuda::kernels::image() {
+        Some(_) => "device: the CUDA kernels are built in",
+        None => "device: the CUDA kernels were compiled now, by NVRTC",
+    });
+    Ok(cuda)
 }
 
 /// `out = a b`, or `out += a b` with `accumulate`, on the calling thread.

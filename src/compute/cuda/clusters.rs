@@ -199,7 +199,10 @@ impl<'d> Clustering<'d> {
                 used: used as usize,
             })
             .collect();
-        self.drawn.iter_mut().zip(&made).for_each(|(d, m)| *d += m.centroids);
+        self.drawn
+            .iter_mut()
+            .zip(&made)
+            .for_each(|(d, m)| *d += m.centroids);
         Ok(made)
     }
 
@@ -228,12 +231,7 @@ impl<'d> Clustering<'d> {
         ];
         args.extend(sizes);
         rows.launch("sum_rows", [rows.n.div_ceil(WARPS), 1], &args)?;
-        let mut args = vec![
-            self.centroids.arg(),
-            sums.arg(),
-            counts.arg(),
-            self.largest.arg(),
-        ];
+        let mut args = vec![self.centroids.arg(), sums.arg(), counts.arg(), self.largest.arg()];
         args.extend(sizes);
         let blocks = (self.size * rows.w).div_ceil(256);
         rows.launch("move_centroids", [blocks, 1], &args)?;

@@ -44,8 +44,14 @@ const FILES: [(&str, &str); 10] = [
     ("draw.cu", include_str!("../../../kernels/draw.cu")),
     ("means.cu", include_str!("../../../kernels/means.cu")),
     ("nearest.cu", include_str!("../../../kernels/nearest.cu")),
-    ("nearest_fast.cu", include_str!("../../../kernels/nearest_fast.cu")),
-    ("second_moment.cu", include_str!("../../../kernels/second_moment.cu")),
+    (
+        "nearest_fast.cu",
+        include_str!("../../../kernels/nearest_fast.cu"),
+    ),
+    (
+        "second_moment.cu",
+        include_str!("../../../kernels/second_moment.cu"),
+    ),
     ("sign_sums.cu", include_str!("../../../kernels/sign_sums.cu")),
     ("whiten.cu", include_str!("../../../kernels/whiten.cu")),
 ];

@@ -15,7 +15,7 @@ use super::driver::{Address, Arg, Driver, THREADS};
 use super::{clusters, kernels};
 use crate::error::{Error, Result};
 
-mod compile;
+pub mod compile;
 
 /// What is said to do where CUDA cannot be had.
 const HINT: &str = "install NVIDIA's driver (`nvidia-smi` shows whether it works), or use --device cpu";
@@ -58,8 +58,14 @@ impl Nvidia {
         let device = result::device::get(0).map_err(|e| failed("no first GPU", e))?;
         let name = result::device::get_name(device).map_err(|e| failed("no name of the GPU", e))?;
         let capability = (
-            attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-            attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            attribute(
+                device,
+                CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            )?,
+            attribute(
+                device,
+                CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            )?,
         );
         let (major, minor) = capability;
         if capability < OLDEST {
@@ -84,6 +90,13 @@ impl Nvidia {
         Ok(gpu)
     }
 
+    /// Leaves the tensor cores alone: every score in f32.
+    #[must_use]
+    pub fn without_tensor_cores(mut self) -> Self {
+        self.fast_shared_bytes = 0;
+        self
+    }
+
     /// Loads the kernels, those built in or, where there are none, compiled now.
     fn load(&mut self, capability: (i32, i32)) -> Result<()> {
         self.enter()?;
@@ -98,7 +111,9 @@ impl Nvidia {
         // SAFETY: the image is a whole fat binary of nvcc, aligned, or one that NVRTC just made.
         self.module = unsafe { result::module::load_data(image.as_ptr().cast()) }.map_err(|e| {
             let why = match e.0 {
-                CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => "the kernels that are built in are not for this GPU",
+                CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => {
+                    "the kernels that are built in are not for this GPU"
+                }
                 CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION | CUresult::CUDA_ERROR_INVALID_IMAGE => {
                     "the driver is too old for the kernels"
                 }
@@ -223,8 +238,14 @@ fn no_gpu() -> Error {
 }
 
 fn failed(what: &str, e: DriverError) -> Error {
-    let name = e.error_name().ok().map(|name| name.to_string_lossy().into_owned());
-    let text = e.error_string().ok().map(|text| text.to_string_lossy().into_owned());
+    let name = e
+        .error_name()
+        .ok()
+        .map(|name| name.to_string_lossy().into_owned());
+    let text = e
+        .error_string()
+        .ok()
+        .map(|text| text.to_string_lossy().into_owned());
     Error::device(format!(
         "CUDA: {what}: {} ({})",
         text.unwrap_or_else(|| "unknown error".to_owned()),
@@ -234,7 +255,8 @@ fn failed(what: &str, e: DriverError) -> Error {
 
 fn attribute(device: CUdevice, attribute: CUdevice_attribute) -> Result<i32> {
     // SAFETY: the device is one that the driver gave.
-    unsafe { result::device::get_attribute(device, attribute) }.map_err(|e| failed("no facts about the GPU", e))
+    unsafe { result::device::get_attribute(device, attribute) }
+        .map_err(|e| failed("no facts about the GPU", e))
 }
 
 /// The CUDA version of the driver, as in 13.0.

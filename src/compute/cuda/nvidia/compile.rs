@@ -21,7 +21,8 @@ pub fn compile(capability: (i32, i32)) -> Result<Vec<u8>> {
         .hint("build kvsmith where nvcc is (`make cuda all` fetches one), install NVRTC, or use --device cpu"));
     }
     let source = CString::new(kernels::source()).map_err(|e| Error::device(e.to_string()))?;
-    let program = result::create_program(&source, Some(c"kvsmith.cu")).map_err(|e| failed("does not start", e))?;
+    let program =
+        result::create_program(&source, Some(c"kvsmith.cu")).map_err(|e| failed("does not start", e))?;
     let out = machine_code(program, capability);
     // SAFETY: created above, and not used afterwards. That it is gone either way is all that matters.
     let _ = unsafe { result::destroy_program(program) };
@@ -30,14 +31,20 @@ pub fn compile(capability: (i32, i32)) -> Result<Vec<u8>> {
 
 fn machine_code(program: nvrtcProgram, capability: (i32, i32)) -> Result<Vec<u8>> {
     let (major, minor) = capability;
-    let options = [format!("--gpu-architecture=sm_{major}{minor}"), "--std=c++17".to_owned()];
+    let options = [
+        format!("--gpu-architecture=sm_{major}{minor}"),
+        "--std=c++17".to_owned(),
+    ];
     // SAFETY: the program was created and not destroyed.
     if let Err(e) = unsafe { result::compile_program(program, &options) } {
         // SAFETY: as above.
         let log = unsafe { result::get_program_log(program) }.unwrap_or_default();
         let log: Vec<u8> = log.iter().map(|c| *c as u8).take_while(|c| *c != 0).collect();
         let log = String::from_utf8_lossy(&log);
-        return Err(failed(&format!("cannot compile the kernels for sm_{major}{minor}: {}", log.trim()), e));
+        return Err(failed(
+            &format!("cannot compile the kernels for sm_{major}{minor}: {}", log.trim()),
+            e,
+        ));
     }
     let mut size = 0;
     // SAFETY: as above; writes a number to where the pointer points.
