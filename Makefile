@@ -28,7 +28,7 @@ test: setup cuda $(PYTHON)
 	$(CARGO) test --locked
 	KVSMITH_PYTHON=$(abspath $(PYTHON)) $(CARGO) test --locked --test docs -- --ignored
 
-# docs/results.md with its numbers and pictures; about 13 minutes on 2 cores.
+# docs/results.md with its numbers and pictures; about 25 minutes on 2 cores.
 results: all
 	$(CARGO) run --release --locked --example results -- $(KVSMITH) target/results
 

@@ -2,6 +2,7 @@
 """Write needles.jsonl: held-out retrieval prompts with their answers.
 
     make_needles.py [--model model] [--heldout heldout.txt] [--text text.txt] [--out needles.jsonl]
+                    [--conversations conversations.jsonl]
 
 A needle is a sentence such as `The word of Abner is mercy stone.` among the
 sentences of heldout.txt; the prompt ends with its beginning, `The word of
@@ -47,6 +48,9 @@ TEMPLATES = [
 ]
 KINDS = ("single", "multi-key", "multi-turn")
 LENGTHS = (512, 1024, 2000)
+# Needles in the text of each turn of a conversation, and its tokens in all.
+PER_TURN = (4, 1, 1, 1, 1, 1, 0, 0)
+CONVERSATION = 2000
 
 
 def held_out(word):
@@ -142,6 +146,29 @@ class Prompts:
             pieces += [answer, ""]
         return pieces[:-1]
 
+    def conversation(self, rng, tokens):
+        """(prompt, answer, turn of the needle) of every turn."""
+        template = TEMPLATES[int(rng.integers(len(TEMPLATES)))]
+        pairs = self.words.pairs(rng, sum(PER_TURN))
+        born = np.repeat(np.arange(len(PER_TURN)), PER_TURN)
+        open_, turns = [], []
+        for turn, new in enumerate(PER_TURN):
+            fresh = [i for i in range(len(pairs)) if born[i] == turn]
+            # The first turn has nothing earlier.
+            open_ += fresh if turn == 0 else []
+            asked = open_.pop(int(rng.integers(len(open_))))
+            open_ += fresh if turn > 0 else []
+            key, value = pairs[asked]
+            facts = [template.format(k=pairs[i][0], v=" " + pairs[i][1]) for i in fresh]
+            question, answer = " " + template.split("{v}")[0].format(k=key), " " + value
+            size = sum(self.count(" " + f) for f in facts) + self.count("." + question) + self.count(answer)
+            sentences = self.host(rng, tokens // len(PER_TURN) - 2 - size)
+            for place, fact in zip(np.sort(rng.integers(0, len(sentences), new))[::-1], facts):
+                sentences.insert(int(place), fact)
+            prompt = (". " if turns else "") + " ".join(sentences) + question
+            turns.append((prompt, answer, int(born[asked])))
+        return turns
+
     def ids(self, pieces):
         """Token ids with <|bos|> and the spans of the answers."""
         ids, spans = [0], []
@@ -159,7 +186,9 @@ def main():
     parser.add_argument("--heldout", type=pathlib.Path, default=HERE / "heldout.txt")
     parser.add_argument("--text", type=pathlib.Path, default=HERE / "text.txt")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "needles.jsonl")
+    parser.add_argument("--conversations", type=pathlib.Path, help="default: conversations.jsonl beside --out")
     parser.add_argument("--each", type=int, default=24, help="prompts per kind and length")
+    parser.add_argument("--talks", type=int, default=32, help="conversations")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
 
@@ -176,9 +205,23 @@ def main():
                 assert before + tokenizer.encode(answer, add_special_tokens=False).ids == after
                 assert before[0] == 0 and tokens - 30 <= len(before) <= tokens, len(before)
                 lines.append(json.dumps({"prompt": prompt, "answer": answer, "kind": kind, "tokens": len(before)}))
+    write(args.out, lines, "prompts")
+
+    lines = []
+    for i in range(args.talks):
+        turns = prompts.conversation(np.random.default_rng([args.seed, CONVERSATION, len(KINDS), i]), CONVERSATION)
+        pieces = [piece for prompt, answer, _ in turns for piece in (prompt, answer)]
+        ids, _ = prompts.ids(pieces)
+        assert ids == tokenizer.encode("".join(pieces)).ids and CONVERSATION - 60 <= len(ids) <= CONVERSATION, len(ids)
+        turns = [{"prompt": prompt, "answer": answer, "from": turn} for prompt, answer, turn in turns]
+        lines.append(json.dumps({"turns": turns, "tokens": len(ids)}))
+    write(args.conversations or args.out.with_name("conversations.jsonl"), lines, "conversations")
+
+
+def write(path, lines, what):
     data = "\n".join(lines) + "\n"
-    args.out.write_text(data, encoding="utf-8", newline="\n")
-    print(f"{args.out.name}: {len(lines)} prompts, {len(data.encode())} bytes")
+    path.write_text(data, encoding="utf-8", newline="\n")
+    print(f"{path.name}: {len(lines)} {what}, {len(data.encode())} bytes")
 
 
 if __name__ == "__main__":

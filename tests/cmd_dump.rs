@@ -6,7 +6,6 @@ use std::path::Path;
 
 use common::*;
 use half::{bf16, f16};
-use kvsmith::compute::reference;
 use kvsmith::model::Decoder;
 use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView3, Axis, s};
 use serde_json::{Value, json};

@@ -2,17 +2,21 @@
 
 mod common;
 
+use std::process::Stdio;
+use std::time::Duration;
+
 use clap::ValueEnum;
 use common::*;
+use kvsmith::artifact::Artifact;
 use kvsmith::compute::reference;
-use kvsmith::method::{Method, MethodName, Params};
+use kvsmith::method::{Method, MethodName, Params, Place, Prompt, Step};
 use kvsmith::model::Decoder;
 use kvsmith::model::decoder::rotated;
 use kvsmith::runner::budget::Budget;
-use kvsmith::runner::kv::KvType;
+use kvsmith::runner::kv::{KvHead, KvType};
 use kvsmith::runner::packed::Center;
 use kvsmith::runner::{Options, Session};
-use ndarray::{Array1, Array3, s};
+use ndarray::{Array1, Array3, ArrayView1, Axis, s};
 use serde_json::{Value, json};
 
 /// A golden checkpoint with an artifact and documents.
@@ -118,8 +122,10 @@ fn the_oracle_covers_most_and_the_whole_budget_is_exact() {
     }
 }
 
-/// Rotated states of every layer along a document.
+/// States of every layer along a document, rotated and not.
 struct States {
+    q_pre: Array3<f32>,
+    k_pre: Array3<f32>,
     q: Array3<f32>,
     k: Array3<f32>,
     v: Array3<f32>,
@@ -133,6 +139,8 @@ fn states(decoder: &Decoder, ids: &[u32]) -> Vec<States> {
         let layer = decoder.layer(i).unwrap();
         layer.forward(&decoder.rope, hidden.view_mut(), |s, k_rope| {
             out = Some(States {
+                q_pre: s.q_pre.clone(),
+                k_pre: s.k_pre.clone(),
                 q: rotated(&s.q_pre, &table, 0..ids.len()),
                 k: k_rope.clone(),
                 v: s.v.clone(),
@@ -257,16 +265,403 @@ fn naive_kl(decoder: &Decoder, documents: &[Vec<u32>], budget: f64) -> f64 {
             let step = |id: &u32| session.step(*id).unwrap().mapv(f64::from);
             rest.iter().map(step).collect()
         };
-        let log_softmax = |x: &Array1<f64>| {
-            let sum: f64 = x.iter().map(|v| v.exp()).sum();
-            x.mapv(|v| v - sum.ln())
-        };
         for (full, own) in logits(MethodName::Full).iter().zip(logits(MethodName::Streaming)) {
-            let (p, q) = (log_softmax(full), log_softmax(&own));
-            sum += p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
+            sum += divergence(full, &own);
         }
     }
     sum / (10 * documents.len()) as f64
+}
+
+/// KL of the softmax of two rows of logits.
+fn divergence(p: &Array1<f64>, q: &Array1<f64>) -> f64 {
+    let log_softmax = |x: &Array1<f64>| {
+        let sum: f64 = x.iter().map(|v| v.exp()).sum();
+        x.mapv(|v| v - sum.ln())
+    };
+    let (p, q) = (log_softmax(p), log_softmax(q));
+    p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
+}
+
+/// What a session of a method says when it is driven turn by turn: per turn, the logits after every decode
+/// step; and its shares of rows read and products taken.
+struct Driven {
+    turns: Vec<Vec<Array1<f64>>>,
+    shares: [f64; 2],
+}
+
+/// Drives a session through `turns`, each a prompt and tokens that are fed one by one.
+fn drive(
+    decoder: &Decoder,
+    artifact: &Artifact,
+    (name, budget): (MethodName, Budget),
+    kv: KvType,
+    turns: &[(Vec<u32>, Vec<u32>)],
+) -> Driven {
+    let d = decoder.config.head_dim;
+    let method = Method::new(name, Some(artifact), &decoder.rope, d, &Params::default(), 0).unwrap();
+    let options = Options {
+        sinks: 1,
+        window: 3,
+        budget,
+        kv,
+        packed: Center::Median.into(),
+    };
+    let mut session = Session::new(decoder, &method, options, 200).unwrap();
+    let mut turn = |(prompt, rest): &(Vec<u32>, Vec<u32>)| -> Vec<Array1<f64>> {
+        let first = session.prefill(prompt).unwrap();
+        let steps: Vec<_> = rest.iter().map(|id| session.step(*id).unwrap()).collect();
+        let all = std::iter::once(first).chain(steps);
+        all.map(|logits| logits.mapv(f64::from)).collect()
+    };
+    let turns = turns.iter().map(&mut turn).collect();
+    Driven {
+        turns,
+        shares: [session.kv_read_fraction(), session.exact_dot_fraction()],
+    }
+}
+
+#[test]
+fn every_turn_is_that_of_a_session() {
+    for (name, kv, flag) in [
+        ("llama_default", KvType::F32, "f32"),
+        ("qwen2_sliding", KvType::F32, "f32"),
+        ("llama_default", KvType::F16, "f16"),
+        ("llama_default", KvType::TwoBit, "2bit"),
+    ] {
+        // Turns of 30 tokens: 25 in the prompt, 5 fed one by one.
+        let model = Model::new(name, &[120]);
+        let decoder = Decoder::open(&golden(name)).unwrap();
+        let artifact = Artifact::open(model.scratch.path("art").as_ref()).unwrap();
+        let json = model.eval(&format!(
+            "--methods {} --budgets 0.15 --turns 4 --decode 5 --sinks 1 --window 3 --kv {flag}",
+            methods()
+        ));
+        assert_eq!((&json["turns"], &json["steps"]), (&json!(4), &json!(20)));
+        let parts = model.documents[0].chunks(30).map(|turn| turn.split_at(25));
+        let turns: Vec<_> = parts.map(|(p, r)| (p.to_vec(), r.to_vec())).collect();
+        let full = drive(
+            &decoder,
+            &artifact,
+            (MethodName::Full, Budget::Fraction(1.0)),
+            KvType::F32,
+            &turns,
+        );
+        for (row, method) in json["rows"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .zip(MethodName::value_variants())
+        {
+            let own = drive(&decoder, &artifact, (*method, Budget::Fraction(0.15)), kv, &turns);
+            let what = format!("{name} {flag} {}", method.as_str());
+            let shares = ["kv_read_fraction", "exact_dot_fraction"].map(|key| number(row, key));
+            for (share, expected) in shares.iter().zip(own.shares) {
+                assert!(
+                    (share - expected).abs() < 1e-9,
+                    "{what}: {shares:?} {:?}",
+                    own.shares
+                );
+            }
+            let by_turn = row["by_turn"].as_array().unwrap();
+            assert_eq!(by_turn.len(), 4, "{what}");
+            for (i, turn) in by_turn.iter().enumerate() {
+                // What follows the prompt is not measured.
+                let pairs = full.turns[i][1..].iter().zip(&own.turns[i][1..]);
+                let expected = pairs.map(|(p, q)| divergence(p, q)).sum::<f64>() / 5.0;
+                let kl = number(turn, "kl");
+                assert!(
+                    (kl - expected).abs() < 1e-6 + 1e-3 * expected,
+                    "{what}, turn {i}: {kl} {expected}"
+                );
+            }
+            let mean = by_turn.iter().map(|t| number(t, "recall")).sum::<f64>() / 4.0;
+            assert!((mean - number(row, "recall")).abs() < 1e-9, "{what}");
+        }
+    }
+}
+
+/// Recall of a method that is driven by hand along the states of full attention, per turn: the mean over
+/// the KV heads of one layer.
+fn shadow_recall(
+    states: &States,
+    method: &Method,
+    place: &Place,
+    turns: &[(Vec<u32>, Vec<u32>)],
+) -> Vec<f64> {
+    let (h, _, d) = states.q.dim();
+    let (g, r) = (states.k.dim().0, place.group);
+    assert_eq!(h, g * r);
+    let mut recalls = vec![0.0; turns.len()];
+    for c in 0..g {
+        let (k, v) = (states.k.slice(s![c, .., ..]), states.v.slice(s![c, .., ..]));
+        let mut head = method.head(&Place { kv_head: c, ..*place });
+        let mut kv = KvHead::new(place.kv, d, 1, Center::Median);
+        let (mut t, mut steps) = (0, 0);
+        for (turn, (prompt, rest)) in turns.iter().enumerate() {
+            // Earlier rows as the cache gives them.
+            let end = t + prompt.len();
+            let (mut keys, mut values) = (
+                k.slice(s![..end, ..]).to_owned(),
+                v.slice(s![..end, ..]).to_owned(),
+            );
+            let mut scratch = vec![0.0; d];
+            for p in 0..t {
+                keys.row_mut(p)
+                    .assign(&ArrayView1::from(kv.keys().row(p, &mut scratch)));
+                values
+                    .row_mut(p)
+                    .assign(&ArrayView1::from(kv.values().row(p, &mut scratch)));
+            }
+            let q_rope = states.q.slice(s![c * r..(c + 1) * r, t..end, ..]);
+            let last = q_rope.index_axis(Axis(1), prompt.len() - 1);
+            let query = last.mean_axis(Axis(0)).unwrap().to_vec();
+            kv.prompt(keys.view(), values.view(), &query, 0..end);
+            head.prefill(&Prompt {
+                first: t,
+                k_pre: states.k_pre.slice(s![c, t..end, ..]),
+                q_rope,
+                keys: keys.view(),
+                values: values.view(),
+                kv: &kv,
+            });
+            t = end;
+            for _ in rest {
+                kv.extend(k.slice(s![t..t + 1, ..]), v.slice(s![t..t + 1, ..]));
+                head.append(states.k_pre.slice(s![c, t..t + 1, ..]), k.slice(s![t..t + 1, ..]));
+                let q = states.q.slice(s![c * r..(c + 1) * r, t, ..]);
+                let step = Step {
+                    step: steps,
+                    visible: 0..t + 1,
+                    candidates: place.sinks..t + 1 - place.window,
+                    budget: place.budget.positions(t + 1),
+                    q_pre: states.q_pre.slice(s![c * r..(c + 1) * r, t, ..]),
+                    q_rope: q,
+                    kv: &kv,
+                };
+                let chosen = head.select(&step).positions;
+                let mut probability = vec![0.0; t + 1];
+                for q in q.rows() {
+                    let weight = |p: usize| (reference::dot(q, k.row(p)) / (d as f64).sqrt()).exp();
+                    let sum: f64 = (0..=t).map(weight).sum();
+                    (0..=t).for_each(|p| probability[p] += weight(p) / sum);
+                }
+                let mut best: Vec<usize> = step.candidates.clone().collect();
+                best.sort_by(|i, j| probability[*j].total_cmp(&probability[*i]).then(i.cmp(j)));
+                best.truncate(step.budget);
+                let found = best.iter().filter(|p| chosen.contains(&(**p as u32))).count();
+                recalls[turn] += found as f64 / best.len() as f64 / (g * rest.len()) as f64;
+                t += 1;
+                steps += 1;
+            }
+        }
+    }
+    recalls
+}
+
+#[test]
+fn recall_is_that_of_a_choice_along_the_full_trajectory() {
+    let model = Model::new("llama_default", &[120]);
+    let decoder = Decoder::open(&golden(model.name)).unwrap();
+    let artifact = Artifact::open(model.scratch.path("art").as_ref()).unwrap();
+    let c = &decoder.config;
+    let states = states(&decoder, &model.documents[0]);
+    let parts = model.documents[0].chunks(30).map(|turn| turn.split_at(25));
+    let turns: Vec<_> = parts.map(|(p, r)| (p.to_vec(), r.to_vec())).collect();
+    // Those that do not learn from what was attended.
+    let names = [
+        MethodName::Topk,
+        MethodName::Quest,
+        MethodName::Snapkv,
+        MethodName::A2ats,
+        MethodName::Selfindex,
+        MethodName::Ctkvr,
+    ];
+    let list = names.map(|name| name.as_str()).join(",");
+    for (kv, flag) in [
+        (KvType::F32, "f32"),
+        (KvType::Bf16, "bf16"),
+        (KvType::TwoBit, "2bit"),
+    ] {
+        let json = model.eval(&format!(
+            "--methods {list} --budgets 8 --turns 4 --decode 5 --sinks 1 --window 3 --kv {flag}"
+        ));
+        for (row, name) in json["rows"].as_array().unwrap().iter().zip(names) {
+            let method = Method::new(
+                name,
+                Some(&artifact),
+                &decoder.rope,
+                c.head_dim,
+                &Params::default(),
+                0,
+            );
+            let method = method.unwrap();
+            let mut expected = vec![0.0; 4];
+            for (layer, states) in states.iter().enumerate() {
+                let place = Place {
+                    layer,
+                    kv_head: 0,
+                    group: c.group(),
+                    head_dim: c.head_dim,
+                    model_window: None,
+                    sinks: 1,
+                    window: 3,
+                    budget: Budget::Count(8),
+                    kv,
+                };
+                let own = shadow_recall(states, &method, &place, &turns);
+                expected
+                    .iter_mut()
+                    .zip(own)
+                    .for_each(|(e, x)| *e += x / c.n_layers as f64);
+            }
+            for (i, (turn, expected)) in row["by_turn"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .zip(expected)
+                .enumerate()
+            {
+                let recall = number(turn, "recall");
+                assert!(
+                    (recall - expected).abs() < 1e-9,
+                    "{flag} {} turn {i}: {recall} {expected}",
+                    name.as_str()
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn every_turn_has_its_oracle_and_the_whole_budget_is_exact() {
+    for name in ["llama_default", "qwen2_sliding", "qwen3_norm"] {
+        let model = Model::new(name, &[90, 61]);
+        let json = model.eval(&format!(
+            "--methods {} --budgets 0.1,1.0 --turns 3 --decode 6 --sinks 1 --window 3",
+            methods()
+        ));
+        assert_eq!((&json["blocks"], &json["steps"]), (&json!(2), &json!(36)));
+        let rows = json["rows"].as_array().unwrap();
+        let oracle = rows.iter().find(|r| r["method"] == json!("topk")).unwrap();
+        assert_eq!(oracle["budget"], json!(0.1));
+        let mut lost = 0;
+        for row in rows {
+            let turns = row["by_turn"].as_array().unwrap();
+            assert_eq!(turns.len(), 3);
+            for (i, turn) in turns.iter().enumerate() {
+                let what = format!("{name} {} {} turn {i}: {turn}", row["method"], row["budget"]);
+                let best = &oracle["by_turn"][i];
+                assert_eq!(number(best, "recall"), 1.0, "{what}");
+                if row["budget"] == json!(1.0) || row["method"] == json!("full") {
+                    assert_eq!(number(turn, "recall"), 1.0, "{what}");
+                    assert!(number(turn, "kl") < 1e-9, "{what}");
+                    assert!(number(turn, "output_error") < 1e-5, "{what}");
+                    assert!((number(turn, "mass") - 1.0).abs() < 1e-5, "{what}");
+                } else {
+                    assert!(number(turn, "mass") <= number(best, "mass") + 1e-6, "{what}");
+                    lost += usize::from(number(turn, "kl") > 1e-6);
+                }
+            }
+        }
+        assert!(lost > 3 * 5, "{name}: {lost}");
+    }
+}
+
+#[test]
+fn conversations_are_answered_where_every_token_is_the_greedy_choice() {
+    let model = Model::new("llama_default", &[10]);
+    let decoder = Decoder::open(&golden(model.name)).unwrap();
+    let artifact = Artifact::open(model.scratch.path("art").as_ref()).unwrap();
+    let prompts = documents(&[40, 30, 25, 20], 5);
+    // The answers are what full attention says, but for the last token of the third.
+    let mut answers: Vec<Vec<u32>> = Vec::new();
+    for (i, length) in [3, 1, 2, 4].into_iter().enumerate() {
+        let mut answer = Vec::new();
+        for _ in 0..length {
+            let mut questions = answers.clone();
+            questions.push(answer.iter().copied().chain([0]).collect());
+            let said = greedy(
+                &decoder,
+                &artifact,
+                (MethodName::Full, Budget::Fraction(1.0)),
+                &prompts,
+                &questions,
+            );
+            answer.push(said[i][answer.len()]);
+        }
+        if i == 2 {
+            answer[1] ^= 1;
+        }
+        answers.push(answer);
+    }
+    let pairs = prompts.iter().zip(&answers);
+    let turns: Vec<Value> = pairs
+        .map(|(prompt, answer)| json!({ "prompt_tokens": prompt, "answer_tokens": answer }))
+        .collect();
+    let line = json!({ "turns": turns }).to_string();
+    let file = model.scratch.write("talk.jsonl", format!("{line}\n{line}\n"));
+    let json = kvsmith(&format!(
+        "eval {} --needles {file} --methods {} --budgets 1.0,2 --sinks 1 --window 3 --json",
+        model.files,
+        methods()
+    ))
+    .json();
+    assert_eq!(json["needles"], json!(8));
+    assert_eq!(json["full_needle_accuracy"], json!(0.75));
+    assert_eq!(json["full_needle_accuracy_by_turn"], json!([1.0, 1.0, 0.0, 1.0]));
+    let rows = json["rows"].as_array().unwrap();
+    let pairs = MethodName::value_variants()
+        .iter()
+        .flat_map(|m| [(*m, Budget::Fraction(1.0)), (*m, Budget::Count(2))]);
+    let mut worse = 0;
+    for (row, (method, budget)) in rows.iter().zip(pairs) {
+        assert_eq!(
+            (&row["method"], &row["budget"]),
+            (&json!(method.as_str()), &json!(budget.value()))
+        );
+        assert_eq!(row["kl"], Value::Null, "{row}");
+        let said = greedy(&decoder, &artifact, (method, budget), &prompts, &answers);
+        let right: Vec<f64> = said
+            .iter()
+            .zip(&answers)
+            .map(|(s, a)| f64::from(u8::from(s == a)))
+            .collect();
+        assert_eq!(row["needle_accuracy_by_turn"], json!(right), "{row}");
+        assert_eq!(
+            number(row, "needle_accuracy"),
+            right.iter().sum::<f64>() / 4.0,
+            "{row}"
+        );
+        worse += usize::from(right.iter().sum::<f64>() < 3.0);
+    }
+    assert!(worse > 0, "no method loses anything at two positions");
+}
+
+/// The greedy choices of a session at every place of the answers, which it is fed as `run` feeds replies:
+/// the last token of each with the next prompt.
+fn greedy(
+    decoder: &Decoder,
+    artifact: &Artifact,
+    (name, budget): (MethodName, Budget),
+    prompts: &[Vec<u32>],
+    answers: &[Vec<u32>],
+) -> Vec<Vec<u32>> {
+    let mut last = None;
+    let mut turns = Vec::new();
+    for (prompt, answer) in prompts.iter().zip(answers) {
+        let (end, fed) = answer.split_last().unwrap();
+        turns.push((
+            last.into_iter().chain(prompt.iter().copied()).collect(),
+            fed.to_vec(),
+        ));
+        last = Some(*end);
+    }
+    let best = |logits: &Array1<f64>| {
+        let best = |a: (usize, f64), b: (usize, &f64)| if *b.1 > a.1 { (b.0, *b.1) } else { a };
+        logits.iter().enumerate().fold((0, f64::NEG_INFINITY), best).0 as u32
+    };
+    let said = drive(decoder, artifact, (name, budget), KvType::F32, &turns).turns;
+    said.iter().map(|turn| turn.iter().map(best).collect()).collect()
 }
 
 #[test]
@@ -355,6 +750,45 @@ fn threads_change_nothing() {
 }
 
 #[test]
+fn an_interrupt_tells_what_was_measured() {
+    // Some seconds of work.
+    let model = Model::new("llama_default", &[100; 400]);
+    let arguments = format!(
+        "eval {} --tokens {} --methods topk --budgets 3 --decode 90 --sinks 0 --window 1 --json",
+        model.files, model.tokens
+    );
+    // The signal may come before there is anything to tell.
+    for delay in (0..).map(|i| Duration::from_millis(50 << i)) {
+        let child = command(&arguments)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        std::thread::sleep(delay);
+        // SAFETY: the process is our child, which was not waited for.
+        unsafe { libc::kill(child.id() as i32, libc::SIGINT) };
+        let outcome = Outcome::of(child.wait_with_output().unwrap());
+        assert_eq!(outcome.code, Some(130), "{}", outcome.stderr);
+        if outcome.stdout.is_empty() {
+            continue;
+        }
+        assert!(
+            outcome.stderr.contains("error: interrupted"),
+            "{}",
+            outcome.stderr
+        );
+        let json: Value = serde_json::from_str(&outcome.stdout).unwrap();
+        let steps = json["steps"].as_u64().unwrap();
+        assert!((1..400 * 90).contains(&steps), "{json}");
+        assert_eq!(json["blocks"].as_u64().unwrap(), steps / 90, "{json}");
+        let row = &json["rows"][0];
+        assert_eq!(number(row, "recall"), 1.0, "{row}");
+        assert!(number(row, "mass") > 0.1 && number(row, "kl") > 0.0, "{row}");
+        return;
+    }
+}
+
+#[test]
 fn bad_input_is_named() {
     let model = Model::new("llama_default", &[20]);
     let needles = |text: &str, code: i32, error: &str| {
@@ -362,7 +796,7 @@ fn bad_input_is_named() {
         kvsmith(&format!("eval {} --needles {file} --methods topk", model.files)).fails(code, error, "");
     };
     needles("", 1, "has no line");
-    needles("{\"prompt_tokens\": [3]}", 1, "has no prompt with its answer");
+    needles("{\"prompt_tokens\": [3]}", 1, "no prompt with its answer");
     needles("{\"prompt_tokens\": [], \"answer_tokens\": [3]}", 1, "is empty");
     needles("{\"prompt_tokens\": [3], \"answer_tokens\": []}", 1, "is empty");
     needles(
@@ -372,6 +806,42 @@ fn bad_input_is_named() {
     );
     needles("not json", 1, "line 1");
     needles("{\"prompt\": \"x\", \"answer\": \"y\"}", 1, "no tokenizer.json");
+    let good = "{\"prompt_tokens\": [3, 4], \"answer_tokens\": [5]}";
+    let talk = |turns: &str, error: &str| needles(&format!("{good}\n{{\"turns\": {turns}}}"), 1, error);
+    talk("[]", "line 2: `turns` has no turn");
+    talk("7", "line 2: `turns` has no turn");
+    talk("[7]", "line 2: turn 1: there is no prompt with its answer");
+    talk(
+        &format!("[{good}, {{\"prompt_tokens\": [3], \"answer_tokens\": []}}]"),
+        "line 2: turn 2: the prompt or the answer is empty",
+    );
+    talk(
+        &format!("[{good}, {{\"prompt_tokens\": [], \"answer_tokens\": [3]}}]"),
+        "turn 2: the prompt or the answer is empty",
+    );
+    talk(
+        &format!("[{good}, {{\"prompt\": \"x\", \"answer\": \"y\"}}]"),
+        "turn 2: turns of text and of token ids in one conversation",
+    );
+    talk(
+        "[{\"prompt\": \"x\", \"answer_tokens\": [3]}]",
+        "turn 1: there is no prompt",
+    );
+    talk(
+        "[{\"prompt\": \"x\", \"answer\": \" \"}]",
+        "turn 1: the prompt or the answer is empty",
+    );
+    talk(
+        "[{\"prompt\": \"x\", \"answer\": \"y\"}]",
+        "turn 1: the model has no tokenizer.json",
+    );
+    talk("[{\"prompt_tokens\": [99999], \"answer_tokens\": [3]}]", "turn 1");
+    talk("[{\"prompt_tokens\": [3], \"answer_tokens\": [99999]}]", "turn 1");
+    needles(
+        "{\"turns\": [], \"prompt_tokens\": [3]}",
+        1,
+        "`turns` and `prompt_tokens`",
+    );
     let run = |options: &str, code: i32, error: &str| {
         kvsmith(&format!("eval --model {} {options}", model.scratch.path("model"))).fails(code, error, "");
     };
@@ -381,6 +851,13 @@ fn bad_input_is_named() {
     run(&format!("{tokens} --methods topk --budgets 0.1,0"), 2, "budget");
     run(&format!("{tokens} --methods topk --decode 0"), 2, "");
     run("--methods topk", 2, "");
+    run(&format!("{tokens} --methods topk --turns 0"), 2, "--turns");
+    run(
+        &format!("{tokens} --methods topk --turns 11"),
+        1,
+        "each of 11 turns",
+    );
+    run("--needles none.jsonl --methods topk --turns 2", 2, "--turns");
     let one = model.scratch.tokens("one.json", &[vec![3]]);
     run(
         &format!("--tokens {one} --methods topk"),

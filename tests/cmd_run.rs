@@ -313,6 +313,7 @@ fn extreme_flags() {
             "--sign-full 4294967295 --kv 2bit --sign-centroids signs",
         ),
         ("ctkvr", "--ct-choose even"),
+        ("ctkvr", "--ct-list 1e308 --ct-cap 1"),
         ("ctkvr", "--ct-choose random --ct-centroids 1"),
         ("quest", "--budget 16 --sinks 0 --window 1"),
         ("snapkv", "--budget 2 --sinks 0 --window 1"),

@@ -558,6 +558,8 @@ fn ctkvr() {
             ct_probes: pick(rng, &[1, 2, 4]),
             ct_update: pick(rng, &[1, 1, 3, 0]),
             ct_cap: pick(rng, &[0.1, 0.5, 1.0]),
+            ct_list: pick(rng, &[2.5, 2.5, 1.0, 6.5]),
+            ct_keep: pick(rng, &[false, false, true]),
             ..ctkvr::Params::default()
         };
         (Ctkvr::new(place, &params), NaiveCtkvr::new(params))

@@ -1,6 +1,8 @@
 //! `kvsmith eval`: what methods lose against full attention.
 
-use std::path::{Path, PathBuf};
+mod needles;
+
+use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
@@ -9,13 +11,11 @@ use super::{open_model, print, print_json};
 use crate::artifact::Artifact;
 use crate::cli::{Global, parse_count};
 use crate::corpus::{self, Corpus};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::method::{self, Method, MethodName};
 use crate::model::Decoder;
-use crate::model::tokenizer::Tokenizer;
-use crate::progress::Log;
 use crate::runner::budget::Budget;
-use crate::runner::eval::{Panel, Report, Variant};
+use crate::runner::eval::{Panel, Report, Turn, Variant, decoded, turns_of};
 
 /// Arguments of `eval`.
 #[derive(clap::Args, Debug)]
@@ -30,7 +30,8 @@ pub struct Args {
     /// Token ids instead of text: a JSON array of arrays, one per document
     #[arg(long, value_name = "FILE.json")]
     tokens: Option<PathBuf>,
-    /// Questions instead of text: JSON lines {prompt, answer} or {prompt_tokens, answer_tokens}
+    /// Questions instead of text: JSON lines {prompt, answer} or {prompt_tokens, answer_tokens}, or
+    /// conversations of such turns, {turns: [..]}
     #[arg(long, value_name = "F.jsonl")]
     needles: Option<PathBuf>,
     /// Methods to hold against full attention
@@ -39,9 +40,12 @@ pub struct Args {
     /// Budgets of each method: fractions of the context, or numbers of positions
     #[arg(long, value_name = "X,Y", value_delimiter = ',', default_value = "0.06", value_parser = parse_budget)]
     budgets: Vec<Budget>,
-    /// Last tokens of each block that are fed one by one
+    /// Last tokens of each turn that are fed one by one
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = parse_window)]
     decode: usize,
+    /// Equal turns that each block of text is cut into
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = parse_window, conflicts_with = "needles")]
+    turns: usize,
     /// Report each layer and KV head
     #[arg(long)]
     per_head: bool,
@@ -57,9 +61,6 @@ pub struct Args {
     #[command(flatten)]
     reading: Reading,
 }
-
-/// Tokens that an answer may take beyond its own, for tokens without text.
-const SLACK: usize = 8;
 
 /// Runs `eval`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
@@ -84,8 +85,8 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     });
     let options = args.reading.options(Budget::Fraction(1.0), artifact.as_ref())?;
     let mut panel = Panel::new(&decoder, variants.collect(), options)?;
-    let found = match &args.needles {
-        Some(path) => needles(args, path, &decoder, &mut panel, log)?,
+    let (found, stopped) = match &args.needles {
+        Some(path) => needles::run(path, &args.model, &decoder, &mut panel, log)?,
         None => blocks(args, global, &decoder, &mut panel)?,
     };
     let rows: Vec<Value> = pairs
@@ -95,16 +96,28 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         .collect::<Result<_>>()?;
     if global.json {
         let mut out = json!({ "device": device, "rows": rows });
-        if let (Some(out), Some(found)) = (out.as_object_mut(), found.as_object()) {
-            out.extend(found.clone());
-        }
-        return print_json(&out);
+        merge(&mut out, &found);
+        print_json(&out)?;
+    } else {
+        print(&table(&rows, args.needles.is_some()))?;
     }
-    print(&table(&rows, args.needles.is_some()))
+    match stopped {
+        true => Err(Error::interrupted()),
+        false => Ok(()),
+    }
 }
 
-/// Text or tokens, block by block; what was measured on.
-fn blocks(args: &Args, global: &Global, decoder: &Decoder, panel: &mut Panel) -> Result<Value> {
+/// Whether the user stopped the work after `done` steps; without any, that is the error it is.
+fn is_stopped(result: Result<()>, done: usize) -> Result<bool> {
+    match result {
+        // What was measured so far is still told.
+        Err(e) if e.kind() == Kind::Interrupted && done > 0 => Ok(true),
+        other => other.map(|()| false),
+    }
+}
+
+/// Text or tokens, block by block; what was measured on, and whether the user stopped it.
+fn blocks(args: &Args, global: &Global, decoder: &Decoder, panel: &mut Panel) -> Result<(Value, bool)> {
     let log = global.log();
     let source = match &args.tokens {
         Some(path) => corpus::Source::Tokens(path.clone()),
@@ -121,143 +134,54 @@ fn blocks(args: &Args, global: &Global, decoder: &Decoder, panel: &mut Panel) ->
     decoder.check_ids(&corpus.ids)?;
     let usable: Vec<_> = (0..corpus.n_blocks())
         .map(|b| corpus.block(b))
-        .filter(|b| b.len() > 1)
+        .filter(|b| b.len() / args.turns > 1)
         .collect();
     if usable.is_empty() {
-        return Err(Error::failed("no block has more than one token").hint("give more text"));
+        return Err(match args.turns {
+            1 => Error::failed("no block has more than one token").hint("give more text"),
+            n => Error::failed(format!("no block has two tokens for each of {n} turns"))
+                .hint("give longer documents, or fewer --turns"),
+        });
     }
-    let steps: usize = usable.iter().map(|b| args.decode.min(b.len() - 1)).sum();
+    let turns = |n: usize| turns_of(n, args.turns).map(|turn| decoded(turn.len(), args.decode));
+    let steps: usize = usable.iter().flat_map(|b| turns(b.len())).sum();
     log.note(&format!(
         "evaluating {} tokens in {} blocks, {steps} of them decoded",
         corpus.n_tokens(),
         usable.len()
     ));
     let progress = log.progress(steps as u64, "steps");
+    let (mut done, mut finished, mut stopped) = (0, 0, false);
     for (i, block) in usable.iter().enumerate() {
         progress.stage(format!("block {} of {}", i + 1, usable.len()));
-        panel.block(&corpus.ids[block.clone()], args.decode, &mut || {
-            progress.advance(1)
-        })?;
+        let ids = &corpus.ids[block.clone()];
+        let result = panel.block(ids, args.turns, args.decode, &mut || {
+            done += 1;
+            progress.advance(1);
+        });
+        stopped = is_stopped(result, done)?;
+        if stopped {
+            break;
+        }
+        finished += 1;
     }
     drop(progress);
-    Ok(json!({ "tokens": corpus.n_tokens(), "blocks": usable.len(), "steps": steps }))
+    let found =
+        json!({ "tokens": corpus.n_tokens(), "blocks": finished, "turns": args.turns, "steps": done });
+    Ok((found, stopped))
 }
 
-/// A question of a needle file.
-struct Needle {
-    prompt: Vec<u32>,
-    answer: Answer,
+/// The metrics of a turn, or of all.
+fn measured(turn: &Turn) -> Value {
+    let s = turn.scores();
+    json!({ "recall": s.recall, "mass": s.mass, "output_error": s.output_error, "kl": turn.kl() })
 }
 
-enum Answer {
-    Text(String),
-    Ids(Vec<u32>),
-}
-
-impl Needle {
-    /// # Errors
-    /// A line that is neither of the two forms, or without a prompt or an answer.
-    fn parse(line: &str, tokenizer: Option<&Tokenizer>) -> Result<Self> {
-        let value: Value =
-            serde_json::from_str(line).map_err(|e| Error::failed(format!("not a JSON object: {e}")))?;
-        let text = |key: &str| value.get(key).and_then(Value::as_str);
-        let ids = |key: &str| serde_json::from_value::<Vec<u32>>(value.get(key)?.clone()).ok();
-        let needle = match (text("prompt"), text("answer")) {
-            (Some(prompt), Some(answer)) => {
-                let tokenizer = tokenizer.ok_or_else(|| {
-                    Error::failed("the model has no tokenizer.json for a prompt of text")
-                        .hint("give prompt_tokens and answer_tokens")
-                })?;
-                Self {
-                    prompt: tokenizer.encode(prompt)?,
-                    answer: Answer::Text(answer.trim().to_string()),
-                }
-            }
-            _ => match (ids("prompt_tokens"), ids("answer_tokens")) {
-                (Some(prompt), Some(answer)) => Self {
-                    prompt,
-                    answer: Answer::Ids(answer),
-                },
-                _ => {
-                    return Err(Error::failed("the line has no prompt with its answer")
-                        .hint("{\"prompt\": .., \"answer\": ..} or {\"prompt_tokens\": [..], \"answer_tokens\": [..]}"));
-                }
-            },
-        };
-        let empty = match &needle.answer {
-            Answer::Text(text) => text.is_empty(),
-            Answer::Ids(ids) => ids.is_empty(),
-        };
-        if empty || needle.prompt.is_empty() {
-            return Err(Error::failed("the prompt or the answer is empty"));
-        }
-        Ok(needle)
+/// Adds the members of an object to another.
+fn merge(object: &mut Value, more: &Value) {
+    if let (Some(object), Some(more)) = (object.as_object_mut(), more.as_object()) {
+        object.extend(more.clone());
     }
-
-    /// Whether what was said starts with the answer; `None` while it may still come to that.
-    fn found(&self, said: &[u32], tokenizer: Option<&Tokenizer>) -> Result<Option<bool>> {
-        match (&self.answer, tokenizer) {
-            (Answer::Text(answer), Some(tokenizer)) => {
-                let text = tokenizer.decode(said)?;
-                let text = text.trim_start().trim_end_matches('\u{fffd}');
-                Ok(match text.starts_with(answer) {
-                    true => Some(true),
-                    false if answer.starts_with(text.trim_end()) => None,
-                    false => Some(false),
-                })
-            }
-            (Answer::Ids(answer), _) => {
-                let n = said.len().min(answer.len());
-                Ok(match said[..n] == answer[..n] {
-                    false => Some(false),
-                    true if n == answer.len() => Some(true),
-                    true => None,
-                })
-            }
-            (Answer::Text(_), None) => Ok(Some(false)),
-        }
-    }
-}
-
-/// Questions, one by one; what was measured on.
-fn needles(args: &Args, path: &Path, decoder: &Decoder, panel: &mut Panel, log: Log) -> Result<Value> {
-    let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, "read", &e))?;
-    let tokenizer = match args.model.join("tokenizer.json").exists() {
-        true => Some(Tokenizer::open(&args.model, &decoder.config)?),
-        false => None,
-    };
-    let tokenizer = tokenizer.as_ref();
-    let mut all = Vec::new();
-    for (i, line) in text.lines().enumerate().filter(|(_, l)| !l.trim().is_empty()) {
-        let context = |e: Error| e.context(format!("{}, line {}", path.display(), i + 1));
-        let needle = Needle::parse(line, tokenizer).map_err(context)?;
-        decoder.check_ids(&needle.prompt).map_err(context)?;
-        all.push(needle);
-    }
-    if all.is_empty() {
-        return Err(Error::failed(format!("{} has no line", path.display())));
-    }
-    let longest = all.iter().map(|n| n.prompt.len()).max().unwrap_or(0);
-    if longest > decoder.config.max_position_embeddings {
-        log.warn(&format!(
-            "prompts of up to {longest} tokens are longer than the model's context of {}",
-            decoder.config.max_position_embeddings
-        ));
-    }
-    let progress = log.progress(all.len() as u64, "needles");
-    let mut full = 0;
-    for needle in &all {
-        let own = match &needle.answer {
-            Answer::Text(text) => text.len(),
-            Answer::Ids(ids) => ids.len(),
-        };
-        let found = |said: &[u32]| needle.found(said, tokenizer);
-        full += usize::from(panel.needle(&needle.prompt, own + SLACK, &found)?);
-        progress.advance(1);
-    }
-    drop(progress);
-    let accuracy = full as f64 / all.len() as f64;
-    Ok(json!({ "needles": all.len(), "full_needle_accuracy": accuracy }))
 }
 
 /// One row of the result.
@@ -269,26 +193,26 @@ fn row(
     artifact: Option<&Artifact>,
 ) -> Result<Value> {
     let on_text = args.needles.is_none();
-    let scores = report.scores();
-    let text = |x: f64| if on_text { json!(x) } else { Value::Null };
-    let accuracy = match report.needles {
-        (0, _) => Value::Null,
-        (asked, found) => json!(found as f64 / asked as f64),
+    let text = |turn: Turn| match on_text {
+        true => measured(&turn),
+        false => json!({ "recall": null, "mass": null, "output_error": null, "kl": null }),
     };
     let mut row = json!({
         "method": name.as_str(),
         "budget": budget.value(),
-        "recall": text(scores.recall),
-        "mass": text(scores.mass),
-        "output_error": text(scores.output_error),
-        "kl": text(report.kl()),
-        "needle_accuracy": accuracy,
+        "needle_accuracy": report.answers.accuracy(),
         "kv_read_fraction": report.kv_read_fraction(),
         "exact_dot_fraction": report.exact_dot_fraction(),
         "bypass_fraction": report.bypass_fraction(),
         "index_bits_per_token": report.index_bits_per_token(),
         "constant_bytes": method::constant_bytes(name, artifact)?,
     });
+    merge(&mut row, &text(report.whole()));
+    if on_text {
+        row["by_turn"] = report.turns.iter().map(measured).collect();
+    } else {
+        row["needle_accuracy_by_turn"] = json!(report.answers.by_turn());
+    }
     if args.per_head && on_text {
         let heads = report.heads.iter().enumerate().flat_map(|(layer, heads)| {
             heads.iter().enumerate().map(move |(head, scores)| {
@@ -333,14 +257,35 @@ fn table(rows: &[Value], needles: bool) -> String {
             100.0 * number(row, "exact_dot_fraction"),
             number(row, "index_bits_per_token")
         );
+        let turns = turn_rows(row);
+        if turns.len() > 1 {
+            for (i, turn) in turns.iter().enumerate() {
+                let place = format!("  turn {}", i + 1);
+                out += &line(&place, turn, measured.iter().map(|(key, _)| *key));
+            }
+        }
         for head in row["per_head"].as_array().into_iter().flatten() {
             let place = format!("  layer {} head {}", head["layer"], head["kv_head"]);
-            out += &format!("{place:<18}");
-            for key in ["recall", "mass", "output_error"] {
-                out += &format!(" {:>8.4}", number(head, key));
-            }
-            out += "\n";
+            out += &line(&place, head, ["recall", "mass", "output_error"].into_iter());
         }
     }
     out
+}
+
+/// What a row has per turn, each as a row has it.
+fn turn_rows(row: &Value) -> Vec<Value> {
+    let needles = row["needle_accuracy_by_turn"].as_array();
+    let needles = needles.map(|turns| turns.iter().map(|x| json!({ "needle_accuracy": x })).collect());
+    needles
+        .or_else(|| row["by_turn"].as_array().cloned())
+        .unwrap_or_default()
+}
+
+/// A part of a row for people.
+fn line<'a>(place: &str, part: &Value, keys: impl Iterator<Item = &'a str>) -> String {
+    let mut out = format!("{place:<18}");
+    for key in keys {
+        out += &format!(" {:>8.4}", part[key].as_f64().unwrap_or(0.0));
+    }
+    out + "\n"
 }

@@ -28,10 +28,18 @@ pub const FRESH: usize = 256;
 const MOST_CENTROIDS: usize = 2048;
 /// Prompt tokens per centroid.
 const TOKENS_PER_CENTROID: usize = 16;
-/// Length of a list, in budgets.
+/// Length of a list by default, in budgets.
 const LIST_PER_BUDGET: f64 = 2.5;
 /// Prompt queries whose scores are computed together.
 const TILE: usize = 32;
+
+/// A flag's length of a list, in budgets: what is ranked must fill one.
+fn list_per_budget(text: &str) -> std::result::Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(x) if x.is_finite() && x >= 1.0 => Ok(x),
+        _ => Err("expected a number of at least 1".to_string()),
+    }
+}
 
 /// Which prompt queries become centroids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -83,6 +91,12 @@ pub struct Params {
     /// ctkvr: which prompt queries become centroids
     #[arg(long, value_enum, default_value_t = Choose::Last)]
     pub ct_choose: Choose,
+    /// ctkvr: length of a list, in budgets
+    #[arg(long, value_name = "F", default_value_t = LIST_PER_BUDGET, value_parser = list_per_budget)]
+    pub ct_list: f64,
+    /// ctkvr: a later prompt's queries become no centroids (ablation)
+    #[arg(long)]
+    pub ct_keep: bool,
 }
 
 impl Default for Params {
@@ -93,6 +107,8 @@ impl Default for Params {
             ct_update: 1,
             ct_cap: 0.1,
             ct_choose: Choose::Last,
+            ct_list: LIST_PER_BUDGET,
+            ct_keep: false,
         }
     }
 }
@@ -130,7 +146,7 @@ impl Ctkvr {
 
     /// Length of a list, rho, for `n` visible positions.
     pub fn list_len(&self, n: usize) -> usize {
-        (LIST_PER_BUDGET * self.place.budget.positions(n).min(n) as f64).ceil() as usize
+        (self.params.ct_list * self.place.budget.positions(n).min(n) as f64).ceil() as usize
     }
 
     /// Number of centroids, C, for a cache of `n` positions: what was asked for, as far as the cap on the
@@ -142,7 +158,7 @@ impl Ctkvr {
             .min(MOST_CENTROIDS);
         let wanted = self.params.ct_centroids.unwrap_or(by_length);
         let seen = visible(n.max(1) - 1, self.place.model_window).len();
-        let bytes = 4 * self.list_len(seen) + 2 * r * d;
+        let bytes = self.list_len(seen).saturating_mul(4).saturating_add(2 * r * d);
         let allowed = self.params.ct_cap * (n * self.place.kv.bytes_per_position(d)) as f64;
         wanted.min((allowed / bytes as f64) as usize).max(1)
     }
@@ -252,6 +268,9 @@ impl Retriever for Ctkvr {
     /// # Source
     /// Algorithm 1: the lists are the top rho keys by the largest softmax weight over the group.
     fn prefill(&mut self, prompt: &Prompt) {
+        if prompt.first > 0 && self.params.ct_keep {
+            return;
+        }
         let (r, m, d) = prompt.q_rope.dim();
         let n = prompt.keys.nrows();
         let capacity = self.capacity(n);

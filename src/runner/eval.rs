@@ -3,23 +3,27 @@
 //! A block is prefilled once, exactly. Its last tokens are then fed one by one along several
 //! trajectories at the same time: the first attends everything, each of the others what its method
 //! chooses. Beside those, every method has a shadow that chooses along the full trajectory, where its
-//! choice can be held against the true probabilities.
+//! choice can be held against the true probabilities. Where a block or a conversation has several turns,
+//! each trajectory runs every later prompt over its own cache.
+
+mod course;
+mod judge;
 
 use std::ops::Range;
 
-use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayViewMut2, Axis, s};
+use ndarray::{Array1, Array2, Axis};
 use rayon::prelude::*;
 
 use super::budget::Budget;
-use super::kv::{KvHead, KvType};
 use super::sample::argmax;
-use super::trunk::{Context, Rows, Trunk};
-use super::{Options, PromptRows, StaticSet, Token, Totals, decode_head};
-use crate::compute::attention;
+use super::trunk::Trunk;
+use super::{Options, StaticSet, Totals};
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::method::{Choice, Method, Retriever};
+use crate::method::{Choice, Method};
 use crate::model::Decoder;
+use course::{At, Course, LaneStep};
+pub use judge::{Scores, divergence};
 
 /// A method at a budget.
 pub struct Variant<'a> {
@@ -29,37 +33,70 @@ pub struct Variant<'a> {
     pub budget: Budget,
 }
 
-/// Means of the metrics of a choice; each is a sum until it is divided by `count`.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Scores {
-    /// Share of the oracle's choice at the same budget.
-    pub recall: f64,
-    /// True probability on what is attended, static set included, mean over the query group.
-    pub mass: f64,
-    /// Relative L2 error of the group's attention output.
-    pub output_error: f64,
+/// What the blocks said of one turn.
+#[derive(Clone, Debug, Default)]
+pub struct Turn {
+    /// Sums over layers and heads.
+    scores: Scores,
+    /// Sum over steps of KL(full || variant) of the next token, in nats.
+    kl: f64,
     /// Steps.
-    pub count: usize,
+    steps: usize,
 }
 
-impl Scores {
+impl Turn {
     fn add(&mut self, other: &Self) {
-        self.recall += other.recall;
-        self.mass += other.mass;
-        self.output_error += other.output_error;
-        self.count += other.count;
+        self.scores.add(&other.scores);
+        self.kl += other.kl;
+        self.steps += other.steps;
     }
 
-    /// The means; zero without a step.
-    pub fn mean(&self) -> Self {
-        let n = self.count.max(1) as f64;
-        Self {
-            recall: self.recall / n,
-            mass: self.mass / n,
-            output_error: self.output_error / n,
-            count: self.count,
-        }
+    /// The metrics over all layers and heads.
+    pub fn scores(&self) -> Scores {
+        self.scores.mean()
     }
+
+    /// Mean KL(full || variant) of the next token, in nats.
+    pub fn kl(&self) -> f64 {
+        self.kl / self.steps.max(1) as f64
+    }
+}
+
+/// Questions asked and answered, by the turn they stand in.
+#[derive(Clone, Debug, Default)]
+pub struct Answers(Vec<(usize, usize)>);
+
+impl Answers {
+    fn add(&mut self, turn: usize, right: bool) {
+        let (asked, answered) = at_turn(&mut self.0, turn);
+        *asked += 1;
+        *answered += usize::from(right);
+    }
+
+    /// Questions asked.
+    pub fn asked(&self) -> usize {
+        self.0.iter().map(|(asked, _)| asked).sum()
+    }
+
+    /// Share of them answered; `None` without a question.
+    pub fn accuracy(&self) -> Option<f64> {
+        let answered: usize = self.0.iter().map(|(_, answered)| answered).sum();
+        (self.asked() > 0).then(|| answered as f64 / self.asked() as f64)
+    }
+
+    /// The same of every turn.
+    pub fn by_turn(&self) -> Vec<f64> {
+        let share = |(asked, answered): &(usize, usize)| *answered as f64 / (*asked).max(1) as f64;
+        self.0.iter().map(share).collect()
+    }
+}
+
+/// The entry of a turn, made where there is none yet.
+fn at_turn<T: Default + Clone>(turns: &mut Vec<T>, turn: usize) -> &mut T {
+    if turns.len() <= turn {
+        turns.resize(turn + 1, T::default());
+    }
+    &mut turns[turn]
 }
 
 /// What all blocks said of one variant.
@@ -67,12 +104,12 @@ impl Scores {
 pub struct Report {
     /// Per layer and KV head.
     pub heads: Vec<Vec<Scores>>,
-    /// Sum over steps of KL(full || variant) of the next token, in nats.
-    pub kl: f64,
-    /// Steps.
-    pub steps: usize,
-    /// Needles asked and found.
-    pub needles: (usize, usize),
+    /// Per turn of a block.
+    pub turns: Vec<Turn>,
+    /// Needles.
+    pub answers: Answers,
+    /// Decode steps, those of needles included.
+    steps: usize,
     totals: Totals,
     /// Sums over blocks or needles.
     index_bytes: f64,
@@ -80,16 +117,11 @@ pub struct Report {
 }
 
 impl Report {
-    /// The metrics over all layers and heads.
-    pub fn scores(&self) -> Scores {
-        let mut all = Scores::default();
-        self.heads.iter().flatten().for_each(|s| all.add(s));
-        all.mean()
-    }
-
-    /// Mean KL(full || variant) of the next token, in nats.
-    pub fn kl(&self) -> f64 {
-        self.kl / self.steps.max(1) as f64
+    /// All turns of all blocks.
+    pub fn whole(&self) -> Turn {
+        let mut all = Turn::default();
+        self.turns.iter().for_each(|turn| all.add(turn));
+        all
     }
 
     /// See [`super::Session::kv_read_fraction`].
@@ -111,24 +143,31 @@ impl Report {
     pub fn index_bits_per_token(&self) -> f64 {
         8.0 * self.index_bytes / self.positions.max(1.0)
     }
+
+    /// Adds what one head and step gave along the full trajectory.
+    fn add_scores(&mut self, layer: usize, kv_head: usize, turn: usize, scores: &Scores) {
+        self.heads[layer][kv_head].add(scores);
+        at_turn(&mut self.turns, turn).scores.add(scores);
+    }
 }
 
-/// One KV head under evaluation.
-struct Head {
-    /// The full trajectory, in f32.
-    exact: KvHead,
-    /// The full trajectory as the variants' caches hold it, where that is not f32.
-    stored: Option<KvHead>,
-    /// Per variant: the state that chooses along the full trajectory.
-    shadows: Vec<Box<dyn Retriever>>,
-    /// Per variant: cache and state along its own trajectory.
-    own: Vec<(KvHead, Box<dyn Retriever>)>,
+/// A turn of a conversation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Question {
+    /// What is fed at once.
+    pub prompt: Vec<u32>,
+    /// What should come next.
+    pub answer: Vec<u32>,
 }
 
-/// What one head gives for one step.
-struct HeadStep {
-    scores: Vec<Scores>,
-    chosen: Vec<Choice>,
+/// The parts of `n` tokens that are one turn each, of `turns` equal ones.
+pub fn turns_of(n: usize, turns: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..turns).map(move |turn| turn * n / turns..(turn + 1) * n / turns)
+}
+
+/// Tokens of a turn of `n` that are fed one by one, of at most `decode`: the prompt keeps one.
+pub fn decoded(n: usize, decode: usize) -> usize {
+    decode.clamp(1, n.max(2) - 1)
 }
 
 /// The evaluation of variants on one model.
@@ -138,6 +177,8 @@ pub struct Panel<'a> {
     options: Options,
     /// Per variant.
     pub reports: Vec<Report>,
+    /// Needles that full attention was asked.
+    pub full: Answers,
 }
 
 impl<'a> Panel<'a> {
@@ -153,51 +194,56 @@ impl<'a> Panel<'a> {
             reports: vec![empty; variants.len()],
             variants,
             options,
+            full: Answers::default(),
         })
     }
 
-    /// Takes in a block: all but its last `decode` tokens (at least one) are the prompt, those are fed one
-    /// by one; `done` is called after each.
+    /// Takes in a block as `turns` equal turns: all but the last `decode` tokens of each (at least one) are
+    /// its prompt, those are fed one by one; `done` is called after each.
     ///
     /// # Errors
-    /// A block of less than two tokens; activations that are not finite; an interrupt.
-    pub fn block(&mut self, ids: &[u32], decode: usize, done: &mut dyn FnMut()) -> Result<()> {
-        if ids.len() < 2 {
-            return Err(Error::failed("a block of one token has nothing to decode"));
+    /// A turn of less than two tokens; activations that are not finite; an interrupt.
+    pub fn block(&mut self, ids: &[u32], turns: usize, decode: usize, done: &mut dyn FnMut()) -> Result<()> {
+        if ids.len() / turns.max(1) < 2 {
+            return Err(Error::failed("a turn of one token has nothing to decode"));
         }
-        let first = ids.len() - decode.clamp(1, ids.len() - 1);
-        let (mut heads, _) = self.prefill(&ids[..first])?;
-        let all = self.variants.len() + 1;
-        for (step, id) in ids[first..].iter().enumerate() {
-            interrupt::check()?;
-            let hidden = self.step(&mut heads, &vec![*id; all], first + step, step, true)?;
-            let full = self.trunk.decoder.logits(hidden.row(0))?;
-            for (v, report) in self.reports.iter_mut().enumerate() {
-                let logits = self.trunk.decoder.logits(hidden.row(v + 1))?;
-                report.kl += divergence(full.view(), logits.view());
+        let mut course = self.course(ids.len(), true);
+        for (turn, range) in turns_of(ids.len(), turns).enumerate() {
+            let ids = &ids[range];
+            let (prompt, rest) = ids.split_at(ids.len() - decoded(ids.len(), decode));
+            course.prompt(&self.trunk, prompt)?;
+            for id in rest {
+                interrupt::check()?;
+                let ids = vec![*id; self.variants.len() + 1];
+                let logits = self.step(&mut course, &ids, turn)?;
+                for (report, own) in self.reports.iter_mut().zip(&logits[1..]) {
+                    let turn = at_turn(&mut report.turns, turn);
+                    turn.kl += divergence(logits[0].view(), own.view());
+                    turn.steps += 1;
+                }
+                done();
             }
-            done();
         }
-        self.close(&heads, ids.len());
+        self.close(&course);
         Ok(())
     }
 
     /// Takes in a needle: the prompt is prefilled, then each variant goes on greedily for as long as
-    /// `found` says `None`; the full trajectory's answer is given back.
+    /// `found` says `None`.
     pub fn needle(
         &mut self,
         prompt: &[u32],
         most: usize,
         found: &dyn Fn(&[u32]) -> Result<Option<bool>>,
-    ) -> Result<bool> {
-        let (mut heads, logits) = self.prefill(prompt)?;
-        let all = self.variants.len() + 1;
-        let first = argmax(logits.as_slice().unwrap_or(&[])) as u32;
-        let mut said = vec![vec![first]; all];
-        let mut verdicts = vec![None; all];
+    ) -> Result<()> {
+        let mut course = self.course(prompt.len(), false);
+        let mut logits = course.prompt(&self.trunk, prompt)?;
+        let mut said = vec![Vec::new(); logits.len()];
+        let mut verdicts = vec![None; logits.len()];
         for step in 0..most.max(1) {
             interrupt::check()?;
-            for (verdict, said) in verdicts.iter_mut().zip(&said) {
+            for ((verdict, said), logits) in verdicts.iter_mut().zip(&mut said).zip(&logits) {
+                said.push(greedy(logits));
                 if verdict.is_none() {
                     *verdict = found(said)?;
                 }
@@ -206,75 +252,64 @@ impl<'a> Panel<'a> {
                 break;
             }
             let ids: Vec<u32> = said.iter().filter_map(|s| s.last().copied()).collect();
-            let hidden = self.step(&mut heads, &ids, prompt.len() + step, step, false)?;
-            for (said, hidden) in said.iter_mut().zip(hidden.rows()) {
-                let logits = self.trunk.decoder.logits(hidden)?;
-                said.push(argmax(logits.as_slice().unwrap_or(&[])) as u32);
-            }
+            logits = self.step(&mut course, &ids, 0)?;
         }
-        for (report, verdict) in self.reports.iter_mut().zip(&verdicts[1..]) {
-            report.needles.0 += 1;
-            report.needles.1 += usize::from(*verdict == Some(true));
-        }
-        self.close(&heads, prompt.len());
-        Ok(verdicts[0] == Some(true))
+        self.answer(0, verdicts.iter().map(|verdict| *verdict == Some(true)));
+        self.close(&course);
+        Ok(())
     }
 
-    fn prefill(&self, ids: &[u32]) -> Result<(Vec<Vec<Head>>, Array1<f32>)> {
-        let c = &self.trunk.decoder.config;
-        let new = |layer: usize, kv_head: usize| {
-            let kv = |kind| KvHead::new(kind, c.head_dim, ids.len(), self.options.packed);
-            let state = |variant: &Variant| {
-                let options = Options {
-                    budget: variant.budget,
-                    ..self.options
-                };
-                variant.method.head(&options.place(c, layer, kv_head))
-            };
-            Head {
-                exact: kv(KvType::F32),
-                stored: (self.options.kv != KvType::F32).then(|| kv(self.options.kv)),
-                shadows: self.variants.iter().map(state).collect(),
-                own: Vec::new(),
+    /// Takes in a conversation. Every trajectory is fed the right answers; a turn counts as answered where
+    /// each token of its answer is the greedy choice. As in a session, the last token of an answer is fed
+    /// with the next prompt.
+    ///
+    /// # Errors
+    /// An empty prompt; activations that are not finite; an interrupt.
+    pub fn conversation(&mut self, questions: &[Question]) -> Result<()> {
+        let length = |q: &Question| q.prompt.len() + q.answer.len();
+        let mut course = self.course(questions.iter().map(length).sum(), false);
+        let mut unfed = None;
+        for (turn, question) in questions.iter().enumerate() {
+            let ids: Vec<u32> = unfed.into_iter().chain(question.prompt.iter().copied()).collect();
+            let mut logits = course.prompt(&self.trunk, &ids)?;
+            let mut right = vec![true; logits.len()];
+            for (i, id) in question.answer.iter().enumerate() {
+                interrupt::check()?;
+                if i > 0 {
+                    let ids = vec![question.answer[i - 1]; logits.len()];
+                    logits = self.step(&mut course, &ids, turn)?;
+                }
+                for (right, logits) in right.iter_mut().zip(&logits) {
+                    *right &= greedy(logits) == *id;
+                }
             }
-        };
-        let layer = |layer: usize| (0..c.n_kv_heads).map(|head| new(layer, head)).collect();
-        let mut heads: Vec<Vec<Head>> = (0..c.n_layers).map(layer).collect();
-        let logits = self.trunk.prompt(ids, 0, &mut |layer, rows| {
-            let heads = &mut heads[layer];
-            let r = c.group();
-            heads.par_iter_mut().enumerate().for_each(|(c_kv, head)| {
-                head.prefill(&PromptRows {
-                    first: 0,
-                    k_pre: rows.k_pre.index_axis(Axis(0), c_kv),
-                    q_rope: rows.q_rope.slice(s![c_kv * r..(c_kv + 1) * r, .., ..]),
-                    keys: rows.k_rope.index_axis(Axis(0), c_kv),
-                    values: rows.v.index_axis(Axis(0), c_kv),
-                    model_window: c.windows[layer],
-                });
-            });
-            Context {
-                q_rope: rows.q_rope,
-                keys: rows.k_rope,
-                values: rows.v,
-            }
-        })?;
-        Ok((heads, logits))
+            unfed = question.answer.last().copied();
+            self.answer(turn, right.into_iter());
+        }
+        self.close(&course);
+        Ok(())
     }
 
-    /// Feeds one token per trajectory, the full one first; with `judge`, shadows choose along that.
-    fn step(
-        &mut self,
-        heads: &mut [Vec<Head>],
-        ids: &[u32],
-        t: usize,
-        step: usize,
-        judge: bool,
-    ) -> Result<Array2<f32>> {
+    fn course(&self, capacity: usize, judged: bool) -> Course {
+        Course::new(&self.trunk, &self.variants, &self.options, capacity, judged)
+    }
+
+    /// Notes whether each trajectory, the full one first, answered the question of a turn.
+    fn answer(&mut self, turn: usize, mut right: impl Iterator<Item = bool>) {
+        self.full.add(turn, right.next() == Some(true));
+        for (report, right) in self.reports.iter_mut().zip(right) {
+            report.answers.add(turn, right);
+        }
+    }
+
+    /// Feeds one token per trajectory, the full one first, along which shadows choose. Returns the logits
+    /// after it: `[vocab]` each.
+    fn step(&mut self, course: &mut Course, ids: &[u32], turn: usize) -> Result<Vec<Array1<f32>>> {
         let mut totals = vec![Totals::default(); self.variants.len()];
         let (variants, reports, options) = (&self.variants, &mut self.reports, &self.options);
-        let hidden = self.trunk.step(ids, t, &mut |index, layer, rows, mut out| {
-            let group = rows.q_rope.len_of(Axis(0)) / heads[index].len();
+        let (t, step, lanes) = (course.len, course.steps, &mut course.lanes);
+        let hidden: Array2<f32> = self.trunk.step(ids, t, &mut |index, layer, rows, mut out| {
+            let group = rows.q_rope.len_of(Axis(0)) / lanes[index].len();
             let set = StaticSet::at(t, layer.window, options.sinks, options.window);
             let at = At {
                 rows,
@@ -282,182 +317,46 @@ impl<'a> Panel<'a> {
                 step,
                 set: &set,
                 variants,
-                judge,
             };
-            let steps: Vec<HeadStep> = heads[index]
+            let steps: Vec<LaneStep> = lanes[index]
                 .par_iter_mut()
                 .zip(out.axis_chunks_iter_mut(Axis(1), group))
                 .enumerate()
-                .map(|(c, (head, out))| head.step(&at, c, out))
+                .map(|(c, (lanes, out))| lanes.step(&at, c, out))
                 .collect();
             for (v, (total, report)) in totals.iter_mut().zip(reports.iter_mut()).enumerate() {
                 let chosen: Vec<&Choice> = steps.iter().map(|s| &s.chosen[v]).collect();
                 total.add(&chosen, &set, group);
-                for (scores, step) in report.heads[index].iter_mut().zip(&steps) {
+                for (c, step) in steps.iter().enumerate() {
                     if let Some(new) = step.scores.get(v) {
-                        scores.add(new);
+                        report.add_scores(index, c, turn, new);
                     }
                 }
             }
             Ok(())
         })?;
-        let layers = self.trunk.layers.len();
+        course.len += 1;
+        course.steps += 1;
         for (report, total) in self.reports.iter_mut().zip(&totals) {
-            report.totals.add_step(total, layers);
+            report.totals.add_step(total, self.trunk.layers.len());
             report.steps += 1;
         }
-        Ok(hidden)
+        let decoder = self.trunk.decoder;
+        hidden.rows().into_iter().map(|row| decoder.logits(row)).collect()
     }
 
     /// Counts the indexes of a finished block.
-    fn close(&mut self, heads: &[Vec<Head>], positions: usize) {
+    fn close(&mut self, course: &Course) {
         for (v, report) in self.reports.iter_mut().enumerate() {
-            for head in heads.iter().flatten() {
-                report.index_bytes += head.own[v].1.state_bytes() as f64;
-                report.positions += positions as f64;
+            for lanes in course.lanes.iter().flatten() {
+                report.index_bytes += lanes.own[v].retriever.state_bytes() as f64;
+                report.positions += course.len as f64;
             }
         }
     }
 }
 
-/// Where a step stands.
-struct At<'a> {
-    rows: &'a Rows,
-    group: usize,
-    step: usize,
-    set: &'a StaticSet,
-    variants: &'a [Variant<'a>],
-    judge: bool,
-}
-
-impl Head {
-    fn prefill(&mut self, rows: &PromptRows) {
-        rows.cache(&mut self.exact);
-        if let Some(stored) = &mut self.stored {
-            rows.cache(stored);
-        }
-        for shadow in &mut self.shadows {
-            let kv = self.stored.as_mut().unwrap_or(&mut self.exact);
-            shadow.prefill(&rows.view(kv));
-            self.own.push((kv.fork(), shadow.fork()));
-        }
-    }
-
-    /// One step of KV head `c`; out `[trajectories,r,d]`.
-    fn step(&mut self, at: &At, c: usize, mut out: ndarray::ArrayViewMut3<f32>) -> HeadStep {
-        let token = Token::of(at.rows, c, at.group, 0);
-        token.cache(&mut self.exact);
-        if let Some(stored) = &mut self.stored {
-            token.cache(stored);
-        }
-        let mut full = out.index_axis_mut(Axis(0), 0);
-        let visible: Vec<u32> = at.set.visible().map(|p| p as u32).collect();
-        let (keys, values) = (self.exact.keys(), self.exact.values());
-        let truth = attention::decode(token.q_rope.view(), keys, values, &visible, full.view_mut());
-        let full = full.to_owned();
-        let mut scores = Vec::new();
-        if at.judge {
-            let judge = Judge::new(at.set, truth.weights.view(), full.view());
-            let kv = self.stored.as_ref().unwrap_or(&self.exact);
-            for (shadow, variant) in self.shadows.iter_mut().zip(at.variants) {
-                let step = token.step(at.step, at.set, variant.budget, kv);
-                let mut output = Array2::zeros(full.dim());
-                let choice = decode_head(&token, &step, at.set, shadow.as_mut(), output.view_mut());
-                scores.push(judge.scores(&choice, step.budget, output.view_mut()));
-            }
-        }
-        let mut chosen = Vec::new();
-        for (v, ((kv, state), variant)) in self.own.iter_mut().zip(at.variants).enumerate() {
-            let token = Token::of(at.rows, c, at.group, v + 1);
-            token.cache(kv);
-            let step = token.step(at.step, at.set, variant.budget, kv);
-            let output = out.index_axis_mut(Axis(0), v + 1);
-            chosen.push(decode_head(&token, &step, at.set, state.as_mut(), output));
-        }
-        HeadStep { scores, chosen }
-    }
-}
-
-/// The truth of one step of one KV head.
-struct Judge<'a> {
-    set: &'a StaticSet,
-    /// True probabilities of what is visible, `[r,n]`.
-    weights: ArrayView2<'a, f32>,
-    /// Exact output, `[r,d]`.
-    output: ArrayView2<'a, f32>,
-    /// Candidates by their sum over the group, the largest first, the lower position on ties.
-    ranked: Vec<u32>,
-}
-
-impl<'a> Judge<'a> {
-    fn new(set: &'a StaticSet, weights: ArrayView2<'a, f32>, output: ArrayView2<'a, f32>) -> Self {
-        let start = set.visible().start;
-        let sums: Vec<f64> = weights
-            .columns()
-            .into_iter()
-            .map(|column| column.iter().map(|w| f64::from(*w)).sum())
-            .collect();
-        let mut ranked: Vec<u32> = set.candidates.clone().map(|p| p as u32).collect();
-        let sum = |p: u32| sums[p as usize - start];
-        ranked.sort_unstable_by(|a, b| sum(*b).total_cmp(&sum(*a)).then(a.cmp(b)));
-        Self {
-            set,
-            weights,
-            output,
-            ranked,
-        }
-    }
-
-    /// The metrics of a choice and its attention output, `[r,d]`.
-    fn scores(&self, choice: &Choice, budget: usize, output: ArrayViewMut2<f32>) -> Scores {
-        let oracle = &self.ranked[..budget.min(self.ranked.len())];
-        let found = |p: &&u32| choice.positions.binary_search(p).is_ok();
-        let recall = match oracle.len() {
-            0 => 1.0,
-            n => oracle.iter().filter(found).count() as f64 / n as f64,
-        };
-        let start = self.set.visible().start;
-        let sum = |row: ArrayView1<f32>, range: Range<usize>| -> f64 {
-            range.map(|p| f64::from(row[p - start])).sum()
-        };
-        let mut mass = 0.0;
-        for (a, row) in self.weights.rows().into_iter().enumerate() {
-            mass += sum(row, self.set.sinks.clone());
-            if !choice.bypassed.get(a).is_some_and(Option::is_some) {
-                let chosen = choice
-                    .positions
-                    .iter()
-                    .map(|p| f64::from(row[*p as usize - start]));
-                mass += chosen.sum::<f64>() + sum(row, self.set.window.clone());
-            }
-        }
-        let (mut error, mut size) = (0.0, 0.0);
-        for (x, y) in output.iter().zip(&self.output) {
-            error += f64::from(x - y).powi(2);
-            size += f64::from(*y).powi(2);
-        }
-        Scores {
-            recall,
-            mass: mass / self.weights.nrows() as f64,
-            output_error: if size > 0.0 { (error / size).sqrt() } else { 0.0 },
-            count: 1,
-        }
-    }
-}
-
-/// KL(p || q) of the softmax of two rows of logits, in nats.
-///
-/// # Numerics
-/// f64; never below zero.
-pub fn divergence(p: ArrayView1<f32>, q: ArrayView1<f32>) -> f64 {
-    let lse = |x: ArrayView1<f32>| {
-        let max = x.fold(f32::NEG_INFINITY, |m, v| m.max(*v));
-        f64::from(max) + x.iter().map(|v| f64::from(v - max).exp()).sum::<f64>().ln()
-    };
-    let (lp, lq) = (lse(p), lse(q));
-    let terms = p.iter().zip(q).map(|(p, q)| {
-        let log_p = f64::from(*p) - lp;
-        log_p.exp() * (log_p - (f64::from(*q) - lq))
-    });
-    terms.sum::<f64>().max(0.0)
+/// The greedy choice.
+fn greedy(logits: &Array1<f32>) -> u32 {
+    argmax(logits.as_slice().unwrap_or(&[])) as u32
 }

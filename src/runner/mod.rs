@@ -71,9 +71,38 @@ pub struct Session<'a> {
     trace: Option<Box<dyn Write + 'a>>,
 }
 
+/// One KV head along one trajectory.
 struct Head {
     kv: KvHead,
     retriever: Box<dyn Retriever>,
+}
+
+impl Head {
+    /// Feeds one token; out `[r,d]`.
+    fn step(
+        &mut self,
+        token: &Token,
+        step: usize,
+        set: &StaticSet,
+        budget: Budget,
+        out: ArrayViewMut2<f32>,
+    ) -> Choice {
+        token.cache(&mut self.kv);
+        let step = token.step(step, set, budget, &self.kv);
+        decode_head(token, &step, set, self.retriever.as_mut(), out)
+    }
+}
+
+/// Takes a prompt's rows of one layer into its heads; gives back what the prompt attends.
+fn prefill_heads(mut heads: Vec<&mut Head>, rows: Rows, model_window: Option<usize>) -> Context {
+    let caches: Vec<&KvHead> = heads.iter().map(|head| &head.kv).collect();
+    let context = Context::join(rows.q_rope, rows.k_rope, rows.v, &caches);
+    heads.par_iter_mut().enumerate().for_each(|(c, head)| {
+        let prompt = PromptRows::of(&rows.k_pre, &context, c, model_window);
+        prompt.cache(&mut head.kv);
+        head.retriever.prefill(&prompt.view(&head.kv));
+    });
+    context
 }
 
 /// What a step read and computed, as shares.
@@ -119,31 +148,10 @@ impl<'a> Session<'a> {
     /// # Errors
     /// An empty prompt, an id outside the vocabulary, activations that are not finite.
     pub fn prefill(&mut self, ids: &[u32]) -> Result<Array1<f32>> {
-        let first = self.len;
         let windows = &self.decoder.config.windows;
         let heads = &mut self.heads;
-        let logits = self.trunk.prompt(ids, first, &mut |layer, rows| {
-            let heads = &mut heads[layer];
-            let keys = with_cached(rows.k_rope, heads, first, KvHead::keys);
-            let values = with_cached(rows.v, heads, first, KvHead::values);
-            let r = rows.q_rope.len_of(Axis(0)) / heads.len();
-            heads.par_iter_mut().enumerate().for_each(|(c, head)| {
-                let prompt = PromptRows {
-                    first,
-                    k_pre: rows.k_pre.index_axis(Axis(0), c),
-                    q_rope: rows.q_rope.slice(s![c * r..(c + 1) * r, .., ..]),
-                    keys: keys.index_axis(Axis(0), c),
-                    values: values.index_axis(Axis(0), c),
-                    model_window: windows[layer],
-                };
-                prompt.cache(&mut head.kv);
-                head.retriever.prefill(&prompt.view(&head.kv));
-            });
-            Context {
-                q_rope: rows.q_rope,
-                keys,
-                values,
-            }
+        let logits = self.trunk.prompt(ids, self.len, &mut |layer, rows| {
+            prefill_heads(heads[layer].iter_mut().collect(), rows, windows[layer])
         })?;
         self.len += ids.len();
         Ok(logits)
@@ -166,9 +174,7 @@ impl<'a> Session<'a> {
                 .enumerate()
                 .map(|(c, (head, out))| {
                     let token = Token::of(rows, c, r, 0);
-                    token.cache(&mut head.kv);
-                    let step = token.step(step, &set, options.budget, &head.kv);
-                    decode_head(&token, &step, &set, head.retriever.as_mut(), out)
+                    head.step(&token, step, &set, options.budget, out)
                 })
                 .collect();
             totals.add(&chosen.iter().collect::<Vec<_>>(), &set, r);
@@ -268,7 +274,21 @@ struct PromptRows<'a> {
     model_window: Option<usize>,
 }
 
-impl PromptRows<'_> {
+impl<'a> PromptRows<'a> {
+    /// KV head `c` of a layer's new keys, `[g,m,d]`, and of what the prompt attends.
+    fn of(k_pre: &'a Array3<f32>, context: &'a Context, c: usize, model_window: Option<usize>) -> Self {
+        let (g, m, _) = k_pre.dim();
+        let r = context.q_rope.len_of(Axis(0)) / g;
+        Self {
+            first: context.keys.len_of(Axis(1)) - m,
+            k_pre: k_pre.index_axis(Axis(0), c),
+            q_rope: context.q_rope.slice(s![c * r..(c + 1) * r, .., ..]),
+            keys: context.keys.index_axis(Axis(0), c),
+            values: context.values.index_axis(Axis(0), c),
+            model_window,
+        }
+    }
+
     /// Puts the new rows into a cache.
     fn cache(&self, kv: &mut KvHead) {
         let last = self.q_rope.index_axis(Axis(1), self.q_rope.len_of(Axis(1)) - 1);
@@ -350,23 +370,35 @@ fn decode_head(
     choice
 }
 
+impl Context {
+    /// The rows of every position: earlier ones as the caches give them, one per KV head, then the new
+    /// keys and values, `[g,m,d]`.
+    fn join(q_rope: Array3<f32>, keys: Array3<f32>, values: Array3<f32>, caches: &[&KvHead]) -> Self {
+        Self {
+            q_rope,
+            keys: with_cached(keys, caches, KvHead::keys),
+            values: with_cached(values, caches, KvHead::values),
+        }
+    }
+}
+
 /// The rows of every position, `[g, first + m, d]`: earlier ones as the caches give them, then `new`,
 /// `[g,m,d]`.
 fn with_cached(
     new: Array3<f32>,
-    heads: &[Head],
-    first: usize,
+    caches: &[&KvHead],
     rows: fn(&KvHead) -> &dyn attention::Rows,
 ) -> Array3<f32> {
+    let first = caches.first().map_or(0, |kv| kv.len());
     if first == 0 {
         return new;
     }
     let (g, m, d) = new.dim();
     let mut all = Array3::zeros((g, first + m, d));
     all.slice_mut(s![.., first.., ..]).assign(&new);
-    let pairs = all.axis_iter_mut(Axis(0)).into_par_iter().zip(heads);
-    pairs.for_each(|(mut all, head)| {
-        let cached = rows(&head.kv);
+    let pairs = all.axis_iter_mut(Axis(0)).into_par_iter().zip(caches);
+    pairs.for_each(|(mut all, kv)| {
+        let cached = rows(kv);
         let mut scratch = vec![0.0; d];
         for (p, mut row) in all.rows_mut().into_iter().take(first).enumerate() {
             row.assign(&ArrayView1::from(cached.row(p, &mut scratch)));

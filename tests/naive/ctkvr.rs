@@ -49,9 +49,10 @@ impl NaiveCtkvr {
     }
 
     /// rho for a query that sees `seen`.
-    fn list_len(history: &History, seen: usize) -> usize {
+    fn list_len(&self, history: &History, seen: usize) -> usize {
         let budget = history.place.budget.positions(seen).min(seen);
-        (5 * budget).div_ceil(2)
+        let halves = (2.0 * self.params.ct_list) as usize;
+        (halves * budget).div_ceil(2)
     }
 
     fn capacity(&self, history: &History, n: usize) -> usize {
@@ -61,7 +62,7 @@ impl NaiveCtkvr {
             .params
             .ct_centroids
             .unwrap_or_else(|| (n / 16).max(probes).min(2048));
-        let rho = Self::list_len(history, visible(n - 1, place.model_window).len());
+        let rho = self.list_len(history, visible(n - 1, place.model_window).len());
         let one = 4 * rho + 2 * place.group * place.head_dim;
         let cap = self.params.ct_cap * (n * place.kv.bytes_per_position(place.head_dim)) as f64;
         let fits = (1..=wanted).rev().find(|c| (c * one) as f64 <= cap);
@@ -143,6 +144,14 @@ impl NaiveCtkvr {
         Ok(lists[old..].to_vec())
     }
 
+    fn check_unchanged(&self, program: &Ctkvr) -> Result<(), String> {
+        let lists = Self::lists(program)?;
+        match lists.iter().eq(self.centroids.iter().map(|c| &c.list)) {
+            true => Ok(()),
+            false => Err("lists changed without an update".to_string()),
+        }
+    }
+
     /// The centroids most like the queries, and whether another was as close.
     fn recall(&self, step: &Decode) -> (Vec<usize>, bool) {
         let cosine = |c: &Centroid| {
@@ -195,6 +204,9 @@ impl Model for NaiveCtkvr {
 
     fn prompted(&mut self, history: &History, program: &Ctkvr) -> Result<(), String> {
         let turn = history.turn();
+        if self.params.ct_keep && turn.first > 0 {
+            return self.check_unchanged(program);
+        }
         let place = &history.place;
         let capacity = self.capacity(history, turn.end());
         if program.capacity(turn.end()) != capacity {
@@ -213,7 +225,7 @@ impl Model for NaiveCtkvr {
         let end = turn.end().saturating_sub(place.window);
         for (t, list) in positions.zip(&new) {
             let seen: Vec<usize> = visible(t, place.model_window).collect();
-            let rho = Self::list_len(history, seen.len());
+            let rho = self.list_len(history, seen.len());
             let allowed = |p: usize| p >= place.sinks && p < end;
             Self::check_list(list, &group(t), &turn.keys, &seen, allowed, rho)?;
         }
@@ -233,18 +245,13 @@ impl Model for NaiveCtkvr {
         let step = history.step();
         let every = self.params.ct_update;
         if every == 0 || !step.step.is_multiple_of(every) {
-            return match Self::lists(program)?
-                == self.centroids.iter().map(|c| c.list.clone()).collect::<Vec<_>>()
-            {
-                true => Ok(()),
-                false => Err("lists changed without an update".to_string()),
-            };
+            return self.check_unchanged(program);
         }
         let (union, close) = self.union(history);
         let queries: Vec<&[f64]> = step.q_rope.iter().map(Vec::as_slice).collect();
         let held = self.centroids.len().max(self.capacity(history, step.t + 1));
         let new = self.push(vec![Self::stored(&queries)], held, program)?;
-        let rho = Self::list_len(history, step.visible.len());
+        let rho = self.list_len(history, step.visible.len());
         let checked = Self::check_list(&new[0], &queries, &step.keys, &union, |_| true, rho);
         if new[0].iter().any(|p| !step.candidates.contains(p)) {
             return Err("a list has what is always attended".to_string());

@@ -1,0 +1,178 @@
+//! `docs/results.md`.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use serde_json::{Value, json};
+
+use crate::groups::{METHODS, Measured, groups, told};
+use crate::{BY_LENGTH, SIMILARITY};
+
+/// The page.
+pub fn page(results: &BTreeMap<String, Value>) -> String {
+    let mut out = String::from(
+        "# What the methods lose\n\n\
+         Made by `make results` from the bundled model and its held-out text, needles and conversations; the numbers are in\n\
+         [results/results.json](results/results.json). The model has 2.2M parameters and a context of 2,048, so \
+         `--wrope-position`\nis 1024 and the figures say how the methods compare on its heads, not on yours: run `kvsmith eval` \
+         for those.\nRecall is the share of the exact top-k, mass the true probability attended, error the relative L2 error of \
+         the\nattention output (these three along the full-attention trajectory), KL that of the next token along the method's \
+         own.\n\n\
+         ![recall](results/recall.svg)\n![KL](results/kl.svg)\n![needles](results/needles.svg)\n\n",
+    );
+    for group in groups() {
+        let Some(cases) = results.get(group.name).and_then(Value::as_array) else {
+            continue;
+        };
+        let rows: Vec<Measured> = cases
+            .iter()
+            .flat_map(|c| {
+                let label = c["case"].as_str().unwrap_or("");
+                let rows = c["rows"].as_array().map_or(&[][..], Vec::as_slice);
+                rows.iter().map(move |row| Measured { case: label, row })
+            })
+            .collect();
+        let verdict = (group.verdict)(&rows);
+        let _ = writeln!(out, "## {}\n\n{}\n\n{verdict}", group.title, group.about);
+        if verdict.contains("Not reproduced") && !group.why.is_empty() {
+            let _ = writeln!(out, "{}", group.why);
+        }
+        out += "\n";
+        let named = group.cases.len() > 1;
+        let first = if named { "case" } else { "method | budget" };
+        let _ = writeln!(out, "| {first} | {} |", group.columns.join(" | "));
+        let columns = group.columns.len() + if named { 1 } else { 2 };
+        let _ = writeln!(out, "|{}", "---|".repeat(columns));
+        for row in &rows {
+            let label = match named {
+                true => row.case.to_string(),
+                false => format!(
+                    "`{}` | {} %",
+                    row.row["method"].as_str().unwrap_or(""),
+                    100.0 * row.get("budget")
+                ),
+            };
+            let values: Vec<String> = group.columns.iter().map(|c| shown(c, row.get(c))).collect();
+            let _ = writeln!(out, "| {label} | {} |", values.join(" | "));
+        }
+        out += "\n";
+        out += &turn_table(&rows);
+    }
+    out += &length_table(results.get(BY_LENGTH).unwrap_or(&Value::Null));
+    out += &similarity_table(results.get(SIMILARITY).unwrap_or(&Value::Null));
+    out += "## Pictures\n\n\
+            ![second moment](results/moment.svg)\n![slash profile](results/slash.svg)\n![codeword usage](results/usage.svg)\n";
+    out
+}
+
+/// What a group says of each turn, where it has several.
+fn turn_table(rows: &[Measured]) -> String {
+    let series = |m: &Measured, metric: &str| -> Vec<f64> {
+        let turns = match metric {
+            "needle_accuracy" | "full_needle_accuracy" => {
+                m.row[format!("{metric}_by_turn")].as_array().cloned()
+            }
+            _ => m.row["by_turn"]
+                .as_array()
+                .map(|turns| turns.iter().map(|t| t[metric].clone()).collect()),
+        };
+        let turns = turns.unwrap_or_default();
+        turns.iter().map(|x| x.as_f64().unwrap_or(f64::NAN)).collect()
+    };
+    let mut lines: Vec<(&str, &str, Vec<f64>)> = Vec::new();
+    for metric in ["needle_accuracy", "recall", "kl"] {
+        if let (Some(any), "needle_accuracy") = (rows.first(), metric) {
+            lines.push((metric, "full", series(any, "full_needle_accuracy")));
+        }
+        lines.extend(rows.iter().map(|m| (metric, m.case, series(m, metric))));
+    }
+    lines.retain(|(_, _, turns)| !turns.is_empty());
+    let Some(turns) = lines.iter().map(|(_, _, turns)| turns.len()).max() else {
+        return String::new();
+    };
+    let heads: Vec<String> = (1..=turns).map(|turn| format!("turn {turn}")).collect();
+    let mut out = format!(
+        "| | case | {} |\n|---|---|{}\n",
+        heads.join(" | "),
+        "---|".repeat(turns)
+    );
+    for (metric, case, turns) in lines {
+        let values: Vec<String> = turns.iter().map(|x| shown(metric, *x)).collect();
+        let _ = writeln!(out, "| {metric} | {case} | {} |", values.join(" | "));
+    }
+    out + "\n"
+}
+
+fn length_table(lengths: &Value) -> String {
+    let lengths = lengths.as_array().map_or(&[][..], Vec::as_slice);
+    let accuracy = |at: &Value, method: &str| -> f64 {
+        let mut rows = at["rows"].as_array().into_iter().flatten();
+        let row = rows.find(|r| r["method"] == json!(method));
+        row.and_then(|r| r["needle_accuracy"].as_f64())
+            .unwrap_or(f64::NAN)
+    };
+    let mut out = "## Needles by length\n\nGreedy answers at a budget of 6 %; `topk` is the ceiling of what a method can choose.\n\n"
+        .to_string();
+    if let Some(longest) = lengths.last() {
+        let full = longest["full"].as_f64().unwrap_or(f64::NAN);
+        for method in ["a2ats", "selfindex", "lfps", "ctkvr"] {
+            let loss = 100.0 * (full - accuracy(longest, method));
+            let verdict = if loss <= 3.0 { "within" } else { "not within" };
+            let _ = writeln!(
+                out,
+                "`{method}` is {verdict} 3 points of full attention at 2,000 tokens ({loss:.1} points)."
+            );
+        }
+    }
+    out += "\n| method |";
+    for at in lengths {
+        let _ = write!(out, " {} tokens |", at["length"]);
+    }
+    let _ = writeln!(out, "\n|---|{}", "---|".repeat(lengths.len()));
+    for method in std::iter::once("full").chain(METHODS.split(',')) {
+        let _ = write!(out, "| `{method}` |");
+        for at in lengths {
+            let x = match method {
+                "full" => at["full"].as_f64().unwrap_or(f64::NAN),
+                _ => accuracy(at, method),
+            };
+            let _ = write!(out, " {:.1} % |", 100.0 * x);
+        }
+        out += "\n";
+    }
+    out + "\n"
+}
+
+fn similarity_table(rows: &Value) -> String {
+    let of = |rope: &str| -> Vec<f64> {
+        let rows = rows
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter(|r| r["rope"] == json!(rope));
+        rows.filter_map(|r| r["similarity"].as_f64()).collect()
+    };
+    let (before, after) = (of("windowed"), of("standard"));
+    let holds = before.iter().zip(&after).all(|(b, a)| b > a);
+    let mut out = format!(
+        "## Codebooks of two inputs\n\nEq. 7 of A2ATS: mean largest cosine between the codewords of two texts (plain metric, 256 \
+         codewords, 20,000 tokens each). Paper: above 0.9 before rotation for most layers, about 0.85 after.\n\n{}\n\n\
+         | layer | before rotation | after |\n|---|---|---|\n",
+        told(holds, "codebooks are more alike before rotation, in every layer")
+    );
+    for (layer, (b, a)) in before.iter().zip(&after).enumerate() {
+        let _ = writeln!(out, "| {layer} | {b:.3} | {a:.3} |");
+    }
+    out + "\n"
+}
+
+fn shown(column: &str, x: f64) -> String {
+    match column {
+        _ if x.is_nan() => "".to_string(),
+        "kl" | "output_error" | "recall" | "mass" => format!("{x:.3}"),
+        "index_bits_per_token" => format!("{x:.1}"),
+        "constant_bytes" => format!("{x:.0}"),
+        "budget" => format!("{} %", 100.0 * x),
+        _ => format!("{:.1} %", 100.0 * x),
+    }
+}

@@ -1,0 +1,266 @@
+//! The needles of `eval`: questions one by one, and conversations of several.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use super::is_stopped;
+use crate::error::{Error, Result};
+use crate::model::Decoder;
+use crate::model::tokenizer::Tokenizer;
+use crate::progress::Log;
+use crate::runner::eval::{Panel, Question};
+
+/// Tokens that an answer may take beyond its own, for tokens without text.
+const SLACK: usize = 8;
+
+/// A line of a needle file.
+enum Line {
+    /// A question that is answered freely.
+    Needle(Needle),
+    /// Turns, each with its question.
+    Conversation(Vec<Question>),
+}
+
+/// A question that is answered freely.
+struct Needle {
+    prompt: Vec<u32>,
+    answer: Answer,
+}
+
+enum Answer {
+    Text(String),
+    Ids(Vec<u32>),
+}
+
+/// A prompt with its answer, as a line or a turn of one has them.
+enum Pair {
+    Text(String, String),
+    Ids(Vec<u32>, Vec<u32>),
+}
+
+impl Pair {
+    /// # Errors
+    /// Neither of the two forms, or without a prompt or an answer.
+    fn parse(value: &Value) -> Result<Self> {
+        let text = |key: &str| value.get(key)?.as_str().map(str::to_string);
+        let ids = |key: &str| serde_json::from_value::<Vec<u32>>(value.get(key)?.clone()).ok();
+        let pair = match (
+            text("prompt"),
+            text("answer"),
+            ids("prompt_tokens"),
+            ids("answer_tokens"),
+        ) {
+            (Some(prompt), Some(answer), _, _) => Self::Text(prompt, answer),
+            (_, _, Some(prompt), Some(answer)) => Self::Ids(prompt, answer),
+            _ => {
+                return Err(Error::failed("there is no prompt with its answer").hint(FORMS));
+            }
+        };
+        let empty = match &pair {
+            Self::Text(prompt, answer) => prompt.is_empty() || answer.trim().is_empty(),
+            Self::Ids(prompt, answer) => prompt.is_empty() || answer.is_empty(),
+        };
+        match empty {
+            true => Err(Error::failed("the prompt or the answer is empty")),
+            false => Ok(pair),
+        }
+    }
+
+    /// The ids of a turn; `first` begins a document.
+    fn question(self, first: bool, tokenizer: Option<&Tokenizer>) -> Result<Question> {
+        let question = match self {
+            Self::Ids(prompt, answer) => Question { prompt, answer },
+            Self::Text(prompt, answer) => {
+                let tokenizer = needed(tokenizer)?;
+                let prompt = match first {
+                    true => tokenizer.encode(&prompt)?,
+                    false => tokenizer.encode_raw(&prompt)?,
+                };
+                let answer = tokenizer.encode_raw(&answer)?;
+                Question { prompt, answer }
+            }
+        };
+        match question.prompt.is_empty() || question.answer.is_empty() {
+            true => Err(Error::failed("the prompt or the answer has no tokens")),
+            false => Ok(question),
+        }
+    }
+}
+
+/// What a line may look like.
+const FORMS: &str = "{\"prompt\": .., \"answer\": ..}, {\"prompt_tokens\": [..], \"answer_tokens\": [..]} or {\"turns\": [..]} with such turns";
+
+fn needed(tokenizer: Option<&Tokenizer>) -> Result<&Tokenizer> {
+    tokenizer.ok_or_else(|| {
+        Error::failed("the model has no tokenizer.json for a prompt of text")
+            .hint("give prompt_tokens and answer_tokens")
+    })
+}
+
+impl Line {
+    /// # Errors
+    /// A line of another form, an empty part, an id outside the vocabulary.
+    fn parse(line: &str, decoder: &Decoder, tokenizer: Option<&Tokenizer>) -> Result<Self> {
+        let value: Value =
+            serde_json::from_str(line).map_err(|e| Error::failed(format!("not a JSON object: {e}")))?;
+        if let Some(turns) = value.get("turns") {
+            let pair = ["prompt", "answer", "prompt_tokens", "answer_tokens"];
+            if let Some(key) = pair.iter().find(|key| value.get(**key).is_some()) {
+                return Err(Error::failed(format!("the line has `turns` and `{key}`")).hint(FORMS));
+            }
+            let turns = turns.as_array().filter(|turns| !turns.is_empty());
+            let turns = turns.ok_or_else(|| Error::failed("`turns` has no turn").hint(FORMS))?;
+            return Ok(Self::Conversation(conversation(turns, decoder, tokenizer)?));
+        }
+        let needle = match Pair::parse(&value)? {
+            Pair::Ids(prompt, answer) => Needle {
+                prompt,
+                answer: Answer::Ids(answer),
+            },
+            Pair::Text(prompt, answer) => Needle {
+                prompt: needed(tokenizer)?.encode(&prompt)?,
+                answer: Answer::Text(answer.trim().to_string()),
+            },
+        };
+        if needle.prompt.is_empty() {
+            return Err(Error::failed("the prompt or the answer is empty"));
+        }
+        decoder.check_ids(&needle.prompt)?;
+        Ok(Self::Needle(needle))
+    }
+
+    /// Questions asked.
+    fn questions(&self) -> usize {
+        match self {
+            Self::Needle(_) => 1,
+            Self::Conversation(turns) => turns.len(),
+        }
+    }
+
+    /// Tokens that are given.
+    fn len(&self) -> usize {
+        match self {
+            Self::Needle(needle) => needle.prompt.len(),
+            Self::Conversation(turns) => turns.iter().map(|q| q.prompt.len() + q.answer.len()).sum(),
+        }
+    }
+}
+
+/// The turns of a conversation, all of text or all of ids.
+fn conversation(turns: &[Value], decoder: &Decoder, tokenizer: Option<&Tokenizer>) -> Result<Vec<Question>> {
+    let mut of_text = None;
+    let mut turn = |i: usize, value: &Value| -> Result<Question> {
+        let pair = Pair::parse(value)?;
+        let is_text = matches!(pair, Pair::Text(..));
+        if *of_text.get_or_insert(is_text) != is_text {
+            return Err(Error::failed(
+                "turns of text and of token ids in one conversation",
+            ));
+        }
+        let question = pair.question(i == 0, tokenizer)?;
+        decoder.check_ids(&question.prompt)?;
+        decoder.check_ids(&question.answer)?;
+        Ok(question)
+    };
+    turns
+        .iter()
+        .enumerate()
+        .map(|(i, value)| turn(i, value).map_err(|e| e.context(format!("turn {}", i + 1))))
+        .collect()
+}
+
+impl Needle {
+    /// Whether what was said starts with the answer; `None` while it may still come to that.
+    fn found(&self, said: &[u32], tokenizer: Option<&Tokenizer>) -> Result<Option<bool>> {
+        match (&self.answer, tokenizer) {
+            (Answer::Text(answer), Some(tokenizer)) => {
+                let text = tokenizer.decode(said)?;
+                let text = text.trim_start().trim_end_matches('\u{fffd}');
+                Ok(match text.starts_with(answer) {
+                    true => Some(true),
+                    false if answer.starts_with(text.trim_end()) => None,
+                    false => Some(false),
+                })
+            }
+            (Answer::Ids(answer), _) => {
+                let n = said.len().min(answer.len());
+                Ok(match said[..n] == answer[..n] {
+                    false => Some(false),
+                    true if n == answer.len() => Some(true),
+                    true => None,
+                })
+            }
+            (Answer::Text(_), None) => Ok(Some(false)),
+        }
+    }
+
+    /// Asks it.
+    fn ask(&self, panel: &mut Panel, tokenizer: Option<&Tokenizer>) -> Result<()> {
+        let own = match &self.answer {
+            Answer::Text(text) => text.len(),
+            Answer::Ids(ids) => ids.len(),
+        };
+        let found = |said: &[u32]| self.found(said, tokenizer);
+        panel.needle(&self.prompt, own + SLACK, &found)
+    }
+}
+
+/// Every line of a needle file.
+fn read(path: &Path, decoder: &Decoder, tokenizer: Option<&Tokenizer>) -> Result<Vec<Line>> {
+    let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, "read", &e))?;
+    let lines = text.lines().enumerate().filter(|(_, l)| !l.trim().is_empty());
+    let lines = lines.map(|(i, line)| {
+        Line::parse(line, decoder, tokenizer)
+            .map_err(|e| e.context(format!("{}, line {}", path.display(), i + 1)))
+    });
+    let lines: Vec<Line> = lines.collect::<Result<_>>()?;
+    match lines.is_empty() {
+        true => Err(Error::failed(format!("{} has no line", path.display()))),
+        false => Ok(lines),
+    }
+}
+
+/// Asks every line of a needle file; what was measured on, and whether the user stopped it.
+pub(super) fn run(
+    path: &Path,
+    model: &Path,
+    decoder: &Decoder,
+    panel: &mut Panel,
+    log: Log,
+) -> Result<(Value, bool)> {
+    let tokenizer = match model.join("tokenizer.json").exists() {
+        true => Some(Tokenizer::open(model, &decoder.config)?),
+        false => None,
+    };
+    let tokenizer = tokenizer.as_ref();
+    let lines = read(path, decoder, tokenizer)?;
+    let longest = lines.iter().map(Line::len).max().unwrap_or(0);
+    if longest > decoder.config.max_position_embeddings {
+        log.warn(&format!(
+            "prompts of up to {longest} tokens are longer than the model's context of {}",
+            decoder.config.max_position_embeddings
+        ));
+    }
+    let questions: usize = lines.iter().map(Line::questions).sum();
+    let progress = log.progress(questions as u64, "needles");
+    let mut stopped = false;
+    for line in &lines {
+        let result = match line {
+            Line::Needle(needle) => needle.ask(panel, tokenizer),
+            Line::Conversation(turns) => panel.conversation(turns),
+        };
+        stopped = is_stopped(result, panel.full.asked())?;
+        if stopped {
+            break;
+        }
+        progress.advance(line.questions() as u64);
+    }
+    drop(progress);
+    let found = json!({
+        "needles": panel.full.asked(),
+        "full_needle_accuracy": panel.full.accuracy(),
+        "full_needle_accuracy_by_turn": panel.full.by_turn(),
+    });
+    Ok((found, stopped))
+}

@@ -1,0 +1,196 @@
+//! The caches and states of one block or conversation, along every trajectory.
+
+use ndarray::{Array1, Array2, Axis};
+use rayon::prelude::*;
+
+use super::super::kv::{KvHead, KvType};
+use super::super::trunk::{Context, Rows, Trunk};
+use super::super::{Head, Options, PromptRows, StaticSet, Token, decode_head, prefill_heads};
+use super::Variant;
+use super::judge::{Judge, Scores};
+use crate::compute::attention;
+use crate::error::Result;
+use crate::method::{Choice, Retriever};
+
+/// What was fed, and where that left every head.
+pub(super) struct Course {
+    /// Per layer and KV head.
+    pub lanes: Vec<Vec<Lanes>>,
+    /// Positions fed.
+    pub len: usize,
+    /// Decode steps among them.
+    pub steps: usize,
+    /// Whether the methods also choose along the full trajectory.
+    judged: bool,
+}
+
+/// One KV head along every trajectory.
+pub(super) struct Lanes {
+    /// The full trajectory, in f32.
+    exact: KvHead,
+    /// The full trajectory as the variants' caches hold it, where that is not f32.
+    stored: Option<KvHead>,
+    /// Per variant: the state that chooses along the full trajectory. None where nothing is judged.
+    shadows: Vec<Box<dyn Retriever>>,
+    /// Per variant: cache and state along its own trajectory, from the first prompt on.
+    pub own: Vec<Head>,
+}
+
+/// What one head gives for one step.
+pub(super) struct LaneStep {
+    /// Per variant, where it is judged.
+    pub scores: Vec<Scores>,
+    /// Per variant: its choice along its own trajectory.
+    pub chosen: Vec<Choice>,
+}
+
+/// Where a step stands.
+pub(super) struct At<'a> {
+    pub rows: &'a Rows,
+    pub group: usize,
+    pub step: usize,
+    pub set: &'a StaticSet,
+    pub variants: &'a [Variant<'a>],
+}
+
+impl Course {
+    /// Empty caches with room for `capacity` positions.
+    pub fn new(
+        trunk: &Trunk,
+        variants: &[Variant],
+        options: &Options,
+        capacity: usize,
+        judged: bool,
+    ) -> Self {
+        let c = &trunk.decoder.config;
+        let kv = |kind| KvHead::new(kind, c.head_dim, capacity, options.packed);
+        let new = |layer: usize, kv_head: usize| {
+            let state = |variant: &Variant| {
+                let options = Options {
+                    budget: variant.budget,
+                    ..*options
+                };
+                variant.method.head(&options.place(c, layer, kv_head))
+            };
+            Lanes {
+                exact: kv(KvType::F32),
+                stored: (options.kv != KvType::F32).then(|| kv(options.kv)),
+                shadows: variants.iter().map(state).collect(),
+                own: Vec::new(),
+            }
+        };
+        let layer = |layer: usize| (0..c.n_kv_heads).map(|head| new(layer, head)).collect();
+        Self {
+            lanes: (0..c.n_layers).map(layer).collect(),
+            len: 0,
+            steps: 0,
+            judged,
+        }
+    }
+
+    /// Runs a prompt with exact attention along every trajectory. The first is the same for all of them;
+    /// a later one attends what each has cached. Returns the logits after it, the full trajectory's first:
+    /// `[vocab]` each.
+    pub fn prompt(&mut self, trunk: &Trunk, ids: &[u32]) -> Result<Vec<Array1<f32>>> {
+        let windows = &trunk.decoder.config.windows;
+        let lanes = &mut self.lanes;
+        let full = trunk.prompt(ids, self.len, &mut |layer, rows| {
+            prefill_full(&mut lanes[layer], rows, windows[layer])
+        })?;
+        let variants = self.lanes[0][0].shadows.len().max(self.lanes[0][0].own.len());
+        let mut logits = vec![full];
+        if self.len == 0 {
+            let judged = self.judged;
+            self.lanes.iter_mut().flatten().for_each(|l| l.part(judged));
+            logits = vec![logits[0].clone(); variants + 1];
+        } else {
+            for v in 0..variants {
+                let lanes = &mut self.lanes;
+                logits.push(trunk.prompt(ids, self.len, &mut |layer, rows| {
+                    let own = lanes[layer].iter_mut().map(|l| &mut l.own[v]);
+                    prefill_heads(own.collect(), rows, windows[layer])
+                })?);
+            }
+        }
+        self.len += ids.len();
+        Ok(logits)
+    }
+}
+
+/// Takes a prompt's rows of one layer along the full trajectory; gives back what the prompt attends.
+fn prefill_full(lanes: &mut [Lanes], rows: Rows, model_window: Option<usize>) -> Context {
+    let exact: Vec<&KvHead> = lanes.iter().map(|l| &l.exact).collect();
+    let stored: Option<Vec<&KvHead>> = lanes.iter().map(|l| l.stored.as_ref()).collect();
+    // Where the variants' caches round, methods see what those give for earlier positions.
+    let stored = stored.filter(|caches| !caches[0].is_empty());
+    let rounded = stored.map(|caches| {
+        let (q, k, v) = (rows.q_rope.clone(), rows.k_rope.clone(), rows.v.clone());
+        Context::join(q, k, v, &caches)
+    });
+    let context = Context::join(rows.q_rope, rows.k_rope, rows.v, &exact);
+    lanes.par_iter_mut().enumerate().for_each(|(c, lanes)| {
+        let of = |context| PromptRows::of(&rows.k_pre, context, c, model_window);
+        lanes.prefill(&of(&context), &of(rounded.as_ref().unwrap_or(&context)));
+    });
+    context
+}
+
+impl Lanes {
+    /// Takes in a prompt along the full trajectory; `seen` has earlier rows as the variants' caches do.
+    fn prefill(&mut self, exact: &PromptRows, seen: &PromptRows) {
+        exact.cache(&mut self.exact);
+        if let Some(stored) = &mut self.stored {
+            seen.cache(stored);
+        }
+        let kv = self.stored.as_ref().unwrap_or(&self.exact);
+        for shadow in &mut self.shadows {
+            shadow.prefill(&seen.view(kv));
+        }
+    }
+
+    /// After the first prompt: every variant goes its own way.
+    fn part(&mut self, judged: bool) {
+        let kv = self.stored.as_mut().unwrap_or(&mut self.exact);
+        let forks = self.shadows.iter().map(|shadow| Head {
+            kv: kv.fork(),
+            retriever: shadow.fork(),
+        });
+        self.own = forks.collect();
+        if !judged {
+            self.shadows.clear();
+            self.stored = None;
+        }
+    }
+
+    /// One step of KV head `c`; out `[trajectories,r,d]`.
+    pub fn step(&mut self, at: &At, c: usize, mut out: ndarray::ArrayViewMut3<f32>) -> LaneStep {
+        let token = Token::of(at.rows, c, at.group, 0);
+        token.cache(&mut self.exact);
+        if let Some(stored) = &mut self.stored {
+            token.cache(stored);
+        }
+        let mut full = out.index_axis_mut(Axis(0), 0);
+        let visible: Vec<u32> = at.set.visible().map(|p| p as u32).collect();
+        let (keys, values) = (self.exact.keys(), self.exact.values());
+        let truth = attention::decode(token.q_rope.view(), keys, values, &visible, full.view_mut());
+        let full = full.to_owned();
+        let mut scores = Vec::new();
+        if !self.shadows.is_empty() {
+            let judge = Judge::new(at.set, truth.weights.view(), full.view());
+            let kv = self.stored.as_ref().unwrap_or(&self.exact);
+            for (shadow, variant) in self.shadows.iter_mut().zip(at.variants) {
+                let step = token.step(at.step, at.set, variant.budget, kv);
+                let mut output = Array2::zeros(full.dim());
+                let choice = decode_head(&token, &step, at.set, shadow.as_mut(), output.view_mut());
+                scores.push(judge.scores(&choice, step.budget, output.view_mut()));
+            }
+        }
+        let mut chosen = Vec::new();
+        for (v, (head, variant)) in self.own.iter_mut().zip(at.variants).enumerate() {
+            let token = Token::of(at.rows, c, at.group, v + 1);
+            let output = out.index_axis_mut(Axis(0), v + 1);
+            chosen.push(head.step(&token, at.step, at.set, variant.budget, output));
+        }
+        LaneStep { scores, chosen }
+    }
+}

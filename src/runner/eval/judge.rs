@@ -1,0 +1,126 @@
+//! What a choice is worth: recall, probability and output error of one step, divergence of two rows of
+//! logits.
+
+use std::ops::Range;
+
+use ndarray::{ArrayView1, ArrayView2, ArrayViewMut2};
+
+use super::super::StaticSet;
+use crate::method::Choice;
+
+/// Means of the metrics of a choice; each is a sum until it is divided by `count`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Scores {
+    /// Share of the oracle's choice at the same budget.
+    pub recall: f64,
+    /// True probability on what is attended, static set included, mean over the query group.
+    pub mass: f64,
+    /// Relative L2 error of the group's attention output.
+    pub output_error: f64,
+    /// Steps.
+    pub count: usize,
+}
+
+impl Scores {
+    pub(super) fn add(&mut self, other: &Self) {
+        self.recall += other.recall;
+        self.mass += other.mass;
+        self.output_error += other.output_error;
+        self.count += other.count;
+    }
+
+    /// The means; zero without a step.
+    pub fn mean(&self) -> Self {
+        let n = self.count.max(1) as f64;
+        Self {
+            recall: self.recall / n,
+            mass: self.mass / n,
+            output_error: self.output_error / n,
+            count: self.count,
+        }
+    }
+}
+
+/// The truth of one step of one KV head.
+pub(super) struct Judge<'a> {
+    set: &'a StaticSet,
+    /// True probabilities of what is visible, `[r,n]`.
+    weights: ArrayView2<'a, f32>,
+    /// Exact output, `[r,d]`.
+    output: ArrayView2<'a, f32>,
+    /// Candidates by their sum over the group, the largest first, the lower position on ties.
+    ranked: Vec<u32>,
+}
+
+impl<'a> Judge<'a> {
+    pub fn new(set: &'a StaticSet, weights: ArrayView2<'a, f32>, output: ArrayView2<'a, f32>) -> Self {
+        let start = set.visible().start;
+        let sums: Vec<f64> = weights
+            .columns()
+            .into_iter()
+            .map(|column| column.iter().map(|w| f64::from(*w)).sum())
+            .collect();
+        let mut ranked: Vec<u32> = set.candidates.clone().map(|p| p as u32).collect();
+        let sum = |p: u32| sums[p as usize - start];
+        ranked.sort_unstable_by(|a, b| sum(*b).total_cmp(&sum(*a)).then(a.cmp(b)));
+        Self {
+            set,
+            weights,
+            output,
+            ranked,
+        }
+    }
+
+    /// The metrics of a choice and its attention output, `[r,d]`.
+    pub fn scores(&self, choice: &Choice, budget: usize, output: ArrayViewMut2<f32>) -> Scores {
+        let oracle = &self.ranked[..budget.min(self.ranked.len())];
+        let found = |p: &&u32| choice.positions.binary_search(p).is_ok();
+        let recall = match oracle.len() {
+            0 => 1.0,
+            n => oracle.iter().filter(found).count() as f64 / n as f64,
+        };
+        let start = self.set.visible().start;
+        let sum = |row: ArrayView1<f32>, range: Range<usize>| -> f64 {
+            range.map(|p| f64::from(row[p - start])).sum()
+        };
+        let mut mass = 0.0;
+        for (a, row) in self.weights.rows().into_iter().enumerate() {
+            mass += sum(row, self.set.sinks.clone());
+            if !choice.bypassed.get(a).is_some_and(Option::is_some) {
+                let chosen = choice
+                    .positions
+                    .iter()
+                    .map(|p| f64::from(row[*p as usize - start]));
+                mass += chosen.sum::<f64>() + sum(row, self.set.window.clone());
+            }
+        }
+        let (mut error, mut size) = (0.0, 0.0);
+        for (x, y) in output.iter().zip(&self.output) {
+            error += f64::from(x - y).powi(2);
+            size += f64::from(*y).powi(2);
+        }
+        Scores {
+            recall,
+            mass: mass / self.weights.nrows() as f64,
+            output_error: if size > 0.0 { (error / size).sqrt() } else { 0.0 },
+            count: 1,
+        }
+    }
+}
+
+/// KL(p || q) of the softmax of two rows of logits, in nats.
+///
+/// # Numerics
+/// f64; never below zero.
+pub fn divergence(p: ArrayView1<f32>, q: ArrayView1<f32>) -> f64 {
+    let lse = |x: ArrayView1<f32>| {
+        let max = x.fold(f32::NEG_INFINITY, |m, v| m.max(*v));
+        f64::from(max) + x.iter().map(|v| f64::from(v - max).exp()).sum::<f64>().ln()
+    };
+    let (lp, lq) = (lse(p), lse(q));
+    let terms = p.iter().zip(q).map(|(p, q)| {
+        let log_p = f64::from(*p) - lp;
+        log_p.exp() * (log_p - (f64::from(*q) - lq))
+    });
+    terms.sum::<f64>().max(0.0)
+}
