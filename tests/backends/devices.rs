@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use kvsmith::compute::cpu::Cpu;
 use kvsmith::compute::cuda::Cuda;
+use kvsmith::compute::cuda::driver::Driver;
+use kvsmith::compute::cuda::nvidia::Nvidia;
 use kvsmith::compute::device::Device;
 
 use super::emulated::Emulated;
@@ -12,38 +14,45 @@ use super::emulated::Emulated;
 pub struct Entry {
     pub name: &'static str,
     pub device: Result<Arc<dyn Device>, String>,
+    /// The same without its tensor cores, where it has some.
+    pub plain: Option<Arc<dyn Device>>,
     /// Leaves the large cases out: software that stands in for a GPU.
     pub slow: bool,
 }
 
 /// All devices that kvsmith knows.
 pub fn all() -> Vec<Entry> {
-    let cuda = Cuda::open().map_err(|e| e.to_string());
-    // The CUDA kernels on the CPU, with and without what tensor cores would do.
-    let emulated = |tensor_cores| match Emulated::new(tensor_cores) {
-        Ok(driver) => Ok(Arc::new(Cuda::new(Box::new(driver))) as Arc<dyn Device>),
-        Err(e) => Err(e),
-    };
     vec![
         Entry {
             name: "cpu",
             device: Ok(Arc::new(Cpu)),
+            plain: None,
             slow: false,
         },
-        Entry {
-            name: "cuda",
-            device: cuda.map(|cuda| Arc::new(cuda) as Arc<dyn Device>),
-            slow: false,
-        },
-        Entry {
-            name: "emulated",
-            device: emulated(true),
-            slow: true,
-        },
-        Entry {
-            name: "emulated-plain",
-            device: emulated(false),
-            slow: true,
-        },
+        cuda(),
+        emulated(),
     ]
+}
+
+fn device(driver: impl Driver + 'static) -> Arc<dyn Device> {
+    Arc::new(Cuda::new(Box::new(driver)))
+}
+
+fn cuda() -> Entry {
+    Entry {
+        name: "cuda",
+        device: Nvidia::open().map(device).map_err(|e| e.to_string()),
+        plain: Nvidia::open().ok().map(|gpu| device(gpu.without_tensor_cores())),
+        slow: false,
+    }
+}
+
+/// The CUDA kernels on the CPU.
+fn emulated() -> Entry {
+    Entry {
+        name: "emulated",
+        device: Emulated::new(true).map(device),
+        plain: Emulated::new(false).ok().map(device),
+        slow: true,
+    }
 }
