@@ -1,12 +1,13 @@
 # make demo   build, calibrate the bundled model, inspect the artifact, generate with it
 # make test   every test; make check: format, lints and documentation
+# make cuda   fetch a CUDA compiler (271 MB) where there is none, for the kernels and their test
 
 CARGO ?= cargo
 KVSMITH = target/release/kvsmith
 DEMO = target/demo
 PYTHON = target/python/bin/python
 
-.PHONY: all demo test check setup vulkan golden clean results gpu-kit gpu-check
+.PHONY: all cuda demo test check setup vulkan golden clean results gpu-kit gpu-check
 
 all: setup
 	$(CARGO) build --release --locked
@@ -22,7 +23,12 @@ vulkan:
 demo: all
 	@sh scripts/demo.sh $(KVSMITH) $(DEMO)
 
-test: setup vulkan $(PYTHON)
+# A CUDA compiler, where there is none: the next build has the kernels in it, else they are compiled when the
+# program runs.
+cuda:
+	@sh scripts/cuda.sh target/cuda
+
+test: setup vulkan cuda $(PYTHON)
 	$(CARGO) test --locked
 	KVSMITH_PYTHON=$(abspath $(PYTHON)) $(CARGO) test --locked --test docs -- --ignored
 
