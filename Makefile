@@ -1,12 +1,13 @@
 # make demo   build, calibrate the bundled model, inspect the artifact, generate with it
 # make test   every test; make check: format, lints and documentation
+# make cuda   fetch a CUDA compiler (271 MB) where there is none, for the kernels and their test
 
 CARGO ?= cargo
 KVSMITH = target/release/kvsmith
 DEMO = target/demo
 PYTHON = target/python/bin/python
 
-.PHONY: all demo test check setup vulkan golden clean results gpu-kit gpu-check
+.PHONY: all cuda demo test check setup vulkan golden clean results gpu-kit gpu-check
 
 all: setup
 	$(CARGO) build --release --locked
@@ -22,7 +23,13 @@ vulkan:
 demo: all
 	@sh scripts/demo.sh $(KVSMITH) $(DEMO)
 
+# A CUDA compiler, where there is none: the next build has the kernels in it, else they are compiled when the
+# program runs.
+cuda:
+	@sh scripts/cuda.sh target/cuda
+
 test: setup vulkan $(PYTHON)
+	@sh scripts/cuda.sh target/cuda || echo "note: no CUDA compiler: the tests that need one will be ignored" >&2
 	$(CARGO) test --locked
 	KVSMITH_PYTHON=$(abspath $(PYTHON)) $(CARGO) test --locked --test docs -- --ignored
 
@@ -31,7 +38,7 @@ results: all
 	$(CARGO) run --release --locked --example results -- $(KVSMITH) target/results
 
 # What `make gpu-check` runs, in one folder for a machine without Rust.
-gpu-kit: setup
+gpu-kit: setup cuda
 	@sh scripts/gpu_kit.sh target/gpu-kit
 
 # Checks and measures on this machine's NVIDIA GPU, in less than 10 minutes: target/gpu-kit/out/gpu.json.

@@ -118,8 +118,9 @@ impl Global {
     /// # Errors
     /// The device asked for is not there: exit code 3.
     pub fn open_device(&self) -> Result<Box<dyn compute::device::Device>> {
-        let device = compute::open(self.device)?;
-        let (name, log) = (device.name(), self.log());
+        let log = self.log();
+        let device = compute::open(self.device, log)?;
+        let name = device.name();
         match (device.adapter(), self.device) {
             (Some(adapter), _) => log.note(&format!("device: {name} ({adapter})")),
             (None, Device::Auto) => log.note(&format!("device: {name}")),

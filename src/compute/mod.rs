@@ -1,13 +1,14 @@
 //! Arithmetic kernels: the naive f64 references that define each operation, and their forms for the CPU
 //! and for GPUs.
 //!
-//! [`device`] is the seam of calibration: [`cpu`] and [`gpu`] (any GPU, through wgpu) implement it.
+//! [`device`] is the seam of calibration: [`cpu`], [`gpu`] (any GPU, through wgpu) and [`cuda`] implement it.
 //!
 //! Every parallel kernel cuts its work into pieces whose size does not depend on the number of
 //! threads, and each piece is computed by one thread: the same bytes for any thread count.
 
 pub mod attention;
 pub mod cpu;
+pub mod cuda;
 pub mod device;
 mod draw;
 pub mod gpu;
@@ -18,18 +19,36 @@ pub mod simd;
 use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 
 use crate::cli;
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::progress::Log;
 
-/// Opens a device for calibration; `auto` takes an NVIDIA GPU where there is one, else the CPU.
+/// Opens a device for calibration; `auto` takes an NVIDIA GPU where there is one, else the CPU, and `-v`
+/// tells why.
 ///
 /// # Errors
 /// The device asked for is not there.
-pub fn open(device: cli::Device) -> Result<Box<dyn device::Device>> {
+pub fn open(device: cli::Device, log: Log) -> Result<Box<dyn device::Device>> {
     match device {
-        cli::Device::Auto | cli::Device::Cpu => Ok(Box::new(cpu::Cpu)),
+        cli::Device::Auto => Ok(match open_cuda(log) {
+            Ok(cuda) => Box::new(cuda),
+            Err(e) => {
+                log.detail(&format!("device: no GPU: {e}"));
+                Box::new(cpu::Cpu)
+            }
+        }),
+        cli::Device::Cpu => Ok(Box::new(cpu::Cpu)),
         cli::Device::Wgpu => Ok(Box::new(gpu::Gpu::open()?)),
-        cli::Device::Cuda => Err(Error::device("CUDA is not built in").hint("use --device cpu")),
+        cli::Device::Cuda => Ok(Box::new(open_cuda(log)?)),
     }
+}
+
+fn open_cuda(log: Log) -> Result<cuda::Cuda> {
+    let cuda = cuda::Cuda::open()?;
+    log.detail(match cuda::kernels::image() {
+        Some(_) => "device: the CUDA kernels are built in",
+        None => "device: the CUDA kernels were compiled now, by NVRTC",
+    });
+    Ok(cuda)
 }
 
 /// `out = a b`, or `out += a b` with `accumulate`, on the calling thread.

@@ -3,14 +3,21 @@
 use std::sync::Arc;
 
 use kvsmith::compute::cpu::Cpu;
+use kvsmith::compute::cuda::Cuda;
+use kvsmith::compute::cuda::driver::Driver;
+use kvsmith::compute::cuda::nvidia::Nvidia;
 use kvsmith::compute::device::Device;
 use kvsmith::compute::gpu::{Gpu, Limits};
 use kvsmith::error::Error;
+
+use super::emulated::Emulated;
 
 /// A device, or why it is not there.
 pub struct Entry {
     pub name: &'static str,
     pub device: Result<Arc<dyn Device>, String>,
+    /// The same without its tensor cores, where it has some.
+    pub plain: Option<Arc<dyn Device>>,
     /// Leaves the large cases out.
     pub slow: bool,
     /// Leaves the cases of more channels out.
@@ -29,9 +36,12 @@ pub fn all() -> Vec<Entry> {
         Entry {
             name: "cpu",
             device: Ok(Arc::new(Cpu)),
+            plain: None,
             slow: false,
             most_channels: usize::MAX,
         },
+        cuda(),
+        emulated(),
         gpu("wgpu", Gpu::open(), usize::MAX),
         gpu("wgpu-in-pieces", Gpu::with_limits(limits), 64),
     ]
@@ -44,7 +54,33 @@ fn gpu(name: &'static str, device: Result<Gpu, Error>, most_channels: usize) -> 
     Entry {
         name,
         device: device.map_err(|e| e.to_string()),
+        plain: None,
         slow,
         most_channels,
+    }
+}
+
+fn device(driver: impl Driver + 'static) -> Arc<dyn Device> {
+    Arc::new(Cuda::new(Box::new(driver)))
+}
+
+fn cuda() -> Entry {
+    Entry {
+        name: "cuda",
+        device: Nvidia::open().map(device).map_err(|e| e.to_string()),
+        plain: Nvidia::open().ok().map(|gpu| device(gpu.without_tensor_cores())),
+        slow: false,
+        most_channels: usize::MAX,
+    }
+}
+
+/// The CUDA kernels on the CPU.
+fn emulated() -> Entry {
+    Entry {
+        name: "emulated",
+        device: Emulated::new(true).map(device),
+        plain: Emulated::new(false).ok().map(device),
+        slow: true,
+        most_channels: usize::MAX,
     }
 }

@@ -7,8 +7,11 @@
 mod cases;
 mod checks;
 mod devices;
+mod emulated;
+mod fast;
 
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Instant;
 
 use kvsmith::compute::device::Device;
@@ -49,6 +52,37 @@ fn main() -> ExitCode {
                 trials.push(trial.with_ignored_flag(missing));
             }
         }
+        if let (Ok(device), Some(plain)) = (entry.device, entry.plain) {
+            trials.extend(fast_trials(entry.name, &device, &plain, cases::all(entry.slow)));
+        }
     }
     libtest_mimic::run(&args, trials).exit_code()
+}
+
+/// A device with its tensor cores against the same without.
+fn fast_trials(
+    name: &str,
+    device: &Arc<dyn Device>,
+    plain: &Arc<dyn Device>,
+    cases: Vec<Case>,
+) -> Vec<Trial> {
+    let mut trials = Vec::new();
+    for near in fast::ALL {
+        let (device, plain) = (device.clone(), plain.clone());
+        trials.push(Trial::test(
+            format!("{name}::fast::{near:?}").to_lowercase(),
+            move || {
+                fast::check_near(device.as_ref(), plain.as_ref(), near);
+                Ok(())
+            },
+        ));
+    }
+    for case in cases {
+        let (device, plain) = (device.clone(), plain.clone());
+        trials.push(Trial::test(format!("{name}::fast::{}", case.name), move || {
+            fast::check(device.as_ref(), plain.as_ref(), &case.points(), &case.centroids());
+            Ok(())
+        }));
+    }
+    trials
 }

@@ -1,0 +1,72 @@
+// What every kernel uses: names for the types, the macros that let the same text run under nvcc, NVRTC and
+// emulate.h, and a few small functions.
+//
+// Rows of b heads are `[b,n,w]`: n rows of w floats, w being the head dimension rounded up to a multiple of
+// 16, the rest zeros. blockIdx.y is the head.
+#pragma once
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#ifdef KVSMITH_EMULATE
+#include "emulate.h"
+#else
+// A kernel of `threads` threads a block, `blocks` of which fit on a multiprocessor.
+#define KERNEL(threads, blocks, name, ...) \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__)
+// Before a loop; an array that only unrolled loops index stays in registers.
+#define UNROLL _Pragma("unroll")
+#define SHARED(type, name, count) __shared__ __align__(16) type name[count]
+#define DYNAMIC_SHARED(type, name)                                       \
+    extern __shared__ __align__(16) unsigned char dynamic_shared[];      \
+    type* const name = reinterpret_cast<type*>(dynamic_shared)
+#endif
+
+#define DEVICE __device__ inline
+
+constexpr u32 ALL_LANES = 0xffffffffu;
+constexpr u32 INFINITE = 0x7f800000u;
+
+DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }
+
+DEVICE u32 lane() { return threadIdx.x % 32; }
+DEVICE u32 warp() { return threadIdx.x / 32; }
+DEVICE u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
+
+DEVICE bool finite(float v) { return (__float_as_uint(v) & INFINITE) != INFINITE; }
+
+// The sum over the lanes of a warp, in a fixed order; every lane gets it.
+template <class T>
+DEVICE T warp_sum(T v) {
+    for (u32 step = 16; step > 0; step /= 2) v += __shfl_xor_sync(ALL_LANES, v, step);
+    return v;
+}
+
+// The sum over a block of 256 threads, in a fixed order; thread 0 gets it.
+DEVICE double block_sum(double v) {
+    SHARED(double, warps, 8);
+    v = warp_sum(v);
+    if (lane() == 0) warps[warp()] = v;
+    __syncthreads();
+    double sum = 0;
+    if (threadIdx.x == 0) {
+        for (u32 i = 0; i < 8; i++) sum += warps[i];
+    }
+    __syncthreads();
+    return sum;
+}
+
+// The power of two by which sums of n numbers up to `largest` (the bits of a float) stay below 2^62.
+DEVICE double fixed_point(u32 largest, u32 n) {
+    // largest < 2^(exponent - 126), n < 2^bits
+    int exponent = (int)(largest >> 23);
+    int bits = 32 - __clz((int)n);
+    int power = 62 - bits - (exponent - 126);
+    return __longlong_as_double((i64)(power + 1023) << 52);
+}
+
+// A number as a multiple of 1 / scale. What is not finite counts as nothing.
+DEVICE u64 to_fixed(float v, double scale) { return finite(v) ? (u64)__double2ll_rn(v * scale) : 0; }
+DEVICE double from_fixed(u64 v, double scale) { return (double)(i64)v / scale; }

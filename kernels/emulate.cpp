@@ -1,0 +1,68 @@
+// The emulated device: a program that does what it reads from stdin and answers on stdout. Numbers are
+// little-endian u64. It ends with its input; a broken kernel ends it with a message on stderr.
+#include "kvsmith.cu"
+
+static uint64_t number() {
+    uint64_t v;
+    if (fread(&v, 8, 1, stdin) != 1) exit(0);
+    return v;
+}
+
+static void bytes(void* to, size_t size) {
+    if (fread(to, 1, size, stdin) != size) exit(0);
+}
+
+static void answer(uint64_t v) { fwrite(&v, 8, 1, stdout); }
+
+static void launch() {
+    std::string name(number(), ' ');
+    bytes(name.data(), name.size());
+    Dim grid;
+    grid.x = (unsigned)number(), grid.y = (unsigned)number(), grid.z = (unsigned)number();
+    unsigned block = (unsigned)number();
+    size_t shared = number();
+    std::vector<uint64_t> arguments(number());
+    std::vector<size_t> sizes;
+    for (auto& argument : arguments) {
+        sizes.push_back(number());
+        argument = number();
+    }
+    emulate::launch(name, grid, block, shared, arguments, sizes);
+}
+
+int main() {
+    for (;;) {
+        char what = (char)number();
+        if (what == 'a') {
+            size_t size = number();
+            answer((uint64_t)memset(malloc(size), 0xff, size));
+        } else if (what == 'f') {
+            free((void*)number());
+            answer(0);
+        } else if (what == 'w') {
+            void* to = (void*)number();
+            size_t size = number();
+            std::vector<char> data(size);
+            bytes(data.data(), size);
+            memcpy(to, data.data(), size);
+            answer(0);
+        } else if (what == 'r') {
+            void* from = (void*)number();
+            size_t size = number();
+            std::vector<char> data(size);
+            memcpy(data.data(), from, size);
+            fwrite(data.data(), 1, size, stdout);
+        } else if (what == 's') {
+            void* at = (void*)number();
+            int byte = (int)number();
+            memset(at, byte, number());
+            answer(0);
+        } else if (what == 'l') {
+            launch();
+            answer(0);
+        } else {
+            emulate::fail("no such request");
+        }
+        fflush(stdout);
+    }
+}

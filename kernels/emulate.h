@@ -1,0 +1,294 @@
+// Runs the kernels of this folder on a CPU, for tests: g++ -DKVSMITH_EMULATE -fsanitize=address,undefined.
+//
+// The threads of a block are fibers, which take turns at barriers and shuffles; blocks run one after the
+// other. Shared memory is allocated per array, filled with NaN patterns, and watched by the sanitizer as the
+// buffers are. The order in which warps and lanes take turns is reversed with every barrier, so that a
+// missing barrier shows in the results. A barrier that not all threads reach ends the program.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
+#define __device__
+#define UNROLL _Pragma("GCC unroll 16")
+#define KERNEL(threads, blocks, name, ...)                          \
+    void name(__VA_ARGS__);                                         \
+    static emulate::Register register_##name(#name, threads, name); \
+    void name(__VA_ARGS__)
+#define SHARED(type, name, count) type* const name = emulate::shared<type>(count)
+#define DYNAMIC_SHARED(type, name) type* const name = emulate::shared<type>(emulate::dynamic_bytes / sizeof(type))
+
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct Dim { unsigned x, y, z; };
+
+namespace emulate {
+
+[[noreturn]] inline void fail(const std::string& what) {
+    fprintf(stderr, "emulation: %s\n", what.c_str());
+    exit(70);
+}
+
+// ---- fibers ----
+
+#if defined(__x86_64__)
+// Saves the callee-saved registers and the stack pointer, takes up another stack where it was left.
+extern "C" void emulate_switch(void** from, void* to);
+asm(R"(
+.text
+emulate_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+)");
+struct Context {
+    void* at = nullptr;
+    void start(char* stack, size_t size, void (*entry)()) {
+        // Above the registers: where to return to, and, as after a call, an odd multiple of 8.
+        void** top = (void**)(stack + size);
+        top[-1] = nullptr;
+        top[-2] = (void*)entry;
+        at = top - 8;
+    }
+    void yield_to(Context& other) { emulate_switch(&at, other.at); }
+};
+#else
+struct Context {
+    ucontext_t at;
+    void start(char* stack, size_t size, void (*entry)()) {
+        getcontext(&at);
+        at.uc_stack.ss_sp = stack;
+        at.uc_stack.ss_size = size;
+        makecontext(&at, entry, 0);
+    }
+    void yield_to(Context& other) { swapcontext(&at, &other.at); }
+};
+#endif
+
+enum class State { Runs, AtWarp, AtBlock, Done };
+
+struct Thread {
+    Context context;
+    State state;
+    unsigned line, arrays, exchanges;
+    Dim index;
+};
+
+constexpr size_t STACK = 64 << 10;
+constexpr unsigned MOST_THREADS = 1024;
+
+inline Thread threads[MOST_THREADS];
+inline Thread* self;
+inline unsigned n_threads;
+inline Dim block_index, grid_size, block_size;
+inline Context scheduler;
+inline size_t dynamic_bytes;
+inline std::vector<std::pair<void*, size_t>> arrays;
+inline uint64_t exchange[MOST_THREADS / 32][2][32];
+inline void (*body)();
+
+inline void wait(State state, unsigned line) {
+    self->state = state;
+    self->line = line;
+    self->context.yield_to(scheduler);
+}
+
+inline void enter() {
+    body();
+    wait(State::Done, 0);
+}
+
+// The threads first..end that are in `state`, all at one line; another count than 0 or all is an error.
+inline bool all_in(State state, unsigned first, unsigned end, const char* name) {
+    unsigned count = 0, line = 0;
+    for (unsigned i = first; i < end; i++) {
+        if (threads[i].state != state) continue;
+        if (count++ > 0 && threads[i].line != line) {
+            fail(std::string("threads at different ") + name + " barriers, lines " + std::to_string(line) + " and " +
+                 std::to_string(threads[i].line));
+        }
+        line = threads[i].line;
+    }
+    if (count > 0 && count < end - first) {
+        fail(std::string("divergent ") + name + " barrier, line " + std::to_string(line));
+    }
+    return count > 0;
+}
+
+// Runs a warp until its lanes are at a barrier of the block, or done.
+inline void run_warp(unsigned first, unsigned end) {
+    for (bool backwards = first / 32 % 2;; backwards = !backwards) {
+        for (unsigned i = first; i < end; i++) {
+            self = &threads[backwards ? end - 1 - (i - first) : i];
+            if (self->state == State::Runs) scheduler.yield_to(self->context);
+        }
+        if (!all_in(State::AtWarp, first, end, "warp")) return;
+        for (unsigned i = first; i < end; i++) threads[i].state = State::Runs;
+    }
+}
+
+inline void run_block() {
+    static char* stacks = (char*)malloc(STACK * MOST_THREADS);
+    for (unsigned i = 0; i < n_threads; i++) {
+        threads[i].state = State::Runs;
+        threads[i].arrays = threads[i].exchanges = 0;
+        threads[i].index = {i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y};
+        threads[i].context.start(stacks + i * STACK, STACK, enter);
+    }
+    for (bool backwards = false;; backwards = !backwards) {
+        for (unsigned i = 0; i < n_threads; i += 32) {
+            unsigned first = backwards ? n_threads - 32 - i : i;
+            run_warp(first, first + 32);
+        }
+        if (!all_in(State::AtBlock, 0, n_threads, "block")) break;
+        for (unsigned i = 0; i < n_threads; i++) threads[i].state = State::Runs;
+    }
+    for (auto& array : arrays) free(array.first);
+    arrays.clear();
+}
+
+template <class T>
+T* shared(size_t count) {
+    size_t bytes = count * sizeof(T);
+    if (self->arrays == arrays.size()) {
+        arrays.push_back({memset(malloc(bytes), 0xff, bytes), bytes});
+    }
+    auto array = arrays[self->arrays++];
+    if (array.second != bytes) fail("threads declare different shared arrays");
+    return (T*)array.first;
+}
+
+// The value of another lane; all lanes of the warp take part.
+template <class T>
+T from_lane(T v, unsigned source, unsigned line) {
+    unsigned i = self - threads;
+    auto& slots = exchange[i / 32][self->exchanges++ % 2];
+    memcpy(&slots[i % 32], &v, sizeof(T));
+    wait(State::AtWarp, line);
+    memcpy(&v, &slots[source % 32], sizeof(T));
+    return v;
+}
+
+// ---- launches ----
+
+struct Kernel {
+    unsigned threads;
+    std::vector<size_t> sizes;
+    std::function<void(const uint64_t*)> call;
+};
+
+inline std::map<std::string, Kernel>& kernels() {
+    static std::map<std::string, Kernel> all;
+    return all;
+}
+
+template <class T>
+T argument(const uint64_t* at) {
+    T v;
+    memcpy(&v, at, sizeof(T));
+    return v;
+}
+
+struct Register {
+    template <class... P>
+    Register(const char* name, unsigned threads, void (*kernel)(P...)) {
+        kernels()[name] = {threads, {sizeof(P)...}, [kernel](const uint64_t* arguments) {
+            [&]<size_t... I>(std::index_sequence<I...>) { kernel(argument<P>(arguments + I)...); }
+            (std::index_sequence_for<P...>());
+        }};
+    }
+};
+
+inline void launch(const std::string& name, Dim grid, unsigned block, size_t shared_bytes,
+                   const std::vector<uint64_t>& arguments, const std::vector<size_t>& sizes) {
+    auto found = kernels().find(name);
+    if (found == kernels().end()) fail("no kernel " + name);
+    static Kernel* kernel;
+    static const uint64_t* values;
+    kernel = &found->second;
+    values = arguments.data();
+    if (kernel->sizes != sizes) fail(name + ": arguments of other sizes");
+    if (kernel->threads != block || block % 32 != 0) fail(name + ": a block of another size");
+    if (grid.y > 65535 || grid.z > 65535 || grid.x > 0x7fffffff) fail(name + ": too large a grid");
+    n_threads = block;
+    block_size = {block, 1, 1};
+    grid_size = grid;
+    dynamic_bytes = shared_bytes;
+    body = [] { kernel->call(values); };
+    for (block_index.z = 0; block_index.z < grid.z; block_index.z++) {
+        for (block_index.y = 0; block_index.y < grid.y; block_index.y++) {
+            for (block_index.x = 0; block_index.x < grid.x; block_index.x++) run_block();
+        }
+    }
+}
+
+}  // namespace emulate
+
+// ---- what CUDA offers ----
+
+#define threadIdx (emulate::self->index)
+#define blockIdx emulate::block_index
+#define gridDim emulate::grid_size
+
+inline void __syncthreads(unsigned line = __builtin_LINE()) { emulate::wait(emulate::State::AtBlock, line); }
+template <class T>
+T __shfl_xor_sync(unsigned, T v, unsigned mask, unsigned line = __builtin_LINE()) {
+    return emulate::from_lane(v, (threadIdx.x % 32) ^ mask, line);
+}
+template <class T>
+T __shfl_up_sync(unsigned, T v, unsigned step, unsigned line = __builtin_LINE()) {
+    unsigned lane = threadIdx.x % 32;
+    return emulate::from_lane(v, lane < step ? lane : lane - step, line);
+}
+template <class T, class V>
+T atomicAdd(T* at, V v) {
+    T old = *at;
+    *at += (T)v;
+    return old;
+}
+template <class T, class V>
+T atomicMax(T* at, V v) {
+    T old = *at;
+    if ((T)v > old) *at = (T)v;
+    return old;
+}
+template <class T, class V>
+T atomicMin(T* at, V v) {
+    T old = *at;
+    if ((T)v < old) *at = (T)v;
+    return old;
+}
+template <class To, class From>
+To same_bits(From v) {
+    To out;
+    static_assert(sizeof(To) == sizeof(From));
+    memcpy(&out, &v, sizeof(To));
+    return out;
+}
+inline unsigned __float_as_uint(float v) { return same_bits<unsigned>(v); }
+inline float __uint_as_float(unsigned v) { return same_bits<float>(v); }
+inline double __longlong_as_double(long long v) { return same_bits<double>(v); }
+inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz((unsigned)v); }
+inline long long __double2ll_rn(double v) { return llrint(v); }

@@ -1,0 +1,10 @@
+// All kernels, as one module.
+#include "assignment.cu"
+#include "channel_statistic.cu"
+#include "draw.cu"
+#include "means.cu"
+#include "nearest.cu"
+#include "nearest_fast.cu"
+#include "second_moment.cu"
+#include "sign_sums.cu"
+#include "whiten.cu"

@@ -1,0 +1,355 @@
+// The fast part of nearest: scores of f16 rows and centroids on the tensor cores, accumulated in f32, of
+// which each row keeps the centroids that can still be the best ones.
+//
+// Rows and centroids are scaled by a power of two per head, so that the largest magnitude lies in
+// [2^13, 2^14), and rounded to f16: x = y + r. With R >= ||r||, C >= ||c||, S >= the norm of what rounding
+// took off any centroid, and B the largest ||c||²/2, an approximate score differs from the f32 score of
+// nearest.cu by at most
+//
+//     E = ||x|| S + R (C + S) + 5 (w + 16) 2^-24 (||x|| C + B):
+//
+// the first terms are rounding to f16, the last one both f32 sums (for tensor cores, which truncate, 2^-22 per
+// addition). A centroid whose score is more than 2 E below the best is not the winner. What is not finite
+// settles nothing.
+#include "common.h"
+
+#ifndef KVSMITH_EMULATE
+#define TENSOR_CORES
+#endif
+
+// Rows and centroids of a tile, and channels of a slab; slabs in flight.
+constexpr u32 TILE = 128, SLAB = 64, STAGES = 4;
+// Slack of the bounds, which are computed in f32 themselves.
+constexpr float SLACK = 1.01f;
+
+// The power of two that brings `largest` (the bits of a float) into [2^13, 2^14), as far as f32 has it.
+DEVICE float half_scale(u32 largest) {
+    if (largest == 0 || largest >= INFINITE) return 1;
+    u32 exponent = 267 - (largest >> 23);
+    return __uint_as_float(smaller(exponent, 254) << 23);
+}
+
+// ---- f16, and what the tensor cores do with it ----
+
+#ifdef TENSOR_CORES
+
+DEVICE u16 to_half(float v) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+    return bits;
+}
+
+DEVICE float from_half(u16 bits) {
+    float v;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));
+    return v;
+}
+
+DEVICE u32 shared_address(const u16* at) { return (u32)__cvta_generic_to_shared(at); }
+
+DEVICE void copy_16_bytes(u16* to, const u16* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+DEVICE void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <u32 LATER>
+DEVICE void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+}
+
+DEVICE void load_matrices(u32 (&out)[4], const u16* at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(shared_address(at))
+                 : "memory");
+}
+
+DEVICE void multiply_add(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                 "{%0,%1,%2,%3};"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+#else
+
+DEVICE u16 to_half(float v) {
+    _Float16 h = (_Float16)v;
+    u16 bits;
+    memcpy(&bits, &h, 2);
+    return bits;
+}
+
+DEVICE float from_half(u16 bits) {
+    _Float16 h;
+    memcpy(&h, &bits, 2);
+    return (float)h;
+}
+
+DEVICE void copy_16_bytes(u16* to, const u16* from) { memcpy(to, from, 16); }
+DEVICE void end_of_copies() {}
+template <u32 LATER>
+DEVICE void wait_for_copies() {}
+
+#endif
+
+// The place of eight channels, number `eighth`, of a row in a slab: `[TILE,SLAB]`, with the eighths of a row
+// exchanged so that the eight rows that ldmatrix reads at once lie in different banks.
+DEVICE u32 place(u32 row, u32 eighth) { return row * SLAB + ((eighth ^ (row & 7)) * 8); }
+
+// Adds the products of 16 channels, `step` of a slab, to a warp's 32 rows x 64 centroids. Thread 4 g + t has of
+// sum[i][j] the rows 16 i + g and 16 i + g + 8 and the centroids 8 j + 2 t and 8 j + 2 t + 1.
+DEVICE void add_products(float (&sum)[2][8][4], const u16* rows, const u16* centroids, u32 row_at, u32 centroid_at,
+                         u32 step) {
+#ifdef TENSOR_CORES
+    u32 a[2][4];
+UNROLL
+    for (u32 i = 0; i < 2; i++) {
+        load_matrices(a[i], rows + place(row_at + i * 16 + lane() % 16, step * 2 + lane() / 16));
+    }
+UNROLL
+    for (u32 j = 0; j < 8; j += 2) {
+        u32 b[4], row = centroid_at + j * 8 + lane() % 8 + lane() / 16 * 8;
+        load_matrices(b, centroids + place(row, step * 2 + lane() / 8 % 2));
+UNROLL
+        for (u32 i = 0; i < 2; i++) {
+            multiply_add(sum[i][j], a[i], b[0], b[1]);
+            multiply_add(sum[i][j + 1], a[i], b[2], b[3]);
+        }
+    }
+#else
+    for (u32 i = 0; i < 2; i++) {
+        for (u32 j = 0; j < 8; j++) {
+            for (u32 e = 0; e < 4; e++) {
+                u32 row = row_at + i * 16 + lane() / 4 + e / 2 * 8;
+                u32 centroid = centroid_at + j * 8 + lane() % 4 * 2 + e % 2;
+                // Beyond the last centroid; only to save time.
+                if (sum[i][j][e] == minus_infinity()) continue;
+                for (u32 k = 0; k < 16; k++) {
+                    u32 eighth = step * 2 + k / 8;
+                    float a = from_half(rows[place(row, eighth) + k % 8]);
+                    sum[i][j][e] += a * from_half(centroids[place(centroid, eighth) + k % 8]);
+                }
+            }
+        }
+    }
+#endif
+}
+
+// ---- rows and centroids as f16 ----
+
+// Rows scaled and rounded, a warp each: halves `[b,n,w]`; norms `[b,n,2]`: the norm of the scaled row, and that
+// of what rounding took off.
+KERNEL(256, 1, halve_rows, const float* x, const u32* largest, u16* halves, float* norms, u32 n, u32 w) {
+    u32 row = blockIdx.x * 8 + warp();
+    if (row >= n) return;
+    u64 at = (u64)blockIdx.y * n + row;
+    float scale = half_scale(largest[blockIdx.y]), norm = 0, lost = 0;
+    for (u32 k = lane(); k < w; k += 32) {
+        float v = x[at * w + k] * scale;
+        u16 half = to_half(v);
+        float off = v - from_half(half);
+        halves[at * w + k] = half;
+        norm += v * v;
+        lost += off * off;
+    }
+    norm = warp_sum(norm);
+    lost = warp_sum(lost);
+    if (lane() > 0) return;
+    norms[2 * at] = sqrtf(norm) * SLACK;
+    norms[2 * at + 1] = sqrtf(lost) * SLACK;
+}
+
+// The centroids in range, scaled and rounded, from number 0 on, padded to whole tiles: halves
+// `[b,capacity,w]`, biases `[b,capacity]`. bounds `[b,3]`, zeroed before: the bits of C, S and B.
+KERNEL(256, 1, halve_centroids, const float* centroids, const u32* ranges, const u32* largest,
+       const u32* largest_centroid, u16* halves, float* biases, u32* bounds, u32 w, u32 size, u32 capacity) {
+    u32 head = blockIdx.y, first = ranges[2 * head], count = ranges[2 * head + 1];
+    u32 i = blockIdx.x * 8 + warp();
+    if (i >= (count + TILE - 1) / TILE * TILE) return;
+    u64 at = (u64)head * capacity + i, from = (u64)head * size + first + i;
+    float scale = half_scale(largest_centroid[head]), norm = 0, lost = 0;
+    double exact = 0;
+    for (u32 k = lane(); k < w; k += 32) {
+        float c = i < count ? centroids[from * w + k] : 0.0f;
+        float v = c * scale;
+        u16 half = to_half(v);
+        float off = v - from_half(half);
+        halves[at * w + k] = half;
+        norm += v * v;
+        lost += off * off;
+        exact += (double)c * c;
+    }
+    norm = sqrtf(warp_sum(norm)) * SLACK;
+    lost = sqrtf(warp_sum(lost)) * SLACK;
+    exact = warp_sum(exact);
+    if (lane() > 0) return;
+    if (i >= count) {
+        biases[at] = minus_infinity();
+        return;
+    }
+    float bias = (float)(exact * -0.5 * scale * half_scale(largest[head]));
+    biases[at] = bias;
+    atomicMax(&bounds[3 * head], __float_as_uint(norm));
+    atomicMax(&bounds[3 * head + 1], __float_as_uint(lost));
+    atomicMax(&bounds[3 * head + 2], __float_as_uint(-bias));
+}
+
+// ---- the search ----
+
+// Starts copying a slab of TILE rows, [first, first + TILE) of `rows`, the last one `end - 1`.
+DEVICE void copy_slab(u16* to, const u16* rows, u32 first, u32 end, u32 slab, u32 w) {
+    u32 eighths = smaller(SLAB, w - slab * SLAB) / 8;
+    for (u32 i = threadIdx.x; i < TILE * (SLAB / 8); i += 256) {
+        u32 row = i / (SLAB / 8), eighth = i % (SLAB / 8);
+        if (eighth < eighths) {
+            const u16* from = rows + (u64)smaller(first + row, end - 1) * w + slab * SLAB + eighth * 8;
+            copy_16_bytes(to + place(row, eighth), from);
+        }
+    }
+}
+
+// What a thread knows of a row: the best of its centroids and the runner-up's score.
+struct Found {
+    float best[4], second[4];
+    u32 code[4];
+};
+
+DEVICE void fold(Found& found, const float (&sum)[2][8][4], u32 centroid_at) {
+UNROLL
+    for (u32 i = 0; i < 2; i++) {
+UNROLL
+        for (u32 j = 0; j < 8; j++) {
+UNROLL
+            for (u32 e = 0; e < 4; e++) {
+                u32 r = i * 2 + e / 2;
+                float s = sum[i][j][e];
+                found.second[r] = fmaxf(found.second[r], fminf(s, found.best[r]));
+                if (s > found.best[r]) {
+                    found.best[r] = s;
+                    found.code[r] = centroid_at + j * 8 + e % 2;
+                }
+            }
+        }
+    }
+}
+
+// The candidates of a row, four numbers, out of what the eight threads found that shared it.
+DEVICE u64 candidates_of(const float* best, const float* second, const u32* code, float bound) {
+    float top = minus_infinity();
+    for (u32 i = 0; i < 8; i++) top = fmaxf(top, best[i * TILE]);
+    float least = top - 2 * bound;
+    if (!finite(least)) return 0xffffull;
+    u64 out = 0;
+    u32 count = 0;
+    for (u32 i = 0; i < 8; i++) {
+        if (second[i * TILE] >= least) return 0xffffull;
+        if (best[i * TILE] < least) continue;
+        if (count == 4) return 0xffffull;
+        out |= (u64)code[i * TILE] << (16 * count++);
+    }
+    return count < 4 ? out | ~0ull << (16 * count) : out;
+}
+
+// A block has 128 rows of a head, which stay in shared memory, and meets the centroids of the range 128 at a
+// time in slabs of 64 channels, three of which are on their way while one is used. Eight warps: four down the
+// rows, two along the centroids. w <= 256; candidates `[b,n]` as `settle` reads them.
+KERNEL(256, 2, nearest_fast, const u16* rows, const float* norms, const u16* centroids, const float* biases,
+       const u32* bounds, const u32* ranges, const u32* largest, const u32* largest_centroid, const float* scores,
+       u64* candidates, u32 n, u32 w, u32 capacity) {
+    DYNAMIC_SHARED(u16, shared);
+    u32 head = blockIdx.y, count = ranges[2 * head + 1], start = blockIdx.x * TILE;
+    u32 tiles = (count + TILE - 1) / TILE, slabs = (w + SLAB - 1) / SLAB;
+    rows += (u64)head * n * w;
+    centroids += (u64)head * capacity * w;
+    biases += (u64)head * capacity;
+    u16* const queue = shared + slabs * TILE * SLAB;
+    u32 row_at = warp() / 2 * 32, centroid_at = warp() % 2 * 64;
+
+    for (u32 slab = 0; slab < slabs; slab++) copy_slab(shared + slab * TILE * SLAB, rows, start, n, slab, w);
+    u32 ahead = 0;
+    for (; ahead < STAGES - 1; ahead++) {
+        if (ahead < tiles * slabs) {
+            u32 first = ahead / slabs * TILE;
+            copy_slab(queue + ahead * TILE * SLAB, centroids, first, capacity, ahead % slabs, w);
+        }
+        end_of_copies();
+    }
+    Found found;
+UNROLL
+    for (u32 r = 0; r < 4; r++) {
+        found.best[r] = found.second[r] = minus_infinity();
+        found.code[r] = 0;
+    }
+    u32 stage = 0, tile_ahead = ahead / slabs, slab_ahead = ahead % slabs;
+    for (u32 tile = 0; tile < tiles; tile++) {
+        float sum[2][8][4];
+        u32 first = tile * TILE + centroid_at + lane() % 4 * 2;
+UNROLL
+        for (u32 j = 0; j < 8; j++) {
+            float2 bias = *(const float2*)&biases[first + j * 8];
+UNROLL
+            for (u32 i = 0; i < 2; i++) {
+                sum[i][j][0] = sum[i][j][2] = bias.x;
+                sum[i][j][1] = sum[i][j][3] = bias.y;
+            }
+        }
+        for (u32 slab = 0; slab < slabs; slab++) {
+            wait_for_copies<STAGES - 2>();
+            // The slab is there for all, and all are done with the one before, whose place is free again.
+            __syncthreads();
+            if (tile_ahead < tiles) {
+                u32 to = (stage + STAGES - 1) % STAGES;
+                copy_slab(queue + to * TILE * SLAB, centroids, tile_ahead * TILE, capacity, slab_ahead, w);
+                if (++slab_ahead == slabs) {
+                    slab_ahead = 0;
+                    tile_ahead++;
+                }
+            }
+            end_of_copies();
+            const u16* against = queue + stage * TILE * SLAB;
+            u32 steps = smaller(SLAB, w - slab * SLAB) / 16;
+UNROLL
+            for (u32 step = 0; step < SLAB / 16; step++) {
+                if (step < steps) {
+                    add_products(sum, shared + slab * TILE * SLAB, against, row_at, centroid_at, step);
+                }
+            }
+            stage = (stage + 1) % STAGES;
+        }
+        fold(found, sum, first);
+    }
+
+    // The eight threads of a row leave what they found where the slabs were: `[8,TILE]` each.
+    wait_for_copies<0>();
+    __syncthreads();
+    float* best = (float*)shared;
+    float* second = best + 8 * TILE;
+    u32* code = (u32*)(second + 8 * TILE);
+UNROLL
+    for (u32 r = 0; r < 4; r++) {
+        u32 to = (warp() % 2 * 4 + lane() % 4) * TILE + row_at + r / 2 * 16 + r % 2 * 8 + lane() / 4;
+        best[to] = found.best[r];
+        second[to] = found.second[r];
+        code[to] = found.code[r];
+    }
+    __syncthreads();
+    u32 i = threadIdx.x, row = start + i;
+    if (i >= TILE || row >= n) return;
+    u64 at = (u64)head * n + row;
+    float most = __uint_as_float(bounds[3 * head]), lost = __uint_as_float(bounds[3 * head + 1]);
+    float largest_bias = __uint_as_float(bounds[3 * head + 2]);
+    float norm = norms[2 * at], off = norms[2 * at + 1];
+    float sums = 5.0f * (w + 16) * 0x1p-24f * (norm * most + largest_bias);
+    float bound = SLACK * (norm * lost + off * (most + lost) + sums);
+    u64 of = tiles == 0 ? ~0ull : candidates_of(best + i, second + i, code + i, bound);
+    if (scores && tiles > 0) {
+        // Where even the best falls short of the present score, the row keeps its code.
+        float present = (float)((double)scores[at] * half_scale(largest[head]) * half_scale(largest_centroid[head]));
+        float top = minus_infinity();
+        for (u32 j = 0; j < 8; j++) top = fmaxf(top, best[i + j * TILE]);
+        if (top + bound < present) of = ~0ull;
+    }
+    candidates[at] = of;
+}

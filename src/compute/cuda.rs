@@ -1,0 +1,103 @@
+//! NVIDIA GPUs as a [`Device`].
+//!
+//! The kernels are `kernels/*.cu`; each operation is a few launches over all heads at once. Rows, codes and
+//! distances stay on the GPU. [`Driver`] is all that is asked of CUDA: [`nvidia::Nvidia`] is the real one,
+//! and the tests have one that runs the same kernels on the CPU (`kernels/emulate.h`).
+//!
+//! Sums do not depend on the order in which threads come: those of rows are 64-bit integers, the others have
+//! a fixed order.
+
+mod buffer;
+mod clusters;
+pub mod driver;
+pub mod kernels;
+pub mod nvidia;
+mod points;
+
+use ndarray::{Array3, ArrayView3};
+
+use super::device::{Device, Points};
+use crate::error::{Error, Result};
+use buffer::Buffer;
+use driver::{Arg, Driver};
+use points::CudaPoints;
+
+/// Rows whose products one block of `second_moment` sums.
+const MOMENT_ROWS: usize = 2048;
+
+/// A GPU that runs the kernels.
+pub struct Cuda {
+    driver: Box<dyn Driver>,
+}
+
+impl Cuda {
+    /// The first NVIDIA GPU of this machine.
+    ///
+    /// # Errors
+    /// No driver, no GPU, one too old, or kernels that cannot be had for it: exit code 3.
+    pub fn open() -> Result<Self> {
+        Ok(Self::new(Box::new(nvidia::Nvidia::open()?)))
+    }
+
+    /// The device that a driver drives.
+    pub fn new(driver: Box<dyn Driver>) -> Self {
+        Self { driver }
+    }
+}
+
+impl Device for Cuda {
+    fn name(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn adapter(&self) -> Option<String> {
+        Some(self.driver.adapter())
+    }
+
+    /// As many as nine tenths of the free memory hold, and a grid can have.
+    fn heads_at_once(&self, n: usize, d: usize, size: usize) -> usize {
+        let free = self.driver.free_bytes().unwrap_or(0) as usize / 10 * 9;
+        (free / clusters::head_bytes(n, width(d), size).max(1)).clamp(1, 65_535)
+    }
+
+    fn second_moment(&self, q_rope: ArrayView3<f32>) -> Result<Array3<f64>> {
+        let (b, m, d) = q_rope.dim();
+        let driver = self.driver.as_ref();
+        let q = Buffer::of(driver, "queries", flat(&q_rope.as_standard_layout())?)?;
+        let count = m.div_ceil(MOMENT_ROWS).max(1);
+        let runs = Buffer::<f64>::new(driver, "partial second moments", count * b * d * d)?;
+        let sums = Buffer::<f64>::new(driver, "second moments", b * d * d)?;
+        let tiles = d.div_ceil(64);
+        let args = [
+            q.arg(),
+            runs.arg(),
+            Arg::u32(m),
+            Arg::u32(d),
+            Arg::u32(MOMENT_ROWS),
+        ];
+        driver::launch(driver, "second_moment", [tiles * tiles, b, count], &args)?;
+        let args = [runs.arg(), sums.arg(), Arg::u64(sums.len()), Arg::u32(count)];
+        driver::launch(driver, "add_runs", [sums.len().div_ceil(256), 1, 1], &args)?;
+        Array3::from_shape_vec((b, d, d), sums.read()?).map_err(shape)
+    }
+
+    fn points(&self, x: Array3<f32>) -> Result<Box<dyn Points + '_>> {
+        Ok(Box::new(CudaPoints::new(self.driver.as_ref(), &x)?))
+    }
+}
+
+/// Floats of a row on the device: whole 16-byte loads in f16, and whole steps of the tensor cores.
+fn width(d: usize) -> usize {
+    d.next_multiple_of(16)
+}
+
+/// The elements of an array in standard layout.
+fn flat<T, D: ndarray::Dimension>(x: &ndarray::ArrayBase<impl ndarray::Data<Elem = T>, D>) -> Result<&[T]> {
+    x.as_slice()
+        .ok_or_else(|| Error::failed("an array is not in standard layout"))
+}
+
+/// What does not happen: results of another size than was asked for.
+fn shape(e: ndarray::ShapeError) -> Error {
+    Error::failed(format!("CUDA: {e}"))
+}

@@ -1,0 +1,108 @@
+//! Memory of the device with the type of what it holds.
+
+use std::marker::PhantomData;
+
+use bytemuck::{Pod, Zeroable};
+
+use super::driver::{Address, Arg, Driver};
+use crate::error::{Error, Result};
+
+/// Some values on the device; given back when dropped.
+pub(super) struct Buffer<'d, T> {
+    driver: &'d dyn Driver,
+    address: Address,
+    len: usize,
+    values: PhantomData<T>,
+}
+
+impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
+    /// Room for `len` values, not set to anything; `what` names them in the error.
+    ///
+    /// # Errors
+    /// The device has no such room: how much was needed.
+    pub fn new(driver: &'d dyn Driver, what: &str, len: usize) -> Result<Self> {
+        // Even an empty buffer has an address.
+        let bytes = (len * size_of::<T>()).max(1);
+        let Some(address) = driver.allocate(bytes)? else {
+            let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+            return Err(Error::failed(format!(
+                "out of GPU memory: {what} need {} MiB, and {} MiB are free",
+                mib(bytes as u64),
+                mib(driver.free_bytes()?)
+            ))
+            .hint("end what else uses the GPU, give fewer tokens, or use --device cpu"));
+        };
+        Ok(Self {
+            driver,
+            address,
+            len,
+            values: PhantomData,
+        })
+    }
+
+    /// These values.
+    pub fn of(driver: &'d dyn Driver, what: &str, values: &[T]) -> Result<Self> {
+        let buffer = Self::new(driver, what, values.len())?;
+        buffer.write(values)?;
+        Ok(buffer)
+    }
+
+    /// Room for `len` values, all bits zero.
+    pub fn zeros(driver: &'d dyn Driver, what: &str, len: usize) -> Result<Self> {
+        let buffer = Self::new(driver, what, len)?;
+        buffer.zero()?;
+        Ok(buffer)
+    }
+
+    /// Values.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The pointer to the first value, for a kernel.
+    pub fn arg(&self) -> Arg {
+        Arg::address(self.address)
+    }
+
+    /// Sets the first values.
+    pub fn write(&self, values: &[T]) -> Result<()> {
+        assert!(values.len() <= self.len, "more values than the buffer has");
+        match values {
+            [] => Ok(()),
+            values => self.driver.write(self.address, bytemuck::cast_slice(values)),
+        }
+    }
+
+    /// All bits to zero.
+    pub fn zero(&self) -> Result<()> {
+        match self.len {
+            0 => Ok(()),
+            len => self.driver.zero(self.address, len * size_of::<T>()),
+        }
+    }
+
+    /// All values.
+    pub fn read(&self) -> Result<Vec<T>> {
+        self.read_part(0, self.len)
+    }
+
+    /// `len` values from number `start` on.
+    pub fn read_part(&self, start: usize, len: usize) -> Result<Vec<T>> {
+        assert!(
+            start + len <= self.len,
+            "a part beyond the end of the buffer: {start} + {len}"
+        );
+        let mut values = vec![T::zeroed(); len];
+        if len > 0 {
+            let at = self.address + (start * size_of::<T>()) as u64;
+            self.driver.read(at, bytemuck::cast_slice_mut(&mut values))?;
+        }
+        Ok(values)
+    }
+}
+
+impl<T> Drop for Buffer<'_, T> {
+    fn drop(&mut self) {
+        self.driver.free(self.address);
+    }
+}

@@ -1,0 +1,436 @@
+//! The clusters of the rows on the GPU: seeding, assignment and the Lloyd pass.
+
+use ndarray::ArrayView3;
+
+use super::buffer::Buffer;
+use super::driver::{Arg, launch_with};
+use super::points::Rows;
+use super::shape;
+use crate::compute::device::{Assignment, Clusters, Drawn};
+use crate::error::Result;
+
+/// Rows and centroids of a tile of `nearest_listed` and `nearest_fast`.
+const TILE: usize = 128;
+/// Bytes of a slab of `nearest_fast`, `[TILE,64]` of f16, and slabs of centroids in flight.
+const SLAB_BYTES: usize = TILE * 64 * 2;
+const STAGES: usize = 4;
+/// The widest rows of `nearest_fast`.
+const FAST_WIDTH: usize = 256;
+/// Shared memory of a block of `nearest_fast` at the most.
+pub(super) const MOST_SHARED_BYTES: usize = shared_bytes(FAST_WIDTH);
+/// Distances that a run sums, in `draw` and in `inertia`.
+const DRAW_RUN: usize = 1024;
+const INERTIA_RUN: usize = 4096;
+/// Rows of a block that has a warp per row.
+const WARPS: usize = 8;
+
+/// The clusters of all heads. Buffers are per head: `[b,..]`.
+pub(super) struct Clustering<'d> {
+    /// Centroids of each head, M.
+    pub size: usize,
+    /// Bits of the largest magnitude of the rows.
+    largest: Buffer<'d, u32>,
+    /// `[M,w]`, and `-||c||²/2` of each, `[M]`.
+    centroids: Buffer<'d, f32>,
+    biases: Buffer<'d, f32>,
+    /// First and count of the centroids that a search looks at.
+    ranges: Buffer<'d, u32>,
+    /// `[n]`: the code, what it becomes, the squared distance and, while seeding, the score.
+    codes: Buffer<'d, u32>,
+    next: Buffer<'d, u32>,
+    distances: Buffer<'d, f32>,
+    scores: Buffer<'d, f32>,
+    /// Whether a code changed.
+    changed: Buffer<'d, u32>,
+    fast: Option<Fast<'d>>,
+    /// Centroids that are there.
+    drawn: Vec<usize>,
+}
+
+/// What the tensor cores work on.
+struct Fast<'d> {
+    /// `[n,w]` of f16, and two norms of each row.
+    rows: Buffer<'d, u16>,
+    norms: Buffer<'d, f32>,
+    /// `[capacity,w]` of f16, and the scaled biases.
+    centroids: Buffer<'d, u16>,
+    biases: Buffer<'d, f32>,
+    /// M rounded up to whole tiles.
+    capacity: usize,
+    /// Three bounds over the centroids, and the bits of their largest magnitude.
+    bounds: Buffer<'d, u32>,
+    largest: Buffer<'d, u32>,
+    /// Four candidates a row, the rows without, and how many of these there are.
+    candidates: Buffer<'d, u64>,
+    list: Buffer<'d, u32>,
+    listed: Buffer<'d, u32>,
+}
+
+/// Bytes on the device of one head of n rows of `w` floats and `size` centroids, at the most.
+pub(super) fn head_bytes(n: usize, w: usize, size: usize) -> usize {
+    // x beside either its whitened copy or the f16 rows and what is known of each row.
+    let row = 4 * w + (4 * w).max(2 * w + 36);
+    // f32, f16 and fixed point, the biases and the counts.
+    let centroid = (4 + 2 + 8) * w + 16;
+    n * row + size.next_multiple_of(TILE) * centroid + 4096
+}
+
+impl<'d> Fast<'d> {
+    /// `None` where the device or the width rule it out.
+    fn new(rows: &Rows<'d>, size: usize, largest: &Buffer<'d, u32>) -> Result<Option<Self>> {
+        let (driver, b, n, w) = (rows.driver, rows.b, rows.n, rows.w);
+        if w > FAST_WIDTH || shared_bytes(w) > driver.fast_shared_bytes() {
+            return Ok(None);
+        }
+        let capacity = size.next_multiple_of(TILE);
+        let fast = Self {
+            rows: Buffer::new(driver, "points in f16", b * n * w)?,
+            norms: Buffer::new(driver, "norms", b * n * 2)?,
+            centroids: Buffer::new(driver, "centroids in f16", b * capacity * w)?,
+            biases: Buffer::new(driver, "norms of centroids", b * capacity)?,
+            capacity,
+            bounds: Buffer::new(driver, "bounds", b * 3)?,
+            largest: Buffer::new(driver, "magnitudes", b)?,
+            candidates: Buffer::new(driver, "candidates", b * n)?,
+            list: Buffer::new(driver, "lists of rows", b * n)?,
+            listed: Buffer::new(driver, "lists of rows", b)?,
+        };
+        let args = [
+            rows.x.arg(),
+            largest.arg(),
+            fast.rows.arg(),
+            fast.norms.arg(),
+            Arg::u32(n),
+            Arg::u32(w),
+        ];
+        rows.launch("halve_rows", [n.div_ceil(WARPS), 1], &args)?;
+        Ok(Some(fast))
+    }
+}
+
+impl<'d> Clustering<'d> {
+    pub fn new(rows: &Rows<'d>, size: usize) -> Result<Self> {
+        let (driver, b, n, w) = (rows.driver, rows.b, rows.n, rows.w);
+        let largest = rows.largest()?;
+        Ok(Self {
+            size,
+            fast: Fast::new(rows, size, &largest)?,
+            largest,
+            centroids: Buffer::zeros(driver, "centroids", b * size * w)?,
+            biases: Buffer::new(driver, "norms of centroids", b * size)?,
+            ranges: Buffer::new(driver, "ranges", b * 2)?,
+            codes: Buffer::zeros(driver, "codes", b * n)?,
+            next: Buffer::zeros(driver, "codes", b * n)?,
+            distances: Buffer::new(driver, "distances", b * n)?,
+            scores: Buffer::new(driver, "scores", b * n)?,
+            changed: Buffer::zeros(driver, "flags", b)?,
+            drawn: vec![0; b],
+        })
+    }
+
+    /// The first centroids: rows, one a head.
+    pub fn seed(&mut self, rows: &Rows, first: &[u32]) -> Result<()> {
+        self.drawn.fill(1);
+        self.set_ranges(&vec![[0, 1]; rows.b])?;
+        let fresh = Buffer::of(rows.driver, "rows drawn", first)?;
+        self.place(rows, &fresh, 1)?;
+        self.find_biases(rows, 1)?;
+        let args = [
+            rows.x.arg(),
+            self.centroids.arg(),
+            self.biases.arg(),
+            self.codes.arg(),
+            self.scores.arg(),
+            Arg::u32(rows.n),
+            Arg::u32(rows.w),
+            Arg::u32(self.size),
+        ];
+        rows.launch("start_rows", [rows.n.div_ceil(256), 1], &args)?;
+        self.next.zero()?;
+        self.take_over(rows, true)?;
+        self.changed.write(&vec![1; rows.b])
+    }
+
+    /// Draws, places the rows drawn, and lets them take over: one wait for the device.
+    pub fn draw(&mut self, rows: &Rows, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
+        let (driver, n) = (rows.driver, rows.n);
+        let most = batch.iter().copied().max().unwrap_or(0).max(1);
+        let n_uniforms = uniforms.iter().map(Vec::len).max().unwrap_or(0).max(1);
+        let mut numbers = vec![0.0; rows.b * n_uniforms];
+        for (to, from) in numbers.chunks_mut(n_uniforms).zip(uniforms) {
+            to[..from.len()].copy_from_slice(from);
+        }
+        let ranges: Vec<[u32; 2]> = self.drawn.iter().map(|d| [*d as u32, 0]).collect();
+        self.set_ranges(&ranges)?;
+        let wanted: Vec<u32> = batch.iter().map(|n| *n as u32).collect();
+        let n_runs = n.div_ceil(DRAW_RUN);
+        let runs = Buffer::<f64>::new(driver, "sums of distances", rows.b * n_runs)?;
+        let args = [self.distances.arg(), runs.arg(), Arg::u32(n)];
+        rows.launch("distance_sums", [n_runs, 1], &args)?;
+        let numbers = Buffer::of(driver, "random numbers", &numbers)?;
+        let wanted = Buffer::of(driver, "batches", &wanted)?;
+        let fresh = Buffer::<u32>::new(driver, "rows drawn", rows.b * most)?;
+        let used = Buffer::<u32>::new(driver, "counts", rows.b)?;
+        let args = [
+            rows.x.arg(),
+            self.distances.arg(),
+            runs.arg(),
+            numbers.arg(),
+            wanted.arg(),
+            fresh.arg(),
+            self.ranges.arg(),
+            used.arg(),
+            Arg::u32(n),
+            Arg::u32(rows.w),
+            Arg::u32(n_runs),
+            Arg::u32(n_uniforms),
+            Arg::u32(most),
+        ];
+        rows.launch("draw", [1, 1], &args)?;
+        self.place(rows, &fresh, most)?;
+        self.search(rows, most, true)?;
+        self.take_over(rows, false)?;
+        let (ranges, used) = (self.ranges.read()?, used.read()?);
+        let made: Vec<Drawn> = ranges
+            .chunks(2)
+            .zip(used)
+            .map(|(range, used)| Drawn {
+                centroids: range[1] as usize,
+                used: used as usize,
+            })
+            .collect();
+        self.drawn
+            .iter_mut()
+            .zip(&made)
+            .for_each(|(d, m)| *d += m.centroids);
+        Ok(made)
+    }
+
+    pub fn assign(&mut self, rows: &Rows, centroids: ArrayView3<f32>) -> Result<()> {
+        let all = centroids.as_standard_layout();
+        let all = all
+            .view()
+            .into_shape_with_order((rows.b * self.size, rows.d))
+            .map_err(shape)?;
+        self.centroids.write(&rows.padded(all))?;
+        self.drawn.fill(self.size);
+        self.search_all(rows)?;
+        self.changed.write(&vec![1; rows.b])
+    }
+
+    pub fn update(&mut self, rows: &Rows) -> Result<()> {
+        let sums = Buffer::<u64>::zeros(rows.driver, "sums of rows", rows.b * self.size * rows.w)?;
+        let counts = Buffer::<u32>::zeros(rows.driver, "counts", rows.b * self.size)?;
+        let sizes = [Arg::u32(rows.n), Arg::u32(rows.w), Arg::u32(self.size)];
+        let mut args = vec![
+            rows.x.arg(),
+            self.codes.arg(),
+            sums.arg(),
+            counts.arg(),
+            self.largest.arg(),
+        ];
+        args.extend(sizes);
+        rows.launch("sum_rows", [rows.n.div_ceil(WARPS), 1], &args)?;
+        let mut args = vec![self.centroids.arg(), sums.arg(), counts.arg(), self.largest.arg()];
+        args.extend(sizes);
+        let blocks = (self.size * rows.w).div_ceil(256);
+        rows.launch("move_centroids", [blocks, 1], &args)?;
+        self.changed.zero()?;
+        self.search_all(rows)
+    }
+
+    pub fn hand_over(&mut self, rows: &Rows, head: usize, given: &[(u32, u32)]) -> Result<()> {
+        if given.is_empty() {
+            return Ok(());
+        }
+        let pairs: Vec<u32> = given.iter().flat_map(|(row, code)| [*row, *code]).collect();
+        let pairs = Buffer::of(rows.driver, "rows handed over", &pairs)?;
+        let args = [
+            pairs.arg(),
+            self.codes.arg(),
+            self.changed.arg(),
+            Arg::u32(given.len()),
+            Arg::u32(head),
+            Arg::u32(rows.n),
+        ];
+        let blocks = [given.len().div_ceil(256), 1, 1];
+        super::driver::launch(rows.driver, "hand_over", blocks, &args)
+    }
+
+    pub fn assignment(&self, rows: &Rows) -> Result<Vec<Assignment>> {
+        let runs = rows.n.div_ceil(INERTIA_RUN);
+        let sums = Buffer::<f64>::new(rows.driver, "sums of distances", rows.b * runs)?;
+        let args = [self.distances.arg(), sums.arg(), Arg::u32(rows.n)];
+        rows.launch("inertia", [runs, 1], &args)?;
+        let counts = Buffer::<u32>::zeros(rows.driver, "counts", rows.b * self.size)?;
+        let args = [
+            self.codes.arg(),
+            counts.arg(),
+            Arg::u32(rows.n),
+            Arg::u32(self.size),
+        ];
+        rows.launch("count_codes", [rows.n.div_ceil(256), 1], &args)?;
+        let (sums, counts, changed) = (sums.read()?, counts.read()?, self.changed.read()?);
+        let heads = sums.chunks(runs).zip(counts.chunks(self.size)).zip(changed);
+        let head = |((sums, counts), changed): ((&[f64], &[u32]), u32)| Assignment {
+            inertia: sums.iter().sum(),
+            counts: counts.to_vec(),
+            changed: changed != 0,
+        };
+        Ok(heads.map(head).collect())
+    }
+
+    pub fn read(&self, rows: &Rows, head: usize) -> Result<Clusters> {
+        let (n, w) = (rows.n, rows.w);
+        let centroids = self
+            .centroids
+            .read_part(head * self.size * w, self.drawn[head] * w)?;
+        Ok(Clusters {
+            centroids: rows.unpadded(centroids)?,
+            codes: self.codes.read_part(head * n, n)?,
+            distances: self.distances.read_part(head * n, n)?,
+        })
+    }
+
+    fn set_ranges(&self, ranges: &[[u32; 2]]) -> Result<()> {
+        self.ranges.write(bytemuck::cast_slice(ranges))
+    }
+
+    /// The rows `fresh`, `[b,most]`, become the centroids in range.
+    fn place(&self, rows: &Rows, fresh: &Buffer<u32>, most: usize) -> Result<()> {
+        let args = [
+            rows.x.arg(),
+            fresh.arg(),
+            self.ranges.arg(),
+            self.centroids.arg(),
+            Arg::u32(rows.n),
+            Arg::u32(rows.w),
+            Arg::u32(self.size),
+            Arg::u32(most),
+        ];
+        let blocks = (most * rows.w).div_ceil(256);
+        rows.launch("place_centroids", [blocks, 1], &args)
+    }
+
+    /// Every row to the nearest of all centroids.
+    fn search_all(&mut self, rows: &Rows) -> Result<()> {
+        self.set_ranges(&vec![[0, self.size as u32]; rows.b])?;
+        self.search(rows, self.size, false)?;
+        self.take_over(rows, true)
+    }
+
+    /// The biases of the centroids in range, at most `most` a head.
+    fn find_biases(&self, rows: &Rows, most: usize) -> Result<()> {
+        let args = [
+            self.centroids.arg(),
+            self.ranges.arg(),
+            self.biases.arg(),
+            Arg::u32(rows.w),
+            Arg::u32(self.size),
+        ];
+        rows.launch("centroid_biases", [most.div_ceil(WARPS), 1], &args)
+    }
+
+    /// `next` becomes the nearest of the centroids in range, at most `most` a head; where they `challenge`,
+    /// only of the rows that one of them is nearer to than the present one.
+    fn search(&self, rows: &Rows, most: usize, challenge: bool) -> Result<()> {
+        self.find_biases(rows, most)?;
+        let scores = match challenge {
+            true => self.scores.arg(),
+            false => Arg::address(0),
+        };
+        let sizes = [Arg::u32(rows.n), Arg::u32(rows.w), Arg::u32(self.size)];
+        let exact = [
+            rows.x.arg(),
+            self.centroids.arg(),
+            self.biases.arg(),
+            self.ranges.arg(),
+        ];
+        let (mut list, mut listed) = (Arg::address(0), Arg::address(0));
+        if let Some(fast) = &self.fast {
+            self.find_candidates(rows, fast, most, scores)?;
+            (list, listed) = (fast.list.arg(), fast.listed.arg());
+            fast.listed.zero()?;
+            let mut args = exact.to_vec();
+            args.extend([fast.candidates.arg(), scores, self.codes.arg(), self.next.arg()]);
+            args.extend([list, listed]);
+            args.extend(sizes);
+            rows.launch("settle", [rows.n.div_ceil(256), 1], &args)?;
+        }
+        let mut args = exact.to_vec();
+        args.extend([list, listed, scores, self.codes.arg(), self.next.arg()]);
+        args.extend(sizes);
+        rows.launch("nearest_listed", [rows.n.div_ceil(TILE), 1], &args)
+    }
+
+    /// The candidates of each row among the centroids in range.
+    fn find_candidates(&self, rows: &Rows, fast: &Fast, most: usize, scores: Arg) -> Result<()> {
+        let (size, capacity) = (Arg::u32(self.size), Arg::u32(fast.capacity));
+        let (n, w) = (Arg::u32(rows.n), Arg::u32(rows.w));
+        fast.largest.zero()?;
+        let args = [
+            self.centroids.arg(),
+            fast.largest.arg(),
+            self.ranges.arg(),
+            n,
+            size,
+            w,
+        ];
+        let blocks = (most * rows.w).div_ceil(1 << 12);
+        rows.launch("largest", [blocks, 1], &args)?;
+        fast.bounds.zero()?;
+        let args = [
+            self.centroids.arg(),
+            self.ranges.arg(),
+            self.largest.arg(),
+            fast.largest.arg(),
+            fast.centroids.arg(),
+            fast.biases.arg(),
+            fast.bounds.arg(),
+            w,
+            size,
+            capacity,
+        ];
+        let padded = most.next_multiple_of(TILE);
+        rows.launch("halve_centroids", [padded / WARPS, 1], &args)?;
+        let args = [
+            fast.rows.arg(),
+            fast.norms.arg(),
+            fast.centroids.arg(),
+            fast.biases.arg(),
+            fast.bounds.arg(),
+            self.ranges.arg(),
+            self.largest.arg(),
+            fast.largest.arg(),
+            scores,
+            fast.candidates.arg(),
+            n,
+            w,
+            capacity,
+        ];
+        let grid = [rows.n.div_ceil(TILE), rows.b, 1];
+        launch_with(rows.driver, "nearest_fast", grid, shared_bytes(rows.w), &args)
+    }
+
+    /// Codes become `next`; distances follow where a code changed, or in `all` rows.
+    fn take_over(&self, rows: &Rows, all: bool) -> Result<()> {
+        let args = [
+            rows.x.arg(),
+            self.centroids.arg(),
+            self.next.arg(),
+            self.codes.arg(),
+            self.distances.arg(),
+            self.changed.arg(),
+            Arg::u32(rows.n),
+            Arg::u32(rows.w),
+            Arg::u32(self.size),
+            Arg::u32(usize::from(all)),
+        ];
+        rows.launch("take_over", [rows.n.div_ceil(WARPS), 1], &args)
+    }
+}
+
+/// Shared memory of a block of `nearest_fast`: the slabs of its rows, and those of centroids in flight.
+const fn shared_bytes(w: usize) -> usize {
+    (w.div_ceil(64) + STAGES) * SLAB_BYTES
+}

@@ -1,0 +1,270 @@
+//! The [`Driver`] of a real GPU: CUDA's driver library, found at run time.
+//!
+//! cudarc panics where a library is missing, so that is asked first. Everything goes through one context and
+//! its default stream: copies wait for the launches before them, and report what went wrong there.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+
+use cudarc::driver::result::{self, DriverError};
+use cudarc::driver::sys::{
+    self, CUcontext, CUdevice, CUdevice_attribute, CUfunction, CUfunction_attribute, CUmodule, CUresult,
+};
+
+use super::driver::{Address, Arg, Driver, THREADS};
+use super::{clusters, kernels};
+use crate::error::{Error, Result};
+
+pub mod compile;
+
+/// What is said to do where CUDA cannot be had.
+const HINT: &str = "install NVIDIA's driver (`nvidia-smi` shows whether it works), or use --device cpu";
+/// The oldest compute capability that the kernels run on: asynchronous copies, m16n8k16 products.
+const OLDEST: (i32, i32) = (8, 0);
+
+/// The first GPU.
+pub struct Nvidia {
+    device: CUdevice,
+    context: CUcontext,
+    module: CUmodule,
+    functions: HashMap<&'static str, CUfunction>,
+    adapter: String,
+    fast_shared_bytes: usize,
+}
+
+// SAFETY: contexts, modules and functions of CUDA's driver may be used from any thread that has made the
+// context current, which every call here does; the driver does its own locking.
+unsafe impl Send for Nvidia {}
+// SAFETY: as above; nothing here changes after `open`.
+unsafe impl Sync for Nvidia {}
+
+impl Nvidia {
+    /// Opens the first GPU and loads the kernels.
+    ///
+    /// # Errors
+    /// No driver, no GPU, one that is too old, kernels that cannot be had for it: exit code 3.
+    pub fn open() -> Result<Self> {
+        // SAFETY: looks for the library and closes it again.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(Error::device("CUDA: there is no NVIDIA driver (libcuda)").hint(HINT));
+        }
+        result::init().map_err(|e| match e.0 {
+            CUresult::CUDA_ERROR_NO_DEVICE => no_gpu(),
+            _ => failed("the driver does not start", e).hint(HINT),
+        })?;
+        if result::device::get_count().map_err(|e| failed("no list of GPUs", e))? == 0 {
+            return Err(no_gpu());
+        }
+        let device = result::device::get(0).map_err(|e| failed("no first GPU", e))?;
+        let name = result::device::get_name(device).map_err(|e| failed("no name of the GPU", e))?;
+        let capability = (
+            attribute(
+                device,
+                CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            )?,
+            attribute(
+                device,
+                CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            )?,
+        );
+        let (major, minor) = capability;
+        if capability < OLDEST {
+            return Err(Error::device(format!(
+                "CUDA: {name} has compute capability {major}.{minor}; 8.0 or later is needed"
+            ))
+            .hint("use --device wgpu or --device cpu"));
+        }
+        let adapter = format!("{name}, compute capability {major}.{minor}, CUDA {}", version()?);
+        // SAFETY: the device is the one that the driver just gave.
+        let context =
+            unsafe { result::primary_ctx::retain(device) }.map_err(|e| failed("the GPU does not open", e))?;
+        let mut gpu = Self {
+            device,
+            context,
+            module: std::ptr::null_mut(),
+            functions: HashMap::new(),
+            adapter,
+            fast_shared_bytes: 0,
+        };
+        gpu.load(capability)?;
+        Ok(gpu)
+    }
+
+    /// Leaves the tensor cores alone: every score in f32.
+    #[must_use]
+    pub fn without_tensor_cores(mut self) -> Self {
+        self.fast_shared_bytes = 0;
+        self
+    }
+
+    /// Loads the kernels, those built in or, where there are none, compiled now.
+    fn load(&mut self, capability: (i32, i32)) -> Result<()> {
+        self.enter()?;
+        let compiled;
+        let image = match kernels::image() {
+            Some(image) => image,
+            None => {
+                compiled = compile::compile(capability)?;
+                &compiled
+            }
+        };
+        // SAFETY: the image is a whole fat binary of nvcc, aligned, or one that NVRTC just made.
+        self.module = unsafe { result::module::load_data(image.as_ptr().cast()) }.map_err(|e| {
+            let why = match e.0 {
+                CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => {
+                    "the kernels that are built in are not for this GPU"
+                }
+                CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION | CUresult::CUDA_ERROR_INVALID_IMAGE => {
+                    "the driver is too old for the kernels"
+                }
+                _ => "the kernels do not load",
+            };
+            let version = self.adapter.as_str();
+            failed(&format!("{why} ({version})"), e).hint("update NVIDIA's driver, or use --device cpu")
+        })?;
+        for name in kernels::NAMES {
+            let c_name = CString::new(name).map_err(|e| Error::device(e.to_string()))?;
+            // SAFETY: the module was loaded just now.
+            let function = unsafe { result::module::get_function(self.module, c_name) };
+            let function = function.map_err(|e| failed(&format!("no kernel {name}"), e))?;
+            self.functions.insert(name, function);
+        }
+        let optin = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+        let most = attribute(self.device, optin)?.min(clusters::MOST_SHARED_BYTES as i32);
+        let dynamic = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: the function is one of the module.
+        unsafe { result::function::set_function_attribute(self.function("nearest_fast")?, dynamic, most) }
+            .map_err(|e| failed("no shared memory", e))?;
+        self.fast_shared_bytes = most.max(0) as usize;
+        Ok(())
+    }
+
+    fn function(&self, name: &str) -> Result<CUfunction> {
+        let function = self.functions.get(name).copied();
+        function.ok_or_else(|| Error::failed(format!("CUDA: no kernel {name}")))
+    }
+
+    /// Makes the context the one of this thread.
+    fn enter(&self) -> Result<()> {
+        // SAFETY: the context lives as long as `self`.
+        unsafe { result::ctx::set_current(self.context) }.map_err(|e| failed("the GPU does not open", e))
+    }
+}
+
+impl Drop for Nvidia {
+    fn drop(&mut self) {
+        if self.enter().is_ok() && !self.module.is_null() {
+            // SAFETY: loaded in `load`, and nothing runs on it any more. An error at the end changes nothing.
+            let _ = unsafe { result::module::unload(self.module) };
+        }
+        // SAFETY: retained in `open`, given back once.
+        let _ = unsafe { result::primary_ctx::release(self.device) };
+    }
+}
+
+impl Driver for Nvidia {
+    fn adapter(&self) -> String {
+        self.adapter.clone()
+    }
+
+    fn fast_shared_bytes(&self) -> usize {
+        self.fast_shared_bytes
+    }
+
+    fn free_bytes(&self) -> Result<u64> {
+        self.enter()?;
+        let (free, _) = result::mem_get_info().map_err(|e| failed("no count of free memory", e))?;
+        Ok(free as u64)
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Option<Address>> {
+        self.enter()?;
+        // SAFETY: the memory is not read before it is written.
+        match unsafe { result::malloc_sync(bytes) } {
+            Ok(address) => Ok(Some(address)),
+            Err(DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => Ok(None),
+            Err(e) => Err(failed("no memory", e)),
+        }
+    }
+
+    fn free(&self, address: Address) {
+        if self.enter().is_ok() {
+            // SAFETY: `allocate` gave this address, and its buffer is gone. What went wrong before was
+            // reported where it happened.
+            let _ = unsafe { result::free_sync(address) };
+        }
+    }
+
+    fn write(&self, to: Address, bytes: &[u8]) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the buffer behind the address has at least as many bytes.
+        unsafe { result::memcpy_htod_sync(to, bytes) }.map_err(|e| failed("a copy to the GPU failed", e))
+    }
+
+    fn read(&self, from: Address, bytes: &mut [u8]) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the buffer behind the address has at least as many bytes, and any bytes will do.
+        unsafe { result::memcpy_dtoh_sync(bytes, from) }.map_err(|e| failed("a copy from the GPU failed", e))
+    }
+
+    fn zero(&self, at: Address, bytes: usize) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the buffer behind the address has at least as many bytes.
+        unsafe { result::memset_d8_sync(at, 0, bytes) }.map_err(|e| failed("memory was not cleared", e))
+    }
+
+    fn launch(&self, kernel: &'static str, grid: [u32; 3], shared_bytes: usize, args: &[Arg]) -> Result<()> {
+        self.enter()?;
+        let function = self.function(kernel)?;
+        // The driver copies each argument from where its pointer points, as many bytes as the kernel declares:
+        // the low ones, both machines being little-endian.
+        let mut values: Vec<u64> = args.iter().map(|arg| arg.value).collect();
+        let mut pointers: Vec<*mut c_void> = values
+            .iter_mut()
+            .map(|v| std::ptr::from_mut(v).cast::<c_void>())
+            .collect();
+        let (grid, block) = ((grid[0], grid[1], grid[2]), (THREADS, 1, 1));
+        let (shared, stream) = (shared_bytes as u32, std::ptr::null_mut());
+        // SAFETY: the function is one of the module, and the callers give it the arguments it declares,
+        // pointers to live buffers of the sizes that the kernel's comment names; tests run every launch under
+        // a sanitizer. The values outlive the call, which copies them.
+        unsafe { result::launch_kernel(function, grid, block, shared, stream, &mut pointers) }
+            .map_err(|e| failed(&format!("{kernel} did not start"), e))
+    }
+}
+
+fn no_gpu() -> Error {
+    Error::device("CUDA: the driver finds no NVIDIA GPU").hint(HINT)
+}
+
+fn failed(what: &str, e: DriverError) -> Error {
+    let name = e
+        .error_name()
+        .ok()
+        .map(|name| name.to_string_lossy().into_owned());
+    let text = e
+        .error_string()
+        .ok()
+        .map(|text| text.to_string_lossy().into_owned());
+    Error::device(format!(
+        "CUDA: {what}: {} ({})",
+        text.unwrap_or_else(|| "unknown error".to_owned()),
+        name.unwrap_or_else(|| format!("{:?}", e.0)),
+    ))
+}
+
+fn attribute(device: CUdevice, attribute: CUdevice_attribute) -> Result<i32> {
+    // SAFETY: the device is one that the driver gave.
+    unsafe { result::device::get_attribute(device, attribute) }
+        .map_err(|e| failed("no facts about the GPU", e))
+}
+
+/// The CUDA version of the driver, as in 13.0.
+fn version() -> Result<String> {
+    let mut version = 0;
+    // SAFETY: writes a number to where the pointer points.
+    unsafe { sys::cuDriverGetVersion(&mut version) }
+        .result()
+        .map_err(|e| failed("no version of the driver", e))?;
+    Ok(format!("{}.{}", version / 1000, version % 1000 / 10))
+}

@@ -1,0 +1,290 @@
+//! Rows on the GPU: what changes or describes them. Their clusters are in [`super::clusters`].
+
+use std::ops::Range;
+
+use ndarray::{Array2, Array3, ArrayView2, ArrayView3, s};
+
+use super::buffer::Buffer;
+use super::clusters::Clustering;
+use super::driver::{Arg, Driver, launch};
+use super::{flat, shape, width};
+use crate::compute::device::{Assignment, Clusters, Drawn, Points, SignSums, Statistic};
+use crate::error::{Error, Result};
+
+/// Values whose squares one block sums.
+const SQUARES: usize = 1 << 16;
+/// Rows whose signs one block looks at.
+const SIGN_ROWS: usize = 4096;
+
+/// The rows of some heads, `[b,n,w]` on the device.
+pub(super) struct Rows<'d> {
+    pub driver: &'d dyn Driver,
+    pub b: usize,
+    pub n: usize,
+    pub d: usize,
+    /// d rounded up to [`width`], the rest zeros.
+    pub w: usize,
+    pub x: Buffer<'d, f32>,
+}
+
+impl<'d> Rows<'d> {
+    /// Launches `kernel` for every head: `[x, z]` blocks each.
+    pub fn launch(&self, kernel: &'static str, blocks: [usize; 2], args: &[Arg]) -> Result<()> {
+        launch(self.driver, kernel, [blocks[0], self.b, blocks[1]], args)
+    }
+
+    /// The bits of the largest magnitude per head, on the device: `[b]`.
+    pub fn largest(&self) -> Result<Buffer<'d, u32>> {
+        let out = Buffer::zeros(self.driver, "magnitudes", self.b)?;
+        let args = [
+            self.x.arg(),
+            out.arg(),
+            Arg::address(0),
+            Arg::u32(self.n),
+            Arg::u32(self.n),
+            Arg::u32(self.w),
+        ];
+        let blocks = (self.n * self.w).div_ceil(1 << 12).min(1 << 10);
+        self.launch("largest", [blocks, 1], &args)?;
+        Ok(out)
+    }
+
+    /// Some rows of one head, `[rows,d]`.
+    fn read(&self, head: usize, rows: &[u32]) -> Result<Array2<f32>> {
+        if let Some(row) = rows.iter().find(|row| **row as usize >= self.n) {
+            return Err(Error::failed(format!("row {row} of {}", self.n)));
+        }
+        let of = Buffer::of(self.driver, "row numbers", rows)?;
+        let out = Buffer::<f32>::new(self.driver, "rows", rows.len() * self.w)?;
+        let args = [
+            self.x.arg(),
+            of.arg(),
+            out.arg(),
+            Arg::u32(rows.len()),
+            Arg::u64(head * self.n),
+            Arg::u32(self.w),
+        ];
+        let blocks = out.len().div_ceil(256);
+        launch(self.driver, "gather_rows", [blocks, 1, 1], &args)?;
+        self.unpadded(out.read()?)
+    }
+
+    /// Rows of d values out of rows of w.
+    pub fn unpadded(&self, values: Vec<f32>) -> Result<Array2<f32>> {
+        let rows = values.len() / self.w;
+        let all = Array2::from_shape_vec((rows, self.w), values).map_err(shape)?;
+        Ok(match self.d == self.w {
+            true => all,
+            false => all.slice(s![.., ..self.d]).to_owned(),
+        })
+    }
+
+    /// Rows of w values, of `[..,d]`.
+    pub fn padded(&self, x: ArrayView2<f32>) -> Vec<f32> {
+        let mut out = Array2::zeros((x.nrows(), self.w));
+        out.slice_mut(s![.., ..self.d]).assign(&x);
+        out.into_raw_vec_and_offset().0
+    }
+}
+
+/// See [`Points`].
+pub(super) struct CudaPoints<'d> {
+    rows: Rows<'d>,
+    clusters: Option<Clustering<'d>>,
+}
+
+impl<'d> CudaPoints<'d> {
+    /// Sends rows, `[b,n,d]`.
+    pub fn new(driver: &'d dyn Driver, x: &Array3<f32>) -> Result<Self> {
+        let ((b, n, d), w) = (x.dim(), width(x.dim().2));
+        let rows = Rows {
+            driver,
+            b,
+            n,
+            d,
+            w,
+            x: Buffer::new(driver, &format!("{b} heads of {n} x {d} points"), b * n * w)?,
+        };
+        let x = x.as_standard_layout();
+        if d == w {
+            rows.x.write(flat(&x)?)?;
+        } else {
+            let all = x.view().into_shape_with_order((b * n, d)).map_err(shape)?;
+            rows.x.write(&rows.padded(all))?;
+        }
+        Ok(Self { rows, clusters: None })
+    }
+
+    fn clusters(&mut self) -> Result<(&Rows<'d>, &mut Clustering<'d>)> {
+        match &mut self.clusters {
+            Some(clusters) => Ok((&self.rows, clusters)),
+            None => Err(Error::failed("the points have no clusters yet")),
+        }
+    }
+
+    /// Clusters of `size` centroids, with the buffers there are where the size is the same.
+    fn start(&mut self, size: usize) -> Result<(&Rows<'d>, &mut Clustering<'d>)> {
+        if self.clusters.as_ref().is_none_or(|c| c.size != size) {
+            self.clusters = None;
+            self.clusters = Some(Clustering::new(&self.rows, size)?);
+        }
+        self.clusters()
+    }
+}
+
+impl Points for CudaPoints<'_> {
+    fn dim(&self) -> (usize, usize, usize) {
+        (self.rows.b, self.rows.n, self.rows.d)
+    }
+
+    fn whiten(&mut self, chol: ArrayView3<f32>) -> Result<()> {
+        self.clusters = None;
+        let rows = &mut self.rows;
+        let chol = Buffer::of(
+            rows.driver,
+            "factors of the metric",
+            flat(&chol.as_standard_layout())?,
+        )?;
+        let out = Buffer::<f32>::new(rows.driver, "whitened points", rows.x.len())?;
+        let args = [
+            rows.x.arg(),
+            chol.arg(),
+            out.arg(),
+            Arg::u32(rows.n),
+            Arg::u32(rows.d),
+            Arg::u32(rows.w),
+        ];
+        rows.launch("whiten", [rows.n.div_ceil(64), rows.w.div_ceil(64)], &args)?;
+        rows.x = out;
+        Ok(())
+    }
+
+    fn channel_statistic(&mut self, range: Range<usize>, what: Statistic) -> Result<Array2<f32>> {
+        let rows = &self.rows;
+        let out = Buffer::<f32>::zeros(rows.driver, "channel statistics", rows.b * rows.w)?;
+        let mut args = vec![
+            rows.x.arg(),
+            out.arg(),
+            Arg::u32(rows.n),
+            Arg::u32(rows.w),
+            Arg::u32(range.start),
+            Arg::u32(range.len()),
+        ];
+        let blocks = [rows.w.div_ceil(32), 1];
+        let rank = match what {
+            Statistic::Mean => None,
+            Statistic::Ranked(rank) => Some((rank, 0)),
+            Statistic::RankedMagnitude(rank) => Some((rank, 1)),
+        };
+        match rank {
+            None => rows.launch("channel_mean", blocks, &args)?,
+            Some((rank, magnitude)) if rank < range.len() => {
+                args.extend([Arg::u32(rank), Arg::u32(magnitude)]);
+                rows.launch("channel_ranked", blocks, &args)?;
+            }
+            // No such row: zeros.
+            Some(_) => {}
+        }
+        rows.unpadded(out.read()?)
+    }
+
+    fn subtract(&mut self, range: Range<usize>, centre: ArrayView2<f32>) -> Result<()> {
+        self.clusters = None;
+        let rows = &self.rows;
+        let centre = Buffer::of(rows.driver, "centres", &rows.padded(centre))?;
+        let args = [
+            rows.x.arg(),
+            centre.arg(),
+            Arg::u32(rows.n),
+            Arg::u32(rows.w),
+            Arg::u32(range.start),
+            Arg::u32(range.len()),
+        ];
+        rows.launch("subtract", [(range.len() * rows.w).div_ceil(256), 1], &args)
+    }
+
+    fn square_sum(&mut self) -> Result<Vec<f64>> {
+        let rows = &self.rows;
+        let runs = (rows.n * rows.w).div_ceil(SQUARES);
+        let out = Buffer::<f64>::new(rows.driver, "sums of squares", rows.b * runs)?;
+        let args = [rows.x.arg(), out.arg(), Arg::u64(rows.n * rows.w)];
+        rows.launch("square_sums", [runs, 1], &args)?;
+        Ok(out.read()?.chunks(runs.max(1)).map(|r| r.iter().sum()).collect())
+    }
+
+    fn sign_sums(&mut self) -> Result<Vec<SignSums>> {
+        let rows = &self.rows;
+        // Four channels have 16 patterns, and a pattern has four sums.
+        let (patterns, sums) = (rows.d / 4 * 16, rows.d / 4 * 64);
+        let largest = rows.largest()?;
+        let fixed = Buffer::<u64>::zeros(rows.driver, "sign sums", rows.b * sums)?;
+        let counts = Buffer::<u32>::zeros(rows.driver, "sign counts", rows.b * patterns)?;
+        let args = [
+            rows.x.arg(),
+            fixed.arg(),
+            counts.arg(),
+            largest.arg(),
+            Arg::u32(rows.n),
+            Arg::u32(rows.d),
+            Arg::u32(rows.w),
+            Arg::u32(SIGN_ROWS),
+        ];
+        let blocks = [rows.n.div_ceil(SIGN_ROWS), (rows.d / 4).div_ceil(32)];
+        rows.launch("sign_sums", blocks, &args)?;
+        let out = Buffer::<f64>::new(rows.driver, "sign sums", fixed.len())?;
+        let args = [
+            fixed.arg(),
+            out.arg(),
+            largest.arg(),
+            Arg::u32(rows.n),
+            Arg::u32(sums),
+        ];
+        rows.launch("fixed_sums", [sums.div_ceil(256), 1], &args)?;
+        let (all, counts) = (out.read()?, counts.read()?);
+        let heads = all.chunks(sums.max(1)).zip(counts.chunks(patterns.max(1)));
+        let head = |(sums, counts): (&[f64], &[u32])| SignSums {
+            sums: sums.to_vec(),
+            counts: counts.iter().map(|c| u64::from(*c)).collect(),
+        };
+        Ok(heads.map(head).collect())
+    }
+
+    fn seed(&mut self, size: usize, first: &[u32]) -> Result<()> {
+        let (rows, clusters) = self.start(size)?;
+        clusters.seed(rows, first)
+    }
+
+    fn draw(&mut self, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
+        let (rows, clusters) = self.clusters()?;
+        clusters.draw(rows, batch, uniforms)
+    }
+
+    fn assign(&mut self, centroids: ArrayView3<f32>) -> Result<()> {
+        let (rows, clusters) = self.start(centroids.dim().1)?;
+        clusters.assign(rows, centroids)
+    }
+
+    fn update(&mut self) -> Result<()> {
+        let (rows, clusters) = self.clusters()?;
+        clusters.update(rows)
+    }
+
+    fn hand_over(&mut self, head: usize, given: &[(u32, u32)]) -> Result<()> {
+        let (rows, clusters) = self.clusters()?;
+        clusters.hand_over(rows, head, given)
+    }
+
+    fn assignment(&mut self) -> Result<Vec<Assignment>> {
+        let (rows, clusters) = self.clusters()?;
+        clusters.assignment(rows)
+    }
+
+    fn clusters(&mut self, head: usize) -> Result<Clusters> {
+        let (rows, clusters) = CudaPoints::clusters(self)?;
+        clusters.read(rows, head)
+    }
+
+    fn rows(&mut self, head: usize, rows: &[u32]) -> Result<Array2<f32>> {
+        self.rows.read(head, rows)
+    }
+}

@@ -1,0 +1,206 @@
+//! The CUDA kernels on the CPU: `kernels/emulate.cpp`, built by g++ with the sanitizers for addresses and
+//! undefined behaviour, behind the host code of the CUDA device.
+//!
+//! The emulation is a program of its own, which is told what to do through its stdin: the sanitizers want a
+//! process for themselves, and a kernel that goes wrong ends that process alone.
+
+use std::cell::RefCell;
+use std::collections::hash_map::DefaultHasher;
+use std::hash::{Hash, Hasher};
+use std::io::{BufReader, BufWriter, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use kvsmith::compute::cuda::driver::{Address, Arg, Driver, THREADS};
+use kvsmith::error::{Error, Result};
+
+/// See [`Driver`]. Each thread has a process of its own; what is allocated stays with the thread.
+pub struct Emulated {
+    program: PathBuf,
+    tensor_cores: bool,
+}
+
+thread_local! {
+    static PROCESS: RefCell<Process> = const { RefCell::new(Process { pipes: None, live: 0 }) };
+}
+
+struct Process {
+    pipes: Option<(Child, BufWriter<ChildStdin>, BufReader<ChildStdout>)>,
+    /// Allocations that have not been given back. While there are some a process that ended is not
+    /// replaced: their addresses mean nothing to another.
+    live: usize,
+}
+
+impl Emulated {
+    /// Builds the emulation, if that was not done before.
+    ///
+    /// # Errors
+    /// Why there is none.
+    pub fn new(tensor_cores: bool) -> std::result::Result<Self, String> {
+        let program = build()?;
+        Ok(Self {
+            program,
+            tensor_cores,
+        })
+    }
+
+    /// Sends a request; `answer` reads the reply.
+    fn ask<T>(
+        &self,
+        request: &[u64],
+        bytes: &[u8],
+        answer: impl FnOnce(&mut dyn Read) -> std::io::Result<T>,
+    ) -> Result<T> {
+        PROCESS.with_borrow_mut(|process| {
+            if process.pipes.is_none() && process.live == 0 {
+                process.pipes = Some(start(&self.program));
+            }
+            let ended = || Error::failed("the emulated GPU has ended, see above");
+            let (child, to, from) = process.pipes.as_mut().ok_or_else(ended)?;
+            let talk = || {
+                request.iter().try_for_each(|v| to.write_all(&v.to_le_bytes()))?;
+                to.write_all(bytes)?;
+                to.flush()?;
+                answer(from)
+            };
+            let result = talk();
+            if result.is_err() {
+                child.kill().ok();
+                child.wait().ok();
+                process.pipes = None;
+            }
+            result.map_err(|_| ended())
+        })
+    }
+}
+
+/// One character as a request.
+fn kind(c: char) -> u64 {
+    c as u64
+}
+
+fn number(from: &mut dyn Read) -> std::io::Result<u64> {
+    let mut bytes = [0; 8];
+    from.read_exact(&mut bytes)?;
+    Ok(u64::from_le_bytes(bytes))
+}
+
+impl Driver for Emulated {
+    fn adapter(&self) -> String {
+        "emulated".to_owned()
+    }
+
+    fn fast_shared_bytes(&self) -> usize {
+        if self.tensor_cores { 128 << 10 } else { 0 }
+    }
+
+    fn free_bytes(&self) -> Result<u64> {
+        Ok(1 << 30)
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Option<Address>> {
+        if bytes > 1 << 30 {
+            return Ok(None);
+        }
+        let address = self.ask(&[kind('a'), bytes as u64], &[], number)?;
+        PROCESS.with_borrow_mut(|process| process.live += 1);
+        Ok(Some(address))
+    }
+
+    fn free(&self, address: Address) {
+        // Of a process that has ended nothing is left to be freed.
+        let _ = self.ask(&[kind('f'), address], &[], number);
+        PROCESS.with_borrow_mut(|process| process.live -= 1);
+    }
+
+    fn write(&self, to: Address, bytes: &[u8]) -> Result<()> {
+        self.ask(&[kind('w'), to, bytes.len() as u64], bytes, number)?;
+        Ok(())
+    }
+
+    fn read(&self, from: Address, bytes: &mut [u8]) -> Result<()> {
+        let request = [kind('r'), from, bytes.len() as u64];
+        self.ask(&request, &[], |reply| reply.read_exact(bytes))
+    }
+
+    fn zero(&self, at: Address, bytes: usize) -> Result<()> {
+        self.ask(&[kind('s'), at, 0, bytes as u64], &[], number)?;
+        Ok(())
+    }
+
+    fn launch(&self, kernel: &'static str, grid: [u32; 3], shared_bytes: usize, args: &[Arg]) -> Result<()> {
+        // The name comes between two runs of numbers; so all of this goes as bytes.
+        let mut bytes = kernel.as_bytes().to_vec();
+        let numbers = grid.map(u64::from).into_iter();
+        let numbers = numbers.chain([u64::from(THREADS), shared_bytes as u64, args.len() as u64]);
+        let numbers = numbers.chain(args.iter().flat_map(|arg| [arg.bytes as u64, arg.value]));
+        bytes.extend(numbers.flat_map(u64::to_le_bytes));
+        self.ask(&[kind('l'), kernel.len() as u64], &bytes, number)?;
+        Ok(())
+    }
+}
+
+fn start(program: &Path) -> (Child, BufWriter<ChildStdin>, BufReader<ChildStdout>) {
+    let mut child = Command::new(program)
+        .env("ASAN_OPTIONS", "detect_leaks=0:detect_stack_use_after_return=0")
+        .env("UBSAN_OPTIONS", "print_stacktrace=1")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("the emulation starts");
+    let to = BufWriter::new(child.stdin.take().expect("a pipe"));
+    let from = BufReader::new(child.stdout.take().expect("a pipe"));
+    (child, to, from)
+}
+
+/// The program, named after what it is made of.
+fn build() -> std::result::Result<PathBuf, String> {
+    const FLAGS: [&str; 12] = [
+        "-std=c++20",
+        "-O2",
+        "-g1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unknown-pragmas",
+        "-ffp-contract=off",
+        "-fsanitize=address,undefined",
+        // What is left of these the former finds, and they double the time.
+        "-fno-sanitize=null,object-size,vptr",
+        "-fno-sanitize-recover",
+        "-DKVSMITH_EMULATE",
+    ];
+    let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
+    let mut files: Vec<PathBuf> = kernels
+        .read_dir()
+        .map_err(|e| e.to_string())?
+        .map_while(|entry| Some(entry.ok()?.path()))
+        .collect();
+    files.sort();
+    let mut hasher = DefaultHasher::new();
+    FLAGS.hash(&mut hasher);
+    for file in files {
+        std::fs::read(file).map_err(|e| e.to_string())?.hash(&mut hasher);
+    }
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let program = folder.join(format!("emulate-{:016x}", hasher.finish()));
+    if program.exists() {
+        return Ok(program);
+    }
+    // Under another name until it is whole: tests run side by side.
+    let unfinished = folder.join(format!("emulate-{}", std::process::id()));
+    let output = Command::new("g++")
+        .args(FLAGS)
+        .arg(kernels.join("emulate.cpp"))
+        .arg("-o")
+        .arg(&unfinished)
+        .output()
+        .map_err(|e| format!("g++ does not run ({e}); on Debian or Ubuntu: apt-get install g++"))?;
+    assert!(
+        output.status.success(),
+        "the kernels do not compile:\n{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    std::fs::rename(&unfinished, &program).map_err(|e| e.to_string())?;
+    Ok(program)
+}
