@@ -7,7 +7,7 @@ KVSMITH = target/release/kvsmith
 DEMO = target/demo
 PYTHON = target/python/bin/python
 
-.PHONY: all cuda demo test check setup vulkan golden clean results gpu-kit gpu-check
+.PHONY: all demo test check setup vulkan cuda golden clean results gpu-kit gpu-check
 
 all: setup
 	$(CARGO) build --release --locked

@@ -9,7 +9,6 @@ use common::*;
 use kvsmith::artifact::Artifact;
 use kvsmith::cli;
 use kvsmith::compute;
-use kvsmith::progress::{Log, Verbosity};
 use libtest_mimic::{Arguments, Failed, Trial};
 use serde_json::{Value, json};
 
@@ -26,11 +25,8 @@ fn main() -> ExitCode {
             other_commands_stay_on_the_cpu,
         ),
     ];
-    let quiet = Log {
-        verbosity: Verbosity::Quiet,
-    };
     for (name, device) in [("wgpu", cli::Device::Wgpu), ("cuda", cli::Device::Cuda)] {
-        let missing = compute::open(device, quiet).err();
+        let missing = compute::open(device).err();
         if let Some(reason) = &missing {
             eprintln!("{name}: ignored, {reason}");
         }

@@ -20,35 +20,38 @@ use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 
 use crate::cli;
 use crate::error::Result;
-use crate::progress::Log;
 
-/// Opens a device for calibration; `auto` takes an NVIDIA GPU where there is one, else the CPU, and `-v`
-/// tells why.
+/// Opens a device for calibration; `auto` takes an NVIDIA GPU where there is one, else the CPU.
 ///
 /// # Errors
 /// The device asked for is not there.
-pub fn open(device: cli::Device, log: Log) -> Result<Box<dyn device::Device>> {
-    match device {
-        cli::Device::Auto => Ok(match open_cuda(log) {
-            Ok(cuda) => Box::new(cuda),
-            Err(e) => {
-                log.detail(&format!("device: no GPU: {e}"));
-                Box::new(cpu::Cpu)
-            }
-        }),
-        cli::Device::Cpu => Ok(Box::new(cpu::Cpu)),
-        cli::Device::Wgpu => Ok(Box::new(gpu::Gpu::open()?)),
-        cli::Device::Cuda => Ok(Box::new(open_cuda(log)?)),
-    }
+pub fn open(device: cli::Device) -> Result<Box<dyn device::Device>> {
+    open_telling(device, &|_| {})
 }
 
-fn open_cuda(log: Log) -> Result<cuda::Cuda> {
+/// [`open`], telling what decided: why there is no GPU, and where its kernels come from.
+pub fn open_telling(device: cli::Device, tell: &dyn Fn(&str)) -> Result<Box<dyn device::Device>> {
+    Ok(match device {
+        cli::Device::Auto => match open_cuda(tell) {
+            Ok(cuda) => cuda,
+            Err(e) => {
+                tell(&format!("device: no NVIDIA GPU: {e}"));
+                Box::new(cpu::Cpu)
+            }
+        },
+        cli::Device::Cpu => Box::new(cpu::Cpu),
+        cli::Device::Wgpu => Box::new(gpu::Gpu::open()?),
+        cli::Device::Cuda => open_cuda(tell)?,
+    })
+}
+
+fn open_cuda(tell: &dyn Fn(&str)) -> Result<Box<dyn device::Device>> {
     let cuda = cuda::Cuda::open()?;
-    log.detail(match cuda::kernels::image() {
+    tell(match cuda::kernels::image() {
         Some(_) => "device: the CUDA kernels are built in",
         None => "device: the CUDA kernels were compiled now, by NVRTC",
     });
-    Ok(cuda)
+    Ok(Box::new(cuda))
 }
 
 /// `out = a b`, or `out += a b` with `accumulate`, on the calling thread.

@@ -44,6 +44,8 @@ pub fn all() -> Vec<Entry> {
         emulated(),
         gpu("wgpu", Gpu::open(), usize::MAX),
         gpu("wgpu-in-pieces", Gpu::with_limits(limits), 64),
+        cuda(),
+        emulated(),
     ]
 }
 
@@ -60,15 +62,15 @@ fn gpu(name: &'static str, device: Result<Gpu, Error>, most_channels: usize) -> 
     }
 }
 
-fn device(driver: impl Driver + 'static) -> Arc<dyn Device> {
+fn driven(driver: impl Driver + 'static) -> Arc<dyn Device> {
     Arc::new(Cuda::new(Box::new(driver)))
 }
 
 fn cuda() -> Entry {
     Entry {
         name: "cuda",
-        device: Nvidia::open().map(device).map_err(|e| e.to_string()),
-        plain: Nvidia::open().ok().map(|gpu| device(gpu.without_tensor_cores())),
+        device: Nvidia::open().map(driven).map_err(|e| e.to_string()),
+        plain: Nvidia::open().ok().map(|gpu| driven(gpu.without_tensor_cores())),
         slow: false,
         most_channels: usize::MAX,
     }
@@ -78,8 +80,8 @@ fn cuda() -> Entry {
 fn emulated() -> Entry {
     Entry {
         name: "emulated",
-        device: Emulated::new(true).map(device),
-        plain: Emulated::new(false).ok().map(device),
+        device: Emulated::new(true).map(driven),
+        plain: Emulated::new(false).ok().map(driven),
         slow: true,
         most_channels: usize::MAX,
     }

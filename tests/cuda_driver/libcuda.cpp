@@ -1,0 +1,76 @@
+// A CUDA driver that runs kvsmith's kernels on the CPU: what the program calls of libcuda, for tests of the host
+// code on machines without a GPU. FAKE_CUDA names what goes wrong.
+#include <mutex>
+
+#include "kvsmith.cu"
+
+// Results of the driver's interface.
+enum { SUCCESS = 0, OUT_OF_MEMORY = 2, STUB = 34, NO_DEVICE = 100, NO_BINARY = 209, UNSUPPORTED_PTX = 222, LAUNCH = 719 };
+
+static bool wrong(const char* what) {
+    const char* asked = getenv("FAKE_CUDA");
+    return asked && std::string(asked) == what;
+}
+
+static std::mutex running;
+static bool broken = false;
+
+#define CALL(name, ...) extern "C" int name(__VA_ARGS__)
+
+CALL(cuInit, unsigned) { return wrong("no_device") ? NO_DEVICE : wrong("stub") ? STUB : SUCCESS; }
+CALL(cuDriverGetVersion, int* version) { return *version = 13000, SUCCESS; }
+CALL(cuDeviceGetCount, int* count) { return *count = wrong("none") ? 0 : 1, SUCCESS; }
+CALL(cuDeviceGet, int* device, int) { return *device = 0, SUCCESS; }
+CALL(cuDeviceGetName, char* name, int size, int) { return snprintf(name, size, "Fake GPU"), SUCCESS; }
+CALL(cuDeviceGetAttribute, int* value, int attribute, int) {
+    // The compute capability, and the shared memory that a block can ask for.
+    if (attribute == 75) *value = wrong("old_chip") ? 7 : 9;
+    else if (attribute == 76) *value = wrong("old_chip") ? 5 : 0;
+    else if (attribute == 97) *value = 232448;
+    else return 1;
+    return SUCCESS;
+}
+CALL(cuDevicePrimaryCtxRetain, void** context, int) { return *context = (void*)8, SUCCESS; }
+CALL(cuDevicePrimaryCtxRelease_v2, int) { return SUCCESS; }
+CALL(cuCtxSetCurrent, void*) { return SUCCESS; }
+CALL(cuModuleLoadData, void** module, const void* image) {
+    if (wrong("no_image")) return NO_BINARY;
+    if (wrong("old_driver")) return UNSUPPORTED_PTX;
+    // The magic number of fat binaries, and the alignment that the real driver needs.
+    if ((uint64_t)image % 8 != 0 || *(const unsigned*)image != 0xba55ed50) return 200;
+    return *module = (void*)8, SUCCESS;
+}
+CALL(cuModuleUnload, void*) { return SUCCESS; }
+CALL(cuModuleGetFunction, void** function, void*, const char* name) {
+    auto found = emulate::kernels().find(name);
+    if (found == emulate::kernels().end()) return 500;
+    return *function = (void*)&*found, SUCCESS;
+}
+CALL(cuFuncSetAttribute, void*, int, int) { return SUCCESS; }
+CALL(cuMemGetInfo_v2, size_t* free, size_t* total) { return *free = *total = 256 << 20, SUCCESS; }
+CALL(cuMemAlloc_v2, uint64_t* at, size_t size) {
+    if (wrong("no_memory") && size > 100000) return OUT_OF_MEMORY;
+    return *at = (uint64_t)memset(malloc(size), 0xff, size), SUCCESS;
+}
+CALL(cuMemFree_v2, uint64_t at) { return free((void*)at), SUCCESS; }
+CALL(cuMemcpyHtoD_v2, uint64_t to, const void* from, size_t size) { return memcpy((void*)to, from, size), SUCCESS; }
+CALL(cuMemcpyDtoH_v2, void* to, uint64_t from, size_t size) {
+    // As the real one does: what went wrong in a kernel is told later.
+    return broken ? LAUNCH : (memcpy(to, (void*)from, size), SUCCESS);
+}
+CALL(cuMemsetD8_v2, uint64_t at, unsigned char byte, size_t size) { return memset((void*)at, byte, size), SUCCESS; }
+CALL(cuLaunchKernel, void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
+     unsigned shared, void*, void** values, void**) {
+    std::lock_guard<std::mutex> lock(running);
+    broken = wrong("broken");
+    auto& kernel = *(std::pair<const std::string, emulate::Kernel>*)function;
+    std::vector<uint64_t> arguments;
+    for (size_t size : kernel.second.sizes) {
+        arguments.push_back(0);
+        memcpy(&arguments.back(), values[arguments.size() - 1], size);
+    }
+    emulate::launch(kernel.first, {x, y, z}, threads, shared, arguments, kernel.second.sizes);
+    return SUCCESS;
+}
+CALL(cuGetErrorName, int error, const char** name) { return *name = error == OUT_OF_MEMORY ? "OUT" : "CUDA_ERROR", SUCCESS; }
+CALL(cuGetErrorString, int, const char** text) { return *text = "as the test asked", SUCCESS; }
