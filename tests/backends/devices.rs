@@ -40,8 +40,6 @@ pub fn all() -> Vec<Entry> {
             slow: false,
             most_channels: usize::MAX,
         },
-        cuda(),
-        emulated(),
         gpu("wgpu", Gpu::open(), usize::MAX),
         gpu("wgpu-in-pieces", Gpu::with_limits(limits), 64),
         cuda(),

@@ -131,10 +131,17 @@ impl Nvidia {
         }
         let optin = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         let most = attribute(self.device, optin)?.min(clusters::MOST_SHARED_BYTES as i32);
-        let dynamic = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        // SAFETY: the function is one of the module.
-        unsafe { result::function::set_function_attribute(self.function("nearest_fast")?, dynamic, most) }
-            .map_err(|e| failed("no shared memory", e))?;
+        let attributes = [
+            (CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most),
+            // In percent: all of the first-level cache that can be shared memory, so that two blocks fit.
+            (CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
+        ];
+        let function = self.function("nearest_fast")?;
+        for (attribute, value) in attributes {
+            // SAFETY: the function is one of the module.
+            unsafe { result::function::set_function_attribute(function, attribute, value) }
+                .map_err(|e| failed("no shared memory", e))?;
+        }
         self.fast_shared_bytes = most.max(0) as usize;
         Ok(())
     }
