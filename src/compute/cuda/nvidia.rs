@@ -132,9 +132,15 @@ impl Nvidia {
         let optin = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         let most = attribute(self.device, optin)?.min(clusters::MOST_SHARED_BYTES as i32);
         let attributes = [
-            (CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most),
+            (
+                CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                most,
+            ),
             // In percent: all of the first-level cache that can be shared memory, so that two blocks fit.
-            (CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
+            (
+                CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+                100,
+            ),
         ];
         let function = self.function("nearest_fast")?;
         for (attribute, value) in attributes {
