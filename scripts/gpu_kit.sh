@@ -2,6 +2,8 @@
 # Puts the program, its GPU tests and the libraries they link into one folder, for a machine without Rust.
 #
 #     scripts/gpu_kit.sh KIT
+#
+# makes the folder KIT, and KIT.tar.xz of it.
 set -eu
 
 kit=$1
@@ -25,4 +27,15 @@ ldd "$kit/kvsmith" | sed -n 's/.*=> \(\/[^ ]*\) .*/\1/p' | grep -E 'openblas|gfo
     while read -r library; do cp -L "$library" "$kit/lib/"; done
 cp -r calib-data/model calib-data/text.txt "$kit/calib-data/"
 cp scripts/gpu_check.sh "$kit/"
-du -sh "$kit"
+# NVIDIA's checker of kernels, from PyPI, less its documentation.
+if python3 -m pip install --quiet --disable-pip-version-check --root-user-action ignore --no-deps \
+    --target "$kit/wheel" 'nvidia-cuda-sanitizer-api==13.0.*'; then
+    mkdir "$kit/compute-sanitizer"
+    find "$kit/wheel/nvidia/cu13/compute-sanitizer" -maxdepth 1 -type f -exec mv {} "$kit/compute-sanitizer/" \;
+    chmod +x "$kit/compute-sanitizer/compute-sanitizer"
+else
+    echo "note: compute-sanitizer could not be fetched: its part will be left out" >&2
+fi
+rm -rf "$kit/wheel"
+tar -C "$(dirname "$kit")" -cJf "$kit.tar.xz" "$(basename "$kit")"
+du -sh "$kit" "$kit.tar.xz"

@@ -77,6 +77,8 @@ fn calibrate(device: &str, fit: &str, output: &str) -> Value {
         .lines()
         .any(|line| line.starts_with(&format!("device: {device} (")));
     assert_eq!(noted, device != "cpu", "{}", done.stderr);
+    let told = done.stderr.contains("the model and the priors run on the CPU");
+    assert_eq!(told, device != "cpu", "{}", done.stderr);
     Artifact::open(output.as_ref()).unwrap().manifest
 }
 

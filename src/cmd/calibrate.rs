@@ -72,6 +72,9 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
 fn calibrate(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
     let device = global.open_device()?;
+    if device.adapter().is_some() {
+        log.note("the model and the priors run on the CPU, moments, codebooks and signs on the device");
+    }
     let start = std::time::Instant::now();
     let output = Output::create(&args.output)?;
     let decoder = open_model(&args.model, log)?;
