@@ -4,12 +4,11 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-use super::{check_points, report_head, write_section};
+use super::{check_points, layer_keys, report_head, write_section};
 use crate::artifact::Section;
 use crate::cli::{Fit, Global};
 use crate::dump::{Dump, State};
 use crate::error::{Error, Result};
-use crate::method::LayerKeys;
 use crate::method::a2ats::{self, FitParams};
 use crate::stats::moments::Moments;
 use crate::store::Output;
@@ -70,14 +69,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
             progress.advance(1);
             report_head(&progress, log, i, head, quality);
         };
-        let keys = LayerKeys {
-            device: device.as_ref(),
-            read: &keys,
-            n_kv_heads: s.n_kv_heads,
-            block_start: &dump.block_start,
-            kept: &dump.kept,
-            rope: &rope,
-        };
+        let keys = layer_keys(device.as_ref(), &dump, &rope, &keys);
         let part = a2ats::fit_layer(&keys, sums, &params, i, &mut done)?;
         section.layers.push(part);
     }

@@ -14,15 +14,19 @@ pub mod signs;
 
 use std::path::Path;
 
+use ndarray::Array2;
 use serde_json::{Value, json};
 
 use crate::artifact::{self, Origin, Section, short};
 use crate::cli::{Cli, Command, Global, Input};
+use crate::compute::device::Device;
 use crate::corpus::Corpus;
 use crate::dump::Dump;
 use crate::error::{Error, Result};
+use crate::method::LayerKeys;
 use crate::method::lfps::priors::Sample;
 use crate::model::Decoder;
+use crate::model::rope::Rope;
 use crate::progress::{Log, Progress, Verbosity, size};
 use crate::store::Output;
 
@@ -163,6 +167,23 @@ fn report_head(progress: &Progress, log: Log, layer: usize, head: usize, quality
             "layer {layer} head {head}: inertia {} after {} passes, held out {}",
             quality["inertia"], quality["iterations"], quality["held_out_inertia"]
         ));
+    }
+}
+
+/// The keys of one layer of a dump; `read` reads those of a KV head.
+fn layer_keys<'a>(
+    device: &'a dyn Device,
+    dump: &'a Dump,
+    rope: &'a Rope,
+    read: &'a dyn Fn(usize) -> Result<Array2<f32>>,
+) -> LayerKeys<'a> {
+    LayerKeys {
+        device,
+        read,
+        n_kv_heads: dump.sizes.n_kv_heads,
+        block_start: &dump.block_start,
+        kept: &dump.kept,
+        rope,
     }
 }
 

@@ -2,12 +2,11 @@
 
 use std::path::PathBuf;
 
-use super::write_section;
+use super::{layer_keys, write_section};
 use crate::artifact::Section;
 use crate::cli::Global;
 use crate::dump::{Dump, State};
 use crate::error::Result;
-use crate::method::LayerKeys;
 use crate::method::selfindex::{self, Center};
 use crate::store::Output;
 
@@ -45,14 +44,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         let states = dump.layer(layer)?;
         let keys = |head| states.read(State::KPre, head, 0, dump.n);
         let mut done = |_, _: &_| progress.advance(1);
-        let keys = LayerKeys {
-            device: device.as_ref(),
-            read: &keys,
-            n_kv_heads: s.n_kv_heads,
-            block_start: &dump.block_start,
-            kept: &dump.kept,
-            rope: &rope,
-        };
+        let keys = layer_keys(device.as_ref(), &dump, &rope, &keys);
         let part = selfindex::fit_layer(&keys, args.center, &mut done)?;
         section.layers.push(part);
     }
