@@ -54,16 +54,28 @@ fn root() -> &'static Path {
 fn build() -> Result<PathBuf, String> {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("libcuda");
     std::fs::create_dir_all(&folder).map_err(|e| e.to_string())?;
-    let (source, library) = (root().join("tests/cuda_driver/libcuda.cpp"), folder.join("libcuda.so"));
+    let (source, library) = (
+        root().join("tests/cuda_driver/libcuda.cpp"),
+        folder.join("libcuda.so"),
+    );
     let age = |path: &Path| path.metadata().and_then(|m| m.modified()).ok();
     let kernels = root().join("kernels").read_dir().map_err(|e| e.to_string())?;
-    let sources = kernels.filter_map(|entry| Some(entry.ok()?.path())).chain([source.clone()]);
+    let sources = kernels
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .chain([source.clone()]);
     let newest = sources.filter_map(|path| age(&path)).max();
     if age(&library) > newest {
         return Ok(folder);
     }
     let output = Command::new("g++")
-        .args(["-std=c++20", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas"])
+        .args([
+            "-std=c++20",
+            "-O2",
+            "-shared",
+            "-fPIC",
+            "-ffp-contract=off",
+            "-Wno-unknown-pragmas",
+        ])
         .args(["-DKVSMITH_EMULATE", "-I"])
         .arg(root().join("kernels"))
         .arg(source)
@@ -71,7 +83,11 @@ fn build() -> Result<PathBuf, String> {
         .arg(&library)
         .output()
         .map_err(|e| format!("g++ does not run ({e}); on Debian or Ubuntu: apt-get install g++"))?;
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     Ok(folder)
 }
 
@@ -82,8 +98,25 @@ fn kvsmith(driver: &Path, wrong: &str, device: &str, out: &Path) -> Output {
         .current_dir(root())
         .env("LD_LIBRARY_PATH", format!("{}:{path}", driver.display()))
         .env("FAKE_CUDA", wrong)
-        .args(["calibrate", "--json", "-v", "--model", "calib-data/model", "--text", "calib-data/text.txt"])
-        .args(["--max-tokens", "256", "--uuid-tokens", "0", "--size", "8", "--wrope-position", "64"])
+        .args([
+            "calibrate",
+            "--json",
+            "-v",
+            "--model",
+            "calib-data/model",
+            "--text",
+            "calib-data/text.txt",
+        ])
+        .args([
+            "--max-tokens",
+            "256",
+            "--uuid-tokens",
+            "0",
+            "--size",
+            "8",
+            "--wrope-position",
+            "64",
+        ])
         .args(["--iterations", "3", "--device", device, "-o"])
         .arg(out)
         .output()
@@ -121,7 +154,10 @@ fn no_memory(driver: &Path) {
     let output = kvsmith(driver, "no_memory", "cuda", &out);
     let text = stderr(&output);
     assert!(!output.status.success());
-    assert!(text.contains("out of GPU memory") && text.contains("MiB"), "{text}");
+    assert!(
+        text.contains("out of GPU memory") && text.contains("MiB"),
+        "{text}"
+    );
     assert!(!out.exists(), "no artifact is left behind");
 }
 
@@ -142,7 +178,10 @@ fn calibrate(driver: &Path) {
         assert!(output.status.success(), "{device}: {}", stderr(&output));
         if device == "cuda" {
             let text = stderr(&output);
-            assert!(text.contains("device: cuda (Fake GPU, compute capability 9.0, CUDA 13.0)"), "{text}");
+            assert!(
+                text.contains("device: cuda (Fake GPU, compute capability 9.0, CUDA 13.0)"),
+                "{text}"
+            );
             assert!(text.contains("the CUDA kernels are built in"), "{text}");
         }
         let inspect = Command::new(env!("CARGO_BIN_EXE_kvsmith"))
