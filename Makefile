@@ -7,7 +7,7 @@ KVSMITH = target/release/kvsmith
 DEMO = target/demo
 PYTHON = target/python/bin/python
 
-.PHONY: all cuda demo test check setup golden clean results gpu-kit gpu-check
+.PHONY: all demo test check setup vulkan cuda golden clean results gpu-kit gpu-check
 
 all: setup
 	$(CARGO) build --release --locked
@@ -15,6 +15,10 @@ all: setup
 # What a fresh machine with only Rust lacks; says what to install where it may not do so itself.
 setup:
 	@sh scripts/setup.sh
+
+# A Vulkan driver for the tests of --device wgpu.
+vulkan:
+	@sh scripts/vulkan.sh
 
 demo: all
 	@sh scripts/demo.sh $(KVSMITH) $(DEMO)
@@ -24,7 +28,8 @@ demo: all
 cuda:
 	@sh scripts/cuda.sh target/cuda
 
-test: setup cuda $(PYTHON)
+test: setup vulkan $(PYTHON)
+	@sh scripts/cuda.sh target/cuda || echo "note: no CUDA compiler: the tests that need one will be ignored" >&2
 	$(CARGO) test --locked
 	KVSMITH_PYTHON=$(abspath $(PYTHON)) $(CARGO) test --locked --test docs -- --ignored
 
@@ -33,7 +38,7 @@ results: all
 	$(CARGO) run --release --locked --example results -- $(KVSMITH) target/results
 
 # What `make gpu-check` runs, in one folder for a machine without Rust.
-gpu-kit: setup
+gpu-kit: setup cuda
 	@sh scripts/gpu_kit.sh target/gpu-kit
 
 # Checks and measures on this machine's NVIDIA GPU, in less than 10 minutes: target/gpu-kit/out/gpu.json.

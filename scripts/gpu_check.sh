@@ -34,10 +34,10 @@ part() {
 
 # What the tests say they ran must not be nothing.
 ran() {
-    grep -q "test result: ok. [1-9][0-9]* passed; 0 failed; 0 ignored" "$out/$1.log" || {
-        echo "$1: some of its cases did not run" >&2
+    if ! grep -q "test result: ok. [1-9][0-9]* passed" "$out/$1.log" || grep -q "^cuda: ignored" "$out/$1.log"; then
+        echo "$1: it did not run on the GPU" >&2
         failed="$failed $1-ran"
-    }
+    fi
 }
 
 gpu=$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | head -n 1)

@@ -119,7 +119,7 @@ impl Global {
     /// The device asked for is not there: exit code 3.
     pub fn open_device(&self) -> Result<Box<dyn compute::device::Device>> {
         let log = self.log();
-        let device = compute::open(self.device, log)?;
+        let device = compute::open_telling(self.device, &|text| log.detail(text))?;
         let name = device.name();
         match (device.adapter(), self.device) {
             (Some(adapter), _) => log.note(&format!("device: {name} ({adapter})")),

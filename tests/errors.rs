@@ -802,7 +802,7 @@ fn devices_that_cannot_do_it() {
     let out = scratch.path("out");
     for command in [
         format!("dump --model {model} --tokens {tokens} -o {out}"),
-        format!("moments --dump {out} -o {out}"),
+        format!("priors --dump {out} -o {out}"),
         format!("pack {tokens} --model {model} -o {out}"),
     ] {
         for device in ["wgpu", "cuda"] {

@@ -23,12 +23,14 @@ use ndarray::{Array1, Array2, Array3, ArrayView2, ArrayView3, Axis, s};
 use rayon::prelude::*;
 
 use super::device::{Assignment, Clusters, Device, Drawn, Points, SignSums, Statistic};
+use super::draw::{Wheel, draw_rows};
 use super::gemm;
 use crate::error::Result;
 use assign::{Assigned, absorb, reassign};
 pub(crate) use assign::{CHUNK, search};
 pub(crate) use scan::Panels;
-use scan::{row, squared_distance};
+use scan::row;
+pub(crate) use scan::squared_distance;
 
 /// Rows that are summed in f32 before they join the f64 sums.
 const MOMENT_ROWS: usize = 256;
@@ -179,7 +181,8 @@ impl Points for CpuPoints {
         for ((x, head), (batch, uniforms)) in self.each().zip(batch.iter().zip(uniforms)) {
             let first = (head.centroids.len() / d) as u32;
             let distances: Vec<f32> = head.rows.iter().map(|r| r.distance).collect();
-            let (rows, used) = draw_rows(x, d, &distances, *batch, uniforms);
+            let wheel = Wheel::new(&distances);
+            let (rows, used) = draw_rows(|i| row(x, i, d), &wheel, &distances, *batch, uniforms);
             let fresh: Vec<f32> = rows.iter().flat_map(|i| row(x, *i, d)).copied().collect();
             if !fresh.is_empty() {
                 absorb(x, d, &mut head.rows, &fresh, first);
@@ -307,51 +310,6 @@ pub fn sign_sums(x: ArrayView2<f32>) -> SignSums {
         sums: groups.iter().flat_map(|(sums, _)| *sums).collect(),
         counts: groups.iter().flat_map(|(_, counts)| *counts).collect(),
     }
-}
-
-/// Rows of `x` drawn as further centroids, and the uniform numbers used: [`super::reference::draw`].
-pub(super) fn draw_rows(
-    x: &[f32],
-    dim: usize,
-    distances: &[f32],
-    batch: usize,
-    uniforms: &[f64],
-) -> (Vec<u32>, usize) {
-    let sums = distances.iter().scan(0.0, |sum, distance| {
-        *sum += f64::from(*distance);
-        Some(*sum)
-    });
-    let sums: Vec<f64> = sums.collect();
-    let last = distances.len() - 1;
-    let mut uniforms = uniforms.iter().enumerate();
-    let mut next = || uniforms.next().map_or((0, 0.0), |(i, u)| (i + 1, *u));
-    let mut used = 0;
-    let mut fresh: Vec<u32> = Vec::with_capacity(batch);
-    if sums[last] == 0.0 || !sums[last].is_finite() {
-        for _ in 0..batch {
-            let (i, u) = next();
-            used = i;
-            fresh.push(((u * distances.len() as f64) as usize).min(last) as u32);
-        }
-        return (fresh, used);
-    }
-    let mut rejected = 0;
-    while fresh.len() < batch && rejected <= batch {
-        let at = next().1 * sums[last];
-        let i = sums.partition_point(|&sum| sum <= at).min(last);
-        let candidate = row(x, i as u32, dim);
-        let stale = distances[i];
-        let others = fresh.iter().map(|c| squared_distance(candidate, row(x, *c, dim)));
-        let now = others.fold(stale, f32::min);
-        let (count, u) = next();
-        used = count;
-        if u * f64::from(stale) < f64::from(now) {
-            fresh.push(i as u32);
-        } else {
-            rejected += 1;
-        }
-    }
-    (fresh, used)
 }
 
 /// Moves the centroids marked dirty to the mean of their rows, and tells which ones really moved.

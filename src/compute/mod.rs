@@ -1,7 +1,7 @@
 //! Arithmetic kernels: the naive f64 references that define each operation, and their forms for the CPU
 //! and for GPUs.
 //!
-//! [`device`] is the seam of calibration: [`cpu`] and [`cuda`] implement it here.
+//! [`device`] is the seam of calibration: [`cpu`], [`gpu`] (any GPU, through wgpu) and [`cuda`] implement it.
 //!
 //! Every parallel kernel cuts its work into pieces whose size does not depend on the number of
 //! threads, and each piece is computed by one thread: the same bytes for any thread count.
@@ -10,6 +10,8 @@ pub mod attention;
 pub mod cpu;
 pub mod cuda;
 pub mod device;
+mod draw;
+pub mod gpu;
 pub mod linear;
 pub mod reference;
 pub mod simd;
@@ -17,36 +19,39 @@ pub mod simd;
 use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 
 use crate::cli;
-use crate::error::{Error, Result};
-use crate::progress::Log;
+use crate::error::Result;
 
-/// Opens a device for calibration; `auto` takes an NVIDIA GPU where there is one, else the CPU, and `-v`
-/// tells why.
+/// Opens a device for calibration; `auto` takes an NVIDIA GPU where there is one, else the CPU.
 ///
 /// # Errors
 /// The device asked for is not there.
-pub fn open(device: cli::Device, log: Log) -> Result<Box<dyn device::Device>> {
-    match device {
-        cli::Device::Auto => Ok(match open_cuda(log) {
-            Ok(cuda) => Box::new(cuda),
-            Err(e) => {
-                log.detail(&format!("device: no GPU: {e}"));
-                Box::new(cpu::Cpu)
-            }
-        }),
-        cli::Device::Cpu => Ok(Box::new(cpu::Cpu)),
-        cli::Device::Wgpu => Err(Error::device("wgpu is not built in")),
-        cli::Device::Cuda => Ok(Box::new(open_cuda(log)?)),
-    }
+pub fn open(device: cli::Device) -> Result<Box<dyn device::Device>> {
+    open_telling(device, &|_| {})
 }
 
-fn open_cuda(log: Log) -> Result<cuda::Cuda> {
+/// [`open`], telling what decided: why there is no GPU, and where its kernels come from.
+pub fn open_telling(device: cli::Device, tell: &dyn Fn(&str)) -> Result<Box<dyn device::Device>> {
+    Ok(match device {
+        cli::Device::Auto => match open_cuda(tell) {
+            Ok(cuda) => cuda,
+            Err(e) => {
+                tell(&format!("device: no NVIDIA GPU: {e}"));
+                Box::new(cpu::Cpu)
+            }
+        },
+        cli::Device::Cpu => Box::new(cpu::Cpu),
+        cli::Device::Wgpu => Box::new(gpu::Gpu::open()?),
+        cli::Device::Cuda => open_cuda(tell)?,
+    })
+}
+
+fn open_cuda(tell: &dyn Fn(&str)) -> Result<Box<dyn device::Device>> {
     let cuda = cuda::Cuda::open()?;
-    log.detail(match cuda::kernels::image() {
+    tell(match cuda::kernels::image() {
         Some(_) => "device: the CUDA kernels are built in",
         None => "device: the CUDA kernels were compiled now, by NVRTC",
     });
-    Ok(cuda)
+    Ok(Box::new(cuda))
 }
 
 /// `out = a b`, or `out += a b` with `accumulate`, on the calling thread.

@@ -7,6 +7,8 @@ use kvsmith::compute::cuda::Cuda;
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::compute::cuda::nvidia::Nvidia;
 use kvsmith::compute::device::Device;
+use kvsmith::compute::gpu::{Gpu, Limits};
+use kvsmith::error::Error;
 
 use super::emulated::Emulated;
 
@@ -16,34 +18,59 @@ pub struct Entry {
     pub device: Result<Arc<dyn Device>, String>,
     /// The same without its tensor cores, where it has some.
     pub plain: Option<Arc<dyn Device>>,
-    /// Leaves the large cases out: software that stands in for a GPU.
+    /// Leaves the large cases out.
     pub slow: bool,
+    /// Leaves the cases of more channels out.
+    pub most_channels: usize,
 }
 
 /// All devices that kvsmith knows.
 pub fn all() -> Vec<Entry> {
+    // Small enough that the rows, centroids, sums and dispatches of most cases are cut into pieces: 64 rows
+    // or centroids of 64 channels, or the moments of as many.
+    let limits = Limits {
+        buffer_bytes: 4 * 64 * 64,
+        groups: 3,
+    };
     vec![
         Entry {
             name: "cpu",
             device: Ok(Arc::new(Cpu)),
             plain: None,
             slow: false,
+            most_channels: usize::MAX,
         },
+        gpu("wgpu", Gpu::open(), usize::MAX),
+        gpu("wgpu-in-pieces", Gpu::with_limits(limits), 64),
         cuda(),
         emulated(),
     ]
 }
 
-fn device(driver: impl Driver + 'static) -> Arc<dyn Device> {
+/// An adapter; in pieces, or on a processor that stands in for one, it gets the small cases.
+fn gpu(name: &'static str, device: Result<Gpu, Error>, most_channels: usize) -> Entry {
+    let slow = most_channels < usize::MAX || device.as_ref().is_ok_and(Gpu::is_software);
+    let device = device.map(|device| Arc::new(device) as Arc<dyn Device>);
+    Entry {
+        name,
+        device: device.map_err(|e| e.to_string()),
+        plain: None,
+        slow,
+        most_channels,
+    }
+}
+
+fn driven(driver: impl Driver + 'static) -> Arc<dyn Device> {
     Arc::new(Cuda::new(Box::new(driver)))
 }
 
 fn cuda() -> Entry {
     Entry {
         name: "cuda",
-        device: Nvidia::open().map(device).map_err(|e| e.to_string()),
-        plain: Nvidia::open().ok().map(|gpu| device(gpu.without_tensor_cores())),
+        device: Nvidia::open().map(driven).map_err(|e| e.to_string()),
+        plain: Nvidia::open().ok().map(|gpu| driven(gpu.without_tensor_cores())),
         slow: false,
+        most_channels: usize::MAX,
     }
 }
 
@@ -51,8 +78,9 @@ fn cuda() -> Entry {
 fn emulated() -> Entry {
     Entry {
         name: "emulated",
-        device: Emulated::new(true).map(device),
-        plain: Emulated::new(false).ok().map(device),
+        device: Emulated::new(true).map(driven),
+        plain: Emulated::new(false).ok().map(driven),
         slow: true,
+        most_channels: usize::MAX,
     }
 }

@@ -11,8 +11,10 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 
+/// The repository, or the folder that `KVSMITH_ROOT` names.
 pub fn root() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+    let root = std::env::var_os("KVSMITH_ROOT");
+    root.unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into()).into()
 }
 
 pub fn golden(name: &str) -> PathBuf {
@@ -120,9 +122,10 @@ impl Outcome {
     }
 }
 
-/// The program with `arguments`, which are separated by spaces.
+/// The program, or the one that `KVSMITH_BIN` names, with `arguments`, which are separated by spaces.
 pub fn command(arguments: &str) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_kvsmith"));
+    let program = std::env::var_os("KVSMITH_BIN");
+    let mut command = Command::new(program.unwrap_or_else(|| env!("CARGO_BIN_EXE_kvsmith").into()));
     command.args(arguments.split_whitespace());
     // A test run in the background may have been told to ignore these; the program would go on so.
     // SAFETY: `signal` may be called between fork and exec.

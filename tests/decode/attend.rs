@@ -74,6 +74,9 @@ pub fn cases() -> Vec<Case> {
         });
         add(float, [1, 1, 4, 128], 1, None, |_| ());
         add(float, [1, 2, 4, 64], 30, Some(9), |case| case.window = 7);
+        // So many heads that one block meets tile after tile.
+        add(float, [2, 8, 2, 64], 400, Some(250), |_| ());
+        add(float, [1, 12, 1, 128], 290, None, |_| ());
         // No static set, and heads that chose nothing.
         add(float, [2, 2, 3, 64], 100, Some(3), |case| {
             (case.sinks, case.window) = (0, 0)

@@ -47,6 +47,8 @@ pub fn cases() -> Vec<Case> {
         case("d80", [1, 2, 4, 80], 260, Some(70)),
         case("d96", [1, 1, 16, 96], 260, Some(70)),
         case("d40", [1, 1, 1, 40], 200, None),
+        // So many heads that one block meets tile after tile.
+        case("many_heads", [2, 8, 2, 64], 300, Some(200)),
         case("short", [1, 2, 4, 64], 40, None),
         Case {
             layout: Layout {

@@ -237,7 +237,7 @@ fn multiply_add<const FMA: bool>(x: f32, c: f32, sum: f32) -> f32 {
 
 /// `sum (a - b)²` in 16 partial sums.
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2+fma", "aarch64+neon"))]
-pub(super) fn squared_distance(a: &[f32], b: &[f32]) -> f32 {
+pub(crate) fn squared_distance(a: &[f32], b: &[f32]) -> f32 {
     const LANES: usize = 16;
     let mut sums = [0.0f32; LANES];
     let (a, a_rest) = a.as_chunks::<LANES>();

@@ -1,23 +1,20 @@
 //! The clusters of the rows on the GPU: seeding, assignment and the Lloyd pass.
 
+mod fast;
+
 use ndarray::ArrayView3;
 
 use super::buffer::Buffer;
-use super::driver::{Arg, launch_with};
+use super::driver::{Arg, launch};
 use super::points::Rows;
 use super::shape;
 use crate::compute::device::{Assignment, Clusters, Drawn};
 use crate::error::Result;
+use fast::Fast;
+pub(super) use fast::MOST_SHARED_BYTES;
 
 /// Rows and centroids of a tile of `nearest_listed` and `nearest_fast`.
 const TILE: usize = 128;
-/// Bytes of a slab of `nearest_fast`, `[TILE,64]` of f16, and slabs of centroids in flight.
-const SLAB_BYTES: usize = TILE * 64 * 2;
-const STAGES: usize = 4;
-/// The widest rows of `nearest_fast`.
-const FAST_WIDTH: usize = 256;
-/// Shared memory of a block of `nearest_fast` at the most.
-pub(super) const MOST_SHARED_BYTES: usize = shared_bytes(FAST_WIDTH);
 /// Distances that a run sums, in `draw` and in `inertia`.
 const DRAW_RUN: usize = 1024;
 const INERTIA_RUN: usize = 4096;
@@ -47,25 +44,6 @@ pub(super) struct Clustering<'d> {
     drawn: Vec<usize>,
 }
 
-/// What the tensor cores work on.
-struct Fast<'d> {
-    /// `[n,w]` of f16, and two norms of each row.
-    rows: Buffer<'d, u16>,
-    norms: Buffer<'d, f32>,
-    /// `[capacity,w]` of f16, and the scaled biases.
-    centroids: Buffer<'d, u16>,
-    biases: Buffer<'d, f32>,
-    /// M rounded up to whole tiles.
-    capacity: usize,
-    /// Three bounds over the centroids, and the bits of their largest magnitude.
-    bounds: Buffer<'d, u32>,
-    largest: Buffer<'d, u32>,
-    /// Four candidates a row, the rows without, and how many of these there are.
-    candidates: Buffer<'d, u64>,
-    list: Buffer<'d, u32>,
-    listed: Buffer<'d, u32>,
-}
-
 /// Bytes on the device of one head of n rows of `w` floats and `size` centroids, at the most.
 pub(super) fn head_bytes(n: usize, w: usize, size: usize) -> usize {
     // x beside either its whitened copy or the f16 rows and what is known of each row.
@@ -73,39 +51,6 @@ pub(super) fn head_bytes(n: usize, w: usize, size: usize) -> usize {
     // f32, f16 and fixed point, the biases and the counts.
     let centroid = (4 + 2 + 8) * w + 16;
     n * row + size.next_multiple_of(TILE) * centroid + 4096
-}
-
-impl<'d> Fast<'d> {
-    /// `None` where the device or the width rule it out.
-    fn new(rows: &Rows<'d>, size: usize, largest: &Buffer<'d, u32>) -> Result<Option<Self>> {
-        let (driver, b, n, w) = (rows.driver, rows.b, rows.n, rows.w);
-        if w > FAST_WIDTH || shared_bytes(w) > driver.fast_shared_bytes() {
-            return Ok(None);
-        }
-        let capacity = size.next_multiple_of(TILE);
-        let fast = Self {
-            rows: Buffer::new(driver, "points in f16", b * n * w)?,
-            norms: Buffer::new(driver, "norms", b * n * 2)?,
-            centroids: Buffer::new(driver, "centroids in f16", b * capacity * w)?,
-            biases: Buffer::new(driver, "norms of centroids", b * capacity)?,
-            capacity,
-            bounds: Buffer::new(driver, "bounds", b * 3)?,
-            largest: Buffer::new(driver, "magnitudes", b)?,
-            candidates: Buffer::new(driver, "candidates", b * n)?,
-            list: Buffer::new(driver, "lists of rows", b * n)?,
-            listed: Buffer::new(driver, "lists of rows", b)?,
-        };
-        let args = [
-            rows.x.arg(),
-            largest.arg(),
-            fast.rows.arg(),
-            fast.norms.arg(),
-            Arg::u32(n),
-            Arg::u32(w),
-        ];
-        rows.launch("halve_rows", [n.div_ceil(WARPS), 1], &args)?;
-        Ok(Some(fast))
-    }
 }
 
 impl<'d> Clustering<'d> {
@@ -254,7 +199,7 @@ impl<'d> Clustering<'d> {
             Arg::u32(rows.n),
         ];
         let blocks = [given.len().div_ceil(256), 1, 1];
-        super::driver::launch(rows.driver, "hand_over", blocks, &args)
+        launch(rows.driver, "hand_over", blocks, &args)
     }
 
     pub fn assignment(&self, rows: &Rows) -> Result<Vec<Assignment>> {
@@ -363,55 +308,6 @@ impl<'d> Clustering<'d> {
         rows.launch("nearest_listed", [rows.n.div_ceil(TILE), 1], &args)
     }
 
-    /// The candidates of each row among the centroids in range.
-    fn find_candidates(&self, rows: &Rows, fast: &Fast, most: usize, scores: Arg) -> Result<()> {
-        let (size, capacity) = (Arg::u32(self.size), Arg::u32(fast.capacity));
-        let (n, w) = (Arg::u32(rows.n), Arg::u32(rows.w));
-        fast.largest.zero()?;
-        let args = [
-            self.centroids.arg(),
-            fast.largest.arg(),
-            self.ranges.arg(),
-            n,
-            size,
-            w,
-        ];
-        let blocks = (most * rows.w).div_ceil(1 << 12);
-        rows.launch("largest", [blocks, 1], &args)?;
-        fast.bounds.zero()?;
-        let args = [
-            self.centroids.arg(),
-            self.ranges.arg(),
-            self.largest.arg(),
-            fast.largest.arg(),
-            fast.centroids.arg(),
-            fast.biases.arg(),
-            fast.bounds.arg(),
-            w,
-            size,
-            capacity,
-        ];
-        let padded = most.next_multiple_of(TILE);
-        rows.launch("halve_centroids", [padded / WARPS, 1], &args)?;
-        let args = [
-            fast.rows.arg(),
-            fast.norms.arg(),
-            fast.centroids.arg(),
-            fast.biases.arg(),
-            fast.bounds.arg(),
-            self.ranges.arg(),
-            self.largest.arg(),
-            fast.largest.arg(),
-            scores,
-            fast.candidates.arg(),
-            n,
-            w,
-            capacity,
-        ];
-        let grid = [rows.n.div_ceil(TILE), rows.b, 1];
-        launch_with(rows.driver, "nearest_fast", grid, shared_bytes(rows.w), &args)
-    }
-
     /// Codes become `next`; distances follow where a code changed, or in `all` rows.
     fn take_over(&self, rows: &Rows, all: bool) -> Result<()> {
         let args = [
@@ -428,9 +324,4 @@ impl<'d> Clustering<'d> {
         ];
         rows.launch("take_over", [rows.n.div_ceil(WARPS), 1], &args)
     }
-}
-
-/// Shared memory of a block of `nearest_fast`: the slabs of its rows, and those of centroids in flight.
-const fn shared_bytes(w: usize) -> usize {
-    (w.div_ceil(64) + STAGES) * SLAB_BYTES
 }

@@ -138,14 +138,33 @@ impl Nvidia {
         let optin = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         let optin = attribute(self.device, optin)?;
         let most = optin.min(clusters::MOST_SHARED_BYTES as i32);
-        let dynamic = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         let large = decode::LARGE_BLOCKS.map(|(name, bytes)| (name, optin.min(bytes as i32)));
         for (name, bytes) in [("nearest_fast", most)].into_iter().chain(large) {
-            // SAFETY: the function is one of the module.
-            unsafe { result::function::set_function_attribute(self.function(name)?, dynamic, bytes) }
-                .map_err(|e| failed("no shared memory", e))?;
+            self.prefer_shared(name, bytes)?;
         }
         self.fast_shared_bytes = most.max(0) as usize;
+        Ok(())
+    }
+
+    /// Lets blocks of a kernel have so many bytes of dynamic shared memory, and several of them fit a processor.
+    fn prefer_shared(&self, name: &str, bytes: i32) -> Result<()> {
+        let attributes = [
+            (
+                CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                bytes,
+            ),
+            // In percent: all of the first-level cache that can be shared memory.
+            (
+                CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+                100,
+            ),
+        ];
+        let function = self.function(name)?;
+        for (attribute, value) in attributes {
+            // SAFETY: the function is one of the module.
+            unsafe { result::function::set_function_attribute(function, attribute, value) }
+                .map_err(|e| failed("no shared memory", e))?;
+        }
         Ok(())
     }
 

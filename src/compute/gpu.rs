@@ -1,0 +1,147 @@
+//! Any GPU as a [`Device`], through wgpu: Vulkan, Metal or Direct3D 12.
+//!
+//! Rows stay in buffers of the adapter, each holding as many rows of one head as a binding takes. The
+//! kernels are `shaders/<stem>.wgsl`, one per function of [`super::reference`]; they compute in f32, and
+//! what has to be summed in f64 comes back as partial sums of up to 256 rows. WGSL lets a compiler fuse and
+//! reorder arithmetic and says nothing about subgroups, so the kernels rely on neither.
+//!
+//! The host keeps the codes, the distances and the centroids: it reads 12 bytes a row after each assignment,
+//! sorts the rows by centroid, and sends the new centroids back.
+//!
+//! A value that is not finite may come out as any other: WGSL lets a compiler assume that there are none.
+//! Only [`Points::square_sum`] sees them for certain, by their bits.
+
+mod clusters;
+mod context;
+mod kernels;
+mod points;
+
+use ndarray::{Array3, ArrayView2, ArrayView3, Axis, s};
+
+use super::device::{Device, Points};
+use crate::error::Result;
+use context::Context;
+pub use context::Limits;
+use kernels::Kernel;
+use points::GpuPoints;
+
+/// Rows that are summed in f32 before they join the f64 sums: a block of the shaders.
+const BLOCK: usize = 256;
+/// Rows, centroids or channels of a tile of the shaders.
+const TILE: usize = 64;
+/// Threads of a workgroup.
+const THREADS: usize = 256;
+/// Bytes of rows and clusters that [`Device::heads_at_once`] aims at: small for a GPU, and enough to keep
+/// one busy.
+const AT_ONCE_BYTES: usize = 1 << 29;
+/// Most heads at once: each is a dispatch of its own.
+const AT_ONCE: usize = 64;
+
+/// An adapter of wgpu.
+pub struct Gpu {
+    context: Context,
+}
+
+impl Gpu {
+    /// Opens the fastest adapter there is.
+    ///
+    /// # Errors
+    /// There is no loader, driver or adapter, or a shader does not compile.
+    pub fn open() -> Result<Self> {
+        Context::open(None).map(|context| Self { context })
+    }
+
+    /// Opens it as if it took no more than this at once.
+    ///
+    /// # Errors
+    /// Those of [`Gpu::open`].
+    pub fn with_limits(limits: Limits) -> Result<Self> {
+        Context::open(Some(limits)).map(|context| Self { context })
+    }
+
+    /// Whether the adapter is a processor that stands in for a GPU.
+    pub fn is_software(&self) -> bool {
+        self.context.software
+    }
+
+    /// Gives the adapter back; every later operation is an error.
+    pub fn destroy(&self) {
+        self.context.destroy();
+    }
+}
+
+impl Device for Gpu {
+    fn name(&self) -> &'static str {
+        "wgpu"
+    }
+
+    fn adapter(&self) -> Option<String> {
+        Some(self.context.adapter.clone())
+    }
+
+    fn heads_at_once(&self, n: usize, d: usize, size: usize) -> usize {
+        // Rows twice, while they are whitened.
+        let head = 4 * (2 * d * n + 2 * d * size + 3 * n);
+        (AT_ONCE_BYTES / head.max(1)).clamp(1, AT_ONCE)
+    }
+
+    fn second_moment(&self, q_rope: ArrayView3<f32>) -> Result<Array3<f64>> {
+        let (b, m, d) = q_rope.dim();
+        let mut sums = Array3::zeros((b, d, d));
+        if m * d == 0 {
+            return Ok(sums);
+        }
+        // Rows whose sums and values fit into a buffer each.
+        let blocks = self.context.capacity(4 * d * d)?;
+        let rows = rows_per_buffer(&self.context, 4 * d)?.min(blocks.saturating_mul(BLOCK));
+        for start in (0..m).step_by(rows) {
+            let q = q_rope.slice(s![.., start..m.min(start + rows), ..]);
+            for (mut sum, partial) in sums.outer_iter_mut().zip(self.moment_blocks(q)?) {
+                for partial in partial.chunks_exact(d * d) {
+                    sum.iter_mut().zip(partial).for_each(|(s, p)| *s += f64::from(*p));
+                }
+            }
+        }
+        Ok(sums)
+    }
+
+    fn points(&self, x: Array3<f32>) -> Result<Box<dyn Points + '_>> {
+        Ok(Box::new(GpuPoints::new(&self.context, x.view())?))
+    }
+}
+
+impl Gpu {
+    /// The sums of each block of rows, `[blocks,d,d]` per head.
+    fn moment_blocks(&self, q: ArrayView3<f32>) -> Result<Vec<Vec<f32>>> {
+        let (_, rows, d) = q.dim();
+        let (blocks, tiles) = (rows.div_ceil(BLOCK), d.div_ceil(TILE));
+        self.context.work("sum query moments", |batch| {
+            let mut partials = Vec::new();
+            for q in q.axis_iter(Axis(0)) {
+                let q = self.context.upload(&flat(q))?;
+                let partial = self.context.buffer((4 * blocks * d * d) as u64)?;
+                let cost = BLOCK * TILE * TILE;
+                batch.run(
+                    Kernel::SecondMoment,
+                    &[rows, d],
+                    &[&q, &partial],
+                    blocks * tiles * tiles,
+                    cost,
+                );
+                partials.push(partial);
+            }
+            batch.read(&partials.iter().collect::<Vec<_>>())
+        })
+    }
+}
+
+/// Rows of some bytes that one buffer takes: whole blocks where it takes a block.
+fn rows_per_buffer(context: &Context, bytes: usize) -> Result<usize> {
+    let rows = context.capacity(bytes)?;
+    Ok(if rows < BLOCK { rows } else { rows / BLOCK * BLOCK })
+}
+
+/// The elements of `x` in order.
+fn flat(x: ArrayView2<'_, f32>) -> Vec<f32> {
+    x.iter().copied().collect()
+}

@@ -1,0 +1,400 @@
+//! The clusters of rows on the adapter: seeding, assignment, Lloyd passes.
+
+use std::ops::Range;
+
+use ndarray::Array2;
+
+use super::super::device::{Assignment, Clusters, Drawn, Points};
+use super::super::draw::{Wheel, draw_rows};
+use super::context::Batch;
+use super::kernels::Kernel;
+use super::points::{GpuPoints, Slab};
+use super::{BLOCK, THREADS, TILE};
+use crate::error::{Error, Result};
+
+/// The clusters of one head. Codes and distances are those that the adapter found last.
+#[derive(Default)]
+pub(super) struct Head {
+    /// `[M,d]`, or as far as seeding got.
+    pub centroids: Vec<f32>,
+    pub codes: Vec<u32>,
+    distances: Vec<f32>,
+    /// Whether a row changed its centroid since the centroids were moved.
+    pub changed: bool,
+    size: usize,
+    panels: Vec<Panel>,
+}
+
+/// Centroids that share a buffer.
+struct Panel {
+    /// Which.
+    range: Range<usize>,
+    /// `[range,d]`.
+    centroids: wgpu::Buffer,
+    /// `-||c||²/2`, `[range]`.
+    biases: wgpu::Buffer,
+}
+
+/// The centroid of one row, as the shader writes it.
+#[repr(C)]
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+struct Owner {
+    /// Its number plus 1; 0 is nobody.
+    centroid: u32,
+    score: f32,
+    distance: f32,
+}
+
+/// The rows of a slab sorted by centroid, and cut.
+struct Segments {
+    /// Rows of the slab.
+    members: Vec<u32>,
+    /// Ranges of `members`.
+    ranges: Vec<[u32; 2]>,
+    /// The centroid of each range.
+    centroids: Vec<u32>,
+}
+
+impl Segments {
+    /// Sorts rows by code, each centroid's ascending, and cuts them into blocks of [`BLOCK`].
+    fn new(codes: &[u32], size: usize) -> Self {
+        let mut starts = vec![0usize; size + 1];
+        codes.iter().for_each(|code| starts[*code as usize + 1] += 1);
+        for c in 0..size {
+            starts[c + 1] += starts[c];
+        }
+        let mut next = starts.clone();
+        let mut members = vec![0; codes.len()];
+        for (i, code) in (0..).zip(codes) {
+            members[next[*code as usize]] = i;
+            next[*code as usize] += 1;
+        }
+        let (mut ranges, mut centroids) = (Vec::new(), Vec::new());
+        for (c, range) in (0..).zip(starts.windows(2)) {
+            for start in (range[0]..range[1]).step_by(BLOCK) {
+                ranges.push([start as u32, range[1].min(start + BLOCK) as u32]);
+                centroids.push(c);
+            }
+        }
+        Self {
+            members,
+            ranges,
+            centroids,
+        }
+    }
+}
+
+impl Head {
+    pub fn assignment(&self) -> Assignment {
+        let mut counts = vec![0; self.size];
+        self.codes.iter().for_each(|code| counts[*code as usize] += 1);
+        Assignment {
+            inertia: self.distances.iter().map(|v| f64::from(*v)).sum(),
+            counts,
+            changed: self.changed,
+        }
+    }
+
+    pub fn clusters(&self, d: usize) -> Result<Clusters> {
+        Ok(Clusters {
+            centroids: matrix(self.centroids.clone(), self.centroids.len() / d, d)?,
+            codes: self.codes.clone(),
+            distances: self.distances.clone(),
+        })
+    }
+
+    /// Takes in what the shader found for some rows.
+    fn take(&mut self, rows: Range<usize>, owners: &[Owner]) -> Result<()> {
+        for (i, owner) in rows.zip(owners) {
+            let code = owner.centroid.wrapping_sub(1);
+            if code as usize >= self.size {
+                // Nothing in the shader can write this: the dispatch did not run, or not to its end.
+                return Err(Error::device("the adapter left rows without a centroid"));
+            }
+            self.changed |= self.codes[i] != code;
+            (self.codes[i], self.distances[i]) = (code, owner.distance);
+        }
+        Ok(())
+    }
+}
+
+impl GpuPoints<'_> {
+    /// Makes room for `size` centroids of each head.
+    pub fn allocate(&mut self, size: usize) -> Result<()> {
+        let (_, n, d) = self.dim();
+        let Self {
+            context,
+            slabs,
+            heads,
+            ..
+        } = self;
+        let most = context.capacity(4 * d)?;
+        context.work("make room for centroids", |_| {
+            for slab in slabs.iter_mut().filter(|slab| slab.owners.is_none()) {
+                let bytes = size_of::<Owner>() * slab.rows.len();
+                slab.owners = Some(context.buffer(bytes as u64)?);
+            }
+            for head in heads.iter_mut() {
+                head.codes.resize(n, 0);
+                head.distances.resize(n, 0.0);
+                if head.size == size {
+                    continue;
+                }
+                head.size = size;
+                head.panels.clear();
+                for start in (0..size).step_by(most) {
+                    let range = start..size.min(start + most);
+                    head.panels.push(Panel {
+                        centroids: context.buffer((4 * d * range.len()) as u64)?,
+                        biases: context.buffer((4 * range.len()) as u64)?,
+                        range,
+                    });
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// See [`super::super::device::Points::seed`].
+    pub fn start_seeding(&mut self, size: usize, first: &[u32]) -> Result<()> {
+        let first: Vec<Vec<u32>> = first.iter().map(|row| vec![*row]).collect();
+        let values = self.gather(&first)?;
+        self.allocate(size)?;
+        for (head, values) in self.heads.iter_mut().zip(values) {
+            head.centroids = values;
+            head.changed = true;
+        }
+        let fresh = vec![0..1; self.heads.len()];
+        self.challenge(&fresh, true)
+    }
+
+    /// See [`super::super::device::Points::draw`]. The draw itself is the host's, by the distances that it
+    /// has; the candidates it may meet follow from the uniform numbers alone and are fetched together.
+    pub fn draw_batch(&mut self, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
+        let d = self.dim().2;
+        let wheels: Vec<Wheel> = self
+            .heads
+            .iter()
+            .map(|head| Wheel::new(&head.distances))
+            .collect();
+        let candidates = wheels
+            .iter()
+            .zip(batch.iter().zip(uniforms))
+            .map(|(wheel, (batch, uniforms))| {
+                let mut rows: Vec<u32> = wheel.candidates(*batch, uniforms).collect();
+                rows.sort_unstable();
+                rows.dedup();
+                rows
+            });
+        let candidates: Vec<Vec<u32>> = candidates.collect();
+        let values = self.gather(&candidates)?;
+        let mut drawn = Vec::with_capacity(batch.len());
+        let mut fresh = Vec::with_capacity(batch.len());
+        for (i, head) in self.heads.iter_mut().enumerate() {
+            let row = |row: u32| {
+                let at = candidates[i].partition_point(|c| *c < row);
+                &values[i][at * d..][..d]
+            };
+            let (rows, used) = draw_rows(row, &wheels[i], &head.distances, batch[i], &uniforms[i]);
+            let first = head.centroids.len() / d;
+            rows.iter().for_each(|r| head.centroids.extend(row(*r)));
+            fresh.push(first..first + rows.len());
+            drawn.push(Drawn {
+                centroids: rows.len(),
+                used,
+            });
+        }
+        self.challenge(&fresh, false)?;
+        Ok(drawn)
+    }
+
+    /// Assigns the rows of some heads to the centroids that the host has.
+    pub fn assign_anew(&mut self, which: &[bool]) -> Result<()> {
+        let d = self.dim().2;
+        let all = self.heads.iter().zip(which);
+        let all = all.map(|(head, which)| 0..if *which { head.centroids.len() / d } else { 0 });
+        self.challenge(&all.collect::<Vec<_>>(), true)
+    }
+
+    /// Sends the centroids `fresh[head]` and lets them take over the rows they are nearest to; with `anew`
+    /// those rows belong to nobody before.
+    fn challenge(&mut self, fresh: &[Range<usize>], anew: bool) -> Result<()> {
+        let d = self.dim().2;
+        let Self {
+            context,
+            slabs,
+            heads,
+            ..
+        } = self;
+        context.work("assign rows to centroids", |batch| {
+            let mut asked: Vec<(&Slab, &wgpu::Buffer)> = Vec::new();
+            for (i, (head, fresh)) in heads.iter().zip(fresh).enumerate() {
+                if fresh.is_empty() {
+                    continue;
+                }
+                for panel in &head.panels {
+                    let part = overlap(&panel.range, fresh);
+                    if part.is_empty() {
+                        continue;
+                    }
+                    let values = &head.centroids[part.start * d..part.end * d];
+                    let biases: Vec<f32> = values.chunks_exact(d).map(bias).collect();
+                    let first = part.start - panel.range.start;
+                    context.write(&panel.centroids, first * d, values);
+                    context.write(&panel.biases, first, &biases);
+                }
+                for slab in slabs.iter().filter(|slab| slab.head == i) {
+                    let Some(owners) = &slab.owners else { continue };
+                    if anew {
+                        batch.clear(owners);
+                    }
+                    for panel in &head.panels {
+                        meet(batch, slab, owners, panel, overlap(&panel.range, fresh), d);
+                    }
+                    asked.push((slab, owners));
+                }
+            }
+            let buffers: Vec<&wgpu::Buffer> = asked.iter().map(|(_, owners)| *owners).collect();
+            let found = batch.read::<Owner>(&buffers)?;
+            for ((slab, _), owners) in asked.iter().zip(found) {
+                heads[slab.head].take(slab.rows.clone(), &owners)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// See [`super::super::device::Points::update`]. A head in which no row changed its centroid stays as it
+    /// is.
+    pub fn lloyd_pass(&mut self) -> Result<()> {
+        let which: Vec<bool> = self.heads.iter().map(|head| head.changed).collect();
+        self.move_centroids(&which)?;
+        let moving = self.heads.iter_mut().zip(&which).filter(|(_, which)| **which);
+        moving.for_each(|(head, _)| head.changed = false);
+        self.assign_anew(&which)
+    }
+
+    /// Moves the centroids of some heads to the means of their rows.
+    fn move_centroids(&mut self, which: &[bool]) -> Result<()> {
+        let d = self.dim().2;
+        let slabs: Vec<&Slab> = self.slabs.iter().filter(|slab| which[slab.head]).collect();
+        let sort = |slab: &&Slab| {
+            let head = &self.heads[slab.head];
+            Segments::new(&head.codes[slab.rows.clone()], head.size)
+        };
+        let segments: Vec<Segments> = slabs.iter().map(sort).collect();
+        let sums = self.sum_segments(&slabs, &segments)?;
+        let mut totals: Vec<(usize, Vec<f64>)> = Vec::new();
+        for ((slab, segments), sums) in slabs.iter().zip(&segments).zip(sums) {
+            // The slabs of a head follow each other.
+            if totals.last().is_none_or(|(head, _)| *head != slab.head) {
+                totals.push((slab.head, vec![0.0; self.heads[slab.head].centroids.len()]));
+            }
+            let Some((_, total)) = totals.last_mut() else {
+                continue;
+            };
+            for (c, sum) in segments.centroids.iter().zip(sums.chunks_exact(d)) {
+                let total = &mut total[*c as usize * d..][..d];
+                total.iter_mut().zip(sum).for_each(|(t, v)| *t += f64::from(*v));
+            }
+        }
+        for (head, total) in totals {
+            let head = &mut self.heads[head];
+            let counts = head.assignment().counts;
+            let rows = head.centroids.chunks_exact_mut(d).zip(total.chunks_exact(d));
+            for ((centroid, total), count) in rows.zip(counts).filter(|(_, count)| *count > 0) {
+                let mean = total.iter().map(|sum| (sum / f64::from(count)) as f32);
+                centroid.iter_mut().zip(mean).for_each(|(c, mean)| *c = mean);
+            }
+        }
+        Ok(())
+    }
+
+    /// The sums of the segments of each slab, `[segments,d]` each.
+    fn sum_segments(&self, slabs: &[&Slab], segments: &[Segments]) -> Result<Vec<Vec<f32>>> {
+        let (context, d) = (self.context, self.dim().2);
+        let most = context.capacity(4 * d.max(2))?;
+        context.work("sum rows", |batch| {
+            let mut parts = Vec::new();
+            let mut sums = Vec::new();
+            for (i, (slab, segments)) in slabs.iter().zip(segments).enumerate() {
+                if segments.members.is_empty() {
+                    continue;
+                }
+                let members = context.upload(&segments.members)?;
+                for ranges in segments.ranges.chunks(most) {
+                    let sum = context.buffer((4 * d * ranges.len()) as u64)?;
+                    let given = [&slab.x, &members, &context.upload(ranges)?, &sum];
+                    let groups = (ranges.len() * d).div_ceil(THREADS);
+                    batch.run(Kernel::Means, &[ranges.len(), d], &given, groups, THREADS * BLOCK);
+                    parts.push(i);
+                    sums.push(sum);
+                }
+            }
+            let mut out = vec![Vec::new(); slabs.len()];
+            let values = batch.read::<f32>(&sums.iter().collect::<Vec<_>>())?;
+            for (i, values) in parts.into_iter().zip(values) {
+                out[i].extend(values);
+            }
+            Ok(out)
+        })
+    }
+
+    /// Rows of each head, `[rows,d]` each.
+    pub fn gather(&self, wanted: &[Vec<u32>]) -> Result<Vec<Vec<f32>>> {
+        let d = self.dim().2;
+        let mut out: Vec<Vec<f32>> = wanted.iter().map(|rows| vec![0.0; rows.len() * d]).collect();
+        let slabs: Vec<&Slab> = self.slabs.iter().collect();
+        let here = |slab: &&Slab| {
+            let rows = (0..).zip(&wanted[slab.head]);
+            rows.filter(|(_, row)| slab.rows.contains(&(**row as usize)))
+                .map(|(at, row)| (at, row - slab.rows.start as u32))
+                .unzip()
+        };
+        let found: Vec<(Vec<usize>, Vec<u32>)> = slabs.iter().map(here).collect();
+        // Segments of one row each.
+        let single = |(_, members): &(Vec<usize>, Vec<u32>)| Segments {
+            ranges: (0..members.len() as u32).map(|i| [i, i + 1]).collect(),
+            centroids: Vec::new(),
+            members: members.clone(),
+        };
+        let segments: Vec<Segments> = found.iter().map(single).collect();
+        let values = self.sum_segments(&slabs, &segments)?;
+        for ((slab, (places, _)), values) in slabs.iter().zip(found).zip(values) {
+            for (at, value) in places.into_iter().zip(values.chunks_exact(d)) {
+                out[slab.head][at * d..][..d].copy_from_slice(value);
+            }
+        }
+        Ok(out)
+    }
+}
+
+/// Lets part of a panel challenge the owners of the rows of a slab.
+fn meet(batch: &mut Batch, slab: &Slab, owners: &wgpu::Buffer, panel: &Panel, part: Range<usize>, d: usize) {
+    if part.is_empty() {
+        return;
+    }
+    let base = panel.range.start;
+    batch.run(
+        Kernel::Nearest,
+        &[slab.rows.len(), d, base, part.start - base, part.end - base],
+        &[&slab.x, &panel.centroids, &panel.biases, owners],
+        slab.rows.len().div_ceil(TILE),
+        TILE * d * part.len().next_multiple_of(TILE),
+    );
+}
+
+/// What two ranges have in common; something empty if nothing.
+fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
+    let start = b.start.clamp(a.start, a.end);
+    start..b.end.clamp(start, a.end)
+}
+
+/// `-||c||²/2`, summed in f64.
+fn bias(c: &[f32]) -> f32 {
+    (c.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() * -0.5) as f32
+}
+
+/// Values as `[rows,d]`.
+pub(super) fn matrix(values: Vec<f32>, rows: usize, d: usize) -> Result<Array2<f32>> {
+    Array2::from_shape_vec((rows, d), values).map_err(|e| Error::failed(e.to_string()))
+}

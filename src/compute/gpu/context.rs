@@ -1,0 +1,366 @@
+//! The adapter and what is done with it: buffers, dispatches, reading back.
+//!
+//! Everything that can fail on a driver happens in [`Context::work`], between error scopes: a validation
+//! error, memory that ran out or a lost device becomes an [`Error`], never a panic and never zeros that look
+//! like a result.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bytemuck::Pod;
+
+use super::kernels::{Kernel, Kernels};
+use crate::error::{Error, Result};
+
+/// What to do where there is no adapter.
+const NO_ADAPTER: &str = "install the Vulkan driver of your GPU (Debian, Ubuntu: apt-get install libvulkan1 \
+                          mesa-vulkan-drivers, which also has one for machines without a GPU), or use \
+                          --device cpu";
+
+/// Multiply-adds of one submission: about a tenth of a second on a slow GPU, below the patience of every
+/// driver that guards against hangs.
+const SUBMISSION: u64 = 1 << 34;
+
+/// How much fits into one binding and one dispatch. What is larger is cut into pieces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Bytes of one storage buffer.
+    pub buffer_bytes: u64,
+    /// Workgroups of one dispatch.
+    pub groups: u32,
+}
+
+impl Limits {
+    /// The least of both.
+    fn and(self, other: Self) -> Self {
+        Self {
+            buffer_bytes: self.buffer_bytes.min(other.buffer_bytes),
+            groups: self.groups.min(other.groups),
+        }
+    }
+}
+
+impl From<&wgpu::Limits> for Limits {
+    fn from(limits: &wgpu::Limits) -> Self {
+        Self {
+            buffer_bytes: limits.max_storage_buffer_binding_size.min(limits.max_buffer_size),
+            groups: limits.max_compute_workgroups_per_dimension,
+        }
+    }
+}
+
+/// A failure that was reported outside of a call: a lost device, or an error that no scope caught.
+type Fault = Arc<Mutex<Option<String>>>;
+
+/// An open adapter.
+pub(super) struct Context {
+    device: wgpu::Device,
+    queue: wgpu::Queue,
+    pub adapter: String,
+    /// Whether the adapter is this machine's processor.
+    pub software: bool,
+    pub limits: Limits,
+    kernels: Kernels,
+    fault: Fault,
+}
+
+impl Context {
+    /// Opens the fastest adapter and compiles the shaders.
+    pub fn open(limits: Option<Limits>) -> Result<Self> {
+        let mut instance = wgpu::InstanceDescriptor::new_without_display_handle();
+        // The same calls in every build, whatever validation layers are installed.
+        instance.flags = wgpu::InstanceFlags::empty();
+        let request = wgpu::RequestAdapterOptions {
+            power_preference: wgpu::PowerPreference::HighPerformance,
+            ..Default::default()
+        };
+        let adapter = pollster::block_on(wgpu::Instance::new(instance).request_adapter(&request))
+            .map_err(|e| no_adapter(&e))?;
+        let offered = adapter.limits();
+        let (device, queue) = pollster::block_on(adapter.request_device(&wgpu::DeviceDescriptor {
+            required_limits: offered.clone(),
+            ..Default::default()
+        }))
+        .map_err(|e| Error::device(format!("wgpu cannot open the adapter: {e}")).hint(NO_ADAPTER))?;
+        let fault = watch(&device);
+        let own = Limits::from(&offered);
+        let info = adapter.get_info();
+        let adapter = describe(&info);
+        let kernels = scoped(&device, &fault, "compile the shaders", || {
+            Ok(Kernels::compile(&device))
+        })
+        .map_err(|e| e.context(&adapter))?;
+        Ok(Self {
+            device,
+            queue,
+            adapter,
+            software: info.device_type == wgpu::DeviceType::Cpu,
+            limits: limits.map_or(own, |limits| limits.and(own)),
+            kernels,
+            fault,
+        })
+    }
+
+    /// Gives the device back: every later operation fails.
+    pub fn destroy(&self) {
+        self.device.destroy();
+    }
+
+    /// Runs allocations and dispatches; `doing` completes "wgpu cannot ..." in the message of a failure.
+    pub fn work<T>(&self, doing: &str, f: impl FnOnce(&mut Batch) -> Result<T>) -> Result<T> {
+        scoped(&self.device, &self.fault, doing, || {
+            let mut batch = Batch {
+                context: self,
+                encoder: self.device.create_command_encoder(&Default::default()),
+                cost: 0,
+            };
+            let result = f(&mut batch)?;
+            batch.submit();
+            Ok(result)
+        })
+        .map_err(|e| e.context(&self.adapter))
+    }
+
+    /// A storage buffer of zeros; inside of [`Context::work`].
+    pub fn buffer(&self, bytes: u64) -> Result<wgpu::Buffer> {
+        if bytes > self.limits.buffer_bytes {
+            let (found, most) = (bytes, self.limits.buffer_bytes);
+            let error = format!("a buffer of {found} bytes is needed, the adapter takes {most}");
+            return Err(Error::device(error).hint("use --device cpu"));
+        }
+        Ok(self.device.create_buffer(&wgpu::BufferDescriptor {
+            label: None,
+            size: bytes,
+            usage: wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST,
+            mapped_at_creation: false,
+        }))
+    }
+
+    /// A storage buffer of these values; inside of [`Context::work`].
+    pub fn upload<T: Pod>(&self, values: &[T]) -> Result<wgpu::Buffer> {
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        let buffer = self.buffer(bytes.len() as u64)?;
+        self.queue.write_buffer(&buffer, 0, bytes);
+        Ok(buffer)
+    }
+
+    /// Overwrites values from element `first` on, before whatever is submitted next.
+    pub fn write<T: Pod>(&self, buffer: &wgpu::Buffer, first: usize, values: &[T]) {
+        let offset = (first * size_of::<T>()) as u64;
+        self.queue
+            .write_buffer(buffer, offset, bytemuck::cast_slice(values));
+    }
+
+    /// How many values of a kind fit into a buffer.
+    ///
+    /// # Errors
+    /// Not even one does.
+    pub fn capacity(&self, bytes: usize) -> Result<usize> {
+        match self.limits.buffer_bytes / bytes.max(1) as u64 {
+            0 => self.buffer(bytes as u64).map(|_| 0),
+            n => Ok(n as usize),
+        }
+    }
+}
+
+/// Commands on their way to the device.
+pub(super) struct Batch<'a> {
+    context: &'a Context,
+    encoder: wgpu::CommandEncoder,
+    /// Multiply-adds recorded.
+    cost: u64,
+}
+
+impl Batch<'_> {
+    /// Runs a kernel on `groups` workgroups, in several dispatches where the adapter takes fewer.
+    ///
+    /// `params` are those of the shader after `first_group`, `buffers` belong to the bindings of the kernel,
+    /// and `cost` is the multiply-adds of a workgroup.
+    pub fn run(
+        &mut self,
+        kernel: Kernel,
+        params: &[usize],
+        buffers: &[&wgpu::Buffer],
+        groups: usize,
+        cost: usize,
+    ) {
+        let affordable = (SUBMISSION / (cost as u64).max(1)).clamp(1, u64::from(self.context.limits.groups));
+        let mut first = 0;
+        while first < groups {
+            let count = (groups - first).min(affordable as usize);
+            self.dispatch(kernel, first, params, buffers, count);
+            self.cost += (count * cost) as u64;
+            if self.cost >= SUBMISSION {
+                self.submit();
+            }
+            first += count;
+        }
+    }
+
+    fn dispatch(
+        &mut self,
+        kernel: Kernel,
+        first: usize,
+        params: &[usize],
+        buffers: &[&wgpu::Buffer],
+        groups: usize,
+    ) {
+        let Context { device, queue, .. } = self.context;
+        let (pipeline, bindings) = self.context.kernels.get(kernel);
+        let mut words = vec![first as u32];
+        words.extend(params.iter().map(|p| *p as u32));
+        // A uniform buffer is a multiple of 16 bytes.
+        words.resize(words.len().next_multiple_of(4), 0);
+        let uniform = device.create_buffer(&wgpu::BufferDescriptor {
+            label: None,
+            size: (words.len() * 4) as u64,
+            usage: wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::COPY_DST,
+            mapped_at_creation: false,
+        });
+        queue.write_buffer(&uniform, 0, bytemuck::cast_slice(&words));
+        let numbers = [0].iter().chain(bindings);
+        let given = [&uniform].into_iter().chain(buffers.iter().copied());
+        let entries = numbers.zip(given).map(|(binding, buffer)| wgpu::BindGroupEntry {
+            binding: *binding,
+            resource: buffer.as_entire_binding(),
+        });
+        let group = device.create_bind_group(&wgpu::BindGroupDescriptor {
+            label: None,
+            layout: &pipeline.get_bind_group_layout(0),
+            entries: &entries.collect::<Vec<_>>(),
+        });
+        let mut pass = self.encoder.begin_compute_pass(&Default::default());
+        pass.set_pipeline(pipeline);
+        pass.set_bind_group(0, &group, &[]);
+        pass.dispatch_workgroups(groups as u32, 1, 1);
+    }
+
+    /// Fills a buffer with zeros.
+    pub fn clear(&mut self, buffer: &wgpu::Buffer) {
+        self.encoder.clear_buffer(buffer, 0, None);
+    }
+
+    /// Hands over what was recorded.
+    pub fn submit(&mut self) {
+        let next = self.context.device.create_command_encoder(&Default::default());
+        let recorded = std::mem::replace(&mut self.encoder, next);
+        self.context.queue.submit([recorded.finish()]);
+        self.cost = 0;
+    }
+
+    /// Hands over what was recorded, waits for it, and reads buffers.
+    pub fn read<T: Pod>(&mut self, buffers: &[&wgpu::Buffer]) -> Result<Vec<Vec<T>>> {
+        let context = self.context;
+        let mut copies = Vec::with_capacity(buffers.len());
+        for buffer in buffers {
+            let copy = context.device.create_buffer(&wgpu::BufferDescriptor {
+                label: None,
+                size: buffer.size(),
+                usage: wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::MAP_READ,
+                mapped_at_creation: false,
+            });
+            self.encoder
+                .copy_buffer_to_buffer(buffer, 0, &copy, 0, buffer.size());
+            copies.push(copy);
+        }
+        self.submit();
+        let (sender, receiver) = mpsc::channel();
+        for copy in &copies {
+            let sender = sender.clone();
+            copy.map_async(wgpu::MapMode::Read, .., move |result| {
+                // The receiver is gone only where reading has failed already.
+                let _ = sender.send(result);
+            });
+        }
+        drop(sender);
+        context.wait()?;
+        let failed = |what: &dyn std::fmt::Display| Error::device(format!("reading back failed: {what}"));
+        for _ in &copies {
+            receiver.recv().map_err(|e| failed(&e))?.map_err(|e| failed(&e))?;
+        }
+        let view = |copy: &wgpu::Buffer| {
+            let view = copy.get_mapped_range(..).map_err(|e| failed(&e))?;
+            Ok(bytemuck::pod_collect_to_vec(&view))
+        };
+        copies.iter().map(view).collect()
+    }
+}
+
+impl Context {
+    /// Waits until everything submitted is done.
+    fn wait(&self) -> Result<()> {
+        let poll = || self.device.poll(wgpu::PollType::wait_indefinitely());
+        // wgpu panics where the driver reports a lost device while it waits.
+        match catch_unwind(AssertUnwindSafe(poll)) {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(e)) => Err(Error::device(e.to_string())),
+            Err(_) => Err(Error::device("the driver failed while it worked")),
+        }
+    }
+}
+
+/// Runs `f` in error scopes and reports the first failure of the device, or that of `f`.
+fn scoped<T>(device: &wgpu::Device, fault: &Fault, doing: &str, f: impl FnOnce() -> Result<T>) -> Result<T> {
+    let memory = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
+    let internal = device.push_error_scope(wgpu::ErrorFilter::Internal);
+    let validation = device.push_error_scope(wgpu::ErrorFilter::Validation);
+    let result = f();
+    let mut caught = [validation, internal, memory].map(|scope| pollster::block_on(scope.pop()));
+    let failed = |why: String| Error::device(format!("wgpu cannot {doing}: {why}"));
+    if let Some(why) = fault.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
+        return Err(failed(why.clone()).hint("use --device cpu"));
+    }
+    // Memory first: what follows from a buffer that is not there says little.
+    caught.reverse();
+    match caught.into_iter().flatten().next() {
+        Some(wgpu::Error::OutOfMemory { .. }) => {
+            Err(failed("out of memory".to_owned()).hint("free memory of the device, or use --device cpu"))
+        }
+        Some(e) => Err(failed(one_line(&e.to_string())).hint("use --device cpu")),
+        None => result,
+    }
+}
+
+/// wgpu's own message lists every backend that was not built in.
+fn no_adapter(e: &wgpu::RequestAdapterError) -> Error {
+    let why = match e {
+        wgpu::RequestAdapterError::NotFound { .. } => "found no driver or no device".to_owned(),
+        other => one_line(&other.to_string()),
+    };
+    Error::device(format!("no adapter for wgpu: {why}")).hint(NO_ADAPTER)
+}
+
+/// Notes a lost device and errors that no scope caught.
+fn watch(device: &wgpu::Device) -> Fault {
+    let fault = Fault::default();
+    let note = |fault: &Fault, what: String| {
+        let mut fault = fault.lock().unwrap_or_else(PoisonError::into_inner);
+        fault.get_or_insert(what);
+    };
+    let lost = fault.clone();
+    device.set_device_lost_callback(move |reason, message| {
+        note(
+            &lost,
+            format!("the device is lost ({reason:?}): {}", one_line(&message)),
+        );
+    });
+    let uncaught = fault.clone();
+    device.on_uncaptured_error(Arc::new(move |e: wgpu::Error| {
+        note(&uncaught, one_line(&e.to_string()));
+    }));
+    fault
+}
+
+/// Name, kind, backend and driver of an adapter.
+fn describe(info: &wgpu::AdapterInfo) -> String {
+    let driver = [info.driver.as_str(), info.driver_info.as_str()];
+    let driver: Vec<&str> = driver.into_iter().filter(|s| !s.is_empty()).collect();
+    format!("{}, {}, {}", info.name, info.backend, driver.join(" "))
+}
+
+/// wgpu's messages are trees over several lines.
+fn one_line(message: &str) -> String {
+    let lines = message.lines().map(str::trim).filter(|line| !line.is_empty());
+    lines.collect::<Vec<_>>().join(": ")
+}

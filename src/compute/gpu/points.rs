@@ -1,0 +1,334 @@
+//! Rows on the adapter, and what describes or changes them.
+
+use std::ops::Range;
+
+use ndarray::{Array2, ArrayView2, ArrayView3, Axis, s};
+
+use super::super::device::{Assignment, Clusters, Drawn, Points, SignSums, Statistic};
+use super::clusters::Head;
+use super::context::{Batch, Context};
+use super::kernels::Kernel;
+use super::{BLOCK, THREADS, TILE, flat, rows_per_buffer};
+use crate::error::Result;
+
+/// Bits of a digit of the radix select.
+const DIGIT: u32 = 4;
+/// Values of it.
+const DIGITS: usize = 1 << DIGIT;
+/// Channels of a workgroup that counts digits.
+const COUNTED_CHANNELS: usize = 64;
+/// Words per sign pattern: four sums and a count.
+const PATTERN_WORDS: usize = 5;
+
+/// See [`Points`].
+pub(super) struct GpuPoints<'a> {
+    pub(super) context: &'a Context,
+    dim: (usize, usize, usize),
+    /// All rows of head 0, then those of head 1, and so on.
+    pub(super) slabs: Vec<Slab>,
+    pub(super) heads: Vec<Head>,
+}
+
+/// Consecutive rows of one head.
+pub(super) struct Slab {
+    pub head: usize,
+    /// Which rows.
+    pub rows: Range<usize>,
+    /// `[rows,d]`.
+    pub x: wgpu::Buffer,
+    /// The centroid of each row, its score and distance, `[rows,3]`; empty before there are any.
+    pub owners: Option<wgpu::Buffer>,
+}
+
+impl Slab {
+    /// The part of `rows` that is here, counted from the first row here.
+    fn part(&self, rows: &Range<usize>) -> Range<usize> {
+        let start = rows.start.max(self.rows.start);
+        let end = rows.end.min(self.rows.end).max(start);
+        start - self.rows.start..end - self.rows.start
+    }
+}
+
+impl<'a> GpuPoints<'a> {
+    /// Sends the rows, `[b,n,d]`.
+    pub fn new(context: &'a Context, x: ArrayView3<f32>) -> Result<Self> {
+        let (b, n, d) = x.dim();
+        let size = rows_per_buffer(context, 4 * d.max(3))?;
+        let slabs = context.work("take in rows", |_| {
+            let mut slabs = Vec::new();
+            for head in 0..b {
+                for start in (0..n).step_by(size) {
+                    let rows = start..n.min(start + size);
+                    let x = x.slice(s![head, rows.clone(), ..]);
+                    slabs.push(Slab {
+                        head,
+                        rows,
+                        x: context.upload(&flat(x))?,
+                        owners: None,
+                    });
+                }
+            }
+            Ok(slabs)
+        })?;
+        Ok(Self {
+            context,
+            dim: (b, n, d),
+            slabs,
+            heads: (0..b).map(|_| Head::default()).collect(),
+        })
+    }
+
+    /// Sums over blocks of the rows of a range, added in f64: `[b,d]`; the squares with `squares`.
+    fn sums(&self, rows: Range<usize>, squares: bool) -> Result<Array2<f64>> {
+        let (b, _, d) = self.dim;
+        let mut sums = Array2::<f64>::zeros((b, d));
+        let (slabs, partials): (Vec<&Slab>, Vec<Vec<f32>>) = self.context.work("sum channels", |batch| {
+            let (mut slabs, mut partials) = (Vec::new(), Vec::new());
+            for slab in &self.slabs {
+                let part = slab.part(&rows);
+                if part.is_empty() {
+                    continue;
+                }
+                let blocks = part.len().div_ceil(BLOCK);
+                let partial = self.context.buffer((4 * blocks * d) as u64)?;
+                batch.run(
+                    Kernel::ChannelSums,
+                    &[part.start, part.len(), d, usize::from(squares)],
+                    &[&slab.x, &partial],
+                    (blocks * d).div_ceil(THREADS),
+                    THREADS * BLOCK,
+                );
+                slabs.push(slab);
+                partials.push(partial);
+            }
+            let values = batch.read(&partials.iter().collect::<Vec<_>>())?;
+            Ok((slabs, values))
+        })?;
+        for (slab, partial) in slabs.iter().zip(partials) {
+            let mut sum = sums.row_mut(slab.head);
+            for block in partial.chunks_exact(d) {
+                sum.iter_mut().zip(block).for_each(|(s, v)| *s += f64::from(*v));
+            }
+        }
+        Ok(sums)
+    }
+
+    /// The value of a rank among a range of rows, `[b,d]`.
+    fn ranked(&self, rows: Range<usize>, rank: usize, magnitudes: bool) -> Result<Array2<f32>> {
+        let (b, _, d) = self.dim;
+        let found: Vec<Vec<[u32; 2]>> = self.context.work("rank channels", |batch| {
+            let mut searches = Vec::new();
+            for head in 0..b {
+                let search = self.context.upload(&vec![[0, rank as u32]; d])?;
+                let counts = self.context.buffer((4 * d * DIGITS) as u64)?;
+                let slabs: Vec<&Slab> = self.slabs.iter().filter(|slab| slab.head == head).collect();
+                for shift in (0..u32::BITS).step_by(DIGIT as usize).rev() {
+                    count_digit(batch, &slabs, &rows, d, shift, magnitudes, [&search, &counts]);
+                    let pick = [0, 0, d, 0, shift as usize];
+                    batch.run(
+                        Kernel::ChannelPick,
+                        &pick,
+                        &[&search, &counts],
+                        d.div_ceil(THREADS),
+                        DIGITS,
+                    );
+                }
+                searches.push(search);
+            }
+            batch.read(&searches.iter().collect::<Vec<_>>())
+        })?;
+        // The inverse of `sort_key` in the shader.
+        let value = |key: u32| match (magnitudes, key >> 31) {
+            (true, _) => f32::from_bits(key),
+            (false, 0) => f32::from_bits(!key),
+            (false, _) => f32::from_bits(key & 0x7fff_ffff),
+        };
+        let mut out = Array2::zeros((b, d));
+        out.iter_mut()
+            .zip(found.iter().flatten())
+            .for_each(|(out, [key, _])| *out = value(*key));
+        Ok(out)
+    }
+}
+
+/// Counts one digit of the values of a range of rows of one head.
+fn count_digit(
+    batch: &mut Batch,
+    slabs: &[&Slab],
+    rows: &Range<usize>,
+    d: usize,
+    shift: u32,
+    magnitudes: bool,
+    [search, counts]: [&wgpu::Buffer; 2],
+) {
+    let above = u32::MAX.checked_shl(shift + DIGIT).unwrap_or(0);
+    for slab in slabs {
+        let part = slab.part(rows);
+        let groups = part.len().div_ceil(BLOCK) * d.div_ceil(COUNTED_CHANNELS);
+        batch.run(
+            Kernel::ChannelHistogram,
+            &[
+                part.start,
+                part.len(),
+                d,
+                usize::from(magnitudes),
+                shift as usize,
+                above as usize,
+            ],
+            &[&slab.x, search, counts],
+            groups,
+            BLOCK * COUNTED_CHANNELS,
+        );
+    }
+}
+
+impl Points for GpuPoints<'_> {
+    fn dim(&self) -> (usize, usize, usize) {
+        self.dim
+    }
+
+    fn whiten(&mut self, chol: ArrayView3<f32>) -> Result<()> {
+        let d = self.dim.2;
+        let Self { context, slabs, .. } = self;
+        context.work("whiten rows", |batch| {
+            for (head, chol) in chol.axis_iter(Axis(0)).enumerate() {
+                let chol = context.upload(&flat(chol))?;
+                for slab in slabs.iter_mut().filter(|slab| slab.head == head) {
+                    let whitened = context.buffer(slab.x.size())?;
+                    batch.run(
+                        Kernel::Whiten,
+                        &[slab.rows.len(), d],
+                        &[&slab.x, &chol, &whitened],
+                        slab.rows.len().div_ceil(TILE) * d.div_ceil(TILE),
+                        TILE * TILE * d,
+                    );
+                    slab.x = whitened;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn channel_statistic(&mut self, rows: Range<usize>, what: Statistic) -> Result<Array2<f32>> {
+        let (b, _, d) = self.dim;
+        let count = rows.len();
+        match what {
+            Statistic::Mean => {
+                let sums = self.sums(rows, false)?;
+                Ok(sums.mapv(|sum| (sum / count.max(1) as f64) as f32))
+            }
+            Statistic::Ranked(rank) | Statistic::RankedMagnitude(rank) if rank >= count => {
+                Ok(Array2::zeros((b, d)))
+            }
+            Statistic::Ranked(rank) => self.ranked(rows, rank, false),
+            Statistic::RankedMagnitude(rank) => self.ranked(rows, rank, true),
+        }
+    }
+
+    fn subtract(&mut self, rows: Range<usize>, centre: ArrayView2<f32>) -> Result<()> {
+        let d = self.dim.2;
+        self.context.work("centre rows", |batch| {
+            for (head, centre) in centre.rows().into_iter().enumerate() {
+                let centre = self.context.upload(&centre.to_vec())?;
+                for slab in self.slabs.iter().filter(|slab| slab.head == head) {
+                    let part = slab.part(&rows);
+                    batch.run(
+                        Kernel::Subtract,
+                        &[part.start, part.len(), d],
+                        &[&slab.x, &centre],
+                        (part.len() * d).div_ceil(THREADS),
+                        THREADS,
+                    );
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn square_sum(&mut self) -> Result<Vec<f64>> {
+        let sums = self.sums(0..self.dim.1, true)?;
+        Ok(sums.rows().into_iter().map(|channels| channels.sum()).collect())
+    }
+
+    fn sign_sums(&mut self) -> Result<Vec<SignSums>> {
+        let (b, _, d) = self.dim;
+        let empty = SignSums {
+            sums: vec![0.0; 16 * d],
+            counts: vec![0; 4 * d],
+        };
+        let mut out = vec![empty; b];
+        let partials: Vec<Vec<u32>> = self.context.work("count sign patterns", |batch| {
+            let mut partials = Vec::new();
+            for slab in &self.slabs {
+                let threads = slab.rows.len().div_ceil(BLOCK) * d * 4;
+                let partial = self.context.buffer((4 * PATTERN_WORDS * threads) as u64)?;
+                batch.run(
+                    Kernel::SignSums,
+                    &[slab.rows.len(), d],
+                    &[&slab.x, &partial],
+                    threads.div_ceil(THREADS),
+                    THREADS * BLOCK * 4,
+                );
+                partials.push(partial);
+            }
+            batch.read(&partials.iter().collect::<Vec<_>>())
+        })?;
+        for (slab, partial) in self.slabs.iter().zip(partials) {
+            let SignSums { sums, counts } = &mut out[slab.head];
+            for (i, cell) in partial.chunks_exact(PATTERN_WORDS).enumerate() {
+                let pattern = i % counts.len();
+                counts[pattern] += u64::from(cell[4]);
+                for (sum, bits) in sums[pattern * 4..][..4].iter_mut().zip(cell) {
+                    *sum += f64::from(f32::from_bits(*bits));
+                }
+            }
+        }
+        Ok(out)
+    }
+
+    fn seed(&mut self, size: usize, first: &[u32]) -> Result<()> {
+        self.start_seeding(size, first)
+    }
+
+    fn draw(&mut self, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
+        self.draw_batch(batch, uniforms)
+    }
+
+    fn assign(&mut self, centroids: ArrayView3<f32>) -> Result<()> {
+        for (head, centroids) in self.heads.iter_mut().zip(centroids.axis_iter(Axis(0))) {
+            head.centroids = flat(centroids);
+            head.changed = true;
+        }
+        self.allocate(centroids.len_of(Axis(1)))?;
+        let all = vec![true; self.heads.len()];
+        self.assign_anew(&all)
+    }
+
+    fn update(&mut self) -> Result<()> {
+        self.lloyd_pass()
+    }
+
+    fn hand_over(&mut self, head: usize, rows: &[(u32, u32)]) -> Result<()> {
+        let head = &mut self.heads[head];
+        for (row, code) in rows {
+            head.codes[*row as usize] = *code;
+            head.changed = true;
+        }
+        Ok(())
+    }
+
+    fn assignment(&mut self) -> Result<Vec<Assignment>> {
+        Ok(self.heads.iter().map(Head::assignment).collect())
+    }
+
+    fn clusters(&mut self, head: usize) -> Result<Clusters> {
+        self.heads[head].clusters(self.dim.2)
+    }
+
+    fn rows(&mut self, head: usize, rows: &[u32]) -> Result<Array2<f32>> {
+        let mut wanted = vec![Vec::new(); self.heads.len()];
+        wanted[head] = rows.to_vec();
+        let values = self.gather(&wanted)?.swap_remove(head);
+        super::clusters::matrix(values, rows.len(), self.dim.2)
+    }
+}

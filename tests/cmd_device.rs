@@ -1,0 +1,213 @@
+//! Calibration with `--device`: the bundled model on every device there is, against the CPU. A device that
+//! is not there shows as ignored, with the reason; that asking for it fails is a test of its own.
+
+mod common;
+
+use std::process::ExitCode;
+
+use common::*;
+use kvsmith::artifact::Artifact;
+use kvsmith::cli;
+use kvsmith::compute;
+use libtest_mimic::{Arguments, Failed, Trial};
+use serde_json::{Value, json};
+
+/// A check of one device.
+type Check = fn(&str);
+
+fn main() -> ExitCode {
+    let mut trials = vec![
+        test("no_vulkan_driver", false, no_vulkan_driver),
+        test("auto_is_not_wgpu", false, auto_is_not_wgpu),
+        test(
+            "other_commands_stay_on_the_cpu",
+            false,
+            other_commands_stay_on_the_cpu,
+        ),
+    ];
+    for (name, device) in [("wgpu", cli::Device::Wgpu), ("cuda", cli::Device::Cuda)] {
+        let missing = compute::open(device).err();
+        if let Some(reason) = &missing {
+            eprintln!("{name}: ignored, {reason}");
+        }
+        let there = missing.is_none();
+        let checks: [(&str, Check); 2] = [
+            ("calibrate", calibrate_agrees_with_the_cpu),
+            ("chain", the_chain_by_hand_is_the_same),
+        ];
+        for (check, run) in checks {
+            trials.push(test(&format!("{name}::{check}"), !there, move || run(name)));
+        }
+        let absent = move || asking_for_it_fails(name);
+        trials.push(test(&format!("{name}::absent"), there, absent));
+    }
+    libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
+}
+
+fn test(name: &str, ignored: bool, run: impl FnOnce() + Send + 'static) -> Trial {
+    let run = move || -> Result<(), Failed> {
+        run();
+        Ok(())
+    };
+    Trial::test(name, run).with_ignored_flag(ignored)
+}
+
+/// The bundled model and text, little of it.
+fn input() -> String {
+    let (model, text) = (
+        root().join("calib-data/model"),
+        root().join("calib-data/text.txt"),
+    );
+    format!(
+        "--model {} --text {} --max-tokens 1536 --uuid-tokens 0 --seq-len 512 --wrope-position 1024 --seed 3",
+        model.display(),
+        text.display()
+    )
+}
+
+/// What the program says on stderr, less what a driver says there.
+fn calibrate(device: &str, fit: &str, output: &str) -> Value {
+    let done = kvsmith(&format!(
+        "calibrate {} {fit} --device {device} -o {output}",
+        input()
+    ))
+    .ok();
+    let noted = done
+        .stderr
+        .lines()
+        .any(|line| line.starts_with(&format!("device: {device} (")));
+    assert_eq!(noted, device != "cpu", "{}", done.stderr);
+    Artifact::open(output.as_ref()).unwrap().manifest
+}
+
+fn calibrate_agrees_with_the_cpu(device: &str) {
+    let scratch = Scratch::new();
+    let fit = "--size 48 --iterations 8";
+    let expected = calibrate("cpu", fit, &scratch.path("cpu"));
+    let found = calibrate(device, fit, &scratch.path("device"));
+    let model = root().join("calib-data/model");
+    kvsmith(&format!(
+        "inspect --verify --model {} {}",
+        model.display(),
+        scratch.path("device")
+    ))
+    .ok();
+    assert_eq!(
+        (&found["device"], &expected["device"]),
+        (&json!(device), &json!("cpu"))
+    );
+    let mut heads = 0;
+    for (layer, layers) in quality(&found).iter().zip(quality(&expected)).enumerate() {
+        let (found, expected) = (layers.0.as_array().unwrap(), layers.1.as_array().unwrap());
+        assert_eq!(found.len(), expected.len());
+        for (head, (found, expected)) in found.iter().zip(expected).enumerate() {
+            for name in ["inertia", "variance"] {
+                let (found, expected) = (found[name].as_f64().unwrap(), expected[name].as_f64().unwrap());
+                assert!(
+                    (found - expected).abs() <= 1e-4 * expected,
+                    "{name} of layer {layer}, head {head}: {found}, on the CPU {expected}"
+                );
+            }
+            heads += 1;
+        }
+    }
+    assert_eq!(heads, 8);
+}
+
+/// The quality of the codebooks, per layer and head.
+fn quality(manifest: &Value) -> Vec<Value> {
+    manifest["quality"]["a2ats"].as_array().unwrap().clone()
+}
+
+/// One device gives the same bytes, whichever command it is asked by.
+fn the_chain_by_hand_is_the_same(device: &str) {
+    let scratch = Scratch::new();
+    let path = |file: &str| scratch.path(file);
+    let fit = "--size 16 --iterations 3";
+    calibrate(device, fit, &path("direct"));
+    let dump = path("dump");
+    kvsmith(&format!(
+        "dump --dtype f32 --queries --values {} -o {dump}",
+        input()
+    ))
+    .ok();
+    let on = format!("--device {device}");
+    kvsmith(&format!("moments --dump {dump} {on} -o {}", path("moments"))).ok();
+    let moments = path("moments");
+    kvsmith(&format!(
+        "codebook --dump {dump} --moments {moments} {fit} --seed 3 {on} -o {}",
+        path("a2ats")
+    ))
+    .ok();
+    kvsmith(&format!("signs --dump {dump} {on} -o {}", path("signs"))).ok();
+    kvsmith(&format!("priors --dump {dump} -o {}", path("priors"))).ok();
+    let model = root().join("calib-data/model");
+    kvsmith(&format!(
+        "pack {} {} {} --model {} -o {}",
+        path("signs"),
+        path("priors"),
+        path("a2ats"),
+        model.display(),
+        path("packed")
+    ))
+    .ok();
+    let (direct, packed) = (read_tensors(path("direct")), read_tensors(path("packed")));
+    for (name, tensor) in &direct {
+        assert!(
+            packed[name].bytes == tensor.bytes,
+            "{name}: direct and packed differ"
+        );
+    }
+    let bytes = |file: &str| std::fs::read(path(file)).unwrap();
+    assert!(bytes("direct") == bytes("packed"), "direct and packed differ");
+}
+
+fn asking_for_it_fails(device: &str) {
+    let scratch = Scratch::new();
+    let output = scratch.path("art");
+    kvsmith(&format!("calibrate {} --device {device} -o {output}", input())).fails(3, "", "--device cpu");
+    assert!(!std::path::Path::new(&output).exists());
+}
+
+/// Neither a driver nor an adapter: the loader is shown an empty list.
+fn no_vulkan_driver() {
+    let scratch = Scratch::new();
+    let output = scratch.path("art");
+    let run = |device: &str| {
+        let mut command = command(&format!(
+            "calibrate {} --size 8 --device {device} -o {output}",
+            input()
+        ));
+        for variable in ["VK_DRIVER_FILES", "VK_ICD_FILENAMES"] {
+            command.env(variable, scratch.path("none.json"));
+        }
+        Outcome::of(command.output().unwrap())
+    };
+    run("wgpu").fails(3, "no adapter for wgpu", "mesa-vulkan-drivers");
+    assert!(!std::path::Path::new(&output).exists(), "no fallback");
+    run("cpu").ok();
+}
+
+fn auto_is_not_wgpu() {
+    let scratch = Scratch::new();
+    let output = scratch.path("art");
+    kvsmith(&format!(
+        "calibrate {} --size 8 --iterations 1 -o {output}",
+        input()
+    ))
+    .ok();
+    let manifest = Artifact::open(output.as_ref()).unwrap().manifest;
+    assert_ne!(manifest["device"], json!("wgpu"));
+}
+
+fn other_commands_stay_on_the_cpu() {
+    let scratch = Scratch::new();
+    for device in ["wgpu", "cuda"] {
+        kvsmith(&format!(
+            "dump {} --device {device} -o {}",
+            input(),
+            scratch.path("dump")
+        ))
+        .fails(3, "cannot run on device", "--device cpu");
+    }
+}
