@@ -5,6 +5,7 @@
 // 16, the rest zeros. blockIdx.y is the head.
 #pragma once
 
+typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -28,6 +29,8 @@ typedef long long i64;
 
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr u32 INFINITE = 0x7f800000u;
+// Positions of a 2-bit cache that keep half precision, at most.
+constexpr u32 FULL = 64;
 
 DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }
 

@@ -29,6 +29,7 @@
 #define DYNAMIC_SHARED(type, name) type* const name = emulate::shared<type>(emulate::dynamic_bytes / sizeof(type))
 
 struct alignas(8) float2 { float x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct Dim { unsigned x, y, z; };
 
@@ -256,6 +257,10 @@ inline void __syncthreads(unsigned line = __builtin_LINE()) { emulate::wait(emul
 template <class T>
 T __shfl_xor_sync(unsigned, T v, unsigned mask, unsigned line = __builtin_LINE()) {
     return emulate::from_lane(v, (threadIdx.x % 32) ^ mask, line);
+}
+template <class T>
+T __shfl_sync(unsigned, T v, unsigned source, unsigned line = __builtin_LINE()) {
+    return emulate::from_lane(v, source, line);
 }
 template <class T>
 T __shfl_up_sync(unsigned, T v, unsigned step, unsigned line = __builtin_LINE()) {

@@ -12,10 +12,7 @@
 // addition). A centroid whose score is more than 2 E below the best is not the winner. What is not finite
 // settles nothing.
 #include "common.h"
-
-#ifndef KVSMITH_EMULATE
-#define TENSOR_CORES
-#endif
+#include "tensor.h"
 
 // Rows and centroids of a tile, and channels of a slab; slabs in flight.
 constexpr u32 TILE = 128, SLAB = 64, STAGES = 4;
@@ -29,70 +26,7 @@ DEVICE float half_scale(u32 largest) {
     return __uint_as_float(smaller(exponent, 254) << 23);
 }
 
-// ---- f16, and what the tensor cores do with it ----
-
-#ifdef TENSOR_CORES
-
-DEVICE u16 to_half(float v) {
-    u16 bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
-    return bits;
-}
-
-DEVICE float from_half(u16 bits) {
-    float v;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));
-    return v;
-}
-
-DEVICE u32 shared_address(const u16* at) { return (u32)__cvta_generic_to_shared(at); }
-
-DEVICE void copy_16_bytes(u16* to, const u16* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-
-DEVICE void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <u32 LATER>
-DEVICE void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
-}
-
-DEVICE void load_matrices(u32 (&out)[4], const u16* at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-                 : "r"(shared_address(at))
-                 : "memory");
-}
-
-DEVICE void multiply_add(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                 "{%0,%1,%2,%3};"
-                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-#else
-
-DEVICE u16 to_half(float v) {
-    _Float16 h = (_Float16)v;
-    u16 bits;
-    memcpy(&bits, &h, 2);
-    return bits;
-}
-
-DEVICE float from_half(u16 bits) {
-    _Float16 h;
-    memcpy(&h, &bits, 2);
-    return (float)h;
-}
-
-DEVICE void copy_16_bytes(u16* to, const u16* from) { memcpy(to, from, 16); }
-DEVICE void end_of_copies() {}
-template <u32 LATER>
-DEVICE void wait_for_copies() {}
-
-#endif
+// ---- scores ----
 
 // The place of eight channels, number `eighth`, of a row in a slab: `[TILE,SLAB]`, with the eighths of a row
 // exchanged so that the eight rows that ldmatrix reads at once lie in different banks.
@@ -114,11 +48,12 @@ UNROLL
         load_matrices(b, centroids + place(row, step * 2 + lane() / 8 % 2));
 UNROLL
         for (u32 i = 0; i < 2; i++) {
-            multiply_add(sum[i][j], a[i], b[0], b[1]);
-            multiply_add(sum[i][j + 1], a[i], b[2], b[3]);
+            multiply_add<false>(sum[i][j], a[i], b[0], b[1]);
+            multiply_add<false>(sum[i][j + 1], a[i], b[2], b[3]);
         }
     }
 #else
+    // Straight from the slabs: passing fragments between lanes would take several times as long.
     for (u32 i = 0; i < 2; i++) {
         for (u32 j = 0; j < 8; j++) {
             for (u32 e = 0; e < 4; e++) {
@@ -128,8 +63,8 @@ UNROLL
                 if (sum[i][j][e] == minus_infinity()) continue;
                 for (u32 k = 0; k < 16; k++) {
                     u32 eighth = step * 2 + k / 8;
-                    float a = from_half(rows[place(row, eighth) + k % 8]);
-                    sum[i][j][e] += a * from_half(centroids[place(centroid, eighth) + k % 8]);
+                    float a = widen<false>(rows[place(row, eighth) + k % 8]);
+                    sum[i][j][e] += a * widen<false>(centroids[place(centroid, eighth) + k % 8]);
                 }
             }
         }
@@ -148,8 +83,8 @@ KERNEL(256, 1, halve_rows, const float* x, const u32* largest, u16* halves, floa
     float scale = half_scale(largest[blockIdx.y]), norm = 0, lost = 0;
     for (u32 k = lane(); k < w; k += 32) {
         float v = x[at * w + k] * scale;
-        u16 half = to_half(v);
-        float off = v - from_half(half);
+        u16 half = round_to<false>(v);
+        float off = v - widen<false>(half);
         halves[at * w + k] = half;
         norm += v * v;
         lost += off * off;
@@ -174,8 +109,8 @@ KERNEL(256, 1, halve_centroids, const float* centroids, const u32* ranges, const
     for (u32 k = lane(); k < w; k += 32) {
         float c = i < count ? centroids[from * w + k] : 0.0f;
         float v = c * scale;
-        u16 half = to_half(v);
-        float off = v - from_half(half);
+        u16 half = round_to<false>(v);
+        float off = v - widen<false>(half);
         halves[at * w + k] = half;
         norm += v * v;
         lost += off * off;

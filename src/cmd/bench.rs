@@ -1,5 +1,9 @@
 //! `kvsmith bench`: speed on shapes of real models, or on given data.
 
+mod cpu_step;
+mod cuda_step;
+mod decode;
+
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -10,6 +14,7 @@ use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
+use self::decode::DecodeArgs;
 use super::{print, print_json};
 use crate::cli::{Global, at_least_one};
 use crate::compute::device::Device;
@@ -30,6 +35,10 @@ pub struct Args {
 enum What {
     /// Fit one codebook
     Kmeans(KMeansArgs),
+    /// Choose the positions of one decode step of one layer
+    Retrieve(DecodeArgs),
+    /// Choose and attend them
+    Attend(DecodeArgs),
 }
 
 #[derive(clap::Args, Debug)]
@@ -70,6 +79,8 @@ const MAX_VALUES: usize = 1 << 32;
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     match &args.what {
         What::Kmeans(args) => bench_kmeans(args, global),
+        What::Retrieve(args) => decode::run(args, false, global),
+        What::Attend(args) => decode::run(args, true, global),
     }
 }
 

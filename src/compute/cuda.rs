@@ -7,8 +7,9 @@
 //! Sums do not depend on the order in which threads come: those of rows are 64-bit integers, the others have
 //! a fixed order.
 
-mod buffer;
+pub mod buffer;
 mod clusters;
+pub mod decode;
 pub mod driver;
 pub mod kernels;
 pub mod nvidia;
@@ -37,6 +38,11 @@ impl Cuda {
     /// No driver, no GPU, one too old, or kernels that cannot be had for it: exit code 3.
     pub fn open() -> Result<Self> {
         Ok(Self::new(Box::new(nvidia::Nvidia::open()?)))
+    }
+
+    /// What it runs on.
+    pub fn driver(&self) -> &dyn Driver {
+        self.driver.as_ref()
     }
 
     /// The device that a driver drives.

@@ -22,6 +22,7 @@ use serde_json::{Value, json};
 
 use super::{Choice, LayerKeys, Prompt, Retriever, Step, everything};
 use crate::artifact::{Artifact, LayerPart};
+use crate::compute::cuda::decode::a2ats::HeadConstants;
 use crate::compute::device::{Device, Statistic};
 use crate::compute::gemm;
 use crate::dump::Sizes;
@@ -490,6 +491,28 @@ impl HeadCodebook {
         scores
     }
 
+    /// What a GPU needs of this head: the rotation and L^-1 in one matrix for queries, L for keys.
+    pub fn constants(&self) -> HeadConstants<'_> {
+        let d = self.chol.nrows();
+        // Column j is where the j-th unit vector is rotated to.
+        let mut rotation = Array2::<f64>::zeros((d, d));
+        for j in 0..d {
+            let mut unit = vec![0.0; d];
+            unit[j] = 1.0;
+            if let Some(table) = &self.wrope {
+                table.rotate(&mut unit, 0);
+            }
+            let unit = Array1::from_iter(unit.into_iter().map(f64::from));
+            rotation.column_mut(j).assign(&unit);
+        }
+        HeadConstants {
+            codebook: self.codebook.centroids().view(),
+            query_map: self.chol_inverse.dot(&rotation).mapv(|v| v as f32),
+            key_map: self.chol.t().to_owned(),
+            mean: self.mean.to_vec(),
+        }
+    }
+
     /// Number of codewords.
     pub fn size(&self) -> usize {
         self.codebook.centroids().nrows()
@@ -526,6 +549,14 @@ impl A2ats {
             codebook,
             codes: Vec::new(),
             counted: 0..0,
+        }
+    }
+
+    /// A head with these codes.
+    pub fn with_codes(codebook: Arc<HeadCodebook>, codes: Vec<u16>) -> Self {
+        Self {
+            codes,
+            ..Self::new(codebook, None)
         }
     }
 
@@ -575,16 +606,11 @@ impl Retriever for A2ats {
         };
         let codes = &self.codes[step.candidates.clone()];
         let first = step.candidates.start as u32;
-        if let Some(share) = self.per_query_head {
-            let k = (share * step.visible.len() as f64).floor() as u64;
-            let limits = Limits::of(&ranks(scores.view(), &self.counts), &self.counts, k);
-            return limits.positions(codes, first).into();
-        }
-        match Limits::within(scores.view(), &self.counts, step.budget) {
-            Some(limits) => limits.positions(codes, first),
-            None => best_of_union(scores.view(), codes, first, step.budget),
-        }
-        .into()
+        let bound = match self.per_query_head {
+            Some(share) => Bound::PerQueryHead((share * step.visible.len() as f64).floor() as u64),
+            None => Bound::Union(step.budget),
+        };
+        choose(scores.view(), &self.counts, codes, first, bound).into()
     }
 
     fn state_bytes(&self) -> usize {
@@ -593,6 +619,29 @@ impl Retriever for A2ats {
 
     fn fork(&self) -> Box<dyn Retriever> {
         Box::new(self.clone())
+    }
+}
+
+/// What bounds a choice.
+#[derive(Clone, Copy, Debug)]
+pub enum Bound {
+    /// Most tokens of the union over the query heads.
+    Union(usize),
+    /// Tokens of each query head.
+    PerQueryHead(u64),
+}
+
+/// The positions of the tokens with the best codewords, ascending; `codes[0]` stands at position `first`.
+///
+/// # Shapes
+/// scores `[r,M]`, counts `[M]` of the codes.
+pub fn choose(scores: ArrayView2<f32>, counts: &[u32], codes: &[u16], first: u32, bound: Bound) -> Vec<u32> {
+    match bound {
+        Bound::PerQueryHead(k) => Limits::of(&ranks(scores, counts), counts, k).positions(codes, first),
+        Bound::Union(budget) => match Limits::within(scores, counts, budget) {
+            Some(limits) => limits.positions(codes, first),
+            None => best_of_union(scores, codes, first, budget),
+        },
     }
 }
 

@@ -517,7 +517,7 @@ impl StaticSet {
     }
 
     /// The set with the chosen positions, ascending.
-    fn merge(&self, chosen: &[u32]) -> Vec<u32> {
+    pub fn merge(&self, chosen: &[u32]) -> Vec<u32> {
         debug_assert!(chosen.windows(2).all(|w| w[0] < w[1]));
         debug_assert!(chosen.iter().all(|p| self.candidates.contains(&(*p as usize))));
         let range = |r: &Range<usize>| r.start as u32..r.end as u32;

@@ -385,6 +385,21 @@ impl Rows for ValueRows {
     }
 }
 
+/// What a [`Packed`] holds besides signs, centre and the positions in half precision; keys, then values.
+pub(crate) struct Parts<'a> {
+    pub d: usize,
+    /// Whether keys are signs and magnitudes.
+    pub signed: bool,
+    /// `[d]`.
+    pub alpha: &'a [f32],
+    /// `[n,d/4]` bytes, the first channel in the lowest bits.
+    pub bits: [&'a [u8]; 2],
+    /// Scale and zero point, `[n,groups]`.
+    pub params: [&'a [[f16; 2]]; 2],
+    /// Rows in half precision, keys around the centre.
+    pub full: [&'a [f16]; 2],
+}
+
 /// Keys and values of one KV head in 2 bits.
 #[derive(Clone)]
 pub struct Packed {
@@ -484,6 +499,19 @@ impl Packed {
         for value in values.rows() {
             row.iter_mut().zip(value).for_each(|(r, v)| *r = *v);
             self.values.values.push(&row);
+        }
+    }
+
+    /// The arrays themselves, for a device.
+    pub(crate) fn parts(&self) -> Parts<'_> {
+        let (keys, values) = (&self.keys, &self.values);
+        Parts {
+            d: keys.d,
+            signed: keys.layout.signed,
+            alpha: &keys.alpha,
+            bits: [&keys.magnitudes.bits, &values.values.bits],
+            params: [&keys.magnitudes.params, &values.values.params],
+            full: [&keys.full.rows, &values.full.rows],
         }
     }
 

@@ -11,7 +11,7 @@ use std::io::{BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use kvsmith::compute::cuda::driver::{Address, Arg, Driver, THREADS};
+use kvsmith::compute::cuda::driver::{Address, Arg, Driver, Launch};
 use kvsmith::error::{Error, Result};
 
 /// See [`Driver`]. Each thread has a process of its own; what is allocated stays with the thread.
@@ -128,11 +128,20 @@ impl Driver for Emulated {
         Ok(())
     }
 
-    fn launch(&self, kernel: &'static str, grid: [u32; 3], shared_bytes: usize, args: &[Arg]) -> Result<()> {
+    fn multiprocessors(&self) -> usize {
+        4
+    }
+
+    fn launch(&self, kernel: &'static str, shape: Launch, args: &[Arg]) -> Result<()> {
         // The name comes between two runs of numbers; so all of this goes as bytes.
         let mut bytes = kernel.as_bytes().to_vec();
-        let numbers = grid.map(u64::from).into_iter();
-        let numbers = numbers.chain([u64::from(THREADS), shared_bytes as u64, args.len() as u64]);
+        let numbers = shape.grid.map(u64::from).into_iter();
+        let block = [
+            u64::from(shape.threads),
+            shape.shared_bytes as u64,
+            args.len() as u64,
+        ];
+        let numbers = numbers.chain(block);
         let numbers = numbers.chain(args.iter().flat_map(|arg| [arg.bytes as u64, arg.value]));
         bytes.extend(numbers.flat_map(u64::to_le_bytes));
         self.ask(&[kind('l'), kernel.len() as u64], &bytes, number)?;

@@ -23,10 +23,11 @@ CALL(cuDeviceGetCount, int* count) { return *count = wrong("none") ? 0 : 1, SUCC
 CALL(cuDeviceGet, int* device, int) { return *device = 0, SUCCESS; }
 CALL(cuDeviceGetName, char* name, int size, int) { return snprintf(name, size, "Fake GPU"), SUCCESS; }
 CALL(cuDeviceGetAttribute, int* value, int attribute, int) {
-    // The compute capability, and the shared memory that a block can ask for.
+    // The compute capability, the shared memory that a block can ask for, and the processors.
     if (attribute == 75) *value = wrong("old_chip") ? 7 : 9;
     else if (attribute == 76) *value = wrong("old_chip") ? 5 : 0;
     else if (attribute == 97) *value = 232448;
+    else if (attribute == 16) *value = 4;
     else return 1;
     return SUCCESS;
 }

@@ -8,7 +8,7 @@ use super::driver::{Address, Arg, Driver};
 use crate::error::{Error, Result};
 
 /// Some values on the device; given back when dropped.
-pub(super) struct Buffer<'d, T> {
+pub struct Buffer<'d, T> {
     driver: &'d dyn Driver,
     address: Address,
     len: usize,

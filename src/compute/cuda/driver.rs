@@ -2,8 +2,8 @@
 
 use crate::error::Result;
 
-/// Threads of every kernel's blocks.
-pub const THREADS: u32 = 256;
+/// Threads of a block, where nothing else is said.
+pub const THREADS: usize = 256;
 
 /// A place in the device's memory.
 pub type Address = u64;
@@ -34,8 +34,22 @@ pub trait Driver: Send + Sync {
     /// Sets bytes to zero.
     fn zero(&self, at: Address, bytes: usize) -> Result<()>;
 
-    /// Starts a kernel of `kernels/` in blocks of [`THREADS`], after everything that was launched before.
-    fn launch(&self, kernel: &'static str, grid: [u32; 3], shared_bytes: usize, args: &[Arg]) -> Result<()>;
+    /// Processors that run blocks side by side.
+    fn multiprocessors(&self) -> usize;
+
+    /// Starts a kernel of `kernels/` after everything that was launched before.
+    fn launch(&self, kernel: &'static str, shape: Launch, args: &[Arg]) -> Result<()>;
+}
+
+/// How many blocks run a kernel, and what each of them has.
+#[derive(Clone, Copy, Debug)]
+pub struct Launch {
+    /// Blocks along x, y and z.
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub threads: u32,
+    /// Bytes of dynamic shared memory of a block.
+    pub shared_bytes: usize,
 }
 
 /// An argument of a kernel.
@@ -65,6 +79,22 @@ impl Arg {
         }
     }
 
+    /// An f32.
+    pub fn f32(value: f32) -> Self {
+        Self {
+            value: u64::from(value.to_bits()),
+            bytes: 4,
+        }
+    }
+
+    /// An f64.
+    pub fn f64(value: f64) -> Self {
+        Self {
+            value: value.to_bits(),
+            bytes: 8,
+        }
+    }
+
     /// A pointer; 0 is the null pointer.
     pub fn address(value: Address) -> Self {
         Self { value, bytes: 8 }
@@ -81,7 +111,7 @@ pub(super) fn launch(
     launch_with(driver, kernel, grid, 0, args)
 }
 
-/// [`Driver::launch`]; nothing for an empty grid.
+/// [`Driver::launch`] in blocks of [`THREADS`]; nothing for an empty grid.
 pub(super) fn launch_with(
     driver: &dyn Driver,
     kernel: &'static str,
@@ -89,8 +119,25 @@ pub(super) fn launch_with(
     shared_bytes: usize,
     args: &[Arg],
 ) -> Result<()> {
+    launch_blocks(driver, kernel, grid, THREADS, shared_bytes, args)
+}
+
+/// [`Driver::launch`]; nothing for an empty grid.
+pub(super) fn launch_blocks(
+    driver: &dyn Driver,
+    kernel: &'static str,
+    grid: [usize; 3],
+    threads: usize,
+    shared_bytes: usize,
+    args: &[Arg],
+) -> Result<()> {
     if grid.contains(&0) {
         return Ok(());
     }
-    driver.launch(kernel, grid.map(|n| n as u32), shared_bytes, args)
+    let shape = Launch {
+        grid: grid.map(|n| n as u32),
+        threads: threads as u32,
+        shared_bytes,
+    };
+    driver.launch(kernel, shape, args)
 }

@@ -11,8 +11,8 @@ use cudarc::driver::sys::{
     self, CUcontext, CUdevice, CUdevice_attribute, CUfunction, CUfunction_attribute, CUmodule, CUresult,
 };
 
-use super::driver::{Address, Arg, Driver, THREADS};
-use super::{clusters, kernels};
+use super::driver::{Address, Arg, Driver, Launch};
+use super::{clusters, decode, kernels};
 use crate::error::{Error, Result};
 
 pub mod compile;
@@ -30,6 +30,7 @@ pub struct Nvidia {
     functions: HashMap<&'static str, CUfunction>,
     adapter: String,
     fast_shared_bytes: usize,
+    multiprocessors: usize,
 }
 
 // SAFETY: contexts, modules and functions of CUDA's driver may be used from any thread that has made the
@@ -85,6 +86,11 @@ impl Nvidia {
             functions: HashMap::new(),
             adapter,
             fast_shared_bytes: 0,
+            multiprocessors: attribute(
+                device,
+                CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+            )?
+            .max(1) as usize,
         };
         gpu.load(capability)?;
         Ok(gpu)
@@ -130,25 +136,35 @@ impl Nvidia {
             self.functions.insert(name, function);
         }
         let optin = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
-        let most = attribute(self.device, optin)?.min(clusters::MOST_SHARED_BYTES as i32);
+        let optin = attribute(self.device, optin)?;
+        let most = optin.min(clusters::MOST_SHARED_BYTES as i32);
+        let large = decode::LARGE_BLOCKS.map(|(name, bytes)| (name, optin.min(bytes as i32)));
+        for (name, bytes) in [("nearest_fast", most)].into_iter().chain(large) {
+            self.prefer_shared(name, bytes)?;
+        }
+        self.fast_shared_bytes = most.max(0) as usize;
+        Ok(())
+    }
+
+    /// Lets blocks of a kernel have so many bytes of dynamic shared memory, and several of them fit a processor.
+    fn prefer_shared(&self, name: &str, bytes: i32) -> Result<()> {
         let attributes = [
             (
                 CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                most,
+                bytes,
             ),
-            // In percent: all of the first-level cache that can be shared memory, so that two blocks fit.
+            // In percent: all of the first-level cache that can be shared memory.
             (
                 CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
                 100,
             ),
         ];
-        let function = self.function("nearest_fast")?;
+        let function = self.function(name)?;
         for (attribute, value) in attributes {
             // SAFETY: the function is one of the module.
             unsafe { result::function::set_function_attribute(function, attribute, value) }
                 .map_err(|e| failed("no shared memory", e))?;
         }
-        self.fast_shared_bytes = most.max(0) as usize;
         Ok(())
     }
 
@@ -226,7 +242,11 @@ impl Driver for Nvidia {
         unsafe { result::memset_d8_sync(at, 0, bytes) }.map_err(|e| failed("memory was not cleared", e))
     }
 
-    fn launch(&self, kernel: &'static str, grid: [u32; 3], shared_bytes: usize, args: &[Arg]) -> Result<()> {
+    fn multiprocessors(&self) -> usize {
+        self.multiprocessors
+    }
+
+    fn launch(&self, kernel: &'static str, shape: Launch, args: &[Arg]) -> Result<()> {
         self.enter()?;
         let function = self.function(kernel)?;
         // The driver copies each argument from where its pointer points, as many bytes as the kernel declares:
@@ -236,8 +256,8 @@ impl Driver for Nvidia {
             .iter_mut()
             .map(|v| std::ptr::from_mut(v).cast::<c_void>())
             .collect();
-        let (grid, block) = ((grid[0], grid[1], grid[2]), (THREADS, 1, 1));
-        let (shared, stream) = (shared_bytes as u32, std::ptr::null_mut());
+        let ([x, y, z], block) = (shape.grid, (shape.threads, 1, 1));
+        let (grid, shared, stream) = ((x, y, z), shape.shared_bytes as u32, std::ptr::null_mut());
         // SAFETY: the function is one of the module, and the callers give it the arguments it declares,
         // pointers to live buffers of the sizes that the kernel's comment names; tests run every launch under
         // a sanitizer. The values outlive the call, which copies them.

@@ -1,0 +1,95 @@
+// attention of src/compute/reference.rs for one token over the 2-bit cache of src/runner/packed.rs, dequantised on
+// the way to the tensor cores; see attend.h.
+//
+// Per KV head: signs as select_signs.cu has them, bits of keys and values `[capacity,d/4]` bytes, the lowest bits
+// first, and params `[capacity,groups]`, groups = ceil(d/32): scale and zero point in f16, the scale in the low
+// half. centre and alpha `[d]`. Positions in half precision, full `[FULL]` ascending, have their rows in full_keys
+// and full_values `[FULL,d]` f16, keys around the centre. What is beyond the range of f16 becomes its largest
+// number.
+#include "attend.h"
+
+struct PackedArrays {
+    const u32* signs;
+    const u16 *key_bits, *value_bits;
+    const u32 *key_params, *value_params;
+    const float *centre, *alpha;
+    const u32 *full, *full_count;
+    const u16 *full_keys, *full_values;
+};
+
+DEVICE u16 to_half(float v) { return round_to<false>(fminf(fmaxf(v, -65504.0f), 65504.0f)); }
+
+template <u32 D>
+struct PackedRows {
+    static constexpr bool BFLOAT = false, CENTRED = true;
+    PackedArrays of;
+    u32 d, pitch, n_full, is_signed;
+
+    DEVICE float weight(u32 c) const { return c < d ? of.alpha[c] : 0.0f; }
+    DEVICE float centre(u32 c) const { return c < d ? of.centre[c] : 0.0f; }
+
+    // The number of a position among those in half precision, or n_full.
+    DEVICE u32 find_full(u32 position) const {
+        u32 low = 0, high = n_full;
+        while (low < high) {
+            u32 middle = (low + high) / 2;
+            if (of.full[middle] < position) low = middle + 1;
+            else high = middle;
+        }
+        return low < n_full && of.full[low] == position ? low : n_full;
+    }
+
+    // Dequantises a tile, two threads a row; beyond the last item the last one again.
+    DEVICE void fill(u16* k, u16* v, const Attended& span, u32 start, u32 end) const {
+        u32 row = threadIdx.x / 2, groups = (d + 31) / 32;
+        u32 p = span.position(smaller(start + row, end - 1)), slot = find_full(p);
+        for (u32 eighth = threadIdx.x % 2; eighth < D / 8; eighth += 2) {
+            u32 c = eighth * 8, packed_k[4] = {}, packed_v[4] = {};
+            if (c < d && slot < n_full) {
+                for (u32 i = 0; i < 8; i += 2) {
+                    const u16 *key = of.full_keys + slot * d + c + i, *value = of.full_values + slot * d + c + i;
+                    packed_k[i / 2] = (u32)to_half(widen<false>(key[0]) / of.alpha[c + i]) |
+                                      (u32)to_half(widen<false>(key[1]) / of.alpha[c + i + 1]) << 16;
+                    packed_v[i / 2] = value[0] | (u32)value[1] << 16;
+                }
+            } else if (c < d) {
+                u32 key = of.key_bits[(u64)p * (d / 8) + eighth], value = of.value_bits[(u64)p * (d / 8) + eighth];
+                u32 sign = of.signs[(u64)p * (pitch / 4) + c / 32] >> (c % 32);
+                u32 key_param = of.key_params[(u64)p * groups + c / 32];
+                u32 value_param = of.value_params[(u64)p * groups + c / 32];
+                float key_scale = widen<false>((u16)key_param), key_zero = widen<false>((u16)(key_param >> 16));
+                float scale = widen<false>((u16)value_param), zero = widen<false>((u16)(value_param >> 16));
+UNROLL
+                for (u32 i = 0; i < 8; i++) {
+                    float x = fmaf((float)(key >> (2 * i) & 3), key_scale, key_zero);
+                    if (is_signed && !(sign >> i & 1)) x = -x;
+                    packed_k[i / 2] |= (u32)to_half(x) << (i % 2 * 16);
+                    packed_v[i / 2] |= (u32)to_half(fmaf((float)(value >> (2 * i) & 3), scale, zero)) << (i % 2 * 16);
+                }
+            }
+            *(uint4*)&k[row * PITCH<D> + c] = {packed_k[0], packed_k[1], packed_k[2], packed_k[3]};
+            *(uint4*)&v[row * PITCH<D> + c] = {packed_v[0], packed_v[1], packed_v[2], packed_v[3]};
+        }
+    }
+};
+
+#define PACKED_PARAMETERS                                                                                       \
+    const float *queries, const u32 *signs, const u16 *key_bits, const u16 *value_bits, const u32 *key_params,  \
+        const u32 *value_params, const float *centre, const float *alpha, const u32 *full,                      \
+        const u32 *full_count, const u16 *full_keys, const u16 *full_values, const u32 *spans,                  \
+        const u32 *lists, const u32 *listed, float *outs, float *sums, float scale, u32 r, u32 d, u32 pitch,    \
+        u32 capacity, u32 most, u32 is_signed
+#define ATTEND_PACKED(D)                                                                                        \
+    DYNAMIC_SHARED(u16, shared);                                                                                \
+    u64 at = blockIdx.z * gridDim.y + blockIdx.y, first = at * capacity, groups = (d + 31) / 32;                \
+    PackedRows<D> rows = {{signs + first * (pitch / 4), key_bits + first * (d / 8),                             \
+                           value_bits + first * (d / 8), key_params + first * groups,                           \
+                           value_params + first * groups, centre + at * d, alpha + at * d, full + at * FULL,    \
+                           full_count + at, full_keys + at * FULL * d, full_values + at * FULL * d},            \
+                          d, pitch, smaller(full_count[at], FULL), is_signed};                                  \
+    attend<PackedRows<D>, D>(rows, shared, queries, spans, lists, listed, outs, sums, scale, r, most)
+
+KERNEL(128, 2, attend_packed_64, PACKED_PARAMETERS) { ATTEND_PACKED(64); }
+KERNEL(128, 2, attend_packed_80, PACKED_PARAMETERS) { ATTEND_PACKED(80); }
+KERNEL(128, 2, attend_packed_96, PACKED_PARAMETERS) { ATTEND_PACKED(96); }
+KERNEL(128, 2, attend_packed_128, PACKED_PARAMETERS) { ATTEND_PACKED(128); }

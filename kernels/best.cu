@@ -1,0 +1,94 @@
+// The best of many scores per KV head, within a budget: the largest keys, the lower position on ties, ascending.
+// Keys `[b,g,capacity]` have the order of the scores; only those of candidates count, which lie between the sinks
+// and the window of spans `[b,4]`.
+//
+// The least key taken is found 11, 11 and 10 bits at a time: histograms `[b,g,3,BINS]`, zeroed before, count the
+// keys that agree with what is known, by their next bits. found `[b,g,3,4]`: after each of the three, the bits
+// known and how many of the keys that have them are still to be taken; the rest zeros.
+#include "common.h"
+#include "scan.h"
+
+constexpr u32 BINS = 2048;
+
+// A histogram in shared memory, joined to the one of all blocks.
+DEVICE void add_histogram(const u32* own, u32* histogram) {
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < BINS; i += 256) {
+        if (own[i] > 0) atomicAdd(&histogram[i], own[i]);
+    }
+}
+
+// The bin in which the `want` largest end, or bin 0, and how many of it are among them; every thread gets both.
+DEVICE void find_bin(const u32* histogram, u32 want, u32& bin, u32& left) {
+    SHARED(u32, found, 2);
+    u32 top = BINS - 1 - threadIdx.x * 8, own = 0;
+    for (u32 i = 0; i < 8; i++) own += histogram[top - i];
+    u32 before = sum_before(own);
+    if (before < want && (before + own >= want || threadIdx.x == 255)) {
+        u32 i = 0;
+        while (i < 7 && before + histogram[top - i] < want) before += histogram[top - i++];
+        found[0] = top - i, found[1] = want - before;
+    }
+    __syncthreads();
+    bin = found[0], left = found[1];
+}
+
+// The second histogram (pass 1) or the third (pass 2), for what the one before it leaves open.
+KERNEL(256, 1, narrow_keys, const u32* keys, const u32* spans, const u32* budgets, u32* histograms, u32* found,
+       u32 pass, u32 capacity) {
+    SHARED(u32, own, BINS);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, known = 0, want = budgets[blockIdx.z], bin, left;
+    const u32* span = spans + 4 * blockIdx.z;
+    histograms += (u64)at * 3 * BINS;
+    found += at * 12;
+    if (pass == 2) known = found[0] << 11, want = found[1];
+    for (u32 i = threadIdx.x; i < BINS; i += 256) own[i] = 0;
+    find_bin(histograms + (pass - 1) * BINS, want, bin, left);
+    known |= bin;
+    if (blockIdx.x == 0 && threadIdx.x == 0) found[4 * (pass - 1)] = known, found[4 * (pass - 1) + 1] = left;
+    // Bits 31 to 21 are known in pass 1, 31 to 10 in pass 2.
+    u32 shift = pass == 1 ? 21 : 10, next = pass == 1 ? 10 : 0, mask = pass == 1 ? 2047 : 1023;
+    keys += (u64)at * capacity;
+    for (u32 i = 0; i < 8; i++) {
+        u32 p = blockIdx.x * SCAN + i * 256 + threadIdx.x;
+        if (p < span[0] + span[1] || p >= span[2]) continue;
+        u32 key = keys[p];
+        if (key >> shift == known) atomicAdd(&own[key >> next & mask], 1);
+    }
+    add_histogram(own, histograms + pass * BINS);
+}
+
+// The marks of the eight keys that a thread looks at: 1 above the least key taken, 2 for the least itself.
+DEVICE u64 marks_of_keys(const u32* keys, u32 least, u32 from, u32 start, u32 end) {
+    u64 out = 0;
+UNROLL
+    for (u32 i = 0; i < 8; i++) {
+        u32 p = from + i;
+        if (p < start || p >= end) continue;
+        u64 mark = keys[p] > least ? 1 : keys[p] == least ? 2 : 0;
+        out |= mark << (8 * i);
+    }
+    return out;
+}
+
+// Finds the least key taken; see count_block.
+KERNEL(256, 1, count_best, const u32* keys, const u32* spans, const u32* histograms, u32* found, u32* totals,
+       u32 capacity) {
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * SCAN + threadIdx.x * 8, bin, left;
+    const u32* span = spans + 4 * blockIdx.z;
+    found += at * 12;
+    find_bin(histograms + ((u64)at * 3 + 2) * BINS, found[5], bin, left);
+    u32 least = found[4] << 10 | bin;
+    if (blockIdx.x == 0 && threadIdx.x == 0) found[8] = least, found[9] = left;
+    count_block(marks_of_keys(keys + (u64)at * capacity, least, from, span[0] + span[1], span[2]), totals);
+}
+
+// See list_block.
+KERNEL(256, 1, list_best, const u32* keys, const u32* spans, const u32* found, const u32* totals, u32* lists,
+       u32* listed, u32 capacity, u32 most) {
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * SCAN + threadIdx.x * 8;
+    const u32* span = spans + 4 * blockIdx.z;
+    found += at * 12;
+    u64 mine = marks_of_keys(keys + (u64)at * capacity, found[8], from, span[0] + span[1], span[2]);
+    list_block(mine, from, found + 9, 1, totals, lists, listed, most);
+}

@@ -1,0 +1,91 @@
+// What the selections share: the order of scores, sums over the threads before, and the scan that writes the
+// positions taken in ascending order. Blocks have 256 threads.
+#pragma once
+#include "common.h"
+
+// Positions that a block of the scan looks at, eight a thread; codewords of a KV head that are taken in part.
+constexpr u32 SCAN = 2048, PARTS = 16;
+
+// The order of `f32::total_cmp` as the order of unsigned numbers.
+DEVICE u32 order_of(float v) {
+    u32 bits = __float_as_uint(v);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// The sum over the threads before this one.
+DEVICE u32 sum_before(u32 v) {
+    SHARED(u32, warps, 8);
+    u32 sum = v;
+    for (u32 step = 1; step < 32; step *= 2) {
+        u32 other = __shfl_up_sync(ALL_LANES, sum, step);
+        if (lane() >= step) sum += other;
+    }
+    if (lane() == 31) warps[warp()] = sum;
+    __syncthreads();
+    u32 before = sum - v;
+    for (u32 i = 0; i < warp(); i++) before += warps[i];
+    __syncthreads();
+    return before;
+}
+
+// Whether a thread's position number i has this mark: 0 is not taken, 1 is taken, 2 + p is taken if it is one of
+// the first of its kind, number p.
+DEVICE u32 mark_at(u64 marks, u32 i) { return (u32)(marks >> (8 * i) & 255); }
+
+DEVICE u32 count_marks(u64 marks, u32 mark) {
+    u32 count = 0;
+UNROLL
+    for (u32 i = 0; i < 8; i++) count += mark_at(marks, i) == mark;
+    return count;
+}
+
+// What the block takes: totals `[b,g,blocks,1 + PARTS]`, the positions with mark 1 and those of each kind.
+DEVICE void count_block(u64 mine, u32* totals) {
+    SHARED(u32, sums, 1 + PARTS);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y;
+    if (threadIdx.x <= PARTS) sums[threadIdx.x] = 0;
+    __syncthreads();
+    u32 whole = warp_sum(count_marks(mine, 1));
+    if (lane() == 0) atomicAdd(&sums[0], whole);
+    for (u32 i = 0; i < 8; i++) {
+        u32 mark = mark_at(mine, i);
+        if (mark > 1) atomicAdd(&sums[mark - 1], 1);
+    }
+    __syncthreads();
+    if (threadIdx.x <= PARTS) totals[((u64)at * gridDim.x + blockIdx.x) * (1 + PARTS) + threadIdx.x] = sums[threadIdx.x];
+}
+
+// Writes the block's positions, `from` being the thread's first: lists `[b,g,most]`, listed `[b,g]`. Of kind p the
+// first takes[p * stride] ones are taken; the first zero ends the kinds.
+DEVICE void list_block(u64 mine, u32 from, const u32* takes, u32 stride, const u32* totals, u32* lists, u32* listed,
+                       u32 most) {
+    SHARED(u32, before, 1 + PARTS);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y;
+    if (threadIdx.x <= PARTS) before[threadIdx.x] = 0;
+    __syncthreads();
+    // 255 is a multiple of 17, so a thread stays with one of the 17 numbers.
+    totals += (u64)at * gridDim.x * (1 + PARTS);
+    u32 earlier = 0;
+    if (threadIdx.x < 255) {
+        for (u32 i = threadIdx.x; i < blockIdx.x * (1 + PARTS); i += 255) earlier += totals[i];
+        if (earlier > 0) atomicAdd(&before[threadIdx.x % (1 + PARTS)], earlier);
+    }
+    __syncthreads();
+    u32 base = before[0];
+    for (u32 p = 0; p < PARTS; p++) {
+        u32 take = takes[p * stride], seen = before[1 + p];
+        if (take == 0) break;
+        base += smaller(take, seen);
+        u32 rank = seen + sum_before(count_marks(mine, 2 + p));
+        for (u32 i = 0; i < 8; i++) {
+            if (mark_at(mine, i) != 2 + p) continue;
+            u64 taken = rank++ < take;
+            mine = (mine & ~(255ull << (8 * i))) | taken << (8 * i);
+        }
+    }
+    u32 count = count_marks(mine, 1), to = base + sum_before(count);
+    for (u32 i = 0; i < 8; i++) {
+        if (mark_at(mine, i) == 1 && to < most) lists[(u64)at * most + to++] = from + i;
+    }
+    if (blockIdx.x + 1 == gridDim.x && threadIdx.x == 255) listed[at] = smaller(to, most);
+}

@@ -1,0 +1,301 @@
+// select of src/method/a2ats.rs: within a budget per KV head, the tokens of the best codewords.
+//
+// For query head a let R_a(c) be the number of tokens in codewords ranked above c (by score, the lower codeword
+// first on ties), rho(c) the least R_a(c) of the group, o(j) the rank of token j by position within its codeword.
+// The union of the query heads' k best tokens is { j : rho(code_j) + o(j) < k }, so k follows from the counts of
+// the codewords alone, and one scan over the codes writes the positions, ascending. At most r codewords of a KV
+// head are taken in part: o(j) is counted for those only.
+//
+// blockIdx.y is the KV head and blockIdx.z the sequence, where nothing else is said; r <= 16. spans `[b,4]` and
+// budgets `[b]` are those of begin_step; candidates lie between the sinks and the window.
+#include "common.h"
+#include "scan.h"
+#include "tensor.h"
+
+constexpr u32 NO_RANK = 0xffffffffu;
+
+// Rows by matrices: out `[b,g,r,d]`, out_i = sum_j matrix_ij x_j - offset_i. matrices `[g,d,d]`, offsets `[g,d]` or
+// null. A warp has a row of the matrix, and block x eight of them.
+KERNEL(256, 1, map_rows, const float* x, const float* matrices, const float* offsets, float* out, u32 r, u32 d) {
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, i = blockIdx.x * 8 + warp();
+    if (i >= d) return;
+    const float* row = matrices + ((u64)blockIdx.y * d + i) * d;
+    for (u32 a = 0; a < r; a++) {
+        float sum = 0;
+        for (u32 j = lane(); j < d; j += 32) sum = fmaf(row[j], x[((u64)at * r + a) * d + j], sum);
+        sum = warp_sum(sum);
+        if (lane() == 0) out[((u64)at * r + a) * d + i] = sum - (offsets ? offsets[blockIdx.y * d + i] : 0.0f);
+    }
+}
+
+// Brings counts `[b,g,M]`, of the codes between counted `[b,g,2]`, to the candidates: what entered and what left,
+// or all anew where the candidates moved back. codes `[b,g,capacity]`. A block has a KV head.
+KERNEL(256, 1, count_candidates, const u16* codes, const u32* spans, u32* counts, u32* counted, u32 capacity,
+       u32 size) {
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y;
+    const u32* span = spans + 4 * blockIdx.z;
+    u32 start = span[0] + span[1], end = span[2], old_start = counted[2 * at], old_end = counted[2 * at + 1];
+    codes += (u64)at * capacity;
+    counts += (u64)at * size;
+    __syncthreads();
+    if (start < old_start || end < old_end || start > old_end) {
+        for (u32 c = threadIdx.x; c < size; c += 256) counts[c] = 0;
+        __syncthreads();
+        old_start = old_end = start;
+    }
+    for (u32 p = old_end + threadIdx.x; p < end; p += 256) atomicAdd(&counts[codes[p]], 1);
+    for (u32 p = old_start + threadIdx.x; p < start; p += 256) atomicAdd(&counts[codes[p]], 0xffffffffu);
+    if (threadIdx.x == 0) counted[2 * at] = start, counted[2 * at + 1] = end;
+}
+
+// Scores of the codewords, [b,h,M]: y·c. A block has 64 codewords of a KV head; whitened queries y_w `[b,h,d]`,
+// codebook `[g,M,d]` f16, d a multiple of 8.
+KERNEL(256, 2, codeword_scores, const float* y_w, const u16* codebook, float* scores, u32 r, u32 size, u32 d) {
+    DYNAMIC_SHARED(float, y);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y;
+    for (u32 i = threadIdx.x; i < r * d; i += 256) y[i] = y_w[(u64)at * r * d + i];
+    __syncthreads();
+    // Four lanes share a codeword.
+    u32 c = blockIdx.x * 64 + threadIdx.x / 4, quarter = threadIdx.x % 4;
+    float sums[16] = {};
+    if (c < size) {
+        const u16* from = codebook + ((u64)blockIdx.y * size + c) * d;
+        for (u32 k = quarter * 8; k < d; k += 32) {
+            uint4 bits = *(const uint4*)&from[k];
+            u32 pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+UNROLL
+            for (u32 i = 0; i < 4; i++) {
+                float low = widen<false>((u16)pairs[i]), high = widen<false>((u16)(pairs[i] >> 16));
+UNROLL
+                for (u32 a = 0; a < 16; a++) {
+                    if (a < r) sums[a] = fmaf(high, y[a * d + k + 2 * i + 1], fmaf(low, y[a * d + k + 2 * i], sums[a]));
+                }
+            }
+        }
+    }
+UNROLL
+    for (u32 a = 0; a < 16; a++) {
+        if (a >= r) continue;
+        float sum = sums[a];
+        sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+        if (quarter == 0 && c < size) scores[((u64)at * r + a) * size + c] = sum;
+    }
+}
+
+// ranks `[b,h,M]`: R_a(c) where it is below `budget`, else NO_RANK. A block has a query head, blockIdx.y; it finds by radix
+// the score from which on the codewords hold `budget` tokens, lists those and counts what is above each.
+// Codewords without tokens are left out.
+KERNEL(256, 1, rank_codewords, const float* scores, const u32* counts, const u32* budgets, u32* ranks, u32 r,
+       u32 size) {
+    DYNAMIC_SHARED(u32, listed);  // `[2,M]`: order and codeword of what is listed
+    SHARED(u32, tokens, 256);
+    SHARED(u32, found, 3);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, budget = budgets[blockIdx.z];
+    scores += (u64)at * size;
+    counts += (u64)(at / r) * size;
+    ranks += (u64)at * size;
+    for (u32 c = threadIdx.x; c < size; c += 256) ranks[c] = NO_RANK;
+    if (budget == 0) return;
+    // The digits of the least order that is listed, the high ones first, and the tokens above them.
+    u32 prefix = 0, above = 0;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        tokens[threadIdx.x] = 0;
+        __syncthreads();
+        for (u32 c = threadIdx.x; c < size; c += 256) {
+            u32 order = order_of(scores[c]);
+            if (shift == 24 || order >> (shift + 8) == prefix >> (shift + 8)) {
+                atomicAdd(&tokens[order >> shift & 255], counts[c]);
+            }
+        }
+        __syncthreads();
+        // The digit in which the budget is reached; the last one where it is not.
+        u32 digit = 255 - threadIdx.x, own = tokens[digit], sum = above + sum_before(own);
+        if (sum < budget && (sum + own >= budget || digit == 0)) found[0] = digit, found[1] = sum;
+        __syncthreads();
+        prefix |= found[0] << shift;
+        above = found[1];
+    }
+    if (threadIdx.x == 0) found[2] = 0;
+    __syncthreads();
+    for (u32 c = threadIdx.x; c < size; c += 256) {
+        u32 order = order_of(scores[c]);
+        if (order >= prefix && counts[c] > 0) {
+            u32 i = atomicAdd(&found[2], 1);
+            listed[i] = order, listed[size + i] = c;
+        }
+    }
+    __syncthreads();
+    u32 all = found[2];
+    for (u32 i = threadIdx.x; i < all; i += 256) {
+        u32 order = listed[i], c = listed[size + i], rank = 0;
+        for (u32 j = 0; j < all; j++) {
+            u32 other = listed[size + j];
+            if (listed[j] > order || (listed[j] == order && other < c)) rank += counts[other];
+        }
+        ranks[c] = rank < budget ? rank : NO_RANK;
+    }
+}
+
+DEVICE u32 taken(u32 rho, u32 count, u32 k) { return rho == NO_RANK || k <= rho ? 0 : smaller(k - rho, count); }
+
+// Where even the query heads' best tokens are more than the budget: the best of those by their highest score, the
+// lower position first on ties. chosen `[r]`: their codewords, of each of which the first token is taken.
+DEVICE void best_of_union(u32* chosen, const u32* ranks, const u32* counts, const float* scores, const u16* codes,
+                          u32 start, u32 end, u32 budget, u32 r, u32 size) {
+    SHARED(u32, tops, 16);
+    SHARED(u32, firsts, 16);
+    if (threadIdx.x < 16) tops[threadIdx.x] = chosen[threadIdx.x] = firsts[threadIdx.x] = NO_RANK;
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < r * size; i += 256) {
+        if (ranks[i] == 0 && counts[i % size] > 0) tops[i / size] = i % size;
+    }
+    __syncthreads();
+    for (u32 p = start + threadIdx.x; p < end; p += 256) {
+        for (u32 a = 0; a < r; a++) {
+            if (codes[p] == tops[a]) atomicMin(&firsts[a], p);
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (u32 n = 0; n < smaller(budget, r); n++) {
+        u32 best = NO_RANK, best_order = 0;
+        for (u32 a = 0; a < r; a++) {
+            if (tops[a] == NO_RANK) continue;
+            u32 order = 0;
+            for (u32 other = 0; other < r; other++) {
+                u32 of = order_of(scores[other * size + tops[a]]);
+                if (of > order) order = of;
+            }
+            bool better = best == NO_RANK || order > best_order || (order == best_order && firsts[a] < firsts[best]);
+            if (better) best = a, best_order = order;
+        }
+        if (best == NO_RANK) break;
+        u32 code = chosen[n] = tops[best];
+        for (u32 a = 0; a < r; a++) {
+            if (tops[a] == code) tops[a] = NO_RANK;
+        }
+    }
+}
+
+// The largest k whose union has at most the budget, per KV head, or with `per_query_head` k = budget, and what it
+// takes: marks `[b,g,M]`, 0 for none of a codeword's tokens, 1 for all, 2 + i for the first ones of number i of
+// parts `[b,g,16,2]`: the codeword and how many. Each of the block's eight warps tries a k at a time.
+KERNEL(256, 1, take_codewords, const u32* ranks, const u32* counts, const float* scores, const u16* codes,
+       const u32* spans, const u32* budgets, u8* marks, u32* parts, u32 r, u32 size, u32 capacity,
+       u32 per_query_head) {
+    DYNAMIC_SHARED(u32, rho);
+    SHARED(u32, fits_at, 8);
+    SHARED(u32, chosen, 16);
+    SHARED(u32, n_parts, 1);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, budget = budgets[blockIdx.z];
+    const u32* span = spans + 4 * blockIdx.z;
+    counts += (u64)at * size;
+    ranks += (u64)at * r * size;
+    for (u32 c = threadIdx.x; c < size; c += 256) {
+        u32 least = NO_RANK;
+        for (u32 a = 0; a < r; a++) least = smaller(least, ranks[a * size + c]);
+        rho[c] = least;
+    }
+    __syncthreads();
+    // k = fits has few enough tokens, k = too_many has not: no query head alone may have more than the budget.
+    u32 fits = per_query_head ? budget : 0, too_many = budget + 1;
+    while (too_many - fits > 1) {
+        u32 width = too_many - fits, step = (width + 8) / 9, k = fits + step * (warp() + 1);
+        u32 sum = 0;
+        if (k < too_many) {
+            for (u32 c = lane(); c < size; c += 32) sum += taken(rho[c], counts[c], k);
+        }
+        sum = warp_sum(sum);
+        if (lane() == 0) fits_at[warp()] = k < too_many && sum <= budget;
+        __syncthreads();
+        u32 low = fits, high = too_many;
+        for (u32 i = 0; i < 8; i++) {
+            u32 tried = fits + step * (i + 1);
+            if (tried >= too_many) break;
+            if (!fits_at[i]) {
+                high = tried;
+                break;
+            }
+            low = tried;
+        }
+        fits = low, too_many = high;
+        __syncthreads();
+    }
+    if (fits == 0 && !per_query_head) {
+        best_of_union(chosen, ranks, counts, scores + (u64)at * r * size, codes + (u64)at * capacity,
+                      span[0] + span[1], span[2], budget, r, size);
+    }
+    if (threadIdx.x == 0) n_parts[0] = 0;
+    if (threadIdx.x < 2 * PARTS) parts[at * 2 * PARTS + threadIdx.x] = 0;
+    __syncthreads();
+    for (u32 c = threadIdx.x; c < size; c += 256) {
+        u32 take = taken(rho[c], counts[c], fits);
+        for (u32 a = 0; a < 16 && fits == 0 && !per_query_head; a++) take += chosen[a] == c;
+        u8 mark = take > 0;
+        if (take > 0 && take < counts[c]) {
+            u32 i = atomicAdd(&n_parts[0], 1);
+            parts[(at * PARTS + i) * 2] = c, parts[(at * PARTS + i) * 2 + 1] = take;
+            mark = (u8)(2 + i);
+        }
+        marks[(u64)at * size + c] = mark;
+    }
+}
+
+// The marks of the eight codes that a thread looks at, a byte each; 0 for what is no candidate.
+DEVICE u64 marks_of(const u16* codes, const u8* marks, u32 from, u32 start, u32 end) {
+    if (from >= end) return 0;
+    uint4 bits = *(const uint4*)&codes[from];
+    u32 pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+    u64 out = 0;
+UNROLL
+    for (u32 i = 0; i < 8; i++) {
+        if (from + i >= start && from + i < end) {
+            out |= (u64)marks[pairs[i / 2] >> (i % 2 * 16) & 0xffff] << (8 * i);
+        }
+    }
+    return out;
+}
+
+// See count_block. capacity is a multiple of 8.
+KERNEL(256, 1, count_taken, const u16* codes, const u8* marks, const u32* spans, u32* totals, u32 capacity,
+       u32 size) {
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * SCAN + threadIdx.x * 8;
+    const u32* span = spans + 4 * blockIdx.z;
+    count_block(marks_of(codes + (u64)at * capacity, marks + (u64)at * size, from, span[0] + span[1], span[2]),
+                totals);
+}
+
+// See list_block.
+KERNEL(256, 1, list_taken, const u16* codes, const u8* marks, const u32* parts, const u32* spans, const u32* totals,
+       u32* lists, u32* listed, u32 capacity, u32 size, u32 most) {
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * SCAN + threadIdx.x * 8;
+    const u32* span = spans + 4 * blockIdx.z;
+    u64 mine = marks_of(codes + (u64)at * capacity, marks + (u64)at * size, from, span[0] + span[1], span[2]);
+    list_block(mine, from, parts + at * 2 * PARTS + 1, 2, totals, lists, listed, most);
+}
+
+// The code of each head's new key, the last position of lens `[b]`: of scores `[b,g,M]`, z·c, the codeword with the
+// largest z·c - norms[c], the lower one on ties. norms `[g,M]`: ||c||²/2.
+KERNEL(256, 1, encode_last, const float* scores, const float* norms, const u32* lens, u16* codes, u32 size,
+       u32 capacity) {
+    SHARED(u64, best, 8);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y;
+    u64 mine = 0;
+    for (u32 c = threadIdx.x; c < size; c += 256) {
+        float score = scores[(u64)at * size + c] - norms[blockIdx.y * size + c];
+        u64 key = (u64)order_of(score) << 32 | (0xffffffffu - c);
+        if (key > mine) mine = key;
+    }
+    for (u32 step = 16; step > 0; step /= 2) {
+        u64 other = __shfl_xor_sync(ALL_LANES, mine, step);
+        if (other > mine) mine = other;
+    }
+    if (lane() == 0) best[warp()] = mine;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (u32 i = 1; i < 8; i++) {
+        if (best[i] > mine) mine = best[i];
+    }
+    codes[(u64)at * capacity + lens[blockIdx.z] - 1] = (u16)(0xffffffffu - (u32)mine);
+}

@@ -1,0 +1,103 @@
+// select of src/method/selfindex.rs up to the keys that best.cu takes the largest of: scores of sign patterns by
+// tables of 16 entries per group of four channels.
+//
+// signs `[b,g,capacity,pitch]`: bit i of byte B is the sign of channel 8 B + i; pitch is the bytes of a row, a
+// multiple of 4, and bits beyond the last channel are zero. centroids `[b,g,d/4,16,4]`. tables `[b,g,2 pitch,16]`,
+// zeros beyond the last group. blockIdx.y is the KV head and blockIdx.z the sequence.
+#include "common.h"
+#include "scan.h"
+
+// The score of a row: byte after byte, as the CPU adds.
+DEVICE float sign_score(const u32* row, const float* table, u32 words) {
+    float sum = 0;
+    for (u32 w = 0; w < words; w++) {
+        u32 bits = row[w];
+UNROLL
+        for (u32 b = 0; b < 4; b++) {
+            const float* pair = table + (w * 4 + b) * 32;
+            sum += pair[bits >> (8 * b) & 15] + pair[16 + (bits >> (8 * b + 4) & 15)];
+        }
+    }
+    return sum;
+}
+
+// The tables of the group's mean query, `[b,h,d]`, and which positions come first: of full `[b,g,FULL]`, as many as
+// full_count `[b,g]` says, the candidates with the best scores, on at most two fifths of the budget: first
+// `[b,g,FULL]`, the rest 0xffffffff. Clears the histograms of best.cu.
+KERNEL(256, 1, sign_tables, const float* queries, const float* centroids, const u32* signs, const u32* full,
+       const u32* full_count, const u32* spans, const u32* budgets, float* tables, u32* first, u32* histograms, u32 r,
+       u32 d, u32 pitch, u32 capacity) {
+    DYNAMIC_SHARED(float, table);
+    SHARED(u32, orders, FULL);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, entries = pitch * 32;
+    const u32* span = spans + 4 * blockIdx.z;
+    queries += (u64)at * r * d;
+    for (u32 i = threadIdx.x; i < entries; i += 256) {
+        float sum = 0;
+        for (u32 e = 0; e < 4 && i / 16 * 4 < d; e++) {
+            u32 channel = i / 16 * 4 + e;
+            float q = 0;
+            for (u32 a = 0; a < r; a++) q += queries[a * d + channel];
+            sum += q / r * centroids[((u64)at * (d / 4) * 16 + i) * 4 + e];
+        }
+        table[i] = tables[(u64)at * entries + i] = sum;
+    }
+    for (u32 i = threadIdx.x; i < 3 * BINS; i += 256) histograms[(u64)at * 3 * BINS + i] = 0;
+    __syncthreads();
+    u32 i = threadIdx.x, count = smaller(full_count[at], FULL);
+    full += at * FULL;
+    bool visible = i < count && full[i] >= span[0] + span[1] && full[i] < span[2];
+    if (i < FULL) {
+        const u32* row = signs + ((u64)at * capacity + (visible ? full[i] : 0)) * (pitch / 4);
+        orders[i] = visible ? order_of(sign_score(row, table, pitch / 4)) : 0;
+    }
+    __syncthreads();
+    if (i >= FULL) return;
+    // They are ascending, so on ties the lower number wins.
+    u32 rank = 0;
+    for (u32 j = 0; j < count; j++) rank += orders[j] > orders[i] || (orders[j] == orders[i] && j < i);
+    first[at * FULL + i] = visible && rank < (u32)((u64)budgets[blockIdx.z] * 2 / 5) ? full[i] : 0xffffffffu;
+}
+
+// The keys of every candidate, and their first histogram. A block has SCAN positions.
+KERNEL(256, 1, sign_keys, const u32* signs, const float* tables, const u32* first, const u32* spans, u32* keys,
+       u32* histograms, u32 pitch, u32 capacity) {
+    DYNAMIC_SHARED(float, table);
+    SHARED(u32, own, BINS);
+    SHARED(u32, is_first, SCAN / 32);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, start = blockIdx.x * SCAN;
+    const u32* span = spans + 4 * blockIdx.z;
+    for (u32 i = threadIdx.x; i < pitch * 32; i += 256) table[i] = tables[(u64)at * pitch * 32 + i];
+    for (u32 i = threadIdx.x; i < BINS; i += 256) own[i] = 0;
+    if (threadIdx.x < SCAN / 32) is_first[threadIdx.x] = 0;
+    __syncthreads();
+    if (threadIdx.x < FULL) {
+        u32 p = first[at * FULL + threadIdx.x];
+        if (p >= start && p - start < SCAN) atomicAdd(&is_first[(p - start) / 32], 1u << (p - start) % 32);
+    }
+    __syncthreads();
+    signs += (u64)at * capacity * (pitch / 4);
+    for (u32 i = threadIdx.x; i < SCAN; i += 256) {
+        u32 p = start + i;
+        if (p < span[0] + span[1] || p >= span[2]) continue;
+        u32 key = order_of(sign_score(signs + (u64)p * (pitch / 4), table, pitch / 4));
+        if (is_first[i / 32] >> i % 32 & 1) key = 0xffffffffu;
+        keys[(u64)at * capacity + p] = key;
+        atomicAdd(&own[key >> 21], 1);
+    }
+    add_histogram(own, histograms + (u64)at * 3 * BINS);
+}
+
+// The sign bits of the last m rows `[b,g,m,d]` around centre `[b,g,d]`; zero counts as negative. lens `[b]` counts
+// them already. A thread has a word.
+KERNEL(256, 1, append_signs, const float* rows, const float* centre, const u32* lens, u32* signs, u32 m, u32 d,
+       u32 pitch, u32 capacity) {
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, i = blockIdx.x * 256 + threadIdx.x, words = pitch / 4;
+    if (i >= m * words) return;
+    u32 row = i / words, word = i % words, bits = 0;
+    for (u32 c = word * 32; c < smaller(d, word * 32 + 32); c++) {
+        float x = rows[((u64)at * m + row) * d + c] - centre[at * d + c];
+        bits |= (u32)(x > 0) << (c % 32);
+    }
+    signs[((u64)at * capacity + lens[blockIdx.z] - m + row) * words + word] = bits;
+}

@@ -1,0 +1,138 @@
+// Copies into shared memory that run on their own, and products of 16-bit matrices on the tensor cores, with
+// what takes their place in the emulation: the same fragments, passed between lanes.
+#pragma once
+#include "common.h"
+
+#ifndef KVSMITH_EMULATE
+#define TENSOR_CORES
+#endif
+
+#ifdef TENSOR_CORES
+
+// f32 to f16, or to bf16, to the nearest even.
+template <bool BFLOAT>
+DEVICE u16 round_to(float v) {
+    u16 bits;
+    if (BFLOAT) {
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+    } else {
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+    }
+    return bits;
+}
+
+template <bool BFLOAT>
+DEVICE float widen(u16 bits) {
+    if (BFLOAT) return __uint_as_float((u32)bits << 16);
+    float v;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));
+    return v;
+}
+
+DEVICE u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
+
+DEVICE void copy_16_bytes(u16* to, const u16* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+DEVICE void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <u32 LATER>
+DEVICE void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+}
+
+// Four matrices of 8 x 8; lanes 8 i to 8 i + 7 have the addresses of the rows of number i. Thread 4 g + t gets of
+// each the numbers 2 t and 2 t + 1 of row g.
+DEVICE void load_matrices(u32 (&out)[4], const u16* at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(shared_address(at))
+                 : "memory");
+}
+
+// The same, transposed: thread 4 g + t gets the numbers g of rows 2 t and 2 t + 1.
+DEVICE void load_matrices_transposed(u32 (&out)[4], const u16* at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(shared_address(at))
+                 : "memory");
+}
+
+// sum += a b, 16 x 16 by 16 x 8.
+template <bool BFLOAT>
+DEVICE void multiply_add(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if (BFLOAT) {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                     "{%0,%1,%2,%3};"
+                     : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                     "{%0,%1,%2,%3};"
+                     : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+}
+
+#else
+
+template <bool BFLOAT>
+DEVICE u16 round_to(float v) {
+    if (BFLOAT) {
+        u32 bits = __float_as_uint(v);
+        return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    }
+    _Float16 h = (_Float16)v;
+    u16 bits;
+    memcpy(&bits, &h, 2);
+    return bits;
+}
+
+template <bool BFLOAT>
+DEVICE float widen(u16 bits) {
+    if (BFLOAT) return __uint_as_float((u32)bits << 16);
+    _Float16 h;
+    memcpy(&h, &bits, 2);
+    return (float)h;
+}
+
+DEVICE void copy_16_bytes(u16* to, const u16* from) { memcpy(to, from, 16); }
+DEVICE void end_of_copies() {}
+template <u32 LATER>
+DEVICE void wait_for_copies() {}
+
+DEVICE void load_matrices(u32 (&out)[4], const u16* at) {
+    for (u32 i = 0; i < 4; i++) {
+        const u16* row = __shfl_sync(ALL_LANES, at, i * 8 + lane() / 4);
+        out[i] = row[lane() % 4 * 2] | (u32)row[lane() % 4 * 2 + 1] << 16;
+    }
+}
+
+DEVICE void load_matrices_transposed(u32 (&out)[4], const u16* at) {
+    for (u32 i = 0; i < 4; i++) {
+        const u16* low = __shfl_sync(ALL_LANES, at, i * 8 + lane() % 4 * 2);
+        const u16* high = __shfl_sync(ALL_LANES, at, i * 8 + lane() % 4 * 2 + 1);
+        out[i] = low[lane() / 4] | (u32)high[lane() / 4] << 16;
+    }
+}
+
+template <bool BFLOAT>
+DEVICE void multiply_add(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    for (u32 k = 0; k < 16; k += 2) {
+        // Channels k and k + 1 of row g are with thread 4 g + k / 2 % 4, of column n with thread 4 n + that.
+        u32 holder = k / 2 % 4;
+        u32 low = __shfl_sync(ALL_LANES, a[k / 8 * 2], lane() / 4 * 4 + holder);
+        u32 high = __shfl_sync(ALL_LANES, a[k / 8 * 2 + 1], lane() / 4 * 4 + holder);
+        for (u32 e = 0; e < 2; e++) {
+            u32 b = __shfl_sync(ALL_LANES, k < 8 ? b0 : b1, (lane() % 4 * 2 + e) * 4 + holder);
+            for (u32 half = 0; half < 32; half += 16) {
+                float w = widen<BFLOAT>((u16)(b >> half));
+                sum[e] += widen<BFLOAT>((u16)(low >> half)) * w;
+                sum[2 + e] += widen<BFLOAT>((u16)(high >> half)) * w;
+            }
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,328 @@
+//! `kvsmith bench retrieve` and `bench attend`: one decode step of one layer on shapes of real models, with random
+//! data. No checkpoint and no artifact is needed.
+
+use std::str::FromStr;
+
+use serde_json::{Value, json};
+
+use super::{cpu_step, cuda_step, median, peak_bytes};
+use crate::cli::{Global, at_least_one};
+use crate::cmd::{print, print_json};
+use crate::error::{Error, Result};
+use crate::method::MethodName;
+use crate::runner::StaticSet;
+use crate::runner::budget::Budget;
+use crate::runner::kv::Float;
+use crate::{compute, interrupt};
+
+/// Bytes that are read before any of them is read again: more than caches hold.
+pub const ROTATED_BYTES: usize = 256 << 20;
+
+#[derive(clap::Args, Debug)]
+pub struct DecodeArgs {
+    /// Attention shapes: llama-3.1-8b, qwen2.5-14b, mistral-7b, or query heads/KV heads x channels (32/8x128)
+    #[arg(
+        long,
+        value_name = "S,..",
+        value_delimiter = ',',
+        default_value = "llama-3.1-8b"
+    )]
+    shapes: Vec<Heads>,
+    /// Positions in the cache, in numbers or as 8K to 1M
+    #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "8K,32K,128K", value_parser = parse_context)]
+    context: Vec<usize>,
+    /// Sequences
+    #[arg(long, value_name = "B,..", value_delimiter = ',', default_value = "1", value_parser = at_least_one)]
+    batch: Vec<usize>,
+    /// What to time: full (attend alone), a2ats, selfindex
+    #[arg(
+        long,
+        value_name = "M,..",
+        value_delimiter = ',',
+        default_value = "full,a2ats,selfindex"
+    )]
+    methods: Vec<MethodName>,
+    /// What a method may choose, as in `run`
+    #[arg(long, value_name = "X", default_value = "0.06")]
+    budget: Budget,
+    /// Element type of the cache: f32, f16 or bf16
+    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = parse_float)]
+    kv: Float,
+    /// Codewords of a2ats
+    #[arg(long, value_name = "M", default_value_t = 4096, value_parser = at_least_one)]
+    size: usize,
+    /// Timed runs
+    #[arg(long, value_name = "N", default_value_t = 20, value_parser = at_least_one)]
+    runs: usize,
+}
+
+/// The heads of one layer.
+#[derive(Clone, Copy, Debug)]
+pub struct Heads {
+    /// Query heads, h.
+    pub n_heads: usize,
+    /// KV heads, g.
+    pub n_kv_heads: usize,
+    /// Channels, d.
+    pub head_dim: usize,
+}
+
+impl FromStr for Heads {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let of = |n_heads, n_kv_heads, head_dim| Self {
+            n_heads,
+            n_kv_heads,
+            head_dim,
+        };
+        let numbers = || {
+            let (n_heads, rest) = text.split_once('/')?;
+            let (n_kv_heads, head_dim) = rest.split_once('x')?;
+            Some(of(
+                n_heads.parse().ok()?,
+                n_kv_heads.parse().ok()?,
+                head_dim.parse().ok()?,
+            ))
+        };
+        let heads = match text {
+            "llama-3.1-8b" | "mistral-7b" => of(32, 8, 128),
+            "qwen2.5-14b" => of(40, 8, 128),
+            _ => numbers().ok_or("expected a model, or query heads/KV heads x channels as in 32/8x128")?,
+        };
+        let groups = heads.n_kv_heads > 0 && heads.n_heads > 0 && heads.n_heads % heads.n_kv_heads == 0;
+        if !groups || heads.head_dim == 0 || heads.head_dim % 32 != 0 || heads.n_heads > 1024 {
+            return Err("query heads must come in groups, channels in 32s".to_owned());
+        }
+        Ok(heads)
+    }
+}
+
+/// A number of positions, as in 8192, 8K or 1M.
+fn parse_context(text: &str) -> std::result::Result<usize, String> {
+    let (digits, unit) = match text.as_bytes().last() {
+        Some(b'K' | b'k') => (&text[..text.len() - 1], 1 << 10),
+        Some(b'M' | b'm') => (&text[..text.len() - 1], 1 << 20),
+        _ => (text, 1),
+    };
+    let n = digits.parse::<usize>().ok().and_then(|n| n.checked_mul(unit));
+    n.filter(|n| (1..=16 << 20).contains(n))
+        .ok_or_else(|| "expected a number of positions from 1 to 16M".to_owned())
+}
+
+fn parse_float(text: &str) -> std::result::Result<Float, String> {
+    match text {
+        "f32" => Ok(Float::F32),
+        "f16" => Ok(Float::F16),
+        "bf16" => Ok(Float::Bf16),
+        _ => Err("expected f32, f16 or bf16".to_owned()),
+    }
+}
+
+/// What is timed.
+#[derive(Clone, Copy, Debug)]
+pub struct Setting {
+    /// One layer's heads.
+    pub heads: Heads,
+    /// Positions in the cache, n.
+    pub context: usize,
+    /// Sequences, b.
+    pub batch: usize,
+    pub method: MethodName,
+    pub budget: Budget,
+    pub kv: Float,
+    /// Codewords.
+    pub size: usize,
+    /// Whether what was chosen is attended too.
+    pub attends: bool,
+    pub seed: u64,
+}
+
+/// First and last positions that are always attended; the default of `run`.
+pub const SINKS: usize = 4;
+/// See [`SINKS`].
+pub const WINDOW: usize = 64;
+
+impl Setting {
+    /// Query heads per KV head.
+    pub fn group(&self) -> usize {
+        self.heads.n_heads / self.heads.n_kv_heads
+    }
+
+    /// What is always attended, for the last position.
+    pub fn static_set(&self) -> StaticSet {
+        StaticSet::at(self.context - 1, None, SINKS, WINDOW)
+    }
+
+    /// Bytes of the cached rows of one layer, where they are read.
+    pub fn row_bytes(&self) -> usize {
+        let bytes = match self.kv {
+            Float::F32 => 4,
+            Float::F16 | Float::Bf16 => 2,
+        };
+        let heads = self.batch * self.heads.n_kv_heads;
+        if self.attends {
+            2 * bytes * heads * self.context * self.heads.head_dim
+        } else {
+            0
+        }
+    }
+
+    /// Bytes of the index of one layer that a step reads: codes and codebooks, or signs.
+    pub fn index_bytes(&self) -> usize {
+        let (g, n, d) = (self.heads.n_kv_heads, self.context, self.heads.head_dim);
+        match self.method {
+            MethodName::A2ats => 2 * g * (self.batch * n + self.size * d),
+            MethodName::Selfindex => self.batch * g * n * d / 8,
+            _ => 0,
+        }
+    }
+
+    /// Copies of a layer's data that are more than caches hold.
+    pub fn copies(&self) -> usize {
+        let bytes = (self.row_bytes() + self.index_bytes()).max(1);
+        ROTATED_BYTES.div_ceil(bytes).clamp(2, 64)
+    }
+
+    /// Bytes that a step has to move: the index, and each row that is attended once.
+    fn moved_bytes(&self) -> usize {
+        let set = self.static_set();
+        let chosen = self.budget.positions(self.context).min(set.candidates.len());
+        let attended = match self.method {
+            MethodName::Full => self.context,
+            _ => set.len() + chosen,
+        };
+        self.index_bytes() + self.row_bytes() / self.context * attended
+    }
+
+    fn shape(&self) -> String {
+        let Heads {
+            n_heads,
+            n_kv_heads,
+            head_dim,
+        } = self.heads;
+        let (b, n, kv) = (self.batch, self.context, format!("{:?}", self.kv).to_lowercase());
+        let budget = self.budget.value();
+        format!("batch {b}, {n_heads}/{n_kv_heads} heads x {head_dim}, {n} positions, {kv}, budget {budget}")
+    }
+}
+
+/// Something to time: each call does some steps, on one copy of the data after the other, and gives the seconds of one.
+pub trait Work {
+    fn run(&mut self) -> Result<f64>;
+}
+
+/// Times every setting. `attends` is `bench attend`.
+pub fn run(args: &DecodeArgs, attends: bool, global: &Global) -> Result<()> {
+    let supported = [MethodName::Full, MethodName::A2ats, MethodName::Selfindex];
+    if let Some(method) = args.methods.iter().find(|m| !supported.contains(m)) {
+        let name = method.as_str();
+        return Err(Error::usage(format!("`bench` does not time method `{name}`"))
+            .hint("--methods takes full, a2ats and selfindex"));
+    }
+    let device = match global.device {
+        crate::cli::Device::Wgpu => {
+            return Err(
+                Error::device("`bench` of decode steps cannot run on device `wgpu`")
+                    .hint("use --device cpu or --device cuda"),
+            );
+        }
+        crate::cli::Device::Cuda => Some(compute::cuda::Cuda::open()?),
+        _ => None,
+    };
+    let driver = device.as_ref().map(compute::cuda::Cuda::driver);
+    let bandwidth = match driver {
+        Some(driver) => cuda_step::bandwidth(driver, args.runs)?,
+        None => cpu_step::bandwidth(args.runs),
+    };
+    global
+        .log()
+        .note(&format!("a plain read loop: {bandwidth:.1} GB/s"));
+    let mut rows = Vec::new();
+    for setting in settings(args, attends, global.seed) {
+        interrupt::check()?;
+        let mut work: Box<dyn Work + '_> = match driver {
+            Some(driver) => cuda_step::work(driver, setting)?,
+            None => cpu_step::work(setting)?,
+        };
+        // Once to warm up.
+        work.run()?;
+        let mut times = Vec::new();
+        for _ in 0..args.runs {
+            interrupt::check()?;
+            times.push(work.run()?);
+        }
+        let name = if driver.is_some() { "cuda" } else { "cpu" };
+        let row = row(&setting, name, times, bandwidth);
+        if !global.json {
+            print_row(&row)?;
+        }
+        rows.push(row);
+    }
+    if global.json {
+        print_json(&json!({ "rows": rows }))
+    } else {
+        Ok(())
+    }
+}
+
+/// Every combination; full attention has nothing to retrieve.
+fn settings(args: &DecodeArgs, attends: bool, seed: u64) -> Vec<Setting> {
+    let mut out = Vec::new();
+    for &heads in &args.shapes {
+        for &context in &args.context {
+            for &batch in &args.batch {
+                for &method in args.methods.iter().filter(|m| attends || **m != MethodName::Full) {
+                    out.push(Setting {
+                        heads,
+                        context,
+                        batch,
+                        method,
+                        budget: args.budget,
+                        kv: args.kv,
+                        size: args.size,
+                        attends,
+                        seed,
+                    });
+                }
+            }
+        }
+    }
+    out
+}
+
+fn row(setting: &Setting, device: &str, mut times: Vec<f64>, bandwidth: f64) -> Value {
+    times.sort_by(f64::total_cmp);
+    let median = median(times.clone());
+    let rate = setting.moved_bytes() as f64 / median * 1e-9;
+    let what = if setting.attends { "attend" } else { "retrieve" };
+    json!({
+        "name": format!("{what} {}", setting.method.as_str()),
+        "shape": setting.shape(),
+        "device": device,
+        "median_s": median,
+        "min_s": times[0],
+        "max_s": times[times.len() - 1],
+        "runs": times.len(),
+        "gbytes_per_s": rate,
+        "peak_bytes": peak_bytes(),
+        "bytes": setting.moved_bytes(),
+        "read_loop_gbytes_per_s": bandwidth,
+        "bandwidth_share": rate / bandwidth,
+    })
+}
+
+fn print_row(row: &Value) -> Result<()> {
+    let number = |name: &str| row[name].as_f64().unwrap_or(0.0);
+    let text = |name: &str| row[name].as_str().unwrap_or("").to_owned();
+    print(&format!(
+        "{} ({}): median {:.1} us (min {:.1}, max {:.1}), {:.1} GB/s, {:.0} % of a plain read loop\n",
+        text("name"),
+        text("shape"),
+        1e6 * number("median_s"),
+        1e6 * number("min_s"),
+        1e6 * number("max_s"),
+        number("gbytes_per_s"),
+        100.0 * number("bandwidth_share"),
+    ))
+}

@@ -1,0 +1,349 @@
+//! Decode steps on the GPU: what a token attends is chosen and attended without the host in between.
+//!
+//! The state of a step lives on the device: [`Positions`] knows how long the caches are, a [`Selection`] what was
+//! chosen; [`attend::LayerRows`] and [`packed::PackedLayer`] are the cached
+//! rows of a layer. A step is a fixed run of launches. Sizes that
+//! depend on the context are bounded by the capacity, so the launches are the same for every step.
+
+pub mod a2ats;
+pub mod attend;
+pub mod packed;
+pub mod signs;
+
+use super::buffer::Buffer;
+use super::driver::{self, Arg, Driver};
+use crate::error::{Error, Result};
+use crate::runner::budget::Budget;
+use crate::runner::kv::Float;
+
+/// Query heads that share a KV head, at most: the rows of a tensor-core product.
+pub const MOST_GROUP: usize = 16;
+/// Most codewords of a KV head: those listed stay in shared memory.
+pub const MOST_CODEWORDS: usize = 12_288;
+/// Kernels whose blocks have more dynamic shared memory than 48 KiB, and the most that they have.
+pub const LARGE_BLOCKS: [(&str, usize); 13] = [
+    ("attend_half_64", attend::shared_bytes(64)),
+    ("attend_half_80", attend::shared_bytes(80)),
+    ("attend_half_96", attend::shared_bytes(96)),
+    ("attend_half_128", attend::shared_bytes(128)),
+    ("attend_bfloat_64", attend::shared_bytes(64)),
+    ("attend_bfloat_80", attend::shared_bytes(80)),
+    ("attend_bfloat_96", attend::shared_bytes(96)),
+    ("attend_bfloat_128", attend::shared_bytes(128)),
+    ("attend_packed_64", attend::shared_bytes(64)),
+    ("attend_packed_80", attend::shared_bytes(80)),
+    ("attend_packed_96", attend::shared_bytes(96)),
+    ("attend_packed_128", attend::shared_bytes(128)),
+    ("rank_codewords", 8 * MOST_CODEWORDS),
+];
+/// Positions that a block of a scan looks at.
+const SCAN: usize = 2048;
+/// Codewords of a KV head that may be taken in part, and one for those taken whole.
+const KINDS: usize = 17;
+
+/// The sizes of one layer's attention.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// Sequences, b.
+    pub sequences: usize,
+    /// KV heads, g.
+    pub kv_heads: usize,
+    /// Query heads per KV head, r.
+    pub group: usize,
+    /// Channels, d.
+    pub head_dim: usize,
+    /// Positions that there is room for, per sequence.
+    pub capacity: usize,
+}
+
+impl Shape {
+    /// The same with room for whole reads of eight codes.
+    ///
+    /// # Errors
+    /// Sizes that the kernels are not made for.
+    pub fn checked(mut self) -> Result<Self> {
+        if self.group == 0 || self.group > MOST_GROUP {
+            return Err(Error::failed(format!(
+                "CUDA: {} query heads per KV head; 1 to {MOST_GROUP} are supported",
+                self.group
+            )));
+        }
+        if self.head_dim == 0 || self.head_dim > 128 {
+            return Err(Error::failed(format!(
+                "CUDA: a head dimension of {}; 1 to 128 are supported",
+                self.head_dim
+            )));
+        }
+        self.capacity = self.capacity.next_multiple_of(8).max(8);
+        let fits = self.sequences > 0 && self.sequences <= 65_535 && self.kv_heads * self.group <= 65_535;
+        if !fits || u32::try_from(self.capacity * 128).is_err() {
+            return Err(Error::failed(format!("CUDA: sizes out of range: {self:?}")));
+        }
+        Ok(self)
+    }
+
+    /// Channels of a row on the device: what there is an attention kernel for.
+    pub fn width(&self) -> usize {
+        [64, 80, 96, 128]
+            .into_iter()
+            .find(|w| *w >= self.head_dim)
+            .unwrap_or(128)
+    }
+
+    /// KV heads of all sequences.
+    pub fn heads(&self) -> usize {
+        self.sequences * self.kv_heads
+    }
+
+    /// Query heads of all sequences.
+    pub fn query_heads(&self) -> usize {
+        self.heads() * self.group
+    }
+}
+
+/// What is always attended, and how much may be chosen besides; as in [`crate::runner::Options`].
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// First positions.
+    pub sinks: usize,
+    /// Last positions, the current one included.
+    pub window: usize,
+    /// The model's own sliding window.
+    pub model_window: Option<usize>,
+    /// What may be chosen.
+    pub budget: Budget,
+}
+
+impl Limits {
+    /// Most positions that can be chosen with room for `capacity`.
+    fn most(&self, capacity: usize) -> usize {
+        let visible = self.model_window.map_or(capacity, |w| w.min(capacity));
+        self.budget.positions(visible).clamp(1, capacity)
+    }
+}
+
+/// Random numbers for a benchmark.
+#[derive(Clone, Copy, Debug)]
+enum Random {
+    /// Of a float type, from -1 to 1.
+    Float(Float),
+    /// u16 below a bound.
+    Below(usize),
+    /// All bits of a u32.
+    Bits,
+}
+
+/// Fills `n` values from the start of a buffer.
+fn fill<T: bytemuck::Pod>(
+    driver: &dyn Driver,
+    buffer: &Buffer<'_, T>,
+    n: usize,
+    random: Random,
+    seed: u32,
+) -> Result<()> {
+    let (kind, below, bytes) = match random {
+        Random::Float(Float::F32) => (0, 1, 4),
+        Random::Float(Float::F16) => (1, 1, 2),
+        Random::Float(Float::Bf16) => (2, 1, 2),
+        Random::Below(bound) => (3, bound, 2),
+        Random::Bits => (4, 1, 4),
+    };
+    assert!(n * bytes <= buffer.len() * size_of::<T>(), "beyond the end");
+    let args = [
+        buffer.arg(),
+        Arg::u64(n),
+        Arg::u32(kind),
+        Arg::u32(below),
+        Arg::u32(seed as usize),
+    ];
+    let blocks = n.div_ceil(256).min(16 * driver.multiprocessors());
+    driver::launch(driver, "fill_random", [blocks, 1, 1], &args)
+}
+
+/// A loop that reads memory and does nothing else.
+pub struct ReadLoop<'d> {
+    driver: &'d dyn Driver,
+    memory: Buffer<'d, u32>,
+    sums: Buffer<'d, u32>,
+    blocks: usize,
+}
+
+impl<'d> ReadLoop<'d> {
+    /// Over this much memory.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn new(driver: &'d dyn Driver, bytes: usize) -> Result<Self> {
+        let memory = Buffer::new(driver, "memory to read", bytes.div_ceil(16) * 4)?;
+        fill(driver, &memory, memory.len(), Random::Bits, 1)?;
+        let blocks = 8 * driver.multiprocessors();
+        Ok(Self {
+            driver,
+            memory,
+            sums: Buffer::new(driver, "sums of the loop", blocks * 256)?,
+            blocks,
+        })
+    }
+
+    /// Starts reading.
+    pub fn run(&self) -> Result<()> {
+        let args = [
+            self.memory.arg(),
+            Arg::u64(self.memory.len() / 4),
+            self.sums.arg(),
+        ];
+        driver::launch(self.driver, "read_all", [self.blocks, 1, 1], &args)
+    }
+
+    /// Waits for the device.
+    pub fn wait(&self) -> Result<()> {
+        self.sums.read_part(0, 1).map(drop)
+    }
+}
+
+/// How long the caches are, and what follows for the last token: `StaticSet::at` of the runner.
+pub struct Positions<'d> {
+    driver: &'d dyn Driver,
+    shape: Shape,
+    limits: Limits,
+    /// `[b]`.
+    lens: Buffer<'d, u32>,
+    /// `[b,4]`: first visible, number of sinks, first of the window, end.
+    spans: Buffer<'d, u32>,
+    /// `[b]`.
+    budgets: Buffer<'d, u32>,
+    /// The longest cache, as the host counts along.
+    longest: usize,
+}
+
+impl<'d> Positions<'d> {
+    /// Empty caches.
+    ///
+    /// # Errors
+    /// Sizes that the kernels are not made for; no memory.
+    pub fn new(driver: &'d dyn Driver, shape: Shape, limits: Limits) -> Result<Self> {
+        let shape = shape.checked()?;
+        let b = shape.sequences;
+        Ok(Self {
+            driver,
+            shape,
+            limits,
+            lens: Buffer::zeros(driver, "lengths", b)?,
+            spans: Buffer::zeros(driver, "spans", b * 4)?,
+            budgets: Buffer::zeros(driver, "budgets", b)?,
+            longest: 0,
+        })
+    }
+
+    /// Takes the caches to be this long, one number per sequence.
+    ///
+    /// # Errors
+    /// Longer than the capacity.
+    pub fn set(&mut self, lens: &[u32]) -> Result<()> {
+        let longest = lens.iter().copied().max().unwrap_or(0) as usize;
+        if lens.len() != self.shape.sequences || longest > self.shape.capacity {
+            return Err(full(self.shape.capacity));
+        }
+        self.longest = longest;
+        self.lens.write(lens)
+    }
+
+    /// Of each sequence the first visible position, the number of sinks, the first position of the window, and the
+    /// end; waits for the device.
+    pub fn spans(&self) -> Result<Vec<[u32; 4]>> {
+        let spans = self.spans.read()?;
+        Ok(spans.chunks_exact(4).map(|s| [s[0], s[1], s[2], s[3]]).collect())
+    }
+
+    /// How much may be chosen, per sequence; waits for the device.
+    pub fn budgets(&self) -> Result<Vec<u32>> {
+        self.budgets.read()
+    }
+
+    /// Begins a step of every sequence: one more token each, or a prompt of `tokens`.
+    ///
+    /// # Errors
+    /// The caches are full.
+    pub fn advance(&mut self, tokens: usize) -> Result<()> {
+        if self.longest + tokens > self.shape.capacity {
+            return Err(full(self.shape.capacity));
+        }
+        self.longest += tokens;
+        let limits = &self.limits;
+        let (fraction, count) = match limits.budget {
+            Budget::Fraction(x) => (x, 0),
+            Budget::Count(n) => (0.0, n.min(self.shape.capacity)),
+        };
+        let b = self.shape.sequences;
+        // Beyond the capacity they mean the same.
+        let bounded = |n: usize| Arg::u32(n.min(self.shape.capacity));
+        let args = [
+            self.lens.arg(),
+            self.spans.arg(),
+            self.budgets.arg(),
+            Arg::f64(fraction),
+            Arg::u32(count),
+            Arg::u32(tokens),
+            bounded(limits.sinks),
+            bounded(limits.window),
+            bounded(limits.model_window.unwrap_or(0)),
+            Arg::u32(b),
+        ];
+        driver::launch(self.driver, "begin_step", [b.div_ceil(256), 1, 1], &args)
+    }
+}
+
+fn full(capacity: usize) -> Error {
+    Error::failed(format!("the GPU's cache has room for {capacity} positions"))
+}
+
+/// What was chosen for each KV head: ascending positions between the sinks and the window.
+pub struct Selection<'d> {
+    /// `[b,g,most]`.
+    lists: Buffer<'d, u32>,
+    /// `[b,g]`.
+    listed: Buffer<'d, u32>,
+    /// Of each block of a scan, `[b,g,blocks,17]`.
+    totals: Buffer<'d, u32>,
+    most: usize,
+    blocks: usize,
+}
+
+impl<'d> Selection<'d> {
+    /// Room for `most` positions per KV head.
+    fn new(driver: &'d dyn Driver, shape: &Shape, most: usize) -> Result<Self> {
+        let (heads, blocks) = (shape.heads(), shape.capacity.div_ceil(SCAN));
+        Ok(Self {
+            lists: Buffer::new(driver, "chosen positions", heads * most)?,
+            listed: Buffer::zeros(driver, "numbers of positions", heads)?,
+            totals: Buffer::new(driver, "sums of the scan", heads * blocks * KINDS)?,
+            most,
+            blocks,
+        })
+    }
+
+    /// Positions that were chosen elsewhere: `most` per KV head, ascending.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn of(driver: &'d dyn Driver, shape: Shape, most: usize, lists: &[Vec<u32>]) -> Result<Self> {
+        let selection = Self::new(driver, &shape.checked()?, most.max(1))?;
+        let mut all = vec![0; selection.lists.len()];
+        for (to, list) in all.chunks_mut(selection.most).zip(lists) {
+            to.iter_mut().zip(list).for_each(|(to, p)| *to = *p);
+        }
+        selection.lists.write(&all)?;
+        let listed: Vec<u32> = lists.iter().map(|list| list.len() as u32).collect();
+        selection.listed.write(&listed)?;
+        Ok(selection)
+    }
+
+    /// The positions of every KV head; waits for the device.
+    pub fn read(&self) -> Result<Vec<Vec<u32>>> {
+        let (lists, listed) = (self.lists.read()?, self.listed.read()?);
+        let lists = lists.chunks(self.most).zip(&listed);
+        Ok(lists
+            .map(|(list, n)| list[..self.most.min(*n as usize)].to_vec())
+            .collect())
+    }
+}

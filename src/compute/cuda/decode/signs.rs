@@ -1,0 +1,261 @@
+//! selfindex on the GPU: table scores of sign patterns, and the best of them within the budget.
+
+use super::super::buffer::Buffer;
+use super::super::driver::{self, Arg, Driver};
+use super::{Limits, Positions, Random, Selection, Shape, fill};
+use crate::error::{Error, Result};
+use crate::runner::packed::sign_bytes;
+
+/// Positions of a KV head that come first, or keep half precision, at most.
+pub const FULL: usize = 64;
+/// Bins of a histogram of keys, and histograms per KV head.
+const BINS: usize = 2048;
+const PASSES: usize = 3;
+
+/// The signs of one KV head's keys, from a prompt.
+pub struct HeadSigns<'a> {
+    /// `sign_bytes(d)` per position, as `extend_signs` of the runner makes them.
+    pub signs: &'a [u8],
+    /// What signs are taken around, `[d]`.
+    pub centre: &'a [f32],
+    /// Positions that come first, ascending: at most [`FULL`].
+    pub full: &'a [u32],
+}
+
+/// The signs of one layer's cached keys.
+pub struct Signs<'d> {
+    driver: &'d dyn Driver,
+    pub(super) shape: Shape,
+    /// `[b,g,capacity,pitch / 4]`.
+    pub(super) signs: Buffer<'d, u32>,
+    /// `[b,g,d]`.
+    pub(super) centre: Buffer<'d, f32>,
+    /// `[b,g,FULL]`, ascending.
+    pub(super) full: Buffer<'d, u32>,
+    /// `[b,g]`.
+    pub(super) full_count: Buffer<'d, u32>,
+}
+
+impl<'d> Signs<'d> {
+    /// Takes in prompts, one per KV head of every sequence.
+    ///
+    /// # Errors
+    /// Channels that do not come in fours; more positions than there is room for; no memory.
+    pub fn of(driver: &'d dyn Driver, shape: Shape, heads: &[HeadSigns<'_>]) -> Result<Self> {
+        let shape = shape.checked()?;
+        let (d, words) = (shape.head_dim, words(&shape));
+        let bytes = sign_bytes(d);
+        let fits = |head: &HeadSigns| head.signs.len() <= shape.capacity * bytes && head.full.len() <= FULL;
+        if !d.is_multiple_of(4) || heads.len() != shape.heads() || !heads.iter().all(fits) {
+            return Err(Error::failed(format!(
+                "CUDA: signs of {} heads do not fit {shape:?}",
+                heads.len()
+            )));
+        }
+        let mut signs = vec![0u32; shape.heads() * shape.capacity * words];
+        for (to, head) in signs.chunks_mut(shape.capacity * words).zip(heads) {
+            for (to, row) in to.chunks_mut(words).zip(head.signs.chunks(bytes)) {
+                for (i, byte) in row.iter().enumerate() {
+                    to[i / 4] |= u32::from(*byte) << (8 * (i % 4));
+                }
+            }
+        }
+        let mut full = vec![0; shape.heads() * FULL];
+        for (to, head) in full.chunks_mut(FULL).zip(heads) {
+            to.iter_mut().zip(head.full).for_each(|(to, p)| *to = *p);
+        }
+        let counts: Vec<u32> = heads.iter().map(|head| head.full.len() as u32).collect();
+        let centre: Vec<f32> = heads.iter().flat_map(|head| head.centre).copied().collect();
+        Ok(Self {
+            driver,
+            shape,
+            signs: Buffer::of(driver, "signs", &signs)?,
+            centre: Buffer::of(driver, "centres", &centre)?,
+            full: Buffer::of(driver, "positions that come first", &full)?,
+            full_count: Buffer::of(driver, "their numbers", &counts)?,
+        })
+    }
+
+    /// Random signs, for a benchmark; channels come in 32s.
+    pub fn fill(&self, seed: u32) -> Result<()> {
+        fill(self.driver, &self.signs, self.signs.len(), Random::Bits, seed)
+    }
+
+    /// Bytes of a row.
+    pub(super) fn pitch(&self) -> usize {
+        4 * words(&self.shape)
+    }
+
+    /// The last `m` positions' signs, from rotated keys `[b,g,m,d]`; `positions` counts them already.
+    pub fn append(&self, keys: &Buffer<'_, f32>, m: usize, positions: &Positions<'_>) -> Result<()> {
+        let shape = &self.shape;
+        let blocks = (m * words(shape)).div_ceil(256);
+        let args = [
+            keys.arg(),
+            self.centre.arg(),
+            positions.lens.arg(),
+            self.signs.arg(),
+            Arg::u32(m),
+            Arg::u32(shape.head_dim),
+            Arg::u32(self.pitch()),
+            Arg::u32(shape.capacity),
+        ];
+        driver::launch(
+            self.driver,
+            "append_signs",
+            [blocks, shape.kv_heads, shape.sequences],
+            &args,
+        )
+    }
+}
+
+/// Words of a row of signs.
+fn words(shape: &Shape) -> usize {
+    shape.head_dim.div_ceil(32)
+}
+
+/// Keys of every position, of which the largest are chosen.
+struct Best<'d> {
+    driver: &'d dyn Driver,
+    shape: Shape,
+    /// `[b,g,capacity]`, in the order of scores.
+    keys: Buffer<'d, u32>,
+    /// `[b,g,3,BINS]`; the first is made with the keys.
+    histograms: Buffer<'d, u32>,
+    /// `[b,g,3,4]`.
+    found: Buffer<'d, u32>,
+    selection: Selection<'d>,
+}
+
+impl<'d> Best<'d> {
+    fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits) -> Result<Self> {
+        let heads = shape.heads();
+        Ok(Self {
+            driver,
+            shape,
+            keys: Buffer::new(driver, "keys of scores", heads * shape.capacity)?,
+            histograms: Buffer::zeros(driver, "histograms", heads * PASSES * BINS)?,
+            found: Buffer::zeros(driver, "found keys", heads * PASSES * 4)?,
+            selection: Selection::new(driver, &shape, limits.most(shape.capacity))?,
+        })
+    }
+
+    /// Chooses by keys and first histograms that were just made.
+    fn choose(&self, positions: &Positions<'_>) -> Result<&Selection<'d>> {
+        let (shape, to) = (&self.shape, &self.selection);
+        let grid = [to.blocks, shape.kv_heads, shape.sequences];
+        let (keys, spans, capacity) = (self.keys.arg(), positions.spans.arg(), Arg::u32(shape.capacity));
+        let (histograms, found) = (self.histograms.arg(), self.found.arg());
+        for pass in [1, 2] {
+            let budgets = positions.budgets.arg();
+            let args = [keys, spans, budgets, histograms, found, Arg::u32(pass), capacity];
+            driver::launch(self.driver, "narrow_keys", grid, &args)?;
+        }
+        let totals = to.totals.arg();
+        let args = [keys, spans, histograms, found, totals, capacity];
+        driver::launch(self.driver, "count_best", grid, &args)?;
+        let (lists, listed) = (to.lists.arg(), to.listed.arg());
+        let args = [
+            keys,
+            spans,
+            found,
+            totals,
+            lists,
+            listed,
+            capacity,
+            Arg::u32(to.most),
+        ];
+        driver::launch(self.driver, "list_best", grid, &args)?;
+        Ok(to)
+    }
+}
+
+/// What a layer needs to choose by signs.
+pub struct SelfIndex<'d> {
+    /// `[b,g,d/4,16,4]`.
+    centroids: Buffer<'d, f32>,
+    /// `[b,g,2 pitch,16]`.
+    tables: Buffer<'d, f32>,
+    /// `[b,g,FULL]`.
+    first: Buffer<'d, u32>,
+    best: Best<'d>,
+}
+
+impl<'d> SelfIndex<'d> {
+    /// A layer with these centroids, `[b,g,d/4,16,4]`.
+    ///
+    /// # Errors
+    /// Sizes that the kernels are not made for; no memory.
+    pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits, centroids: &[f32]) -> Result<Self> {
+        let shape = shape.checked()?;
+        if centroids.len() != shape.heads() * shape.head_dim * 16 {
+            return Err(Error::failed(format!(
+                "CUDA: {} values of centroids do not fit {shape:?}",
+                centroids.len()
+            )));
+        }
+        Ok(Self {
+            centroids: Buffer::of(driver, "centroids of signs", centroids)?,
+            tables: Buffer::new(driver, "tables of signs", shape.heads() * words(&shape) * 4 * 32)?,
+            first: Buffer::new(driver, "positions that come first", shape.heads() * FULL)?,
+            best: Best::new(driver, shape, limits)?,
+        })
+    }
+
+    /// Chooses for rotated queries `[b,h,d]`: of the positions that come first the best on two fifths of the budget,
+    /// then the best of all others.
+    ///
+    /// # Numerics
+    /// Scores in f32; the lower position on ties.
+    pub fn select(
+        &self,
+        queries: &Buffer<'_, f32>,
+        signs: &Signs<'_>,
+        positions: &Positions<'_>,
+    ) -> Result<&Selection<'d>> {
+        let (best, shape) = (&self.best, &self.best.shape);
+        let (capacity, pitch, spans) = (
+            Arg::u32(shape.capacity),
+            Arg::u32(signs.pitch()),
+            positions.spans.arg(),
+        );
+        let args = [
+            queries.arg(),
+            self.centroids.arg(),
+            signs.signs.arg(),
+            signs.full.arg(),
+            signs.full_count.arg(),
+            spans,
+            positions.budgets.arg(),
+            self.tables.arg(),
+            self.first.arg(),
+            best.histograms.arg(),
+            Arg::u32(shape.group),
+            Arg::u32(shape.head_dim),
+            pitch,
+            capacity,
+        ];
+        let table_bytes = signs.pitch() * 32 * 4;
+        let grid = |blocks| [blocks, shape.kv_heads, shape.sequences];
+        driver::launch_with(best.driver, "sign_tables", grid(1), table_bytes, &args)?;
+        let args = [
+            signs.signs.arg(),
+            self.tables.arg(),
+            self.first.arg(),
+            spans,
+            best.keys.arg(),
+            best.histograms.arg(),
+            pitch,
+            capacity,
+        ];
+        let blocks = best.selection.blocks;
+        driver::launch_with(best.driver, "sign_keys", grid(blocks), table_bytes, &args)?;
+        best.choose(positions)
+    }
+
+    /// The keys of every position after a step, `[b,g,capacity]`: in the order of scores, the largest of all for what
+    /// comes first; waits for the device.
+    pub fn keys(&self) -> Result<Vec<u32>> {
+        self.best.keys.read()
+    }
+}

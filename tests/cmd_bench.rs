@@ -1,0 +1,71 @@
+//! `bench retrieve` and `bench attend`: what their JSON says, and what they refuse.
+
+mod common;
+
+use common::kvsmith;
+use serde_json::Value;
+
+fn rows(arguments: &str) -> Vec<Value> {
+    let json = kvsmith(arguments).ok().json();
+    json["rows"].as_array().expect("rows").clone()
+}
+
+#[test]
+fn rows_have_the_keys_of_the_contract() {
+    let rows = rows(
+        "bench attend --json --device cpu --shapes 4/2x64 --context 1K,3000 --batch 1,2 --size 64 --runs 3",
+    );
+    assert_eq!(rows.len(), 2 * 2 * 3);
+    for row in &rows {
+        let number = |name: &str| row[name].as_f64().unwrap_or_else(|| panic!("{name} of {row}"));
+        assert!(row["name"].is_string() && row["shape"].is_string(), "{row}");
+        assert_eq!(row["device"], "cpu");
+        assert_eq!(row["runs"], 3);
+        assert!(
+            0.0 < number("min_s") && number("min_s") <= number("median_s"),
+            "{row}"
+        );
+        assert!(number("median_s") <= number("max_s"), "{row}");
+        assert!(
+            number("peak_bytes") > 0.0 && number("bandwidth_share") > 0.0,
+            "{row}"
+        );
+        let rate = number("bytes") / number("median_s") * 1e-9;
+        assert!((rate / number("gbytes_per_s") - 1.0).abs() < 1e-9, "{row}");
+    }
+    let names: Vec<&str> = rows
+        .iter()
+        .take(3)
+        .filter_map(|row| row["name"].as_str())
+        .collect();
+    assert_eq!(names, ["attend full", "attend a2ats", "attend selfindex"]);
+}
+
+/// Bytes by hand: 2 KV heads, 1000 positions of 64 channels in bf16, budget 100 and 68 static ones.
+#[test]
+fn bytes_are_what_a_step_has_to_move() {
+    let common = "--json --device cpu --shapes 4/2x64 --context 1000 --budget 100 --size 64 --runs 1";
+    let bytes = |what: &str| -> Vec<u64> {
+        let rows = rows(&format!("bench {what} {common}"));
+        rows.iter().map(|row| row["bytes"].as_u64().unwrap()).collect()
+    };
+    let codes = 2 * 1000 * 2 + 2 * 64 * 64 * 2;
+    let signs = 2 * 1000 * 8;
+    assert_eq!(bytes("retrieve"), [codes, signs]);
+    let row = 2 * 64 * 2;
+    let attended = 2 * 168 * row;
+    assert_eq!(
+        bytes("attend"),
+        [2 * 1000 * row, codes + attended, signs + attended]
+    );
+}
+
+#[test]
+fn what_cannot_be_timed_is_refused() {
+    kvsmith("bench attend --shapes 5/2x64").fails(2, "5/2x64", "");
+    kvsmith("bench attend --shapes 4/2x60").fails(2, "4/2x60", "");
+    kvsmith("bench attend --context 17M").fails(2, "17M", "");
+    kvsmith("bench attend --kv 2bit").fails(2, "2bit", "");
+    kvsmith("bench retrieve --device cpu --methods lfps").fails(2, "lfps", "a2ats");
+    kvsmith("bench retrieve --device wgpu").fails(3, "wgpu", "--device cpu");
+}
