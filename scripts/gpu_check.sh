@@ -43,15 +43,17 @@ ran() {
 gpu=$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | head -n 1)
 echo "GPU: ${gpu:-none found}"
 
-part backends 150 ./backends cuda::
+part backends 90 ./backends cuda::
 ran backends
-part calibrate 150 ./cmd_device cuda
+part calibrate 80 ./cmd_device cuda
 ran calibrate
+part decode 40 ./decode cuda::
+ran decode
 
 sanitizer=$(command -v compute-sanitizer || echo "$kit/compute-sanitizer/compute-sanitizer")
 if [ -x "$sanitizer" ]; then
     for tool in memcheck racecheck; do
-        part "$tool" 100 "$sanitizer" --tool $tool --error-exitcode 1 ./backends cuda:: --test-threads 1 \
+        part "$tool" 60 "$sanitizer" --tool $tool --error-exitcode 1 ./backends cuda:: --test-threads 1 \
             --skip 5000x --skip 20000x --skip 100000x
     done
     sanitized=true
@@ -61,13 +63,16 @@ else
 fi
 
 # One head at a time against the CPU in the same run, then all 256 heads of Llama-3.1-8B's keys.
-part kmeans-cpu 60 ./kvsmith bench kmeans --runs 1 --json --device cpu
-part kmeans-one 60 ./kvsmith bench kmeans --runs 5 --json --device cuda
-part kmeans-8b 200 ./kvsmith bench kmeans --heads 256 --runs 2 --json --device cuda
+part kmeans-cpu 30 ./kvsmith bench kmeans --runs 1 --json --device cpu
+part kmeans-one 30 ./kvsmith bench kmeans --runs 5 --json --device cuda
+part kmeans-8b 120 ./kvsmith bench kmeans --heads 256 --runs 2 --json --device cuda
+# A decode step of one layer of Llama-3.1-8B.
+part retrieve 35 ./kvsmith bench retrieve --context 128K,1M --batch 1,4 --json --device cuda
+part attend 35 ./kvsmith bench attend --context 8K,128K --batch 1,4,16 --json --device cuda
 
 # The one JSON document that each of them wrote.
 rows() {
-    for name in kmeans-cpu kmeans-one kmeans-8b; do
+    for name in kmeans-cpu kmeans-one kmeans-8b retrieve attend; do
         sed -n '/^{/,/^}/p' "$out/$name.log" >"$out/$name.json"
         [ -s "$out/$name.json" ] && printf '%s    "%s": %s' "${comma:-}" "$name" "$(cat "$out/$name.json")"
         [ -s "$out/$name.json" ] && comma=",

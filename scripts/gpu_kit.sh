@@ -11,17 +11,17 @@ rm -rf "$kit"
 mkdir -p "$kit/lib" "$kit/calib-data"
 cargo build --release --locked
 # The path of each test program is the last word of cargo's line about it, in brackets.
-programs=$(cargo test --release --locked --no-run --test backends --test cmd_device 2>&1 |
+programs=$(cargo test --release --locked --no-run --test backends --test cmd_device --test decode 2>&1 |
     sed -n 's/^ *Executable .*(\(.*\))$/\1/p')
 cp target/release/kvsmith "$kit/"
 for program in $programs; do
     name=$(basename "$program")
     cp "$program" "$kit/${name%-*}"
 done
-for name in backends cmd_device; do
+for name in backends cmd_device decode; do
     [ -x "$kit/$name" ] || { echo "error: the test program $name was not built" >&2; exit 1; }
 done
-strip "$kit"/kvsmith "$kit"/backends "$kit"/cmd_device 2>/dev/null || true
+strip "$kit"/kvsmith "$kit"/backends "$kit"/cmd_device "$kit"/decode 2>/dev/null || true
 # All but the C library's own, which must be the target machine's.
 ldd "$kit/kvsmith" | sed -n 's/.*=> \(\/[^ ]*\) .*/\1/p' | grep -E 'openblas|gfortran|quadmath|blas|lapack' |
     while read -r library; do cp -L "$library" "$kit/lib/"; done
