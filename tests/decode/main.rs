@@ -17,6 +17,9 @@ use libtest_mimic::{Arguments, Trial};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
+/// A check of one case.
+type Check = Box<dyn Fn(&dyn Driver) + Send>;
+
 fn main() -> ExitCode {
     let mut trials = Vec::new();
     let emulated = emulated::Emulated::new(true).map(|driver| Arc::new(driver) as Arc<dyn Driver>);
@@ -25,7 +28,7 @@ fn main() -> ExitCode {
         if let Err(reason) = &driver {
             eprintln!("{device}: ignored, {reason}");
         }
-        let mut add = |name: String, check: Box<dyn Fn(&dyn Driver) + Send>| {
+        let mut add = |name: String, check: Check| {
             let missing = driver.is_err();
             let driver = driver.clone();
             let trial = Trial::test(format!("{device}::{name}"), move || {

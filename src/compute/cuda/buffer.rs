@@ -59,6 +59,11 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
         self.len
     }
 
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
     /// The pointer to the first value, for a kernel.
     pub fn arg(&self) -> Arg {
         Arg::address(self.address)
