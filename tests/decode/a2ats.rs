@@ -193,6 +193,8 @@ pub fn check(driver: &dyn Driver, case: &Case) {
             let row = &codes[at * shape.capacity..][candidates.clone()];
             let mut counts = vec![0; case.size];
             row.iter().for_each(|c| counts[*c as usize] += 1);
+            let kept = index.counts().unwrap();
+            assert_eq!(kept[at * case.size..(at + 1) * case.size], counts, "step {step}");
             let bound = match case.per_query_head {
                 true => Bound::PerQueryHead(budget as u64),
                 false => Bound::Union(budget),

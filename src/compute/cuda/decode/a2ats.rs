@@ -152,6 +152,11 @@ impl<'d> A2ats<'d> {
         self.codes.read()
     }
 
+    /// The candidates of every codeword at the last step, `[b,g,M]`; waits for the device.
+    pub fn counts(&self) -> Result<Vec<u32>> {
+        self.counts.read()
+    }
+
     /// The scores of the last step, `[b,h,M]`; waits for the device.
     pub fn scores(&self) -> Result<Vec<f32>> {
         self.scores.read()
