@@ -50,7 +50,7 @@ ran calibrate
 part decode 40 ./decode cuda::
 ran decode
 
-sanitizer=$(command -v compute-sanitizer || echo "$kit/compute-sanitizer/compute-sanitizer")
+sanitizer=$(command -v compute-sanitizer || echo "$kit/compute-sanitizer/bin/compute-sanitizer")
 if [ -x "$sanitizer" ]; then
     for tool in memcheck racecheck; do
         part "$tool" 60 "$sanitizer" --tool $tool --error-exitcode 1 ./backends cuda:: --test-threads 1 \
@@ -73,7 +73,7 @@ part attend 35 ./kvsmith bench attend --context 8K,128K --batch 1,4,16 --json --
 # The one JSON document that each of them wrote.
 rows() {
     for name in kmeans-cpu kmeans-one kmeans-8b retrieve attend; do
-        sed -n '/^{/,/^}/p' "$out/$name.log" >"$out/$name.json"
+        grep '^{' "$out/$name.log" | tail -n 1 >"$out/$name.json"
         [ -s "$out/$name.json" ] && printf '%s    "%s": %s' "${comma:-}" "$name" "$(cat "$out/$name.json")"
         [ -s "$out/$name.json" ] && comma=",
 "

@@ -31,8 +31,8 @@ cp scripts/gpu_check.sh "$kit/"
 if python3 -m pip install --quiet --disable-pip-version-check --root-user-action ignore --no-deps \
     --target "$kit/wheel" 'nvidia-cuda-sanitizer-api==13.0.*'; then
     mkdir "$kit/compute-sanitizer"
-    find "$kit/wheel/nvidia/cu13/compute-sanitizer" -maxdepth 1 -type f -exec mv {} "$kit/compute-sanitizer/" \;
-    chmod +x "$kit/compute-sanitizer/compute-sanitizer"
+    mv "$kit/wheel/nvidia/cu13/bin" "$kit/wheel/nvidia/cu13/lib" "$kit/compute-sanitizer/"
+    chmod +x "$kit/compute-sanitizer/bin/compute-sanitizer"
 else
     echo "note: compute-sanitizer could not be fetched: its part will be left out" >&2
 fi
