@@ -47,12 +47,6 @@ DEVICE void part_of(u32 total, u32& start, u32& end) {
     end = smaller(start + each * ITEMS, total);
 }
 
-// Two numbers of 16 bits in one register, the first in the low half.
-template <bool BFLOAT>
-DEVICE u32 pack(float low, float high) {
-    return (u32)round_to<BFLOAT>(low) | (u32)round_to<BFLOAT>(high) << 16;
-}
-
 // A warp's running result; thread 4 g + t has query rows g and g + 8, and of every eight channels 2 t and 2 t + 1.
 template <u32 D>
 struct Running {

@@ -20,7 +20,7 @@
 #endif
 
 #define __device__
-#define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL
 #define KERNEL(threads, blocks, name, ...)                          \
     void name(__VA_ARGS__);                                         \
     static emulate::Register register_##name(#name, threads, name); \
@@ -90,11 +90,19 @@ struct Context {
 
 enum class State { Runs, AtWarp, AtBlock, Done };
 
+// 16 bytes on their way into shared memory, zeros for no source, and the group of copies that they belong to.
+struct Copy {
+    void* to;
+    const void* from;
+    unsigned group;
+};
+
 struct Thread {
     Context context;
     State state;
-    unsigned line, arrays, exchanges;
+    unsigned line, arrays, exchanges, groups;
     Dim index;
+    std::vector<Copy> copies;
 };
 
 constexpr size_t STACK = 64 << 10;
@@ -107,7 +115,9 @@ inline Dim block_index, grid_size, block_size;
 inline Context scheduler;
 inline size_t dynamic_bytes;
 inline std::vector<std::pair<void*, size_t>> arrays;
-inline uint64_t exchange[MOST_THREADS / 32][2][32];
+// Of each warp what its lanes pass to each other, in turns.
+constexpr size_t MOST_PASSED = 64;
+alignas(16) inline char exchange[MOST_THREADS / 32][2][32][MOST_PASSED];
 inline void (*body)();
 
 inline void wait(State state, unsigned line) {
@@ -154,7 +164,8 @@ inline void run_block() {
     static char* stacks = (char*)malloc(STACK * MOST_THREADS);
     for (unsigned i = 0; i < n_threads; i++) {
         threads[i].state = State::Runs;
-        threads[i].arrays = threads[i].exchanges = 0;
+        threads[i].arrays = threads[i].exchanges = threads[i].groups = 0;
+        threads[i].copies.clear();
         threads[i].index = {i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y};
         threads[i].context.start(stacks + i * STACK, STACK, enter);
     }
@@ -181,15 +192,51 @@ T* shared(size_t count) {
     return (T*)array.first;
 }
 
-// The value of another lane; all lanes of the warp take part.
+// What each lane of a warp passed, good until the next exchange but one.
 template <class T>
-T from_lane(T v, unsigned source, unsigned line) {
+struct Passed {
+    const char (*slots)[MOST_PASSED];
+    const T& operator[](unsigned lane) const { return *(const T*)slots[lane % 32]; }
+};
+
+// Passes a value to the other lanes; all lanes of the warp take part.
+template <class T>
+Passed<T> pass(const T& v, unsigned line = __builtin_LINE()) {
+    static_assert(sizeof(T) <= MOST_PASSED);
     unsigned i = self - threads;
     auto& slots = exchange[i / 32][self->exchanges++ % 2];
-    memcpy(&slots[i % 32], &v, sizeof(T));
+    memcpy(slots[i % 32], &v, sizeof(T));
     wait(State::AtWarp, line);
-    memcpy(&v, &slots[source % 32], sizeof(T));
-    return v;
+    return {slots};
+}
+
+// The value of another lane.
+template <class T>
+T from_lane(T v, unsigned source, unsigned line) {
+    return pass(v, line)[source];
+}
+
+// ---- copies that run on their own ----
+
+inline void arrive(const Copy& copy) {
+    copy.from ? memcpy(copy.to, copy.from, 16) : memset(copy.to, 0, 16);
+}
+
+// Those of even threads arrive at once, those of odd ones when they are waited for.
+inline void copy_16_bytes(void* to, const void* from) {
+    Copy copy = {to, from, self->groups};
+    if ((self - threads) % 2 == 0) return arrive(copy);
+    self->copies.push_back(copy);
+}
+
+// Waits for all groups but the last `later`.
+inline void wait_for_copies(unsigned later) {
+    size_t kept = 0;
+    for (const Copy& copy : self->copies) {
+        if (copy.group + later < self->groups) arrive(copy);
+        else self->copies[kept++] = copy;
+    }
+    self->copies.resize(kept);
 }
 
 // ---- launches ----

@@ -35,6 +35,13 @@ DEVICE void copy_16_bytes(u16* to, const u16* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
+// The same, or zeros.
+DEVICE void copy_16_bytes_if(bool there, u16* to, const u16* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(there ? 16 : 0)
+                 : "memory");
+}
+
 DEVICE void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <u32 LATER>
@@ -92,47 +99,70 @@ DEVICE u16 round_to(float v) {
 template <bool BFLOAT>
 DEVICE float widen(u16 bits) {
     if (BFLOAT) return __uint_as_float((u32)bits << 16);
-    _Float16 h;
-    memcpy(&h, &bits, 2);
-    return (float)h;
+    // The exponent's bias is 127 - 15 larger; what is not finite has all its bits set.
+    u32 magnitude = (u32)(bits & 0x7fff) << 13, sign = (u32)(bits >> 15) << 31;
+    if (magnitude >= 0x1fu << 23) return __uint_as_float(magnitude | INFINITE | sign);
+    return __uint_as_float(__float_as_uint(__uint_as_float(magnitude) * 0x1p112f) | sign);
 }
 
-DEVICE void copy_16_bytes(u16* to, const u16* from) { memcpy(to, from, 16); }
-DEVICE void end_of_copies() {}
+DEVICE void copy_16_bytes(u16* to, const u16* from) { emulate::copy_16_bytes(to, from); }
+DEVICE void copy_16_bytes_if(bool there, u16* to, const u16* from) {
+    emulate::copy_16_bytes(to, there ? from : nullptr);
+}
+DEVICE void end_of_copies() { emulate::self->groups++; }
 template <u32 LATER>
-DEVICE void wait_for_copies() {}
+DEVICE void wait_for_copies() {
+    emulate::wait_for_copies(LATER);
+}
 
 DEVICE void load_matrices(u32 (&out)[4], const u16* at) {
+    auto rows = emulate::pass(at);
     for (u32 i = 0; i < 4; i++) {
-        const u16* row = __shfl_sync(ALL_LANES, at, i * 8 + lane() / 4);
+        const u16* row = rows[i * 8 + lane() / 4];
         out[i] = row[lane() % 4 * 2] | (u32)row[lane() % 4 * 2 + 1] << 16;
     }
 }
 
 DEVICE void load_matrices_transposed(u32 (&out)[4], const u16* at) {
+    auto rows = emulate::pass(at);
     for (u32 i = 0; i < 4; i++) {
-        const u16* low = __shfl_sync(ALL_LANES, at, i * 8 + lane() % 4 * 2);
-        const u16* high = __shfl_sync(ALL_LANES, at, i * 8 + lane() % 4 * 2 + 1);
+        const u16* low = rows[i * 8 + lane() % 4 * 2];
+        const u16* high = rows[i * 8 + lane() % 4 * 2 + 1];
         out[i] = low[lane() / 4] | (u32)high[lane() / 4] << 16;
     }
 }
 
+// What a lane holds of a and b: of rows g and g + 8 of a, and of column g of b, channels 2 t, 2 t + 1, 2 t + 8 and
+// 2 t + 9.
+struct Fragments {
+    float low[4], high[4], b[4];
+};
+
 template <bool BFLOAT>
 DEVICE void multiply_add(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    for (u32 k = 0; k < 16; k += 2) {
-        // Channels k and k + 1 of row g are with thread 4 g + k / 2 % 4, of column n with thread 4 n + that.
-        u32 holder = k / 2 % 4;
-        u32 low = __shfl_sync(ALL_LANES, a[k / 8 * 2], lane() / 4 * 4 + holder);
-        u32 high = __shfl_sync(ALL_LANES, a[k / 8 * 2 + 1], lane() / 4 * 4 + holder);
-        for (u32 e = 0; e < 2; e++) {
-            u32 b = __shfl_sync(ALL_LANES, k < 8 ? b0 : b1, (lane() % 4 * 2 + e) * 4 + holder);
-            for (u32 half = 0; half < 32; half += 16) {
-                float w = widen<BFLOAT>((u16)(b >> half));
-                sum[e] += widen<BFLOAT>((u16)(low >> half)) * w;
-                sum[2 + e] += widen<BFLOAT>((u16)(high >> half)) * w;
+    Fragments own;
+    const u32 packed[3][2] = {{a[0], a[2]}, {a[1], a[3]}, {b0, b1}};
+    float* const to[3] = {own.low, own.high, own.b};
+    for (u32 i = 0; i < 3; i++) {
+        for (u32 j = 0; j < 4; j++) to[i][j] = widen<BFLOAT>((u16)(packed[i][j / 2] >> j % 2 * 16));
+    }
+    auto all = emulate::pass(own);
+    for (u32 j = 0; j < 4; j++) {
+        for (u32 t = 0; t < 4; t++) {
+            const Fragments& rows = all[lane() / 4 * 4 + t];
+            for (u32 e = 0; e < 2; e++) {
+                float b = all[(lane() % 4 * 2 + e) * 4 + t].b[j];
+                sum[e] += rows.low[j] * b;
+                sum[2 + e] += rows.high[j] * b;
             }
         }
     }
 }
 
 #endif
+
+// Two numbers of 16 bits in one register, the first in the low half.
+template <bool BFLOAT>
+DEVICE u32 pack(float low, float high) {
+    return (u32)round_to<BFLOAT>(low) | (u32)round_to<BFLOAT>(high) << 16;
+}

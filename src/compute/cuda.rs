@@ -12,6 +12,7 @@ mod clusters;
 pub mod decode;
 pub mod driver;
 pub mod kernels;
+pub mod linear;
 pub mod nvidia;
 mod points;
 

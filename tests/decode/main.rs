@@ -5,6 +5,7 @@ mod a2ats;
 mod attend;
 #[path = "../backends/emulated.rs"]
 mod emulated;
+mod linear;
 mod packed;
 mod signs;
 
@@ -43,6 +44,14 @@ fn main() -> ExitCode {
                 Box::new(move |driver| attend::check(driver, &case)),
             );
         }
+        for case in linear::cases() {
+            add(
+                format!("linear::{}", case.name),
+                Box::new(move |driver| linear::check(driver, &case)),
+            );
+        }
+        add("linear::together".to_owned(), Box::new(linear::check_together));
+        add("linear::refused".to_owned(), Box::new(linear::check_refused));
         for case in a2ats::cases() {
             add(
                 format!("a2ats::{}", case.name),

@@ -3,7 +3,7 @@
 include!(concat!(env!("OUT_DIR"), "/kernel_image.rs"));
 
 /// Every kernel.
-pub const NAMES: [&str; 60] = [
+pub const NAMES: [&str; 69] = [
     "add_runs",
     "append_rows",
     "append_signs",
@@ -40,6 +40,14 @@ pub const NAMES: [&str; 60] = [
     "hand_over",
     "inertia",
     "largest",
+    "linear_bfloat",
+    "linear_few_bfloat",
+    "linear_few_float",
+    "linear_few_half",
+    "linear_float_bfloat",
+    "linear_float_float",
+    "linear_float_half",
+    "linear_half",
     "list_best",
     "list_taken",
     "map_rows",
@@ -52,6 +60,7 @@ pub const NAMES: [&str; 60] = [
     "place_centroids",
     "rank_codewords",
     "read_all",
+    "round_rows",
     "second_moment",
     "settle",
     "sign_keys",
@@ -67,7 +76,7 @@ pub const NAMES: [&str; 60] = [
 ];
 
 /// The files of the module, by the name in their `#include`.
-const FILES: [(&str, &str); 21] = [
+const FILES: [(&str, &str); 22] = [
     ("common.h", include_str!("../../../kernels/common.h")),
     ("tensor.h", include_str!("../../../kernels/tensor.h")),
     ("attend.h", include_str!("../../../kernels/attend.h")),
@@ -90,6 +99,7 @@ const FILES: [(&str, &str); 21] = [
     ),
     ("decode_step.cu", include_str!("../../../kernels/decode_step.cu")),
     ("draw.cu", include_str!("../../../kernels/draw.cu")),
+    ("linear.cu", include_str!("../../../kernels/linear.cu")),
     ("means.cu", include_str!("../../../kernels/means.cu")),
     ("nearest.cu", include_str!("../../../kernels/nearest.cu")),
     (

@@ -1,0 +1,262 @@
+//! Products with checkpoint weights, which stay on the device in their stored type.
+
+use super::buffer::Buffer;
+use super::driver::{self, Arg, Driver};
+use crate::error::{Error, Result};
+use crate::model::weights::Float;
+
+/// Rows of x that `linear_few_*` takes, at most.
+pub const FEW: usize = 16;
+/// Rows of W that share a warp there.
+const FEW_ROWS: usize = 4;
+/// Warps per processor that keep the memory busy there.
+const WARPS_EACH: usize = 16;
+/// Channels that a warp has there, at least, before a row is split.
+const SHORTEST: usize = 1024;
+/// Rows and columns of a block's tile on the tensor cores, and in f32.
+const TILE: usize = 128;
+const FLOAT_TILE: usize = 64;
+/// Bytes of shared memory of a block on the tensor cores: four slabs of 32 channels of both matrices.
+pub const SHARED_BYTES: usize = 4 * 2 * TILE * (32 + 8) * 2;
+
+/// A weight `[n,k]` on the device, in its stored type.
+pub struct Matrix<'d> {
+    kind: Float,
+    rows: usize,
+    cols: usize,
+    values: Buffer<'d, u8>,
+}
+
+impl<'d> Matrix<'d> {
+    /// A weight of `rows` times `cols` values, little-endian and row after row.
+    ///
+    /// # Errors
+    /// Another number of bytes; sizes that the kernels are not made for; no memory.
+    pub fn new(driver: &'d dyn Driver, kind: Float, rows: usize, cols: usize, bytes: &[u8]) -> Result<Self> {
+        if rows == 0 || cols == 0 || rows.max(cols) > 1 << 30 {
+            return Err(Error::failed(format!("CUDA: a weight of {rows} x {cols}")));
+        }
+        let expected = rows * cols * kind.bytes();
+        if bytes.len() != expected {
+            let found = bytes.len();
+            return Err(Error::failed(format!(
+                "CUDA: a weight of {rows} x {cols} {} has {found} bytes instead of {expected}",
+                kind.name()
+            )));
+        }
+        Ok(Self {
+            kind,
+            rows,
+            cols,
+            values: Buffer::of(driver, "weights", bytes)?,
+        })
+    }
+
+    /// Rows, n: the output channels.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Columns, k: the input channels.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Stored type.
+    pub fn kind(&self) -> Float {
+        self.kind
+    }
+
+    /// The stored bytes.
+    pub fn values(&self) -> &Buffer<'d, u8> {
+        &self.values
+    }
+}
+
+/// A projection: `y = x W^T + b`.
+pub struct Linear<'d> {
+    /// W `[n,k]`.
+    pub weight: Matrix<'d>,
+    /// b `[n]`.
+    pub bias: Option<Buffer<'d, f32>>,
+}
+
+/// How products are computed, and room for it; one for all weights.
+pub struct Products<'d> {
+    driver: &'d dyn Driver,
+    exact: bool,
+    rounded: Buffer<'d, u16>,
+}
+
+impl<'d> Products<'d> {
+    /// Room for inputs of up to `most` numbers, m times k. With `exact` nothing is rounded to fewer bits than f32.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn new(driver: &'d dyn Driver, exact: bool, most: usize) -> Result<Self> {
+        let most = if exact { 0 } else { most };
+        Ok(Self {
+            driver,
+            exact,
+            rounded: Buffer::new(driver, "rounded inputs", most)?,
+        })
+    }
+
+    /// Several projections of the same inputs.
+    ///
+    /// # Shapes
+    /// x `[m,k]`, each out `[m,n]`; with `accumulate` the results are added to what is there.
+    ///
+    /// # Numerics
+    /// Weights are widened exactly and sums are f32, in an order that depends on the device and the shapes alone.
+    /// Unless exact, more than [`FEW`] rows are rounded to the type of 16-bit weights, to the nearest even; beyond
+    /// f16's range to infinity.
+    ///
+    /// # Errors
+    /// Sizes that do not fit each other; a launch that failed.
+    pub fn forward(
+        &self,
+        x: &Buffer<'_, f32>,
+        m: usize,
+        projections: &[(&Linear<'_>, &Buffer<'_, f32>)],
+        accumulate: bool,
+    ) -> Result<()> {
+        // Which type `rounded` has.
+        let mut rounded = None;
+        for (linear, out) in projections {
+            linear.check(x, m, out)?;
+            let weight = &linear.weight;
+            let product = Product {
+                linear,
+                out,
+                m,
+                accumulate,
+            };
+            if m <= FEW {
+                product.few(self.driver, x)?;
+            } else if self.exact || weight.kind == Float::F32 || !weight.cols.is_multiple_of(8) {
+                product.float(self.driver, x)?;
+            } else {
+                if rounded != Some(weight.kind) {
+                    self.round(x, m * weight.cols, weight.kind)?;
+                    rounded = Some(weight.kind);
+                }
+                product.tensor(self.driver, &self.rounded)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The first `n` numbers in 16 bits.
+    fn round(&self, x: &Buffer<'_, f32>, n: usize, kind: Float) -> Result<()> {
+        if n > self.rounded.len() {
+            let most = self.rounded.len();
+            return Err(Error::failed(format!("CUDA: {n} inputs, with room for {most}")));
+        }
+        let args = [
+            x.arg(),
+            self.rounded.arg(),
+            Arg::u64(n),
+            Arg::u32(usize::from(kind == Float::Bf16)),
+        ];
+        driver::launch(self.driver, "round_rows", [n.div_ceil(512), 1, 1], &args)
+    }
+}
+
+impl Linear<'_> {
+    /// One projection; see [`Products::forward`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn forward(
+        &self,
+        products: &Products<'_>,
+        x: &Buffer<'_, f32>,
+        m: usize,
+        out: &Buffer<'_, f32>,
+        accumulate: bool,
+    ) -> Result<()> {
+        products.forward(x, m, &[(self, out)], accumulate)
+    }
+
+    fn check(&self, x: &Buffer<'_, f32>, m: usize, out: &Buffer<'_, f32>) -> Result<()> {
+        let (n, k) = (self.weight.rows, self.weight.cols);
+        let bias = self.bias.as_ref().map_or(n, Buffer::len);
+        // Rows are counted in u32, and so are tiles.
+        let fits = m <= 1 << 24 && m.div_ceil(FLOAT_TILE) * n.div_ceil(FLOAT_TILE) <= i32::MAX as usize;
+        if !fits || x.len() < m * k || out.len() < m * n || bias != n {
+            return Err(Error::failed(format!(
+                "CUDA: {m} rows of {} inputs times a weight of {n} x {k} with {bias} biases into {} outputs",
+                x.len(),
+                out.len()
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// One product.
+struct Product<'p, 'd> {
+    linear: &'p Linear<'d>,
+    out: &'p Buffer<'d, f32>,
+    m: usize,
+    accumulate: bool,
+}
+
+impl Product<'_, '_> {
+    /// Inputs in the weight's 16 bits, on the tensor cores. The only place for a library's product.
+    fn tensor(&self, driver: &dyn Driver, x: &Buffer<'_, u16>) -> Result<()> {
+        let kernel = match self.linear.weight.kind {
+            Float::Bf16 => "linear_bfloat",
+            Float::F16 | Float::F32 => "linear_half",
+        };
+        let blocks = self.m.div_ceil(TILE) * self.linear.weight.rows.div_ceil(TILE);
+        driver::launch_with(driver, kernel, [blocks, 1, 1], SHARED_BYTES, &self.args(x.arg()))
+    }
+
+    /// Any number of rows in f32.
+    fn float(&self, driver: &dyn Driver, x: &Buffer<'_, f32>) -> Result<()> {
+        let kernel = match self.linear.weight.kind {
+            Float::F32 => "linear_float_float",
+            Float::F16 => "linear_float_half",
+            Float::Bf16 => "linear_float_bfloat",
+        };
+        let blocks = self.m.div_ceil(FLOAT_TILE) * self.linear.weight.rows.div_ceil(FLOAT_TILE);
+        driver::launch(driver, kernel, [blocks, 1, 1], &self.args(x.arg()))
+    }
+
+    /// Up to [`FEW`] rows in f32.
+    fn few(&self, driver: &dyn Driver, x: &Buffer<'_, f32>) -> Result<()> {
+        let weight = &self.linear.weight;
+        let kernel = match weight.kind {
+            Float::F32 => "linear_few_float",
+            Float::F16 => "linear_few_half",
+            Float::Bf16 => "linear_few_bfloat",
+        };
+        let (warps, wanted) = (
+            weight.rows.div_ceil(FEW_ROWS),
+            driver.multiprocessors() * WARPS_EACH,
+        );
+        let mut split = 1;
+        while split < 8 && warps * split < wanted && split * SHORTEST < weight.cols {
+            split *= 2;
+        }
+        let mut args = self.args(x.arg()).to_vec();
+        args.push(Arg::u32(split));
+        driver::launch(driver, kernel, [warps.div_ceil(8 / split), 1, 1], &args)
+    }
+
+    fn args(&self, x: Arg) -> [Arg; 8] {
+        let linear = self.linear;
+        [
+            x,
+            linear.weight.values.arg(),
+            linear.bias.as_ref().map_or(Arg::address(0), Buffer::arg),
+            self.out.arg(),
+            Arg::u32(self.m),
+            Arg::u32(linear.weight.rows),
+            Arg::u32(linear.weight.cols),
+            Arg::u32(usize::from(self.accumulate)),
+        ]
+    }
+}
