@@ -8,6 +8,7 @@
 #include "channel_statistic.cu"
 #include "decode_step.cu"
 #include "draw.cu"
+#include "layer.cu"
 #include "linear.cu"
 #include "means.cu"
 #include "nearest.cu"

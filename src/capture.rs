@@ -10,12 +10,13 @@ use ndarray::{Array2, s};
 use crate::corpus::Corpus;
 use crate::error::Result;
 use crate::interrupt;
-use crate::model::{Decoder, States};
+use crate::model::States;
+use crate::model::forward::Layers;
 use crate::progress::Progress;
 
 /// A calibration pass between two layers.
 pub struct Capture<'a> {
-    decoder: &'a Decoder,
+    layers: &'a dyn Layers,
     corpus: &'a Corpus,
     /// Input of `next_layer`: `[tokens, hidden]`.
     pub hidden: Array2<f32>,
@@ -25,14 +26,15 @@ pub struct Capture<'a> {
 
 impl<'a> Capture<'a> {
     /// Starts at layer 0 with the embedded tokens.
-    pub fn start(decoder: &'a Decoder, corpus: &'a Corpus) -> Result<Self> {
-        Ok(Self::at(decoder, corpus, decoder.embed(&corpus.ids)?, 0))
+    pub fn start(layers: &'a dyn Layers, corpus: &'a Corpus) -> Result<Self> {
+        let hidden = layers.decoder().embed(&corpus.ids)?;
+        Ok(Self::at(layers, corpus, hidden, 0))
     }
 
     /// Goes on at `next_layer`, whose input is `hidden`.
-    pub fn at(decoder: &'a Decoder, corpus: &'a Corpus, hidden: Array2<f32>, next_layer: usize) -> Self {
+    pub fn at(layers: &'a dyn Layers, corpus: &'a Corpus, hidden: Array2<f32>, next_layer: usize) -> Self {
         Self {
-            decoder,
+            layers,
             corpus,
             hidden,
             next_layer,
@@ -50,28 +52,19 @@ impl<'a> Capture<'a> {
         progress: &Progress,
         tap: &mut dyn FnMut(Range<usize>, &States) -> Result<()>,
     ) -> Result<()> {
-        let layer = self.decoder.layer(self.next_layer)?;
-        let last = self.next_layer + 1 == self.decoder.config.n_layers;
+        let layer = self.layers.open(self.next_layer)?;
+        let last = self.next_layer + 1 == self.layers.decoder().config.n_layers;
         for b in 0..self.corpus.n_blocks() {
             interrupt::check()?;
             let rows = self.corpus.block(b);
             let mut hidden = self.hidden.slice_mut(s![rows.clone(), ..]);
-            let mut tapped = Ok(());
             if last {
-                let states = layer.project(hidden.view());
-                self.decoder.check_states(&layer, &states)?;
-                tapped = tap(rows.clone(), &states);
+                tap(rows.clone(), &layer.project(hidden.view())?)?;
             } else {
-                layer.forward(&self.decoder.rope, hidden.view_mut(), |states, _| {
-                    tapped = tap(rows.clone(), states);
-                });
+                layer.forward(hidden.view_mut(), &mut |states| tap(rows.clone(), states))?;
             }
-            // The culprit of a NaN is named rather than what the tap found of it.
-            self.decoder.check_finite(&layer, hidden.view())?;
-            tapped?;
             progress.advance(rows.len() as u64);
         }
-        layer.release();
         self.next_layer += 1;
         Ok(())
     }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::cmd::{bench, calibrate, codebook, dump, eval, inspect, moments, pack, priors, run, signs};
+use crate::compute::cuda::model::Precision;
 use crate::error::{Error, Result};
 use crate::method::a2ats::{FitInit, FitMetric};
 use crate::progress::{Log, Verbosity};
@@ -85,6 +86,9 @@ pub struct Global {
     /// Where to compute; an explicit device never falls back to another
     #[arg(long, global = true, value_enum, default_value_t = Device::Auto)]
     pub device: Device,
+    /// On a GPU: what happens to the inputs of products with 16-bit weights
+    #[arg(long, global = true, value_enum, default_value_t = Precision::Auto)]
+    pub precision: Precision,
     /// Threads to use (default: all cores)
     #[arg(long, global = true, value_name = "N")]
     pub threads: Option<usize>,
@@ -129,6 +133,17 @@ impl Global {
         Ok(device)
     }
 
+    /// The device of a command that runs the model.
+    ///
+    /// # Errors
+    /// The device asked for is not there, or cannot run a model: exit code 3.
+    pub fn open_model_device(&self, command: &str) -> Result<Box<dyn compute::device::Device>> {
+        match self.device {
+            Device::Wgpu => Err(unable(command, "wgpu")),
+            _ => self.open_device(),
+        }
+    }
+
     /// The device of a command that runs on the CPU alone.
     ///
     /// # Errors
@@ -143,11 +158,13 @@ impl Global {
             Device::Wgpu => "wgpu",
             Device::Cuda => "cuda",
         };
-        Err(
-            Error::device(format!("`{command}` cannot run on device `{name}`"))
-                .hint("use --device cpu or --device auto"),
-        )
+        Err(unable(command, name))
     }
+}
+
+fn unable(command: &str, device: &str) -> Error {
+    Error::device(format!("`{command}` cannot run on device `{device}`"))
+        .hint("use --device cpu or --device auto")
 }
 
 /// The calibration input of `dump` and `calibrate`.

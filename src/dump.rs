@@ -10,12 +10,13 @@ use serde_json::{Value, json};
 
 use crate::artifact::FORMAT;
 use crate::capture::Capture;
-use crate::compute::cpu::Cpu;
+use crate::compute::device::Device;
 use crate::corpus::Corpus;
 use crate::error::{Error, Result};
 use crate::model::rope::{Rope, RopeConfig};
 use crate::model::weights::Float;
-use crate::model::{Decoder, fields::read_json};
+use crate::model::fields::read_json;
+use crate::model::forward::Layers;
 use crate::progress::Log;
 use crate::stats::moments::{LayerMoments, Moments, Position};
 use crate::store::{self, Output, Spec, Store, Tensor, Writer};
@@ -105,13 +106,15 @@ impl Sizes {
 /// # Errors
 /// The disk is too small for it, or the model fails.
 pub fn write(
-    decoder: &Decoder,
+    layers: &dyn Layers,
+    device: &dyn Device,
     corpus: &Corpus,
     model: &Value,
     mut new: NewDump,
     options: &Options,
     log: Log,
 ) -> Result<()> {
+    let decoder = layers.decoder();
     let c = &decoder.config;
     let n = corpus.n_tokens();
     let specs = layer_specs(model, n, options)?;
@@ -125,7 +128,7 @@ pub fn write(
         origin: json!({ "model": model, "calibration": corpus.manifest() }),
     };
     let progress = log.progress((n * c.n_layers) as u64, "tokens x layers");
-    let mut capture = Capture::start(decoder, corpus)?;
+    let mut capture = Capture::start(layers, corpus)?;
     for i in 0..c.n_layers {
         progress.stage(format!("layer {} of {}", i + 1, c.n_layers));
         let writer = Writer::new(new.file(&layer_file(i))?, specs.clone(), None)?;
@@ -133,7 +136,7 @@ pub fn write(
         capture.layer(&progress, &mut |rows, states| {
             let position = Position::Windowed(options.wrope_position);
             let (q_pre, kept) = (states.q_pre.view(), &kept[rows.clone()]);
-            sums.add(&Cpu, q_pre, kept, &decoder.rope, position)?;
+            sums.add(device, q_pre, kept, &decoder.rope, position)?;
             let put = |name, x: &Array3<f32>| put_rows(&writer, name, x.view(), rows.start, n, options.dtype);
             put("k_pre", &states.k_pre)?;
             if options.queries {

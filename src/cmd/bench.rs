@@ -3,6 +3,7 @@
 mod cpu_step;
 mod cuda_step;
 mod decode;
+mod model_step;
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -15,6 +16,7 @@ use rayon::prelude::*;
 use serde_json::{Value, json};
 
 use self::decode::DecodeArgs;
+use self::model_step::ModelArgs;
 use super::{print, print_json};
 use crate::cli::{Global, at_least_one};
 use crate::compute::device::Device;
@@ -39,6 +41,8 @@ enum What {
     Retrieve(DecodeArgs),
     /// Choose and attend them
     Attend(DecodeArgs),
+    /// Decode steps of a whole model with random weights, on an NVIDIA GPU
+    Decode(ModelArgs),
 }
 
 #[derive(clap::Args, Debug)]
@@ -81,6 +85,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         What::Kmeans(args) => bench_kmeans(args, global),
         What::Retrieve(args) => decode::run(args, false, global),
         What::Attend(args) => decode::run(args, true, global),
+        What::Decode(args) => model_step::run(args, global),
     }
 }
 

@@ -7,7 +7,7 @@ use ndarray::{Array3, Axis, s};
 use serde_json::{Value, json};
 
 use super::{
-    check_points, check_sample, check_wrope_position, load_corpus, model_manifest, open_model, print_json,
+    check_points, check_sample, check_wrope_position, layers_on, load_corpus, model_manifest, open_model, print_json,
     report_head,
 };
 use crate::artifact::{self, LayerPart, Origin, Section};
@@ -72,8 +72,10 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
 fn calibrate(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
     let device = global.open_device()?;
+    let on_gpu = device.cuda().is_some();
     if device.adapter().is_some() {
-        log.note("the model and the priors run on the CPU, moments, codebooks and signs on the device");
+        let model = if on_gpu { "the priors run" } else { "the model and the priors run" };
+        log.note(&format!("{model} on the CPU, everything else on the device"));
     }
     let start = std::time::Instant::now();
     let output = Output::create(&args.output)?;
@@ -125,7 +127,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
             let identity = json!({
                 "tool_version": env!("CARGO_PKG_VERSION"), "model": origin.model,
                 "calibration": origin.calibration,
-                "sections": sections.iter().map(|s| &s.params).collect::<Vec<_>>(),
+                "precision": format!("{:?}", global.precision), "sections": sections.iter().map(|s| &s.params).collect::<Vec<_>>(),
             });
             Some(Work::open(dir, &identity, args.resume, &sections)?)
         }
@@ -133,6 +135,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
     };
     plan(&decoder, &corpus, &sample, &sections, log);
 
+    let model_layers = layers_on(device.as_ref(), &decoder, global)?;
     let resumed = work
         .as_ref()
         .map(|w| w.load([corpus.n_tokens(), decoder.config.hidden_size]));
@@ -143,9 +146,9 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
             layers
                 .into_iter()
                 .for_each(|parts| add_layer(&mut sections, parts));
-            Capture::at(&decoder, &corpus, hidden, done)
+            Capture::at(model_layers.as_ref(), &corpus, hidden, done)
         }
-        None => Capture::start(&decoder, &corpus)?,
+        None => Capture::start(model_layers.as_ref(), &corpus)?,
     };
     let remaining = sizes.n_layers - capture.next_layer;
     // One unit per token captured and, per section, one per key fitted.

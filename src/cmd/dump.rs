@@ -6,7 +6,7 @@ use std::time::Instant;
 use clap::ValueEnum;
 use serde_json::json;
 
-use super::{check_wrope_position, load_corpus, model_manifest, open_model, print_json};
+use super::{check_wrope_position, layers_on, load_corpus, model_manifest, open_model, print_json};
 use crate::cli::{Global, Input, parse_count};
 use crate::dump::{self, Options};
 use crate::error::Result;
@@ -47,7 +47,7 @@ enum StateType {
 /// Runs `dump`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
-    let device = global.cpu_only("dump")?;
+    let device = global.open_model_device("dump")?;
     let start = Instant::now();
     let new = dump::NewDump::create(&args.output)?;
     let decoder = open_model(&args.model, log)?;
@@ -64,7 +64,8 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         },
         wrope_position: args.wrope_position,
     };
-    dump::write(&decoder, &corpus, &model, new, &options, log)?;
+    let layers = layers_on(device.as_ref(), &decoder, global)?;
+    dump::write(layers.as_ref(), device.as_ref(), &corpus, &model, new, &options, log)?;
     let seconds = start.elapsed().as_secs_f64();
     log.note(&format!(
         "wrote {} in {seconds:.1} s ({:.0} tokens/s)",
@@ -74,7 +75,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     if global.json {
         print_json(&json!({
             "dump": args.output, "tokens": corpus.n_tokens(), "layers": decoder.config.n_layers,
-            "seconds": seconds, "device": device,
+            "seconds": seconds, "device": device.name(),
         }))?;
     }
     Ok(())

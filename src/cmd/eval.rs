@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use serde_json::{Value, json};
 
 use super::run::{Reading, parse_budget, parse_window};
-use super::{open_model, print, print_json};
+use super::{forward_on, open_model, print, print_json};
 use crate::artifact::Artifact;
 use crate::cli::{Global, parse_count};
 use crate::corpus::{self, Corpus};
@@ -65,7 +65,7 @@ pub struct Args {
 /// Runs `eval`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
-    let device = global.cpu_only("eval")?;
+    let device = global.open_model_device("eval")?;
     let decoder = open_model(&args.model, log)?;
     let artifact = args.reading.open(&decoder, log)?;
     let methods = args.methods.iter().map(|name| {
@@ -83,8 +83,10 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         method,
         budget: *budget,
     });
-    let options = args.reading.options(Budget::Fraction(1.0), artifact.as_ref())?;
-    let mut panel = Panel::new(&decoder, variants.collect(), options)?;
+    let options = args
+        .reading
+        .options(Budget::Fraction(1.0), artifact.as_ref(), device.as_ref())?;
+    let mut panel = Panel::new(forward_on(device.as_ref(), &decoder, global)?, variants.collect(), options);
     let (found, stopped) = match &args.needles {
         Some(path) => needles::run(path, &args.model, &decoder, &mut panel, log)?,
         None => blocks(args, global, &decoder, &mut panel)?,
@@ -95,7 +97,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         .map(|((name, _, budget), report)| row(args, *name, *budget, report, artifact.as_ref()))
         .collect::<Result<_>>()?;
     if global.json {
-        let mut out = json!({ "device": device, "rows": rows });
+        let mut out = json!({ "device": device.name(), "rows": rows });
         merge(&mut out, &found);
         print_json(&out)?;
     } else {

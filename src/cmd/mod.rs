@@ -19,6 +19,8 @@ use serde_json::{Value, json};
 
 use crate::artifact::{self, Origin, Section, short};
 use crate::cli::{Cli, Command, Global, Input};
+use crate::compute::cuda::model::forward::CudaForward;
+use crate::compute::cuda::model::layers::CudaLayers;
 use crate::compute::device::Device;
 use crate::corpus::Corpus;
 use crate::dump::Dump;
@@ -26,6 +28,7 @@ use crate::error::{Error, Result};
 use crate::method::LayerKeys;
 use crate::method::lfps::priors::Sample;
 use crate::model::Decoder;
+use crate::model::forward::{CpuForward, CpuLayers, Forward, Layers};
 use crate::model::rope::Rope;
 use crate::progress::{Log, Progress, Verbosity, size};
 use crate::store::Output;
@@ -206,4 +209,28 @@ fn write_section(
         print_json(&json!({ "section": path, "device": device }))?;
     }
     Ok(())
+}
+
+/// The layers of a model, on the device if that can run them.
+fn layers_on<'a>(
+    device: &'a dyn Device,
+    decoder: &'a Decoder,
+    global: &Global,
+) -> Result<Box<dyn Layers + 'a>> {
+    Ok(match device.cuda() {
+        Some(driver) => Box::new(CudaLayers::new(driver, decoder, global.precision)?),
+        None => Box::new(CpuLayers(decoder)),
+    })
+}
+
+/// A model ready for inference, on the device if that can run it.
+fn forward_on<'a>(
+    device: &'a dyn Device,
+    decoder: &'a Decoder,
+    global: &Global,
+) -> Result<Box<dyn Forward + 'a>> {
+    Ok(match device.cuda() {
+        Some(driver) => Box::new(CudaForward::new(driver, decoder, global.precision)?),
+        None => Box::new(CpuForward::new(decoder)?),
+    })
 }

@@ -10,6 +10,10 @@ use serde_json::json;
 use super::{open_model, print, print_json};
 use crate::artifact::Artifact;
 use crate::cli::{Global, parse_count};
+use crate::compute::cuda::model::Body;
+use crate::compute::cuda::model::forward::CudaForward;
+use crate::compute::cuda::model::session::CudaSession;
+use crate::compute::device::Device;
 use crate::dump::Sizes;
 use crate::error::{Error, Kind, Result};
 use crate::interrupt;
@@ -20,7 +24,7 @@ use crate::progress::{Log, size};
 use crate::runner::budget::Budget;
 use crate::runner::kv::KvType;
 use crate::runner::sample::Sampler;
-use crate::runner::{Options, Session};
+use crate::runner::{Generate, Options, Session};
 use turns::Turns;
 
 /// What a method has and may read: the options that `run` and `eval` share.
@@ -36,9 +40,9 @@ pub(super) struct Reading {
     /// Last positions that are always read, the current one included
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = parse_window)]
     window: usize,
-    /// Element type of the KV cache
-    #[arg(long, value_enum, default_value_t = KvType::F32)]
-    kv: KvType,
+    /// Element type of the KV cache (default: f32 on the CPU, bf16 on CUDA)
+    #[arg(long, value_enum)]
+    kv: Option<KvType>,
     #[command(flatten)]
     pub(super) methods: Params,
     /// Use an artifact of another model, if its sizes fit
@@ -55,13 +59,26 @@ impl Reading {
     }
 
     /// The options of a session.
-    pub(super) fn options(&self, budget: Budget, artifact: Option<&Artifact>) -> Result<Options> {
+    pub(super) fn options(
+        &self,
+        budget: Budget,
+        artifact: Option<&Artifact>,
+        device: &dyn Device,
+    ) -> Result<Options> {
         Ok(Options {
             sinks: self.sinks,
             window: self.window,
             budget,
-            kv: self.kv,
+            kv: self.kv_type(device),
             packed: self.methods.selfindex.layout(artifact)?,
+        })
+    }
+
+    /// The type of the cache.
+    fn kv_type(&self, device: &dyn Device) -> KvType {
+        self.kv.unwrap_or(match device.cuda() {
+            Some(_) => KvType::Bf16,
+            None => KvType::F32,
         })
     }
 
@@ -162,7 +179,7 @@ fn parse_top_p(text: &str) -> std::result::Result<f64, String> {
 /// Runs `run`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
-    let device = global.cpu_only("run")?;
+    let device = global.open_model_device("run")?;
     let decoder = open_model(&args.model, log)?;
     let turns = Turns::open(args, &decoder, log)?;
     if args.top_p < 1.0 && args.temperature == 0.0 {
@@ -173,9 +190,10 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let method = args
         .reading
         .method(name, artifact.as_ref(), &decoder, global.seed)?;
-    let options = args.reading.options(args.budget, artifact.as_ref())?;
-    let capacity = turns.known() + args.max_new.min(RESERVED);
-    let mut session = Session::new(&decoder, &method, options, capacity)?;
+    let options = args
+        .reading
+        .options(args.budget, artifact.as_ref(), device.as_ref())?;
+    let mut session = session_on(args, global, device.as_ref(), &decoder, &method, options, &turns)?;
     if let Some(path) = &args.trace {
         let file = std::fs::File::create(path).map_err(|e| Error::io(path, "write", &e))?;
         session.trace(Box::new(std::io::BufWriter::new(file)));
@@ -190,12 +208,42 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     };
     let stopped = talk.converse()?;
     talk.session.finish_trace()?;
-    talk.report(name, device)?;
+    talk.report(name, device.name())?;
     if stopped {
         Err(Error::interrupted())
     } else {
         Ok(())
     }
+}
+
+/// The conversation on a device: caches and selection are there too where the method can, else on the CPU.
+fn session_on<'a>(
+    args: &Args,
+    global: &Global,
+    device: &'a dyn Device,
+    decoder: &'a Decoder,
+    method: &Method,
+    options: Options,
+    turns: &Turns,
+) -> Result<Box<dyn Generate<'a> + 'a>> {
+    let Some(driver) = device.cuda() else {
+        let capacity = turns.known() + args.max_new.min(RESERVED);
+        return Ok(Box::new(Session::new(decoder, method, options, capacity)?));
+    };
+    if !CudaSession::can(method, options.kv) {
+        global.log().note("the KV cache and the selection are on the CPU");
+        let capacity = turns.known() + args.max_new.min(RESERVED);
+        let forward = Box::new(CudaForward::new(driver, decoder, global.precision)?);
+        return Ok(Box::new(Session::on(forward, method, options, capacity)));
+    }
+    // Caches on the device do not grow.
+    let known = turns.known() + args.max_new;
+    let capacity = match args.chat {
+        true => known.max(decoder.config.max_position_embeddings),
+        false => known,
+    };
+    let body = Body::load(driver, decoder, global.precision)?;
+    Ok(Box::new(CudaSession::new(body, method, options, 1, capacity)?))
 }
 
 /// Keys and values of one position, over all layers and KV heads.
@@ -228,7 +276,7 @@ impl Reply {
 struct Talk<'a> {
     args: &'a Args,
     global: &'a Global,
-    session: Session<'a>,
+    session: Box<dyn Generate<'a> + 'a>,
     turns: Turns<'a>,
     sampler: Sampler,
     replies: Vec<Reply>,
@@ -285,7 +333,7 @@ impl Talk<'_> {
             log.note(&format!(
                 "prefill: {} tokens, {} of KV cache",
                 ids.len(),
-                size(ids.len() * kv_bytes_per_token(config, self.args.reading.kv))
+                size(ids.len() * kv_bytes_per_token(config, self.session.kv_type()))
             ));
         }
         let mut reply = self.generate(&ids)?;
@@ -311,13 +359,13 @@ impl Talk<'_> {
         };
         let mut stream = TextStream::new(self.turns.tokenizer());
         let start = Instant::now();
-        let mut logits = self.session.prefill(prompt)?;
+        let logits = self.session.prefill(prompt)?;
+        let mut next = self.sampler.next(logits.as_slice().unwrap_or(&[]));
         let prefill_s = start.elapsed().as_secs_f64();
         let start = Instant::now();
         let mut ids = Vec::new();
         let (mut ended, mut stopped) = (false, false);
         while ids.len() < self.args.max_new {
-            let next = self.sampler.next(logits.as_slice().unwrap_or(&[]));
             ids.push(next);
             show(&stream.push(next)?)?;
             ended = !self.args.ignore_eos && self.session.is_stop_token(next);
@@ -328,7 +376,13 @@ impl Talk<'_> {
             if stopped {
                 break;
             }
-            logits = self.session.step(next)?;
+            next = match self.sampler.is_greedy() {
+                true => self.session.greedy_step(next)?,
+                false => {
+                    let logits = self.session.step(next)?;
+                    self.sampler.next(logits.as_slice().unwrap_or(&[]))
+                }
+            };
         }
         show(&stream.finish()?)?;
         show("\n")?;
@@ -346,6 +400,7 @@ impl Talk<'_> {
     /// Says what all turns took, and prints the document of --json.
     fn report(&self, name: MethodName, device: &str) -> Result<()> {
         let Self { session, replies, .. } = self;
+        let read = session.kv_read_fraction()?;
         let ids: Vec<u32> = replies.iter().flat_map(|r| r.ids.iter().copied()).collect();
         let prefill_s: f64 = replies.iter().fold(0.0, |sum, r| sum + r.prefill_s);
         let decode_s: f64 = replies.iter().fold(0.0, |sum, r| sum + r.decode_s);
@@ -356,7 +411,7 @@ impl Talk<'_> {
             "{}: {} tokens, prefill {prefill_s:.2} s, decode {decode_s:.2} s ({tokens_per_s:.1} tokens/s), {:.1} % of the KV rows read, index {} beside {} of KV",
             name.as_str(),
             ids.len(),
-            100.0 * session.kv_read_fraction(),
+            100.0 * read,
             size(session.index_bytes()),
             size(session.kv_bytes()),
         ));
@@ -373,7 +428,7 @@ impl Talk<'_> {
             "prefill_s": prefill_s,
             "decode_s": decode_s,
             "tokens_per_s": tokens_per_s,
-            "kv_read_fraction": session.kv_read_fraction(),
+            "kv_read_fraction": read,
             "exact_dot_fraction": session.exact_dot_fraction(),
             "bypass_fraction": session.bypass_fraction(),
             "index_bytes": session.index_bytes(),

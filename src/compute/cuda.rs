@@ -13,8 +13,10 @@ pub mod decode;
 pub mod driver;
 pub mod kernels;
 pub mod linear;
+pub mod model;
 pub mod nvidia;
 mod points;
+pub mod prefill;
 
 use ndarray::{Array3, ArrayView3};
 
@@ -59,6 +61,10 @@ impl Device for Cuda {
 
     fn adapter(&self) -> Option<String> {
         Some(self.driver.adapter())
+    }
+
+    fn cuda(&self) -> Option<&dyn Driver> {
+        Some(self.driver())
     }
 
     /// As many as nine tenths of the free memory hold, and a grid can have.

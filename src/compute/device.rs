@@ -13,6 +13,7 @@ use std::ops::Range;
 
 use ndarray::{Array2, Array3, ArrayView2, ArrayView3};
 
+use super::cuda::driver::Driver;
 use crate::error::Result;
 
 /// Where calibration is computed.
@@ -23,6 +24,11 @@ pub trait Device: Send + Sync {
     /// The hardware and the driver, for the log and the manifest; `None` on the CPU, whose results do
     /// not depend on them.
     fn adapter(&self) -> Option<String>;
+
+    /// The GPU's driver, where the device can run a whole model too.
+    fn cuda(&self) -> Option<&dyn Driver> {
+        None
+    }
 
     /// Most heads of `[n,d]` rows and `size` centroids that [`Device::points`] should be given at once;
     /// at least one.

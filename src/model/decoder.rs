@@ -30,31 +30,50 @@ pub struct Decoder {
     pub checkpoint: Checkpoint,
     /// The rotary embedding.
     pub rope: Rope,
-    embedding: Weight,
-    norm: Vec<f32>,
-    head: Linear,
+    /// `[vocab, hidden]`.
+    pub embedding: Weight,
+    /// Before the output projection, `[hidden]`.
+    pub norm: Vec<f32>,
+    /// The output projection, `[vocab, hidden]`; of some models the embedding.
+    pub head: Linear,
 }
 
 /// One decoder layer; weights stay mapped.
 pub struct Layer {
-    index: usize,
-    n_heads: usize,
-    n_kv_heads: usize,
-    head_dim: usize,
-    eps: f32,
+    /// Its place in the model.
+    pub index: usize,
+    /// h.
+    pub n_heads: usize,
+    /// g.
+    pub n_kv_heads: usize,
+    /// d.
+    pub head_dim: usize,
+    /// Of every norm.
+    pub eps: f32,
     /// Visible positions, the current one included; `None` = all.
     pub window: Option<usize>,
-    input_norm: Vec<f32>,
-    q: Linear,
-    k: Linear,
-    v: Linear,
-    o: Linear,
-    q_norm: Option<Vec<f32>>,
-    k_norm: Option<Vec<f32>>,
-    mlp_norm: Vec<f32>,
-    gate: Linear,
-    up: Linear,
-    down: Linear,
+    /// Before the projections, `[hidden]`.
+    pub input_norm: Vec<f32>,
+    /// `[h d, hidden]`.
+    pub q: Linear,
+    /// `[g d, hidden]`.
+    pub k: Linear,
+    /// `[g d, hidden]`.
+    pub v: Linear,
+    /// `[hidden, h d]`.
+    pub o: Linear,
+    /// Over each head of q, `[d]`.
+    pub q_norm: Option<Vec<f32>>,
+    /// Over each head of k, `[d]`.
+    pub k_norm: Option<Vec<f32>>,
+    /// Before the MLP, `[hidden]`.
+    pub mlp_norm: Vec<f32>,
+    /// `[intermediate, hidden]`.
+    pub gate: Linear,
+    /// `[intermediate, hidden]`.
+    pub up: Linear,
+    /// `[hidden, intermediate]`.
+    pub down: Linear,
 }
 
 /// What a layer's projections give for m rows: after bias and q/k norm, before rotation.
@@ -221,7 +240,8 @@ impl Decoder {
         Err(self.diagnose(&layer.weights(), &format!("the states of layer {}", layer.index)))
     }
 
-    fn diagnose(&self, weights: &[&Weight], place: &str) -> Error {
+    /// What to say of numbers at `place` that are not finite: the first of `weights` that has some, else the model.
+    pub fn diagnose(&self, weights: &[&Weight], place: &str) -> Error {
         weights
             .iter()
             .find_map(|w| w.check_finite().err())

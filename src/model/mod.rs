@@ -5,10 +5,12 @@ pub mod chat;
 pub mod config;
 pub mod decoder;
 pub mod fields;
+pub mod forward;
 pub mod rope;
 pub mod tokenizer;
 pub mod weights;
 
 pub use config::ModelConfig;
 pub use decoder::{Decoder, Layer, States};
+pub use forward::Forward;
 pub use weights::Checkpoint;

@@ -397,6 +397,11 @@ pub struct RopeTable {
 }
 
 impl RopeTable {
+    /// Cosines and sines, `[positions, d/2]` each.
+    pub fn parts(&self) -> [&[f32]; 2] {
+        [&self.cos, &self.sin]
+    }
+
     /// Rotates one head vector (d values) in place to the `row`-th position of the table.
     pub fn rotate(&self, x: &mut [f32], row: usize) {
         let (lo, hi) = x.split_at_mut(self.half);

@@ -11,17 +11,16 @@ mod judge;
 
 use std::ops::Range;
 
-use ndarray::{Array1, Array2, Axis};
+use ndarray::{Array1, Axis};
 use rayon::prelude::*;
 
 use super::budget::Budget;
 use super::sample::argmax;
-use super::trunk::Trunk;
 use super::{Options, StaticSet, Totals};
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::method::{Choice, Method};
-use crate::model::Decoder;
+use crate::model::Forward;
 use course::{At, Course, LaneStep};
 pub use judge::{Scores, divergence};
 
@@ -172,7 +171,7 @@ pub fn decoded(n: usize, decode: usize) -> usize {
 
 /// The evaluation of variants on one model.
 pub struct Panel<'a> {
-    trunk: Trunk<'a>,
+    forward: Box<dyn Forward + 'a>,
     variants: Vec<Variant<'a>>,
     options: Options,
     /// Per variant.
@@ -183,19 +182,19 @@ pub struct Panel<'a> {
 
 impl<'a> Panel<'a> {
     /// A panel without results yet; the budget of `options` is not used.
-    pub fn new(decoder: &'a Decoder, variants: Vec<Variant<'a>>, options: Options) -> Result<Self> {
-        let c = &decoder.config;
+    pub fn new(forward: Box<dyn Forward + 'a>, variants: Vec<Variant<'a>>, options: Options) -> Self {
+        let c = &forward.decoder().config;
         let empty = Report {
             heads: vec![vec![Scores::default(); c.n_kv_heads]; c.n_layers],
             ..Report::default()
         };
-        Ok(Self {
-            trunk: Trunk::new(decoder)?,
+        Self {
+            forward,
             reports: vec![empty; variants.len()],
             variants,
             options,
             full: Answers::default(),
-        })
+        }
     }
 
     /// Takes in a block as `turns` equal turns: all but the last `decode` tokens of each (at least one) are
@@ -211,7 +210,7 @@ impl<'a> Panel<'a> {
         for (turn, range) in turns_of(ids.len(), turns).enumerate() {
             let ids = &ids[range];
             let (prompt, rest) = ids.split_at(ids.len() - decoded(ids.len(), decode));
-            course.prompt(&self.trunk, prompt)?;
+            course.prompt(self.forward.as_ref(), prompt)?;
             for id in rest {
                 interrupt::check()?;
                 let ids = vec![*id; self.variants.len() + 1];
@@ -237,7 +236,7 @@ impl<'a> Panel<'a> {
         found: &dyn Fn(&[u32]) -> Result<Option<bool>>,
     ) -> Result<()> {
         let mut course = self.course(prompt.len(), false);
-        let mut logits = course.prompt(&self.trunk, prompt)?;
+        let mut logits = course.prompt(self.forward.as_ref(), prompt)?;
         let mut said = vec![Vec::new(); logits.len()];
         let mut verdicts = vec![None; logits.len()];
         for step in 0..most.max(1) {
@@ -271,7 +270,7 @@ impl<'a> Panel<'a> {
         let mut unfed = None;
         for (turn, question) in questions.iter().enumerate() {
             let ids: Vec<u32> = unfed.into_iter().chain(question.prompt.iter().copied()).collect();
-            let mut logits = course.prompt(&self.trunk, &ids)?;
+            let mut logits = course.prompt(self.forward.as_ref(), &ids)?;
             let mut right = vec![true; logits.len()];
             for (i, id) in question.answer.iter().enumerate() {
                 interrupt::check()?;
@@ -291,7 +290,7 @@ impl<'a> Panel<'a> {
     }
 
     fn course(&self, capacity: usize, judged: bool) -> Course {
-        Course::new(&self.trunk, &self.variants, &self.options, capacity, judged)
+        Course::new(&self.forward.decoder().config, &self.variants, &self.options, capacity, judged)
     }
 
     /// Notes whether each trajectory, the full one first, answered the question of a turn.
@@ -308,9 +307,10 @@ impl<'a> Panel<'a> {
         let mut totals = vec![Totals::default(); self.variants.len()];
         let (variants, reports, options) = (&self.variants, &mut self.reports, &self.options);
         let (t, step, lanes) = (course.len, course.steps, &mut course.lanes);
-        let hidden: Array2<f32> = self.trunk.step(ids, t, &mut |index, layer, rows, mut out| {
+        let windows = &self.forward.decoder().config.windows;
+        let logits = self.forward.step(ids, t, &mut |index, rows, mut out| {
             let group = rows.q_rope.len_of(Axis(0)) / lanes[index].len();
-            let set = StaticSet::at(t, layer.window, options.sinks, options.window);
+            let set = StaticSet::at(t, windows[index], options.sinks, options.window);
             let at = At {
                 rows,
                 group,
@@ -338,11 +338,10 @@ impl<'a> Panel<'a> {
         course.len += 1;
         course.steps += 1;
         for (report, total) in self.reports.iter_mut().zip(&totals) {
-            report.totals.add_step(total, self.trunk.layers.len());
+            report.totals.add_step(total, windows.len());
             report.steps += 1;
         }
-        let decoder = self.trunk.decoder;
-        hidden.rows().into_iter().map(|row| decoder.logits(row)).collect()
+        Ok(logits)
     }
 
     /// Counts the indexes of a finished block.

@@ -5,7 +5,6 @@ pub mod eval;
 pub mod kv;
 pub mod packed;
 pub mod sample;
-mod trunk;
 
 use std::io::Write;
 use std::ops::Range;
@@ -17,11 +16,11 @@ use serde_json::json;
 use crate::compute::attention;
 use crate::error::{Error, Result};
 use crate::method::{Choice, Method, Place, Prompt, Retriever, Step};
+use crate::model::forward::{Context, CpuForward, Forward, Rows};
 use crate::model::{Decoder, ModelConfig};
 use budget::Budget;
 use kv::{KvHead, KvType};
 use packed::Layout;
-use trunk::{Context, Rows, Trunk};
 
 /// What bounds a decode step's reads.
 #[derive(Clone, Copy, Debug)]
@@ -55,10 +54,63 @@ impl Options {
     }
 }
 
-/// One conversation: a model, a method and the caches of every head.
+/// A conversation wherever it is computed: a prompt, then tokens one by one, then perhaps a later prompt.
+pub trait Generate<'a> {
+    /// Runs a prompt with exact attention: the first, or that of a later turn, which continues the
+    /// cache. Returns the logits after its last token: `[vocab]`.
+    ///
+    /// # Errors
+    /// An empty prompt, an id outside the vocabulary, activations that are not finite.
+    fn prefill(&mut self, ids: &[u32]) -> Result<Array1<f32>>;
+
+    /// Feeds one token with sparse attention; returns the logits after it: `[vocab]`.
+    fn step(&mut self, id: u32) -> Result<Array1<f32>>;
+
+    /// Feeds one token; returns the token with the largest logit after it, the lowest on ties.
+    fn greedy_step(&mut self, id: u32) -> Result<u32> {
+        Ok(sample::argmax(self.step(id)?.as_slice().unwrap_or(&[])) as u32)
+    }
+
+    /// Writes one JSON line per step, layer and KV head to `sink`.
+    fn trace(&mut self, sink: Box<dyn Write + 'a>);
+
+    /// Flushes the trace.
+    fn finish_trace(&mut self) -> Result<()>;
+
+    /// Positions in the cache.
+    fn len(&self) -> usize;
+
+    /// Whether nothing was fed yet.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Element type of the cache.
+    fn kv_type(&self) -> KvType;
+
+    /// Whether the model ends a text with this token.
+    fn is_stop_token(&self, id: u32) -> bool;
+
+    /// Share of K and V rows that decode steps read, static set included; 1 without steps.
+    fn kv_read_fraction(&self) -> Result<f64>;
+
+    /// Share of all products of a query with a visible key that the method took exactly in order to
+    /// choose, mean over steps and layers; 0 without steps.
+    fn exact_dot_fraction(&self) -> f64;
+
+    /// Share of query heads that bypassed their selection, mean over steps and layers.
+    fn bypass_fraction(&self) -> f64;
+
+    /// Bytes of keys and values really held.
+    fn kv_bytes(&self) -> usize;
+
+    /// Bytes of the methods' indexes.
+    fn index_bytes(&self) -> usize;
+}
+
+/// A conversation with its caches on the CPU: a model, a method and the caches of every head.
 pub struct Session<'a> {
-    decoder: &'a Decoder,
-    trunk: Trunk<'a>,
+    forward: Box<dyn Forward + 'a>,
     options: Options,
     /// Per layer.
     heads: Vec<Vec<Head>>,
@@ -117,56 +169,57 @@ struct Totals {
 }
 
 impl<'a> Session<'a> {
-    /// An empty session with room for `capacity` positions.
+    /// An empty session on the CPU with room for `capacity` positions.
     pub fn new(decoder: &'a Decoder, method: &Method, options: Options, capacity: usize) -> Result<Self> {
-        let c = &decoder.config;
+        let forward = Box::new(CpuForward::new(decoder)?);
+        Ok(Self::on(forward, method, options, capacity))
+    }
+
+    /// An empty session on a model wherever that is computed; caches and selection are on the CPU.
+    pub fn on(forward: Box<dyn Forward + 'a>, method: &Method, options: Options, capacity: usize) -> Self {
+        let c = &forward.decoder().config;
         let head = |layer: usize, kv_head: usize| Head {
             kv: KvHead::new(options.kv, c.head_dim, capacity, options.packed),
             retriever: method.head(&options.place(c, layer, kv_head)),
         };
         let layer = |layer: usize| (0..c.n_kv_heads).map(|kv_head| head(layer, kv_head)).collect();
-        Ok(Self {
-            decoder,
-            trunk: Trunk::new(decoder)?,
-            options,
+        Self {
             heads: (0..c.n_layers).map(layer).collect(),
+            forward,
+            options,
             len: 0,
             steps: 0,
             totals: Totals::default(),
             trace: None,
-        })
+        }
     }
 
-    /// Writes one JSON line per step, layer and KV head to `sink`.
-    pub fn trace(&mut self, sink: Box<dyn Write + 'a>) {
-        self.trace = Some(sink);
+    fn heads(&self) -> impl Iterator<Item = &Head> {
+        self.heads.iter().flatten()
     }
+}
 
-    /// Runs a prompt with exact attention: the first, or that of a later turn, which continues the
-    /// cache. Returns the logits after its last token: `[vocab]`.
-    ///
-    /// # Errors
-    /// An empty prompt, an id outside the vocabulary, activations that are not finite.
-    pub fn prefill(&mut self, ids: &[u32]) -> Result<Array1<f32>> {
-        let windows = &self.decoder.config.windows;
+impl<'a> Generate<'a> for Session<'a> {
+    fn prefill(&mut self, ids: &[u32]) -> Result<Array1<f32>> {
+        let windows = &self.forward.decoder().config.windows;
         let heads = &mut self.heads;
-        let logits = self.trunk.prompt(ids, self.len, &mut |layer, rows| {
+        let logits = self.forward.prompt(ids, self.len, &mut |layer, rows| {
             prefill_heads(heads[layer].iter_mut().collect(), rows, windows[layer])
         })?;
         self.len += ids.len();
         Ok(logits)
     }
 
-    /// Feeds one token with sparse attention; returns the logits after it: `[vocab]`.
-    pub fn step(&mut self, id: u32) -> Result<Array1<f32>> {
+    fn step(&mut self, id: u32) -> Result<Array1<f32>> {
         let (t, step) = (self.len, self.steps);
         let options = self.options;
         let mut totals = Totals::default();
         let (heads, trace) = (&mut self.heads, &mut self.trace);
-        let hidden = self.trunk.step(&[id], t, &mut |index, layer, rows, mut out| {
+        let windows = &self.forward.decoder().config.windows;
+        let logits = self.forward.step(&[id], t, &mut |index, rows, mut out| {
             let heads = &mut heads[index];
             let r = rows.q_rope.len_of(Axis(0)) / heads.len();
-            let set = StaticSet::at(t, layer.window, options.sinks, options.window);
+            let set = StaticSet::at(t, windows[index], options.sinks, options.window);
             let mut out = out.index_axis_mut(Axis(0), 0);
             let chosen: Vec<Choice> = heads
                 .par_iter_mut()
@@ -186,66 +239,60 @@ impl<'a> Session<'a> {
         self.len += 1;
         self.steps += 1;
         self.totals.add_step(&totals, self.heads.len());
-        self.decoder.logits(hidden.row(0))
+        Ok(logits.into_iter().next().unwrap_or_default())
     }
 
-    /// Positions in the cache.
-    pub fn len(&self) -> usize {
+    fn trace(&mut self, sink: Box<dyn Write + 'a>) {
+        self.trace = Some(sink);
+    }
+
+    fn finish_trace(&mut self) -> Result<()> {
+        finish_trace(&mut self.trace)
+    }
+
+    fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether nothing was fed yet.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
+    fn kv_type(&self) -> KvType {
+        self.options.kv
     }
 
-    /// Whether the model ends a text with this token.
-    pub fn is_stop_token(&self, id: u32) -> bool {
-        self.decoder.config.eos_token_ids.contains(&id)
+    fn is_stop_token(&self, id: u32) -> bool {
+        self.forward.decoder().config.eos_token_ids.contains(&id)
     }
 
-    /// Share of K and V rows that decode steps read, static set included; 1 without steps.
-    pub fn kv_read_fraction(&self) -> f64 {
-        if self.steps == 0 {
-            1.0
-        } else {
-            self.totals.read / self.steps as f64
+    fn kv_read_fraction(&self) -> Result<f64> {
+        match self.steps {
+            0 => Ok(1.0),
+            steps => Ok(self.totals.read / steps as f64),
         }
     }
 
-    /// Share of all products of a query with a visible key that the method took exactly in order to
-    /// choose, mean over steps and layers; 0 without steps.
-    pub fn exact_dot_fraction(&self) -> f64 {
+    fn exact_dot_fraction(&self) -> f64 {
         self.totals.products / self.steps.max(1) as f64
     }
 
-    /// Share of query heads that bypassed their selection, mean over steps and layers.
-    pub fn bypass_fraction(&self) -> f64 {
+    fn bypass_fraction(&self) -> f64 {
         self.totals.bypassed / self.steps.max(1) as f64
     }
 
-    /// Bytes of keys and values really held.
-    pub fn kv_bytes(&self) -> usize {
+    fn kv_bytes(&self) -> usize {
         self.heads().map(|h| h.kv.bytes()).sum()
     }
 
-    /// Bytes of the methods' indexes.
-    pub fn index_bytes(&self) -> usize {
+    fn index_bytes(&self) -> usize {
         self.heads().map(|h| h.retriever.state_bytes()).sum()
     }
+}
 
-    fn heads(&self) -> impl Iterator<Item = &Head> {
-        self.heads.iter().flatten()
-    }
-
-    /// Flushes the trace.
-    pub fn finish_trace(&mut self) -> Result<()> {
-        match &mut self.trace {
-            Some(sink) => sink
-                .flush()
-                .map_err(|e| Error::failed(format!("cannot write the trace: {e}"))),
-            None => Ok(()),
-        }
+/// Flushes a trace.
+pub(crate) fn finish_trace(trace: &mut Option<Box<dyn Write + '_>>) -> Result<()> {
+    match trace {
+        Some(sink) => sink
+            .flush()
+            .map_err(|e| Error::failed(format!("cannot write the trace: {e}"))),
+        None => Ok(()),
     }
 }
 

@@ -20,6 +20,11 @@ impl Sampler {
         }
     }
 
+    /// Whether it takes the largest logit.
+    pub fn is_greedy(&self) -> bool {
+        self.temperature == 0.0
+    }
+
     /// The next token id; greedy takes the lowest id on ties.
     pub fn next(&mut self, logits: &[f32]) -> u32 {
         if self.temperature == 0.0 {

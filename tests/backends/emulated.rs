@@ -22,6 +22,15 @@ pub struct Emulated {
 
 thread_local! {
     static PROCESS: RefCell<Process> = const { RefCell::new(Process { pipes: None, live: 0 }) };
+    static NOTES: RefCell<Notes> = const { RefCell::new(Notes { noting: None, noted: Vec::new() }) };
+}
+
+type Noted = (&'static str, Launch, Vec<Arg>);
+
+/// Launches that are noted, and that were.
+struct Notes {
+    noting: Option<Vec<Noted>>,
+    noted: Vec<Vec<Noted>>,
 }
 
 struct Process {
@@ -132,7 +141,36 @@ impl Driver for Emulated {
         4
     }
 
+    fn record(&self) -> Result<bool> {
+        NOTES.with_borrow_mut(|notes| notes.noting = Some(Vec::new()));
+        Ok(true)
+    }
+
+    fn recorded(&self) -> Result<u64> {
+        NOTES.with_borrow_mut(|notes| {
+            let noted = notes.noting.take();
+            notes.noted.push(noted.ok_or_else(|| Error::failed("nothing was recorded"))?);
+            Ok(notes.noted.len() as u64 - 1)
+        })
+    }
+
+    fn replay(&self, recording: u64) -> Result<()> {
+        let noted = NOTES.with_borrow(|notes| notes.noted[recording as usize].clone());
+        noted
+            .iter()
+            .try_for_each(|(kernel, shape, args)| self.launch(kernel, *shape, args))
+    }
+
     fn launch(&self, kernel: &'static str, shape: Launch, args: &[Arg]) -> Result<()> {
+        let is_noted = NOTES.with_borrow_mut(|notes| {
+            let noting = notes.noting.as_mut();
+            noting
+                .map(|launches| launches.push((kernel, shape, args.to_vec())))
+                .is_some()
+        });
+        if is_noted {
+            return Ok(());
+        }
         // The name comes between two runs of numbers; so all of this goes as bytes.
         let mut bytes = kernel.as_bytes().to_vec();
         let numbers = shape.grid.map(u64::from).into_iter();

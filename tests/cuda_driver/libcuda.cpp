@@ -60,18 +60,58 @@ CALL(cuMemcpyDtoH_v2, void* to, uint64_t from, size_t size) {
     return broken ? LAUNCH : (memcpy(to, (void*)from, size), SUCCESS);
 }
 CALL(cuMemsetD8_v2, uint64_t at, unsigned char byte, size_t size) { return memset((void*)at, byte, size), SUCCESS; }
+// A launch with its arguments.
+struct Launch {
+    void* function;
+    Dim grid;
+    unsigned threads, shared;
+    std::vector<uint64_t> arguments;
+
+    Launch(void* function, Dim grid, unsigned threads, unsigned shared, void** values)
+        : function(function), grid(grid), threads(threads), shared(shared) {
+        for (size_t size : kernel().second.sizes) {
+            arguments.push_back(0);
+            memcpy(&arguments.back(), values[arguments.size() - 1], size);
+        }
+    }
+    std::pair<const std::string, emulate::Kernel>& kernel() const {
+        return *(std::pair<const std::string, emulate::Kernel>*)function;
+    }
+    void start() const {
+        std::lock_guard<std::mutex> lock(running);
+        broken = wrong("broken");
+        emulate::launch(kernel().first, grid, threads, shared, arguments, kernel().second.sizes);
+    }
+};
+
 CALL(cuLaunchKernel, void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
      unsigned shared, void*, void** values, void**) {
-    std::lock_guard<std::mutex> lock(running);
-    broken = wrong("broken");
-    auto& kernel = *(std::pair<const std::string, emulate::Kernel>*)function;
-    std::vector<uint64_t> arguments;
-    for (size_t size : kernel.second.sizes) {
-        arguments.push_back(0);
-        memcpy(&arguments.back(), values[arguments.size() - 1], size);
-    }
-    emulate::launch(kernel.first, {x, y, z}, threads, shared, arguments, kernel.second.sizes);
+    Launch(function, {x, y, z}, threads, shared, values).start();
     return SUCCESS;
 }
+
+// Graphs: their nodes come one after the other, each after the one before.
+struct Node {
+    void* function;
+    unsigned grid[3], block[3], shared;
+    void** values;
+};
+CALL(cuGraphCreate, void** graph, unsigned) { return *graph = new std::vector<Launch>, SUCCESS; }
+CALL(cuGraphAddKernelNode_v2, void** node, void* graph, void** before, size_t count, const Node* what) {
+    auto& launches = *(std::vector<Launch>*)graph;
+    if (count != (launches.empty() ? 0 : 1) || (count == 1 && (size_t)*before != launches.size())) return 1;
+    launches.emplace_back(what->function, Dim{what->grid[0], what->grid[1], what->grid[2]}, what->block[0], what->shared,
+                          what->values);
+    return *node = (void*)launches.size(), SUCCESS;
+}
+CALL(cuGraphInstantiateWithFlags, void** started, void* graph, uint64_t) {
+    return *started = new std::vector<Launch>(*(std::vector<Launch>*)graph), SUCCESS;
+}
+CALL(cuGraphLaunch, void* started, void*) {
+    for (auto& launch : *(std::vector<Launch>*)started) launch.start();
+    return SUCCESS;
+}
+CALL(cuGraphExecDestroy, void* started) { return delete (std::vector<Launch>*)started, SUCCESS; }
+CALL(cuGraphDestroy, void* graph) { return delete (std::vector<Launch>*)graph, SUCCESS; }
 CALL(cuGetErrorName, int error, const char** name) { return *name = error == OUT_OF_MEMORY ? "OUT" : "CUDA_ERROR", SUCCESS; }
 CALL(cuGetErrorString, int, const char** text) { return *text = "as the test asked", SUCCESS; }

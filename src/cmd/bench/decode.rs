@@ -99,7 +99,7 @@ impl FromStr for Heads {
 }
 
 /// A number of positions, as in 8192, 8K or 1M.
-fn parse_context(text: &str) -> std::result::Result<usize, String> {
+pub(super) fn parse_context(text: &str) -> std::result::Result<usize, String> {
     let (digits, unit) = match text.as_bytes().last() {
         Some(b'K' | b'k') => (&text[..text.len() - 1], 1 << 10),
         Some(b'M' | b'm') => (&text[..text.len() - 1], 1 << 20),
@@ -110,7 +110,7 @@ fn parse_context(text: &str) -> std::result::Result<usize, String> {
         .ok_or_else(|| "expected a number of positions from 1 to 16M".to_owned())
 }
 
-fn parse_float(text: &str) -> std::result::Result<Float, String> {
+pub(super) fn parse_float(text: &str) -> std::result::Result<Float, String> {
     match text {
         "f32" => Ok(Float::F32),
         "f16" => Ok(Float::F16),

@@ -12,6 +12,8 @@ pub struct Buffer<'d, T> {
     driver: &'d dyn Driver,
     address: Address,
     len: usize,
+    /// Whether dropping it gives the memory back.
+    owned: bool,
     values: PhantomData<T>,
 }
 
@@ -36,8 +38,24 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
             driver,
             address,
             len,
+            owned: true,
             values: PhantomData,
         })
+    }
+
+    /// `len` of its values from number `start` on, as a buffer of their own.
+    pub fn part(&self, start: usize, len: usize) -> Buffer<'_, T> {
+        assert!(
+            start + len <= self.len,
+            "a part beyond the end of the buffer: {start} + {len}"
+        );
+        Buffer {
+            driver: self.driver,
+            address: self.address + (start * size_of::<T>()) as u64,
+            len,
+            owned: false,
+            values: PhantomData,
+        }
     }
 
     /// These values.
@@ -108,6 +126,8 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
 
 impl<T> Drop for Buffer<'_, T> {
     fn drop(&mut self) {
-        self.driver.free(self.address);
+        if self.owned {
+            self.driver.free(self.address);
+        }
     }
 }

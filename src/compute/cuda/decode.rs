@@ -127,7 +127,7 @@ impl Limits {
 
 /// Random numbers for a benchmark.
 #[derive(Clone, Copy, Debug)]
-enum Random {
+pub(super) enum Random {
     /// Of a float type, from -1 to 1.
     Float(Float),
     /// u16 below a bound.
@@ -137,7 +137,7 @@ enum Random {
 }
 
 /// Fills `n` values from the start of a buffer.
-fn fill<T: bytemuck::Pod>(
+pub(super) fn fill<T: bytemuck::Pod>(
     driver: &dyn Driver,
     buffer: &Buffer<'_, T>,
     n: usize,
@@ -238,6 +238,26 @@ impl<'d> Positions<'d> {
         })
     }
 
+    /// The lengths on the device, `[b]`, for a kernel.
+    pub fn lens(&self) -> Arg {
+        self.lens.arg()
+    }
+
+    /// See [`Positions::spans`], for a kernel.
+    pub fn span_arg(&self) -> Arg {
+        self.spans.arg()
+    }
+
+    /// All that may be chosen, for each KV head of every sequence; waits for the device.
+    pub fn between(&self) -> Result<Vec<Vec<u32>>> {
+        let spans = self.spans()?;
+        let all = spans.iter().flat_map(|[first, sinks, window, _]| {
+            let positions: Vec<u32> = (first + sinks..*window).collect();
+            std::iter::repeat_n(positions, self.shape.kv_heads)
+        });
+        Ok(all.collect())
+    }
+
     /// Takes the caches to be this long, one number per sequence.
     ///
     /// # Errors
@@ -268,10 +288,24 @@ impl<'d> Positions<'d> {
     /// # Errors
     /// The caches are full.
     pub fn advance(&mut self, tokens: usize) -> Result<()> {
+        self.count(tokens)?;
+        self.begin(tokens)
+    }
+
+    /// The host's part of [`Positions::advance`].
+    ///
+    /// # Errors
+    /// The caches are full.
+    pub fn count(&mut self, tokens: usize) -> Result<()> {
         if self.longest + tokens > self.shape.capacity {
             return Err(full(self.shape.capacity));
         }
         self.longest += tokens;
+        Ok(())
+    }
+
+    /// The device's part of [`Positions::advance`].
+    pub fn begin(&self, tokens: usize) -> Result<()> {
         let limits = &self.limits;
         let (fraction, count) = match limits.budget {
             Budget::Fraction(x) => (x, 0),
@@ -339,6 +373,11 @@ impl<'d> Selection<'d> {
         let listed: Vec<u32> = lists.iter().map(|list| list.len() as u32).collect();
         selection.listed.write(&listed)?;
         Ok(selection)
+    }
+
+    /// The number of positions of each KV head, `[b,g]`, for a kernel.
+    pub fn listed_arg(&self) -> Arg {
+        self.listed.arg()
     }
 
     /// The positions of every KV head; waits for the device.

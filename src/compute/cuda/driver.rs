@@ -1,6 +1,6 @@
 //! What the device needs of CUDA: memory, copies and launches, in order.
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Threads of a block, where nothing else is said.
 pub const THREADS: usize = 256;
@@ -37,8 +37,96 @@ pub trait Driver: Send + Sync {
     /// Processors that run blocks side by side.
     fn multiprocessors(&self) -> usize;
 
-    /// Starts a kernel of `kernels/` after everything that was launched before.
+    /// Starts a kernel of `kernels/` after everything that was launched before; while recording it only notes it.
     fn launch(&self, kernel: &'static str, shape: Launch, args: &[Arg]) -> Result<()>;
+
+    /// Notes the launches from here on, in their order, until [`Driver::recorded`]; false where it cannot.
+    fn record(&self) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// Ends recording: the number by which [`Driver::replay`] knows the launches noted.
+    ///
+    /// # Errors
+    /// Nothing was recorded.
+    fn recorded(&self) -> Result<u64> {
+        Err(Error::failed("CUDA: no launches were recorded"))
+    }
+
+    /// Starts launches that were noted, all of them at once.
+    ///
+    /// # Errors
+    /// A number that is not known.
+    fn replay(&self, recording: u64) -> Result<()> {
+        Err(Error::failed(format!("CUDA: no recording {recording}")))
+    }
+
+    /// Gives back what [`Driver::recorded`] keeps.
+    fn forget(&self, recording: u64) {
+        let _ = recording;
+    }
+
+    /// A product by the vendor's library, after everything that was launched before; false where there is none.
+    fn multiply(&self, product: &Product) -> Result<bool> {
+        let _ = product;
+        Ok(false)
+    }
+}
+
+/// `out = x W^T`, or `out += x W^T`, of 16-bit matrices with sums and results in f32, row after row.
+#[derive(Clone, Copy, Debug)]
+pub struct Product {
+    /// `[m,k]`.
+    pub x: Address,
+    /// `[n,k]`.
+    pub weight: Address,
+    /// `[m,n]`.
+    pub out: Address,
+    /// Rows of x.
+    pub m: usize,
+    /// Rows of W.
+    pub n: usize,
+    /// What is summed over.
+    pub k: usize,
+    /// bf16, else f16.
+    pub is_bfloat: bool,
+    /// Adds to what is there.
+    pub accumulate: bool,
+}
+
+/// Launches that were noted once; given back when dropped.
+pub struct Recording<'d> {
+    driver: &'d dyn Driver,
+    number: u64,
+}
+
+impl<'d> Recording<'d> {
+    /// The launches of `launches`; `None` where the driver cannot note them, and then they are started.
+    ///
+    /// # Errors
+    /// What `launches` returns.
+    pub fn of(driver: &'d dyn Driver, launches: impl FnOnce() -> Result<()>) -> Result<Option<Self>> {
+        let noted = driver.record()?;
+        let result = launches();
+        if !noted {
+            return result.map(|()| None);
+        }
+        // Ended even after an error, so that later launches start again.
+        let recording = driver.recorded().map(|number| Self { driver, number });
+        result?;
+        recording.map(Some)
+    }
+
+    /// Starts them.
+    pub fn replay(&self) -> Result<()> {
+        self.driver.replay(self.number)
+    }
+}
+
+impl Drop for Recording<'_> {
+    fn drop(&mut self) {
+        self.driver.forget(self.number);
+    }
 }
 
 /// How many blocks run a kernel, and what each of them has.

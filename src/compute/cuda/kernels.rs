@@ -3,7 +3,8 @@
 include!(concat!(env!("OUT_DIR"), "/kernel_image.rs"));
 
 /// Every kernel.
-pub const NAMES: [&str; 69] = [
+pub const NAMES: &[&str] = &[
+    "add_biases",
     "add_runs",
     "append_rows",
     "append_signs",
@@ -31,6 +32,7 @@ pub const NAMES: [&str; 69] = [
     "count_taken",
     "distance_sums",
     "draw",
+    "embed_rows",
     "encode_last",
     "fill_random",
     "fixed_sums",
@@ -40,6 +42,7 @@ pub const NAMES: [&str; 69] = [
     "hand_over",
     "inertia",
     "largest",
+    "largest_of_rows",
     "linear_bfloat",
     "linear_few_bfloat",
     "linear_few_float",
@@ -54,29 +57,35 @@ pub const NAMES: [&str; 69] = [
     "merge_parts",
     "move_centroids",
     "narrow_keys",
+    "narrow_rows",
     "nearest_fast",
     "nearest_listed",
+    "note_not_finite",
     "pad_rows",
     "place_centroids",
     "rank_codewords",
     "read_all",
+    "rms_rows",
     "round_rows",
     "second_moment",
     "settle",
     "sign_keys",
     "sign_sums",
     "sign_tables",
+    "silu_rows",
+    "split_heads",
     "square_sums",
     "start_rows",
     "subtract",
     "sum_rows",
     "take_codewords",
     "take_over",
+    "tally_rows",
     "whiten",
 ];
 
 /// The files of the module, by the name in their `#include`.
-const FILES: [(&str, &str); 22] = [
+const FILES: &[(&str, &str)] = &[
     ("common.h", include_str!("../../../kernels/common.h")),
     ("tensor.h", include_str!("../../../kernels/tensor.h")),
     ("attend.h", include_str!("../../../kernels/attend.h")),
@@ -99,6 +108,7 @@ const FILES: [(&str, &str); 22] = [
     ),
     ("decode_step.cu", include_str!("../../../kernels/decode_step.cu")),
     ("draw.cu", include_str!("../../../kernels/draw.cu")),
+    ("layer.cu", include_str!("../../../kernels/layer.cu")),
     ("linear.cu", include_str!("../../../kernels/linear.cu")),
     ("means.cu", include_str!("../../../kernels/means.cu")),
     ("nearest.cu", include_str!("../../../kernels/nearest.cu")),

@@ -1,9 +1,11 @@
 //! Products with checkpoint weights, which stay on the device in their stored type.
 
 use super::buffer::Buffer;
+use super::decode::{Random, fill};
 use super::driver::{self, Arg, Driver};
 use crate::error::{Error, Result};
 use crate::model::weights::Float;
+use crate::runner::kv;
 
 /// Rows of x that `linear_few_*` takes, at most.
 pub const FEW: usize = 16;
@@ -49,6 +51,26 @@ impl<'d> Matrix<'d> {
             rows,
             cols,
             values: Buffer::of(driver, "weights", bytes)?,
+        })
+    }
+
+    /// A weight of random numbers from -1 to 1, for a benchmark.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn random(driver: &'d dyn Driver, kind: Float, rows: usize, cols: usize, seed: u32) -> Result<Self> {
+        let values = Buffer::new(driver, "weights", rows * cols * kind.bytes())?;
+        let row_type = match kind {
+            Float::F32 => kv::Float::F32,
+            Float::F16 => kv::Float::F16,
+            Float::Bf16 => kv::Float::Bf16,
+        };
+        fill(driver, &values, rows * cols, Random::Float(row_type), seed)?;
+        Ok(Self {
+            kind,
+            rows,
+            cols,
+            values,
         })
     }
 
@@ -204,14 +226,38 @@ struct Product<'p, 'd> {
 }
 
 impl Product<'_, '_> {
-    /// Inputs in the weight's 16 bits, on the tensor cores. The only place for a library's product.
+    /// Inputs in the weight's 16 bits, on the tensor cores: by the vendor's library where there is one.
     fn tensor(&self, driver: &dyn Driver, x: &Buffer<'_, u16>) -> Result<()> {
+        let weight = &self.linear.weight;
+        let product = driver::Product {
+            x: x.arg().value,
+            weight: weight.values.arg().value,
+            out: self.out.arg().value,
+            m: self.m,
+            n: weight.rows,
+            k: weight.cols,
+            is_bfloat: weight.kind == Float::Bf16,
+            accumulate: self.accumulate,
+        };
+        if driver.multiply(&product)? {
+            return self.add_bias(driver);
+        }
         let kernel = match self.linear.weight.kind {
             Float::Bf16 => "linear_bfloat",
             Float::F16 | Float::F32 => "linear_half",
         };
         let blocks = self.m.div_ceil(TILE) * self.linear.weight.rows.div_ceil(TILE);
         driver::launch_with(driver, kernel, [blocks, 1, 1], SHARED_BYTES, &self.args(x.arg()))
+    }
+
+    fn add_bias(&self, driver: &dyn Driver) -> Result<()> {
+        let Some(bias) = &self.linear.bias else {
+            return Ok(());
+        };
+        let n = self.m * bias.len();
+        let args = [self.out.arg(), bias.arg(), Arg::u64(n), Arg::u32(bias.len())];
+        let blocks = n.div_ceil(256).min(32 * driver.multiprocessors());
+        driver::launch(driver, "add_biases", [blocks, 1, 1], &args)
     }
 
     /// Any number of rows in f32.

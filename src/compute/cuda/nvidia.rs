@@ -4,18 +4,23 @@
 //! its default stream: copies wait for the launches before them, and report what went wrong there.
 
 use std::collections::HashMap;
-use std::ffi::{CString, c_void};
+use std::ffi::CString;
+use std::sync::{Mutex, MutexGuard, OnceLock};
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{
     self, CUcontext, CUdevice, CUdevice_attribute, CUfunction, CUfunction_attribute, CUmodule, CUresult,
 };
 
-use super::driver::{Address, Arg, Driver, Launch};
+use super::driver::{Address, Arg, Driver, Launch, Product};
 use super::{clusters, decode, kernels};
 use crate::error::{Error, Result};
+use products::Products;
+use recording::{Noted, Recordings};
 
 pub mod compile;
+mod products;
+mod recording;
 
 /// What is said to do where CUDA cannot be had.
 const HINT: &str = "install NVIDIA's driver (`nvidia-smi` shows whether it works), or use --device cpu";
@@ -31,6 +36,8 @@ pub struct Nvidia {
     adapter: String,
     fast_shared_bytes: usize,
     multiprocessors: usize,
+    products: OnceLock<Option<Products>>,
+    recordings: Mutex<Recordings>,
 }
 
 // SAFETY: contexts, modules and functions of CUDA's driver may be used from any thread that has made the
@@ -91,6 +98,8 @@ impl Nvidia {
                 CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
             )?
             .max(1) as usize,
+            products: OnceLock::new(),
+            recordings: Mutex::default(),
         };
         gpu.load(capability)?;
         Ok(gpu)
@@ -128,7 +137,7 @@ impl Nvidia {
             let version = self.adapter.as_str();
             failed(&format!("{why} ({version})"), e).hint("update NVIDIA's driver, or use --device cpu")
         })?;
-        for name in kernels::NAMES {
+        for name in kernels::NAMES.iter().copied() {
             let c_name = CString::new(name).map_err(|e| Error::device(e.to_string()))?;
             // SAFETY: the module was loaded just now.
             let function = unsafe { result::module::get_function(self.module, c_name) };
@@ -168,6 +177,11 @@ impl Nvidia {
         Ok(())
     }
 
+    fn recordings(&self) -> Result<MutexGuard<'_, Recordings>> {
+        let lock = self.recordings.lock();
+        lock.map_err(|_| Error::failed("CUDA: an earlier launch ended badly"))
+    }
+
     fn function(&self, name: &str) -> Result<CUfunction> {
         let function = self.functions.get(name).copied();
         function.ok_or_else(|| Error::failed(format!("CUDA: no kernel {name}")))
@@ -182,6 +196,12 @@ impl Nvidia {
 
 impl Drop for Nvidia {
     fn drop(&mut self) {
+        if self.enter().is_ok() {
+            if let Ok(recordings) = self.recordings.get_mut() {
+                recordings.clear();
+            }
+            drop(self.products.take());
+        }
         if self.enter().is_ok() && !self.module.is_null() {
             // SAFETY: loaded in `load`, and nothing runs on it any more. An error at the end changes nothing.
             let _ = unsafe { result::module::unload(self.module) };
@@ -248,21 +268,45 @@ impl Driver for Nvidia {
 
     fn launch(&self, kernel: &'static str, shape: Launch, args: &[Arg]) -> Result<()> {
         self.enter()?;
-        let function = self.function(kernel)?;
-        // The driver copies each argument from where its pointer points, as many bytes as the kernel declares:
-        // the low ones, both machines being little-endian.
-        let mut values: Vec<u64> = args.iter().map(|arg| arg.value).collect();
-        let mut pointers: Vec<*mut c_void> = values
-            .iter_mut()
-            .map(|v| std::ptr::from_mut(v).cast::<c_void>())
-            .collect();
-        let ([x, y, z], block) = (shape.grid, (shape.threads, 1, 1));
-        let (grid, shared, stream) = ((x, y, z), shape.shared_bytes as u32, std::ptr::null_mut());
-        // SAFETY: the function is one of the module, and the callers give it the arguments it declares,
-        // pointers to live buffers of the sizes that the kernel's comment names; tests run every launch under
-        // a sanitizer. The values outlive the call, which copies them.
-        unsafe { result::launch_kernel(function, grid, block, shared, stream, &mut pointers) }
-            .map_err(|e| failed(&format!("{kernel} did not start"), e))
+        let noted = Noted {
+            kernel,
+            function: self.function(kernel)?,
+            shape,
+            values: args.iter().map(|arg| arg.value).collect(),
+        };
+        match self.recordings()?.note(noted) {
+            Some(noted) => noted.start(),
+            None => Ok(()),
+        }
+    }
+
+    fn record(&self) -> Result<bool> {
+        Ok(self.recordings()?.begin())
+    }
+
+    fn recorded(&self) -> Result<u64> {
+        self.enter()?;
+        self.recordings()?.end(self.context)
+    }
+
+    fn replay(&self, recording: u64) -> Result<()> {
+        self.enter()?;
+        self.recordings()?.replay(recording)
+    }
+
+    fn forget(&self, recording: u64) {
+        if let (Ok(()), Ok(mut recordings)) = (self.enter(), self.recordings()) {
+            recordings.forget(recording);
+        }
+    }
+
+    fn multiply(&self, product: &Product) -> Result<bool> {
+        self.enter()?;
+        match self.products.get_or_init(Products::open) {
+            // What is recorded are kernels alone.
+            Some(products) if !self.recordings()?.is_noting() => products.multiply(product).map(|()| true),
+            _ => Ok(false),
+        }
     }
 }
 

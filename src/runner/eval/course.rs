@@ -4,13 +4,14 @@ use ndarray::{Array1, Array2, Axis};
 use rayon::prelude::*;
 
 use super::super::kv::{KvHead, KvType};
-use super::super::trunk::{Context, Rows, Trunk};
 use super::super::{Head, Options, PromptRows, StaticSet, Token, decode_head, prefill_heads};
 use super::Variant;
 use super::judge::{Judge, Scores};
 use crate::compute::attention;
 use crate::error::Result;
 use crate::method::{Choice, Retriever};
+use crate::model::forward::{Context, Forward, Rows};
+use crate::model::ModelConfig;
 
 /// What was fed, and where that left every head.
 pub(super) struct Course {
@@ -56,13 +57,12 @@ pub(super) struct At<'a> {
 impl Course {
     /// Empty caches with room for `capacity` positions.
     pub fn new(
-        trunk: &Trunk,
+        c: &ModelConfig,
         variants: &[Variant],
         options: &Options,
         capacity: usize,
         judged: bool,
     ) -> Self {
-        let c = &trunk.decoder.config;
         let kv = |kind| KvHead::new(kind, c.head_dim, capacity, options.packed);
         let new = |layer: usize, kv_head: usize| {
             let state = |variant: &Variant| {
@@ -91,10 +91,10 @@ impl Course {
     /// Runs a prompt with exact attention along every trajectory. The first is the same for all of them;
     /// a later one attends what each has cached. Returns the logits after it, the full trajectory's first:
     /// `[vocab]` each.
-    pub fn prompt(&mut self, trunk: &Trunk, ids: &[u32]) -> Result<Vec<Array1<f32>>> {
-        let windows = &trunk.decoder.config.windows;
+    pub fn prompt(&mut self, forward: &dyn Forward, ids: &[u32]) -> Result<Vec<Array1<f32>>> {
+        let windows = &forward.decoder().config.windows;
         let lanes = &mut self.lanes;
-        let full = trunk.prompt(ids, self.len, &mut |layer, rows| {
+        let full = forward.prompt(ids, self.len, &mut |layer, rows| {
             prefill_full(&mut lanes[layer], rows, windows[layer])
         })?;
         let variants = self.lanes[0][0].shadows.len().max(self.lanes[0][0].own.len());
@@ -106,7 +106,7 @@ impl Course {
         } else {
             for v in 0..variants {
                 let lanes = &mut self.lanes;
-                logits.push(trunk.prompt(ids, self.len, &mut |layer, rows| {
+                logits.push(forward.prompt(ids, self.len, &mut |layer, rows| {
                     let own = lanes[layer].iter_mut().map(|l| &mut l.own[v]);
                     prefill_heads(own.collect(), rows, windows[layer])
                 })?);

@@ -2,6 +2,7 @@
 
 use super::super::buffer::Buffer;
 use super::super::driver::{self, Arg, Driver};
+use super::super::prefill;
 use super::packed::PackedLayer;
 use super::{Positions, Random, Selection, Shape, fill};
 use crate::error::Result;
@@ -89,6 +90,22 @@ impl<'d> LayerRows<'d> {
             driver::launch(self.driver, "append_rows", grid, &args)?;
         }
         Ok(())
+    }
+
+    /// Attends a prompt's `m` queries `[h,m,d]` at the positions from `first` on, whose rows are there, with the
+    /// model's own sliding window; out `[m,h d]`. One sequence.
+    ///
+    /// # Errors
+    /// Positions beyond the capacity.
+    pub fn attend_prompt(
+        &self,
+        queries: &Buffer<'_, f32>,
+        first: usize,
+        m: usize,
+        window: Option<usize>,
+        out: &Buffer<'_, f32>,
+    ) -> Result<()> {
+        prefill::attend(self.driver, &self.shape, queries, self, 0, first, m, window, out)
     }
 
     fn kernel(&self) -> &'static str {
@@ -272,7 +289,7 @@ impl<'d> Attention<'d> {
         let limits = &positions.limits;
         let most = match chosen {
             Some(chosen) => chosen.most + limits.sinks + limits.window,
-            None => positions.longest,
+            None => self.shape.capacity,
         };
         let parts = self.parts.min(most.min(shape.capacity).div_ceil(TILE)).max(1);
         let null = Arg::address(0);
@@ -297,6 +314,13 @@ impl<'d> Attention<'d> {
             Arg::u32(w),
         ];
         driver::launch_blocks(self.driver, "merge_parts", [n, 1, 1], THREADS, 0, &args)
+    }
+
+    /// Copies the outputs to rows `[b,h d]`.
+    pub fn output_rows(&self, rows: &Buffer<'_, f32>) -> Result<()> {
+        let (n, w, d) = (self.shape.query_heads(), self.shape.width(), self.shape.head_dim);
+        let args = [self.out.arg(), rows.arg(), Arg::u64(n * d), Arg::u32(w), Arg::u32(d)];
+        driver::launch(self.driver, "narrow_rows", [(n * d).div_ceil(256), 1, 1], &args)
     }
 
     /// The outputs, `[b,h,d]`; waits for the device.

@@ -1,0 +1,133 @@
+// What a decoder layer does between its products and its attention: the same as src/model/decoder.rs, in f32. Rows
+// are those of all sequences, one sequence after the other.
+#include "common.h"
+#include "tensor.h"
+
+// Rows of an embedding `[vocab,width]`, in f32 (kind 0), f16 (1) or bf16 (2). A block has a row.
+KERNEL(256, 1, embed_rows, const u32* ids, const void* table, float* out, u32 kind, u32 width) {
+    u64 from = (u64)ids[blockIdx.x] * width, to = (u64)blockIdx.x * width;
+    for (u32 i = threadIdx.x; i < width; i += 256) {
+        float v;
+        if (kind == 0) {
+            v = ((const float*)table)[from + i];
+        } else {
+            u16 bits = ((const u16*)table)[from + i];
+            v = kind == 1 ? widen<false>(bits) : widen<true>(bits);
+        }
+        out[to + i] = v;
+    }
+}
+
+// out = x / sqrt(mean(x^2) + eps) * weight; the mean of squares in f64. A block has a row.
+KERNEL(256, 1, rms_rows, const float* x, const float* weight, float* out, u32 width, float eps) {
+    SHARED(float, factor, 1);
+    x += (u64)blockIdx.x * width, out += (u64)blockIdx.x * width;
+    double squares = 0;
+    for (u32 i = threadIdx.x; i < width; i += 256) squares += (double)x[i] * (double)x[i];
+    squares = block_sum(squares);
+    if (threadIdx.x == 0) factor[0] = (float)(1 / sqrt(squares / width + (double)eps));
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < width; i += 256) out[i] = x[i] * factor[0] * weight[i];
+}
+
+// The heads of the joined projection, rows `[b m,(h + 2 g) d]` of queries, keys and values, to `[b,heads,m,d]`:
+// queries and keys after an RMS norm of each vector where there is a weight `[d]`, as they are and rotated. Outputs may
+// be null. cosines and sines are `[positions,d/2]`. Row i of a sequence stands at lens[sequence] - m + i, or without
+// lens at first + i * apart. A warp has a vector.
+KERNEL(256, 1, split_heads, const float* flat, const float* q_norm, const float* k_norm, const float* cosines,
+       const float* sines, const u32* lens, float* q_pre, float* q_rope, float* k_pre, float* k_rope, float* v, u32 rows,
+       u32 m, u32 h, u32 g, u32 d, u32 first, u32 apart, float eps) {
+    u64 vector = (u64)blockIdx.x * 8 + warp();
+    u32 all = h + 2 * g;
+    if (vector >= (u64)rows * all) return;
+    u32 row = (u32)(vector / all), head = (u32)(vector % all), sequence = row / m, i = row % m;
+    const float* x = flat + vector * d;
+    u32 heads = head < h ? h : g, own = head < h ? head : head < h + g ? head - h : head - h - g;
+    const float* norm = head < h ? q_norm : head < h + g ? k_norm : nullptr;
+    float* pre = head < h ? q_pre : head < h + g ? k_pre : v;
+    float* rope = head < h ? q_rope : head < h + g ? k_rope : nullptr;
+    float factor = 1;
+    if (norm) {
+        double squares = 0;
+        for (u32 c = lane(); c < d; c += 32) squares += (double)x[c] * (double)x[c];
+        squares = warp_sum(squares);
+        factor = (float)(1 / sqrt(squares / d + (double)eps));
+    }
+    u64 to = (((u64)sequence * heads + own) * m + i) * d;
+    u32 position = lens ? lens[sequence] - m + i : first + i * apart, half = d / 2;
+    const float* cosine = cosines + (u64)position * half;
+    const float* sine = sines + (u64)position * half;
+    for (u32 c = lane(); c < half; c += 32) {
+        float low = norm ? x[c] * factor * norm[c] : x[c];
+        float high = norm ? x[half + c] * factor * norm[half + c] : x[half + c];
+        if (pre) pre[to + c] = low, pre[to + half + c] = high;
+        if (rope) {
+            rope[to + c] = low * cosine[c] - high * sine[c];
+            rope[to + half + c] = high * cosine[c] + low * sine[c];
+        }
+    }
+}
+
+// Adds a bias `[width]` to every row.
+KERNEL(256, 1, add_biases, float* rows, const float* bias, u64 n, u32 width) {
+    for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < n; i += (u64)gridDim.x * 256) rows[i] += bias[i % width];
+}
+
+// out `[m,width]` = silu(gate) * up, from rows `[m,2 width]` that have the gate first.
+KERNEL(256, 1, silu_rows, const float* gate_up, float* out, u64 n, u32 width) {
+    for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < n; i += (u64)gridDim.x * 256) {
+        u64 at = i / width * 2 * width + i % width;
+        float gate = gate_up[at];
+        out[i] = gate / (1 + expf(-gate)) * gate_up[at + width];
+    }
+}
+
+// Rows of w channels to rows of the first d.
+KERNEL(256, 1, narrow_rows, const float* rows, float* out, u64 n, u32 w, u32 d) {
+    for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < n; i += (u64)gridDim.x * 256) {
+        out[i] = rows[i / d * w + i % d];
+    }
+}
+
+// The index of the largest of each row's `width` numbers, the lowest on ties: the greedy choice. A block has a row.
+KERNEL(256, 1, largest_of_rows, const float* x, u32* out, u32 width) {
+    SHARED(float, values, 256);
+    SHARED(u32, places, 256);
+    x += (u64)blockIdx.x * width;
+    float best = minus_infinity();
+    u32 place = 0;
+    for (u32 i = threadIdx.x; i < width; i += 256) {
+        if (x[i] > best || i == threadIdx.x) best = x[i], place = i;
+    }
+    values[threadIdx.x] = threadIdx.x < width ? best : minus_infinity();
+    places[threadIdx.x] = threadIdx.x < width ? place : 0xffffffffu;
+    for (u32 step = 128; step > 0; step /= 2) {
+        __syncthreads();
+        if (threadIdx.x >= step) continue;
+        u32 other = threadIdx.x + step;
+        bool wins = values[other] > values[threadIdx.x] ||
+                    (values[other] == values[threadIdx.x] && places[other] < places[threadIdx.x]);
+        if (wins) values[threadIdx.x] = values[other], places[threadIdx.x] = places[other];
+    }
+    if (threadIdx.x == 0) out[blockIdx.x] = places[0];
+}
+
+// Notes a stage that has numbers that are not finite; the largest one stays.
+KERNEL(256, 1, note_not_finite, const float* x, u64 n, u32* noted, u32 stage) {
+    bool bad = false;
+    for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < n; i += (u64)gridDim.x * 256) bad = bad || !finite(x[i]);
+    if (bad) atomicMax(noted, stage);
+}
+
+// Adds to sum[0] the share of visible rows that is read, mean over sequences and KV heads; spans and listed as in
+// attend.h.
+KERNEL(32, 1, tally_rows, const u32* spans, const u32* listed, double* sum, u32 b, u32 g) {
+    double share = 0;
+    for (u32 i = lane(); i < b * g; i += 32) {
+        const u32* span = spans + 4 * (i / g);
+        u32 visible = span[3] - span[0], read = listed ? span[1] + listed[i] + span[3] - span[2] : visible;
+        share += (double)read / visible;
+    }
+    share = warp_sum(share);
+    if (lane() == 0) sum[0] += share / (b * g);
+}

@@ -1,0 +1,228 @@
+//! `kvsmith bench decode`: decode steps of a whole model with random weights and caches.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use serde_json::{Value, json};
+
+use super::decode::{SINKS, WINDOW, parse_context, parse_float};
+use super::{cuda_step, median, peak_bytes};
+use crate::cli::{Device, Global, at_least_one};
+use crate::cmd::{print, print_json};
+use crate::compute::cuda::Cuda;
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::model::Body;
+use crate::compute::cuda::model::session::CudaSession;
+use crate::error::{Error, Result};
+use crate::interrupt;
+use crate::method::MethodName;
+use crate::model::ModelConfig;
+use crate::model::fields::read_json;
+use crate::runner::Options;
+use crate::runner::budget::Budget;
+use crate::runner::kv::{Float, KvType};
+use crate::runner::packed::Center;
+
+/// Steps between two waits for the device.
+const STEPS: usize = 10;
+
+#[derive(clap::Args, Debug)]
+pub struct ModelArgs {
+    /// Models: llama-3.1-8b, qwen2.5-14b, mistral-7b
+    #[arg(
+        long,
+        value_name = "S,..",
+        value_delimiter = ',',
+        default_value = "llama-3.1-8b",
+        value_parser = ["llama-3.1-8b", "qwen2.5-14b", "mistral-7b"]
+    )]
+    shapes: Vec<String>,
+    /// A model's config.json instead
+    #[arg(long, value_name = "FILE", conflicts_with = "shapes")]
+    config: Option<PathBuf>,
+    /// Positions in the cache, in numbers or as 8K to 1M
+    #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "8K,128K", value_parser = parse_context)]
+    context: Vec<usize>,
+    /// Sequences
+    #[arg(long, value_name = "B,..", value_delimiter = ',', default_value = "1", value_parser = at_least_one)]
+    batch: Vec<usize>,
+    /// How steps choose what they read: full, a2ats
+    #[arg(long, value_name = "M,..", value_delimiter = ',', default_value = "full,a2ats")]
+    methods: Vec<MethodName>,
+    /// What a method may choose, as in `run`
+    #[arg(long, value_name = "X", default_value = "0.06")]
+    budget: Budget,
+    /// Element type of the cache: f32, f16 or bf16
+    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = parse_float)]
+    kv: Float,
+    /// Codewords of a2ats
+    #[arg(long, value_name = "M", default_value_t = 4096, value_parser = at_least_one)]
+    size: usize,
+    /// Timed runs of ten steps
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = at_least_one)]
+    runs: usize,
+}
+
+/// Times every combination; what does not fit is said and left out.
+pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
+    if matches!(global.device, Device::Cpu | Device::Wgpu) {
+        return Err(Error::device("`bench decode` needs an NVIDIA GPU")
+            .hint("use --device cuda; on the CPU `run` says how many tokens a second a checkpoint gives"));
+    }
+    let gpu = Cuda::open()?;
+    let driver = gpu.driver();
+    let bandwidth = cuda_step::bandwidth(driver, args.runs)?;
+    let log = global.log();
+    log.note(&format!("a plain read loop: {bandwidth:.1} GB/s"));
+    let mut rows = Vec::new();
+    let mut left_out = None;
+    for (name, config) in configs(args)? {
+        for &context in &args.context {
+            for &batch in &args.batch {
+                for &method in &args.methods {
+                    interrupt::check()?;
+                    let setting = Setting {
+                        name: &name,
+                        context,
+                        batch,
+                        method,
+                    };
+                    match measure(driver, args, global, config.clone(), &setting, bandwidth) {
+                        Ok(row) => {
+                            if !global.json {
+                                print_row(&row)?;
+                            }
+                            rows.push(row);
+                        }
+                        Err(e) if e.to_string().contains("out of GPU memory") => {
+                            log.warn(&format!("{}: {e}", setting.shape(args)));
+                            left_out = Some(e);
+                        }
+                        Err(e) => return Err(e),
+                    }
+                }
+            }
+        }
+    }
+    match left_out {
+        Some(e) if rows.is_empty() => Err(e),
+        _ if global.json => print_json(&json!({ "rows": rows })),
+        _ => Ok(()),
+    }
+}
+
+/// What is timed.
+struct Setting<'a> {
+    name: &'a str,
+    context: usize,
+    batch: usize,
+    method: MethodName,
+}
+
+impl Setting<'_> {
+    fn shape(&self, args: &ModelArgs) -> String {
+        let (b, name, n, budget) = (self.batch, self.name, self.context, args.budget.value());
+        let kv = format!("{:?}", args.kv).to_lowercase();
+        format!("batch {b}, {name}, {n} positions, {kv}, budget {budget}")
+    }
+}
+
+fn measure(
+    driver: &dyn Driver,
+    args: &ModelArgs,
+    global: &Global,
+    config: ModelConfig,
+    setting: &Setting,
+    bandwidth: f64,
+) -> Result<Value> {
+    let options = Options {
+        sinks: SINKS,
+        window: WINDOW,
+        budget: args.budget,
+        kv: match args.kv {
+            Float::F32 => KvType::F32,
+            Float::F16 => KvType::F16,
+            Float::Bf16 => KvType::Bf16,
+        },
+        packed: Center::Median.into(),
+    };
+    let (seed, n) = (global.seed as u32, setting.context);
+    let weights = Body::random_bytes(&config);
+    let body = Body::random(driver, config, seed)?;
+    let sizes = [setting.batch, n, STEPS * (args.runs + 1)];
+    let mut session = CudaSession::random(body, setting.method, args.size, options, sizes, seed)?;
+    let mut times = Vec::new();
+    for _ in 0..=args.runs {
+        interrupt::check()?;
+        session.choices()?;
+        let start = Instant::now();
+        for _ in 0..STEPS {
+            session.advance()?;
+        }
+        session.choices()?;
+        times.push(start.elapsed().as_secs_f64() / STEPS as f64);
+    }
+    // The first one warmed up.
+    let mut times = times.split_off(1);
+    times.sort_by(f64::total_cmp);
+    let median = median(times.clone());
+    let read = crate::runner::Generate::kv_read_fraction(&session)?;
+    let moved = weights as f64 + read * (session.position_bytes() * n) as f64;
+    let rate = moved / median * 1e-9;
+    Ok(json!({
+        "name": format!("decode {}", setting.method.as_str()),
+        "shape": setting.shape(args),
+        "device": "cuda",
+        "adapter": driver.adapter(),
+        "median_s": median,
+        "min_s": times[0],
+        "max_s": times[times.len() - 1],
+        "runs": times.len(),
+        "tokens_per_s": setting.batch as f64 / median,
+        "kv_read_fraction": read,
+        "bytes": moved,
+        "gbytes_per_s": rate,
+        "peak_bytes": peak_bytes(),
+        "read_loop_gbytes_per_s": bandwidth,
+        "bandwidth_share": rate / bandwidth,
+    }))
+}
+
+/// The models and their sizes.
+fn configs(args: &ModelArgs) -> Result<Vec<(String, ModelConfig)>> {
+    if let Some(path) = &args.config {
+        let config = ModelConfig::parse(&read_json(path)?).map_err(|e| e.context(path.display()))?;
+        return Ok(vec![(path.display().to_string(), config)]);
+    }
+    let config = |name: &String| {
+        let [hidden, intermediate, layers, heads, vocab] = match name.as_str() {
+            "qwen2.5-14b" => [5120, 13_824, 48, 40, 152_064],
+            "mistral-7b" => [4096, 14_336, 32, 32, 32_768],
+            _ => [4096, 14_336, 32, 32, 128_256],
+        };
+        let config = json!({
+            "model_type": "llama", "hidden_size": hidden, "intermediate_size": intermediate,
+            "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8,
+            "head_dim": 128, "vocab_size": vocab, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
+            "max_position_embeddings": 131_072, "tie_word_embeddings": true, "hidden_act": "silu",
+        });
+        Ok((name.clone(), ModelConfig::parse(&config)?))
+    };
+    args.shapes.iter().map(config).collect()
+}
+
+fn print_row(row: &Value) -> Result<()> {
+    let number = |name: &str| row[name].as_f64().unwrap_or(0.0);
+    let text = |name: &str| row[name].as_str().unwrap_or("").to_owned();
+    print(&format!(
+        "{} ({}): median {:.3} ms a step (min {:.3}, max {:.3}), {:.1} tokens/s, {:.1} GB/s, {:.0} % of a plain read loop\n",
+        text("name"),
+        text("shape"),
+        1e3 * number("median_s"),
+        1e3 * number("min_s"),
+        1e3 * number("max_s"),
+        number("tokens_per_s"),
+        number("gbytes_per_s"),
+        100.0 * number("bandwidth_share"),
+    ))
+}

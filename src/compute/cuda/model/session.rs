@@ -1,0 +1,420 @@
+//! A conversation whose caches and selection stay on the device.
+//!
+//! A prompt goes through the layers one after the other, in chunks of rows; each layer attends its own cache. A step is
+//! one run of launches, from the ids to the logits, in which the host waits for nothing.
+
+use std::io::Write;
+
+use ndarray::Array1;
+use serde_json::json;
+
+use super::forward::StepSpace;
+use super::index::LayerIndex;
+use super::{Body, ROWS, Rotation, Standing, Workspace};
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::decode::attend::{Attention, LayerRows};
+use crate::compute::cuda::decode::{Limits, Positions, Shape};
+use crate::compute::cuda::driver::{self, Arg, Driver, Recording};
+use crate::error::{Error, Result};
+use crate::interrupt;
+use crate::method::{Method, MethodName};
+use crate::model::forward::check_prompt;
+use crate::runner::kv::{Float, KvType};
+use crate::runner::{Generate, Options};
+
+/// See [`Generate`]; of several sequences, [`CudaSession::feed`] and [`CudaSession::advance`].
+pub struct CudaSession<'a> {
+    body: Body<'a>,
+    options: Options,
+    shape: Shape,
+    /// One per sliding window that layers have.
+    positions: Vec<Positions<'a>>,
+    layers: Vec<LayerState<'a>>,
+    attention: Attention<'a>,
+    rotation: Rotation<'a>,
+    space: StepSpace<'a>,
+    /// Sum over steps, layers and sequences of the share of rows read.
+    read: Buffer<'a, f64>,
+    /// Positions of each sequence.
+    lens: Vec<usize>,
+    steps: usize,
+    /// The launches of a step.
+    recording: Option<Recording<'a>>,
+    trace: Option<Box<dyn Write + 'a>>,
+}
+
+/// The cache and the index of one layer.
+struct LayerState<'d> {
+    /// Which positions are its own.
+    positions: usize,
+    rows: LayerRows<'d>,
+    index: LayerIndex<'d>,
+}
+
+impl<'a> CudaSession<'a> {
+    /// Whether a method's caches and selection can be on the device.
+    pub fn can(method: &Method, kv: KvType) -> bool {
+        LayerIndex::can(method) && float(kv).is_some()
+    }
+
+    /// Empty caches of `sequences` sequences with room for `capacity` positions each.
+    ///
+    /// # Errors
+    /// Less memory than they need: how much that is, and what would fit.
+    pub fn new(
+        body: Body<'a>,
+        method: &Method,
+        options: Options,
+        sequences: usize,
+        capacity: usize,
+    ) -> Result<Self> {
+        let driver = body.driver;
+        let index = |shape, limits: &Limits, layer| LayerIndex::new(driver, shape, limits, method, layer);
+        Self::with(body, options, sequences, capacity, &index)
+    }
+
+    /// Caches of `context` random positions and indexes of random contents, with room for as many steps; for a
+    /// benchmark.
+    ///
+    /// # Errors
+    /// As [`CudaSession::new`].
+    pub fn random(
+        body: Body<'a>,
+        method: MethodName,
+        size: usize,
+        options: Options,
+        [sequences, context, steps]: [usize; 3],
+        seed: u32,
+    ) -> Result<Self> {
+        let driver = body.driver;
+        let index = |shape, limits: &Limits, layer: usize| {
+            LayerIndex::random(driver, shape, limits, method, size, seed + 8 * layer as u32)
+        };
+        let mut session = Self::with(body, options, sequences, context + steps, &index)?;
+        for (i, layer) in session.layers.iter().enumerate() {
+            layer.rows.fill(seed + 8 * i as u32 + 4)?;
+        }
+        let lens = vec![context as u32; sequences];
+        session.positions.iter_mut().try_for_each(|p| p.set(&lens))?;
+        session.lens = vec![context; sequences];
+        Ok(session)
+    }
+
+    fn with(
+        body: Body<'a>,
+        options: Options,
+        sequences: usize,
+        capacity: usize,
+        index: &dyn Fn(Shape, &Limits, usize) -> Result<LayerIndex<'a>>,
+    ) -> Result<Self> {
+        let (driver, c) = (body.driver, &body.config);
+        let shape = body.sizes().shape(sequences, capacity).checked()?;
+        let float = float(options.kv).ok_or_else(|| Error::failed("CUDA: the cache is not of a float type"))?;
+        check_room(driver, &shape, &options, c.n_layers)?;
+        let mut positions: Vec<Positions<'a>> = Vec::new();
+        let mut windows: Vec<Option<usize>> = Vec::new();
+        let mut layers = Vec::new();
+        for (i, window) in c.windows.iter().enumerate() {
+            let limits = Limits {
+                sinks: options.sinks,
+                window: options.window,
+                model_window: *window,
+                budget: options.budget,
+            };
+            let at = match windows.iter().position(|w| w == window) {
+                Some(at) => at,
+                None => {
+                    windows.push(*window);
+                    positions.push(Positions::new(driver, shape, limits)?);
+                    windows.len() - 1
+                }
+            };
+            layers.push(LayerState {
+                positions: at,
+                rows: LayerRows::new(driver, shape, float)?,
+                index: index(shape, &limits, i)?,
+            });
+        }
+        Ok(Self {
+            attention: Attention::new(driver, shape)?,
+            rotation: Rotation::new(driver, &body.rope, 0, shape.capacity)?,
+            space: StepSpace::new(&body, sequences)?,
+            read: Buffer::zeros(driver, "a sum", 1)?,
+            lens: vec![0; sequences],
+            steps: 0,
+            recording: None,
+            trace: None,
+            body,
+            options,
+            shape,
+            positions,
+            layers,
+        })
+    }
+
+    /// Runs a prompt of one sequence; the others must be as long as it after theirs. Leaves the logits on the device.
+    fn feed_rows(&mut self, ids: &[u32]) -> Result<Array1<f32>> {
+        check_prompt(ids)?;
+        self.body.check_ids(ids)?;
+        let (driver, sizes) = (self.body.driver, self.body.sizes());
+        let (m, first) = (ids.len(), self.lens[0]);
+        let work = self.body.workspace(ROWS.min(m))?;
+        let hidden = Buffer::<f32>::new(driver, "hidden states", m * sizes.hidden)?;
+        self.body
+            .ends
+            .embed(&Buffer::of(driver, "ids", ids)?, m, &hidden)?;
+        for index in 0..self.layers.len() {
+            self.prompt_layer(index, &work, &hidden, m)?;
+        }
+        self.lens[0] = first + m;
+        self.positions
+            .iter_mut()
+            .try_for_each(|p| p.set(&[(first + m) as u32]))?;
+        let last = hidden.part((m - 1) * sizes.hidden, sizes.hidden);
+        self.finish(&work, &last, 1)?;
+        self.space.watch.check(&self.body)?;
+        let vocab = self.body.config.vocab_size;
+        Ok(Array1::from(self.space.logits.read_part(0, vocab)?))
+    }
+
+    /// A prompt's rows through one layer; the caches are as long as before in the end.
+    fn prompt_layer(
+        &mut self,
+        index: usize,
+        work: &Workspace<'_>,
+        hidden: &Buffer<'_, f32>,
+        m: usize,
+    ) -> Result<()> {
+        let (sizes, first) = (self.body.sizes(), self.lens[0]);
+        let is_last = index + 1 == self.layers.len();
+        let (weights, state) = (&self.body.layers[index], &mut self.layers[index]);
+        let positions = &mut self.positions[state.positions];
+        for start in (0..m).step_by(ROWS) {
+            interrupt::check()?;
+            let n = ROWS.min(m - start);
+            positions.set(&[(first + start) as u32])?;
+            positions.advance(n)?;
+            let rows = hidden.part(start * sizes.hidden, n * sizes.hidden);
+            work.project(weights, &rows, n, n, &self.rotation, Standing::Last(positions))?;
+            state.rows.append(&work.k_rope, &work.v, n, positions)?;
+            state.index.extend(work, n, positions)?;
+            // Of the last layer, only the last position is read.
+            if !is_last || start + n == m {
+                state.rows.attend_prompt(
+                    &work.q_rope,
+                    first + start,
+                    n,
+                    weights.window,
+                    &work.attended,
+                )?;
+                work.finish(weights, &rows, n)?;
+                self.space.watch.look(&rows, n * sizes.hidden, index)?;
+            }
+        }
+        state.index.end_of_prompt(&state.rows, work, first + m, positions)
+    }
+
+    /// Norm, logits and the greedy choice of `rows` rows of hidden states.
+    fn finish(&self, work: &Workspace<'_>, hidden: &Buffer<'_, f32>, rows: usize) -> Result<()> {
+        let (space, vocab) = (&self.space, self.body.config.vocab_size);
+        let ends = &self.body.ends;
+        ends.logits(work, hidden, rows, &space.logits)?;
+        space
+            .watch
+            .look(&space.logits, rows * vocab, self.layers.len())?;
+        ends.choose(&space.logits, rows, &space.ids)
+    }
+
+    /// A step of every sequence from the ids on the device to the logits and the next ids; waits for nothing.
+    ///
+    /// # Errors
+    /// The caches are full.
+    pub fn advance(&mut self) -> Result<()> {
+        self.positions.iter_mut().try_for_each(|p| p.count(1))?;
+        // What a trace reads cannot be recorded.
+        if let Some(mut sink) = self.trace.take() {
+            let result = self.launch_step(Some(sink.as_mut()));
+            self.trace = Some(sink);
+            result?;
+        } else if let Some(recording) = &self.recording {
+            recording.replay()?;
+        } else {
+            let recording = Recording::of(self.body.driver, || self.launch_step(None))?;
+            if let Some(recording) = &recording {
+                recording.replay()?;
+            }
+            self.recording = recording;
+        }
+        self.lens.iter_mut().for_each(|len| *len += 1);
+        self.steps += 1;
+        Ok(())
+    }
+
+    /// The launches of a step: the same for every step.
+    fn launch_step(&self, mut trace: Option<&mut (dyn Write + 'a)>) -> Result<()> {
+        let (n, hidden_size) = (self.shape.sequences, self.body.sizes().hidden);
+        let (body, space) = (&self.body, &self.space);
+        let (work, hidden) = (&space.work, &space.hidden);
+        self.positions.iter().try_for_each(|p| p.begin(1))?;
+        body.ends.embed(&space.ids, n, hidden)?;
+        for (index, state) in self.layers.iter().enumerate() {
+            let (weights, positions) = (&body.layers[index], &self.positions[state.positions]);
+            let standing = Standing::Last(positions);
+            work.project(weights, hidden, n, 1, &self.rotation, standing)?;
+            state.rows.append(&work.k_rope, &work.v, 1, positions)?;
+            state.index.append(work, positions)?;
+            let chosen = state.index.select(work, &state.rows, positions)?;
+            self.attention
+                .attend(&work.q_rope, &state.rows, positions, chosen)?;
+            self.attention.output_rows(&work.attended)?;
+            tally(body.driver, &self.shape, positions, chosen, &self.read)?;
+            work.finish(weights, hidden, n)?;
+            space.watch.look(hidden, n * hidden_size, index)?;
+            if let Some(sink) = &mut trace {
+                let chosen = match chosen {
+                    Some(chosen) => chosen.read()?,
+                    None => positions.between()?,
+                };
+                write_trace(*sink, self.steps, index, &chosen)?;
+            }
+        }
+        self.finish(work, hidden, n)
+    }
+
+    /// Feeds one token per sequence; [`CudaSession::choices`] has what follows.
+    pub fn feed(&mut self, ids: &[u32]) -> Result<()> {
+        self.body.check_ids(ids)?;
+        self.space.ids.write(ids)?;
+        self.advance()
+    }
+
+    /// Bytes of keys and values of one position, over all layers and sequences.
+    pub fn position_bytes(&self) -> usize {
+        let rows: usize = self.layers.iter().map(|l| l.rows.bytes_per_position()).sum();
+        rows * self.shape.heads()
+    }
+
+    /// The greedy choices after the last step; waits for the device.
+    pub fn choices(&self) -> Result<Vec<u32>> {
+        self.space.watch.check(&self.body)?;
+        self.space.ids.read_part(0, self.shape.sequences)
+    }
+}
+
+impl<'a> Generate<'a> for CudaSession<'a> {
+    fn prefill(&mut self, ids: &[u32]) -> Result<Array1<f32>> {
+        self.feed_rows(ids)
+    }
+
+    fn step(&mut self, id: u32) -> Result<Array1<f32>> {
+        self.feed(&[id])?;
+        self.space.watch.check(&self.body)?;
+        let vocab = self.body.config.vocab_size;
+        Ok(Array1::from(self.space.logits.read_part(0, vocab)?))
+    }
+
+    fn greedy_step(&mut self, id: u32) -> Result<u32> {
+        self.feed(&[id])?;
+        Ok(self.choices()?[0])
+    }
+
+    fn trace(&mut self, sink: Box<dyn Write + 'a>) {
+        self.trace = Some(sink);
+    }
+
+    fn finish_trace(&mut self) -> Result<()> {
+        crate::runner::finish_trace(&mut self.trace)
+    }
+
+    fn len(&self) -> usize {
+        self.lens[0]
+    }
+
+    fn kv_type(&self) -> KvType {
+        self.options.kv
+    }
+
+    fn is_stop_token(&self, id: u32) -> bool {
+        self.body.config.eos_token_ids.contains(&id)
+    }
+
+    fn kv_read_fraction(&self) -> Result<f64> {
+        let count = self.steps * self.layers.len();
+        match count {
+            0 => Ok(1.0),
+            _ => Ok(self.read.read()?[0] / count as f64),
+        }
+    }
+
+    fn exact_dot_fraction(&self) -> f64 {
+        // What ranks by true probabilities takes every product.
+        f64::from(u8::from(self.steps > 0 && self.layers.iter().any(|l| l.index.is_oracle())))
+    }
+
+    fn bypass_fraction(&self) -> f64 {
+        0.0
+    }
+
+    fn kv_bytes(&self) -> usize {
+        self.shape.heads() * self.shape.capacity * self.layers.len() * self.layers[0].rows.bytes_per_position()
+    }
+
+    fn index_bytes(&self) -> usize {
+        self.layers.iter().map(|l| l.index.bytes()).sum()
+    }
+}
+
+/// Adds the share of rows that a layer reads in this step, mean over its heads.
+fn tally(
+    driver: &dyn Driver,
+    shape: &Shape,
+    positions: &Positions<'_>,
+    chosen: Option<&crate::compute::cuda::decode::Selection<'_>>,
+    sum: &Buffer<'_, f64>,
+) -> Result<()> {
+    let args = [
+        positions.span_arg(),
+        chosen.map_or(Arg::address(0), |chosen| chosen.listed_arg()),
+        sum.arg(),
+        Arg::u32(shape.sequences),
+        Arg::u32(shape.kv_heads),
+    ];
+    driver::launch_blocks(driver, "tally_rows", [1, 1, 1], 32, 0, &args)
+}
+
+/// Writes the lines of one step and layer.
+fn write_trace(sink: &mut dyn Write, step: usize, layer: usize, chosen: &[Vec<u32>]) -> Result<()> {
+    for (c, positions) in chosen.iter().enumerate() {
+        let line = json!({ "step": step, "layer": layer, "kv_head": c, "positions": positions });
+        writeln!(sink, "{line}").map_err(|e| Error::failed(format!("cannot write the trace: {e}")))?;
+    }
+    Ok(())
+}
+
+/// The rows' type, where it is a float.
+fn float(kv: KvType) -> Option<Float> {
+    match kv {
+        KvType::F32 => Some(Float::F32),
+        KvType::F16 => Some(Float::F16),
+        KvType::Bf16 => Some(Float::Bf16),
+        KvType::TwoBit => None,
+    }
+}
+
+/// Says before anything is taken that the caches do not fit.
+fn check_room(driver: &dyn Driver, shape: &Shape, options: &Options, layers: usize) -> Result<()> {
+    let each = shape.sequences * shape.kv_heads * layers * options.kv.bytes_per_position(shape.width());
+    let (need, free) = ((each * shape.capacity) as u64, driver.free_bytes()?);
+    if need <= free {
+        return Ok(());
+    }
+    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+    Err(Error::failed(format!(
+        "out of GPU memory: a KV cache of {} positions needs {:.2} GiB, and {:.2} GiB are free: about {} positions would fit",
+        shape.capacity,
+        gib(need),
+        gib(free),
+        free / each.max(1) as u64 / 10 * 9,
+    ))
+    .hint("give fewer tokens, or keep the cache in the machine's memory with --kv host"))
+}

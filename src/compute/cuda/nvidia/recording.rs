@@ -1,0 +1,179 @@
+//! Launches that are noted once and started together: CUDA graphs.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::ptr;
+
+use cudarc::driver::result;
+use cudarc::driver::sys::{self, CUcontext, CUfunction, CUgraph, CUgraphExec, CUgraphNode};
+
+use super::failed;
+use crate::compute::cuda::driver::Launch;
+use crate::error::{Error, Result};
+
+/// The first version of the driver that has the functions used here.
+const OLDEST: i32 = 12_000;
+
+/// A launch with everything it needs.
+pub struct Noted {
+    /// Its name, for errors.
+    pub kernel: &'static str,
+    pub function: CUfunction,
+    pub shape: Launch,
+    /// The arguments, in the low bytes.
+    pub values: Vec<u64>,
+}
+
+impl Noted {
+    /// The driver copies each argument from where its pointer points, as many bytes as the kernel declares: the low
+    /// ones, both machines being little-endian.
+    fn pointers(&mut self) -> Vec<*mut c_void> {
+        let values = self.values.iter_mut();
+        values.map(|v| ptr::from_mut(v).cast::<c_void>()).collect()
+    }
+
+    /// Starts it now.
+    pub fn start(mut self) -> Result<()> {
+        let mut pointers = self.pointers();
+        let ([x, y, z], block) = (self.shape.grid, (self.shape.threads, 1, 1));
+        let (grid, shared, stream) = ((x, y, z), self.shape.shared_bytes as u32, ptr::null_mut());
+        // SAFETY: the function is one of the module, and the callers give it the arguments it declares,
+        // pointers to live buffers of the sizes that the kernel's comment names; tests run every launch under
+        // a sanitizer. The values outlive the call, which copies them.
+        unsafe { result::launch_kernel(self.function, grid, block, shared, stream, &mut pointers) }
+            .map_err(|e| failed(&format!("{} did not start", self.kernel), e))
+    }
+}
+
+/// What is being noted, and what was.
+#[derive(Default)]
+pub struct Recordings {
+    noting: Option<Vec<Noted>>,
+    graphs: HashMap<u64, Graph>,
+    next: u64,
+}
+
+struct Graph {
+    graph: CUgraph,
+    /// Null until it is made.
+    started: CUgraphExec,
+}
+
+impl Recordings {
+    /// From here on launches are noted; false where the driver is too old.
+    pub fn begin(&mut self) -> bool {
+        let mut version = 0;
+        // SAFETY: writes a number to where the pointer points.
+        let known = unsafe { sys::cuDriverGetVersion(&mut version) }.result().is_ok();
+        if known && version >= OLDEST {
+            self.noting = Some(Vec::new());
+        }
+        self.is_noting()
+    }
+
+    /// Whether launches are noted.
+    pub fn is_noting(&self) -> bool {
+        self.noting.is_some()
+    }
+
+    /// Notes a launch, or gives it back to be started.
+    pub fn note(&mut self, launch: Noted) -> Option<Noted> {
+        match &mut self.noting {
+            Some(launches) => {
+                launches.push(launch);
+                None
+            }
+            None => Some(launch),
+        }
+    }
+
+    /// Ends noting: one launch after the other.
+    pub fn end(&mut self, context: CUcontext) -> Result<u64> {
+        let launches = self.noting.take();
+        let launches = launches.ok_or_else(|| Error::failed("CUDA: no launches were recorded"))?;
+        let graph = Graph::of(launches, context)?;
+        self.next += 1;
+        self.graphs.insert(self.next, graph);
+        Ok(self.next)
+    }
+
+    /// Starts what was noted.
+    pub fn replay(&self, number: u64) -> Result<()> {
+        let graph = self.graphs.get(&number);
+        let graph = graph.ok_or_else(|| Error::failed(format!("CUDA: no recording {number}")))?;
+        // SAFETY: made in `Graph::of` and not destroyed before it leaves the map.
+        unsafe { result::graph::launch(graph.started, ptr::null_mut()) }
+            .map_err(|e| failed("recorded launches did not start", e))
+    }
+
+    /// Gives a recording back.
+    pub fn forget(&mut self, number: u64) {
+        self.graphs.remove(&number);
+    }
+
+    /// Gives all back.
+    pub fn clear(&mut self) {
+        self.graphs.clear();
+    }
+}
+
+impl Graph {
+    fn of(launches: Vec<Noted>, context: CUcontext) -> Result<Self> {
+        let told = |what: &str, e| failed(what, e);
+        let mut graph = ptr::null_mut();
+        // SAFETY: writes a handle to where the pointer points.
+        unsafe { sys::cuGraphCreate(&mut graph, 0) }
+            .result()
+            .map_err(|e| told("no graph of launches", e))?;
+        let mut made = Self {
+            graph,
+            started: ptr::null_mut(),
+        };
+        let mut before: CUgraphNode = ptr::null_mut();
+        for mut launch in launches {
+            let mut pointers = launch.pointers();
+            let [x, y, z] = launch.shape.grid;
+            let params = sys::CUDA_KERNEL_NODE_PARAMS {
+                func: launch.function,
+                gridDimX: x,
+                gridDimY: y,
+                gridDimZ: z,
+                blockDimX: launch.shape.threads,
+                blockDimY: 1,
+                blockDimZ: 1,
+                sharedMemBytes: launch.shape.shared_bytes as u32,
+                kernelParams: pointers.as_mut_ptr(),
+                extra: ptr::null_mut(),
+                kern: ptr::null_mut(),
+                ctx: context,
+            };
+            let count = usize::from(!before.is_null());
+            let mut node = ptr::null_mut();
+            // SAFETY: the function and its arguments are as in `Noted::start`; the call copies them.
+            unsafe { sys::cuGraphAddKernelNode_v2(&mut node, graph, &before, count, &params) }
+                .result()
+                .map_err(|e| told(&format!("{} was not recorded", launch.kernel), e))?;
+            before = node;
+        }
+        // SAFETY: the graph was made above.
+        made.started = unsafe { result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)) }
+            .map_err(|e| told("recorded launches are not accepted", e))?;
+        Ok(made)
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: made in `of`, destroyed once. An error at the end changes nothing.
+        unsafe {
+            if !self.started.is_null() {
+                let _ = result::graph::exec_destroy(self.started);
+            }
+            let _ = result::graph::destroy(self.graph);
+        }
+    }
+}
+
+// SAFETY: handles of CUDA's driver may be used from any thread that has made their context current, which every call
+// of `Nvidia` does; a mutex is around them.
+unsafe impl Send for Recordings {}

@@ -1,0 +1,238 @@
+//! The seam of the forward pass: a model where it is computed, with the caches left to the caller.
+//!
+//! [`Forward`] runs prompts and single tokens of one or more trajectories, [`Layers`] one layer after the other over
+//! calibration text. The CPU's forms are here; [`crate::compute::cuda::model`] has those of NVIDIA GPUs.
+
+use ndarray::{Array1, Array2, Array3, ArrayView2, ArrayViewMut2, ArrayViewMut3, Axis, s};
+
+use super::decoder::{Decoder, Layer, States, rotate, rotated};
+use super::rope::RopeTable;
+use crate::compute::attention;
+use crate::error::{Error, Result};
+use crate::interrupt;
+
+/// States of m rows of one layer, on both sides of the rotation.
+pub struct Rows {
+    /// `[h,m,d]`; empty in a prompt pass, which reads the rotated ones alone.
+    pub q_pre: Array3<f32>,
+    /// `[h,m,d]`.
+    pub q_rope: Array3<f32>,
+    /// `[g,m,d]`.
+    pub k_pre: Array3<f32>,
+    /// `[g,m,d]`.
+    pub k_rope: Array3<f32>,
+    /// `[g,m,d]`.
+    pub v: Array3<f32>,
+}
+
+/// What a prompt's queries attend: keys and values of every position, `[g, first + m, d]`.
+pub struct Context {
+    /// Rotated queries of the prompt, `[h,m,d]`.
+    pub q_rope: Array3<f32>,
+    /// Rotated keys.
+    pub keys: Array3<f32>,
+    /// Values.
+    pub values: Array3<f32>,
+}
+
+/// Takes in a prompt's rows of a layer; gives back what they attend. Of a first prompt those are the rows themselves.
+pub type Cache<'f> = dyn FnMut(usize, Rows) -> Context + 'f;
+/// Fills the attention output of a layer, `[trajectories,h,d]`, from its index and its rows.
+pub type Attend<'f> = dyn FnMut(usize, &Rows, ArrayViewMut3<f32>) -> Result<()> + 'f;
+
+/// A model that runs.
+pub trait Forward: Send + Sync {
+    /// The checkpoint.
+    fn decoder(&self) -> &Decoder;
+
+    /// Runs a prompt whose first row stands at position `first`; `cache` takes in the rows of each layer
+    /// and gives back what they attend. Returns the logits after the last row: `[vocab]`.
+    ///
+    /// # Errors
+    /// An empty prompt, an id outside the vocabulary, activations that are not finite.
+    fn prompt(&self, ids: &[u32], first: usize, cache: &mut Cache) -> Result<Array1<f32>>;
+
+    /// Feeds one token per trajectory, all at position `t`; `attend` fills the attention output of each
+    /// layer. Returns the logits after them, `[vocab]` each.
+    fn step(&self, ids: &[u32], t: usize, attend: &mut Attend) -> Result<Vec<Array1<f32>>>;
+}
+
+/// A model's layers, one at a time.
+pub trait Layers: Send + Sync {
+    /// The checkpoint.
+    fn decoder(&self) -> &Decoder;
+
+    /// Opens a layer; what it takes is given back with it.
+    fn open<'s>(&'s self, index: usize) -> Result<Box<dyn BlockLayer + 's>>;
+}
+
+/// A layer over blocks of text that start at position 0.
+pub trait BlockLayer {
+    /// The states of every row of `hidden` `[m, hidden]`.
+    fn project(&self, hidden: ArrayView2<f32>) -> Result<States>;
+
+    /// The whole layer, with exact attention; `tap` sees the states.
+    fn forward(
+        &self,
+        hidden: ArrayViewMut2<f32>,
+        tap: &mut dyn FnMut(&States) -> Result<()>,
+    ) -> Result<()>;
+}
+
+/// The model on the CPU.
+pub struct CpuForward<'a> {
+    decoder: &'a Decoder,
+    layers: Vec<Layer>,
+}
+
+impl<'a> CpuForward<'a> {
+    /// The layers of a model.
+    pub fn new(decoder: &'a Decoder) -> Result<Self> {
+        let layers = (0..decoder.config.n_layers).map(|i| decoder.layer(i));
+        Ok(Self {
+            decoder,
+            layers: layers.collect::<Result<_>>()?,
+        })
+    }
+}
+
+impl Forward for CpuForward<'_> {
+    fn decoder(&self) -> &Decoder {
+        self.decoder
+    }
+
+    fn prompt(&self, ids: &[u32], first: usize, cache: &mut Cache) -> Result<Array1<f32>> {
+        check_prompt(ids)?;
+        let m = ids.len();
+        let mut hidden = self.decoder.embed(ids)?;
+        let table = self.decoder.rope.table(first..first + m);
+        for (index, layer) in self.layers.iter().enumerate() {
+            interrupt::check()?;
+            let mut states = layer.project(hidden.view());
+            self.decoder.check_states(layer, &states)?;
+            let k_rope = rotated(&states.k_pre, &table, 0..m);
+            rotate(&mut states.q_pre, &table, 0..m);
+            let context = cache(
+                index,
+                Rows {
+                    q_pre: Array3::zeros((0, 0, 0)),
+                    q_rope: states.q_pre,
+                    k_pre: states.k_pre,
+                    k_rope,
+                    v: states.v,
+                },
+            );
+            // Of the last layer, only the last position is read.
+            let skipped = if index + 1 == self.layers.len() { m - 1 } else { 0 };
+            let mut attended = Array2::zeros((m - skipped, context.q_rope.len() / m));
+            attention::causal(
+                context.q_rope.slice(s![.., skipped.., ..]),
+                context.keys.view(),
+                context.values.view(),
+                first + skipped,
+                layer.window,
+                attended.view_mut(),
+            );
+            drop(context);
+            let mut rows = hidden.slice_mut(s![skipped.., ..]);
+            layer.finish(rows.view_mut(), attended.view());
+            self.decoder.check_finite(layer, rows.view())?;
+        }
+        self.decoder.logits(hidden.row(m - 1))
+    }
+
+    fn step(&self, ids: &[u32], t: usize, attend: &mut Attend) -> Result<Vec<Array1<f32>>> {
+        let mut hidden = self.decoder.embed(ids)?;
+        let table = self.decoder.rope.table(t..t + 1);
+        for (index, layer) in self.layers.iter().enumerate() {
+            let states = layer.project(hidden.view());
+            let rows = Rows {
+                q_rope: at_first(&states.q_pre, &table),
+                k_rope: at_first(&states.k_pre, &table),
+                q_pre: states.q_pre,
+                k_pre: states.k_pre,
+                v: states.v,
+            };
+            let (h, _, d) = rows.q_rope.dim();
+            let mut attended = Array3::<f32>::zeros((ids.len(), h, d));
+            attend(index, &rows, attended.view_mut())?;
+            let attended = attended
+                .into_shape_with_order((ids.len(), h * d))
+                .map_err(|e| Error::failed(e.to_string()))?;
+            layer.finish(hidden.view_mut(), attended.view());
+            self.decoder.check_finite(layer, hidden.view())?;
+        }
+        let rows = hidden.rows().into_iter();
+        rows.map(|row| self.decoder.logits(row)).collect()
+    }
+}
+
+/// A prompt that has tokens.
+pub fn check_prompt(ids: &[u32]) -> Result<()> {
+    match ids {
+        [] => Err(Error::failed("the prompt has no tokens")),
+        _ => Ok(()),
+    }
+}
+
+/// The layers of a model on the CPU, one at a time.
+pub struct CpuLayers<'a>(pub &'a Decoder);
+
+impl Layers for CpuLayers<'_> {
+    fn decoder(&self) -> &Decoder {
+        self.0
+    }
+
+    fn open<'s>(&'s self, index: usize) -> Result<Box<dyn BlockLayer + 's>> {
+        Ok(Box::new(CpuLayer {
+            decoder: self.0,
+            layer: self.0.layer(index)?,
+        }))
+    }
+}
+
+/// A layer on the CPU; its file pages are handed back with it.
+struct CpuLayer<'a> {
+    decoder: &'a Decoder,
+    layer: Layer,
+}
+
+impl BlockLayer for CpuLayer<'_> {
+    fn project(&self, hidden: ArrayView2<f32>) -> Result<States> {
+        let states = self.layer.project(hidden);
+        self.decoder.check_states(&self.layer, &states)?;
+        Ok(states)
+    }
+
+    fn forward(
+        &self,
+        mut hidden: ArrayViewMut2<f32>,
+        tap: &mut dyn FnMut(&States) -> Result<()>,
+    ) -> Result<()> {
+        let mut tapped = Ok(());
+        self.layer
+            .forward(&self.decoder.rope, hidden.view_mut(), |states, _| {
+                tapped = tap(states);
+            });
+        // The culprit of a NaN is named rather than what the tap found of it.
+        self.decoder.check_finite(&self.layer, hidden.view())?;
+        tapped
+    }
+}
+
+impl Drop for CpuLayer<'_> {
+    fn drop(&mut self) {
+        self.layer.release();
+    }
+}
+
+/// Every vector rotated to the first position of the table.
+fn at_first(x: &Array3<f32>, table: &RopeTable) -> Array3<f32> {
+    let mut y = x.clone();
+    for mut vector in y.lanes_mut(Axis(2)) {
+        if let Some(vector) = vector.as_slice_mut() {
+            table.rotate(vector, 0);
+        }
+    }
+    y
+}

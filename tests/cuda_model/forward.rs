@@ -1,0 +1,104 @@
+//! Layers and whole passes with the caches on the CPU.
+
+use kvsmith::compute::cuda::driver::Driver;
+use kvsmith::compute::cuda::model::Precision;
+use kvsmith::compute::cuda::model::forward::CudaForward;
+use kvsmith::compute::cuda::model::layers::CudaLayers;
+use kvsmith::method::MethodName;
+use kvsmith::model::forward::Layers;
+use kvsmith::runner::kv::KvType;
+use kvsmith::runner::{Generate, Session};
+use ndarray::{Array2, Array3};
+
+use super::Check;
+use super::common::relative_error;
+use super::golden::{Golden, all, generate, options, worst};
+
+pub fn cases() -> Vec<(String, Check)> {
+    let mut cases: Vec<(String, Check)> = Vec::new();
+    for (name, dir) in all() {
+        let golden = dir.clone();
+        let check = move |driver: &dyn Driver| captured_states(driver, &Golden::open(&golden));
+        cases.push((format!("layers::{name}"), Box::new(check)));
+        let golden = dir.clone();
+        let check = move |driver: &dyn Driver| greedy_tokens(driver, &Golden::open(&golden));
+        cases.push((format!("forward::{name}"), Box::new(check)));
+        let check = move |driver: &dyn Driver| rounded(driver, &Golden::open(&dir));
+        cases.push((format!("rounded::{name}"), Box::new(check)));
+    }
+    cases
+}
+
+/// As `captured_states_match` of tests/golden.rs.
+fn captured_states(driver: &dyn Driver, golden: &Golden) {
+    let c = &golden.decoder.config;
+    let layers = CudaLayers::new(driver, &golden.decoder, Precision::F32).unwrap();
+    let mut hidden: Array2<f32> = golden.decoder.embed(&golden.ids).unwrap();
+    for i in 0..c.n_layers {
+        let check = |name: &str, heads, actual: &Array3<f32>| {
+            let error = relative_error(actual, &golden.tensor(&format!("layer{i}.{name}"), heads));
+            assert!(error < 1e-4, "layer {i} {name}: {error}");
+        };
+        let layer = layers.open(i).unwrap();
+        let projected = layer.project(hidden.view()).unwrap();
+        let mut seen = false;
+        let mut tap = |states: &kvsmith::model::States| {
+            seen = true;
+            check("q_pre", c.n_heads, &states.q_pre);
+            check("k_pre", c.n_kv_heads, &states.k_pre);
+            check("v", c.n_kv_heads, &states.v);
+            assert_eq!(states.q_pre, projected.q_pre);
+            assert_eq!(states.k_pre, projected.k_pre);
+            assert_eq!(states.v, projected.v);
+            Ok(())
+        };
+        layer.forward(hidden.view_mut(), &mut tap).unwrap();
+        assert!(seen);
+    }
+    let logits = golden.decoder.logits(hidden.row(golden.ids.len() - 1)).unwrap();
+    let off = worst(&logits, &golden.logits().into());
+    assert!(off < 1e-3, "logits off by {off}");
+}
+
+/// Tokens and logits with exact attention on the CPU, over two turns.
+fn greedy_tokens(driver: &dyn Driver, golden: &Golden) {
+    for method in [MethodName::Full, MethodName::Snapkv] {
+        let method = golden.method(method);
+        let options = options("1.0", KvType::F32);
+        let forward = CudaForward::new(driver, &golden.decoder, Precision::F32).unwrap();
+        let mut session = Session::on(Box::new(forward), &method, options, 64);
+        let (tokens, _) = generate(&mut session, &golden.ids, 24);
+        assert_eq!(tokens, golden.greedy());
+        let mut twin = Session::new(&golden.decoder, &method, options, 64).unwrap();
+        let (tokens, _) = generate(&mut twin, &golden.ids, 24);
+        assert_eq!(tokens, golden.greedy());
+        let turn = [*tokens.last().unwrap(), 5, 6, 7, 8];
+        let (actual, expected) = (generate(&mut session, &turn, 6), generate(&mut twin, &turn, 6));
+        assert_eq!(actual.0, expected.0);
+        for (a, b) in actual.1.iter().zip(&expected.1) {
+            assert!(worst(a, b) < 1e-3, "logits off by {}", worst(a, b));
+        }
+    }
+}
+
+/// Logits after a prompt whose products have rounded inputs.
+///
+/// Each layer rounds the inputs of its four products, its queries, keys, values and weights of the softmax: eight times
+/// a relative error of at most 2^-8 in bf16, independent of each other. The residual stream keeps their sum.
+fn rounded(driver: &dyn Driver, golden: &Golden) {
+    let method = golden.method(MethodName::Full);
+    let options = options("1.0", KvType::F32);
+    let mut twin = Session::new(&golden.decoder, &method, options, 64).unwrap();
+    let exact = twin.prefill(&golden.ids).unwrap();
+    let forward = CudaForward::new(driver, &golden.decoder, Precision::Auto).unwrap();
+    let mut session = Session::on(Box::new(forward), &method, options, 64);
+    let actual = session.prefill(&golden.ids).unwrap();
+    let norm = |x: ndarray::Array1<f32>| x.mapv(|v| f64::from(v).powi(2)).sum().sqrt();
+    let error = norm(&actual - &exact) / norm(exact);
+    let bound = 2f64.powi(-8) * (8.0 * golden.decoder.config.n_layers as f64).sqrt();
+    assert!(error < bound, "off by {error}, with {bound} allowed");
+    // Weights of 16 bits: something was rounded.
+    let weights = golden.decoder.layer(0).unwrap();
+    let sixteen = weights.k.weight.dtype() != kvsmith::model::weights::Float::F32;
+    assert_eq!(error > 1e-5, sixteen, "off by {error}");
+}
