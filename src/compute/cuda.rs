@@ -15,6 +15,7 @@ pub mod kernels;
 pub mod linear;
 pub mod nvidia;
 mod points;
+pub mod prefill;
 
 use ndarray::{Array3, ArrayView3};
 

@@ -3,7 +3,7 @@
 include!(concat!(env!("OUT_DIR"), "/kernel_image.rs"));
 
 /// Every kernel.
-pub const NAMES: [&str; 69] = [
+pub const NAMES: [&str; 78] = [
     "add_runs",
     "append_rows",
     "append_signs",
@@ -58,6 +58,15 @@ pub const NAMES: [&str; 69] = [
     "nearest_listed",
     "pad_rows",
     "place_centroids",
+    "prefill_bfloat_128",
+    "prefill_bfloat_64",
+    "prefill_bfloat_80",
+    "prefill_bfloat_96",
+    "prefill_float",
+    "prefill_half_128",
+    "prefill_half_64",
+    "prefill_half_80",
+    "prefill_half_96",
     "rank_codewords",
     "read_all",
     "round_rows",
@@ -76,7 +85,7 @@ pub const NAMES: [&str; 69] = [
 ];
 
 /// The files of the module, by the name in their `#include`.
-const FILES: [(&str, &str); 22] = [
+const FILES: [(&str, &str); 23] = [
     ("common.h", include_str!("../../../kernels/common.h")),
     ("tensor.h", include_str!("../../../kernels/tensor.h")),
     ("attend.h", include_str!("../../../kernels/attend.h")),
@@ -106,6 +115,7 @@ const FILES: [(&str, &str); 22] = [
         "nearest_fast.cu",
         include_str!("../../../kernels/nearest_fast.cu"),
     ),
+    ("prefill.cu", include_str!("../../../kernels/prefill.cu")),
     (
         "second_moment.cu",
         include_str!("../../../kernels/second_moment.cu"),
