@@ -13,6 +13,7 @@
 #include "means.cu"
 #include "nearest.cu"
 #include "nearest_fast.cu"
+#include "prefill.cu"
 #include "second_moment.cu"
 #include "select_a2ats.cu"
 #include "select_signs.cu"

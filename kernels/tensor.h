@@ -21,6 +21,24 @@ DEVICE u16 round_to(float v) {
     return bits;
 }
 
+// Two of them in one register, the first in the low half.
+template <bool BFLOAT>
+DEVICE u32 pack(float low, float high) {
+    u32 bits;
+    if (BFLOAT) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    } else {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    }
+    return bits;
+}
+
+// 2^v up to 2^-22 of it; zero below 2^-126.
+DEVICE float power_of_two(float v) {
+    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(v));
+    return v;
+}
+
 template <bool BFLOAT>
 DEVICE float widen(u16 bits) {
     if (BFLOAT) return __uint_as_float((u32)bits << 16);
@@ -97,6 +115,13 @@ DEVICE u16 round_to(float v) {
 }
 
 template <bool BFLOAT>
+DEVICE u32 pack(float low, float high) {
+    return (u32)round_to<BFLOAT>(low) | (u32)round_to<BFLOAT>(high) << 16;
+}
+
+DEVICE float power_of_two(float v) { return exp2f(v); }
+
+template <bool BFLOAT>
 DEVICE float widen(u16 bits) {
     if (BFLOAT) return __uint_as_float((u32)bits << 16);
     // The exponent's bias is 127 - 15 larger; what is not finite has all its bits set.
@@ -160,9 +185,3 @@ DEVICE void multiply_add(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 
 #endif
-
-// Two numbers of 16 bits in one register, the first in the low half.
-template <bool BFLOAT>
-DEVICE u32 pack(float low, float high) {
-    return (u32)round_to<BFLOAT>(low) | (u32)round_to<BFLOAT>(high) << 16;
-}

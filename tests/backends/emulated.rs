@@ -149,7 +149,9 @@ impl Driver for Emulated {
     fn recorded(&self) -> Result<u64> {
         NOTES.with_borrow_mut(|notes| {
             let noted = notes.noting.take();
-            notes.noted.push(noted.ok_or_else(|| Error::failed("nothing was recorded"))?);
+            notes
+                .noted
+                .push(noted.ok_or_else(|| Error::failed("nothing was recorded"))?);
             Ok(notes.noted.len() as u64 - 1)
         })
     }

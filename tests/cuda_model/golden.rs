@@ -70,11 +70,7 @@ pub fn options(budget: &str, kv: KvType) -> Options {
 }
 
 /// The first `n` greedy tokens after a prompt, and the logits before each.
-pub fn generate<'a>(
-    session: &mut dyn Generate<'a>,
-    ids: &[u32],
-    n: usize,
-) -> (Vec<u32>, Vec<Array1<f32>>) {
+pub fn generate<'a>(session: &mut dyn Generate<'a>, ids: &[u32], n: usize) -> (Vec<u32>, Vec<Array1<f32>>) {
     let mut logits = vec![session.prefill(ids).unwrap()];
     let mut out = Vec::new();
     loop {

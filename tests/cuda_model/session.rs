@@ -1,8 +1,8 @@
 //! Conversations with caches and selection on the device.
 
 use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::compute::cuda::model::{Body, Precision};
 use kvsmith::compute::cuda::model::session::CudaSession;
+use kvsmith::compute::cuda::model::{Body, Precision};
 use kvsmith::method::MethodName;
 use kvsmith::runner::kv::KvType;
 use kvsmith::runner::{Generate, Session};

@@ -7,6 +7,7 @@ mod attend;
 mod emulated;
 mod linear;
 mod packed;
+mod prefill;
 mod signs;
 
 use std::process::ExitCode;
@@ -52,6 +53,13 @@ fn main() -> ExitCode {
         }
         add("linear::together".to_owned(), Box::new(linear::check_together));
         add("linear::refused".to_owned(), Box::new(linear::check_refused));
+        for case in prefill::cases() {
+            add(
+                format!("prefill::{}", case.name),
+                Box::new(move |driver| prefill::check(driver, &case)),
+            );
+        }
+        add("prefill::refused".to_owned(), Box::new(prefill::check_refused));
         for case in a2ats::cases() {
             add(
                 format!("a2ats::{}", case.name),

@@ -12,7 +12,7 @@ pub mod signs;
 
 use super::buffer::Buffer;
 use super::driver::{self, Arg, Driver};
-use super::linear;
+use super::{linear, prefill};
 use crate::error::{Error, Result};
 use crate::runner::budget::Budget;
 use crate::runner::kv::Float;
@@ -22,7 +22,7 @@ pub const MOST_GROUP: usize = 16;
 /// Most codewords of a KV head: those listed stay in shared memory.
 pub const MOST_CODEWORDS: usize = 12_288;
 /// Kernels whose blocks have more dynamic shared memory than 48 KiB, and the most that they have.
-pub const LARGE_BLOCKS: [(&str, usize); 15] = [
+pub const LARGE_BLOCKS: [(&str, usize); 24] = [
     ("attend_half_64", attend::shared_bytes(64)),
     ("attend_half_80", attend::shared_bytes(80)),
     ("attend_half_96", attend::shared_bytes(96)),
@@ -37,6 +37,15 @@ pub const LARGE_BLOCKS: [(&str, usize); 15] = [
     ("attend_packed_128", attend::shared_bytes(128)),
     ("linear_bfloat", linear::SHARED_BYTES),
     ("linear_half", linear::SHARED_BYTES),
+    ("prefill_bfloat_64", prefill::shared_bytes(64)),
+    ("prefill_bfloat_80", prefill::shared_bytes(80)),
+    ("prefill_bfloat_96", prefill::shared_bytes(96)),
+    ("prefill_bfloat_128", prefill::shared_bytes(128)),
+    ("prefill_float", prefill::float_shared_bytes(128)),
+    ("prefill_half_64", prefill::shared_bytes(64)),
+    ("prefill_half_80", prefill::shared_bytes(80)),
+    ("prefill_half_96", prefill::shared_bytes(96)),
+    ("prefill_half_128", prefill::shared_bytes(128)),
     ("rank_codewords", 8 * MOST_CODEWORDS),
 ];
 /// Positions that a block of a scan looks at.

@@ -3,6 +3,7 @@
 include!(concat!(env!("OUT_DIR"), "/kernel_image.rs"));
 
 /// Every kernel.
+<<<<<<< HEAD
 pub const NAMES: &[&str] = &[
     "add_biases",
     "add_runs",
@@ -63,6 +64,15 @@ pub const NAMES: &[&str] = &[
     "note_not_finite",
     "pad_rows",
     "place_centroids",
+    "prefill_bfloat_128",
+    "prefill_bfloat_64",
+    "prefill_bfloat_80",
+    "prefill_bfloat_96",
+    "prefill_float",
+    "prefill_half_128",
+    "prefill_half_64",
+    "prefill_half_80",
+    "prefill_half_96",
     "rank_codewords",
     "read_all",
     "rms_rows",
@@ -92,42 +102,22 @@ const FILES: &[(&str, &str)] = &[
     ("scan.h", include_str!("../../../kernels/scan.h")),
     ("assignment.cu", include_str!("../../../kernels/assignment.cu")),
     ("attend.cu", include_str!("../../../kernels/attend.cu")),
-    (
-        "attend_float.cu",
-        include_str!("../../../kernels/attend_float.cu"),
-    ),
-    (
-        "attend_packed.cu",
-        include_str!("../../../kernels/attend_packed.cu"),
-    ),
+    ("attend_float.cu", include_str!("../../../kernels/attend_float.cu")),
+    ("attend_packed.cu", include_str!("../../../kernels/attend_packed.cu")),
     ("bench.cu", include_str!("../../../kernels/bench.cu")),
     ("best.cu", include_str!("../../../kernels/best.cu")),
-    (
-        "channel_statistic.cu",
-        include_str!("../../../kernels/channel_statistic.cu"),
-    ),
+    ("channel_statistic.cu", include_str!("../../../kernels/channel_statistic.cu")),
     ("decode_step.cu", include_str!("../../../kernels/decode_step.cu")),
     ("draw.cu", include_str!("../../../kernels/draw.cu")),
     ("layer.cu", include_str!("../../../kernels/layer.cu")),
     ("linear.cu", include_str!("../../../kernels/linear.cu")),
     ("means.cu", include_str!("../../../kernels/means.cu")),
     ("nearest.cu", include_str!("../../../kernels/nearest.cu")),
-    (
-        "nearest_fast.cu",
-        include_str!("../../../kernels/nearest_fast.cu"),
-    ),
-    (
-        "second_moment.cu",
-        include_str!("../../../kernels/second_moment.cu"),
-    ),
-    (
-        "select_a2ats.cu",
-        include_str!("../../../kernels/select_a2ats.cu"),
-    ),
-    (
-        "select_signs.cu",
-        include_str!("../../../kernels/select_signs.cu"),
-    ),
+    ("nearest_fast.cu", include_str!("../../../kernels/nearest_fast.cu")),
+    ("prefill.cu", include_str!("../../../kernels/prefill.cu")),
+    ("second_moment.cu", include_str!("../../../kernels/second_moment.cu")),
+    ("select_a2ats.cu", include_str!("../../../kernels/select_a2ats.cu")),
+    ("select_signs.cu", include_str!("../../../kernels/select_signs.cu")),
     ("sign_sums.cu", include_str!("../../../kernels/sign_sums.cu")),
     ("whiten.cu", include_str!("../../../kernels/whiten.cu")),
 ];

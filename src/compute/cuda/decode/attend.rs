@@ -24,10 +24,10 @@ pub const fn shared_bytes(w: usize) -> usize {
 /// The cached keys and values of one layer, `[b,g,capacity,w]` each; channels beyond the head's are zeros.
 pub struct LayerRows<'d> {
     driver: &'d dyn Driver,
-    shape: Shape,
-    float: Float,
-    keys: Buffer<'d, u8>,
-    values: Buffer<'d, u8>,
+    pub(in super::super) shape: Shape,
+    pub(in super::super) float: Float,
+    pub(in super::super) keys: Buffer<'d, u8>,
+    pub(in super::super) values: Buffer<'d, u8>,
 }
 
 impl<'d> LayerRows<'d> {

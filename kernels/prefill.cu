@@ -1,0 +1,328 @@
+// causal of src/compute/reference.rs for m new rows over a cache: queries `[h,m,d]` at positions first..first + m,
+// rotated; keys and values `[g,capacity,w]` of one sequence, from KV head `head_at` of the cache on; out `[m,h d]`.
+// `window` 0 is none. Exponents are base 2: `scale` is log2(e) / sqrt(d).
+//
+// A block has some rows of one query head: blockIdx.x is the head, so that those that share keys and values run side
+// by side, and the last rows, which see the most, come first. Tiles of keys that none of its rows sees are skipped,
+// and positions are compared where some row does not see all of a tile.
+#include "attend.h"
+
+// Rows of a block, and of a warp; keys of a tile.
+constexpr u32 PREFILL_ROWS = 128, PREFILL_OWN = 32, PREFILL_KEYS = 64;
+
+// What the rows of a block see.
+struct Sight {
+    // First row, end of the rows, end of the positions; the first position of the first tile.
+    u32 row, rows_end, end, begin, first, window;
+
+    DEVICE Sight(u32 rows, u32 m, u32 at, u32 width) {
+        first = at, window = width;
+        row = (gridDim.y - 1 - blockIdx.y) * rows;
+        rows_end = smaller(row + rows, m);
+        end = first + rows_end;
+        begin = lowest(first + row) / PREFILL_KEYS * PREFILL_KEYS;
+    }
+
+    // The first position that the one at t sees.
+    DEVICE u32 lowest(u32 t) const { return window > 0 && t + 1 > window ? t + 1 - window : 0; }
+    DEVICE bool sees(u32 t, u32 position) const { return position <= t && position >= lowest(t); }
+    // Whether one, and whether all of the positions from low to high see one of, or all of, the tile.
+    DEVICE bool any(u32 low, u32 high, u32 tile) const { return tile <= high && tile + PREFILL_KEYS > lowest(low); }
+    DEVICE bool all(u32 low, u32 high, u32 tile) const {
+        return tile + PREFILL_KEYS - 1 <= low && tile >= lowest(high);
+    }
+};
+
+#define PREFILL_PARAMETERS(T)                                                                                   \
+    const float *queries, const T *keys, const T *values, float *out, float scale, u32 m, u32 d, u32 r,         \
+        u32 capacity, u32 head_at, u32 first, u32 window
+
+// ---- 16 bits, on the tensor cores ----
+
+// A warp's running result; thread 4 g + t has of out[i][n] the rows 16 i + g and 16 i + g + 8 and the channels
+// 8 n + 2 t and 8 n + 2 t + 1. `top` is the largest score so far.
+template <u32 D>
+struct PrefillRun {
+    float top[2][2], sum[2][2], out[2][D / 8][4];
+};
+
+// scores += q k^T of a warp's rows and a tile.
+template <bool BFLOAT, u32 D>
+DEVICE void prefill_scores(float (&scores)[2][PREFILL_KEYS / 8][4], const u16* q, const u16* k) {
+UNROLL
+    for (u32 step = 0; step < D; step += 16) {
+        u32 a[2][4];
+UNROLL
+        for (u32 i = 0; i < 2; i++) {
+            load_matrices(a[i], q + (i * 16 + lane() % 16) * PITCH<D> + step + lane() / 16 * 8);
+        }
+UNROLL
+        for (u32 j = 0; j < PREFILL_KEYS / 8; j += 2) {
+            u32 b[4], row = j * 8 + lane() % 8 + lane() / 16 * 8;
+            load_matrices(b, k + row * PITCH<D> + step + lane() / 8 % 2 * 8);
+UNROLL
+            for (u32 i = 0; i < 2; i++) {
+                multiply_add<BFLOAT>(scores[i][j], a[i], b[0], b[1]);
+                multiply_add<BFLOAT>(scores[i][j + 1], a[i], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// Scores of rows 16 i + g + 8 half to weights below the running maximum; what was summed before follows it. A
+// factor of one changes nothing, so that it may be left out.
+template <u32 D>
+DEVICE void prefill_weights(PrefillRun<D>& run, float (&scores)[2][PREFILL_KEYS / 8][4], u32 i, u32 half,
+                            float scale) {
+    float top = minus_infinity();
+UNROLL
+    for (u32 j = 0; j < PREFILL_KEYS / 8; j++) {
+        top = fmaxf(top, fmaxf(scores[i][j][half * 2], scores[i][j][half * 2 + 1]));
+    }
+    top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 2));
+    top = fmaxf(top * scale, run.top[i][half]);
+    float shift = finite(top) ? top : 0, keep = power_of_two(run.top[i][half] - shift), sum = 0;
+    run.top[i][half] = top;
+UNROLL
+    for (u32 j = 0; j < PREFILL_KEYS / 8; j++) {
+UNROLL
+        for (u32 e = half * 2; e < half * 2 + 2; e++) {
+            scores[i][j][e] = power_of_two(fmaf(scores[i][j][e], scale, -shift));
+            sum += scores[i][j][e];
+        }
+    }
+    run.sum[i][half] = run.sum[i][half] * keep + sum;
+    if (keep == 1) return;
+UNROLL
+    for (u32 n = 0; n < D / 8; n++) run.out[i][n][half * 2] *= keep, run.out[i][n][half * 2 + 1] *= keep;
+}
+
+// out += weights v.
+template <bool BFLOAT, u32 D>
+DEVICE void prefill_values(PrefillRun<D>& run, const float (&weights)[2][PREFILL_KEYS / 8][4], const u16* v) {
+UNROLL
+    for (u32 j = 0; j < PREFILL_KEYS / 8; j += 2) {
+        u32 a[2][4];
+UNROLL
+        for (u32 i = 0; i < 2; i++) {
+UNROLL
+            for (u32 e = 0; e < 4; e++) {
+                const float* pair = weights[i][j + e / 2] + e % 2 * 2;
+                a[i][e] = pack<BFLOAT>(pair[0], pair[1]);
+            }
+        }
+UNROLL
+        for (u32 n = 0; n < D / 16; n++) {
+            u32 b[4];
+            load_matrices_transposed(b, v + (j * 8 + lane() % 16) * PITCH<D> + n * 16 + lane() / 16 * 8);
+UNROLL
+            for (u32 i = 0; i < 2; i++) {
+                multiply_add<BFLOAT>(run.out[i][2 * n], a[i], b[0], b[1]);
+                multiply_add<BFLOAT>(run.out[i][2 * n + 1], a[i], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// Starts copying a tile of keys and of values; beyond the last position the last one again, which no row sees.
+template <u32 D>
+DEVICE void prefill_fill(u16* k, u16* v, const u16* keys, const u16* values, u32 tile, u32 end) {
+    for (u32 i = threadIdx.x; i < PREFILL_KEYS * (D / 8); i += 128) {
+        u32 row = i / (D / 8), eighth = i % (D / 8);
+        u64 from = (u64)smaller(tile + row, end - 1) * D + eighth * 8;
+        copy_16_bytes(k + row * PITCH<D> + eighth * 8, keys + from);
+        copy_16_bytes(v + row * PITCH<D> + eighth * 8, values + from);
+    }
+}
+
+// In shared memory: the block's queries, then two tiles of keys and values, rows PITCH apart.
+template <bool BFLOAT, u32 D>
+DEVICE void prefill(u16* shared, const float* queries, const u16* keys, const u16* values, float* out, float scale,
+                    u32 m, u32 d, u32 r, u32 capacity, u32 head_at, u32 first, u32 window) {
+    constexpr u32 TILE_OF = PREFILL_KEYS * PITCH<D>;
+    Sight sight(PREFILL_ROWS, m, first, window);
+    u64 head = (u64)(head_at + blockIdx.x / r) * capacity * D;
+    keys += head, values += head;
+    u16* const tiles = shared + PREFILL_ROWS * PITCH<D>;
+    prefill_fill<D>(tiles, tiles + TILE_OF, keys, values, sight.begin, sight.end);
+    end_of_copies();
+    for (u32 i = threadIdx.x; i < PREFILL_ROWS * (D / 2); i += 128) {
+        u32 row = i / (D / 2), c = i % (D / 2) * 2;
+        const float* from = queries + ((u64)blockIdx.x * m + sight.row + row) * d + c;
+        bool there = sight.row + row < sight.rows_end;
+        u32 both = pack<BFLOAT>(there && c < d ? from[0] : 0.0f, there && c + 1 < d ? from[1] : 0.0f);
+        *(u32*)(shared + row * PITCH<D> + c) = both;
+    }
+    PrefillRun<D> run = {};
+UNROLL
+    for (u32 i = 0; i < 4; i++) run.top[i / 2][i % 2] = minus_infinity();
+    u32 low = first + sight.row + warp() * PREFILL_OWN, high = low + PREFILL_OWN - 1, stage = 0;
+    for (u32 tile = sight.begin; tile < sight.end; tile += PREFILL_KEYS, stage ^= 1) {
+        wait_for_copies<0>();
+        // The tile is there for all, and all are done with the one before, whose place is free again.
+        __syncthreads();
+        u16* next = tiles + (stage ^ 1) * 2 * TILE_OF;
+        if (tile + PREFILL_KEYS < sight.end) {
+            prefill_fill<D>(next, next + TILE_OF, keys, values, tile + PREFILL_KEYS, sight.end);
+        }
+        end_of_copies();
+        if (!sight.any(low, high, tile)) continue;
+        const u16* k = tiles + stage * 2 * TILE_OF;
+        float scores[2][PREFILL_KEYS / 8][4] = {};
+        prefill_scores<BFLOAT, D>(scores, shared + warp() * PREFILL_OWN * PITCH<D>, k);
+        bool all = sight.all(low, high, tile);
+UNROLL
+        for (u32 i = 0; i < 4; i++) {
+            u32 t = low + i / 2 * 16 + lane() / 4 + i % 2 * 8;
+UNROLL
+            for (u32 j = 0; j < PREFILL_KEYS / 8 * 2; j++) {
+                u32 position = tile + j / 2 * 8 + lane() % 4 * 2 + j % 2;
+                float& score = scores[i / 2][j / 2][i % 2 * 2 + j % 2];
+                if (!all && !sight.sees(t, position)) score = minus_infinity();
+            }
+            prefill_weights<D>(run, scores, i / 2, i % 2, scale);
+        }
+        prefill_values<BFLOAT, D>(run, scores, k + TILE_OF);
+    }
+    wait_for_copies<0>();
+UNROLL
+    for (u32 i = 0; i < 4; i++) {
+        u32 row = sight.row + warp() * PREFILL_OWN + i / 2 * 16 + lane() / 4 + i % 2 * 8;
+        float sum = run.sum[i / 2][i % 2];
+        sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+        float share = 1 / sum;
+        float* to = out + ((u64)row * gridDim.x + blockIdx.x) * d;
+UNROLL
+        for (u32 n = 0; n < D / 8; n++) {
+UNROLL
+            for (u32 e = 0; e < 2; e++) {
+                u32 c = n * 8 + lane() % 4 * 2 + e;
+                if (row < m && c < d) to[c] = run.out[i / 2][n][i % 2 * 2 + e] * share;
+            }
+        }
+    }
+}
+
+#define PREFILL(BF, D)                                                                                          \
+    DYNAMIC_SHARED(u16, shared);                                                                                \
+    prefill<BF, D>(shared, queries, keys, values, out, scale, m, d, r, capacity, head_at, first, window)
+
+KERNEL(128, 2, prefill_half_64, PREFILL_PARAMETERS(u16)) { PREFILL(false, 64); }
+KERNEL(128, 2, prefill_half_80, PREFILL_PARAMETERS(u16)) { PREFILL(false, 80); }
+KERNEL(128, 2, prefill_half_96, PREFILL_PARAMETERS(u16)) { PREFILL(false, 96); }
+KERNEL(128, 2, prefill_half_128, PREFILL_PARAMETERS(u16)) { PREFILL(false, 128); }
+KERNEL(128, 2, prefill_bfloat_64, PREFILL_PARAMETERS(u16)) { PREFILL(true, 64); }
+KERNEL(128, 2, prefill_bfloat_80, PREFILL_PARAMETERS(u16)) { PREFILL(true, 80); }
+KERNEL(128, 2, prefill_bfloat_96, PREFILL_PARAMETERS(u16)) { PREFILL(true, 96); }
+KERNEL(128, 2, prefill_bfloat_128, PREFILL_PARAMETERS(u16)) { PREFILL(true, 128); }
+
+// ---- f32 throughout ----
+
+// A block has 64 rows; thread 16 a + b the rows 4 a to 4 a + 3, of a tile the keys and of the output the channels
+// with the remainder b by 16. In shared memory: queries `[64,w + 4]`, a tile of keys or values `[64,w + 4]`, and
+// weights `[64,68]`; w <= 128 is a multiple of 16, and an odd number of 16-byte pieces lies between rows.
+KERNEL(256, 2, prefill_float, PREFILL_PARAMETERS(float), u32 w) {
+    DYNAMIC_SHARED(float, q);
+    constexpr u32 SIDE = 64, WIDE = SIDE + 4;
+    Sight sight(SIDE, m, first, window);
+    u32 pitch = w + 4, a = threadIdx.x / 16, b = threadIdx.x % 16;
+    float* const rows = q + SIDE * pitch;
+    float* const weights = rows + SIDE * pitch + a * 4 * WIDE;
+    u64 head = (u64)(head_at + blockIdx.x / r) * capacity * w;
+    keys += head, values += head;
+    for (u32 i = threadIdx.x; i < SIDE * w; i += 256) {
+        u32 row = sight.row + i / w, c = i % w;
+        bool there = row < sight.rows_end && c < d;
+        q[i / w * pitch + c] = there ? queries[((u64)blockIdx.x * m + row) * d + c] : 0.0f;
+    }
+    float top[4], sum[4] = {}, acc[4][8] = {};
+UNROLL
+    for (u32 i = 0; i < 4; i++) top[i] = minus_infinity();
+    for (u32 tile = sight.begin; tile < sight.end; tile += SIDE) {
+        __syncthreads();
+        for (u32 i = threadIdx.x; i < SIDE * w / 4; i += 256) {
+            u32 row = i / (w / 4), c = i % (w / 4) * 4;
+            u64 from = (u64)smaller(tile + row, sight.end - 1) * w + c;
+            *(float4*)(rows + row * pitch + c) = *(const float4*)(keys + from);
+        }
+        __syncthreads();
+        float scores[4][4] = {};
+        for (u32 c = 0; c < w; c += 4) {
+            float4 k[4];
+UNROLL
+            for (u32 j = 0; j < 4; j++) k[j] = *(const float4*)(rows + (b + 16 * j) * pitch + c);
+UNROLL
+            for (u32 i = 0; i < 4; i++) {
+                float4 v = *(const float4*)(q + (a * 4 + i) * pitch + c);
+UNROLL
+                for (u32 j = 0; j < 4; j++) {
+                    scores[i][j] += v.x * k[j].x;
+                    scores[i][j] += v.y * k[j].y;
+                    scores[i][j] += v.z * k[j].z;
+                    scores[i][j] += v.w * k[j].w;
+                }
+            }
+        }
+UNROLL
+        for (u32 i = 0; i < 4; i++) {
+            u32 t = first + sight.row + a * 4 + i;
+            float most = top[i];
+UNROLL
+            for (u32 j = 0; j < 4; j++) {
+                scores[i][j] = sight.sees(t, tile + b + 16 * j) ? scores[i][j] * scale : minus_infinity();
+                most = fmaxf(most, scores[i][j]);
+            }
+UNROLL
+            for (u32 step = 8; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, step));
+            float shift = finite(most) ? most : 0, keep = exp2f(top[i] - shift);
+            top[i] = most;
+            sum[i] *= keep;
+UNROLL
+            for (u32 j = 0; j < 4; j++) {
+                float weight = exp2f(scores[i][j] - shift);
+                sum[i] += weight;
+                weights[i * WIDE + b + 16 * j] = weight;
+            }
+UNROLL
+            for (u32 n = 0; n < 8; n++) acc[i][n] *= keep;
+        }
+        __syncthreads();
+        for (u32 i = threadIdx.x; i < SIDE * w / 4; i += 256) {
+            u32 row = i / (w / 4), c = i % (w / 4) * 4;
+            u64 from = (u64)smaller(tile + row, sight.end - 1) * w + c;
+            *(float4*)(rows + row * pitch + c) = *(const float4*)(values + from);
+        }
+        __syncthreads();
+        for (u32 key = 0; key < SIDE; key += 4) {
+            float own[4][4];
+UNROLL
+            for (u32 i = 0; i < 4; i++) {
+                float4 v = *(const float4*)(weights + i * WIDE + key);
+                own[i][0] = v.x, own[i][1] = v.y, own[i][2] = v.z, own[i][3] = v.w;
+            }
+UNROLL
+            for (u32 n = 0; n < 8; n++) {
+UNROLL
+                for (u32 e = 0; e < 4; e++) {
+                    float value = b + 16 * n < w ? rows[(key + e) * pitch + b + 16 * n] : 0.0f;
+UNROLL
+                    for (u32 i = 0; i < 4; i++) acc[i][n] += own[i][e] * value;
+                }
+            }
+        }
+    }
+UNROLL
+    for (u32 i = 0; i < 4; i++) {
+        u32 row = sight.row + a * 4 + i;
+        float total = sum[i];
+UNROLL
+        for (u32 step = 8; step > 0; step /= 2) total += __shfl_xor_sync(ALL_LANES, total, step);
+UNROLL
+        for (u32 n = 0; n < 8; n++) {
+            u32 c = b + 16 * n;
+            if (row < m && c < d) out[((u64)row * gridDim.x + blockIdx.x) * d + c] = acc[i][n] / total;
+        }
+    }
+}
