@@ -7,12 +7,18 @@
 
 pub mod a2ats;
 pub mod attend;
+mod best;
+pub mod encode;
 pub mod packed;
 pub mod signs;
+pub mod simple;
+pub mod topk;
 
 use super::buffer::Buffer;
+use super::clusters::search_bytes;
 use super::driver::{self, Arg, Driver};
 use crate::error::{Error, Result};
+use crate::runner::StaticSet;
 use crate::runner::budget::Budget;
 use crate::runner::kv::Float;
 
@@ -21,7 +27,7 @@ pub const MOST_GROUP: usize = 16;
 /// Most codewords of a KV head: those listed stay in shared memory.
 pub const MOST_CODEWORDS: usize = 12_288;
 /// Kernels whose blocks have more dynamic shared memory than 48 KiB, and the most that they have.
-pub const LARGE_BLOCKS: [(&str, usize); 13] = [
+pub const LARGE_BLOCKS: [(&str, usize); 14] = [
     ("attend_half_64", attend::shared_bytes(64)),
     ("attend_half_80", attend::shared_bytes(80)),
     ("attend_half_96", attend::shared_bytes(96)),
@@ -34,6 +40,7 @@ pub const LARGE_BLOCKS: [(&str, usize); 13] = [
     ("attend_packed_80", attend::shared_bytes(80)),
     ("attend_packed_96", attend::shared_bytes(96)),
     ("attend_packed_128", attend::shared_bytes(128)),
+    ("nearest_codewords", search_bytes(128)),
     ("rank_codewords", 8 * MOST_CODEWORDS),
 ];
 /// Positions that a block of a scan looks at.
@@ -88,6 +95,11 @@ impl Shape {
             .into_iter()
             .find(|w| *w >= self.head_dim)
             .unwrap_or(128)
+    }
+
+    /// What a product of a query and a key is multiplied by for an exponent of base 2: log2(e) / sqrt(d).
+    fn exponent(&self) -> Arg {
+        Arg::f32(std::f32::consts::LOG2_E / (self.head_dim as f32).sqrt())
     }
 
     /// KV heads of all sequences.
@@ -212,8 +224,8 @@ pub struct Positions<'d> {
     spans: Buffer<'d, u32>,
     /// `[b]`.
     budgets: Buffer<'d, u32>,
-    /// The longest cache, as the host counts along.
-    longest: usize,
+    /// The same lengths, as the host counts along.
+    known: Vec<usize>,
 }
 
 impl<'d> Positions<'d> {
@@ -231,7 +243,7 @@ impl<'d> Positions<'d> {
             lens: Buffer::zeros(driver, "lengths", b)?,
             spans: Buffer::zeros(driver, "spans", b * 4)?,
             budgets: Buffer::zeros(driver, "budgets", b)?,
-            longest: 0,
+            known: vec![0; b],
         })
     }
 
@@ -244,8 +256,34 @@ impl<'d> Positions<'d> {
         if lens.len() != self.shape.sequences || longest > self.shape.capacity {
             return Err(full(self.shape.capacity));
         }
-        self.longest = longest;
+        self.known = lens.iter().map(|n| *n as usize).collect();
         self.lens.write(lens)
+    }
+
+    /// Positions of each sequence, without asking the device.
+    pub fn known(&self) -> &[usize] {
+        &self.known
+    }
+
+    /// Positions of the longest sequence, without asking the device.
+    pub fn longest(&self) -> usize {
+        self.known.iter().copied().max().unwrap_or(0)
+    }
+
+    /// Of each sequence what its last token always attends and what it may choose from, and how much it may choose,
+    /// without asking the device; there is a last token.
+    pub fn sets(&self) -> impl Iterator<Item = (StaticSet, usize)> + '_ {
+        let limits = &self.limits;
+        self.known.iter().map(|n| {
+            let set = StaticSet::at(
+                n.saturating_sub(1),
+                limits.model_window,
+                limits.sinks,
+                limits.window,
+            );
+            let budget = limits.budget.positions(set.visible().len());
+            (set, budget)
+        })
     }
 
     /// Of each sequence the first visible position, the number of sinks, the first position of the window, and the
@@ -265,10 +303,10 @@ impl<'d> Positions<'d> {
     /// # Errors
     /// The caches are full.
     pub fn advance(&mut self, tokens: usize) -> Result<()> {
-        if self.longest + tokens > self.shape.capacity {
+        if self.longest() + tokens > self.shape.capacity {
             return Err(full(self.shape.capacity));
         }
-        self.longest += tokens;
+        self.known.iter_mut().for_each(|n| *n += tokens);
         let limits = &self.limits;
         let (fraction, count) = match limits.budget {
             Budget::Fraction(x) => (x, 0),
@@ -328,14 +366,19 @@ impl<'d> Selection<'d> {
     /// No memory.
     pub fn of(driver: &'d dyn Driver, shape: Shape, most: usize, lists: &[Vec<u32>]) -> Result<Self> {
         let selection = Self::new(driver, &shape.checked()?, most.max(1))?;
-        let mut all = vec![0; selection.lists.len()];
-        for (to, list) in all.chunks_mut(selection.most).zip(lists) {
+        selection.write(lists)?;
+        Ok(selection)
+    }
+
+    /// Takes these positions, one ascending list per KV head of every sequence.
+    fn write(&self, lists: &[Vec<u32>]) -> Result<()> {
+        let mut all = vec![0; self.lists.len()];
+        for (to, list) in all.chunks_mut(self.most).zip(lists) {
             to.iter_mut().zip(list).for_each(|(to, p)| *to = *p);
         }
-        selection.lists.write(&all)?;
-        let listed: Vec<u32> = lists.iter().map(|list| list.len() as u32).collect();
-        selection.listed.write(&listed)?;
-        Ok(selection)
+        self.lists.write(&all)?;
+        let listed = lists.iter().map(|list| list.len().min(self.most) as u32);
+        self.listed.write(&listed.collect::<Vec<_>>())
     }
 
     /// The positions of every KV head; waits for the device.

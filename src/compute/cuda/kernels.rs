@@ -3,7 +3,7 @@
 include!(concat!(env!("OUT_DIR"), "/kernel_image.rs"));
 
 /// Every kernel.
-pub const NAMES: [&str; 60] = [
+pub const NAMES: [&str; 68] = [
     "add_runs",
     "append_rows",
     "append_signs",
@@ -32,6 +32,7 @@ pub const NAMES: [&str; 60] = [
     "distance_sums",
     "draw",
     "encode_last",
+    "encode_listed",
     "fill_random",
     "fixed_sums",
     "gather_rows",
@@ -41,11 +42,13 @@ pub const NAMES: [&str; 60] = [
     "inertia",
     "largest",
     "list_best",
+    "list_recent",
     "list_taken",
     "map_rows",
     "merge_parts",
     "move_centroids",
     "narrow_keys",
+    "nearest_codewords",
     "nearest_fast",
     "nearest_listed",
     "pad_rows",
@@ -54,6 +57,7 @@ pub const NAMES: [&str; 60] = [
     "read_all",
     "second_moment",
     "settle",
+    "settle_codes",
     "sign_keys",
     "sign_sums",
     "sign_tables",
@@ -63,11 +67,15 @@ pub const NAMES: [&str; 60] = [
     "sum_rows",
     "take_codewords",
     "take_over",
+    "topk_scores",
+    "weight_keys",
     "whiten",
+    "whiten_keys",
+    "whiten_last",
 ];
 
 /// The files of the module, by the name in their `#include`.
-const FILES: [(&str, &str); 21] = [
+const FILES: [(&str, &str); 23] = [
     ("common.h", include_str!("../../../kernels/common.h")),
     ("tensor.h", include_str!("../../../kernels/tensor.h")),
     ("attend.h", include_str!("../../../kernels/attend.h")),
@@ -105,9 +113,14 @@ const FILES: [(&str, &str); 21] = [
         include_str!("../../../kernels/select_a2ats.cu"),
     ),
     (
+        "select_a2ats_prompt.cu",
+        include_str!("../../../kernels/select_a2ats_prompt.cu"),
+    ),
+    (
         "select_signs.cu",
         include_str!("../../../kernels/select_signs.cu"),
     ),
+    ("select_topk.cu", include_str!("../../../kernels/select_topk.cu")),
     ("sign_sums.cu", include_str!("../../../kernels/sign_sums.cu")),
     ("whiten.cu", include_str!("../../../kernels/whiten.cu")),
 ];

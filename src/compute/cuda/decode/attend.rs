@@ -24,9 +24,9 @@ pub const fn shared_bytes(w: usize) -> usize {
 pub struct LayerRows<'d> {
     driver: &'d dyn Driver,
     shape: Shape,
-    float: Float,
-    keys: Buffer<'d, u8>,
-    values: Buffer<'d, u8>,
+    pub(super) float: Float,
+    pub(super) keys: Buffer<'d, u8>,
+    pub(super) values: Buffer<'d, u8>,
 }
 
 impl<'d> LayerRows<'d> {
@@ -69,18 +69,13 @@ impl<'d> LayerRows<'d> {
         positions: &Positions<'_>,
     ) -> Result<()> {
         let shape = &self.shape;
-        let kind = match self.float {
-            Float::F32 => 0,
-            Float::F16 => 1,
-            Float::Bf16 => 2,
-        };
         let grid = [(m * shape.width()).div_ceil(256), shape.kv_heads, shape.sequences];
         for (rows, cache) in [(keys, &self.keys), (values, &self.values)] {
             let args = [
                 rows.arg(),
                 cache.arg(),
                 positions.lens.arg(),
-                Arg::u32(kind),
+                Arg::u32(self.kind()),
                 Arg::u32(m),
                 Arg::u32(shape.head_dim),
                 Arg::u32(shape.width()),
@@ -89,6 +84,15 @@ impl<'d> LayerRows<'d> {
             driver::launch(self.driver, "append_rows", grid, &args)?;
         }
         Ok(())
+    }
+
+    /// The type of the rows, as kernels number it.
+    pub(super) fn kind(&self) -> usize {
+        match self.float {
+            Float::F32 => 0,
+            Float::F16 => 1,
+            Float::Bf16 => 2,
+        }
     }
 
     fn kernel(&self) -> &'static str {
@@ -185,7 +189,7 @@ impl<'d> Attention<'d> {
             listed,
             self.outs.arg(),
             self.sums.arg(),
-            self.scale(),
+            self.shape.exponent(),
             Arg::u32(self.shape.group),
             Arg::u32(self.shape.capacity),
             most,
@@ -229,7 +233,7 @@ impl<'d> Attention<'d> {
             listed,
             self.outs.arg(),
             self.sums.arg(),
-            self.scale(),
+            self.shape.exponent(),
             Arg::u32(self.shape.group),
             Arg::u32(self.shape.head_dim),
             Arg::u32(signs.pitch()),
@@ -244,11 +248,6 @@ impl<'d> Attention<'d> {
             _ => "attend_packed_128",
         };
         self.run(kernel, parts, shared_bytes(w), &args)
-    }
-
-    /// log2(e) / sqrt(d).
-    fn scale(&self) -> Arg {
-        Arg::f32(std::f32::consts::LOG2_E / (self.shape.head_dim as f32).sqrt())
     }
 
     /// Pads the queries. How many blocks share a KV head, and what the kernels are told of the choice.
@@ -272,7 +271,7 @@ impl<'d> Attention<'d> {
         let limits = &positions.limits;
         let most = match chosen {
             Some(chosen) => chosen.most + limits.sinks + limits.window,
-            None => positions.longest,
+            None => positions.longest(),
         };
         let parts = self.parts.min(most.min(shape.capacity).div_ceil(TILE)).max(1);
         let null = Arg::address(0);
