@@ -38,3 +38,13 @@ KERNEL(256, 1, pad_rows, const float* rows, float* out, u32 n, u32 d, u32 w) {
     u64 i = (u64)blockIdx.x * 256 + threadIdx.x;
     if (i < (u64)n * w) out[i] = i % w < d ? rows[i / w * d + i % w] : 0.0f;
 }
+
+// The last candidates before the window, as many as the budget has: lists `[b,g,most]`, listed `[b,g]`. blockIdx.y is
+// the KV head and blockIdx.z the sequence.
+KERNEL(256, 1, list_recent, const u32* spans, const u32* budgets, u32* lists, u32* listed, u32 most) {
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
+    const u32* span = spans + 4 * blockIdx.z;
+    u32 end = span[2], count = smaller(smaller(budgets[blockIdx.z], end - span[0] - span[1]), most);
+    if (i < count) lists[(u64)at * most + i] = end - count + i;
+    if (i == 0) listed[at] = count;
+}

@@ -16,6 +16,8 @@
 #include "prefill.cu"
 #include "second_moment.cu"
 #include "select_a2ats.cu"
+#include "select_a2ats_prompt.cu"
 #include "select_signs.cu"
+#include "select_topk.cu"
 #include "sign_sums.cu"
 #include "whiten.cu"

@@ -187,18 +187,19 @@ DEVICE u64 candidates_of(const float* best, const float* second, const u32* code
     return count < 4 ? out | ~0ull << (16 * count) : out;
 }
 
-// A block has 128 rows of a head, which stay in shared memory, and meets the centroids of the range 128 at a
+// What the eight threads of each row found that shared it, `[8,TILE]` each.
+struct FoundOfRows {
+    const float *best, *second;
+    const u32* code;
+};
+
+// The search of a block: 128 rows from `start` on, which stay in shared memory, meet `count` centroids 128 at a
 // time in slabs of 64 channels, three of which are on their way while one is used. Eight warps: four down the
-// rows, two along the centroids. w <= 256; candidates `[b,n]` as `settle` reads them.
-KERNEL(256, 2, nearest_fast, const u16* rows, const float* norms, const u16* centroids, const float* biases,
-       const u32* bounds, const u32* ranges, const u32* largest, const u32* largest_centroid, const float* scores,
-       u64* candidates, u32 n, u32 w, u32 capacity) {
-    DYNAMIC_SHARED(u16, shared);
-    u32 head = blockIdx.y, count = ranges[2 * head + 1], start = blockIdx.x * TILE;
+// rows, two along the centroids. There are n rows and `present` centroids, w channels each; biases, times `scale`,
+// are padded to whole tiles.
+DEVICE FoundOfRows search(u16* shared, const u16* rows, const u16* centroids, const float* biases, float scale,
+                          u32 start, u32 n, u32 count, u32 present, u32 w) {
     u32 tiles = (count + TILE - 1) / TILE, slabs = (w + SLAB - 1) / SLAB;
-    rows += (u64)head * n * w;
-    centroids += (u64)head * capacity * w;
-    biases += (u64)head * capacity;
     u16* const queue = shared + slabs * TILE * SLAB;
     u32 row_at = warp() / 2 * 32, centroid_at = warp() % 2 * 64;
 
@@ -207,7 +208,7 @@ KERNEL(256, 2, nearest_fast, const u16* rows, const float* norms, const u16* cen
     for (; ahead < STAGES - 1; ahead++) {
         if (ahead < tiles * slabs) {
             u32 first = ahead / slabs * TILE;
-            copy_slab(queue + ahead * TILE * SLAB, centroids, first, capacity, ahead % slabs, w);
+            copy_slab(queue + ahead * TILE * SLAB, centroids, first, present, ahead % slabs, w);
         }
         end_of_copies();
     }
@@ -226,8 +227,8 @@ UNROLL
             float2 bias = *(const float2*)&biases[first + j * 8];
 UNROLL
             for (u32 i = 0; i < 2; i++) {
-                sum[i][j][0] = sum[i][j][2] = bias.x;
-                sum[i][j][1] = sum[i][j][3] = bias.y;
+                sum[i][j][0] = sum[i][j][2] = bias.x * scale;
+                sum[i][j][1] = sum[i][j][3] = bias.y * scale;
             }
         }
         for (u32 slab = 0; slab < slabs; slab++) {
@@ -236,7 +237,7 @@ UNROLL
             __syncthreads();
             if (tile_ahead < tiles) {
                 u32 to = (stage + STAGES - 1) % STAGES;
-                copy_slab(queue + to * TILE * SLAB, centroids, tile_ahead * TILE, capacity, slab_ahead, w);
+                copy_slab(queue + to * TILE * SLAB, centroids, tile_ahead * TILE, present, slab_ahead, w);
                 if (++slab_ahead == slabs) {
                     slab_ahead = 0;
                     tile_ahead++;
@@ -270,20 +271,34 @@ UNROLL
         code[to] = found.code[r];
     }
     __syncthreads();
+    return {best, second, code};
+}
+
+// How far an approximate score may be off; norms are those of the row. See the head of this file.
+DEVICE float bound_of(const float* norms, float most, float lost, float largest_bias, u32 w) {
+    float sums = 5.0f * (w + 16) * 0x1p-24f * (norms[0] * most + largest_bias);
+    return SLACK * (norms[0] * lost + norms[1] * (most + lost) + sums);
+}
+
+// The search over the centroids in range; w <= 256. candidates `[b,n]` as `settle` reads them.
+KERNEL(256, 2, nearest_fast, const u16* rows, const float* norms, const u16* centroids, const float* biases,
+       const u32* bounds, const u32* ranges, const u32* largest, const u32* largest_centroid, const float* scores,
+       u64* candidates, u32 n, u32 w, u32 capacity) {
+    DYNAMIC_SHARED(u16, shared);
+    u32 head = blockIdx.y, count = ranges[2 * head + 1], start = blockIdx.x * TILE;
+    FoundOfRows found = search(shared, rows + (u64)head * n * w, centroids + (u64)head * capacity * w,
+                               biases + (u64)head * capacity, 1.0f, start, n, count, capacity, w);
     u32 i = threadIdx.x, row = start + i;
     if (i >= TILE || row >= n) return;
     u64 at = (u64)head * n + row;
-    float most = __uint_as_float(bounds[3 * head]), lost = __uint_as_float(bounds[3 * head + 1]);
-    float largest_bias = __uint_as_float(bounds[3 * head + 2]);
-    float norm = norms[2 * at], off = norms[2 * at + 1];
-    float sums = 5.0f * (w + 16) * 0x1p-24f * (norm * most + largest_bias);
-    float bound = SLACK * (norm * lost + off * (most + lost) + sums);
-    u64 of = tiles == 0 ? ~0ull : candidates_of(best + i, second + i, code + i, bound);
-    if (scores && tiles > 0) {
+    float bound = bound_of(norms + 2 * at, __uint_as_float(bounds[3 * head]), __uint_as_float(bounds[3 * head + 1]),
+                           __uint_as_float(bounds[3 * head + 2]), w);
+    u64 of = count == 0 ? ~0ull : candidates_of(found.best + i, found.second + i, found.code + i, bound);
+    if (scores && count > 0) {
         // Where even the best falls short of the present score, the row keeps its code.
         float present = (float)((double)scores[at] * half_scale(largest[head]) * half_scale(largest_centroid[head]));
         float top = minus_infinity();
-        for (u32 j = 0; j < 8; j++) top = fmaxf(top, best[i + j * TILE]);
+        for (u32 j = 0; j < 8; j++) top = fmaxf(top, found.best[i + j * TILE]);
         if (top + bound < present) of = ~0ull;
     }
     candidates[at] = of;

@@ -14,9 +14,9 @@
 
 constexpr u32 NO_RANK = 0xffffffffu;
 
-// Rows by matrices: out `[b,g,r,d]`, out_i = sum_j matrix_ij x_j - offset_i. matrices `[g,d,d]`, offsets `[g,d]` or
-// null. A warp has a row of the matrix, and block x eight of them.
-KERNEL(256, 1, map_rows, const float* x, const float* matrices, const float* offsets, float* out, u32 r, u32 d) {
+// Rows by matrices: out `[b,g,r,d]`, out_i = sum_j matrix_ij x_j. matrices `[g,d,d]`. A warp has a row of the matrix,
+// and block x eight of them.
+KERNEL(256, 1, map_rows, const float* x, const float* matrices, float* out, u32 r, u32 d) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, i = blockIdx.x * 8 + warp();
     if (i >= d) return;
     const float* row = matrices + ((u64)blockIdx.y * d + i) * d;
@@ -24,7 +24,7 @@ KERNEL(256, 1, map_rows, const float* x, const float* matrices, const float* off
         float sum = 0;
         for (u32 j = lane(); j < d; j += 32) sum = fmaf(row[j], x[((u64)at * r + a) * d + j], sum);
         sum = warp_sum(sum);
-        if (lane() == 0) out[((u64)at * r + a) * d + i] = sum - (offsets ? offsets[blockIdx.y * d + i] : 0.0f);
+        if (lane() == 0) out[((u64)at * r + a) * d + i] = sum;
     }
 }
 
@@ -48,38 +48,45 @@ KERNEL(256, 1, count_candidates, const u16* codes, const u32* spans, u32* counts
     if (threadIdx.x == 0) counted[2 * at] = start, counted[2 * at + 1] = end;
 }
 
-// Scores of the codewords, [b,h,M]: y·c. A block has 64 codewords of a KV head; whitened queries y_w `[b,h,d]`,
-// codebook `[g,M,d]` f16, d a multiple of 8.
-KERNEL(256, 2, codeword_scores, const float* y_w, const u16* codebook, float* scores, u32 r, u32 size, u32 d) {
-    DYNAMIC_SHARED(float, y);
-    u32 at = blockIdx.z * gridDim.y + blockIdx.y;
-    for (u32 i = threadIdx.x; i < r * d; i += 256) y[i] = y_w[(u64)at * r * d + i];
-    __syncthreads();
-    // Four lanes share a codeword.
-    u32 c = blockIdx.x * 64 + threadIdx.x / 4, quarter = threadIdx.x % 4;
-    float sums[16] = {};
-    if (c < size) {
-        const u16* from = codebook + ((u64)blockIdx.y * size + c) * d;
-        for (u32 k = quarter * 8; k < d; k += 32) {
-            uint4 bits = *(const uint4*)&from[k];
-            u32 pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+// The products of rows y `[rows,d]`, in shared memory, with a codeword, or nothing where it is null. Four lanes share
+// a codeword, and all four get the sums.
+template <u32 MOST>
+DEVICE void codeword_products(float (&sums)[MOST], const u16* codeword, const float* y, u32 rows, u32 d) {
 UNROLL
-            for (u32 i = 0; i < 4; i++) {
-                float low = widen<false>((u16)pairs[i]), high = widen<false>((u16)(pairs[i] >> 16));
+    for (u32 a = 0; a < MOST; a++) sums[a] = 0;
+    for (u32 k = threadIdx.x % 4 * 8; k < d && codeword; k += 32) {
+        uint4 bits = *(const uint4*)&codeword[k];
+        u32 pairs[4] = {bits.x, bits.y, bits.z, bits.w};
 UNROLL
-                for (u32 a = 0; a < 16; a++) {
-                    if (a < r) sums[a] = fmaf(high, y[a * d + k + 2 * i + 1], fmaf(low, y[a * d + k + 2 * i], sums[a]));
-                }
+        for (u32 i = 0; i < 4; i++) {
+            float low = widen<false>((u16)pairs[i]), high = widen<false>((u16)(pairs[i] >> 16));
+UNROLL
+            for (u32 a = 0; a < MOST; a++) {
+                if (a < rows) sums[a] = fmaf(high, y[a * d + k + 2 * i + 1], fmaf(low, y[a * d + k + 2 * i], sums[a]));
             }
         }
     }
 UNROLL
+    for (u32 a = 0; a < MOST; a++) {
+        if (a >= rows) continue;
+        sums[a] += __shfl_xor_sync(ALL_LANES, sums[a], 1);
+        sums[a] += __shfl_xor_sync(ALL_LANES, sums[a], 2);
+    }
+}
+
+// Scores of the codewords, [b,h,M]: y·c. A block has 64 codewords of a KV head; whitened queries y_w `[b,h,d]`,
+// codebook `[g,M,w]` f16, d a multiple of 8.
+KERNEL(256, 2, codeword_scores, const float* y_w, const u16* codebook, float* scores, u32 r, u32 size, u32 d, u32 w) {
+    DYNAMIC_SHARED(float, y);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y;
+    for (u32 i = threadIdx.x; i < r * d; i += 256) y[i] = y_w[(u64)at * r * d + i];
+    __syncthreads();
+    u32 c = blockIdx.x * 64 + threadIdx.x / 4;
+    float sums[16];
+    codeword_products<16>(sums, c < size ? codebook + ((u64)blockIdx.y * size + c) * w : 0, y, r, d);
+UNROLL
     for (u32 a = 0; a < 16; a++) {
-        if (a >= r) continue;
-        float sum = sums[a];
-        sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-        if (quarter == 0 && c < size) scores[((u64)at * r + a) * size + c] = sum;
+        if (a < r && threadIdx.x % 4 == 0 && c < size) scores[((u64)at * r + a) * size + c] = sums[a];
     }
 }
 

@@ -7,8 +7,8 @@ use ndarray::{Array3, Axis, s};
 use serde_json::{Value, json};
 
 use super::{
-    check_points, check_sample, check_wrope_position, layers_on, load_corpus, model_manifest, open_model, print_json,
-    report_head,
+    check_points, check_sample, check_wrope_position, layers_on, load_corpus, model_manifest, open_model,
+    print_json, report_head,
 };
 use crate::artifact::{self, LayerPart, Origin, Section};
 use crate::capture::Capture;
@@ -74,7 +74,11 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
     let device = global.open_device()?;
     let on_gpu = device.cuda().is_some();
     if device.adapter().is_some() {
-        let model = if on_gpu { "the priors run" } else { "the model and the priors run" };
+        let model = if on_gpu {
+            "the priors run"
+        } else {
+            "the model and the priors run"
+        };
         log.note(&format!("{model} on the CPU, everything else on the device"));
     }
     let start = std::time::Instant::now();

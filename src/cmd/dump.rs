@@ -65,7 +65,15 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         wrope_position: args.wrope_position,
     };
     let layers = layers_on(device.as_ref(), &decoder, global)?;
-    dump::write(layers.as_ref(), device.as_ref(), &corpus, &model, new, &options, log)?;
+    dump::write(
+        layers.as_ref(),
+        device.as_ref(),
+        &corpus,
+        &model,
+        new,
+        &options,
+        log,
+    )?;
     let seconds = start.elapsed().as_secs_f64();
     log.note(&format!(
         "wrote {} in {seconds:.1} s ({:.0} tokens/s)",

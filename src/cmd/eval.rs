@@ -86,7 +86,11 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let options = args
         .reading
         .options(Budget::Fraction(1.0), artifact.as_ref(), device.as_ref())?;
-    let mut panel = Panel::new(forward_on(device.as_ref(), &decoder, global)?, variants.collect(), options);
+    let mut panel = Panel::new(
+        forward_on(device.as_ref(), &decoder, global)?,
+        variants.collect(),
+        options,
+    );
     let (found, stopped) = match &args.needles {
         Some(path) => needles::run(path, &args.model, &decoder, &mut panel, log)?,
         None => blocks(args, global, &decoder, &mut panel)?,

@@ -1,10 +1,12 @@
 //! Positions drawn uniformly without replacement: what a budget gives without knowledge.
 
+use std::ops::Range;
+
 use rand::SeedableRng;
 use rand::seq::index;
 use rand_chacha::ChaCha8Rng;
 
-use super::{Choice, Retriever, Step, everything};
+use super::{Choice, Retriever, Step};
 
 /// Uniform choice, fixed by seed, layer, head and step.
 #[derive(Clone)]
@@ -21,22 +23,26 @@ impl Random {
             stream: ((layer as u64) << 32) | kv_head as u64,
         }
     }
+
+    /// Some of the candidates, ascending; all of them where the budget covers them.
+    pub fn draw(&self, step: usize, candidates: Range<usize>, budget: usize) -> Vec<u32> {
+        if budget >= candidates.len() {
+            return candidates.map(|p| p as u32).collect();
+        }
+        let mut rng = ChaCha8Rng::seed_from_u64(self.seed.wrapping_add(step as u64));
+        rng.set_stream(self.stream);
+        let mut chosen: Vec<u32> = index::sample(&mut rng, candidates.len(), budget)
+            .into_iter()
+            .map(|i| (candidates.start + i) as u32)
+            .collect();
+        chosen.sort_unstable();
+        chosen
+    }
 }
 
 impl Retriever for Random {
     fn select(&mut self, step: &Step) -> Choice {
-        let c = &step.candidates;
-        if step.is_exact() {
-            return everything(step).into();
-        }
-        let mut rng = ChaCha8Rng::seed_from_u64(self.seed.wrapping_add(step.step as u64));
-        rng.set_stream(self.stream);
-        let mut chosen: Vec<u32> = index::sample(&mut rng, c.len(), step.budget)
-            .into_iter()
-            .map(|i| (c.start + i) as u32)
-            .collect();
-        chosen.sort_unstable();
-        chosen.into()
+        self.draw(step.step, step.candidates.clone(), step.budget).into()
     }
 
     fn fork(&self) -> Box<dyn Retriever> {

@@ -72,11 +72,7 @@ pub trait BlockLayer {
     fn project(&self, hidden: ArrayView2<f32>) -> Result<States>;
 
     /// The whole layer, with exact attention; `tap` sees the states.
-    fn forward(
-        &self,
-        hidden: ArrayViewMut2<f32>,
-        tap: &mut dyn FnMut(&States) -> Result<()>,
-    ) -> Result<()>;
+    fn forward(&self, hidden: ArrayViewMut2<f32>, tap: &mut dyn FnMut(&States) -> Result<()>) -> Result<()>;
 }
 
 /// The model on the CPU.

@@ -290,7 +290,13 @@ impl<'a> Panel<'a> {
     }
 
     fn course(&self, capacity: usize, judged: bool) -> Course {
-        Course::new(&self.forward.decoder().config, &self.variants, &self.options, capacity, judged)
+        Course::new(
+            &self.forward.decoder().config,
+            &self.variants,
+            &self.options,
+            capacity,
+            judged,
+        )
     }
 
     /// Notes whether each trajectory, the full one first, answered the question of a turn.

@@ -82,7 +82,7 @@ pub fn cases() -> Vec<Case> {
     ]
 }
 
-fn rope(d: usize) -> Rope {
+pub fn rope(d: usize) -> Rope {
     let config = RopeConfig {
         theta: 1e4,
         scaling: RopeScaling::Default,
@@ -104,6 +104,12 @@ fn head(case: &Case, rope: &Rope, rng: &mut ChaCha8Rng) -> HeadCodebook {
             codebook.row_mut(c).assign(&twin);
         }
     }
+    random_head(codebook, rope, rng)
+}
+
+/// A codebook with a random metric and mean.
+pub fn random_head(codebook: Array2<f32>, rope: &Rope, rng: &mut ChaCha8Rng) -> HeadCodebook {
+    let d = codebook.ncols();
     let chol = Array2::from_shape_fn((d, d), |(i, j)| match i.cmp(&j) {
         std::cmp::Ordering::Equal => 1.0 + rng.r#gen::<f32>(),
         std::cmp::Ordering::Greater => normal(rng) * 0.05,
@@ -212,7 +218,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
 }
 
 /// The code is that of the nearest codeword, up to the rounding of f32.
-fn check_code(head: &kvsmith::compute::cuda::decode::a2ats::HeadConstants, key: &[f32], code: usize) {
+pub fn check_code(head: &kvsmith::compute::cuda::decode::a2ats::HeadConstants, key: &[f32], code: usize) {
     let d = key.len();
     let z: Vec<f64> = (0..d)
         .map(|i| {

@@ -5,10 +5,13 @@ mod a2ats;
 mod attend;
 #[path = "../backends/emulated.rs"]
 mod emulated;
+mod encode;
 mod linear;
 mod packed;
 mod prefill;
 mod signs;
+mod simple;
+mod topk;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -66,10 +69,28 @@ fn main() -> ExitCode {
                 Box::new(move |driver| a2ats::check(driver, &case)),
             );
         }
+        for case in encode::cases() {
+            add(
+                format!("encode::{}", case.name),
+                Box::new(move |driver| encode::check(driver, &case)),
+            );
+        }
         for case in signs::cases() {
             add(
                 format!("selfindex::{}", case.name),
                 Box::new(move |driver| signs::check(driver, &case)),
+            );
+        }
+        for case in topk::cases() {
+            add(
+                format!("topk::{}", case.name),
+                Box::new(move |driver| topk::check(driver, &case)),
+            );
+        }
+        for case in simple::cases() {
+            add(
+                format!("simple::{}", case.name),
+                Box::new(move |driver| simple::check(driver, &case)),
             );
         }
         for case in packed::cases() {

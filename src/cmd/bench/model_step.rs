@@ -47,7 +47,12 @@ pub struct ModelArgs {
     #[arg(long, value_name = "B,..", value_delimiter = ',', default_value = "1", value_parser = at_least_one)]
     batch: Vec<usize>,
     /// How steps choose what they read: full, a2ats
-    #[arg(long, value_name = "M,..", value_delimiter = ',', default_value = "full,a2ats")]
+    #[arg(
+        long,
+        value_name = "M,..",
+        value_delimiter = ',',
+        default_value = "full,a2ats"
+    )]
     methods: Vec<MethodName>,
     /// What a method may choose, as in `run`
     #[arg(long, value_name = "X", default_value = "0.06")]

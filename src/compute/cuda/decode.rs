@@ -7,13 +7,19 @@
 
 pub mod a2ats;
 pub mod attend;
+mod best;
+pub mod encode;
 pub mod packed;
 pub mod signs;
+pub mod simple;
+pub mod topk;
 
 use super::buffer::Buffer;
+use super::clusters::search_bytes;
 use super::driver::{self, Arg, Driver};
 use super::{linear, prefill};
 use crate::error::{Error, Result};
+use crate::runner::StaticSet;
 use crate::runner::budget::Budget;
 use crate::runner::kv::Float;
 
@@ -22,7 +28,7 @@ pub const MOST_GROUP: usize = 16;
 /// Most codewords of a KV head: those listed stay in shared memory.
 pub const MOST_CODEWORDS: usize = 12_288;
 /// Kernels whose blocks have more dynamic shared memory than 48 KiB, and the most that they have.
-pub const LARGE_BLOCKS: [(&str, usize); 24] = [
+pub const LARGE_BLOCKS: &[(&str, usize)] = &[
     ("attend_half_64", attend::shared_bytes(64)),
     ("attend_half_80", attend::shared_bytes(80)),
     ("attend_half_96", attend::shared_bytes(96)),
@@ -46,6 +52,7 @@ pub const LARGE_BLOCKS: [(&str, usize); 24] = [
     ("prefill_half_80", prefill::shared_bytes(80)),
     ("prefill_half_96", prefill::shared_bytes(96)),
     ("prefill_half_128", prefill::shared_bytes(128)),
+    ("nearest_codewords", search_bytes(128)),
     ("rank_codewords", 8 * MOST_CODEWORDS),
 ];
 /// Positions that a block of a scan looks at.
@@ -100,6 +107,11 @@ impl Shape {
             .into_iter()
             .find(|w| *w >= self.head_dim)
             .unwrap_or(128)
+    }
+
+    /// What a product of a query and a key is multiplied by for an exponent of base 2: log2(e) / sqrt(d).
+    fn exponent(&self) -> Arg {
+        Arg::f32(std::f32::consts::LOG2_E / (self.head_dim as f32).sqrt())
     }
 
     /// KV heads of all sequences.
@@ -224,8 +236,8 @@ pub struct Positions<'d> {
     spans: Buffer<'d, u32>,
     /// `[b]`.
     budgets: Buffer<'d, u32>,
-    /// The longest cache, as the host counts along.
-    longest: usize,
+    /// The same lengths, as the host counts along.
+    known: Vec<usize>,
 }
 
 impl<'d> Positions<'d> {
@@ -243,7 +255,7 @@ impl<'d> Positions<'d> {
             lens: Buffer::zeros(driver, "lengths", b)?,
             spans: Buffer::zeros(driver, "spans", b * 4)?,
             budgets: Buffer::zeros(driver, "budgets", b)?,
-            longest: 0,
+            known: vec![0; b],
         })
     }
 
@@ -276,8 +288,34 @@ impl<'d> Positions<'d> {
         if lens.len() != self.shape.sequences || longest > self.shape.capacity {
             return Err(full(self.shape.capacity));
         }
-        self.longest = longest;
+        self.known = lens.iter().map(|n| *n as usize).collect();
         self.lens.write(lens)
+    }
+
+    /// Positions of each sequence, without asking the device.
+    pub fn known(&self) -> &[usize] {
+        &self.known
+    }
+
+    /// Positions of the longest sequence, without asking the device.
+    pub fn longest(&self) -> usize {
+        self.known.iter().copied().max().unwrap_or(0)
+    }
+
+    /// Of each sequence what its last token always attends and what it may choose from, and how much it may choose,
+    /// without asking the device; there is a last token.
+    pub fn sets(&self) -> impl Iterator<Item = (StaticSet, usize)> + '_ {
+        let limits = &self.limits;
+        self.known.iter().map(|n| {
+            let set = StaticSet::at(
+                n.saturating_sub(1),
+                limits.model_window,
+                limits.sinks,
+                limits.window,
+            );
+            let budget = limits.budget.positions(set.visible().len());
+            (set, budget)
+        })
     }
 
     /// Of each sequence the first visible position, the number of sinks, the first position of the window, and the
@@ -306,10 +344,10 @@ impl<'d> Positions<'d> {
     /// # Errors
     /// The caches are full.
     pub fn count(&mut self, tokens: usize) -> Result<()> {
-        if self.longest + tokens > self.shape.capacity {
+        if self.longest() + tokens > self.shape.capacity {
             return Err(full(self.shape.capacity));
         }
-        self.longest += tokens;
+        self.known.iter_mut().for_each(|n| *n += tokens);
         Ok(())
     }
 
@@ -374,14 +412,19 @@ impl<'d> Selection<'d> {
     /// No memory.
     pub fn of(driver: &'d dyn Driver, shape: Shape, most: usize, lists: &[Vec<u32>]) -> Result<Self> {
         let selection = Self::new(driver, &shape.checked()?, most.max(1))?;
-        let mut all = vec![0; selection.lists.len()];
-        for (to, list) in all.chunks_mut(selection.most).zip(lists) {
+        selection.write(lists)?;
+        Ok(selection)
+    }
+
+    /// Takes these positions, one ascending list per KV head of every sequence.
+    fn write(&self, lists: &[Vec<u32>]) -> Result<()> {
+        let mut all = vec![0; self.lists.len()];
+        for (to, list) in all.chunks_mut(self.most).zip(lists) {
             to.iter_mut().zip(list).for_each(|(to, p)| *to = *p);
         }
-        selection.lists.write(&all)?;
-        let listed: Vec<u32> = lists.iter().map(|list| list.len() as u32).collect();
-        selection.listed.write(&listed)?;
-        Ok(selection)
+        self.lists.write(&all)?;
+        let listed = lists.iter().map(|list| list.len().min(self.most) as u32);
+        self.listed.write(&listed.collect::<Vec<_>>())
     }
 
     /// The number of positions of each KV head, `[b,g]`, for a kernel.

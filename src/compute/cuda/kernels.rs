@@ -3,7 +3,6 @@
 include!(concat!(env!("OUT_DIR"), "/kernel_image.rs"));
 
 /// Every kernel.
-<<<<<<< HEAD
 pub const NAMES: &[&str] = &[
     "add_biases",
     "add_runs",
@@ -35,6 +34,7 @@ pub const NAMES: &[&str] = &[
     "draw",
     "embed_rows",
     "encode_last",
+    "encode_listed",
     "fill_random",
     "fixed_sums",
     "gather_rows",
@@ -53,12 +53,14 @@ pub const NAMES: &[&str] = &[
     "linear_float_half",
     "linear_half",
     "list_best",
+    "list_recent",
     "list_taken",
     "map_rows",
     "merge_parts",
     "move_centroids",
     "narrow_keys",
     "narrow_rows",
+    "nearest_codewords",
     "nearest_fast",
     "nearest_listed",
     "note_not_finite",
@@ -79,6 +81,7 @@ pub const NAMES: &[&str] = &[
     "round_rows",
     "second_moment",
     "settle",
+    "settle_codes",
     "sign_keys",
     "sign_sums",
     "sign_tables",
@@ -91,7 +94,11 @@ pub const NAMES: &[&str] = &[
     "take_codewords",
     "take_over",
     "tally_rows",
+    "topk_scores",
+    "weight_keys",
     "whiten",
+    "whiten_keys",
+    "whiten_last",
 ];
 
 /// The files of the module, by the name in their `#include`.
@@ -102,22 +109,48 @@ const FILES: &[(&str, &str)] = &[
     ("scan.h", include_str!("../../../kernels/scan.h")),
     ("assignment.cu", include_str!("../../../kernels/assignment.cu")),
     ("attend.cu", include_str!("../../../kernels/attend.cu")),
-    ("attend_float.cu", include_str!("../../../kernels/attend_float.cu")),
-    ("attend_packed.cu", include_str!("../../../kernels/attend_packed.cu")),
+    (
+        "attend_float.cu",
+        include_str!("../../../kernels/attend_float.cu"),
+    ),
+    (
+        "attend_packed.cu",
+        include_str!("../../../kernels/attend_packed.cu"),
+    ),
     ("bench.cu", include_str!("../../../kernels/bench.cu")),
     ("best.cu", include_str!("../../../kernels/best.cu")),
-    ("channel_statistic.cu", include_str!("../../../kernels/channel_statistic.cu")),
+    (
+        "channel_statistic.cu",
+        include_str!("../../../kernels/channel_statistic.cu"),
+    ),
     ("decode_step.cu", include_str!("../../../kernels/decode_step.cu")),
     ("draw.cu", include_str!("../../../kernels/draw.cu")),
     ("layer.cu", include_str!("../../../kernels/layer.cu")),
     ("linear.cu", include_str!("../../../kernels/linear.cu")),
     ("means.cu", include_str!("../../../kernels/means.cu")),
     ("nearest.cu", include_str!("../../../kernels/nearest.cu")),
-    ("nearest_fast.cu", include_str!("../../../kernels/nearest_fast.cu")),
+    (
+        "nearest_fast.cu",
+        include_str!("../../../kernels/nearest_fast.cu"),
+    ),
     ("prefill.cu", include_str!("../../../kernels/prefill.cu")),
-    ("second_moment.cu", include_str!("../../../kernels/second_moment.cu")),
-    ("select_a2ats.cu", include_str!("../../../kernels/select_a2ats.cu")),
-    ("select_signs.cu", include_str!("../../../kernels/select_signs.cu")),
+    (
+        "second_moment.cu",
+        include_str!("../../../kernels/second_moment.cu"),
+    ),
+    (
+        "select_a2ats.cu",
+        include_str!("../../../kernels/select_a2ats.cu"),
+    ),
+    (
+        "select_a2ats_prompt.cu",
+        include_str!("../../../kernels/select_a2ats_prompt.cu"),
+    ),
+    (
+        "select_signs.cu",
+        include_str!("../../../kernels/select_signs.cu"),
+    ),
+    ("select_topk.cu", include_str!("../../../kernels/select_topk.cu")),
     ("sign_sums.cu", include_str!("../../../kernels/sign_sums.cu")),
     ("whiten.cu", include_str!("../../../kernels/whiten.cu")),
 ];

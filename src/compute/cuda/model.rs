@@ -147,7 +147,12 @@ fn upload<'d>(driver: &'d dyn Driver, linears: &[&linear::Linear]) -> Result<Lin
             kind.write(&weight.to_vec(), &mut bytes);
         }
     }
-    let bias: Vec<f32> = linears.iter().filter_map(|l| l.bias.as_deref()).flatten().copied().collect();
+    let bias: Vec<f32> = linears
+        .iter()
+        .filter_map(|l| l.bias.as_deref())
+        .flatten()
+        .copied()
+        .collect();
     let weight = Matrix::new(driver, kind, rows, cols, &bytes)?;
     let bias = match bias.len() {
         0 => None,
@@ -584,8 +589,8 @@ impl<'a> Body<'a> {
         sizes.shape(1, 1).checked()?;
         check_room(driver, Self::random_bytes(&config))?;
         let windows = config.windows.iter().enumerate();
-        let layers = windows
-            .map(|(i, window)| LayerWeights::random(driver, &sizes, *window, seed + 8 + 4 * i as u32));
+        let layers =
+            windows.map(|(i, window)| LayerWeights::random(driver, &sizes, *window, seed + 8 + 4 * i as u32));
         let layers = layers.collect::<Result<_>>()?;
         Ok(Self {
             ends: Ends {
@@ -667,7 +672,9 @@ impl<'d> Watch<'d> {
         self.noted.zero()?;
         let layer = (u32::MAX - noted) as usize;
         let Some(decoder) = body.decoder else {
-            return Err(Error::failed(format!("the hidden states after layer {layer} are not finite")));
+            return Err(Error::failed(format!(
+                "the hidden states after layer {layer} are not finite"
+            )));
         };
         if layer >= decoder.config.n_layers {
             return Err(decoder.diagnose(&[&decoder.head.weight], "the output logits"));

@@ -147,7 +147,8 @@ impl Nvidia {
         let optin = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         let optin = attribute(self.device, optin)?;
         let most = optin.min(clusters::MOST_SHARED_BYTES as i32);
-        let large = decode::LARGE_BLOCKS.map(|(name, bytes)| (name, optin.min(bytes as i32)));
+        let large = decode::LARGE_BLOCKS.iter();
+        let large = large.map(|(name, bytes)| (*name, optin.min(*bytes as i32)));
         for (name, bytes) in [("nearest_fast", most)].into_iter().chain(large) {
             self.prefer_shared(name, bytes)?;
         }

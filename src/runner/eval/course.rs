@@ -10,8 +10,8 @@ use super::judge::{Judge, Scores};
 use crate::compute::attention;
 use crate::error::Result;
 use crate::method::{Choice, Retriever};
-use crate::model::forward::{Context, Forward, Rows};
 use crate::model::ModelConfig;
+use crate::model::forward::{Context, Forward, Rows};
 
 /// What was fed, and where that left every head.
 pub(super) struct Course {

@@ -117,7 +117,8 @@ impl Clustering<'_> {
     }
 }
 
-/// Shared memory of a block of `nearest_fast`: the slabs of its rows, and those of centroids in flight.
-const fn shared_bytes(w: usize) -> usize {
+/// Shared memory of a block of `nearest_fast` and `nearest_codewords`: the slabs of its rows, and those of centroids in
+/// flight.
+pub const fn shared_bytes(w: usize) -> usize {
     (w.div_ceil(64) + STAGES) * SLAB_BYTES
 }

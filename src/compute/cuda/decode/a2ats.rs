@@ -5,6 +5,7 @@ use ndarray::{Array2, ArrayView2};
 
 use super::super::buffer::Buffer;
 use super::super::driver::{self, Arg, Driver};
+use super::encode::{Norms, width};
 use super::{KINDS, Limits, MOST_CODEWORDS, Positions, Random, Selection, Shape, fill};
 use crate::error::{Error, Result};
 
@@ -22,17 +23,20 @@ pub struct HeadConstants<'a> {
 
 /// The codebooks of one layer.
 pub struct Codebooks<'d> {
-    size: usize,
-    /// `[g,M,d]`.
-    codebook: Buffer<'d, f16>,
+    pub(super) size: usize,
+    /// `[g,M,w]`, w being d rounded up to a multiple of 16, the rest zeros.
+    pub(super) codebook: Buffer<'d, f16>,
     /// Half of the squared norms, `[g,M]`.
-    norms: Buffer<'d, f32>,
+    pub(super) norms: Buffer<'d, f32>,
+    /// The same as the search has them: see [`Norms`].
+    pub(super) biases: Buffer<'d, f32>,
+    pub(super) bounds: Buffer<'d, f32>,
     /// `[g,d,d]`.
     query_maps: Buffer<'d, f32>,
-    /// `[g,d,d]`.
-    key_maps: Buffer<'d, f32>,
+    /// What takes a key to z, L: z_i = sum_j k_j L_ji - mean_i; `[g,d,d]`.
+    pub(super) factors: Buffer<'d, f32>,
     /// `[g,d]`.
-    means: Buffer<'d, f32>,
+    pub(super) means: Buffer<'d, f32>,
 }
 
 impl<'d> Codebooks<'d> {
@@ -52,23 +56,24 @@ impl<'d> Codebooks<'d> {
                 "CUDA: a2ats needs a head dimension that is a multiple of 8, not {d}"
             )));
         }
-        let codebook = heads.iter().flat_map(|head| head.codebook.iter().copied());
-        let codebook: Vec<f16> = codebook.map(f16::from_f32).collect();
-        let half_norm = |c: &[f16]| {
-            let squares: f64 = c.iter().map(|v| v.to_f64() * v.to_f64()).sum();
-            (squares / 2.0) as f32
-        };
-        let norms: Vec<f32> = codebook.chunks(d).map(half_norm).collect();
+        let mut codebook = Vec::with_capacity(heads.len() * size * width(d));
+        for row in heads.iter().flat_map(|head| head.codebook.rows()) {
+            codebook.extend(row.iter().map(|v| f16::from_f32(*v)));
+            codebook.resize(codebook.len().next_multiple_of(width(d)), f16::ZERO);
+        }
+        let norms = Norms::of(&codebook, size, width(d));
         let joined = |of: fn(&HeadConstants) -> Vec<f32>| heads.iter().flat_map(of).collect::<Vec<f32>>();
         let query_maps = joined(|head| head.query_map.iter().copied().collect());
-        let key_maps = joined(|head| head.key_map.iter().copied().collect());
+        let factors = joined(|head| head.key_map.t().iter().copied().collect());
         let means = joined(|head| head.mean.clone());
         Ok(Self {
             size,
             codebook: Buffer::of(driver, "codebooks", &codebook)?,
-            norms: Buffer::of(driver, "norms of codewords", &norms)?,
+            norms: Buffer::of(driver, "norms of codewords", &norms.halves)?,
+            biases: Buffer::of(driver, "norms of codewords", &norms.biases)?,
+            bounds: Buffer::of(driver, "bounds of codewords", &norms.bounds)?,
             query_maps: Buffer::of(driver, "query maps", &query_maps)?,
-            key_maps: Buffer::of(driver, "key maps", &key_maps)?,
+            factors: Buffer::of(driver, "factors of the metric", &factors)?,
             means: Buffer::of(driver, "means", &means)?,
         })
     }
@@ -77,11 +82,11 @@ impl<'d> Codebooks<'d> {
 /// The codes of one layer's cache, and what a step needs besides.
 pub struct A2ats<'d> {
     driver: &'d dyn Driver,
-    shape: Shape,
-    size: usize,
+    pub(super) shape: Shape,
+    pub(super) size: usize,
     per_query_head: bool,
     /// `[b,g,capacity]`.
-    codes: Buffer<'d, u16>,
+    pub(super) codes: Buffer<'d, u16>,
     /// Candidates per codeword, `[b,g,M]`.
     counts: Buffer<'d, u32>,
     /// The candidates counted, `[b,g,2]`.
@@ -172,7 +177,15 @@ impl<'d> A2ats<'d> {
         codebooks: &Codebooks<'_>,
         positions: &Positions<'_>,
     ) -> Result<()> {
-        self.map(keys, &codebooks.key_maps, codebooks.means.arg(), 1)?;
+        let d = self.shape.head_dim;
+        let args = [
+            keys.arg(),
+            codebooks.factors.arg(),
+            codebooks.means.arg(),
+            self.mapped.arg(),
+            Arg::u32(d),
+        ];
+        driver::launch(self.driver, "whiten_last", self.grid(d.div_ceil(64)), &args)?;
         self.score(codebooks, 1)?;
         let args = [
             self.scores.arg(),
@@ -207,7 +220,7 @@ impl<'d> A2ats<'d> {
             n,
         ];
         driver::launch(self.driver, "count_candidates", self.grid(1), &args)?;
-        self.map(queries, &codebooks.query_maps, Arg::address(0), r)?;
+        self.map(queries, codebooks)?;
         self.score(codebooks, r)?;
         let args = [
             self.scores.arg(),
@@ -259,15 +272,14 @@ impl<'d> A2ats<'d> {
         [blocks, self.shape.kv_heads, self.shape.sequences]
     }
 
-    /// Whitens `r` rows per KV head.
-    fn map(&self, rows: &Buffer<'_, f32>, maps: &Buffer<'_, f32>, offsets: Arg, r: usize) -> Result<()> {
+    /// Whitens queries `[b,h,d]`.
+    fn map(&self, queries: &Buffer<'_, f32>, codebooks: &Codebooks<'_>) -> Result<()> {
         let d = self.shape.head_dim;
         let args = [
-            rows.arg(),
-            maps.arg(),
-            offsets,
+            queries.arg(),
+            codebooks.query_maps.arg(),
             self.mapped.arg(),
-            Arg::u32(r),
+            Arg::u32(self.shape.group),
             Arg::u32(d),
         ];
         driver::launch(self.driver, "map_rows", self.grid(d.div_ceil(8)), &args)
@@ -283,6 +295,7 @@ impl<'d> A2ats<'d> {
             Arg::u32(r),
             Arg::u32(self.size),
             Arg::u32(d),
+            Arg::u32(width(d)),
         ];
         let grid = self.grid(self.size.div_ceil(64));
         driver::launch_with(self.driver, "codeword_scores", grid, 4 * r * d, &args)

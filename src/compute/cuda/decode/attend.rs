@@ -70,18 +70,13 @@ impl<'d> LayerRows<'d> {
         positions: &Positions<'_>,
     ) -> Result<()> {
         let shape = &self.shape;
-        let kind = match self.float {
-            Float::F32 => 0,
-            Float::F16 => 1,
-            Float::Bf16 => 2,
-        };
         let grid = [(m * shape.width()).div_ceil(256), shape.kv_heads, shape.sequences];
         for (rows, cache) in [(keys, &self.keys), (values, &self.values)] {
             let args = [
                 rows.arg(),
                 cache.arg(),
                 positions.lens.arg(),
-                Arg::u32(kind),
+                Arg::u32(self.kind()),
                 Arg::u32(m),
                 Arg::u32(shape.head_dim),
                 Arg::u32(shape.width()),
@@ -105,7 +100,22 @@ impl<'d> LayerRows<'d> {
         window: Option<usize>,
         out: &Buffer<'_, f32>,
     ) -> Result<()> {
-        prefill::attend(self.driver, &self.shape, queries, self, 0, first, m, window, out)
+        let piece = prefill::Piece {
+            sequence: 0,
+            first,
+            rows: m,
+            window,
+        };
+        prefill::attend(self.driver, queries, self, piece, out)
+    }
+
+    /// The type of the rows, as kernels number it.
+    pub(super) fn kind(&self) -> usize {
+        match self.float {
+            Float::F32 => 0,
+            Float::F16 => 1,
+            Float::Bf16 => 2,
+        }
     }
 
     fn kernel(&self) -> &'static str {
@@ -202,7 +212,7 @@ impl<'d> Attention<'d> {
             listed,
             self.outs.arg(),
             self.sums.arg(),
-            self.scale(),
+            self.shape.exponent(),
             Arg::u32(self.shape.group),
             Arg::u32(self.shape.capacity),
             most,
@@ -246,7 +256,7 @@ impl<'d> Attention<'d> {
             listed,
             self.outs.arg(),
             self.sums.arg(),
-            self.scale(),
+            self.shape.exponent(),
             Arg::u32(self.shape.group),
             Arg::u32(self.shape.head_dim),
             Arg::u32(signs.pitch()),
@@ -261,11 +271,6 @@ impl<'d> Attention<'d> {
             _ => "attend_packed_128",
         };
         self.run(kernel, parts, shared_bytes(w), &args)
-    }
-
-    /// log2(e) / sqrt(d).
-    fn scale(&self) -> Arg {
-        Arg::f32(std::f32::consts::LOG2_E / (self.shape.head_dim as f32).sqrt())
     }
 
     /// Pads the queries. How many blocks share a KV head, and what the kernels are told of the choice.
@@ -319,7 +324,13 @@ impl<'d> Attention<'d> {
     /// Copies the outputs to rows `[b,h d]`.
     pub fn output_rows(&self, rows: &Buffer<'_, f32>) -> Result<()> {
         let (n, w, d) = (self.shape.query_heads(), self.shape.width(), self.shape.head_dim);
-        let args = [self.out.arg(), rows.arg(), Arg::u64(n * d), Arg::u32(w), Arg::u32(d)];
+        let args = [
+            self.out.arg(),
+            rows.arg(),
+            Arg::u64(n * d),
+            Arg::u32(w),
+            Arg::u32(d),
+        ];
         driver::launch(self.driver, "narrow_rows", [(n * d).div_ceil(256), 1, 1], &args)
     }
 

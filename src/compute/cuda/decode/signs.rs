@@ -2,15 +2,13 @@
 
 use super::super::buffer::Buffer;
 use super::super::driver::{self, Arg, Driver};
+use super::best::Best;
 use super::{Limits, Positions, Random, Selection, Shape, fill};
 use crate::error::{Error, Result};
 use crate::runner::packed::sign_bytes;
 
 /// Positions of a KV head that come first, or keep half precision, at most.
 pub const FULL: usize = 64;
-/// Bins of a histogram of keys, and histograms per KV head.
-const BINS: usize = 2048;
-const PASSES: usize = 3;
 
 /// The signs of one KV head's keys, from a prompt.
 pub struct HeadSigns<'a> {
@@ -112,62 +110,6 @@ impl<'d> Signs<'d> {
 /// Words of a row of signs.
 fn words(shape: &Shape) -> usize {
     shape.head_dim.div_ceil(32)
-}
-
-/// Keys of every position, of which the largest are chosen.
-struct Best<'d> {
-    driver: &'d dyn Driver,
-    shape: Shape,
-    /// `[b,g,capacity]`, in the order of scores.
-    keys: Buffer<'d, u32>,
-    /// `[b,g,3,BINS]`; the first is made with the keys.
-    histograms: Buffer<'d, u32>,
-    /// `[b,g,3,4]`.
-    found: Buffer<'d, u32>,
-    selection: Selection<'d>,
-}
-
-impl<'d> Best<'d> {
-    fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits) -> Result<Self> {
-        let heads = shape.heads();
-        Ok(Self {
-            driver,
-            shape,
-            keys: Buffer::new(driver, "keys of scores", heads * shape.capacity)?,
-            histograms: Buffer::zeros(driver, "histograms", heads * PASSES * BINS)?,
-            found: Buffer::zeros(driver, "found keys", heads * PASSES * 4)?,
-            selection: Selection::new(driver, &shape, limits.most(shape.capacity))?,
-        })
-    }
-
-    /// Chooses by keys and first histograms that were just made.
-    fn choose(&self, positions: &Positions<'_>) -> Result<&Selection<'d>> {
-        let (shape, to) = (&self.shape, &self.selection);
-        let grid = [to.blocks, shape.kv_heads, shape.sequences];
-        let (keys, spans, capacity) = (self.keys.arg(), positions.spans.arg(), Arg::u32(shape.capacity));
-        let (histograms, found) = (self.histograms.arg(), self.found.arg());
-        for pass in [1, 2] {
-            let budgets = positions.budgets.arg();
-            let args = [keys, spans, budgets, histograms, found, Arg::u32(pass), capacity];
-            driver::launch(self.driver, "narrow_keys", grid, &args)?;
-        }
-        let totals = to.totals.arg();
-        let args = [keys, spans, histograms, found, totals, capacity];
-        driver::launch(self.driver, "count_best", grid, &args)?;
-        let (lists, listed) = (to.lists.arg(), to.listed.arg());
-        let args = [
-            keys,
-            spans,
-            found,
-            totals,
-            lists,
-            listed,
-            capacity,
-            Arg::u32(to.most),
-        ];
-        driver::launch(self.driver, "list_best", grid, &args)?;
-        Ok(to)
-    }
 }
 
 /// What a layer needs to choose by signs.

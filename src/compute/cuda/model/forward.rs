@@ -5,9 +5,7 @@ use std::sync::Mutex;
 use ndarray::{Array1, Array3, s};
 
 use super::layers::{fetch, order};
-use super::{
-    Body, LayerWeights, Precision, Prompted, ROWS, Rotation, Standing, Watch, Workspace, row_type,
-};
+use super::{Body, LayerWeights, Precision, Prompted, ROWS, Rotation, Standing, Watch, Workspace, row_type};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::error::{Error, Result};
@@ -154,7 +152,9 @@ impl Pass<'_> {
     /// First row and number of rows of each part that passes a layer at once.
     fn chunks(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
         let m = self.m;
-        (0..m).step_by(ROWS).map(move |start| (start, ROWS.min(m - start)))
+        (0..m)
+            .step_by(ROWS)
+            .map(move |start| (start, ROWS.min(m - start)))
     }
 }
 
@@ -245,7 +245,10 @@ impl Forward for CudaForward<'_> {
         space.watch.look(&space.logits, n * vocab, body.layers.len())?;
         space.watch.check(body)?;
         let logits = space.logits.read_part(0, n * vocab)?;
-        Ok(logits.chunks(vocab).map(|row| Array1::from(row.to_vec())).collect())
+        Ok(logits
+            .chunks(vocab)
+            .map(|row| Array1::from(row.to_vec()))
+            .collect())
     }
 }
 

@@ -116,7 +116,8 @@ impl<'d> LayerIndex<'d> {
                 windowed,
             } => {
                 let keys = if *windowed { &work.k_pre } else { &work.k_rope };
-                let _ = (state, codebooks, positions, m, keys); todo!()
+                let _ = (state, codebooks, positions, m, keys);
+                todo!()
             }
         }
     }

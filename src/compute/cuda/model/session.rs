@@ -109,7 +109,8 @@ impl<'a> CudaSession<'a> {
     ) -> Result<Self> {
         let (driver, c) = (body.driver, &body.config);
         let shape = body.sizes().shape(sequences, capacity).checked()?;
-        let float = float(options.kv).ok_or_else(|| Error::failed("CUDA: the cache is not of a float type"))?;
+        let float =
+            float(options.kv).ok_or_else(|| Error::failed("CUDA: the cache is not of a float type"))?;
         check_room(driver, &shape, &options, c.n_layers)?;
         let mut positions: Vec<Positions<'a>> = Vec::new();
         let mut windows: Vec<Option<usize>> = Vec::new();
@@ -200,13 +201,9 @@ impl<'a> CudaSession<'a> {
             state.index.extend(work, n, positions)?;
             // Of the last layer, only the last position is read.
             if !is_last || start + n == m {
-                state.rows.attend_prompt(
-                    &work.q_rope,
-                    first + start,
-                    n,
-                    weights.window,
-                    &work.attended,
-                )?;
+                state
+                    .rows
+                    .attend_prompt(&work.q_rope, first + start, n, weights.window, &work.attended)?;
                 work.finish(weights, &rows, n)?;
                 self.space.watch.look(&rows, n * sizes.hidden, index)?;
             }
@@ -219,9 +216,7 @@ impl<'a> CudaSession<'a> {
         let (space, vocab) = (&self.space, self.body.config.vocab_size);
         let ends = &self.body.ends;
         ends.logits(work, hidden, rows, &space.logits)?;
-        space
-            .watch
-            .look(&space.logits, rows * vocab, self.layers.len())?;
+        space.watch.look(&space.logits, rows * vocab, self.layers.len())?;
         ends.choose(&space.logits, rows, &space.ids)
     }
 
@@ -348,7 +343,9 @@ impl<'a> Generate<'a> for CudaSession<'a> {
 
     fn exact_dot_fraction(&self) -> f64 {
         // What ranks by true probabilities takes every product.
-        f64::from(u8::from(self.steps > 0 && self.layers.iter().any(|l| l.index.is_oracle())))
+        f64::from(u8::from(
+            self.steps > 0 && self.layers.iter().any(|l| l.index.is_oracle()),
+        ))
     }
 
     fn bypass_fraction(&self) -> f64 {
@@ -356,7 +353,10 @@ impl<'a> Generate<'a> for CudaSession<'a> {
     }
 
     fn kv_bytes(&self) -> usize {
-        self.shape.heads() * self.shape.capacity * self.layers.len() * self.layers[0].rows.bytes_per_position()
+        self.shape.heads()
+            * self.shape.capacity
+            * self.layers.len()
+            * self.layers[0].rows.bytes_per_position()
     }
 
     fn index_bytes(&self) -> usize {

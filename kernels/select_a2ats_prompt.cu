@@ -1,0 +1,193 @@
+// The codes of keys: argmin over codewords c of ||z - c||², z = k L - mean, the lower codeword on ties, in f32. One
+// key per head takes `whiten_last`, `codeword_scores` and `encode_last`; a prompt takes the kernels below, with the
+// same numbers: f16 products on the tensor cores leave few codewords of each row (see nearest_fast.cu), the score
+// as `codeword_scores` has it decides among them, and where too many are left, all scores.
+//
+// Rows are `[b,g,n,w]`, w being d rounded up to a multiple of 16; codebook `[g,M,w]` f16, norms `[g,M]` ||c||²/2.
+// blockIdx.y is the KV head and blockIdx.z the sequence.
+#include "common.h"
+#include "scan.h"
+#include "tensor.h"
+
+// Channels that are summed one after the other; then these sums are, in order.
+constexpr u32 CHAIN = 32;
+
+// z of one key per head: keys `[b,g,d]`, factors L `[g,d,d]`, means `[g,d]`; out `[b,g,d]`, d <= 128. A block has 64
+// channels, a thread a chain.
+KERNEL(256, 1, whiten_last, const float* keys, const float* factors, const float* means, float* out, u32 d) {
+    SHARED(float, chains, 4 * 64);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, chain = threadIdx.x / 64, i = blockIdx.x * 64 + threadIdx.x % 64;
+    factors += (u64)blockIdx.y * d * d;
+    keys += (u64)at * d;
+    float sum = 0;
+    for (u32 j = chain * CHAIN; j < smaller(d, (chain + 1) * CHAIN) && i < d; j++) {
+        sum = fmaf(keys[j], factors[j * d + i], sum);
+    }
+    chains[threadIdx.x] = sum;
+    __syncthreads();
+    if (chain > 0 || i >= d) return;
+    for (u32 c = 1; c * CHAIN < d; c++) sum += chains[c * 64 + threadIdx.x];
+    out[at * d + i] = sum - means[blockIdx.y * d + i];
+}
+
+// z of n rows from `first` on of keys `[b,g,m,d]`: out `[b,g,n,w]`. Blocks x and z make 64 rows x 64 channels, block z
+// being channels + w / 64 rounded up times the sequence; a thread has 4 x 4.
+KERNEL(256, 2, whiten_keys, const float* keys, const float* factors, const float* means, float* out, u32 first, u32 n,
+       u32 m, u32 d, u32 w) {
+    SHARED(float, rows, 16 * 68);
+    SHARED(float, columns, 16 * 64);
+    u32 across = (w + 63) / 64, at = blockIdx.z / across * gridDim.y + blockIdx.y;
+    u32 row_at = blockIdx.x * 64, column_at = blockIdx.z % across * 64;
+    u32 ty = threadIdx.x / 16, tx = threadIdx.x % 16;
+    keys += ((u64)at * m + first) * d;
+    factors += (u64)blockIdx.y * d * d;
+    out += (u64)at * n * w;
+    float total[4][4] = {}, sum[4][4] = {};
+    for (u32 start = 0; start < d; start += 16) {
+        for (u32 i = threadIdx.x; i < 16 * 64; i += 256) {
+            u32 row = row_at + i / 16, k = start + i % 16;
+            rows[i % 16 * 68 + i / 16] = row < n && k < d ? keys[(u64)row * d + k] : 0.0f;
+            u32 from = start + i / 64, to = column_at + i % 64;
+            columns[i] = from < d && to < d ? factors[from * d + to] : 0.0f;
+        }
+        __syncthreads();
+        for (u32 k = 0; k < smaller(16, d - start); k++) {
+            float4 a = *(const float4*)&rows[k * 68 + ty * 4], b = *(const float4*)&columns[k * 64 + tx * 4];
+            float as[4] = {a.x, a.y, a.z, a.w}, bs[4] = {b.x, b.y, b.z, b.w};
+UNROLL
+            for (u32 i = 0; i < 4; i++) {
+UNROLL
+                for (u32 j = 0; j < 4; j++) sum[i][j] = fmaf(as[i], bs[j], sum[i][j]);
+            }
+        }
+        __syncthreads();
+        if ((start + 16) % CHAIN > 0 && start + 16 < d) continue;
+UNROLL
+        for (u32 i = 0; i < 4; i++) {
+UNROLL
+            for (u32 j = 0; j < 4; j++) total[i][j] = start < CHAIN ? sum[i][j] : total[i][j] + sum[i][j], sum[i][j] = 0;
+        }
+    }
+UNROLL
+    for (u32 i = 0; i < 4; i++) {
+UNROLL
+        for (u32 j = 0; j < 4; j++) {
+            u32 row = row_at + ty * 4 + i, channel = column_at + tx * 4 + j;
+            if (row >= n || channel >= w) continue;
+            out[(u64)row * w + channel] = channel < d ? total[i][j] - means[blockIdx.y * d + channel] : 0.0f;
+        }
+    }
+}
+
+// The codewords that can be a row's nearest: candidates `[b,g,n]`, as `settle` has them. rows and norms are those of
+// halve_rows; biases `[g,padded]`: -||c||²/2, and minus infinity beyond the last; bounds `[g,2]`: the largest ||c||
+// and the largest bias. w <= 128.
+KERNEL(256, 2, nearest_codewords, const u16* rows, const float* norms, const u32* largest, const u16* codebook,
+       const float* biases, const float* bounds, u64* candidates, u32 n, u32 w, u32 size, u32 padded) {
+    DYNAMIC_SHARED(u16, shared);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, start = blockIdx.x * TILE;
+    float scale = half_scale(largest[at]);
+    FoundOfRows found = search(shared, rows + (u64)at * n * w, codebook + (u64)blockIdx.y * size * w,
+                               biases + (u64)blockIdx.y * padded, scale, start, n, size, size, w);
+    u32 i = threadIdx.x, row = start + i;
+    if (i >= TILE || row >= n) return;
+    // Codewords are f16 as they are, so rounding takes nothing off them.
+    const float* of = bounds + 2 * blockIdx.y;
+    float bound = bound_of(norms + 2 * ((u64)at * n + row), of[0], 0, of[1] * scale, w);
+    candidates[(u64)at * n + row] = candidates_of(found.best + i, found.second + i, found.code + i, bound);
+}
+
+// The better of two codewords has the larger number.
+DEVICE u64 code_order(float score, u32 code) { return (u64)order_of(score) << 32 | (0xffffffffu - code); }
+
+// z·c as `codeword_scores` adds it: four sums, of every fourth run of eight channels.
+DEVICE float codeword_score(const float* z, const u16* codeword, u32 d) {
+    float sums[4] = {};
+    for (u32 k = 0; k < d; k += 8) {
+        float sum = 0;
+UNROLL
+        for (u32 i = 0; i < 4; i++) {
+            if (k / 8 % 4 == i) sum = sums[i];
+        }
+UNROLL
+        for (u32 i = 0; i < 8; i++) sum = fmaf(widen<false>(codeword[k + i]), z[k + i], sum);
+UNROLL
+        for (u32 i = 0; i < 4; i++) {
+            if (k / 8 % 4 == i) sums[i] = sum;
+        }
+    }
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+// The codes of rows by their candidates, into codes `[b,g,capacity]`: of the last m positions of lens `[b]` those from
+// `first` on. Rows that need all scores are listed: list `[b,g,n]`, listed `[b,g]`, zeroed before.
+KERNEL(256, 1, settle_codes, const float* z, const u16* codebook, const float* norms, const u64* candidates,
+       const u32* lens, u16* codes, u32* list, u32* listed, u32 first, u32 n, u32 m, u32 size, u32 d, u32 w,
+       u32 capacity) {
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, row = blockIdx.x * 256 + threadIdx.x;
+    if (row >= n) return;
+    u64 of = candidates[(u64)at * n + row];
+    if (of == UNSETTLED) {
+        list[(u64)at * n + atomicAdd(&listed[at], 1)] = row;
+        return;
+    }
+    u32 code = (u32)(of & 0xffff);
+    if ((of >> 16 & 0xffff) != 0xffff) {
+        u64 best = 0;
+        for (u32 i = 0; i < 4; i++) {
+            u32 c = (u32)(of >> (16 * i) & 0xffff);
+            if (c == 0xffff) break;
+            const u16* codeword = codebook + ((u64)blockIdx.y * size + c) * w;
+            float score = codeword_score(z + ((u64)at * n + row) * w, codeword, d) - norms[blockIdx.y * size + c];
+            u64 order = code_order(score, c);
+            if (order > best) best = order;
+        }
+        code = 0xffffffffu - (u32)best;
+    }
+    codes[(u64)at * capacity + lens[blockIdx.z] - m + first + row] = (u16)code;
+}
+
+// The codes of the listed rows, by the scores of all codewords. A block has eight of the rows.
+KERNEL(256, 2, encode_listed, const float* z, const u16* codebook, const float* norms, const u32* list,
+       const u32* listed, const u32* lens, u16* codes, u32 first, u32 n, u32 m, u32 size, u32 d, u32 w,
+       u32 capacity) {
+    SHARED(float, rows, 8 * 128);
+    SHARED(u64, best, 8 * 8);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, total = listed[at], start = blockIdx.x * 8;
+    if (start >= total) return;
+    list += (u64)at * n + start;
+    u32 count = smaller(8, total - start);
+    for (u32 i = threadIdx.x; i < count * d; i += 256) {
+        rows[i] = z[((u64)at * n + list[i / d]) * w + i % d];
+    }
+    __syncthreads();
+    u64 mine[8] = {};
+    codebook += (u64)blockIdx.y * size * w;
+    for (u32 tile = 0; tile < size; tile += 64) {
+        u32 c = tile + threadIdx.x / 4;
+        float scores[8];
+        codeword_products<8>(scores, c < size ? codebook + (u64)c * w : 0, rows, count, d);
+        if (c >= size) continue;
+UNROLL
+        for (u32 a = 0; a < 8; a++) {
+            u64 order = code_order(scores[a] - norms[blockIdx.y * size + c], c);
+            if (order > mine[a]) mine[a] = order;
+        }
+    }
+UNROLL
+    for (u32 a = 0; a < 8; a++) {
+        for (u32 step = 16; step > 0; step /= 2) {
+            u64 other = __shfl_xor_sync(ALL_LANES, mine[a], step);
+            if (other > mine[a]) mine[a] = other;
+        }
+        if (lane() == 0) best[warp() * 8 + a] = mine[a];
+    }
+    __syncthreads();
+    if (threadIdx.x >= count) return;
+    u64 most = best[threadIdx.x];
+    for (u32 i = 1; i < 8; i++) {
+        if (best[i * 8 + threadIdx.x] > most) most = best[i * 8 + threadIdx.x];
+    }
+    u32 position = lens[blockIdx.z] - m + first + list[threadIdx.x];
+    codes[(u64)at * capacity + position] = (u16)(0xffffffffu - (u32)most);
+}

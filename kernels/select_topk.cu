@@ -1,0 +1,119 @@
+// select of src/method/topk.rs up to the keys that best.cu takes the largest of: the softmax weight of every visible
+// position over all that is visible, summed over the query heads of the group, in f32. blockIdx.y is the KV head and
+// blockIdx.z the sequence. Exponents are base 2: `scale` is log2(e) / sqrt(d).
+#include "common.h"
+#include "scan.h"
+#include "tensor.h"
+
+// Positions of a block of `topk_scores`.
+constexpr u32 SPAN = 256;
+
+// Eight numbers of a row, in f32 (kind 0), f16 (1) or bf16 (2).
+DEVICE void load_eight(float (&out)[8], const void* rows, u64 at, u32 kind) {
+    if (kind == 0) {
+        const float* from = (const float*)rows + at;
+        float4 a = *(const float4*)from, b = *(const float4*)(from + 4);
+        out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w;
+        out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
+        return;
+    }
+    uint4 bits = *(const uint4*)((const u16*)rows + at);
+    u32 pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+UNROLL
+    for (u32 i = 0; i < 8; i++) {
+        u16 half = (u16)(pairs[i / 2] >> (i % 2 * 16));
+        out[i] = kind == 1 ? widen<false>(half) : widen<true>(half);
+    }
+}
+
+// Scores of a block's positions, `[b,h,capacity]`, minus infinity for what is not visible; parts `[b,h,blocks,2]`: the
+// largest, and the sum of the exponentials below it. queries `[b,h,d]`, keys `[b,g,capacity,w]`. Four lanes share a
+// position. Clears the histograms of best.cu.
+KERNEL(256, 2, topk_scores, const float* queries, const void* keys, const u32* spans, float* scores, float* parts,
+       u32* histograms, float scale, u32 kind, u32 r, u32 d, u32 w, u32 capacity) {
+    DYNAMIC_SHARED(float, q);  // `[r,w]`, and the scores `[r,SPAN]`
+    float* const own = q + r * w;
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, start = blockIdx.x * SPAN;
+    const u32* span = spans + 4 * blockIdx.z;
+    if (blockIdx.x == 0) {
+        for (u32 i = threadIdx.x; i < 3 * BINS; i += 256) histograms[(u64)at * 3 * BINS + i] = 0;
+    }
+    for (u32 i = threadIdx.x; i < r * w; i += 256) {
+        q[i] = i % w < d ? queries[((u64)at * r + i / w) * d + i % w] * scale : 0.0f;
+    }
+    __syncthreads();
+    for (u32 i = threadIdx.x / 4; i < SPAN; i += 64) {
+        u32 p = start + i, quarter = threadIdx.x % 4;
+        bool visible = p >= span[0] && p < span[3];
+        float sums[16] = {};
+        for (u32 k = quarter * 8; k < w && visible; k += 32) {
+            float key[8];
+            load_eight(key, keys, ((u64)at * capacity + p) * w + k, kind);
+UNROLL
+            for (u32 a = 0; a < 16; a++) {
+                if (a >= r) continue;
+                float4 low = *(const float4*)&q[a * w + k], high = *(const float4*)&q[a * w + k + 4];
+                sums[a] = fmaf(key[3], low.w, fmaf(key[2], low.z, fmaf(key[1], low.y, fmaf(key[0], low.x, sums[a]))));
+                sums[a] =
+                    fmaf(key[7], high.w, fmaf(key[6], high.z, fmaf(key[5], high.y, fmaf(key[4], high.x, sums[a]))));
+            }
+        }
+UNROLL
+        for (u32 a = 0; a < 16; a++) {
+            if (a >= r) continue;
+            float sum = sums[a];
+            sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+            sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+            if (quarter == 0) own[a * SPAN + i] = visible ? sum : minus_infinity();
+        }
+    }
+    __syncthreads();
+    for (u32 a = warp(); a < r; a += 8) {
+        float top = minus_infinity(), sum = 0;
+        for (u32 i = lane(); i < SPAN; i += 32) top = fmaxf(top, own[a * SPAN + i]);
+        for (u32 step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
+        for (u32 i = lane(); i < SPAN; i += 32) {
+            if (finite(top)) sum += exp2f(own[a * SPAN + i] - top);
+            if (start + i < capacity) scores[((u64)at * r + a) * capacity + start + i] = own[a * SPAN + i];
+        }
+        sum = warp_sum(sum);
+        if (lane() > 0) continue;
+        float* part = parts + (((u64)at * r + a) * gridDim.x + blockIdx.x) * 2;
+        part[0] = top, part[1] = sum;
+    }
+}
+
+// The keys of every candidate, its weight summed over the group, and their first histogram. A block has SCAN
+// positions; parts `[b,h,n_parts,2]`.
+KERNEL(256, 1, weight_keys, const float* scores, const float* parts, const u32* spans, u32* keys, u32* histograms,
+       u32 r, u32 n_parts, u32 capacity) {
+    SHARED(u32, own, BINS);
+    SHARED(float, tops, 16);
+    SHARED(float, totals, 16);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y;
+    const u32* span = spans + 4 * blockIdx.z;
+    for (u32 i = threadIdx.x; i < BINS; i += 256) own[i] = 0;
+    for (u32 a = warp(); a < r; a += 8) {
+        const float* mine = parts + ((u64)at * r + a) * n_parts * 2;
+        float top = minus_infinity(), sum = 0;
+        for (u32 i = lane(); i < n_parts; i += 32) top = fmaxf(top, mine[2 * i]);
+        for (u32 step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
+        for (u32 i = lane(); i < n_parts; i += 32) {
+            if (finite(mine[2 * i])) sum += exp2f(mine[2 * i] - top) * mine[2 * i + 1];
+        }
+        sum = warp_sum(sum);
+        if (lane() == 0) tops[a] = top, totals[a] = sum;
+    }
+    __syncthreads();
+    scores += (u64)at * r * capacity;
+    for (u32 i = threadIdx.x; i < SCAN; i += 256) {
+        u32 p = blockIdx.x * SCAN + i;
+        if (p < span[0] + span[1] || p >= span[2]) continue;
+        float weight = 0;
+        for (u32 a = 0; a < r; a++) weight += exp2f(scores[(u64)a * capacity + p] - tops[a]) / totals[a];
+        u32 key = order_of(weight);
+        keys[(u64)at * capacity + p] = key;
+        atomicAdd(&own[key >> 21], 1);
+    }
+    add_histogram(own, histograms + (u64)at * 3 * BINS);
+}

@@ -1,0 +1,66 @@
+//! The best of many scores within the budget: `kernels/best.cu`.
+
+use super::super::buffer::Buffer;
+use super::super::driver::{self, Arg, Driver};
+use super::{Limits, Positions, Selection, Shape};
+use crate::error::Result;
+
+/// Bins of a histogram of keys, and histograms per KV head.
+const BINS: usize = 2048;
+const PASSES: usize = 3;
+
+/// Keys of every position, of which the largest are chosen.
+pub(super) struct Best<'d> {
+    pub driver: &'d dyn Driver,
+    pub shape: Shape,
+    /// `[b,g,capacity]`, in the order of scores.
+    pub keys: Buffer<'d, u32>,
+    /// `[b,g,3,BINS]`; the first is made with the keys.
+    pub histograms: Buffer<'d, u32>,
+    /// `[b,g,3,4]`.
+    found: Buffer<'d, u32>,
+    pub selection: Selection<'d>,
+}
+
+impl<'d> Best<'d> {
+    pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits) -> Result<Self> {
+        let heads = shape.heads();
+        Ok(Self {
+            driver,
+            shape,
+            keys: Buffer::new(driver, "keys of scores", heads * shape.capacity)?,
+            histograms: Buffer::zeros(driver, "histograms", heads * PASSES * BINS)?,
+            found: Buffer::zeros(driver, "found keys", heads * PASSES * 4)?,
+            selection: Selection::new(driver, &shape, limits.most(shape.capacity))?,
+        })
+    }
+
+    /// Chooses by keys and first histograms that were just made.
+    pub fn choose(&self, positions: &Positions<'_>) -> Result<&Selection<'d>> {
+        let (shape, to) = (&self.shape, &self.selection);
+        let grid = [to.blocks, shape.kv_heads, shape.sequences];
+        let (keys, spans, capacity) = (self.keys.arg(), positions.spans.arg(), Arg::u32(shape.capacity));
+        let (histograms, found) = (self.histograms.arg(), self.found.arg());
+        for pass in [1, 2] {
+            let budgets = positions.budgets.arg();
+            let args = [keys, spans, budgets, histograms, found, Arg::u32(pass), capacity];
+            driver::launch(self.driver, "narrow_keys", grid, &args)?;
+        }
+        let totals = to.totals.arg();
+        let args = [keys, spans, histograms, found, totals, capacity];
+        driver::launch(self.driver, "count_best", grid, &args)?;
+        let (lists, listed) = (to.lists.arg(), to.listed.arg());
+        let args = [
+            keys,
+            spans,
+            found,
+            totals,
+            lists,
+            listed,
+            capacity,
+            Arg::u32(to.most),
+        ];
+        driver::launch(self.driver, "list_best", grid, &args)?;
+        Ok(to)
+    }
+}
