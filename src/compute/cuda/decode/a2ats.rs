@@ -157,6 +157,11 @@ impl<'d> A2ats<'d> {
         self.codes.read()
     }
 
+    /// Bytes of the codes.
+    pub fn bytes(&self) -> usize {
+        2 * self.codes.len()
+    }
+
     /// The candidates of every codeword at the last step, `[b,g,M]`; waits for the device.
     pub fn counts(&self) -> Result<Vec<u32>> {
         self.counts.read()

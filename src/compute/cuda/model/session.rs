@@ -13,6 +13,7 @@ use super::index::LayerIndex;
 use super::{Body, ROWS, Rotation, Standing, Workspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::decode::attend::{Attention, LayerRows};
+use crate::compute::cuda::decode::encode::Encoder;
 use crate::compute::cuda::decode::{Limits, Positions, Shape};
 use crate::compute::cuda::driver::{self, Arg, Driver, Recording};
 use crate::error::{Error, Result};
@@ -51,6 +52,9 @@ struct LayerState<'d> {
     index: LayerIndex<'d>,
 }
 
+/// Makes the index of a layer, from one of a layer before it that sees as far.
+type NewIndex<'f, 'a> = dyn Fn(Shape, &Limits, usize, Option<&LayerIndex<'a>>) -> Result<LayerIndex<'a>> + 'f;
+
 impl<'a> CudaSession<'a> {
     /// Whether a method's caches and selection can be on the device.
     pub fn can(method: &Method, kv: KvType) -> bool {
@@ -69,7 +73,9 @@ impl<'a> CudaSession<'a> {
         capacity: usize,
     ) -> Result<Self> {
         let driver = body.driver;
-        let index = |shape, limits: &Limits, layer| LayerIndex::new(driver, shape, limits, method, layer);
+        let index = |shape, limits: &Limits, layer, like: Option<&LayerIndex<'a>>| {
+            LayerIndex::new(driver, shape, limits, method, layer, like)
+        };
         Self::with(body, options, sequences, capacity, &index)
     }
 
@@ -87,8 +93,9 @@ impl<'a> CudaSession<'a> {
         seed: u32,
     ) -> Result<Self> {
         let driver = body.driver;
-        let index = |shape, limits: &Limits, layer: usize| {
-            LayerIndex::random(driver, shape, limits, method, size, seed + 8 * layer as u32)
+        let index = |shape, limits: &Limits, layer: usize, like: Option<&LayerIndex<'a>>| {
+            let seed = seed + 8 * layer as u32;
+            LayerIndex::random(driver, shape, limits, method, size, seed, like)
         };
         let mut session = Self::with(body, options, sequences, context + steps, &index)?;
         for (i, layer) in session.layers.iter().enumerate() {
@@ -105,7 +112,7 @@ impl<'a> CudaSession<'a> {
         options: Options,
         sequences: usize,
         capacity: usize,
-        index: &dyn Fn(Shape, &Limits, usize) -> Result<LayerIndex<'a>>,
+        index: &NewIndex<'_, 'a>,
     ) -> Result<Self> {
         let (driver, c) = (body.driver, &body.config);
         let shape = body.sizes().shape(sequences, capacity).checked()?;
@@ -114,7 +121,7 @@ impl<'a> CudaSession<'a> {
         check_room(driver, &shape, &options, c.n_layers)?;
         let mut positions: Vec<Positions<'a>> = Vec::new();
         let mut windows: Vec<Option<usize>> = Vec::new();
-        let mut layers = Vec::new();
+        let mut layers: Vec<LayerState<'a>> = Vec::new();
         for (i, window) in c.windows.iter().enumerate() {
             let limits = Limits {
                 sinks: options.sinks,
@@ -130,10 +137,11 @@ impl<'a> CudaSession<'a> {
                     windows.len() - 1
                 }
             };
+            let like = layers.iter().find(|l| l.positions == at);
             layers.push(LayerState {
                 positions: at,
                 rows: LayerRows::new(driver, shape, float)?,
-                index: index(shape, &limits, i)?,
+                index: index(shape, &limits, i, like.map(|l| &l.index))?,
             });
         }
         Ok(Self {
@@ -164,8 +172,12 @@ impl<'a> CudaSession<'a> {
         self.body
             .ends
             .embed(&Buffer::of(driver, "ids", ids)?, m, &hidden)?;
+        let encoder = match self.layers.first() {
+            Some(layer) => layer.index.encoder(driver, self.shape, ROWS.min(m))?,
+            None => None,
+        };
         for index in 0..self.layers.len() {
-            self.prompt_layer(index, &work, &hidden, m)?;
+            self.prompt_layer(index, &work, encoder.as_ref(), &hidden, m)?;
         }
         self.lens[0] = first + m;
         self.positions
@@ -183,6 +195,7 @@ impl<'a> CudaSession<'a> {
         &mut self,
         index: usize,
         work: &Workspace<'_>,
+        encoder: Option<&Encoder<'_>>,
         hidden: &Buffer<'_, f32>,
         m: usize,
     ) -> Result<()> {
@@ -198,7 +211,7 @@ impl<'a> CudaSession<'a> {
             let rows = hidden.part(start * sizes.hidden, n * sizes.hidden);
             work.project(weights, &rows, n, n, &self.rotation, Standing::Last(positions))?;
             state.rows.append(&work.k_rope, &work.v, n, positions)?;
-            state.index.extend(work, n, positions)?;
+            state.index.extend(work, n, positions, encoder)?;
             // Of the last layer, only the last position is read.
             if !is_last || start + n == m {
                 state
@@ -226,11 +239,14 @@ impl<'a> CudaSession<'a> {
     /// The caches are full.
     pub fn advance(&mut self) -> Result<()> {
         self.positions.iter_mut().try_for_each(|p| p.count(1))?;
+        let recordable = self.layers.iter().all(|l| l.index.is_recordable());
         // What a trace reads cannot be recorded.
         if let Some(mut sink) = self.trace.take() {
             let result = self.launch_step(Some(sink.as_mut()));
             self.trace = Some(sink);
             result?;
+        } else if !recordable {
+            self.launch_step(None)?;
         } else if let Some(recording) = &self.recording {
             recording.replay()?;
         } else {
@@ -258,7 +274,7 @@ impl<'a> CudaSession<'a> {
             work.project(weights, hidden, n, 1, &self.rotation, standing)?;
             state.rows.append(&work.k_rope, &work.v, 1, positions)?;
             state.index.append(work, positions)?;
-            let chosen = state.index.select(work, &state.rows, positions)?;
+            let chosen = state.index.select(work, &state.rows, positions, self.steps)?;
             self.attention
                 .attend(&work.q_rope, &state.rows, positions, chosen)?;
             self.attention.output_rows(&work.attended)?;
