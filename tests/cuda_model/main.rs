@@ -7,6 +7,7 @@ mod common;
 mod emulated;
 mod forward;
 mod golden;
+mod rounded;
 mod session;
 
 use std::process::ExitCode;
