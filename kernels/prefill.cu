@@ -26,8 +26,10 @@ struct Sight {
     // The first position that the one at t sees.
     DEVICE u32 lowest(u32 t) const { return window > 0 && t + 1 > window ? t + 1 - window : 0; }
     DEVICE bool sees(u32 t, u32 position) const { return position <= t && position >= lowest(t); }
-    // Whether one, and whether all of the positions from low to high see one of, or all of, the tile.
-    DEVICE bool any(u32 low, u32 high, u32 tile) const { return tile <= high && tile + PREFILL_KEYS > lowest(low); }
+    // Whether one of the rows at positions low to high sees one of a tile's, and whether all of them see all.
+    DEVICE bool any(u32 low, u32 high, u32 tile) const {
+        return low < end && tile <= high && tile + PREFILL_KEYS > lowest(low);
+    }
     DEVICE bool all(u32 low, u32 high, u32 tile) const {
         return tile + PREFILL_KEYS - 1 <= low && tile >= lowest(high);
     }
@@ -136,6 +138,28 @@ DEVICE void prefill_fill(u16* k, u16* v, const u16* keys, const u16* values, u32
     }
 }
 
+// The weighted means of a warp's rows, from number `first` on.
+template <u32 D>
+DEVICE void prefill_leave(const PrefillRun<D>& run, float* out, u32 first, u32 m, u32 d) {
+UNROLL
+    for (u32 i = 0; i < 4; i++) {
+        u32 row = first + i / 2 * 16 + lane() / 4 + i % 2 * 8;
+        float sum = run.sum[i / 2][i % 2];
+        sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+        float share = 1 / sum;
+        float* to = out + ((u64)row * gridDim.x + blockIdx.x) * d;
+UNROLL
+        for (u32 n = 0; n < D / 8; n++) {
+UNROLL
+            for (u32 e = 0; e < 2; e++) {
+                u32 c = n * 8 + lane() % 4 * 2 + e;
+                if (row < m && c < d) to[c] = run.out[i / 2][n][i % 2 * 2 + e] * share;
+            }
+        }
+    }
+}
+
 // In shared memory: the block's queries, then two tiles of keys and values, rows PITCH apart.
 template <bool BFLOAT, u32 D>
 DEVICE void prefill(u16* shared, const float* queries, const u16* keys, const u16* values, float* out, float scale,
@@ -186,23 +210,7 @@ UNROLL
         prefill_values<BFLOAT, D>(run, scores, k + TILE_OF);
     }
     wait_for_copies<0>();
-UNROLL
-    for (u32 i = 0; i < 4; i++) {
-        u32 row = sight.row + warp() * PREFILL_OWN + i / 2 * 16 + lane() / 4 + i % 2 * 8;
-        float sum = run.sum[i / 2][i % 2];
-        sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-        float share = 1 / sum;
-        float* to = out + ((u64)row * gridDim.x + blockIdx.x) * d;
-UNROLL
-        for (u32 n = 0; n < D / 8; n++) {
-UNROLL
-            for (u32 e = 0; e < 2; e++) {
-                u32 c = n * 8 + lane() % 4 * 2 + e;
-                if (row < m && c < d) to[c] = run.out[i / 2][n][i % 2 * 2 + e] * share;
-            }
-        }
-    }
+    prefill_leave<D>(run, out, sight.row + warp() * PREFILL_OWN, m, d);
 }
 
 #define PREFILL(BF, D)                                                                                          \
@@ -220,51 +228,82 @@ KERNEL(128, 2, prefill_bfloat_128, PREFILL_PARAMETERS(u16)) { PREFILL(true, 128)
 
 // ---- f32 throughout ----
 
+// Rows of a block and keys of a tile, and what lies between two rows of weights.
+constexpr u32 PREFILL_SIDE = 64, PREFILL_WIDE = PREFILL_SIDE + 4;
+
+// A tile of keys or values; beyond the last position the last one again, which no row sees.
+DEVICE void prefill_float_fill(float* rows, const float* from, u32 tile, u32 end, u32 w) {
+    for (u32 i = threadIdx.x; i < PREFILL_SIDE * w / 4; i += 256) {
+        u32 row = i / (w / 4), c = i % (w / 4) * 4;
+        *(float4*)(rows + row * (w + 4) + c) = *(const float4*)(from + (u64)smaller(tile + row, end - 1) * w + c);
+    }
+}
+
+// scores of four rows of q and of the keys b, b + 16, b + 32 and b + 48.
+DEVICE void prefill_float_scores(float (&scores)[4][4], const float* q, const float* rows, u32 b, u32 w) {
+    for (u32 c = 0; c < w; c += 4) {
+        float4 k[4];
+UNROLL
+        for (u32 j = 0; j < 4; j++) k[j] = *(const float4*)(rows + (b + 16 * j) * (w + 4) + c);
+UNROLL
+        for (u32 i = 0; i < 4; i++) {
+            float4 v = *(const float4*)(q + i * (w + 4) + c);
+UNROLL
+            for (u32 j = 0; j < 4; j++) {
+                scores[i][j] += v.x * k[j].x;
+                scores[i][j] += v.y * k[j].y;
+                scores[i][j] += v.z * k[j].z;
+                scores[i][j] += v.w * k[j].w;
+            }
+        }
+    }
+}
+
+// acc of four rows and of the channels with the remainder b by 16 += weights v.
+DEVICE void prefill_float_values(float (&acc)[4][8], const float* weights, const float* rows, u32 b, u32 w) {
+    for (u32 key = 0; key < PREFILL_SIDE; key += 4) {
+        float own[4][4];
+UNROLL
+        for (u32 i = 0; i < 4; i++) {
+            float4 v = *(const float4*)(weights + i * PREFILL_WIDE + key);
+            own[i][0] = v.x, own[i][1] = v.y, own[i][2] = v.z, own[i][3] = v.w;
+        }
+UNROLL
+        for (u32 n = 0; n < 8; n++) {
+UNROLL
+            for (u32 e = 0; e < 4; e++) {
+                float value = b + 16 * n < w ? rows[(key + e) * (w + 4) + b + 16 * n] : 0.0f;
+UNROLL
+                for (u32 i = 0; i < 4; i++) acc[i][n] += own[i][e] * value;
+            }
+        }
+    }
+}
+
 // A block has 64 rows; thread 16 a + b the rows 4 a to 4 a + 3, of a tile the keys and of the output the channels
 // with the remainder b by 16. In shared memory: queries `[64,w + 4]`, a tile of keys or values `[64,w + 4]`, and
 // weights `[64,68]`; w <= 128 is a multiple of 16, and an odd number of 16-byte pieces lies between rows.
 KERNEL(256, 2, prefill_float, PREFILL_PARAMETERS(float), u32 w) {
     DYNAMIC_SHARED(float, q);
-    constexpr u32 SIDE = 64, WIDE = SIDE + 4;
-    Sight sight(SIDE, m, first, window);
-    u32 pitch = w + 4, a = threadIdx.x / 16, b = threadIdx.x % 16;
-    float* const rows = q + SIDE * pitch;
-    float* const weights = rows + SIDE * pitch + a * 4 * WIDE;
+    Sight sight(PREFILL_SIDE, m, first, window);
+    u32 a = threadIdx.x / 16, b = threadIdx.x % 16;
+    float* const rows = q + PREFILL_SIDE * (w + 4);
+    float* const weights = rows + PREFILL_SIDE * (w + 4) + a * 4 * PREFILL_WIDE;
     u64 head = (u64)(head_at + blockIdx.x / r) * capacity * w;
-    keys += head, values += head;
-    for (u32 i = threadIdx.x; i < SIDE * w; i += 256) {
+    for (u32 i = threadIdx.x; i < PREFILL_SIDE * w; i += 256) {
         u32 row = sight.row + i / w, c = i % w;
         bool there = row < sight.rows_end && c < d;
-        q[i / w * pitch + c] = there ? queries[((u64)blockIdx.x * m + row) * d + c] : 0.0f;
+        q[i / w * (w + 4) + c] = there ? queries[((u64)blockIdx.x * m + row) * d + c] : 0.0f;
     }
     float top[4], sum[4] = {}, acc[4][8] = {};
 UNROLL
     for (u32 i = 0; i < 4; i++) top[i] = minus_infinity();
-    for (u32 tile = sight.begin; tile < sight.end; tile += SIDE) {
+    for (u32 tile = sight.begin; tile < sight.end; tile += PREFILL_SIDE) {
         __syncthreads();
-        for (u32 i = threadIdx.x; i < SIDE * w / 4; i += 256) {
-            u32 row = i / (w / 4), c = i % (w / 4) * 4;
-            u64 from = (u64)smaller(tile + row, sight.end - 1) * w + c;
-            *(float4*)(rows + row * pitch + c) = *(const float4*)(keys + from);
-        }
+        prefill_float_fill(rows, keys + head, tile, sight.end, w);
         __syncthreads();
         float scores[4][4] = {};
-        for (u32 c = 0; c < w; c += 4) {
-            float4 k[4];
-UNROLL
-            for (u32 j = 0; j < 4; j++) k[j] = *(const float4*)(rows + (b + 16 * j) * pitch + c);
-UNROLL
-            for (u32 i = 0; i < 4; i++) {
-                float4 v = *(const float4*)(q + (a * 4 + i) * pitch + c);
-UNROLL
-                for (u32 j = 0; j < 4; j++) {
-                    scores[i][j] += v.x * k[j].x;
-                    scores[i][j] += v.y * k[j].y;
-                    scores[i][j] += v.z * k[j].z;
-                    scores[i][j] += v.w * k[j].w;
-                }
-            }
-        }
+        prefill_float_scores(scores, q + a * 4 * (w + 4), rows, b, w);
 UNROLL
         for (u32 i = 0; i < 4; i++) {
             u32 t = first + sight.row + a * 4 + i;
@@ -283,35 +322,15 @@ UNROLL
             for (u32 j = 0; j < 4; j++) {
                 float weight = exp2f(scores[i][j] - shift);
                 sum[i] += weight;
-                weights[i * WIDE + b + 16 * j] = weight;
+                weights[i * PREFILL_WIDE + b + 16 * j] = weight;
             }
 UNROLL
             for (u32 n = 0; n < 8; n++) acc[i][n] *= keep;
         }
         __syncthreads();
-        for (u32 i = threadIdx.x; i < SIDE * w / 4; i += 256) {
-            u32 row = i / (w / 4), c = i % (w / 4) * 4;
-            u64 from = (u64)smaller(tile + row, sight.end - 1) * w + c;
-            *(float4*)(rows + row * pitch + c) = *(const float4*)(values + from);
-        }
+        prefill_float_fill(rows, values + head, tile, sight.end, w);
         __syncthreads();
-        for (u32 key = 0; key < SIDE; key += 4) {
-            float own[4][4];
-UNROLL
-            for (u32 i = 0; i < 4; i++) {
-                float4 v = *(const float4*)(weights + i * WIDE + key);
-                own[i][0] = v.x, own[i][1] = v.y, own[i][2] = v.z, own[i][3] = v.w;
-            }
-UNROLL
-            for (u32 n = 0; n < 8; n++) {
-UNROLL
-                for (u32 e = 0; e < 4; e++) {
-                    float value = b + 16 * n < w ? rows[(key + e) * pitch + b + 16 * n] : 0.0f;
-UNROLL
-                    for (u32 i = 0; i < 4; i++) acc[i][n] += own[i][e] * value;
-                }
-            }
-        }
+        prefill_float_values(acc, weights, rows, b, w);
     }
 UNROLL
     for (u32 i = 0; i < 4; i++) {

@@ -73,6 +73,12 @@ pub fn cases() -> Vec<Case> {
         add(float, [1, 1, 1, 80], 128, 64, Some(64), 1.0);
         add(float, [1, 1, 1, 64], 500, 130, Some(1), 1.0);
         add(float, [1, 1, 1, 96], 40, 63, Some(1000), 1.0);
+        // A warp's first row that sees all of a tile but its last position, and its last row that sees the first one
+        // alone; the same at the other end of a window.
+        add(float, [1, 1, 1, 64], 62, 40, None, 1.0);
+        add(float, [1, 1, 1, 64], 33, 64, None, 1.0);
+        add(float, [1, 1, 1, 64], 192, 64, Some(95), 1.0);
+        add(float, [1, 1, 1, 64], 126, 40, Some(64), 1.0);
         add(float, [1, 1, 1, 64], 60, 150, None, 30.0);
         add(float, [1, 1, 1, 64], 60, 150, None, 0.01);
     }
