@@ -1,6 +1,8 @@
 //! The program with `--device cuda` from end to end, on a driver that runs the kernels on the CPU, and every
 //! way in which a driver can refuse.
 
+mod model;
+
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Output};
 
@@ -44,6 +46,13 @@ fn main() -> ExitCode {
     add("broken_kernel", broken_kernel);
     add("calibrate", calibrate);
     add("bench", bench);
+    add("run", model::run);
+    add("run_rounded", model::run_rounded);
+    add("chat", model::chat);
+    add("eval", model::eval);
+    add("dump", model::dump);
+    add("room", model::room);
+    add("not_finite", model::not_finite);
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 
@@ -118,7 +127,15 @@ fn kvsmith(driver: &Path, wrong: &str, device: &str, out: &Path) -> Output {
             "--wrope-position",
             "64",
         ])
-        .args(["--iterations", "3", "--device", device, "-o"])
+        .args([
+            "--precision",
+            "f32",
+            "--iterations",
+            "3",
+            "--device",
+            device,
+            "-o",
+        ])
         .arg(out)
         .output()
         .expect("kvsmith runs")

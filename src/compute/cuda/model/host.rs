@@ -1,0 +1,317 @@
+//! A conversation whose keys and values stay in the machine's memory, for contexts larger than the GPU's: `--kv host`.
+//!
+//! The index is on the device and chooses there. Of each layer the queries, the new key and value and the chosen
+//! positions come to the CPU, which attends its rows; what it gives goes back. A prompt has one layer's rows on the
+//! device at a time.
+
+use std::io::Write;
+
+use ndarray::{Array1, Array2, ArrayView2, ArrayView3, s};
+use rayon::prelude::*;
+
+use super::forward::StepSpace;
+use super::index::LayerIndex;
+use super::session::{float, groups, write_trace};
+use super::{Body, Prompted, ROWS, Rotation, Standing, Workspace};
+use crate::compute::attention;
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::decode::encode::Encoder;
+use crate::compute::cuda::decode::{Positions, Shape};
+use crate::error::{Error, Result};
+use crate::interrupt;
+use crate::method::Method;
+use crate::model::forward::check_prompt;
+use crate::runner::kv::{KvHead, KvType};
+use crate::runner::{Generate, Options, StaticSet};
+
+/// See [`Generate`].
+pub struct HostSession<'a> {
+    body: Body<'a>,
+    options: Options,
+    shape: Shape,
+    /// One per sliding window that layers have.
+    positions: Vec<Positions<'a>>,
+    layers: Vec<HostLayer<'a>>,
+    rotation: Rotation<'a>,
+    space: StepSpace<'a>,
+    len: usize,
+    steps: usize,
+    /// Sum over steps and layers of the share of rows read.
+    read: f64,
+    trace: Option<Box<dyn Write + 'a>>,
+}
+
+/// The cache and the index of one layer.
+struct HostLayer<'d> {
+    /// Which positions are its own.
+    positions: usize,
+    /// Per KV head.
+    heads: Vec<KvHead>,
+    index: LayerIndex<'d>,
+}
+
+impl<'a> HostSession<'a> {
+    /// Whether a method's index can be on the device without the rows.
+    pub fn can(method: &Method, kv: KvType) -> bool {
+        LayerIndex::can(method) && float(kv).is_some() && !matches!(method, Method::Topk)
+    }
+
+    /// Empty caches with room for `capacity` positions.
+    ///
+    /// # Errors
+    /// No memory for the index.
+    pub fn new(body: Body<'a>, method: &Method, options: Options, capacity: usize) -> Result<Self> {
+        let driver = body.driver;
+        let shape = body.sizes().shape(1, capacity).checked()?;
+        let (positions, limits, places) = groups(driver, shape, &options, &body.config.windows)?;
+        let mut layers: Vec<HostLayer<'a>> = Vec::new();
+        for (i, at) in places.into_iter().enumerate() {
+            let like = layers.iter().find(|l| l.positions == at).map(|l| &l.index);
+            let index = LayerIndex::new(driver, shape, &limits[at], method, i, like)?;
+            let head = |_| KvHead::new(options.kv, shape.head_dim, capacity, options.packed);
+            layers.push(HostLayer {
+                positions: at,
+                heads: (0..shape.kv_heads).map(head).collect(),
+                index,
+            });
+        }
+        Ok(Self {
+            rotation: Rotation::new(driver, &body.rope, 0, shape.capacity)?,
+            space: StepSpace::new(&body, 1)?,
+            body,
+            options,
+            shape,
+            positions,
+            layers,
+            len: 0,
+            steps: 0,
+            read: 0.0,
+            trace: None,
+        })
+    }
+
+    /// A prompt's rows through one layer; the positions are as far as before in the end.
+    fn prompt_layer(&mut self, index: usize, pass: &mut Pass<'_>, m: usize) -> Result<()> {
+        let (sizes, first) = (self.body.sizes(), self.len);
+        let is_last = index + 1 == self.layers.len();
+        let (weights, state) = (&self.body.layers[index], &mut self.layers[index]);
+        let positions = &mut self.positions[state.positions];
+        pass.prompted.clear()?;
+        pass.put_cached(&state.heads, first)?;
+        for start in (0..m).step_by(ROWS) {
+            interrupt::check()?;
+            let n = ROWS.min(m - start);
+            positions.set(&[(first + start) as u32])?;
+            positions.advance(n)?;
+            let (work, rows) = (&pass.work, pass.hidden.part(start * sizes.hidden, n * sizes.hidden));
+            let standing = Standing::Last(positions);
+            work.project(weights, &rows, n, n, &self.rotation, standing)?;
+            pass.prompted.append(&work.k_rope, &work.v, n)?;
+            state.index.extend(work, n, positions, pass.encoder.as_ref())?;
+            store(&mut state.heads, work, n)?;
+            // Of the last layer, only the last position is read.
+            if !is_last || start + n == m {
+                let (at, out) = (first + start, &work.attended);
+                pass.prompted.attend(&work.q_rope, n, at, weights.window, out)?;
+                work.finish(weights, &rows, n)?;
+                self.space.watch.look(&rows, n * sizes.hidden, index)?;
+            }
+        }
+        let (rows, work) = (&pass.prompted.rows, &pass.work);
+        state.index.end_of_prompt(rows, work, first, m, positions)
+    }
+
+    /// Norm and logits of one row of hidden states; waits for the device.
+    fn logits(&self, work: &Workspace<'_>, hidden: &Buffer<'_, f32>) -> Result<Array1<f32>> {
+        let vocab = self.body.config.vocab_size;
+        self.body.ends.logits(work, hidden, 1, &self.space.logits)?;
+        self.space
+            .watch
+            .look(&self.space.logits, vocab, self.layers.len())?;
+        self.space.watch.check(&self.body)?;
+        Ok(Array1::from(self.space.logits.read_part(0, vocab)?))
+    }
+
+    /// The attention of one layer for the last position; the positions chosen per KV head.
+    fn attend(&mut self, index: usize) -> Result<Vec<Vec<u32>>> {
+        let (shape, work, step) = (self.shape, &self.space.work, self.steps);
+        let state = &mut self.layers[index];
+        let positions = &self.positions[state.positions];
+        state.index.append(work, positions)?;
+        // Queued before the reads, so that it runs while these wait.
+        let chosen = state.index.select(work, None, positions, step)?;
+        store(&mut state.heads, work, 1)?;
+        let (r, d) = (shape.group, shape.head_dim);
+        let queries = work.q_rope.read_part(0, shape.query_heads() * d)?;
+        let chosen = match chosen {
+            Some(chosen) => chosen.read()?,
+            None => positions.between()?,
+        };
+        let window = self.body.config.windows[index];
+        let set = StaticSet::at(self.len, window, self.options.sinks, self.options.window);
+        let mut out = vec![0.0f32; queries.len()];
+        let heads = state.heads.par_iter().zip(&chosen).zip(queries.par_chunks(r * d));
+        heads
+            .zip(out.par_chunks_mut(r * d))
+            .try_for_each(|(((kv, chosen), queries), out)| {
+                let queries = ArrayView2::from_shape((r, d), queries).map_err(shape_error)?;
+                let mut rows = Array2::zeros((r, d));
+                attention::decode(queries, kv.keys(), kv.values(), &set.merge(chosen), rows.view_mut());
+                out.copy_from_slice(rows.as_slice().unwrap_or(&[]));
+                Ok::<(), Error>(())
+            })?;
+        let read: usize = chosen.iter().map(|chosen| set.len() + chosen.len()).sum();
+        self.read += read as f64 / (set.visible().len() * chosen.len()) as f64;
+        work.attended.write(&out)?;
+        Ok(chosen)
+    }
+}
+
+/// A prompt on its way through the layers.
+struct Pass<'d> {
+    work: Workspace<'d>,
+    hidden: Buffer<'d, f32>,
+    prompted: Prompted<'d>,
+    encoder: Option<Encoder<'d>>,
+}
+
+impl Pass<'_> {
+    /// The rows of earlier positions, as the caches hold them.
+    fn put_cached(&mut self, heads: &[KvHead], first: usize) -> Result<()> {
+        let work = &self.work;
+        let room = work.rows();
+        for start in (0..first).step_by(room) {
+            let n = room.min(first - start);
+            for (to, is_key) in [(&work.k_rope, true), (&work.v, false)] {
+                let mut rows = Vec::new();
+                for kv in heads {
+                    let from = if is_key { kv.keys() } else { kv.values() };
+                    let mut scratch = vec![0.0; self.prompted.shape.head_dim];
+                    for p in start..start + n {
+                        rows.extend_from_slice(from.row(p, &mut scratch));
+                    }
+                }
+                to.write(&rows)?;
+            }
+            self.prompted.append(&work.k_rope, &work.v, n)?;
+        }
+        Ok(())
+    }
+}
+
+/// Takes the keys and values of the last `n` positions, `[g,n,d]`, into the caches; waits for the device.
+fn store(heads: &mut [KvHead], work: &Workspace<'_>, n: usize) -> Result<()> {
+    let (g, d) = (heads.len(), work.sizes.head_dim);
+    let keys = work.k_rope.read_part(0, g * n * d)?;
+    let values = work.v.read_part(0, g * n * d)?;
+    let keys = ArrayView3::from_shape((g, n, d), &keys).map_err(shape_error)?;
+    let values = ArrayView3::from_shape((g, n, d), &values).map_err(shape_error)?;
+    heads.par_iter_mut().enumerate().for_each(|(c, kv)| {
+        kv.extend(keys.slice(s![c, .., ..]), values.slice(s![c, .., ..]));
+    });
+    Ok(())
+}
+
+fn shape_error(e: ndarray::ShapeError) -> Error {
+    Error::failed(format!("CUDA: {e}"))
+}
+
+impl<'a> Generate<'a> for HostSession<'a> {
+    fn prefill(&mut self, ids: &[u32]) -> Result<Array1<f32>> {
+        check_prompt(ids)?;
+        self.body.check_ids(ids)?;
+        let (driver, sizes, m) = (self.body.driver, self.body.sizes(), ids.len());
+        let kind = float(self.options.kv).ok_or_else(|| Error::failed("CUDA: the cache is not of a float type"))?;
+        let chunk = ROWS.min(self.len + m);
+        let encoder = match self.layers.first() {
+            Some(layer) => layer.index.encoder(driver, self.shape, chunk)?,
+            None => None,
+        };
+        let mut pass = Pass {
+            work: self.body.workspace(chunk)?,
+            hidden: Buffer::new(driver, "hidden states", m * sizes.hidden)?,
+            prompted: Prompted::new(driver, &sizes, kind, self.len + m)?,
+            encoder,
+        };
+        let ids = Buffer::of(driver, "ids", ids)?;
+        self.body.ends.embed(&ids, m, &pass.hidden)?;
+        for index in 0..self.layers.len() {
+            self.prompt_layer(index, &mut pass, m)?;
+        }
+        self.len += m;
+        let len = self.len as u32;
+        self.positions.iter_mut().try_for_each(|p| p.set(&[len]))?;
+        let last = pass.hidden.part((m - 1) * sizes.hidden, sizes.hidden);
+        self.logits(&pass.work, &last)
+    }
+
+    fn step(&mut self, id: u32) -> Result<Array1<f32>> {
+        self.body.check_ids(&[id])?;
+        self.positions.iter_mut().try_for_each(|p| p.advance(1))?;
+        self.space.ids.write(&[id])?;
+        self.body.ends.embed(&self.space.ids, 1, &self.space.hidden)?;
+        for index in 0..self.layers.len() {
+            let (weights, space) = (&self.body.layers[index], &self.space);
+            let standing = Standing::Last(&self.positions[self.layers[index].positions]);
+            space
+                .work
+                .project(weights, &space.hidden, 1, 1, &self.rotation, standing)?;
+            let chosen = self.attend(index)?;
+            let (weights, space) = (&self.body.layers[index], &self.space);
+            space.work.finish(weights, &space.hidden, 1)?;
+            space
+                .watch
+                .look(&space.hidden, self.body.config.hidden_size, index)?;
+            if let Some(sink) = &mut self.trace {
+                write_trace(sink, self.steps, index, &chosen)?;
+            }
+        }
+        self.len += 1;
+        self.steps += 1;
+        self.logits(&self.space.work, &self.space.hidden)
+    }
+
+    fn trace(&mut self, sink: Box<dyn Write + 'a>) {
+        self.trace = Some(sink);
+    }
+
+    fn finish_trace(&mut self) -> Result<()> {
+        crate::runner::finish_trace(&mut self.trace)
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn kv_type(&self) -> KvType {
+        self.options.kv
+    }
+
+    fn is_stop_token(&self, id: u32) -> bool {
+        self.body.config.eos_token_ids.contains(&id)
+    }
+
+    fn kv_read_fraction(&self) -> Result<f64> {
+        match self.steps * self.layers.len() {
+            0 => Ok(1.0),
+            count => Ok(self.read / count as f64),
+        }
+    }
+
+    fn exact_dot_fraction(&self) -> f64 {
+        0.0
+    }
+
+    fn bypass_fraction(&self) -> f64 {
+        0.0
+    }
+
+    fn kv_bytes(&self) -> usize {
+        let heads = self.layers.iter().flat_map(|l| &l.heads);
+        heads.map(KvHead::bytes).sum()
+    }
+
+    fn index_bytes(&self) -> usize {
+        self.layers.iter().map(|l| l.index.bytes()).sum()
+    }
+}

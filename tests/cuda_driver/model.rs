@@ -1,0 +1,280 @@
+//! Commands that run the model: on the stand-in's GPU the same as on the CPU.
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use kvsmith::dump::{Dump, State};
+use serde_json::Value;
+
+use super::{root, stderr};
+
+const METHODS: [&str; 10] = [
+    "full",
+    "topk",
+    "streaming",
+    "random",
+    "a2ats",
+    "selfindex",
+    "lfps",
+    "ctkvr",
+    "quest",
+    "snapkv",
+];
+
+fn command(driver: &Path, arguments: &str) -> Command {
+    let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvsmith"));
+    command
+        .current_dir(root())
+        .env("LD_LIBRARY_PATH", format!("{}:{path}", driver.display()))
+        .args(arguments.split_whitespace());
+    command
+}
+
+fn output(driver: &Path, arguments: &str) -> Output {
+    command(driver, arguments).output().expect("kvsmith runs")
+}
+
+/// The one JSON document of a run that succeeded.
+fn json(driver: &Path, arguments: &str) -> Value {
+    let output = output(driver, arguments);
+    assert!(output.status.success(), "{arguments}: {}", stderr(&output));
+    serde_json::from_slice(&output.stdout).expect("one JSON document")
+}
+
+/// A folder with an artifact of the bundled model and the beginning of the demo's prompt.
+fn scratch(driver: &Path) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path().display();
+    let made = output(
+        driver,
+        &format!(
+            "calibrate --device cpu --model calib-data/model --text calib-data/text.txt --max-tokens 2048 --uuid-tokens 0 \
+             --seq-len 512 --wrope-position 128 --size 32 --iterations 3 -o {at}/a.safetensors"
+        ),
+    );
+    assert!(made.status.success(), "{}", stderr(&made));
+    let prompt = std::fs::read_to_string(root().join("calib-data/demo-prompt.txt")).unwrap();
+    std::fs::write(dir.path().join("prompt"), &prompt[..1000]).unwrap();
+    dir
+}
+
+/// Every method: the same tokens and the same positions, and what is counted of them.
+pub fn run(driver: &Path) {
+    let dir = scratch(driver);
+    let at = dir.path().display();
+    for method in METHODS {
+        let run = |device: &str| {
+            let trace = format!("{at}/{method}-{device}");
+            let result = json(
+                driver,
+                &format!(
+                    "run -q --json --model calib-data/model --artifact {at}/a.safetensors --prompt-file {at}/prompt \
+                     --method {method} --budget 0.1 --window 16 --max-new 6 --kv f32 --precision f32 --ignore-eos \
+                     --device {device} --trace {trace}"
+                ),
+            );
+            (result, std::fs::read_to_string(trace).unwrap())
+        };
+        let ((cuda, cuda_trace), (cpu, cpu_trace)) = (run("cuda"), run("cpu"));
+        assert_eq!(cuda["device"], "cuda");
+        assert_eq!(cuda["ids"], cpu["ids"], "{method}");
+        assert_eq!(cuda_trace, cpu_trace, "{method}");
+        assert_eq!(cuda_trace.lines().count(), 5 * 4 * 2, "{method}");
+        for key in ["kv_read_fraction", "exact_dot_fraction", "bypass_fraction"] {
+            let (a, b) = (cuda[key].as_f64().unwrap(), cpu[key].as_f64().unwrap());
+            assert!((a - b).abs() < 1e-9, "{method} {key}: {a} {b}");
+        }
+    }
+}
+
+/// What a user gets who says nothing: a cache of bf16, products on the tensor cores, steps that are recorded.
+pub fn run_rounded(driver: &Path) {
+    let dir = scratch(driver);
+    let at = dir.path().display();
+    let run = |more: &str| {
+        let common = format!(
+            "run --json --model calib-data/model --artifact {at}/a.safetensors --prompt-file {at}/prompt --max-new 8 {more}"
+        );
+        json(driver, &common)
+    };
+    let cuda = run("--device cuda --method full");
+    assert_eq!(cuda["ids"], run("--device cpu --method full")["ids"]);
+    // 2 bytes for K and V, of 4 layers with 2 heads of 64, at every position that there is room for.
+    let room = cuda["prompt_tokens"].as_u64().unwrap() + 8;
+    assert_eq!(cuda["kv_bytes"], room.next_multiple_of(8) * 2 * 2 * 4 * 2 * 64);
+    let sparse = run("--device cuda --budget 0.1");
+    assert_eq!(sparse["method"], "a2ats");
+    let read = sparse["kv_read_fraction"].as_f64().unwrap();
+    assert!(read > 0.1 && read < 0.5, "{read}");
+    // What the 2-bit cache of the CPU gives.
+    let packed = run("--device cuda --method selfindex --kv 2bit --precision f32");
+    let expected = run("--device cpu --method selfindex --kv 2bit");
+    assert_eq!(packed["ids"], expected["ids"]);
+    assert_eq!(packed["kv_bytes"], expected["kv_bytes"]);
+    // Sampling sees the same logits.
+    let sampled = |device| {
+        run(&format!(
+            "--device {device} --method topk --kv f32 --precision f32 --temperature 0.7"
+        ))
+    };
+    assert_eq!(sampled("cuda")["ids"], sampled("cpu")["ids"]);
+}
+
+/// Turns continue the cache on the device.
+pub fn chat(driver: &Path) {
+    let dir = scratch(driver);
+    let at = dir.path().display();
+    let turns: Vec<Vec<u32>> = vec![(3..90).collect(), (40..60).collect(), vec![7, 8, 9]];
+    std::fs::write(
+        dir.path().join("turns.json"),
+        serde_json::to_string(&turns).unwrap(),
+    )
+    .unwrap();
+    for method in ["full", "topk", "a2ats", "selfindex", "lfps"] {
+        let run = |device: &str| {
+            json(
+                driver,
+                &format!(
+                    "run -q --json --chat --model calib-data/model --artifact {at}/a.safetensors --tokens {at}/turns.json \
+                     --method {method} --budget 0.2 --window 8 --max-new 4 --ignore-eos --kv f32 --precision f32 \
+                     --device {device}"
+                ),
+            )
+        };
+        let (cuda, cpu) = (run("cuda"), run("cpu"));
+        assert_eq!(cuda["turns"].as_array().unwrap().len(), 3);
+        assert_eq!(cuda["ids"], cpu["ids"], "{method}");
+    }
+}
+
+/// All numbers of `eval` agree.
+pub fn eval(driver: &Path) {
+    let dir = scratch(driver);
+    let at = dir.path().display();
+    let run = |device: &str| {
+        json(
+            driver,
+            &format!(
+                "eval -q --json --model calib-data/model --artifact {at}/a.safetensors --text calib-data/heldout.txt \
+                 --max-tokens 400 --seq-len 200 --decode 4 --turns 2 --methods a2ats,selfindex,lfps --budgets 0.1,0.3 \
+                 --window 16 --kv f32 --precision f32 --device {device}"
+            ),
+        )
+    };
+    let (cuda, cpu) = (run("cuda"), run("cpu"));
+    assert_eq!(cuda["device"], "cuda");
+    let rows = |result: &Value| result["rows"].as_array().unwrap().clone();
+    assert_eq!(rows(&cuda).len(), 6);
+    for (cuda, cpu) in rows(&cuda).iter().zip(&rows(&cpu)) {
+        for key in ["recall", "mass", "output_error", "kl", "kv_read_fraction"] {
+            let (a, b) = (cuda[key].as_f64().unwrap(), cpu[key].as_f64().unwrap());
+            assert!((a - b).abs() <= 1e-3 * b.abs() + 1e-6, "{key}: {a} {b}");
+        }
+    }
+}
+
+/// Captured states agree to rounding, and with 16-bit products to that of their inputs.
+pub fn dump(driver: &Path) {
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path().display();
+    let dump = |name: &str, more: &str| {
+        let made = output(
+            driver,
+            &format!(
+                "dump -q --model calib-data/model --text calib-data/text.txt --max-tokens 240 --seq-len 120 --uuid-tokens 0 \
+                 --wrope-position 64 --queries --values --dtype f32 {more} -o {at}/{name}"
+            ),
+        );
+        assert!(made.status.success(), "{}", stderr(&made));
+        Dump::open(&dir.path().join(name)).unwrap()
+    };
+    let cpu = dump("cpu", "--device cpu");
+    let bound = |more: &str| if more.contains("f32") { 1e-4 } else { 0.05 };
+    for (name, more) in [
+        ("exact", "--device cuda --precision f32"),
+        ("rounded", "--device cuda"),
+    ] {
+        let cuda = dump(name, more);
+        let (mut worst, mut checked) = (0f32, 0);
+        for layer in 0..4 {
+            for head in 0..2 {
+                let keys = |dump: &Dump| {
+                    dump.layer(layer)
+                        .unwrap()
+                        .read(State::KPre, head, 0, 240)
+                        .unwrap()
+                };
+                let (a, b) = (keys(&cuda), keys(&cpu));
+                let size = b.iter().fold(0f32, |m, v| m.max(v.abs()));
+                let off = (&a - &b).iter().fold(0f32, |m, v| m.max(v.abs()));
+                worst = worst.max(off / size);
+                checked += a.len();
+            }
+        }
+        assert_eq!(checked, 4 * 2 * 240 * 64);
+        assert!(worst <= bound(more), "{name}: {worst}");
+        assert_eq!(worst > 1e-4, name == "rounded", "{name}: {worst}");
+    }
+}
+
+/// What does not fit is said with what would.
+pub fn room(driver: &Path) {
+    let long: Vec<Vec<u32>> = vec![vec![5; 4]];
+    let dir = tempfile::tempdir().unwrap();
+    let tokens = dir.path().join("tokens.json");
+    std::fs::write(&tokens, serde_json::to_string(&long).unwrap()).unwrap();
+    // The stand-in has 256 MiB.
+    let failed = output(
+        driver,
+        &format!(
+            "run --model calib-data/model --tokens {} --method full --device cuda --max-new 200000",
+            tokens.display()
+        ),
+    );
+    let text = stderr(&failed);
+    assert_eq!(failed.status.code(), Some(1), "{text}");
+    assert!(
+        text.contains("out of GPU memory: a KV cache of 200004 positions needs"),
+        "{text}"
+    );
+    assert!(text.contains("positions would fit"), "{text}");
+    assert!(text.contains("hint: "), "{text}");
+}
+
+/// A checkpoint with a NaN is named, as on the CPU.
+pub fn not_finite(driver: &Path) {
+    let dir = tempfile::tempdir().unwrap();
+    let from = root().join("tests/fixtures/golden/llama_default");
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(from.join(name), dir.path().join(name)).unwrap();
+    }
+    let path = dir.path().join("model.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let header: usize = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let names: Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
+    let start = names["model.layers.1.mlp.up_proj.weight"]["data_offsets"][0]
+        .as_u64()
+        .unwrap() as usize;
+    // bf16.
+    bytes[8 + header + start..][..2].copy_from_slice(&0x7fc0u16.to_le_bytes());
+    std::fs::write(&path, bytes).unwrap();
+    let tokens = dir.path().join("tokens.json");
+    std::fs::write(&tokens, "[[3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20]]").unwrap();
+    for method in ["full", "quest"] {
+        let failed = command(
+            driver,
+            &format!(
+                "run --model {} --tokens {} --method {method} --device cuda --max-new 3",
+                dir.path().display(),
+                tokens.display()
+            ),
+        )
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+        let text = stderr(&failed);
+        assert_eq!(failed.status.code(), Some(1), "{text}");
+        assert!(text.contains("model.layers.1.mlp.up_proj.weight"), "{text}");
+    }
+}
