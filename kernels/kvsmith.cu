@@ -11,6 +11,8 @@
 #include "means.cu"
 #include "nearest.cu"
 #include "nearest_fast.cu"
+#include "pack_rows.cu"
+#include "prompt.cu"
 #include "second_moment.cu"
 #include "select_a2ats.cu"
 #include "select_a2ats_prompt.cu"

@@ -7,6 +7,7 @@ mod attend;
 mod emulated;
 mod encode;
 mod packed;
+mod prompt;
 mod signs;
 mod simple;
 mod topk;
@@ -74,6 +75,12 @@ fn main() -> ExitCode {
             add(
                 format!("simple::{}", case.name),
                 Box::new(move |driver| simple::check(driver, &case)),
+            );
+        }
+        for case in prompt::cases() {
+            add(
+                format!("prompt::{}", case.name),
+                Box::new(move |driver| prompt::check(driver, &case)),
             );
         }
         for case in packed::cases() {

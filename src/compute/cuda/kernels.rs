@@ -3,7 +3,7 @@
 include!(concat!(env!("OUT_DIR"), "/kernel_image.rs"));
 
 /// Every kernel.
-pub const NAMES: [&str; 68] = [
+pub const NAMES: [&str; 75] = [
     "add_runs",
     "append_rows",
     "append_signs",
@@ -24,6 +24,7 @@ pub const NAMES: [&str; 68] = [
     "centroid_biases",
     "channel_mean",
     "channel_ranked",
+    "clear_rows",
     "codeword_scores",
     "count_best",
     "count_candidates",
@@ -40,6 +41,7 @@ pub const NAMES: [&str; 68] = [
     "halve_rows",
     "hand_over",
     "inertia",
+    "keep_full",
     "largest",
     "list_best",
     "list_recent",
@@ -51,18 +53,22 @@ pub const NAMES: [&str; 68] = [
     "nearest_codewords",
     "nearest_fast",
     "nearest_listed",
+    "pack_rows",
     "pad_rows",
     "place_centroids",
+    "query_keys",
     "rank_codewords",
     "read_all",
     "second_moment",
     "settle",
     "settle_codes",
+    "sign_centroids",
     "sign_keys",
     "sign_sums",
     "sign_tables",
     "square_sums",
     "start_rows",
+    "store_channels",
     "subtract",
     "sum_rows",
     "take_codewords",
@@ -72,10 +78,11 @@ pub const NAMES: [&str; 68] = [
     "whiten",
     "whiten_keys",
     "whiten_last",
+    "widen_rows",
 ];
 
 /// The files of the module, by the name in their `#include`.
-const FILES: [(&str, &str); 23] = [
+const FILES: [(&str, &str); 25] = [
     ("common.h", include_str!("../../../kernels/common.h")),
     ("tensor.h", include_str!("../../../kernels/tensor.h")),
     ("attend.h", include_str!("../../../kernels/attend.h")),
@@ -104,6 +111,8 @@ const FILES: [(&str, &str); 23] = [
         "nearest_fast.cu",
         include_str!("../../../kernels/nearest_fast.cu"),
     ),
+    ("pack_rows.cu", include_str!("../../../kernels/pack_rows.cu")),
+    ("prompt.cu", include_str!("../../../kernels/prompt.cu")),
     (
         "second_moment.cu",
         include_str!("../../../kernels/second_moment.cu"),

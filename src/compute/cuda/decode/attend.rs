@@ -23,7 +23,7 @@ pub const fn shared_bytes(w: usize) -> usize {
 /// The cached keys and values of one layer, `[b,g,capacity,w]` each; channels beyond the head's are zeros.
 pub struct LayerRows<'d> {
     driver: &'d dyn Driver,
-    shape: Shape,
+    pub(super) shape: Shape,
     pub(super) float: Float,
     pub(super) keys: Buffer<'d, u8>,
     pub(super) values: Buffer<'d, u8>,
