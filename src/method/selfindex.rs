@@ -490,6 +490,11 @@ impl SelfIndex {
         }
     }
 
+    /// The centroids, `[d/4,16,4]`.
+    pub fn centroids(&self) -> &[f32] {
+        &self.centroids
+    }
+
     /// Scores of `candidates`: `[candidates]`.
     ///
     /// # Shapes

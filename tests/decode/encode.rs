@@ -57,15 +57,13 @@ pub fn cases() -> Vec<Case> {
         // Every second codeword again; so many times that only all scores decide.
         case("twins", [1, 2, 64], 300, 2, &[100], 256),
         case("copies", [1, 2, 64], 320, 10, &[100], 30),
-        // Scores that differ by little more than the rounding of f32, and of f16.
+        // Scores that differ by little more than the rounding of f32.
         Case {
             tilt: 2f32.powi(-20),
             ..case("near_ties", [1, 2, 128], 300, 3, &[120], 256)
         },
-        Case {
-            tilt: 2f32.powi(-8),
-            ..case("near_ties_of_f16", [2, 1, 128], 400, 4, &[120], 256)
-        },
+        // So many codewords in so few channels that f16 does not tell which is nearest.
+        case("close", [1, 2, 8], 3000, 1, &[150], 256),
         Case {
             extremes: true,
             ..case("extremes", [1, 1, 80], 200, 1, &[90], 256)
@@ -136,7 +134,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         match (case.copies, case.extremes) {
             (10, _) => assert!(listed.iter().all(|n| *n as usize == m % case.rows), "{listed:?}"),
             (_, true) => assert!(listed.iter().all(|n| *n > 0 && *n < 20), "{listed:?}"),
-            (1, _) if case.size > 1 => assert!(listed.iter().all(|n| *n < m as u32 / 8 + 1), "{listed:?}"),
+            (1, _) if d > 8 => assert!(listed.iter().all(|n| *n < m as u32 / 8 + 1), "{listed:?}"),
             _ => {}
         }
         for i in 0..m {

@@ -9,6 +9,7 @@ mod encode;
 mod linear;
 mod packed;
 mod prefill;
+mod prompt;
 mod signs;
 mod simple;
 mod topk;
@@ -91,6 +92,12 @@ fn main() -> ExitCode {
             add(
                 format!("simple::{}", case.name),
                 Box::new(move |driver| simple::check(driver, &case)),
+            );
+        }
+        for case in prompt::cases() {
+            add(
+                format!("prompt::{}", case.name),
+                Box::new(move |driver| prompt::check(driver, &case)),
             );
         }
         for case in packed::cases() {

@@ -87,6 +87,12 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
         Arg::address(self.address)
     }
 
+    /// The pointer to value number `at`.
+    pub fn arg_at(&self, at: usize) -> Arg {
+        debug_assert!(at <= self.len, "a place beyond the end of the buffer: {at}");
+        Arg::address(self.address + (at * size_of::<T>()) as u64)
+    }
+
     /// Sets the first values.
     pub fn write(&self, values: &[T]) -> Result<()> {
         assert!(values.len() <= self.len, "more values than the buffer has");

@@ -10,6 +10,7 @@ pub mod attend;
 mod best;
 pub mod encode;
 pub mod packed;
+pub mod prompt;
 pub mod signs;
 pub mod simple;
 pub mod topk;

@@ -3,11 +3,11 @@
 use half::f16;
 
 use super::super::buffer::Buffer;
-use super::super::driver::Driver;
-use super::Shape;
+use super::super::driver::{self, Arg, Driver};
 use super::signs::{FULL, HeadSigns, Signs};
+use super::{Positions, Shape};
 use crate::error::{Error, Result};
-use crate::runner::packed::Packed;
+use crate::runner::packed::{Packed, QUANT_GROUP};
 
 /// The cached keys and values of one layer in 2 bits.
 pub struct PackedLayer<'d> {
@@ -73,6 +73,99 @@ impl<'d> PackedLayer<'d> {
             full: [full(0)?, full(1)?],
             is_signed: parts.iter().all(|part| part.signed),
         })
+    }
+
+    /// Room for the cache of a prompt.
+    ///
+    /// # Errors
+    /// Channels that do not come in eights; no memory.
+    pub fn new(driver: &'d dyn Driver, shape: Shape) -> Result<Self> {
+        let shape = shape.checked()?;
+        let (d, heads) = (shape.head_dim, shape.heads());
+        if !d.is_multiple_of(8) {
+            return Err(Error::failed(format!(
+                "CUDA: a 2-bit cache needs a head dimension that is a multiple of 8, not {d}"
+            )));
+        }
+        let rows = heads * shape.capacity;
+        let bits = || Buffer::zeros(driver, "2-bit rows", rows * d / 4);
+        let params = || {
+            let groups = d.div_ceil(QUANT_GROUP);
+            Buffer::zeros(driver, "scales of 2-bit rows", rows * groups * 2)
+        };
+        let full = || Buffer::zeros(driver, "rows in half precision", heads * FULL * d);
+        Ok(Self {
+            signs: Signs::new(driver, shape)?,
+            bits: [bits()?, bits()?],
+            params: [params()?, params()?],
+            alpha: Buffer::of(driver, "scales of channels", &vec![1.0; heads * d])?,
+            full: [full()?, full()?],
+            is_signed: true,
+        })
+    }
+
+    /// The last `m` positions' rows, `[b,g,m,d]` each, with the centre and the scale of the prompt; `positions` counts
+    /// them already.
+    ///
+    /// # Numerics
+    /// The rows of [`Packed::extend`] for finite values, bit for bit.
+    pub fn append(
+        &self,
+        keys: &Buffer<'_, f32>,
+        values: &Buffer<'_, f32>,
+        m: usize,
+        positions: &Positions<'_>,
+    ) -> Result<()> {
+        self.signs.append(keys, m, positions)?;
+        let shape = &self.signs.shape;
+        for (i, rows) in [keys, values].into_iter().enumerate() {
+            let heads = [0, shape.kv_heads, shape.sequences];
+            self.pack(i, rows.arg(), heads, [m, shape.head_dim], positions.lens.arg())?;
+        }
+        Ok(())
+    }
+
+    /// Keys (0) or values (1) of the last `m` positions, `[sequences,heads,m,w]`, of the KV heads from `first` on.
+    pub(super) fn pack(
+        &self,
+        i: usize,
+        rows: Arg,
+        [first, heads, sequences]: [usize; 3],
+        [m, w]: [usize; 2],
+        lens: Arg,
+    ) -> Result<()> {
+        let shape = &self.signs.shape;
+        let (d, groups) = (shape.head_dim, shape.head_dim.div_ceil(QUANT_GROUP));
+        let channels = match i {
+            0 => [&self.signs.centre, &self.alpha].map(|buffer| buffer.arg_at(first * d)),
+            _ => [Arg::address(0); 2],
+        };
+        let args = [
+            rows,
+            channels[0],
+            channels[1],
+            lens,
+            self.bits[i].arg_at(first * shape.capacity * (d / 4)),
+            self.params[i].arg_at(first * shape.capacity * groups * 2),
+            Arg::u32(usize::from(self.is_signed)),
+            Arg::u32(m),
+            Arg::u32(d),
+            Arg::u32(w),
+            Arg::u32(shape.capacity),
+        ];
+        let blocks = (m * groups).div_ceil(8);
+        driver::launch(self.signs.driver, "pack_rows", [blocks, heads, sequences], &args)
+    }
+
+    /// Keys (0) or values (1) as they are held: bits `[b,g,capacity,d/4]` bytes, scales and zero points
+    /// `[b,g,capacity,groups,2]`, and rows in half precision `[b,g,FULL,d]`; waits for the device.
+    pub fn read(&self, i: usize) -> Result<(Vec<u8>, Vec<f16>, Vec<f16>)> {
+        Ok((self.bits[i].read()?, self.params[i].read()?, self.full[i].read()?))
+    }
+
+    /// The largest magnitudes of the channels, `[b,g,d]`; waits for the device.
+    pub fn alpha(&self) -> Result<Vec<f32>> {
+        self.alpha.read()
     }
 }
 

@@ -22,7 +22,7 @@ pub struct HeadSigns<'a> {
 
 /// The signs of one layer's cached keys.
 pub struct Signs<'d> {
-    driver: &'d dyn Driver,
+    pub(super) driver: &'d dyn Driver,
     pub(super) shape: Shape,
     /// `[b,g,capacity,pitch / 4]`.
     pub(super) signs: Buffer<'d, u32>,
@@ -74,6 +74,37 @@ impl<'d> Signs<'d> {
         })
     }
 
+    /// Room for the signs of a prompt.
+    ///
+    /// # Errors
+    /// Channels that do not come in fours; no memory.
+    pub fn new(driver: &'d dyn Driver, shape: Shape) -> Result<Self> {
+        let shape = shape.checked()?;
+        let (d, heads) = (shape.head_dim, shape.heads());
+        if !d.is_multiple_of(4) {
+            return Err(Error::failed(format!(
+                "CUDA: signs need a head dimension that is a multiple of 4, not {d}"
+            )));
+        }
+        Ok(Self {
+            driver,
+            shape,
+            signs: Buffer::zeros(driver, "signs", heads * shape.capacity * words(&shape))?,
+            centre: Buffer::zeros(driver, "centres", heads * d)?,
+            full: Buffer::zeros(driver, "positions that come first", heads * FULL)?,
+            full_count: Buffer::zeros(driver, "their numbers", heads)?,
+        })
+    }
+
+    /// Centres `[b,g,d]`, signs `[b,g,capacity]` rows of words, and the positions that come first, per KV head; waits for
+    /// the device.
+    pub fn read(&self) -> Result<(Vec<f32>, Vec<u32>, Vec<Vec<u32>>)> {
+        let (full, counts) = (self.full.read()?, self.full_count.read()?);
+        let full = full.chunks(FULL).zip(counts);
+        let full = full.map(|(full, n)| full[..FULL.min(n as usize)].to_vec());
+        Ok((self.centre.read()?, self.signs.read()?, full.collect()))
+    }
+
     /// Random signs, for a benchmark; channels come in 32s.
     pub fn fill(&self, seed: u32) -> Result<()> {
         fill(self.driver, &self.signs, self.signs.len(), Random::Bits, seed)
@@ -95,6 +126,7 @@ impl<'d> Signs<'d> {
             self.signs.arg(),
             Arg::u32(m),
             Arg::u32(shape.head_dim),
+            Arg::u32(shape.head_dim),
             Arg::u32(self.pitch()),
             Arg::u32(shape.capacity),
         ];
@@ -115,7 +147,7 @@ fn words(shape: &Shape) -> usize {
 /// What a layer needs to choose by signs.
 pub struct SelfIndex<'d> {
     /// `[b,g,d/4,16,4]`.
-    centroids: Buffer<'d, f32>,
+    pub(super) centroids: Buffer<'d, f32>,
     /// `[b,g,2 pitch,16]`.
     tables: Buffer<'d, f32>,
     /// `[b,g,FULL]`.
@@ -136,8 +168,20 @@ impl<'d> SelfIndex<'d> {
                 centroids.len()
             )));
         }
+        let index = Self::empty(driver, shape, limits)?;
+        index.centroids.write(centroids)?;
+        Ok(index)
+    }
+
+    /// A layer whose centroids come from a prompt.
+    ///
+    /// # Errors
+    /// Sizes that the kernels are not made for; no memory.
+    pub fn empty(driver: &'d dyn Driver, shape: Shape, limits: &Limits) -> Result<Self> {
+        let shape = shape.checked()?;
+        let values = shape.heads() * shape.head_dim * 16;
         Ok(Self {
-            centroids: Buffer::of(driver, "centroids of signs", centroids)?,
+            centroids: Buffer::zeros(driver, "centroids of signs", values)?,
             tables: Buffer::new(driver, "tables of signs", shape.heads() * words(&shape) * 4 * 32)?,
             first: Buffer::new(driver, "positions that come first", shape.heads() * FULL)?,
             best: Best::new(driver, shape, limits)?,
@@ -193,6 +237,11 @@ impl<'d> SelfIndex<'d> {
         let blocks = best.selection.blocks;
         driver::launch_with(best.driver, "sign_keys", grid(blocks), table_bytes, &args)?;
         best.choose(positions)
+    }
+
+    /// The centroids, `[b,g,d/4,16,4]`; waits for the device.
+    pub fn centroids(&self) -> Result<Vec<f32>> {
+        self.centroids.read()
     }
 
     /// The keys of every position after a step, `[b,g,capacity]`: in the order of scores, the largest of all for what

@@ -1,0 +1,40 @@
+// Rows in 2 bits, as src/runner/packed.rs has them, bit for bit: z = min x, s = (max x - min x) / 3 and
+// Q = round((x - z) / s) per 32 channels. See attend_packed.cu for the arrays.
+#include "common.h"
+#include "tensor.h"
+
+// Channels that share a scale and a zero point: a warp's.
+constexpr u32 QUANT_GROUP = 32;
+// A step below this is taken for zero: the group's values are equal.
+constexpr float LEAST_STEP = 1e-8f;
+
+// The last m rows, `[b,g,m,w]` of which d channels count: bits `[b,g,capacity,d/4]` bytes, params
+// `[b,g,capacity,groups]`. Keys have centre and alpha `[b,g,d]`, and their magnitudes are packed where they are
+// signed; values have null. lens `[b]` counts the rows already. A warp has a group of a row; d is a multiple of 4.
+KERNEL(256, 1, pack_rows, const float* rows, const float* centre, const float* alpha, const u32* lens, u8* bits,
+       u32* params, u32 is_signed, u32 m, u32 d, u32 w, u32 capacity) {
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, groups = (d + QUANT_GROUP - 1) / QUANT_GROUP;
+    u32 i = blockIdx.x * 8 + warp(), row = i / groups, c = i % groups * QUANT_GROUP + lane();
+    if (row >= m) return;
+    float x = c < d ? rows[((u64)at * m + row) * w + c] : 0.0f;
+    if (centre && c < d) {
+        x = (x - centre[at * d + c]) / alpha[at * d + c];
+        if (is_signed) x = fabsf(x);
+    }
+    float low = c < d ? x : -minus_infinity(), high = c < d ? x : minus_infinity();
+    for (u32 step = 16; step > 0; step /= 2) {
+        low = fminf(low, __shfl_xor_sync(ALL_LANES, low, step));
+        high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, step));
+    }
+    float step = (high - low) / 3.0f;
+    if (step < LEAST_STEP) step = 0;
+    u32 code = 0;
+    if (c < d && step != 0) code = (u32)fminf(fmaxf(roundf((x - low) / step), 0.0f), 3.0f);
+    // Four channels a byte, the first in the lowest bits.
+    u32 byte = code << (2 * (lane() % 4));
+    byte |= __shfl_xor_sync(ALL_LANES, byte, 1);
+    byte |= __shfl_xor_sync(ALL_LANES, byte, 2);
+    u64 position = (u64)at * capacity + lens[blockIdx.z] - m + row;
+    if (lane() % 4 == 0 && c < d) bits[position * (d / 4) + c / 4] = (u8)byte;
+    if (lane() == 0) params[position * groups + i % groups] = to_half(step) | (u32)to_half(low) << 16;
+}
