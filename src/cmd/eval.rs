@@ -66,6 +66,7 @@ pub struct Args {
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
     let device = global.open_model_device("eval")?;
+    args.reading.check(device.as_ref())?;
     let decoder = open_model(&args.model, log)?;
     let artifact = args.reading.open(&decoder, log)?;
     let methods = args.methods.iter().map(|name| {

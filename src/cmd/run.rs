@@ -12,6 +12,7 @@ use crate::artifact::Artifact;
 use crate::cli::{Global, parse_count};
 use crate::compute::cuda::model::Body;
 use crate::compute::cuda::model::forward::CudaForward;
+use crate::compute::cuda::model::host::HostSession;
 use crate::compute::cuda::model::session::CudaSession;
 use crate::compute::device::Device;
 use crate::dump::Sizes;
@@ -26,6 +27,22 @@ use crate::runner::kv::KvType;
 use crate::runner::sample::Sampler;
 use crate::runner::{Generate, Options, Session};
 use turns::Turns;
+
+/// Where and how keys and values are held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Kv {
+    /// IEEE binary32
+    F32,
+    /// IEEE binary16
+    F16,
+    /// bfloat16
+    Bf16,
+    /// Signs, 2-bit magnitudes and 2-bit values, with 64 positions in f16 (Self-Indexing KVCache)
+    #[value(name = "2bit")]
+    TwoBit,
+    /// On CUDA: bfloat16 in the machine's memory; contexts may be larger than the GPU's
+    Host,
+}
 
 /// What a method has and may read: the options that `run` and `eval` share.
 #[derive(clap::Args, Debug)]
@@ -42,7 +59,7 @@ pub(super) struct Reading {
     window: usize,
     /// Element type of the KV cache (default: f32 on the CPU, bf16 on CUDA)
     #[arg(long, value_enum)]
-    kv: Option<KvType>,
+    kv: Option<Kv>,
     #[command(flatten)]
     pub(super) methods: Params,
     /// Use an artifact of another model, if its sizes fit
@@ -74,12 +91,30 @@ impl Reading {
         })
     }
 
+    /// Whether the caches stay in the machine's memory although the model is on a GPU.
+    fn on_host(&self) -> bool {
+        self.kv == Some(Kv::Host)
+    }
+
+    /// Checks what the device has of the options.
+    pub(super) fn check(&self, device: &dyn Device) -> Result<()> {
+        if self.on_host() && device.cuda().is_none() {
+            return Err(Error::usage("--kv host is for --device cuda")
+                .hint("on the CPU every cache is in the machine's memory: use --kv bf16"));
+        }
+        Ok(())
+    }
+
     /// The type of the cache.
     fn kv_type(&self, device: &dyn Device) -> KvType {
-        self.kv.unwrap_or(match device.cuda() {
-            Some(_) => KvType::Bf16,
+        match self.kv {
+            Some(Kv::F32) => KvType::F32,
+            Some(Kv::F16) => KvType::F16,
+            Some(Kv::Bf16 | Kv::Host) => KvType::Bf16,
+            Some(Kv::TwoBit) => KvType::TwoBit,
+            None if device.cuda().is_some() => KvType::Bf16,
             None => KvType::F32,
-        })
+        }
     }
 
     /// A method of this model.
@@ -180,6 +215,7 @@ fn parse_top_p(text: &str) -> std::result::Result<f64, String> {
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
     let device = global.open_model_device("run")?;
+    args.reading.check(device.as_ref())?;
     let decoder = open_model(&args.model, log)?;
     let turns = Turns::open(args, &decoder, log)?;
     if args.top_p < 1.0 && args.temperature == 0.0 {
@@ -230,7 +266,9 @@ fn session_on<'a>(
         let capacity = turns.known() + args.max_new.min(RESERVED);
         return Ok(Box::new(Session::new(decoder, method, options, capacity)?));
     };
-    if !CudaSession::can(method, options.kv) {
+    let (chat, on_host) = (args.chat, args.reading.on_host());
+    let is_resident = !on_host && CudaSession::can(method, &options, chat);
+    if !is_resident && !(on_host && HostSession::can(method, &options, chat)) {
         global.log().note("the KV cache and the selection are on the CPU");
         let capacity = turns.known() + args.max_new.min(RESERVED);
         let forward = Box::new(CudaForward::new(driver, decoder, global.precision)?);
@@ -243,6 +281,17 @@ fn session_on<'a>(
         false => known,
     };
     let body = Body::load(driver, decoder, global.precision)?;
+    if !is_resident {
+        global
+            .log()
+            .note("the KV cache is in the machine's memory, the index on the device");
+        return Ok(Box::new(HostSession::new(
+            body,
+            method,
+            options,
+            [known, capacity],
+        )?));
+    }
     Ok(Box::new(CudaSession::new(body, method, options, 1, capacity)?))
 }
 

@@ -290,6 +290,14 @@ pub fn check_values(artifact: &Artifact) -> Result<()> {
     Ok(())
 }
 
+/// The centroids of a layer's heads, `[g,d/4,16,4]`.
+pub enum Centroids {
+    /// Known before the prompt.
+    Fixed(Vec<f32>),
+    /// The prompt's, with these as [`PSEUDO_COUNT`] keys more.
+    Prompt(Option<Vec<f32>>),
+}
+
 /// How every head of a run gets its centroids.
 pub struct Setup {
     center: Center,
@@ -357,6 +365,26 @@ impl Setup {
             n_kv_heads: artifact.sizes.n_kv_heads,
             calibrated: Some(centroids),
         })
+    }
+
+    /// The centroids of a layer's heads.
+    pub fn centroids(&self, layer: usize, n_kv_heads: usize, head_dim: usize) -> Centroids {
+        let heads = layer * n_kv_heads..(layer + 1) * n_kv_heads;
+        let calibrated = self.calibrated.as_ref();
+        let calibrated = calibrated.map(|c| c.slice(s![heads, ..]).iter().copied().collect::<Vec<f32>>());
+        match self.source {
+            Source::Signs => Centroids::Fixed(signs(head_dim).repeat(n_kv_heads)),
+            Source::Offline => Centroids::Fixed(calibrated.unwrap_or_default()),
+            Source::OnePass | Source::Hybrid => Centroids::Prompt(calibrated),
+        }
+    }
+
+    /// What signs are taken around, and how many positions come first.
+    pub fn layout(&self) -> Layout {
+        Layout {
+            full: self.full,
+            ..Layout::from(self.center)
+        }
     }
 
     /// The empty state of one head.

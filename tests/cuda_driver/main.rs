@@ -48,6 +48,7 @@ fn main() -> ExitCode {
     add("bench", bench);
     add("run", model::run);
     add("run_rounded", model::run_rounded);
+    add("host", model::host);
     add("chat", model::chat);
     add("eval", model::eval);
     add("dump", model::dump);

@@ -121,6 +121,57 @@ pub fn run_rounded(driver: &Path) {
     assert_eq!(sampled("cuda")["ids"], sampled("cpu")["ids"]);
 }
 
+/// Keys and values in the machine's memory, the index on the device: what caches of bf16 on the CPU give, but for the
+/// rounding of the prompt's own keys.
+pub fn host(driver: &Path) {
+    let dir = scratch(driver);
+    let at = dir.path().display();
+    for method in [
+        "full",
+        "streaming",
+        "random",
+        "a2ats",
+        "selfindex",
+        "lfps",
+        "topk",
+    ] {
+        let run = |device: &str| {
+            let trace = format!("{at}/{method}-{}", device.len());
+            let result = json(
+                driver,
+                &format!(
+                    "run -q --json --model calib-data/model --artifact {at}/a.safetensors --prompt-file {at}/prompt \
+                     --method {method} --budget 0.1 --window 16 --max-new 6 --precision f32 --ignore-eos --device {device} \
+                     --trace {trace}"
+                ),
+            );
+            (result, std::fs::read_to_string(trace).unwrap())
+        };
+        let ((host, host_trace), (cpu, cpu_trace)) = (run("cuda --kv host"), run("cpu --kv bf16"));
+        assert_eq!(host["ids"], cpu["ids"], "{method}");
+        let same = host_trace.lines().zip(cpu_trace.lines()).filter(|(a, b)| a == b);
+        let (same, all) = (same.count(), cpu_trace.lines().count());
+        assert_eq!(host_trace.lines().count(), all);
+        assert!(same * 10 >= all * 8, "{method}: {same} of {all} choices agree");
+        let (a, b) = (&host["kv_read_fraction"], &cpu["kv_read_fraction"]);
+        assert!(
+            (a.as_f64().unwrap() - b.as_f64().unwrap()).abs() < 0.01,
+            "{method}: {a} {b}"
+        );
+        assert_eq!(host["kv_bytes"], cpu["kv_bytes"], "{method}");
+    }
+    let wrong = output(
+        driver,
+        "run --model calib-data/model --prompt x --device cpu --kv host",
+    );
+    assert_eq!(wrong.status.code(), Some(2), "{}", stderr(&wrong));
+    assert!(
+        stderr(&wrong).contains("--kv host is for --device cuda"),
+        "{}",
+        stderr(&wrong)
+    );
+}
+
 /// Turns continue the cache on the device.
 pub fn chat(driver: &Path) {
     let dir = scratch(driver);

@@ -4,7 +4,9 @@
 //! where some rows pass through a layer. [`forward::CudaForward`] runs prompts and tokens with the caches on the host,
 //! [`layers::CudaLayers`] calibration text with one layer's weights on the device at a time.
 
+mod cache;
 pub mod forward;
+pub mod host;
 mod index;
 pub mod layers;
 pub mod session;
@@ -190,6 +192,8 @@ impl<'d> Rotation<'d> {
 pub struct Workspace<'d> {
     driver: &'d dyn Driver,
     sizes: LayerSizes,
+    /// Rows that there is room for.
+    rows: usize,
     /// `[rows, hidden]`.
     normed: Buffer<'d, f32>,
     /// `[rows, (h + 2 g) d]`.
@@ -286,6 +290,7 @@ impl<'d> Workspace<'d> {
         Ok(Self {
             driver,
             sizes,
+            rows,
             normed: buffer(sizes.hidden)?,
             qkv: buffer(sizes.qkv())?,
             q_pre: buffer(sizes.attended())?,
@@ -483,6 +488,7 @@ pub fn row_type(layer: &Layer, precision: Precision) -> Float {
 
 /// One layer's rows of one sequence, to be attended by its own queries.
 pub struct Prompted<'d> {
+    shape: Shape,
     rows: LayerRows<'d>,
     positions: Positions<'d>,
 }
@@ -503,6 +509,7 @@ impl<'d> Prompted<'d> {
         Ok(Self {
             rows: LayerRows::new(driver, shape, float)?,
             positions: Positions::new(driver, shape, limits)?,
+            shape,
         })
     }
 
@@ -619,6 +626,15 @@ impl<'a> Body<'a> {
     /// The sizes of its layers.
     pub fn sizes(&self) -> LayerSizes {
         LayerSizes::of(&self.config)
+    }
+
+    /// The type of rows that are attended and not kept: that of the weights, or f32.
+    fn row_type(&self) -> Float {
+        match (self.precision, self.layers.first().map(|l| l.qkv.weight.kind())) {
+            (Precision::F32, _) | (_, None | Some(Stored::F32)) => Float::F32,
+            (_, Some(Stored::F16)) => Float::F16,
+            (_, Some(Stored::Bf16)) => Float::Bf16,
+        }
     }
 
     /// A workspace for so many rows.

@@ -105,6 +105,11 @@ impl<'d> Signs<'d> {
         Ok((self.centre.read()?, self.signs.read()?, full.collect()))
     }
 
+    /// Bytes of the signs.
+    pub fn bytes(&self) -> usize {
+        4 * self.signs.len()
+    }
+
     /// Random signs, for a benchmark; channels come in 32s.
     pub fn fill(&self, seed: u32) -> Result<()> {
         fill(self.driver, &self.signs, self.signs.len(), Random::Bits, seed)

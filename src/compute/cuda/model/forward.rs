@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use ndarray::{Array1, Array3, s};
 
 use super::layers::{fetch, order};
-use super::{Body, LayerWeights, Precision, Prompted, ROWS, Rotation, Standing, Watch, Workspace, row_type};
+use super::{Body, LayerWeights, Precision, Prompted, ROWS, Rotation, Standing, Watch, Workspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::error::{Error, Result};
@@ -62,12 +62,8 @@ impl<'a> CudaForward<'a> {
     /// Less memory than they need; a model whose attention the kernels are not made for.
     pub fn new(driver: &'a dyn Driver, decoder: &'a Decoder, precision: Precision) -> Result<Self> {
         let body = Body::load(driver, decoder, precision)?;
-        let first = (decoder.config.n_layers > 0).then(|| decoder.layer(0));
         Ok(Self {
-            float: match first.transpose()? {
-                Some(layer) => row_type(&layer, precision),
-                None => Float::F32,
-            },
+            float: body.row_type(),
             step: Mutex::new(StepSpace::new(&body, KEPT_ROWS)?),
             body,
             decoder,

@@ -9,13 +9,14 @@ use std::io::Write;
 use ndarray::{Array1, Array2, ArrayView2, ArrayView3, s};
 use rayon::prelude::*;
 
+use super::cache::float;
 use super::forward::StepSpace;
-use super::index::LayerIndex;
-use super::session::{float, groups, write_trace};
+use super::index::{LayerIndex, PromptSpace};
+use super::session::{groups, write_trace};
 use super::{Body, Prompted, ROWS, Rotation, Standing, Workspace};
 use crate::compute::attention;
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::decode::encode::Encoder;
+use crate::compute::cuda::decode::prompt::Queries;
 use crate::compute::cuda::decode::{Positions, Shape};
 use crate::error::{Error, Result};
 use crate::interrupt;
@@ -52,23 +53,29 @@ struct HostLayer<'d> {
 
 impl<'a> HostSession<'a> {
     /// Whether a method's index can be on the device without the rows.
-    pub fn can(method: &Method, kv: KvType) -> bool {
-        LayerIndex::can(method) && float(kv).is_some() && !matches!(method, Method::Topk)
+    pub fn can(method: &Method, options: &Options, turns: bool) -> bool {
+        let rows = float(options.kv).is_some() && !matches!(method, Method::Topk);
+        rows && LayerIndex::can(method, turns, false)
     }
 
-    /// Empty caches with room for `capacity` positions.
+    /// Empty caches with room for `expected` positions from the start, and for an index of up to `capacity`.
     ///
     /// # Errors
     /// No memory for the index.
-    pub fn new(body: Body<'a>, method: &Method, options: Options, capacity: usize) -> Result<Self> {
+    pub fn new(
+        body: Body<'a>,
+        method: &Method,
+        options: Options,
+        [expected, capacity]: [usize; 2],
+    ) -> Result<Self> {
         let driver = body.driver;
         let shape = body.sizes().shape(1, capacity).checked()?;
         let (positions, limits, places) = groups(driver, shape, &options, &body.config.windows)?;
         let mut layers: Vec<HostLayer<'a>> = Vec::new();
         for (i, at) in places.into_iter().enumerate() {
             let like = layers.iter().find(|l| l.positions == at).map(|l| &l.index);
-            let index = LayerIndex::new(driver, shape, &limits[at], method, i, like)?;
-            let head = |_| KvHead::new(options.kv, shape.head_dim, capacity, options.packed);
+            let index = LayerIndex::new(driver, shape, &limits[at], method, i, false, like)?;
+            let head = |_| KvHead::new(options.kv, shape.head_dim, expected, options.packed);
             layers.push(HostLayer {
                 positions: at,
                 heads: (0..shape.kv_heads).map(head).collect(),
@@ -98,16 +105,21 @@ impl<'a> HostSession<'a> {
         let positions = &mut self.positions[state.positions];
         pass.prompted.clear()?;
         pass.put_cached(&state.heads, first)?;
+        let mut last = 0;
         for start in (0..m).step_by(ROWS) {
             interrupt::check()?;
             let n = ROWS.min(m - start);
+            last = n;
             positions.set(&[(first + start) as u32])?;
             positions.advance(n)?;
-            let (work, rows) = (&pass.work, pass.hidden.part(start * sizes.hidden, n * sizes.hidden));
+            let (work, rows) = (
+                &pass.work,
+                pass.hidden.part(start * sizes.hidden, n * sizes.hidden),
+            );
             let standing = Standing::Last(positions);
             work.project(weights, &rows, n, n, &self.rotation, standing)?;
             pass.prompted.append(&work.k_rope, &work.v, n)?;
-            state.index.extend(work, n, positions, pass.encoder.as_ref())?;
+            state.index.extend(work, n, positions, &pass.space)?;
             store(&mut state.heads, work, n)?;
             // Of the last layer, only the last position is read.
             if !is_last || start + n == m {
@@ -117,8 +129,14 @@ impl<'a> HostSession<'a> {
                 self.space.watch.look(&rows, n * sizes.hidden, index)?;
             }
         }
-        let (rows, work) = (&pass.prompted.rows, &pass.work);
-        state.index.end_of_prompt(rows, work, first, m, positions)
+        let queries = Queries {
+            rows: &pass.work.q_rope,
+            m: last,
+        };
+        let rows = &pass.prompted.rows;
+        state
+            .index
+            .end_of_prompt(rows, None, queries, &pass.space, positions)
     }
 
     /// Norm and logits of one row of hidden states; waits for the device.
@@ -156,7 +174,13 @@ impl<'a> HostSession<'a> {
             .try_for_each(|(((kv, chosen), queries), out)| {
                 let queries = ArrayView2::from_shape((r, d), queries).map_err(shape_error)?;
                 let mut rows = Array2::zeros((r, d));
-                attention::decode(queries, kv.keys(), kv.values(), &set.merge(chosen), rows.view_mut());
+                attention::decode(
+                    queries,
+                    kv.keys(),
+                    kv.values(),
+                    &set.merge(chosen),
+                    rows.view_mut(),
+                );
                 out.copy_from_slice(rows.as_slice().unwrap_or(&[]));
                 Ok::<(), Error>(())
             })?;
@@ -172,14 +196,14 @@ struct Pass<'d> {
     work: Workspace<'d>,
     hidden: Buffer<'d, f32>,
     prompted: Prompted<'d>,
-    encoder: Option<Encoder<'d>>,
+    space: PromptSpace<'d>,
 }
 
 impl Pass<'_> {
     /// The rows of earlier positions, as the caches hold them.
     fn put_cached(&mut self, heads: &[KvHead], first: usize) -> Result<()> {
         let work = &self.work;
-        let room = work.rows();
+        let room = work.rows;
         for start in (0..first).step_by(room) {
             let n = room.min(first - start);
             for (to, is_key) in [(&work.k_rope, true), (&work.v, false)] {
@@ -221,17 +245,15 @@ impl<'a> Generate<'a> for HostSession<'a> {
         check_prompt(ids)?;
         self.body.check_ids(ids)?;
         let (driver, sizes, m) = (self.body.driver, self.body.sizes(), ids.len());
-        let kind = float(self.options.kv).ok_or_else(|| Error::failed("CUDA: the cache is not of a float type"))?;
+        let kind =
+            float(self.options.kv).ok_or_else(|| Error::failed("CUDA: the cache is not of a float type"))?;
         let chunk = ROWS.min(self.len + m);
-        let encoder = match self.layers.first() {
-            Some(layer) => layer.index.encoder(driver, self.shape, chunk)?,
-            None => None,
-        };
+        let like = self.layers.first().map(|l| &l.index);
         let mut pass = Pass {
             work: self.body.workspace(chunk)?,
             hidden: Buffer::new(driver, "hidden states", m * sizes.hidden)?,
             prompted: Prompted::new(driver, &sizes, kind, self.len + m)?,
-            encoder,
+            space: PromptSpace::new(driver, self.shape, like, false, chunk)?,
         };
         let ids = Buffer::of(driver, "ids", ids)?;
         self.body.ends.embed(&ids, m, &pass.hidden)?;

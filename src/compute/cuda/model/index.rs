@@ -7,16 +7,22 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::Workspace;
+use super::cache::LayerCache;
+use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::decode::a2ats::{A2ats, Codebooks, HeadConstants};
 use crate::compute::cuda::decode::attend::LayerRows;
 use crate::compute::cuda::decode::encode::Encoder;
+use crate::compute::cuda::decode::prompt::{Prompts, Queries, Rows};
+use crate::compute::cuda::decode::signs::{FULL, SelfIndex, Signs};
 use crate::compute::cuda::decode::simple::{Draws, Streaming};
 use crate::compute::cuda::decode::topk::TopK;
 use crate::compute::cuda::decode::{Limits, Positions, Selection, Shape};
 use crate::compute::cuda::driver::Driver;
 use crate::error::{Error, Result};
+use crate::method::selfindex::{Centroids, Setup};
 use crate::method::{Method, MethodName};
 use crate::runner::budget::Budget;
+use crate::runner::packed::{Center, Layout};
 
 /// The index of one layer, for all its KV heads.
 pub enum LayerIndex<'d> {
@@ -28,6 +34,8 @@ pub enum LayerIndex<'d> {
     Streaming(Rc<Streaming<'d>>),
     /// Draws of the host.
     Random(Draws<'d>),
+    /// Signs of keys.
+    Selfindex(Box<SignIndex<'d>>),
     /// Codes of keys.
     A2ats {
         /// The calibrated part.
@@ -39,11 +47,90 @@ pub enum LayerIndex<'d> {
     },
 }
 
+/// What selfindex has of a layer.
+pub struct SignIndex<'d> {
+    /// `None` where the cache holds them.
+    signs: Option<Signs<'d>>,
+    index: SelfIndex<'d>,
+    layout: Layout,
+    /// Whether centroids come from the prompt, and what joins those, `[g,d/4,16,4]`.
+    fit: Option<Option<Buffer<'d, f32>>>,
+}
+
+impl<'d> SignIndex<'d> {
+    fn new(
+        driver: &'d dyn Driver,
+        shape: Shape,
+        limits: &Limits,
+        setup: &Setup,
+        layer: usize,
+        packed: bool,
+    ) -> Result<Self> {
+        let signs = (!packed).then(|| Signs::new(driver, shape)).transpose()?;
+        let centroids = setup.centroids(layer, shape.kv_heads, shape.head_dim);
+        let (index, fit) = match centroids {
+            Centroids::Fixed(values) => (SelfIndex::new(driver, shape, limits, &values)?, None),
+            Centroids::Prompt(prior) => {
+                let prior = prior.map(|values| Buffer::of(driver, "centroids of signs", &values));
+                (SelfIndex::empty(driver, shape, limits)?, Some(prior.transpose()?))
+            }
+        };
+        Ok(Self {
+            signs,
+            index,
+            layout: setup.layout(),
+            fit,
+        })
+    }
+
+    /// The signs, wherever they are.
+    fn signs<'s>(&'s self, cache: Option<&'s LayerCache<'d>>) -> Result<&'s Signs<'d>> {
+        match (&self.signs, cache) {
+            (Some(signs), _) => Ok(signs),
+            (None, Some(LayerCache::Packed(rows))) => Ok(&rows.signs),
+            _ => Err(Error::failed("CUDA: no signs of keys")),
+        }
+    }
+}
+
+/// Where the prompts of all layers are taken in.
+pub struct PromptSpace<'d> {
+    encoder: Option<Encoder<'d>>,
+    /// Where signs or the 2-bit cache need it.
+    pub prompts: Option<Prompts<'d>>,
+}
+
+impl<'d> PromptSpace<'d> {
+    /// For prompts that pass in chunks of up to `rows` rows.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn new(
+        driver: &'d dyn Driver,
+        shape: Shape,
+        index: Option<&LayerIndex<'_>>,
+        packed: bool,
+        rows: usize,
+    ) -> Result<Self> {
+        let codes = matches!(index, Some(LayerIndex::A2ats { .. }));
+        let signs = packed || matches!(index, Some(LayerIndex::Selfindex(_)));
+        Ok(Self {
+            encoder: codes.then(|| Encoder::new(driver, shape, rows)).transpose()?,
+            prompts: signs.then(|| Prompts::new(driver, shape)).transpose()?,
+        })
+    }
+}
+
 impl<'d> LayerIndex<'d> {
-    /// Whether there is one for a method.
-    pub fn can(method: &Method) -> bool {
-        let simple = matches!(method, Method::Full | Method::Topk | Method::Streaming);
-        simple || matches!(method, Method::Random(_) | Method::A2ats(..))
+    /// Whether there is one for a method. `turns` says that more than one prompt comes; `packed` that the cache is in
+    /// 2 bits.
+    pub fn can(method: &Method, turns: bool, packed: bool) -> bool {
+        match method {
+            Method::Full | Method::Streaming | Method::Random(_) | Method::A2ats(..) => true,
+            Method::Topk => !packed,
+            Method::Selfindex(setup) => !turns && setup.layout().full <= FULL,
+            Method::Quest | Method::Snapkv | Method::Lfps(_) | Method::Ctkvr(_) => false,
+        }
     }
 
     /// The empty index of a layer; `like` is that of an earlier one that sees as far.
@@ -56,9 +143,14 @@ impl<'d> LayerIndex<'d> {
         limits: &Limits,
         method: &Method,
         layer: usize,
+        packed: bool,
         like: Option<&Self>,
     ) -> Result<Self> {
         match method {
+            Method::Selfindex(setup) => {
+                let index = SignIndex::new(driver, shape, limits, setup, layer, packed)?;
+                Ok(Self::Selfindex(Box::new(index)))
+            }
             Method::Full => Ok(Self::Full),
             Method::Topk => Self::topk(driver, shape, limits, like),
             Method::Streaming => Ok(Self::Streaming(match like {
@@ -112,6 +204,18 @@ impl<'d> LayerIndex<'d> {
         match method {
             MethodName::Full => Ok(Self::Full),
             MethodName::Topk => Self::topk(driver, shape, limits, like),
+            MethodName::Selfindex => {
+                let values = shape.heads() * d * 16;
+                let centroids: Vec<f32> = (0..values).map(|_| rng.r#gen::<f32>() * 2.0 - 1.0).collect();
+                let signs = Signs::new(driver, shape)?;
+                signs.fill(seed)?;
+                Ok(Self::Selfindex(Box::new(SignIndex {
+                    signs: Some(signs),
+                    index: SelfIndex::new(driver, shape, limits, &centroids)?,
+                    layout: Layout::from(Center::Median),
+                    fit: None,
+                })))
+            }
             MethodName::A2ats => {
                 let codebook = |_| Array2::from_shape_simple_fn((size, d), || rng.r#gen::<f32>() * 2.0 - 1.0);
                 let books: Vec<Array2<f32>> = (0..shape.kv_heads).map(codebook).collect();
@@ -140,9 +244,9 @@ impl<'d> LayerIndex<'d> {
         work: &Workspace<'_>,
         m: usize,
         positions: &Positions<'_>,
-        encoder: Option<&Encoder<'_>>,
+        space: &PromptSpace<'_>,
     ) -> Result<()> {
-        match (self, encoder) {
+        match (self, &space.encoder) {
             (
                 Self::A2ats {
                     codebooks,
@@ -158,32 +262,31 @@ impl<'d> LayerIndex<'d> {
         }
     }
 
-    /// What [`LayerIndex::extend`] works in, for prompts of up to `rows` rows at once.
-    ///
-    /// # Errors
-    /// No memory.
-    pub fn encoder(&self, driver: &'d dyn Driver, shape: Shape, rows: usize) -> Result<Option<Encoder<'d>>> {
-        match self {
-            Self::A2ats { .. } => Encoder::new(driver, shape, rows).map(Some),
-            _ => Ok(None),
-        }
-    }
-
     /// Whether a step's launches are the same every time.
     pub fn is_recordable(&self) -> bool {
         !matches!(self, Self::Random(_))
     }
 
-    /// After the last chunk of a prompt, with n positions in the cache; the workspace has the last chunk's queries.
+    /// After the last chunk of a first prompt, all of whose rows are in `rows`; `cache` is where they went.
     pub fn end_of_prompt(
-        &mut self,
+        &self,
         rows: &LayerRows<'_>,
-        work: &Workspace<'_>,
-        n: usize,
+        cache: Option<&LayerCache<'d>>,
+        queries: Queries<'_>,
+        space: &PromptSpace<'_>,
         positions: &Positions<'_>,
     ) -> Result<()> {
-        let _ = (rows, work, n, positions);
-        Ok(())
+        let (Self::Selfindex(own), Some(prompts)) = (self, &space.prompts) else {
+            return Ok(());
+        };
+        let keys = Rows::keys(rows);
+        if let Some(signs) = &own.signs {
+            prompts.signs(keys, queries, own.layout, positions, signs)?;
+        }
+        match &own.fit {
+            Some(prior) => prompts.centroids(keys, own.signs(cache)?, prior.as_ref(), positions, &own.index),
+            None => Ok(()),
+        }
     }
 
     /// Takes in the last position.
@@ -197,6 +300,11 @@ impl<'d> LayerIndex<'d> {
                 let keys = if *windowed { &work.k_pre } else { &work.k_rope };
                 state.append(keys, codebooks, positions)
             }
+            // The cache takes in its own signs.
+            Self::Selfindex(own) => match &own.signs {
+                Some(signs) => signs.append(&work.k_rope, 1, positions),
+                None => Ok(()),
+            },
             _ => Ok(()),
         }
     }
@@ -205,13 +313,20 @@ impl<'d> LayerIndex<'d> {
     pub fn select(
         &self,
         work: &Workspace<'_>,
-        rows: &LayerRows<'_>,
+        cache: Option<&LayerCache<'d>>,
         positions: &Positions<'_>,
         step: usize,
     ) -> Result<Option<&Selection<'d>>> {
         match self {
             Self::Full => Ok(None),
-            Self::TopK(index) => index.select(&work.q_rope, rows, positions).map(Some),
+            Self::TopK(index) => match cache.and_then(LayerCache::plain) {
+                Some(rows) => index.select(&work.q_rope, rows, positions).map(Some),
+                None => Err(Error::failed("CUDA: topk needs the cache's rows on the device")),
+            },
+            Self::Selfindex(own) => {
+                let signs = own.signs(cache)?;
+                own.index.select(&work.q_rope, signs, positions).map(Some)
+            }
             Self::Streaming(index) => index.select(positions).map(Some),
             Self::Random(index) => index.select(step, positions).map(Some),
             Self::A2ats {
@@ -234,6 +349,7 @@ impl<'d> LayerIndex<'d> {
     pub fn bytes(&self) -> usize {
         match self {
             Self::A2ats { state, .. } => state.bytes(),
+            Self::Selfindex(own) => own.signs.as_ref().map_or(0, Signs::bytes),
             _ => 0,
         }
     }

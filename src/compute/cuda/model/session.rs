@@ -8,19 +8,21 @@ use std::io::Write;
 use ndarray::Array1;
 use serde_json::json;
 
+use super::cache::{LayerCache, bytes_per_position};
 use super::forward::StepSpace;
-use super::index::LayerIndex;
-use super::{Body, ROWS, Rotation, Standing, Workspace};
+use super::index::{LayerIndex, PromptSpace};
+use super::{Body, Prompted, ROWS, Rotation, Standing, Workspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::decode::attend::{Attention, LayerRows};
-use crate::compute::cuda::decode::encode::Encoder;
+use crate::compute::cuda::decode::prompt::Queries;
+use crate::compute::cuda::decode::signs::FULL;
 use crate::compute::cuda::decode::{Limits, Positions, Shape};
 use crate::compute::cuda::driver::{self, Arg, Driver, Recording};
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::method::{Method, MethodName};
 use crate::model::forward::check_prompt;
-use crate::runner::kv::{Float, KvType};
+use crate::runner::kv::KvType;
 use crate::runner::{Generate, Options};
 
 /// See [`Generate`]; of several sequences, [`CudaSession::feed`] and [`CudaSession::advance`].
@@ -48,7 +50,7 @@ pub struct CudaSession<'a> {
 struct LayerState<'d> {
     /// Which positions are its own.
     positions: usize,
-    rows: LayerRows<'d>,
+    cache: LayerCache<'d>,
     index: LayerIndex<'d>,
 }
 
@@ -56,9 +58,10 @@ struct LayerState<'d> {
 type NewIndex<'f, 'a> = dyn Fn(Shape, &Limits, usize, Option<&LayerIndex<'a>>) -> Result<LayerIndex<'a>> + 'f;
 
 impl<'a> CudaSession<'a> {
-    /// Whether a method's caches and selection can be on the device.
-    pub fn can(method: &Method, kv: KvType) -> bool {
-        LayerIndex::can(method) && float(kv).is_some()
+    /// Whether a method's caches and selection can be on the device; `turns` says that more than one prompt comes.
+    pub fn can(method: &Method, options: &Options, turns: bool) -> bool {
+        let packed = options.kv == KvType::TwoBit;
+        LayerIndex::can(method, turns, packed) && !(packed && (turns || options.packed.full > FULL))
     }
 
     /// Empty caches of `sequences` sequences with room for `capacity` positions each.
@@ -72,9 +75,9 @@ impl<'a> CudaSession<'a> {
         sequences: usize,
         capacity: usize,
     ) -> Result<Self> {
-        let driver = body.driver;
+        let (driver, packed) = (body.driver, options.kv == KvType::TwoBit);
         let index = |shape, limits: &Limits, layer, like: Option<&LayerIndex<'a>>| {
-            LayerIndex::new(driver, shape, limits, method, layer, like)
+            LayerIndex::new(driver, shape, limits, method, layer, packed, like)
         };
         Self::with(body, options, sequences, capacity, &index)
     }
@@ -99,7 +102,9 @@ impl<'a> CudaSession<'a> {
         };
         let mut session = Self::with(body, options, sequences, context + steps, &index)?;
         for (i, layer) in session.layers.iter().enumerate() {
-            layer.rows.fill(seed + 8 * i as u32 + 4)?;
+            if let LayerCache::Plain(rows) = &layer.cache {
+                rows.fill(seed + 8 * i as u32 + 4)?;
+            }
         }
         let lens = vec![context as u32; sequences];
         session.positions.iter_mut().try_for_each(|p| p.set(&lens))?;
@@ -116,32 +121,16 @@ impl<'a> CudaSession<'a> {
     ) -> Result<Self> {
         let (driver, c) = (body.driver, &body.config);
         let shape = body.sizes().shape(sequences, capacity).checked()?;
-        let float =
-            float(options.kv).ok_or_else(|| Error::failed("CUDA: the cache is not of a float type"))?;
         check_room(driver, &shape, &options, c.n_layers)?;
-        let mut positions: Vec<Positions<'a>> = Vec::new();
-        let mut windows: Vec<Option<usize>> = Vec::new();
+        let (positions, limits, places) = groups(driver, shape, &options, &c.windows)?;
         let mut layers: Vec<LayerState<'a>> = Vec::new();
-        for (i, window) in c.windows.iter().enumerate() {
-            let limits = Limits {
-                sinks: options.sinks,
-                window: options.window,
-                model_window: *window,
-                budget: options.budget,
-            };
-            let at = match windows.iter().position(|w| w == window) {
-                Some(at) => at,
-                None => {
-                    windows.push(*window);
-                    positions.push(Positions::new(driver, shape, limits)?);
-                    windows.len() - 1
-                }
-            };
-            let like = layers.iter().find(|l| l.positions == at);
+        for (i, at) in places.into_iter().enumerate() {
+            let like = layers.iter().find(|l| l.positions == at).map(|l| &l.index);
+            let index = index(shape, &limits[at], i, like)?;
             layers.push(LayerState {
                 positions: at,
-                rows: LayerRows::new(driver, shape, float)?,
-                index: index(shape, &limits, i, like.map(|l| &l.index))?,
+                cache: LayerCache::new(driver, shape, options.kv)?,
+                index,
             });
         }
         Ok(Self {
@@ -172,56 +161,81 @@ impl<'a> CudaSession<'a> {
         self.body
             .ends
             .embed(&Buffer::of(driver, "ids", ids)?, m, &hidden)?;
-        let encoder = match self.layers.first() {
-            Some(layer) => layer.index.encoder(driver, self.shape, ROWS.min(m))?,
-            None => None,
+        let packed = self.options.kv == KvType::TwoBit;
+        if packed && first > 0 {
+            return Err(Error::failed("CUDA: a 2-bit cache takes in one prompt"));
+        }
+        let like = self.layers.first().map(|l| &l.index);
+        let mut pass = Pass {
+            space: PromptSpace::new(driver, self.shape, like, packed, ROWS.min(m))?,
+            prompted: match packed {
+                true => Some(Prompted::new(driver, &sizes, self.body.row_type(), m)?),
+                false => None,
+            },
+            work,
+            hidden,
         };
         for index in 0..self.layers.len() {
-            self.prompt_layer(index, &work, encoder.as_ref(), &hidden, m)?;
+            self.prompt_layer(index, &mut pass, m)?;
         }
         self.lens[0] = first + m;
         self.positions
             .iter_mut()
             .try_for_each(|p| p.set(&[(first + m) as u32]))?;
-        let last = hidden.part((m - 1) * sizes.hidden, sizes.hidden);
-        self.finish(&work, &last, 1)?;
+        let last = pass.hidden.part((m - 1) * sizes.hidden, sizes.hidden);
+        self.finish(&pass.work, &last, 1)?;
         self.space.watch.check(&self.body)?;
         let vocab = self.body.config.vocab_size;
         Ok(Array1::from(self.space.logits.read_part(0, vocab)?))
     }
 
     /// A prompt's rows through one layer; the caches are as long as before in the end.
-    fn prompt_layer(
-        &mut self,
-        index: usize,
-        work: &Workspace<'_>,
-        encoder: Option<&Encoder<'_>>,
-        hidden: &Buffer<'_, f32>,
-        m: usize,
-    ) -> Result<()> {
+    fn prompt_layer(&mut self, index: usize, pass: &mut Pass<'_>, m: usize) -> Result<()> {
         let (sizes, first) = (self.body.sizes(), self.lens[0]);
         let is_last = index + 1 == self.layers.len();
         let (weights, state) = (&self.body.layers[index], &mut self.layers[index]);
         let positions = &mut self.positions[state.positions];
+        if let Some(prompted) = &mut pass.prompted {
+            prompted.clear()?;
+        }
+        let mut last = 0;
         for start in (0..m).step_by(ROWS) {
             interrupt::check()?;
             let n = ROWS.min(m - start);
+            last = n;
             positions.set(&[(first + start) as u32])?;
             positions.advance(n)?;
-            let rows = hidden.part(start * sizes.hidden, n * sizes.hidden);
+            let work = &pass.work;
+            let rows = pass.hidden.part(start * sizes.hidden, n * sizes.hidden);
             work.project(weights, &rows, n, n, &self.rotation, Standing::Last(positions))?;
-            state.rows.append(&work.k_rope, &work.v, n, positions)?;
-            state.index.extend(work, n, positions, encoder)?;
+            match &mut pass.prompted {
+                Some(prompted) => prompted.append(&work.k_rope, &work.v, n)?,
+                None => state.cache.append(work, n, positions)?,
+            }
+            state.index.extend(work, n, positions, &pass.space)?;
             // Of the last layer, only the last position is read.
             if !is_last || start + n == m {
-                state
-                    .rows
-                    .attend_prompt(&work.q_rope, first + start, n, weights.window, &work.attended)?;
+                let (at, window, out) = (first + start, weights.window, &work.attended);
+                pass.rows(&state.cache)?
+                    .attend_prompt(&work.q_rope, at, n, window, out)?;
                 work.finish(weights, &rows, n)?;
                 self.space.watch.look(&rows, n * sizes.hidden, index)?;
             }
         }
-        state.index.end_of_prompt(&state.rows, work, first + m, positions)
+        let queries = Queries {
+            rows: &pass.work.q_rope,
+            m: last,
+        };
+        if let (Some(prompted), Some(prompts)) = (&pass.prompted, &pass.space.prompts) {
+            let layout = self.options.packed;
+            state
+                .cache
+                .pack(&prompted.rows, queries, layout, prompts, positions)?;
+        }
+        let (rows, cache) = (pass.rows(&state.cache)?, Some(&state.cache));
+        state
+            .index
+            .end_of_prompt(rows, cache, queries, &pass.space, positions)
     }
 
     /// Norm, logits and the greedy choice of `rows` rows of hidden states.
@@ -272,11 +286,13 @@ impl<'a> CudaSession<'a> {
             let (weights, positions) = (&body.layers[index], &self.positions[state.positions]);
             let standing = Standing::Last(positions);
             work.project(weights, hidden, n, 1, &self.rotation, standing)?;
-            state.rows.append(&work.k_rope, &work.v, 1, positions)?;
+            state.cache.append(work, 1, positions)?;
             state.index.append(work, positions)?;
-            let chosen = state.index.select(work, &state.rows, positions, self.steps)?;
-            self.attention
-                .attend(&work.q_rope, &state.rows, positions, chosen)?;
+            let cache = Some(&state.cache);
+            let chosen = state.index.select(work, cache, positions, self.steps)?;
+            state
+                .cache
+                .attend(&self.attention, &work.q_rope, positions, chosen)?;
             self.attention.output_rows(&work.attended)?;
             tally(body.driver, &self.shape, positions, chosen, &self.read)?;
             work.finish(weights, hidden, n)?;
@@ -301,8 +317,7 @@ impl<'a> CudaSession<'a> {
 
     /// Bytes of keys and values of one position, over all layers and sequences.
     pub fn position_bytes(&self) -> usize {
-        let rows: usize = self.layers.iter().map(|l| l.rows.bytes_per_position()).sum();
-        rows * self.shape.heads()
+        self.layers.len() * self.shape.heads() * bytes_per_position(&self.shape, self.options.kv)
     }
 
     /// The greedy choices after the last step; waits for the device.
@@ -369,10 +384,7 @@ impl<'a> Generate<'a> for CudaSession<'a> {
     }
 
     fn kv_bytes(&self) -> usize {
-        self.shape.heads()
-            * self.shape.capacity
-            * self.layers.len()
-            * self.layers[0].rows.bytes_per_position()
+        self.shape.capacity * self.position_bytes()
     }
 
     fn index_bytes(&self) -> usize {
@@ -399,7 +411,12 @@ fn tally(
 }
 
 /// Writes the lines of one step and layer.
-fn write_trace(sink: &mut dyn Write, step: usize, layer: usize, chosen: &[Vec<u32>]) -> Result<()> {
+pub(super) fn write_trace(
+    sink: &mut dyn Write,
+    step: usize,
+    layer: usize,
+    chosen: &[Vec<u32>],
+) -> Result<()> {
     for (c, positions) in chosen.iter().enumerate() {
         let line = json!({ "step": step, "layer": layer, "kv_head": c, "positions": positions });
         writeln!(sink, "{line}").map_err(|e| Error::failed(format!("cannot write the trace: {e}")))?;
@@ -407,19 +424,55 @@ fn write_trace(sink: &mut dyn Write, step: usize, layer: usize, chosen: &[Vec<u3
     Ok(())
 }
 
-/// The rows' type, where it is a float.
-fn float(kv: KvType) -> Option<Float> {
-    match kv {
-        KvType::F32 => Some(Float::F32),
-        KvType::F16 => Some(Float::F16),
-        KvType::Bf16 => Some(Float::Bf16),
-        KvType::TwoBit => None,
+/// A prompt on its way through the layers.
+struct Pass<'d> {
+    work: Workspace<'d>,
+    hidden: Buffer<'d, f32>,
+    space: PromptSpace<'d>,
+    /// A layer's rows, where the cache does not keep them as they are.
+    prompted: Option<Prompted<'d>>,
+}
+
+impl<'d> Pass<'d> {
+    /// What a layer's queries attend.
+    fn rows<'s>(&'s self, cache: &'s LayerCache<'d>) -> Result<&'s LayerRows<'d>> {
+        let prompted = self.prompted.as_ref().map(|p| &p.rows);
+        let rows = prompted.or(cache.plain());
+        rows.ok_or_else(|| Error::failed("CUDA: a prompt without rows"))
     }
+}
+
+/// Positions and limits of every sliding window that layers have, and which of them is each layer's.
+pub(super) type Groups<'d> = (Vec<Positions<'d>>, Vec<Limits>, Vec<usize>);
+
+/// See [`Groups`].
+pub(super) fn groups<'d>(
+    driver: &'d dyn Driver,
+    shape: Shape,
+    options: &Options,
+    windows: &[Option<usize>],
+) -> Result<Groups<'d>> {
+    let (mut positions, mut limits, mut places): Groups<'d> = Groups::default();
+    for window in windows {
+        let known = limits.iter().position(|l| l.model_window == *window);
+        places.push(known.unwrap_or(limits.len()));
+        if known.is_none() {
+            let new = Limits {
+                sinks: options.sinks,
+                window: options.window,
+                model_window: *window,
+                budget: options.budget,
+            };
+            limits.push(new);
+            positions.push(Positions::new(driver, shape, new)?);
+        }
+    }
+    Ok((positions, limits, places))
 }
 
 /// Says before anything is taken that the caches do not fit.
 fn check_room(driver: &dyn Driver, shape: &Shape, options: &Options, layers: usize) -> Result<()> {
-    let each = shape.sequences * shape.kv_heads * layers * options.kv.bytes_per_position(shape.width());
+    let each = shape.heads() * layers * bytes_per_position(shape, options.kv);
     let (need, free) = ((each * shape.capacity) as u64, driver.free_bytes()?);
     if need <= free {
         return Ok(());
