@@ -15,7 +15,7 @@ use kvsmith::model::decoder::rotated;
 use kvsmith::runner::budget::Budget;
 use kvsmith::runner::kv::{KvHead, KvType};
 use kvsmith::runner::packed::Center;
-use kvsmith::runner::{Options, Session};
+use kvsmith::runner::{Generate, Options, Session};
 use ndarray::{Array1, Array3, ArrayView1, Axis, s};
 use serde_json::{Value, json};
 
@@ -316,7 +316,7 @@ fn drive(
     let turns = turns.iter().map(&mut turn).collect();
     Driven {
         turns,
-        shares: [session.kv_read_fraction(), session.exact_dot_fraction()],
+        shares: [session.kv_read_fraction().unwrap(), session.exact_dot_fraction()],
     }
 }
 

@@ -8,7 +8,7 @@ use common::{all_golden, relative_error};
 use kvsmith::method::{Method, MethodName, Params};
 use kvsmith::model::Decoder;
 use kvsmith::runner::sample::argmax;
-use kvsmith::runner::{Options, Session, budget::Budget, kv::KvType, packed::Center};
+use kvsmith::runner::{Generate, Options, Session, budget::Budget, kv::KvType, packed::Center};
 use kvsmith::store::Store;
 use ndarray::{Array2, Array3};
 

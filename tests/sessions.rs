@@ -9,7 +9,7 @@ use kvsmith::method::{Method, MethodName, Params};
 use kvsmith::model::Decoder;
 use kvsmith::runner::kv::KvType;
 use kvsmith::runner::packed::Center;
-use kvsmith::runner::{Options, Session, budget::Budget};
+use kvsmith::runner::{Generate, Options, Session, budget::Budget};
 
 struct Model {
     decoder: Decoder,
@@ -103,7 +103,7 @@ fn a_later_prompt_continues_the_cache() {
                 last = one.step(*id).unwrap();
                 other = two.step(*id).unwrap();
             }
-            assert_eq!(two.kv_read_fraction(), 1.0, "{}", method.as_str());
+            assert_eq!(two.kv_read_fraction().unwrap(), 1.0, "{}", method.as_str());
         }
     }
 }
