@@ -281,9 +281,9 @@ fn compare(driver: &dyn Driver, shape: Shape, references: &[Reference], layer: &
     let caches: Vec<&Packed> = references.iter().map(|reference| &reference.packed).collect();
     let theirs = PackedLayer::of(driver, shape, &caches).unwrap();
     let (own, cpu) = (layer.signs.read().unwrap(), theirs.signs.read().unwrap());
-    assert_eq!(own.2, cpu.2, "{when}: positions that come first");
-    assert_eq!(own.0, cpu.0, "{when}: centres");
-    assert_eq!(own.1, cpu.1, "{when}: signs");
+    assert_eq!(own.full, cpu.full, "{when}: positions that come first");
+    assert_eq!(own.centre, cpu.centre, "{when}: centres");
+    assert_eq!(own.signs, cpu.signs, "{when}: signs");
     assert_eq!(
         layer.alpha().unwrap(),
         theirs.alpha().unwrap(),

@@ -137,17 +137,21 @@ impl<'d> A2ats<'d> {
         })
     }
 
+    /// Forgets every code, for sequences that begin anew.
+    pub fn clear(&self) -> Result<()> {
+        self.counted.zero()?;
+        self.counts.zero()
+    }
+
     /// Sets the codes of every position, `[b,g,capacity]`.
     pub fn set_codes(&self, codes: &[u16]) -> Result<()> {
-        self.counted.zero()?;
-        self.counts.zero()?;
+        self.clear()?;
         self.codes.write(codes)
     }
 
     /// Random codes, for a benchmark.
     pub fn fill(&self, seed: u32) -> Result<()> {
-        self.counted.zero()?;
-        self.counts.zero()?;
+        self.clear()?;
         let random = Random::Below(self.size);
         fill(self.driver, &self.codes, self.codes.len(), random, seed)
     }

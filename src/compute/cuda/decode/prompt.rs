@@ -3,86 +3,23 @@
 //! The same as [`crate::method::selfindex`] and [`crate::runner::packed`] build for the first prompt of a
 //! conversation. Rows come from a cache or as they are, and are worked on as f32, some KV heads at a time.
 
+mod rows;
+
 use super::super::buffer::Buffer;
 use super::super::driver::{self, Arg, Driver};
-use super::attend::LayerRows;
 use super::best::Best;
 use super::packed::PackedLayer;
 use super::signs::{FULL, SelfIndex, Signs};
 use super::{Positions, Shape};
 use crate::error::{Error, Result};
 use crate::runner::packed::{Center, Layout};
+use rows::Heads;
+pub use rows::{Queries, Rows};
 
 /// Values that are worked on at once, at most, where one KV head has no more.
 const MOST_VALUES: usize = 1 << 26;
 /// Rows whose signs one block looks at.
 const SIGN_ROWS: usize = 4096;
-
-/// Keys or values of every position of a prompt.
-#[derive(Clone, Copy)]
-pub struct Rows {
-    from: Arg,
-    /// As kernels number it: f32, f16, bf16.
-    kind: usize,
-    /// Rows of a KV head, and channels of a row.
-    stride: usize,
-    pitch: usize,
-}
-
-impl Rows {
-    /// The keys of a cache.
-    pub fn keys(rows: &LayerRows<'_>) -> Self {
-        Self::cached(rows, &rows.keys)
-    }
-
-    /// The values of a cache.
-    pub fn values(rows: &LayerRows<'_>) -> Self {
-        Self::cached(rows, &rows.values)
-    }
-
-    /// `[b,g,n,d]`, all there is of every sequence.
-    pub fn of(rows: &Buffer<'_, f32>, n: usize, d: usize) -> Self {
-        Self {
-            from: rows.arg(),
-            kind: 0,
-            stride: n,
-            pitch: d,
-        }
-    }
-
-    fn cached(rows: &LayerRows<'_>, buffer: &Buffer<'_, u8>) -> Self {
-        Self {
-            from: buffer.arg(),
-            kind: rows.kind(),
-            stride: rows.shape.capacity,
-            pitch: rows.shape.width(),
-        }
-    }
-
-    fn bytes_of_head(&self) -> usize {
-        self.stride * self.pitch * if self.kind == 0 { 4 } else { 2 }
-    }
-}
-
-/// The last queries of a prompt.
-#[derive(Clone, Copy)]
-pub struct Queries<'a> {
-    /// After rotation, `[b,h,m,d]`.
-    pub rows: &'a Buffer<'a, f32>,
-    /// Of which the last counts.
-    pub m: usize,
-}
-
-/// Some KV heads of a sequence.
-#[derive(Clone, Copy)]
-struct Heads {
-    sequence: usize,
-    /// The first one's number over all sequences, and how many there are.
-    at: usize,
-    count: usize,
-    /// Positions.
-    n: usize,
-}
 
 /// Where prompts are worked on; one for all layers of a shape.
 pub struct Prompts<'d> {

@@ -20,6 +20,17 @@ pub struct HeadSigns<'a> {
     pub full: &'a [u32],
 }
 
+/// What [`Signs`] hold.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HeldSigns {
+    /// `[b,g,d]`.
+    pub centre: Vec<f32>,
+    /// `[b,g,capacity,d / 32 rounded up]`: the lowest bit is the first channel's.
+    pub signs: Vec<u32>,
+    /// Positions that come first, ascending, per KV head.
+    pub full: Vec<Vec<u32>>,
+}
+
 /// The signs of one layer's cached keys.
 pub struct Signs<'d> {
     pub(super) driver: &'d dyn Driver,
@@ -96,13 +107,17 @@ impl<'d> Signs<'d> {
         })
     }
 
-    /// Centres `[b,g,d]`, signs `[b,g,capacity]` rows of words, and the positions that come first, per KV head; waits for
-    /// the device.
-    pub fn read(&self) -> Result<(Vec<f32>, Vec<u32>, Vec<Vec<u32>>)> {
+    /// What is held; waits for the device.
+    pub fn read(&self) -> Result<HeldSigns> {
         let (full, counts) = (self.full.read()?, self.full_count.read()?);
         let full = full.chunks(FULL).zip(counts);
-        let full = full.map(|(full, n)| full[..FULL.min(n as usize)].to_vec());
-        Ok((self.centre.read()?, self.signs.read()?, full.collect()))
+        Ok(HeldSigns {
+            centre: self.centre.read()?,
+            signs: self.signs.read()?,
+            full: full
+                .map(|(full, n)| full[..FULL.min(n as usize)].to_vec())
+                .collect(),
+        })
     }
 
     /// Bytes of the signs.
