@@ -5,6 +5,7 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::decode::attend::{Attention, LayerRows};
 use crate::compute::cuda::decode::packed::PackedLayer;
 use crate::compute::cuda::decode::prompt::{Prompts, Queries, Rows};
+use crate::compute::cuda::decode::signs::FULL;
 use crate::compute::cuda::decode::{Positions, Selection, Shape};
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
@@ -77,6 +78,14 @@ impl<'d> LayerCache<'d> {
             Self::Plain(rows) => Some(rows),
             Self::Packed(_) => None,
         }
+    }
+}
+
+/// Bytes that a head has on the device whatever its length: rows in half precision, scales and centres.
+pub fn fixed_bytes(shape: &Shape, kv: KvType) -> usize {
+    match float(kv) {
+        Some(_) => 0,
+        None => FULL * (4 * shape.head_dim + 4) + 8 * shape.head_dim,
     }
 }
 

@@ -8,7 +8,7 @@ use std::io::Write;
 use ndarray::Array1;
 use serde_json::json;
 
-use super::cache::{LayerCache, bytes_per_position};
+use super::cache::{LayerCache, bytes_per_position, fixed_bytes};
 use super::forward::StepSpace;
 use super::index::{LayerIndex, PromptSpace};
 use super::{Body, Prompted, ROWS, Rotation, Standing, Workspace};
@@ -384,7 +384,8 @@ impl<'a> Generate<'a> for CudaSession<'a> {
     }
 
     fn kv_bytes(&self) -> usize {
-        self.shape.capacity * self.position_bytes()
+        let fixed = self.shape.heads() * fixed_bytes(&self.shape, self.options.kv);
+        self.shape.capacity * self.position_bytes() + self.layers.len() * fixed
     }
 
     fn index_bytes(&self) -> usize {
