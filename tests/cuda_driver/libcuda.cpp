@@ -48,7 +48,7 @@ CALL(cuModuleGetFunction, void** function, void*, const char* name) {
     return *function = (void*)&*found, SUCCESS;
 }
 CALL(cuFuncSetAttribute, void*, int, int) { return SUCCESS; }
-CALL(cuMemGetInfo_v2, size_t* free, size_t* total) { return *free = *total = 256 << 20, SUCCESS; }
+CALL(cuMemGetInfo_v2, size_t* free, size_t* total) { return *free = *total = (wrong("small") ? 2 : 256) << 20, SUCCESS; }
 CALL(cuMemAlloc_v2, uint64_t* at, size_t size) {
     if (wrong("no_memory") && size > 100000) return OUT_OF_MEMORY;
     return *at = (uint64_t)memset(malloc(size), 0xff, size), SUCCESS;

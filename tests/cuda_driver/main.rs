@@ -53,6 +53,8 @@ fn main() -> ExitCode {
     add("eval", model::eval);
     add("dump", model::dump);
     add("room", model::room);
+    add("small", model::small);
+    add("everything", model::everything);
     add("not_finite", model::not_finite);
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }

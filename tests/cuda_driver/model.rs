@@ -288,6 +288,29 @@ pub fn dump(driver: &Path) {
     }
 }
 
+/// A budget of everything is full attention.
+pub fn everything(driver: &Path) {
+    let dir = scratch(driver);
+    let at = dir.path().display();
+    let run = |more: &str| {
+        json(
+            driver,
+            &format!(
+                "run -q --json --model calib-data/model --artifact {at}/a.safetensors --prompt-file {at}/prompt --max-new 6 \
+                 --budget 1.0 --ignore-eos --device cuda {more}"
+            ),
+        )
+    };
+    for kv in ["bf16", "host"] {
+        let full = run(&format!("--method full --kv {kv}"));
+        for method in ["a2ats", "selfindex", "streaming"] {
+            let sparse = run(&format!("--method {method} --kv {kv}"));
+            assert_eq!(sparse["ids"], full["ids"], "{method} {kv}");
+            assert_eq!(sparse["kv_read_fraction"], 1.0, "{method} {kv}");
+        }
+    }
+}
+
 /// What does not fit is said with what would.
 pub fn room(driver: &Path) {
     let long: Vec<Vec<u32>> = vec![vec![5; 4]];
@@ -309,6 +332,28 @@ pub fn room(driver: &Path) {
         "{text}"
     );
     assert!(text.contains("positions would fit"), "{text}");
+    assert!(text.contains("hint: "), "{text}");
+}
+
+/// A model that is larger than the GPU's memory is named before anything is copied.
+pub fn small(driver: &Path) {
+    let dir = scratch(driver);
+    let at = dir.path().display();
+    let small = |arguments: &str| {
+        command(driver, arguments)
+            .env("FAKE_CUDA", "small")
+            .output()
+            .unwrap()
+    };
+    let failed = small(&format!(
+        "run --model calib-data/model --prompt-file {at}/prompt --method full --device cuda"
+    ));
+    let text = stderr(&failed);
+    assert_eq!(failed.status.code(), Some(1), "{text}");
+    assert!(
+        text.contains("out of GPU memory: the model's weights need"),
+        "{text}"
+    );
     assert!(text.contains("hint: "), "{text}");
 }
 

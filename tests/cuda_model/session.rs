@@ -13,10 +13,85 @@ use super::golden::{Golden, all, generate, options, worst};
 pub fn cases() -> Vec<(String, Check)> {
     let mut cases: Vec<(String, Check)> = Vec::new();
     for (name, dir) in all() {
-        let check = move |driver: &dyn Driver| full(driver, &Golden::open(&dir));
+        let golden = dir.clone();
+        let check = move |driver: &dyn Driver| full(driver, &Golden::open(&golden));
         cases.push((format!("session::{name}"), Box::new(check)));
+        let golden = dir.clone();
+        let check = move |driver: &dyn Driver| everything(driver, &Golden::open(&golden));
+        cases.push((format!("everything::{name}"), Box::new(check)));
+        if name.starts_with("llama_default") || name.contains("sliding") {
+            let check = move |driver: &dyn Driver| batch(driver, &Golden::open(&dir));
+            cases.push((format!("batch::{name}"), Box::new(check)));
+        }
     }
     cases
+}
+
+/// Several sequences at once are what each is alone, from empty caches on.
+fn batch(driver: &dyn Driver, golden: &Golden) {
+    const STEPS: usize = 20;
+    let vocab = golden.decoder.config.vocab_size as u32;
+    let token = |sequence: usize, step: usize| (7 + 13 * sequence + 5 * step) as u32 % vocab;
+    for (method, budget) in [
+        (MethodName::Full, "1.0"),
+        (MethodName::Topk, "0.3"),
+        (MethodName::Streaming, "0.3"),
+    ] {
+        let (method, options) = (golden.method(method), options(budget, KvType::F32));
+        let session = |sequences| {
+            let body = Body::load(driver, &golden.decoder, Precision::F32).unwrap();
+            CudaSession::new(body, &method, options, sequences, STEPS + 4).unwrap()
+        };
+        let mut together = session(3);
+        let mut alone: Vec<_> = (0..3).map(|_| session(1)).collect();
+        for step in 0..STEPS {
+            let ids: Vec<u32> = (0..3).map(|s| token(s, step)).collect();
+            together.feed(&ids).unwrap();
+            let expected: Vec<u32> = alone
+                .iter_mut()
+                .zip(&ids)
+                .map(|(one, id)| {
+                    one.feed(&[*id]).unwrap();
+                    one.choices().unwrap()[0]
+                })
+                .collect();
+            assert_eq!(together.choices().unwrap(), expected, "step {step}");
+        }
+        let read = together.kv_read_fraction().unwrap();
+        let expected: f64 = alone.iter().map(|one| one.kv_read_fraction().unwrap()).sum();
+        assert!((read - expected / 3.0).abs() < 1e-9, "{read} {expected}");
+    }
+}
+
+/// A budget of everything, and caches that are full.
+fn everything(driver: &dyn Driver, golden: &Golden) {
+    for method in [
+        MethodName::Topk,
+        MethodName::Streaming,
+        MethodName::Random,
+        MethodName::Selfindex,
+    ] {
+        let d = golden.decoder.config.head_dim;
+        if method == MethodName::Selfindex && !d.is_multiple_of(4) {
+            continue;
+        }
+        let method = golden.method(method);
+        let body = Body::load(driver, &golden.decoder, Precision::F32).unwrap();
+        let room = golden.ids.len() + 23;
+        let mut session = CudaSession::new(body, &method, options("1.0", KvType::F32), 1, room).unwrap();
+        let (tokens, _) = generate(&mut session, &golden.ids, 24);
+        assert_eq!(tokens, golden.greedy());
+        assert_eq!(session.kv_read_fraction().unwrap(), 1.0);
+        let mut full = None;
+        for _ in 0..9 {
+            full = session.step(3).err();
+            if full.is_some() {
+                break;
+            }
+        }
+        let error = full.expect("the cache is full").to_string();
+        assert!(error.contains("has room for"), "{error}");
+    }
 }
 
 /// Tokens and logits of full attention in f32, over two turns.

@@ -87,6 +87,8 @@ pub fn cases() -> Vec<Case> {
     // Accumulation over a long context.
     add(Float::Bf16, [1, 1, 4, 128], 8192, None, |_| ());
     add(Float::F16, [1, 1, 4, 128], 8192, Some(2000), |_| ());
+    add(Float::Bf16, [1, 1, 1, 64], 131_072, None, |_| ());
+    add(Float::F32, [1, 1, 1, 64], 131_072, None, |_| ());
     cases
 }
 

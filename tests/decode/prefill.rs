@@ -85,6 +85,7 @@ pub fn cases() -> Vec<Case> {
     // Accumulation over a long context.
     add(Float::Bf16, [1, 1, 1, 128], 8000, 20, None, 1.0);
     add(Float::F16, [1, 1, 1, 64], 8000, 20, Some(5000), 1.0);
+    add(Float::Bf16, [1, 1, 1, 64], 131_052, 20, None, 1.0);
     cases
 }
 

@@ -86,13 +86,15 @@ impl Shape {
             return Err(Error::failed(format!(
                 "CUDA: {} query heads per KV head; 1 to {MOST_GROUP} are supported",
                 self.group
-            )));
+            ))
+            .hint("use --device cpu"));
         }
         if self.head_dim == 0 || self.head_dim > 128 {
             return Err(Error::failed(format!(
                 "CUDA: a head dimension of {}; 1 to 128 are supported",
                 self.head_dim
-            )));
+            ))
+            .hint("use --device cpu"));
         }
         self.capacity = self.capacity.next_multiple_of(8).max(8);
         let fits = self.sequences > 0 && self.sequences <= 65_535 && self.kv_heads * self.group <= 65_535;
