@@ -23,9 +23,9 @@ const REFUSALS: [(&str, &str); 6] = [
 ];
 
 fn main() -> ExitCode {
-    let driver = match kernels::image() {
-        Some(_) => build(),
-        None => Err("this build has no kernels built in; `make cuda` fetches an nvcc".to_owned()),
+    let driver = match kernels::are_built_in() {
+        true => build(),
+        false => Err("this build has no kernels built in; `make cuda` fetches an nvcc".to_owned()),
     };
     if let Err(reason) = &driver {
         eprintln!("ignored, {reason}");
