@@ -4,36 +4,46 @@
 use std::env;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread;
 
-/// Machine code for A100 and H100, and PTX for what comes later.
-const TARGETS: [&str; 3] = [
-    "arch=compute_80,code=sm_80",
-    "arch=compute_90,code=sm_90",
-    "arch=compute_80,code=compute_80",
-];
+/// The chips that get machine code, A100 and H100: an image each, compiled side by side.
+const CHIPS: [u32; 2] = [80, 90];
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    println!("cargo:rerun-if-changed=kernels");
     println!("cargo:rerun-if-env-changed=KVSMITH_NVCC");
     println!("cargo:rerun-if-env-changed=CUDA_HOME");
+    watch_sources();
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    let image = out.join("kvsmith.fatbin");
-    let nvcc = find();
-    if let Some(nvcc) = &nvcc {
-        // For tests/kernels.rs.
+    let images = find().is_some_and(|nvcc| {
+        // For tests/kernels.rs: the compiler, and what it said.
         println!("cargo:rustc-env=KVSMITH_FOUND_NVCC={}", nvcc.display());
+        println!("cargo:rustc-env=KVSMITH_KERNEL_REPORTS={}", out.display());
+        compile_all(&nvcc, &out)
+    });
+    let mut text = String::new();
+    let mut list = String::new();
+    for chip in CHIPS.iter().filter(|_| images) {
+        let path = image(&out, *chip);
+        text += &format!("static SM_{chip}: &Aligned<[u8]> = &Aligned(*include_bytes!({path:?}));\n");
+        list += &format!("({chip}, &SM_{chip}.0), ");
     }
-    let text = match nvcc.is_some_and(|nvcc| compile(&nvcc, &image)) {
-        // The loader of the driver reads the image as 64-bit words.
-        true => format!(
-            "#[repr(align(16))]\nstruct Aligned<T: ?Sized>(T);\n\
-             static ALIGNED: &Aligned<[u8]> = &Aligned(*include_bytes!({image:?}));\n\
-             const IMAGE: Option<&[u8]> = Some(&ALIGNED.0);\n"
-        ),
-        false => "const IMAGE: Option<&[u8]> = None;\n".to_owned(),
-    };
-    std::fs::write(out.join("kernel_image.rs"), text).expect("OUT_DIR can be written to");
+    if images {
+        // The loader of the driver reads an image as 64-bit words.
+        text = format!("#[repr(align(16))]\nstruct Aligned<T: ?Sized>(T);\n{text}");
+    }
+    text += &format!("const IMAGES: &[(i32, &[u8])] = &[{list}];\n");
+    std::fs::write(out.join("kernel_images.rs"), text).expect("OUT_DIR can be written to");
+}
+
+/// Asks for another build when a file that nvcc reads has changed; the emulation's are for tests alone.
+fn watch_sources() {
+    let files = std::fs::read_dir("kernels").expect("the kernels are there");
+    for path in files.filter_map(|file| Some(file.ok()?.path())) {
+        if path.file_stem().is_some_and(|stem| stem != "emulate") {
+            println!("cargo:rerun-if-changed={}", path.display());
+        }
+    }
 }
 
 /// The nvcc to use. An empty `KVSMITH_NVCC` asks for none.
@@ -50,22 +60,48 @@ fn find() -> Option<PathBuf> {
     programs.into_iter().find(|nvcc| nvcc.is_file())
 }
 
-fn compile(nvcc: &Path, image: &Path) -> bool {
-    let mut command = Command::new(nvcc);
-    command.args(["-std=c++17", "-O3", "-Werror", "all-warnings", "-fatbin", "-o"]);
-    command.arg(image).arg("kernels/kvsmith.cu");
-    TARGETS.iter().for_each(|target| {
-        command.args(["-gencode", target]);
+fn image(out: &Path, chip: u32) -> PathBuf {
+    out.join(format!("sm_{chip}.fatbin"))
+}
+
+/// Makes every image; says what is wrong where one fails.
+fn compile_all(nvcc: &Path, out: &Path) -> bool {
+    let compiled: Vec<bool> = thread::scope(|scope| {
+        let jobs = CHIPS.map(|chip| scope.spawn(move || compile(nvcc, out, chip)));
+        let done = jobs.into_iter().map(|job| job.join().expect("no panic"));
+        done.collect()
     });
-    let error = match command.output() {
-        Ok(output) if output.status.success() => return true,
-        Ok(output) => String::from_utf8_lossy(&output.stderr).into_owned(),
-        Err(e) => e.to_string(),
+    compiled.into_iter().all(|done| done)
+}
+
+/// Makes the image of one chip, and `sm_<chip>.txt`: what the compilers said, the resources of each kernel with it.
+fn compile(nvcc: &Path, out: &Path, chip: u32) -> bool {
+    let mut command = Command::new(nvcc);
+    command.args(["-std=c++17", "-O3", "-Werror", "all-warnings", "-Xptxas", "-v"]);
+    command.args(["-gencode", &format!("arch=compute_{chip},code=sm_{chip}")]);
+    if CHIPS.last() == Some(&chip) {
+        // PTX for later chips.
+        command.args(["-gencode", &format!("arch=compute_{chip},code=compute_{chip}")]);
+    }
+    command
+        .arg("-fatbin")
+        .arg("-o")
+        .arg(image(out, chip))
+        .arg("kernels/kvsmith.cu");
+    let (done, said) = match command.output() {
+        Ok(output) => (
+            output.status.success(),
+            String::from_utf8_lossy(&output.stderr).into_owned(),
+        ),
+        Err(e) => (false, e.to_string()),
     };
-    println!(
-        "cargo:warning=CUDA kernels are not built in: {} failed",
-        nvcc.display()
-    );
-    error.lines().for_each(|line| println!("cargo:warning={line}"));
-    false
+    std::fs::write(out.join(format!("sm_{chip}.txt")), &said).expect("OUT_DIR can be written to");
+    if !done {
+        println!(
+            "cargo:warning=CUDA kernels are not built in: {} failed",
+            nvcc.display()
+        );
+        said.lines().for_each(|line| println!("cargo:warning={line}"));
+    }
+    done
 }

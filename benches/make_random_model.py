@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Write a Hugging Face llama checkpoint with random bf16 weights in the shape of a real model.
 
-For measuring memory and speed without a download; the weights mean nothing.
-Needs numpy. Example: python3 benches/make_random_model.py 1b /tmp/random-1b
+For measuring memory and speed without a download; the weights mean nothing. Needs Python alone, and for the 16 GB of
+an 8B model as long as the disk does. Example: python3 benches/make_random_model.py 1b /tmp/random-1b
 """
 
 import argparse
 import json
+import math
+import random
+from array import array
 from pathlib import Path
-
-import numpy as np
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -21,6 +22,8 @@ SHAPES = {
     "1b": (16, 2048, 8192, 32, 8, 64, 128256, True),
     "8b": (32, 4096, 14336, 32, 8, 128, 128256, False),
 }
+# Normal numbers drawn: a prime, so that rows which repeat them begin at another one each.
+DRAWN = 2_097_169
 
 
 def tensors(shape):
@@ -42,13 +45,31 @@ def tensors(shape):
         yield "lm_head.weight", (vocab, hidden)
 
 
-def bf16_bytes(rng, shape):
-    """Norm weights of one, matrices of variance 1 / inputs, as little-endian bf16."""
-    if len(shape) == 1:
-        values = np.ones(shape, np.float32)
-    else:
-        values = rng.standard_normal(shape, np.float32) / np.sqrt(np.float32(shape[1]))
-    return (values.view(np.uint32) >> 16).astype("<u2").tobytes()
+def bf16(values):
+    """Little-endian bf16 of floats, cut off."""
+    wide = array("f", values).tobytes()
+    out = bytearray(len(wide) // 2)
+    out[0::2], out[1::2] = wide[2::4], wide[3::4]
+    return bytes(out)
+
+
+class Weights:
+    """Bytes of matrices of variance 1 / inputs: the same normal numbers again and again, from a random one on."""
+
+    def __init__(self, rng):
+        self.rng = rng
+        self.normal = [rng.gauss(0.0, 1.0) for _ in range(DRAWN)]
+        self.scaled = {}
+
+    def write(self, file, rows, cols):
+        if cols not in self.scaled:
+            scale = 1.0 / math.sqrt(cols)
+            # Twice, so that a whole round can be taken from anywhere.
+            self.scaled[cols] = memoryview(bf16([v * scale for v in self.normal]) * 2)
+        left, first = 2 * rows * cols, 2 * self.rng.randrange(DRAWN)
+        round_of = self.scaled[cols][first : first + 2 * DRAWN]
+        while left > 0:
+            left -= file.write(round_of[: min(left, len(round_of))])
 
 
 def main():
@@ -63,7 +84,7 @@ def main():
     if args.layers:
         shape = (args.layers, *shape[1:])
     layers, hidden, inter, heads, kv_heads, dim, vocab, tied = shape
-    rng = np.random.default_rng(args.seed)
+    rng = random.Random(args.seed)
     args.folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
@@ -77,16 +98,20 @@ def main():
 
     header, at = {}, 0
     for name, size in tensors(shape):
-        end = at + 2 * int(np.prod(size))
+        end = at + 2 * math.prod(size)
         header[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    weights = Weights(rng)
     with open(args.folder / "model.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, size in tensors(shape):
-            file.write(bf16_bytes(rng, size))
-    ids = rng.integers(3, vocab, args.tokens).tolist()
+            if len(size) == 1:
+                file.write(bf16([1.0] * size[0]))
+            else:
+                weights.write(file, *size)
+    ids = [rng.randrange(3, vocab) for _ in range(args.tokens)]
     (args.folder / "tokens.json").write_text(json.dumps([ids]))
     print(f"{args.folder}: {at / 1e9:.2f} GB of weights, {args.tokens} tokens in tokens.json")
 

@@ -1,4 +1,4 @@
-//! `bench retrieve` and `bench attend`: what their JSON says, and what they refuse.
+//! `bench retrieve`, `bench attend` and `bench decode`: what their JSON says, and what they refuse.
 
 mod common;
 
@@ -68,4 +68,10 @@ fn what_cannot_be_timed_is_refused() {
     kvsmith("bench attend --kv 2bit").fails(2, "2bit", "");
     kvsmith("bench retrieve --device cpu --methods lfps").fails(2, "lfps", "a2ats");
     kvsmith("bench retrieve --device wgpu").fails(3, "wgpu", "--device cpu");
+    for device in ["cpu", "wgpu"] {
+        let decode = format!("bench decode --device {device}");
+        kvsmith(&decode).fails(3, "needs an NVIDIA GPU", "--device cuda");
+    }
+    kvsmith("bench decode --methods lfps --device cuda").fails(2, "lfps", "a2ats");
+    kvsmith("bench decode --kv 2bit --device cuda").fails(2, "2bit", "");
 }

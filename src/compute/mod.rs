@@ -47,9 +47,9 @@ pub fn open_telling(device: cli::Device, tell: &dyn Fn(&str)) -> Result<Box<dyn 
 
 fn open_cuda(tell: &dyn Fn(&str)) -> Result<Box<dyn device::Device>> {
     let cuda = cuda::Cuda::open()?;
-    tell(match cuda::kernels::image() {
-        Some(_) => "device: the CUDA kernels are built in",
-        None => "device: the CUDA kernels were compiled now, by NVRTC",
+    tell(match cuda::kernels::are_built_in() {
+        true => "device: the CUDA kernels are built in",
+        false => "device: the CUDA kernels were compiled now, by NVRTC",
     });
     Ok(Box::new(cuda))
 }

@@ -219,7 +219,10 @@ fn build() -> std::result::Result<PathBuf, String> {
         "-fno-sanitize-recover",
         "-DKVSMITH_EMULATE",
     ];
-    let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
+    // Where the tests run without the sources there is none.
+    let root = std::env::var_os("KVSMITH_ROOT");
+    let root = root.unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+    let kernels = Path::new(&root).join("kernels");
     let mut files: Vec<PathBuf> = kernels
         .read_dir()
         .map_err(|e| e.to_string())?

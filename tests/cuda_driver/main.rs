@@ -1,6 +1,7 @@
 //! The program with `--device cuda` from end to end, on a driver that runs the kernels on the CPU, and every
 //! way in which a driver can refuse.
 
+mod bench;
 mod model;
 
 use std::path::{Path, PathBuf};
@@ -23,9 +24,9 @@ const REFUSALS: [(&str, &str); 6] = [
 ];
 
 fn main() -> ExitCode {
-    let driver = match kernels::image() {
-        Some(_) => build(),
-        None => Err("this build has no kernels built in; `make cuda` fetches an nvcc".to_owned()),
+    let driver = match kernels::are_built_in() {
+        true => build(),
+        false => Err("this build has no kernels built in; `make cuda` fetches an nvcc".to_owned()),
     };
     if let Err(reason) = &driver {
         eprintln!("ignored, {reason}");
@@ -45,7 +46,9 @@ fn main() -> ExitCode {
     add("no_memory", no_memory);
     add("broken_kernel", broken_kernel);
     add("calibrate", calibrate);
-    add("bench", bench);
+    add("bench", bench::one_layer);
+    add("bench_decode", bench::decode);
+    add("bench_decode_without_room", bench::decode_without_room);
     add("run", model::run);
     add("run_rounded", model::run_rounded);
     add("host", model::host);
@@ -225,37 +228,5 @@ fn calibrate(driver: &Path) {
     assert!(!cpu.is_empty());
     for (head, (cuda, cpu)) in cuda.iter().zip(&cpu).enumerate() {
         assert!((cuda - cpu).abs() <= 1e-4 * cpu, "head {head}: {cuda} {cpu}");
-    }
-}
-
-/// The benchmarks of a decode step run from end to end; their times say nothing here.
-fn bench(driver: &Path) {
-    let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
-    for what in ["retrieve", "attend"] {
-        let output = Command::new(env!("CARGO_BIN_EXE_kvsmith"))
-            .env("LD_LIBRARY_PATH", format!("{}:{path}", driver.display()))
-            .args([
-                "bench",
-                what,
-                "--json",
-                "--device",
-                "cuda",
-                "--shapes",
-                "4/2x64",
-                "--context",
-                "300",
-            ])
-            .args(["--batch", "1,2", "--size", "32", "--runs", "1"])
-            .output()
-            .expect("kvsmith runs");
-        assert!(output.status.success(), "{}", stderr(&output));
-        let json: Value = serde_json::from_slice(&output.stdout).expect("one JSON document");
-        let rows = json["rows"].as_array().expect("rows");
-        let methods = if what == "attend" { 3 } else { 2 };
-        assert_eq!(rows.len(), 2 * methods);
-        for row in rows {
-            assert_eq!(row["device"], "cuda");
-            assert!(row["median_s"].as_f64().is_some_and(|s| s > 0.0), "{row}");
-        }
     }
 }

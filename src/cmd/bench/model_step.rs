@@ -46,7 +46,7 @@ pub struct ModelArgs {
     /// Sequences
     #[arg(long, value_name = "B,..", value_delimiter = ',', default_value = "1", value_parser = at_least_one)]
     batch: Vec<usize>,
-    /// How steps choose what they read: full, a2ats
+    /// How steps choose what they read: full, topk, a2ats, selfindex
     #[arg(
         long,
         value_name = "M,..",
@@ -73,6 +73,19 @@ pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     if matches!(global.device, Device::Cpu | Device::Wgpu) {
         return Err(Error::device("`bench decode` needs an NVIDIA GPU")
             .hint("use --device cuda; on the CPU `run` says how many tokens a second a checkpoint gives"));
+    }
+    let supported = [
+        MethodName::Full,
+        MethodName::Topk,
+        MethodName::A2ats,
+        MethodName::Selfindex,
+    ];
+    if let Some(method) = args.methods.iter().find(|m| !supported.contains(m)) {
+        let name = method.as_str();
+        return Err(
+            Error::usage(format!("`bench decode` does not time method `{name}`"))
+                .hint("--methods takes full, topk, a2ats and selfindex"),
+        );
     }
     let gpu = Cuda::open()?;
     let driver = gpu.driver();
@@ -110,7 +123,7 @@ pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
         }
     }
     match left_out {
-        Some(e) if rows.is_empty() => Err(e),
+        Some(e) if rows.is_empty() => Err(e.hint("take a smaller --context or --batch, or --kv bf16")),
         _ if global.json => print_json(&json!({ "rows": rows })),
         _ => Ok(()),
     }

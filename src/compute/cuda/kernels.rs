@@ -1,6 +1,6 @@
 //! The kernels of `kernels/`: compiled by `build.rs` where there was an nvcc, and their sources.
 
-include!(concat!(env!("OUT_DIR"), "/kernel_image.rs"));
+include!(concat!(env!("OUT_DIR"), "/kernel_images.rs"));
 
 /// Every kernel.
 pub const NAMES: &[&str] = &[
@@ -164,10 +164,21 @@ const FILES: &[(&str, &str)] = &[
     ("whiten.cu", include_str!("../../../kernels/whiten.cu")),
 ];
 
-/// What was compiled when this program was built: machine code for compute capability 8.0 and 9.0, and PTX
-/// for later ones.
-pub fn image() -> Option<&'static [u8]> {
-    IMAGE
+/// Whether kernels were compiled when this program was built.
+pub fn are_built_in() -> bool {
+    !IMAGES.is_empty()
+}
+
+/// What was compiled for a chip of this compute capability: machine code for 8.0 and 9.0, which the later chips of
+/// the same generation run too, and PTX for later generations.
+pub fn image(capability: (i32, i32)) -> Option<&'static [u8]> {
+    newest(IMAGES, capability)
+}
+
+/// The newest of `images` that is no newer than the chip, as 10 times major plus minor.
+fn newest<'i>(images: &[(i32, &'i [u8])], (major, minor): (i32, i32)) -> Option<&'i [u8]> {
+    let older = images.iter().filter(|(chip, _)| *chip <= 10 * major + minor);
+    older.max_by_key(|(chip, _)| *chip).map(|(_, image)| *image)
 }
 
 /// All kernels as one source without `#include`s of ours.
@@ -179,4 +190,25 @@ pub fn source() -> String {
         out.push('\n');
     }
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chip_gets_the_newest_image_that_it_can_run() {
+        let images: &[(i32, &[u8])] = &[(80, &[1]), (90, &[2])];
+        let cases = [
+            ((7, 5), None),
+            ((8, 0), Some(1)),
+            ((8, 9), Some(1)),
+            ((9, 0), Some(2)),
+            ((12, 1), Some(2)),
+        ];
+        for (capability, expected) in cases {
+            let found = newest(images, capability).map(|image| image[0]);
+            assert_eq!(found, expected, "{capability:?}");
+        }
+    }
 }

@@ -116,7 +116,7 @@ impl Nvidia {
     fn load(&mut self, capability: (i32, i32)) -> Result<()> {
         self.enter()?;
         let compiled;
-        let image = match kernels::image() {
+        let image = match kernels::image(capability) {
             Some(image) => image,
             None => {
                 compiled = compile::compile(capability)?;

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ptr;
+use std::thread::{self, ThreadId};
 
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUcontext, CUfunction, CUgraph, CUgraphExec, CUgraphNode};
@@ -45,10 +46,10 @@ impl Noted {
     }
 }
 
-/// What is being noted, and what was.
+/// What is being noted, and what was. Each thread notes its own launches: others go on launching theirs.
 #[derive(Default)]
 pub struct Recordings {
-    noting: Option<Vec<Noted>>,
+    noting: HashMap<ThreadId, Vec<Noted>>,
     graphs: HashMap<u64, Graph>,
     next: u64,
 }
@@ -60,25 +61,25 @@ struct Graph {
 }
 
 impl Recordings {
-    /// From here on launches are noted; false where the driver is too old.
+    /// From here on this thread's launches are noted; false where the driver is too old.
     pub fn begin(&mut self) -> bool {
         let mut version = 0;
         // SAFETY: writes a number to where the pointer points.
         let known = unsafe { sys::cuDriverGetVersion(&mut version) }.result().is_ok();
         if known && version >= OLDEST {
-            self.noting = Some(Vec::new());
+            self.noting.insert(thread::current().id(), Vec::new());
         }
         self.is_noting()
     }
 
-    /// Whether launches are noted.
+    /// Whether this thread's launches are noted.
     pub fn is_noting(&self) -> bool {
-        self.noting.is_some()
+        self.noting.contains_key(&thread::current().id())
     }
 
     /// Notes a launch, or gives it back to be started.
     pub fn note(&mut self, launch: Noted) -> Option<Noted> {
-        match &mut self.noting {
+        match self.noting.get_mut(&thread::current().id()) {
             Some(launches) => {
                 launches.push(launch);
                 None
@@ -87,9 +88,9 @@ impl Recordings {
         }
     }
 
-    /// Ends noting: one launch after the other.
+    /// Ends this thread's noting: one launch after the other.
     pub fn end(&mut self, context: CUcontext) -> Result<u64> {
-        let launches = self.noting.take();
+        let launches = self.noting.remove(&thread::current().id());
         let launches = launches.ok_or_else(|| Error::failed("CUDA: no launches were recorded"))?;
         let graph = Graph::of(launches, context)?;
         self.next += 1;

@@ -1,0 +1,137 @@
+//! Benchmarks of decode steps; their times say nothing here.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+use super::{root, stderr};
+
+/// Steps of one layer.
+pub fn one_layer(driver: &Path) {
+    let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
+    for what in ["retrieve", "attend"] {
+        let output = Command::new(env!("CARGO_BIN_EXE_kvsmith"))
+            .env("LD_LIBRARY_PATH", format!("{}:{path}", driver.display()))
+            .args([
+                "bench",
+                what,
+                "--json",
+                "--device",
+                "cuda",
+                "--shapes",
+                "4/2x64",
+                "--context",
+                "300",
+            ])
+            .args(["--batch", "1,2", "--size", "32", "--runs", "1"])
+            .output()
+            .expect("kvsmith runs");
+        assert!(output.status.success(), "{}", stderr(&output));
+        let json: Value = serde_json::from_slice(&output.stdout).expect("one JSON document");
+        let rows = json["rows"].as_array().expect("rows");
+        let methods = if what == "attend" { 3 } else { 2 };
+        assert_eq!(rows.len(), 2 * methods);
+        for row in rows {
+            assert_eq!(row["device"], "cuda");
+            assert!(row["median_s"].as_f64().is_some_and(|s| s > 0.0), "{row}");
+        }
+    }
+}
+
+/// Decode steps of a model of two layers.
+fn decode_steps(driver: &Path, arguments: &str) -> Output {
+    let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
+    Command::new(env!("CARGO_BIN_EXE_kvsmith"))
+        .current_dir(root())
+        .env("LD_LIBRARY_PATH", format!("{}:{path}", driver.display()))
+        .args([
+            "bench", "decode", "--json", "--device", "cuda", "--size", "16", "--runs", "1",
+        ])
+        .args(["--config", "tests/fixtures/golden/llama_d128/config.json"])
+        .args(arguments.split_whitespace())
+        .output()
+        .expect("kvsmith runs")
+}
+
+fn rows(output: &Output) -> Vec<Value> {
+    let json: Value = serde_json::from_slice(&output.stdout).expect("one JSON document");
+    json["rows"].as_array().expect("rows").clone()
+}
+
+/// What a step of a whole model moves and how fast, for each batch and method.
+pub fn decode(driver: &Path) {
+    let output = decode_steps(
+        driver,
+        "--context 200 --batch 1,2 --methods full,topk,a2ats,selfindex",
+    );
+    assert!(output.status.success(), "{}", stderr(&output));
+    let rows = rows(&output);
+    let names: Vec<&str> = rows.iter().filter_map(|row| row["name"].as_str()).collect();
+    assert_eq!(
+        names,
+        ["decode full", "decode topk", "decode a2ats", "decode selfindex"].repeat(2)
+    );
+    // Two layers of 4/2 heads of 128, 16 channels within and 16 between them, 96 tokens, in bf16; keys and values.
+    let weights = 2 * (2 * 16 * (8 * 128 + 4 * 128 + 3 * 16) + 96 * 16);
+    let position = 2 * 2 * 2 * 128 * 2;
+    for (row, batch) in rows.iter().zip([1, 1, 1, 1, 2, 2, 2, 2]) {
+        let number = |name: &str| row[name].as_f64().filter(|v| v.is_finite() && *v > 0.0);
+        let number = |name: &str| number(name).unwrap_or_else(|| panic!("{name} of {row}"));
+        assert_eq!(
+            (row["device"].as_str(), row["runs"].as_u64()),
+            (Some("cuda"), Some(1))
+        );
+        assert!(
+            row["adapter"]
+                .as_str()
+                .is_some_and(|name| name.contains("Fake GPU")),
+            "{row}"
+        );
+        let shape = row["shape"].as_str().expect("a shape");
+        assert!(
+            shape.contains(&format!("batch {batch}, ")) && shape.contains("200 positions"),
+            "{shape}"
+        );
+        assert!(
+            number("min_s") <= number("median_s") && number("median_s") <= number("max_s"),
+            "{row}"
+        );
+        assert!((number("tokens_per_s") * number("median_s") / f64::from(batch) - 1.0).abs() < 1e-9);
+        let read = number("kv_read_fraction");
+        let bytes = f64::from(weights) + read * f64::from(batch * 200 * position);
+        assert!((number("bytes") / bytes - 1.0).abs() < 1e-9, "{row}: {bytes}");
+        assert!(
+            (number("gbytes_per_s") * 1e9 * number("median_s") / bytes - 1.0).abs() < 1e-9,
+            "{row}"
+        );
+        let share = number("gbytes_per_s") / number("read_loop_gbytes_per_s");
+        assert!((number("bandwidth_share") / share - 1.0).abs() < 1e-9, "{row}");
+        assert!(number("peak_bytes") > 0.0);
+        // 68 static positions and at most 13 chosen of 200 to 221.
+        match row["name"].as_str() {
+            Some("decode full") => assert_eq!(read, 1.0),
+            _ => assert!((68.0 / 221.0..81.5 / 200.0).contains(&read), "{row}"),
+        }
+    }
+}
+
+/// A context beyond the memory is said and left out; alone it fails.
+pub fn decode_without_room(driver: &Path) {
+    let output = decode_steps(driver, "--context 100,1M --methods full");
+    let text = stderr(&output);
+    assert!(output.status.success(), "{text}");
+    assert_eq!(rows(&output).len(), 1);
+    assert!(
+        text.contains("1048576 positions") && text.contains("out of GPU memory"),
+        "{text}"
+    );
+    let output = decode_steps(driver, "--context 1M --methods full");
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(output.stdout.is_empty());
+    assert!(
+        text.contains("out of GPU memory") && text.contains("hint: take a smaller --context"),
+        "{text}"
+    );
+}
