@@ -89,6 +89,20 @@ KERNEL(256, 1, narrow_rows, const float* rows, float* out, u64 n, u32 w, u32 d) 
     }
 }
 
+// Joins attention over two disjoint sets of positions by their log-sum-exps: ours `[n,w]` with ours_lse `[n]`, others
+// `[n,d + 1]` with theirs last; out `[n,d]`, zeros where both sets are empty. A warp has a row.
+KERNEL(256, 1, join_outputs, const float* ours, const float* ours_lse, const float* others, float* out, u32 n, u32 w,
+       u32 d) {
+    u32 row = blockIdx.x * 8 + warp();
+    if (row >= n) return;
+    float mine = ours_lse[row], theirs = others[(u64)row * (d + 1) + d], top = fmaxf(mine, theirs);
+    float a = finite(mine) ? expf(mine - top) : 0.0f, b = finite(theirs) ? expf(theirs - top) : 0.0f, sum = a + b;
+    for (u32 c = lane(); c < d; c += 32) {
+        float v = a * ours[(u64)row * w + c] + b * others[(u64)row * (d + 1) + c];
+        out[(u64)row * d + c] = sum > 0 ? v / sum : 0.0f;
+    }
+}
+
 // The index of the largest of each row's `width` numbers, the lowest on ties: the greedy choice. A block has a row.
 KERNEL(256, 1, largest_of_rows, const float* x, u32* out, u32 width) {
     SHARED(float, values, 256);

@@ -55,6 +55,7 @@ fn main() -> ExitCode {
     add("chat", model::chat);
     add("eval", model::eval);
     add("dump", model::dump);
+    add("cublas", model::cublas);
     add("room", model::room);
     add("small", model::small);
     add("everything", model::everything);

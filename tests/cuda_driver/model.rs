@@ -288,6 +288,53 @@ pub fn dump(driver: &Path) {
     }
 }
 
+/// Where cuBLAS is found it does the products of many rows, biases included: the same states but for the order of sums.
+pub fn cublas(driver: &Path) {
+    let library = tempfile::tempdir().unwrap();
+    let made = Command::new("g++")
+        .args(["-std=c++20", "-O2", "-shared", "-fPIC", "-o"])
+        .arg(library.path().join("libcublas.so"))
+        .arg(root().join("tests/cuda_driver/libcublas.cpp"))
+        .output()
+        .unwrap();
+    assert!(made.status.success(), "{}", stderr(&made));
+    let dir = tempfile::tempdir().unwrap();
+    let ids: Vec<u32> = (3..43).collect();
+    std::fs::write(dir.path().join("ids"), serde_json::to_string(&vec![ids]).unwrap()).unwrap();
+    // bf16 and f16 weights, and one with biases.
+    for (model, kept) in [("llama_default", 2), ("llama_linear", 2), ("qwen2_sliding", 3)] {
+        let dump = |name: &str, with: bool| {
+            let at = dir.path().display();
+            let mut command = command(
+                driver,
+                &format!(
+                    "dump --model tests/fixtures/golden/{model} --tokens {at}/ids --wrope-position 64 --dtype f32 \
+                     --device cuda -o {at}/{model}-{name}"
+                ),
+            );
+            if with {
+                let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
+                let folders = [library.path(), driver].map(|p| p.display().to_string());
+                command.env("LD_LIBRARY_PATH", format!("{}:{path}", folders.join(":")));
+            }
+            let made = command.output().unwrap();
+            let text = stderr(&made);
+            assert!(made.status.success(), "{text}");
+            assert_eq!(text.contains("stand-in cuBLAS"), with, "{text}");
+            Dump::open(&dir.path().join(format!("{model}-{name}"))).unwrap()
+        };
+        let (own, library) = (dump("own", false), dump("library", true));
+        for layer in 0..kept {
+            let keys = |dump: &Dump| dump.layer(layer).unwrap().read(State::KPre, 0, 0, 40).unwrap();
+            let (a, b) = (keys(&own), keys(&library));
+            let size = b.iter().fold(0f32, |m, v| m.max(v.abs()));
+            let off = (&a - &b).iter().fold(0f32, |m, v| m.max(v.abs()));
+            // A rounding that falls the other way after a sum in another order.
+            assert!(off <= 0.01 * size, "{model} layer {layer}: {off} of {size}");
+        }
+    }
+}
+
 /// A budget of everything is full attention.
 pub fn everything(driver: &Path) {
     let dir = scratch(driver);

@@ -43,6 +43,7 @@ pub const NAMES: &[&str] = &[
     "halve_rows",
     "hand_over",
     "inertia",
+    "join_outputs",
     "keep_full",
     "largest",
     "largest_of_rows",

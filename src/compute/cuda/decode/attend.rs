@@ -189,6 +189,11 @@ impl<'d> Attention<'d> {
         })
     }
 
+    /// Its shape.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
     /// Attends rotated queries `[b,h,d]` over the static set and what was chosen, or over everything visible.
     ///
     /// # Numerics
@@ -332,6 +337,21 @@ impl<'d> Attention<'d> {
             Arg::u32(d),
         ];
         driver::launch(self.driver, "narrow_rows", [(n * d).div_ceil(256), 1, 1], &args)
+    }
+
+    /// Joins the outputs with those over other positions, `[b,h,d + 1]`, the log-sum-exp last; to rows `[b,h d]`.
+    pub fn join_rows(&self, others: &Buffer<'_, f32>, rows: &Buffer<'_, f32>) -> Result<()> {
+        let (n, w, d) = (self.shape.query_heads(), self.shape.width(), self.shape.head_dim);
+        let args = [
+            self.out.arg(),
+            self.lse.arg(),
+            others.arg(),
+            rows.arg(),
+            Arg::u32(n),
+            Arg::u32(w),
+            Arg::u32(d),
+        ];
+        driver::launch(self.driver, "join_outputs", [n.div_ceil(8), 1, 1], &args)
     }
 
     /// The outputs, `[b,h,d]`; waits for the device.

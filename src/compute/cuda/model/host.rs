@@ -1,8 +1,8 @@
 //! A conversation whose keys and values stay in the machine's memory, for contexts larger than the GPU's: `--kv host`.
 //!
 //! The index is on the device and chooses there. Of each layer the queries, the new key and value and the chosen
-//! positions come to the CPU, which attends its rows; what it gives goes back. A prompt has one layer's rows on the
-//! device at a time.
+//! positions come to the CPU, which attends these; meanwhile the device attends the static set, of which it has a copy,
+//! and joins the two. A prompt has one layer's rows on the device at a time.
 
 use std::io::Write;
 
@@ -16,12 +16,15 @@ use super::session::{groups, write_trace};
 use super::{Body, Prompted, ROWS, Rotation, Standing, Workspace};
 use crate::compute::attention;
 use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::decode::attend::{Attention, LayerRows};
 use crate::compute::cuda::decode::prompt::Queries;
-use crate::compute::cuda::decode::{Positions, Shape};
+use crate::compute::cuda::decode::{Limits, Positions, Shape};
+use crate::compute::cuda::driver::Driver;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::method::Method;
 use crate::model::forward::check_prompt;
+use crate::runner::budget::Budget;
 use crate::runner::kv::{KvHead, KvType};
 use crate::runner::{Generate, Options, StaticSet};
 
@@ -35,6 +38,7 @@ pub struct HostSession<'a> {
     layers: Vec<HostLayer<'a>>,
     rotation: Rotation<'a>,
     space: StepSpace<'a>,
+    near: Near<'a>,
     len: usize,
     steps: usize,
     /// Sum over steps and layers of the share of rows read.
@@ -49,6 +53,82 @@ struct HostLayer<'d> {
     /// Per KV head.
     heads: Vec<KvHead>,
     index: LayerIndex<'d>,
+    /// The static set's rows. Of a layer with a sliding window the CPU has them alone.
+    near: Option<LayerRows<'d>>,
+}
+
+/// Where the device attends static sets: the sinks, then the window's rows in a ring, in no order.
+struct Near<'d> {
+    attention: Attention<'d>,
+    /// Ends with the row that is written next.
+    writing: Positions<'d>,
+    /// All rows.
+    reading: Positions<'d>,
+    /// What the CPU gives, `[h,d + 1]`.
+    others: Buffer<'d, f32>,
+    sinks: usize,
+    window: usize,
+}
+
+impl<'d> Near<'d> {
+    fn new(driver: &'d dyn Driver, shape: Shape, options: &Options) -> Result<Self> {
+        let (sinks, window) = (
+            options.sinks.min(shape.capacity),
+            options.window.min(shape.capacity),
+        );
+        let shape = Shape {
+            capacity: sinks + window,
+            ..shape
+        }
+        .checked()?;
+        let limits = Limits {
+            sinks: 0,
+            window: shape.capacity,
+            model_window: None,
+            budget: Budget::Count(1),
+        };
+        Ok(Self {
+            attention: Attention::new(driver, shape)?,
+            writing: Positions::new(driver, shape, limits)?,
+            reading: Positions::new(driver, shape, limits)?,
+            others: Buffer::new(
+                driver,
+                "partial outputs",
+                shape.query_heads() * (shape.head_dim + 1),
+            )?,
+            sinks,
+            window,
+        })
+    }
+
+    /// The row of position p.
+    fn slot(&self, p: usize) -> usize {
+        if p < self.sinks {
+            p
+        } else {
+            self.sinks + (p - self.sinks) % self.window
+        }
+    }
+
+    /// Goes to the step of the token at position t.
+    fn advance(&mut self, t: usize) -> Result<()> {
+        self.writing.set(&[self.slot(t) as u32 + 1])?;
+        let rows = (t + 1).min(self.sinks + self.window);
+        self.reading.set(&[rows as u32])?;
+        self.reading.begin(0)
+    }
+
+    /// Takes in the static set of a cache with `n` positions.
+    fn fill(&mut self, rows: &LayerRows<'_>, heads: &[KvHead], n: usize, work: &Workspace<'_>) -> Result<()> {
+        let count = n.min(self.sinks + self.window);
+        let first = (n - (count - count.min(self.sinks))).max(count.min(self.sinks));
+        let positions = (0..count.min(self.sinks)).chain(first..n);
+        let mut order: Vec<usize> = positions.collect();
+        order.sort_by_key(|p| self.slot(*p));
+        put_rows(heads, &order, work)?;
+        self.writing.set(&[count as u32])?;
+        rows.append(&work.k_rope, &work.v, count, &self.writing)
+    }
 }
 
 impl<'a> HostSession<'a> {
@@ -70,21 +150,30 @@ impl<'a> HostSession<'a> {
     ) -> Result<Self> {
         let driver = body.driver;
         let shape = body.sizes().shape(1, capacity).checked()?;
+        let kind =
+            float(options.kv).ok_or_else(|| Error::failed("CUDA: the cache is not of a float type"))?;
+        let near = Near::new(driver, shape, &options)?;
         let (positions, limits, places) = groups(driver, shape, &options, &body.config.windows)?;
         let mut layers: Vec<HostLayer<'a>> = Vec::new();
         for (i, at) in places.into_iter().enumerate() {
             let like = layers.iter().find(|l| l.positions == at).map(|l| &l.index);
             let index = LayerIndex::new(driver, shape, &limits[at], method, i, false, like)?;
             let head = |_| KvHead::new(options.kv, shape.head_dim, expected, options.packed);
+            let near_rows = match body.config.windows[i] {
+                None => Some(LayerRows::new(driver, near.attention.shape(), kind)?),
+                Some(_) => None,
+            };
             layers.push(HostLayer {
                 positions: at,
                 heads: (0..shape.kv_heads).map(head).collect(),
                 index,
+                near: near_rows,
             });
         }
         Ok(Self {
             rotation: Rotation::new(driver, &body.rope, 0, shape.capacity)?,
             space: StepSpace::new(&body, 1)?,
+            near,
             body,
             options,
             shape,
@@ -133,6 +222,9 @@ impl<'a> HostSession<'a> {
             rows: &pass.work.q_rope,
             m: last,
         };
+        if let Some(near) = &state.near {
+            self.near.fill(near, &state.heads, first + m, &pass.work)?;
+        }
         let rows = &pass.prompted.rows;
         state
             .index
@@ -153,42 +245,83 @@ impl<'a> HostSession<'a> {
     /// The attention of one layer for the last position; the positions chosen per KV head.
     fn attend(&mut self, index: usize) -> Result<Vec<Vec<u32>>> {
         let (shape, work, step) = (self.shape, &self.space.work, self.steps);
-        let state = &mut self.layers[index];
+        let (state, near) = (&mut self.layers[index], &self.near);
         let positions = &self.positions[state.positions];
         state.index.append(work, positions)?;
         // Queued before the reads, so that it runs while these wait.
         let chosen = state.index.select(work, None, positions, step)?;
+        if let Some(rows) = &state.near {
+            rows.append(&work.k_rope, &work.v, 1, &near.writing)?;
+        }
         store(&mut state.heads, work, 1)?;
-        let (r, d) = (shape.group, shape.head_dim);
-        let queries = work.q_rope.read_part(0, shape.query_heads() * d)?;
+        let queries = work.q_rope.read_part(0, shape.query_heads() * shape.head_dim)?;
         let chosen = match chosen {
             Some(chosen) => chosen.read()?,
             None => positions.between()?,
         };
+        // Runs while the CPU attends the others.
+        if let Some(rows) = &state.near {
+            near.attention.attend(&work.q_rope, rows, &near.reading, None)?;
+        }
         let window = self.body.config.windows[index];
         let set = StaticSet::at(self.len, window, self.options.sinks, self.options.window);
-        let mut out = vec![0.0f32; queries.len()];
-        let heads = state.heads.par_iter().zip(&chosen).zip(queries.par_chunks(r * d));
-        heads
-            .zip(out.par_chunks_mut(r * d))
-            .try_for_each(|(((kv, chosen), queries), out)| {
-                let queries = ArrayView2::from_shape((r, d), queries).map_err(shape_error)?;
-                let mut rows = Array2::zeros((r, d));
-                attention::decode(
-                    queries,
-                    kv.keys(),
-                    kv.values(),
-                    &set.merge(chosen),
-                    rows.view_mut(),
-                );
-                out.copy_from_slice(rows.as_slice().unwrap_or(&[]));
-                Ok::<(), Error>(())
-            })?;
+        let lists: Vec<Vec<u32>> = match state.near {
+            Some(_) => chosen.clone(),
+            None => chosen.iter().map(|chosen| set.merge(chosen)).collect(),
+        };
+        let others = attend_on_cpu(&state.heads, &queries, &lists, &shape)?;
+        match state.near {
+            Some(_) => {
+                near.others.write(&others)?;
+                near.attention.join_rows(&near.others, &work.attended)?;
+            }
+            None => {
+                let rows = others.chunks(shape.head_dim + 1);
+                let outputs: Vec<f32> = rows.flat_map(|row| &row[..shape.head_dim]).copied().collect();
+                work.attended.write(&outputs)?;
+            }
+        }
         let read: usize = chosen.iter().map(|chosen| set.len() + chosen.len()).sum();
         self.read += read as f64 / (set.visible().len() * chosen.len()) as f64;
-        work.attended.write(&out)?;
         Ok(chosen)
     }
+}
+
+/// Attention of queries `[h,d]` over some positions of each KV head: `[h,d + 1]`, the log-sum-exp last.
+fn attend_on_cpu(heads: &[KvHead], queries: &[f32], lists: &[Vec<u32>], shape: &Shape) -> Result<Vec<f32>> {
+    let (r, d) = (shape.group, shape.head_dim);
+    let mut out = vec![0.0f32; shape.query_heads() * (d + 1)];
+    let heads = heads.par_iter().zip(lists).zip(queries.par_chunks(r * d));
+    heads
+        .zip(out.par_chunks_mut(r * (d + 1)))
+        .try_for_each(|(((kv, list), queries), out)| {
+            let queries = ArrayView2::from_shape((r, d), queries).map_err(shape_error)?;
+            let mut rows = Array2::zeros((r, d));
+            let decoded = attention::decode(queries, kv.keys(), kv.values(), list, rows.view_mut());
+            for ((to, row), lse) in out.chunks_mut(d + 1).zip(rows.rows()).zip(decoded.lse) {
+                to.iter_mut()
+                    .zip(row.iter().chain([&lse]))
+                    .for_each(|(to, v)| *to = *v);
+            }
+            Ok::<(), Error>(())
+        })?;
+    Ok(out)
+}
+
+/// Writes the cached rows at some positions, `[g,positions,d]`, to where new keys and values are.
+fn put_rows(heads: &[KvHead], positions: &[usize], work: &Workspace<'_>) -> Result<()> {
+    let mut scratch = vec![0.0; work.sizes.head_dim];
+    for (to, is_key) in [(&work.k_rope, true), (&work.v, false)] {
+        let mut rows = Vec::new();
+        for kv in heads {
+            let from = if is_key { kv.keys() } else { kv.values() };
+            for p in positions {
+                rows.extend_from_slice(from.row(*p, &mut scratch));
+            }
+        }
+        to.write(&rows)?;
+    }
+    Ok(())
 }
 
 /// A prompt on its way through the layers.
@@ -206,17 +339,7 @@ impl Pass<'_> {
         let room = work.rows;
         for start in (0..first).step_by(room) {
             let n = room.min(first - start);
-            for (to, is_key) in [(&work.k_rope, true), (&work.v, false)] {
-                let mut rows = Vec::new();
-                for kv in heads {
-                    let from = if is_key { kv.keys() } else { kv.values() };
-                    let mut scratch = vec![0.0; self.prompted.shape.head_dim];
-                    for p in start..start + n {
-                        rows.extend_from_slice(from.row(p, &mut scratch));
-                    }
-                }
-                to.write(&rows)?;
-            }
+            put_rows(heads, &(start..start + n).collect::<Vec<_>>(), work)?;
             self.prompted.append(&work.k_rope, &work.v, n)?;
         }
         Ok(())
@@ -247,7 +370,7 @@ impl<'a> Generate<'a> for HostSession<'a> {
         let (driver, sizes, m) = (self.body.driver, self.body.sizes(), ids.len());
         let kind =
             float(self.options.kv).ok_or_else(|| Error::failed("CUDA: the cache is not of a float type"))?;
-        let chunk = ROWS.min(self.len + m);
+        let chunk = ROWS.min(self.len + m).max(self.near.sinks + self.near.window);
         let like = self.layers.first().map(|l| &l.index);
         let mut pass = Pass {
             work: self.body.workspace(chunk)?,
@@ -270,6 +393,7 @@ impl<'a> Generate<'a> for HostSession<'a> {
     fn step(&mut self, id: u32) -> Result<Array1<f32>> {
         self.body.check_ids(&[id])?;
         self.positions.iter_mut().try_for_each(|p| p.advance(1))?;
+        self.near.advance(self.len)?;
         self.space.ids.write(&[id])?;
         self.body.ends.embed(&self.space.ids, 1, &self.space.hidden)?;
         for index in 0..self.layers.len() {
