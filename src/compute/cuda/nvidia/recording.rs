@@ -178,3 +178,34 @@ impl Drop for Graph {
 // SAFETY: handles of CUDA's driver may be used from any thread that has made their context current, which every call
 // of `Nvidia` does; a mutex is around them.
 unsafe impl Send for Recordings {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn launch() -> Noted {
+        Noted {
+            kernel: "bench",
+            function: ptr::null_mut(),
+            shape: Launch {
+                grid: [1; 3],
+                threads: 32,
+                shared_bytes: 0,
+            },
+            values: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_thread_notes_its_own_launches() {
+        let mut recordings = Recordings::default();
+        recordings.noting.insert(thread::current().id(), Vec::new());
+        assert!(recordings.note(launch()).is_none());
+        thread::scope(|scope| {
+            let other = scope.spawn(|| !recordings.is_noting() && recordings.note(launch()).is_some());
+            assert!(other.join().unwrap());
+        });
+        assert!(recordings.is_noting());
+        assert_eq!(recordings.noting[&thread::current().id()].len(), 1);
+    }
+}
