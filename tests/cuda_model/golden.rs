@@ -1,6 +1,6 @@
 //! The models of `tests/fixtures/golden`, and what transformers computed with them.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use kvsmith::method::{Method, MethodName, Params};
 use kvsmith::model::Decoder;
@@ -18,7 +18,7 @@ pub struct Golden {
 }
 
 impl Golden {
-    pub fn open(dir: &PathBuf) -> Self {
+    pub fn open(dir: &Path) -> Self {
         let store = Store::open(&dir.join("golden.safetensors")).unwrap();
         let n = store.bytes("ids").unwrap().len() / 4;
         Self {
