@@ -488,7 +488,6 @@ pub fn row_type(layer: &Layer, precision: Precision) -> Float {
 
 /// One layer's rows of one sequence, to be attended by its own queries.
 pub struct Prompted<'d> {
-    shape: Shape,
     rows: LayerRows<'d>,
     positions: Positions<'d>,
 }
@@ -509,7 +508,6 @@ impl<'d> Prompted<'d> {
         Ok(Self {
             rows: LayerRows::new(driver, shape, float)?,
             positions: Positions::new(driver, shape, limits)?,
-            shape,
         })
     }
 
