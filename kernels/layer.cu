@@ -133,15 +133,19 @@ KERNEL(256, 1, note_not_finite, const float* x, u64 n, u32* noted, u32 stage) {
     if (bad) atomicMax(noted, stage);
 }
 
-// Adds to sum[0] the share of visible rows that is read, mean over sequences and KV heads; spans and listed as in
-// attend.h.
-KERNEL(32, 1, tally_rows, const u32* spans, const u32* listed, double* sum, u32 b, u32 g) {
-    double share = 0;
+// Adds to sum[0] the share of visible rows that is read, and to sum[1] that of the keys that were ranked exactly, mean
+// over sequences and KV heads; spans and listed as in attend.h. ranked `[b,g]`, or null: how many keys were ranked, what
+// is listed among them; of the others half a row is read.
+KERNEL(32, 1, tally_rows, const u32* spans, const u32* listed, const u32* ranked, double* sum, u32 b, u32 g) {
+    double share = 0, exact = 0;
     for (u32 i = lane(); i < b * g; i += 32) {
         const u32* span = spans + 4 * (i / g);
         u32 visible = span[3] - span[0], read = listed ? span[1] + listed[i] + span[3] - span[2] : visible;
-        share += (double)read / visible;
+        u32 keys = ranked ? ranked[i] : 0;
+        share += (read + (keys > 0 ? (keys - listed[i]) / 2.0 : 0)) / visible;
+        exact += (double)keys / visible;
     }
     share = warp_sum(share);
-    if (lane() == 0) sum[0] += share / (b * g);
+    exact = warp_sum(exact);
+    if (lane() == 0) sum[0] += share / (b * g), sum[1] += exact / (b * g);
 }

@@ -1,6 +1,9 @@
 // select of src/method/topk.rs up to the keys that best.cu takes the largest of: the softmax weight of every visible
 // position over all that is visible, summed over the query heads of the group, in f32. blockIdx.y is the KV head and
 // blockIdx.z the sequence. Exponents are base 2: `scale` is log2(e) / sqrt(d).
+//
+// The same for what src/method/ctkvr.rs ranks: with items `[b,g,capacity]` position i is number i of those, and the
+// largest weight of the group may stand for the sum.
 #include "common.h"
 #include "scan.h"
 #include "tensor.h"
@@ -27,14 +30,16 @@ UNROLL
 }
 
 // Scores of a block's positions, `[b,h,capacity]`, minus infinity for what is not visible; parts `[b,h,blocks,2]`: the
-// largest, and the sum of the exponentials below it. queries `[b,h,d]`, keys `[b,g,capacity,w]`. Four lanes share a
-// position. Clears the histograms of best.cu.
-KERNEL(256, 2, topk_scores, const float* queries, const void* keys, const u32* spans, float* scores, float* parts,
-       u32* histograms, float scale, u32 kind, u32 r, u32 d, u32 w, u32 capacity) {
+// largest, and the sum of the exponentials below it. queries `[b,h,d]`, keys `[b,g,rows,w]`, or `[g,rows,w]` of all
+// sequences where `shared_rows` is 1. Four lanes share a position. Clears the histograms of best.cu.
+KERNEL(256, 2, topk_scores, const float* queries, const void* keys, const u32* items, const u32* spans, float* scores,
+       float* parts, u32* histograms, float scale, u32 kind, u32 r, u32 d, u32 w, u32 capacity, u32 rows,
+       u32 shared_rows) {
     DYNAMIC_SHARED(float, q);  // `[r,w]`, and the scores `[r,SPAN]`
     float* const own = q + r * w;
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, start = blockIdx.x * SPAN;
     const u32* span = spans + 4 * blockIdx.z;
+    u64 first_row = (u64)(shared_rows ? blockIdx.y : at) * rows;
     if (blockIdx.x == 0) {
         for (u32 i = threadIdx.x; i < 3 * BINS; i += 256) histograms[(u64)at * 3 * BINS + i] = 0;
     }
@@ -45,10 +50,11 @@ KERNEL(256, 2, topk_scores, const float* queries, const void* keys, const u32* s
     for (u32 i = threadIdx.x / 4; i < SPAN; i += 64) {
         u32 p = start + i, quarter = threadIdx.x % 4;
         bool visible = p >= span[0] && p < span[3];
+        u64 row = first_row + (items && visible ? items[(u64)at * capacity + p] : p);
         float sums[16] = {};
         for (u32 k = quarter * 8; k < w && visible; k += 32) {
             float key[8];
-            load_eight(key, keys, ((u64)at * capacity + p) * w + k, kind);
+            load_eight(key, keys, row * w + k, kind);
 UNROLL
             for (u32 a = 0; a < 16; a++) {
                 if (a >= r) continue;
@@ -83,10 +89,10 @@ UNROLL
     }
 }
 
-// The keys of every candidate, its weight summed over the group, and their first histogram. A block has SCAN
-// positions; parts `[b,h,n_parts,2]`.
+// The keys of every candidate, its weight summed over the group or the largest of it, and their first histogram. A
+// block has SCAN positions; parts `[b,h,n_parts,2]`.
 KERNEL(256, 1, weight_keys, const float* scores, const float* parts, const u32* spans, u32* keys, u32* histograms,
-       u32 r, u32 n_parts, u32 capacity) {
+       u32 r, u32 n_parts, u32 capacity, u32 largest) {
     SHARED(u32, own, BINS);
     SHARED(float, tops, 16);
     SHARED(float, totals, 16);
@@ -110,7 +116,10 @@ KERNEL(256, 1, weight_keys, const float* scores, const float* parts, const u32* 
         u32 p = blockIdx.x * SCAN + i;
         if (p < span[0] + span[1] || p >= span[2]) continue;
         float weight = 0;
-        for (u32 a = 0; a < r; a++) weight += exp2f(scores[(u64)a * capacity + p] - tops[a]) / totals[a];
+        for (u32 a = 0; a < r; a++) {
+            float own = exp2f(scores[(u64)a * capacity + p] - tops[a]) / totals[a];
+            weight = largest ? fmaxf(weight, own) : weight + own;
+        }
         u32 key = order_of(weight);
         keys[(u64)at * capacity + p] = key;
         atomicAdd(&own[key >> 21], 1);

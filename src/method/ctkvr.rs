@@ -163,6 +163,16 @@ impl Ctkvr {
         wanted.min((allowed / bytes as f64) as usize).max(1)
     }
 
+    /// The rows of a prompt of `m` that become centroids, ascending, where the cache then has `n` positions.
+    pub fn centroid_rows(&self, m: usize, n: usize) -> Vec<usize> {
+        self.params.ct_choose.rows(m, self.capacity(n))
+    }
+
+    /// What the run set.
+    pub fn params(&self) -> &Params {
+        &self.params
+    }
+
     /// Number of centroids held.
     pub fn len(&self) -> usize {
         self.centroids.len()
@@ -276,7 +286,7 @@ impl Retriever for Ctkvr {
         let capacity = self.capacity(n);
         let (sinks, window) = (self.place.sinks, n.saturating_sub(self.place.window));
         let scale = 1.0 / (d as f32).sqrt();
-        for tile in self.params.ct_choose.rows(m, capacity).chunks(TILE) {
+        for tile in self.centroid_rows(m, n).chunks(TILE) {
             let first_row = prompt.first + tile.first().copied().unwrap_or(0);
             let last_row = prompt.first + tile.last().copied().unwrap_or(0);
             // Nothing before what the first row sees, nothing after the last row.

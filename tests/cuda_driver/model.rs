@@ -201,7 +201,7 @@ pub fn chat(driver: &Path) {
         serde_json::to_string(&turns).unwrap(),
     )
     .unwrap();
-    for method in ["full", "topk", "a2ats", "selfindex", "lfps"] {
+    for method in ["full", "topk", "a2ats", "selfindex", "lfps", "ctkvr"] {
         let run = |device: &str| {
             json(
                 driver,

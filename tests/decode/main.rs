@@ -3,6 +3,7 @@
 
 mod a2ats;
 mod attend;
+mod ctkvr;
 #[path = "../backends/emulated.rs"]
 mod emulated;
 mod encode;
@@ -86,6 +87,12 @@ fn main() -> ExitCode {
             add(
                 format!("topk::{}", case.name),
                 Box::new(move |driver| topk::check(driver, &case)),
+            );
+        }
+        for case in ctkvr::cases() {
+            add(
+                format!("ctkvr::{}", case.name),
+                Box::new(move |driver| ctkvr::check(driver, &case)),
             );
         }
         for case in simple::cases() {

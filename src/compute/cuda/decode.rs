@@ -8,6 +8,7 @@
 pub mod a2ats;
 pub mod attend;
 mod best;
+pub mod ctkvr;
 pub mod encode;
 pub mod packed;
 pub mod prompt;
@@ -392,6 +393,8 @@ pub struct Selection<'d> {
     listed: Buffer<'d, u32>,
     /// Of each block of a scan, `[b,g,blocks,17]`.
     totals: Buffer<'d, u32>,
+    /// `[b,g]`: positions whose keys were ranked exactly, those chosen among them; none where nothing was.
+    ranked: Option<Buffer<'d, u32>>,
     most: usize,
     blocks: usize,
 }
@@ -404,6 +407,7 @@ impl<'d> Selection<'d> {
             lists: Buffer::new(driver, "chosen positions", heads * most)?,
             listed: Buffer::zeros(driver, "numbers of positions", heads)?,
             totals: Buffer::new(driver, "sums of the scan", heads * blocks * KINDS)?,
+            ranked: None,
             most,
             blocks,
         })
@@ -433,6 +437,16 @@ impl<'d> Selection<'d> {
     /// The number of positions of each KV head, `[b,g]`, for a kernel.
     pub fn listed_arg(&self) -> Arg {
         self.listed.arg()
+    }
+
+    /// How many keys of each KV head were ranked exactly, `[b,g]`, for a kernel; null where none are.
+    pub fn ranked_arg(&self) -> Arg {
+        self.ranked.as_ref().map_or(Arg::address(0), Buffer::arg)
+    }
+
+    /// The same; waits for the device.
+    pub fn ranked(&self) -> Result<Option<Vec<u32>>> {
+        self.ranked.as_ref().map(Buffer::read).transpose()
     }
 
     /// The positions of every KV head; waits for the device.

@@ -49,12 +49,18 @@ impl<'d> Best<'d> {
     pub fn choose(&self, positions: &Positions<'_>) -> Result<&Selection<'d>> {
         let to = &self.selection;
         let lists = [to.lists.arg(), to.listed.arg()];
-        self.choose_into(positions.spans.arg(), positions.budgets.arg(), lists)?;
+        self.choose_into(positions.spans.arg(), positions.budgets.arg(), lists, to.most)?;
         Ok(to)
     }
 
     /// The same for these spans `[b,4]` and budgets `[b]`, from 1 on: into lists `[b,g,most]` and their lengths `[b,g]`.
-    pub fn choose_into(&self, spans: Arg, budgets: Arg, [lists, listed]: [Arg; 2]) -> Result<()> {
+    pub fn choose_into(
+        &self,
+        spans: Arg,
+        budgets: Arg,
+        [lists, listed]: [Arg; 2],
+        most: usize,
+    ) -> Result<()> {
         let (shape, to) = (&self.shape, &self.selection);
         let grid = [to.blocks, shape.kv_heads, shape.sequences];
         let (keys, capacity) = (self.keys.arg(), Arg::u32(shape.capacity));
@@ -66,8 +72,16 @@ impl<'d> Best<'d> {
         let totals = to.totals.arg();
         let args = [keys, spans, histograms, found, totals, capacity];
         driver::launch(self.driver, "count_best", grid, &args)?;
-        let most = Arg::u32(to.most);
-        let args = [keys, spans, found, totals, lists, listed, capacity, most];
+        let args = [
+            keys,
+            spans,
+            found,
+            totals,
+            lists,
+            listed,
+            capacity,
+            Arg::u32(most),
+        ];
         driver::launch(self.driver, "list_best", grid, &args)
     }
 }

@@ -331,6 +331,7 @@ impl<'d> Prompts<'d> {
             self.spans.arg(),
             self.most.arg(),
             [to.full.arg(), to.full_count.arg()],
+            FULL,
         )
     }
 

@@ -52,6 +52,7 @@ impl<'d> TopK<'d> {
         let args = [
             queries.arg(),
             rows.keys.arg(),
+            Arg::address(0),
             positions.spans.arg(),
             self.scores.arg(),
             self.parts.arg(),
@@ -62,6 +63,8 @@ impl<'d> TopK<'d> {
             Arg::u32(shape.head_dim),
             Arg::u32(w),
             Arg::u32(shape.capacity),
+            Arg::u32(shape.capacity),
+            Arg::u32(0),
         ];
         let shared_bytes = 4 * r * (w + SPAN);
         driver::launch_with(best.driver, "topk_scores", grid(n_parts), shared_bytes, &args)?;
@@ -74,6 +77,7 @@ impl<'d> TopK<'d> {
             Arg::u32(r),
             Arg::u32(n_parts),
             Arg::u32(shape.capacity),
+            Arg::u32(0),
         ];
         driver::launch(best.driver, "weight_keys", grid(best.selection.blocks), &args)?;
         best.choose(positions)

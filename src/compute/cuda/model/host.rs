@@ -134,7 +134,7 @@ impl<'d> Near<'d> {
 impl<'a> HostSession<'a> {
     /// Whether a method's index can be on the device without the rows.
     pub fn can(method: &Method, options: &Options, turns: bool) -> bool {
-        let rows = float(options.kv).is_some() && !matches!(method, Method::Topk);
+        let rows = float(options.kv).is_some() && !matches!(method, Method::Topk | Method::Ctkvr(_));
         rows && LayerIndex::can(method, turns, false)
     }
 
@@ -157,7 +157,7 @@ impl<'a> HostSession<'a> {
         let mut layers: Vec<HostLayer<'a>> = Vec::new();
         for (i, at) in places.into_iter().enumerate() {
             let like = layers.iter().find(|l| l.positions == at).map(|l| &l.index);
-            let index = LayerIndex::new(driver, shape, &limits[at], method, i, false, like)?;
+            let index = LayerIndex::new(driver, shape, &limits[at], method, i, options.kv, like)?;
             let head = |_| KvHead::new(options.kv, shape.head_dim, expected, options.packed);
             let near_rows = match body.config.windows[i] {
                 None => Some(LayerRows::new(driver, near.attention.shape(), kind)?),
@@ -208,7 +208,9 @@ impl<'a> HostSession<'a> {
             let standing = Standing::Last(positions);
             work.project(weights, &rows, n, n, &self.rotation, standing)?;
             pass.prompted.append(&work.k_rope, &work.v, n)?;
-            state.index.extend(work, n, positions, &pass.space)?;
+            state
+                .index
+                .extend(work, n, &pass.prompted.rows, positions, &pass.space)?;
             store(&mut state.heads, work, n)?;
             // Of the last layer, only the last position is read.
             if !is_last || start + n == m {
@@ -376,7 +378,7 @@ impl<'a> Generate<'a> for HostSession<'a> {
             work: self.body.workspace(chunk)?,
             hidden: Buffer::new(driver, "hidden states", m * sizes.hidden)?,
             prompted: Prompted::new(driver, &sizes, kind, self.len + m)?,
-            space: PromptSpace::new(driver, self.shape, like, false, chunk)?,
+            space: PromptSpace::new(driver, self.shape, like, false, self.len..self.len + m, chunk)?,
         };
         let ids = Buffer::of(driver, "ids", ids)?;
         self.body.ends.embed(&ids, m, &pass.hidden)?;
@@ -444,8 +446,8 @@ impl<'a> Generate<'a> for HostSession<'a> {
         }
     }
 
-    fn exact_dot_fraction(&self) -> f64 {
-        0.0
+    fn exact_dot_fraction(&self) -> Result<f64> {
+        Ok(0.0)
     }
 
     fn bypass_fraction(&self) -> f64 {

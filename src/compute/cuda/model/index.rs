@@ -1,5 +1,6 @@
 //! What a layer on the device chooses by.
 
+use std::ops::Range;
 use std::rc::Rc;
 
 use ndarray::Array2;
@@ -11,6 +12,7 @@ use super::cache::LayerCache;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::decode::a2ats::{A2ats, Codebooks, HeadConstants};
 use crate::compute::cuda::decode::attend::LayerRows;
+use crate::compute::cuda::decode::ctkvr::{Ctkvr, Lists};
 use crate::compute::cuda::decode::encode::Encoder;
 use crate::compute::cuda::decode::prompt::{Prompts, Queries, Rows};
 use crate::compute::cuda::decode::signs::{FULL, SelfIndex, Signs};
@@ -22,6 +24,7 @@ use crate::error::{Error, Result};
 use crate::method::selfindex::{Centroids, Setup};
 use crate::method::{Method, MethodName};
 use crate::runner::budget::Budget;
+use crate::runner::kv::KvType;
 use crate::runner::packed::{Center, Layout};
 
 /// The index of one layer, for all its KV heads.
@@ -36,6 +39,8 @@ pub enum LayerIndex<'d> {
     Random(Draws<'d>),
     /// Signs of keys.
     Selfindex(Box<SignIndex<'d>>),
+    /// Past queries and what they attended.
+    Ctkvr(Box<Ctkvr<'d>>),
     /// Codes of keys.
     A2ats {
         /// The calibrated part.
@@ -96,12 +101,13 @@ impl<'d> SignIndex<'d> {
 /// Where the prompts of all layers are taken in.
 pub struct PromptSpace<'d> {
     encoder: Option<Encoder<'d>>,
+    lists: Option<Lists<'d>>,
     /// Where signs or the 2-bit cache need it.
     pub prompts: Option<Prompts<'d>>,
 }
 
 impl<'d> PromptSpace<'d> {
-    /// For prompts that pass in chunks of up to `rows` rows.
+    /// For a prompt at these positions that passes in chunks of up to `rows` rows.
     ///
     /// # Errors
     /// No memory.
@@ -110,12 +116,18 @@ impl<'d> PromptSpace<'d> {
         shape: Shape,
         index: Option<&LayerIndex<'_>>,
         packed: bool,
+        prompt: Range<usize>,
         rows: usize,
     ) -> Result<Self> {
+        let lists = match index {
+            Some(LayerIndex::Ctkvr(index)) => Some(Lists::new(driver, index, 0, prompt)?),
+            _ => None,
+        };
         let codes = matches!(index, Some(LayerIndex::A2ats { .. }));
         let signs = packed || matches!(index, Some(LayerIndex::Selfindex(_)));
         Ok(Self {
             encoder: codes.then(|| Encoder::new(driver, shape, rows)).transpose()?,
+            lists,
             prompts: signs.then(|| Prompts::new(driver, shape)).transpose()?,
         })
     }
@@ -127,9 +139,9 @@ impl<'d> LayerIndex<'d> {
     pub fn can(method: &Method, turns: bool, packed: bool) -> bool {
         match method {
             Method::Full | Method::Streaming | Method::Random(_) | Method::A2ats(..) => true,
-            Method::Topk => !packed,
+            Method::Topk | Method::Ctkvr(_) => !packed,
             Method::Selfindex(setup) => !turns && setup.layout().full <= FULL,
-            Method::Quest | Method::Snapkv | Method::Lfps(_) | Method::Ctkvr(_) => false,
+            Method::Quest | Method::Snapkv | Method::Lfps(_) => false,
         }
     }
 
@@ -143,11 +155,20 @@ impl<'d> LayerIndex<'d> {
         limits: &Limits,
         method: &Method,
         layer: usize,
-        packed: bool,
+        kv: KvType,
         like: Option<&Self>,
     ) -> Result<Self> {
         match method {
+            Method::Ctkvr(params) => {
+                let like = match like {
+                    Some(Self::Ctkvr(index)) => Some(&**index),
+                    _ => None,
+                };
+                let index = Ctkvr::new(driver, shape, limits, params, kv, like)?;
+                Ok(Self::Ctkvr(Box::new(index)))
+            }
             Method::Selfindex(setup) => {
+                let packed = kv == KvType::TwoBit;
                 let index = SignIndex::new(driver, shape, limits, setup, layer, packed)?;
                 Ok(Self::Selfindex(Box::new(index)))
             }
@@ -238,14 +259,18 @@ impl<'d> LayerIndex<'d> {
         }
     }
 
-    /// Takes in the last `m` positions of a prompt, in one of several calls for all of it.
+    /// Takes in the last `m` positions of a prompt, in one of several calls for all of it; `rows` hold them.
     pub fn extend(
         &self,
         work: &Workspace<'_>,
         m: usize,
+        rows: &LayerRows<'_>,
         positions: &Positions<'_>,
         space: &PromptSpace<'_>,
     ) -> Result<()> {
+        if let (Self::Ctkvr(index), Some(lists)) = (self, &space.lists) {
+            return index.extend(&work.q_rope, m, rows, positions, lists);
+        }
         match (self, &space.encoder) {
             (
                 Self::A2ats {
@@ -267,7 +292,7 @@ impl<'d> LayerIndex<'d> {
         !matches!(self, Self::Random(_))
     }
 
-    /// After the last chunk of a first prompt, all of whose rows are in `rows`; `cache` is where they went.
+    /// After the last chunk of a prompt, all of whose rows are in `rows`; `cache` is where they went.
     pub fn end_of_prompt(
         &self,
         rows: &LayerRows<'_>,
@@ -276,6 +301,9 @@ impl<'d> LayerIndex<'d> {
         space: &PromptSpace<'_>,
         positions: &Positions<'_>,
     ) -> Result<()> {
+        if let (Self::Ctkvr(index), Some(lists)) = (self, &space.lists) {
+            return index.end_of_prompt(lists);
+        }
         let (Self::Selfindex(own), Some(prompts)) = (self, &space.prompts) else {
             return Ok(());
         };
@@ -323,6 +351,10 @@ impl<'d> LayerIndex<'d> {
                 Some(rows) => index.select(&work.q_rope, rows, positions).map(Some),
                 None => Err(Error::failed("CUDA: topk needs the cache's rows on the device")),
             },
+            Self::Ctkvr(index) => match cache.and_then(LayerCache::plain) {
+                Some(rows) => index.select(&work.q_rope, rows, positions).map(Some),
+                None => Err(Error::failed("CUDA: ctkvr needs the cache's rows on the device")),
+            },
             Self::Selfindex(own) => {
                 let signs = own.signs(cache)?;
                 own.index.select(&work.q_rope, signs, positions).map(Some)
@@ -349,6 +381,7 @@ impl<'d> LayerIndex<'d> {
     pub fn bytes(&self) -> usize {
         match self {
             Self::A2ats { state, .. } => state.bytes(),
+            Self::Ctkvr(index) => index.bytes(),
             Self::Selfindex(own) => own.signs.as_ref().map_or(0, Signs::bytes),
             _ => 0,
         }

@@ -36,7 +36,7 @@ pub struct CudaSession<'a> {
     attention: Attention<'a>,
     rotation: Rotation<'a>,
     space: StepSpace<'a>,
-    /// Sum over steps, layers and sequences of the share of rows read.
+    /// Sums over steps and layers: the share of rows read, and that of keys ranked exactly.
     read: Buffer<'a, f64>,
     /// Positions of each sequence.
     lens: Vec<usize>,
@@ -75,9 +75,9 @@ impl<'a> CudaSession<'a> {
         sequences: usize,
         capacity: usize,
     ) -> Result<Self> {
-        let (driver, packed) = (body.driver, options.kv == KvType::TwoBit);
+        let (driver, kv) = (body.driver, options.kv);
         let index = |shape, limits: &Limits, layer, like: Option<&LayerIndex<'a>>| {
-            LayerIndex::new(driver, shape, limits, method, layer, packed, like)
+            LayerIndex::new(driver, shape, limits, method, layer, kv, like)
         };
         Self::with(body, options, sequences, capacity, &index)
     }
@@ -137,7 +137,7 @@ impl<'a> CudaSession<'a> {
             attention: Attention::new(driver, shape)?,
             rotation: Rotation::new(driver, &body.rope, 0, shape.capacity)?,
             space: StepSpace::new(&body, sequences)?,
-            read: Buffer::zeros(driver, "a sum", 1)?,
+            read: Buffer::zeros(driver, "sums", 2)?,
             lens: vec![0; sequences],
             steps: 0,
             recording: None,
@@ -167,7 +167,7 @@ impl<'a> CudaSession<'a> {
         }
         let like = self.layers.first().map(|l| &l.index);
         let mut pass = Pass {
-            space: PromptSpace::new(driver, self.shape, like, packed, ROWS.min(m))?,
+            space: PromptSpace::new(driver, self.shape, like, packed, first..first + m, ROWS.min(m))?,
             prompted: match packed {
                 true => Some(Prompted::new(driver, &sizes, self.body.row_type(), m)?),
                 false => None,
@@ -212,12 +212,12 @@ impl<'a> CudaSession<'a> {
                 Some(prompted) => prompted.append(&work.k_rope, &work.v, n)?,
                 None => state.cache.append(work, n, positions)?,
             }
-            state.index.extend(work, n, positions, &pass.space)?;
+            let cached = pass.rows(&state.cache)?;
+            state.index.extend(work, n, cached, positions, &pass.space)?;
             // Of the last layer, only the last position is read.
             if !is_last || start + n == m {
                 let (at, window, out) = (first + start, weights.window, &work.attended);
-                pass.rows(&state.cache)?
-                    .attend_prompt(&work.q_rope, at, n, window, out)?;
+                cached.attend_prompt(&work.q_rope, at, n, window, out)?;
                 work.finish(weights, &rows, n)?;
                 self.space.watch.look(&rows, n * sizes.hidden, index)?;
             }
@@ -372,11 +372,15 @@ impl<'a> Generate<'a> for CudaSession<'a> {
         }
     }
 
-    fn exact_dot_fraction(&self) -> f64 {
+    fn exact_dot_fraction(&self) -> Result<f64> {
+        let count = self.steps * self.layers.len();
         // What ranks by true probabilities takes every product.
-        f64::from(u8::from(
-            self.steps > 0 && self.layers.iter().any(|l| l.index.is_oracle()),
-        ))
+        let is_oracle = self.layers.iter().any(|l| l.index.is_oracle());
+        match count {
+            0 => Ok(0.0),
+            _ if is_oracle => Ok(1.0),
+            _ => Ok(self.read.read()?[1] / count as f64),
+        }
     }
 
     fn bypass_fraction(&self) -> f64 {
@@ -393,7 +397,7 @@ impl<'a> Generate<'a> for CudaSession<'a> {
     }
 }
 
-/// Adds the share of rows that a layer reads in this step, mean over its heads.
+/// Adds the share of rows that a layer reads in this step, and that of keys that it ranked exactly, mean over its heads.
 fn tally(
     driver: &dyn Driver,
     shape: &Shape,
@@ -404,6 +408,7 @@ fn tally(
     let args = [
         positions.span_arg(),
         chosen.map_or(Arg::address(0), |chosen| chosen.listed_arg()),
+        chosen.map_or(Arg::address(0), |chosen| chosen.ranked_arg()),
         sum.arg(),
         Arg::u32(shape.sequences),
         Arg::u32(shape.kv_heads),
