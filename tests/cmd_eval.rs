@@ -316,7 +316,10 @@ fn drive(
     let turns = turns.iter().map(&mut turn).collect();
     Driven {
         turns,
-        shares: [session.kv_read_fraction().unwrap(), session.exact_dot_fraction()],
+        shares: [
+            session.kv_read_fraction().unwrap(),
+            session.exact_dot_fraction().unwrap(),
+        ],
     }
 }
 

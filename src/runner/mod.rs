@@ -96,10 +96,10 @@ pub trait Generate<'a> {
 
     /// Share of all products of a query with a visible key that the method took exactly in order to
     /// choose, mean over steps and layers; 0 without steps.
-    fn exact_dot_fraction(&self) -> f64;
+    fn exact_dot_fraction(&self) -> Result<f64>;
 
     /// Share of query heads that bypassed their selection, mean over steps and layers.
-    fn bypass_fraction(&self) -> f64;
+    fn bypass_fraction(&self) -> Result<f64>;
 
     /// Bytes of keys and values really held.
     fn kv_bytes(&self) -> usize;
@@ -269,12 +269,12 @@ impl<'a> Generate<'a> for Session<'a> {
         }
     }
 
-    fn exact_dot_fraction(&self) -> f64 {
-        self.totals.products / self.steps.max(1) as f64
+    fn exact_dot_fraction(&self) -> Result<f64> {
+        Ok(self.totals.products / self.steps.max(1) as f64)
     }
 
-    fn bypass_fraction(&self) -> f64 {
-        self.totals.bypassed / self.steps.max(1) as f64
+    fn bypass_fraction(&self) -> Result<f64> {
+        Ok(self.totals.bypassed / self.steps.max(1) as f64)
     }
 
     fn kv_bytes(&self) -> usize {

@@ -9,6 +9,7 @@ pub mod a2ats;
 pub mod attend;
 mod best;
 pub mod encode;
+pub mod lfps;
 pub mod packed;
 pub mod prompt;
 pub mod signs;

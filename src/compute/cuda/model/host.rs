@@ -54,7 +54,7 @@ struct HostLayer<'d> {
 impl<'a> HostSession<'a> {
     /// Whether a method's index can be on the device without the rows.
     pub fn can(method: &Method, options: &Options, turns: bool) -> bool {
-        let rows = float(options.kv).is_some() && !matches!(method, Method::Topk);
+        let rows = float(options.kv).is_some() && !matches!(method, Method::Topk | Method::Lfps(_));
         rows && LayerIndex::can(method, turns, false)
     }
 
@@ -320,12 +320,12 @@ impl<'a> Generate<'a> for HostSession<'a> {
         }
     }
 
-    fn exact_dot_fraction(&self) -> f64 {
-        0.0
+    fn exact_dot_fraction(&self) -> Result<f64> {
+        Ok(0.0)
     }
 
-    fn bypass_fraction(&self) -> f64 {
-        0.0
+    fn bypass_fraction(&self) -> Result<f64> {
+        Ok(0.0)
     }
 
     fn kv_bytes(&self) -> usize {
