@@ -6,6 +6,7 @@ mod attend;
 #[path = "../backends/emulated.rs"]
 mod emulated;
 mod encode;
+mod lfps;
 mod linear;
 mod packed;
 mod prefill;
@@ -74,6 +75,12 @@ fn main() -> ExitCode {
             add(
                 format!("encode::{}", case.name),
                 Box::new(move |driver| encode::check(driver, &case)),
+            );
+        }
+        for case in lfps::cases() {
+            add(
+                format!("lfps::{}", case.name),
+                Box::new(move |driver| lfps::check(driver, &case)),
             );
         }
         for case in signs::cases() {
