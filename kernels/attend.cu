@@ -59,3 +59,34 @@ KERNEL(128, 1, merge_parts, const float* outs, const float* sums, float* out, fl
     }
     if (threadIdx.x == 0) lse[blockIdx.x] = sum > 0 ? (top + log2f(sum)) * 0.693147180559945f : minus_infinity();
 }
+
+// The outputs of query heads that have a mark in `marked` `[b,h]` become the attention over the sinks alone, joined with
+// a result over all other rows: the mean of their values, with the log-sum-exp rest `[b,h]`. sums `[b,g,2,d]` are those of
+// the keys and the values of what is visible and not among the first `sinks` positions; queries `[b,h,w]`, keys and
+// values `[b,g,capacity,w]`. A block has a query head.
+KERNEL(128, 1, join_rest, const float* queries, const void* keys, const void* values, const u32* spans,
+       const u32* marked, const float* rest, const double* sums, float* out, float* lse, float scale, u32 kind, u32 g,
+       u32 r, u32 d, u32 w, u32 capacity, u32 sinks) {
+    u32 head = blockIdx.x, at = head / r, c = threadIdx.x;
+    if (marked[head] == 0) return;
+    const u32* span = spans + 4 * (at / g);
+    const float* q = queries + (u64)head * w;
+    float top = minus_infinity(), sum = 0, own = 0;
+    for (u32 p = span[0]; p < span[0] + span[1]; p++) {
+        u64 row = ((u64)at * capacity + p) * w;
+        float s = 0;
+        for (u32 i = lane(); i < w; i += 32) s = fmaf(q[i], load_one(keys, row + i, kind), s);
+        s = warp_sum(s) * scale;
+        float most = fmaxf(top, s), keep = exp2f(top - most), weight = exp2f(s - most);
+        sum = sum * keep + weight, top = most;
+        if (c < w) own = own * keep + weight * load_one(values, row + c, kind);
+    }
+    u32 start = span[0] > sinks ? span[0] : sinks;
+    double mine = (top + log2f(sum)) * 0.6931471805599453, others = rest[head], most = fmax(mine, others);
+    double of_mine = exp(mine - most), of_others = exp(others - most), both = of_mine + of_others;
+    if (c < d) {
+        float mean = (float)(sums[((u64)at * 2 + 1) * d + c] / (span[3] - start));
+        out[(u64)head * w + c] = (float)((of_mine * (own / sum) + of_others * mean) / both);
+    }
+    if (c == 0) lse[head] = (float)(most + log(both));
+}

@@ -20,6 +20,7 @@
 #include "select_a2ats.cu"
 #include "select_a2ats_prompt.cu"
 #include "select_ctkvr.cu"
+#include "select_lfps.cu"
 #include "select_signs.cu"
 #include "select_topk.cu"
 #include "sign_sums.cu"

@@ -11,24 +11,6 @@
 // Positions of a block of `topk_scores`.
 constexpr u32 SPAN = 256;
 
-// Eight numbers of a row, in f32 (kind 0), f16 (1) or bf16 (2).
-DEVICE void load_eight(float (&out)[8], const void* rows, u64 at, u32 kind) {
-    if (kind == 0) {
-        const float* from = (const float*)rows + at;
-        float4 a = *(const float4*)from, b = *(const float4*)(from + 4);
-        out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w;
-        out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
-        return;
-    }
-    uint4 bits = *(const uint4*)((const u16*)rows + at);
-    u32 pairs[4] = {bits.x, bits.y, bits.z, bits.w};
-UNROLL
-    for (u32 i = 0; i < 8; i++) {
-        u16 half = (u16)(pairs[i / 2] >> (i % 2 * 16));
-        out[i] = kind == 1 ? widen<false>(half) : widen<true>(half);
-    }
-}
-
 // Scores of a block's positions, `[b,h,capacity]`, minus infinity for what is not visible; parts `[b,h,blocks,2]`: the
 // largest, and the sum of the exponentials below it. queries `[b,h,d]`, keys `[b,g,rows,w]`, or `[g,rows,w]` of all
 // sequences where `shared_rows` is 1. Four lanes share a position. Clears the histograms of best.cu.

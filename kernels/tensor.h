@@ -185,3 +185,28 @@ DEVICE void multiply_add(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 
 #endif
+
+// Eight numbers of a row, in f32 (kind 0), f16 (1) or bf16 (2).
+DEVICE void load_eight(float (&out)[8], const void* rows, u64 at, u32 kind) {
+    if (kind == 0) {
+        const float* from = (const float*)rows + at;
+        float4 a = *(const float4*)from, b = *(const float4*)(from + 4);
+        out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w;
+        out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
+        return;
+    }
+    uint4 bits = *(const uint4*)((const u16*)rows + at);
+    u32 pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+UNROLL
+    for (u32 i = 0; i < 8; i++) {
+        u16 half = (u16)(pairs[i / 2] >> (i % 2 * 16));
+        out[i] = kind == 1 ? widen<false>(half) : widen<true>(half);
+    }
+}
+
+// Number i of rows that lie one after the other, in f32 (kind 0), f16 (1) or bf16 (2).
+DEVICE float load_one(const void* rows, u64 i, u32 kind) {
+    if (kind == 0) return ((const float*)rows)[i];
+    u16 bits = ((const u16*)rows)[i];
+    return kind == 1 ? widen<false>(bits) : widen<true>(bits);
+}

@@ -479,7 +479,7 @@ impl Talk<'_> {
             "tokens_per_s": tokens_per_s,
             "kv_read_fraction": read,
             "exact_dot_fraction": session.exact_dot_fraction()?,
-            "bypass_fraction": session.bypass_fraction(),
+            "bypass_fraction": session.bypass_fraction()?,
             "index_bytes": session.index_bytes(),
             "kv_bytes": session.kv_bytes(),
             "device": device,

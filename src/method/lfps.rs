@@ -95,6 +95,11 @@ impl Setup {
         })
     }
 
+    /// What the run set.
+    pub fn params(&self) -> &Params {
+        &self.params
+    }
+
     /// The empty state of one KV head.
     pub fn head(&self, place: &Place) -> Lfps {
         let heads = (0..place.group).map(|a| {
@@ -153,10 +158,32 @@ impl Table {
         self.values[i] += (x / self.factor) as f32;
     }
 
+    /// The entries before the common factor, and the factor.
+    pub fn parts(&self) -> (&[f32], f64) {
+        (&self.values, self.factor)
+    }
+
     /// Sum of all entries.
     pub fn sum(&self) -> f64 {
         self.values.iter().map(|v| f64::from(*v)).sum::<f64>() * self.factor
     }
+}
+
+/// What a query head brings to its steps and keeps as it is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Constants {
+    /// Decay per step.
+    pub gamma: f64,
+    /// Share of an update that goes to the vertical table.
+    pub lambda: f64,
+    /// Threshold above the mean, in deviations.
+    pub alpha: f64,
+    /// Variance of the scaled scores over the squared length of the query.
+    pub rho: f64,
+    /// What is added to the global estimate of the log mass.
+    pub bias: f64,
+    /// Whether the bypass is tested at all.
+    pub is_tested: bool,
 }
 
 /// What one query head remembers.
@@ -197,6 +224,22 @@ impl QueryHead {
             prior,
             bypassed: false,
         }
+    }
+
+    /// What does not change from step to step.
+    pub fn constants(&self) -> Constants {
+        Constants {
+            gamma: self.gamma,
+            lambda: self.lambda,
+            alpha: self.alpha,
+            rho: self.rho,
+            bias: self.bias(),
+            is_tested: self.tested,
+        }
+    }
+
+    fn bias(&self) -> f64 {
+        self.prior.as_ref().map_or(0.0, |p| f64::from(p.glob_bias))
     }
 
     /// Adds the weights of one query at position `t`, which sum to one over no sinks, after a decay.
@@ -330,6 +373,18 @@ impl Lfps {
         &self.heads
     }
 
+    /// Sums of the keys and of the values of what the last position sees and is no sink, `[d]` each; empty before a
+    /// prompt.
+    pub fn sums(&self) -> [&[f64]; 2] {
+        [&self.mean.keys, &self.mean.values]
+    }
+
+    /// Takes in a first prompt of which only the last queries are known, at least those that fill the tables:
+    /// `last.first` is the position of the first of these, and its keys and values are those of every position.
+    pub fn fill(&mut self, last: &Prompt) {
+        self.take_in(last, true);
+    }
+
     /// What is visible and no sink.
     fn rest(&self, visible: &Range<usize>) -> Range<usize> {
         visible.start.max(self.place.sinks).min(visible.end)..visible.end
@@ -365,9 +420,8 @@ impl Lfps {
                 .zip(&self.mean.keys)
                 .map(|(q, k)| f64::from(*q) * k / n)
                 .sum();
-            let bias = head.prior.as_ref().map_or(0.0, |p| f64::from(p.glob_bias));
             // E[exp x] of a normal x.
-            let global = n.ln() + scale * mean + head.rho * norm / 2.0 + bias;
+            let global = n.ln() + scale * mean + head.rho * norm / 2.0 + head.bias();
             let (share, rest) = sparsity(sink, global, local);
             if share > self.params.lfps_theta {
                 head.bypassed = true;
@@ -395,6 +449,46 @@ impl Lfps {
             marks[i - c.start] = true;
         }
         c.zip(marks).filter(|(_, m)| *m).map(|(i, _)| i as u32).collect()
+    }
+
+    /// The rows of a prompt, the first of all or of a later turn.
+    fn take_in(&mut self, prompt: &Prompt, is_first: bool) {
+        let m = prompt.q_rope.len_of(ndarray::Axis(1));
+        let rows = m.saturating_sub(self.params.lfps_rows)..m;
+        for a in 0..self.heads.len() {
+            let mut learnt = 0;
+            for i in rows.clone() {
+                let (seen, mut scores) = prompt.scores(a, i, self.place.model_window);
+                let rest = self.rest(&seen);
+                // Over the non-sinks alone, so that no lead of the sinks makes them vanish.
+                let weights = &mut scores[rest.start - seen.start..];
+                if weights.is_empty() {
+                    continue;
+                }
+                softmax(weights);
+                learnt += 1;
+                let entries = rest.zip(weights.iter().map(|w| f64::from(*w)));
+                match is_first {
+                    true => self.heads[a].learn(prompt.first + i, entries),
+                    false => self.heads[a].update(prompt.first + i, entries),
+                }
+            }
+            if is_first {
+                let n = prompt.keys.nrows();
+                self.heads[a].fill(learnt, self.params.lfps_prior, n, &self.place);
+            }
+        }
+        self.observe_variance(prompt);
+        // A prompt may change which rows a 2-bit cache holds in half precision.
+        if prompt.kv.signs().is_some() {
+            self.mean = RunningMean::default();
+        }
+        let n = prompt.keys.nrows();
+        self.mean.cover(
+            self.rest(&visible(n - 1, self.place.model_window)),
+            prompt.kv,
+            prompt.keys.ncols(),
+        );
     }
 
     /// Observes the variance of the last prompt query's scores.
@@ -431,42 +525,7 @@ fn score(q: ArrayView1<f32>, key: &[f32]) -> f32 {
 
 impl Retriever for Lfps {
     fn prefill(&mut self, prompt: &Prompt) {
-        let m = prompt.q_rope.len_of(ndarray::Axis(1));
-        let rows = m.saturating_sub(self.params.lfps_rows)..m;
-        for a in 0..self.heads.len() {
-            let mut learnt = 0;
-            for i in rows.clone() {
-                let (seen, mut scores) = prompt.scores(a, i, self.place.model_window);
-                let rest = self.rest(&seen);
-                // Over the non-sinks alone, so that no lead of the sinks makes them vanish.
-                let weights = &mut scores[rest.start - seen.start..];
-                if weights.is_empty() {
-                    continue;
-                }
-                softmax(weights);
-                learnt += 1;
-                let entries = rest.zip(weights.iter().map(|w| f64::from(*w)));
-                match prompt.first {
-                    0 => self.heads[a].learn(i, entries),
-                    first => self.heads[a].update(first + i, entries),
-                }
-            }
-            if prompt.first == 0 {
-                let n = prompt.keys.nrows();
-                self.heads[a].fill(learnt, self.params.lfps_prior, n, &self.place);
-            }
-        }
-        self.observe_variance(prompt);
-        // A prompt may change which rows a 2-bit cache holds in half precision.
-        if prompt.kv.signs().is_some() {
-            self.mean = RunningMean::default();
-        }
-        let n = prompt.keys.nrows();
-        self.mean.cover(
-            self.rest(&visible(n - 1, self.place.model_window)),
-            prompt.kv,
-            prompt.keys.ncols(),
-        );
+        self.take_in(prompt, prompt.first == 0);
     }
 
     fn select(&mut self, step: &Step) -> Choice {

@@ -99,7 +99,7 @@ pub trait Generate<'a> {
     fn exact_dot_fraction(&self) -> Result<f64>;
 
     /// Share of query heads that bypassed their selection, mean over steps and layers.
-    fn bypass_fraction(&self) -> f64;
+    fn bypass_fraction(&self) -> Result<f64>;
 
     /// Bytes of keys and values really held.
     fn kv_bytes(&self) -> usize;
@@ -273,8 +273,8 @@ impl<'a> Generate<'a> for Session<'a> {
         Ok(self.totals.products / self.steps.max(1) as f64)
     }
 
-    fn bypass_fraction(&self) -> f64 {
-        self.totals.bypassed / self.steps.max(1) as f64
+    fn bypass_fraction(&self) -> Result<f64> {
+        Ok(self.totals.bypassed / self.steps.max(1) as f64)
     }
 
     fn kv_bytes(&self) -> usize {

@@ -7,6 +7,7 @@ mod ctkvr;
 #[path = "../backends/emulated.rs"]
 mod emulated;
 mod encode;
+mod lfps;
 mod linear;
 mod packed;
 mod prefill;
@@ -75,6 +76,12 @@ fn main() -> ExitCode {
             add(
                 format!("encode::{}", case.name),
                 Box::new(move |driver| encode::check(driver, &case)),
+            );
+        }
+        for case in lfps::cases() {
+            add(
+                format!("lfps::{}", case.name),
+                Box::new(move |driver| lfps::check(driver, &case)),
             );
         }
         for case in signs::cases() {

@@ -10,6 +10,7 @@ pub mod attend;
 mod best;
 pub mod ctkvr;
 pub mod encode;
+pub mod lfps;
 pub mod packed;
 pub mod prompt;
 pub mod signs;

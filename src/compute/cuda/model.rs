@@ -10,6 +10,7 @@ pub mod host;
 mod index;
 pub mod layers;
 pub mod session;
+mod tables;
 
 use super::buffer::Buffer;
 use super::decode::attend::LayerRows;

@@ -1,5 +1,7 @@
 //! Attention of one token over cached rows: all of them, or the static set and a [`Selection`].
 
+use half::{bf16, f16};
+
 use super::super::buffer::Buffer;
 use super::super::driver::{self, Arg, Driver};
 use super::super::prefill;
@@ -87,6 +89,18 @@ impl<'d> LayerRows<'d> {
         Ok(())
     }
 
+    /// The first `n` keys and values of KV head number `at`, `[n,d]` each; waits for the device.
+    pub fn read_head(&self, at: usize, n: usize) -> Result<[Vec<f32>; 2]> {
+        let (w, size) = (self.shape.width(), bytes_of(self.float));
+        let read = |buffer: &Buffer<'_, u8>| -> Result<Vec<f32>> {
+            let bytes = buffer.read_part(at * self.shape.capacity * w * size, n * w * size)?;
+            let rows = bytes.chunks_exact(w * size);
+            let values = rows.flat_map(|row| row.chunks_exact(size).take(self.shape.head_dim));
+            Ok(values.map(|x| widened(self.float, x)).collect())
+        };
+        Ok([read(&self.keys)?, read(&self.values)?])
+    }
+
     /// Attends a prompt's `m` queries `[h,m,d]` at the positions from `first` on, whose rows are there, with the
     /// model's own sliding window; out `[m,h d]`. One sequence.
     ///
@@ -141,11 +155,33 @@ impl<'d> LayerRows<'d> {
     }
 }
 
+/// A number of a row, from its bytes.
+fn widened(float: Float, bytes: &[u8]) -> f32 {
+    match (float, bytes) {
+        (Float::F32, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
+        (Float::F16, &[a, b]) => f16::from_le_bytes([a, b]).to_f32(),
+        (Float::Bf16, &[a, b]) => bf16::from_le_bytes([a, b]).to_f32(),
+        _ => f32::NAN,
+    }
+}
+
 fn bytes_of(float: Float) -> usize {
     match float {
         Float::F32 => 4,
         Float::F16 | Float::Bf16 => 2,
     }
+}
+
+/// What some query heads attend besides the sinks, as one result over all that is no sink.
+pub(super) struct Rest {
+    /// Which heads, `[b,h]`, u32.
+    pub marked: Arg,
+    /// Its log-sum-exp, `[b,h]`, f32.
+    pub lse: Arg,
+    /// Sums of the keys and of the values of its rows, `[b,g,2,d]`, f64; its output is the mean value.
+    pub sums: Arg,
+    /// First positions that it leaves out.
+    pub sinks: Arg,
 }
 
 /// Where a step's attention is computed; one for all layers of a shape.
@@ -324,6 +360,40 @@ impl<'d> Attention<'d> {
             Arg::u32(w),
         ];
         driver::launch_blocks(self.driver, "merge_parts", [n, 1, 1], THREADS, 0, &args)
+    }
+
+    /// After [`Attention::attend`]: the marked heads attend the sinks alone, joined with a result over everything else.
+    ///
+    /// # Numerics
+    /// f32 throughout, the joining weights in f64.
+    pub(super) fn join_rest(
+        &self,
+        rest: Rest,
+        rows: &LayerRows<'_>,
+        positions: &Positions<'_>,
+    ) -> Result<()> {
+        let shape = &self.shape;
+        let args = [
+            self.queries.arg(),
+            rows.keys.arg(),
+            rows.values.arg(),
+            positions.spans.arg(),
+            rest.marked,
+            rest.lse,
+            rest.sums,
+            self.out.arg(),
+            self.lse.arg(),
+            shape.exponent(),
+            Arg::u32(rows.kind()),
+            Arg::u32(shape.kv_heads),
+            Arg::u32(shape.group),
+            Arg::u32(shape.head_dim),
+            Arg::u32(shape.width()),
+            Arg::u32(shape.capacity),
+            rest.sinks,
+        ];
+        let grid = [shape.query_heads(), 1, 1];
+        driver::launch_blocks(self.driver, "join_rest", grid, THREADS, 0, &args)
     }
 
     /// Copies the outputs to rows `[b,h d]`.

@@ -134,7 +134,8 @@ impl<'d> Near<'d> {
 impl<'a> HostSession<'a> {
     /// Whether a method's index can be on the device without the rows.
     pub fn can(method: &Method, options: &Options, turns: bool) -> bool {
-        let rows = float(options.kv).is_some() && !matches!(method, Method::Topk | Method::Ctkvr(_));
+        let rows = float(options.kv).is_some()
+            && !matches!(method, Method::Topk | Method::Ctkvr(_) | Method::Lfps(_));
         rows && LayerIndex::can(method, turns, false)
     }
 
@@ -450,8 +451,8 @@ impl<'a> Generate<'a> for HostSession<'a> {
         Ok(0.0)
     }
 
-    fn bypass_fraction(&self) -> f64 {
-        0.0
+    fn bypass_fraction(&self) -> Result<f64> {
+        Ok(0.0)
     }
 
     fn kv_bytes(&self) -> usize {

@@ -9,17 +9,19 @@ use rand_chacha::ChaCha8Rng;
 
 use super::Workspace;
 use super::cache::LayerCache;
+use super::tables::TableIndex;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::decode::a2ats::{A2ats, Codebooks, HeadConstants};
-use crate::compute::cuda::decode::attend::LayerRows;
+use crate::compute::cuda::decode::attend::{Attention, LayerRows};
 use crate::compute::cuda::decode::ctkvr::{Ctkvr, Lists};
 use crate::compute::cuda::decode::encode::Encoder;
+use crate::compute::cuda::decode::lfps::Lfps;
 use crate::compute::cuda::decode::prompt::{Prompts, Queries, Rows};
 use crate::compute::cuda::decode::signs::{FULL, SelfIndex, Signs};
 use crate::compute::cuda::decode::simple::{Draws, Streaming};
 use crate::compute::cuda::decode::topk::TopK;
 use crate::compute::cuda::decode::{Limits, Positions, Selection, Shape};
-use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::driver::{self, Arg, Driver};
 use crate::error::{Error, Result};
 use crate::method::selfindex::{Centroids, Setup};
 use crate::method::{Method, MethodName};
@@ -41,6 +43,8 @@ pub enum LayerIndex<'d> {
     Selfindex(Box<SignIndex<'d>>),
     /// Past queries and what they attended.
     Ctkvr(Box<Ctkvr<'d>>),
+    /// Tables of past attention.
+    Lfps(Box<TableIndex<'d>>),
     /// Codes of keys.
     A2ats {
         /// The calibrated part.
@@ -141,7 +145,8 @@ impl<'d> LayerIndex<'d> {
             Method::Full | Method::Streaming | Method::Random(_) | Method::A2ats(..) => true,
             Method::Topk | Method::Ctkvr(_) => !packed,
             Method::Selfindex(setup) => !turns && setup.layout().full <= FULL,
-            Method::Quest | Method::Snapkv | Method::Lfps(_) => false,
+            Method::Lfps(setup) => !turns && !packed && Lfps::can(setup.params().lfps_threshold),
+            Method::Quest | Method::Snapkv => false,
         }
     }
 
@@ -171,6 +176,14 @@ impl<'d> LayerIndex<'d> {
                 let packed = kv == KvType::TwoBit;
                 let index = SignIndex::new(driver, shape, limits, setup, layer, packed)?;
                 Ok(Self::Selfindex(Box::new(index)))
+            }
+            Method::Lfps(setup) => {
+                let like = like.and_then(|like| match like {
+                    Self::Lfps(index) => Some(index.as_ref()),
+                    _ => None,
+                });
+                let index = TableIndex::new(driver, shape, limits, setup, layer, like)?;
+                Ok(Self::Lfps(Box::new(index)))
             }
             Method::Full => Ok(Self::Full),
             Method::Topk => Self::topk(driver, shape, limits, like),
@@ -283,6 +296,7 @@ impl<'d> LayerIndex<'d> {
                 let keys = if *windowed { &work.k_pre } else { &work.k_rope };
                 state.extend(keys, m, codebooks, positions, encoder)
             }
+            (Self::Lfps(own), _) => own.extend(work, m),
             _ => Ok(()),
         }
     }
@@ -303,6 +317,9 @@ impl<'d> LayerIndex<'d> {
     ) -> Result<()> {
         if let (Self::Ctkvr(index), Some(lists)) = (self, &space.lists) {
             return index.end_of_prompt(lists);
+        }
+        if let Self::Lfps(own) = self {
+            return own.end_of_prompt(rows, positions);
         }
         let (Self::Selfindex(own), Some(prompts)) = (self, &space.prompts) else {
             return Ok(());
@@ -347,14 +364,9 @@ impl<'d> LayerIndex<'d> {
     ) -> Result<Option<&Selection<'d>>> {
         match self {
             Self::Full => Ok(None),
-            Self::TopK(index) => match cache.and_then(LayerCache::plain) {
-                Some(rows) => index.select(&work.q_rope, rows, positions).map(Some),
-                None => Err(Error::failed("CUDA: topk needs the cache's rows on the device")),
-            },
-            Self::Ctkvr(index) => match cache.and_then(LayerCache::plain) {
-                Some(rows) => index.select(&work.q_rope, rows, positions).map(Some),
-                None => Err(Error::failed("CUDA: ctkvr needs the cache's rows on the device")),
-            },
+            Self::TopK(index) => index.select(&work.q_rope, plain(cache)?, positions).map(Some),
+            Self::Lfps(own) => own.select(&work.q_rope, plain(cache)?, positions).map(Some),
+            Self::Ctkvr(index) => index.select(&work.q_rope, plain(cache)?, positions).map(Some),
             Self::Selfindex(own) => {
                 let signs = own.signs(cache)?;
                 own.index.select(&work.q_rope, signs, positions).map(Some)
@@ -372,6 +384,44 @@ impl<'d> LayerIndex<'d> {
         }
     }
 
+    /// After the attention over what was chosen: learns from it, and has its own say in the result.
+    pub fn observe(
+        &self,
+        work: &Workspace<'_>,
+        cache: &LayerCache<'d>,
+        positions: &Positions<'_>,
+        attention: &Attention<'_>,
+    ) -> Result<()> {
+        match self {
+            Self::Lfps(own) => own.observe(&work.q_rope, plain(Some(cache))?, positions, attention),
+            _ => Ok(()),
+        }
+    }
+
+    /// Adds to `sums` `[3]` what a layer did in this step, mean over its heads: the share of rows read; of products
+    /// taken to rank and of query heads bypassed, where that is counted.
+    pub fn tally(
+        &self,
+        driver: &dyn Driver,
+        shape: &Shape,
+        positions: &Positions<'_>,
+        chosen: Option<&Selection<'_>>,
+        sums: &Buffer<'_, f64>,
+    ) -> Result<()> {
+        if let Self::Lfps(own) = self {
+            return own.tally(positions, sums);
+        }
+        let args = [
+            positions.span_arg(),
+            chosen.map_or(Arg::address(0), |chosen| chosen.listed_arg()),
+            chosen.map_or(Arg::address(0), |chosen| chosen.ranked_arg()),
+            sums.arg(),
+            Arg::u32(shape.sequences),
+            Arg::u32(shape.kv_heads),
+        ];
+        driver::launch_blocks(driver, "tally_rows", [1, 1, 1], 32, 0, &args)
+    }
+
     /// Whether it takes every product of a query with a key in order to choose.
     pub fn is_oracle(&self) -> bool {
         matches!(self, Self::TopK(_))
@@ -383,7 +433,14 @@ impl<'d> LayerIndex<'d> {
             Self::A2ats { state, .. } => state.bytes(),
             Self::Ctkvr(index) => index.bytes(),
             Self::Selfindex(own) => own.signs.as_ref().map_or(0, Signs::bytes),
+            Self::Lfps(own) => own.bytes(),
             _ => 0,
         }
     }
+}
+
+/// The cache's rows, for what ranks by them.
+fn plain<'s, 'd>(cache: Option<&'s LayerCache<'d>>) -> Result<&'s LayerRows<'d>> {
+    let rows = cache.and_then(LayerCache::plain);
+    rows.ok_or_else(|| Error::failed("CUDA: the method needs the cache's rows on the device"))
 }

@@ -17,7 +17,7 @@ use crate::compute::cuda::decode::attend::{Attention, LayerRows};
 use crate::compute::cuda::decode::prompt::Queries;
 use crate::compute::cuda::decode::signs::FULL;
 use crate::compute::cuda::decode::{Limits, Positions, Shape};
-use crate::compute::cuda::driver::{self, Arg, Driver, Recording};
+use crate::compute::cuda::driver::{Driver, Recording};
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::method::{Method, MethodName};
@@ -36,8 +36,8 @@ pub struct CudaSession<'a> {
     attention: Attention<'a>,
     rotation: Rotation<'a>,
     space: StepSpace<'a>,
-    /// Sums over steps and layers: the share of rows read, and that of keys ranked exactly.
-    read: Buffer<'a, f64>,
+    /// Sums over steps and layers of shares: rows read, products taken to rank, query heads bypassed.
+    shares: Buffer<'a, f64>,
     /// Positions of each sequence.
     lens: Vec<usize>,
     steps: usize,
@@ -137,7 +137,7 @@ impl<'a> CudaSession<'a> {
             attention: Attention::new(driver, shape)?,
             rotation: Rotation::new(driver, &body.rope, 0, shape.capacity)?,
             space: StepSpace::new(&body, sequences)?,
-            read: Buffer::zeros(driver, "sums", 2)?,
+            shares: Buffer::zeros(driver, "sums of shares", 3)?,
             lens: vec![0; sequences],
             steps: 0,
             recording: None,
@@ -293,8 +293,13 @@ impl<'a> CudaSession<'a> {
             state
                 .cache
                 .attend(&self.attention, &work.q_rope, positions, chosen)?;
+            state
+                .index
+                .observe(work, &state.cache, positions, &self.attention)?;
             self.attention.output_rows(&work.attended)?;
-            tally(body.driver, &self.shape, positions, chosen, &self.read)?;
+            state
+                .index
+                .tally(body.driver, &self.shape, positions, chosen, &self.shares)?;
             work.finish(weights, hidden, n)?;
             space.watch.look(hidden, n * hidden_size, index)?;
             if let Some(sink) = &mut trace {
@@ -318,6 +323,12 @@ impl<'a> CudaSession<'a> {
     /// Bytes of keys and values of one position, over all layers and sequences.
     pub fn position_bytes(&self) -> usize {
         self.layers.len() * self.shape.heads() * bytes_per_position(&self.shape, self.options.kv)
+    }
+
+    /// Number `i` of the shares, mean over steps and layers; waits for the device.
+    fn share(&self, i: usize) -> Result<f64> {
+        let count = (self.steps * self.layers.len()).max(1);
+        Ok(self.shares.read()?[i] / count as f64)
     }
 
     /// The greedy choices after the last step; waits for the device.
@@ -365,26 +376,22 @@ impl<'a> Generate<'a> for CudaSession<'a> {
     }
 
     fn kv_read_fraction(&self) -> Result<f64> {
-        let count = self.steps * self.layers.len();
-        match count {
+        match self.steps {
             0 => Ok(1.0),
-            _ => Ok(self.read.read()?[0] / count as f64),
+            _ => self.share(0),
         }
     }
 
     fn exact_dot_fraction(&self) -> Result<f64> {
-        let count = self.steps * self.layers.len();
         // What ranks by true probabilities takes every product.
-        let is_oracle = self.layers.iter().any(|l| l.index.is_oracle());
-        match count {
-            0 => Ok(0.0),
-            _ if is_oracle => Ok(1.0),
-            _ => Ok(self.read.read()?[1] / count as f64),
+        match self.steps > 0 && self.layers.iter().any(|l| l.index.is_oracle()) {
+            true => Ok(1.0),
+            false => self.share(1),
         }
     }
 
-    fn bypass_fraction(&self) -> f64 {
-        0.0
+    fn bypass_fraction(&self) -> Result<f64> {
+        self.share(2)
     }
 
     fn kv_bytes(&self) -> usize {
@@ -395,25 +402,6 @@ impl<'a> Generate<'a> for CudaSession<'a> {
     fn index_bytes(&self) -> usize {
         self.layers.iter().map(|l| l.index.bytes()).sum()
     }
-}
-
-/// Adds the share of rows that a layer reads in this step, and that of keys that it ranked exactly, mean over its heads.
-fn tally(
-    driver: &dyn Driver,
-    shape: &Shape,
-    positions: &Positions<'_>,
-    chosen: Option<&crate::compute::cuda::decode::Selection<'_>>,
-    sum: &Buffer<'_, f64>,
-) -> Result<()> {
-    let args = [
-        positions.span_arg(),
-        chosen.map_or(Arg::address(0), |chosen| chosen.listed_arg()),
-        chosen.map_or(Arg::address(0), |chosen| chosen.ranked_arg()),
-        sum.arg(),
-        Arg::u32(shape.sequences),
-        Arg::u32(shape.kv_heads),
-    ];
-    driver::launch_blocks(driver, "tally_rows", [1, 1, 1], 32, 0, &args)
 }
 
 /// Writes the lines of one step and layer.

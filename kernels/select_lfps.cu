@@ -1,0 +1,541 @@
+// select and observe of src/method/lfps.rs for one token. `at` is a KV head of a sequence, `head` a query head of a
+// sequence; blockIdx.z is the sequence and blockIdx.y one or the other. Candidates lie between the sinks and the
+// window of spans `[b,4]`. Sums over blocks are taken in a fixed order.
+//
+// A table `[capacity]` holds f32 that a common factor in f64 multiplies: tables `[b,h,2,capacity]`, by position and by
+// distance from the last position, factors `[b,h,2]`. constants `[b,h,6]`: gamma, lambda, alpha, rho, the bias of the
+// global estimate, and whether the bypass is tested.
+#include "attend.h"
+#include "common.h"
+#include "scan.h"
+#include "tensor.h"
+
+// Most recent positions of the local estimate; LOCAL of src/method/lfps.rs. Positions of a block that scores; threads
+// of a block that sorts. Numbers of the choice of a KV head: the first rank that stays out, how many positions are
+// listed because even rank 0 has too many, and these.
+constexpr u32 LOCAL = 5, SCORED = 256, SORTERS = 512, CHOICE = 2 + 16, NONE = 0xffffffffu;
+constexpr u32 OF_HEAD = 6;
+
+// The sum over a block of 256 threads; every thread gets it.
+DEVICE double block_total(double v) {
+    SHARED(double, total, 1);
+    v = block_sum(v);
+    if (threadIdx.x == 0) total[0] = v;
+    __syncthreads();
+    v = total[0];
+    __syncthreads();
+    return v;
+}
+
+// Whether the budget covers all candidates.
+DEVICE bool is_exact(const u32* span, u32 budget) { return budget >= span[2] - span[0] - span[1]; }
+
+// The scaled product of a query and a key, by a warp; every lane gets it.
+DEVICE double warp_score(const float* q, const void* keys, u64 row, double scale, u32 kind, u32 d, u32 w) {
+    float sum = 0;
+    for (u32 c = lane(); c < d; c += 32) sum = fmaf(q[c], load_one(keys, row * w + c, kind), sum);
+    return scale * (double)warp_sum(sum);
+}
+
+// The products of a key with the queries `[r,w]` of its group, shared by four lanes; each of them gets all. Every lane of
+// the warp takes part, those without a key too.
+DEVICE void group_products(float (&out)[16], const float* q, const void* keys, u64 row, bool there, u32 kind, u32 r,
+                           u32 w) {
+UNROLL
+    for (u32 a = 0; a < 16; a++) out[a] = 0;
+    for (u32 k = threadIdx.x % 4 * 8; k < w && there; k += 32) {
+        float key[8];
+        load_eight(key, keys, row * w + k, kind);
+UNROLL
+        for (u32 a = 0; a < 16; a++) {
+            if (a >= r) continue;
+            float4 low = *(const float4*)&q[a * w + k], high = *(const float4*)&q[a * w + k + 4];
+            out[a] = fmaf(key[3], low.w, fmaf(key[2], low.z, fmaf(key[1], low.y, fmaf(key[0], low.x, out[a]))));
+            out[a] = fmaf(key[7], high.w, fmaf(key[6], high.z, fmaf(key[5], high.y, fmaf(key[4], high.x, out[a]))));
+        }
+    }
+UNROLL
+    for (u32 a = 0; a < 16; a++) {
+        if (a >= r) continue;
+        out[a] += __shfl_xor_sync(ALL_LANES, out[a], 1);
+        out[a] += __shfl_xor_sync(ALL_LANES, out[a], 2);
+    }
+}
+
+// A log-sum-exp that grows.
+struct LogSum {
+    double top, sum;
+
+    DEVICE void add(double s) {
+        if (s > top) {
+            sum = sum * exp(top - s) + 1, top = s;
+        } else {
+            sum += exp(s - top);
+        }
+    }
+    DEVICE double log_of() const { return top + log(sum); }
+};
+
+// Brings the sums of the rows that are no sinks, `[b,g,2,d]`, to the last position, and tests the query heads of a KV
+// head for the bypass: bypassed `[b,h]`, rest `[b,h]` the log mass of what is no sink. counters `[b,g,4]`: key rows
+// read to rank, products taken, heads bypassed, rows of the local estimate. The first two grow in `lfps_marks`.
+KERNEL(256, 1, lfps_begin, const float* queries, const void* keys, const void* values, const u32* spans,
+       const u32* budgets, const double* constants, double* sums, u32* bypassed, float* rest, u32* counters,
+       double scale, double theta, u32 kind, u32 r, u32 d, u32 w, u32 capacity, u32 sinks, u32 model_window) {
+    SHARED(u32, counts, 2);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y;
+    const u32* span = spans + 4 * blockIdx.z;
+    u32 first = span[0], end = span[3], last = end - 1;
+    u32 first_before = model_window > 0 && last > model_window ? last - model_window : 0;
+    u64 rows = (u64)at * capacity;
+    sums += (u64)at * 2 * d;
+    for (u32 i = threadIdx.x; i < 2 * d; i += 256) {
+        const void* from = i < d ? keys : values;
+        double sum = sums[i];
+        if (last >= sinks) sum += (double)load_one(from, (rows + last) * w + i % d, kind);
+        for (u32 p = first_before > sinks ? first_before : sinks; p < first; p++) {
+            sum -= (double)load_one(from, (rows + p) * w + i % d, kind);
+        }
+        sums[i] = sum;
+    }
+    if (threadIdx.x < 2) counts[threadIdx.x] = 0;
+    __syncthreads();
+    u32 start = first > sinks ? first : sinks;
+    start = smaller(start, end);
+    u32 local = end - start > LOCAL ? end - LOCAL : start;
+    bool tests = !is_exact(span, budgets[blockIdx.z]) && span[1] > 0;
+    for (u32 a = warp(); a < r; a += 8) {
+        u32 head = at * r + a;
+        const double* own = constants + (u64)head * OF_HEAD;
+        const float* q = queries + (u64)head * d;
+        bool is_tested = tests && own[5] > 0;
+        u32 result = 0;
+        if (is_tested) {
+            LogSum sink = {(double)minus_infinity(), 0}, near = {(double)minus_infinity(), 0};
+            for (u32 p = first; p < first + span[1]; p++) sink.add(warp_score(q, keys, rows + p, scale, kind, d, w));
+            for (u32 p = local; p < end; p++) near.add(warp_score(q, keys, rows + p, scale, kind, d, w));
+            double norm = 0, mean = 0, n = end - start;
+            for (u32 c = lane(); c < d; c += 32) {
+                norm += (double)q[c] * (double)q[c];
+                mean += (double)q[c] * sums[c] / n;
+            }
+            norm = warp_sum(norm), mean = warp_sum(mean);
+            // E[exp x] of a normal x.
+            double global = log(n) + scale * mean + own[3] * norm / 2 + own[4];
+            double others = fmax(global, near.log_of());
+            result = 1 / (1 + exp(others - sink.log_of())) > theta;
+            if (lane() == 0) rest[head] = (float)others, atomicAdd(&counts[0], 1);
+        }
+        if (lane() == 0) {
+            bypassed[head] = result;
+            if (result) atomicAdd(&counts[1], 1);
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    u32* to = counters + 4 * at;
+    to[0] = 0, to[1] = counts[0] * (end - local + span[1]), to[2] = counts[1], to[3] = end - local;
+}
+
+// The entries of both tables of a query head at position p, t being the last one.
+struct Tables {
+    const float *vertical, *slash;
+    double of_vertical, of_slash;
+    u32 t;
+
+    DEVICE double by_position(u32 p) const { return (double)vertical[p] * of_vertical; }
+    DEVICE double by_distance(u32 p) const { return (double)slash[t - p] * of_slash; }
+};
+
+DEVICE Tables tables_of(const float* tables, const double* factors, const u32* span, u32 head, u32 capacity) {
+    const float* own = tables + (u64)head * 2 * capacity;
+    return {own, own + capacity, factors[2 * head], factors[2 * head + 1], span[3] - 1};
+}
+
+// The total of number i of parts `[blocks,stride]`; every thread gets it.
+DEVICE double total_of(const double* parts, u32 blocks, u32 stride, u32 i) {
+    double sum = 0;
+    for (u32 block = threadIdx.x; block < blocks; block += 256) sum += parts[block * stride + i];
+    return block_total(sum);
+}
+
+// Sums of both tables over a block's candidates: parts `[b,h,blocks,2]`.
+KERNEL(256, 1, lfps_sums, const float* tables, const double* factors, const u32* spans, double* parts, u32 capacity) {
+    u32 head = blockIdx.z * gridDim.y + blockIdx.y;
+    const u32* span = spans + 4 * blockIdx.z;
+    Tables own = tables_of(tables, factors, span, head, capacity);
+    double vertical = 0, slash = 0;
+    for (u32 i = threadIdx.x; i < SCAN; i += 256) {
+        u32 p = blockIdx.x * SCAN + i;
+        if (p < span[0] + span[1] || p >= span[2]) continue;
+        vertical += own.by_position(p), slash += own.by_distance(p);
+    }
+    vertical = block_sum(vertical), slash = block_sum(slash);
+    double* to = parts + ((u64)head * gridDim.x + blockIdx.x) * 2;
+    if (threadIdx.x == 0) to[0] = vertical, to[1] = slash;
+}
+
+// Sums of the second and fourth powers around the means that parts `[b,h,blocks,2]` give: moments `[b,h,blocks,4]`.
+KERNEL(256, 1, lfps_moments, const float* tables, const double* factors, const u32* spans, const double* parts,
+       double* moments, u32 capacity) {
+    u32 head = blockIdx.z * gridDim.y + blockIdx.y;
+    const u32* span = spans + 4 * blockIdx.z;
+    Tables own = tables_of(tables, factors, span, head, capacity);
+    parts += (u64)head * gridDim.x * 2;
+    double n = span[2] - span[0] - span[1], sums[4] = {};
+    double vertical = total_of(parts, gridDim.x, 2, 0) / n, slash = total_of(parts, gridDim.x, 2, 1) / n;
+    for (u32 i = threadIdx.x; i < SCAN; i += 256) {
+        u32 p = blockIdx.x * SCAN + i;
+        if (p < span[0] + span[1] || p >= span[2]) continue;
+        double v = own.by_position(p) - vertical, s = own.by_distance(p) - slash;
+        v *= v, s *= s;
+        sums[0] += v, sums[1] += v * v, sums[2] += s, sums[3] += s * s;
+    }
+    double* to = moments + ((u64)head * gridDim.x + blockIdx.x) * 4;
+UNROLL
+    for (u32 i = 0; i < 4; i++) {
+        double sum = block_sum(sums[i]);
+        if (threadIdx.x == 0) to[i] = sum;
+    }
+}
+
+// m4 / m2^2; that of a normal distribution where all values are equal.
+DEVICE double kurtosis(double m2, double m4) {
+    double out = m4 / (m2 * m2);
+    return out - out == 0 ? out : 3;
+}
+
+// thresholds `[b,h,4]`: above which an entry of either table makes a candidate, and the tables' means. With `balanced`
+// the table with the larger kurtosis has the lower threshold.
+KERNEL(256, 1, lfps_thresholds, const double* constants, const u32* spans, const double* parts, const double* moments,
+       double* thresholds, u32 blocks, u32 balanced) {
+    u32 head = blockIdx.z * gridDim.y + blockIdx.y;
+    const u32* span = spans + 4 * blockIdx.z;
+    double n = span[2] - span[0] - span[1], means[2], powers[4];
+    if (n == 0) n = 1;
+UNROLL
+    for (u32 i = 0; i < 2; i++) means[i] = total_of(parts + (u64)head * blocks * 2, blocks, 2, i) / n;
+UNROLL
+    for (u32 i = 0; i < 4; i++) powers[i] = total_of(moments + (u64)head * blocks * 4, blocks, 4, i) / n;
+    if (threadIdx.x > 0) return;
+    double alpha = constants[(u64)head * OF_HEAD + 2];
+    double kv = kurtosis(powers[0], powers[1]), ks = kurtosis(powers[2], powers[3]), both = kv + ks;
+    double of_vertical = balanced ? alpha * 2 * ks / both : alpha, of_slash = balanced ? alpha * 2 * kv / both : alpha;
+    double* to = thresholds + (u64)head * 4;
+    to[0] = means[0] + of_vertical * sqrt(powers[0]), to[1] = means[1] + of_slash * sqrt(powers[2]);
+    to[2] = means[0], to[3] = means[1];
+}
+
+// Which positions of a block of SCORED are candidates of which query heads, and their scores: scores
+// `[b,h,capacity]` in the order of numbers, 0 for no candidate; counts `[b,h,blocks]`. joins `[b,g,capacity]` is
+// cleared. queries `[b,h,d]`. A position is a candidate where an entry of one of positions p - 2 to p + 1 is above
+// its threshold and an own one above its mean, or where it is among the last LOCAL. Four lanes share a product.
+KERNEL(256, 1, lfps_marks, const float* queries, const void* keys, const u32* spans, const u32* budgets,
+       const float* tables, const double* factors, const double* thresholds, const u32* bypassed, u32* scores,
+       u32* joins, u32* counts, u32* counters, float scale, u32 kind, u32 r, u32 d, u32 w, u32 capacity) {
+    DYNAMIC_SHARED(float, q);  // `[r,w]`
+    SHARED(u32, hot, SCORED + 3);
+    SHARED(u32, wanted, SCORED);
+    SHARED(u32, marks, SCORED);
+    SHARED(u32, sums, 16 + 1);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, start = blockIdx.x * SCORED, p = start + threadIdx.x;
+    const u32* span = spans + 4 * blockIdx.z;
+    u32 from = span[0] + span[1], to = span[2], end = span[3], active = 0, warm = 0;
+    bool exact = is_exact(span, budgets[blockIdx.z]);
+    for (u32 a = 0; a < r && !exact; a++) active |= (u32)(bypassed[at * r + a] == 0) << a;
+    for (u32 i = threadIdx.x; i < r * w; i += 256) {
+        q[i] = i % w < d ? queries[((u64)at * r + i / w) * d + i % w] : 0.0f;
+    }
+    if (threadIdx.x < 17) sums[threadIdx.x] = 0;
+    for (u32 i = threadIdx.x; i < SCORED + 3; i += 256) {
+        // Position number i of the block is hot[i + 2].
+        u32 other = start + i - 2, bits = 0;
+        bool inside = start + i >= 2 && other >= from && other < to;
+        for (u32 a = 0; a < r && inside; a++) {
+            if ((active >> a & 1) == 0) continue;
+            Tables own = tables_of(tables, factors, span, at * r + a, capacity);
+            const double* limit = thresholds + (u64)(at * r + a) * 4;
+            bits |= (u32)(own.by_position(other) > limit[0] || own.by_distance(other) > limit[1]) << a;
+        }
+        hot[i] = bits;
+    }
+    __syncthreads();
+    u32 mine = 0, i = threadIdx.x;
+    if (p >= from && p < to) {
+        mine = hot[i] | hot[i + 1] | hot[i + 2] | hot[i + 3];
+        for (u32 a = 0; a < r; a++) {
+            if ((mine >> a & 1) == 0) continue;
+            Tables own = tables_of(tables, factors, span, at * r + a, capacity);
+            const double* limit = thresholds + (u64)(at * r + a) * 4;
+            warm |= (u32)(own.by_position(p) > limit[2] || own.by_distance(p) > limit[3]) << a;
+        }
+        mine &= warm;
+        if (p + LOCAL >= end) mine |= active;
+    }
+    marks[i] = mine;
+    u32 to_list = sum_before(mine != 0);
+    if (mine != 0) wanted[to_list] = i;
+    for (u32 a = 0; a < r; a++) {
+        u32 bit = mine >> a & 1, count = warp_sum(bit);
+        if (lane() == 0 && count > 0) atomicAdd(&sums[a], count);
+        if (bit == 0 && p < capacity) scores[((u64)at * r + a) * capacity + p] = 0;
+    }
+    u32 count = warp_sum((u32)(mine != 0));
+    if (lane() == 0 && count > 0) atomicAdd(&sums[16], count);
+    if (p < capacity) joins[(u64)at * capacity + p] = NONE;
+    __syncthreads();
+    if (i < r) counts[(u64)(at * r + i) * gridDim.x + blockIdx.x] = sums[i];
+    if (i == 0 && sums[16] > 0) {
+        u32 products = 0;
+        for (u32 a = 0; a < r; a++) products += sums[a];
+        atomicAdd(&counters[4 * at], sums[16]), atomicAdd(&counters[4 * at + 1], products);
+    }
+    // Whole warps stay in the loop, for the shuffles.
+    for (u32 item = i / 4; item < (sums[16] + 63) / 64 * 64; item += 64) {
+        bool there = item < sums[16];
+        u32 place = there ? wanted[item] : 0, bits = there ? marks[place] : 0;
+        float out[16];
+        group_products(out, q, keys, (u64)at * capacity + start + place, there, kind, r, w);
+UNROLL
+        for (u32 a = 0; a < 16; a++) {
+            if (i % 4 == 0 && (bits >> a & 1)) {
+                scores[((u64)at * r + a) * capacity + start + place] = order_of(scale * out[a]);
+            }
+        }
+    }
+}
+
+// The candidates of a query head, ascending: entries `[b,h,capacity]`, the score in the high half and the position in
+// the low one; listed `[b,h]`. counts and blocks as in lfps_marks.
+KERNEL(256, 1, lfps_entries, const u32* scores, const u32* counts, u64* entries, u32* listed, u32 capacity) {
+    SHARED(u32, earlier, 1);
+    u32 head = blockIdx.z * gridDim.y + blockIdx.y, p = blockIdx.x * SCORED + threadIdx.x, sum = 0;
+    counts += (u64)head * gridDim.x;
+    if (threadIdx.x == 0) earlier[0] = 0;
+    __syncthreads();
+    for (u32 block = threadIdx.x; block < blockIdx.x; block += 256) sum += counts[block];
+    if (sum > 0) atomicAdd(&earlier[0], sum);
+    u32 score = p < capacity ? scores[(u64)head * capacity + p] : 0;
+    u32 before = sum_before(score != 0) + earlier[0];
+    if (score != 0) entries[(u64)head * capacity + before] = (u64)score << 32 | p;
+    if (blockIdx.x + 1 == gridDim.x && threadIdx.x == 0) listed[head] = earlier[0] + counts[blockIdx.x];
+}
+
+// Sorts the candidates of a query head: the highest score first, the lower position on ties; 4 bits at a time from the
+// lowest, each time in the order that there was. `other` is as large as the entries. Then joins `[b,g,capacity]` has the
+// best rank of every position in any head of its group.
+KERNEL(512, 1, lfps_sort, u64* entries, u64* other, const u32* listed, u32* joins, u32 r, u32 capacity) {
+    SHARED(u32, bins, 16 * SORTERS);  // `[16,SORTERS]`
+    SHARED(u32, warps, SORTERS / 32);
+    u32 head = blockIdx.z * gridDim.y + blockIdx.y, n = listed[head], t = threadIdx.x;
+    u32 each = (n + SORTERS - 1) / SORTERS, start = smaller(t * each, n), end = smaller(start + each, n);
+    entries += (u64)head * capacity, other += (u64)head * capacity;
+    u64 *from = entries, *to = other;
+    for (u32 shift = 32; shift < 64 && n > 1; shift += 4) {
+UNROLL
+        for (u32 digit = 0; digit < 16; digit++) bins[digit * SORTERS + t] = 0;
+        for (u32 i = start; i < end; i++) bins[(15 - (u32)(from[i] >> shift & 15)) * SORTERS + t]++;
+        __syncthreads();
+        // Bins to the sums before them: a thread has 16 of them in a row.
+        u32 own = 0;
+        for (u32 i = 0; i < 16; i++) own += bins[t * 16 + i];
+        u32 sum = own;
+        for (u32 step = 1; step < 32; step *= 2) {
+            u32 before = __shfl_up_sync(ALL_LANES, sum, step);
+            if (lane() >= step) sum += before;
+        }
+        if (lane() == 31) warps[warp()] = sum;
+        __syncthreads();
+        sum -= own;
+        for (u32 i = 0; i < warp(); i++) sum += warps[i];
+        for (u32 i = 0; i < 16; i++) {
+            u32 count = bins[t * 16 + i];
+            bins[t * 16 + i] = sum;
+            sum += count;
+        }
+        __syncthreads();
+        for (u32 i = start; i < end; i++) {
+            u64 entry = from[i];
+            to[bins[(15 - (u32)(entry >> shift & 15)) * SORTERS + t]++] = entry;
+        }
+        __syncthreads();
+        u64* swap = from;
+        from = to, to = swap;
+    }
+    // Eight times there and back: they are where they were.
+    joins += (u64)(head / r) * capacity;
+    for (u32 i = t; i < n; i += SORTERS) atomicMin(&joins[(u32)entries[i]], i);
+}
+
+// union_within of src/method/mod.rs: choice `[b,g,CHOICE]`.
+KERNEL(256, 1, lfps_limit, const u64* entries, const u32* listed, const u32* joins, const u32* scores,
+       const u32* budgets, u32* choice, u32 r, u32 capacity) {
+    SHARED(u32, found, 2);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, budget = budgets[blockIdx.z], longest = 0, total = 0;
+    entries += (u64)at * r * capacity, listed += at * r, scores += (u64)at * r * capacity;
+    joins += (u64)at * capacity;
+    for (u32 a = 0; a < r; a++) longest = longest > listed[a] ? longest : listed[a];
+    if (threadIdx.x == 0) found[0] = NONE;
+    for (u32 first = 0; first < longest; first += 256) {
+        // The positions that join at a thread's rank.
+        u32 rank = first + threadIdx.x, count = 0;
+        for (u32 a = 0; a < r; a++) {
+            if (rank >= listed[a]) continue;
+            u32 p = (u32)entries[(u64)a * capacity + rank];
+            bool counts = joins[p] == rank;
+            for (u32 b = 0; b < a && counts; b++) {
+                counts = rank >= listed[b] || (u32)entries[(u64)b * capacity + rank] != p;
+            }
+            count += counts;
+        }
+        u32 before = total + sum_before(count);
+        if (before <= budget && before + count > budget) found[0] = rank;
+        if (threadIdx.x == 255) found[1] = before + count;
+        __syncthreads();
+        total = found[1];
+        bool done = found[0] != NONE;
+        __syncthreads();
+        if (done) break;
+    }
+    if (threadIdx.x > 0) return;
+    u32* to = choice + at * CHOICE;
+    to[0] = found[0], to[1] = 0;
+    if (found[0] != 0) return;
+    // Even the best of each head are too many: those of them with the highest score.
+    while (to[1] < budget) {
+        u32 best = 0, place = NONE;
+        for (u32 a = 0; a < r; a++) {
+            if (listed[a] == 0) continue;
+            u32 p = (u32)entries[(u64)a * capacity], score = 0;
+            bool taken = false;
+            for (u32 i = 0; i < to[1]; i++) taken = taken || to[2 + i] == p;
+            for (u32 b = 0; b < r; b++) {
+                u32 other = scores[(u64)b * capacity + p];
+                score = score > other ? score : other;
+            }
+            if (!taken && (score > best || (score == best && p < place))) best = score, place = p;
+        }
+        if (place == NONE) break;
+        to[2 + to[1]++] = place;
+    }
+}
+
+// The marks of a thread's eight positions.
+DEVICE u64 chosen_marks(const u32* joins, const u32* choice, const u32* span, bool exact, u32 from) {
+    u64 out = 0;
+    for (u32 i = 0; i < 8; i++) {
+        u32 p = from + i;
+        if (p < span[0] + span[1] || p >= span[2]) continue;
+        bool taken = exact || joins[p] < choice[0];
+        for (u32 k = 0; k < choice[1] && !exact; k++) taken = taken || choice[2 + k] == p;
+        out |= (u64)taken << (8 * i);
+    }
+    return out;
+}
+
+// See count_block.
+KERNEL(256, 1, lfps_count, const u32* joins, const u32* choice, const u32* spans, const u32* budgets, u32* totals,
+       u32 capacity) {
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * SCAN + threadIdx.x * 8;
+    const u32* span = spans + 4 * blockIdx.z;
+    bool exact = is_exact(span, budgets[blockIdx.z]);
+    count_block(chosen_marks(joins + (u64)at * capacity, choice + at * CHOICE, span, exact, from), totals);
+}
+
+// See list_block.
+KERNEL(256, 1, lfps_list, const u32* joins, const u32* choice, const u32* spans, const u32* budgets,
+       const u32* totals, u32* lists, u32* listed, u32 capacity, u32 most) {
+    SHARED(u32, none, 1);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * SCAN + threadIdx.x * 8;
+    const u32* span = spans + 4 * blockIdx.z;
+    bool exact = is_exact(span, budgets[blockIdx.z]);
+    if (threadIdx.x == 0) none[0] = 0;
+    __syncthreads();
+    u64 mine = chosen_marks(joins + (u64)at * capacity, choice + at * CHOICE, span, exact, from);
+    list_block(mine, from, none, 1, totals, lists, listed, most);
+}
+
+// Scores of what is attended and no sink, with an exponent of base 2: scores `[b,h,room]`, in the order of the list and
+// the window, minus infinity for a sink in the window. A block has 64 of them; four lanes share a product.
+KERNEL(256, 1, lfps_attended, const float* queries, const void* keys, const u32* spans, const u32* lists,
+       const u32* listed, float* scores, float scale, u32 kind, u32 r, u32 d, u32 w, u32 capacity, u32 most, u32 room,
+       u32 sinks) {
+    DYNAMIC_SHARED(float, q);  // `[r,w]`
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, item = blockIdx.x * 64 + threadIdx.x / 4;
+    Attended span = attended(spans, lists, listed, most);
+    u32 n = span.total - span.sinks;
+    if (blockIdx.x * 64 >= n) return;
+    for (u32 i = threadIdx.x; i < r * w; i += 256) {
+        q[i] = i % w < d ? queries[((u64)at * r + i / w) * d + i % w] * scale : 0.0f;
+    }
+    __syncthreads();
+    u32 p = item < n ? span.position(span.sinks + item) : 0;
+    float out[16];
+    group_products(out, q, keys, (u64)at * capacity + p, item < n, kind, r, w);
+UNROLL
+    for (u32 a = 0; a < 16; a++) {
+        if (a < r && threadIdx.x % 4 == 0 && item < n && item < room) {
+            scores[((u64)at * r + a) * room + item] = p < sinks ? minus_infinity() : out[a];
+        }
+    }
+}
+
+// The softmax weights of those scores join the tables of a query head that was not bypassed, after a decay. Where the
+// factor of a table would vanish it is worked into the entries, as on the CPU.
+KERNEL(256, 1, lfps_update, const float* scores, const double* constants, const u32* bypassed, const u32* spans,
+       const u32* lists, const u32* listed, float* tables, double* factors, u32 r, u32 capacity, u32 most, u32 room) {
+    SHARED(float, tops, 8);
+    u32 head = blockIdx.z * gridDim.y + blockIdx.y, at = head / r;
+    const u32* span = spans + 4 * blockIdx.z;
+    u32 count = smaller(listed[at], most), n = smaller(count + span[3] - span[2], room), t = span[3] - 1;
+    if (bypassed[head]) return;
+    scores += (u64)head * room, lists += (u64)at * most, tables += (u64)head * 2 * capacity;
+    float top = minus_infinity();
+    for (u32 i = threadIdx.x; i < n; i += 256) top = fmaxf(top, scores[i]);
+    for (u32 step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
+    if (lane() == 0) tops[warp()] = top;
+    __syncthreads();
+    for (u32 i = 0; i < 8; i++) top = fmaxf(top, tops[i]);
+    if (!finite(top)) return;
+    double sum = 0;
+    for (u32 i = threadIdx.x; i < n; i += 256) sum += (double)exp2f(scores[i] - top);
+    sum = block_total(sum);
+    const double* own = constants + (u64)head * OF_HEAD;
+    double by_table[2] = {own[1], 1 - own[1]};
+UNROLL
+    for (u32 table = 0; table < 2; table++) {
+        float* entries = tables + (u64)table * capacity;
+        double factor = factors[2 * head + table] * own[0];
+        if (factor < 1e-20) {
+            for (u32 i = threadIdx.x; i < capacity; i += 256) entries[i] *= (float)factor;
+            factor = 1;
+        }
+        __syncthreads();
+        for (u32 i = threadIdx.x; i < n; i += 256) {
+            u32 p = i < count ? lists[i] : span[2] + (i - count);
+            float weight = exp2f(scores[i] - top);
+            if (weight > 0) entries[table == 0 ? p : t - p] += (float)(by_table[table] * ((double)weight / sum) / factor);
+        }
+        if (threadIdx.x == 0) factors[2 * head + table] = factor;
+    }
+}
+
+// Adds to sums `[3]` the shares of a step, mean over sequences and heads: rows read, products taken to rank, query heads
+// bypassed; as Totals::add of src/runner/mod.rs.
+KERNEL(32, 1, lfps_tally, const u32* spans, const u32* listed, const u32* counters, double* sums, u32 b, u32 g, u32 r) {
+    double read = 0, products = 0, bypassed = 0;
+    for (u32 i = lane(); i < b * g; i += 32) {
+        const u32* span = spans + 4 * (i / g);
+        const u32* own = counters + 4 * i;
+        double visible = span[3] - span[0];
+        bool all = own[2] == r, exact = own[0] == 0;
+        u32 attended = all ? span[1] : span[1] + listed[i] + span[3] - span[2];
+        u32 ranked = all ? own[3] : exact ? 0 : own[0] - listed[i];
+        read += (attended + ranked / 2.0) / visible;
+        products += own[1] / (visible * r);
+        bypassed += (double)own[2] / r;
+    }
+    read = warp_sum(read), products = warp_sum(products), bypassed = warp_sum(bypassed);
+    if (lane() > 0) return;
+    sums[0] += read / (b * g), sums[1] += products / (b * g), sums[2] += bypassed / (b * g);
+}
