@@ -316,7 +316,9 @@ KERNEL(256, 1, lfps_entries, const u32* scores, const u32* counts, u64* entries,
     for (u32 block = threadIdx.x; block < blockIdx.x; block += 256) sum += counts[block];
     if (sum > 0) atomicAdd(&earlier[0], sum);
     u32 score = p < capacity ? scores[(u64)head * capacity + p] : 0;
-    u32 before = sum_before(score != 0) + earlier[0];
+    // After its barriers, what came earlier is complete.
+    u32 before = sum_before(score != 0);
+    before += earlier[0];
     if (score != 0) entries[(u64)head * capacity + before] = (u64)score << 32 | p;
     if (blockIdx.x + 1 == gridDim.x && threadIdx.x == 0) listed[head] = earlier[0] + counts[blockIdx.x];
 }
