@@ -6,7 +6,9 @@ use std::time::Instant;
 use clap::ValueEnum;
 use serde_json::json;
 
-use super::{check_wrope_position, layers_on, load_corpus, model_manifest, open_model, print_json};
+use super::{
+    check_wrope_position, device_for, layers_on, load_corpus, model_manifest, open_model, print_json,
+};
 use crate::cli::{Global, Input, parse_count};
 use crate::dump::{self, Options};
 use crate::error::Result;
@@ -51,6 +53,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let start = Instant::now();
     let new = dump::NewDump::create(&args.output)?;
     let decoder = open_model(&args.model, log)?;
+    let device = device_for(device, &decoder, global)?;
     check_wrope_position(args.wrope_position, &decoder, log);
     let corpus = load_corpus(&args.model, &decoder, &args.input, global)?;
     let model = model_manifest(&decoder, log)?;

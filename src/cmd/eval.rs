@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use serde_json::{Value, json};
 
 use super::run::{Reading, parse_budget, parse_window};
-use super::{forward_on, open_model, print, print_json};
+use super::{device_for, forward_on, open_model, print, print_json};
 use crate::artifact::Artifact;
 use crate::cli::{Global, parse_count};
 use crate::corpus::{self, Corpus};
@@ -68,6 +68,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let device = global.open_model_device("eval")?;
     args.reading.check(device.as_ref())?;
     let decoder = open_model(&args.model, log)?;
+    let device = device_for(device, &decoder, global)?;
     let artifact = args.reading.open(&decoder, log)?;
     let methods = args.methods.iter().map(|name| {
         let made = args

@@ -18,7 +18,9 @@ use ndarray::Array2;
 use serde_json::{Value, json};
 
 use crate::artifact::{self, Origin, Section, short};
-use crate::cli::{Cli, Command, Global, Input};
+use crate::cli::{self, Cli, Command, Global, Input};
+use crate::compute::cpu::Cpu;
+use crate::compute::cuda::model::LayerSizes;
 use crate::compute::cuda::model::forward::CudaForward;
 use crate::compute::cuda::model::layers::CudaLayers;
 use crate::compute::device::Device;
@@ -211,13 +213,37 @@ fn write_section(
     Ok(())
 }
 
+/// Whether a GPU can run the model; where nobody asked for it, the CPU takes what it cannot.
+fn can_run(device: &dyn Device, decoder: &Decoder, global: &Global) -> Result<bool> {
+    if device.cuda().is_none() {
+        return Ok(false);
+    }
+    match (LayerSizes::of(&decoder.config).check(), global.device) {
+        (Ok(()), _) => Ok(true),
+        (Err(e), cli::Device::Auto) => {
+            global.log().note(&format!("the model runs on the CPU: {e}"));
+            Ok(false)
+        }
+        (Err(e), _) => Err(e),
+    }
+}
+
+/// The device of a command that does everything where the model runs.
+fn device_for(device: Box<dyn Device>, decoder: &Decoder, global: &Global) -> Result<Box<dyn Device>> {
+    Ok(match can_run(device.as_ref(), decoder, global)? {
+        true => device,
+        false => Box::new(Cpu),
+    })
+}
+
 /// The layers of a model, on the device if that can run them.
 fn layers_on<'a>(
     device: &'a dyn Device,
     decoder: &'a Decoder,
     global: &Global,
 ) -> Result<Box<dyn Layers + 'a>> {
-    Ok(match device.cuda() {
+    let on_gpu = can_run(device, decoder, global)?;
+    Ok(match device.cuda().filter(|_| on_gpu) {
         Some(driver) => Box::new(CudaLayers::new(driver, decoder, global.precision)?),
         None => Box::new(CpuLayers(decoder)),
     })

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use serde_json::json;
 
-use super::{open_model, print, print_json};
+use super::{device_for, open_model, print, print_json};
 use crate::artifact::Artifact;
 use crate::cli::{Global, parse_count};
 use crate::compute::cuda::model::Body;
@@ -217,6 +217,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let device = global.open_model_device("run")?;
     args.reading.check(device.as_ref())?;
     let decoder = open_model(&args.model, log)?;
+    let device = device_for(device, &decoder, global)?;
     let turns = Turns::open(args, &decoder, log)?;
     if args.top_p < 1.0 && args.temperature == 0.0 {
         log.warn("--top-p does nothing without --temperature");

@@ -123,17 +123,17 @@ impl Report {
         all
     }
 
-    /// See [`super::Session::kv_read_fraction`].
+    /// See [`super::Generate::kv_read_fraction`].
     pub fn kv_read_fraction(&self) -> f64 {
         self.totals.read / self.steps.max(1) as f64
     }
 
-    /// See [`super::Session::exact_dot_fraction`].
+    /// See [`super::Generate::exact_dot_fraction`].
     pub fn exact_dot_fraction(&self) -> f64 {
         self.totals.products / self.steps.max(1) as f64
     }
 
-    /// See [`super::Session::bypass_fraction`].
+    /// See [`super::Generate::bypass_fraction`].
     pub fn bypass_fraction(&self) -> f64 {
         self.totals.bypassed / self.steps.max(1) as f64
     }

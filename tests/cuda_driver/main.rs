@@ -58,6 +58,7 @@ fn main() -> ExitCode {
     add("cublas", model::cublas);
     add("room", model::room);
     add("small", model::small);
+    add("unfit", model::unfit);
     add("everything", model::everything);
     add("not_finite", model::not_finite);
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()

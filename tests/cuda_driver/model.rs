@@ -4,7 +4,8 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use kvsmith::dump::{Dump, State};
-use serde_json::Value;
+use kvsmith::store::{self, Output as NewFile, Tensor};
+use serde_json::{Value, json as object};
 
 use super::{root, stderr};
 
@@ -402,6 +403,65 @@ pub fn small(driver: &Path) {
         "{text}"
     );
     assert!(text.contains("hint: "), "{text}");
+}
+
+/// A model whose attention no kernel is made for is refused, and runs on the CPU where no device was asked for.
+pub fn unfit(driver: &Path) {
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path().display();
+    let (hidden, width, vocab) = (64, 160, 64);
+    let config = object!({
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": width, "vocab_size": vocab,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 64, "tie_word_embeddings": true,
+        "hidden_act": "silu",
+    });
+    std::fs::create_dir(dir.path().join("model")).unwrap();
+    std::fs::write(dir.path().join("model/config.json"), config.to_string()).unwrap();
+    let tensor = |name: &str, shape: &[usize]| {
+        let values: Vec<f32> = (0..shape.iter().product())
+            .map(|i: usize| (i % 7) as f32 * 0.1 - 0.3)
+            .collect();
+        Tensor::new(name, shape, &values)
+    };
+    let layer = |name: &str, shape: &[usize]| tensor(&format!("model.layers.0.{name}.weight"), shape);
+    let tensors = [
+        tensor("model.embed_tokens.weight", &[vocab, hidden]),
+        tensor("model.norm.weight", &[hidden]),
+        layer("input_layernorm", &[hidden]),
+        layer("post_attention_layernorm", &[hidden]),
+        layer("self_attn.q_proj", &[2 * width, hidden]),
+        layer("self_attn.k_proj", &[width, hidden]),
+        layer("self_attn.v_proj", &[width, hidden]),
+        layer("self_attn.o_proj", &[hidden, 2 * width]),
+        layer("mlp.gate_proj", &[hidden, hidden]),
+        layer("mlp.up_proj", &[hidden, hidden]),
+        layer("mlp.down_proj", &[hidden, hidden]),
+    ];
+    let weights = NewFile::create(&dir.path().join("model/model.safetensors")).unwrap();
+    store::write(weights, &tensors, None).unwrap();
+    std::fs::write(dir.path().join("ids"), "[[3,4,5,6,7,8]]").unwrap();
+    let run = |device: &str| {
+        let arguments = format!("run --json --model {at}/model --tokens {at}/ids --max-new 2 --method full");
+        output(driver, &format!("{arguments} --device {device}"))
+    };
+    let refused = run("cuda");
+    let text = stderr(&refused);
+    assert_eq!(refused.status.code(), Some(1), "{text}");
+    assert!(
+        text.contains("a head dimension of 160; 1 to 128 are supported"),
+        "{text}"
+    );
+    assert!(text.contains("hint: use --device cpu"), "{text}");
+    let auto = run("auto");
+    assert!(auto.status.success(), "{}", stderr(&auto));
+    assert!(
+        stderr(&auto).contains("the model runs on the CPU"),
+        "{}",
+        stderr(&auto)
+    );
+    let result: Value = serde_json::from_slice(&auto.stdout).unwrap();
+    assert_eq!(result["device"], "cpu");
 }
 
 /// A checkpoint with a NaN is named, as on the CPU.

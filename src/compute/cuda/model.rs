@@ -248,6 +248,14 @@ impl LayerSizes {
         }
     }
 
+    /// Checks that the kernels are made for a model's attention.
+    ///
+    /// # Errors
+    /// What they are not made for.
+    pub fn check(&self) -> Result<()> {
+        self.shape(1, 1).checked().map(drop)
+    }
+
     /// The shape of one sequence's attention with room for `capacity` positions.
     pub fn shape(&self, sequences: usize, capacity: usize) -> Shape {
         Shape {
@@ -561,7 +569,7 @@ impl<'a> Body<'a> {
     pub fn load(driver: &'a dyn Driver, decoder: &'a Decoder, precision: Precision) -> Result<Self> {
         let config = decoder.config.clone();
         let sizes = LayerSizes::of(&config);
-        sizes.shape(1, 1).checked()?;
+        sizes.check()?;
         let views = (0..config.n_layers).map(|i| decoder.layer(i));
         let views = views.collect::<Result<Vec<_>>>()?;
         let weights: usize = views.iter().map(LayerWeights::bytes).sum();
@@ -592,7 +600,7 @@ impl<'a> Body<'a> {
     /// As [`Body::load`].
     pub fn random(driver: &'a dyn Driver, config: ModelConfig, seed: u32) -> Result<Self> {
         let sizes = LayerSizes::of(&config);
-        sizes.shape(1, 1).checked()?;
+        sizes.check()?;
         check_room(driver, Self::random_bytes(&config))?;
         let windows = config.windows.iter().enumerate();
         let layers =

@@ -23,7 +23,7 @@ impl<'a> CudaLayers<'a> {
     /// # Errors
     /// A model whose attention the kernels are not made for.
     pub fn new(driver: &'a dyn Driver, decoder: &'a Decoder, precision: Precision) -> Result<Self> {
-        LayerSizes::of(&decoder.config).shape(1, 1).checked()?;
+        LayerSizes::of(&decoder.config).check()?;
         Ok(Self {
             driver,
             decoder,
