@@ -14,7 +14,7 @@ use kvsmith::runner::budget::Budget;
 use kvsmith::runner::kv::{Float, KvHead, KvType};
 use kvsmith::runner::packed::Center;
 use ndarray::{Array2, ArrayView2, ArrayView3};
-use rand::SeedableRng;
+use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::normals;
@@ -26,6 +26,8 @@ pub struct Case {
     pub shape: Shape,
     pub limits: Limits,
     pub params: Params,
+    /// Every query and every key from a few: equal cosines and weights.
+    pub ties: bool,
     /// Lengths of what is fed: prompts, each followed by steps.
     pub turns: Vec<[usize; 2]>,
 }
@@ -48,6 +50,7 @@ pub fn cases() -> Vec<Case> {
             budget,
         },
         params: Params::default(),
+        ties: false,
         turns: turns.to_vec(),
     };
     let share = Budget::Fraction;
@@ -62,6 +65,10 @@ pub fn cases() -> Vec<Case> {
             case("batch", Float::F16, [2, 1, 5, 64], &[[400, 7]], share(0.1)),
             &|p| p.ct_update = 3,
         ),
+        Case {
+            ties: true,
+            ..case("ties", Float::F32, [1, 2, 2, 64], &[[400, 8]], share(0.05))
+        },
         case("d80", Float::F32, [1, 2, 1, 80], &[[300, 5]], share(0.1)),
         case("d40", Float::Bf16, [1, 1, 16, 40], &[[300, 5]], share(0.05)),
         case(
@@ -201,6 +208,10 @@ fn check_held(held: &[Centroid], head: &Head, newest: Option<&[f32]>, d: usize) 
     }
 }
 
+/// What queries are scaled by. Weights of neighbouring ranks then differ by far more than the last bits in which the
+/// exponentials of two devices do.
+const SPREAD: f32 = 8.0;
+
 /// What is fed, `[b,g,m,d]` keys and `[b,h,m,d]` queries.
 struct Fed {
     keys: Vec<f32>,
@@ -209,11 +220,19 @@ struct Fed {
 }
 
 impl Fed {
-    fn new(rng: &mut ChaCha8Rng, shape: &Shape, m: usize, float: Float) -> Self {
-        let keys = normals(rng, shape.heads() * m * shape.head_dim);
+    fn new(rng: &mut ChaCha8Rng, case: &Case, m: usize) -> Self {
+        let (shape, d, float) = (&case.shape, case.shape.head_dim, case.float);
+        let few = normals(&mut ChaCha8Rng::seed_from_u64(1), 5 * d);
+        let mut rows = |n: usize| match case.ties {
+            true => (0..n)
+                .flat_map(|_| few[rng.r#gen::<usize>() % 5 * d..][..d].to_vec())
+                .collect(),
+            false => normals(rng, n * d),
+        };
+        let (keys, queries) = (rows(shape.heads() * m), rows(shape.query_heads() * m));
         Self {
             keys: keys.into_iter().map(|k| stored(float, k)).collect(),
-            queries: normals(rng, shape.query_heads() * m * shape.head_dim),
+            queries: queries.into_iter().map(|q| q * SPREAD).collect(),
             m,
         }
     }
@@ -360,13 +379,13 @@ impl<'d> Sides<'d> {
 pub fn check(driver: &dyn Driver, case: &Case) {
     let mut rng = ChaCha8Rng::seed_from_u64(case.shape.capacity as u64);
     let mut sides = Sides::new(driver, case);
-    let (shape, every) = (sides.shape, case.params.ct_update);
+    let every = case.params.ct_update;
     let (mut step, mut sparse) = (0, 0);
     for [prompt, steps] in &case.turns {
-        sides.prompt(&Fed::new(&mut rng, &shape, *prompt, case.float));
+        sides.prompt(&Fed::new(&mut rng, case, *prompt));
         sides.check(None);
         for _ in 0..*steps {
-            let fed = Fed::new(&mut rng, &shape, 1, case.float);
+            let fed = Fed::new(&mut rng, case, 1);
             sparse += usize::from(sides.step(&fed, step));
             let is_update = every > 0 && step % every == 0;
             sides.check(is_update.then_some(&fed));
