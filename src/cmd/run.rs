@@ -268,7 +268,7 @@ fn session_on<'a>(
     };
     let (chat, on_host) = (args.chat, args.reading.on_host());
     let is_resident = !on_host && CudaSession::can(method, &options, chat);
-    if !is_resident && !(on_host && HostSession::can(method, &options, chat)) {
+    if !(is_resident || on_host && HostSession::can(method, &options, chat)) {
         global.log().note("the KV cache and the selection are on the CPU");
         let capacity = turns.known() + args.max_new.min(RESERVED);
         let forward = Box::new(CudaForward::new(driver, decoder, global.precision)?);
