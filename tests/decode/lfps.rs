@@ -290,7 +290,7 @@ fn step_cpu<'a>(
     assert!(relative < 0.1, "a bound that says nothing: {relative}");
     let mut weights = Array2::zeros((r, positions.len()));
     let mut joined = vec![None; r];
-    for a in 0..r {
+    for (a, joined) in joined.iter_mut().enumerate() {
         let query = queries.slice(s![a..a + 1, ..]);
         let mut out = Array2::zeros((1, d));
         match choice.bypassed.get(a).and_then(Option::as_ref) {
@@ -308,7 +308,7 @@ fn step_cpu<'a>(
                 // Both log-sum-exps are rounded to f32.
                 let exponents = f64::from(lse.abs().max(rest.lse.abs())) * 4.0 * UNIT;
                 let bound = 4.0 * (relative + exponents.exp_m1()) * largest;
-                joined[a] = Some((row.into_iter().map(f64::from).collect(), bound));
+                *joined = Some((row.into_iter().map(f64::from).collect(), bound));
             }
         }
     }
