@@ -86,6 +86,12 @@ pub fn run(driver: &Path) {
             let (a, b) = (cuda[key].as_f64().unwrap(), cpu[key].as_f64().unwrap());
             assert!((a - b).abs() < 1e-9, "{method} {key}: {a} {b}");
         }
+        if method == "lfps" {
+            // On the device two tables of f32 for each of 4 heads in 4 layers, as long as the cache has room.
+            let room = cuda["prompt_tokens"].as_u64().unwrap() + 6;
+            assert_eq!(cuda["index_bytes"], room.next_multiple_of(8) * 2 * 4 * 4 * 4);
+            assert!(cuda["bypass_fraction"].as_f64().unwrap() > 0.0);
+        }
     }
 }
 

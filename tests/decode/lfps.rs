@@ -119,6 +119,9 @@ pub fn cases() -> Vec<Case> {
                 case.params.lfps_rows = 2000;
                 case.shape.capacity += case.turn;
             }
+            // Some of the most recent positions are candidates, or all of them.
+            "few" => case.limits.window = 2,
+            "d40" => case.limits.window = 0,
             "mean_std" => {
                 case.params.lfps_threshold = Threshold::MeanStd;
                 case.params.lfps_alpha = Some(0.4);
