@@ -66,6 +66,8 @@ fn what_cannot_be_timed_is_refused() {
     kvsmith("bench attend --shapes 4/2x60").fails(2, "4/2x60", "");
     kvsmith("bench attend --context 17M").fails(2, "17M", "");
     kvsmith("bench attend --kv 2bit").fails(2, "2bit", "");
+    kvsmith("bench attend --batch 70000").fails(2, "70000", "");
+    kvsmith("bench attend --context 16M --batch 60000 --device cpu").fails(1, "the data need", "--context");
     kvsmith("bench retrieve --device cpu --methods lfps").fails(2, "lfps", "a2ats");
     kvsmith("bench retrieve --device wgpu").fails(3, "wgpu", "--device cpu");
     for device in ["cpu", "wgpu"] {

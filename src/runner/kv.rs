@@ -8,6 +8,7 @@ use ndarray::{ArrayView2, s};
 
 use super::packed::{self, Layout, Packed, SignRows};
 use crate::compute::attention::Rows;
+use crate::model::weights;
 
 /// Element type of cached keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -43,6 +44,26 @@ pub enum Float {
     F16,
     /// bfloat16.
     Bf16,
+}
+
+impl From<Float> for KvType {
+    fn from(float: Float) -> Self {
+        match float {
+            Float::F32 => Self::F32,
+            Float::F16 => Self::F16,
+            Float::Bf16 => Self::Bf16,
+        }
+    }
+}
+
+impl From<weights::Float> for Float {
+    fn from(stored: weights::Float) -> Self {
+        match stored {
+            weights::Float::F32 => Self::F32,
+            weights::Float::F16 => Self::F16,
+            weights::Float::Bf16 => Self::Bf16,
+        }
+    }
 }
 
 /// Rows of d values, stored one after the other.

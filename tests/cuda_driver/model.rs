@@ -251,7 +251,8 @@ pub fn eval(driver: &Path) {
     }
 }
 
-/// Captured states agree to rounding, and with 16-bit products to that of their inputs.
+/// Captured states agree to the rounding of f32; without --precision inputs are rounded too, by how much is a check of
+/// tests/cuda_model.
 pub fn dump(driver: &Path) {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().display();
@@ -267,7 +268,6 @@ pub fn dump(driver: &Path) {
         Dump::open(&dir.path().join(name)).unwrap()
     };
     let cpu = dump("cpu", "--device cpu");
-    let bound = |more: &str| if more.contains("f32") { 1e-4 } else { 0.05 };
     for (name, more) in [
         ("exact", "--device cuda --precision f32"),
         ("rounded", "--device cuda"),
@@ -290,7 +290,6 @@ pub fn dump(driver: &Path) {
             }
         }
         assert_eq!(checked, 4 * 2 * 240 * 64);
-        assert!(worst <= bound(more), "{name}: {worst}");
         assert_eq!(worst > 1e-4, name == "rounded", "{name}: {worst}");
     }
 }

@@ -12,12 +12,13 @@ use rayon::prelude::*;
 use super::decode::{ROTATED_BYTES, SINKS, Setting, WINDOW, Work};
 use super::median;
 use crate::compute::attention;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::method::a2ats::{A2ats, HeadCodebook};
 use crate::method::selfindex::{SelfIndex, Source};
 use crate::method::{MethodName, Place, Retriever, Step, full};
 use crate::model::rope::{Rope, RopeConfig, RopeScaling};
-use crate::runner::kv::{Float, KvHead, KvType};
+use crate::progress::size;
+use crate::runner::kv::{KvHead, KvType};
 use crate::runner::packed::{Center, Layout};
 
 /// Rows that are made at a time.
@@ -56,7 +57,11 @@ struct CpuStep {
 }
 
 /// The work of a setting.
+///
+/// # Errors
+/// More memory than there is.
 pub fn work(setting: Setting) -> Result<Box<dyn Work>> {
+    check_room(&setting)?;
     let codebooks = match setting.method {
         MethodName::A2ats => codebooks(&setting)?,
         _ => Vec::new(),
@@ -74,6 +79,24 @@ pub fn work(setting: Setting) -> Result<Box<dyn Work>> {
         setting,
         next: 0,
     }))
+}
+
+/// Says that a setting does not fit, where the system tells how much memory is left.
+fn check_room(setting: &Setting) -> Result<()> {
+    let memory = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = memory.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let free = line.and_then(|line| line.split_whitespace().next()?.parse::<usize>().ok());
+    let need = setting.copies() * (setting.row_bytes() + setting.index_bytes());
+    match free.map(|kib| kib * 1024) {
+        Some(free) if need > free => Err(Error::failed(format!(
+            "{}: the data need {}, and {} are free",
+            setting.shape(),
+            size(need),
+            size(free)
+        ))
+        .hint("give less --context or --batch")),
+        _ => Ok(()),
+    }
 }
 
 fn codebooks(setting: &Setting) -> Result<Vec<Arc<HeadCodebook>>> {
@@ -100,11 +123,7 @@ fn uniform(rng: &mut ChaCha8Rng, n: usize, d: usize) -> Array2<f32> {
 fn head(setting: &Setting, codebook: Option<&Arc<HeadCodebook>>, kv_head: usize, seed: u64) -> Head {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let (n, d) = (setting.context, setting.heads.head_dim);
-    let kind = match setting.kv {
-        Float::F32 => KvType::F32,
-        Float::F16 => KvType::F16,
-        Float::Bf16 => KvType::Bf16,
-    };
+    let kind = KvType::from(setting.kv);
     let place = Place {
         layer: 0,
         kv_head,

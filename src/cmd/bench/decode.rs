@@ -31,9 +31,6 @@ pub struct DecodeArgs {
     /// Positions in the cache, in numbers or as 8K to 1M
     #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "8K,32K,128K", value_parser = parse_context)]
     context: Vec<usize>,
-    /// Sequences
-    #[arg(long, value_name = "B,..", value_delimiter = ',', default_value = "1", value_parser = at_least_one)]
-    batch: Vec<usize>,
     /// What to time: full (attend alone), a2ats, selfindex
     #[arg(
         long,
@@ -42,18 +39,28 @@ pub struct DecodeArgs {
         default_value = "full,a2ats,selfindex"
     )]
     methods: Vec<MethodName>,
-    /// What a method may choose, as in `run`
-    #[arg(long, value_name = "X", default_value = "0.06")]
-    budget: Budget,
-    /// Element type of the cache: f32, f16 or bf16
-    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = parse_float)]
-    kv: Float,
-    /// Codewords of a2ats
-    #[arg(long, value_name = "M", default_value_t = 4096, value_parser = at_least_one)]
-    size: usize,
+    #[command(flatten)]
+    caches: Caches,
     /// Timed runs
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = at_least_one)]
     runs: usize,
+}
+
+/// The caches that steps read, and what they choose of them.
+#[derive(clap::Args, Debug)]
+pub struct Caches {
+    /// Sequences
+    #[arg(long, value_name = "B,..", value_delimiter = ',', default_value = "1", value_parser = parse_batch)]
+    pub batch: Vec<usize>,
+    /// What a method may choose, as in `run`
+    #[arg(long, value_name = "X", default_value = "0.06")]
+    pub budget: Budget,
+    /// Element type of the cache: f32, f16 or bf16
+    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = parse_float)]
+    pub kv: Float,
+    /// Codewords of a2ats
+    #[arg(long, value_name = "M", default_value_t = 4096, value_parser = at_least_one)]
+    pub size: usize,
 }
 
 /// The heads of one layer.
@@ -91,8 +98,12 @@ impl FromStr for Heads {
             _ => numbers().ok_or("expected a model, or query heads/KV heads x channels as in 32/8x128")?,
         };
         let groups = heads.n_kv_heads > 0 && heads.n_heads > 0 && heads.n_heads % heads.n_kv_heads == 0;
-        if !groups || heads.head_dim == 0 || heads.head_dim % 32 != 0 || heads.n_heads > 1024 {
-            return Err("query heads must come in groups, channels in 32s".to_owned());
+        if !groups
+            || heads.head_dim == 0
+            || heads.head_dim % 32 != 0
+            || heads.n_heads.max(heads.head_dim) > 1024
+        {
+            return Err("query heads must come in groups, channels in 32s, at most 1024 of each".to_owned());
         }
         Ok(heads)
     }
@@ -110,7 +121,15 @@ pub(super) fn parse_context(text: &str) -> std::result::Result<usize, String> {
         .ok_or_else(|| "expected a number of positions from 1 to 16M".to_owned())
 }
 
-pub(super) fn parse_float(text: &str) -> std::result::Result<Float, String> {
+/// A number of sequences.
+fn parse_batch(text: &str) -> std::result::Result<usize, String> {
+    match text.parse() {
+        Ok(n @ 1..=65_535) => Ok(n),
+        _ => Err("expected a whole number from 1 to 65535".to_owned()),
+    }
+}
+
+fn parse_float(text: &str) -> std::result::Result<Float, String> {
     match text {
         "f32" => Ok(Float::F32),
         "f16" => Ok(Float::F16),
@@ -195,7 +214,7 @@ impl Setting {
         self.index_bytes() + self.row_bytes() / self.context * attended
     }
 
-    fn shape(&self) -> String {
+    pub fn shape(&self) -> String {
         let Heads {
             n_heads,
             n_kv_heads,
@@ -271,16 +290,16 @@ fn settings(args: &DecodeArgs, attends: bool, seed: u64) -> Vec<Setting> {
     let mut out = Vec::new();
     for &heads in &args.shapes {
         for &context in &args.context {
-            for &batch in &args.batch {
+            for &batch in &args.caches.batch {
                 for &method in args.methods.iter().filter(|m| attends || **m != MethodName::Full) {
                     out.push(Setting {
                         heads,
                         context,
                         batch,
                         method,
-                        budget: args.budget,
-                        kv: args.kv,
-                        size: args.size,
+                        budget: args.caches.budget,
+                        kv: args.caches.kv,
+                        size: args.caches.size,
                         attends,
                         seed,
                     });

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 
-use super::decode::{SINKS, WINDOW, parse_context, parse_float};
+use super::decode::{Caches, SINKS, WINDOW, parse_context};
 use super::{cuda_step, median, peak_bytes};
 use crate::cli::{Device, Global, at_least_one};
 use crate::cmd::{print, print_json};
@@ -19,8 +19,6 @@ use crate::method::MethodName;
 use crate::model::ModelConfig;
 use crate::model::fields::read_json;
 use crate::runner::Options;
-use crate::runner::budget::Budget;
-use crate::runner::kv::{Float, KvType};
 use crate::runner::packed::Center;
 
 /// Steps between two waits for the device.
@@ -43,9 +41,6 @@ pub struct ModelArgs {
     /// Positions in the cache, in numbers or as 8K to 1M
     #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "8K,128K", value_parser = parse_context)]
     context: Vec<usize>,
-    /// Sequences
-    #[arg(long, value_name = "B,..", value_delimiter = ',', default_value = "1", value_parser = at_least_one)]
-    batch: Vec<usize>,
     /// How steps choose what they read: full, topk, a2ats, selfindex
     #[arg(
         long,
@@ -54,15 +49,8 @@ pub struct ModelArgs {
         default_value = "full,a2ats"
     )]
     methods: Vec<MethodName>,
-    /// What a method may choose, as in `run`
-    #[arg(long, value_name = "X", default_value = "0.06")]
-    budget: Budget,
-    /// Element type of the cache: f32, f16 or bf16
-    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = parse_float)]
-    kv: Float,
-    /// Codewords of a2ats
-    #[arg(long, value_name = "M", default_value_t = 4096, value_parser = at_least_one)]
-    size: usize,
+    #[command(flatten)]
+    caches: Caches,
     /// Timed runs of ten steps
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = at_least_one)]
     runs: usize,
@@ -96,7 +84,7 @@ pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     let mut left_out = None;
     for (name, config) in configs(args)? {
         for &context in &args.context {
-            for &batch in &args.batch {
+            for &batch in &args.caches.batch {
                 for &method in &args.methods {
                     interrupt::check()?;
                     let setting = Setting {
@@ -139,8 +127,8 @@ struct Setting<'a> {
 
 impl Setting<'_> {
     fn shape(&self, args: &ModelArgs) -> String {
-        let (b, name, n, budget) = (self.batch, self.name, self.context, args.budget.value());
-        let kv = format!("{:?}", args.kv).to_lowercase();
+        let (b, name, n, budget) = (self.batch, self.name, self.context, args.caches.budget.value());
+        let kv = format!("{:?}", args.caches.kv).to_lowercase();
         format!("batch {b}, {name}, {n} positions, {kv}, budget {budget}")
     }
 }
@@ -156,19 +144,15 @@ fn measure(
     let options = Options {
         sinks: SINKS,
         window: WINDOW,
-        budget: args.budget,
-        kv: match args.kv {
-            Float::F32 => KvType::F32,
-            Float::F16 => KvType::F16,
-            Float::Bf16 => KvType::Bf16,
-        },
+        budget: args.caches.budget,
+        kv: args.caches.kv.into(),
         packed: Center::Median.into(),
     };
     let (seed, n) = (global.seed as u32, setting.context);
     let weights = Body::random_bytes(&config);
     let body = Body::random(driver, config, seed)?;
     let sizes = [setting.batch, n, STEPS * (args.runs + 1)];
-    let mut session = CudaSession::random(body, setting.method, args.size, options, sizes, seed)?;
+    let mut session = CudaSession::random(body, setting.method, args.caches.size, options, sizes, seed)?;
     let mut times = Vec::new();
     for _ in 0..=args.runs {
         interrupt::check()?;

@@ -5,7 +5,6 @@ use super::decode::{Random, fill};
 use super::driver::{self, Arg, Driver};
 use crate::error::{Error, Result};
 use crate::model::weights::Float;
-use crate::runner::kv;
 
 /// Rows of x that `linear_few_*` takes, at most.
 pub const FEW: usize = 16;
@@ -60,12 +59,7 @@ impl<'d> Matrix<'d> {
     /// No memory.
     pub fn random(driver: &'d dyn Driver, kind: Float, rows: usize, cols: usize, seed: u32) -> Result<Self> {
         let values = Buffer::new(driver, "weights", rows * cols * kind.bytes())?;
-        let row_type = match kind {
-            Float::F32 => kv::Float::F32,
-            Float::F16 => kv::Float::F16,
-            Float::Bf16 => kv::Float::Bf16,
-        };
-        fill(driver, &values, rows * cols, Random::Float(row_type), seed)?;
+        fill(driver, &values, rows * cols, Random::Float(kind.into()), seed)?;
         Ok(Self {
             kind,
             rows,

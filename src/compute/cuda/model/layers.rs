@@ -3,7 +3,7 @@
 
 use ndarray::{Array3, ArrayView2, ArrayViewMut2, Axis, s};
 
-use super::{LayerSizes, LayerWeights, Precision, Prompted, ROWS, Rotation, Standing, Workspace, row_type};
+use super::{LayerSizes, LayerWeights, Precision, Prompted, ROWS, Rotation, Standing, Workspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::error::{Error, Result};
@@ -65,7 +65,7 @@ impl CudaLayer<'_> {
         let work = Workspace::new(driver, *s, self.model.precision, chunk)?;
         let rotation = Rotation::new(driver, &self.model.decoder.rope, 0, m)?;
         let rows = Buffer::<f32>::new(driver, "hidden states", chunk * s.hidden)?;
-        let float = row_type(&self.layer, self.model.precision);
+        let float = self.model.precision.attended(self.layer.k.weight.dtype());
         let mut prompted = match hidden {
             Hidden::Changed(_) => Some(Prompted::new(driver, s, float, m)?),
             Hidden::Read(_) => None,
