@@ -16,6 +16,7 @@
 #include "pack_rows.cu"
 #include "prefill.cu"
 #include "prompt.cu"
+#include "sample.cu"
 #include "second_moment.cu"
 #include "select_a2ats.cu"
 #include "select_a2ats_prompt.cu"

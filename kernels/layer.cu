@@ -103,29 +103,6 @@ KERNEL(256, 1, join_outputs, const float* ours, const float* ours_lse, const flo
     }
 }
 
-// The index of the largest of each row's `width` numbers, the lowest on ties: the greedy choice. A block has a row.
-KERNEL(256, 1, largest_of_rows, const float* x, u32* out, u32 width) {
-    SHARED(float, values, 256);
-    SHARED(u32, places, 256);
-    x += (u64)blockIdx.x * width;
-    float best = minus_infinity();
-    u32 place = 0;
-    for (u32 i = threadIdx.x; i < width; i += 256) {
-        if (x[i] > best || i == threadIdx.x) best = x[i], place = i;
-    }
-    values[threadIdx.x] = threadIdx.x < width ? best : minus_infinity();
-    places[threadIdx.x] = threadIdx.x < width ? place : 0xffffffffu;
-    for (u32 step = 128; step > 0; step /= 2) {
-        __syncthreads();
-        if (threadIdx.x >= step) continue;
-        u32 other = threadIdx.x + step;
-        bool wins = values[other] > values[threadIdx.x] ||
-                    (values[other] == values[threadIdx.x] && places[other] < places[threadIdx.x]);
-        if (wins) values[threadIdx.x] = values[other], places[threadIdx.x] = places[other];
-    }
-    if (threadIdx.x == 0) out[blockIdx.x] = places[0];
-}
-
 // Notes a stage that has numbers that are not finite; the largest one stays.
 KERNEL(256, 1, note_not_finite, const float* x, u64 n, u32* noted, u32 stage) {
     bool bad = false;

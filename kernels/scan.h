@@ -12,21 +12,24 @@ DEVICE u32 order_of(float v) {
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// The sum over the threads before this one.
-DEVICE u32 sum_before(u32 v) {
-    SHARED(u32, warps, 8);
-    u32 sum = v;
+// The sum over the threads before this one, of a type.
+template <class T>
+DEVICE T typed_sum_before(T v) {
+    SHARED(T, warps, 8);
+    T sum = v;
     for (u32 step = 1; step < 32; step *= 2) {
-        u32 other = __shfl_up_sync(ALL_LANES, sum, step);
+        T other = __shfl_up_sync(ALL_LANES, sum, step);
         if (lane() >= step) sum += other;
     }
     if (lane() == 31) warps[warp()] = sum;
     __syncthreads();
-    u32 before = sum - v;
+    T before = sum - v;
     for (u32 i = 0; i < warp(); i++) before += warps[i];
     __syncthreads();
     return before;
 }
+
+DEVICE u32 sum_before(u32 v) { return typed_sum_before(v); }
 
 // Whether a thread's position number i has this mark: 0 is not taken, 1 is taken, 2 + p is taken if it is one of
 // the first of its kind, number p.

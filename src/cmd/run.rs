@@ -426,13 +426,7 @@ impl Talk<'_> {
             if stopped {
                 break;
             }
-            next = match self.sampler.is_greedy() {
-                true => self.session.greedy_step(next)?,
-                false => {
-                    let logits = self.session.step(next)?;
-                    self.sampler.next(logits.as_slice().unwrap_or(&[]))
-                }
-            };
+            next = self.session.next(next, &mut self.sampler)?;
         }
         show(&stream.finish()?)?;
         show("\n")?;

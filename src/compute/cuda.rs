@@ -17,6 +17,7 @@ pub mod model;
 pub mod nvidia;
 mod points;
 pub mod prefill;
+pub mod sample;
 
 use ndarray::{Array3, ArrayView3};
 

@@ -21,6 +21,7 @@ use crate::model::{Decoder, ModelConfig};
 use budget::Budget;
 use kv::{KvHead, KvType};
 use packed::Layout;
+use sample::Sampler;
 
 /// What bounds a decode step's reads.
 #[derive(Clone, Copy, Debug)]
@@ -66,9 +67,9 @@ pub trait Generate<'a> {
     /// Feeds one token with sparse attention; returns the logits after it: `[vocab]`.
     fn step(&mut self, id: u32) -> Result<Array1<f32>>;
 
-    /// Feeds one token; returns the token with the largest logit after it, the lowest on ties.
-    fn greedy_step(&mut self, id: u32) -> Result<u32> {
-        Ok(sample::argmax(self.step(id)?.as_slice().unwrap_or(&[])) as u32)
+    /// Feeds one token; returns the one that follows it.
+    fn next(&mut self, id: u32, sampler: &mut Sampler) -> Result<u32> {
+        Ok(sampler.next(self.step(id)?.as_slice().unwrap_or(&[])))
     }
 
     /// Writes one JSON line per step, layer and KV head to `sink`.

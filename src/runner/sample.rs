@@ -25,6 +25,21 @@ impl Sampler {
         self.temperature == 0.0
     }
 
+    /// What it divides logits by; 0 is greedy.
+    pub fn temperature(&self) -> f64 {
+        self.temperature
+    }
+
+    /// The share of probability that the nucleus has at least.
+    pub fn top_p(&self) -> f64 {
+        self.top_p
+    }
+
+    /// The number from 0 to 1 that the next draw is made with.
+    pub fn uniform(&mut self) -> f64 {
+        self.rng.r#gen()
+    }
+
     /// The next token id; greedy takes the lowest id on ties.
     pub fn next(&mut self, logits: &[f32]) -> u32 {
         if self.temperature == 0.0 {
@@ -48,7 +63,7 @@ impl Sampler {
             })
             .map_or(weights.len(), |i| i + 1);
         weights.truncate(kept);
-        let mut left = self.rng.r#gen::<f64>() * weights.iter().sum::<f64>();
+        let mut left = self.uniform() * weights.iter().sum::<f64>();
         for (w, i) in weights.iter().zip(&order) {
             left -= w;
             if left <= 0.0 {

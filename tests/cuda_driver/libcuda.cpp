@@ -12,7 +12,7 @@ static bool wrong(const char* what) {
     return asked && std::string(asked) == what;
 }
 
-static std::mutex running;
+static std::recursive_mutex running;
 static bool broken = false;
 
 #define CALL(name, ...) extern "C" int name(__VA_ARGS__)
@@ -53,13 +53,66 @@ CALL(cuMemAlloc_v2, uint64_t* at, size_t size) {
     if (wrong("no_memory") && size > 100000) return OUT_OF_MEMORY;
     return *at = (uint64_t)memset(malloc(size), 0xff, size), SUCCESS;
 }
-CALL(cuMemFree_v2, uint64_t at) { return free((void*)at), SUCCESS; }
-CALL(cuMemcpyHtoD_v2, uint64_t to, const void* from, size_t size) { return memcpy((void*)to, from, size), SUCCESS; }
+
+// Page-locked memory and copies in the order of the stream. The host's side of a copy happens as late as the real one
+// may: what arrives is there once an event after it was waited for, what leaves is read when the next thing starts.
+struct Arriving {
+    void* to;
+    std::vector<char> bytes;
+};
+static std::vector<Arriving> arriving;
+struct Leaving {
+    void* to;
+    const void* from;
+    size_t size;
+};
+static std::vector<Leaving> leaving;
+static void flush() {
+    std::lock_guard<std::recursive_mutex> lock(running);
+    for (auto& copy : leaving) memcpy(copy.to, copy.from, copy.size);
+    leaving.clear();
+}
+CALL(cuMemHostAlloc, void** at, size_t size, unsigned) {
+    if (wrong("no_pinned")) return OUT_OF_MEMORY;
+    return *at = memset(malloc(size), 0xff, size), SUCCESS;
+}
+CALL(cuMemFreeHost, void* at) { return free(at), SUCCESS; }
+CALL(cuMemcpyDtoHAsync_v2, void* to, uint64_t from, size_t size, void*) {
+    std::lock_guard<std::recursive_mutex> lock(running);
+    flush();
+    arriving.push_back({to, std::vector<char>((char*)from, (char*)from + size)});
+    return broken ? LAUNCH : SUCCESS;
+}
+CALL(cuMemcpyHtoDAsync_v2, uint64_t to, const void* from, size_t size, void*) {
+    std::lock_guard<std::recursive_mutex> lock(running);
+    flush();
+    leaving.push_back({(void*)to, from, size});
+    return SUCCESS;
+}
+// An event is the number of copies that had been asked for.
+CALL(cuEventCreate, size_t** event, unsigned) { return *event = new size_t(0), SUCCESS; }
+CALL(cuEventDestroy_v2, size_t* event) { return delete event, SUCCESS; }
+CALL(cuEventRecord, size_t* event, void*) { return *event = arriving.size(), SUCCESS; }
+CALL(cuEventSynchronize, size_t* event) {
+    std::lock_guard<std::recursive_mutex> lock(running);
+    flush();
+    for (size_t i = 0; i < *event && i < arriving.size(); i++)
+        memcpy(arriving[i].to, arriving[i].bytes.data(), arriving[i].bytes.size());
+    if (*event >= arriving.size()) arriving.clear();
+    return *event = 0, SUCCESS;
+}
+CALL(cuMemFree_v2, uint64_t at) { return flush(), free((void*)at), SUCCESS; }
+CALL(cuMemcpyHtoD_v2, uint64_t to, const void* from, size_t size) {
+    return flush(), memcpy((void*)to, from, size), SUCCESS;
+}
 CALL(cuMemcpyDtoH_v2, void* to, uint64_t from, size_t size) {
+    flush();
     // As the real one does: what went wrong in a kernel is told later.
     return broken ? LAUNCH : (memcpy(to, (void*)from, size), SUCCESS);
 }
-CALL(cuMemsetD8_v2, uint64_t at, unsigned char byte, size_t size) { return memset((void*)at, byte, size), SUCCESS; }
+CALL(cuMemsetD8_v2, uint64_t at, unsigned char byte, size_t size) {
+    return flush(), memset((void*)at, byte, size), SUCCESS;
+}
 // A launch with its arguments.
 struct Launch {
     void* function;
@@ -78,7 +131,8 @@ struct Launch {
         return *(std::pair<const std::string, emulate::Kernel>*)function;
     }
     void start() const {
-        std::lock_guard<std::mutex> lock(running);
+        std::lock_guard<std::recursive_mutex> lock(running);
+        flush();
         broken = wrong("broken");
         emulate::launch(kernel().first, grid, threads, shared, arguments, kernel().second.sizes);
     }

@@ -362,6 +362,19 @@ pub fn everything(driver: &Path) {
             assert_eq!(sparse["kv_read_fraction"], 1.0, "{method} {kv}");
         }
     }
+    // Where no memory can be locked, copies wait, and arrive all the same.
+    let arguments = format!(
+        "run -q --json --model calib-data/model --artifact {at}/a.safetensors --prompt-file {at}/prompt --max-new 6 \
+         --budget 0.1 --window 16 --temperature 0.9 --ignore-eos --device cuda --kv host"
+    );
+    let locked = json(driver, &arguments);
+    let output = command(driver, &arguments)
+        .env("FAKE_CUDA", "no_pinned")
+        .output()
+        .expect("kvsmith runs");
+    assert!(output.status.success(), "{}", stderr(&output));
+    let pageable: Value = serde_json::from_slice(&output.stdout).expect("one JSON document");
+    assert_eq!(locked["ids"], pageable["ids"]);
 }
 
 /// What does not fit is said with what would.

@@ -5,6 +5,7 @@ use kvsmith::compute::cuda::model::session::CudaSession;
 use kvsmith::compute::cuda::model::{Body, Precision};
 use kvsmith::method::MethodName;
 use kvsmith::runner::kv::KvType;
+use kvsmith::runner::sample::Sampler;
 use kvsmith::runner::{Generate, Session};
 
 use super::Check;
@@ -115,8 +116,10 @@ fn full(driver: &dyn Driver, golden: &Golden) {
     }
     assert_eq!(session.len(), twin.len());
     assert_eq!(session.kv_read_fraction().unwrap(), 1.0);
-    // The greedy choice on the device is that on the host.
-    let next = session.greedy_step(9).unwrap();
-    let expected = twin.greedy_step(9).unwrap();
-    assert_eq!(next, expected);
+    // The choice on the device is that on the host.
+    for temperature in [0.0, 0.8] {
+        let sampler = || Sampler::new(temperature, 0.9, 5);
+        let next = session.next(9, &mut sampler()).unwrap();
+        assert_eq!(next, twin.next(9, &mut sampler()).unwrap());
+    }
 }

@@ -12,6 +12,7 @@ mod linear;
 mod packed;
 mod prefill;
 mod prompt;
+mod sample;
 mod signs;
 mod simple;
 mod topk;
@@ -59,6 +60,12 @@ fn main() -> ExitCode {
         }
         add("linear::together".to_owned(), Box::new(linear::check_together));
         add("linear::refused".to_owned(), Box::new(linear::check_refused));
+        for case in sample::cases() {
+            add(
+                format!("sample::{}", case.name),
+                Box::new(move |driver| sample::check(driver, &case)),
+            );
+        }
         for case in prefill::cases() {
             add(
                 format!("prefill::{}", case.name),

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use bytemuck::{Pod, Zeroable};
 
-use super::driver::{Address, Arg, Driver};
+use super::driver::{Address, Arg, Driver, Part};
 use crate::error::{Error, Result};
 
 /// Some values on the device; given back when dropped.
@@ -99,6 +99,24 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
         match values {
             [] => Ok(()),
             values => self.driver.write(self.address, bytemuck::cast_slice(values)),
+        }
+    }
+
+    /// Sets the first values, after everything that was launched before, without waiting for it.
+    pub fn send(&self, values: &[T]) -> Result<()> {
+        assert!(values.len() <= self.len, "more values than the buffer has");
+        match values {
+            [] => Ok(()),
+            values => self.driver.send(self.address, bytemuck::cast_slice(values)),
+        }
+    }
+
+    /// The first values as a part of a [`Driver::fetch`].
+    pub fn to<'v>(&self, values: &'v mut [T]) -> Part<'v> {
+        assert!(values.len() <= self.len, "more values than the buffer has");
+        Part {
+            from: self.address,
+            bytes: bytemuck::cast_slice_mut(values),
         }
     }
 

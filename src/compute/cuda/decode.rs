@@ -19,7 +19,7 @@ pub mod topk;
 
 use super::buffer::Buffer;
 use super::clusters::search_bytes;
-use super::driver::{self, Arg, Driver};
+use super::driver::{self, Arg, Driver, Part};
 use super::{linear, prefill};
 use crate::error::{Error, Result};
 use crate::runner::StaticSet;
@@ -400,6 +400,26 @@ pub struct Selection<'d> {
     blocks: usize,
 }
 
+/// A [`Selection`] on its way to the host.
+#[derive(Debug, Default)]
+pub struct Arriving {
+    /// `[b,g,most]`.
+    lists: Vec<u32>,
+    /// `[b,g]`.
+    listed: Vec<u32>,
+}
+
+impl Arriving {
+    /// The positions of every KV head.
+    pub fn positions(&self) -> Vec<Vec<u32>> {
+        let most = self.lists.len() / self.listed.len().max(1);
+        let lists = self.lists.chunks(most.max(1)).zip(&self.listed);
+        lists
+            .map(|(list, n)| list[..most.min(*n as usize)].to_vec())
+            .collect()
+    }
+}
+
 impl<'d> Selection<'d> {
     /// Room for `most` positions per KV head.
     fn new(driver: &'d dyn Driver, shape: &Shape, most: usize) -> Result<Self> {
@@ -452,10 +472,23 @@ impl<'d> Selection<'d> {
 
     /// The positions of every KV head; waits for the device.
     pub fn read(&self) -> Result<Vec<Vec<u32>>> {
-        let (lists, listed) = (self.lists.read()?, self.listed.read()?);
-        let lists = lists.chunks(self.most).zip(&listed);
-        Ok(lists
-            .map(|(list, n)| list[..self.most.min(*n as usize)].to_vec())
-            .collect())
+        let arrived = Arriving {
+            lists: self.lists.read()?,
+            listed: self.listed.read()?,
+        };
+        Ok(arrived.positions())
+    }
+
+    /// Room for what [`Selection::parts`] fetches.
+    pub fn arriving(&self) -> Arriving {
+        Arriving {
+            lists: vec![0; self.lists.len()],
+            listed: vec![0; self.listed.len()],
+        }
+    }
+
+    /// The positions as parts of a [`Driver::fetch`].
+    pub fn parts<'v>(&self, to: &'v mut Arriving) -> [Part<'v>; 2] {
+        [self.lists.to(&mut to.lists), self.listed.to(&mut to.listed)]
     }
 }

@@ -31,6 +31,23 @@ pub trait Driver: Send + Sync {
     /// Copies from the device, after everything that was launched before.
     fn read(&self, from: Address, bytes: &mut [u8]) -> Result<()>;
 
+    /// Copies parts from the device, after everything that was launched before. `meanwhile` may launch more, and is
+    /// called while the copies are on their way: they wait for nothing that it launches.
+    ///
+    /// # Errors
+    /// A failed copy, a launch before it that went wrong, those of `meanwhile`.
+    fn fetch(&self, parts: &mut [Part<'_>], meanwhile: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        for part in parts {
+            self.read(part.from, part.bytes)?;
+        }
+        meanwhile()
+    }
+
+    /// Copies to the device, after everything that was launched before, and does not wait for it.
+    fn send(&self, to: Address, bytes: &[u8]) -> Result<()> {
+        self.write(to, bytes)
+    }
+
     /// Sets bytes to zero.
     fn zero(&self, at: Address, bytes: usize) -> Result<()>;
 
@@ -71,6 +88,15 @@ pub trait Driver: Send + Sync {
         let _ = product;
         Ok(false)
     }
+}
+
+/// Some memory of the device, and where its contents go.
+#[derive(Debug)]
+pub struct Part<'v> {
+    /// Where they are.
+    pub from: Address,
+    /// Where they go, as many as are wanted.
+    pub bytes: &'v mut [u8],
 }
 
 /// `out = x W^T`, or `out += x W^T`, of 16-bit matrices with sums and results in f32, row after row.

@@ -35,6 +35,7 @@ pub const NAMES: &[&str] = &[
     "count_union",
     "distance_sums",
     "draw",
+    "draw_of_rows",
     "embed_rows",
     "encode_last",
     "encode_listed",
@@ -168,6 +169,7 @@ const FILES: &[(&str, &str)] = &[
     ("pack_rows.cu", include_str!("../../../kernels/pack_rows.cu")),
     ("prefill.cu", include_str!("../../../kernels/prefill.cu")),
     ("prompt.cu", include_str!("../../../kernels/prompt.cu")),
+    ("sample.cu", include_str!("../../../kernels/sample.cu")),
     (
         "second_moment.cu",
         include_str!("../../../kernels/second_moment.cu"),

@@ -12,15 +12,17 @@ use cudarc::driver::sys::{
     self, CUcontext, CUdevice, CUdevice_attribute, CUfunction, CUfunction_attribute, CUmodule, CUresult,
 };
 
-use super::driver::{Address, Arg, Driver, Launch, Product};
+use super::driver::{Address, Arg, Driver, Launch, Part, Product};
 use super::{clusters, decode, kernels};
 use crate::error::{Error, Result};
 use products::Products;
 use recording::{Noted, Recordings};
+use staging::Staging;
 
 pub mod compile;
 mod products;
 mod recording;
+mod staging;
 
 /// What is said to do where CUDA cannot be had.
 const HINT: &str = "install NVIDIA's driver (`nvidia-smi` shows whether it works), or use --device cpu";
@@ -38,6 +40,7 @@ pub struct Nvidia {
     multiprocessors: usize,
     products: OnceLock<Option<Products>>,
     recordings: Mutex<Recordings>,
+    staging: Staging,
 }
 
 // SAFETY: contexts, modules and functions of CUDA's driver may be used from any thread that has made the
@@ -100,6 +103,7 @@ impl Nvidia {
             .max(1) as usize,
             products: OnceLock::new(),
             recordings: Mutex::default(),
+            staging: Staging::default(),
         };
         gpu.load(capability)?;
         Ok(gpu)
@@ -202,6 +206,7 @@ impl Drop for Nvidia {
                 recordings.clear();
             }
             drop(self.products.take());
+            self.staging.clear();
         }
         if self.enter().is_ok() && !self.module.is_null() {
             // SAFETY: loaded in `load`, and nothing runs on it any more. An error at the end changes nothing.
@@ -255,6 +260,25 @@ impl Driver for Nvidia {
         self.enter()?;
         // SAFETY: the buffer behind the address has at least as many bytes, and any bytes will do.
         unsafe { result::memcpy_dtoh_sync(bytes, from) }.map_err(|e| failed("a copy from the GPU failed", e))
+    }
+
+    fn fetch(&self, parts: &mut [Part<'_>], meanwhile: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        self.enter()?;
+        if self.staging.fetch(parts, meanwhile)? {
+            return Ok(());
+        }
+        for part in parts {
+            self.read(part.from, part.bytes)?;
+        }
+        meanwhile()
+    }
+
+    fn send(&self, to: Address, bytes: &[u8]) -> Result<()> {
+        self.enter()?;
+        match self.staging.send(to, bytes)? {
+            true => Ok(()),
+            false => self.write(to, bytes),
+        }
     }
 
     fn zero(&self, at: Address, bytes: usize) -> Result<()> {

@@ -76,7 +76,6 @@ impl<'a> Body<'a> {
                 embedding: None,
                 norm: Buffer::of(driver, "norms", &vec![1.0; config.hidden_size])?,
                 head: random(driver, config.vocab_size, config.hidden_size, seed)?,
-                vocab: config.vocab_size,
             },
             decoder: None,
             rope: Rope::new(&config.rope, config.head_dim),
@@ -127,7 +126,6 @@ pub struct Ends<'d> {
     pub(super) embedding: Option<Linear<'d>>,
     pub(super) norm: Buffer<'d, f32>,
     pub(super) head: Linear<'d>,
-    pub(super) vocab: usize,
 }
 
 impl<'d> Ends<'d> {
@@ -149,7 +147,6 @@ impl<'d> Ends<'d> {
             },
             norm: Buffer::of(driver, "norms", &decoder.norm)?,
             head: upload(driver, &[&decoder.head])?,
-            vocab: decoder.config.vocab_size,
         })
     }
 
@@ -191,12 +188,6 @@ impl<'d> Ends<'d> {
     ) -> Result<()> {
         work.norm(hidden, &self.norm, &work.normed, rows)?;
         work.multiply(&self.head, &work.normed, rows, logits, false)
-    }
-
-    /// The greedy choice of each row of logits: `[rows]`.
-    pub fn choose(&self, logits: &Buffer<'_, f32>, rows: usize, ids: &Buffer<'_, u32>) -> Result<()> {
-        let args = [logits.arg(), ids.arg(), Arg::u32(self.vocab)];
-        driver::launch(self.driver, "largest_of_rows", [rows, 1, 1], &args)
     }
 }
 

@@ -8,11 +8,13 @@ use super::layers::{fetch, order};
 use super::{Body, LayerWeights, Precision, Prompted, ROWS, Rotation, Standing, Watch, Workspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::sample;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::model::Decoder;
 use crate::model::forward::{Attend, Cache, Context, Forward, Rows, check_prompt};
 use crate::runner::kv::Float;
+use crate::runner::sample::Sampler;
 
 /// Rows for which a workspace is kept between steps.
 const KEPT_ROWS: usize = 16;
@@ -37,6 +39,8 @@ pub(super) struct StepSpace<'d> {
     pub logits: Buffer<'d, f32>,
     /// `[rows]`.
     pub ids: Buffer<'d, u32>,
+    /// `[rows]`: what ids are drawn with.
+    uniforms: Buffer<'d, f64>,
     pub watch: Watch<'d>,
 }
 
@@ -50,8 +54,49 @@ impl<'d> StepSpace<'d> {
             hidden: Buffer::new(driver, "hidden states", rows * body.config.hidden_size)?,
             logits: Buffer::new(driver, "logits", rows * body.config.vocab_size)?,
             ids: Buffer::zeros(driver, "ids", rows)?,
+            uniforms: Buffer::zeros(driver, "random numbers", rows)?,
             watch: Watch::new(driver)?,
         })
+    }
+
+    /// Norm, logits and the greedy choice of the first rows of hidden states.
+    pub fn finish(
+        &self,
+        body: &Body<'d>,
+        work: &Workspace<'_>,
+        hidden: &Buffer<'_, f32>,
+        rows: usize,
+    ) -> Result<()> {
+        let (driver, vocab) = (body.driver, body.config.vocab_size);
+        body.ends.logits(work, hidden, rows, &self.logits)?;
+        self.watch.look(&self.logits, rows * vocab, body.layers.len())?;
+        sample::choose(driver, &self.logits, [rows, vocab], &self.ids)
+    }
+
+    /// What follows in the first rows, once their logits are there; waits for the device.
+    pub fn next(&self, body: &Body<'d>, rows: usize, sampler: &mut Sampler) -> Result<Vec<u32>> {
+        if !sampler.is_greedy() {
+            let uniforms: Vec<f64> = (0..rows).map(|_| sampler.uniform()).collect();
+            self.uniforms.send(&uniforms)?;
+            let shape = [rows, body.config.vocab_size];
+            sample::draw(
+                body.driver,
+                &self.logits,
+                shape,
+                &self.uniforms,
+                &self.ids,
+                sampler,
+            )?;
+        }
+        self.watch.check(body)?;
+        self.ids.read_part(0, rows)
+    }
+
+    /// The logits of the first row; waits for the device.
+    pub fn read_logits(&self, body: &Body<'d>) -> Result<Array1<f32>> {
+        self.watch.check(body)?;
+        let logits = self.logits.read_part(0, body.config.vocab_size)?;
+        Ok(Array1::from(logits))
     }
 }
 

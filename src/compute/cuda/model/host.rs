@@ -18,7 +18,7 @@ use crate::compute::attention;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::decode::attend::{Attention, LayerRows};
 use crate::compute::cuda::decode::prompt::Queries;
-use crate::compute::cuda::decode::{Limits, Positions, Shape};
+use crate::compute::cuda::decode::{Limits, Positions, Selection, Shape};
 use crate::compute::cuda::driver::Driver;
 use crate::error::{Error, Result};
 use crate::interrupt;
@@ -26,6 +26,7 @@ use crate::method::Method;
 use crate::model::forward::check_prompt;
 use crate::runner::budget::Budget;
 use crate::runner::kv::{KvHead, KvType};
+use crate::runner::sample::Sampler;
 use crate::runner::{Generate, Options, StaticSet};
 
 /// See [`Generate`].
@@ -234,15 +235,33 @@ impl<'a> HostSession<'a> {
             .end_of_prompt(rows, None, queries, &pass.space, positions)
     }
 
-    /// Norm and logits of one row of hidden states; waits for the device.
-    fn logits(&self, work: &Workspace<'_>, hidden: &Buffer<'_, f32>) -> Result<Array1<f32>> {
-        let vocab = self.body.config.vocab_size;
-        self.body.ends.logits(work, hidden, 1, &self.space.logits)?;
-        self.space
-            .watch
-            .look(&self.space.logits, vocab, self.layers.len())?;
-        self.space.watch.check(&self.body)?;
-        Ok(Array1::from(self.space.logits.read_part(0, vocab)?))
+    /// A step from the id to the logits on the device.
+    fn feed(&mut self, id: u32) -> Result<()> {
+        self.body.check_ids(&[id])?;
+        self.positions.iter_mut().try_for_each(|p| p.advance(1))?;
+        self.near.advance(self.len)?;
+        self.space.ids.write(&[id])?;
+        self.body.ends.embed(&self.space.ids, 1, &self.space.hidden)?;
+        for index in 0..self.layers.len() {
+            let (weights, space) = (&self.body.layers[index], &self.space);
+            let standing = Standing::Last(&self.positions[self.layers[index].positions]);
+            space
+                .work
+                .project(weights, &space.hidden, 1, 1, &self.rotation, standing)?;
+            let chosen = self.attend(index)?;
+            let (weights, space) = (&self.body.layers[index], &self.space);
+            space.work.finish(weights, &space.hidden, 1)?;
+            space
+                .watch
+                .look(&space.hidden, self.body.config.hidden_size, index)?;
+            if let Some(sink) = &mut self.trace {
+                write_trace(sink, self.steps, index, &chosen)?;
+            }
+        }
+        self.len += 1;
+        self.steps += 1;
+        let space = &self.space;
+        space.finish(&self.body, &space.work, &space.hidden, 1)
     }
 
     /// The attention of one layer for the last position; the positions chosen per KV head.
@@ -251,23 +270,34 @@ impl<'a> HostSession<'a> {
         let (state, near) = (&mut self.layers[index], &self.near);
         let positions = &self.positions[state.positions];
         state.index.append(work, positions)?;
-        // Queued before the reads, so that it runs while these wait.
         let chosen = state.index.select(work, None, positions, step)?;
         if let Some(rows) = &state.near {
             rows.append(&work.k_rope, &work.v, 1, &near.writing)?;
         }
-        store(&mut state.heads, work, 1)?;
-        let queries = work.q_rope.read_part(0, shape.query_heads() * shape.head_dim)?;
-        let chosen = match chosen {
-            Some(chosen) => chosen.read()?,
-            None => positions.between()?,
-        };
-        // Runs while the CPU attends the others.
-        if let Some(rows) = &state.near {
-            near.attention.attend(&work.q_rope, rows, &near.reading, None)?;
+        let (g, h, d) = (shape.kv_heads, shape.query_heads(), shape.head_dim);
+        let mut arrived = (vec![0.0; g * d], vec![0.0; g * d], vec![0.0; h * d]);
+        let mut lists = chosen.map(Selection::arriving).unwrap_or_default();
+        let mut parts = vec![
+            work.k_rope.to(&mut arrived.0),
+            work.v.to(&mut arrived.1),
+            work.q_rope.to(&mut arrived.2),
+        ];
+        if let Some(chosen) = chosen {
+            parts.extend(chosen.parts(&mut lists));
         }
+        // Runs from the copies on, while the CPU attends the others.
+        self.body.driver.fetch(&mut parts, &mut || match &state.near {
+            Some(rows) => near.attention.attend(&work.q_rope, rows, &near.reading, None),
+            None => Ok(()),
+        })?;
+        let (keys, values, queries) = arrived;
+        extend(&mut state.heads, &keys, &values, 1)?;
         let window = self.body.config.windows[index];
         let set = StaticSet::at(self.len, window, self.options.sinks, self.options.window);
+        let chosen = match chosen {
+            Some(_) => lists.positions(),
+            None => vec![set.candidates.clone().map(|p| p as u32).collect(); g],
+        };
         let lists: Vec<Vec<u32>> = match state.near {
             Some(_) => chosen.clone(),
             None => chosen.iter().map(|chosen| set.merge(chosen)).collect(),
@@ -275,13 +305,13 @@ impl<'a> HostSession<'a> {
         let others = attend_on_cpu(&state.heads, &queries, &lists, &shape)?;
         match state.near {
             Some(_) => {
-                near.others.write(&others)?;
+                near.others.send(&others)?;
                 near.attention.join_rows(&near.others, &work.attended)?;
             }
             None => {
                 let rows = others.chunks(shape.head_dim + 1);
                 let outputs: Vec<f32> = rows.flat_map(|row| &row[..shape.head_dim]).copied().collect();
-                work.attended.write(&outputs)?;
+                work.attended.send(&outputs)?;
             }
         }
         let read: usize = chosen.iter().map(|chosen| set.len() + chosen.len()).sum();
@@ -322,7 +352,7 @@ fn put_rows(heads: &[KvHead], positions: &[usize], work: &Workspace<'_>) -> Resu
                 rows.extend_from_slice(from.row(*p, &mut scratch));
             }
         }
-        to.write(&rows)?;
+        to.send(&rows)?;
     }
     Ok(())
 }
@@ -351,11 +381,18 @@ impl Pass<'_> {
 
 /// Takes the keys and values of the last `n` positions, `[g,n,d]`, into the caches; waits for the device.
 fn store(heads: &mut [KvHead], work: &Workspace<'_>, n: usize) -> Result<()> {
-    let (g, d) = (heads.len(), work.sizes.head_dim);
-    let keys = work.k_rope.read_part(0, g * n * d)?;
-    let values = work.v.read_part(0, g * n * d)?;
-    let keys = ArrayView3::from_shape((g, n, d), &keys).map_err(shape_error)?;
-    let values = ArrayView3::from_shape((g, n, d), &values).map_err(shape_error)?;
+    let values = heads.len() * n * work.sizes.head_dim;
+    let mut arrived = (vec![0.0; values], vec![0.0; values]);
+    let mut parts = [work.k_rope.to(&mut arrived.0), work.v.to(&mut arrived.1)];
+    work.driver.fetch(&mut parts, &mut || Ok(()))?;
+    extend(heads, &arrived.0, &arrived.1, n)
+}
+
+/// Takes `n` keys and values per KV head, `[g,n,d]`, into the caches.
+fn extend(heads: &mut [KvHead], keys: &[f32], values: &[f32], n: usize) -> Result<()> {
+    let (g, d) = (heads.len(), keys.len() / (heads.len() * n).max(1));
+    let keys = ArrayView3::from_shape((g, n, d), keys).map_err(shape_error)?;
+    let values = ArrayView3::from_shape((g, n, d), values).map_err(shape_error)?;
     heads.par_iter_mut().enumerate().for_each(|(c, kv)| {
         kv.extend(keys.slice(s![c, .., ..]), values.slice(s![c, .., ..]));
     });
@@ -390,34 +427,18 @@ impl<'a> Generate<'a> for HostSession<'a> {
         let len = self.len as u32;
         self.positions.iter_mut().try_for_each(|p| p.set(&[len]))?;
         let last = pass.hidden.part((m - 1) * sizes.hidden, sizes.hidden);
-        self.logits(&pass.work, &last)
+        self.space.finish(&self.body, &pass.work, &last, 1)?;
+        self.space.read_logits(&self.body)
     }
 
     fn step(&mut self, id: u32) -> Result<Array1<f32>> {
-        self.body.check_ids(&[id])?;
-        self.positions.iter_mut().try_for_each(|p| p.advance(1))?;
-        self.near.advance(self.len)?;
-        self.space.ids.write(&[id])?;
-        self.body.ends.embed(&self.space.ids, 1, &self.space.hidden)?;
-        for index in 0..self.layers.len() {
-            let (weights, space) = (&self.body.layers[index], &self.space);
-            let standing = Standing::Last(&self.positions[self.layers[index].positions]);
-            space
-                .work
-                .project(weights, &space.hidden, 1, 1, &self.rotation, standing)?;
-            let chosen = self.attend(index)?;
-            let (weights, space) = (&self.body.layers[index], &self.space);
-            space.work.finish(weights, &space.hidden, 1)?;
-            space
-                .watch
-                .look(&space.hidden, self.body.config.hidden_size, index)?;
-            if let Some(sink) = &mut self.trace {
-                write_trace(sink, self.steps, index, &chosen)?;
-            }
-        }
-        self.len += 1;
-        self.steps += 1;
-        self.logits(&self.space.work, &self.space.hidden)
+        self.feed(id)?;
+        self.space.read_logits(&self.body)
+    }
+
+    fn next(&mut self, id: u32, sampler: &mut Sampler) -> Result<u32> {
+        self.feed(id)?;
+        Ok(self.space.next(&self.body, 1, sampler)?[0])
     }
 
     fn trace(&mut self, sink: Box<dyn Write + 'a>) {

@@ -23,6 +23,7 @@ use crate::interrupt;
 use crate::method::{Method, MethodName};
 use crate::model::forward::check_prompt;
 use crate::runner::kv::KvType;
+use crate::runner::sample::Sampler;
 use crate::runner::{Generate, Options};
 
 /// See [`Generate`]; of several sequences, [`CudaSession::feed`] and [`CudaSession::advance`].
@@ -183,10 +184,8 @@ impl<'a> CudaSession<'a> {
             .iter_mut()
             .try_for_each(|p| p.set(&[(first + m) as u32]))?;
         let last = pass.hidden.part((m - 1) * sizes.hidden, sizes.hidden);
-        self.finish(&pass.work, &last, 1)?;
-        self.space.watch.check(&self.body)?;
-        let vocab = self.body.config.vocab_size;
-        Ok(Array1::from(self.space.logits.read_part(0, vocab)?))
+        self.space.finish(&self.body, &pass.work, &last, 1)?;
+        self.space.read_logits(&self.body)
     }
 
     /// A prompt's rows through one layer; the caches are as long as before in the end.
@@ -236,15 +235,6 @@ impl<'a> CudaSession<'a> {
         state
             .index
             .end_of_prompt(rows, cache, queries, &pass.space, positions)
-    }
-
-    /// Norm, logits and the greedy choice of `rows` rows of hidden states.
-    fn finish(&self, work: &Workspace<'_>, hidden: &Buffer<'_, f32>, rows: usize) -> Result<()> {
-        let (space, vocab) = (&self.space, self.body.config.vocab_size);
-        let ends = &self.body.ends;
-        ends.logits(work, hidden, rows, &space.logits)?;
-        space.watch.look(&space.logits, rows * vocab, self.layers.len())?;
-        ends.choose(&space.logits, rows, &space.ids)
     }
 
     /// A step of every sequence from the ids on the device to the logits and the next ids; waits for nothing.
@@ -310,7 +300,7 @@ impl<'a> CudaSession<'a> {
                 write_trace(*sink, self.steps, index, &chosen)?;
             }
         }
-        self.finish(work, hidden, n)
+        space.finish(body, work, hidden, n)
     }
 
     /// Feeds one token per sequence; [`CudaSession::choices`] has what follows.
@@ -345,14 +335,12 @@ impl<'a> Generate<'a> for CudaSession<'a> {
 
     fn step(&mut self, id: u32) -> Result<Array1<f32>> {
         self.feed(&[id])?;
-        self.space.watch.check(&self.body)?;
-        let vocab = self.body.config.vocab_size;
-        Ok(Array1::from(self.space.logits.read_part(0, vocab)?))
+        self.space.read_logits(&self.body)
     }
 
-    fn greedy_step(&mut self, id: u32) -> Result<u32> {
+    fn next(&mut self, id: u32, sampler: &mut Sampler) -> Result<u32> {
         self.feed(&[id])?;
-        Ok(self.choices()?[0])
+        Ok(self.space.next(&self.body, 1, sampler)?[0])
     }
 
     fn trace(&mut self, sink: Box<dyn Write + 'a>) {

@@ -1,0 +1,158 @@
+//! Copies through page-locked memory, which run while the host goes on.
+
+use std::ffi::{c_uint, c_void};
+use std::ptr;
+use std::sync::Mutex;
+
+use cudarc::driver::result;
+use cudarc::driver::sys::{self, CUevent, CUevent_flags, CUresult};
+
+use super::failed;
+use crate::compute::cuda::driver::Part;
+use crate::error::{Error, Result};
+
+/// Most bytes of one piece on its way to the device.
+const PIECE: usize = 4 << 20;
+
+/// Page-locked memory, and when its copies are done.
+struct Pinned {
+    at: *mut u8,
+    bytes: usize,
+    event: CUevent,
+}
+
+// SAFETY: CUDA's driver takes calls from any thread, and one thread at a time has what it is inside of.
+unsafe impl Send for Pinned {}
+
+impl Pinned {
+    /// `None` where the system locks no more memory.
+    fn new(bytes: usize) -> Result<Option<Self>> {
+        let portable: c_uint = sys::CU_MEMHOSTALLOC_PORTABLE;
+        // SAFETY: the memory is not read before it is written.
+        let at = match unsafe { result::malloc_host(bytes, portable) } {
+            Ok(at) => at.cast::<u8>(),
+            Err(e) if e.0 == CUresult::CUDA_ERROR_OUT_OF_MEMORY => return Ok(None),
+            Err(e) => return Err(failed("no page-locked memory", e)),
+        };
+        let mut pinned = Self {
+            at,
+            bytes,
+            event: ptr::null_mut(),
+        };
+        let event = result::event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING);
+        pinned.event = event.map_err(|e| failed("no event", e))?;
+        Ok(Some(pinned))
+    }
+
+    /// Notes that all copies so far are to be waited for.
+    fn mark(&self) -> Result<()> {
+        // SAFETY: the event was created in `new`; the null stream is the one everything goes through.
+        unsafe { result::event::record(self.event, ptr::null_mut()) }.map_err(|e| failed("no event", e))
+    }
+
+    /// Waits for what was marked; at once where nothing was.
+    fn wait(&self) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { result::event::synchronize(self.event) }
+            .map_err(|e| failed("a copy from or to the GPU failed", e))
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if !self.event.is_null() {
+            // A copy that is still running must not lose its memory.
+            let _ = self.wait();
+            // SAFETY: created in `new`, destroyed once.
+            let _ = unsafe { result::event::destroy(self.event) };
+        }
+        // SAFETY: from `malloc_host`, freed once.
+        let _ = unsafe { result::free_host(self.at.cast::<c_void>()) };
+    }
+}
+
+/// The memory that copies in each direction go through.
+#[derive(Default)]
+pub struct Staging {
+    arriving: Mutex<Option<Pinned>>,
+    /// Taken in turns.
+    leaving: Mutex<(usize, [Option<Pinned>; 2])>,
+}
+
+impl Staging {
+    /// See [`Driver::fetch`](crate::compute::cuda::driver::Driver::fetch); false where no memory can be locked, and then
+    /// nothing was done.
+    pub fn fetch(&self, parts: &mut [Part<'_>], meanwhile: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
+        let mut arriving = self.arriving.lock().map_err(|_| broken())?;
+        let total = parts
+            .iter()
+            .map(|part| part.bytes.len().next_multiple_of(64))
+            .sum();
+        let Some(pinned) = at_least(&mut arriving, total)? else {
+            return Ok(false);
+        };
+        let mut at = 0;
+        for part in &*parts {
+            // SAFETY: within the memory, which nobody else has while the lock is held; the copy is waited for below,
+            // or in `drop`.
+            let room = unsafe { std::slice::from_raw_parts_mut(pinned.at.add(at), part.bytes.len()) };
+            // SAFETY: the buffer behind the address has at least as many bytes.
+            unsafe { result::memcpy_dtoh_async(room, part.from, ptr::null_mut()) }
+                .map_err(|e| failed("a copy from the GPU failed", e))?;
+            at += part.bytes.len().next_multiple_of(64);
+        }
+        pinned.mark()?;
+        let launched = meanwhile();
+        pinned.wait()?;
+        launched?;
+        let mut at = 0;
+        for part in parts {
+            // SAFETY: as above; the copies are done.
+            let arrived = unsafe { std::slice::from_raw_parts(pinned.at.add(at), part.bytes.len()) };
+            part.bytes.copy_from_slice(arrived);
+            at += part.bytes.len().next_multiple_of(64);
+        }
+        Ok(true)
+    }
+
+    /// See [`Driver::send`](crate::compute::cuda::driver::Driver::send); false where no memory can be locked.
+    pub fn send(&self, to: u64, bytes: &[u8]) -> Result<bool> {
+        let mut leaving = self.leaving.lock().map_err(|_| broken())?;
+        let (turn, both) = &mut *leaving;
+        for (i, piece) in bytes.chunks(PIECE).enumerate() {
+            *turn = 1 - *turn;
+            let Some(pinned) = at_least(&mut both[*turn], piece.len())? else {
+                return Ok(false);
+            };
+            // Until what it was last used for has left.
+            pinned.wait()?;
+            // SAFETY: within the memory, which nobody else has while the lock is held, and no copy reads any more.
+            let room = unsafe { std::slice::from_raw_parts_mut(pinned.at, piece.len()) };
+            room.copy_from_slice(piece);
+            // SAFETY: the buffer behind the address has at least as many bytes; the memory stays as it is until the
+            // event has come.
+            unsafe { result::memcpy_htod_async(to + (i * PIECE) as u64, room, ptr::null_mut()) }
+                .map_err(|e| failed("a copy to the GPU failed", e))?;
+            pinned.mark()?;
+        }
+        Ok(true)
+    }
+
+    /// Gives all memory back.
+    pub fn clear(&mut self) {
+        *self = Self::default();
+    }
+}
+
+/// The memory with room for `bytes`, made anew where it has less.
+fn at_least(pinned: &mut Option<Pinned>, bytes: usize) -> Result<Option<&Pinned>> {
+    if pinned.as_ref().is_none_or(|p| p.bytes < bytes) {
+        drop(pinned.take());
+        *pinned = Pinned::new(bytes.next_power_of_two().max(1 << 16))?;
+    }
+    Ok(pinned.as_ref())
+}
+
+fn broken() -> Error {
+    Error::failed("CUDA: an earlier copy ended badly")
+}
