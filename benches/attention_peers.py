@@ -62,7 +62,10 @@ class Peer:
         def draw(*shape):
             return torch.randn(*shape, device=args.device, dtype=kind)
 
-        self.query = draw(batch, heads, 1, channels)
+        # The group's queries as heads of one query, or as one head's queries: the same numbers, and PyTorch takes
+        # different ways to them. The faster one counts.
+        query = draw(batch, heads, 1, channels)
+        self.forms = [(query, True), (query.view(batch, kv_heads, heads // kv_heads, channels), False)]
         self.rows = [
             (draw(batch, kv_heads, context, channels), draw(batch, kv_heads, context, channels))
             for _ in range(copies)
@@ -70,23 +73,26 @@ class Peer:
         self.steps = args.steps if self.cuda else max(1, min(args.steps, copies))
         self.at = 0
 
-    def step(self):
+    def step(self, query, grouped):
         keys, values = self.rows[self.at]
         self.at = (self.at + 1) % len(self.rows)
-        return scaled_dot_product_attention(self.query, keys, values, enable_gqa=True)
+        return scaled_dot_product_attention(query, keys, values, enable_gqa=grouped)
 
     def wait(self):
         if self.cuda:
             torch.cuda.synchronize()
 
     def seconds(self, runs):
-        """The median of one step; the first run warms up."""
+        """The median of one step in its faster form; the first run warms up."""
+        return min(self.form_seconds(form, runs) for form in self.forms)
+
+    def form_seconds(self, form, runs):
         times = []
         for _ in range(runs + 1):
             self.wait()
             start = time.perf_counter()
             for _ in range(self.steps):
-                self.step()
+                self.step(*form)
             self.wait()
             times.append((time.perf_counter() - start) / self.steps)
         return statistics.median(times[1:])

@@ -67,6 +67,14 @@ pub fn at_least_one(text: &str) -> std::result::Result<usize, String> {
     }
 }
 
+/// A flag's share: from 0 to below 1.
+pub fn share_or_zero(text: &str) -> std::result::Result<f64, String> {
+    match text.parse() {
+        Ok(x) if (0.0..1.0).contains(&x) => Ok(x),
+        _ => Err("expected a number of at least 0 and below 1".to_string()),
+    }
+}
+
 /// Where the work is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Device {

@@ -77,3 +77,39 @@ fn what_cannot_be_timed_is_refused() {
     kvsmith("bench decode --methods lfps --device cuda").fails(2, "lfps", "a2ats");
     kvsmith("bench decode --kv 2bit --device cuda").fails(2, "2bit", "");
 }
+
+#[test]
+fn encoding_is_set_against_a_product() {
+    let found = rows("bench encode --json --n 3000 --dim 24 --size 50 --runs 2");
+    let number = |name: &str| {
+        found[0][name]
+            .as_f64()
+            .unwrap_or_else(|| panic!("{name} of {}", found[0]))
+    };
+    assert_eq!(found[0]["runs"], 2);
+    let rate = 2.0 * 3000.0 * 24.0 * 50.0 / number("median_s") * 1e-9;
+    assert!((number("gflops") / rate - 1.0).abs() < 1e-9, "{}", found[0]);
+    assert!(
+        (number("gemm_share") * number("gemm_gflops") / rate - 1.0).abs() < 1e-9,
+        "{}",
+        found[0]
+    );
+    kvsmith("bench encode --size 70000").fails(2, "too large", "");
+}
+
+#[test]
+fn a_fit_may_end_at_a_small_gain() {
+    let passes = |more: &str| {
+        let found = rows(&format!(
+            "bench kmeans --json --n 2000 --dim 8 --size 20 --runs 1 --device cpu {more}"
+        ));
+        found[0]["shape"].as_str().expect("a shape").to_owned()
+    };
+    assert!(
+        passes("--min-gain 0.5").contains("1 passes"),
+        "{}",
+        passes("--min-gain 0.5")
+    );
+    assert!(!passes("").contains(" 1 passes"), "{}", passes(""));
+    kvsmith("bench kmeans --min-gain 1").fails(2, "below 1", "");
+}

@@ -30,6 +30,7 @@ fn params(size: usize, iterations: usize, init: Init, seed: u64) -> KMeansParams
     KMeansParams {
         size,
         iterations,
+        min_gain: 0.0,
         init,
         seed,
     }
@@ -276,6 +277,28 @@ fn a_converged_fit_stops_early_at_the_means() {
         let mean: Vec<f32> = sum.iter().map(|s| (s / count) as f32).collect();
         assert_eq!(fit.codebook.row(c as usize).to_vec(), mean);
     }
+}
+
+/// What a pass that gains too little leaves is what so many passes leave.
+#[test]
+fn a_small_gain_ends_the_fit() {
+    let points = normal(700, 9, 3);
+    let all = run(&points, &params(40, 50, Init::KMeansPlusPlus, 5));
+    let gain = |i: usize| 1.0 - all.inertia[i] / all.inertia[i - 1];
+    let stop = 3;
+    assert!(
+        gain(stop) < gain(stop - 1) && all.inertia.len() > stop + 2,
+        "{:?}",
+        all.inertia
+    );
+    let stopping = KMeansParams {
+        min_gain: f64::midpoint(gain(stop), (1..stop).map(gain).fold(f64::INFINITY, f64::min)),
+        ..params(40, 50, Init::KMeansPlusPlus, 5)
+    };
+    let stopped = run(&points, &stopping);
+    assert_eq!(stopped.inertia.len(), stop + 1);
+    let passes = run(&points, &params(40, stop, Init::KMeansPlusPlus, 5));
+    assert_eq!(bytes(&stopped), bytes(&passes));
 }
 
 #[test]

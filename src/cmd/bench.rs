@@ -3,6 +3,7 @@
 mod cpu_step;
 mod cuda_step;
 mod decode;
+mod encode;
 mod model_step;
 
 use std::path::{Path, PathBuf};
@@ -16,6 +17,7 @@ use rayon::prelude::*;
 use serde_json::{Value, json};
 
 use self::decode::DecodeArgs;
+use self::encode::EncodeArgs;
 use self::model_step::ModelArgs;
 use super::{print, print_json};
 use crate::cli::{Global, at_least_one};
@@ -37,6 +39,8 @@ pub struct Args {
 enum What {
     /// Fit one codebook
     Kmeans(KMeansArgs),
+    /// Give keys their codewords, on the CPU
+    Encode(EncodeArgs),
     /// Choose the positions of one decode step of one layer
     Retrieve(DecodeArgs),
     /// Choose and attend them
@@ -68,6 +72,9 @@ struct KMeansArgs {
     /// Most passes
     #[arg(long, value_name = "N", default_value_t = 25)]
     iterations: usize,
+    /// End once a pass lowers the objective by less than this share
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = crate::cli::share_or_zero)]
+    min_gain: f64,
     /// How k-means starts
     #[arg(long, value_enum, default_value_t = FitInit::KMeansPlusPlus)]
     init: FitInit,
@@ -83,6 +90,7 @@ const MAX_VALUES: usize = 1 << 32;
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     match &args.what {
         What::Kmeans(args) => bench_kmeans(args, global),
+        What::Encode(args) => encode::run(args, global),
         What::Retrieve(args) => decode::run(args, false, global),
         What::Attend(args) => decode::run(args, true, global),
         What::Decode(args) => model_step::run(args, global),
@@ -112,6 +120,7 @@ fn bench_kmeans(args: &KMeansArgs, global: &Global) -> Result<()> {
     let params = KMeansParams {
         size: args.size,
         iterations: args.iterations,
+        min_gain: args.min_gain,
         init: Init::KMeansPlusPlus,
         seed: global.seed,
     };

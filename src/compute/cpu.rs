@@ -36,6 +36,8 @@ pub(crate) use scan::squared_distance;
 const MOMENT_ROWS: usize = 256;
 /// Rows whitened by one task.
 const WHITEN_ROWS: usize = 1024;
+/// Bytes of rows that are worked on at once, beyond those of one head.
+const AT_ONCE_BYTES: usize = 1 << 30;
 /// Channels of a sign pattern.
 const GROUP: usize = 4;
 /// Sign patterns of a group of channels.
@@ -54,9 +56,10 @@ impl Device for Cpu {
         None
     }
 
-    /// One: heads share nothing, and one at a time takes the least memory.
-    fn heads_at_once(&self, _n: usize, _d: usize, _size: usize) -> usize {
-        1
+    /// As many as there are threads, which then wait for each other less; [`AT_ONCE_BYTES`] of rows at most.
+    fn heads_at_once(&self, n: usize, d: usize, _size: usize) -> usize {
+        let fitting = AT_ONCE_BYTES / (n * d * size_of::<f32>()).max(1);
+        rayon::current_num_threads().min(fitting).max(1)
     }
 
     fn second_moment(&self, q_rope: ArrayView3<f32>) -> Result<Array3<f64>> {
@@ -105,10 +108,10 @@ struct Head {
 
 impl CpuPoints {
     /// Rows and clusters of each head.
-    fn each(&mut self) -> impl Iterator<Item = (&[f32], &mut Head)> {
+    fn each(&mut self) -> impl IndexedParallelIterator<Item = (&[f32], &mut Head)> {
         let (_, n, d) = self.x.dim();
         let x = self.x.as_slice().unwrap_or(&[]);
-        x.chunks_exact((n * d).max(1)).zip(&mut self.heads)
+        x.par_chunks_exact((n * d).max(1)).zip(&mut self.heads)
     }
 }
 
@@ -165,51 +168,56 @@ impl Points for CpuPoints {
 
     fn seed(&mut self, size: usize, first: &[u32]) -> Result<()> {
         let d = self.x.len_of(Axis(2));
-        for ((x, head), first) in self.each().zip(first) {
+        self.each().zip(first).for_each(|((x, head), first)| {
             head.centroids.clear();
             head.centroids.extend(row(x, *first, d));
             head.rows = vec![Assigned::NOWHERE; x.len() / d];
             head.dirty = vec![true; size];
             absorb(x, d, &mut head.rows, &head.centroids, 0);
-        }
+        });
         Ok(())
     }
 
     fn draw(&mut self, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
         let d = self.x.len_of(Axis(2));
-        let mut drawn = Vec::with_capacity(batch.len());
-        for ((x, head), (batch, uniforms)) in self.each().zip(batch.iter().zip(uniforms)) {
-            let first = (head.centroids.len() / d) as u32;
-            let distances: Vec<f32> = head.rows.iter().map(|r| r.distance).collect();
-            let wheel = Wheel::new(&distances);
-            let (rows, used) = draw_rows(|i| row(x, i, d), &wheel, &distances, *batch, uniforms);
-            let fresh: Vec<f32> = rows.iter().flat_map(|i| row(x, *i, d)).copied().collect();
-            if !fresh.is_empty() {
-                absorb(x, d, &mut head.rows, &fresh, first);
-            }
-            head.centroids.extend(fresh);
-            drawn.push(Drawn {
-                centroids: rows.len(),
-                used,
+        let drawn = self
+            .each()
+            .zip(batch)
+            .zip(uniforms)
+            .map(|(((x, head), batch), uniforms)| {
+                let first = (head.centroids.len() / d) as u32;
+                let distances: Vec<f32> = head.rows.iter().map(|r| r.distance).collect();
+                let wheel = Wheel::new(&distances);
+                let (rows, used) = draw_rows(|i| row(x, i, d), &wheel, &distances, *batch, uniforms);
+                let fresh: Vec<f32> = rows.iter().flat_map(|i| row(x, *i, d)).copied().collect();
+                if !fresh.is_empty() {
+                    absorb(x, d, &mut head.rows, &fresh, first);
+                }
+                head.centroids.extend(fresh);
+                Drawn {
+                    centroids: rows.len(),
+                    used,
+                }
             });
-        }
-        Ok(drawn)
+        Ok(drawn.collect())
     }
 
     fn assign(&mut self, centroids: ArrayView3<f32>) -> Result<()> {
         let d = self.x.len_of(Axis(2));
-        for ((x, head), centroids) in self.each().zip(centroids.axis_iter(Axis(0))) {
+        let centroids = centroids.axis_iter(Axis(0)).into_par_iter();
+        self.each().zip(centroids).for_each(|((x, head), centroids)| {
             head.centroids = centroids.iter().copied().collect();
             head.rows = vec![Assigned::NOWHERE; x.len() / d];
             head.dirty = vec![true; centroids.nrows()];
             absorb(x, d, &mut head.rows, &head.centroids, 0);
-        }
+        });
         Ok(())
     }
 
     fn update(&mut self) -> Result<()> {
         let d = self.x.len_of(Axis(2));
-        for (x, head) in self.each().filter(|(_, head)| head.dirty.contains(&true)) {
+        let moving = self.each().filter(|(_, head)| head.dirty.contains(&true));
+        moving.for_each(|(x, head)| {
             let before: Vec<u32> = head.rows.iter().map(|r| r.code).collect();
             let moved = move_centroids(x, d, &head.rows, &head.dirty, &mut head.centroids);
             reassign(x, d, &mut head.rows, &head.centroids, &moved);
@@ -219,8 +227,12 @@ impl Points for CpuPoints {
                 head.dirty[r.code as usize] = true;
                 head.dirty[before as usize] = true;
             }
-        }
+        });
         Ok(())
+    }
+
+    fn stop(&mut self, head: usize) {
+        self.heads[head].dirty.fill(false);
     }
 
     fn hand_over(&mut self, head: usize, rows: &[(u32, u32)]) -> Result<()> {

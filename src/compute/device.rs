@@ -157,6 +157,11 @@ pub trait Points {
     /// f32 first; CUDA: in fixed point).
     fn update(&mut self) -> Result<()>;
 
+    /// Says that a head's clusters have been asked for the last time, so that updates may leave it as it is.
+    fn stop(&mut self, head: usize) {
+        let _ = head;
+    }
+
     /// Gives rows of one head, `(row, code)`, to other centroids. Their distances are not brought up to
     /// date before the next [`Points::update`].
     fn hand_over(&mut self, head: usize, rows: &[(u32, u32)]) -> Result<()>;

@@ -106,6 +106,7 @@ impl FitParams {
         KMeansParams {
             size: self.size,
             iterations: self.iterations,
+            min_gain: 0.0,
             init: match self.init {
                 FitInit::KMeansPlusPlus => Init::KMeansPlusPlus,
             },

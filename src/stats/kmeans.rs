@@ -31,7 +31,7 @@ use ndarray::{Array1, Array2, ArrayBase, ArrayView2, Axis, Data, Ix2};
 use rayon::prelude::*;
 
 use crate::compute::cpu::{CHUNK, Cpu, Panels, search};
-use crate::compute::device::{Assignment, Device, Points};
+use crate::compute::device::{Assignment, Clusters, Device, Points};
 use crate::error::Error;
 
 /// Most centroids a codebook may have: codes are stored as u16, and one value stays free.
@@ -113,6 +113,8 @@ pub struct KMeansParams {
     /// Lloyd passes at most; the fit ends earlier once no assignment changes. 0 keeps the initial
     /// centroids.
     pub iterations: usize,
+    /// A pass that lowers the inertia by less than this share is the last; 0 goes on until no assignment changes.
+    pub min_gain: f64,
     /// Where the centroids start.
     pub init: Init,
     /// Seed of the random choices of [`fit`]; [`cluster`] takes one per head.
@@ -195,7 +197,7 @@ impl Codebook {
 /// A pass moves every centroid to the mean of its rows and assigns the rows anew. A centroid that
 /// has no rows takes the row that is fitted worst instead (distinct rows, largest distance first,
 /// lowest index on ties), as long as there is one that does not sit on its centroid. A head ends once no
-/// assignment changes. `seeds` has the seed of each head. `on_pass` hears of every assignment: its
+/// assignment changes, or a pass gains too little ([`KMeansParams::min_gain`]). `seeds` has the seed of each head. `on_pass` hears of every assignment: its
 /// number, 0 being the one to the initial centroids, and its inertia, summed over the heads.
 ///
 /// # Numerics
@@ -218,15 +220,11 @@ pub fn cluster(
     let (heads, n, dim) = points.dim();
     check(n, dim, params)?;
     seed::start(points, params, seeds)?;
-    let mut inertia = vec![Vec::new(); heads];
-    let mut empty_repaired = vec![0; heads];
-    let mut running = vec![true; heads];
+    let mut fits: Vec<Running> = (0..heads).map(|_| Running::default()).collect();
     for pass in 0.. {
         let now = points.assignment()?;
-        for (head, now) in now.iter().enumerate() {
-            if running[head] {
-                inertia[head].push(now.inertia);
-            }
+        for (head, (fit, now)) in fits.iter_mut().zip(&now).enumerate() {
+            fit.take(points, head, now, params.min_gain)?;
         }
         if on_pass(pass, now.iter().map(|a| a.inertia).sum()).is_break() {
             return Err(KMeansError::Interrupted(pass));
@@ -234,31 +232,73 @@ pub fn cluster(
         if pass == params.iterations {
             break;
         }
-        for (head, now) in now.iter().enumerate() {
-            if running[head] {
+        for (head, (fit, now)) in fits.iter_mut().zip(&now).enumerate() {
+            if fit.is_running() {
                 let repaired = repair_empty(points, head, now)?;
-                empty_repaired[head] += repaired;
-                running[head] = now.changed || repaired > 0;
+                fit.empty_repaired += repaired;
+                fit.settled = !now.changed && repaired == 0;
             }
         }
-        if !running.contains(&true) {
+        if !fits.iter().any(Running::is_running) {
             break;
         }
         points.update()?;
     }
     let counts = points.assignment()?;
-    let mut fits = Vec::with_capacity(heads);
-    for (head, (inertia, empty_repaired)) in inertia.into_iter().zip(empty_repaired).enumerate() {
-        let clusters = points.clusters(head)?;
-        fits.push(KMeansFit {
-            codebook: clusters.centroids,
-            codes: clusters.codes,
-            counts: counts[head].counts.clone(),
-            inertia,
-            empty_repaired,
-        });
+    let ended = fits.into_iter().zip(counts).enumerate();
+    ended
+        .map(|(head, (fit, now))| {
+            let (clusters, counts) = match fit.stopped {
+                Some(stopped) => stopped,
+                None => (points.clusters(head)?, now.counts),
+            };
+            Ok(KMeansFit {
+                codebook: clusters.centroids,
+                codes: clusters.codes,
+                counts,
+                inertia: fit.inertia,
+                empty_repaired: fit.empty_repaired,
+            })
+        })
+        .collect()
+}
+
+/// The fit of one head on its way.
+#[derive(Default)]
+struct Running {
+    /// Of each assignment.
+    inertia: Vec<f64>,
+    empty_repaired: usize,
+    /// No assignment changes any more.
+    settled: bool,
+    /// Clusters and counts at the last pass that gained enough to go on; the device may go on with its other heads.
+    stopped: Option<(Clusters, Vec<u32>)>,
+}
+
+impl Running {
+    fn is_running(&self) -> bool {
+        !self.settled && self.stopped.is_none()
     }
-    Ok(fits)
+
+    /// Takes in an assignment, and stops the head where it gained too little.
+    fn take(
+        &mut self,
+        points: &mut dyn Points,
+        head: usize,
+        now: &Assignment,
+        min_gain: f64,
+    ) -> Result<(), Error> {
+        if !self.is_running() {
+            return Ok(());
+        }
+        let before = self.inertia.last().copied();
+        self.inertia.push(now.inertia);
+        if before.is_some_and(|before| min_gain > 0.0 && before - now.inertia < min_gain * before) {
+            self.stopped = Some((points.clusters(head)?, now.counts.clone()));
+            points.stop(head);
+        }
+        Ok(())
+    }
 }
 
 /// Fits a codebook to `points` on the CPU: [`cluster`] for one head.

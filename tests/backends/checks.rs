@@ -372,10 +372,11 @@ fn heads(device: &dyn Device, case: &Case) {
     }
 }
 
-fn fit(device: &dyn Device, x: &Array3<f32>, size: usize) -> Vec<KMeansFit> {
+fn fit(device: &dyn Device, x: &Array3<f32>, size: usize, min_gain: f64) -> Vec<KMeansFit> {
     let params = KMeansParams {
         size,
         iterations: 6,
+        min_gain,
         init: Init::KMeansPlusPlus,
         seed: 0,
     };
@@ -390,8 +391,8 @@ fn fit(device: &dyn Device, x: &Array3<f32>, size: usize) -> Vec<KMeansFit> {
 /// The whole fit: within 1e-4 of the CPU's objective, and never rising.
 fn cluster(device: &dyn Device, case: &Case) {
     let x = case.points();
-    let found = fit(device, &x, case.size);
-    let cpu = fit(&Cpu, &x, case.size);
+    let found = fit(device, &x, case.size, 0.0);
+    let cpu = fit(&Cpu, &x, case.size, 0.0);
     for (head, (found, cpu)) in found.iter().zip(&cpu).enumerate() {
         let last = |fit: &KMeansFit| fit.inertia.last().copied().expect("an inertia");
         let size: f64 = x
@@ -414,6 +415,25 @@ fn cluster(device: &dyn Device, case: &Case) {
             );
         }
         assert_eq!(found.counts.iter().sum::<u32>() as usize, case.n);
+    }
+    // A head that gains too little keeps what it had then, whatever the others go on to do.
+    let (min_gain, stopped) = (0.02, fit(device, &x, case.size, 0.02));
+    for (head, (stopped, all)) in stopped.iter().zip(&found).enumerate() {
+        let small = all.inertia.windows(2).position(|w| w[0] - w[1] < min_gain * w[0]);
+        let passes = small.map_or(all.inertia.len(), |i| i + 2);
+        assert_eq!(stopped.inertia, all.inertia[..passes], "head {head}");
+        let rows = x.index_axis(Axis(0), head);
+        let distances = rows.rows().into_iter().zip(&stopped.codes);
+        let sum: f64 = distances
+            .map(|(x, c)| squared_distance(x, stopped.codebook.row(*c as usize)))
+            .sum();
+        let size: f64 = rows.iter().map(|v| f64::from(*v).powi(2)).sum();
+        close(
+            stopped.inertia[passes - 1],
+            sum,
+            1e-5 * sum + 1e-10 * size,
+            "objective where it stopped",
+        );
     }
 }
 

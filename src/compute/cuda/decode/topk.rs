@@ -19,6 +19,65 @@ pub struct TopK<'d> {
     best: Best<'d>,
 }
 
+/// Softmax weights of keys for the queries of some lists, by which [`Best`] then chooses.
+pub(super) struct Weights<'w, 'd> {
+    /// `[lists,h,w]`.
+    pub queries: Arg,
+    /// Of the first list.
+    pub keys: Arg,
+    /// `[lists,4]`.
+    pub spans: Arg,
+    /// Room for the scores and for the sums of their parts.
+    pub scores: Arg,
+    /// See `scores`.
+    pub parts: Arg,
+    /// Where the keys are.
+    pub rows: &'w LayerRows<'d>,
+    pub lists: usize,
+    /// Whether all lists are of one sequence's keys.
+    pub share_rows: bool,
+}
+
+impl Weights<'_, '_> {
+    pub fn rank(&self, best: &Best<'_>) -> Result<()> {
+        let shape = &best.shape;
+        let (r, w) = (shape.group, shape.width());
+        let n_parts = shape.capacity.div_ceil(SPAN);
+        let grid = |blocks| [blocks, shape.kv_heads, self.lists];
+        let args = [
+            self.queries,
+            self.keys,
+            Arg::address(0),
+            self.spans,
+            self.scores,
+            self.parts,
+            best.histograms.arg(),
+            shape.exponent(),
+            Arg::u32(self.rows.kind()),
+            Arg::u32(r),
+            Arg::u32(shape.head_dim),
+            Arg::u32(w),
+            Arg::u32(shape.capacity),
+            Arg::u32(self.rows.shape.capacity),
+            Arg::u32(usize::from(self.share_rows)),
+        ];
+        let shared_bytes = 4 * r * (w + SPAN);
+        driver::launch_with(best.driver, "topk_scores", grid(n_parts), shared_bytes, &args)?;
+        let args = [
+            self.scores,
+            self.parts,
+            self.spans,
+            best.keys.arg(),
+            best.histograms.arg(),
+            Arg::u32(r),
+            Arg::u32(n_parts),
+            Arg::u32(shape.capacity),
+            Arg::u32(usize::from(self.share_rows)),
+        ];
+        driver::launch(best.driver, "weight_keys", grid(best.selection.blocks), &args)
+    }
+}
+
 impl<'d> TopK<'d> {
     /// Room for one step.
     ///
@@ -45,41 +104,18 @@ impl<'d> TopK<'d> {
         rows: &LayerRows<'_>,
         positions: &Positions<'_>,
     ) -> Result<&Selection<'d>> {
-        let (best, shape) = (&self.best, &self.best.shape);
-        let (r, w) = (shape.group, shape.width());
-        let n_parts = shape.capacity.div_ceil(SPAN);
-        let grid = |blocks| [blocks, shape.kv_heads, shape.sequences];
-        let args = [
-            queries.arg(),
-            rows.keys.arg(),
-            Arg::address(0),
-            positions.spans.arg(),
-            self.scores.arg(),
-            self.parts.arg(),
-            best.histograms.arg(),
-            shape.exponent(),
-            Arg::u32(rows.kind()),
-            Arg::u32(r),
-            Arg::u32(shape.head_dim),
-            Arg::u32(w),
-            Arg::u32(shape.capacity),
-            Arg::u32(shape.capacity),
-            Arg::u32(0),
-        ];
-        let shared_bytes = 4 * r * (w + SPAN);
-        driver::launch_with(best.driver, "topk_scores", grid(n_parts), shared_bytes, &args)?;
-        let args = [
-            self.scores.arg(),
-            self.parts.arg(),
-            positions.spans.arg(),
-            best.keys.arg(),
-            best.histograms.arg(),
-            Arg::u32(r),
-            Arg::u32(n_parts),
-            Arg::u32(shape.capacity),
-            Arg::u32(0),
-        ];
-        driver::launch(best.driver, "weight_keys", grid(best.selection.blocks), &args)?;
+        let best = &self.best;
+        let weights = Weights {
+            queries: queries.arg(),
+            keys: rows.keys.arg(),
+            spans: positions.spans.arg(),
+            scores: self.scores.arg(),
+            parts: self.parts.arg(),
+            rows,
+            lists: best.shape.sequences,
+            share_rows: false,
+        };
+        weights.rank(best)?;
         best.choose(positions)
     }
 

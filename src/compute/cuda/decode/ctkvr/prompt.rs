@@ -6,6 +6,7 @@ use super::super::super::buffer::Buffer;
 use super::super::super::driver::{self, Arg, Driver};
 use super::super::attend::LayerRows;
 use super::super::best::Best;
+use super::super::topk::Weights;
 use super::super::{Limits, Positions, Shape};
 use super::{Ctkvr, PIECE, SPAN};
 use crate::compute::attention::visible;
@@ -17,7 +18,6 @@ const MOST_QUERIES: usize = 32;
 
 /// Where the lists of one prompt of one sequence are built, for all layers.
 pub struct Lists<'d> {
-    driver: &'d dyn Driver,
     sequence: usize,
     prompt: Range<usize>,
     /// Queries that are worked on at once, n.
@@ -56,7 +56,6 @@ impl<'d> Lists<'d> {
         // Layers with a sliding window have no longer ones.
         let longest = like.sizes.list_len(capacity).max(1);
         Ok(Self {
-            driver,
             sequence,
             prompt,
             at_once,
@@ -177,42 +176,21 @@ impl Ctkvr<'_> {
 
     /// The lists of the queries that were taken.
     fn list(&self, rows: &LayerRows<'_>, lists: &Lists<'_>) -> Result<()> {
-        let (shape, best) = (&self.shape, &lists.best);
-        let (r, w) = (shape.group, shape.width());
-        let n_parts = shape.capacity.div_ceil(SPAN);
-        let grid = |blocks| [blocks, shape.kv_heads, lists.at_once];
+        let best = &lists.best;
         let head_bytes = rows.shape.capacity * rows.bytes_per_position() / 2;
-        let args = [
-            lists.queries.arg(),
-            rows.keys.arg_at(lists.sequence * shape.kv_heads * head_bytes),
-            Arg::address(0),
-            lists.spans.arg(),
-            lists.scores.arg(),
-            lists.parts.arg(),
-            best.histograms.arg(),
-            shape.exponent(),
-            Arg::u32(rows.kind()),
-            Arg::u32(r),
-            Arg::u32(shape.head_dim),
-            Arg::u32(w),
-            Arg::u32(shape.capacity),
-            Arg::u32(rows.shape.capacity),
-            Arg::u32(1),
-        ];
-        let shared_bytes = 4 * r * (w + SPAN);
-        driver::launch_with(lists.driver, "topk_scores", grid(n_parts), shared_bytes, &args)?;
-        let args = [
-            lists.scores.arg(),
-            lists.parts.arg(),
-            lists.spans.arg(),
-            best.keys.arg(),
-            best.histograms.arg(),
-            Arg::u32(r),
-            Arg::u32(n_parts),
-            Arg::u32(shape.capacity),
-            Arg::u32(1),
-        ];
-        driver::launch(lists.driver, "weight_keys", grid(best.selection.blocks), &args)?;
+        let weights = Weights {
+            queries: lists.queries.arg(),
+            keys: rows
+                .keys
+                .arg_at(lists.sequence * self.shape.kv_heads * head_bytes),
+            spans: lists.spans.arg(),
+            scores: lists.scores.arg(),
+            parts: lists.parts.arg(),
+            rows,
+            lists: lists.at_once,
+            share_rows: true,
+        };
+        weights.rank(best)?;
         let to = [best.selection.lists.arg(), best.selection.listed.arg()];
         best.choose_into(lists.spans.arg(), lists.wants.arg(), to, self.space.longest)
     }

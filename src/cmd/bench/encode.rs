@@ -1,0 +1,117 @@
+//! `kvsmith bench encode`: keys to codewords, against a plain matrix product in the same run.
+
+use std::time::Instant;
+
+use ndarray::{Array2, Axis};
+use rayon::prelude::*;
+use serde_json::{Value, json};
+
+use super::{median, random_points, row};
+use crate::cli::{Global, at_least_one};
+use crate::cmd::{print, print_json};
+use crate::compute::gemm;
+use crate::error::{Error, Result};
+use crate::interrupt;
+use crate::stats::kmeans::{Codebook, MAX_SIZE};
+
+/// Most values of a matrix: 4 GB.
+const MOST: usize = 1 << 30;
+
+#[derive(clap::Args, Debug)]
+pub struct EncodeArgs {
+    /// Keys, in numbers or as 8K
+    #[arg(long, value_name = "N", default_value = "8K", value_parser = super::decode::parse_context)]
+    n: usize,
+    /// Channels
+    #[arg(long, value_name = "D", default_value_t = 128, value_parser = at_least_one)]
+    dim: usize,
+    /// Codewords
+    #[arg(long, value_name = "M", default_value_t = 4096, value_parser = at_least_one)]
+    size: usize,
+    /// Timed runs
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = at_least_one)]
+    runs: usize,
+}
+
+/// Runs `bench encode`.
+pub fn run(args: &EncodeArgs, global: &Global) -> Result<()> {
+    let (n, d, size) = (args.n, args.dim, args.size);
+    let most = MOST / d.max(1);
+    if size > MAX_SIZE || n > most || size > most {
+        return Err(Error::usage(format!(
+            "--n {n} x --dim {d} x --size {size} is too large"
+        )));
+    }
+    let keys = random_points(1, n, d, global.seed).index_axis_move(Axis(0), 0);
+    let codebook = random_points(1, size, d, global.seed + 1).index_axis_move(Axis(0), 0);
+    let ready = Codebook::new(codebook.clone());
+    let (mut codes, mut distances) = (vec![0; n], vec![0.0; n]);
+    let (mut encode, mut product, mut rates) = (Vec::new(), Product::new(global.seed), Vec::new());
+    // Taken in turns, so that what else the machine does hits both; the first ones warm up.
+    for _ in 0..=args.runs {
+        interrupt::check()?;
+        encode.push(seconds(|| ready.nearest(keys.view(), &mut codes, &mut distances)));
+        std::hint::black_box(&codes);
+        rates.push(product.rate());
+    }
+    let flop = 2.0 * (n * d) as f64 * size as f64;
+    let shape = format!("{n} x {d}, {size} codewords");
+    let mut result = row("encode", &shape, "cpu", &mut encode[1..], flop);
+    let gemm_rate = median(rates.split_off(1));
+    result["gemm_gflops"] = json!(gemm_rate);
+    result["gemm_share"] = json!(result["gflops"].as_f64().unwrap_or(0.0) / gemm_rate);
+    show(&result, global)
+}
+
+fn show(result: &Value, global: &Global) -> Result<()> {
+    if global.json {
+        return print_json(&json!({ "rows": [result] }));
+    }
+    let number = |name: &str| result[name].as_f64().unwrap_or(0.0);
+    print(&format!(
+        "encode {}: {:.2} ms, {:.0} GFLOP/s, {:.0} % of a plain product's {:.0}\n",
+        result["shape"].as_str().unwrap_or(""),
+        number("median_s") * 1e3,
+        number("gflops"),
+        number("gemm_share") * 100.0,
+        number("gemm_gflops"),
+    ))
+}
+
+fn seconds(work: impl FnOnce()) -> f64 {
+    let start = Instant::now();
+    work();
+    start.elapsed().as_secs_f64()
+}
+
+/// Square matrices whose product is timed, a part of the rows per thread.
+pub struct Product {
+    x: Array2<f32>,
+    out: Array2<f32>,
+}
+
+impl Product {
+    /// Rows and columns.
+    const SIZE: usize = 2048;
+
+    /// Random matrices.
+    pub fn new(seed: u64) -> Self {
+        Self {
+            x: random_points(1, Self::SIZE, Self::SIZE, seed).index_axis_move(Axis(0), 0),
+            out: Array2::zeros((Self::SIZE, Self::SIZE)),
+        }
+    }
+
+    /// GFLOP/s of one product.
+    pub fn rate(&mut self) -> f64 {
+        let rows = Self::SIZE.div_ceil(rayon::current_num_threads());
+        let x = &self.x;
+        let out = self.out.axis_chunks_iter_mut(Axis(0), rows).into_par_iter();
+        let time = seconds(|| {
+            out.zip(x.axis_chunks_iter(Axis(0), rows).into_par_iter())
+                .for_each(|(out, rows)| gemm(out, false, rows, x.view()));
+        });
+        std::hint::black_box(&self.out);
+        2.0 * (Self::SIZE as f64).powi(3) / time * 1e-9
+    }
+}
