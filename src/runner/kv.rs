@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use ndarray::{ArrayView2, s};
 
 use super::packed::{self, Layout, Packed, SignRows};
-use crate::compute::attention::Rows;
+use crate::compute::attention::{self, LANES, Queries, Rows, Run, Sums};
 use crate::model::weights;
 
 /// Element type of cached keys and values.
@@ -154,6 +154,23 @@ impl RowStore {
         self.len() == 0
     }
 
+    /// The positions of `run` whose rows are shared, and the others.
+    fn split<'a>(&self, run: &Run<'a>) -> (&'a [u32], &'a [u32]) {
+        let shared = self.shared_len();
+        run.now
+            .split_at(run.now.partition_point(|p| (*p as usize) < shared))
+    }
+
+    /// Calls `f` with positions counted from the first row of our own; all of `positions` are.
+    fn own(&self, positions: &[u32], next: &[u32], f: impl FnOnce(&Run)) {
+        let shared = self.shared_len() as u32;
+        if shared == 0 {
+            return f(&Run { now: positions, next });
+        }
+        let own: Vec<u32> = positions.iter().map(|p| p - shared).collect();
+        f(&Run { now: &own, next: &[] });
+    }
+
     /// Bytes really held, reserved and shared ones included.
     pub fn bytes(&self) -> usize {
         let own = match &self.data {
@@ -174,6 +191,10 @@ pub fn grow<T>(v: &mut Vec<T>, more: usize) -> &mut Vec<T> {
 }
 
 impl Rows for RowStore {
+    fn dim(&self) -> usize {
+        self.d
+    }
+
     fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32] {
         let mut position = position;
         if let Some((rows, n)) = &self.shared {
@@ -198,6 +219,65 @@ impl Rows for RowStore {
                 scratch
             }
         }
+    }
+    fn scores(&self, queries: &Queries, run: &Run, out: &mut [f32], stride: usize) {
+        if self.d % LANES != 0 {
+            return attention::widened_scores(self, queries, run, out, stride);
+        }
+        let (shared, own) = self.split(run);
+        let at = shared.len();
+        if let Some((rows, _)) = &self.shared {
+            let run = Run {
+                now: shared,
+                next: &[],
+            };
+            rows.scores(queries, &run, out, stride);
+        }
+        if own.is_empty() {
+            return;
+        }
+        self.own(own, run.next, |run| {
+            let out = &mut out[at..];
+            match &self.data {
+                Data::F32(v) => attention::scores(queries, v.as_chunks().0, run, out, stride),
+                Data::F16(v) => attention::scores(queries, v.as_chunks().0, run, out, stride),
+                Data::Bf16(v) => attention::scores(queries, v.as_chunks().0, run, out, stride),
+            }
+        });
+    }
+
+    fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: Sums) {
+        if self.d % LANES != 0 {
+            return attention::widened_add(self, weights, stride, run, sums);
+        }
+        let (shared, own) = self.split(run);
+        let (at, Sums { r, values }) = (shared.len(), sums);
+        if let Some((rows, _)) = &self.shared {
+            let run = Run {
+                now: shared,
+                next: &[],
+            };
+            rows.add(
+                weights,
+                stride,
+                &run,
+                Sums {
+                    r,
+                    values: &mut *values,
+                },
+            );
+        }
+        if own.is_empty() {
+            return;
+        }
+        self.own(own, run.next, |run| {
+            let (weights, sums) = (&weights[at..], Sums { r, values });
+            match &self.data {
+                Data::F32(v) => attention::add(weights, stride, v.as_chunks().0, run, sums),
+                Data::F16(v) => attention::add(weights, stride, v.as_chunks().0, run, sums),
+                Data::Bf16(v) => attention::add(weights, stride, v.as_chunks().0, run, sums),
+            }
+        });
     }
 }
 

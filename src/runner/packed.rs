@@ -346,6 +346,10 @@ pub fn compressed(positions: Range<usize>, full: &[u32]) -> Vec<usize> {
 }
 
 impl Rows for SignRows {
+    fn dim(&self) -> usize {
+        self.d
+    }
+
     /// # Source
     /// Eq. 13: sign (Q s + z) alpha, and the centre.
     fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32] {
@@ -376,6 +380,10 @@ pub struct ValueRows {
 }
 
 impl Rows for ValueRows {
+    fn dim(&self) -> usize {
+        self.d
+    }
+
     fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32] {
         match self.full.get(position, self.d) {
             Some(row) => scratch.iter_mut().zip(row).for_each(|(s, x)| *s = x.to_f32()),

@@ -1,0 +1,133 @@
+//! Sixteen f32 in the registers of each instruction set.
+//!
+//! Loops over arrays of this length would do, if the compiler kept several of them in registers; it does
+//! not, at three to ten times the time.
+
+use half::{bf16, f16};
+
+/// Values side by side.
+pub const LANES: usize = 16;
+
+/// Arithmetic on [`LANES`] values, with the same bits on every instruction set.
+///
+/// A value of an implementing type stands for the permission to use its instructions.
+pub trait Lanes: Copy {
+    /// Their registers.
+    type Vector: Copy;
+
+    fn load(self, from: &[f32; LANES]) -> Self::Vector;
+
+    fn store(self, v: Self::Vector) -> [f32; LANES];
+
+    fn splat(self, x: f32) -> Self::Vector;
+
+    /// `a b + c`, rounded once.
+    fn mul_add(self, a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
+
+    #[inline(always)]
+    fn widen_bf16(self, from: &[bf16; LANES]) -> Self::Vector {
+        let mut wide = [0.0; LANES];
+        for l in 0..LANES {
+            wide[l] = f32::from_bits(u32::from(from[l].to_bits()) << 16);
+        }
+        self.load(&wide)
+    }
+
+    #[inline(always)]
+    fn widen_f16(self, from: &[f16; LANES]) -> Self::Vector {
+        let mut wide = [0.0; LANES];
+        for l in 0..LANES {
+            wide[l] = widen_f16(from[l]);
+        }
+        self.load(&wide)
+    }
+
+    /// The sum of each vector, by halves.
+    #[inline(always)]
+    fn sums(self, vectors: &[Self::Vector; LANES]) -> [f32; LANES] {
+        let mut sums = [0.0; LANES];
+        for (sum, v) in sums.iter_mut().zip(vectors) {
+            let mut lanes = self.store(*v);
+            for half in [8, 4, 2, 1] {
+                for l in 0..half {
+                    lanes[l] += lanes[l + half];
+                }
+            }
+            *sum = lanes[0];
+        }
+        sums
+    }
+}
+
+/// The value of an f16, without a branch.
+#[inline(always)]
+pub fn widen_f16(x: f16) -> f32 {
+    /// 2^112: what the exponents differ by.
+    const SHIFT: f32 = f32::from_bits(0x7780_0000);
+    let bits = u32::from(x.to_bits());
+    let (sign, rest) = ((bits & 0x8000) << 16, (bits & 0x7fff) << 13);
+    let special = if rest >= 0x0f80_0000 { 0x7f80_0000 } else { 0 };
+    f32::from_bits((f32::from_bits(rest) * SHIFT).to_bits() | special | sign)
+}
+
+/// `a b + c` rounded once, on machines without such an instruction.
+#[inline(always)]
+pub(super) fn fused(a: f32, b: f32, c: f32) -> f32 {
+    // The product is exact. Where the sum is not, its last bit is set, which keeps the second
+    // rounding from going wrong.
+    let (product, c) = (f64::from(a) * f64::from(b), f64::from(c));
+    let sum = product + c;
+    let back = sum - product;
+    let error = (product - (sum - back)) + (c - back);
+    let bits = sum.to_bits();
+    let odd = if (error > 0.0) == (sum > 0.0) {
+        bits.wrapping_add(1)
+    } else {
+        bits.wrapping_sub(1)
+    };
+    let inexact = error < 0.0 || error > 0.0;
+    let bits = if inexact && bits & 1 == 0 { odd } else { bits };
+    f64::from_bits(bits) as f32
+}
+
+/// Loops over arrays; `FUSED` where the machine has [`f32::mul_add`].
+#[derive(Clone, Copy)]
+pub struct Plain<const FUSED: bool>;
+
+impl<const FUSED: bool> Lanes for Plain<FUSED> {
+    type Vector = [f32; LANES];
+
+    #[inline(always)]
+    fn load(self, from: &[f32; LANES]) -> [f32; LANES] {
+        *from
+    }
+
+    #[inline(always)]
+    fn store(self, v: [f32; LANES]) -> [f32; LANES] {
+        v
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> [f32; LANES] {
+        [x; LANES]
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: [f32; LANES], b: [f32; LANES], c: [f32; LANES]) -> [f32; LANES] {
+        let mut out = c;
+        for l in 0..LANES {
+            out[l] = if FUSED {
+                a[l].mul_add(b[l], c[l])
+            } else {
+                fused(a[l], b[l], c[l])
+            };
+        }
+        out
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub use x86::{Avx2, Avx512};
+
+#[cfg(target_arch = "x86_64")]
+mod x86;

@@ -1,0 +1,179 @@
+//! AVX-512 and AVX2.
+
+use std::arch::x86_64::*;
+
+use half::{bf16, f16};
+
+use super::{LANES, Lanes};
+
+/// AVX-512 F, BW, DQ and VL.
+#[derive(Clone, Copy)]
+pub struct Avx512(());
+
+impl Avx512 {
+    /// # Safety
+    /// The machine has AVX-512 F, BW, DQ and VL, and the caller is compiled for them.
+    #[inline(always)]
+    pub unsafe fn new() -> Self {
+        Self(())
+    }
+}
+
+/// The sums of two vectors' halves, quarters or pairs, side by side.
+macro_rules! join {
+    ($shuffle:ident, $low:literal, $high:literal, $a:expr, $b:expr) => {
+        _mm512_add_ps($shuffle::<$low>($a, $b), $shuffle::<$high>($a, $b))
+    };
+}
+
+// SAFETY of the blocks: who made the value vouched for the instructions; loads and stores are of the
+// arrays they are given.
+impl Lanes for Avx512 {
+    type Vector = __m512;
+
+    #[inline(always)]
+    fn load(self, from: &[f32; LANES]) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_loadu_ps(from.as_ptr()) }
+    }
+
+    #[inline(always)]
+    fn store(self, v: __m512) -> [f32; LANES] {
+        let mut out = [0.0; LANES];
+        // SAFETY: see the impl.
+        unsafe { _mm512_storeu_ps(out.as_mut_ptr(), v) };
+        out
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_set1_ps(x) }
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+
+    #[inline(always)]
+    fn widen_bf16(self, from: &[bf16; LANES]) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe {
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.as_ptr().cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        }
+    }
+
+    #[inline(always)]
+    fn widen_f16(self, from: &[f16; LANES]) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.as_ptr().cast())) }
+    }
+
+    /// Sixteen sums at once: vectors are joined in pairs, so that each step works on whole registers.
+    #[inline(always)]
+    fn sums(self, v: &[__m512; LANES]) -> [f32; LANES] {
+        // SAFETY: see the impl.
+        unsafe {
+            let mut quarters = [_mm512_setzero_ps(); 4];
+            for e in 0..4 {
+                let a = join!(_mm512_shuffle_f32x4, 0b01_00_01_00, 0b11_10_11_10, v[e], v[e + 4]);
+                let b = join!(
+                    _mm512_shuffle_f32x4,
+                    0b01_00_01_00,
+                    0b11_10_11_10,
+                    v[e + 8],
+                    v[e + 12]
+                );
+                quarters[e] = join!(_mm512_shuffle_f32x4, 0b10_00_10_00, 0b11_01_11_01, a, b);
+            }
+            let [a, b, c, d] = quarters;
+            let low = join!(_mm512_shuffle_ps, 0b01_00_01_00, 0b11_10_11_10, a, b);
+            let high = join!(_mm512_shuffle_ps, 0b01_00_01_00, 0b11_10_11_10, c, d);
+            self.store(join!(_mm512_shuffle_ps, 0b10_00_10_00, 0b11_01_11_01, low, high))
+        }
+    }
+}
+
+/// AVX2, FMA and F16C.
+#[derive(Clone, Copy)]
+pub struct Avx2(());
+
+impl Avx2 {
+    /// # Safety
+    /// The machine has AVX2, FMA and F16C, and the caller is compiled for them.
+    #[inline(always)]
+    pub unsafe fn new() -> Self {
+        Self(())
+    }
+}
+
+// SAFETY of the blocks: as for AVX-512.
+impl Lanes for Avx2 {
+    type Vector = [__m256; 2];
+
+    #[inline(always)]
+    fn load(self, from: &[f32; LANES]) -> [__m256; 2] {
+        // SAFETY: see the impl.
+        unsafe {
+            [
+                _mm256_loadu_ps(from.as_ptr()),
+                _mm256_loadu_ps(from[8..].as_ptr()),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    fn store(self, v: [__m256; 2]) -> [f32; LANES] {
+        let mut out = [0.0; LANES];
+        // SAFETY: see the impl.
+        unsafe {
+            _mm256_storeu_ps(out.as_mut_ptr(), v[0]);
+            _mm256_storeu_ps(out[8..].as_mut_ptr(), v[1]);
+        }
+        out
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> [__m256; 2] {
+        // SAFETY: see the impl.
+        unsafe { [_mm256_set1_ps(x); 2] }
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: [__m256; 2], b: [__m256; 2], c: [__m256; 2]) -> [__m256; 2] {
+        // SAFETY: see the impl.
+        unsafe {
+            [
+                _mm256_fmadd_ps(a[0], b[0], c[0]),
+                _mm256_fmadd_ps(a[1], b[1], c[1]),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    fn widen_bf16(self, from: &[bf16; LANES]) -> [__m256; 2] {
+        // SAFETY: see the impl.
+        unsafe {
+            let low = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.as_ptr().cast()));
+            let high = _mm256_cvtepu16_epi32(_mm_loadu_si128(from[8..].as_ptr().cast()));
+            [
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(low)),
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high)),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    fn widen_f16(self, from: &[f16; LANES]) -> [__m256; 2] {
+        // SAFETY: see the impl.
+        unsafe {
+            [
+                _mm256_cvtph_ps(_mm_loadu_si128(from.as_ptr().cast())),
+                _mm256_cvtph_ps(_mm_loadu_si128(from[8..].as_ptr().cast())),
+            ]
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! Rows of keys or values, and what a decode step does with them.
+
+use ndarray::ArrayView2;
+
+use super::kernels;
+use super::lanes::LANES;
+
+/// Rows that are widened at a time, where the kernels cannot read them as they are.
+const BLOCK: usize = 32;
+
+/// Numbers of the rows of a widened block.
+const NUMBERS: [u32; BLOCK] = {
+    let mut numbers = [0; BLOCK];
+    let mut i = 0;
+    while i < BLOCK {
+        numbers[i] = i as u32;
+        i += 1;
+    }
+    numbers
+};
+
+/// Query rows of one KV head in the order the kernels read them.
+pub struct Queries {
+    /// Channels, in whole chunks of [`LANES`].
+    pub(super) chunks: usize,
+    /// `[groups of GROUP heads, chunks, heads of the group, LANES]`, padded with zeros.
+    pub(super) packed: Vec<[f32; LANES]>,
+}
+
+impl Queries {
+    /// Packs queries `[r,d]` times `scale`.
+    pub fn new(q: ArrayView2<f32>, scale: f32) -> Self {
+        let (r, d) = q.dim();
+        let chunks = d.div_ceil(LANES);
+        let mut packed = Vec::with_capacity(r * chunks);
+        for group in q.axis_chunks_iter(ndarray::Axis(0), kernels::GROUP) {
+            for chunk in group.axis_chunks_iter(ndarray::Axis(1), LANES) {
+                for row in chunk.rows() {
+                    let mut to = [0.0; LANES];
+                    to.iter_mut().zip(row).for_each(|(to, x)| *to = x * scale);
+                    packed.push(to);
+                }
+            }
+        }
+        Self { chunks, packed }
+    }
+}
+
+/// Positions of which some are read now and the others next.
+pub struct Run<'a> {
+    /// Read now, ascending.
+    pub now: &'a [u32],
+    /// Those after them.
+    pub next: &'a [u32],
+}
+
+impl<'a> Run<'a> {
+    /// The first `n` of `positions` now.
+    pub fn new(positions: &'a [u32], n: usize) -> Self {
+        let (now, next) = positions.split_at(n);
+        Self { now, next }
+    }
+}
+
+/// Sums of rows under r weights each.
+pub struct Sums<'a> {
+    /// Weights per row.
+    pub r: usize,
+    /// `[r, chunks, LANES]`.
+    pub values: &'a mut [[f32; LANES]],
+}
+
+/// Rows of keys or values that a decode step reads, in whatever type they are stored.
+pub trait Rows: Sync {
+    /// Channels of a row, d.
+    fn dim(&self) -> usize;
+
+    /// The row of `position` as f32; `scratch` (d values) may hold a converted copy.
+    fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32];
+
+    /// The rows of `positions` (ascending) as [`Rows::row`] gives them, `[positions, chunks, LANES]`; what
+    /// pads them stays as it is.
+    fn widen(&self, positions: &[u32], out: &mut [[f32; LANES]]) {
+        let mut scratch = vec![0.0; self.dim()];
+        for (to, p) in out.chunks_mut(self.dim().div_ceil(LANES)).zip(positions) {
+            let row = self.row(*p as usize, &mut scratch);
+            to.as_flattened_mut()[..row.len()].copy_from_slice(row);
+        }
+    }
+
+    /// Products of the rows with the queries: `[r, stride]` in `out`, of which the first columns are
+    /// written, one for each position.
+    ///
+    /// # Numerics
+    /// f32; each product is fused with its sum, in [`LANES`] sums, which are added by halves.
+    fn scores(&self, queries: &Queries, run: &Run, out: &mut [f32], stride: usize) {
+        widened_scores(self, queries, run, out, stride);
+    }
+
+    /// `sums += weights rows`, with weights in the first columns of `[r, stride]`.
+    ///
+    /// # Numerics
+    /// f32; each product is fused with its sum, position by position.
+    fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: Sums) {
+        widened_add(self, weights, stride, run, sums);
+    }
+}
+
+/// [`Rows::scores`] of rows that the kernels cannot read as they are.
+pub fn widened_scores<R: Rows + ?Sized>(
+    rows: &R,
+    queries: &Queries,
+    run: &Run,
+    out: &mut [f32],
+    stride: usize,
+) {
+    let mut block = vec![[0.0f32; LANES]; BLOCK * queries.chunks];
+    for (b, positions) in run.now.chunks(BLOCK).enumerate() {
+        rows.widen(positions, &mut block);
+        let run = Run::new(&NUMBERS[..positions.len()], positions.len());
+        kernels::scores(queries, &block, &run, &mut out[b * BLOCK..], stride);
+    }
+}
+
+/// [`Rows::add`] of rows that the kernels cannot read as they are.
+pub fn widened_add<R: Rows + ?Sized>(rows: &R, weights: &[f32], stride: usize, run: &Run, sums: Sums) {
+    let Sums { r, values } = sums;
+    let mut block = vec![[0.0f32; LANES]; BLOCK * (values.len() / r)];
+    for (b, positions) in run.now.chunks(BLOCK).enumerate() {
+        rows.widen(positions, &mut block);
+        let run = Run::new(&NUMBERS[..positions.len()], positions.len());
+        kernels::add(
+            &weights[b * BLOCK..],
+            stride,
+            &block,
+            &run,
+            Sums {
+                r,
+                values: &mut *values,
+            },
+        );
+    }
+}
