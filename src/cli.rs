@@ -228,6 +228,9 @@ pub struct Fit {
     /// Most k-means passes
     #[arg(long, value_name = "N", default_value_t = 25, value_parser = parse_count)]
     pub iterations: usize,
+    /// End once a pass lowers the objective by less than this share; 0 goes on until no key changes its codeword
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = share_or_zero)]
+    pub min_gain: f64,
     /// How k-means starts
     #[arg(long, value_enum, default_value_t = FitInit::KMeansPlusPlus)]
     pub init: FitInit,

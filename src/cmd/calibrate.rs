@@ -89,6 +89,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
     let params = FitParams {
         size: args.fit.size,
         iterations: args.fit.iterations,
+        min_gain: args.fit.min_gain,
         init: args.fit.init,
         seed: global.seed,
         position: args.rope.position(args.wrope_position),

@@ -48,6 +48,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let params = FitParams {
         size: args.fit.size,
         iterations: args.fit.iterations,
+        min_gain: args.fit.min_gain,
         init: args.fit.init,
         seed: global.seed,
         position: moments.position,

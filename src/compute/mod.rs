@@ -7,13 +7,16 @@
 //! threads, and each piece is computed by one thread: the same bytes for any thread count.
 
 pub mod attention;
+pub mod codewords;
 pub mod cpu;
 pub mod cuda;
 pub mod device;
 mod draw;
 pub mod gpu;
 pub mod linear;
+pub mod products;
 pub mod reference;
+pub mod signs;
 pub mod simd;
 
 use ndarray::{ArrayView2, ArrayViewMut2, Axis};

@@ -13,13 +13,16 @@
 use std::collections::VecDeque;
 
 use half::f16;
+use half::slice::HalfFloatSliceExt;
 use ndarray::{Array2, ArrayView2, Axis, s};
 use rand::SeedableRng;
 use rand::seq::index;
 use rand_chacha::ChaCha8Rng;
 
+use super::best::{Places, largest};
 use super::{Choice, Place, Prompt, Retriever, Step, everything, softmax};
 use crate::compute::attention::visible;
+use crate::compute::products::products;
 use crate::compute::{gemm, simd};
 
 /// Steps for which a position that left the window is ranked by every query.
@@ -199,9 +202,7 @@ impl Ctkvr {
         let mut scratch = vec![0.0; unit.len()];
         let mut ranked: Vec<(f32, usize)> = Vec::with_capacity(self.centroids.len());
         for (i, centroid) in self.centroids.iter().enumerate() {
-            for (s, x) in scratch.iter_mut().zip(&centroid.queries) {
-                *s = x.to_f32();
-            }
+            centroid.queries.convert_to_f32_slice(&mut scratch);
             let cosines = scratch
                 .chunks(d)
                 .zip(unit.chunks(d))
@@ -217,16 +218,15 @@ impl Ctkvr {
     /// window lately.
     fn union(&self, step: &Step) -> Vec<u32> {
         let c = &step.candidates;
-        let lists = self.recall(step.q_rope).into_iter();
-        let mut union: Vec<u32> = lists
-            .flat_map(|i| self.centroids[i].list.iter().copied())
-            .filter(|p| c.contains(&(*p as usize)))
-            .collect();
+        let mut union = Places::new(c.len());
+        for i in self.recall(step.q_rope) {
+            let list = self.centroids[i].list.iter().map(|p| *p as usize);
+            list.filter(|p| c.contains(p))
+                .for_each(|p| union.insert(p - c.start));
+        }
         let fresh = self.indexed.max(c.end.saturating_sub(FRESH)).max(c.start)..c.end;
-        union.extend(fresh.map(|p| p as u32));
-        union.sort_unstable();
-        union.dedup();
-        union
+        fresh.for_each(|p| union.insert(p - c.start));
+        union.ascending(c.start as u32)
     }
 
     /// Whether this step becomes a centroid.
@@ -264,14 +264,8 @@ fn unit_rows(q: ArrayView2<f32>) -> Vec<f32> {
 
 /// The `count` positions with the largest weights, ascending; the lower position on ties.
 fn heaviest(positions: &[u32], weights: &[f32], count: usize) -> Vec<u32> {
-    let mut order: Vec<usize> = (0..positions.len()).collect();
-    if count < order.len() {
-        order.select_nth_unstable_by(count, |a, b| weights[*b].total_cmp(&weights[*a]).then(a.cmp(b)));
-        order.truncate(count);
-    }
-    let mut out: Vec<u32> = order.into_iter().map(|i| positions[i]).collect();
-    out.sort_unstable();
-    out
+    let places = largest(weights, count).into_iter();
+    places.map(|i| positions[i as usize]).collect()
 }
 
 impl Retriever for Ctkvr {
@@ -333,14 +327,14 @@ impl Retriever for Ctkvr {
         let union = self.union(step);
         let scale = 1.0 / (d as f32).sqrt();
         let mut scores = Array2::<f32>::zeros((r, union.len()));
-        let queries = step.q_rope.mapv(|x| x * scale);
-        let mut scratch = vec![0.0; d];
-        for (j, &p) in union.iter().enumerate() {
-            let key = step.kv.keys().row(p as usize, &mut scratch);
-            for (a, query) in queries.rows().into_iter().enumerate() {
-                scores[[a, j]] = query.as_slice().map_or(0.0, |query| simd::dot(query, key));
+        let queries = step.q_rope.rows().into_iter();
+        let queries: Vec<Vec<f32>> = queries.map(|q| q.iter().map(|x| x * scale).collect()).collect();
+        let ranked = union.iter().map(|p| *p as usize);
+        products(&queries, step.kv.keys(), ranked, |j, products| {
+            for (a, product) in products.iter().enumerate() {
+                scores[[a, j]] = *product;
             }
-        }
+        });
         // A' of Algorithm 2: softmax over the union alone, the maximum over the group.
         let mut weights = vec![0.0f32; union.len()];
         for mut row in scores.axis_iter_mut(Axis(0)) {

@@ -4,6 +4,7 @@
 //! and the softmax; a method only chooses. This file is the one registry.
 
 pub mod a2ats;
+mod best;
 pub mod ctkvr;
 pub mod full;
 pub mod layer;

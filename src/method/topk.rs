@@ -1,56 +1,55 @@
 //! The oracle: the positions with the largest true softmax probability, summed over the query
 //! heads of the group. It reads every key; the reads are not counted, for it is a yardstick.
 
+use multiversion::multiversion;
+
+use super::best::largest;
 use super::{Choice, Retriever, Step, everything};
+use crate::compute::products::products;
 use crate::compute::simd;
 
 /// Exact top-k.
 #[derive(Clone)]
 pub struct TopK;
 
+/// `mass[i] += x[i] / sum`.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+fn add_shares(mass: &mut [f64], x: &[f32], sum: f64) {
+    for (m, x) in mass.iter_mut().zip(x) {
+        *m += f64::from(*x) / sum;
+    }
+}
+
 impl Retriever for TopK {
     fn select(&mut self, step: &Step) -> Choice {
-        let c = step.candidates.clone();
         if step.is_exact() {
             return everything(step).into();
         }
         let (r, d) = step.q_rope.dim();
         let scale = 1.0 / (d as f32).sqrt();
-        let first = step.visible.start;
-        let n = step.visible.len();
-        let mut scratch = vec![0.0; d];
+        let (first, n) = (step.visible.start, step.visible.len());
+        let queries = step.q_rope.rows().into_iter();
+        let queries: Vec<Vec<f32>> = queries.map(|q| q.iter().map(|x| x * scale).collect()).collect();
         let mut scores = vec![0.0f32; r * n];
-        let queries: Vec<Vec<f32>> = step
-            .q_rope
-            .rows()
-            .into_iter()
-            .map(|q| q.iter().map(|x| x * scale).collect())
-            .collect();
-        for j in 0..n {
-            let key = step.kv.keys().row(first + j, &mut scratch);
-            for (a, q) in queries.iter().enumerate() {
-                scores[a * n + j] = simd::dot(q, key);
+        products(&queries, step.kv.keys(), step.visible.clone(), |j, products| {
+            for (a, product) in products.iter().enumerate() {
+                scores[a * n + j] = *product;
             }
-        }
+        });
         let mut mass = vec![0.0f64; n];
         for row in scores.chunks_mut(n) {
             let max = simd::max(row);
             simd::exp_shifted(row, max);
             let sum: f64 = row.iter().map(|x| f64::from(*x)).sum();
-            for (m, x) in mass.iter_mut().zip(row) {
-                *m += f64::from(*x) / sum;
-            }
+            add_shares(&mut mass, row, sum);
         }
-        let mut order: Vec<u32> = c.map(|p| p as u32).collect();
-        let rank = |a: &u32, b: &u32| {
-            let (ma, mb) = (mass[*a as usize - first], mass[*b as usize - first]);
-            mb.total_cmp(&ma).then(a.cmp(b))
-        };
-        order.select_nth_unstable_by(step.budget, rank);
-        order.truncate(step.budget);
-        order.sort_unstable();
+        let c = step.candidates.start - first..step.candidates.end - first;
+        let mut positions = largest(&mass[c], step.budget);
+        positions
+            .iter_mut()
+            .for_each(|p| *p += step.candidates.start as u32);
         Choice {
-            positions: order,
+            positions,
             products: r * n,
             ..Choice::default()
         }

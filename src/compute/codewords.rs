@@ -1,0 +1,193 @@
+//! Products of a few queries with every codeword of a codebook.
+
+use half::f16;
+use multiversion::multiversion;
+use ndarray::{Array2, ArrayView2};
+
+/// Codewords side by side in a panel.
+const PANEL: usize = 32;
+/// Queries whose products with a panel are summed together.
+const QUERIES: usize = 4;
+/// 2^112: between the exponents of f16 and f32.
+const SHIFT: f32 = f32::from_bits((127 + 112) << 23);
+
+/// One coordinate of a panel, on a cache line boundary.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
+struct Line<T>([T; PANEL]);
+
+/// Codewords in the order a scan reads them: panels of [`PANEL`], coordinate by coordinate, `[panels,d]` lines.
+#[derive(Clone, Debug)]
+enum Lines {
+    /// The bits of f16 values.
+    Half(Vec<Line<u16>>),
+    /// Where some value is none of f16.
+    Single(Vec<Line<f32>>),
+}
+
+/// Codewords `[M,d]`, in half precision where that is exact.
+#[derive(Clone, Debug)]
+pub struct Codewords {
+    size: usize,
+    d: usize,
+    lines: Lines,
+}
+
+impl Codewords {
+    /// Packs `[M,d]`.
+    pub fn new(codewords: ArrayView2<f32>) -> Self {
+        let (size, d) = codewords.dim();
+        let is_half = |x: &f32| x.is_finite() && f16::from_f32(*x).to_f32().to_bits() == x.to_bits();
+        let lines = match codewords.iter().all(is_half) {
+            true => Lines::Half(pack(codewords, 0, |x| f16::from_f32(x).to_bits())),
+            false => Lines::Single(pack(codewords, 0.0, |x| x)),
+        };
+        Self { size, d, lines }
+    }
+
+    /// Products of queries `[r,d]` with every codeword: `[r,M]`.
+    ///
+    /// # Numerics
+    /// One fused multiply-add in f32 per coordinate, in order.
+    pub fn products(&self, queries: ArrayView2<f32>) -> Array2<f32> {
+        let queries: Vec<Vec<f32>> = queries.rows().into_iter().map(|row| row.to_vec()).collect();
+        let mut out = Array2::zeros((queries.len(), self.size));
+        if let Some(flat) = out.as_slice_mut().filter(|_| self.size > 0 && self.d > 0) {
+            let parts = flat.chunks_mut(QUERIES * self.size);
+            for (queries, out) in queries.chunks(QUERIES).zip(parts) {
+                match &self.lines {
+                    Lines::Half(lines) => by_half(queries, lines, self.d, out),
+                    Lines::Single(lines) => by_single(queries, lines, self.d, out),
+                }
+            }
+        }
+        out
+    }
+
+    /// Bytes that [`Self::products`] reads.
+    pub fn bytes(&self) -> usize {
+        match &self.lines {
+            Lines::Half(lines) => size_of_val(&lines[..]),
+            Lines::Single(lines) => size_of_val(&lines[..]),
+        }
+    }
+}
+
+fn pack<T: Copy>(codewords: ArrayView2<f32>, zero: T, of: impl Fn(f32) -> T) -> Vec<Line<T>> {
+    let (size, d) = codewords.dim();
+    let mut lines = vec![Line([zero; PANEL]); size.div_ceil(PANEL) * d];
+    for (i, codeword) in codewords.rows().into_iter().enumerate() {
+        for (line, x) in lines[i / PANEL * d..].iter_mut().zip(codeword) {
+            line.0[i % PANEL] = of(*x);
+        }
+    }
+    lines
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma", "aarch64+neon"))]
+fn by_half(queries: &[Vec<f32>], lines: &[Line<u16>], d: usize, out: &mut [f32]) {
+    all(queries, lines, d, out, single);
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2+fma", "aarch64+neon"))]
+fn by_single(queries: &[Vec<f32>], lines: &[Line<f32>], d: usize, out: &mut [f32]) {
+    all(queries, lines, d, out, |x| x);
+}
+
+/// The f32 of a finite f16.
+#[inline(always)]
+fn single(bits: u16) -> f32 {
+    let magnitude = f32::from_bits(u32::from(bits & 0x7fff) << 13) * SHIFT;
+    f32::from_bits(magnitude.to_bits() | u32::from(bits & 0x8000) << 16)
+}
+
+#[inline(always)]
+fn all<T: Copy>(queries: &[Vec<f32>], lines: &[Line<T>], d: usize, out: &mut [f32], of: impl Fn(T) -> f32) {
+    match queries {
+        [a, b, c, d_] => some([a, b, c, d_], lines, d, out, of),
+        [a, b, c] => some([a, b, c], lines, d, out, of),
+        [a, b] => some([a, b], lines, d, out, of),
+        [a] => some([a], lines, d, out, of),
+        _ => (),
+    }
+}
+
+#[expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]
+#[inline(always)]
+fn some<T: Copy, const R: usize>(
+    queries: [&Vec<f32>; R],
+    lines: &[Line<T>],
+    d: usize,
+    out: &mut [f32],
+    of: impl Fn(T) -> f32,
+) {
+    let size = out.len() / R;
+    for (p, panel) in lines.chunks_exact(d).enumerate() {
+        let mut sums = [[0.0f32; PANEL]; R];
+        for (j, line) in panel.iter().enumerate() {
+            let mut codewords = [0.0f32; PANEL];
+            for l in 0..PANEL {
+                codewords[l] = of(line.0[l]);
+            }
+            for r in 0..R {
+                let x = queries[r][j];
+                for l in 0..PANEL {
+                    sums[r][l] = x.mul_add(codewords[l], sums[r][l]);
+                }
+            }
+        }
+        let (first, len) = (p * PANEL, PANEL.min(size - p * PANEL));
+        for r in 0..R {
+            out[r * size + first..][..len].copy_from_slice(&sums[r][..len]);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn products_are_fused_sums_in_order() {
+        let mut state = 1u32;
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+        };
+        for (size, d, r) in [
+            (1, 1, 1),
+            (31, 4, 2),
+            (32, 128, 4),
+            (33, 80, 5),
+            (100, 64, 9),
+            (65, 3, 0),
+        ] {
+            let any = Array2::from_shape_simple_fn((size, d), &mut next);
+            // Halves of every size, the smallest included.
+            let half = any.mapv(|x| f16::from_f32(x * x * x * 1e-3).to_f32());
+            let queries = Array2::from_shape_simple_fn((r, d), &mut next);
+            for (codewords, bytes) in [(&any, 4), (&half, 2)] {
+                let packed = Codewords::new(codewords.view());
+                assert_eq!(packed.bytes(), size.div_ceil(PANEL) * PANEL * d * bytes);
+                let products = packed.products(queries.view());
+                assert_eq!(products.dim(), (r, size));
+                for ((a, c), product) in products.indexed_iter() {
+                    let pairs = queries.row(a).to_vec().into_iter().zip(codewords.row(c).to_vec());
+                    let expected = pairs.fold(0.0f32, |sum, (x, c)| x.mul_add(c, sum));
+                    assert_eq!(product.to_bits(), expected.to_bits(), "{size} {d} {a} {c}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_finite_half_is_read_back() {
+        for bits in (0..=u16::MAX).filter(|b| f16::from_bits(*b).is_finite()) {
+            assert_eq!(
+                single(bits).to_bits(),
+                f16::from_bits(bits).to_f32().to_bits(),
+                "{bits}"
+            );
+        }
+    }
+}

@@ -1,0 +1,432 @@
+//! Sums of small tables over sign patterns: the first pass of a scan of sign bytes.
+//!
+//! A row of sign bytes has two patterns of four channels a byte, the first in the low bits. With the 16
+//! scores of a pattern rounded to u8, a table is one vector register and a lookup is one byte shuffle. Rows
+//! are transposed on the way, so that the bytes of one column share a register. The sums are whole numbers
+//! and the same on every instruction set.
+
+/// Patterns of a group of four channels.
+pub const PATTERNS: usize = 16;
+/// Most groups whose sums fit 16 bits.
+pub const MOST_GROUPS: usize = 257;
+/// Columns whose tables a kernel takes at a time.
+const COLUMNS: usize = 16;
+/// Rows that are brought to [`COLUMNS`] bytes at a time.
+const TILE: usize = 256;
+
+/// The tables of a byte: low and high bits.
+type Pair = [[u8; PATTERNS]; 2];
+
+/// Tables of a scan.
+pub struct Tables {
+    width: usize,
+    /// `[w / 16,16]`, the last padded with tables of zeros.
+    pairs: Vec<[Pair; COLUMNS]>,
+}
+
+impl Tables {
+    /// Packs the tables of the groups, in order: `[groups,16]`, at most [`MOST_GROUPS`].
+    pub fn new(groups: &[[u8; PATTERNS]]) -> Self {
+        let width = groups.len().div_ceil(2);
+        let mut pairs = vec![[[[0; PATTERNS]; 2]; COLUMNS]; width.div_ceil(COLUMNS)];
+        for (g, table) in groups.iter().take(MOST_GROUPS).enumerate() {
+            pairs[g / 2 / COLUMNS][g / 2 % COLUMNS][g % 2] = *table;
+        }
+        Self { width, pairs }
+    }
+
+    /// Sums of rows of sign bytes: of `rows` `[n,w]` to `out` `[n]`.
+    pub fn sums(&self, rows: &[u8], out: &mut [u16]) {
+        let kernel = kernel();
+        out.fill(0);
+        if let ([pairs], COLUMNS) = (&self.pairs[..], self.width) {
+            return kernel(pairs, rows.as_chunks().0, out);
+        }
+        let mut tile = [[0; COLUMNS]; TILE];
+        let rows = rows.chunks(TILE * self.width.max(1));
+        for (rows, out) in rows.zip(out.chunks_mut(TILE)) {
+            for (piece, pairs) in self.pairs.iter().enumerate() {
+                for (tile, row) in tile.iter_mut().zip(rows.chunks_exact(self.width)) {
+                    let row = &row[piece * COLUMNS..self.width.min((piece + 1) * COLUMNS)];
+                    tile[..row.len()].copy_from_slice(row);
+                }
+                kernel(pairs, &tile[..out.len()], out);
+            }
+        }
+    }
+}
+
+/// The kernel of this machine: adds the sums of `rows` `[n,16]` to `out` `[n]`.
+fn kernel() -> fn(&[Pair; COLUMNS], &[[u8; COLUMNS]], &mut [u16]) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if is_x86_feature_detected!("avx512bw") {
+            return x86::with_avx512;
+        }
+        if is_x86_feature_detected!("avx2") {
+            return x86::with_avx2;
+        }
+    }
+    #[cfg(target_arch = "aarch64")]
+    if std::arch::is_aarch64_feature_detected!("neon") {
+        return arm::with_neon;
+    }
+    plain
+}
+
+/// The kernel in plain Rust.
+fn plain(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
+    for (row, out) in rows.iter().zip(out) {
+        let cells = row.iter().zip(pairs);
+        let of = |(byte, [low, high]): (&u8, &Pair)| {
+            u16::from(low[usize::from(byte & 15)]) + u16::from(high[usize::from(byte >> 4)])
+        };
+        *out += cells.map(of).sum::<u16>();
+    }
+}
+
+/// The sums of at least `limit`: `sum << 16 | place`, by ascending place; `out` is emptied first.
+///
+/// `sums` has at most 65536.
+pub fn at_least(sums: &[u16], limit: u16, out: &mut Vec<u32>) {
+    // One more than can be kept, so that every sum may be written before it is judged.
+    out.resize(sums.len() + COLUMNS, 0);
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx512f") {
+        // SAFETY: the machine has AVX-512F.
+        let len = unsafe { x86::at_least(sums, limit, out) };
+        out.truncate(len);
+        return;
+    }
+    let len = keep(sums, 0, limit, out, 0);
+    out.truncate(len);
+}
+
+/// Writes what [`at_least`] keeps from `from` on behind the first `len`; returns the new length.
+fn keep(sums: &[u16], from: usize, limit: u16, out: &mut [u32], mut len: usize) -> usize {
+    for (place, sum) in sums.iter().enumerate().skip(from) {
+        out[len] = u32::from(*sum) << 16 | place as u32;
+        len += usize::from(*sum >= limit);
+    }
+    len
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::{COLUMNS, PATTERNS, Pair, keep, plain};
+
+    /// For a machine that has AVX-512BW.
+    pub fn with_avx512(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
+        // SAFETY: `kernel` chooses this where the machine has AVX-512BW, which implies AVX-512F.
+        unsafe { avx512(pairs, rows, out) }
+    }
+
+    /// For a machine that has AVX2.
+    pub fn with_avx2(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
+        // SAFETY: `kernel` chooses this where the machine has AVX2.
+        unsafe { avx2(pairs, rows, out) }
+    }
+
+    #[inline]
+    fn table(of: &[u8; PATTERNS]) -> __m128i {
+        // SAFETY: SSE2 is part of x86-64; the array has 16 bytes.
+        unsafe { _mm_loadu_si128(of.as_ptr().cast()) }
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn avx512(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
+        let low = _mm512_set1_epi8(15);
+        let order: [u16; 32] = std::array::from_fn(|i| (i % 4 * 8 + i / 4) as u16);
+        // SAFETY: the array has 64 bytes.
+        let order = unsafe { _mm512_loadu_si512(order.as_ptr().cast()) };
+        let wide = |pair: &Pair| {
+            let [a, b] = pair;
+            [_mm512_broadcast_i32x4(table(a)), _mm512_broadcast_i32x4(table(b))]
+        };
+        let mut tables = [[low; 2]; COLUMNS];
+        tables.iter_mut().zip(pairs).for_each(|(t, pair)| *t = wide(pair));
+        let (blocks, rest) = rows.as_chunks::<64>();
+        let (outs, _) = out.as_chunks_mut::<64>();
+        for (block, out) in blocks.iter().zip(outs) {
+            let mut r = [low; COLUMNS];
+            for (i, r) in r.iter_mut().enumerate() {
+                // SAFETY: 16 loads of 64 bytes each out of 1024.
+                *r = unsafe { _mm512_loadu_si512(block.as_ptr().add(4 * i).cast()) };
+            }
+            // Four perfect shuffles transpose 16 rows of 16 bytes in each quarter.
+            let r = shuffle_512(shuffle_512(shuffle_512(shuffle_512(r))));
+            // Sums of whole 16-bit lanes, and of their upper bytes alone.
+            let (mut all, mut odd) = (_mm512_setzero_si512(), _mm512_setzero_si512());
+            for (r, [first, second]) in r.iter().zip(&tables) {
+                let a = _mm512_shuffle_epi8(*first, _mm512_and_si512(*r, low));
+                let b = _mm512_shuffle_epi8(*second, _mm512_and_si512(_mm512_srli_epi16::<4>(*r), low));
+                all = _mm512_add_epi16(all, _mm512_add_epi16(a, b));
+                let upper = _mm512_add_epi16(_mm512_srli_epi16::<8>(a), _mm512_srli_epi16::<8>(b));
+                odd = _mm512_add_epi16(odd, upper);
+            }
+            let even = _mm512_sub_epi16(all, _mm512_slli_epi16::<8>(odd));
+            // Byte i of quarter l belongs to row 4 i + l.
+            let first = _mm512_permutexvar_epi16(order, _mm512_unpacklo_epi16(even, odd));
+            let last = _mm512_permutexvar_epi16(order, _mm512_unpackhi_epi16(even, odd));
+            // SAFETY: two loads and two stores of 64 bytes each in 128.
+            unsafe {
+                let out: *mut __m512i = out.as_mut_ptr().cast();
+                for (i, sums) in [first, last].into_iter().enumerate() {
+                    let out = out.add(i);
+                    _mm512_storeu_si512(out, _mm512_add_epi16(_mm512_loadu_si512(out), sums));
+                }
+            }
+        }
+        let done = rows.len() - rest.len();
+        plain(pairs, rest, out.get_mut(done..).unwrap_or_default());
+    }
+
+    #[target_feature(enable = "avx2")]
+    fn avx2(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
+        let low = _mm256_set1_epi8(15);
+        let wide = |pair: &Pair| {
+            let [a, b] = pair;
+            [
+                _mm256_broadcastsi128_si256(table(a)),
+                _mm256_broadcastsi128_si256(table(b)),
+            ]
+        };
+        let mut tables = [[low; 2]; COLUMNS];
+        tables.iter_mut().zip(pairs).for_each(|(t, pair)| *t = wide(pair));
+        let (blocks, rest) = rows.as_chunks::<32>();
+        let (outs, _) = out.as_chunks_mut::<32>();
+        for (block, out) in blocks.iter().zip(outs) {
+            let mut r = [low; COLUMNS];
+            for (i, r) in r.iter_mut().enumerate() {
+                // SAFETY: 16 loads of 32 bytes each out of 512.
+                *r = unsafe { _mm256_loadu_si256(block.as_ptr().add(2 * i).cast()) };
+            }
+            let r = shuffle_256(shuffle_256(shuffle_256(shuffle_256(r))));
+            let (mut all, mut odd) = (_mm256_setzero_si256(), _mm256_setzero_si256());
+            for (r, [first, second]) in r.iter().zip(&tables) {
+                let a = _mm256_shuffle_epi8(*first, _mm256_and_si256(*r, low));
+                let b = _mm256_shuffle_epi8(*second, _mm256_and_si256(_mm256_srli_epi16::<4>(*r), low));
+                all = _mm256_add_epi16(all, _mm256_add_epi16(a, b));
+                let upper = _mm256_add_epi16(_mm256_srli_epi16::<8>(a), _mm256_srli_epi16::<8>(b));
+                odd = _mm256_add_epi16(odd, upper);
+            }
+            let even = _mm256_sub_epi16(all, _mm256_slli_epi16::<8>(odd));
+            let halves = [_mm256_unpacklo_epi16(even, odd), _mm256_unpackhi_epi16(even, odd)];
+            for (half, out) in halves.into_iter().zip(out.as_chunks_mut::<16>().0) {
+                // Byte i of half l belongs to row 2 i + l.
+                let (a, b) = (_mm256_castsi256_si128(half), _mm256_extracti128_si256::<1>(half));
+                // SAFETY: two loads and two stores of 16 bytes each in 32.
+                unsafe {
+                    let out: *mut __m128i = out.as_mut_ptr().cast();
+                    for (i, sums) in [_mm_unpacklo_epi16(a, b), _mm_unpackhi_epi16(a, b)]
+                        .into_iter()
+                        .enumerate()
+                    {
+                        let out = out.add(i);
+                        _mm_storeu_si128(out, _mm_add_epi16(_mm_loadu_si128(out), sums));
+                    }
+                }
+            }
+        }
+        let done = rows.len() - rest.len();
+        plain(pairs, rest, out.get_mut(done..).unwrap_or_default());
+    }
+
+    /// The bytes of the first eight registers and of the last eight in turn, quarter by quarter.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn shuffle_512(r: [__m512i; COLUMNS]) -> [__m512i; COLUMNS] {
+        let of = |k: usize| {
+            [
+                _mm512_unpacklo_epi8(r[k], r[k + 8]),
+                _mm512_unpackhi_epi8(r[k], r[k + 8]),
+            ]
+        };
+        let [[a, b], [c, d], [e, f], [g, h]] = [of(0), of(1), of(2), of(3)];
+        let [[i, j], [k, l], [m, n], [o, p]] = [of(4), of(5), of(6), of(7)];
+        [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p]
+    }
+
+    /// The same by halves.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn shuffle_256(r: [__m256i; COLUMNS]) -> [__m256i; COLUMNS] {
+        let of = |k: usize| {
+            [
+                _mm256_unpacklo_epi8(r[k], r[k + 8]),
+                _mm256_unpackhi_epi8(r[k], r[k + 8]),
+            ]
+        };
+        let [[a, b], [c, d], [e, f], [g, h]] = [of(0), of(1), of(2), of(3)];
+        let [[i, j], [k, l], [m, n], [o, p]] = [of(4), of(5), of(6), of(7)];
+        [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p]
+    }
+
+    /// [`super::at_least`] into `out`, which has room for 16 more than there are sums; returns how many are kept.
+    #[target_feature(enable = "avx512f")]
+    pub fn at_least(sums: &[u16], limit: u16, out: &mut [u32]) -> usize {
+        let mut place = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        let limit_wide = _mm512_set1_epi32(i32::from(limit) << 16);
+        let (blocks, rest) = sums.as_chunks::<16>();
+        let mut len = 0;
+        for block in blocks {
+            // SAFETY: a block has 32 bytes.
+            let sums = unsafe { _mm256_loadu_si256(block.as_ptr().cast()) };
+            let sums = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(sums));
+            let kept = _mm512_cmpge_epu32_mask(sums, limit_wide);
+            let keys = _mm512_maskz_compress_epi32(kept, _mm512_or_si512(sums, place));
+            if let Some(out) = out[len..].first_chunk_mut::<16>() {
+                // SAFETY: 16 values have 64 bytes.
+                unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), keys) };
+            }
+            len += kept.count_ones() as usize;
+            place = _mm512_add_epi32(place, _mm512_set1_epi32(16));
+        }
+        keep(sums, sums.len() - rest.len(), limit, out, len)
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+mod arm {
+    use std::arch::aarch64::*;
+
+    use super::{COLUMNS, Pair, plain};
+
+    /// For a machine that has NEON.
+    pub fn with_neon(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
+        // SAFETY: `kernel` chooses this where the machine has NEON.
+        unsafe { neon(pairs, rows, out) }
+    }
+
+    #[target_feature(enable = "neon")]
+    fn neon(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
+        let low = vdupq_n_u8(15);
+        let (blocks, rest) = rows.as_chunks::<16>();
+        let (outs, _) = out.as_chunks_mut::<16>();
+        for (block, out) in blocks.iter().zip(outs) {
+            let mut r = [low; COLUMNS];
+            for (r, row) in r.iter_mut().zip(block) {
+                // SAFETY: a row has 16 bytes.
+                *r = unsafe { vld1q_u8(row.as_ptr()) };
+            }
+            // Four perfect shuffles transpose 16 rows of 16 bytes.
+            let r = shuffle(shuffle(shuffle(shuffle(r))));
+            let (mut first, mut last) = (vdupq_n_u16(0), vdupq_n_u16(0));
+            for (r, [a, b]) in r.iter().zip(pairs) {
+                // SAFETY: each table has 16 bytes.
+                let (a, b) = unsafe { (vld1q_u8(a.as_ptr()), vld1q_u8(b.as_ptr())) };
+                let a = vqtbl1q_u8(a, vandq_u8(*r, low));
+                let b = vqtbl1q_u8(b, vshrq_n_u8::<4>(*r));
+                first = vaddq_u16(first, vaddl_u8(vget_low_u8(a), vget_low_u8(b)));
+                last = vaddq_u16(last, vaddl_high_u8(a, b));
+            }
+            // SAFETY: two loads and two stores of 16 bytes each in 32.
+            unsafe {
+                let out = out.as_mut_ptr();
+                vst1q_u16(out, vaddq_u16(vld1q_u16(out), first));
+                vst1q_u16(out.add(8), vaddq_u16(vld1q_u16(out.add(8)), last));
+            }
+        }
+        let done = rows.len() - rest.len();
+        plain(pairs, rest, out.get_mut(done..).unwrap_or_default());
+    }
+
+    /// The bytes of the first eight registers and of the last eight in turn.
+    #[inline]
+    #[target_feature(enable = "neon")]
+    fn shuffle(r: [uint8x16_t; COLUMNS]) -> [uint8x16_t; COLUMNS] {
+        let of = |k: usize| [vzip1q_u8(r[k], r[k + 8]), vzip2q_u8(r[k], r[k + 8])];
+        let [[a, b], [c, d], [e, f], [g, h]] = [of(0), of(1), of(2), of(3)];
+        let [[i, j], [k, l], [m, n], [o, p]] = [of(4), of(5), of(6), of(7)];
+        [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every kernel that this machine has.
+    fn kernels() -> Vec<fn(&[Pair; COLUMNS], &[[u8; COLUMNS]], &mut [u16])> {
+        let mut out: Vec<fn(&[Pair; COLUMNS], &[[u8; COLUMNS]], &mut [u16])> = vec![plain, kernel()];
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx2") {
+            out.push(x86::with_avx2);
+        }
+        out
+    }
+
+    /// Bytes that are not special in any way.
+    fn bytes(n: usize, seed: u32) -> Vec<u8> {
+        let mut state = seed;
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 24) as u8
+        };
+        (0..n).map(|_| next()).collect()
+    }
+
+    #[test]
+    fn every_kernel_gives_the_sums_of_the_tables() {
+        let values = bytes(32 * PATTERNS, 1);
+        let groups: Vec<[u8; PATTERNS]> = values.as_chunks().0.to_vec();
+        let pairs = Tables::new(&groups).pairs[0];
+        for n in [0, 1, 15, 16, 31, 32, 33, 63, 64, 65, 127, 128, 200] {
+            let rows = bytes(n * COLUMNS, 2 + n as u32);
+            let rows = rows.as_chunks::<COLUMNS>().0;
+            for kernel in kernels() {
+                let mut out = vec![7; n];
+                kernel(&pairs, rows, &mut out);
+                for (row, sum) in rows.iter().zip(&out) {
+                    let nibble = |g: usize| usize::from(row[g / 2] >> (4 * (g % 2)) & 15);
+                    let expected: u32 = (0..32).map(|g| u32::from(groups[g][nibble(g)])).sum();
+                    assert_eq!(u32::from(*sum), 7 + expected, "{n}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn rows_of_every_width() {
+        for count in [1, 2, 3, 16, 20, 31, 32, 33, 64, 100, MOST_GROUPS] {
+            let (width, n) = (count.div_ceil(2), 2 * TILE + 77);
+            // The largest sum is the largest that 16 bits hold.
+            let mut groups: Vec<[u8; PATTERNS]> = bytes(count * PATTERNS, 3).as_chunks().0.to_vec();
+            groups.iter_mut().for_each(|table| table[15] = 255);
+            let mut rows = bytes(n * width, 4);
+            rows[..width].fill(255);
+            let mut out = vec![9; n];
+            Tables::new(&groups).sums(&rows, &mut out);
+            assert_eq!(usize::from(out[0]), 255 * count);
+            for (row, sum) in rows.chunks(width).zip(&out) {
+                let nibble = |g: usize| usize::from(row[g / 2] >> (4 * (g % 2)) & 15);
+                let expected: u32 = (0..count).map(|g| u32::from(groups[g][nibble(g)])).sum();
+                assert_eq!(u32::from(*sum), expected, "{count}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_at_least_a_limit() {
+        for n in [0, 1, 15, 16, 17, 64, 100, 65_536] {
+            let low = bytes(n, 5);
+            let sums: Vec<u16> = low
+                .iter()
+                .zip(bytes(n, 6))
+                .map(|(a, b)| u16::from_le_bytes([*a, b]))
+                .collect();
+            for limit in [0, 1, 30_000, sums.iter().copied().max().unwrap_or(0), u16::MAX] {
+                let kept = sums.iter().enumerate().filter(|(_, sum)| **sum >= limit);
+                let expected: Vec<u32> = kept.map(|(i, sum)| u32::from(*sum) << 16 | i as u32).collect();
+                let mut found = vec![1, 2];
+                at_least(&sums, limit, &mut found);
+                assert_eq!(found, expected, "{n} {limit}");
+                let mut room = vec![0; n + 1];
+                let len = keep(&sums, 0, limit, &mut room, 0);
+                assert_eq!(room[..len], expected, "{n} {limit}");
+            }
+        }
+    }
+}

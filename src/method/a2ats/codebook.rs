@@ -1,0 +1,179 @@
+//! Calibrated codebooks: codes of keys, scores of queries.
+
+use std::sync::Arc;
+
+use ndarray::{Array1, Array2, Array3, ArrayView2, Axis};
+use rayon::prelude::*;
+
+use super::{SECTION, check_values, codebook_size, specs};
+use crate::artifact::Artifact;
+use crate::compute::codewords::Codewords;
+use crate::compute::cuda::decode::a2ats::HeadConstants;
+use crate::error::{Error, Result};
+use crate::model::rope::{Rope, RopeTable};
+use crate::stats::kmeans::Codebook;
+use crate::stats::linalg;
+use crate::stats::moments::position_of;
+use crate::stats::whiten::whiten;
+
+/// The codebooks of every head, ready to encode keys and to score queries.
+pub struct Codebooks {
+    n_kv_heads: usize,
+    heads: Vec<Arc<HeadCodebook>>,
+}
+
+/// The codebook of one KV head.
+pub struct HeadCodebook {
+    codebook: Codebook,
+    /// The codewords, for queries.
+    codewords: Codewords,
+    mean: Array1<f32>,
+    chol: Array2<f32>,
+    /// L^-1, so that a step multiplies instead of solving.
+    chol_inverse: Array2<f64>,
+    /// R_b; none for keys and queries rotated to their own positions.
+    wrope: Option<RopeTable>,
+}
+
+impl Codebooks {
+    /// Reads the section, checking its digests and values.
+    pub fn load(artifact: &Artifact, rope: &Rope) -> Result<Self> {
+        let params = artifact.section(SECTION)?;
+        let m = codebook_size(params)?;
+        let position = params
+            .get("wrope_position")
+            .and_then(position_of)
+            .ok_or_else(|| Error::failed("`sections.a2ats.wrope_position` is not valid"))?;
+        let table = position.windowed().map(|b| rope.table(b..b + 1));
+        let specs = specs(artifact.sizes, m);
+        for spec in &specs {
+            artifact.check_digest(SECTION, &spec.name)?;
+        }
+        check_values(artifact)?;
+        let d = artifact.sizes.head_dim;
+        let n = artifact.sizes.n_layers * artifact.sizes.n_kv_heads;
+        let shape = |e: ndarray::ShapeError| Error::failed(e.to_string());
+        let codebook = Array3::from_shape_vec((n, m, d), artifact.f16s(&specs[0])?).map_err(shape)?;
+        let mean = Array2::from_shape_vec((n, d), artifact.f32s(&specs[1])?).map_err(shape)?;
+        let chol = Array3::from_shape_vec((n, d, d), artifact.f32s(&specs[2])?).map_err(shape)?;
+        let head = |i: usize| {
+            let own = |x: &Array3<f32>| x.index_axis(Axis(0), i).to_owned();
+            let mean = mean.row(i).to_owned();
+            let head = HeadCodebook::rotated(own(&codebook), mean, own(&chol), table.clone())?;
+            Ok(Arc::new(head))
+        };
+        let heads = (0..n).into_par_iter().map(head).collect::<Result<_>>()?;
+        Ok(Self {
+            n_kv_heads: artifact.sizes.n_kv_heads,
+            heads,
+        })
+    }
+
+    /// The codebook of one head.
+    pub fn head(&self, layer: usize, kv_head: usize) -> &Arc<HeadCodebook> {
+        &self.heads[layer * self.n_kv_heads + kv_head]
+    }
+}
+
+impl HeadCodebook {
+    /// A codebook C^z `[M,d]` with its mean `[d]` and its Cholesky factor `[d,d]`.
+    ///
+    /// # Errors
+    /// The factor is singular.
+    pub fn new(
+        codebook: Array2<f32>,
+        mean: Array1<f32>,
+        chol: Array2<f32>,
+        rope: &Rope,
+        wrope_position: usize,
+    ) -> Result<Self> {
+        let table = rope.table(wrope_position..wrope_position + 1);
+        Self::rotated(codebook, mean, chol, Some(table))
+    }
+
+    /// The same for queries that `wrope` rotates, or that come rotated.
+    fn rotated(
+        codebook: Array2<f32>,
+        mean: Array1<f32>,
+        chol: Array2<f32>,
+        wrope: Option<RopeTable>,
+    ) -> Result<Self> {
+        let chol_inverse = linalg::invert_lower(chol.mapv(f64::from).view())
+            .ok_or_else(|| Error::failed("a Cholesky factor is singular"))?;
+        Ok(Self {
+            codewords: Codewords::new(codebook.view()),
+            codebook: Codebook::new(codebook),
+            mean,
+            chol,
+            chol_inverse,
+            wrope,
+        })
+    }
+
+    /// Whether keys and queries are taken before rotation: windowed RoPE.
+    pub fn is_windowed(&self) -> bool {
+        self.wrope.is_some()
+    }
+
+    /// Codes of keys `[n,d]`, before rotation with windowed RoPE, else after: argmin of (k - c) H (k - c)^T, lowest index on ties.
+    ///
+    /// # Source
+    /// Eq. 20, in whitened coordinates.
+    pub fn encode(&self, k_pre: ArrayView2<f32>) -> Vec<u16> {
+        let z = whiten(k_pre, self.chol.view(), self.mean.view());
+        let mut codes = vec![0; z.nrows()];
+        self.codebook
+            .nearest(z.view(), &mut codes, &mut vec![0.0; z.nrows()]);
+        codes.into_iter().map(|c| c as u16).collect()
+    }
+
+    /// Score of every codeword for each query head: `[r,M]`, up to a constant per query.
+    ///
+    /// # Shapes
+    /// q `[r,d]`, before rotation with windowed RoPE, else after.
+    ///
+    /// # Numerics
+    /// y = qt L^-T in f64, then f32 products: see [`Codewords::products`].
+    ///
+    /// # Source
+    /// Eq. 12 (qt = q R_b) and Eq. 21, with C = C^z L^-1 folded into the query.
+    pub fn scores(&self, q: ArrayView2<f32>) -> Array2<f32> {
+        let mut y = Array2::<f32>::zeros(q.dim());
+        for (query, mut y) in q.rows().into_iter().zip(y.rows_mut()) {
+            let mut qt = query.to_vec();
+            if let Some(table) = &self.wrope {
+                table.rotate(&mut qt, 0);
+            }
+            let qt = Array1::from_iter(qt.into_iter().map(f64::from));
+            y.assign(&self.chol_inverse.dot(&qt).mapv(|v| v as f32));
+        }
+        self.codewords.products(y.view())
+    }
+
+    /// What a GPU needs of this head: the rotation and L^-1 in one matrix for queries, L for keys.
+    pub fn constants(&self) -> HeadConstants<'_> {
+        let d = self.chol.nrows();
+        // Column j is where the j-th unit vector is rotated to.
+        let mut rotation = Array2::<f64>::zeros((d, d));
+        for j in 0..d {
+            let mut unit = vec![0.0; d];
+            unit[j] = 1.0;
+            if let Some(table) = &self.wrope {
+                table.rotate(&mut unit, 0);
+            }
+            let unit = Array1::from_iter(unit.into_iter().map(f64::from));
+            rotation.column_mut(j).assign(&unit);
+        }
+        HeadConstants {
+            codebook: self.codebook.centroids().view(),
+            query_map: self.chol_inverse.dot(&rotation).mapv(|v| v as f32),
+            key_map: self.chol.t().to_owned(),
+            mean: self.mean.to_vec(),
+        }
+    }
+
+    /// Number of codewords.
+    pub fn size(&self) -> usize {
+        self.codebook.centroids().nrows()
+    }
+}

@@ -1,0 +1,211 @@
+//! How many tokens of each codeword a choice takes.
+
+use ndarray::{ArrayView1, ArrayView2};
+
+use super::postings::Postings;
+
+/// Intervals of scores that codewords are counted in before some are sorted.
+const INTERVALS: usize = 1024;
+
+/// What bounds a choice.
+#[derive(Clone, Copy, Debug)]
+pub enum Bound {
+    /// Most tokens of the union over the query heads.
+    Union(usize),
+    /// Tokens of each query head.
+    PerQueryHead(u64),
+}
+
+/// The positions of the tokens with the best codewords, ascending; `codes[0]` stands at position `first`.
+///
+/// # Shapes
+/// scores `[r,M]`, counts `[M]` of the codes.
+pub fn choose(scores: ArrayView2<f32>, counts: &[u32], codes: &[u16], first: u32, bound: Bound) -> Vec<u32> {
+    match limits(scores, counts, bound) {
+        Ok(limits) => limits.positions(codes, first),
+        Err(budget) => {
+            let first_of = |c: usize| (first..).zip(codes).find(|(_, code)| usize::from(**code) == c);
+            best_of_union(scores, counts, budget, |c| first_of(c).map(|(p, _)| p))
+        }
+    }
+}
+
+/// The same among the tokens of `postings`, with the `codes` of all positions.
+pub(super) fn choose_listed(
+    scores: ArrayView2<f32>,
+    postings: &mut Postings,
+    codes: &[u16],
+    bound: Bound,
+) -> Vec<u32> {
+    match limits(scores, postings.counts(), bound) {
+        Ok(limits) => postings.positions(limits, codes),
+        Err(budget) => best_of_union(scores, postings.counts(), budget, |c| postings.first_of(c, codes)),
+    }
+}
+
+/// What is taken of each codeword; the budget where not even k = 1 fits it.
+fn limits(scores: ArrayView2<f32>, counts: &[u32], bound: Bound) -> Result<Limits, usize> {
+    match bound {
+        Bound::PerQueryHead(k) => Ok(Limits::of(&ranks(scores, counts, k), counts, k)),
+        Bound::Union(budget) => Limits::within(scores, counts, budget).ok_or(budget),
+    }
+}
+
+/// How many tokens of each codeword the union of the query heads' top-k takes.
+///
+/// For query head a let R_a(c) be the number of tokens in codewords ranked above c (by score, the
+/// lower codeword first on ties), rho(c) = min over a of R_a(c), and o(j) the rank of token j by
+/// position within its codeword. The union of the top-k sets is { j : rho(code_j) + o(j) < k }, so
+/// its size follows from the counts alone.
+///
+/// # Source
+/// Ours; the paper and its code score every token and take the union of the lists.
+pub struct Limits {
+    take: Vec<u32>,
+}
+
+impl Limits {
+    /// The limits of the largest k whose union has at most `budget` tokens; `None` if not even
+    /// k = 1 fits.
+    ///
+    /// # Shapes
+    /// scores `[r,M]`, counts `[M]`.
+    pub fn within(scores: ArrayView2<f32>, counts: &[u32], budget: usize) -> Option<Self> {
+        let total: u64 = counts.iter().map(|c| u64::from(*c)).sum();
+        // A union of top-k sets has at least k tokens.
+        let most = total.min(budget as u64);
+        let ranks = ranks(scores, counts, most);
+        let size = |k: u64| -> u64 { ranks.iter().map(|(c, rho)| taken(*rho, counts[*c], k)).sum() };
+        // size() grows with k: bisect for the last k that fits.
+        let (mut fits, mut too_many) = (0, most + 1);
+        while too_many - fits > 1 {
+            let k = (fits + too_many) / 2;
+            if size(k) <= budget as u64 {
+                fits = k;
+            } else {
+                too_many = k;
+            }
+        }
+        (fits > 0).then(|| Self::of(&ranks, counts, fits))
+    }
+
+    /// The limits of each query head's top-k.
+    fn of(ranks: &[(usize, u64)], counts: &[u32], k: u64) -> Self {
+        let mut take = vec![0; counts.len()];
+        for (c, rho) in ranks {
+            take[*c] = taken(*rho, counts[*c], k) as u32;
+        }
+        Self { take }
+    }
+
+    /// Tokens taken.
+    pub fn len(&self) -> usize {
+        self.take.iter().map(|t| *t as usize).sum()
+    }
+
+    /// Whether none is taken.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The codewords of which some are taken, and how many.
+    pub fn takes(&self) -> impl Iterator<Item = (usize, usize)> {
+        let takes = self.take.iter().map(|t| *t as usize).enumerate();
+        takes.filter(|(_, take)| *take > 0)
+    }
+
+    /// The positions taken, ascending; `codes[0]` stands at position `first`.
+    pub(super) fn positions(mut self, codes: &[u16], first: u32) -> Vec<u32> {
+        let mut out = Vec::with_capacity(self.len());
+        for (p, code) in (first..).zip(codes) {
+            let left = &mut self.take[*code as usize];
+            if *left > 0 {
+                *left -= 1;
+                out.push(p);
+            }
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+impl From<Vec<u32>> for Limits {
+    fn from(take: Vec<u32>) -> Self {
+        Self { take }
+    }
+}
+
+/// The codewords with rho below `most`, and their rho: see [`Limits`].
+///
+/// # Shapes
+/// scores `[r,M]`, counts `[M]`.
+fn ranks(scores: ArrayView2<f32>, counts: &[u32], most: u64) -> Vec<(usize, u64)> {
+    let mut rho = vec![u64::MAX; counts.len()];
+    for row in scores.rows() {
+        let mut above = 0;
+        for c in best_codewords(row, counts, most) {
+            if above >= most {
+                break;
+            }
+            rho[c] = rho[c].min(above);
+            above += u64::from(counts[c]);
+        }
+    }
+    let ranked = rho.into_iter().enumerate();
+    ranked.filter(|(_, rho)| *rho != u64::MAX).collect()
+}
+
+/// The best codewords that have tokens, by score, the lower codeword first on ties: at least so many that they
+/// have `most` tokens, where there are so many.
+fn best_codewords(row: ArrayView1<f32>, counts: &[u32], most: u64) -> Vec<usize> {
+    let used = || (0..counts.len()).filter(|c| counts[*c] > 0);
+    // Equal intervals between the smallest and the largest score; what is not finite is sorted in full.
+    let bounds = (f32::INFINITY, f32::NEG_INFINITY);
+    let (low, high) = used().fold(bounds, |(low, high), c| (low.min(row[c]), high.max(row[c])));
+    let scale = (INTERVALS - 1) as f32 / (high - low);
+    let is_plain = scale.is_finite() && scale > 0.0 && used().all(|c| row[c].is_finite());
+    let interval = |c: usize| (((row[c] - low) * scale) as usize).min(INTERVALS - 1);
+    let mut from = 0;
+    if is_plain {
+        let mut tokens = [0u64; INTERVALS];
+        used().for_each(|c| tokens[interval(c)] += u64::from(counts[c]));
+        let mut above = 0;
+        let enough = tokens.iter().rposition(|tokens| {
+            above += tokens;
+            above >= most
+        });
+        from = enough.unwrap_or(0);
+    }
+    let mut order: Vec<usize> = used().filter(|c| !is_plain || interval(*c) >= from).collect();
+    order.sort_unstable_by(|a, b| row[*b].total_cmp(&row[*a]).then(a.cmp(b)));
+    order
+}
+
+/// How many of a codeword's `count` tokens the union of the top-k takes.
+fn taken(rho: u64, count: u32, k: u64) -> u64 {
+    k.saturating_sub(rho).min(u64::from(count))
+}
+
+/// The best `budget` of the query heads' single best tokens, by their highest score; `first_of` tells the first
+/// token of a codeword.
+fn best_of_union(
+    scores: ArrayView2<f32>,
+    counts: &[u32],
+    budget: usize,
+    first_of: impl Fn(usize) -> Option<u32>,
+) -> Vec<u32> {
+    let mut best: Vec<(f32, u32)> = Vec::new();
+    for row in scores.rows() {
+        let used = (0..counts.len()).filter(|c| counts[*c] > 0);
+        let top = used.min_by(|a, b| row[*b].total_cmp(&row[*a]).then(a.cmp(b)));
+        if let Some((c, p)) = top.and_then(|c| Some((c, first_of(c)?))) {
+            let highest = scores.column(c).fold(f32::NEG_INFINITY, |m, s| m.max(*s));
+            best.push((highest, p));
+        }
+    }
+    best.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+    best.dedup_by_key(|(_, p)| *p);
+    let mut out: Vec<u32> = best.into_iter().take(budget).map(|(_, p)| p).collect();
+    out.sort_unstable();
+    out
+}

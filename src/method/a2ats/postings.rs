@@ -1,0 +1,302 @@
+//! The candidates by codeword: a count of each, and lists of positions.
+
+use std::ops::Range;
+
+use super::limits::Limits;
+use crate::method::best::Places;
+use crate::runner::kv::grow;
+
+/// Positions of a chunk: with the number of the next one it is half a cache line.
+const CHUNK: usize = 7;
+/// Fewer candidates per codeword are scanned: their lists would be mostly room.
+const LEAST_PER_CODEWORD: usize = 4;
+/// A choice of more than one candidate in so many is scanned for.
+const SCANNED_SHARE: usize = 3;
+
+/// Some positions of one codeword, and the chunk after.
+#[derive(Clone, Copy)]
+#[repr(C, align(32))]
+struct Chunk {
+    positions: [u32; CHUNK],
+    next: u32,
+}
+
+const EMPTY: Chunk = Chunk {
+    positions: [0; CHUNK],
+    next: 0,
+};
+
+/// The list of one codeword.
+#[derive(Clone, Copy, Default)]
+struct List {
+    first: u32,
+    last: u32,
+    /// Positions of the first chunk that are candidates no more.
+    skip: u32,
+    count: u32,
+}
+
+/// Lists of ascending positions in chunks, which grow without moving.
+#[derive(Clone, Default)]
+struct Lists {
+    heads: Vec<List>,
+    chunks: Vec<Chunk>,
+    free: Vec<u32>,
+}
+
+impl Lists {
+    /// The lists of `codes` `[n]`, the first of which stands at position `first`, with `counts` `[M]` of them;
+    /// a list's chunks stand side by side.
+    fn new(codes: &[u16], first: usize, counts: &[u32]) -> Self {
+        let mut chunks = 0u32;
+        let mut head = |count: &u32| {
+            let own = count.div_ceil(CHUNK as u32);
+            chunks += own;
+            List {
+                first: chunks - own,
+                last: (chunks - own) + own.saturating_sub(1),
+                skip: 0,
+                count: 0,
+            }
+        };
+        let heads = counts.iter().map(&mut head).collect();
+        let chunk = |i: u32| Chunk { next: i + 1, ..EMPTY };
+        let mut lists = Self {
+            heads,
+            chunks: (0..chunks).map(chunk).collect(),
+            free: Vec::new(),
+        };
+        for (position, code) in (first as u32..).zip(codes) {
+            let head = &mut lists.heads[usize::from(*code)];
+            let at = head.count as usize;
+            head.count += 1;
+            lists.chunks[head.first as usize + at / CHUNK].positions[at % CHUNK] = position;
+        }
+        lists
+    }
+
+    fn push(&mut self, code: u16, position: usize) {
+        let at = {
+            let head = self.heads[usize::from(code)];
+            (head.skip + head.count) as usize % CHUNK
+        };
+        let is_empty = self.heads[usize::from(code)].count == 0;
+        if is_empty || at == 0 {
+            let chunk = self.allocate();
+            let head = &mut self.heads[usize::from(code)];
+            match is_empty {
+                true => (head.first, head.skip) = (chunk, 0),
+                false => self.chunks[head.last as usize].next = chunk,
+            }
+            head.last = chunk;
+        }
+        let head = &mut self.heads[usize::from(code)];
+        let at = if is_empty { 0 } else { at };
+        self.chunks[head.last as usize].positions[at] = position as u32;
+        head.count += 1;
+    }
+
+    fn allocate(&mut self) -> u32 {
+        self.free.pop().unwrap_or_else(|| {
+            grow(&mut self.chunks, 1).push(EMPTY);
+            (self.chunks.len() - 1) as u32
+        })
+    }
+
+    /// Takes the first position of a list that has one.
+    fn pop(&mut self, code: u16) {
+        let head = &mut self.heads[usize::from(code)];
+        head.skip += 1;
+        head.count -= 1;
+        if head.count == 0 || head.skip as usize == CHUNK {
+            self.free.push(head.first);
+            (head.first, head.skip) = (self.chunks[head.first as usize].next, 0);
+        }
+    }
+
+    /// Calls `each` with the first `count` positions of a list that has so many.
+    fn first(&self, code: usize, count: usize, mut each: impl FnMut(u32)) {
+        let head = &self.heads[code];
+        let (mut chunk, mut skip, mut left) = (head.first, head.skip as usize, count);
+        while left > 0 {
+            let of = &self.chunks[chunk as usize];
+            let here = &of.positions[skip..];
+            here.iter().take(left).for_each(|p| each(*p));
+            left = left.saturating_sub(here.len());
+            (chunk, skip) = (of.next, 0);
+        }
+    }
+}
+
+/// Whether `chosen` of `n` candidates of `size` codewords are read from lists, not scanned for.
+fn is_listed(n: usize, size: usize, chosen: usize) -> bool {
+    n >= LEAST_PER_CODEWORD * size && chosen * SCANNED_SHARE <= n
+}
+
+/// Bytes of codes or lists that such a choice reads.
+pub fn read_bytes(n: usize, size: usize, chosen: usize) -> usize {
+    match is_listed(n, size, chosen) {
+        true => chosen.div_ceil(CHUNK) * size_of::<Chunk>(),
+        false => 2 * n,
+    }
+}
+
+/// The candidates by codeword.
+#[derive(Clone)]
+pub(super) struct Postings {
+    /// The positions that are counted.
+    range: Range<usize>,
+    /// `[M]`.
+    counts: Vec<u32>,
+    /// Made where a choice first reads them.
+    lists: Option<Lists>,
+}
+
+impl Postings {
+    /// No candidates of `size` codewords.
+    pub fn new(size: usize) -> Self {
+        Self {
+            range: 0..0,
+            counts: vec![0; size],
+            lists: None,
+        }
+    }
+
+    /// Candidates per codeword: `[M]`.
+    pub fn counts(&self) -> &[u32] {
+        &self.counts
+    }
+
+    /// Bytes of the lists.
+    pub fn bytes(&self) -> usize {
+        let of = |lists: &Lists| lists.chunks.capacity() * size_of::<Chunk>() + lists.free.capacity() * 4;
+        self.lists.as_ref().map_or(0, of)
+    }
+
+    /// Makes `candidates` what is counted, of all `codes`.
+    pub fn cover(&mut self, candidates: &Range<usize>, codes: &[u16]) {
+        let old = self.range.clone();
+        if candidates.start < old.start || candidates.end < old.end || candidates.start > old.end {
+            self.counts.fill(0);
+            self.lists = None;
+            self.range = candidates.start..candidates.start;
+        }
+        for p in self.range.end..candidates.end {
+            self.counts[usize::from(codes[p])] += 1;
+            if let Some(lists) = &mut self.lists {
+                lists.push(codes[p], p);
+            }
+        }
+        for p in self.range.start..candidates.start {
+            self.counts[usize::from(codes[p])] -= 1;
+            if let Some(lists) = &mut self.lists {
+                lists.pop(codes[p]);
+            }
+        }
+        self.range = candidates.clone();
+    }
+
+    /// The candidates that `limits` take, ascending; `codes` are those of all positions.
+    pub fn positions(&mut self, limits: Limits, codes: &[u16]) -> Vec<u32> {
+        let (n, chosen) = (self.range.len(), limits.len());
+        if !is_listed(n, self.counts.len(), chosen) {
+            return limits.positions(&codes[self.range.clone()], self.range.start as u32);
+        }
+        let (first, counts) = (self.range.start, &self.counts);
+        let lists = self
+            .lists
+            .get_or_insert_with(|| Lists::new(&codes[self.range.clone()], first, counts));
+        let mut places = Places::new(n);
+        for (code, take) in limits.takes() {
+            lists.first(code, take, |p| places.insert(p as usize - first));
+        }
+        places.ascending(first as u32)
+    }
+
+    /// The first candidate of a codeword that has one.
+    pub fn first_of(&self, code: usize, codes: &[u16]) -> Option<u32> {
+        if let (Some(lists), 1..) = (&self.lists, self.counts[code]) {
+            let mut found = None;
+            lists.first(code, 1, |p| found = Some(p));
+            return found;
+        }
+        let place = codes[self.range.clone()]
+            .iter()
+            .position(|c| usize::from(*c) == code);
+        place.map(|place| (self.range.start + place) as u32)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Codes that use some codewords more than others, and the last one never.
+    fn codes(n: usize, size: usize, seed: u32) -> Vec<u16> {
+        let mut state = seed;
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as usize
+        };
+        (0..n)
+            .map(|_| (next() % (1 + next() % (size - 1))) as u16)
+            .collect()
+    }
+
+    #[test]
+    fn lists_follow_the_candidates() {
+        let codes = &codes(3000, 9, 1)[..];
+        let mut postings = Postings::new(9);
+        let (mut start, mut end) = (4, 400);
+        for step in 0..2000 {
+            postings.cover(&(start..end), codes);
+            let listed = |c: usize| {
+                (start..end)
+                    .filter(move |p| usize::from(codes[*p]) == c)
+                    .map(|p| p as u32)
+            };
+            for code in 0..9 {
+                assert_eq!(postings.counts()[code] as usize, listed(code).count());
+                assert_eq!(
+                    postings.first_of(code, codes),
+                    listed(code).next(),
+                    "{step} {code}"
+                );
+            }
+            let take: Vec<u32> = (0..9)
+                .map(|c| postings.counts()[c] * ((step + c as u32) % 4) / 12)
+                .collect();
+            let mut expected: Vec<u32> = (0..9).flat_map(|c| listed(c).take(take[c] as usize)).collect();
+            expected.sort_unstable();
+            assert_eq!(postings.positions(Limits::from(take), codes), expected, "{step}");
+            assert!(postings.lists.is_some());
+            // As in decoding, with and without a sliding window, and back now and then.
+            match step % 500 {
+                499 => (start, end) = (0, 300 + step as usize / 4),
+                i if i < 200 => end += 1,
+                i if i < 300 => (start, end) = (start + 1, end + 1),
+                i if i < 320 => start += 9,
+                _ => end += 3,
+            }
+        }
+        assert!(end <= codes.len());
+    }
+
+    #[test]
+    fn a_list_that_runs_empty_starts_anew() {
+        let mut postings = Postings::new(2);
+        // Codeword 1 has 7, none, and 8 positions in turn.
+        let codes: Vec<u16> = [vec![1; 7], vec![0; 30], vec![1; 8], vec![0; 60]].concat();
+        for start in 0..60 {
+            let range = start..start + 45;
+            postings.cover(&range, &codes);
+            let ones: Vec<u32> = range.filter(|p| codes[*p] == 1).map(|p| p as u32).collect();
+            assert_eq!(
+                postings.positions(Limits::from(vec![0, ones.len() as u32]), &codes),
+                ones
+            );
+        }
+        // As many chunks as were ever in use at once, and one.
+        assert!(postings.lists.unwrap().chunks.len() <= 10);
+    }
+}

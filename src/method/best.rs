@@ -1,0 +1,152 @@
+//! The best of many, and the set of some, by position.
+
+/// Bits of a key that values are counted by.
+const COUNTED: u32 = 16;
+
+/// A number with the order of its `total_cmp` as an unsigned key.
+pub(super) trait Key: Copy {
+    /// The key.
+    fn key(self) -> u64;
+}
+
+impl Key for f64 {
+    fn key(self) -> u64 {
+        let bits = self.to_bits() as i64;
+        (bits ^ ((bits >> 63) as u64 >> 1) as i64) as u64 ^ 1 << 63
+    }
+}
+
+impl Key for f32 {
+    fn key(self) -> u64 {
+        let bits = self.to_bits() as i32;
+        u64::from((bits ^ ((bits >> 31) as u32 >> 1) as i32) as u32 ^ 1 << 31) << 32
+    }
+}
+
+/// The places of the `count` largest values, ascending; the lower place on ties.
+pub(super) fn largest<T: Key>(values: &[T], count: usize) -> Vec<u32> {
+    if count == 0 || values.is_empty() {
+        return Vec::new();
+    }
+    let class = |x: &T| (x.key() >> (64 - COUNTED)) as usize;
+    let mut counts = vec![0u32; 1 << COUNTED];
+    values.iter().for_each(|x| counts[class(x)] += 1);
+    // The class of the last one; what is above comes in whole.
+    let mut above = 0;
+    let last = (0..counts.len()).rev().find(|c| {
+        let full = above + counts[*c] as usize >= count;
+        above += if full { 0 } else { counts[*c] as usize };
+        full
+    });
+    let last = last.unwrap_or(0);
+    let mut close: Vec<(u64, u32)> = Vec::new();
+    let mut out = Vec::with_capacity(count);
+    for (x, place) in values.iter().zip(0u32..) {
+        let class = class(x);
+        if class > last {
+            out.push(place);
+        } else if class == last {
+            close.push((x.key(), place));
+        }
+    }
+    let left = count - above;
+    if left < close.len() {
+        close.select_nth_unstable_by(left, |a, b| b.0.cmp(&a.0).then(a.1.cmp(&b.1)));
+        close.truncate(left);
+    }
+    out.extend(close.into_iter().map(|(_, place)| place));
+    out.sort_unstable();
+    out
+}
+
+/// Some places below a bound.
+pub(super) struct Places {
+    words: Vec<u64>,
+}
+
+impl Places {
+    /// None of `n`.
+    pub fn new(n: usize) -> Self {
+        Self {
+            words: vec![0; n.div_ceil(64)],
+        }
+    }
+
+    /// Adds a place.
+    pub fn insert(&mut self, place: usize) {
+        self.words[place / 64] |= 1 << (place % 64);
+    }
+
+    /// The places and `first` to each, ascending.
+    pub fn ascending(&self, first: u32) -> Vec<u32> {
+        let count = self.words.iter().map(|w| w.count_ones() as usize).sum();
+        let mut out = Vec::with_capacity(count);
+        for (word, &bits) in (0u32..).zip(&self.words) {
+            let mut left = bits;
+            while left != 0 {
+                out.push(first + word * 64 + left.trailing_zeros());
+                left &= left - 1;
+            }
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ranked(values: &[f64], count: usize) -> Vec<u32> {
+        let mut order: Vec<u32> = (0..values.len() as u32).collect();
+        order.sort_by(|a, b| values[*b as usize].total_cmp(&values[*a as usize]).then(a.cmp(b)));
+        order.truncate(count);
+        order.sort_unstable();
+        order
+    }
+
+    #[test]
+    fn largest_is_a_full_ranking() {
+        let odd = [
+            f64::NAN,
+            -f64::NAN,
+            f64::INFINITY,
+            f64::NEG_INFINITY,
+            0.0,
+            -0.0,
+            1e-310,
+        ];
+        let value = |i: usize| ((i * 2_654_435_761) % 1009) as f64 / 1009.0 - 0.3;
+        let plain: Vec<f64> = (0..3000).map(value).collect();
+        let tied: Vec<f64> = (0..500).map(|i| (i % 3) as f64).collect();
+        let close: Vec<f64> = plain.iter().map(|x| 1.0 + x * 1e-6).collect();
+        let mixed: Vec<f64> = odd.iter().chain(&plain).chain(&odd).copied().collect();
+        for values in [
+            &plain,
+            &tied,
+            &close,
+            &mixed,
+            &vec![0.5; 70],
+            &vec![1.0],
+            &Vec::new(),
+        ] {
+            for count in [0, 1, 2, 3, 69, 70, 250, 499, values.len()] {
+                let count = count.min(values.len());
+                assert_eq!(largest(values, count), ranked(values, count), "{count}");
+                let single: Vec<f32> = values.iter().map(|x| *x as f32).collect();
+                let double: Vec<f64> = single.iter().map(|x| f64::from(*x)).collect();
+                assert_eq!(largest(&single, count), ranked(&double, count), "{count}");
+            }
+        }
+        assert_eq!(largest(&[1.0f32, 2.0], 5), [0, 1]);
+    }
+
+    #[test]
+    fn places_come_back_in_order() {
+        let mut places = Places::new(200);
+        for p in [199, 0, 64, 63, 0, 128, 127] {
+            places.insert(p);
+        }
+        assert_eq!(places.ascending(10), [10, 73, 74, 137, 138, 209]);
+        assert!(Places::new(0).ascending(3).is_empty());
+    }
+}

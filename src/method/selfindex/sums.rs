@@ -1,0 +1,76 @@
+//! Sums of centred keys by sign pattern.
+
+use super::{GROUP, PATTERNS, PSEUDO_COUNT, pattern};
+use crate::compute::device::SignSums;
+
+/// Sums of a pass over keys, from which their centroids follow.
+#[derive(Clone)]
+pub(super) struct Sums {
+    /// `[d/4,16,4]`.
+    sums: Vec<f64>,
+    /// `[d/4,16]`.
+    pub(super) counts: Vec<u64>,
+    /// Of the magnitudes, `[d]`.
+    magnitude: Vec<f64>,
+    keys: u64,
+}
+
+impl Sums {
+    pub(super) fn new(d: usize) -> Self {
+        Self {
+            sums: vec![0.0; d * PATTERNS],
+            counts: vec![0; d / GROUP * PATTERNS],
+            magnitude: vec![0.0; d],
+            keys: 0,
+        }
+    }
+
+    /// Adds a centred key.
+    pub(super) fn add(&mut self, centred: &[f32]) {
+        for (g, x) in centred.chunks_exact(GROUP).enumerate() {
+            let cell = g * PATTERNS + pattern(x);
+            self.counts[cell] += 1;
+            for (e, v) in x.iter().enumerate() {
+                self.sums[cell * GROUP + e] += f64::from(*v);
+                self.magnitude[g * GROUP + e] += f64::from(v.abs());
+            }
+        }
+        self.keys += 1;
+    }
+
+    /// The centroids, `[d/4,16,4]`: with `prior`, each is shrunk to it by [`PSEUDO_COUNT`] keys;
+    /// without, an empty pattern gets plus or minus the mean magnitude of its channels.
+    pub(super) fn centroids(&self, prior: Option<&[f32]>) -> Vec<f64> {
+        let cell = |i: usize| {
+            let (cell, e) = (i / GROUP, i % GROUP);
+            let (group, p) = (cell / PATTERNS, cell % PATTERNS);
+            let count = self.counts[cell] as f64;
+            match prior {
+                Some(prior) => (PSEUDO_COUNT * f64::from(prior[i]) + self.sums[i]) / (PSEUDO_COUNT + count),
+                None if count > 0.0 => self.sums[i] / count,
+                None => {
+                    let sign = if (p >> e) & 1 == 1 { 1.0 } else { -1.0 };
+                    sign * self.magnitude[group * GROUP + e] / self.keys.max(1) as f64
+                }
+            }
+        };
+        (0..self.sums.len()).map(cell).collect()
+    }
+}
+
+impl From<SignSums> for Sums {
+    fn from(of: SignSums) -> Self {
+        let mut magnitude = vec![0.0; of.sums.len() / PATTERNS];
+        for (i, sum) in of.sums.iter().enumerate() {
+            let (group, pattern, e) = (i / GROUP / PATTERNS, i / GROUP % PATTERNS, i % GROUP);
+            let sign = if (pattern >> e) & 1 == 1 { 1.0 } else { -1.0 };
+            magnitude[group * GROUP + e] += sign * sum;
+        }
+        Self {
+            magnitude,
+            keys: of.counts.iter().take(PATTERNS).sum(),
+            sums: of.sums,
+            counts: of.counts,
+        }
+    }
+}
