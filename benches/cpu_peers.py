@@ -1,0 +1,256 @@
+#!/usr/bin/env python3
+"""Measures kvsmith on this machine's CPU beside its peers, in one go, and writes docs/cpu.md.
+
+Needs numpy, safetensors, faiss-cpu, scikit-learn and torch, and a release build of kvsmith. Run by hand, on a machine
+that does nothing else, for about half an hour:
+
+    python benches/cpu_peers.py --kvsmith target/release/kvsmith -o docs/cpu.md
+
+Contenders take turns, so that what else the machine does hits all of them: benches/kmeans_peers.py and
+benches/attention_peers.py are run as they are, and faiss's 4-bit fast scan takes turns with kvsmith's here. All times are
+medians. Only ratios within one table are worth comparing: each table is one run.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+HEADS, KV_HEADS, CHANNELS = 32, 8, 128
+SHARE = 0.06
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kvsmith", default="target/release/kvsmith", help="the binary")
+    parser.add_argument("-o", "--output", default="docs/cpu.md")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
+    return parser.parse_args()
+
+
+def kvsmith(args, *more):
+    """The rows of one `kvsmith bench`."""
+    command = [args.kvsmith, "bench", *map(str, more), "--json", "-q"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)["rows"]
+
+
+def peers(script, *more):
+    """The rows of another script; its exit status is about objectives and is shown."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "rows.json")
+        done = subprocess.run([sys.executable, os.path.join(HERE, script), *map(str, more), "--json", path])
+        if not os.path.exists(path):
+            sys.exit(f"{script} failed with status {done.returncode}")
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)["rows"]
+
+
+def machine():
+    name, flags = platform.processor() or platform.machine(), set()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                key, _, value = line.partition(":")
+                if key.strip() == "model name":
+                    name = value.strip()
+                if key.strip() == "flags":
+                    flags = set(value.split())
+    except OSError:
+        pass
+    sets = [s for s in ["avx2", "avx512f", "avx512bw", "avx512_vnni", "avx512_vbmi", "amx_tile"] if s in flags]
+    return f"{name}, {len(os.sched_getaffinity(0))} cores, {', '.join(sets) or platform.machine()}"
+
+
+def table(head, rows):
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def ms(seconds):
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def positions(n):
+    return f"{n >> 10}K" if n < 1 << 20 else f"{n >> 20}M"
+
+
+def kmeans(args, cores):
+    """Codebooks: peers, and growth with n, M, d and threads."""
+    case = "8192,64,256" if args.quick else "81920,128,4096"
+    found = peers(
+        "kmeans_peers.py", "--kvsmith", args.kvsmith, "--case", case, "--rounds", args.rounds, "--sklearn",
+        "always" if args.quick else "never",
+    )
+    rows = [
+        [r["kind"], r["name"], ms(r["median_s"]), f"{r['time_ratio']:.1f} x", f"{r['objective_ratio']:.4f}"] for r in found
+    ]
+    n, d, size = (int(v) for v in case.split(","))
+    text = f"{n} points of {d} channels, {size} centroids, 25 passes, {cores} threads.\n\n"
+    text += table(["points", "who", "time", "of kvsmith's", "kvsmith's objective / theirs"], rows)
+    base = {"n": n, "dim": d, "size": size, "threads": cores}
+    changes = [{}, {"n": n // 4}, {"n": n // 2}, {"size": size // 4}, {"size": size // 2}, {"dim": d // 2}]
+    changes += [{"threads": t} for t in sorted({1, max(1, cores // 2)}) if t < cores]
+    growth = []
+    for change in changes:
+        case = {**base, **change}
+        flags = [v for key, value in case.items() for v in (f"--{key}", value)]
+        row = kvsmith(args, "kmeans", *flags, "--runs", args.rounds, "--device", "cpu")[0]
+        growth.append([case["n"], case["dim"], case["size"], case["threads"], ms(row["median_s"])])
+    text += "\nGrowth, on random points of kvsmith's own (`kvsmith bench kmeans`):\n\n"
+    return text + table(["n", "d", "M", "threads", "time"], growth)
+
+
+def encode(args, cores):
+    """Keys to codewords, against the product and faiss's exact search."""
+    import faiss
+    import numpy as np
+
+    rows = []
+    for threads in sorted({1, cores}):
+        n, size = (1024, 256) if args.quick else (8192, 4096)
+        rng = np.random.default_rng(0)
+        keys = rng.standard_normal((n, CHANNELS), dtype=np.float32)
+        index = faiss.IndexFlatL2(CHANNELS)
+        index.add(rng.standard_normal((size, CHANNELS), dtype=np.float32))
+        faiss.omp_set_num_threads(threads)
+        ours, theirs = [], []
+        for _ in range(args.rounds):
+            found = kvsmith(args, "encode", "--n", n, "--size", size, "--threads", threads)
+            ours.append(found[0])
+            index.search(keys, 1)
+            start = time.perf_counter()
+            index.search(keys, 1)
+            theirs.append(time.perf_counter() - start)
+        mine = statistics.median(r["median_s"] for r in ours)
+        share = statistics.median(r["gemm_share"] for r in ours)
+        other = statistics.median(theirs)
+        rows.append([f"{n} keys, {size} codewords", threads, ms(mine), f"{share:.0%}", ms(other), f"{other / mine:.1f} x"])
+    return table(["", "threads", "kvsmith", "of the GEMM rate", "faiss IndexFlatL2, k = 1", "of kvsmith's"], rows)
+
+
+def attention(args, cores):
+    """Full attention beside PyTorch's."""
+    rows = []
+    for threads in sorted({1, cores}):
+        for kv in ["f32", "bf16"]:
+            found = peers(
+                "attention_peers.py", "--kvsmith", args.kvsmith, "--device", "cpu", "--context", "4K" if args.quick else "32K,128K",
+                "--batch", 1, "--methods", "full", "--kv", kv, "--threads", threads, "--rounds", args.rounds, "--runs", 10,
+            )
+            for r in found:
+                rows.append([
+                    f"{r['context']} positions, {kv}", threads, ms(r["kvsmith_s"]), f"{r['bandwidth_share']:.0%}",
+                    ms(r["torch_s"]), f"{r['ratio']:.1f} x",
+                ])
+    head = ["", "threads", "kvsmith", "of a read loop", "PyTorch", "of kvsmith's"]
+    return table(head, rows)
+
+
+def methods(args, cores):
+    """Every method at 6 %, and how retrieval grows."""
+    names = "a2ats,selfindex,lfps,ctkvr,topk"
+    context = "8K" if args.quick else "128K"
+    text = ""
+    for kv in ["f32", "bf16"]:
+        found = kvsmith(
+            args, "attend", "--device", "cpu", "--threads", 1, "--context", context, "--methods", f"full,{names}",
+            "--budget", SHARE, "--kv", kv, "--runs", 10,
+        )
+        full = next(r for r in found if r["name"] == "attend full")
+        rows = []
+        for r in found:
+            bytes_time = r["bytes"] / (full["bytes"] / full["median_s"])
+            rows.append([
+                r["name"].split()[-1], ms(r["median_s"]), f"{full['median_s'] / r['median_s']:.1f} x",
+                f"{r['bytes'] / 1e6:.1f} MB", f"{r['median_s'] / bytes_time:.2f}", f"{r['bandwidth_share']:.0%}",
+            ])
+        text += f"One thread, {context} positions, {kv} rows, budget {SHARE}, retrieval and attention of one layer:\n\n"
+        text += table(
+            ["method", "time", "speed-up over full", "bytes it needs", "time / their time at full's bandwidth", "of a read loop"],
+            rows,
+        ) + "\n"
+    contexts = [4096, 8192] if args.quick else [32768, 131072, 524288]
+    budget = 245 if args.quick else 2048
+    found = kvsmith(
+        args, "retrieve", "--device", "cpu", "--threads", 1, "--context", ",".join(map(positions, contexts)), "--methods",
+        names, "--budget", budget, "--runs", 10,
+    )
+    grown = {}
+    for r in found:
+        grown.setdefault(r["name"].split()[-1], []).append(r["median_s"])
+    rows = [[name, *map(ms, times), f"{times[-1] / times[0]:.2f} x"] for name, times in grown.items()]
+    text += f"Retrieval alone, one thread, a budget of {budget} positions whatever the context:\n\n"
+    return text + table(["method", *map(positions, contexts), "last / first"], rows)
+
+
+def fast_scan(args):
+    """The 4-bit scan beside faiss's: as many codes of as many bits, one query after the other."""
+    import faiss
+    import numpy as np
+
+    faiss.omp_set_num_threads(1)
+    n = 8192 if args.quick else 131072
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((n, CHANNELS), dtype=np.float32)
+    index = faiss.IndexPQFastScan(CHANNELS, CHANNELS // 4, 4)
+    index.train(x[:8192])
+    index.add(x)
+    budget = int(SHARE * n)
+    queries = rng.standard_normal((HEADS, CHANNELS), dtype=np.float32)
+    times = {"selfindex": [], "faiss, the best": [], f"faiss, the best {budget}": []}
+    for _ in range(args.rounds):
+        row = kvsmith(
+            args, "retrieve", "--device", "cpu", "--threads", 1, "--context", n, "--methods", "selfindex", "--budget", SHARE,
+            "--runs", 10,
+        )[0]
+        times["selfindex"].append(row["median_s"])
+        for name, k in [("faiss, the best", 1), (f"faiss, the best {budget}", budget)]:
+            start = time.perf_counter()
+            # As kvsmith does: the queries of a group together, group after group.
+            for group in queries.reshape(KV_HEADS, -1, CHANNELS):
+                index.search(group, k)
+            times[name].append(time.perf_counter() - start)
+    ours = statistics.median(times["selfindex"])
+    rows = [[name, ms(statistics.median(t)), f"{statistics.median(t) / ours:.1f} x"] for name, t in times.items()]
+    text = f"{n} keys of {CHANNELS} channels as {CHANNELS // 4} codes of 4 bits, {HEADS} query heads, one thread. kvsmith's\n"
+    text += f"one choice for a whole group is exact, the best {budget} by f32 scores; faiss ranks by rounded tables, each query alone.\n\n"
+    return text + table(["who", "time", "of kvsmith's"], rows)
+
+
+def main():
+    args = arguments()
+    cores = len(os.sched_getaffinity(0))
+    sections = [
+        ("Codebooks", kmeans(args, cores)),
+        ("Encoding keys", encode(args, cores)),
+        ("Full attention of a decode step", attention(args, cores)),
+        ("Methods", methods(args, cores)),
+        ("The 4-bit scan", fast_scan(args)),
+    ]
+    import faiss
+    import torch
+
+    text = "# On a CPU\n\n"
+    text += "Written by `benches/cpu_peers.py`, which measures everything below in one go. Ratios within a table can be\n"
+    text += "compared; times are those of one machine.\n\n"
+    text += f"{machine()}; faiss-cpu {faiss.__version__}, PyTorch {torch.__version__.split('+')[0]}; "
+    text += f"{datetime.date.today().isoformat()}. {HEADS}/{KV_HEADS} heads of {CHANNELS} channels.\n"
+    for title, body in sections:
+        text += f"\n## {title}\n\n{body}"
+    with open(args.output, "w", encoding="utf-8") as file:
+        file.write(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
