@@ -10,6 +10,7 @@
 //! window included; the final sets of a group are the largest top-k whose union fits the budget; a later
 //! prompt's last rows update the tables as decode steps would.
 
+mod marks;
 pub mod priors;
 mod threshold;
 
@@ -18,12 +19,15 @@ use std::sync::Arc;
 
 use ndarray::{ArrayView1, ArrayView2};
 
+use super::best::Places;
 use super::{Choice, Place, Prompt, Retriever, Step, everything, softmax, union_within};
 use crate::artifact::Artifact;
 use crate::compute::attention::{Partial, visible};
+use crate::compute::products::products as products_of;
 use crate::compute::simd;
 use crate::error::{Error, Result};
 use crate::runner::kv::{KvHead, grow};
+use marks::{Entries, marks};
 use priors::{HeadPrior, Priors};
 pub use threshold::{OFFSETS, Threshold, candidates};
 use threshold::{Shape, balanced, expanded};
@@ -161,6 +165,17 @@ impl Table {
     /// The entries before the common factor, and the factor.
     pub fn parts(&self) -> (&[f32], f64) {
         (&self.values, self.factor)
+    }
+
+    /// The entries of a range of places.
+    fn entries(&self, range: Range<usize>, is_reversed: bool) -> Entries<'_> {
+        let len = self.values.len();
+        Entries {
+            values: &self.values[range.start.min(len)..range.end.min(len)],
+            factor: self.factor,
+            n: range.len(),
+            is_reversed,
+        }
     }
 
     /// Sum of all entries.
@@ -437,18 +452,32 @@ impl Lfps {
         (bypassed, local)
     }
 
-    /// The candidates of query head `a`, ascending.
-    fn candidates(&self, a: usize, step: &Step) -> Vec<u32> {
+    /// The candidates of query head `a`.
+    fn candidates(&self, a: usize, step: &Step) -> Places {
         let (c, t) = (step.candidates.clone(), step.visible.end - 1);
-        let head = &self.heads[a];
-        let vertical: Vec<f64> = c.clone().map(|i| head.vertical.get(i)).collect();
-        let slash: Vec<f64> = c.clone().map(|i| head.slash.get(t - i)).collect();
-        let rule = self.params.lfps_threshold;
-        let mut marks = candidates(&vertical, &slash, rule, head.alpha, step.visible.len());
+        let (head, rule) = (&self.heads[a], self.params.lfps_threshold);
+        let seen = step.visible.len();
+        let bits = match c.is_empty() {
+            true => None,
+            false => {
+                let vertical = head.vertical.entries(c.clone(), false);
+                let slash = head.slash.entries(t + 1 - c.end..t + 1 - c.start, true);
+                marks(&vertical, &slash, rule, head.alpha, seen)
+            }
+        };
+        let mut places = bits.map(Places::from).unwrap_or_else(|| {
+            let vertical: Vec<f64> = c.clone().map(|i| head.vertical.get(i)).collect();
+            let slash: Vec<f64> = c.clone().map(|i| head.slash.get(t - i)).collect();
+            let marks = candidates(&vertical, &slash, rule, head.alpha, seen);
+            let mut places = Places::new(c.len());
+            let marked = (0..c.len()).filter(|i| marks[*i]);
+            marked.for_each(|i| places.insert(i));
+            places
+        });
         for i in c.start.max((t + 1).saturating_sub(LOCAL))..c.end {
-            marks[i - c.start] = true;
+            places.insert(i - c.start);
         }
-        c.zip(marks).filter(|(_, m)| *m).map(|(i, _)| i as u32).collect()
+        places
     }
 
     /// The rows of a prompt, the first of all or of a later turn.
@@ -537,26 +566,33 @@ impl Retriever for Lfps {
         let tested = self.heads.iter().filter(|h| h.tested).count();
         let mut products = tested * (local.len() + step.candidates.start - step.visible.start);
         // Each row is read once for the heads that want it.
-        let mut wanted: Vec<(u32, usize)> = Vec::new();
-        for a in (0..r).filter(|a| !self.heads[*a].bypassed) {
-            wanted.extend(self.candidates(a, step).into_iter().map(|p| (p, a)));
-        }
-        wanted.sort_unstable();
-        products += wanted.len();
-        let scale = 1.0 / (d as f32).sqrt();
-        let mut scratch = vec![0.0; d];
-        let mut lists = vec![Vec::new(); r];
-        let mut read = 0;
-        for heads in wanted.chunk_by(|a, b| a.0 == b.0) {
-            let p = heads[0].0;
-            let key = step.kv.keys().row(p as usize, &mut scratch);
-            for (_, a) in heads {
-                lists[*a].push((scale * score(step.q_rope.row(*a), key), p));
-            }
-            read += 1;
-        }
+        let active: Vec<usize> = (0..r).filter(|a| !self.heads[*a].bypassed).collect();
+        let wanted: Vec<Places> = active.iter().map(|a| self.candidates(*a, step)).collect();
+        products += wanted.iter().map(Places::len).sum::<usize>();
+        let mut union = Places::new(step.candidates.len());
+        wanted.iter().for_each(|places| union.join(places));
+        let start = step.candidates.start;
+        let union = union.ascending(start as u32);
+        let read = union.len();
+        // Where all are chosen, attention alone takes the products.
+        let positions = if read <= step.budget {
+            union
+        } else {
+            let scale = 1.0 / (d as f32).sqrt();
+            let queries: Vec<Vec<f32>> = active.iter().map(|a| step.q_rope.row(*a).to_vec()).collect();
+            let mut lists = vec![Vec::new(); active.len()];
+            let rows = union.iter().map(|p| *p as usize);
+            products_of(&queries, step.kv.keys(), rows, |place, products| {
+                let p = union[place];
+                for ((list, wanted), product) in lists.iter_mut().zip(&wanted).zip(products) {
+                    if wanted.contains(p as usize - start) {
+                        list.push((scale * product, p));
+                    }
+                }
+            });
+            union_within(lists, step.budget)
+        };
         let all = self.heads.iter().all(|h| h.bypassed);
-        let positions = union_within(lists, step.budget);
         Choice {
             // Where every head was bypassed, the test read the local keys and nothing else is read.
             ranked_rows: if all { local.len() } else { read - positions.len() },
