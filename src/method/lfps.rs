@@ -10,8 +10,11 @@
 //! window included; the final sets of a group are the largest top-k whose union fits the budget; a later
 //! prompt's last rows update the tables as decode steps would.
 
+mod bypass;
+mod head;
 mod marks;
 pub mod priors;
+mod table;
 mod threshold;
 
 use std::ops::Range;
@@ -20,15 +23,19 @@ use std::sync::Arc;
 use ndarray::{ArrayView1, ArrayView2};
 
 use super::best::Places;
-use super::{Choice, Place, Prompt, Retriever, Step, everything, softmax, union_within};
+use super::union::union_within;
+use super::{Choice, Place, Prompt, Retriever, Step, everything, softmax};
 use crate::artifact::Artifact;
 use crate::compute::attention::{Partial, visible};
 use crate::compute::products::products as products_of;
 use crate::compute::simd;
 use crate::error::{Error, Result};
-use crate::runner::kv::{KvHead, grow};
-use marks::{Entries, marks};
-use priors::{HeadPrior, Priors};
+pub use bypass::sparsity;
+use bypass::{RunningMean, log_sum_exp};
+pub use head::{Constants, QueryHead};
+use marks::marks;
+use priors::Priors;
+pub use table::Table;
 pub use threshold::{OFFSETS, Threshold, candidates};
 use threshold::{Shape, balanced, expanded};
 
@@ -36,8 +43,6 @@ use threshold::{Shape, balanced, expanded};
 pub const GAMMA: f64 = 0.95;
 /// Most recent positions of the local estimate; they are always candidates.
 pub const LOCAL: usize = 5;
-/// Below this the common factor of a table is worked into its entries.
-const LEAST_FACTOR: f64 = 1e-20;
 /// A head that the calibration saw bypassed less often than this is not tested.
 const LEAST_BYPASS: f32 = 0.02;
 
@@ -119,258 +124,6 @@ impl Setup {
             mean: RunningMean::default(),
         }
     }
-}
-
-/// A table of decayed sums with a common factor, so that a decay touches one number.
-#[derive(Clone, Debug)]
-pub struct Table {
-    values: Vec<f32>,
-    factor: f64,
-}
-
-impl Default for Table {
-    fn default() -> Self {
-        Self {
-            values: Vec::new(),
-            factor: 1.0,
-        }
-    }
-}
-
-impl Table {
-    /// The entry `i`; zero beyond the end.
-    pub fn get(&self, i: usize) -> f64 {
-        self.values.get(i).map_or(0.0, |v| f64::from(*v) * self.factor)
-    }
-
-    /// Multiplies every entry.
-    pub fn decay(&mut self, gamma: f64) {
-        self.factor *= gamma;
-        if self.factor < LEAST_FACTOR {
-            let factor = self.factor as f32;
-            self.values.iter_mut().for_each(|v| *v *= factor);
-            self.factor = 1.0;
-        }
-    }
-
-    /// Adds to the entry `i`; the table grows to hold it.
-    pub fn add(&mut self, i: usize, x: f64) {
-        let len = self.values.len();
-        if i >= len {
-            grow(&mut self.values, i + 1 - len).resize(i + 1, 0.0);
-        }
-        self.values[i] += (x / self.factor) as f32;
-    }
-
-    /// The entries before the common factor, and the factor.
-    pub fn parts(&self) -> (&[f32], f64) {
-        (&self.values, self.factor)
-    }
-
-    /// The entries of a range of places.
-    fn entries(&self, range: Range<usize>, is_reversed: bool) -> Entries<'_> {
-        let len = self.values.len();
-        Entries {
-            values: &self.values[range.start.min(len)..range.end.min(len)],
-            factor: self.factor,
-            n: range.len(),
-            is_reversed,
-        }
-    }
-
-    /// Sum of all entries.
-    pub fn sum(&self) -> f64 {
-        self.values.iter().map(|v| f64::from(*v)).sum::<f64>() * self.factor
-    }
-}
-
-/// What a query head brings to its steps and keeps as it is.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Constants {
-    /// Decay per step.
-    pub gamma: f64,
-    /// Share of an update that goes to the vertical table.
-    pub lambda: f64,
-    /// Threshold above the mean, in deviations.
-    pub alpha: f64,
-    /// Variance of the scaled scores over the squared length of the query.
-    pub rho: f64,
-    /// What is added to the global estimate of the log mass.
-    pub bias: f64,
-    /// Whether the bypass is tested at all.
-    pub is_tested: bool,
-}
-
-/// What one query head remembers.
-#[derive(Clone)]
-pub struct QueryHead {
-    /// Sv: by position.
-    pub vertical: Table,
-    /// R: by distance; the entry of position i at step t is t - i.
-    pub slash: Table,
-    gamma: f64,
-    /// Share of an update that goes to the vertical table.
-    lambda: f64,
-    alpha: f64,
-    /// Variance of the scaled scores over the squared length of the query.
-    rho: f64,
-    /// Whether the bypass is tested at all.
-    tested: bool,
-    prior: Option<Arc<HeadPrior>>,
-    /// Whether the last step was bypassed.
-    bypassed: bool,
-}
-
-impl QueryHead {
-    fn new(params: &Params, prior: Option<Arc<HeadPrior>>, sinks: usize) -> Self {
-        let of =
-            |own: fn(&HeadPrior) -> f32, default: f64| prior.as_ref().map_or(default, |p| f64::from(own(p)));
-        // What calibration saw of the bypass was with its own number of sinks.
-        let seldom =
-            |p: &Arc<HeadPrior>| sinks == priors::SINKS && p.bypass_rate(params.lfps_theta) < LEAST_BYPASS;
-        Self {
-            vertical: Table::default(),
-            slash: Table::default(),
-            gamma: of(|p| p.gamma, GAMMA),
-            lambda: of(|p| p.lambda, 0.5),
-            alpha: params.lfps_alpha.unwrap_or_else(|| of(|p| p.alpha, 0.2)),
-            rho: of(|p| p.rho0, 0.0),
-            tested: params.lfps_theta < 1.0 && !prior.as_ref().is_some_and(seldom),
-            prior,
-            bypassed: false,
-        }
-    }
-
-    /// What does not change from step to step.
-    pub fn constants(&self) -> Constants {
-        Constants {
-            gamma: self.gamma,
-            lambda: self.lambda,
-            alpha: self.alpha,
-            rho: self.rho,
-            bias: self.bias(),
-            is_tested: self.tested,
-        }
-    }
-
-    fn bias(&self) -> f64 {
-        self.prior.as_ref().map_or(0.0, |p| f64::from(p.glob_bias))
-    }
-
-    /// Adds the weights of one query at position `t`, which sum to one over no sinks, after a decay.
-    ///
-    /// # Source
-    /// Eq. 10, with `lambda` in place of 1/2.
-    pub fn update(&mut self, t: usize, weights: impl Iterator<Item = (usize, f64)>) {
-        self.vertical.decay(self.gamma);
-        self.slash.decay(self.gamma);
-        for (i, w) in weights {
-            self.vertical.add(i, self.lambda * w);
-            self.slash.add(t - i, (1.0 - self.lambda) * w);
-        }
-    }
-
-    /// Adds the weights of one of the first prompt's rows, as they are.
-    fn learn(&mut self, t: usize, weights: impl Iterator<Item = (usize, f64)>) {
-        for (i, w) in weights {
-            self.vertical.add(i, w);
-            self.slash.add(t - i, w);
-        }
-    }
-
-    /// Brings the tables, which hold the sum of `rows` rows of a prompt, to their fixed point, and adds the
-    /// prior; `n` positions are in the cache.
-    ///
-    /// # Source
-    /// Eq. 4: both tables together sum to 1 / (1 - gamma), rows counting alike. The prior counts as
-    /// `weight` rows.
-    fn fill(&mut self, rows: usize, weight: f64, n: usize, place: &Place) {
-        let total = 1.0 / (1.0 - self.gamma);
-        let (vertical, slash) = (total * self.lambda, total * (1.0 - self.lambda));
-        let weight = if self.prior.is_some() { weight } else { 0.0 };
-        let beta = match weight + rows as f64 {
-            0.0 => 0.0,
-            sum => weight / sum,
-        };
-        let share = (1.0 - beta) / rows.max(1) as f64;
-        self.vertical.decay(vertical * share);
-        self.slash.decay(slash * share);
-        let Some(prior) = self.prior.clone().filter(|_| beta > 0.0 && n > place.sinks) else {
-            return;
-        };
-        let window = place.model_window.unwrap_or(usize::MAX);
-        let distances = 0..(n - place.sinks).min(window);
-        let sum: f64 = distances.clone().map(|d| f64::from(prior.slash_at(d))).sum();
-        for distance in distances.filter(|_| sum > 0.0) {
-            let share = f64::from(prior.slash_at(distance)) / sum;
-            self.slash.add(distance, slash * beta * share);
-        }
-        let structural = |i: usize| prior.vert_at(i).map(f64::from);
-        let positions = place.sinks.max(n.saturating_sub(window))..n;
-        let known: f64 = positions.clone().filter_map(structural).sum();
-        let others = positions.clone().filter(|i| structural(*i).is_none()).count();
-        for i in positions {
-            let share = match structural(i) {
-                Some(mass) if others == 0 && known > 0.0 => mass / known,
-                Some(mass) => mass,
-                None => (1.0 - known).max(0.0) / others as f64,
-            };
-            self.vertical.add(i, vertical * beta * share);
-        }
-    }
-}
-
-/// Means of the keys and values of a range of positions that moves on.
-#[derive(Clone, Default)]
-struct RunningMean {
-    range: Range<usize>,
-    keys: Vec<f64>,
-    values: Vec<f64>,
-}
-
-impl RunningMean {
-    /// Brings the sums to cover exactly `range`.
-    fn cover(&mut self, range: Range<usize>, kv: &KvHead, d: usize) {
-        let mut scratch = vec![0.0; d];
-        let (start, end) = (self.range.start, self.range.end);
-        if self.keys.is_empty() || range.start < start || range.start > end || range.end < end {
-            (self.keys, self.values) = (vec![0.0; d], vec![0.0; d]);
-            self.range = range.start..range.start;
-        }
-        for p in self.range.end..range.end {
-            self.add(p, 1.0, kv, &mut scratch);
-        }
-        for p in self.range.start..range.start {
-            self.add(p, -1.0, kv, &mut scratch);
-        }
-        self.range = range;
-    }
-
-    fn add(&mut self, p: usize, sign: f64, kv: &KvHead, scratch: &mut [f32]) {
-        for (sums, rows) in [(&mut self.keys, kv.keys()), (&mut self.values, kv.values())] {
-            for (sum, x) in sums.iter_mut().zip(rows.row(p, scratch)) {
-                *sum += sign * f64::from(*x);
-            }
-        }
-    }
-}
-
-/// Log of the sum of exponentials.
-fn log_sum_exp(x: &[f64]) -> f64 {
-    let max = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    if max == f64::NEG_INFINITY {
-        return max;
-    }
-    max + x.iter().map(|v| (v - max).exp()).sum::<f64>().ln()
-}
-
-/// The estimate of what the sinks get: share, and the log mass of the rest.
-///
-/// # Source
-/// Eq. 6: the larger of a global (log-normal) and a local estimate of the rest.
-pub fn sparsity(sink: f64, global: f64, local: f64) -> (f64, f64) {
-    let rest = global.max(local);
-    (1.0 / (1.0 + (rest - sink).exp()), rest)
 }
 
 /// The state of one KV head.
@@ -590,7 +343,7 @@ impl Retriever for Lfps {
                     }
                 }
             });
-            union_within(lists, step.budget)
+            union_within(&lists, step.budget)
         };
         let all = self.heads.iter().all(|h| h.bypassed);
         Choice {
@@ -617,45 +370,11 @@ impl Retriever for Lfps {
     }
 
     fn state_bytes(&self) -> usize {
-        let of = |h: &QueryHead| (h.vertical.values.capacity() + h.slash.values.capacity()) * 4;
+        let of = |h: &QueryHead| h.vertical.bytes() + h.slash.bytes();
         self.heads.iter().map(of).sum()
     }
 
     fn fork(&self) -> Box<dyn Retriever> {
         Box::new(self.clone())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn update_golden_example() {
-        let mut head = QueryHead::new(&Params::default(), None, 4);
-        head.vertical.add(2, 2.0);
-        head.slash.add(0, 1.0);
-        head.update(4, [(2, 0.75), (4, 0.25)].into_iter());
-        let close = |x: f64, y: f64| (x - y).abs() < 1e-6;
-        assert!(close(head.vertical.get(2), 2.275) && close(head.vertical.get(4), 0.125));
-        assert!(close(head.slash.get(2), 0.375) && close(head.slash.get(0), 1.075));
-    }
-
-    #[test]
-    fn bypass_golden_example() {
-        let (share, rest) = sparsity(5.0, 2.0, 1.0);
-        assert!((share - 0.952_574).abs() < 1e-6 && rest == 2.0);
-    }
-
-    #[test]
-    fn tables_keep_their_sum_and_survive_long_decays() {
-        let mut head = QueryHead::new(&Params::default(), None, 4);
-        head.vertical.add(3, 10.0);
-        head.slash.add(1, 10.0);
-        for t in 5..3000 {
-            head.update(t, [(t - 3, 0.5), (t, 0.5)].into_iter());
-            let sum = head.vertical.sum() + head.slash.sum();
-            assert!((sum - 20.0).abs() < 1e-3, "{t}: {sum}");
-        }
     }
 }
