@@ -43,21 +43,46 @@ fn rows_have_the_keys_of_the_contract() {
 
 /// Bytes by hand: 2 KV heads, 1000 positions of 64 channels in bf16, budget 100 and 68 static ones.
 #[test]
-fn bytes_are_what_a_step_has_to_move() {
-    let common = "--json --device cpu --shapes 4/2x64 --context 1000 --budget 100 --size 64 --runs 1";
+fn bytes_are_what_a_step_reads() {
+    let common = "--json --device cpu --shapes 4/2x64 --context 1000 --budget 100 --runs 1";
     let bytes = |what: &str| -> Vec<u64> {
         let rows = rows(&format!("bench {what} {common}"));
         rows.iter().map(|row| row["bytes"].as_u64().unwrap()).collect()
     };
-    let codes = 2 * 1000 * 2 + 2 * 64 * 64 * 2;
     let signs = 2 * 1000 * 8;
-    assert_eq!(bytes("retrieve"), [codes, signs]);
     let row = 2 * 64 * 2;
     let attended = 2 * 168 * row;
+    // So many codewords that all codes are read, of the candidates.
+    let codes = 2 * 932 * 2 + 2 * 500 * 64 * 2;
+    assert_eq!(bytes("retrieve --size 500"), [codes, signs]);
     assert_eq!(
-        bytes("attend"),
-        [2 * 1000 * row, codes + attended, signs + attended]
+        bytes("attend --size 500 --methods full,selfindex"),
+        [2 * 1000 * row, signs + attended]
     );
+    // So few that lists are read: at most 100 positions, 7 in 32 bytes.
+    let codewords = 2 * 64 * 64 * 2;
+    let lists = bytes("retrieve --size 64 --methods a2ats")[0] - codewords;
+    assert!(
+        lists.is_multiple_of(32) && (1..=2 * 15 * 32).contains(&lists),
+        "{lists}"
+    );
+    // The oracle reads every key, and the values of what it attends.
+    let keys = 2 * 1000 * 64 * 2;
+    assert_eq!(bytes("retrieve --methods topk"), [keys]);
+    assert_eq!(bytes("attend --methods topk"), [keys + attended / 2]);
+}
+
+#[test]
+fn methods_that_learn_are_timed() {
+    let common = "--json --device cpu --shapes 4/2x64 --context 4K --runs 3 --methods lfps,ctkvr";
+    for what in ["retrieve", "attend"] {
+        for row in rows(&format!("bench {what} {common}")) {
+            let bytes = row["bytes"].as_u64().unwrap();
+            // Less than the keys and values of all positions.
+            assert!(row["median_s"].as_f64().unwrap() > 0.0, "{row}");
+            assert!((1..2 * 4096 * 64 * 4).contains(&bytes), "{row}");
+        }
+    }
 }
 
 #[test]
@@ -68,7 +93,7 @@ fn what_cannot_be_timed_is_refused() {
     kvsmith("bench attend --kv 2bit").fails(2, "2bit", "");
     kvsmith("bench attend --batch 70000").fails(2, "70000", "");
     kvsmith("bench attend --context 16M --batch 60000 --device cpu").fails(1, "the data need", "--context");
-    kvsmith("bench retrieve --device cpu --methods lfps").fails(2, "lfps", "a2ats");
+    kvsmith("bench retrieve --device cpu --methods quest").fails(2, "quest", "lfps");
     kvsmith("bench retrieve --device wgpu").fails(3, "wgpu", "--device cpu");
     for device in ["cpu", "wgpu"] {
         let decode = format!("bench decode --device {device}");

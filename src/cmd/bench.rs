@@ -1,5 +1,6 @@
 //! `kvsmith bench`: speed on shapes of real models, or on given data.
 
+mod cpu_head;
 mod cpu_step;
 mod cuda_step;
 mod decode;

@@ -14,6 +14,7 @@ pub mod device;
 mod draw;
 pub mod gpu;
 pub mod linear;
+pub mod masks;
 pub mod products;
 pub mod reference;
 pub mod signs;

@@ -64,6 +64,13 @@ pub(super) struct Places {
     words: Vec<u64>,
 }
 
+impl From<Vec<u64>> for Places {
+    /// The places of the set bits.
+    fn from(words: Vec<u64>) -> Self {
+        Self { words }
+    }
+}
+
 impl Places {
     /// None of `n`.
     pub fn new(n: usize) -> Self {
@@ -77,10 +84,24 @@ impl Places {
         self.words[place / 64] |= 1 << (place % 64);
     }
 
+    /// Whether a place is one of them.
+    pub fn contains(&self, place: usize) -> bool {
+        self.words[place / 64] >> (place % 64) & 1 == 1
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.words.iter().map(|w| w.count_ones() as usize).sum()
+    }
+
+    /// Adds the places of another set below the same bound.
+    pub fn join(&mut self, other: &Self) {
+        self.words.iter_mut().zip(&other.words).for_each(|(a, b)| *a |= b);
+    }
+
     /// The places and `first` to each, ascending.
     pub fn ascending(&self, first: u32) -> Vec<u32> {
-        let count = self.words.iter().map(|w| w.count_ones() as usize).sum();
-        let mut out = Vec::with_capacity(count);
+        let mut out = Vec::with_capacity(self.len());
         for (word, &bits) in (0u32..).zip(&self.words) {
             let mut left = bits;
             while left != 0 {

@@ -10,7 +10,11 @@
 //! window included; the final sets of a group are the largest top-k whose union fits the budget; a later
 //! prompt's last rows update the tables as decode steps would.
 
+mod bypass;
+mod head;
+mod marks;
 pub mod priors;
+mod table;
 mod threshold;
 
 use std::ops::Range;
@@ -18,13 +22,20 @@ use std::sync::Arc;
 
 use ndarray::{ArrayView1, ArrayView2};
 
-use super::{Choice, Place, Prompt, Retriever, Step, everything, softmax, union_within};
+use super::best::Places;
+use super::union::union_within;
+use super::{Choice, Place, Prompt, Retriever, Step, everything, softmax};
 use crate::artifact::Artifact;
 use crate::compute::attention::{Partial, visible};
+use crate::compute::products::products as products_of;
 use crate::compute::simd;
 use crate::error::{Error, Result};
-use crate::runner::kv::{KvHead, grow};
-use priors::{HeadPrior, Priors};
+pub use bypass::sparsity;
+use bypass::{RunningMean, log_sum_exp};
+pub use head::{Constants, QueryHead};
+use marks::marks;
+use priors::Priors;
+pub use table::Table;
 pub use threshold::{OFFSETS, Threshold, candidates};
 use threshold::{Shape, balanced, expanded};
 
@@ -32,8 +43,6 @@ use threshold::{Shape, balanced, expanded};
 pub const GAMMA: f64 = 0.95;
 /// Most recent positions of the local estimate; they are always candidates.
 pub const LOCAL: usize = 5;
-/// Below this the common factor of a table is worked into its entries.
-const LEAST_FACTOR: f64 = 1e-20;
 /// A head that the calibration saw bypassed less often than this is not tested.
 const LEAST_BYPASS: f32 = 0.02;
 
@@ -117,247 +126,6 @@ impl Setup {
     }
 }
 
-/// A table of decayed sums with a common factor, so that a decay touches one number.
-#[derive(Clone, Debug)]
-pub struct Table {
-    values: Vec<f32>,
-    factor: f64,
-}
-
-impl Default for Table {
-    fn default() -> Self {
-        Self {
-            values: Vec::new(),
-            factor: 1.0,
-        }
-    }
-}
-
-impl Table {
-    /// The entry `i`; zero beyond the end.
-    pub fn get(&self, i: usize) -> f64 {
-        self.values.get(i).map_or(0.0, |v| f64::from(*v) * self.factor)
-    }
-
-    /// Multiplies every entry.
-    pub fn decay(&mut self, gamma: f64) {
-        self.factor *= gamma;
-        if self.factor < LEAST_FACTOR {
-            let factor = self.factor as f32;
-            self.values.iter_mut().for_each(|v| *v *= factor);
-            self.factor = 1.0;
-        }
-    }
-
-    /// Adds to the entry `i`; the table grows to hold it.
-    pub fn add(&mut self, i: usize, x: f64) {
-        let len = self.values.len();
-        if i >= len {
-            grow(&mut self.values, i + 1 - len).resize(i + 1, 0.0);
-        }
-        self.values[i] += (x / self.factor) as f32;
-    }
-
-    /// The entries before the common factor, and the factor.
-    pub fn parts(&self) -> (&[f32], f64) {
-        (&self.values, self.factor)
-    }
-
-    /// Sum of all entries.
-    pub fn sum(&self) -> f64 {
-        self.values.iter().map(|v| f64::from(*v)).sum::<f64>() * self.factor
-    }
-}
-
-/// What a query head brings to its steps and keeps as it is.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Constants {
-    /// Decay per step.
-    pub gamma: f64,
-    /// Share of an update that goes to the vertical table.
-    pub lambda: f64,
-    /// Threshold above the mean, in deviations.
-    pub alpha: f64,
-    /// Variance of the scaled scores over the squared length of the query.
-    pub rho: f64,
-    /// What is added to the global estimate of the log mass.
-    pub bias: f64,
-    /// Whether the bypass is tested at all.
-    pub is_tested: bool,
-}
-
-/// What one query head remembers.
-#[derive(Clone)]
-pub struct QueryHead {
-    /// Sv: by position.
-    pub vertical: Table,
-    /// R: by distance; the entry of position i at step t is t - i.
-    pub slash: Table,
-    gamma: f64,
-    /// Share of an update that goes to the vertical table.
-    lambda: f64,
-    alpha: f64,
-    /// Variance of the scaled scores over the squared length of the query.
-    rho: f64,
-    /// Whether the bypass is tested at all.
-    tested: bool,
-    prior: Option<Arc<HeadPrior>>,
-    /// Whether the last step was bypassed.
-    bypassed: bool,
-}
-
-impl QueryHead {
-    fn new(params: &Params, prior: Option<Arc<HeadPrior>>, sinks: usize) -> Self {
-        let of =
-            |own: fn(&HeadPrior) -> f32, default: f64| prior.as_ref().map_or(default, |p| f64::from(own(p)));
-        // What calibration saw of the bypass was with its own number of sinks.
-        let seldom =
-            |p: &Arc<HeadPrior>| sinks == priors::SINKS && p.bypass_rate(params.lfps_theta) < LEAST_BYPASS;
-        Self {
-            vertical: Table::default(),
-            slash: Table::default(),
-            gamma: of(|p| p.gamma, GAMMA),
-            lambda: of(|p| p.lambda, 0.5),
-            alpha: params.lfps_alpha.unwrap_or_else(|| of(|p| p.alpha, 0.2)),
-            rho: of(|p| p.rho0, 0.0),
-            tested: params.lfps_theta < 1.0 && !prior.as_ref().is_some_and(seldom),
-            prior,
-            bypassed: false,
-        }
-    }
-
-    /// What does not change from step to step.
-    pub fn constants(&self) -> Constants {
-        Constants {
-            gamma: self.gamma,
-            lambda: self.lambda,
-            alpha: self.alpha,
-            rho: self.rho,
-            bias: self.bias(),
-            is_tested: self.tested,
-        }
-    }
-
-    fn bias(&self) -> f64 {
-        self.prior.as_ref().map_or(0.0, |p| f64::from(p.glob_bias))
-    }
-
-    /// Adds the weights of one query at position `t`, which sum to one over no sinks, after a decay.
-    ///
-    /// # Source
-    /// Eq. 10, with `lambda` in place of 1/2.
-    pub fn update(&mut self, t: usize, weights: impl Iterator<Item = (usize, f64)>) {
-        self.vertical.decay(self.gamma);
-        self.slash.decay(self.gamma);
-        for (i, w) in weights {
-            self.vertical.add(i, self.lambda * w);
-            self.slash.add(t - i, (1.0 - self.lambda) * w);
-        }
-    }
-
-    /// Adds the weights of one of the first prompt's rows, as they are.
-    fn learn(&mut self, t: usize, weights: impl Iterator<Item = (usize, f64)>) {
-        for (i, w) in weights {
-            self.vertical.add(i, w);
-            self.slash.add(t - i, w);
-        }
-    }
-
-    /// Brings the tables, which hold the sum of `rows` rows of a prompt, to their fixed point, and adds the
-    /// prior; `n` positions are in the cache.
-    ///
-    /// # Source
-    /// Eq. 4: both tables together sum to 1 / (1 - gamma), rows counting alike. The prior counts as
-    /// `weight` rows.
-    fn fill(&mut self, rows: usize, weight: f64, n: usize, place: &Place) {
-        let total = 1.0 / (1.0 - self.gamma);
-        let (vertical, slash) = (total * self.lambda, total * (1.0 - self.lambda));
-        let weight = if self.prior.is_some() { weight } else { 0.0 };
-        let beta = match weight + rows as f64 {
-            0.0 => 0.0,
-            sum => weight / sum,
-        };
-        let share = (1.0 - beta) / rows.max(1) as f64;
-        self.vertical.decay(vertical * share);
-        self.slash.decay(slash * share);
-        let Some(prior) = self.prior.clone().filter(|_| beta > 0.0 && n > place.sinks) else {
-            return;
-        };
-        let window = place.model_window.unwrap_or(usize::MAX);
-        let distances = 0..(n - place.sinks).min(window);
-        let sum: f64 = distances.clone().map(|d| f64::from(prior.slash_at(d))).sum();
-        for distance in distances.filter(|_| sum > 0.0) {
-            let share = f64::from(prior.slash_at(distance)) / sum;
-            self.slash.add(distance, slash * beta * share);
-        }
-        let structural = |i: usize| prior.vert_at(i).map(f64::from);
-        let positions = place.sinks.max(n.saturating_sub(window))..n;
-        let known: f64 = positions.clone().filter_map(structural).sum();
-        let others = positions.clone().filter(|i| structural(*i).is_none()).count();
-        for i in positions {
-            let share = match structural(i) {
-                Some(mass) if others == 0 && known > 0.0 => mass / known,
-                Some(mass) => mass,
-                None => (1.0 - known).max(0.0) / others as f64,
-            };
-            self.vertical.add(i, vertical * beta * share);
-        }
-    }
-}
-
-/// Means of the keys and values of a range of positions that moves on.
-#[derive(Clone, Default)]
-struct RunningMean {
-    range: Range<usize>,
-    keys: Vec<f64>,
-    values: Vec<f64>,
-}
-
-impl RunningMean {
-    /// Brings the sums to cover exactly `range`.
-    fn cover(&mut self, range: Range<usize>, kv: &KvHead, d: usize) {
-        let mut scratch = vec![0.0; d];
-        let (start, end) = (self.range.start, self.range.end);
-        if self.keys.is_empty() || range.start < start || range.start > end || range.end < end {
-            (self.keys, self.values) = (vec![0.0; d], vec![0.0; d]);
-            self.range = range.start..range.start;
-        }
-        for p in self.range.end..range.end {
-            self.add(p, 1.0, kv, &mut scratch);
-        }
-        for p in self.range.start..range.start {
-            self.add(p, -1.0, kv, &mut scratch);
-        }
-        self.range = range;
-    }
-
-    fn add(&mut self, p: usize, sign: f64, kv: &KvHead, scratch: &mut [f32]) {
-        for (sums, rows) in [(&mut self.keys, kv.keys()), (&mut self.values, kv.values())] {
-            for (sum, x) in sums.iter_mut().zip(rows.row(p, scratch)) {
-                *sum += sign * f64::from(*x);
-            }
-        }
-    }
-}
-
-/// Log of the sum of exponentials.
-fn log_sum_exp(x: &[f64]) -> f64 {
-    let max = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    if max == f64::NEG_INFINITY {
-        return max;
-    }
-    max + x.iter().map(|v| (v - max).exp()).sum::<f64>().ln()
-}
-
-/// The estimate of what the sinks get: share, and the log mass of the rest.
-///
-/// # Source
-/// Eq. 6: the larger of a global (log-normal) and a local estimate of the rest.
-pub fn sparsity(sink: f64, global: f64, local: f64) -> (f64, f64) {
-    let rest = global.max(local);
-    (1.0 / (1.0 + (rest - sink).exp()), rest)
-}
-
 /// The state of one KV head.
 #[derive(Clone)]
 pub struct Lfps {
@@ -437,18 +205,32 @@ impl Lfps {
         (bypassed, local)
     }
 
-    /// The candidates of query head `a`, ascending.
-    fn candidates(&self, a: usize, step: &Step) -> Vec<u32> {
+    /// The candidates of query head `a`.
+    fn candidates(&self, a: usize, step: &Step) -> Places {
         let (c, t) = (step.candidates.clone(), step.visible.end - 1);
-        let head = &self.heads[a];
-        let vertical: Vec<f64> = c.clone().map(|i| head.vertical.get(i)).collect();
-        let slash: Vec<f64> = c.clone().map(|i| head.slash.get(t - i)).collect();
-        let rule = self.params.lfps_threshold;
-        let mut marks = candidates(&vertical, &slash, rule, head.alpha, step.visible.len());
+        let (head, rule) = (&self.heads[a], self.params.lfps_threshold);
+        let seen = step.visible.len();
+        let bits = match c.is_empty() {
+            true => None,
+            false => {
+                let vertical = head.vertical.entries(c.clone(), false);
+                let slash = head.slash.entries(t + 1 - c.end..t + 1 - c.start, true);
+                marks(&vertical, &slash, rule, head.alpha, seen)
+            }
+        };
+        let mut places = bits.map(Places::from).unwrap_or_else(|| {
+            let vertical: Vec<f64> = c.clone().map(|i| head.vertical.get(i)).collect();
+            let slash: Vec<f64> = c.clone().map(|i| head.slash.get(t - i)).collect();
+            let marks = candidates(&vertical, &slash, rule, head.alpha, seen);
+            let mut places = Places::new(c.len());
+            let marked = (0..c.len()).filter(|i| marks[*i]);
+            marked.for_each(|i| places.insert(i));
+            places
+        });
         for i in c.start.max((t + 1).saturating_sub(LOCAL))..c.end {
-            marks[i - c.start] = true;
+            places.insert(i - c.start);
         }
-        c.zip(marks).filter(|(_, m)| *m).map(|(i, _)| i as u32).collect()
+        places
     }
 
     /// The rows of a prompt, the first of all or of a later turn.
@@ -537,26 +319,33 @@ impl Retriever for Lfps {
         let tested = self.heads.iter().filter(|h| h.tested).count();
         let mut products = tested * (local.len() + step.candidates.start - step.visible.start);
         // Each row is read once for the heads that want it.
-        let mut wanted: Vec<(u32, usize)> = Vec::new();
-        for a in (0..r).filter(|a| !self.heads[*a].bypassed) {
-            wanted.extend(self.candidates(a, step).into_iter().map(|p| (p, a)));
-        }
-        wanted.sort_unstable();
-        products += wanted.len();
-        let scale = 1.0 / (d as f32).sqrt();
-        let mut scratch = vec![0.0; d];
-        let mut lists = vec![Vec::new(); r];
-        let mut read = 0;
-        for heads in wanted.chunk_by(|a, b| a.0 == b.0) {
-            let p = heads[0].0;
-            let key = step.kv.keys().row(p as usize, &mut scratch);
-            for (_, a) in heads {
-                lists[*a].push((scale * score(step.q_rope.row(*a), key), p));
-            }
-            read += 1;
-        }
+        let active: Vec<usize> = (0..r).filter(|a| !self.heads[*a].bypassed).collect();
+        let wanted: Vec<Places> = active.iter().map(|a| self.candidates(*a, step)).collect();
+        products += wanted.iter().map(Places::len).sum::<usize>();
+        let mut union = Places::new(step.candidates.len());
+        wanted.iter().for_each(|places| union.join(places));
+        let start = step.candidates.start;
+        let union = union.ascending(start as u32);
+        let read = union.len();
+        // Where all are chosen, attention alone takes the products.
+        let positions = if read <= step.budget {
+            union
+        } else {
+            let scale = 1.0 / (d as f32).sqrt();
+            let queries: Vec<Vec<f32>> = active.iter().map(|a| step.q_rope.row(*a).to_vec()).collect();
+            let mut lists = vec![Vec::new(); active.len()];
+            let rows = union.iter().map(|p| *p as usize);
+            products_of(&queries, step.kv.keys(), rows, |place, products| {
+                let p = union[place];
+                for ((list, wanted), product) in lists.iter_mut().zip(&wanted).zip(products) {
+                    if wanted.contains(p as usize - start) {
+                        list.push((scale * product, p));
+                    }
+                }
+            });
+            union_within(&lists, step.budget)
+        };
         let all = self.heads.iter().all(|h| h.bypassed);
-        let positions = union_within(lists, step.budget);
         Choice {
             // Where every head was bypassed, the test read the local keys and nothing else is read.
             ranked_rows: if all { local.len() } else { read - positions.len() },
@@ -581,45 +370,11 @@ impl Retriever for Lfps {
     }
 
     fn state_bytes(&self) -> usize {
-        let of = |h: &QueryHead| (h.vertical.values.capacity() + h.slash.values.capacity()) * 4;
+        let of = |h: &QueryHead| h.vertical.bytes() + h.slash.bytes();
         self.heads.iter().map(of).sum()
     }
 
     fn fork(&self) -> Box<dyn Retriever> {
         Box::new(self.clone())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn update_golden_example() {
-        let mut head = QueryHead::new(&Params::default(), None, 4);
-        head.vertical.add(2, 2.0);
-        head.slash.add(0, 1.0);
-        head.update(4, [(2, 0.75), (4, 0.25)].into_iter());
-        let close = |x: f64, y: f64| (x - y).abs() < 1e-6;
-        assert!(close(head.vertical.get(2), 2.275) && close(head.vertical.get(4), 0.125));
-        assert!(close(head.slash.get(2), 0.375) && close(head.slash.get(0), 1.075));
-    }
-
-    #[test]
-    fn bypass_golden_example() {
-        let (share, rest) = sparsity(5.0, 2.0, 1.0);
-        assert!((share - 0.952_574).abs() < 1e-6 && rest == 2.0);
-    }
-
-    #[test]
-    fn tables_keep_their_sum_and_survive_long_decays() {
-        let mut head = QueryHead::new(&Params::default(), None, 4);
-        head.vertical.add(3, 10.0);
-        head.slash.add(1, 10.0);
-        for t in 5..3000 {
-            head.update(t, [(t - 3, 0.5), (t, 0.5)].into_iter());
-            let sum = head.vertical.sum() + head.slash.sum();
-            assert!((sum - 20.0).abs() < 1e-3, "{t}: {sum}");
-        }
     }
 }

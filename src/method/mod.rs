@@ -15,6 +15,7 @@ pub mod selfindex;
 pub mod snapkv;
 pub mod streaming;
 pub mod topk;
+mod union;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -395,37 +396,4 @@ pub trait Retriever: Send + Sync {
 /// All candidates, when the budget covers them.
 fn everything(step: &Step) -> Vec<u32> {
     step.candidates.clone().map(|p| p as u32).collect()
-}
-
-/// The positions of the largest k such that the union of each list's best k has at most `budget`; where
-/// even k = 1 has more, the best of that union by highest score. Ascending; the lower position wins a tie.
-fn union_within(mut lists: Vec<Vec<(f32, u32)>>, budget: usize) -> Vec<u32> {
-    // A position joins the union at the least rank that it has in any list.
-    let mut joins: Vec<(u32, usize)> = Vec::new();
-    for list in &mut lists {
-        list.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
-        joins.extend(list.iter().enumerate().map(|(rank, (_, p))| (*p, rank)));
-    }
-    joins.sort_unstable();
-    joins.dedup_by_key(|(p, _)| *p);
-    let mut ranks: Vec<usize> = joins.iter().map(|(_, rank)| *rank).collect();
-    ranks.sort_unstable();
-    // The first rank that would not fit: all of its positions stay out.
-    let limit = ranks.get(budget).copied().unwrap_or(usize::MAX);
-    if limit > 0 {
-        let fits = joins.into_iter().filter(|(_, rank)| *rank < limit);
-        return fits.map(|(p, _)| p).collect();
-    }
-    let mut best: Vec<(f32, u32)> = joins
-        .into_iter()
-        .filter(|(_, rank)| *rank == 0)
-        .map(|(p, _)| {
-            let scores = lists.iter().flatten().filter(|(_, other)| *other == p);
-            (scores.fold(f32::NEG_INFINITY, |m, (s, _)| m.max(*s)), p)
-        })
-        .collect();
-    best.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
-    let mut out: Vec<u32> = best.into_iter().take(budget).map(|(_, p)| p).collect();
-    out.sort_unstable();
-    out
 }

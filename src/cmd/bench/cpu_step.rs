@@ -1,28 +1,16 @@
 //! A decode step of one layer on the CPU, with random data.
 
-use std::sync::Arc;
 use std::time::Instant;
 
-use half::f16;
-use ndarray::{Array1, Array2};
-use rand::{Rng, SeedableRng};
-use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 
-use super::decode::{ROTATED_BYTES, SINKS, Setting, WINDOW, Work};
+use super::cpu_head::{Head, codebooks, head};
+use super::decode::{ROTATED_BYTES, Setting, Work};
 use super::median;
 use crate::compute::attention;
 use crate::error::{Error, Result};
-use crate::method::a2ats::{A2ats, HeadCodebook};
-use crate::method::selfindex::{SelfIndex, Source};
-use crate::method::{MethodName, Place, Retriever, Step, full};
-use crate::model::rope::{Rope, RopeConfig, RopeScaling};
+use crate::method::{MethodName, Step};
 use crate::progress::size;
-use crate::runner::kv::{KvHead, KvType};
-use crate::runner::packed::{Center, Layout};
-
-/// Rows that are made at a time.
-const CHUNK: usize = 4096;
 
 /// GB/s of a loop that only reads, on all threads.
 pub fn bandwidth(runs: usize) -> f64 {
@@ -40,20 +28,14 @@ pub fn bandwidth(runs: usize) -> f64 {
     ROTATED_BYTES as f64 / median(times) * 1e-9
 }
 
-/// One KV head of one sequence.
-struct Head {
-    kv: KvHead,
-    retriever: Box<dyn Retriever>,
-    /// Before and after rotation, `[r,d]`: the same here.
-    query: Array2<f32>,
-    out: Array2<f32>,
-}
-
 struct CpuStep {
     setting: Setting,
     /// Copies of a layer's heads.
     copies: Vec<Vec<Head>>,
-    next: usize,
+    /// Steps so far.
+    steps: usize,
+    /// Bytes that the last step read.
+    bytes: usize,
 }
 
 /// The work of a setting.
@@ -72,13 +54,21 @@ pub fn work(setting: Setting) -> Result<Box<dyn Work>> {
         let seed = setting.seed + (copy * setting.batch * g) as u64;
         heads
             .map(|i| head(&setting, codebooks.get(i % g), i % g, seed + i as u64))
-            .collect()
+            .collect::<Result<_>>()
     });
-    Ok(Box::new(CpuStep {
-        copies: copies.collect(),
+    let mut step = CpuStep {
+        copies: copies.collect::<Result<_>>()?,
         setting,
-        next: 0,
-    }))
+        steps: 0,
+        bytes: 0,
+    };
+    // What a method makes at its first step it only adds to at all others.
+    if setting.method != MethodName::Full {
+        for _ in 0..setting.copies() {
+            step.run()?;
+        }
+    }
+    Ok(Box::new(step))
 }
 
 /// Says that a setting does not fit, where the system tells how much memory is left.
@@ -99,97 +89,38 @@ fn check_room(setting: &Setting) -> Result<()> {
     }
 }
 
-fn codebooks(setting: &Setting) -> Result<Vec<Arc<HeadCodebook>>> {
-    let d = setting.heads.head_dim;
-    let config = RopeConfig {
-        theta: 1e4,
-        scaling: RopeScaling::Default,
-    };
-    let rope = Rope::new(&config, d);
-    let one = |head: usize| {
-        let mut rng = ChaCha8Rng::seed_from_u64(setting.seed + head as u64);
-        let codebook = uniform(&mut rng, setting.size, d).mapv(|v| f16::from_f32(v).to_f32());
-        let head = HeadCodebook::new(codebook, Array1::zeros(d), Array2::eye(d), &rope, 2048)?;
-        Ok(Arc::new(head))
-    };
-    (0..setting.heads.n_kv_heads).into_par_iter().map(one).collect()
-}
-
-/// From -1 to 1.
-fn uniform(rng: &mut ChaCha8Rng, n: usize, d: usize) -> Array2<f32> {
-    Array2::from_shape_simple_fn((n, d), || rng.r#gen::<f32>() * 2.0 - 1.0)
-}
-
-fn head(setting: &Setting, codebook: Option<&Arc<HeadCodebook>>, kv_head: usize, seed: u64) -> Head {
-    let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    let (n, d) = (setting.context, setting.heads.head_dim);
-    let kind = KvType::from(setting.kv);
-    let place = Place {
-        layer: 0,
-        kv_head,
-        group: setting.group(),
-        head_dim: d,
-        model_window: None,
-        sinks: SINKS,
-        window: WINDOW,
-        budget: setting.budget,
-        kv: kind,
-    };
-    let mut retriever: Box<dyn Retriever> = match (setting.method, codebook) {
-        (MethodName::A2ats, Some(codebook)) => {
-            let codes = (0..n)
-                .map(|_| (rng.r#gen::<usize>() % setting.size) as u16)
-                .collect();
-            Box::new(A2ats::with_codes(Arc::clone(codebook), codes))
-        }
-        (MethodName::Selfindex, _) => Box::new(SelfIndex::new(&place, Center::Median, Source::Signs, None)),
-        _ => Box::new(full::Full),
-    };
-    let room = if setting.attends { n } else { 0 };
-    let mut kv = KvHead::new(kind, d, room, Layout::from(Center::Median));
-    for first in (0..n).step_by(CHUNK) {
-        let rows = CHUNK.min(n - first);
-        if setting.method == MethodName::Selfindex {
-            let keys = uniform(&mut rng, rows, d);
-            retriever.append(keys.view(), keys.view());
-        }
-        if setting.attends {
-            let (keys, values) = (uniform(&mut rng, rows, d), uniform(&mut rng, rows, d));
-            kv.extend(keys.view(), values.view());
-        }
-    }
-    Head {
-        kv,
-        retriever,
-        query: uniform(&mut rng, setting.group(), d),
-        out: Array2::zeros((setting.group(), d)),
-    }
-}
-
 impl Work for CpuStep {
     fn run(&mut self) -> Result<f64> {
         let (setting, set) = (self.setting, self.setting.static_set());
-        let copy = self.next;
-        self.next = (copy + 1) % self.copies.len();
+        let (copy, steps) = (self.steps % self.copies.len(), self.steps / self.copies.len());
+        self.steps += 1;
         let start = Instant::now();
-        self.copies[copy].par_iter_mut().for_each(|head| {
+        let bytes = self.copies[copy].par_iter_mut().map(|head| {
+            let query = &head.queries[steps % head.queries.len()];
             let step = Step {
-                step: 0,
+                step: steps,
                 visible: set.visible(),
                 candidates: set.candidates.clone(),
                 budget: setting.budget.positions(setting.context),
-                q_pre: head.query.view(),
-                q_rope: head.query.view(),
+                q_pre: query.view(),
+                q_rope: query.view(),
                 kv: &head.kv,
             };
             let chosen = head.retriever.select(&step);
             if setting.attends {
                 let positions = set.merge(&chosen.positions);
                 let (keys, values) = (head.kv.keys(), head.kv.values());
-                attention::decode(head.query.view(), keys, values, &positions, head.out.view_mut());
+                let decoded = attention::decode(query.view(), keys, values, &positions, head.out.view_mut());
+                head.retriever.observe(&step, &positions, decoded.weights.view());
             }
             std::hint::black_box((&chosen, &head.out));
+            head.index_bytes + setting.read_bytes(&chosen)
         });
+        self.bytes = bytes.sum();
         Ok(start.elapsed().as_secs_f64())
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes
     }
 }

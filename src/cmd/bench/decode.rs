@@ -9,7 +9,7 @@ use super::{cpu_step, cuda_step, median, peak_bytes};
 use crate::cli::{Global, at_least_one};
 use crate::cmd::{print, print_json};
 use crate::error::{Error, Result};
-use crate::method::MethodName;
+use crate::method::{Choice, MethodName, a2ats};
 use crate::runner::StaticSet;
 use crate::runner::budget::Budget;
 use crate::runner::kv::Float;
@@ -31,7 +31,7 @@ pub struct DecodeArgs {
     /// Positions in the cache, in numbers or as 8K to 1M
     #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "8K,32K,128K", value_parser = parse_context)]
     context: Vec<usize>,
-    /// What to time: full (attend alone), a2ats, selfindex
+    /// What to time: full (attend alone), a2ats, selfindex; on the CPU topk, lfps and ctkvr too
     #[arg(
         long,
         value_name = "M,..",
@@ -173,21 +173,37 @@ impl Setting {
         StaticSet::at(self.context - 1, None, SINKS, WINDOW)
     }
 
-    /// Bytes of the cached rows of one layer, where they are read.
-    pub fn row_bytes(&self) -> usize {
+    /// Whether a step reads cached rows.
+    pub fn holds_rows(&self) -> bool {
+        let ranks = [MethodName::Topk, MethodName::Lfps, MethodName::Ctkvr];
+        self.attends || ranks.contains(&self.method)
+    }
+
+    /// Whether the method takes in a prompt.
+    pub fn learns(&self) -> bool {
+        matches!(self.method, MethodName::Lfps | MethodName::Ctkvr)
+    }
+
+    /// Bytes of a cached key, or value.
+    fn row(&self) -> usize {
         let bytes = match self.kv {
             Float::F32 => 4,
             Float::F16 | Float::Bf16 => 2,
         };
+        bytes * self.heads.head_dim
+    }
+
+    /// Bytes of the cached rows of one layer, where they are read.
+    pub fn row_bytes(&self) -> usize {
         let heads = self.batch * self.heads.n_kv_heads;
-        if self.attends {
-            2 * bytes * heads * self.context * self.heads.head_dim
+        if self.holds_rows() {
+            2 * self.row() * heads * self.context
         } else {
             0
         }
     }
 
-    /// Bytes of the index of one layer that a step reads: codes and codebooks, or signs.
+    /// Bytes of the index of one layer that a step of a GPU reads: codes and codebooks, or signs.
     pub fn index_bytes(&self) -> usize {
         let (g, n, d) = (self.heads.n_kv_heads, self.context, self.heads.head_dim);
         match self.method {
@@ -197,13 +213,44 @@ impl Setting {
         }
     }
 
+    /// Bytes that a step of one KV head reads on the CPU: the index, the keys that are ranked, and each row that
+    /// is attended once.
+    pub fn read_bytes(&self, choice: &Choice) -> usize {
+        let (n, d, r) = (self.context, self.heads.head_dim, self.group());
+        let chosen = choice.positions.len();
+        let set = self.static_set();
+        let index = match self.method {
+            MethodName::A2ats => {
+                2 * self.size * d + a2ats::read_bytes(set.candidates.len(), self.size, chosen)
+            }
+            MethodName::Selfindex => n * d.div_ceil(8),
+            // Two tables of f32 per query head.
+            MethodName::Lfps => 8 * r * n,
+            _ => 0,
+        };
+        let ranked = match (self.method, self.attends) {
+            (MethodName::Topk, true) => n - set.len() - chosen,
+            (MethodName::Topk, false) => n,
+            // What is attended is read once, and its keys are read before.
+            (_, true) => choice.ranked_rows,
+            (MethodName::Lfps | MethodName::Ctkvr, false) => choice.ranked_rows + chosen,
+            _ => 0,
+        };
+        let attended = match (self.attends, self.method) {
+            (false, _) => 0,
+            (true, MethodName::Full) => n,
+            (true, _) => set.len() + chosen,
+        };
+        index + self.row() * (ranked + 2 * attended)
+    }
+
     /// Copies of a layer's data that are more than caches hold.
     pub fn copies(&self) -> usize {
         let bytes = (self.row_bytes() + self.index_bytes()).max(1);
         ROTATED_BYTES.div_ceil(bytes).clamp(2, 64)
     }
 
-    /// Bytes that a step has to move: the index, and each row that is attended once.
+    /// Bytes that a step of a GPU has to move: the index, and each row that is attended once.
     fn moved_bytes(&self) -> usize {
         let set = self.static_set();
         let chosen = self.budget.positions(self.context).min(set.candidates.len());
@@ -229,15 +276,23 @@ impl Setting {
 /// Something to time: each call does some steps, on one copy of the data after the other, and gives the seconds of one.
 pub trait Work {
     fn run(&mut self) -> Result<f64>;
+
+    /// Bytes that the last step read, where the work tells.
+    fn bytes(&self) -> usize {
+        0
+    }
 }
 
 /// Times every setting. `attends` is `bench attend`.
 pub fn run(args: &DecodeArgs, attends: bool, global: &Global) -> Result<()> {
-    let supported = [MethodName::Full, MethodName::A2ats, MethodName::Selfindex];
+    let mut supported = vec![MethodName::Full, MethodName::A2ats, MethodName::Selfindex];
+    if global.device != crate::cli::Device::Cuda {
+        supported.extend([MethodName::Topk, MethodName::Lfps, MethodName::Ctkvr]);
+    }
     if let Some(method) = args.methods.iter().find(|m| !supported.contains(m)) {
         let name = method.as_str();
         return Err(Error::usage(format!("`bench` does not time method `{name}`"))
-            .hint("--methods takes full, a2ats and selfindex"));
+            .hint("--methods takes full, a2ats and selfindex; on the CPU topk, lfps and ctkvr too"));
     }
     let device = match global.device {
         crate::cli::Device::Wgpu => {
@@ -272,7 +327,11 @@ pub fn run(args: &DecodeArgs, attends: bool, global: &Global) -> Result<()> {
             times.push(work.run()?);
         }
         let name = if driver.is_some() { "cuda" } else { "cpu" };
-        let row = row(&setting, name, times, bandwidth);
+        let bytes = match driver {
+            Some(_) => setting.moved_bytes(),
+            None => work.bytes(),
+        };
+        let row = row(&setting, name, times, bytes, bandwidth);
         if !global.json {
             print_row(&row)?;
         }
@@ -310,10 +369,10 @@ fn settings(args: &DecodeArgs, attends: bool, seed: u64) -> Vec<Setting> {
     out
 }
 
-fn row(setting: &Setting, device: &str, mut times: Vec<f64>, bandwidth: f64) -> Value {
+fn row(setting: &Setting, device: &str, mut times: Vec<f64>, bytes: usize, bandwidth: f64) -> Value {
     times.sort_by(f64::total_cmp);
     let median = median(times.clone());
-    let rate = setting.moved_bytes() as f64 / median * 1e-9;
+    let rate = bytes as f64 / median * 1e-9;
     let what = if setting.attends { "attend" } else { "retrieve" };
     json!({
         "name": format!("{what} {}", setting.method.as_str()),
@@ -325,7 +384,7 @@ fn row(setting: &Setting, device: &str, mut times: Vec<f64>, bandwidth: f64) -> 
         "runs": times.len(),
         "gbytes_per_s": rate,
         "peak_bytes": peak_bytes(),
-        "bytes": setting.moved_bytes(),
+        "bytes": bytes,
         "read_loop_gbytes_per_s": bandwidth,
         "bandwidth_share": rate / bandwidth,
     })

@@ -1,11 +1,11 @@
 //! How many tokens of each codeword a choice takes.
 
-use ndarray::{ArrayView1, ArrayView2};
+use ndarray::ArrayView2;
 
 use super::postings::Postings;
 
-/// Intervals of scores that codewords are counted in before some are sorted.
-const INTERVALS: usize = 1024;
+/// Classes of scores that codewords are counted in before some are sorted.
+const CLASSES: usize = 1024;
 
 /// What bounds a choice.
 #[derive(Clone, Copy, Debug)]
@@ -143,7 +143,7 @@ fn ranks(scores: ArrayView2<f32>, counts: &[u32], most: u64) -> Vec<(usize, u64)
     let mut rho = vec![u64::MAX; counts.len()];
     for row in scores.rows() {
         let mut above = 0;
-        for c in best_codewords(row, counts, most) {
+        for c in best_codewords(&row.to_vec(), counts, most) {
             if above >= most {
                 break;
             }
@@ -157,28 +157,43 @@ fn ranks(scores: ArrayView2<f32>, counts: &[u32], most: u64) -> Vec<(usize, u64)
 
 /// The best codewords that have tokens, by score, the lower codeword first on ties: at least so many that they
 /// have `most` tokens, where there are so many.
-fn best_codewords(row: ArrayView1<f32>, counts: &[u32], most: u64) -> Vec<usize> {
-    let used = || (0..counts.len()).filter(|c| counts[*c] > 0);
-    // Equal intervals between the smallest and the largest score; what is not finite is sorted in full.
-    let bounds = (f32::INFINITY, f32::NEG_INFINITY);
-    let (low, high) = used().fold(bounds, |(low, high), c| (low.min(row[c]), high.max(row[c])));
-    let scale = (INTERVALS - 1) as f32 / (high - low);
-    let is_plain = scale.is_finite() && scale > 0.0 && used().all(|c| row[c].is_finite());
-    let interval = |c: usize| (((row[c] - low) * scale) as usize).min(INTERVALS - 1);
-    let mut from = 0;
-    if is_plain {
-        let mut tokens = [0u64; INTERVALS];
-        used().for_each(|c| tokens[interval(c)] += u64::from(counts[c]));
-        let mut above = 0;
-        let enough = tokens.iter().rposition(|tokens| {
-            above += tokens;
-            above >= most
-        });
-        from = enough.unwrap_or(0);
+fn best_codewords(row: &[f32], counts: &[u32], most: u64) -> Vec<usize> {
+    let mut order: Vec<usize> = Vec::new();
+    match classes(row, counts) {
+        Some(classes) => {
+            let mut tokens = [0u64; CLASSES];
+            for (class, count) in classes.iter().zip(counts) {
+                tokens[usize::from(*class) % CLASSES] += u64::from(*count);
+            }
+            let mut above = 0;
+            let enough = tokens.iter().rposition(|tokens| {
+                above += tokens;
+                above >= most
+            });
+            let from = enough.unwrap_or(0);
+            let all = classes.iter().zip(counts).enumerate();
+            let kept = all.filter(|(_, (class, count))| usize::from(**class) >= from && **count > 0);
+            order.extend(kept.map(|(c, _)| c));
+        }
+        None => order.extend((0..counts.len()).filter(|c| counts[*c] > 0)),
     }
-    let mut order: Vec<usize> = used().filter(|c| !is_plain || interval(*c) >= from).collect();
     order.sort_unstable_by(|a, b| row[*b].total_cmp(&row[*a]).then(a.cmp(b)));
     order
+}
+
+/// Equal intervals between the smallest and the largest score, the best last; none where a score is not finite or
+/// all are equal.
+fn classes(row: &[f32], counts: &[u32]) -> Option<Vec<u16>> {
+    let (mut low, mut high, mut is_finite) = (f32::INFINITY, f32::NEG_INFINITY, true);
+    for (x, count) in row.iter().zip(counts) {
+        if *count > 0 {
+            (low, high) = (low.min(*x), high.max(*x));
+            is_finite &= x.is_finite();
+        }
+    }
+    let scale = (CLASSES - 1) as f32 / (high - low);
+    let class = |x: &f32| ((x - low) * scale).clamp(0.0, (CLASSES - 1) as f32) as u16;
+    (is_finite && scale.is_finite() && scale > 0.0).then(|| row.iter().map(class).collect())
 }
 
 /// How many of a codeword's `count` tokens the union of the top-k takes.

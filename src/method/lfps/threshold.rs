@@ -24,7 +24,7 @@ const SHARES: [(f64, [f64; 6]); 4] = [
 const FIRST_LOG2: f64 = 12.0;
 
 /// The paper's share for a context of `n`, linear between its columns (in log2 n) and rows.
-fn paper_share(n: usize, alpha: f64) -> f64 {
+pub(super) fn paper_share(n: usize, alpha: f64) -> f64 {
     let between = |x: f64, len: usize| {
         let x = x.clamp(0.0, (len - 1) as f64);
         let i = (x.floor() as usize).min(len - 2);

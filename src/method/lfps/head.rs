@@ -1,0 +1,171 @@
+//! The tables of a query head.
+
+use std::sync::Arc;
+
+use super::priors::{self, HeadPrior};
+use super::{GAMMA, LEAST_BYPASS, Params, Table};
+use crate::method::Place;
+
+/// What a query head brings to its steps and keeps as it is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Constants {
+    /// Decay per step.
+    pub gamma: f64,
+    /// Share of an update that goes to the vertical table.
+    pub lambda: f64,
+    /// Threshold above the mean, in deviations.
+    pub alpha: f64,
+    /// Variance of the scaled scores over the squared length of the query.
+    pub rho: f64,
+    /// What is added to the global estimate of the log mass.
+    pub bias: f64,
+    /// Whether the bypass is tested at all.
+    pub is_tested: bool,
+}
+
+/// What one query head remembers.
+#[derive(Clone)]
+pub struct QueryHead {
+    /// Sv: by position.
+    pub vertical: Table,
+    /// R: by distance; the entry of position i at step t is t - i.
+    pub slash: Table,
+    gamma: f64,
+    /// Share of an update that goes to the vertical table.
+    lambda: f64,
+    pub(super) alpha: f64,
+    /// Variance of the scaled scores over the squared length of the query.
+    pub(super) rho: f64,
+    /// Whether the bypass is tested at all.
+    pub(super) tested: bool,
+    pub(super) prior: Option<Arc<HeadPrior>>,
+    /// Whether the last step was bypassed.
+    pub(super) bypassed: bool,
+}
+
+impl QueryHead {
+    pub(super) fn new(params: &Params, prior: Option<Arc<HeadPrior>>, sinks: usize) -> Self {
+        let of =
+            |own: fn(&HeadPrior) -> f32, default: f64| prior.as_ref().map_or(default, |p| f64::from(own(p)));
+        // What calibration saw of the bypass was with its own number of sinks.
+        let seldom =
+            |p: &Arc<HeadPrior>| sinks == priors::SINKS && p.bypass_rate(params.lfps_theta) < LEAST_BYPASS;
+        Self {
+            vertical: Table::default(),
+            slash: Table::default(),
+            gamma: of(|p| p.gamma, GAMMA),
+            lambda: of(|p| p.lambda, 0.5),
+            alpha: params.lfps_alpha.unwrap_or_else(|| of(|p| p.alpha, 0.2)),
+            rho: of(|p| p.rho0, 0.0),
+            tested: params.lfps_theta < 1.0 && !prior.as_ref().is_some_and(seldom),
+            prior,
+            bypassed: false,
+        }
+    }
+
+    /// What does not change from step to step.
+    pub fn constants(&self) -> Constants {
+        Constants {
+            gamma: self.gamma,
+            lambda: self.lambda,
+            alpha: self.alpha,
+            rho: self.rho,
+            bias: self.bias(),
+            is_tested: self.tested,
+        }
+    }
+
+    pub(super) fn bias(&self) -> f64 {
+        self.prior.as_ref().map_or(0.0, |p| f64::from(p.glob_bias))
+    }
+
+    /// Adds the weights of one query at position `t`, which sum to one over no sinks, after a decay.
+    ///
+    /// # Source
+    /// Eq. 10, with `lambda` in place of 1/2.
+    pub fn update(&mut self, t: usize, weights: impl Iterator<Item = (usize, f64)>) {
+        self.vertical.decay(self.gamma);
+        self.slash.decay(self.gamma);
+        for (i, w) in weights {
+            self.vertical.add(i, self.lambda * w);
+            self.slash.add(t - i, (1.0 - self.lambda) * w);
+        }
+    }
+
+    /// Adds the weights of one of the first prompt's rows, as they are.
+    pub(super) fn learn(&mut self, t: usize, weights: impl Iterator<Item = (usize, f64)>) {
+        for (i, w) in weights {
+            self.vertical.add(i, w);
+            self.slash.add(t - i, w);
+        }
+    }
+
+    /// Brings the tables, which hold the sum of `rows` rows of a prompt, to their fixed point, and adds the
+    /// prior; `n` positions are in the cache.
+    ///
+    /// # Source
+    /// Eq. 4: both tables together sum to 1 / (1 - gamma), rows counting alike. The prior counts as
+    /// `weight` rows.
+    pub(super) fn fill(&mut self, rows: usize, weight: f64, n: usize, place: &Place) {
+        let total = 1.0 / (1.0 - self.gamma);
+        let (vertical, slash) = (total * self.lambda, total * (1.0 - self.lambda));
+        let weight = if self.prior.is_some() { weight } else { 0.0 };
+        let beta = match weight + rows as f64 {
+            0.0 => 0.0,
+            sum => weight / sum,
+        };
+        let share = (1.0 - beta) / rows.max(1) as f64;
+        self.vertical.decay(vertical * share);
+        self.slash.decay(slash * share);
+        let Some(prior) = self.prior.clone().filter(|_| beta > 0.0 && n > place.sinks) else {
+            return;
+        };
+        let window = place.model_window.unwrap_or(usize::MAX);
+        let distances = 0..(n - place.sinks).min(window);
+        let sum: f64 = distances.clone().map(|d| f64::from(prior.slash_at(d))).sum();
+        for distance in distances.filter(|_| sum > 0.0) {
+            let share = f64::from(prior.slash_at(distance)) / sum;
+            self.slash.add(distance, slash * beta * share);
+        }
+        let structural = |i: usize| prior.vert_at(i).map(f64::from);
+        let positions = place.sinks.max(n.saturating_sub(window))..n;
+        let known: f64 = positions.clone().filter_map(structural).sum();
+        let others = positions.clone().filter(|i| structural(*i).is_none()).count();
+        for i in positions {
+            let share = match structural(i) {
+                Some(mass) if others == 0 && known > 0.0 => mass / known,
+                Some(mass) => mass,
+                None => (1.0 - known).max(0.0) / others as f64,
+            };
+            self.vertical.add(i, vertical * beta * share);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn update_golden_example() {
+        let mut head = QueryHead::new(&Params::default(), None, 4);
+        head.vertical.add(2, 2.0);
+        head.slash.add(0, 1.0);
+        head.update(4, [(2, 0.75), (4, 0.25)].into_iter());
+        let close = |x: f64, y: f64| (x - y).abs() < 1e-6;
+        assert!(close(head.vertical.get(2), 2.275) && close(head.vertical.get(4), 0.125));
+        assert!(close(head.slash.get(2), 0.375) && close(head.slash.get(0), 1.075));
+    }
+
+    #[test]
+    fn tables_keep_their_sum_and_survive_long_decays() {
+        let mut head = QueryHead::new(&Params::default(), None, 4);
+        head.vertical.add(3, 10.0);
+        head.slash.add(1, 10.0);
+        for t in 5..3000 {
+            head.update(t, [(t - 3, 0.5), (t, 0.5)].into_iter());
+            let sum = head.vertical.sum() + head.slash.sum();
+            assert!((sum - 20.0).abs() < 1e-3, "{t}: {sum}");
+        }
+    }
+}
