@@ -10,6 +10,8 @@
 //! added (so every method can read them), and a group of equal values is exact to f16. Centre and scale are
 //! those of the first prompt, or of all rows as long as few are cached.
 
+mod widen;
+
 use std::ops::Range;
 
 use half::f16;
@@ -17,7 +19,7 @@ use ndarray::{ArrayView1, ArrayView2, Axis, s};
 use rayon::prelude::*;
 
 use super::kv::grow;
-use crate::compute::attention::Rows;
+use crate::compute::attention::{self, LANES, Rows};
 use crate::compute::simd;
 
 /// Positions that keep half precision.
@@ -289,6 +291,25 @@ impl SignRows {
         }
     }
 
+    /// # Source
+    /// Eq. 13: sign (Q s + z) alpha, and the centre.
+    fn read(&self, position: usize, out: &mut [f32]) {
+        if let Some(row) = self.full.get(position, self.d) {
+            for ((s, x), c) in out.iter_mut().zip(row).zip(&self.centre) {
+                *s = x.to_f32() + c;
+            }
+            return;
+        }
+        self.magnitudes.read(position, out);
+        let signs = &self.signs[position * sign_bytes(self.d)..];
+        let scale = self.alpha.iter().zip(&self.centre);
+        for (i, (x, (alpha, centre))) in out.iter_mut().zip(scale).enumerate() {
+            let magnitude = *x * alpha;
+            let positive = !self.layout.signed || signs[i / 8] >> (i % 8) & 1 == 1;
+            *x = centre + if positive { magnitude } else { -magnitude };
+        }
+    }
+
     /// What was taken off each channel.
     pub fn centre(&self) -> &[f32] {
         &self.centre
@@ -350,24 +371,17 @@ impl Rows for SignRows {
         self.d
     }
 
-    /// # Source
-    /// Eq. 13: sign (Q s + z) alpha, and the centre.
     fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32] {
-        if let Some(row) = self.full.get(position, self.d) {
-            for ((s, x), c) in scratch.iter_mut().zip(row).zip(&self.centre) {
-                *s = x.to_f32() + c;
-            }
-            return scratch;
-        }
-        self.magnitudes.read(position, scratch);
-        let signs = &self.signs[position * sign_bytes(self.d)..];
-        let scale = self.alpha.iter().zip(&self.centre);
-        for (i, (x, (alpha, centre))) in scratch.iter_mut().zip(scale).enumerate() {
-            let magnitude = *x * alpha;
-            let positive = !self.layout.signed || signs[i / 8] >> (i % 8) & 1 == 1;
-            *x = centre + if positive { magnitude } else { -magnitude };
-        }
+        self.read(position, scratch);
         scratch
+    }
+
+    fn widen(&self, positions: &[u32], out: &mut [[f32; LANES]]) {
+        if widen::in_groups(self.d) {
+            widen::keys(self, positions, out);
+        } else {
+            attention::widen_rows(self, positions, out);
+        }
     }
 }
 
@@ -385,11 +399,25 @@ impl Rows for ValueRows {
     }
 
     fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32] {
-        match self.full.get(position, self.d) {
-            Some(row) => scratch.iter_mut().zip(row).for_each(|(s, x)| *s = x.to_f32()),
-            None => self.values.read(position, scratch),
-        }
+        self.read(position, scratch);
         scratch
+    }
+
+    fn widen(&self, positions: &[u32], out: &mut [[f32; LANES]]) {
+        if widen::in_groups(self.d) {
+            widen::values(self, positions, out);
+        } else {
+            attention::widen_rows(self, positions, out);
+        }
+    }
+}
+
+impl ValueRows {
+    fn read(&self, position: usize, out: &mut [f32]) {
+        match self.full.get(position, self.d) {
+            Some(row) => out.iter_mut().zip(row).for_each(|(o, x)| *o = x.to_f32()),
+            None => self.values.read(position, out),
+        }
     }
 }
 
@@ -608,6 +636,36 @@ mod tests {
             }
         }
         sum / exact.len() as f64
+    }
+
+    #[test]
+    fn widened_rows_are_the_rows() {
+        for (d, signed) in [(32, true), (64, false), (80, true), (128, true), (128, false)] {
+            let layout = Layout {
+                center: Center::Mean,
+                full: 5,
+                signed,
+            };
+            let mut packed = Packed::new(d, layout, 0);
+            let mut exact = keys(0, 200, d);
+            exact.row_mut(7).fill(3.0);
+            exact[[9, d - 1]] = 1e30;
+            packed.prompt(exact.view(), exact.view(), &vec![1.0; d], 0..200);
+            let some = packed.keys.full_positions()[1];
+            let chosen: Vec<u32> = (0..200).filter(|p| p % 3 != 1 || *p == some).collect();
+            let chunks = d.div_ceil(LANES);
+            for rows in [&packed.keys as &dyn Rows, &packed.values] {
+                for positions in [&chosen[..], &chosen[20..37], &[some], &[]] {
+                    let mut wide = vec![[0.0; LANES]; positions.len() * chunks];
+                    rows.widen(positions, &mut wide);
+                    for (wide, p) in wide.chunks(chunks).zip(positions) {
+                        let mut scratch = vec![0.0; d];
+                        let row = rows.row(*p as usize, &mut scratch);
+                        assert_eq!(wide.as_flattened()[..d], *row, "d {d}, signed {signed}, row {p}");
+                    }
+                }
+            }
+        }
     }
 
     #[test]

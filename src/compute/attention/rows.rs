@@ -81,11 +81,7 @@ pub trait Rows: Sync {
     /// The rows of `positions` (ascending) as [`Rows::row`] gives them, `[positions, chunks, LANES]`; what
     /// pads them stays as it is.
     fn widen(&self, positions: &[u32], out: &mut [[f32; LANES]]) {
-        let mut scratch = vec![0.0; self.dim()];
-        for (to, p) in out.chunks_mut(self.dim().div_ceil(LANES)).zip(positions) {
-            let row = self.row(*p as usize, &mut scratch);
-            to.as_flattened_mut()[..row.len()].copy_from_slice(row);
-        }
+        widen_rows(self, positions, out);
     }
 
     /// Products of the rows with the queries: `[r, stride]` in `out`, of which the first columns are
@@ -103,6 +99,15 @@ pub trait Rows: Sync {
     /// f32; each product is fused with its sum, position by position.
     fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: Sums) {
         widened_add(self, weights, stride, run, sums);
+    }
+}
+
+/// [`Rows::widen`], row by row.
+pub fn widen_rows<R: Rows + ?Sized>(rows: &R, positions: &[u32], out: &mut [[f32; LANES]]) {
+    let mut scratch = vec![0.0; rows.dim()];
+    for (to, p) in out.chunks_mut(rows.dim().div_ceil(LANES)).zip(positions) {
+        let row = rows.row(*p as usize, &mut scratch);
+        to.as_flattened_mut()[..row.len()].copy_from_slice(row);
     }
 }
 
