@@ -221,7 +221,7 @@ impl Rows for RowStore {
         }
     }
     fn scores(&self, queries: &Queries, run: &Run, out: &mut [f32], stride: usize) {
-        if self.d % LANES != 0 {
+        if !self.d.is_multiple_of(LANES) {
             return attention::widened_scores(self, queries, run, out, stride);
         }
         let (shared, own) = self.split(run);
@@ -247,7 +247,7 @@ impl Rows for RowStore {
     }
 
     fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: Sums) {
-        if self.d % LANES != 0 {
+        if !self.d.is_multiple_of(LANES) {
             return attention::widened_add(self, weights, stride, run, sums);
         }
         let (shared, own) = self.split(run);
@@ -392,6 +392,51 @@ impl KvHead {
         match self {
             Self::Plain { keys, values } => keys.bytes() + values.bytes(),
             Self::Packed(packed) => packed.bytes(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ndarray::Array2;
+
+    use super::*;
+
+    #[test]
+    fn a_fork_is_attended_as_a_store_of_its_own() {
+        for (kind, d) in [
+            (KvType::F32, 32),
+            (KvType::F16, 80),
+            (KvType::Bf16, 64),
+            (KvType::Bf16, 20),
+        ] {
+            let rows = |first: usize, n: usize, salt: f32| {
+                Array2::from_shape_fn((n, d), |(i, j)| (((first + i) * d + j) as f32 * salt).sin())
+            };
+            let mut whole = KvHead::new(kind, d, 0, packed::Center::Median);
+            let mut parts = KvHead::new(kind, d, 0, packed::Center::Median);
+            for (first, n) in [(0, 150), (150, 1), (151, 140)] {
+                let (keys, values) = (rows(first, n, 0.7), rows(first, n, 0.3));
+                whole.extend(keys.view(), values.view());
+                parts.extend(keys.view(), values.view());
+                if n < 140 {
+                    parts = parts.fork();
+                }
+            }
+            let q = rows(0, 6, 0.9);
+            let attend = |kv: &KvHead, positions: &[u32]| {
+                let mut out = Array2::zeros((6, d));
+                let (keys, values) = (kv.keys(), kv.values());
+                let decoded = attention::decode(q.view(), keys, values, positions, out.view_mut());
+                (out, decoded.weights, decoded.lse)
+            };
+            let all: Vec<u32> = (0..291).collect();
+            let some: Vec<u32> = (100..291).step_by(3).collect();
+            for positions in [&all[..], &all[..150], &all[150..], &all[151..], &some] {
+                let expected = attend(&whole, positions);
+                assert_eq!(attend(&parts, positions), expected, "{kind:?} {d}");
+                assert!(expected.0.iter().any(|x| *x != 0.0));
+            }
         }
     }
 }

@@ -85,7 +85,7 @@ pub(super) fn fused(a: f32, b: f32, c: f32) -> f32 {
     } else {
         bits.wrapping_sub(1)
     };
-    let inexact = error < 0.0 || error > 0.0;
+    let inexact = error.abs() > 0.0;
     let bits = if inexact && bits & 1 == 0 { odd } else { bits };
     f64::from_bits(bits) as f32
 }

@@ -1,5 +1,7 @@
 //! Rows in 2 bits as f32, whole groups at a time.
 
+#![expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]
+
 use multiversion::multiversion;
 
 use super::{FullRows, QUANT_GROUP, SignRows, TwoBit, ValueRows, sign_bytes};
