@@ -43,7 +43,6 @@ pub fn dots(queries: &[Vec<f32>], row: &[f32], out: &mut [f32]) {
     }
 }
 
-#[expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]
 #[inline(always)]
 fn some<const R: usize>(queries: [&Vec<f32>; R], row: &[f32], out: &mut [f32]) {
     let n = queries.iter().fold(row.len(), |n, q| n.min(q.len()));

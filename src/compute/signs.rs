@@ -17,6 +17,9 @@ const TILE: usize = 256;
 /// The tables of a byte: low and high bits.
 type Pair = [[u8; PATTERNS]; 2];
 
+/// Adds the sums of rows `[n,16]` to `[n]`.
+type Kernel = fn(&[Pair; COLUMNS], &[[u8; COLUMNS]], &mut [u16]);
+
 /// Tables of a scan.
 pub struct Tables {
     width: usize,
@@ -57,7 +60,7 @@ impl Tables {
 }
 
 /// The kernel of this machine: adds the sums of `rows` `[n,16]` to `out` `[n]`.
-fn kernel() -> fn(&[Pair; COLUMNS], &[[u8; COLUMNS]], &mut [u16]) {
+fn kernel() -> Kernel {
     #[cfg(target_arch = "x86_64")]
     {
         if is_x86_feature_detected!("avx512bw") {
@@ -349,8 +352,8 @@ mod tests {
     use super::*;
 
     /// Every kernel that this machine has.
-    fn kernels() -> Vec<fn(&[Pair; COLUMNS], &[[u8; COLUMNS]], &mut [u16])> {
-        let mut out: Vec<fn(&[Pair; COLUMNS], &[[u8; COLUMNS]], &mut [u16])> = vec![plain, kernel()];
+    fn kernels() -> Vec<Kernel> {
+        let mut out: Vec<Kernel> = vec![plain, kernel()];
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") {
             out.push(x86::with_avx2);

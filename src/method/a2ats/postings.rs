@@ -181,16 +181,16 @@ impl Postings {
             self.lists = None;
             self.range = candidates.start..candidates.start;
         }
-        for p in self.range.end..candidates.end {
-            self.counts[usize::from(codes[p])] += 1;
+        for (p, code) in (self.range.end..).zip(&codes[self.range.end..candidates.end]) {
+            self.counts[usize::from(*code)] += 1;
             if let Some(lists) = &mut self.lists {
-                lists.push(codes[p], p);
+                lists.push(*code, p);
             }
         }
-        for p in self.range.start..candidates.start {
-            self.counts[usize::from(codes[p])] -= 1;
+        for code in &codes[self.range.start..candidates.start] {
+            self.counts[usize::from(*code)] -= 1;
             if let Some(lists) = &mut self.lists {
-                lists.pop(codes[p]);
+                lists.pop(*code);
             }
         }
         self.range = candidates.clone();
