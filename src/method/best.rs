@@ -40,7 +40,7 @@ pub(super) fn largest<T: Key>(values: &[T], count: usize) -> Vec<u32> {
     });
     let last = last.unwrap_or(0);
     let mut close: Vec<(u64, u32)> = Vec::new();
-    let mut out = Vec::with_capacity(count);
+    let mut out = Vec::with_capacity(count.min(values.len()));
     for (x, place) in values.iter().zip(0u32..) {
         let class = class(x);
         if class > last {

@@ -327,10 +327,7 @@ impl Retriever for Ctkvr {
         let union = self.union(step);
         let scale = 1.0 / (d as f32).sqrt();
         let mut scores = Array2::<f32>::zeros((r, union.len()));
-        let queries = step.q_rope.rows().into_iter();
-        let queries: Vec<Vec<f32>> = queries.map(|q| q.iter().map(|x| x * scale).collect()).collect();
-        let ranked = union.iter().map(|p| *p as usize);
-        products(&queries, step.kv.keys(), ranked, |j, products| {
+        products(step.q_rope, scale, step.kv.keys(), &union, |j, products| {
             for (a, product) in products.iter().enumerate() {
                 scores[[a, j]] = *product;
             }

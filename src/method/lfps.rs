@@ -20,7 +20,7 @@ mod threshold;
 use std::ops::Range;
 use std::sync::Arc;
 
-use ndarray::{ArrayView1, ArrayView2};
+use ndarray::{ArrayView1, ArrayView2, Axis};
 
 use super::best::Places;
 use super::union::union_within;
@@ -332,17 +332,22 @@ impl Retriever for Lfps {
             union
         } else {
             let scale = 1.0 / (d as f32).sqrt();
-            let queries: Vec<Vec<f32>> = active.iter().map(|a| step.q_rope.row(*a).to_vec()).collect();
+            let queries = step.q_rope.select(Axis(0), &active);
             let mut lists = vec![Vec::new(); active.len()];
-            let rows = union.iter().map(|p| *p as usize);
-            products_of(&queries, step.kv.keys(), rows, |place, products| {
-                let p = union[place];
-                for ((list, wanted), product) in lists.iter_mut().zip(&wanted).zip(products) {
-                    if wanted.contains(p as usize - start) {
-                        list.push((scale * product, p));
+            products_of(
+                queries.view(),
+                scale,
+                step.kv.keys(),
+                &union,
+                |place, products| {
+                    let p = union[place];
+                    for ((list, wanted), product) in lists.iter_mut().zip(&wanted).zip(products) {
+                        if wanted.contains(p as usize - start) {
+                            list.push((*product, p));
+                        }
                     }
-                }
-            });
+                },
+            );
             union_within(&lists, step.budget)
         };
         let all = self.heads.iter().all(|h| h.bypassed);

@@ -28,10 +28,9 @@ impl Retriever for TopK {
         let (r, d) = step.q_rope.dim();
         let scale = 1.0 / (d as f32).sqrt();
         let (first, n) = (step.visible.start, step.visible.len());
-        let queries = step.q_rope.rows().into_iter();
-        let queries: Vec<Vec<f32>> = queries.map(|q| q.iter().map(|x| x * scale).collect()).collect();
+        let all: Vec<u32> = step.visible.clone().map(|p| p as u32).collect();
         let mut scores = vec![0.0f32; r * n];
-        products(&queries, step.kv.keys(), step.visible.clone(), |j, products| {
+        products(step.q_rope, scale, step.kv.keys(), &all, |j, products| {
             for (a, product) in products.iter().enumerate() {
                 scores[a * n + j] = *product;
             }
