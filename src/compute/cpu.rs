@@ -56,7 +56,7 @@ impl Device for Cpu {
         None
     }
 
-    /// As many as there are threads, which then wait for each other less; [`AT_ONCE_BYTES`] of rows at most.
+    /// As many as there are threads, which then wait for each other less; a gigabyte of rows at most.
     fn heads_at_once(&self, n: usize, d: usize, _size: usize) -> usize {
         let fitting = AT_ONCE_BYTES / (n * d * size_of::<f32>()).max(1);
         rayon::current_num_threads().min(fitting).max(1)
