@@ -87,8 +87,7 @@ DEVICE DrawPlace draw_place(const float* x, u32 width, double top, double temper
     draw_bin(bins, target, place.above, found);
     place.key = place.key << 10 | found[0].key, place.above = found[0].above;
     __syncthreads();
-    u32 bits = place.key >> 31 ? place.key & 0x7fffffffu : ~place.key;
-    u64 weight = draw_weight(__uint_as_float(bits), top, temperature);
+    u64 weight = draw_weight(number_of(place.key), top, temperature);
     u64 missing = target > place.above ? target - place.above : 1;
     place.rank = weight > 0 ? (u32)((missing + weight - 1) / weight) : 1;
     if (place.rank == 0) place.rank = 1;
@@ -119,8 +118,7 @@ KERNEL(256, 1, draw_of_rows, const float* x, const double* uniforms, u32* ids, u
     __syncthreads();
     // The nucleus: the smallest head of the order with at least top_p of the mass.
     DrawPlace last = draw_place(x, width, top, temperature, draw_share(top_p, total[0]), first, bins);
-    u32 bits = last.key >> 31 ? last.key & 0x7fffffffu : ~last.key;
-    u64 kept = last.above + draw_weight(__uint_as_float(bits), top, temperature);
+    u64 kept = last.above + draw_weight(number_of(last.key), top, temperature);
     u64 target = draw_share(uniforms[blockIdx.x], kept);
     DrawPlace drawn = draw_place(x, width, top, temperature, target, first, bins);
     // Of equal logits, in the order of ids.

@@ -12,6 +12,9 @@ DEVICE u32 order_of(float v) {
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
+// The number whose `order_of` this is.
+DEVICE float number_of(u32 key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
+
 // The sum over the threads before this one, of a type.
 template <class T>
 DEVICE T typed_sum_before(T v) {

@@ -27,4 +27,6 @@ pub mod progress;
 pub mod runner;
 pub mod stats;
 pub mod store;
+#[cfg(test)]
+mod testing;
 pub mod work;

@@ -120,6 +120,7 @@ fn encoding_is_set_against_a_product() {
         found[0]
     );
     kvsmith("bench encode --size 70000").fails(2, "too large", "");
+    kvsmith("bench encode --device cuda").fails(3, "CPU alone", "--device cpu");
 }
 
 #[test]

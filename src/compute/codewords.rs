@@ -146,14 +146,12 @@ fn some<T: Copy, const R: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::numbers;
 
     #[test]
     fn products_are_fused_sums_in_order() {
-        let mut state = 1u32;
-        let mut next = || {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-        };
+        let mut number = numbers(1);
+        let mut next = || (number() >> 8) as f32 / (1 << 23) as f32 - 1.0;
         for (size, d, r) in [
             (1, 1, 1),
             (31, 4, 2),

@@ -350,6 +350,7 @@ mod arm {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::numbers;
 
     /// Every kernel that this machine has.
     fn kernels() -> Vec<Kernel> {
@@ -363,11 +364,8 @@ mod tests {
 
     /// Bytes that are not special in any way.
     fn bytes(n: usize, seed: u32) -> Vec<u8> {
-        let mut state = seed;
-        let mut next = || {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 24) as u8
-        };
+        let mut number = numbers(seed);
+        let mut next = || (number() >> 24) as u8;
         (0..n).map(|_| next()).collect()
     }
 

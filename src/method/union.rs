@@ -55,6 +55,7 @@ pub(super) fn union_within(lists: &[Vec<(f32, u32)>], budget: usize) -> Vec<u32>
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::numbers;
 
     /// The same by sorting everything.
     fn naive(mut lists: Vec<Vec<(f32, u32)>>, budget: usize) -> Vec<u32> {
@@ -90,11 +91,8 @@ mod tests {
 
     #[test]
     fn unions_are_those_of_full_rankings() {
-        let mut state = 1u32;
-        let mut next = |n: u32| {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 8) % n
-        };
+        let mut number = numbers(1);
+        let mut next = |n: u32| (number() >> 8) % n;
         for _ in 0..3000 {
             let (heads, n, coarse) = (next(6), 1 + next(60), 1 + next(9));
             let list = |next: &mut dyn FnMut(u32) -> u32| -> Vec<(f32, u32)> {

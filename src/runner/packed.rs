@@ -10,6 +10,8 @@
 //! added (so every method can read them), and a group of equal values is exact to f16. Centre and scale are
 //! those of the first prompt, or of all rows as long as few are cached.
 
+mod layout;
+mod two_bit;
 mod widen;
 
 use std::ops::Range;
@@ -21,6 +23,8 @@ use rayon::prelude::*;
 use super::kv::grow;
 use crate::compute::attention::{self, LANES, Rows};
 use crate::compute::simd;
+pub use layout::{Center, Layout};
+use two_bit::{TwoBit, saturating_f16};
 
 /// Positions that keep half precision.
 pub const FULL: usize = 64;
@@ -28,77 +32,6 @@ pub const FULL: usize = 64;
 pub const REFIT: usize = 128;
 /// Channels that share a scale and a zero point.
 pub const QUANT_GROUP: usize = 32;
-/// A step below this is taken for zero: the group's values are equal.
-const LEAST_STEP: f32 = 1e-8;
-
-/// What is taken off every channel before its signs are read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Center {
-    /// The lower median: half of the signs are positive.
-    Median,
-    /// The mean.
-    Mean,
-}
-
-impl Center {
-    /// Centre of some values; zero if there are none.
-    ///
-    /// # Source
-    /// Eq. 5 has the mean; the authors' code takes the lower median.
-    pub fn of(self, values: &mut [f32]) -> f32 {
-        if values.is_empty() {
-            return 0.0;
-        }
-        match self {
-            Self::Median => {
-                let middle = (values.len() - 1) / 2;
-                *values.select_nth_unstable_by(middle, f32::total_cmp).1
-            }
-            Self::Mean => {
-                let sum: f64 = values.iter().map(|v| f64::from(*v)).sum();
-                (sum / values.len() as f64) as f32
-            }
-        }
-    }
-
-    /// Centre of every channel of `rows`, `[n,d]`.
-    pub fn of_channels(self, rows: ArrayView2<f32>) -> Vec<f32> {
-        rows.axis_iter(Axis(1))
-            .into_par_iter()
-            .map(|channel| self.of(&mut channel.to_vec()))
-            .collect()
-    }
-
-    /// Its name in the manifest and on the command line.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Median => "median",
-            Self::Mean => "mean",
-        }
-    }
-}
-
-/// How the 2-bit cache holds its rows; what is not the default is for ablations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Layout {
-    /// What signs are taken around.
-    pub center: Center,
-    /// Most positions that keep half precision.
-    pub full: usize,
-    /// Whether a key's signs are stored and its magnitudes quantised; else the keys themselves are
-    /// quantised, as values are, and signs serve the index alone.
-    pub signed: bool,
-}
-
-impl From<Center> for Layout {
-    fn from(center: Center) -> Self {
-        Self {
-            center,
-            full: FULL,
-            signed: true,
-        }
-    }
-}
 
 /// The positions whose keys, rows of `keys`, have the largest products with `query`: at most `most`,
 /// ascending, the lower position on ties.
@@ -124,79 +57,6 @@ pub fn best_scored(
     let mut best: Vec<u32> = scored.iter().take(most).map(|(_, p)| *p).collect();
     best.sort_unstable();
     best
-}
-
-/// Rows of values in 2 bits, with a scale and a zero point in f16 per [`QUANT_GROUP`] channels.
-#[derive(Clone)]
-struct TwoBit {
-    d: usize,
-    /// Four values a byte, the first in the lowest bits; every row starts a byte.
-    bits: Vec<u8>,
-    /// Scale and zero point; the last group of a row may be shorter.
-    params: Vec<[f16; 2]>,
-}
-
-impl TwoBit {
-    fn new(d: usize, capacity: usize) -> Self {
-        Self {
-            d,
-            bits: Vec::with_capacity(capacity * d.div_ceil(4)),
-            params: Vec::with_capacity(capacity * d.div_ceil(QUANT_GROUP)),
-        }
-    }
-
-    /// Appends a row.
-    ///
-    /// # Source
-    /// Eq. 9-11: z = min x, s = (max x - min x) / 3, Q = round((x - z) / s). The codes come from the
-    /// unrounded scale and zero point.
-    fn push(&mut self, row: &[f32]) {
-        let start = self.bits.len();
-        let bytes = self.d.div_ceil(4);
-        grow(&mut self.bits, bytes).resize(start + bytes, 0);
-        grow(&mut self.params, self.d.div_ceil(QUANT_GROUP));
-        for (g, group) in row.chunks(QUANT_GROUP).enumerate() {
-            let low = group.iter().copied().fold(f32::INFINITY, f32::min);
-            let high = group.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let step = match (high - low) / 3.0 {
-                step if step < LEAST_STEP => 0.0,
-                step => step,
-            };
-            self.params.push([saturating_f16(step), saturating_f16(low)]);
-            if step == 0.0 {
-                continue;
-            }
-            for (i, x) in group.iter().enumerate() {
-                let code = ((x - low) / step).round().clamp(0.0, 3.0) as u8;
-                let channel = g * QUANT_GROUP + i;
-                self.bits[start + channel / 4] |= code << (2 * (channel % 4));
-            }
-        }
-    }
-
-    /// Q s + z of every channel.
-    fn read(&self, row: usize, out: &mut [f32]) {
-        let bits = &self.bits[row * self.d.div_ceil(4)..];
-        let groups = self.d.div_ceil(QUANT_GROUP);
-        let params = &self.params[row * groups..(row + 1) * groups];
-        for (g, (group, [step, zero])) in out.chunks_mut(QUANT_GROUP).zip(params).enumerate() {
-            let (step, zero) = (step.to_f32(), zero.to_f32());
-            for (i, x) in group.iter_mut().enumerate() {
-                let channel = g * QUANT_GROUP + i;
-                let code = bits[channel / 4] >> (2 * (channel % 4)) & 3;
-                *x = f32::from(code) * step + zero;
-            }
-        }
-    }
-
-    fn bytes(&self) -> usize {
-        self.bits.capacity() + self.params.capacity() * size_of::<[f16; 2]>()
-    }
-}
-
-/// The nearest f16, the largest one for values beyond.
-fn saturating_f16(x: f32) -> f16 {
-    f16::from_f32(x.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))
 }
 
 /// The rows of a few positions in f16.
@@ -568,164 +428,4 @@ impl Packed {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use ndarray::Array2;
-
-    #[test]
-    fn two_bit_golden_example() {
-        let mut rows = TwoBit::new(4, 1);
-        rows.push(&[0.1, 0.4, 0.75, 1.0]);
-        assert_eq!(rows.bits, [0xe4]);
-        let mut out = [0.0; 4];
-        rows.read(0, &mut out);
-        for (x, expected) in out.iter().zip([0.1, 0.4, 0.7, 1.0]) {
-            // Scale and zero point have 11 bits.
-            assert!((x - expected).abs() < 1e-3, "{out:?}");
-        }
-    }
-
-    #[test]
-    fn sign_golden_example() {
-        let mut signs = Vec::new();
-        let key = ndarray::array![[0.5, -1.0, 2.0, -0.25, -3.0, 0.0, 1.5, 4.0]];
-        extend_signs(&mut signs, key.view(), &[0.0; 8]);
-        assert_eq!(signs, [0xc5]);
-    }
-
-    #[test]
-    fn equal_values_and_extremes_survive() {
-        let mut rows = TwoBit::new(40, 1);
-        let mut row = vec![2.5; 40];
-        row[39] = 1e30;
-        rows.push(&row);
-        let mut out = vec![0.0; 40];
-        rows.read(0, &mut out);
-        assert_eq!(out[..32], row[..32], "a constant group is exact");
-        assert!(out.iter().all(|x| x.is_finite()));
-    }
-
-    #[test]
-    fn a_position_takes_seven_bits_per_channel() {
-        for (d, bytes) in [(128, 112), (64, 56)] {
-            let mut packed = Packed::new(d, Center::Median, 1000);
-            let rows = Array2::from_shape_fn((1000, d), |(i, j)| ((i * d + j) as f32 * 0.7).sin());
-            packed.prompt(rows.view(), rows.view(), &vec![1.0; d], 0..1000);
-            let full = 2 * FULL * (2 * d + 4);
-            assert_eq!(packed.bytes(), 1000 * bytes + full + 2 * 4 * d, "d {d}");
-        }
-    }
-
-    /// Keys whose channels have very different sizes and centres.
-    fn keys(first: usize, n: usize, d: usize) -> Array2<f32> {
-        Array2::from_shape_fn((n, d), |(i, j)| {
-            let x = (((first + i) * d + j) as f32 * 0.7).sin() + (((first + i) * 7 + j) as f32 * 0.31).cos();
-            x * (1.0 + (j % 5) as f32) + (j % 3) as f32 * 10.0
-        })
-    }
-
-    /// Mean over rows and channels of the squared error, in squared channel sizes.
-    fn error(packed: &Packed, exact: &Array2<f32>) -> f64 {
-        let d = exact.ncols();
-        let mut scratch = vec![0.0; d];
-        let mut sum = 0.0;
-        for (p, row) in exact.rows().into_iter().enumerate() {
-            let read = packed.keys.row(p, &mut scratch);
-            for (j, (x, y)) in read.iter().zip(row).enumerate() {
-                sum += f64::from((x - y) / (1.0 + (j % 5) as f32)).powi(2);
-            }
-        }
-        sum / exact.len() as f64
-    }
-
-    #[test]
-    fn widened_rows_are_the_rows() {
-        for (d, signed) in [(32, true), (64, false), (80, true), (128, true), (128, false)] {
-            let layout = Layout {
-                center: Center::Mean,
-                full: 5,
-                signed,
-            };
-            let mut packed = Packed::new(d, layout, 0);
-            let mut exact = keys(0, 200, d);
-            exact.row_mut(7).fill(3.0);
-            exact[[9, d - 1]] = 1e30;
-            packed.prompt(exact.view(), exact.view(), &vec![1.0; d], 0..200);
-            let some = packed.keys.full_positions()[1];
-            let chosen: Vec<u32> = (0..200).filter(|p| p % 3 != 1 || *p == some).collect();
-            let chunks = d.div_ceil(LANES);
-            for rows in [&packed.keys as &dyn Rows, &packed.values] {
-                for positions in [&chosen[..], &chosen[20..37], &[some], &[]] {
-                    let mut wide = vec![[0.0; LANES]; positions.len() * chunks];
-                    rows.widen(positions, &mut wide);
-                    for (wide, p) in wide.chunks(chunks).zip(positions) {
-                        let mut scratch = vec![0.0; d];
-                        let row = rows.row(*p as usize, &mut scratch);
-                        assert_eq!(wide.as_flattened()[..d], *row, "d {d}, signed {signed}, row {p}");
-                    }
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn short_prompts_are_held_as_well_as_long_ones() {
-        let d = 64;
-        let after = |lengths: &[usize]| {
-            let mut packed = Packed::new(d, Center::Median, 0);
-            let all = keys(0, lengths.iter().sum(), d);
-            let mut end = 0;
-            for m in lengths {
-                end += m;
-                // Earlier rows as the cache gives them.
-                let mut known = all.slice(s![..end, ..]).to_owned();
-                let mut scratch = vec![0.0; d];
-                for (p, mut row) in known.rows_mut().into_iter().take(end - m).enumerate() {
-                    row.assign(&ArrayView1::from(packed.keys.row(p, &mut scratch)));
-                }
-                packed.prompt(known.view(), known.view(), &vec![1.0; d], 0..end);
-            }
-            error(&packed, &all)
-        };
-        let long = after(&[1000]);
-        assert!(long < 0.1, "{long}");
-        // One more token than keeps full precision; a conversation that begins with a word or two.
-        for lengths in [
-            &[65][..],
-            &[66],
-            &[80],
-            &[130],
-            &[1, 600],
-            &[3, 70, 600],
-            &[20, 40, 300],
-        ] {
-            let error = after(lengths);
-            assert!(error < 1.5 * long, "{lengths:?}: {error}, long {long}");
-        }
-    }
-
-    #[test]
-    fn the_ablations_hold_what_they_say() {
-        let (n, d) = (400, 64);
-        let exact = keys(0, n, d);
-        let held = |full: usize, signed: bool| {
-            let layout = Layout {
-                center: Center::Mean,
-                full,
-                signed,
-            };
-            let mut packed = Packed::new(d, layout, n);
-            packed.prompt(exact.view(), exact.view(), &vec![1.0; d], 0..n);
-            assert_eq!(packed.keys.full_positions().len(), full);
-            (error(&packed, &exact), packed.keys.signs().to_vec())
-        };
-        let (signed, signs) = held(0, true);
-        let (plain, same) = held(0, false);
-        assert_eq!(signs, same, "the index does not change");
-        // Two bits over the whole range instead of two over the magnitude and one for the sign: steps of
-        // up to twice the size, so up to four times the squared error.
-        assert!(plain > 1.5 * signed && plain < 6.0 * signed, "{plain} {signed}");
-        let (some, _) = held(64, true);
-        assert!(some < signed, "{some} {signed}");
-    }
-}
+mod tests;

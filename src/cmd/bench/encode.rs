@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use serde_json::{Value, json};
 
 use super::{median, random_points, row};
-use crate::cli::{Global, at_least_one};
+use crate::cli::{Device, Global, at_least_one};
 use crate::cmd::{print, print_json};
 use crate::compute::gemm;
 use crate::error::{Error, Result};
@@ -36,6 +36,9 @@ pub struct EncodeArgs {
 /// Runs `bench encode`.
 pub fn run(args: &EncodeArgs, global: &Global) -> Result<()> {
     let (n, d, size) = (args.n, args.dim, args.size);
+    if !matches!(global.device, Device::Auto | Device::Cpu) {
+        return Err(Error::device("`bench encode` runs on the CPU alone").hint("use --device cpu"));
+    }
     let most = MOST / d.max(1);
     if size > MAX_SIZE || n > most || size > most {
         return Err(Error::usage(format!(

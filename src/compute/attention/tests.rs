@@ -6,14 +6,11 @@ use super::kernels::{Element, add_of, scores_of};
 use super::lanes::{Avx2, Avx512};
 use super::lanes::{LANES, Lanes, Plain, fused, widen_f16};
 use super::*;
+use crate::testing::numbers;
 
 /// Numbers of every size that a sum may meet; a few are not finite.
 fn bits(seed: u32) -> impl Iterator<Item = u32> {
-    let mut state = seed;
-    std::iter::repeat_with(move || {
-        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        state ^ state >> 15
-    })
+    std::iter::repeat_with(numbers(seed)).map(|state| state ^ state >> 15)
 }
 
 /// From -1 to 1.

@@ -256,16 +256,7 @@ pub(crate) fn squared_distance(a: &[f32], b: &[f32]) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// Numbers in [-1, 1) that are not special in any way.
-    fn values(n: usize, seed: u32) -> Vec<f32> {
-        let mut state = seed;
-        let mut next = || {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-        };
-        (0..n).map(|_| next()).collect()
-    }
+    use crate::testing::values;
 
     fn bits(scratch: &Scratch) -> Vec<(u32, u32, u32)> {
         let of = |best: &Best| (best.id, best.score.to_bits(), best.second.to_bits());

@@ -230,14 +230,12 @@ impl Postings {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::numbers;
 
     /// Codes that use some codewords more than others, and the last one never.
     fn codes(n: usize, size: usize, seed: u32) -> Vec<u16> {
-        let mut state = seed;
-        let mut next = || {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 8) as usize
-        };
+        let mut number = numbers(seed);
+        let mut next = || (number() >> 8) as usize;
         (0..n)
             .map(|_| (next() % (1 + next() % (size - 1))) as u16)
             .collect()

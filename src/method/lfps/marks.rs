@@ -233,6 +233,7 @@ pub(super) fn marks(
 mod tests {
     use super::super::candidates;
     use super::*;
+    use crate::testing::numbers;
 
     fn listed(bits: &[u64], n: usize) -> Vec<bool> {
         (0..n).map(|i| bits[i / WORD] >> (i % WORD) & 1 == 1).collect()
@@ -240,11 +241,8 @@ mod tests {
 
     /// Tables like those of a head: most entries small, few large, some equal.
     fn table(n: usize, seed: u32, coarse: bool) -> Vec<f32> {
-        let mut state = seed;
-        let mut next = || {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 8) as f32 / (1 << 24) as f32
-        };
+        let mut number = numbers(seed);
+        let mut next = || (number() >> 8) as f32 / (1 << 24) as f32;
         let value = |x: f32| {
             if coarse {
                 (x * 8.0).floor() / 8.0

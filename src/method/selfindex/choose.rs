@@ -307,16 +307,7 @@ mod tests {
     use ndarray::Array2;
 
     use super::*;
-
-    /// Numbers in [-1, 1) that are not special in any way.
-    fn values(n: usize, seed: u32) -> Vec<f32> {
-        let mut state = seed;
-        let mut next = || {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-        };
-        (0..n).map(|_| next()).collect()
-    }
+    use crate::testing::values;
 
     fn bytes(n: usize, seed: u32) -> Vec<u8> {
         values(n, seed)

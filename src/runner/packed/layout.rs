@@ -1,0 +1,75 @@
+//! How a 2-bit cache holds its rows.
+
+use ndarray::{ArrayView2, Axis};
+use rayon::prelude::*;
+
+use super::FULL;
+
+/// What is taken off every channel before its signs are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Center {
+    /// The lower median: half of the signs are positive.
+    Median,
+    /// The mean.
+    Mean,
+}
+
+impl Center {
+    /// Centre of some values; zero if there are none.
+    ///
+    /// # Source
+    /// Eq. 5 has the mean; the authors' code takes the lower median.
+    pub fn of(self, values: &mut [f32]) -> f32 {
+        if values.is_empty() {
+            return 0.0;
+        }
+        match self {
+            Self::Median => {
+                let middle = (values.len() - 1) / 2;
+                *values.select_nth_unstable_by(middle, f32::total_cmp).1
+            }
+            Self::Mean => {
+                let sum: f64 = values.iter().map(|v| f64::from(*v)).sum();
+                (sum / values.len() as f64) as f32
+            }
+        }
+    }
+
+    /// Centre of every channel of `rows`, `[n,d]`.
+    pub fn of_channels(self, rows: ArrayView2<f32>) -> Vec<f32> {
+        rows.axis_iter(Axis(1))
+            .into_par_iter()
+            .map(|channel| self.of(&mut channel.to_vec()))
+            .collect()
+    }
+
+    /// Its name in the manifest and on the command line.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Median => "median",
+            Self::Mean => "mean",
+        }
+    }
+}
+
+/// How the 2-bit cache holds its rows; what is not the default is for ablations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// What signs are taken around.
+    pub center: Center,
+    /// Most positions that keep half precision.
+    pub full: usize,
+    /// Whether a key's signs are stored and its magnitudes quantised; else the keys themselves are
+    /// quantised, as values are, and signs serve the index alone.
+    pub signed: bool,
+}
+
+impl From<Center> for Layout {
+    fn from(center: Center) -> Self {
+        Self {
+            center,
+            full: FULL,
+            signed: true,
+        }
+    }
+}

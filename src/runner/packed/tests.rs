@@ -1,0 +1,160 @@
+use ndarray::Array2;
+
+use super::*;
+
+#[test]
+fn two_bit_golden_example() {
+    let mut rows = TwoBit::new(4, 1);
+    rows.push(&[0.1, 0.4, 0.75, 1.0]);
+    assert_eq!(rows.bits, [0xe4]);
+    let mut out = [0.0; 4];
+    rows.read(0, &mut out);
+    for (x, expected) in out.iter().zip([0.1, 0.4, 0.7, 1.0]) {
+        // Scale and zero point have 11 bits.
+        assert!((x - expected).abs() < 1e-3, "{out:?}");
+    }
+}
+
+#[test]
+fn sign_golden_example() {
+    let mut signs = Vec::new();
+    let key = ndarray::array![[0.5, -1.0, 2.0, -0.25, -3.0, 0.0, 1.5, 4.0]];
+    extend_signs(&mut signs, key.view(), &[0.0; 8]);
+    assert_eq!(signs, [0xc5]);
+}
+
+#[test]
+fn equal_values_and_extremes_survive() {
+    let mut rows = TwoBit::new(40, 1);
+    let mut row = vec![2.5; 40];
+    row[39] = 1e30;
+    rows.push(&row);
+    let mut out = vec![0.0; 40];
+    rows.read(0, &mut out);
+    assert_eq!(out[..32], row[..32], "a constant group is exact");
+    assert!(out.iter().all(|x| x.is_finite()));
+}
+
+#[test]
+fn a_position_takes_seven_bits_per_channel() {
+    for (d, bytes) in [(128, 112), (64, 56)] {
+        let mut packed = Packed::new(d, Center::Median, 1000);
+        let rows = Array2::from_shape_fn((1000, d), |(i, j)| ((i * d + j) as f32 * 0.7).sin());
+        packed.prompt(rows.view(), rows.view(), &vec![1.0; d], 0..1000);
+        let full = 2 * FULL * (2 * d + 4);
+        assert_eq!(packed.bytes(), 1000 * bytes + full + 2 * 4 * d, "d {d}");
+    }
+}
+
+/// Keys whose channels have very different sizes and centres.
+fn keys(first: usize, n: usize, d: usize) -> Array2<f32> {
+    Array2::from_shape_fn((n, d), |(i, j)| {
+        let x = (((first + i) * d + j) as f32 * 0.7).sin() + (((first + i) * 7 + j) as f32 * 0.31).cos();
+        x * (1.0 + (j % 5) as f32) + (j % 3) as f32 * 10.0
+    })
+}
+
+/// Mean over rows and channels of the squared error, in squared channel sizes.
+fn error(packed: &Packed, exact: &Array2<f32>) -> f64 {
+    let d = exact.ncols();
+    let mut scratch = vec![0.0; d];
+    let mut sum = 0.0;
+    for (p, row) in exact.rows().into_iter().enumerate() {
+        let read = packed.keys.row(p, &mut scratch);
+        for (j, (x, y)) in read.iter().zip(row).enumerate() {
+            sum += f64::from((x - y) / (1.0 + (j % 5) as f32)).powi(2);
+        }
+    }
+    sum / exact.len() as f64
+}
+
+#[test]
+fn widened_rows_are_the_rows() {
+    for (d, signed) in [(32, true), (64, false), (80, true), (128, true), (128, false)] {
+        let layout = Layout {
+            center: Center::Mean,
+            full: 5,
+            signed,
+        };
+        let mut packed = Packed::new(d, layout, 0);
+        let mut exact = keys(0, 200, d);
+        exact.row_mut(7).fill(3.0);
+        exact[[9, d - 1]] = 1e30;
+        packed.prompt(exact.view(), exact.view(), &vec![1.0; d], 0..200);
+        let some = packed.keys.full_positions()[1];
+        let chosen: Vec<u32> = (0..200).filter(|p| p % 3 != 1 || *p == some).collect();
+        let chunks = d.div_ceil(LANES);
+        for rows in [&packed.keys as &dyn Rows, &packed.values] {
+            for positions in [&chosen[..], &chosen[20..37], &[some], &[]] {
+                let mut wide = vec![[0.0; LANES]; positions.len() * chunks];
+                rows.widen(positions, &mut wide);
+                for (wide, p) in wide.chunks(chunks).zip(positions) {
+                    let mut scratch = vec![0.0; d];
+                    let row = rows.row(*p as usize, &mut scratch);
+                    assert_eq!(wide.as_flattened()[..d], *row, "d {d}, signed {signed}, row {p}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn short_prompts_are_held_as_well_as_long_ones() {
+    let d = 64;
+    let after = |lengths: &[usize]| {
+        let mut packed = Packed::new(d, Center::Median, 0);
+        let all = keys(0, lengths.iter().sum(), d);
+        let mut end = 0;
+        for m in lengths {
+            end += m;
+            // Earlier rows as the cache gives them.
+            let mut known = all.slice(s![..end, ..]).to_owned();
+            let mut scratch = vec![0.0; d];
+            for (p, mut row) in known.rows_mut().into_iter().take(end - m).enumerate() {
+                row.assign(&ArrayView1::from(packed.keys.row(p, &mut scratch)));
+            }
+            packed.prompt(known.view(), known.view(), &vec![1.0; d], 0..end);
+        }
+        error(&packed, &all)
+    };
+    let long = after(&[1000]);
+    assert!(long < 0.1, "{long}");
+    // One more token than keeps full precision; a conversation that begins with a word or two.
+    for lengths in [
+        &[65][..],
+        &[66],
+        &[80],
+        &[130],
+        &[1, 600],
+        &[3, 70, 600],
+        &[20, 40, 300],
+    ] {
+        let error = after(lengths);
+        assert!(error < 1.5 * long, "{lengths:?}: {error}, long {long}");
+    }
+}
+
+#[test]
+fn the_ablations_hold_what_they_say() {
+    let (n, d) = (400, 64);
+    let exact = keys(0, n, d);
+    let held = |full: usize, signed: bool| {
+        let layout = Layout {
+            center: Center::Mean,
+            full,
+            signed,
+        };
+        let mut packed = Packed::new(d, layout, n);
+        packed.prompt(exact.view(), exact.view(), &vec![1.0; d], 0..n);
+        assert_eq!(packed.keys.full_positions().len(), full);
+        (error(&packed, &exact), packed.keys.signs().to_vec())
+    };
+    let (signed, signs) = held(0, true);
+    let (plain, same) = held(0, false);
+    assert_eq!(signs, same, "the index does not change");
+    // Two bits over the whole range instead of two over the magnitude and one for the sign: steps of
+    // up to twice the size, so up to four times the squared error.
+    assert!(plain > 1.5 * signed && plain < 6.0 * signed, "{plain} {signed}");
+    let (some, _) = held(64, true);
+    assert!(some < signed, "{some} {signed}");
+}
