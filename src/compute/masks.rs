@@ -4,6 +4,10 @@ use multiversion::multiversion;
 
 /// Values of a word of bits.
 pub const WORD: usize = 64;
+/// Values whose largest is known.
+pub const BLOCK: usize = 16;
+/// Blocks of a word of bits.
+const BLOCKS: usize = WORD / BLOCK;
 /// Lanes of a sum.
 const LANES: usize = 16;
 
@@ -40,11 +44,73 @@ fn push_rest(rest: &[f32], threshold: f32, out: &mut Vec<u64>) {
     }
 }
 
+/// [`at_least`] of values whose blocks of [`BLOCK`] have nothing above `maxima`: where that is below the threshold,
+/// they are not read.
+pub fn at_least_in_blocks(values: &[f32], maxima: &[f32], threshold: f32, out: &mut Vec<u64>) {
+    out.clear();
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx512f") {
+        // SAFETY: the machine has AVX-512F.
+        unsafe { x86::in_blocks(values, maxima, threshold, out) };
+        return;
+    }
+    in_blocks(values, maxima, threshold, out);
+}
+
+#[multiversion(targets("x86_64+avx2", "aarch64+neon"))]
+fn in_blocks(values: &[f32], maxima: &[f32], threshold: f32, out: &mut Vec<u64>) {
+    for (word, maxima) in values.chunks(WORD).zip(maxima.chunks(BLOCKS)) {
+        let mut bits = 0;
+        for (b, (block, max)) in word.chunks(BLOCK).zip(maxima).enumerate() {
+            if *max >= threshold {
+                let of_block = block.iter().enumerate();
+                let of_block = of_block.fold(0, |bits, (l, x)| bits | u64::from(*x >= threshold) << l);
+                bits |= of_block << (b * BLOCK);
+            }
+        }
+        out.push(bits);
+    }
+}
+
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{WORD, push_rest};
+    use super::{BLOCK, BLOCKS, WORD, push_rest};
+
+    #[target_feature(enable = "avx512f")]
+    pub fn in_blocks(values: &[f32], maxima: &[f32], threshold: f32, out: &mut Vec<u64>) {
+        let limit = _mm512_set1_ps(threshold);
+        let (words, rest) = values.as_chunks::<WORD>();
+        let (near, near_rest) = maxima[..words.len() * BLOCKS].as_chunks::<BLOCK>();
+        let mut left = words;
+        for near in near {
+            // SAFETY: sixteen maxima.
+            let near = unsafe { _mm512_loadu_ps(near.as_ptr()) };
+            let mut near = _mm512_cmp_ps_mask::<_CMP_GE_OQ>(near, limit);
+            let (four, rest) = left.split_at(BLOCK / BLOCKS);
+            left = rest;
+            let mut bits = [0u64; BLOCK / BLOCKS];
+            while near != 0 {
+                let block = near.trailing_zeros() as usize;
+                near &= near - 1;
+                let (lines, _) = four[block / BLOCKS].as_chunks::<BLOCK>();
+                // SAFETY: a line has 16 values.
+                let line = unsafe { _mm512_loadu_ps(lines[block % BLOCKS].as_ptr()) };
+                let mask = u64::from(_mm512_cmp_ps_mask::<_CMP_GE_OQ>(line, limit));
+                bits[block / BLOCKS] |= mask << (block % BLOCKS * BLOCK);
+            }
+            out.extend(bits);
+        }
+        for (word, near) in left.iter().zip(near_rest.chunks(BLOCKS)) {
+            if near.iter().any(|max| *max >= threshold) {
+                push_rest(word, threshold, out);
+            } else {
+                out.push(0);
+            }
+        }
+        push_rest(rest, threshold, out);
+    }
 
     #[target_feature(enable = "avx512f")]
     pub fn with_avx512(values: &[f32], threshold: f32, out: &mut Vec<u64>) {
@@ -121,6 +187,23 @@ mod tests {
                 found.clear();
                 with_any(&values, threshold, &mut found);
                 assert_eq!(found, expected, "{n}");
+                let maxima: Vec<f32> = values
+                    .chunks(BLOCK)
+                    .map(|block| block.iter().copied().fold(f32::NEG_INFINITY, f32::max))
+                    .collect();
+                at_least_in_blocks(&values, &maxima, threshold, &mut found);
+                assert_eq!(found, expected, "{n}");
+                found.clear();
+                in_blocks(&values, &maxima, threshold, &mut found);
+                assert_eq!(found, expected, "{n}");
+                // What a maximum rules out is not looked at.
+                at_least_in_blocks(
+                    &values,
+                    &vec![f32::NEG_INFINITY; maxima.len()],
+                    threshold,
+                    &mut found,
+                );
+                assert!(found.iter().take(n / WORD).all(|word| *word == 0), "{n}");
             }
         }
     }

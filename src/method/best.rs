@@ -84,6 +84,11 @@ impl Places {
         self.words[place / 64] |= 1 << (place % 64);
     }
 
+    /// Takes a place away.
+    pub fn remove(&mut self, place: usize) {
+        self.words[place / 64] &= !(1 << (place % 64));
+    }
+
     /// Whether a place is one of them.
     pub fn contains(&self, place: usize) -> bool {
         self.words[place / 64] >> (place % 64) & 1 == 1
@@ -168,6 +173,9 @@ mod tests {
             places.insert(p);
         }
         assert_eq!(places.ascending(10), [10, 73, 74, 137, 138, 209]);
+        places.remove(64);
+        places.remove(65);
+        assert_eq!(places.ascending(0), [0, 63, 127, 128, 199]);
         assert!(Places::new(0).ascending(3).is_empty());
     }
 }

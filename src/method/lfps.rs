@@ -47,7 +47,7 @@ pub const LOCAL: usize = 5;
 const LEAST_BYPASS: f32 = 0.02;
 
 /// What a run may set.
-#[derive(Clone, Debug, clap::Args)]
+#[derive(Clone, Copy, Debug, clap::Args)]
 #[group(skip)]
 pub struct Params {
     /// lfps: last prompt queries that fill the tables; 0 = calibrated priors alone
@@ -99,7 +99,7 @@ impl Setup {
             );
         }
         Ok(Self {
-            params: params.clone(),
+            params: *params,
             priors: artifact.map(Priors::load).transpose()?,
         })
     }
@@ -119,7 +119,7 @@ impl Setup {
         });
         Lfps {
             place: *place,
-            params: self.params.clone(),
+            params: self.params,
             heads: heads.collect(),
             mean: RunningMean::default(),
         }
@@ -206,9 +206,9 @@ impl Lfps {
     }
 
     /// The candidates of query head `a`.
-    fn candidates(&self, a: usize, step: &Step) -> Places {
+    fn candidates(&mut self, a: usize, step: &Step) -> Places {
         let (c, t) = (step.candidates.clone(), step.visible.end - 1);
-        let (head, rule) = (&self.heads[a], self.params.lfps_threshold);
+        let (head, rule) = (&mut self.heads[a], self.params.lfps_threshold);
         let seen = step.visible.len();
         let bits = match c.is_empty() {
             true => None,

@@ -26,6 +26,7 @@ use crate::artifact::Artifact;
 use crate::compute::attention::visible;
 use crate::error::{Error, Result};
 use crate::runner::kv::KvType;
+use crate::runner::lines::Lines;
 pub use crate::runner::packed::Center;
 use crate::runner::packed::{FULL, Layout, REFIT, best_scored, compressed, extend_signs, sign_bytes};
 use choose::Scores;
@@ -259,7 +260,7 @@ pub struct SelfIndex {
     /// `[d/4,16,4]`.
     centroids: Vec<f32>,
     /// Sign bytes per position; empty where the cache holds them.
-    signs: Vec<u8>,
+    signs: Lines<u8>,
     /// Positions that come first, ascending: those that the last prompt query scored best.
     full: Vec<u32>,
 }
@@ -277,7 +278,7 @@ impl SelfIndex {
             calibrated,
             centre: vec![0.0; d],
             sums: Sums::new(d),
-            signs: Vec::new(),
+            signs: Lines::with_capacity(0),
             full: Vec::new(),
         }
     }
@@ -360,7 +361,7 @@ impl Retriever for SelfIndex {
     }
 
     fn state_bytes(&self) -> usize {
-        self.signs.capacity() + self.full.capacity() * 4
+        self.signs.bytes() + self.full.capacity() * 4
     }
 
     fn fork(&self) -> Box<dyn Retriever> {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use half::{bf16, f16};
 use ndarray::{ArrayView2, s};
 
+use super::lines::Lines;
 use super::packed::{self, Layout, Packed, SignRows};
 use crate::compute::attention::{self, LANES, Queries, Rows, Run, Sums};
 use crate::model::weights;
@@ -77,18 +78,18 @@ pub struct RowStore {
 
 #[derive(Clone)]
 enum Data {
-    F32(Vec<f32>),
-    F16(Vec<f16>),
-    Bf16(Vec<bf16>),
+    F32(Lines<f32>),
+    F16(Lines<f16>),
+    Bf16(Lines<bf16>),
 }
 
 impl RowStore {
     /// An empty store with room for `capacity` rows.
     pub fn new(kind: Float, d: usize, capacity: usize) -> Self {
         let data = match kind {
-            Float::F32 => Data::F32(Vec::with_capacity(capacity * d)),
-            Float::F16 => Data::F16(Vec::with_capacity(capacity * d)),
-            Float::Bf16 => Data::Bf16(Vec::with_capacity(capacity * d)),
+            Float::F32 => Data::F32(Lines::with_capacity(capacity * d)),
+            Float::F16 => Data::F16(Lines::with_capacity(capacity * d)),
+            Float::Bf16 => Data::Bf16(Lines::with_capacity(capacity * d)),
         };
         Self {
             d,
@@ -102,9 +103,9 @@ impl RowStore {
         if !self.own_is_empty() {
             let rows = self.len();
             let data = match &self.data {
-                Data::F32(_) => Data::F32(Vec::new()),
-                Data::F16(_) => Data::F16(Vec::new()),
-                Data::Bf16(_) => Data::Bf16(Vec::new()),
+                Data::F32(_) => Data::F32(Lines::with_capacity(0)),
+                Data::F16(_) => Data::F16(Lines::with_capacity(0)),
+                Data::Bf16(_) => Data::Bf16(Lines::with_capacity(0)),
             };
             let empty = Self {
                 d: self.d,
@@ -125,9 +126,9 @@ impl RowStore {
     pub fn extend(&mut self, rows: ArrayView2<f32>) {
         let values = rows.iter().copied();
         match &mut self.data {
-            Data::F32(v) => grow(v, rows.len()).extend(values),
-            Data::F16(v) => grow(v, rows.len()).extend(values.map(f16::from_f32)),
-            Data::Bf16(v) => grow(v, rows.len()).extend(values.map(bf16::from_f32)),
+            Data::F32(v) => v.extend(values),
+            Data::F16(v) => v.extend(values.map(f16::from_f32)),
+            Data::Bf16(v) => v.extend(values.map(bf16::from_f32)),
         }
     }
 
@@ -174,9 +175,9 @@ impl RowStore {
     /// Bytes really held, reserved and shared ones included.
     pub fn bytes(&self) -> usize {
         let own = match &self.data {
-            Data::F32(v) => v.capacity() * 4,
-            Data::F16(v) => v.capacity() * 2,
-            Data::Bf16(v) => v.capacity() * 2,
+            Data::F32(v) => v.bytes(),
+            Data::F16(v) => v.bytes(),
+            Data::Bf16(v) => v.bytes(),
         };
         own + self.shared.as_ref().map_or(0, |(rows, _)| rows.bytes())
     }

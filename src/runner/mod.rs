@@ -3,6 +3,7 @@
 pub mod budget;
 pub mod eval;
 pub mod kv;
+pub mod lines;
 pub mod packed;
 pub mod sample;
 

@@ -20,8 +20,8 @@ use half::f16;
 use ndarray::{ArrayView1, ArrayView2, Axis, s};
 use rayon::prelude::*;
 
-use super::kv::grow;
-use crate::compute::attention::{self, LANES, Rows};
+use super::lines::Lines;
+use crate::compute::attention::{self, LANES, Rows, Run};
 use crate::compute::simd;
 pub use layout::{Center, Layout};
 use two_bit::{TwoBit, saturating_f16};
@@ -89,7 +89,7 @@ pub struct SignRows {
     /// Largest magnitude per channel, from the first prompt; one before.
     alpha: Vec<f32>,
     /// d / 8 bytes a row; bit i of byte b is set where channel 8 b + i is above its centre.
-    signs: Vec<u8>,
+    signs: Lines<u8>,
     magnitudes: TwoBit,
     full: FullRows,
 }
@@ -101,7 +101,7 @@ impl SignRows {
             layout,
             centre: vec![0.0; d],
             alpha: vec![1.0; d],
-            signs: Vec::with_capacity(capacity * sign_bytes(d)),
+            signs: Lines::with_capacity(capacity * sign_bytes(d)),
             magnitudes: TwoBit::new(d, capacity),
             full: FullRows::default(),
         }
@@ -187,7 +187,7 @@ impl SignRows {
 
     fn bytes(&self) -> usize {
         let fixed = (self.centre.capacity() + self.alpha.capacity()) * 4;
-        self.signs.capacity() + self.magnitudes.bytes() + self.full.bytes() + fixed
+        self.signs.bytes() + self.magnitudes.bytes() + self.full.bytes() + fixed
     }
 }
 
@@ -206,8 +206,8 @@ pub fn sign_bytes(d: usize) -> usize {
 ///
 /// # Source
 /// Eq. 2, with zero as a negative sign.
-pub fn extend_signs(signs: &mut Vec<u8>, keys: ArrayView2<f32>, centre: &[f32]) {
-    grow(signs, keys.nrows() * sign_bytes(keys.ncols()));
+pub fn extend_signs(signs: &mut Lines<u8>, keys: ArrayView2<f32>, centre: &[f32]) {
+    signs.grow(keys.nrows() * sign_bytes(keys.ncols()));
     for key in keys.rows() {
         let mut byte = 0;
         for (i, (k, c)) in key.iter().zip(centre).enumerate() {
@@ -236,11 +236,11 @@ impl Rows for SignRows {
         scratch
     }
 
-    fn widen(&self, positions: &[u32], out: &mut [[f32; LANES]]) {
+    fn widen(&self, run: &Run, out: &mut [[f32; LANES]]) {
         if widen::in_groups(self.d) {
-            widen::keys(self, positions, out);
+            widen::keys(self, run, out);
         } else {
-            attention::widen_rows(self, positions, out);
+            attention::widen_rows(self, run, out);
         }
     }
 }
@@ -263,11 +263,11 @@ impl Rows for ValueRows {
         scratch
     }
 
-    fn widen(&self, positions: &[u32], out: &mut [[f32; LANES]]) {
+    fn widen(&self, run: &Run, out: &mut [[f32; LANES]]) {
         if widen::in_groups(self.d) {
-            widen::values(self, positions, out);
+            widen::values(self, run, out);
         } else {
-            attention::widen_rows(self, positions, out);
+            attention::widen_rows(self, run, out);
         }
     }
 }

@@ -6,6 +6,7 @@ use kvsmith::compute::cuda::decode::{Limits, Positions, Shape};
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::runner::StaticSet;
 use kvsmith::runner::budget::Budget;
+use kvsmith::runner::lines::Lines;
 use kvsmith::runner::packed::extend_signs;
 use ndarray::ArrayView2;
 use rand::seq::SliceRandom;
@@ -82,7 +83,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     let mut lens: Vec<usize> = (0..b).map(|s| case.n - 5 * s).collect();
     let centres = normals(&mut rng, b * g * d);
     let few = normals(&mut rng, 3 * d);
-    let mut signs: Vec<Vec<u8>> = vec![Vec::new(); b * g];
+    let mut signs: Vec<Lines<u8>> = vec![Lines::with_capacity(0); b * g];
     let mut full: Vec<Vec<u32>> = Vec::new();
     for (at, signs) in signs.iter_mut().enumerate() {
         let n = lens[at / g];

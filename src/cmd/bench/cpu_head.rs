@@ -94,7 +94,7 @@ pub fn head(
         }
         (MethodName::Selfindex, _) => Box::new(SelfIndex::new(&place, Center::Median, Source::Signs, None)),
         (MethodName::Topk, _) => Box::new(topk::TopK),
-        (MethodName::Lfps, _) => Box::new(lfps::Setup::new(&lfps::Params::default(), None)?.head(&place)),
+        (MethodName::Lfps, _) => Box::new(lfps::Setup::new(&setting.lfps, None)?.head(&place)),
         (MethodName::Ctkvr, _) => Box::new(Ctkvr::new(&place, &ctkvr::Params::default())),
         _ => Box::new(full::Full),
     };
@@ -155,7 +155,7 @@ fn prefill(
     let (n, d) = (setting.context, place.head_dim);
     let rows = match setting.method {
         MethodName::Ctkvr => Ctkvr::new(place, &ctkvr::Params::default()).capacity(n),
-        _ => lfps::Params::default().lfps_rows,
+        _ => setting.lfps.lfps_rows,
     };
     let rows = rows.min(n);
     let keys: Vec<_> = keys.iter().map(|part| part.view()).collect();

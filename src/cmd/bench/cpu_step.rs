@@ -2,19 +2,27 @@
 
 use std::time::Instant;
 
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 
 use super::cpu_head::{Head, codebooks, head};
 use super::decode::{ROTATED_BYTES, Setting, Work};
 use super::median;
-use crate::compute::attention;
+use crate::compute::attention::{self, prefetch};
 use crate::error::{Error, Result};
 use crate::method::{MethodName, Step};
 use crate::progress::size;
+use crate::runner::lines::Lines;
+
+/// Of so many rows a scattered read takes one.
+const APART: usize = 16;
+/// Rows that it asks for before it reads them.
+const AHEAD: usize = 8;
 
 /// GB/s of a loop that only reads, on all threads.
 pub fn bandwidth(runs: usize) -> f64 {
-    let values: Vec<u64> = (0..ROTATED_BYTES as u64 / 8).into_par_iter().collect();
+    let values = numbers(ROTATED_BYTES / 8);
     let time = || {
         let start = Instant::now();
         let sum = values
@@ -28,6 +36,40 @@ pub fn bandwidth(runs: usize) -> f64 {
     ROTATED_BYTES as f64 / median(times) * 1e-9
 }
 
+/// Numbers where a cache would have its rows.
+fn numbers(n: usize) -> Lines<u64> {
+    let mut values = Lines::with_capacity(n);
+    values.extend((0..n).map(|i| i as u64));
+    values
+}
+
+/// GB/s of a loop that reads rows of `bytes` here and there, one in [`APART`], on all threads.
+pub fn scattered(bytes: usize, runs: usize) -> f64 {
+    let width = bytes / 8;
+    let values = numbers(ROTATED_BYTES / 8);
+    let mut rng = ChaCha8Rng::seed_from_u64(0);
+    let all = 0..(values.len() / width) as u32;
+    let rows: Vec<u32> = all.filter(|_| rng.r#gen::<usize>() % APART == 0).collect();
+    let row = |i: u32| &values[i as usize * width..][..width];
+    let sum = |part: &[u32]| {
+        let coming = part.iter().skip(AHEAD).map(Some).chain(std::iter::repeat(None));
+        part.iter().zip(coming).fold(0, |sum, (i, coming)| {
+            if let Some(i) = coming {
+                prefetch(row(*i));
+            }
+            row(*i).iter().fold(sum, |a, b| a ^ b)
+        })
+    };
+    let time = || {
+        let start = Instant::now();
+        let sum = rows.par_chunks(1 << 10).map(sum).reduce(|| 0, |a, b| a ^ b);
+        std::hint::black_box(sum);
+        start.elapsed().as_secs_f64()
+    };
+    let times = (0..runs.max(3)).map(|_| time()).collect();
+    (rows.len() * bytes) as f64 / median(times) * 1e-9
+}
+
 struct CpuStep {
     setting: Setting,
     /// Copies of a layer's heads.
@@ -36,6 +78,8 @@ struct CpuStep {
     steps: usize,
     /// Bytes that the last step read.
     bytes: usize,
+    /// Exact scores that its retrieval took.
+    scored: usize,
 }
 
 /// The work of a setting.
@@ -61,6 +105,7 @@ pub fn work(setting: Setting) -> Result<Box<dyn Work>> {
         setting,
         steps: 0,
         bytes: 0,
+        scored: 0,
     };
     // What a method makes at its first step it only adds to at all others.
     if setting.method != MethodName::Full {
@@ -95,7 +140,7 @@ impl Work for CpuStep {
         let (copy, steps) = (self.steps % self.copies.len(), self.steps / self.copies.len());
         self.steps += 1;
         let start = Instant::now();
-        let bytes = self.copies[copy].par_iter_mut().map(|head| {
+        let read = self.copies[copy].par_iter_mut().map(|head| {
             let query = &head.queries[steps % head.queries.len()];
             let step = Step {
                 step: steps,
@@ -114,13 +159,14 @@ impl Work for CpuStep {
                 head.retriever.observe(&step, &positions, decoded.weights.view());
             }
             std::hint::black_box((&chosen, &head.out));
-            head.index_bytes + setting.read_bytes(&chosen)
+            (head.index_bytes + setting.read_bytes(&chosen), chosen.products)
         });
-        self.bytes = bytes.sum();
+        (self.bytes, self.scored) = read.reduce(|| (0, 0), |a, b| (a.0 + b.0, a.1 + b.1));
         Ok(start.elapsed().as_secs_f64())
     }
 
-    fn bytes(&self) -> usize {
-        self.bytes
+    fn read(&self) -> (usize, Option<f64>) {
+        let all = self.setting.batch * self.setting.heads.n_heads * self.setting.context;
+        (self.bytes, Some(self.scored as f64 / all as f64))
     }
 }

@@ -1,6 +1,7 @@
 //! `kvsmith bench retrieve` and `bench attend`: one decode step of one layer on shapes of real models, with random
 //! data. No checkpoint and no artifact is needed.
 
+use std::collections::BTreeMap;
 use std::str::FromStr;
 
 use serde_json::{Value, json};
@@ -9,7 +10,7 @@ use super::{cpu_step, cuda_step, median, peak_bytes};
 use crate::cli::{Global, at_least_one};
 use crate::cmd::{print, print_json};
 use crate::error::{Error, Result};
-use crate::method::{Choice, MethodName, a2ats};
+use crate::method::{Choice, MethodName, a2ats, lfps};
 use crate::runner::StaticSet;
 use crate::runner::budget::Budget;
 use crate::runner::kv::Float;
@@ -41,6 +42,8 @@ pub struct DecodeArgs {
     methods: Vec<MethodName>,
     #[command(flatten)]
     caches: Caches,
+    #[command(flatten)]
+    lfps: lfps::Params,
     /// Timed runs
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = at_least_one)]
     runs: usize,
@@ -152,6 +155,7 @@ pub struct Setting {
     pub kv: Float,
     /// Codewords.
     pub size: usize,
+    pub lfps: lfps::Params,
     /// Whether what was chosen is attended too.
     pub attends: bool,
     pub seed: u64,
@@ -185,7 +189,7 @@ impl Setting {
     }
 
     /// Bytes of a cached key, or value.
-    fn row(&self) -> usize {
+    pub fn row(&self) -> usize {
         let bytes = match self.kv {
             Float::F32 => 4,
             Float::F16 | Float::Bf16 => 2,
@@ -277,9 +281,10 @@ impl Setting {
 pub trait Work {
     fn run(&mut self) -> Result<f64>;
 
-    /// Bytes that the last step read, where the work tells.
-    fn bytes(&self) -> usize {
-        0
+    /// Bytes that the last step read, and the exact scores that retrieval took, as a share of all, where the work
+    /// tells.
+    fn read(&self) -> (usize, Option<f64>) {
+        (0, None)
     }
 }
 
@@ -313,8 +318,18 @@ pub fn run(args: &DecodeArgs, attends: bool, global: &Global) -> Result<()> {
         .log()
         .note(&format!("a plain read loop: {bandwidth:.1} GB/s"));
     let mut rows = Vec::new();
+    // By bytes of a row.
+    let mut scattered = BTreeMap::new();
     for setting in settings(args, attends, global.seed) {
         interrupt::check()?;
+        let of_rows = match driver {
+            Some(_) => None,
+            None => Some(
+                *scattered
+                    .entry(setting.row())
+                    .or_insert_with_key(|row| cpu_step::scattered(*row, args.runs)),
+            ),
+        };
         let mut work: Box<dyn Work + '_> = match driver {
             Some(driver) => cuda_step::work(driver, setting)?,
             None => cpu_step::work(setting)?,
@@ -327,11 +342,17 @@ pub fn run(args: &DecodeArgs, attends: bool, global: &Global) -> Result<()> {
             times.push(work.run()?);
         }
         let name = if driver.is_some() { "cuda" } else { "cpu" };
-        let bytes = match driver {
-            Some(_) => setting.moved_bytes(),
-            None => work.bytes(),
+        let (bytes, scored) = match driver {
+            Some(_) => (setting.moved_bytes(), None),
+            None => work.read(),
         };
-        let row = row(&setting, name, times, bytes, bandwidth);
+        let mut row = row(&setting, name, times, bytes, bandwidth);
+        if let Some(rate) = of_rows {
+            row["scattered_loop_gbytes_per_s"] = json!(rate);
+        }
+        if let Some(share) = scored {
+            row["scored_share"] = json!(share);
+        }
         if !global.json {
             print_row(&row)?;
         }
@@ -359,6 +380,7 @@ fn settings(args: &DecodeArgs, attends: bool, seed: u64) -> Vec<Setting> {
                         budget: args.caches.budget,
                         kv: args.caches.kv,
                         size: args.caches.size,
+                        lfps: args.lfps,
                         attends,
                         seed,
                     });

@@ -10,14 +10,12 @@ use multiversion::target::match_target;
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{Avx2, Avx512};
 use super::lanes::{LANES, Lanes, Plain};
-use super::rows::{Queries, Run, Sums};
+use super::rows::{Coming, Queries, Run, Sums, prefetch};
 
 /// Query heads that share a tile.
 pub const GROUP: usize = 4;
 /// Rows that stay in the first cache while every group of heads and every tile of channels meets them.
 const BLOCK: usize = 32;
-/// Rows that are asked for before they are read.
-const AHEAD: usize = 16;
 
 /// A stored value.
 pub trait Element: Copy + Sync {
@@ -59,35 +57,18 @@ impl<'a, E> Stored<'a, E> {
         &self.rows[position as usize * self.chunks..][..self.chunks]
     }
 
-    /// Asks for a row that is read soon.
+    /// Asks for the next of the rows that are read soon.
     #[inline(always)]
-    fn prefetch(&self, position: u32) {
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            let bytes = self.chunks * size_of::<[E; LANES]>();
-            let row = self.rows.as_ptr().wrapping_byte_add(position as usize * bytes);
-            for line in (0..bytes).step_by(64) {
-                // SAFETY: a prefetch accesses nothing, whatever the address.
-                unsafe { _mm_prefetch::<_MM_HINT_T0>(row.wrapping_byte_add(line).cast()) };
-            }
+    fn prefetch_next(&self, coming: &mut Coming) {
+        if let Some(&position) = coming.next() {
+            prefetch(self.row(position));
         }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = position;
     }
+}
 
-    /// Asks for the row [`AHEAD`] of number `i` of `run`.
-    #[inline(always)]
-    fn prefetch_ahead(&self, run: &Run, i: usize) {
-        let at = i + AHEAD;
-        let position = match at.checked_sub(run.now.len()) {
-            None => run.now.get(at),
-            Some(after) => run.next.get(after),
-        };
-        if let Some(&position) = position {
-            self.prefetch(position);
-        }
-    }
+/// No rows: they have been asked for.
+fn nothing<'a>() -> Coming<'a> {
+    [].iter().chain(&[])
 }
 
 /// [`super::Rows::scores`] of `rows`, `[n, chunks, LANES]`.
@@ -119,17 +100,16 @@ pub(super) fn scores_of<S: Lanes, E: Element, const FEW: usize, const MANY: usiz
 ) {
     let chunks = queries.chunks;
     let rows = Stored { rows, chunks };
+    let mut coming = run.coming();
     for (b, positions) in run.now.chunks(BLOCK).enumerate() {
-        for i in 0..positions.len() {
-            rows.prefetch_ahead(run, b * BLOCK + i);
-        }
         for (g, q) in queries.packed.chunks(GROUP * chunks).enumerate() {
             let out = &mut out[g * GROUP * stride + b * BLOCK..];
+            let coming = if g == 0 { &mut coming } else { &mut nothing() };
             match q.len() / chunks {
-                1 => score_heads::<S, E, FEW, 1>(simd, q, rows, positions, out, stride),
-                2 => score_heads::<S, E, FEW, 2>(simd, q, rows, positions, out, stride),
-                3 => score_heads::<S, E, MANY, 3>(simd, q, rows, positions, out, stride),
-                _ => score_heads::<S, E, MANY, GROUP>(simd, q, rows, positions, out, stride),
+                1 => score_heads::<S, E, FEW, 1>(simd, q, rows, positions, coming, out, stride),
+                2 => score_heads::<S, E, FEW, 2>(simd, q, rows, positions, coming, out, stride),
+                3 => score_heads::<S, E, MANY, 3>(simd, q, rows, positions, coming, out, stride),
+                _ => score_heads::<S, E, MANY, GROUP>(simd, q, rows, positions, coming, out, stride),
             }
         }
     }
@@ -141,6 +121,7 @@ fn score_heads<S: Lanes, E: Element, const J: usize, const R: usize>(
     q: &[[f32; LANES]],
     rows: Stored<E>,
     positions: &[u32],
+    coming: &mut Coming,
     out: &mut [f32],
     stride: usize,
 ) {
@@ -149,6 +130,7 @@ fn score_heads<S: Lanes, E: Element, const J: usize, const R: usize>(
     for (t, tile) in tiles.iter().enumerate() {
         let mut keys: [&[[E; LANES]]; J] = [&[]; J];
         for j in 0..J {
+            rows.prefetch_next(coming);
             keys[j] = rows.row(tile[j]);
         }
         let scores = score_tile::<S, E, J, R>(simd, q, &keys);
@@ -157,6 +139,7 @@ fn score_heads<S: Lanes, E: Element, const J: usize, const R: usize>(
         }
     }
     for (j, p) in rest.iter().enumerate() {
+        rows.prefetch_next(coming);
         let scores = score_tile::<S, E, 1, R>(simd, q, &[rows.row(*p)]);
         for a in 0..R {
             out[a * stride + tiles.len() * J + j] = scores[a];
@@ -224,17 +207,16 @@ pub(super) fn add_of<S: Lanes, E: Element, const CHUNKS: usize>(
 ) {
     let chunks = sums.values.len() / sums.r;
     let rows = Stored { rows, chunks };
+    let mut coming = run.coming();
     for (b, positions) in run.now.chunks(BLOCK).enumerate() {
-        for i in 0..positions.len() {
-            rows.prefetch_ahead(run, b * BLOCK + i);
-        }
         for (g, sums) in sums.values.chunks_mut(GROUP * chunks).enumerate() {
             let weights = &weights[g * GROUP * stride + b * BLOCK..];
+            let coming = if g == 0 { &mut coming } else { &mut nothing() };
             match sums.len() / chunks {
-                1 => add_heads::<S, E, 1, CHUNKS>(simd, weights, stride, rows, positions, sums),
-                2 => add_heads::<S, E, 2, CHUNKS>(simd, weights, stride, rows, positions, sums),
-                3 => add_heads::<S, E, 3, CHUNKS>(simd, weights, stride, rows, positions, sums),
-                _ => add_heads::<S, E, GROUP, CHUNKS>(simd, weights, stride, rows, positions, sums),
+                1 => add_heads::<S, E, 1, CHUNKS>(simd, weights, stride, rows, positions, coming, sums),
+                2 => add_heads::<S, E, 2, CHUNKS>(simd, weights, stride, rows, positions, coming, sums),
+                3 => add_heads::<S, E, 3, CHUNKS>(simd, weights, stride, rows, positions, coming, sums),
+                _ => add_heads::<S, E, GROUP, CHUNKS>(simd, weights, stride, rows, positions, coming, sums),
             }
         }
     }
@@ -247,6 +229,7 @@ fn add_heads<S: Lanes, E: Element, const R: usize, const CHUNKS: usize>(
     stride: usize,
     rows: Stored<E>,
     positions: &[u32],
+    coming: &mut Coming,
     sums: &mut [[f32; LANES]],
 ) {
     let mut w: [&[f32]; R] = [&[]; R];
@@ -255,11 +238,13 @@ fn add_heads<S: Lanes, E: Element, const R: usize, const CHUNKS: usize>(
     }
     let mut at = 0;
     while at + CHUNKS <= rows.chunks {
-        add_tile::<S, E, R, CHUNKS>(simd, &w, rows, at, positions, sums);
+        let coming = if at == 0 { &mut *coming } else { &mut nothing() };
+        add_tile::<S, E, R, CHUNKS>(simd, &w, rows, at, positions, coming, sums);
         at += CHUNKS;
     }
     while at < rows.chunks {
-        add_tile::<S, E, R, 1>(simd, &w, rows, at, positions, sums);
+        let coming = if at == 0 { &mut *coming } else { &mut nothing() };
+        add_tile::<S, E, R, 1>(simd, &w, rows, at, positions, coming, sums);
         at += 1;
     }
 }
@@ -272,6 +257,7 @@ fn add_tile<S: Lanes, E: Element, const R: usize, const CHUNKS: usize>(
     rows: Stored<E>,
     at: usize,
     positions: &[u32],
+    coming: &mut Coming,
     out: &mut [[f32; LANES]],
 ) {
     let mut sums = [[simd.splat(0.0); CHUNKS]; R];
@@ -281,6 +267,7 @@ fn add_tile<S: Lanes, E: Element, const R: usize, const CHUNKS: usize>(
         }
     }
     for (j, p) in positions.iter().enumerate() {
+        rows.prefetch_next(coming);
         let row = &rows.rows[*p as usize * rows.chunks + at..][..CHUNKS];
         let mut v = [simd.splat(0.0); CHUNKS];
         for c in 0..CHUNKS {

@@ -1,5 +1,8 @@
 //! Rows of keys or values, and what a decode step does with them.
 
+use std::iter::Chain;
+use std::slice::Iter;
+
 use ndarray::ArrayView2;
 
 use super::kernels;
@@ -7,6 +10,9 @@ use super::lanes::LANES;
 
 /// Rows that are widened at a time, where the kernels cannot read them as they are.
 const BLOCK: usize = 32;
+
+/// Rows that are asked for before they are read.
+const AHEAD: usize = 8;
 
 /// Numbers of the rows of a widened block.
 const NUMBERS: [u32; BLOCK] = {
@@ -54,12 +60,52 @@ pub struct Run<'a> {
     pub next: &'a [u32],
 }
 
+/// Positions of rows that are read soon. One is asked for with every row that is read: asked for together, they
+/// would keep each other waiting, and the arithmetic too.
+pub type Coming<'a> = Chain<Iter<'a, u32>, Iter<'a, u32>>;
+
 impl<'a> Run<'a> {
     /// The first `n` of `positions` now.
     pub fn new(positions: &'a [u32], n: usize) -> Self {
         let (now, next) = positions.split_at(n);
         Self { now, next }
     }
+
+    /// The positions of the rows to ask for while those of now are read, one with each.
+    pub fn coming(&self) -> Coming<'a> {
+        let now = self.now.get(AHEAD..).unwrap_or_default();
+        let next = self
+            .next
+            .get(AHEAD.saturating_sub(self.now.len())..)
+            .unwrap_or_default();
+        now.iter().chain(next)
+    }
+
+    /// The same in blocks, with the place of each block's first position.
+    fn blocks(&self) -> impl Iterator<Item = (usize, Run<'a>)> {
+        let Self { now, next } = *self;
+        (0..now.len()).step_by(BLOCK).map(move |at| {
+            let (block, rest) = now[at..].split_at(BLOCK.min(now.len() - at));
+            let next = if rest.is_empty() { next } else { rest };
+            (at, Run { now: block, next })
+        })
+    }
+}
+
+/// Asks for the cache lines of values that are read soon.
+#[inline(always)]
+pub fn prefetch<T>(values: &[T]) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        let start = values.as_ptr().cast::<i8>();
+        for line in (0..size_of_val(values)).step_by(64) {
+            // SAFETY: a prefetch accesses nothing, whatever the address.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(start.wrapping_add(line)) };
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = values;
 }
 
 /// Sums of rows under r weights each.
@@ -78,10 +124,10 @@ pub trait Rows: Sync {
     /// The row of `position` as f32; `scratch` (d values) may hold a converted copy.
     fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32];
 
-    /// The rows of `positions` (ascending) as [`Rows::row`] gives them, `[positions, chunks, LANES]`; what
-    /// pads them stays as it is.
-    fn widen(&self, positions: &[u32], out: &mut [[f32; LANES]]) {
-        widen_rows(self, positions, out);
+    /// The rows of a run (ascending) as [`Rows::row`] gives them, `[positions, chunks, LANES]`; what pads
+    /// them stays as it is.
+    fn widen(&self, run: &Run, out: &mut [[f32; LANES]]) {
+        widen_rows(self, run, out);
     }
 
     /// Products of the rows with the queries: `[r, stride]` in `out`, of which the first columns are
@@ -103,9 +149,9 @@ pub trait Rows: Sync {
 }
 
 /// [`Rows::widen`], row by row.
-pub fn widen_rows<R: Rows + ?Sized>(rows: &R, positions: &[u32], out: &mut [[f32; LANES]]) {
+pub fn widen_rows<R: Rows + ?Sized>(rows: &R, run: &Run, out: &mut [[f32; LANES]]) {
     let mut scratch = vec![0.0; rows.dim()];
-    for (to, p) in out.chunks_mut(rows.dim().div_ceil(LANES)).zip(positions) {
+    for (to, p) in out.chunks_mut(rows.dim().div_ceil(LANES)).zip(run.now) {
         let row = rows.row(*p as usize, &mut scratch);
         to.as_flattened_mut()[..row.len()].copy_from_slice(row);
     }
@@ -120,10 +166,10 @@ pub fn widened_scores<R: Rows + ?Sized>(
     stride: usize,
 ) {
     let mut block = vec![[0.0f32; LANES]; BLOCK * queries.chunks];
-    for (b, positions) in run.now.chunks(BLOCK).enumerate() {
-        rows.widen(positions, &mut block);
-        let run = Run::new(&NUMBERS[..positions.len()], positions.len());
-        kernels::scores(queries, &block, &run, &mut out[b * BLOCK..], stride);
+    for (at, run) in run.blocks() {
+        rows.widen(&run, &mut block);
+        let run = Run::new(&NUMBERS[..run.now.len()], run.now.len());
+        kernels::scores(queries, &block, &run, &mut out[at..], stride);
     }
 }
 
@@ -131,11 +177,11 @@ pub fn widened_scores<R: Rows + ?Sized>(
 pub fn widened_add<R: Rows + ?Sized>(rows: &R, weights: &[f32], stride: usize, run: &Run, sums: Sums) {
     let Sums { r, values } = sums;
     let mut block = vec![[0.0f32; LANES]; BLOCK * (values.len() / r)];
-    for (b, positions) in run.now.chunks(BLOCK).enumerate() {
-        rows.widen(positions, &mut block);
-        let run = Run::new(&NUMBERS[..positions.len()], positions.len());
+    for (at, run) in run.blocks() {
+        rows.widen(&run, &mut block);
+        let run = Run::new(&NUMBERS[..run.now.len()], run.now.len());
         kernels::add(
-            &weights[b * BLOCK..],
+            &weights[at..],
             stride,
             &block,
             &run,

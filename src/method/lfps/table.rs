@@ -3,16 +3,24 @@
 use std::ops::Range;
 
 use super::marks::Entries;
+use crate::compute::masks::{BLOCK, powers};
 use crate::runner::kv::grow;
 
 /// Below this the common factor of a table is worked into its entries.
 const LEAST_FACTOR: f64 = 1e-20;
+/// Changes of entries after which sums are taken anew.
+const MOST_CHANGES: usize = 1 << 18;
+/// How far the ends of a range may move for its sums to follow.
+const MOST_MOVED: usize = 64;
 
 /// A table of decayed sums with a common factor, so that a decay touches one number.
 #[derive(Clone, Debug)]
 pub struct Table {
     values: Vec<f32>,
     factor: f64,
+    /// Of every [`BLOCK`] values none is larger.
+    maxima: Vec<f32>,
+    sums: Sums,
 }
 
 impl Default for Table {
@@ -20,6 +28,8 @@ impl Default for Table {
         Self {
             values: Vec::new(),
             factor: 1.0,
+            maxima: Vec::new(),
+            sums: Sums::default(),
         }
     }
 }
@@ -35,8 +45,13 @@ impl Table {
         self.factor *= gamma;
         if self.factor < LEAST_FACTOR {
             let factor = self.factor as f32;
-            self.values.iter_mut().for_each(|v| *v *= factor);
+            // Rounding keeps the order of products.
+            self.values
+                .iter_mut()
+                .chain(&mut self.maxima)
+                .for_each(|v| *v *= factor);
             self.factor = 1.0;
+            self.sums = Sums::default();
         }
     }
 
@@ -45,8 +60,16 @@ impl Table {
         let len = self.values.len();
         if i >= len {
             grow(&mut self.values, i + 1 - len).resize(i + 1, 0.0);
+            self.maxima.resize(self.values.len().div_ceil(BLOCK), 0.0);
         }
-        self.values[i] += (x / self.factor) as f32;
+        let old = self.values[i];
+        let new = old + (x / self.factor) as f32;
+        self.values[i] = new;
+        let max = &mut self.maxima[i / BLOCK];
+        *max = if new.is_nan() { f32::INFINITY } else { max.max(new) };
+        if self.sums.range.contains(&i) {
+            self.sums.change(old, new);
+        }
     }
 
     /// The entries before the common factor, and the factor.
@@ -55,23 +78,150 @@ impl Table {
     }
 
     /// The entries of a range of places.
-    pub(super) fn entries(&self, range: Range<usize>, is_reversed: bool) -> Entries<'_> {
-        let len = self.values.len();
+    pub(super) fn entries(&mut self, range: Range<usize>, is_reversed: bool) -> Entries<'_> {
+        self.sums.follow(&range, &self.values);
         Entries {
-            values: &self.values[range.start.min(len)..range.end.min(len)],
+            values: &self.values,
+            maxima: &self.maxima,
             factor: self.factor,
-            n: range.len(),
+            powers: self.sums.powers,
+            roundings: self.sums.roundings(),
+            range,
             is_reversed,
         }
     }
 
     /// Bytes held.
     pub(super) fn bytes(&self) -> usize {
-        self.values.capacity() * 4
+        (self.values.capacity() + self.maxima.capacity()) * 4
     }
 
     /// Sum of all entries.
     pub fn sum(&self) -> f64 {
         self.values.iter().map(|v| f64::from(*v)).sum::<f64>() * self.factor
+    }
+}
+
+/// Sums of the first four powers of the values in a range, which follow every change.
+#[derive(Clone, Debug, Default)]
+struct Sums {
+    range: Range<usize>,
+    powers: [f64; 4],
+    /// The largest that they have been.
+    most: [f64; 4],
+    /// Changes since they were taken.
+    changes: usize,
+}
+
+impl Sums {
+    fn change(&mut self, old: f32, new: f32) {
+        let [old, new] = [old, new].map(|x| {
+            let x = f64::from(x);
+            [x, x * x, x * x * x, x * x * (x * x)]
+        });
+        for k in 0..4 {
+            self.powers[k] += new[k] - old[k];
+            self.most[k] = self.most[k].max(self.powers[k]);
+        }
+        self.changes += 1;
+        if self.changes > MOST_CHANGES {
+            self.range = 0..0;
+        }
+    }
+
+    /// Makes them those of `range`.
+    fn follow(&mut self, range: &Range<usize>, values: &[f32]) {
+        let old = self.range.clone();
+        let (starts, ends) = (ends_of(old.start, range.start), ends_of(old.end, range.end));
+        // So that no end meets the other.
+        let is_near = starts.len().max(ends.len()) <= MOST_MOVED && old.len() > 2 * MOST_MOVED;
+        if is_near {
+            for i in starts.chain(ends) {
+                let value = values.get(i).copied().unwrap_or(0.0);
+                match old.contains(&i) {
+                    true => self.change(value, 0.0),
+                    false => self.change(0.0, value),
+                }
+            }
+        }
+        let is_sound = (0..4).all(|k| self.most[k] <= 1.25 * self.powers[k]);
+        if !is_near || !is_sound || self.changes > MOST_CHANGES {
+            let len = values.len();
+            self.powers = powers(&values[range.start.min(len)..range.end.min(len)]);
+            self.most = self.powers;
+            self.changes = 0;
+        }
+        self.range = range.clone();
+    }
+
+    /// Roundings, of half an ulp of its sum each, that are at most in each of the sums.
+    ///
+    /// A sum of n values has n / 16 + 24 of them. Each change has five: one each of a third or fourth power of what
+    /// comes and what goes, one of their difference, which is at most the larger one, and one of the sum, all at most
+    /// those of the largest sum there was, which is at most 1.25 times the present one.
+    fn roundings(&self) -> f64 {
+        (self.range.len() + 32 + 8 * self.changes) as f64
+    }
+}
+
+/// What lies between two ends.
+fn ends_of(a: usize, b: usize) -> Range<usize> {
+    a.min(b)..a.max(b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::numbers;
+
+    /// Whatever comes, goes and decays: maxima bound their blocks, and sums are within their bounds of exact ones.
+    #[test]
+    fn sums_and_maxima_follow_every_change() {
+        let mut number = numbers(5);
+        let mut next = |n: usize| (number() >> 8) as usize % n;
+        let mut table = Table::default();
+        let mut n = 900;
+        let mut followed = 0;
+        for step in 0..400 {
+            table.decay(if step % 150 == 149 { 1e-21 } else { 0.95 });
+            n += [1, 1, 1, 70][next(4)];
+            for _ in 0..next(60) {
+                table.add(next(n), next(1000) as f64 * 1e-3);
+            }
+            if step == 200 {
+                table.add(5, 1e6);
+            }
+            // Ends that move forth and back, a little or a lot.
+            let range = next(3)..n - next(if step % 20 == 0 { 500 } else { 50 });
+            let (powers, bound) = {
+                let entries = table.entries(range.clone(), false);
+                (entries.powers, entries.roundings * f64::EPSILON / 2.0)
+            };
+            followed += usize::from(table.sums.changes > 0);
+            let (values, _) = table.parts();
+            for (block, max) in values.chunks(BLOCK).zip(&table.maxima) {
+                assert!(block.iter().all(|x| x <= max));
+            }
+            let values = &values[range.start.min(values.len())..range.end.min(values.len())];
+            for (k, power) in powers.iter().enumerate() {
+                // Sums of few values: exact but for some 2^-50.
+                let exact: f64 = values.iter().map(|x| f64::from(*x).powi(k as i32 + 1)).sum();
+                assert!(
+                    (power - exact).abs() <= bound * exact + exact * 1e-13,
+                    "{step} {k}: {power} {exact}"
+                );
+            }
+        }
+        assert!(followed > 250, "{followed}");
+    }
+
+    #[test]
+    fn a_nan_is_in_the_sums() {
+        let mut table = Table::default();
+        (0..300).for_each(|i| table.add(i, 1.0));
+        assert!(table.entries(0..300, false).powers[0] == 300.0);
+        table.add(7, f64::NAN);
+        assert!(table.entries(0..300, false).powers.iter().all(|p| p.is_nan()));
+        assert!(table.maxima[0] == f32::INFINITY);
     }
 }

@@ -6,7 +6,7 @@ use super::*;
 fn two_bit_golden_example() {
     let mut rows = TwoBit::new(4, 1);
     rows.push(&[0.1, 0.4, 0.75, 1.0]);
-    assert_eq!(rows.bits, [0xe4]);
+    assert_eq!(rows.bits[..], [0xe4]);
     let mut out = [0.0; 4];
     rows.read(0, &mut out);
     for (x, expected) in out.iter().zip([0.1, 0.4, 0.7, 1.0]) {
@@ -17,10 +17,10 @@ fn two_bit_golden_example() {
 
 #[test]
 fn sign_golden_example() {
-    let mut signs = Vec::new();
+    let mut signs = Lines::with_capacity(0);
     let key = ndarray::array![[0.5, -1.0, 2.0, -0.25, -3.0, 0.0, 1.5, 4.0]];
     extend_signs(&mut signs, key.view(), &[0.0; 8]);
-    assert_eq!(signs, [0xc5]);
+    assert_eq!(signs[..], [0xc5]);
 }
 
 #[test]
@@ -87,7 +87,7 @@ fn widened_rows_are_the_rows() {
         for rows in [&packed.keys as &dyn Rows, &packed.values] {
             for positions in [&chosen[..], &chosen[20..37], &[some], &[]] {
                 let mut wide = vec![[0.0; LANES]; positions.len() * chunks];
-                rows.widen(positions, &mut wide);
+                rows.widen(&Run::new(positions, positions.len()), &mut wide);
                 for (wide, p) in wide.chunks(chunks).zip(positions) {
                     let mut scratch = vec![0.0; d];
                     let row = rows.row(*p as usize, &mut scratch);

@@ -3,7 +3,7 @@
 use half::f16;
 
 use super::QUANT_GROUP;
-use crate::runner::kv::grow;
+use crate::runner::lines::Lines;
 
 /// A step below this is taken for zero: the group's values are equal.
 const LEAST_STEP: f32 = 1e-8;
@@ -13,17 +13,17 @@ const LEAST_STEP: f32 = 1e-8;
 pub(super) struct TwoBit {
     pub(super) d: usize,
     /// Four values a byte, the first in the lowest bits; every row starts a byte.
-    pub(super) bits: Vec<u8>,
+    pub(super) bits: Lines<u8>,
     /// Scale and zero point; the last group of a row may be shorter.
-    pub(super) params: Vec<[f16; 2]>,
+    pub(super) params: Lines<[f16; 2]>,
 }
 
 impl TwoBit {
     pub(super) fn new(d: usize, capacity: usize) -> Self {
         Self {
             d,
-            bits: Vec::with_capacity(capacity * d.div_ceil(4)),
-            params: Vec::with_capacity(capacity * d.div_ceil(QUANT_GROUP)),
+            bits: Lines::with_capacity(capacity * d.div_ceil(4)),
+            params: Lines::with_capacity(capacity * d.div_ceil(QUANT_GROUP)),
         }
     }
 
@@ -33,10 +33,7 @@ impl TwoBit {
     /// Eq. 9-11: z = min x, s = (max x - min x) / 3, Q = round((x - z) / s). The codes come from the
     /// unrounded scale and zero point.
     pub(super) fn push(&mut self, row: &[f32]) {
-        let start = self.bits.len();
-        let bytes = self.d.div_ceil(4);
-        grow(&mut self.bits, bytes).resize(start + bytes, 0);
-        grow(&mut self.params, self.d.div_ceil(QUANT_GROUP));
+        let bits = self.bits.add(self.d.div_ceil(4));
         for (g, group) in row.chunks(QUANT_GROUP).enumerate() {
             let low = group.iter().copied().fold(f32::INFINITY, f32::min);
             let high = group.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -51,7 +48,7 @@ impl TwoBit {
             for (i, x) in group.iter().enumerate() {
                 let code = ((x - low) / step).round().clamp(0.0, 3.0) as u8;
                 let channel = g * QUANT_GROUP + i;
-                self.bits[start + channel / 4] |= code << (2 * (channel % 4));
+                bits[channel / 4] |= code << (2 * (channel % 4));
             }
         }
     }
@@ -72,7 +69,7 @@ impl TwoBit {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        self.bits.capacity() + self.params.capacity() * size_of::<[f16; 2]>()
+        self.bits.bytes() + self.params.bytes()
     }
 }
 

@@ -5,7 +5,7 @@
 use multiversion::multiversion;
 
 use super::{FullRows, QUANT_GROUP, SignRows, TwoBit, ValueRows, sign_bytes};
-use crate::compute::attention::{LANES, widen_f16};
+use crate::compute::attention::{LANES, Run, prefetch, widen_f16};
 
 /// Chunks of lanes in a group of channels with one scale.
 const CHUNKS: usize = QUANT_GROUP / LANES;
@@ -25,7 +25,23 @@ impl Group {
     }
 }
 
+impl SignRows {
+    #[inline(always)]
+    fn signs_of(&self, position: u32) -> &[u8] {
+        let bytes = sign_bytes(self.d);
+        &self.signs[position as usize * bytes..][..bytes]
+    }
+}
+
 impl TwoBit {
+    /// Asks for a row that is read soon.
+    #[inline(always)]
+    fn prefetch(&self, row: u32) {
+        let (row, n) = (row as usize, self.d / QUANT_GROUP);
+        prefetch(&self.bits[row * self.d / 4..][..self.d / 4]);
+        prefetch(&self.params[row * n..][..n]);
+    }
+
     /// The groups of a row that has no shorter one.
     #[inline(always)]
     fn groups(&self, row: usize) -> impl Iterator<Item = Group> {
@@ -71,19 +87,23 @@ pub(super) fn in_groups(d: usize) -> bool {
 
 /// [`crate::compute::attention::Rows::widen`] of keys; where [`in_groups`].
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2", "aarch64+neon"))]
-pub(super) fn keys(rows: &SignRows, positions: &[u32], out: &mut [[f32; LANES]]) {
-    let mut walk = Walk::new(&rows.full, positions);
+pub(super) fn keys(rows: &SignRows, run: &Run, out: &mut [[f32; LANES]]) {
+    let (mut walk, mut coming) = (Walk::new(&rows.full, run.now), run.coming());
     let (alpha, centre) = (
         rows.alpha.as_chunks::<LANES>().0,
         rows.centre.as_chunks::<LANES>().0,
     );
     let all = if rows.layout.signed { 0 } else { u16::MAX };
-    for (to, &p) in out.chunks_mut(rows.d / LANES).zip(positions) {
+    for (to, &p) in out.chunks_mut(rows.d / LANES).zip(run.now) {
+        if let Some(&p) = coming.next() {
+            prefetch(rows.signs_of(p));
+            rows.magnitudes.prefetch(p);
+        }
         if walk.is_full(p) {
             rows.read(p as usize, to.as_flattened_mut());
             continue;
         }
-        let signs = &rows.signs[p as usize * sign_bytes(rows.d)..][..sign_bytes(rows.d)];
+        let signs = rows.signs_of(p);
         let (to, _) = to.as_chunks_mut::<CHUNKS>();
         let (signs, _) = signs.as_chunks::<2>();
         let scales = alpha
@@ -112,9 +132,12 @@ pub(super) fn keys(rows: &SignRows, positions: &[u32], out: &mut [[f32; LANES]])
 
 /// [`crate::compute::attention::Rows::widen`] of values; where [`in_groups`].
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl", "x86_64+avx2", "aarch64+neon"))]
-pub(super) fn values(rows: &ValueRows, positions: &[u32], out: &mut [[f32; LANES]]) {
-    let mut walk = Walk::new(&rows.full, positions);
-    for (to, &p) in out.chunks_mut(rows.d / LANES).zip(positions) {
+pub(super) fn values(rows: &ValueRows, run: &Run, out: &mut [[f32; LANES]]) {
+    let (mut walk, mut coming) = (Walk::new(&rows.full, run.now), run.coming());
+    for (to, &p) in out.chunks_mut(rows.d / LANES).zip(run.now) {
+        if let Some(&p) = coming.next() {
+            rows.values.prefetch(p);
+        }
         if walk.is_full(p) {
             rows.read(p as usize, to.as_flattened_mut());
             continue;
