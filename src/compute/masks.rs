@@ -2,12 +2,16 @@
 
 use multiversion::multiversion;
 
+use super::attention::prefetch;
+
 /// Values of a word of bits.
 pub const WORD: usize = 64;
 /// Values whose largest is known.
 pub const BLOCK: usize = 16;
 /// Blocks of a word of bits.
 const BLOCKS: usize = WORD / BLOCK;
+/// Blocks that are asked for before they are read.
+const AHEAD: usize = 8;
 /// Lanes of a sum.
 const LANES: usize = 16;
 
@@ -28,89 +32,81 @@ pub fn at_least(values: &[f32], threshold: f32, out: &mut Vec<u64>) {
 fn with_any(values: &[f32], threshold: f32, out: &mut Vec<u64>) {
     let (words, rest) = values.as_chunks::<WORD>();
     for word in words {
-        let mut bits = 0;
-        for (l, x) in word.iter().enumerate() {
-            bits |= u64::from(*x >= threshold) << l;
-        }
-        out.push(bits);
+        out.push(bits_of(word, threshold));
     }
     push_rest(rest, threshold, out);
 }
 
 fn push_rest(rest: &[f32], threshold: f32, out: &mut Vec<u64>) {
     if !rest.is_empty() {
-        let bits = rest.iter().enumerate();
-        out.push(bits.fold(0, |bits, (l, x)| bits | u64::from(*x >= threshold) << l));
+        out.push(bits_of(rest, threshold));
     }
 }
 
 /// [`at_least`] of values whose blocks of [`BLOCK`] have nothing above `maxima`: where that is below the threshold,
 /// they are not read.
 pub fn at_least_in_blocks(values: &[f32], maxima: &[f32], threshold: f32, out: &mut Vec<u64>) {
+    at_least(maxima, threshold, out);
+    let blocks: Vec<usize> = places(out).collect();
     out.clear();
-    #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx512f") {
-        // SAFETY: the machine has AVX-512F.
-        unsafe { x86::in_blocks(values, maxima, threshold, out) };
-        return;
+    out.resize(values.len().div_ceil(WORD), 0);
+    for (b, block) in blocks.iter().enumerate() {
+        let values_of = |block: usize| &values[block * BLOCK..values.len().min((block + 1) * BLOCK)];
+        if let Some(&next) = blocks.get(b + AHEAD) {
+            prefetch(values_of(next));
+        }
+        let bits = match values_of(*block).as_array::<BLOCK>() {
+            Some(values) => bits_of_block(values, threshold),
+            None => bits_of(values_of(*block), threshold),
+        };
+        out[block / BLOCKS] |= bits << (block % BLOCKS * BLOCK);
     }
-    in_blocks(values, maxima, threshold, out);
 }
 
-#[multiversion(targets("x86_64+avx2", "aarch64+neon"))]
-fn in_blocks(values: &[f32], maxima: &[f32], threshold: f32, out: &mut Vec<u64>) {
-    for (word, maxima) in values.chunks(WORD).zip(maxima.chunks(BLOCKS)) {
-        let mut bits = 0;
-        for (b, (block, max)) in word.chunks(BLOCK).zip(maxima).enumerate() {
-            if *max >= threshold {
-                let of_block = block.iter().enumerate();
-                let of_block = of_block.fold(0, |bits, (l, x)| bits | u64::from(*x >= threshold) << l);
-                bits |= of_block << (b * BLOCK);
-            }
-        }
-        out.push(bits);
-    }
+/// The places of the set bits, ascending.
+pub fn places(bits: &[u64]) -> impl Iterator<Item = usize> {
+    bits.iter().enumerate().flat_map(|(w, word)| {
+        let mut left = *word;
+        std::iter::from_fn(move || {
+            let bit = left.trailing_zeros() as usize;
+            left &= left.wrapping_sub(1);
+            (bit < WORD).then_some(w * WORD + bit)
+        })
+    })
+}
+
+/// [`bits_of`] a block.
+#[cfg(target_arch = "x86_64")]
+fn bits_of_block(values: &[f32; BLOCK], threshold: f32) -> u64 {
+    use std::arch::x86_64::{_mm_cmpge_ps, _mm_loadu_ps, _mm_movemask_ps, _mm_set1_ps};
+    let (fours, _) = values.as_chunks::<4>();
+    let bits = |four: &[f32; 4]| {
+        // SAFETY: every x86-64 has SSE, and these are four values.
+        unsafe { _mm_movemask_ps(_mm_cmpge_ps(_mm_loadu_ps(four.as_ptr()), _mm_set1_ps(threshold))) }
+    };
+    fours
+        .iter()
+        .rev()
+        .fold(0, |all, four| all << 4 | bits(four) as u64)
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn bits_of_block(values: &[f32; BLOCK], threshold: f32) -> u64 {
+    bits_of(values, threshold)
+}
+
+/// The bits of at most a word of values.
+#[inline(always)]
+fn bits_of(values: &[f32], threshold: f32) -> u64 {
+    let values = values.iter().enumerate();
+    values.fold(0, |bits, (l, x)| bits | u64::from(*x >= threshold) << l)
 }
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{BLOCK, BLOCKS, WORD, push_rest};
-
-    #[target_feature(enable = "avx512f")]
-    pub fn in_blocks(values: &[f32], maxima: &[f32], threshold: f32, out: &mut Vec<u64>) {
-        let limit = _mm512_set1_ps(threshold);
-        let (words, rest) = values.as_chunks::<WORD>();
-        let (near, near_rest) = maxima[..words.len() * BLOCKS].as_chunks::<BLOCK>();
-        let mut left = words;
-        for near in near {
-            // SAFETY: sixteen maxima.
-            let near = unsafe { _mm512_loadu_ps(near.as_ptr()) };
-            let mut near = _mm512_cmp_ps_mask::<_CMP_GE_OQ>(near, limit);
-            let (four, rest) = left.split_at(BLOCK / BLOCKS);
-            left = rest;
-            let mut bits = [0u64; BLOCK / BLOCKS];
-            while near != 0 {
-                let block = near.trailing_zeros() as usize;
-                near &= near - 1;
-                let (lines, _) = four[block / BLOCKS].as_chunks::<BLOCK>();
-                // SAFETY: a line has 16 values.
-                let line = unsafe { _mm512_loadu_ps(lines[block % BLOCKS].as_ptr()) };
-                let mask = u64::from(_mm512_cmp_ps_mask::<_CMP_GE_OQ>(line, limit));
-                bits[block / BLOCKS] |= mask << (block % BLOCKS * BLOCK);
-            }
-            out.extend(bits);
-        }
-        for (word, near) in left.iter().zip(near_rest.chunks(BLOCKS)) {
-            if near.iter().any(|max| *max >= threshold) {
-                push_rest(word, threshold, out);
-            } else {
-                out.push(0);
-            }
-        }
-        push_rest(rest, threshold, out);
-    }
+    use super::{WORD, push_rest};
 
     #[target_feature(enable = "avx512f")]
     pub fn with_avx512(values: &[f32], threshold: f32, out: &mut Vec<u64>) {
@@ -193,9 +189,9 @@ mod tests {
                     .collect();
                 at_least_in_blocks(&values, &maxima, threshold, &mut found);
                 assert_eq!(found, expected, "{n}");
-                found.clear();
-                in_blocks(&values, &maxima, threshold, &mut found);
-                assert_eq!(found, expected, "{n}");
+                let listed: Vec<usize> = places(&found).collect();
+                let direct: Vec<usize> = (0..n).filter(|i| values[*i] >= threshold).collect();
+                assert_eq!(listed, direct, "{n}");
                 // What a maximum rules out is not looked at.
                 at_least_in_blocks(
                     &values,
@@ -203,7 +199,7 @@ mod tests {
                     threshold,
                     &mut found,
                 );
-                assert!(found.iter().take(n / WORD).all(|word| *word == 0), "{n}");
+                assert!(found.iter().all(|word| *word == 0), "{n}");
             }
         }
     }

@@ -1,5 +1,7 @@
 //! The best of many, and the set of some, by position.
 
+use crate::compute::masks;
+
 /// Bits of a key that values are counted by.
 const COUNTED: u32 = 16;
 
@@ -107,13 +109,7 @@ impl Places {
     /// The places and `first` to each, ascending.
     pub fn ascending(&self, first: u32) -> Vec<u32> {
         let mut out = Vec::with_capacity(self.len());
-        for (word, &bits) in (0u32..).zip(&self.words) {
-            let mut left = bits;
-            while left != 0 {
-                out.push(first + word * 64 + left.trailing_zeros());
-                left &= left - 1;
-            }
-        }
+        out.extend(masks::places(&self.words).map(|place| first + place as u32));
         out
     }
 }

@@ -6,6 +6,9 @@ use super::priors::{self, HeadPrior};
 use super::{GAMMA, LEAST_BYPASS, Params, Table};
 use crate::method::Place;
 
+/// Entries that are asked for before they are changed.
+const AHEAD: usize = 8;
+
 /// What a query head brings to its steps and keeps as it is.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Constants {
@@ -83,10 +86,15 @@ impl QueryHead {
     ///
     /// # Source
     /// Eq. 10, with `lambda` in place of 1/2.
-    pub fn update(&mut self, t: usize, weights: impl Iterator<Item = (usize, f64)>) {
+    pub fn update(&mut self, t: usize, weights: impl Iterator<Item = (usize, f64)> + Clone) {
         self.vertical.decay(self.gamma);
         self.slash.decay(self.gamma);
+        let mut coming = weights.clone().skip(AHEAD);
         for (i, w) in weights {
+            if let Some((i, _)) = coming.next() {
+                self.vertical.prefetch(i);
+                self.slash.prefetch(t - i);
+            }
             self.vertical.add(i, self.lambda * w);
             self.slash.add(t - i, (1.0 - self.lambda) * w);
         }

@@ -8,12 +8,15 @@ use std::cell::OnceCell;
 use std::ops::Range;
 
 use super::threshold::{Threshold, paper_share};
-use crate::compute::masks::{BLOCK, WORD, at_least_in_blocks};
+use crate::compute::attention::prefetch;
+use crate::compute::masks::{BLOCK, WORD, at_least_in_blocks, places};
 
 /// Largest relative error of one rounding in f64.
 const UNIT: f64 = f64::EPSILON / 2.0;
 /// Of so many candidates one is few: then each is looked at for itself.
 const FEW: usize = 16;
+/// Candidates that are asked for before they are looked at.
+const AHEAD: usize = 8;
 /// Relative room for the few roundings between sums and a threshold.
 const ROOM: f64 = 1e-13;
 
@@ -80,13 +83,23 @@ impl Entries<'_> {
         bits
     }
 
-    /// Whether the entry of candidate `i` is above a limit; none where that is open.
-    fn is_above(&self, i: usize, limit: Limit) -> Option<bool> {
-        let place = match self.is_reversed {
+    /// The place of candidate `i`.
+    fn place(&self, i: usize) -> usize {
+        match self.is_reversed {
             true => self.range.end - 1 - i,
             false => self.range.start + i,
-        };
-        let x = self.values.get(place).copied().unwrap_or(0.0);
+        }
+    }
+
+    /// Asks for the entry of candidate `i`, which is read soon.
+    fn prefetch(&self, i: usize) {
+        let place = self.place(i);
+        prefetch(self.values.get(place..=place).unwrap_or_default());
+    }
+
+    /// Whether the entry of candidate `i` is above a limit; none where that is open.
+    fn is_above(&self, i: usize, limit: Limit) -> Option<bool> {
+        let x = self.values.get(self.place(i)).copied().unwrap_or(0.0);
         let is_sure = x >= limit.sure;
         (is_sure || x < limit.least).then_some(is_sure)
     }
@@ -242,15 +255,14 @@ impl Both<'_> {
     fn keep_above_mean(&self, bits: &mut [u64]) -> Option<()> {
         let vertical = Limit::new(self.of_vertical.mean_itself(), self.vertical.factor)?;
         let slash = Limit::new(self.of_slash.mean_itself(), self.slash.factor)?;
-        for (w, word) in bits.iter_mut().enumerate() {
-            let mut left = *word;
-            while left != 0 {
-                let bit = left & left.wrapping_neg();
-                let i = w * WORD + left.trailing_zeros() as usize;
-                if !self.vertical.is_above(i, vertical)? && !self.slash.is_above(i, slash)? {
-                    *word ^= bit;
-                }
-                left ^= bit;
+        let listed: Vec<usize> = places(bits).collect();
+        for (at, &i) in listed.iter().enumerate() {
+            if let Some(&next) = listed.get(at + AHEAD) {
+                self.vertical.prefetch(next);
+                self.slash.prefetch(next);
+            }
+            if !self.vertical.is_above(i, vertical)? && !self.slash.is_above(i, slash)? {
+                bits[i / WORD] ^= 1 << (i % WORD);
             }
         }
         Some(())

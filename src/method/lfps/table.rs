@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::marks::Entries;
+use crate::compute::attention::prefetch;
 use crate::compute::masks::{BLOCK, powers};
 use crate::runner::kv::grow;
 
@@ -70,6 +71,12 @@ impl Table {
         if self.sums.range.contains(&i) {
             self.sums.change(old, new);
         }
+    }
+
+    /// Asks for the entry `i`, which is read soon.
+    pub(super) fn prefetch(&self, i: usize) {
+        prefetch(self.values.get(i..=i).unwrap_or_default());
+        prefetch(self.maxima.get(i / BLOCK..=i / BLOCK).unwrap_or_default());
     }
 
     /// The entries before the common factor, and the factor.
