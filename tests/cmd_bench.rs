@@ -126,9 +126,9 @@ fn encoding_is_set_against_a_product() {
 #[test]
 fn a_layer_is_set_against_a_product() {
     let layer = "--heads 4 --kv-heads 2 --head-dim 24 --hidden 100 --intermediate 150";
-    for kind in ["f32", "f16", "bf16"] {
+    for kind in ["f32", "bf16"] {
         let found = rows(&format!(
-            "bench prefill --json --tokens 1,70 {layer} --weights {kind} --runs 2"
+            "bench prefill --json --tokens 1,70 {layer} --weights {kind} --runs 1"
         ));
         let names: Vec<&str> = found.iter().filter_map(|row| row["name"].as_str()).collect();
         let once =
@@ -152,7 +152,7 @@ fn a_layer_is_set_against_a_product() {
             assert!((number("gflops") / rate - 1.0).abs() < 1e-9, "{row}");
             let share = number("gemm_share") * number("gemm_gflops");
             assert!((share / rate - 1.0).abs() < 1e-9, "{row}");
-            assert_eq!((&row["device"], &row["runs"]), (&"cpu".into(), &2.into()));
+            assert_eq!((&row["device"], &row["runs"]), (&"cpu".into(), &1.into()));
         }
         assert!(found[8]["shape"].as_str().expect("a shape").ends_with(kind));
     }

@@ -58,7 +58,6 @@ pub fn multiply(a: &[Row], depth: usize, b: &[Line], panels: usize, c: &mut [Row
     }
 }
 
-#[expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]
 #[inline(always)]
 fn multiply_tiles<const R: usize, const FMA: bool>(
     a: &[Row],
@@ -133,7 +132,6 @@ pub fn transpose(rows: &[Row; PANEL], lines: &mut [Line]) {
 }
 
 /// Row i and row i + 8, value by value in turn, become rows 2i and 2i + 1.
-#[expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]
 #[inline(always)]
 fn riffle(from: &[[f32; LANES]; LANES], to: &mut [[f32; LANES]; LANES]) {
     const HALF: usize = LANES / 2;

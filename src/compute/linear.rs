@@ -258,7 +258,7 @@ mod tests {
     fn linear(k: usize, n: usize, dtype: Float) -> Linear {
         Linear {
             weight: Weight::from_values(matrix(n, k, 1).view(), dtype).expect("a weight"),
-            bias: (n % 2 == 0).then(|| values(n, 2)),
+            bias: n.is_multiple_of(2).then(|| values(n, 2)),
         }
     }
 

@@ -132,7 +132,7 @@ fn parse_batch(text: &str) -> std::result::Result<usize, String> {
     }
 }
 
-pub(super) fn parse_float(text: &str) -> std::result::Result<Float, String> {
+fn parse_float(text: &str) -> std::result::Result<Float, String> {
     match text {
         "f32" => Ok(Float::F32),
         "f16" => Ok(Float::F16),

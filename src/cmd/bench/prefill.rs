@@ -3,7 +3,7 @@
 use ndarray::{Array2, Array3, Axis};
 use serde_json::{Value, json};
 
-use super::decode::{parse_context, parse_float};
+use super::decode::parse_context;
 use super::product::{Product, seconds};
 use super::{median, random_points, row};
 use crate::cli::{Device, Global, at_least_one};
@@ -38,11 +38,17 @@ pub struct PrefillArgs {
     #[arg(long, value_name = "D", default_value_t = 14_336, value_parser = at_least_one)]
     intermediate: usize,
     /// Type of the weights: f32, f16, bf16
-    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = parse_float)]
+    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = parse_weights)]
     weights: Float,
     /// Timed runs
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = at_least_one)]
     runs: usize,
+}
+
+fn parse_weights(text: &str) -> std::result::Result<Float, String> {
+    let types = [Float::F32, Float::F16, Float::Bf16];
+    let named = types.into_iter().find(|t| t.name().eq_ignore_ascii_case(text));
+    named.ok_or_else(|| "expected f32, f16 or bf16".to_owned())
 }
 
 impl PrefillArgs {
@@ -90,13 +96,19 @@ pub fn run(args: &PrefillArgs, global: &Global) -> Result<()> {
         return Err(Error::device("`bench prefill` runs on the CPU alone").hint("use --device cpu"));
     }
     args.check()?;
+    let mut bench = Bench {
+        args,
+        global,
+        product: Product::new(global.seed),
+    };
+    bench.product.rate();
     let mut rows = Vec::new();
     for &tokens in &args.tokens {
         for (name, input, output) in args.projections() {
-            rows.push(projection(args, global, name, tokens, [input, output])?);
+            rows.push(bench.projection(name, tokens, [input, output])?);
             show(&rows, global)?;
         }
-        rows.push(attention(args, global, tokens)?);
+        rows.push(bench.attention(tokens)?);
         show(&rows, global)?;
     }
     match global.json {
@@ -105,72 +117,61 @@ pub fn run(args: &PrefillArgs, global: &Global) -> Result<()> {
     }
 }
 
-fn projection(
-    args: &PrefillArgs,
-    global: &Global,
-    name: &str,
-    tokens: usize,
-    [input, output]: [usize; 2],
-) -> Result<Value> {
-    let matrix = |rows, cols, seed| random_points(1, rows, cols, seed).index_axis_move(Axis(0), 0);
-    let linear = Linear {
-        weight: Weight::from_values(matrix(output, input, global.seed).view(), args.weights)?,
-        bias: None,
-    };
-    let x = matrix(tokens, input, global.seed + 1);
-    let mut out = Array2::zeros((tokens, output));
-    let shape = format!(
-        "{tokens} x {input} to {output}, {}",
-        args.weights.name().to_lowercase()
-    );
-    let flop = 2.0 * (tokens * input) as f64 * output as f64;
-    measure(args, global, name, &shape, flop, || {
-        linear.forward(x.view(), out.view_mut());
-        std::hint::black_box(&out);
-    })
+/// What is timed, and what it takes turns with.
+struct Bench<'a> {
+    args: &'a PrefillArgs,
+    global: &'a Global,
+    product: Product,
 }
 
-/// Of the products with all keys, about half are behind the mask: only the others count.
-fn attention(args: &PrefillArgs, global: &Global, tokens: usize) -> Result<Value> {
-    let (h, g, d) = (args.heads, args.kv_heads, args.head_dim);
-    let of = |heads, seed| -> Array3<f32> { random_points(heads, tokens, d, global.seed + seed) };
-    let (q, k, v) = (of(h, 2), of(g, 3), of(g, 4));
-    let mut out = Array2::zeros((tokens, h * d));
-    let shape = format!("{tokens} positions, {h}/{g}x{d}");
-    let pairs = tokens as f64 * (tokens as f64 + 1.0) / 2.0;
-    measure(
-        args,
-        global,
-        "attention",
-        &shape,
-        4.0 * (h * d) as f64 * pairs,
-        || {
+impl Bench<'_> {
+    fn projection(&mut self, name: &str, tokens: usize, [input, output]: [usize; 2]) -> Result<Value> {
+        let (seed, kind) = (self.global.seed, self.args.weights);
+        let matrix = |rows, cols, seed| random_points(1, rows, cols, seed).index_axis_move(Axis(0), 0);
+        let linear = Linear {
+            weight: Weight::from_values(matrix(output, input, seed).view(), kind)?,
+            bias: None,
+        };
+        let x = matrix(tokens, input, seed + 1);
+        let mut out = Array2::zeros((tokens, output));
+        let shape = format!("{tokens} x {input} to {output}, {}", kind.name().to_lowercase());
+        let flop = 2.0 * (tokens * input) as f64 * output as f64;
+        self.measure(name, &shape, flop, || {
+            linear.forward(x.view(), out.view_mut());
+            std::hint::black_box(&out);
+        })
+    }
+
+    /// Of the products with all keys, about half are behind the mask: only the others count.
+    fn attention(&mut self, tokens: usize) -> Result<Value> {
+        let (h, g, d) = (self.args.heads, self.args.kv_heads, self.args.head_dim);
+        let seed = self.global.seed;
+        let of = |heads, more| -> Array3<f32> { random_points(heads, tokens, d, seed + more) };
+        let (q, k, v) = (of(h, 2), of(g, 3), of(g, 4));
+        let mut out = Array2::zeros((tokens, h * d));
+        let shape = format!("{tokens} positions, {h}/{g}x{d}");
+        let pairs = tokens as f64 * (tokens as f64 + 1.0) / 2.0;
+        self.measure("attention", &shape, 4.0 * (h * d) as f64 * pairs, || {
             causal(q.view(), k.view(), v.view(), 0, None, out.view_mut());
             std::hint::black_box(&out);
-        },
-    )
-}
-
-/// Takes turns with a plain product, so that what else the machine does hits both; the first ones warm up.
-fn measure(
-    args: &PrefillArgs,
-    global: &Global,
-    name: &str,
-    shape: &str,
-    flop: f64,
-    mut work: impl FnMut(),
-) -> Result<Value> {
-    let (mut times, mut product, mut rates) = (Vec::new(), Product::new(global.seed), Vec::new());
-    for _ in 0..=args.runs {
-        interrupt::check()?;
-        times.push(seconds(&mut work));
-        rates.push(product.rate());
+        })
     }
-    let mut result = row(&format!("prefill {name}"), shape, "cpu", &mut times[1..], flop);
-    let gemm_rate = median(rates.split_off(1));
-    result["gemm_gflops"] = json!(gemm_rate);
-    result["gemm_share"] = json!(result["gflops"].as_f64().unwrap_or(0.0) / gemm_rate);
-    Ok(result)
+
+    /// Takes turns with a plain product, so that what else the machine does hits both.
+    fn measure(&mut self, name: &str, shape: &str, flop: f64, mut work: impl FnMut()) -> Result<Value> {
+        let (mut times, mut rates) = (Vec::new(), Vec::new());
+        work();
+        for _ in 0..self.args.runs {
+            interrupt::check()?;
+            times.push(seconds(&mut work));
+            rates.push(self.product.rate());
+        }
+        let mut result = row(&format!("prefill {name}"), shape, "cpu", &mut times, flop);
+        let gemm_rate = median(rates);
+        result["gemm_gflops"] = json!(gemm_rate);
+        result["gemm_share"] = json!(result["gflops"].as_f64().unwrap_or(0.0) / gemm_rate);
+        Ok(result)
+    }
 }
 
 /// The last row, unless all are told at the end.

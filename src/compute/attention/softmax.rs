@@ -104,8 +104,8 @@ fn exp2<const FMA: bool>(x: f32) -> f32 {
         1.540_353e-4,
         1.333_355_8e-3,
         9.618_129e-3,
-        5.550_410_9e-2,
-        2.402_265_1e-1,
+        5.550_411e-2,
+        2.402_265e-1,
         std::f32::consts::LN_2,
     ];
     /// Adding it rounds to an integer, which then stands in the low bits.
