@@ -156,6 +156,75 @@ def attention(args, cores):
     return table(head, rows)
 
 
+class Layer:
+    """PyTorch's projections and causal attention of one layer, in f32 and in bf16."""
+
+    def __init__(self, hidden, inner):
+        import torch
+
+        torch.manual_seed(0)
+        q, kv = HEADS * CHANNELS, KV_HEADS * CHANNELS
+        shapes = [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q), (inner, hidden), (inner, hidden), (hidden, inner)]
+        self.weights = {torch.float32: [torch.randn(shape) for shape in shapes]}
+        self.weights[torch.bfloat16] = [w.bfloat16() for w in self.weights[torch.float32]]
+
+    def project(self, tokens, kind):
+        import torch
+
+        inputs = {w.shape[1]: torch.randn(tokens, w.shape[1], dtype=kind) for w in self.weights[kind]}
+        start = time.perf_counter()
+        for w in self.weights[kind]:
+            torch.nn.functional.linear(inputs[w.shape[1]], w)
+        return time.perf_counter() - start
+
+    def attend(self, tokens, kind):
+        import torch
+
+        q, k, v = (torch.randn(1, heads, tokens, CHANNELS, dtype=kind) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        start = time.perf_counter()
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return time.perf_counter() - start
+
+
+def prefill(args, cores):
+    """A prompt through one layer, beside PyTorch in whichever type it is faster."""
+    import torch
+
+    hidden, inner = (256, 512) if args.quick else (4096, 14336)
+    layer = Layer(hidden, inner)
+    rows = []
+    for threads in sorted({1, cores}):
+        torch.set_num_threads(threads)
+        for tokens in [64] if args.quick else [512, 2048, 8192]:
+            found = {"projections": [], "attention": []}
+            theirs = {(what, kind): [] for what in found for kind in layer.weights}
+            for _ in range(args.rounds):
+                turn = kvsmith(
+                    args, "prefill", "--tokens", tokens, "--heads", HEADS, "--kv-heads", KV_HEADS, "--head-dim", CHANNELS,
+                    "--hidden", hidden, "--intermediate", inner, "--threads", threads, "--runs", 1,
+                )
+                found["projections"].append(turn[:-1])
+                found["attention"].append(turn[-1:])
+                for (what, kind), times in theirs.items():
+                    run = layer.project if what == "projections" else layer.attend
+                    if not times:
+                        run(tokens, kind)
+                    times.append(run(tokens, kind))
+            for what, turns in found.items():
+                ours = statistics.median(sum(r["median_s"] for r in turn) for turn in turns)
+                flop = sum(r["gflops"] * r["median_s"] for r in turns[0])
+                rate = statistics.median(r["gemm_gflops"] for turn in turns for r in turn)
+                times = {kind: statistics.median(theirs[what, kind]) for kind in layer.weights}
+                kind = min(times, key=times.get)
+                rows.append([
+                    f"{what}, {tokens} positions", threads, ms(ours), f"{flop / ours / rate:.0%}",
+                    f"{ms(times[kind])}, {str(kind).split('.')[-1]}", f"{times[kind] / ours:.2f} x",
+                ])
+    text = f"One layer of {hidden} channels, {inner} inside its MLP, weights in bf16 (`kvsmith bench prefill`). PyTorch runs in f32\n"
+    text += "or bf16, whichever is faster. Of causal attention, only the work before the mask counts.\n\n"
+    return text + table(["", "threads", "kvsmith", "of the GEMM rate", "PyTorch", "of kvsmith's"], rows)
+
+
 def methods(args, cores):
     """Every method at 6 %, and how retrieval grows."""
     names = "a2ats,selfindex,lfps,ctkvr,topk"
@@ -234,6 +303,7 @@ def main():
     sections = [
         ("Codebooks", kmeans(args, cores)),
         ("Encoding keys", encode(args, cores)),
+        ("Prompts", prefill(args, cores)),
         ("Full attention of a decode step", attention(args, cores)),
         ("Methods", methods(args, cores)),
         ("The 4-bit scan", fast_scan(args)),

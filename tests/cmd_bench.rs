@@ -1,4 +1,4 @@
-//! `bench retrieve`, `bench attend` and `bench decode`: what their JSON says, and what they refuse.
+//! `bench`: what their JSON says, and what they refuse.
 
 mod common;
 
@@ -121,6 +121,54 @@ fn encoding_is_set_against_a_product() {
     );
     kvsmith("bench encode --size 70000").fails(2, "too large", "");
     kvsmith("bench encode --device cuda").fails(3, "CPU alone", "--device cpu");
+}
+
+#[test]
+fn a_layer_is_set_against_a_product() {
+    let layer = "--heads 4 --kv-heads 2 --head-dim 24 --hidden 100 --intermediate 150";
+    for kind in ["f32", "bf16"] {
+        let found = rows(&format!(
+            "bench prefill --json --tokens 1,70 {layer} --weights {kind} --runs 1"
+        ));
+        let names: Vec<&str> = found.iter().filter_map(|row| row["name"].as_str()).collect();
+        let once =
+            ["q", "k", "v", "o", "gate", "up", "down", "attention"].map(|name| format!("prefill {name}"));
+        assert_eq!(names, [&once[..], &once[..]].concat());
+        // Products by hand; of attention, two for every position that a position sees.
+        let of_70 = [
+            96 * 100,
+            48 * 100,
+            48 * 100,
+            96 * 100,
+            150 * 100,
+            150 * 100,
+            150 * 100,
+        ];
+        let mut flops = of_70.map(|values| 2.0 * 70.0 * f64::from(values)).to_vec();
+        flops.push(4.0 * 96.0 * (70.0 * 71.0 / 2.0));
+        for (row, flop) in found[8..].iter().zip(flops) {
+            let number = |name: &str| row[name].as_f64().unwrap_or_else(|| panic!("{name} of {row}"));
+            let rate = flop / number("median_s") * 1e-9;
+            assert!((number("gflops") / rate - 1.0).abs() < 1e-9, "{row}");
+            let share = number("gemm_share") * number("gemm_gflops");
+            assert!((share / rate - 1.0).abs() < 1e-9, "{row}");
+            assert_eq!((&row["device"], &row["runs"]), (&"cpu".into(), &1.into()));
+        }
+        assert!(found[8]["shape"].as_str().expect("a shape").ends_with(kind));
+    }
+    kvsmith("bench prefill --device cuda").fails(3, "CPU alone", "--device cpu");
+    kvsmith("bench prefill --device wgpu").fails(3, "CPU alone", "--device cpu");
+    kvsmith("bench prefill --heads 5 --kv-heads 2").fails(2, "no multiple", "");
+    kvsmith("bench prefill --tokens 0").fails(2, "from 1 to 16M", "");
+    kvsmith("bench prefill --tokens 16M").fails(2, "too large", "");
+    kvsmith("bench prefill --hidden 1000000").fails(2, "too large", "");
+    kvsmith("bench prefill --heads 1000000000000 --head-dim 1000000000000 --kv-heads 1").fails(
+        2,
+        "too large",
+        "",
+    );
+    kvsmith("bench prefill --weights int8").fails(2, "f32, f16 or bf16", "");
+    kvsmith("bench prefill --runs 0").fails(2, "--runs", "");
 }
 
 #[test]

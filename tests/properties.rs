@@ -285,6 +285,9 @@ fn causal_attention_is_that_of_the_definition() {
         (64, 8, 64, 1, 511, None),
         (520, 1, 64, 2, 3, Some(257)),
         (31, 40, 16, 1, 0, None),
+        (140, 2, 256, 2, 7, None),
+        (200, 3, 144, 1, 0, Some(150)),
+        (400, 600, 16, 1, 0, Some(20)),
     ] {
         let n = first + m;
         let cube = |heads: usize, rows: usize, rng: &mut ChaCha8Rng| {

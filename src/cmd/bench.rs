@@ -6,6 +6,8 @@ mod cuda_step;
 mod decode;
 mod encode;
 mod model_step;
+mod prefill;
+mod product;
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -20,6 +22,7 @@ use serde_json::{Value, json};
 use self::decode::DecodeArgs;
 use self::encode::EncodeArgs;
 use self::model_step::ModelArgs;
+use self::prefill::PrefillArgs;
 use super::{print, print_json};
 use crate::cli::{Global, at_least_one};
 use crate::compute::device::Device;
@@ -42,6 +45,8 @@ enum What {
     Kmeans(KMeansArgs),
     /// Give keys their codewords, on the CPU
     Encode(EncodeArgs),
+    /// Project and attend the positions of a prompt, one layer, on the CPU
+    Prefill(PrefillArgs),
     /// Choose the positions of one decode step of one layer
     Retrieve(DecodeArgs),
     /// Choose and attend them
@@ -92,6 +97,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     match &args.what {
         What::Kmeans(args) => bench_kmeans(args, global),
         What::Encode(args) => encode::run(args, global),
+        What::Prefill(args) => prefill::run(args, global),
         What::Retrieve(args) => decode::run(args, false, global),
         What::Attend(args) => decode::run(args, true, global),
         What::Decode(args) => model_step::run(args, global),

@@ -6,6 +6,7 @@ mod decode;
 mod kernels;
 mod lanes;
 mod rows;
+mod softmax;
 #[cfg(test)]
 mod tests;
 
@@ -17,7 +18,7 @@ pub use causal::causal;
 pub use decode::decode;
 pub(crate) use kernels::{add, scores};
 pub use lanes::LANES;
-pub(crate) use lanes::widen_f16;
+pub(crate) use lanes::{fused, widen_f16};
 pub use rows::{Queries, Rows, Run, Sums};
 pub(crate) use rows::{prefetch, widen_rows, widened_add, widened_scores};
 

@@ -7,6 +7,7 @@
 //! threads, and each piece is computed by one thread: the same bytes for any thread count.
 
 pub mod attention;
+pub mod blocks;
 pub mod codewords;
 pub mod cpu;
 pub mod cuda;

@@ -6,12 +6,14 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use half::{bf16, f16};
 use memmap2::{Advice, Mmap, UncheckedAdvice};
+use ndarray::ArrayView2;
 use rayon::prelude::*;
 use safetensors::{Dtype, SafeTensors};
 use sha2::{Digest, Sha256};
@@ -106,6 +108,41 @@ pub struct Weight {
 }
 
 impl Weight {
+    /// Values without a checkpoint, in a file that goes with them.
+    ///
+    /// # Shapes
+    /// values `[rows, cols]`.
+    ///
+    /// # Errors
+    /// No room for temporary files.
+    pub fn from_values(values: ArrayView2<f32>, dtype: Float) -> Result<Self> {
+        let failed = |e: std::io::Error| {
+            Error::failed(format!("cannot write a temporary file: {e}"))
+                .hint("TMPDIR names another folder for them")
+        };
+        let mut file = tempfile::tempfile().map_err(failed)?;
+        let mut bytes = Vec::new();
+        for row in values.rows() {
+            bytes.clear();
+            dtype.write(&row.to_vec(), &mut bytes);
+            file.write_all(&bytes).map_err(failed)?;
+        }
+        // SAFETY: the mapping is read-only, and no other program knows of the file.
+        let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
+        Ok(Self {
+            file: Arc::new(Shard {
+                path: PathBuf::new(),
+                file,
+                map,
+            }),
+            start: 0,
+            dtype,
+            rows: values.nrows(),
+            cols: values.ncols(),
+            name: "".into(),
+        })
+    }
+
     /// Rows (the output channels of a projection); 1 for a vector.
     pub fn rows(&self) -> usize {
         self.rows

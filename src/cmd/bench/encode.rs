@@ -1,15 +1,12 @@
 //! `kvsmith bench encode`: keys to codewords, against a plain matrix product in the same run.
 
-use std::time::Instant;
-
-use ndarray::{Array2, Axis};
-use rayon::prelude::*;
+use ndarray::Axis;
 use serde_json::{Value, json};
 
+use super::product::{Product, seconds};
 use super::{median, random_points, row};
 use crate::cli::{Device, Global, at_least_one};
 use crate::cmd::{print, print_json};
-use crate::compute::gemm;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::stats::kmeans::{Codebook, MAX_SIZE};
@@ -79,42 +76,4 @@ fn show(result: &Value, global: &Global) -> Result<()> {
         number("gemm_share") * 100.0,
         number("gemm_gflops"),
     ))
-}
-
-fn seconds(work: impl FnOnce()) -> f64 {
-    let start = Instant::now();
-    work();
-    start.elapsed().as_secs_f64()
-}
-
-/// Square matrices whose product is timed, a part of the rows per thread.
-pub struct Product {
-    x: Array2<f32>,
-    out: Array2<f32>,
-}
-
-impl Product {
-    /// Rows and columns.
-    const SIZE: usize = 2048;
-
-    /// Random matrices.
-    pub fn new(seed: u64) -> Self {
-        Self {
-            x: random_points(1, Self::SIZE, Self::SIZE, seed).index_axis_move(Axis(0), 0),
-            out: Array2::zeros((Self::SIZE, Self::SIZE)),
-        }
-    }
-
-    /// GFLOP/s of one product.
-    pub fn rate(&mut self) -> f64 {
-        let rows = Self::SIZE.div_ceil(rayon::current_num_threads());
-        let x = &self.x;
-        let out = self.out.axis_chunks_iter_mut(Axis(0), rows).into_par_iter();
-        let time = seconds(|| {
-            out.zip(x.axis_chunks_iter(Axis(0), rows).into_par_iter())
-                .for_each(|(out, rows)| gemm(out, false, rows, x.view()));
-        });
-        std::hint::black_box(&self.out);
-        2.0 * (Self::SIZE as f64).powi(3) / time * 1e-9
-    }
 }

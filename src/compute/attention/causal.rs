@@ -1,14 +1,17 @@
 //! Blocked causal attention of a prompt.
 
-use ndarray::{ArrayView2, ArrayView3, ArrayViewMut2, Axis, s};
+use std::ops::Range;
+
+use ndarray::{ArrayView1, ArrayView2, ArrayView3, ArrayViewMut2, Axis, s};
 use rayon::prelude::*;
 
-use crate::compute::{gemm, pieces, simd};
+use super::softmax::{Seen, mask, rescale, weigh};
+use super::visible;
+use crate::compute::blocks::{Line, PANEL, PANELS, Row, SIDE, TILE, multiply, transpose};
+use crate::compute::pieces;
 
 /// Stacked query rows of one task (positions times query heads of the group).
-const QUERY_TILE: usize = 256;
-/// Keys of one tile.
-const KEY_TILE: usize = 256;
+const QUERY_TILE: usize = 480;
 
 /// Causal attention of a run of queries, grouped-query, with an optional sliding window.
 ///
@@ -18,7 +21,9 @@ const KEY_TILE: usize = 256;
 /// With `window` W a query at position t sees positions t-W+1..=t.
 ///
 /// # Numerics
-/// f32; the softmax is taken tile by tile with a running maximum. NaN in gives NaN out.
+/// f32; the softmax is taken over blocks of 128 keys from position 0 on, with a running maximum. Scores are summed over
+/// blocks of 128 channels, each from zero, and outputs over the blocks of keys. The same bits on every instruction set,
+/// and whatever other queries run along. NaN in gives NaN out.
 pub fn causal(
     q: ArrayView3<f32>,
     k: ArrayView3<f32>,
@@ -43,109 +48,200 @@ pub fn causal(
         .into_par_iter()
         .for_each_init(Scratch::default, |scratch, (c, start, part)| {
             let q = q.slice(s![c * r..(c + 1) * r, start..start + part.nrows(), ..]);
-            let k = k.index_axis(Axis(0), c);
-            let v = v.index_axis(Axis(0), c);
-            causal_tile(q, k, v, first + start, window, part, scratch);
+            let task = Task {
+                r,
+                m: part.nrows(),
+                d,
+                first: first + start,
+                window,
+            };
+            scratch.start(&task, q);
+            for block in task.blocks() {
+                scratch.load(&task, k.index_axis(Axis(0), c), v.index_axis(Axis(0), c), &block);
+                scratch.attend(&task, &block);
+            }
+            scratch.finish(&task, part);
         });
 }
 
-#[derive(Default)]
-struct Scratch {
-    q: Vec<f32>,
-    scores: Vec<f32>,
-    out: Vec<f32>,
-    max: Vec<f32>,
-    sum: Vec<f32>,
-}
-
-/// One query tile of one KV head; `first` is the position of its first row.
-fn causal_tile(
-    q: ArrayView3<f32>,
-    k: ArrayView2<f32>,
-    v: ArrayView2<f32>,
+/// A query tile of one KV head.
+struct Task {
+    /// Query heads.
+    r: usize,
+    /// Positions.
+    m: usize,
+    /// Channels.
+    d: usize,
+    /// The first position.
     first: usize,
     window: Option<usize>,
-    mut part: ArrayViewMut2<f32>,
-    scratch: &mut Scratch,
-) {
-    let (r, m, d) = q.dim();
-    let stacked = r * m;
-    let scale = 1.0 / (d as f32).sqrt();
-    scratch.q.clear();
-    for a in 0..r {
-        for i in 0..m {
-            scratch.q.extend(q.slice(s![a, i, ..]).iter().map(|x| x * scale));
+}
+
+impl Task {
+    /// Query rows, position by position: what they see grows from row to row. Whole tiles.
+    fn stacked(&self) -> usize {
+        (self.r * self.m).next_multiple_of(TILE)
+    }
+
+    /// Channels of each block of them.
+    fn sides(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let d = self.d;
+        (0..d).step_by(SIDE).map(move |start| start..d.min(start + SIDE))
+    }
+
+    /// The blocks of keys that some row sees. They begin at multiples of [`SIDE`], wherever the tile does.
+    fn blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let (begin, end) = (visible(self.first, self.window).start, self.first + self.m);
+        (begin / SIDE * SIDE..end)
+            .step_by(SIDE)
+            .map(move |start| start..end.min(start + SIDE))
+    }
+
+    /// What of a block a row sees, from the block's start.
+    fn seen(&self, row: usize, block: &Range<usize>) -> Range<usize> {
+        let seen = visible(self.first + row / self.r, self.window);
+        let of = |p: usize| p.clamp(block.start, block.end) - block.start;
+        of(seen.start)..of(seen.end)
+    }
+
+    /// Whether every row sees the whole block, of full length.
+    fn sees_all(&self, block: &Range<usize>) -> bool {
+        let last = visible(self.first + self.m - 1, self.window);
+        block.len() == SIDE && last.start <= block.start && block.end <= self.first + 1
+    }
+
+    /// Rows that are multiplied together, and how many keys of the block the last of them sees; none that see nothing.
+    fn groups(&self, block: &Range<usize>) -> Vec<(Range<usize>, usize)> {
+        let stacked = self.stacked();
+        let size = if self.sees_all(block) { stacked } else { TILE };
+        let group = |start: usize| {
+            let last = (start + size).min(self.r * self.m) - 1;
+            let keys = self.seen(start, block).start..self.seen(last, block).end;
+            (!keys.is_empty()).then_some((start..start + size, keys.end))
+        };
+        (0..stacked).step_by(size).filter_map(group).collect()
+    }
+}
+
+/// Buffers of one worker. What has channels has a run of rows or panels for each block of them.
+#[derive(Default)]
+struct Scratch {
+    /// Scaled queries, `[sides, stacked]`.
+    q: Vec<Row>,
+    /// Scores and then weights of a block of keys, `[stacked]`.
+    scores: Vec<Row>,
+    /// `[sides, stacked]`.
+    out: Vec<Row>,
+    seen: Vec<Seen>,
+    /// Keys as columns, `[sides, PANELS, SIDE]`.
+    keys: Vec<Line>,
+    /// `[sides, PANELS, SIDE]`.
+    values: Vec<Line>,
+    /// Keys to transpose, `[PANEL]`.
+    rows: Vec<Row>,
+}
+
+impl Scratch {
+    fn start(&mut self, task: &Task, q: ArrayView3<f32>) {
+        let (stacked, sides) = (task.stacked(), task.sides().count());
+        // Powers of two are taken instead of powers of e.
+        let scale = std::f32::consts::LOG2_E / (task.d as f32).sqrt();
+        self.q.clear();
+        self.q.resize(sides * stacked, Row::ZERO);
+        for (b, side) in task.sides().enumerate() {
+            for (row, to) in self.q[b * stacked..].iter_mut().enumerate().take(task.r * task.m) {
+                let from = q.slice(s![row % task.r, row / task.r, side.clone()]);
+                to.0.iter_mut().zip(from).for_each(|(to, x)| *to = x * scale);
+            }
+        }
+        self.scores.clear();
+        self.scores.resize(stacked, Row::ZERO);
+        self.out.clear();
+        self.out.resize(sides * stacked, Row::ZERO);
+        self.seen.clear();
+        self.seen.resize(stacked, Seen::NOTHING);
+        self.keys.resize(sides * PANELS * SIDE, Line::ZERO);
+        self.values.resize(sides * PANELS * SIDE, Line::ZERO);
+        self.rows.resize(PANEL, Row::ZERO);
+    }
+
+    /// Brings a block of keys and values into the order that products read.
+    fn load(&mut self, task: &Task, k: ArrayView2<f32>, v: ArrayView2<f32>, block: &Range<usize>) {
+        for (b, side) in task.sides().enumerate() {
+            for (p, start) in block.clone().step_by(PANEL).enumerate() {
+                for (to, j) in self.rows.iter_mut().zip(start..block.end) {
+                    copy(k.slice(s![j, side.clone()]), &mut to.0);
+                }
+                if let Some(rows) = self.rows.first_chunk() {
+                    let lines = (b * PANELS + p) * SIDE;
+                    transpose(rows, &mut self.keys[lines..lines + side.len()]);
+                }
+            }
+        }
+        for (i, j) in block.clone().enumerate() {
+            for (p, start) in (0..task.d).step_by(PANEL).enumerate() {
+                let from = v.slice(s![j, start..task.d.min(start + PANEL)]);
+                copy(from, &mut self.values[p * SIDE + i].0);
+            }
         }
     }
-    scratch.scores.resize(stacked * KEY_TILE, 0.0);
-    scratch.out.clear();
-    scratch.out.resize(stacked * d, 0.0);
-    scratch.max.clear();
-    scratch.max.resize(stacked, f32::NEG_INFINITY);
-    scratch.sum.clear();
-    scratch.sum.resize(stacked, 0.0);
-    let end = first + m;
-    let begin = window.map_or(0, |w| (first + 1).saturating_sub(w));
-    let mut tile = begin;
-    while tile < end {
-        let width = KEY_TILE.min(end - tile);
-        let keys = k.slice(s![tile..tile + width, ..]);
-        let values = v.slice(s![tile..tile + width, ..]);
-        let scores = &mut scratch.scores[..stacked * width];
-        // Sizes match by construction; the views cannot fail.
-        let (Ok(queries), Ok(mut scores_view)) = (
-            ArrayView2::from_shape((stacked, d), &scratch.q[..]),
-            ArrayViewMut2::from_shape((stacked, width), &mut *scores),
-        ) else {
-            unreachable!("tile sizes")
-        };
-        gemm(scores_view.view_mut(), false, queries, keys.t());
-        for row in 0..stacked {
-            let t = first + row % m;
-            let low = window
-                .map_or(0, |w| (t + 1).saturating_sub(w))
-                .clamp(tile, tile + width)
-                - tile;
-            let high = (t + 1).clamp(tile, tile + width) - tile;
-            let line = &mut scores[row * width..(row + 1) * width];
-            line[..low.min(high)].fill(0.0);
-            line[high..].fill(0.0);
-            if low >= high {
-                line.fill(0.0);
-                continue;
+
+    /// Adds the values of a block to the outputs.
+    fn attend(&mut self, task: &Task, block: &Range<usize>) {
+        let stacked = task.stacked();
+        let groups = task.groups(block);
+        for (rows, keys) in &groups {
+            for (b, side) in task.sides().enumerate() {
+                let q = &self.q[b * stacked..][rows.clone()];
+                let (lines, panels) = (&self.keys[b * PANELS * SIDE..], keys.div_ceil(PANEL));
+                multiply(
+                    q,
+                    side.len(),
+                    lines,
+                    panels,
+                    &mut self.scores[rows.clone()],
+                    b > 0,
+                );
             }
-            let seen = &mut line[low..high];
-            let old = scratch.max[row];
-            let new = simd::max(seen).max(old);
-            let rescale = if old == f32::NEG_INFINITY {
-                0.0
-            } else {
-                simd::exp(old - new)
-            };
-            if rescale != 1.0 {
-                simd::scale(&mut scratch.out[row * d..(row + 1) * d], rescale);
-            }
-            scratch.max[row] = new;
-            scratch.sum[row] = scratch.sum[row] * rescale + simd::exp_shifted(seen, new);
         }
-        let (Ok(weights), Ok(acc)) = (
-            ArrayView2::from_shape((stacked, width), &*scores),
-            ArrayViewMut2::from_shape((stacked, d), &mut scratch.out[..]),
-        ) else {
-            unreachable!("tile sizes")
-        };
-        gemm(acc, true, weights, values);
-        tile += width;
+        if !task.sees_all(block) {
+            for (row, scores) in self.scores.iter_mut().enumerate().take(task.r * task.m) {
+                mask(scores, task.seen(row, block));
+            }
+        }
+        weigh(&mut self.scores, &mut self.seen);
+        for out in self.out.chunks_mut(stacked) {
+            rescale(out, &self.seen);
+        }
+        for (rows, keys) in &groups {
+            for (b, side) in task.sides().enumerate() {
+                let (lines, panels) = (&self.values[b * PANELS * SIDE..], side.len().div_ceil(PANEL));
+                let out = &mut self.out[b * stacked..][rows.clone()];
+                multiply(&self.scores[rows.clone()], *keys, lines, panels, out, true);
+            }
+        }
     }
-    for a in 0..r {
-        for i in 0..m {
-            let row = a * m + i;
-            let inv = 1.0 / scratch.sum[row];
-            let values = &scratch.out[row * d..(row + 1) * d];
-            let mut target = part.slice_mut(s![i, a * d..(a + 1) * d]);
-            for (o, x) in target.iter_mut().zip(values) {
-                *o = x * inv;
+
+    fn finish(&self, task: &Task, mut part: ArrayViewMut2<f32>) {
+        let stacked = task.stacked();
+        for (row, seen) in self.seen.iter().enumerate().take(task.r * task.m) {
+            let inverse = 1.0 / seen.sum();
+            let start = row % task.r * task.d;
+            for (b, side) in task.sides().enumerate() {
+                let mut target = part.slice_mut(s![row / task.r, start + side.start..start + side.end]);
+                let from = &self.out[b * stacked + row].0;
+                target.iter_mut().zip(from).for_each(|(o, x)| *o = x * inverse);
             }
         }
+    }
+}
+
+/// Into the first values of `to`.
+fn copy<const N: usize>(from: ArrayView1<f32>, to: &mut [f32; N]) {
+    match from.as_slice() {
+        // Of known length, it is no call.
+        Some(from) if from.len() == N => to.copy_from_slice(from),
+        Some(from) => to[..from.len()].copy_from_slice(from),
+        None => to.iter_mut().zip(from).for_each(|(to, x)| *to = *x),
     }
 }

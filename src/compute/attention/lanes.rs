@@ -72,7 +72,7 @@ pub fn widen_f16(x: f16) -> f32 {
 
 /// `a b + c` rounded once, on machines without such an instruction.
 #[inline(always)]
-pub(super) fn fused(a: f32, b: f32, c: f32) -> f32 {
+pub(crate) fn fused(a: f32, b: f32, c: f32) -> f32 {
     // The product is exact. Where the sum is not, its last bit is set, which keeps the second
     // rounding from going wrong.
     let (product, c) = (f64::from(a) * f64::from(b), f64::from(c));

@@ -1,5 +1,5 @@
 use half::{bf16, f16};
-use ndarray::Array2;
+use ndarray::{Array2, Array3, s};
 
 use super::kernels::{Element, add_of, scores_of};
 #[cfg(target_arch = "x86_64")]
@@ -274,6 +274,58 @@ fn threads_and_pieces_change_nothing_beyond_rounding() {
             let terms = terms.map(|(p, s)| s.exp() / sum * f64::from(values_.0[[*p as usize, i]]));
             let (exact, size) = terms.fold((0.0, 0.0), |(e, s), x| (e + x, s + x.abs()));
             assert!((f64::from(one.0[[a, i]]) - exact).abs() <= bound * size + 1e-9);
+        }
+    }
+}
+
+#[test]
+fn rows_of_a_prompt_do_not_depend_on_their_company() {
+    let (g, m) = (2, 300);
+    for (r, d, window) in [
+        (4, 64, None),
+        (1, 144, None),
+        (7, 16, Some(100)),
+        (3, 129, Some(130)),
+    ] {
+        let cube = |heads: usize, seed: u32| {
+            Array3::from_shape_vec((heads, m, d), values(heads * m * d, seed)).unwrap_or_default()
+        };
+        let (q, k, v) = (cube(g * r, 8), cube(g, 9), cube(g, 10));
+        let run = |rows: Range<usize>, threads: usize| {
+            let mut out = Array2::from_elem((rows.len(), g * r * d), f32::NAN);
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+            let q = q.slice(s![.., rows.clone(), ..]);
+            pool.expect("threads")
+                .install(|| causal(q, k.view(), v.view(), rows.start, window, out.view_mut()));
+            out
+        };
+        let all = run(0..m, 1);
+        assert!(all.iter().all(|x| x.is_finite()));
+        assert_eq!(all, run(0..m, 3));
+        for rows in [0..1, 1..77, 128..256, 130..300, 299..300] {
+            assert_eq!(
+                run(rows.clone(), 2),
+                all.slice(s![rows, ..]),
+                "{r} {d} {window:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn what_is_not_finite_in_a_prompt_shows_where_it_is_seen() {
+    let (m, d) = (200, 32);
+    let cube = |seed| Array3::from_shape_vec((1, m, d), values(m * d, seed)).unwrap_or_default();
+    let (q, v) = (cube(11), cube(13));
+    for special in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let mut k = cube(12);
+        k[[0, 150, 3]] = special;
+        let mut out = Array2::zeros((m, d));
+        causal(q.view(), k.view(), v.view(), 0, None, out.view_mut());
+        for (t, row) in out.rows().into_iter().enumerate() {
+            // A score of minus infinity weighs nothing.
+            let hidden = t < 150 || special * q[[0, t, 3]] == f32::NEG_INFINITY;
+            assert_eq!(row.iter().all(|x| x.is_finite()), hidden, "{special}: {t}");
         }
     }
 }

@@ -1,0 +1,226 @@
+//! Products of matrices in blocks of [`SIDE`] that stay in the caches.
+//!
+//! The left factor and the result are rows of [`SIDE`] values; the right one stands in panels of [`PANEL`] columns.
+
+use multiversion::multiversion;
+use multiversion::target::match_target;
+
+use super::attention::fused;
+
+/// Rows of the right factor, and columns of the result, of one block.
+pub const SIDE: usize = 128;
+/// Columns side by side in a panel of the right factor.
+pub const PANEL: usize = 32;
+/// Panels of a block.
+pub const PANELS: usize = SIDE / PANEL;
+/// Rows of the left factor come in multiples of this.
+pub const TILE: usize = 12;
+/// Values of one step of a transposition.
+const LANES: usize = 16;
+
+/// A row of the left factor, or of the result.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
+pub struct Row(pub [f32; SIDE]);
+
+impl Row {
+    /// Nothing but zeros.
+    pub const ZERO: Self = Self([0.0; SIDE]);
+}
+
+/// A row of a panel.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
+pub struct Line(pub [f32; PANEL]);
+
+impl Line {
+    /// Nothing but zeros.
+    pub const ZERO: Self = Self([0.0; PANEL]);
+}
+
+/// `c = a b`, or `c += a b` with `add`.
+///
+/// # Shapes
+/// a `[n, depth]`, n a multiple of [`TILE`] and depth at most [`SIDE`]; b `[panels, SIDE, PANEL]`, of which the first
+/// `depth` lines of a panel are read; c `[n, panels PANEL]`. What else the rows hold is left alone.
+///
+/// # Numerics
+/// f32. Products are fused with their sum, from zero, in the order of the depth; `add` then adds that sum to c. The same
+/// bits on every instruction set.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2+fma", "aarch64+neon"))]
+pub fn multiply(a: &[Row], depth: usize, b: &[Line], panels: usize, c: &mut [Row], add: bool) {
+    // Rows per tile: what the vector registers hold beside a line.
+    match_target! {
+        "x86_64+avx512f+avx512vl" => multiply_tiles::<12, true>(a, depth, b, panels, c, add),
+        "x86_64+avx2+fma" => multiply_tiles::<3, true>(a, depth, b, panels, c, add),
+        "aarch64+neon" => multiply_tiles::<3, true>(a, depth, b, panels, c, add),
+        _ => multiply_tiles::<1, false>(a, depth, b, panels, c, add),
+    }
+}
+
+#[inline(always)]
+fn multiply_tiles<const R: usize, const FMA: bool>(
+    a: &[Row],
+    depth: usize,
+    b: &[Line],
+    panels: usize,
+    c: &mut [Row],
+    add: bool,
+) {
+    let (a, _) = a.as_chunks::<R>();
+    let (c, _) = c.as_chunks_mut::<R>();
+    for p in 0..panels.min(PANELS) {
+        let lines = &b[p * SIDE..][..depth.min(SIDE)];
+        for (a, c) in a.iter().zip(c.iter_mut()) {
+            let sums = multiply_tile::<R, FMA>(a, lines);
+            for r in 0..R {
+                let c = &mut c[r].0.as_chunks_mut::<PANEL>().0[p];
+                for l in 0..PANEL {
+                    c[l] = if add { c[l] + sums[r][l] } else { sums[r][l] };
+                }
+            }
+        }
+    }
+}
+
+#[expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]
+#[inline(always)]
+fn multiply_tile<const R: usize, const FMA: bool>(a: &[Row; R], b: &[Line]) -> [[f32; PANEL]; R] {
+    let mut sums = [[0.0f32; PANEL]; R];
+    for k in 0..b.len().min(SIDE) {
+        let line = &b[k].0;
+        for r in 0..R {
+            let x = a[r].0[k];
+            for l in 0..PANEL {
+                sums[r][l] = multiply_add::<FMA>(x, line[l], sums[r][l]);
+            }
+        }
+    }
+    sums
+}
+
+/// `x y + sum`, rounded once.
+#[inline(always)]
+pub(crate) fn multiply_add<const FMA: bool>(x: f32, y: f32, sum: f32) -> f32 {
+    // Where the machine has no such instruction, `mul_add` is a function call.
+    if FMA { x.mul_add(y, sum) } else { fused(x, y, sum) }
+}
+
+/// Rows as columns of a panel: `lines[i][j] = rows[j][i]`, for as many lines as there are.
+///
+/// # Shapes
+/// rows `[PANEL, SIDE]`, lines `[n, PANEL]`, n at most [`SIDE`].
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+pub fn transpose(rows: &[Row; PANEL], lines: &mut [Line]) {
+    let (mut x, mut y) = ([[0.0f32; LANES]; LANES], [[0.0f32; LANES]; LANES]);
+    let (halves, _) = rows.as_chunks::<LANES>();
+    for (half, rows) in halves.iter().enumerate() {
+        for (block, lines) in lines.chunks_mut(LANES).enumerate().take(SIDE / LANES) {
+            for (x, row) in x.iter_mut().zip(rows) {
+                *x = row.0.as_chunks::<LANES>().0[block];
+            }
+            // Each riffle moves a bit of the row's number into the column's, and one back.
+            riffle(&x, &mut y);
+            riffle(&y, &mut x);
+            riffle(&x, &mut y);
+            riffle(&y, &mut x);
+            for (line, x) in lines.iter_mut().zip(&x) {
+                line.0.as_chunks_mut::<LANES>().0[half] = *x;
+            }
+        }
+    }
+}
+
+/// Row i and row i + 8, value by value in turn, become rows 2i and 2i + 1.
+#[inline(always)]
+fn riffle(from: &[[f32; LANES]; LANES], to: &mut [[f32; LANES]; LANES]) {
+    const HALF: usize = LANES / 2;
+    let (pairs, _) = to.as_chunks_mut::<2>();
+    for i in 0..HALF {
+        let [low, high] = &mut pairs[i];
+        let (a, b) = (&from[i], &from[i + HALF]);
+        for l in 0..HALF {
+            low[2 * l] = a[l];
+            low[2 * l + 1] = b[l];
+            high[2 * l] = a[l + HALF];
+            high[2 * l + 1] = b[l + HALF];
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::values;
+
+    fn rows(n: usize, seed: u32) -> Vec<Row> {
+        let values = values(n * SIDE, seed);
+        values.as_chunks::<SIDE>().0.iter().map(|x| Row(*x)).collect()
+    }
+
+    #[test]
+    fn columns_become_rows() {
+        let rows = rows(PANEL, 1);
+        for n in [1, 15, 16, 80, 127, 128] {
+            let mut lines = vec![Line([7.0; PANEL]); n];
+            transpose(rows.first_chunk().expect("rows"), &mut lines);
+            for (i, line) in lines.iter().enumerate() {
+                for (j, row) in rows.iter().enumerate() {
+                    assert_eq!(line.0[j], row.0[i], "{n}: {i}, {j}");
+                }
+            }
+        }
+    }
+
+    /// The sums one by one, on the bits that [`multiply`] promises.
+    fn expected(a: &[Row], depth: usize, b: &[Line], panels: usize, c: &mut [Row], add: bool) {
+        for (a, c) in a.iter().zip(c) {
+            for j in 0..panels * PANEL {
+                let column = b[j / PANEL * SIDE..].iter().map(|line| line.0[j % PANEL]);
+                let terms = a.0.iter().zip(column).take(depth);
+                let sum = terms.fold(0.0, |sum: f32, (x, y)| x.mul_add(y, sum));
+                c.0[j] = if add { c.0[j] + sum } else { sum };
+            }
+        }
+    }
+
+    #[test]
+    fn every_tile_gives_the_same_bits() {
+        let (mut a, start) = (rows(24, 2), rows(24, 3));
+        let b = values(PANELS * SIDE * PANEL, 4);
+        let b: Vec<Line> = b.as_chunks().0.iter().map(|x| Line(*x)).collect();
+        (a[3].0[5], a[17].0[2]) = (1e30, 1e-30);
+        type Multiply = fn(&[Row], usize, &[Line], usize, &mut [Row], bool);
+        let ways: [Multiply; 5] = [
+            multiply,
+            multiply_tiles::<12, true>,
+            multiply_tiles::<3, true>,
+            multiply_tiles::<1, true>,
+            multiply_tiles::<1, false>,
+        ];
+        for (n, depth, panels) in [
+            (12, 1, 1),
+            (24, 64, 2),
+            (12, 127, 3),
+            (24, 128, 4),
+            (0, 8, 4),
+            (24, 0, 1),
+        ] {
+            for add in [false, true] {
+                let mut exact = start.clone();
+                expected(&a[..n], depth, &b, panels, &mut exact[..n], add);
+                for (i, way) in ways.iter().enumerate() {
+                    let mut c = start.clone();
+                    way(&a[..n], depth, &b, panels, &mut c[..n], add);
+                    for (c, exact) in c.iter().zip(&exact) {
+                        assert_eq!(
+                            c.0.map(f32::to_bits),
+                            exact.0.map(f32::to_bits),
+                            "{i}: {n} {depth} {panels}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
