@@ -81,8 +81,22 @@ fn methods_that_learn_are_timed() {
             // Less than the keys and values of all positions.
             assert!(row["median_s"].as_f64().unwrap() > 0.0, "{row}");
             assert!((1..2 * 4096 * 64 * 4).contains(&bytes), "{row}");
+            assert!(
+                row["scattered_loop_gbytes_per_s"].as_f64().unwrap() > 0.0,
+                "{row}"
+            );
         }
     }
+    // Higher thresholds, fewer candidates; the oracle scores all 4096 less 68.
+    let share = |flags: &str| {
+        let common = "--json --device cpu --shapes 4/2x64 --context 4K --runs 1";
+        rows(&format!("bench retrieve {common} {flags}"))[0]["scored_share"]
+            .as_f64()
+            .unwrap()
+    };
+    let [few, many] = ["2", "0.1"].map(|alpha| share(&format!("--methods lfps --lfps-alpha {alpha}")));
+    assert!(0.0 < few && few < many && many < 1.0, "{few} {many}");
+    assert_eq!(share("--methods topk"), (4096.0 - 68.0) / 4096.0);
 }
 
 #[test]

@@ -228,8 +228,8 @@ impl Setting {
                 2 * self.size * d + a2ats::read_bytes(set.candidates.len(), self.size, chosen)
             }
             MethodName::Selfindex => n * d.div_ceil(8),
-            // Two tables of f32 per query head.
-            MethodName::Lfps => 8 * r * n,
+            // Of two tables of f32 per query head the largest of every 16 entries; few others are read.
+            MethodName::Lfps => 2 * 4 * r * n.div_ceil(16),
             _ => 0,
         };
         let ranked = match (self.method, self.attends) {
