@@ -1,6 +1,6 @@
 //! Scores of rows of a cache for the queries of a group.
 
-use ndarray::ArrayView2;
+use ndarray::{Array2, ArrayView2};
 
 use super::attention::{Queries, Rows, Run};
 
@@ -35,10 +35,26 @@ pub fn products(
     }
 }
 
+/// The products of `scale` times the queries `[r,d]` with the rows of all positions (ascending): `[r, positions]`.
+///
+/// # Numerics
+/// See [`Rows::scores`].
+pub fn all_products(queries: ArrayView2<f32>, scale: f32, rows: &dyn Rows, positions: &[u32]) -> Array2<f32> {
+    let n = positions.len();
+    let mut out = Array2::zeros((queries.nrows(), n));
+    let queries = Queries::new(queries, scale);
+    if let Some(out) = out.as_slice_mut() {
+        for first in (0..n).step_by(TILE) {
+            let run = Run::new(&positions[first..], TILE.min(n - first));
+            rows.scores(&queries, &run, &mut out[first..], n);
+        }
+    }
+    out
+}
+
 #[cfg(test)]
 mod tests {
     use half::bf16;
-    use ndarray::Array2;
 
     use super::*;
     use crate::runner::kv::{Float, RowStore};
@@ -54,9 +70,12 @@ mod tests {
             let mut rows = RowStore::new(Float::Bf16, d, n);
             rows.extend(keys.view());
             let positions: Vec<u32> = (0..n as u32).filter(|p| p % 3 != 1).collect();
+            let all = all_products(queries.view(), 0.5, &rows, &positions);
+            assert_eq!(all.dim(), (r, positions.len()));
             let mut next = 0;
             products(queries.view(), 0.5, &rows, &positions, |place, products| {
                 assert_eq!(place, next);
+                assert_eq!(all.column(place).to_vec(), products);
                 next += 1;
                 let key = keys.row(positions[place] as usize);
                 for (query, product) in queries.rows().into_iter().zip(products) {

@@ -65,6 +65,20 @@ fn fold(mut acc: [f32; WIDE]) -> f32 {
     acc[0]
 }
 
+/// Sum of values, in f64.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+pub fn sum(x: &[f32]) -> f64 {
+    let (chunks, rest) = x.as_chunks::<LANES>();
+    let mut acc = [0.0f64; LANES];
+    for chunk in chunks {
+        for l in 0..LANES {
+            acc[l] += f64::from(chunk[l]);
+        }
+    }
+    let acc: f64 = acc.iter().sum();
+    rest.iter().fold(acc, |sum, x| sum + f64::from(*x))
+}
+
 /// `y += a x`.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn axpy(a: f32, x: &[f32], y: &mut [f32]) {

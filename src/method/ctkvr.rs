@@ -22,7 +22,7 @@ use rand_chacha::ChaCha8Rng;
 use super::best::{Places, largest};
 use super::{Choice, Place, Prompt, Retriever, Step, everything, softmax};
 use crate::compute::attention::visible;
-use crate::compute::products::products;
+use crate::compute::products::all_products;
 use crate::compute::{gemm, simd};
 
 /// Steps for which a position that left the window is ranked by every query.
@@ -326,12 +326,7 @@ impl Retriever for Ctkvr {
         let (r, d) = step.q_rope.dim();
         let union = self.union(step);
         let scale = 1.0 / (d as f32).sqrt();
-        let mut scores = Array2::<f32>::zeros((r, union.len()));
-        products(step.q_rope, scale, step.kv.keys(), &union, |j, products| {
-            for (a, product) in products.iter().enumerate() {
-                scores[[a, j]] = *product;
-            }
-        });
+        let mut scores = all_products(step.q_rope, scale, step.kv.keys(), &union);
         // A' of Algorithm 2: softmax over the union alone, the maximum over the group.
         let mut weights = vec![0.0f32; union.len()];
         for mut row in scores.axis_iter_mut(Axis(0)) {

@@ -311,8 +311,7 @@ impl Prompt<'_> {
 fn softmax(scores: &mut [f32]) {
     let max = simd::max(scores);
     simd::exp_shifted(scores, max);
-    let sum: f64 = scores.iter().map(|w| f64::from(*w)).sum();
-    simd::scale(scores, (1.0 / sum) as f32);
+    simd::scale(scores, (1.0 / simd::sum(scores)) as f32);
 }
 
 /// One decode step of one KV head.

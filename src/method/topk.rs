@@ -5,7 +5,7 @@ use multiversion::multiversion;
 
 use super::best::largest;
 use super::{Choice, Retriever, Step, everything};
-use crate::compute::products::products;
+use crate::compute::products::all_products;
 use crate::compute::simd;
 
 /// Exact top-k.
@@ -29,18 +29,14 @@ impl Retriever for TopK {
         let scale = 1.0 / (d as f32).sqrt();
         let (first, n) = (step.visible.start, step.visible.len());
         let all: Vec<u32> = step.visible.clone().map(|p| p as u32).collect();
-        let mut scores = vec![0.0f32; r * n];
-        products(step.q_rope, scale, step.kv.keys(), &all, |j, products| {
-            for (a, product) in products.iter().enumerate() {
-                scores[a * n + j] = *product;
-            }
-        });
+        let mut scores = all_products(step.q_rope, scale, step.kv.keys(), &all);
         let mut mass = vec![0.0f64; n];
-        for row in scores.chunks_mut(n) {
-            let max = simd::max(row);
-            simd::exp_shifted(row, max);
-            let sum: f64 = row.iter().map(|x| f64::from(*x)).sum();
-            add_shares(&mut mass, row, sum);
+        for mut row in scores.rows_mut() {
+            if let Some(row) = row.as_slice_mut() {
+                let max = simd::max(row);
+                simd::exp_shifted(row, max);
+                add_shares(&mut mass, row, simd::sum(row));
+            }
         }
         let c = step.candidates.start - first..step.candidates.end - first;
         let mut positions = largest(&mass[c], step.budget);
