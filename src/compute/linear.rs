@@ -35,7 +35,7 @@ impl Linear {
     /// x `[m, in]` (rows contiguous), out `[m, out]`.
     ///
     /// # Numerics
-    /// f32 products and sums of the exactly widened weights. Of more than [`FEW`] rows, products are fused with their
+    /// f32 products and sums of the exactly widened weights. Of more than four rows, products are fused with their
     /// sum, which begins anew every 128 input channels; these sums are added in order, and then the bias. The same bits on
     /// every instruction set, and whatever other rows run along.
     pub fn forward(&self, x: ArrayView2<f32>, mut out: ArrayViewMut2<f32>) {

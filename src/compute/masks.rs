@@ -55,9 +55,9 @@ pub fn at_least_in_blocks(values: &[f32], maxima: &[f32], threshold: f32, out: &
         if let Some(&next) = blocks.get(b + AHEAD) {
             prefetch(values_of(next));
         }
-        let bits = match values_of(*block).as_array::<BLOCK>() {
-            Some(values) => bits_of_block(values, threshold),
-            None => bits_of(values_of(*block), threshold),
+        let bits = match <&[f32; BLOCK]>::try_from(values_of(*block)) {
+            Ok(values) => bits_of_block(values, threshold),
+            Err(_) => bits_of(values_of(*block), threshold),
         };
         out[block / BLOCKS] |= bits << (block % BLOCKS * BLOCK);
     }
