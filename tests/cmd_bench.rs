@@ -5,6 +5,10 @@ mod common;
 use common::kvsmith;
 use serde_json::Value;
 
+fn number(row: &Value, name: &str) -> f64 {
+    row[name].as_f64().unwrap_or_else(|| panic!("{name} of {row}"))
+}
+
 fn rows(arguments: &str) -> Vec<Value> {
     let json = kvsmith(arguments).ok().json();
     json["rows"].as_array().expect("rows").clone()
@@ -17,7 +21,7 @@ fn rows_have_the_keys_of_the_contract() {
     );
     assert_eq!(rows.len(), 2 * 2 * 3);
     for row in &rows {
-        let number = |name: &str| row[name].as_f64().unwrap_or_else(|| panic!("{name} of {row}"));
+        let number = |name: &str| number(row, name);
         assert!(row["name"].is_string() && row["shape"].is_string(), "{row}");
         assert_eq!(row["device"], "cpu");
         assert_eq!(row["runs"], 3);
@@ -120,11 +124,7 @@ fn what_cannot_be_timed_is_refused() {
 #[test]
 fn encoding_is_set_against_a_product() {
     let found = rows("bench encode --json --n 3000 --dim 24 --size 50 --runs 2");
-    let number = |name: &str| {
-        found[0][name]
-            .as_f64()
-            .unwrap_or_else(|| panic!("{name} of {}", found[0]))
-    };
+    let number = |name: &str| number(&found[0], name);
     assert_eq!(found[0]["runs"], 2);
     let rate = 2.0 * 3000.0 * 24.0 * 50.0 / number("median_s") * 1e-9;
     assert!((number("gflops") / rate - 1.0).abs() < 1e-9, "{}", found[0]);
@@ -161,7 +161,7 @@ fn a_layer_is_set_against_a_product() {
         let mut flops = of_70.map(|values| 2.0 * 70.0 * f64::from(values)).to_vec();
         flops.push(4.0 * 96.0 * (70.0 * 71.0 / 2.0));
         for (row, flop) in found[8..].iter().zip(flops) {
-            let number = |name: &str| row[name].as_f64().unwrap_or_else(|| panic!("{name} of {row}"));
+            let number = |name: &str| number(row, name);
             let rate = flop / number("median_s") * 1e-9;
             assert!((number("gflops") / rate - 1.0).abs() < 1e-9, "{row}");
             let share = number("gemm_share") * number("gemm_gflops");

@@ -19,8 +19,8 @@ pub use decode::decode;
 pub(crate) use kernels::{add, scores};
 pub use lanes::LANES;
 pub(crate) use lanes::{fused, widen_f16};
+pub(crate) use rows::{AHEAD, prefetch, widen_rows, widened_add, widened_scores};
 pub use rows::{Queries, Rows, Run, Sums};
-pub(crate) use rows::{prefetch, widen_rows, widened_add, widened_scores};
 
 /// The positions that the token at `t` sees: the last `window` ones, itself included; `None` = all.
 pub fn visible(t: usize, window: Option<usize>) -> Range<usize> {

@@ -2,7 +2,7 @@
 
 use multiversion::multiversion;
 
-use super::attention::prefetch;
+use super::attention::{AHEAD, prefetch};
 
 /// Values of a word of bits.
 pub const WORD: usize = 64;
@@ -10,8 +10,6 @@ pub const WORD: usize = 64;
 pub const BLOCK: usize = 16;
 /// Blocks of a word of bits.
 const BLOCKS: usize = WORD / BLOCK;
-/// Blocks that are asked for before they are read.
-const AHEAD: usize = 8;
 /// Lanes of a sum.
 const LANES: usize = 16;
 

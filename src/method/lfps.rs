@@ -11,6 +11,7 @@
 //! prompt's last rows update the tables as decode steps would.
 
 mod bypass;
+mod entries;
 mod head;
 mod marks;
 pub mod priors;

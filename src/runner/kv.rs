@@ -6,7 +6,7 @@ use std::sync::Arc;
 use half::{bf16, f16};
 use ndarray::{ArrayView2, s};
 
-use super::lines::Lines;
+use super::lines::{Lines, growth};
 use super::packed::{self, Layout, Packed, SignRows};
 use crate::compute::attention::{self, LANES, Queries, Rows, Run, Sums};
 use crate::model::weights;
@@ -183,11 +183,9 @@ impl RowStore {
     }
 }
 
-/// Makes room for `more` values; grows by an eighth, since doubling a cache would waste half of it.
+/// Makes room for `more` values, as much as [`growth`] says.
 pub fn grow<T>(v: &mut Vec<T>, more: usize) -> &mut Vec<T> {
-    if v.capacity() - v.len() < more {
-        v.reserve_exact(more.max(v.len() / 8));
-    }
+    v.reserve_exact(growth(v.len(), v.capacity(), more));
     v
 }
 

@@ -14,6 +14,16 @@ const PAGE: usize = 2 << 20;
 /// Rooms of so many bytes ask for large pages: the last one, of which a part stays empty, is little to them.
 const LARGE: usize = 4 * PAGE;
 
+/// Room to reserve beyond `len` values so that `more` fit, none where they do: an eighth at least, since doubling a
+/// cache would waste half of it.
+pub fn growth(len: usize, capacity: usize, more: usize) -> usize {
+    if capacity - len < more {
+        more.max(len / 8)
+    } else {
+        0
+    }
+}
+
 /// Values one after the other, the first on a cache line.
 #[derive(Clone)]
 pub struct Lines<T>(AVec<T, ConstAlign<LINE>>);
@@ -26,10 +36,11 @@ impl<T: Copy + Default> Lines<T> {
         lines
     }
 
-    /// Makes room for `more` values; grows by an eighth, since doubling a cache would waste half of it.
+    /// Makes room for `more` values, as much as [`growth`] says.
     pub fn grow(&mut self, more: usize) -> &mut Self {
-        if self.0.capacity() - self.0.len() < more {
-            self.0.reserve_exact(more.max(self.0.len() / 8));
+        let room = growth(self.0.len(), self.0.capacity(), more);
+        if room > 0 {
+            self.0.reserve_exact(room);
             self.ask_for_large_pages();
         }
         self

@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use super::cpu_head::{Head, codebooks, head};
 use super::decode::{ROTATED_BYTES, Setting, Work};
 use super::median;
-use crate::compute::attention::{self, prefetch};
+use crate::compute::attention::{self, AHEAD, prefetch};
 use crate::error::{Error, Result};
 use crate::method::{MethodName, Step};
 use crate::progress::size;
@@ -17,8 +17,6 @@ use crate::runner::lines::Lines;
 
 /// Of so many rows a scattered read takes one.
 const APART: usize = 16;
-/// Rows that it asks for before it reads them.
-const AHEAD: usize = 8;
 
 /// GB/s of a loop that only reads, on all threads.
 pub fn bandwidth(runs: usize) -> f64 {

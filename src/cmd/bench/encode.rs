@@ -1,12 +1,12 @@
 //! `kvsmith bench encode`: keys to codewords, against a plain matrix product in the same run.
 
 use ndarray::Axis;
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::product::{Product, seconds};
-use super::{median, random_points, row};
+use super::product::{Product, print_row, seconds, set_against};
+use super::{random_points, row};
 use crate::cli::{Device, Global, at_least_one};
-use crate::cmd::{print, print_json};
+use crate::cmd::print_json;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::stats::kmeans::{Codebook, MAX_SIZE};
@@ -57,23 +57,9 @@ pub fn run(args: &EncodeArgs, global: &Global) -> Result<()> {
     let flop = 2.0 * (n * d) as f64 * size as f64;
     let shape = format!("{n} x {d}, {size} codewords");
     let mut result = row("encode", &shape, "cpu", &mut encode[1..], flop);
-    let gemm_rate = median(rates.split_off(1));
-    result["gemm_gflops"] = json!(gemm_rate);
-    result["gemm_share"] = json!(result["gflops"].as_f64().unwrap_or(0.0) / gemm_rate);
-    show(&result, global)
-}
-
-fn show(result: &Value, global: &Global) -> Result<()> {
-    if global.json {
-        return print_json(&json!({ "rows": [result] }));
+    set_against(&mut result, rates.split_off(1));
+    match global.json {
+        true => print_json(&json!({ "rows": [result] })),
+        false => print_row(&result),
     }
-    let number = |name: &str| result[name].as_f64().unwrap_or(0.0);
-    print(&format!(
-        "encode {}: {:.2} ms, {:.0} GFLOP/s, {:.0} % of a plain product's {:.0}\n",
-        result["shape"].as_str().unwrap_or(""),
-        number("median_s") * 1e3,
-        number("gflops"),
-        number("gemm_share") * 100.0,
-        number("gemm_gflops"),
-    ))
 }

@@ -4,10 +4,10 @@ use ndarray::{Array2, Array3, Axis};
 use serde_json::{Value, json};
 
 use super::decode::parse_context;
-use super::product::{Product, seconds};
-use super::{median, random_points, row};
+use super::product::{Product, print_row, seconds, set_against};
+use super::{random_points, row};
 use crate::cli::{Device, Global, at_least_one};
-use crate::cmd::{print, print_json};
+use crate::cmd::print_json;
 use crate::compute::attention::causal;
 use crate::compute::linear::Linear;
 use crate::error::{Error, Result};
@@ -106,10 +106,8 @@ pub fn run(args: &PrefillArgs, global: &Global) -> Result<()> {
     for &tokens in &args.tokens {
         for (name, input, output) in args.projections() {
             rows.push(bench.projection(name, tokens, [input, output])?);
-            show(&rows, global)?;
         }
         rows.push(bench.attention(tokens)?);
-        show(&rows, global)?;
     }
     match global.json {
         true => print_json(&json!({ "rows": rows })),
@@ -167,27 +165,10 @@ impl Bench<'_> {
             rates.push(self.product.rate());
         }
         let mut result = row(&format!("prefill {name}"), shape, "cpu", &mut times, flop);
-        let gemm_rate = median(rates);
-        result["gemm_gflops"] = json!(gemm_rate);
-        result["gemm_share"] = json!(result["gflops"].as_f64().unwrap_or(0.0) / gemm_rate);
+        set_against(&mut result, rates);
+        if !self.global.json {
+            print_row(&result)?;
+        }
         Ok(result)
     }
-}
-
-/// The last row, unless all are told at the end.
-fn show(rows: &[Value], global: &Global) -> Result<()> {
-    let Some(row) = rows.last().filter(|_| !global.json) else {
-        return Ok(());
-    };
-    let number = |name: &str| row[name].as_f64().unwrap_or(0.0);
-    let text = |name: &str| row[name].as_str().unwrap_or("").to_owned();
-    print(&format!(
-        "{} ({}): {:.2} ms, {:.0} GFLOP/s, {:.0} % of a plain product's {:.0}\n",
-        text("name"),
-        text("shape"),
-        number("median_s") * 1e3,
-        number("gflops"),
-        number("gemm_share") * 100.0,
-        number("gemm_gflops"),
-    ))
 }

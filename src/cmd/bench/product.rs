@@ -4,15 +4,40 @@ use std::time::Instant;
 
 use ndarray::{Array2, Axis};
 use rayon::prelude::*;
+use serde_json::{Value, json};
 
-use super::random_points;
+use super::{median, random_points};
+use crate::cmd::print;
 use crate::compute::gemm;
+use crate::error::Result;
 
 /// How long `work` takes.
 pub fn seconds(work: impl FnOnce()) -> f64 {
     let start = Instant::now();
     work();
     start.elapsed().as_secs_f64()
+}
+
+/// Adds to a result what the product reached in the same run, GFLOP/s each time.
+pub fn set_against(result: &mut Value, rates: Vec<f64>) {
+    let rate = median(rates);
+    result["gemm_gflops"] = json!(rate);
+    result["gemm_share"] = json!(result["gflops"].as_f64().unwrap_or(0.0) / rate);
+}
+
+/// Prints such a result.
+pub fn print_row(result: &Value) -> Result<()> {
+    let number = |name: &str| result[name].as_f64().unwrap_or(0.0);
+    let text = |name: &str| result[name].as_str().unwrap_or("").to_owned();
+    print(&format!(
+        "{} ({}): {:.2} ms, {:.0} GFLOP/s, {:.0} % of a plain product's {:.0}\n",
+        text("name"),
+        text("shape"),
+        number("median_s") * 1e3,
+        number("gflops"),
+        number("gemm_share") * 100.0,
+        number("gemm_gflops"),
+    ))
 }
 
 /// Square matrices whose product is timed, a part of the rows per thread.

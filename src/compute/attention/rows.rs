@@ -12,7 +12,7 @@ use super::lanes::LANES;
 const BLOCK: usize = 32;
 
 /// Rows that are asked for before they are read.
-const AHEAD: usize = 8;
+pub const AHEAD: usize = 8;
 
 /// Numbers of the rows of a widened block.
 const NUMBERS: [u32; BLOCK] = {

@@ -4,10 +4,8 @@ use std::sync::Arc;
 
 use super::priors::{self, HeadPrior};
 use super::{GAMMA, LEAST_BYPASS, Params, Table};
+use crate::compute::attention::AHEAD;
 use crate::method::Place;
-
-/// Entries that are asked for before they are changed.
-const AHEAD: usize = 8;
 
 /// What a query head brings to its steps and keeps as it is.
 #[derive(Clone, Copy, Debug, PartialEq)]

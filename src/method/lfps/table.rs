@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::marks::Entries;
+use super::entries::Entries;
 use crate::compute::attention::prefetch;
 use crate::compute::masks::{BLOCK, powers};
 use crate::runner::kv::grow;
