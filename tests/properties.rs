@@ -340,8 +340,8 @@ fn decode_attention_is_that_of_the_definition() {
             };
             let (k, v) = (held(&keys), held(&values));
             let mut out = Array2::from_elem((r, d), f32::NAN);
-            let decoded = attention::decode(q.view(), &keys, &values, &positions, out.view_mut());
-            let weights = decoded.weights;
+            let (weights, _) =
+                attention::decode_with_weights(q.view(), &keys, &values, &positions, out.view_mut());
             assert_eq!(weights.dim(), (r, n));
             for (query, (out, weights)) in q
                 .rows()

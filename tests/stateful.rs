@@ -377,7 +377,9 @@ impl<M: Model> Head<M> {
         let checked = check_choice(&mut self.model, &self.history)?;
         self.sparse += usize::from(checked.is_some());
         self.near_ties += usize::from(checked == Some(Agreement::NearTie));
-        self.program.observe(&step, &attended, weights.view());
+        if self.program.observes(&step) {
+            self.program.observe(&step, &attended, weights.view());
+        }
         if let Some(packed) = &mut self.packed {
             packed.push(&wide(key.view())[0], &wide(value.view())[0]);
             packed.check(&wide(keys.view()), &wide(values.view()))?;
@@ -428,14 +430,13 @@ fn check_choice<M: Model>(model: &mut M, history: &History) -> Result<Option<Agr
 /// The weights that the runner hands to a method: those of a bypassed head are zeros.
 fn observed_weights(step: &Step, choice: &Choice, attended: &[u32]) -> Array2<f32> {
     let mut out = Array2::zeros(step.q_rope.dim());
-    let decoded = attention::decode(
+    let (mut weights, _) = attention::decode_with_weights(
         step.q_rope,
         step.kv.keys(),
         step.kv.values(),
         attended,
         out.view_mut(),
     );
-    let mut weights = decoded.weights;
     for (a, own) in choice.bypassed.iter().enumerate() {
         if own.is_some() {
             weights.row_mut(a).fill(0.0);

@@ -12,10 +12,8 @@ mod tests;
 
 use std::ops::Range;
 
-use ndarray::Array2;
-
 pub use causal::causal;
-pub use decode::decode;
+pub use decode::{decode, decode_with_weights};
 pub(crate) use kernels::{add, scores};
 pub use lanes::LANES;
 pub(crate) use lanes::{fused, widen_f16};
@@ -25,15 +23,6 @@ pub use rows::{Queries, Rows, Run, Sums};
 /// The positions that the token at `t` sees: the last `window` ones, itself included; `None` = all.
 pub fn visible(t: usize, window: Option<usize>) -> Range<usize> {
     window.map_or(0, |w| (t + 1).saturating_sub(w))..t + 1
-}
-
-/// What a decode step computed over some positions, besides its output.
-pub struct Decoded {
-    /// Softmax weights over the positions: `[r, positions]`.
-    pub weights: Array2<f32>,
-    /// Log of the sum of the exponentials of the scaled scores, per query head; negative infinity for
-    /// no position.
-    pub lse: Vec<f32>,
 }
 
 /// Attention over a part of the keys, which [`merge`] joins with that over other parts.

@@ -348,10 +348,11 @@ impl Retriever for Ctkvr {
     }
 
     /// Where the budget covered everything, nothing was ranked, and the weights of the attention serve.
+    fn observes(&self, step: &Step) -> bool {
+        step.is_exact() && self.is_update(step)
+    }
+
     fn observe(&mut self, step: &Step, positions: &[u32], weights: ArrayView2<f32>) {
-        if !step.is_exact() || !self.is_update(step) {
-            return;
-        }
         let place = |p: usize| positions.partition_point(|q| (*q as usize) < p);
         let candidates = place(step.candidates.start)..place(step.candidates.end);
         let mut largest = vec![0.0f32; candidates.len()];

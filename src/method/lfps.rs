@@ -361,6 +361,10 @@ impl Retriever for Lfps {
         }
     }
 
+    fn observes(&self, _: &Step) -> bool {
+        true
+    }
+
     fn observe(&mut self, step: &Step, positions: &[u32], weights: ArrayView2<f32>) {
         let rest = self.rest(&step.visible);
         let first = positions.partition_point(|p| (*p as usize) < rest.start);

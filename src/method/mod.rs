@@ -377,6 +377,12 @@ pub trait Retriever: Send + Sync {
     /// Chooses what a step attends besides the static set.
     fn select(&mut self, step: &Step) -> Choice;
 
+    /// Whether [`Retriever::observe`] is to be told of this step's attention. Asked after the choice.
+    fn observes(&self, step: &Step) -> bool {
+        let _ = step;
+        false
+    }
+
     /// Learns from what was attended: `weights` `[r, positions]` over `positions`, the static set
     /// included; a bypassed head has zeros.
     fn observe(&mut self, step: &Step, positions: &[u32], weights: ArrayView2<f32>) {

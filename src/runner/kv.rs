@@ -426,8 +426,9 @@ mod tests {
             let attend = |kv: &KvHead, positions: &[u32]| {
                 let mut out = Array2::zeros((6, d));
                 let (keys, values) = (kv.keys(), kv.values());
-                let decoded = attention::decode(q.view(), keys, values, positions, out.view_mut());
-                (out, decoded.weights, decoded.lse)
+                let (weights, lse) =
+                    attention::decode_with_weights(q.view(), keys, values, positions, out.view_mut());
+                (out, weights, lse)
             };
             let all: Vec<u32> = (0..291).collect();
             let some: Vec<u32> = (100..291).step_by(3).collect();

@@ -458,7 +458,7 @@ fn with_cached(
 
 /// Attends the static set and what was chosen, out `[r,d]`; bypassed heads attend the sinks alone,
 /// joined with the result that their method gave.
-fn attend(
+pub(crate) fn attend(
     step: &Step,
     set: &StaticSet,
     choice: &Choice,
@@ -470,28 +470,32 @@ fn attend(
     let own = |a: usize| choice.bypassed.get(a).and_then(Option::as_ref);
     let (r, d) = step.q_rope.dim();
     let attending: Vec<usize> = (0..r).filter(|a| own(*a).is_none()).collect();
+    if attending.len() == r && !retriever.observes(step) {
+        attention::decode(step.q_rope, keys, values, &positions, out);
+        return;
+    }
     if attending.len() == r {
-        let decoded = attention::decode(step.q_rope, keys, values, &positions, out);
-        return retriever.observe(step, &positions, decoded.weights.view());
+        let (weights, _) = attention::decode_with_weights(step.q_rope, keys, values, &positions, out);
+        return retriever.observe(step, &positions, weights.view());
     }
     let mut weights = Array2::zeros((r, positions.len()));
     let mut rows = Array2::zeros((attending.len(), d));
     let queries = step.q_rope.select(Axis(0), &attending);
     // Where no head attends them, no row is read.
     let read = if attending.is_empty() { &[] } else { &positions[..] };
-    let decoded = attention::decode(queries.view(), keys, values, read, rows.view_mut());
+    let (seen, _) = attention::decode_with_weights(queries.view(), keys, values, read, rows.view_mut());
     for (i, &a) in attending.iter().enumerate() {
         out.row_mut(a).assign(&rows.row(i));
-        weights.row_mut(a).assign(&decoded.weights.row(i));
+        weights.row_mut(a).assign(&seen.row(i));
     }
     let sinks: Vec<u32> = set.sinks.clone().map(|p| p as u32).collect();
     for a in 0..r {
         if let Some(rest) = own(a) {
             let mut row = out.slice_mut(s![a..a + 1, ..]);
             let query = step.q_rope.slice(s![a..a + 1, ..]);
-            let decoded = attention::decode(query, keys, values, &sinks, row.view_mut());
+            let lse = attention::decode(query, keys, values, &sinks, row.view_mut());
             let mut joined = row.row(0).to_vec();
-            attention::merge(&mut joined, decoded.lse[0], rest);
+            attention::merge(&mut joined, lse[0], rest);
             row.row_mut(0).assign(&ArrayView1::from(&joined));
         }
     }

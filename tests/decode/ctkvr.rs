@@ -180,14 +180,16 @@ impl Head {
         let choice = self.retriever.select(&step);
         let positions = set.merge(&choice.positions);
         let mut out = Array2::zeros(queries.dim());
-        let decoded = attention::decode(
+        let (weights, _) = attention::decode_with_weights(
             queries,
             self.kv.keys(),
             self.kv.values(),
             &positions,
             out.view_mut(),
         );
-        self.retriever.observe(&step, &positions, decoded.weights.view());
+        if self.retriever.observes(&step) {
+            self.retriever.observe(&step, &positions, weights.view());
+        }
         (choice, step.is_exact())
     }
 }

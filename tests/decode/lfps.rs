@@ -295,12 +295,13 @@ fn step_cpu<'a>(
         let mut out = Array2::zeros((1, d));
         match choice.bypassed.get(a).and_then(Option::as_ref) {
             None => {
-                let decoded = attention::decode(query, kv.keys(), kv.values(), &positions, out.view_mut());
-                weights.row_mut(a).assign(&decoded.weights.row(0));
+                let (keys, values) = (kv.keys(), kv.values());
+                let (seen, _) =
+                    attention::decode_with_weights(query, keys, values, &positions, out.view_mut());
+                weights.row_mut(a).assign(&seen.row(0));
             }
             Some(rest) => {
-                let decoded = attention::decode(query, kv.keys(), kv.values(), &sinks, out.view_mut());
-                let lse = decoded.lse[0];
+                let lse = attention::decode(query, kv.keys(), kv.values(), &sinks, out.view_mut())[0];
                 let mut row = out.row(0).to_vec();
                 attention::merge(&mut row, lse, rest);
                 let largest = row.iter().chain(&rest.output).chain(out.iter());

@@ -9,10 +9,11 @@ use rayon::prelude::*;
 use super::cpu_head::{Head, codebooks, head};
 use super::decode::{ROTATED_BYTES, Setting, Work};
 use super::median;
-use crate::compute::attention::{self, AHEAD, prefetch};
+use crate::compute::attention::{AHEAD, prefetch};
 use crate::error::{Error, Result};
 use crate::method::{MethodName, Step};
 use crate::progress::size;
+use crate::runner::attend;
 use crate::runner::lines::Lines;
 
 /// Of so many rows a scattered read takes one.
@@ -151,10 +152,7 @@ impl Work for CpuStep {
             };
             let chosen = head.retriever.select(&step);
             if setting.attends {
-                let positions = set.merge(&chosen.positions);
-                let (keys, values) = (head.kv.keys(), head.kv.values());
-                let decoded = attention::decode(query.view(), keys, values, &positions, head.out.view_mut());
-                head.retriever.observe(&step, &positions, decoded.weights.view());
+                attend(&step, &set, &chosen, head.retriever.as_mut(), head.out.view_mut());
             }
             std::hint::black_box((&chosen, &head.out));
             (head.index_bytes + setting.read_bytes(&chosen), chosen.products)

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use super::softmax::{Seen, mask, rescale, weigh};
 use super::visible;
 use crate::compute::blocks::{Line, PANEL, PANELS, Row, SIDE, TILE, multiply, transpose};
-use crate::compute::pieces;
+use crate::compute::{pieces, simd};
 
 /// Stacked query rows of one task (positions times query heads of the group).
 const QUERY_TILE: usize = 480;
@@ -150,8 +150,8 @@ impl Scratch {
         self.q.resize(sides * stacked, Row::ZERO);
         for (b, side) in task.sides().enumerate() {
             for (row, to) in self.q[b * stacked..].iter_mut().enumerate().take(task.r * task.m) {
-                let from = q.slice(s![row % task.r, row / task.r, side.clone()]);
-                to.0.iter_mut().zip(from).for_each(|(to, x)| *to = x * scale);
+                copy(q.slice(s![row % task.r, row / task.r, side.clone()]), &mut to.0);
+                simd::scale(&mut to.0[..side.len()], scale);
             }
         }
         self.scores.clear();
@@ -230,7 +230,10 @@ impl Scratch {
             for (b, side) in task.sides().enumerate() {
                 let mut target = part.slice_mut(s![row / task.r, start + side.start..start + side.end]);
                 let from = &self.out[b * stacked + row].0;
-                target.iter_mut().zip(from).for_each(|(o, x)| *o = x * inverse);
+                match target.as_slice_mut() {
+                    Some(target) => target.iter_mut().zip(from).for_each(|(o, x)| *o = x * inverse),
+                    None => target.iter_mut().zip(from).for_each(|(o, x)| *o = x * inverse),
+                }
             }
         }
     }

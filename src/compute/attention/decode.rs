@@ -1,116 +1,158 @@
 //! Attention of one decode step.
 
-use ndarray::{Array2, ArrayView1, ArrayView2, ArrayViewMut2, Axis};
+use ndarray::{Array2, ArrayView2, ArrayViewMut2, Axis, s};
 use rayon::prelude::*;
 
-use super::Decoded;
 use super::lanes::LANES;
 use super::rows::{Queries, Rows, Run, Sums};
 use crate::compute::simd;
 
 /// Positions whose weights and values are summed in f32 before they join a sum in f64.
 const TILE: usize = 256;
-/// Positions of one task.
+/// Positions of one task, whose scores stay in the second cache.
 const PIECE: usize = 32 * TILE;
 
 /// Attention of one decode step over `positions` (ascending), for the r query heads of one KV head.
+///
+/// Returns, per query head, the log of the sum of the exponentials of the scaled scores; negative infinity
+/// for no position.
 ///
 /// # Shapes
 /// q `[r,d]` rotated; out `[r,d]`.
 ///
 /// # Numerics
-/// Scores and exponentials in f32; sums over positions in f32 up to 256 of them, beyond in f64, joined
-/// in pieces of 8192. Products are fused with their sums: the same bytes for any number of threads and
-/// on every instruction set. Each key and value row is read from memory once for the whole group. No
-/// position gives zeros.
+/// Scores and exponentials in f32; sums over positions in f32 up to 256 of them, beyond in f64. Pieces of
+/// 8192 positions have a softmax of their own, and join in f64 under the weight of each. Products are fused
+/// with their sums: the same bytes for any number of threads and on every instruction set. Each key and
+/// value row is read from memory once for the whole group. No position gives zeros.
 pub fn decode(
     q: ArrayView2<f32>,
     keys: &dyn Rows,
     values: &dyn Rows,
     positions: &[u32],
+    out: ArrayViewMut2<f32>,
+) -> Vec<f32> {
+    pieces(q, keys, values, positions, None, out)
+}
+
+/// [`decode`], with the softmax weights `[r, positions]` before the log-sum-exp.
+pub fn decode_with_weights(
+    q: ArrayView2<f32>,
+    keys: &dyn Rows,
+    values: &dyn Rows,
+    positions: &[u32],
+    out: ArrayViewMut2<f32>,
+) -> (Array2<f32>, Vec<f32>) {
+    let mut weights = Array2::zeros((q.nrows(), positions.len()));
+    let lse = pieces(q, keys, values, positions, Some(weights.view_mut()), out);
+    (weights, lse)
+}
+
+/// [`decode`], piece by piece; `weights` are wanted where they are given.
+fn pieces(
+    q: ArrayView2<f32>,
+    keys: &dyn Rows,
+    values: &dyn Rows,
+    positions: &[u32],
+    mut weights: Option<ArrayViewMut2<f32>>,
     mut out: ArrayViewMut2<f32>,
-) -> Decoded {
+) -> Vec<f32> {
     let (r, d) = q.dim();
-    let mut weights = Array2::<f32>::zeros((r, positions.len()));
-    let mut lse = vec![f32::NEG_INFINITY; r];
-    out.fill(0.0);
-    if positions.is_empty() {
-        return Decoded { weights, lse };
-    }
     let queries = Queries::new(q, 1.0 / (d as f32).sqrt());
-    let tasks = (0..positions.len()).into_par_iter().step_by(PIECE);
-    let pieces: Vec<_> = weights.axis_chunks_iter_mut(Axis(1), PIECE).collect();
-    tasks
-        .clone()
-        .zip(pieces)
-        .for_each(|(first, piece)| score(&queries, keys, &positions[first..], piece));
-    let mut scales = vec![0.0; r];
-    for ((mut row, lse), scale) in weights.rows_mut().into_iter().zip(&mut lse).zip(&mut scales) {
-        if let Some(row) = row.as_slice_mut() {
-            let max = simd::max(row);
-            let sums = row.par_chunks_mut(PIECE).map(|piece| {
-                let tiles = piece.chunks_mut(TILE);
-                tiles.map(|tile| f64::from(simd::exp_shifted(tile, max))).sum()
-            });
-            let sums: Vec<f64> = sums.collect();
-            let sum: f64 = sums.iter().sum();
-            *scale = (1.0 / sum) as f32;
+    let kept: Vec<_> = match &mut weights {
+        Some(weights) => weights.axis_chunks_iter_mut(Axis(1), PIECE).map(Some).collect(),
+        None => (0..positions.len()).step_by(PIECE).map(|_| None).collect(),
+    };
+    let pieces: Vec<Piece> = kept
+        .into_par_iter()
+        .enumerate()
+        .map(|(i, kept)| Piece::attend(&queries, (r, d), keys, values, &positions[i * PIECE..], kept))
+        .collect();
+    out.fill(0.0);
+    let mut lse = vec![f32::NEG_INFINITY; r];
+    for (a, lse) in lse.iter_mut().enumerate() {
+        let max = pieces
+            .iter()
+            .fold(f32::NEG_INFINITY, |m, piece| m.max(piece.max[a]));
+        let size = |piece: &Piece| piece.sum[a] * (f64::from(piece.max[a]) - f64::from(max)).exp();
+        let sum: f64 = pieces.iter().map(size).sum();
+        let mut total = vec![0.0; d];
+        for (i, piece) in pieces.iter().enumerate() {
+            let share = size(piece) / sum;
+            for (t, x) in total.iter_mut().zip(piece.total.row(a)) {
+                *t += share * x;
+            }
+            if let Some(weights) = weights.as_mut().filter(|_| pieces.len() > 1) {
+                let end = positions.len().min((i + 1) * PIECE);
+                let mut of_piece = weights.slice_mut(s![a, i * PIECE..end]);
+                of_piece.mapv_inplace(|w| (share * f64::from(w)) as f32);
+            }
+        }
+        if !pieces.is_empty() {
+            out.row_mut(a)
+                .iter_mut()
+                .zip(total)
+                .for_each(|(o, x)| *o = x as f32);
             *lse = (f64::from(max) + sum.ln()) as f32;
         }
     }
-    let pieces: Vec<_> = weights.axis_chunks_iter_mut(Axis(1), PIECE).collect();
-    let totals = tasks
-        .zip(pieces)
-        .map(|(first, piece)| sum(values, &positions[first..], &scales, piece, d));
-    let totals: Vec<Array2<f64>> = totals.collect();
-    let mut total = Array2::<f64>::zeros((r, d));
-    for piece in &totals {
-        total += piece;
-    }
-    out.zip_mut_with(&total, |o, x| *o = *x as f32);
-    Decoded { weights, lse }
+    lse
 }
 
-/// Scores of the first positions, as many as `piece`, `[r,m]`, has columns.
-fn score(queries: &Queries, keys: &dyn Rows, positions: &[u32], mut piece: ArrayViewMut2<f32>) {
-    let mut tile = vec![0.0; piece.nrows() * TILE];
-    for (t, mut part) in piece.axis_chunks_iter_mut(Axis(1), TILE).enumerate() {
-        let run = Run::new(&positions[t * TILE..], part.ncols());
-        let n = part.ncols();
-        keys.scores(queries, &run, &mut tile, n);
-        for (mut to, from) in part.rows_mut().into_iter().zip(tile.chunks(n)) {
-            to.assign(&ArrayView1::from(from));
-        }
-    }
+/// Attention over some of the positions.
+struct Piece {
+    /// Largest score of each head.
+    max: Vec<f32>,
+    /// Sum of the exponentials of what the scores are below it.
+    sum: Vec<f64>,
+    /// Values under the softmax weights of the piece, `[r,d]`.
+    total: Array2<f64>,
 }
 
-/// Scales the weights `piece`, `[r,m]`, and sums the values of the first m positions under them.
-fn sum(
-    values: &dyn Rows,
-    positions: &[u32],
-    scales: &[f32],
-    mut piece: ArrayViewMut2<f32>,
-    d: usize,
-) -> Array2<f64> {
-    let r = piece.nrows();
-    let mut total = Array2::zeros((r, d));
-    let mut tile = vec![0.0; r * TILE];
-    let chunks = d.div_ceil(LANES);
-    let mut sums = vec![[0.0; LANES]; r * chunks];
-    for (t, mut part) in piece.axis_chunks_iter_mut(Axis(1), TILE).enumerate() {
-        let n = part.ncols();
-        for ((mut row, scale), to) in part.rows_mut().into_iter().zip(scales).zip(tile.chunks_mut(n)) {
-            row.zip_mut_with(&ArrayView1::from(&*to), |w, _| *w *= scale);
-            to.iter_mut().zip(row).for_each(|(to, w)| *to = *w);
+impl Piece {
+    /// Over the first [`PIECE`] of `positions`, with shape `(r,d)`; its weights go to `kept`.
+    fn attend(
+        queries: &Queries,
+        (r, d): (usize, usize),
+        keys: &dyn Rows,
+        values: &dyn Rows,
+        positions: &[u32],
+        kept: Option<ArrayViewMut2<f32>>,
+    ) -> Self {
+        let n = positions.len().min(PIECE);
+        let run = |at: usize| Run::new(&positions[at..], TILE.min(n - at));
+        let mut weights = vec![0.0; r * n];
+        for at in (0..n).step_by(TILE) {
+            keys.scores(queries, &run(at), &mut weights[at..], n);
         }
-        sums.fill([0.0; LANES]);
-        let run = Run::new(&positions[t * TILE..], n);
-        values.add(&tile, n, &run, Sums { r, values: &mut sums });
-        for (mut total, sums) in total.rows_mut().into_iter().zip(sums.chunks(chunks)) {
-            for (t, x) in total.iter_mut().zip(sums.as_flattened()) {
-                *t += f64::from(*x);
+        let (mut max, mut sum) = (Vec::with_capacity(r), Vec::with_capacity(r));
+        for row in weights.chunks_mut(n) {
+            let largest = simd::max(row);
+            // Where no score is above minus infinity, none weighs anything.
+            let shift = largest.max(f32::MIN);
+            let tiles = row.chunks_mut(TILE);
+            let total: f64 = tiles.map(|tile| f64::from(simd::exp_shifted(tile, shift))).sum();
+            let scale = if total == 0.0 { 0.0 } else { (1.0 / total) as f32 };
+            simd::scale(row, scale);
+            max.push(largest);
+            sum.push(total);
+        }
+        let mut total = Array2::zeros((r, d));
+        let chunks = d.div_ceil(LANES);
+        let mut sums = vec![[0.0; LANES]; r * chunks];
+        for at in (0..n).step_by(TILE) {
+            sums.fill([0.0; LANES]);
+            let sums_of = Sums { r, values: &mut sums };
+            values.add(&weights[at..], n, &run(at), sums_of);
+            for (mut total, sums) in total.rows_mut().into_iter().zip(sums.chunks(chunks)) {
+                for (t, x) in total.iter_mut().zip(sums.as_flattened()) {
+                    *t += f64::from(*x);
+                }
             }
         }
+        if let Some(mut kept) = kept {
+            kept.iter_mut().zip(&weights).for_each(|(to, w)| *to = *w);
+        }
+        Self { max, sum, total }
     }
-    total
 }

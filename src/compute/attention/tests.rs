@@ -247,10 +247,14 @@ fn threads_and_pieces_change_nothing_beyond_rounding() {
     let run = |threads: usize| {
         let mut out = Array2::zeros((r, d));
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-        let decoded = pool
-            .expect("threads")
-            .install(|| decode(q.view(), &keys, &values_, &positions, out.view_mut()));
-        (out, decoded.weights, decoded.lse)
+        let (weights, lse) = pool.expect("threads").install(|| {
+            let (q, mut alone) = (q.view(), Array2::zeros((r, d)));
+            let lse = decode(q, &keys, &values_, &positions, alone.view_mut());
+            let found = decode_with_weights(q, &keys, &values_, &positions, out.view_mut());
+            assert_eq!((&alone, &lse), (&out, &found.1), "without weights");
+            found
+        });
+        (out, weights, lse)
     };
     let one = run(1);
     assert_eq!(one, run(3));
@@ -275,6 +279,41 @@ fn threads_and_pieces_change_nothing_beyond_rounding() {
             let (exact, size) = terms.fold((0.0, 0.0), |(e, s), x| (e + x, s + x.abs()));
             assert!((f64::from(one.0[[a, i]]) - exact).abs() <= bound * size + 1e-9);
         }
+    }
+}
+
+#[test]
+fn what_is_not_finite_in_a_decode_step_shows_unless_it_weighs_nothing() {
+    let (d, n) = (16, 20_000);
+    let of = |seed| Array2::from_shape_vec((n, d), values(n * d, seed)).unwrap_or_default();
+    let q = Array2::ones((1, d));
+    let run = |keys: &Array2<f32>, positions: &[u32]| {
+        let mut out = Array2::zeros((1, d));
+        let (keys, values_) = (Wide(keys.clone()), Wide(of(15)));
+        let (weights, lse) = decode_with_weights(q.view(), &keys, &values_, positions, out.view_mut());
+        (out, weights, lse)
+    };
+    let all: Vec<u32> = (0..n as u32).collect();
+    // Whole pieces and a part of one.
+    let mut keys = of(14);
+    keys.slice_mut(s![..9000, 3]).fill(f32::NEG_INFINITY);
+    let (out, weights, lse) = run(&keys, &all);
+    let (rest, rest_weights, rest_lse) = run(&keys, &all[9000..]);
+    assert!(weights.slice(s![.., ..9000]).iter().all(|w| *w == 0.0));
+    let close = |a: &f32, b: &f32| (a - b).abs() <= 1e-5 * b.abs().max(1e-3);
+    assert!(
+        weights
+            .iter()
+            .skip(9000)
+            .zip(&rest_weights)
+            .all(|(a, b)| close(a, b))
+    );
+    assert!(out.iter().zip(&rest).all(|(a, b)| close(a, b)));
+    assert!(close(&lse[0], &rest_lse[0]));
+    for special in [f32::NAN, f32::INFINITY] {
+        keys[[n - 1, 0]] = special;
+        let (out, _, lse) = run(&keys, &all);
+        assert!(lse[0].is_nan() && out.iter().all(|x| x.is_nan()), "{special}");
     }
 }
 

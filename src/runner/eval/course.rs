@@ -172,11 +172,12 @@ impl Lanes {
         let mut full = out.index_axis_mut(Axis(0), 0);
         let visible: Vec<u32> = at.set.visible().map(|p| p as u32).collect();
         let (keys, values) = (self.exact.keys(), self.exact.values());
-        let truth = attention::decode(token.q_rope.view(), keys, values, &visible, full.view_mut());
+        let q = token.q_rope.view();
+        let (weights, _) = attention::decode_with_weights(q, keys, values, &visible, full.view_mut());
         let full = full.to_owned();
         let mut scores = Vec::new();
         if !self.shadows.is_empty() {
-            let judge = Judge::new(at.set, truth.weights.view(), full.view());
+            let judge = Judge::new(at.set, weights.view(), full.view());
             let kv = self.stored.as_ref().unwrap_or(&self.exact);
             for (shadow, variant) in self.shadows.iter_mut().zip(at.variants) {
                 let step = token.step(at.step, at.set, variant.budget, kv);

@@ -330,8 +330,8 @@ fn attend_on_cpu(heads: &[KvHead], queries: &[f32], lists: &[Vec<u32>], shape: &
         .try_for_each(|(((kv, list), queries), out)| {
             let queries = ArrayView2::from_shape((r, d), queries).map_err(shape_error)?;
             let mut rows = Array2::zeros((r, d));
-            let decoded = attention::decode(queries, kv.keys(), kv.values(), list, rows.view_mut());
-            for ((to, row), lse) in out.chunks_mut(d + 1).zip(rows.rows()).zip(decoded.lse) {
+            let lse = attention::decode(queries, kv.keys(), kv.values(), list, rows.view_mut());
+            for ((to, row), lse) in out.chunks_mut(d + 1).zip(rows.rows()).zip(lse) {
                 to.iter_mut()
                     .zip(row.iter().chain([&lse]))
                     .for_each(|(to, v)| *to = *v);
