@@ -259,14 +259,15 @@ def methods(args, cores):
     text += lfps_with_few(args, context)
     contexts = [4096, 8192] if args.quick else [32768, 131072, 524288]
     budget = 245 if args.quick else 2048
-    found = kvsmith(
-        args, "retrieve", "--device", "cpu", "--threads", 1, "--context", ",".join(map(positions, contexts)), "--methods",
-        # The others take in a prompt first, which takes long on one thread.
-        "a2ats,selfindex", "--budget", budget, "--runs", 10,
-    )
     grown = {}
-    for r in found:
-        grown.setdefault(r["name"].split()[-1], []).append(r["median_s"])
+    for ranking in ["fast", "plain"]:
+        found = kvsmith(
+            args, "retrieve", "--device", "cpu", "--threads", 1, "--context", ",".join(map(positions, contexts)), "--methods",
+            # The others take in a prompt first, which takes long on one thread.
+            "a2ats,selfindex", "--ranking", ranking, "--budget", budget, "--runs", 10,
+        )
+        for r in found:
+            grown.setdefault(r["name"].removeprefix("retrieve "), []).append(r["median_s"])
     rows = [[name, *map(ms, times), f"{times[-1] / times[0]:.2f} x"] for name, times in grown.items()]
     text += f"Retrieval alone, one thread, a budget of {budget} positions whatever the context:\n\n"
     return text + table(["method", *map(positions, contexts), "last / first"], rows)
@@ -307,13 +308,15 @@ def fast_scan(args):
     index.add(x)
     budget = int(SHARE * n)
     queries = rng.standard_normal((HEADS, CHANNELS), dtype=np.float32)
-    times = {"selfindex": [], "faiss, the best": [], f"faiss, the best {budget}": []}
+    plain = "selfindex, a plain f32 lookup"
+    times = {"selfindex": [], plain: [], "faiss, the best": [], f"faiss, the best {budget}": []}
     for _ in range(args.rounds):
-        row = kvsmith(
-            args, "retrieve", "--device", "cpu", "--threads", 1, "--context", n, "--methods", "selfindex", "--budget", SHARE,
-            "--runs", 10,
-        )[0]
-        times["selfindex"].append(row["median_s"])
+        for name, ranking in [("selfindex", "fast"), (plain, "plain")]:
+            row = kvsmith(
+                args, "retrieve", "--device", "cpu", "--threads", 1, "--context", n, "--methods", "selfindex", "--budget",
+                SHARE, "--ranking", ranking, "--runs", 10,
+            )[0]
+            times[name].append(row["median_s"])
         for name, k in [("faiss, the best", 1), (f"faiss, the best {budget}", budget)]:
             start = time.perf_counter()
             # As kvsmith does: the queries of a group together, group after group.

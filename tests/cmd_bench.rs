@@ -70,6 +70,9 @@ fn bytes_are_what_a_step_reads() {
         lists.is_multiple_of(32) && (1..=2 * 15 * 32).contains(&lists),
         "{lists}"
     );
+    // The plain ranking reads every code of the candidates.
+    let plain = "retrieve --size 64 --methods a2ats,selfindex --ranking plain";
+    assert_eq!(bytes(plain), [codewords + 2 * 932 * 2, signs]);
     // The oracle reads every key, and the values of what it attends.
     let keys = 2 * 1000 * 64 * 2;
     assert_eq!(bytes("retrieve --methods topk"), [keys]);
@@ -112,6 +115,8 @@ fn what_cannot_be_timed_is_refused() {
     kvsmith("bench attend --batch 70000").fails(2, "70000", "");
     kvsmith("bench attend --context 16M --batch 60000 --device cpu").fails(1, "the data need", "--context");
     kvsmith("bench retrieve --device cpu --methods quest").fails(2, "quest", "lfps");
+    kvsmith("bench retrieve --device cpu --methods topk --ranking plain").fails(2, "topk", "selfindex");
+    kvsmith("bench retrieve --device cuda --methods a2ats --ranking plain").fails(3, "plain", "--device cpu");
     kvsmith("bench retrieve --device wgpu").fails(3, "wgpu", "--device cpu");
     for device in ["cpu", "wgpu"] {
         let decode = format!("bench decode --device {device}");

@@ -14,7 +14,7 @@ use kvsmith::method::quest::Quest;
 use kvsmith::method::selfindex::{SelfIndex, Source};
 use kvsmith::method::snapkv::SnapKv;
 use kvsmith::method::streaming::Streaming;
-use kvsmith::method::{Choice, Place, Prompt, Retriever, Step};
+use kvsmith::method::{Choice, Place, Prompt, Ranking, Retriever, Step};
 use kvsmith::model::Decoder;
 use kvsmith::model::decoder::rotated;
 use kvsmith::model::tokenizer::Tokenizer;
@@ -509,7 +509,8 @@ fn a2ats() {
         let m = rng.gen_range(1..40);
         let rotated_to = pick(rng, &[0, 100, 2048]);
         let model = random_codebook(place.head_dim, rotated_to, || noise(rng), m);
-        (A2ats::new(model.head.clone(), None), model)
+        let ranking = pick(rng, &[Ranking::Fast, Ranking::Plain]);
+        (A2ats::new(model.head.clone(), None).ranking(ranking), model)
     };
     cases::<NaiveA2ats>(500, make, |_| ());
 }
@@ -523,7 +524,8 @@ fn selfindex() {
         );
         let calibrated = matches!(source, Source::Offline | Source::Hybrid)
             .then(|| (0..place.head_dim * 16).map(|_| noise(rng)).collect::<Vec<f32>>());
-        let program = SelfIndex::new(place, center, source, calibrated.clone());
+        let ranking = pick(rng, &[Ranking::Fast, Ranking::Plain]);
+        let program = SelfIndex::new(place, center, source, calibrated.clone()).ranking(ranking);
         (program, NaiveSelfIndex::new(center, source, calibrated))
     };
     cases(500, make, |_| ());

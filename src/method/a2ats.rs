@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 use ndarray::{ArrayView2, s};
 
-use super::{Choice, Prompt, Retriever, Step, everything};
+use super::{Choice, Prompt, Ranking, Retriever, Step, everything};
 use crate::runner::kv::grow;
 pub use codebook::{Codebooks, HeadCodebook};
 pub use fit::{FitInit, FitMetric, FitParams, fit_layer};
@@ -54,6 +54,7 @@ pub struct A2ats {
     per_query_head: Option<f64>,
     codes: Vec<u16>,
     postings: Postings,
+    ranking: Ranking,
 }
 
 impl A2ats {
@@ -64,6 +65,7 @@ impl A2ats {
             postings: Postings::new(codebook.size()),
             codebook,
             codes: Vec::new(),
+            ranking: Ranking::default(),
         }
     }
 
@@ -73,6 +75,11 @@ impl A2ats {
             codes,
             ..Self::new(codebook, None)
         }
+    }
+
+    /// The same head, which looks for the best that way.
+    pub fn ranking(self, ranking: Ranking) -> Self {
+        Self { ranking, ..self }
     }
 
     /// Encodes keys, `[m,d]` before and after rotation.
@@ -98,7 +105,6 @@ impl Retriever for A2ats {
         if step.is_exact() && self.per_query_head.is_none() {
             return everything(step).into();
         }
-        self.postings.cover(&step.candidates, &self.codes);
         let scores = match self.codebook.is_windowed() {
             true => self.codebook.scores(step.q_pre),
             false => self.codebook.scores(step.q_rope),
@@ -107,7 +113,19 @@ impl Retriever for A2ats {
             Some(share) => Bound::PerQueryHead((share * step.visible.len() as f64).floor() as u64),
             None => Bound::Union(step.budget),
         };
-        choose_listed(scores.view(), &mut self.postings, &self.codes, bound).into()
+        let scores = scores.view();
+        match self.ranking {
+            Ranking::Fast => {
+                self.postings.cover(&step.candidates, &self.codes);
+                choose_listed(scores, &mut self.postings, &self.codes, bound).into()
+            }
+            Ranking::Plain => {
+                let codes = &self.codes[step.candidates.clone()];
+                let mut counts = vec![0; self.codebook.size()];
+                codes.iter().for_each(|code| counts[usize::from(*code)] += 1);
+                choose(scores, &counts, codes, step.candidates.start as u32, bound).into()
+            }
+        }
     }
 
     fn state_bytes(&self) -> usize {

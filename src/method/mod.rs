@@ -362,6 +362,16 @@ impl From<Vec<u32>> for Choice {
     }
 }
 
+/// How a method looks for the best positions; both ways find the same.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Ranking {
+    /// Whatever is fastest: tables in registers, lists of positions.
+    #[default]
+    Fast,
+    /// As the equations read: every position's score in f32, one by one.
+    Plain,
+}
+
 /// The retrieval state of one KV head of one layer.
 pub trait Retriever: Send + Sync {
     /// Takes in the rows of a prompt: the first, or that of a later turn.

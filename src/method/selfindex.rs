@@ -21,7 +21,7 @@ mod sums;
 use ndarray::{Array2, ArrayView2, Axis, s};
 use serde_json::{Value, json};
 
-use super::{Choice, LayerKeys, Place, Prompt, Retriever, Step, everything};
+use super::{Choice, LayerKeys, Place, Prompt, Ranking, Retriever, Step, everything};
 use crate::artifact::Artifact;
 use crate::compute::attention::visible;
 use crate::error::{Error, Result};
@@ -263,6 +263,7 @@ pub struct SelfIndex {
     signs: Lines<u8>,
     /// Positions that come first, ascending: those that the last prompt query scored best.
     full: Vec<u32>,
+    ranking: Ranking,
 }
 
 impl SelfIndex {
@@ -280,7 +281,13 @@ impl SelfIndex {
             sums: Sums::new(d),
             signs: Lines::with_capacity(0),
             full: Vec::new(),
+            ranking: Ranking::default(),
         }
+    }
+
+    /// The same head, which looks for the best that way.
+    pub fn ranking(self, ranking: Ranking) -> Self {
+        Self { ranking, ..self }
     }
 
     /// The centroids, `[d/4,16,4]`.
@@ -356,7 +363,7 @@ impl Retriever for SelfIndex {
         let visible = |p: &u32| c.contains(&(*p as usize));
         let full: Vec<u32> = self.full.iter().copied().filter(visible).collect();
         let full = full.into_iter().map(|p| p - c.start as u32).collect();
-        let chosen = scores.choose(rows, full, step.budget).into_iter();
+        let chosen = scores.choose(rows, full, step.budget, self.ranking).into_iter();
         chosen.map(|p| p + c.start as u32).collect::<Vec<u32>>().into()
     }
 

@@ -90,9 +90,13 @@ pub fn head(
     let mut retriever: Box<dyn Retriever> = match (setting.method, codebook) {
         (MethodName::A2ats, Some(codebook)) => {
             let codes = (0..n).map(|_| (rng.r#gen::<usize>() % setting.size) as u16);
-            Box::new(A2ats::with_codes(Arc::clone(codebook), codes.collect()))
+            let head = A2ats::with_codes(Arc::clone(codebook), codes.collect());
+            Box::new(head.ranking(setting.ranking))
         }
-        (MethodName::Selfindex, _) => Box::new(SelfIndex::new(&place, Center::Median, Source::Signs, None)),
+        (MethodName::Selfindex, _) => {
+            let head = SelfIndex::new(&place, Center::Median, Source::Signs, None);
+            Box::new(head.ranking(setting.ranking))
+        }
         (MethodName::Topk, _) => Box::new(topk::TopK),
         (MethodName::Lfps, _) => Box::new(lfps::Setup::new(&setting.lfps, None)?.head(&place)),
         (MethodName::Ctkvr, _) => Box::new(Ctkvr::new(&place, &ctkvr::Params::default())),

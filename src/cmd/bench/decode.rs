@@ -10,7 +10,7 @@ use super::{cpu_step, cuda_step, median, peak_bytes};
 use crate::cli::{Global, at_least_one};
 use crate::cmd::{print, print_json};
 use crate::error::{Error, Result};
-use crate::method::{Choice, MethodName, a2ats, lfps};
+use crate::method::{Choice, MethodName, Ranking, a2ats, lfps};
 use crate::runner::StaticSet;
 use crate::runner::budget::Budget;
 use crate::runner::kv::Float;
@@ -44,6 +44,9 @@ pub struct DecodeArgs {
     caches: Caches,
     #[command(flatten)]
     lfps: lfps::Params,
+    /// How a2ats and selfindex look for the best positions on the CPU
+    #[arg(long, value_enum, default_value_t)]
+    ranking: Ranking,
     /// Timed runs
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = at_least_one)]
     runs: usize,
@@ -156,6 +159,7 @@ pub struct Setting {
     /// Codewords.
     pub size: usize,
     pub lfps: lfps::Params,
+    pub ranking: Ranking,
     /// Whether what was chosen is attended too.
     pub attends: bool,
     pub seed: u64,
@@ -225,7 +229,11 @@ impl Setting {
         let set = self.static_set();
         let index = match self.method {
             MethodName::A2ats => {
-                2 * self.size * d + a2ats::read_bytes(set.candidates.len(), self.size, chosen)
+                let codes = match self.ranking {
+                    Ranking::Fast => a2ats::read_bytes(set.candidates.len(), self.size, chosen),
+                    Ranking::Plain => 2 * set.candidates.len(),
+                };
+                2 * self.size * d + codes
             }
             MethodName::Selfindex => n * d.div_ceil(8),
             // Of two tables of f32 per query head the largest of every 16 entries; few others are read.
@@ -298,6 +306,19 @@ pub fn run(args: &DecodeArgs, attends: bool, global: &Global) -> Result<()> {
         let name = method.as_str();
         return Err(Error::usage(format!("`bench` does not time method `{name}`"))
             .hint("--methods takes full, a2ats and selfindex; on the CPU topk, lfps and ctkvr too"));
+    }
+    if args.ranking == Ranking::Plain {
+        let has_two = |m: &&MethodName| matches!(m, MethodName::A2ats | MethodName::Selfindex);
+        if let Some(method) = args.methods.iter().find(|m| !has_two(m)) {
+            let name = method.as_str();
+            return Err(
+                Error::usage(format!("`--ranking plain`: method `{name}` has one ranking"))
+                    .hint("give --methods a2ats, selfindex or both"),
+            );
+        }
+        if global.device == crate::cli::Device::Cuda {
+            return Err(Error::device("`--ranking plain` is for the CPU").hint("use --device cpu"));
+        }
     }
     let device = match global.device {
         crate::cli::Device::Wgpu => {
@@ -381,6 +402,7 @@ fn settings(args: &DecodeArgs, attends: bool, seed: u64) -> Vec<Setting> {
                         kv: args.caches.kv,
                         size: args.caches.size,
                         lfps: args.lfps,
+                        ranking: args.ranking,
                         attends,
                         seed,
                     });
@@ -396,8 +418,12 @@ fn row(setting: &Setting, device: &str, mut times: Vec<f64>, bytes: usize, bandw
     let median = median(times.clone());
     let rate = bytes as f64 / median * 1e-9;
     let what = if setting.attends { "attend" } else { "retrieve" };
+    let how = match setting.ranking {
+        Ranking::Fast => "",
+        Ranking::Plain => ", plain ranking",
+    };
     json!({
-        "name": format!("{what} {}", setting.method.as_str()),
+        "name": format!("{what} {}{how}", setting.method.as_str()),
         "shape": setting.shape(),
         "device": device,
         "median_s": median,

@@ -9,6 +9,7 @@ use ndarray::ArrayView2;
 
 use super::{GROUP, PATTERNS};
 use crate::compute::signs::{self, MOST_GROUPS};
+use crate::method::Ranking;
 
 /// Patterns of a byte of signs.
 const BYTES: usize = PATTERNS * PATTERNS;
@@ -108,7 +109,7 @@ impl Scores {
     /// Chooses `budget` of the rows of signs `rows` `[n,d/8]`, fewer than n: the best of `full` (ascending)
     /// first, on at most two fifths of the budget (64 of 160 in the paper's LongBench runs), then all others by
     /// their scores, the lower on ties. Ascending.
-    pub fn choose(&self, rows: &[u8], full: Vec<u32>, budget: usize) -> Vec<u32> {
+    pub fn choose(&self, rows: &[u8], full: Vec<u32>, budget: usize, how: Ranking) -> Vec<u32> {
         let most = budget.saturating_mul(2) / 5;
         let mut fixed = full;
         if fixed.len() > most {
@@ -121,12 +122,12 @@ impl Scores {
             fixed.sort_unstable();
         }
         let need = budget - fixed.len();
-        let others = match need {
-            0 => Vec::new(),
-            _ => self
-                .scan(rows, &fixed, need)
-                .unwrap_or_else(|| self.plain(rows, &fixed, need)),
+        let scanned = match (need, how) {
+            (0, _) => Some(Vec::new()),
+            (_, Ranking::Fast) => self.scan(rows, &fixed, need),
+            (_, Ranking::Plain) => None,
         };
+        let others = scanned.unwrap_or_else(|| self.plain(rows, &fixed, need));
         // Two ascending runs.
         fixed.extend(others);
         fixed.sort();
@@ -347,11 +348,10 @@ mod tests {
         for budget in [0, 1, 2, 7, 63, n / 16, n / 3, n - 1] {
             for full in [&[], &few[..], &some[..]] {
                 let expected = ranked(scores, rows, full, budget);
-                assert_eq!(
-                    scores.choose(rows, full.to_vec(), budget),
-                    expected,
-                    "{n} {budget}"
-                );
+                for how in [Ranking::Fast, Ranking::Plain] {
+                    let chosen = scores.choose(rows, full.to_vec(), budget, how);
+                    assert_eq!(chosen, expected, "{n} {budget} {how:?}");
+                }
             }
         }
         assert_eq!(scores.scan(rows, &[], n / 16).is_some(), scans, "{n}");
