@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::path::Path;
 use std::process::Command;
 
 use common::{golden, root};
@@ -108,6 +109,49 @@ fn python_reads_the_artifact() {
 
 /// Offsets at both ends of buckets, and beyond the last.
 const OFFSETS: [usize; 8] = [0, 1, 511, 512, 575, 576, 1 << 20, 1 << 24];
+
+/// Files below `folder`, read.
+fn sources(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
+    let read = |path: std::path::PathBuf| match path.is_dir() {
+        true => sources(&path),
+        false => vec![std::fs::read_to_string(path).unwrap()],
+    };
+    entries.flat_map(read).collect()
+}
+
+/// docs/methods.md says where each equation stands.
+#[test]
+fn equations_are_where_the_methods_say() {
+    let methods = std::fs::read_to_string(root().join("docs/methods.md")).unwrap();
+    let sources = sources(&root().join("src"));
+    let has = |source: &String, kinds: &[&str], name: &str| {
+        let is_word = |rest: &str| !rest.starts_with(|c: char| c.is_alphanumeric() || c == '_');
+        kinds.iter().any(|kind| {
+            let start = format!("{kind} {name}");
+            source
+                .match_indices(&start)
+                .any(|(at, _)| is_word(&source[at + start.len()..]))
+        })
+    };
+    let mut names = 0;
+    for paragraph in methods.split("\n\n").filter(|p| p.starts_with("`src/")) {
+        for name in paragraph.split('`').skip(1).step_by(2) {
+            names += 1;
+            let found = match (name.starts_with("src/"), name.split_once("::")) {
+                (true, _) => root().join(name).exists(),
+                (false, Some((of, function))) => sources
+                    .iter()
+                    .any(|s| has(s, &["impl", "for"], of) && has(s, &["fn"], function)),
+                (false, None) => sources.iter().any(|s| has(s, &["fn", "struct", "enum"], name)),
+            };
+            assert!(found, "docs/methods.md: `{name}` is nowhere");
+        }
+    }
+    assert!(names > 20, "{names}");
+}
 
 #[test]
 fn every_command_of_the_readme_table_exists() {

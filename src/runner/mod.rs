@@ -2,27 +2,30 @@
 
 pub mod budget;
 pub mod eval;
+mod head;
 pub mod kv;
 pub mod lines;
 pub mod packed;
 pub mod sample;
+mod static_set;
 
 use std::io::Write;
-use std::ops::Range;
 
-use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut2, Axis, s};
+use ndarray::{Array1, Axis};
 use rayon::prelude::*;
 use serde_json::json;
 
-use crate::compute::attention;
 use crate::error::{Error, Result};
-use crate::method::{Choice, Method, Place, Prompt, Retriever, Step};
-use crate::model::forward::{Context, CpuForward, Forward, Rows};
+use crate::method::{Choice, Method, Place};
+use crate::model::forward::{CpuForward, Forward};
 use crate::model::{Decoder, ModelConfig};
 use budget::Budget;
+pub(crate) use head::attend;
+use head::{Head, Token, prefill_heads};
 use kv::{KvHead, KvType};
 use packed::Layout;
 use sample::Sampler;
+pub use static_set::StaticSet;
 
 /// What bounds a decode step's reads.
 #[derive(Clone, Copy, Debug)]
@@ -123,40 +126,6 @@ pub struct Session<'a> {
     /// Sums over decode steps of the mean over layers.
     totals: Totals,
     trace: Option<Box<dyn Write + 'a>>,
-}
-
-/// One KV head along one trajectory.
-struct Head {
-    kv: KvHead,
-    retriever: Box<dyn Retriever>,
-}
-
-impl Head {
-    /// Feeds one token; out `[r,d]`.
-    fn step(
-        &mut self,
-        token: &Token,
-        step: usize,
-        set: &StaticSet,
-        budget: Budget,
-        out: ArrayViewMut2<f32>,
-    ) -> Choice {
-        token.cache(&mut self.kv);
-        let step = token.step(step, set, budget, &self.kv);
-        decode_head(token, &step, set, self.retriever.as_mut(), out)
-    }
-}
-
-/// Takes a prompt's rows of one layer into its heads; gives back what the prompt attends.
-fn prefill_heads(mut heads: Vec<&mut Head>, rows: Rows, model_window: Option<usize>) -> Context {
-    let caches: Vec<&KvHead> = heads.iter().map(|head| &head.kv).collect();
-    let context = Context::join(rows.q_rope, rows.k_rope, rows.v, &caches);
-    heads.par_iter_mut().enumerate().for_each(|(c, head)| {
-        let prompt = PromptRows::of(&rows.k_pre, &context, c, model_window);
-        prompt.cache(&mut head.kv);
-        head.retriever.prefill(&prompt.view(&head.kv));
-    });
-    context
 }
 
 /// What a step read and computed, as shares.
@@ -309,199 +278,6 @@ fn write_trace(sink: &mut Box<dyn Write + '_>, step: usize, layer: usize, chosen
     Ok(())
 }
 
-/// The rows of a prompt for one KV head, before its cache has them.
-struct PromptRows<'a> {
-    first: usize,
-    /// `[m,d]`.
-    k_pre: ArrayView2<'a, f32>,
-    /// `[r,m,d]`.
-    q_rope: ArrayView3<'a, f32>,
-    /// `[first + m, d]`.
-    keys: ArrayView2<'a, f32>,
-    /// `[first + m, d]`.
-    values: ArrayView2<'a, f32>,
-    model_window: Option<usize>,
-}
-
-impl<'a> PromptRows<'a> {
-    /// KV head `c` of a layer's new keys, `[g,m,d]`, and of what the prompt attends.
-    fn of(k_pre: &'a Array3<f32>, context: &'a Context, c: usize, model_window: Option<usize>) -> Self {
-        let (g, m, _) = k_pre.dim();
-        let r = context.q_rope.len_of(Axis(0)) / g;
-        Self {
-            first: context.keys.len_of(Axis(1)) - m,
-            k_pre: k_pre.index_axis(Axis(0), c),
-            q_rope: context.q_rope.slice(s![c * r..(c + 1) * r, .., ..]),
-            keys: context.keys.index_axis(Axis(0), c),
-            values: context.values.index_axis(Axis(0), c),
-            model_window,
-        }
-    }
-
-    /// Puts the new rows into a cache.
-    fn cache(&self, kv: &mut KvHead) {
-        let last = self.q_rope.index_axis(Axis(1), self.q_rope.len_of(Axis(1)) - 1);
-        let query = last.mean_axis(Axis(0)).unwrap_or_default();
-        kv.prompt(
-            self.keys.view(),
-            self.values.view(),
-            &query.to_vec(),
-            attention::visible(self.keys.nrows() - 1, self.model_window),
-        );
-    }
-
-    /// What a method sees of them.
-    fn view<'b>(&'b self, kv: &'b KvHead) -> Prompt<'b> {
-        Prompt {
-            first: self.first,
-            k_pre: self.k_pre.view(),
-            q_rope: self.q_rope.view(),
-            keys: self.keys.view(),
-            values: self.values.view(),
-            kv,
-        }
-    }
-}
-
-/// One token's rows of one KV head: `[1,d]` and `[r,d]`.
-struct Token<'a> {
-    k_pre: ArrayView2<'a, f32>,
-    k_rope: ArrayView2<'a, f32>,
-    v: ArrayView2<'a, f32>,
-    q_pre: ArrayView2<'a, f32>,
-    q_rope: ArrayView2<'a, f32>,
-}
-
-impl<'a> Token<'a> {
-    /// KV head `c` with `r` query heads, of one trajectory's rows.
-    fn of(rows: &'a Rows, c: usize, r: usize, trajectory: usize) -> Self {
-        let own = s![c, trajectory..trajectory + 1, ..];
-        let group = s![c * r..(c + 1) * r, trajectory, ..];
-        Self {
-            k_pre: rows.k_pre.slice(own),
-            k_rope: rows.k_rope.slice(own),
-            v: rows.v.slice(own),
-            q_pre: rows.q_pre.slice(group),
-            q_rope: rows.q_rope.slice(group),
-        }
-    }
-
-    /// Puts key and value into a cache.
-    fn cache(&self, kv: &mut KvHead) {
-        kv.extend(self.k_rope.view(), self.v.view());
-    }
-
-    /// The step of a method, on a cache that holds the token.
-    fn step<'b>(&'b self, step: usize, set: &StaticSet, budget: Budget, kv: &'b KvHead) -> Step<'b> {
-        Step {
-            step,
-            visible: set.visible(),
-            candidates: set.candidates.clone(),
-            budget: budget.positions(set.visible().len()),
-            q_pre: self.q_pre.view(),
-            q_rope: self.q_rope.view(),
-            kv,
-        }
-    }
-}
-
-/// One decode step of one KV head: the method takes in the key, chooses, and sees what was attended.
-fn decode_head(
-    token: &Token,
-    step: &Step,
-    set: &StaticSet,
-    retriever: &mut dyn Retriever,
-    out: ArrayViewMut2<f32>,
-) -> Choice {
-    retriever.append(token.k_pre.view(), token.k_rope.view());
-    let choice = retriever.select(step);
-    attend(step, set, &choice, retriever, out);
-    choice
-}
-
-impl Context {
-    /// The rows of every position: earlier ones as the caches give them, one per KV head, then the new
-    /// keys and values, `[g,m,d]`.
-    fn join(q_rope: Array3<f32>, keys: Array3<f32>, values: Array3<f32>, caches: &[&KvHead]) -> Self {
-        Self {
-            q_rope,
-            keys: with_cached(keys, caches, KvHead::keys),
-            values: with_cached(values, caches, KvHead::values),
-        }
-    }
-}
-
-/// The rows of every position, `[g, first + m, d]`: earlier ones as the caches give them, then `new`,
-/// `[g,m,d]`.
-fn with_cached(
-    new: Array3<f32>,
-    caches: &[&KvHead],
-    rows: fn(&KvHead) -> &dyn attention::Rows,
-) -> Array3<f32> {
-    let first = caches.first().map_or(0, |kv| kv.len());
-    if first == 0 {
-        return new;
-    }
-    let (g, m, d) = new.dim();
-    let mut all = Array3::zeros((g, first + m, d));
-    all.slice_mut(s![.., first.., ..]).assign(&new);
-    let pairs = all.axis_iter_mut(Axis(0)).into_par_iter().zip(caches);
-    pairs.for_each(|(mut all, kv)| {
-        let cached = rows(kv);
-        let mut scratch = vec![0.0; d];
-        for (p, mut row) in all.rows_mut().into_iter().take(first).enumerate() {
-            row.assign(&ArrayView1::from(cached.row(p, &mut scratch)));
-        }
-    });
-    all
-}
-
-/// Attends the static set and what was chosen, out `[r,d]`; bypassed heads attend the sinks alone,
-/// joined with the result that their method gave.
-pub(crate) fn attend(
-    step: &Step,
-    set: &StaticSet,
-    choice: &Choice,
-    retriever: &mut dyn Retriever,
-    mut out: ArrayViewMut2<f32>,
-) {
-    let (keys, values) = (step.kv.keys(), step.kv.values());
-    let positions = set.merge(&choice.positions);
-    let own = |a: usize| choice.bypassed.get(a).and_then(Option::as_ref);
-    let (r, d) = step.q_rope.dim();
-    let attending: Vec<usize> = (0..r).filter(|a| own(*a).is_none()).collect();
-    if attending.len() == r && !retriever.observes(step) {
-        attention::decode(step.q_rope, keys, values, &positions, out);
-        return;
-    }
-    if attending.len() == r {
-        let (weights, _) = attention::decode_with_weights(step.q_rope, keys, values, &positions, out);
-        return retriever.observe(step, &positions, weights.view());
-    }
-    let mut weights = Array2::zeros((r, positions.len()));
-    let mut rows = Array2::zeros((attending.len(), d));
-    let queries = step.q_rope.select(Axis(0), &attending);
-    // Where no head attends them, no row is read.
-    let read = if attending.is_empty() { &[] } else { &positions[..] };
-    let (seen, _) = attention::decode_with_weights(queries.view(), keys, values, read, rows.view_mut());
-    for (i, &a) in attending.iter().enumerate() {
-        out.row_mut(a).assign(&rows.row(i));
-        weights.row_mut(a).assign(&seen.row(i));
-    }
-    let sinks: Vec<u32> = set.sinks.clone().map(|p| p as u32).collect();
-    for a in 0..r {
-        if let Some(rest) = own(a) {
-            let mut row = out.slice_mut(s![a..a + 1, ..]);
-            let query = step.q_rope.slice(s![a..a + 1, ..]);
-            let lse = attention::decode(query, keys, values, &sinks, row.view_mut());
-            let mut joined = row.row(0).to_vec();
-            attention::merge(&mut joined, lse[0], rest);
-            row.row_mut(0).assign(&ArrayView1::from(&joined));
-        }
-    }
-    retriever.observe(step, &positions, weights.view());
-}
-
 impl Totals {
     /// Adds what the heads of one layer did.
     fn add(&mut self, chosen: &[&Choice], set: &StaticSet, group: usize) {
@@ -526,57 +302,5 @@ impl Totals {
         self.read += step.read / layers as f64;
         self.products += step.products / layers as f64;
         self.bypassed += step.bypassed / layers as f64;
-    }
-}
-
-/// The positions that every step attends, and what is left to choose from.
-///
-/// The first `sinks` and the last `window` positions, as far as the model's own sliding window
-/// shows them.
-#[derive(Clone, Debug, PartialEq)]
-pub struct StaticSet {
-    sinks: Range<usize>,
-    /// Between the sinks and the window.
-    pub candidates: Range<usize>,
-    window: Range<usize>,
-}
-
-impl StaticSet {
-    /// The static set of the token at position `t`.
-    pub fn at(t: usize, model_window: Option<usize>, sinks: usize, window: usize) -> Self {
-        let Range { start, end } = attention::visible(t, model_window);
-        let window_start = end.saturating_sub(window).max(start);
-        let sinks_end = sinks.clamp(start, window_start);
-        Self {
-            sinks: start..sinks_end,
-            candidates: sinks_end..window_start,
-            window: window_start..end,
-        }
-    }
-
-    /// Everything that the model lets this token see.
-    pub fn visible(&self) -> Range<usize> {
-        self.sinks.start..self.window.end
-    }
-
-    /// Number of positions in the set.
-    pub fn len(&self) -> usize {
-        self.sinks.len() + self.window.len()
-    }
-
-    /// Whether the set is empty.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// The set with the chosen positions, ascending.
-    pub fn merge(&self, chosen: &[u32]) -> Vec<u32> {
-        debug_assert!(chosen.windows(2).all(|w| w[0] < w[1]));
-        debug_assert!(chosen.iter().all(|p| self.candidates.contains(&(*p as usize))));
-        let range = |r: &Range<usize>| r.start as u32..r.end as u32;
-        range(&self.sinks)
-            .chain(chosen.iter().copied())
-            .chain(range(&self.window))
-            .collect()
     }
 }

@@ -5,6 +5,8 @@
 //! differ by more than the [`Rounded::gap`] are in the order of their exact scores. The budget's last
 //! number therefore decides all keys but those close to it, and these alone are scored exactly.
 
+use std::ops::RangeInclusive;
+
 use ndarray::ArrayView2;
 
 use super::{GROUP, PATTERNS};
@@ -166,14 +168,12 @@ impl Scores {
         let last = last?;
         // Above: fewer than `need` are as good. Below: `need` are better.
         let close = last.saturating_sub(rounded.gap)..=last.saturating_add(rounded.gap);
-        let above = kept.iter().filter(|(_, sum)| sum > close.end()).count();
-        let between = kept.iter().filter(|(_, sum)| close.contains(sum));
-        let between: Vec<u32> = between.map(|(p, _)| *p).collect();
+        let (above, between) = split(&kept, close);
         let mut scored = self.of_all(rows, &between);
-        best(&mut scored, need - above);
+        best(&mut scored, need - above.len());
         let mut out: Vec<u32> = scored.into_iter().map(|(_, p)| p).collect();
         out.sort_unstable();
-        out.extend(kept.iter().filter(|(_, sum)| sum > close.end()).map(|(p, _)| *p));
+        out.extend(above);
         // Two ascending runs.
         out.sort();
         Some(out)
@@ -186,6 +186,21 @@ fn best(scored: &mut Vec<(f32, u32)>, count: usize) {
         scored.select_nth_unstable_by(count, |a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
         scored.truncate(count);
     }
+}
+
+/// The positions whose sums are above `close`, and those whose sums are within.
+fn split(kept: &[(u32, u32)], close: RangeInclusive<u32>) -> (Vec<u32>, Vec<u32>) {
+    let (mut above, mut within) = (vec![0; kept.len()], vec![0; kept.len()]);
+    let (mut a, mut w) = (0, 0);
+    // No branch: which way a sum goes is anybody's guess.
+    for (p, sum) in kept {
+        (above[a], within[w]) = (*p, *p);
+        a += usize::from(sum > close.end());
+        w += usize::from(close.contains(sum));
+    }
+    above.truncate(a);
+    within.truncate(w);
+    (above, within)
 }
 
 /// The largest sum that at least `need` of the kept ones have.

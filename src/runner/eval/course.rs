@@ -3,8 +3,9 @@
 use ndarray::{Array1, Array2, Axis};
 use rayon::prelude::*;
 
+use super::super::head::{Head, PromptRows, Token, decode_head, prefill_heads};
 use super::super::kv::{KvHead, KvType};
-use super::super::{Head, Options, PromptRows, StaticSet, Token, decode_head, prefill_heads};
+use super::super::{Options, StaticSet};
 use super::Variant;
 use super::judge::{Judge, Scores};
 use crate::compute::attention;
