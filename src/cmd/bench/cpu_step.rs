@@ -42,13 +42,16 @@ fn numbers(n: usize) -> Lines<u64> {
     values
 }
 
-/// GB/s of a loop that reads rows of `bytes` here and there, one in [`APART`], on all threads.
+/// GB/s of a loop that reads rows of `bytes` here and there, one in [`APART`], on all threads. No row is read twice
+/// before all others were: few rows read again and again would stay in a cache.
 pub fn scattered(bytes: usize, runs: usize) -> f64 {
     let width = bytes / 8;
     let values = numbers(ROTATED_BYTES / 8);
     let mut rng = ChaCha8Rng::seed_from_u64(0);
-    let all = 0..(values.len() / width) as u32;
-    let rows: Vec<u32> = all.filter(|_| rng.r#gen::<usize>() % APART == 0).collect();
+    let mut parts = vec![Vec::new(); APART];
+    for i in 0..(values.len() / width) as u32 {
+        parts[rng.r#gen::<usize>() % APART].push(i);
+    }
     let row = |i: u32| &values[i as usize * width..][..width];
     let sum = |part: &[u32]| {
         let coming = part.iter().skip(AHEAD).map(Some).chain(std::iter::repeat(None));
@@ -59,14 +62,13 @@ pub fn scattered(bytes: usize, runs: usize) -> f64 {
             row(*i).iter().fold(sum, |a, b| a ^ b)
         })
     };
-    let time = || {
+    let rate = |rows: &Vec<u32>| {
         let start = Instant::now();
         let sum = rows.par_chunks(1 << 10).map(sum).reduce(|| 0, |a, b| a ^ b);
         std::hint::black_box(sum);
-        start.elapsed().as_secs_f64()
+        (rows.len() * bytes) as f64 / start.elapsed().as_secs_f64() * 1e-9
     };
-    let times = (0..runs.max(3)).map(|_| time()).collect();
-    (rows.len() * bytes) as f64 / median(times) * 1e-9
+    median(parts.iter().cycle().take(runs.max(APART)).map(rate).collect())
 }
 
 struct CpuStep {
