@@ -169,7 +169,12 @@ mod tests {
             if n > 2 {
                 (values[1], values[2]) = (f32::NAN, -0.0);
             }
-            for threshold in [0.0, 7.5, f32::INFINITY, f32::MIN_POSITIVE] {
+            let maxima: Vec<f32> = values
+                .chunks(BLOCK)
+                .map(|block| block.iter().copied().fold(f32::NEG_INFINITY, f32::max))
+                .collect();
+            let some = [0.0, 7.5, f32::INFINITY, f32::MIN_POSITIVE];
+            for threshold in some.iter().chain(maxima.iter().take(5)).copied() {
                 let expected = |w: usize| {
                     let bit = |l: usize| w * WORD + l < n && values[w * WORD + l] >= threshold;
                     (0..WORD).fold(0u64, |bits, l| bits | u64::from(bit(l)) << l)
@@ -181,10 +186,6 @@ mod tests {
                 found.clear();
                 with_any(&values, threshold, &mut found);
                 assert_eq!(found, expected, "{n}");
-                let maxima: Vec<f32> = values
-                    .chunks(BLOCK)
-                    .map(|block| block.iter().copied().fold(f32::NEG_INFINITY, f32::max))
-                    .collect();
                 at_least_in_blocks(&values, &maxima, threshold, &mut found);
                 assert_eq!(found, expected, "{n}");
                 let listed: Vec<usize> = places(&found).collect();

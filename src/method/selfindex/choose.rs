@@ -470,4 +470,28 @@ mod tests {
             assert!(behind > 1000 && rounded.gap < 40, "{behind} {}", rounded.gap);
         }
     }
+    /// Every entry is rounded as badly as can be: the better row has the lower sum, by nearly the gap.
+    #[test]
+    fn the_worst_of_roundings_is_within_the_gap() {
+        let d = 128;
+        let query = Array2::from_shape_fn((1, d), |(_, j)| if j % GROUP == 0 { 1.0 } else { 0.0 });
+        let entry = |pattern: usize| {
+            [0.0, 255.0, 10.51, 10.49, 11.49]
+                .get(pattern)
+                .copied()
+                .unwrap_or(0.0)
+        };
+        let centroids: Vec<f32> = (0..d * PATTERNS).map(|i| entry(i / GROUP % PATTERNS)).collect();
+        let scores = Scores::new(query.view(), &centroids);
+        let mut rows = vec![[0u8; 16]; 3000];
+        rows[100] = [0x22; 16];
+        rows[200] = [0x33; 16];
+        rows[200][0] = 0x34;
+        let rows = rows.as_flattened();
+        let rounded = Rounded::of(&scores.groups).unwrap();
+        let sums = rounded.at_least(rows, scores.width(), 1, &[]);
+        assert_eq!(sums, [(100, 32 * 11), (200, 31 * 10 + 11)]);
+        assert!(rounded.gap < 34, "{}", rounded.gap);
+        assert_eq!(scores.choose(rows, Vec::new(), 1, Ranking::Fast), [200]);
+    }
 }
