@@ -241,3 +241,95 @@ pub(crate) fn attend(
     }
     retriever.observe(step, &positions, weights.view());
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::kv::KvType;
+    use super::super::packed::Center;
+    use super::*;
+    use crate::compute::attention::Partial;
+    use crate::testing::values;
+
+    /// Keeps what it is told.
+    #[derive(Clone)]
+    struct Witness {
+        observes: bool,
+        told: Vec<(Vec<u32>, Array2<f32>)>,
+    }
+
+    impl Retriever for Witness {
+        fn select(&mut self, _: &Step) -> Choice {
+            Choice::default()
+        }
+
+        fn observes(&self, _: &Step) -> bool {
+            self.observes
+        }
+
+        fn observe(&mut self, _: &Step, positions: &[u32], weights: ArrayView2<f32>) {
+            self.told.push((positions.to_vec(), weights.to_owned()));
+        }
+
+        fn fork(&self) -> Box<dyn Retriever> {
+            Box::new(self.clone())
+        }
+    }
+
+    #[test]
+    fn a_method_is_told_what_was_attended_where_it_asks() {
+        let (n, r, d) = (40, 3, 16);
+        let of = |rows: usize, seed| Array2::from_shape_vec((rows, d), values(rows * d, seed)).unwrap();
+        let mut kv = KvHead::new(KvType::F32, d, n, Center::Median);
+        kv.extend(of(n, 1).view(), of(n, 2).view());
+        let (q, set) = (of(r, 3), StaticSet::at(n - 1, None, 4, 8));
+        let step = Step {
+            step: 0,
+            visible: set.visible(),
+            candidates: set.candidates.clone(),
+            budget: 2,
+            q_pre: q.view(),
+            q_rope: q.view(),
+            kv: &kv,
+        };
+        let run = |observes: bool, bypassed: Vec<Option<Partial>>| {
+            let mut witness = Witness {
+                observes,
+                told: Vec::new(),
+            };
+            let choice = Choice {
+                positions: vec![10, 20],
+                bypassed,
+                ..Choice::default()
+            };
+            let mut out = Array2::zeros((r, d));
+            attend(&step, &set, &choice, &mut witness, out.view_mut());
+            (out, witness.told)
+        };
+        let positions = set.merge(&[10, 20]);
+        let (plain, told) = run(false, Vec::new());
+        assert!(told.is_empty() && plain.iter().all(|x| *x != 0.0));
+        let (out, told) = run(true, Vec::new());
+        assert_eq!(out, plain);
+        let [(attended, weights)] = &told[..] else {
+            panic!("told {} times", told.len())
+        };
+        assert_eq!((attended, weights.dim()), (&positions, (r, positions.len())));
+        assert!(
+            weights
+                .rows()
+                .into_iter()
+                .all(|row| (row.sum() - 1.0).abs() < 1e-6)
+        );
+        // A head that was bypassed attended the sinks alone, of which nothing is told.
+        let rest = Partial {
+            output: vec![0.5; d],
+            lse: 0.0,
+        };
+        let (out, told) = run(true, vec![None, Some(rest), None]);
+        let seen = &told[0].1;
+        assert_eq!((seen.row(0), seen.row(2)), (weights.row(0), weights.row(2)));
+        assert!(seen.row(1).iter().all(|w| *w == 0.0));
+        assert_eq!((out.row(0), out.row(2)), (plain.row(0), plain.row(2)));
+        assert_ne!(out.row(1), plain.row(1));
+    }
+}
