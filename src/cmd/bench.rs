@@ -161,18 +161,21 @@ fn bench_kmeans(args: &KMeansArgs, global: &Global) -> Result<()> {
     if global.json {
         return print_json(&json!({ "rows": [row] }));
     }
-    let number = |name: &str| row[name].as_f64().unwrap_or(0.0);
-    print(&format!(
-        "kmeans {shape}: median {:.3} s of {} (min {:.3}, max {:.3}), seeding {:.3} s, a pass {:.4} s, \
-         {:.0} GFLOP/s nominal, inertia {inertia:.6e}\n",
-        number("median_s"),
-        times.len(),
-        number("min_s"),
-        number("max_s"),
-        number("seed_s"),
-        number("pass_s"),
-        number("gflops"),
-    ))
+    let number = |name: &str| number(&row, name);
+    print_row(
+        &row,
+        &format!(
+            "median {:.3} s of {} (min {:.3}, max {:.3}), seeding {:.3} s, a pass {:.4} s, \
+         {:.0} GFLOP/s nominal, inertia {inertia:.6e}",
+            number("median_s"),
+            times.len(),
+            number("min_s"),
+            number("max_s"),
+            number("seed_s"),
+            number("pass_s"),
+            number("gflops"),
+        ),
+    )
 }
 
 /// One timed fit of all heads, in as many groups as the device asks for; seconds.
@@ -253,6 +256,17 @@ fn row(name: &str, shape: &str, device: &str, times: &mut [f64], flop: f64) -> V
         "gflops": flop / median * 1e-9,
         "peak_bytes": peak_bytes(),
     })
+}
+
+/// A number of a result row.
+fn number(row: &Value, name: &str) -> f64 {
+    row[name].as_f64().unwrap_or(0.0)
+}
+
+/// Prints what a result row is of, and what it says.
+fn print_row(row: &Value, says: &str) -> Result<()> {
+    let text = |name: &str| row[name].as_str().unwrap_or("");
+    print(&format!("{} ({}): {says}\n", text("name"), text("shape")))
 }
 
 fn read_points(path: &Path) -> Result<Array2<f32>> {

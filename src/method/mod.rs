@@ -368,7 +368,7 @@ pub enum Ranking {
     /// Whatever is fastest: tables in registers, lists of positions.
     #[default]
     Fast,
-    /// As the equations read: every position's score in f32, one by one.
+    /// Every position's score in f32, one by one: the reference of what is faster.
     Plain,
 }
 

@@ -6,9 +6,9 @@ use std::str::FromStr;
 
 use serde_json::{Value, json};
 
-use super::{cpu_step, cuda_step, median, peak_bytes};
+use super::{cpu_step, cuda_step, median, number, peak_bytes, print_row};
 use crate::cli::{Global, at_least_one};
-use crate::cmd::{print, print_json};
+use crate::cmd::print_json;
 use crate::error::{Error, Result};
 use crate::method::{Choice, MethodName, Ranking, a2ats, lfps};
 use crate::runner::StaticSet;
@@ -375,7 +375,7 @@ pub fn run(args: &DecodeArgs, attends: bool, global: &Global) -> Result<()> {
             row["scored_share"] = json!(share);
         }
         if !global.json {
-            print_row(&row)?;
+            print_times(&row)?;
         }
         rows.push(row);
     }
@@ -438,17 +438,17 @@ fn row(setting: &Setting, device: &str, mut times: Vec<f64>, bytes: usize, bandw
     })
 }
 
-fn print_row(row: &Value) -> Result<()> {
-    let number = |name: &str| row[name].as_f64().unwrap_or(0.0);
-    let text = |name: &str| row[name].as_str().unwrap_or("").to_owned();
-    print(&format!(
-        "{} ({}): median {:.1} us (min {:.1}, max {:.1}), {:.1} GB/s, {:.0} % of a plain read loop\n",
-        text("name"),
-        text("shape"),
-        1e6 * number("median_s"),
-        1e6 * number("min_s"),
-        1e6 * number("max_s"),
-        number("gbytes_per_s"),
-        100.0 * number("bandwidth_share"),
-    ))
+fn print_times(row: &Value) -> Result<()> {
+    let number = |name: &str| number(row, name);
+    print_row(
+        row,
+        &format!(
+            "median {:.1} us (min {:.1}, max {:.1}), {:.1} GB/s, {:.0} % of a plain read loop",
+            1e6 * number("median_s"),
+            1e6 * number("min_s"),
+            1e6 * number("max_s"),
+            number("gbytes_per_s"),
+            100.0 * number("bandwidth_share"),
+        ),
+    )
 }

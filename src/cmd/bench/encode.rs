@@ -3,7 +3,7 @@
 use ndarray::Axis;
 use serde_json::json;
 
-use super::product::{Product, print_row, seconds, set_against};
+use super::product::{Product, print_rate, seconds, set_against};
 use super::{random_points, row};
 use crate::cli::{Device, Global, at_least_one};
 use crate::cmd::print_json;
@@ -60,6 +60,6 @@ pub fn run(args: &EncodeArgs, global: &Global) -> Result<()> {
     set_against(&mut result, rates.split_off(1));
     match global.json {
         true => print_json(&json!({ "rows": [result] })),
-        false => print_row(&result),
+        false => print_rate(&result),
     }
 }

@@ -6,9 +6,9 @@ use std::time::Instant;
 use serde_json::{Value, json};
 
 use super::decode::{Caches, SINKS, WINDOW, parse_context};
-use super::{cuda_step, median, peak_bytes};
+use super::{cuda_step, median, number, peak_bytes, print_row};
 use crate::cli::{Device, Global, at_least_one};
-use crate::cmd::{print, print_json};
+use crate::cmd::print_json;
 use crate::compute::cuda::Cuda;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::model::Body;
@@ -96,7 +96,7 @@ pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
                     match measure(driver, args, global, config.clone(), &setting, bandwidth) {
                         Ok(row) => {
                             if !global.json {
-                                print_row(&row)?;
+                                print_times(&row)?;
                             }
                             rows.push(row);
                         }
@@ -213,18 +213,18 @@ fn configs(args: &ModelArgs) -> Result<Vec<(String, ModelConfig)>> {
     args.shapes.iter().map(config).collect()
 }
 
-fn print_row(row: &Value) -> Result<()> {
-    let number = |name: &str| row[name].as_f64().unwrap_or(0.0);
-    let text = |name: &str| row[name].as_str().unwrap_or("").to_owned();
-    print(&format!(
-        "{} ({}): median {:.3} ms a step (min {:.3}, max {:.3}), {:.1} tokens/s, {:.1} GB/s, {:.0} % of a plain read loop\n",
-        text("name"),
-        text("shape"),
-        1e3 * number("median_s"),
-        1e3 * number("min_s"),
-        1e3 * number("max_s"),
-        number("tokens_per_s"),
-        number("gbytes_per_s"),
-        100.0 * number("bandwidth_share"),
-    ))
+fn print_times(row: &Value) -> Result<()> {
+    let number = |name: &str| number(row, name);
+    print_row(
+        row,
+        &format!(
+            "median {:.3} ms a step (min {:.3}, max {:.3}), {:.1} tokens/s, {:.1} GB/s, {:.0} % of a plain read loop",
+            1e3 * number("median_s"),
+            1e3 * number("min_s"),
+            1e3 * number("max_s"),
+            number("tokens_per_s"),
+            number("gbytes_per_s"),
+            100.0 * number("bandwidth_share"),
+        ),
+    )
 }

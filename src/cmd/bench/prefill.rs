@@ -4,7 +4,7 @@ use ndarray::{Array2, Array3, Axis};
 use serde_json::{Value, json};
 
 use super::decode::parse_context;
-use super::product::{Product, print_row, seconds, set_against};
+use super::product::{Product, print_rate, seconds, set_against};
 use super::{random_points, row};
 use crate::cli::{Device, Global, at_least_one};
 use crate::cmd::print_json;
@@ -167,7 +167,7 @@ impl Bench<'_> {
         let mut result = row(&format!("prefill {name}"), shape, "cpu", &mut times, flop);
         set_against(&mut result, rates);
         if !self.global.json {
-            print_row(&result)?;
+            print_rate(&result)?;
         }
         Ok(result)
     }

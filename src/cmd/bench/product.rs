@@ -6,8 +6,7 @@ use ndarray::{Array2, Axis};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
-use super::{median, random_points};
-use crate::cmd::print;
+use super::{median, number, print_row, random_points};
 use crate::compute::gemm;
 use crate::error::Result;
 
@@ -22,22 +21,22 @@ pub fn seconds(work: impl FnOnce()) -> f64 {
 pub fn set_against(result: &mut Value, rates: Vec<f64>) {
     let rate = median(rates);
     result["gemm_gflops"] = json!(rate);
-    result["gemm_share"] = json!(result["gflops"].as_f64().unwrap_or(0.0) / rate);
+    result["gemm_share"] = json!(number(result, "gflops") / rate);
 }
 
 /// Prints such a result.
-pub fn print_row(result: &Value) -> Result<()> {
-    let number = |name: &str| result[name].as_f64().unwrap_or(0.0);
-    let text = |name: &str| result[name].as_str().unwrap_or("").to_owned();
-    print(&format!(
-        "{} ({}): {:.2} ms, {:.0} GFLOP/s, {:.0} % of a plain product's {:.0}\n",
-        text("name"),
-        text("shape"),
-        number("median_s") * 1e3,
-        number("gflops"),
-        number("gemm_share") * 100.0,
-        number("gemm_gflops"),
-    ))
+pub fn print_rate(row: &Value) -> Result<()> {
+    let number = |name: &str| number(row, name);
+    print_row(
+        row,
+        &format!(
+            "{:.2} ms, {:.0} GFLOP/s, {:.0} % of a plain product's {:.0}",
+            number("median_s") * 1e3,
+            number("gflops"),
+            number("gemm_share") * 100.0,
+            number("gemm_gflops"),
+        ),
+    )
 }
 
 /// Square matrices whose product is timed, a part of the rows per thread.

@@ -229,11 +229,8 @@ impl Scratch {
             let start = row % task.r * task.d;
             for (b, side) in task.sides().enumerate() {
                 let mut target = part.slice_mut(s![row / task.r, start + side.start..start + side.end]);
-                let from = &self.out[b * stacked + row].0;
-                match target.as_slice_mut() {
-                    Some(target) => target.iter_mut().zip(from).for_each(|(o, x)| *o = x * inverse),
-                    None => target.iter_mut().zip(from).for_each(|(o, x)| *o = x * inverse),
-                }
+                let from = ArrayView1::from(&self.out[b * stacked + row].0[..side.len()]);
+                target.zip_mut_with(&from, |o, x| *o = x * inverse);
             }
         }
     }

@@ -32,7 +32,7 @@ pub fn decode(
     positions: &[u32],
     out: ArrayViewMut2<f32>,
 ) -> Vec<f32> {
-    pieces(q, keys, values, positions, None, out)
+    attend(q, keys, values, positions, None, out)
 }
 
 /// [`decode`], with the softmax weights `[r, positions]` before the log-sum-exp.
@@ -44,12 +44,12 @@ pub fn decode_with_weights(
     out: ArrayViewMut2<f32>,
 ) -> (Array2<f32>, Vec<f32>) {
     let mut weights = Array2::zeros((q.nrows(), positions.len()));
-    let lse = pieces(q, keys, values, positions, Some(weights.view_mut()), out);
+    let lse = attend(q, keys, values, positions, Some(weights.view_mut()), out);
     (weights, lse)
 }
 
 /// [`decode`], piece by piece; `weights` are wanted where they are given.
-fn pieces(
+fn attend(
     q: ArrayView2<f32>,
     keys: &dyn Rows,
     values: &dyn Rows,

@@ -1,0 +1,120 @@
+//! Scores rounded to u8, and the scan that adds them up.
+
+use super::super::PATTERNS;
+use crate::compute::signs::{self, MOST_GROUPS};
+
+/// Rows of a scan that are judged together; their sums stay in the cache.
+pub(super) const CHUNK: usize = 4096;
+/// One chunk in so many, in parts of [`SAMPLED`] rows, tells what the budget's last number will be about.
+pub(super) const SAMPLE: usize = 16;
+/// Rows of a part of the sample.
+pub(super) const SAMPLED: usize = 256;
+/// Largest relative error of one rounding in f32.
+const UNIT: f64 = 1.0 / (1u64 << 24) as f64;
+
+/// The scores of patterns, rounded.
+pub(super) struct Rounded {
+    tables: signs::Tables,
+    /// Two keys whose sums differ by more are in the order of their scores.
+    pub gap: u32,
+    /// Most that a sum can be.
+    most: usize,
+}
+
+impl Rounded {
+    /// Rounds scores `[groups,16]`; none where some are not finite or all of a group are equal in every group,
+    /// or where sums could leave 16 bits.
+    ///
+    /// # Numerics
+    /// An entry x of a group with least entry m is `m + step q + e`, with one step for all groups, so a sum of
+    /// entries is `sum m + step sum q + sum e`, where the sum of the e is between those of the least and of the
+    /// largest e of every group. In f32 a score takes at most one addition per byte to each of its entries: it
+    /// is within `w u / (1 - w u)` of that sum, times the sum of the largest magnitudes (u = 2^-24). Two sums of
+    /// q that differ by more than the two ranges, in steps, therefore tell the order of the scores.
+    pub fn of(groups: &[[f32; PATTERNS]]) -> Option<Self> {
+        let wide = |table: &[f32; PATTERNS]| table.map(f64::from);
+        let least = |table: &[f64; PATTERNS]| table.iter().copied().fold(f64::INFINITY, f64::min);
+        let largest = |table: &[f64; PATTERNS]| table.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let finite = groups.iter().flatten().all(|x| x.is_finite());
+        let wide: Vec<[f64; PATTERNS]> = groups.iter().map(wide).collect();
+        let ranges = wide.iter().map(|table| largest(table) - least(table));
+        let step = ranges.fold(0.0, f64::max) / 255.0;
+        let magnitude: f64 = wide.iter().map(|table| largest(table).max(-least(table))).sum();
+        if !finite || step <= 0.0 || magnitude > f64::from(f32::MAX) / 4.0 || groups.len() > MOST_GROUPS {
+            return None;
+        }
+        let mut errors = 0.0;
+        let tables: Vec<[u8; PATTERNS]> = wide
+            .iter()
+            .map(|table| {
+                let from = least(table);
+                let rounded = table.map(|x| ((x - from) / step).round().clamp(0.0, 255.0));
+                let error: [f64; PATTERNS] = std::array::from_fn(|p| table[p] - from - step * rounded[p]);
+                errors += largest(&error) - least(&error);
+                rounded.map(|q| q as u8)
+            })
+            .collect();
+        let w = groups.len().div_ceil(2) as f64 + 1.0;
+        // The last term is for what is computed here in f64: a few of its roundings per entry.
+        let roundings = 2.0 * (w * UNIT / (1.0 - w * UNIT)) + 1e-12;
+        let most = tables
+            .iter()
+            .map(|table| usize::from(table.iter().copied().max().unwrap_or(0)));
+        Some(Self {
+            gap: ((errors + roundings * magnitude) / step).ceil().min(65_535.0) as u32,
+            most: most.sum(),
+            tables: signs::Tables::new(&tables),
+        })
+    }
+
+    /// A limit that most likely leaves a little more than what the `need` best of the rows could be: from a
+    /// sample, four deviations below what it says.
+    pub fn likely_limit(&self, rows: &[u8], width: usize, need: usize) -> u16 {
+        let mut counts = vec![0usize; self.most + 1];
+        let mut sums = [0; SAMPLED];
+        let mut seen = 0;
+        for rows in rows.chunks(SAMPLE * SAMPLED * width) {
+            let rows = &rows[..rows.len().min(SAMPLED * width)];
+            let sums = &mut sums[..rows.len() / width];
+            self.tables.sums(rows, sums);
+            sums.iter().for_each(|sum| counts[usize::from(*sum)] += 1);
+            seen += sums.len();
+        }
+        let expected = need as f64 * seen as f64 / (rows.len() / width) as f64;
+        let wanted = (expected + 4.0 * expected.sqrt()) as usize + 4;
+        let last = from_the_top(&counts, wanted).unwrap_or(0);
+        u16::try_from(last)
+            .unwrap_or(0)
+            .saturating_sub(self.gap.min(65_535) as u16)
+    }
+
+    /// The rows whose sums are at least `limit` and that are not `fixed` (ascending): place and sum, by
+    /// ascending place.
+    pub fn at_least(&self, rows: &[u8], width: usize, limit: u16, fixed: &[u32]) -> Vec<(u32, u32)> {
+        let mut sums = [0; CHUNK];
+        let (mut found, mut out) = (Vec::new(), Vec::new());
+        let mut fixed = fixed.iter().copied().peekable();
+        for (chunk, rows) in rows.chunks(CHUNK * width).enumerate() {
+            let sums = &mut sums[..rows.len() / width];
+            self.tables.sums(rows, sums);
+            signs::at_least(sums, limit, &mut found);
+            for key in &found {
+                let place = (chunk * CHUNK) as u32 + (key & 0xffff);
+                while fixed.next_if(|p| *p < place).is_some() {}
+                if fixed.peek() != Some(&place) {
+                    out.push((place, key >> 16));
+                }
+            }
+        }
+        out
+    }
+}
+
+/// The largest index from which on the counts add up to at least `need`.
+pub(super) fn from_the_top(counts: &[usize], need: usize) -> Option<usize> {
+    let mut seen = 0;
+    counts.iter().rposition(|count| {
+        seen += count;
+        seen >= need
+    })
+}
