@@ -14,6 +14,11 @@ const COLUMNS: usize = 16;
 /// Rows that are brought to [`COLUMNS`] bytes at a time.
 const TILE: usize = 256;
 
+/// Rows that are asked for before they are read: those of a few pages ahead, where no machine foresees them.
+const AHEAD: usize = 512;
+/// See [`at_least`].
+pub const ROOM: usize = 16;
+
 /// The tables of a byte: low and high bits.
 type Pair = [[u8; PATTERNS]; 2];
 
@@ -88,21 +93,16 @@ fn plain(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
     }
 }
 
-/// The sums of at least `limit`: `sum << 16 | place`, by ascending place; `out` is emptied first.
+/// Writes the sums of at least `limit` as `sum << 16 | place`, by ascending place; returns how many they are.
 ///
-/// `sums` has at most 65536.
-pub fn at_least(sums: &[u16], limit: u16, out: &mut Vec<u32>) {
-    // One more than can be kept, so that every sum may be written before it is judged.
-    out.resize(sums.len() + COLUMNS, 0);
+/// `sums` has at most 65536, and `out` has room for [`ROOM`] more: every sum is written before it is judged.
+pub fn at_least(sums: &[u16], limit: u16, out: &mut [u32]) -> usize {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx512f") {
         // SAFETY: the machine has AVX-512F.
-        let len = unsafe { x86::at_least(sums, limit, out) };
-        out.truncate(len);
-        return;
+        return unsafe { x86::at_least(sums, limit, out) };
     }
-    let len = keep(sums, 0, limit, out, 0);
-    out.truncate(len);
+    keep(sums, 0, limit, out, 0)
 }
 
 /// Writes what [`at_least`] keeps from `from` on behind the first `len`; returns the new length.
@@ -118,7 +118,7 @@ fn keep(sums: &[u16], from: usize, limit: u16, out: &mut [u32], mut len: usize) 
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{COLUMNS, PATTERNS, Pair, keep, plain};
+    use super::{AHEAD, COLUMNS, PATTERNS, Pair, keep, plain};
 
     /// For a machine that has AVX-512BW.
     pub fn with_avx512(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
@@ -155,8 +155,11 @@ mod x86 {
         for (block, out) in blocks.iter().zip(outs) {
             let mut r = [low; COLUMNS];
             for (i, r) in r.iter_mut().enumerate() {
-                // SAFETY: 16 loads of 64 bytes each out of 1024.
-                *r = unsafe { _mm512_loadu_si512(block.as_ptr().add(4 * i).cast()) };
+                // SAFETY: 16 loads of 64 bytes each out of 1024; a prefetch accesses nothing.
+                *r = unsafe {
+                    _mm_prefetch::<_MM_HINT_T0>(block.as_ptr().wrapping_add(4 * i + AHEAD).cast());
+                    _mm512_loadu_si512(block.as_ptr().add(4 * i).cast())
+                };
             }
             // Four perfect shuffles transpose 16 rows of 16 bytes in each quarter.
             let r = shuffle_512(shuffle_512(shuffle_512(shuffle_512(r))));
@@ -203,8 +206,13 @@ mod x86 {
         for (block, out) in blocks.iter().zip(outs) {
             let mut r = [low; COLUMNS];
             for (i, r) in r.iter_mut().enumerate() {
-                // SAFETY: 16 loads of 32 bytes each out of 512.
-                *r = unsafe { _mm256_loadu_si256(block.as_ptr().add(2 * i).cast()) };
+                // SAFETY: 16 loads of 32 bytes each out of 512; a prefetch accesses nothing.
+                *r = unsafe {
+                    if i % 2 == 0 {
+                        _mm_prefetch::<_MM_HINT_T0>(block.as_ptr().wrapping_add(2 * i + AHEAD).cast());
+                    }
+                    _mm256_loadu_si256(block.as_ptr().add(2 * i).cast())
+                };
             }
             let r = shuffle_256(shuffle_256(shuffle_256(shuffle_256(r))));
             let (mut all, mut odd) = (_mm256_setzero_si256(), _mm256_setzero_si256());
@@ -267,7 +275,7 @@ mod x86 {
         [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p]
     }
 
-    /// [`super::at_least`] into `out`, which has room for 16 more than there are sums; returns how many are kept.
+    /// [`super::at_least`].
     #[target_feature(enable = "avx512f")]
     pub fn at_least(sums: &[u16], limit: u16, out: &mut [u32]) -> usize {
         let mut place = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -421,10 +429,9 @@ mod tests {
             for limit in [0, 1, 30_000, sums.iter().copied().max().unwrap_or(0), u16::MAX] {
                 let kept = sums.iter().enumerate().filter(|(_, sum)| **sum >= limit);
                 let expected: Vec<u32> = kept.map(|(i, sum)| u32::from(*sum) << 16 | i as u32).collect();
-                let mut found = vec![1, 2];
-                at_least(&sums, limit, &mut found);
-                assert_eq!(found, expected, "{n} {limit}");
-                let mut room = vec![0; n + 1];
+                let mut room = vec![0; n + ROOM];
+                let len = at_least(&sums, limit, &mut room);
+                assert_eq!(room[..len], expected, "{n} {limit}");
                 let len = keep(&sums, 0, limit, &mut room, 0);
                 assert_eq!(room[..len], expected, "{n} {limit}");
             }

@@ -7,11 +7,13 @@
 
 mod rounded;
 
+use std::cmp::Ordering;
 use std::ops::RangeInclusive;
 
 use ndarray::ArrayView2;
 
 use super::{GROUP, PATTERNS};
+use crate::compute::attention::prefetch;
 use crate::method::Ranking;
 use rounded::Rounded;
 
@@ -20,7 +22,7 @@ const BYTES: usize = PATTERNS * PATTERNS;
 /// Fewer candidates are scored one by one.
 const LEAST: usize = 2048;
 /// Rows whose exact scores are summed side by side.
-const AT_ONCE: usize = 8;
+const AT_ONCE: usize = 4;
 
 /// What the group's mean query gives every pattern.
 ///
@@ -82,13 +84,18 @@ impl Scores {
     fn of_all(&self, rows: &[u8], places: &[u32]) -> Vec<(f32, u32)> {
         let mut out = Vec::with_capacity(places.len());
         let (blocks, rest) = places.as_chunks::<AT_ONCE>();
+        let mut coming = places.iter().skip(2 * AT_ONCE);
         for places in blocks {
+            for p in coming.by_ref().take(AT_ONCE) {
+                prefetch(self.row(rows, *p));
+            }
             // The sums of some rows side by side, each in its order.
-            let of: [&[u8]; AT_ONCE] = places.map(|p| self.row(rows, p));
+            let [a, b, c, d] = places.map(|p| self.row(rows, p));
+            let cells = a.iter().zip(b).zip(c.iter().zip(d));
             let mut sums = [-0.0f32; AT_ONCE];
-            for (b, table) in self.bytes.as_chunks::<BYTES>().0.iter().enumerate() {
-                for (sum, row) in sums.iter_mut().zip(&of) {
-                    *sum += table[usize::from(row[b])];
+            for (table, ((a, b), (c, d))) in self.bytes.as_chunks::<BYTES>().0.iter().zip(cells) {
+                for (sum, byte) in sums.iter_mut().zip([a, b, c, d]) {
+                    *sum += table[usize::from(*byte)];
                 }
             }
             out.extend(sums.into_iter().zip(places.iter().copied()));
@@ -124,6 +131,9 @@ impl Scores {
             (_, Ranking::Plain) => None,
         };
         let others = scanned.unwrap_or_else(|| self.plain(rows, &fixed, need));
+        if fixed.is_empty() {
+            return others;
+        }
         // Two ascending runs.
         fixed.extend(others);
         fixed.sort();
@@ -162,38 +172,49 @@ impl Scores {
         let last = last?;
         // Above: fewer than `need` are as good. Below: `need` are better.
         let close = last.saturating_sub(rounded.gap)..=last.saturating_add(rounded.gap);
-        let (above, between) = split(&kept, close);
-        let mut scored = self.of_all(rows, &between);
-        best(&mut scored, need - above.len());
-        let mut out: Vec<u32> = scored.into_iter().map(|(_, p)| p).collect();
-        out.sort_unstable();
-        out.extend(above);
-        // Two ascending runs.
-        out.sort();
+        let (above, within) = part(&kept, &close);
+        let scored = self.of_all(rows, &within);
+        let worst = *scored.clone().select_nth_unstable_by(need - above - 1, order).1;
+        let mut chosen: Vec<bool> = scored.iter().map(|s| order(s, &worst).is_le()).collect();
+        // For what comes behind the last of those within.
+        chosen.push(false);
+        let mut out = vec![0; kept.len()];
+        let (mut len, mut at) = (0, 0);
+        for (p, sum) in &kept {
+            let within = close.contains(sum);
+            out[len] = *p;
+            len += usize::from((sum > close.end()) | (within & chosen[at]));
+            at += usize::from(within);
+        }
+        out.truncate(len);
         Some(out)
     }
 }
 
-/// Leaves the `count` best of what is scored, in any order; the lower position on ties.
+/// The better first; the lower position on ties.
+fn order(a: &(f32, u32), b: &(f32, u32)) -> Ordering {
+    b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
+}
+
+/// Leaves the `count` best of what is scored, in any order.
 fn best(scored: &mut Vec<(f32, u32)>, count: usize) {
     if count < scored.len() {
-        scored.select_nth_unstable_by(count, |a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+        scored.select_nth_unstable_by(count, order);
         scored.truncate(count);
     }
 }
 
-/// The positions whose sums are above `close`, and those whose sums are within.
-fn split(kept: &[(u32, u32)], close: RangeInclusive<u32>) -> (Vec<u32>, Vec<u32>) {
-    let (mut above, mut within) = (vec![0; kept.len()], vec![0; kept.len()]);
-    let (mut a, mut w) = (0, 0);
+/// How many sums are above `close`, and the positions of those within.
+fn part(kept: &[(u32, u32)], close: &RangeInclusive<u32>) -> (usize, Vec<u32>) {
+    let mut within = vec![0; kept.len()];
+    let (mut above, mut len) = (0, 0);
     // No branch: which way a sum goes is anybody's guess.
     for (p, sum) in kept {
-        (above[a], within[w]) = (*p, *p);
-        a += usize::from(sum > close.end());
-        w += usize::from(close.contains(sum));
+        within[len] = *p;
+        above += usize::from(sum > close.end());
+        len += usize::from(close.contains(sum));
     }
-    above.truncate(a);
-    within.truncate(w);
+    within.truncate(len);
     (above, within)
 }
 

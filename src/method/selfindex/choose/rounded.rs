@@ -92,18 +92,21 @@ impl Rounded {
     /// ascending place.
     pub fn at_least(&self, rows: &[u8], width: usize, limit: u16, fixed: &[u32]) -> Vec<(u32, u32)> {
         let mut sums = [0; CHUNK];
-        let (mut found, mut out) = (Vec::new(), Vec::new());
+        let (mut found, mut out) = (vec![0; CHUNK + signs::ROOM], Vec::new());
         let mut fixed = fixed.iter().copied().peekable();
         for (chunk, rows) in rows.chunks(CHUNK * width).enumerate() {
+            let first = (chunk * CHUNK) as u32;
             let sums = &mut sums[..rows.len() / width];
             self.tables.sums(rows, sums);
-            signs::at_least(sums, limit, &mut found);
-            for key in &found {
-                let place = (chunk * CHUNK) as u32 + (key & 0xffff);
-                while fixed.next_if(|p| *p < place).is_some() {}
-                if fixed.peek() != Some(&place) {
-                    out.push((place, key >> 16));
-                }
+            let len = signs::at_least(sums, limit, &mut found);
+            let of_key = |key: &u32| (first + (key & 0xffff), key >> 16);
+            let found = found[..len].iter().map(of_key);
+            match fixed.peek() {
+                Some(p) if *p < first + CHUNK as u32 => out.extend(found.filter(|(place, _)| {
+                    while fixed.next_if(|p| p < place).is_some() {}
+                    fixed.peek() != Some(place)
+                })),
+                _ => out.extend(found),
             }
         }
         out
