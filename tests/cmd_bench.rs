@@ -77,6 +77,16 @@ fn bytes_are_what_a_step_reads() {
     let keys = 2 * 1000 * 64 * 2;
     assert_eq!(bytes("retrieve --methods topk"), [keys]);
     assert_eq!(bytes("attend --methods topk"), [keys + attended / 2]);
+    // In 2 bits a key has 8 bytes of signs; it and its value have 16 of magnitudes, and two scales.
+    let (key, value) = (8 + 16 + 8, 16 + 8);
+    assert_eq!(
+        bytes("retrieve --kv 2bit --methods selfindex,topk"),
+        [signs, 2 * 1000 * key]
+    );
+    assert_eq!(
+        bytes("attend --kv 2bit --methods full,selfindex"),
+        [2 * 1000 * (key + value), signs + 2 * 168 * (key + value)]
+    );
 }
 
 #[test]
@@ -111,7 +121,8 @@ fn what_cannot_be_timed_is_refused() {
     kvsmith("bench attend --shapes 5/2x64").fails(2, "5/2x64", "");
     kvsmith("bench attend --shapes 4/2x60").fails(2, "4/2x60", "");
     kvsmith("bench attend --context 17M").fails(2, "17M", "");
-    kvsmith("bench attend --kv 2bit").fails(2, "2bit", "");
+    kvsmith("bench attend --kv 3bit").fails(2, "3bit", "");
+    kvsmith("bench attend --kv 2bit --device cuda").fails(2, "2bit", "--device cpu");
     kvsmith("bench attend --batch 70000").fails(2, "70000", "");
     kvsmith("bench attend --context 16M --batch 60000 --device cpu").fails(1, "the data need", "--context");
     kvsmith("bench retrieve --device cpu --methods quest").fails(2, "quest", "lfps");
@@ -123,7 +134,7 @@ fn what_cannot_be_timed_is_refused() {
         kvsmith(&decode).fails(3, "needs an NVIDIA GPU", "--device cuda");
     }
     kvsmith("bench decode --methods lfps --device cuda").fails(2, "lfps", "a2ats");
-    kvsmith("bench decode --kv 2bit --device cuda").fails(2, "2bit", "");
+    kvsmith("bench decode --kv 2bit --device cuda").fails(2, "2bit", "--device cpu");
 }
 
 #[test]

@@ -3,8 +3,8 @@
 
 mod causal;
 mod decode;
-mod kernels;
-mod lanes;
+pub(crate) mod kernels;
+pub(crate) mod lanes;
 mod rows;
 mod softmax;
 #[cfg(test)]
@@ -14,10 +14,10 @@ use std::ops::Range;
 
 pub use causal::causal;
 pub use decode::{decode, decode_with_weights};
-pub(crate) use kernels::{add, scores};
+pub(crate) use kernels::{Source, Stored, add, scores};
 pub use lanes::LANES;
-pub(crate) use lanes::{fused, widen_f16};
-pub(crate) use rows::{AHEAD, prefetch, widen_rows, widened_add, widened_scores};
+pub(crate) use lanes::fused;
+pub(crate) use rows::{AHEAD, prefetch, widened_add, widened_scores};
 pub use rows::{Queries, Rows, Run, Sums};
 
 /// The positions that the token at `t` sees: the last `window` ones, itself included; `None` = all.

@@ -8,7 +8,7 @@ use ndarray::{ArrayView2, s};
 
 use super::lines::{Lines, growth};
 use super::packed::{self, Layout, Packed, SignRows};
-use crate::compute::attention::{self, LANES, Queries, Rows, Run, Sums};
+use crate::compute::attention::{self, LANES, Queries, Rows, Run, Stored, Sums};
 use crate::model::weights;
 
 /// Element type of cached keys and values.
@@ -32,6 +32,34 @@ impl KvType {
             Self::F32 => 8 * d,
             Self::F16 | Self::Bf16 => 4 * d,
             Self::TwoBit => packed::row_bytes(d),
+        }
+    }
+
+    /// Bytes of a key alone.
+    pub fn bytes_per_key(self, d: usize) -> usize {
+        match self {
+            Self::TwoBit => packed::row_bytes(d).midpoint(packed::sign_bytes(d)),
+            _ => self.bytes_per_position(d) / 2,
+        }
+    }
+
+    /// The name that asks for it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+            Self::TwoBit => "2bit",
+        }
+    }
+
+    /// The type of plain rows, if it is one.
+    pub fn float(self) -> Option<Float> {
+        match self {
+            Self::F32 => Some(Float::F32),
+            Self::F16 => Some(Float::F16),
+            Self::Bf16 => Some(Float::Bf16),
+            Self::TwoBit => None,
         }
     }
 }
@@ -172,6 +200,14 @@ impl RowStore {
         f(&Run { now: &own, next: &[] });
     }
 
+    /// Our own rows for the kernels, where they have whole chunks.
+    fn stored<'a, E>(&self, values: &'a [E]) -> Stored<'a, E> {
+        Stored {
+            rows: values.as_chunks().0,
+            chunks: self.d / LANES,
+        }
+    }
+
     /// Bytes really held, reserved and shared ones included.
     pub fn bytes(&self) -> usize {
         let own = match &self.data {
@@ -238,9 +274,9 @@ impl Rows for RowStore {
         self.own(own, run.next, |run| {
             let out = &mut out[at..];
             match &self.data {
-                Data::F32(v) => attention::scores(queries, v.as_chunks().0, run, out, stride),
-                Data::F16(v) => attention::scores(queries, v.as_chunks().0, run, out, stride),
-                Data::Bf16(v) => attention::scores(queries, v.as_chunks().0, run, out, stride),
+                Data::F32(v) => attention::scores(queries, self.stored(v), run, out, stride),
+                Data::F16(v) => attention::scores(queries, self.stored(v), run, out, stride),
+                Data::Bf16(v) => attention::scores(queries, self.stored(v), run, out, stride),
             }
         });
     }
@@ -272,9 +308,9 @@ impl Rows for RowStore {
         self.own(own, run.next, |run| {
             let (weights, sums) = (&weights[at..], Sums { r, values });
             match &self.data {
-                Data::F32(v) => attention::add(weights, stride, v.as_chunks().0, run, sums),
-                Data::F16(v) => attention::add(weights, stride, v.as_chunks().0, run, sums),
-                Data::Bf16(v) => attention::add(weights, stride, v.as_chunks().0, run, sums),
+                Data::F32(v) => attention::add(weights, stride, self.stored(v), run, sums),
+                Data::F16(v) => attention::add(weights, stride, self.stored(v), run, sums),
+                Data::Bf16(v) => attention::add(weights, stride, self.stored(v), run, sums),
             }
         });
     }

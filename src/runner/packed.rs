@@ -10,9 +10,9 @@
 //! added (so every method can read them), and a group of equal values is exact to f16. Centre and scale are
 //! those of the first prompt, or of all rows as long as few are cached.
 
+mod attend;
 mod layout;
 mod two_bit;
-mod widen;
 
 use std::ops::Range;
 
@@ -21,7 +21,7 @@ use ndarray::{ArrayView1, ArrayView2, Axis, s};
 use rayon::prelude::*;
 
 use super::lines::Lines;
-use crate::compute::attention::{self, LANES, Rows, Run};
+use crate::compute::attention::{self, Queries, Rows, Run, Sums};
 use crate::compute::simd;
 pub use layout::{Center, Layout};
 use two_bit::{TwoBit, saturating_f16};
@@ -193,7 +193,7 @@ impl SignRows {
 
 /// Bytes of a key and a value: 7 d / 8 where d is a multiple of 32.
 pub fn row_bytes(d: usize) -> usize {
-    sign_bytes(d) + 2 * (d.div_ceil(4) + 4 * d.div_ceil(QUANT_GROUP))
+    sign_bytes(d) + 2 * two_bit::width(d)
 }
 
 /// Bytes of a row's signs.
@@ -236,11 +236,10 @@ impl Rows for SignRows {
         scratch
     }
 
-    fn widen(&self, run: &Run, out: &mut [[f32; LANES]]) {
-        if widen::in_groups(self.d) {
-            widen::keys(self, run, out);
-        } else {
-            attention::widen_rows(self, run, out);
+    fn scores(&self, queries: &Queries, run: &Run, out: &mut [f32], stride: usize) {
+        match attend::in_groups(self.d) {
+            true => attend::scores(self, queries, run, out, stride),
+            false => attention::widened_scores(self, queries, run, out, stride),
         }
     }
 }
@@ -263,11 +262,10 @@ impl Rows for ValueRows {
         scratch
     }
 
-    fn widen(&self, run: &Run, out: &mut [[f32; LANES]]) {
-        if widen::in_groups(self.d) {
-            widen::values(self, run, out);
-        } else {
-            attention::widen_rows(self, run, out);
+    fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: Sums) {
+        match attend::in_groups(self.d) {
+            true => attend::add(self, weights, stride, run, sums),
+            false => attention::widened_add(self, weights, stride, run, sums),
         }
     }
 }
@@ -289,9 +287,9 @@ pub(crate) struct Parts<'a> {
     /// `[d]`.
     pub alpha: &'a [f32],
     /// `[n,d/4]` bytes, the first channel in the lowest bits.
-    pub bits: [&'a [u8]; 2],
+    pub bits: [Vec<u8>; 2],
     /// Scale and zero point, `[n,groups]`.
-    pub params: [&'a [[f16; 2]]; 2],
+    pub params: [Vec<[f16; 2]>; 2],
     /// Rows in half precision, keys around the centre.
     pub full: [&'a [f16]; 2],
 }
@@ -382,10 +380,8 @@ impl Packed {
     /// Forgets every row.
     fn clear(&mut self) {
         self.keys.signs.clear();
-        for rows in [&mut self.keys.magnitudes, &mut self.values.values] {
-            rows.bits.clear();
-            rows.params.clear();
-        }
+        self.keys.magnitudes.clear();
+        self.values.values.clear();
     }
 
     /// Appends rows, `[m,d]`, with the centre and the scale of the prompt.
@@ -405,8 +401,8 @@ impl Packed {
             d: keys.d,
             signed: keys.layout.signed,
             alpha: &keys.alpha,
-            bits: [&keys.magnitudes.bits, &values.values.bits],
-            params: [&keys.magnitudes.params, &values.values.params],
+            bits: [keys.magnitudes.bits(), values.values.bits()],
+            params: [keys.magnitudes.params(), values.values.params()],
             full: [&keys.full.rows, &values.full.rows],
         }
     }

@@ -16,7 +16,7 @@ use crate::method::lfps;
 use crate::method::selfindex::{SelfIndex, Source};
 use crate::method::{MethodName, Place, Prompt, Retriever, full, topk};
 use crate::model::rope::{Rope, RopeConfig, RopeScaling};
-use crate::runner::kv::{KvHead, KvType};
+use crate::runner::kv::KvHead;
 use crate::runner::packed::{Center, Layout};
 
 /// Rows that are made at a time.
@@ -75,7 +75,6 @@ pub fn head(
 ) -> Result<Head> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let (n, d) = (setting.context, setting.heads.head_dim);
-    let kind = KvType::from(setting.kv);
     let place = Place {
         layer: 0,
         kv_head,
@@ -85,7 +84,7 @@ pub fn head(
         sinks: SINKS,
         window: WINDOW,
         budget: setting.budget,
-        kv: kind,
+        kv: setting.kv,
     };
     let mut retriever: Box<dyn Retriever> = match (setting.method, codebook) {
         (MethodName::A2ats, Some(codebook)) => {
@@ -103,7 +102,7 @@ pub fn head(
         _ => Box::new(full::Full),
     };
     let room = if setting.holds_rows() { n } else { 0 };
-    let mut kv = KvHead::new(kind, d, room, Layout::from(Center::Median));
+    let mut kv = KvHead::new(setting.kv, d, room, Layout::from(Center::Median));
     // Keys that a prompt is taken in from.
     let mut prompted = Vec::new();
     for first in (0..n).step_by(CHUNK) {

@@ -7,7 +7,7 @@ use ndarray::Array2;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::decode::{ROTATED_BYTES, SINKS, Setting, WINDOW, Work};
+use super::decode::{ROTATED_BYTES, SINKS, Setting, WINDOW, Work, float};
 use super::median;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::decode::a2ats::{A2ats, Codebooks, HeadConstants};
@@ -62,6 +62,7 @@ struct CudaStep<'d> {
 /// # Errors
 /// It does not fit.
 pub fn work<'d>(driver: &'d dyn Driver, setting: Setting) -> Result<Box<dyn Work + 'd>> {
+    let float = float(setting.kv)?;
     let shape = Shape {
         sequences: setting.batch,
         kv_heads: setting.heads.n_kv_heads,
@@ -82,7 +83,7 @@ pub fn work<'d>(driver: &'d dyn Driver, setting: Setting) -> Result<Box<dyn Work
     let copies = (0..setting.copies()).map(|copy| {
         let seed = setting.seed as u32 + 4 * copy as u32;
         let rows = match setting.attends {
-            true => Some(LayerRows::new(driver, shape, setting.kv)?),
+            true => Some(LayerRows::new(driver, shape, float)?),
             false => None,
         };
         rows.iter().try_for_each(|rows| rows.fill(seed))?;

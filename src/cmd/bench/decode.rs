@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::method::{Choice, MethodName, Ranking, a2ats, lfps};
 use crate::runner::StaticSet;
 use crate::runner::budget::Budget;
-use crate::runner::kv::Float;
+use crate::runner::kv::{Float, KvType};
 use crate::{compute, interrupt};
 
 /// Bytes that are read before any of them is read again: more than caches hold.
@@ -61,12 +61,19 @@ pub struct Caches {
     /// What a method may choose, as in `run`
     #[arg(long, value_name = "X", default_value = "0.06")]
     pub budget: Budget,
-    /// Element type of the cache: f32, f16 or bf16
-    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = parse_float)]
-    pub kv: Float,
+    /// Element type of the cache; 2bit on the CPU alone
+    #[arg(long, value_enum, value_name = "TYPE", default_value_t = KvType::Bf16)]
+    pub kv: KvType,
     /// Codewords of a2ats
     #[arg(long, value_name = "M", default_value_t = 4096, value_parser = at_least_one)]
     pub size: usize,
+}
+
+/// The element type of rows on a GPU.
+pub fn float(kv: KvType) -> Result<Float> {
+    let refused =
+        || Error::usage("`--kv 2bit`: `bench` has such rows on the CPU alone").hint("use --device cpu");
+    kv.float().ok_or_else(refused)
 }
 
 /// The heads of one layer.
@@ -135,15 +142,6 @@ fn parse_batch(text: &str) -> std::result::Result<usize, String> {
     }
 }
 
-fn parse_float(text: &str) -> std::result::Result<Float, String> {
-    match text {
-        "f32" => Ok(Float::F32),
-        "f16" => Ok(Float::F16),
-        "bf16" => Ok(Float::Bf16),
-        _ => Err("expected f32, f16 or bf16".to_owned()),
-    }
-}
-
 /// What is timed.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
@@ -155,7 +153,7 @@ pub struct Setting {
     pub batch: usize,
     pub method: MethodName,
     pub budget: Budget,
-    pub kv: Float,
+    pub kv: KvType,
     /// Codewords.
     pub size: usize,
     pub lfps: lfps::Params,
@@ -183,8 +181,10 @@ impl Setting {
 
     /// Whether a step reads cached rows.
     pub fn holds_rows(&self) -> bool {
+        // Signs in 2-bit rows are the index too.
+        let signs = self.method == MethodName::Selfindex && self.kv == KvType::TwoBit;
         let ranks = [MethodName::Topk, MethodName::Lfps, MethodName::Ctkvr];
-        self.attends || ranks.contains(&self.method)
+        self.attends || signs || ranks.contains(&self.method)
     }
 
     /// Whether the method takes in a prompt.
@@ -192,20 +192,21 @@ impl Setting {
         matches!(self.method, MethodName::Lfps | MethodName::Ctkvr)
     }
 
-    /// Bytes of a cached key, or value.
-    pub fn row(&self) -> usize {
-        let bytes = match self.kv {
-            Float::F32 => 4,
-            Float::F16 | Float::Bf16 => 2,
-        };
-        bytes * self.heads.head_dim
+    /// Bytes of a cached key.
+    pub fn key(&self) -> usize {
+        self.kv.bytes_per_key(self.heads.head_dim)
+    }
+
+    /// Bytes of a cached key and value.
+    pub fn rows(&self) -> usize {
+        self.kv.bytes_per_position(self.heads.head_dim)
     }
 
     /// Bytes of the cached rows of one layer, where they are read.
     pub fn row_bytes(&self) -> usize {
         let heads = self.batch * self.heads.n_kv_heads;
         if self.holds_rows() {
-            2 * self.row() * heads * self.context
+            self.rows() * heads * self.context
         } else {
             0
         }
@@ -253,7 +254,7 @@ impl Setting {
             (true, MethodName::Full) => n,
             (true, _) => set.len() + chosen,
         };
-        index + self.row() * (ranked + 2 * attended)
+        index + self.key() * ranked + self.rows() * attended
     }
 
     /// Copies of a layer's data that are more than caches hold.
@@ -279,7 +280,7 @@ impl Setting {
             n_kv_heads,
             head_dim,
         } = self.heads;
-        let (b, n, kv) = (self.batch, self.context, format!("{:?}", self.kv).to_lowercase());
+        let (b, n, kv) = (self.batch, self.context, self.kv.as_str());
         let budget = self.budget.value();
         format!("batch {b}, {n_heads}/{n_kv_heads} heads x {head_dim}, {n} positions, {kv}, budget {budget}")
     }
@@ -327,7 +328,10 @@ pub fn run(args: &DecodeArgs, attends: bool, global: &Global) -> Result<()> {
                     .hint("use --device cpu or --device cuda"),
             );
         }
-        crate::cli::Device::Cuda => Some(compute::cuda::Cuda::open()?),
+        crate::cli::Device::Cuda => {
+            float(args.caches.kv)?;
+            Some(compute::cuda::Cuda::open()?)
+        }
         _ => None,
     };
     let driver = device.as_ref().map(compute::cuda::Cuda::driver);
@@ -347,7 +351,7 @@ pub fn run(args: &DecodeArgs, attends: bool, global: &Global) -> Result<()> {
             Some(_) => None,
             None => Some(
                 *scattered
-                    .entry(setting.row())
+                    .entry(setting.key())
                     .or_insert_with_key(|row| cpu_step::scattered(*row, args.runs)),
             ),
         };

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 
-use super::decode::{Caches, SINKS, WINDOW, parse_context};
+use super::decode::{Caches, SINKS, WINDOW, float, parse_context};
 use super::{cuda_step, median, number, peak_bytes, print_row};
 use crate::cli::{Device, Global, at_least_one};
 use crate::cmd::print_json;
@@ -75,6 +75,7 @@ pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
                 .hint("--methods takes full, topk, a2ats and selfindex"),
         );
     }
+    float(args.caches.kv)?;
     let gpu = Cuda::open()?;
     let driver = gpu.driver();
     let bandwidth = cuda_step::bandwidth(driver, args.runs)?;
@@ -128,7 +129,7 @@ struct Setting<'a> {
 impl Setting<'_> {
     fn shape(&self, args: &ModelArgs) -> String {
         let (b, name, n, budget) = (self.batch, self.name, self.context, args.caches.budget.value());
-        let kv = format!("{:?}", args.caches.kv).to_lowercase();
+        let kv = args.caches.kv.as_str();
         format!("batch {b}, {name}, {n} positions, {kv}, budget {budget}")
     }
 }
@@ -145,7 +146,7 @@ fn measure(
         sinks: SINKS,
         window: WINDOW,
         budget: args.caches.budget,
-        kv: args.caches.kv.into(),
+        kv: args.caches.kv,
         packed: Center::Median.into(),
     };
     let (seed, n) = (global.seed as u32, setting.context);

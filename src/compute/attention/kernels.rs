@@ -44,25 +44,73 @@ impl Element for f16 {
     }
 }
 
-/// Rows of whole chunks, one after the other.
-#[derive(Clone, Copy)]
-struct Stored<'a, E> {
-    rows: &'a [[E; LANES]],
-    chunks: usize,
+/// Rows that the kernels read chunk by chunk.
+pub trait Source: Copy {
+    /// Whether two chunks have in common what it takes to widen them.
+    const PAIRS: bool;
+    /// A row.
+    type Row: Copy;
+
+    /// Chunks of a row.
+    fn chunks(self) -> usize;
+
+    fn row(self, position: u32) -> Self::Row;
+
+    /// Asks for a row that is read soon.
+    fn prefetch(self, position: u32);
+
+    /// N chunks of a row from `at` on, exactly; where [`Source::PAIRS`] and N is even, so is `at`.
+    ///
+    /// # Safety
+    /// The row has these chunks.
+    unsafe fn widen<S: Lanes, const N: usize>(self, simd: S, row: Self::Row, at: usize) -> [S::Vector; N];
 }
 
-impl<'a, E> Stored<'a, E> {
+/// Rows of whole chunks, one after the other.
+#[derive(Clone, Copy)]
+pub struct Stored<'a, E> {
+    /// `[n, chunks, LANES]`.
+    pub rows: &'a [[E; LANES]],
+    /// Chunks of a row.
+    pub chunks: usize,
+}
+
+impl<'a, E: Element> Source for Stored<'a, E> {
+    const PAIRS: bool = false;
+    type Row = &'a [[E; LANES]];
+
     #[inline(always)]
-    fn row(&self, position: u32) -> &'a [[E; LANES]] {
+    fn chunks(self) -> usize {
+        self.chunks
+    }
+
+    #[inline(always)]
+    fn row(self, position: u32) -> &'a [[E; LANES]] {
         &self.rows[position as usize * self.chunks..][..self.chunks]
     }
 
-    /// Asks for the next of the rows that are read soon.
     #[inline(always)]
-    fn prefetch_next(&self, coming: &mut Coming) {
-        if let Some(&position) = coming.next() {
-            prefetch(self.row(position));
+    fn prefetch(self, position: u32) {
+        prefetch(self.row(position));
+    }
+
+    #[inline(always)]
+    unsafe fn widen<S: Lanes, const N: usize>(self, simd: S, row: Self::Row, at: usize) -> [S::Vector; N] {
+        let mut wide = [simd.splat(0.0); N];
+        for (i, wide) in wide.iter_mut().enumerate() {
+            // SAFETY: as the caller says. The checks would keep the pointers from staying in registers, at
+            // twice the time.
+            *wide = E::widen(simd, unsafe { row.get_unchecked(at + i) });
         }
+        wide
+    }
+}
+
+/// Asks for the next of the rows that are read soon.
+#[inline(always)]
+fn prefetch_next(rows: impl Source, coming: &mut Coming) {
+    if let Some(&position) = coming.next() {
+        rows.prefetch(position);
     }
 }
 
@@ -71,55 +119,55 @@ fn nothing<'a>() -> Coming<'a> {
     [].iter().chain(&[])
 }
 
-/// [`super::Rows::scores`] of `rows`, `[n, chunks, LANES]`.
+/// [`super::Rows::scores`] of `rows`.
 #[multiversion(targets(
     "x86_64+avx512f+avx512bw+avx512dq+avx512vl",
     "x86_64+avx2+fma+f16c",
     "aarch64+neon"
 ))]
-pub fn scores<E: Element>(queries: &Queries, rows: &[[E; LANES]], run: &Run, out: &mut [f32], stride: usize) {
+pub fn scores<K: Source>(queries: &Queries, rows: K, run: &Run, out: &mut [f32], stride: usize) {
     match_target! {
         // SAFETY: compiled for, and chosen on, machines with these instructions.
-        "x86_64+avx512f+avx512bw+avx512dq+avx512vl" => unsafe { scores_of::<_, E, 8, 4>(Avx512::new(), queries, rows, run, out, stride) },
+        "x86_64+avx512f+avx512bw+avx512dq+avx512vl" => unsafe { scores_of::<_, K, 8, 4>(Avx512::new(), queries, rows, run, out, stride) },
         // SAFETY: as above.
-        "x86_64+avx2+fma+f16c" => unsafe { scores_of::<_, E, 4, 1>(Avx2::new(), queries, rows, run, out, stride) },
-        "aarch64+neon" => scores_of::<_, E, 2, 1>(Plain::<true>, queries, rows, run, out, stride),
-        _ => scores_of::<_, E, 1, 1>(Plain::<false>, queries, rows, run, out, stride),
+        "x86_64+avx2+fma+f16c" => unsafe { scores_of::<_, K, 4, 1>(Avx2::new(), queries, rows, run, out, stride) },
+        "aarch64+neon" => scores_of::<_, K, 2, 1>(Plain::<true>, queries, rows, run, out, stride),
+        _ => scores_of::<_, K, 1, 1>(Plain::<false>, queries, rows, run, out, stride),
     }
 }
 
 /// [`scores`] in tiles of `FEW` rows with one or two heads and of `MANY` rows with three or four.
 #[inline(always)]
-pub(super) fn scores_of<S: Lanes, E: Element, const FEW: usize, const MANY: usize>(
+pub fn scores_of<S: Lanes, K: Source, const FEW: usize, const MANY: usize>(
     simd: S,
     queries: &Queries,
-    rows: &[[E; LANES]],
+    rows: K,
     run: &Run,
     out: &mut [f32],
     stride: usize,
 ) {
     let chunks = queries.chunks;
-    let rows = Stored { rows, chunks };
+    assert_eq!(chunks, rows.chunks(), "queries have the channels of the keys");
     let mut coming = run.coming();
     for (b, positions) in run.now.chunks(BLOCK).enumerate() {
         for (g, q) in queries.packed.chunks(GROUP * chunks).enumerate() {
             let out = &mut out[g * GROUP * stride + b * BLOCK..];
             let coming = if g == 0 { &mut coming } else { &mut nothing() };
             match q.len() / chunks {
-                1 => score_heads::<S, E, FEW, 1>(simd, q, rows, positions, coming, out, stride),
-                2 => score_heads::<S, E, FEW, 2>(simd, q, rows, positions, coming, out, stride),
-                3 => score_heads::<S, E, MANY, 3>(simd, q, rows, positions, coming, out, stride),
-                _ => score_heads::<S, E, MANY, GROUP>(simd, q, rows, positions, coming, out, stride),
+                1 => score_heads::<S, K, FEW, 1>(simd, q, rows, positions, coming, out, stride),
+                2 => score_heads::<S, K, FEW, 2>(simd, q, rows, positions, coming, out, stride),
+                3 => score_heads::<S, K, MANY, 3>(simd, q, rows, positions, coming, out, stride),
+                _ => score_heads::<S, K, MANY, GROUP>(simd, q, rows, positions, coming, out, stride),
             }
         }
     }
 }
 
 #[inline(always)]
-fn score_heads<S: Lanes, E: Element, const J: usize, const R: usize>(
+fn score_heads<S: Lanes, K: Source, const J: usize, const R: usize>(
     simd: S,
     q: &[[f32; LANES]],
-    rows: Stored<E>,
+    rows: K,
     positions: &[u32],
     coming: &mut Coming,
     out: &mut [f32],
@@ -128,19 +176,19 @@ fn score_heads<S: Lanes, E: Element, const J: usize, const R: usize>(
     let (q, _) = q.as_chunks::<R>();
     let (tiles, rest) = positions.as_chunks::<J>();
     for (t, tile) in tiles.iter().enumerate() {
-        let mut keys: [&[[E; LANES]]; J] = [&[]; J];
+        let mut keys = [rows.row(tile[0]); J];
         for j in 0..J {
-            rows.prefetch_next(coming);
+            prefetch_next(rows, coming);
             keys[j] = rows.row(tile[j]);
         }
-        let scores = score_tile::<S, E, J, R>(simd, q, &keys);
+        let scores = score_tile::<S, K, J, R>(simd, q, rows, keys);
         for a in 0..R {
             out[a * stride + t * J..][..J].copy_from_slice(&scores[a * J..(a + 1) * J]);
         }
     }
     for (j, p) in rest.iter().enumerate() {
-        rows.prefetch_next(coming);
-        let scores = score_tile::<S, E, 1, R>(simd, q, &[rows.row(*p)]);
+        prefetch_next(rows, coming);
+        let scores = score_tile::<S, K, 1, R>(simd, q, rows, [rows.row(*p)]);
         for a in 0..R {
             out[a * stride + tiles.len() * J + j] = scores[a];
         }
@@ -149,24 +197,24 @@ fn score_heads<S: Lanes, E: Element, const J: usize, const R: usize>(
 
 /// Scores of J keys for R heads, that of head a and key j at `a J + j`; at most [`LANES`] of them.
 #[inline(always)]
-fn score_tile<S: Lanes, E: Element, const J: usize, const R: usize>(
+fn score_tile<S: Lanes, K: Source, const J: usize, const R: usize>(
     simd: S,
     q: &[[[f32; LANES]; R]],
-    keys: &[&[[E; LANES]]; J],
+    rows: K,
+    keys: [K::Row; J],
 ) -> [f32; LANES] {
     let mut sums = [[simd.splat(0.0); J]; R];
-    for (c, q) in q.iter().enumerate() {
-        let mut k = [simd.splat(0.0); J];
-        for j in 0..J {
-            // SAFETY: `score_heads` gives every key as many chunks as `q` has. The checks would keep
-            // the pointers from staying in registers, at twice the time.
-            k[j] = E::widen(simd, unsafe { keys[j].get_unchecked(c) });
+    if K::PAIRS {
+        let (pairs, rest) = q.as_chunks::<2>();
+        for (i, q) in pairs.iter().enumerate() {
+            score_chunks(simd, q, rows, &keys, 2 * i, &mut sums);
         }
-        for a in 0..R {
-            let q = simd.load(&q[a]);
-            for j in 0..J {
-                sums[a][j] = simd.mul_add(k[j], q, sums[a][j]);
-            }
+        if let [q] = rest {
+            score_chunks(simd, &[*q], rows, &keys, 2 * pairs.len(), &mut sums);
+        }
+    } else {
+        for (c, q) in q.as_chunks::<1>().0.iter().enumerate() {
+            score_chunks(simd, q, rows, &keys, c, &mut sums);
         }
     }
     let mut all = [simd.splat(0.0); LANES];
@@ -178,101 +226,125 @@ fn score_tile<S: Lanes, E: Element, const J: usize, const R: usize>(
     simd.sums(&all)
 }
 
-/// [`super::Rows::add`] of `rows`, `[n, chunks, LANES]`.
+/// Adds the products of N chunks.
+#[inline(always)]
+fn score_chunks<S: Lanes, K: Source, const J: usize, const R: usize, const N: usize>(
+    simd: S,
+    q: &[[[f32; LANES]; R]; N],
+    rows: K,
+    keys: &[K::Row; J],
+    at: usize,
+    sums: &mut [[S::Vector; J]; R],
+) {
+    let mut k = [[simd.splat(0.0); N]; J];
+    for j in 0..J {
+        // SAFETY: keys have as many chunks as queries, as `scores_of` makes sure.
+        k[j] = unsafe { rows.widen(simd, keys[j], at) };
+    }
+    for i in 0..N {
+        for a in 0..R {
+            let q = simd.load(&q[i][a]);
+            for j in 0..J {
+                sums[a][j] = simd.mul_add(k[j][i], q, sums[a][j]);
+            }
+        }
+    }
+}
+
+/// [`super::Rows::add`] of `rows`.
 #[multiversion(targets(
     "x86_64+avx512f+avx512bw+avx512dq+avx512vl",
     "x86_64+avx2+fma+f16c",
     "aarch64+neon"
 ))]
-pub fn add<E: Element>(weights: &[f32], stride: usize, rows: &[[E; LANES]], run: &Run, sums: Sums) {
+pub fn add<V: Source>(weights: &[f32], stride: usize, rows: V, run: &Run, sums: Sums) {
     match_target! {
         // SAFETY: compiled for, and chosen on, machines with these instructions.
-        "x86_64+avx512f+avx512bw+avx512dq+avx512vl" => unsafe { add_of::<_, E, 4>(Avx512::new(), weights, stride, rows, run, sums) },
+        "x86_64+avx512f+avx512bw+avx512dq+avx512vl" => unsafe { add_of::<_, V, 4>(Avx512::new(), weights, stride, rows, run, sums) },
         // SAFETY: as above.
-        "x86_64+avx2+fma+f16c" => unsafe { add_of::<_, E, 1>(Avx2::new(), weights, stride, rows, run, sums) },
-        "aarch64+neon" => add_of::<_, E, 1>(Plain::<true>, weights, stride, rows, run, sums),
-        _ => add_of::<_, E, 1>(Plain::<false>, weights, stride, rows, run, sums),
+        "x86_64+avx2+fma+f16c" => unsafe { add_of::<_, V, 1>(Avx2::new(), weights, stride, rows, run, sums) },
+        "aarch64+neon" => add_of::<_, V, 1>(Plain::<true>, weights, stride, rows, run, sums),
+        _ => add_of::<_, V, 1>(Plain::<false>, weights, stride, rows, run, sums),
     }
 }
 
 /// [`add`] in tiles of `CHUNKS` chunks.
 #[inline(always)]
-pub(super) fn add_of<S: Lanes, E: Element, const CHUNKS: usize>(
+pub fn add_of<S: Lanes, V: Source, const CHUNKS: usize>(
     simd: S,
     weights: &[f32],
     stride: usize,
-    rows: &[[E; LANES]],
+    rows: V,
     run: &Run,
     sums: Sums,
 ) {
     let chunks = sums.values.len() / sums.r;
-    let rows = Stored { rows, chunks };
+    assert_eq!(chunks, rows.chunks(), "sums have the channels of the values");
     let mut coming = run.coming();
     for (b, positions) in run.now.chunks(BLOCK).enumerate() {
         for (g, sums) in sums.values.chunks_mut(GROUP * chunks).enumerate() {
             let weights = &weights[g * GROUP * stride + b * BLOCK..];
             let coming = if g == 0 { &mut coming } else { &mut nothing() };
             match sums.len() / chunks {
-                1 => add_heads::<S, E, 1, CHUNKS>(simd, weights, stride, rows, positions, coming, sums),
-                2 => add_heads::<S, E, 2, CHUNKS>(simd, weights, stride, rows, positions, coming, sums),
-                3 => add_heads::<S, E, 3, CHUNKS>(simd, weights, stride, rows, positions, coming, sums),
-                _ => add_heads::<S, E, GROUP, CHUNKS>(simd, weights, stride, rows, positions, coming, sums),
+                1 => add_heads::<S, V, 1, CHUNKS>(simd, weights, stride, rows, positions, coming, sums),
+                2 => add_heads::<S, V, 2, CHUNKS>(simd, weights, stride, rows, positions, coming, sums),
+                3 => add_heads::<S, V, 3, CHUNKS>(simd, weights, stride, rows, positions, coming, sums),
+                _ => add_heads::<S, V, GROUP, CHUNKS>(simd, weights, stride, rows, positions, coming, sums),
             }
         }
     }
 }
 
 #[inline(always)]
-fn add_heads<S: Lanes, E: Element, const R: usize, const CHUNKS: usize>(
+fn add_heads<S: Lanes, V: Source, const R: usize, const CHUNKS: usize>(
     simd: S,
     weights: &[f32],
     stride: usize,
-    rows: Stored<E>,
+    rows: V,
     positions: &[u32],
     coming: &mut Coming,
     sums: &mut [[f32; LANES]],
 ) {
+    let chunks = sums.len() / R;
     let mut w: [&[f32]; R] = [&[]; R];
     for a in 0..R {
         w[a] = &weights[a * stride..][..positions.len()];
     }
     let mut at = 0;
-    while at + CHUNKS <= rows.chunks {
+    while at + CHUNKS <= chunks {
         let coming = if at == 0 { &mut *coming } else { &mut nothing() };
-        add_tile::<S, E, R, CHUNKS>(simd, &w, rows, at, positions, coming, sums);
+        add_tile::<S, V, R, CHUNKS>(simd, &w, rows, at, positions, coming, sums);
         at += CHUNKS;
     }
-    while at < rows.chunks {
+    while at < chunks {
         let coming = if at == 0 { &mut *coming } else { &mut nothing() };
-        add_tile::<S, E, R, 1>(simd, &w, rows, at, positions, coming, sums);
+        add_tile::<S, V, R, 1>(simd, &w, rows, at, positions, coming, sums);
         at += 1;
     }
 }
 
 /// The chunks from `at` of the sums of R heads.
 #[inline(always)]
-fn add_tile<S: Lanes, E: Element, const R: usize, const CHUNKS: usize>(
+fn add_tile<S: Lanes, V: Source, const R: usize, const CHUNKS: usize>(
     simd: S,
     weights: &[&[f32]; R],
-    rows: Stored<E>,
+    rows: V,
     at: usize,
     positions: &[u32],
     coming: &mut Coming,
     out: &mut [[f32; LANES]],
 ) {
+    let chunks = out.len() / R;
     let mut sums = [[simd.splat(0.0); CHUNKS]; R];
     for a in 0..R {
         for c in 0..CHUNKS {
-            sums[a][c] = simd.load(&out[a * rows.chunks + at + c]);
+            sums[a][c] = simd.load(&out[a * chunks + at + c]);
         }
     }
     for (j, p) in positions.iter().enumerate() {
-        rows.prefetch_next(coming);
-        let row = &rows.rows[*p as usize * rows.chunks + at..][..CHUNKS];
-        let mut v = [simd.splat(0.0); CHUNKS];
-        for c in 0..CHUNKS {
-            v[c] = E::widen(simd, &row[c]);
-        }
+        prefetch_next(rows, coming);
+        // SAFETY: values have as many chunks as sums, as `add_of` makes sure.
+        let v: [S::Vector; CHUNKS] = unsafe { rows.widen(simd, rows.row(*p), at) };
         for a in 0..R {
             let weight = simd.splat(weights[a][j]);
             for c in 0..CHUNKS {
@@ -282,7 +354,7 @@ fn add_tile<S: Lanes, E: Element, const R: usize, const CHUNKS: usize>(
     }
     for a in 0..R {
         for c in 0..CHUNKS {
-            out[a * rows.chunks + at + c] = simd.store(sums[a][c]);
+            out[a * chunks + at + c] = simd.store(sums[a][c]);
         }
     }
 }

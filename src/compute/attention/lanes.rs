@@ -42,6 +42,28 @@ pub trait Lanes: Copy {
         self.load(&wide)
     }
 
+    fn mul(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
+
+    fn add(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
+
+    /// The other sign for the lanes whose bits are set.
+    fn flip(self, v: Self::Vector, lanes: u16) -> Self::Vector;
+
+    /// `Q step + zero`, rounded twice, for the 16 pairs Q of bits of `codes`.
+    #[inline(always)]
+    fn two_bits(self, codes: u32, step: f32, zero: f32) -> Self::Vector {
+        let mut wide = [0.0; LANES];
+        for (l, x) in wide.iter_mut().enumerate() {
+            *x = (codes >> (2 * l) & 3) as i32 as f32 * step + zero;
+        }
+        self.load(&wide)
+    }
+
+    #[inline(always)]
+    fn widen_pair(self, pair: [f16; 2]) -> [f32; 2] {
+        pair.map(widen_f16)
+    }
+
     /// The sum of each vector, by halves.
     #[inline(always)]
     fn sums(self, vectors: &[Self::Vector; LANES]) -> [f32; LANES] {
@@ -123,6 +145,30 @@ impl<const FUSED: bool> Lanes for Plain<FUSED> {
             };
         }
         out
+    }
+
+    #[inline(always)]
+    fn mul(self, mut a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
+        for l in 0..LANES {
+            a[l] *= b[l];
+        }
+        a
+    }
+
+    #[inline(always)]
+    fn add(self, mut a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
+        for l in 0..LANES {
+            a[l] += b[l];
+        }
+        a
+    }
+
+    #[inline(always)]
+    fn flip(self, mut v: [f32; LANES], lanes: u16) -> [f32; LANES] {
+        for (l, x) in v.iter_mut().enumerate() {
+            *x = f32::from_bits(x.to_bits() ^ u32::from(lanes) >> l << 31);
+        }
+        v
     }
 }
 

@@ -5,7 +5,7 @@ use std::slice::Iter;
 
 use ndarray::ArrayView2;
 
-use super::kernels;
+use super::kernels::{self, Stored};
 use super::lanes::LANES;
 
 /// Rows that are widened at a time, where the kernels cannot read them as they are.
@@ -124,12 +124,6 @@ pub trait Rows: Sync {
     /// The row of `position` as f32; `scratch` (d values) may hold a converted copy.
     fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32];
 
-    /// The rows of a run (ascending) as [`Rows::row`] gives them, `[positions, chunks, LANES]`; what pads
-    /// them stays as it is.
-    fn widen(&self, run: &Run, out: &mut [[f32; LANES]]) {
-        widen_rows(self, run, out);
-    }
-
     /// Products of the rows with the queries: `[r, stride]` in `out`, of which the first columns are
     /// written, one for each position.
     ///
@@ -148,8 +142,8 @@ pub trait Rows: Sync {
     }
 }
 
-/// [`Rows::widen`], row by row.
-pub fn widen_rows<R: Rows + ?Sized>(rows: &R, run: &Run, out: &mut [[f32; LANES]]) {
+/// The rows of a run as f32, `[positions, chunks, LANES]`; what pads them stays as it is.
+fn widen<R: Rows + ?Sized>(rows: &R, run: &Run, out: &mut [[f32; LANES]]) {
     let mut scratch = vec![0.0; rows.dim()];
     for (to, p) in out.chunks_mut(rows.dim().div_ceil(LANES)).zip(run.now) {
         let row = rows.row(*p as usize, &mut scratch);
@@ -165,30 +159,29 @@ pub fn widened_scores<R: Rows + ?Sized>(
     out: &mut [f32],
     stride: usize,
 ) {
-    let mut block = vec![[0.0f32; LANES]; BLOCK * queries.chunks];
+    let chunks = queries.chunks;
+    let mut block = vec![[0.0f32; LANES]; BLOCK.min(run.now.len()) * chunks];
     for (at, run) in run.blocks() {
-        rows.widen(&run, &mut block);
+        widen(rows, &run, &mut block);
         let run = Run::new(&NUMBERS[..run.now.len()], run.now.len());
-        kernels::scores(queries, &block, &run, &mut out[at..], stride);
+        let rows = Stored { rows: &block, chunks };
+        kernels::scores(queries, rows, &run, &mut out[at..], stride);
     }
 }
 
 /// [`Rows::add`] of rows that the kernels cannot read as they are.
 pub fn widened_add<R: Rows + ?Sized>(rows: &R, weights: &[f32], stride: usize, run: &Run, sums: Sums) {
     let Sums { r, values } = sums;
-    let mut block = vec![[0.0f32; LANES]; BLOCK * (values.len() / r)];
+    let chunks = values.len() / r;
+    let mut block = vec![[0.0f32; LANES]; BLOCK.min(run.now.len()) * chunks];
     for (at, run) in run.blocks() {
-        rows.widen(&run, &mut block);
+        widen(rows, &run, &mut block);
         let run = Run::new(&NUMBERS[..run.now.len()], run.now.len());
-        kernels::add(
-            &weights[at..],
-            stride,
-            &block,
-            &run,
-            Sums {
-                r,
-                values: &mut *values,
-            },
-        );
+        let sums = Sums {
+            r,
+            values: &mut *values,
+        };
+        let rows = Stored { rows: &block, chunks };
+        kernels::add(&weights[at..], stride, rows, &run, sums);
     }
 }

@@ -1,7 +1,7 @@
 use half::{bf16, f16};
 use ndarray::{Array2, Array3, s};
 
-use super::kernels::{Element, add_of, scores_of};
+use super::kernels::{Element, Stored, add_of, scores_of};
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{Avx2, Avx512};
 use super::lanes::{LANES, Lanes, Plain, fused, widen_f16};
@@ -119,6 +119,13 @@ impl<E: Element> Case<E> {
         (scores, sums)
     }
 
+    fn stored(&self) -> Stored<'_, E> {
+        Stored {
+            rows: &self.rows,
+            chunks: self.chunks,
+        }
+    }
+
     fn check(&self, name: &str, scores: impl Fn(&Self, &mut [f32]), add: impl Fn(&Self, Sums)) {
         let (expected, expected_sums) = self.expected();
         let mut got = vec![0.0; expected.len()];
@@ -147,11 +154,11 @@ impl<E: Element> Case<E> {
             std::any::type_name::<S>(),
             |case, out| {
                 let run = Run::new(&case.positions, n);
-                scores_of::<S, E, FEW, MANY>(simd, &case.queries, &case.rows, &run, out, n);
+                scores_of::<S, _, FEW, MANY>(simd, &case.queries, case.stored(), &run, out, n);
             },
             |case, sums| {
                 let run = Run::new(&case.positions, n);
-                add_of::<S, E, CHUNKS>(simd, &case.weights, n, &case.rows, &run, sums);
+                add_of::<S, _, CHUNKS>(simd, &case.weights, n, case.stored(), &run, sums);
             },
         );
     }
@@ -180,7 +187,7 @@ impl<E: Element> Case<E> {
                     now: &now,
                     next: &[0],
                 };
-                super::scores(&case.queries, &case.rows, &run, out, n);
+                super::scores(&case.queries, case.stored(), &run, out, n);
             },
             |case, sums| {
                 let now = run(case);
@@ -188,7 +195,7 @@ impl<E: Element> Case<E> {
                     now: &now,
                     next: &[0],
                 };
-                super::add(&case.weights, n, &case.rows, &run, sums);
+                super::add(&case.weights, n, case.stored(), &run, sums);
             },
         );
     }

@@ -1,12 +1,17 @@
 use ndarray::Array2;
 
 use super::*;
+use crate::compute::attention::LANES;
+use crate::compute::attention::kernels::{add_of, scores_of};
+#[cfg(target_arch = "x86_64")]
+use crate::compute::attention::lanes::{Avx2, Avx512};
+use crate::compute::attention::lanes::{Lanes, Plain};
 
 #[test]
 fn two_bit_golden_example() {
     let mut rows = TwoBit::new(4, 1);
     rows.push(&[0.1, 0.4, 0.75, 1.0]);
-    assert_eq!(rows.bits[..], [0xe4]);
+    assert_eq!(rows.row(0)[0], 0xe4);
     let mut out = [0.0; 4];
     rows.read(0, &mut out);
     for (x, expected) in out.iter().zip([0.1, 0.4, 0.7, 1.0]) {
@@ -68,9 +73,105 @@ fn error(packed: &Packed, exact: &Array2<f32>) -> f64 {
     sum / exact.len() as f64
 }
 
+/// Scores, and sums of values, of rows that are all in 2 bits, on every instruction set of this machine.
+fn on_every_instruction_set(
+    packed: &Packed,
+    queries: &Queries,
+    weights: &[f32],
+    sums: usize,
+) -> Vec<(Vec<f32>, Vec<f32>)> {
+    fn attended<S: Lanes, const MANY: usize, const CHUNKS: usize>(
+        simd: S,
+        packed: &Packed,
+        queries: &Queries,
+        weights: &[f32],
+        sums: usize,
+    ) -> (Vec<f32>, Vec<f32>) {
+        let positions: Vec<u32> = (0..packed.len() as u32).collect();
+        let (n, run) = (positions.len(), Run::new(&positions, positions.len()));
+        let r = weights.len() / n;
+        let mut scores = vec![0.0; weights.len()];
+        scores_of::<S, _, MANY, MANY>(
+            simd,
+            queries,
+            attend::Keys::of(&packed.keys),
+            &run,
+            &mut scores,
+            n,
+        );
+        let mut values = vec![[0.5; LANES]; sums];
+        let of = Sums {
+            r,
+            values: &mut values,
+        };
+        add_of::<S, _, CHUNKS>(simd, weights, n, attend::Values::of(&packed.values), &run, of);
+        (scores, values.as_flattened().to_vec())
+    }
+    let mut out = vec![
+        attended::<_, 1, 1>(Plain::<false>, packed, queries, weights, sums),
+        attended::<_, 2, 4>(Plain::<true>, packed, queries, weights, sums),
+    ];
+    #[cfg(target_arch = "x86_64")]
+    {
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
+            // SAFETY: just asked; every machine with AVX2 and F16C has FMA.
+            out.push(attended::<_, 1, 2>(
+                unsafe { Avx2::new() },
+                packed,
+                queries,
+                weights,
+                sums,
+            ));
+        }
+        if is_x86_feature_detected!("avx512dq") {
+            // SAFETY: machines with AVX-512 DQ have BW and VL.
+            out.push(attended::<_, 4, 4>(
+                unsafe { Avx512::new() },
+                packed,
+                queries,
+                weights,
+                sums,
+            ));
+        }
+    }
+    out
+}
+
 #[test]
-fn widened_rows_are_the_rows() {
-    for (d, signed) in [(32, true), (64, false), (80, true), (128, true), (128, false)] {
+fn every_instruction_set_reads_the_same_rows() {
+    for (d, r) in [(32, 1), (96, 4), (128, 3)] {
+        let mut packed = Packed::new(d, Center::Mean, 0);
+        let exact = keys(0, 150, d);
+        packed.extend(exact.view(), exact.view());
+        let queries = Array2::from_shape_fn((r, d), |(a, j)| ((a * d + j) as f32 * 0.9).sin());
+        let queries = Queries::new(queries.view(), 0.1);
+        let weights: Vec<f32> = (0..r * 150).map(|i| (i as f32 * 0.3).cos()).collect();
+        let all: Vec<u32> = (0..150).collect();
+        let run = Run::new(&all, 150);
+        let mut scores = vec![0.0; r * 150];
+        attention::widened_scores(&packed.keys, &queries, &run, &mut scores, 150);
+        let mut sums = vec![[0.5; LANES]; r * d / LANES];
+        let of = Sums { r, values: &mut sums };
+        attention::widened_add(&packed.values, &weights, 150, &run, of);
+        let expected = (scores, sums.as_flattened().to_vec());
+        for got in on_every_instruction_set(&packed, &queries, &weights, sums.len()) {
+            assert!(got == expected, "d {d}, r {r}");
+        }
+    }
+}
+
+/// The bits of attention over rows as they are stored, and of the same rows made f32 before.
+#[test]
+fn rows_are_attended_as_they_are_read() {
+    for (d, r, signed) in [
+        (32, 1, true),
+        (64, 4, false),
+        (80, 2, true),
+        (96, 3, true),
+        (128, 5, true),
+        (128, 2, false),
+        (256, 4, true),
+    ] {
         let layout = Layout {
             center: Center::Mean,
             full: 5,
@@ -81,19 +182,34 @@ fn widened_rows_are_the_rows() {
         exact.row_mut(7).fill(3.0);
         exact[[9, d - 1]] = 1e30;
         packed.prompt(exact.view(), exact.view(), &vec![1.0; d], 0..200);
-        let some = packed.keys.full_positions()[1];
-        let chosen: Vec<u32> = (0..200).filter(|p| p % 3 != 1 || *p == some).collect();
-        let chunks = d.div_ceil(LANES);
-        for rows in [&packed.keys as &dyn Rows, &packed.values] {
-            for positions in [&chosen[..], &chosen[20..37], &[some], &[]] {
-                let mut wide = vec![[0.0; LANES]; positions.len() * chunks];
-                rows.widen(&Run::new(positions, positions.len()), &mut wide);
-                for (wide, p) in wide.chunks(chunks).zip(positions) {
-                    let mut scratch = vec![0.0; d];
-                    let row = rows.row(*p as usize, &mut scratch);
-                    assert_eq!(wide.as_flattened()[..d], *row, "d {d}, signed {signed}, row {p}");
-                }
-            }
+        let full = packed.keys.full_positions().to_vec();
+        let chosen: Vec<u32> = (0..200).filter(|p| p % 3 != 1 || *p == full[1]).collect();
+        let queries = Array2::from_shape_fn((r, d), |(a, j)| ((a * d + j) as f32 * 0.9).sin());
+        let queries = Queries::new(queries.view(), 0.1);
+        let next = [3, 199];
+        for now in [&chosen[..], &chosen[20..37], &full, &full[1..2], &[]] {
+            let run = Run { now, next: &next };
+            let n = now.len();
+            let score = |scores: &dyn Fn(&mut [f32])| {
+                let mut out = vec![0.5; r * (n + 3)];
+                scores(&mut out);
+                out
+            };
+            let got = score(&|out| packed.keys.scores(&queries, &run, out, n + 3));
+            let expected = score(&|out| attention::widened_scores(&packed.keys, &queries, &run, out, n + 3));
+            assert_eq!(got, expected, "d {d}, r {r}, signed {signed}, {n} positions");
+            let weights: Vec<f32> = (0..r * (n + 3)).map(|i| (i as f32 * 0.3).cos()).collect();
+            let sum = |add: &dyn Fn(Sums)| {
+                let mut values = vec![[0.25; LANES]; r * d.div_ceil(LANES)];
+                add(Sums {
+                    r,
+                    values: &mut values,
+                });
+                values
+            };
+            let got = sum(&|sums| packed.values.add(&weights, n + 3, &run, sums));
+            let expected = sum(&|sums| attention::widened_add(&packed.values, &weights, n + 3, &run, sums));
+            assert_eq!(got, expected, "d {d}, r {r}, {n} positions");
         }
     }
 }

@@ -72,6 +72,43 @@ impl Lanes for Avx512 {
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.as_ptr().cast())) }
     }
 
+    #[inline(always)]
+    fn mul(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_add_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn flip(self, v: __m512, lanes: u16) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_mask_xor_ps(v, lanes, v, _mm512_set1_ps(-0.0)) }
+    }
+
+    /// The four values repeat in a register, of which a permutation reads the low four bits of each place.
+    #[inline(always)]
+    fn two_bits(self, codes: u32, step: f32, zero: f32) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe {
+            let steps = _mm512_setr4_ps(0.0, 1.0, 2.0, 3.0);
+            let values = self.add(self.mul(steps, self.splat(step)), self.splat(zero));
+            let shifts = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+            let places = _mm512_srlv_epi32(_mm512_set1_epi32(codes as i32), shifts);
+            _mm512_permutexvar_ps(places, values)
+        }
+    }
+
+    #[inline(always)]
+    fn widen_pair(self, pair: [f16; 2]) -> [f32; 2] {
+        // SAFETY: see the impl.
+        unsafe { widen_pair(pair) }
+    }
+
     /// Sixteen sums at once: vectors are joined in pairs, so that each step works on whole registers.
     #[inline(always)]
     fn sums(self, v: &[__m512; LANES]) -> [f32; LANES] {
@@ -95,6 +132,19 @@ impl Lanes for Avx512 {
             self.store(join!(_mm512_shuffle_ps, 0b10_00_10_00, 0b11_01_11_01, low, high))
         }
     }
+}
+
+/// [`Lanes::widen_pair`].
+///
+/// # Safety
+/// The machine has F16C, and the caller is compiled for it.
+#[inline(always)]
+unsafe fn widen_pair([a, b]: [f16; 2]) -> [f32; 2] {
+    let bits = u32::from(a.to_bits()) | u32::from(b.to_bits()) << 16;
+    let mut out = [0.0; 4];
+    // SAFETY: the caller has the instruction; the array has 16 bytes.
+    unsafe { _mm_storeu_ps(out.as_mut_ptr(), _mm_cvtph_ps(_mm_cvtsi32_si128(bits as i32))) };
+    [out[0], out[1]]
 }
 
 /// AVX2, FMA and F16C.
@@ -175,5 +225,53 @@ impl Lanes for Avx2 {
                 _mm256_cvtph_ps(_mm_loadu_si128(from[8..].as_ptr().cast())),
             ]
         }
+    }
+
+    #[inline(always)]
+    fn mul(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
+        // SAFETY: see the impl.
+        unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
+    }
+
+    #[inline(always)]
+    fn add(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
+        // SAFETY: see the impl.
+        unsafe { [_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])] }
+    }
+
+    #[inline(always)]
+    fn flip(self, v: [__m256; 2], lanes: u16) -> [__m256; 2] {
+        // SAFETY: see the impl.
+        unsafe {
+            let sign = _mm256_set1_ps(-0.0);
+            let to_sign = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
+            let flip = |v: __m256, lanes: u16| {
+                let lanes = _mm256_sllv_epi32(_mm256_set1_epi32(i32::from(lanes)), to_sign);
+                _mm256_xor_ps(v, _mm256_and_ps(_mm256_castsi256_ps(lanes), sign))
+            };
+            [flip(v[0], lanes), flip(v[1], lanes >> 8)]
+        }
+    }
+
+    /// As with AVX-512, of the low three bits of each place.
+    #[inline(always)]
+    fn two_bits(self, codes: u32, step: f32, zero: f32) -> [__m256; 2] {
+        // SAFETY: see the impl.
+        unsafe {
+            let steps = _mm256_setr_ps(0.0, 1.0, 2.0, 3.0, 0.0, 1.0, 2.0, 3.0);
+            let values = _mm256_add_ps(_mm256_mul_ps(steps, _mm256_set1_ps(step)), _mm256_set1_ps(zero));
+            let shifts = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14);
+            let pick = |codes: u32| {
+                let places = _mm256_srlv_epi32(_mm256_set1_epi32(codes as i32), shifts);
+                _mm256_permutevar8x32_ps(values, places)
+            };
+            [pick(codes), pick(codes >> 16)]
+        }
+    }
+
+    #[inline(always)]
+    fn widen_pair(self, pair: [f16; 2]) -> [f32; 2] {
+        // SAFETY: see the impl.
+        unsafe { widen_pair(pair) }
     }
 }

@@ -48,7 +48,7 @@ impl<'d> PackedLayer<'d> {
         });
         let signs: Vec<_> = signs.collect();
         let bits = |i: usize| {
-            let rows = parts.iter().map(|part| part.bits[i]);
+            let rows = parts.iter().map(|part| &part.bits[i][..]);
             Buffer::of(driver, "2-bit rows", &padded(rows, shape.capacity * d / 4, 0))
         };
         let params = |i: usize| {

@@ -9,7 +9,7 @@ use crate::compute::cuda::decode::signs::FULL;
 use crate::compute::cuda::decode::{Positions, Selection, Shape};
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
-use crate::runner::kv::{Float, KvType};
+use crate::runner::kv::KvType;
 use crate::runner::packed::{Layout, row_bytes};
 
 /// The keys and values of one layer.
@@ -26,7 +26,7 @@ impl<'d> LayerCache<'d> {
     /// # Errors
     /// Sizes that the kernels are not made for; no memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, kv: KvType) -> Result<Self> {
-        match float(kv) {
+        match kv.float() {
             Some(kind) => LayerRows::new(driver, shape, kind).map(Self::Plain),
             None => Ok(Self::Packed(Box::new(PackedLayer::new(driver, shape)?))),
         }
@@ -83,7 +83,7 @@ impl<'d> LayerCache<'d> {
 
 /// Bytes that a head has on the device whatever its length: rows in half precision, scales and centres.
 pub fn fixed_bytes(shape: &Shape, kv: KvType) -> usize {
-    match float(kv) {
+    match kv.float() {
         Some(_) => 0,
         None => FULL * (4 * shape.head_dim + 4) + 8 * shape.head_dim,
     }
@@ -91,18 +91,8 @@ pub fn fixed_bytes(shape: &Shape, kv: KvType) -> usize {
 
 /// Bytes of a key and a value of one head on the device.
 pub fn bytes_per_position(shape: &Shape, kv: KvType) -> usize {
-    match float(kv) {
+    match kv.float() {
         Some(_) => kv.bytes_per_position(shape.width()),
         None => row_bytes(shape.head_dim),
-    }
-}
-
-/// The rows' type, where it is a float.
-pub fn float(kv: KvType) -> Option<Float> {
-    match kv {
-        KvType::F32 => Some(Float::F32),
-        KvType::F16 => Some(Float::F16),
-        KvType::Bf16 => Some(Float::Bf16),
-        KvType::TwoBit => None,
     }
 }

@@ -9,7 +9,6 @@ use std::io::Write;
 use ndarray::{Array1, Array2, ArrayView2, ArrayView3, s};
 use rayon::prelude::*;
 
-use super::cache::float;
 use super::forward::StepSpace;
 use super::index::{LayerIndex, PromptSpace};
 use super::session::{groups, write_trace};
@@ -135,7 +134,7 @@ impl<'d> Near<'d> {
 impl<'a> HostSession<'a> {
     /// Whether a method's index can be on the device without the rows.
     pub fn can(method: &Method, options: &Options, turns: bool) -> bool {
-        let rows = float(options.kv).is_some()
+        let rows = options.kv.float().is_some()
             && !matches!(method, Method::Topk | Method::Ctkvr(_) | Method::Lfps(_));
         rows && LayerIndex::can(method, turns, false)
     }
@@ -152,8 +151,10 @@ impl<'a> HostSession<'a> {
     ) -> Result<Self> {
         let driver = body.driver;
         let shape = body.sizes().shape(1, capacity).checked()?;
-        let kind =
-            float(options.kv).ok_or_else(|| Error::failed("CUDA: the cache is not of a float type"))?;
+        let kind = options
+            .kv
+            .float()
+            .ok_or_else(|| Error::failed("CUDA: the cache is not of a float type"))?;
         let near = Near::new(driver, shape, &options)?;
         let (positions, limits, places) = groups(driver, shape, &options, &body.config.windows)?;
         let mut layers: Vec<HostLayer<'a>> = Vec::new();
@@ -408,8 +409,11 @@ impl<'a> Generate<'a> for HostSession<'a> {
         check_prompt(ids)?;
         self.body.check_ids(ids)?;
         let (driver, sizes, m) = (self.body.driver, self.body.sizes(), ids.len());
-        let kind =
-            float(self.options.kv).ok_or_else(|| Error::failed("CUDA: the cache is not of a float type"))?;
+        let kind = self
+            .options
+            .kv
+            .float()
+            .ok_or_else(|| Error::failed("CUDA: the cache is not of a float type"))?;
         let chunk = ROWS.min(self.len + m).max(self.near.sinks + self.near.window);
         let like = self.layers.first().map(|l| &l.index);
         let mut pass = Pass {

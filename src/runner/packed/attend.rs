@@ -1,0 +1,219 @@
+//! Attention over rows in 2 bits as they are stored, whole groups at a time.
+
+#![expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]
+
+use super::two_bit::{TwoBit, pair};
+use super::{FullRows, QUANT_GROUP, SignRows, ValueRows, sign_bytes};
+use crate::compute::attention::lanes::Lanes;
+use crate::compute::attention::{self, LANES, Queries, Run, Source, Sums, prefetch};
+
+/// Chunks of lanes in a group of channels with one scale.
+const CHUNKS: usize = QUANT_GROUP / LANES;
+
+/// Whether rows have groups of full length alone.
+pub(super) fn in_groups(d: usize) -> bool {
+    d.is_multiple_of(QUANT_GROUP)
+}
+
+/// [`attention::Rows::scores`]; where [`in_groups`].
+pub(super) fn scores(rows: &SignRows, queries: &Queries, run: &Run, out: &mut [f32], stride: usize) {
+    for (at, run, is_full) in parts(run, &rows.full) {
+        let out = &mut out[at..];
+        match is_full {
+            true => attention::widened_scores(rows, queries, &run, out, stride),
+            false => attention::scores(queries, Keys::of(rows), &run, out, stride),
+        }
+    }
+}
+
+/// [`attention::Rows::add`]; where [`in_groups`].
+pub(super) fn add(rows: &ValueRows, weights: &[f32], stride: usize, run: &Run, sums: Sums) {
+    let Sums { r, values } = sums;
+    for (at, run, is_full) in parts(run, &rows.full) {
+        let (weights, sums) = (
+            &weights[at..],
+            Sums {
+                r,
+                values: &mut *values,
+            },
+        );
+        match is_full {
+            true => attention::widened_add(rows, weights, stride, &run, sums),
+            false => attention::add(weights, stride, Values::of(rows), &run, sums),
+        }
+    }
+}
+
+/// The parts of a run that have full precision and those that do not, with the place of each one's first position.
+fn parts<'a>(run: &Run<'a>, full: &FullRows) -> impl Iterator<Item = (usize, Run<'a>, bool)> {
+    let Run { now, next } = *run;
+    let mut at = 0;
+    let first = now.first().copied().unwrap_or(0);
+    let full = &full.positions[full.positions.partition_point(|p| *p < first)..];
+    let mut full = full.iter().peekable();
+    std::iter::from_fn(move || {
+        let start = at;
+        let rest = now.get(start..).filter(|rest| !rest.is_empty())?;
+        while full.next_if(|p| **p < rest[0]).is_some() {}
+        let is_full = full.peek() == Some(&&rest[0]);
+        // Up to the next one in full precision that is attended.
+        at += match full.peek() {
+            Some(_) if is_full => 1,
+            Some(p) => rest.partition_point(|q| q < *p),
+            None => rest.len(),
+        };
+        let behind = if at < now.len() { &now[at..] } else { next };
+        Some((
+            start,
+            Run {
+                now: &now[start..at],
+                next: behind,
+            },
+            is_full,
+        ))
+    })
+}
+
+/// Keys that are signs and magnitudes.
+#[derive(Clone, Copy)]
+pub(super) struct Keys<'a> {
+    of: &'a SignRows,
+    /// `[chunks, LANES]`.
+    alpha: &'a [[f32; LANES]],
+    /// `[chunks, LANES]`.
+    centre: &'a [[f32; LANES]],
+    /// The signs of a chunk that do not count: none, or all.
+    unsigned: u16,
+}
+
+impl<'a> Keys<'a> {
+    pub fn of(of: &'a SignRows) -> Self {
+        Self {
+            of,
+            alpha: of.alpha.as_chunks().0,
+            centre: of.centre.as_chunks().0,
+            unsigned: if of.layout.signed { 0 } else { u16::MAX },
+        }
+    }
+
+    #[inline(always)]
+    fn signs(self, position: u32) -> &'a [u8] {
+        let width = sign_bytes(self.of.d);
+        &self.of.signs[position as usize * width..][..width]
+    }
+}
+
+impl<'a> Source for Keys<'a> {
+    const PAIRS: bool = true;
+    /// Magnitudes and signs.
+    type Row = (&'a [u8], &'a [u8]);
+
+    #[inline(always)]
+    fn chunks(self) -> usize {
+        self.alpha.len().min(self.centre.len())
+    }
+
+    #[inline(always)]
+    fn row(self, position: u32) -> Self::Row {
+        (self.of.magnitudes.row(position as usize), self.signs(position))
+    }
+
+    #[inline(always)]
+    fn prefetch(self, position: u32) {
+        self.of.magnitudes.prefetch(position as usize);
+        prefetch(self.signs(position));
+    }
+
+    /// # Source
+    /// Eq. 13: sign (Q s + z) alpha, and the centre.
+    #[inline(always)]
+    unsafe fn widen<S: Lanes, const N: usize>(self, simd: S, row: Self::Row, at: usize) -> [S::Vector; N] {
+        let (magnitudes, signs) = row;
+        // SAFETY: as the caller says.
+        let mut wide = unsafe { widen::<S, N>(simd, self.of.d, magnitudes, at) };
+        for i in 0..N {
+            let c = at + i;
+            // SAFETY: as the caller says; there are as many chunks of alpha and centre, and two bytes of signs of each.
+            let (alpha, centre, signs) = unsafe {
+                (
+                    self.alpha.get_unchecked(c),
+                    self.centre.get_unchecked(c),
+                    u16::from_le_bytes(bytes(signs, 2 * c)),
+                )
+            };
+            let magnitude = simd.mul(wide[i], simd.load(alpha));
+            let centred = simd.flip(magnitude, !(signs | self.unsigned));
+            wide[i] = simd.add(simd.load(centre), centred);
+        }
+        wide
+    }
+}
+
+/// Values in 2 bits.
+#[derive(Clone, Copy)]
+pub(super) struct Values<'a>(&'a TwoBit);
+
+impl<'a> Values<'a> {
+    pub fn of(rows: &'a ValueRows) -> Self {
+        Self(&rows.values)
+    }
+}
+
+impl<'a> Source for Values<'a> {
+    const PAIRS: bool = true;
+    type Row = &'a [u8];
+
+    #[inline(always)]
+    fn chunks(self) -> usize {
+        self.0.d / LANES
+    }
+
+    #[inline(always)]
+    fn row(self, position: u32) -> &'a [u8] {
+        self.0.row(position as usize)
+    }
+
+    #[inline(always)]
+    fn prefetch(self, position: u32) {
+        self.0.prefetch(position as usize);
+    }
+
+    #[inline(always)]
+    unsafe fn widen<S: Lanes, const N: usize>(self, simd: S, row: &'a [u8], at: usize) -> [S::Vector; N] {
+        // SAFETY: as the caller says.
+        unsafe { widen(simd, self.0.d, row, at) }
+    }
+}
+
+/// N chunks from `at` on of a row of [`TwoBit`] with d channels.
+///
+/// # Safety
+/// The row has them.
+#[inline(always)]
+unsafe fn widen<S: Lanes, const N: usize>(simd: S, d: usize, row: &[u8], at: usize) -> [S::Vector; N] {
+    let mut wide = [simd.splat(0.0); N];
+    for i in 0..N {
+        // Even numbers of chunks begin with a group: every two have one scale, which is widened once.
+        let group = if N.is_multiple_of(CHUNKS) {
+            at / CHUNKS + i / CHUNKS
+        } else {
+            (at + i) / CHUNKS
+        };
+        // SAFETY: as the caller says; a chunk has four bytes, and a group as many behind all chunks.
+        let (codes, params) = unsafe { (bytes(row, 4 * (at + i)), bytes(row, d / 4 + 4 * group)) };
+        let [step, zero] = simd.widen_pair(pair(params));
+        wide[i] = simd.two_bits(u32::from_le_bytes(codes), step, zero);
+    }
+    wide
+}
+
+/// N bytes of a row.
+///
+/// # Safety
+/// The row has them.
+#[inline(always)]
+unsafe fn bytes<const N: usize>(row: &[u8], at: usize) -> [u8; N] {
+    debug_assert!(at + N <= row.len());
+    // SAFETY: as the caller says; arrays of bytes may stand anywhere.
+    unsafe { row.as_ptr().add(at).cast::<[u8; N]>().read() }
+}
