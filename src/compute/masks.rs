@@ -2,7 +2,7 @@
 
 use multiversion::multiversion;
 
-use super::attention::{AHEAD, prefetch};
+use super::attention::prefetch;
 
 /// Values of a word of bits.
 pub const WORD: usize = 64;
@@ -10,6 +10,11 @@ pub const WORD: usize = 64;
 pub const BLOCK: usize = 16;
 /// Blocks of a word of bits.
 const BLOCKS: usize = WORD / BLOCK;
+/// Single lines that are asked for before they are read: more than rows of several lines, as many as are underway
+/// at a time.
+pub const LINES_AHEAD: usize = 24;
+/// Bits of a word whose places are written whether they are set or not.
+const SELDOM_MORE: usize = 4;
 /// Lanes of a sum.
 const LANES: usize = 16;
 
@@ -45,32 +50,52 @@ fn push_rest(rest: &[f32], threshold: f32, out: &mut Vec<u64>) {
 /// they are not read.
 pub fn at_least_in_blocks(values: &[f32], maxima: &[f32], threshold: f32, out: &mut Vec<u64>) {
     at_least(maxima, threshold, out);
-    let blocks: Vec<usize> = places(out).collect();
+    let blocks = places(out, 0);
     out.clear();
     out.resize(values.len().div_ceil(WORD), 0);
-    for (b, block) in blocks.iter().enumerate() {
-        let values_of = |block: usize| &values[block * BLOCK..values.len().min((block + 1) * BLOCK)];
-        if let Some(&next) = blocks.get(b + AHEAD) {
+    let values_of = |block: u32| {
+        let start = block as usize * BLOCK;
+        &values[start..values.len().min(start + BLOCK)]
+    };
+    for (b, &block) in blocks.iter().enumerate() {
+        if let Some(&next) = blocks.get(b + LINES_AHEAD) {
             prefetch(values_of(next));
         }
-        let bits = match <&[f32; BLOCK]>::try_from(values_of(*block)) {
+        let bits = match <&[f32; BLOCK]>::try_from(values_of(block)) {
             Ok(values) => bits_of_block(values, threshold),
-            Err(_) => bits_of(values_of(*block), threshold),
+            Err(_) => bits_of(values_of(block), threshold),
         };
+        let block = block as usize;
         out[block / BLOCKS] |= bits << (block % BLOCKS * BLOCK);
     }
 }
 
-/// The places of the set bits, ascending.
-pub fn places(bits: &[u64]) -> impl Iterator<Item = usize> {
-    bits.iter().enumerate().flat_map(|(w, word)| {
-        let mut left = *word;
-        std::iter::from_fn(move || {
-            let bit = left.trailing_zeros() as usize;
-            left &= left.wrapping_sub(1);
-            (bit < WORD).then_some(w * WORD + bit)
-        })
-    })
+/// The places of the set bits and `first` to each, ascending.
+#[multiversion(targets("x86_64+avx2+bmi1+popcnt", "aarch64+neon"))]
+pub fn places(bits: &[u64], first: u32) -> Vec<u32> {
+    let count: u32 = bits.iter().map(|word| word.count_ones()).sum();
+    let mut out = vec![0; count as usize + SELDOM_MORE];
+    let (mut len, mut start) = (0, first);
+    for word in bits {
+        // Most words have few bits, and how few is anybody's guess: no branch asks.
+        let (mut left, end) = (*word, len + word.count_ones() as usize);
+        if let Some(room) = out[len..].first_chunk_mut::<SELDOM_MORE>() {
+            for place in room {
+                *place = start.wrapping_add(left.trailing_zeros());
+                left &= left.wrapping_sub(1);
+            }
+        }
+        len += SELDOM_MORE;
+        while left != 0 {
+            out[len] = start + left.trailing_zeros();
+            left &= left - 1;
+            len += 1;
+        }
+        len = end;
+        start = start.wrapping_add(WORD as u32);
+    }
+    out.truncate(count as usize);
+    out
 }
 
 /// [`bits_of`] a block.
@@ -188,9 +213,9 @@ mod tests {
                 assert_eq!(found, expected, "{n}");
                 at_least_in_blocks(&values, &maxima, threshold, &mut found);
                 assert_eq!(found, expected, "{n}");
-                let listed: Vec<usize> = places(&found).collect();
-                let direct: Vec<usize> = (0..n).filter(|i| values[*i] >= threshold).collect();
-                assert_eq!(listed, direct, "{n}");
+                let direct = (0..n).filter(|i| values[*i] >= threshold);
+                let direct: Vec<u32> = direct.map(|i| 7 + i as u32).collect();
+                assert_eq!(places(&found, 7), direct, "{n}");
                 // What a maximum rules out is not looked at.
                 at_least_in_blocks(
                     &values,

@@ -108,9 +108,7 @@ impl Places {
 
     /// The places and `first` to each, ascending.
     pub fn ascending(&self, first: u32) -> Vec<u32> {
-        let mut out = Vec::with_capacity(self.len());
-        out.extend(masks::places(&self.words).map(|place| first + place as u32));
-        out
+        masks::places(&self.words, first)
     }
 }
 

@@ -3,7 +3,7 @@
 //! A decode step reads rows from all over a cache. A row that begins within a cache line takes one more of them,
 //! and with pages of 4 KiB nearly every row costs a look-up of its page beside the read.
 
-use std::ops::Deref;
+use std::ops::{Deref, DerefMut};
 
 use aligned_vec::{AVec, ConstAlign};
 
@@ -25,7 +25,7 @@ pub fn growth(len: usize, capacity: usize, more: usize) -> usize {
 }
 
 /// Values one after the other, the first on a cache line.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Lines<T>(AVec<T, ConstAlign<LINE>>);
 
 impl<T: Copy + Default> Lines<T> {
@@ -97,6 +97,18 @@ impl<T> Deref for Lines<T> {
 
     fn deref(&self) -> &[T] {
         &self.0
+    }
+}
+
+impl<T> DerefMut for Lines<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        &mut self.0
+    }
+}
+
+impl<T: Copy + Default> Default for Lines<T> {
+    fn default() -> Self {
+        Self::with_capacity(0)
     }
 }
 

@@ -31,7 +31,7 @@ pub fn bandwidth(runs: usize) -> f64 {
         std::hint::black_box(sum);
         start.elapsed().as_secs_f64()
     };
-    let times = (0..runs.max(3)).map(|_| time()).collect();
+    let times = (0..runs.clamp(3, 50)).map(|_| time()).collect();
     ROTATED_BYTES as f64 / median(times) * 1e-9
 }
 
@@ -68,7 +68,14 @@ pub fn scattered(bytes: usize, runs: usize) -> f64 {
         std::hint::black_box(sum);
         (rows.len() * bytes) as f64 / start.elapsed().as_secs_f64() * 1e-9
     };
-    median(parts.iter().cycle().take(runs.max(APART)).map(rate).collect())
+    median(
+        parts
+            .iter()
+            .cycle()
+            .take(runs.clamp(APART, 50))
+            .map(rate)
+            .collect(),
+    )
 }
 
 struct CpuStep {

@@ -195,10 +195,10 @@ fn least_above(limit: f64, factor: f64) -> Option<f32> {
 pub(super) fn shift_down(bits: &mut Vec<u64>, by: usize, n: usize) {
     bits.resize(bits.len().max(n.div_ceil(WORD)), 0);
     if by > 0 {
-        for i in 0..bits.len() {
-            let next = bits.get(i + 1).copied().unwrap_or(0);
-            bits[i] = bits[i] >> by | next << (WORD - by);
+        for i in 1..bits.len() {
+            bits[i - 1] = bits[i - 1] >> by | bits[i] << (WORD - by);
         }
+        bits.last_mut().into_iter().for_each(|last| *last >>= by);
     }
     bits.truncate(n.div_ceil(WORD));
     if let Some(last) = bits.last_mut().filter(|_| !n.is_multiple_of(WORD)) {

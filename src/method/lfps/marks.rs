@@ -8,8 +8,7 @@ use std::cell::OnceCell;
 
 use super::entries::{Bounds, Entries, Limit, ROOM, Shape, shift_down};
 use super::threshold::{Threshold, paper_share};
-use crate::compute::attention::AHEAD;
-use crate::compute::masks::{WORD, places};
+use crate::compute::masks::{LINES_AHEAD, WORD, places};
 
 /// Of so many candidates one is few: then each is looked at for itself.
 const FEW: usize = 16;
@@ -48,12 +47,13 @@ impl Both<'_> {
     fn keep_above_mean(&self, bits: &mut [u64]) -> Option<()> {
         let vertical = Limit::new(self.of_vertical.mean_itself(), self.vertical.factor)?;
         let slash = Limit::new(self.of_slash.mean_itself(), self.slash.factor)?;
-        let listed: Vec<usize> = places(bits).collect();
+        let listed = places(bits, 0);
         for (at, &i) in listed.iter().enumerate() {
-            if let Some(&next) = listed.get(at + AHEAD) {
-                self.vertical.prefetch(next);
-                self.slash.prefetch(next);
+            if let Some(&next) = listed.get(at + LINES_AHEAD / 2) {
+                self.vertical.prefetch(next as usize);
+                self.slash.prefetch(next as usize);
             }
+            let i = i as usize;
             if !self.vertical.is_above(i, vertical)? && !self.slash.is_above(i, slash)? {
                 bits[i / WORD] ^= 1 << (i % WORD);
             }
@@ -76,15 +76,16 @@ impl Both<'_> {
 
 /// The first `n` bits and their neighbours: [`super::OFFSETS`].
 fn reached(marks: &[u64], n: usize) -> Vec<u64> {
-    let mut out = Vec::with_capacity(marks.len());
-    for (i, &here) in marks.iter().enumerate() {
-        let before = if i > 0 { marks[i - 1] } else { 0 };
-        let after = marks.get(i + 1).copied().unwrap_or(0);
-        out.push(
-            here | (here >> 1 | after << (WORD - 1))
-                | (here << 1 | before >> (WORD - 1))
-                | (here << 2 | before >> (WORD - 2)),
-        );
+    let mut out: Vec<u64> = marks
+        .iter()
+        .map(|here| here | here >> 1 | here << 1 | here << 2)
+        .collect();
+    // What reaches beyond a word.
+    for (out, after) in out.iter_mut().zip(marks.iter().skip(1)) {
+        *out |= after << (WORD - 1);
+    }
+    for (out, before) in out.iter_mut().skip(1).zip(marks) {
+        *out |= before >> (WORD - 1) | before >> (WORD - 2);
     }
     shift_down(&mut out, 0, n);
     out

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::entries::Entries;
 use crate::compute::attention::prefetch;
 use crate::compute::masks::{BLOCK, powers};
-use crate::runner::kv::grow;
+use crate::runner::lines::Lines;
 
 /// Below this the common factor of a table is worked into its entries.
 const LEAST_FACTOR: f64 = 1e-20;
@@ -17,7 +17,8 @@ const MOST_MOVED: usize = 64;
 /// A table of decayed sums with a common factor, so that a decay touches one number.
 #[derive(Clone, Debug)]
 pub struct Table {
-    values: Vec<f32>,
+    /// A block of them is a cache line.
+    values: Lines<f32>,
     factor: f64,
     /// Of every [`BLOCK`] values none is larger.
     maxima: Vec<f32>,
@@ -27,7 +28,7 @@ pub struct Table {
 impl Default for Table {
     fn default() -> Self {
         Self {
-            values: Vec::new(),
+            values: Lines::default(),
             factor: 1.0,
             maxima: Vec::new(),
             sums: Sums::default(),
@@ -60,7 +61,7 @@ impl Table {
     pub fn add(&mut self, i: usize, x: f64) {
         let len = self.values.len();
         if i >= len {
-            grow(&mut self.values, i + 1 - len).resize(i + 1, 0.0);
+            self.values.add(i + 1 - len);
             self.maxima.resize(self.values.len().div_ceil(BLOCK), 0.0);
         }
         let old = self.values[i];
@@ -100,7 +101,7 @@ impl Table {
 
     /// Bytes held.
     pub(super) fn bytes(&self) -> usize {
-        (self.values.capacity() + self.maxima.capacity()) * 4
+        self.values.bytes() + self.maxima.capacity() * 4
     }
 
     /// Sum of all entries.
