@@ -281,7 +281,6 @@ impl ValueRows {
 
 /// What a [`Packed`] holds besides signs, centre and the positions in half precision; keys, then values.
 pub(crate) struct Parts<'a> {
-    pub d: usize,
     /// Whether keys are signs and magnitudes.
     pub signed: bool,
     /// `[d]`.
@@ -394,11 +393,10 @@ impl Packed {
         }
     }
 
-    /// The arrays themselves, for a device.
+    /// What a device takes up, array by array.
     pub(crate) fn parts(&self) -> Parts<'_> {
         let (keys, values) = (&self.keys, &self.values);
         Parts {
-            d: keys.d,
             signed: keys.layout.signed,
             alpha: &keys.alpha,
             bits: [keys.magnitudes.bits(), values.values.bits()],

@@ -33,7 +33,7 @@ impl<'d> PackedLayer<'d> {
     pub fn of(driver: &'d dyn Driver, shape: Shape, heads: &[&Packed]) -> Result<Self> {
         let shape = shape.checked()?;
         let d = shape.head_dim;
-        let fits = |packed: &&Packed| packed.len() <= shape.capacity && packed.parts().d == d;
+        let fits = |packed: &&Packed| packed.len() <= shape.capacity && packed.keys.centre().len() == d;
         if !d.is_multiple_of(8) || heads.len() != shape.heads() || !heads.iter().all(fits) {
             return Err(Error::failed(format!(
                 "CUDA: 2-bit caches of {} heads do not fit {shape:?}",
