@@ -10,8 +10,7 @@ pub const WORD: usize = 64;
 pub const BLOCK: usize = 16;
 /// Blocks of a word of bits.
 const BLOCKS: usize = WORD / BLOCK;
-/// Single lines that are asked for before they are read: more than rows of several lines, as many as are underway
-/// at a time.
+/// Single lines that are asked for before they are read: more than there are rows of several lines.
 pub const LINES_AHEAD: usize = 24;
 /// Bits of a word whose places are written whether they are set or not.
 const SELDOM_MORE: usize = 4;

@@ -24,7 +24,7 @@ use crate::interrupt;
 use crate::method::Method;
 use crate::model::forward::check_prompt;
 use crate::runner::budget::Budget;
-use crate::runner::kv::{KvHead, KvType};
+use crate::runner::kv::{Float, KvHead, KvType};
 use crate::runner::sample::Sampler;
 use crate::runner::{Generate, Options, StaticSet};
 
@@ -131,6 +131,12 @@ impl<'d> Near<'d> {
     }
 }
 
+/// The type of the cached rows.
+fn kind(options: &Options) -> Result<Float> {
+    let refused = || Error::failed("CUDA: the cache is not of a float type");
+    options.kv.float().ok_or_else(refused)
+}
+
 impl<'a> HostSession<'a> {
     /// Whether a method's index can be on the device without the rows.
     pub fn can(method: &Method, options: &Options, turns: bool) -> bool {
@@ -151,10 +157,7 @@ impl<'a> HostSession<'a> {
     ) -> Result<Self> {
         let driver = body.driver;
         let shape = body.sizes().shape(1, capacity).checked()?;
-        let kind = options
-            .kv
-            .float()
-            .ok_or_else(|| Error::failed("CUDA: the cache is not of a float type"))?;
+        let kind = kind(&options)?;
         let near = Near::new(driver, shape, &options)?;
         let (positions, limits, places) = groups(driver, shape, &options, &body.config.windows)?;
         let mut layers: Vec<HostLayer<'a>> = Vec::new();
@@ -409,11 +412,7 @@ impl<'a> Generate<'a> for HostSession<'a> {
         check_prompt(ids)?;
         self.body.check_ids(ids)?;
         let (driver, sizes, m) = (self.body.driver, self.body.sizes(), ids.len());
-        let kind = self
-            .options
-            .kv
-            .float()
-            .ok_or_else(|| Error::failed("CUDA: the cache is not of a float type"))?;
+        let kind = kind(&self.options)?;
         let chunk = ROWS.min(self.len + m).max(self.near.sinks + self.near.window);
         let like = self.layers.first().map(|l| &l.index);
         let mut pass = Pass {
