@@ -1,4 +1,4 @@
-// attention of src/compute/reference.rs for one token over the 2-bit cache of src/runner/packed.rs, dequantised on
+// attention of src/compute/reference.rs for one token over the 2-bit cache of src/kv/packed.rs, dequantised on
 // the way to the tensor cores; see attend.h.
 //
 // Per KV head: signs as select_signs.cu has them, bits of keys and values `[capacity,d/4]` bytes, the lowest bits

@@ -1,4 +1,4 @@
-// Rows in 2 bits, as src/runner/packed.rs has them, bit for bit: z = min x, s = (max x - min x) / 3 and
+// Rows in 2 bits, as src/kv/packed.rs has them, bit for bit: z = min x, s = (max x - min x) / 3 and
 // Q = round((x - z) / s) per 32 channels. See attend_packed.cu for the arrays.
 #include "common.h"
 #include "tensor.h"

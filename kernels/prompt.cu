@@ -1,4 +1,4 @@
-// What is built once from the keys of a prompt: src/method/selfindex.rs and src/runner/packed.rs. blockIdx.y is one
+// What is built once from the keys of a prompt: src/method/selfindex.rs and src/kv/packed.rs. blockIdx.y is one
 // of some KV heads of a sequence, whose arrays begin where the pointers point; rows x `[heads,n,w]` are f32.
 #include "common.h"
 #include "scan.h"

@@ -1,4 +1,4 @@
-// The next token from logits, `Sampler::next` of src/runner/sample.rs: the greedy choice, or drawn by temperature and
+// The next token from logits, `Sampler::next` of src/kv/sample.rs: the greedy choice, or drawn by temperature and
 // nucleus.
 //
 // Of a draw, probabilities are multiples of 2^-44 of the largest one, so that their sums are exact in any order; what is below half

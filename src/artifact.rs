@@ -14,7 +14,7 @@ use crate::compute::device::Device;
 use crate::dump::Sizes;
 use crate::error::{Error, Result};
 use crate::method;
-use crate::model::weights::hex;
+use crate::store::hex;
 use crate::store::{self, Output, Spec, Store, Tensor};
 
 /// Version of the file format.

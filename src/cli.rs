@@ -2,11 +2,11 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand};
 
 use crate::cmd::{bench, calibrate, codebook, dump, eval, inspect, moments, pack, priors, run, signs};
-use crate::compute::cuda::model::Precision;
 use crate::error::{Error, Result};
+use crate::flags::{Device, Precision, parse_count, share_or_zero};
 use crate::method::a2ats::{FitInit, FitMetric};
 use crate::progress::{Log, Verbosity};
 use crate::stats::moments::Position;
@@ -49,43 +49,6 @@ pub enum Command {
     Eval(eval::Args),
     /// Measure speed
     Bench(bench::Args),
-}
-
-/// A number of tokens, positions or passes: what our files can number.
-pub fn parse_count(text: &str) -> std::result::Result<usize, String> {
-    match text.parse::<u32>() {
-        Ok(n) => Ok(n as usize),
-        Err(_) => Err(format!("expected a whole number from 0 to {}", u32::MAX)),
-    }
-}
-
-/// A flag's whole number of at least one.
-pub fn at_least_one(text: &str) -> std::result::Result<usize, String> {
-    match text.parse() {
-        Ok(n) if n > 0 => Ok(n),
-        _ => Err("expected a whole number of at least 1".to_string()),
-    }
-}
-
-/// A flag's share: from 0 to below 1.
-pub fn share_or_zero(text: &str) -> std::result::Result<f64, String> {
-    match text.parse() {
-        Ok(x) if (0.0..1.0).contains(&x) => Ok(x),
-        _ => Err("expected a number of at least 0 and below 1".to_string()),
-    }
-}
-
-/// Where the work is done.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Device {
-    /// The best device that can do the command.
-    Auto,
-    /// This machine's processor.
-    Cpu,
-    /// Any GPU, through wgpu.
-    Wgpu,
-    /// An NVIDIA GPU.
-    Cuda,
 }
 
 /// Options of every command.

@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 use crate::error::{Error, Result};
 use crate::model::ModelConfig;
 use crate::model::tokenizer::Tokenizer;
-use crate::model::weights::hex;
+use crate::store::hex;
 
 /// Where the documents come from.
 #[derive(Clone, Debug)]

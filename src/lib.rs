@@ -1,16 +1,19 @@
 //! kvsmith calibrates, packages and runs sparse KV-cache retrieval for Hugging Face checkpoints.
 //!
-//! The modules in pipeline order:
+//! The modules, from the ground up; each uses those above it in this list and none below:
 //!
-//! 1. [`model`]: a checkpoint folder, its tokenizer and the decoder forward pass;
-//! 2. [`corpus`]: calibration text in blocks, with a held-out part;
-//! 3. [`capture`] and [`dump`]: pre-RoPE states, layer by layer;
-//! 4. [`stats`]: query second moments, whitening, k-means;
-//! 5. [`method`]: the retrieval methods, one file per paper, with what each calibrates;
-//! 6. [`artifact`]: the packaged file; [`work`]: what a stopped calibration needs to go on;
-//! 7. [`runner`]: prefill and sparse decode.
-//!
-//! [`compute`] holds the arithmetic kernels that they share, and [`cmd`] the subcommands.
+//! 1. [`error`], [`interrupt`], [`progress`], [`flags`], [`float`], [`weight`]: the ground;
+//! 2. [`store`]: safetensors files;
+//! 3. [`compute`]: arithmetic kernels and the devices that run them;
+//! 4. [`kv`]: the key-value cache, the budget and the static set;
+//! 5. [`model`]: a checkpoint folder, its tokenizer and the decoder forward pass;
+//! 6. [`stats`]: query second moments, whitening, k-means;
+//! 7. [`corpus`], [`capture`] and [`dump`]: calibration text in blocks, and the pre-RoPE states of its tokens;
+//! 8. [`artifact`]: the packaged file; [`work`]: what a stopped calibration needs to go on;
+//! 9. [`method`]: the retrieval methods, one file or folder per paper, with what each calibrates;
+//! 10. [`runner`]: prefill and sparse decode, and what methods lose;
+//! 11. [`cuda`]: the same on an NVIDIA GPU;
+//! 12. [`cmd`] and [`cli`]: the subcommands.
 
 pub mod artifact;
 pub mod capture;
@@ -18,9 +21,13 @@ pub mod cli;
 pub mod cmd;
 pub mod compute;
 pub mod corpus;
+pub mod cuda;
 pub mod dump;
 pub mod error;
+pub mod flags;
+pub mod float;
 pub mod interrupt;
+pub mod kv;
 pub mod method;
 pub mod model;
 pub mod progress;
@@ -29,4 +36,5 @@ pub mod stats;
 pub mod store;
 #[cfg(test)]
 mod testing;
+pub mod weight;
 pub mod work;

@@ -15,7 +15,6 @@ use sha2::{Digest, Sha256};
 use tempfile::NamedTempFile;
 
 use crate::error::{Error, Result};
-use crate::model::weights::hex;
 
 /// How the names of unfinished files begin.
 pub const TEMP_PREFIX: &str = ".kvsmith-";
@@ -470,4 +469,9 @@ impl Store {
         }
         Ok(&self.map[*a..*b])
     }
+}
+
+/// Lower-case hexadecimal.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }

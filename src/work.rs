@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 use crate::artifact::{LayerPart, Section};
 use crate::error::{Error, Result};
 use crate::model::fields::read_json;
-use crate::model::weights::hex;
+use crate::store::hex;
 use crate::store::{self, Output, Spec, Store, Tensor, Writer};
 
 /// The folder of one run; locked while it is open.

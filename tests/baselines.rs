@@ -1,11 +1,11 @@
 //! The baselines against their definitions, naively in f64.
 
 use kvsmith::compute::reference::{dot, visible};
+use kvsmith::kv::packed::Center;
+use kvsmith::kv::{KvHead, KvType};
 use kvsmith::method::quest::{PAGE, Quest};
 use kvsmith::method::snapkv::{POOL, QUERIES, SnapKv};
 use kvsmith::method::{Prompt, Retriever, Step};
-use kvsmith::runner::kv::{KvHead, KvType};
-use kvsmith::runner::packed::Center;
 use ndarray::{Array2, Array3, ArrayView1, Axis, s};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;

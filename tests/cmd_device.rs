@@ -7,8 +7,8 @@ use std::process::ExitCode;
 
 use common::*;
 use kvsmith::artifact::Artifact;
-use kvsmith::cli;
 use kvsmith::compute;
+use kvsmith::flags;
 use libtest_mimic::{Arguments, Failed, Trial};
 use serde_json::{Value, json};
 
@@ -25,7 +25,7 @@ fn main() -> ExitCode {
             other_commands_stay_on_the_cpu,
         ),
     ];
-    for (name, device) in [("wgpu", cli::Device::Wgpu), ("cuda", cli::Device::Cuda)] {
+    for (name, device) in [("wgpu", flags::Device::Wgpu), ("cuda", flags::Device::Cuda)] {
         let missing = compute::open(device).err();
         if let Some(reason) = &missing {
             eprintln!("{name}: ignored, {reason}");

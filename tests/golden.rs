@@ -5,10 +5,12 @@ mod common;
 use std::path::PathBuf;
 
 use common::{all_golden, relative_error};
+use kvsmith::kv::packed::Center;
+use kvsmith::kv::sample::argmax;
+use kvsmith::kv::{Budget, KvType};
 use kvsmith::method::{Method, MethodName, Params};
 use kvsmith::model::Decoder;
-use kvsmith::runner::sample::argmax;
-use kvsmith::runner::{Generate, Options, Session, budget::Budget, kv::KvType, packed::Center};
+use kvsmith::runner::{Generate, Options, Session};
 use kvsmith::store::Store;
 use ndarray::{Array2, Array3};
 

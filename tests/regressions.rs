@@ -6,7 +6,8 @@ use std::os::unix::process::CommandExt;
 
 use common::*;
 use kvsmith::compute::{attention, reference};
-use kvsmith::runner::kv::{Float, RowStore};
+use kvsmith::float::Float;
+use kvsmith::kv::RowStore;
 use ndarray::Array2;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;

@@ -5,11 +5,12 @@ mod common;
 use clap::ValueEnum;
 use common::{Scratch, all_golden, documents, kvsmith, relative_error};
 use kvsmith::artifact::Artifact;
+use kvsmith::kv::KvType;
+use kvsmith::kv::budget::Budget;
+use kvsmith::kv::packed::Center;
 use kvsmith::method::{Method, MethodName, Params};
 use kvsmith::model::Decoder;
-use kvsmith::runner::kv::KvType;
-use kvsmith::runner::packed::Center;
-use kvsmith::runner::{Generate, Options, Session, budget::Budget};
+use kvsmith::runner::{Generate, Options, Session};
 
 struct Model {
     decoder: Decoder,

@@ -24,9 +24,10 @@ use self::encode::EncodeArgs;
 use self::model_step::ModelArgs;
 use self::prefill::PrefillArgs;
 use super::{print, print_json};
-use crate::cli::{Global, at_least_one};
+use crate::cli::Global;
 use crate::compute::device::Device;
 use crate::error::{Error, Result};
+use crate::flags::at_least_one;
 use crate::interrupt;
 use crate::method::a2ats::FitInit;
 use crate::stats::kmeans::{self, Init, KMeansFit, KMeansParams};
@@ -79,7 +80,7 @@ struct KMeansArgs {
     #[arg(long, value_name = "N", default_value_t = 25)]
     iterations: usize,
     /// End once a pass lowers the objective by less than this share
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = crate::cli::share_or_zero)]
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = crate::flags::share_or_zero)]
     min_gain: f64,
     /// How k-means starts
     #[arg(long, value_enum, default_value_t = FitInit::KMeansPlusPlus)]

@@ -12,12 +12,13 @@ use super::{
 };
 use crate::artifact::{self, LayerPart, Origin, Section};
 use crate::capture::Capture;
-use crate::cli::{Fit, Global, Input, RopeKind, parse_count};
+use crate::cli::{Fit, Global, Input, RopeKind};
 use crate::compute::cpu::Cpu;
 use crate::compute::device::Device;
 use crate::corpus::Corpus;
 use crate::dump::Sizes;
 use crate::error::{Kind, Result};
+use crate::flags::parse_count;
 use crate::method::LayerKeys;
 use crate::method::a2ats::{self, FitParams};
 use crate::method::lfps::priors::{self, Sample};

@@ -9,10 +9,11 @@ use serde_json::json;
 use super::{
     check_wrope_position, device_for, layers_on, load_corpus, model_manifest, open_model, print_json,
 };
-use crate::cli::{Global, Input, parse_count};
+use crate::cli::{Global, Input};
 use crate::dump::{self, Options};
 use crate::error::Result;
-use crate::model::weights::Float;
+use crate::flags::parse_count;
+use crate::float::Float;
 
 /// Arguments of `dump`.
 #[derive(clap::Args, Debug)]

@@ -9,12 +9,13 @@ use serde_json::{Value, json};
 use super::run::{Reading, parse_budget, parse_window};
 use super::{device_for, forward_on, open_model, print, print_json};
 use crate::artifact::Artifact;
-use crate::cli::{Global, parse_count};
+use crate::cli::Global;
 use crate::corpus::{self, Corpus};
 use crate::error::{Error, Kind, Result};
+use crate::flags::parse_count;
+use crate::kv::Budget;
 use crate::method::{self, Method, MethodName};
 use crate::model::Decoder;
-use crate::runner::budget::Budget;
 use crate::runner::eval::{Panel, Report, Turn, Variant, decoded, turns_of};
 
 /// Arguments of `eval`.

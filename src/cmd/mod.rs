@@ -18,15 +18,16 @@ use ndarray::Array2;
 use serde_json::{Value, json};
 
 use crate::artifact::{self, Origin, Section, short};
-use crate::cli::{self, Cli, Command, Global, Input};
+use crate::cli::{Cli, Command, Global, Input};
 use crate::compute::cpu::Cpu;
-use crate::compute::cuda::model::LayerSizes;
-use crate::compute::cuda::model::forward::CudaForward;
-use crate::compute::cuda::model::layers::CudaLayers;
 use crate::compute::device::Device;
 use crate::corpus::Corpus;
+use crate::cuda::LayerSizes;
+use crate::cuda::forward::CudaForward;
+use crate::cuda::layers::CudaLayers;
 use crate::dump::Dump;
 use crate::error::{Error, Result};
+use crate::flags;
 use crate::method::LayerKeys;
 use crate::method::lfps::priors::Sample;
 use crate::model::Decoder;
@@ -220,7 +221,7 @@ fn can_run(device: &dyn Device, decoder: &Decoder, global: &Global) -> Result<bo
     }
     match (LayerSizes::of(&decoder.config).check(), global.device) {
         (Ok(()), _) => Ok(true),
-        (Err(e), cli::Device::Auto) => {
+        (Err(e), flags::Device::Auto) => {
             global.log().note(&format!("the model runs on the CPU: {e}"));
             Ok(false)
         }

@@ -6,9 +6,10 @@ use ndarray::Array3;
 use serde_json::json;
 
 use super::print_json;
-use crate::cli::{Global, RopeKind, parse_count};
+use crate::cli::{Global, RopeKind};
 use crate::dump::{Dump, State};
 use crate::error::{Error, Result};
+use crate::flags::parse_count;
 use crate::interrupt;
 use crate::stats::moments::{LayerMoments, Moments};
 use crate::store::Output;

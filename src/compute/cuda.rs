@@ -8,16 +8,13 @@
 //! a fixed order.
 
 pub mod buffer;
-mod clusters;
-pub mod decode;
+pub(crate) mod clusters;
 pub mod driver;
+pub mod fill;
 pub mod kernels;
 pub mod linear;
-pub mod model;
 pub mod nvidia;
 mod points;
-pub mod prefill;
-pub mod sample;
 
 use ndarray::{Array3, ArrayView3};
 

@@ -9,7 +9,8 @@ use rayon::prelude::*;
 use super::attention::prefetch;
 use super::blocks::{Line, PANEL, PANELS, Row, SIDE, TILE, multiply, transpose};
 use super::{pieces, simd};
-use crate::model::weights::{Float, Weight};
+use crate::float::Float;
+use crate::weight::Weight;
 
 /// Output channels of one task with few input rows.
 const FEW_CHANNELS: usize = 128;

@@ -23,30 +23,30 @@ pub mod simd;
 
 use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 
-use crate::cli;
 use crate::error::Result;
+use crate::flags;
 
 /// Opens a device for calibration; `auto` takes an NVIDIA GPU where there is one, else the CPU.
 ///
 /// # Errors
 /// The device asked for is not there.
-pub fn open(device: cli::Device) -> Result<Box<dyn device::Device>> {
+pub fn open(device: flags::Device) -> Result<Box<dyn device::Device>> {
     open_telling(device, &|_| {})
 }
 
 /// [`open`], telling what decided: why there is no GPU, and where its kernels come from.
-pub fn open_telling(device: cli::Device, tell: &dyn Fn(&str)) -> Result<Box<dyn device::Device>> {
+pub fn open_telling(device: flags::Device, tell: &dyn Fn(&str)) -> Result<Box<dyn device::Device>> {
     Ok(match device {
-        cli::Device::Auto => match open_cuda(tell) {
+        flags::Device::Auto => match open_cuda(tell) {
             Ok(cuda) => cuda,
             Err(e) => {
                 tell(&format!("device: no NVIDIA GPU: {e}"));
                 Box::new(cpu::Cpu)
             }
         },
-        cli::Device::Cpu => Box::new(cpu::Cpu),
-        cli::Device::Wgpu => Box::new(gpu::Gpu::open()?),
-        cli::Device::Cuda => open_cuda(tell)?,
+        flags::Device::Cpu => Box::new(cpu::Cpu),
+        flags::Device::Wgpu => Box::new(gpu::Gpu::open()?),
+        flags::Device::Cuda => open_cuda(tell)?,
     })
 }
 

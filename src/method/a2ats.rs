@@ -13,6 +13,7 @@
 //! empty clusters are reseeded, and the budget bounds the union over the query group.
 
 mod codebook;
+pub mod cuda;
 mod fit;
 mod limits;
 mod postings;
@@ -23,7 +24,7 @@ use std::sync::Arc;
 use ndarray::{ArrayView2, s};
 
 use super::{Choice, Prompt, Ranking, Retriever, Step, everything};
-use crate::runner::kv::grow;
+use crate::kv::lines::grow;
 pub use codebook::{Codebooks, HeadCodebook};
 pub use fit::{FitInit, FitMetric, FitParams, fit_layer};
 use limits::choose_listed;
@@ -42,7 +43,7 @@ pub const MAX_SIZE: usize = 65_535;
 #[group(skip)]
 pub struct Params {
     /// a2ats: the paper's form, each query head's best F of the context, whatever --budget says
-    #[arg(long, value_name = "F", value_parser = super::share)]
+    #[arg(long, value_name = "F", value_parser = crate::flags::share)]
     pub topk_per_query_head: Option<f64>,
 }
 

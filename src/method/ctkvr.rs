@@ -10,6 +10,8 @@
 //! the index is held to a share of the cache; the queries of a later prompt are pushed with lists
 //! over all keys.
 
+pub mod cuda;
+
 use std::collections::VecDeque;
 
 use half::f16;
@@ -80,16 +82,16 @@ impl Choose {
 #[group(skip)]
 pub struct Params {
     /// ctkvr: centroids, C (default: one per 16 positions, at least C' and at most 2048)
-    #[arg(long, value_name = "C", value_parser = crate::cli::at_least_one)]
+    #[arg(long, value_name = "C", value_parser = crate::flags::at_least_one)]
     pub ct_centroids: Option<usize>,
     /// ctkvr: centroids whose lists a step recalls, C'
-    #[arg(long, value_name = "C", default_value_t = 4, value_parser = crate::cli::at_least_one)]
+    #[arg(long, value_name = "C", default_value_t = 4, value_parser = crate::flags::at_least_one)]
     pub ct_probes: usize,
     /// ctkvr: a step in so many becomes a centroid; 0 = none does
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub ct_update: usize,
     /// ctkvr: most bytes of the index, as a share of the KV cache
-    #[arg(long, value_name = "F", default_value_t = 0.1, value_parser = super::share)]
+    #[arg(long, value_name = "F", default_value_t = 0.1, value_parser = crate::flags::share)]
     pub ct_cap: f64,
     /// ctkvr: which prompt queries become centroids
     #[arg(long, value_enum, default_value_t = Choose::Last)]

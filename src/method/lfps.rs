@@ -11,6 +11,7 @@
 //! prompt's last rows update the tables as decode steps would.
 
 mod bypass;
+pub mod cuda;
 mod entries;
 mod head;
 mod marks;
@@ -52,16 +53,16 @@ const LEAST_BYPASS: f32 = 0.02;
 #[group(skip)]
 pub struct Params {
     /// lfps: last prompt queries that fill the tables; 0 = calibrated priors alone
-    #[arg(long, value_name = "N", default_value_t = 32, value_parser = crate::cli::parse_count)]
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = crate::flags::parse_count)]
     pub lfps_rows: usize,
     /// lfps: weight of the calibrated priors, in prompt queries
-    #[arg(long, value_name = "N", default_value_t = 8.0, value_parser = super::not_negative)]
+    #[arg(long, value_name = "N", default_value_t = 8.0, value_parser = crate::flags::not_negative)]
     pub lfps_prior: f64,
     /// lfps: threshold above the mean, in deviations; more = fewer candidates (default: as calibrated, else 0.2)
-    #[arg(long, value_name = "A", value_parser = super::not_negative)]
+    #[arg(long, value_name = "A", value_parser = crate::flags::not_negative)]
     pub lfps_alpha: Option<f64>,
     /// lfps: share of the sinks above which a head is answered without the cache; 1 = never
-    #[arg(long, value_name = "F", default_value_t = 0.85, value_parser = super::share)]
+    #[arg(long, value_name = "F", default_value_t = 0.85, value_parser = crate::flags::share)]
     pub lfps_theta: f64,
     /// lfps: how the thresholds are set
     #[arg(long, value_enum, default_value_t = Threshold::Kurtosis)]

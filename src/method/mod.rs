@@ -30,9 +30,9 @@ use crate::compute::attention::{Partial, visible};
 use crate::compute::simd;
 use crate::dump::Sizes;
 use crate::error::{Error, Result};
+use crate::kv::Budget;
+use crate::kv::{KvHead, KvType};
 use crate::model::rope::Rope;
-use crate::runner::budget::Budget;
-use crate::runner::kv::{KvHead, KvType};
 use crate::store::Spec;
 
 /// The methods by name.
@@ -94,22 +94,6 @@ pub struct Params {
     /// See [`ctkvr`].
     #[command(flatten)]
     pub ctkvr: ctkvr::Params,
-}
-
-/// A flag's share: above 0 and at most 1.
-fn share(text: &str) -> std::result::Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(x) if x > 0.0 && x <= 1.0 => Ok(x),
-        _ => Err("expected a number above 0 and at most 1".to_string()),
-    }
-}
-
-/// A flag's number of at least 0.
-fn not_negative(text: &str) -> std::result::Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(x) if x.is_finite() && x >= 0.0 => Ok(x),
-        _ => Err("expected a number of at least 0".to_string()),
-    }
 }
 
 /// The method of a run that names none: the first with a section in the artifact, else full attention.

@@ -12,7 +12,8 @@ use std::ops::Range;
 use ndarray::ArrayView1;
 
 use super::{Choice, Prompt, Retriever, Step, everything};
-use crate::runner::kv::{KvHead, grow};
+use crate::kv::KvHead;
+use crate::kv::lines::grow;
 
 /// Positions of a page; pages start at multiples of it.
 pub const PAGE: usize = 16;

@@ -1,5 +1,7 @@
 //! Positions drawn uniformly without replacement: what a budget gives without knowledge.
 
+pub mod cuda;
+
 use std::ops::Range;
 
 use rand::SeedableRng;

@@ -15,6 +15,7 @@
 //! centroids; the centre stays, unless fewer than 128 positions were cached before.
 
 mod choose;
+pub mod cuda;
 mod fit;
 mod sums;
 
@@ -25,10 +26,10 @@ use super::{Choice, LayerKeys, Place, Prompt, Ranking, Retriever, Step, everythi
 use crate::artifact::Artifact;
 use crate::compute::attention::visible;
 use crate::error::{Error, Result};
-use crate::runner::kv::KvType;
-use crate::runner::lines::Lines;
-pub use crate::runner::packed::Center;
-use crate::runner::packed::{FULL, Layout, REFIT, best_scored, compressed, extend_signs, sign_bytes};
+use crate::kv::KvType;
+use crate::kv::lines::Lines;
+pub use crate::kv::packed::Center;
+use crate::kv::packed::{FULL, Layout, REFIT, best_scored, compressed, extend_signs, sign_bytes};
 use choose::Scores;
 pub use fit::{centroids, check_values, fit_layer, pattern, specs};
 use sums::Sums;
@@ -67,7 +68,7 @@ pub struct Params {
     #[arg(long, value_enum)]
     pub center: Option<Center>,
     /// selfindex and --kv 2bit: most positions in full precision, which selfindex attends first
-    #[arg(long, value_name = "N", default_value_t = FULL, value_parser = crate::cli::parse_count)]
+    #[arg(long, value_name = "N", default_value_t = FULL, value_parser = crate::flags::parse_count)]
     pub sign_full: usize,
     /// --kv 2bit: quantise keys as values are, without their signs (ablation)
     #[arg(long)]

@@ -3,6 +3,8 @@
 //! # Source
 //! Attention sinks with a window, StreamingLLM (arXiv 2309.17453).
 
+pub mod cuda;
+
 use super::{Choice, Retriever, Step};
 
 /// Sinks and recent positions alone.

@@ -1,6 +1,8 @@
 //! The oracle: the positions with the largest true softmax probability, summed over the query
 //! heads of the group. It reads every key; the reads are not counted, for it is a yardstick.
 
+pub mod cuda;
+
 use multiversion::multiversion;
 
 use super::best::largest;

@@ -13,11 +13,12 @@ use rayon::prelude::*;
 
 use super::config::ModelConfig;
 use super::rope::{Rope, RopeTable};
-use super::weights::{Checkpoint, Weight};
+use super::weights::Checkpoint;
 use crate::compute::attention;
 use crate::compute::linear::{Linear, widen};
 use crate::compute::simd;
 use crate::error::{Error, Result};
+use crate::weight::Weight;
 
 /// Rows that pass a projection together; bounds the memory of what is wide and short-lived.
 const ROWS: usize = 2048;
@@ -95,7 +96,7 @@ impl Decoder {
             "model.embed_tokens.weight",
             &[config.vocab_size, config.hidden_size],
         )?;
-        Checkpoint::scattered(&embedding);
+        embedding.scattered();
         let norm = checkpoint.vector("model.norm.weight", config.hidden_size)?;
         let head = Linear {
             weight: if config.tie_word_embeddings {
@@ -350,7 +351,7 @@ impl Layer {
 
     /// Hands the layer's file pages back to the system.
     pub fn release(&self) {
-        Checkpoint::release(&self.weights());
+        Weight::release(&self.weights());
     }
 }
 

@@ -1,15 +1,17 @@
 //! The seam of the forward pass: a model where it is computed, with the caches left to the caller.
 //!
 //! [`Forward`] runs prompts and single tokens of one or more trajectories, [`Layers`] one layer after the other over
-//! calibration text. The CPU's forms are here; [`crate::compute::cuda::model`] has those of NVIDIA GPUs.
+//! calibration text. The CPU's forms are here; [`crate::cuda`] has those of NVIDIA GPUs.
 
-use ndarray::{Array1, Array2, Array3, ArrayView2, ArrayViewMut2, ArrayViewMut3, Axis, s};
+use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayViewMut2, ArrayViewMut3, Axis, s};
+use rayon::prelude::*;
 
 use super::decoder::{Decoder, Layer, States, rotate, rotated};
 use super::rope::RopeTable;
 use crate::compute::attention;
 use crate::error::{Error, Result};
 use crate::interrupt;
+use crate::kv::KvHead;
 
 /// States of m rows of one layer, on both sides of the rotation.
 pub struct Rows {
@@ -33,6 +35,43 @@ pub struct Context {
     pub keys: Array3<f32>,
     /// Values.
     pub values: Array3<f32>,
+}
+
+impl Context {
+    /// The rows of every position: earlier ones as the caches give them, one per KV head, then the new
+    /// keys and values, `[g,m,d]`.
+    pub fn join(q_rope: Array3<f32>, keys: Array3<f32>, values: Array3<f32>, caches: &[&KvHead]) -> Self {
+        Self {
+            q_rope,
+            keys: with_cached(keys, caches, KvHead::keys),
+            values: with_cached(values, caches, KvHead::values),
+        }
+    }
+}
+
+/// The rows of every position, `[g, first + m, d]`: earlier ones as the caches give them, then `new`,
+/// `[g,m,d]`.
+fn with_cached(
+    new: Array3<f32>,
+    caches: &[&KvHead],
+    rows: fn(&KvHead) -> &dyn attention::Rows,
+) -> Array3<f32> {
+    let first = caches.first().map_or(0, |kv| kv.len());
+    if first == 0 {
+        return new;
+    }
+    let (g, m, d) = new.dim();
+    let mut all = Array3::zeros((g, first + m, d));
+    all.slice_mut(s![.., first.., ..]).assign(&new);
+    let pairs = all.axis_iter_mut(Axis(0)).into_par_iter().zip(caches);
+    pairs.for_each(|(mut all, kv)| {
+        let cached = rows(kv);
+        let mut scratch = vec![0.0; d];
+        for (p, mut row) in all.rows_mut().into_iter().take(first).enumerate() {
+            row.assign(&ArrayView1::from(cached.row(p, &mut scratch)));
+        }
+    });
+    all
 }
 
 /// Takes in a prompt's rows of a layer; gives back what they attend. Of a first prompt those are the rows themselves.

@@ -2,18 +2,15 @@
 //!
 //! Nothing is expanded to f32 here. A [`Weight`] is a view of the mapped bytes; the kernels convert
 //! what they need when they need it, so a layer costs no more memory than its file pages, which
-//! [`Checkpoint::release`] hands back.
+//! [`Weight::release`] hands back.
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::Write;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
-use half::{bf16, f16};
-use memmap2::{Advice, Mmap, UncheckedAdvice};
-use ndarray::ArrayView2;
+use memmap2::Mmap;
 use rayon::prelude::*;
 use safetensors::{Dtype, SafeTensors};
 use sha2::{Digest, Sha256};
@@ -21,184 +18,9 @@ use sha2::{Digest, Sha256};
 use super::config::ModelConfig;
 use super::fields::read_json;
 use crate::error::{Error, Result};
-
-/// Element type of a stored tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Float {
-    /// IEEE binary32.
-    F32,
-    /// IEEE binary16.
-    F16,
-    /// bfloat16.
-    Bf16,
-}
-
-impl Float {
-    /// Bytes per element.
-    pub fn bytes(self) -> usize {
-        match self {
-            Self::F32 => 4,
-            Self::F16 | Self::Bf16 => 2,
-        }
-    }
-
-    /// Converts `bytes` (little-endian, `out.len()` elements) to f32.
-    pub fn read(self, bytes: &[u8], out: &mut [f32]) {
-        debug_assert_eq!(bytes.len(), out.len() * self.bytes());
-        match self {
-            Self::F32 => {
-                for (o, b) in out.iter_mut().zip(bytes.chunks_exact(4)) {
-                    *o = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
-                }
-            }
-            Self::Bf16 => widen_bf16(bytes, out),
-            Self::F16 => {
-                for (o, b) in out.iter_mut().zip(bytes.chunks_exact(2)) {
-                    *o = f16::from_le_bytes([b[0], b[1]]).to_f32();
-                }
-            }
-        }
-    }
-
-    /// Converts f32 values to little-endian bytes of this type, rounding to nearest even.
-    pub fn write(self, values: &[f32], out: &mut Vec<u8>) {
-        match self {
-            Self::F32 => out.extend(values.iter().flat_map(|v| v.to_le_bytes())),
-            Self::F16 => out.extend(values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes())),
-            Self::Bf16 => out.extend(values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes())),
-        }
-    }
-
-    /// The safetensors name of this type.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "F32",
-            Self::F16 => "F16",
-            Self::Bf16 => "BF16",
-        }
-    }
-
-    fn of(dtype: Dtype) -> Option<Self> {
-        match dtype {
-            Dtype::F32 => Some(Self::F32),
-            Dtype::F16 => Some(Self::F16),
-            Dtype::BF16 => Some(Self::Bf16),
-            _ => None,
-        }
-    }
-}
-
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw", "x86_64+avx2"))]
-fn widen_bf16(bytes: &[u8], out: &mut [f32]) {
-    for (o, b) in out.iter_mut().zip(bytes.chunks_exact(2)) {
-        *o = f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
-    }
-}
-
-/// A view of a float tensor in a mapped checkpoint file.
-#[derive(Clone)]
-pub struct Weight {
-    file: Arc<Shard>,
-    /// First byte of the tensor in its file.
-    start: usize,
-    dtype: Float,
-    rows: usize,
-    cols: usize,
-    name: Arc<str>,
-}
-
-impl Weight {
-    /// Values without a checkpoint, in a file that goes with them.
-    ///
-    /// # Shapes
-    /// values `[rows, cols]`.
-    ///
-    /// # Errors
-    /// No room for temporary files.
-    pub fn from_values(values: ArrayView2<f32>, dtype: Float) -> Result<Self> {
-        let failed = |e: std::io::Error| {
-            Error::failed(format!("cannot write a temporary file: {e}"))
-                .hint("TMPDIR names another folder for them")
-        };
-        let mut file = tempfile::tempfile().map_err(failed)?;
-        let mut bytes = Vec::new();
-        for row in values.rows() {
-            bytes.clear();
-            dtype.write(&row.to_vec(), &mut bytes);
-            file.write_all(&bytes).map_err(failed)?;
-        }
-        // SAFETY: the mapping is read-only, and no other program knows of the file.
-        let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
-        Ok(Self {
-            file: Arc::new(Shard {
-                path: PathBuf::new(),
-                file,
-                map,
-            }),
-            start: 0,
-            dtype,
-            rows: values.nrows(),
-            cols: values.ncols(),
-            name: "".into(),
-        })
-    }
-
-    /// Rows (the output channels of a projection); 1 for a vector.
-    pub fn rows(&self) -> usize {
-        self.rows
-    }
-
-    /// Columns (the input channels of a projection).
-    pub fn cols(&self) -> usize {
-        self.cols
-    }
-
-    /// Stored element type.
-    pub fn dtype(&self) -> Float {
-        self.dtype
-    }
-
-    /// Name in the checkpoint.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// The stored bytes of `count` rows from `first` on.
-    pub fn row_bytes(&self, first: usize, count: usize) -> &[u8] {
-        let row = self.cols * self.dtype.bytes();
-        &self.file.map[self.start + first * row..self.start + (first + count) * row]
-    }
-
-    /// All values as f32.
-    pub fn to_vec(&self) -> Vec<f32> {
-        let mut out = vec![0.0; self.rows * self.cols];
-        self.dtype.read(self.row_bytes(0, self.rows), &mut out);
-        out
-    }
-
-    /// Fails at the first NaN or infinite element.
-    pub fn check_finite(&self) -> Result<()> {
-        let mut row = vec![0.0; self.cols];
-        for r in 0..self.rows {
-            self.dtype.read(self.row_bytes(r, 1), &mut row);
-            if let Some(c) = row.iter().position(|v| !v.is_finite()) {
-                return Err(Error::failed(format!(
-                    "tensor `{}` has a value that is not finite (element {})",
-                    self.name,
-                    r * self.cols + c
-                ))
-                .hint("the checkpoint is damaged; fetch it again"));
-            }
-        }
-        Ok(())
-    }
-}
-
-struct Shard {
-    path: PathBuf,
-    file: File,
-    map: Mmap,
-}
+use crate::float::Float;
+use crate::store::hex;
+use crate::weight::{Shard, Weight};
 
 struct Entry {
     shard: usize,
@@ -372,30 +194,6 @@ impl Checkpoint {
         Ok(weight.to_vec())
     }
 
-    /// Tells the kernel that the pages of `weights` are not needed any more.
-    ///
-    /// They are re-read from the file if they are touched again.
-    pub fn release(weights: &[&Weight]) {
-        for w in weights {
-            let len = w.rows * w.cols * w.dtype.bytes();
-            // SAFETY: the mapping is private, read-only and file-backed: dropped pages come back
-            // with the same contents on the next access.
-            let advised = unsafe {
-                w.file
-                    .map
-                    .unchecked_advise_range(UncheckedAdvice::DontNeed, w.start, len)
-            };
-            // Advice that the kernel does not take costs memory, never correctness.
-            let _ = advised;
-        }
-    }
-
-    /// Tells the kernel that `weight` is read at scattered rows, so that it reads no more than asked.
-    pub fn scattered(weight: &Weight) {
-        let len = weight.rows * weight.cols * weight.dtype.bytes();
-        let _ = weight.file.map.advise_range(Advice::Random, weight.start, len);
-    }
-
     /// Identifies the model: sha256 over the config fields that shape the forward pass and, for
     /// every tensor in name order, its name, dtype, shape and 4,096 of its bytes (byte i at
     /// floor(i x len / 4096), all bytes if fewer).
@@ -435,9 +233,4 @@ impl Checkpoint {
         }
         Ok(hex(&hash.finalize()))
     }
-}
-
-/// Lower-case hexadecimal.
-pub fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }

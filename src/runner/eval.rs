@@ -14,11 +14,11 @@ use std::ops::Range;
 use ndarray::{Array1, Axis};
 use rayon::prelude::*;
 
-use super::budget::Budget;
-use super::sample::argmax;
-use super::{Options, StaticSet, Totals};
+use super::{Options, Totals};
 use crate::error::{Error, Result};
 use crate::interrupt;
+use crate::kv::sample::argmax;
+use crate::kv::{Budget, StaticSet};
 use crate::method::{Choice, Method};
 use crate::model::Forward;
 use course::{At, Course, LaneStep};

@@ -3,10 +3,8 @@
 use ndarray::{Array2, Array3, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut2, Axis, s};
 use rayon::prelude::*;
 
-use super::StaticSet;
-use super::budget::Budget;
-use super::kv::KvHead;
 use crate::compute::attention;
+use crate::kv::{Budget, KvHead, StaticSet};
 use crate::method::{Choice, Prompt, Retriever, Step};
 use crate::model::forward::{Context, Rows};
 
@@ -154,48 +152,6 @@ pub(super) fn decode_head(
     choice
 }
 
-impl Context {
-    /// The rows of every position: earlier ones as the caches give them, one per KV head, then the new
-    /// keys and values, `[g,m,d]`.
-    pub(super) fn join(
-        q_rope: Array3<f32>,
-        keys: Array3<f32>,
-        values: Array3<f32>,
-        caches: &[&KvHead],
-    ) -> Self {
-        Self {
-            q_rope,
-            keys: with_cached(keys, caches, KvHead::keys),
-            values: with_cached(values, caches, KvHead::values),
-        }
-    }
-}
-
-/// The rows of every position, `[g, first + m, d]`: earlier ones as the caches give them, then `new`,
-/// `[g,m,d]`.
-fn with_cached(
-    new: Array3<f32>,
-    caches: &[&KvHead],
-    rows: fn(&KvHead) -> &dyn attention::Rows,
-) -> Array3<f32> {
-    let first = caches.first().map_or(0, |kv| kv.len());
-    if first == 0 {
-        return new;
-    }
-    let (g, m, d) = new.dim();
-    let mut all = Array3::zeros((g, first + m, d));
-    all.slice_mut(s![.., first.., ..]).assign(&new);
-    let pairs = all.axis_iter_mut(Axis(0)).into_par_iter().zip(caches);
-    pairs.for_each(|(mut all, kv)| {
-        let cached = rows(kv);
-        let mut scratch = vec![0.0; d];
-        for (p, mut row) in all.rows_mut().into_iter().take(first).enumerate() {
-            row.assign(&ArrayView1::from(cached.row(p, &mut scratch)));
-        }
-    });
-    all
-}
-
 /// Attends the static set and what was chosen, out `[r,d]`; bypassed heads attend the sinks alone,
 /// joined with the result that their method gave.
 pub(crate) fn attend(
@@ -244,10 +200,10 @@ pub(crate) fn attend(
 
 #[cfg(test)]
 mod tests {
-    use super::super::kv::KvType;
-    use super::super::packed::Center;
     use super::*;
     use crate::compute::attention::Partial;
+    use crate::kv::KvType;
+    use crate::kv::packed::Center;
     use crate::testing::values;
 
     /// Keeps what it is told.

@@ -1,13 +1,7 @@
 //! Inference: exact prefill, then decode steps that attend a static set and what a method selects.
 
-pub mod budget;
 pub mod eval;
 mod head;
-pub mod kv;
-pub mod lines;
-pub mod packed;
-pub mod sample;
-mod static_set;
 
 use std::io::Write;
 
@@ -16,16 +10,14 @@ use rayon::prelude::*;
 use serde_json::json;
 
 use crate::error::{Error, Result};
+use crate::kv::packed::Layout;
+use crate::kv::sample::Sampler;
+use crate::kv::{Budget, KvHead, KvType, StaticSet};
 use crate::method::{Choice, Method, Place};
 use crate::model::forward::{CpuForward, Forward};
 use crate::model::{Decoder, ModelConfig};
-use budget::Budget;
 pub(crate) use head::attend;
 use head::{Head, Token, prefill_heads};
-use kv::{KvHead, KvType};
-use packed::Layout;
-use sample::Sampler;
-pub use static_set::StaticSet;
 
 /// What bounds a decode step's reads.
 #[derive(Clone, Copy, Debug)]

@@ -1,13 +1,13 @@
 //! Layers and whole passes with the caches on the CPU.
 
 use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::compute::cuda::model::Precision;
-use kvsmith::compute::cuda::model::forward::CudaForward;
-use kvsmith::compute::cuda::model::layers::CudaLayers;
+use kvsmith::cuda::forward::CudaForward;
+use kvsmith::cuda::layers::CudaLayers;
+use kvsmith::flags::Precision;
+use kvsmith::float::Float;
+use kvsmith::kv::KvType;
 use kvsmith::method::MethodName;
 use kvsmith::model::forward::Layers;
-use kvsmith::model::weights::Float;
-use kvsmith::runner::kv::KvType;
 use kvsmith::runner::{Generate, Session};
 use ndarray::{Array2, Array3};
 

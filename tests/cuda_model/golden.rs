@@ -2,12 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
+use kvsmith::kv::KvType;
+use kvsmith::kv::budget::Budget;
+use kvsmith::kv::packed::Center;
+use kvsmith::kv::sample::argmax;
 use kvsmith::method::{Method, MethodName, Params};
 use kvsmith::model::Decoder;
-use kvsmith::runner::kv::KvType;
-use kvsmith::runner::packed::Center;
-use kvsmith::runner::sample::argmax;
-use kvsmith::runner::{Generate, Options, budget::Budget};
+use kvsmith::runner::{Generate, Options};
 use kvsmith::store::Store;
 use ndarray::{Array1, Array3};
 

@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 use kvsmith::compute::cuda::linear::FEW;
 use kvsmith::compute::linear::Linear;
-use kvsmith::model::weights::Float;
+use kvsmith::float::Float;
 use kvsmith::model::{Decoder, Layer};
 
 /// Rounds to a type.

@@ -1,11 +1,12 @@
 //! Conversations with caches and selection on the device.
 
 use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::compute::cuda::model::session::CudaSession;
-use kvsmith::compute::cuda::model::{Body, Precision};
+use kvsmith::cuda::Body;
+use kvsmith::cuda::session::CudaSession;
+use kvsmith::flags::Precision;
+use kvsmith::kv::KvType;
+use kvsmith::kv::sample::Sampler;
 use kvsmith::method::MethodName;
-use kvsmith::runner::kv::KvType;
-use kvsmith::runner::sample::Sampler;
 use kvsmith::runner::{Generate, Session};
 
 use super::Check;

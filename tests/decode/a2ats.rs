@@ -1,13 +1,13 @@
 //! a2ats on the GPU: its scores against f64, and its choice against the CPU's on the same scores, along a few steps.
 
 use kvsmith::compute::cuda::buffer::Buffer;
-use kvsmith::compute::cuda::decode::a2ats::{A2ats, Codebooks};
-use kvsmith::compute::cuda::decode::{Limits, Positions, Shape};
 use kvsmith::compute::cuda::driver::Driver;
+use kvsmith::kv::Budget;
+use kvsmith::kv::StaticSet;
+use kvsmith::kv::cuda::{Limits, Positions, Shape};
+use kvsmith::method::a2ats::cuda::{A2ats, Codebooks};
 use kvsmith::method::a2ats::{Bound, HeadCodebook, choose};
 use kvsmith::model::rope::{Rope, RopeConfig, RopeScaling};
-use kvsmith::runner::StaticSet;
-use kvsmith::runner::budget::Budget;
 use ndarray::{Array1, Array2, ArrayView2};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -218,7 +218,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
 }
 
 /// The code is that of the nearest codeword, up to the rounding of f32.
-pub fn check_code(head: &kvsmith::compute::cuda::decode::a2ats::HeadConstants, key: &[f32], code: usize) {
+pub fn check_code(head: &kvsmith::method::a2ats::cuda::HeadConstants, key: &[f32], code: usize) {
     let d = key.len();
     let z: Vec<f64> = (0..d)
         .map(|i| {
@@ -245,7 +245,7 @@ pub fn check_code(head: &kvsmith::compute::cuda::decode::a2ats::HeadConstants, k
 /// Scores against f64, and those of the CPU.
 fn check_scores(
     head: &HeadCodebook,
-    constants: &kvsmith::compute::cuda::decode::a2ats::HeadConstants,
+    constants: &kvsmith::method::a2ats::cuda::HeadConstants,
     queries: ArrayView2<f32>,
     scores: ArrayView2<f32>,
 ) {

@@ -2,12 +2,12 @@
 
 use half::{bf16, f16};
 use kvsmith::compute::cuda::buffer::Buffer;
-use kvsmith::compute::cuda::decode::attend::{Attention, LayerRows};
-use kvsmith::compute::cuda::decode::{Limits, Positions, Selection, Shape};
 use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::runner::StaticSet;
-use kvsmith::runner::budget::Budget;
-use kvsmith::runner::kv::Float;
+use kvsmith::float::Float;
+use kvsmith::kv::Budget;
+use kvsmith::kv::StaticSet;
+use kvsmith::kv::cuda::attend::{Attention, LayerRows};
+use kvsmith::kv::cuda::{Limits, Positions, Selection, Shape};
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;

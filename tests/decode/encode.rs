@@ -1,11 +1,11 @@
 //! Codes of a prompt's keys on the GPU: those of one key at a time, and the nearest in f64 up to rounding.
 
 use kvsmith::compute::cuda::buffer::Buffer;
-use kvsmith::compute::cuda::decode::a2ats::{A2ats, Codebooks, HeadConstants};
-use kvsmith::compute::cuda::decode::encode::Encoder;
-use kvsmith::compute::cuda::decode::{Limits, Positions, Shape};
 use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::runner::budget::Budget;
+use kvsmith::kv::Budget;
+use kvsmith::kv::cuda::{Limits, Positions, Shape};
+use kvsmith::method::a2ats::cuda::encode::Encoder;
+use kvsmith::method::a2ats::cuda::{A2ats, Codebooks, HeadConstants};
 use ndarray::Array2;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;

@@ -2,16 +2,17 @@
 
 use kvsmith::compute::attention;
 use kvsmith::compute::cuda::buffer::Buffer;
-use kvsmith::compute::cuda::decode::attend::{Attention, LayerRows};
-use kvsmith::compute::cuda::decode::lfps::{Lfps, Space};
-use kvsmith::compute::cuda::decode::{Limits, Positions, Shape};
 use kvsmith::compute::cuda::driver::Driver;
+use kvsmith::float::Float;
+use kvsmith::kv::Budget;
+use kvsmith::kv::StaticSet;
+use kvsmith::kv::cuda::attend::{Attention, LayerRows};
+use kvsmith::kv::cuda::{Limits, Positions, Shape};
+use kvsmith::kv::packed::Center;
+use kvsmith::kv::{KvHead, KvType};
+use kvsmith::method::lfps::cuda::{Lfps, Space};
 use kvsmith::method::lfps::{self as cpu, Setup, Threshold};
 use kvsmith::method::{Choice, Place, Prompt, Retriever, Step};
-use kvsmith::runner::StaticSet;
-use kvsmith::runner::budget::Budget;
-use kvsmith::runner::kv::{Float, KvHead, KvType};
-use kvsmith::runner::packed::Center;
 use ndarray::{Array2, ArrayView2, ArrayView3, s};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;

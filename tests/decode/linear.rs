@@ -4,7 +4,7 @@ use half::{bf16, f16};
 use kvsmith::compute::cuda::buffer::Buffer;
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::compute::cuda::linear::{FEW, Linear, Matrix, Products};
-use kvsmith::model::weights::Float;
+use kvsmith::float::Float;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

@@ -2,13 +2,13 @@
 
 use kvsmith::compute::attention::Rows;
 use kvsmith::compute::cuda::buffer::Buffer;
-use kvsmith::compute::cuda::decode::attend::Attention;
-use kvsmith::compute::cuda::decode::packed::PackedLayer;
-use kvsmith::compute::cuda::decode::{Limits, Positions, Selection, Shape};
 use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::runner::StaticSet;
-use kvsmith::runner::budget::Budget;
-use kvsmith::runner::packed::{Center, Layout, Packed};
+use kvsmith::kv::Budget;
+use kvsmith::kv::StaticSet;
+use kvsmith::kv::cuda::attend::Attention;
+use kvsmith::kv::cuda::packed::PackedLayer;
+use kvsmith::kv::cuda::{Limits, Positions, Selection, Shape};
+use kvsmith::kv::packed::{Center, Layout, Packed};
 use ndarray::Array2;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};

@@ -3,12 +3,12 @@
 
 use kvsmith::compute::attention::visible;
 use kvsmith::compute::cuda::buffer::Buffer;
-use kvsmith::compute::cuda::decode::attend::LayerRows;
-use kvsmith::compute::cuda::decode::{Limits, Positions, Shape};
 use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::compute::cuda::prefill::{Piece, attend};
-use kvsmith::runner::budget::Budget;
-use kvsmith::runner::kv::Float;
+use kvsmith::float::Float;
+use kvsmith::kv::Budget;
+use kvsmith::kv::cuda::attend::LayerRows;
+use kvsmith::kv::cuda::prefill::{Piece, attend};
+use kvsmith::kv::cuda::{Limits, Positions, Shape};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 

@@ -3,17 +3,19 @@
 
 use half::{bf16, f16};
 use kvsmith::compute::cuda::buffer::Buffer;
-use kvsmith::compute::cuda::decode::attend::LayerRows;
-use kvsmith::compute::cuda::decode::packed::PackedLayer;
-use kvsmith::compute::cuda::decode::prompt::{Prompts, Queries, Rows};
-use kvsmith::compute::cuda::decode::signs::{SelfIndex, Signs};
-use kvsmith::compute::cuda::decode::{Limits, Positions, Shape};
 use kvsmith::compute::cuda::driver::Driver;
+use kvsmith::float::Float;
+use kvsmith::kv::Budget;
+use kvsmith::kv::StaticSet;
+use kvsmith::kv::cuda::attend::LayerRows;
+use kvsmith::kv::cuda::packed::PackedLayer;
+use kvsmith::kv::cuda::prompt::{Prompts, Queries, Rows};
+use kvsmith::kv::cuda::signs::Signs;
+use kvsmith::kv::cuda::{Limits, Positions, Shape};
+use kvsmith::kv::packed::{Center, Layout, Packed};
+use kvsmith::kv::{KvHead, KvType};
+use kvsmith::method::selfindex::cuda::SelfIndex;
 use kvsmith::method::{Place, Prompt, Retriever, selfindex};
-use kvsmith::runner::StaticSet;
-use kvsmith::runner::budget::Budget;
-use kvsmith::runner::kv::{Float, KvHead, KvType};
-use kvsmith::runner::packed::{Center, Layout, Packed};
 use ndarray::{Array2, Array3};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -248,7 +250,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     let index = SelfIndex::empty(driver, shape, &limits).unwrap();
     let calibrated = prior.as_deref().map(upload);
     prompts
-        .centroids(rows[0], &signs, calibrated.as_ref(), &positions, &index)
+        .centroids(rows[0], &signs, calibrated.as_ref(), &positions, index.buffer())
         .unwrap();
     let centroids = index.centroids().unwrap();
     for (own, reference) in centroids.chunks(d * 16).zip(&references) {

@@ -2,8 +2,8 @@
 
 use kvsmith::compute::cuda::buffer::Buffer;
 use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::compute::cuda::sample::{choose, draw};
-use kvsmith::runner::sample::Sampler;
+use kvsmith::cuda::sample::{choose, draw};
+use kvsmith::kv::sample::Sampler;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

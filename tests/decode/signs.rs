@@ -1,13 +1,14 @@
 //! selfindex on the GPU: its scores against f64, and its choice against a sort of the same scores, along a few steps.
 
 use kvsmith::compute::cuda::buffer::Buffer;
-use kvsmith::compute::cuda::decode::signs::{FULL, HeadSigns, SelfIndex, Signs};
-use kvsmith::compute::cuda::decode::{Limits, Positions, Shape};
 use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::runner::StaticSet;
-use kvsmith::runner::budget::Budget;
-use kvsmith::runner::lines::Lines;
-use kvsmith::runner::packed::extend_signs;
+use kvsmith::kv::Budget;
+use kvsmith::kv::StaticSet;
+use kvsmith::kv::cuda::signs::{FULL, HeadSigns, Signs};
+use kvsmith::kv::cuda::{Limits, Positions, Shape};
+use kvsmith::kv::lines::Lines;
+use kvsmith::kv::packed::extend_signs;
+use kvsmith::method::selfindex::cuda::SelfIndex;
 use ndarray::ArrayView2;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};

@@ -1,13 +1,14 @@
 //! streaming and random on the GPU: the positions of the CPU's methods, and what the host knows of a step.
 
-use kvsmith::compute::cuda::decode::simple::{Draws, Streaming};
-use kvsmith::compute::cuda::decode::{Limits, Positions, Shape};
 use kvsmith::compute::cuda::driver::Driver;
+use kvsmith::kv::Budget;
+use kvsmith::kv::cuda::{Limits, Positions, Shape};
+use kvsmith::kv::packed::Center;
+use kvsmith::kv::{KvHead, KvType};
 use kvsmith::method::random::Random;
+use kvsmith::method::random::cuda::Draws;
+use kvsmith::method::streaming::cuda::Streaming;
 use kvsmith::method::{Retriever, Step, streaming};
-use kvsmith::runner::budget::Budget;
-use kvsmith::runner::kv::{KvHead, KvType};
-use kvsmith::runner::packed::Center;
 use ndarray::Array2;
 
 #[derive(Clone)]

@@ -2,15 +2,16 @@
 
 use half::{bf16, f16};
 use kvsmith::compute::cuda::buffer::Buffer;
-use kvsmith::compute::cuda::decode::attend::LayerRows;
-use kvsmith::compute::cuda::decode::topk::TopK;
-use kvsmith::compute::cuda::decode::{Limits, Positions, Shape};
 use kvsmith::compute::cuda::driver::Driver;
+use kvsmith::float::Float;
+use kvsmith::kv::Budget;
+use kvsmith::kv::StaticSet;
+use kvsmith::kv::cuda::attend::LayerRows;
+use kvsmith::kv::cuda::{Limits, Positions, Shape};
+use kvsmith::kv::packed::Center;
+use kvsmith::kv::{KvHead, KvType};
+use kvsmith::method::topk::cuda::TopK;
 use kvsmith::method::{Retriever, Step, topk};
-use kvsmith::runner::StaticSet;
-use kvsmith::runner::budget::Budget;
-use kvsmith::runner::kv::{Float, KvHead, KvType};
-use kvsmith::runner::packed::Center;
 use ndarray::ArrayView2;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;

@@ -1,7 +1,7 @@
 //! Self-Indexing KVCache: centroids of sign patterns.
 
+use kvsmith::kv::packed::Center;
 use kvsmith::method::selfindex::{SelfIndex, Source};
-use kvsmith::runner::packed::Center;
 
 use super::*;
 

@@ -10,14 +10,14 @@ use rayon::prelude::*;
 
 use super::decode::{SINKS, Setting, WINDOW};
 use crate::error::{Error, Result};
+use crate::kv::KvHead;
+use crate::kv::packed::{Center, Layout};
 use crate::method::a2ats::{A2ats, HeadCodebook};
 use crate::method::ctkvr::{self, Ctkvr};
 use crate::method::lfps;
 use crate::method::selfindex::{SelfIndex, Source};
 use crate::method::{MethodName, Place, Prompt, Retriever, full, topk};
 use crate::model::rope::{Rope, RopeConfig, RopeScaling};
-use crate::runner::kv::KvHead;
-use crate::runner::packed::{Center, Layout};
 
 /// Rows that are made at a time.
 const CHUNK: usize = 4096;

@@ -11,10 +11,10 @@ use super::decode::{ROTATED_BYTES, Setting, Work};
 use super::median;
 use crate::compute::attention::{AHEAD, prefetch};
 use crate::error::{Error, Result};
+use crate::kv::lines::Lines;
 use crate::method::{MethodName, Step};
 use crate::progress::size;
 use crate::runner::attend;
-use crate::runner::lines::Lines;
 
 /// Of so many rows a scattered read takes one.
 const APART: usize = 16;

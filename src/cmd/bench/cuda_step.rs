@@ -10,13 +10,15 @@ use rand_chacha::ChaCha8Rng;
 use super::decode::{ROTATED_BYTES, SINKS, Setting, WINDOW, Work, float};
 use super::median;
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::decode::a2ats::{A2ats, Codebooks, HeadConstants};
-use crate::compute::cuda::decode::attend::{Attention, LayerRows};
-use crate::compute::cuda::decode::signs::{HeadSigns, SelfIndex, Signs};
-use crate::compute::cuda::decode::{Limits, Positions, ReadLoop, Shape};
 use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::fill::ReadLoop;
 use crate::error::Result;
+use crate::kv::cuda::attend::{Attention, LayerRows};
+use crate::kv::cuda::signs::{HeadSigns, Signs};
+use crate::kv::cuda::{Limits, Positions, Shape};
 use crate::method::MethodName;
+use crate::method::a2ats::cuda::{A2ats, Codebooks, HeadConstants};
+use crate::method::selfindex::cuda::SelfIndex;
 
 /// Steps that are launched before the host waits for them.
 const STEPS: usize = 20;

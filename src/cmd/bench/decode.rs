@@ -7,13 +7,15 @@ use std::str::FromStr;
 use serde_json::{Value, json};
 
 use super::{cpu_step, cuda_step, median, number, peak_bytes, print_row};
-use crate::cli::{Global, at_least_one};
+use crate::cli::Global;
 use crate::cmd::print_json;
 use crate::error::{Error, Result};
+use crate::flags::{self, at_least_one};
+use crate::float::Float;
+use crate::kv::Budget;
+use crate::kv::KvType;
+use crate::kv::StaticSet;
 use crate::method::{Choice, MethodName, Ranking, a2ats, lfps};
-use crate::runner::StaticSet;
-use crate::runner::budget::Budget;
-use crate::runner::kv::{Float, KvType};
 use crate::{compute, interrupt};
 
 /// Bytes that are read before any of them is read again: more than caches hold.
@@ -300,7 +302,7 @@ pub trait Work {
 /// Times every setting. `attends` is `bench attend`.
 pub fn run(args: &DecodeArgs, attends: bool, global: &Global) -> Result<()> {
     let mut supported = vec![MethodName::Full, MethodName::A2ats, MethodName::Selfindex];
-    if global.device != crate::cli::Device::Cuda {
+    if global.device != flags::Device::Cuda {
         supported.extend([MethodName::Topk, MethodName::Lfps, MethodName::Ctkvr]);
     }
     if let Some(method) = args.methods.iter().find(|m| !supported.contains(m)) {
@@ -317,18 +319,18 @@ pub fn run(args: &DecodeArgs, attends: bool, global: &Global) -> Result<()> {
                     .hint("give --methods a2ats, selfindex or both"),
             );
         }
-        if global.device == crate::cli::Device::Cuda {
+        if global.device == flags::Device::Cuda {
             return Err(Error::device("`--ranking plain` is for the CPU").hint("use --device cpu"));
         }
     }
     let device = match global.device {
-        crate::cli::Device::Wgpu => {
+        flags::Device::Wgpu => {
             return Err(
                 Error::device("`bench` of decode steps cannot run on device `wgpu`")
                     .hint("use --device cpu or --device cuda"),
             );
         }
-        crate::cli::Device::Cuda => {
+        flags::Device::Cuda => {
             float(args.caches.kv)?;
             Some(compute::cuda::Cuda::open()?)
         }

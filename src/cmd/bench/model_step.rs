@@ -7,19 +7,20 @@ use serde_json::{Value, json};
 
 use super::decode::{Caches, SINKS, WINDOW, float, parse_context};
 use super::{cuda_step, median, number, peak_bytes, print_row};
-use crate::cli::{Device, Global, at_least_one};
+use crate::cli::Global;
 use crate::cmd::print_json;
 use crate::compute::cuda::Cuda;
 use crate::compute::cuda::driver::Driver;
-use crate::compute::cuda::model::Body;
-use crate::compute::cuda::model::session::CudaSession;
+use crate::cuda::Body;
+use crate::cuda::session::CudaSession;
 use crate::error::{Error, Result};
+use crate::flags::{Device, at_least_one};
 use crate::interrupt;
+use crate::kv::packed::Center;
 use crate::method::MethodName;
 use crate::model::ModelConfig;
 use crate::model::fields::read_json;
 use crate::runner::Options;
-use crate::runner::packed::Center;
 
 /// Steps between two waits for the device.
 const STEPS: usize = 10;

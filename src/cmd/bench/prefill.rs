@@ -6,13 +6,15 @@ use serde_json::{Value, json};
 use super::decode::parse_context;
 use super::product::{Product, print_rate, seconds, set_against};
 use super::{random_points, row};
-use crate::cli::{Device, Global, at_least_one};
+use crate::cli::Global;
 use crate::cmd::print_json;
 use crate::compute::attention::causal;
 use crate::compute::linear::Linear;
 use crate::error::{Error, Result};
+use crate::flags::{Device, at_least_one};
+use crate::float::Float;
 use crate::interrupt;
-use crate::model::weights::{Float, Weight};
+use crate::weight::Weight;
 
 /// Most values of a matrix: 4 GB.
 const MOST: usize = 1 << 30;

@@ -11,7 +11,7 @@ use super::shape;
 use crate::compute::device::{Assignment, Clusters, Drawn};
 use crate::error::Result;
 use fast::Fast;
-pub(super) use fast::{MOST_SHARED_BYTES, shared_bytes as search_bytes};
+pub(crate) use fast::{MOST_SHARED_BYTES, shared_bytes as search_bytes};
 
 /// Rows and centroids of a tile of `nearest_listed` and `nearest_fast`.
 const TILE: usize = 128;

@@ -216,7 +216,7 @@ impl Arg {
 }
 
 /// [`Driver::launch`] without dynamic shared memory; nothing for an empty grid.
-pub(super) fn launch(
+pub(crate) fn launch(
     driver: &dyn Driver,
     kernel: &'static str,
     grid: [usize; 3],
@@ -226,7 +226,7 @@ pub(super) fn launch(
 }
 
 /// [`Driver::launch`] in blocks of [`THREADS`]; nothing for an empty grid.
-pub(super) fn launch_with(
+pub(crate) fn launch_with(
     driver: &dyn Driver,
     kernel: &'static str,
     grid: [usize; 3],
@@ -237,7 +237,7 @@ pub(super) fn launch_with(
 }
 
 /// [`Driver::launch`]; nothing for an empty grid.
-pub(super) fn launch_blocks(
+pub(crate) fn launch_blocks(
     driver: &dyn Driver,
     kernel: &'static str,
     grid: [usize; 3],

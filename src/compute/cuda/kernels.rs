@@ -2,6 +2,37 @@
 
 include!(concat!(env!("OUT_DIR"), "/kernel_images.rs"));
 
+/// Most codewords of a KV head: those listed stay in shared memory.
+pub const MOST_CODEWORDS: usize = 12_288;
+/// Kernels whose blocks have more dynamic shared memory than 48 KiB, and the most that they have.
+pub const LARGE_BLOCKS: &[(&str, usize)] = &[
+    ("attend_half_64", shared::attend(64)),
+    ("attend_half_80", shared::attend(80)),
+    ("attend_half_96", shared::attend(96)),
+    ("attend_half_128", shared::attend(128)),
+    ("attend_bfloat_64", shared::attend(64)),
+    ("attend_bfloat_80", shared::attend(80)),
+    ("attend_bfloat_96", shared::attend(96)),
+    ("attend_bfloat_128", shared::attend(128)),
+    ("attend_packed_64", shared::attend(64)),
+    ("attend_packed_80", shared::attend(80)),
+    ("attend_packed_96", shared::attend(96)),
+    ("attend_packed_128", shared::attend(128)),
+    ("linear_bfloat", super::linear::SHARED_BYTES),
+    ("linear_half", super::linear::SHARED_BYTES),
+    ("prefill_bfloat_64", shared::prefill(64)),
+    ("prefill_bfloat_80", shared::prefill(80)),
+    ("prefill_bfloat_96", shared::prefill(96)),
+    ("prefill_bfloat_128", shared::prefill(128)),
+    ("prefill_float", shared::prefill_float(128)),
+    ("prefill_half_64", shared::prefill(64)),
+    ("prefill_half_80", shared::prefill(80)),
+    ("prefill_half_96", shared::prefill(96)),
+    ("prefill_half_128", shared::prefill(128)),
+    ("nearest_codewords", super::clusters::search_bytes(128)),
+    ("rank_codewords", 8 * MOST_CODEWORDS),
+];
+
 /// Every kernel.
 pub const NAMES: &[&str] = &[
     "add_biases",
@@ -242,5 +273,27 @@ mod tests {
             let found = newest(images, capability).map(|image| image[0]);
             assert_eq!(found, expected, "{capability:?}");
         }
+    }
+}
+
+/// Dynamic shared memory of a block, by the kernel's family and the channels of a row.
+pub mod shared {
+    /// Positions of a tile of `attend`.
+    const TILE: usize = 64;
+
+    /// Bytes for rows of 16 bits and `w` channels: two tiles of keys and of values, or the results of four warps.
+    pub const fn attend(w: usize) -> usize {
+        let (tiles, results) = (2 * 2 * TILE * (w + 8) * 2, 4 * 16 * 4 * (w + 2));
+        if tiles > results { tiles } else { results }
+    }
+
+    /// Bytes for queries and two tiles of keys and of values, in rows of 16 bits and `w` channels.
+    pub const fn prefill(w: usize) -> usize {
+        (128 + 4 * 64) * (w + 8) * 2
+    }
+
+    /// Bytes for queries, a tile of keys or values, and weights, in rows of f32 and `w` channels.
+    pub const fn prefill_float(w: usize) -> usize {
+        (2 * 64 * (w + 4) + 64 * (64 + 4)) * 4
     }
 }

@@ -1,10 +1,10 @@
 //! Products with checkpoint weights, which stay on the device in their stored type.
 
 use super::buffer::Buffer;
-use super::decode::{Random, fill};
 use super::driver::{self, Arg, Driver};
+use super::fill::{Random, fill};
 use crate::error::{Error, Result};
-use crate::model::weights::Float;
+use crate::float::Float;
 
 /// Rows of x that `linear_few_*` takes, at most.
 pub const FEW: usize = 16;
@@ -59,7 +59,7 @@ impl<'d> Matrix<'d> {
     /// No memory.
     pub fn random(driver: &'d dyn Driver, kind: Float, rows: usize, cols: usize, seed: u32) -> Result<Self> {
         let values = Buffer::new(driver, "weights", rows * cols * kind.bytes())?;
-        fill(driver, &values, rows * cols, Random::Float(kind.into()), seed)?;
+        fill(driver, &values, rows * cols, Random::Float(kind), seed)?;
         Ok(Self {
             kind,
             rows,

@@ -13,7 +13,7 @@ use cudarc::driver::sys::{
 };
 
 use super::driver::{Address, Arg, Driver, Launch, Part, Product};
-use super::{clusters, decode, kernels};
+use super::{clusters, kernels};
 use crate::error::{Error, Result};
 use products::Products;
 use recording::{Noted, Recordings};
@@ -151,7 +151,7 @@ impl Nvidia {
         let optin = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         let optin = attribute(self.device, optin)?;
         let most = optin.min(clusters::MOST_SHARED_BYTES as i32);
-        let large = decode::LARGE_BLOCKS.iter();
+        let large = kernels::LARGE_BLOCKS.iter();
         let large = large.map(|(name, bytes)| (*name, optin.min(*bytes as i32)));
         for (name, bytes) in [("nearest_fast", most)].into_iter().chain(large) {
             self.prefer_shared(name, bytes)?;

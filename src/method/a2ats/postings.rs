@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use super::limits::Limits;
+use crate::kv::lines::grow;
 use crate::method::best::Places;
-use crate::runner::kv::grow;
 
 /// Positions of a chunk: with the number of the next one it is half a cache line.
 const CHUNK: usize = 7;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::runner::kv::KvHead;
+use crate::kv::KvHead;
 
 /// Means of the keys and values of a range of positions that moves on.
 #[derive(Clone, Default)]

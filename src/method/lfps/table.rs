@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::entries::Entries;
 use crate::compute::attention::prefetch;
 use crate::compute::masks::{BLOCK, powers};
-use crate::runner::lines::Lines;
+use crate::kv::lines::Lines;
 
 /// Below this the common factor of a table is worked into its entries.
 const LEAST_FACTOR: f64 = 1e-20;

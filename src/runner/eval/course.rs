@@ -3,13 +3,14 @@
 use ndarray::{Array1, Array2, Axis};
 use rayon::prelude::*;
 
+use super::super::Options;
 use super::super::head::{Head, PromptRows, Token, decode_head, prefill_heads};
-use super::super::kv::{KvHead, KvType};
-use super::super::{Options, StaticSet};
 use super::Variant;
 use super::judge::{Judge, Scores};
 use crate::compute::attention;
 use crate::error::Result;
+use crate::kv::StaticSet;
+use crate::kv::{KvHead, KvType};
 use crate::method::{Choice, Retriever};
 use crate::model::ModelConfig;
 use crate::model::forward::{Context, Forward, Rows};

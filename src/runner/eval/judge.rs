@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use ndarray::{ArrayView1, ArrayView2, ArrayViewMut2};
 
-use super::super::StaticSet;
+use crate::kv::StaticSet;
 use crate::method::Choice;
 
 /// Means of the metrics of a choice; each is a sum until it is divided by `count`.

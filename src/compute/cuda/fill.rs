@@ -1,0 +1,85 @@
+//! For benchmarks: buffers of random numbers, and a loop that only reads.
+
+use super::buffer::Buffer;
+use super::driver::{self, Arg, Driver};
+use crate::error::Result;
+use crate::float::Float;
+
+/// Random numbers for a benchmark.
+#[derive(Clone, Copy, Debug)]
+pub enum Random {
+    /// Of a float type, from -1 to 1.
+    Float(Float),
+    /// u16 below a bound.
+    Below(usize),
+    /// All bits of a u32.
+    Bits,
+}
+
+/// Fills `n` values from the start of a buffer.
+pub fn fill<T: bytemuck::Pod>(
+    driver: &dyn Driver,
+    buffer: &Buffer<'_, T>,
+    n: usize,
+    random: Random,
+    seed: u32,
+) -> Result<()> {
+    let (kind, below, bytes) = match random {
+        Random::Float(Float::F32) => (0, 1, 4),
+        Random::Float(Float::F16) => (1, 1, 2),
+        Random::Float(Float::Bf16) => (2, 1, 2),
+        Random::Below(bound) => (3, bound, 2),
+        Random::Bits => (4, 1, 4),
+    };
+    assert!(n * bytes <= buffer.len() * size_of::<T>(), "beyond the end");
+    let args = [
+        buffer.arg(),
+        Arg::u64(n),
+        Arg::u32(kind),
+        Arg::u32(below),
+        Arg::u32(seed as usize),
+    ];
+    let blocks = n.div_ceil(256).min(16 * driver.multiprocessors());
+    driver::launch(driver, "fill_random", [blocks, 1, 1], &args)
+}
+
+/// A loop that reads memory and does nothing else.
+pub struct ReadLoop<'d> {
+    driver: &'d dyn Driver,
+    memory: Buffer<'d, u32>,
+    sums: Buffer<'d, u32>,
+    blocks: usize,
+}
+
+impl<'d> ReadLoop<'d> {
+    /// Over this much memory.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn new(driver: &'d dyn Driver, bytes: usize) -> Result<Self> {
+        let memory = Buffer::new(driver, "memory to read", bytes.div_ceil(16) * 4)?;
+        fill(driver, &memory, memory.len(), Random::Bits, 1)?;
+        let blocks = 8 * driver.multiprocessors();
+        Ok(Self {
+            driver,
+            memory,
+            sums: Buffer::new(driver, "sums of the loop", blocks * 256)?,
+            blocks,
+        })
+    }
+
+    /// Starts reading.
+    pub fn run(&self) -> Result<()> {
+        let args = [
+            self.memory.arg(),
+            Arg::u64(self.memory.len() / 4),
+            self.sums.arg(),
+        ];
+        driver::launch(self.driver, "read_all", [self.blocks, 1, 1], &args)
+    }
+
+    /// Waits for the device.
+    pub fn wait(&self) -> Result<()> {
+        self.sums.read_part(0, 1).map(drop)
+    }
+}

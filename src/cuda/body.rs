@@ -1,0 +1,210 @@
+//! A whole model's weights on the device, with what comes before and after its layers.
+
+use super::weights::{random, upload};
+use super::{LayerSizes, LayerWeights, Workspace};
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::linear::Linear;
+use crate::compute::linear;
+use crate::error::{Error, Result};
+use crate::flags::Precision;
+use crate::float::Float;
+use crate::interrupt;
+use crate::model::rope::Rope;
+use crate::model::{Decoder, ModelConfig};
+
+/// A whole model's weights on the device.
+pub struct Body<'a> {
+    pub(crate) driver: &'a dyn Driver,
+    /// Where they come from; `None` for random ones.
+    pub(crate) decoder: Option<&'a Decoder>,
+    pub(crate) config: ModelConfig,
+    pub(crate) rope: Rope,
+    pub(crate) precision: Precision,
+    pub(crate) layers: Vec<LayerWeights<'a>>,
+    pub(crate) ends: Ends<'a>,
+}
+
+impl<'a> Body<'a> {
+    /// Copies all weights of a checkpoint to the device.
+    ///
+    /// # Errors
+    /// Less memory than they need; a model whose attention the kernels are not made for.
+    pub fn load(driver: &'a dyn Driver, decoder: &'a Decoder, precision: Precision) -> Result<Self> {
+        let config = decoder.config.clone();
+        let sizes = LayerSizes::of(&config);
+        sizes.check()?;
+        let views = (0..config.n_layers).map(|i| decoder.layer(i));
+        let views = views.collect::<Result<Vec<_>>>()?;
+        let weights: usize = views.iter().map(LayerWeights::bytes).sum();
+        let space = 16 * (sizes.bytes_per_row() + 4 * config.vocab_size);
+        check_room(driver, weights + Ends::bytes(decoder) + space)?;
+        let mut layers = Vec::new();
+        for view in &views {
+            interrupt::check()?;
+            layers.push(LayerWeights::upload(driver, view)?);
+            // What is on the device is not needed in the page cache.
+            view.release();
+        }
+        Ok(Self {
+            ends: Ends::upload(driver, decoder)?,
+            rope: decoder.rope.clone(),
+            decoder: Some(decoder),
+            driver,
+            config,
+            precision,
+            layers,
+        })
+    }
+
+    /// Random weights in the sizes of a model, in bf16 and with one matrix as embedding and output projection; for a
+    /// benchmark.
+    ///
+    /// # Errors
+    /// As [`Body::load`].
+    pub fn random(driver: &'a dyn Driver, config: ModelConfig, seed: u32) -> Result<Self> {
+        let sizes = LayerSizes::of(&config);
+        sizes.check()?;
+        check_room(driver, Self::random_bytes(&config))?;
+        let windows = config.windows.iter().enumerate();
+        let layers =
+            windows.map(|(i, window)| LayerWeights::random(driver, &sizes, *window, seed + 8 + 4 * i as u32));
+        let layers = layers.collect::<Result<_>>()?;
+        Ok(Self {
+            ends: Ends {
+                driver,
+                embedding: None,
+                norm: Buffer::of(driver, "norms", &vec![1.0; config.hidden_size])?,
+                head: random(driver, config.vocab_size, config.hidden_size, seed)?,
+            },
+            decoder: None,
+            rope: Rope::new(&config.rope, config.head_dim),
+            precision: Precision::Auto,
+            driver,
+            config,
+            layers,
+        })
+    }
+
+    /// Bytes of the weights of [`Body::random`], all of which a step reads.
+    pub fn random_bytes(config: &ModelConfig) -> usize {
+        let s = LayerSizes::of(config);
+        let layer = s.hidden * (s.qkv() + s.attended() + 3 * s.intermediate);
+        2 * (config.n_layers * layer + config.vocab_size * s.hidden)
+    }
+
+    /// The sizes of its layers.
+    pub fn sizes(&self) -> LayerSizes {
+        LayerSizes::of(&self.config)
+    }
+
+    /// The type of rows that are attended and not kept: that of the weights, or f32.
+    pub(crate) fn row_type(&self) -> Float {
+        let kind = self.layers.first().map(|l| l.qkv.weight.kind());
+        kind.map_or(Float::F32, |kind| self.precision.attended(kind))
+    }
+
+    /// A workspace for so many rows.
+    pub(crate) fn workspace(&self, rows: usize) -> Result<Workspace<'a>> {
+        Workspace::new(self.driver, self.sizes(), self.precision, rows)
+    }
+
+    /// Checks that every id is in the vocabulary.
+    pub(crate) fn check_ids(&self, ids: &[u32]) -> Result<()> {
+        match self.decoder {
+            Some(decoder) => decoder.check_ids(ids),
+            None if ids.iter().all(|id| (*id as usize) < self.config.vocab_size) => Ok(()),
+            None => Err(Error::failed("a token id is outside the vocabulary")),
+        }
+    }
+}
+
+/// What comes before and after the layers: the embedding and the output projection.
+pub struct Ends<'d> {
+    pub(crate) driver: &'d dyn Driver,
+    /// `None` where the embedding is the output projection.
+    pub(crate) embedding: Option<Linear<'d>>,
+    pub(crate) norm: Buffer<'d, f32>,
+    pub(crate) head: Linear<'d>,
+}
+
+impl<'d> Ends<'d> {
+    /// Copies them to the device.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn upload(driver: &'d dyn Driver, decoder: &Decoder) -> Result<Self> {
+        let tied = decoder.config.tie_word_embeddings;
+        let embedding = linear::Linear {
+            weight: decoder.embedding.clone(),
+            bias: None,
+        };
+        Ok(Self {
+            driver,
+            embedding: match tied {
+                true => None,
+                false => Some(upload(driver, &[&embedding])?),
+            },
+            norm: Buffer::of(driver, "norms", &decoder.norm)?,
+            head: upload(driver, &[&decoder.head])?,
+        })
+    }
+
+    /// Bytes that [`Ends::upload`] takes.
+    pub fn bytes(decoder: &Decoder) -> usize {
+        let bytes = |w: &crate::weight::Weight| w.rows() * w.cols() * w.dtype().bytes();
+        let embedding = match decoder.config.tie_word_embeddings {
+            true => 0,
+            false => bytes(&decoder.embedding),
+        };
+        embedding + bytes(&decoder.head.weight)
+    }
+
+    /// Embeds `n` ids: `[n, hidden]`.
+    pub fn embed(&self, ids: &Buffer<'_, u32>, n: usize, hidden: &Buffer<'_, f32>) -> Result<()> {
+        let table = &self.embedding.as_ref().unwrap_or(&self.head).weight;
+        let kind = match table.kind() {
+            Float::F32 => 0,
+            Float::F16 => 1,
+            Float::Bf16 => 2,
+        };
+        let args = [
+            ids.arg(),
+            table.values().arg(),
+            hidden.arg(),
+            Arg::u32(kind),
+            Arg::u32(table.cols()),
+        ];
+        driver::launch(self.driver, "embed_rows", [n, 1, 1], &args)
+    }
+
+    /// The logits of `rows` rows of hidden states: `[rows, vocab]`.
+    pub fn logits(
+        &self,
+        work: &Workspace<'_>,
+        hidden: &Buffer<'_, f32>,
+        rows: usize,
+        logits: &Buffer<'_, f32>,
+    ) -> Result<()> {
+        work.norm(hidden, &self.norm, &work.normed, rows)?;
+        work.multiply(&self.head, &work.normed, rows, logits, false)
+    }
+}
+
+/// Says that a model does not fit, before anything is copied.
+///
+/// # Errors
+/// Less free memory than `bytes`.
+fn check_room(driver: &dyn Driver, bytes: usize) -> Result<()> {
+    let free = driver.free_bytes()?;
+    if bytes as u64 <= free {
+        return Ok(());
+    }
+    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+    Err(Error::failed(format!(
+        "out of GPU memory: the model's weights need {:.1} GiB, and {:.1} GiB are free",
+        gib(bytes as u64),
+        gib(free)
+    ))
+    .hint("end what else uses the GPU, take a smaller model, or use --device cpu"))
+}

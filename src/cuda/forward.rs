@@ -1,0 +1,304 @@
+//! Prompts and single tokens with all weights on the device and the caches on the host.
+
+use std::sync::Mutex;
+
+use ndarray::{Array1, Array3, s};
+
+use super::layers::{fetch, order};
+use super::{Body, LayerWeights, Prompted, ROWS, Rotation, Standing, Watch, Workspace};
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::Driver;
+use crate::cuda::sample;
+use crate::error::{Error, Result};
+use crate::flags::Precision;
+use crate::float::Float;
+use crate::interrupt;
+use crate::kv::sample::Sampler;
+use crate::model::Decoder;
+use crate::model::forward::{Attend, Cache, Context, Forward, Rows, check_prompt};
+
+/// Rows for which a workspace is kept between steps.
+const KEPT_ROWS: usize = 16;
+
+/// A model on the device.
+pub struct CudaForward<'a> {
+    body: Body<'a>,
+    decoder: &'a Decoder,
+    /// What prompts attend.
+    float: Float,
+    /// Where a step's rows pass.
+    step: Mutex<StepSpace<'a>>,
+}
+
+/// Where a step's rows pass, one per sequence.
+pub(crate) struct StepSpace<'d> {
+    rows: usize,
+    pub work: Workspace<'d>,
+    /// `[rows, hidden]`.
+    pub hidden: Buffer<'d, f32>,
+    /// `[rows, vocab]`.
+    pub logits: Buffer<'d, f32>,
+    /// `[rows]`.
+    pub ids: Buffer<'d, u32>,
+    /// `[rows]`: what ids are drawn with.
+    uniforms: Buffer<'d, f64>,
+    pub watch: Watch<'d>,
+}
+
+impl<'d> StepSpace<'d> {
+    /// Room for so many rows.
+    pub fn new(body: &Body<'d>, rows: usize) -> Result<Self> {
+        let driver = body.driver;
+        Ok(Self {
+            rows,
+            work: body.workspace(rows)?,
+            hidden: Buffer::new(driver, "hidden states", rows * body.config.hidden_size)?,
+            logits: Buffer::new(driver, "logits", rows * body.config.vocab_size)?,
+            ids: Buffer::zeros(driver, "ids", rows)?,
+            uniforms: Buffer::zeros(driver, "random numbers", rows)?,
+            watch: Watch::new(driver)?,
+        })
+    }
+
+    /// Norm, logits and the greedy choice of the first rows of hidden states.
+    pub fn finish(
+        &self,
+        body: &Body<'d>,
+        work: &Workspace<'_>,
+        hidden: &Buffer<'_, f32>,
+        rows: usize,
+    ) -> Result<()> {
+        let (driver, vocab) = (body.driver, body.config.vocab_size);
+        body.ends.logits(work, hidden, rows, &self.logits)?;
+        self.watch.look(&self.logits, rows * vocab, body.layers.len())?;
+        sample::choose(driver, &self.logits, [rows, vocab], &self.ids)
+    }
+
+    /// What follows in the first rows, once their logits are there; waits for the device.
+    pub fn next(&self, body: &Body<'d>, rows: usize, sampler: &mut Sampler) -> Result<Vec<u32>> {
+        if !sampler.is_greedy() {
+            let uniforms: Vec<f64> = (0..rows).map(|_| sampler.uniform()).collect();
+            self.uniforms.send(&uniforms)?;
+            let shape = [rows, body.config.vocab_size];
+            sample::draw(
+                body.driver,
+                &self.logits,
+                shape,
+                &self.uniforms,
+                &self.ids,
+                sampler,
+            )?;
+        }
+        self.watch.check(body)?;
+        self.ids.read_part(0, rows)
+    }
+
+    /// The logits of the first row; waits for the device.
+    pub fn read_logits(&self, body: &Body<'d>) -> Result<Array1<f32>> {
+        self.watch.check(body)?;
+        let logits = self.logits.read_part(0, body.config.vocab_size)?;
+        Ok(Array1::from(logits))
+    }
+}
+
+impl<'a> CudaForward<'a> {
+    /// Copies all weights to the device.
+    ///
+    /// # Errors
+    /// Less memory than they need; a model whose attention the kernels are not made for.
+    pub fn new(driver: &'a dyn Driver, decoder: &'a Decoder, precision: Precision) -> Result<Self> {
+        let body = Body::load(driver, decoder, precision)?;
+        Ok(Self {
+            float: body.row_type(),
+            step: Mutex::new(StepSpace::new(&body, KEPT_ROWS)?),
+            body,
+            decoder,
+        })
+    }
+
+    /// Projects a prompt's rows chunk by chunk: what its caches take in.
+    fn prompt_rows(&self, weights: &LayerWeights<'_>, pass: &Pass<'_>) -> Result<Rows> {
+        let (s, m) = (self.body.sizes(), pass.m);
+        let heads = |heads| Array3::zeros((heads, m, s.head_dim));
+        let mut rows = Rows {
+            q_pre: Array3::zeros((0, 0, 0)),
+            q_rope: heads(s.n_heads),
+            k_pre: heads(s.n_kv_heads),
+            k_rope: heads(s.n_kv_heads),
+            v: heads(s.n_kv_heads),
+        };
+        for (start, n) in pass.chunks() {
+            interrupt::check()?;
+            let hidden = pass.hidden.part(start * s.hidden, n * s.hidden);
+            let standing = Standing::At {
+                first: pass.first + start,
+                apart: 1,
+            };
+            pass.work
+                .project(weights, &hidden, n, n, &pass.rotation, standing)?;
+            fetch(&pass.work.q_rope, &mut rows.q_rope, start, n)?;
+            fetch(&pass.work.k_pre, &mut rows.k_pre, start, n)?;
+            fetch(&pass.work.k_rope, &mut rows.k_rope, start, n)?;
+            fetch(&pass.work.v, &mut rows.v, start, n)?;
+        }
+        Ok(rows)
+    }
+
+    /// Attends what the caches gave, and finishes the layer for the rows from `skipped` on.
+    fn attend_prompt(
+        &self,
+        weights: &LayerWeights<'_>,
+        pass: &mut Pass<'_>,
+        context: &Context,
+        skipped: usize,
+    ) -> Result<()> {
+        let (s, total) = (self.body.sizes(), pass.first + pass.m);
+        pass.prompted.clear()?;
+        for start in (0..total).step_by(ROWS) {
+            let n = ROWS.min(total - start);
+            put(&context.keys, &pass.work.k_rope, start, n)?;
+            put(&context.values, &pass.work.v, start, n)?;
+            pass.prompted.append(&pass.work.k_rope, &pass.work.v, n)?;
+        }
+        for (start, n) in pass.chunks() {
+            let (start, n) = match (start + n).checked_sub(skipped) {
+                None | Some(0) => continue,
+                Some(left) if left < n => (skipped, left),
+                Some(_) => (start, n),
+            };
+            interrupt::check()?;
+            put(&context.q_rope, &pass.work.q_rope, start, n)?;
+            let (first, out) = (pass.first + start, &pass.work.attended);
+            pass.prompted
+                .attend(&pass.work.q_rope, n, first, weights.window, out)?;
+            let hidden = pass.hidden.part(start * s.hidden, n * s.hidden);
+            pass.work.finish(weights, &hidden, n)?;
+        }
+        Ok(())
+    }
+}
+
+/// A prompt on its way through the layers.
+struct Pass<'d> {
+    first: usize,
+    m: usize,
+    work: Workspace<'d>,
+    /// `[m, hidden]`.
+    hidden: Buffer<'d, f32>,
+    rotation: Rotation<'d>,
+    prompted: Prompted<'d>,
+    watch: Watch<'d>,
+}
+
+impl Pass<'_> {
+    /// First row and number of rows of each part that passes a layer at once.
+    fn chunks(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let m = self.m;
+        (0..m)
+            .step_by(ROWS)
+            .map(move |start| (start, ROWS.min(m - start)))
+    }
+}
+
+impl Forward for CudaForward<'_> {
+    fn decoder(&self) -> &Decoder {
+        self.decoder
+    }
+
+    fn prompt(&self, ids: &[u32], first: usize, cache: &mut Cache) -> Result<Array1<f32>> {
+        check_prompt(ids)?;
+        self.decoder.check_ids(ids)?;
+        let (body, m) = (&self.body, ids.len());
+        let (driver, s) = (body.driver, body.sizes());
+        let mut pass = Pass {
+            first,
+            m,
+            work: body.workspace(ROWS.min(first + m))?,
+            hidden: Buffer::new(driver, "hidden states", m * s.hidden)?,
+            rotation: Rotation::new(driver, &body.rope, first, m)?,
+            prompted: Prompted::new(driver, &s, self.float, first + m)?,
+            watch: Watch::new(driver)?,
+        };
+        let ids = Buffer::of(driver, "ids", ids)?;
+        body.ends.embed(&ids, m, &pass.hidden)?;
+        for (index, weights) in body.layers.iter().enumerate() {
+            let rows = self.prompt_rows(weights, &pass)?;
+            let finite = |x: &Array3<f32>| x.as_slice().is_some_and(crate::compute::simd::all_finite);
+            if ![&rows.q_rope, &rows.k_rope, &rows.v].into_iter().all(finite) {
+                let layer = self.decoder.layer(index)?;
+                let place = format!("the states of layer {index}");
+                return Err(self.decoder.diagnose(&layer.weights(), &place));
+            }
+            let context = cache(index, rows);
+            // Of the last layer, only the last position is read.
+            let skipped = if index + 1 == body.layers.len() { m - 1 } else { 0 };
+            self.attend_prompt(weights, &mut pass, &context, skipped)?;
+            let left = (m - skipped) * s.hidden;
+            pass.watch
+                .look(&pass.hidden.part(skipped * s.hidden, left), left, index)?;
+        }
+        let vocab = self.decoder.config.vocab_size;
+        let logits = Buffer::<f32>::new(driver, "logits", vocab)?;
+        let last = pass.hidden.part((m - 1) * s.hidden, s.hidden);
+        body.ends.logits(&pass.work, &last, 1, &logits)?;
+        pass.watch.look(&logits, vocab, body.layers.len())?;
+        pass.watch.check(body)?;
+        Ok(Array1::from(logits.read()?))
+    }
+
+    fn step(&self, ids: &[u32], t: usize, attend: &mut Attend) -> Result<Vec<Array1<f32>>> {
+        self.decoder.check_ids(ids)?;
+        let (body, n) = (&self.body, ids.len());
+        let (driver, s) = (body.driver, body.sizes());
+        let vocab = self.decoder.config.vocab_size;
+        let mut space = self
+            .step
+            .lock()
+            .map_err(|_| Error::failed("an earlier step ended badly"))?;
+        if n > space.rows {
+            *space = StepSpace::new(body, n)?;
+        }
+        let (work, hidden) = (&space.work, &space.hidden);
+        let rotation = Rotation::new(driver, &body.rope, t, 1)?;
+        space.ids.write(ids)?;
+        body.ends.embed(&space.ids, n, hidden)?;
+        for (index, weights) in body.layers.iter().enumerate() {
+            let standing = Standing::At { first: t, apart: 0 };
+            work.project(weights, hidden, n, n, &rotation, standing)?;
+            let read = |from: &Buffer<'_, f32>, heads| -> Result<Array3<f32>> {
+                let mut out = Array3::zeros((heads, n, s.head_dim));
+                fetch(from, &mut out, 0, n)?;
+                Ok(out)
+            };
+            let rows = Rows {
+                q_pre: read(&work.q_pre, s.n_heads)?,
+                q_rope: read(&work.q_rope, s.n_heads)?,
+                k_pre: read(&work.k_pre, s.n_kv_heads)?,
+                k_rope: read(&work.k_rope, s.n_kv_heads)?,
+                v: read(&work.v, s.n_kv_heads)?,
+            };
+            let mut attended = Array3::<f32>::zeros((n, s.n_heads, s.head_dim));
+            attend(index, &rows, attended.view_mut())?;
+            work.attended.write(attended.as_slice().ok_or_else(order)?)?;
+            work.finish(weights, hidden, n)?;
+            space.watch.look(hidden, n * s.hidden, index)?;
+        }
+        body.ends.logits(work, hidden, n, &space.logits)?;
+        space.watch.look(&space.logits, n * vocab, body.layers.len())?;
+        space.watch.check(body)?;
+        let logits = space.logits.read_part(0, n * vocab)?;
+        Ok(logits
+            .chunks(vocab)
+            .map(|row| Array1::from(row.to_vec()))
+            .collect())
+    }
+}
+
+/// Writes rows `first..first + n` of every head of `x` `[heads,m,d]` as `[heads,n,d]`.
+fn put(x: &Array3<f32>, to: &Buffer<'_, f32>, first: usize, n: usize) -> Result<()> {
+    let rows = x.slice(s![.., first..first + n, ..]);
+    match rows.as_slice() {
+        Some(rows) => to.write(rows),
+        None => to.write(&rows.iter().copied().collect::<Vec<f32>>()),
+    }
+}

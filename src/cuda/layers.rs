@@ -1,0 +1,157 @@
+//! Calibration text through the model, one layer's weights on the device at a time: a model larger than the GPU's
+//! memory passes.
+
+use ndarray::{Array3, ArrayView2, ArrayViewMut2, Axis, s};
+
+use super::{LayerSizes, LayerWeights, Prompted, ROWS, Rotation, Standing, Workspace};
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::Driver;
+use crate::error::{Error, Result};
+use crate::flags::Precision;
+use crate::model::forward::{BlockLayer, Layers};
+use crate::model::{Decoder, Layer, States};
+
+/// See [`Layers`].
+pub struct CudaLayers<'a> {
+    driver: &'a dyn Driver,
+    decoder: &'a Decoder,
+    precision: Precision,
+}
+
+impl<'a> CudaLayers<'a> {
+    /// Nothing is copied yet.
+    ///
+    /// # Errors
+    /// A model whose attention the kernels are not made for.
+    pub fn new(driver: &'a dyn Driver, decoder: &'a Decoder, precision: Precision) -> Result<Self> {
+        LayerSizes::of(&decoder.config).check()?;
+        Ok(Self {
+            driver,
+            decoder,
+            precision,
+        })
+    }
+}
+
+impl Layers for CudaLayers<'_> {
+    fn decoder(&self) -> &Decoder {
+        self.decoder
+    }
+
+    fn open<'s>(&'s self, index: usize) -> Result<Box<dyn BlockLayer + 's>> {
+        let layer = self.decoder.layer(index)?;
+        Ok(Box::new(CudaLayer {
+            model: self,
+            weights: LayerWeights::upload(self.driver, &layer)?,
+            sizes: LayerSizes::of(&self.decoder.config),
+            layer,
+        }))
+    }
+}
+
+/// A layer on the device; its file pages are handed back with it.
+struct CudaLayer<'a> {
+    model: &'a CudaLayers<'a>,
+    layer: Layer,
+    weights: LayerWeights<'a>,
+    sizes: LayerSizes,
+}
+
+impl CudaLayer<'_> {
+    /// Takes rows through the projections, and `whole` layers through the rest too: `[m, hidden]`.
+    fn run(&self, mut hidden: Hidden<'_>) -> Result<States> {
+        let (driver, s) = (self.model.driver, &self.sizes);
+        let m = hidden.view().nrows();
+        let chunk = ROWS.min(m).max(1);
+        let work = Workspace::new(driver, *s, self.model.precision, chunk)?;
+        let rotation = Rotation::new(driver, &self.model.decoder.rope, 0, m)?;
+        let rows = Buffer::<f32>::new(driver, "hidden states", chunk * s.hidden)?;
+        let float = self.model.precision.attended(self.layer.k.weight.dtype());
+        let mut prompted = match hidden {
+            Hidden::Changed(_) => Some(Prompted::new(driver, s, float, m)?),
+            Hidden::Read(_) => None,
+        };
+        let heads = |heads| Array3::zeros((heads, m, s.head_dim));
+        let mut states = States {
+            q_pre: heads(s.n_heads),
+            k_pre: heads(s.n_kv_heads),
+            v: heads(s.n_kv_heads),
+        };
+        for first in (0..m).step_by(chunk) {
+            let n = chunk.min(m - first);
+            let part = hidden.view().slice_move(s![first..first + n, ..]);
+            rows.write(part.as_slice().ok_or_else(order)?)?;
+            let standing = Standing::At { first, apart: 1 };
+            work.project(&self.weights, &rows, n, n, &rotation, standing)?;
+            fetch(&work.q_pre, &mut states.q_pre, first, n)?;
+            fetch(&work.k_pre, &mut states.k_pre, first, n)?;
+            fetch(&work.v, &mut states.v, first, n)?;
+            let (Hidden::Changed(hidden), Some(prompted)) = (&mut hidden, &mut prompted) else {
+                continue;
+            };
+            prompted.append(&work.k_rope, &work.v, n)?;
+            prompted.attend(&work.q_rope, n, first, self.weights.window, &work.attended)?;
+            work.finish(&self.weights, &rows, n)?;
+            let values = rows.read_part(0, n * s.hidden)?;
+            let mut part = hidden.slice_mut(s![first..first + n, ..]);
+            part.as_slice_mut().ok_or_else(order)?.copy_from_slice(&values);
+        }
+        Ok(states)
+    }
+}
+
+/// Hidden states that a layer reads, or takes further.
+enum Hidden<'h> {
+    Read(ArrayView2<'h, f32>),
+    Changed(ArrayViewMut2<'h, f32>),
+}
+
+impl Hidden<'_> {
+    fn view(&self) -> ArrayView2<'_, f32> {
+        match self {
+            Self::Read(x) => x.view(),
+            Self::Changed(x) => x.view(),
+        }
+    }
+}
+
+impl BlockLayer for CudaLayer<'_> {
+    fn project(&self, hidden: ArrayView2<f32>) -> Result<States> {
+        let states = self.run(Hidden::Read(hidden))?;
+        self.model.decoder.check_states(&self.layer, &states)?;
+        Ok(states)
+    }
+
+    fn forward(
+        &self,
+        mut hidden: ArrayViewMut2<f32>,
+        tap: &mut dyn FnMut(&States) -> Result<()>,
+    ) -> Result<()> {
+        let states = self.run(Hidden::Changed(hidden.view_mut()))?;
+        // The culprit of a NaN is named rather than what the tap found of it.
+        self.model.decoder.check_finite(&self.layer, hidden.view())?;
+        tap(&states)
+    }
+}
+
+impl Drop for CudaLayer<'_> {
+    fn drop(&mut self) {
+        self.layer.release();
+    }
+}
+
+/// Reads `n` rows of every head, `[heads,n,d]`, into `out` `[heads,m,d]` from row `first` on.
+pub(crate) fn fetch(from: &Buffer<'_, f32>, out: &mut Array3<f32>, first: usize, n: usize) -> Result<()> {
+    let (heads, _, d) = out.dim();
+    let values = from.read_part(0, heads * n * d)?;
+    for (mut head, values) in out.axis_iter_mut(Axis(0)).zip(values.chunks_exact(n * d)) {
+        let mut rows = head.slice_mut(s![first..first + n, ..]);
+        rows.as_slice_mut().ok_or_else(order)?.copy_from_slice(values);
+    }
+    Ok(())
+}
+
+/// What does not happen: rows that do not lie one after the other.
+pub(crate) fn order() -> Error {
+    Error::failed("rows are not contiguous")
+}

@@ -1,0 +1,46 @@
+//! The next token from logits on the device: [`Sampler::next`].
+
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::error::Result;
+use crate::kv::sample::Sampler;
+
+/// The greedy choice of each row of logits.
+///
+/// # Shapes
+/// logits `[rows,vocab]`, ids `[rows]`.
+pub fn choose(
+    driver: &dyn Driver,
+    logits: &Buffer<'_, f32>,
+    [rows, vocab]: [usize; 2],
+    ids: &Buffer<'_, u32>,
+) -> Result<()> {
+    let args = [logits.arg(), ids.arg(), Arg::u32(vocab)];
+    driver::launch(driver, "largest_of_rows", [rows, 1, 1], &args)
+}
+
+/// Draws from each row of logits by temperature and nucleus, with a number from 0 to 1 for each.
+///
+/// # Shapes
+/// logits `[rows,vocab]`, uniforms `[rows]`, ids `[rows]`; before the call ids are the greedy choices.
+///
+/// # Numerics
+/// Probabilities are multiples of 2^-44 of the largest one, and their sums exact; the host sums them in f64.
+pub fn draw(
+    driver: &dyn Driver,
+    logits: &Buffer<'_, f32>,
+    [rows, vocab]: [usize; 2],
+    uniforms: &Buffer<'_, f64>,
+    ids: &Buffer<'_, u32>,
+    sampler: &Sampler,
+) -> Result<()> {
+    let args = [
+        logits.arg(),
+        uniforms.arg(),
+        ids.arg(),
+        Arg::u32(vocab),
+        Arg::f64(sampler.temperature()),
+        Arg::f64(sampler.top_p()),
+    ];
+    driver::launch(driver, "draw_of_rows", [rows, 1, 1], &args)
+}

@@ -1,0 +1,471 @@
+//! A conversation whose caches and selection stay on the device.
+//!
+//! A prompt goes through the layers one after the other, in chunks of rows; each layer attends its own cache. A step is
+//! one run of launches, from the ids to the logits, in which the host waits for nothing.
+
+use std::io::Write;
+
+use ndarray::Array1;
+use serde_json::json;
+
+use super::forward::StepSpace;
+use super::index::{LayerIndex, PromptSpace};
+use super::{Body, Prompted, ROWS, Rotation, Standing, Workspace};
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::{Driver, Recording};
+use crate::error::{Error, Result};
+use crate::interrupt;
+use crate::kv::KvType;
+use crate::kv::cuda::attend::{Attention, LayerRows};
+use crate::kv::cuda::cache::{LayerCache, bytes_per_position, fixed_bytes};
+use crate::kv::cuda::prompt::Queries;
+use crate::kv::cuda::signs::FULL;
+use crate::kv::cuda::{Limits, Positions, Shape};
+use crate::kv::sample::Sampler;
+use crate::method::{Method, MethodName};
+use crate::model::forward::check_prompt;
+use crate::runner::{Generate, Options};
+
+/// See [`Generate`]; of several sequences, [`CudaSession::feed`] and [`CudaSession::advance`].
+pub struct CudaSession<'a> {
+    body: Body<'a>,
+    options: Options,
+    shape: Shape,
+    /// One per sliding window that layers have.
+    positions: Vec<Positions<'a>>,
+    layers: Vec<LayerState<'a>>,
+    attention: Attention<'a>,
+    rotation: Rotation<'a>,
+    space: StepSpace<'a>,
+    /// Sums over steps and layers of shares: rows read, products taken to rank, query heads bypassed.
+    shares: Buffer<'a, f64>,
+    /// Positions of each sequence.
+    lens: Vec<usize>,
+    steps: usize,
+    /// The launches of a step.
+    recording: Option<Recording<'a>>,
+    trace: Option<Box<dyn Write + 'a>>,
+}
+
+/// The cache and the index of one layer.
+struct LayerState<'d> {
+    /// Which positions are its own.
+    positions: usize,
+    cache: LayerCache<'d>,
+    index: LayerIndex<'d>,
+}
+
+/// Makes the index of a layer, from one of a layer before it that sees as far.
+type NewIndex<'f, 'a> = dyn Fn(Shape, &Limits, usize, Option<&LayerIndex<'a>>) -> Result<LayerIndex<'a>> + 'f;
+
+impl<'a> CudaSession<'a> {
+    /// Whether a method's caches and selection can be on the device; `turns` says that more than one prompt comes.
+    pub fn can(method: &Method, options: &Options, turns: bool) -> bool {
+        let packed = options.kv == KvType::TwoBit;
+        LayerIndex::can(method, turns, packed) && !(packed && (turns || options.packed.full > FULL))
+    }
+
+    /// Empty caches of `sequences` sequences with room for `capacity` positions each.
+    ///
+    /// # Errors
+    /// Less memory than they need: how much that is, and what would fit.
+    pub fn new(
+        body: Body<'a>,
+        method: &Method,
+        options: Options,
+        sequences: usize,
+        capacity: usize,
+    ) -> Result<Self> {
+        let (driver, kv) = (body.driver, options.kv);
+        let index = |shape, limits: &Limits, layer, like: Option<&LayerIndex<'a>>| {
+            LayerIndex::new(driver, shape, limits, method, layer, kv, like)
+        };
+        Self::with(body, options, sequences, capacity, &index)
+    }
+
+    /// Caches of `context` random positions and indexes of random contents, with room for as many steps; for a
+    /// benchmark.
+    ///
+    /// # Errors
+    /// As [`CudaSession::new`].
+    pub fn random(
+        body: Body<'a>,
+        method: MethodName,
+        size: usize,
+        options: Options,
+        [sequences, context, steps]: [usize; 3],
+        seed: u32,
+    ) -> Result<Self> {
+        let driver = body.driver;
+        let index = |shape, limits: &Limits, layer: usize, like: Option<&LayerIndex<'a>>| {
+            let seed = seed + 8 * layer as u32;
+            LayerIndex::random(driver, shape, limits, method, size, seed, like)
+        };
+        let mut session = Self::with(body, options, sequences, context + steps, &index)?;
+        for (i, layer) in session.layers.iter().enumerate() {
+            if let LayerCache::Plain(rows) = &layer.cache {
+                rows.fill(seed + 8 * i as u32 + 4)?;
+            }
+        }
+        let lens = vec![context as u32; sequences];
+        session.positions.iter_mut().try_for_each(|p| p.set(&lens))?;
+        session.lens = vec![context; sequences];
+        Ok(session)
+    }
+
+    fn with(
+        body: Body<'a>,
+        options: Options,
+        sequences: usize,
+        capacity: usize,
+        index: &NewIndex<'_, 'a>,
+    ) -> Result<Self> {
+        let (driver, c) = (body.driver, &body.config);
+        let shape = body.sizes().shape(sequences, capacity).checked()?;
+        check_room(driver, &shape, &options, c.n_layers)?;
+        let (positions, limits, places) = groups(driver, shape, &options, &c.windows)?;
+        let mut layers: Vec<LayerState<'a>> = Vec::new();
+        for (i, at) in places.into_iter().enumerate() {
+            let like = layers.iter().find(|l| l.positions == at).map(|l| &l.index);
+            let index = index(shape, &limits[at], i, like)?;
+            layers.push(LayerState {
+                positions: at,
+                cache: LayerCache::new(driver, shape, options.kv)?,
+                index,
+            });
+        }
+        Ok(Self {
+            attention: Attention::new(driver, shape)?,
+            rotation: Rotation::new(driver, &body.rope, 0, shape.capacity)?,
+            space: StepSpace::new(&body, sequences)?,
+            shares: Buffer::zeros(driver, "sums of shares", 3)?,
+            lens: vec![0; sequences],
+            steps: 0,
+            recording: None,
+            trace: None,
+            body,
+            options,
+            shape,
+            positions,
+            layers,
+        })
+    }
+
+    /// Runs a prompt of one sequence; the others must be as long as it after theirs. Leaves the logits on the device.
+    fn feed_rows(&mut self, ids: &[u32]) -> Result<Array1<f32>> {
+        check_prompt(ids)?;
+        self.body.check_ids(ids)?;
+        let (driver, sizes) = (self.body.driver, self.body.sizes());
+        let (m, first) = (ids.len(), self.lens[0]);
+        let work = self.body.workspace(ROWS.min(m))?;
+        let hidden = Buffer::<f32>::new(driver, "hidden states", m * sizes.hidden)?;
+        self.body
+            .ends
+            .embed(&Buffer::of(driver, "ids", ids)?, m, &hidden)?;
+        let packed = self.options.kv == KvType::TwoBit;
+        if packed && first > 0 {
+            return Err(Error::failed("CUDA: a 2-bit cache takes in one prompt"));
+        }
+        let like = self.layers.first().map(|l| &l.index);
+        let mut pass = Pass {
+            space: PromptSpace::new(driver, self.shape, like, packed, first..first + m, ROWS.min(m))?,
+            prompted: match packed {
+                true => Some(Prompted::new(driver, &sizes, self.body.row_type(), m)?),
+                false => None,
+            },
+            work,
+            hidden,
+        };
+        for index in 0..self.layers.len() {
+            self.prompt_layer(index, &mut pass, m)?;
+        }
+        self.lens[0] = first + m;
+        self.positions
+            .iter_mut()
+            .try_for_each(|p| p.set(&[(first + m) as u32]))?;
+        let last = pass.hidden.part((m - 1) * sizes.hidden, sizes.hidden);
+        self.space.finish(&self.body, &pass.work, &last, 1)?;
+        self.space.read_logits(&self.body)
+    }
+
+    /// A prompt's rows through one layer; the caches are as long as before in the end.
+    fn prompt_layer(&mut self, index: usize, pass: &mut Pass<'_>, m: usize) -> Result<()> {
+        let (sizes, first) = (self.body.sizes(), self.lens[0]);
+        let is_last = index + 1 == self.layers.len();
+        let (weights, state) = (&self.body.layers[index], &mut self.layers[index]);
+        let positions = &mut self.positions[state.positions];
+        if let Some(prompted) = &mut pass.prompted {
+            prompted.clear()?;
+        }
+        let mut last = 0;
+        for start in (0..m).step_by(ROWS) {
+            interrupt::check()?;
+            let n = ROWS.min(m - start);
+            last = n;
+            positions.set(&[(first + start) as u32])?;
+            positions.advance(n)?;
+            let work = &pass.work;
+            let rows = pass.hidden.part(start * sizes.hidden, n * sizes.hidden);
+            work.project(weights, &rows, n, n, &self.rotation, Standing::Last(positions))?;
+            match &mut pass.prompted {
+                Some(prompted) => prompted.append(&work.k_rope, &work.v, n)?,
+                None => state.cache.append(&work.k_rope, &work.v, n, positions)?,
+            }
+            let cached = pass.rows(&state.cache)?;
+            state.index.extend(work, n, cached, positions, &pass.space)?;
+            // Of the last layer, only the last position is read.
+            if !is_last || start + n == m {
+                let (at, window, out) = (first + start, weights.window, &work.attended);
+                cached.attend_prompt(&work.q_rope, at, n, window, out)?;
+                work.finish(weights, &rows, n)?;
+                self.space.watch.look(&rows, n * sizes.hidden, index)?;
+            }
+        }
+        let queries = Queries {
+            rows: &pass.work.q_rope,
+            m: last,
+        };
+        if let (Some(prompted), Some(prompts)) = (&pass.prompted, &pass.space.prompts) {
+            let layout = self.options.packed;
+            state
+                .cache
+                .pack(&prompted.rows, queries, layout, prompts, positions)?;
+        }
+        let (rows, cache) = (pass.rows(&state.cache)?, Some(&state.cache));
+        state
+            .index
+            .end_of_prompt(rows, cache, queries, &pass.space, positions)
+    }
+
+    /// A step of every sequence from the ids on the device to the logits and the next ids; waits for nothing.
+    ///
+    /// # Errors
+    /// The caches are full.
+    pub fn advance(&mut self) -> Result<()> {
+        self.positions.iter_mut().try_for_each(|p| p.count(1))?;
+        let recordable = self.layers.iter().all(|l| l.index.is_recordable());
+        // What a trace reads cannot be recorded.
+        if let Some(mut sink) = self.trace.take() {
+            let result = self.launch_step(Some(sink.as_mut()));
+            self.trace = Some(sink);
+            result?;
+        } else if !recordable {
+            self.launch_step(None)?;
+        } else if let Some(recording) = &self.recording {
+            recording.replay()?;
+        } else {
+            let recording = Recording::of(self.body.driver, || self.launch_step(None))?;
+            if let Some(recording) = &recording {
+                recording.replay()?;
+            }
+            self.recording = recording;
+        }
+        self.lens.iter_mut().for_each(|len| *len += 1);
+        self.steps += 1;
+        Ok(())
+    }
+
+    /// The launches of a step: the same for every step.
+    fn launch_step(&self, mut trace: Option<&mut (dyn Write + 'a)>) -> Result<()> {
+        let (n, hidden_size) = (self.shape.sequences, self.body.sizes().hidden);
+        let (body, space) = (&self.body, &self.space);
+        let (work, hidden) = (&space.work, &space.hidden);
+        self.positions.iter().try_for_each(|p| p.begin(1))?;
+        body.ends.embed(&space.ids, n, hidden)?;
+        for (index, state) in self.layers.iter().enumerate() {
+            let (weights, positions) = (&body.layers[index], &self.positions[state.positions]);
+            let standing = Standing::Last(positions);
+            work.project(weights, hidden, n, 1, &self.rotation, standing)?;
+            state.cache.append(&work.k_rope, &work.v, 1, positions)?;
+            state.index.append(work, positions)?;
+            let cache = Some(&state.cache);
+            let chosen = state.index.select(work, cache, positions, self.steps)?;
+            state
+                .cache
+                .attend(&self.attention, &work.q_rope, positions, chosen)?;
+            state
+                .index
+                .observe(work, &state.cache, positions, &self.attention)?;
+            self.attention.output_rows(&work.attended)?;
+            state
+                .index
+                .tally(body.driver, &self.shape, positions, chosen, &self.shares)?;
+            work.finish(weights, hidden, n)?;
+            space.watch.look(hidden, n * hidden_size, index)?;
+            if let Some(sink) = &mut trace {
+                let chosen = match chosen {
+                    Some(chosen) => chosen.read()?,
+                    None => positions.between()?,
+                };
+                write_trace(*sink, self.steps, index, &chosen)?;
+            }
+        }
+        space.finish(body, work, hidden, n)
+    }
+
+    /// Feeds one token per sequence; [`CudaSession::choices`] has what follows.
+    pub fn feed(&mut self, ids: &[u32]) -> Result<()> {
+        self.body.check_ids(ids)?;
+        self.space.ids.write(ids)?;
+        self.advance()
+    }
+
+    /// Bytes of keys and values of one position, over all layers and sequences.
+    pub fn position_bytes(&self) -> usize {
+        self.layers.len() * self.shape.heads() * bytes_per_position(&self.shape, self.options.kv)
+    }
+
+    /// Number `i` of the shares, mean over steps and layers; waits for the device.
+    fn share(&self, i: usize) -> Result<f64> {
+        let count = (self.steps * self.layers.len()).max(1);
+        Ok(self.shares.read()?[i] / count as f64)
+    }
+
+    /// The greedy choices after the last step; waits for the device.
+    pub fn choices(&self) -> Result<Vec<u32>> {
+        self.space.watch.check(&self.body)?;
+        self.space.ids.read_part(0, self.shape.sequences)
+    }
+}
+
+impl<'a> Generate<'a> for CudaSession<'a> {
+    fn prefill(&mut self, ids: &[u32]) -> Result<Array1<f32>> {
+        self.feed_rows(ids)
+    }
+
+    fn step(&mut self, id: u32) -> Result<Array1<f32>> {
+        self.feed(&[id])?;
+        self.space.read_logits(&self.body)
+    }
+
+    fn next(&mut self, id: u32, sampler: &mut Sampler) -> Result<u32> {
+        self.feed(&[id])?;
+        Ok(self.space.next(&self.body, 1, sampler)?[0])
+    }
+
+    fn trace(&mut self, sink: Box<dyn Write + 'a>) {
+        self.trace = Some(sink);
+    }
+
+    fn finish_trace(&mut self) -> Result<()> {
+        crate::runner::finish_trace(&mut self.trace)
+    }
+
+    fn len(&self) -> usize {
+        self.lens[0]
+    }
+
+    fn kv_type(&self) -> KvType {
+        self.options.kv
+    }
+
+    fn is_stop_token(&self, id: u32) -> bool {
+        self.body.config.eos_token_ids.contains(&id)
+    }
+
+    fn kv_read_fraction(&self) -> Result<f64> {
+        match self.steps {
+            0 => Ok(1.0),
+            _ => self.share(0),
+        }
+    }
+
+    fn exact_dot_fraction(&self) -> Result<f64> {
+        // What ranks by true probabilities takes every product.
+        match self.steps > 0 && self.layers.iter().any(|l| l.index.is_oracle()) {
+            true => Ok(1.0),
+            false => self.share(1),
+        }
+    }
+
+    fn bypass_fraction(&self) -> Result<f64> {
+        self.share(2)
+    }
+
+    fn kv_bytes(&self) -> usize {
+        let fixed = self.shape.heads() * fixed_bytes(&self.shape, self.options.kv);
+        self.shape.capacity * self.position_bytes() + self.layers.len() * fixed
+    }
+
+    fn index_bytes(&self) -> usize {
+        self.layers.iter().map(|l| l.index.bytes()).sum()
+    }
+}
+
+/// Writes the lines of one step and layer.
+pub(crate) fn write_trace(
+    sink: &mut dyn Write,
+    step: usize,
+    layer: usize,
+    chosen: &[Vec<u32>],
+) -> Result<()> {
+    for (c, positions) in chosen.iter().enumerate() {
+        let line = json!({ "step": step, "layer": layer, "kv_head": c, "positions": positions });
+        writeln!(sink, "{line}").map_err(|e| Error::failed(format!("cannot write the trace: {e}")))?;
+    }
+    Ok(())
+}
+
+/// A prompt on its way through the layers.
+struct Pass<'d> {
+    work: Workspace<'d>,
+    hidden: Buffer<'d, f32>,
+    space: PromptSpace<'d>,
+    /// A layer's rows, where the cache does not keep them as they are.
+    prompted: Option<Prompted<'d>>,
+}
+
+impl<'d> Pass<'d> {
+    /// What a layer's queries attend.
+    fn rows<'s>(&'s self, cache: &'s LayerCache<'d>) -> Result<&'s LayerRows<'d>> {
+        let prompted = self.prompted.as_ref().map(|p| &p.rows);
+        let rows = prompted.or(cache.plain());
+        rows.ok_or_else(|| Error::failed("CUDA: a prompt without rows"))
+    }
+}
+
+/// Positions and limits of every sliding window that layers have, and which of them is each layer's.
+pub(crate) type Groups<'d> = (Vec<Positions<'d>>, Vec<Limits>, Vec<usize>);
+
+/// See [`Groups`].
+pub(crate) fn groups<'d>(
+    driver: &'d dyn Driver,
+    shape: Shape,
+    options: &Options,
+    windows: &[Option<usize>],
+) -> Result<Groups<'d>> {
+    let (mut positions, mut limits, mut places): Groups<'d> = Groups::default();
+    for window in windows {
+        let known = limits.iter().position(|l| l.model_window == *window);
+        places.push(known.unwrap_or(limits.len()));
+        if known.is_none() {
+            let new = Limits {
+                sinks: options.sinks,
+                window: options.window,
+                model_window: *window,
+                budget: options.budget,
+            };
+            limits.push(new);
+            positions.push(Positions::new(driver, shape, new)?);
+        }
+    }
+    Ok((positions, limits, places))
+}
+
+/// Says before anything is taken that the caches do not fit.
+fn check_room(driver: &dyn Driver, shape: &Shape, options: &Options, layers: usize) -> Result<()> {
+    let each = shape.heads() * layers * bytes_per_position(shape, options.kv);
+    let (need, free) = ((each * shape.capacity) as u64, driver.free_bytes()?);
+    if need <= free {
+        return Ok(());
+    }
+    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+    Err(Error::failed(format!(
+        "out of GPU memory: a KV cache of {} positions needs {:.2} GiB, and {:.2} GiB are free: about {} positions would fit",
+        shape.capacity,
+        gib(need),
+        gib(free),
+        free / each.max(1) as u64 / 10 * 9,
+    ))
+    .hint("give fewer tokens, or keep the cache in the machine's memory with --kv host"))
+}

@@ -1,0 +1,122 @@
+//! One layer's weights on the device, in the type that the checkpoint stores.
+
+use super::LayerSizes;
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::linear::{Linear, Matrix};
+use crate::compute::linear;
+use crate::error::{Error, Result};
+use crate::float::Float;
+use crate::model::Layer;
+
+/// A decoder layer's weights on the device.
+pub struct LayerWeights<'d> {
+    pub(crate) input_norm: Buffer<'d, f32>,
+    pub(crate) qkv: Linear<'d>,
+    pub(crate) q_norm: Option<Buffer<'d, f32>>,
+    pub(crate) k_norm: Option<Buffer<'d, f32>>,
+    pub(crate) o: Linear<'d>,
+    pub(crate) mlp_norm: Buffer<'d, f32>,
+    pub(crate) gate_up: Linear<'d>,
+    pub(crate) down: Linear<'d>,
+    /// Visible positions, the current one included; `None` = all.
+    pub window: Option<usize>,
+}
+
+impl<'d> LayerWeights<'d> {
+    /// Copies a layer to the device.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn upload(driver: &'d dyn Driver, layer: &Layer) -> Result<Self> {
+        let joined = |linears: &[&linear::Linear]| upload(driver, linears);
+        let vector = |values: &[f32]| Buffer::of(driver, "norms", values);
+        let head_norm = |norm: &Option<Vec<f32>>| norm.as_deref().map(vector).transpose();
+        Ok(Self {
+            input_norm: vector(&layer.input_norm)?,
+            qkv: joined(&[&layer.q, &layer.k, &layer.v])?,
+            q_norm: head_norm(&layer.q_norm)?,
+            k_norm: head_norm(&layer.k_norm)?,
+            o: joined(&[&layer.o])?,
+            mlp_norm: vector(&layer.mlp_norm)?,
+            gate_up: joined(&[&layer.gate, &layer.up])?,
+            down: joined(&[&layer.down])?,
+            window: layer.window,
+        })
+    }
+
+    /// Random weights in bf16, for a benchmark.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn random(driver: &'d dyn Driver, s: &LayerSizes, window: Option<usize>, seed: u32) -> Result<Self> {
+        let matrix = |rows, cols, seed| random(driver, rows, cols, seed);
+        let ones = || Buffer::of(driver, "norms", &vec![1.0; s.hidden]);
+        Ok(Self {
+            input_norm: ones()?,
+            qkv: matrix(s.qkv(), s.hidden, seed)?,
+            q_norm: None,
+            k_norm: None,
+            o: matrix(s.hidden, s.attended(), seed + 1)?,
+            mlp_norm: ones()?,
+            gate_up: matrix(2 * s.intermediate, s.hidden, seed + 2)?,
+            down: matrix(s.hidden, s.intermediate, seed + 3)?,
+            window,
+        })
+    }
+
+    /// Bytes that [`LayerWeights::upload`] takes.
+    pub fn bytes(layer: &Layer) -> usize {
+        let weights = layer.weights().into_iter();
+        weights.map(|w| w.rows() * w.cols() * w.dtype().bytes()).sum()
+    }
+}
+
+/// A projection of random numbers in bf16.
+pub(crate) fn random<'d>(driver: &'d dyn Driver, rows: usize, cols: usize, seed: u32) -> Result<Linear<'d>> {
+    Ok(Linear {
+        weight: Matrix::random(driver, Float::Bf16, rows, cols, seed)?,
+        bias: None,
+    })
+}
+
+/// Copies projections of the same inputs to the device as one, their rows one after the other.
+pub(crate) fn upload<'d>(driver: &'d dyn Driver, linears: &[&linear::Linear]) -> Result<Linear<'d>> {
+    let Some(first) = linears.first() else {
+        return Err(Error::failed("CUDA: no weights to join"));
+    };
+    let (kind, cols) = (first.weight.dtype(), first.weight.cols());
+    let rows = linears.iter().map(|l| l.weight.rows()).sum();
+    let mut bytes = Vec::new();
+    for linear in linears {
+        let weight = &linear.weight;
+        if weight.dtype() == kind {
+            bytes.extend_from_slice(weight.row_bytes(0, weight.rows()));
+        } else {
+            // Projections of several types become one of the first one's.
+            let (from, to) = (weight.dtype().name(), kind.name());
+            if kind != Float::F32 {
+                let names = [first.weight.name(), weight.name()];
+                return Err(Error::failed(format!(
+                    "CUDA: `{}` is {to} and `{}` {from}; they must have one type",
+                    names[0], names[1]
+                ))
+                .hint("store the checkpoint in one type, or use --device cpu"));
+            }
+            kind.write(&weight.to_vec(), &mut bytes);
+        }
+    }
+    let bias: Vec<f32> = linears
+        .iter()
+        .filter_map(|l| l.bias.as_deref())
+        .flatten()
+        .copied()
+        .collect();
+    let weight = Matrix::new(driver, kind, rows, cols, &bytes)?;
+    let bias = match bias.len() {
+        0 => None,
+        n if n == rows => Some(Buffer::of(driver, "biases", &bias)?),
+        n => return Err(Error::failed(format!("CUDA: {n} biases for {rows} channels"))),
+    };
+    Ok(Linear { weight, bias })
+}

@@ -1,0 +1,195 @@
+//! Where some rows pass through a layer: everything but the attention.
+
+use super::{LayerSizes, LayerWeights, blocks_for};
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::linear::{Linear, Products};
+use crate::error::Result;
+use crate::flags::Precision;
+use crate::kv::cuda::Positions;
+use crate::model::rope::{Rope, RopeTable};
+
+/// Where a layer's rows stand in their sequences.
+#[derive(Clone, Copy)]
+pub enum Standing<'s, 'd> {
+    /// Row i of each sequence of `rows` at `first + i * apart`.
+    At {
+        /// Of the first row.
+        first: usize,
+        /// Between a row and the next.
+        apart: usize,
+    },
+    /// At the ends of these caches, which count the rows already.
+    Last(&'s Positions<'d>),
+}
+
+/// Cosines and sines of the positions from 0 on.
+pub struct Rotation<'d> {
+    pub(crate) cosines: Buffer<'d, f32>,
+    pub(crate) sines: Buffer<'d, f32>,
+    /// The position of the table's first row.
+    pub(crate) first: usize,
+}
+
+impl<'d> Rotation<'d> {
+    /// Of `n` positions from `first` on.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn new(driver: &'d dyn Driver, rope: &Rope, first: usize, n: usize) -> Result<Self> {
+        let table: RopeTable = rope.table(first..first + n);
+        let [cosines, sines] = table.parts();
+        Ok(Self {
+            cosines: Buffer::of(driver, "rotation", cosines)?,
+            sines: Buffer::of(driver, "rotation", sines)?,
+            first,
+        })
+    }
+}
+
+/// Where up to `rows` rows pass through a layer, one layer after the other.
+pub struct Workspace<'d> {
+    pub(crate) driver: &'d dyn Driver,
+    pub(crate) sizes: LayerSizes,
+    /// Rows that there is room for.
+    pub(crate) rows: usize,
+    /// `[rows, hidden]`.
+    pub(crate) normed: Buffer<'d, f32>,
+    /// `[rows, (h + 2 g) d]`.
+    pub(crate) qkv: Buffer<'d, f32>,
+    /// `[b,h,m,d]`.
+    pub q_pre: Buffer<'d, f32>,
+    /// `[b,h,m,d]`.
+    pub q_rope: Buffer<'d, f32>,
+    /// `[b,g,m,d]`.
+    pub k_pre: Buffer<'d, f32>,
+    /// `[b,g,m,d]`.
+    pub k_rope: Buffer<'d, f32>,
+    /// `[b,g,m,d]`.
+    pub v: Buffer<'d, f32>,
+    /// `[rows, h d]`.
+    pub attended: Buffer<'d, f32>,
+    /// `[rows, 2 intermediate]`.
+    pub(crate) gate_up: Buffer<'d, f32>,
+    /// `[rows, intermediate]`.
+    pub(crate) activated: Buffer<'d, f32>,
+    pub(crate) products: Products<'d>,
+}
+
+impl<'d> Workspace<'d> {
+    /// Room for so many rows.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn new(driver: &'d dyn Driver, sizes: LayerSizes, precision: Precision, rows: usize) -> Result<Self> {
+        let (kv, ffn) = (sizes.n_kv_heads * sizes.head_dim, sizes.intermediate);
+        let buffer = |width: usize| Buffer::new(driver, "activations", rows * width);
+        Ok(Self {
+            driver,
+            sizes,
+            rows,
+            normed: buffer(sizes.hidden)?,
+            qkv: buffer(sizes.qkv())?,
+            q_pre: buffer(sizes.attended())?,
+            q_rope: buffer(sizes.attended())?,
+            k_pre: buffer(kv)?,
+            k_rope: buffer(kv)?,
+            v: buffer(kv)?,
+            attended: buffer(sizes.attended())?,
+            gate_up: buffer(2 * ffn)?,
+            activated: buffer(ffn)?,
+            products: Products::new(driver, precision == Precision::F32, rows * sizes.widest())?,
+        })
+    }
+
+    /// Projects `rows` rows of hidden states, `[b m, hidden]`, m being those of a sequence, and rotates them.
+    pub fn project(
+        &self,
+        weights: &LayerWeights<'_>,
+        hidden: &Buffer<'_, f32>,
+        rows: usize,
+        m: usize,
+        rotation: &Rotation<'_>,
+        standing: Standing<'_, '_>,
+    ) -> Result<()> {
+        let s = &self.sizes;
+        self.norm(hidden, &weights.input_norm, &self.normed, rows)?;
+        self.multiply(&weights.qkv, &self.normed, rows, &self.qkv, false)?;
+        let (h, g) = (s.n_heads, s.n_kv_heads);
+        let null = Arg::address(0);
+        let norm = |norm: &Option<Buffer<'_, f32>>| norm.as_ref().map_or(null, Buffer::arg);
+        let (lens, first, apart) = match standing {
+            Standing::At { first, apart } => (null, first - rotation.first, apart),
+            Standing::Last(positions) => (positions.lens(), 0, 0),
+        };
+        let args = [
+            self.qkv.arg(),
+            norm(&weights.q_norm),
+            norm(&weights.k_norm),
+            rotation.cosines.arg(),
+            rotation.sines.arg(),
+            lens,
+            self.q_pre.arg(),
+            self.q_rope.arg(),
+            self.k_pre.arg(),
+            self.k_rope.arg(),
+            self.v.arg(),
+            Arg::u32(rows),
+            Arg::u32(m),
+            Arg::u32(h),
+            Arg::u32(g),
+            Arg::u32(s.head_dim),
+            Arg::u32(first),
+            Arg::u32(apart),
+            Arg::f32(s.eps),
+        ];
+        let blocks = (rows * (h + 2 * g)).div_ceil(8);
+        driver::launch(self.driver, "split_heads", [blocks, 1, 1], &args)
+    }
+
+    /// Adds the attention output, `attended`, and the MLP to `rows` rows of hidden states.
+    pub fn finish(&self, weights: &LayerWeights<'_>, hidden: &Buffer<'_, f32>, rows: usize) -> Result<()> {
+        self.multiply(&weights.o, &self.attended, rows, hidden, true)?;
+        self.norm(hidden, &weights.mlp_norm, &self.normed, rows)?;
+        self.multiply(&weights.gate_up, &self.normed, rows, &self.gate_up, false)?;
+        let ffn = self.sizes.intermediate;
+        let args = [
+            self.gate_up.arg(),
+            self.activated.arg(),
+            Arg::u64(rows * ffn),
+            Arg::u32(ffn),
+        ];
+        let blocks = blocks_for(self.driver, rows * ffn);
+        driver::launch(self.driver, "silu_rows", [blocks, 1, 1], &args)?;
+        self.multiply(&weights.down, &self.activated, rows, hidden, true)
+    }
+
+    pub(crate) fn multiply(
+        &self,
+        linear: &Linear<'_>,
+        x: &Buffer<'_, f32>,
+        rows: usize,
+        out: &Buffer<'_, f32>,
+        accumulate: bool,
+    ) -> Result<()> {
+        linear.forward(&self.products, x, rows, out, accumulate)
+    }
+
+    /// RMS norm of rows, `[rows, hidden]`.
+    pub(crate) fn norm(
+        &self,
+        x: &Buffer<'_, f32>,
+        weight: &Buffer<'_, f32>,
+        out: &Buffer<'_, f32>,
+        rows: usize,
+    ) -> Result<()> {
+        let args = [
+            x.arg(),
+            weight.arg(),
+            out.arg(),
+            Arg::u32(self.sizes.hidden),
+            Arg::f32(self.sizes.eps),
+        ];
+        driver::launch(self.driver, "rms_rows", [rows, 1, 1], &args)
+    }
+}

@@ -1,0 +1,78 @@
+//! The float types in which weights, captured states and cached rows are stored.
+
+use half::{bf16, f16};
+use safetensors::Dtype;
+
+/// Element type of stored values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Float {
+    /// IEEE binary32.
+    F32,
+    /// IEEE binary16.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+impl Float {
+    /// Bytes per element.
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+
+    /// Converts `bytes` (little-endian, `out.len()` elements) to f32.
+    pub fn read(self, bytes: &[u8], out: &mut [f32]) {
+        debug_assert_eq!(bytes.len(), out.len() * self.bytes());
+        match self {
+            Self::F32 => {
+                for (o, b) in out.iter_mut().zip(bytes.chunks_exact(4)) {
+                    *o = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+                }
+            }
+            Self::Bf16 => widen_bf16(bytes, out),
+            Self::F16 => {
+                for (o, b) in out.iter_mut().zip(bytes.chunks_exact(2)) {
+                    *o = f16::from_le_bytes([b[0], b[1]]).to_f32();
+                }
+            }
+        }
+    }
+
+    /// Converts f32 values to little-endian bytes of this type, rounding to nearest even.
+    pub fn write(self, values: &[f32], out: &mut Vec<u8>) {
+        match self {
+            Self::F32 => out.extend(values.iter().flat_map(|v| v.to_le_bytes())),
+            Self::F16 => out.extend(values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes())),
+            Self::Bf16 => out.extend(values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes())),
+        }
+    }
+
+    /// The safetensors name of this type.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "F32",
+            Self::F16 => "F16",
+            Self::Bf16 => "BF16",
+        }
+    }
+
+    /// The type of this name in a safetensors file; `None` for types that are not read.
+    pub fn of(dtype: Dtype) -> Option<Self> {
+        match dtype {
+            Dtype::F32 => Some(Self::F32),
+            Dtype::F16 => Some(Self::F16),
+            Dtype::BF16 => Some(Self::Bf16),
+            _ => None,
+        }
+    }
+}
+
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw", "x86_64+avx2"))]
+fn widen_bf16(bytes: &[u8], out: &mut [f32]) {
+    for (o, b) in out.iter_mut().zip(bytes.chunks_exact(2)) {
+        *o = f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
+    }
+}

@@ -1,0 +1,87 @@
+//! The best of many scores within the budget: `kernels/best.cu`.
+
+use super::{Limits, Positions, Selection, Shape};
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::error::Result;
+
+/// Bins of a histogram of keys, and histograms per KV head.
+const BINS: usize = 2048;
+const PASSES: usize = 3;
+
+/// Keys of every position, of which the largest are chosen.
+pub(crate) struct Best<'d> {
+    pub driver: &'d dyn Driver,
+    pub shape: Shape,
+    /// `[b,g,capacity]`, in the order of scores.
+    pub keys: Buffer<'d, u32>,
+    /// `[b,g,3,BINS]`; the first is made with the keys.
+    pub histograms: Buffer<'d, u32>,
+    /// `[b,g,3,4]`.
+    found: Buffer<'d, u32>,
+    pub selection: Selection<'d>,
+}
+
+impl<'d> Best<'d> {
+    pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits) -> Result<Self> {
+        Self::with_room(driver, shape, limits.most(shape.capacity))
+    }
+
+    /// Room for `most` positions per KV head.
+    pub fn with_room(driver: &'d dyn Driver, shape: Shape, most: usize) -> Result<Self> {
+        let heads = shape.heads();
+        Ok(Self {
+            driver,
+            shape,
+            keys: Buffer::new(driver, "keys of scores", heads * shape.capacity)?,
+            histograms: Buffer::zeros(driver, "histograms", heads * PASSES * BINS)?,
+            found: Buffer::zeros(driver, "found keys", heads * PASSES * 4)?,
+            selection: Selection::new(driver, &shape, most)?,
+        })
+    }
+
+    /// The histograms of KV head number `at`.
+    pub fn histogram_at(&self, at: usize) -> Arg {
+        self.histograms.arg_at(at * PASSES * BINS)
+    }
+
+    /// Chooses by keys and first histograms that were just made.
+    pub fn choose(&self, positions: &Positions<'_>) -> Result<&Selection<'d>> {
+        let to = &self.selection;
+        let lists = [to.lists.arg(), to.listed.arg()];
+        self.choose_into(positions.spans.arg(), positions.budgets.arg(), lists, to.most)?;
+        Ok(to)
+    }
+
+    /// The same for these spans `[b,4]` and budgets `[b]`, from 1 on: into lists `[b,g,most]` and their lengths `[b,g]`.
+    pub fn choose_into(
+        &self,
+        spans: Arg,
+        budgets: Arg,
+        [lists, listed]: [Arg; 2],
+        most: usize,
+    ) -> Result<()> {
+        let (shape, to) = (&self.shape, &self.selection);
+        let grid = [to.blocks, shape.kv_heads, shape.sequences];
+        let (keys, capacity) = (self.keys.arg(), Arg::u32(shape.capacity));
+        let (histograms, found) = (self.histograms.arg(), self.found.arg());
+        for pass in [1, 2] {
+            let args = [keys, spans, budgets, histograms, found, Arg::u32(pass), capacity];
+            driver::launch(self.driver, "narrow_keys", grid, &args)?;
+        }
+        let totals = to.totals.arg();
+        let args = [keys, spans, histograms, found, totals, capacity];
+        driver::launch(self.driver, "count_best", grid, &args)?;
+        let args = [
+            keys,
+            spans,
+            found,
+            totals,
+            lists,
+            listed,
+            capacity,
+            Arg::u32(most),
+        ];
+        driver::launch(self.driver, "list_best", grid, &args)
+    }
+}

@@ -1,0 +1,103 @@
+//! The cached rows of a layer on the device.
+
+use super::attend::{Attention, LayerRows};
+use super::packed::PackedLayer;
+use super::prompt::{Prompts, Queries, Rows};
+use super::signs::FULL;
+use super::{Positions, Selection, Shape};
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::Driver;
+use crate::error::Result;
+use crate::kv::KvType;
+use crate::kv::packed::{Layout, row_bytes};
+
+/// The keys and values of one layer.
+pub enum LayerCache<'d> {
+    /// In a float type.
+    Plain(LayerRows<'d>),
+    /// In 2 bits, from one prompt on.
+    Packed(Box<PackedLayer<'d>>),
+}
+
+impl<'d> LayerCache<'d> {
+    /// An empty cache.
+    ///
+    /// # Errors
+    /// Sizes that the kernels are not made for; no memory.
+    pub fn new(driver: &'d dyn Driver, shape: Shape, kv: KvType) -> Result<Self> {
+        match kv.float() {
+            Some(kind) => LayerRows::new(driver, shape, kind).map(Self::Plain),
+            None => Ok(Self::Packed(Box::new(PackedLayer::new(driver, shape)?))),
+        }
+    }
+
+    /// Takes in the rotated keys and the values of the last `m` positions, `[b,g,m,d]`.
+    pub fn append(
+        &self,
+        keys: &Buffer<'_, f32>,
+        values: &Buffer<'_, f32>,
+        m: usize,
+        positions: &Positions<'_>,
+    ) -> Result<()> {
+        match self {
+            Self::Plain(rows) => rows.append(keys, values, m, positions),
+            Self::Packed(rows) => rows.append(keys, values, m, positions),
+        }
+    }
+
+    /// Takes in a first prompt, all of whose rows are in `rows`; the queries are those of its last chunk.
+    pub fn pack(
+        &mut self,
+        rows: &LayerRows<'_>,
+        queries: Queries<'_>,
+        layout: Layout,
+        prompts: &Prompts<'_>,
+        positions: &Positions<'_>,
+    ) -> Result<()> {
+        match self {
+            Self::Plain(_) => Ok(()),
+            Self::Packed(to) => {
+                let from = [Rows::keys(rows), Rows::values(rows)];
+                prompts.pack(from, queries, layout, positions, to)
+            }
+        }
+    }
+
+    /// Attends rotated queries `[b,h,d]`.
+    pub fn attend(
+        &self,
+        attention: &Attention<'_>,
+        queries: &Buffer<'_, f32>,
+        positions: &Positions<'_>,
+        chosen: Option<&Selection<'_>>,
+    ) -> Result<()> {
+        match self {
+            Self::Plain(rows) => attention.attend(queries, rows, positions, chosen),
+            Self::Packed(rows) => attention.attend_packed(queries, rows, positions, chosen),
+        }
+    }
+
+    /// The rows, where they are of a float type.
+    pub fn plain(&self) -> Option<&LayerRows<'d>> {
+        match self {
+            Self::Plain(rows) => Some(rows),
+            Self::Packed(_) => None,
+        }
+    }
+}
+
+/// Bytes that a head has on the device whatever its length: rows in half precision, scales and centres.
+pub fn fixed_bytes(shape: &Shape, kv: KvType) -> usize {
+    match kv.float() {
+        Some(_) => 0,
+        None => FULL * (4 * shape.head_dim + 4) + 8 * shape.head_dim,
+    }
+}
+
+/// Bytes of a key and a value of one head on the device.
+pub fn bytes_per_position(shape: &Shape, kv: KvType) -> usize {
+    match kv.float() {
+        Some(_) => kv.bytes_per_position(shape.width()),
+        None => row_bytes(shape.head_dim),
+    }
+}

@@ -1,0 +1,371 @@
+//! What is built once from the keys and values of a prompt: signs, centroids and the 2-bit cache.
+//!
+//! The same as [`crate::method::selfindex`] and [`crate::kv::packed`] build for the first prompt of a
+//! conversation. Rows come from a cache or as they are, and are worked on as f32, some KV heads at a time.
+
+mod rows;
+
+use super::best::Best;
+use super::packed::PackedLayer;
+use super::signs::{FULL, Signs};
+use super::{Positions, Shape};
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::error::{Error, Result};
+use crate::kv::packed::{Center, Layout};
+use rows::Heads;
+pub use rows::{Queries, Rows};
+
+/// Values that are worked on at once, at most, where one KV head has no more.
+const MOST_VALUES: usize = 1 << 26;
+/// Rows whose signs one block looks at.
+const SIGN_ROWS: usize = 4096;
+
+/// Where prompts are worked on; one for all layers of a shape.
+pub struct Prompts<'d> {
+    driver: &'d dyn Driver,
+    shape: Shape,
+    /// KV heads that are worked on at once.
+    at_once: usize,
+    /// `[heads,capacity,w]`.
+    x: Buffer<'d, f32>,
+    /// `[heads]`: the bits of the largest magnitude.
+    largest: Buffer<'d, u32>,
+    /// `[heads,d/4,16,4]` and `[heads,d/4,16]`: sums and counts of sign patterns.
+    sums: Buffer<'d, u64>,
+    counts: Buffer<'d, u32>,
+    /// `[heads,w]`.
+    statistic: Buffer<'d, f32>,
+    /// All that is visible, `[b,4]`, and how much of it is chosen, `[b]`.
+    spans: Buffer<'d, u32>,
+    most: Buffer<'d, u32>,
+    best: Best<'d>,
+}
+
+impl<'d> Prompts<'d> {
+    /// Room for prompts up to the capacity.
+    ///
+    /// # Errors
+    /// Sizes that the kernels are not made for; no memory.
+    pub fn new(driver: &'d dyn Driver, shape: Shape) -> Result<Self> {
+        let checked = shape.checked()?;
+        Self::with_heads(driver, shape, MOST_VALUES / (checked.capacity * checked.width()))
+    }
+
+    /// The same for so many KV heads at once.
+    ///
+    /// # Errors
+    /// As [`Prompts::new`].
+    pub fn with_heads(driver: &'d dyn Driver, shape: Shape, at_once: usize) -> Result<Self> {
+        let shape = shape.checked()?;
+        let (d, w, b) = (shape.head_dim, shape.width(), shape.sequences);
+        if !d.is_multiple_of(4) {
+            return Err(Error::failed(format!(
+                "CUDA: signs need a head dimension that is a multiple of 4, not {d}"
+            )));
+        }
+        let at_once = at_once.clamp(1, shape.kv_heads);
+        Ok(Self {
+            driver,
+            shape,
+            at_once,
+            x: Buffer::new(driver, "rows of a prompt", at_once * shape.capacity * w)?,
+            largest: Buffer::new(driver, "magnitudes", at_once)?,
+            sums: Buffer::new(driver, "sums of signs", at_once * d * 16)?,
+            counts: Buffer::new(driver, "counts of signs", at_once * d * 4)?,
+            statistic: Buffer::new(driver, "statistics of channels", at_once * w)?,
+            spans: Buffer::new(driver, "spans", b * 4)?,
+            most: Buffer::new(driver, "numbers of positions", b)?,
+            best: Best::with_room(driver, shape, FULL)?,
+        })
+    }
+
+    /// The centre and the signs of keys, and the positions that come first: those with the largest products with the
+    /// last query, averaged over the group.
+    ///
+    /// # Numerics
+    /// The median is exact, a mean is summed in f64. Products in f32; the lower position on ties.
+    ///
+    /// # Errors
+    /// More positions to come first than there is room for; signs of another shape.
+    pub fn signs(
+        &self,
+        keys: Rows,
+        queries: Queries<'_>,
+        layout: Layout,
+        positions: &Positions<'_>,
+        to: &Signs<'_>,
+    ) -> Result<()> {
+        if layout.full > FULL {
+            return Err(Error::failed(format!(
+                "CUDA: {} positions in full precision; up to {FULL} are supported",
+                layout.full
+            )));
+        }
+        self.check(&to.shape)?;
+        self.begin_choice(layout.full, positions)?;
+        for heads in self.parts(positions) {
+            self.widen(keys, heads, None)?;
+            self.fit_centre(heads, layout.center, to)?;
+            let words = to.pitch() / 4;
+            let shape = &self.shape;
+            let args = [
+                self.x.arg(),
+                to.centre.arg_at(heads.at * shape.head_dim),
+                positions.lens.arg_at(heads.sequence),
+                to.signs.arg_at(heads.at * shape.capacity * words),
+                Arg::u32(heads.n),
+                Arg::u32(shape.head_dim),
+                Arg::u32(shape.width()),
+                Arg::u32(to.pitch()),
+                Arg::u32(shape.capacity),
+            ];
+            self.launch("append_signs", (heads.n * words).div_ceil(256), heads, &args)?;
+            self.score(queries, heads)?;
+        }
+        self.choose_full(layout.full, to)
+    }
+
+    /// The centroids of centred keys into `to`, `[b,g,d/4,16,4]`: means of what shares a sign pattern. `prior` `[g,d/4,16,4]` joins them as
+    /// [`crate::method::selfindex::PSEUDO_COUNT`] keys. Positions that come first are left out, unless there are few
+    /// others.
+    ///
+    /// # Numerics
+    /// Sums in 64-bit fixed point.
+    pub fn centroids(
+        &self,
+        keys: Rows,
+        signs: &Signs<'_>,
+        prior: Option<&Buffer<'_, f32>>,
+        positions: &Positions<'_>,
+        to: &Buffer<'_, f32>,
+    ) -> Result<()> {
+        self.check(&signs.shape)?;
+        let (d, w) = (self.shape.head_dim, self.shape.width());
+        for heads in self.parts(positions) {
+            self.widen(keys, heads, Some(signs))?;
+            self.clear_full(heads, signs)?;
+            let n = Arg::u32(heads.n);
+            self.largest.zero()?;
+            self.sums.zero()?;
+            self.counts.zero()?;
+            let (x, largest) = (self.x.arg(), self.largest.arg());
+            let args = [x, largest, Arg::address(0), n, n, Arg::u32(w)];
+            let blocks = (heads.n * w).div_ceil(1 << 12).min(1 << 10);
+            self.launch("largest", blocks, heads, &args)?;
+            let args = [
+                x,
+                self.sums.arg(),
+                self.counts.arg(),
+                largest,
+                n,
+                Arg::u32(d),
+                Arg::u32(w),
+                Arg::u32(SIGN_ROWS),
+            ];
+            let grid = [heads.n.div_ceil(SIGN_ROWS), heads.count, (d / 4).div_ceil(32)];
+            driver::launch(self.driver, "sign_sums", grid, &args)?;
+            let first = heads.at % self.shape.kv_heads;
+            let args = [
+                self.sums.arg(),
+                self.counts.arg(),
+                largest,
+                signs.full_count.arg_at(heads.at),
+                prior.map_or(Arg::address(0), |prior| prior.arg_at(first * d * 16)),
+                to.arg_at(heads.at * d * 16),
+                n,
+                Arg::u32(d),
+            ];
+            self.launch("sign_centroids", (d * 16).div_ceil(256), heads, &args)?;
+        }
+        Ok(())
+    }
+
+    /// The 2-bit cache of keys and values, its signs and the positions in half precision.
+    ///
+    /// # Errors
+    /// As [`Prompts::signs`].
+    pub fn pack(
+        &self,
+        [keys, values]: [Rows; 2],
+        queries: Queries<'_>,
+        layout: Layout,
+        positions: &Positions<'_>,
+        to: &mut PackedLayer<'_>,
+    ) -> Result<()> {
+        self.signs(keys, queries, layout, positions, &to.signs)?;
+        to.is_signed = layout.signed;
+        for heads in self.parts(positions) {
+            self.widen(keys, heads, Some(&to.signs))?;
+            self.clear_full(heads, &to.signs)?;
+            self.rank(heads, "channel_ranked", Some([heads.n - 1, 1]))?;
+            // A channel without magnitude has a scale of one.
+            self.store(heads, &to.alpha, 1.0)?;
+            for (i, rows) in [keys, values].into_iter().enumerate() {
+                self.widen(rows, heads, None)?;
+                to.pack(
+                    i,
+                    self.x.arg(),
+                    [heads.at, heads.count, 1],
+                    [heads.n, self.shape.width()],
+                    positions.lens.arg_at(heads.sequence),
+                )?;
+                self.keep_full(heads, i, to)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn check(&self, other: &Shape) -> Result<()> {
+        let sizes = |shape: &Shape| (shape.sequences, shape.kv_heads, shape.head_dim, shape.capacity);
+        match sizes(&self.shape) == sizes(other) {
+            true => Ok(()),
+            false => Err(Error::failed(format!(
+                "CUDA: room for prompts of {:?}, but signs are {other:?}",
+                self.shape
+            ))),
+        }
+    }
+
+    /// The KV heads of all sequences that have positions, some at a time.
+    fn parts(&self, positions: &Positions<'_>) -> Vec<Heads> {
+        let (g, at_once) = (self.shape.kv_heads, self.at_once);
+        let mut parts = Vec::new();
+        for (sequence, n) in positions.known().iter().enumerate().filter(|(_, n)| **n > 0) {
+            parts.extend((0..g).step_by(at_once).map(|first| Heads {
+                sequence,
+                at: sequence * g + first,
+                count: at_once.min(g - first),
+                n: *n,
+            }));
+        }
+        parts
+    }
+
+    fn launch(&self, kernel: &'static str, blocks: usize, heads: Heads, args: &[Arg]) -> Result<()> {
+        driver::launch(self.driver, kernel, [blocks, heads.count, 1], args)
+    }
+
+    /// Rows to x, less the centre of `centred`.
+    fn widen(&self, rows: Rows, heads: Heads, centred: Option<&Signs<'_>>) -> Result<()> {
+        let (d, w) = (self.shape.head_dim, self.shape.width());
+        let from = Arg::address(rows.from.value + (heads.at * rows.bytes_of_head()) as u64);
+        let centre = centred.map_or(Arg::address(0), |signs| signs.centre.arg_at(heads.at * d));
+        let args = [
+            from,
+            centre,
+            self.x.arg(),
+            Arg::u32(rows.kind),
+            Arg::u32(rows.stride),
+            Arg::u32(rows.pitch),
+            Arg::u32(heads.n),
+            Arg::u32(d),
+            Arg::u32(w),
+        ];
+        self.launch("widen_rows", (heads.n * w).div_ceil(256), heads, &args)
+    }
+
+    /// A statistic of every channel of x; a rank, and whether that of magnitudes.
+    fn rank(&self, heads: Heads, kernel: &'static str, rank: Option<[usize; 2]>) -> Result<()> {
+        let (n, w) = (Arg::u32(heads.n), self.shape.width());
+        let mut args = vec![self.x.arg(), self.statistic.arg(), n, Arg::u32(w), Arg::u32(0), n];
+        args.extend(rank.iter().flatten().copied().map(Arg::u32));
+        self.launch(kernel, w.div_ceil(32), heads, &args)
+    }
+
+    /// The statistics become values of every channel, `[b,g,d]`.
+    fn store(&self, heads: Heads, to: &Buffer<'_, f32>, instead: f32) -> Result<()> {
+        let (d, w) = (self.shape.head_dim, self.shape.width());
+        let args = [
+            self.statistic.arg(),
+            to.arg_at(heads.at * d),
+            Arg::f32(instead),
+            Arg::u32(d),
+            Arg::u32(w),
+        ];
+        self.launch("store_channels", 1, heads, &args)
+    }
+
+    fn fit_centre(&self, heads: Heads, center: Center, to: &Signs<'_>) -> Result<()> {
+        match center {
+            Center::Median => self.rank(heads, "channel_ranked", Some([(heads.n - 1) / 2, 0]))?,
+            Center::Mean => self.rank(heads, "channel_mean", None)?,
+        }
+        self.store(heads, &to.centre, 0.0)
+    }
+
+    fn begin_choice(&self, full: usize, positions: &Positions<'_>) -> Result<()> {
+        let visible = positions.sets().map(|(set, _)| set.visible());
+        let spans = visible.flat_map(|seen| [seen.start, 0, seen.end, seen.end].map(|p| p as u32));
+        self.spans.write(&spans.collect::<Vec<_>>())?;
+        self.most.write(&vec![full as u32; self.shape.sequences])?;
+        self.best.histograms.zero()
+    }
+
+    /// The keys by which positions come first.
+    fn score(&self, queries: Queries<'_>, heads: Heads) -> Result<()> {
+        let shape = &self.shape;
+        let (r, d) = (shape.group, shape.head_dim);
+        let args = [
+            queries.rows.arg_at(heads.at * r * queries.m * d),
+            self.x.arg(),
+            self.spans.arg_at(heads.sequence * 4),
+            self.best.keys.arg_at(heads.at * shape.capacity),
+            self.best.histogram_at(heads.at),
+            Arg::u32(r),
+            Arg::u32(queries.m),
+            Arg::u32(heads.n),
+            Arg::u32(d),
+            Arg::u32(shape.width()),
+            Arg::u32(shape.capacity),
+        ];
+        self.launch("query_keys", self.best.selection.blocks, heads, &args)
+    }
+
+    /// The positions that come first, of all sequences.
+    fn choose_full(&self, full: usize, to: &Signs<'_>) -> Result<()> {
+        if full == 0 {
+            return to.full_count.zero();
+        }
+        self.best.choose_into(
+            self.spans.arg(),
+            self.most.arg(),
+            [to.full.arg(), to.full_count.arg()],
+            FULL,
+        )
+    }
+
+    /// Zeros for the rows of x that do not count.
+    fn clear_full(&self, heads: Heads, signs: &Signs<'_>) -> Result<()> {
+        let args = [
+            self.x.arg(),
+            signs.full.arg_at(heads.at * FULL),
+            signs.full_count.arg_at(heads.at),
+            Arg::u32(heads.n),
+            Arg::u32(self.shape.width()),
+        ];
+        let grid = [FULL, heads.count, 1];
+        driver::launch_blocks(self.driver, "clear_rows", grid, 128, 0, &args)
+    }
+
+    /// Half precision for the rows of x that have it: keys (0) or values (1).
+    fn keep_full(&self, heads: Heads, i: usize, to: &PackedLayer<'_>) -> Result<()> {
+        let (d, signs) = (self.shape.head_dim, &to.signs);
+        let centre = match i {
+            0 => signs.centre.arg_at(heads.at * d),
+            _ => Arg::address(0),
+        };
+        let args = [
+            self.x.arg(),
+            centre,
+            signs.full.arg_at(heads.at * FULL),
+            signs.full_count.arg_at(heads.at),
+            to.full[i].arg_at(heads.at * FULL * d),
+            Arg::u32(heads.n),
+            Arg::u32(d),
+            Arg::u32(self.shape.width()),
+        ];
+        let grid = [FULL, heads.count, 1];
+        driver::launch_blocks(self.driver, "keep_full", grid, 128, 0, &args)
+    }
+}

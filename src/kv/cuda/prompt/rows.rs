@@ -1,0 +1,71 @@
+//! What a prompt is taken from, and in which parts.
+
+use super::super::attend::LayerRows;
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::Arg;
+
+/// Keys or values of every position of a prompt.
+#[derive(Clone, Copy)]
+pub struct Rows {
+    pub(crate) from: Arg,
+    /// As kernels number it: f32, f16, bf16.
+    pub(crate) kind: usize,
+    /// Rows of a KV head, and channels of a row.
+    pub(crate) stride: usize,
+    pub(crate) pitch: usize,
+}
+
+impl Rows {
+    /// The keys of a cache.
+    pub fn keys(rows: &LayerRows<'_>) -> Self {
+        Self::cached(rows, &rows.keys)
+    }
+
+    /// The values of a cache.
+    pub fn values(rows: &LayerRows<'_>) -> Self {
+        Self::cached(rows, &rows.values)
+    }
+
+    /// `[b,g,n,d]`, all there is of every sequence.
+    pub fn of(rows: &Buffer<'_, f32>, n: usize, d: usize) -> Self {
+        Self {
+            from: rows.arg(),
+            kind: 0,
+            stride: n,
+            pitch: d,
+        }
+    }
+
+    fn cached(rows: &LayerRows<'_>, buffer: &Buffer<'_, u8>) -> Self {
+        Self {
+            from: buffer.arg(),
+            kind: rows.kind(),
+            stride: rows.shape.capacity,
+            pitch: rows.shape.width(),
+        }
+    }
+
+    pub(crate) fn bytes_of_head(&self) -> usize {
+        self.stride * self.pitch * if self.kind == 0 { 4 } else { 2 }
+    }
+}
+
+/// The last queries of a prompt.
+#[derive(Clone, Copy)]
+pub struct Queries<'a> {
+    /// After rotation, `[b,h,m,d]`.
+    pub rows: &'a Buffer<'a, f32>,
+    /// Of which the last counts.
+    pub m: usize,
+}
+
+/// Some KV heads of a sequence.
+#[derive(Clone, Copy)]
+pub(crate) struct Heads {
+    pub sequence: usize,
+    /// The first one's number over all sequences, and how many there are.
+    pub at: usize,
+    pub count: usize,
+    /// Positions.
+    pub n: usize,
+}

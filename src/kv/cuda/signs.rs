@@ -1,0 +1,165 @@
+//! The sign bits of one layer's cached keys on the GPU.
+
+use super::{Positions, Shape};
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::fill::{Random, fill};
+use crate::error::{Error, Result};
+use crate::kv::packed::sign_bytes;
+
+/// Positions of a KV head that come first, or keep half precision, at most.
+pub const FULL: usize = 64;
+
+/// The signs of one KV head's keys, from a prompt.
+pub struct HeadSigns<'a> {
+    /// `sign_bytes(d)` per position, as `extend_signs` of the runner makes them.
+    pub signs: &'a [u8],
+    /// What signs are taken around, `[d]`.
+    pub centre: &'a [f32],
+    /// Positions that come first, ascending: at most [`FULL`].
+    pub full: &'a [u32],
+}
+
+/// What [`Signs`] hold.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HeldSigns {
+    /// `[b,g,d]`.
+    pub centre: Vec<f32>,
+    /// `[b,g,capacity,d / 32 rounded up]`: the lowest bit is the first channel's.
+    pub signs: Vec<u32>,
+    /// Positions that come first, ascending, per KV head.
+    pub full: Vec<Vec<u32>>,
+}
+
+/// The signs of one layer's cached keys.
+pub struct Signs<'d> {
+    pub(crate) driver: &'d dyn Driver,
+    pub(crate) shape: Shape,
+    /// `[b,g,capacity,pitch / 4]`.
+    pub(crate) signs: Buffer<'d, u32>,
+    /// `[b,g,d]`.
+    pub(crate) centre: Buffer<'d, f32>,
+    /// `[b,g,FULL]`, ascending.
+    pub(crate) full: Buffer<'d, u32>,
+    /// `[b,g]`.
+    pub(crate) full_count: Buffer<'d, u32>,
+}
+
+impl<'d> Signs<'d> {
+    /// Takes in prompts, one per KV head of every sequence.
+    ///
+    /// # Errors
+    /// Channels that do not come in fours; more positions than there is room for; no memory.
+    pub fn of(driver: &'d dyn Driver, shape: Shape, heads: &[HeadSigns<'_>]) -> Result<Self> {
+        let shape = shape.checked()?;
+        let (d, words) = (shape.head_dim, words(&shape));
+        let bytes = sign_bytes(d);
+        let fits = |head: &HeadSigns| head.signs.len() <= shape.capacity * bytes && head.full.len() <= FULL;
+        if !d.is_multiple_of(4) || heads.len() != shape.heads() || !heads.iter().all(fits) {
+            return Err(Error::failed(format!(
+                "CUDA: signs of {} heads do not fit {shape:?}",
+                heads.len()
+            )));
+        }
+        let mut signs = vec![0u32; shape.heads() * shape.capacity * words];
+        for (to, head) in signs.chunks_mut(shape.capacity * words).zip(heads) {
+            for (to, row) in to.chunks_mut(words).zip(head.signs.chunks(bytes)) {
+                for (i, byte) in row.iter().enumerate() {
+                    to[i / 4] |= u32::from(*byte) << (8 * (i % 4));
+                }
+            }
+        }
+        let mut full = vec![0; shape.heads() * FULL];
+        for (to, head) in full.chunks_mut(FULL).zip(heads) {
+            to.iter_mut().zip(head.full).for_each(|(to, p)| *to = *p);
+        }
+        let counts: Vec<u32> = heads.iter().map(|head| head.full.len() as u32).collect();
+        let centre: Vec<f32> = heads.iter().flat_map(|head| head.centre).copied().collect();
+        Ok(Self {
+            driver,
+            shape,
+            signs: Buffer::of(driver, "signs", &signs)?,
+            centre: Buffer::of(driver, "centres", &centre)?,
+            full: Buffer::of(driver, "positions that come first", &full)?,
+            full_count: Buffer::of(driver, "their numbers", &counts)?,
+        })
+    }
+
+    /// Room for the signs of a prompt.
+    ///
+    /// # Errors
+    /// Channels that do not come in fours; no memory.
+    pub fn new(driver: &'d dyn Driver, shape: Shape) -> Result<Self> {
+        let shape = shape.checked()?;
+        let (d, heads) = (shape.head_dim, shape.heads());
+        if !d.is_multiple_of(4) {
+            return Err(Error::failed(format!(
+                "CUDA: signs need a head dimension that is a multiple of 4, not {d}"
+            )));
+        }
+        Ok(Self {
+            driver,
+            shape,
+            signs: Buffer::zeros(driver, "signs", heads * shape.capacity * words(&shape))?,
+            centre: Buffer::zeros(driver, "centres", heads * d)?,
+            full: Buffer::zeros(driver, "positions that come first", heads * FULL)?,
+            full_count: Buffer::zeros(driver, "their numbers", heads)?,
+        })
+    }
+
+    /// What is held; waits for the device.
+    pub fn read(&self) -> Result<HeldSigns> {
+        let (full, counts) = (self.full.read()?, self.full_count.read()?);
+        let full = full.chunks(FULL).zip(counts);
+        Ok(HeldSigns {
+            centre: self.centre.read()?,
+            signs: self.signs.read()?,
+            full: full
+                .map(|(full, n)| full[..FULL.min(n as usize)].to_vec())
+                .collect(),
+        })
+    }
+
+    /// Bytes of the signs.
+    pub fn bytes(&self) -> usize {
+        4 * self.signs.len()
+    }
+
+    /// Random signs, for a benchmark; channels come in 32s.
+    pub fn fill(&self, seed: u32) -> Result<()> {
+        fill(self.driver, &self.signs, self.signs.len(), Random::Bits, seed)
+    }
+
+    /// Bytes of a row.
+    pub(crate) fn pitch(&self) -> usize {
+        4 * words(&self.shape)
+    }
+
+    /// The last `m` positions' signs, from rotated keys `[b,g,m,d]`; `positions` counts them already.
+    pub fn append(&self, keys: &Buffer<'_, f32>, m: usize, positions: &Positions<'_>) -> Result<()> {
+        let shape = &self.shape;
+        let blocks = (m * words(shape)).div_ceil(256);
+        let args = [
+            keys.arg(),
+            self.centre.arg(),
+            positions.lens.arg(),
+            self.signs.arg(),
+            Arg::u32(m),
+            Arg::u32(shape.head_dim),
+            Arg::u32(shape.head_dim),
+            Arg::u32(self.pitch()),
+            Arg::u32(shape.capacity),
+        ];
+        driver::launch(
+            self.driver,
+            "append_signs",
+            [blocks, shape.kv_heads, shape.sequences],
+            &args,
+        )
+    }
+}
+
+/// Words of a row of signs.
+pub(crate) fn words(shape: &Shape) -> usize {
+    shape.head_dim.div_ceil(32)
+}

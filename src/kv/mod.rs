@@ -1,0 +1,17 @@
+//! The key-value cache: its rows in every type, which of them a step always attends and how many it may choose.
+//!
+//! [`rows`] and [`packed`] hold the rows of one KV head on the CPU; [`cuda`] those of a layer on an NVIDIA GPU.
+
+pub mod budget;
+pub mod cuda;
+pub mod lines;
+pub mod packed;
+pub mod rows;
+pub mod sample;
+pub mod static_set;
+pub mod types;
+
+pub use budget::Budget;
+pub use rows::{KvHead, RowStore};
+pub use static_set::StaticSet;
+pub use types::KvType;

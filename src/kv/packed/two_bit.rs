@@ -1,0 +1,122 @@
+//! Values in 2 bits.
+
+use half::f16;
+
+use super::QUANT_GROUP;
+use crate::compute::attention::prefetch;
+use crate::kv::lines::Lines;
+
+/// A step below this is taken for zero: the group's values are equal.
+const LEAST_STEP: f32 = 1e-8;
+
+/// Rows of values in 2 bits, with a scale and a zero point in f16 per [`QUANT_GROUP`] channels.
+///
+/// A row has four values a byte, the first in the lowest bits, and then a scale and a zero point, little-endian, of
+/// each group, the last of which may be shorter.
+#[derive(Clone)]
+pub(super) struct TwoBit {
+    pub(super) d: usize,
+    rows: Lines<u8>,
+}
+
+impl TwoBit {
+    pub(super) fn new(d: usize, capacity: usize) -> Self {
+        let rows = Lines::with_capacity(capacity * width(d));
+        Self { d, rows }
+    }
+
+    /// Appends a row.
+    ///
+    /// # Source
+    /// Eq. 9-11: z = min x, s = (max x - min x) / 3, Q = round((x - z) / s). The codes come from the
+    /// unrounded scale and zero point.
+    pub(super) fn push(&mut self, row: &[f32]) {
+        let (bits, params) = self.rows.add(width(self.d)).split_at_mut(self.d.div_ceil(4));
+        let groups = row.chunks(QUANT_GROUP).zip(params.as_chunks_mut::<4>().0);
+        for (g, (group, params)) in groups.enumerate() {
+            let low = group.iter().copied().fold(f32::INFINITY, f32::min);
+            let high = group.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let step = match (high - low) / 3.0 {
+                step if step < LEAST_STEP => 0.0,
+                step => step,
+            };
+            let [a, b] = saturating_f16(step).to_le_bytes();
+            let [c, d] = saturating_f16(low).to_le_bytes();
+            *params = [a, b, c, d];
+            if step == 0.0 {
+                continue;
+            }
+            for (i, x) in group.iter().enumerate() {
+                let code = ((x - low) / step).round().clamp(0.0, 3.0) as u8;
+                let channel = g * QUANT_GROUP + i;
+                bits[channel / 4] |= code << (2 * (channel % 4));
+            }
+        }
+    }
+
+    /// A row as it is stored.
+    #[inline(always)]
+    pub(super) fn row(&self, row: usize) -> &[u8] {
+        &self.rows[row * width(self.d)..][..width(self.d)]
+    }
+
+    /// Asks for a row that is read soon.
+    #[inline(always)]
+    pub(super) fn prefetch(&self, row: usize) {
+        let row = self.row(row);
+        prefetch(row);
+        // A row that does not begin a cache line may end in one more.
+        prefetch(&row[row.len() - 1..]);
+    }
+
+    /// Q s + z of every channel.
+    pub(super) fn read(&self, row: usize, out: &mut [f32]) {
+        let (bits, params) = self.row(row).split_at(self.d.div_ceil(4));
+        let groups = out.chunks_mut(QUANT_GROUP).zip(params.as_chunks::<4>().0);
+        for (g, (group, params)) in groups.enumerate() {
+            let [step, zero] = pair(*params).map(f16::to_f32);
+            for (i, x) in group.iter_mut().enumerate() {
+                let channel = g * QUANT_GROUP + i;
+                let code = bits[channel / 4] >> (2 * (channel % 4)) & 3;
+                *x = f32::from(code) * step + zero;
+            }
+        }
+    }
+
+    /// The bits of all rows.
+    pub(super) fn bits(&self) -> Vec<u8> {
+        let rows = self.rows.chunks_exact(width(self.d));
+        rows.flat_map(|row| &row[..self.d.div_ceil(4)]).copied().collect()
+    }
+
+    /// Scales and zero points of all rows.
+    pub(super) fn params(&self) -> Vec<[f16; 2]> {
+        let rows = self.rows.chunks_exact(width(self.d));
+        let params = rows.flat_map(|row| row[self.d.div_ceil(4)..].as_chunks::<4>().0);
+        params.map(|params| pair(*params)).collect()
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.rows.clear();
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.rows.bytes()
+    }
+}
+
+/// Bytes of a row of d values.
+pub(super) fn width(d: usize) -> usize {
+    d.div_ceil(4) + 4 * d.div_ceil(QUANT_GROUP)
+}
+
+/// A scale and a zero point.
+#[inline(always)]
+pub(super) fn pair([a, b, c, d]: [u8; 4]) -> [f16; 2] {
+    [f16::from_le_bytes([a, b]), f16::from_le_bytes([c, d])]
+}
+
+/// The nearest f16, the largest one for values beyond.
+pub(super) fn saturating_f16(x: f32) -> f16 {
+    f16::from_f32(x.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))
+}

@@ -1,0 +1,427 @@
+//! The key-value cache of one KV head, in the element type asked for.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use half::{bf16, f16};
+use ndarray::{ArrayView2, s};
+
+use super::KvType;
+use super::lines::Lines;
+use super::packed::{Layout, Packed, SignRows};
+use crate::compute::attention::{self, LANES, Queries, Rows, Run, Stored, Sums};
+use crate::float::Float;
+
+/// Rows of d values, stored one after the other.
+#[derive(Clone)]
+pub struct RowStore {
+    d: usize,
+    /// First rows that forks have in common, and how many there are.
+    shared: Option<(Arc<RowStore>, usize)>,
+    data: Data,
+}
+
+#[derive(Clone)]
+enum Data {
+    F32(Lines<f32>),
+    F16(Lines<f16>),
+    Bf16(Lines<bf16>),
+}
+
+impl RowStore {
+    /// An empty store with room for `capacity` rows.
+    pub fn new(kind: Float, d: usize, capacity: usize) -> Self {
+        let data = match kind {
+            Float::F32 => Data::F32(Lines::with_capacity(capacity * d)),
+            Float::F16 => Data::F16(Lines::with_capacity(capacity * d)),
+            Float::Bf16 => Data::Bf16(Lines::with_capacity(capacity * d)),
+        };
+        Self {
+            d,
+            shared: None,
+            data,
+        }
+    }
+
+    /// A store that starts with the rows so far, which both hold in common from here on.
+    pub fn fork(&mut self) -> Self {
+        if !self.own_is_empty() {
+            let rows = self.len();
+            let data = match &self.data {
+                Data::F32(_) => Data::F32(Lines::with_capacity(0)),
+                Data::F16(_) => Data::F16(Lines::with_capacity(0)),
+                Data::Bf16(_) => Data::Bf16(Lines::with_capacity(0)),
+            };
+            let empty = Self {
+                d: self.d,
+                shared: None,
+                data,
+            };
+            let base = std::mem::replace(self, empty);
+            self.shared = Some((Arc::new(base), rows));
+        }
+        self.clone()
+    }
+
+    fn own_is_empty(&self) -> bool {
+        self.own_len() == 0
+    }
+
+    /// Appends rows, rounding to the stored type: `[m,d]`.
+    pub fn extend(&mut self, rows: ArrayView2<f32>) {
+        let values = rows.iter().copied();
+        match &mut self.data {
+            Data::F32(v) => v.extend(values),
+            Data::F16(v) => v.extend(values.map(f16::from_f32)),
+            Data::Bf16(v) => v.extend(values.map(bf16::from_f32)),
+        }
+    }
+
+    /// Number of rows.
+    pub fn len(&self) -> usize {
+        self.shared_len() + self.own_len()
+    }
+
+    fn shared_len(&self) -> usize {
+        self.shared.as_ref().map_or(0, |(_, rows)| *rows)
+    }
+
+    fn own_len(&self) -> usize {
+        let values = match &self.data {
+            Data::F32(v) => v.len(),
+            Data::F16(v) => v.len(),
+            Data::Bf16(v) => v.len(),
+        };
+        values / self.d
+    }
+
+    /// Whether there is no row.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The positions of `run` whose rows are shared, and the others.
+    fn split<'a>(&self, run: &Run<'a>) -> (&'a [u32], &'a [u32]) {
+        let shared = self.shared_len();
+        run.now
+            .split_at(run.now.partition_point(|p| (*p as usize) < shared))
+    }
+
+    /// Calls `f` with positions counted from the first row of our own; all of `positions` are.
+    fn own(&self, positions: &[u32], next: &[u32], f: impl FnOnce(&Run)) {
+        let shared = self.shared_len() as u32;
+        if shared == 0 {
+            return f(&Run { now: positions, next });
+        }
+        let own: Vec<u32> = positions.iter().map(|p| p - shared).collect();
+        f(&Run { now: &own, next: &[] });
+    }
+
+    /// Our own rows for the kernels, where they have whole chunks.
+    fn stored<'a, E>(&self, values: &'a [E]) -> Stored<'a, E> {
+        Stored {
+            rows: values.as_chunks().0,
+            chunks: self.d / LANES,
+        }
+    }
+
+    /// Bytes really held, reserved and shared ones included.
+    pub fn bytes(&self) -> usize {
+        let own = match &self.data {
+            Data::F32(v) => v.bytes(),
+            Data::F16(v) => v.bytes(),
+            Data::Bf16(v) => v.bytes(),
+        };
+        own + self.shared.as_ref().map_or(0, |(rows, _)| rows.bytes())
+    }
+}
+
+impl Rows for RowStore {
+    fn dim(&self) -> usize {
+        self.d
+    }
+
+    fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32] {
+        let mut position = position;
+        if let Some((rows, n)) = &self.shared {
+            match position.checked_sub(*n) {
+                Some(own) => position = own,
+                None => return rows.row(position, scratch),
+            }
+        }
+        let at = position * self.d..(position + 1) * self.d;
+        match &self.data {
+            Data::F32(v) => &v[at],
+            Data::F16(v) => {
+                for (s, x) in scratch.iter_mut().zip(&v[at]) {
+                    *s = x.to_f32();
+                }
+                scratch
+            }
+            Data::Bf16(v) => {
+                for (s, x) in scratch.iter_mut().zip(&v[at]) {
+                    *s = x.to_f32();
+                }
+                scratch
+            }
+        }
+    }
+    fn scores(&self, queries: &Queries, run: &Run, out: &mut [f32], stride: usize) {
+        if !self.d.is_multiple_of(LANES) {
+            return attention::widened_scores(self, queries, run, out, stride);
+        }
+        let (shared, own) = self.split(run);
+        let at = shared.len();
+        if let Some((rows, _)) = &self.shared {
+            let run = Run {
+                now: shared,
+                next: &[],
+            };
+            rows.scores(queries, &run, out, stride);
+        }
+        if own.is_empty() {
+            return;
+        }
+        self.own(own, run.next, |run| {
+            let out = &mut out[at..];
+            match &self.data {
+                Data::F32(v) => attention::scores(queries, self.stored(v), run, out, stride),
+                Data::F16(v) => attention::scores(queries, self.stored(v), run, out, stride),
+                Data::Bf16(v) => attention::scores(queries, self.stored(v), run, out, stride),
+            }
+        });
+    }
+
+    fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: Sums) {
+        if !self.d.is_multiple_of(LANES) {
+            return attention::widened_add(self, weights, stride, run, sums);
+        }
+        let (shared, own) = self.split(run);
+        let (at, Sums { r, values }) = (shared.len(), sums);
+        if let Some((rows, _)) = &self.shared {
+            let run = Run {
+                now: shared,
+                next: &[],
+            };
+            rows.add(
+                weights,
+                stride,
+                &run,
+                Sums {
+                    r,
+                    values: &mut *values,
+                },
+            );
+        }
+        if own.is_empty() {
+            return;
+        }
+        self.own(own, run.next, |run| {
+            let (weights, sums) = (&weights[at..], Sums { r, values });
+            match &self.data {
+                Data::F32(v) => attention::add(weights, stride, self.stored(v), run, sums),
+                Data::F16(v) => attention::add(weights, stride, self.stored(v), run, sums),
+                Data::Bf16(v) => attention::add(weights, stride, self.stored(v), run, sums),
+            }
+        });
+    }
+}
+
+/// Rotated keys and values of one KV head; row p is position p.
+pub enum KvHead {
+    /// In a float type.
+    Plain {
+        /// After rotation.
+        keys: RowStore,
+        /// Values.
+        values: RowStore,
+    },
+    /// In 2 bits.
+    Packed(Box<Packed>),
+}
+
+impl KvHead {
+    /// An empty cache with room for `capacity` positions; `layout` is for the 2-bit type.
+    pub fn new(kind: KvType, d: usize, capacity: usize, layout: impl Into<Layout>) -> Self {
+        let plain = |float| Self::Plain {
+            keys: RowStore::new(float, d, capacity),
+            values: RowStore::new(float, d, capacity),
+        };
+        match kind {
+            KvType::F32 => plain(Float::F32),
+            KvType::F16 => plain(Float::F16),
+            KvType::Bf16 => plain(Float::Bf16),
+            KvType::TwoBit => Self::Packed(Box::new(Packed::new(d, layout, capacity))),
+        }
+    }
+
+    /// Appends the rows of a prompt. Keys and values `[n,d]` are those of every position, earlier ones as
+    /// the cache gives them; `query` `[d]` is the last query, averaged over the group, and `visible`
+    /// what that query sees.
+    pub fn prompt(
+        &mut self,
+        keys: ArrayView2<f32>,
+        values: ArrayView2<f32>,
+        query: &[f32],
+        visible: Range<usize>,
+    ) {
+        match self {
+            Self::Plain { .. } => {
+                let new = s![self.len().., ..];
+                self.extend(keys.slice(new), values.slice(new));
+            }
+            Self::Packed(packed) => packed.prompt(keys, values, query, visible),
+        }
+    }
+
+    /// Appends rows, `[m,d]`.
+    pub fn extend(&mut self, new_keys: ArrayView2<f32>, new_values: ArrayView2<f32>) {
+        match self {
+            Self::Plain { keys, values } => {
+                keys.extend(new_keys);
+                values.extend(new_values);
+            }
+            Self::Packed(packed) => packed.extend(new_keys, new_values),
+        }
+    }
+
+    /// A cache that starts with the rows so far; float rows are held in common from here on.
+    pub fn fork(&mut self) -> Self {
+        match self {
+            Self::Plain { keys, values } => Self::Plain {
+                keys: keys.fork(),
+                values: values.fork(),
+            },
+            Self::Packed(packed) => Self::Packed(packed.clone()),
+        }
+    }
+
+    /// Number of positions.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Plain { keys, .. } => keys.len(),
+            Self::Packed(packed) => packed.len(),
+        }
+    }
+
+    /// Whether there is no position.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Keys after rotation.
+    pub fn keys(&self) -> &dyn Rows {
+        match self {
+            Self::Plain { keys, .. } => keys,
+            Self::Packed(packed) => &packed.keys,
+        }
+    }
+
+    /// Values.
+    pub fn values(&self) -> &dyn Rows {
+        match self {
+            Self::Plain { values, .. } => values,
+            Self::Packed(packed) => &packed.values,
+        }
+    }
+
+    /// The keys' signs, where the cache holds them.
+    pub fn signs(&self) -> Option<&SignRows> {
+        match self {
+            Self::Plain { .. } => None,
+            Self::Packed(packed) => Some(&packed.keys),
+        }
+    }
+
+    /// Bytes really held.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Plain { keys, values } => keys.bytes() + values.bytes(),
+            Self::Packed(packed) => packed.bytes(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ndarray::Array2;
+
+    use super::*;
+    use crate::compute::products::{TILE, all_products, products};
+    use crate::kv::packed::Center;
+
+    #[test]
+    fn a_fork_is_attended_as_a_store_of_its_own() {
+        for (kind, d) in [
+            (KvType::F32, 32),
+            (KvType::F16, 80),
+            (KvType::Bf16, 64),
+            (KvType::Bf16, 20),
+        ] {
+            let rows = |first: usize, n: usize, salt: f32| {
+                Array2::from_shape_fn((n, d), |(i, j)| (((first + i) * d + j) as f32 * salt).sin())
+            };
+            let mut whole = KvHead::new(kind, d, 0, Center::Median);
+            let mut parts = KvHead::new(kind, d, 0, Center::Median);
+            for (first, n) in [(0, 150), (150, 1), (151, 140)] {
+                let (keys, values) = (rows(first, n, 0.7), rows(first, n, 0.3));
+                whole.extend(keys.view(), values.view());
+                parts.extend(keys.view(), values.view());
+                if n < 140 {
+                    parts = parts.fork();
+                }
+            }
+            let q = rows(0, 6, 0.9);
+            let attend = |kv: &KvHead, positions: &[u32]| {
+                let mut out = Array2::zeros((6, d));
+                let (keys, values) = (kv.keys(), kv.values());
+                let (weights, lse) =
+                    attention::decode_with_weights(q.view(), keys, values, positions, out.view_mut());
+                (out, weights, lse)
+            };
+            let all: Vec<u32> = (0..291).collect();
+            let some: Vec<u32> = (100..291).step_by(3).collect();
+            for positions in [&all[..], &all[..150], &all[150..], &all[151..], &some] {
+                let expected = attend(&whole, positions);
+                assert_eq!(attend(&parts, positions), expected, "{kind:?} {d}");
+                assert!(expected.0.iter().any(|x| *x != 0.0));
+            }
+        }
+    }
+
+    /// Every place once, in order, with its own products: against f64, within the rounding of d fused sums.
+    #[test]
+    fn products_are_those_of_the_rows() {
+        let value = |i: usize| ((i * 2_654_435_761) % 1000) as f32 * 0.004 - 2.0;
+        for (d, r) in [(1, 1), (63, 4), (64, 5), (80, 3), (128, 16)] {
+            let n = 2 * TILE + 7;
+            let keys = Array2::from_shape_fn((n, d), |(i, c)| bf16::from_f32(value(i * d + c)).to_f32());
+            let queries = Array2::from_shape_fn((r, d), |(a, c)| value(a * 131 + c * 7));
+            let mut rows = RowStore::new(Float::Bf16, d, n);
+            rows.extend(keys.view());
+            let positions: Vec<u32> = (0..n as u32).filter(|p| p % 3 != 1).collect();
+            let all = all_products(queries.view(), 0.5, &rows, &positions);
+            assert_eq!(all.dim(), (r, positions.len()));
+            let mut next = 0;
+            products(queries.view(), 0.5, &rows, &positions, |place, products| {
+                assert_eq!(place, next);
+                assert_eq!(all.column(place).to_vec(), products);
+                next += 1;
+                let key = keys.row(positions[place] as usize);
+                for (query, product) in queries.rows().into_iter().zip(products) {
+                    let terms = query
+                        .iter()
+                        .zip(key)
+                        .map(|(q, k)| f64::from(*q) * 0.5 * f64::from(*k));
+                    let size: f64 = terms.clone().map(f64::abs).sum();
+                    let error = (f64::from(*product) - terms.sum::<f64>()).abs();
+                    assert!(
+                        error <= (d as f64 + 2.0) * 2f64.powi(-24) * size,
+                        "{d} {r} {place}: {error}"
+                    );
+                }
+            });
+            assert_eq!(next, positions.len());
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! The types in which keys and values are cached.
+
+use super::packed;
+use crate::float::Float;
+
+/// Element type of cached keys and values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum KvType {
+    /// IEEE binary32.
+    F32,
+    /// IEEE binary16.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// Signs, 2-bit magnitudes and 2-bit values, with 64 positions in f16 (Self-Indexing KVCache).
+    #[value(name = "2bit")]
+    TwoBit,
+}
+
+impl KvType {
+    /// Bytes of a key and a value of d channels.
+    pub fn bytes_per_position(self, d: usize) -> usize {
+        match self {
+            Self::F32 => 8 * d,
+            Self::F16 | Self::Bf16 => 4 * d,
+            Self::TwoBit => packed::row_bytes(d),
+        }
+    }
+
+    /// Bytes of a key alone.
+    pub fn bytes_per_key(self, d: usize) -> usize {
+        match self {
+            Self::TwoBit => packed::row_bytes(d).midpoint(packed::sign_bytes(d)),
+            _ => self.bytes_per_position(d) / 2,
+        }
+    }
+
+    /// The name that asks for it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+            Self::TwoBit => "2bit",
+        }
+    }
+
+    /// The type of plain rows, if it is one.
+    pub fn float(self) -> Option<Float> {
+        match self {
+            Self::F32 => Some(Float::F32),
+            Self::F16 => Some(Float::F16),
+            Self::Bf16 => Some(Float::Bf16),
+            Self::TwoBit => None,
+        }
+    }
+}
+
+impl From<Float> for KvType {
+    fn from(float: Float) -> Self {
+        match float {
+            Float::F32 => Self::F32,
+            Float::F16 => Self::F16,
+            Float::Bf16 => Self::Bf16,
+        }
+    }
+}

@@ -1,0 +1,316 @@
+//! a2ats on the GPU: codeword scores, the largest k that fits the budget, one scan over the codes.
+
+pub mod encode;
+
+use half::f16;
+use ndarray::{Array2, ArrayView2};
+
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::fill::{Random, fill};
+use crate::compute::cuda::kernels::MOST_CODEWORDS;
+use crate::error::{Error, Result};
+use crate::kv::cuda::{KINDS, Limits, Positions, Selection, Shape};
+use encode::{Norms, width};
+
+/// The calibrated part of one KV head.
+pub struct HeadConstants<'a> {
+    /// C^z, `[M,d]`, values of f16.
+    pub codebook: ArrayView2<'a, f32>,
+    /// What takes a query to y = q R_b L^-T: `[d,d]`, y_i = sum_j map_ij q_j.
+    pub query_map: Array2<f32>,
+    /// What takes a key to z: `[d,d]`, z_i = sum_j map_ij k_j - mean_i.
+    pub key_map: Array2<f32>,
+    /// The whitened mean, `[d]`.
+    pub mean: Vec<f32>,
+}
+
+/// The codebooks of one layer.
+pub struct Codebooks<'d> {
+    pub(crate) size: usize,
+    /// `[g,M,w]`, w being d rounded up to a multiple of 16, the rest zeros.
+    pub(crate) codebook: Buffer<'d, f16>,
+    /// Half of the squared norms, `[g,M]`.
+    pub(crate) norms: Buffer<'d, f32>,
+    /// The same as the search has them: see [`Norms`].
+    pub(crate) biases: Buffer<'d, f32>,
+    pub(crate) bounds: Buffer<'d, f32>,
+    /// `[g,d,d]`.
+    query_maps: Buffer<'d, f32>,
+    /// What takes a key to z, L: z_i = sum_j k_j L_ji - mean_i; `[g,d,d]`.
+    pub(crate) factors: Buffer<'d, f32>,
+    /// `[g,d]`.
+    pub(crate) means: Buffer<'d, f32>,
+}
+
+impl<'d> Codebooks<'d> {
+    /// Uploads the constants of every KV head.
+    ///
+    /// # Errors
+    /// A codebook that is too large; channels that do not come in eights; no memory.
+    pub fn new(driver: &'d dyn Driver, heads: &[HeadConstants<'_>]) -> Result<Self> {
+        let (size, d) = heads.first().map_or((0, 0), |head| head.codebook.dim());
+        if size == 0 || size > MOST_CODEWORDS {
+            return Err(Error::failed(format!(
+                "CUDA: a codebook of {size} codewords; 1 to {MOST_CODEWORDS} are supported"
+            )));
+        }
+        if !d.is_multiple_of(8) {
+            return Err(Error::failed(format!(
+                "CUDA: a2ats needs a head dimension that is a multiple of 8, not {d}"
+            )));
+        }
+        let mut codebook = Vec::with_capacity(heads.len() * size * width(d));
+        for row in heads.iter().flat_map(|head| head.codebook.rows()) {
+            codebook.extend(row.iter().map(|v| f16::from_f32(*v)));
+            codebook.resize(codebook.len().next_multiple_of(width(d)), f16::ZERO);
+        }
+        let norms = Norms::of(&codebook, size, width(d));
+        let joined = |of: fn(&HeadConstants) -> Vec<f32>| heads.iter().flat_map(of).collect::<Vec<f32>>();
+        let query_maps = joined(|head| head.query_map.iter().copied().collect());
+        let factors = joined(|head| head.key_map.t().iter().copied().collect());
+        let means = joined(|head| head.mean.clone());
+        Ok(Self {
+            size,
+            codebook: Buffer::of(driver, "codebooks", &codebook)?,
+            norms: Buffer::of(driver, "norms of codewords", &norms.halves)?,
+            biases: Buffer::of(driver, "norms of codewords", &norms.biases)?,
+            bounds: Buffer::of(driver, "bounds of codewords", &norms.bounds)?,
+            query_maps: Buffer::of(driver, "query maps", &query_maps)?,
+            factors: Buffer::of(driver, "factors of the metric", &factors)?,
+            means: Buffer::of(driver, "means", &means)?,
+        })
+    }
+}
+
+/// The codes of one layer's cache, and what a step needs besides.
+pub struct A2ats<'d> {
+    driver: &'d dyn Driver,
+    pub(crate) shape: Shape,
+    pub(crate) size: usize,
+    per_query_head: bool,
+    /// `[b,g,capacity]`.
+    pub(crate) codes: Buffer<'d, u16>,
+    /// Candidates per codeword, `[b,g,M]`.
+    counts: Buffer<'d, u32>,
+    /// The candidates counted, `[b,g,2]`.
+    counted: Buffer<'d, u32>,
+    /// Whitened queries or keys, `[b,h,d]`.
+    mapped: Buffer<'d, f32>,
+    /// `[b,h,M]`.
+    scores: Buffer<'d, f32>,
+    /// `[b,h,M]`.
+    ranks: Buffer<'d, u32>,
+    /// `[b,g,M]`.
+    marks: Buffer<'d, u8>,
+    /// `[b,g,16,2]`.
+    parts: Buffer<'d, u32>,
+    selection: Selection<'d>,
+}
+
+impl<'d> A2ats<'d> {
+    /// An empty layer. With `per_query_head` the budget is what each query head chooses on its own.
+    ///
+    /// # Errors
+    /// Sizes that the kernels are not made for; no memory.
+    pub fn new(
+        driver: &'d dyn Driver,
+        shape: Shape,
+        limits: &Limits,
+        codebooks: &Codebooks<'_>,
+        per_query_head: bool,
+    ) -> Result<Self> {
+        let shape = shape.checked()?;
+        let (heads, h, size) = (shape.heads(), shape.query_heads(), codebooks.size);
+        let most = limits.most(shape.capacity);
+        let most = if per_query_head { most * shape.group } else { most };
+        Ok(Self {
+            driver,
+            shape,
+            size,
+            per_query_head,
+            codes: Buffer::zeros(driver, "codes", heads * shape.capacity)?,
+            counts: Buffer::zeros(driver, "counts of codewords", heads * size)?,
+            counted: Buffer::zeros(driver, "counted ranges", heads * 2)?,
+            mapped: Buffer::new(driver, "whitened queries", h * shape.head_dim)?,
+            scores: Buffer::new(driver, "codeword scores", h * size)?,
+            ranks: Buffer::new(driver, "codeword ranks", h * size)?,
+            marks: Buffer::new(driver, "codeword marks", heads * size)?,
+            parts: Buffer::new(driver, "codewords in part", heads * (KINDS - 1) * 2)?,
+            selection: Selection::new(driver, &shape, most.min(shape.capacity))?,
+        })
+    }
+
+    /// Forgets every code, for sequences that begin anew.
+    pub fn clear(&self) -> Result<()> {
+        self.counted.zero()?;
+        self.counts.zero()
+    }
+
+    /// Sets the codes of every position, `[b,g,capacity]`.
+    pub fn set_codes(&self, codes: &[u16]) -> Result<()> {
+        self.clear()?;
+        self.codes.write(codes)
+    }
+
+    /// Random codes, for a benchmark.
+    pub fn fill(&self, seed: u32) -> Result<()> {
+        self.clear()?;
+        let random = Random::Below(self.size);
+        fill(self.driver, &self.codes, self.codes.len(), random, seed)
+    }
+
+    /// The codes of every position, `[b,g,capacity]`; waits for the device.
+    pub fn codes(&self) -> Result<Vec<u16>> {
+        self.codes.read()
+    }
+
+    /// Bytes of the codes.
+    pub fn bytes(&self) -> usize {
+        2 * self.codes.len()
+    }
+
+    /// The candidates of every codeword at the last step, `[b,g,M]`; waits for the device.
+    pub fn counts(&self) -> Result<Vec<u32>> {
+        self.counts.read()
+    }
+
+    /// The scores of the last step, `[b,h,M]`; waits for the device.
+    pub fn scores(&self) -> Result<Vec<f32>> {
+        self.scores.read()
+    }
+
+    /// Encodes the last position's keys, `[b,g,d]`; `positions` counts it already.
+    ///
+    /// # Numerics
+    /// f32; the lower codeword on ties.
+    pub fn append(
+        &self,
+        keys: &Buffer<'_, f32>,
+        codebooks: &Codebooks<'_>,
+        positions: &Positions<'_>,
+    ) -> Result<()> {
+        let d = self.shape.head_dim;
+        let args = [
+            keys.arg(),
+            codebooks.factors.arg(),
+            codebooks.means.arg(),
+            self.mapped.arg(),
+            Arg::u32(d),
+        ];
+        driver::launch(self.driver, "whiten_last", self.grid(d.div_ceil(64)), &args)?;
+        self.score(codebooks, 1)?;
+        let args = [
+            self.scores.arg(),
+            codebooks.norms.arg(),
+            positions.lens.arg(),
+            self.codes.arg(),
+            Arg::u32(self.size),
+            Arg::u32(self.shape.capacity),
+        ];
+        driver::launch(self.driver, "encode_last", self.grid(1), &args)
+    }
+
+    /// Chooses for queries `[b,h,d]`, before rotation with windowed RoPE, else after.
+    ///
+    /// # Numerics
+    /// Scores in f32; ties as on the CPU: the lower codeword, then the lower position.
+    pub fn select(
+        &self,
+        queries: &Buffer<'_, f32>,
+        codebooks: &Codebooks<'_>,
+        positions: &Positions<'_>,
+    ) -> Result<&Selection<'d>> {
+        let (shape, r, size) = (&self.shape, self.shape.group, self.size);
+        let (spans, budgets) = (positions.spans.arg(), positions.budgets.arg());
+        let (capacity, n) = (Arg::u32(shape.capacity), Arg::u32(size));
+        let args = [
+            self.codes.arg(),
+            spans,
+            self.counts.arg(),
+            self.counted.arg(),
+            capacity,
+            n,
+        ];
+        driver::launch(self.driver, "count_candidates", self.grid(1), &args)?;
+        self.map(queries, codebooks)?;
+        self.score(codebooks, r)?;
+        let args = [
+            self.scores.arg(),
+            self.counts.arg(),
+            budgets,
+            self.ranks.arg(),
+            Arg::u32(r),
+            n,
+        ];
+        let grid = [1, shape.kv_heads * r, shape.sequences];
+        driver::launch_with(self.driver, "rank_codewords", grid, 8 * size, &args)?;
+        let args = [
+            self.ranks.arg(),
+            self.counts.arg(),
+            self.scores.arg(),
+            self.codes.arg(),
+            spans,
+            budgets,
+            self.marks.arg(),
+            self.parts.arg(),
+            Arg::u32(r),
+            n,
+            capacity,
+            Arg::u32(usize::from(self.per_query_head)),
+        ];
+        driver::launch_with(self.driver, "take_codewords", self.grid(1), 4 * size, &args)?;
+        let to = &self.selection;
+        let (codes, marks, totals) = (self.codes.arg(), self.marks.arg(), to.totals.arg());
+        let args = [codes, marks, spans, totals, capacity, n];
+        driver::launch(self.driver, "count_taken", self.grid(to.blocks), &args)?;
+        let args = [
+            codes,
+            marks,
+            self.parts.arg(),
+            spans,
+            totals,
+            to.lists.arg(),
+            to.listed.arg(),
+            capacity,
+            n,
+            Arg::u32(to.most),
+        ];
+        driver::launch(self.driver, "list_taken", self.grid(to.blocks), &args)?;
+        Ok(to)
+    }
+
+    /// `blocks` for each KV head of each sequence.
+    fn grid(&self, blocks: usize) -> [usize; 3] {
+        [blocks, self.shape.kv_heads, self.shape.sequences]
+    }
+
+    /// Whitens queries `[b,h,d]`.
+    fn map(&self, queries: &Buffer<'_, f32>, codebooks: &Codebooks<'_>) -> Result<()> {
+        let d = self.shape.head_dim;
+        let args = [
+            queries.arg(),
+            codebooks.query_maps.arg(),
+            self.mapped.arg(),
+            Arg::u32(self.shape.group),
+            Arg::u32(d),
+        ];
+        driver::launch(self.driver, "map_rows", self.grid(d.div_ceil(8)), &args)
+    }
+
+    /// The products of `r` whitened rows per KV head with its codewords.
+    fn score(&self, codebooks: &Codebooks<'_>, r: usize) -> Result<()> {
+        let d = self.shape.head_dim;
+        let args = [
+            self.mapped.arg(),
+            codebooks.codebook.arg(),
+            self.scores.arg(),
+            Arg::u32(r),
+            Arg::u32(self.size),
+            Arg::u32(d),
+            Arg::u32(width(d)),
+        ];
+        let grid = self.grid(self.size.div_ceil(64));
+        driver::launch_with(self.driver, "codeword_scores", grid, 4 * r * d, &args)
+    }
+}

@@ -1,0 +1,220 @@
+//! Codes of a prompt's keys on the GPU: whitened, searched on the tensor cores, settled in f32.
+
+use super::{A2ats, Codebooks};
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::clusters::search_bytes;
+use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::error::{Error, Result};
+use crate::kv::cuda::{Positions, Shape};
+
+/// Rows of a tile of the search, and rows that share a read of all codewords.
+const TILE: usize = 128;
+const LISTED: usize = 8;
+
+/// Where the keys of a prompt are encoded; one for all layers of a shape.
+pub struct Encoder<'d> {
+    driver: &'d dyn Driver,
+    shape: Shape,
+    /// Rows of a KV head that there is room for.
+    rows: usize,
+    /// `[b,g,rows,w]`: z, and the same in f16.
+    z: Buffer<'d, f32>,
+    halves: Buffer<'d, u16>,
+    /// `[b,g,rows,2]`: norms of a scaled row, and of what rounding took off it.
+    norms: Buffer<'d, f32>,
+    /// `[b,g]`: the bits of the largest magnitude.
+    largest: Buffer<'d, u32>,
+    /// `[b,g,rows]`: four codewords each.
+    candidates: Buffer<'d, u64>,
+    /// `[b,g,rows]` and `[b,g]`: rows that need all scores.
+    list: Buffer<'d, u32>,
+    listed: Buffer<'d, u32>,
+}
+
+impl<'d> Encoder<'d> {
+    /// Room for `rows` keys of every KV head at once; longer prompts are encoded in parts.
+    ///
+    /// # Errors
+    /// Sizes that the kernels are not made for; no memory.
+    pub fn new(driver: &'d dyn Driver, shape: Shape, rows: usize) -> Result<Self> {
+        let shape = shape.checked()?;
+        let rows = rows.clamp(1, shape.capacity);
+        let all = shape.heads() * rows;
+        let w = width(shape.head_dim);
+        Ok(Self {
+            driver,
+            shape,
+            rows,
+            z: Buffer::new(driver, "whitened keys", all * w)?,
+            halves: Buffer::new(driver, "whitened keys in f16", all * w)?,
+            norms: Buffer::new(driver, "norms of keys", all * 2)?,
+            largest: Buffer::new(driver, "magnitudes of keys", shape.heads())?,
+            candidates: Buffer::new(driver, "candidates of keys", all)?,
+            list: Buffer::new(driver, "lists of keys", all)?,
+            listed: Buffer::new(driver, "numbers of keys", shape.heads())?,
+        })
+    }
+
+    /// Keys of the last part that needed the scores of all codewords, per KV head; waits for the device.
+    pub fn listed(&self) -> Result<Vec<u32>> {
+        self.listed.read()
+    }
+
+    /// `blocks` for each KV head of each sequence.
+    fn launch(&self, kernel: &'static str, blocks: usize, args: &[Arg]) -> Result<()> {
+        let grid = [blocks, self.shape.kv_heads, self.shape.sequences];
+        driver::launch(self.driver, kernel, grid, args)
+    }
+
+    /// z of the rows `first..first + n` of keys `[b,g,m,d]`, and all of it in f16.
+    fn whiten(&self, keys: &Buffer<'_, f32>, of: &Codebooks<'_>, [first, n, m]: [usize; 3]) -> Result<()> {
+        let (shape, d, w) = (&self.shape, self.shape.head_dim, width(self.shape.head_dim));
+        let args = [
+            keys.arg(),
+            of.factors.arg(),
+            of.means.arg(),
+            self.z.arg(),
+            Arg::u32(first),
+            Arg::u32(n),
+            Arg::u32(m),
+            Arg::u32(d),
+            Arg::u32(w),
+        ];
+        let across = shape.sequences * w.div_ceil(64);
+        let grid = [n.div_ceil(64), shape.kv_heads, across];
+        driver::launch(self.driver, "whiten_keys", grid, &args)?;
+        self.largest.zero()?;
+        let (rows, channels) = (Arg::u32(n), Arg::u32(w));
+        let args = [
+            self.z.arg(),
+            self.largest.arg(),
+            Arg::address(0),
+            rows,
+            rows,
+            channels,
+        ];
+        let blocks = (n * w).div_ceil(1 << 12).min(1 << 10);
+        driver::launch(self.driver, "largest", [blocks, shape.heads(), 1], &args)?;
+        let args = [
+            self.z.arg(),
+            self.largest.arg(),
+            self.halves.arg(),
+            self.norms.arg(),
+            rows,
+            channels,
+        ];
+        driver::launch(
+            self.driver,
+            "halve_rows",
+            [n.div_ceil(8), shape.heads(), 1],
+            &args,
+        )
+    }
+
+    /// The candidates of `n` rows.
+    fn search(&self, of: &Codebooks<'_>, n: usize) -> Result<()> {
+        let (shape, w) = (&self.shape, width(self.shape.head_dim));
+        let args = [
+            self.halves.arg(),
+            self.norms.arg(),
+            self.largest.arg(),
+            of.codebook.arg(),
+            of.biases.arg(),
+            of.bounds.arg(),
+            self.candidates.arg(),
+            Arg::u32(n),
+            Arg::u32(w),
+            Arg::u32(of.size),
+            Arg::u32(of.size.next_multiple_of(TILE)),
+        ];
+        let grid = [n.div_ceil(TILE), shape.kv_heads, shape.sequences];
+        driver::launch_with(self.driver, "nearest_codewords", grid, search_bytes(w), &args)
+    }
+}
+
+impl A2ats<'_> {
+    /// Encodes the last `m` positions' keys, `[b,g,m,d]`, before rotation with windowed RoPE, else after; `positions`
+    /// counts them already.
+    ///
+    /// # Numerics
+    /// The codes of [`A2ats::append`], bit for bit: f32, the lower codeword on ties.
+    ///
+    /// # Errors
+    /// An encoder of another shape.
+    pub fn extend(
+        &self,
+        keys: &Buffer<'_, f32>,
+        m: usize,
+        codebooks: &Codebooks<'_>,
+        positions: &Positions<'_>,
+        encoder: &Encoder<'_>,
+    ) -> Result<()> {
+        let (shape, own) = (&self.shape, &encoder.shape);
+        if (own.sequences, own.kv_heads, own.head_dim) != (shape.sequences, shape.kv_heads, shape.head_dim) {
+            return Err(Error::failed(format!(
+                "CUDA: an encoder for {own:?}, but keys are {shape:?}"
+            )));
+        }
+        let (d, w) = (shape.head_dim, width(shape.head_dim));
+        for first in (0..m).step_by(encoder.rows) {
+            let n = encoder.rows.min(m - first);
+            encoder.whiten(keys, codebooks, [first, n, m])?;
+            encoder.search(codebooks, n)?;
+            encoder.listed.zero()?;
+            let rows = [encoder.z.arg(), codebooks.codebook.arg(), codebooks.norms.arg()];
+            let to = [positions.lens.arg(), self.codes.arg()];
+            let (list, listed) = (encoder.list.arg(), encoder.listed.arg());
+            let sizes = [first, n, m, self.size, d, w, shape.capacity].map(Arg::u32);
+            let args = [
+                &rows[..],
+                &[encoder.candidates.arg()],
+                &to,
+                &[list, listed],
+                &sizes,
+            ]
+            .concat();
+            encoder.launch("settle_codes", n.div_ceil(256), &args)?;
+            let args = [&rows[..], &[list, listed], &to, &sizes].concat();
+            encoder.launch("encode_listed", n.div_ceil(LISTED), &args)?;
+        }
+        Ok(())
+    }
+}
+
+/// Channels of a row of the search.
+pub(crate) fn width(d: usize) -> usize {
+    d.next_multiple_of(16)
+}
+
+/// ||c||²/2 of each codeword and what the search knows of them, for codewords `[g,size,w]`.
+pub(crate) struct Norms {
+    /// `[g,size]`.
+    pub halves: Vec<f32>,
+    /// `[g,padded]`: minus the same, and minus infinity beyond the last.
+    pub biases: Vec<f32>,
+    /// `[g,2]`: the largest norm, and the largest of `halves`.
+    pub bounds: Vec<f32>,
+}
+
+impl Norms {
+    pub fn of(codebook: &[half::f16], size: usize, w: usize) -> Self {
+        let (mut halves, mut biases, mut bounds) = (Vec::new(), Vec::new(), Vec::new());
+        for head in codebook.chunks(size * w) {
+            let squares = head
+                .chunks(w)
+                .map(|c| c.iter().map(|v| v.to_f64() * v.to_f64()).sum::<f64>());
+            let own: Vec<f32> = squares.map(|sum| (sum / 2.0) as f32).collect();
+            let largest = own.iter().copied().fold(0.0, f32::max);
+            // Rounded up, as halves are to nearest.
+            bounds.extend([(2.0 * largest).sqrt() * 1.000_001, largest]);
+            biases.extend(own.iter().map(|v| -v));
+            biases.resize(biases.len().next_multiple_of(TILE), f32::NEG_INFINITY);
+            halves.extend(own);
+        }
+        Self {
+            halves,
+            biases,
+            bounds,
+        }
+    }
+}

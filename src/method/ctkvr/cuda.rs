@@ -1,0 +1,392 @@
+//! ctkvr on the GPU: a ring of past queries with the positions that those attended, and the best of what the most similar
+//! of them have.
+//!
+//! The contract is [`crate::method::ctkvr`]. A centroid's list is built where the centroid comes from: of a prompt's
+//! queries over all that they see, of a step's over what that step ranked.
+
+pub mod prompt;
+
+use std::rc::Rc;
+
+use half::f16;
+
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::error::{Error, Result};
+use crate::kv::KvType;
+use crate::kv::cuda::attend::LayerRows;
+use crate::kv::cuda::best::Best;
+use crate::kv::cuda::{KINDS, Limits, Positions, SCAN, Selection, Shape};
+use crate::method::Place;
+use crate::method::ctkvr::{self as cpu, FRESH, Params};
+pub use prompt::Lists;
+
+/// Positions of a block of `topk_scores`, centroids of one of `recall_centroids`, numbers of a list that a block has.
+const SPAN: usize = 256;
+const RECALLED: usize = 64;
+const PIECE: usize = 1024;
+
+/// The index of one layer.
+pub struct Ctkvr<'d> {
+    driver: &'d dyn Driver,
+    shape: Shape,
+    limits: Limits,
+    /// An empty head, which knows how many centroids and positions there are to be.
+    sizes: cpu::Ctkvr,
+    /// `[b,g,slots,r,d]`, f16.
+    centroids: Buffer<'d, u16>,
+    /// `[b,g,slots,longest]` and `[b,g,slots]`.
+    lists: Buffer<'d, u32>,
+    lens: Buffer<'d, u32>,
+    /// `[b,4]`: the slot of the oldest centroid, how many there are, the first position that lists do not cover, steps.
+    ring: Buffer<'d, u32>,
+    space: Rc<Space<'d>>,
+}
+
+/// A past query and what it attended.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Centroid {
+    /// The group's queries, each of length one: `[r,d]`.
+    pub queries: Vec<f16>,
+    /// Positions, ascending.
+    pub list: Vec<u32>,
+}
+
+/// What a step needs; one for all layers that see as far.
+struct Space<'d> {
+    /// Centroids that there is room for, positions of a list and of a union, and lists that a step recalls.
+    slots: usize,
+    longest: usize,
+    room: usize,
+    probes: usize,
+    /// `[capacity + 1,2]`: centroids and the length of a list, at caches of so many positions.
+    limits: Buffer<'d, u32>,
+    /// `[b,g,slots]` and `[b,g,probes]`.
+    cosines: Buffer<'d, u32>,
+    recalled: Buffer<'d, u32>,
+    /// `[b,g,capacity]`; zeros between steps.
+    marks: Buffer<'d, u8>,
+    totals: Buffer<'d, u32>,
+    /// `[b,g,room]`, `[b,g]`, `[b,g,4]` and `[2,b,g]`.
+    items: Buffer<'d, u32>,
+    counts: Buffer<'d, u32>,
+    item_spans: Buffer<'d, u32>,
+    wants: Buffer<'d, u32>,
+    /// `[b,h,room]` and `[b,h,blocks,2]`.
+    scores: Buffer<'d, f32>,
+    parts: Buffer<'d, f32>,
+    /// Every KV head is a sequence of `room` positions.
+    best: Best<'d>,
+    /// A new centroid's: `[b,g,longest]` and `[b,g]`.
+    chosen: Buffer<'d, u32>,
+    chosen_count: Buffer<'d, u32>,
+}
+
+impl<'d> Space<'d> {
+    fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits, sizes: &cpu::Ctkvr) -> Result<Self> {
+        let (heads, capacity) = (shape.heads(), shape.capacity);
+        let visible = |n: usize| limits.model_window.map_or(n, |w| w.min(n));
+        let bounds: Vec<[u32; 2]> = (0..=capacity)
+            .map(|n| [sizes.capacity(n), sizes.list_len(visible(n))].map(|x| x as u32))
+            .collect();
+        let most = |i: usize| bounds.iter().map(|b| b[i] as usize).max().unwrap_or(0).max(1);
+        let (slots, longest) = (most(0), most(1));
+        let probes = sizes.params().ct_probes.min(slots);
+        let room = longest.saturating_mul(probes).saturating_add(FRESH).min(capacity);
+        let is_small = |count: usize| u32::try_from(count).is_ok();
+        if heads > 65_535 || !is_small(slots) || !is_small(longest) || !is_small(heads * probes) {
+            return Err(Error::failed(format!(
+                "CUDA: sizes out of range: {slots} centroids with {longest} positions each for {heads} KV heads"
+            )));
+        }
+        let items = Shape {
+            sequences: heads,
+            kv_heads: 1,
+            capacity: room,
+            ..shape
+        };
+        let mut best = Best::with_room(driver, items, limits.most(capacity))?;
+        best.selection.ranked = Some(Buffer::zeros(driver, "numbers of ranked positions", heads)?);
+        let h = shape.query_heads();
+        let new = |what: &str, len: usize| Buffer::new(driver, what, len);
+        Ok(Self {
+            slots,
+            longest,
+            room,
+            probes,
+            limits: Buffer::of(driver, "sizes of lists", bounds.as_flattened())?,
+            cosines: new("cosines", heads * slots)?,
+            recalled: new("recalled lists", heads * probes)?,
+            marks: Buffer::zeros(driver, "marks", heads * capacity)?,
+            totals: new("sums of the scan", heads * capacity.div_ceil(SCAN) * KINDS)?,
+            items: new("ranked positions", heads * room)?,
+            counts: new("numbers of positions", heads)?,
+            item_spans: new("spans", heads * 4)?,
+            wants: new("budgets", heads * 2)?,
+            scores: Buffer::new(driver, "scores of positions", h * room)?,
+            parts: Buffer::new(driver, "sums of weights", h * room.div_ceil(SPAN) * 2)?,
+            best,
+            chosen: new("a new list", heads * longest)?,
+            chosen_count: new("its length", heads)?,
+        })
+    }
+}
+
+impl<'d> Ctkvr<'d> {
+    /// An empty index; `like` is that of a layer before it that sees as far. `kv` is what the cap on the index's bytes
+    /// counts.
+    ///
+    /// # Errors
+    /// Sizes that the kernels are not made for; no memory.
+    pub fn new(
+        driver: &'d dyn Driver,
+        shape: Shape,
+        limits: &Limits,
+        params: &Params,
+        kv: KvType,
+        like: Option<&Self>,
+    ) -> Result<Self> {
+        let shape = shape.checked()?;
+        let place = Place {
+            layer: 0,
+            kv_head: 0,
+            group: shape.group,
+            head_dim: shape.head_dim,
+            model_window: limits.model_window,
+            sinks: limits.sinks,
+            window: limits.window,
+            budget: limits.budget,
+            kv,
+        };
+        let sizes = cpu::Ctkvr::new(&place, params);
+        let space = match like {
+            Some(like) => Rc::clone(&like.space),
+            None => Rc::new(Space::new(driver, shape, limits, &sizes)?),
+        };
+        let slots = shape.heads() * space.slots;
+        let values = slots * shape.group * shape.head_dim;
+        Ok(Self {
+            driver,
+            shape,
+            limits: *limits,
+            sizes,
+            centroids: Buffer::new(driver, "centroids", values)?,
+            lists: Buffer::new(driver, "lists of positions", slots * space.longest)?,
+            lens: Buffer::zeros(driver, "lengths of lists", slots)?,
+            ring: Buffer::zeros(driver, "a ring", shape.sequences * 4)?,
+            space,
+        })
+    }
+
+    /// Chooses for rotated queries `[b,h,d]`, and makes a centroid of them where it is a step for that; `rows` hold the
+    /// current token.
+    ///
+    /// # Numerics
+    /// f32; the older centroid and the lower position on ties.
+    ///
+    /// # Source
+    /// Algorithm 2.
+    pub fn select(
+        &self,
+        queries: &Buffer<'_, f32>,
+        rows: &LayerRows<'_>,
+        positions: &Positions<'_>,
+    ) -> Result<&Selection<'d>> {
+        self.unite(queries, positions)?;
+        let space = &self.space;
+        self.score(queries, rows)?;
+        let (best, to) = (&space.best, &space.best.selection);
+        let spans = space.item_spans.arg();
+        let lists = [to.lists.arg(), to.listed.arg()];
+        best.choose_into(spans, space.wants.arg(), lists, to.most)?;
+        let args = [
+            space.items.arg(),
+            to.lists.arg(),
+            to.listed.arg(),
+            best.histograms.arg(),
+            Arg::u32(space.room),
+            Arg::u32(to.most),
+        ];
+        self.launch("name_items", to.most.div_ceil(256), 0, &args)?;
+        self.update(queries, positions)?;
+        Ok(to)
+    }
+
+    fn launch(&self, kernel: &'static str, blocks: usize, shared_bytes: usize, args: &[Arg]) -> Result<()> {
+        let grid = [blocks, self.shape.kv_heads, self.shape.sequences];
+        driver::launch_with(self.driver, kernel, grid, shared_bytes, args)
+    }
+
+    /// Bytes of shared memory for the group's queries.
+    fn query_bytes(&self) -> usize {
+        4 * self.shape.group * self.shape.head_dim
+    }
+
+    /// The positions that are ranked.
+    fn unite(&self, queries: &Buffer<'_, f32>, positions: &Positions<'_>) -> Result<()> {
+        let (space, shape, ring) = (&self.space, &self.shape, self.ring.arg());
+        let [slots, probes, longest, capacity] =
+            [space.slots, space.probes, space.longest, shape.capacity].map(Arg::u32);
+        let args = [
+            queries.arg(),
+            ring,
+            self.centroids.arg(),
+            space.cosines.arg(),
+            Arg::u32(shape.group),
+            Arg::u32(shape.head_dim),
+            slots,
+        ];
+        let blocks = space.slots.div_ceil(RECALLED);
+        self.launch("recall_centroids", blocks, self.query_bytes(), &args)?;
+        let recalled = space.recalled.arg();
+        let args = [ring, space.cosines.arg(), recalled, probes, slots];
+        self.launch("rank_centroids", space.slots.div_ceil(256), 0, &args)?;
+        let args = [
+            ring,
+            recalled,
+            self.lists.arg(),
+            self.lens.arg(),
+            positions.spans.arg(),
+            positions.budgets.arg(),
+            space.marks.arg(),
+            probes,
+            slots,
+            longest,
+            capacity,
+        ];
+        self.launch("mark_union", space.longest.div_ceil(PIECE), 0, &args)?;
+        let blocks = shape.capacity.div_ceil(SCAN);
+        let args = [space.marks.arg(), space.totals.arg(), capacity];
+        self.launch("count_union", blocks, 0, &args)?;
+        let ranked = space.best.selection.ranked_arg();
+        let args = [
+            space.marks.arg(),
+            space.totals.arg(),
+            positions.spans.arg(),
+            positions.budgets.arg(),
+            space.limits.arg(),
+            space.items.arg(),
+            space.counts.arg(),
+            space.item_spans.arg(),
+            space.wants.arg(),
+            ranked,
+            Arg::u32(space.room),
+            capacity,
+        ];
+        self.launch("list_union", blocks, 0, &args)
+    }
+
+    /// Their keys for `best.cu`: the largest softmax weight over the group.
+    fn score(&self, queries: &Buffer<'_, f32>, rows: &LayerRows<'_>) -> Result<()> {
+        let (space, shape) = (&self.space, &self.shape);
+        let (r, w, heads) = (shape.group, shape.width(), shape.heads());
+        let n_parts = space.room.div_ceil(SPAN);
+        let histograms = space.best.histograms.arg();
+        let args = [
+            queries.arg(),
+            rows.keys.arg(),
+            space.items.arg(),
+            space.item_spans.arg(),
+            space.scores.arg(),
+            space.parts.arg(),
+            histograms,
+            shape.exponent(),
+            Arg::u32(rows.kind()),
+            Arg::u32(r),
+            Arg::u32(shape.head_dim),
+            Arg::u32(w),
+            Arg::u32(space.room),
+            Arg::u32(rows.shape.capacity),
+            Arg::u32(0),
+        ];
+        let shared_bytes = 4 * r * (w + SPAN);
+        driver::launch_with(
+            self.driver,
+            "topk_scores",
+            [n_parts, 1, heads],
+            shared_bytes,
+            &args,
+        )?;
+        let args = [
+            space.scores.arg(),
+            space.parts.arg(),
+            space.item_spans.arg(),
+            space.best.keys.arg(),
+            histograms,
+            Arg::u32(r),
+            Arg::u32(n_parts),
+            Arg::u32(space.room),
+            Arg::u32(1),
+        ];
+        let grid = [space.best.selection.blocks, 1, heads];
+        driver::launch(self.driver, "weight_keys", grid, &args)
+    }
+
+    /// The step's queries become a centroid, and the step is counted.
+    fn update(&self, queries: &Buffer<'_, f32>, positions: &Positions<'_>) -> Result<()> {
+        let (space, shape) = (&self.space, &self.shape);
+        let every = self.sizes.params().ct_update.min(u32::MAX as usize);
+        let (update, slots, ring) = (Arg::u32(every), Arg::u32(space.slots), self.ring.arg());
+        if every > 0 {
+            let (chosen, count) = (space.chosen.arg(), space.chosen_count.arg());
+            let wants = space.wants.arg_at(shape.heads());
+            let best = &space.best;
+            best.choose_into(space.item_spans.arg(), wants, [chosen, count], space.longest)?;
+            let args = [
+                queries.arg(),
+                ring,
+                space.items.arg(),
+                chosen,
+                count,
+                self.centroids.arg(),
+                self.lists.arg(),
+                self.lens.arg(),
+                update,
+                Arg::u32(shape.group),
+                Arg::u32(shape.head_dim),
+                slots,
+                Arg::u32(space.longest),
+                Arg::u32(space.room),
+            ];
+            let blocks = space.longest.div_ceil(PIECE);
+            self.launch("push_centroid", blocks, self.query_bytes(), &args)?;
+        }
+        let b = shape.sequences;
+        let args = [
+            ring,
+            positions.spans.arg(),
+            space.limits.arg(),
+            update,
+            slots,
+            Arg::u32(b),
+        ];
+        driver::launch(self.driver, "advance_ring", [b.div_ceil(256), 1, 1], &args)
+    }
+
+    /// Bytes of centroids and their lists.
+    pub fn bytes(&self) -> usize {
+        2 * self.centroids.len() + 4 * (self.lists.len() + self.lens.len())
+    }
+
+    /// The centroids of each KV head `[b,g]`, oldest first; waits for the device.
+    pub fn held(&self) -> Result<Vec<Vec<Centroid>>> {
+        let (slots, longest) = (self.space.slots, self.space.longest);
+        let values = self.shape.group * self.shape.head_dim;
+        let (ring, lens) = (self.ring.read()?, self.lens.read()?);
+        let (centroids, lists) = (self.centroids.read()?, self.lists.read()?);
+        let head = |at: usize| {
+            let state = &ring[at / self.shape.kv_heads * 4..];
+            let slot = |i: u32| at * slots + (state[0] + i) as usize % slots;
+            let held = (0..state[1]).map(|i| {
+                let row = &centroids[slot(i) * values..][..values];
+                let list = &lists[slot(i) * longest..][..lens[slot(i)] as usize];
+                Centroid {
+                    queries: row.iter().map(|bits| f16::from_bits(*bits)).collect(),
+                    list: list.to_vec(),
+                }
+            });
+            held.collect()
+        };
+        Ok((0..self.shape.heads()).map(head).collect())
+    }
+}

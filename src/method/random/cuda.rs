@@ -1,0 +1,45 @@
+//! Uniform draws on the GPU: the host draws, the same positions as on the CPU.
+
+use super::Random;
+use crate::compute::cuda::driver::Driver;
+use crate::error::Result;
+use crate::kv::cuda::{Limits, Positions, Selection, Shape};
+
+/// Candidates drawn uniformly, the same as on the CPU: see [`crate::method::random`]. The host draws.
+pub struct Draws<'d> {
+    /// Per KV head of a sequence.
+    heads: Vec<Random>,
+    selection: Selection<'d>,
+}
+
+impl<'d> Draws<'d> {
+    /// The draws of one layer.
+    ///
+    /// # Errors
+    /// Sizes that the kernels are not made for; no memory.
+    pub fn new(
+        driver: &'d dyn Driver,
+        shape: Shape,
+        limits: &Limits,
+        seed: u64,
+        layer: usize,
+    ) -> Result<Self> {
+        let shape = shape.checked()?;
+        let head = |kv_head| Random::new(seed, layer, kv_head);
+        Ok(Self {
+            heads: (0..shape.kv_heads).map(head).collect(),
+            selection: Selection::new(driver, &shape, limits.most(shape.capacity))?,
+        })
+    }
+
+    /// Draws for decode step number `step`, from 0.
+    pub fn select(&self, step: usize, positions: &Positions<'_>) -> Result<&Selection<'d>> {
+        let mut lists = Vec::new();
+        for (set, budget) in positions.sets() {
+            let draw = |head: &Random| head.draw(step, set.candidates.clone(), budget);
+            lists.extend(self.heads.iter().map(draw));
+        }
+        self.selection.write(&lists)?;
+        Ok(&self.selection)
+    }
+}

@@ -1,0 +1,120 @@
+//! selfindex on the GPU: table scores of sign patterns, and the best of them within the budget.
+
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::error::{Error, Result};
+use crate::kv::cuda::best::Best;
+use crate::kv::cuda::signs::{FULL, Signs, words};
+use crate::kv::cuda::{Limits, Positions, Selection, Shape};
+
+/// What a layer needs to choose by signs.
+pub struct SelfIndex<'d> {
+    /// `[b,g,d/4,16,4]`.
+    pub(crate) centroids: Buffer<'d, f32>,
+    /// `[b,g,2 pitch,16]`.
+    tables: Buffer<'d, f32>,
+    /// `[b,g,FULL]`.
+    first: Buffer<'d, u32>,
+    best: Best<'d>,
+}
+
+impl<'d> SelfIndex<'d> {
+    /// A layer with these centroids, `[b,g,d/4,16,4]`.
+    ///
+    /// # Errors
+    /// Sizes that the kernels are not made for; no memory.
+    pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits, centroids: &[f32]) -> Result<Self> {
+        let shape = shape.checked()?;
+        if centroids.len() != shape.heads() * shape.head_dim * 16 {
+            return Err(Error::failed(format!(
+                "CUDA: {} values of centroids do not fit {shape:?}",
+                centroids.len()
+            )));
+        }
+        let index = Self::empty(driver, shape, limits)?;
+        index.centroids.write(centroids)?;
+        Ok(index)
+    }
+
+    /// A layer whose centroids come from a prompt.
+    ///
+    /// # Errors
+    /// Sizes that the kernels are not made for; no memory.
+    pub fn empty(driver: &'d dyn Driver, shape: Shape, limits: &Limits) -> Result<Self> {
+        let shape = shape.checked()?;
+        let values = shape.heads() * shape.head_dim * 16;
+        Ok(Self {
+            centroids: Buffer::zeros(driver, "centroids of signs", values)?,
+            tables: Buffer::new(driver, "tables of signs", shape.heads() * words(&shape) * 4 * 32)?,
+            first: Buffer::new(driver, "positions that come first", shape.heads() * FULL)?,
+            best: Best::new(driver, shape, limits)?,
+        })
+    }
+
+    /// Chooses for rotated queries `[b,h,d]`: of the positions that come first the best on two fifths of the budget,
+    /// then the best of all others.
+    ///
+    /// # Numerics
+    /// Scores in f32; the lower position on ties.
+    pub fn select(
+        &self,
+        queries: &Buffer<'_, f32>,
+        signs: &Signs<'_>,
+        positions: &Positions<'_>,
+    ) -> Result<&Selection<'d>> {
+        let (best, shape) = (&self.best, &self.best.shape);
+        let (capacity, pitch, spans) = (
+            Arg::u32(shape.capacity),
+            Arg::u32(signs.pitch()),
+            positions.spans.arg(),
+        );
+        let args = [
+            queries.arg(),
+            self.centroids.arg(),
+            signs.signs.arg(),
+            signs.full.arg(),
+            signs.full_count.arg(),
+            spans,
+            positions.budgets.arg(),
+            self.tables.arg(),
+            self.first.arg(),
+            best.histograms.arg(),
+            Arg::u32(shape.group),
+            Arg::u32(shape.head_dim),
+            pitch,
+            capacity,
+        ];
+        let table_bytes = signs.pitch() * 32 * 4;
+        let grid = |blocks| [blocks, shape.kv_heads, shape.sequences];
+        driver::launch_with(best.driver, "sign_tables", grid(1), table_bytes, &args)?;
+        let args = [
+            signs.signs.arg(),
+            self.tables.arg(),
+            self.first.arg(),
+            spans,
+            best.keys.arg(),
+            best.histograms.arg(),
+            pitch,
+            capacity,
+        ];
+        let blocks = best.selection.blocks;
+        driver::launch_with(best.driver, "sign_keys", grid(blocks), table_bytes, &args)?;
+        best.choose(positions)
+    }
+
+    /// Where a prompt's centroids go, `[b,g,d/4,16,4]`.
+    pub fn buffer(&self) -> &Buffer<'d, f32> {
+        &self.centroids
+    }
+
+    /// The centroids, `[b,g,d/4,16,4]`; waits for the device.
+    pub fn centroids(&self) -> Result<Vec<f32>> {
+        self.centroids.read()
+    }
+
+    /// The keys of every position after a step, `[b,g,capacity]`: in the order of scores, the largest of all for what
+    /// comes first; waits for the device.
+    pub fn keys(&self) -> Result<Vec<u32>> {
+        self.best.keys.read()
+    }
+}

@@ -1,0 +1,42 @@
+//! The most recent candidates on the GPU.
+
+use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::error::Result;
+use crate::kv::cuda::{Limits, Positions, Selection, Shape};
+
+/// The most recent candidates: see [`crate::method::streaming`].
+pub struct Streaming<'d> {
+    driver: &'d dyn Driver,
+    shape: Shape,
+    selection: Selection<'d>,
+}
+
+impl<'d> Streaming<'d> {
+    /// Room for one step; one for all layers of a shape.
+    ///
+    /// # Errors
+    /// Sizes that the kernels are not made for; no memory.
+    pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits) -> Result<Self> {
+        let shape = shape.checked()?;
+        Ok(Self {
+            driver,
+            selection: Selection::new(driver, &shape, limits.most(shape.capacity))?,
+            shape,
+        })
+    }
+
+    /// Chooses the last candidates before the window.
+    pub fn select(&self, positions: &Positions<'_>) -> Result<&Selection<'d>> {
+        let (shape, to) = (&self.shape, &self.selection);
+        let args = [
+            positions.spans.arg(),
+            positions.budgets.arg(),
+            to.lists.arg(),
+            to.listed.arg(),
+            Arg::u32(to.most),
+        ];
+        let grid = [to.most.div_ceil(256), shape.kv_heads, shape.sequences];
+        driver::launch(self.driver, "list_recent", grid, &args)?;
+        Ok(to)
+    }
+}

@@ -1,0 +1,127 @@
+//! topk on the GPU: the weight of every visible position, and the best of the candidates within the budget.
+
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::error::Result;
+use crate::kv::cuda::attend::LayerRows;
+use crate::kv::cuda::best::Best;
+use crate::kv::cuda::{Limits, Positions, Selection, Shape};
+
+/// Positions of a block of `topk_scores`.
+const SPAN: usize = 256;
+
+/// What a step needs to choose by true weights; one for all layers of a shape.
+pub struct TopK<'d> {
+    /// `[b,h,capacity]`.
+    scores: Buffer<'d, f32>,
+    /// `[b,h,blocks,2]`: the largest score of a block, and the sum of the exponentials below it.
+    parts: Buffer<'d, f32>,
+    best: Best<'d>,
+}
+
+/// Softmax weights of keys for the queries of some lists, by which [`Best`] then chooses.
+pub(crate) struct Weights<'w, 'd> {
+    /// `[lists,h,w]`.
+    pub queries: Arg,
+    /// Of the first list.
+    pub keys: Arg,
+    /// `[lists,4]`.
+    pub spans: Arg,
+    /// Room for the scores and for the sums of their parts.
+    pub scores: Arg,
+    /// See `scores`.
+    pub parts: Arg,
+    /// Where the keys are.
+    pub rows: &'w LayerRows<'d>,
+    pub lists: usize,
+    /// Whether all lists are of one sequence's keys.
+    pub share_rows: bool,
+}
+
+impl Weights<'_, '_> {
+    pub fn rank(&self, best: &Best<'_>) -> Result<()> {
+        let shape = &best.shape;
+        let (r, w) = (shape.group, shape.width());
+        let n_parts = shape.capacity.div_ceil(SPAN);
+        let grid = |blocks| [blocks, shape.kv_heads, self.lists];
+        let args = [
+            self.queries,
+            self.keys,
+            Arg::address(0),
+            self.spans,
+            self.scores,
+            self.parts,
+            best.histograms.arg(),
+            shape.exponent(),
+            Arg::u32(self.rows.kind()),
+            Arg::u32(r),
+            Arg::u32(shape.head_dim),
+            Arg::u32(w),
+            Arg::u32(shape.capacity),
+            Arg::u32(self.rows.shape.capacity),
+            Arg::u32(usize::from(self.share_rows)),
+        ];
+        let shared_bytes = 4 * r * (w + SPAN);
+        driver::launch_with(best.driver, "topk_scores", grid(n_parts), shared_bytes, &args)?;
+        let args = [
+            self.scores,
+            self.parts,
+            self.spans,
+            best.keys.arg(),
+            best.histograms.arg(),
+            Arg::u32(r),
+            Arg::u32(n_parts),
+            Arg::u32(shape.capacity),
+            Arg::u32(usize::from(self.share_rows)),
+        ];
+        driver::launch(best.driver, "weight_keys", grid(best.selection.blocks), &args)
+    }
+}
+
+impl<'d> TopK<'d> {
+    /// Room for one step.
+    ///
+    /// # Errors
+    /// Sizes that the kernels are not made for; no memory.
+    pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits) -> Result<Self> {
+        let shape = shape.checked()?;
+        let h = shape.query_heads();
+        Ok(Self {
+            scores: Buffer::new(driver, "scores of positions", h * shape.capacity)?,
+            parts: Buffer::new(driver, "sums of weights", h * shape.capacity.div_ceil(SPAN) * 2)?,
+            best: Best::new(driver, shape, limits)?,
+        })
+    }
+
+    /// Chooses for rotated queries `[b,h,d]`: the candidates with the largest softmax weights over all that is visible,
+    /// summed over the query heads of the group; `rows` hold the current token.
+    ///
+    /// # Numerics
+    /// f32; the lower position on ties.
+    pub fn select(
+        &self,
+        queries: &Buffer<'_, f32>,
+        rows: &LayerRows<'_>,
+        positions: &Positions<'_>,
+    ) -> Result<&Selection<'d>> {
+        let best = &self.best;
+        let weights = Weights {
+            queries: queries.arg(),
+            keys: rows.keys.arg(),
+            spans: positions.spans.arg(),
+            scores: self.scores.arg(),
+            parts: self.parts.arg(),
+            rows,
+            lists: best.shape.sequences,
+            share_rows: false,
+        };
+        weights.rank(best)?;
+        best.choose(positions)
+    }
+
+    /// The keys of every position after a step, `[b,g,capacity]`: the bits of the weights with the sign bit set; what is
+    /// no candidate has none. Waits for the device.
+    pub fn keys(&self) -> Result<Vec<u32>> {
+        self.best.keys.read()
+    }
+}

@@ -1,0 +1,142 @@
+//! A matrix of weights in the type of its checkpoint, mapped from a file and never expanded to f32 as a whole.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use memmap2::{Advice, Mmap, UncheckedAdvice};
+use ndarray::ArrayView2;
+
+use crate::error::{Error, Result};
+use crate::float::Float;
+
+/// A view of a float tensor in a mapped checkpoint file.
+#[derive(Clone)]
+pub struct Weight {
+    pub(crate) file: Arc<Shard>,
+    /// First byte of the tensor in its file.
+    pub(crate) start: usize,
+    pub(crate) dtype: Float,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) name: Arc<str>,
+}
+
+impl Weight {
+    /// Values without a checkpoint, in a file that goes with them.
+    ///
+    /// # Shapes
+    /// values `[rows, cols]`.
+    ///
+    /// # Errors
+    /// No room for temporary files.
+    pub fn from_values(values: ArrayView2<f32>, dtype: Float) -> Result<Self> {
+        let failed = |e: std::io::Error| {
+            Error::failed(format!("cannot write a temporary file: {e}"))
+                .hint("TMPDIR names another folder for them")
+        };
+        let mut file = tempfile::tempfile().map_err(failed)?;
+        let mut bytes = Vec::new();
+        for row in values.rows() {
+            bytes.clear();
+            dtype.write(&row.to_vec(), &mut bytes);
+            file.write_all(&bytes).map_err(failed)?;
+        }
+        // SAFETY: the mapping is read-only, and no other program knows of the file.
+        let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
+        Ok(Self {
+            file: Arc::new(Shard {
+                path: PathBuf::new(),
+                file,
+                map,
+            }),
+            start: 0,
+            dtype,
+            rows: values.nrows(),
+            cols: values.ncols(),
+            name: "".into(),
+        })
+    }
+
+    /// Rows (the output channels of a projection); 1 for a vector.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Columns (the input channels of a projection).
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Stored element type.
+    pub fn dtype(&self) -> Float {
+        self.dtype
+    }
+
+    /// Name in the checkpoint.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The stored bytes of `count` rows from `first` on.
+    pub fn row_bytes(&self, first: usize, count: usize) -> &[u8] {
+        let row = self.cols * self.dtype.bytes();
+        &self.file.map[self.start + first * row..self.start + (first + count) * row]
+    }
+
+    /// All values as f32.
+    pub fn to_vec(&self) -> Vec<f32> {
+        let mut out = vec![0.0; self.rows * self.cols];
+        self.dtype.read(self.row_bytes(0, self.rows), &mut out);
+        out
+    }
+
+    /// Fails at the first NaN or infinite element.
+    pub fn check_finite(&self) -> Result<()> {
+        let mut row = vec![0.0; self.cols];
+        for r in 0..self.rows {
+            self.dtype.read(self.row_bytes(r, 1), &mut row);
+            if let Some(c) = row.iter().position(|v| !v.is_finite()) {
+                return Err(Error::failed(format!(
+                    "tensor `{}` has a value that is not finite (element {})",
+                    self.name,
+                    r * self.cols + c
+                ))
+                .hint("the checkpoint is damaged; fetch it again"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells the kernel that the pages of `weights` are not needed any more.
+    ///
+    /// They are re-read from the file if they are touched again.
+    pub fn release(weights: &[&Self]) {
+        for w in weights {
+            let len = w.rows * w.cols * w.dtype.bytes();
+            // SAFETY: the mapping is private, read-only and file-backed: dropped pages come back
+            // with the same contents on the next access.
+            let advised = unsafe {
+                w.file
+                    .map
+                    .unchecked_advise_range(UncheckedAdvice::DontNeed, w.start, len)
+            };
+            // Advice that the kernel does not take costs memory, never correctness.
+            let _ = advised;
+        }
+    }
+
+    /// Tells the kernel that the matrix is read at scattered rows, so that it reads no more than asked.
+    pub fn scattered(&self) {
+        let len = self.rows * self.cols * self.dtype.bytes();
+        let _ = self.file.map.advise_range(Advice::Random, self.start, len);
+    }
+}
+
+/// One mapped file of a checkpoint.
+pub(crate) struct Shard {
+    pub(crate) path: PathBuf,
+    pub(crate) file: File,
+    pub(crate) map: Mmap,
+}
