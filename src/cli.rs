@@ -1,16 +1,10 @@
-//! The command line.
+//! The command line: its subcommands, and which function runs each.
 
-use std::path::PathBuf;
+use clap::{Parser, Subcommand};
 
-use clap::{Args, Parser, Subcommand};
-
+use crate::cmd::args::Global;
 use crate::cmd::{bench, calibrate, codebook, dump, eval, inspect, moments, pack, priors, run, signs};
 use crate::error::{Error, Result};
-use crate::flags::{Device, Precision, parse_count, share_or_zero};
-use crate::method::a2ats::{FitInit, FitMetric};
-use crate::progress::{Log, Verbosity};
-use crate::stats::moments::Position;
-use crate::{compute, corpus};
 
 /// Calibrate, inspect and run sparse KV-cache retrieval for Hugging Face checkpoints.
 #[derive(Parser, Debug)]
@@ -51,172 +45,36 @@ pub enum Command {
     Bench(bench::Args),
 }
 
-/// Options of every command.
-#[derive(Args, Clone, Debug)]
-pub struct Global {
-    /// Where to compute; an explicit device never falls back to another
-    #[arg(long, global = true, value_enum, default_value_t = Device::Auto)]
-    pub device: Device,
-    /// On a GPU: what happens to the inputs of products with 16-bit weights
-    #[arg(long, global = true, value_enum, default_value_t = Precision::Auto)]
-    pub precision: Precision,
-    /// Threads to use (default: all cores)
-    #[arg(long, global = true, value_name = "N")]
-    pub threads: Option<usize>,
-    /// Seed of every random choice
-    #[arg(long, global = true, value_name = "N", default_value_t = 0)]
-    pub seed: u64,
-    /// Print exactly one JSON document on stdout
-    #[arg(long, global = true)]
-    pub json: bool,
-    /// Print only warnings and errors on stderr
-    #[arg(short, long, global = true, conflicts_with = "verbose")]
-    pub quiet: bool,
-    /// Print more on stderr
-    #[arg(short, long, global = true)]
-    pub verbose: bool,
-}
+/// More threads than this are taken for a mistake.
+const MAX_THREADS: usize = 1024;
 
-impl Global {
-    /// The log at the level asked for.
-    pub fn log(&self) -> Log {
-        let verbosity = match (self.quiet, self.verbose) {
-            (true, _) => Verbosity::Quiet,
-            (_, true) => Verbosity::Verbose,
-            _ => Verbosity::Normal,
-        };
-        Log { verbosity }
-    }
-
-    /// The device of the heavy operations of calibration; `auto` takes an NVIDIA GPU where there is one.
-    ///
-    /// # Errors
-    /// The device asked for is not there: exit code 3.
-    pub fn open_device(&self) -> Result<Box<dyn compute::device::Device>> {
-        let log = self.log();
-        let device = compute::open_telling(self.device, &|text| log.detail(text))?;
-        let name = device.name();
-        match (device.adapter(), self.device) {
-            (Some(adapter), _) => log.note(&format!("device: {name} ({adapter})")),
-            (None, Device::Auto) => log.note(&format!("device: {name}")),
-            (None, _) => {}
+/// Runs the subcommand.
+pub fn run(cli: Cli) -> Result<()> {
+    let threads = match cli.global.threads {
+        Some(n) if !(1..=MAX_THREADS).contains(&n) => {
+            return Err(Error::usage(format!(
+                "--threads {n} must be between 1 and {MAX_THREADS}"
+            )));
         }
-        Ok(device)
-    }
-
-    /// The device of a command that runs the model.
-    ///
-    /// # Errors
-    /// The device asked for is not there, or cannot run a model: exit code 3.
-    pub fn open_model_device(&self, command: &str) -> Result<Box<dyn compute::device::Device>> {
-        match self.device {
-            Device::Wgpu => Err(unable(command, "wgpu")),
-            _ => self.open_device(),
-        }
-    }
-
-    /// The device of a command that runs on the CPU alone.
-    ///
-    /// # Errors
-    /// Another device was asked for: exit code 3.
-    pub fn cpu_only(&self, command: &str) -> Result<&'static str> {
-        let name = match self.device {
-            Device::Cpu => return Ok("cpu"),
-            Device::Auto => {
-                self.log().note("device: cpu");
-                return Ok("cpu");
-            }
-            Device::Wgpu => "wgpu",
-            Device::Cuda => "cuda",
-        };
-        Err(unable(command, name))
-    }
-}
-
-fn unable(command: &str, device: &str) -> Error {
-    Error::device(format!("`{command}` cannot run on device `{device}`"))
-        .hint("use --device cpu or --device auto")
-}
-
-/// The calibration input of `dump` and `calibrate`.
-#[derive(Args, Clone, Debug)]
-pub struct Input {
-    /// Text files: .txt is one document, .jsonl one per line (field `text`)
-    #[arg(long, value_name = "FILE", num_args = 1.., required_unless_present = "tokens")]
-    pub text: Vec<PathBuf>,
-    /// Token ids instead of text: a JSON array of arrays, one per document
-    #[arg(long, value_name = "FILE.json", conflicts_with = "text")]
-    pub tokens: Option<PathBuf>,
-    /// Longest block (default: 16384, or the model's longest context if that is less)
-    #[arg(long, value_name = "N", value_parser = parse_count)]
-    pub seq_len: Option<usize>,
-    /// Most tokens of text
-    #[arg(long, value_name = "N", default_value_t = 65_536, value_parser = parse_count)]
-    pub max_tokens: usize,
-    /// Tokens of random UUIDs to add (none with --tokens)
-    #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = parse_count)]
-    pub uuid_tokens: usize,
-    /// Share of the blocks that is kept out of every fit, to report quality on
-    #[arg(long, value_name = "F", default_value_t = 0.05)]
-    pub holdout: f64,
-}
-
-impl Input {
-    /// Where the documents come from.
-    pub fn source(&self) -> corpus::Source {
-        match &self.tokens {
-            Some(path) => corpus::Source::Tokens(path.clone()),
-            None => corpus::Source::Text(self.text.clone()),
-        }
-    }
-
-    /// How they are cut and divided.
-    pub fn options(&self, seed: u64) -> corpus::Options {
-        corpus::Options {
-            seq_len: self.seq_len,
-            max_tokens: self.max_tokens,
-            uuid_tokens: self.uuid_tokens,
-            holdout: self.holdout,
-            seed,
-        }
-    }
-}
-
-/// How codebooks are fitted.
-#[derive(Args, Clone, Debug)]
-pub struct Fit {
-    /// Codewords per KV head
-    #[arg(long, value_name = "M", default_value_t = 4096, value_parser = parse_count)]
-    pub size: usize,
-    /// Most k-means passes
-    #[arg(long, value_name = "N", default_value_t = 25, value_parser = parse_count)]
-    pub iterations: usize,
-    /// End once a pass lowers the objective by less than this share; 0 goes on until no key changes its codeword
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = share_or_zero)]
-    pub min_gain: f64,
-    /// How k-means starts
-    #[arg(long, value_enum, default_value_t = FitInit::KMeansPlusPlus)]
-    pub init: FitInit,
-    /// The distance in which keys are clustered
-    #[arg(long, value_enum, default_value_t = FitMetric::QueryAware)]
-    pub metric: FitMetric,
-}
-
-/// Which rotation retrieval sees.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum RopeKind {
-    /// Keys before rotation, queries at one relative position.
-    Windowed,
-    /// Keys and queries at their own positions.
-    Standard,
-}
-
-impl RopeKind {
-    /// Where queries are rotated to; `b` is the relative position of the windowed kind.
-    pub fn position(self, b: usize) -> Position {
-        match self {
-            Self::Windowed => Position::Windowed(b),
-            Self::Standard => Position::Own,
-        }
+        Some(n) => n,
+        None => 0,
+    };
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .build_global()
+        .map_err(|e| Error::failed(format!("cannot start the threads: {e}")))?;
+    let global = &cli.global;
+    match &cli.command {
+        Command::Dump(args) => dump::run(args, global),
+        Command::Moments(args) => moments::run(args, global),
+        Command::Codebook(args) => codebook::run(args, global),
+        Command::Signs(args) => signs::run(args, global),
+        Command::Priors(args) => priors::run(args, global),
+        Command::Pack(args) => pack::run(args, global),
+        Command::Calibrate(args) => calibrate::run(args, global),
+        Command::Inspect(args) => inspect::run(args, global),
+        Command::Run(args) => run::run(args, global),
+        Command::Eval(args) => eval::run(args, global),
+        Command::Bench(args) => bench::run(args, global),
     }
 }

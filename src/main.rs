@@ -3,10 +3,10 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use kvsmith::cli::Cli;
+use kvsmith::cli::{self, Cli};
 use kvsmith::error::Kind;
+use kvsmith::interrupt;
 use kvsmith::progress::say;
-use kvsmith::{cmd, interrupt};
 
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
@@ -20,7 +20,7 @@ fn main() -> ExitCode {
         }
     };
     interrupt::install();
-    match cmd::run(cli) {
+    match cli::run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
             if e.kind() != Kind::Closed {

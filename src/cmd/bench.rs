@@ -24,7 +24,7 @@ use self::encode::EncodeArgs;
 use self::model_step::ModelArgs;
 use self::prefill::PrefillArgs;
 use super::{print, print_json};
-use crate::cli::Global;
+use crate::cmd::args::Global;
 use crate::compute::device::Device;
 use crate::error::{Error, Result};
 use crate::flags::at_least_one;

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::artifact::{self, LayerPart, Origin, Section};
 use crate::capture::Capture;
-use crate::cli::{Fit, Global, Input, RopeKind};
+use crate::cmd::args::{Fit, Global, Input, RopeKind};
 use crate::compute::cpu::Cpu;
 use crate::compute::device::Device;
 use crate::corpus::Corpus;

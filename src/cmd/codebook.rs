@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::{check_points, layer_keys, report_head, write_section};
 use crate::artifact::Section;
-use crate::cli::{Fit, Global};
+use crate::cmd::args::{Fit, Global};
 use crate::dump::{Dump, State};
 use crate::error::{Error, Result};
 use crate::method::a2ats::{self, FitParams};

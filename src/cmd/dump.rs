@@ -9,7 +9,7 @@ use serde_json::json;
 use super::{
     check_wrope_position, device_for, layers_on, load_corpus, model_manifest, open_model, print_json,
 };
-use crate::cli::{Global, Input};
+use crate::cmd::args::{Global, Input};
 use crate::dump::{self, Options};
 use crate::error::Result;
 use crate::flags::parse_count;

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::run::{Reading, parse_budget, parse_window};
 use super::{device_for, forward_on, open_model, print, print_json};
 use crate::artifact::Artifact;
-use crate::cli::Global;
+use crate::cmd::args::Global;
 use crate::corpus::{self, Corpus};
 use crate::error::{Error, Kind, Result};
 use crate::flags::parse_count;

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::{model_manifest, open_model, print, print_json};
 use crate::artifact::{Artifact, short};
-use crate::cli::Global;
+use crate::cmd::args::Global;
 use crate::error::{Error, Result};
 use crate::method::lfps::priors;
 use crate::method::{a2ats, selfindex};

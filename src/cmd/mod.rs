@@ -1,5 +1,6 @@
 //! One file per subcommand: arguments to checked parameters, to the core, to a report.
 
+pub mod args;
 pub mod bench;
 pub mod calibrate;
 pub mod codebook;
@@ -18,7 +19,6 @@ use ndarray::Array2;
 use serde_json::{Value, json};
 
 use crate::artifact::{self, Origin, Section, short};
-use crate::cli::{Cli, Command, Global, Input};
 use crate::compute::cpu::Cpu;
 use crate::compute::device::Device;
 use crate::corpus::Corpus;
@@ -35,40 +35,7 @@ use crate::model::forward::{CpuForward, CpuLayers, Forward, Layers};
 use crate::model::rope::Rope;
 use crate::progress::{Log, Progress, Verbosity, size};
 use crate::store::Output;
-
-/// More threads than this are taken for a mistake.
-const MAX_THREADS: usize = 1024;
-
-/// Runs the subcommand.
-pub fn run(cli: Cli) -> Result<()> {
-    let threads = match cli.global.threads {
-        Some(n) if !(1..=MAX_THREADS).contains(&n) => {
-            return Err(Error::usage(format!(
-                "--threads {n} must be between 1 and {MAX_THREADS}"
-            )));
-        }
-        Some(n) => n,
-        None => 0,
-    };
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .build_global()
-        .map_err(|e| Error::failed(format!("cannot start the threads: {e}")))?;
-    let global = &cli.global;
-    match &cli.command {
-        Command::Dump(args) => dump::run(args, global),
-        Command::Moments(args) => moments::run(args, global),
-        Command::Codebook(args) => codebook::run(args, global),
-        Command::Signs(args) => signs::run(args, global),
-        Command::Priors(args) => priors::run(args, global),
-        Command::Pack(args) => pack::run(args, global),
-        Command::Calibrate(args) => calibrate::run(args, global),
-        Command::Inspect(args) => inspect::run(args, global),
-        Command::Run(args) => run::run(args, global),
-        Command::Eval(args) => eval::run(args, global),
-        Command::Bench(args) => bench::run(args, global),
-    }
-}
+use args::{Global, Input};
 
 /// Prints the one JSON document of `--json`.
 fn print_json(value: &Value) -> Result<()> {

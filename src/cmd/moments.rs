@@ -6,7 +6,7 @@ use ndarray::Array3;
 use serde_json::json;
 
 use super::print_json;
-use crate::cli::{Global, RopeKind};
+use crate::cmd::args::{Global, RopeKind};
 use crate::dump::{Dump, State};
 use crate::error::{Error, Result};
 use crate::flags::parse_count;

@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::{model_manifest, open_model, print_json};
 use crate::artifact::{self, Artifact};
-use crate::cli::Global;
+use crate::cmd::args::Global;
 use crate::error::Result;
 use crate::store::Output;
 

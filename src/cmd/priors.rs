@@ -6,7 +6,7 @@ use ndarray::Axis;
 
 use super::{check_sample, write_section};
 use crate::artifact::Section;
-use crate::cli::Global;
+use crate::cmd::args::Global;
 use crate::compute::cpu::Cpu;
 use crate::dump::{Dump, State};
 use crate::error::{Error, Result};

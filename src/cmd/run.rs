@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::{device_for, open_model, print, print_json};
 use crate::artifact::Artifact;
-use crate::cli::Global;
+use crate::cmd::args::Global;
 use crate::compute::device::Device;
 use crate::cuda::Body;
 use crate::cuda::forward::CudaForward;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use super::{layer_keys, write_section};
 use crate::artifact::Section;
-use crate::cli::Global;
+use crate::cmd::args::Global;
 use crate::dump::{Dump, State};
 use crate::error::Result;
 use crate::method::selfindex::{self, Center};

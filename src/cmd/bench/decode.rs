@@ -7,7 +7,7 @@ use std::str::FromStr;
 use serde_json::{Value, json};
 
 use super::{cpu_step, cuda_step, median, number, peak_bytes, print_row};
-use crate::cli::Global;
+use crate::cmd::args::Global;
 use crate::cmd::print_json;
 use crate::error::{Error, Result};
 use crate::flags::{self, at_least_one};

@@ -5,7 +5,7 @@ use serde_json::json;
 
 use super::product::{Product, print_rate, seconds, set_against};
 use super::{random_points, row};
-use crate::cli::Global;
+use crate::cmd::args::Global;
 use crate::cmd::print_json;
 use crate::error::{Error, Result};
 use crate::flags::{Device, at_least_one};

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::decode::{Caches, SINKS, WINDOW, float, parse_context};
 use super::{cuda_step, median, number, peak_bytes, print_row};
-use crate::cli::Global;
+use crate::cmd::args::Global;
 use crate::cmd::print_json;
 use crate::compute::cuda::Cuda;
 use crate::compute::cuda::driver::Driver;
