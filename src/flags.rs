@@ -12,6 +12,14 @@ pub fn parse_count(text: &str) -> std::result::Result<usize, String> {
     }
 }
 
+/// As [`parse_count`], of at least one.
+pub fn parse_positive_count(text: &str) -> std::result::Result<usize, String> {
+    match parse_count(text) {
+        Ok(n) if n > 0 => Ok(n),
+        _ => Err("expected a whole number of at least 1".to_string()),
+    }
+}
+
 /// A flag's whole number of at least one.
 pub fn at_least_one(text: &str) -> std::result::Result<usize, String> {
     match text.parse() {

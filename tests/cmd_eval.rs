@@ -15,7 +15,7 @@ use kvsmith::kv::{KvHead, KvType};
 use kvsmith::method::{Method, MethodName, Params, Place, Prompt, Step};
 use kvsmith::model::Decoder;
 use kvsmith::model::decoder::rotated;
-use kvsmith::runner::{Generate, Options, Session};
+use kvsmith::runner::{Options, Session};
 use ndarray::{Array1, Array3, ArrayView1, Axis, s};
 use serde_json::{Value, json};
 
@@ -259,7 +259,7 @@ fn naive_kl(decoder: &Decoder, documents: &[Vec<u32>], budget: f64) -> f64 {
                 kv: KvType::F32,
                 packed: Center::Median.into(),
             };
-            let mut session = Session::new(decoder, &method.unwrap(), options, ids.len()).unwrap();
+            let mut session = Session::on_cpu(decoder, &method.unwrap(), options, ids.len()).unwrap();
             let (prompt, rest) = ids.split_at(ids.len() - 10);
             session.prefill(prompt).unwrap();
             let step = |id: &u32| session.step(*id).unwrap().mapv(f64::from);
@@ -306,7 +306,7 @@ fn drive(
         kv,
         packed: Center::Median.into(),
     };
-    let mut session = Session::new(decoder, &method, options, 200).unwrap();
+    let mut session = Session::on_cpu(decoder, &method, options, 200).unwrap();
     let mut turn = |(prompt, rest): &(Vec<u32>, Vec<u32>)| -> Vec<Array1<f64>> {
         let first = session.prefill(prompt).unwrap();
         let steps: Vec<_> = rest.iter().map(|id| session.step(*id).unwrap()).collect();
@@ -314,12 +314,10 @@ fn drive(
         all.map(|logits| logits.mapv(f64::from)).collect()
     };
     let turns = turns.iter().map(&mut turn).collect();
+    let shares = session.shares().unwrap();
     Driven {
         turns,
-        shares: [
-            session.kv_read_fraction().unwrap(),
-            session.exact_dot_fraction().unwrap(),
-        ],
+        shares: [shares.read, shares.products],
     }
 }
 

@@ -6,11 +6,10 @@ use std::path::PathBuf;
 
 use common::{all_golden, relative_error};
 use kvsmith::kv::packed::Center;
-use kvsmith::kv::sample::argmax;
-use kvsmith::kv::{Budget, KvType};
+use kvsmith::kv::{Budget, KvType, sample};
 use kvsmith::method::{Method, MethodName, Params};
 use kvsmith::model::Decoder;
-use kvsmith::runner::{Generate, Options, Session};
+use kvsmith::runner::{Options, Session};
 use kvsmith::store::Store;
 use ndarray::{Array2, Array3};
 
@@ -89,11 +88,11 @@ fn greedy(golden: &Golden, method: MethodName, budget: &str) -> Vec<u32> {
         kv: KvType::F32,
         packed: Center::Median.into(),
     };
-    let mut session = Session::new(&golden.decoder, &method, options, 64).unwrap();
+    let mut session = Session::on_cpu(&golden.decoder, &method, options, 64).unwrap();
     let mut logits = session.prefill(&golden.ids).unwrap();
     let mut out = Vec::new();
     while out.len() < 24 {
-        let next = argmax(logits.as_slice().unwrap()) as u32;
+        let next = sample::greedy(logits.view()).unwrap();
         out.push(next);
         logits = session.step(next).unwrap();
     }

@@ -10,7 +10,7 @@ use kvsmith::kv::budget::Budget;
 use kvsmith::kv::packed::Center;
 use kvsmith::method::{Method, MethodName, Params};
 use kvsmith::model::Decoder;
-use kvsmith::runner::{Generate, Options, Session};
+use kvsmith::runner::{Options, Session};
 
 struct Model {
     decoder: Decoder,
@@ -58,7 +58,7 @@ impl Model {
             kv,
             packed: Center::Median.into(),
         };
-        Session::new(&self.decoder, &method, options, capacity).unwrap()
+        Session::on_cpu(&self.decoder, &method, options, capacity).unwrap()
     }
 }
 
@@ -104,7 +104,7 @@ fn a_later_prompt_continues_the_cache() {
                 last = one.step(*id).unwrap();
                 other = two.step(*id).unwrap();
             }
-            assert_eq!(two.kv_read_fraction().unwrap(), 1.0, "{}", method.as_str());
+            assert_eq!(two.shares().unwrap().read, 1.0, "{}", method.as_str());
         }
     }
 }
@@ -116,7 +116,7 @@ fn a_later_prompt_can_be_chosen_from() {
         for method in MethodName::value_variants() {
             let mut trace = Vec::new();
             let mut session = model.session(*method, Budget::Count(20), KvType::F32, 150);
-            session.trace(Box::new(&mut trace));
+            session.trace(&mut trace);
             session.prefill(&model.ids[..60]).unwrap();
             session.step(model.ids[60]).unwrap();
             session.prefill(&model.ids[61..110]).unwrap();

@@ -6,17 +6,17 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
-use super::run::{Reading, parse_budget, parse_window};
+use super::args::Global;
+use super::reading::{Reading, parse_budget};
 use super::{device_for, forward_on, open_model, print, print_json};
 use crate::artifact::Artifact;
-use crate::cmd::args::Global;
 use crate::corpus::{self, Corpus};
 use crate::error::{Error, Kind, Result};
-use crate::flags::parse_count;
+use crate::flags::{parse_count, parse_positive_count};
 use crate::kv::Budget;
 use crate::method::{self, Method, MethodName};
 use crate::model::Decoder;
-use crate::runner::eval::{Panel, Report, Turn, Variant, decoded, turns_of};
+use crate::runner::eval::{Evaluation, Report, Turn, Variant, decoded, turns_of};
 
 /// Arguments of `eval`.
 #[derive(clap::Args, Debug)]
@@ -42,10 +42,10 @@ pub struct Args {
     #[arg(long, value_name = "X,Y", value_delimiter = ',', default_value = "0.06", value_parser = parse_budget)]
     budgets: Vec<Budget>,
     /// Last tokens of each turn that are fed one by one
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = parse_window)]
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = parse_positive_count)]
     decode: usize,
     /// Equal turns that each block of text is cut into
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = parse_window, conflicts_with = "needles")]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = parse_positive_count, conflicts_with = "needles")]
     turns: usize,
     /// Report each layer and KV head
     #[arg(long)]
@@ -89,18 +89,18 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let options = args
         .reading
         .options(Budget::Fraction(1.0), artifact.as_ref(), device.as_ref())?;
-    let mut panel = Panel::new(
+    let mut evaluation = Evaluation::new(
         forward_on(device.as_ref(), &decoder, global)?,
         variants.collect(),
         options,
     );
     let (found, stopped) = match &args.needles {
-        Some(path) => needles::run(path, &args.model, &decoder, &mut panel, log)?,
-        None => blocks(args, global, &decoder, &mut panel)?,
+        Some(path) => needles::run(path, &args.model, &decoder, &mut evaluation, log)?,
+        None => blocks(args, global, &decoder, &mut evaluation)?,
     };
     let rows: Vec<Value> = pairs
         .iter()
-        .zip(&panel.reports)
+        .zip(&evaluation.reports)
         .map(|((name, _, budget), report)| row(args, *name, *budget, report, artifact.as_ref()))
         .collect::<Result<_>>()?;
     if global.json {
@@ -126,7 +126,12 @@ fn is_stopped(result: Result<()>, done: usize) -> Result<bool> {
 }
 
 /// Text or tokens, block by block; what was measured on, and whether the user stopped it.
-fn blocks(args: &Args, global: &Global, decoder: &Decoder, panel: &mut Panel) -> Result<(Value, bool)> {
+fn blocks(
+    args: &Args,
+    global: &Global,
+    decoder: &Decoder,
+    evaluation: &mut Evaluation,
+) -> Result<(Value, bool)> {
     let log = global.log();
     let source = match &args.tokens {
         Some(path) => corpus::Source::Tokens(path.clone()),
@@ -164,7 +169,7 @@ fn blocks(args: &Args, global: &Global, decoder: &Decoder, panel: &mut Panel) ->
     for (i, block) in usable.iter().enumerate() {
         progress.stage(format!("block {} of {}", i + 1, usable.len()));
         let ids = &corpus.ids[block.clone()];
-        let result = panel.block(ids, args.turns, args.decode, &mut || {
+        let result = evaluation.block(ids, args.turns, args.decode, &mut || {
             done += 1;
             progress.advance(1);
         });
@@ -206,13 +211,14 @@ fn row(
         true => measured(&turn),
         false => json!({ "recall": null, "mass": null, "output_error": null, "kl": null }),
     };
+    let shares = report.shares();
     let mut row = json!({
         "method": name.as_str(),
         "budget": budget.value(),
         "needle_accuracy": report.answers.accuracy(),
-        "kv_read_fraction": report.kv_read_fraction(),
-        "exact_dot_fraction": report.exact_dot_fraction(),
-        "bypass_fraction": report.bypass_fraction(),
+        "kv_read_fraction": shares.read,
+        "exact_dot_fraction": shares.products,
+        "bypass_fraction": shares.bypassed,
         "index_bits_per_token": report.index_bits_per_token(),
         "constant_bytes": method::constant_bytes(name, artifact)?,
     });

@@ -10,6 +10,7 @@ pub mod inspect;
 pub mod moments;
 pub mod pack;
 pub mod priors;
+mod reading;
 pub mod run;
 pub mod signs;
 

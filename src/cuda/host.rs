@@ -1,17 +1,15 @@
-//! A conversation whose keys and values stay in the machine's memory, for contexts larger than the GPU's: `--kv host`.
+//! Sessions whose keys and values stay in the machine's memory, for contexts larger than the GPU's: `--kv host`.
 //!
 //! The index is on the device and chooses there. Of each layer the queries, the new key and value and the chosen
 //! positions come to the CPU, which attends these; meanwhile the device attends the static set, of which it has a copy,
 //! and joins the two. A prompt has one layer's rows on the device at a time.
-
-use std::io::Write;
 
 use ndarray::{Array1, Array2, ArrayView2, ArrayView3, s};
 use rayon::prelude::*;
 
 use super::forward::StepSpace;
 use super::index::{LayerIndex, PromptSpace};
-use super::session::{groups, write_trace};
+use super::session::groups;
 use super::{Body, Prompted, ROWS, Rotation, Standing, Workspace};
 use crate::compute::attention;
 use crate::compute::cuda::buffer::Buffer;
@@ -20,18 +18,18 @@ use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::interrupt;
 use crate::kv::Budget;
+use crate::kv::KvHead;
 use crate::kv::StaticSet;
 use crate::kv::cuda::attend::{Attention, LayerRows};
 use crate::kv::cuda::prompt::Queries;
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
 use crate::kv::sample::Sampler;
-use crate::kv::{KvHead, KvType};
 use crate::method::Method;
 use crate::model::forward::check_prompt;
-use crate::runner::{Generate, Options};
+use crate::runner::{Backend, Options, Shares, StepAt, Trace};
 
-/// See [`Generate`].
-pub struct HostSession<'a> {
+/// A model and its indexes on the device, with the caches in the machine's memory.
+pub struct HostBackend<'a> {
     body: Body<'a>,
     options: Options,
     shape: Shape,
@@ -41,11 +39,8 @@ pub struct HostSession<'a> {
     rotation: Rotation<'a>,
     space: StepSpace<'a>,
     near: Near<'a>,
-    len: usize,
-    steps: usize,
-    /// Sum over steps and layers of the share of rows read.
-    read: f64,
-    trace: Option<Box<dyn Write + 'a>>,
+    /// Sum over steps and layers.
+    shares: Shares,
 }
 
 /// The cache and the index of one layer.
@@ -139,7 +134,7 @@ fn kind(options: &Options) -> Result<Float> {
     options.kv.float().ok_or_else(refused)
 }
 
-impl<'a> HostSession<'a> {
+impl<'a> HostBackend<'a> {
     /// Whether a method's index can be on the device without the rows.
     pub fn can(method: &Method, options: &Options, turns: bool) -> bool {
         let rows = options.kv.float().is_some()
@@ -187,16 +182,13 @@ impl<'a> HostSession<'a> {
             shape,
             positions,
             layers,
-            len: 0,
-            steps: 0,
-            read: 0.0,
-            trace: None,
+            shares: Shares::default(),
         })
     }
 
     /// A prompt's rows through one layer; the positions are as far as before in the end.
-    fn prompt_layer(&mut self, index: usize, pass: &mut Pass<'_>, m: usize) -> Result<()> {
-        let (sizes, first) = (self.body.sizes(), self.len);
+    fn prompt_layer(&mut self, index: usize, pass: &mut Pass<'_>, first: usize, m: usize) -> Result<()> {
+        let sizes = self.body.sizes();
         let is_last = index + 1 == self.layers.len();
         let (weights, state) = (&self.body.layers[index], &mut self.layers[index]);
         let positions = &mut self.positions[state.positions];
@@ -242,10 +234,10 @@ impl<'a> HostSession<'a> {
     }
 
     /// A step from the id to the logits on the device.
-    fn feed(&mut self, id: u32) -> Result<()> {
+    fn feed(&mut self, id: u32, at: StepAt, mut trace: Option<&mut Trace<'_>>) -> Result<()> {
         self.body.check_ids(&[id])?;
         self.positions.iter_mut().try_for_each(|p| p.advance(1))?;
-        self.near.advance(self.len)?;
+        self.near.advance(at.position)?;
         self.space.ids.write(&[id])?;
         self.body.ends.embed(&self.space.ids, 1, &self.space.hidden)?;
         for index in 0..self.layers.len() {
@@ -254,29 +246,27 @@ impl<'a> HostSession<'a> {
             space
                 .work
                 .project(weights, &space.hidden, 1, 1, &self.rotation, standing)?;
-            let chosen = self.attend(index)?;
+            let chosen = self.attend(index, at)?;
             let (weights, space) = (&self.body.layers[index], &self.space);
             space.work.finish(weights, &space.hidden, 1)?;
             space
                 .watch
                 .look(&space.hidden, self.body.config.hidden_size, index)?;
-            if let Some(sink) = &mut self.trace {
-                write_trace(sink, self.steps, index, &chosen)?;
+            if let Some(trace) = &mut trace {
+                trace.layer(at.step, index, chosen.iter())?;
             }
         }
-        self.len += 1;
-        self.steps += 1;
         let space = &self.space;
         space.finish(&self.body, &space.work, &space.hidden, 1)
     }
 
     /// The attention of one layer for the last position; the positions chosen per KV head.
-    fn attend(&mut self, index: usize) -> Result<Vec<Vec<u32>>> {
-        let (shape, work, step) = (self.shape, &self.space.work, self.steps);
+    fn attend(&mut self, index: usize, at: StepAt) -> Result<Vec<Vec<u32>>> {
+        let (shape, work) = (self.shape, &self.space.work);
         let (state, near) = (&mut self.layers[index], &self.near);
         let positions = &self.positions[state.positions];
         state.index.append(work, positions)?;
-        let chosen = state.index.select(work, None, positions, step)?;
+        let chosen = state.index.select(work, None, positions, at.step)?;
         if let Some(rows) = &state.near {
             rows.append(&work.k_rope, &work.v, 1, &near.writing)?;
         }
@@ -299,7 +289,7 @@ impl<'a> HostSession<'a> {
         let (keys, values, queries) = arrived;
         extend(&mut state.heads, &keys, &values, 1)?;
         let window = self.body.config.windows[index];
-        let set = StaticSet::at(self.len, window, self.options.sinks, self.options.window);
+        let set = StaticSet::at(at.position, window, self.options.sinks, self.options.window);
         let chosen = match chosen {
             Some(_) => lists.positions(),
             None => vec![set.candidates.clone().map(|p| p as u32).collect(); g],
@@ -321,7 +311,7 @@ impl<'a> HostSession<'a> {
             }
         }
         let read: usize = chosen.iter().map(|chosen| set.len() + chosen.len()).sum();
-        self.read += read as f64 / (set.visible().len() * chosen.len()) as f64;
+        self.shares.read += read as f64 / (set.visible().len() * chosen.len()) as f64;
         Ok(chosen)
     }
 }
@@ -409,76 +399,50 @@ fn shape_error(e: ndarray::ShapeError) -> Error {
     Error::failed(format!("CUDA: {e}"))
 }
 
-impl<'a> Generate<'a> for HostSession<'a> {
-    fn prefill(&mut self, ids: &[u32]) -> Result<Array1<f32>> {
+impl Backend for HostBackend<'_> {
+    fn prompt(&mut self, ids: &[u32], first: usize) -> Result<Array1<f32>> {
         check_prompt(ids)?;
         self.body.check_ids(ids)?;
         let (driver, sizes, m) = (self.body.driver, self.body.sizes(), ids.len());
         let kind = kind(&self.options)?;
-        let chunk = ROWS.min(self.len + m).max(self.near.sinks + self.near.window);
+        let chunk = ROWS.min(first + m).max(self.near.sinks + self.near.window);
         let like = self.layers.first().map(|l| &l.index);
         let mut pass = Pass {
             work: self.body.workspace(chunk)?,
             hidden: Buffer::new(driver, "hidden states", m * sizes.hidden)?,
-            prompted: Prompted::new(driver, &sizes, kind, self.len + m)?,
-            space: PromptSpace::new(driver, self.shape, like, false, self.len..self.len + m, chunk)?,
+            prompted: Prompted::new(driver, &sizes, kind, first + m)?,
+            space: PromptSpace::new(driver, self.shape, like, false, first..first + m, chunk)?,
         };
         let ids = Buffer::of(driver, "ids", ids)?;
         self.body.ends.embed(&ids, m, &pass.hidden)?;
         for index in 0..self.layers.len() {
-            self.prompt_layer(index, &mut pass, m)?;
+            self.prompt_layer(index, &mut pass, first, m)?;
         }
-        self.len += m;
-        let len = self.len as u32;
+        let len = (first + m) as u32;
         self.positions.iter_mut().try_for_each(|p| p.set(&[len]))?;
         let last = pass.hidden.part((m - 1) * sizes.hidden, sizes.hidden);
         self.space.finish(&self.body, &pass.work, &last, 1)?;
         self.space.read_logits(&self.body)
     }
 
-    fn step(&mut self, id: u32) -> Result<Array1<f32>> {
-        self.feed(id)?;
+    fn step(&mut self, id: u32, at: StepAt, trace: Option<&mut Trace<'_>>) -> Result<Array1<f32>> {
+        self.feed(id, at, trace)?;
         self.space.read_logits(&self.body)
     }
 
-    fn next(&mut self, id: u32, sampler: &mut Sampler) -> Result<u32> {
-        self.feed(id)?;
+    fn next(
+        &mut self,
+        id: u32,
+        at: StepAt,
+        trace: Option<&mut Trace<'_>>,
+        sampler: &mut Sampler,
+    ) -> Result<u32> {
+        self.feed(id, at, trace)?;
         Ok(self.space.next(&self.body, 1, sampler)?[0])
     }
 
-    fn trace(&mut self, sink: Box<dyn Write + 'a>) {
-        self.trace = Some(sink);
-    }
-
-    fn finish_trace(&mut self) -> Result<()> {
-        crate::runner::finish_trace(&mut self.trace)
-    }
-
-    fn len(&self) -> usize {
-        self.len
-    }
-
-    fn kv_type(&self) -> KvType {
-        self.options.kv
-    }
-
-    fn is_stop_token(&self, id: u32) -> bool {
-        self.body.config.eos_token_ids.contains(&id)
-    }
-
-    fn kv_read_fraction(&self) -> Result<f64> {
-        match self.steps * self.layers.len() {
-            0 => Ok(1.0),
-            count => Ok(self.read / count as f64),
-        }
-    }
-
-    fn exact_dot_fraction(&self) -> Result<f64> {
-        Ok(0.0)
-    }
-
-    fn bypass_fraction(&self) -> Result<f64> {
-        Ok(0.0)
+    fn shares(&self, steps: usize) -> Result<Shares> {
+        Ok(self.shares.mean(steps * self.layers.len()))
     }
 
     fn kv_bytes(&self) -> usize {

@@ -1,12 +1,9 @@
-//! A conversation whose caches and selection stay on the device.
+//! Sessions whose caches and selection stay on the device.
 //!
 //! A prompt goes through the layers one after the other, in chunks of rows; each layer attends its own cache. A step is
 //! one run of launches, from the ids to the logits, in which the host waits for nothing.
 
-use std::io::Write;
-
 use ndarray::Array1;
-use serde_json::json;
 
 use super::forward::StepSpace;
 use super::index::{LayerIndex, PromptSpace};
@@ -24,10 +21,11 @@ use crate::kv::cuda::{Limits, Positions, Shape};
 use crate::kv::sample::Sampler;
 use crate::method::{Method, MethodName};
 use crate::model::forward::check_prompt;
-use crate::runner::{Generate, Options};
+use crate::runner::{Backend, Options, Shares, StepAt, Trace};
 
-/// See [`Generate`]; of several sequences, [`CudaSession::feed`] and [`CudaSession::advance`].
-pub struct CudaSession<'a> {
+/// A model with its caches and indexes on the device: one sequence for a session, or several that
+/// [`CudaBackend::feed`] and [`CudaBackend::advance`] take on together.
+pub struct CudaBackend<'a> {
     body: Body<'a>,
     options: Options,
     shape: Shape,
@@ -39,12 +37,8 @@ pub struct CudaSession<'a> {
     space: StepSpace<'a>,
     /// Sums over steps and layers of shares: rows read, products taken to rank, query heads bypassed.
     shares: Buffer<'a, f64>,
-    /// Positions of each sequence.
-    lens: Vec<usize>,
-    steps: usize,
     /// The launches of a step.
     recording: Option<Recording<'a>>,
-    trace: Option<Box<dyn Write + 'a>>,
 }
 
 /// The cache and the index of one layer.
@@ -58,7 +52,7 @@ struct LayerState<'d> {
 /// Makes the index of a layer, from one of a layer before it that sees as far.
 type NewIndex<'f, 'a> = dyn Fn(Shape, &Limits, usize, Option<&LayerIndex<'a>>) -> Result<LayerIndex<'a>> + 'f;
 
-impl<'a> CudaSession<'a> {
+impl<'a> CudaBackend<'a> {
     /// Whether a method's caches and selection can be on the device; `turns` says that more than one prompt comes.
     pub fn can(method: &Method, options: &Options, turns: bool) -> bool {
         let packed = options.kv == KvType::TwoBit;
@@ -87,7 +81,7 @@ impl<'a> CudaSession<'a> {
     /// benchmark.
     ///
     /// # Errors
-    /// As [`CudaSession::new`].
+    /// As [`CudaBackend::new`].
     pub fn random(
         body: Body<'a>,
         method: MethodName,
@@ -101,16 +95,15 @@ impl<'a> CudaSession<'a> {
             let seed = seed + 8 * layer as u32;
             LayerIndex::random(driver, shape, limits, method, size, seed, like)
         };
-        let mut session = Self::with(body, options, sequences, context + steps, &index)?;
-        for (i, layer) in session.layers.iter().enumerate() {
+        let mut backend = Self::with(body, options, sequences, context + steps, &index)?;
+        for (i, layer) in backend.layers.iter().enumerate() {
             if let LayerCache::Plain(rows) = &layer.cache {
                 rows.fill(seed + 8 * i as u32 + 4)?;
             }
         }
         let lens = vec![context as u32; sequences];
-        session.positions.iter_mut().try_for_each(|p| p.set(&lens))?;
-        session.lens = vec![context; sequences];
-        Ok(session)
+        backend.positions.iter_mut().try_for_each(|p| p.set(&lens))?;
+        Ok(backend)
     }
 
     fn with(
@@ -139,10 +132,7 @@ impl<'a> CudaSession<'a> {
             rotation: Rotation::new(driver, &body.rope, 0, shape.capacity)?,
             space: StepSpace::new(&body, sequences)?,
             shares: Buffer::zeros(driver, "sums of shares", 3)?,
-            lens: vec![0; sequences],
-            steps: 0,
             recording: None,
-            trace: None,
             body,
             options,
             shape,
@@ -151,12 +141,12 @@ impl<'a> CudaSession<'a> {
         })
     }
 
-    /// Runs a prompt of one sequence; the others must be as long as it after theirs. Leaves the logits on the device.
-    fn feed_rows(&mut self, ids: &[u32]) -> Result<Array1<f32>> {
+    /// Runs a prompt of one sequence; returns the logits after it: `[vocab]`.
+    fn feed_rows(&mut self, ids: &[u32], first: usize) -> Result<Array1<f32>> {
         check_prompt(ids)?;
         self.body.check_ids(ids)?;
         let (driver, sizes) = (self.body.driver, self.body.sizes());
-        let (m, first) = (ids.len(), self.lens[0]);
+        let m = ids.len();
         let work = self.body.workspace(ROWS.min(m))?;
         let hidden = Buffer::<f32>::new(driver, "hidden states", m * sizes.hidden)?;
         self.body
@@ -177,9 +167,8 @@ impl<'a> CudaSession<'a> {
             hidden,
         };
         for index in 0..self.layers.len() {
-            self.prompt_layer(index, &mut pass, m)?;
+            self.prompt_layer(index, &mut pass, first, m)?;
         }
-        self.lens[0] = first + m;
         self.positions
             .iter_mut()
             .try_for_each(|p| p.set(&[(first + m) as u32]))?;
@@ -189,8 +178,8 @@ impl<'a> CudaSession<'a> {
     }
 
     /// A prompt's rows through one layer; the caches are as long as before in the end.
-    fn prompt_layer(&mut self, index: usize, pass: &mut Pass<'_>, m: usize) -> Result<()> {
-        let (sizes, first) = (self.body.sizes(), self.lens[0]);
+    fn prompt_layer(&mut self, index: usize, pass: &mut Pass<'_>, first: usize, m: usize) -> Result<()> {
+        let sizes = self.body.sizes();
         let is_last = index + 1 == self.layers.len();
         let (weights, state) = (&self.body.layers[index], &mut self.layers[index]);
         let positions = &mut self.positions[state.positions];
@@ -237,36 +226,26 @@ impl<'a> CudaSession<'a> {
             .end_of_prompt(rows, cache, queries, &pass.space, positions)
     }
 
-    /// A step of every sequence from the ids on the device to the logits and the next ids; waits for nothing.
+    /// Runs decode step number `step` of every sequence, from the ids on the device to the logits and the next ids;
+    /// waits for nothing.
     ///
     /// # Errors
     /// The caches are full.
-    pub fn advance(&mut self) -> Result<()> {
+    pub fn advance(&mut self, step: usize, trace: Option<&mut Trace<'_>>) -> Result<()> {
         self.positions.iter_mut().try_for_each(|p| p.count(1))?;
         let recordable = self.layers.iter().all(|l| l.index.is_recordable());
         // What a trace reads cannot be recorded.
-        if let Some(mut sink) = self.trace.take() {
-            let result = self.launch_step(Some(sink.as_mut()));
-            self.trace = Some(sink);
-            result?;
-        } else if !recordable {
-            self.launch_step(None)?;
-        } else if let Some(recording) = &self.recording {
-            recording.replay()?;
-        } else {
-            let recording = Recording::of(self.body.driver, || self.launch_step(None))?;
-            if let Some(recording) = &recording {
-                recording.replay()?;
-            }
-            self.recording = recording;
+        if trace.is_some() || !recordable {
+            return self.launch_step(step, trace);
         }
-        self.lens.iter_mut().for_each(|len| *len += 1);
-        self.steps += 1;
-        Ok(())
+        if self.recording.is_none() {
+            self.recording = Recording::of(self.body.driver, || self.launch_step(step, None))?;
+        }
+        self.recording.as_ref().map_or(Ok(()), Recording::replay)
     }
 
     /// The launches of a step: the same for every step.
-    fn launch_step(&self, mut trace: Option<&mut (dyn Write + 'a)>) -> Result<()> {
+    fn launch_step(&self, step: usize, mut trace: Option<&mut Trace<'_>>) -> Result<()> {
         let (n, hidden_size) = (self.shape.sequences, self.body.sizes().hidden);
         let (body, space) = (&self.body, &self.space);
         let (work, hidden) = (&space.work, &space.hidden);
@@ -279,7 +258,7 @@ impl<'a> CudaSession<'a> {
             state.cache.append(&work.k_rope, &work.v, 1, positions)?;
             state.index.append(work, positions)?;
             let cache = Some(&state.cache);
-            let chosen = state.index.select(work, cache, positions, self.steps)?;
+            let chosen = state.index.select(work, cache, positions, step)?;
             state
                 .cache
                 .attend(&self.attention, &work.q_rope, positions, chosen)?;
@@ -292,33 +271,27 @@ impl<'a> CudaSession<'a> {
                 .tally(body.driver, &self.shape, positions, chosen, &self.shares)?;
             work.finish(weights, hidden, n)?;
             space.watch.look(hidden, n * hidden_size, index)?;
-            if let Some(sink) = &mut trace {
+            if let Some(trace) = &mut trace {
                 let chosen = match chosen {
                     Some(chosen) => chosen.read()?,
                     None => positions.between()?,
                 };
-                write_trace(*sink, self.steps, index, &chosen)?;
+                trace.layer(step, index, chosen.iter())?;
             }
         }
         space.finish(body, work, hidden, n)
     }
 
-    /// Feeds one token per sequence; [`CudaSession::choices`] has what follows.
-    pub fn feed(&mut self, ids: &[u32]) -> Result<()> {
+    /// Feeds one token per sequence in decode step number `step`; [`CudaBackend::choices`] has what follows.
+    pub fn feed(&mut self, ids: &[u32], step: usize, trace: Option<&mut Trace<'_>>) -> Result<()> {
         self.body.check_ids(ids)?;
         self.space.ids.write(ids)?;
-        self.advance()
+        self.advance(step, trace)
     }
 
     /// Bytes of keys and values of one position, over all layers and sequences.
     pub fn position_bytes(&self) -> usize {
         self.layers.len() * self.shape.heads() * bytes_per_position(&self.shape, self.options.kv)
-    }
-
-    /// Number `i` of the shares, mean over steps and layers; waits for the device.
-    fn share(&self, i: usize) -> Result<f64> {
-        let count = (self.steps * self.layers.len()).max(1);
-        Ok(self.shares.read()?[i] / count as f64)
     }
 
     /// The greedy choices after the last step; waits for the device.
@@ -328,58 +301,45 @@ impl<'a> CudaSession<'a> {
     }
 }
 
-impl<'a> Generate<'a> for CudaSession<'a> {
-    fn prefill(&mut self, ids: &[u32]) -> Result<Array1<f32>> {
-        self.feed_rows(ids)
+impl Backend for CudaBackend<'_> {
+    fn prompt(&mut self, ids: &[u32], first: usize) -> Result<Array1<f32>> {
+        self.feed_rows(ids, first)
     }
 
-    fn step(&mut self, id: u32) -> Result<Array1<f32>> {
-        self.feed(&[id])?;
+    fn step(&mut self, id: u32, at: StepAt, trace: Option<&mut Trace<'_>>) -> Result<Array1<f32>> {
+        self.feed(&[id], at.step, trace)?;
         self.space.read_logits(&self.body)
     }
 
-    fn next(&mut self, id: u32, sampler: &mut Sampler) -> Result<u32> {
-        self.feed(&[id])?;
+    fn next(
+        &mut self,
+        id: u32,
+        at: StepAt,
+        trace: Option<&mut Trace<'_>>,
+        sampler: &mut Sampler,
+    ) -> Result<u32> {
+        self.feed(&[id], at.step, trace)?;
         Ok(self.space.next(&self.body, 1, sampler)?[0])
     }
 
-    fn trace(&mut self, sink: Box<dyn Write + 'a>) {
-        self.trace = Some(sink);
-    }
-
-    fn finish_trace(&mut self) -> Result<()> {
-        crate::runner::finish_trace(&mut self.trace)
-    }
-
-    fn len(&self) -> usize {
-        self.lens[0]
-    }
-
-    fn kv_type(&self) -> KvType {
-        self.options.kv
-    }
-
-    fn is_stop_token(&self, id: u32) -> bool {
-        self.body.config.eos_token_ids.contains(&id)
-    }
-
-    fn kv_read_fraction(&self) -> Result<f64> {
-        match self.steps {
-            0 => Ok(1.0),
-            _ => self.share(0),
-        }
-    }
-
-    fn exact_dot_fraction(&self) -> Result<f64> {
+    fn shares(&self, steps: usize) -> Result<Shares> {
+        let [read, products, bypassed] = self.shares.read()?[..] else {
+            return Err(Error::failed("CUDA: there are not three shares"));
+        };
+        let sum = Shares {
+            read,
+            products,
+            bypassed,
+        };
+        let mean = sum.mean(steps * self.layers.len());
         // What ranks by true probabilities takes every product.
-        match self.steps > 0 && self.layers.iter().any(|l| l.index.is_oracle()) {
-            true => Ok(1.0),
-            false => self.share(1),
-        }
-    }
-
-    fn bypass_fraction(&self) -> Result<f64> {
-        self.share(2)
+        Ok(match self.layers.iter().any(|l| l.index.is_oracle()) {
+            true => Shares {
+                products: 1.0,
+                ..mean
+            },
+            false => mean,
+        })
     }
 
     fn kv_bytes(&self) -> usize {
@@ -390,20 +350,6 @@ impl<'a> Generate<'a> for CudaSession<'a> {
     fn index_bytes(&self) -> usize {
         self.layers.iter().map(|l| l.index.bytes()).sum()
     }
-}
-
-/// Writes the lines of one step and layer.
-pub(crate) fn write_trace(
-    sink: &mut dyn Write,
-    step: usize,
-    layer: usize,
-    chosen: &[Vec<u32>],
-) -> Result<()> {
-    for (c, positions) in chosen.iter().enumerate() {
-        let line = json!({ "step": step, "layer": layer, "kv_head": c, "positions": positions });
-        writeln!(sink, "{line}").map_err(|e| Error::failed(format!("cannot write the trace: {e}")))?;
-    }
-    Ok(())
 }
 
 /// A prompt on its way through the layers.

@@ -1,7 +1,10 @@
 //! Choosing the next token from logits.
 
+use ndarray::ArrayView1;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+
+use crate::error::{Error, Result};
 
 /// Greedy, or drawn by temperature and nucleus.
 pub struct Sampler {
@@ -41,10 +44,15 @@ impl Sampler {
     }
 
     /// The next token id; greedy takes the lowest id on ties.
-    pub fn next(&mut self, logits: &[f32]) -> u32 {
-        if self.temperature == 0.0 {
-            return argmax(logits) as u32;
+    ///
+    /// # Errors
+    /// No logits.
+    pub fn next(&mut self, logits: ArrayView1<f32>) -> Result<u32> {
+        let best = greedy(logits)?;
+        if self.is_greedy() {
+            return Ok(best);
         }
+        let logits = logits.to_vec();
         let mut order: Vec<usize> = (0..logits.len()).collect();
         order.sort_unstable_by(|a, b| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)));
         let top = f64::from(logits[order[0]]);
@@ -67,40 +75,55 @@ impl Sampler {
         for (w, i) in weights.iter().zip(&order) {
             left -= w;
             if left <= 0.0 {
-                return *i as u32;
+                return Ok(*i as u32);
             }
         }
-        order[kept - 1] as u32
+        Ok(order[kept - 1] as u32)
     }
 }
 
-/// Index of the largest value, the lowest one on ties.
-pub fn argmax(values: &[f32]) -> usize {
-    let mut best = 0;
-    for (i, v) in values.iter().enumerate() {
-        if *v > values[best] {
-            best = i;
-        }
-    }
-    best
+/// The token with the largest logit, the lowest id on ties.
+///
+/// # Errors
+/// No logits.
+pub fn greedy(logits: ArrayView1<f32>) -> Result<u32> {
+    let mut tokens = logits.iter().enumerate();
+    let first = tokens
+        .next()
+        .ok_or_else(|| Error::failed("there are no logits"))?;
+    let larger = |best: (usize, _), token: (usize, _)| if token.1 > best.1 { token } else { best };
+    Ok(tokens.fold(first, larger).0 as u32)
 }
 
 #[cfg(test)]
 mod tests {
+    use ndarray::array;
+
     use super::*;
 
     #[test]
     fn greedy_takes_the_first_of_equals() {
-        assert_eq!(Sampler::new(0.0, 1.0, 0).next(&[1.0, 3.0, 3.0]), 1);
+        let next = Sampler::new(0.0, 1.0, 0).next(array![1.0, 3.0, 3.0].view());
+        assert_eq!(next.unwrap(), 1);
+    }
+
+    #[test]
+    fn nothing_is_chosen_from_no_logits() {
+        for temperature in [0.0, 1.0] {
+            let error = Sampler::new(temperature, 1.0, 0)
+                .next(array![].view())
+                .unwrap_err();
+            assert_eq!(error.to_string(), "there are no logits");
+        }
     }
 
     #[test]
     fn draws_follow_the_probabilities_within_the_nucleus() {
-        let logits = [0.0f32, 2f32.ln(), 4f32.ln(), -20.0];
+        let logits = array![0.0f32, 2f32.ln(), 4f32.ln(), -20.0];
         let mut sampler = Sampler::new(1.0, 0.8, 7);
         let mut counts = [0usize; 4];
         for _ in 0..6000 {
-            counts[sampler.next(&logits) as usize] += 1;
+            counts[sampler.next(logits.view()).unwrap() as usize] += 1;
         }
         // Probabilities 1/7, 2/7, 4/7: the nucleus of 0.8 keeps the last two.
         assert_eq!((counts[0], counts[3]), (0, 0));

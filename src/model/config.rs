@@ -58,6 +58,11 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
+    /// Whether the model ends a text with this token.
+    pub fn is_stop_token(&self, id: u32) -> bool {
+        self.eos_token_ids.contains(&id)
+    }
+
     /// Reads `dir/config.json`, and the stop tokens of `dir/generation_config.json` if it exists.
     ///
     /// # Errors

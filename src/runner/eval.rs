@@ -6,23 +6,25 @@
 //! choice can be held against the true probabilities. Where a block or a conversation has several turns,
 //! each trajectory runs every later prompt over its own cache.
 
-mod course;
 mod judge;
+mod report;
+mod trajectories;
 
 use std::ops::Range;
 
 use ndarray::{Array1, Axis};
 use rayon::prelude::*;
 
-use super::{Options, Totals};
+use super::{Options, Shares};
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::kv::sample::argmax;
+use crate::kv::sample::greedy;
 use crate::kv::{Budget, StaticSet};
-use crate::method::{Choice, Method};
+use crate::method::Method;
 use crate::model::Forward;
-use course::{At, Course, LaneStep};
 pub use judge::{Scores, divergence};
+pub use report::{Answers, Report, Turn};
+use trajectories::{HeadStep, StepInput, Trajectories};
 
 /// A method at a budget.
 pub struct Variant<'a> {
@@ -30,124 +32,6 @@ pub struct Variant<'a> {
     pub method: &'a Method,
     /// What it may choose.
     pub budget: Budget,
-}
-
-/// What the blocks said of one turn.
-#[derive(Clone, Debug, Default)]
-pub struct Turn {
-    /// Sums over layers and heads.
-    scores: Scores,
-    /// Sum over steps of KL(full || variant) of the next token, in nats.
-    kl: f64,
-    /// Steps.
-    steps: usize,
-}
-
-impl Turn {
-    fn add(&mut self, other: &Self) {
-        self.scores.add(&other.scores);
-        self.kl += other.kl;
-        self.steps += other.steps;
-    }
-
-    /// The metrics over all layers and heads.
-    pub fn scores(&self) -> Scores {
-        self.scores.mean()
-    }
-
-    /// Mean KL(full || variant) of the next token, in nats.
-    pub fn kl(&self) -> f64 {
-        self.kl / self.steps.max(1) as f64
-    }
-}
-
-/// Questions asked and answered, by the turn they stand in.
-#[derive(Clone, Debug, Default)]
-pub struct Answers(Vec<(usize, usize)>);
-
-impl Answers {
-    fn add(&mut self, turn: usize, right: bool) {
-        let (asked, answered) = at_turn(&mut self.0, turn);
-        *asked += 1;
-        *answered += usize::from(right);
-    }
-
-    /// Questions asked.
-    pub fn asked(&self) -> usize {
-        self.0.iter().map(|(asked, _)| asked).sum()
-    }
-
-    /// Share of them answered; `None` without a question.
-    pub fn accuracy(&self) -> Option<f64> {
-        let answered: usize = self.0.iter().map(|(_, answered)| answered).sum();
-        (self.asked() > 0).then(|| answered as f64 / self.asked() as f64)
-    }
-
-    /// The same of every turn.
-    pub fn by_turn(&self) -> Vec<f64> {
-        let share = |(asked, answered): &(usize, usize)| *answered as f64 / (*asked).max(1) as f64;
-        self.0.iter().map(share).collect()
-    }
-}
-
-/// The entry of a turn, made where there is none yet.
-fn at_turn<T: Default + Clone>(turns: &mut Vec<T>, turn: usize) -> &mut T {
-    if turns.len() <= turn {
-        turns.resize(turn + 1, T::default());
-    }
-    &mut turns[turn]
-}
-
-/// What all blocks said of one variant.
-#[derive(Clone, Debug, Default)]
-pub struct Report {
-    /// Per layer and KV head.
-    pub heads: Vec<Vec<Scores>>,
-    /// Per turn of a block.
-    pub turns: Vec<Turn>,
-    /// Needles.
-    pub answers: Answers,
-    /// Decode steps, those of needles included.
-    steps: usize,
-    totals: Totals,
-    /// Sums over blocks or needles.
-    index_bytes: f64,
-    positions: f64,
-}
-
-impl Report {
-    /// All turns of all blocks.
-    pub fn whole(&self) -> Turn {
-        let mut all = Turn::default();
-        self.turns.iter().for_each(|turn| all.add(turn));
-        all
-    }
-
-    /// See [`super::Generate::kv_read_fraction`].
-    pub fn kv_read_fraction(&self) -> f64 {
-        self.totals.read / self.steps.max(1) as f64
-    }
-
-    /// See [`super::Generate::exact_dot_fraction`].
-    pub fn exact_dot_fraction(&self) -> f64 {
-        self.totals.products / self.steps.max(1) as f64
-    }
-
-    /// See [`super::Generate::bypass_fraction`].
-    pub fn bypass_fraction(&self) -> f64 {
-        self.totals.bypassed / self.steps.max(1) as f64
-    }
-
-    /// Bits of the index per position and KV head.
-    pub fn index_bits_per_token(&self) -> f64 {
-        8.0 * self.index_bytes / self.positions.max(1.0)
-    }
-
-    /// Adds what one head and step gave along the full trajectory.
-    fn add_scores(&mut self, layer: usize, kv_head: usize, turn: usize, scores: &Scores) {
-        self.heads[layer][kv_head].add(scores);
-        at_turn(&mut self.turns, turn).scores.add(scores);
-    }
 }
 
 /// A turn of a conversation.
@@ -170,7 +54,7 @@ pub fn decoded(n: usize, decode: usize) -> usize {
 }
 
 /// The evaluation of variants on one model.
-pub struct Panel<'a> {
+pub struct Evaluation<'a> {
     forward: Box<dyn Forward + 'a>,
     variants: Vec<Variant<'a>>,
     options: Options,
@@ -180,14 +64,10 @@ pub struct Panel<'a> {
     pub full: Answers,
 }
 
-impl<'a> Panel<'a> {
-    /// A panel without results yet; the budget of `options` is not used.
+impl<'a> Evaluation<'a> {
+    /// An evaluation without results yet; the budget of `options` is not used.
     pub fn new(forward: Box<dyn Forward + 'a>, variants: Vec<Variant<'a>>, options: Options) -> Self {
-        let c = &forward.decoder().config;
-        let empty = Report {
-            heads: vec![vec![Scores::default(); c.n_kv_heads]; c.n_layers],
-            ..Report::default()
-        };
+        let empty = Report::new(&forward.decoder().config);
         Self {
             forward,
             reports: vec![empty; variants.len()],
@@ -206,24 +86,22 @@ impl<'a> Panel<'a> {
         if ids.len() / turns.max(1) < 2 {
             return Err(Error::failed("a turn of one token has nothing to decode"));
         }
-        let mut course = self.course(ids.len(), true);
+        let mut fed = self.trajectories(ids.len(), true);
         for (turn, range) in turns_of(ids.len(), turns).enumerate() {
             let ids = &ids[range];
             let (prompt, rest) = ids.split_at(ids.len() - decoded(ids.len(), decode));
-            course.prompt(self.forward.as_ref(), prompt)?;
+            fed.prompt(self.forward.as_ref(), prompt)?;
             for id in rest {
                 interrupt::check()?;
                 let ids = vec![*id; self.variants.len() + 1];
-                let logits = self.step(&mut course, &ids, turn)?;
+                let logits = self.step(&mut fed, &ids, turn)?;
                 for (report, own) in self.reports.iter_mut().zip(&logits[1..]) {
-                    let turn = at_turn(&mut report.turns, turn);
-                    turn.kl += divergence(logits[0].view(), own.view());
-                    turn.steps += 1;
+                    report.add_kl(turn, divergence(logits[0].view(), own.view()));
                 }
                 done();
             }
         }
-        self.close(&course);
+        self.close(&fed);
         Ok(())
     }
 
@@ -235,14 +113,14 @@ impl<'a> Panel<'a> {
         most: usize,
         found: &dyn Fn(&[u32]) -> Result<Option<bool>>,
     ) -> Result<()> {
-        let mut course = self.course(prompt.len(), false);
-        let mut logits = course.prompt(self.forward.as_ref(), prompt)?;
+        let mut fed = self.trajectories(prompt.len(), false);
+        let mut logits = fed.prompt(self.forward.as_ref(), prompt)?;
         let mut said = vec![Vec::new(); logits.len()];
         let mut verdicts = vec![None; logits.len()];
         for step in 0..most.max(1) {
             interrupt::check()?;
             for ((verdict, said), logits) in verdicts.iter_mut().zip(&mut said).zip(&logits) {
-                said.push(greedy(logits));
+                said.push(greedy(logits.view())?);
                 if verdict.is_none() {
                     *verdict = found(said)?;
                 }
@@ -251,10 +129,10 @@ impl<'a> Panel<'a> {
                 break;
             }
             let ids: Vec<u32> = said.iter().filter_map(|s| s.last().copied()).collect();
-            logits = self.step(&mut course, &ids, 0)?;
+            logits = self.step(&mut fed, &ids, 0)?;
         }
         self.answer(0, verdicts.iter().map(|verdict| *verdict == Some(true)));
-        self.close(&course);
+        self.close(&fed);
         Ok(())
     }
 
@@ -266,40 +144,34 @@ impl<'a> Panel<'a> {
     /// An empty prompt; activations that are not finite; an interrupt.
     pub fn conversation(&mut self, questions: &[Question]) -> Result<()> {
         let length = |q: &Question| q.prompt.len() + q.answer.len();
-        let mut course = self.course(questions.iter().map(length).sum(), false);
+        let mut fed = self.trajectories(questions.iter().map(length).sum(), false);
         let mut unfed = None;
         for (turn, question) in questions.iter().enumerate() {
             let ids: Vec<u32> = unfed.into_iter().chain(question.prompt.iter().copied()).collect();
-            let mut logits = course.prompt(self.forward.as_ref(), &ids)?;
+            let mut logits = fed.prompt(self.forward.as_ref(), &ids)?;
             let mut right = vec![true; logits.len()];
             for (i, id) in question.answer.iter().enumerate() {
                 interrupt::check()?;
                 if i > 0 {
                     let ids = vec![question.answer[i - 1]; logits.len()];
-                    logits = self.step(&mut course, &ids, turn)?;
+                    logits = self.step(&mut fed, &ids, turn)?;
                 }
                 for (right, logits) in right.iter_mut().zip(&logits) {
-                    *right &= greedy(logits) == *id;
+                    *right &= greedy(logits.view())? == *id;
                 }
             }
             unfed = question.answer.last().copied();
             self.answer(turn, right.into_iter());
         }
-        self.close(&course);
+        self.close(&fed);
         Ok(())
     }
 
-    fn course(&self, capacity: usize, judged: bool) -> Course {
-        Course::new(
-            &self.forward.decoder().config,
-            &self.variants,
-            &self.options,
-            capacity,
-            judged,
-        )
+    fn trajectories(&self, capacity: usize, judged: bool) -> Trajectories {
+        let config = &self.forward.decoder().config;
+        Trajectories::new(config, &self.variants, &self.options, capacity, judged)
     }
 
-    /// Notes whether each trajectory, the full one first, answered the question of a turn.
     fn answer(&mut self, turn: usize, mut right: impl Iterator<Item = bool>) {
         self.full.add(turn, right.next() == Some(true));
         for (report, right) in self.reports.iter_mut().zip(right) {
@@ -309,59 +181,51 @@ impl<'a> Panel<'a> {
 
     /// Feeds one token per trajectory, the full one first, along which shadows choose. Returns the logits
     /// after it: `[vocab]` each.
-    fn step(&mut self, course: &mut Course, ids: &[u32], turn: usize) -> Result<Vec<Array1<f32>>> {
-        let mut totals = vec![Totals::default(); self.variants.len()];
+    fn step(&mut self, fed: &mut Trajectories, ids: &[u32], turn: usize) -> Result<Vec<Array1<f32>>> {
+        let mut shares = vec![Shares::default(); self.variants.len()];
         let (variants, reports, options) = (&self.variants, &mut self.reports, &self.options);
-        let (t, step, lanes) = (course.len, course.steps, &mut course.lanes);
+        let (t, step, heads) = (fed.len, fed.steps, &mut fed.heads);
         let windows = &self.forward.decoder().config.windows;
-        let logits = self.forward.step(ids, t, &mut |index, rows, mut out| {
-            let group = rows.q_rope.len_of(Axis(0)) / lanes[index].len();
-            let set = StaticSet::at(t, windows[index], options.sinks, options.window);
-            let at = At {
+        let logits = self.forward.step(ids, t, &mut |layer, rows, mut out| {
+            let group = rows.q_rope.len_of(Axis(0)) / heads[layer].len();
+            let set = StaticSet::at(t, windows[layer], options.sinks, options.window);
+            let input = StepInput {
                 rows,
                 group,
                 step,
                 set: &set,
                 variants,
             };
-            let steps: Vec<LaneStep> = lanes[index]
+            let steps: Vec<HeadStep> = heads[layer]
                 .par_iter_mut()
                 .zip(out.axis_chunks_iter_mut(Axis(1), group))
                 .enumerate()
-                .map(|(c, (lanes, out))| lanes.step(&at, c, out))
+                .map(|(c, (head, out))| head.step(&input, c, out))
                 .collect();
-            for (v, (total, report)) in totals.iter_mut().zip(reports.iter_mut()).enumerate() {
-                let chosen: Vec<&Choice> = steps.iter().map(|s| &s.chosen[v]).collect();
-                total.add(&chosen, &set, group);
+            for (v, (shares, report)) in shares.iter_mut().zip(reports.iter_mut()).enumerate() {
+                shares.add_layer(steps.iter().map(|s| &s.chosen[v]), &set, group);
                 for (c, step) in steps.iter().enumerate() {
-                    if let Some(new) = step.scores.get(v) {
-                        report.add_scores(index, c, turn, new);
+                    if let Some(scores) = step.scores.get(v) {
+                        report.add_scores(layer, c, turn, scores);
                     }
                 }
             }
             Ok(())
         })?;
-        course.len += 1;
-        course.steps += 1;
-        for (report, total) in self.reports.iter_mut().zip(&totals) {
-            report.totals.add_step(total, windows.len());
-            report.steps += 1;
+        fed.len += 1;
+        fed.steps += 1;
+        for (report, shares) in self.reports.iter_mut().zip(&shares) {
+            report.add_step(shares, windows.len());
         }
         Ok(logits)
     }
 
-    /// Counts the indexes of a finished block.
-    fn close(&mut self, course: &Course) {
+    /// Adds the indexes of a finished block to the reports.
+    fn close(&mut self, fed: &Trajectories) {
         for (v, report) in self.reports.iter_mut().enumerate() {
-            for lanes in course.lanes.iter().flatten() {
-                report.index_bytes += lanes.own[v].retriever.state_bytes() as f64;
-                report.positions += course.len as f64;
+            for head in fed.heads.iter().flatten() {
+                report.add_index(head.own[v].retriever.state_bytes(), fed.len);
             }
         }
     }
-}
-
-/// The greedy choice.
-fn greedy(logits: &Array1<f32>) -> u32 {
-    argmax(logits.as_slice().unwrap_or(&[])) as u32
 }

@@ -74,7 +74,7 @@ impl<'a> PromptRows<'a> {
     /// Puts the new rows into a cache.
     pub fn cache(&self, kv: &mut KvHead) {
         let last = self.q_rope.index_axis(Axis(1), self.q_rope.len_of(Axis(1)) - 1);
-        let query = last.mean_axis(Axis(0)).unwrap_or_default();
+        let query = last.sum_axis(Axis(0)) / last.nrows() as f32;
         kv.prompt(
             self.keys.view(),
             self.values.view(),

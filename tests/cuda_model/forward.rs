@@ -8,7 +8,7 @@ use kvsmith::float::Float;
 use kvsmith::kv::KvType;
 use kvsmith::method::MethodName;
 use kvsmith::model::forward::Layers;
-use kvsmith::runner::{Generate, Session};
+use kvsmith::runner::{CpuBackend, Session};
 use ndarray::{Array2, Array3};
 
 use super::Check;
@@ -68,10 +68,10 @@ fn greedy_tokens(driver: &dyn Driver, golden: &Golden) {
         let method = golden.method(method);
         let options = options("1.0", KvType::F32);
         let forward = CudaForward::new(driver, &golden.decoder, Precision::F32).unwrap();
-        let mut session = Session::on(Box::new(forward), &method, options, 64);
+        let mut session = Session::new(CpuBackend::new(Box::new(forward), &method, options, 64));
         let (tokens, _) = generate(&mut session, &golden.ids, 24);
         assert_eq!(tokens, golden.greedy());
-        let mut twin = Session::new(&golden.decoder, &method, options, 64).unwrap();
+        let mut twin = Session::on_cpu(&golden.decoder, &method, options, 64).unwrap();
         let (tokens, _) = generate(&mut twin, &golden.ids, 24);
         assert_eq!(tokens, golden.greedy());
         let turn = [*tokens.last().unwrap(), 5, 6, 7, 8];
@@ -89,7 +89,8 @@ fn rounded(driver: &dyn Driver, golden: &Golden) {
     let body = |precision| {
         let forward = CudaForward::new(driver, &golden.decoder, precision).unwrap();
         let method = golden.method(MethodName::Full);
-        let mut session = Session::on(Box::new(forward), &method, options("1.0", KvType::F32), 64);
+        let options = options("1.0", KvType::F32);
+        let mut session = Session::new(CpuBackend::new(Box::new(forward), &method, options, 64));
         session.prefill(&golden.ids).unwrap()
     };
     let actual = body(Precision::Auto);

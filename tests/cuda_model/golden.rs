@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 use kvsmith::kv::KvType;
 use kvsmith::kv::budget::Budget;
 use kvsmith::kv::packed::Center;
-use kvsmith::kv::sample::argmax;
+use kvsmith::kv::sample::greedy;
 use kvsmith::method::{Method, MethodName, Params};
 use kvsmith::model::Decoder;
-use kvsmith::runner::{Generate, Options};
+use kvsmith::runner::{Options, Session};
 use kvsmith::store::Store;
 use ndarray::{Array1, Array3};
 
@@ -71,11 +71,11 @@ pub fn options(budget: &str, kv: KvType) -> Options {
 }
 
 /// The first `n` greedy tokens after a prompt, and the logits before each.
-pub fn generate<'a>(session: &mut dyn Generate<'a>, ids: &[u32], n: usize) -> (Vec<u32>, Vec<Array1<f32>>) {
+pub fn generate(session: &mut Session, ids: &[u32], n: usize) -> (Vec<u32>, Vec<Array1<f32>>) {
     let mut logits = vec![session.prefill(ids).unwrap()];
     let mut out = Vec::new();
     loop {
-        let next = argmax(logits[out.len()].as_slice().unwrap()) as u32;
+        let next = greedy(logits[out.len()].view()).unwrap();
         out.push(next);
         if out.len() == n {
             return (out, logits);

@@ -2,12 +2,12 @@
 
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::cuda::Body;
-use kvsmith::cuda::session::CudaSession;
+use kvsmith::cuda::session::CudaBackend;
 use kvsmith::flags::Precision;
 use kvsmith::kv::KvType;
 use kvsmith::kv::sample::Sampler;
 use kvsmith::method::MethodName;
-use kvsmith::runner::{Generate, Session};
+use kvsmith::runner::{Backend, Session};
 
 use super::Check;
 use super::golden::{Golden, all, generate, options, worst};
@@ -40,27 +40,27 @@ fn batch(driver: &dyn Driver, golden: &Golden) {
         (MethodName::Streaming, "0.3"),
     ] {
         let (method, options) = (golden.method(method), options(budget, KvType::F32));
-        let session = |sequences| {
+        let backend = |sequences| {
             let body = Body::load(driver, &golden.decoder, Precision::F32).unwrap();
-            CudaSession::new(body, &method, options, sequences, STEPS + 4).unwrap()
+            CudaBackend::new(body, &method, options, sequences, STEPS + 4).unwrap()
         };
-        let mut together = session(3);
-        let mut alone: Vec<_> = (0..3).map(|_| session(1)).collect();
+        let mut together = backend(3);
+        let mut alone: Vec<_> = (0..3).map(|_| backend(1)).collect();
         for step in 0..STEPS {
             let ids: Vec<u32> = (0..3).map(|s| token(s, step)).collect();
-            together.feed(&ids).unwrap();
+            together.feed(&ids, step, None).unwrap();
             let expected: Vec<u32> = alone
                 .iter_mut()
                 .zip(&ids)
                 .map(|(one, id)| {
-                    one.feed(&[*id]).unwrap();
+                    one.feed(&[*id], step, None).unwrap();
                     one.choices().unwrap()[0]
                 })
                 .collect();
             assert_eq!(together.choices().unwrap(), expected, "step {step}");
         }
-        let read = together.kv_read_fraction().unwrap();
-        let expected: f64 = alone.iter().map(|one| one.kv_read_fraction().unwrap()).sum();
+        let read = together.shares(STEPS).unwrap().read;
+        let expected: f64 = alone.iter().map(|one| one.shares(STEPS).unwrap().read).sum();
         assert!((read - expected / 3.0).abs() < 1e-9, "{read} {expected}");
     }
 }
@@ -80,10 +80,11 @@ fn everything(driver: &dyn Driver, golden: &Golden) {
         let method = golden.method(method);
         let body = Body::load(driver, &golden.decoder, Precision::F32).unwrap();
         let room = golden.ids.len() + 23;
-        let mut session = CudaSession::new(body, &method, options("1.0", KvType::F32), 1, room).unwrap();
+        let backend = CudaBackend::new(body, &method, options("1.0", KvType::F32), 1, room).unwrap();
+        let mut session = Session::new(backend);
         let (tokens, _) = generate(&mut session, &golden.ids, 24);
         assert_eq!(tokens, golden.greedy());
-        assert_eq!(session.kv_read_fraction().unwrap(), 1.0);
+        assert_eq!(session.shares().unwrap().read, 1.0);
         let mut full = None;
         for _ in 0..9 {
             full = session.step(3).err();
@@ -101,8 +102,8 @@ fn full(driver: &dyn Driver, golden: &Golden) {
     let method = golden.method(MethodName::Full);
     let options = options("1.0", KvType::F32);
     let body = Body::load(driver, &golden.decoder, Precision::F32).unwrap();
-    let mut session = CudaSession::new(body, &method, options, 1, 80).unwrap();
-    let mut twin = Session::new(&golden.decoder, &method, options, 80).unwrap();
+    let mut session = Session::new(CudaBackend::new(body, &method, options, 1, 80).unwrap());
+    let mut twin = Session::on_cpu(&golden.decoder, &method, options, 80).unwrap();
     let (tokens, logits) = generate(&mut session, &golden.ids, 24);
     assert_eq!(tokens, golden.greedy());
     let (_, expected) = generate(&mut twin, &golden.ids, 24);
@@ -116,7 +117,7 @@ fn full(driver: &dyn Driver, golden: &Golden) {
         assert!(worst(a, b) < 1e-3, "logits off by {}", worst(a, b));
     }
     assert_eq!(session.len(), twin.len());
-    assert_eq!(session.kv_read_fraction().unwrap(), 1.0);
+    assert_eq!(session.shares().unwrap().read, 1.0);
     // The choice on the device is that on the host.
     for temperature in [0.0, 0.8] {
         let sampler = || Sampler::new(temperature, 0.9, 5);

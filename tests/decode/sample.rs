@@ -75,7 +75,10 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         let seed = rng.r#gen();
         let sampler = || Sampler::new(case.temperature, case.top_p, seed);
         let (mut on_host, mut on_device) = (sampler(), sampler());
-        let expected: Vec<u32> = logits.chunks(case.vocab).map(|row| on_host.next(row)).collect();
+        let expected: Vec<u32> = logits
+            .chunks(case.vocab)
+            .map(|row| on_host.next(row.into()).unwrap())
+            .collect();
         let uniforms: Vec<f64> = (0..rows).map(|_| on_device.uniform()).collect();
 
         let shape = [rows, case.vocab];
@@ -84,7 +87,10 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         let ids = Buffer::of(driver, "ids", &vec![7u32; rows + 1]).unwrap();
         choose(driver, &device, shape, &ids).unwrap();
         let mut greedy = Sampler::new(0.0, 1.0, 0);
-        let largest: Vec<u32> = logits.chunks(case.vocab).map(|row| greedy.next(row)).collect();
+        let largest: Vec<u32> = logits
+            .chunks(case.vocab)
+            .map(|row| greedy.next(row.into()).unwrap())
+            .collect();
         assert_eq!(ids.read_part(0, rows).unwrap(), largest);
         draw(driver, &device, shape, &uniforms, &ids, &sampler()).unwrap();
         assert_eq!(ids.read_part(0, rows).unwrap(), expected);

@@ -12,7 +12,7 @@ use crate::cmd::print_json;
 use crate::compute::cuda::Cuda;
 use crate::compute::cuda::driver::Driver;
 use crate::cuda::Body;
-use crate::cuda::session::CudaSession;
+use crate::cuda::session::CudaBackend;
 use crate::error::{Error, Result};
 use crate::flags::{Device, at_least_one};
 use crate::interrupt;
@@ -20,7 +20,7 @@ use crate::kv::packed::Center;
 use crate::method::MethodName;
 use crate::model::ModelConfig;
 use crate::model::fields::read_json;
-use crate::runner::Options;
+use crate::runner::{Backend, Options};
 
 /// Steps between two waits for the device.
 const STEPS: usize = 10;
@@ -154,24 +154,24 @@ fn measure(
     let weights = Body::random_bytes(&config);
     let body = Body::random(driver, config, seed)?;
     let sizes = [setting.batch, n, STEPS * (args.runs + 1)];
-    let mut session = CudaSession::random(body, setting.method, args.caches.size, options, sizes, seed)?;
+    let mut backend = CudaBackend::random(body, setting.method, args.caches.size, options, sizes, seed)?;
     let mut times = Vec::new();
-    for _ in 0..=args.runs {
+    for run in 0..=args.runs {
         interrupt::check()?;
-        session.choices()?;
+        backend.choices()?;
         let start = Instant::now();
-        for _ in 0..STEPS {
-            session.advance()?;
+        for step in 0..STEPS {
+            backend.advance(run * STEPS + step, None)?;
         }
-        session.choices()?;
+        backend.choices()?;
         times.push(start.elapsed().as_secs_f64() / STEPS as f64);
     }
     // The first one warmed up.
     let mut times = times.split_off(1);
     times.sort_by(f64::total_cmp);
     let median = median(times.clone());
-    let read = crate::runner::Generate::kv_read_fraction(&session)?;
-    let moved = weights as f64 + read * (session.position_bytes() * n) as f64;
+    let read = backend.shares(STEPS * (args.runs + 1))?.read;
+    let moved = weights as f64 + read * (backend.position_bytes() * n) as f64;
     let rate = moved / median * 1e-9;
     Ok(json!({
         "name": format!("decode {}", setting.method.as_str()),

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
 use crate::progress::Log;
-use crate::runner::eval::{Panel, Question};
+use crate::runner::eval::{Evaluation, Question};
 
 /// Tokens that an answer may take beyond its own, for tokens without text.
 const SLACK: usize = 8;
@@ -196,13 +196,13 @@ impl Needle {
     }
 
     /// Asks it.
-    fn ask(&self, panel: &mut Panel, tokenizer: Option<&Tokenizer>) -> Result<()> {
+    fn ask(&self, evaluation: &mut Evaluation, tokenizer: Option<&Tokenizer>) -> Result<()> {
         let own = match &self.answer {
             Answer::Text(text) => text.len(),
             Answer::Ids(ids) => ids.len(),
         };
         let found = |said: &[u32]| self.found(said, tokenizer);
-        panel.needle(&self.prompt, own + SLACK, &found)
+        evaluation.needle(&self.prompt, own + SLACK, &found)
     }
 }
 
@@ -226,7 +226,7 @@ pub(super) fn run(
     path: &Path,
     model: &Path,
     decoder: &Decoder,
-    panel: &mut Panel,
+    evaluation: &mut Evaluation,
     log: Log,
 ) -> Result<(Value, bool)> {
     let tokenizer = match model.join("tokenizer.json").exists() {
@@ -247,10 +247,10 @@ pub(super) fn run(
     let mut stopped = false;
     for line in &lines {
         let result = match line {
-            Line::Needle(needle) => needle.ask(panel, tokenizer),
-            Line::Conversation(turns) => panel.conversation(turns),
+            Line::Needle(needle) => needle.ask(evaluation, tokenizer),
+            Line::Conversation(turns) => evaluation.conversation(turns),
         };
-        stopped = is_stopped(result, panel.full.asked())?;
+        stopped = is_stopped(result, evaluation.full.asked())?;
         if stopped {
             break;
         }
@@ -258,9 +258,9 @@ pub(super) fn run(
     }
     drop(progress);
     let found = json!({
-        "needles": panel.full.asked(),
-        "full_needle_accuracy": panel.full.accuracy(),
-        "full_needle_accuracy_by_turn": panel.full.by_turn(),
+        "needles": evaluation.full.asked(),
+        "full_needle_accuracy": evaluation.full.accuracy(),
+        "full_needle_accuracy_by_turn": evaluation.full.by_turn(),
     });
     Ok((found, stopped))
 }

@@ -1,4 +1,4 @@
-//! The caches and states of one block or conversation, along every trajectory.
+//! The trajectories of one block or conversation: what the full one and each variant's own have cached.
 
 use ndarray::{Array1, Array2, Axis};
 use rayon::prelude::*;
@@ -15,10 +15,10 @@ use crate::method::{Choice, Retriever};
 use crate::model::ModelConfig;
 use crate::model::forward::{Context, Forward, Rows};
 
-/// What was fed, and where that left every head.
-pub(super) struct Course {
+/// The full trajectory and one per variant, after what was fed so far.
+pub(super) struct Trajectories {
     /// Per layer and KV head.
-    pub lanes: Vec<Vec<Lanes>>,
+    pub heads: Vec<Vec<HeadTrajectories>>,
     /// Positions fed.
     pub len: usize,
     /// Decode steps among them.
@@ -28,35 +28,38 @@ pub(super) struct Course {
 }
 
 /// One KV head along every trajectory.
-pub(super) struct Lanes {
+pub(super) struct HeadTrajectories {
     /// The full trajectory, in f32.
     exact: KvHead,
     /// The full trajectory as the variants' caches hold it, where that is not f32.
     stored: Option<KvHead>,
-    /// Per variant: the state that chooses along the full trajectory. None where nothing is judged.
+    /// Per variant: the state that chooses along the full trajectory. Empty where nothing is judged.
     shadows: Vec<Box<dyn Retriever>>,
     /// Per variant: cache and state along its own trajectory, from the first prompt on.
     pub own: Vec<Head>,
 }
 
-/// What one head gives for one step.
-pub(super) struct LaneStep {
+/// What one KV head gives in one decode step.
+pub(super) struct HeadStep {
     /// Per variant, where it is judged.
     pub scores: Vec<Scores>,
     /// Per variant: its choice along its own trajectory.
     pub chosen: Vec<Choice>,
 }
 
-/// Where a step stands.
-pub(super) struct At<'a> {
+/// What the KV heads of a layer are given in one decode step.
+pub(super) struct StepInput<'a> {
+    /// Of every trajectory.
     pub rows: &'a Rows,
+    /// Query heads per KV head.
     pub group: usize,
+    /// Decode steps before it.
     pub step: usize,
     pub set: &'a StaticSet,
     pub variants: &'a [Variant<'a>],
 }
 
-impl Course {
+impl Trajectories {
     /// Empty caches with room for `capacity` positions.
     pub fn new(
         c: &ModelConfig,
@@ -74,7 +77,7 @@ impl Course {
                 };
                 variant.method.head(&options.place(c, layer, kv_head))
             };
-            Lanes {
+            HeadTrajectories {
                 exact: kv(KvType::F32),
                 stored: (options.kv != KvType::F32).then(|| kv(options.kv)),
                 shadows: variants.iter().map(state).collect(),
@@ -83,7 +86,7 @@ impl Course {
         };
         let layer = |layer: usize| (0..c.n_kv_heads).map(|head| new(layer, head)).collect();
         Self {
-            lanes: (0..c.n_layers).map(layer).collect(),
+            heads: (0..c.n_layers).map(layer).collect(),
             len: 0,
             steps: 0,
             judged,
@@ -95,21 +98,21 @@ impl Course {
     /// `[vocab]` each.
     pub fn prompt(&mut self, forward: &dyn Forward, ids: &[u32]) -> Result<Vec<Array1<f32>>> {
         let windows = &forward.decoder().config.windows;
-        let lanes = &mut self.lanes;
+        let heads = &mut self.heads;
         let full = forward.prompt(ids, self.len, &mut |layer, rows| {
-            prefill_full(&mut lanes[layer], rows, windows[layer])
+            prefill_full(&mut heads[layer], rows, windows[layer])
         })?;
-        let variants = self.lanes[0][0].shadows.len().max(self.lanes[0][0].own.len());
+        let variants = self.heads[0][0].shadows.len().max(self.heads[0][0].own.len());
         let mut logits = vec![full];
         if self.len == 0 {
             let judged = self.judged;
-            self.lanes.iter_mut().flatten().for_each(|l| l.part(judged));
+            self.heads.iter_mut().flatten().for_each(|h| h.part(judged));
             logits = vec![logits[0].clone(); variants + 1];
         } else {
             for v in 0..variants {
-                let lanes = &mut self.lanes;
+                let heads = &mut self.heads;
                 logits.push(forward.prompt(ids, self.len, &mut |layer, rows| {
-                    let own = lanes[layer].iter_mut().map(|l| &mut l.own[v]);
+                    let own = heads[layer].iter_mut().map(|h| &mut h.own[v]);
                     prefill_heads(own.collect(), rows, windows[layer])
                 })?);
             }
@@ -120,9 +123,9 @@ impl Course {
 }
 
 /// Takes a prompt's rows of one layer along the full trajectory; gives back what the prompt attends.
-fn prefill_full(lanes: &mut [Lanes], rows: Rows, model_window: Option<usize>) -> Context {
-    let exact: Vec<&KvHead> = lanes.iter().map(|l| &l.exact).collect();
-    let stored: Option<Vec<&KvHead>> = lanes.iter().map(|l| l.stored.as_ref()).collect();
+fn prefill_full(heads: &mut [HeadTrajectories], rows: Rows, model_window: Option<usize>) -> Context {
+    let exact: Vec<&KvHead> = heads.iter().map(|h| &h.exact).collect();
+    let stored: Option<Vec<&KvHead>> = heads.iter().map(|h| h.stored.as_ref()).collect();
     // Where the variants' caches round, methods see what those give for earlier positions.
     let stored = stored.filter(|caches| !caches[0].is_empty());
     let rounded = stored.map(|caches| {
@@ -130,14 +133,14 @@ fn prefill_full(lanes: &mut [Lanes], rows: Rows, model_window: Option<usize>) ->
         Context::join(q, k, v, &caches)
     });
     let context = Context::join(rows.q_rope, rows.k_rope, rows.v, &exact);
-    lanes.par_iter_mut().enumerate().for_each(|(c, lanes)| {
+    heads.par_iter_mut().enumerate().for_each(|(c, head)| {
         let of = |context| PromptRows::of(&rows.k_pre, context, c, model_window);
-        lanes.prefill(&of(&context), &of(rounded.as_ref().unwrap_or(&context)));
+        head.prefill(&of(&context), &of(rounded.as_ref().unwrap_or(&context)));
     });
     context
 }
 
-impl Lanes {
+impl HeadTrajectories {
     /// Takes in a prompt along the full trajectory; `seen` has earlier rows as the variants' caches do.
     fn prefill(&mut self, exact: &PromptRows, seen: &PromptRows) {
         exact.cache(&mut self.exact);
@@ -165,35 +168,35 @@ impl Lanes {
     }
 
     /// One step of KV head `c`; out `[trajectories,r,d]`.
-    pub fn step(&mut self, at: &At, c: usize, mut out: ndarray::ArrayViewMut3<f32>) -> LaneStep {
-        let token = Token::of(at.rows, c, at.group, 0);
+    pub fn step(&mut self, input: &StepInput, c: usize, mut out: ndarray::ArrayViewMut3<f32>) -> HeadStep {
+        let token = Token::of(input.rows, c, input.group, 0);
         token.cache(&mut self.exact);
         if let Some(stored) = &mut self.stored {
             token.cache(stored);
         }
         let mut full = out.index_axis_mut(Axis(0), 0);
-        let visible: Vec<u32> = at.set.visible().map(|p| p as u32).collect();
+        let visible: Vec<u32> = input.set.visible().map(|p| p as u32).collect();
         let (keys, values) = (self.exact.keys(), self.exact.values());
         let q = token.q_rope.view();
         let (weights, _) = attention::decode_with_weights(q, keys, values, &visible, full.view_mut());
         let full = full.to_owned();
         let mut scores = Vec::new();
         if !self.shadows.is_empty() {
-            let judge = Judge::new(at.set, weights.view(), full.view());
+            let judge = Judge::new(input.set, weights.view(), full.view());
             let kv = self.stored.as_ref().unwrap_or(&self.exact);
-            for (shadow, variant) in self.shadows.iter_mut().zip(at.variants) {
-                let step = token.step(at.step, at.set, variant.budget, kv);
+            for (shadow, variant) in self.shadows.iter_mut().zip(input.variants) {
+                let step = token.step(input.step, input.set, variant.budget, kv);
                 let mut output = Array2::zeros(full.dim());
-                let choice = decode_head(&token, &step, at.set, shadow.as_mut(), output.view_mut());
+                let choice = decode_head(&token, &step, input.set, shadow.as_mut(), output.view_mut());
                 scores.push(judge.scores(&choice, step.budget, output.view_mut()));
             }
         }
         let mut chosen = Vec::new();
-        for (v, (head, variant)) in self.own.iter_mut().zip(at.variants).enumerate() {
-            let token = Token::of(at.rows, c, at.group, v + 1);
+        for (v, (head, variant)) in self.own.iter_mut().zip(input.variants).enumerate() {
+            let token = Token::of(input.rows, c, input.group, v + 1);
             let output = out.index_axis_mut(Axis(0), v + 1);
-            chosen.push(head.step(&token, at.step, at.set, variant.budget, output));
+            chosen.push(head.step(&token, input.step, input.set, variant.budget, output));
         }
-        LaneStep { scores, chosen }
+        HeadStep { scores, chosen }
     }
 }

@@ -1,0 +1,149 @@
+//! What `run` and `eval` share: the options of methods and caches, and the artifact they read.
+
+use std::path::{Path, PathBuf};
+
+use crate::artifact::Artifact;
+use crate::compute::device::Device;
+use crate::dump::Sizes;
+use crate::error::{Error, Result};
+use crate::flags::{parse_count, parse_positive_count};
+use crate::kv::{Budget, KvType};
+use crate::method::{Method, MethodName, Params};
+use crate::model::Decoder;
+use crate::progress::Log;
+use crate::runner::Options;
+
+/// Where and how keys and values are held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Kv {
+    /// IEEE binary32
+    F32,
+    /// IEEE binary16
+    F16,
+    /// bfloat16
+    Bf16,
+    /// Signs, 2-bit magnitudes and 2-bit values, with 64 positions in f16 (Self-Indexing KVCache)
+    #[value(name = "2bit")]
+    TwoBit,
+    /// On CUDA: bfloat16 in the machine's memory; contexts may be larger than the GPU's
+    Host,
+}
+
+/// What a method has and may read: the options that `run` and `eval` share.
+#[derive(clap::Args, Debug)]
+#[group(skip)]
+pub(super) struct Reading {
+    /// What `kvsmith calibrate` made for this model
+    #[arg(long, value_name = "ART.safetensors")]
+    artifact: Option<PathBuf>,
+    /// First positions that are always read
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = parse_count)]
+    sinks: usize,
+    /// Last positions that are always read, the current one included
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = parse_positive_count)]
+    window: usize,
+    /// Element type of the KV cache (default: f32 on the CPU, bf16 on CUDA)
+    #[arg(long, value_enum)]
+    kv: Option<Kv>,
+    #[command(flatten)]
+    pub(super) methods: Params,
+    /// Use an artifact of another model, if its sizes fit
+    #[arg(long)]
+    force: bool,
+}
+
+impl Reading {
+    /// Opens the artifact, if one is given, and checks that it fits the model.
+    pub(super) fn open(&self, decoder: &Decoder, log: Log) -> Result<Option<Artifact>> {
+        let path = self.artifact.as_ref();
+        path.map(|p| open_artifact(p, decoder, self.force, log))
+            .transpose()
+    }
+
+    /// The options of a session.
+    pub(super) fn options(
+        &self,
+        budget: Budget,
+        artifact: Option<&Artifact>,
+        device: &dyn Device,
+    ) -> Result<Options> {
+        Ok(Options {
+            sinks: self.sinks,
+            window: self.window,
+            budget,
+            kv: self.kv_type(device),
+            packed: self.methods.selfindex.layout(artifact)?,
+        })
+    }
+
+    /// Whether the caches stay in the machine's memory although the model is on a GPU.
+    pub(super) fn on_host(&self) -> bool {
+        self.kv == Some(Kv::Host)
+    }
+
+    /// Checks what the device has of the options.
+    pub(super) fn check(&self, device: &dyn Device) -> Result<()> {
+        if self.on_host() && device.cuda().is_none() {
+            return Err(Error::usage("--kv host is for --device cuda")
+                .hint("on the CPU every cache is in the machine's memory: use --kv bf16"));
+        }
+        Ok(())
+    }
+
+    /// The type of the cache.
+    fn kv_type(&self, device: &dyn Device) -> KvType {
+        match self.kv {
+            Some(Kv::F32) => KvType::F32,
+            Some(Kv::F16) => KvType::F16,
+            Some(Kv::Bf16 | Kv::Host) => KvType::Bf16,
+            Some(Kv::TwoBit) => KvType::TwoBit,
+            None if device.cuda().is_some() => KvType::Bf16,
+            None => KvType::F32,
+        }
+    }
+
+    /// A method of this model.
+    pub(super) fn method(
+        &self,
+        name: MethodName,
+        artifact: Option<&Artifact>,
+        decoder: &Decoder,
+        seed: u64,
+    ) -> Result<Method> {
+        let d = decoder.config.head_dim;
+        Method::new(name, artifact, &decoder.rope, d, &self.methods, seed)
+    }
+}
+
+/// Parses `--budget`.
+pub(super) fn parse_budget(text: &str) -> std::result::Result<Budget, String> {
+    text.parse().map_err(|e: Error| match e.advice() {
+        Some(hint) => format!("{e}: expected {hint}"),
+        None => e.to_string(),
+    })
+}
+
+/// Opens an artifact and checks that it fits the model.
+fn open_artifact(path: &Path, decoder: &Decoder, force: bool, log: Log) -> Result<Artifact> {
+    let artifact = Artifact::open(path)?;
+    let c = &decoder.config;
+    let own = Sizes {
+        n_layers: c.n_layers,
+        n_heads: c.n_heads,
+        n_kv_heads: c.n_kv_heads,
+        head_dim: c.head_dim,
+    };
+    let fingerprint = decoder.checkpoint.fingerprint(c)?;
+    if let Err(e) = artifact.check_model(&fingerprint) {
+        if artifact.sizes != own {
+            return Err(e);
+        }
+        if !force {
+            return Err(
+                e.hint("calibrate this model; --force uses the artifact all the same, since its sizes fit")
+            );
+        }
+        log.warn(&format!("{e}; used all the same because of --force"));
+    }
+    Ok(artifact)
+}

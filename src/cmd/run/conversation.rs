@@ -1,0 +1,165 @@
+//! The turns of a run: each feeds a prompt and decodes a reply.
+
+use std::time::Instant;
+
+use super::Args;
+use super::turns::Turns;
+use crate::cmd::args::Global;
+use crate::cmd::print;
+use crate::error::{Kind, Result};
+use crate::interrupt;
+use crate::kv::KvType;
+use crate::kv::sample::Sampler;
+use crate::model::ModelConfig;
+use crate::model::tokenizer::TextStream;
+use crate::progress::size;
+use crate::runner::Session;
+
+/// What the model said in one turn.
+pub(super) struct Reply {
+    pub ids: Vec<u32>,
+    pub text: String,
+    /// Tokens of the turn's prompt.
+    pub prompt_tokens: usize,
+    pub prefill_s: f64,
+    pub decode_s: f64,
+    /// Whether a stop token ended it.
+    pub ended: bool,
+    /// Whether the user stopped it.
+    pub stopped: bool,
+}
+
+impl Reply {
+    /// The tokens without the stop token that ended them.
+    pub fn without_stop_token(&self) -> &[u32] {
+        &self.ids[..self.ids.len() - usize::from(self.ended)]
+    }
+}
+
+/// Prompts and replies in turns on one cache; a run without --chat has one turn.
+pub(super) struct Conversation<'a> {
+    pub args: &'a Args,
+    pub global: &'a Global,
+    /// Type of the cache.
+    pub kv: KvType,
+    pub session: Session<'a>,
+    pub turns: Turns<'a>,
+    pub sampler: Sampler,
+    /// Of the turns so far.
+    pub replies: Vec<Reply>,
+}
+
+impl Conversation<'_> {
+    /// Takes turns until there are no more; returns whether the user stopped it.
+    pub fn run(&mut self) -> Result<bool> {
+        loop {
+            match self.turn() {
+                Ok(None) => return Ok(false),
+                Ok(Some(reply)) => {
+                    let stopped = reply.stopped;
+                    self.replies.push(reply);
+                    if stopped {
+                        return Ok(true);
+                    }
+                }
+                // The replies of earlier turns are still reported.
+                Err(e) if e.kind() == Kind::Interrupted && !self.replies.is_empty() => return Ok(true),
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    /// Feeds the next turn and lets the model reply; `None` at the end.
+    fn turn(&mut self) -> Result<Option<Reply>> {
+        let log = self.global.log();
+        let last = self.replies.last();
+        let Some(mut ids) = self.turns.next(last)? else {
+            return Ok(None);
+        };
+        let mut prompt_tokens = ids.len();
+        // The last token of a reply was not fed yet, unless the prompt repeats it as a stop token.
+        if let Some(reply) = last
+            && let Some(id) = reply.ids.last()
+        {
+            if reply.ended && ids.first() == Some(id) {
+                prompt_tokens -= 1;
+            } else {
+                ids.insert(0, *id);
+            }
+        }
+        let config = self.turns.config();
+        let total = (self.session.len() + ids.len()).saturating_add(self.args.max_new);
+        if total > config.max_position_embeddings {
+            log.warn(&format!(
+                "{total} positions are more than the model's context of {}",
+                config.max_position_embeddings
+            ));
+        }
+        let chat = self.args.chat;
+        if !chat {
+            log.note(&format!(
+                "prefill: {} tokens, {} of KV cache",
+                ids.len(),
+                size(ids.len() * kv_bytes_per_token(config, self.kv))
+            ));
+        }
+        let mut reply = self.generate(&ids)?;
+        reply.prompt_tokens = prompt_tokens;
+        if chat {
+            log.note(&format!(
+                "turn {}: {prompt_tokens} tokens in {:.2} s, {} tokens out in {:.2} s",
+                self.replies.len() + 1,
+                reply.prefill_s,
+                reply.ids.len(),
+                reply.decode_s
+            ));
+        }
+        Ok(Some(reply))
+    }
+
+    /// Runs the prompt and decodes until a stop token, the limit or an interrupt, showing the text.
+    fn generate(&mut self, prompt: &[u32]) -> Result<Reply> {
+        let show = |text: &str| match text {
+            "" => Ok(()),
+            _ if self.global.json => Ok(()),
+            text => print(text),
+        };
+        let mut stream = TextStream::new(self.turns.tokenizer());
+        let start = Instant::now();
+        let logits = self.session.prefill(prompt)?;
+        let mut next = self.sampler.next(logits.view())?;
+        let prefill_s = start.elapsed().as_secs_f64();
+        let start = Instant::now();
+        let mut ids = Vec::new();
+        let (mut ended, mut stopped) = (false, false);
+        while ids.len() < self.args.max_new {
+            ids.push(next);
+            show(&stream.push(next)?)?;
+            ended = !self.args.ignore_eos && self.turns.config().is_stop_token(next);
+            if ended || ids.len() == self.args.max_new {
+                break;
+            }
+            stopped = interrupt::requested();
+            if stopped {
+                break;
+            }
+            next = self.session.next(next, &mut self.sampler)?;
+        }
+        show(&stream.finish()?)?;
+        show("\n")?;
+        Ok(Reply {
+            ids,
+            text: stream.text().to_string(),
+            prompt_tokens: prompt.len(),
+            prefill_s,
+            decode_s: start.elapsed().as_secs_f64(),
+            ended,
+            stopped,
+        })
+    }
+}
+
+/// Bytes of the keys and values of one position, over all layers and KV heads.
+fn kv_bytes_per_token(c: &ModelConfig, kv: KvType) -> usize {
+    c.n_layers * c.n_kv_heads * kv.bytes_per_position(c.head_dim)
+}

@@ -1,0 +1,112 @@
+//! Caches and selection on the CPU, beside a model on any device.
+
+use ndarray::{Array1, Axis};
+use rayon::prelude::*;
+
+use super::head::{Head, Token, prefill_heads};
+use super::session::{Backend, StepAt};
+use super::shares::Shares;
+use super::trace::Trace;
+use super::{Options, Session};
+use crate::error::{Error, Result};
+use crate::kv::{KvHead, StaticSet};
+use crate::method::{Choice, Method};
+use crate::model::Decoder;
+use crate::model::forward::{CpuForward, Forward};
+
+/// A model on any device, with the caches and indexes of every KV head on the CPU.
+pub struct CpuBackend<'a> {
+    forward: Box<dyn Forward + 'a>,
+    options: Options,
+    /// Per layer.
+    heads: Vec<Vec<Head>>,
+    /// Sum over decode steps of the mean over layers.
+    shares: Shares,
+}
+
+impl<'a> CpuBackend<'a> {
+    /// Empty caches with room for `capacity` positions; they grow beyond.
+    pub fn new(forward: Box<dyn Forward + 'a>, method: &Method, options: Options, capacity: usize) -> Self {
+        let c = &forward.decoder().config;
+        let head = |layer: usize, kv_head: usize| Head {
+            kv: KvHead::new(options.kv, c.head_dim, capacity, options.packed),
+            retriever: method.head(&options.place(c, layer, kv_head)),
+        };
+        let layer = |layer: usize| (0..c.n_kv_heads).map(|kv_head| head(layer, kv_head)).collect();
+        Self {
+            heads: (0..c.n_layers).map(layer).collect(),
+            forward,
+            options,
+            shares: Shares::default(),
+        }
+    }
+
+    fn heads(&self) -> impl Iterator<Item = &Head> {
+        self.heads.iter().flatten()
+    }
+}
+
+impl<'a> Session<'a> {
+    /// A session with model, caches and selection on the CPU, and room for `capacity` positions.
+    ///
+    /// # Errors
+    /// Weights that cannot be read.
+    pub fn on_cpu(decoder: &'a Decoder, method: &Method, options: Options, capacity: usize) -> Result<Self> {
+        let forward = Box::new(CpuForward::new(decoder)?);
+        Ok(Self::new(CpuBackend::new(forward, method, options, capacity)))
+    }
+}
+
+impl Backend for CpuBackend<'_> {
+    fn prompt(&mut self, ids: &[u32], first: usize) -> Result<Array1<f32>> {
+        let windows = &self.forward.decoder().config.windows;
+        let heads = &mut self.heads;
+        self.forward.prompt(ids, first, &mut |layer, rows| {
+            prefill_heads(heads[layer].iter_mut().collect(), rows, windows[layer])
+        })
+    }
+
+    fn step(&mut self, id: u32, at: StepAt, mut trace: Option<&mut Trace<'_>>) -> Result<Array1<f32>> {
+        let options = self.options;
+        let mut shares = Shares::default();
+        let heads = &mut self.heads;
+        let windows = &self.forward.decoder().config.windows;
+        let logits = self
+            .forward
+            .step(&[id], at.position, &mut |index, rows, mut out| {
+                let heads = &mut heads[index];
+                let r = rows.q_rope.len_of(Axis(0)) / heads.len();
+                let set = StaticSet::at(at.position, windows[index], options.sinks, options.window);
+                let mut out = out.index_axis_mut(Axis(0), 0);
+                let chosen: Vec<Choice> = heads
+                    .par_iter_mut()
+                    .zip(out.axis_chunks_iter_mut(Axis(0), r))
+                    .enumerate()
+                    .map(|(c, (head, out))| {
+                        let token = Token::of(rows, c, r, 0);
+                        head.step(&token, at.step, &set, options.budget, out)
+                    })
+                    .collect();
+                shares.add_layer(chosen.iter(), &set, r);
+                match trace.as_deref_mut() {
+                    Some(trace) => trace.layer(at.step, index, chosen.iter().map(|c| &c.positions)),
+                    None => Ok(()),
+                }
+            })?;
+        self.shares.add_step(&shares, self.heads.len());
+        let first = logits.into_iter().next();
+        first.ok_or_else(|| Error::failed("a decode step gave no logits"))
+    }
+
+    fn shares(&self, steps: usize) -> Result<Shares> {
+        Ok(self.shares.mean(steps))
+    }
+
+    fn kv_bytes(&self) -> usize {
+        self.heads().map(|h| h.kv.bytes()).sum()
+    }
+
+    fn index_bytes(&self) -> usize {
+        self.heads().map(|h| h.retriever.state_bytes()).sum()
+    }
+}

@@ -1,0 +1,163 @@
+//! A conversation wherever it is computed: a prompt, then tokens one by one, then perhaps a later prompt.
+
+use std::io::Write;
+
+use ndarray::Array1;
+
+use super::shares::Shares;
+use super::trace::Trace;
+use crate::error::Result;
+use crate::kv::sample::Sampler;
+
+/// The place of a decode step in its session.
+#[derive(Clone, Copy, Debug)]
+pub struct StepAt {
+    /// Position of the token that is fed.
+    pub position: usize,
+    /// Decode steps before it.
+    pub step: usize,
+}
+
+/// Where a model runs and its caches are held.
+pub trait Backend {
+    /// Runs a prompt with exact attention. Its first token is at position `first`; earlier positions are in the
+    /// caches. Returns the logits after its last token: `[vocab]`.
+    ///
+    /// # Errors
+    /// An empty prompt, an id outside the vocabulary, activations that are not finite, an interrupt.
+    fn prompt(&mut self, ids: &[u32], first: usize) -> Result<Array1<f32>>;
+
+    /// Feeds one token with sparse attention; returns the logits after it: `[vocab]`.
+    fn step(&mut self, id: u32, at: StepAt, trace: Option<&mut Trace<'_>>) -> Result<Array1<f32>>;
+
+    /// Feeds one token as [`Backend::step`] does; returns the token that follows it.
+    fn next(
+        &mut self,
+        id: u32,
+        at: StepAt,
+        trace: Option<&mut Trace<'_>>,
+        sampler: &mut Sampler,
+    ) -> Result<u32> {
+        sampler.next(self.step(id, at, trace)?.view())
+    }
+
+    /// The means over all decode steps and layers; `steps` is the number of steps.
+    fn shares(&self, steps: usize) -> Result<Shares>;
+
+    /// Bytes held for keys and values.
+    fn kv_bytes(&self) -> usize;
+
+    /// Bytes held for the methods' indexes.
+    fn index_bytes(&self) -> usize;
+}
+
+/// A conversation with a model through one method.
+pub struct Session<'a> {
+    backend: Box<dyn Backend + 'a>,
+    /// Positions in the cache.
+    len: usize,
+    /// Decode steps so far.
+    steps: usize,
+    trace: Option<Trace<'a>>,
+}
+
+impl<'a> Session<'a> {
+    /// A session on a backend whose caches are empty.
+    pub fn new(backend: impl Backend + 'a) -> Self {
+        Self {
+            backend: Box::new(backend),
+            len: 0,
+            steps: 0,
+            trace: None,
+        }
+    }
+
+    /// Runs a prompt with exact attention: the first, or that of a later turn, which continues the cache. Returns the
+    /// logits after its last token: `[vocab]`.
+    ///
+    /// # Errors
+    /// As [`Backend::prompt`].
+    pub fn prefill(&mut self, ids: &[u32]) -> Result<Array1<f32>> {
+        let logits = self.backend.prompt(ids, self.len)?;
+        self.len += ids.len();
+        Ok(logits)
+    }
+
+    /// Feeds one token with sparse attention; returns the logits after it: `[vocab]`.
+    ///
+    /// # Errors
+    /// As [`Backend::prompt`]; a trace that cannot be written.
+    pub fn step(&mut self, id: u32) -> Result<Array1<f32>> {
+        let at = self.place();
+        let logits = self.backend.step(id, at, self.trace.as_mut())?;
+        self.count();
+        Ok(logits)
+    }
+
+    /// Feeds one token; returns the token that follows it.
+    ///
+    /// # Errors
+    /// As [`Session::step`].
+    pub fn next(&mut self, id: u32, sampler: &mut Sampler) -> Result<u32> {
+        let at = self.place();
+        let next = self.backend.next(id, at, self.trace.as_mut(), sampler)?;
+        self.count();
+        Ok(next)
+    }
+
+    fn place(&self) -> StepAt {
+        StepAt {
+            position: self.len,
+            step: self.steps,
+        }
+    }
+
+    fn count(&mut self) {
+        self.len += 1;
+        self.steps += 1;
+    }
+
+    /// Writes the choices of the steps to come to `sink`, one JSON line per step, layer and KV head.
+    pub fn trace(&mut self, sink: impl Write + 'a) {
+        self.trace = Some(Trace::new(sink));
+    }
+
+    /// Writes out what is left of the trace, if there is one.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn finish_trace(&mut self) -> Result<()> {
+        self.trace.as_mut().map_or(Ok(()), Trace::finish)
+    }
+
+    /// Positions in the cache.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether nothing was fed yet.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The means over all decode steps and layers; before the first step, everything counts as read.
+    pub fn shares(&self) -> Result<Shares> {
+        match self.steps {
+            0 => Ok(Shares {
+                read: 1.0,
+                ..Shares::default()
+            }),
+            steps => self.backend.shares(steps),
+        }
+    }
+
+    /// Bytes held for keys and values.
+    pub fn kv_bytes(&self) -> usize {
+        self.backend.kv_bytes()
+    }
+
+    /// Bytes held for the methods' indexes.
+    pub fn index_bytes(&self) -> usize {
+        self.backend.index_bytes()
+    }
+}
