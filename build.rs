@@ -1,20 +1,31 @@
-//! Compiles `kernels/` into the program where there is an nvcc: `KVSMITH_NVCC`, one of `CUDA_HOME` or the
-//! path, or the one that `make cuda` fetched. Without one the program compiles the kernels when it runs.
+//! Reads which kernels `kernels/` declares and writes the functions that launch them; compiles them into the program
+//! where there is an nvcc: `KVSMITH_NVCC`, one of `CUDA_HOME` or the path, or the one that `make cuda` fetched. Without
+//! one the program compiles the kernels when it runs.
+
+#[path = "build/mod.rs"]
+mod build;
 
 use std::env;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
 
+use build::{kernels, launches, shaders};
+
 /// The chips that get machine code, A100 and H100: an image each, compiled side by side.
 const CHIPS: [u32; 2] = [80, 90];
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
+    println!("cargo:rerun-if-changed=build");
     println!("cargo:rerun-if-env-changed=KVSMITH_NVCC");
     println!("cargo:rerun-if-env-changed=CUDA_HOME");
     watch_sources();
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    write_launches(&out);
+    println!("cargo:rerun-if-changed=shaders");
+    let entries = shaders::read_folder(Path::new("shaders")).unwrap_or_else(|e| panic!("shaders/: {e}"));
+    std::fs::write(out.join("shaders.rs"), shaders::write(&entries)).expect("OUT_DIR can be written to");
     let images = find().is_some_and(|nvcc| {
         // For tests/kernels.rs: the compiler, and what it said.
         println!("cargo:rustc-env=KVSMITH_FOUND_NVCC={}", nvcc.display());
@@ -43,6 +54,16 @@ fn watch_sources() {
         if path.file_stem().is_some_and(|stem| stem != "emulate") {
             println!("cargo:rerun-if-changed={}", path.display());
         }
+    }
+}
+
+/// Writes the table of the kernels with their launches, and their source as one text.
+fn write_launches(out: &Path) {
+    let read = kernels::read_folder(Path::new("kernels"));
+    let (kernels, source) = read.unwrap_or_else(|e| panic!("kernels/: {e}"));
+    let launches = launches::write(&kernels).unwrap_or_else(|e| panic!("kernels/: {e}"));
+    for (name, text) in [("kernels.rs", launches), ("kernels.cu", source)] {
+        std::fs::write(out.join(name), text).expect("OUT_DIR can be written to");
     }
 }
 

@@ -22,22 +22,22 @@ struct PlainRows {
 };
 
 #define ATTEND_PARAMETERS                                                                                       \
-    const float *queries, const u16 *keys, const u16 *values, const u32 *spans, const u32 *lists,               \
-        const u32 *listed, float *outs, float *sums, float scale, u32 r, u32 capacity, u32 most
+    const float *queries, const u16 *keys, const u16 *values, const u32 *spans, OPTIONAL const u32 *lists,      \
+        OPTIONAL const u32 *listed, float *outs, float *sums, float scale, u32 r, u32 capacity, u32 most
 #define ATTEND(BF, D)                                                                                           \
     DYNAMIC_SHARED(u16, shared);                                                                                \
     u64 first = (u64)(blockIdx.z * gridDim.y + blockIdx.y) * capacity * D;                                      \
     attend<PlainRows<BF, D>, D>({keys + first, values + first}, shared, queries, spans, lists, listed, outs,    \
                                 sums, scale, r, most)
 
-KERNEL(128, 2, attend_half_64, ATTEND_PARAMETERS) { ATTEND(false, 64); }
-KERNEL(128, 2, attend_half_80, ATTEND_PARAMETERS) { ATTEND(false, 80); }
-KERNEL(128, 2, attend_half_96, ATTEND_PARAMETERS) { ATTEND(false, 96); }
-KERNEL(128, 2, attend_half_128, ATTEND_PARAMETERS) { ATTEND(false, 128); }
-KERNEL(128, 2, attend_bfloat_64, ATTEND_PARAMETERS) { ATTEND(true, 64); }
-KERNEL(128, 2, attend_bfloat_80, ATTEND_PARAMETERS) { ATTEND(true, 80); }
-KERNEL(128, 2, attend_bfloat_96, ATTEND_PARAMETERS) { ATTEND(true, 96); }
-KERNEL(128, 2, attend_bfloat_128, ATTEND_PARAMETERS) { ATTEND(true, 128); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(64), attend_half_64, ATTEND_PARAMETERS) { ATTEND(false, 64); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(80), attend_half_80, ATTEND_PARAMETERS) { ATTEND(false, 80); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(96), attend_half_96, ATTEND_PARAMETERS) { ATTEND(false, 96); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(128), attend_half_128, ATTEND_PARAMETERS) { ATTEND(false, 128); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(64), attend_bfloat_64, ATTEND_PARAMETERS) { ATTEND(true, 64); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(80), attend_bfloat_80, ATTEND_PARAMETERS) { ATTEND(true, 80); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(96), attend_bfloat_96, ATTEND_PARAMETERS) { ATTEND(true, 96); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(128), attend_bfloat_128, ATTEND_PARAMETERS) { ATTEND(true, 128); }
 
 // Puts the parts together by their log-sum-exp: out `[b,h,w]`, lse `[b,h]` in natural units; zeros and minus
 // infinity for nothing. A block has a query head.

@@ -12,6 +12,8 @@
 
 // Positions of a tile, and the queries of a group, padded.
 constexpr u32 ITEMS = 64, QUERIES = 16;
+// Dynamic shared memory of `attend`: two tiles of keys and of values, rows PITCH apart.
+#define ATTEND_BYTES(D) (2 * 2 * 64 * (D + 8) * 2)
 
 // What one KV head attends, in ascending order: `sinks` positions from `first` on, those of a list, and those
 // from `window_at` on, `total` in all.
@@ -153,6 +155,8 @@ template <class Store, u32 D>
 DEVICE void attend(const Store& store, u16* shared, const float* queries, const u32* spans, const u32* lists,
                    const u32* listed, float* outs, float* sums, float scale, u32 r, u32 most) {
     constexpr u32 TILE_OF = ITEMS * PITCH<D>;
+    static_assert(ATTEND_BYTES(D) == 4 * TILE_OF * sizeof(u16), "two tiles of both");
+    static_assert(ATTEND_BYTES(D) >= 4 * QUERIES * (D + 2) * sizeof(float), "the results of four warps");
     Attended span = attended(spans, lists, listed, most);
     u32 start, end;
     part_of(span.total, start, end);

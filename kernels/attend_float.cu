@@ -4,9 +4,9 @@
 
 // A block has a part of one KV head's positions. In shared memory: queries `[r,w]`, a tile of keys or values
 // `[ITEMS,w + 1]` and the weights `[r,ITEMS]`. A thread sums one channel of every query; w <= 128.
-KERNEL(128, 1, attend_float, const float* queries, const float* keys, const float* values, const u32* spans,
-       const u32* lists, const u32* listed, float* outs, float* sums, float scale, u32 r, u32 capacity, u32 most,
-       u32 w) {
+KERNEL_SHARED(128, 1, 4 * (16 * 128 + 64 * 129 + 16 * 64), attend_float, const float* queries, const float* keys,
+       const float* values, const u32* spans, OPTIONAL const u32* lists, OPTIONAL const u32* listed, float* outs,
+       float* sums, float scale, u32 r, u32 capacity, u32 most, u32 w) {
     DYNAMIC_SHARED(float, q);
     SHARED(float, tops, QUERIES);
     SHARED(float, keeps, QUERIES);

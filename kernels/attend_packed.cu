@@ -77,8 +77,8 @@ UNROLL
     const float *queries, const u32 *signs, const u16 *key_bits, const u16 *value_bits, const u32 *key_params,  \
         const u32 *value_params, const float *centre, const float *alpha, const u32 *full,                      \
         const u32 *full_count, const u16 *full_keys, const u16 *full_values, const u32 *spans,                  \
-        const u32 *lists, const u32 *listed, float *outs, float *sums, float scale, u32 r, u32 d, u32 pitch,    \
-        u32 capacity, u32 most, u32 is_signed
+        OPTIONAL const u32 *lists, OPTIONAL const u32 *listed, float *outs, float *sums, float scale, u32 r,    \
+        u32 d, u32 pitch, u32 capacity, u32 most, u32 is_signed
 #define ATTEND_PACKED(D)                                                                                        \
     DYNAMIC_SHARED(u16, shared);                                                                                \
     u64 at = blockIdx.z * gridDim.y + blockIdx.y, first = at * capacity, groups = (d + 31) / 32;                \
@@ -89,7 +89,7 @@ UNROLL
                           d, pitch, smaller(full_count[at], FULL), is_signed};                                  \
     attend<PackedRows<D>, D>(rows, shared, queries, spans, lists, listed, outs, sums, scale, r, most)
 
-KERNEL(128, 2, attend_packed_64, PACKED_PARAMETERS) { ATTEND_PACKED(64); }
-KERNEL(128, 2, attend_packed_80, PACKED_PARAMETERS) { ATTEND_PACKED(80); }
-KERNEL(128, 2, attend_packed_96, PACKED_PARAMETERS) { ATTEND_PACKED(96); }
-KERNEL(128, 2, attend_packed_128, PACKED_PARAMETERS) { ATTEND_PACKED(128); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(64), attend_packed_64, PACKED_PARAMETERS) { ATTEND_PACKED(64); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(80), attend_packed_80, PACKED_PARAMETERS) { ATTEND_PACKED(80); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(96), attend_packed_96, PACKED_PARAMETERS) { ATTEND_PACKED(96); }
+KERNEL_SHARED(128, 2, ATTEND_BYTES(128), attend_packed_128, PACKED_PARAMETERS) { ATTEND_PACKED(128); }

@@ -85,7 +85,7 @@ KERNEL(256, 1, square_sums, const float* x, double* out, u64 size) {
 
 // The bits of the largest magnitude, which order as the magnitudes do, per head: out `[b]`, zeroed before.
 // rows `[b,stride,w]`; of each head those of its range, or all n where `ranges` is null.
-KERNEL(256, 1, largest, const float* rows, u32* out, const u32* ranges, u32 n, u32 stride, u32 w) {
+KERNEL(256, 1, largest, const float* rows, u32* out, OPTIONAL const u32* ranges, u32 n, u32 stride, u32 w) {
     u32 first = ranges ? ranges[2 * blockIdx.y] : 0, count = ranges ? ranges[2 * blockIdx.y + 1] : n;
     const float* at = rows + ((u64)blockIdx.y * stride + first) * w;
     u64 size = (u64)count * w;

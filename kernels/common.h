@@ -11,12 +11,18 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+// Before a pointer that may be null, in the parameters of a kernel.
+#define OPTIONAL
+
 #ifdef KVSMITH_EMULATE
 #include "emulate.h"
 #else
-// A kernel of `threads` threads a block, `blocks` of which fit on a multiprocessor.
+// A kernel of `threads` threads a block, `blocks` of which fit on a multiprocessor; at the start of a line, where
+// build/kernels.rs reads it.
 #define KERNEL(threads, blocks, name, ...) \
     extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__)
+// The same with at most `bytes` of DYNAMIC_SHARED: numbers, +, * and macros of them.
+#define KERNEL_SHARED(threads, blocks, bytes, name, ...) KERNEL(threads, blocks, name, __VA_ARGS__)
 // Before a loop; an array that only unrolled loops index stays in registers.
 #define UNROLL _Pragma("unroll")
 #define SHARED(type, name, count) __shared__ __align__(16) type name[count]
@@ -29,6 +35,8 @@ typedef long long i64;
 
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr u32 INFINITE = 0x7f800000u;
+// Dynamic shared memory for a query group, 16 heads of 128 channels.
+#define QUERY_BYTES (16 * 128 * 4)
 // Positions of a 2-bit cache that keep half precision, at most.
 constexpr u32 FULL = 64;
 

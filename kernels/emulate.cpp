@@ -14,6 +14,18 @@ static void bytes(void* to, size_t size) {
 
 static void answer(uint64_t v) { fwrite(&v, 8, 1, stdout); }
 
+// Every kernel as a line: its name, threads, most bytes of dynamic shared memory, and bytes of each argument.
+static void list() {
+    std::string text;
+    for (auto& [name, kernel] : emulate::kernels()) {
+        text += name + " " + std::to_string(kernel.threads) + " " + std::to_string(kernel.most_shared);
+        for (size_t size : kernel.sizes) text += " " + std::to_string(size);
+        text += "\n";
+    }
+    answer(text.size());
+    fwrite(text.data(), 1, text.size(), stdout);
+}
+
 static void launch() {
     std::string name(number(), ' ');
     bytes(name.data(), name.size());
@@ -60,6 +72,8 @@ int main() {
         } else if (what == 'l') {
             launch();
             answer(0);
+        } else if (what == 'k') {
+            list();
         } else {
             emulate::fail("no such request");
         }

@@ -21,9 +21,10 @@
 
 #define __device__
 #define UNROLL
-#define KERNEL(threads, blocks, name, ...)                          \
-    void name(__VA_ARGS__);                                         \
-    static emulate::Register register_##name(#name, threads, name); \
+#define KERNEL(threads, blocks, name, ...) KERNEL_SHARED(threads, blocks, 0, name, __VA_ARGS__)
+#define KERNEL_SHARED(threads, blocks, bytes, name, ...)                   \
+    void name(__VA_ARGS__);                                                \
+    static emulate::Register register_##name(#name, threads, bytes, name); \
     void name(__VA_ARGS__)
 #define SHARED(type, name, count) type* const name = emulate::shared<type>(count)
 #define DYNAMIC_SHARED(type, name) type* const name = emulate::shared<type>(emulate::dynamic_bytes / sizeof(type))
@@ -243,6 +244,7 @@ inline void wait_for_copies(unsigned later) {
 
 struct Kernel {
     unsigned threads;
+    size_t most_shared;
     std::vector<size_t> sizes;
     std::function<void(const uint64_t*)> call;
 };
@@ -261,8 +263,8 @@ T argument(const uint64_t* at) {
 
 struct Register {
     template <class... P>
-    Register(const char* name, unsigned threads, void (*kernel)(P...)) {
-        kernels()[name] = {threads, {sizeof(P)...}, [kernel](const uint64_t* arguments) {
+    Register(const char* name, unsigned threads, size_t most_shared, void (*kernel)(P...)) {
+        kernels()[name] = {threads, most_shared, {sizeof(P)...}, [kernel](const uint64_t* arguments) {
             [&]<size_t... I>(std::index_sequence<I...>) { kernel(argument<P>(arguments + I)...); }
             (std::index_sequence_for<P...>());
         }};
@@ -278,6 +280,7 @@ inline void launch(const std::string& name, Dim grid, unsigned block, size_t sha
     kernel = &found->second;
     values = arguments.data();
     if (kernel->sizes != sizes) fail(name + ": arguments of other sizes");
+    if (shared_bytes > kernel->most_shared) fail(name + ": more dynamic shared memory than it declares");
     if (kernel->threads != block || block % 32 != 0) fail(name + ": a block of another size");
     if (grid.y > 65535 || grid.z > 65535 || grid.x > 0x7fffffff) fail(name + ": too large a grid");
     n_threads = block;

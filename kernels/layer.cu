@@ -34,9 +34,9 @@ KERNEL(256, 1, rms_rows, const float* x, const float* weight, float* out, u32 wi
 // queries and keys after an RMS norm of each vector where there is a weight `[d]`, as they are and rotated. Outputs may
 // be null. cosines and sines are `[positions,d/2]`. Row i of a sequence stands at lens[sequence] - m + i, or without
 // lens at first + i * apart. A warp has a vector.
-KERNEL(256, 1, split_heads, const float* flat, const float* q_norm, const float* k_norm, const float* cosines,
-       const float* sines, const u32* lens, float* q_pre, float* q_rope, float* k_pre, float* k_rope, float* v, u32 rows,
-       u32 m, u32 h, u32 g, u32 d, u32 first, u32 apart, float eps) {
+KERNEL(256, 1, split_heads, const float* flat, OPTIONAL const float* q_norm, OPTIONAL const float* k_norm,
+       const float* cosines, const float* sines, OPTIONAL const u32* lens, float* q_pre, float* q_rope, float* k_pre,
+       float* k_rope, float* v, u32 rows, u32 m, u32 h, u32 g, u32 d, u32 first, u32 apart, float eps) {
     u64 vector = (u64)blockIdx.x * 8 + warp();
     u32 all = h + 2 * g;
     if (vector >= (u64)rows * all) return;
@@ -113,7 +113,8 @@ KERNEL(256, 1, note_not_finite, const float* x, u64 n, u32* noted, u32 stage) {
 // Adds to sum[0] the share of visible rows that is read, and to sum[1] that of the keys that were ranked exactly, mean
 // over sequences and KV heads; spans and listed as in attend.h. ranked `[b,g]`, or null: how many keys were ranked, what
 // is listed among them; of the others half a row is read.
-KERNEL(32, 1, tally_rows, const u32* spans, const u32* listed, const u32* ranked, double* sum, u32 b, u32 g) {
+KERNEL(32, 1, tally_rows, const u32* spans, OPTIONAL const u32* listed, OPTIONAL const u32* ranked, double* sum,
+       u32 b, u32 g) {
     double share = 0, exact = 0;
     for (u32 i = lane(); i < b * g; i += 32) {
         const u32* span = spans + 4 * (i / g);

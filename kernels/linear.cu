@@ -9,6 +9,8 @@
 // Rows of x and of W of a tile, channels of a slab, slabs in flight; elements between two rows of a slab, an odd
 // number of 16-byte pieces.
 constexpr u32 LINEAR_TILE = 128, LINEAR_SLAB = 32, LINEAR_STAGES = 4, LINEAR_PITCH = LINEAR_SLAB + 8;
+// Dynamic shared memory: the slabs of both matrices in flight.
+#define LINEAR_BYTES (4 * 2 * 128 * (32 + 8) * 2)
 // Tiles of x that blocks near each other share: what they read stays in the second-level cache.
 constexpr u32 LINEAR_BAND = 16;
 
@@ -48,6 +50,7 @@ template <bool BFLOAT>
 DEVICE void linear_tile(u16* slabs, const u16* x, const u16* weight, const float* bias, float* out, u32 m, u32 n,
                         u32 k, u32 accumulate) {
     constexpr u32 HALF = LINEAR_TILE * LINEAR_PITCH;
+    static_assert(LINEAR_BYTES == LINEAR_STAGES * 2 * HALF * sizeof(u16), "all slabs");
     u32 tiles_m = (m + LINEAR_TILE - 1) / LINEAR_TILE, tiles_n = (n + LINEAR_TILE - 1) / LINEAR_TILE;
     u32 band = blockIdx.x / (LINEAR_BAND * tiles_n) * LINEAR_BAND, place = blockIdx.x % (LINEAR_BAND * tiles_n);
     u32 high = smaller(LINEAR_BAND, tiles_m - band);
@@ -106,14 +109,14 @@ UNROLL
 }
 
 #define LINEAR_PARAMETERS(X, W)                                                                                 \
-    const X *x, const W *weight, const float *bias, float *out, u32 m, u32 n, u32 k, u32 accumulate
+    const X *x, const W *weight, OPTIONAL const float *bias, float *out, u32 m, u32 n, u32 k, u32 accumulate
 
 // k is a multiple of 8.
-KERNEL(256, 2, linear_half, LINEAR_PARAMETERS(u16, u16)) {
+KERNEL_SHARED(256, 2, LINEAR_BYTES, linear_half, LINEAR_PARAMETERS(u16, u16)) {
     DYNAMIC_SHARED(u16, slabs);
     linear_tile<false>(slabs, x, weight, bias, out, m, n, k, accumulate);
 }
-KERNEL(256, 2, linear_bfloat, LINEAR_PARAMETERS(u16, u16)) {
+KERNEL_SHARED(256, 2, LINEAR_BYTES, linear_bfloat, LINEAR_PARAMETERS(u16, u16)) {
     DYNAMIC_SHARED(u16, slabs);
     linear_tile<true>(slabs, x, weight, bias, out, m, n, k, accumulate);
 }

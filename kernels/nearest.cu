@@ -41,7 +41,8 @@ KERNEL(256, 1, centroid_biases, const float* centroids, const u32* ranges, float
 // A block scores 128 rows against the centroids of the range, 128 at a time; a thread has 8 x 8 of these
 // scores. The rows are those of `list`, `listed[head]` of them, or all n where it is null. next `[b,n]`.
 KERNEL(256, 2, nearest_listed, const float* x, const float* centroids, const float* biases, const u32* ranges,
-       const u32* list, const u32* listed, float* scores, const u32* codes, u32* next, u32 n, u32 w, u32 size) {
+       OPTIONAL const u32* list, OPTIONAL const u32* listed, OPTIONAL float* scores, const u32* codes, u32* next,
+       u32 n, u32 w, u32 size) {
     SHARED(float, left, 16 * 132);
     SHARED(float, right, 16 * 132);
     u32 head = blockIdx.y, first = ranges[2 * head], count = ranges[2 * head + 1];
@@ -138,8 +139,8 @@ UNROLL
 // Scores the candidates of each row exactly and lists the rows that need all scores: list `[b,n]`, listed
 // `[b]`, zeroed before. candidates `[b,n]`: four numbers within the range, 0xffff for none.
 KERNEL(256, 1, settle, const float* x, const float* centroids, const float* biases, const u32* ranges,
-       const u64* candidates, float* scores, const u32* codes, u32* next, u32* list, u32* listed, u32 n, u32 w,
-       u32 size) {
+       const u64* candidates, OPTIONAL float* scores, const u32* codes, u32* next, u32* list, u32* listed, u32 n,
+       u32 w, u32 size) {
     u32 row = blockIdx.x * 256 + threadIdx.x, head = blockIdx.y, first = ranges[2 * head];
     if (row >= n) return;
     u64 at = (u64)head * n + row, of = candidates[at];

@@ -16,6 +16,9 @@
 
 // Rows and centroids of a tile, and channels of a slab; slabs in flight.
 constexpr u32 TILE = 128, SLAB = 64, STAGES = 4;
+// Dynamic shared memory of `search`: the rows' slabs, and those of centroids in flight.
+#define SEARCH_BYTES(slabs) ((slabs + 4) * 128 * 64 * 2)
+static_assert(SEARCH_BYTES(1) == (1 + STAGES) * TILE * SLAB * sizeof(u16), "slabs of f16");
 // Slack of the bounds, which are computed in f32 themselves.
 constexpr float SLACK = 1.01f;
 
@@ -281,9 +284,9 @@ DEVICE float bound_of(const float* norms, float most, float lost, float largest_
 }
 
 // The search over the centroids in range; w <= 256. candidates `[b,n]` as `settle` reads them.
-KERNEL(256, 2, nearest_fast, const u16* rows, const float* norms, const u16* centroids, const float* biases,
-       const u32* bounds, const u32* ranges, const u32* largest, const u32* largest_centroid, const float* scores,
-       u64* candidates, u32 n, u32 w, u32 capacity) {
+KERNEL_SHARED(256, 2, SEARCH_BYTES(4), nearest_fast, const u16* rows, const float* norms, const u16* centroids,
+       const float* biases, const u32* bounds, const u32* ranges, const u32* largest, const u32* largest_centroid,
+       OPTIONAL const float* scores, u64* candidates, u32 n, u32 w, u32 capacity) {
     DYNAMIC_SHARED(u16, shared);
     u32 head = blockIdx.y, count = ranges[2 * head + 1], start = blockIdx.x * TILE;
     FoundOfRows found = search(shared, rows + (u64)head * n * w, centroids + (u64)head * capacity * w,

@@ -11,8 +11,8 @@ constexpr float LEAST_STEP = 1e-8f;
 // The last m rows, `[b,g,m,w]` of which d channels count: bits `[b,g,capacity,d/4]` bytes, params
 // `[b,g,capacity,groups]`. Keys have centre and alpha `[b,g,d]`, and their magnitudes are packed where they are
 // signed; values have null. lens `[b]` counts the rows already. A warp has a group of a row; d is a multiple of 4.
-KERNEL(256, 1, pack_rows, const float* rows, const float* centre, const float* alpha, const u32* lens, u8* bits,
-       u32* params, u32 is_signed, u32 m, u32 d, u32 w, u32 capacity) {
+KERNEL(256, 1, pack_rows, const float* rows, OPTIONAL const float* centre, OPTIONAL const float* alpha,
+       const u32* lens, u8* bits, u32* params, u32 is_signed, u32 m, u32 d, u32 w, u32 capacity) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, groups = (d + QUANT_GROUP - 1) / QUANT_GROUP;
     u32 i = blockIdx.x * 8 + warp(), row = i / groups, c = i % groups * QUANT_GROUP + lane();
     if (row >= m) return;

@@ -161,10 +161,12 @@ UNROLL
 }
 
 // In shared memory: the block's queries, then two tiles of keys and values, rows PITCH apart.
+#define PREFILL_BYTES(D) ((128 + 2 * 2 * 64) * (D + 8) * 2)
 template <bool BFLOAT, u32 D>
 DEVICE void prefill(u16* shared, const float* queries, const u16* keys, const u16* values, float* out, float scale,
                     u32 m, u32 d, u32 r, u32 capacity, u32 head_at, u32 first, u32 window) {
     constexpr u32 TILE_OF = PREFILL_KEYS * PITCH<D>;
+    static_assert(PREFILL_BYTES(D) == (PREFILL_ROWS * PITCH<D> + 4 * TILE_OF) * sizeof(u16), "all of them");
     Sight sight(PREFILL_ROWS, m, first, window);
     u64 head = (u64)(head_at + blockIdx.x / r) * capacity * D;
     keys += head, values += head;
@@ -217,14 +219,14 @@ UNROLL
     DYNAMIC_SHARED(u16, shared);                                                                                \
     prefill<BF, D>(shared, queries, keys, values, out, scale, m, d, r, capacity, head_at, first, window)
 
-KERNEL(128, 2, prefill_half_64, PREFILL_PARAMETERS(u16)) { PREFILL(false, 64); }
-KERNEL(128, 2, prefill_half_80, PREFILL_PARAMETERS(u16)) { PREFILL(false, 80); }
-KERNEL(128, 2, prefill_half_96, PREFILL_PARAMETERS(u16)) { PREFILL(false, 96); }
-KERNEL(128, 2, prefill_half_128, PREFILL_PARAMETERS(u16)) { PREFILL(false, 128); }
-KERNEL(128, 2, prefill_bfloat_64, PREFILL_PARAMETERS(u16)) { PREFILL(true, 64); }
-KERNEL(128, 2, prefill_bfloat_80, PREFILL_PARAMETERS(u16)) { PREFILL(true, 80); }
-KERNEL(128, 2, prefill_bfloat_96, PREFILL_PARAMETERS(u16)) { PREFILL(true, 96); }
-KERNEL(128, 2, prefill_bfloat_128, PREFILL_PARAMETERS(u16)) { PREFILL(true, 128); }
+KERNEL_SHARED(128, 2, PREFILL_BYTES(64), prefill_half_64, PREFILL_PARAMETERS(u16)) { PREFILL(false, 64); }
+KERNEL_SHARED(128, 2, PREFILL_BYTES(80), prefill_half_80, PREFILL_PARAMETERS(u16)) { PREFILL(false, 80); }
+KERNEL_SHARED(128, 2, PREFILL_BYTES(96), prefill_half_96, PREFILL_PARAMETERS(u16)) { PREFILL(false, 96); }
+KERNEL_SHARED(128, 2, PREFILL_BYTES(128), prefill_half_128, PREFILL_PARAMETERS(u16)) { PREFILL(false, 128); }
+KERNEL_SHARED(128, 2, PREFILL_BYTES(64), prefill_bfloat_64, PREFILL_PARAMETERS(u16)) { PREFILL(true, 64); }
+KERNEL_SHARED(128, 2, PREFILL_BYTES(80), prefill_bfloat_80, PREFILL_PARAMETERS(u16)) { PREFILL(true, 80); }
+KERNEL_SHARED(128, 2, PREFILL_BYTES(96), prefill_bfloat_96, PREFILL_PARAMETERS(u16)) { PREFILL(true, 96); }
+KERNEL_SHARED(128, 2, PREFILL_BYTES(128), prefill_bfloat_128, PREFILL_PARAMETERS(u16)) { PREFILL(true, 128); }
 
 // ---- f32 throughout ----
 
@@ -283,7 +285,7 @@ UNROLL
 // A block has 64 rows; thread 16 a + b the rows 4 a to 4 a + 3, of a tile the keys and of the output the channels
 // with the remainder b by 16. In shared memory: queries `[64,w + 4]`, a tile of keys or values `[64,w + 4]`, and
 // weights `[64,68]`; w <= 128 is a multiple of 16, and an odd number of 16-byte pieces lies between rows.
-KERNEL(256, 2, prefill_float, PREFILL_PARAMETERS(float), u32 w) {
+KERNEL_SHARED(256, 2, (2 * 64 * (128 + 4) + 64 * 68) * 4, prefill_float, PREFILL_PARAMETERS(float), u32 w) {
     DYNAMIC_SHARED(float, q);
     Sight sight(PREFILL_SIDE, m, first, window);
     u32 a = threadIdx.x / 16, b = threadIdx.x % 16;

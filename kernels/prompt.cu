@@ -9,8 +9,8 @@ constexpr double PSEUDO_COUNT = 32;
 
 // Rows `[heads,stride,pitch]` in f32 (kind 0), f16 (1) or bf16 (2) to x, channels from d on zeros; less the centre
 // `[heads,d]` where there is one.
-KERNEL(256, 1, widen_rows, const void* rows, const float* centre, float* x, u32 kind, u32 stride, u32 pitch, u32 n,
-       u32 d, u32 w) {
+KERNEL(256, 1, widen_rows, const void* rows, OPTIONAL const float* centre, float* x, u32 kind, u32 stride, u32 pitch,
+       u32 n, u32 d, u32 w) {
     u64 i = (u64)blockIdx.x * 256 + threadIdx.x, row = i / w, at = blockIdx.y;
     u32 c = (u32)(i % w);
     if (row >= n) return;
@@ -83,7 +83,7 @@ KERNEL(128, 1, clear_rows, float* x, const u32* full, const u32* full_count, u32
 // left out are zeros: means, joined with prior `[heads,d/4,16,4]` where there is one; without, a pattern that no key has
 // gets plus or minus the mean magnitude of its channels.
 KERNEL(256, 1, sign_centroids, const u64* sums, const u32* counts, const u32* largest, const u32* full_count,
-       const float* prior, float* centroids, u32 n, u32 d) {
+       OPTIONAL const float* prior, float* centroids, u32 n, u32 d) {
     u32 i = blockIdx.x * 256 + threadIdx.x, e = i % 4, cell = i / 4, p = cell % 16, zeros = left_out(full_count, n);
     if (i >= d * 16) return;
     u64 first = (u64)blockIdx.y * d * 16;
@@ -108,8 +108,8 @@ KERNEL(256, 1, sign_centroids, const u64* sums, const u32* counts, const u32* la
 
 // Rows of the positions full `[heads,FULL]` in f16: out `[heads,FULL,d]`, keys around the centre `[heads,d]`, values with
 // null. A block has a row.
-KERNEL(128, 1, keep_full, const float* x, const float* centre, const u32* full, const u32* full_count, u16* out, u32 n,
-       u32 d, u32 w) {
+KERNEL(128, 1, keep_full, const float* x, OPTIONAL const float* centre, const u32* full, const u32* full_count,
+       u16* out, u32 n, u32 d, u32 w) {
     u32 at = blockIdx.y, i = blockIdx.x, c = threadIdx.x;
     if (i >= full_count[at] || c >= d) return;
     float v = x[((u64)at * n + full[at * FULL + i]) * w + c];

@@ -13,6 +13,8 @@
 #include "tensor.h"
 
 constexpr u32 NO_RANK = 0xffffffffu;
+// Codewords of a KV head, at most: those listed stay in shared memory.
+#define MOST_CODEWORDS 12288
 
 // Rows by matrices: out `[b,g,r,d]`, out_i = sum_j matrix_ij x_j. matrices `[g,d,d]`. A warp has a row of the matrix,
 // and block x eight of them.
@@ -76,7 +78,8 @@ UNROLL
 
 // Scores of the codewords, [b,h,M]: y·c. A block has 64 codewords of a KV head; whitened queries y_w `[b,h,d]`,
 // codebook `[g,M,w]` f16, d a multiple of 8.
-KERNEL(256, 2, codeword_scores, const float* y_w, const u16* codebook, float* scores, u32 r, u32 size, u32 d, u32 w) {
+KERNEL_SHARED(256, 2, QUERY_BYTES, codeword_scores, const float* y_w, const u16* codebook, float* scores, u32 r,
+       u32 size, u32 d, u32 w) {
     DYNAMIC_SHARED(float, y);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y;
     for (u32 i = threadIdx.x; i < r * d; i += 256) y[i] = y_w[(u64)at * r * d + i];
@@ -93,8 +96,8 @@ UNROLL
 // ranks `[b,h,M]`: R_a(c) where it is below `budget`, else NO_RANK. A block has a query head, blockIdx.y; it finds by radix
 // the score from which on the codewords hold `budget` tokens, lists those and counts what is above each.
 // Codewords without tokens are left out.
-KERNEL(256, 1, rank_codewords, const float* scores, const u32* counts, const u32* budgets, u32* ranks, u32 r,
-       u32 size) {
+KERNEL_SHARED(256, 1, 2 * MOST_CODEWORDS * 4, rank_codewords, const float* scores, const u32* counts,
+       const u32* budgets, u32* ranks, u32 r, u32 size) {
     DYNAMIC_SHARED(u32, listed);  // `[2,M]`: order and codeword of what is listed
     SHARED(u32, tokens, 256);
     SHARED(u32, found, 3);
@@ -188,8 +191,8 @@ DEVICE void best_of_union(u32* chosen, const u32* ranks, const u32* counts, cons
 // The largest k whose union has at most the budget, per KV head, or with `per_query_head` k = budget, and what it
 // takes: marks `[b,g,M]`, 0 for none of a codeword's tokens, 1 for all, 2 + i for the first ones of number i of
 // parts `[b,g,16,2]`: the codeword and how many. Each of the block's eight warps tries a k at a time.
-KERNEL(256, 1, take_codewords, const u32* ranks, const u32* counts, const float* scores, const u16* codes,
-       const u32* spans, const u32* budgets, u8* marks, u32* parts, u32 r, u32 size, u32 capacity,
+KERNEL_SHARED(256, 1, MOST_CODEWORDS * 4, take_codewords, const u32* ranks, const u32* counts, const float* scores,
+       const u16* codes, const u32* spans, const u32* budgets, u8* marks, u32* parts, u32 r, u32 size, u32 capacity,
        u32 per_query_head) {
     DYNAMIC_SHARED(u32, rho);
     SHARED(u32, fits_at, 8);

@@ -82,8 +82,9 @@ UNROLL
 // The codewords that can be a row's nearest: candidates `[b,g,n]`, as `settle` has them. rows and norms are those of
 // halve_rows; biases `[g,padded]`: -||c||²/2, and minus infinity beyond the last; bounds `[g,2]`: the largest ||c||
 // and the largest bias. w <= 128.
-KERNEL(256, 2, nearest_codewords, const u16* rows, const float* norms, const u32* largest, const u16* codebook,
-       const float* biases, const float* bounds, u64* candidates, u32 n, u32 w, u32 size, u32 padded) {
+KERNEL_SHARED(256, 2, SEARCH_BYTES(2), nearest_codewords, const u16* rows, const float* norms, const u32* largest,
+       const u16* codebook, const float* biases, const float* bounds, u64* candidates, u32 n, u32 w, u32 size,
+       u32 padded) {
     DYNAMIC_SHARED(u16, shared);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, start = blockIdx.x * TILE;
     float scale = half_scale(largest[at]);

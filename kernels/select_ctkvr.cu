@@ -27,8 +27,8 @@ DEVICE void unit_rows(const float* rows, u64 stride, float* unit, u32 r, u32 d) 
 
 // The largest cosine over the group of queries `[b,h,d]` and each centroid: cosines `[b,g,slots]`, the oldest first, in
 // the order of scores.
-KERNEL(256, 2, recall_centroids, const float* queries, const u32* ring, const u16* centroids, u32* cosines, u32 r,
-       u32 d, u32 slots) {
+KERNEL_SHARED(256, 2, QUERY_BYTES, recall_centroids, const float* queries, const u32* ring, const u16* centroids,
+       u32* cosines, u32 r, u32 d, u32 slots) {
     DYNAMIC_SHARED(float, unit);  // `[r,d]`
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, start = blockIdx.x * RECALLED;
     u32 oldest = ring[4 * blockIdx.z], count = ring[4 * blockIdx.z + 1];
@@ -132,9 +132,9 @@ KERNEL(256, 2, name_items, const u32* items, u32* lists, const u32* listed, u32*
 
 // Every `update`th step becomes a centroid: its queries `[b,h,d]`, and the items with the numbers chosen `[b,g,longest]`,
 // of which chosen_count `[b,g]` are there.
-KERNEL(256, 2, push_centroid, const float* queries, const u32* ring, const u32* items, const u32* chosen,
-       const u32* chosen_count, u16* centroids, u32* lists, u32* lens, u32 update, u32 r, u32 d, u32 slots, u32 longest,
-       u32 room) {
+KERNEL_SHARED(256, 2, QUERY_BYTES, push_centroid, const float* queries, const u32* ring, const u32* items,
+       const u32* chosen, const u32* chosen_count, u16* centroids, u32* lists, u32* lens, u32 update, u32 r, u32 d,
+       u32 slots, u32 longest, u32 room) {
     DYNAMIC_SHARED(float, unit);  // `[r,d]`
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * LIST_PIECE, n = chosen_count[at];
     const u32* state = ring + 4 * blockIdx.z;
@@ -164,8 +164,8 @@ KERNEL(256, 1, advance_ring, u32* ring, const u32* spans, const u32* limits, u32
 
 // Rows number at[x] of a prompt's queries `[h,m,d]`: as they are, out `[rows,h,d]`, and as the centroids in the slots
 // from `slot` on. blockIdx.x is the row.
-KERNEL(256, 2, take_queries, const float* queries, const u32* at, float* out, u16* centroids, u32 slot, u32 m, u32 r,
-       u32 d, u32 slots) {
+KERNEL_SHARED(256, 2, QUERY_BYTES, take_queries, const float* queries, const u32* at, float* out, u16* centroids,
+       u32 slot, u32 m, u32 r, u32 d, u32 slots) {
     DYNAMIC_SHARED(float, unit);  // `[r,d]`
     const float* from = queries + ((u64)blockIdx.y * r * m + at[blockIdx.x]) * d;
     unit_rows(from, (u64)m * d, unit, r, d);

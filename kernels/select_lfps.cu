@@ -230,9 +230,10 @@ UNROLL
 // `[b,h,capacity]` in the order of numbers, 0 for no candidate; counts `[b,h,blocks]`. joins `[b,g,capacity]` is
 // cleared. queries `[b,h,d]`. A position is a candidate where an entry of one of positions p - 2 to p + 1 is above
 // its threshold and an own one above its mean, or where it is among the last LOCAL. Four lanes share a product.
-KERNEL(256, 1, lfps_marks, const float* queries, const void* keys, const u32* spans, const u32* budgets,
-       const float* tables, const double* factors, const double* thresholds, const u32* bypassed, u32* scores,
-       u32* joins, u32* counts, u32* counters, float scale, u32 kind, u32 r, u32 d, u32 w, u32 capacity) {
+KERNEL_SHARED(256, 1, QUERY_BYTES, lfps_marks, const float* queries, const void* keys, const u32* spans,
+       const u32* budgets, const float* tables, const double* factors, const double* thresholds, const u32* bypassed,
+       u32* scores, u32* joins, u32* counts, u32* counters, float scale, u32 kind, u32 r, u32 d, u32 w,
+       u32 capacity) {
     DYNAMIC_SHARED(float, q);  // `[r,w]`
     SHARED(u32, hot, SCORED + 3);
     SHARED(u32, wanted, SCORED);
@@ -459,9 +460,9 @@ KERNEL(256, 1, lfps_list, const u32* joins, const u32* choice, const u32* spans,
 
 // Scores of what is attended and no sink, with an exponent of base 2: scores `[b,h,room]`, in the order of the list and
 // the window, minus infinity for a sink in the window. A block has 64 of them; four lanes share a product.
-KERNEL(256, 1, lfps_attended, const float* queries, const void* keys, const u32* spans, const u32* lists,
-       const u32* listed, float* scores, float scale, u32 kind, u32 r, u32 d, u32 w, u32 capacity, u32 most, u32 room,
-       u32 sinks) {
+KERNEL_SHARED(256, 1, QUERY_BYTES, lfps_attended, const float* queries, const void* keys, const u32* spans,
+       const u32* lists, const u32* listed, float* scores, float scale, u32 kind, u32 r, u32 d, u32 w, u32 capacity,
+       u32 most, u32 room, u32 sinks) {
     DYNAMIC_SHARED(float, q);  // `[r,w]`
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, item = blockIdx.x * 64 + threadIdx.x / 4;
     Attended span = attended(spans, lists, listed, most);

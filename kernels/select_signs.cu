@@ -24,9 +24,9 @@ UNROLL
 // The tables of the group's mean query, `[b,h,d]`, and which positions come first: of full `[b,g,FULL]`, as many as
 // full_count `[b,g]` says, the candidates with the best scores, on at most two fifths of the budget: first
 // `[b,g,FULL]`, the rest 0xffffffff. Clears the histograms of best.cu.
-KERNEL(256, 1, sign_tables, const float* queries, const float* centroids, const u32* signs, const u32* full,
-       const u32* full_count, const u32* spans, const u32* budgets, float* tables, u32* first, u32* histograms, u32 r,
-       u32 d, u32 pitch, u32 capacity) {
+KERNEL_SHARED(256, 1, 16 * 32 * 4, sign_tables, const float* queries, const float* centroids, const u32* signs,
+       const u32* full, const u32* full_count, const u32* spans, const u32* budgets, float* tables, u32* first,
+       u32* histograms, u32 r, u32 d, u32 pitch, u32 capacity) {
     DYNAMIC_SHARED(float, table);
     SHARED(u32, orders, FULL);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, entries = pitch * 32;
@@ -60,8 +60,8 @@ KERNEL(256, 1, sign_tables, const float* queries, const float* centroids, const 
 }
 
 // The keys of every candidate, and their first histogram. A block has SCAN positions.
-KERNEL(256, 1, sign_keys, const u32* signs, const float* tables, const u32* first, const u32* spans, u32* keys,
-       u32* histograms, u32 pitch, u32 capacity) {
+KERNEL_SHARED(256, 1, 16 * 32 * 4, sign_keys, const u32* signs, const float* tables, const u32* first,
+       const u32* spans, u32* keys, u32* histograms, u32 pitch, u32 capacity) {
     DYNAMIC_SHARED(float, table);
     SHARED(u32, own, BINS);
     SHARED(u32, is_first, SCAN / 32);

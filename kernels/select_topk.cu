@@ -14,9 +14,9 @@ constexpr u32 SPAN = 256;
 // Scores of a block's positions, `[b,h,capacity]`, minus infinity for what is not visible; parts `[b,h,blocks,2]`: the
 // largest, and the sum of the exponentials below it. queries `[b,h,d]`, keys `[b,g,rows,w]`, or `[g,rows,w]` of all
 // sequences where `shared_rows` is 1. Four lanes share a position. Clears the histograms of best.cu.
-KERNEL(256, 2, topk_scores, const float* queries, const void* keys, const u32* items, const u32* spans, float* scores,
-       float* parts, u32* histograms, float scale, u32 kind, u32 r, u32 d, u32 w, u32 capacity, u32 rows,
-       u32 shared_rows) {
+KERNEL_SHARED(256, 2, 4 * 16 * (128 + 256), topk_scores, const float* queries, const void* keys,
+       OPTIONAL const u32* items, const u32* spans, float* scores, float* parts, u32* histograms, float scale,
+       u32 kind, u32 r, u32 d, u32 w, u32 capacity, u32 rows, u32 shared_rows) {
     DYNAMIC_SHARED(float, q);  // `[r,w]`, and the scores `[r,SPAN]`
     float* const own = q + r * w;
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, start = blockIdx.x * SPAN;

@@ -6,7 +6,7 @@
 
 struct Params {
     first_group: u32,
-    segments: u32,
+    count: u32,
     d: u32,
 }
 
@@ -28,7 +28,7 @@ struct Segment {
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t: u32) {
     let index = (p.first_group + id.x) * 256u + t;
     let channel = index % p.d;
-    if index / p.d >= p.segments {
+    if index / p.d >= p.count {
         return;
     }
     let segment = segments[index / p.d];

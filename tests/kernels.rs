@@ -1,10 +1,17 @@
-//! The CUDA kernels compile without a warning, and fit the chips that they are launched on.
+//! The CUDA kernels compile without a warning, fit the chips that they are launched on, and are those that `build.rs`
+//! read in their sources.
 //!
-//! Needs the nvcc that `build.rs` found; where there is none the tests show as ignored.
+//! What needs the nvcc that `build.rs` found shows as ignored where there is none.
+
+#[path = "../build/mod.rs"]
+mod build;
+#[path = "backends/emulated.rs"]
+mod emulated;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use emulated::Emulated;
 use kvsmith::compute::cuda::kernels;
 use kvsmith::compute::cuda::nvidia::compile;
 use libtest_mimic::{Arguments, Failed, Trial};
@@ -30,12 +37,18 @@ fn main() -> ExitCode {
         Ok(())
     });
     trials.push(trial.with_ignored_flag(missing));
-    trials.push(Trial::test("names", || {
-        let mut declared: Vec<String> = declared().into_iter().map(|k| k.name).collect();
-        declared.sort();
-        assert_eq!(declared, kernels::NAMES, "kernels::NAMES lists every kernel");
-        Ok(())
-    }));
+    trials.push(Trial::test("emulation", || Ok(Emulated::new(true).map(drop)?)));
+    for (name, check) in [
+        ("parser", parser as fn()),
+        ("parser::refuses", parser_refuses),
+        ("parser::files", parser_files),
+        ("families", families),
+    ] {
+        trials.push(Trial::test(name, move || {
+            check();
+            Ok(())
+        }));
+    }
     if NVCC.is_none() {
         eprintln!("nvcc: ignored, the build found none; `make cuda` fetches one");
     }
@@ -45,32 +58,142 @@ fn main() -> ExitCode {
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 
-/// A kernel as its source declares it.
-struct Declared {
-    name: String,
-    threads: u32,
-    /// Blocks that are to share a multiprocessor.
-    blocks: u32,
+/// Numbers, macros, families and every kind of parameter.
+fn parser() {
+    let source = "// KERNEL\n#define KERNEL(threads, blocks, name, ...) void name(__VA_ARGS__)\n#define OPTIONAL\n\
+                  #define BYTES(d, n) (4 * (d + 8) \\\n    * n)\n#define ROWS(T) const T *rows, u64 n\n\
+                  KERNEL(256, 2, first, const float* x, OPTIONAL u32* y, // a comment, (\n    double eps) {\n\
+                  KERNEL_SHARED(32, 1, 1 + BYTES(64, 2), second_half_64, ROWS(u16), float scale) {}\n";
+    let kernels = build::kernels::read(source).unwrap();
+    let read = kernels.iter().map(|k| {
+        let parameters = k.parameters.iter().map(|p| {
+            let marks = (p.is_pointer, p.is_optional);
+            format!("{} {} {marks:?}", p.of, p.name)
+        });
+        let parameters: Vec<String> = parameters.collect();
+        (
+            &k.name[..],
+            k.threads,
+            k.blocks,
+            k.shared_bytes,
+            parameters.join(", "),
+        )
+    });
+    let first = "float x (true, false), u32 y (true, true), double eps (false, false)";
+    let second = "u16 rows (true, false), u64 n (false, false), float scale (false, false)";
+    let expected = [
+        ("first", 256, 2, 0, first.to_owned()),
+        ("second_half_64", 32, 1, 1 + 4 * 72 * 2, second.to_owned()),
+    ];
+    assert_eq!(read.collect::<Vec<_>>(), expected);
 }
 
-/// Every `KERNEL(threads, blocks, name, ...)` of the sources.
-fn declared() -> Vec<Declared> {
-    let mut out = Vec::new();
-    for line in kernels::source().lines() {
-        let Some(rest) = line.strip_prefix("KERNEL(") else {
-            continue;
-        };
-        let mut words = rest.split(',').map(str::trim);
-        let mut word = || words.next().expect("three words");
-        let (threads, blocks) = (word().parse().unwrap(), word().parse().unwrap());
-        let name = word().to_owned();
-        out.push(Declared {
-            name,
-            threads,
-            blocks,
-        });
+/// A declaration that cannot be read whole is no kernel of another shape.
+fn parser_refuses() {
+    let refused = [
+        ("  KERNEL(256, 1, k, u32 n) {", "at the start of a line"),
+        ("KERNEL(256, 1, k, u32 n", "at the start of a line"),
+        ("KERNELS(256, 1, k, u32 n) {", "not a kind of kernel"),
+        ("KERNEL(256, 1) {", "no name"),
+        ("KERNEL(many, 1, k, u32 n) {", "no number: `many`"),
+        ("KERNEL(48, 1, k, u32 n) {", "no kernel"),
+        ("KERNEL(2048, 1, k, u32 n) {", "no kernel"),
+        ("KERNEL(256, 1, a b, u32 n) {", "no kernel"),
+        (
+            "KERNEL_SHARED(256, 1, sizeof(n), k, u32 n) {",
+            "no number: `sizeof(n)`",
+        ),
+        (
+            "KERNEL_SHARED(256, 1, 4 * (2, k, u32 n) {",
+            "at the start of a line",
+        ),
+        ("KERNEL(256, 1, k) {", "no parameter"),
+        (
+            "KERNEL(256, 1, k, UNKNOWN) {",
+            "no parameter that a launch knows: `UNKNOWN`",
+        ),
+        (
+            "KERNEL(256, 1, k, u32) {",
+            "no parameter that a launch knows: `u32`",
+        ),
+        (
+            "KERNEL(256, 1, k, int n) {",
+            "no parameter that a launch knows: `int n`",
+        ),
+        (
+            "KERNEL(256, 1, k, u16 n) {",
+            "no parameter that a launch knows: `u16 n`",
+        ),
+        (
+            "KERNEL(256, 1, k, u32** x) {",
+            "no parameter that a launch knows: `u32** x`",
+        ),
+        (
+            "KERNEL(256, 1, k, u32& x) {",
+            "no parameter that a launch knows: `u32& x`",
+        ),
+        (
+            "KERNEL(256, 1, k, u32 x[4]) {",
+            "no parameter that a launch knows: `u32 x[4]`",
+        ),
+        ("KERNEL(256, 1, k, OPTIONAL u32 n) {", "no parameter"),
+        (
+            "KERNEL(256, 1, k, u32 n) {}\nKERNEL(256, 1, k, u32 n) {}",
+            "k is declared twice",
+        ),
+    ];
+    for (source, expected) in refused {
+        let e = build::kernels::read(source).expect_err(source);
+        assert!(e.contains(expected), "{source}: {e}");
     }
-    out
+}
+
+/// What a file includes comes before it, once; a file that is left out is an error.
+fn parser_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
+    write("kvsmith.cu", "#include \"a.cu\"\n#include \"b.cu\"\n");
+    write(
+        "a.h",
+        "#pragma once\n#include \"emulate.h\"\n#define PARAMETERS u32 n\n",
+    );
+    write("a.cu", "#include \"a.h\"\nKERNEL(32, 1, a, PARAMETERS) {}\n");
+    write("b.cu", "#include \"a.h\"\nKERNEL(32, 1, b, PARAMETERS) {}\n");
+    let (kernels, source) = build::kernels::read_folder(dir.path()).unwrap();
+    assert_eq!(kernels.len(), 2);
+    assert_eq!(
+        source,
+        "#define PARAMETERS u32 n\nKERNEL(32, 1, a, PARAMETERS) {}\nKERNEL(32, 1, b, PARAMETERS) {}\n"
+    );
+    write("c.cu", "");
+    let e = build::kernels::read_folder(dir.path()).unwrap_err();
+    assert_eq!(e, "c.cu is not included by kvsmith.cu");
+}
+
+/// Kernels that are launched by one struct have the same parameters.
+fn families() {
+    let write = |second: &str| {
+        let source = format!("KERNEL(32, 1, k_half_64, const u16* x, u32 n) {{}}\n{second} {{}}\n");
+        build::launches::write(&build::kernels::read(&source).unwrap())
+    };
+    let launches = write("KERNEL(32, 1, k_float_64, const float* x, u32 n)").unwrap();
+    assert!(
+        launches.contains("pub struct K<'b>") || launches.contains("struct K<'b>"),
+        "{launches}"
+    );
+    assert!(
+        launches.contains("pub x: Ptr<'b, c_void>,\n    pub n: usize,"),
+        "{launches}"
+    );
+    for other in [
+        "const u16* x",
+        "const u16* x, u64 n",
+        "const u16* y, u32 n",
+        "const u16* x, OPTIONAL const u16* n",
+    ] {
+        let e = write(&format!("KERNEL(32, 1, k_bfloat_64, {other})")).unwrap_err();
+        assert_eq!(e, "k_bfloat_64 has other parameters than the rest of k");
+    }
 }
 
 /// What the compilers said of each kernel when the build made its images, with warnings as errors.
@@ -86,10 +209,19 @@ fn report(chip: u32) -> Result<String, Failed> {
 /// No kernel keeps anything in local memory, and each has the registers and the shared memory that let its
 /// blocks share a multiprocessor as it says.
 fn check_report(chip: u32, report: &str) {
-    // Registers of a multiprocessor, and bytes of static shared memory that a block may have.
-    let (registers, shared_bytes) = (65_536, 48 << 10);
-    for kernel in declared() {
-        let name = &kernel.name;
+    // Registers of a multiprocessor; bytes of shared memory that a block has unasked, and at most.
+    let (registers, unasked, most) = (65_536, 48 << 10, 163 << 10);
+    let compiled = report.split("Function properties for ").skip(1);
+    let mut compiled: Vec<&str> = compiled.filter_map(|text| text.lines().next()).collect();
+    compiled.sort_unstable();
+    let mut names: Vec<&str> = kernels::ALL.iter().map(|kernel| kernel.name).collect();
+    names.sort_unstable();
+    assert_eq!(
+        compiled, names,
+        "kernels as nvcc compiled them, and as build.rs read them"
+    );
+    for kernel in kernels::ALL {
+        let name = kernel.name;
         let marker = format!("Function properties for {name}\n");
         let (_, text) = report
             .split_once(&marker)
@@ -103,9 +235,10 @@ fn check_report(chip: u32, report: &str) {
         // They are handed out eight to a thread.
         let all = used.next_multiple_of(8) * kernel.threads * kernel.blocks;
         assert!(all <= registers, "sm_{chip}: {name} has {used} registers");
-        let shared = number_before(text, " bytes smem").unwrap_or(0);
+        let own = number_before(text, " bytes smem").unwrap_or(0);
+        let shared = own + kernel.shared_bytes as u32;
         assert!(
-            shared <= shared_bytes,
+            shared <= if kernel.is_large() { most } else { unasked },
             "sm_{chip}: {name} has {shared} bytes of shared memory"
         );
     }
@@ -134,12 +267,12 @@ fn check_nvrtc(library: &Path) {
         unsafe { libloading::Library::new(library) }.expect("NVRTC loads")
     });
     assert!(
-        !kernels::source().contains("__CUDA_ARCH__"),
+        !kernels::SOURCE.contains("__CUDA_ARCH__"),
         "one source for all chips"
     );
     let image = compile::compile((9, 0)).unwrap_or_else(|e| panic!("{e}"));
     assert!(image.starts_with(b"\x7fELF"), "machine code");
-    for name in kernels::NAMES {
+    for kernels::Kernel { name, .. } in kernels::ALL {
         let section = format!(".text.{name}\0");
         let found = image
             .windows(section.len())

@@ -1,5 +1,7 @@
 //! The WGSL shaders without an adapter: naga finds them valid, and within what every adapter offers.
 
+#[path = "../build/mod.rs"]
+mod build;
 mod common;
 
 use naga::AddressSpace;
@@ -60,6 +62,80 @@ fn every_shader_fits_every_adapter() {
             let threads: u32 = entry.workgroup_size.iter().product();
             assert_eq!(threads, 256, "{stem}: threads of `{}`", entry.name);
         }
+    }
+}
+
+/// What the build reads of a shader is what naga reads: the fields of `Params`, and the buffers of each entry point.
+#[test]
+fn entry_points_are_read_as_naga_reads_them() {
+    let entries = build::shaders::read_folder(&root().join("shaders")).unwrap();
+    let mut compiled = Vec::new();
+    for (stem, source) in shaders() {
+        let module = naga::front::wgsl::parse_str(&source).unwrap();
+        let mut validator = Validator::new(ValidationFlags::all(), Capabilities::empty());
+        let info = validator.validate(&module).unwrap();
+        let params = module
+            .types
+            .iter()
+            .find(|(_, ty)| ty.name.as_deref() == Some("Params"));
+        let naga::TypeInner::Struct { members, .. } = &params.unwrap().1.inner else {
+            panic!("{stem}: Params are no struct");
+        };
+        let names = members.iter().map(|member| member.name.clone().unwrap());
+        let names: Vec<String> = names.skip(1).collect();
+        assert!(
+            (0..).zip(members).all(|(i, member)| member.offset == 4 * i),
+            "{stem}"
+        );
+        for (i, entry) in module.entry_points.iter().enumerate() {
+            let used = module.global_variables.iter().filter(|(handle, variable)| {
+                let own = info.get_entry_point(i)[*handle];
+                !own.is_empty() && matches!(variable.space, AddressSpace::Storage { .. })
+            });
+            let bindings = used.map(|(_, variable)| {
+                let binding = variable.binding.as_ref().unwrap();
+                (binding.binding, variable.name.clone().unwrap())
+            });
+            compiled.push((
+                stem.clone(),
+                entry.name.clone(),
+                names.clone(),
+                bindings.collect(),
+            ));
+        }
+    }
+    let read: Vec<(String, String, Vec<String>, Vec<(u32, String)>)> = entries
+        .into_iter()
+        .map(|e| {
+            let names = e.parameters.into_iter().map(|(name, _)| name).collect();
+            (e.stem, e.name, names, e.bindings)
+        })
+        .collect();
+    assert_eq!(read, compiled);
+}
+
+/// A shader that is written otherwise is refused, not read in part.
+#[test]
+fn a_shader_that_the_build_cannot_read_is_refused() {
+    let whole = "\nstruct Params {\n    first_group: u32,\n    n: u32,\n}\n\
+                 @group(0) @binding(1) var<storage, read> x: array<f32>;\n\
+                 @compute @workgroup_size(256)\nfn main() {\n    f();\n}\nfn f() {\n    x[p.n];\n}\n";
+    let entries = build::shaders::read("s", whole).unwrap();
+    assert_eq!(entries.len(), 1);
+    assert_eq!(entries[0].parameters, [("n".to_owned(), true)]);
+    assert_eq!(entries[0].bindings, [(1, "x".to_owned())]);
+    for (from, to, expected) in [
+        ("struct Params", "struct Sizes", "no Params"),
+        ("first_group", "group", "do not begin with first_group"),
+        ("n: u32", "n: f32", "`n: f32` is no u32"),
+        ("@group(0)", "@group(1)", "no binding: `@group(1)"),
+        ("fn main", "fun main", "without a function"),
+    ] {
+        let text = whole
+            .replace(from, to)
+            .replace("fn f()", if from == "fn main" { "fun f()" } else { "fn f()" });
+        let e = build::shaders::read("s", &text).unwrap_err();
+        assert!(e.contains(expected), "{from}: {e}");
     }
 }
 

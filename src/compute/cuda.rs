@@ -21,7 +21,7 @@ use ndarray::{Array3, ArrayView3};
 use super::device::{Device, Points};
 use crate::error::{Error, Result};
 use buffer::Buffer;
-use driver::{Arg, Driver};
+use driver::Driver;
 use points::CudaPoints;
 
 /// Rows whose products one block of `second_moment` sums.
@@ -79,16 +79,21 @@ impl Device for Cuda {
         let runs = Buffer::<f64>::new(driver, "partial second moments", count * b * d * d)?;
         let sums = Buffer::<f64>::new(driver, "second moments", b * d * d)?;
         let tiles = d.div_ceil(64);
-        let args = [
-            q.arg(),
-            runs.arg(),
-            Arg::u32(m),
-            Arg::u32(d),
-            Arg::u32(MOMENT_ROWS),
-        ];
-        driver::launch(driver, "second_moment", [tiles * tiles, b, count], &args)?;
-        let args = [runs.arg(), sums.arg(), Arg::u64(sums.len()), Arg::u32(count)];
-        driver::launch(driver, "add_runs", [sums.len().div_ceil(256), 1, 1], &args)?;
+        kernels::SecondMoment {
+            q_rope: q.ptr(),
+            runs: runs.ptr(),
+            m,
+            d,
+            run_rows: MOMENT_ROWS,
+        }
+        .launch(driver, [tiles * tiles, b, count])?;
+        kernels::AddRuns {
+            runs: runs.ptr(),
+            sums: sums.ptr(),
+            size: sums.len(),
+            count,
+        }
+        .launch(driver, [sums.len().div_ceil(256), 1, 1])?;
         Array3::from_shape_vec((b, d, d), sums.read()?).map_err(shape)
     }
 

@@ -22,7 +22,6 @@ use super::device::{Device, Points};
 use crate::error::Result;
 use context::Context;
 pub use context::Limits;
-use kernels::Kernel;
 use points::GpuPoints;
 
 /// Rows that are summed in f32 before they join the f64 sums: a block of the shaders.
@@ -120,14 +119,13 @@ impl Gpu {
             for q in q.axis_iter(Axis(0)) {
                 let q = self.context.upload(&flat(q))?;
                 let partial = self.context.buffer((4 * blocks * d * d) as u64)?;
-                let cost = BLOCK * TILE * TILE;
-                batch.run(
-                    Kernel::SecondMoment,
-                    &[rows, d],
-                    &[&q, &partial],
-                    blocks * tiles * tiles,
-                    cost,
-                );
+                kernels::SecondMoment {
+                    rows,
+                    d,
+                    q: &q,
+                    partial: &partial,
+                }
+                .run(batch, blocks * tiles * tiles, BLOCK * TILE * TILE);
                 partials.push(partial);
             }
             batch.read(&partials.iter().collect::<Vec<_>>())

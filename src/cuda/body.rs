@@ -3,7 +3,8 @@
 use super::weights::{random, upload};
 use super::{LayerSizes, LayerWeights, Workspace};
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::kernels;
 use crate::compute::cuda::linear::Linear;
 use crate::compute::linear;
 use crate::error::{Error, Result};
@@ -168,14 +169,14 @@ impl<'d> Ends<'d> {
             Float::F16 => 1,
             Float::Bf16 => 2,
         };
-        let args = [
-            ids.arg(),
-            table.values().arg(),
-            hidden.arg(),
-            Arg::u32(kind),
-            Arg::u32(table.cols()),
-        ];
-        driver::launch(self.driver, "embed_rows", [n, 1, 1], &args)
+        kernels::EmbedRows {
+            ids: ids.ptr(),
+            table: table.values().ptr().cast(),
+            out: hidden.ptr(),
+            kind,
+            width: table.cols(),
+        }
+        .launch(self.driver, [n, 1, 1])
     }
 
     /// The logits of `rows` rows of hidden states: `[rows, vocab]`.

@@ -9,7 +9,8 @@ use rand_chacha::ChaCha8Rng;
 
 use super::Workspace;
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::Budget;
 use crate::kv::KvType;
@@ -419,15 +420,15 @@ impl<'d> LayerIndex<'d> {
         if let Self::Lfps(own) = self {
             return own.tally(positions, sums);
         }
-        let args = [
-            positions.span_arg(),
-            chosen.map_or(Arg::address(0), |chosen| chosen.listed_arg()),
-            chosen.map_or(Arg::address(0), |chosen| chosen.ranked_arg()),
-            sums.arg(),
-            Arg::u32(shape.sequences),
-            Arg::u32(shape.kv_heads),
-        ];
-        driver::launch_blocks(driver, "tally_rows", [1, 1, 1], 32, 0, &args)
+        kernels::TallyRows {
+            spans: positions.span_ptr(),
+            listed: chosen.map(Selection::listed_ptr),
+            ranked: chosen.and_then(Selection::ranked_ptr),
+            sum: sums.ptr(),
+            b: shape.sequences,
+            g: shape.kv_heads,
+        }
+        .launch(driver, [1, 1, 1])
     }
 
     /// Whether it takes every product of a query with a key in order to choose.

@@ -15,7 +15,8 @@ mod weights;
 mod work;
 
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::float::Float;
 use crate::kv::Budget;
@@ -170,14 +171,14 @@ impl<'d> Watch<'d> {
 
     /// Looks at `n` numbers after layer `layer`; one beyond the last is for the logits.
     pub fn look(&self, x: &Buffer<'_, f32>, n: usize, layer: usize) -> Result<()> {
-        let args = [
-            x.arg(),
-            Arg::u64(n),
-            self.noted.arg(),
-            Arg::u32(u32::MAX as usize - layer),
-        ];
         let blocks = blocks_for(self.driver, n);
-        driver::launch(self.driver, "note_not_finite", [blocks, 1, 1], &args)
+        kernels::NoteNotFinite {
+            x: x.ptr(),
+            n,
+            noted: self.noted.ptr(),
+            stage: u32::MAX as usize - layer,
+        }
+        .launch(self.driver, [blocks, 1, 1])
     }
 
     /// Fails if a stage was noted, naming the culprit of the first; waits for the device.

@@ -1,7 +1,8 @@
 //! The next token from logits on the device: [`Sampler::next`].
 
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::sample::Sampler;
 
@@ -15,8 +16,12 @@ pub fn choose(
     [rows, vocab]: [usize; 2],
     ids: &Buffer<'_, u32>,
 ) -> Result<()> {
-    let args = [logits.arg(), ids.arg(), Arg::u32(vocab)];
-    driver::launch(driver, "largest_of_rows", [rows, 1, 1], &args)
+    kernels::LargestOfRows {
+        x: logits.ptr(),
+        out: ids.ptr(),
+        width: vocab,
+    }
+    .launch(driver, [rows, 1, 1])
 }
 
 /// Draws from each row of logits by temperature and nucleus, with a number from 0 to 1 for each.
@@ -34,13 +39,13 @@ pub fn draw(
     ids: &Buffer<'_, u32>,
     sampler: &Sampler,
 ) -> Result<()> {
-    let args = [
-        logits.arg(),
-        uniforms.arg(),
-        ids.arg(),
-        Arg::u32(vocab),
-        Arg::f64(sampler.temperature()),
-        Arg::f64(sampler.top_p()),
-    ];
-    driver::launch(driver, "draw_of_rows", [rows, 1, 1], &args)
+    kernels::DrawOfRows {
+        x: logits.ptr(),
+        uniforms: uniforms.ptr(),
+        ids: ids.ptr(),
+        width: vocab,
+        temperature: sampler.temperature(),
+        top_p: sampler.top_p(),
+    }
+    .launch(driver, [rows, 1, 1])
 }

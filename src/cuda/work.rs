@@ -2,7 +2,8 @@
 
 use super::{LayerSizes, LayerWeights, blocks_for};
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::kernels;
 use crate::compute::cuda::linear::{Linear, Products};
 use crate::error::Result;
 use crate::flags::Precision;
@@ -116,35 +117,33 @@ impl<'d> Workspace<'d> {
         self.norm(hidden, &weights.input_norm, &self.normed, rows)?;
         self.multiply(&weights.qkv, &self.normed, rows, &self.qkv, false)?;
         let (h, g) = (s.n_heads, s.n_kv_heads);
-        let null = Arg::address(0);
-        let norm = |norm: &Option<Buffer<'_, f32>>| norm.as_ref().map_or(null, Buffer::arg);
         let (lens, first, apart) = match standing {
-            Standing::At { first, apart } => (null, first - rotation.first, apart),
-            Standing::Last(positions) => (positions.lens(), 0, 0),
+            Standing::At { first, apart } => (None, first - rotation.first, apart),
+            Standing::Last(positions) => (Some(positions.lens()), 0, 0),
         };
-        let args = [
-            self.qkv.arg(),
-            norm(&weights.q_norm),
-            norm(&weights.k_norm),
-            rotation.cosines.arg(),
-            rotation.sines.arg(),
-            lens,
-            self.q_pre.arg(),
-            self.q_rope.arg(),
-            self.k_pre.arg(),
-            self.k_rope.arg(),
-            self.v.arg(),
-            Arg::u32(rows),
-            Arg::u32(m),
-            Arg::u32(h),
-            Arg::u32(g),
-            Arg::u32(s.head_dim),
-            Arg::u32(first),
-            Arg::u32(apart),
-            Arg::f32(s.eps),
-        ];
         let blocks = (rows * (h + 2 * g)).div_ceil(8);
-        driver::launch(self.driver, "split_heads", [blocks, 1, 1], &args)
+        kernels::SplitHeads {
+            flat: self.qkv.ptr(),
+            q_norm: weights.q_norm.as_ref().map(Buffer::ptr),
+            k_norm: weights.k_norm.as_ref().map(Buffer::ptr),
+            cosines: rotation.cosines.ptr(),
+            sines: rotation.sines.ptr(),
+            lens,
+            q_pre: self.q_pre.ptr(),
+            q_rope: self.q_rope.ptr(),
+            k_pre: self.k_pre.ptr(),
+            k_rope: self.k_rope.ptr(),
+            v: self.v.ptr(),
+            rows,
+            m,
+            h,
+            g,
+            d: s.head_dim,
+            first,
+            apart,
+            eps: s.eps,
+        }
+        .launch(self.driver, [blocks, 1, 1])
     }
 
     /// Adds the attention output, `attended`, and the MLP to `rows` rows of hidden states.
@@ -153,14 +152,14 @@ impl<'d> Workspace<'d> {
         self.norm(hidden, &weights.mlp_norm, &self.normed, rows)?;
         self.multiply(&weights.gate_up, &self.normed, rows, &self.gate_up, false)?;
         let ffn = self.sizes.intermediate;
-        let args = [
-            self.gate_up.arg(),
-            self.activated.arg(),
-            Arg::u64(rows * ffn),
-            Arg::u32(ffn),
-        ];
         let blocks = blocks_for(self.driver, rows * ffn);
-        driver::launch(self.driver, "silu_rows", [blocks, 1, 1], &args)?;
+        kernels::SiluRows {
+            gate_up: self.gate_up.ptr(),
+            out: self.activated.ptr(),
+            n: rows * ffn,
+            width: ffn,
+        }
+        .launch(self.driver, [blocks, 1, 1])?;
         self.multiply(&weights.down, &self.activated, rows, hidden, true)
     }
 
@@ -183,13 +182,13 @@ impl<'d> Workspace<'d> {
         out: &Buffer<'_, f32>,
         rows: usize,
     ) -> Result<()> {
-        let args = [
-            x.arg(),
-            weight.arg(),
-            out.arg(),
-            Arg::u32(self.sizes.hidden),
-            Arg::f32(self.sizes.eps),
-        ];
-        driver::launch(self.driver, "rms_rows", [rows, 1, 1], &args)
+        kernels::RmsRows {
+            x: x.ptr(),
+            weight: weight.ptr(),
+            out: out.ptr(),
+            width: self.sizes.hidden,
+            eps: self.sizes.eps,
+        }
+        .launch(self.driver, [rows, 1, 1])
     }
 }

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use kvsmith::compute::cuda::driver::{Address, Arg, Driver, Launch};
+use kvsmith::compute::cuda::kernels;
 use kvsmith::error::{Error, Result};
 
 /// See [`Driver`]. Each thread has a process of its own; what is allocated stays with the thread.
@@ -46,10 +47,25 @@ impl Emulated {
     /// # Errors
     /// Why there is none.
     pub fn new(tensor_cores: bool) -> std::result::Result<Self, String> {
-        let program = build()?;
-        Ok(Self {
-            program,
+        let emulated = Self {
+            program: build()?,
             tensor_cores,
+        };
+        let compiled = emulated.kernels().map_err(|e| e.to_string())?;
+        assert_eq!(
+            compiled,
+            declared(),
+            "kernels as they are compiled, and as build.rs read them"
+        );
+        Ok(emulated)
+    }
+
+    /// Every kernel that was compiled, as [`declared`] has it.
+    fn kernels(&self) -> Result<String> {
+        self.ask(&[kind('k')], &[], |from| {
+            let mut text = vec![0; number(from)? as usize];
+            from.read_exact(&mut text)?;
+            Ok(String::from_utf8_lossy(&text).into_owned())
         })
     }
 
@@ -81,6 +97,21 @@ impl Emulated {
             result.map_err(|_| ended())
         })
     }
+}
+
+/// Every kernel of the table, in the order of their names: threads, dynamic shared memory and bytes of each argument.
+fn declared() -> String {
+    let mut lines: Vec<String> = kernels::ALL
+        .iter()
+        .map(|kernel| {
+            let numbers = [kernel.threads as usize, kernel.shared_bytes].into_iter();
+            let numbers = numbers.chain(kernel.argument_bytes.iter().copied());
+            let numbers: String = numbers.map(|n| format!(" {n}")).collect();
+            format!("{}{numbers}\n", kernel.name)
+        })
+        .collect();
+    lines.sort();
+    lines.concat()
 }
 
 /// One character as a request.
@@ -160,10 +191,11 @@ impl Driver for Emulated {
         let noted = NOTES.with_borrow(|notes| notes.noted[recording as usize].clone());
         noted
             .iter()
-            .try_for_each(|(kernel, shape, args)| self.launch(kernel, *shape, args))
+            // SAFETY: the emulation compares the arguments with what it compiled.
+            .try_for_each(|(kernel, shape, args)| unsafe { self.launch(kernel, *shape, args) })
     }
 
-    fn launch(&self, kernel: &'static str, shape: Launch, args: &[Arg]) -> Result<()> {
+    unsafe fn launch(&self, kernel: &'static str, shape: Launch, args: &[Arg]) -> Result<()> {
         let is_noted = NOTES.with_borrow_mut(|notes| {
             let noting = notes.noting.as_mut();
             noting

@@ -17,6 +17,55 @@ pub struct Buffer<'d, T> {
     values: PhantomData<T>,
 }
 
+/// A pointer to a value of a live [`Buffer`], for a kernel.
+pub struct Ptr<'b, T> {
+    address: Address,
+    values: PhantomData<&'b T>,
+}
+
+impl<T> Clone for Ptr<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Ptr<'_, T> {}
+
+impl<'b, T> Ptr<'b, T> {
+    /// The place in the device's memory.
+    pub fn address(self) -> Address {
+        self.address
+    }
+
+    /// The place `n` values further on.
+    pub fn after(self, n: usize) -> Self {
+        Self {
+            address: self.address + (n * size_of::<T>()) as u64,
+            ..self
+        }
+    }
+
+    /// The same place, where the kernel takes the bytes for another type.
+    pub fn cast<U>(self) -> Ptr<'b, U> {
+        Ptr {
+            address: self.address,
+            values: PhantomData,
+        }
+    }
+}
+
+impl<T> From<Ptr<'_, T>> for Arg {
+    fn from(pointer: Ptr<'_, T>) -> Self {
+        Self::address(pointer.address)
+    }
+}
+
+impl<T> From<Option<Ptr<'_, T>>> for Arg {
+    fn from(pointer: Option<Ptr<'_, T>>) -> Self {
+        Self::address(pointer.map_or(0, Ptr::address))
+    }
+}
+
 impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
     /// Room for `len` values, not set to anything; `what` names them in the error.
     ///
@@ -83,14 +132,17 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
     }
 
     /// The pointer to the first value, for a kernel.
-    pub fn arg(&self) -> Arg {
-        Arg::address(self.address)
+    pub fn ptr(&self) -> Ptr<'_, T> {
+        self.ptr_at(0)
     }
 
     /// The pointer to value number `at`.
-    pub fn arg_at(&self, at: usize) -> Arg {
-        debug_assert!(at <= self.len, "a place beyond the end of the buffer: {at}");
-        Arg::address(self.address + (at * size_of::<T>()) as u64)
+    pub fn ptr_at(&self, at: usize) -> Ptr<'_, T> {
+        assert!(at <= self.len, "a place beyond the end of the buffer: {at}");
+        Ptr {
+            address: self.address + (at * size_of::<T>()) as u64,
+            values: PhantomData,
+        }
     }
 
     /// Sets the first values.

@@ -5,13 +5,12 @@ mod fast;
 use ndarray::ArrayView3;
 
 use super::buffer::Buffer;
-use super::driver::{Arg, launch};
 use super::points::Rows;
-use super::shape;
+use super::{kernels, shape};
 use crate::compute::device::{Assignment, Clusters, Drawn};
 use crate::error::Result;
 use fast::Fast;
-pub(crate) use fast::{MOST_SHARED_BYTES, shared_bytes as search_bytes};
+pub(crate) use fast::shared_bytes as search_bytes;
 
 /// Rows and centroids of a tile of `nearest_listed` and `nearest_fast`.
 const TILE: usize = 128;
@@ -80,17 +79,17 @@ impl<'d> Clustering<'d> {
         let fresh = Buffer::of(rows.driver, "rows drawn", first)?;
         self.place(rows, &fresh, 1)?;
         self.find_biases(rows, 1)?;
-        let args = [
-            rows.x.arg(),
-            self.centroids.arg(),
-            self.biases.arg(),
-            self.codes.arg(),
-            self.scores.arg(),
-            Arg::u32(rows.n),
-            Arg::u32(rows.w),
-            Arg::u32(self.size),
-        ];
-        rows.launch("start_rows", [rows.n.div_ceil(256), 1], &args)?;
+        kernels::StartRows {
+            x: rows.x.ptr(),
+            centroids: self.centroids.ptr(),
+            biases: self.biases.ptr(),
+            codes: self.codes.ptr(),
+            scores: self.scores.ptr(),
+            n: rows.n,
+            w: rows.w,
+            size: self.size,
+        }
+        .launch(rows.driver, rows.grid([rows.n.div_ceil(256), 1]))?;
         self.next.zero()?;
         self.take_over(rows, true)?;
         self.changed.write(&vec![1; rows.b])
@@ -110,28 +109,32 @@ impl<'d> Clustering<'d> {
         let wanted: Vec<u32> = batch.iter().map(|n| *n as u32).collect();
         let n_runs = n.div_ceil(DRAW_RUN);
         let runs = Buffer::<f64>::new(driver, "sums of distances", rows.b * n_runs)?;
-        let args = [self.distances.arg(), runs.arg(), Arg::u32(n)];
-        rows.launch("distance_sums", [n_runs, 1], &args)?;
+        kernels::DistanceSums {
+            distances: self.distances.ptr(),
+            out: runs.ptr(),
+            n,
+        }
+        .launch(rows.driver, rows.grid([n_runs, 1]))?;
         let numbers = Buffer::of(driver, "random numbers", &numbers)?;
         let wanted = Buffer::of(driver, "batches", &wanted)?;
         let fresh = Buffer::<u32>::new(driver, "rows drawn", rows.b * most)?;
         let used = Buffer::<u32>::new(driver, "counts", rows.b)?;
-        let args = [
-            rows.x.arg(),
-            self.distances.arg(),
-            runs.arg(),
-            numbers.arg(),
-            wanted.arg(),
-            fresh.arg(),
-            self.ranges.arg(),
-            used.arg(),
-            Arg::u32(n),
-            Arg::u32(rows.w),
-            Arg::u32(n_runs),
-            Arg::u32(n_uniforms),
-            Arg::u32(most),
-        ];
-        rows.launch("draw", [1, 1], &args)?;
+        kernels::Draw {
+            x: rows.x.ptr(),
+            distances: self.distances.ptr(),
+            runs: runs.ptr(),
+            uniforms: numbers.ptr(),
+            batch: wanted.ptr(),
+            fresh: fresh.ptr(),
+            ranges: self.ranges.ptr(),
+            used: used.ptr(),
+            n,
+            w: rows.w,
+            n_runs,
+            n_uniforms,
+            most,
+        }
+        .launch(rows.driver, rows.grid([1, 1]))?;
         self.place(rows, &fresh, most)?;
         self.search(rows, most, true)?;
         self.take_over(rows, false)?;
@@ -166,20 +169,29 @@ impl<'d> Clustering<'d> {
     pub fn update(&mut self, rows: &Rows) -> Result<()> {
         let sums = Buffer::<u64>::zeros(rows.driver, "sums of rows", rows.b * self.size * rows.w)?;
         let counts = Buffer::<u32>::zeros(rows.driver, "counts", rows.b * self.size)?;
-        let sizes = [Arg::u32(rows.n), Arg::u32(rows.w), Arg::u32(self.size)];
-        let mut args = vec![
-            rows.x.arg(),
-            self.codes.arg(),
-            sums.arg(),
-            counts.arg(),
-            self.largest.arg(),
-        ];
-        args.extend(sizes);
-        rows.launch("sum_rows", [rows.n.div_ceil(WARPS), 1], &args)?;
-        let mut args = vec![self.centroids.arg(), sums.arg(), counts.arg(), self.largest.arg()];
-        args.extend(sizes);
-        let blocks = (self.size * rows.w).div_ceil(256);
-        rows.launch("move_centroids", [blocks, 1], &args)?;
+        let (codes, largest) = (self.codes.ptr(), self.largest.ptr());
+        let (n, w, size) = (rows.n, rows.w, self.size);
+        kernels::SumRows {
+            x: rows.x.ptr(),
+            codes,
+            sums: sums.ptr(),
+            counts: counts.ptr(),
+            largest,
+            n,
+            w,
+            size,
+        }
+        .launch(rows.driver, rows.grid([n.div_ceil(WARPS), 1]))?;
+        kernels::MoveCentroids {
+            centroids: self.centroids.ptr(),
+            sums: sums.ptr(),
+            counts: counts.ptr(),
+            largest,
+            n,
+            w,
+            size,
+        }
+        .launch(rows.driver, rows.grid([(size * w).div_ceil(256), 1]))?;
         self.changed.zero()?;
         self.search_all(rows)
     }
@@ -190,31 +202,35 @@ impl<'d> Clustering<'d> {
         }
         let pairs: Vec<u32> = given.iter().flat_map(|(row, code)| [*row, *code]).collect();
         let pairs = Buffer::of(rows.driver, "rows handed over", &pairs)?;
-        let args = [
-            pairs.arg(),
-            self.codes.arg(),
-            self.changed.arg(),
-            Arg::u32(given.len()),
-            Arg::u32(head),
-            Arg::u32(rows.n),
-        ];
         let blocks = [given.len().div_ceil(256), 1, 1];
-        launch(rows.driver, "hand_over", blocks, &args)
+        kernels::HandOver {
+            pairs: pairs.ptr(),
+            codes: self.codes.ptr(),
+            changed: self.changed.ptr(),
+            count: given.len(),
+            head,
+            n: rows.n,
+        }
+        .launch(rows.driver, blocks)
     }
 
     pub fn assignment(&self, rows: &Rows) -> Result<Vec<Assignment>> {
         let runs = rows.n.div_ceil(INERTIA_RUN);
         let sums = Buffer::<f64>::new(rows.driver, "sums of distances", rows.b * runs)?;
-        let args = [self.distances.arg(), sums.arg(), Arg::u32(rows.n)];
-        rows.launch("inertia", [runs, 1], &args)?;
+        kernels::Inertia {
+            distances: self.distances.ptr(),
+            out: sums.ptr(),
+            n: rows.n,
+        }
+        .launch(rows.driver, rows.grid([runs, 1]))?;
         let counts = Buffer::<u32>::zeros(rows.driver, "counts", rows.b * self.size)?;
-        let args = [
-            self.codes.arg(),
-            counts.arg(),
-            Arg::u32(rows.n),
-            Arg::u32(self.size),
-        ];
-        rows.launch("count_codes", [rows.n.div_ceil(256), 1], &args)?;
+        kernels::CountCodes {
+            codes: self.codes.ptr(),
+            counts: counts.ptr(),
+            n: rows.n,
+            size: self.size,
+        }
+        .launch(rows.driver, rows.grid([rows.n.div_ceil(256), 1]))?;
         let (sums, counts, changed) = (sums.read()?, counts.read()?, self.changed.read()?);
         let heads = sums.chunks(runs).zip(counts.chunks(self.size)).zip(changed);
         let head = |((sums, counts), changed): ((&[f64], &[u32]), u32)| Assignment {
@@ -243,18 +259,18 @@ impl<'d> Clustering<'d> {
 
     /// The rows `fresh`, `[b,most]`, become the centroids in range.
     fn place(&self, rows: &Rows, fresh: &Buffer<u32>, most: usize) -> Result<()> {
-        let args = [
-            rows.x.arg(),
-            fresh.arg(),
-            self.ranges.arg(),
-            self.centroids.arg(),
-            Arg::u32(rows.n),
-            Arg::u32(rows.w),
-            Arg::u32(self.size),
-            Arg::u32(most),
-        ];
         let blocks = (most * rows.w).div_ceil(256);
-        rows.launch("place_centroids", [blocks, 1], &args)
+        kernels::PlaceCentroids {
+            x: rows.x.ptr(),
+            fresh: fresh.ptr(),
+            ranges: self.ranges.ptr(),
+            centroids: self.centroids.ptr(),
+            n: rows.n,
+            w: rows.w,
+            size: self.size,
+            most,
+        }
+        .launch(rows.driver, rows.grid([blocks, 1]))
     }
 
     /// Every row to the nearest of all centroids.
@@ -266,62 +282,75 @@ impl<'d> Clustering<'d> {
 
     /// The biases of the centroids in range, at most `most` a head.
     fn find_biases(&self, rows: &Rows, most: usize) -> Result<()> {
-        let args = [
-            self.centroids.arg(),
-            self.ranges.arg(),
-            self.biases.arg(),
-            Arg::u32(rows.w),
-            Arg::u32(self.size),
-        ];
-        rows.launch("centroid_biases", [most.div_ceil(WARPS), 1], &args)
+        kernels::CentroidBiases {
+            centroids: self.centroids.ptr(),
+            ranges: self.ranges.ptr(),
+            biases: self.biases.ptr(),
+            w: rows.w,
+            size: self.size,
+        }
+        .launch(rows.driver, rows.grid([most.div_ceil(WARPS), 1]))
     }
 
     /// `next` becomes the nearest of the centroids in range, at most `most` a head; where they `challenge`,
     /// only of the rows that one of them is nearer to than the present one.
     fn search(&self, rows: &Rows, most: usize, challenge: bool) -> Result<()> {
         self.find_biases(rows, most)?;
-        let scores = match challenge {
-            true => self.scores.arg(),
-            false => Arg::address(0),
-        };
-        let sizes = [Arg::u32(rows.n), Arg::u32(rows.w), Arg::u32(self.size)];
-        let exact = [
-            rows.x.arg(),
-            self.centroids.arg(),
-            self.biases.arg(),
-            self.ranges.arg(),
-        ];
-        let (mut list, mut listed) = (Arg::address(0), Arg::address(0));
+        let scores = challenge.then(|| self.scores.ptr());
+        let (x, centroids, biases) = (rows.x.ptr(), self.centroids.ptr(), self.biases.ptr());
+        let (ranges, codes, next) = (self.ranges.ptr(), self.codes.ptr(), self.next.ptr());
+        let (n, w, size) = (rows.n, rows.w, self.size);
         if let Some(fast) = &self.fast {
             self.find_candidates(rows, fast, most, scores)?;
-            (list, listed) = (fast.list.arg(), fast.listed.arg());
             fast.listed.zero()?;
-            let mut args = exact.to_vec();
-            args.extend([fast.candidates.arg(), scores, self.codes.arg(), self.next.arg()]);
-            args.extend([list, listed]);
-            args.extend(sizes);
-            rows.launch("settle", [rows.n.div_ceil(256), 1], &args)?;
+            kernels::Settle {
+                x,
+                centroids,
+                biases,
+                ranges,
+                candidates: fast.candidates.ptr(),
+                scores,
+                codes,
+                next,
+                list: fast.list.ptr(),
+                listed: fast.listed.ptr(),
+                n,
+                w,
+                size,
+            }
+            .launch(rows.driver, rows.grid([n.div_ceil(256), 1]))?;
         }
-        let mut args = exact.to_vec();
-        args.extend([list, listed, scores, self.codes.arg(), self.next.arg()]);
-        args.extend(sizes);
-        rows.launch("nearest_listed", [rows.n.div_ceil(TILE), 1], &args)
+        kernels::NearestListed {
+            x,
+            centroids,
+            biases,
+            ranges,
+            list: self.fast.as_ref().map(|fast| fast.list.ptr()),
+            listed: self.fast.as_ref().map(|fast| fast.listed.ptr()),
+            scores,
+            codes,
+            next,
+            n,
+            w,
+            size,
+        }
+        .launch(rows.driver, rows.grid([n.div_ceil(TILE), 1]))
     }
 
     /// Codes become `next`; distances follow where a code changed, or in `all` rows.
     fn take_over(&self, rows: &Rows, all: bool) -> Result<()> {
-        let args = [
-            rows.x.arg(),
-            self.centroids.arg(),
-            self.next.arg(),
-            self.codes.arg(),
-            self.distances.arg(),
-            self.changed.arg(),
-            Arg::u32(rows.n),
-            Arg::u32(rows.w),
-            Arg::u32(self.size),
-            Arg::u32(usize::from(all)),
-        ];
-        rows.launch("take_over", [rows.n.div_ceil(WARPS), 1], &args)
+        kernels::TakeOver {
+            x: rows.x.ptr(),
+            centroids: self.centroids.ptr(),
+            next: self.next.ptr(),
+            codes: self.codes.ptr(),
+            distances: self.distances.ptr(),
+            changed: self.changed.ptr(),
+            n: rows.n,
+            w: rows.w,
+            size: self.size,
+            all: usize::from(all),
+        }
+        .launch(rows.driver, rows.grid([rows.n.div_ceil(WARPS), 1]))
     }
 }

@@ -2,9 +2,6 @@
 
 use crate::error::{Error, Result};
 
-/// Threads of a block, where nothing else is said.
-pub const THREADS: usize = 256;
-
 /// A place in the device's memory.
 pub type Address = u64;
 
@@ -55,7 +52,14 @@ pub trait Driver: Send + Sync {
     fn multiprocessors(&self) -> usize;
 
     /// Starts a kernel of `kernels/` after everything that was launched before; while recording it only notes it.
-    fn launch(&self, kernel: &'static str, shape: Launch, args: &[Arg]) -> Result<()>;
+    ///
+    /// # Safety
+    /// The driver copies as many arguments as the kernel declares, whatever `args` holds: they must be those of its
+    /// declaration in number, order and size, else host memory is read beyond their end. Pointers must be to memory of
+    /// this driver, as long as the kernel's comment says, that is not given back before the kernel ends; a recorded
+    /// launch ends with its last replay. The threads are those that the kernel declares, and its dynamic shared memory is
+    /// no more than that. The structs of [`super::kernels`] do all of this but the sizes.
+    unsafe fn launch(&self, kernel: &'static str, shape: Launch, args: &[Arg]) -> Result<()>;
 
     /// Notes the launches from here on, in their order, until [`Driver::recorded`]; false where it cannot.
     fn record(&self) -> Result<bool> {
@@ -213,45 +217,4 @@ impl Arg {
     pub fn address(value: Address) -> Self {
         Self { value, bytes: 8 }
     }
-}
-
-/// [`Driver::launch`] without dynamic shared memory; nothing for an empty grid.
-pub(crate) fn launch(
-    driver: &dyn Driver,
-    kernel: &'static str,
-    grid: [usize; 3],
-    args: &[Arg],
-) -> Result<()> {
-    launch_with(driver, kernel, grid, 0, args)
-}
-
-/// [`Driver::launch`] in blocks of [`THREADS`]; nothing for an empty grid.
-pub(crate) fn launch_with(
-    driver: &dyn Driver,
-    kernel: &'static str,
-    grid: [usize; 3],
-    shared_bytes: usize,
-    args: &[Arg],
-) -> Result<()> {
-    launch_blocks(driver, kernel, grid, THREADS, shared_bytes, args)
-}
-
-/// [`Driver::launch`]; nothing for an empty grid.
-pub(crate) fn launch_blocks(
-    driver: &dyn Driver,
-    kernel: &'static str,
-    grid: [usize; 3],
-    threads: usize,
-    shared_bytes: usize,
-    args: &[Arg],
-) -> Result<()> {
-    if grid.contains(&0) {
-        return Ok(());
-    }
-    let shape = Launch {
-        grid: grid.map(|n| n as u32),
-        threads: threads as u32,
-        shared_bytes,
-    };
-    driver.launch(kernel, shape, args)
 }

@@ -1,7 +1,8 @@
 //! For benchmarks: buffers of random numbers, and a loop that only reads.
 
 use super::buffer::Buffer;
-use super::driver::{self, Arg, Driver};
+use super::driver::Driver;
+use super::kernels;
 use crate::error::Result;
 use crate::float::Float;
 
@@ -32,15 +33,15 @@ pub fn fill<T: bytemuck::Pod>(
         Random::Bits => (4, 1, 4),
     };
     assert!(n * bytes <= buffer.len() * size_of::<T>(), "beyond the end");
-    let args = [
-        buffer.arg(),
-        Arg::u64(n),
-        Arg::u32(kind),
-        Arg::u32(below),
-        Arg::u32(seed as usize),
-    ];
     let blocks = n.div_ceil(256).min(16 * driver.multiprocessors());
-    driver::launch(driver, "fill_random", [blocks, 1, 1], &args)
+    kernels::FillRandom {
+        out: buffer.ptr().cast(),
+        n,
+        kind,
+        below,
+        seed: seed as usize,
+    }
+    .launch(driver, [blocks, 1, 1])
 }
 
 /// A loop that reads memory and does nothing else.
@@ -70,12 +71,12 @@ impl<'d> ReadLoop<'d> {
 
     /// Starts reading.
     pub fn run(&self) -> Result<()> {
-        let args = [
-            self.memory.arg(),
-            Arg::u64(self.memory.len() / 4),
-            self.sums.arg(),
-        ];
-        driver::launch(self.driver, "read_all", [self.blocks, 1, 1], &args)
+        kernels::ReadAll {
+            from: self.memory.ptr().cast(),
+            n: self.memory.len() / 4,
+            sums: self.sums.ptr(),
+        }
+        .launch(self.driver, [self.blocks, 1, 1])
     }
 
     /// Waits for the device.

@@ -1,8 +1,9 @@
 //! Products with checkpoint weights, which stay on the device in their stored type.
 
-use super::buffer::Buffer;
-use super::driver::{self, Arg, Driver};
+use super::buffer::{Buffer, Ptr};
+use super::driver::{self, Driver};
 use super::fill::{Random, fill};
+use super::kernels;
 use crate::error::{Error, Result};
 use crate::float::Float;
 
@@ -17,8 +18,6 @@ const SHORTEST: usize = 1024;
 /// Rows and columns of a block's tile on the tensor cores, and in f32.
 const TILE: usize = 128;
 const FLOAT_TILE: usize = 64;
-/// Bytes of shared memory of a block on the tensor cores: four slabs of 32 channels of both matrices.
-pub const SHARED_BYTES: usize = 4 * 2 * TILE * (32 + 8) * 2;
 
 /// A weight `[n,k]` on the device, in its stored type.
 pub struct Matrix<'d> {
@@ -169,13 +168,13 @@ impl<'d> Products<'d> {
             let most = self.rounded.len();
             return Err(Error::failed(format!("CUDA: {n} inputs, with room for {most}")));
         }
-        let args = [
-            x.arg(),
-            self.rounded.arg(),
-            Arg::u64(n),
-            Arg::u32(usize::from(kind == Float::Bf16)),
-        ];
-        driver::launch(self.driver, "round_rows", [n.div_ceil(512), 1, 1], &args)
+        kernels::RoundRows {
+            x: x.ptr(),
+            out: self.rounded.ptr(),
+            n,
+            bfloat: usize::from(kind == Float::Bf16),
+        }
+        .launch(self.driver, [n.div_ceil(512), 1, 1])
     }
 }
 
@@ -224,9 +223,9 @@ impl Product<'_, '_> {
     fn tensor(&self, driver: &dyn Driver, x: &Buffer<'_, u16>) -> Result<()> {
         let weight = &self.linear.weight;
         let product = driver::Product {
-            x: x.arg().value,
-            weight: weight.values.arg().value,
-            out: self.out.arg().value,
+            x: x.ptr().address(),
+            weight: weight.values.ptr().address(),
+            out: self.out.ptr().address(),
             m: self.m,
             n: weight.rows,
             k: weight.cols,
@@ -236,12 +235,22 @@ impl Product<'_, '_> {
         if driver.multiply(&product)? {
             return self.add_bias(driver);
         }
-        let kernel = match self.linear.weight.kind {
-            Float::Bf16 => "linear_bfloat",
-            Float::F16 | Float::F32 => "linear_half",
-        };
-        let blocks = self.m.div_ceil(TILE) * self.linear.weight.rows.div_ceil(TILE);
-        driver::launch_with(driver, kernel, [blocks, 1, 1], SHARED_BYTES, &self.args(x.arg()))
+        let blocks = self.m.div_ceil(TILE) * weight.rows.div_ceil(TILE);
+        kernels::Linear {
+            x: x.ptr(),
+            weight: weight.values.ptr().cast(),
+            bias: self.bias(),
+            out: self.out.ptr(),
+            m: self.m,
+            n: weight.rows,
+            k: weight.cols,
+            accumulate: usize::from(self.accumulate),
+        }
+        .launch(driver, weight.kind, [blocks, 1, 1])
+    }
+
+    fn bias(&self) -> Option<Ptr<'_, f32>> {
+        self.linear.bias.as_ref().map(Buffer::ptr)
     }
 
     fn add_bias(&self, driver: &dyn Driver) -> Result<()> {
@@ -249,30 +258,36 @@ impl Product<'_, '_> {
             return Ok(());
         };
         let n = self.m * bias.len();
-        let args = [self.out.arg(), bias.arg(), Arg::u64(n), Arg::u32(bias.len())];
         let blocks = n.div_ceil(256).min(32 * driver.multiprocessors());
-        driver::launch(driver, "add_biases", [blocks, 1, 1], &args)
+        kernels::AddBiases {
+            rows: self.out.ptr(),
+            bias: bias.ptr(),
+            n,
+            width: bias.len(),
+        }
+        .launch(driver, [blocks, 1, 1])
     }
 
     /// Any number of rows in f32.
     fn float(&self, driver: &dyn Driver, x: &Buffer<'_, f32>) -> Result<()> {
-        let kernel = match self.linear.weight.kind {
-            Float::F32 => "linear_float_float",
-            Float::F16 => "linear_float_half",
-            Float::Bf16 => "linear_float_bfloat",
-        };
-        let blocks = self.m.div_ceil(FLOAT_TILE) * self.linear.weight.rows.div_ceil(FLOAT_TILE);
-        driver::launch(driver, kernel, [blocks, 1, 1], &self.args(x.arg()))
+        let weight = &self.linear.weight;
+        let blocks = self.m.div_ceil(FLOAT_TILE) * weight.rows.div_ceil(FLOAT_TILE);
+        kernels::LinearFloat {
+            x: x.ptr(),
+            weight: weight.values.ptr().cast(),
+            bias: self.bias(),
+            out: self.out.ptr(),
+            m: self.m,
+            n: weight.rows,
+            k: weight.cols,
+            accumulate: usize::from(self.accumulate),
+        }
+        .launch(driver, weight.kind, [blocks, 1, 1])
     }
 
     /// Up to [`FEW`] rows in f32.
     fn few(&self, driver: &dyn Driver, x: &Buffer<'_, f32>) -> Result<()> {
         let weight = &self.linear.weight;
-        let kernel = match weight.kind {
-            Float::F32 => "linear_few_float",
-            Float::F16 => "linear_few_half",
-            Float::Bf16 => "linear_few_bfloat",
-        };
         let (warps, wanted) = (
             weight.rows.div_ceil(FEW_ROWS),
             driver.multiprocessors() * WARPS_EACH,
@@ -281,22 +296,17 @@ impl Product<'_, '_> {
         while split < 8 && warps * split < wanted && split * SHORTEST < weight.cols {
             split *= 2;
         }
-        let mut args = self.args(x.arg()).to_vec();
-        args.push(Arg::u32(split));
-        driver::launch(driver, kernel, [warps.div_ceil(8 / split), 1, 1], &args)
-    }
-
-    fn args(&self, x: Arg) -> [Arg; 8] {
-        let linear = self.linear;
-        [
-            x,
-            linear.weight.values.arg(),
-            linear.bias.as_ref().map_or(Arg::address(0), Buffer::arg),
-            self.out.arg(),
-            Arg::u32(self.m),
-            Arg::u32(linear.weight.rows),
-            Arg::u32(linear.weight.cols),
-            Arg::u32(usize::from(self.accumulate)),
-        ]
+        kernels::LinearFew {
+            x: x.ptr(),
+            weight: weight.values.ptr().cast(),
+            bias: self.bias(),
+            out: self.out.ptr(),
+            m: self.m,
+            n: weight.rows,
+            k: weight.cols,
+            accumulate: usize::from(self.accumulate),
+            split,
+        }
+        .launch(driver, weight.kind, [warps.div_ceil(8 / split), 1, 1])
     }
 }

@@ -13,7 +13,7 @@ use cudarc::driver::sys::{
 };
 
 use super::driver::{Address, Arg, Driver, Launch, Part, Product};
-use super::{clusters, kernels};
+use super::kernels::{self, NearestFast};
 use crate::error::{Error, Result};
 use products::Products;
 use recording::{Noted, Recordings};
@@ -141,7 +141,7 @@ impl Nvidia {
             let version = self.adapter.as_str();
             failed(&format!("{why} ({version})"), e).hint("update NVIDIA's driver, or use --device cpu")
         })?;
-        for name in kernels::NAMES.iter().copied() {
+        for name in kernels::ALL.iter().map(|kernel| kernel.name) {
             let c_name = CString::new(name).map_err(|e| Error::device(e.to_string()))?;
             // SAFETY: the module was loaded just now.
             let function = unsafe { result::module::get_function(self.module, c_name) };
@@ -150,13 +150,10 @@ impl Nvidia {
         }
         let optin = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         let optin = attribute(self.device, optin)?;
-        let most = optin.min(clusters::MOST_SHARED_BYTES as i32);
-        let large = kernels::LARGE_BLOCKS.iter();
-        let large = large.map(|(name, bytes)| (*name, optin.min(*bytes as i32)));
-        for (name, bytes) in [("nearest_fast", most)].into_iter().chain(large) {
-            self.prefer_shared(name, bytes)?;
+        for kernel in kernels::ALL.iter().filter(|kernel| kernel.is_large()) {
+            self.prefer_shared(kernel.name, optin.min(kernel.shared_bytes as i32))?;
         }
-        self.fast_shared_bytes = most.max(0) as usize;
+        self.fast_shared_bytes = NearestFast::KERNEL.shared_bytes.min(optin.max(0) as usize);
         Ok(())
     }
 
@@ -291,7 +288,7 @@ impl Driver for Nvidia {
         self.multiprocessors
     }
 
-    fn launch(&self, kernel: &'static str, shape: Launch, args: &[Arg]) -> Result<()> {
+    unsafe fn launch(&self, kernel: &'static str, shape: Launch, args: &[Arg]) -> Result<()> {
         self.enter()?;
         let noted = Noted {
             kernel,
@@ -300,7 +297,8 @@ impl Driver for Nvidia {
             values: args.iter().map(|arg| arg.value).collect(),
         };
         match self.recordings()?.note(noted) {
-            Some(noted) => noted.start(),
+            // SAFETY: the caller's promise.
+            Some(noted) => unsafe { noted.start() },
             None => Ok(()),
         }
     }

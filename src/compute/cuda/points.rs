@@ -6,8 +6,8 @@ use ndarray::{Array2, Array3, ArrayView2, ArrayView3, s};
 
 use super::buffer::Buffer;
 use super::clusters::Clustering;
-use super::driver::{Arg, Driver, launch};
-use super::{flat, shape, width};
+use super::driver::Driver;
+use super::{flat, kernels, shape, width};
 use crate::compute::device::{Assignment, Clusters, Drawn, Points, SignSums, Statistic};
 use crate::error::{Error, Result};
 
@@ -28,24 +28,24 @@ pub(super) struct Rows<'d> {
 }
 
 impl<'d> Rows<'d> {
-    /// Launches `kernel` for every head: `[x, z]` blocks each.
-    pub fn launch(&self, kernel: &'static str, blocks: [usize; 2], args: &[Arg]) -> Result<()> {
-        launch(self.driver, kernel, [blocks[0], self.b, blocks[1]], args)
+    /// The grid of `[x, z]` blocks for every head.
+    pub fn grid(&self, [x, z]: [usize; 2]) -> [usize; 3] {
+        [x, self.b, z]
     }
 
     /// The bits of the largest magnitude per head, on the device: `[b]`.
     pub fn largest(&self) -> Result<Buffer<'d, u32>> {
         let out = Buffer::zeros(self.driver, "magnitudes", self.b)?;
-        let args = [
-            self.x.arg(),
-            out.arg(),
-            Arg::address(0),
-            Arg::u32(self.n),
-            Arg::u32(self.n),
-            Arg::u32(self.w),
-        ];
         let blocks = (self.n * self.w).div_ceil(1 << 12).min(1 << 10);
-        self.launch("largest", [blocks, 1], &args)?;
+        kernels::Largest {
+            rows: self.x.ptr(),
+            out: out.ptr(),
+            ranges: None,
+            n: self.n,
+            stride: self.n,
+            w: self.w,
+        }
+        .launch(self.driver, self.grid([blocks, 1]))?;
         Ok(out)
     }
 
@@ -56,16 +56,16 @@ impl<'d> Rows<'d> {
         }
         let of = Buffer::of(self.driver, "row numbers", rows)?;
         let out = Buffer::<f32>::new(self.driver, "rows", rows.len() * self.w)?;
-        let args = [
-            self.x.arg(),
-            of.arg(),
-            out.arg(),
-            Arg::u32(rows.len()),
-            Arg::u64(head * self.n),
-            Arg::u32(self.w),
-        ];
         let blocks = out.len().div_ceil(256);
-        launch(self.driver, "gather_rows", [blocks, 1, 1], &args)?;
+        kernels::GatherRows {
+            x: self.x.ptr(),
+            rows: of.ptr(),
+            out: out.ptr(),
+            count: rows.len(),
+            first: head * self.n,
+            w: self.w,
+        }
+        .launch(self.driver, [blocks, 1, 1])?;
         self.unpadded(out.read()?)
     }
 
@@ -146,15 +146,15 @@ impl Points for CudaPoints<'_> {
             flat(&chol.as_standard_layout())?,
         )?;
         let out = Buffer::<f32>::new(rows.driver, "whitened points", rows.x.len())?;
-        let args = [
-            rows.x.arg(),
-            chol.arg(),
-            out.arg(),
-            Arg::u32(rows.n),
-            Arg::u32(rows.d),
-            Arg::u32(rows.w),
-        ];
-        rows.launch("whiten", [rows.n.div_ceil(64), rows.w.div_ceil(64)], &args)?;
+        kernels::Whiten {
+            x: rows.x.ptr(),
+            chol: chol.ptr(),
+            out: out.ptr(),
+            n: rows.n,
+            d: rows.d,
+            w: rows.w,
+        }
+        .launch(rows.driver, rows.grid([rows.n.div_ceil(64), rows.w.div_ceil(64)]))?;
         rows.x = out;
         Ok(())
     }
@@ -162,26 +162,34 @@ impl Points for CudaPoints<'_> {
     fn channel_statistic(&mut self, range: Range<usize>, what: Statistic) -> Result<Array2<f32>> {
         let rows = &self.rows;
         let out = Buffer::<f32>::zeros(rows.driver, "channel statistics", rows.b * rows.w)?;
-        let mut args = vec![
-            rows.x.arg(),
-            out.arg(),
-            Arg::u32(rows.n),
-            Arg::u32(rows.w),
-            Arg::u32(range.start),
-            Arg::u32(range.len()),
-        ];
-        let blocks = [rows.w.div_ceil(32), 1];
-        let rank = match what {
-            Statistic::Mean => None,
-            Statistic::Ranked(rank) => Some((rank, 0)),
-            Statistic::RankedMagnitude(rank) => Some((rank, 1)),
+        let (x, out_ptr, n, w) = (rows.x.ptr(), out.ptr(), rows.n, rows.w);
+        let (first, count, grid) = (range.start, range.len(), rows.grid([w.div_ceil(32), 1]));
+        let (rank, magnitude) = match what {
+            Statistic::Mean => (None, 0),
+            Statistic::Ranked(rank) => (Some(rank), 0),
+            Statistic::RankedMagnitude(rank) => (Some(rank), 1),
         };
         match rank {
-            None => rows.launch("channel_mean", blocks, &args)?,
-            Some((rank, magnitude)) if rank < range.len() => {
-                args.extend([Arg::u32(rank), Arg::u32(magnitude)]);
-                rows.launch("channel_ranked", blocks, &args)?;
+            None => kernels::ChannelMean {
+                x,
+                out: out_ptr,
+                n,
+                w,
+                first,
+                count,
             }
+            .launch(rows.driver, grid)?,
+            Some(rank) if rank < count => kernels::ChannelRanked {
+                x,
+                out: out_ptr,
+                n,
+                w,
+                first,
+                count,
+                rank,
+                magnitude,
+            }
+            .launch(rows.driver, grid)?,
             // No such row: zeros.
             Some(_) => {}
         }
@@ -192,23 +200,27 @@ impl Points for CudaPoints<'_> {
         self.clusters = None;
         let rows = &self.rows;
         let centre = Buffer::of(rows.driver, "centres", &rows.padded(centre))?;
-        let args = [
-            rows.x.arg(),
-            centre.arg(),
-            Arg::u32(rows.n),
-            Arg::u32(rows.w),
-            Arg::u32(range.start),
-            Arg::u32(range.len()),
-        ];
-        rows.launch("subtract", [(range.len() * rows.w).div_ceil(256), 1], &args)
+        kernels::Subtract {
+            x: rows.x.ptr(),
+            centre: centre.ptr(),
+            n: rows.n,
+            w: rows.w,
+            first: range.start,
+            count: range.len(),
+        }
+        .launch(rows.driver, rows.grid([(range.len() * rows.w).div_ceil(256), 1]))
     }
 
     fn square_sum(&mut self) -> Result<Vec<f64>> {
         let rows = &self.rows;
         let runs = (rows.n * rows.w).div_ceil(SQUARES);
         let out = Buffer::<f64>::new(rows.driver, "sums of squares", rows.b * runs)?;
-        let args = [rows.x.arg(), out.arg(), Arg::u64(rows.n * rows.w)];
-        rows.launch("square_sums", [runs, 1], &args)?;
+        kernels::SquareSums {
+            x: rows.x.ptr(),
+            out: out.ptr(),
+            size: rows.n * rows.w,
+        }
+        .launch(rows.driver, rows.grid([runs, 1]))?;
         Ok(out.read()?.chunks(runs.max(1)).map(|r| r.iter().sum()).collect())
     }
 
@@ -219,27 +231,27 @@ impl Points for CudaPoints<'_> {
         let largest = rows.largest()?;
         let fixed = Buffer::<u64>::zeros(rows.driver, "sign sums", rows.b * sums)?;
         let counts = Buffer::<u32>::zeros(rows.driver, "sign counts", rows.b * patterns)?;
-        let args = [
-            rows.x.arg(),
-            fixed.arg(),
-            counts.arg(),
-            largest.arg(),
-            Arg::u32(rows.n),
-            Arg::u32(rows.d),
-            Arg::u32(rows.w),
-            Arg::u32(SIGN_ROWS),
-        ];
         let blocks = [rows.n.div_ceil(SIGN_ROWS), (rows.d / 4).div_ceil(32)];
-        rows.launch("sign_sums", blocks, &args)?;
+        kernels::SignSums {
+            x: rows.x.ptr(),
+            sums: fixed.ptr(),
+            counts: counts.ptr(),
+            largest: largest.ptr(),
+            n: rows.n,
+            d: rows.d,
+            w: rows.w,
+            run_rows: SIGN_ROWS,
+        }
+        .launch(rows.driver, rows.grid(blocks))?;
         let out = Buffer::<f64>::new(rows.driver, "sign sums", fixed.len())?;
-        let args = [
-            fixed.arg(),
-            out.arg(),
-            largest.arg(),
-            Arg::u32(rows.n),
-            Arg::u32(sums),
-        ];
-        rows.launch("fixed_sums", [sums.div_ceil(256), 1], &args)?;
+        kernels::FixedSums {
+            sums: fixed.ptr(),
+            out: out.ptr(),
+            largest: largest.ptr(),
+            n: rows.n,
+            per_head: sums,
+        }
+        .launch(rows.driver, rows.grid([sums.div_ceil(256), 1]))?;
         let (all, counts) = (out.read()?, counts.read()?);
         let heads = all.chunks(sums.max(1)).zip(counts.chunks(patterns.max(1)));
         let head = |(sums, counts): (&[f64], &[u32])| SignSums {

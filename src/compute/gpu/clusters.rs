@@ -7,9 +7,8 @@ use ndarray::Array2;
 use super::super::device::{Assignment, Clusters, Drawn, Points};
 use super::super::draw::{Wheel, draw_rows};
 use super::context::Batch;
-use super::kernels::Kernel;
 use super::points::{GpuPoints, Slab};
-use super::{BLOCK, THREADS, TILE};
+use super::{BLOCK, THREADS, TILE, kernels};
 use crate::error::{Error, Result};
 
 /// The clusters of one head. Codes and distances are those that the adapter found last.
@@ -323,9 +322,16 @@ impl GpuPoints<'_> {
                 let members = context.upload(&segments.members)?;
                 for ranges in segments.ranges.chunks(most) {
                     let sum = context.buffer((4 * d * ranges.len()) as u64)?;
-                    let given = [&slab.x, &members, &context.upload(ranges)?, &sum];
-                    let groups = (ranges.len() * d).div_ceil(THREADS);
-                    batch.run(Kernel::Means, &[ranges.len(), d], &given, groups, THREADS * BLOCK);
+                    let count = ranges.len();
+                    kernels::Means {
+                        count,
+                        d,
+                        x: &slab.x,
+                        members: &members,
+                        segments: &context.upload(ranges)?,
+                        sums: &sum,
+                    }
+                    .run(batch, (count * d).div_ceil(THREADS), THREADS * BLOCK);
                     parts.push(i);
                     sums.push(sum);
                 }
@@ -373,12 +379,21 @@ fn meet(batch: &mut Batch, slab: &Slab, owners: &wgpu::Buffer, panel: &Panel, pa
     if part.is_empty() {
         return;
     }
-    let base = panel.range.start;
-    batch.run(
-        Kernel::Nearest,
-        &[slab.rows.len(), d, base, part.start - base, part.end - base],
-        &[&slab.x, &panel.centroids, &panel.biases, owners],
-        slab.rows.len().div_ceil(TILE),
+    let (rows, base) = (slab.rows.len(), panel.range.start);
+    kernels::Nearest {
+        rows,
+        d,
+        base,
+        start: part.start - base,
+        end: part.end - base,
+        x: &slab.x,
+        centroids: &panel.centroids,
+        biases: &panel.biases,
+        owners,
+    }
+    .run(
+        batch,
+        rows.div_ceil(TILE),
         TILE * d * part.len().next_multiple_of(TILE),
     );
 }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::Pod;
 
-use super::kernels::{Kernel, Kernels};
+use super::kernels::Kernels;
 use crate::error::{Error, Result};
 
 /// What to do where there is no adapter.
@@ -173,15 +173,16 @@ pub(super) struct Batch<'a> {
 }
 
 impl Batch<'_> {
-    /// Runs a kernel on `groups` workgroups, in several dispatches where the adapter takes fewer.
+    /// Runs an entry point of [`super::kernels`], which fills in the arguments, on `groups` workgroups, in several
+    /// dispatches where the adapter takes fewer.
     ///
-    /// `params` are those of the shader after `first_group`, `buffers` belong to the bindings of the kernel,
-    /// and `cost` is the multiply-adds of a workgroup.
+    /// `params` are those of the shader after `first_group`, `buffers` have the numbers of their bindings, and `cost` is
+    /// the multiply-adds of a workgroup.
     pub fn run(
         &mut self,
-        kernel: Kernel,
+        entry: usize,
         params: &[usize],
-        buffers: &[&wgpu::Buffer],
+        buffers: &[(u32, &wgpu::Buffer)],
         groups: usize,
         cost: usize,
     ) {
@@ -189,7 +190,7 @@ impl Batch<'_> {
         let mut first = 0;
         while first < groups {
             let count = (groups - first).min(affordable as usize);
-            self.dispatch(kernel, first, params, buffers, count);
+            self.dispatch(entry, first, params, buffers, count);
             self.cost += (count * cost) as u64;
             if self.cost >= SUBMISSION {
                 self.submit();
@@ -200,14 +201,14 @@ impl Batch<'_> {
 
     fn dispatch(
         &mut self,
-        kernel: Kernel,
+        entry: usize,
         first: usize,
         params: &[usize],
-        buffers: &[&wgpu::Buffer],
+        buffers: &[(u32, &wgpu::Buffer)],
         groups: usize,
     ) {
         let Context { device, queue, .. } = self.context;
-        let (pipeline, bindings) = self.context.kernels.get(kernel);
+        let pipeline = self.context.kernels.get(entry);
         let mut words = vec![first as u32];
         words.extend(params.iter().map(|p| *p as u32));
         // A uniform buffer is a multiple of 16 bytes.
@@ -219,10 +220,9 @@ impl Batch<'_> {
             mapped_at_creation: false,
         });
         queue.write_buffer(&uniform, 0, bytemuck::cast_slice(&words));
-        let numbers = [0].iter().chain(bindings);
-        let given = [&uniform].into_iter().chain(buffers.iter().copied());
-        let entries = numbers.zip(given).map(|(binding, buffer)| wgpu::BindGroupEntry {
-            binding: *binding,
+        let given = [(0, &uniform)].into_iter().chain(buffers.iter().copied());
+        let entries = given.map(|(binding, buffer)| wgpu::BindGroupEntry {
+            binding,
             resource: buffer.as_entire_binding(),
         });
         let group = device.create_bind_group(&wgpu::BindGroupDescriptor {

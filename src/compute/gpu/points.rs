@@ -7,8 +7,7 @@ use ndarray::{Array2, ArrayView2, ArrayView3, Axis, s};
 use super::super::device::{Assignment, Clusters, Drawn, Points, SignSums, Statistic};
 use super::clusters::Head;
 use super::context::{Batch, Context};
-use super::kernels::Kernel;
-use super::{BLOCK, THREADS, TILE, flat, rows_per_buffer};
+use super::{BLOCK, THREADS, TILE, flat, kernels, rows_per_buffer};
 use crate::error::Result;
 
 /// Bits of a digit of the radix select.
@@ -91,13 +90,15 @@ impl<'a> GpuPoints<'a> {
                 }
                 let blocks = part.len().div_ceil(BLOCK);
                 let partial = self.context.buffer((4 * blocks * d) as u64)?;
-                batch.run(
-                    Kernel::ChannelSums,
-                    &[part.start, part.len(), d, usize::from(squares)],
-                    &[&slab.x, &partial],
-                    (blocks * d).div_ceil(THREADS),
-                    THREADS * BLOCK,
-                );
+                kernels::ChannelStatisticSums {
+                    first_row: part.start,
+                    rows: part.len(),
+                    d,
+                    variant: usize::from(squares),
+                    x: &slab.x,
+                    partial: &partial,
+                }
+                .run(batch, (blocks * d).div_ceil(THREADS), THREADS * BLOCK);
                 slabs.push(slab);
                 partials.push(partial);
             }
@@ -124,14 +125,13 @@ impl<'a> GpuPoints<'a> {
                 let slabs: Vec<&Slab> = self.slabs.iter().filter(|slab| slab.head == head).collect();
                 for shift in (0..u32::BITS).step_by(DIGIT as usize).rev() {
                     count_digit(batch, &slabs, &rows, d, shift, magnitudes, [&search, &counts]);
-                    let pick = [0, 0, d, 0, shift as usize];
-                    batch.run(
-                        Kernel::ChannelPick,
-                        &pick,
-                        &[&search, &counts],
-                        d.div_ceil(THREADS),
-                        DIGITS,
-                    );
+                    kernels::ChannelStatisticPick {
+                        d,
+                        shift: shift as usize,
+                        search: &search,
+                        counts: &counts,
+                    }
+                    .run(batch, d.div_ceil(THREADS), DIGITS);
                 }
                 searches.push(search);
             }
@@ -165,20 +165,18 @@ fn count_digit(
     for slab in slabs {
         let part = slab.part(rows);
         let groups = part.len().div_ceil(BLOCK) * d.div_ceil(COUNTED_CHANNELS);
-        batch.run(
-            Kernel::ChannelHistogram,
-            &[
-                part.start,
-                part.len(),
-                d,
-                usize::from(magnitudes),
-                shift as usize,
-                above as usize,
-            ],
-            &[&slab.x, search, counts],
-            groups,
-            BLOCK * COUNTED_CHANNELS,
-        );
+        kernels::ChannelStatisticHistogram {
+            first_row: part.start,
+            rows: part.len(),
+            d,
+            variant: usize::from(magnitudes),
+            shift: shift as usize,
+            above: above as usize,
+            x: &slab.x,
+            search,
+            counts,
+        }
+        .run(batch, groups, BLOCK * COUNTED_CHANNELS);
     }
 }
 
@@ -195,13 +193,15 @@ impl Points for GpuPoints<'_> {
                 let chol = context.upload(&flat(chol))?;
                 for slab in slabs.iter_mut().filter(|slab| slab.head == head) {
                     let whitened = context.buffer(slab.x.size())?;
-                    batch.run(
-                        Kernel::Whiten,
-                        &[slab.rows.len(), d],
-                        &[&slab.x, &chol, &whitened],
-                        slab.rows.len().div_ceil(TILE) * d.div_ceil(TILE),
-                        TILE * TILE * d,
-                    );
+                    let rows = slab.rows.len();
+                    kernels::Whiten {
+                        rows,
+                        d,
+                        x: &slab.x,
+                        chol: &chol,
+                        whitened: &whitened,
+                    }
+                    .run(batch, rows.div_ceil(TILE) * d.div_ceil(TILE), TILE * TILE * d);
                     slab.x = whitened;
                 }
             }
@@ -232,13 +232,14 @@ impl Points for GpuPoints<'_> {
                 let centre = self.context.upload(&centre.to_vec())?;
                 for slab in self.slabs.iter().filter(|slab| slab.head == head) {
                     let part = slab.part(&rows);
-                    batch.run(
-                        Kernel::Subtract,
-                        &[part.start, part.len(), d],
-                        &[&slab.x, &centre],
-                        (part.len() * d).div_ceil(THREADS),
-                        THREADS,
-                    );
+                    kernels::Subtract {
+                        first_row: part.start,
+                        rows: part.len(),
+                        d,
+                        x: &slab.x,
+                        centre: &centre,
+                    }
+                    .run(batch, (part.len() * d).div_ceil(THREADS), THREADS);
                 }
             }
             Ok(())
@@ -262,13 +263,13 @@ impl Points for GpuPoints<'_> {
             for slab in &self.slabs {
                 let threads = slab.rows.len().div_ceil(BLOCK) * d * 4;
                 let partial = self.context.buffer((4 * PATTERN_WORDS * threads) as u64)?;
-                batch.run(
-                    Kernel::SignSums,
-                    &[slab.rows.len(), d],
-                    &[&slab.x, &partial],
-                    threads.div_ceil(THREADS),
-                    THREADS * BLOCK * 4,
-                );
+                kernels::SignSums {
+                    rows: slab.rows.len(),
+                    d,
+                    x: &slab.x,
+                    partial: &partial,
+                }
+                .run(batch, threads.div_ceil(THREADS), THREADS * BLOCK * 4);
                 partials.push(partial);
             }
             batch.read(&partials.iter().collect::<Vec<_>>())

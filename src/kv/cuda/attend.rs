@@ -5,15 +5,14 @@ use half::{bf16, f16};
 use super::packed::PackedLayer;
 use super::prefill;
 use super::{Positions, Selection, Shape};
-use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::buffer::{Buffer, Ptr};
+use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::fill::{Random, fill};
-use crate::compute::cuda::kernels::shared;
+use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::float::Float;
 
-/// Threads of a block, and the positions of a tile.
-const THREADS: usize = 128;
+/// Positions of a tile.
 const TILE: usize = 64;
 /// Blocks per processor that hide each other's waiting.
 const BLOCKS_EACH: usize = 3;
@@ -69,17 +68,17 @@ impl<'d> LayerRows<'d> {
         let shape = &self.shape;
         let grid = [(m * shape.width()).div_ceil(256), shape.kv_heads, shape.sequences];
         for (rows, cache) in [(keys, &self.keys), (values, &self.values)] {
-            let args = [
-                rows.arg(),
-                cache.arg(),
-                positions.lens.arg(),
-                Arg::u32(self.kind()),
-                Arg::u32(m),
-                Arg::u32(shape.head_dim),
-                Arg::u32(shape.width()),
-                Arg::u32(shape.capacity),
-            ];
-            driver::launch(self.driver, "append_rows", grid, &args)?;
+            kernels::AppendRows {
+                rows: rows.ptr(),
+                cache: cache.ptr().cast(),
+                lens: positions.lens.ptr(),
+                kind: self.kind(),
+                m,
+                d: shape.head_dim,
+                w: shape.width(),
+                capacity: shape.capacity,
+            }
+            .launch(self.driver, grid)?;
         }
         Ok(())
     }
@@ -127,26 +126,10 @@ impl<'d> LayerRows<'d> {
         }
     }
 
-    fn kernel(&self) -> &'static str {
-        match (self.float, self.shape.width()) {
-            (Float::F32, _) => "attend_float",
-            (Float::F16, 64) => "attend_half_64",
-            (Float::F16, 80) => "attend_half_80",
-            (Float::F16, 96) => "attend_half_96",
-            (Float::F16, _) => "attend_half_128",
-            (Float::Bf16, 64) => "attend_bfloat_64",
-            (Float::Bf16, 80) => "attend_bfloat_80",
-            (Float::Bf16, 96) => "attend_bfloat_96",
-            (Float::Bf16, _) => "attend_bfloat_128",
-        }
-    }
-
-    fn shared_bytes(&self) -> usize {
+    /// Bytes of shared memory of a block of `attend_float`.
+    fn float_bytes(&self) -> usize {
         let (w, r) = (self.shape.width(), self.shape.group);
-        match self.float {
-            Float::F32 => 4 * (r * w + TILE * (w + 1) + r * TILE),
-            Float::F16 | Float::Bf16 => shared::attend(w),
-        }
+        4 * (r * w + TILE * (w + 1) + r * TILE)
     }
 }
 
@@ -168,15 +151,24 @@ fn bytes_of(float: Float) -> usize {
 }
 
 /// What some query heads attend besides the sinks, as one result over all that is no sink.
-pub(crate) struct Rest {
+pub(crate) struct Rest<'b> {
     /// Which heads, `[b,h]`, u32.
-    pub marked: Arg,
+    pub marked: Ptr<'b, u32>,
     /// Its log-sum-exp, `[b,h]`, f32.
-    pub lse: Arg,
+    pub lse: Ptr<'b, f32>,
     /// Sums of the keys and of the values of its rows, `[b,g,2,d]`, f64; its output is the mean value.
-    pub sums: Arg,
+    pub sums: Ptr<'b, f64>,
     /// First positions that it leaves out.
-    pub sinks: Arg,
+    pub sinks: usize,
+}
+
+/// Positions `[b,g,most]` and how many there are of each KV head, as kernels take a choice; none for everything.
+type Lists<'b> = (Option<Ptr<'b, u32>>, Option<Ptr<'b, u32>>, usize);
+
+fn lists_of<'b>(chosen: Option<&'b Selection<'_>>) -> Lists<'b> {
+    chosen.map_or((None, None, 0), |to| {
+        (Some(to.lists.ptr()), Some(to.listed.ptr()), to.most)
+    })
 }
 
 /// Where a step's attention is computed; one for all layers of a shape.
@@ -238,25 +230,46 @@ impl<'d> Attention<'d> {
         chosen: Option<&Selection<'_>>,
     ) -> Result<()> {
         let w = self.shape.width();
-        let (parts, [lists, listed, most]) = self.begin(queries, positions, chosen)?;
-        let mut args = vec![
-            self.queries.arg(),
-            rows.keys.arg(),
-            rows.values.arg(),
-            positions.spans.arg(),
-            lists,
-            listed,
-            self.outs.arg(),
-            self.sums.arg(),
-            self.shape.exponent(),
-            Arg::u32(self.shape.group),
-            Arg::u32(self.shape.capacity),
-            most,
-        ];
-        if rows.float == Float::F32 {
-            args.push(Arg::u32(w));
+        let parts = self.begin(queries, positions, chosen)?;
+        let (queries, spans) = (self.queries.ptr(), positions.spans.ptr());
+        let (lists, listed, most) = lists_of(chosen);
+        let (outs, sums, scale) = (self.outs.ptr(), self.sums.ptr(), self.shape.exponent());
+        let (r, capacity) = (self.shape.group, self.shape.capacity);
+        let (driver, grid) = (self.driver, self.grid(parts));
+        match rows.float {
+            Float::F32 => kernels::AttendFloat {
+                queries,
+                keys: rows.keys.ptr().cast(),
+                values: rows.values.ptr().cast(),
+                spans,
+                lists,
+                listed,
+                outs,
+                sums,
+                scale,
+                r,
+                capacity,
+                most,
+                w,
+            }
+            .launch(driver, grid, rows.float_bytes())?,
+            Float::F16 | Float::Bf16 => kernels::Attend {
+                queries,
+                keys: rows.keys.ptr().cast(),
+                values: rows.values.ptr().cast(),
+                spans,
+                lists,
+                listed,
+                outs,
+                sums,
+                scale,
+                r,
+                capacity,
+                most,
+            }
+            .launch(driver, rows.float, w, grid)?,
         }
-        self.run(rows.kernel(), parts, rows.shared_bytes(), &args)
+        self.merge(parts)
     }
 
     /// The same over a 2-bit cache.
@@ -271,90 +284,84 @@ impl<'d> Attention<'d> {
         positions: &Positions<'_>,
         chosen: Option<&Selection<'_>>,
     ) -> Result<()> {
-        let w = self.shape.width();
-        let (parts, [lists, listed, most]) = self.begin(queries, positions, chosen)?;
+        let parts = self.begin(queries, positions, chosen)?;
         let signs = &rows.signs;
-        let args = [
-            self.queries.arg(),
-            signs.signs.arg(),
-            rows.bits[0].arg(),
-            rows.bits[1].arg(),
-            rows.params[0].arg(),
-            rows.params[1].arg(),
-            signs.centre.arg(),
-            rows.alpha.arg(),
-            signs.full.arg(),
-            signs.full_count.arg(),
-            rows.full[0].arg(),
-            rows.full[1].arg(),
-            positions.spans.arg(),
+        let (lists, listed, most) = lists_of(chosen);
+        kernels::AttendPacked {
+            queries: self.queries.ptr(),
+            signs: signs.signs.ptr(),
+            key_bits: rows.bits[0].ptr().cast(),
+            value_bits: rows.bits[1].ptr().cast(),
+            key_params: rows.params[0].ptr().cast(),
+            value_params: rows.params[1].ptr().cast(),
+            centre: signs.centre.ptr(),
+            alpha: rows.alpha.ptr(),
+            full: signs.full.ptr(),
+            full_count: signs.full_count.ptr(),
+            full_keys: rows.full[0].ptr().cast(),
+            full_values: rows.full[1].ptr().cast(),
+            spans: positions.spans.ptr(),
             lists,
             listed,
-            self.outs.arg(),
-            self.sums.arg(),
-            self.shape.exponent(),
-            Arg::u32(self.shape.group),
-            Arg::u32(self.shape.head_dim),
-            Arg::u32(signs.pitch()),
-            Arg::u32(self.shape.capacity),
+            outs: self.outs.ptr(),
+            sums: self.sums.ptr(),
+            scale: self.shape.exponent(),
+            r: self.shape.group,
+            d: self.shape.head_dim,
+            pitch: signs.pitch(),
+            capacity: self.shape.capacity,
             most,
-            Arg::u32(usize::from(rows.is_signed)),
-        ];
-        let kernel = match w {
-            64 => "attend_packed_64",
-            80 => "attend_packed_80",
-            96 => "attend_packed_96",
-            _ => "attend_packed_128",
-        };
-        self.run(kernel, parts, shared::attend(w), &args)
+            is_signed: usize::from(rows.is_signed),
+        }
+        .launch(self.driver, self.shape.width(), self.grid(parts))?;
+        self.merge(parts)
     }
 
-    /// Pads the queries. How many blocks share a KV head, and what the kernels are told of the choice.
+    /// Pads the queries. How many blocks share a KV head.
     fn begin(
         &self,
         queries: &Buffer<'_, f32>,
         positions: &Positions<'_>,
         chosen: Option<&Selection<'_>>,
-    ) -> Result<(usize, [Arg; 3])> {
+    ) -> Result<usize> {
         let (shape, w) = (&self.shape, self.shape.width());
         let n = shape.query_heads();
-        let args = [
-            queries.arg(),
-            self.queries.arg(),
-            Arg::u32(n),
-            Arg::u32(shape.head_dim),
-            Arg::u32(w),
-        ];
-        driver::launch(self.driver, "pad_rows", [(n * w).div_ceil(256), 1, 1], &args)?;
+        kernels::PadRows {
+            rows: queries.ptr(),
+            out: self.queries.ptr(),
+            n,
+            d: shape.head_dim,
+            w,
+        }
+        .launch(self.driver, [(n * w).div_ceil(256), 1, 1])?;
         // More blocks than there are tiles would have nothing to do.
         let limits = &positions.limits;
         let most = match chosen {
             Some(chosen) => chosen.most + limits.sinks + limits.window,
             None => self.shape.capacity,
         };
-        let parts = self.parts.min(most.min(shape.capacity).div_ceil(TILE)).max(1);
-        let null = Arg::address(0);
-        let lists = chosen.map_or([null, null], |chosen| [chosen.lists.arg(), chosen.listed.arg()]);
-        let most = Arg::u32(chosen.map_or(0, |chosen| chosen.most));
-        Ok((parts, [lists[0], lists[1], most]))
+        Ok(self.parts.min(most.min(shape.capacity).div_ceil(TILE)).max(1))
     }
 
-    /// Attends in parts, and puts these together.
-    fn run(&self, kernel: &'static str, parts: usize, shared_bytes: usize, args: &[Arg]) -> Result<()> {
+    /// Blocks that share a KV head, for each of them.
+    fn grid(&self, parts: usize) -> [usize; 3] {
+        [parts, self.shape.kv_heads, self.shape.sequences]
+    }
+
+    /// Puts the parts together.
+    fn merge(&self, parts: usize) -> Result<()> {
         let (shape, w) = (&self.shape, self.shape.width());
         let n = shape.query_heads();
-        let grid = [parts, shape.kv_heads, shape.sequences];
-        driver::launch_blocks(self.driver, kernel, grid, THREADS, shared_bytes, args)?;
-        let args = [
-            self.outs.arg(),
-            self.sums.arg(),
-            self.out.arg(),
-            self.lse.arg(),
-            Arg::u32(parts),
-            Arg::u32(shape.group),
-            Arg::u32(w),
-        ];
-        driver::launch_blocks(self.driver, "merge_parts", [n, 1, 1], THREADS, 0, &args)
+        kernels::MergeParts {
+            outs: self.outs.ptr(),
+            sums: self.sums.ptr(),
+            out: self.out.ptr(),
+            lse: self.lse.ptr(),
+            parts,
+            r: shape.group,
+            w,
+        }
+        .launch(self.driver, [n, 1, 1])
     }
 
     /// After [`Attention::attend`]: the marked heads attend the sinks alone, joined with a result over everything else.
@@ -363,60 +370,60 @@ impl<'d> Attention<'d> {
     /// f32 throughout, the joining weights in f64.
     pub(crate) fn join_rest(
         &self,
-        rest: Rest,
+        rest: Rest<'_>,
         rows: &LayerRows<'_>,
         positions: &Positions<'_>,
     ) -> Result<()> {
         let shape = &self.shape;
-        let args = [
-            self.queries.arg(),
-            rows.keys.arg(),
-            rows.values.arg(),
-            positions.spans.arg(),
-            rest.marked,
-            rest.lse,
-            rest.sums,
-            self.out.arg(),
-            self.lse.arg(),
-            shape.exponent(),
-            Arg::u32(rows.kind()),
-            Arg::u32(shape.kv_heads),
-            Arg::u32(shape.group),
-            Arg::u32(shape.head_dim),
-            Arg::u32(shape.width()),
-            Arg::u32(shape.capacity),
-            rest.sinks,
-        ];
         let grid = [shape.query_heads(), 1, 1];
-        driver::launch_blocks(self.driver, "join_rest", grid, THREADS, 0, &args)
+        kernels::JoinRest {
+            queries: self.queries.ptr(),
+            keys: rows.keys.ptr().cast(),
+            values: rows.values.ptr().cast(),
+            spans: positions.spans.ptr(),
+            marked: rest.marked,
+            rest: rest.lse,
+            sums: rest.sums,
+            out: self.out.ptr(),
+            lse: self.lse.ptr(),
+            scale: shape.exponent(),
+            kind: rows.kind(),
+            g: shape.kv_heads,
+            r: shape.group,
+            d: shape.head_dim,
+            w: shape.width(),
+            capacity: shape.capacity,
+            sinks: rest.sinks,
+        }
+        .launch(self.driver, grid)
     }
 
     /// Copies the outputs to rows `[b,h d]`.
     pub fn output_rows(&self, rows: &Buffer<'_, f32>) -> Result<()> {
         let (n, w, d) = (self.shape.query_heads(), self.shape.width(), self.shape.head_dim);
-        let args = [
-            self.out.arg(),
-            rows.arg(),
-            Arg::u64(n * d),
-            Arg::u32(w),
-            Arg::u32(d),
-        ];
-        driver::launch(self.driver, "narrow_rows", [(n * d).div_ceil(256), 1, 1], &args)
+        kernels::NarrowRows {
+            rows: self.out.ptr(),
+            out: rows.ptr(),
+            n: n * d,
+            w,
+            d,
+        }
+        .launch(self.driver, [(n * d).div_ceil(256), 1, 1])
     }
 
     /// Joins the outputs with those over other positions, `[b,h,d + 1]`, the log-sum-exp last; to rows `[b,h d]`.
     pub fn join_rows(&self, others: &Buffer<'_, f32>, rows: &Buffer<'_, f32>) -> Result<()> {
         let (n, w, d) = (self.shape.query_heads(), self.shape.width(), self.shape.head_dim);
-        let args = [
-            self.out.arg(),
-            self.lse.arg(),
-            others.arg(),
-            rows.arg(),
-            Arg::u32(n),
-            Arg::u32(w),
-            Arg::u32(d),
-        ];
-        driver::launch(self.driver, "join_outputs", [n.div_ceil(8), 1, 1], &args)
+        kernels::JoinOutputs {
+            ours: self.out.ptr(),
+            ours_lse: self.lse.ptr(),
+            others: others.ptr(),
+            out: rows.ptr(),
+            n,
+            w,
+            d,
+        }
+        .launch(self.driver, [n.div_ceil(8), 1, 1])
     }
 
     /// The outputs, `[b,h,d]`; waits for the device.

@@ -1,8 +1,9 @@
 //! The best of many scores within the budget: `kernels/best.cu`.
 
 use super::{Limits, Positions, Selection, Shape};
-use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::buffer::{Buffer, Ptr};
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::kernels;
 use crate::error::Result;
 
 /// Bins of a histogram of keys, and histograms per KV head.
@@ -41,38 +42,53 @@ impl<'d> Best<'d> {
     }
 
     /// The histograms of KV head number `at`.
-    pub fn histogram_at(&self, at: usize) -> Arg {
-        self.histograms.arg_at(at * PASSES * BINS)
+    pub fn histogram_at(&self, at: usize) -> Ptr<'_, u32> {
+        self.histograms.ptr_at(at * PASSES * BINS)
     }
 
     /// Chooses by keys and first histograms that were just made.
     pub fn choose(&self, positions: &Positions<'_>) -> Result<&Selection<'d>> {
         let to = &self.selection;
-        let lists = [to.lists.arg(), to.listed.arg()];
-        self.choose_into(positions.spans.arg(), positions.budgets.arg(), lists, to.most)?;
+        let lists = [to.lists.ptr(), to.listed.ptr()];
+        self.choose_into(positions.spans.ptr(), positions.budgets.ptr(), lists, to.most)?;
         Ok(to)
     }
 
     /// The same for these spans `[b,4]` and budgets `[b]`, from 1 on: into lists `[b,g,most]` and their lengths `[b,g]`.
     pub fn choose_into(
         &self,
-        spans: Arg,
-        budgets: Arg,
-        [lists, listed]: [Arg; 2],
+        spans: Ptr<'_, u32>,
+        budgets: Ptr<'_, u32>,
+        [lists, listed]: [Ptr<'_, u32>; 2],
         most: usize,
     ) -> Result<()> {
         let (shape, to) = (&self.shape, &self.selection);
         let grid = [to.blocks, shape.kv_heads, shape.sequences];
-        let (keys, capacity) = (self.keys.arg(), Arg::u32(shape.capacity));
-        let (histograms, found) = (self.histograms.arg(), self.found.arg());
+        let (keys, capacity) = (self.keys.ptr(), shape.capacity);
+        let (histograms, found) = (self.histograms.ptr(), self.found.ptr());
         for pass in [1, 2] {
-            let args = [keys, spans, budgets, histograms, found, Arg::u32(pass), capacity];
-            driver::launch(self.driver, "narrow_keys", grid, &args)?;
+            kernels::NarrowKeys {
+                keys,
+                spans,
+                budgets,
+                histograms,
+                found,
+                pass,
+                capacity,
+            }
+            .launch(self.driver, grid)?;
         }
-        let totals = to.totals.arg();
-        let args = [keys, spans, histograms, found, totals, capacity];
-        driver::launch(self.driver, "count_best", grid, &args)?;
-        let args = [
+        let totals = to.totals.ptr();
+        kernels::CountBest {
+            keys,
+            spans,
+            histograms,
+            found,
+            totals,
+            capacity,
+        }
+        .launch(self.driver, grid)?;
+        kernels::ListBest {
             keys,
             spans,
             found,
@@ -80,8 +96,8 @@ impl<'d> Best<'d> {
             lists,
             listed,
             capacity,
-            Arg::u32(most),
-        ];
-        driver::launch(self.driver, "list_best", grid, &args)
+            most,
+        }
+        .launch(self.driver, grid)
     }
 }

@@ -13,8 +13,9 @@ pub mod prefill;
 pub mod prompt;
 pub mod signs;
 
-use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::{self, Arg, Driver, Part};
+use crate::compute::cuda::buffer::{Buffer, Ptr};
+use crate::compute::cuda::driver::{Driver, Part};
+use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::{Budget, StaticSet};
 
@@ -77,8 +78,8 @@ impl Shape {
     }
 
     /// What a product of a query and a key is multiplied by for an exponent of base 2: log2(e) / sqrt(d).
-    pub(crate) fn exponent(&self) -> Arg {
-        Arg::f32(std::f32::consts::LOG2_E / (self.head_dim as f32).sqrt())
+    pub(crate) fn exponent(&self) -> f32 {
+        std::f32::consts::LOG2_E / (self.head_dim as f32).sqrt()
     }
 
     /// KV heads of all sequences.
@@ -148,13 +149,13 @@ impl<'d> Positions<'d> {
     }
 
     /// The lengths on the device, `[b]`, for a kernel.
-    pub fn lens(&self) -> Arg {
-        self.lens.arg()
+    pub fn lens(&self) -> Ptr<'_, u32> {
+        self.lens.ptr()
     }
 
     /// See [`Positions::spans`], for a kernel.
-    pub fn span_arg(&self) -> Arg {
-        self.spans.arg()
+    pub fn span_ptr(&self) -> Ptr<'_, u32> {
+        self.spans.ptr()
     }
 
     /// All that may be chosen, for each KV head of every sequence; waits for the device.
@@ -248,20 +249,20 @@ impl<'d> Positions<'d> {
         };
         let b = self.shape.sequences;
         // Beyond the capacity they mean the same.
-        let bounded = |n: usize| Arg::u32(n.min(self.shape.capacity));
-        let args = [
-            self.lens.arg(),
-            self.spans.arg(),
-            self.budgets.arg(),
-            Arg::f64(fraction),
-            Arg::u32(count),
-            Arg::u32(tokens),
-            bounded(limits.sinks),
-            bounded(limits.window),
-            bounded(limits.model_window.unwrap_or(0)),
-            Arg::u32(b),
-        ];
-        driver::launch(self.driver, "begin_step", [b.div_ceil(256), 1, 1], &args)
+        let bounded = |n: usize| n.min(self.shape.capacity);
+        kernels::BeginStep {
+            lens: self.lens.ptr(),
+            spans: self.spans.ptr(),
+            budgets: self.budgets.ptr(),
+            fraction,
+            count,
+            tokens,
+            sinks: bounded(limits.sinks),
+            window: bounded(limits.window),
+            model_window: bounded(limits.model_window.unwrap_or(0)),
+            b,
+        }
+        .launch(self.driver, [b.div_ceil(256), 1, 1])
     }
 }
 
@@ -339,13 +340,13 @@ impl<'d> Selection<'d> {
     }
 
     /// The number of positions of each KV head, `[b,g]`, for a kernel.
-    pub fn listed_arg(&self) -> Arg {
-        self.listed.arg()
+    pub fn listed_ptr(&self) -> Ptr<'_, u32> {
+        self.listed.ptr()
     }
 
-    /// How many keys of each KV head were ranked exactly, `[b,g]`, for a kernel; null where none are.
-    pub fn ranked_arg(&self) -> Arg {
-        self.ranked.as_ref().map_or(Arg::address(0), Buffer::arg)
+    /// How many keys of each KV head were ranked exactly, `[b,g]`, for a kernel; `None` where none are.
+    pub fn ranked_ptr(&self) -> Option<Ptr<'_, u32>> {
+        self.ranked.as_ref().map(Buffer::ptr)
     }
 
     /// The same; waits for the device.

@@ -4,8 +4,9 @@ use half::f16;
 
 use super::signs::{FULL, HeadSigns, Signs};
 use super::{Positions, Shape};
-use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::buffer::{Buffer, Ptr};
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::packed::{Packed, QUANT_GROUP};
 
@@ -120,7 +121,7 @@ impl<'d> PackedLayer<'d> {
         let shape = &self.signs.shape;
         for (i, rows) in [keys, values].into_iter().enumerate() {
             let heads = [0, shape.kv_heads, shape.sequences];
-            self.pack(i, rows.arg(), heads, [m, shape.head_dim], positions.lens.arg())?;
+            self.pack(i, rows.ptr(), heads, [m, shape.head_dim], positions.lens.ptr())?;
         }
         Ok(())
     }
@@ -129,32 +130,29 @@ impl<'d> PackedLayer<'d> {
     pub(crate) fn pack(
         &self,
         i: usize,
-        rows: Arg,
+        rows: Ptr<'_, f32>,
         [first, heads, sequences]: [usize; 3],
         [m, w]: [usize; 2],
-        lens: Arg,
+        lens: Ptr<'_, u32>,
     ) -> Result<()> {
         let shape = &self.signs.shape;
         let (d, groups) = (shape.head_dim, shape.head_dim.div_ceil(QUANT_GROUP));
-        let channels = match i {
-            0 => [&self.signs.centre, &self.alpha].map(|buffer| buffer.arg_at(first * d)),
-            _ => [Arg::address(0); 2],
-        };
-        let args = [
-            rows,
-            channels[0],
-            channels[1],
-            lens,
-            self.bits[i].arg_at(first * shape.capacity * (d / 4)),
-            self.params[i].arg_at(first * shape.capacity * groups * 2),
-            Arg::u32(usize::from(self.is_signed)),
-            Arg::u32(m),
-            Arg::u32(d),
-            Arg::u32(w),
-            Arg::u32(shape.capacity),
-        ];
+        let channel = |buffer| (i == 0).then(|| Buffer::ptr_at(buffer, first * d));
         let blocks = (m * groups).div_ceil(8);
-        driver::launch(self.signs.driver, "pack_rows", [blocks, heads, sequences], &args)
+        kernels::PackRows {
+            rows,
+            centre: channel(&self.signs.centre),
+            alpha: channel(&self.alpha),
+            lens,
+            bits: self.bits[i].ptr_at(first * shape.capacity * (d / 4)),
+            params: self.params[i].ptr_at(first * shape.capacity * groups * 2).cast(),
+            is_signed: usize::from(self.is_signed),
+            m,
+            d,
+            w,
+            capacity: shape.capacity,
+        }
+        .launch(self.signs.driver, [blocks, heads, sequences])
     }
 
     /// Keys (0) or values (1) as they are held: bits `[b,g,capacity,d/4]` bytes, scales and zero points

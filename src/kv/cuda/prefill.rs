@@ -2,8 +2,8 @@
 
 use super::attend::LayerRows;
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::{self, Arg, Driver};
-use crate::compute::cuda::kernels::shared;
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::float::Float;
 
@@ -57,45 +57,47 @@ pub fn attend(
     }
     // A window beyond the capacity hides nothing.
     let window = piece.window.filter(|w| *w < shape.capacity).unwrap_or(0);
-    let mut args = vec![
-        queries.arg(),
-        rows.keys.arg(),
-        rows.values.arg(),
-        out.arg(),
-        Arg::f32(std::f32::consts::LOG2_E / (d as f32).sqrt()),
-        Arg::u32(m),
-        Arg::u32(d),
-        Arg::u32(shape.group),
-        Arg::u32(shape.capacity),
-        Arg::u32(piece.sequence * shape.kv_heads),
-        Arg::u32(piece.first),
-        Arg::u32(window),
-    ];
+    let (keys, values) = (rows.keys.ptr(), rows.values.ptr());
+    let (scale, r, capacity) = (shape.exponent(), shape.group, shape.capacity);
+    let (queries, out, head_at) = (queries.ptr(), out.ptr(), piece.sequence * shape.kv_heads);
     if rows.float == Float::F32 {
-        args.push(Arg::u32(w));
-        let (grid, shared) = ([h, m.div_ceil(SIDE), 1], shared::prefill_float(w));
-        return driver::launch_with(driver, "prefill_float", grid, shared, &args);
+        return kernels::PrefillFloat {
+            queries,
+            keys: keys.cast(),
+            values: values.cast(),
+            out,
+            scale,
+            m,
+            d,
+            r,
+            capacity,
+            head_at,
+            first: piece.first,
+            window,
+            w,
+        }
+        .launch(driver, [h, m.div_ceil(SIDE), 1], float_bytes(w));
     }
-    let grid = [h, m.div_ceil(ROWS), 1];
-    driver::launch_blocks(
-        driver,
-        kernel(rows.float, w),
-        grid,
-        128,
-        shared::prefill(w),
-        &args,
-    )
+    kernels::Prefill {
+        queries,
+        keys: keys.cast(),
+        values: values.cast(),
+        out,
+        scale,
+        m,
+        d,
+        r,
+        capacity,
+        head_at,
+        first: piece.first,
+        window,
+    }
+    .launch(driver, rows.float, w, [h, m.div_ceil(ROWS), 1])
 }
 
-fn kernel(float: Float, w: usize) -> &'static str {
-    match (float == Float::Bf16, w) {
-        (false, 64) => "prefill_half_64",
-        (false, 80) => "prefill_half_80",
-        (false, 96) => "prefill_half_96",
-        (false, _) => "prefill_half_128",
-        (true, 64) => "prefill_bfloat_64",
-        (true, 80) => "prefill_bfloat_80",
-        (true, 96) => "prefill_bfloat_96",
-        (true, _) => "prefill_bfloat_128",
-    }
+/// Bytes of shared memory of a block of `prefill_float`: queries, a tile of keys or values, and weights.
+const fn float_bytes(w: usize) -> usize {
+    (2 * SIDE * (w + 4) + SIDE * (SIDE + 4)) * 4
 }
+
+const _: () = assert!(float_bytes(128) == kernels::PrefillFloat::KERNEL.shared_bytes);

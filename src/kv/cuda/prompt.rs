@@ -10,7 +10,8 @@ use super::packed::PackedLayer;
 use super::signs::{FULL, Signs};
 use super::{Positions, Shape};
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::packed::{Center, Layout};
 use rows::Heads;
@@ -109,18 +110,18 @@ impl<'d> Prompts<'d> {
             self.fit_centre(heads, layout.center, to)?;
             let words = to.pitch() / 4;
             let shape = &self.shape;
-            let args = [
-                self.x.arg(),
-                to.centre.arg_at(heads.at * shape.head_dim),
-                positions.lens.arg_at(heads.sequence),
-                to.signs.arg_at(heads.at * shape.capacity * words),
-                Arg::u32(heads.n),
-                Arg::u32(shape.head_dim),
-                Arg::u32(shape.width()),
-                Arg::u32(to.pitch()),
-                Arg::u32(shape.capacity),
-            ];
-            self.launch("append_signs", (heads.n * words).div_ceil(256), heads, &args)?;
+            kernels::AppendSigns {
+                rows: self.x.ptr(),
+                centre: to.centre.ptr_at(heads.at * shape.head_dim),
+                lens: positions.lens.ptr_at(heads.sequence),
+                signs: to.signs.ptr_at(heads.at * shape.capacity * words),
+                m: heads.n,
+                d: shape.head_dim,
+                w: shape.width(),
+                pitch: to.pitch(),
+                capacity: shape.capacity,
+            }
+            .launch(self.driver, [(heads.n * words).div_ceil(256), heads.count, 1])?;
             self.score(queries, heads)?;
         }
         self.choose_full(layout.full, to)
@@ -145,38 +146,45 @@ impl<'d> Prompts<'d> {
         for heads in self.parts(positions) {
             self.widen(keys, heads, Some(signs))?;
             self.clear_full(heads, signs)?;
-            let n = Arg::u32(heads.n);
+            let n = heads.n;
             self.largest.zero()?;
             self.sums.zero()?;
             self.counts.zero()?;
-            let (x, largest) = (self.x.arg(), self.largest.arg());
-            let args = [x, largest, Arg::address(0), n, n, Arg::u32(w)];
+            let (x, largest) = (self.x.ptr(), self.largest.ptr());
             let blocks = (heads.n * w).div_ceil(1 << 12).min(1 << 10);
-            self.launch("largest", blocks, heads, &args)?;
-            let args = [
-                x,
-                self.sums.arg(),
-                self.counts.arg(),
-                largest,
+            kernels::Largest {
+                rows: x,
+                out: largest,
+                ranges: None,
                 n,
-                Arg::u32(d),
-                Arg::u32(w),
-                Arg::u32(SIGN_ROWS),
-            ];
+                stride: n,
+                w,
+            }
+            .launch(self.driver, [blocks, heads.count, 1])?;
             let grid = [heads.n.div_ceil(SIGN_ROWS), heads.count, (d / 4).div_ceil(32)];
-            driver::launch(self.driver, "sign_sums", grid, &args)?;
-            let first = heads.at % self.shape.kv_heads;
-            let args = [
-                self.sums.arg(),
-                self.counts.arg(),
+            kernels::SignSums {
+                x,
+                sums: self.sums.ptr(),
+                counts: self.counts.ptr(),
                 largest,
-                signs.full_count.arg_at(heads.at),
-                prior.map_or(Arg::address(0), |prior| prior.arg_at(first * d * 16)),
-                to.arg_at(heads.at * d * 16),
                 n,
-                Arg::u32(d),
-            ];
-            self.launch("sign_centroids", (d * 16).div_ceil(256), heads, &args)?;
+                d,
+                w,
+                run_rows: SIGN_ROWS,
+            }
+            .launch(self.driver, grid)?;
+            let first = heads.at % self.shape.kv_heads;
+            kernels::SignCentroids {
+                sums: self.sums.ptr(),
+                counts: self.counts.ptr(),
+                largest,
+                full_count: signs.full_count.ptr_at(heads.at),
+                prior: prior.map(|prior| prior.ptr_at(first * d * 16)),
+                centroids: to.ptr_at(heads.at * d * 16),
+                n,
+                d,
+            }
+            .launch(self.driver, [(d * 16).div_ceil(256), heads.count, 1])?;
         }
         Ok(())
     }
@@ -198,17 +206,17 @@ impl<'d> Prompts<'d> {
         for heads in self.parts(positions) {
             self.widen(keys, heads, Some(&to.signs))?;
             self.clear_full(heads, &to.signs)?;
-            self.rank(heads, "channel_ranked", Some([heads.n - 1, 1]))?;
+            self.rank(heads, [heads.n - 1, 1])?;
             // A channel without magnitude has a scale of one.
             self.store(heads, &to.alpha, 1.0)?;
             for (i, rows) in [keys, values].into_iter().enumerate() {
                 self.widen(rows, heads, None)?;
                 to.pack(
                     i,
-                    self.x.arg(),
+                    self.x.ptr(),
                     [heads.at, heads.count, 1],
                     [heads.n, self.shape.width()],
-                    positions.lens.arg_at(heads.sequence),
+                    positions.lens.ptr_at(heads.sequence),
                 )?;
                 self.keep_full(heads, i, to)?;
             }
@@ -242,54 +250,71 @@ impl<'d> Prompts<'d> {
         parts
     }
 
-    fn launch(&self, kernel: &'static str, blocks: usize, heads: Heads, args: &[Arg]) -> Result<()> {
-        driver::launch(self.driver, kernel, [blocks, heads.count, 1], args)
-    }
-
     /// Rows to x, less the centre of `centred`.
     fn widen(&self, rows: Rows, heads: Heads, centred: Option<&Signs<'_>>) -> Result<()> {
         let (d, w) = (self.shape.head_dim, self.shape.width());
-        let from = Arg::address(rows.from.value + (heads.at * rows.bytes_of_head()) as u64);
-        let centre = centred.map_or(Arg::address(0), |signs| signs.centre.arg_at(heads.at * d));
-        let args = [
-            from,
+        let centre = centred.map(|signs| signs.centre.ptr_at(heads.at * d));
+        kernels::WidenRows {
+            rows: rows.of_head(heads.at),
             centre,
-            self.x.arg(),
-            Arg::u32(rows.kind),
-            Arg::u32(rows.stride),
-            Arg::u32(rows.pitch),
-            Arg::u32(heads.n),
-            Arg::u32(d),
-            Arg::u32(w),
-        ];
-        self.launch("widen_rows", (heads.n * w).div_ceil(256), heads, &args)
+            x: self.x.ptr(),
+            kind: rows.kind,
+            stride: rows.stride,
+            pitch: rows.pitch,
+            n: heads.n,
+            d,
+            w,
+        }
+        .launch(self.driver, [(heads.n * w).div_ceil(256), heads.count, 1])
     }
 
-    /// A statistic of every channel of x; a rank, and whether that of magnitudes.
-    fn rank(&self, heads: Heads, kernel: &'static str, rank: Option<[usize; 2]>) -> Result<()> {
-        let (n, w) = (Arg::u32(heads.n), self.shape.width());
-        let mut args = vec![self.x.arg(), self.statistic.arg(), n, Arg::u32(w), Arg::u32(0), n];
-        args.extend(rank.iter().flatten().copied().map(Arg::u32));
-        self.launch(kernel, w.div_ceil(32), heads, &args)
+    /// The value of every channel of x at a rank, or the magnitude at it.
+    fn rank(&self, heads: Heads, [rank, magnitude]: [usize; 2]) -> Result<()> {
+        let (n, w) = (heads.n, self.shape.width());
+        kernels::ChannelRanked {
+            x: self.x.ptr(),
+            out: self.statistic.ptr(),
+            n,
+            w,
+            first: 0,
+            count: n,
+            rank,
+            magnitude,
+        }
+        .launch(self.driver, [w.div_ceil(32), heads.count, 1])
+    }
+
+    /// The mean of every channel of x.
+    fn mean(&self, heads: Heads) -> Result<()> {
+        let (n, w) = (heads.n, self.shape.width());
+        kernels::ChannelMean {
+            x: self.x.ptr(),
+            out: self.statistic.ptr(),
+            n,
+            w,
+            first: 0,
+            count: n,
+        }
+        .launch(self.driver, [w.div_ceil(32), heads.count, 1])
     }
 
     /// The statistics become values of every channel, `[b,g,d]`.
     fn store(&self, heads: Heads, to: &Buffer<'_, f32>, instead: f32) -> Result<()> {
         let (d, w) = (self.shape.head_dim, self.shape.width());
-        let args = [
-            self.statistic.arg(),
-            to.arg_at(heads.at * d),
-            Arg::f32(instead),
-            Arg::u32(d),
-            Arg::u32(w),
-        ];
-        self.launch("store_channels", 1, heads, &args)
+        kernels::StoreChannels {
+            from: self.statistic.ptr(),
+            to: to.ptr_at(heads.at * d),
+            instead,
+            d,
+            w,
+        }
+        .launch(self.driver, [1, heads.count, 1])
     }
 
     fn fit_centre(&self, heads: Heads, center: Center, to: &Signs<'_>) -> Result<()> {
         match center {
-            Center::Median => self.rank(heads, "channel_ranked", Some([(heads.n - 1) / 2, 0]))?,
-            Center::Mean => self.rank(heads, "channel_mean", None)?,
+            Center::Median => self.rank(heads, [(heads.n - 1) / 2, 0])?,
+            Center::Mean => self.mean(heads)?,
         }
         self.store(heads, &to.centre, 0.0)
     }
@@ -306,20 +331,20 @@ impl<'d> Prompts<'d> {
     fn score(&self, queries: Queries<'_>, heads: Heads) -> Result<()> {
         let shape = &self.shape;
         let (r, d) = (shape.group, shape.head_dim);
-        let args = [
-            queries.rows.arg_at(heads.at * r * queries.m * d),
-            self.x.arg(),
-            self.spans.arg_at(heads.sequence * 4),
-            self.best.keys.arg_at(heads.at * shape.capacity),
-            self.best.histogram_at(heads.at),
-            Arg::u32(r),
-            Arg::u32(queries.m),
-            Arg::u32(heads.n),
-            Arg::u32(d),
-            Arg::u32(shape.width()),
-            Arg::u32(shape.capacity),
-        ];
-        self.launch("query_keys", self.best.selection.blocks, heads, &args)
+        kernels::QueryKeys {
+            queries: queries.rows.ptr_at(heads.at * r * queries.m * d),
+            x: self.x.ptr(),
+            spans: self.spans.ptr_at(heads.sequence * 4),
+            keys: self.best.keys.ptr_at(heads.at * shape.capacity),
+            histograms: self.best.histogram_at(heads.at),
+            r,
+            m: queries.m,
+            n: heads.n,
+            d,
+            w: shape.width(),
+            capacity: shape.capacity,
+        }
+        .launch(self.driver, [self.best.selection.blocks, heads.count, 1])
     }
 
     /// The positions that come first, of all sequences.
@@ -328,44 +353,41 @@ impl<'d> Prompts<'d> {
             return to.full_count.zero();
         }
         self.best.choose_into(
-            self.spans.arg(),
-            self.most.arg(),
-            [to.full.arg(), to.full_count.arg()],
+            self.spans.ptr(),
+            self.most.ptr(),
+            [to.full.ptr(), to.full_count.ptr()],
             FULL,
         )
     }
 
     /// Zeros for the rows of x that do not count.
     fn clear_full(&self, heads: Heads, signs: &Signs<'_>) -> Result<()> {
-        let args = [
-            self.x.arg(),
-            signs.full.arg_at(heads.at * FULL),
-            signs.full_count.arg_at(heads.at),
-            Arg::u32(heads.n),
-            Arg::u32(self.shape.width()),
-        ];
         let grid = [FULL, heads.count, 1];
-        driver::launch_blocks(self.driver, "clear_rows", grid, 128, 0, &args)
+        kernels::ClearRows {
+            x: self.x.ptr(),
+            full: signs.full.ptr_at(heads.at * FULL),
+            full_count: signs.full_count.ptr_at(heads.at),
+            n: heads.n,
+            w: self.shape.width(),
+        }
+        .launch(self.driver, grid)
     }
 
     /// Half precision for the rows of x that have it: keys (0) or values (1).
     fn keep_full(&self, heads: Heads, i: usize, to: &PackedLayer<'_>) -> Result<()> {
         let (d, signs) = (self.shape.head_dim, &to.signs);
-        let centre = match i {
-            0 => signs.centre.arg_at(heads.at * d),
-            _ => Arg::address(0),
-        };
-        let args = [
-            self.x.arg(),
-            centre,
-            signs.full.arg_at(heads.at * FULL),
-            signs.full_count.arg_at(heads.at),
-            to.full[i].arg_at(heads.at * FULL * d),
-            Arg::u32(heads.n),
-            Arg::u32(d),
-            Arg::u32(self.shape.width()),
-        ];
+        let centre = (i == 0).then(|| signs.centre.ptr_at(heads.at * d));
         let grid = [FULL, heads.count, 1];
-        driver::launch_blocks(self.driver, "keep_full", grid, 128, 0, &args)
+        kernels::KeepFull {
+            x: self.x.ptr(),
+            centre,
+            full: signs.full.ptr_at(heads.at * FULL),
+            full_count: signs.full_count.ptr_at(heads.at),
+            out: to.full[i].ptr_at(heads.at * FULL * d).cast(),
+            n: heads.n,
+            d,
+            w: self.shape.width(),
+        }
+        .launch(self.driver, grid)
     }
 }

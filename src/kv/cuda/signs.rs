@@ -2,8 +2,9 @@
 
 use super::{Positions, Shape};
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::fill::{Random, fill};
+use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::packed::sign_bytes;
 
@@ -139,23 +140,18 @@ impl<'d> Signs<'d> {
     pub fn append(&self, keys: &Buffer<'_, f32>, m: usize, positions: &Positions<'_>) -> Result<()> {
         let shape = &self.shape;
         let blocks = (m * words(shape)).div_ceil(256);
-        let args = [
-            keys.arg(),
-            self.centre.arg(),
-            positions.lens.arg(),
-            self.signs.arg(),
-            Arg::u32(m),
-            Arg::u32(shape.head_dim),
-            Arg::u32(shape.head_dim),
-            Arg::u32(self.pitch()),
-            Arg::u32(shape.capacity),
-        ];
-        driver::launch(
-            self.driver,
-            "append_signs",
-            [blocks, shape.kv_heads, shape.sequences],
-            &args,
-        )
+        kernels::AppendSigns {
+            rows: keys.ptr(),
+            centre: self.centre.ptr(),
+            lens: positions.lens.ptr(),
+            signs: self.signs.ptr(),
+            m,
+            d: shape.head_dim,
+            w: shape.head_dim,
+            pitch: self.pitch(),
+            capacity: shape.capacity,
+        }
+        .launch(self.driver, [blocks, shape.kv_heads, shape.sequences])
     }
 }
 

@@ -6,12 +6,15 @@ use half::f16;
 use ndarray::{Array2, ArrayView2};
 
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::fill::{Random, fill};
-use crate::compute::cuda::kernels::MOST_CODEWORDS;
+use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::cuda::{KINDS, Limits, Positions, Selection, Shape};
 use encode::{Norms, width};
+
+/// Most codewords of a KV head: `rank_codewords` lists them, eight bytes each, in shared memory.
+pub const MOST_CODEWORDS: usize = kernels::RankCodewords::KERNEL.shared_bytes / 8;
 
 /// The calibrated part of one KV head.
 pub struct HeadConstants<'a> {
@@ -191,24 +194,24 @@ impl<'d> A2ats<'d> {
         positions: &Positions<'_>,
     ) -> Result<()> {
         let d = self.shape.head_dim;
-        let args = [
-            keys.arg(),
-            codebooks.factors.arg(),
-            codebooks.means.arg(),
-            self.mapped.arg(),
-            Arg::u32(d),
-        ];
-        driver::launch(self.driver, "whiten_last", self.grid(d.div_ceil(64)), &args)?;
+        kernels::WhitenLast {
+            keys: keys.ptr(),
+            factors: codebooks.factors.ptr(),
+            means: codebooks.means.ptr(),
+            out: self.mapped.ptr(),
+            d,
+        }
+        .launch(self.driver, self.grid(d.div_ceil(64)))?;
         self.score(codebooks, 1)?;
-        let args = [
-            self.scores.arg(),
-            codebooks.norms.arg(),
-            positions.lens.arg(),
-            self.codes.arg(),
-            Arg::u32(self.size),
-            Arg::u32(self.shape.capacity),
-        ];
-        driver::launch(self.driver, "encode_last", self.grid(1), &args)
+        kernels::EncodeLast {
+            scores: self.scores.ptr(),
+            norms: codebooks.norms.ptr(),
+            lens: positions.lens.ptr(),
+            codes: self.codes.ptr(),
+            size: self.size,
+            capacity: self.shape.capacity,
+        }
+        .launch(self.driver, self.grid(1))
     }
 
     /// Chooses for queries `[b,h,d]`, before rotation with windowed RoPE, else after.
@@ -222,61 +225,68 @@ impl<'d> A2ats<'d> {
         positions: &Positions<'_>,
     ) -> Result<&Selection<'d>> {
         let (shape, r, size) = (&self.shape, self.shape.group, self.size);
-        let (spans, budgets) = (positions.spans.arg(), positions.budgets.arg());
-        let (capacity, n) = (Arg::u32(shape.capacity), Arg::u32(size));
-        let args = [
-            self.codes.arg(),
+        let (spans, budgets) = (positions.spans.ptr(), positions.budgets.ptr());
+        let capacity = shape.capacity;
+        kernels::CountCandidates {
+            codes: self.codes.ptr(),
             spans,
-            self.counts.arg(),
-            self.counted.arg(),
+            counts: self.counts.ptr(),
+            counted: self.counted.ptr(),
             capacity,
-            n,
-        ];
-        driver::launch(self.driver, "count_candidates", self.grid(1), &args)?;
+            size,
+        }
+        .launch(self.driver, self.grid(1))?;
         self.map(queries, codebooks)?;
         self.score(codebooks, r)?;
-        let args = [
-            self.scores.arg(),
-            self.counts.arg(),
-            budgets,
-            self.ranks.arg(),
-            Arg::u32(r),
-            n,
-        ];
         let grid = [1, shape.kv_heads * r, shape.sequences];
-        driver::launch_with(self.driver, "rank_codewords", grid, 8 * size, &args)?;
-        let args = [
-            self.ranks.arg(),
-            self.counts.arg(),
-            self.scores.arg(),
-            self.codes.arg(),
+        kernels::RankCodewords {
+            scores: self.scores.ptr(),
+            counts: self.counts.ptr(),
+            budgets,
+            ranks: self.ranks.ptr(),
+            r,
+            size,
+        }
+        .launch(self.driver, grid, 8 * size)?;
+        kernels::TakeCodewords {
+            ranks: self.ranks.ptr(),
+            counts: self.counts.ptr(),
+            scores: self.scores.ptr(),
+            codes: self.codes.ptr(),
             spans,
             budgets,
-            self.marks.arg(),
-            self.parts.arg(),
-            Arg::u32(r),
-            n,
+            marks: self.marks.ptr(),
+            parts: self.parts.ptr(),
+            r,
+            size,
             capacity,
-            Arg::u32(usize::from(self.per_query_head)),
-        ];
-        driver::launch_with(self.driver, "take_codewords", self.grid(1), 4 * size, &args)?;
+            per_query_head: usize::from(self.per_query_head),
+        }
+        .launch(self.driver, self.grid(1), 4 * size)?;
         let to = &self.selection;
-        let (codes, marks, totals) = (self.codes.arg(), self.marks.arg(), to.totals.arg());
-        let args = [codes, marks, spans, totals, capacity, n];
-        driver::launch(self.driver, "count_taken", self.grid(to.blocks), &args)?;
-        let args = [
+        let (codes, marks, totals) = (self.codes.ptr(), self.marks.ptr(), to.totals.ptr());
+        kernels::CountTaken {
             codes,
             marks,
-            self.parts.arg(),
             spans,
             totals,
-            to.lists.arg(),
-            to.listed.arg(),
             capacity,
-            n,
-            Arg::u32(to.most),
-        ];
-        driver::launch(self.driver, "list_taken", self.grid(to.blocks), &args)?;
+            size,
+        }
+        .launch(self.driver, self.grid(to.blocks))?;
+        kernels::ListTaken {
+            codes,
+            marks,
+            parts: self.parts.ptr(),
+            spans,
+            totals,
+            lists: to.lists.ptr(),
+            listed: to.listed.ptr(),
+            capacity,
+            size,
+            most: to.most,
+        }
+        .launch(self.driver, self.grid(to.blocks))?;
         Ok(to)
     }
 
@@ -288,29 +298,29 @@ impl<'d> A2ats<'d> {
     /// Whitens queries `[b,h,d]`.
     fn map(&self, queries: &Buffer<'_, f32>, codebooks: &Codebooks<'_>) -> Result<()> {
         let d = self.shape.head_dim;
-        let args = [
-            queries.arg(),
-            codebooks.query_maps.arg(),
-            self.mapped.arg(),
-            Arg::u32(self.shape.group),
-            Arg::u32(d),
-        ];
-        driver::launch(self.driver, "map_rows", self.grid(d.div_ceil(8)), &args)
+        kernels::MapRows {
+            x: queries.ptr(),
+            matrices: codebooks.query_maps.ptr(),
+            out: self.mapped.ptr(),
+            r: self.shape.group,
+            d,
+        }
+        .launch(self.driver, self.grid(d.div_ceil(8)))
     }
 
     /// The products of `r` whitened rows per KV head with its codewords.
     fn score(&self, codebooks: &Codebooks<'_>, r: usize) -> Result<()> {
         let d = self.shape.head_dim;
-        let args = [
-            self.mapped.arg(),
-            codebooks.codebook.arg(),
-            self.scores.arg(),
-            Arg::u32(r),
-            Arg::u32(self.size),
-            Arg::u32(d),
-            Arg::u32(width(d)),
-        ];
         let grid = self.grid(self.size.div_ceil(64));
-        driver::launch_with(self.driver, "codeword_scores", grid, 4 * r * d, &args)
+        kernels::CodewordScores {
+            y_w: self.mapped.ptr(),
+            codebook: codebooks.codebook.ptr().cast(),
+            scores: self.scores.ptr(),
+            r,
+            size: self.size,
+            d,
+            w: width(d),
+        }
+        .launch(self.driver, grid, 4 * r * d)
     }
 }

@@ -11,7 +11,8 @@ use std::rc::Rc;
 use half::f16;
 
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::KvType;
 use crate::kv::cuda::attend::LayerRows;
@@ -196,25 +197,25 @@ impl<'d> Ctkvr<'d> {
         let space = &self.space;
         self.score(queries, rows)?;
         let (best, to) = (&space.best, &space.best.selection);
-        let spans = space.item_spans.arg();
-        let lists = [to.lists.arg(), to.listed.arg()];
-        best.choose_into(spans, space.wants.arg(), lists, to.most)?;
-        let args = [
-            space.items.arg(),
-            to.lists.arg(),
-            to.listed.arg(),
-            best.histograms.arg(),
-            Arg::u32(space.room),
-            Arg::u32(to.most),
-        ];
-        self.launch("name_items", to.most.div_ceil(256), 0, &args)?;
+        let spans = space.item_spans.ptr();
+        let lists = [to.lists.ptr(), to.listed.ptr()];
+        best.choose_into(spans, space.wants.ptr(), lists, to.most)?;
+        kernels::NameItems {
+            items: space.items.ptr(),
+            lists: to.lists.ptr(),
+            listed: to.listed.ptr(),
+            histograms: best.histograms.ptr(),
+            room: space.room,
+            most: to.most,
+        }
+        .launch(self.driver, self.grid(to.most.div_ceil(256)))?;
         self.update(queries, positions)?;
         Ok(to)
     }
 
-    fn launch(&self, kernel: &'static str, blocks: usize, shared_bytes: usize, args: &[Arg]) -> Result<()> {
-        let grid = [blocks, self.shape.kv_heads, self.shape.sequences];
-        driver::launch_with(self.driver, kernel, grid, shared_bytes, args)
+    /// `blocks` for each KV head of each sequence.
+    fn grid(&self, blocks: usize) -> [usize; 3] {
+        [blocks, self.shape.kv_heads, self.shape.sequences]
     }
 
     /// Bytes of shared memory for the group's queries.
@@ -224,56 +225,67 @@ impl<'d> Ctkvr<'d> {
 
     /// The positions that are ranked.
     fn unite(&self, queries: &Buffer<'_, f32>, positions: &Positions<'_>) -> Result<()> {
-        let (space, shape, ring) = (&self.space, &self.shape, self.ring.arg());
-        let [slots, probes, longest, capacity] =
-            [space.slots, space.probes, space.longest, shape.capacity].map(Arg::u32);
-        let args = [
-            queries.arg(),
-            ring,
-            self.centroids.arg(),
-            space.cosines.arg(),
-            Arg::u32(shape.group),
-            Arg::u32(shape.head_dim),
-            slots,
-        ];
+        let (space, shape, ring) = (&self.space, &self.shape, self.ring.ptr());
+        let [slots, probes, longest, capacity] = [space.slots, space.probes, space.longest, shape.capacity];
         let blocks = space.slots.div_ceil(RECALLED);
-        self.launch("recall_centroids", blocks, self.query_bytes(), &args)?;
-        let recalled = space.recalled.arg();
-        let args = [ring, space.cosines.arg(), recalled, probes, slots];
-        self.launch("rank_centroids", space.slots.div_ceil(256), 0, &args)?;
-        let args = [
+        kernels::RecallCentroids {
+            queries: queries.ptr(),
+            ring,
+            centroids: self.centroids.ptr(),
+            cosines: space.cosines.ptr(),
+            r: shape.group,
+            d: shape.head_dim,
+            slots,
+        }
+        .launch(self.driver, self.grid(blocks), self.query_bytes())?;
+        let recalled = space.recalled.ptr();
+        kernels::RankCentroids {
+            ring,
+            cosines: space.cosines.ptr(),
+            recalled,
+            probes,
+            slots,
+        }
+        .launch(self.driver, self.grid(space.slots.div_ceil(256)))?;
+        kernels::MarkUnion {
             ring,
             recalled,
-            self.lists.arg(),
-            self.lens.arg(),
-            positions.spans.arg(),
-            positions.budgets.arg(),
-            space.marks.arg(),
+            lists: self.lists.ptr(),
+            lens: self.lens.ptr(),
+            spans: positions.spans.ptr(),
+            budgets: positions.budgets.ptr(),
+            marks: space.marks.ptr(),
             probes,
             slots,
             longest,
             capacity,
-        ];
-        self.launch("mark_union", space.longest.div_ceil(PIECE), 0, &args)?;
+        }
+        .launch(self.driver, self.grid(space.longest.div_ceil(PIECE)))?;
         let blocks = shape.capacity.div_ceil(SCAN);
-        let args = [space.marks.arg(), space.totals.arg(), capacity];
-        self.launch("count_union", blocks, 0, &args)?;
-        let ranked = space.best.selection.ranked_arg();
-        let args = [
-            space.marks.arg(),
-            space.totals.arg(),
-            positions.spans.arg(),
-            positions.budgets.arg(),
-            space.limits.arg(),
-            space.items.arg(),
-            space.counts.arg(),
-            space.item_spans.arg(),
-            space.wants.arg(),
-            ranked,
-            Arg::u32(space.room),
+        kernels::CountUnion {
+            marks: space.marks.ptr(),
+            totals: space.totals.ptr(),
             capacity,
-        ];
-        self.launch("list_union", blocks, 0, &args)
+        }
+        .launch(self.driver, self.grid(blocks))?;
+        let ranked = space.best.selection.ranked_ptr();
+        let ranked =
+            ranked.ok_or_else(|| Error::failed("CUDA: no room for the numbers of ranked positions"))?;
+        kernels::ListUnion {
+            marks: space.marks.ptr(),
+            totals: space.totals.ptr(),
+            spans: positions.spans.ptr(),
+            budgets: positions.budgets.ptr(),
+            limits: space.limits.ptr(),
+            items: space.items.ptr(),
+            counts: space.counts.ptr(),
+            item_spans: space.item_spans.ptr(),
+            wants: space.wants.ptr(),
+            ranked,
+            room: space.room,
+            capacity,
+        }
+        .launch(self.driver, self.grid(blocks))
     }
 
     /// Their keys for `best.cu`: the largest softmax weight over the group.
@@ -281,86 +293,80 @@ impl<'d> Ctkvr<'d> {
         let (space, shape) = (&self.space, &self.shape);
         let (r, w, heads) = (shape.group, shape.width(), shape.heads());
         let n_parts = space.room.div_ceil(SPAN);
-        let histograms = space.best.histograms.arg();
-        let args = [
-            queries.arg(),
-            rows.keys.arg(),
-            space.items.arg(),
-            space.item_spans.arg(),
-            space.scores.arg(),
-            space.parts.arg(),
-            histograms,
-            shape.exponent(),
-            Arg::u32(rows.kind()),
-            Arg::u32(r),
-            Arg::u32(shape.head_dim),
-            Arg::u32(w),
-            Arg::u32(space.room),
-            Arg::u32(rows.shape.capacity),
-            Arg::u32(0),
-        ];
+        let histograms = space.best.histograms.ptr();
         let shared_bytes = 4 * r * (w + SPAN);
-        driver::launch_with(
-            self.driver,
-            "topk_scores",
-            [n_parts, 1, heads],
-            shared_bytes,
-            &args,
-        )?;
-        let args = [
-            space.scores.arg(),
-            space.parts.arg(),
-            space.item_spans.arg(),
-            space.best.keys.arg(),
+        kernels::TopkScores {
+            queries: queries.ptr(),
+            keys: rows.keys.ptr().cast(),
+            items: Some(space.items.ptr()),
+            spans: space.item_spans.ptr(),
+            scores: space.scores.ptr(),
+            parts: space.parts.ptr(),
             histograms,
-            Arg::u32(r),
-            Arg::u32(n_parts),
-            Arg::u32(space.room),
-            Arg::u32(1),
-        ];
+            scale: shape.exponent(),
+            kind: rows.kind(),
+            r,
+            d: shape.head_dim,
+            w,
+            capacity: space.room,
+            rows: rows.shape.capacity,
+            shared_rows: 0,
+        }
+        .launch(self.driver, [n_parts, 1, heads], shared_bytes)?;
         let grid = [space.best.selection.blocks, 1, heads];
-        driver::launch(self.driver, "weight_keys", grid, &args)
+        kernels::WeightKeys {
+            scores: space.scores.ptr(),
+            parts: space.parts.ptr(),
+            spans: space.item_spans.ptr(),
+            keys: space.best.keys.ptr(),
+            histograms,
+            r,
+            n_parts,
+            capacity: space.room,
+            largest: 1,
+        }
+        .launch(self.driver, grid)
     }
 
     /// The step's queries become a centroid, and the step is counted.
     fn update(&self, queries: &Buffer<'_, f32>, positions: &Positions<'_>) -> Result<()> {
         let (space, shape) = (&self.space, &self.shape);
         let every = self.sizes.params().ct_update.min(u32::MAX as usize);
-        let (update, slots, ring) = (Arg::u32(every), Arg::u32(space.slots), self.ring.arg());
+        let (update, slots, ring) = (every, space.slots, self.ring.ptr());
         if every > 0 {
-            let (chosen, count) = (space.chosen.arg(), space.chosen_count.arg());
-            let wants = space.wants.arg_at(shape.heads());
+            let (chosen, count) = (space.chosen.ptr(), space.chosen_count.ptr());
+            let wants = space.wants.ptr_at(shape.heads());
             let best = &space.best;
-            best.choose_into(space.item_spans.arg(), wants, [chosen, count], space.longest)?;
-            let args = [
-                queries.arg(),
-                ring,
-                space.items.arg(),
-                chosen,
-                count,
-                self.centroids.arg(),
-                self.lists.arg(),
-                self.lens.arg(),
-                update,
-                Arg::u32(shape.group),
-                Arg::u32(shape.head_dim),
-                slots,
-                Arg::u32(space.longest),
-                Arg::u32(space.room),
-            ];
+            best.choose_into(space.item_spans.ptr(), wants, [chosen, count], space.longest)?;
             let blocks = space.longest.div_ceil(PIECE);
-            self.launch("push_centroid", blocks, self.query_bytes(), &args)?;
+            kernels::PushCentroid {
+                queries: queries.ptr(),
+                ring,
+                items: space.items.ptr(),
+                chosen,
+                chosen_count: count,
+                centroids: self.centroids.ptr(),
+                lists: self.lists.ptr(),
+                lens: self.lens.ptr(),
+                update,
+                r: shape.group,
+                d: shape.head_dim,
+                slots,
+                longest: space.longest,
+                room: space.room,
+            }
+            .launch(self.driver, self.grid(blocks), self.query_bytes())?;
         }
         let b = shape.sequences;
-        let args = [
+        kernels::AdvanceRing {
             ring,
-            positions.spans.arg(),
-            space.limits.arg(),
+            spans: positions.spans.ptr(),
+            limits: space.limits.ptr(),
             update,
             slots,
-            Arg::u32(b),
-        ];
-        driver::launch(self.driver, "advance_ring", [b.div_ceil(256), 1, 1], &args)
+            b,
+        }
+        .launch(self.driver, [b.div_ceil(256), 1, 1])
     }
 
     /// Bytes of centroids and their lists.

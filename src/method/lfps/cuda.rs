@@ -6,7 +6,8 @@ pub mod tables;
 use std::rc::Rc;
 
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::cuda::attend::{Attention, LayerRows, Rest};
 use crate::kv::cuda::{Limits, Positions, SCAN, Selection, Shape};
@@ -15,8 +16,6 @@ use crate::method::lfps::{QueryHead, Threshold};
 
 /// Positions of a block that marks and scores candidates.
 const SCORED: usize = 256;
-/// Threads of a block that sorts.
-const SORTERS: usize = 512;
 /// Attended positions of a block that scores them.
 const ATTENDED: usize = 64;
 /// Numbers of a query head that stay as they are.
@@ -204,21 +203,8 @@ impl<'d> Lfps<'d> {
         self.shape.kv_heads * self.shape.group
     }
 
-    fn sinks(&self) -> Arg {
-        Arg::u32(self.limits.sinks.min(self.shape.capacity))
-    }
-
-    /// The kind, the group and the sizes of rows, as most kernels want them.
-    fn sizes(&self, rows: &LayerRows<'_>) -> [Arg; 5] {
-        let shape = &self.shape;
-        [
-            rows.kind(),
-            shape.group,
-            shape.head_dim,
-            shape.width(),
-            shape.capacity,
-        ]
-        .map(Arg::u32)
+    fn sinks(&self) -> usize {
+        self.limits.sinks.min(self.shape.capacity)
     }
 
     fn begin(
@@ -228,70 +214,90 @@ impl<'d> Lfps<'d> {
         positions: &Positions<'_>,
     ) -> Result<()> {
         let (shape, space) = (&self.shape, &self.space);
-        let mut args = vec![
-            queries.arg(),
-            rows.keys.arg(),
-            rows.values.arg(),
-            positions.spans.arg(),
-            positions.budgets.arg(),
-            self.constants.arg(),
-            self.sums.arg(),
-            space.bypassed.arg(),
-            space.rest.arg(),
-            space.counters.arg(),
-            Arg::f64(1.0 / (shape.head_dim as f64).sqrt()),
-            Arg::f64(self.theta),
-        ];
-        args.extend(self.sizes(rows));
-        args.push(self.sinks());
         let model_window = self.limits.model_window.unwrap_or(0);
-        args.push(Arg::u32(model_window.min(shape.capacity)));
-        let grid = [1, shape.kv_heads, shape.sequences];
-        driver::launch(self.driver, "lfps_begin", grid, &args)
+        kernels::LfpsBegin {
+            queries: queries.ptr(),
+            keys: rows.keys.ptr().cast(),
+            values: rows.values.ptr().cast(),
+            spans: positions.spans.ptr(),
+            budgets: positions.budgets.ptr(),
+            constants: self.constants.ptr(),
+            sums: self.sums.ptr(),
+            bypassed: space.bypassed.ptr(),
+            rest: space.rest.ptr(),
+            counters: space.counters.ptr(),
+            scale: 1.0 / (shape.head_dim as f64).sqrt(),
+            theta: self.theta,
+            kind: rows.kind(),
+            r: shape.group,
+            d: shape.head_dim,
+            w: shape.width(),
+            capacity: shape.capacity,
+            sinks: self.sinks(),
+            model_window: model_window.min(shape.capacity),
+        }
+        .launch(self.driver, [1, shape.kv_heads, shape.sequences])
     }
 
     fn set_thresholds(&self, positions: &Positions<'_>) -> Result<()> {
-        let (space, spans) = (&self.space, positions.spans.arg());
-        let (tables, factors) = (self.tables.arg(), self.factors.arg());
-        let (parts, moments) = (space.parts.arg(), space.moments.arg());
-        let capacity = Arg::u32(self.shape.capacity);
+        let (space, spans) = (&self.space, positions.spans.ptr());
+        let (tables, factors) = (self.tables.ptr(), self.factors.ptr());
+        let (parts, moments) = (space.parts.ptr(), space.moments.ptr());
+        let capacity = self.shape.capacity;
         let grid = self.grid(SCAN, self.query_heads());
-        let args = [tables, factors, spans, parts, capacity];
-        driver::launch(self.driver, "lfps_sums", grid, &args)?;
-        let args = [tables, factors, spans, parts, moments, capacity];
-        driver::launch(self.driver, "lfps_moments", grid, &args)?;
-        let args = [
-            self.constants.arg(),
+        kernels::LfpsSums {
+            tables,
+            factors,
+            spans,
+            parts,
+            capacity,
+        }
+        .launch(self.driver, grid)?;
+        kernels::LfpsMoments {
+            tables,
+            factors,
             spans,
             parts,
             moments,
-            space.thresholds.arg(),
-            Arg::u32(grid[0]),
-            Arg::u32(usize::from(self.is_balanced)),
-        ];
-        driver::launch(self.driver, "lfps_thresholds", [1, grid[1], grid[2]], &args)
+            capacity,
+        }
+        .launch(self.driver, grid)?;
+        kernels::LfpsThresholds {
+            constants: self.constants.ptr(),
+            spans,
+            parts,
+            moments,
+            thresholds: space.thresholds.ptr(),
+            blocks: grid[0],
+            balanced: usize::from(self.is_balanced),
+        }
+        .launch(self.driver, [1, grid[1], grid[2]])
     }
 
     fn mark(&self, queries: &Buffer<'_, f32>, rows: &LayerRows<'_>, positions: &Positions<'_>) -> Result<()> {
         let (shape, space) = (&self.shape, &self.space);
-        let mut args = vec![
-            queries.arg(),
-            rows.keys.arg(),
-            positions.spans.arg(),
-            positions.budgets.arg(),
-            self.tables.arg(),
-            self.factors.arg(),
-            space.thresholds.arg(),
-            space.bypassed.arg(),
-            space.scores.arg(),
-            space.joins.arg(),
-            space.counts.arg(),
-            space.counters.arg(),
-            Arg::f32(1.0 / (shape.head_dim as f32).sqrt()),
-        ];
-        args.extend(self.sizes(rows));
         let grid = self.grid(SCORED, shape.kv_heads);
-        driver::launch_with(self.driver, "lfps_marks", grid, self.query_bytes(), &args)
+        kernels::LfpsMarks {
+            queries: queries.ptr(),
+            keys: rows.keys.ptr().cast(),
+            spans: positions.spans.ptr(),
+            budgets: positions.budgets.ptr(),
+            tables: self.tables.ptr(),
+            factors: self.factors.ptr(),
+            thresholds: space.thresholds.ptr(),
+            bypassed: space.bypassed.ptr(),
+            scores: space.scores.ptr(),
+            joins: space.joins.ptr(),
+            counts: space.counts.ptr(),
+            counters: space.counters.ptr(),
+            scale: 1.0 / (shape.head_dim as f32).sqrt(),
+            kind: rows.kind(),
+            r: shape.group,
+            d: shape.head_dim,
+            w: shape.width(),
+            capacity: shape.capacity,
+        }
+        .launch(self.driver, grid, self.query_bytes())
     }
 
     /// Bytes of a group's queries in shared memory.
@@ -301,52 +307,67 @@ impl<'d> Lfps<'d> {
 
     fn rank(&self) -> Result<()> {
         let (shape, space) = (&self.shape, &self.space);
-        let ([entries, other], capacity) = (&space.entries, Arg::u32(shape.capacity));
-        let args = [
-            space.scores.arg(),
-            space.counts.arg(),
-            entries.arg(),
-            space.listed.arg(),
-            capacity,
-        ];
+        let ([entries, other], capacity) = (&space.entries, shape.capacity);
         let grid = self.grid(SCORED, self.query_heads());
-        driver::launch(self.driver, "lfps_entries", grid, &args)?;
-        let args = [
-            entries.arg(),
-            other.arg(),
-            space.listed.arg(),
-            space.joins.arg(),
-            Arg::u32(shape.group),
+        kernels::LfpsEntries {
+            scores: space.scores.ptr(),
+            counts: space.counts.ptr(),
+            entries: entries.ptr(),
+            listed: space.listed.ptr(),
             capacity,
-        ];
-        driver::launch_blocks(self.driver, "lfps_sort", [1, grid[1], grid[2]], SORTERS, 0, &args)
+        }
+        .launch(self.driver, grid)?;
+        kernels::LfpsSort {
+            entries: entries.ptr(),
+            other: other.ptr(),
+            listed: space.listed.ptr(),
+            joins: space.joins.ptr(),
+            r: shape.group,
+            capacity,
+        }
+        .launch(self.driver, [1, grid[1], grid[2]])
     }
 
     fn choose(&self, positions: &Positions<'_>) -> Result<()> {
         let (shape, space) = (&self.shape, &self.space);
-        let (joins, choice, capacity) = (space.joins.arg(), space.choice.arg(), Arg::u32(shape.capacity));
-        let (spans, budgets) = (positions.spans.arg(), positions.budgets.arg());
-        let args = [
-            space.entries[0].arg(),
-            space.listed.arg(),
+        let (joins, choice, capacity) = (space.joins.ptr(), space.choice.ptr(), shape.capacity);
+        let (spans, budgets) = (positions.spans.ptr(), positions.budgets.ptr());
+        let grid = self.grid(SCAN, shape.kv_heads);
+        kernels::LfpsLimit {
+            entries: space.entries[0].ptr(),
+            listed: space.listed.ptr(),
             joins,
-            space.scores.arg(),
+            scores: space.scores.ptr(),
             budgets,
             choice,
-            Arg::u32(shape.group),
+            r: shape.group,
             capacity,
-        ];
-        let grid = self.grid(SCAN, shape.kv_heads);
-        driver::launch(self.driver, "lfps_limit", [1, grid[1], grid[2]], &args)?;
+        }
+        .launch(self.driver, [1, grid[1], grid[2]])?;
         let to = &space.selection;
-        let totals = to.totals.arg();
-        let args = [joins, choice, spans, budgets, totals, capacity];
-        driver::launch(self.driver, "lfps_count", grid, &args)?;
-        let (lists, listed, most) = (to.lists.arg(), to.listed.arg(), Arg::u32(to.most));
-        let args = [
-            joins, choice, spans, budgets, totals, lists, listed, capacity, most,
-        ];
-        driver::launch(self.driver, "lfps_list", grid, &args)
+        let totals = to.totals.ptr();
+        kernels::LfpsCount {
+            joins,
+            choice,
+            spans,
+            budgets,
+            totals,
+            capacity,
+        }
+        .launch(self.driver, grid)?;
+        let (lists, listed, most) = (to.lists.ptr(), to.listed.ptr(), to.most);
+        kernels::LfpsList {
+            joins,
+            choice,
+            spans,
+            budgets,
+            totals,
+            lists,
+            listed,
+            capacity,
+            most,
+        }
+        .launch(self.driver, grid)
     }
 
     /// After [`Lfps::select`] and the attention over what it chose: bypassed heads get the attention over the sinks
@@ -363,62 +384,68 @@ impl<'d> Lfps<'d> {
     ) -> Result<()> {
         let (shape, space) = (&self.shape, &self.space);
         let rest = Rest {
-            marked: space.bypassed.arg(),
-            lse: space.rest.arg(),
-            sums: self.sums.arg(),
+            marked: space.bypassed.ptr(),
+            lse: space.rest.ptr(),
+            sums: self.sums.ptr(),
             sinks: self.sinks(),
         };
         attention.join_rest(rest, rows, positions)?;
         let to = &space.selection;
-        let (most, room) = (Arg::u32(to.most), Arg::u32(space.room));
-        let (spans, lists, listed) = (positions.spans.arg(), to.lists.arg(), to.listed.arg());
-        let scores = space.attended.arg();
-        let mut args = vec![
-            queries.arg(),
-            rows.keys.arg(),
-            spans,
-            lists,
-            listed,
-            scores,
-            shape.exponent(),
-        ];
-        args.extend(self.sizes(rows));
-        args.extend([most, room, self.sinks()]);
+        let (most, room) = (to.most, space.room);
+        let (spans, lists, listed) = (positions.spans.ptr(), to.lists.ptr(), to.listed.ptr());
+        let scores = space.attended.ptr();
         let blocks = space.room.div_ceil(ATTENDED);
         let grid = [blocks, shape.kv_heads, shape.sequences];
-        driver::launch_with(self.driver, "lfps_attended", grid, self.query_bytes(), &args)?;
-        let args = [
-            scores,
-            self.constants.arg(),
-            space.bypassed.arg(),
+        kernels::LfpsAttended {
+            queries: queries.ptr(),
+            keys: rows.keys.ptr().cast(),
             spans,
             lists,
             listed,
-            self.tables.arg(),
-            self.factors.arg(),
-            Arg::u32(shape.group),
-            Arg::u32(shape.capacity),
+            scores,
+            scale: shape.exponent(),
+            kind: rows.kind(),
+            r: shape.group,
+            d: shape.head_dim,
+            w: shape.width(),
+            capacity: shape.capacity,
             most,
             room,
-        ];
+            sinks: self.sinks(),
+        }
+        .launch(self.driver, grid, self.query_bytes())?;
         let grid = [1, self.query_heads(), shape.sequences];
-        driver::launch(self.driver, "lfps_update", grid, &args)
+        kernels::LfpsUpdate {
+            scores,
+            constants: self.constants.ptr(),
+            bypassed: space.bypassed.ptr(),
+            spans,
+            lists,
+            listed,
+            tables: self.tables.ptr(),
+            factors: self.factors.ptr(),
+            r: shape.group,
+            capacity: shape.capacity,
+            most,
+            room,
+        }
+        .launch(self.driver, grid)
     }
 
     /// Adds the shares of a step to `sums` `[3]`, mean over heads: rows read, products taken to rank, query heads
     /// bypassed.
     pub fn tally(&self, positions: &Positions<'_>, sums: &Buffer<'_, f64>) -> Result<()> {
         let shape = &self.shape;
-        let args = [
-            positions.spans.arg(),
-            self.space.selection.listed.arg(),
-            self.space.counters.arg(),
-            sums.arg(),
-            Arg::u32(shape.sequences),
-            Arg::u32(shape.kv_heads),
-            Arg::u32(shape.group),
-        ];
-        driver::launch_blocks(self.driver, "lfps_tally", [1, 1, 1], 32, 0, &args)
+        kernels::LfpsTally {
+            spans: positions.spans.ptr(),
+            listed: self.space.selection.listed.ptr(),
+            counters: self.space.counters.ptr(),
+            sums: sums.ptr(),
+            b: shape.sequences,
+            g: shape.kv_heads,
+            r: shape.group,
+        }
+        .launch(self.driver, [1, 1, 1])
     }
 
     /// The tables, `[b,h,2,capacity]`: by position and by distance; waits for the device.

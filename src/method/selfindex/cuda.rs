@@ -1,7 +1,8 @@
 //! selfindex on the GPU: table scores of sign patterns, and the best of them within the budget.
 
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::cuda::best::Best;
 use crate::kv::cuda::signs::{FULL, Signs, words};
@@ -63,42 +64,38 @@ impl<'d> SelfIndex<'d> {
         positions: &Positions<'_>,
     ) -> Result<&Selection<'d>> {
         let (best, shape) = (&self.best, &self.best.shape);
-        let (capacity, pitch, spans) = (
-            Arg::u32(shape.capacity),
-            Arg::u32(signs.pitch()),
-            positions.spans.arg(),
-        );
-        let args = [
-            queries.arg(),
-            self.centroids.arg(),
-            signs.signs.arg(),
-            signs.full.arg(),
-            signs.full_count.arg(),
-            spans,
-            positions.budgets.arg(),
-            self.tables.arg(),
-            self.first.arg(),
-            best.histograms.arg(),
-            Arg::u32(shape.group),
-            Arg::u32(shape.head_dim),
-            pitch,
-            capacity,
-        ];
+        let (capacity, pitch, spans) = (shape.capacity, signs.pitch(), positions.spans.ptr());
         let table_bytes = signs.pitch() * 32 * 4;
         let grid = |blocks| [blocks, shape.kv_heads, shape.sequences];
-        driver::launch_with(best.driver, "sign_tables", grid(1), table_bytes, &args)?;
-        let args = [
-            signs.signs.arg(),
-            self.tables.arg(),
-            self.first.arg(),
+        kernels::SignTables {
+            queries: queries.ptr(),
+            centroids: self.centroids.ptr(),
+            signs: signs.signs.ptr(),
+            full: signs.full.ptr(),
+            full_count: signs.full_count.ptr(),
             spans,
-            best.keys.arg(),
-            best.histograms.arg(),
+            budgets: positions.budgets.ptr(),
+            tables: self.tables.ptr(),
+            first: self.first.ptr(),
+            histograms: best.histograms.ptr(),
+            r: shape.group,
+            d: shape.head_dim,
             pitch,
             capacity,
-        ];
+        }
+        .launch(best.driver, grid(1), table_bytes)?;
         let blocks = best.selection.blocks;
-        driver::launch_with(best.driver, "sign_keys", grid(blocks), table_bytes, &args)?;
+        kernels::SignKeys {
+            signs: signs.signs.ptr(),
+            tables: self.tables.ptr(),
+            first: self.first.ptr(),
+            spans,
+            keys: best.keys.ptr(),
+            histograms: best.histograms.ptr(),
+            pitch,
+            capacity,
+        }
+        .launch(best.driver, grid(blocks), table_bytes)?;
         best.choose(positions)
     }
 

@@ -1,6 +1,7 @@
 //! The most recent candidates on the GPU.
 
-use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
 
@@ -28,15 +29,15 @@ impl<'d> Streaming<'d> {
     /// Chooses the last candidates before the window.
     pub fn select(&self, positions: &Positions<'_>) -> Result<&Selection<'d>> {
         let (shape, to) = (&self.shape, &self.selection);
-        let args = [
-            positions.spans.arg(),
-            positions.budgets.arg(),
-            to.lists.arg(),
-            to.listed.arg(),
-            Arg::u32(to.most),
-        ];
         let grid = [to.most.div_ceil(256), shape.kv_heads, shape.sequences];
-        driver::launch(self.driver, "list_recent", grid, &args)?;
+        kernels::ListRecent {
+            spans: positions.spans.ptr(),
+            budgets: positions.budgets.ptr(),
+            lists: to.lists.ptr(),
+            listed: to.listed.ptr(),
+            most: to.most,
+        }
+        .launch(self.driver, grid)?;
         Ok(to)
     }
 }

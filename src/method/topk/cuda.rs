@@ -1,7 +1,10 @@
 //! topk on the GPU: the weight of every visible position, and the best of the candidates within the budget.
 
-use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::{self, Arg, Driver};
+use std::ffi::c_void;
+
+use crate::compute::cuda::buffer::{Buffer, Ptr};
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::best::Best;
@@ -22,15 +25,15 @@ pub struct TopK<'d> {
 /// Softmax weights of keys for the queries of some lists, by which [`Best`] then chooses.
 pub(crate) struct Weights<'w, 'd> {
     /// `[lists,h,w]`.
-    pub queries: Arg,
+    pub queries: Ptr<'w, f32>,
     /// Of the first list.
-    pub keys: Arg,
+    pub keys: Ptr<'w, c_void>,
     /// `[lists,4]`.
-    pub spans: Arg,
+    pub spans: Ptr<'w, u32>,
     /// Room for the scores and for the sums of their parts.
-    pub scores: Arg,
+    pub scores: Ptr<'w, f32>,
     /// See `scores`.
-    pub parts: Arg,
+    pub parts: Ptr<'w, f32>,
     /// Where the keys are.
     pub rows: &'w LayerRows<'d>,
     pub lists: usize,
@@ -44,37 +47,37 @@ impl Weights<'_, '_> {
         let (r, w) = (shape.group, shape.width());
         let n_parts = shape.capacity.div_ceil(SPAN);
         let grid = |blocks| [blocks, shape.kv_heads, self.lists];
-        let args = [
-            self.queries,
-            self.keys,
-            Arg::address(0),
-            self.spans,
-            self.scores,
-            self.parts,
-            best.histograms.arg(),
-            shape.exponent(),
-            Arg::u32(self.rows.kind()),
-            Arg::u32(r),
-            Arg::u32(shape.head_dim),
-            Arg::u32(w),
-            Arg::u32(shape.capacity),
-            Arg::u32(self.rows.shape.capacity),
-            Arg::u32(usize::from(self.share_rows)),
-        ];
         let shared_bytes = 4 * r * (w + SPAN);
-        driver::launch_with(best.driver, "topk_scores", grid(n_parts), shared_bytes, &args)?;
-        let args = [
-            self.scores,
-            self.parts,
-            self.spans,
-            best.keys.arg(),
-            best.histograms.arg(),
-            Arg::u32(r),
-            Arg::u32(n_parts),
-            Arg::u32(shape.capacity),
-            Arg::u32(usize::from(self.share_rows)),
-        ];
-        driver::launch(best.driver, "weight_keys", grid(best.selection.blocks), &args)
+        kernels::TopkScores {
+            queries: self.queries,
+            keys: self.keys,
+            items: None,
+            spans: self.spans,
+            scores: self.scores,
+            parts: self.parts,
+            histograms: best.histograms.ptr(),
+            scale: shape.exponent(),
+            kind: self.rows.kind(),
+            r,
+            d: shape.head_dim,
+            w,
+            capacity: shape.capacity,
+            rows: self.rows.shape.capacity,
+            shared_rows: usize::from(self.share_rows),
+        }
+        .launch(best.driver, grid(n_parts), shared_bytes)?;
+        kernels::WeightKeys {
+            scores: self.scores,
+            parts: self.parts,
+            spans: self.spans,
+            keys: best.keys.ptr(),
+            histograms: best.histograms.ptr(),
+            r,
+            n_parts,
+            capacity: shape.capacity,
+            largest: usize::from(self.share_rows),
+        }
+        .launch(best.driver, grid(best.selection.blocks))
     }
 }
 
@@ -106,11 +109,11 @@ impl<'d> TopK<'d> {
     ) -> Result<&Selection<'d>> {
         let best = &self.best;
         let weights = Weights {
-            queries: queries.arg(),
-            keys: rows.keys.arg(),
-            spans: positions.spans.arg(),
-            scores: self.scores.arg(),
-            parts: self.parts.arg(),
+            queries: queries.ptr(),
+            keys: rows.keys.ptr().cast(),
+            spans: positions.spans.ptr(),
+            scores: self.scores.ptr(),
+            parts: self.parts.ptr(),
             rows,
             lists: best.shape.sequences,
             share_rows: false,

@@ -1,7 +1,7 @@
 //! The search on the tensor cores: rows and centroids in f16, and the candidates that it leaves.
 
-use super::super::buffer::Buffer;
-use super::super::driver::{Arg, launch_with};
+use super::super::buffer::{Buffer, Ptr};
+use super::super::kernels;
 use super::super::points::Rows;
 use super::{Clustering, TILE, WARPS};
 use crate::error::Result;
@@ -11,8 +11,7 @@ const SLAB_BYTES: usize = TILE * 64 * 2;
 const STAGES: usize = 4;
 /// The widest rows of `nearest_fast`.
 const FAST_WIDTH: usize = 256;
-/// Shared memory of a block of `nearest_fast` at the most.
-pub const MOST_SHARED_BYTES: usize = shared_bytes(FAST_WIDTH);
+const _: () = assert!(shared_bytes(FAST_WIDTH) == kernels::NearestFast::KERNEL.shared_bytes);
 
 /// What the tensor cores work on.
 pub struct Fast<'d> {
@@ -53,67 +52,73 @@ impl<'d> Fast<'d> {
             list: Buffer::new(driver, "lists of rows", b * n)?,
             listed: Buffer::new(driver, "lists of rows", b)?,
         };
-        let args = [
-            rows.x.arg(),
-            largest.arg(),
-            fast.rows.arg(),
-            fast.norms.arg(),
-            Arg::u32(n),
-            Arg::u32(w),
-        ];
-        rows.launch("halve_rows", [n.div_ceil(WARPS), 1], &args)?;
+        kernels::HalveRows {
+            x: rows.x.ptr(),
+            largest: largest.ptr(),
+            halves: fast.rows.ptr(),
+            norms: fast.norms.ptr(),
+            n,
+            w,
+        }
+        .launch(rows.driver, rows.grid([n.div_ceil(WARPS), 1]))?;
         Ok(Some(fast))
     }
 }
 
 impl Clustering<'_> {
     /// The candidates of each row among the centroids in range.
-    pub(super) fn find_candidates(&self, rows: &Rows, fast: &Fast, most: usize, scores: Arg) -> Result<()> {
-        let (size, capacity) = (Arg::u32(self.size), Arg::u32(fast.capacity));
-        let (n, w) = (Arg::u32(rows.n), Arg::u32(rows.w));
+    pub(super) fn find_candidates(
+        &self,
+        rows: &Rows,
+        fast: &Fast,
+        most: usize,
+        scores: Option<Ptr<'_, f32>>,
+    ) -> Result<()> {
+        let (size, capacity) = (self.size, fast.capacity);
+        let (n, w) = (rows.n, rows.w);
         fast.largest.zero()?;
-        let args = [
-            self.centroids.arg(),
-            fast.largest.arg(),
-            self.ranges.arg(),
-            n,
-            size,
-            w,
-        ];
         let blocks = (most * rows.w).div_ceil(1 << 12);
-        rows.launch("largest", [blocks, 1], &args)?;
+        kernels::Largest {
+            rows: self.centroids.ptr(),
+            out: fast.largest.ptr(),
+            ranges: Some(self.ranges.ptr()),
+            n,
+            stride: size,
+            w,
+        }
+        .launch(rows.driver, rows.grid([blocks, 1]))?;
         fast.bounds.zero()?;
-        let args = [
-            self.centroids.arg(),
-            self.ranges.arg(),
-            self.largest.arg(),
-            fast.largest.arg(),
-            fast.centroids.arg(),
-            fast.biases.arg(),
-            fast.bounds.arg(),
+        let padded = most.next_multiple_of(TILE);
+        kernels::HalveCentroids {
+            centroids: self.centroids.ptr(),
+            ranges: self.ranges.ptr(),
+            largest: self.largest.ptr(),
+            largest_centroid: fast.largest.ptr(),
+            halves: fast.centroids.ptr(),
+            biases: fast.biases.ptr(),
+            bounds: fast.bounds.ptr(),
             w,
             size,
             capacity,
-        ];
-        let padded = most.next_multiple_of(TILE);
-        rows.launch("halve_centroids", [padded / WARPS, 1], &args)?;
-        let args = [
-            fast.rows.arg(),
-            fast.norms.arg(),
-            fast.centroids.arg(),
-            fast.biases.arg(),
-            fast.bounds.arg(),
-            self.ranges.arg(),
-            self.largest.arg(),
-            fast.largest.arg(),
+        }
+        .launch(rows.driver, rows.grid([padded / WARPS, 1]))?;
+        let grid = [rows.n.div_ceil(TILE), rows.b, 1];
+        kernels::NearestFast {
+            rows: fast.rows.ptr(),
+            norms: fast.norms.ptr(),
+            centroids: fast.centroids.ptr(),
+            biases: fast.biases.ptr(),
+            bounds: fast.bounds.ptr(),
+            ranges: self.ranges.ptr(),
+            largest: self.largest.ptr(),
+            largest_centroid: fast.largest.ptr(),
             scores,
-            fast.candidates.arg(),
+            candidates: fast.candidates.ptr(),
             n,
             w,
             capacity,
-        ];
-        let grid = [rows.n.div_ceil(TILE), rows.b, 1];
-        launch_with(rows.driver, "nearest_fast", grid, shared_bytes(rows.w), &args)
+        }
+        .launch(rows.driver, grid, shared_bytes(rows.w))
     }
 }
 

@@ -20,7 +20,7 @@ pub fn compile(capability: (i32, i32)) -> Result<Vec<u8>> {
         )
         .hint("build kvsmith where nvcc is (`make cuda all` fetches one), install NVRTC, or use --device cpu"));
     }
-    let source = CString::new(kernels::source()).map_err(|e| Error::device(e.to_string()))?;
+    let source = CString::new(kernels::SOURCE).map_err(|e| Error::device(e.to_string()))?;
     let program =
         result::create_program(&source, Some(c"kvsmith.cu")).map_err(|e| failed("does not start", e))?;
     let out = machine_code(program, capability);

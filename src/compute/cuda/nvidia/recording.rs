@@ -34,13 +34,15 @@ impl Noted {
     }
 
     /// Starts it now.
-    pub fn start(mut self) -> Result<()> {
+    ///
+    /// # Safety
+    /// See [`Driver::launch`](crate::compute::cuda::driver::Driver::launch).
+    pub unsafe fn start(mut self) -> Result<()> {
         let mut pointers = self.pointers();
         let ([x, y, z], block) = (self.shape.grid, (self.shape.threads, 1, 1));
         let (grid, shared, stream) = ((x, y, z), self.shape.shared_bytes as u32, ptr::null_mut());
-        // SAFETY: the function is one of the module, and the callers give it the arguments it declares,
-        // pointers to live buffers of the sizes that the kernel's comment names; tests run every launch under
-        // a sanitizer. The values outlive the call, which copies them.
+        // SAFETY: the function is one of the module, and its arguments are those that it declares, as the caller
+        // promises. The values outlive the call, which copies them.
         unsafe { result::launch_kernel(self.function, grid, block, shared, stream, &mut pointers) }
             .map_err(|e| failed(&format!("{} did not start", self.kernel), e))
     }
@@ -150,7 +152,7 @@ impl Graph {
             };
             let count = usize::from(!before.is_null());
             let mut node = ptr::null_mut();
-            // SAFETY: the function and its arguments are as in `Noted::start`; the call copies them.
+            // SAFETY: as in `Noted::start`, by the promise of who launched it; the call copies the arguments.
             unsafe { sys::cuGraphAddKernelNode_v2(&mut node, graph, &before, count, &params) }
                 .result()
                 .map_err(|e| told(&format!("{} was not recorded", launch.kernel), e))?;

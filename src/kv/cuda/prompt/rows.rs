@@ -1,13 +1,14 @@
 //! What a prompt is taken from, and in which parts.
 
+use std::ffi::c_void;
+
 use super::super::attend::LayerRows;
-use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::Arg;
+use crate::compute::cuda::buffer::{Buffer, Ptr};
 
 /// Keys or values of every position of a prompt.
 #[derive(Clone, Copy)]
-pub struct Rows {
-    pub(crate) from: Arg,
+pub struct Rows<'b> {
+    pub(crate) from: Ptr<'b, u8>,
     /// As kernels number it: f32, f16, bf16.
     pub(crate) kind: usize,
     /// Rows of a KV head, and channels of a row.
@@ -15,38 +16,40 @@ pub struct Rows {
     pub(crate) pitch: usize,
 }
 
-impl Rows {
+impl<'b> Rows<'b> {
     /// The keys of a cache.
-    pub fn keys(rows: &LayerRows<'_>) -> Self {
+    pub fn keys(rows: &'b LayerRows<'_>) -> Self {
         Self::cached(rows, &rows.keys)
     }
 
     /// The values of a cache.
-    pub fn values(rows: &LayerRows<'_>) -> Self {
+    pub fn values(rows: &'b LayerRows<'_>) -> Self {
         Self::cached(rows, &rows.values)
     }
 
     /// `[b,g,n,d]`, all there is of every sequence.
-    pub fn of(rows: &Buffer<'_, f32>, n: usize, d: usize) -> Self {
+    pub fn of(rows: &'b Buffer<'_, f32>, n: usize, d: usize) -> Self {
         Self {
-            from: rows.arg(),
+            from: rows.ptr().cast(),
             kind: 0,
             stride: n,
             pitch: d,
         }
     }
 
-    fn cached(rows: &LayerRows<'_>, buffer: &Buffer<'_, u8>) -> Self {
+    fn cached(rows: &'b LayerRows<'_>, buffer: &'b Buffer<'_, u8>) -> Self {
         Self {
-            from: buffer.arg(),
+            from: buffer.ptr(),
             kind: rows.kind(),
             stride: rows.shape.capacity,
             pitch: rows.shape.width(),
         }
     }
 
-    pub(crate) fn bytes_of_head(&self) -> usize {
-        self.stride * self.pitch * if self.kind == 0 { 4 } else { 2 }
+    /// The rows of KV head number `head`, for a kernel.
+    pub(crate) fn of_head(&self, head: usize) -> Ptr<'b, c_void> {
+        let bytes = self.stride * self.pitch * if self.kind == 0 { 4 } else { 2 };
+        self.from.after(head * bytes).cast()
     }
 }
 

@@ -3,7 +3,8 @@
 use super::{A2ats, Codebooks};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::clusters::search_bytes;
-use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::cuda::{Positions, Shape};
 
@@ -61,74 +62,66 @@ impl<'d> Encoder<'d> {
     }
 
     /// `blocks` for each KV head of each sequence.
-    fn launch(&self, kernel: &'static str, blocks: usize, args: &[Arg]) -> Result<()> {
-        let grid = [blocks, self.shape.kv_heads, self.shape.sequences];
-        driver::launch(self.driver, kernel, grid, args)
+    fn grid(&self, blocks: usize) -> [usize; 3] {
+        [blocks, self.shape.kv_heads, self.shape.sequences]
     }
 
     /// z of the rows `first..first + n` of keys `[b,g,m,d]`, and all of it in f16.
     fn whiten(&self, keys: &Buffer<'_, f32>, of: &Codebooks<'_>, [first, n, m]: [usize; 3]) -> Result<()> {
         let (shape, d, w) = (&self.shape, self.shape.head_dim, width(self.shape.head_dim));
-        let args = [
-            keys.arg(),
-            of.factors.arg(),
-            of.means.arg(),
-            self.z.arg(),
-            Arg::u32(first),
-            Arg::u32(n),
-            Arg::u32(m),
-            Arg::u32(d),
-            Arg::u32(w),
-        ];
         let across = shape.sequences * w.div_ceil(64);
         let grid = [n.div_ceil(64), shape.kv_heads, across];
-        driver::launch(self.driver, "whiten_keys", grid, &args)?;
+        kernels::WhitenKeys {
+            keys: keys.ptr(),
+            factors: of.factors.ptr(),
+            means: of.means.ptr(),
+            out: self.z.ptr(),
+            first,
+            n,
+            m,
+            d,
+            w,
+        }
+        .launch(self.driver, grid)?;
         self.largest.zero()?;
-        let (rows, channels) = (Arg::u32(n), Arg::u32(w));
-        let args = [
-            self.z.arg(),
-            self.largest.arg(),
-            Arg::address(0),
-            rows,
-            rows,
-            channels,
-        ];
         let blocks = (n * w).div_ceil(1 << 12).min(1 << 10);
-        driver::launch(self.driver, "largest", [blocks, shape.heads(), 1], &args)?;
-        let args = [
-            self.z.arg(),
-            self.largest.arg(),
-            self.halves.arg(),
-            self.norms.arg(),
-            rows,
-            channels,
-        ];
-        driver::launch(
-            self.driver,
-            "halve_rows",
-            [n.div_ceil(8), shape.heads(), 1],
-            &args,
-        )
+        kernels::Largest {
+            rows: self.z.ptr(),
+            out: self.largest.ptr(),
+            ranges: None,
+            n,
+            stride: n,
+            w,
+        }
+        .launch(self.driver, [blocks, shape.heads(), 1])?;
+        kernels::HalveRows {
+            x: self.z.ptr(),
+            largest: self.largest.ptr(),
+            halves: self.halves.ptr(),
+            norms: self.norms.ptr(),
+            n,
+            w,
+        }
+        .launch(self.driver, [n.div_ceil(8), shape.heads(), 1])
     }
 
     /// The candidates of `n` rows.
     fn search(&self, of: &Codebooks<'_>, n: usize) -> Result<()> {
-        let (shape, w) = (&self.shape, width(self.shape.head_dim));
-        let args = [
-            self.halves.arg(),
-            self.norms.arg(),
-            self.largest.arg(),
-            of.codebook.arg(),
-            of.biases.arg(),
-            of.bounds.arg(),
-            self.candidates.arg(),
-            Arg::u32(n),
-            Arg::u32(w),
-            Arg::u32(of.size),
-            Arg::u32(of.size.next_multiple_of(TILE)),
-        ];
-        let grid = [n.div_ceil(TILE), shape.kv_heads, shape.sequences];
-        driver::launch_with(self.driver, "nearest_codewords", grid, search_bytes(w), &args)
+        let w = width(self.shape.head_dim);
+        kernels::NearestCodewords {
+            rows: self.halves.ptr(),
+            norms: self.norms.ptr(),
+            largest: self.largest.ptr(),
+            codebook: of.codebook.ptr().cast(),
+            biases: of.biases.ptr(),
+            bounds: of.bounds.ptr(),
+            candidates: self.candidates.ptr(),
+            n,
+            w,
+            size: of.size,
+            padded: of.size.next_multiple_of(TILE),
+        }
+        .launch(self.driver, self.grid(n.div_ceil(TILE)), search_bytes(w))
     }
 }
 
@@ -161,21 +154,46 @@ impl A2ats<'_> {
             encoder.whiten(keys, codebooks, [first, n, m])?;
             encoder.search(codebooks, n)?;
             encoder.listed.zero()?;
-            let rows = [encoder.z.arg(), codebooks.codebook.arg(), codebooks.norms.arg()];
-            let to = [positions.lens.arg(), self.codes.arg()];
-            let (list, listed) = (encoder.list.arg(), encoder.listed.arg());
-            let sizes = [first, n, m, self.size, d, w, shape.capacity].map(Arg::u32);
-            let args = [
-                &rows[..],
-                &[encoder.candidates.arg()],
-                &to,
-                &[list, listed],
-                &sizes,
-            ]
-            .concat();
-            encoder.launch("settle_codes", n.div_ceil(256), &args)?;
-            let args = [&rows[..], &[list, listed], &to, &sizes].concat();
-            encoder.launch("encode_listed", n.div_ceil(LISTED), &args)?;
+            let (z, norms) = (encoder.z.ptr(), codebooks.norms.ptr());
+            let codebook = codebooks.codebook.ptr().cast();
+            let (lens, codes) = (positions.lens.ptr(), self.codes.ptr());
+            let (list, listed) = (encoder.list.ptr(), encoder.listed.ptr());
+            let (size, capacity) = (self.size, shape.capacity);
+            kernels::SettleCodes {
+                z,
+                codebook,
+                norms,
+                candidates: encoder.candidates.ptr(),
+                lens,
+                codes,
+                list,
+                listed,
+                first,
+                n,
+                m,
+                size,
+                d,
+                w,
+                capacity,
+            }
+            .launch(encoder.driver, encoder.grid(n.div_ceil(256)))?;
+            kernels::EncodeListed {
+                z,
+                codebook,
+                norms,
+                list,
+                listed,
+                lens,
+                codes,
+                first,
+                n,
+                m,
+                size,
+                d,
+                w,
+                capacity,
+            }
+            .launch(encoder.driver, encoder.grid(n.div_ceil(LISTED)))?;
         }
         Ok(())
     }

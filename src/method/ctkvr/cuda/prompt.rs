@@ -5,7 +5,8 @@ use std::ops::Range;
 use super::{Ctkvr, PIECE, SPAN};
 use crate::compute::attention::visible;
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::{self, Arg, Driver};
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::best::Best;
@@ -159,19 +160,19 @@ impl Ctkvr<'_> {
         lists.spans.write(spans.as_flattened())?;
         lists.wants.write(&wants)?;
         let values = shape.kv_heads * slots * shape.group * shape.head_dim;
-        let args = [
-            queries.arg(),
-            lists.at.arg(),
-            lists.queries.arg(),
-            self.centroids.arg_at(lists.sequence * values),
-            Arg::u32(slot),
-            Arg::u32(m),
-            Arg::u32(shape.group),
-            Arg::u32(shape.head_dim),
-            Arg::u32(slots),
-        ];
         let grid = [places.len(), shape.kv_heads, 1];
-        driver::launch_with(self.driver, "take_queries", grid, self.query_bytes(), &args)
+        kernels::TakeQueries {
+            queries: queries.ptr(),
+            at: lists.at.ptr(),
+            out: lists.queries.ptr(),
+            centroids: self.centroids.ptr_at(lists.sequence * values),
+            slot,
+            m,
+            r: shape.group,
+            d: shape.head_dim,
+            slots,
+        }
+        .launch(self.driver, grid, self.query_bytes())
     }
 
     /// The lists of the queries that were taken.
@@ -179,37 +180,38 @@ impl Ctkvr<'_> {
         let best = &lists.best;
         let head_bytes = rows.shape.capacity * rows.bytes_per_position() / 2;
         let weights = Weights {
-            queries: lists.queries.arg(),
+            queries: lists.queries.ptr(),
             keys: rows
                 .keys
-                .arg_at(lists.sequence * self.shape.kv_heads * head_bytes),
-            spans: lists.spans.arg(),
-            scores: lists.scores.arg(),
-            parts: lists.parts.arg(),
+                .ptr_at(lists.sequence * self.shape.kv_heads * head_bytes)
+                .cast(),
+            spans: lists.spans.ptr(),
+            scores: lists.scores.ptr(),
+            parts: lists.parts.ptr(),
             rows,
             lists: lists.at_once,
             share_rows: true,
         };
         weights.rank(best)?;
-        let to = [best.selection.lists.arg(), best.selection.listed.arg()];
-        best.choose_into(lists.spans.arg(), lists.wants.arg(), to, self.space.longest)
+        let to = [best.selection.lists.ptr(), best.selection.listed.ptr()];
+        best.choose_into(lists.spans.ptr(), lists.wants.ptr(), to, self.space.longest)
     }
 
     /// The first `n` of them go into the slots from `slot` on.
     fn keep_lists(&self, n: usize, slot: usize, lists: &Lists<'_>) -> Result<()> {
         let (space, from) = (&self.space, &lists.best.selection);
         let slots = lists.sequence * self.shape.kv_heads * space.slots;
-        let args = [
-            from.lists.arg(),
-            from.listed.arg(),
-            self.lists.arg_at(slots * space.longest),
-            self.lens.arg_at(slots),
-            Arg::u32(slot),
-            Arg::u32(space.slots),
-            Arg::u32(space.longest),
-        ];
         let grid = [space.longest.div_ceil(PIECE), self.shape.kv_heads, n];
-        driver::launch(self.driver, "keep_lists", grid, &args)
+        kernels::KeepLists {
+            chosen: from.lists.ptr(),
+            chosen_count: from.listed.ptr(),
+            lists: self.lists.ptr_at(slots * space.longest),
+            lens: self.lens.ptr_at(slots),
+            slot,
+            slots: space.slots,
+            longest: space.longest,
+        }
+        .launch(self.driver, grid)
     }
 
     /// The queries that were taken in are centroids from here on, and the oldest go; waits for the device.

@@ -1,0 +1,293 @@
+//! Reads the declarations of CUDA kernels: `KERNEL(threads, blocks, name, parameters...)` and
+//! `KERNEL_SHARED(threads, blocks, bytes, name, parameters...)`, as `kernels/common.h` describes them.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+/// A kernel as its source declares it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Kernel {
+    /// Its name.
+    pub name: String,
+    /// Threads of a block.
+    pub threads: usize,
+    /// Blocks that are to share a multiprocessor.
+    pub blocks: usize,
+    /// Most bytes of dynamic shared memory of a block; 0 = it has none.
+    pub shared_bytes: usize,
+    /// Its parameters, in order.
+    pub parameters: Vec<Parameter>,
+}
+
+/// A parameter of a kernel.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Parameter {
+    /// Its name.
+    pub name: String,
+    /// Its type in the source without `const`, or the type of what it points to.
+    pub of: String,
+    /// Whether it is a pointer.
+    pub is_pointer: bool,
+    /// Whether the pointer may be null.
+    pub is_optional: bool,
+}
+
+/// The kernels of `<folder>/kvsmith.cu`, and their source as one text without `#include`s of files beside it.
+///
+/// # Errors
+/// A declaration that cannot be read; a file that cannot be read, or that nothing includes.
+pub fn read_folder(folder: &Path) -> Result<(Vec<Kernel>, String), String> {
+    let (mut files, mut source) = (Vec::new(), String::new());
+    include(folder, "kvsmith.cu", &mut files, &mut source)?;
+    let found = std::fs::read_dir(folder).map_err(|e| e.to_string())?;
+    for name in found.filter_map(|file| file.ok()?.file_name().into_string().ok()) {
+        if name.ends_with(".cu") && !files.contains(&name) {
+            return Err(format!("{name} is not included by kvsmith.cu"));
+        }
+    }
+    Ok((read(&source)?, source))
+}
+
+/// Appends a file to `source`, with what it includes before it; nothing for a file that is there already.
+fn include(folder: &Path, name: &str, files: &mut Vec<String>, source: &mut String) -> Result<(), String> {
+    // The emulation is not for a GPU's compiler.
+    if name == "emulate.h" || files.iter().any(|file| file == name) {
+        return Ok(());
+    }
+    files.push(name.to_owned());
+    let text = std::fs::read_to_string(folder.join(name)).map_err(|e| format!("{name}: {e}"))?;
+    for line in text.lines().filter(|line| *line != "#pragma once") {
+        match line.strip_prefix("#include \"") {
+            Some(included) => include(folder, included.trim_end_matches('"'), files, source)?,
+            None => *source += &format!("{line}\n"),
+        }
+    }
+    Ok(())
+}
+
+/// The kernels that a source declares, in order.
+///
+/// # Errors
+/// A declaration that cannot be read.
+pub fn read(source: &str) -> Result<Vec<Kernel>, String> {
+    let source = source.replace("\\\n", " ");
+    let lines = source.lines().map(|line| line.split("//").next().unwrap_or(line));
+    let (defines, code): (Vec<&str>, Vec<&str>) = lines.partition(|line| line.starts_with("#define "));
+    let macros = defines.into_iter().filter_map(Macro::of).collect();
+    let code = code.join("\n");
+    let mut kernels = Vec::new();
+    for (at, _) in code.match_indices("KERNEL") {
+        let line = code[at..].lines().next().unwrap_or_default();
+        let declared = arguments(&code[at..]).filter(|_| at == 0 || code[..at].ends_with('\n'));
+        let kernel = declared.ok_or("a declaration stands at the start of a line".to_owned());
+        let kernel = kernel.and_then(|(keyword, declared)| Kernel::of(keyword, declared, &macros));
+        kernels.push(kernel.map_err(|e| format!("{line}: {e}"))?);
+    }
+    match kernels
+        .iter()
+        .enumerate()
+        .find(|(i, k)| kernels[..*i].iter().any(|other| other.name == k.name))
+    {
+        Some((_, twice)) => Err(format!("{} is declared twice", twice.name)),
+        None => Ok(kernels),
+    }
+}
+
+impl Kernel {
+    fn of(keyword: &str, declared: Vec<&str>, macros: &Macros) -> Result<Self, String> {
+        let n = match keyword {
+            "KERNEL" => 2,
+            "KERNEL_SHARED" => 3,
+            _ => return Err("not a kind of kernel".to_owned()),
+        };
+        let (numbers, rest) = declared.split_at_checked(n).ok_or("too short")?;
+        let number = |i: usize| numbers.get(i).map_or(Ok(0), |text| value(&macros.expand(text)));
+        let (name, parameters) = rest.split_first().ok_or("no name")?;
+        let parameters = macros.expand(&parameters.join(","));
+        let kernel = Self {
+            name: (*name).to_owned(),
+            threads: number(0)?,
+            blocks: number(1)?,
+            shared_bytes: number(2)?,
+            parameters: split(&parameters)
+                .into_iter()
+                .map(Parameter::of)
+                .collect::<Result<_, _>>()?,
+        };
+        match is_name(name) && kernel.threads % 32 == 0 && (1..=1024).contains(&kernel.threads) {
+            true => Ok(kernel),
+            false => Err(format!("no kernel: {kernel:?}")),
+        }
+    }
+}
+
+impl Parameter {
+    fn of(text: &str) -> Result<Self, String> {
+        let spaced = text.replace('*', " * ");
+        let mut words = spaced.split_whitespace().peekable();
+        let is_optional = words.next_if_eq(&"OPTIONAL").is_some();
+        let is_const = words.next_if_eq(&"const").is_some();
+        let of = words.next().unwrap_or_default();
+        let is_pointer = words.next_if_eq(&"*").is_some();
+        let name = words.next().unwrap_or_default();
+        let types: &[&str] = match is_pointer {
+            true => &["void", "u8", "u16", "u32", "u64", "float", "double", "uint4"],
+            false => &["u32", "u64", "float", "double"],
+        };
+        let is_whole = words.next().is_none() && is_name(name) && (is_pointer || !is_const && !is_optional);
+        match is_whole && types.contains(&of) {
+            true => Ok(Self {
+                name: name.to_owned(),
+                of: of.to_owned(),
+                is_pointer,
+                is_optional,
+            }),
+            false => Err(format!("no parameter that a launch knows: `{}`", text.trim())),
+        }
+    }
+}
+
+/// The macros of a source, by name.
+struct Macros(HashMap<String, Macro>);
+
+/// What a macro stands for, and its parameters.
+struct Macro {
+    parameters: Option<Vec<String>>,
+    text: String,
+}
+
+impl Macro {
+    /// The name and the macro of a `#define`; `OPTIONAL` is no text but a mark.
+    fn of(line: &str) -> Option<(String, Self)> {
+        let line = line.strip_prefix("#define ")?.trim();
+        let end = line.find(|c| !is_letter(c)).unwrap_or(line.len());
+        let (name, rest) = line.split_at(end);
+        let (parameters, text) = match rest.strip_prefix('(').and_then(|rest| rest.split_once(')')) {
+            Some((parameters, text)) => {
+                let names = parameters.split(',').map(|name| name.trim().to_owned());
+                (Some(names.collect()), text)
+            }
+            None => (None, rest),
+        };
+        let text = text.trim().to_owned();
+        (name != "OPTIONAL").then(|| (name.to_owned(), Self { parameters, text }))
+    }
+}
+
+impl FromIterator<(String, Macro)> for Macros {
+    fn from_iter<I: IntoIterator<Item = (String, Macro)>>(macros: I) -> Self {
+        Self(macros.into_iter().collect())
+    }
+}
+
+impl Macros {
+    /// A text with what its macros stand for.
+    fn expand(&self, text: &str) -> String {
+        let (mut out, mut rest) = (String::new(), text);
+        while let Some(c) = rest.chars().next() {
+            let end = rest
+                .find(|c| !is_letter(c))
+                .unwrap_or(rest.len())
+                .max(c.len_utf8());
+            let (word, after) = rest.split_at(end);
+            rest = after;
+            match self.0.get(word) {
+                Some(Macro {
+                    parameters: None,
+                    text,
+                }) => out += &self.expand(text),
+                Some(Macro {
+                    parameters: Some(names),
+                    text,
+                }) => {
+                    let given = arguments(&format!("{word}{after}")).map_or(Vec::new(), |(_, given)| {
+                        given.into_iter().map(str::to_owned).collect::<Vec<_>>()
+                    });
+                    let own = names.iter().cloned().zip(given.into_iter().map(|text| Macro {
+                        parameters: None,
+                        text,
+                    }));
+                    out += &self.expand(&own.collect::<Self>().expand(text));
+                    rest = &after[closing(after).map_or(after.len(), |end| end + 1)..];
+                }
+                None => out += word,
+            }
+        }
+        out
+    }
+}
+
+/// The name before a parenthesis, and what stands in it between commas.
+fn arguments(text: &str) -> Option<(&str, Vec<&str>)> {
+    let (name, _) = text.split_once('(')?;
+    let inside = &text[name.len() + 1..name.len() + closing(&text[name.len()..])?];
+    Some((name.trim(), split(inside)))
+}
+
+/// Where the parenthesis closes with which a text begins.
+fn closing(text: &str) -> Option<usize> {
+    let mut depth = 0;
+    for (i, c) in text.char_indices() {
+        depth += i32::from(c == '(') - i32::from(c == ')');
+        if depth == 0 {
+            return Some(i);
+        }
+    }
+    None
+}
+
+/// What stands between the commas outside of parentheses.
+fn split(text: &str) -> Vec<&str> {
+    let mut depth = 0;
+    let outside = move |c: char| {
+        depth += i32::from(c == '(') - i32::from(c == ')');
+        c == ',' && depth == 0
+    };
+    text.split(outside).map(str::trim).collect()
+}
+
+fn is_letter(c: char) -> bool {
+    c.is_ascii_alphanumeric() || c == '_'
+}
+
+fn is_name(text: &str) -> bool {
+    text.chars().all(is_letter) && text.starts_with(|c: char| !c.is_ascii_digit())
+}
+
+/// The value of numbers, `+`, `*` and parentheses.
+fn value(text: &str) -> Result<usize, String> {
+    let mut rest = text;
+    let value = sum(&mut rest).filter(|_| rest.trim().is_empty());
+    value.ok_or_else(|| format!("no number: `{text}`"))
+}
+
+fn sum(rest: &mut &str) -> Option<usize> {
+    let mut value = product(rest)?;
+    while let Some(after) = rest.trim_start().strip_prefix('+') {
+        *rest = after;
+        value += product(rest)?;
+    }
+    Some(value)
+}
+
+fn product(rest: &mut &str) -> Option<usize> {
+    let mut value = atom(rest)?;
+    while let Some(after) = rest.trim_start().strip_prefix('*') {
+        *rest = after;
+        value *= atom(rest)?;
+    }
+    Some(value)
+}
+
+fn atom(rest: &mut &str) -> Option<usize> {
+    let text = rest.trim_start();
+    if let Some(inside) = text.strip_prefix('(') {
+        *rest = inside;
+        let value = sum(rest)?;
+        *rest = rest.trim_start().strip_prefix(')')?;
+        return Some(value);
+    }
+    let (digits, after) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
+    *rest = after;
+    digits.parse().ok()
+}

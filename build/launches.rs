@@ -1,0 +1,224 @@
+//! Writes what `src/compute/cuda/kernels.rs` includes: the table of the kernels, and for each kernel or family of
+//! kernels a struct of its arguments that launches it.
+
+use super::kernels::{Kernel, Parameter};
+
+/// A kernel, or kernels that differ only in the float type or the width that they are made for: `attend_half_64` is the
+/// one of `attend` for f16 and a width of 64.
+struct Family<'k> {
+    /// The name without type and width; of a single kernel all of it.
+    name: &'k str,
+    /// What a kernel is chosen by: a type, a width.
+    by: [bool; 2],
+    /// The members' places in the table, and the value or values for which each is chosen.
+    members: Vec<(usize, Vec<String>)>,
+    parameters: Vec<Parameter>,
+    /// Whether its blocks have dynamic shared memory.
+    is_shared: bool,
+}
+
+/// The table and the launches of these kernels, as Rust.
+///
+/// # Errors
+/// Kernels of a family that differ in their parameters.
+pub fn write(kernels: &[Kernel]) -> Result<String, String> {
+    let mut out = "/// Every kernel.\npub const ALL: &[Kernel] = &[\n".to_owned();
+    for kernel in kernels {
+        let Kernel {
+            name,
+            threads,
+            blocks,
+            shared_bytes,
+            parameters,
+        } = kernel;
+        let bytes: Vec<usize> = parameters.iter().map(bytes).collect();
+        out += &format!(
+            "    Kernel {{ name: {name:?}, threads: {threads}, blocks: {blocks}, shared_bytes: {shared_bytes}, \
+             argument_bytes: &{bytes:?} }},\n"
+        );
+    }
+    out += "];\n";
+    families(kernels)?
+        .iter()
+        .for_each(|family| out += &family.write());
+    Ok(out)
+}
+
+/// The kernels by family.
+fn families(kernels: &[Kernel]) -> Result<Vec<Family<'_>>, String> {
+    let mut families: Vec<Family<'_>> = Vec::new();
+    for (at, kernel) in kernels.iter().enumerate() {
+        let (name, values) = made_for(&kernel.name);
+        let by = values.each_ref().map(Option::is_some);
+        let values = values.into_iter().flatten().collect();
+        match families
+            .iter_mut()
+            .find(|f| f.name == name && f.by == by && by != [false; 2])
+        {
+            Some(family) => family.add(at, kernel, values)?,
+            None => families.push(Family {
+                name,
+                by,
+                members: vec![(at, values)],
+                parameters: kernel.parameters.clone(),
+                is_shared: kernel.shared_bytes > 0,
+            }),
+        }
+    }
+    for family in families.iter_mut().filter(|family| family.members.len() == 1) {
+        family.name = &kernels[family.members[0].0].name;
+    }
+    Ok(families)
+}
+
+/// The name of a kernel's family, and the type and the width that it is made for.
+fn made_for(name: &str) -> (&str, [Option<String>; 2]) {
+    let (name, width) = match name.rsplit_once('_') {
+        Some((name, last)) if last.parse::<u32>().is_ok() => (name, Some(last.to_owned())),
+        _ => (name, None),
+    };
+    let (name, float) = match name.rsplit_once('_') {
+        Some((name, "half")) => (name, Some("Float::F16")),
+        Some((name, "bfloat")) => (name, Some("Float::Bf16")),
+        Some((name, "float")) => (name, Some("Float::F32")),
+        _ => (name, None),
+    };
+    (name, [float.map(str::to_owned), width])
+}
+
+impl Family<'_> {
+    /// Takes in another kernel. Pointers to different types become untyped.
+    fn add(&mut self, at: usize, kernel: &Kernel, values: Vec<String>) -> Result<(), String> {
+        for (own, other) in self.parameters.iter_mut().zip(&kernel.parameters) {
+            if own.is_pointer && own.of != other.of {
+                own.of = "void".to_owned();
+            }
+        }
+        let alike = |(own, other): (&Parameter, &Parameter)| {
+            let of = if own.is_pointer { &own.of } else { &other.of };
+            *own == Parameter {
+                of: of.clone(),
+                ..other.clone()
+            }
+        };
+        let (own, others) = (&self.parameters, &kernel.parameters);
+        if own.len() != others.len() || !own.iter().zip(others).all(alike) {
+            return Err(format!(
+                "{} has other parameters than the rest of {}",
+                kernel.name, self.name
+            ));
+        }
+        self.members.push((at, values));
+        Ok(())
+    }
+
+    fn write(&self) -> String {
+        let words = self.name.split('_');
+        let name: String = words.map(|w| w[..1].to_uppercase() + &w[1..]).collect();
+        let lines = |line: fn(&Parameter) -> String| self.parameters.iter().map(line).collect::<String>();
+        let (fields, arguments) = (
+            lines(|p| format!("    pub {}: {},\n", p.name, field(p))),
+            lines(|p| format!("            {},\n", argument(p))),
+        );
+        let (constant, given, kernel, shared_bytes) = match &self.members[..] {
+            [(at, _)] => self.alone(*at),
+            _ => self.chosen(),
+        };
+        format!(
+            "
+/// The arguments of `{}`.
+#[derive(Clone, Copy)]
+pub(crate) struct {name}<'b> {{
+{fields}}}
+
+impl {name}<'_> {{
+{constant}    /// Starts the kernel after everything that was launched before; nothing for an empty grid.
+    pub fn launch(&self, driver: &dyn Driver, {given}) -> Result<()> {{
+        {kernel}
+        let arguments = [
+{arguments}        ];
+        // SAFETY: these are the arguments that the kernel declares.
+        unsafe {{ start(driver, kernel, grid, {shared_bytes}, &arguments) }}
+    }}
+}}
+",
+            self.name
+        )
+    }
+
+    /// A constant, what a launch is given besides the driver, the kernel that it starts, and the dynamic shared memory:
+    /// what the caller says.
+    fn alone(&self, at: usize) -> (String, &'static str, String, &'static str) {
+        let constant = format!("    pub const KERNEL: &'static Kernel = &ALL[{at}];\n\n");
+        let kernel = "let kernel = Self::KERNEL;".to_owned();
+        match self.is_shared {
+            true => (
+                constant,
+                "grid: [usize; 3], shared_bytes: usize",
+                kernel,
+                "shared_bytes",
+            ),
+            false => (constant, "grid: [usize; 3]", kernel, "0"),
+        }
+    }
+
+    /// The same for a kernel that is chosen; its dynamic shared memory is all that it declares.
+    fn chosen(&self) -> (String, &'static str, String, &'static str) {
+        let (asked, given) = match self.by {
+            [true, true] => ("(float, width)", "float: Float, width: usize, grid: [usize; 3]"),
+            [true, false] => ("float", "float: Float, grid: [usize; 3]"),
+            _ => ("width", "width: usize, grid: [usize; 3]"),
+        };
+        let mut kernel = format!("let kernel = match {asked} {{\n");
+        for (at, values) in &self.members {
+            let case = asked
+                .replace("float", &values[0])
+                .replace("width", values.last().unwrap_or(&values[0]));
+            kernel += &format!("            {case} => &ALL[{at}],\n");
+        }
+        kernel += &format!(
+            "            #[allow(unreachable_patterns)]
+            _ => return Err(Error::failed(format!(\"CUDA: no kernel {} for {{:?}}\", {asked}))),
+        }};",
+            self.name
+        );
+        (String::new(), given, kernel, "kernel.shared_bytes")
+    }
+}
+
+/// Bytes of an argument.
+fn bytes(parameter: &Parameter) -> usize {
+    match (parameter.is_pointer, &parameter.of[..]) {
+        (false, "u32" | "float") => 4,
+        _ => 8,
+    }
+}
+
+/// The type of the field for a parameter.
+fn field(parameter: &Parameter) -> String {
+    let of = match &parameter.of[..] {
+        "float" => "f32",
+        "double" => "f64",
+        "void" => "c_void",
+        "uint4" => "[u32; 4]",
+        "u32" | "u64" if !parameter.is_pointer => "usize",
+        own => own,
+    };
+    match (parameter.is_pointer, parameter.is_optional) {
+        (false, _) => of.to_owned(),
+        (true, false) => format!("Ptr<'b, {of}>"),
+        (true, true) => format!("Option<Ptr<'b, {of}>>"),
+    }
+}
+
+/// The argument that a field becomes.
+fn argument(parameter: &Parameter) -> String {
+    let name = &parameter.name;
+    match (parameter.is_pointer, &parameter.of[..]) {
+        (true, _) => format!("self.{name}.into()"),
+        (false, "u32") => format!("Arg::u32(self.{name})"),
+        (false, "u64") => format!("Arg::u64(self.{name})"),
+        (false, "float") => format!("Arg::f32(self.{name})"),
+        (false, _) => format!("Arg::f64(self.{name})"),
+    }
+}
