@@ -1,19 +1,21 @@
 //! The one error type: what went wrong, what to do about it, and the exit code it ends the program with.
 //!
-//! No caller of this crate branches on a particular failure; each one ends as `error: ...` and
-//! `hint: ...` on stderr. So an error is a kind (the exit code), a message and an optional hint,
-//! rather than an enum per area.
+//! Nearly every failure ends as `error: ...` and `hint: ...` on stderr. So an error is a kind (the
+//! exit code, and what a caller may branch on), a message and an optional hint, rather than an enum
+//! per area.
 
 use std::fmt;
 use std::path::Path;
 
-/// What the exit code tells a calling program.
+/// What a caller can tell failures apart by, the exit code included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Bad input or a failed check: exit code 1.
     Failed,
     /// Wrong use of the command line: exit code 2.
     Usage,
+    /// A GPU has too little free memory: exit code 1.
+    GpuMemory,
     /// The requested device cannot do this: exit code 3.
     Device,
     /// Stopped by the user: exit code 130.
@@ -56,6 +58,11 @@ impl Error {
     /// Wrong use of the command line.
     pub fn usage(message: impl Into<String>) -> Self {
         Self::new(Kind::Usage, message)
+    }
+
+    /// A GPU has too little free memory for what `need` names.
+    pub fn gpu_memory(need: impl fmt::Display) -> Self {
+        Self::new(Kind::GpuMemory, format!("out of GPU memory: {need}"))
     }
 
     /// The requested device is not available.
@@ -118,7 +125,7 @@ impl Error {
     /// The process exit code.
     pub fn exit_code(&self) -> u8 {
         match self.kind {
-            Kind::Failed => 1,
+            Kind::Failed | Kind::GpuMemory => 1,
             Kind::Usage => 2,
             Kind::Device => 3,
             Kind::Interrupted => 130,

@@ -202,8 +202,8 @@ fn check_room(driver: &dyn Driver, bytes: usize) -> Result<()> {
         return Ok(());
     }
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
-    Err(Error::failed(format!(
-        "out of GPU memory: the model's weights need {:.1} GiB, and {:.1} GiB are free",
+    Err(Error::gpu_memory(format_args!(
+        "the model's weights need {:.1} GiB, and {:.1} GiB are free",
         gib(bytes as u64),
         gib(free)
     ))

@@ -13,7 +13,7 @@ use crate::compute::cuda::Cuda;
 use crate::compute::cuda::driver::Driver;
 use crate::cuda::Body;
 use crate::cuda::session::CudaBackend;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::flags::{Device, at_least_one};
 use crate::interrupt;
 use crate::kv::packed::Center;
@@ -102,7 +102,7 @@ pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
                             }
                             rows.push(row);
                         }
-                        Err(e) if e.to_string().contains("out of GPU memory") => {
+                        Err(e) if e.kind() == Kind::GpuMemory => {
                             log.warn(&format!("{}: {e}", setting.shape(args)));
                             left_out = Some(e);
                         }

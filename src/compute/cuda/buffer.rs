@@ -76,8 +76,8 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
         let bytes = (len * size_of::<T>()).max(1);
         let Some(address) = driver.allocate(bytes)? else {
             let mib = |bytes: u64| bytes.div_ceil(1 << 20);
-            return Err(Error::failed(format!(
-                "out of GPU memory: {what} need {} MiB, and {} MiB are free",
+            return Err(Error::gpu_memory(format_args!(
+                "{what} need {} MiB, and {} MiB are free",
                 mib(bytes as u64),
                 mib(driver.free_bytes()?)
             ))
