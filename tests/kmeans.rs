@@ -1,6 +1,7 @@
 //! k-means: properties, the exact search by distance, and linfa-clustering as an independent check.
 
 use std::ops::ControlFlow;
+use std::panic::catch_unwind;
 
 use kvsmith::stats::kmeans::{Codebook, Init, KMeansError, KMeansFit, KMeansParams, fit};
 use linfa::DatasetBase;
@@ -167,7 +168,7 @@ fn a_moved_centroid_loses_a_tie_to_a_lower_one_that_stayed() {
 }
 
 #[test]
-fn nearest_takes_any_layout_and_never_panics() {
+fn nearest_takes_any_layout_and_values_that_are_not_finite() {
     let (points, centroids) = (normal(40, 8, 9), normal(10, 8, 10));
     let codebook = Codebook::new(centroids.t().as_standard_layout().t().to_owned());
     let (codes, distances) = nearest(&points, &centroids);
@@ -185,14 +186,23 @@ fn nearest_takes_any_layout_and_never_panics() {
     assert!((3..6).all(|i| !bad_distances[i].is_finite()));
     assert_eq!(bad_codes[6..], nearest(&points, &centroids).0[6..]);
 
-    let (codes, distances) = nearest(&points, &Array2::zeros((0, 8)));
-    assert!(codes.iter().all(|&c| c == 0) && distances.iter().all(|d| d.is_nan()));
-    assert!(nearest(&points, &Array2::zeros((3, 7))).1[0].is_nan());
-    assert!(nearest(&Array2::zeros((5, 0)), &Array2::zeros((3, 0))).1[0].is_nan());
     assert!(nearest(&Array2::zeros((0, 8)), &centroids).0.is_empty());
-    let (mut codes, mut distances) = ([9; 3], [-1.0; 2]);
-    codebook.nearest(points.view(), &mut codes, &mut distances);
-    assert_eq!(codes[2], 9);
+}
+
+#[test]
+fn nearest_refuses_what_does_not_fit() {
+    let refuses = |points: usize, dims: [usize; 2], size: usize, lens: [usize; 2]| {
+        let codebook = Codebook::new(Array2::zeros((size, dims[1])));
+        let (mut codes, mut distances) = (vec![9; lens[0]], vec![-1.0; lens[1]]);
+        let points = Array2::zeros((points, dims[0]));
+        catch_unwind(move || codebook.nearest(points.view(), &mut codes, &mut distances)).is_err()
+    };
+    assert!(!refuses(4, [8, 8], 3, [4, 4]));
+    assert!(refuses(4, [8, 7], 3, [4, 4]), "another width");
+    assert!(refuses(4, [8, 8], 0, [4, 4]), "no centroids");
+    assert!(refuses(4, [0, 0], 3, [4, 4]), "no coordinates");
+    assert!(refuses(4, [8, 8], 3, [3, 4]), "too few codes");
+    assert!(refuses(4, [8, 8], 3, [4, 5]), "too many distances");
 }
 
 #[test]

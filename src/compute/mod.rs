@@ -14,6 +14,7 @@ pub mod cuda;
 pub mod device;
 mod draw;
 pub mod gpu;
+pub mod layout;
 pub mod linear;
 pub mod masks;
 pub mod products;

@@ -32,6 +32,7 @@ use rayon::prelude::*;
 
 use crate::compute::cpu::{CHUNK, Cpu, Panels, search};
 use crate::compute::device::{Assignment, Clusters, Device, Points};
+use crate::compute::layout::elements;
 use crate::error::Error;
 
 /// Most centroids a codebook may have: codes are stored as u16, and one value stays free.
@@ -149,7 +150,7 @@ impl Codebook {
     pub fn new(centroids: Array2<f32>) -> Self {
         let centroids = centroids.as_standard_layout().into_owned();
         let (size, dim) = centroids.dim();
-        let panels = Panels::pack(flat(&centroids), dim, 0, (0..size as u32).collect());
+        let panels = Panels::pack(elements(&centroids), dim, 0, (0..size as u32).collect());
         Self { centroids, panels }
     }
 
@@ -161,9 +162,7 @@ impl Codebook {
     /// Finds the nearest centroid of every row, on the threads of the current rayon pool.
     ///
     /// # Shapes
-    /// `points [n, d]`, `codes [n]`, `distances [n]`; what lies beyond the shortest of the three
-    /// is left alone. Where `d` is not the codebook's, or the codebook is empty, every code is 0
-    /// and every distance NaN.
+    /// `points [n, d]`, `codes [n]`, `distances [n]`.
     ///
     /// # Numerics
     /// The code is the argmax of `x·c - ||c||²/2` in f32, the lowest index winning ties. With
@@ -171,20 +170,22 @@ impl Codebook {
     /// centroid is at most `4 e` above the smallest. An offset common to all points enters `e`
     /// squared: take it off first. The distance is `sum (x - c)²` of the chosen centroid in f32,
     /// its relative error at most `(d / 16 + 20) 2^-24`. A row with NaN or infinities gets a
-    /// valid code and a distance that is not finite. Never panics.
+    /// valid code and a distance that is not finite.
+    ///
+    /// # Panics
+    /// The lengths differ, `d` is not the codebook's, or the codebook has no centroids.
     pub fn nearest(&self, points: ArrayView2<f32>, codes: &mut [u32], distances: &mut [f32]) {
-        let dim = self.centroids.ncols();
-        if points.ncols() != dim || self.centroids.is_empty() {
-            codes.fill(0);
-            distances.fill(f32::NAN);
-            return;
-        }
+        let (n, dim) = points.dim();
+        assert!(!self.centroids.is_empty(), "a codebook without centroids");
+        assert_eq!(dim, self.centroids.ncols(), "coordinates of points and centroids");
+        assert_eq!(
+            (codes.len(), distances.len()),
+            (n, n),
+            "codes and distances of the points"
+        );
         let points = points.as_standard_layout();
-        let n = points.nrows().min(codes.len()).min(distances.len());
-        let (x, centroids) = (&flat(&points)[..n * dim], flat(&self.centroids));
-        let out = codes[..n]
-            .par_chunks_mut(CHUNK)
-            .zip(distances[..n].par_chunks_mut(CHUNK));
+        let (x, centroids) = (elements(&points), elements(&self.centroids));
+        let out = codes.par_chunks_mut(CHUNK).zip(distances.par_chunks_mut(CHUNK));
         let chunks = x.par_chunks(CHUNK * dim).zip(out);
         chunks.for_each(|(x, (codes, distances))| {
             search(x, dim, centroids, &self.panels, codes, distances);
@@ -417,9 +418,4 @@ fn repair_empty(points: &mut dyn Points, head: usize, now: &Assignment) -> Resul
     }
     points.hand_over(head, &taken)?;
     Ok(taken.len())
-}
-
-/// The elements of an array in standard layout.
-fn flat<D: Data<Elem = f32>>(x: &ArrayBase<D, Ix2>) -> &[f32] {
-    x.as_slice().unwrap_or(&[])
 }
