@@ -25,7 +25,7 @@ impl Float {
 
     /// Converts `bytes` (little-endian, `out.len()` elements) to f32.
     pub fn read(self, bytes: &[u8], out: &mut [f32]) {
-        debug_assert_eq!(bytes.len(), out.len() * self.bytes());
+        assert_eq!(bytes.len(), out.len() * self.bytes(), "bytes of the values");
         match self {
             Self::F32 => {
                 for (o, b) in out.iter_mut().zip(bytes.chunks_exact(4)) {

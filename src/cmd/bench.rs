@@ -137,7 +137,7 @@ fn bench_kmeans(args: &KMeansArgs, global: &Global) -> Result<()> {
         times.push(Times::of(device.as_ref(), &points, &params, global)?);
     }
     let (heads, n, d) = points.dim();
-    let Some(last) = times.last() else { return Ok(()) };
+    let last = times.last().expect("at least one run");
     if let Some(output) = output {
         let values: Vec<f32> = last.fits.iter().flat_map(|fit| &fit.codebook).copied().collect();
         let shape = [heads, args.size, d];

@@ -4,6 +4,8 @@ use half::f16;
 use multiversion::multiversion;
 use ndarray::{Array2, ArrayView2};
 
+use super::layout::elements_mut;
+
 /// Codewords side by side in a panel.
 const PANEL: usize = 32;
 /// Queries whose products with a panel are summed together.
@@ -37,6 +39,7 @@ impl Codewords {
     /// Packs `[M,d]`.
     pub fn new(codewords: ArrayView2<f32>) -> Self {
         let (size, d) = codewords.dim();
+        assert!(size > 0 && d > 0, "a codebook {size} x {d} is empty");
         let is_half = |x: &f32| x.is_finite() && f16::from_f32(*x).to_f32().to_bits() == x.to_bits();
         let lines = match codewords.iter().all(is_half) {
             true => Lines::Half(pack(codewords, 0, |x| f16::from_f32(x).to_bits())),
@@ -52,13 +55,11 @@ impl Codewords {
     pub fn products(&self, queries: ArrayView2<f32>) -> Array2<f32> {
         let queries: Vec<Vec<f32>> = queries.rows().into_iter().map(|row| row.to_vec()).collect();
         let mut out = Array2::zeros((queries.len(), self.size));
-        if let Some(flat) = out.as_slice_mut().filter(|_| self.size > 0 && self.d > 0) {
-            let parts = flat.chunks_mut(QUERIES * self.size);
-            for (queries, out) in queries.chunks(QUERIES).zip(parts) {
-                match &self.lines {
-                    Lines::Half(lines) => by_half(queries, lines, self.d, out),
-                    Lines::Single(lines) => by_single(queries, lines, self.d, out),
-                }
+        let parts = elements_mut(&mut out).chunks_mut(QUERIES * self.size);
+        for (queries, out) in queries.chunks(QUERIES).zip(parts) {
+            match &self.lines {
+                Lines::Half(lines) => by_half(queries, lines, self.d, out),
+                Lines::Single(lines) => by_single(queries, lines, self.d, out),
             }
         }
         out
@@ -108,7 +109,7 @@ fn all<T: Copy>(queries: &[Vec<f32>], lines: &[Line<T>], d: usize, out: &mut [f3
         [a, b, c] => some([a, b, c], lines, d, out, of),
         [a, b] => some([a, b], lines, d, out, of),
         [a] => some([a], lines, d, out, of),
-        _ => (),
+        _ => unreachable!("{} queries of at most {QUERIES}", queries.len()),
     }
 }
 

@@ -186,7 +186,7 @@ impl Packed {
         let mut lines = vec![Line::ZERO; m.div_ceil(SIDE) * blocks * PANELS * SIDE];
         let each = lines.par_chunks_exact_mut(PANELS * SIDE).enumerate();
         each.for_each_init(
-            || vec![Row::ZERO; PANEL],
+            || [Row::ZERO; PANEL],
             |rows, (i, lines)| {
                 let (row, channel) = (i / blocks * SIDE, i % blocks * SIDE);
                 let panels = (row..m.min(row + SIDE)).step_by(PANEL);
@@ -195,9 +195,7 @@ impl Packed {
                     for (to, from) in rows.iter_mut().zip(x.rows()) {
                         to.0.iter_mut().zip(from).for_each(|(to, x)| *to = *x);
                     }
-                    if let Some(rows) = rows.first_chunk() {
-                        transpose(rows, lines);
-                    }
+                    transpose(rows, lines);
                 }
             },
         );

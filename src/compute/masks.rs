@@ -78,11 +78,9 @@ pub fn places(bits: &[u64], first: u32) -> Vec<u32> {
     for word in bits {
         // Most words have few bits, and how few is anybody's guess: no branch asks.
         let (mut left, end) = (*word, len + word.count_ones() as usize);
-        if let Some(room) = out[len..].first_chunk_mut::<SELDOM_MORE>() {
-            for place in room {
-                *place = start.wrapping_add(left.trailing_zeros());
-                left &= left.wrapping_sub(1);
-            }
+        for place in &mut out[len..len + SELDOM_MORE] {
+            *place = start.wrapping_add(left.trailing_zeros());
+            left &= left.wrapping_sub(1);
         }
         len += SELDOM_MORE;
         while left != 0 {

@@ -33,11 +33,16 @@ pub struct Tables {
 }
 
 impl Tables {
-    /// Packs the tables of the groups, in order: `[groups,16]`, at most [`MOST_GROUPS`].
+    /// Packs the tables of the groups, in order: `[groups,16]`, 1 to [`MOST_GROUPS`].
     pub fn new(groups: &[[u8; PATTERNS]]) -> Self {
+        assert!(
+            (1..=MOST_GROUPS).contains(&groups.len()),
+            "tables of {} groups",
+            groups.len()
+        );
         let width = groups.len().div_ceil(2);
         let mut pairs = vec![[[[0; PATTERNS]; 2]; COLUMNS]; width.div_ceil(COLUMNS)];
-        for (g, table) in groups.iter().take(MOST_GROUPS).enumerate() {
+        for (g, table) in groups.iter().enumerate() {
             pairs[g / 2 / COLUMNS][g / 2 % COLUMNS][g % 2] = *table;
         }
         Self { width, pairs }
@@ -46,12 +51,17 @@ impl Tables {
     /// Sums of rows of sign bytes: of `rows` `[n,w]` to `out` `[n]`.
     pub fn sums(&self, rows: &[u8], out: &mut [u16]) {
         let kernel = kernel();
+        assert_eq!(
+            rows.len(),
+            self.width * out.len(),
+            "rows of the width of the tables"
+        );
         out.fill(0);
         if let ([pairs], COLUMNS) = (&self.pairs[..], self.width) {
             return kernel(pairs, rows.as_chunks().0, out);
         }
         let mut tile = [[0; COLUMNS]; TILE];
-        let rows = rows.chunks(TILE * self.width.max(1));
+        let rows = rows.chunks(TILE * self.width);
         for (rows, out) in rows.zip(out.chunks_mut(TILE)) {
             for (piece, pairs) in self.pairs.iter().enumerate() {
                 for (tile, row) in tile.iter_mut().zip(rows.chunks_exact(self.width)) {
@@ -186,7 +196,7 @@ mod x86 {
             }
         }
         let done = rows.len() - rest.len();
-        plain(pairs, rest, out.get_mut(done..).unwrap_or_default());
+        plain(pairs, rest, &mut out[done..]);
     }
 
     #[target_feature(enable = "avx2")]
@@ -242,7 +252,7 @@ mod x86 {
             }
         }
         let done = rows.len() - rest.len();
-        plain(pairs, rest, out.get_mut(done..).unwrap_or_default());
+        plain(pairs, rest, &mut out[done..]);
     }
 
     /// The bytes of the first eight registers and of the last eight in turn, quarter by quarter.
@@ -288,10 +298,9 @@ mod x86 {
             let sums = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(sums));
             let kept = _mm512_cmpge_epu32_mask(sums, limit_wide);
             let keys = _mm512_maskz_compress_epi32(kept, _mm512_or_si512(sums, place));
-            if let Some(out) = out[len..].first_chunk_mut::<16>() {
-                // SAFETY: 16 values have 64 bytes.
-                unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), keys) };
-            }
+            let room = &mut out[len..len + 16];
+            // SAFETY: 16 values have 64 bytes.
+            unsafe { _mm512_storeu_si512(room.as_mut_ptr().cast(), keys) };
             len += kept.count_ones() as usize;
             place = _mm512_add_epi32(place, _mm512_set1_epi32(16));
         }
@@ -341,7 +350,7 @@ mod arm {
             }
         }
         let done = rows.len() - rest.len();
-        plain(pairs, rest, out.get_mut(done..).unwrap_or_default());
+        plain(pairs, rest, &mut out[done..]);
     }
 
     /// The bytes of the first eight registers and of the last eight in turn.

@@ -1,7 +1,7 @@
 //! Vector loops over slices, compiled for several instruction sets and chosen at run time.
 //!
 //! They use no fused multiply-add and fix the order of every sum, so each gives the same bits on
-//! every instruction set.
+//! every instruction set. Slices that belong together have one length: else a function panics.
 
 use multiversion::multiversion;
 
@@ -13,8 +13,8 @@ const WIDE: usize = 64;
 /// Sum of products.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let n = a.len().min(b.len());
-    let ((a, tail_a), (b, tail_b)) = (a[..n].as_chunks::<WIDE>(), b[..n].as_chunks::<WIDE>());
+    assert_eq!(a.len(), b.len(), "values of a product");
+    let ((a, tail_a), (b, tail_b)) = (a.as_chunks::<WIDE>(), b.as_chunks::<WIDE>());
     let mut acc = [0.0f32; WIDE];
     for (x, y) in a.iter().zip(b) {
         for l in 0..WIDE {
@@ -27,8 +27,8 @@ pub fn dot(a: &[f32], b: &[f32]) -> f32 {
 /// Sum of products of bf16 values (their bits) with f32 values.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn dot_bf16(a: &[u16], b: &[f32]) -> f32 {
-    let n = a.len().min(b.len());
-    let ((a, tail_a), (b, tail_b)) = (a[..n].as_chunks::<WIDE>(), b[..n].as_chunks::<WIDE>());
+    assert_eq!(a.len(), b.len(), "values of a product");
+    let ((a, tail_a), (b, tail_b)) = (a.as_chunks::<WIDE>(), b.as_chunks::<WIDE>());
     let mut acc = [0.0f32; WIDE];
     for (x, y) in a.iter().zip(b) {
         for l in 0..WIDE {
@@ -82,6 +82,7 @@ pub fn sum(x: &[f32]) -> f64 {
 /// `y += a x`.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
+    assert_eq!(x.len(), y.len(), "values of a sum");
     for (y, x) in y.iter_mut().zip(x) {
         *y += a * x;
     }
@@ -187,6 +188,7 @@ pub fn scale(x: &mut [f32], a: f32) {
 /// `gate[i] = silu(gate[i]) * up[i]`.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn silu_mul(gate: &mut [f32], up: &[f32]) {
+    assert_eq!(gate.len(), up.len(), "values of a gate");
     for (g, u) in gate.iter_mut().zip(up) {
         *g = *g / (1.0 + exp(-*g)) * u;
     }
@@ -196,6 +198,7 @@ pub fn silu_mul(gate: &mut [f32], up: &[f32]) {
 ///
 /// The mean of squares is taken in f64.
 pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    assert_eq!((weight.len(), out.len()), (x.len(), x.len()), "values of a norm");
     let squares: f64 = x.iter().map(|v| f64::from(*v) * f64::from(*v)).sum();
     let inv = 1.0 / (squares / x.len() as f64 + f64::from(eps)).sqrt();
     let inv = inv as f32;

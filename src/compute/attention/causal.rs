@@ -137,8 +137,6 @@ struct Scratch {
     keys: Vec<Line>,
     /// `[sides, PANELS, SIDE]`.
     values: Vec<Line>,
-    /// Keys to transpose, `[PANEL]`.
-    rows: Vec<Row>,
 }
 
 impl Scratch {
@@ -162,20 +160,18 @@ impl Scratch {
         self.seen.resize(stacked, Seen::NOTHING);
         self.keys.resize(sides * PANELS * SIDE, Line::ZERO);
         self.values.resize(sides * PANELS * SIDE, Line::ZERO);
-        self.rows.resize(PANEL, Row::ZERO);
     }
 
     /// Brings a block of keys and values into the order that products read.
     fn load(&mut self, task: &Task, k: ArrayView2<f32>, v: ArrayView2<f32>, block: &Range<usize>) {
+        let mut rows = [Row::ZERO; PANEL];
         for (b, side) in task.sides().enumerate() {
             for (p, start) in block.clone().step_by(PANEL).enumerate() {
-                for (to, j) in self.rows.iter_mut().zip(start..block.end) {
+                for (to, j) in rows.iter_mut().zip(start..block.end) {
                     copy(k.slice(s![j, side.clone()]), &mut to.0);
                 }
-                if let Some(rows) = self.rows.first_chunk() {
-                    let lines = (b * PANELS + p) * SIDE;
-                    transpose(rows, &mut self.keys[lines..lines + side.len()]);
-                }
+                let lines = (b * PANELS + p) * SIDE;
+                transpose(&rows, &mut self.keys[lines..][..side.len()]);
             }
         }
         for (i, j) in block.clone().enumerate() {

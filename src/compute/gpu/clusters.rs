@@ -1,5 +1,6 @@
 //! The clusters of rows on the adapter: seeding, assignment, Lloyd passes.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use ndarray::Array2;
@@ -243,7 +244,10 @@ impl GpuPoints<'_> {
                     context.write(&panel.biases, first, &biases);
                 }
                 for slab in slabs.iter().filter(|slab| slab.head == i) {
-                    let Some(owners) = &slab.owners else { continue };
+                    let owners = slab
+                        .owners
+                        .as_ref()
+                        .expect("room for owners is made before rows are assigned");
                     if anew {
                         batch.clear(owners);
                     }
@@ -282,15 +286,11 @@ impl GpuPoints<'_> {
         };
         let segments: Vec<Segments> = slabs.iter().map(sort).collect();
         let sums = self.sum_segments(&slabs, &segments)?;
-        let mut totals: Vec<(usize, Vec<f64>)> = Vec::new();
+        let mut totals = BTreeMap::new();
         for ((slab, segments), sums) in slabs.iter().zip(&segments).zip(sums) {
-            // The slabs of a head follow each other.
-            if totals.last().is_none_or(|(head, _)| *head != slab.head) {
-                totals.push((slab.head, vec![0.0; self.heads[slab.head].centroids.len()]));
-            }
-            let Some((_, total)) = totals.last_mut() else {
-                continue;
-            };
+            let total = totals
+                .entry(slab.head)
+                .or_insert_with(|| vec![0.0f64; self.heads[slab.head].centroids.len()]);
             for (c, sum) in segments.centroids.iter().zip(sums.chunks_exact(d)) {
                 let total = &mut total[*c as usize * d..][..d];
                 total.iter_mut().zip(sum).for_each(|(t, v)| *t += f64::from(*v));
