@@ -25,6 +25,7 @@ use rayon::prelude::*;
 use super::device::{Assignment, Clusters, Device, Drawn, Points, SignSums, Statistic};
 use super::draw::{Wheel, draw_rows};
 use super::gemm;
+use super::layout::elements;
 use crate::error::Result;
 use assign::{Assigned, absorb, reassign};
 pub(crate) use assign::{CHUNK, search};
@@ -110,7 +111,7 @@ impl CpuPoints {
     /// Rows and clusters of each head.
     fn each(&mut self) -> impl IndexedParallelIterator<Item = (&[f32], &mut Head)> {
         let (_, n, d) = self.x.dim();
-        let x = self.x.as_slice().unwrap_or(&[]);
+        let x = elements(&self.x);
         x.par_chunks_exact((n * d).max(1)).zip(&mut self.heads)
     }
 }

@@ -19,6 +19,7 @@ mod points;
 use ndarray::{Array3, ArrayView3};
 
 use super::device::{Device, Points};
+use super::layout::elements;
 use crate::error::{Error, Result};
 use buffer::Buffer;
 use driver::Driver;
@@ -74,7 +75,7 @@ impl Device for Cuda {
     fn second_moment(&self, q_rope: ArrayView3<f32>) -> Result<Array3<f64>> {
         let (b, m, d) = q_rope.dim();
         let driver = self.driver.as_ref();
-        let q = Buffer::of(driver, "queries", flat(&q_rope.as_standard_layout())?)?;
+        let q = Buffer::of(driver, "queries", elements(&q_rope.as_standard_layout()))?;
         let count = m.div_ceil(MOMENT_ROWS).max(1);
         let runs = Buffer::<f64>::new(driver, "partial second moments", count * b * d * d)?;
         let sums = Buffer::<f64>::new(driver, "second moments", b * d * d)?;
@@ -105,12 +106,6 @@ impl Device for Cuda {
 /// Floats of a row on the device: whole 16-byte loads in f16, and whole steps of the tensor cores.
 fn width(d: usize) -> usize {
     d.next_multiple_of(16)
-}
-
-/// The elements of an array in standard layout.
-fn flat<T, D: ndarray::Dimension>(x: &ndarray::ArrayBase<impl ndarray::Data<Elem = T>, D>) -> Result<&[T]> {
-    x.as_slice()
-        .ok_or_else(|| Error::failed("an array is not in standard layout"))
 }
 
 /// What does not happen: results of another size than was asked for.

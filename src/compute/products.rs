@@ -3,6 +3,7 @@
 use ndarray::{Array2, ArrayView2};
 
 use super::attention::{Queries, Rows, Run};
+use super::layout::elements_mut;
 
 /// Rows whose products are taken before they are used.
 pub(crate) const TILE: usize = 256;
@@ -43,11 +44,9 @@ pub fn all_products(queries: ArrayView2<f32>, scale: f32, rows: &dyn Rows, posit
     let n = positions.len();
     let mut out = Array2::zeros((queries.nrows(), n));
     let queries = Queries::new(queries, scale);
-    if let Some(out) = out.as_slice_mut() {
-        for first in (0..n).step_by(TILE) {
-            let run = Run::new(&positions[first..], TILE.min(n - first));
-            rows.scores(&queries, &run, &mut out[first..], n);
-        }
+    for first in (0..n).step_by(TILE) {
+        let run = Run::new(&positions[first..], TILE.min(n - first));
+        rows.scores(&queries, &run, &mut elements_mut(&mut out)[first..], n);
     }
     out
 }

@@ -4,10 +4,12 @@ use std::sync::Mutex;
 
 use ndarray::{Array1, Array3, s};
 
-use super::layers::{fetch, order};
+use super::layers::fetch;
 use super::{Body, LayerWeights, Prompted, ROWS, Rotation, Standing, Watch, Workspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
+use crate::compute::layout::elements;
+use crate::compute::simd;
 use crate::cuda::sample;
 use crate::error::{Error, Result};
 use crate::flags::Precision;
@@ -223,7 +225,7 @@ impl Forward for CudaForward<'_> {
         body.ends.embed(&ids, m, &pass.hidden)?;
         for (index, weights) in body.layers.iter().enumerate() {
             let rows = self.prompt_rows(weights, &pass)?;
-            let finite = |x: &Array3<f32>| x.as_slice().is_some_and(crate::compute::simd::all_finite);
+            let finite = |x: &Array3<f32>| simd::all_finite(elements(x));
             if ![&rows.q_rope, &rows.k_rope, &rows.v].into_iter().all(finite) {
                 let layer = self.decoder.layer(index)?;
                 let place = format!("the states of layer {index}");
@@ -279,7 +281,7 @@ impl Forward for CudaForward<'_> {
             };
             let mut attended = Array3::<f32>::zeros((n, s.n_heads, s.head_dim));
             attend(index, &rows, attended.view_mut())?;
-            work.attended.write(attended.as_slice().ok_or_else(order)?)?;
+            work.attended.write(elements(&attended))?;
             work.finish(weights, hidden, n)?;
             space.watch.look(hidden, n * s.hidden, index)?;
         }

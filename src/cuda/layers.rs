@@ -6,7 +6,8 @@ use ndarray::{Array3, ArrayView2, ArrayViewMut2, Axis, s};
 use super::{LayerSizes, LayerWeights, Prompted, ROWS, Rotation, Standing, Workspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
-use crate::error::{Error, Result};
+use crate::compute::layout::{elements, elements_mut};
+use crate::error::Result;
 use crate::flags::Precision;
 use crate::model::forward::{BlockLayer, Layers};
 use crate::model::{Decoder, Layer, States};
@@ -80,7 +81,7 @@ impl CudaLayer<'_> {
         for first in (0..m).step_by(chunk) {
             let n = chunk.min(m - first);
             let part = hidden.view().slice_move(s![first..first + n, ..]);
-            rows.write(part.as_slice().ok_or_else(order)?)?;
+            rows.write(elements(&part))?;
             let standing = Standing::At { first, apart: 1 };
             work.project(&self.weights, &rows, n, n, &rotation, standing)?;
             fetch(&work.q_pre, &mut states.q_pre, first, n)?;
@@ -94,7 +95,7 @@ impl CudaLayer<'_> {
             work.finish(&self.weights, &rows, n)?;
             let values = rows.read_part(0, n * s.hidden)?;
             let mut part = hidden.slice_mut(s![first..first + n, ..]);
-            part.as_slice_mut().ok_or_else(order)?.copy_from_slice(&values);
+            elements_mut(&mut part).copy_from_slice(&values);
         }
         Ok(states)
     }
@@ -146,12 +147,7 @@ pub(crate) fn fetch(from: &Buffer<'_, f32>, out: &mut Array3<f32>, first: usize,
     let values = from.read_part(0, heads * n * d)?;
     for (mut head, values) in out.axis_iter_mut(Axis(0)).zip(values.chunks_exact(n * d)) {
         let mut rows = head.slice_mut(s![first..first + n, ..]);
-        rows.as_slice_mut().ok_or_else(order)?.copy_from_slice(values);
+        elements_mut(&mut rows).copy_from_slice(values);
     }
     Ok(())
-}
-
-/// What does not happen: rows that do not lie one after the other.
-pub(crate) fn order() -> Error {
-    Error::failed("rows are not contiguous")
 }

@@ -17,7 +17,7 @@ mod two_bit;
 use std::ops::Range;
 
 use half::f16;
-use ndarray::{ArrayView1, ArrayView2, Axis, s};
+use ndarray::{ArrayView1, ArrayView2, ArrayView3, Axis, s};
 use rayon::prelude::*;
 
 use super::lines::Lines;
@@ -57,6 +57,12 @@ pub fn best_scored(
     let mut best: Vec<u32> = scored.iter().take(most).map(|(_, p)| *p).collect();
     best.sort_unstable();
     best
+}
+
+/// Returns the last query of a prompt, `[r,m,d]`, averaged over the query heads: `[d]`.
+pub fn last_query(q_rope: ArrayView3<f32>) -> Vec<f32> {
+    let last = q_rope.index_axis(Axis(1), q_rope.len_of(Axis(1)) - 1);
+    last.mean_axis(Axis(0)).expect("a group of query heads").to_vec()
 }
 
 /// The rows of a few positions in f16.
@@ -358,8 +364,9 @@ impl Packed {
         for &p in &full {
             let p = p as usize;
             if p < first {
-                rows.0.extend(self.keys.full.get(p, d).unwrap_or(&[]));
-                rows.1.extend(self.values.full.get(p, d).unwrap_or(&[]));
+                let kept = "a position that kept half precision";
+                rows.0.extend(self.keys.full.get(p, d).expect(kept));
+                rows.1.extend(self.values.full.get(p, d).expect(kept));
                 continue;
             }
             let centred = keys.row(p).to_owned() - ArrayView1::from(&self.keys.centre);

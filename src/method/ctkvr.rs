@@ -24,6 +24,7 @@ use rand_chacha::ChaCha8Rng;
 use super::best::{Places, largest};
 use super::{Choice, Place, Prompt, Retriever, Step, everything, softmax};
 use crate::compute::attention::visible;
+use crate::compute::layout::elements_mut;
 use crate::compute::products::all_products;
 use crate::compute::{gemm, simd};
 
@@ -283,8 +284,7 @@ impl Retriever for Ctkvr {
         let (sinks, window) = (self.place.sinks, n.saturating_sub(self.place.window));
         let scale = 1.0 / (d as f32).sqrt();
         for tile in self.centroid_rows(m, n).chunks(TILE) {
-            let first_row = prompt.first + tile.first().copied().unwrap_or(0);
-            let last_row = prompt.first + tile.last().copied().unwrap_or(0);
+            let (first_row, last_row) = (prompt.first + tile[0], prompt.first + tile[tile.len() - 1]);
             // Nothing before what the first row sees, nothing after the last row.
             let seen = visible(first_row, self.place.model_window).start..last_row + 1;
             let model_window = self.place.model_window;
@@ -299,12 +299,10 @@ impl Retriever for Ctkvr {
                 let rows = scores.rows_mut().into_iter().zip(weights.rows_mut());
                 for ((mut scores, mut weights), i) in rows.zip(tile) {
                     let own = own(*i).start - seen.start..own(*i).end - seen.start;
-                    if let (Some(scores), Some(weights)) = (scores.as_slice_mut(), weights.as_slice_mut()) {
-                        softmax(&mut scores[own.clone()]);
-                        for (w, s) in weights[own.clone()].iter_mut().zip(&scores[own]) {
-                            *w = w.max(*s);
-                        }
-                    }
+                    let scores = &mut elements_mut(&mut scores)[own.clone()];
+                    softmax(scores);
+                    let weights = &mut elements_mut(&mut weights)[own];
+                    weights.iter_mut().zip(scores).for_each(|(w, s)| *w = w.max(*s));
                 }
             }
             for (&i, weights) in tile.iter().zip(weights.rows()) {
@@ -332,10 +330,9 @@ impl Retriever for Ctkvr {
         // A' of Algorithm 2: softmax over the union alone, the maximum over the group.
         let mut weights = vec![0.0f32; union.len()];
         for mut row in scores.axis_iter_mut(Axis(0)) {
-            if let Some(row) = row.as_slice_mut() {
-                softmax(row);
-                weights.iter_mut().zip(row).for_each(|(w, x)| *w = w.max(*x));
-            }
+            let row = elements_mut(&mut row);
+            softmax(row);
+            weights.iter_mut().zip(row).for_each(|(w, x)| *w = w.max(*x));
         }
         let positions = heaviest(&union, &weights, step.budget);
         if self.is_update(step) {

@@ -22,13 +22,14 @@ mod threshold;
 use std::ops::Range;
 use std::sync::Arc;
 
-use ndarray::{ArrayView1, ArrayView2, Axis};
+use ndarray::{ArrayView2, Axis};
 
 use super::best::Places;
 use super::union::union_within;
 use super::{Choice, Place, Prompt, Retriever, Step, everything, softmax};
 use crate::artifact::Artifact;
 use crate::compute::attention::{Partial, visible};
+use crate::compute::layout::elements;
 use crate::compute::products::products as products_of;
 use crate::compute::simd;
 use crate::error::{Error, Result};
@@ -180,7 +181,7 @@ impl Lfps {
             let mut scores = |range: &Range<usize>| -> Vec<f64> {
                 let rows = range
                     .clone()
-                    .map(|p| score(q, step.kv.keys().row(p, &mut scratch)));
+                    .map(|p| simd::dot(elements(&q), step.kv.keys().row(p, &mut scratch)));
                 rows.map(|s| scale * f64::from(s)).collect()
             };
             let (sink, local) = (log_sum_exp(&scores(&sinks)), log_sum_exp(&scores(&local)));
@@ -300,11 +301,6 @@ impl Lfps {
             };
         }
     }
-}
-
-/// The unscaled score of a query with a key.
-fn score(q: ArrayView1<f32>, key: &[f32]) -> f32 {
-    q.as_slice().map_or(0.0, |q| simd::dot(q, key))
 }
 
 impl Retriever for Lfps {

@@ -27,6 +27,7 @@ pub use self::layer::LayerKeys;
 use self::lfps::priors;
 use crate::artifact::Artifact;
 use crate::compute::attention::{Partial, visible};
+use crate::compute::layout::elements;
 use crate::compute::simd;
 use crate::dump::Sizes;
 use crate::error::{Error, Result};
@@ -275,10 +276,10 @@ impl Prompt<'_> {
             .map(|x| x * scale)
             .collect();
         let keys = self.keys.slice(s![seen.clone(), ..]);
-        let scores = keys.rows().into_iter().map(|key| match key.as_slice() {
-            Some(key) => simd::dot(&query, key),
-            None => simd::dot(&query, &key.to_vec()),
-        });
+        let scores = keys
+            .rows()
+            .into_iter()
+            .map(|key| simd::dot(&query, elements(&key)));
         let scores = scores.collect();
         (seen, scores)
     }

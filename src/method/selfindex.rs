@@ -19,7 +19,7 @@ pub mod cuda;
 mod fit;
 mod sums;
 
-use ndarray::{Array2, ArrayView2, Axis, s};
+use ndarray::{Array2, ArrayView2, s};
 use serde_json::{Value, json};
 
 use super::{Choice, LayerKeys, Place, Prompt, Ranking, Retriever, Step, everything};
@@ -29,7 +29,7 @@ use crate::error::{Error, Result};
 use crate::kv::KvType;
 use crate::kv::lines::Lines;
 pub use crate::kv::packed::Center;
-use crate::kv::packed::{FULL, Layout, REFIT, best_scored, compressed, extend_signs, sign_bytes};
+use crate::kv::packed::{FULL, Layout, REFIT, best_scored, compressed, extend_signs, last_query, sign_bytes};
 use choose::Scores;
 pub use fit::{centroids, check_values, fit_layer, pattern, specs};
 use sums::Sums;
@@ -212,7 +212,7 @@ impl Setup {
         let calibrated = calibrated.map(|c| c.slice(s![heads, ..]).iter().copied().collect::<Vec<f32>>());
         match self.source {
             Source::Signs => Centroids::Fixed(signs(head_dim).repeat(n_kv_heads)),
-            Source::Offline => Centroids::Fixed(calibrated.unwrap_or_default()),
+            Source::Offline => Centroids::Fixed(calibrated.expect("offline centroids come from an artifact")),
             Source::OnePass | Source::Hybrid => Centroids::Prompt(calibrated),
         }
     }
@@ -315,14 +315,8 @@ impl Retriever for SelfIndex {
             let seen = visible(n - 1, self.place.model_window);
             let old = self.full.iter().map(|p| *p as usize);
             let candidates = old.chain(prompt.first..n).filter(|p| seen.contains(p));
-            let last = prompt.q_rope.len_of(Axis(1)) - 1;
-            let query = prompt.q_rope.index_axis(Axis(1), last).mean_axis(Axis(0));
-            self.full = best_scored(
-                &query.unwrap_or_default().to_vec(),
-                candidates,
-                prompt.keys,
-                self.most_full,
-            );
+            let query = last_query(prompt.q_rope);
+            self.full = best_scored(&query, candidates, prompt.keys, self.most_full);
             extend_signs(&mut self.signs, rows, &self.centre);
         }
         if !matches!(self.source, Source::Offline | Source::Signs) {

@@ -7,6 +7,7 @@ use multiversion::multiversion;
 
 use super::best::largest;
 use super::{Choice, Retriever, Step, everything};
+use crate::compute::layout::elements_mut;
 use crate::compute::products::all_products;
 use crate::compute::simd;
 
@@ -34,11 +35,10 @@ impl Retriever for TopK {
         let mut scores = all_products(step.q_rope, scale, step.kv.keys(), &all);
         let mut mass = vec![0.0f64; n];
         for mut row in scores.rows_mut() {
-            if let Some(row) = row.as_slice_mut() {
-                let max = simd::max(row);
-                simd::exp_shifted(row, max);
-                add_shares(&mut mass, row, simd::sum(row));
-            }
+            let row = elements_mut(&mut row);
+            let max = simd::max(row);
+            simd::exp_shifted(row, max);
+            add_shares(&mut mass, row, simd::sum(row));
         }
         let c = step.candidates.start - first..step.candidates.end - first;
         let mut positions = largest(&mass[c], step.budget);

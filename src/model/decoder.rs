@@ -15,6 +15,7 @@ use super::config::ModelConfig;
 use super::rope::{Rope, RopeTable};
 use super::weights::Checkpoint;
 use crate::compute::attention;
+use crate::compute::layout::{elements, elements_mut};
 use crate::compute::linear::{Linear, widen};
 use crate::compute::simd;
 use crate::error::{Error, Result};
@@ -171,15 +172,14 @@ impl Decoder {
         self.check_ids(ids)?;
         let mut out = Array2::zeros((ids.len(), self.config.hidden_size));
         for (mut row, &id) in out.rows_mut().into_iter().zip(ids) {
-            if let Some(row) = row.as_slice_mut() {
-                widen(&self.embedding, id as usize, 1, row);
-                if !simd::all_finite(row) {
-                    return Err(Error::failed(format!(
-                        "tensor `{}` has a value that is not finite in row {id}",
-                        self.embedding.name()
-                    ))
-                    .hint("the checkpoint is damaged; fetch it again"));
-                }
+            let row = elements_mut(&mut row);
+            widen(&self.embedding, id as usize, 1, row);
+            if !simd::all_finite(row) {
+                return Err(Error::failed(format!(
+                    "tensor `{}` has a value that is not finite in row {id}",
+                    self.embedding.name()
+                ))
+                .hint("the checkpoint is damaged; fetch it again"));
             }
         }
         Ok(out)
@@ -217,11 +217,7 @@ impl Decoder {
 
     /// Fails if the residual stream has left the finite numbers in `layer`, naming the culprit.
     pub fn check_finite(&self, layer: &Layer, hidden: ArrayView2<f32>) -> Result<()> {
-        let fine = match hidden.as_slice() {
-            Some(values) => simd::all_finite(values),
-            None => hidden.iter().all(|v| v.is_finite()),
-        };
-        if fine {
+        if simd::all_finite(elements(&hidden)) {
             return Ok(());
         }
         Err(self.diagnose(
@@ -234,7 +230,7 @@ impl Decoder {
     pub fn check_states(&self, layer: &Layer, states: &States) -> Result<()> {
         let fine = [&states.q_pre, &states.k_pre, &states.v]
             .into_iter()
-            .all(|x| x.as_slice().is_some_and(simd::all_finite));
+            .all(|x| simd::all_finite(elements(x)));
         if fine {
             return Ok(());
         }
@@ -299,11 +295,7 @@ impl Layer {
             gate.axis_iter_mut(Axis(0))
                 .into_par_iter()
                 .zip(up.axis_iter(Axis(0)))
-                .for_each(|(mut gate, up)| {
-                    if let (Some(gate), Some(up)) = (gate.as_slice_mut(), up.as_slice()) {
-                        simd::silu_mul(gate, up);
-                    }
-                });
+                .for_each(|(mut gate, up)| simd::silu_mul(elements_mut(&mut gate), elements(&up)));
             drop(up);
             self.down.forward(gate.view(), delta.view_mut());
             hidden += &delta;
@@ -366,9 +358,7 @@ pub fn rotated(x: &Array3<f32>, table: &RopeTable, rows: Range<usize>) -> Array3
 pub fn rotate(x: &mut Array3<f32>, table: &RopeTable, rows: Range<usize>) {
     x.axis_iter_mut(Axis(0)).into_par_iter().for_each(|mut head| {
         for (mut vector, row) in head.rows_mut().into_iter().zip(rows.clone()) {
-            if let Some(vector) = vector.as_slice_mut() {
-                table.rotate(vector, row);
-            }
+            table.rotate(elements_mut(&mut vector), row);
         }
     });
 }
@@ -382,11 +372,10 @@ fn split_heads(flat: ArrayView2<f32>, norm: Option<(&[f32], f32)>, mut out: Arra
         .for_each(|(head, mut out)| {
             let source = flat.slice(s![.., head * d..(head + 1) * d]);
             for (mut to, from) in out.rows_mut().into_iter().zip(source.rows()) {
-                if let (Some(to), Some(from)) = (to.as_slice_mut(), from.as_slice()) {
-                    match norm {
-                        Some((weight, eps)) => simd::rms_norm(from, weight, eps, to),
-                        None => to.copy_from_slice(from),
-                    }
+                let (to, from) = (elements_mut(&mut to), elements(&from));
+                match norm {
+                    Some((weight, eps)) => simd::rms_norm(from, weight, eps, to),
+                    None => to.copy_from_slice(from),
                 }
             }
         });
@@ -398,8 +387,6 @@ fn rms_rows(x: ArrayView2<f32>, weight: &[f32], eps: f32, mut out: ArrayViewMut2
         .into_par_iter()
         .zip(x.axis_iter(Axis(0)))
         .for_each(|(mut out, x)| {
-            if let (Some(out), Some(x)) = (out.as_slice_mut(), x.as_slice()) {
-                simd::rms_norm(x, weight, eps, out);
-            }
+            simd::rms_norm(elements(&x), weight, eps, elements_mut(&mut out));
         });
 }

@@ -9,6 +9,7 @@ use rayon::prelude::*;
 use super::decoder::{Decoder, Layer, States, rotate, rotated};
 use super::rope::RopeTable;
 use crate::compute::attention;
+use crate::compute::layout::elements_mut;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::kv::KvHead;
@@ -265,9 +266,7 @@ impl Drop for CpuLayer<'_> {
 fn at_first(x: &Array3<f32>, table: &RopeTable) -> Array3<f32> {
     let mut y = x.clone();
     for mut vector in y.lanes_mut(Axis(2)) {
-        if let Some(vector) = vector.as_slice_mut() {
-            table.rotate(vector, 0);
-        }
+        table.rotate(elements_mut(&mut vector), 0);
     }
     y
 }

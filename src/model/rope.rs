@@ -9,6 +9,7 @@ use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 
 use super::fields::Fields;
+use crate::compute::layout::elements_mut;
 use crate::error::{Error, Result};
 
 /// Rope types that the decoder runs.
@@ -379,11 +380,7 @@ impl Rope {
             let (start, end) = (block[0] as usize, block[1] as usize);
             let mut part = rows.slice_mut(s![start..end, ..]);
             let parts = part.axis_iter_mut(Axis(0)).into_par_iter().enumerate();
-            parts.for_each(|(position, mut row)| {
-                if let Some(row) = row.as_slice_mut() {
-                    table.rotate(row, position);
-                }
-            });
+            parts.for_each(|(position, mut row)| table.rotate(elements_mut(&mut row), position));
         }
     }
 }

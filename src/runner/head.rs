@@ -4,6 +4,7 @@ use ndarray::{Array2, Array3, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut2,
 use rayon::prelude::*;
 
 use crate::compute::attention;
+use crate::kv::packed::last_query;
 use crate::kv::{Budget, KvHead, StaticSet};
 use crate::method::{Choice, Prompt, Retriever, Step};
 use crate::model::forward::{Context, Rows};
@@ -73,12 +74,10 @@ impl<'a> PromptRows<'a> {
 
     /// Puts the new rows into a cache.
     pub fn cache(&self, kv: &mut KvHead) {
-        let last = self.q_rope.index_axis(Axis(1), self.q_rope.len_of(Axis(1)) - 1);
-        let query = last.sum_axis(Axis(0)) / last.nrows() as f32;
         kv.prompt(
             self.keys.view(),
             self.values.view(),
-            &query.to_vec(),
+            &last_query(self.q_rope.view()),
             attention::visible(self.keys.nrows() - 1, self.model_window),
         );
     }

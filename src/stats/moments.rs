@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 
 use crate::compute::device::Device;
+use crate::compute::layout::elements_mut;
 use crate::error::{Error, Result};
 use crate::model::rope::Rope;
 use crate::store::{self, Output, Store, Tensor};
@@ -86,9 +87,7 @@ impl LayerMoments {
                 for (a, mut q_rope) in q_rope.axis_chunks_iter_mut(Axis(0), rows.len()).enumerate() {
                     for (mut q, row) in q_rope.rows_mut().into_iter().zip(rows) {
                         q.assign(&q_pre.slice(s![c * r + a, *row, ..]));
-                        if let Some(q) = q.as_slice_mut() {
-                            table.rotate(q, position.windowed().map_or(*row, |_| 0));
-                        }
+                        table.rotate(elements_mut(&mut q), position.windowed().map_or(*row, |_| 0));
                     }
                 }
             });

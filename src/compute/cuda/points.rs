@@ -7,8 +7,9 @@ use ndarray::{Array2, Array3, ArrayView2, ArrayView3, s};
 use super::buffer::Buffer;
 use super::clusters::Clustering;
 use super::driver::Driver;
-use super::{flat, kernels, shape, width};
+use super::{kernels, shape, width};
 use crate::compute::device::{Assignment, Clusters, Drawn, Points, SignSums, Statistic};
+use crate::compute::layout::elements;
 use crate::error::{Error, Result};
 
 /// Values whose squares one block sums.
@@ -107,7 +108,7 @@ impl<'d> CudaPoints<'d> {
         };
         let x = x.as_standard_layout();
         if d == w {
-            rows.x.write(flat(&x)?)?;
+            rows.x.write(elements(&x))?;
         } else {
             let all = x.view().into_shape_with_order((b * n, d)).map_err(shape)?;
             rows.x.write(&rows.padded(all))?;
@@ -143,7 +144,7 @@ impl Points for CudaPoints<'_> {
         let chol = Buffer::of(
             rows.driver,
             "factors of the metric",
-            flat(&chol.as_standard_layout())?,
+            elements(&chol.as_standard_layout()),
         )?;
         let out = Buffer::<f32>::new(rows.driver, "whitened points", rows.x.len())?;
         kernels::Whiten {

@@ -11,6 +11,7 @@ use super::fit::{Head, softmax};
 use super::sample::Tile;
 use super::{ALPHAS, GAMMA, GAMMAS, HISTORY, LAGS, LOCAL, MIN_TOP_K, SHARE, TOP_DIVISOR};
 use crate::compute::attention::visible;
+use crate::compute::layout::{elements, elements_mut};
 use crate::compute::simd;
 
 /// Least mass whose logarithm is taken.
@@ -108,11 +109,10 @@ impl Lines {
         for (mut line, position) in weights.rows_mut().into_iter().zip(&positions) {
             let own = head.non_sinks(*position);
             let own = own.start - span.start..own.end - span.start;
-            if let Some(line) = line.as_slice_mut() {
-                line[..own.start].fill(0.0);
-                line[own.end..].fill(0.0);
-                softmax(&mut line[own.clone()]);
-            }
+            let line = elements_mut(&mut line);
+            line[..own.start].fill(0.0);
+            line[own.end..].fill(0.0);
+            softmax(&mut line[own.clone()]);
             seen.push(own);
         }
         Self {
@@ -125,8 +125,7 @@ impl Lines {
     /// Weights of the row `lag` steps before the anchor, over the whole span.
     fn line(&self, lag: usize) -> &[f32] {
         let width = self.weights.ncols();
-        let all = self.weights.as_slice().unwrap_or(&[]);
-        &all[(HISTORY - lag) * width..(HISTORY - lag + 1) * width]
+        &elements(&self.weights)[(HISTORY - lag) * width..][..width]
     }
 
     /// The non-sinks that the anchor sees.

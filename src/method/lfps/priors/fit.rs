@@ -11,6 +11,7 @@ use super::sample::{Sample, Tile};
 use super::{EXACT, LAGS, LOCAL, RELATIVE, SCALARS, SINKS, SLASH, STRUCTURAL_END, THETAS, VERT, slash_start};
 use crate::artifact::LayerPart;
 use crate::compute::attention::visible;
+use crate::compute::layout::elements_mut;
 use crate::compute::{gemm, simd};
 use crate::dump::Sizes;
 use crate::error::{Error, Result};
@@ -83,10 +84,9 @@ fn rotate(x: &mut Array2<f32>, rows: &[usize], sample: &Sample, table: &RopeTabl
         .zip(rows)
         .for_each(|(mut x, row)| {
             let block = sample.blocks.partition_point(|b| b.end <= *row);
-            if let Some(x) = x.as_slice_mut() {
-                table.rotate(x, row - sample.blocks[block].start);
-                simd::scale(x, scale);
-            }
+            let x = elements_mut(&mut x);
+            table.rotate(x, row - sample.blocks[block].start);
+            simd::scale(x, scale);
         });
 }
 
@@ -190,7 +190,7 @@ impl TileSums {
             rows: Vec::with_capacity(positions.len()),
         };
         for ((mut line, &p), &at) in scores.rows_mut().into_iter().zip(&positions).zip(&tile.at) {
-            let Some(line) = line.as_slice_mut() else { continue };
+            let line = elements_mut(&mut line);
             let (seen, rest) = (visible(p, head.window), head.non_sinks(p));
             let sink = lse(&line[seen.start - span.start..rest.start - span.start]);
             let x = &mut line[rest.start - span.start..rest.end - span.start];
