@@ -5,7 +5,7 @@ use kvsmith::kv::packed::Center;
 use kvsmith::kv::{KvHead, KvType};
 use kvsmith::method::quest::{PAGE, Quest};
 use kvsmith::method::snapkv::{POOL, QUERIES, SnapKv};
-use kvsmith::method::{Prompt, Retriever, Step};
+use kvsmith::method::{Prompt, Reads, Retriever, Step};
 use ndarray::{Array2, Array3, ArrayView1, Axis, s};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -38,15 +38,9 @@ impl Case {
         retriever
     }
 
-    fn select(
-        &self,
-        retriever: &mut dyn Retriever,
-        t: usize,
-        candidates: &std::ops::Range<usize>,
-        budget: usize,
-    ) -> Vec<u32> {
+    fn step<'a>(&'a self, t: usize, candidates: &std::ops::Range<usize>, budget: usize) -> Step<'a> {
         let q = self.queries.slice(s![.., t, ..]);
-        let choice = retriever.select(&Step {
+        Step {
             step: 0,
             visible: 0..self.keys.nrows(),
             candidates: candidates.clone(),
@@ -54,8 +48,17 @@ impl Case {
             q_pre: q,
             q_rope: q,
             kv: &self.kv,
-        });
-        choice.positions
+        }
+    }
+
+    fn select(
+        &self,
+        retriever: &mut dyn Retriever,
+        t: usize,
+        candidates: &std::ops::Range<usize>,
+        budget: usize,
+    ) -> Vec<u32> {
+        retriever.select(&self.step(t, candidates, budget)).positions
     }
 }
 
@@ -91,7 +94,11 @@ fn quest_takes_the_pages_with_the_largest_bounds() {
                 };
                 (0..r).map(|a| of(case.queries.slice(s![a, n - 1, ..]))).sum()
             };
-            let selected = case.select(&mut quest, n - 1, &candidates, budget);
+            let step = case.step(n - 1, &candidates, budget);
+            let choice = quest.select(&step);
+            let read = candidates.end.div_ceil(PAGE) - candidates.start / PAGE;
+            assert_eq!(quest.reads(&step, &choice), Reads::index(read * 2 * d * 4));
+            let selected = choice.positions;
             let mut pages: Vec<usize> = selected.iter().map(|p| *p as usize / PAGE).collect();
             pages.dedup();
             assert_eq!(pages.len(), budget / PAGE);

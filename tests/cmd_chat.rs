@@ -6,9 +6,8 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use clap::ValueEnum;
 use common::*;
-use kvsmith::method::MethodName;
+use kvsmith::method::registry::METHODS;
 use kvsmith::model::chat::{ChatTemplate, Message};
 use serde_json::{Value, json};
 
@@ -81,7 +80,7 @@ fn every_method_with_the_whole_budget_goes_on_exactly() {
             "calibrate --model {model} --tokens {texts} --size 8 -o {artifact}"
         ))
         .ok();
-        for method in MethodName::value_variants() {
+        for method in METHODS {
             let options = format!(
                 "--artifact {artifact} --sinks 1 --window 2 --budget 1.0 --method {}",
                 method.as_str()

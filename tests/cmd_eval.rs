@@ -5,14 +5,14 @@ mod common;
 use std::process::Stdio;
 use std::time::Duration;
 
-use clap::ValueEnum;
 use common::*;
 use kvsmith::artifact::Artifact;
 use kvsmith::compute::reference;
 use kvsmith::kv::Budget;
 use kvsmith::kv::packed::Center;
 use kvsmith::kv::{KvHead, KvType};
-use kvsmith::method::{Method, MethodName, Params, Place, Prompt, Step};
+use kvsmith::method::registry::{METHODS, MethodName};
+use kvsmith::method::{Method, Place, Prompt, Step};
 use kvsmith::model::Decoder;
 use kvsmith::model::decoder::rotated;
 use kvsmith::runner::{Options, Session};
@@ -62,7 +62,7 @@ impl Model {
 }
 
 fn methods() -> String {
-    let names: Vec<&str> = MethodName::value_variants().iter().map(|m| m.as_str()).collect();
+    let names: Vec<&str> = METHODS.iter().map(|m| m.as_str()).collect();
     names.join(",")
 }
 
@@ -79,7 +79,7 @@ fn the_oracle_covers_most_and_the_whole_budget_is_exact() {
             methods()
         ));
         let rows = json["rows"].as_array().unwrap();
-        assert_eq!(rows.len(), 3 * MethodName::value_variants().len());
+        assert_eq!(rows.len(), 3 * METHODS.len());
         assert_eq!((&json["blocks"], &json["steps"]), (&json!(2), &json!(24)));
         let of = |method: &str, budget: f64| {
             let found = rows
@@ -244,14 +244,7 @@ fn naive_kl(decoder: &Decoder, documents: &[Vec<u32>], budget: f64) -> f64 {
     let mut sum = 0.0;
     for ids in documents {
         let logits = |name: MethodName| -> Vec<Array1<f64>> {
-            let method = Method::new(
-                name,
-                None,
-                &decoder.rope,
-                decoder.config.head_dim,
-                &Params::default(),
-                0,
-            );
+            let method = prepared(name, None, decoder);
             let options = Options {
                 sinks: 2,
                 window: 4,
@@ -259,13 +252,13 @@ fn naive_kl(decoder: &Decoder, documents: &[Vec<u32>], budget: f64) -> f64 {
                 kv: KvType::F32,
                 packed: Center::Median.into(),
             };
-            let mut session = Session::on_cpu(decoder, &method.unwrap(), options, ids.len()).unwrap();
+            let mut session = Session::on_cpu(decoder, method.as_ref(), options, ids.len()).unwrap();
             let (prompt, rest) = ids.split_at(ids.len() - 10);
             session.prefill(prompt).unwrap();
             let step = |id: &u32| session.step(*id).unwrap().mapv(f64::from);
             rest.iter().map(step).collect()
         };
-        for (full, own) in logits(MethodName::Full).iter().zip(logits(MethodName::Streaming)) {
+        for (full, own) in logits(method("full")).iter().zip(logits(method("streaming"))) {
             sum += divergence(full, &own);
         }
     }
@@ -297,8 +290,7 @@ fn drive(
     kv: KvType,
     turns: &[(Vec<u32>, Vec<u32>)],
 ) -> Driven {
-    let d = decoder.config.head_dim;
-    let method = Method::new(name, Some(artifact), &decoder.rope, d, &Params::default(), 0).unwrap();
+    let method = prepared(name, Some(artifact), decoder);
     let options = Options {
         sinks: 1,
         window: 3,
@@ -306,7 +298,7 @@ fn drive(
         kv,
         packed: Center::Median.into(),
     };
-    let mut session = Session::on_cpu(decoder, &method, options, 200).unwrap();
+    let mut session = Session::on_cpu(decoder, method.as_ref(), options, 200).unwrap();
     let mut turn = |(prompt, rest): &(Vec<u32>, Vec<u32>)| -> Vec<Array1<f64>> {
         let first = session.prefill(prompt).unwrap();
         let steps: Vec<_> = rest.iter().map(|id| session.step(*id).unwrap()).collect();
@@ -343,16 +335,11 @@ fn every_turn_is_that_of_a_session() {
         let full = drive(
             &decoder,
             &artifact,
-            (MethodName::Full, Budget::Fraction(1.0)),
+            (method("full"), Budget::Fraction(1.0)),
             KvType::F32,
             &turns,
         );
-        for (row, method) in json["rows"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .zip(MethodName::value_variants())
-        {
+        for (row, method) in json["rows"].as_array().unwrap().iter().zip(METHODS) {
             let own = drive(&decoder, &artifact, (*method, Budget::Fraction(0.15)), kv, &turns);
             let what = format!("{name} {flag} {}", method.as_str());
             let shares = ["kv_read_fraction", "exact_dot_fraction"].map(|key| number(row, key));
@@ -385,7 +372,7 @@ fn every_turn_is_that_of_a_session() {
 /// the KV heads of one layer.
 fn shadow_recall(
     states: &States,
-    method: &Method,
+    method: &dyn Method,
     place: &Place,
     turns: &[(Vec<u32>, Vec<u32>)],
 ) -> Vec<f64> {
@@ -469,14 +456,7 @@ fn recall_is_that_of_a_choice_along_the_full_trajectory() {
     let parts = model.documents[0].chunks(30).map(|turn| turn.split_at(25));
     let turns: Vec<_> = parts.map(|(p, r)| (p.to_vec(), r.to_vec())).collect();
     // Those that do not learn from what was attended.
-    let names = [
-        MethodName::Topk,
-        MethodName::Quest,
-        MethodName::Snapkv,
-        MethodName::A2ats,
-        MethodName::Selfindex,
-        MethodName::Ctkvr,
-    ];
+    let names = ["topk", "quest", "snapkv", "a2ats", "selfindex", "ctkvr"].map(method);
     let list = names.map(|name| name.as_str()).join(",");
     for (kv, flag) in [
         (KvType::F32, "f32"),
@@ -487,15 +467,7 @@ fn recall_is_that_of_a_choice_along_the_full_trajectory() {
             "--methods {list} --budgets 8 --turns 4 --decode 5 --sinks 1 --window 3 --kv {flag}"
         ));
         for (row, name) in json["rows"].as_array().unwrap().iter().zip(names) {
-            let method = Method::new(
-                name,
-                Some(&artifact),
-                &decoder.rope,
-                c.head_dim,
-                &Params::default(),
-                0,
-            );
-            let method = method.unwrap();
+            let method = prepared(name, Some(&artifact), &decoder);
             let mut expected = vec![0.0; 4];
             for (layer, states) in states.iter().enumerate() {
                 let place = Place {
@@ -509,7 +481,7 @@ fn recall_is_that_of_a_choice_along_the_full_trajectory() {
                     budget: Budget::Count(8),
                     kv,
                 };
-                let own = shadow_recall(states, &method, &place, &turns);
+                let own = shadow_recall(states, method.as_ref(), &place, &turns);
                 expected
                     .iter_mut()
                     .zip(own)
@@ -584,7 +556,7 @@ fn conversations_are_answered_where_every_token_is_the_greedy_choice() {
             let said = greedy(
                 &decoder,
                 &artifact,
-                (MethodName::Full, Budget::Fraction(1.0)),
+                (method("full"), Budget::Fraction(1.0)),
                 &prompts,
                 &questions,
             );
@@ -611,7 +583,7 @@ fn conversations_are_answered_where_every_token_is_the_greedy_choice() {
     assert_eq!(json["full_needle_accuracy"], json!(0.75));
     assert_eq!(json["full_needle_accuracy_by_turn"], json!([1.0, 1.0, 0.0, 1.0]));
     let rows = json["rows"].as_array().unwrap();
-    let pairs = MethodName::value_variants()
+    let pairs = METHODS
         .iter()
         .flat_map(|m| [(*m, Budget::Fraction(1.0)), (*m, Budget::Count(2))]);
     let mut worse = 0;

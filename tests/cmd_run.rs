@@ -2,9 +2,8 @@
 
 mod common;
 
-use clap::ValueEnum;
 use common::*;
-use kvsmith::method::MethodName;
+use kvsmith::method::registry::METHODS;
 use serde_json::{Value, json};
 
 /// A golden checkpoint with its prompt and an artifact.
@@ -55,7 +54,7 @@ const GOLDEN: [&str; 10] = [
 ];
 
 fn methods() -> impl Iterator<Item = &'static str> {
-    MethodName::value_variants().iter().map(|m| m.as_str())
+    METHODS.iter().map(|m| m.as_str())
 }
 
 #[test]

@@ -4,10 +4,9 @@ mod common;
 
 use std::path::PathBuf;
 
-use common::{all_golden, relative_error};
+use common::{all_golden, prepared, relative_error};
 use kvsmith::kv::packed::Center;
 use kvsmith::kv::{Budget, KvType, sample};
-use kvsmith::method::{Method, MethodName, Params};
 use kvsmith::model::Decoder;
 use kvsmith::runner::{Options, Session};
 use kvsmith::store::Store;
@@ -71,16 +70,8 @@ fn captured_states_match() {
 }
 
 /// Greedy tokens of `method` at `budget`, through the runner.
-fn greedy(golden: &Golden, method: MethodName, budget: &str) -> Vec<u32> {
-    let method = Method::new(
-        method,
-        None,
-        &golden.decoder.rope,
-        golden.decoder.config.head_dim,
-        &Params::default(),
-        0,
-    )
-    .unwrap();
+fn greedy(golden: &Golden, method: &str, budget: &str) -> Vec<u32> {
+    let method = prepared(common::method(method), None, &golden.decoder);
     let options = Options {
         sinks: 2,
         window: 4,
@@ -88,7 +79,7 @@ fn greedy(golden: &Golden, method: MethodName, budget: &str) -> Vec<u32> {
         kv: KvType::F32,
         packed: Center::Median.into(),
     };
-    let mut session = Session::on_cpu(&golden.decoder, &method, options, 64).unwrap();
+    let mut session = Session::on_cpu(&golden.decoder, method.as_ref(), options, 64).unwrap();
     let mut logits = session.prefill(&golden.ids).unwrap();
     let mut out = Vec::new();
     while out.len() < 24 {
@@ -103,20 +94,13 @@ fn greedy(golden: &Golden, method: MethodName, budget: &str) -> Vec<u32> {
 fn greedy_tokens_match() {
     for golden in all_golden().map(Golden::open) {
         let expected: Vec<u32> = golden.store.read("greedy", &[24]).unwrap();
-        for method in [
-            MethodName::Full,
-            MethodName::Topk,
-            MethodName::Random,
-            MethodName::Streaming,
-            MethodName::Quest,
-            MethodName::Snapkv,
-        ] {
+        for method in ["full", "topk", "random", "streaming", "quest", "snapkv"] {
             assert_eq!(
                 greedy(&golden, method, "1.0"),
                 expected,
                 "{} {}",
                 golden.dir.display(),
-                method.as_str()
+                method
             );
         }
     }

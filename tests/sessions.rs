@@ -2,13 +2,12 @@
 
 mod common;
 
-use clap::ValueEnum;
-use common::{Scratch, all_golden, documents, kvsmith, relative_error};
+use common::{Scratch, all_golden, documents, kvsmith, prepared, relative_error};
 use kvsmith::artifact::Artifact;
 use kvsmith::kv::KvType;
 use kvsmith::kv::budget::Budget;
 use kvsmith::kv::packed::Center;
-use kvsmith::method::{Method, MethodName, Params};
+use kvsmith::method::registry::{METHODS, MethodName};
 use kvsmith::model::Decoder;
 use kvsmith::runner::{Options, Session};
 
@@ -41,16 +40,7 @@ impl Model {
     }
 
     fn session(&self, method: MethodName, budget: Budget, kv: KvType, capacity: usize) -> Session<'_> {
-        let c = &self.decoder.config;
-        let method = Method::new(
-            method,
-            Some(&self.artifact),
-            &self.decoder.rope,
-            c.head_dim,
-            &Params::default(),
-            0,
-        )
-        .unwrap();
+        let method = prepared(method, Some(&self.artifact), &self.decoder);
         let options = Options {
             sinks: 2,
             window: 4,
@@ -58,14 +48,14 @@ impl Model {
             kv,
             packed: Center::Median.into(),
         };
-        Session::on_cpu(&self.decoder, &method, options, capacity).unwrap()
+        Session::on_cpu(&self.decoder, method.as_ref(), options, capacity).unwrap()
     }
 }
 
 #[test]
 fn caches_grow_past_what_was_reserved() {
     for model in Model::all() {
-        for method in MethodName::value_variants() {
+        for method in METHODS {
             for kv in [KvType::F32, KvType::F16, KvType::TwoBit] {
                 let run = |capacity: usize| {
                     let mut session = model.session(*method, Budget::Count(9), kv, capacity);
@@ -87,7 +77,7 @@ fn caches_grow_past_what_was_reserved() {
 #[test]
 fn a_later_prompt_continues_the_cache() {
     for model in Model::all() {
-        for method in MethodName::value_variants() {
+        for method in METHODS {
             // One prompt, or two with some steps between; then steps. All attention is exact.
             let whole = Budget::Fraction(1.0);
             let mut one = model.session(*method, whole, KvType::F32, 150);
@@ -113,7 +103,7 @@ fn a_later_prompt_continues_the_cache() {
 fn a_later_prompt_can_be_chosen_from() {
     for model in Model::all() {
         let sliding = model.decoder.config.windows.iter().any(Option::is_some);
-        for method in MethodName::value_variants() {
+        for method in METHODS {
             let mut trace = Vec::new();
             let mut session = model.session(*method, Budget::Count(20), KvType::F32, 150);
             session.trace(&mut trace);
@@ -137,7 +127,7 @@ fn a_later_prompt_can_be_chosen_from() {
                 .collect();
             let from = |range: std::ops::Range<u64>| chosen.iter().any(|p| range.contains(p));
             assert!(from(61..110), "{}: nothing of the later prompt", method.as_str());
-            if !sliding && *method != MethodName::Streaming {
+            if !sliding && method.as_str() != "streaming" {
                 assert!(from(2..60), "{}: nothing of the first prompt", method.as_str());
             }
         }

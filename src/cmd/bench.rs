@@ -8,6 +8,7 @@ mod encode;
 mod model_step;
 mod prefill;
 mod product;
+mod timed;
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;

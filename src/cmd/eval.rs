@@ -14,7 +14,8 @@ use crate::corpus::{self, Corpus};
 use crate::error::{Error, Kind, Result};
 use crate::flags::{parse_count, parse_positive_count};
 use crate::kv::Budget;
-use crate::method::{self, Method, MethodName};
+use crate::method::Method;
+use crate::method::registry::{MethodName, constant_bytes};
 use crate::model::Decoder;
 use crate::runner::eval::{Evaluation, Report, Turn, Variant, decoded, turns_of};
 
@@ -77,13 +78,13 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
             .method(*name, artifact.as_ref(), &decoder, global.seed);
         made.map(|method| (*name, method))
     });
-    let methods: Vec<(MethodName, Method)> = methods.collect::<Result<_>>()?;
-    let pairs: Vec<(MethodName, &Method, Budget)> = methods
+    let methods: Vec<(MethodName, Box<dyn Method>)> = methods.collect::<Result<_>>()?;
+    let pairs: Vec<(MethodName, &dyn Method, Budget)> = methods
         .iter()
-        .flat_map(|(name, method)| args.budgets.iter().map(move |b| (*name, method, *b)))
+        .flat_map(|(name, method)| args.budgets.iter().map(move |b| (*name, method.as_ref(), *b)))
         .collect();
     let variants = pairs.iter().map(|(_, method, budget)| Variant {
-        method,
+        method: *method,
         budget: *budget,
     });
     let options = args
@@ -220,7 +221,7 @@ fn row(
         "exact_dot_fraction": shares.products,
         "bypass_fraction": shares.bypassed,
         "index_bits_per_token": report.index_bits_per_token(),
-        "constant_bytes": method::constant_bytes(name, artifact)?,
+        "constant_bytes": constant_bytes(name, artifact)?,
     });
     merge(&mut row, &text(report.whole()));
     if on_text {

@@ -8,7 +8,10 @@ use crate::dump::Sizes;
 use crate::error::{Error, Result};
 use crate::flags::{parse_count, parse_positive_count};
 use crate::kv::{Budget, KvType};
-use crate::method::{Method, MethodName, Params};
+use crate::method::Method;
+use crate::method::declaration::Ask;
+use crate::method::params::Params;
+use crate::method::registry::MethodName;
 use crate::model::Decoder;
 use crate::progress::Log;
 use crate::runner::Options;
@@ -109,9 +112,14 @@ impl Reading {
         artifact: Option<&Artifact>,
         decoder: &Decoder,
         seed: u64,
-    ) -> Result<Method> {
-        let d = decoder.config.head_dim;
-        Method::new(name, artifact, &decoder.rope, d, &self.methods, seed)
+    ) -> Result<Box<dyn Method>> {
+        name.prepare(&Ask {
+            artifact,
+            rope: &decoder.rope,
+            head_dim: decoder.config.head_dim,
+            params: &self.methods,
+            seed,
+        })
     }
 }
 

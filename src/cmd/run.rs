@@ -18,7 +18,8 @@ use crate::error::{Error, Result};
 use crate::flags::{not_negative, parse_count, share};
 use crate::kv::Budget;
 use crate::kv::sample::Sampler;
-use crate::method::{Method, MethodName, default_method};
+use crate::method::Method;
+use crate::method::registry::{MethodName, default_method};
 use crate::model::Decoder;
 use crate::runner::{CpuBackend, Options, Session};
 use conversation::{Conversation, Reply};
@@ -97,7 +98,15 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         .reading
         .options(args.budget, artifact.as_ref(), device.as_ref())?;
     let known = turns.known();
-    let mut session = open_session(args, global, device.as_ref(), &decoder, &method, options, known)?;
+    let mut session = open_session(
+        args,
+        global,
+        device.as_ref(),
+        &decoder,
+        method.as_ref(),
+        options,
+        known,
+    )?;
     if let Some(path) = &args.trace {
         let file = std::fs::File::create(path).map_err(|e| Error::io(path, "write", &e))?;
         session.trace(std::io::BufWriter::new(file));
@@ -127,7 +136,7 @@ fn open_session<'a>(
     global: &Global,
     device: &'a dyn Device,
     decoder: &'a Decoder,
-    method: &Method,
+    method: &dyn Method,
     options: Options,
     known: usize,
 ) -> Result<Session<'a>> {

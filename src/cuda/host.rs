@@ -8,8 +8,7 @@ use ndarray::{Array1, Array2, ArrayView2, ArrayView3, s};
 use rayon::prelude::*;
 
 use super::forward::StepSpace;
-use super::index::{LayerIndex, PromptSpace};
-use super::session::groups;
+use super::session::{groups, indexes};
 use super::{Body, Prompted, ROWS, Rotation, Standing, Workspace};
 use crate::compute::attention;
 use crate::compute::cuda::buffer::Buffer;
@@ -21,10 +20,11 @@ use crate::kv::Budget;
 use crate::kv::KvHead;
 use crate::kv::StaticSet;
 use crate::kv::cuda::attend::{Attention, LayerRows};
-use crate::kv::cuda::prompt::Queries;
+use crate::kv::cuda::prompt::{Prompts, Queries};
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
 use crate::kv::sample::Sampler;
 use crate::method::Method;
+use crate::method::cuda::{CudaIndex, CudaNeeds, OnDevice, WholePrompt};
 use crate::model::forward::check_prompt;
 use crate::runner::{Backend, Options, Shares, StepAt, Trace};
 
@@ -49,7 +49,7 @@ struct HostLayer<'d> {
     positions: usize,
     /// Per KV head.
     heads: Vec<KvHead>,
-    index: LayerIndex<'d>,
+    index: Box<dyn CudaIndex + 'd>,
     /// The static set's rows. Of a layer with a sliding window the CPU has them alone.
     near: Option<LayerRows<'d>>,
 }
@@ -136,10 +136,14 @@ fn kind(options: &Options) -> Result<Float> {
 
 impl<'a> HostBackend<'a> {
     /// Whether a method's index can be on the device without the rows.
-    pub fn can(method: &Method, options: &Options, turns: bool) -> bool {
-        let rows = options.kv.float().is_some()
-            && !matches!(method, Method::Topk | Method::Ctkvr(_) | Method::Lfps(_));
-        rows && LayerIndex::can(method, turns, false)
+    pub fn can(method: &dyn Method, options: &Options, turns: bool) -> bool {
+        let needs = CudaNeeds {
+            packed: false,
+            later_prompts: turns,
+            rows_on_host: true,
+        };
+        let has_index = method.cuda().is_some_and(|method| method.serves(&needs));
+        has_index && options.kv.float().is_some()
     }
 
     /// Empty caches with room for `expected` positions from the start, and for an index of up to `capacity`.
@@ -148,7 +152,7 @@ impl<'a> HostBackend<'a> {
     /// No memory for the index.
     pub fn new(
         body: Body<'a>,
-        method: &Method,
+        method: &dyn Method,
         options: Options,
         [expected, capacity]: [usize; 2],
     ) -> Result<Self> {
@@ -157,10 +161,15 @@ impl<'a> HostBackend<'a> {
         let kind = kind(&options)?;
         let near = Near::new(driver, shape, &options)?;
         let (positions, limits, places) = groups(driver, shape, &options, &body.config.windows)?;
+        let limits: Vec<Limits> = places.iter().map(|at| limits[*at]).collect();
+        let at = OnDevice {
+            driver,
+            shape,
+            kv: options.kv,
+        };
+        let indexes = indexes(method, at, &limits)?;
         let mut layers: Vec<HostLayer<'a>> = Vec::new();
-        for (i, at) in places.into_iter().enumerate() {
-            let like = layers.iter().find(|l| l.positions == at).map(|l| &l.index);
-            let index = LayerIndex::new(driver, shape, &limits[at], method, i, options.kv, like)?;
+        for (i, (at, index)) in places.into_iter().zip(indexes).enumerate() {
             let head = |_| KvHead::new(options.kv, shape.head_dim, expected, options.packed);
             let near_rows = match body.config.windows[i] {
                 None => Some(LayerRows::new(driver, near.attention.shape(), kind)?),
@@ -210,7 +219,7 @@ impl<'a> HostBackend<'a> {
             pass.prompted.append(&work.k_rope, &work.v, n)?;
             state
                 .index
-                .extend(work, n, &pass.prompted.rows, positions, &pass.space)?;
+                .extend(work.queries(), work.keys(), n, &pass.prompted.rows, positions)?;
             store(&mut state.heads, work, n)?;
             // Of the last layer, only the last position is read.
             if !is_last || start + n == m {
@@ -227,10 +236,13 @@ impl<'a> HostBackend<'a> {
         if let Some(near) = &state.near {
             self.near.fill(near, &state.heads, first + m, &pass.work)?;
         }
-        let rows = &pass.prompted.rows;
-        state
-            .index
-            .end_of_prompt(rows, None, queries, &pass.space, positions)
+        state.index.end_of_prompt(&WholePrompt {
+            rows: &pass.prompted.rows,
+            cache: None,
+            queries,
+            prompts: pass.prompts.as_ref(),
+            positions,
+        })
     }
 
     /// A step from the id to the logits on the device.
@@ -265,8 +277,8 @@ impl<'a> HostBackend<'a> {
         let (shape, work) = (self.shape, &self.space.work);
         let (state, near) = (&mut self.layers[index], &self.near);
         let positions = &self.positions[state.positions];
-        state.index.append(work, positions)?;
-        let chosen = state.index.select(work, None, positions, at.step)?;
+        state.index.append(work.keys(), positions)?;
+        let chosen = state.index.select(work.queries(), None, positions, at.step)?;
         if let Some(rows) = &state.near {
             rows.append(&work.k_rope, &work.v, 1, &near.writing)?;
         }
@@ -358,7 +370,8 @@ struct Pass<'d> {
     work: Workspace<'d>,
     hidden: Buffer<'d, f32>,
     prompted: Prompted<'d>,
-    space: PromptSpace<'d>,
+    /// Where signs need it.
+    prompts: Option<Prompts<'d>>,
 }
 
 impl Pass<'_> {
@@ -406,17 +419,26 @@ impl Backend for HostBackend<'_> {
         let (driver, sizes, m) = (self.body.driver, self.body.sizes(), ids.len());
         let kind = kind(&self.options)?;
         let chunk = ROWS.min(first + m).max(self.near.sinks + self.near.window);
-        let like = self.layers.first().map(|l| &l.index);
+        let wants_prompts = self.layers.iter().any(|l| l.index.wants_prompts());
+        if let Some(layer) = self.layers.first() {
+            layer.index.begin_prompt(first..first + m, chunk)?;
+        }
         let mut pass = Pass {
             work: self.body.workspace(chunk)?,
             hidden: Buffer::new(driver, "hidden states", m * sizes.hidden)?,
             prompted: Prompted::new(driver, &sizes, kind, first + m)?,
-            space: PromptSpace::new(driver, self.shape, like, false, first..first + m, chunk)?,
+            prompts: match wants_prompts {
+                true => Some(Prompts::new(driver, self.shape)?),
+                false => None,
+            },
         };
         let ids = Buffer::of(driver, "ids", ids)?;
         self.body.ends.embed(&ids, m, &pass.hidden)?;
         for index in 0..self.layers.len() {
             self.prompt_layer(index, &mut pass, first, m)?;
+        }
+        if let Some(layer) = self.layers.first() {
+            layer.index.end_prompt();
         }
         let len = (first + m) as u32;
         self.positions.iter_mut().try_for_each(|p| p.set(&[len]))?;

@@ -7,7 +7,6 @@
 mod body;
 pub mod forward;
 pub mod host;
-mod index;
 pub mod layers;
 pub mod sample;
 pub mod session;

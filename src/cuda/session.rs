@@ -6,7 +6,6 @@
 use ndarray::Array1;
 
 use super::forward::StepSpace;
-use super::index::{LayerIndex, PromptSpace};
 use super::{Body, Prompted, ROWS, Rotation, Standing, Workspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::{Driver, Recording};
@@ -15,11 +14,13 @@ use crate::interrupt;
 use crate::kv::KvType;
 use crate::kv::cuda::attend::{Attention, LayerRows};
 use crate::kv::cuda::cache::{LayerCache, bytes_per_position, fixed_bytes};
-use crate::kv::cuda::prompt::Queries;
+use crate::kv::cuda::prompt::{Prompts, Queries};
 use crate::kv::cuda::signs::FULL;
 use crate::kv::cuda::{Limits, Positions, Shape};
 use crate::kv::sample::Sampler;
-use crate::method::{Method, MethodName};
+use crate::method::Method;
+use crate::method::bench::Bench;
+use crate::method::cuda::{CudaIndex, CudaNeeds, Indexes, OnDevice, WholePrompt};
 use crate::model::forward::check_prompt;
 use crate::runner::{Backend, Options, Shares, StepAt, Trace};
 
@@ -46,17 +47,23 @@ struct LayerState<'d> {
     /// Which positions are its own.
     positions: usize,
     cache: LayerCache<'d>,
-    index: LayerIndex<'d>,
+    index: Box<dyn CudaIndex + 'd>,
 }
 
-/// Makes the index of a layer, from one of a layer before it that sees as far.
-type NewIndex<'f, 'a> = dyn Fn(Shape, &Limits, usize, Option<&LayerIndex<'a>>) -> Result<LayerIndex<'a>> + 'f;
+/// Makes the indexes of all layers.
+type NewIndexes<'f, 'a> = dyn Fn(OnDevice<'a>, &[Limits]) -> Result<Indexes<'a>> + 'f;
 
 impl<'a> CudaBackend<'a> {
     /// Whether a method's caches and selection can be on the device; `turns` says that more than one prompt comes.
-    pub fn can(method: &Method, options: &Options, turns: bool) -> bool {
+    pub fn can(method: &dyn Method, options: &Options, turns: bool) -> bool {
         let packed = options.kv == KvType::TwoBit;
-        LayerIndex::can(method, turns, packed) && !(packed && (turns || options.packed.full > FULL))
+        let needs = CudaNeeds {
+            packed,
+            later_prompts: turns,
+            rows_on_host: false,
+        };
+        let has_index = method.cuda().is_some_and(|method| method.serves(&needs));
+        has_index && !(packed && (turns || options.packed.full > FULL))
     }
 
     /// Empty caches of `sequences` sequences with room for `capacity` positions each.
@@ -65,16 +72,13 @@ impl<'a> CudaBackend<'a> {
     /// Less memory than they need: how much that is, and what would fit.
     pub fn new(
         body: Body<'a>,
-        method: &Method,
+        method: &dyn Method,
         options: Options,
         sequences: usize,
         capacity: usize,
     ) -> Result<Self> {
-        let (driver, kv) = (body.driver, options.kv);
-        let index = |shape, limits: &Limits, layer, like: Option<&LayerIndex<'a>>| {
-            LayerIndex::new(driver, shape, limits, method, layer, kv, like)
-        };
-        Self::with(body, options, sequences, capacity, &index)
+        let indexes = |at, limits: &[Limits]| indexes(method, at, limits);
+        Self::with(body, options, sequences, capacity, &indexes)
     }
 
     /// Caches of `context` random positions and indexes of random contents, with room for as many steps; for a
@@ -84,18 +88,17 @@ impl<'a> CudaBackend<'a> {
     /// As [`CudaBackend::new`].
     pub fn random(
         body: Body<'a>,
-        method: MethodName,
-        size: usize,
+        method: &dyn Bench,
+        codewords: usize,
         options: Options,
         [sequences, context, steps]: [usize; 3],
         seed: u32,
     ) -> Result<Self> {
-        let driver = body.driver;
-        let index = |shape, limits: &Limits, layer: usize, like: Option<&LayerIndex<'a>>| {
-            let seed = seed + 8 * layer as u32;
-            LayerIndex::random(driver, shape, limits, method, size, seed, like)
+        let indexes = |at, limits: &[Limits]| {
+            let seeds: Vec<u32> = (0..limits.len() as u32).map(|layer| seed + 8 * layer).collect();
+            method.indexes(at, limits, &seeds, codewords)
         };
-        let mut backend = Self::with(body, options, sequences, context + steps, &index)?;
+        let mut backend = Self::with(body, options, sequences, context + steps, &indexes)?;
         for (i, layer) in backend.layers.iter().enumerate() {
             if let LayerCache::Plain(rows) = &layer.cache {
                 rows.fill(seed + 8 * i as u32 + 4)?;
@@ -111,22 +114,28 @@ impl<'a> CudaBackend<'a> {
         options: Options,
         sequences: usize,
         capacity: usize,
-        index: &NewIndex<'_, 'a>,
+        indexes: &NewIndexes<'_, 'a>,
     ) -> Result<Self> {
         let (driver, c) = (body.driver, &body.config);
         let shape = body.sizes().shape(sequences, capacity).checked()?;
         check_room(driver, &shape, &options, c.n_layers)?;
         let (positions, limits, places) = groups(driver, shape, &options, &c.windows)?;
-        let mut layers: Vec<LayerState<'a>> = Vec::new();
-        for (i, at) in places.into_iter().enumerate() {
-            let like = layers.iter().find(|l| l.positions == at).map(|l| &l.index);
-            let index = index(shape, &limits[at], i, like)?;
-            layers.push(LayerState {
-                positions: at,
-                cache: LayerCache::new(driver, shape, options.kv)?,
+        let limits: Vec<Limits> = places.iter().map(|at| limits[*at]).collect();
+        let at = OnDevice {
+            driver,
+            shape,
+            kv: options.kv,
+        };
+        let layers = places.into_iter().zip(indexes(at, &limits)?);
+        let layer = |(positions, index)| -> Result<LayerState<'a>> {
+            let cache = LayerCache::new(driver, shape, options.kv)?;
+            Ok(LayerState {
+                positions,
+                cache,
                 index,
-            });
-        }
+            })
+        };
+        let layers = layers.map(layer).collect::<Result<Vec<_>>>()?;
         Ok(Self {
             attention: Attention::new(driver, shape)?,
             rotation: Rotation::new(driver, &body.rope, 0, shape.capacity)?,
@@ -156,9 +165,15 @@ impl<'a> CudaBackend<'a> {
         if packed && first > 0 {
             return Err(Error::failed("CUDA: a 2-bit cache takes in one prompt"));
         }
-        let like = self.layers.first().map(|l| &l.index);
+        let wants_prompts = packed || self.layers.iter().any(|l| l.index.wants_prompts());
+        if let Some(layer) = self.layers.first() {
+            layer.index.begin_prompt(first..first + m, ROWS.min(m))?;
+        }
         let mut pass = Pass {
-            space: PromptSpace::new(driver, self.shape, like, packed, first..first + m, ROWS.min(m))?,
+            prompts: match wants_prompts {
+                true => Some(Prompts::new(driver, self.shape)?),
+                false => None,
+            },
             prompted: match packed {
                 true => Some(Prompted::new(driver, &sizes, self.body.row_type(), m)?),
                 false => None,
@@ -168,6 +183,9 @@ impl<'a> CudaBackend<'a> {
         };
         for index in 0..self.layers.len() {
             self.prompt_layer(index, &mut pass, first, m)?;
+        }
+        if let Some(layer) = self.layers.first() {
+            layer.index.end_prompt();
         }
         self.positions
             .iter_mut()
@@ -201,7 +219,9 @@ impl<'a> CudaBackend<'a> {
                 None => state.cache.append(&work.k_rope, &work.v, n, positions)?,
             }
             let cached = pass.rows(&state.cache)?;
-            state.index.extend(work, n, cached, positions, &pass.space)?;
+            state
+                .index
+                .extend(work.queries(), work.keys(), n, cached, positions)?;
             // Of the last layer, only the last position is read.
             if !is_last || start + n == m {
                 let (at, window, out) = (first + start, weights.window, &work.attended);
@@ -214,16 +234,19 @@ impl<'a> CudaBackend<'a> {
             rows: &pass.work.q_rope,
             m: last,
         };
-        if let (Some(prompted), Some(prompts)) = (&pass.prompted, &pass.space.prompts) {
+        if let (Some(prompted), Some(prompts)) = (&pass.prompted, &pass.prompts) {
             let layout = self.options.packed;
             state
                 .cache
                 .pack(&prompted.rows, queries, layout, prompts, positions)?;
         }
-        let (rows, cache) = (pass.rows(&state.cache)?, Some(&state.cache));
-        state
-            .index
-            .end_of_prompt(rows, cache, queries, &pass.space, positions)
+        state.index.end_of_prompt(&WholePrompt {
+            rows: pass.rows(&state.cache)?,
+            cache: Some(&state.cache),
+            queries,
+            prompts: pass.prompts.as_ref(),
+            positions,
+        })
     }
 
     /// Runs decode step number `step` of every sequence, from the ids on the device to the logits and the next ids;
@@ -249,6 +272,11 @@ impl<'a> CudaBackend<'a> {
         let (n, hidden_size) = (self.shape.sequences, self.body.sizes().hidden);
         let (body, space) = (&self.body, &self.space);
         let (work, hidden) = (&space.work, &space.hidden);
+        let at = OnDevice {
+            driver: body.driver,
+            shape: self.shape,
+            kv: self.options.kv,
+        };
         self.positions.iter().try_for_each(|p| p.begin(1))?;
         body.ends.embed(&space.ids, n, hidden)?;
         for (index, state) in self.layers.iter().enumerate() {
@@ -256,19 +284,17 @@ impl<'a> CudaBackend<'a> {
             let standing = Standing::Last(positions);
             work.project(weights, hidden, n, 1, &self.rotation, standing)?;
             state.cache.append(&work.k_rope, &work.v, 1, positions)?;
-            state.index.append(work, positions)?;
+            state.index.append(work.keys(), positions)?;
             let cache = Some(&state.cache);
-            let chosen = state.index.select(work, cache, positions, step)?;
+            let chosen = state.index.select(work.queries(), cache, positions, step)?;
             state
                 .cache
                 .attend(&self.attention, &work.q_rope, positions, chosen)?;
             state
                 .index
-                .observe(work, &state.cache, positions, &self.attention)?;
+                .observe(work.queries(), &state.cache, positions, &self.attention)?;
             self.attention.output_rows(&work.attended)?;
-            state
-                .index
-                .tally(body.driver, &self.shape, positions, chosen, &self.shares)?;
+            state.index.tally(at, positions, chosen, &self.shares)?;
             work.finish(weights, hidden, n)?;
             space.watch.look(hidden, n * hidden_size, index)?;
             if let Some(trace) = &mut trace {
@@ -352,11 +378,21 @@ impl Backend for CudaBackend<'_> {
     }
 }
 
+/// The indexes of a method's layers.
+///
+/// # Errors
+/// A method without one on the device; no memory.
+pub(crate) fn indexes<'d>(method: &dyn Method, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
+    let without = || Error::failed("CUDA: a method without an index on the device");
+    method.cuda().ok_or_else(without)?.indexes(at, limits)
+}
+
 /// A prompt on its way through the layers.
 struct Pass<'d> {
     work: Workspace<'d>,
     hidden: Buffer<'d, f32>,
-    space: PromptSpace<'d>,
+    /// Where signs or the 2-bit cache need it.
+    prompts: Option<Prompts<'d>>,
     /// A layer's rows, where the cache does not keep them as they are.
     prompted: Option<Prompted<'d>>,
 }

@@ -7,7 +7,7 @@ use crate::compute::cuda::kernels;
 use crate::compute::cuda::linear::{Linear, Products};
 use crate::error::Result;
 use crate::flags::Precision;
-use crate::kv::cuda::Positions;
+use crate::kv::cuda::{Positions, Rotated};
 use crate::model::rope::{Rope, RopeTable};
 
 /// Where a layer's rows stand in their sequences.
@@ -101,6 +101,22 @@ impl<'d> Workspace<'d> {
             activated: buffer(ffn)?,
             products: Products::new(driver, precision == Precision::F32, rows * sizes.widest())?,
         })
+    }
+
+    /// The queries that were projected last.
+    pub fn queries(&self) -> Rotated<'_> {
+        Rotated {
+            pre: &self.q_pre,
+            rope: &self.q_rope,
+        }
+    }
+
+    /// The keys that were projected last.
+    pub fn keys(&self) -> Rotated<'_> {
+        Rotated {
+            pre: &self.k_pre,
+            rope: &self.k_rope,
+        }
     }
 
     /// Projects `rows` rows of hidden states, `[b m, hidden]`, m being those of a sequence, and rotates them.

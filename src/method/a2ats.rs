@@ -12,10 +12,12 @@
 //! Where we differ from the authors' code: f32 and f64 throughout (there bf16), z is centred,
 //! empty clusters are reseeded, and the budget bounds the union over the query group.
 
+mod bench;
 mod codebook;
 pub mod cuda;
 mod fit;
 mod limits;
+pub mod params;
 mod postings;
 mod section;
 
@@ -23,14 +25,18 @@ use std::sync::Arc;
 
 use ndarray::{ArrayView2, s};
 
-use super::{Choice, Prompt, Ranking, Retriever, Step, everything};
+use super::cuda::CudaMethod;
+use super::declaration::{Ask, Declaration, Paper};
+use super::{Choice, Method, Place, Prompt, Ranking, Reads, Retriever, Step, everything};
+use crate::error::{Error, Result};
 use crate::kv::lines::grow;
 pub use codebook::{Codebooks, HeadCodebook};
 pub use fit::{FitInit, FitMetric, FitParams, fit_layer};
 use limits::choose_listed;
 pub use limits::{Bound, Limits, choose};
+pub use params::Params;
 use postings::Postings;
-pub use postings::read_bytes;
+use postings::read_bytes;
 pub use section::{check_values, codebook_size, specs};
 
 /// Name of the section in an artifact.
@@ -38,13 +44,45 @@ pub const SECTION: &str = "a2ats";
 /// Codewords must fit a u16 index.
 pub const MAX_SIZE: usize = 65_535;
 
-/// What a run may set.
-#[derive(Clone, Debug, Default, clap::Args)]
-#[group(skip)]
-pub struct Params {
-    /// a2ats: the paper's form, each query head's best F of the context, whatever --budget says
-    #[arg(long, value_name = "F", value_parser = crate::flags::share)]
-    pub topk_per_query_head: Option<f64>,
+/// The method of this file.
+pub static METHOD: Declaration = Declaration {
+    name: "a2ats",
+    help: "Codebook scores of windowed-RoPE queries",
+    paper: Some(Paper {
+        title: "A2ATS",
+        arxiv: "2502.12665",
+    }),
+    section: Some(SECTION),
+    prepare: prepare,
+    bench: Some(&bench::Random),
+};
+
+fn prepare(ask: &Ask) -> Result<Box<dyn Method>> {
+    let artifact = ask.artifact.ok_or_else(|| {
+        Error::usage("--method a2ats needs --artifact")
+            .hint("make one with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`")
+    })?;
+    Ok(Box::new(Setup {
+        codebooks: Codebooks::load(artifact, ask.rope)?,
+        params: ask.params.a2ats.clone(),
+    }))
+}
+
+/// The calibrated codebooks and parameters of every head of a run.
+struct Setup {
+    codebooks: Codebooks,
+    params: Params,
+}
+
+impl Method for Setup {
+    fn head(&self, place: &Place) -> Box<dyn Retriever> {
+        let codebook = Arc::clone(self.codebooks.head(place.layer, place.kv_head));
+        Box::new(A2ats::new(codebook, self.params.topk_per_query_head))
+    }
+
+    fn cuda(&self) -> Option<&dyn CudaMethod> {
+        Some(self)
+    }
 }
 
 /// The codes of one KV head.
@@ -127,6 +165,15 @@ impl Retriever for A2ats {
                 choose(scores, &counts, codes, step.candidates.start as u32, bound).into()
             }
         }
+    }
+
+    fn reads(&self, step: &Step, choice: &Choice) -> Reads {
+        let (n, size) = (step.candidates.len(), self.codebook.size());
+        let codes = match self.ranking {
+            Ranking::Fast => read_bytes(n, size, choice.positions.len()),
+            Ranking::Plain => 2 * n,
+        };
+        Reads::index(2 * size * step.q_pre.ncols() + codes)
     }
 
     fn state_bytes(&self) -> usize {

@@ -10,23 +10,25 @@
 //! the index is held to a share of the cache; the queries of a later prompt are pushed with lists
 //! over all keys.
 
+mod bench;
 pub mod cuda;
+pub mod params;
 
 use std::collections::VecDeque;
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use ndarray::{Array2, ArrayView2, Axis, s};
-use rand::SeedableRng;
-use rand::seq::index;
-use rand_chacha::ChaCha8Rng;
 
 use super::best::{Places, largest};
-use super::{Choice, Place, Prompt, Retriever, Step, everything, softmax};
+use super::cuda::CudaMethod;
+use super::declaration::{Declaration, Paper};
+use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything, softmax};
 use crate::compute::attention::visible;
 use crate::compute::layout::elements_mut;
 use crate::compute::products::all_products;
 use crate::compute::{gemm, simd};
+pub use params::{Choose, Params};
 
 /// Steps for which a position that left the window is ranked by every query.
 pub const FRESH: usize = 256;
@@ -34,88 +36,29 @@ pub const FRESH: usize = 256;
 const MOST_CENTROIDS: usize = 2048;
 /// Prompt tokens per centroid.
 const TOKENS_PER_CENTROID: usize = 16;
-/// Length of a list by default, in budgets.
-const LIST_PER_BUDGET: f64 = 2.5;
 /// Prompt queries whose scores are computed together.
 const TILE: usize = 32;
 
-/// A flag's length of a list, in budgets: what is ranked must fill one.
-fn list_per_budget(text: &str) -> std::result::Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(x) if x.is_finite() && x >= 1.0 => Ok(x),
-        _ => Err("expected a number of at least 1".to_string()),
+/// The method of this file.
+pub static METHOD: Declaration = Declaration {
+    name: "ctkvr",
+    help: "What similar past queries attended",
+    paper: Some(Paper {
+        title: "CTkvr",
+        arxiv: "2512.15550",
+    }),
+    section: None,
+    prepare: |ask| Ok(Box::new(ask.params.ctkvr.clone())),
+    bench: Some(&bench::Random),
+};
+
+impl Method for Params {
+    fn head(&self, place: &Place) -> Box<dyn Retriever> {
+        Box::new(Ctkvr::new(place, self))
     }
-}
 
-/// Which prompt queries become centroids.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Choose {
-    /// The last, as in the paper.
-    Last,
-    /// Evenly spaced over the prompt (ablation).
-    Even,
-    /// The first (ablation).
-    First,
-    /// Drawn, the same for every head (ablation).
-    Random,
-}
-
-impl Choose {
-    /// `count` of `m` rows, ascending.
-    fn rows(self, m: usize, count: usize) -> Vec<usize> {
-        let count = count.min(m);
-        match self {
-            Self::Last => (m - count..m).collect(),
-            Self::Even => (0..count).map(|i| (i + 1) * m / count - 1).collect(),
-            Self::First => (0..count).collect(),
-            Self::Random => {
-                let mut rng = ChaCha8Rng::seed_from_u64(m as u64);
-                let mut rows = index::sample(&mut rng, m, count).into_vec();
-                rows.sort_unstable();
-                rows
-            }
-        }
-    }
-}
-
-/// What a run may set.
-#[derive(Clone, Debug, clap::Args)]
-#[group(skip)]
-pub struct Params {
-    /// ctkvr: centroids, C (default: one per 16 positions, at least C' and at most 2048)
-    #[arg(long, value_name = "C", value_parser = crate::flags::at_least_one)]
-    pub ct_centroids: Option<usize>,
-    /// ctkvr: centroids whose lists a step recalls, C'
-    #[arg(long, value_name = "C", default_value_t = 4, value_parser = crate::flags::at_least_one)]
-    pub ct_probes: usize,
-    /// ctkvr: a step in so many becomes a centroid; 0 = none does
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    pub ct_update: usize,
-    /// ctkvr: most bytes of the index, as a share of the KV cache
-    #[arg(long, value_name = "F", default_value_t = 0.1, value_parser = crate::flags::share)]
-    pub ct_cap: f64,
-    /// ctkvr: which prompt queries become centroids
-    #[arg(long, value_enum, default_value_t = Choose::Last)]
-    pub ct_choose: Choose,
-    /// ctkvr: length of a list, in budgets
-    #[arg(long, value_name = "F", default_value_t = LIST_PER_BUDGET, value_parser = list_per_budget)]
-    pub ct_list: f64,
-    /// ctkvr: a later prompt's queries become no centroids (ablation)
-    #[arg(long)]
-    pub ct_keep: bool,
-}
-
-impl Default for Params {
-    fn default() -> Self {
-        Self {
-            ct_centroids: None,
-            ct_probes: 4,
-            ct_update: 1,
-            ct_cap: 0.1,
-            ct_choose: Choose::Last,
-            ct_list: LIST_PER_BUDGET,
-            ct_keep: false,
-        }
+    fn cuda(&self) -> Option<&dyn CudaMethod> {
+        Some(self)
     }
 }
 
@@ -347,6 +290,13 @@ impl Retriever for Ctkvr {
     }
 
     /// Where the budget covered everything, nothing was ranked, and the weights of the attention serve.
+    fn reads(&self, step: &Step, choice: &Choice) -> Reads {
+        let (r, d) = step.q_rope.dim();
+        let centroids = 2 * r * d * self.capacity(step.visible.end);
+        let lists = 4 * self.params.ct_probes * self.list_len(step.visible.len());
+        Reads::ranked(centroids + lists, choice)
+    }
+
     fn observes(&self, step: &Step) -> bool {
         step.is_exact() && self.is_update(step)
     }

@@ -10,11 +10,13 @@
 //! window included; the final sets of a group are the largest top-k whose union fits the budget; a later
 //! prompt's last rows update the tables as decode steps would.
 
+mod bench;
 mod bypass;
 pub mod cuda;
 mod entries;
 mod head;
 mod marks;
+pub mod params;
 pub mod priors;
 mod table;
 mod threshold;
@@ -25,8 +27,10 @@ use std::sync::Arc;
 use ndarray::{ArrayView2, Axis};
 
 use super::best::Places;
+use super::cuda::CudaMethod;
+use super::declaration::{Declaration, Paper};
 use super::union::union_within;
-use super::{Choice, Place, Prompt, Retriever, Step, everything, softmax};
+use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything, softmax};
 use crate::artifact::Artifact;
 use crate::compute::attention::{Partial, visible};
 use crate::compute::layout::elements;
@@ -37,6 +41,7 @@ pub use bypass::sparsity;
 use bypass::{RunningMean, log_sum_exp};
 pub use head::{Constants, QueryHead};
 use marks::marks;
+pub use params::Params;
 use priors::Priors;
 pub use table::Table;
 pub use threshold::{OFFSETS, Threshold, candidates};
@@ -49,38 +54,18 @@ pub const LOCAL: usize = 5;
 /// A head that the calibration saw bypassed less often than this is not tested.
 const LEAST_BYPASS: f32 = 0.02;
 
-/// What a run may set.
-#[derive(Clone, Copy, Debug, clap::Args)]
-#[group(skip)]
-pub struct Params {
-    /// lfps: last prompt queries that fill the tables; 0 = calibrated priors alone
-    #[arg(long, value_name = "N", default_value_t = 32, value_parser = crate::flags::parse_count)]
-    pub lfps_rows: usize,
-    /// lfps: weight of the calibrated priors, in prompt queries
-    #[arg(long, value_name = "N", default_value_t = 8.0, value_parser = crate::flags::not_negative)]
-    pub lfps_prior: f64,
-    /// lfps: threshold above the mean, in deviations; more = fewer candidates (default: as calibrated, else 0.2)
-    #[arg(long, value_name = "A", value_parser = crate::flags::not_negative)]
-    pub lfps_alpha: Option<f64>,
-    /// lfps: share of the sinks above which a head is answered without the cache; 1 = never
-    #[arg(long, value_name = "F", default_value_t = 0.85, value_parser = crate::flags::share)]
-    pub lfps_theta: f64,
-    /// lfps: how the thresholds are set
-    #[arg(long, value_enum, default_value_t = Threshold::Kurtosis)]
-    pub lfps_threshold: Threshold,
-}
-
-impl Default for Params {
-    fn default() -> Self {
-        Self {
-            lfps_rows: 32,
-            lfps_prior: 8.0,
-            lfps_alpha: None,
-            lfps_theta: 0.85,
-            lfps_threshold: Threshold::Kurtosis,
-        }
-    }
-}
+/// The method of this file.
+pub static METHOD: Declaration = Declaration {
+    name: "lfps",
+    help: "Candidates from where the head looked before",
+    paper: Some(Paper {
+        title: "LFPS",
+        arxiv: "2506.15704",
+    }),
+    section: Some(priors::SECTION),
+    prepare: |ask| Ok(Box::new(Setup::new(&ask.params.lfps, ask.artifact)?)),
+    bench: Some(&bench::Random),
+};
 
 /// The parameters and priors of every head of a run.
 pub struct Setup {
@@ -126,6 +111,16 @@ impl Setup {
             heads: heads.collect(),
             mean: RunningMean::default(),
         }
+    }
+}
+
+impl Method for Setup {
+    fn head(&self, place: &Place) -> Box<dyn Retriever> {
+        Box::new(Self::head(self, place))
+    }
+
+    fn cuda(&self) -> Option<&dyn CudaMethod> {
+        Some(self)
     }
 }
 
@@ -356,6 +351,12 @@ impl Retriever for Lfps {
             positions,
             bypassed,
         }
+    }
+
+    fn reads(&self, step: &Step, choice: &Choice) -> Reads {
+        // Of two tables of f32 per query head the largest of every 16 entries; few others are read.
+        let tables = 2 * 4 * self.heads.len() * step.visible.len().div_ceil(16);
+        Reads::ranked(tables, choice)
     }
 
     fn observes(&self, _: &Step) -> bool {

@@ -1,16 +1,22 @@
 //! Retrieval methods: which positions a decode step attends besides the static set.
 //!
 //! The runner owns the static set (sinks and window), the budget, the disjointness of the two sets
-//! and the softmax; a method only chooses. This file is the one registry.
+//! and the softmax; a method only chooses. Here are the traits and what passes through them; each method
+//! declares itself in its own file, and [`registry`] lists them.
 
 pub mod a2ats;
+pub mod bench;
 mod best;
 pub mod ctkvr;
+pub mod cuda;
+pub mod declaration;
 pub mod full;
 pub mod layer;
 pub mod lfps;
+pub mod params;
 pub mod quest;
 pub mod random;
+pub mod registry;
 pub mod selfindex;
 pub mod snapkv;
 pub mod streaming;
@@ -18,11 +24,11 @@ pub mod topk;
 mod union;
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use ndarray::{ArrayView2, ArrayView3, s};
 use serde_json::Value;
 
+use self::cuda::CudaMethod;
 pub use self::layer::LayerKeys;
 use self::lfps::priors;
 use crate::artifact::Artifact;
@@ -33,173 +39,7 @@ use crate::dump::Sizes;
 use crate::error::{Error, Result};
 use crate::kv::Budget;
 use crate::kv::{KvHead, KvType};
-use crate::model::rope::Rope;
 use crate::store::Spec;
-
-/// The methods by name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum MethodName {
-    /// Exact attention over everything visible.
-    Full,
-    /// The oracle: the positions with the largest true probability.
-    Topk,
-    /// Positions drawn uniformly.
-    Random,
-    /// The most recent positions.
-    Streaming,
-    /// Pages of 16 keys by an upper bound of their scores (Quest, arXiv 2406.10774).
-    Quest,
-    /// Chosen once after prefill by what the last queries attended (SnapKV, arXiv 2404.14469).
-    Snapkv,
-    /// Codebook scores of windowed-RoPE queries (A2ATS, arXiv 2502.12665).
-    A2ats,
-    /// Table scores of sign patterns (Self-Indexing KVCache, arXiv 2603.14224).
-    Selfindex,
-    /// Candidates from where the head looked before (LFPS, arXiv 2506.15704).
-    Lfps,
-    /// What similar past queries attended (CTkvr, arXiv 2512.15550).
-    Ctkvr,
-}
-
-impl MethodName {
-    /// Name on the command line and in results.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Full => "full",
-            Self::Topk => "topk",
-            Self::Random => "random",
-            Self::Streaming => "streaming",
-            Self::Quest => "quest",
-            Self::Snapkv => "snapkv",
-            Self::A2ats => "a2ats",
-            Self::Selfindex => "selfindex",
-            Self::Lfps => "lfps",
-            Self::Ctkvr => "ctkvr",
-        }
-    }
-}
-
-/// What a run may set, per method.
-#[derive(Clone, Debug, Default, clap::Args)]
-#[group(skip)]
-pub struct Params {
-    /// See [`a2ats`].
-    #[command(flatten)]
-    pub a2ats: a2ats::Params,
-    /// See [`selfindex`].
-    #[command(flatten)]
-    pub selfindex: selfindex::Params,
-    /// See [`lfps`].
-    #[command(flatten)]
-    pub lfps: lfps::Params,
-    /// See [`ctkvr`].
-    #[command(flatten)]
-    pub ctkvr: ctkvr::Params,
-}
-
-/// The method of a run that names none: the first with a section in the artifact, else full attention.
-pub fn default_method(artifact: Option<&Artifact>) -> MethodName {
-    let sections = [
-        (a2ats::SECTION, MethodName::A2ats),
-        (selfindex::SECTION, MethodName::Selfindex),
-        (priors::SECTION, MethodName::Lfps),
-    ];
-    let found = sections
-        .iter()
-        .find(|(name, _)| artifact.is_some_and(|a| a.has(name)));
-    found.map_or(MethodName::Full, |(_, method)| *method)
-}
-
-/// Bytes of what `name` needs besides its index, whatever the context: its section of the artifact.
-pub fn constant_bytes(name: MethodName, artifact: Option<&Artifact>) -> Result<usize> {
-    let section = match name {
-        MethodName::A2ats => a2ats::SECTION,
-        MethodName::Selfindex => selfindex::SECTION,
-        MethodName::Lfps => priors::SECTION,
-        _ => return Ok(0),
-    };
-    let Some(artifact) = artifact.filter(|a| a.has(section)) else {
-        return Ok(0);
-    };
-    let specs = section_specs(section, artifact.section(section)?, artifact.sizes)?;
-    Ok(specs.iter().filter_map(|s| s.bytes()).sum())
-}
-
-/// A method with what it was made from, for all heads of a model.
-pub enum Method {
-    /// See [`full`].
-    Full,
-    /// See [`topk`].
-    Topk,
-    /// See [`random`]; the seed of its draws.
-    Random(u64),
-    /// See [`streaming`].
-    Streaming,
-    /// See [`quest`].
-    Quest,
-    /// See [`snapkv`].
-    Snapkv,
-    /// See [`a2ats`]; its calibrated codebooks.
-    A2ats(a2ats::Codebooks, a2ats::Params),
-    /// See [`selfindex`]; where its centroids come from.
-    Selfindex(selfindex::Setup),
-    /// See [`lfps`]; its parameters and priors.
-    Lfps(lfps::Setup),
-    /// See [`ctkvr`].
-    Ctkvr(ctkvr::Params),
-}
-
-impl Method {
-    /// Prepares `name`; methods with calibrated parts take them from `artifact`.
-    pub fn new(
-        name: MethodName,
-        artifact: Option<&Artifact>,
-        rope: &Rope,
-        head_dim: usize,
-        params: &Params,
-        seed: u64,
-    ) -> Result<Self> {
-        Ok(match name {
-            MethodName::Full => Self::Full,
-            MethodName::Topk => Self::Topk,
-            MethodName::Random => Self::Random(seed),
-            MethodName::Streaming => Self::Streaming,
-            MethodName::Quest => Self::Quest,
-            MethodName::Snapkv => Self::Snapkv,
-            MethodName::A2ats => {
-                let artifact = artifact.ok_or_else(|| {
-                    Error::usage("--method a2ats needs --artifact")
-                        .hint("make one with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`")
-                })?;
-                Self::A2ats(a2ats::Codebooks::load(artifact, rope)?, params.a2ats.clone())
-            }
-            MethodName::Selfindex => {
-                Self::Selfindex(selfindex::Setup::new(&params.selfindex, artifact, head_dim)?)
-            }
-            MethodName::Lfps => Self::Lfps(lfps::Setup::new(&params.lfps, artifact)?),
-            MethodName::Ctkvr => Self::Ctkvr(params.ctkvr.clone()),
-        })
-    }
-
-    /// The state of one KV head.
-    pub fn head(&self, place: &Place) -> Box<dyn Retriever> {
-        match self {
-            Self::Full => Box::new(full::Full),
-            Self::Topk => Box::new(topk::TopK),
-            Self::Random(seed) => Box::new(random::Random::new(*seed, place.layer, place.kv_head)),
-            Self::Streaming => Box::new(streaming::Streaming),
-            Self::Quest => Box::new(quest::Quest::default()),
-            Self::Snapkv => Box::new(snapkv::SnapKv::new(place.model_window)),
-            Self::A2ats(codebooks, params) => {
-                let codebook = Arc::clone(codebooks.head(place.layer, place.kv_head));
-                Box::new(a2ats::A2ats::new(codebook, params.topk_per_query_head))
-            }
-            Self::Selfindex(setup) => Box::new(setup.head(place)),
-            Self::Lfps(setup) => Box::new(setup.head(place)),
-            Self::Ctkvr(params) => Box::new(ctkvr::Ctkvr::new(place, params)),
-        }
-    }
-}
 
 /// The tensors of an artifact's section.
 ///
@@ -222,6 +62,24 @@ pub fn check_section(section: &str, artifact: &Artifact) -> Result<()> {
         selfindex::SECTION => selfindex::check_values(artifact),
         priors::SECTION => priors::check_values(artifact),
         _ => Ok(()),
+    }
+}
+
+/// A method prepared for all heads of a model.
+pub trait Method: Send + Sync {
+    /// The empty state of one KV head.
+    fn head(&self, place: &Place) -> Box<dyn Retriever>;
+
+    /// The method on an NVIDIA GPU.
+    fn cuda(&self) -> Option<&dyn CudaMethod> {
+        None
+    }
+}
+
+/// A method of the CPU alone can be the function that makes its heads.
+impl<F: Fn(&Place) -> Box<dyn Retriever> + Send + Sync> Method for F {
+    fn head(&self, place: &Place) -> Box<dyn Retriever> {
+        self(place)
     }
 }
 
@@ -347,6 +205,36 @@ impl From<Vec<u32>> for Choice {
     }
 }
 
+/// What a KV head reads in one step in order to choose, besides what it then attends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Reads {
+    /// Bytes of the index.
+    pub index_bytes: usize,
+    /// Cached keys that are ranked exactly.
+    pub keys: usize,
+    /// Those of them that are not attended, so that attention does not read them.
+    pub unattended_keys: usize,
+}
+
+impl Reads {
+    /// An index that is read instead of keys.
+    pub fn index(bytes: usize) -> Self {
+        Self {
+            index_bytes: bytes,
+            ..Self::default()
+        }
+    }
+
+    /// An index, and the keys that a choice ranked.
+    pub fn ranked(index_bytes: usize, choice: &Choice) -> Self {
+        Self {
+            index_bytes,
+            keys: choice.ranked_rows + choice.positions.len(),
+            unattended_keys: choice.ranked_rows,
+        }
+    }
+}
+
 /// How a method looks for the best positions; both ways find the same.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Ranking {
@@ -371,6 +259,9 @@ pub trait Retriever: Send + Sync {
 
     /// Chooses what a step attends besides the static set.
     fn select(&mut self, step: &Step) -> Choice;
+
+    /// What choosing that read.
+    fn reads(&self, step: &Step, choice: &Choice) -> Reads;
 
     /// Whether [`Retriever::observe`] is to be told of this step's attention. Asked after the choice.
     fn observes(&self, step: &Step) -> bool {

@@ -11,9 +11,27 @@ use std::ops::Range;
 
 use ndarray::ArrayView1;
 
-use super::{Choice, Prompt, Retriever, Step, everything};
+use super::declaration::{Declaration, Paper};
+use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
 use crate::kv::KvHead;
 use crate::kv::lines::grow;
+
+/// The method of this file.
+pub static METHOD: Declaration = Declaration {
+    name: "quest",
+    help: "Pages of 16 keys by an upper bound of their scores",
+    paper: Some(Paper {
+        title: "Quest",
+        arxiv: "2406.10774",
+    }),
+    section: None,
+    prepare: |_| {
+        Ok(Box::new(|_: &Place| -> Box<dyn Retriever> {
+            Box::new(Quest::default())
+        }))
+    },
+    bench: None,
+};
 
 /// Positions of a page; pages start at multiples of it.
 pub const PAGE: usize = 16;
@@ -92,6 +110,12 @@ impl Retriever for Quest {
             .flat_map(|page| inside(page, &candidates))
             .collect::<Vec<_>>()
             .into()
+    }
+
+    fn reads(&self, step: &Step, _: &Choice) -> Reads {
+        let c = &step.candidates;
+        let pages = c.end.div_ceil(PAGE) - c.start / PAGE;
+        Reads::index(2 * 4 * self.d * pages)
     }
 
     fn state_bytes(&self) -> usize {

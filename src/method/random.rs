@@ -8,7 +8,32 @@ use rand::SeedableRng;
 use rand::seq::index;
 use rand_chacha::ChaCha8Rng;
 
-use super::{Choice, Retriever, Step};
+use super::cuda::CudaMethod;
+use super::declaration::Declaration;
+use super::{Choice, Method, Place, Reads, Retriever, Step};
+
+/// The method of this file.
+pub static METHOD: Declaration = Declaration {
+    name: "random",
+    help: "Positions drawn uniformly",
+    paper: None,
+    section: None,
+    prepare: |ask| Ok(Box::new(Seed(ask.seed))),
+    bench: None,
+};
+
+/// The seed of a run's draws.
+struct Seed(u64);
+
+impl Method for Seed {
+    fn head(&self, place: &Place) -> Box<dyn Retriever> {
+        Box::new(Random::new(self.0, place.layer, place.kv_head))
+    }
+
+    fn cuda(&self) -> Option<&dyn CudaMethod> {
+        Some(self)
+    }
+}
 
 /// Uniform choice, fixed by seed, layer, head and step.
 #[derive(Clone)]
@@ -45,6 +70,10 @@ impl Random {
 impl Retriever for Random {
     fn select(&mut self, step: &Step) -> Choice {
         self.draw(step.step, step.candidates.clone(), step.budget).into()
+    }
+
+    fn reads(&self, _: &Step, _: &Choice) -> Reads {
+        Reads::default()
     }
 
     fn fork(&self) -> Box<dyn Retriever> {

@@ -14,15 +14,19 @@
 //! tokens out of a list of fixed length; scores are f32. A later prompt joins the sums of the
 //! centroids; the centre stays, unless fewer than 128 positions were cached before.
 
+mod bench;
 mod choose;
 pub mod cuda;
 mod fit;
+pub mod params;
 mod sums;
 
 use ndarray::{Array2, ArrayView2, s};
 use serde_json::{Value, json};
 
-use super::{Choice, LayerKeys, Place, Prompt, Ranking, Retriever, Step, everything};
+use super::cuda::CudaMethod;
+use super::declaration::{Declaration, Paper};
+use super::{Choice, LayerKeys, Method, Place, Prompt, Ranking, Reads, Retriever, Step, everything};
 use crate::artifact::Artifact;
 use crate::compute::attention::visible;
 use crate::error::{Error, Result};
@@ -32,6 +36,7 @@ pub use crate::kv::packed::Center;
 use crate::kv::packed::{FULL, Layout, REFIT, best_scored, compressed, extend_signs, last_query, sign_bytes};
 use choose::Scores;
 pub use fit::{centroids, check_values, fit_layer, pattern, specs};
+pub use params::{Params, Source};
 use sums::Sums;
 
 /// Name of the section in an artifact.
@@ -44,47 +49,24 @@ pub const PATTERNS: usize = 1 << GROUP;
 /// Weight of a calibrated centroid among the prompt's, in keys.
 pub const PSEUDO_COUNT: f64 = 32.0;
 
-/// Where the centroids of a run come from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Source {
-    /// One pass over the prompt, as in the paper.
-    OnePass,
-    /// The artifact alone.
-    Offline,
-    /// The prompt's, with the artifact's as 32 keys more.
-    Hybrid,
-    /// None: a channel counts by its sign alone (ablation).
-    Signs,
-}
-
-/// What a run may set.
-#[derive(Clone, Debug, clap::Args)]
-#[group(skip)]
-pub struct Params {
-    /// selfindex: where centroids come from (default: hybrid with an artifact, else one-pass)
-    #[arg(long, value_enum)]
-    pub sign_centroids: Option<Source>,
-    /// selfindex and --kv 2bit: what signs are taken around (default: as in the artifact, else median)
-    #[arg(long, value_enum)]
-    pub center: Option<Center>,
-    /// selfindex and --kv 2bit: most positions in full precision, which selfindex attends first
-    #[arg(long, value_name = "N", default_value_t = FULL, value_parser = crate::flags::parse_count)]
-    pub sign_full: usize,
-    /// --kv 2bit: quantise keys as values are, without their signs (ablation)
-    #[arg(long)]
-    pub plain_keys: bool,
-}
-
-impl Default for Params {
-    fn default() -> Self {
-        Self {
-            sign_centroids: None,
-            center: None,
-            sign_full: FULL,
-            plain_keys: false,
-        }
-    }
-}
+/// The method of this file.
+pub static METHOD: Declaration = Declaration {
+    name: "selfindex",
+    help: "Table scores of sign patterns",
+    paper: Some(Paper {
+        title: "Self-Indexing KVCache",
+        arxiv: "2603.14224",
+    }),
+    section: Some(SECTION),
+    prepare: |ask| {
+        Ok(Box::new(Setup::new(
+            &ask.params.selfindex,
+            ask.artifact,
+            ask.head_dim,
+        )?))
+    },
+    bench: Some(&bench::Random),
+};
 
 impl Params {
     /// How the 2-bit cache holds its rows.
@@ -236,6 +218,16 @@ impl Setup {
     }
 }
 
+impl Method for Setup {
+    fn head(&self, place: &Place) -> Box<dyn Retriever> {
+        Box::new(Self::head(self, place))
+    }
+
+    fn cuda(&self) -> Option<&dyn CudaMethod> {
+        Some(self)
+    }
+}
+
 /// Centroids of plain signs, `[d/4,16,4]`: one for a set bit, minus one for another.
 fn signs(d: usize) -> Vec<f32> {
     let of = |i: usize| {
@@ -360,6 +352,10 @@ impl Retriever for SelfIndex {
         let full = full.into_iter().map(|p| p - c.start as u32).collect();
         let chosen = scores.choose(rows, full, step.budget, self.ranking).into_iter();
         chosen.map(|p| p + c.start as u32).collect::<Vec<u32>>().into()
+    }
+
+    fn reads(&self, step: &Step, _: &Choice) -> Reads {
+        Reads::index(step.visible.len() * sign_bytes(self.place.head_dim))
     }
 
     fn state_bytes(&self) -> usize {

@@ -5,8 +5,26 @@
 //! at the first decode step and kept until the next prompt; what is generated in between is read only
 //! while it is in the window.
 
-use super::{Choice, Prompt, Retriever, Step, everything};
+use super::declaration::{Declaration, Paper};
+use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
 use crate::compute::simd;
+
+/// The method of this file.
+pub static METHOD: Declaration = Declaration {
+    name: "snapkv",
+    help: "Chosen once after prefill by what the last queries attended",
+    paper: Some(Paper {
+        title: "SnapKV",
+        arxiv: "2404.14469",
+    }),
+    section: None,
+    prepare: |_| {
+        Ok(Box::new(|place: &Place| -> Box<dyn Retriever> {
+            Box::new(SnapKv::new(place.model_window))
+        }))
+    },
+    bench: None,
+};
 
 /// Prompt queries that vote.
 pub const QUERIES: usize = 32;
@@ -63,6 +81,10 @@ impl Retriever for SnapKv {
         });
         let visible = |p: &u32| step.candidates.contains(&(*p as usize));
         chosen.iter().copied().filter(visible).collect::<Vec<_>>().into()
+    }
+
+    fn reads(&self, _: &Step, choice: &Choice) -> Reads {
+        Reads::index(4 * choice.positions.len())
     }
 
     fn state_bytes(&self) -> usize {

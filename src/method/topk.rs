@@ -5,11 +5,27 @@ pub mod cuda;
 
 use multiversion::multiversion;
 
+use super::bench::{Bench, Layer, NewHead, RandomHead, Timed};
 use super::best::largest;
-use super::{Choice, Retriever, Step, everything};
+use super::cuda::{CudaMethod, Indexes, OnDevice};
+use super::declaration::Declaration;
+use super::params::Params;
+use super::{Choice, Method, Place, Reads, Retriever, Step, everything};
 use crate::compute::layout::elements_mut;
 use crate::compute::products::all_products;
 use crate::compute::simd;
+use crate::error::Result;
+use crate::kv::cuda::Limits;
+
+/// The method of this file.
+pub static METHOD: Declaration = Declaration {
+    name: "topk",
+    help: "The oracle: the positions with the largest true probability",
+    paper: None,
+    section: None,
+    prepare: |_| Ok(Box::new(TopK)),
+    bench: Some(&TopK),
+};
 
 /// Exact top-k.
 #[derive(Clone)]
@@ -20,6 +36,16 @@ pub struct TopK;
 fn add_shares(mass: &mut [f64], x: &[f32], sum: f64) {
     for (m, x) in mass.iter_mut().zip(x) {
         *m += f64::from(*x) / sum;
+    }
+}
+
+impl Method for TopK {
+    fn head(&self, _: &Place) -> Box<dyn Retriever> {
+        Box::new(Self)
+    }
+
+    fn cuda(&self) -> Option<&dyn CudaMethod> {
+        Some(self)
     }
 }
 
@@ -52,7 +78,37 @@ impl Retriever for TopK {
         }
     }
 
+    fn reads(&self, step: &Step, choice: &Choice) -> Reads {
+        Reads {
+            index_bytes: 0,
+            keys: step.visible.len(),
+            unattended_keys: step.candidates.len() - choice.positions.len(),
+        }
+    }
+
     fn fork(&self) -> Box<dyn Retriever> {
         Box::new(self.clone())
+    }
+}
+
+impl Bench for TopK {
+    fn timed(&self) -> Timed {
+        Timed {
+            layer_on_cpu: true,
+            model_on_cuda: true,
+            ..Timed::default()
+        }
+    }
+
+    fn index_bytes(&self, _: &Layer) -> usize {
+        0
+    }
+
+    fn heads(&self, _: &Layer, _: &Params) -> Result<Box<NewHead>> {
+        Ok(Box::new(|_, _| RandomHead::full(TopK)))
+    }
+
+    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits], _: &[u32], _: usize) -> Result<Indexes<'d>> {
+        CudaMethod::indexes(self, at, limits)
     }
 }

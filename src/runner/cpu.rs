@@ -26,7 +26,12 @@ pub struct CpuBackend<'a> {
 
 impl<'a> CpuBackend<'a> {
     /// Empty caches with room for `capacity` positions; they grow beyond.
-    pub fn new(forward: Box<dyn Forward + 'a>, method: &Method, options: Options, capacity: usize) -> Self {
+    pub fn new(
+        forward: Box<dyn Forward + 'a>,
+        method: &dyn Method,
+        options: Options,
+        capacity: usize,
+    ) -> Self {
         let c = &forward.decoder().config;
         let head = |layer: usize, kv_head: usize| Head {
             kv: KvHead::new(options.kv, c.head_dim, capacity, options.packed),
@@ -51,7 +56,12 @@ impl<'a> Session<'a> {
     ///
     /// # Errors
     /// Weights that cannot be read.
-    pub fn on_cpu(decoder: &'a Decoder, method: &Method, options: Options, capacity: usize) -> Result<Self> {
+    pub fn on_cpu(
+        decoder: &'a Decoder,
+        method: &dyn Method,
+        options: Options,
+        capacity: usize,
+    ) -> Result<Self> {
         let forward = Box::new(CpuForward::new(decoder)?);
         Ok(Self::new(CpuBackend::new(forward, method, options, capacity)))
     }

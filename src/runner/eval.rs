@@ -29,7 +29,7 @@ use trajectories::{HeadStep, StepInput, Trajectories};
 /// A method at a budget.
 pub struct Variant<'a> {
     /// The method.
-    pub method: &'a Method,
+    pub method: &'a dyn Method,
     /// What it may choose.
     pub budget: Budget,
 }

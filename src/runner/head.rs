@@ -203,6 +203,7 @@ mod tests {
     use crate::compute::attention::Partial;
     use crate::kv::KvType;
     use crate::kv::packed::Center;
+    use crate::method::Reads;
     use crate::testing::values;
 
     /// Keeps what it is told.
@@ -213,6 +214,10 @@ mod tests {
     }
 
     impl Retriever for Witness {
+        fn reads(&self, _: &Step, _: &Choice) -> Reads {
+            Reads::default()
+        }
+
         fn select(&mut self, _: &Step) -> Choice {
             Choice::default()
         }

@@ -6,6 +6,12 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use kvsmith::artifact::Artifact;
+use kvsmith::method::Method;
+use kvsmith::method::declaration::Ask;
+use kvsmith::method::params::Params;
+use kvsmith::method::registry::{METHODS, MethodName};
+use kvsmith::model::Decoder;
 use ndarray::{ArrayBase, Data, Dimension};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -31,6 +37,24 @@ pub fn all_golden() -> impl Iterator<Item = PathBuf> {
     dirs.sort();
     assert_eq!(dirs.len(), 10, "golden checkpoints");
     dirs.into_iter()
+}
+
+/// The method of this name.
+pub fn method(name: &str) -> MethodName {
+    let found = METHODS.iter().find(|m| m.as_str() == name);
+    *found.unwrap_or_else(|| panic!("no method {name}"))
+}
+
+/// A method of a model, with the default parameters.
+pub fn prepared(name: MethodName, artifact: Option<&Artifact>, decoder: &Decoder) -> Box<dyn Method> {
+    let ask = Ask {
+        artifact,
+        rope: &decoder.rope,
+        head_dim: decoder.config.head_dim,
+        params: &Params::default(),
+        seed: 0,
+    };
+    name.prepare(&ask).unwrap()
 }
 
 /// The larger of the relative L2 error and the largest error over the largest value.

@@ -4,23 +4,11 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use kvsmith::dump::{Dump, State};
+use kvsmith::method::registry::METHODS;
 use kvsmith::store::{self, Output as NewFile, Tensor};
 use serde_json::{Value, json as object};
 
 use super::{root, stderr};
-
-const METHODS: [&str; 10] = [
-    "full",
-    "topk",
-    "streaming",
-    "random",
-    "a2ats",
-    "selfindex",
-    "lfps",
-    "ctkvr",
-    "quest",
-    "snapkv",
-];
 
 fn command(driver: &Path, arguments: &str) -> Command {
     let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
@@ -64,7 +52,7 @@ fn scratch(driver: &Path) -> tempfile::TempDir {
 pub fn run(driver: &Path) {
     let dir = scratch(driver);
     let at = dir.path().display();
-    for method in METHODS {
+    for method in METHODS.iter().map(|m| m.as_str()) {
         let run = |device: &str| {
             let trace = format!("{at}/{method}-{device}");
             let result = json(

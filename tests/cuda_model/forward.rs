@@ -6,7 +6,6 @@ use kvsmith::cuda::layers::CudaLayers;
 use kvsmith::flags::Precision;
 use kvsmith::float::Float;
 use kvsmith::kv::KvType;
-use kvsmith::method::MethodName;
 use kvsmith::model::forward::Layers;
 use kvsmith::runner::{CpuBackend, Session};
 use ndarray::{Array2, Array3};
@@ -64,14 +63,14 @@ fn captured_states(driver: &dyn Driver, golden: &Golden) {
 
 /// Tokens and logits with exact attention on the CPU, over two turns.
 fn greedy_tokens(driver: &dyn Driver, golden: &Golden) {
-    for method in [MethodName::Full, MethodName::Snapkv] {
+    for method in ["full", "snapkv"] {
         let method = golden.method(method);
         let options = options("1.0", KvType::F32);
         let forward = CudaForward::new(driver, &golden.decoder, Precision::F32).unwrap();
-        let mut session = Session::new(CpuBackend::new(Box::new(forward), &method, options, 64));
+        let mut session = Session::new(CpuBackend::new(Box::new(forward), method.as_ref(), options, 64));
         let (tokens, _) = generate(&mut session, &golden.ids, 24);
         assert_eq!(tokens, golden.greedy());
-        let mut twin = Session::on_cpu(&golden.decoder, &method, options, 64).unwrap();
+        let mut twin = Session::on_cpu(&golden.decoder, method.as_ref(), options, 64).unwrap();
         let (tokens, _) = generate(&mut twin, &golden.ids, 24);
         assert_eq!(tokens, golden.greedy());
         let turn = [*tokens.last().unwrap(), 5, 6, 7, 8];
@@ -88,9 +87,9 @@ fn greedy_tokens(driver: &dyn Driver, golden: &Golden) {
 fn rounded(driver: &dyn Driver, golden: &Golden) {
     let body = |precision| {
         let forward = CudaForward::new(driver, &golden.decoder, precision).unwrap();
-        let method = golden.method(MethodName::Full);
+        let method = golden.method("full");
         let options = options("1.0", KvType::F32);
-        let mut session = Session::new(CpuBackend::new(Box::new(forward), &method, options, 64));
+        let mut session = Session::new(CpuBackend::new(Box::new(forward), method.as_ref(), options, 64));
         session.prefill(&golden.ids).unwrap()
     };
     let actual = body(Precision::Auto);

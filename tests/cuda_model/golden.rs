@@ -6,11 +6,13 @@ use kvsmith::kv::KvType;
 use kvsmith::kv::budget::Budget;
 use kvsmith::kv::packed::Center;
 use kvsmith::kv::sample::greedy;
-use kvsmith::method::{Method, MethodName, Params};
+use kvsmith::method::Method;
 use kvsmith::model::Decoder;
 use kvsmith::runner::{Options, Session};
 use kvsmith::store::Store;
 use ndarray::{Array1, Array3};
+
+use super::common::{method, prepared};
 
 pub struct Golden {
     pub decoder: Decoder,
@@ -45,9 +47,8 @@ impl Golden {
         self.store.read("greedy", &[24]).unwrap()
     }
 
-    pub fn method(&self, name: MethodName) -> Method {
-        let (rope, d) = (&self.decoder.rope, self.decoder.config.head_dim);
-        Method::new(name, None, rope, d, &Params::default(), 0).unwrap()
+    pub fn method(&self, name: &str) -> Box<dyn Method> {
+        prepared(method(name), None, &self.decoder)
     }
 }
 

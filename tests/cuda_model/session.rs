@@ -6,7 +6,6 @@ use kvsmith::cuda::session::CudaBackend;
 use kvsmith::flags::Precision;
 use kvsmith::kv::KvType;
 use kvsmith::kv::sample::Sampler;
-use kvsmith::method::MethodName;
 use kvsmith::runner::{Backend, Session};
 
 use super::Check;
@@ -34,15 +33,11 @@ fn batch(driver: &dyn Driver, golden: &Golden) {
     const STEPS: usize = 20;
     let vocab = golden.decoder.config.vocab_size as u32;
     let token = |sequence: usize, step: usize| (7 + 13 * sequence + 5 * step) as u32 % vocab;
-    for (method, budget) in [
-        (MethodName::Full, "1.0"),
-        (MethodName::Topk, "0.3"),
-        (MethodName::Streaming, "0.3"),
-    ] {
+    for (method, budget) in [("full", "1.0"), ("topk", "0.3"), ("streaming", "0.3")] {
         let (method, options) = (golden.method(method), options(budget, KvType::F32));
         let backend = |sequences| {
             let body = Body::load(driver, &golden.decoder, Precision::F32).unwrap();
-            CudaBackend::new(body, &method, options, sequences, STEPS + 4).unwrap()
+            CudaBackend::new(body, method.as_ref(), options, sequences, STEPS + 4).unwrap()
         };
         let mut together = backend(3);
         let mut alone: Vec<_> = (0..3).map(|_| backend(1)).collect();
@@ -67,20 +62,15 @@ fn batch(driver: &dyn Driver, golden: &Golden) {
 
 /// A budget of everything, and caches that are full.
 fn everything(driver: &dyn Driver, golden: &Golden) {
-    for method in [
-        MethodName::Topk,
-        MethodName::Streaming,
-        MethodName::Random,
-        MethodName::Selfindex,
-    ] {
+    for method in ["topk", "streaming", "random", "selfindex"] {
         let d = golden.decoder.config.head_dim;
-        if method == MethodName::Selfindex && !d.is_multiple_of(4) {
+        if method == "selfindex" && !d.is_multiple_of(4) {
             continue;
         }
         let method = golden.method(method);
         let body = Body::load(driver, &golden.decoder, Precision::F32).unwrap();
         let room = golden.ids.len() + 23;
-        let backend = CudaBackend::new(body, &method, options("1.0", KvType::F32), 1, room).unwrap();
+        let backend = CudaBackend::new(body, method.as_ref(), options("1.0", KvType::F32), 1, room).unwrap();
         let mut session = Session::new(backend);
         let (tokens, _) = generate(&mut session, &golden.ids, 24);
         assert_eq!(tokens, golden.greedy());
@@ -99,11 +89,11 @@ fn everything(driver: &dyn Driver, golden: &Golden) {
 
 /// Tokens and logits of full attention in f32, over two turns.
 fn full(driver: &dyn Driver, golden: &Golden) {
-    let method = golden.method(MethodName::Full);
+    let method = golden.method("full");
     let options = options("1.0", KvType::F32);
     let body = Body::load(driver, &golden.decoder, Precision::F32).unwrap();
-    let mut session = Session::new(CudaBackend::new(body, &method, options, 1, 80).unwrap());
-    let mut twin = Session::on_cpu(&golden.decoder, &method, options, 80).unwrap();
+    let mut session = Session::new(CudaBackend::new(body, method.as_ref(), options, 1, 80).unwrap());
+    let mut twin = Session::on_cpu(&golden.decoder, method.as_ref(), options, 80).unwrap();
     let (tokens, logits) = generate(&mut session, &golden.ids, 24);
     assert_eq!(tokens, golden.greedy());
     let (_, expected) = generate(&mut twin, &golden.ids, 24);

@@ -1,5 +1,7 @@
 //! ctkvr on the GPU against the CPU's, over prompts and steps: what is chosen, how much is ranked, and the lists.
 
+use std::rc::Rc;
+
 use half::{bf16, f16};
 use kvsmith::compute::attention;
 use kvsmith::compute::cuda::buffer::Buffer;
@@ -11,7 +13,7 @@ use kvsmith::kv::cuda::attend::LayerRows;
 use kvsmith::kv::cuda::{Limits, Positions, Shape};
 use kvsmith::kv::packed::Center;
 use kvsmith::kv::{KvHead, KvType};
-use kvsmith::method::ctkvr::cuda::{Centroid, Ctkvr, Lists};
+use kvsmith::method::ctkvr::cuda::{Centroid, Ctkvr, Lists, Space};
 use kvsmith::method::ctkvr::{self as cpu, Choose, Params};
 use kvsmith::method::{Choice, Place, Prompt, Retriever, Step};
 use ndarray::{Array2, ArrayView2, ArrayView3};
@@ -286,15 +288,15 @@ impl<'d> Sides<'d> {
             kv: KvHead::new(kv, shape.head_dim, shape.capacity, Center::Median),
             keys: Vec::new(),
         };
-        let first = Ctkvr::new(driver, shape, &limits, &case.params, kv, None).unwrap();
-        let second = Ctkvr::new(driver, shape, &limits, &case.params, kv, Some(&first)).unwrap();
+        let space = Rc::new(Space::new(driver, shape, &limits, &case.params, kv).unwrap());
+        let layer = || Ctkvr::new(driver, shape, &limits, Rc::clone(&space)).unwrap();
         Self {
             driver,
             shape,
             limits,
             rows: LayerRows::new(driver, shape, case.float).unwrap(),
             positions: Positions::new(driver, shape, limits).unwrap(),
-            layers: [first, second],
+            layers: [layer(), layer()],
             heads: (0..shape.heads()).map(head).collect(),
         }
     }

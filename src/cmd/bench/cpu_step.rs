@@ -6,13 +6,13 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 
-use super::cpu_head::{Head, codebooks, head};
+use super::cpu_head::{Head, head};
 use super::decode::{ROTATED_BYTES, Setting, Work};
 use super::median;
 use crate::compute::attention::{AHEAD, prefetch};
 use crate::error::{Error, Result};
 use crate::kv::lines::Lines;
-use crate::method::{MethodName, Step};
+use crate::method::Step;
 use crate::progress::size;
 use crate::runner::attend;
 
@@ -96,16 +96,13 @@ struct CpuStep {
 /// More memory than there is.
 pub fn work(setting: Setting) -> Result<Box<dyn Work>> {
     check_room(&setting)?;
-    let codebooks = match setting.method {
-        MethodName::A2ats => codebooks(&setting)?,
-        _ => Vec::new(),
-    };
+    let new = setting.bench.heads(&setting.layer(), &setting.params())?;
     let g = setting.heads.n_kv_heads;
     let copies = (0..setting.copies()).map(|copy| {
         let heads = (0..setting.batch * g).into_par_iter();
         let seed = setting.seed + (copy * setting.batch * g) as u64;
         heads
-            .map(|i| head(&setting, codebooks.get(i % g), i % g, seed + i as u64))
+            .map(|i| head(&setting, &new, i % g, seed + i as u64))
             .collect::<Result<_>>()
     });
     let mut step = CpuStep {
@@ -116,7 +113,7 @@ pub fn work(setting: Setting) -> Result<Box<dyn Work>> {
         scored: 0,
     };
     // What a method makes at its first step it only adds to at all others.
-    if setting.method != MethodName::Full {
+    if setting.bench.retrieves() {
         for _ in 0..setting.copies() {
             step.run()?;
         }
@@ -164,7 +161,8 @@ impl Work for CpuStep {
                 attend(&step, &set, &chosen, head.retriever.as_mut(), head.out.view_mut());
             }
             std::hint::black_box((&chosen, &head.out));
-            (head.index_bytes + setting.read_bytes(&chosen), chosen.products)
+            let reads = head.retriever.reads(&step, &chosen);
+            (setting.read_bytes(&reads, &chosen), chosen.products)
         });
         (self.bytes, self.scored) = read.reduce(|| (0, 0), |a, b| (a.0 + b.0, a.1 + b.1));
         Ok(start.elapsed().as_secs_f64())

@@ -6,6 +6,7 @@ use std::str::FromStr;
 
 use serde_json::{Value, json};
 
+use super::timed::{check, methods_help, ranking_help};
 use super::{cpu_step, cuda_step, median, number, peak_bytes, print_row};
 use crate::cmd::args::Global;
 use crate::cmd::print_json;
@@ -15,7 +16,10 @@ use crate::float::Float;
 use crate::kv::Budget;
 use crate::kv::KvType;
 use crate::kv::StaticSet;
-use crate::method::{Choice, MethodName, Ranking, a2ats, lfps};
+use crate::method::bench::{Bench, Layer};
+use crate::method::params::Params;
+use crate::method::registry::MethodName;
+use crate::method::{Choice, Ranking, Reads, lfps};
 use crate::{compute, interrupt};
 
 /// Bytes that are read before any of them is read again: more than caches hold.
@@ -34,20 +38,19 @@ pub struct DecodeArgs {
     /// Positions in the cache, in numbers or as 8K to 1M
     #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "8K,32K,128K", value_parser = parse_context)]
     context: Vec<usize>,
-    /// What to time: full (attend alone), a2ats, selfindex; on the CPU topk, lfps and ctkvr too
     #[arg(
         long,
         value_name = "M,..",
         value_delimiter = ',',
-        default_value = "full,a2ats,selfindex"
+        default_value = "full,a2ats,selfindex",
+        help = methods_help()
     )]
     methods: Vec<MethodName>,
     #[command(flatten)]
     caches: Caches,
     #[command(flatten)]
     lfps: lfps::Params,
-    /// How a2ats and selfindex look for the best positions on the CPU
-    #[arg(long, value_enum, default_value_t)]
+    #[arg(long, value_enum, default_value_t, help = ranking_help())]
     ranking: Ranking,
     /// Timed runs
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = at_least_one)]
@@ -145,7 +148,7 @@ fn parse_batch(text: &str) -> std::result::Result<usize, String> {
 }
 
 /// What is timed.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub struct Setting {
     /// One layer's heads.
     pub heads: Heads,
@@ -154,6 +157,7 @@ pub struct Setting {
     /// Sequences, b.
     pub batch: usize,
     pub method: MethodName,
+    pub bench: &'static dyn Bench,
     pub budget: Budget,
     pub kv: KvType,
     /// Codewords.
@@ -181,17 +185,30 @@ impl Setting {
         StaticSet::at(self.context - 1, None, SINKS, WINDOW)
     }
 
-    /// Whether a step reads cached rows.
-    pub fn holds_rows(&self) -> bool {
-        // Signs in 2-bit rows are the index too.
-        let signs = self.method == MethodName::Selfindex && self.kv == KvType::TwoBit;
-        let ranks = [MethodName::Topk, MethodName::Lfps, MethodName::Ctkvr];
-        self.attends || signs || ranks.contains(&self.method)
+    /// What a method knows of the layer.
+    pub fn layer(&self) -> Layer {
+        Layer {
+            sequences: self.batch,
+            kv_heads: self.heads.n_kv_heads,
+            head_dim: self.heads.head_dim,
+            context: self.context,
+            codewords: self.size,
+            ranking: self.ranking,
+            seed: self.seed,
+        }
     }
 
-    /// Whether the method takes in a prompt.
-    pub fn learns(&self) -> bool {
-        matches!(self.method, MethodName::Lfps | MethodName::Ctkvr)
+    /// The parameters of all methods.
+    pub fn params(&self) -> Params {
+        Params {
+            lfps: self.lfps,
+            ..Params::default()
+        }
+    }
+
+    /// Whether a step reads cached rows.
+    pub fn holds_rows(&self) -> bool {
+        self.attends || self.bench.reads_rows(self.kv)
     }
 
     /// Bytes of a cached key.
@@ -214,49 +231,22 @@ impl Setting {
         }
     }
 
-    /// Bytes of the index of one layer that a step of a GPU reads: codes and codebooks, or signs.
+    /// Bytes of the index of one layer that a step of a GPU reads.
     pub fn index_bytes(&self) -> usize {
-        let (g, n, d) = (self.heads.n_kv_heads, self.context, self.heads.head_dim);
-        match self.method {
-            MethodName::A2ats => 2 * g * (self.batch * n + self.size * d),
-            MethodName::Selfindex => self.batch * g * n * d / 8,
-            _ => 0,
-        }
+        self.bench.index_bytes(&self.layer())
     }
 
     /// Bytes that a step of one KV head reads on the CPU: the index, the keys that are ranked, and each row that
     /// is attended once.
-    pub fn read_bytes(&self, choice: &Choice) -> usize {
-        let (n, d, r) = (self.context, self.heads.head_dim, self.group());
-        let chosen = choice.positions.len();
-        let set = self.static_set();
-        let index = match self.method {
-            MethodName::A2ats => {
-                let codes = match self.ranking {
-                    Ranking::Fast => a2ats::read_bytes(set.candidates.len(), self.size, chosen),
-                    Ranking::Plain => 2 * set.candidates.len(),
-                };
-                2 * self.size * d + codes
-            }
-            MethodName::Selfindex => n * d.div_ceil(8),
-            // Of two tables of f32 per query head the largest of every 16 entries; few others are read.
-            MethodName::Lfps => 2 * 4 * r * n.div_ceil(16),
-            _ => 0,
+    pub fn read_bytes(&self, reads: &Reads, choice: &Choice) -> usize {
+        let (ranked, attended) = match self.attends {
+            true => (
+                reads.unattended_keys,
+                self.static_set().len() + choice.positions.len(),
+            ),
+            false => (reads.keys, 0),
         };
-        let ranked = match (self.method, self.attends) {
-            (MethodName::Topk, true) => n - set.len() - chosen,
-            (MethodName::Topk, false) => n,
-            // What is attended is read once, and its keys are read before.
-            (_, true) => choice.ranked_rows,
-            (MethodName::Lfps | MethodName::Ctkvr, false) => choice.ranked_rows + chosen,
-            _ => 0,
-        };
-        let attended = match (self.attends, self.method) {
-            (false, _) => 0,
-            (true, MethodName::Full) => n,
-            (true, _) => set.len() + chosen,
-        };
-        index + self.key() * ranked + self.rows() * attended
+        reads.index_bytes + self.key() * ranked + self.rows() * attended
     }
 
     /// Copies of a layer's data that are more than caches hold.
@@ -269,9 +259,9 @@ impl Setting {
     fn moved_bytes(&self) -> usize {
         let set = self.static_set();
         let chosen = self.budget.positions(self.context).min(set.candidates.len());
-        let attended = match self.method {
-            MethodName::Full => self.context,
-            _ => set.len() + chosen,
+        let attended = match self.bench.retrieves() {
+            true => set.len() + chosen,
+            false => self.context,
         };
         self.index_bytes() + self.row_bytes() / self.context * attended
     }
@@ -301,28 +291,7 @@ pub trait Work {
 
 /// Times every setting. `attends` is `bench attend`.
 pub fn run(args: &DecodeArgs, attends: bool, global: &Global) -> Result<()> {
-    let mut supported = vec![MethodName::Full, MethodName::A2ats, MethodName::Selfindex];
-    if global.device != flags::Device::Cuda {
-        supported.extend([MethodName::Topk, MethodName::Lfps, MethodName::Ctkvr]);
-    }
-    if let Some(method) = args.methods.iter().find(|m| !supported.contains(m)) {
-        let name = method.as_str();
-        return Err(Error::usage(format!("`bench` does not time method `{name}`"))
-            .hint("--methods takes full, a2ats and selfindex; on the CPU topk, lfps and ctkvr too"));
-    }
-    if args.ranking == Ranking::Plain {
-        let has_two = |m: &&MethodName| matches!(m, MethodName::A2ats | MethodName::Selfindex);
-        if let Some(method) = args.methods.iter().find(|m| !has_two(m)) {
-            let name = method.as_str();
-            return Err(
-                Error::usage(format!("`--ranking plain`: method `{name}` has one ranking"))
-                    .hint("give --methods a2ats, selfindex or both"),
-            );
-        }
-        if global.device == flags::Device::Cuda {
-            return Err(Error::device("`--ranking plain` is for the CPU").hint("use --device cpu"));
-        }
-    }
+    check(&args.methods, args.ranking, global.device)?;
     let device = match global.device {
         flags::Device::Wgpu => {
             return Err(
@@ -398,12 +367,14 @@ fn settings(args: &DecodeArgs, attends: bool, seed: u64) -> Vec<Setting> {
     for &heads in &args.shapes {
         for &context in &args.context {
             for &batch in &args.caches.batch {
-                for &method in args.methods.iter().filter(|m| attends || **m != MethodName::Full) {
+                let timed = args.methods.iter().filter_map(|m| Some((*m, m.bench()?)));
+                for (method, bench) in timed.filter(|(_, bench)| attends || bench.retrieves()) {
                     out.push(Setting {
                         heads,
                         context,
                         batch,
                         method,
+                        bench,
                         budget: args.caches.budget,
                         kv: args.caches.kv,
                         size: args.caches.size,

@@ -6,6 +6,7 @@ use std::time::Instant;
 use serde_json::{Value, json};
 
 use super::decode::{Caches, SINKS, WINDOW, float, parse_context};
+use super::timed::{listed, methods, without};
 use super::{cuda_step, median, number, peak_bytes, print_row};
 use crate::cmd::args::Global;
 use crate::cmd::print_json;
@@ -17,7 +18,8 @@ use crate::error::{Error, Kind, Result};
 use crate::flags::{Device, at_least_one};
 use crate::interrupt;
 use crate::kv::packed::Center;
-use crate::method::MethodName;
+use crate::method::bench::Bench;
+use crate::method::registry::MethodName;
 use crate::model::ModelConfig;
 use crate::model::fields::read_json;
 use crate::runner::{Backend, Options};
@@ -42,12 +44,12 @@ pub struct ModelArgs {
     /// Positions in the cache, in numbers or as 8K to 1M
     #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "8K,128K", value_parser = parse_context)]
     context: Vec<usize>,
-    /// How steps choose what they read: full, topk, a2ats, selfindex
     #[arg(
         long,
         value_name = "M,..",
         value_delimiter = ',',
-        default_value = "full,a2ats"
+        default_value = "full,a2ats",
+        help = methods_help()
     )]
     methods: Vec<MethodName>,
     #[command(flatten)]
@@ -57,23 +59,25 @@ pub struct ModelArgs {
     runs: usize,
 }
 
+fn on_cuda(bench: &dyn Bench) -> bool {
+    bench.timed().model_on_cuda
+}
+
+fn methods_help() -> String {
+    let names: Vec<&str> = methods(on_cuda).iter().map(|m| m.as_str()).collect();
+    format!("How steps choose what they read: {}", names.join(", "))
+}
+
 /// Times every combination; what does not fit is said and left out.
 pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     if matches!(global.device, Device::Cpu | Device::Wgpu) {
         return Err(Error::device("`bench decode` needs an NVIDIA GPU")
             .hint("use --device cuda; on the CPU `run` says how many tokens a second a checkpoint gives"));
     }
-    let supported = [
-        MethodName::Full,
-        MethodName::Topk,
-        MethodName::A2ats,
-        MethodName::Selfindex,
-    ];
-    if let Some(method) = args.methods.iter().find(|m| !supported.contains(m)) {
-        let name = method.as_str();
+    if let Some(name) = without(&args.methods, on_cuda) {
         return Err(
             Error::usage(format!("`bench decode` does not time method `{name}`"))
-                .hint("--methods takes full, topk, a2ats and selfindex"),
+                .hint(format!("--methods takes {}", listed(&methods(on_cuda)))),
         );
     }
     float(args.caches.kv)?;
@@ -87,13 +91,14 @@ pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     for (name, config) in configs(args)? {
         for &context in &args.context {
             for &batch in &args.caches.batch {
-                for &method in &args.methods {
+                for (method, bench) in args.methods.iter().filter_map(|m| Some((*m, m.bench()?))) {
                     interrupt::check()?;
                     let setting = Setting {
                         name: &name,
                         context,
                         batch,
                         method,
+                        bench,
                     };
                     match measure(driver, args, global, config.clone(), &setting, bandwidth) {
                         Ok(row) => {
@@ -125,6 +130,7 @@ struct Setting<'a> {
     context: usize,
     batch: usize,
     method: MethodName,
+    bench: &'static dyn Bench,
 }
 
 impl Setting<'_> {
@@ -154,7 +160,7 @@ fn measure(
     let weights = Body::random_bytes(&config);
     let body = Body::random(driver, config, seed)?;
     let sizes = [setting.batch, n, STEPS * (args.runs + 1)];
-    let mut backend = CudaBackend::random(body, setting.method, args.caches.size, options, sizes, seed)?;
+    let mut backend = CudaBackend::random(body, setting.bench, args.caches.size, options, sizes, seed)?;
     let mut times = Vec::new();
     for run in 0..=args.runs {
         interrupt::check()?;

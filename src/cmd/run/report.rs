@@ -5,7 +5,7 @@ use serde_json::json;
 use super::{Conversation, Reply};
 use crate::cmd::print_json;
 use crate::error::Result;
-use crate::method::MethodName;
+use crate::method::registry::MethodName;
 use crate::progress::size;
 
 impl Conversation<'_> {

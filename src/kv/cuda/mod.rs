@@ -266,6 +266,15 @@ impl<'d> Positions<'d> {
     }
 }
 
+/// Queries or keys of some positions, `[b,heads,m,d]`, before and after rotation.
+#[derive(Clone, Copy)]
+pub struct Rotated<'a> {
+    /// Before.
+    pub pre: &'a Buffer<'a, f32>,
+    /// After.
+    pub rope: &'a Buffer<'a, f32>,
+}
+
 fn full(capacity: usize) -> Error {
     Error::failed(format!("the GPU's cache has room for {capacity} positions"))
 }

@@ -1,6 +1,7 @@
 //! a2ats on the GPU: codeword scores, the largest k that fits the budget, one scan over the codes.
 
 pub mod encode;
+mod index;
 
 use half::f16;
 use ndarray::{Array2, ArrayView2};
@@ -12,6 +13,7 @@ use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::cuda::{KINDS, Limits, Positions, Selection, Shape};
 use encode::{Norms, width};
+pub(super) use index::random;
 
 /// Most codewords of a KV head: `rank_codewords` lists them, eight bytes each, in shared memory.
 pub const MOST_CODEWORDS: usize = kernels::RankCodewords::KERNEL.shared_bytes / 8;

@@ -4,6 +4,7 @@
 //! The contract is [`crate::method::ctkvr`]. A centroid's list is built where the centroid comes from: of a prompt's
 //! queries over all that they see, of a step's over what that step ranked.
 
+mod index;
 pub mod prompt;
 
 use std::rc::Rc;
@@ -32,8 +33,6 @@ pub struct Ctkvr<'d> {
     driver: &'d dyn Driver,
     shape: Shape,
     limits: Limits,
-    /// An empty head, which knows how many centroids and positions there are to be.
-    sizes: cpu::Ctkvr,
     /// `[b,g,slots,r,d]`, f16.
     centroids: Buffer<'d, u16>,
     /// `[b,g,slots,longest]` and `[b,g,slots]`.
@@ -54,7 +53,9 @@ pub struct Centroid {
 }
 
 /// What a step needs; one for all layers that see as far.
-struct Space<'d> {
+pub struct Space<'d> {
+    /// An empty head, which knows how many centroids and positions there are to be.
+    sizes: cpu::Ctkvr,
     /// Centroids that there is room for, positions of a list and of a union, and lists that a step recalls.
     slots: usize,
     longest: usize,
@@ -84,7 +85,30 @@ struct Space<'d> {
 }
 
 impl<'d> Space<'d> {
-    fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits, sizes: &cpu::Ctkvr) -> Result<Self> {
+    /// Room for one step of caches of type `kv`, whose bytes bound the index.
+    ///
+    /// # Errors
+    /// Sizes that the kernels are not made for; no memory.
+    pub fn new(
+        driver: &'d dyn Driver,
+        shape: Shape,
+        limits: &Limits,
+        params: &Params,
+        kv: KvType,
+    ) -> Result<Self> {
+        let shape = shape.checked()?;
+        let place = Place {
+            layer: 0,
+            kv_head: 0,
+            group: shape.group,
+            head_dim: shape.head_dim,
+            model_window: limits.model_window,
+            sinks: limits.sinks,
+            window: limits.window,
+            budget: limits.budget,
+            kv,
+        };
+        let sizes = cpu::Ctkvr::new(&place, params);
         let (heads, capacity) = (shape.heads(), shape.capacity);
         let visible = |n: usize| limits.model_window.map_or(n, |w| w.min(n));
         let bounds: Vec<[u32; 2]> = (0..=capacity)
@@ -111,6 +135,7 @@ impl<'d> Space<'d> {
         let h = shape.query_heads();
         let new = |what: &str, len: usize| Buffer::new(driver, what, len);
         Ok(Self {
+            sizes,
             slots,
             longest,
             room,
@@ -134,43 +159,18 @@ impl<'d> Space<'d> {
 }
 
 impl<'d> Ctkvr<'d> {
-    /// An empty index; `like` is that of a layer before it that sees as far. `kv` is what the cap on the index's bytes
-    /// counts.
+    /// An empty index.
     ///
     /// # Errors
     /// Sizes that the kernels are not made for; no memory.
-    pub fn new(
-        driver: &'d dyn Driver,
-        shape: Shape,
-        limits: &Limits,
-        params: &Params,
-        kv: KvType,
-        like: Option<&Self>,
-    ) -> Result<Self> {
+    pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits, space: Rc<Space<'d>>) -> Result<Self> {
         let shape = shape.checked()?;
-        let place = Place {
-            layer: 0,
-            kv_head: 0,
-            group: shape.group,
-            head_dim: shape.head_dim,
-            model_window: limits.model_window,
-            sinks: limits.sinks,
-            window: limits.window,
-            budget: limits.budget,
-            kv,
-        };
-        let sizes = cpu::Ctkvr::new(&place, params);
-        let space = match like {
-            Some(like) => Rc::clone(&like.space),
-            None => Rc::new(Space::new(driver, shape, limits, &sizes)?),
-        };
         let slots = shape.heads() * space.slots;
         let values = slots * shape.group * shape.head_dim;
         Ok(Self {
             driver,
             shape,
             limits: *limits,
-            sizes,
             centroids: Buffer::new(driver, "centroids", values)?,
             lists: Buffer::new(driver, "lists of positions", slots * space.longest)?,
             lens: Buffer::zeros(driver, "lengths of lists", slots)?,
@@ -331,7 +331,7 @@ impl<'d> Ctkvr<'d> {
     /// The step's queries become a centroid, and the step is counted.
     fn update(&self, queries: &Buffer<'_, f32>, positions: &Positions<'_>) -> Result<()> {
         let (space, shape) = (&self.space, &self.shape);
-        let every = self.sizes.params().ct_update.min(u32::MAX as usize);
+        let every = space.sizes.params().ct_update.min(u32::MAX as usize);
         let (update, slots, ring) = (every, space.slots, self.ring.ptr());
         if every > 0 {
             let (chosen, count) = (space.chosen.ptr(), space.chosen_count.ptr());

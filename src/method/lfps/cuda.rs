@@ -1,7 +1,7 @@
 //! lfps on the GPU: what the heads' tables propose, exact scores of that alone, and what was attended back into the
 //! tables: `kernels/select_lfps.cu`.
 
-pub mod tables;
+mod tables;
 
 use std::rc::Rc;
 

@@ -1,9 +1,11 @@
 //! Uniform draws on the GPU: the host draws, the same positions as on the CPU.
 
-use super::Random;
+use super::{Random, Seed};
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
-use crate::kv::cuda::{Limits, Positions, Selection, Shape};
+use crate::kv::cuda::cache::LayerCache;
+use crate::kv::cuda::{Limits, Positions, Rotated, Selection, Shape};
+use crate::method::cuda::{CudaIndex, CudaMethod, CudaNeeds, Indexes, OnDevice};
 
 /// Candidates drawn uniformly, the same as on the CPU: see [`crate::method::random`]. The host draws.
 pub struct Draws<'d> {
@@ -41,5 +43,34 @@ impl<'d> Draws<'d> {
         }
         self.selection.write(&lists)?;
         Ok(&self.selection)
+    }
+}
+
+impl CudaMethod for Seed {
+    fn serves(&self, _: &CudaNeeds) -> bool {
+        true
+    }
+
+    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
+        let index = |(layer, limits)| -> Result<Box<dyn CudaIndex + 'd>> {
+            Ok(Box::new(Draws::new(at.driver, at.shape, limits, self.0, layer)?))
+        };
+        limits.iter().enumerate().map(index).collect()
+    }
+}
+
+impl CudaIndex for Draws<'_> {
+    fn select(
+        &self,
+        _: Rotated<'_>,
+        _: Option<&LayerCache<'_>>,
+        positions: &Positions<'_>,
+        step: usize,
+    ) -> Result<Option<&Selection<'_>>> {
+        Draws::select(self, step, positions).map(Some)
+    }
+
+    fn is_recordable(&self) -> bool {
+        false
     }
 }

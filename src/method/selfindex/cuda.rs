@@ -1,5 +1,7 @@
 //! selfindex on the GPU: table scores of sign patterns, and the best of them within the budget.
 
+mod index;
+
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
@@ -7,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::kv::cuda::best::Best;
 use crate::kv::cuda::signs::{FULL, Signs, words};
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
+pub(super) use index::random;
 
 /// What a layer needs to choose by signs.
 pub struct SelfIndex<'d> {

@@ -1,9 +1,14 @@
 //! The most recent candidates on the GPU.
 
+use std::rc::Rc;
+
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::Result;
-use crate::kv::cuda::{Limits, Positions, Selection, Shape};
+use crate::kv::cuda::cache::LayerCache;
+use crate::kv::cuda::{Limits, Positions, Rotated, Selection, Shape};
+use crate::method::cuda::{ByWindow, CudaIndex, CudaMethod, CudaNeeds, Indexes, OnDevice};
+use crate::method::streaming as cpu;
 
 /// The most recent candidates: see [`crate::method::streaming`].
 pub struct Streaming<'d> {
@@ -39,5 +44,32 @@ impl<'d> Streaming<'d> {
         }
         .launch(self.driver, grid)?;
         Ok(to)
+    }
+}
+
+impl CudaMethod for cpu::Streaming {
+    fn serves(&self, _: &CudaNeeds) -> bool {
+        true
+    }
+
+    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
+        let mut shared = ByWindow::new();
+        let index = |limits| -> Result<Box<dyn CudaIndex + 'd>> {
+            let index = shared.of(limits, || Streaming::new(at.driver, at.shape, limits))?;
+            Ok(Box::new(index))
+        };
+        limits.iter().map(index).collect()
+    }
+}
+
+impl CudaIndex for Rc<Streaming<'_>> {
+    fn select(
+        &self,
+        _: Rotated<'_>,
+        _: Option<&LayerCache<'_>>,
+        positions: &Positions<'_>,
+        _: usize,
+    ) -> Result<Option<&Selection<'_>>> {
+        Streaming::select(self, positions).map(Some)
     }
 }

@@ -1,6 +1,7 @@
 //! topk on the GPU: the weight of every visible position, and the best of the candidates within the budget.
 
 use std::ffi::c_void;
+use std::rc::Rc;
 
 use crate::compute::cuda::buffer::{Buffer, Ptr};
 use crate::compute::cuda::driver::Driver;
@@ -8,7 +9,10 @@ use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::best::Best;
-use crate::kv::cuda::{Limits, Positions, Selection, Shape};
+use crate::kv::cuda::cache::LayerCache;
+use crate::kv::cuda::{Limits, Positions, Rotated, Selection, Shape};
+use crate::method::cuda::{ByWindow, CudaIndex, CudaMethod, CudaNeeds, Indexes, OnDevice, plain};
+use crate::method::topk as cpu;
 
 /// Positions of a block of `topk_scores`.
 const SPAN: usize = 256;
@@ -126,5 +130,36 @@ impl<'d> TopK<'d> {
     /// no candidate has none. Waits for the device.
     pub fn keys(&self) -> Result<Vec<u32>> {
         self.best.keys.read()
+    }
+}
+
+impl CudaMethod for cpu::TopK {
+    fn serves(&self, needs: &CudaNeeds) -> bool {
+        !needs.packed && !needs.rows_on_host
+    }
+
+    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
+        let mut shared = ByWindow::new();
+        let index = |limits| -> Result<Box<dyn CudaIndex + 'd>> {
+            let index = shared.of(limits, || TopK::new(at.driver, at.shape, limits))?;
+            Ok(Box::new(index))
+        };
+        limits.iter().map(index).collect()
+    }
+}
+
+impl CudaIndex for Rc<TopK<'_>> {
+    fn select(
+        &self,
+        queries: Rotated<'_>,
+        cache: Option<&LayerCache<'_>>,
+        positions: &Positions<'_>,
+        _: usize,
+    ) -> Result<Option<&Selection<'_>>> {
+        TopK::select(self, queries.rope, plain(cache)?, positions).map(Some)
+    }
+
+    fn is_oracle(&self) -> bool {
+        true
     }
 }

@@ -55,7 +55,7 @@ impl<'d> Lists<'d> {
             ..*shape
         };
         // Layers with a sliding window have no longer ones.
-        let longest = like.sizes.list_len(capacity).max(1);
+        let longest = like.space.sizes.list_len(capacity).max(1);
         Ok(Self {
             sequence,
             prompt,
@@ -87,7 +87,7 @@ impl<'d> Lists<'d> {
 impl Ctkvr<'_> {
     /// Whether a prompt's queries become centroids.
     fn takes(&self, lists: &Lists<'_>) -> bool {
-        lists.prompt.start == 0 || !self.sizes.params().ct_keep
+        lists.prompt.start == 0 || !self.space.sizes.params().ct_keep
     }
 
     /// Takes in rotated queries `[h,m,d]`, those of the last `m` positions of a part of the prompt; `rows` hold what they
@@ -110,7 +110,7 @@ impl Ctkvr<'_> {
             return Ok(());
         }
         let prompt = &lists.prompt;
-        let chosen = self.sizes.centroid_rows(prompt.len(), prompt.end);
+        let chosen = self.space.sizes.centroid_rows(prompt.len(), prompt.end);
         let end = positions.known().get(lists.sequence).copied().unwrap_or(0);
         let part = end.saturating_sub(m)..end;
         let numbers: Vec<usize> = (0..chosen.len())
@@ -155,7 +155,7 @@ impl Ctkvr<'_> {
         let mut wants = vec![1; lists.at_once];
         for ((span, want), p) in spans.iter_mut().zip(&mut wants).zip(places) {
             *span = lists.span(*p, &self.limits);
-            *want = self.sizes.list_len((span[3] - span[0]) as usize) as u32;
+            *want = self.space.sizes.list_len((span[3] - span[0]) as usize) as u32;
         }
         lists.spans.write(spans.as_flattened())?;
         lists.wants.write(&wants)?;
@@ -221,8 +221,8 @@ impl Ctkvr<'_> {
         }
         let (prompt, slots) = (&lists.prompt, self.space.slots);
         let (new, most) = (
-            self.sizes.centroid_rows(prompt.len(), prompt.end).len(),
-            self.sizes.capacity(prompt.end),
+            self.space.sizes.centroid_rows(prompt.len(), prompt.end).len(),
+            self.space.sizes.capacity(prompt.end),
         );
         let ring = self.ring.part(4 * lists.sequence, 4);
         let [oldest, count] = self.ring_of(lists)?;

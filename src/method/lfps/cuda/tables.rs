@@ -8,19 +8,21 @@ use rayon::prelude::*;
 
 use super::{Lfps, Space};
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::Driver;
 use crate::error::{Error, Result};
 use crate::kv::cuda::attend::{Attention, LayerRows};
-use crate::kv::cuda::{Limits, Positions, Selection, Shape};
+use crate::kv::cuda::cache::LayerCache;
+use crate::kv::cuda::{Limits, Positions, Rotated, Selection, Shape};
 use crate::kv::packed::Center;
 use crate::kv::{KvHead, KvType};
-use crate::method::lfps as method;
+use crate::method::cuda::{
+    ByWindow, CudaIndex, CudaMethod, CudaNeeds, Indexes, OnDevice, WholePrompt, plain,
+};
+use crate::method::lfps::{self as method, Setup};
 use crate::method::{Place, Prompt};
 
 /// The tables of a layer. Those of a prompt are made by the CPU, from its last queries and all rows of its cache.
-pub struct TableIndex<'d> {
+struct TableIndex<'d> {
     lfps: Lfps<'d>,
-    space: Rc<Space<'d>>,
     /// As they are before a prompt, one per KV head.
     heads: Vec<method::Lfps>,
     /// The last queries so far of every query head, up to `rows` of them.
@@ -29,23 +31,31 @@ pub struct TableIndex<'d> {
     shape: Shape,
 }
 
-impl<'d> TableIndex<'d> {
-    /// Before a prompt; `like` is the index of an earlier layer that sees as far.
-    ///
-    /// # Errors
-    /// Sizes that the kernels are not made for; no memory.
-    pub fn new(
-        driver: &'d dyn Driver,
-        shape: Shape,
-        limits: &Limits,
-        setup: &method::Setup,
-        layer: usize,
-        like: Option<&Self>,
-    ) -> Result<Self> {
-        let space = match like {
-            Some(index) => Rc::clone(&index.space),
-            None => Rc::new(Space::new(driver, shape, limits)?),
+impl CudaMethod for Setup {
+    fn serves(&self, needs: &CudaNeeds) -> bool {
+        let rows = !needs.packed && !needs.rows_on_host;
+        rows && !needs.later_prompts && Lfps::can(self.params().lfps_threshold)
+    }
+
+    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
+        let mut shared = ByWindow::new();
+        let index = |(layer, limits)| -> Result<Box<dyn CudaIndex + 'd>> {
+            let space = shared.of(limits, || Space::new(at.driver, at.shape, limits))?;
+            Ok(Box::new(TableIndex::new(at, limits, self, layer, space)?))
         };
+        limits.iter().enumerate().map(index).collect()
+    }
+}
+
+impl<'d> TableIndex<'d> {
+    fn new(
+        at: OnDevice<'d>,
+        limits: &Limits,
+        setup: &Setup,
+        layer: usize,
+        space: Rc<Space<'d>>,
+    ) -> Result<Self> {
+        let shape = at.shape;
         let head = |kv_head| {
             setup.head(&Place {
                 layer,
@@ -61,8 +71,7 @@ impl<'d> TableIndex<'d> {
         };
         let params = setup.params();
         Ok(Self {
-            lfps: Lfps::new(driver, shape, limits, params, Rc::clone(&space))?,
-            space,
+            lfps: Lfps::new(at.driver, shape, limits, params, space)?,
             heads: (0..shape.kv_heads).map(head).collect(),
             queries: RefCell::new(vec![Vec::new(); shape.kv_heads * shape.group]),
             // The last one also tells how much scores vary.
@@ -70,58 +79,71 @@ impl<'d> TableIndex<'d> {
             shape,
         })
     }
+}
 
-    /// Notes the last queries of the next `m` rows of a prompt; waits for the device.
-    pub fn extend(&self, queries: &Buffer<'_, f32>, m: usize) -> Result<()> {
+impl CudaIndex for TableIndex<'_> {
+    /// Notes the last queries so far; waits for the device.
+    fn extend(
+        &self,
+        queries: Rotated<'_>,
+        _: Rotated<'_>,
+        m: usize,
+        _: &LayerRows<'_>,
+        _: &Positions<'_>,
+    ) -> Result<()> {
         let (d, n) = (self.shape.head_dim, self.rows.min(m));
         for (head, last) in self.queries.borrow_mut().iter_mut().enumerate() {
-            last.extend(queries.read_part((head * m + m - n) * d, n * d)?);
+            last.extend(queries.rope.read_part((head * m + m - n) * d, n * d)?);
             let beyond = last.len().saturating_sub(self.rows * d);
             last.drain(..beyond);
         }
         Ok(())
     }
 
-    /// Makes the tables of a prompt that is complete, of one sequence; waits for the device.
-    pub fn end_of_prompt(&self, rows: &LayerRows<'_>, positions: &Positions<'_>) -> Result<()> {
-        let (n, queries) = (positions.longest(), self.queries.borrow());
+    /// Makes the tables of a prompt of one sequence; waits for the device.
+    fn end_of_prompt(&self, prompt: &WholePrompt<'_>) -> Result<()> {
+        let (n, queries) = (prompt.positions.longest(), self.queries.borrow());
         let cached: Vec<_> = (0..self.heads.len())
-            .map(|at| rows.read_head(at, n))
+            .map(|at| prompt.rows.read_head(at, n))
             .collect::<Result<_>>()?;
-        let kv = KvType::from(rows.float);
+        let kv = KvType::from(prompt.rows.float);
         let groups = queries.par_chunks(self.shape.group).zip(&self.heads).zip(cached);
         let heads = groups.map(|((queries, empty), cached)| filled(empty, &queries.concat(), &cached, n, kv));
         self.lfps.write(&heads.collect::<Result<Vec<_>>>()?)
     }
 
-    /// See [`Lfps::select`].
-    pub fn select(
+    fn select(
         &self,
-        queries: &Buffer<'_, f32>,
-        rows: &LayerRows<'_>,
+        queries: Rotated<'_>,
+        cache: Option<&LayerCache<'_>>,
         positions: &Positions<'_>,
-    ) -> Result<&Selection<'d>> {
-        self.lfps.select(queries, rows, positions)
+        _: usize,
+    ) -> Result<Option<&Selection<'_>>> {
+        self.lfps.select(queries.rope, plain(cache)?, positions).map(Some)
     }
 
-    /// See [`Lfps::observe`].
-    pub fn observe(
+    fn observe(
         &self,
-        queries: &Buffer<'_, f32>,
-        rows: &LayerRows<'_>,
+        queries: Rotated<'_>,
+        cache: &LayerCache<'_>,
         positions: &Positions<'_>,
         attention: &Attention<'_>,
     ) -> Result<()> {
-        self.lfps.observe(queries, rows, positions, attention)
+        let rows = plain(Some(cache))?;
+        self.lfps.observe(queries.rope, rows, positions, attention)
     }
 
-    /// See [`Lfps::tally`].
-    pub fn tally(&self, positions: &Positions<'_>, sums: &Buffer<'_, f64>) -> Result<()> {
+    fn tally(
+        &self,
+        _: OnDevice<'_>,
+        positions: &Positions<'_>,
+        _: Option<&Selection<'_>>,
+        sums: &Buffer<'_, f64>,
+    ) -> Result<()> {
         self.lfps.tally(positions, sums)
     }
 
-    /// Bytes that grow with the context.
-    pub fn bytes(&self) -> usize {
+    fn bytes(&self) -> usize {
         self.lfps.bytes()
     }
 }

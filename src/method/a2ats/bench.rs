@@ -1,0 +1,83 @@
+//! a2ats with random codebooks and codes, for benchmarks.
+
+use std::sync::Arc;
+
+use half::f16;
+use ndarray::{Array1, Array2};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rayon::prelude::*;
+
+use super::{A2ats, HeadCodebook, cuda};
+use crate::error::Result;
+use crate::kv::KvType;
+use crate::kv::cuda::Limits;
+use crate::method::bench::{Bench, Layer, NewHead, RandomHead, Timed};
+use crate::method::cuda::{Indexes, OnDevice};
+use crate::method::params::Params;
+use crate::model::rope::{Rope, RopeConfig, RopeScaling};
+
+/// See [`Bench`].
+pub(super) struct Random;
+
+impl Bench for Random {
+    fn timed(&self) -> Timed {
+        Timed {
+            layer_on_cpu: true,
+            layer_on_cuda: true,
+            model_on_cuda: true,
+        }
+    }
+
+    fn has_plain_ranking(&self) -> bool {
+        true
+    }
+
+    fn reads_rows(&self, _: KvType) -> bool {
+        false
+    }
+
+    /// Codes, and the codebooks that all sequences share.
+    fn index_bytes(&self, layer: &Layer) -> usize {
+        2 * layer.kv_heads * (layer.sequences * layer.context + layer.codewords * layer.head_dim)
+    }
+
+    fn heads(&self, layer: &Layer, _: &Params) -> Result<Box<NewHead>> {
+        let layer = *layer;
+        let codebooks = (0..layer.kv_heads)
+            .into_par_iter()
+            .map(|head| codebook(&layer, head));
+        let codebooks: Vec<Arc<HeadCodebook>> = codebooks.collect::<Result<_>>()?;
+        Ok(Box::new(move |place, rng| {
+            let codes = (0..layer.context).map(|_| (rng.r#gen::<usize>() % layer.codewords) as u16);
+            let head = A2ats::with_codes(Arc::clone(&codebooks[place.kv_head]), codes.collect());
+            RandomHead::full(head.ranking(layer.ranking))
+        }))
+    }
+
+    fn indexes<'d>(
+        &self,
+        at: OnDevice<'d>,
+        limits: &[Limits],
+        seeds: &[u32],
+        codewords: usize,
+    ) -> Result<Indexes<'d>> {
+        cuda::random(at, limits, seeds, codewords)
+    }
+}
+
+/// A codebook without whitening.
+fn codebook(layer: &Layer, head: usize) -> Result<Arc<HeadCodebook>> {
+    let (size, d) = (layer.codewords, layer.head_dim);
+    let config = RopeConfig {
+        theta: 1e4,
+        scaling: RopeScaling::Default,
+    };
+    let rope = Rope::new(&config, d);
+    let mut rng = ChaCha8Rng::seed_from_u64(layer.seed + head as u64);
+    let codebook = Array2::from_shape_simple_fn((size, d), || {
+        f16::from_f32(rng.r#gen::<f32>() * 2.0 - 1.0).to_f32()
+    });
+    let head = HeadCodebook::new(codebook, Array1::zeros(d), Array2::eye(d), &rope, 2048)?;
+    Ok(Arc::new(head))
+}

@@ -1,0 +1,142 @@
+//! The index of a layer: its codebooks and its codes.
+
+use std::ops::Range;
+
+use ndarray::Array2;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::encode::Encoder;
+use super::{A2ats, Codebooks, HeadConstants};
+use crate::compute::cuda::buffer::Buffer;
+use crate::error::Result;
+use crate::kv::Budget;
+use crate::kv::cuda::attend::LayerRows;
+use crate::kv::cuda::cache::LayerCache;
+use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
+use crate::method::a2ats::Setup;
+use crate::method::cuda::{CudaIndex, CudaMethod, CudaNeeds, Indexes, OnDevice, PromptRoom};
+
+/// See [`CudaIndex`].
+struct CodeIndex<'d> {
+    at: OnDevice<'d>,
+    codebooks: Codebooks<'d>,
+    state: A2ats<'d>,
+    /// Whether codes are of keys before rotation.
+    is_windowed: bool,
+    encoder: PromptRoom<Encoder<'d>>,
+}
+
+impl CudaMethod for Setup {
+    fn serves(&self, _: &CudaNeeds) -> bool {
+        true
+    }
+
+    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
+        let encoder = PromptRoom::new();
+        let share = self.params.topk_per_query_head;
+        let index = |(layer, limits): (usize, &Limits)| -> Result<Box<dyn CudaIndex + 'd>> {
+            let heads = (0..at.shape.kv_heads).map(|head| self.codebooks.head(layer, head));
+            let is_windowed = heads.clone().all(|head| head.is_windowed());
+            let constants: Vec<_> = heads.map(|head| head.constants()).collect();
+            let codebooks = Codebooks::new(at.driver, &constants)?;
+            let limits = Limits {
+                budget: share.map_or(limits.budget, Budget::Fraction),
+                ..*limits
+            };
+            let state = A2ats::new(at.driver, at.shape, &limits, &codebooks, share.is_some())?;
+            Ok(Box::new(CodeIndex {
+                at,
+                codebooks,
+                state,
+                is_windowed,
+                encoder: encoder.clone(),
+            }))
+        };
+        limits.iter().enumerate().map(index).collect()
+    }
+}
+
+impl CodeIndex<'_> {
+    /// What is encoded, or scored.
+    fn rows<'a>(&self, rows: Rotated<'a>) -> &'a Buffer<'a, f32> {
+        if self.is_windowed { rows.pre } else { rows.rope }
+    }
+}
+
+impl CudaIndex for CodeIndex<'_> {
+    fn begin_prompt(&self, _: Range<usize>, rows: usize) -> Result<()> {
+        self.encoder
+            .begin(Encoder::new(self.at.driver, self.at.shape, rows)?);
+        Ok(())
+    }
+
+    fn end_prompt(&self) {
+        self.encoder.end();
+    }
+
+    fn extend(
+        &self,
+        _: Rotated<'_>,
+        keys: Rotated<'_>,
+        m: usize,
+        _: &LayerRows<'_>,
+        positions: &Positions<'_>,
+    ) -> Result<()> {
+        let keys = self.rows(keys);
+        self.encoder
+            .work(|encoder| self.state.extend(keys, m, &self.codebooks, positions, encoder))
+    }
+
+    fn append(&self, keys: Rotated<'_>, positions: &Positions<'_>) -> Result<()> {
+        self.state.append(self.rows(keys), &self.codebooks, positions)
+    }
+
+    fn select(
+        &self,
+        queries: Rotated<'_>,
+        _: Option<&LayerCache<'_>>,
+        positions: &Positions<'_>,
+        _: usize,
+    ) -> Result<Option<&Selection<'_>>> {
+        let queries = self.rows(queries);
+        self.state.select(queries, &self.codebooks, positions).map(Some)
+    }
+
+    fn bytes(&self) -> usize {
+        self.state.bytes()
+    }
+}
+
+/// Indexes of random codebooks and codes, for a benchmark; see [`Bench::indexes`](crate::method::bench::Bench::indexes).
+pub(in crate::method::a2ats) fn random<'d>(
+    at: OnDevice<'d>,
+    limits: &[Limits],
+    seeds: &[u32],
+    codewords: usize,
+) -> Result<Indexes<'d>> {
+    let encoder = PromptRoom::new();
+    let d = at.shape.head_dim;
+    let index = |(limits, seed): (&Limits, &u32)| -> Result<Box<dyn CudaIndex + 'd>> {
+        let mut rng = ChaCha8Rng::seed_from_u64(u64::from(*seed));
+        let codebook = |_| Array2::from_shape_simple_fn((codewords, d), || rng.r#gen::<f32>() * 2.0 - 1.0);
+        let books: Vec<Array2<f32>> = (0..at.shape.kv_heads).map(codebook).collect();
+        let heads = books.iter().map(|codebook| HeadConstants {
+            codebook: codebook.view(),
+            query_map: Array2::eye(d),
+            key_map: Array2::eye(d),
+            mean: vec![0.0; d],
+        });
+        let codebooks = Codebooks::new(at.driver, &heads.collect::<Vec<_>>())?;
+        let state = A2ats::new(at.driver, at.shape, limits, &codebooks, false)?;
+        state.fill(*seed)?;
+        Ok(Box::new(CodeIndex {
+            at,
+            codebooks,
+            state,
+            is_windowed: true,
+            encoder: encoder.clone(),
+        }))
+    };
+    limits.iter().zip(seeds).map(index).collect()
+}

@@ -1,0 +1,118 @@
+//! What a benchmark asks of a method: where its steps can be timed, and indexes of random contents.
+
+use rand_chacha::ChaCha8Rng;
+
+use super::cuda::{Indexes, OnDevice};
+use super::params::Params;
+use super::{Place, Ranking, Retriever};
+use crate::error::{Error, Result};
+use crate::kv::KvType;
+use crate::kv::cuda::Limits;
+
+/// Where decode steps of a method can be timed.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Timed {
+    /// One layer, on the CPU.
+    pub layer_on_cpu: bool,
+    /// One layer, on an NVIDIA GPU.
+    pub layer_on_cuda: bool,
+    /// A whole model, on an NVIDIA GPU.
+    pub model_on_cuda: bool,
+}
+
+/// The layer whose steps are timed.
+#[derive(Clone, Copy, Debug)]
+pub struct Layer {
+    /// Sequences, b.
+    pub sequences: usize,
+    /// KV heads, g.
+    pub kv_heads: usize,
+    /// Channels, d.
+    pub head_dim: usize,
+    /// Positions in the cache, n.
+    pub context: usize,
+    /// Codewords per KV head, M.
+    pub codewords: usize,
+    /// How the best positions are looked for.
+    pub ranking: Ranking,
+    /// Seed of random contents.
+    pub seed: u64,
+}
+
+/// What the index of a head takes in before its steps are timed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fill {
+    /// Nothing: it is full from the start, or there is none.
+    Nothing,
+    /// The keys, one chunk after the other.
+    Keys,
+    /// A prompt with this many last queries.
+    Prompt(usize),
+}
+
+/// A KV head on the CPU.
+pub struct RandomHead {
+    /// Its state.
+    pub retriever: Box<dyn Retriever>,
+    /// What that takes in.
+    pub fill: Fill,
+}
+
+impl RandomHead {
+    /// A head that takes in nothing.
+    pub fn full(retriever: impl Retriever + 'static) -> Self {
+        Self {
+            retriever: Box::new(retriever),
+            fill: Fill::Nothing,
+        }
+    }
+}
+
+/// Makes a KV head; random contents come from the generator.
+pub type NewHead = dyn Fn(&Place, &mut ChaCha8Rng) -> RandomHead + Send + Sync;
+
+/// A method whose decode steps can be timed.
+pub trait Bench: Sync {
+    /// Where.
+    fn timed(&self) -> Timed;
+
+    /// Whether a step chooses what it attends.
+    fn retrieves(&self) -> bool {
+        true
+    }
+
+    /// Whether it knows [`Ranking::Plain`].
+    fn has_plain_ranking(&self) -> bool {
+        false
+    }
+
+    /// Whether a step reads cached rows of this type in order to choose.
+    fn reads_rows(&self, kv: KvType) -> bool {
+        let _ = kv;
+        true
+    }
+
+    /// Bytes of the index of a layer: what a step on a GPU reads of it.
+    fn index_bytes(&self, layer: &Layer) -> usize;
+
+    /// What makes the heads of a layer on the CPU.
+    ///
+    /// # Errors
+    /// Sizes or parameters that the method cannot have.
+    fn heads(&self, layer: &Layer, params: &Params) -> Result<Box<NewHead>>;
+
+    /// Indexes on an NVIDIA GPU, one per layer with its limits and its seed; `codewords` per KV head.
+    ///
+    /// # Errors
+    /// A method that has none; sizes that the kernels are not made for; no memory.
+    fn indexes<'d>(
+        &self,
+        at: OnDevice<'d>,
+        limits: &[Limits],
+        seeds: &[u32],
+        codewords: usize,
+    ) -> Result<Indexes<'d>> {
+        let _ = (at, limits, seeds, codewords);
+        Err(Error::failed("CUDA: a method without an index on the device"))
+    }
+}

@@ -1,0 +1,88 @@
+//! What a run with ctkvr may set.
+
+use rand::SeedableRng;
+use rand::seq::index;
+use rand_chacha::ChaCha8Rng;
+
+/// Length of a list by default, in budgets.
+const LIST_PER_BUDGET: f64 = 2.5;
+
+/// A flag's length of a list, in budgets: what is ranked must fill one.
+fn list_per_budget(text: &str) -> std::result::Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(x) if x.is_finite() && x >= 1.0 => Ok(x),
+        _ => Err("expected a number of at least 1".to_string()),
+    }
+}
+
+/// Which prompt queries become centroids.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Choose {
+    /// The last, as in the paper.
+    Last,
+    /// Evenly spaced over the prompt (ablation).
+    Even,
+    /// The first (ablation).
+    First,
+    /// Drawn, the same for every head (ablation).
+    Random,
+}
+
+impl Choose {
+    /// `count` of `m` rows, ascending.
+    pub(super) fn rows(self, m: usize, count: usize) -> Vec<usize> {
+        let count = count.min(m);
+        match self {
+            Self::Last => (m - count..m).collect(),
+            Self::Even => (0..count).map(|i| (i + 1) * m / count - 1).collect(),
+            Self::First => (0..count).collect(),
+            Self::Random => {
+                let mut rng = ChaCha8Rng::seed_from_u64(m as u64);
+                let mut rows = index::sample(&mut rng, m, count).into_vec();
+                rows.sort_unstable();
+                rows
+            }
+        }
+    }
+}
+
+/// What a run may set.
+#[derive(Clone, Debug, clap::Args)]
+#[group(skip)]
+pub struct Params {
+    /// ctkvr: centroids, C (default: one per 16 positions, at least C' and at most 2048)
+    #[arg(long, value_name = "C", value_parser = crate::flags::at_least_one)]
+    pub ct_centroids: Option<usize>,
+    /// ctkvr: centroids whose lists a step recalls, C'
+    #[arg(long, value_name = "C", default_value_t = 4, value_parser = crate::flags::at_least_one)]
+    pub ct_probes: usize,
+    /// ctkvr: a step in so many becomes a centroid; 0 = none does
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub ct_update: usize,
+    /// ctkvr: most bytes of the index, as a share of the KV cache
+    #[arg(long, value_name = "F", default_value_t = 0.1, value_parser = crate::flags::share)]
+    pub ct_cap: f64,
+    /// ctkvr: which prompt queries become centroids
+    #[arg(long, value_enum, default_value_t = Choose::Last)]
+    pub ct_choose: Choose,
+    /// ctkvr: length of a list, in budgets
+    #[arg(long, value_name = "F", default_value_t = LIST_PER_BUDGET, value_parser = list_per_budget)]
+    pub ct_list: f64,
+    /// ctkvr: a later prompt's queries become no centroids (ablation)
+    #[arg(long)]
+    pub ct_keep: bool,
+}
+
+impl Default for Params {
+    fn default() -> Self {
+        Self {
+            ct_centroids: None,
+            ct_probes: 4,
+            ct_update: 1,
+            ct_cap: 0.1,
+            ct_choose: Choose::Last,
+            ct_list: LIST_PER_BUDGET,
+            ct_keep: false,
+        }
+    }
+}

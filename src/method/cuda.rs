@@ -1,0 +1,275 @@
+//! What a method is on an NVIDIA GPU: a [`CudaMethod`] makes a [`CudaIndex`] for every layer of a session.
+
+use std::cell::RefCell;
+use std::ops::Range;
+use std::rc::Rc;
+
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::kernels;
+use crate::error::{Error, Result};
+use crate::kv::KvType;
+use crate::kv::cuda::attend::{Attention, LayerRows};
+use crate::kv::cuda::cache::LayerCache;
+use crate::kv::cuda::prompt::{Prompts, Queries};
+use crate::kv::cuda::{Limits, Positions, Rotated, Selection, Shape};
+
+/// What a session needs of a method's index.
+#[derive(Clone, Copy, Debug)]
+pub struct CudaNeeds {
+    /// The cache is in 2 bits.
+    pub packed: bool,
+    /// More than one prompt comes.
+    pub later_prompts: bool,
+    /// The cached rows are in the machine's memory.
+    pub rows_on_host: bool,
+}
+
+/// Where the indexes of a session are, and the cache beside which they are.
+#[derive(Clone, Copy)]
+pub struct OnDevice<'d> {
+    /// The GPU.
+    pub driver: &'d dyn Driver,
+    /// One layer's cache.
+    pub shape: Shape,
+    /// Element type of the cache.
+    pub kv: KvType,
+}
+
+/// One index per layer.
+pub type Indexes<'d> = Vec<Box<dyn CudaIndex + 'd>>;
+
+/// A method whose index can be on an NVIDIA GPU.
+pub trait CudaMethod {
+    /// Whether its index has what a session needs.
+    fn serves(&self, needs: &CudaNeeds) -> bool;
+
+    /// The empty index of every layer; `limits` has one entry per layer. What layers share is made here.
+    ///
+    /// # Errors
+    /// Sizes that the kernels are not made for; no memory.
+    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>>;
+}
+
+/// A prompt that has passed a layer.
+pub struct WholePrompt<'a> {
+    /// All its rows, behind those of earlier prompts.
+    pub rows: &'a LayerRows<'a>,
+    /// The cache on the device that holds them now.
+    pub cache: Option<&'a LayerCache<'a>>,
+    /// Those of its last chunk.
+    pub queries: Queries<'a>,
+    /// Where it is worked on, if the index [`wants_prompts`](CudaIndex::wants_prompts) or the cache does.
+    pub prompts: Option<&'a Prompts<'a>>,
+    /// Positions of the layer.
+    pub positions: &'a Positions<'a>,
+}
+
+/// The index of one layer, for all its KV heads.
+pub trait CudaIndex {
+    /// Makes room for a prompt at these positions, which passes in chunks of up to `rows` rows. Called on the index of
+    /// the first layer, for all layers.
+    ///
+    /// # Errors
+    /// No memory.
+    fn begin_prompt(&self, prompt: Range<usize>, rows: usize) -> Result<()> {
+        let _ = (prompt, rows);
+        Ok(())
+    }
+
+    /// Frees that room, after the prompt has passed all layers. Called on the index of the first layer.
+    fn end_prompt(&self) {}
+
+    /// Whether [`CudaIndex::end_of_prompt`] works on the rows of a prompt as f32.
+    fn wants_prompts(&self) -> bool {
+        false
+    }
+
+    /// Takes in the queries and keys of the last `m` positions of a prompt, `[b,heads,m,d]`, one chunk after the other;
+    /// `rows` hold the keys.
+    fn extend(
+        &self,
+        queries: Rotated<'_>,
+        keys: Rotated<'_>,
+        m: usize,
+        rows: &LayerRows<'_>,
+        positions: &Positions<'_>,
+    ) -> Result<()> {
+        let _ = (queries, keys, m, rows, positions);
+        Ok(())
+    }
+
+    /// Takes in a prompt after its last chunk.
+    fn end_of_prompt(&self, prompt: &WholePrompt<'_>) -> Result<()> {
+        let _ = prompt;
+        Ok(())
+    }
+
+    /// Takes in the key of the last position, `[b,g,1,d]`.
+    fn append(&self, keys: Rotated<'_>, positions: &Positions<'_>) -> Result<()> {
+        let _ = (keys, positions);
+        Ok(())
+    }
+
+    /// Chooses for the queries of the last position, `[b,h,1,d]`, in decode step number `step`; `None` is everything.
+    /// There is no `cache` where its rows are in the machine's memory.
+    fn select(
+        &self,
+        queries: Rotated<'_>,
+        cache: Option<&LayerCache<'_>>,
+        positions: &Positions<'_>,
+        step: usize,
+    ) -> Result<Option<&Selection<'_>>>;
+
+    /// Learns from the attention over what was chosen, and has its own say in the result.
+    fn observe(
+        &self,
+        queries: Rotated<'_>,
+        cache: &LayerCache<'_>,
+        positions: &Positions<'_>,
+        attention: &Attention<'_>,
+    ) -> Result<()> {
+        let _ = (queries, cache, positions, attention);
+        Ok(())
+    }
+
+    /// Adds to `sums` `[3]` what a layer did in this step, mean over its heads: the share of rows read; of products
+    /// taken to rank and of query heads bypassed, where that is counted.
+    fn tally(
+        &self,
+        at: OnDevice<'_>,
+        positions: &Positions<'_>,
+        chosen: Option<&Selection<'_>>,
+        sums: &Buffer<'_, f64>,
+    ) -> Result<()> {
+        kernels::TallyRows {
+            spans: positions.span_ptr(),
+            listed: chosen.map(Selection::listed_ptr),
+            ranked: chosen.and_then(Selection::ranked_ptr),
+            sum: sums.ptr(),
+            b: at.shape.sequences,
+            g: at.shape.kv_heads,
+        }
+        .launch(at.driver, [1, 1, 1])
+    }
+
+    /// Whether a step's launches are the same every time.
+    fn is_recordable(&self) -> bool {
+        true
+    }
+
+    /// Whether it takes every product of a query with a key in order to choose.
+    fn is_oracle(&self) -> bool {
+        false
+    }
+
+    /// Bytes that grow with the context.
+    fn bytes(&self) -> usize {
+        0
+    }
+}
+
+/// What layers share that see as far.
+pub(super) struct ByWindow<T>(Vec<(Option<usize>, Rc<T>)>);
+
+impl<T> ByWindow<T> {
+    /// Nothing yet.
+    pub fn new() -> Self {
+        Self(Vec::new())
+    }
+
+    /// That of layers with these limits; the first one makes it.
+    pub fn of(&mut self, limits: &Limits, make: impl FnOnce() -> Result<T>) -> Result<Rc<T>> {
+        let window = limits.model_window;
+        if let Some((_, known)) = self.0.iter().find(|(other, _)| *other == window) {
+            return Ok(Rc::clone(known));
+        }
+        let new = Rc::new(make()?);
+        self.0.push((window, Rc::clone(&new)));
+        Ok(new)
+    }
+}
+
+/// Where all layers of a session take in prompts; there from the beginning of a prompt to its end.
+pub(super) struct PromptRoom<T>(Rc<RefCell<Option<T>>>);
+
+impl<T> Clone for PromptRoom<T> {
+    fn clone(&self) -> Self {
+        Self(Rc::clone(&self.0))
+    }
+}
+
+impl<T> PromptRoom<T> {
+    /// None yet.
+    pub fn new() -> Self {
+        Self(Rc::new(RefCell::new(None)))
+    }
+
+    /// Begins a prompt.
+    pub fn begin(&self, room: T) {
+        *self.0.borrow_mut() = Some(room);
+    }
+
+    /// Ends it.
+    pub fn end(&self) {
+        *self.0.borrow_mut() = None;
+    }
+
+    /// Works in the room.
+    ///
+    /// # Errors
+    /// No prompt has begun.
+    pub fn work(&self, work: impl FnOnce(&T) -> Result<()>) -> Result<()> {
+        match &*self.0.borrow() {
+            Some(room) => work(room),
+            None => Err(Error::failed("CUDA: rows of a prompt that did not begin")),
+        }
+    }
+}
+
+/// The cache's rows, for what ranks by them.
+pub(super) fn plain<'s, 'd>(cache: Option<&'s LayerCache<'d>>) -> Result<&'s LayerRows<'d>> {
+    let rows = cache.and_then(LayerCache::plain);
+    rows.ok_or_else(|| Error::failed("CUDA: the method needs the cache's rows on the device"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kv::Budget;
+
+    #[test]
+    fn layers_share_by_their_window() {
+        let limits = |model_window| Limits {
+            sinks: 0,
+            window: 1,
+            model_window,
+            budget: Budget::Count(1),
+        };
+        let mut shared = ByWindow::new();
+        let mut of = |window, i: usize| *shared.of(&limits(window), || Ok(i)).unwrap();
+        let windows = [None, Some(8), None, Some(9), Some(8)];
+        let found: Vec<usize> = windows.into_iter().zip(0..).map(|(w, i)| of(w, i)).collect();
+        assert_eq!(found, [0, 1, 0, 3, 1]);
+    }
+
+    #[test]
+    fn a_prompt_begins_before_its_rows_come() {
+        let room = PromptRoom::new();
+        let other = room.clone();
+        let work = |room: &PromptRoom<usize>| {
+            room.work(|i| {
+                if *i == 7 {
+                    Ok(())
+                } else {
+                    Err(Error::failed("other"))
+                }
+            })
+        };
+        assert!(work(&room).is_err());
+        room.begin(7);
+        assert!(work(&other).is_ok());
+        other.end();
+        assert!(work(&room).is_err());
+    }
+}

@@ -1,0 +1,36 @@
+//! What a run with lfps may set.
+
+use super::threshold::Threshold;
+
+/// What a run may set.
+#[derive(Clone, Copy, Debug, clap::Args)]
+#[group(skip)]
+pub struct Params {
+    /// lfps: last prompt queries that fill the tables; 0 = calibrated priors alone
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = crate::flags::parse_count)]
+    pub lfps_rows: usize,
+    /// lfps: weight of the calibrated priors, in prompt queries
+    #[arg(long, value_name = "N", default_value_t = 8.0, value_parser = crate::flags::not_negative)]
+    pub lfps_prior: f64,
+    /// lfps: threshold above the mean, in deviations; more = fewer candidates (default: as calibrated, else 0.2)
+    #[arg(long, value_name = "A", value_parser = crate::flags::not_negative)]
+    pub lfps_alpha: Option<f64>,
+    /// lfps: share of the sinks above which a head is answered without the cache; 1 = never
+    #[arg(long, value_name = "F", default_value_t = 0.85, value_parser = crate::flags::share)]
+    pub lfps_theta: f64,
+    /// lfps: how the thresholds are set
+    #[arg(long, value_enum, default_value_t = Threshold::Kurtosis)]
+    pub lfps_threshold: Threshold,
+}
+
+impl Default for Params {
+    fn default() -> Self {
+        Self {
+            lfps_rows: 32,
+            lfps_prior: 8.0,
+            lfps_alpha: None,
+            lfps_theta: 0.85,
+            lfps_threshold: Threshold::Kurtosis,
+        }
+    }
+}

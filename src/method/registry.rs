@@ -1,0 +1,115 @@
+//! The methods by name. A new one has a line in [`METHODS`].
+
+use std::fmt;
+
+use clap::ValueEnum;
+use clap::builder::PossibleValue;
+
+use super::bench::Bench;
+use super::declaration::{Ask, Declaration};
+use super::{
+    Method, a2ats, ctkvr, full, lfps, quest, random, section_specs, selfindex, snapkv, streaming, topk,
+};
+use crate::artifact::Artifact;
+use crate::error::Result;
+
+/// All methods, in the order in which the help lists them and the first calibrated one becomes the default.
+pub static METHODS: &[MethodName] = &[
+    MethodName(&full::METHOD),
+    MethodName(&topk::METHOD),
+    MethodName(&random::METHOD),
+    MethodName(&streaming::METHOD),
+    MethodName(&quest::METHOD),
+    MethodName(&snapkv::METHOD),
+    MethodName(&a2ats::METHOD),
+    MethodName(&selfindex::METHOD),
+    MethodName(&lfps::METHOD),
+    MethodName(&ctkvr::METHOD),
+];
+
+/// One of [`METHODS`], as the command line names it.
+#[derive(Clone, Copy)]
+pub struct MethodName(&'static Declaration);
+
+impl MethodName {
+    /// Name on the command line and in results.
+    pub fn as_str(self) -> &'static str {
+        self.0.name
+    }
+
+    /// What of the method can be timed with random contents.
+    pub fn bench(self) -> Option<&'static dyn Bench> {
+        self.0.bench
+    }
+
+    /// Prepares the method for a model.
+    pub fn prepare(self, ask: &Ask) -> Result<Box<dyn Method>> {
+        (self.0.prepare)(ask)
+    }
+}
+
+impl PartialEq for MethodName {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.name == other.0.name
+    }
+}
+
+impl Eq for MethodName {}
+
+impl fmt::Debug for MethodName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0.name)
+    }
+}
+
+impl ValueEnum for MethodName {
+    fn value_variants<'a>() -> &'a [Self] {
+        METHODS
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let help = match &self.0.paper {
+            Some(paper) => format!("{} ({}, arXiv {})", self.0.help, paper.title, paper.arxiv),
+            None => self.0.help.to_owned(),
+        };
+        Some(PossibleValue::new(self.0.name).help(help))
+    }
+}
+
+/// The method of a run that names none: the first with a section in the artifact, else full attention.
+pub fn default_method(artifact: Option<&Artifact>) -> MethodName {
+    let is_calibrated = |method: &&MethodName| {
+        let section = method.0.section;
+        artifact.is_some_and(|a| section.is_some_and(|section| a.has(section)))
+    };
+    let calibrated = METHODS.iter().find(is_calibrated);
+    calibrated.copied().unwrap_or(MethodName(&full::METHOD))
+}
+
+/// Bytes of what `method` needs besides its index, whatever the context: its section of the artifact.
+pub fn constant_bytes(method: MethodName, artifact: Option<&Artifact>) -> Result<usize> {
+    let (Some(section), Some(artifact)) = (method.0.section, artifact) else {
+        return Ok(0);
+    };
+    if !artifact.has(section) {
+        return Ok(0);
+    }
+    let specs = section_specs(section, artifact.section(section)?, artifact.sizes)?;
+    Ok(specs.iter().filter_map(|s| s.bytes()).sum())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_name_is_found_and_stands_once() {
+        for (i, method) in METHODS.iter().enumerate() {
+            let found = MethodName::from_str(method.as_str(), false).unwrap();
+            let first = METHODS.iter().position(|m| *m == found);
+            assert_eq!(first, Some(i), "{}", method.as_str());
+        }
+        assert!(MethodName::from_str("h20", false).is_err());
+        assert_eq!(default_method(None).as_str(), "full");
+    }
+}

@@ -1,0 +1,56 @@
+//! selfindex with random signs, for benchmarks.
+
+use super::{Center, SelfIndex, Source, cuda};
+use crate::error::Result;
+use crate::kv::KvType;
+use crate::kv::cuda::Limits;
+use crate::method::bench::{Bench, Fill, Layer, NewHead, RandomHead, Timed};
+use crate::method::cuda::{Indexes, OnDevice};
+use crate::method::params::Params;
+
+/// See [`Bench`].
+pub(super) struct Random;
+
+impl Bench for Random {
+    fn timed(&self) -> Timed {
+        Timed {
+            layer_on_cpu: true,
+            layer_on_cuda: true,
+            model_on_cuda: true,
+        }
+    }
+
+    fn has_plain_ranking(&self) -> bool {
+        true
+    }
+
+    /// Signs in 2-bit rows are the index too.
+    fn reads_rows(&self, kv: KvType) -> bool {
+        kv == KvType::TwoBit
+    }
+
+    fn index_bytes(&self, layer: &Layer) -> usize {
+        layer.sequences * layer.kv_heads * layer.context * layer.head_dim / 8
+    }
+
+    fn heads(&self, layer: &Layer, _: &Params) -> Result<Box<NewHead>> {
+        let ranking = layer.ranking;
+        Ok(Box::new(move |place, _| {
+            let head = SelfIndex::new(place, Center::Median, Source::Signs, None);
+            RandomHead {
+                retriever: Box::new(head.ranking(ranking)),
+                fill: Fill::Keys,
+            }
+        }))
+    }
+
+    fn indexes<'d>(
+        &self,
+        at: OnDevice<'d>,
+        limits: &[Limits],
+        seeds: &[u32],
+        _: usize,
+    ) -> Result<Indexes<'d>> {
+        cuda::random(at, limits, seeds)
+    }
+}

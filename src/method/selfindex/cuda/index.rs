@@ -1,0 +1,138 @@
+//! The index of a layer: the signs of its keys, and their centroids.
+
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::SelfIndex;
+use crate::compute::cuda::buffer::Buffer;
+use crate::error::{Error, Result};
+use crate::kv::KvType;
+use crate::kv::cuda::cache::LayerCache;
+use crate::kv::cuda::prompt::Rows;
+use crate::kv::cuda::signs::{FULL, Signs};
+use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
+use crate::kv::packed::{Center, Layout};
+use crate::method::cuda::{CudaIndex, CudaMethod, CudaNeeds, Indexes, OnDevice, WholePrompt};
+use crate::method::selfindex::{Centroids, Setup};
+
+/// See [`CudaIndex`].
+struct SignIndex<'d> {
+    /// `None` where the cache holds them.
+    signs: Option<Signs<'d>>,
+    index: SelfIndex<'d>,
+    layout: Layout,
+    /// Whether centroids come from the prompt, and what joins those, `[g,d/4,16,4]`.
+    fit: Option<Option<Buffer<'d, f32>>>,
+}
+
+impl CudaMethod for Setup {
+    fn serves(&self, needs: &CudaNeeds) -> bool {
+        !needs.later_prompts && self.layout().full <= FULL
+    }
+
+    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
+        let (driver, shape) = (at.driver, at.shape);
+        let index = |(layer, limits)| -> Result<Box<dyn CudaIndex + 'd>> {
+            let signs = match at.kv {
+                KvType::TwoBit => None,
+                _ => Some(Signs::new(driver, shape)?),
+            };
+            let centroids = self.centroids(layer, shape.kv_heads, shape.head_dim);
+            let (index, fit) = match centroids {
+                Centroids::Fixed(values) => (SelfIndex::new(driver, shape, limits, &values)?, None),
+                Centroids::Prompt(prior) => {
+                    let prior = prior.map(|values| Buffer::of(driver, "centroids of signs", &values));
+                    (SelfIndex::empty(driver, shape, limits)?, Some(prior.transpose()?))
+                }
+            };
+            Ok(Box::new(SignIndex {
+                signs,
+                index,
+                layout: self.layout(),
+                fit,
+            }))
+        };
+        limits.iter().enumerate().map(index).collect()
+    }
+}
+
+impl SignIndex<'_> {
+    /// The signs, wherever they are.
+    fn signs<'s>(&'s self, cache: Option<&'s LayerCache<'_>>) -> Result<&'s Signs<'s>> {
+        match (&self.signs, cache) {
+            (Some(signs), _) => Ok(signs),
+            (None, Some(LayerCache::Packed(rows))) => Ok(&rows.signs),
+            _ => Err(Error::failed("CUDA: no signs of keys")),
+        }
+    }
+}
+
+impl CudaIndex for SignIndex<'_> {
+    fn wants_prompts(&self) -> bool {
+        true
+    }
+
+    fn end_of_prompt(&self, prompt: &WholePrompt<'_>) -> Result<()> {
+        let prompts = prompt
+            .prompts
+            .ok_or_else(|| Error::failed("CUDA: no room for signs of a prompt"))?;
+        let (keys, positions) = (Rows::keys(prompt.rows), prompt.positions);
+        if let Some(signs) = &self.signs {
+            prompts.signs(keys, prompt.queries, self.layout, positions, signs)?;
+        }
+        match &self.fit {
+            Some(prior) => {
+                let (signs, to) = (self.signs(prompt.cache)?, self.index.buffer());
+                prompts.centroids(keys, signs, prior.as_ref(), positions, to)
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn append(&self, keys: Rotated<'_>, positions: &Positions<'_>) -> Result<()> {
+        // The cache takes in its own signs.
+        match &self.signs {
+            Some(signs) => signs.append(keys.rope, 1, positions),
+            None => Ok(()),
+        }
+    }
+
+    fn select(
+        &self,
+        queries: Rotated<'_>,
+        cache: Option<&LayerCache<'_>>,
+        positions: &Positions<'_>,
+        _: usize,
+    ) -> Result<Option<&Selection<'_>>> {
+        let signs = self.signs(cache)?;
+        self.index.select(queries.rope, signs, positions).map(Some)
+    }
+
+    fn bytes(&self) -> usize {
+        self.signs.as_ref().map_or(0, Signs::bytes)
+    }
+}
+
+/// Indexes of random signs and centroids, for a benchmark; see
+/// [`Bench::indexes`](crate::method::bench::Bench::indexes).
+pub(in crate::method::selfindex) fn random<'d>(
+    at: OnDevice<'d>,
+    limits: &[Limits],
+    seeds: &[u32],
+) -> Result<Indexes<'d>> {
+    let (driver, shape) = (at.driver, at.shape);
+    let index = |(limits, seed): (&Limits, &u32)| -> Result<Box<dyn CudaIndex + 'd>> {
+        let mut rng = ChaCha8Rng::seed_from_u64(u64::from(*seed));
+        let values = shape.heads() * shape.head_dim * 16;
+        let centroids: Vec<f32> = (0..values).map(|_| rng.r#gen::<f32>() * 2.0 - 1.0).collect();
+        let signs = Signs::new(driver, shape)?;
+        signs.fill(*seed)?;
+        Ok(Box::new(SignIndex {
+            signs: Some(signs),
+            index: SelfIndex::new(driver, shape, limits, &centroids)?,
+            layout: Layout::from(Center::Median),
+            fit: None,
+        }))
+    };
+    limits.iter().zip(seeds).map(index).collect()
+}

@@ -1,0 +1,45 @@
+//! What a run with selfindex, or with a 2-bit cache, may set.
+
+use crate::kv::packed::{Center, FULL};
+
+/// Where the centroids of a run come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Source {
+    /// One pass over the prompt, as in the paper.
+    OnePass,
+    /// The artifact alone.
+    Offline,
+    /// The prompt's, with the artifact's as 32 keys more.
+    Hybrid,
+    /// None: a channel counts by its sign alone (ablation).
+    Signs,
+}
+
+/// What a run may set.
+#[derive(Clone, Debug, clap::Args)]
+#[group(skip)]
+pub struct Params {
+    /// selfindex: where centroids come from (default: hybrid with an artifact, else one-pass)
+    #[arg(long, value_enum)]
+    pub sign_centroids: Option<Source>,
+    /// selfindex and --kv 2bit: what signs are taken around (default: as in the artifact, else median)
+    #[arg(long, value_enum)]
+    pub center: Option<Center>,
+    /// selfindex and --kv 2bit: most positions in full precision, which selfindex attends first
+    #[arg(long, value_name = "N", default_value_t = FULL, value_parser = crate::flags::parse_count)]
+    pub sign_full: usize,
+    /// --kv 2bit: quantise keys as values are, without their signs (ablation)
+    #[arg(long)]
+    pub plain_keys: bool,
+}
+
+impl Default for Params {
+    fn default() -> Self {
+        Self {
+            sign_centroids: None,
+            center: None,
+            sign_full: FULL,
+            plain_keys: false,
+        }
+    }
+}
