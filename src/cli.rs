@@ -3,7 +3,8 @@
 use clap::{Parser, Subcommand};
 
 use crate::cmd::args::Global;
-use crate::cmd::{bench, calibrate, codebook, dump, eval, inspect, moments, pack, priors, run, signs};
+use crate::cmd::sections::SectionCommand;
+use crate::cmd::{bench, calibrate, dump, eval, inspect, moments, pack, run};
 use crate::error::{Error, Result};
 
 /// Calibrate, inspect and run sparse KV-cache retrieval for Hugging Face checkpoints.
@@ -25,12 +26,9 @@ pub enum Command {
     Dump(dump::Args),
     /// Take the query moments of a dump again, for another WRoPE position
     Moments(moments::Args),
-    /// Fit the A2ATS codebooks of a dump
-    Codebook(codebook::Args),
-    /// Build the sign-pattern centroids of a dump
-    Signs(signs::Args),
-    /// Take the LFPS priors of a dump that has queries
-    Priors(priors::Args),
+    /// Make one section of a dump
+    #[command(flatten)]
+    Section(SectionCommand),
     /// Merge section files into one artifact
     Pack(pack::Args),
     /// Do all of it, layer by layer, without a dump on the disk
@@ -67,9 +65,7 @@ pub fn run(cli: Cli) -> Result<()> {
     match &cli.command {
         Command::Dump(args) => dump::run(args, global),
         Command::Moments(args) => moments::run(args, global),
-        Command::Codebook(args) => codebook::run(args, global),
-        Command::Signs(args) => signs::run(args, global),
-        Command::Priors(args) => priors::run(args, global),
+        Command::Section(section) => section.run(global),
         Command::Pack(args) => pack::run(args, global),
         Command::Calibrate(args) => calibrate::run(args, global),
         Command::Inspect(args) => inspect::run(args, global),

@@ -5,12 +5,13 @@ use std::path::{Path, PathBuf};
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
-use crate::model::ModelConfig;
 use crate::model::tokenizer::Tokenizer;
+use crate::model::{ModelConfig, ModelManifest};
 use crate::store::hex;
 
 /// Where the documents come from.
@@ -174,8 +175,8 @@ impl Corpus {
             .collect()
     }
 
-    /// The manifest's `calibration` object.
-    pub fn manifest(&self) -> Value {
+    /// Describes the input for a manifest.
+    pub fn manifest(&self) -> Calibration {
         let digest = |values: &[u32]| {
             let mut hash = Sha256::new();
             for v in values {
@@ -183,17 +184,47 @@ impl Corpus {
             }
             hex(&hash.finalize())
         };
-        json!({
-            "tokens": self.n_tokens(),
-            "blocks": self.n_blocks(),
-            "held_out": self.held_out.iter().map(|(b, i, j)| json!([b, i, j])).collect::<Vec<_>>(),
-            "held_out_tokens": self.held_out.iter().map(|(_, i, j)| j - i).sum::<usize>(),
-            "ids_sha256": digest(&self.ids),
-            "block_start_sha256": digest(&self.block_start),
-            "seq_len": self.seq_len,
-            "seed": self.seed,
-        })
+        Calibration {
+            tokens: self.n_tokens(),
+            blocks: self.n_blocks(),
+            held_out: self.held_out.clone(),
+            held_out_tokens: self.held_out.iter().map(|(_, i, j)| j - i).sum(),
+            ids_sha256: digest(&self.ids),
+            block_start_sha256: digest(&self.block_start),
+            seq_len: self.seq_len,
+            seed: self.seed,
+        }
     }
+}
+
+/// The `calibration` object of a manifest: which tokens were used.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Calibration {
+    /// Tokens of all blocks.
+    pub tokens: usize,
+    /// Number of blocks.
+    pub blocks: usize,
+    /// Held-out ranges (block, first, last + 1), positions within the block.
+    pub held_out: Vec<(usize, usize, usize)>,
+    /// Tokens of these ranges.
+    pub held_out_tokens: usize,
+    /// Digest of all ids as little-endian u32.
+    pub ids_sha256: String,
+    /// Digest of the first row of each block and the number of rows, likewise.
+    pub block_start_sha256: String,
+    /// Longest block asked for.
+    pub seq_len: usize,
+    /// The seed that drew UUIDs and held-out blocks.
+    pub seed: u64,
+}
+
+/// What dumps, moments and sections are made from; files that differ in it do not go together.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Origin {
+    /// The model.
+    pub model: ModelManifest,
+    /// The text.
+    pub calibration: Calibration,
 }
 
 /// Random streams of one seed, so that no draw depends on another.

@@ -1,14 +1,17 @@
 //! The folder that lets a stopped calibration go on: a file per finished layer, and the hidden
 //! states after the last of them.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use ndarray::{Array2, Axis};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::artifact::{LayerPart, Section};
+use crate::artifact::{LayerPart, LayerParts, Report, Section};
 use crate::error::{Error, Result};
 use crate::model::fields::read_json;
 use crate::store::hex;
@@ -18,15 +21,42 @@ use crate::store::{self, Output, Spec, Store, Tensor, Writer};
 pub struct Work {
     dir: PathBuf,
     identity: String,
-    /// Tensors of each section.
-    specs: Vec<Vec<Spec>>,
+    /// Name of each section, and its tensors of one layer.
+    sections: Vec<(&'static str, Vec<Spec>)>,
     /// Held until the run ends, however it ends.
     _lock: File,
 }
 
-/// Where a stopped run goes on: the hidden states before the next layer, and for each finished layer
-/// a part per section.
-pub type Resumed = (Array2<f32>, Vec<Vec<LayerPart>>);
+/// What a stopped run goes on with.
+pub struct Resumed {
+    /// The hidden states before the next layer.
+    pub hidden: Array2<f32>,
+    /// The finished layers.
+    pub layers: Vec<LayerParts>,
+}
+
+/// The manifest of a file of the folder.
+#[derive(Serialize, Deserialize)]
+struct Manifest<T> {
+    /// Digest of the run's inputs and options.
+    identity: String,
+    /// Digest of each tensor's data.
+    sha256: BTreeMap<String, String>,
+    #[serde(flatten)]
+    content: T,
+}
+
+#[derive(Serialize, Deserialize)]
+struct FinishedLayer {
+    layer: usize,
+    /// Reports per section, in the order that the identity fixes, and KV head.
+    quality: Vec<Vec<Report>>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct HiddenStates {
+    next_layer: usize,
+}
 
 const STATE: &str = "state.json";
 const HIDDEN: &str = "hidden.safetensors";
@@ -60,7 +90,7 @@ impl Work {
                         .hint("add --resume to go on with it, or choose another --work folder"),
                 );
             }
-            if known["identity"] != json!(identity) {
+            if known.get("identity") != Some(&json!(identity)) {
                 return Err(Error::failed(format!(
                     "{} holds a run with other inputs or options",
                     dir.display()
@@ -76,7 +106,10 @@ impl Work {
         Ok(Self {
             dir: dir.to_path_buf(),
             identity,
-            specs: sections.iter().map(|s| s.specs.clone()).collect(),
+            sections: sections
+                .iter()
+                .map(|section| (section.kind.name(), section.layer_specs()))
+                .collect(),
             _lock: lock,
         })
     }
@@ -85,35 +118,36 @@ impl Work {
         self.dir.join(format!("layer-{layer:05}.safetensors"))
     }
 
-    /// Specs of one layer's parts, section by section: one layer on the leading axis.
-    fn part_specs(&self) -> Vec<Vec<Spec>> {
-        let mut specs = self.specs.clone();
-        for spec in specs.iter_mut().flatten() {
-            spec.shape[0] = 1;
+    /// Saves a finished layer, then, unless it is the last, the hidden states after it.
+    pub fn save(&self, layer: usize, parts: &LayerParts, hidden: &Array2<f32>, last: bool) -> Result<()> {
+        let missing = |what: &str| Error::failed(format!("internal: layer {layer} has no {what}"));
+        let mut tensors = Vec::new();
+        let mut quality = Vec::new();
+        for (name, specs) in &self.sections {
+            let part = parts.get(name).ok_or_else(|| missing(name))?;
+            for spec in specs {
+                let bytes = part.tensors.get(&spec.name).ok_or_else(|| missing(&spec.name))?;
+                tensors.push(Tensor {
+                    spec: spec.clone(),
+                    bytes: bytes.clone(),
+                });
+            }
+            quality.push(part.quality.clone());
         }
-        specs
-    }
-
-    /// Saves a finished layer, a part per section, then the hidden states after it.
-    pub fn save(&self, layer: usize, parts: &[LayerPart], hidden: &Array2<f32>, last: bool) -> Result<()> {
-        let bytes = parts.iter().flat_map(|p| &p.tensors).cloned();
-        let tensors: Vec<Tensor> = self
-            .part_specs()
-            .into_iter()
-            .flatten()
-            .zip(bytes)
-            .map(|(spec, bytes)| Tensor { spec, bytes })
-            .collect();
-        let quality: Vec<&Vec<Value>> = parts.iter().map(|p| &p.quality).collect();
-        self.write(
-            &self.layer_path(layer),
-            &tensors,
-            json!({ "layer": layer, "quality": quality }),
-        )?;
-        if last {
-            return Ok(());
+        let manifest = Manifest {
+            identity: self.identity.clone(),
+            sha256: tensors
+                .iter()
+                .map(|t| (t.spec.name.clone(), t.digest()))
+                .collect(),
+            content: FinishedLayer { layer, quality },
+        };
+        let output = Output::create(&self.layer_path(layer))?;
+        store::write(output, &tensors, Some(&json!(manifest).to_string()))?;
+        match last {
+            true => Ok(()),
+            false => self.save_hidden(hidden, layer + 1),
         }
-        self.save_hidden(hidden, layer + 1)
     }
 
     /// Saves the input of `next_layer`, row block by row block.
@@ -126,14 +160,14 @@ impl Work {
         };
         let mut hash = Sha256::new();
         blocks().for_each(|bytes| hash.update(bytes));
-        let manifest = json!({
-            "identity": self.identity,
-            "next_layer": next_layer,
-            "sha256": { "hidden": hex(&hash.finalize()) },
-        });
+        let manifest = Manifest {
+            identity: self.identity.clone(),
+            sha256: BTreeMap::from([("hidden".to_string(), hex(&hash.finalize()))]),
+            content: HiddenStates { next_layer },
+        };
         let output = Output::create(&self.dir.join(HIDDEN))?;
         let specs = vec![Spec::new::<f32>("hidden", hidden.shape())];
-        let writer = Writer::new(output, specs, Some(&manifest.to_string()))?;
+        let writer = Writer::new(output, specs, Some(&json!(manifest).to_string()))?;
         let mut at = 0;
         for bytes in blocks() {
             writer.put("hidden", at, &bytes)?;
@@ -142,30 +176,21 @@ impl Work {
         writer.finish()
     }
 
-    fn write(&self, path: &Path, tensors: &[Tensor], mut manifest: Value) -> Result<()> {
-        manifest["identity"] = json!(self.identity);
-        manifest["sha256"] = tensors
-            .iter()
-            .map(|t| (t.spec.name.clone(), json!(t.digest())))
-            .collect::<serde_json::Map<_, _>>()
-            .into();
-        store::write(Output::create(path)?, tensors, Some(&manifest.to_string()))
-    }
-
     /// Opens a file of this run and checks its digests.
-    fn read(&self, path: &Path) -> Result<(Store, Value)> {
+    fn read<T: DeserializeOwned>(&self, path: &Path) -> Result<(Store, T)> {
         let store = Store::open(path)?;
-        let manifest = store.manifest()?;
-        let intact = manifest["identity"] == json!(self.identity)
-            && store.specs().all(|s| {
-                let digest = store.bytes(&s.name).map(|b| hex(&Sha256::digest(b)));
-                digest.is_some_and(|d| manifest["sha256"][&s.name] == json!(d))
-            });
-        if intact {
-            return Ok((store, manifest));
+        let manifest = serde_json::from_value(store.manifest()?).ok();
+        let intact = manifest.filter(|manifest: &Manifest<T>| {
+            manifest.identity == self.identity
+                && store.specs().all(|s| {
+                    let digest = store.bytes(&s.name).map(|b| hex(&Sha256::digest(b)));
+                    digest.as_ref() == manifest.sha256.get(&s.name)
+                })
+        });
+        match intact {
+            Some(manifest) => Ok((store, manifest.content)),
+            None => Err(damaged(path)),
         }
-        Err(Error::failed(format!("{} is damaged", path.display()))
-            .hint("remove the --work folder and start again without --resume"))
     }
 
     /// The hidden states and the finished layers of a stopped run, if it got that far.
@@ -174,30 +199,28 @@ impl Work {
         if !path.is_file() {
             return Ok(None);
         }
-        let (store, manifest) = self.read(&path)?;
+        let (store, HiddenStates { next_layer }) = self.read(&path)?;
         let values: Vec<f32> = store.read("hidden", &shape)?;
         let hidden = Array2::from_shape_vec(shape, values).map_err(|e| Error::failed(e.to_string()))?;
-        let next = manifest["next_layer"].as_u64().unwrap_or(0) as usize;
-        let layers = (0..next)
+        let layers = (0..next_layer)
             .map(|layer| self.load_layer(layer))
             .collect::<Result<_>>()?;
-        Ok(Some((hidden, layers)))
+        Ok(Some(Resumed { hidden, layers }))
     }
 
-    /// The parts of a finished layer, one per section.
-    fn load_layer(&self, layer: usize) -> Result<Vec<LayerPart>> {
-        let (store, manifest) = self.read(&self.layer_path(layer))?;
-        let part = |(section, specs): (usize, Vec<Spec>)| {
-            let bytes = |spec: &Spec| Ok(store.checked(spec)?.to_vec());
-            Ok(LayerPart {
-                tensors: specs.iter().map(bytes).collect::<Result<_>>()?,
-                quality: manifest["quality"][section]
-                    .as_array()
-                    .cloned()
-                    .unwrap_or_default(),
-            })
+    /// The parts of a finished layer.
+    fn load_layer(&self, layer: usize) -> Result<LayerParts> {
+        let path = self.layer_path(layer);
+        let (store, FinishedLayer { quality, .. }) = self.read(&path)?;
+        if quality.len() != self.sections.len() {
+            return Err(damaged(&path));
+        }
+        let part = |((name, specs), quality): (&(&'static str, Vec<Spec>), Vec<Report>)| {
+            let bytes = |spec: &Spec| Ok((spec.name.clone(), store.checked(spec)?.to_vec()));
+            let tensors = specs.iter().map(bytes).collect::<Result<_>>()?;
+            Ok((*name, LayerPart { tensors, quality }))
         };
-        self.part_specs().into_iter().enumerate().map(part).collect()
+        self.sections.iter().zip(quality).map(part).collect()
     }
 
     /// Removes what a finished run does not need any more.
@@ -209,6 +232,11 @@ impl Work {
         }
         let _ = std::fs::remove_dir(&self.dir);
     }
+}
+
+fn damaged(path: &Path) -> Error {
+    Error::failed(format!("{} is damaged", path.display()))
+        .hint("remove the --work folder and start again without --resume")
 }
 
 /// Removes temporary files of a run that was killed.

@@ -7,6 +7,7 @@ use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use common::*;
+use kvsmith::method::sections::SECTIONS;
 use serde_json::json;
 
 fn read(path: &str) -> Vec<u8> {
@@ -96,10 +97,10 @@ fn the_ablation_by_hand() {
                     assert!(tensor.bytes == by_hand[&name].bytes, "{rope} {metric}: {name}");
                 }
             }
-            let manifest = kvsmith::artifact::Artifact::open(Path::new(&direct))
+            let manifest = kvsmith::artifact::Artifact::open(Path::new(&direct), SECTIONS)
                 .unwrap()
                 .manifest;
-            let params = &manifest["sections"]["a2ats"];
+            let params = &manifest.sections["a2ats"].fitted.params;
             let b = if rope == "windowed" {
                 json!(30)
             } else {

@@ -9,6 +9,7 @@ use common::*;
 use kvsmith::artifact::Artifact;
 use kvsmith::compute;
 use kvsmith::flags;
+use kvsmith::method::sections::SECTIONS;
 use libtest_mimic::{Arguments, Failed, Trial};
 use serde_json::{Value, json};
 
@@ -82,7 +83,7 @@ fn calibrate(device: &str, fit: &str, output: &str) -> Value {
         _ => "the model and the priors run on the CPU",
     };
     assert_eq!(done.stderr.contains(told), device != "cpu", "{}", done.stderr);
-    Artifact::open(output.as_ref()).unwrap().manifest
+    json!(Artifact::open(output.as_ref(), SECTIONS).unwrap().manifest)
 }
 
 fn calibrate_agrees_with_the_cpu(device: &str) {
@@ -203,8 +204,8 @@ fn auto_is_not_wgpu() {
         input()
     ))
     .ok();
-    let manifest = Artifact::open(output.as_ref()).unwrap().manifest;
-    assert_ne!(manifest["device"], json!("wgpu"));
+    let manifest = Artifact::open(output.as_ref(), SECTIONS).unwrap().manifest;
+    assert_ne!(manifest.device, "wgpu");
 }
 
 fn other_commands_stay_on_the_cpu() {

@@ -12,6 +12,7 @@ use kvsmith::kv::Budget;
 use kvsmith::kv::packed::Center;
 use kvsmith::kv::{KvHead, KvType};
 use kvsmith::method::registry::{METHODS, MethodName};
+use kvsmith::method::sections::SECTIONS;
 use kvsmith::method::{Method, Place, Prompt, Step};
 use kvsmith::model::Decoder;
 use kvsmith::model::decoder::rotated;
@@ -324,7 +325,7 @@ fn every_turn_is_that_of_a_session() {
         // Turns of 30 tokens: 25 in the prompt, 5 fed one by one.
         let model = Model::new(name, &[120]);
         let decoder = Decoder::open(&golden(name)).unwrap();
-        let artifact = Artifact::open(model.scratch.path("art").as_ref()).unwrap();
+        let artifact = Artifact::open(model.scratch.path("art").as_ref(), SECTIONS).unwrap();
         let json = model.eval(&format!(
             "--methods {} --budgets 0.15 --turns 4 --decode 5 --sinks 1 --window 3 --kv {flag}",
             methods()
@@ -450,7 +451,7 @@ fn shadow_recall(
 fn recall_is_that_of_a_choice_along_the_full_trajectory() {
     let model = Model::new("llama_default", &[120]);
     let decoder = Decoder::open(&golden(model.name)).unwrap();
-    let artifact = Artifact::open(model.scratch.path("art").as_ref()).unwrap();
+    let artifact = Artifact::open(model.scratch.path("art").as_ref(), SECTIONS).unwrap();
     let c = &decoder.config;
     let states = states(&decoder, &model.documents[0]);
     let parts = model.documents[0].chunks(30).map(|turn| turn.split_at(25));
@@ -544,7 +545,7 @@ fn every_turn_has_its_oracle_and_the_whole_budget_is_exact() {
 fn conversations_are_answered_where_every_token_is_the_greedy_choice() {
     let model = Model::new("llama_default", &[10]);
     let decoder = Decoder::open(&golden(model.name)).unwrap();
-    let artifact = Artifact::open(model.scratch.path("art").as_ref()).unwrap();
+    let artifact = Artifact::open(model.scratch.path("art").as_ref(), SECTIONS).unwrap();
     let prompts = documents(&[40, 30, 25, 20], 5);
     // The answers are what full attention says, but for the last token of the third.
     let mut answers: Vec<Vec<u32>> = Vec::new();

@@ -10,6 +10,7 @@ use kvsmith::dump::{Dump, State};
 use kvsmith::method::lfps::priors::{
     ALPHAS, GAMMAS, LAGS, Priors, SCALARS, SLASH, THETAS, VERT, slash_bucket, slash_width,
 };
+use kvsmith::method::sections::SECTIONS;
 use ndarray::Array2;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -54,7 +55,7 @@ impl Naive {
         let (d, states, rope) = (
             dump.sizes.head_dim,
             dump.layer(layer).unwrap(),
-            dump.rope().unwrap(),
+            dump.origin.model.rope(),
         );
         let keys = states.read(State::KPre, head / r, 0, dump.n).unwrap();
         let queries = states.read(State::QPre, head, 0, dump.n).unwrap();
@@ -68,7 +69,7 @@ impl Naive {
             scores: Vec::new(),
             norms: Vec::new(),
             kept: Vec::new(),
-            window: dump.windows().unwrap()[layer].unwrap_or(usize::MAX),
+            window: dump.origin.model.windows[layer].unwrap_or(usize::MAX),
             size: 0.0,
         };
         for block in dump.block_start.windows(2) {
@@ -426,7 +427,7 @@ fn a_trained_model_agrees_too() {
     kvsmith(&format!("priors --dump {dump} -o {out}")).ok();
     let dump = Dump::open(dump.as_ref()).unwrap();
     check_all(&dump, &out, "bundled", usize::MAX);
-    let priors = Priors::load(&Artifact::open(out.as_ref()).unwrap()).unwrap();
+    let priors = Priors::load(&Artifact::open(out.as_ref(), SECTIONS).unwrap()).unwrap();
     let heads: Vec<_> = (0..16).map(|i| priors.head(i / 4, i % 4)).collect();
     let alphas: BTreeSet<u32> = heads.iter().map(|h| (h.alpha * 100.0).round() as u32).collect();
     let bypassed = heads.iter().filter(|h| h.p_bypass[0] > 0.0).count();
@@ -443,14 +444,14 @@ fn long_blocks_fill_every_kind_of_bucket() {
 
 /// Compares the first `layers` of a section file.
 fn check_all(dump: &Dump, out: &str, name: &str, layers: usize) {
-    let artifact = Artifact::open(out.as_ref()).unwrap();
+    let artifact = Artifact::open(out.as_ref(), SECTIONS).unwrap();
     artifact.verify().unwrap();
     let (l, h) = (dump.sizes.n_layers, dump.sizes.n_heads);
     let read = |tensor: &str, width: usize| artifact.store.read::<f32>(tensor, &[l, h, width]).unwrap();
     let (slash, vert) = (read("lfps.slash", SLASH), read("lfps.vert", VERT));
     let scalars = read("lfps.scalars", SCALARS.len());
     let priors = Priors::load(&artifact).unwrap();
-    let quality = artifact.quality("lfps").unwrap();
+    let quality = artifact.section("lfps").unwrap().quality;
     let r = h / dump.sizes.n_kv_heads;
     for at in 0..h * l.min(layers) {
         let naive = Naive::new(dump, at / h, at % h);
@@ -542,9 +543,9 @@ fn short_texts_get_neutral_priors_and_a_warning() {
         ))
         .ok();
         assert_eq!(outcome.stderr.matches(warning).count(), 1, "{}", outcome.stderr);
-        let artifact = Artifact::open(out.as_ref()).unwrap();
+        let artifact = Artifact::open(out.as_ref(), SECTIONS).unwrap();
         artifact.verify().unwrap();
-        let report = &artifact.quality("lfps").unwrap()[0][0];
+        let report = &artifact.section("lfps").unwrap().quality[0][0];
         assert_eq!((&report["rows"], &report["anchors"]), (&json!(rows), &json!(0)));
         let priors = Priors::load(&artifact).unwrap();
         let head = priors.head(1, 3);
@@ -576,7 +577,7 @@ fn ties_and_constant_tables_have_their_rules() {
     ))
     .ok();
     kvsmith(&format!("priors --dump {dump} -o {out}")).ok();
-    let priors = Priors::load(&Artifact::open(out.as_ref()).unwrap()).unwrap();
+    let priors = Priors::load(&Artifact::open(out.as_ref(), SECTIONS).unwrap()).unwrap();
     let head = priors.head(1, 2);
     assert_eq!((head.lambda, head.gamma, head.alpha), (0.5, 0.95, 0.5));
     assert_eq!((head.k_fraction, head.persist), (1.0, [0.0; 3]));
@@ -677,7 +678,7 @@ fn values_out_of_range_are_refused() {
     ] {
         with_value(&out, &damaged, tensor, at, wrong);
         kvsmith(&format!("inspect --verify {damaged}")).fails(1, culprit, "make it again");
-        assert!(Priors::load(&Artifact::open(damaged.as_ref()).unwrap()).is_err());
+        assert!(Priors::load(&Artifact::open(damaged.as_ref(), SECTIONS).unwrap()).is_err());
     }
 }
 

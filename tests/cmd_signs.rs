@@ -7,6 +7,7 @@ use half::f16;
 use kvsmith::artifact::Artifact;
 use kvsmith::compute::cpu::sign_sums;
 use kvsmith::dump::{Dump, State};
+use kvsmith::method::sections::SECTIONS;
 use kvsmith::method::selfindex::{centroids, pattern};
 use ndarray::{Array2, Axis};
 use serde_json::json;
@@ -59,12 +60,15 @@ fn the_section_is_what_its_definition_says() {
         ))
         .ok();
         kvsmith(&format!("signs --dump {dump} --center {center} -o {out}")).ok();
-        let artifact = Artifact::open(out.as_ref()).unwrap();
+        let artifact = Artifact::open(out.as_ref(), SECTIONS).unwrap();
         artifact.verify().unwrap();
-        assert_eq!(artifact.manifest["sections"]["sign"]["center"], json!(center));
+        assert_eq!(
+            artifact.manifest.sections["sign"].fitted.params["center"],
+            json!(center)
+        );
         let dump = Dump::open(dump.as_ref()).unwrap();
         let (l, g, d) = (dump.sizes.n_layers, dump.sizes.n_kv_heads, dump.sizes.head_dim);
-        let rope = dump.rope().unwrap();
+        let rope = dump.origin.model.rope();
         let stored = |tensor: &str, shape: &[usize]| artifact.store.read::<f32>(tensor, shape).unwrap();
         let centroid: Vec<f16> = artifact
             .store

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use common::*;
 use kvsmith::artifact::Artifact;
 use kvsmith::error::Result;
+use kvsmith::method::sections::SECTIONS;
 use kvsmith::model::Decoder;
 use rand::{Rng, RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -54,7 +55,7 @@ fn artifact() -> (Scratch, Vec<u8>) {
 }
 
 fn check(path: &str) -> Result<()> {
-    Artifact::open(Path::new(path))?.verify()
+    Artifact::open(Path::new(path), SECTIONS)?.verify()
 }
 
 #[test]

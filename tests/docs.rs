@@ -9,6 +9,7 @@ use common::{golden, root};
 use kvsmith::artifact::Artifact;
 use kvsmith::method::a2ats::Codebooks;
 use kvsmith::method::lfps::priors::{Priors, SCALARS};
+use kvsmith::method::sections::SECTIONS;
 use kvsmith::model::Decoder;
 use ndarray::{Axis, s};
 use serde_json::{Value, json};
@@ -72,7 +73,7 @@ fn python_reads_the_artifact() {
     );
     let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
 
-    let artifact = Artifact::open(&art).unwrap();
+    let artifact = Artifact::open(&art, SECTIONS).unwrap();
     let codebooks = Codebooks::load(&artifact, &decoder.rope).unwrap();
     let head = codebooks.head(0, 0);
     let codes = head.encode(keys);

@@ -15,7 +15,8 @@ use kvsmith::float::Float;
 use kvsmith::kv::StaticSet;
 use kvsmith::kv::packed::Center;
 use kvsmith::kv::{KvHead, KvType, RowStore};
-use kvsmith::method::a2ats::{A2ats, Codebooks, HeadCodebook, Limits, specs};
+use kvsmith::method::a2ats::{A2ats, CHOL, CODEBOOK, Codebooks, HeadCodebook, Limits, MEAN};
+use kvsmith::method::sections::SECTIONS;
 use kvsmith::method::{Retriever, Step};
 use kvsmith::model::Decoder;
 use kvsmith::model::ModelConfig;
@@ -487,16 +488,16 @@ fn retrieval(rope: &str, metric: &str) {
         text.display()
     ))
     .ok();
-    let artifact = Artifact::open(Path::new(&out)).unwrap();
+    let artifact = Artifact::open(Path::new(&out), SECTIONS).unwrap();
     let decoder = Decoder::open(&model).unwrap();
     let codebooks = Codebooks::load(&artifact, &decoder.rope).unwrap();
     let c = &decoder.config;
     let (g, d, r) = (c.n_kv_heads, c.head_dim, c.group());
-    let specs = specs(artifact.sizes, 64);
+    let section = artifact.section("a2ats").unwrap();
     let (codewords, means, chols) = (
-        artifact.f16s(&specs[0]).unwrap(),
-        artifact.f32s(&specs[1]).unwrap(),
-        artifact.f32s(&specs[2]).unwrap(),
+        section.widened(CODEBOOK).unwrap(),
+        section.read::<f32>(MEAN).unwrap(),
+        section.read::<f32>(CHOL).unwrap(),
     );
     let tokenizer = Tokenizer::open(&model, c).unwrap();
     let ids = tokenizer

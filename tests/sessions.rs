@@ -8,6 +8,7 @@ use kvsmith::kv::KvType;
 use kvsmith::kv::budget::Budget;
 use kvsmith::kv::packed::Center;
 use kvsmith::method::registry::{METHODS, MethodName};
+use kvsmith::method::sections::SECTIONS;
 use kvsmith::model::Decoder;
 use kvsmith::runner::{Options, Session};
 
@@ -32,7 +33,7 @@ impl Model {
             .ok();
             Self {
                 decoder: Decoder::open(&dir).unwrap(),
-                artifact: Artifact::open(out.as_ref()).unwrap(),
+                artifact: Artifact::open(out.as_ref(), SECTIONS).unwrap(),
                 ids: documents(&[150], 2).remove(0),
                 _scratch: scratch,
             }

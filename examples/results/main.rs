@@ -11,6 +11,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use kvsmith::artifact::Artifact;
+use kvsmith::method::a2ats::{CODEBOOK, FitParams, MEAN};
+use kvsmith::method::sections::SECTIONS;
 use serde_json::{Value, json};
 
 use groups::{BASE, Case, Group, METHODS, On, groups};
@@ -149,7 +151,10 @@ impl Lab {
                 "--metric plain --rope {rope} --size 256 --max-tokens 20000 --uuid-tokens 0 --holdout 0"
             );
             let codebooks = [TEXT, HELD_OUT].map(|text| -> Result<_, Error> {
-                Ok(codebook(&Artifact::open(&self.artifact_of(text, &options)?)?)?)
+                Ok(codebook(&Artifact::open(
+                    &self.artifact_of(text, &options)?,
+                    SECTIONS,
+                )?)?)
             });
             let [one, other] = codebooks;
             let (one, other) = (one?, other?);
@@ -255,9 +260,8 @@ fn codebook(artifact: &Artifact) -> Result<Codebooks, kvsmith::error::Error> {
     let sizes = artifact.sizes;
     let (g, d) = (sizes.n_kv_heads, sizes.head_dim);
     let section = artifact.section("a2ats")?;
-    let m = section["codebook_size"].as_u64().unwrap_or(0) as usize;
-    let specs = kvsmith::method::a2ats::specs(sizes, m);
-    let (words, means) = (artifact.f16s(&specs[0])?, artifact.f32s(&specs[1])?);
+    let m = section.params::<FitParams>()?.size;
+    let (words, means) = (section.widened(CODEBOOK)?, section.read::<f32>(MEAN)?);
     let head = |i: usize| -> Vec<Vec<f64>> {
         let words = words[i * m * d..(i + 1) * m * d].chunks_exact(d);
         let mean = &means[i * d..(i + 1) * d];

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use SeriesLabelPosition::{LowerRight, UpperRight};
 use kvsmith::artifact::Artifact;
+use kvsmith::method::sections::SECTIONS;
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use serde_json::Value;
@@ -54,7 +55,7 @@ pub fn all(results: &BTreeMap<String, Value>, artifact: &Path) -> Result<(), Err
         &budget,
         Some(LowerRight),
     )?;
-    let artifact = Artifact::open(artifact)?;
+    let artifact = Artifact::open(artifact, SECTIONS)?;
     moment(&artifact)?;
     let (layers, heads) = (artifact.sizes.n_layers, artifact.sizes.n_heads);
     let specs: BTreeMap<String, Vec<usize>> = artifact

@@ -7,8 +7,7 @@ use clap::Args;
 use crate::compute;
 use crate::corpus;
 use crate::error::{Error, Result};
-use crate::flags::{Device, Precision, parse_count, share_or_zero};
-use crate::method::a2ats::{FitInit, FitMetric};
+use crate::flags::{Device, Precision, parse_count};
 use crate::progress::{Log, Verbosity};
 use crate::stats::moments::Position;
 
@@ -141,26 +140,6 @@ impl Input {
             seed,
         }
     }
-}
-
-/// How codebooks are fitted.
-#[derive(Args, Clone, Debug)]
-pub struct Fit {
-    /// Codewords per KV head
-    #[arg(long, value_name = "M", default_value_t = 4096, value_parser = parse_count)]
-    pub size: usize,
-    /// Most k-means passes
-    #[arg(long, value_name = "N", default_value_t = 25, value_parser = parse_count)]
-    pub iterations: usize,
-    /// End once a pass lowers the objective by less than this share; 0 goes on until no key changes its codeword
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = share_or_zero)]
-    pub min_gain: f64,
-    /// How k-means starts
-    #[arg(long, value_enum, default_value_t = FitInit::KMeansPlusPlus)]
-    pub init: FitInit,
-    /// The distance in which keys are clustered
-    #[arg(long, value_enum, default_value_t = FitMetric::QueryAware)]
-    pub metric: FitMetric,
 }
 
 /// Which rotation retrieval sees.

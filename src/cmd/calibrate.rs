@@ -4,28 +4,22 @@
 use std::path::PathBuf;
 
 use ndarray::{Array3, Axis, s};
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::{
-    check_points, check_sample, check_wrope_position, layers_on, load_corpus, model_manifest, open_model,
-    print_json, report_head,
-};
-use crate::artifact::{self, LayerPart, Origin, Section};
+use super::sections::{SectionFlags, fit_layer};
+use super::{check_wrope_position, layers_on, load_corpus, model_manifest, open_model, print_json};
+use crate::artifact::{self, Fit, FitInput, LayerParts, LayerStates, Section};
 use crate::capture::Capture;
-use crate::cmd::args::{Fit, Global, Input, RopeKind};
-use crate::compute::cpu::Cpu;
+use crate::cmd::args::{Global, Input, RopeKind};
 use crate::compute::device::Device;
-use crate::corpus::Corpus;
-use crate::dump::Sizes;
-use crate::error::{Kind, Result};
+use crate::corpus::{Corpus, Origin};
+use crate::error::{Error, Kind, Result};
 use crate::flags::parse_count;
-use crate::method::LayerKeys;
-use crate::method::a2ats::{self, FitParams};
-use crate::method::lfps::priors::{self, Sample};
-use crate::method::selfindex::{self, Center};
+use crate::method::sections::SECTIONS;
 use crate::model::Decoder;
+use crate::model::forward::Layers;
 use crate::progress::{Log, Progress, size};
-use crate::stats::moments::LayerMoments;
+use crate::stats::moments::{LayerMoments, Position};
 use crate::store::Output;
 use crate::work::Work;
 
@@ -53,10 +47,7 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = RopeKind::Windowed)]
     rope: RopeKind,
     #[command(flatten)]
-    fit: Fit,
-    /// What the sign patterns are taken around
-    #[arg(long, value_enum, default_value_t = Center::Median)]
-    center: Center,
+    sections: SectionFlags,
 }
 
 /// Runs `calibrate`.
@@ -73,119 +64,43 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
 fn calibrate(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
     let device = global.open_device()?;
-    let on_gpu = device.cuda().is_some();
-    if device.adapter().is_some() {
-        let model = if on_gpu {
-            "the priors run"
-        } else {
-            "the model and the priors run"
-        };
-        log.note(&format!("{model} on the CPU, everything else on the device"));
-    }
+    note_cpu_parts(device.as_ref(), log);
     let start = std::time::Instant::now();
     let output = Output::create(&args.output)?;
     let decoder = open_model(&args.model, log)?;
     check_wrope_position(args.wrope_position, &decoder, log);
     let corpus = load_corpus(&args.model, &decoder, &args.input, global)?;
-    let params = FitParams {
-        size: args.fit.size,
-        iterations: args.fit.iterations,
-        min_gain: args.fit.min_gain,
-        init: args.fit.init,
-        seed: global.seed,
-        position: args.rope.position(args.wrope_position),
-        metric: args.fit.metric,
-    };
     let kept = corpus.kept();
-    let n_kept = kept.iter().filter(|k| **k).count();
-    params.check(n_kept)?;
-    check_points(n_kept, params.size, log);
-    let sample = Sample::new(&corpus.block_start, &kept);
-    check_sample(&sample, log);
-    let model = model_manifest(&decoder, log)?;
-    let sizes = Sizes::of(&model)?;
-    let mut sections = [
-        Section::new(
-            a2ats::SECTION,
-            params.manifest(),
-            a2ats::specs(sizes, params.size),
-            device.as_ref(),
-        ),
-        Section::new(
-            selfindex::SECTION,
-            selfindex::manifest(args.center),
-            selfindex::specs(sizes),
-            device.as_ref(),
-        ),
-        Section::new(
-            priors::SECTION,
-            priors::manifest(),
-            priors::specs(sizes, &priors::manifest())?,
-            &Cpu,
-        ),
-    ];
+    let position = args.rope.position(args.wrope_position);
+    let fits = args.sections.fits(&FitInput {
+        seed: global.seed,
+        position,
+        block_start: &corpus.block_start,
+        kept: &kept,
+        log,
+    })?;
     let origin = Origin {
-        model,
+        model: model_manifest(&decoder, log)?,
         calibration: corpus.manifest(),
     };
-    let work = match &args.work {
-        Some(dir) => {
-            let identity = json!({
-                "tool_version": env!("CARGO_PKG_VERSION"), "model": origin.model,
-                "calibration": origin.calibration,
-                "precision": format!("{:?}", global.precision), "sections": sections.iter().map(|s| &s.params).collect::<Vec<_>>(),
-            });
-            Some(Work::open(dir, &identity, args.resume, &sections)?)
-        }
-        None => None,
+    let sizes = origin.model.sizes;
+    let section = |fit: &Box<dyn Fit>| Section::new(fit.as_ref(), sizes, device.as_ref());
+    let mut sections: Vec<Section> = fits.iter().map(section).collect::<Result<_>>()?;
+    let work = open_work(args, global, &origin, &sections)?;
+    let calibration = Calibration {
+        device: device.as_ref(),
+        decoder: &decoder,
+        corpus: &corpus,
+        kept: &kept,
+        position,
+        query_rows: query_rows(&fits),
+        fits,
+        log,
     };
-    plan(&decoder, &corpus, &sample, &sections, log);
-
-    let model_layers = layers_on(device.as_ref(), &decoder, global)?;
-    let resumed = work
-        .as_ref()
-        .map(|w| w.load([corpus.n_tokens(), decoder.config.hidden_size]));
-    let mut capture = match resumed.transpose()?.flatten() {
-        Some((hidden, layers)) => {
-            let done = layers.len();
-            log.note(&format!("going on after layer {done} of {}", sizes.n_layers));
-            layers
-                .into_iter()
-                .for_each(|parts| add_layer(&mut sections, parts));
-            Capture::at(model_layers.as_ref(), &corpus, hidden, done)
-        }
-        None => Capture::start(model_layers.as_ref(), &corpus)?,
-    };
-    let remaining = sizes.n_layers - capture.next_layer;
-    // One unit per token captured and, per section, one per key fitted.
-    let per_layer = corpus.n_tokens() * (1 + sections.len() * sizes.n_kv_heads);
-    let progress = log.progress((remaining * per_layer) as u64, "states");
-    while capture.next_layer < sizes.n_layers {
-        let layer = capture.next_layer;
-        let parts = calibrate_layer(
-            device.as_ref(),
-            &mut capture,
-            &decoder,
-            &corpus,
-            &kept,
-            &sample,
-            &params,
-            args.center,
-            &progress,
-            log,
-        )?;
-        if let Some(work) = &work {
-            work.save(
-                layer,
-                &parts,
-                &capture.hidden,
-                capture.next_layer == sizes.n_layers,
-            )?;
-        }
-        add_layer(&mut sections, parts);
-    }
-    drop(progress);
-    artifact::write(output, &origin, sections.into())?;
+    calibration.plan(&sections);
+    let layers = layers_on(device.as_ref(), &decoder, global)?;
+    calibration.run(layers.as_ref(), work.as_ref(), &mut sections)?;
+    artifact::write(output, origin, sections)?;
     if let Some(work) = &work {
         work.clear(sizes.n_layers);
     }
@@ -200,93 +115,211 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
     Ok(())
 }
 
-/// Adds a layer's parts, one to each section.
-fn add_layer(sections: &mut [Section], parts: Vec<LayerPart>) {
-    for (section, part) in sections.iter_mut().zip(parts) {
-        section.layers.push(part);
+/// Says what runs on the CPU although there is a GPU.
+fn note_cpu_parts(device: &dyn Device, log: Log) {
+    if device.adapter().is_none() {
+        return;
+    }
+    let model = device.cuda().is_none().then(|| "the model".to_string());
+    let sections = SECTIONS
+        .iter()
+        .map(|kind| kind.facts())
+        .filter(|facts| facts.cpu_only);
+    let parts: Vec<String> = model
+        .into_iter()
+        .chain(sections.map(|facts| format!("the {}", facts.stage)))
+        .collect();
+    if !parts.is_empty() {
+        log.note(&format!(
+            "{} run on the CPU, everything else on the device",
+            parts.join(" and ")
+        ));
     }
 }
 
-/// Captures one layer and fits it: a part per section.
-#[expect(
-    clippy::too_many_arguments,
-    reason = "one call; a struct would name the same things twice"
-)]
-fn calibrate_layer(
-    device: &dyn Device,
-    capture: &mut Capture,
-    decoder: &Decoder,
-    corpus: &Corpus,
-    kept: &[bool],
-    sample: &Sample,
-    params: &FitParams,
-    center: Center,
-    progress: &Progress,
-    log: Log,
-) -> Result<Vec<LayerPart>> {
-    let c = &decoder.config;
-    let layer = capture.next_layer;
-    progress.stage(format!("layer {} of {}: capture", layer + 1, c.n_layers));
-    let mut keys = Array3::<f32>::zeros((c.n_kv_heads, corpus.n_tokens(), c.head_dim));
-    let mut queries = Array3::<f32>::zeros((c.n_heads, sample.rows.len(), c.head_dim));
-    let mut sums = LayerMoments::new(c.n_kv_heads, c.head_dim);
-    capture.layer(progress, &mut |rows, states| {
-        let (queries_pre, kept) = (states.q_pre.view(), &kept[rows.clone()]);
-        sums.add(device, queries_pre, kept, &decoder.rope, params.position)?;
-        for (i, row) in sample.within(&rows) {
-            let query = states.q_pre.slice(s![.., row, ..]);
-            queries.slice_mut(s![.., i, ..]).assign(&query);
-        }
-        keys.slice_mut(s![.., rows, ..]).assign(&states.k_pre);
-        Ok(())
-    })?;
-    progress.stage(format!("layer {} of {}: codebooks", layer + 1, c.n_layers));
-    let head_keys = |head| Ok(keys.index_axis(Axis(0), head).to_owned());
-    let mut done = |head: usize, quality: &Value| {
-        progress.advance(corpus.n_tokens() as u64);
-        report_head(progress, log, layer, head, quality);
+/// Opens the folder of what a stopped run needs to go on, if one is asked for.
+fn open_work(args: &Args, global: &Global, origin: &Origin, sections: &[Section]) -> Result<Option<Work>> {
+    let Some(dir) = &args.work else {
+        return Ok(None);
     };
-    let layer_keys = LayerKeys {
-        device,
-        read: &head_keys,
-        n_kv_heads: c.n_kv_heads,
-        block_start: &corpus.block_start,
-        kept,
-        rope: &decoder.rope,
-    };
-    let codebooks = a2ats::fit_layer(&layer_keys, &sums, params, layer, &mut done)?;
-    progress.stage(format!("layer {} of {}: signs", layer + 1, c.n_layers));
-    let mut done = |_: usize, _: &Value| progress.advance(corpus.n_tokens() as u64);
-    let signs = selfindex::fit_layer(&layer_keys, center, &mut done)?;
-    progress.stage(format!("layer {} of {}: priors", layer + 1, c.n_layers));
-    let head_queries = |head| Ok(queries.index_axis(Axis(0), head).to_owned());
-    let (sizes, window) = (Sizes::of(&c.canonical())?, c.windows[layer]);
-    let mut done = |_: usize, _: &Value| progress.advance(corpus.n_tokens() as u64);
-    let rope = &decoder.rope;
-    let priors = priors::fit_layer(&head_keys, &head_queries, sizes, sample, rope, window, &mut done)?;
-    Ok(vec![codebooks, signs, priors])
+    let identity = json!({
+        "tool_version": env!("CARGO_PKG_VERSION"), "model": origin.model,
+        "calibration": origin.calibration,
+        "precision": format!("{:?}", global.precision),
+        "sections": sections.iter().map(|s| json!(s.fitted)).collect::<Vec<_>>(),
+    });
+    Work::open(dir, &identity, args.resume, sections).map(Some)
 }
 
-/// Says what the run will need.
-fn plan(decoder: &Decoder, corpus: &Corpus, sample: &Sample, sections: &[Section], log: Log) {
-    let c = &decoder.config;
-    let n = corpus.n_tokens();
-    let longest = corpus.longest_block();
-    let per_token = c.hidden_size + c.n_kv_heads * c.head_dim;
-    let per_row = 2 * c.n_heads * c.head_dim + 3 * c.n_kv_heads * c.head_dim + c.hidden_size;
-    let mlp = longest.min(2048) * (2 * c.intermediate_size + 2 * c.hidden_size);
-    let fit = 3 * n * c.head_dim;
-    let file: usize = sections
-        .iter()
-        .flat_map(|s| &s.specs)
-        .map(|s| s.bytes().unwrap_or(usize::MAX))
-        .fold(0, usize::saturating_add);
-    // The sampled queries stay while a layer is captured and fitted.
-    let kept = n * per_token + sample.rows.len() * c.n_heads * c.head_dim;
-    let memory = 4 * (kept + (longest * per_row + mlp).max(fit)) + file;
-    log.note(&format!(
-        "plan: about {} of memory besides the pages of one layer, {} artifact",
-        size(memory),
-        size(file)
-    ));
+/// The rows whose queries any fit reads, ascending.
+fn query_rows(fits: &[Box<dyn Fit>]) -> Vec<usize> {
+    let mut rows: Vec<usize> = fits.iter().flat_map(|fit| fit.query_rows()).copied().collect();
+    rows.sort_unstable();
+    rows.dedup();
+    rows
+}
+
+/// A calibration: the model, the text and the fits.
+struct Calibration<'a> {
+    device: &'a dyn Device,
+    decoder: &'a Decoder,
+    corpus: &'a Corpus,
+    /// Which rows of the text take part in the fits.
+    kept: &'a [bool],
+    /// Where the queries of the moments are rotated to.
+    position: Position,
+    fits: Vec<Box<dyn Fit>>,
+    /// The rows whose queries any fit reads, ascending.
+    query_rows: Vec<usize>,
+    log: Log,
+}
+
+/// The states of one layer that the fits read.
+struct Captured {
+    /// Keys before rotation, `[g,n,d]`.
+    keys: Array3<f32>,
+    /// Queries of `query_rows` before rotation, `[h,rows,d]`.
+    queries: Array3<f32>,
+    moments: LayerMoments,
+}
+
+impl Calibration<'_> {
+    /// Captures and fits layer by layer, from where `work` stopped.
+    fn run(&self, layers: &dyn Layers, work: Option<&Work>, sections: &mut [Section]) -> Result<()> {
+        let sizes = self.decoder.config.sizes();
+        let mut capture = self.start(layers, work, sections)?;
+        let remaining = sizes.n_layers - capture.next_layer;
+        // One unit per token captured and, per section, one per key fitted.
+        let per_layer = self.corpus.n_tokens() * (1 + sections.len() * sizes.n_kv_heads);
+        let progress = self.log.progress((remaining * per_layer) as u64, "states");
+        while capture.next_layer < sizes.n_layers {
+            let layer = capture.next_layer;
+            let states = self.capture(&mut capture, &progress)?;
+            let parts = self.fit(layer, &states, &progress)?;
+            if let Some(work) = work {
+                let last = capture.next_layer == sizes.n_layers;
+                work.save(layer, &parts, &capture.hidden, last)?;
+            }
+            add_layer(sections, parts)?;
+        }
+        Ok(())
+    }
+
+    /// Starts at the first layer, or after the last that `work` has.
+    fn start<'a>(
+        &'a self,
+        layers: &'a dyn Layers,
+        work: Option<&Work>,
+        sections: &mut [Section],
+    ) -> Result<Capture<'a>> {
+        let c = &self.decoder.config;
+        let resumed = work.map(|w| w.load([self.corpus.n_tokens(), c.hidden_size]));
+        let Some(resumed) = resumed.transpose()?.flatten() else {
+            return Capture::start(layers, self.corpus);
+        };
+        let done = resumed.layers.len();
+        self.log
+            .note(&format!("going on after layer {done} of {}", c.n_layers));
+        for parts in resumed.layers {
+            add_layer(sections, parts)?;
+        }
+        Ok(Capture::at(layers, self.corpus, resumed.hidden, done))
+    }
+
+    /// Runs the next layer of the model and keeps what the fits read of it.
+    fn capture(&self, capture: &mut Capture, progress: &Progress) -> Result<Captured> {
+        self.stage(progress, capture.next_layer, "capture");
+        let c = &self.decoder.config;
+        let rows = &self.query_rows;
+        let mut keys = Array3::zeros((c.n_kv_heads, self.corpus.n_tokens(), c.head_dim));
+        let mut queries = Array3::zeros((c.n_heads, rows.len(), c.head_dim));
+        let mut moments = LayerMoments::new(c.n_kv_heads, c.head_dim);
+        capture.layer(progress, &mut |block, states| {
+            let (q_pre, kept) = (states.q_pre.view(), &self.kept[block.clone()]);
+            moments.add(self.device, q_pre, kept, &self.decoder.rope, self.position)?;
+            let at = |row: usize| rows.partition_point(|r| *r < row);
+            for i in at(block.start)..at(block.end) {
+                let query = q_pre.slice(s![.., rows[i] - block.start, ..]);
+                queries.slice_mut(s![.., i, ..]).assign(&query);
+            }
+            keys.slice_mut(s![.., block, ..]).assign(&states.k_pre);
+            Ok(())
+        })?;
+        Ok(Captured {
+            keys,
+            queries,
+            moments,
+        })
+    }
+
+    /// Fits every section to one layer.
+    fn fit(&self, layer: usize, captured: &Captured, progress: &Progress) -> Result<LayerParts> {
+        let fit = |fit: &Box<dyn Fit>| {
+            let kind = fit.kind();
+            self.stage(progress, layer, kind.facts().stage);
+            let at = |row: &usize| self.query_rows.partition_point(|r| r < row);
+            let query_rows: Vec<usize> = fit.query_rows().iter().map(at).collect();
+            let states = LayerStates {
+                layer,
+                sizes: self.decoder.config.sizes(),
+                window: self.decoder.config.windows[layer],
+                device: kind.device(self.device),
+                keys: &|head| Ok(captured.keys.index_axis(Axis(0), head).to_owned()),
+                queries: &|head| {
+                    let queries = captured.queries.index_axis(Axis(0), head);
+                    Ok(queries.select(Axis(0), &query_rows))
+                },
+                moments: Some(&captured.moments),
+                block_start: &self.corpus.block_start,
+                kept: self.kept,
+                rope: &self.decoder.rope,
+            };
+            let units = self.corpus.n_tokens() as u64;
+            let part = fit_layer(fit.as_ref(), &states, progress, units, self.log)?;
+            Ok((kind.name(), part))
+        };
+        self.fits.iter().map(fit).collect()
+    }
+
+    /// Says what is being done.
+    fn stage(&self, progress: &Progress, layer: usize, what: &str) {
+        let n_layers = self.decoder.config.n_layers;
+        progress.stage(format!("layer {} of {n_layers}: {what}", layer + 1));
+    }
+
+    /// Says what the run will need.
+    fn plan(&self, sections: &[Section]) {
+        let c = &self.decoder.config;
+        let n = self.corpus.n_tokens();
+        let longest = self.corpus.longest_block();
+        let per_token = c.hidden_size + c.n_kv_heads * c.head_dim;
+        let per_row = 2 * c.n_heads * c.head_dim + 3 * c.n_kv_heads * c.head_dim + c.hidden_size;
+        let mlp = longest.min(2048) * (2 * c.intermediate_size + 2 * c.hidden_size);
+        let fit = 3 * n * c.head_dim;
+        let file: usize = sections
+            .iter()
+            .flat_map(|s| &s.specs)
+            .map(|s| s.bytes().unwrap_or(usize::MAX))
+            .fold(0, usize::saturating_add);
+        // The queries that fits read stay while a layer is captured and fitted.
+        let kept = n * per_token + self.query_rows.len() * c.n_heads * c.head_dim;
+        let memory = 4 * (kept + (longest * per_row + mlp).max(fit)) + file;
+        self.log.note(&format!(
+            "plan: about {} of memory besides the pages of one layer, {} artifact",
+            size(memory),
+            size(file)
+        ));
+    }
+}
+
+/// Adds a layer to every section.
+fn add_layer(sections: &mut [Section], mut parts: LayerParts) -> Result<()> {
+    for section in sections {
+        let name = section.kind.name();
+        let part = parts
+            .remove(name)
+            .ok_or_else(|| Error::failed(format!("internal: a layer has no part for section `{name}`")))?;
+        section.add(part)?;
+    }
+    Ok(())
 }

@@ -10,6 +10,7 @@ use super::{
     check_wrope_position, device_for, layers_on, load_corpus, model_manifest, open_model, print_json,
 };
 use crate::cmd::args::{Global, Input};
+use crate::corpus::Origin;
 use crate::dump::{self, Options};
 use crate::error::Result;
 use crate::flags::parse_count;
@@ -57,7 +58,10 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let device = device_for(device, &decoder, global)?;
     check_wrope_position(args.wrope_position, &decoder, log);
     let corpus = load_corpus(&args.model, &decoder, &args.input, global)?;
-    let model = model_manifest(&decoder, log)?;
+    let origin = Origin {
+        model: model_manifest(&decoder, log)?,
+        calibration: corpus.manifest(),
+    };
     let options = Options {
         queries: args.queries,
         values: args.values,
@@ -73,7 +77,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         layers.as_ref(),
         device.as_ref(),
         &corpus,
-        &model,
+        origin,
         new,
         &options,
         log,

@@ -3,39 +3,31 @@
 pub mod args;
 pub mod bench;
 pub mod calibrate;
-pub mod codebook;
 pub mod dump;
 pub mod eval;
 pub mod inspect;
 pub mod moments;
 pub mod pack;
-pub mod priors;
 mod reading;
 pub mod run;
-pub mod signs;
+pub mod sections;
 
 use std::path::Path;
 
-use ndarray::Array2;
-use serde_json::{Value, json};
+use serde_json::Value;
 
-use crate::artifact::{self, Origin, Section, short};
+use crate::artifact::short;
 use crate::compute::cpu::Cpu;
 use crate::compute::device::Device;
 use crate::corpus::Corpus;
 use crate::cuda::LayerSizes;
 use crate::cuda::forward::CudaForward;
 use crate::cuda::layers::CudaLayers;
-use crate::dump::Dump;
 use crate::error::{Error, Result};
 use crate::flags;
-use crate::method::LayerKeys;
-use crate::method::lfps::priors::Sample;
-use crate::model::Decoder;
 use crate::model::forward::{CpuForward, CpuLayers, Forward, Layers};
-use crate::model::rope::Rope;
-use crate::progress::{Log, Progress, Verbosity, size};
-use crate::store::Output;
+use crate::model::{Decoder, ModelManifest};
+use crate::progress::{Log, size};
 use args::{Global, Input};
 
 /// Prints the one JSON document of `--json`.
@@ -68,13 +60,11 @@ fn open_model(dir: &Path, log: Log) -> Result<Decoder> {
     Ok(decoder)
 }
 
-/// The manifest's `model` object.
-fn model_manifest(decoder: &Decoder, log: Log) -> Result<Value> {
-    let mut model = decoder.config.canonical();
+/// Describes the model for a manifest.
+fn model_manifest(decoder: &Decoder, log: Log) -> Result<ModelManifest> {
     let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
     log.detail(&format!("fingerprint: {}", short(&fingerprint)));
-    model["fingerprint"] = json!(fingerprint);
-    Ok(model)
+    ModelManifest::new(&decoder.config, &fingerprint)
 }
 
 /// Reads the calibration input and says what it is.
@@ -110,76 +100,6 @@ fn check_wrope_position(position: usize, decoder: &Decoder, log: Log) {
             "--wrope-position {position} is outside the model's context of {context}; half of the context is a good choice"
         ));
     }
-}
-
-/// Warns where a codebook is fitted on few keys.
-fn check_points(kept: usize, size: usize, log: Log) {
-    let per = kept as f64 / size as f64;
-    if per < 20.0 {
-        log.warn(&format!(
-            "{per:.1} keys per codeword ({kept} keys, {size} codewords); below 20 a codebook fits its calibration text better than other text"
-        ));
-    }
-}
-
-/// Warns where the text is too short for priors, which then say nothing.
-fn check_sample(sample: &Sample, log: Log) {
-    let missing = match (sample.n_rows(), sample.n_anchors()) {
-        (0, _) => "all LFPS priors are",
-        (_, 0) => "the LFPS priors that need a history are",
-        _ => return,
-    };
-    log.warn(&format!(
-        "the blocks are too short for LFPS: {missing} neutral; give longer documents or a longer --seq-len"
-    ));
-}
-
-/// With `-v`: the fit of one head.
-fn report_head(progress: &Progress, log: Log, layer: usize, head: usize, quality: &Value) {
-    if log.verbosity >= Verbosity::Verbose {
-        progress.line(&format!(
-            "layer {layer} head {head}: inertia {} after {} passes, held out {}",
-            quality["inertia"], quality["iterations"], quality["held_out_inertia"]
-        ));
-    }
-}
-
-/// The keys of one layer of a dump; `read` reads those of a KV head.
-fn layer_keys<'a>(
-    device: &'a dyn Device,
-    dump: &'a Dump,
-    rope: &'a Rope,
-    read: &'a dyn Fn(usize) -> Result<Array2<f32>>,
-) -> LayerKeys<'a> {
-    LayerKeys {
-        device,
-        read,
-        n_kv_heads: dump.sizes.n_kv_heads,
-        block_start: &dump.block_start,
-        kept: &dump.kept,
-        rope,
-    }
-}
-
-/// Writes the section that was made of a dump, and says so.
-fn write_section(
-    output: Output,
-    dump: Dump,
-    section: Section,
-    path: &Path,
-    device: &str,
-    global: &Global,
-) -> Result<()> {
-    let origin = Origin {
-        model: dump.model,
-        calibration: dump.calibration,
-    };
-    artifact::write(output, &origin, vec![section])?;
-    global.log().note(&format!("wrote {}", path.display()));
-    if global.json {
-        print_json(&json!({ "section": path, "device": device }))?;
-    }
-    Ok(())
 }
 
 /// Whether a GPU can run the model; where nobody asked for it, the CPU takes what it cannot.

@@ -7,11 +7,12 @@ use serde_json::json;
 
 use super::print_json;
 use crate::cmd::args::{Global, RopeKind};
+use crate::dump::moments::Moments;
 use crate::dump::{Dump, State};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::flags::parse_count;
 use crate::interrupt;
-use crate::stats::moments::{LayerMoments, Moments};
+use crate::stats::moments::LayerMoments;
 use crate::store::Output;
 
 /// Arguments of `moments`.
@@ -36,15 +37,12 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
     let device = global.open_device()?;
     let dump = Dump::open(&args.dump)?;
-    if !dump.options.queries {
-        return Err(Error::failed(format!("{} has no queries", args.dump.display()))
-            .hint("make the dump with --queries"));
-    }
+    dump.check_queries()?;
     let b = args.wrope_position.unwrap_or(dump.options.wrope_position);
     let position = args.rope.position(b);
     let output = Output::create(&args.output)?;
     let s = dump.sizes;
-    let rope = dump.rope()?;
+    let rope = dump.origin.model.rope();
     let progress = log.progress(s.n_layers as u64, "layers");
     let mut layers = Vec::with_capacity(s.n_layers);
     for i in 0..s.n_layers {
@@ -67,7 +65,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     Moments {
         layers,
         position,
-        origin: json!({ "model": dump.model, "calibration": dump.calibration }),
+        origin: dump.origin,
     }
     .write(output)?;
     let place = match position.windowed() {

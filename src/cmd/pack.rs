@@ -8,6 +8,7 @@ use super::{model_manifest, open_model, print_json};
 use crate::artifact::{self, Artifact};
 use crate::cmd::args::Global;
 use crate::error::Result;
+use crate::method::sections::SECTIONS;
 use crate::store::Output;
 
 /// Arguments of `pack`.
@@ -32,17 +33,18 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let parts: Vec<Artifact> = args
         .sections
         .iter()
-        .map(|p| Artifact::open(p))
+        .map(|p| Artifact::open(p, SECTIONS))
         .collect::<Result<_>>()?;
     let decoder = open_model(&args.model, log)?;
     let model = model_manifest(&decoder, log)?;
     for part in &parts {
-        part.check_model(model["fingerprint"].as_str().unwrap_or(""))?;
+        part.check_model(&model.fingerprint)?;
     }
     artifact::pack(output, &parts)?;
     log.note(&format!("wrote {}", args.output.display()));
     if global.json {
-        let names: Vec<&String> = parts.iter().flat_map(|p| p.sections()).map(|(n, _)| n).collect();
+        let sections = parts.iter().flat_map(Artifact::sections);
+        let names: Vec<&str> = sections.map(|section| section.kind.name()).collect();
         print_json(&json!({ "artifact": args.output, "sections": names, "device": device }))?;
     }
     Ok(())

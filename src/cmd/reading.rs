@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 
 use crate::artifact::Artifact;
 use crate::compute::device::Device;
-use crate::dump::Sizes;
 use crate::error::{Error, Result};
 use crate::flags::{parse_count, parse_positive_count};
 use crate::kv::{Budget, KvType};
@@ -12,7 +11,9 @@ use crate::method::Method;
 use crate::method::declaration::Ask;
 use crate::method::params::Params;
 use crate::method::registry::MethodName;
+use crate::method::sections::SECTIONS;
 use crate::model::Decoder;
+use crate::model::Sizes;
 use crate::progress::Log;
 use crate::runner::Options;
 
@@ -133,7 +134,7 @@ pub(super) fn parse_budget(text: &str) -> std::result::Result<Budget, String> {
 
 /// Opens an artifact and checks that it fits the model.
 fn open_artifact(path: &Path, decoder: &Decoder, force: bool, log: Log) -> Result<Artifact> {
-    let artifact = Artifact::open(path)?;
+    let artifact = Artifact::open(path, SECTIONS)?;
     let c = &decoder.config;
     let own = Sizes {
         n_layers: c.n_layers,

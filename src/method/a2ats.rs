@@ -31,13 +31,12 @@ use super::{Choice, Method, Place, Prompt, Ranking, Reads, Retriever, Step, ever
 use crate::error::{Error, Result};
 use crate::kv::lines::grow;
 pub use codebook::{Codebooks, HeadCodebook};
-pub use fit::{FitInit, FitMetric, FitParams, fit_layer};
 use limits::choose_listed;
 pub use limits::{Bound, Limits, choose};
 pub use params::Params;
 use postings::Postings;
 use postings::read_bytes;
-pub use section::{check_values, codebook_size, specs};
+pub use section::{A2atsSection, CHOL, CODEBOOK, COUNT, FitInit, FitMetric, FitParams, MEAN};
 
 /// Name of the section in an artifact.
 pub const SECTION: &str = "a2ats";

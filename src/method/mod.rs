@@ -11,12 +11,12 @@ pub mod ctkvr;
 pub mod cuda;
 pub mod declaration;
 pub mod full;
-pub mod layer;
 pub mod lfps;
 pub mod params;
 pub mod quest;
 pub mod random;
 pub mod registry;
+pub mod sections;
 pub mod selfindex;
 pub mod snapkv;
 pub mod streaming;
@@ -26,45 +26,13 @@ mod union;
 use std::ops::Range;
 
 use ndarray::{ArrayView2, ArrayView3, s};
-use serde_json::Value;
 
 use self::cuda::CudaMethod;
-pub use self::layer::LayerKeys;
-use self::lfps::priors;
-use crate::artifact::Artifact;
 use crate::compute::attention::{Partial, visible};
 use crate::compute::layout::elements;
 use crate::compute::simd;
-use crate::dump::Sizes;
-use crate::error::{Error, Result};
 use crate::kv::Budget;
 use crate::kv::{KvHead, KvType};
-use crate::store::Spec;
-
-/// The tensors of an artifact's section.
-///
-/// # Errors
-/// A section that no method knows, or parameters that are not valid.
-pub fn section_specs(section: &str, params: &Value, sizes: Sizes) -> Result<Vec<Spec>> {
-    match section {
-        a2ats::SECTION => Ok(a2ats::specs(sizes, a2ats::codebook_size(params)?)),
-        selfindex::SECTION => Ok(selfindex::specs(sizes)),
-        priors::SECTION => priors::specs(sizes, params),
-        other => Err(Error::failed(format!("unknown section `{other}`"))
-            .hint("the file was made by a newer version of kvsmith")),
-    }
-}
-
-/// Checks the values of an artifact's section.
-pub fn check_section(section: &str, artifact: &Artifact) -> Result<()> {
-    match section {
-        a2ats::SECTION => a2ats::check_values(artifact),
-        selfindex::SECTION => selfindex::check_values(artifact),
-        priors::SECTION => priors::check_values(artifact),
-        _ => Ok(()),
-    }
-}
-
 /// A method prepared for all heads of a model.
 pub trait Method: Send + Sync {
     /// The empty state of one KV head.

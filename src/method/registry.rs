@@ -7,9 +7,7 @@ use clap::builder::PossibleValue;
 
 use super::bench::Bench;
 use super::declaration::{Ask, Declaration};
-use super::{
-    Method, a2ats, ctkvr, full, lfps, quest, random, section_specs, selfindex, snapkv, streaming, topk,
-};
+use super::{Method, a2ats, ctkvr, full, lfps, quest, random, selfindex, snapkv, streaming, topk};
 use crate::artifact::Artifact;
 use crate::error::Result;
 
@@ -94,8 +92,7 @@ pub fn constant_bytes(method: MethodName, artifact: Option<&Artifact>) -> Result
     if !artifact.has(section) {
         return Ok(0);
     }
-    let specs = section_specs(section, artifact.section(section)?, artifact.sizes)?;
-    Ok(specs.iter().filter_map(|s| s.bytes()).sum())
+    Ok(artifact.section(section)?.bytes())
 }
 
 #[cfg(test)]

@@ -19,14 +19,14 @@ mod choose;
 pub mod cuda;
 mod fit;
 pub mod params;
+mod section;
 mod sums;
 
 use ndarray::{Array2, ArrayView2, s};
-use serde_json::{Value, json};
 
 use super::cuda::CudaMethod;
 use super::declaration::{Declaration, Paper};
-use super::{Choice, LayerKeys, Method, Place, Prompt, Ranking, Reads, Retriever, Step, everything};
+use super::{Choice, Method, Place, Prompt, Ranking, Reads, Retriever, Step, everything};
 use crate::artifact::Artifact;
 use crate::compute::attention::visible;
 use crate::error::{Error, Result};
@@ -35,8 +35,10 @@ use crate::kv::lines::Lines;
 pub use crate::kv::packed::Center;
 use crate::kv::packed::{FULL, Layout, REFIT, best_scored, compressed, extend_signs, last_query, sign_bytes};
 use choose::Scores;
-pub use fit::{centroids, check_values, fit_layer, pattern, specs};
+pub use fit::{centroids, pattern};
 pub use params::{Params, Source};
+pub use section::SignSection;
+use section::{CENTROID, calibrated_center};
 use sums::Sums;
 
 /// Name of the section in an artifact.
@@ -82,32 +84,10 @@ impl Params {
     pub fn center(&self, artifact: Option<&Artifact>) -> Result<Center> {
         match (self.center, artifact.filter(|a| a.has(SECTION))) {
             (Some(center), _) => Ok(center),
-            (None, Some(artifact)) => calibrated_center(artifact.section(SECTION)?),
+            (None, Some(artifact)) => calibrated_center(&artifact.section(SECTION)?.manifest.fitted.params),
             (None, None) => Ok(Center::Median),
         }
     }
-}
-
-/// The centre of a section's parameters.
-fn calibrated_center(section: &Value) -> Result<Center> {
-    match section.get("center").and_then(Value::as_str) {
-        Some("median") => Ok(Center::Median),
-        Some("mean") => Ok(Center::Mean),
-        _ => Err(Error::failed("`sections.sign.center` is not valid")),
-    }
-}
-
-/// The section's parameters in the manifest.
-pub fn manifest(center: Center) -> Value {
-    json!({
-        "center": center.as_str(),
-        "center_scope": "block",
-        "group": GROUP,
-        "sign_rule": "x>0",
-        "bit_order": "lsb-first",
-        "rope_space": "post",
-        "alpha_percentile": 99.9,
-    })
 }
 
 /// The centroids of a layer's heads, `[g,d/4,16,4]`.
@@ -161,7 +141,8 @@ impl Setup {
             )
             .hint("`kvsmith calibrate` makes one"));
         };
-        let theirs = calibrated_center(artifact.section(SECTION)?)?;
+        let section = artifact.section(SECTION)?;
+        let theirs = calibrated_center(&section.manifest.fitted.params)?;
         if center != theirs {
             return Err(Error::usage(format!(
                 "--center {} does not go with centroids that were calibrated around the {}",
@@ -170,13 +151,9 @@ impl Setup {
             ))
             .hint("calibrate with this --center, or add --sign-centroids one-pass"));
         }
-        let specs = specs(artifact.sizes);
-        for spec in &specs {
-            artifact.check_digest(SECTION, &spec.name)?;
-        }
-        check_values(artifact)?;
+        let section = artifact.checked_section(SECTION)?;
         let heads = artifact.sizes.n_layers * artifact.sizes.n_kv_heads;
-        let centroids = Array2::from_shape_vec((heads, head_dim * PATTERNS), artifact.f16s(&specs[0])?)
+        let centroids = Array2::from_shape_vec((heads, head_dim * PATTERNS), section.widened(CENTROID)?)
             .map_err(|e| Error::failed(e.to_string()))?;
         Ok(Self {
             center,

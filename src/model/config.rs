@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use super::fields::{Fields, read_json, token_ids};
 use super::rope::RopeConfig;
+use super::sizes::Sizes;
 use crate::error::{Error, Result};
 
 /// `model_type` values that the decoder runs.
@@ -193,6 +194,16 @@ impl ModelConfig {
         self.n_heads / self.n_kv_heads
     }
 
+    /// Layers, heads and channels.
+    pub fn sizes(&self) -> Sizes {
+        Sizes {
+            n_layers: self.n_layers,
+            n_heads: self.n_heads,
+            n_kv_heads: self.n_kv_heads,
+            head_dim: self.head_dim,
+        }
+    }
+
     /// The fields that shape the forward pass, normalised, as canonical JSON (sorted keys).
     ///
     /// The same for both config spellings; part of the checkpoint fingerprint and of the manifest.
@@ -213,7 +224,7 @@ impl ModelConfig {
             "mlp_bias": self.mlp_bias,
             "qk_norm": self.qk_norm,
             "windows": self.windows,
-            "rope": self.rope.canonical(),
+            "rope": self.rope,
         })
     }
 }

@@ -6,11 +6,15 @@ pub mod config;
 pub mod decoder;
 pub mod fields;
 pub mod forward;
+pub mod manifest;
 pub mod rope;
+pub mod sizes;
 pub mod tokenizer;
 pub mod weights;
 
 pub use config::ModelConfig;
 pub use decoder::{Decoder, Layer, States};
 pub use forward::Forward;
+pub use manifest::ModelManifest;
+pub use sizes::Sizes;
 pub use weights::Checkpoint;

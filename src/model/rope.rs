@@ -4,28 +4,30 @@
 
 use std::ops::Range;
 
-use ndarray::{Array2, Axis, s};
+use ndarray::Array2;
 use rayon::prelude::*;
-use serde_json::{Map, Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use super::fields::Fields;
-use crate::compute::layout::elements_mut;
 use crate::error::{Error, Result};
 
 /// Rope types that the decoder runs.
 pub const SUPPORTED_ROPES: [&str; 4] = ["default", "linear", "llama3", "yarn"];
 
-/// The rotary embedding of a model, both config spellings normalised.
-#[derive(Clone, Debug, PartialEq)]
+/// The rotary embedding of a model, both config spellings normalised; serialised as manifests have it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RopeConfig {
     /// Base of the geometric frequency series (`rope_theta`).
     pub theta: f64,
     /// How the frequencies are scaled.
+    #[serde(flatten)]
     pub scaling: RopeScaling,
 }
 
 /// How a rope type changes the plain frequencies.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "rope_type", rename_all = "lowercase")]
 pub enum RopeScaling {
     /// No scaling.
     Default,
@@ -39,10 +41,13 @@ pub enum RopeScaling {
         /// Context extension factor.
         factor: f64,
         /// `low_freq_factor`.
+        #[serde(rename = "low_freq_factor")]
         low: f64,
         /// `high_freq_factor`.
+        #[serde(rename = "high_freq_factor")]
         high: f64,
         /// `original_max_position_embeddings`.
+        #[serde(rename = "original_max_position_embeddings")]
         original: f64,
     },
     /// YaRN (arXiv 2309.00071): a ramp over the dimensions and an attention factor.
@@ -50,6 +55,7 @@ pub enum RopeScaling {
         /// Context extension factor.
         factor: f64,
         /// `original_max_position_embeddings`.
+        #[serde(rename = "original_max_position_embeddings")]
         original: f64,
         /// Rotations above which a dimension is kept.
         beta_fast: f64,
@@ -60,6 +66,18 @@ pub enum RopeScaling {
         /// Whether the ramp's ends are rounded to whole dimensions.
         truncate: bool,
     },
+}
+
+impl RopeScaling {
+    /// The rope type's name.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Default => "default",
+            Self::Linear { .. } => "linear",
+            Self::Llama3 { .. } => "llama3",
+            Self::Yarn { .. } => "yarn",
+        }
+    }
 }
 
 impl RopeConfig {
@@ -152,72 +170,6 @@ impl RopeConfig {
             }
         };
         Ok(Self { theta, scaling })
-    }
-
-    /// The rope settings as canonical JSON.
-    pub fn canonical(&self) -> Value {
-        let mut out = match &self.scaling {
-            RopeScaling::Default => json!({"rope_type": "default"}),
-            RopeScaling::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
-            RopeScaling::Llama3 {
-                factor,
-                low,
-                high,
-                original,
-            } => json!({
-                "rope_type": "llama3", "factor": factor, "low_freq_factor": low,
-                "high_freq_factor": high, "original_max_position_embeddings": original,
-            }),
-            RopeScaling::Yarn {
-                factor,
-                original,
-                beta_fast,
-                beta_slow,
-                attention_factor,
-                truncate,
-            } => json!({
-                "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original,
-                "beta_fast": beta_fast, "beta_slow": beta_slow,
-                "attention_factor": attention_factor, "truncate": truncate,
-            }),
-        };
-        out["theta"] = json!(self.theta);
-        out
-    }
-
-    /// The inverse of [`RopeConfig::canonical`], for manifests.
-    pub fn from_canonical(value: &Value) -> Result<Self> {
-        let number = |name: &str| {
-            value
-                .get(name)
-                .and_then(Value::as_f64)
-                .ok_or_else(|| Error::failed(format!("the manifest has no valid `rope.{name}`")))
-        };
-        let scaling = match value.get("rope_type").and_then(Value::as_str) {
-            Some("default") => RopeScaling::Default,
-            Some("linear") => RopeScaling::Linear {
-                factor: number("factor")?,
-            },
-            Some("llama3") => RopeScaling::Llama3 {
-                factor: number("factor")?,
-                low: number("low_freq_factor")?,
-                high: number("high_freq_factor")?,
-                original: number("original_max_position_embeddings")?,
-            },
-            Some("yarn") => RopeScaling::Yarn {
-                factor: number("factor")?,
-                original: number("original_max_position_embeddings")?,
-                beta_fast: number("beta_fast")?,
-                beta_slow: number("beta_slow")?,
-                attention_factor: number("attention_factor")?,
-                truncate: value.get("truncate").and_then(Value::as_bool).unwrap_or(true),
-            },
-            _ => return Err(Error::failed("the manifest has no valid `rope.rope_type`")),
-        };
-        Ok(Self {
-            theta: number("theta")?,
-            scaling,
-        })
     }
 }
 
@@ -373,15 +325,22 @@ impl Rope {
 
     /// Rotates rows `[n,d]` to their positions within their blocks; `block_start` has the first row of
     /// each block and then n.
-    pub fn rotate_blocks(&self, rows: &mut Array2<f32>, block_start: &[u32]) {
+    ///
+    /// # Errors
+    /// Rows that are not contiguous.
+    pub fn rotate_blocks(&self, rows: &mut Array2<f32>, block_start: &[u32]) -> Result<()> {
+        let d = rows.ncols();
+        let rows = rows
+            .as_slice_mut()
+            .ok_or_else(|| Error::failed("internal: rows to rotate are not contiguous"))?;
         let longest = block_start.windows(2).map(|b| b[1] - b[0]).max().unwrap_or(0);
         let table = self.table(0..longest as usize);
         for block in block_start.windows(2) {
-            let (start, end) = (block[0] as usize, block[1] as usize);
-            let mut part = rows.slice_mut(s![start..end, ..]);
-            let parts = part.axis_iter_mut(Axis(0)).into_par_iter().enumerate();
-            parts.for_each(|(position, mut row)| table.rotate(elements_mut(&mut row), position));
+            let part = &mut rows[block[0] as usize * d..block[1] as usize * d];
+            let parts = part.par_chunks_exact_mut(d).enumerate();
+            parts.for_each(|(position, row)| table.rotate(row, position));
         }
+        Ok(())
     }
 }
 

@@ -4,24 +4,20 @@
 //! A2ATS, arXiv 2502.12665, Eq. 10 and 13: H = E[qt^T qt] with qt = q R_b; the paper's ablation
 //! without windowed RoPE has the rotated queries instead.
 
-use std::ops::Range;
-
-use ndarray::{Array3, ArrayView3, Axis, s};
+use ndarray::{Array3, ArrayView3, s};
 use rayon::prelude::*;
-use serde_json::{Value, json};
-use std::path::Path;
+use serde::{Deserialize, Serialize};
 
 use crate::compute::device::Device;
-use crate::compute::layout::elements_mut;
 use crate::error::{Error, Result};
 use crate::model::rope::Rope;
-use crate::store::{self, Output, Store, Tensor};
 
 /// Rows of a block that are rotated and handed to the device at once.
 const ROWS: usize = 2048;
 
-/// Where the queries are rotated to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Where the queries are rotated to; in manifests a number, or null for their own positions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "Option<usize>", from = "Option<u32>")]
 pub enum Position {
     /// The relative position b of windowed RoPE.
     Windowed(usize),
@@ -36,6 +32,18 @@ impl Position {
             Self::Windowed(b) => Some(b),
             Self::Own => None,
         }
+    }
+}
+
+impl From<Position> for Option<usize> {
+    fn from(position: Position) -> Self {
+        position.windowed()
+    }
+}
+
+impl From<Option<u32>> for Position {
+    fn from(position: Option<u32>) -> Self {
+        position.map_or(Self::Own, |b| Self::Windowed(b as usize))
     }
 }
 
@@ -81,105 +89,21 @@ impl LayerMoments {
         };
         let rows: Vec<usize> = (0..kept.len()).filter(|i| kept[*i]).collect();
         for rows in rows.chunks(ROWS) {
-            let mut q_rope = Array3::zeros((g, r * rows.len(), d));
-            let heads = q_rope.axis_iter_mut(Axis(0)).into_par_iter().enumerate();
-            heads.for_each(|(c, mut q_rope)| {
-                for (a, mut q_rope) in q_rope.axis_chunks_iter_mut(Axis(0), rows.len()).enumerate() {
-                    for (mut q, row) in q_rope.rows_mut().into_iter().zip(rows) {
-                        q.assign(&q_pre.slice(s![c * r + a, *row, ..]));
-                        table.rotate(elements_mut(&mut q), position.windowed().map_or(*row, |_| 0));
-                    }
+            let mut q_rope = vec![0.0; h * rows.len() * d];
+            let heads = q_rope.par_chunks_exact_mut(rows.len() * d).enumerate();
+            heads.for_each(|(head, q_rope)| {
+                for (q, row) in q_rope.chunks_exact_mut(d).zip(rows) {
+                    let from = q_pre.slice(s![head, *row, ..]);
+                    q.iter_mut().zip(from).for_each(|(q, from)| *q = *from);
+                    table.rotate(q, position.windowed().map_or(*row, |_| 0));
                 }
             });
+            let q_rope = Array3::from_shape_vec((g, r * rows.len(), d), q_rope);
+            let q_rope = q_rope.map_err(|e| Error::failed(e.to_string()))?;
             self.sum_qq += &device.second_moment(q_rope.view())?;
         }
         let vectors = (r * rows.len()) as u64;
         self.count.iter_mut().for_each(|count| *count += vectors);
         Ok(())
     }
-}
-
-/// The moments of all layers and what they were taken from.
-pub struct Moments {
-    /// One entry per layer.
-    pub layers: Vec<LayerMoments>,
-    /// Where the queries were rotated to.
-    pub position: Position,
-    /// The `model` and `calibration` objects of the manifest.
-    pub origin: Value,
-}
-
-impl Moments {
-    /// Writes `sum_qq` f64 `[layers,g,d,d]` and `count` u64 `[layers,g]`.
-    pub fn write(&self, output: Output) -> Result<()> {
-        let (g, d) = match self.layers.first() {
-            Some(l) => (l.sum_qq.len_of(Axis(0)), l.sum_qq.len_of(Axis(1))),
-            None => (0, 0),
-        };
-        let n = self.layers.len();
-        let sums: Vec<f64> = self
-            .layers
-            .iter()
-            .flat_map(|l| l.sum_qq.iter().copied())
-            .collect();
-        let counts: Vec<u64> = self.layers.iter().flat_map(|l| l.count.iter().copied()).collect();
-        let mut manifest = self.origin.clone();
-        manifest["kind"] = json!("moments");
-        manifest["wrope_position"] = json!(self.position.windowed());
-        let tensors = [
-            Tensor::new("sum_qq", &[n, g, d, d], &sums),
-            Tensor::new("count", &[n, g], &counts),
-        ];
-        store::write(output, &tensors, Some(&manifest.to_string()))
-    }
-
-    /// Reads a moments file for a model with these sizes.
-    ///
-    /// # Errors
-    /// Another kind of file, other sizes, sums that are not finite.
-    pub fn read(path: &Path, n_layers: usize, g: usize, d: usize) -> Result<Self> {
-        let store = Store::open(path)?;
-        let manifest = store.manifest()?;
-        let position = manifest.get("wrope_position").and_then(position_of);
-        let (Some("moments"), Some(position)) = (manifest.get("kind").and_then(Value::as_str), position)
-        else {
-            return Err(Error::failed(format!("{} is not a moments file", path.display())));
-        };
-        let sums: Vec<f64> = store.read("sum_qq", &[n_layers, g, d, d])?;
-        let counts: Vec<u64> = store.read("count", &[n_layers, g])?;
-        if let Some(i) = sums.iter().position(|v| !v.is_finite()) {
-            return Err(Error::failed(format!(
-                "{}: `sum_qq` has a value that is not finite (element {i})",
-                path.display()
-            ))
-            .hint("make the dump again; if this happens again, the model overflows"));
-        }
-        let layers = split(n_layers, g * d * d)
-            .zip(split(n_layers, g))
-            .map(|(s, c)| LayerMoments {
-                sum_qq: Array3::from_shape_fn((g, d, d), |(a, i, j)| sums[s.start + (a * d + i) * d + j]),
-                count: counts[c].to_vec(),
-            })
-            .collect();
-        Ok(Self {
-            layers,
-            position,
-            origin: json!({ "model": manifest["model"], "calibration": manifest["calibration"] }),
-        })
-    }
-}
-
-/// The position of a manifest: a number, or null for the queries' own.
-pub fn position_of(value: &Value) -> Option<Position> {
-    match value {
-        Value::Null => Some(Position::Own),
-        value => {
-            let b = value.as_u64().filter(|b| *b <= u64::from(u32::MAX))?;
-            Some(Position::Windowed(b as usize))
-        }
-    }
-}
-
-fn split(parts: usize, len: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..parts).map(move |i| i * len..(i + 1) * len)
 }

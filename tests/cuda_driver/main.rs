@@ -10,6 +10,7 @@ use std::process::{Command, ExitCode, Output};
 use kvsmith::artifact::Artifact;
 use kvsmith::compute::cuda::kernels;
 use kvsmith::method::a2ats;
+use kvsmith::method::sections::SECTIONS;
 use libtest_mimic::{Arguments, Trial};
 use serde_json::Value;
 
@@ -218,9 +219,9 @@ fn calibrate(driver: &Path) {
         assert!(inspect.status.success(), "{}", stderr(&inspect));
         let inspected: Value = serde_json::from_slice(&inspect.stdout).unwrap();
         assert_eq!(inspected["device"], device);
-        let artifact = Artifact::open(&out).unwrap();
-        let layers = artifact.quality(a2ats::SECTION).expect("how good each head is");
-        let heads = layers.into_iter().flatten();
+        let artifact = Artifact::open(&out, SECTIONS).unwrap();
+        let section = artifact.section(a2ats::SECTION).expect("how good each head is");
+        let heads = section.quality.iter().flatten();
         heads
             .map(|head| head["inertia"].as_f64().expect("an inertia"))
             .collect::<Vec<f64>>()

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ndarray::{Array1, Array2, Array3, ArrayView2, Axis};
 use rayon::prelude::*;
 
-use super::{SECTION, check_values, codebook_size, specs};
+use super::{CHOL, CODEBOOK, FitParams, MEAN, SECTION};
 use crate::artifact::Artifact;
 use crate::compute::codewords::Codewords;
 use crate::error::{Error, Result};
@@ -13,7 +13,6 @@ use crate::method::a2ats::cuda::HeadConstants;
 use crate::model::rope::{Rope, RopeTable};
 use crate::stats::kmeans::Codebook;
 use crate::stats::linalg;
-use crate::stats::moments::position_of;
 use crate::stats::whiten::whiten;
 
 /// The codebooks of every head, ready to encode keys and to score queries.
@@ -38,24 +37,17 @@ pub struct HeadCodebook {
 impl Codebooks {
     /// Reads the section, checking its digests and values.
     pub fn load(artifact: &Artifact, rope: &Rope) -> Result<Self> {
-        let params = artifact.section(SECTION)?;
-        let m = codebook_size(params)?;
-        let position = params
-            .get("wrope_position")
-            .and_then(position_of)
-            .ok_or_else(|| Error::failed("`sections.a2ats.wrope_position` is not valid"))?;
+        let section = artifact.checked_section(SECTION)?;
+        let FitParams {
+            size: m, position, ..
+        } = section.params()?;
         let table = position.windowed().map(|b| rope.table(b..b + 1));
-        let specs = specs(artifact.sizes, m);
-        for spec in &specs {
-            artifact.check_digest(SECTION, &spec.name)?;
-        }
-        check_values(artifact)?;
         let d = artifact.sizes.head_dim;
         let n = artifact.sizes.n_layers * artifact.sizes.n_kv_heads;
         let shape = |e: ndarray::ShapeError| Error::failed(e.to_string());
-        let codebook = Array3::from_shape_vec((n, m, d), artifact.f16s(&specs[0])?).map_err(shape)?;
-        let mean = Array2::from_shape_vec((n, d), artifact.f32s(&specs[1])?).map_err(shape)?;
-        let chol = Array3::from_shape_vec((n, d, d), artifact.f32s(&specs[2])?).map_err(shape)?;
+        let codebook = Array3::from_shape_vec((n, m, d), section.widened(CODEBOOK)?).map_err(shape)?;
+        let mean = Array2::from_shape_vec((n, d), section.read(MEAN)?).map_err(shape)?;
+        let chol = Array3::from_shape_vec((n, d, d), section.read(CHOL)?).map_err(shape)?;
         let head = |i: usize| {
             let own = |x: &Array3<f32>| x.index_axis(Axis(0), i).to_owned();
             let mean = mean.row(i).to_owned();

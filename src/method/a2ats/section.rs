@@ -1,78 +1,295 @@
-//! What an artifact's section holds.
+//! The section `a2ats`: a whitened codebook per KV head.
 
+use clap::{ArgMatches, Args, Command, FromArgMatches};
 use half::f16;
-use serde_json::Value;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
 
 use super::{MAX_SIZE, SECTION};
-use crate::artifact::Artifact;
-use crate::dump::Sizes;
+use crate::artifact::{
+    Column, Facts, Fit, FitInput, HeadReport, SectionKind, SectionView, object, parse, share, table,
+    worst_heads,
+};
 use crate::error::{Error, Result};
+use crate::flags::{parse_count, share_or_zero};
+use crate::model::Sizes;
+use crate::progress::Log;
+use crate::stats::kmeans::{Init, KMeansParams};
+use crate::stats::moments::Position;
+use crate::stats::whiten::EPS;
 use crate::store::Spec;
 
-/// Tensors of the section.
-pub fn specs(sizes: Sizes, m: usize) -> Vec<Spec> {
-    let (l, g, d) = (sizes.n_layers, sizes.n_kv_heads, sizes.head_dim);
-    vec![
-        Spec::new::<f16>("a2ats.codebook", &[l, g, m, d]),
-        Spec::new::<f32>("a2ats.mean", &[l, g, d]),
-        Spec::new::<f32>("a2ats.chol", &[l, g, d, d]),
-        Spec::new::<u32>("a2ats.count", &[l, g, m]),
-    ]
+/// Codewords, whitened and centred.
+pub const CODEBOOK: &str = "a2ats.codebook";
+/// Mean of the whitened keys.
+pub const MEAN: &str = "a2ats.mean";
+/// Cholesky factor of the queries' second moment.
+pub const CHOL: &str = "a2ats.chol";
+/// Keys per codeword.
+pub const COUNT: &str = "a2ats.count";
+
+/// Below this many keys per codeword a codebook fits its text more than other text.
+const FEW_KEYS: f64 = 20.0;
+
+/// How k-means starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+pub enum FitInit {
+    /// Each next centroid is a key drawn by its squared distance to those chosen.
+    #[value(name = "kmeans++")]
+    #[serde(rename = "kmeans++")]
+    KMeansPlusPlus,
 }
 
-/// M of a section's parameters.
-pub fn codebook_size(params: &Value) -> Result<usize> {
-    match params.get("codebook_size").and_then(Value::as_u64) {
-        Some(m) if (1..=MAX_SIZE as u64).contains(&m) => Ok(m as usize),
-        _ => Err(Error::failed("`sections.a2ats.codebook_size` is not valid")),
+/// The distance in which keys are clustered: the paper's ablation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FitMetric {
+    /// That of the queries' second moment, Eq. 13.
+    QueryAware,
+    /// Euclidean.
+    Plain,
+}
+
+/// Hyper-parameters of a codebook fit: the flags, and what the manifest has of them.
+#[derive(Clone, Debug, clap::Args, Serialize, Deserialize)]
+#[group(skip)]
+pub struct FitParams {
+    /// Codewords per KV head
+    #[arg(long, value_name = "M", default_value_t = 4096, value_parser = parse_count)]
+    #[serde(rename = "codebook_size")]
+    pub size: usize,
+    /// Most k-means passes
+    #[arg(long, value_name = "N", default_value_t = 25, value_parser = parse_count)]
+    pub iterations: usize,
+    /// End once a pass lowers the objective by less than this share; 0 goes on until no key changes its codeword
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = share_or_zero)]
+    pub min_gain: f64,
+    /// How k-means starts
+    #[arg(long, value_enum, default_value_t = FitInit::KMeansPlusPlus)]
+    pub init: FitInit,
+    /// The distance in which keys are clustered
+    #[arg(long, value_enum, default_value_t = FitMetric::QueryAware)]
+    pub metric: FitMetric,
+    /// Seeds k-means, per layer and head.
+    #[arg(skip)]
+    pub seed: u64,
+    /// Where the moments' queries were rotated to; keys are taken before rotation for a fixed relative
+    /// position, and at their own positions otherwise.
+    #[arg(skip = Position::Own)]
+    #[serde(rename = "wrope_position", deserialize_with = "Position::deserialize")]
+    pub position: Position,
+}
+
+impl FitParams {
+    /// The section's parameters in the manifest.
+    pub fn manifest(&self) -> Result<Map<String, Value>> {
+        #[derive(Serialize)]
+        struct Manifest<'a> {
+            #[serde(flatten)]
+            params: &'a FitParams,
+            rope_space: &'static str,
+            eps: f64,
+            h_pool: &'static str,
+            h_normalisation: &'static str,
+        }
+        object(&Manifest {
+            params: self,
+            rope_space: match self.position {
+                Position::Windowed(_) => "pre",
+                Position::Own => "post",
+            },
+            eps: EPS,
+            h_pool: "kv-head-sum",
+            h_normalisation: "rms",
+        })
+    }
+
+    /// What k-means is told; seeds are per head.
+    pub fn kmeans(&self) -> KMeansParams {
+        KMeansParams {
+            size: self.size,
+            iterations: self.iterations,
+            min_gain: self.min_gain,
+            init: match self.init {
+                FitInit::KMeansPlusPlus => Init::KMeansPlusPlus,
+            },
+            seed: self.seed,
+        }
+    }
+
+    /// Fails if the codebook cannot be fitted on `kept` keys; warns if they are few.
+    fn check(&self, kept: usize, log: Log) -> Result<()> {
+        if self.size == 0 || self.size > MAX_SIZE {
+            return Err(Error::usage(format!(
+                "--size {} must be between 1 and {MAX_SIZE}",
+                self.size
+            )));
+        }
+        if kept < self.size {
+            return Err(Error::failed(format!(
+                "{kept} calibration tokens are too few for a codebook of {}",
+                self.size
+            ))
+            .hint(format!(
+                "give more text, or a smaller --size ({} or less)",
+                (kept / 20).max(1)
+            )));
+        }
+        let per = kept as f64 / self.size as f64;
+        if per < FEW_KEYS {
+            log.warn(&format!(
+                "{per:.1} keys per codeword ({kept} keys, {} codewords); below {FEW_KEYS} a codebook fits its calibration text better than other text",
+                self.size
+            ));
+        }
+        Ok(())
     }
 }
 
-/// Checks the values of the section: finite, L lower triangular with a positive diagonal, counts
-/// that add up to the kept keys.
-pub fn check_values(artifact: &Artifact) -> Result<()> {
-    let m = codebook_size(artifact.section(SECTION)?)?;
-    let specs = specs(artifact.sizes, m);
-    let wrong = |what: String| {
-        Error::failed(format!("{}: {what}", artifact.store.path().display()))
-            .hint("the file is damaged; make it again")
-    };
-    for (spec, values) in [
-        (&specs[0], artifact.f16s(&specs[0])?),
-        (&specs[1], artifact.f32s(&specs[1])?),
-        (&specs[2], artifact.f32s(&specs[2])?),
-    ] {
-        if let Some(i) = values.iter().position(|v| !v.is_finite()) {
-            return Err(wrong(format!(
-                "`{}` has a value that is not finite (element {i})",
-                spec.name
-            )));
+/// The quality report of a KV head, as docs/artifact.md defines it.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Quality {
+    pub inertia: f64,
+    pub held_out_inertia: Option<f64>,
+    pub variance: f64,
+    pub inertia_history: Vec<f64>,
+    pub iterations: usize,
+    pub empty_repaired: usize,
+    pub unused_codewords: usize,
+    pub usage_entropy_bits: f64,
+    pub condition: f64,
+    pub eps: f64,
+    pub keys: usize,
+}
+
+impl Quality {
+    /// Describes the fit in a few words.
+    pub fn summary(&self) -> String {
+        format!(
+            "inertia {} after {} passes, held out {}",
+            json!(self.inertia),
+            self.iterations,
+            json!(self.held_out_inertia)
+        )
+    }
+
+    /// Share of the variance of held-out keys (of calibration keys if none) that is left as error.
+    fn unexplained(&self) -> Option<f64> {
+        let error = self.held_out_inertia.unwrap_or(self.inertia);
+        (self.variance > 0.0).then(|| error / self.variance)
+    }
+}
+
+const COLUMNS: [Column<Quality>; 7] = [
+    Column::new("inertia", |v| format!("{v:.3}"), |q| Some(q.inertia)),
+    Column::new("held out", |v| format!("{v:.3}"), |q| q.held_out_inertia),
+    Column::new("of variance", share, Quality::unexplained),
+    Column::new(
+        "entropy/bits",
+        |v| format!("{v:.2}"),
+        |q| Some(q.usage_entropy_bits),
+    ),
+    Column::new(
+        "unused",
+        |v| format!("{v:.0}"),
+        |q| Some(q.unused_codewords as f64),
+    ),
+    Column::new("condition", |v| format!("{v:.1e}"), |q| Some(q.condition)),
+    Column::new("passes", |v| format!("{v:.0}"), |q| Some(q.iterations as f64)),
+];
+const LEGEND: &str = "(means over the KV heads; inertia = squared error per key in the metric of the queries)
+
+worst heads (share of the variance left on held-out keys)
+";
+
+/// The declaration of the section.
+#[derive(Debug)]
+pub struct A2atsSection;
+
+impl SectionKind for A2atsSection {
+    fn facts(&self) -> &'static Facts {
+        &Facts {
+            name: SECTION,
+            command: "codebook",
+            about: "Fit the A2ATS codebooks of a dump",
+            stage: "codebooks",
+            reads_moments: true,
+            reads_queries: false,
+            cpu_only: false,
         }
     }
-    let d = artifact.sizes.head_dim;
-    let heads = artifact.sizes.n_layers * artifact.sizes.n_kv_heads;
-    let chol = artifact.f32s(&specs[2])?;
-    for (head, l) in chol.chunks_exact(d * d).enumerate() {
-        let lower =
-            (0..d).all(|i| l[i * d + i] > 0.0 && l[i * d + i + 1..(i + 1) * d].iter().all(|v| *v == 0.0));
-        if !lower {
-            return Err(wrong(format!(
-                "`a2ats.chol` of head {head} is not a Cholesky factor"
-            )));
-        }
+
+    fn flags(&self, command: Command) -> Command {
+        FitParams::augment_args(command)
     }
-    let kept = artifact.kept_keys();
-    let counts: Vec<u32> = artifact.store.read(&specs[3].name, &specs[3].shape)?;
-    for head in 0..heads {
-        let sum: u64 = counts[head * m..(head + 1) * m]
-            .iter()
-            .map(|c| u64::from(*c))
-            .sum();
-        if sum != kept {
-            return Err(wrong(format!(
-                "`a2ats.count` of head {head} adds up to {sum} keys of {kept}"
-            )));
-        }
+
+    fn fit(&self, flags: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>> {
+        let mut params = FitParams::from_arg_matches(flags).map_err(|e| Error::usage(e.to_string()))?;
+        (params.seed, params.position) = (input.seed, input.position);
+        let kept = input.kept.iter().filter(|kept| **kept).count();
+        params.check(kept, input.log)?;
+        Ok(Box::new(params))
     }
-    Ok(())
+
+    fn specs(&self, params: &Map<String, Value>, sizes: Sizes) -> Result<Vec<Spec>> {
+        let m = parse::<FitParams>("sections.a2ats", params)?.size;
+        if !(1..=MAX_SIZE).contains(&m) {
+            return Err(Error::failed("`sections.a2ats.codebook_size` is not valid"));
+        }
+        let (l, g, d) = (sizes.n_layers, sizes.n_kv_heads, sizes.head_dim);
+        Ok(vec![
+            Spec::new::<f16>(CODEBOOK, &[l, g, m, d]),
+            Spec::new::<f32>(MEAN, &[l, g, d]),
+            Spec::new::<f32>(CHOL, &[l, g, d, d]),
+            Spec::new::<u32>(COUNT, &[l, g, m]),
+        ])
+    }
+
+    /// Values are finite, L is lower triangular with a positive diagonal, counts add up to the kept keys.
+    fn check(&self, section: &SectionView) -> Result<()> {
+        let chol = section.read::<f32>(CHOL)?;
+        for (name, values) in [
+            (CODEBOOK, &section.widened(CODEBOOK)?),
+            (MEAN, &section.read::<f32>(MEAN)?),
+            (CHOL, &chol),
+        ] {
+            if let Some(i) = values.iter().position(|v| !v.is_finite()) {
+                return Err(section.damaged(format!("`{name}` has a value that is not finite (element {i})")));
+            }
+        }
+        let d = section.artifact.sizes.head_dim;
+        for (head, l) in chol.chunks_exact(d * d).enumerate() {
+            let lower =
+                (0..d).all(|i| l[i * d + i] > 0.0 && l[i * d + i + 1..(i + 1) * d].iter().all(|v| *v == 0.0));
+            if !lower {
+                return Err(section.damaged(format!("`{CHOL}` of head {head} is not a Cholesky factor")));
+            }
+        }
+        let m = section.params::<FitParams>()?.size;
+        let kept = section.kept_keys();
+        for (head, counts) in section.read::<u32>(COUNT)?.chunks_exact(m).enumerate() {
+            let sum: u64 = counts.iter().map(|c| u64::from(*c)).sum();
+            if sum != kept {
+                return Err(section.damaged(format!(
+                    "`{COUNT}` of head {head} adds up to {sum} keys of {kept}"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn describe(&self, section: &SectionView) -> Result<String> {
+        let p: FitParams = section.params()?;
+        Ok(format!(
+            "{} codewords per KV head, at most {} k-means passes, WRoPE position {}, seed {}",
+            p.size,
+            p.iterations,
+            json!(p.position),
+            p.seed
+        ))
+    }
+
+    fn table(&self, reports: &[HeadReport]) -> Result<String> {
+        Ok(table(&COLUMNS, reports)? + LEGEND + &worst_heads(reports, Quality::unexplained)?)
+    }
 }

@@ -10,19 +10,15 @@
 mod anchors;
 mod fit;
 mod sample;
+mod section;
 
 use std::sync::Arc;
 
-use serde_json::{Value, json};
-
 use super::{GAMMA, LOCAL, OFFSETS};
 use crate::artifact::Artifact;
-use crate::dump::Sizes;
-use crate::error::{Error, Result};
-use crate::store::Spec;
+use crate::error::Result;
 
-pub use fit::fit_layer;
-pub use sample::Sample;
+pub use section::LfpsSection;
 
 /// Name of the section in an artifact.
 pub const SECTION: &str = "lfps";
@@ -110,95 +106,6 @@ fn slash_start(bucket: usize) -> usize {
 /// Offsets of a bucket; of the last one those up to 2^20.
 pub fn slash_width(bucket: usize) -> usize {
     slash_start(bucket + 1) - slash_start(bucket)
-}
-
-/// The section's parameters in the manifest.
-pub fn manifest() -> Value {
-    json!({
-        "sinks": SINKS,
-        "rope_space": "post",
-        "granularity": "query-head",
-        "row_rule": "kept rows from min(1024, L/2) of their block on that see a non-sink, evenly spaced",
-        "max_rows": sample::MAX_ROWS,
-        "max_anchors": sample::MAX_ANCHORS,
-        "history_rows": HISTORY,
-        "slash_exact": EXACT,
-        "slash_edges": (EXACT..SLASH).map(slash_start).collect::<Vec<_>>(),
-        "vert_exact": [SINKS, STRUCTURAL_END],
-        "vert_edges": (0..RELATIVE).map(|b| 0.5f64.powi(b as i32)).collect::<Vec<_>>(),
-        "scalars": SCALARS,
-        "top_fraction": 1.0 / TOP_DIVISOR as f64,
-        "min_top_k": MIN_TOP_K,
-        "local": LOCAL,
-        "gammas": GAMMAS,
-        "gamma_floor": anchors::MASS_FLOOR,
-        "alphas": ALPHAS,
-        "alpha_decay": GAMMA,
-        "alpha_share": SHARE,
-        "k_share": SHARE,
-        "threshold": "kurt_balanced",
-        "expansion": OFFSETS,
-        "thetas": THETAS,
-        "lags": LAGS,
-    })
-}
-
-/// Tensors of the section.
-///
-/// # Errors
-/// Parameters of another version, whose buckets or scalars may mean something else.
-pub fn specs(sizes: Sizes, params: &Value) -> Result<Vec<Spec>> {
-    let expected = manifest();
-    for (name, value) in expected.as_object().into_iter().flatten() {
-        if params.get(name) != Some(value) {
-            return Err(Error::failed(format!("`sections.lfps.{name}` is not valid"))
-                .hint("make the section again with this version of kvsmith"));
-        }
-    }
-    Ok(tensors(sizes))
-}
-
-fn tensors(sizes: Sizes) -> Vec<Spec> {
-    let (l, h) = (sizes.n_layers, sizes.n_heads);
-    vec![
-        Spec::new::<f32>("lfps.slash", &[l, h, SLASH]),
-        Spec::new::<f32>("lfps.vert", &[l, h, VERT]),
-        Spec::new::<f32>("lfps.scalars", &[l, h, SCALARS.len()]),
-    ]
-}
-
-/// Checks the values of the section: finite, mass that sums to one, probabilities within 0 and 1.
-pub fn check_values(artifact: &Artifact) -> Result<()> {
-    let specs = tensors(artifact.sizes);
-    let wrong = |what: String| {
-        Error::failed(format!("{}: {what}", artifact.store.path().display()))
-            .hint("the file is damaged; make it again")
-    };
-    for (spec, width) in [(&specs[0], SLASH), (&specs[1], VERT)] {
-        for mass in artifact.f32s(spec)?.chunks_exact(width) {
-            let sum: f64 = mass.iter().map(|m| f64::from(*m)).sum();
-            // The comparison is false for a NaN.
-            let whole = (sum - 1.0).abs() <= 1e-3;
-            if !whole || mass.iter().any(|m| *m < 0.0) {
-                return Err(wrong(format!("`{}` is not a share of mass", spec.name)));
-            }
-        }
-    }
-    for head in artifact.f32s(&specs[2])?.chunks_exact(SCALARS.len()) {
-        for (name, value) in SCALARS.iter().zip(head) {
-            let valid = match *name {
-                "glob_bias" => value.is_finite(),
-                "rho0" | "rho_std" => value.is_finite() && *value >= 0.0,
-                "gamma" => *value > 0.0 && *value < 1.0,
-                "alpha" => value.is_finite() && *value > 0.0,
-                _ => (0.0..=1.0).contains(value),
-            };
-            if !valid {
-                return Err(wrong(format!("`lfps.scalars` has {name} = {value}")));
-            }
-        }
-    }
-    Ok(())
 }
 
 /// The priors of one query head.
@@ -294,13 +201,10 @@ pub struct Priors {
 impl Priors {
     /// Reads the section, checking its digests and values.
     pub fn load(artifact: &Artifact) -> Result<Self> {
-        let specs = specs(artifact.sizes, artifact.section(SECTION)?)?;
-        for spec in &specs {
-            artifact.check_digest(SECTION, &spec.name)?;
-        }
-        check_values(artifact)?;
-        let values = |i: usize| artifact.f32s(&specs[i]);
-        let (slash, vert, scalars) = (values(0)?, values(1)?, values(2)?);
+        let section = artifact.checked_section(SECTION)?;
+        let slash: Vec<f32> = section.read(section::SLASH)?;
+        let vert: Vec<f32> = section.read(section::VERT)?;
+        let scalars: Vec<f32> = section.read(section::SCALARS)?;
         let heads = slash
             .chunks_exact(SLASH)
             .zip(vert.chunks_exact(VERT))

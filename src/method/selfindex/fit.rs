@@ -1,31 +1,19 @@
-//! Centroids of sign patterns from calibration keys, and what an artifact's section holds.
+//! Centroids of sign patterns from calibration keys.
 
 use std::ops::Range;
 
 use half::f16;
 use ndarray::{ArrayView1, Axis};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
+use super::section::{ALPHA, CENTROID, COUNT, MEAN_PRE, Quality, SignSection};
 use super::sums::Sums;
-use super::{Center, GROUP, LayerKeys, PATTERNS};
-use crate::artifact::{Artifact, LayerPart};
+use super::{Center, GROUP, PATTERNS};
+use crate::artifact::{Fit, HeadDone, LayerPart, LayerStates, SectionKind, object};
 use crate::compute::cpu::row_mean;
 use crate::compute::device::{SignSums, Statistic};
-use crate::dump::Sizes;
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::store::{Spec, to_bytes};
-
-/// Tensors of the section.
-pub fn specs(sizes: Sizes) -> Vec<Spec> {
-    let (l, g, d) = (sizes.n_layers, sizes.n_kv_heads, sizes.head_dim);
-    vec![
-        Spec::new::<f16>("sign.centroid", &[l, g, d / GROUP, PATTERNS, GROUP]),
-        Spec::new::<u64>("sign.count", &[l, g, d / GROUP, PATTERNS]),
-        Spec::new::<f32>("sign.alpha", &[l, g, d]),
-        Spec::new::<f32>("sign.mean_pre", &[l, g, d]),
-    ]
-}
 
 /// The sign pattern of four channels: bit e is set where `x[e] > 0`.
 ///
@@ -39,27 +27,49 @@ pub fn pattern(x: &[f32]) -> usize {
         .sum()
 }
 
-/// Builds the centroids of one layer; `done` is called for each head.
-pub fn fit_layer(keys: &LayerKeys, center: Center, done: &mut dyn FnMut(usize, &Value)) -> Result<LayerPart> {
-    let mut tensors = vec![Vec::new(); 4];
-    let mut quality = Vec::new();
-    let kept = keys.kept.iter().filter(|kept| **kept).count();
-    let at_once = keys.device.heads_at_once(kept, keys.rope.head_dim(), 0).max(1);
-    for first in (0..keys.n_kv_heads).step_by(at_once) {
-        interrupt::check()?;
-        let heads = first..keys.n_kv_heads.min(first + at_once);
-        let fits = fit_heads(keys, heads.clone(), center)
-            .map_err(|e| e.context(format!("signs of KV heads {} to {}", heads.start, heads.end - 1)))?;
-        for (head, fit) in heads.zip(fits) {
-            tensors[0].extend(to_bytes(&fit.centroids));
-            tensors[1].extend(to_bytes(&fit.counts));
-            tensors[2].extend(to_bytes(&fit.alpha));
-            tensors[3].extend(to_bytes(&fit.mean_pre));
-            done(head, &fit.quality);
-            quality.push(fit.quality);
-        }
+/// The fit of the section, with its flags.
+#[derive(clap::Args)]
+#[group(skip)]
+pub(super) struct SignFit {
+    /// What the sign patterns are taken around
+    #[arg(long, value_enum, default_value_t = Center::Median)]
+    center: Center,
+}
+
+impl Fit for SignFit {
+    fn kind(&self) -> &'static dyn SectionKind {
+        &SignSection
     }
-    Ok(LayerPart { tensors, quality })
+
+    fn params(&self) -> Result<Map<String, Value>> {
+        object(&json!({
+            "center": self.center.as_str(),
+            "center_scope": "block",
+            "group": GROUP,
+            "sign_rule": "x>0",
+            "bit_order": "lsb-first",
+            "rope_space": "post",
+            "alpha_percentile": 99.9,
+        }))
+    }
+
+    fn layer(&self, states: &LayerStates, done: HeadDone) -> Result<LayerPart> {
+        let mut part = LayerPart::default();
+        for heads in states.head_runs(0) {
+            interrupt::check()?;
+            let fits = fit_heads(states, heads.clone(), self.center)
+                .map_err(|e| e.context(format!("signs of KV heads {} to {}", heads.start, heads.end - 1)))?;
+            for (head, fit) in heads.zip(fits) {
+                part.put(CENTROID, &fit.centroids);
+                part.put(COUNT, &fit.counts);
+                part.put(ALPHA, &fit.alpha);
+                part.put(MEAN_PRE, &fit.mean_pre);
+                part.quality.push(object(&fit.quality)?);
+                done(head, None);
+            }
+        }
+        Ok(part)
+    }
 }
 
 struct HeadFit {
@@ -67,17 +77,17 @@ struct HeadFit {
     counts: Vec<u64>,
     alpha: Vec<f32>,
     mean_pre: Vec<f32>,
-    quality: Value,
+    quality: Quality,
 }
 
-fn fit_heads(keys: &LayerKeys, heads: Range<usize>, center: Center) -> Result<Vec<HeadFit>> {
-    let [kept, _] = keys.split(heads.clone(), false)?;
+fn fit_heads(states: &LayerStates, heads: Range<usize>, center: Center) -> Result<Vec<HeadFit>> {
+    let [kept, _] = states.split(heads.clone(), false)?;
     let n = kept.len_of(Axis(1));
     let mean_pre: Vec<Vec<f32>> = kept.outer_iter().map(|x| row_mean(x).to_vec()).collect();
     drop(kept);
-    let [kept, _] = keys.split(heads, true)?;
-    let mut points = keys.device.points(kept)?;
-    for block in keys.kept_blocks().into_iter().filter(|block| !block.is_empty()) {
+    let [kept, _] = states.split(heads, true)?;
+    let mut points = states.device.points(kept)?;
+    for block in states.kept_blocks().into_iter().filter(|block| !block.is_empty()) {
         let statistic = match center {
             Center::Median => Statistic::Ranked((block.len() - 1) / 2),
             Center::Mean => Statistic::Mean,
@@ -96,12 +106,12 @@ fn fit_heads(keys: &LayerKeys, heads: Range<usize>, center: Center) -> Result<Ve
                 .hint("the keys of this head have extreme outliers"));
         }
         Ok(HeadFit {
-            quality: json!({
-                "sign_entropy_bits": sign_entropy_bits(&counts, n),
-                "pattern_entropy_bits": pattern_entropy_bits(&counts),
-                "empty_patterns": counts.iter().filter(|c| **c == 0).count(),
-                "keys": n,
-            }),
+            quality: Quality {
+                sign_entropy_bits: sign_entropy_bits(&counts, n),
+                pattern_entropy_bits: pattern_entropy_bits(&counts),
+                empty_patterns: counts.iter().filter(|c| **c == 0).count(),
+                keys: n,
+            },
             centroids,
             counts,
             alpha: alpha.to_vec(),
@@ -149,32 +159,4 @@ fn pattern_entropy_bits(counts: &[u64]) -> f64 {
         shares.map(|p| -p * p.log2()).sum()
     };
     groups.map(entropy).sum::<f64>() / n
-}
-
-/// Checks the values of the section: finite, scales not negative, counts that add up to the kept keys.
-pub fn check_values(artifact: &Artifact) -> Result<()> {
-    let specs = specs(artifact.sizes);
-    let wrong = |what: String| {
-        Error::failed(format!("{}: {what}", artifact.store.path().display()))
-            .hint("the file is damaged; make it again")
-    };
-    for (spec, values) in [
-        (&specs[0], artifact.f16s(&specs[0])?),
-        (&specs[2], artifact.f32s(&specs[2])?),
-        (&specs[3], artifact.f32s(&specs[3])?),
-    ] {
-        let negative = spec.name == "sign.alpha" && values.iter().any(|v| *v < 0.0);
-        if negative || values.iter().any(|v| !v.is_finite()) {
-            return Err(wrong(format!("`{}` has a value out of range", spec.name)));
-        }
-    }
-    let kept = artifact.kept_keys();
-    let counts: Vec<u64> = artifact.store.read(&specs[1].name, &specs[1].shape)?;
-    if counts
-        .chunks(PATTERNS)
-        .any(|group| group.iter().sum::<u64>() != kept)
-    {
-        return Err(wrong(format!("`sign.count` does not add up to {kept} keys")));
-    }
-    Ok(())
 }

@@ -3,7 +3,6 @@
 
 use std::ops::Range;
 
-use ndarray::Array2;
 use rayon::prelude::*;
 
 use super::super::{Shape, balanced, expanded};
@@ -11,7 +10,6 @@ use super::fit::{Head, softmax};
 use super::sample::Tile;
 use super::{ALPHAS, GAMMA, GAMMAS, HISTORY, LAGS, LOCAL, MIN_TOP_K, SHARE, TOP_DIVISOR};
 use crate::compute::attention::visible;
-use crate::compute::layout::{elements, elements_mut};
 use crate::compute::simd;
 
 /// Least mass whose logarithm is taken.
@@ -92,7 +90,9 @@ struct Measured {
 /// Softmax weights of an anchor and of the rows before it.
 struct Lines {
     /// `[33, span]`, oldest row first, zero where a row does not see or a sink stands.
-    weights: Array2<f32>,
+    weights: Vec<f32>,
+    /// Positions of the span.
+    width: usize,
     /// Per row: the non-sinks that it sees, within the span.
     seen: Vec<Range<usize>>,
     /// Positions that the anchor sees, sinks included.
@@ -106,10 +106,9 @@ impl Lines {
         let span = head.non_sinks(oldest).start..p + 1;
         let mut weights = head.scores(tile, span.clone());
         let mut seen = Vec::with_capacity(positions.len());
-        for (mut line, position) in weights.rows_mut().into_iter().zip(&positions) {
+        for (line, position) in weights.chunks_exact_mut(span.len()).zip(&positions) {
             let own = head.non_sinks(*position);
             let own = own.start - span.start..own.end - span.start;
-            let line = elements_mut(&mut line);
             line[..own.start].fill(0.0);
             line[own.end..].fill(0.0);
             softmax(&mut line[own.clone()]);
@@ -117,6 +116,7 @@ impl Lines {
         }
         Self {
             weights,
+            width: span.len(),
             seen,
             n_visible: visible(p, head.window).len(),
         }
@@ -124,8 +124,8 @@ impl Lines {
 
     /// Weights of the row `lag` steps before the anchor, over the whole span.
     fn line(&self, lag: usize) -> &[f32] {
-        let width = self.weights.ncols();
-        &elements(&self.weights)[(HISTORY - lag) * width..][..width]
+        let row = HISTORY - lag;
+        &self.weights[row * self.width..(row + 1) * self.width]
     }
 
     /// The non-sinks that the anchor sees.
@@ -138,7 +138,7 @@ impl Lines {
     /// # Source
     /// The tables of arXiv 2506.15704 (Eq. 4, 10) in offset form, filled with exact weights.
     fn tables(&self, decay: f64) -> (Vec<f32>, Vec<f32>) {
-        let width = self.weights.ncols();
+        let width = self.width;
         let (mut vertical, mut slash) = (vec![0.0; width], vec![0.0; width]);
         for lag in (1..=HISTORY).rev() {
             let factor = decay.powi(lag as i32 - 1) as f32;
@@ -162,7 +162,7 @@ impl Lines {
         let persist = LAGS.map(|lag| {
             let seen = self.seen[HISTORY - lag].clone();
             let before = top(&self.line(lag)[seen.clone()], top_size(seen.len()));
-            let mut marked = vec![false; self.weights.ncols()];
+            let mut marked = vec![false; self.width];
             before
                 .iter()
                 .for_each(|i| marked[seen.start + *i as usize] = true);

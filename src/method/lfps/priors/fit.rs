@@ -4,105 +4,120 @@ use std::ops::Range;
 
 use ndarray::{Array2, ArrayView2, Axis, s};
 use rayon::prelude::*;
-use serde_json::{Value, json};
+use serde_json::{Map, Value};
 
 use super::anchors::{self, Dynamic};
 use super::sample::{Sample, Tile};
+use super::section::{self, LfpsSection};
 use super::{EXACT, LAGS, LOCAL, RELATIVE, SCALARS, SINKS, SLASH, STRUCTURAL_END, THETAS, VERT, slash_start};
-use crate::artifact::LayerPart;
+use crate::artifact::{Fit, HeadDone, LayerPart, LayerStates, Report, SectionKind};
 use crate::compute::attention::visible;
-use crate::compute::layout::elements_mut;
 use crate::compute::{gemm, simd};
-use crate::dump::Sizes;
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::model::rope::{Rope, RopeTable};
-use crate::store::to_bytes;
+use crate::model::rope::RopeTable;
 
 /// Scores whose exponentials are summed in f32 before they join a sum in f64.
 const SUM_TILE: usize = 256;
 
-/// Takes the priors of one layer.
-///
-/// `keys` reads all rows of a KV head, `[n,d]`, and `queries` the rows `sample.rows` of a query head,
-/// `[rows,d]`, both before rotation; `window` is the layer's sliding window; `done` is called after
-/// each KV head.
+/// The fit of the section.
 ///
 /// # Numerics
 /// Scores and weights in f32, sums over positions and rows in f64, in an order that does not depend
 /// on the number of threads.
-///
-/// # Errors
-/// What `keys` and `queries` return; a score that is not finite.
-pub fn fit_layer(
-    keys: &dyn Fn(usize) -> Result<Array2<f32>>,
-    queries: &dyn Fn(usize) -> Result<Array2<f32>>,
-    sizes: Sizes,
-    sample: &Sample,
-    rope: &Rope,
-    window: Option<usize>,
-    done: &mut dyn FnMut(usize, &Value),
-) -> Result<LayerPart> {
-    let mut tensors = vec![Vec::new(); 3];
-    let mut quality = Vec::new();
-    let r = sizes.n_heads / sizes.n_kv_heads;
-    let table = rope.table(0..sample.longest_block());
-    for kv_head in 0..sizes.n_kv_heads {
-        let mut keys = keys(kv_head)?;
-        let rows: Vec<usize> = (0..keys.nrows()).collect();
-        rotate(&mut keys, &rows, sample, &table, 1.0);
-        let mut scalars = Vec::with_capacity(r);
-        for query_head in kv_head * r..(kv_head + 1) * r {
+pub(super) struct PriorsFit {
+    pub sample: Sample,
+}
+
+impl Fit for PriorsFit {
+    fn kind(&self) -> &'static dyn SectionKind {
+        &LfpsSection
+    }
+
+    fn params(&self) -> Result<Map<String, Value>> {
+        section::manifest()
+    }
+
+    fn query_rows(&self) -> &[usize] {
+        &self.sample.rows
+    }
+
+    fn layer(&self, states: &LayerStates, done: HeadDone) -> Result<LayerPart> {
+        let mut part = LayerPart::default();
+        let table = states.rope.table(0..self.sample.longest_block());
+        for kv_head in 0..states.sizes.n_kv_heads {
+            let mut keys = (states.keys)(kv_head)?;
+            let rows: Vec<usize> = (0..keys.nrows()).collect();
+            self.rotate(&mut keys, &rows, &table, 1.0)?;
+            let fits = self.fit_group(states, kv_head, &keys, &table)?;
+            for fit in &fits {
+                let narrow = |x: &[f64]| x.iter().map(|v| *v as f32).collect::<Vec<_>>();
+                part.put(section::SLASH, &narrow(&fit.slash));
+                part.put(section::VERT, &narrow(&fit.vert));
+                part.put(section::SCALARS, &narrow(&fit.scalars));
+            }
+            part.quality.push(self.report(&fits));
+            done(kv_head, None);
+        }
+        Ok(part)
+    }
+}
+
+impl PriorsFit {
+    /// Takes the priors of the query heads of a KV head with these rotated keys.
+    fn fit_group(
+        &self,
+        states: &LayerStates,
+        kv_head: usize,
+        keys: &Array2<f32>,
+        table: &RopeTable,
+    ) -> Result<Vec<HeadFit>> {
+        let r = states.sizes.group();
+        let scale = 1.0 / (states.sizes.head_dim as f32).sqrt();
+        let fit = |query_head: usize| {
             interrupt::check()?;
-            let mut queries = queries(query_head)?;
-            let scale = 1.0 / (sizes.head_dim as f32).sqrt();
-            rotate(&mut queries, &sample.rows, sample, &table, scale);
+            let mut queries = (states.queries)(query_head)?;
+            self.rotate(&mut queries, &self.sample.rows, table, scale)?;
             let head = Head {
                 keys: keys.view(),
                 queries: queries.view(),
-                sample,
-                window,
+                sample: &self.sample,
+                window: states.window,
             };
-            let fit = fit_head(&head).map_err(|e| e.context(format!("priors of query head {query_head}")))?;
-            let narrow = |x: &[f64]| to_bytes(&x.iter().map(|v| *v as f32).collect::<Vec<_>>());
-            tensors[0].extend(narrow(&fit.slash));
-            tensors[1].extend(narrow(&fit.vert));
-            tensors[2].extend(narrow(&fit.scalars));
-            scalars.push(fit.scalars);
-        }
-        let report = report(sample, &scalars);
-        done(kv_head, &report);
-        quality.push(report);
+            fit_head(&head).map_err(|e| e.context(format!("priors of query head {query_head}")))
+        };
+        (kv_head * r..(kv_head + 1) * r).map(fit).collect()
     }
-    Ok(LayerPart { tensors, quality })
-}
 
-/// Rotates rows of the text to their positions in their blocks, and multiplies them.
-fn rotate(x: &mut Array2<f32>, rows: &[usize], sample: &Sample, table: &RopeTable, scale: f32) {
-    x.axis_iter_mut(Axis(0))
-        .into_par_iter()
-        .zip(rows)
-        .for_each(|(mut x, row)| {
-            let block = sample.blocks.partition_point(|b| b.end <= *row);
-            let x = elements_mut(&mut x);
-            table.rotate(x, row - sample.blocks[block].start);
+    /// Rotates rows of the text to their positions in their blocks, and multiplies them.
+    fn rotate(&self, x: &mut Array2<f32>, rows: &[usize], table: &RopeTable, scale: f32) -> Result<()> {
+        let blocks = &self.sample.blocks;
+        let d = x.ncols();
+        let x = x
+            .as_slice_mut()
+            .ok_or_else(|| Error::failed("internal: rows to rotate are not contiguous"))?;
+        x.par_chunks_exact_mut(d).zip(rows).for_each(|(x, row)| {
+            let block = blocks.partition_point(|b| b.end <= *row);
+            table.rotate(x, row - blocks[block].start);
             simd::scale(x, scale);
         });
-}
-
-/// The quality report of a KV head: an array per quantity over its query heads.
-fn report(sample: &Sample, scalars: &[Vec<f64>]) -> Value {
-    let mut report = json!({ "rows": sample.n_rows(), "anchors": sample.n_anchors() });
-    for (i, name) in SCALARS.iter().enumerate() {
-        let shown = match *name {
-            "p_bypass_0.85" => "p_bypass",
-            "lambda" | "sink_mean" | "alpha" | "gamma" | "k_fraction" | "persist_1" | "persist_8"
-            | "persist_32" => name,
-            _ => continue,
-        };
-        report[shown] = scalars.iter().map(|s| s[i]).collect();
+        Ok(())
     }
-    report
+
+    /// The quality report of a KV head: an array per quantity over its query heads.
+    fn report(&self, fits: &[HeadFit]) -> Report {
+        let of = |i: usize| fits.iter().map(|fit| fit.scalars[i]).collect::<Value>();
+        let shown = SCALARS.iter().enumerate().filter_map(|(i, name)| match *name {
+            "p_bypass_0.85" => Some(("p_bypass", of(i))),
+            "lambda" | "sink_mean" | "alpha" | "gamma" | "k_fraction" | "persist_1" | "persist_8"
+            | "persist_32" => Some((*name, of(i))),
+            _ => None,
+        });
+        let (rows, anchors) = (self.sample.n_rows(), self.sample.n_anchors());
+        let counts = [("rows", rows.into()), ("anchors", anchors.into())];
+        let all = counts.into_iter().chain(shown);
+        all.map(|(name, value)| (name.to_string(), value)).collect()
+    }
 }
 
 /// One query head and the keys it looks at.
@@ -127,14 +142,14 @@ impl Head<'_> {
         visible(p, self.window).start.max(SINKS)..p + 1
     }
 
-    /// Scores of a tile's rows against a span of positions of its block: `[rows, span]`.
-    pub fn scores(&self, tile: &Tile, span: Range<usize>) -> Array2<f32> {
+    /// Scores of a tile's rows against a span of positions of its block: `[rows, span]`, row by row.
+    pub fn scores(&self, tile: &Tile, span: Range<usize>) -> Vec<f32> {
         let queries = self.queries.select(Axis(0), &tile.at);
         let (first, end) = (tile.block.start + span.start, tile.block.start + span.end);
         let mut scores = Array2::zeros((tile.at.len(), span.len()));
         let keys = self.keys.slice(s![first..end, ..]);
         gemm(scores.view_mut(), false, queries.view(), keys.t());
-        scores
+        scores.into_raw_vec_and_offset().0
     }
 }
 
@@ -189,8 +204,8 @@ impl TileSums {
             vert: vec![0.0; VERT],
             rows: Vec::with_capacity(positions.len()),
         };
-        for ((mut line, &p), &at) in scores.rows_mut().into_iter().zip(&positions).zip(&tile.at) {
-            let line = elements_mut(&mut line);
+        let lines = scores.chunks_exact_mut(span.len());
+        for ((line, &p), &at) in lines.zip(&positions).zip(&tile.at) {
             let (seen, rest) = (visible(p, head.window), head.non_sinks(p));
             let sink = lse(&line[seen.start - span.start..rest.start - span.start]);
             let x = &mut line[rest.start - span.start..rest.end - span.start];

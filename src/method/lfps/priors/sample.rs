@@ -103,13 +103,6 @@ impl Sample {
         self.anchors.len()
     }
 
-    /// Of `rows`, those within a range: their numbers in `rows`, and where they stand in the range.
-    pub fn within(&self, range: &Range<usize>) -> impl Iterator<Item = (usize, usize)> {
-        let at = |row: usize| self.rows.partition_point(|r| *r < row);
-        let start = range.start;
-        (at(range.start)..at(range.end)).map(move |i| (i, self.rows[i] - start))
-    }
-
     /// Positions of the longest block.
     pub(super) fn longest_block(&self) -> usize {
         self.blocks.iter().map(Range::len).max().unwrap_or(0)

@@ -1,21 +1,34 @@
-//! What calibration hands a method of one layer.
+//! What the fit of a section reads of one layer.
 
 use std::ops::Range;
 
 use ndarray::{Array2, Array3, Axis};
 
 use crate::compute::device::Device;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::model::Sizes;
 use crate::model::rope::Rope;
+use crate::stats::moments::LayerMoments;
 
-/// The keys of one layer, and where they are worked on.
-pub struct LayerKeys<'a> {
+/// Reads rows of one head, `[rows,d]`.
+type ReadHead<'a> = &'a dyn Fn(usize) -> Result<Array2<f32>>;
+
+/// The calibration states of one layer, and where they are worked on.
+pub struct LayerStates<'a> {
+    /// Index of the layer.
+    pub layer: usize,
+    /// Sizes of the model.
+    pub sizes: Sizes,
+    /// The layer's sliding window.
+    pub window: Option<usize>,
     /// Does the heavy operations.
     pub device: &'a dyn Device,
-    /// Reads all rows of one KV head before rotation, `[n,d]`.
-    pub read: &'a dyn Fn(usize) -> Result<Array2<f32>>,
-    /// g.
-    pub n_kv_heads: usize,
+    /// Reads all rows of a KV head before rotation, `[n,d]`.
+    pub keys: ReadHead<'a>,
+    /// Reads the rows of a query head that the fit asked for, before rotation.
+    pub queries: ReadHead<'a>,
+    /// The query moments, if the section reads them.
+    pub moments: Option<&'a LayerMoments>,
     /// The first row of each block, and then n.
     pub block_start: &'a [u32],
     /// Which rows take part in the fit, `[n]`; the others are held out.
@@ -24,7 +37,30 @@ pub struct LayerKeys<'a> {
     pub rope: &'a Rope,
 }
 
-impl LayerKeys<'_> {
+impl LayerStates<'_> {
+    /// The query moments of the layer.
+    ///
+    /// # Errors
+    /// The section's declaration does not say that it reads them.
+    pub fn moments(&self) -> Result<&LayerMoments> {
+        self.moments
+            .ok_or_else(|| Error::failed("internal: a section reads moments that it did not ask for"))
+    }
+
+    /// Rows that take part in the fit.
+    pub fn n_kept(&self) -> usize {
+        self.kept.iter().filter(|kept| **kept).count()
+    }
+
+    /// The KV heads in runs that the device takes at once, for `size` centroids per head.
+    pub fn head_runs(&self, size: usize) -> impl Iterator<Item = Range<usize>> {
+        let (g, d) = (self.sizes.n_kv_heads, self.sizes.head_dim);
+        let at_once = self.device.heads_at_once(self.n_kept(), d, size).max(1);
+        (0..g)
+            .step_by(at_once)
+            .map(move |first| first..g.min(first + at_once))
+    }
+
     /// The kept and the held-out rows of some heads, `[b,kept,d]` and `[b,n - kept,d]`, at their own
     /// positions if `rotated`.
     pub fn split(&self, heads: Range<usize>, rotated: bool) -> Result<[Array3<f32>; 2]> {
@@ -34,9 +70,9 @@ impl LayerKeys<'_> {
         let rows = [rows(true), rows(false)];
         let mut out = rows.each_ref().map(|_| Array3::zeros((0, 0, 0)));
         for (i, head) in heads.clone().enumerate() {
-            let mut keys = (self.read)(head)?;
+            let mut keys = (self.keys)(head)?;
             if rotated {
-                self.rope.rotate_blocks(&mut keys, self.block_start);
+                self.rope.rotate_blocks(&mut keys, self.block_start)?;
             }
             for (out, rows) in out.iter_mut().zip(&rows) {
                 let part = keys.select(Axis(0), rows).insert_axis(Axis(0));

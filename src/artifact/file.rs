@@ -1,0 +1,233 @@
+//! An opened artifact or section file.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use half::f16;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::json;
+use sha2::{Digest, Sha256};
+
+use super::manifest::seal_holds;
+use super::{FORMAT, Manifest, Report, SectionKind, SectionManifest, Sections, parse, short};
+use crate::error::{Error, Result};
+use crate::model::Sizes;
+use crate::store::hex;
+use crate::store::{Element, Spec, Store};
+
+/// An opened artifact or section file.
+pub struct Artifact {
+    /// The mapped file.
+    pub store: Store,
+    /// The manifest.
+    pub manifest: Manifest,
+    /// Sizes of the model.
+    pub sizes: Sizes,
+    /// Declaration and tensors of each section, by name.
+    kinds: BTreeMap<String, (&'static dyn SectionKind, Vec<Spec>)>,
+}
+
+impl Artifact {
+    /// Opens a file whose sections are among `known` and checks its header: canonical form, manifest
+    /// digest, and that every section has exactly its tensors in the right types and shapes. Tensor
+    /// data are not read.
+    pub fn open(path: &Path, known: Sections) -> Result<Self> {
+        let store = Store::open(path)?;
+        let manifest = read_manifest(&store)?;
+        let context = |e: Error| e.context(path.display());
+        manifest.origin.model.check().map_err(context)?;
+        let sizes = manifest.origin.model.sizes;
+        let mut kinds = BTreeMap::new();
+        for (name, section) in &manifest.sections {
+            let kind = known.iter().copied().find(|kind| kind.name() == name);
+            let kind = kind.ok_or_else(|| context(unknown(name)))?;
+            let specs = kind.specs(&section.fitted.params, sizes).map_err(context)?;
+            for spec in &specs {
+                store.checked(spec)?;
+            }
+            let complete = manifest.quality.get(name).is_some_and(|layers| {
+                layers.len() == sizes.n_layers && layers.iter().all(|heads| heads.len() == sizes.n_kv_heads)
+            });
+            if !complete {
+                return Err(context(Error::failed(format!(
+                    "`quality.{name}` does not have one entry per layer and head"
+                ))));
+            }
+            kinds.insert(name.clone(), (kind, specs));
+        }
+        let expected = |name: &str| {
+            kinds
+                .values()
+                .any(|(_, specs)| specs.iter().any(|s| s.name == name))
+        };
+        if let Some(extra) = store.specs().find(|s| !expected(&s.name)) {
+            return Err(context(Error::failed(format!(
+                "tensor `{}` belongs to no section",
+                extra.name
+            ))));
+        }
+        Ok(Self {
+            store,
+            manifest,
+            sizes,
+            kinds,
+        })
+    }
+
+    /// The sections, by name.
+    pub fn sections(&self) -> impl Iterator<Item = SectionView<'_>> {
+        self.kinds.iter().map(|(name, (kind, specs))| SectionView {
+            artifact: self,
+            kind: *kind,
+            specs,
+            manifest: &self.manifest.sections[name],
+            quality: &self.manifest.quality[name],
+        })
+    }
+
+    /// Whether the section is there.
+    pub fn has(&self, section: &str) -> bool {
+        self.kinds.contains_key(section)
+    }
+
+    /// A section.
+    ///
+    /// # Errors
+    /// The artifact does not have it.
+    pub fn section(&self, name: &str) -> Result<SectionView<'_>> {
+        self.sections().find(|s| s.kind.name() == name).ok_or_else(|| {
+            Error::failed(format!("{} has no section `{name}`", self.store.path().display()))
+                .hint("calibrate again with this section, or choose another --method")
+        })
+    }
+
+    /// A section with the digests and values of its tensors checked, for use.
+    ///
+    /// # Errors
+    /// The artifact does not have it, or it is damaged.
+    pub fn checked_section(&self, name: &str) -> Result<SectionView<'_>> {
+        let section = self.section(name)?;
+        section.verify()?;
+        Ok(section)
+    }
+
+    /// Checks every digest and every value.
+    pub fn verify(&self) -> Result<()> {
+        self.sections().try_for_each(|section| section.verify())
+    }
+
+    /// Fails if the artifact was made for another model.
+    pub fn check_model(&self, fingerprint: &str) -> Result<()> {
+        let own = &self.manifest.origin.model.fingerprint;
+        if own == fingerprint {
+            return Ok(());
+        }
+        Err(Error::failed(format!(
+            "{} was made for another model (fingerprint {}, this model has {})",
+            self.store.path().display(),
+            short(own),
+            short(fingerprint)
+        ))
+        .hint("calibrate this model, or give the model that the file was made for"))
+    }
+}
+
+/// Reads the manifest of a file, checking its format and its digest.
+fn read_manifest(store: &Store) -> Result<Manifest> {
+    let path = store.path().display();
+    let manifest = store.manifest()?;
+    store.check_canonical()?;
+    if manifest.get("format") != Some(&json!(FORMAT)) {
+        return Err(
+            Error::failed(format!("{path} is not an artifact of format {FORMAT}"))
+                .hint("make it again with this version of kvsmith"),
+        );
+    }
+    if !store.metadata().is_some_and(|text| seal_holds(text, &manifest)) {
+        return Err(Error::failed(format!("{path}: the manifest was altered"))
+            .hint("the file is damaged; make it again"));
+    }
+    Manifest::deserialize(manifest).map_err(|e| {
+        Error::failed(format!("{path}: the manifest is not valid: {e}"))
+            .hint("make it again with this version of kvsmith")
+    })
+}
+
+fn unknown(section: &str) -> Error {
+    Error::failed(format!("unknown section `{section}`"))
+        .hint("the file was made by a newer version of kvsmith")
+}
+
+/// A section of an opened file.
+#[derive(Clone, Copy)]
+pub struct SectionView<'a> {
+    /// The file.
+    pub artifact: &'a Artifact,
+    /// The section's declaration.
+    pub kind: &'static dyn SectionKind,
+    /// Its tensors, layer axis in front.
+    pub specs: &'a [Spec],
+    /// What the manifest says about it.
+    pub manifest: &'a SectionManifest,
+    /// Quality reports: per layer, per KV head.
+    pub quality: &'a [Vec<Report>],
+}
+
+impl SectionView<'_> {
+    /// The hyper-parameters.
+    ///
+    /// # Errors
+    /// One that is missing or has another type.
+    pub fn params<T: DeserializeOwned>(&self) -> Result<T> {
+        let what = format!("sections.{}", self.kind.name());
+        parse(&what, &self.manifest.fitted.params)
+    }
+
+    /// Bytes of all tensors.
+    pub fn bytes(&self) -> usize {
+        self.specs.iter().filter_map(Spec::bytes).sum()
+    }
+
+    /// Keys per KV head that took part in the fit.
+    pub fn kept_keys(&self) -> u64 {
+        let text = &self.artifact.manifest.origin.calibration;
+        text.tokens.saturating_sub(text.held_out_tokens) as u64
+    }
+
+    /// A whole tensor.
+    pub fn read<T: Element>(&self, tensor: &str) -> Result<Vec<T>> {
+        let spec = self.specs.iter().find(|spec| spec.name == tensor);
+        let spec = spec.ok_or_else(|| {
+            let section = self.kind.name();
+            Error::failed(format!("internal: section `{section}` has no tensor `{tensor}`"))
+        })?;
+        self.artifact.store.read(tensor, &spec.shape)
+    }
+
+    /// A whole f16 tensor, widened.
+    pub fn widened(&self, tensor: &str) -> Result<Vec<f32>> {
+        Ok(self.read(tensor)?.into_iter().map(f16::to_f32).collect())
+    }
+
+    /// The error that values are not ones that a fit gives.
+    pub fn damaged(&self, what: impl std::fmt::Display) -> Error {
+        Error::failed(format!("{}: {what}", self.artifact.store.path().display()))
+            .hint("the file is damaged; make it again")
+    }
+
+    /// Checks the digests and values of all tensors.
+    fn verify(&self) -> Result<()> {
+        for spec in self.specs {
+            let digest = self
+                .artifact
+                .store
+                .bytes(&spec.name)
+                .map(|b| hex(&Sha256::digest(b)));
+            if digest.as_ref() != self.manifest.sha256.get(&spec.name) {
+                return Err(self.damaged(format!("tensor `{}` does not have its digest", spec.name)));
+            }
+        }
+        self.kind.check(self)
+    }
+}

@@ -1,0 +1,137 @@
+//! The manifest of an artifact: JSON with sorted keys in the header, under a digest of its own.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+
+use crate::compute::device::Device;
+use crate::corpus::Origin;
+use crate::error::{Error, Result};
+use crate::store::hex;
+
+/// Version of the file format.
+pub const FORMAT: u64 = 1;
+
+/// Key of the manifest's own digest.
+const SEAL: &str = "manifest_sha256";
+
+/// The quality report of one KV head.
+pub type Report = Map<String, Value>;
+
+/// What an artifact says about itself.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Manifest {
+    /// Version of the file format.
+    pub format: u64,
+    /// Version of the program that made the sections.
+    pub tool_version: String,
+    /// The devices of the sections, less the CPU where there is another.
+    pub device: String,
+    /// The model and the text.
+    #[serde(flatten)]
+    pub origin: Origin,
+    /// Sections by name.
+    pub sections: BTreeMap<String, SectionManifest>,
+    /// Quality reports by section: per layer, per KV head.
+    pub quality: BTreeMap<String, Vec<Vec<Report>>>,
+}
+
+/// What the manifest says about one section.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct SectionManifest {
+    /// How it was fitted.
+    #[serde(flatten)]
+    pub fitted: SectionParams,
+    /// Digest of each tensor's data.
+    pub sha256: BTreeMap<String, String>,
+}
+
+/// How a section was fitted.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct SectionParams {
+    /// Where it was fitted.
+    pub device: String,
+    /// The hardware and the driver, of a GPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub adapter: Option<String>,
+    /// Its hyper-parameters, whose meaning the section's declaration knows.
+    #[serde(flatten)]
+    pub params: Map<String, Value>,
+}
+
+impl SectionParams {
+    /// Parameters of a fit on `device`.
+    pub fn new(params: Map<String, Value>, device: &dyn Device) -> Self {
+        Self {
+            device: device.name().to_string(),
+            adapter: device.adapter(),
+            params,
+        }
+    }
+}
+
+impl Manifest {
+    /// A manifest of this version without sections.
+    pub fn new(origin: Origin) -> Self {
+        Self {
+            format: FORMAT,
+            tool_version: env!("CARGO_PKG_VERSION").to_string(),
+            device: String::new(),
+            origin,
+            sections: BTreeMap::new(),
+            quality: BTreeMap::new(),
+        }
+    }
+
+    /// The text for the header, sealed with its digest; `device` follows from the sections.
+    pub fn seal(mut self) -> String {
+        let devices = self.sections.values().map(|s| s.fitted.device.as_str());
+        let others: BTreeSet<&str> = devices.filter(|name| *name != "cpu").collect();
+        self.device = match others.is_empty() {
+            true => "cpu".to_string(),
+            false => others.into_iter().collect::<Vec<_>>().join("+"),
+        };
+        let mut value = json!(self);
+        value[SEAL] = json!(hex(&Sha256::digest(value.to_string().as_bytes())));
+        value.to_string()
+    }
+}
+
+/// Whether a manifest's text has the digest that it states.
+///
+/// The text itself is hashed, less the digest's own member: no reader has to write JSON as we do.
+pub fn seal_holds(text: &str, manifest: &Value) -> bool {
+    let Some(digest) = manifest.get(SEAL).and_then(Value::as_str) else {
+        return false;
+    };
+    let member = format!("\"{SEAL}\":\"{digest}\",");
+    match text.split_once(&member) {
+        Some((before, after)) => {
+            let mut hash = Sha256::new();
+            hash.update(before.as_bytes());
+            hash.update(after.as_bytes());
+            hex(&hash.finalize()) == digest
+        }
+        None => false,
+    }
+}
+
+/// Writes something as a JSON object of the manifest.
+pub fn object<T: Serialize>(value: &T) -> Result<Map<String, Value>> {
+    match serde_json::to_value(value) {
+        Ok(Value::Object(object)) => Ok(object),
+        Ok(other) => Err(Error::failed(format!("internal: {other} is no object"))),
+        Err(e) => Err(Error::failed(format!("internal: {e}"))),
+    }
+}
+
+/// Reads a JSON object of the manifest, called `what` in the message if it is not valid.
+pub fn parse<T: DeserializeOwned>(what: &str, object: &Map<String, Value>) -> Result<T> {
+    T::deserialize(object).map_err(|e| {
+        Error::failed(format!("`{what}` is not valid: {e}"))
+            .hint("make it again with this version of kvsmith")
+    })
+}

@@ -1,0 +1,25 @@
+//! The packaged file: sections of tensors, one manifest that says what they were made from, and a
+//! digest of everything. `docs/artifact.md` describes it for readers in other languages.
+//!
+//! A section is declared by a [`SectionKind`] in the folder of the method that reads it; this module
+//! knows sections by their declarations alone. A section file (`kvsmith codebook -o`) has the same form
+//! as an artifact, with one section; [`pack`] merges them.
+
+mod file;
+mod layer;
+mod manifest;
+mod section;
+mod table;
+mod write;
+
+pub use file::{Artifact, SectionView};
+pub use layer::LayerStates;
+pub use manifest::{FORMAT, Manifest, Report, SectionManifest, SectionParams, object, parse};
+pub use section::{Facts, Fit, FitInput, HeadDone, LayerPart, LayerParts, Section, SectionKind, Sections};
+pub use table::{Column, HeadReport, share, table, worst_heads};
+pub use write::{pack, write};
+
+/// Shortens a digest for messages.
+pub fn short(digest: &str) -> &str {
+    digest.get(..12).unwrap_or(digest)
+}

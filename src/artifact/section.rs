@@ -1,0 +1,205 @@
+//! The declaration of a section, and a section that is being made.
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+
+use clap::{ArgMatches, Command};
+use serde_json::{Map, Value};
+
+use super::{HeadReport, LayerStates, Report, SectionParams, SectionView};
+use crate::compute::cpu::Cpu;
+use crate::compute::device::Device;
+use crate::error::{Error, Result};
+use crate::model::Sizes;
+use crate::progress::Log;
+use crate::stats::moments::Position;
+use crate::store::{Element, Spec, to_bytes};
+
+/// The sections that an artifact may have, in the order in which calibration makes them.
+pub type Sections = &'static [&'static dyn SectionKind];
+
+/// The fixed facts of a section.
+#[derive(Debug)]
+pub struct Facts {
+    /// Name in the manifest and prefix of the tensors.
+    pub name: &'static str,
+    /// Command that makes the section from a dump.
+    pub command: &'static str,
+    /// Summary of that command.
+    pub about: &'static str,
+    /// What `calibrate` calls the section while it works on it.
+    pub stage: &'static str,
+    /// Whether the fit reads the query moments.
+    pub reads_moments: bool,
+    /// Whether the fit reads queries, those of [`Fit::query_rows`].
+    pub reads_queries: bool,
+    /// Whether the fit runs on the CPU whatever the device.
+    pub cpu_only: bool,
+}
+
+/// The declaration of a section: everything that commands and files need to know of it.
+pub trait SectionKind: Debug + Sync {
+    /// The fixed facts.
+    fn facts(&self) -> &'static Facts;
+
+    /// Adds the flags of the fit to a command.
+    fn flags(&self, command: Command) -> Command {
+        command
+    }
+
+    /// Prepares the fit from the flags that were given; warns where the text is too short for it.
+    ///
+    /// # Errors
+    /// Flags out of range, too few rows.
+    fn fit(&self, flags: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>>;
+
+    /// The tensors, layer axis in front.
+    ///
+    /// # Errors
+    /// Parameters that are not valid.
+    fn specs(&self, params: &Map<String, Value>, sizes: Sizes) -> Result<Vec<Spec>>;
+
+    /// Checks the values of the tensors.
+    ///
+    /// # Errors
+    /// Values that no fit gives.
+    fn check(&self, section: &SectionView) -> Result<()>;
+
+    /// Describes the fit in a few words, for the summary of `inspect`.
+    fn describe(&self, section: &SectionView) -> Result<String>;
+
+    /// Shows the quality reports as the table of `inspect`.
+    fn table(&self, reports: &[HeadReport]) -> Result<String>;
+
+    /// Name in the manifest and prefix of the tensors.
+    fn name(&self) -> &'static str {
+        self.facts().name
+    }
+
+    /// The device of the fit where calibration runs on `device`.
+    fn device<'a>(&self, device: &'a dyn Device) -> &'a dyn Device {
+        match self.facts().cpu_only {
+            true => &Cpu,
+            false => device,
+        }
+    }
+}
+
+/// What is known before the first layer.
+pub struct FitInput<'a> {
+    /// Seeds every random choice.
+    pub seed: u64,
+    /// Where the queries of the moments are rotated to.
+    pub position: Position,
+    /// The first row of each block, and then n.
+    pub block_start: &'a [u32],
+    /// Which rows take part in the fit, `[n]`; the others are held out.
+    pub kept: &'a [bool],
+    /// Takes warnings.
+    pub log: Log,
+}
+
+/// A section's fit with its parameters.
+pub trait Fit {
+    /// The section.
+    fn kind(&self) -> &'static dyn SectionKind;
+
+    /// The section's parameters in the manifest.
+    fn params(&self) -> Result<Map<String, Value>>;
+
+    /// The rows of the text whose queries the fit reads, ascending.
+    fn query_rows(&self) -> &[usize] {
+        &[]
+    }
+
+    /// Fits one layer.
+    ///
+    /// # Errors
+    /// What reading the states and the device return; values that the section cannot hold.
+    fn layer(&self, states: &LayerStates, done: HeadDone) -> Result<LayerPart>;
+}
+
+/// Is told of every KV head that has been fitted, with a line for `-v` if there is something to say.
+pub type HeadDone<'a> = &'a mut dyn FnMut(usize, Option<String>);
+
+/// What one layer contributes to a section.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct LayerPart {
+    /// Little-endian data by tensor name.
+    pub tensors: BTreeMap<String, Vec<u8>>,
+    /// Quality reports, per KV head.
+    pub quality: Vec<Report>,
+}
+
+/// The parts of one layer by section name.
+pub type LayerParts = BTreeMap<&'static str, LayerPart>;
+
+impl LayerPart {
+    /// Appends values, those of the next head, to a tensor.
+    pub fn put<T: Element>(&mut self, tensor: &str, values: &[T]) {
+        let data = self.tensors.entry(tensor.to_string()).or_default();
+        data.extend(to_bytes(values));
+    }
+}
+
+/// A section in the making: complete once every layer has been added.
+pub struct Section {
+    /// Its declaration.
+    pub kind: &'static dyn SectionKind,
+    /// How it is fitted.
+    pub fitted: SectionParams,
+    /// Its tensors, layer axis in front.
+    pub specs: Vec<Spec>,
+    /// Data of the layers so far, in the order of `specs`.
+    pub(super) data: Vec<Vec<u8>>,
+    /// Quality reports of the layers so far.
+    pub(super) quality: Vec<Vec<Report>>,
+}
+
+impl Section {
+    /// A section without layers yet, to be fitted where `device` is asked for.
+    pub fn new(fit: &dyn Fit, sizes: Sizes, device: &dyn Device) -> Result<Self> {
+        let (kind, params) = (fit.kind(), fit.params()?);
+        let specs = kind.specs(&params, sizes)?;
+        Ok(Self {
+            kind,
+            fitted: SectionParams::new(params, kind.device(device)),
+            data: vec![Vec::new(); specs.len()],
+            specs,
+            quality: Vec::new(),
+        })
+    }
+
+    /// The tensors of one layer: its leading axis alone.
+    pub fn layer_specs(&self) -> Vec<Spec> {
+        let mut specs = self.specs.clone();
+        specs.iter_mut().for_each(|spec| spec.shape[0] = 1);
+        specs
+    }
+
+    /// Adds the next layer.
+    ///
+    /// # Errors
+    /// A part that does not have exactly the section's tensors.
+    pub fn add(&mut self, mut part: LayerPart) -> Result<()> {
+        for (spec, data) in self.layer_specs().iter().zip(&mut self.data) {
+            let bytes = part.tensors.remove(&spec.name).unwrap_or_default();
+            if Some(bytes.len()) != spec.bytes() {
+                return Err(Error::failed(format!(
+                    "internal: a layer gives {} bytes for tensor `{}`",
+                    bytes.len(),
+                    spec.name
+                )));
+            }
+            data.extend(bytes);
+        }
+        if let Some(name) = part.tensors.keys().next() {
+            return Err(Error::failed(format!(
+                "internal: section `{}` has no tensor `{name}`",
+                self.kind.name()
+            )));
+        }
+        self.quality.push(part.quality);
+        Ok(())
+    }
+}

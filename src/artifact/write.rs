@@ -1,0 +1,80 @@
+//! Writes sections with their manifest, and merges section files.
+
+use std::collections::BTreeMap;
+
+use super::{Artifact, Manifest, Section, SectionManifest};
+use crate::corpus::Origin;
+use crate::error::{Error, Result};
+use crate::store::{self, Output, Tensor};
+
+/// Writes one or more complete sections with their manifest.
+pub fn write(output: Output, origin: Origin, sections: Vec<Section>) -> Result<()> {
+    let mut manifest = Manifest::new(origin);
+    let mut tensors = Vec::new();
+    for section in sections {
+        let name = section.kind.name().to_string();
+        let mut sha256 = BTreeMap::new();
+        for (spec, bytes) in section.specs.into_iter().zip(section.data) {
+            let tensor = Tensor { spec, bytes };
+            sha256.insert(tensor.spec.name.clone(), tensor.digest());
+            tensors.push(tensor);
+        }
+        let fitted = section.fitted;
+        manifest
+            .sections
+            .insert(name.clone(), SectionManifest { fitted, sha256 });
+        manifest.quality.insert(name, section.quality);
+    }
+    store::write(output, &tensors, Some(&manifest.seal()))
+}
+
+/// Merges section files that were made from the same model and the same calibration.
+///
+/// # Errors
+/// Sections that differ in origin, a section given twice, a damaged file.
+pub fn pack(output: Output, parts: &[Artifact]) -> Result<()> {
+    let Some(first) = parts.first() else {
+        return Err(Error::usage("no section file given"));
+    };
+    let mut manifest = Manifest::new(first.manifest.origin.clone());
+    manifest.tool_version.clone_from(&first.manifest.tool_version);
+    let mut tensors: BTreeMap<String, Tensor> = BTreeMap::new();
+    for part in parts {
+        part.verify()?;
+        check_same_origin(first, part)?;
+        for (name, section) in &part.manifest.sections {
+            if manifest.sections.insert(name.clone(), section.clone()).is_some() {
+                return Err(Error::failed(format!("section `{name}` is given twice")));
+            }
+        }
+        manifest.quality.extend(part.manifest.quality.clone());
+        for spec in part.store.specs() {
+            let bytes = part.store.checked(spec)?.to_vec();
+            let spec = spec.clone();
+            tensors.insert(spec.name.clone(), Tensor { spec, bytes });
+        }
+    }
+    let tensors: Vec<Tensor> = tensors.into_values().collect();
+    store::write(output, &tensors, Some(&manifest.seal()))
+}
+
+/// Fails if two section files do not go together.
+fn check_same_origin(first: &Artifact, part: &Artifact) -> Result<()> {
+    let (a, b) = (&first.manifest, &part.manifest);
+    for (key, same) in [
+        ("format", a.format == b.format),
+        ("tool_version", a.tool_version == b.tool_version),
+        ("model", a.origin.model == b.origin.model),
+        ("calibration", a.origin.calibration == b.origin.calibration),
+    ] {
+        if !same {
+            return Err(Error::failed(format!(
+                "{} and {} differ in `{key}`",
+                first.store.path().display(),
+                part.store.path().display()
+            ))
+            .hint("pack takes sections made by one version from one dump"));
+        }
+    }
+    Ok(())
+}

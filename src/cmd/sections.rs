@@ -1,0 +1,239 @@
+//! The commands that make one section of a dump (`codebook`, `signs`, `priors`), and the flags of all
+//! sections. What differs from section to section is in their declarations.
+
+use std::path::PathBuf;
+
+use clap::{Arg, ArgMatches, Command, FromArgMatches, value_parser};
+use ndarray::Axis;
+use serde_json::json;
+
+use super::print_json;
+use crate::artifact::{self, Fit, FitInput, LayerPart, LayerStates, Section, SectionKind};
+use crate::cmd::args::Global;
+use crate::compute::cpu::Cpu;
+use crate::compute::device::Device;
+use crate::dump::moments::Moments;
+use crate::dump::{Dump, State};
+use crate::error::{Error, Result};
+use crate::method::sections::SECTIONS;
+use crate::progress::{Log, Progress, Verbosity};
+use crate::stats::moments::Position;
+use crate::store::Output;
+
+type ParseResult<T> = std::result::Result<T, clap::Error>;
+
+/// The flags of the fits of all sections.
+#[derive(Debug)]
+pub struct SectionFlags(ArgMatches);
+
+impl SectionFlags {
+    /// Prepares the fit of every section.
+    pub fn fits(&self, input: &FitInput) -> Result<Vec<Box<dyn Fit>>> {
+        SECTIONS.iter().map(|kind| kind.fit(&self.0, input)).collect()
+    }
+}
+
+impl clap::Args for SectionFlags {
+    fn augment_args(command: Command) -> Command {
+        SECTIONS.iter().fold(command, |command, kind| kind.flags(command))
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for SectionFlags {
+    fn from_arg_matches(matches: &ArgMatches) -> ParseResult<Self> {
+        Ok(Self(matches.clone()))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> ParseResult<()> {
+        self.0 = matches.clone();
+        Ok(())
+    }
+}
+
+/// The command that makes one section of a dump.
+#[derive(Debug)]
+pub struct SectionCommand {
+    kind: &'static dyn SectionKind,
+    dump: PathBuf,
+    moments: Option<PathBuf>,
+    output: PathBuf,
+    flags: ArgMatches,
+}
+
+impl clap::Subcommand for SectionCommand {
+    fn augment_subcommands(command: Command) -> Command {
+        let commands = SECTIONS.iter().map(|kind| describe(*kind));
+        command.subcommands(commands)
+    }
+
+    fn augment_subcommands_for_update(command: Command) -> Command {
+        Self::augment_subcommands(command)
+    }
+
+    fn has_subcommand(name: &str) -> bool {
+        SECTIONS.iter().any(|kind| kind.facts().command == name)
+    }
+}
+
+/// Describes the command of a section.
+fn describe(kind: &dyn SectionKind) -> Command {
+    let facts = kind.facts();
+    let file = |name: &'static str, value: &'static str| {
+        let arg = Arg::new(name).long(name).value_name(value);
+        arg.value_parser(value_parser!(PathBuf))
+    };
+    let dump = match facts.reads_queries {
+        true => "Dump folder made with --queries (values may be there too, but are not read)",
+        false => "Dump folder",
+    };
+    let moments = "Moments for another WRoPE position, or for standard RoPE (default: the dump's own)";
+    let moments = facts.reads_moments.then(|| file("moments", "FILE").help(moments));
+    let command = Command::new(facts.command)
+        .about(facts.about)
+        .arg(file("dump", "DIR").help(dump).required(true))
+        .args(moments)
+        .arg(
+            file("output", "FILE")
+                .short('o')
+                .help("Section file to write")
+                .required(true),
+        );
+    kind.flags(command)
+}
+
+impl FromArgMatches for SectionCommand {
+    fn from_arg_matches(matches: &ArgMatches) -> ParseResult<Self> {
+        let unknown = || clap::Error::new(clap::error::ErrorKind::InvalidSubcommand);
+        let missing = || clap::Error::new(clap::error::ErrorKind::MissingRequiredArgument);
+        let (name, flags) = matches.subcommand().ok_or_else(unknown)?;
+        let kind = SECTIONS.iter().find(|kind| kind.facts().command == name);
+        let file = |name: &str| flags.get_one::<PathBuf>(name).cloned();
+        let kind = *kind.ok_or_else(unknown)?;
+        Ok(Self {
+            kind,
+            dump: file("dump").ok_or_else(missing)?,
+            moments: kind.facts().reads_moments.then(|| file("moments")).flatten(),
+            output: file("output").ok_or_else(missing)?,
+            flags: flags.clone(),
+        })
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> ParseResult<()> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+impl SectionCommand {
+    /// Runs the command.
+    pub fn run(&self, global: &Global) -> Result<()> {
+        let facts = self.kind.facts();
+        let device: Box<dyn Device> = match facts.cpu_only {
+            true => global.cpu_only(facts.command).map(|_| Box::new(Cpu))?,
+            false => global.open_device()?,
+        };
+        let dump = Dump::open(&self.dump)?;
+        if facts.reads_queries {
+            dump.check_queries()?;
+        }
+        let moments = self.moments(&dump)?;
+        let own = Position::Windowed(dump.options.wrope_position);
+        let fit = self.kind.fit(
+            &self.flags,
+            &FitInput {
+                seed: global.seed,
+                position: moments.as_ref().map_or(own, |moments| moments.position),
+                block_start: &dump.block_start,
+                kept: &dump.kept,
+                log: global.log(),
+            },
+        )?;
+        let output = Output::create(&self.output)?;
+        let section = fit_dump(
+            fit.as_ref(),
+            &dump,
+            moments.as_ref(),
+            device.as_ref(),
+            global.log(),
+        )?;
+        artifact::write(output, dump.origin, vec![section])?;
+        global.log().note(&format!("wrote {}", self.output.display()));
+        if global.json {
+            print_json(&json!({ "section": self.output, "device": device.name() }))?;
+        }
+        Ok(())
+    }
+
+    /// The moments that the fit reads, if it does: those given, or the dump's.
+    fn moments(&self, dump: &Dump) -> Result<Option<Moments>> {
+        if !self.kind.facts().reads_moments {
+            return Ok(None);
+        }
+        let path = self.moments.clone().unwrap_or_else(|| dump.moments_path());
+        let moments = Moments::read(&path, dump.sizes)?;
+        if moments.origin != dump.origin {
+            return Err(Error::failed(format!(
+                "{} was not taken from {}",
+                path.display(),
+                self.dump.display()
+            ))
+            .hint("give the moments of the same dump"));
+        }
+        Ok(Some(moments))
+    }
+}
+
+/// Fits a section to the states of a dump.
+fn fit_dump(
+    fit: &dyn Fit,
+    dump: &Dump,
+    moments: Option<&Moments>,
+    device: &dyn Device,
+    log: Log,
+) -> Result<Section> {
+    let (sizes, model) = (dump.sizes, &dump.origin.model);
+    let rope = model.rope();
+    let mut section = Section::new(fit, sizes, device)?;
+    let progress = log.progress((sizes.n_layers * sizes.n_kv_heads) as u64, "heads");
+    for layer in 0..sizes.n_layers {
+        progress.stage(format!("layer {} of {}", layer + 1, sizes.n_layers));
+        let file = dump.layer(layer)?;
+        let states = LayerStates {
+            layer,
+            sizes,
+            window: model.windows[layer],
+            device,
+            keys: &|head| file.read(State::KPre, head, 0, dump.n),
+            queries: &|head| {
+                let all = file.read(State::QPre, head, 0, dump.n)?;
+                Ok(all.select(Axis(0), fit.query_rows()))
+            },
+            moments: moments.map(|moments| &moments.layers[layer]),
+            block_start: &dump.block_start,
+            kept: &dump.kept,
+            rope: &rope,
+        };
+        section.add(fit_layer(fit, &states, &progress, 1, log)?)?;
+    }
+    Ok(section)
+}
+
+/// Fits one layer of a section; each head advances the progress by `units`, and `-v` tells of it.
+pub(super) fn fit_layer(
+    fit: &dyn Fit,
+    states: &LayerStates,
+    progress: &Progress,
+    units: u64,
+    log: Log,
+) -> Result<LayerPart> {
+    fit.layer(states, &mut |head, line| {
+        progress.advance(units);
+        if let Some(line) = line.filter(|_| log.verbosity >= Verbosity::Verbose) {
+            progress.line(&format!("layer {} head {head}: {line}", states.layer));
+        }
+    })
+}

@@ -1,0 +1,110 @@
+//! The dump folder: captured states of every layer, the tokens behind them, and query moments.
+
+pub mod moments;
+mod read;
+mod write;
+
+use safetensors::Dtype;
+use serde::{Deserialize, Serialize};
+
+pub use self::read::{Dump, LayerDump, State};
+pub use self::write::{NewDump, write};
+use crate::compute::device::Device;
+use crate::corpus::Origin;
+use crate::error::{Error, Result};
+use crate::float::Float;
+use crate::model::Sizes;
+use crate::store::Spec;
+
+/// Version of the folder's format.
+pub const FORMAT: u64 = 1;
+/// Name of the file whose presence says that a dump is complete.
+pub const MANIFEST: &str = "manifest.json";
+/// Name of the streamed moments.
+pub const MOMENTS: &str = "moments.safetensors";
+
+/// What a dump keeps.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Keep `q_pre`.
+    pub queries: bool,
+    /// Keep `v`.
+    pub values: bool,
+    /// Element type of the states.
+    pub dtype: Float,
+    /// Relative position of the query moments.
+    pub wrope_position: usize,
+}
+
+/// The content of `manifest.json`.
+#[derive(Serialize, Deserialize)]
+struct Manifest {
+    format: u64,
+    kind: String,
+    tool_version: String,
+    /// Where the model ran.
+    device: String,
+    #[serde(flatten)]
+    origin: Origin,
+    dtype: String,
+    queries: bool,
+    values: bool,
+    wrope_position: usize,
+}
+
+impl Manifest {
+    /// Describes a dump that was made on `device`.
+    fn new(device: &dyn Device, origin: Origin, options: &Options) -> Self {
+        Self {
+            format: FORMAT,
+            kind: "dump".to_string(),
+            tool_version: env!("CARGO_PKG_VERSION").to_string(),
+            device: device.name().to_string(),
+            origin,
+            dtype: options.dtype.name().to_string(),
+            queries: options.queries,
+            values: options.values,
+            wrope_position: options.wrope_position,
+        }
+    }
+
+    /// What the dump keeps.
+    fn options(&self) -> Result<Options> {
+        let dtype = [Float::F32, Float::F16, Float::Bf16]
+            .into_iter()
+            .find(|dtype| dtype.name() == self.dtype)
+            .ok_or_else(|| Error::failed("`dtype` is not valid"))?;
+        if u32::try_from(self.wrope_position).is_err() {
+            return Err(Error::failed("`wrope_position` is not valid"));
+        }
+        Ok(Options {
+            queries: self.queries,
+            values: self.values,
+            dtype,
+            wrope_position: self.wrope_position,
+        })
+    }
+}
+
+/// The name of a layer's file.
+fn layer_file(layer: usize) -> String {
+    format!("layer-{layer:05}.safetensors")
+}
+
+/// The tensors of one layer's file.
+fn layer_specs(sizes: Sizes, n: usize, options: &Options) -> Vec<Spec> {
+    let (h, g, d) = (sizes.n_heads, sizes.n_kv_heads, sizes.head_dim);
+    let dtype = match options.dtype {
+        Float::F32 => Dtype::F32,
+        Float::F16 => Dtype::F16,
+        Float::Bf16 => Dtype::BF16,
+    };
+    let mut specs = vec![Spec::of("k_pre", dtype, &[g, n, d])];
+    if options.queries {
+        specs.push(Spec::of("q_pre", dtype, &[h, n, d]));
+    }
+    if options.values {
+        specs.push(Spec::of("v", dtype, &[g, n, d]));
+    }
+    specs
+}

@@ -1,0 +1,174 @@
+//! Reads a dump: what it was made from, and the states of a layer, head by head.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use ndarray::Array2;
+use serde_json::json;
+
+use super::{FORMAT, MANIFEST, MOMENTS, Manifest, Options, layer_file, layer_specs};
+use crate::corpus::Origin;
+use crate::error::{Error, Result};
+use crate::float::Float;
+use crate::model::Sizes;
+use crate::model::fields::read_json;
+use crate::store::Store;
+
+/// A complete dump folder, opened for reading.
+pub struct Dump {
+    dir: PathBuf,
+    /// The model and the text.
+    pub origin: Origin,
+    /// Sizes of the model.
+    pub sizes: Sizes,
+    /// Rows of every state tensor.
+    pub n: usize,
+    /// Per row: whether it counts in fits.
+    pub kept: Vec<bool>,
+    /// First row of each block, then the number of rows.
+    pub block_start: Vec<u32>,
+    /// What the dump keeps.
+    pub options: Options,
+}
+
+impl Dump {
+    /// Opens a dump and checks its manifest and tokens.
+    ///
+    /// # Errors
+    /// No complete dump there, or files that contradict each other.
+    pub fn open(dir: &Path) -> Result<Self> {
+        let path = dir.join(MANIFEST);
+        if !path.is_file() {
+            return Err(
+                Error::failed(format!("{} does not hold a complete dump", dir.display()))
+                    .hint("make one with `kvsmith dump`; an interrupted one has to be made again"),
+            );
+        }
+        let invalid = |what: &str| {
+            let error = Error::failed(format!("{}: {what}", path.display()));
+            error.hint("make the dump again with this version")
+        };
+        let manifest = read_json(&path)?;
+        if manifest.get("format") != Some(&json!(FORMAT)) {
+            return Err(invalid(&format!("not a dump of format {FORMAT}")));
+        }
+        let manifest: Manifest = serde_json::from_value(manifest).map_err(|e| invalid(&e.to_string()))?;
+        let options = manifest.options().map_err(|e| e.context(path.display()))?;
+        let origin = manifest.origin;
+        origin.model.check().map_err(|e| e.context(path.display()))?;
+        let tokens = Store::open(&dir.join("tokens.safetensors"))?;
+        let n = tokens.bytes("held_out").map_or(0, <[u8]>::len);
+        let held_out: Vec<u8> = tokens.read("held_out", &[n])?;
+        let blocks = tokens.bytes("block_start").map_or(0, |b| b.len() / 4);
+        let block_start: Vec<u32> = tokens.read("block_start", &[blocks])?;
+        let ascending = block_start.windows(2).all(|w| w[0] < w[1]);
+        if block_start.first() != Some(&0) || block_start.last().map(|l| *l as usize) != Some(n) || !ascending
+        {
+            return Err(invalid(
+                "tokens.safetensors has a `block_start` that does not fit its rows",
+            ));
+        }
+        if origin.calibration.tokens != n {
+            return Err(invalid("`calibration.tokens` does not fit tokens.safetensors"));
+        }
+        Ok(Self {
+            dir: dir.to_path_buf(),
+            sizes: origin.model.sizes,
+            origin,
+            n,
+            kept: held_out.iter().map(|h| *h == 0).collect(),
+            block_start,
+            options,
+        })
+    }
+
+    /// Fails if the dump does not keep the queries.
+    pub fn check_queries(&self) -> Result<()> {
+        match self.options.queries {
+            true => Ok(()),
+            false => Err(Error::failed(format!("{} has no queries", self.dir.display()))
+                .hint("make the dump with --queries")),
+        }
+    }
+
+    /// The `moments.safetensors` that was streamed while dumping.
+    pub fn moments_path(&self) -> PathBuf {
+        self.dir.join(MOMENTS)
+    }
+
+    /// Opens the states of one layer.
+    pub fn layer(&self, layer: usize) -> Result<LayerDump> {
+        let path = self.dir.join(layer_file(layer));
+        let store = Store::open(&path)?;
+        for spec in layer_specs(self.sizes, self.n, &self.options) {
+            store.checked(&spec)?;
+        }
+        let file = File::open(&path).map_err(|e| Error::io(&path, "open", &e))?;
+        let start = |name: &str| store.data_start(name);
+        let starts = [start("k_pre"), start("q_pre"), start("v")];
+        Ok(LayerDump {
+            path,
+            file,
+            starts,
+            n: self.n,
+            d: self.sizes.head_dim,
+            dtype: self.options.dtype,
+        })
+    }
+}
+
+/// Which state of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// Pre-RoPE keys.
+    KPre,
+    /// Pre-RoPE queries.
+    QPre,
+    /// Values.
+    V,
+}
+
+/// The states of one layer; read head by head.
+pub struct LayerDump {
+    path: PathBuf,
+    file: File,
+    starts: [Option<usize>; 3],
+    n: usize,
+    d: usize,
+    dtype: Float,
+}
+
+impl LayerDump {
+    /// Rows `first..first + count` of one head of a state, as f32: `[count, d]`.
+    ///
+    /// # Errors
+    /// The dump does not keep this state; a value that is not finite.
+    pub fn read(&self, state: State, head: usize, first: usize, count: usize) -> Result<Array2<f32>> {
+        let (name, start) = match state {
+            State::KPre => ("k_pre", self.starts[0]),
+            State::QPre => ("q_pre", self.starts[1]),
+            State::V => ("v", self.starts[2]),
+        };
+        let start = start.ok_or_else(|| {
+            Error::failed(format!("the dump has no `{name}`"))
+                .hint("make the dump with --queries and --values")
+        })?;
+        let row = self.d * self.dtype.bytes();
+        let mut bytes = vec![0; count * row];
+        self.file
+            .read_exact_at(&mut bytes, (start + (head * self.n + first) * row) as u64)
+            .map_err(|e| Error::io(&self.path, "read", &e))?;
+        let mut values = vec![0.0; count * self.d];
+        self.dtype.read(&bytes, &mut values);
+        if let Some(i) = values.iter().position(|v| !v.is_finite()) {
+            return Err(Error::failed(format!(
+                "{}: `{name}` of head {head} has a value that is not finite in row {}",
+                self.path.display(),
+                first + i / self.d
+            ))
+            .hint("the dump is damaged, or its dtype is too narrow for this model; try --dtype f32"));
+        }
+        Array2::from_shape_vec((count, self.d), values).map_err(|e| Error::failed(e.to_string()))
+    }
+}

@@ -1,0 +1,221 @@
+//! Writes a dump: one pass over the model, layer by layer.
+
+use std::path::{Path, PathBuf};
+
+use ndarray::{Array3, ArrayView3, Axis};
+use serde_json::json;
+
+use super::moments::Moments;
+use super::{MANIFEST, MOMENTS, Manifest, Options, layer_file, layer_specs};
+use crate::capture::Capture;
+use crate::compute::device::Device;
+use crate::corpus::{Corpus, Origin};
+use crate::error::{Error, Result};
+use crate::float::Float;
+use crate::model::forward::Layers;
+use crate::progress::Log;
+use crate::stats::moments::{LayerMoments, Position};
+use crate::store::{self, Output, Spec, Tensor, Writer};
+
+/// Runs the model over the corpus and fills the dump folder.
+///
+/// # Errors
+/// The disk is too small for it, or the model fails.
+pub fn write(
+    layers: &dyn Layers,
+    device: &dyn Device,
+    corpus: &Corpus,
+    origin: Origin,
+    mut new: NewDump,
+    options: &Options,
+    log: Log,
+) -> Result<()> {
+    let decoder = layers.decoder();
+    let sizes = decoder.config.sizes();
+    let n = corpus.n_tokens();
+    let specs = layer_specs(sizes, n, options);
+    check_space(&new.dir, &specs, sizes.n_layers)?;
+    write_tokens(corpus, new.file("tokens.safetensors")?)?;
+
+    let kept = corpus.kept();
+    let position = Position::Windowed(options.wrope_position);
+    let mut moments = Moments {
+        layers: Vec::with_capacity(sizes.n_layers),
+        position,
+        origin,
+    };
+    let progress = log.progress((n * sizes.n_layers) as u64, "tokens x layers");
+    let mut capture = Capture::start(layers, corpus)?;
+    for i in 0..sizes.n_layers {
+        progress.stage(format!("layer {} of {}", i + 1, sizes.n_layers));
+        let writer = Writer::new(new.file(&layer_file(i))?, specs.clone(), None)?;
+        let mut sums = LayerMoments::new(sizes.n_kv_heads, sizes.head_dim);
+        capture.layer(&progress, &mut |rows, states| {
+            let (q_pre, kept) = (states.q_pre.view(), &kept[rows.clone()]);
+            sums.add(device, q_pre, kept, &decoder.rope, position)?;
+            let put = |name, x: &Array3<f32>| put_rows(&writer, name, x.view(), rows.start, n, options.dtype);
+            put("k_pre", &states.k_pre)?;
+            if options.queries {
+                put("q_pre", &states.q_pre)?;
+            }
+            if options.values {
+                put("v", &states.v)?;
+            }
+            Ok(())
+        })?;
+        writer.finish()?;
+        moments.layers.push(sums);
+    }
+    moments.write(new.file(MOMENTS)?)?;
+    let manifest = Manifest::new(device, moments.origin, options);
+    let text = serde_json::to_vec_pretty(&json!(manifest)).map_err(|e| Error::failed(e.to_string()))?;
+    Output::create(&new.dir.join(MANIFEST))?.finish(&text)?;
+    new.files.clear();
+    Ok(())
+}
+
+/// A dump folder that is not complete yet; what was written goes if it never is.
+pub struct NewDump {
+    dir: PathBuf,
+    /// Whether the folder was not there before.
+    made: bool,
+    files: Vec<PathBuf>,
+}
+
+impl NewDump {
+    /// Makes the folder and finds out whether it can be written.
+    ///
+    /// # Errors
+    /// It holds a dump already, or cannot be written.
+    pub fn create(dir: &Path) -> Result<Self> {
+        if dir.as_os_str().is_empty() {
+            return Err(Error::usage("-o needs the name of a folder"));
+        }
+        if dir.join(MANIFEST).exists() {
+            return Err(Error::failed(format!("{} already holds a dump", dir.display()))
+                .hint("remove it or choose another folder with -o"));
+        }
+        let new = Self {
+            dir: dir.to_path_buf(),
+            made: !dir.exists(),
+            files: Vec::new(),
+        };
+        std::fs::create_dir_all(dir).map_err(|e| Error::io(dir, "make the folder", &e))?;
+        Output::create(&dir.join(MANIFEST))?;
+        Ok(new)
+    }
+
+    /// Begins a file of the folder.
+    fn file(&mut self, name: &str) -> Result<Output> {
+        let path = self.dir.join(name);
+        self.files.push(path.clone());
+        Output::create(&path)
+    }
+}
+
+impl Drop for NewDump {
+    fn drop(&mut self) {
+        // What cannot be removed is no dump all the same: the manifest is missing.
+        for path in &self.files {
+            let _ = std::fs::remove_file(path);
+        }
+        if self.made {
+            let _ = std::fs::remove_dir(&self.dir);
+        }
+    }
+}
+
+/// Fails early if the disk cannot hold the dump.
+fn check_space(dir: &Path, specs: &[Spec], n_layers: usize) -> Result<()> {
+    let per_layer: usize = specs
+        .iter()
+        .map(|s| s.bytes().unwrap_or(usize::MAX))
+        .fold(0, usize::saturating_add);
+    let needed = per_layer as u128 * n_layers as u128;
+    if let Some(free) = free_bytes(dir)
+        && needed > u128::from(free)
+    {
+        return Err(Error::failed(format!(
+            "the dump needs {:.1} GB, but {} has {:.1} GB free",
+            needed as f64 / 1e9,
+            dir.display(),
+            free as f64 / 1e9
+        ))
+        .hint(
+            "use fewer tokens, --dtype bf16, no --queries, or `kvsmith calibrate`, which writes no states",
+        ));
+    }
+    Ok(())
+}
+
+/// Bytes that this user can still write on the file system of `dir`, if it tells.
+pub fn free_bytes(dir: &Path) -> Option<u64> {
+    use std::os::unix::ffi::OsStrExt;
+    let path = std::ffi::CString::new(dir.as_os_str().as_bytes()).ok()?;
+    // SAFETY: statvfs is a plain struct of integers, filled by the call; the path is a valid C string.
+    let stat = unsafe {
+        let mut stat: libc::statvfs = std::mem::zeroed();
+        if libc::statvfs(path.as_ptr(), &mut stat) != 0 {
+            return None;
+        }
+        stat
+    };
+    Some(stat.f_bavail as u64 * stat.f_frsize as u64)
+}
+
+fn write_tokens(corpus: &Corpus, output: Output) -> Result<()> {
+    let n = corpus.n_tokens();
+    let held_out: Vec<u8> = corpus.kept().iter().map(|kept| u8::from(!kept)).collect();
+    let tensors = [
+        Tensor::new("ids", &[n], &corpus.ids),
+        Tensor::new("position", &[n], &corpus.positions()),
+        Tensor::new("block_start", &[corpus.block_start.len()], &corpus.block_start),
+        Tensor::new("held_out", &[n], &held_out),
+    ];
+    store::write(output, &tensors, None)
+}
+
+/// Writes `[heads, m, d]` into rows `first..first + m` of a `[heads, n, d]` tensor.
+fn put_rows(
+    writer: &Writer,
+    name: &str,
+    x: ArrayView3<f32>,
+    first: usize,
+    n: usize,
+    dtype: Float,
+) -> Result<()> {
+    let (_, m, d) = x.dim();
+    let mut bytes = Vec::with_capacity(m * d * dtype.bytes());
+    for (head, rows) in x.axis_iter(Axis(0)).enumerate() {
+        bytes.clear();
+        let values: Vec<f32> = rows.iter().copied().collect();
+        dtype.write(&values, &mut bytes);
+        writer.put(name, (head * n + first) * d * dtype.bytes(), &bytes)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::Store;
+
+    #[test]
+    fn rows_that_are_not_contiguous_are_written_too() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x");
+        let specs = vec![Spec::new::<f32>("x", &[2, 5, 3])];
+        let writer = Writer::new(Output::create(&path).unwrap(), specs, None).unwrap();
+        let value = |head: usize, row: usize, channel: usize| (100 * head + 10 * row + channel + 1) as f32;
+        // Channels on the leading axis in memory.
+        let x = Array3::from_shape_fn((3, 2, 4), |(c, head, row)| value(head, row + 1, c));
+        put_rows(&writer, "x", x.view().permuted_axes([1, 2, 0]), 1, 5, Float::F32).unwrap();
+        writer.finish().unwrap();
+        let stored: Vec<f32> = Store::open(&path).unwrap().read("x", &[2, 5, 3]).unwrap();
+        let expected = Array3::from_shape_fn((2, 5, 3), |(head, row, c)| match row {
+            0 => 0.0,
+            _ => value(head, row, c),
+        });
+        assert_eq!(stored, expected.iter().copied().collect::<Vec<_>>());
+    }
+}

@@ -1,0 +1,9 @@
+//! The sections of an artifact, one line each, in the order in which calibration makes them.
+
+use super::a2ats::A2atsSection;
+use super::lfps::priors::LfpsSection;
+use super::selfindex::SignSection;
+use crate::artifact::Sections;
+
+/// Every section there is.
+pub const SECTIONS: Sections = &[&A2atsSection, &SignSection, &LfpsSection];

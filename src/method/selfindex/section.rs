@@ -1,0 +1,132 @@
+//! The section `sign`: centroids of sign patterns per KV head.
+
+use clap::{ArgMatches, Args, Command, FromArgMatches, ValueEnum};
+use half::f16;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::fit::SignFit;
+use super::{Center, GROUP, PATTERNS, SECTION};
+use crate::artifact::{Column, Facts, Fit, FitInput, HeadReport, SectionKind, SectionView, parse, table};
+use crate::error::{Error, Result};
+use crate::model::Sizes;
+use crate::store::Spec;
+
+/// Mean of the channels that have a pattern.
+pub const CENTROID: &str = "sign.centroid";
+/// Keys per pattern.
+pub const COUNT: &str = "sign.count";
+/// 99.9th percentile of the centred key's magnitude.
+pub const ALPHA: &str = "sign.alpha";
+/// Mean key before rotation.
+pub const MEAN_PRE: &str = "sign.mean_pre";
+
+/// What is read of the section's parameters.
+#[derive(Deserialize)]
+struct Params {
+    center: String,
+}
+
+/// The centre that a section's signs were taken around.
+pub fn calibrated_center(params: &Map<String, Value>) -> Result<Center> {
+    let params: Params = parse("sections.sign", params)?;
+    Center::from_str(&params.center, false).map_err(|_| Error::failed("`sections.sign.center` is not valid"))
+}
+
+/// The quality report of a KV head, as docs/artifact.md defines it.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Quality {
+    pub sign_entropy_bits: f64,
+    pub pattern_entropy_bits: f64,
+    pub empty_patterns: usize,
+    pub keys: usize,
+}
+
+const COLUMNS: [Column<Quality>; 3] = [
+    Column::new(
+        "sign entropy/bits",
+        |v| format!("{v:.3}"),
+        |q| Some(q.sign_entropy_bits),
+    ),
+    Column::new(
+        "pattern entropy/bits",
+        |v| format!("{v:.2}"),
+        |q| Some(q.pattern_entropy_bits),
+    ),
+    Column::new(
+        "empty patterns",
+        |v| format!("{v:.1}"),
+        |q| Some(q.empty_patterns as f64),
+    ),
+];
+const LEGEND: &str = "(means over the KV heads; at most 1 bit per sign, 4 per pattern)\n";
+
+/// The declaration of the section.
+#[derive(Debug)]
+pub struct SignSection;
+
+impl SectionKind for SignSection {
+    fn facts(&self) -> &'static Facts {
+        &Facts {
+            name: SECTION,
+            command: "signs",
+            about: "Build the sign-pattern centroids of a dump",
+            stage: "signs",
+            reads_moments: false,
+            reads_queries: false,
+            cpu_only: false,
+        }
+    }
+
+    fn flags(&self, command: Command) -> Command {
+        SignFit::augment_args(command)
+    }
+
+    fn fit(&self, flags: &ArgMatches, _: &FitInput) -> Result<Box<dyn Fit>> {
+        let fit = SignFit::from_arg_matches(flags).map_err(|e| Error::usage(e.to_string()))?;
+        Ok(Box::new(fit))
+    }
+
+    fn specs(&self, params: &Map<String, Value>, sizes: Sizes) -> Result<Vec<Spec>> {
+        calibrated_center(params)?;
+        let (l, g, d) = (sizes.n_layers, sizes.n_kv_heads, sizes.head_dim);
+        Ok(vec![
+            Spec::new::<f16>(CENTROID, &[l, g, d / GROUP, PATTERNS, GROUP]),
+            Spec::new::<u64>(COUNT, &[l, g, d / GROUP, PATTERNS]),
+            Spec::new::<f32>(ALPHA, &[l, g, d]),
+            Spec::new::<f32>(MEAN_PRE, &[l, g, d]),
+        ])
+    }
+
+    /// Values are finite, scales not negative, counts add up to the kept keys.
+    fn check(&self, section: &SectionView) -> Result<()> {
+        for (name, values) in [
+            (CENTROID, section.widened(CENTROID)?),
+            (ALPHA, section.read(ALPHA)?),
+            (MEAN_PRE, section.read(MEAN_PRE)?),
+        ] {
+            let negative = name == ALPHA && values.iter().any(|v| *v < 0.0);
+            if negative || values.iter().any(|v| !v.is_finite()) {
+                return Err(section.damaged(format!("`{name}` has a value out of range")));
+            }
+        }
+        let kept = section.kept_keys();
+        let counts: Vec<u64> = section.read(COUNT)?;
+        if counts
+            .chunks(PATTERNS)
+            .any(|group| group.iter().sum::<u64>() != kept)
+        {
+            return Err(section.damaged(format!("`{COUNT}` does not add up to {kept} keys")));
+        }
+        Ok(())
+    }
+
+    fn describe(&self, section: &SectionView) -> Result<String> {
+        let center = calibrated_center(&section.manifest.fitted.params)?;
+        Ok(format!("signs around the {} of each block", center.as_str()))
+    }
+
+    fn table(&self, reports: &[HeadReport]) -> Result<String> {
+        Ok(table(&COLUMNS, reports)? + LEGEND)
+    }
+}
