@@ -9,6 +9,13 @@ that does nothing else, for about half an hour:
 Contenders take turns, so that what else the machine does hits all of them: benches/kmeans_peers.py and
 benches/attention_peers.py are run as they are, and faiss's 4-bit fast scan takes turns with kvsmith's here. All times are
 medians. Only ratios within one table are worth comparing: each table is one run.
+
+Whether a change made kvsmith slower is asked without peers (Python alone) and without a file, in about 10 minutes:
+
+    python benches/cpu_peers.py --kvsmith target/release/kvsmith --against OLD_PROGRAM
+
+Both programs take turns at the rows of AGAINST. The exit code is 1 if a row takes more than 1.1 of the older one's time in
+every round.
 """
 
 import argparse
@@ -25,22 +32,72 @@ import time
 HERE = os.path.dirname(os.path.abspath(__file__))
 HEADS, KV_HEADS, CHANNELS = 32, 8, 128
 SHARE = 0.06
+# Most time of a row, in that of the older program.
+MOST = 1.1
+LAYER = ["--device", "cpu", "--shapes", f"{HEADS}/{KV_HEADS}x{CHANNELS}", "--budget", SHARE]
+METHODS = "topk,a2ats,selfindex,lfps,ctkvr"
+# What two programs are compared by.
+AGAINST = [
+    ["kmeans", "--device", "cpu", "--n", 16384, "--size", 1024, "--iterations", 10, "--runs", 3],
+    ["encode", "--n", 4096, "--runs", 5],
+    ["prefill", "--tokens", 512, "--hidden", 2048, "--intermediate", 4096, "--runs", 3],
+    ["retrieve", *LAYER, "--context", "16K", "--kv", "bf16", "--methods", METHODS],
+    ["retrieve", *LAYER, "--context", "16K", "--kv", "bf16", "--methods", "a2ats,selfindex", "--ranking", "plain"],
+    ["attend", *LAYER, "--context", "16K", "--kv", "f32", "--methods", f"full,{METHODS}"],
+    ["attend", *LAYER, "--context", "16K", "--kv", "bf16", "--methods", f"full,{METHODS}"],
+    ["attend", *LAYER, "--context", "16K", "--kv", "2bit", "--methods", f"full,{METHODS}"],
+]
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kvsmith", default="target/release/kvsmith", help="the binary")
     parser.add_argument("-o", "--output", default="docs/cpu.md")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--against", metavar="OLD_PROGRAM", help="compare with this binary instead of with peers")
+    parser.add_argument("--rounds", type=int, help="default: 3, with --against 5")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.rounds = args.rounds or (5 if args.against else 3)
+    return args
+
+
+def bench(program, *more):
+    """The rows of one `kvsmith bench`."""
+    command = [program, "bench", *map(str, more), "--json", "-q"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout)["rows"]
 
 
 def kvsmith(args, *more):
-    """The rows of one `kvsmith bench`."""
-    command = [args.kvsmith, "bench", *map(str, more), "--json", "-q"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout)["rows"]
+    return bench(args.kvsmith, *more)
+
+
+def against(args):
+    """Times of two programs that take turns; whether no row is slower in every round."""
+    small = {16384: 1024, 4096: 512, 2048: 256, "16K": "2K"} if args.quick else {}
+    ratios = {}
+    for turn in range(args.rounds):
+        for command in AGAINST:
+            command = [small.get(part, part) for part in command]
+            found = [None, None]
+            # The one that goes first changes: what the machine does meanwhile hits both alike.
+            for i in [0, 1] if turn % 2 else [1, 0]:
+                found[i] = bench([args.against, args.kvsmith][i], *command)
+            for old, new in zip(*found, strict=True):
+                if (old["name"], old["shape"]) != (new["name"], new["shape"]):
+                    sys.exit(f"{' '.join(map(str, command))}: {old['name']} ({old['shape']}) is now {new['name']} ({new['shape']})")
+                ratios.setdefault((new["name"], new["shape"]), []).append(new["median_s"] / old["median_s"])
+        print(f"round {turn + 1} of {args.rounds}", file=sys.stderr)
+    slower = [row for row, times in ratios.items() if min(times) > MOST]
+    rows = []
+    for (name, shape), times in ratios.items():
+        least, middle, most = (f"{of(times):.2f}" for of in (min, statistics.median, max))
+        mark = "slower" if (name, shape) in slower else ""
+        rows.append([name, shape, " ".join(f"{ratio:.2f}" for ratio in times), least, middle, most, mark])
+    print(f"{machine()}. Time of a row in that of {args.against}, per round:\n")
+    print(table(["row", "shape", "per round", "least", "median", "most", ""], rows))
+    print(f"{len(ratios)} rows, {len(slower)} of them take more than {MOST} of the older program's time in every round")
+    return not slower
 
 
 def peers(script, *more):
@@ -339,6 +396,8 @@ def fast_scan(args):
 
 def main():
     args = arguments()
+    if args.against:
+        sys.exit(0 if against(args) else 1)
     cores = len(os.sched_getaffinity(0))
     import faiss
     import torch
