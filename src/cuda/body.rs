@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::flags::Precision;
 use crate::float::Float;
 use crate::interrupt;
+use crate::model::forward::check_prompt;
 use crate::model::rope::Rope;
 use crate::model::{Decoder, ModelConfig};
 
@@ -105,9 +106,15 @@ impl<'a> Body<'a> {
         kind.map_or(Float::F32, |kind| self.precision.attended(kind))
     }
 
-    /// A workspace for so many rows.
+    /// A workspace for `rows` rows.
     pub(crate) fn workspace(&self, rows: usize) -> Result<Workspace<'a>> {
         Workspace::new(self.driver, self.sizes(), self.precision, rows)
+    }
+
+    /// Checks that a prompt has tokens, all of the vocabulary.
+    pub(crate) fn check_prompt(&self, ids: &[u32]) -> Result<()> {
+        check_prompt(ids)?;
+        self.check_ids(ids)
     }
 
     /// Checks that every id is in the vocabulary.

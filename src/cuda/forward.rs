@@ -5,17 +5,16 @@ use std::sync::Mutex;
 use ndarray::{Array1, Array3, s};
 
 use super::layers::fetch;
-use super::{Body, LayerWeights, Prompted, ROWS, Rotation, Standing, Watch, Workspace};
+use super::step::StepSpace;
+use super::{Body, FiniteCheck, LayerContext, LayerWeights, ROWS, Rotation, RowPositions, Workspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::layout::elements;
 use crate::compute::simd;
-use crate::cuda::sample;
 use crate::error::{Error, Result};
 use crate::flags::Precision;
 use crate::float::Float;
 use crate::interrupt;
-use crate::kv::sample::Sampler;
 use crate::model::Decoder;
 use crate::model::forward::{Attend, Cache, Context, Forward, Rows, check_prompt};
 
@@ -30,77 +29,6 @@ pub struct CudaForward<'a> {
     float: Float,
     /// Where a step's rows pass.
     step: Mutex<StepSpace<'a>>,
-}
-
-/// Where a step's rows pass, one per sequence.
-pub(crate) struct StepSpace<'d> {
-    rows: usize,
-    pub work: Workspace<'d>,
-    /// `[rows, hidden]`.
-    pub hidden: Buffer<'d, f32>,
-    /// `[rows, vocab]`.
-    pub logits: Buffer<'d, f32>,
-    /// `[rows]`.
-    pub ids: Buffer<'d, u32>,
-    /// `[rows]`: what ids are drawn with.
-    uniforms: Buffer<'d, f64>,
-    pub watch: Watch<'d>,
-}
-
-impl<'d> StepSpace<'d> {
-    /// Room for so many rows.
-    pub fn new(body: &Body<'d>, rows: usize) -> Result<Self> {
-        let driver = body.driver;
-        Ok(Self {
-            rows,
-            work: body.workspace(rows)?,
-            hidden: Buffer::new(driver, "hidden states", rows * body.config.hidden_size)?,
-            logits: Buffer::new(driver, "logits", rows * body.config.vocab_size)?,
-            ids: Buffer::zeros(driver, "ids", rows)?,
-            uniforms: Buffer::zeros(driver, "random numbers", rows)?,
-            watch: Watch::new(driver)?,
-        })
-    }
-
-    /// Norm, logits and the greedy choice of the first rows of hidden states.
-    pub fn finish(
-        &self,
-        body: &Body<'d>,
-        work: &Workspace<'_>,
-        hidden: &Buffer<'_, f32>,
-        rows: usize,
-    ) -> Result<()> {
-        let (driver, vocab) = (body.driver, body.config.vocab_size);
-        body.ends.logits(work, hidden, rows, &self.logits)?;
-        self.watch.look(&self.logits, rows * vocab, body.layers.len())?;
-        sample::choose(driver, &self.logits, [rows, vocab], &self.ids)
-    }
-
-    /// What follows in the first rows, once their logits are there; waits for the device.
-    pub fn next(&self, body: &Body<'d>, rows: usize, sampler: &mut Sampler) -> Result<Vec<u32>> {
-        if !sampler.is_greedy() {
-            let uniforms: Vec<f64> = (0..rows).map(|_| sampler.uniform()).collect();
-            self.uniforms.send(&uniforms)?;
-            let shape = [rows, body.config.vocab_size];
-            sample::draw(
-                body.driver,
-                &self.logits,
-                shape,
-                &self.uniforms,
-                &self.ids,
-                sampler,
-            )?;
-        }
-        self.watch.check(body)?;
-        self.ids.read_part(0, rows)
-    }
-
-    /// The logits of the first row; waits for the device.
-    pub fn read_logits(&self, body: &Body<'d>) -> Result<Array1<f32>> {
-        self.watch.check(body)?;
-        let logits = self.logits.read_part(0, body.config.vocab_size)?;
-        Ok(Array1::from(logits))
-    }
 }
 
 impl<'a> CudaForward<'a> {
@@ -132,12 +60,11 @@ impl<'a> CudaForward<'a> {
         for (start, n) in pass.chunks() {
             interrupt::check()?;
             let hidden = pass.hidden.part(start * s.hidden, n * s.hidden);
-            let standing = Standing::At {
+            let at = RowPositions::At {
                 first: pass.first + start,
                 apart: 1,
             };
-            pass.work
-                .project(weights, &hidden, n, n, &pass.rotation, standing)?;
+            pass.work.project(weights, &hidden, n, n, &pass.rotation, at)?;
             fetch(&pass.work.q_rope, &mut rows.q_rope, start, n)?;
             fetch(&pass.work.k_pre, &mut rows.k_pre, start, n)?;
             fetch(&pass.work.k_rope, &mut rows.k_rope, start, n)?;
@@ -155,12 +82,12 @@ impl<'a> CudaForward<'a> {
         skipped: usize,
     ) -> Result<()> {
         let (s, total) = (self.body.sizes(), pass.first + pass.m);
-        pass.prompted.clear()?;
+        pass.context.clear()?;
         for start in (0..total).step_by(ROWS) {
             let n = ROWS.min(total - start);
             put(&context.keys, &pass.work.k_rope, start, n)?;
             put(&context.values, &pass.work.v, start, n)?;
-            pass.prompted.append(&pass.work.k_rope, &pass.work.v, n)?;
+            pass.context.append(&pass.work.k_rope, &pass.work.v, n)?;
         }
         for (start, n) in pass.chunks() {
             let (start, n) = match (start + n).checked_sub(skipped) {
@@ -171,7 +98,7 @@ impl<'a> CudaForward<'a> {
             interrupt::check()?;
             put(&context.q_rope, &pass.work.q_rope, start, n)?;
             let (first, out) = (pass.first + start, &pass.work.attended);
-            pass.prompted
+            pass.context
                 .attend(&pass.work.q_rope, n, first, weights.window, out)?;
             let hidden = pass.hidden.part(start * s.hidden, n * s.hidden);
             pass.work.finish(weights, &hidden, n)?;
@@ -188,8 +115,8 @@ struct Pass<'d> {
     /// `[m, hidden]`.
     hidden: Buffer<'d, f32>,
     rotation: Rotation<'d>,
-    prompted: Prompted<'d>,
-    watch: Watch<'d>,
+    context: LayerContext<'d>,
+    finite: FiniteCheck<'d>,
 }
 
 impl Pass<'_> {
@@ -218,8 +145,8 @@ impl Forward for CudaForward<'_> {
             work: body.workspace(ROWS.min(first + m))?,
             hidden: Buffer::new(driver, "hidden states", m * s.hidden)?,
             rotation: Rotation::new(driver, &body.rope, first, m)?,
-            prompted: Prompted::new(driver, &s, self.float, first + m)?,
-            watch: Watch::new(driver)?,
+            context: LayerContext::new(driver, &s, self.float, first + m)?,
+            finite: FiniteCheck::new(driver)?,
         };
         let ids = Buffer::of(driver, "ids", ids)?;
         body.ends.embed(&ids, m, &pass.hidden)?;
@@ -236,15 +163,15 @@ impl Forward for CudaForward<'_> {
             let skipped = if index + 1 == body.layers.len() { m - 1 } else { 0 };
             self.attend_prompt(weights, &mut pass, &context, skipped)?;
             let left = (m - skipped) * s.hidden;
-            pass.watch
+            pass.finite
                 .look(&pass.hidden.part(skipped * s.hidden, left), left, index)?;
         }
         let vocab = self.decoder.config.vocab_size;
         let logits = Buffer::<f32>::new(driver, "logits", vocab)?;
         let last = pass.hidden.part((m - 1) * s.hidden, s.hidden);
         body.ends.logits(&pass.work, &last, 1, &logits)?;
-        pass.watch.look(&logits, vocab, body.layers.len())?;
-        pass.watch.check(body)?;
+        pass.finite.look(&logits, vocab, body.layers.len())?;
+        pass.finite.check(body)?;
         Ok(Array1::from(logits.read()?))
     }
 
@@ -265,8 +192,8 @@ impl Forward for CudaForward<'_> {
         space.ids.write(ids)?;
         body.ends.embed(&space.ids, n, hidden)?;
         for (index, weights) in body.layers.iter().enumerate() {
-            let standing = Standing::At { first: t, apart: 0 };
-            work.project(weights, hidden, n, n, &rotation, standing)?;
+            let at = RowPositions::At { first: t, apart: 0 };
+            work.project(weights, hidden, n, n, &rotation, at)?;
             let read = |from: &Buffer<'_, f32>, heads| -> Result<Array3<f32>> {
                 let mut out = Array3::zeros((heads, n, s.head_dim));
                 fetch(from, &mut out, 0, n)?;
@@ -283,11 +210,11 @@ impl Forward for CudaForward<'_> {
             attend(index, &rows, attended.view_mut())?;
             work.attended.write(elements(&attended))?;
             work.finish(weights, hidden, n)?;
-            space.watch.look(hidden, n * s.hidden, index)?;
+            space.finite.look(hidden, n * s.hidden, index)?;
         }
         body.ends.logits(work, hidden, n, &space.logits)?;
-        space.watch.look(&space.logits, n * vocab, body.layers.len())?;
-        space.watch.check(body)?;
+        space.finite.look(&space.logits, n * vocab, body.layers.len())?;
+        space.finite.check(body)?;
         let logits = space.logits.read_part(0, n * vocab)?;
         Ok(logits
             .chunks(vocab)

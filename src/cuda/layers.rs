@@ -3,7 +3,7 @@
 
 use ndarray::{Array3, ArrayView2, ArrayViewMut2, Axis, s};
 
-use super::{LayerSizes, LayerWeights, Prompted, ROWS, Rotation, Standing, Workspace};
+use super::{LayerContext, LayerSizes, LayerWeights, ROWS, Rotation, RowPositions, Workspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::layout::{elements, elements_mut};
@@ -68,8 +68,8 @@ impl CudaLayer<'_> {
         let rotation = Rotation::new(driver, &self.model.decoder.rope, 0, m)?;
         let rows = Buffer::<f32>::new(driver, "hidden states", chunk * s.hidden)?;
         let float = self.model.precision.attended(self.layer.k.weight.dtype());
-        let mut prompted = match hidden {
-            Hidden::Changed(_) => Some(Prompted::new(driver, s, float, m)?),
+        let mut context = match hidden {
+            Hidden::Changed(_) => Some(LayerContext::new(driver, s, float, m)?),
             Hidden::Read(_) => None,
         };
         let heads = |heads| Array3::zeros((heads, m, s.head_dim));
@@ -82,16 +82,16 @@ impl CudaLayer<'_> {
             let n = chunk.min(m - first);
             let part = hidden.view().slice_move(s![first..first + n, ..]);
             rows.write(elements(&part))?;
-            let standing = Standing::At { first, apart: 1 };
-            work.project(&self.weights, &rows, n, n, &rotation, standing)?;
+            let at = RowPositions::At { first, apart: 1 };
+            work.project(&self.weights, &rows, n, n, &rotation, at)?;
             fetch(&work.q_pre, &mut states.q_pre, first, n)?;
             fetch(&work.k_pre, &mut states.k_pre, first, n)?;
             fetch(&work.v, &mut states.v, first, n)?;
-            let (Hidden::Changed(hidden), Some(prompted)) = (&mut hidden, &mut prompted) else {
+            let (Hidden::Changed(hidden), Some(context)) = (&mut hidden, &mut context) else {
                 continue;
             };
-            prompted.append(&work.k_rope, &work.v, n)?;
-            prompted.attend(&work.q_rope, n, first, self.weights.window, &work.attended)?;
+            context.append(&work.k_rope, &work.v, n)?;
+            context.attend(&work.q_rope, n, first, self.weights.window, &work.attended)?;
             work.finish(&self.weights, &rows, n)?;
             let values = rows.read_part(0, n * s.hidden)?;
             let mut part = hidden.slice_mut(s![first..first + n, ..]);

@@ -12,7 +12,7 @@ use crate::model::rope::{Rope, RopeTable};
 
 /// Where a layer's rows stand in their sequences.
 #[derive(Clone, Copy)]
-pub enum Standing<'s, 'd> {
+pub enum RowPositions<'s, 'd> {
     /// Row i of each sequence of `rows` at `first + i * apart`.
     At {
         /// Of the first row.
@@ -127,15 +127,15 @@ impl<'d> Workspace<'d> {
         rows: usize,
         m: usize,
         rotation: &Rotation<'_>,
-        standing: Standing<'_, '_>,
+        at: RowPositions<'_, '_>,
     ) -> Result<()> {
         let s = &self.sizes;
         self.norm(hidden, &weights.input_norm, &self.normed, rows)?;
         self.multiply(&weights.qkv, &self.normed, rows, &self.qkv, false)?;
         let (h, g) = (s.n_heads, s.n_kv_heads);
-        let (lens, first, apart) = match standing {
-            Standing::At { first, apart } => (None, first - rotation.first, apart),
-            Standing::Last(positions) => (Some(positions.lens()), 0, 0),
+        let (lens, first, apart) = match at {
+            RowPositions::At { first, apart } => (None, first - rotation.first, apart),
+            RowPositions::Last(positions) => (Some(positions.lens()), 0, 0),
         };
         let blocks = (rows * (h + 2 * g)).div_ceil(8);
         kernels::SplitHeads {

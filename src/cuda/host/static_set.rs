@@ -1,0 +1,115 @@
+//! The static set on the device, beside caches in the machine's memory.
+
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::Driver;
+use crate::cuda::Workspace;
+use crate::error::Result;
+use crate::kv::cuda::attend::{Attention, LayerRows};
+use crate::kv::cuda::{Limits, Positions, Shape};
+use crate::kv::{Budget, KvHead};
+use crate::runner::Options;
+
+/// The attention over the static set on the device. Of each layer there are rows for it: the sinks, then the window as a
+/// ring, in no order.
+pub(super) struct StaticAttention<'d> {
+    pub attention: Attention<'d>,
+    /// Ends with the row that is written next.
+    pub writing: Positions<'d>,
+    /// All rows.
+    pub reading: Positions<'d>,
+    /// What the CPU attended, `[h,d + 1]`: outputs with their log-sum-exp.
+    pub others: Buffer<'d, f32>,
+    sinks: usize,
+    window: usize,
+}
+
+impl<'d> StaticAttention<'d> {
+    /// The attention beside caches of this shape.
+    ///
+    /// # Errors
+    /// Sizes that the kernels are not made for; no memory.
+    pub fn new(driver: &'d dyn Driver, shape: Shape, options: &Options) -> Result<Self> {
+        let (sinks, window) = (
+            options.sinks.min(shape.capacity),
+            options.window.min(shape.capacity),
+        );
+        let shape = Shape {
+            capacity: sinks + window,
+            ..shape
+        }
+        .checked()?;
+        let limits = Limits {
+            sinks: 0,
+            window: shape.capacity,
+            model_window: None,
+            budget: Budget::Count(1),
+        };
+        Ok(Self {
+            attention: Attention::new(driver, shape)?,
+            writing: Positions::new(driver, shape, limits)?,
+            reading: Positions::new(driver, shape, limits)?,
+            others: Buffer::new(
+                driver,
+                "partial outputs",
+                shape.query_heads() * (shape.head_dim + 1),
+            )?,
+            sinks,
+            window,
+        })
+    }
+
+    /// Rows per layer.
+    pub fn rows(&self) -> usize {
+        self.sinks + self.window
+    }
+
+    /// The row of position p.
+    fn slot(&self, p: usize) -> usize {
+        if p < self.sinks {
+            p
+        } else {
+            self.sinks + (p - self.sinks) % self.window
+        }
+    }
+
+    /// Goes to the step of the token at position t.
+    pub fn advance(&mut self, t: usize) -> Result<()> {
+        self.writing.set(&[self.slot(t) as u32 + 1])?;
+        let rows = (t + 1).min(self.rows());
+        self.reading.set(&[rows as u32])?;
+        self.reading.begin(0)
+    }
+
+    /// Fills the rows of a layer with the static set of its cache, which has `n` positions.
+    pub fn fill(
+        &mut self,
+        rows: &LayerRows<'_>,
+        heads: &[KvHead],
+        n: usize,
+        work: &Workspace<'_>,
+    ) -> Result<()> {
+        let count = n.min(self.rows());
+        let sinks = count.min(self.sinks);
+        let mut order: Vec<usize> = (0..sinks).chain(n - (count - sinks)..n).collect();
+        order.sort_by_key(|p| self.slot(*p));
+        put_rows(heads, &order, work)?;
+        self.writing.set(&[count as u32])?;
+        rows.append(&work.k_rope, &work.v, count, &self.writing)
+    }
+}
+
+/// Sends the cached rows at some positions, `[g,positions,d]`, to the keys and values of a workspace.
+pub(super) fn put_rows(heads: &[KvHead], positions: &[usize], work: &Workspace<'_>) -> Result<()> {
+    let mut scratch = vec![0.0; work.sizes.head_dim];
+    for (to, is_key) in [(&work.k_rope, true), (&work.v, false)] {
+        let mut rows = Vec::new();
+        for kv in heads {
+            let from = if is_key { kv.keys() } else { kv.values() };
+            for p in positions {
+                rows.extend_from_slice(from.row(*p, &mut scratch));
+            }
+        }
+        to.send(&rows)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,86 @@
+//! A model on the device with what its sessions compute with, wherever their caches are.
+
+use ndarray::Array1;
+
+use super::prompt::PromptPass;
+use super::step::StepSpace;
+use super::windows::Windows;
+use super::{Body, Rotation, RowPositions};
+use crate::error::Result;
+use crate::kv::cuda::Shape;
+use crate::kv::sample::Sampler;
+use crate::runner::{Options, Trace};
+
+/// A model on the device, the positions of its sequences and the buffers of a decode step.
+pub(super) struct DeviceModel<'a> {
+    pub body: Body<'a>,
+    pub rotation: Rotation<'a>,
+    pub space: StepSpace<'a>,
+    pub windows: Windows<'a>,
+}
+
+impl<'a> DeviceModel<'a> {
+    /// A model whose layers have caches of this shape.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn new(body: Body<'a>, shape: Shape, options: &Options) -> Result<Self> {
+        Ok(Self {
+            rotation: Rotation::new(body.driver, &body.rope, 0, shape.capacity)?,
+            space: StepSpace::new(&body, shape.sequences)?,
+            windows: Windows::new(body.driver, shape, options, &body.config.windows)?,
+            body,
+        })
+    }
+
+    /// Takes the positions to the end of a prompt that has passed all layers; returns the logits after it: `[vocab]`.
+    pub fn end_prompt(&mut self, pass: &PromptPass<'_>) -> Result<Array1<f32>> {
+        self.windows.set(&[(pass.first + pass.m) as u32])?;
+        let last = pass.rows(pass.m - 1, 1);
+        self.space.finish(&self.body, &pass.work, &last, 1)?;
+        self.logits()
+    }
+
+    /// The logits of the first sequence: `[vocab]`; waits for the device.
+    pub fn logits(&self) -> Result<Array1<f32>> {
+        self.space.read_logits(&self.body)
+    }
+
+    /// Chooses the token that follows in the only sequence; waits for the device.
+    pub fn next(&self, sampler: &mut Sampler) -> Result<u32> {
+        self.space.next(&self.body, sampler)
+    }
+
+    /// Sends the ids of the next step, one per sequence, to the device.
+    pub fn send(&self, ids: &[u32]) -> Result<()> {
+        self.body.check_ids(ids)?;
+        self.space.ids.write(ids)
+    }
+
+    /// Launches decode step number `step`, from the ids on the device to the logits and the greedy choices. `attend`
+    /// fills the attention output of a layer and gives what each KV head chose, which only a trace needs.
+    pub fn step(
+        &self,
+        step: usize,
+        mut trace: Option<&mut Trace<'_>>,
+        attend: &mut dyn FnMut(usize) -> Result<Vec<Vec<u32>>>,
+    ) -> Result<()> {
+        let (body, space, n) = (&self.body, &self.space, self.space.rows);
+        body.ends.embed(&space.ids, n, &space.hidden)?;
+        for (index, weights) in body.layers.iter().enumerate() {
+            let at = RowPositions::Last(self.windows.of(index));
+            space
+                .work
+                .project(weights, &space.hidden, n, 1, &self.rotation, at)?;
+            let chosen = attend(index)?;
+            space.work.finish(weights, &space.hidden, n)?;
+            space
+                .finite
+                .look(&space.hidden, n * body.config.hidden_size, index)?;
+            if let Some(trace) = &mut trace {
+                trace.layer(step, index, chosen.iter())?;
+            }
+        }
+        space.finish(body, &space.work, &space.hidden, n)
+    }
+}

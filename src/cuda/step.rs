@@ -1,0 +1,77 @@
+//! What a decode step computes with, from ids to logits and the next ids.
+
+use ndarray::Array1;
+
+use super::{Body, FiniteCheck, Workspace, sample};
+use crate::compute::cuda::buffer::Buffer;
+use crate::error::Result;
+use crate::kv::sample::Sampler;
+
+/// The buffers of a decode step: one row per sequence.
+pub(crate) struct StepSpace<'d> {
+    pub rows: usize,
+    pub work: Workspace<'d>,
+    /// `[rows, hidden]`.
+    pub hidden: Buffer<'d, f32>,
+    /// `[rows, vocab]`.
+    pub logits: Buffer<'d, f32>,
+    /// `[rows]`.
+    pub ids: Buffer<'d, u32>,
+    /// `[1]`: the number from 0 to 1 that an id is drawn with.
+    uniforms: Buffer<'d, f64>,
+    pub finite: FiniteCheck<'d>,
+}
+
+impl<'d> StepSpace<'d> {
+    /// Room for `rows` sequences.
+    pub fn new(body: &Body<'d>, rows: usize) -> Result<Self> {
+        let driver = body.driver;
+        Ok(Self {
+            rows,
+            work: body.workspace(rows)?,
+            hidden: Buffer::new(driver, "hidden states", rows * body.config.hidden_size)?,
+            logits: Buffer::new(driver, "logits", rows * body.config.vocab_size)?,
+            ids: Buffer::zeros(driver, "ids", rows)?,
+            uniforms: Buffer::zeros(driver, "random numbers", 1)?,
+            finite: FiniteCheck::new(driver)?,
+        })
+    }
+
+    /// Norm, logits and the greedy choice of the first rows of hidden states.
+    pub fn finish(
+        &self,
+        body: &Body<'d>,
+        work: &Workspace<'_>,
+        hidden: &Buffer<'_, f32>,
+        rows: usize,
+    ) -> Result<()> {
+        let (driver, vocab) = (body.driver, body.config.vocab_size);
+        body.ends.logits(work, hidden, rows, &self.logits)?;
+        self.finite.look(&self.logits, rows * vocab, body.layers.len())?;
+        sample::choose(driver, &self.logits, [rows, vocab], &self.ids)
+    }
+
+    /// Chooses the token after the first row from its logits; waits for the device.
+    pub fn next(&self, body: &Body<'d>, sampler: &mut Sampler) -> Result<u32> {
+        if !sampler.is_greedy() {
+            let shape = [1, body.config.vocab_size];
+            let Self {
+                logits,
+                uniforms,
+                ids,
+                ..
+            } = self;
+            uniforms.send(&[sampler.uniform()])?;
+            sample::draw(body.driver, logits, shape, uniforms, ids, sampler)?;
+        }
+        self.finite.check(body)?;
+        Ok(self.ids.read_part(0, 1)?[0])
+    }
+
+    /// The logits of the first row; waits for the device.
+    pub fn read_logits(&self, body: &Body<'d>) -> Result<Array1<f32>> {
+        self.finite.check(body)?;
+        let logits = self.logits.read_part(0, body.config.vocab_size)?;
+        Ok(Array1::from(logits))
+    }
+}

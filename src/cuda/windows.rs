@@ -1,0 +1,68 @@
+//! The sliding windows of a model's layers.
+
+use crate::compute::cuda::driver::Driver;
+use crate::error::Result;
+use crate::kv::cuda::{Limits, Positions, Shape};
+use crate::runner::Options;
+
+/// The layers of a model by their sliding window: those with the same one share their positions.
+pub(super) struct Windows<'d> {
+    /// Per sliding window.
+    pub positions: Vec<Positions<'d>>,
+    /// Per layer, which of them are its own.
+    of_layer: Vec<usize>,
+}
+
+impl<'d> Windows<'d> {
+    /// The sliding windows that `windows` has, one per layer, without positions yet.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn new(
+        driver: &'d dyn Driver,
+        shape: Shape,
+        options: &Options,
+        windows: &[Option<usize>],
+    ) -> Result<Self> {
+        let (mut positions, mut of_layer) = (Vec::<Positions<'d>>::new(), Vec::new());
+        for window in windows {
+            let known = positions.iter().position(|p| p.limits.model_window == *window);
+            of_layer.push(known.unwrap_or(positions.len()));
+            if known.is_none() {
+                let limits = Limits {
+                    sinks: options.sinks,
+                    window: options.window,
+                    model_window: *window,
+                    budget: options.budget,
+                };
+                positions.push(Positions::new(driver, shape, limits)?);
+            }
+        }
+        Ok(Self { positions, of_layer })
+    }
+
+    /// The limits of every layer.
+    pub fn limits(&self) -> Vec<Limits> {
+        (0..self.of_layer.len())
+            .map(|layer| self.of(layer).limits)
+            .collect()
+    }
+
+    /// Takes the caches to be this long, one number per sequence.
+    ///
+    /// # Errors
+    /// Longer than the capacity.
+    pub fn set(&mut self, lens: &[u32]) -> Result<()> {
+        self.positions.iter_mut().try_for_each(|p| p.set(lens))
+    }
+
+    /// The positions of a layer.
+    pub fn of(&self, layer: usize) -> &Positions<'d> {
+        &self.positions[self.of_layer[layer]]
+    }
+
+    /// The positions of a layer.
+    pub fn of_mut(&mut self, layer: usize) -> &mut Positions<'d> {
+        &mut self.positions[self.of_layer[layer]]
+    }
+}
