@@ -114,7 +114,7 @@ impl Kernel {
                 .map(Parameter::of)
                 .collect::<Result<_, _>>()?,
         };
-        match is_name(name) && kernel.threads % 32 == 0 && (1..=1024).contains(&kernel.threads) {
+        match is_name(name) && kernel.threads.is_multiple_of(32) && (1..=1024).contains(&kernel.threads) {
             true => Ok(kernel),
             false => Err(format!("no kernel: {kernel:?}")),
         }

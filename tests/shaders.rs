@@ -96,21 +96,15 @@ fn entry_points_are_read_as_naga_reads_them() {
                 let binding = variable.binding.as_ref().unwrap();
                 (binding.binding, variable.name.clone().unwrap())
             });
-            compiled.push((
-                stem.clone(),
-                entry.name.clone(),
-                names.clone(),
-                bindings.collect(),
-            ));
+            let bindings: Vec<(u32, String)> = bindings.collect();
+            compiled.push(format!("{stem} {}: {names:?} {bindings:?}", entry.name));
         }
     }
-    let read: Vec<(String, String, Vec<String>, Vec<(u32, String)>)> = entries
-        .into_iter()
-        .map(|e| {
-            let names = e.parameters.into_iter().map(|(name, _)| name).collect();
-            (e.stem, e.name, names, e.bindings)
-        })
-        .collect();
+    let read = entries.iter().map(|e| {
+        let names: Vec<&String> = e.parameters.iter().map(|(name, _)| name).collect();
+        format!("{} {}: {names:?} {:?}", e.stem, e.name, e.bindings)
+    });
+    let read: Vec<String> = read.collect();
     assert_eq!(read, compiled);
 }
 
