@@ -21,7 +21,7 @@ use crate::kv::cuda::{Positions, Selection, Shape};
 use crate::kv::sample::Sampler;
 use crate::kv::{KvHead, StaticSet};
 use crate::method::Method;
-use crate::method::cuda::{CudaIndex, CudaNeeds, OnDevice};
+use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, OnDevice};
 use crate::runner::{Backend, Options, Shares, StepAt, Trace};
 use static_set::{StaticAttention, put_rows};
 
@@ -178,7 +178,12 @@ impl HostLayer<'_> {
         step: usize,
     ) -> Result<Arrived> {
         self.index.append(work.keys(), positions)?;
-        let selection = self.index.select(work.queries(), None, positions, step)?;
+        let selection = self.index.select(&CudaStep {
+            number: step,
+            queries: work.queries(),
+            cache: None,
+            positions,
+        })?;
         if let Some(rows) = &self.static_rows {
             rows.append(&work.k_rope, &work.v, 1, &static_set.writing)?;
         }

@@ -9,7 +9,7 @@ use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::prompt::{Prompts, Queries};
 use crate::kv::cuda::{Positions, Shape};
-use crate::method::cuda::{CudaIndex, WholePrompt};
+use crate::method::cuda::{Chunk, CudaIndex, WholePrompt};
 
 /// A prompt of one sequence, which passes each layer in chunks of rows.
 pub(super) struct PromptPass<'d> {
@@ -138,8 +138,13 @@ impl<'d> PromptPass<'d> {
             drop(hidden);
             self.append(layer.cache.map(|cache| (cache, &*positions)), n)?;
             let (work, rows) = (&self.work, self.attended(layer)?);
-            let (queries, keys) = (work.queries(), work.keys());
-            layer.index.extend(queries, keys, n, rows, positions)?;
+            layer.index.extend(&Chunk {
+                queries: work.queries(),
+                keys: work.keys(),
+                m: n,
+                rows,
+                positions,
+            })?;
             store(work, n)?;
             // Of the last layer, only the last position is read.
             if !is_last || start + n == self.m {

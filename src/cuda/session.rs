@@ -18,8 +18,8 @@ use crate::kv::cuda::signs::FULL;
 use crate::kv::cuda::{Limits, Shape};
 use crate::kv::sample::Sampler;
 use crate::method::Method;
-use crate::method::bench::Bench;
-use crate::method::cuda::{CudaIndex, CudaNeeds, Indexes, OnDevice};
+use crate::method::bench::{Bench, Contents};
+use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, Indexes, OnDevice};
 use crate::runner::{Backend, Options, Shares, StepAt, Trace};
 
 /// A model with its caches and indexes on the device: one sequence for a session, or several that
@@ -99,7 +99,12 @@ impl<'a> CudaBackend<'a> {
     ) -> Result<Self> {
         let indexes = |at, limits: &[Limits]| {
             let seeds: Vec<u32> = (0..limits.len() as u32).map(|layer| seed + 8 * layer).collect();
-            method.indexes(at, limits, &seeds, codewords)
+            let contents = Contents {
+                limits,
+                seeds: &seeds,
+                codewords,
+            };
+            method.indexes(at, &contents)
         };
         let mut backend = Self::with(body, options, sequences, context + steps, &indexes)?;
         for (i, layer) in backend.layers.iter().enumerate() {
@@ -189,9 +194,15 @@ impl<'a> CudaBackend<'a> {
             let (LayerState { cache, index }, positions) = (&self.layers[number], model.windows.of(number));
             cache.append(&work.k_rope, &work.v, 1, positions)?;
             index.append(work.keys(), positions)?;
-            let chosen = index.select(work.queries(), Some(cache), positions, step)?;
+            let at_step = CudaStep {
+                number: step,
+                queries: work.queries(),
+                cache: Some(cache),
+                positions,
+            };
+            let chosen = index.select(&at_step)?;
             cache.attend(&self.attention, &work.q_rope, positions, chosen)?;
-            index.observe(work.queries(), cache, positions, &self.attention)?;
+            index.observe(&at_step, &self.attention)?;
             self.attention.output_rows(&work.attended)?;
             index.tally(at, positions, chosen, &self.shares)?;
             match chosen {

@@ -10,7 +10,7 @@ use crate::kv::KvType;
 use crate::kv::cuda::Limits;
 
 /// Where decode steps of a method can be timed.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct Timed {
     /// One layer, on the CPU.
     pub layer_on_cpu: bool,
@@ -18,6 +18,21 @@ pub struct Timed {
     pub layer_on_cuda: bool,
     /// A whole model, on an NVIDIA GPU.
     pub model_on_cuda: bool,
+}
+
+impl Timed {
+    /// On both, in every way.
+    pub const EVERYWHERE: Self = Self {
+        layer_on_cpu: true,
+        layer_on_cuda: true,
+        model_on_cuda: true,
+    };
+    /// On the CPU alone.
+    pub const ON_CPU: Self = Self {
+        layer_on_cpu: true,
+        layer_on_cuda: false,
+        model_on_cuda: false,
+    };
 }
 
 /// The layer whose steps are timed.
@@ -71,6 +86,16 @@ impl RandomHead {
 /// Makes a KV head; random contents come from the generator.
 pub type NewHead = dyn Fn(&Place, &mut ChaCha8Rng) -> RandomHead + Send + Sync;
 
+/// Random indexes on an NVIDIA GPU, one per layer.
+pub struct Contents<'a> {
+    /// Limits of each layer.
+    pub limits: &'a [Limits],
+    /// Seed of each layer.
+    pub seeds: &'a [u32],
+    /// Codewords per KV head.
+    pub codewords: usize,
+}
+
 /// A method whose decode steps can be timed.
 pub trait Bench: Sync {
     /// Where.
@@ -101,18 +126,12 @@ pub trait Bench: Sync {
     /// Sizes or parameters that the method cannot have.
     fn heads(&self, layer: &Layer, params: &Params) -> Result<Box<NewHead>>;
 
-    /// Indexes on an NVIDIA GPU, one per layer with its limits and its seed; `codewords` per KV head.
+    /// Indexes on an NVIDIA GPU.
     ///
     /// # Errors
     /// A method that has none; sizes that the kernels are not made for; no memory.
-    fn indexes<'d>(
-        &self,
-        at: OnDevice<'d>,
-        limits: &[Limits],
-        seeds: &[u32],
-        codewords: usize,
-    ) -> Result<Indexes<'d>> {
-        let _ = (at, limits, seeds, codewords);
+    fn indexes<'d>(&self, at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {
+        let _ = (at, contents);
         Err(Error::failed("CUDA: a method without an index on the device"))
     }
 }

@@ -51,6 +51,20 @@ pub trait CudaMethod {
     fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>>;
 }
 
+/// The last rows of a prompt so far.
+pub struct Chunk<'a> {
+    /// Their queries, `[b,h,m,d]`.
+    pub queries: Rotated<'a>,
+    /// Their keys, `[b,g,m,d]`.
+    pub keys: Rotated<'a>,
+    /// Rows, m.
+    pub m: usize,
+    /// The rotated keys and values of all positions.
+    pub rows: &'a LayerRows<'a>,
+    /// Positions of the layer, which count these rows.
+    pub positions: &'a Positions<'a>,
+}
+
 /// A prompt that has passed a layer.
 pub struct WholePrompt<'a> {
     /// All its rows, behind those of earlier prompts.
@@ -63,6 +77,29 @@ pub struct WholePrompt<'a> {
     pub prompts: Option<&'a Prompts<'a>>,
     /// Positions of the layer.
     pub positions: &'a Positions<'a>,
+}
+
+/// A decode step in a layer.
+pub struct CudaStep<'a> {
+    /// Number of the step, from 0.
+    pub number: usize,
+    /// The last position's queries, `[b,h,1,d]`.
+    pub queries: Rotated<'a>,
+    /// The cache on the device, the last position included.
+    pub cache: Option<&'a LayerCache<'a>>,
+    /// Positions of the layer.
+    pub positions: &'a Positions<'a>,
+}
+
+impl<'a> CudaStep<'a> {
+    /// The cache's rows, for what ranks by them.
+    ///
+    /// # Errors
+    /// They are in 2 bits, or in the machine's memory.
+    pub(super) fn rows(&self) -> Result<&'a LayerRows<'a>> {
+        let rows = self.cache.and_then(LayerCache::plain);
+        rows.ok_or_else(|| Error::failed("CUDA: the method needs the cache's rows on the device"))
+    }
 }
 
 /// The index of one layer, for all its KV heads.
@@ -85,17 +122,9 @@ pub trait CudaIndex {
         false
     }
 
-    /// Takes in the queries and keys of the last `m` positions of a prompt, `[b,heads,m,d]`, one chunk after the other;
-    /// `rows` hold the keys.
-    fn extend(
-        &self,
-        queries: Rotated<'_>,
-        keys: Rotated<'_>,
-        m: usize,
-        rows: &LayerRows<'_>,
-        positions: &Positions<'_>,
-    ) -> Result<()> {
-        let _ = (queries, keys, m, rows, positions);
+    /// Takes in a chunk of a prompt.
+    fn extend(&self, chunk: &Chunk<'_>) -> Result<()> {
+        let _ = chunk;
         Ok(())
     }
 
@@ -111,25 +140,12 @@ pub trait CudaIndex {
         Ok(())
     }
 
-    /// Chooses for the queries of the last position, `[b,h,1,d]`, in decode step number `step`; `None` is everything.
-    /// There is no `cache` where its rows are in the machine's memory.
-    fn select(
-        &self,
-        queries: Rotated<'_>,
-        cache: Option<&LayerCache<'_>>,
-        positions: &Positions<'_>,
-        step: usize,
-    ) -> Result<Option<&Selection<'_>>>;
+    /// Chooses what the last position attends; `None` is everything.
+    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>>;
 
     /// Learns from the attention over what was chosen, and has its own say in the result.
-    fn observe(
-        &self,
-        queries: Rotated<'_>,
-        cache: &LayerCache<'_>,
-        positions: &Positions<'_>,
-        attention: &Attention<'_>,
-    ) -> Result<()> {
-        let _ = (queries, cache, positions, attention);
+    fn observe(&self, step: &CudaStep<'_>, attention: &Attention<'_>) -> Result<()> {
+        let _ = (step, attention);
         Ok(())
     }
 
@@ -225,12 +241,6 @@ impl<T> PromptRoom<T> {
             None => Err(Error::failed("CUDA: rows of a prompt that did not begin")),
         }
     }
-}
-
-/// The cache's rows, for what ranks by them.
-pub(super) fn plain<'s, 'd>(cache: Option<&'s LayerCache<'d>>) -> Result<&'s LayerRows<'d>> {
-    let rows = cache.and_then(LayerCache::plain);
-    rows.ok_or_else(|| Error::failed("CUDA: the method needs the cache's rows on the device"))
 }
 
 #[cfg(test)]

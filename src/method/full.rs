@@ -1,14 +1,13 @@
 //! Exact attention: every visible position, whatever the budget.
 
-use super::bench::{Bench, Layer, NewHead, RandomHead, Timed};
-use super::cuda::{CudaIndex, CudaMethod, CudaNeeds, Indexes, OnDevice};
+use super::bench::{Bench, Contents, Layer, NewHead, RandomHead, Timed};
+use super::cuda::{CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice};
 use super::declaration::Declaration;
 use super::params::Params;
 use super::{Choice, Method, Place, Reads, Retriever, Step, everything};
 use crate::error::Result;
 use crate::kv::KvType;
-use crate::kv::cuda::cache::LayerCache;
-use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
+use crate::kv::cuda::{Limits, Selection};
 
 /// The method of this file.
 pub static METHOD: Declaration = Declaration {
@@ -60,24 +59,14 @@ impl CudaMethod for Full {
 }
 
 impl CudaIndex for Full {
-    fn select(
-        &self,
-        _: Rotated<'_>,
-        _: Option<&LayerCache<'_>>,
-        _: &Positions<'_>,
-        _: usize,
-    ) -> Result<Option<&Selection<'_>>> {
+    fn select(&self, _: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
         Ok(None)
     }
 }
 
 impl Bench for Full {
     fn timed(&self) -> Timed {
-        Timed {
-            layer_on_cpu: true,
-            layer_on_cuda: true,
-            model_on_cuda: true,
-        }
+        Timed::EVERYWHERE
     }
 
     fn retrieves(&self) -> bool {
@@ -96,7 +85,7 @@ impl Bench for Full {
         Ok(Box::new(|_, _| RandomHead::full(Full)))
     }
 
-    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits], _: &[u32], _: usize) -> Result<Indexes<'d>> {
-        CudaMethod::indexes(self, at, limits)
+    fn indexes<'d>(&self, at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {
+        CudaMethod::indexes(self, at, contents.limits)
     }
 }

@@ -5,7 +5,7 @@ pub mod cuda;
 
 use multiversion::multiversion;
 
-use super::bench::{Bench, Layer, NewHead, RandomHead, Timed};
+use super::bench::{Bench, Contents, Layer, NewHead, RandomHead, Timed};
 use super::best::largest;
 use super::cuda::{CudaMethod, Indexes, OnDevice};
 use super::declaration::Declaration;
@@ -15,7 +15,6 @@ use crate::compute::layout::elements_mut;
 use crate::compute::products::all_products;
 use crate::compute::simd;
 use crate::error::Result;
-use crate::kv::cuda::Limits;
 
 /// The method of this file.
 pub static METHOD: Declaration = Declaration {
@@ -94,9 +93,8 @@ impl Retriever for TopK {
 impl Bench for TopK {
     fn timed(&self) -> Timed {
         Timed {
-            layer_on_cpu: true,
             model_on_cuda: true,
-            ..Timed::default()
+            ..Timed::ON_CPU
         }
     }
 
@@ -108,7 +106,7 @@ impl Bench for TopK {
         Ok(Box::new(|_, _| RandomHead::full(TopK)))
     }
 
-    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits], _: &[u32], _: usize) -> Result<Indexes<'d>> {
-        CudaMethod::indexes(self, at, limits)
+    fn indexes<'d>(&self, at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {
+        CudaMethod::indexes(self, at, contents.limits)
     }
 }

@@ -14,7 +14,8 @@ use crate::error::Result;
 use crate::kv::cuda::attend::{Attention, LayerRows};
 use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::{Limits, Positions, Rotated, Shape};
-use crate::method::cuda::{CudaIndex, OnDevice};
+use crate::method::bench::Contents;
+use crate::method::cuda::{CudaIndex, CudaStep, OnDevice};
 
 /// Steps that are launched before the host waits for them.
 const STEPS: usize = 20;
@@ -41,7 +42,8 @@ struct Layer<'d> {
     cache: Option<LayerCache<'d>>,
 }
 
-struct CudaStep<'d> {
+/// Copies of a layer, whose steps are launched in turn.
+struct Copies<'d> {
     copies: Vec<Layer<'d>>,
     steps: usize,
     positions: Positions<'d>,
@@ -81,9 +83,12 @@ pub fn work<'d>(driver: &'d dyn Driver, setting: Setting) -> Result<Box<dyn Work
         shape,
         kv: setting.kv,
     };
-    let indexes = setting
-        .bench
-        .indexes(at, &vec![limits; copies], &seeds, setting.size)?;
+    let contents = Contents {
+        limits: &vec![limits; copies],
+        seeds: &seeds,
+        codewords: setting.size,
+    };
+    let indexes = setting.bench.indexes(at, &contents)?;
     let copies = indexes.into_iter().zip(seeds).map(|(index, seed)| {
         let rows = match setting.attends {
             true => Some(LayerRows::new(driver, shape, float)?),
@@ -93,7 +98,7 @@ pub fn work<'d>(driver: &'d dyn Driver, setting: Setting) -> Result<Box<dyn Work
         let cache = rows.map(LayerCache::Plain);
         Ok(Layer { index, cache })
     });
-    Ok(Box::new(CudaStep {
+    Ok(Box::new(Copies {
         copies: copies.collect::<Result<_>>()?,
         steps: 0,
         positions,
@@ -107,25 +112,29 @@ fn uniform(rng: &mut ChaCha8Rng, count: usize) -> Vec<f32> {
     (0..count).map(|_| rng.r#gen::<f32>() * 2.0 - 1.0).collect()
 }
 
-impl CudaStep<'_> {
+impl Copies<'_> {
     fn step(&mut self) -> Result<()> {
         let layer = &self.copies[self.steps % self.copies.len()];
         self.positions.advance(0)?;
-        let (cache, positions) = (layer.cache.as_ref(), &self.positions);
-        let queries = Rotated {
-            pre: &self.queries,
-            rope: &self.queries,
+        let step = CudaStep {
+            number: self.steps,
+            queries: Rotated {
+                pre: &self.queries,
+                rope: &self.queries,
+            },
+            cache: layer.cache.as_ref(),
+            positions: &self.positions,
         };
-        let chosen = layer.index.select(queries, cache, positions, self.steps)?;
+        let chosen = layer.index.select(&step)?;
         self.steps += 1;
-        match cache {
-            Some(cache) => cache.attend(&self.attention, &self.queries, positions, chosen),
+        match step.cache {
+            Some(cache) => cache.attend(&self.attention, &self.queries, step.positions, chosen),
             None => Ok(()),
         }
     }
 }
 
-impl Work for CudaStep<'_> {
+impl Work for Copies<'_> {
     fn run(&mut self) -> Result<f64> {
         self.positions.spans()?;
         let start = Instant::now();

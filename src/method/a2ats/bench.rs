@@ -11,8 +11,7 @@ use rayon::prelude::*;
 use super::{A2ats, HeadCodebook, cuda};
 use crate::error::Result;
 use crate::kv::KvType;
-use crate::kv::cuda::Limits;
-use crate::method::bench::{Bench, Layer, NewHead, RandomHead, Timed};
+use crate::method::bench::{Bench, Contents, Layer, NewHead, RandomHead, Timed};
 use crate::method::cuda::{Indexes, OnDevice};
 use crate::method::params::Params;
 use crate::model::rope::{Rope, RopeConfig, RopeScaling};
@@ -22,11 +21,7 @@ pub(super) struct Random;
 
 impl Bench for Random {
     fn timed(&self) -> Timed {
-        Timed {
-            layer_on_cpu: true,
-            layer_on_cuda: true,
-            model_on_cuda: true,
-        }
+        Timed::EVERYWHERE
     }
 
     fn has_plain_ranking(&self) -> bool {
@@ -55,14 +50,8 @@ impl Bench for Random {
         }))
     }
 
-    fn indexes<'d>(
-        &self,
-        at: OnDevice<'d>,
-        limits: &[Limits],
-        seeds: &[u32],
-        codewords: usize,
-    ) -> Result<Indexes<'d>> {
-        cuda::random(at, limits, seeds, codewords)
+    fn indexes<'d>(&self, at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {
+        cuda::random(at, contents)
     }
 }
 

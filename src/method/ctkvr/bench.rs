@@ -10,10 +10,7 @@ pub(super) struct Random;
 
 impl Bench for Random {
     fn timed(&self) -> Timed {
-        Timed {
-            layer_on_cpu: true,
-            ..Timed::default()
-        }
+        Timed::ON_CPU
     }
 
     /// Not on a GPU.

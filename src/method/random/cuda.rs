@@ -3,9 +3,8 @@
 use super::{Random, Seed};
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
-use crate::kv::cuda::cache::LayerCache;
-use crate::kv::cuda::{Limits, Positions, Rotated, Selection, Shape};
-use crate::method::cuda::{CudaIndex, CudaMethod, CudaNeeds, Indexes, OnDevice};
+use crate::kv::cuda::{Limits, Positions, Selection, Shape};
+use crate::method::cuda::{CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice};
 
 /// Candidates drawn uniformly, the same as on the CPU: see [`crate::method::random`]. The host draws.
 pub struct Draws<'d> {
@@ -60,14 +59,8 @@ impl CudaMethod for Seed {
 }
 
 impl CudaIndex for Draws<'_> {
-    fn select(
-        &self,
-        _: Rotated<'_>,
-        _: Option<&LayerCache<'_>>,
-        positions: &Positions<'_>,
-        step: usize,
-    ) -> Result<Option<&Selection<'_>>> {
-        Draws::select(self, step, positions).map(Some)
+    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
+        Draws::select(self, step.number, step.positions).map(Some)
     }
 
     fn is_recordable(&self) -> bool {

@@ -3,8 +3,7 @@
 use super::{Center, SelfIndex, Source, cuda};
 use crate::error::Result;
 use crate::kv::KvType;
-use crate::kv::cuda::Limits;
-use crate::method::bench::{Bench, Fill, Layer, NewHead, RandomHead, Timed};
+use crate::method::bench::{Bench, Contents, Fill, Layer, NewHead, RandomHead, Timed};
 use crate::method::cuda::{Indexes, OnDevice};
 use crate::method::params::Params;
 
@@ -13,11 +12,7 @@ pub(super) struct Random;
 
 impl Bench for Random {
     fn timed(&self) -> Timed {
-        Timed {
-            layer_on_cpu: true,
-            layer_on_cuda: true,
-            model_on_cuda: true,
-        }
+        Timed::EVERYWHERE
     }
 
     fn has_plain_ranking(&self) -> bool {
@@ -44,13 +39,7 @@ impl Bench for Random {
         }))
     }
 
-    fn indexes<'d>(
-        &self,
-        at: OnDevice<'d>,
-        limits: &[Limits],
-        seeds: &[u32],
-        _: usize,
-    ) -> Result<Indexes<'d>> {
-        cuda::random(at, limits, seeds)
+    fn indexes<'d>(&self, at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {
+        cuda::random(at, contents)
     }
 }

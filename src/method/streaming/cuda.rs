@@ -5,9 +5,8 @@ use std::rc::Rc;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::Result;
-use crate::kv::cuda::cache::LayerCache;
-use crate::kv::cuda::{Limits, Positions, Rotated, Selection, Shape};
-use crate::method::cuda::{ByWindow, CudaIndex, CudaMethod, CudaNeeds, Indexes, OnDevice};
+use crate::kv::cuda::{Limits, Positions, Selection, Shape};
+use crate::method::cuda::{ByWindow, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice};
 use crate::method::streaming as cpu;
 
 /// The most recent candidates: see [`crate::method::streaming`].
@@ -63,13 +62,7 @@ impl CudaMethod for cpu::Streaming {
 }
 
 impl CudaIndex for Rc<Streaming<'_>> {
-    fn select(
-        &self,
-        _: Rotated<'_>,
-        _: Option<&LayerCache<'_>>,
-        positions: &Positions<'_>,
-        _: usize,
-    ) -> Result<Option<&Selection<'_>>> {
-        Streaming::select(self, positions).map(Some)
+    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
+        Streaming::select(self, step.positions).map(Some)
     }
 }

@@ -9,9 +9,8 @@ use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::best::Best;
-use crate::kv::cuda::cache::LayerCache;
-use crate::kv::cuda::{Limits, Positions, Rotated, Selection, Shape};
-use crate::method::cuda::{ByWindow, CudaIndex, CudaMethod, CudaNeeds, Indexes, OnDevice, plain};
+use crate::kv::cuda::{Limits, Positions, Selection, Shape};
+use crate::method::cuda::{ByWindow, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice};
 use crate::method::topk as cpu;
 
 /// Positions of a block of `topk_scores`.
@@ -149,14 +148,8 @@ impl CudaMethod for cpu::TopK {
 }
 
 impl CudaIndex for Rc<TopK<'_>> {
-    fn select(
-        &self,
-        queries: Rotated<'_>,
-        cache: Option<&LayerCache<'_>>,
-        positions: &Positions<'_>,
-        _: usize,
-    ) -> Result<Option<&Selection<'_>>> {
-        TopK::select(self, queries.rope, plain(cache)?, positions).map(Some)
+    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
+        TopK::select(self, step.queries.rope, step.rows()?, step.positions).map(Some)
     }
 
     fn is_oracle(&self) -> bool {

@@ -11,11 +11,10 @@ use super::{A2ats, Codebooks, HeadConstants};
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::Result;
 use crate::kv::Budget;
-use crate::kv::cuda::attend::LayerRows;
-use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
 use crate::method::a2ats::Setup;
-use crate::method::cuda::{CudaIndex, CudaMethod, CudaNeeds, Indexes, OnDevice, PromptRoom};
+use crate::method::bench::Contents;
+use crate::method::cuda::{Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, PromptRoom};
 
 /// See [`CudaIndex`].
 struct CodeIndex<'d> {
@@ -75,32 +74,22 @@ impl CudaIndex for CodeIndex<'_> {
         self.encoder.end();
     }
 
-    fn extend(
-        &self,
-        _: Rotated<'_>,
-        keys: Rotated<'_>,
-        m: usize,
-        _: &LayerRows<'_>,
-        positions: &Positions<'_>,
-    ) -> Result<()> {
-        let keys = self.rows(keys);
-        self.encoder
-            .work(|encoder| self.state.extend(keys, m, &self.codebooks, positions, encoder))
+    fn extend(&self, chunk: &Chunk<'_>) -> Result<()> {
+        let (keys, positions) = (self.rows(chunk.keys), chunk.positions);
+        self.encoder.work(|encoder| {
+            self.state
+                .extend(keys, chunk.m, &self.codebooks, positions, encoder)
+        })
     }
 
     fn append(&self, keys: Rotated<'_>, positions: &Positions<'_>) -> Result<()> {
         self.state.append(self.rows(keys), &self.codebooks, positions)
     }
 
-    fn select(
-        &self,
-        queries: Rotated<'_>,
-        _: Option<&LayerCache<'_>>,
-        positions: &Positions<'_>,
-        _: usize,
-    ) -> Result<Option<&Selection<'_>>> {
-        let queries = self.rows(queries);
-        self.state.select(queries, &self.codebooks, positions).map(Some)
+    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
+        let queries = self.rows(step.queries);
+        let chosen = self.state.select(queries, &self.codebooks, step.positions)?;
+        Ok(Some(chosen))
     }
 
     fn bytes(&self) -> usize {
@@ -109,17 +98,13 @@ impl CudaIndex for CodeIndex<'_> {
 }
 
 /// Indexes of random codebooks and codes, for a benchmark; see [`Bench::indexes`](crate::method::bench::Bench::indexes).
-pub(in crate::method::a2ats) fn random<'d>(
-    at: OnDevice<'d>,
-    limits: &[Limits],
-    seeds: &[u32],
-    codewords: usize,
-) -> Result<Indexes<'d>> {
+pub(in crate::method::a2ats) fn random<'d>(at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {
     let encoder = PromptRoom::new();
     let d = at.shape.head_dim;
     let index = |(limits, seed): (&Limits, &u32)| -> Result<Box<dyn CudaIndex + 'd>> {
         let mut rng = ChaCha8Rng::seed_from_u64(u64::from(*seed));
-        let codebook = |_| Array2::from_shape_simple_fn((codewords, d), || rng.r#gen::<f32>() * 2.0 - 1.0);
+        let codebook =
+            |_| Array2::from_shape_simple_fn((contents.codewords, d), || rng.r#gen::<f32>() * 2.0 - 1.0);
         let books: Vec<Array2<f32>> = (0..at.shape.kv_heads).map(codebook).collect();
         let heads = books.iter().map(|codebook| HeadConstants {
             codebook: codebook.view(),
@@ -138,5 +123,5 @@ pub(in crate::method::a2ats) fn random<'d>(
             encoder: encoder.clone(),
         }))
     };
-    limits.iter().zip(seeds).map(index).collect()
+    contents.limits.iter().zip(contents.seeds).map(index).collect()
 }

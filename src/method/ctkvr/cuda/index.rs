@@ -4,12 +4,10 @@ use std::ops::Range;
 
 use super::{Ctkvr, Lists, Space};
 use crate::error::Result;
-use crate::kv::cuda::attend::LayerRows;
-use crate::kv::cuda::cache::LayerCache;
-use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
+use crate::kv::cuda::{Limits, Selection};
 use crate::method::ctkvr::Params;
 use crate::method::cuda::{
-    ByWindow, CudaIndex, CudaMethod, CudaNeeds, Indexes, OnDevice, PromptRoom, WholePrompt, plain,
+    ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, PromptRoom, WholePrompt,
 };
 
 /// See [`CudaIndex`].
@@ -49,30 +47,21 @@ impl CudaIndex for QueryIndex<'_> {
         self.lists.end();
     }
 
-    fn extend(
-        &self,
-        queries: Rotated<'_>,
-        _: Rotated<'_>,
-        m: usize,
-        rows: &LayerRows<'_>,
-        positions: &Positions<'_>,
-    ) -> Result<()> {
+    fn extend(&self, chunk: &Chunk<'_>) -> Result<()> {
+        let (queries, rows, positions) = (chunk.queries.rope, chunk.rows, chunk.positions);
         self.lists
-            .work(|lists| self.ring.extend(queries.rope, m, rows, positions, lists))
+            .work(|lists| self.ring.extend(queries, chunk.m, rows, positions, lists))
     }
 
     fn end_of_prompt(&self, _: &WholePrompt<'_>) -> Result<()> {
         self.lists.work(|lists| self.ring.end_of_prompt(lists))
     }
 
-    fn select(
-        &self,
-        queries: Rotated<'_>,
-        cache: Option<&LayerCache<'_>>,
-        positions: &Positions<'_>,
-        _: usize,
-    ) -> Result<Option<&Selection<'_>>> {
-        self.ring.select(queries.rope, plain(cache)?, positions).map(Some)
+    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
+        let chosen = self
+            .ring
+            .select(step.queries.rope, step.rows()?, step.positions)?;
+        Ok(Some(chosen))
     }
 
     fn bytes(&self) -> usize {

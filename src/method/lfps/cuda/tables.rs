@@ -9,13 +9,12 @@ use rayon::prelude::*;
 use super::{Lfps, Space};
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::{Error, Result};
-use crate::kv::cuda::attend::{Attention, LayerRows};
-use crate::kv::cuda::cache::LayerCache;
-use crate::kv::cuda::{Limits, Positions, Rotated, Selection, Shape};
+use crate::kv::cuda::attend::Attention;
+use crate::kv::cuda::{Limits, Positions, Selection, Shape};
 use crate::kv::packed::Center;
 use crate::kv::{KvHead, KvType};
 use crate::method::cuda::{
-    ByWindow, CudaIndex, CudaMethod, CudaNeeds, Indexes, OnDevice, WholePrompt, plain,
+    ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, WholePrompt,
 };
 use crate::method::lfps::{self as method, Setup};
 use crate::method::{Place, Prompt};
@@ -83,17 +82,10 @@ impl<'d> TableIndex<'d> {
 
 impl CudaIndex for TableIndex<'_> {
     /// Notes the last queries so far; waits for the device.
-    fn extend(
-        &self,
-        queries: Rotated<'_>,
-        _: Rotated<'_>,
-        m: usize,
-        _: &LayerRows<'_>,
-        _: &Positions<'_>,
-    ) -> Result<()> {
-        let (d, n) = (self.shape.head_dim, self.rows.min(m));
+    fn extend(&self, chunk: &Chunk<'_>) -> Result<()> {
+        let (d, m, n) = (self.shape.head_dim, chunk.m, self.rows.min(chunk.m));
         for (head, last) in self.queries.borrow_mut().iter_mut().enumerate() {
-            last.extend(queries.rope.read_part((head * m + m - n) * d, n * d)?);
+            last.extend(chunk.queries.rope.read_part((head * m + m - n) * d, n * d)?);
             let beyond = last.len().saturating_sub(self.rows * d);
             last.drain(..beyond);
         }
@@ -112,25 +104,16 @@ impl CudaIndex for TableIndex<'_> {
         self.lfps.write(&heads.collect::<Result<Vec<_>>>()?)
     }
 
-    fn select(
-        &self,
-        queries: Rotated<'_>,
-        cache: Option<&LayerCache<'_>>,
-        positions: &Positions<'_>,
-        _: usize,
-    ) -> Result<Option<&Selection<'_>>> {
-        self.lfps.select(queries.rope, plain(cache)?, positions).map(Some)
+    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
+        let chosen = self
+            .lfps
+            .select(step.queries.rope, step.rows()?, step.positions)?;
+        Ok(Some(chosen))
     }
 
-    fn observe(
-        &self,
-        queries: Rotated<'_>,
-        cache: &LayerCache<'_>,
-        positions: &Positions<'_>,
-        attention: &Attention<'_>,
-    ) -> Result<()> {
-        let rows = plain(Some(cache))?;
-        self.lfps.observe(queries.rope, rows, positions, attention)
+    fn observe(&self, step: &CudaStep<'_>, attention: &Attention<'_>) -> Result<()> {
+        let (queries, rows) = (step.queries.rope, step.rows()?);
+        self.lfps.observe(queries, rows, step.positions, attention)
     }
 
     fn tally(

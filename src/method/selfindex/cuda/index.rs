@@ -12,7 +12,8 @@ use crate::kv::cuda::prompt::Rows;
 use crate::kv::cuda::signs::{FULL, Signs};
 use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
 use crate::kv::packed::{Center, Layout};
-use crate::method::cuda::{CudaIndex, CudaMethod, CudaNeeds, Indexes, OnDevice, WholePrompt};
+use crate::method::bench::Contents;
+use crate::method::cuda::{CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, WholePrompt};
 use crate::method::selfindex::{Centroids, Setup};
 
 /// See [`CudaIndex`].
@@ -97,15 +98,11 @@ impl CudaIndex for SignIndex<'_> {
         }
     }
 
-    fn select(
-        &self,
-        queries: Rotated<'_>,
-        cache: Option<&LayerCache<'_>>,
-        positions: &Positions<'_>,
-        _: usize,
-    ) -> Result<Option<&Selection<'_>>> {
-        let signs = self.signs(cache)?;
-        self.index.select(queries.rope, signs, positions).map(Some)
+    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
+        let signs = self.signs(step.cache)?;
+        self.index
+            .select(step.queries.rope, signs, step.positions)
+            .map(Some)
     }
 
     fn bytes(&self) -> usize {
@@ -117,8 +114,7 @@ impl CudaIndex for SignIndex<'_> {
 /// [`Bench::indexes`](crate::method::bench::Bench::indexes).
 pub(in crate::method::selfindex) fn random<'d>(
     at: OnDevice<'d>,
-    limits: &[Limits],
-    seeds: &[u32],
+    contents: &Contents<'_>,
 ) -> Result<Indexes<'d>> {
     let (driver, shape) = (at.driver, at.shape);
     let index = |(limits, seed): (&Limits, &u32)| -> Result<Box<dyn CudaIndex + 'd>> {
@@ -134,5 +130,5 @@ pub(in crate::method::selfindex) fn random<'d>(
             fit: None,
         }))
     };
-    limits.iter().zip(seeds).map(index).collect()
+    contents.limits.iter().zip(contents.seeds).map(index).collect()
 }
