@@ -44,7 +44,7 @@ use marks::marks;
 pub use params::Params;
 use priors::Priors;
 pub use table::Table;
-pub use threshold::{OFFSETS, Threshold, candidates};
+pub use threshold::{OFFSETS, Threshold};
 use threshold::{Shape, balanced, expanded};
 
 /// Decay per step, without a calibrated one.
@@ -206,25 +206,11 @@ impl Lfps {
     /// The candidates of query head `a`.
     fn candidates(&mut self, a: usize, step: &Step) -> Places {
         let (c, t) = (step.candidates.clone(), step.visible.end - 1);
-        let (head, rule) = (&mut self.heads[a], self.params.lfps_threshold);
-        let seen = step.visible.len();
-        let bits = match c.is_empty() {
-            true => None,
-            false => {
-                let vertical = head.vertical.entries(c.clone(), false);
-                let slash = head.slash.entries(t + 1 - c.end..t + 1 - c.start, true);
-                marks(&vertical, &slash, rule, head.alpha, seen)
-            }
-        };
-        let mut places = bits.map(Places::from).unwrap_or_else(|| {
-            let vertical: Vec<f64> = c.clone().map(|i| head.vertical.get(i)).collect();
-            let slash: Vec<f64> = c.clone().map(|i| head.slash.get(t - i)).collect();
-            let marks = candidates(&vertical, &slash, rule, head.alpha, seen);
-            let mut places = Places::new(c.len());
-            let marked = (0..c.len()).filter(|i| marks[*i]);
-            marked.for_each(|i| places.insert(i));
-            places
-        });
+        let head = &mut self.heads[a];
+        let vertical = head.vertical.entries(c.clone(), false);
+        let slash = head.slash.entries(t + 1 - c.end..t + 1 - c.start, true);
+        let rule = self.params.lfps_threshold;
+        let mut places = Places::from(marks(&vertical, &slash, rule, head.alpha, step.visible.len()));
         for i in c.start.max((t + 1).saturating_sub(LOCAL))..c.end {
             places.insert(i - c.start);
         }

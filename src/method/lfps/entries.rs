@@ -1,41 +1,10 @@
-//! The entries of a table over the candidates, and what is known of their moments.
-//!
-//! Limits come with bounds. As entries are f32, nearly always one f32 splits them the same way for all that the bounds
-//! allow; where it does not, that is said.
+//! The entries of a table over the candidates of a step.
 
 use std::ops::Range;
 
+use super::threshold::Shape;
 use crate::compute::attention::prefetch;
 use crate::compute::masks::{BLOCK, WORD, at_least_in_blocks};
-
-/// Largest relative error of one rounding in f64.
-const UNIT: f64 = f64::EPSILON / 2.0;
-/// Relative room for the few roundings between sums and a threshold.
-pub(super) const ROOM: f64 = 1e-13;
-
-/// Bounds of a number.
-#[derive(Clone, Copy)]
-pub(super) struct Bounds {
-    pub low: f64,
-    pub high: f64,
-}
-
-impl Bounds {
-    pub fn around(x: f64, error: f64) -> Self {
-        Self {
-            low: x - error,
-            high: x + error,
-        }
-    }
-
-    /// Bounds of `self / (self + other)`, both positive.
-    pub fn share(self, other: Self) -> Self {
-        Self {
-            low: self.low / (self.low + other.high),
-            high: self.high / (self.high + other.low),
-        }
-    }
-}
 
 /// The entries of a table over the candidates; those beyond `values` are zero.
 pub(super) struct Entries<'a> {
@@ -48,22 +17,14 @@ pub(super) struct Entries<'a> {
     pub range: Range<usize>,
     /// Sums of the first four powers of the candidates' values.
     pub powers: [f64; 4],
-    /// Roundings in each of these, of half an ulp of the sum each.
-    pub roundings: f64,
     /// Whether the last candidate comes first.
     pub is_reversed: bool,
 }
 
 impl Entries<'_> {
-    /// Bits, by candidate, of the entries above a number within `bounds`; none where the bounds leave it open.
-    pub fn above(&self, bounds: Bounds) -> Option<Vec<u64>> {
-        let limit = Limit::new(bounds, self.factor)?;
-        let bits = self.at_least(limit.sure);
-        (limit.least == limit.sure || self.at_least(limit.least) == bits).then_some(bits)
-    }
-
-    /// Bits, by candidate, of the values from a number above zero on.
-    fn at_least(&self, limit: f32) -> Vec<u64> {
+    /// Returns the bits, by candidate, of the entries above a threshold that is not negative.
+    pub fn above(&self, threshold: f64) -> Vec<u64> {
+        let limit = least_above(threshold, self.factor);
         let (first, len) = (self.range.start / WORD * WORD, self.values.len());
         let from = first.min(len)..self.range.end.min(len);
         let maxima = from.start.div_ceil(BLOCK)..from.end.div_ceil(BLOCK);
@@ -76,7 +37,7 @@ impl Entries<'_> {
         bits
     }
 
-    /// The place of candidate `i`.
+    /// Returns the place of candidate `i`.
     fn place(&self, i: usize) -> usize {
         match self.is_reversed {
             true => self.range.end - 1 - i,
@@ -90,105 +51,39 @@ impl Entries<'_> {
         prefetch(self.values.get(place..=place).unwrap_or_default());
     }
 
-    /// Whether the entry of candidate `i` is above a limit; none where that is open.
-    pub fn is_above(&self, i: usize, limit: Limit) -> Option<bool> {
-        let x = self.values.get(self.place(i)).copied().unwrap_or(0.0);
-        let is_sure = x >= limit.sure;
-        (is_sure || x < limit.least).then_some(is_sure)
+    /// Returns the entry of candidate `i`.
+    pub fn get(&self, i: usize) -> f64 {
+        let value = self.values.get(self.place(i)).copied().unwrap_or(0.0);
+        f64::from(value) * self.factor
     }
 
-    /// Mean, deviation and kurtosis.
-    pub fn shape(&self) -> Option<Shape> {
-        let n = self.range.len() as f64;
-        let [first, second, third, fourth] = self.powers;
-        let f = self.factor;
-        let (mean, p2, p3, p4) = (
-            first * f / n,
-            second * f * f / n,
-            third * f * f * f / n,
-            fourth * f * f * f * f / n,
-        );
-        let m2 = p2 - mean * mean;
-        let m4 = p4 - 4.0 * mean * p3 + 6.0 * mean * mean * p2 - 3.0 * mean.powi(4);
-        // By the inequality of Cauchy and Schwarz the mean magnitude is at most sqrt(p2), that of the third power
-        // at most sqrt(p2 p4), and p2 at most sqrt(p4): so the terms of m2 add up to at most 2 p2 and those of m4
-        // to at most 14 p4. Sums of n terms in either order, of products rounded a few times, are within
-        // (n + 64) u of them, those that were changed within their own roundings; a mean that is off by e moves the
-        // central moments by no more than that again.
-        let each = (self.roundings.max(n) + 64.0) * UNIT;
-        let (e1, e2, e4) = (4.0 * each * p2.sqrt(), 16.0 * each * p2, 256.0 * each * p4);
-        let (m2, m4) = (Bounds::around(m2, e2), Bounds::around(m4, e4));
-        let is_plain = e4.is_finite() && m2.low > 0.0 && m4.low > 0.0;
-        is_plain.then(|| Shape {
-            mean: Bounds::around(mean, e1),
-            deviation: Bounds {
-                low: m2.low.sqrt(),
-                high: m2.high.sqrt(),
-            },
-            kurtosis: Bounds {
-                low: m4.low / (m2.high * m2.high),
-                high: m4.high / (m2.low * m2.low),
-            },
-        })
+    /// Returns mean, deviation and kurtosis: from the sums of powers, or in two passes where these cancel out.
+    pub fn shape(&self) -> Shape {
+        let (n, mut factor) = (self.range.len() as f64, 1.0);
+        let means = self.powers.map(|sum| {
+            factor *= self.factor;
+            sum * factor / n
+        });
+        let all = || (0..self.range.len()).map(|i| self.get(i)).collect::<Vec<f64>>();
+        Shape::of_powers(means).unwrap_or_else(|| Shape::of(&all()))
     }
 }
 
-/// Values that may be, and those that are, above a number of which bounds are known.
-#[derive(Clone, Copy)]
-pub(super) struct Limit {
-    pub least: f32,
-    pub sure: f32,
-}
-
-impl Limit {
-    pub fn new(bounds: Bounds, factor: f64) -> Option<Self> {
-        Some(Self {
-            least: least_above(bounds.low, factor)?,
-            sure: least_above(bounds.high, factor)?,
-        })
-    }
-}
-
-/// What [`super::threshold::Shape`] computes, in bounds.
-pub(super) struct Shape {
-    mean: Bounds,
-    deviation: Bounds,
-    pub kurtosis: Bounds,
-}
-
-impl Shape {
-    pub fn mean_itself(&self) -> Bounds {
-        self.above(Bounds::around(0.0, 0.0))
-    }
-
-    /// So many deviations above the mean, at least none.
-    pub fn above(&self, deviations: Bounds) -> Bounds {
-        let low = self.mean.low + deviations.low * self.deviation.low;
-        let high = self.mean.high + deviations.high * self.deviation.high;
-        let room = ROOM * (self.mean.high.abs() + deviations.high * self.deviation.high);
-        Bounds {
-            low: low - room,
-            high: high + room,
-        }
-    }
-}
-
-/// The least f32 whose product with `factor` is above `limit`; none for a limit below zero or one that no number
-/// exceeds.
-fn least_above(limit: f64, factor: f64) -> Option<f32> {
+/// Returns the least f32 whose product with `factor` is above `limit`; for a limit that is not finite a NaN, which
+/// nothing reaches.
+fn least_above(limit: f64, factor: f64) -> f32 {
     let is_above = |x: f32| f64::from(x) * factor > limit;
-    let guess = (limit / factor) as f32;
-    if limit.is_nan() || limit < 0.0 || !guess.is_finite() || factor <= 0.0 {
-        return None;
+    if !limit.is_finite() {
+        return f32::NAN;
     }
-    let mut x = guess;
+    let mut x = (limit / factor) as f32;
     while x > 0.0 && is_above(x.next_down()) {
         x = x.next_down();
     }
     while !is_above(x) {
         x = x.next_up();
     }
-    Some(x)
+    x
 }
 
 /// Drops the first `by` bits, less than a word, and keeps `n`.
@@ -216,7 +111,38 @@ fn reverse(bits: &mut Vec<u64>, n: usize) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Table;
     use super::*;
+
+    #[test]
+    fn shapes_are_those_of_two_passes() {
+        let parts = |shape: &Shape| [shape.mean, shape.deviation, shape.kurtosis];
+        let wave = |i: usize| 1.0 + (i as f64 * 0.7).sin();
+        let rows: [&dyn Fn(usize) -> f64; 4] = [
+            &wave,
+            // Few large ones, as in a table of attention.
+            &|i| {
+                if i % 97 == 0 {
+                    50.0 * wave(i)
+                } else {
+                    1e-3 * wave(i)
+                }
+            },
+            // All alike, so that powers say little.
+            &|i| 1e3 + wave(i),
+            &|_| 0.1,
+        ];
+        for (case, value) in rows.iter().enumerate() {
+            let mut table = Table::default();
+            (0..5000).for_each(|i| table.add(i, value(i)));
+            table.decay(0.3);
+            let all: Vec<f64> = (7..4000).map(|i| table.get(i)).collect();
+            let (expected, shape) = (Shape::of(&all), table.entries(7..4000, false).shape());
+            for (x, y) in parts(&shape).into_iter().zip(parts(&expected)) {
+                assert!((x - y).abs() <= 1e-9 * y.abs(), "{case}: {x} {y}");
+            }
+        }
+    }
 
     #[test]
     fn the_least_number_above_a_limit() {
@@ -227,17 +153,10 @@ mod tests {
             (1e9, 3.0),
             (0.1f32.into(), 1.0),
         ] {
-            let x = least_above(limit, factor).unwrap();
+            let x = least_above(limit, factor);
             assert!(f64::from(x) * factor > limit && f64::from(x.next_down()) * factor <= limit);
         }
-        for (limit, factor) in [
-            (-1.0, 1.0),
-            (f64::NAN, 1.0),
-            (1e60, 1.0),
-            (1.0, 0.0),
-            (f64::INFINITY, 1.0),
-        ] {
-            assert!(least_above(limit, factor).is_none());
-        }
+        assert_eq!(least_above(1e60, 1.0), f32::INFINITY);
+        assert!(least_above(f64::NAN, 1.0).is_nan() && least_above(f64::INFINITY, 1.0).is_nan());
     }
 }

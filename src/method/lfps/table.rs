@@ -93,7 +93,6 @@ impl Table {
             maxima: &self.maxima,
             factor: self.factor,
             powers: self.sums.powers,
-            roundings: self.sums.roundings(),
             range,
             is_reversed,
         }
@@ -132,9 +131,6 @@ impl Sums {
             self.most[k] = self.most[k].max(self.powers[k]);
         }
         self.changes += 1;
-        if self.changes > MOST_CHANGES {
-            self.range = 0..0;
-        }
     }
 
     /// Makes them those of `range`.
@@ -161,15 +157,6 @@ impl Sums {
         }
         self.range = range.clone();
     }
-
-    /// Roundings, of half an ulp of its sum each, that are at most in each of the sums.
-    ///
-    /// A sum of n values has n / 16 + 24 of them. Each change has five: one each of a third or fourth power of what
-    /// comes and what goes, one of their difference, which is at most the larger one, and one of the sum, all at most
-    /// those of the largest sum there was, which is at most 1.25 times the present one.
-    fn roundings(&self) -> f64 {
-        (self.range.len() + 32 + 8 * self.changes) as f64
-    }
 }
 
 /// What lies between two ends.
@@ -182,7 +169,11 @@ mod tests {
     use super::*;
     use crate::testing::numbers;
 
-    /// Whatever comes, goes and decays: maxima bound their blocks, and sums are within their bounds of exact ones.
+    /// Whatever comes, goes and decays: maxima bound their blocks, and sums are close to exact ones.
+    ///
+    /// A sum of n values has n / 16 + 24 roundings. Each change has five: one each of a third or fourth power of what
+    /// comes and what goes, one of their difference, which is at most the larger one, and one of the sum, all at most
+    /// those of the largest sum there was, which is at most 1.25 times the present one.
     #[test]
     fn sums_and_maxima_follow_every_change() {
         let mut number = numbers(5);
@@ -201,10 +192,8 @@ mod tests {
             }
             // Ends that move forth and back, a little or a lot.
             let range = next(3)..n - next(if step % 20 == 0 { 500 } else { 50 });
-            let (powers, bound) = {
-                let entries = table.entries(range.clone(), false);
-                (entries.powers, entries.roundings * f64::EPSILON / 2.0)
-            };
+            let powers = table.entries(range.clone(), false).powers;
+            let bound = (range.len() + 32 + 8 * table.sums.changes) as f64 * f64::EPSILON / 2.0;
             followed += usize::from(table.sums.changes > 0);
             let (values, _) = table.parts();
             for (block, max) in values.chunks(BLOCK).zip(&table.maxima) {

@@ -24,7 +24,7 @@ const SHARES: [(f64, [f64; 6]); 4] = [
 const FIRST_LOG2: f64 = 12.0;
 
 /// The paper's share for a context of `n`, linear between its columns (in log2 n) and rows.
-pub(super) fn paper_share(n: usize, alpha: f64) -> f64 {
+fn paper_share(n: usize, alpha: f64) -> f64 {
     let between = |x: f64, len: usize| {
         let x = x.clamp(0.0, (len - 1) as f64);
         let i = (x.floor() as usize).min(len - 2);
@@ -36,16 +36,17 @@ pub(super) fn paper_share(n: usize, alpha: f64) -> f64 {
     at(row) * (1.0 - y) + at(row + 1) * y
 }
 
-/// Mean, deviation and kurtosis of a table.
-#[derive(Clone, Copy)]
+/// Mean, deviation and kurtosis of a table's entries.
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Shape {
     pub(super) mean: f64,
-    deviation: f64,
+    pub(super) deviation: f64,
     /// m4 / m2^2; that of a normal distribution, 3, where all values are equal.
-    kurtosis: f64,
+    pub(super) kurtosis: f64,
 }
 
 impl Shape {
+    /// Takes the shape of values in two passes.
     pub(super) fn of(values: &[f64]) -> Self {
         let n = values.len().max(1) as f64;
         let mean = values.iter().sum::<f64>() / n;
@@ -55,7 +56,22 @@ impl Shape {
             m2 += square;
             m4 += square * square;
         }
-        let (m2, m4) = (m2 / n, m4 / n);
+        Self::new(mean, m2 / n, m4 / n)
+    }
+
+    /// Takes the shape of values from the means of their first four powers; `None` where too little is left of
+    /// these in the central moments.
+    ///
+    /// # Numerics
+    /// Relative to the second and fourth moment the errors of the means count 100 and 10^4 times at most.
+    pub(super) fn of_powers([mean, p2, p3, p4]: [f64; 4]) -> Option<Self> {
+        let m2 = p2 - mean * mean;
+        let m4 = p4 - 4.0 * mean * p3 + 6.0 * mean * mean * p2 - 3.0 * mean.powi(4);
+        // The comparisons are false for a NaN.
+        (m2 > 1e-2 * p2 && m4 > 1e-4 * p4).then(|| Self::new(mean, m2, m4))
+    }
+
+    fn new(mean: f64, m2: f64, m4: f64) -> Self {
         let kurtosis = m4 / (m2 * m2);
         Self {
             mean,
@@ -64,7 +80,7 @@ impl Shape {
         }
     }
 
-    /// So many deviations above the mean.
+    /// Returns the value this many deviations above the mean.
     fn above(self, deviations: f64) -> f64 {
         self.mean + deviations * self.deviation
     }
@@ -82,36 +98,34 @@ pub(super) fn balanced(vertical: Shape, slash: Shape, alpha: f64) -> (f64, f64) 
     )
 }
 
-/// Which entries become candidates: those of both tables over the same positions, `[n]` each, give a
-/// mark per position.
+/// Chooses the thresholds of the vertical and the slash table; `count` tells how many candidates a pair of them
+/// gives.
 ///
 /// # Source
-/// Eq. 7 and 8 (thresholds) and 9 (neighbours above a table's mean).
-pub fn candidates(
-    vertical: &[f64],
-    slash: &[f64],
+/// Eq. 7 and 8.
+pub(super) fn thresholds(
+    vertical: Shape,
+    slash: Shape,
     rule: Threshold,
     alpha: f64,
     n_visible: usize,
-) -> Vec<bool> {
-    let (of_vertical, of_slash) = (Shape::of(vertical), Shape::of(slash));
-    let with = |limits| expanded(vertical, slash, limits, (of_vertical.mean, of_slash.mean));
-    let even = |c: f64| with((of_vertical.above(c), of_slash.above(c)));
+    count: impl Fn((f64, f64)) -> usize,
+) -> (f64, f64) {
+    let even = |c: f64| (vertical.above(c), slash.above(c));
     match rule {
-        Threshold::Kurtosis => with(balanced(of_vertical, of_slash, alpha)),
+        Threshold::Kurtosis => balanced(vertical, slash, alpha),
         Threshold::MeanStd => even(alpha),
         Threshold::Budget => {
             let wanted = ((paper_share(n_visible, alpha) * n_visible as f64) as usize).max(1);
-            let count = |c: f64| even(c).iter().filter(|m| **m).count();
             // More deviations, fewer candidates: bisect for the least that fits. No value of n is more
             // than sqrt(n) deviations above their mean.
             let (mut low, mut high) = (0.0, (n_visible as f64).sqrt() + 1.0);
-            if count(low) <= wanted {
+            if count(even(low)) <= wanted {
                 return even(low);
             }
             for _ in 0..40 {
                 let c = (low + high) / 2.0;
-                if count(c) > wanted {
+                if count(even(c)) > wanted {
                     low = c;
                 } else {
                     high = c;
@@ -122,7 +136,10 @@ pub fn candidates(
     }
 }
 
-/// Positions above a limit, with their neighbours above a mean.
+/// Marks the positions above a threshold, with their neighbours above a mean.
+///
+/// # Source
+/// Eq. 9.
 pub(super) fn expanded(vertical: &[f64], slash: &[f64], limits: (f64, f64), means: (f64, f64)) -> Vec<bool> {
     let n = vertical.len();
     let mut marks = vec![false; n];
