@@ -5,6 +5,9 @@
 //! are transposed on the way, so that the bytes of one column share a register. The sums are whole numbers
 //! and the same on every instruction set.
 
+use multiversion::multiversion;
+use multiversion::target::match_target;
+
 /// Patterns of a group of four channels.
 pub const PATTERNS: usize = 16;
 /// Most groups whose sums fit 16 bits.
@@ -21,9 +24,6 @@ pub const ROOM: usize = 16;
 
 /// The tables of a byte: low and high bits.
 type Pair = [[u8; PATTERNS]; 2];
-
-/// Adds the sums of rows `[n,16]` to `[n]`.
-type Kernel = fn(&[Pair; COLUMNS], &[[u8; COLUMNS]], &mut [u16]);
 
 /// Tables of a scan.
 pub struct Tables {
@@ -50,7 +50,6 @@ impl Tables {
 
     /// Sums of rows of sign bytes: of `rows` `[n,w]` to `out` `[n]`.
     pub fn sums(&self, rows: &[u8], out: &mut [u16]) {
-        let kernel = kernel();
         assert_eq!(
             rows.len(),
             self.width * out.len(),
@@ -58,7 +57,7 @@ impl Tables {
         );
         out.fill(0);
         if let ([pairs], COLUMNS) = (&self.pairs[..], self.width) {
-            return kernel(pairs, rows.as_chunks().0, out);
+            return add_sums(pairs, rows.as_chunks().0, out);
         }
         let mut tile = [[0; COLUMNS]; TILE];
         let rows = rows.chunks(TILE * self.width);
@@ -68,31 +67,25 @@ impl Tables {
                     let row = &row[piece * COLUMNS..self.width.min((piece + 1) * COLUMNS)];
                     tile[..row.len()].copy_from_slice(row);
                 }
-                kernel(pairs, &tile[..out.len()], out);
+                add_sums(pairs, &tile[..out.len()], out);
             }
         }
     }
 }
 
-/// The kernel of this machine: adds the sums of `rows` `[n,16]` to `out` `[n]`.
-fn kernel() -> Kernel {
-    #[cfg(target_arch = "x86_64")]
-    {
-        if is_x86_feature_detected!("avx512bw") {
-            return x86::with_avx512;
-        }
-        if is_x86_feature_detected!("avx2") {
-            return x86::with_avx2;
-        }
+/// Adds the sums of `rows` `[n,16]` to `out` `[n]`.
+#[multiversion(targets("x86_64+avx512f+avx512bw", "x86_64+avx2", "aarch64+neon"))]
+fn add_sums(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
+    // SAFETY: each is compiled for, and chosen on, machines with its instructions.
+    match_target! {
+        "x86_64+avx512f+avx512bw" => unsafe { x86::with_avx512(pairs, rows, out) },
+        "x86_64+avx2" => unsafe { x86::with_avx2(pairs, rows, out) },
+        "aarch64+neon" => unsafe { arm::with_neon(pairs, rows, out) },
+        _ => plain(pairs, rows, out),
     }
-    #[cfg(target_arch = "aarch64")]
-    if std::arch::is_aarch64_feature_detected!("neon") {
-        return arm::with_neon;
-    }
-    plain
 }
 
-/// The kernel in plain Rust.
+/// [`add_sums`] in plain Rust.
 fn plain(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
     for (row, out) in rows.iter().zip(out) {
         let cells = row.iter().zip(pairs);
@@ -106,13 +99,13 @@ fn plain(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
 /// Writes the sums of at least `limit` as `sum << 16 | place`, by ascending place; returns how many they are.
 ///
 /// `sums` has at most 65536, and `out` has room for [`ROOM`] more: every sum is written before it is judged.
+#[multiversion(targets("x86_64+avx512f"))]
 pub fn at_least(sums: &[u16], limit: u16, out: &mut [u32]) -> usize {
-    #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx512f") {
-        // SAFETY: the machine has AVX-512F.
-        return unsafe { x86::at_least(sums, limit, out) };
+    match_target! {
+        // SAFETY: compiled for, and chosen on, machines with AVX-512F.
+        "x86_64+avx512f" => unsafe { x86::at_least(sums, limit, out) },
+        _ => keep(sums, 0, limit, out, 0),
     }
-    keep(sums, 0, limit, out, 0)
 }
 
 /// Writes what [`at_least`] keeps from `from` on behind the first `len`; returns the new length.
@@ -130,18 +123,6 @@ mod x86 {
 
     use super::{AHEAD, COLUMNS, PATTERNS, Pair, keep, plain};
 
-    /// For a machine that has AVX-512BW.
-    pub fn with_avx512(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
-        // SAFETY: `kernel` chooses this where the machine has AVX-512BW, which implies AVX-512F.
-        unsafe { avx512(pairs, rows, out) }
-    }
-
-    /// For a machine that has AVX2.
-    pub fn with_avx2(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
-        // SAFETY: `kernel` chooses this where the machine has AVX2.
-        unsafe { avx2(pairs, rows, out) }
-    }
-
     #[inline]
     fn table(of: &[u8; PATTERNS]) -> __m128i {
         // SAFETY: SSE2 is part of x86-64; the array has 16 bytes.
@@ -149,7 +130,7 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx512f,avx512bw")]
-    fn avx512(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
+    pub fn with_avx512(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
         let low = _mm512_set1_epi8(15);
         let order: [u16; 32] = std::array::from_fn(|i| (i % 4 * 8 + i / 4) as u16);
         // SAFETY: the array has 64 bytes.
@@ -200,7 +181,7 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx2")]
-    fn avx2(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
+    pub fn with_avx2(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
         let low = _mm256_set1_epi8(15);
         let wide = |pair: &Pair| {
             let [a, b] = pair;
@@ -314,14 +295,8 @@ mod arm {
 
     use super::{COLUMNS, Pair, plain};
 
-    /// For a machine that has NEON.
-    pub fn with_neon(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
-        // SAFETY: `kernel` chooses this where the machine has NEON.
-        unsafe { neon(pairs, rows, out) }
-    }
-
     #[target_feature(enable = "neon")]
-    fn neon(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
+    pub fn with_neon(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
         let low = vdupq_n_u8(15);
         let (blocks, rest) = rows.as_chunks::<16>();
         let (outs, _) = out.as_chunks_mut::<16>();
@@ -369,12 +344,16 @@ mod tests {
     use super::*;
     use crate::testing::numbers;
 
+    /// Adds the sums of rows `[n,16]` to `[n]`.
+    type Kernel = fn(&[Pair; COLUMNS], &[[u8; COLUMNS]], &mut [u16]);
+
     /// Every kernel that this machine has.
     fn kernels() -> Vec<Kernel> {
-        let mut out: Vec<Kernel> = vec![plain, kernel()];
+        let mut out: Vec<Kernel> = vec![plain, add_sums];
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") {
-            out.push(x86::with_avx2);
+            // SAFETY: the machine has AVX2.
+            out.push(|pairs, rows, out| unsafe { x86::with_avx2(pairs, rows, out) });
         }
         out
     }
