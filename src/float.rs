@@ -1,5 +1,6 @@
 //! The float types in which weights, captured states and cached rows are stored.
 
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use safetensors::Dtype;
 
@@ -33,11 +34,15 @@ impl Float {
                 }
             }
             Self::Bf16 => widen_bf16(bytes, out),
-            Self::F16 => {
-                for (o, b) in out.iter_mut().zip(bytes.chunks_exact(2)) {
-                    *o = f16::from_le_bytes([b[0], b[1]]).to_f32();
+            Self::F16 => match bytemuck::try_cast_slice::<u8, f16>(bytes) {
+                Ok(values) => values.convert_to_f32_slice(out),
+                // A tensor may begin anywhere in its file.
+                Err(_) => {
+                    for (o, b) in out.iter_mut().zip(bytes.chunks_exact(2)) {
+                        *o = f16::from_le_bytes([b[0], b[1]]).to_f32();
+                    }
                 }
-            }
+            },
         }
     }
 

@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use half::slice::HalfFloatSliceExt;
 use ndarray::{ArrayView2, ArrayViewMut2, Axis, s};
 use rayon::prelude::*;
 
@@ -138,7 +137,7 @@ impl Linear {
 
     fn widen_part(&self, channel: usize, terms: Range<usize>, out: &mut [f32; SIDE]) {
         let out = &mut out[..terms.len()];
-        widen_bytes(self.weight.dtype(), self.part(channel, terms), out);
+        self.weight.dtype().read(self.part(channel, terms), out);
     }
 
     fn forward_few(&self, x: ArrayView2<f32>, mut out: ArrayViewMut2<f32>) {
@@ -230,17 +229,7 @@ impl Default for Scratch {
 
 /// Rows `first..first + count` of a weight as f32.
 pub fn widen(weight: &Weight, first: usize, count: usize, out: &mut [f32]) {
-    widen_bytes(weight.dtype(), weight.row_bytes(first, count), out);
-}
-
-fn widen_bytes(dtype: Float, bytes: &[u8], out: &mut [f32]) {
-    if dtype == Float::F16
-        && let Ok(values) = bytemuck::try_cast_slice::<u8, half::f16>(bytes)
-    {
-        values.convert_to_f32_slice(out);
-        return;
-    }
-    dtype.read(bytes, out);
+    weight.dtype().read(weight.row_bytes(first, count), out);
 }
 
 #[cfg(test)]
