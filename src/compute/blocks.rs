@@ -28,10 +28,10 @@ impl Row {
     pub const ZERO: Self = Self([0.0; SIDE]);
 }
 
-/// A row of a panel.
+/// A row of a panel, on a cache line boundary.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
-pub struct Line(pub [f32; PANEL]);
+pub struct Line<T = f32>(pub [T; PANEL]);
 
 impl Line {
     /// Nothing but zeros.

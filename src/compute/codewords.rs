@@ -5,17 +5,11 @@ use multiversion::multiversion;
 use ndarray::{Array2, ArrayView2};
 
 use super::attention::widen_f16;
+use super::blocks::{Line, PANEL};
 use super::layout::elements_mut;
 
-/// Codewords side by side in a panel.
-const PANEL: usize = 32;
 /// Queries whose products with a panel are summed together.
 const QUERIES: usize = 4;
-
-/// One coordinate of a panel, on a cache line boundary.
-#[derive(Clone, Copy, Debug)]
-#[repr(align(64))]
-struct Line<T>([T; PANEL]);
 
 /// Codewords in the order a scan reads them: panels of [`PANEL`], coordinate by coordinate, `[panels,d]` lines.
 #[derive(Clone, Debug)]

@@ -14,8 +14,7 @@
 use multiversion::multiversion;
 use multiversion::target::match_target;
 
-/// Centroids side by side in a panel.
-const PANEL: usize = 32;
+use super::super::blocks::{Line, PANEL};
 
 /// Row `i` of `x`, `[n, d]`.
 pub(super) fn row(x: &[f32], i: u32, dim: usize) -> &[f32] {
@@ -33,11 +32,6 @@ pub(crate) struct Panels {
     /// The centroid in each slot, ascending, `[slots]` without padding.
     pub(super) ids: Vec<u32>,
 }
-
-/// One coordinate of a panel, on a cache line boundary.
-#[derive(Clone, Copy, Debug)]
-#[repr(align(64))]
-struct Line([f32; PANEL]);
 
 impl Panels {
     /// Packs the centroids `ids`, ascending, out of `centroids`, whose first row is number `first`.
