@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 
 use kvsmith::compute::device::{Device, Statistic};
-use kvsmith::compute::gpu::{Gpu, Limits};
+use kvsmith::compute::gpu::{Gpu, GpuLimits};
 use kvsmith::error::{Error, Kind};
 use libtest_mimic::{Arguments, Failed, Trial};
 use ndarray::{Array2, Array3, Axis};
@@ -77,7 +77,7 @@ fn a_lost_device_is_an_error() {
 }
 
 fn too_small_a_buffer_is_an_error() {
-    let device = Gpu::with_limits(Limits {
+    let device = Gpu::with_limits(GpuLimits {
         buffer_bytes: 4096,
         groups: 2,
     })

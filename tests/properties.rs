@@ -9,13 +9,13 @@ use std::sync::Arc;
 use common::*;
 use half::f16;
 use kvsmith::artifact::Artifact;
-use kvsmith::compute::attention::{self, Rows};
+use kvsmith::compute::attention::{self, CachedRows};
 use kvsmith::compute::reference;
 use kvsmith::float::Float;
 use kvsmith::kv::StaticSet;
 use kvsmith::kv::packed::Center;
 use kvsmith::kv::{KvHead, KvType, RowStore};
-use kvsmith::method::a2ats::{A2ats, CHOL, CODEBOOK, Codebooks, HeadCodebook, Limits, MEAN};
+use kvsmith::method::a2ats::{A2ats, CHOL, CODEBOOK, Codebooks, HeadCodebook, MEAN, Quotas};
 use kvsmith::method::sections::SECTIONS;
 use kvsmith::method::{Retriever, Step};
 use kvsmith::model::Decoder;
@@ -111,15 +111,15 @@ fn a2ats_selects_what_the_definition_says() {
                 );
                 let mut counts = vec![0; m];
                 codes[start..end].iter().for_each(|c| counts[*c] += 1);
-                let limits = Limits::within(scores.view(), &counts, budget);
+                let quotas = Quotas::within(scores.view(), &counts, budget);
                 // Not even k = 1 fits: more distinct best tokens than the budget.
                 let best: BTreeSet<u32> = scores
                     .rows()
                     .into_iter()
                     .flat_map(|row| reference::select(row.insert_axis(Axis(0)), &window, 0, 1))
                     .collect();
-                assert_eq!(limits.is_some(), best.len() <= budget);
-                without_k += usize::from(limits.is_none());
+                assert_eq!(quotas.is_some(), best.len() <= budget);
+                without_k += usize::from(quotas.is_none());
             }
             let distinct: BTreeSet<i64> = scores.row(0).iter().map(|s| *s as i64).collect();
             tied += usize::from(distinct.len() < m);

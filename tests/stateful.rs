@@ -6,7 +6,7 @@ mod naive;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use kvsmith::compute::attention::{self, Partial, Rows};
+use kvsmith::compute::attention::{self, CachedRows, Partial};
 use kvsmith::float::Float;
 use kvsmith::kv::Budget;
 use kvsmith::kv::StaticSet;
@@ -16,7 +16,7 @@ use kvsmith::method::a2ats::{A2ats, HeadCodebook};
 use kvsmith::method::ctkvr::{self, Ctkvr};
 use kvsmith::method::lfps::{self, Threshold};
 use kvsmith::method::quest::Quest;
-use kvsmith::method::selfindex::{SelfIndex, Source};
+use kvsmith::method::selfindex::{CentroidSource, SelfIndex};
 use kvsmith::method::snapkv::SnapKv;
 use kvsmith::method::streaming::Streaming;
 use kvsmith::method::{Choice, Place, Prompt, Ranking, Retriever, Step};
@@ -213,7 +213,7 @@ fn wide(x: ArrayView2<f32>) -> Matrix {
         .collect()
 }
 
-fn cached(rows: &dyn Rows, n: usize, d: usize) -> Array2<f32> {
+fn cached(rows: &dyn CachedRows, n: usize, d: usize) -> Array2<f32> {
     let mut scratch = vec![0.0; d];
     let values = (0..n).flat_map(|p| rows.row(p, &mut scratch).to_vec());
     Array2::from_shape_vec((n, d), values.collect()).unwrap()
@@ -297,7 +297,7 @@ impl<M: Model> Head<M> {
             let query = |i| self.inputs.query(&mut self.rng, a, first + i);
             head.assign(&rows((0..m).map(query).collect(), d));
         }
-        let joined = |old: &dyn Rows, new: &Array2<f32>| {
+        let joined = |old: &dyn CachedRows, new: &Array2<f32>| {
             ndarray::concatenate(Axis(0), &[cached(old, first, d).view(), new.view()]).unwrap()
         };
         let keys = joined(self.kv.keys(), &new_keys);
@@ -521,9 +521,14 @@ fn selfindex() {
     let make = |rng: &mut ChaCha8Rng, place: &Place, center: Center| {
         let source = pick(
             rng,
-            &[Source::OnePass, Source::Offline, Source::Hybrid, Source::Signs],
+            &[
+                CentroidSource::OnePass,
+                CentroidSource::Offline,
+                CentroidSource::Hybrid,
+                CentroidSource::Signs,
+            ],
         );
-        let calibrated = matches!(source, Source::Offline | Source::Hybrid)
+        let calibrated = matches!(source, CentroidSource::Offline | CentroidSource::Hybrid)
             .then(|| (0..place.head_dim * 16).map(|_| noise(rng)).collect::<Vec<f32>>());
         let ranking = pick(rng, &[Ranking::Fast, Ranking::Plain]);
         let program = SelfIndex::new(place, center, source, calibrated.clone()).ranking(ranking);
@@ -691,7 +696,7 @@ fn what_half_precision_cannot_hold_saturates() {
         packed
             .prompt(&history, &wide(values.view()), Center::Median)
             .unwrap();
-        let rows = |rows: &dyn Rows| wide(cached(rows, n, d).view());
+        let rows = |rows: &dyn CachedRows| wide(cached(rows, n, d).view());
         packed.check(&rows(kv.keys()), &rows(kv.values())).unwrap();
         assert!(
             rows(kv.keys())

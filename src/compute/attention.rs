@@ -1,5 +1,5 @@
-//! Softmax attention on the CPU: blocked causal attention of a prompt, and one decode step over
-//! chosen positions.
+//! Softmax attention on the CPU: blocked causal attention of a prompt, and a decode step over chosen
+//! positions.
 
 mod causal;
 mod decode;
@@ -14,29 +14,28 @@ use std::ops::Range;
 
 pub use causal::causal;
 pub use decode::{decode, decode_with_weights};
-pub(crate) use kernels::{Source, Stored, add, scores};
+pub(crate) use kernels::{ChunkedRows, StoredRows, add, scores};
 pub use lanes::LANES;
 pub(crate) use lanes::{fused, widen_f16};
 pub(crate) use rows::{AHEAD, prefetch, widened_add, widened_scores};
-pub use rows::{Queries, Rows, Run, Sums};
+pub use rows::{CachedRows, GroupQueries, OutputSums, Run};
 
-/// The positions that the token at `t` sees: the last `window` ones, itself included; `None` = all.
+/// Returns the positions visible to the token at `t`: the last `window` ones, its own included; `None` = all.
 pub fn visible(t: usize, window: Option<usize>) -> Range<usize> {
     window.map_or(0, |w| (t + 1).saturating_sub(w))..t + 1
 }
 
-/// Attention over a part of the keys, which [`merge`] joins with that over other parts.
+/// The attention over a part of the keys, which [`merge`] joins with that over other parts.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Partial {
-    /// Softmax-weighted values of the part: `[d]`.
+    /// The softmax-weighted sum of the part's values: `[d]`.
     pub output: Vec<f32>,
-    /// Log of the sum of the exponentials of the part's scaled scores.
+    /// The log-sum-exp of the part's scaled scores.
     pub lse: f32,
 }
 
-/// Joins the attention over two disjoint sets of keys: `out` over a set with `lse`, and `other`.
-///
-/// Returns the joint log-sum-exp. An empty set has negative infinity and contributes nothing.
+/// Joins the attention over two disjoint sets of keys, `out` with the log-sum-exp `lse` and `other`, into `out`, and
+/// returns the joint log-sum-exp. That of an empty set is negative infinity; it contributes nothing.
 ///
 /// # Numerics
 /// The two weights in f64.

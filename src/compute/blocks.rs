@@ -1,21 +1,21 @@
-//! Products of matrices in blocks of [`SIDE`] that stay in the caches.
+//! Matrix products in blocks of at most [`SIDE`] by [`SIDE`] values, which stay in the caches.
 //!
-//! The left factor and the result are rows of [`SIDE`] values; the right one stands in panels of [`PANEL`] columns.
+//! The left factor and the result are rows of [`SIDE`] values; the right factor is stored in panels of [`PANEL`] columns.
 
 use multiversion::multiversion;
 use multiversion::target::match_target;
 
 use super::attention::fused;
 
-/// Rows of the right factor, and columns of the result, of one block.
+/// Rows of the right factor, and columns of the result, in one block.
 pub const SIDE: usize = 128;
-/// Columns side by side in a panel of the right factor.
+/// Columns of a panel of the right factor.
 pub const PANEL: usize = 32;
 /// Panels of a block.
 pub const PANELS: usize = SIDE / PANEL;
-/// Rows of the left factor come in multiples of this.
+/// The left factor has a multiple of this number of rows.
 pub const TILE: usize = 12;
-/// Values of one step of a transposition.
+/// Rows and columns that are transposed in one step.
 const LANES: usize = 16;
 
 /// A row of the left factor, or of the result.
@@ -24,7 +24,7 @@ const LANES: usize = 16;
 pub struct Row(pub [f32; SIDE]);
 
 impl Row {
-    /// Nothing but zeros.
+    /// A row of zeros.
     pub const ZERO: Self = Self([0.0; SIDE]);
 }
 
@@ -34,22 +34,22 @@ impl Row {
 pub struct Line<T = f32>(pub [T; PANEL]);
 
 impl Line {
-    /// Nothing but zeros.
+    /// A line of zeros.
     pub const ZERO: Self = Self([0.0; PANEL]);
 }
 
-/// `c = a b`, or `c += a b` with `add`.
+/// Computes `c = a b`, or `c += a b` with `add`.
 ///
 /// # Shapes
 /// a `[n, depth]`, n a multiple of [`TILE`] and depth at most [`SIDE`]; b `[panels, SIDE, PANEL]`, of which the first
-/// `depth` lines of a panel are read; c `[n, panels PANEL]`. What else the rows hold is left alone.
+/// `depth` lines of each panel are read; c `[n, panels PANEL]`. The other values of the rows of c stay as they are.
 ///
 /// # Numerics
-/// f32. Products are fused with their sum, from zero, in the order of the depth; `add` then adds that sum to c. The same
-/// bits on every instruction set.
+/// f32. Each sum starts at zero and takes fused multiply-adds in the order of the depth; with `add` it is then added to
+/// c. The same bits on every instruction set.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2+fma", "aarch64+neon"))]
 pub fn multiply(a: &[Row], depth: usize, b: &[Line], panels: usize, c: &mut [Row], add: bool) {
-    // Rows per tile: what the vector registers hold beside a line.
+    // Rows per tile: as many as the vector registers hold beside a line.
     match_target! {
         "x86_64+avx512f+avx512vl" => multiply_tiles::<12, true>(a, depth, b, panels, c, add),
         "x86_64+avx2+fma" => multiply_tiles::<3, true>(a, depth, b, panels, c, add),
@@ -99,14 +99,14 @@ fn multiply_tile<const R: usize, const FMA: bool>(a: &[Row; R], b: &[Line]) -> [
     sums
 }
 
-/// `x y + sum`, rounded once.
+/// Returns `x y + sum`, rounded once.
 #[inline(always)]
 pub(crate) fn multiply_add<const FMA: bool>(x: f32, y: f32, sum: f32) -> f32 {
-    // Where the machine has no such instruction, `mul_add` is a function call.
+    // Without the instruction, `mul_add` is a function call.
     if FMA { x.mul_add(y, sum) } else { fused(x, y, sum) }
 }
 
-/// Rows as columns of a panel: `lines[i][j] = rows[j][i]`, for as many lines as there are.
+/// Transposes rows into the columns of a panel: `lines[i][j] = rows[j][i]` for every line.
 ///
 /// # Shapes
 /// rows `[PANEL, SIDE]`, lines `[n, PANEL]`, n at most [`SIDE`].
@@ -119,7 +119,7 @@ pub fn transpose(rows: &[Row; PANEL], lines: &mut [Line]) {
             for (x, row) in x.iter_mut().zip(rows) {
                 *x = row.0.as_chunks::<LANES>().0[block];
             }
-            // Each riffle moves a bit of the row's number into the column's, and one back.
+            // Each riffle exchanges one bit of the row's index with one of the column's; four exchange them all.
             riffle(&x, &mut y);
             riffle(&y, &mut x);
             riffle(&x, &mut y);
@@ -131,7 +131,7 @@ pub fn transpose(rows: &[Row; PANEL], lines: &mut [Line]) {
     }
 }
 
-/// Row i and row i + 8, value by value in turn, become rows 2i and 2i + 1.
+/// Interleaves the values of rows i and i + 8 into rows 2i and 2i + 1.
 #[inline(always)]
 fn riffle(from: &[[f32; LANES]; LANES], to: &mut [[f32; LANES]; LANES]) {
     const HALF: usize = LANES / 2;
@@ -172,7 +172,7 @@ mod tests {
         }
     }
 
-    /// The sums one by one, on the bits that [`multiply`] promises.
+    /// Computes the sums one by one, to the bits that [`multiply`] promises.
     fn expected(a: &[Row], depth: usize, b: &[Line], panels: usize, c: &mut [Row], add: bool) {
         for (a, c) in a.iter().zip(c) {
             for j in 0..panels * PANEL {

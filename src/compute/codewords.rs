@@ -1,4 +1,4 @@
-//! Products of a few queries with every codeword of a codebook.
+//! Dot products of a few queries with every codeword of a codebook.
 
 use half::f16;
 use multiversion::multiversion;
@@ -8,40 +8,40 @@ use super::attention::widen_f16;
 use super::blocks::{Line, PANEL};
 use super::layout::elements_mut;
 
-/// Queries whose products with a panel are summed together.
+/// Queries that are multiplied with a panel in one pass.
 const QUERIES: usize = 4;
 
-/// Codewords in the order a scan reads them: panels of [`PANEL`], coordinate by coordinate, `[panels,d]` lines.
+/// Codewords in panels of [`PANEL`], coordinate by coordinate: `[panels,d]` lines.
 #[derive(Clone, Debug)]
-enum Lines {
+enum CodewordPanels {
     /// In half precision.
     Half(Vec<Line<f16>>),
-    /// Where some value is none of f16.
+    /// In single precision, if f16 does not hold every value exactly.
     Single(Vec<Line<f32>>),
 }
 
-/// Codewords `[M,d]`, in half precision where that is exact.
+/// A codebook `[M,d]`, kept in half precision if that is exact.
 #[derive(Clone, Debug)]
 pub struct Codewords {
     size: usize,
     d: usize,
-    lines: Lines,
+    lines: CodewordPanels,
 }
 
 impl Codewords {
-    /// Packs `[M,d]`.
+    /// Packs codewords `[M,d]`.
     pub fn new(codewords: ArrayView2<f32>) -> Self {
         let (size, d) = codewords.dim();
         assert!(size > 0 && d > 0, "a codebook {size} x {d} is empty");
         let is_half = |x: &f32| x.is_finite() && f16::from_f32(*x).to_f32().to_bits() == x.to_bits();
         let lines = match codewords.iter().all(is_half) {
-            true => Lines::Half(pack(codewords, f16::ZERO, f16::from_f32)),
-            false => Lines::Single(pack(codewords, 0.0, |x| x)),
+            true => CodewordPanels::Half(pack(codewords, f16::ZERO, f16::from_f32)),
+            false => CodewordPanels::Single(pack(codewords, 0.0, |x| x)),
         };
         Self { size, d, lines }
     }
 
-    /// Products of queries `[r,d]` with every codeword: `[r,M]`.
+    /// Returns the dot products of queries `[r,d]` with every codeword: `[r,M]`.
     ///
     /// # Numerics
     /// One fused multiply-add in f32 per coordinate, in order.
@@ -51,18 +51,18 @@ impl Codewords {
         let parts = elements_mut(&mut out).chunks_mut(QUERIES * self.size);
         for (queries, out) in queries.chunks(QUERIES).zip(parts) {
             match &self.lines {
-                Lines::Half(lines) => by_half(queries, lines, self.d, out),
-                Lines::Single(lines) => by_single(queries, lines, self.d, out),
+                CodewordPanels::Half(lines) => by_half(queries, lines, self.d, out),
+                CodewordPanels::Single(lines) => by_single(queries, lines, self.d, out),
             }
         }
         out
     }
 
-    /// Bytes that [`Self::products`] reads.
+    /// Returns the bytes that [`Self::products`] reads.
     pub fn bytes(&self) -> usize {
         match &self.lines {
-            Lines::Half(lines) => size_of_val(&lines[..]),
-            Lines::Single(lines) => size_of_val(&lines[..]),
+            CodewordPanels::Half(lines) => size_of_val(&lines[..]),
+            CodewordPanels::Single(lines) => size_of_val(&lines[..]),
         }
     }
 }

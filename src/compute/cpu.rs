@@ -6,13 +6,13 @@
 //!
 //! - **The last batch of seeds is the first assignment**, so k-means++ costs little more than a random
 //!   start.
-//! - **Only moved centroids are looked at again.** A centroid whose rows stayed the same stays
-//!   where it is, and a row whose own score is still above its runner-up meets the moved
-//!   centroids only (Kaukoranta, Fränti and Nevalainen 2000, "A fast exact GLA based on code
-//!   vector activity detection"). The codes are those of a full search, bit for bit.
+//! - **Only moved centroids are compared again.** A centroid whose rows stayed the same does not move, and
+//!   a row whose own score is still above that of its runner-up is compared with the moved centroids only
+//!   (Kaukoranta, Fränti and Nevalainen 2000, "A fast exact GLA based on code vector activity detection").
+//!   The codes are those of a full search, bit for bit.
 //!
-//! Results are byte-identical for any number of threads, and on machines that have a fused
-//! multiply-add alike: rows are independent, and every sum has a fixed order.
+//! Results are the same bytes for any number of threads, and on all machines that have a fused
+//! multiply-add: rows are independent, and every sum has a fixed order.
 
 mod assign;
 mod scan;
@@ -33,18 +33,18 @@ pub(crate) use scan::Panels;
 use scan::row;
 pub(crate) use scan::squared_distance;
 
-/// Rows that are summed in f32 before they join the f64 sums.
+/// Rows that are summed in f32 before they are added to the f64 sums.
 const MOMENT_ROWS: usize = 256;
-/// Rows whitened by one task.
+/// Rows that one task whitens.
 const WHITEN_ROWS: usize = 1024;
-/// Bytes of rows that are worked on at once, beyond those of one head.
+/// Most bytes of rows that are clustered at once, unless one head has more.
 const AT_ONCE_BYTES: usize = 1 << 30;
-/// Channels of a sign pattern.
+/// Channels that share a sign pattern.
 const GROUP: usize = 4;
 /// Sign patterns of a group of channels.
 const PATTERNS: usize = 1 << GROUP;
 
-/// This machine's processor, on the threads of the current rayon pool.
+/// The processor of this machine, used through the threads of the current rayon pool.
 #[derive(Clone, Copy, Debug)]
 pub struct Cpu;
 
@@ -57,7 +57,7 @@ impl Device for Cpu {
         None
     }
 
-    /// As many as there are threads, which then wait for each other less; a gigabyte of rows at most.
+    /// One head per thread, so that threads wait for each other less; a gigabyte of rows at most.
     fn heads_at_once(&self, n: usize, d: usize, _size: usize) -> usize {
         let fitting = AT_ONCE_BYTES / (n * d * size_of::<f32>()).max(1);
         rayon::current_num_threads().min(fitting).max(1)
@@ -85,31 +85,31 @@ impl Device for Cpu {
             true => x,
             false => x.as_standard_layout().into_owned(),
         };
-        let heads = (0..x.len_of(Axis(0))).map(|_| Head::default()).collect();
+        let heads = (0..x.len_of(Axis(0))).map(|_| CpuClusters::default()).collect();
         Ok(Box::new(CpuPoints { x, heads }))
     }
 }
 
-/// See [`Points`].
+/// [`Points`] in the machine's memory.
 struct CpuPoints {
     /// `[b,n,d]`, in standard layout.
     x: Array3<f32>,
-    heads: Vec<Head>,
+    heads: Vec<CpuClusters>,
 }
 
 /// The clusters of one head.
 #[derive(Default)]
-struct Head {
-    /// `[M,d]`, or as far as seeding got.
+struct CpuClusters {
+    /// `[M,d]`; fewer while seeding goes on.
     centroids: Vec<f32>,
     rows: Vec<Assigned>,
-    /// Centroids whose rows changed since they were last moved.
+    /// The centroids whose rows have changed since they were moved last.
     dirty: Vec<bool>,
 }
 
 impl CpuPoints {
-    /// Rows and clusters of each head.
-    fn each(&mut self) -> impl IndexedParallelIterator<Item = (&[f32], &mut Head)> {
+    /// Returns the rows and the clusters of each head.
+    fn each(&mut self) -> impl IndexedParallelIterator<Item = (&[f32], &mut CpuClusters)> {
         let (_, n, d) = self.x.dim();
         let x = elements(&self.x);
         x.par_chunks_exact((n * d).max(1)).zip(&mut self.heads)
@@ -242,14 +242,14 @@ impl Points for CpuPoints {
             let r = &mut head.rows[*row as usize];
             head.dirty[r.code as usize] = true;
             head.dirty[*code as usize] = true;
-            // What was known of the row is void: an infinite rival sends it through a full search.
+            // The bounds of the row no longer hold: an infinite rival makes the next pass search all centroids.
             (r.code, r.rival) = (*code, f32::INFINITY);
         }
         Ok(())
     }
 
     fn assignment(&mut self) -> Result<Vec<Assignment>> {
-        let of = |head: &Head| Assignment {
+        let of = |head: &CpuClusters| Assignment {
             inertia: head.rows.iter().map(|r| f64::from(r.distance)).sum(),
             counts: count(&head.rows, head.dirty.len()),
             changed: head.dirty.contains(&true),
@@ -278,7 +278,7 @@ impl Points for CpuPoints {
     }
 }
 
-/// Mean of the rows, summed in f64.
+/// Returns the mean of the rows, summed in f64.
 pub fn row_mean(x: ArrayView2<f32>) -> Array1<f32> {
     let mut sum = Array1::<f64>::zeros(x.ncols());
     for row in x.rows() {
@@ -287,7 +287,7 @@ pub fn row_mean(x: ArrayView2<f32>) -> Array1<f32> {
     sum.mapv(|s| (s / x.nrows().max(1) as f64) as f32)
 }
 
-/// The value of a rank in each channel of `x`, `[n,d]`; zeros where there is no such row.
+/// Returns the value of a rank in each channel of `x`, `[n,d]`; zeros if there are too few rows.
 fn ranked(x: ArrayView2<f32>, rank: usize, of: impl Fn(f32) -> f32 + Sync) -> Vec<f32> {
     if rank >= x.nrows() {
         return vec![0.0; x.ncols()];
@@ -301,7 +301,7 @@ fn ranked(x: ArrayView2<f32>, rank: usize, of: impl Fn(f32) -> f32 + Sync) -> Ve
         .collect()
 }
 
-/// Sign patterns of `x`, `[n,d]`: [`super::reference::sign_sums`]. Sums in f64, in row order.
+/// Sums the rows of `x`, `[n,d]`, by sign pattern: [`super::reference::sign_sums`]. Sums in f64, in row order.
 pub fn sign_sums(x: ArrayView2<f32>) -> SignSums {
     let groups: Vec<([f64; PATTERNS * GROUP], [u64; PATTERNS])> = (0..x.ncols() / GROUP)
         .into_par_iter()
@@ -325,7 +325,7 @@ pub fn sign_sums(x: ArrayView2<f32>) -> SignSums {
     }
 }
 
-/// Moves the centroids marked dirty to the mean of their rows, and tells which ones really moved.
+/// Moves the dirty centroids to the means of their rows and returns which of them changed.
 fn move_centroids(
     x: &[f32],
     dim: usize,

@@ -1,11 +1,12 @@
 //! NVIDIA GPUs as a [`Device`].
 //!
 //! The kernels are `kernels/*.cu`; each operation is a few launches over all heads at once. Rows, codes and
-//! distances stay on the GPU. [`Driver`] is all that is asked of CUDA: [`nvidia::Nvidia`] is the real one,
-//! and the tests have one that runs the same kernels on the CPU (`kernels/emulate.h`).
+//! distances stay on the GPU. The trait [`Driver`] has everything that is used of CUDA: [`nvidia::Nvidia`]
+//! implements it for a GPU, and the tests implement it by running the same kernels on the CPU
+//! (`kernels/emulate.h`).
 //!
-//! Sums do not depend on the order in which threads come: those of rows are 64-bit integers, the others have
-//! a fixed order.
+//! Sums do not depend on the order in which threads run: rows are added as 64-bit integers, and the other sums
+//! have a fixed order.
 
 pub mod buffer;
 pub(crate) mod clusters;
@@ -34,20 +35,20 @@ pub struct Cuda {
 }
 
 impl Cuda {
-    /// The first NVIDIA GPU of this machine.
+    /// Opens the first NVIDIA GPU of this machine.
     ///
     /// # Errors
-    /// No driver, no GPU, one too old, or kernels that cannot be had for it: exit code 3.
+    /// There is no driver or no GPU, the GPU is too old, or there are no kernels for it: exit code 3.
     pub fn open() -> Result<Self> {
         Ok(Self::new(Box::new(nvidia::Nvidia::open()?)))
     }
 
-    /// What it runs on.
+    /// Returns the driver of the GPU.
     pub fn driver(&self) -> &dyn Driver {
         self.driver.as_ref()
     }
 
-    /// The device that a driver drives.
+    /// Makes a device of a driver.
     pub fn new(driver: Box<dyn Driver>) -> Self {
         Self { driver }
     }

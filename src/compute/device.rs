@@ -1,13 +1,13 @@
-//! The device seam of calibration: what a codebook, a second moment and sign patterns need of a device.
+//! The devices of calibration: the operations that codebooks, second moments and sign patterns need.
 //!
-//! [`Device`] is chosen once per command. It takes in the rows of some heads as [`Points`], which stay
-//! where they are through whitening, seeding and every Lloyd pass; what travels per pass is a count per
-//! centroid and a sum. Each operation's contract is the function of the same name in
-//! [`super::reference`]; the CPU, `shaders/<name>.wgsl` and `kernels/<name>.cu` implement it, and
-//! `tests/backends.rs` holds all of them against it.
+//! A [`Device`] is chosen once per command. It takes the rows of some heads as [`Points`], which stay on it
+//! through whitening, seeding and every Lloyd pass; only counts and sums per centroid come back from a pass.
+//! The contract of each operation is the function of the same name in [`super::reference`]; the CPU,
+//! `shaders/<name>.wgsl` and `kernels/<name>.cu` implement it, and `tests/backends` tests all of them
+//! against it.
 //!
-//! One input on one device gives the same bytes every time. Across devices, sums are rounded in another
-//! order: an argmin may fall the other way where two distances agree to the last bits.
+//! The same input on the same device gives the same bytes every time. Devices add in different orders: where
+//! two distances agree to the last bits, their argmins may differ.
 
 use std::ops::Range;
 
@@ -16,25 +16,25 @@ use ndarray::{Array2, Array3, ArrayView2, ArrayView3};
 use super::cuda::driver::Driver;
 use crate::error::Result;
 
-/// Where calibration is computed.
+/// A processor or GPU that computes calibration.
 pub trait Device: Send + Sync {
-    /// `cpu`, `wgpu` or `cuda`: what `--device` and the manifests call it.
+    /// Returns the name that `--device` and the manifests use: `cpu`, `wgpu` or `cuda`.
     fn name(&self) -> &'static str;
 
-    /// The hardware and the driver, for the log and the manifest; `None` on the CPU, whose results do
+    /// Returns the hardware and the driver, for the log and the manifest; `None` on the CPU, whose results do
     /// not depend on them.
     fn adapter(&self) -> Option<String>;
 
-    /// The GPU's driver, where the device can run a whole model too.
+    /// Returns the GPU's driver, if the device can run a whole model too.
     fn cuda(&self) -> Option<&dyn Driver> {
         None
     }
 
-    /// Most heads of `[n,d]` rows and `size` centroids that [`Device::points`] should be given at once;
-    /// at least one.
+    /// Returns how many heads of `[n,d]` rows and `size` centroids [`Device::points`] should take at once, at
+    /// least one.
     fn heads_at_once(&self, n: usize, d: usize, size: usize) -> usize;
 
-    /// Sum of q^T q over the rows of each head: [`super::reference::second_moment`].
+    /// Sums q^T q over the rows of each head: [`super::reference::second_moment`].
     ///
     /// # Shapes
     /// q_rope `[b,m,d]`; result `[b,d,d]`.
@@ -43,11 +43,11 @@ pub trait Device: Send + Sync {
     /// Products and sums of up to 256 rows in f32, their sums in f64.
     fn second_moment(&self, q_rope: ArrayView3<f32>) -> Result<Array3<f64>>;
 
-    /// Takes in rows, `[b,n,d]` with `d >= 1` and `n < 2^32`.
+    /// Puts rows `[b,n,d]` on the device, with `d >= 1` and `n < 2^32`.
     fn points(&self, x: Array3<f32>) -> Result<Box<dyn Points + '_>>;
 }
 
-/// What is asked of each channel.
+/// A statistic of a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Statistic {
     /// The mean, summed in f64 (wgpu: up to 256 values in f32 first).
@@ -58,16 +58,16 @@ pub enum Statistic {
     RankedMagnitude(usize),
 }
 
-/// The sign patterns of one head: [`super::reference::sign_sums`].
+/// The rows of one head summed by sign pattern: [`super::reference::sign_sums`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct SignSums {
-    /// Sum of the channels that have the pattern, `[d/4,16,4]`.
+    /// Sums of the channels of the rows that have the pattern, `[d/4,16,4]`.
     pub sums: Vec<f64>,
-    /// Rows that have it, `[d/4,16]`.
+    /// Rows that have the pattern, `[d/4,16]`.
     pub counts: Vec<u64>,
 }
 
-/// How far one head's seeding got in a call of [`Points::draw`].
+/// What one call of [`Points::draw`] drew for a head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Drawn {
     /// Centroids drawn.
@@ -76,36 +76,36 @@ pub struct Drawn {
     pub used: usize,
 }
 
-/// The assignment of one head's rows.
+/// A summary of the assignment of one head's rows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Assignment {
     /// Sum of squared distances.
     pub inertia: f64,
     /// Rows per centroid, `[M]`.
     pub counts: Vec<u32>,
-    /// Whether a row changed its centroid in the last assignment; true after the first.
+    /// Whether the last assignment changed the centroid of a row; true after the first one.
     pub changed: bool,
 }
 
-/// Everything about one head's clusters.
+/// The clusters of one head.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Clusters {
     /// `[M,d]`.
     pub centroids: Array2<f32>,
     /// The centroid of each row, `[n]`.
     pub codes: Vec<u32>,
-    /// Squared distance of each row to it, `[n]`.
+    /// Squared distance of each row to its centroid, `[n]`.
     pub distances: Vec<f32>,
 }
 
-/// Rows of b heads on a device, `[b,n,d]`, and their clusters.
+/// The rows of b heads on a device, `[b,n,d]`, and their clusters.
 ///
-/// The operations above the line change or describe the rows; clusters must be made anew afterwards.
+/// The first group of operations changes or describes the rows; clusters do not survive a change.
 pub trait Points {
-    /// b, n and d.
+    /// Returns b, n and d.
     fn dim(&self) -> (usize, usize, usize);
 
-    /// Rows become `x L`, in f32: [`super::reference::whiten`].
+    /// Replaces the rows x by `x L`, in f32: [`super::reference::whiten`].
     ///
     /// # Shapes
     /// chol `[b,d,d]`, lower triangular.
@@ -114,17 +114,17 @@ pub trait Points {
     /// A2ATS, arXiv 2502.12665, Eq. 15.
     fn whiten(&mut self, chol: ArrayView3<f32>) -> Result<()>;
 
-    /// A statistic of each channel over some rows, `[b,d]`, rounded to f32:
+    /// Returns a statistic of each channel over some rows, `[b,d]`, rounded to f32:
     /// [`super::reference::channel_statistic`]. Zeros for no rows.
     fn channel_statistic(&mut self, rows: Range<usize>, what: Statistic) -> Result<Array2<f32>>;
 
-    /// Takes `centre`, `[b,d]`, off some rows.
+    /// Subtracts `centre`, `[b,d]`, from some rows.
     fn subtract(&mut self, rows: Range<usize>, centre: ArrayView2<f32>) -> Result<()>;
 
-    /// The sum of the squares of all values, per head.
+    /// Returns the sum of the squares of all values, per head.
     fn square_sum(&mut self) -> Result<Vec<f64>>;
 
-    /// Sign patterns of all rows, per head: [`super::reference::sign_sums`]. d is a multiple of 4.
+    /// Sums all rows by sign pattern, per head: [`super::reference::sign_sums`]. d is a multiple of 4.
     ///
     /// # Source
     /// Self-Indexing KVCache, arXiv 2603.14224, Eq. 4.
@@ -136,15 +136,14 @@ pub trait Points {
     /// belong to it.
     fn seed(&mut self, size: usize, first: &[u32]) -> Result<()>;
 
-    /// Draws up to `batch[head]` further centroids and lets them take over the rows they are nearest
-    /// to: [`super::reference::draw`]. `batch[head]` may be 0.
+    /// Draws up to `batch[head]` further centroids, which may be 0, and assigns to them the rows that they are
+    /// nearest to: [`super::reference::draw`].
     ///
     /// # Shapes
     /// `uniforms[head]` holds at least `2 (2 batch[head] + 1)` numbers of [0,1).
     fn draw(&mut self, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>>;
 
-    /// Takes these centroids, `[b,M,d]`, and assigns every row to the nearest:
-    /// [`super::reference::nearest`].
+    /// Sets the centroids, `[b,M,d]`, and assigns every row to the nearest: [`super::reference::nearest`].
     ///
     /// # Numerics
     /// The code is the argmax of `x·c - ||c||²/2` in f32, the lowest index winning ties. With
@@ -152,26 +151,26 @@ pub trait Points {
     /// at most `4 e` above the smallest. Distances are `sum (x - c)²` of the chosen centroid in f32.
     fn assign(&mut self, centroids: ArrayView3<f32>) -> Result<()>;
 
-    /// One Lloyd pass: every centroid moves to the mean of its rows ([`super::reference::means`]; one
-    /// without rows stays), and every row is assigned anew. Sums are in f64 (wgpu: up to 256 rows in
-    /// f32 first; CUDA: in fixed point).
+    /// Runs one Lloyd pass: every centroid moves to the mean of its rows ([`super::reference::means`]; one
+    /// without rows stays), and every row is assigned again. Sums are in f64 (wgpu: up to 256 rows in f32
+    /// first; CUDA: in fixed point).
     fn update(&mut self) -> Result<()>;
 
-    /// Says that a head's clusters have been asked for the last time, so that updates may leave it as it is.
+    /// Ends the updates of a head, whose clusters have been read for the last time.
     fn stop(&mut self, head: usize) {
         let _ = head;
     }
 
-    /// Gives rows of one head, `(row, code)`, to other centroids. Their distances are not brought up to
-    /// date before the next [`Points::update`].
+    /// Assigns rows of one head to other centroids, as pairs (row, code). Their distances stay as they are until
+    /// the next [`Points::update`].
     fn hand_over(&mut self, head: usize, rows: &[(u32, u32)]) -> Result<()>;
 
-    /// The present assignment, per head.
+    /// Returns the present assignment, per head.
     fn assignment(&mut self) -> Result<Vec<Assignment>>;
 
-    /// Centroids, codes and distances of one head.
+    /// Returns centroids, codes and distances of one head.
     fn clusters(&mut self, head: usize) -> Result<Clusters>;
 
-    /// Some rows of one head, `[rows,d]`.
+    /// Returns some rows of one head, `[rows,d]`.
     fn rows(&mut self, head: usize, rows: &[u32]) -> Result<Array2<f32>>;
 }

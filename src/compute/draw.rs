@@ -1,17 +1,16 @@
-//! Rows drawn by their distances, on the host: k-means++ on the devices that keep their distances there too.
+//! k-means++ draws on the host, for the devices whose distances the host has too.
 
 use super::cpu::squared_distance;
 
-/// The distances of one refresh, ready to draw rows by them.
+/// The running sums of distances, from which rows are drawn in proportion to them.
 pub struct Wheel {
-    /// Their running sums.
     sums: Vec<f64>,
-    /// All distances are zero or their sum is not finite: rows are drawn evenly, and all are kept.
+    /// Whether all distances are zero or their sum is not finite: then rows are drawn uniformly, and all are kept.
     even: bool,
 }
 
 impl Wheel {
-    /// Sums up `distances`, of which there is at least one.
+    /// Sums up at least one distance.
     pub fn new(distances: &[f32]) -> Self {
         let sums = distances.iter().scan(0.0, |sum, distance| {
             *sum += f64::from(*distance);
@@ -22,7 +21,7 @@ impl Wheel {
         Self { sums, even }
     }
 
-    /// The row that a number of [0,1) falls on.
+    /// Returns the row that a uniform number of [0,1) selects.
     fn row(&self, u: f64) -> u32 {
         let last = self.sums.len() - 1;
         let row = match self.even {
@@ -32,8 +31,8 @@ impl Wheel {
         row.min(last) as u32
     }
 
-    /// All rows that [`draw_rows`] can meet, in its order: `batch` of them are kept and up to `batch`
-    /// rejected before the last one.
+    /// Returns all rows that [`draw_rows`] may consider, in its order: it keeps `batch` of them and rejects at most
+    /// `batch` before the last one.
     pub fn candidates(&self, batch: usize, uniforms: &[f64]) -> impl Iterator<Item = u32> {
         let (step, count) = if self.even { (1, batch) } else { (2, 2 * batch) };
         let uniforms = uniforms.iter().step_by(step).take(count);
@@ -41,8 +40,8 @@ impl Wheel {
     }
 }
 
-/// Rows drawn as further centroids, and the uniform numbers used: [`super::reference::draw`]. `row` gives
-/// the values of a row.
+/// Draws rows as further centroids, and counts the uniform numbers used: [`super::reference::draw`]. `row` returns the
+/// values of a row.
 pub fn draw_rows<'a>(
     row: impl Fn(u32) -> &'a [f32],
     wheel: &Wheel,

@@ -20,8 +20,8 @@ use ndarray::{Array3, ArrayView2, ArrayView3, Axis, s};
 
 use super::device::{Device, Points};
 use crate::error::Result;
-use context::Context;
-pub use context::Limits;
+use context::GpuContext;
+pub use context::GpuLimits;
 use points::GpuPoints;
 
 /// Rows that are summed in f32 before they join the f64 sums: a block of the shaders.
@@ -38,7 +38,7 @@ const AT_ONCE: usize = 64;
 
 /// An adapter of wgpu.
 pub struct Gpu {
-    context: Context,
+    context: GpuContext,
 }
 
 impl Gpu {
@@ -47,15 +47,15 @@ impl Gpu {
     /// # Errors
     /// There is no loader, driver or adapter, or a shader does not compile.
     pub fn open() -> Result<Self> {
-        Context::open(None).map(|context| Self { context })
+        GpuContext::open(None).map(|context| Self { context })
     }
 
     /// Opens it as if it took no more than this at once.
     ///
     /// # Errors
     /// Those of [`Gpu::open`].
-    pub fn with_limits(limits: Limits) -> Result<Self> {
-        Context::open(Some(limits)).map(|context| Self { context })
+    pub fn with_limits(limits: GpuLimits) -> Result<Self> {
+        GpuContext::open(Some(limits)).map(|context| Self { context })
     }
 
     /// Whether the adapter is a processor that stands in for a GPU.
@@ -134,7 +134,7 @@ impl Gpu {
 }
 
 /// Rows of some bytes that one buffer takes: whole blocks where it takes a block.
-fn rows_per_buffer(context: &Context, bytes: usize) -> Result<usize> {
+fn rows_per_buffer(context: &GpuContext, bytes: usize) -> Result<usize> {
     let rows = context.capacity(bytes)?;
     Ok(if rows < BLOCK { rows } else { rows / BLOCK * BLOCK })
 }

@@ -1,4 +1,4 @@
-//! Products with checkpoint weights, which stay in their stored type.
+//! Projections by checkpoint weights, which stay in their stored type.
 
 use std::ops::Range;
 
@@ -11,13 +11,13 @@ use super::{pieces, simd};
 use crate::float::Float;
 use crate::weight::Weight;
 
-/// Output channels of one task with few input rows.
+/// Output channels of one task if there are few input rows.
 const FEW_CHANNELS: usize = 128;
 /// Most output channels of one task.
 const CHANNELS: usize = 504;
-/// Blocks of input rows of one task.
+/// Blocks of [`SIDE`] input rows of one task.
 const SIDES: usize = 2;
-/// Up to this many input rows, rows of the weight are used straight from their stored type.
+/// Up to this number of input rows, each row of the weight is widened and multiplied on its own.
 const FEW: usize = 4;
 
 /// A projection: `y = x W^T + b`.
@@ -35,15 +35,15 @@ impl Linear {
     /// x `[m, in]` (rows contiguous), out `[m, out]`.
     ///
     /// # Numerics
-    /// f32 products and sums of the exactly widened weights. Of more than four rows, products are fused with their
-    /// sum, which begins anew every 128 input channels; these sums are added in order, and then the bias. The same bits on
-    /// every instruction set, and whatever other rows run along.
+    /// f32 products and sums of the exactly widened weights. With more than four rows, sums over 128 input channels
+    /// each take fused multiply-adds; these sums are added in order, and then the bias. The same bits on every
+    /// instruction set, and whatever the other rows are.
     pub fn forward(&self, x: ArrayView2<f32>, mut out: ArrayViewMut2<f32>) {
         if x.nrows() <= FEW {
             self.forward_few(x, out);
             return;
         }
-        let packed = Packed::new(x);
+        let packed = PackedInputs::new(x);
         let channels = out.ncols();
         let size = channels
             .div_ceil(channels.div_ceil(CHANNELS).max(1))
@@ -61,10 +61,10 @@ impl Linear {
             });
     }
 
-    /// The output channels from `first` on of the input rows from that of `side` on.
+    /// Computes the output channels from `first` on for the blocks of input rows from number `side` on.
     fn multiply(
         &self,
-        x: &Packed,
+        x: &PackedInputs,
         first: usize,
         side: usize,
         scratch: &mut Scratch,
@@ -114,7 +114,7 @@ impl Linear {
         }
     }
 
-    /// Sums of output channels from `first` on, a row each, into rows of outputs; the bias is added.
+    /// Transposes sums, a row per output channel from `first` on, into rows of outputs, and adds the bias.
     fn turn(&self, rows: &[Row; PANEL], first: usize, lines: &mut [Line], mut out: ArrayViewMut2<f32>) {
         transpose(rows, lines);
         let (m, n) = out.dim();
@@ -129,7 +129,7 @@ impl Linear {
         }
     }
 
-    /// The stored bytes of some weights of an output channel.
+    /// Returns the stored bytes of some weights of an output channel.
     fn part(&self, channel: usize, terms: Range<usize>) -> &[u8] {
         let size = self.weight.dtype().bytes();
         &self.weight.row_bytes(channel, 1)[terms.start * size..terms.end * size]
@@ -153,7 +153,7 @@ impl Linear {
                         let row = p * FEW_CHANNELS + j;
                         let bytes = self.weight.row_bytes(row, 1);
                         let bias = self.bias.as_ref().map_or(0.0, |b| b[row]);
-                        // bf16 needs no widened copy, where the file happens to be aligned.
+                        // bf16 needs no widened copy if the bytes are aligned.
                         let bf16 = match self.weight.dtype() {
                             Float::Bf16 => bytemuck::try_cast_slice::<u8, u16>(bytes).ok(),
                             _ => None,
@@ -170,15 +170,15 @@ impl Linear {
     }
 }
 
-/// Inputs as columns of panels, shared by all tasks.
-struct Packed {
+/// Input rows transposed into the columns of panels, shared by all tasks.
+struct PackedInputs {
     /// Blocks of [`SIDE`] input channels.
     blocks: usize,
     /// `[blocks of SIDE input rows, blocks, PANELS, SIDE]`.
     lines: Vec<Line>,
 }
 
-impl Packed {
+impl PackedInputs {
     fn new(x: ArrayView2<f32>) -> Self {
         let (m, k) = x.dim();
         let blocks = k.div_ceil(SIDE);
@@ -201,17 +201,17 @@ impl Packed {
         Self { blocks, lines }
     }
 
-    /// Channels of one block, of one block of input rows: `[PANELS, SIDE]`.
+    /// Returns the panels of one block of channels and one block of input rows: `[PANELS, SIDE]`.
     fn block(&self, channels: usize, side: usize) -> &[Line] {
         &self.lines[(side * self.blocks + channels) * PANELS * SIDE..][..PANELS * SIDE]
     }
 }
 
-/// Buffers of one worker.
+/// The buffers of one worker.
 struct Scratch {
     /// Widened weights of some output channels, `[TILE]`.
     tile: Vec<Row>,
-    /// Sums of output channels, a row each, for each block of input rows.
+    /// Sums, a row per output channel, for each block of input rows.
     sums: Vec<Row>,
     /// Outputs of a block of input rows, `[SIDE]`.
     lines: Vec<Line>,
@@ -227,7 +227,7 @@ impl Default for Scratch {
     }
 }
 
-/// Rows `first..first + count` of a weight as f32.
+/// Widens the rows `first..first + count` of a weight to f32.
 pub fn widen(weight: &Weight, first: usize, count: usize, out: &mut [f32]) {
     weight.dtype().read(weight.row_bytes(first, count), out);
 }

@@ -1,24 +1,25 @@
-//! Comparisons of many values with a threshold, as bits, and sums of their powers.
+//! Comparisons of many values with a threshold, as bits, and sums of powers of the values.
 
 use multiversion::multiversion;
 
 use super::attention::prefetch;
 
-/// Values of a word of bits.
+/// Values per word of bits.
 pub const WORD: usize = 64;
-/// Values whose largest is known.
+/// Values of a block, of which the maximum is kept.
 pub const BLOCK: usize = 16;
-/// Blocks of a word of bits.
+/// Blocks per word of bits.
 const BLOCKS: usize = WORD / BLOCK;
-/// Single lines that are asked for before they are read: more than there are rows of several lines.
+/// Blocks that are prefetched ahead of the one that is read: more than rows of a cache, which have several cache lines
+/// each.
 pub const LINES_AHEAD: usize = 24;
-/// Bits of a word whose places are written whether they are set or not.
+/// Set bits of a word that are listed without a branch; most words have fewer.
 const SELDOM_MORE: usize = 4;
-/// Lanes of a sum.
+/// Partial sums of a sum.
 const LANES: usize = 16;
 
-/// Bits of `values >= threshold`, the first value in the lowest bit of the first word; bits beyond the last value
-/// are zero. A NaN is below everything.
+/// Writes the bits of `values >= threshold` to `out`, the first value in the lowest bit of the first word; bits beyond
+/// the last value are zero. A NaN is below every threshold.
 pub fn at_least(values: &[f32], threshold: f32, out: &mut Vec<u64>) {
     out.clear();
     out.extend(values.chunks(WORD).map(|word| {
@@ -27,8 +28,8 @@ pub fn at_least(values: &[f32], threshold: f32, out: &mut Vec<u64>) {
     }));
 }
 
-/// [`at_least`] of values whose blocks of [`BLOCK`] have nothing above `maxima`: where that is below the threshold,
-/// they are not read.
+/// Writes the same bits as [`at_least`], and reads only the blocks of [`BLOCK`] values whose maximum, or a bound of it,
+/// reaches the threshold.
 pub fn at_least_in_blocks(values: &[f32], maxima: &[f32], threshold: f32, out: &mut Vec<u64>) {
     at_least(maxima, threshold, out);
     let blocks = places(out, 0);
@@ -48,14 +49,14 @@ pub fn at_least_in_blocks(values: &[f32], maxima: &[f32], threshold: f32, out: &
     }
 }
 
-/// The places of the set bits and `first` to each, ascending.
+/// Lists the indices of the set bits plus `first`, ascending.
 #[multiversion(targets("x86_64+avx2+bmi1+popcnt", "aarch64+neon"))]
 pub fn places(bits: &[u64], first: u32) -> Vec<u32> {
     let count: u32 = bits.iter().map(|word| word.count_ones()).sum();
     let mut out = vec![0; count as usize + SELDOM_MORE];
     let (mut len, mut start) = (0, first);
     for word in bits {
-        // Most words have few bits, and how few is anybody's guess: no branch asks.
+        // A branch on the few bits that most words have would be mispredicted.
         let (mut left, end) = (*word, len + word.count_ones() as usize);
         for place in &mut out[len..len + SELDOM_MORE] {
             *place = start.wrapping_add(left.trailing_zeros());
@@ -74,10 +75,10 @@ pub fn places(bits: &[u64], first: u32) -> Vec<u32> {
     out
 }
 
-/// The bits of at most a block of values.
+/// Returns the bits of at most a block of values.
 #[inline(always)]
 fn bits_of(values: &[f32], threshold: f32) -> u64 {
-    // No compiler takes the bits of a comparison out of a vector by itself.
+    // Compilers do not move the result of a vector comparison into bits by themselves.
     #[cfg(target_arch = "x86_64")]
     if let ([a, b, c, d], []) = values.as_chunks::<4>() {
         use std::arch::x86_64::{_mm_cmpge_ps, _mm_loadu_ps, _mm_movemask_ps, _mm_set1_ps};
@@ -91,11 +92,10 @@ fn bits_of(values: &[f32], threshold: f32) -> u64 {
     values.fold(0, |bits, (l, x)| bits | u64::from(*x >= threshold) << l)
 }
 
-/// Sums of the first four powers of the values.
+/// Returns the sums of the first four powers of the values.
 ///
 /// # Numerics
-/// f64 in 16 lanes: each sum has a relative error, against the sum of its magnitudes, of at most
-/// `(n / 16 + 24) 2^-53`.
+/// f64 in 16 partial sums: the error of each sum is at most `(n / 16 + 24) 2^-53` of the sum of its magnitudes.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn powers(values: &[f32]) -> [f64; 4] {
     let mut sums = [[0.0f64; LANES]; 4];
@@ -156,7 +156,7 @@ mod tests {
                 let direct = (0..n).filter(|i| values[*i] >= threshold);
                 let direct: Vec<u32> = direct.map(|i| 7 + i as u32).collect();
                 assert_eq!(places(&found, 7), direct, "{n}");
-                // What a maximum rules out is not looked at.
+                // A block that its maximum rules out is not read.
                 at_least_in_blocks(
                     &values,
                     &vec![f32::NEG_INFINITY; maxima.len()],

@@ -1,10 +1,11 @@
-//! Arithmetic kernels: the naive f64 references that define each operation, and their forms for the CPU
-//! and for GPUs.
+//! Arithmetic kernels: the naive f64 references that define each operation, and its forms for the CPU and
+//! for GPUs.
 //!
-//! [`device`] is the seam of calibration: [`cpu`], [`gpu`] (any GPU, through wgpu) and [`cuda`] implement it.
+//! [`device`] has the trait that calibration runs on; [`cpu`], [`gpu`] (any GPU, through wgpu) and [`cuda`]
+//! implement it.
 //!
-//! Every parallel kernel cuts its work into pieces whose size does not depend on the number of
-//! threads, and each piece is computed by one thread: the same bytes for any thread count.
+//! Every parallel kernel cuts its work into pieces whose sizes do not depend on the number of threads, and one
+//! thread computes each piece: the results are the same bytes for any number of threads.
 
 pub mod attention;
 pub mod blocks;
@@ -27,15 +28,15 @@ use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 use crate::error::Result;
 use crate::flags;
 
-/// Opens a device for calibration; `auto` takes an NVIDIA GPU where there is one, else the CPU.
+/// Opens a device for calibration; `auto` takes an NVIDIA GPU if there is one, else the CPU.
 ///
 /// # Errors
-/// The device asked for is not there.
+/// The requested device is not available.
 pub fn open(device: flags::Device) -> Result<Box<dyn device::Device>> {
     open_telling(device, &|_| {})
 }
 
-/// [`open`], telling what decided: why there is no GPU, and where its kernels come from.
+/// Opens a device as [`open`] does and reports why there is no GPU, or where its kernels come from.
 pub fn open_telling(device: flags::Device, tell: &dyn Fn(&str)) -> Result<Box<dyn device::Device>> {
     Ok(match device {
         flags::Device::Auto => match open_cuda(tell) {
@@ -60,7 +61,7 @@ fn open_cuda(tell: &dyn Fn(&str)) -> Result<Box<dyn device::Device>> {
     Ok(Box::new(cuda))
 }
 
-/// `out = a b`, or `out += a b` with `accumulate`, on the calling thread.
+/// Computes `out = a b`, or `out += a b` with `accumulate`, on the calling thread.
 ///
 /// # Shapes
 /// a `[m,k]`, b `[k,n]`, out `[m,n]`; any strides, so a transposed view costs nothing.

@@ -1,27 +1,27 @@
-//! Scores of rows of a cache for the queries of a group.
+//! Dot products of cached rows with the queries of a group.
 
 use ndarray::{Array2, ArrayView2};
 
-use super::attention::{Queries, Rows, Run};
+use super::attention::{CachedRows, GroupQueries, Run};
 use super::layout::elements_mut;
 
-/// Rows whose products are taken before they are used.
+/// Rows whose products are computed in one call of the kernels.
 pub(crate) const TILE: usize = 256;
 
-/// Calls `each` with the place of every position (ascending) and its products with `scale` times the queries `[r,d]`:
-/// `[r]`.
+/// Calls `each` with the index of every position (they ascend) and the products `[r]` of its row with `scale` times the
+/// queries `[r,d]`.
 ///
 /// # Numerics
-/// See [`Rows::scores`].
+/// See [`CachedRows::scores`].
 pub fn products(
     queries: ArrayView2<f32>,
     scale: f32,
-    rows: &dyn Rows,
+    rows: &dyn CachedRows,
     positions: &[u32],
     mut each: impl FnMut(usize, &[f32]),
 ) {
     let r = queries.nrows();
-    let queries = Queries::new(queries, scale);
+    let queries = GroupQueries::new(queries, scale);
     let mut tile = vec![0.0; r * TILE];
     let mut of_row = vec![0.0; r];
     for first in (0..positions.len()).step_by(TILE) {
@@ -36,14 +36,20 @@ pub fn products(
     }
 }
 
-/// The products of `scale` times the queries `[r,d]` with the rows of all positions (ascending): `[r, positions]`.
+/// Returns the products of `scale` times the queries `[r,d]` with the rows of all positions (they ascend):
+/// `[r, positions]`.
 ///
 /// # Numerics
-/// See [`Rows::scores`].
-pub fn all_products(queries: ArrayView2<f32>, scale: f32, rows: &dyn Rows, positions: &[u32]) -> Array2<f32> {
+/// See [`CachedRows::scores`].
+pub fn all_products(
+    queries: ArrayView2<f32>,
+    scale: f32,
+    rows: &dyn CachedRows,
+    positions: &[u32],
+) -> Array2<f32> {
     let n = positions.len();
     let mut out = Array2::zeros((queries.nrows(), n));
-    let queries = Queries::new(queries, scale);
+    let queries = GroupQueries::new(queries, scale);
     for first in (0..n).step_by(TILE) {
         let run = Run::new(&positions[first..], TILE.min(n - first));
         rows.scores(&queries, &run, &mut elements_mut(&mut out)[first..], n);

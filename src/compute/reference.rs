@@ -1,14 +1,14 @@
-//! The contract of each operation: naive, in f64, one line of mathematics after the other.
+//! The contract of each operation as a naive function in f64.
 //!
 //! The kernels of this crate are tested against these functions; nothing else calls them. Inputs
-//! are f32, as the kernels get them; everything after is f64.
+//! are f32, as for the kernels; the arithmetic is f64.
 
 use std::ops::Range;
 
 use super::device::{SignSums, Statistic};
 use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayView3, s};
 
-/// Softmax attention of one query over the rows `positions`.
+/// Computes softmax attention of one query over the rows `positions`.
 ///
 /// # Shapes
 /// q `[d]`, k and v `[n,d]`; result `[d]`. No position gives zeros.
@@ -34,7 +34,7 @@ pub fn attention(
     if sum > 0.0 { out / sum } else { out }
 }
 
-/// Causal grouped-query attention; see [`super::attention::causal`] for the shapes.
+/// Computes causal grouped-query attention; see [`super::attention::causal`] for the shapes.
 pub fn causal(
     q: ArrayView3<f32>,
     k: ArrayView3<f32>,
@@ -56,13 +56,13 @@ pub fn causal(
     out
 }
 
-/// The positions that the token at `t` sees: the last `window` ones, itself included.
+/// Returns the positions visible to the token at `t`: the last `window` ones, its own included.
 pub fn visible(t: usize, window: Option<usize>) -> Range<usize> {
     window.map_or(0, |w| (t + 1).saturating_sub(w))..t + 1
 }
 
-/// Index of the centroid with the least squared distance to `x`, the lowest on ties, and that
-/// distance.
+/// Finds the centroid with the smallest squared distance to `x`, the lowest index on ties, and returns
+/// its index and the distance.
 ///
 /// # Shapes
 /// x `[d]`, centroids `[M,d]`.
@@ -81,7 +81,7 @@ pub fn nearest(x: ArrayView1<f32>, centroids: ArrayView2<f32>) -> (usize, f64) {
     best
 }
 
-/// Sum of q^T q over the rows of each head.
+/// Sums q^T q over the rows of each head.
 ///
 /// # Shapes
 /// q_rope `[b,m,d]`; result `[b,d,d]`.
@@ -104,7 +104,7 @@ pub fn second_moment(q_rope: ArrayView3<f32>) -> Array3<f64> {
     sum
 }
 
-/// Rows in the metric of the queries, x L.
+/// Returns the rows in the metric of the queries, x L.
 ///
 /// # Shapes
 /// x `[n,d]`, chol `[d,d]`; result `[n,d]`.
@@ -115,7 +115,7 @@ pub fn whiten(x: ArrayView2<f32>, chol: ArrayView2<f32>) -> Array2<f64> {
     x.mapv(f64::from).dot(&chol.mapv(f64::from))
 }
 
-/// A statistic of each channel of `x`, `[n,d]`; zeros for no rows.
+/// Returns a statistic of each channel of `x`, `[n,d]`; zeros for no rows.
 pub fn channel_statistic(x: ArrayView2<f32>, what: Statistic) -> Array1<f64> {
     let of = |channel: ArrayView1<f32>| {
         let mut values = channel.to_vec();
@@ -135,7 +135,8 @@ pub fn channel_statistic(x: ArrayView2<f32>, what: Statistic) -> Array1<f64> {
     x.columns().into_iter().map(of).collect()
 }
 
-/// Sums and counts per pattern of four channels: bit e of a pattern is set where `x[4 g + e] > 0`.
+/// Sums and counts the rows by sign pattern, for each group of four channels: bit e of a pattern is set where
+/// `x[4 g + e] > 0`.
 ///
 /// # Shapes
 /// x `[n,d]`, d a multiple of 4.
@@ -157,7 +158,7 @@ pub fn sign_sums(x: ArrayView2<f32>) -> SignSums {
     SignSums { sums, counts }
 }
 
-/// Mean of the rows of each centroid; a centroid without rows stays.
+/// Returns the mean of the rows of each centroid; a centroid without rows stays as it is.
 ///
 /// # Shapes
 /// x `[n,d]`, codes `[n]`, centroids `[M,d]`; result `[M,d]`.
@@ -178,15 +179,15 @@ pub fn means(x: ArrayView2<f32>, codes: &[u32], centroids: ArrayView2<f32>) -> A
     sums
 }
 
-/// Up to `batch` rows drawn with probability proportional to the squared distance to the nearest
-/// centroid, and how many of the uniform numbers were used.
+/// Draws up to `batch` rows with probabilities proportional to their squared distances to the nearest
+/// centroid, and counts the uniform numbers used.
 ///
-/// `distances` were brought up to date before the batch. A candidate is the first row whose running sum
-/// of distances exceeds the next uniform number times their sum (the last row if none does); it is kept
-/// if the number after that, times its distance, is below the least of its distance and those to the rows
-/// drawn in this batch. So every row is drawn by its present distance. The batch ends early after
-/// `batch + 1` rejections. Where all distances are zero, or their sum is not finite, the candidates are
-/// the rows `floor(u n)`, one number each, and all are kept.
+/// `distances` are those before the batch. A candidate is the first row whose running sum of distances
+/// exceeds the next uniform number times their total (the last row if none does). It is kept if the number
+/// after that, times its distance, is below the smallest of its distance and its distances to the rows
+/// drawn in this batch; so every row is drawn by its present distance. The batch ends early after
+/// `batch + 1` rejections. If all distances are zero, or their sum is not finite, the candidates are the
+/// rows `floor(u n)`, with one number each, and all are kept.
 ///
 /// # Shapes
 /// x `[n,d]`, distances `[n]`; result: rows in the order drawn.
@@ -228,8 +229,8 @@ pub fn draw(x: ArrayView2<f32>, distances: &[f32], batch: usize, uniforms: &[f64
     (drawn, used)
 }
 
-/// A2ATS selection within a budget: the largest k such that the union of each query head's top-k
-/// tokens has at most `budget`; where even k = 1 has more, the best of that union by highest score.
+/// Selects tokens within a budget as A2ATS does: the union of the query heads' top-k tokens for the largest
+/// k whose union has at most `budget`; if even k = 1 has more, the best of that union by highest score.
 ///
 /// Tokens rank by (score descending, codeword, position); the result is ascending positions.
 ///
@@ -282,7 +283,7 @@ pub fn select(scores: ArrayView2<f32>, codes: &[u16], first: u32, budget: usize)
     chosen.into_iter().map(|i| first + i as u32).collect()
 }
 
-/// Dot product in f64.
+/// Returns the dot product in f64.
 pub fn dot(a: ArrayView1<f32>, b: ArrayView1<f32>) -> f64 {
     a.iter().zip(b).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum()
 }

@@ -1,31 +1,31 @@
-//! Sums of small tables over sign patterns: the first pass of a scan of sign bytes.
+//! Sums of table entries over sign patterns: the first pass of a scan of sign bytes.
 //!
-//! A row of sign bytes has two patterns of four channels a byte, the first in the low bits. With the 16
-//! scores of a pattern rounded to u8, a table is one vector register and a lookup is one byte shuffle. Rows
-//! are transposed on the way, so that the bytes of one column share a register. The sums are whole numbers
-//! and the same on every instruction set.
+//! A byte of a row holds the sign patterns of two groups of four channels, the first in the low bits. With the
+//! 16 scores of a group rounded to u8, its table fits one vector register and a lookup is one byte shuffle. Rows
+//! are transposed in registers, so that the bytes of one column share a register. The sums are integers and the
+//! same on every instruction set.
 
 use multiversion::multiversion;
 use multiversion::target::match_target;
 
 /// Patterns of a group of four channels.
 pub const PATTERNS: usize = 16;
-/// Most groups whose sums fit 16 bits.
+/// The most groups whose sums fit into 16 bits.
 pub const MOST_GROUPS: usize = 257;
-/// Columns whose tables a kernel takes at a time.
+/// Bytes of a row that a kernel takes in one pass.
 const COLUMNS: usize = 16;
-/// Rows that are brought to [`COLUMNS`] bytes at a time.
+/// Rows that are cut to [`COLUMNS`] bytes at a time.
 const TILE: usize = 256;
-
-/// Rows that are asked for before they are read: those of a few pages ahead, where no machine foresees them.
+/// Rows between the one that is read and the one that is prefetched: two pages of memory, since the hardware does not
+/// prefetch across pages.
 const AHEAD: usize = 512;
-/// See [`at_least`].
+/// Values of `out` beyond the last result that [`at_least`] may write.
 pub const ROOM: usize = 16;
 
-/// The tables of a byte: low and high bits.
+/// The tables of the two groups of a byte: low and high bits.
 type Pair = [[u8; PATTERNS]; 2];
 
-/// Tables of a scan.
+/// The tables of all groups, packed for the kernels.
 pub struct Tables {
     width: usize,
     /// `[w / 16,16]`, the last padded with tables of zeros.
@@ -48,7 +48,7 @@ impl Tables {
         Self { width, pairs }
     }
 
-    /// Sums of rows of sign bytes: of `rows` `[n,w]` to `out` `[n]`.
+    /// Writes the sum of each row of sign bytes, `rows` `[n,w]`, to `out` `[n]`.
     pub fn sums(&self, rows: &[u8], out: &mut [u16]) {
         assert_eq!(
             rows.len(),
@@ -85,7 +85,7 @@ fn add_sums(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
     }
 }
 
-/// [`add_sums`] in plain Rust.
+/// Does the same as [`add_sums`] in plain Rust.
 fn plain(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
     for (row, out) in rows.iter().zip(out) {
         let cells = row.iter().zip(pairs);
@@ -96,9 +96,9 @@ fn plain(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
     }
 }
 
-/// Writes the sums of at least `limit` as `sum << 16 | place`, by ascending place; returns how many they are.
+/// Writes the sums of at least `limit` as `sum << 16 | index`, by ascending index, and returns their number.
 ///
-/// `sums` has at most 65536, and `out` has room for [`ROOM`] more: every sum is written before it is judged.
+/// There are at most 65536 sums, and `out` has [`ROOM`] values more: a sum is written before it is compared.
 #[multiversion(targets("x86_64+avx512f"))]
 pub fn at_least(sums: &[u16], limit: u16, out: &mut [u32]) -> usize {
     match_target! {
@@ -108,7 +108,7 @@ pub fn at_least(sums: &[u16], limit: u16, out: &mut [u32]) -> usize {
     }
 }
 
-/// Writes what [`at_least`] keeps from `from` on behind the first `len`; returns the new length.
+/// Appends the results of [`at_least`] for the sums from `from` on to the first `len`, and returns the new length.
 fn keep(sums: &[u16], from: usize, limit: u16, out: &mut [u32], mut len: usize) -> usize {
     for (place, sum) in sums.iter().enumerate().skip(from) {
         out[len] = u32::from(*sum) << 16 | place as u32;
@@ -236,7 +236,7 @@ mod x86 {
         plain(pairs, rest, &mut out[done..]);
     }
 
-    /// The bytes of the first eight registers and of the last eight in turn, quarter by quarter.
+    /// Interleaves the bytes of the first eight registers with those of the last eight, quarter by quarter.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
     fn shuffle_512(r: [__m512i; COLUMNS]) -> [__m512i; COLUMNS] {
@@ -251,7 +251,7 @@ mod x86 {
         [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p]
     }
 
-    /// The same by halves.
+    /// Interleaves the bytes of the first eight registers with those of the last eight, half by half.
     #[inline]
     #[target_feature(enable = "avx2")]
     fn shuffle_256(r: [__m256i; COLUMNS]) -> [__m256i; COLUMNS] {
@@ -328,7 +328,7 @@ mod arm {
         plain(pairs, rest, &mut out[done..]);
     }
 
-    /// The bytes of the first eight registers and of the last eight in turn.
+    /// Interleaves the bytes of the first eight registers with those of the last eight.
     #[inline]
     #[target_feature(enable = "neon")]
     fn shuffle(r: [uint8x16_t; COLUMNS]) -> [uint8x16_t; COLUMNS] {
@@ -347,7 +347,7 @@ mod tests {
     /// Adds the sums of rows `[n,16]` to `[n]`.
     type Kernel = fn(&[Pair; COLUMNS], &[[u8; COLUMNS]], &mut [u16]);
 
-    /// Every kernel that this machine has.
+    /// Returns every kernel that this machine can run.
     fn kernels() -> Vec<Kernel> {
         let mut out: Vec<Kernel> = vec![plain, add_sums];
         #[cfg(target_arch = "x86_64")]
@@ -358,7 +358,7 @@ mod tests {
         out
     }
 
-    /// Bytes that are not special in any way.
+    /// Returns random bytes.
     fn bytes(n: usize, seed: u32) -> Vec<u8> {
         let mut number = numbers(seed);
         let mut next = || (number() >> 24) as u8;

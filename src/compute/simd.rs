@@ -1,16 +1,16 @@
-//! Vector loops over slices, compiled for several instruction sets and chosen at run time.
+//! Loops over slices, compiled for several instruction sets, of which one is chosen at run time.
 //!
-//! They use no fused multiply-add and fix the order of every sum, so each gives the same bits on
-//! every instruction set. Slices that belong together have one length: else a function panics.
+//! They use no fused multiply-add and add in a fixed order, so that each gives the same bits on every
+//! instruction set. They panic if slices that belong together differ in length.
 
 use multiversion::multiversion;
 
-/// Lanes of a reduction that is bound by its additions.
+/// Partial sums of a reduction.
 const LANES: usize = 16;
-/// Lanes of a dot product: four registers of the widest instruction set.
+/// Partial sums of a dot product: four registers of the widest instruction set.
 const WIDE: usize = 64;
 
-/// Sum of products.
+/// Returns the dot product.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len(), "values of a product");
@@ -24,7 +24,7 @@ pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     fold(acc) + short_dot(tail_a, tail_b)
 }
 
-/// Sum of products of bf16 values (their bits) with f32 values.
+/// Returns the dot product of bf16 values, given as bits, with f32 values.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn dot_bf16(a: &[u16], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len(), "values of a product");
@@ -42,7 +42,7 @@ pub fn dot_bf16(a: &[u16], b: &[f32]) -> f32 {
     fold(acc) + short_dot(&tail[..tail_a.len()], tail_b)
 }
 
-/// Sum of a few products, in order.
+/// Returns the dot product of a few values, added in order.
 #[inline(always)]
 fn short_dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sum = 0.0;
@@ -52,7 +52,7 @@ fn short_dot(a: &[f32], b: &[f32]) -> f32 {
     sum
 }
 
-/// Sum of the lanes, by halves.
+/// Adds the partial sums by halves.
 #[inline(always)]
 fn fold(mut acc: [f32; WIDE]) -> f32 {
     let mut width = WIDE / 2;
@@ -65,7 +65,7 @@ fn fold(mut acc: [f32; WIDE]) -> f32 {
     acc[0]
 }
 
-/// Sum of values, in f64.
+/// Returns the sum of the values, in f64.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn sum(x: &[f32]) -> f64 {
     let (chunks, rest) = x.as_chunks::<LANES>();
@@ -79,7 +79,7 @@ pub fn sum(x: &[f32]) -> f64 {
     rest.iter().fold(acc, |sum, x| sum + f64::from(*x))
 }
 
-/// `y += a x`.
+/// Computes `y += a x`.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
     assert_eq!(x.len(), y.len(), "values of a sum");
@@ -88,7 +88,7 @@ pub fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
     }
 }
 
-/// `x[i] = exp(x[i] - shift)`; returns the sum in f32. A NaN stays a NaN.
+/// Replaces `x[i]` by `exp(x[i] - shift)` and returns the sum in f32. A NaN stays a NaN.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn exp_shifted(x: &mut [f32], shift: f32) -> f32 {
     for v in x.iter_mut() {
@@ -108,19 +108,19 @@ pub fn exp_shifted(x: &mut [f32], shift: f32) -> f32 {
     sum
 }
 
-/// exp for f32, relative error below 2e-7, zero below -87.3; a NaN stays a NaN.
+/// Returns e^x with a relative error below 2e-7; zero below -87.3; a NaN stays a NaN.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     const LN2_HI: f32 = 0.693_359_4;
     const LN2_LO: f32 = -2.121_944_4e-4;
-    /// Adding it rounds to an integer, which then stands in the low bits.
+    /// Adding this rounds to an integer, which the low bits then hold.
     const ROUND: f32 = 12_582_912.0;
     let clamped = x.clamp(-87.3, 88.7);
     let rounded = clamped * std::f32::consts::LOG2_E + ROUND;
     let n = rounded - ROUND;
     let e = (rounded.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
     let r = (clamped - n * LN2_HI) - n * LN2_LO;
-    // Taylor coefficients suffice: |r| <= ln(2)/2, so the first left-out term is below 4e-8.
+    // Taylor coefficients suffice: |r| <= ln(2)/2, so the first term left out is below 4e-8.
     let mut p = 1.0 / 5040.0;
     p = p * r + 1.0 / 720.0;
     p = p * r + 1.0 / 120.0;
@@ -128,7 +128,7 @@ pub fn exp(x: f32) -> f32 {
     p = p * r + 1.0 / 6.0;
     p = p * r + 0.5;
     p = p * r * r + r + 1.0;
-    // Two factors, since 2^128 alone is not a finite f32.
+    // Two factors, since 2^128 is not a finite f32.
     let half = e >> 1;
     let scale = |e: i32| f32::from_bits((e.wrapping_add(127) as u32) << 23);
     let y = p * scale(half) * scale(e.wrapping_sub(half));
@@ -141,7 +141,7 @@ pub fn exp(x: f32) -> f32 {
     }
 }
 
-/// Largest element; NaN is passed over, an empty slice gives negative infinity.
+/// Returns the largest value; NaN is passed over, an empty slice gives negative infinity.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn max(x: &[f32]) -> f32 {
     let (chunks, rest) = x.as_chunks::<LANES>();
@@ -158,7 +158,7 @@ pub fn max(x: &[f32]) -> f32 {
     best
 }
 
-/// Sum and sum of squares, in f64.
+/// Returns the sum and the sum of squares, in f64.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn sums(x: &[f32]) -> (f64, f64) {
     let (chunks, rest) = x.as_chunks::<LANES>();
@@ -177,7 +177,7 @@ pub fn sums(x: &[f32]) -> (f64, f64) {
     )
 }
 
-/// `x[i] *= a`.
+/// Multiplies every value by `a`.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn scale(x: &mut [f32], a: f32) {
     for v in x.iter_mut() {
@@ -185,7 +185,7 @@ pub fn scale(x: &mut [f32], a: f32) {
     }
 }
 
-/// `gate[i] = silu(gate[i]) * up[i]`.
+/// Replaces `gate[i]` by `silu(gate[i]) * up[i]`.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn silu_mul(gate: &mut [f32], up: &[f32]) {
     assert_eq!(gate.len(), up.len(), "values of a gate");
@@ -194,9 +194,7 @@ pub fn silu_mul(gate: &mut [f32], up: &[f32]) {
     }
 }
 
-/// RMS norm: `out = x / sqrt(mean(x^2) + eps) * weight`.
-///
-/// The mean of squares is taken in f64.
+/// Computes the RMS norm `out = x / sqrt(mean(x^2) + eps) * weight`, with the mean of squares in f64.
 pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     assert_eq!((weight.len(), out.len()), (x.len(), x.len()), "values of a norm");
     let squares: f64 = x.iter().map(|v| f64::from(*v) * f64::from(*v)).sum();
@@ -207,7 +205,7 @@ pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     }
 }
 
-/// Whether every element is finite.
+/// Returns whether every value is finite.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn all_finite(x: &[f32]) -> bool {
     let mut bad = 0u32;

@@ -21,7 +21,7 @@ use ndarray::{ArrayView1, ArrayView2, ArrayView3, Axis, s};
 use rayon::prelude::*;
 
 use super::lines::Lines;
-use crate::compute::attention::{self, Queries, Rows, Run, Sums};
+use crate::compute::attention::{self, CachedRows, GroupQueries, OutputSums, Run};
 use crate::compute::simd;
 pub use layout::{Center, Layout};
 use two_bit::{TwoBit, saturating_f16};
@@ -232,7 +232,7 @@ pub fn compressed(positions: Range<usize>, full: &[u32]) -> Vec<usize> {
         .collect()
 }
 
-impl Rows for SignRows {
+impl CachedRows for SignRows {
     fn dim(&self) -> usize {
         self.d
     }
@@ -242,7 +242,7 @@ impl Rows for SignRows {
         scratch
     }
 
-    fn scores(&self, queries: &Queries, run: &Run, out: &mut [f32], stride: usize) {
+    fn scores(&self, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
         match attend::in_groups(self.d) {
             true => attend::scores(self, queries, run, out, stride),
             false => attention::widened_scores(self, queries, run, out, stride),
@@ -258,7 +258,7 @@ pub struct ValueRows {
     full: FullRows,
 }
 
-impl Rows for ValueRows {
+impl CachedRows for ValueRows {
     fn dim(&self) -> usize {
         self.d
     }
@@ -268,7 +268,7 @@ impl Rows for ValueRows {
         scratch
     }
 
-    fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: Sums) {
+    fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: OutputSums) {
         match attend::in_groups(self.d) {
             true => attend::add(self, weights, stride, run, sums),
             false => attention::widened_add(self, weights, stride, run, sums),

@@ -9,7 +9,7 @@ use ndarray::{ArrayView2, s};
 use super::KvType;
 use super::lines::Lines;
 use super::packed::{Layout, Packed, SignRows};
-use crate::compute::attention::{self, LANES, Queries, Rows, Run, Stored, Sums};
+use crate::compute::attention::{self, CachedRows, GroupQueries, LANES, OutputSums, Run, StoredRows};
 use crate::float::Float;
 
 /// Rows of d values, stored one after the other.
@@ -118,8 +118,8 @@ impl RowStore {
     }
 
     /// Our own rows for the kernels, where they have whole chunks.
-    fn stored<'a, E>(&self, values: &'a [E]) -> Stored<'a, E> {
-        Stored {
+    fn stored<'a, E>(&self, values: &'a [E]) -> StoredRows<'a, E> {
+        StoredRows {
             rows: values.as_chunks().0,
             chunks: self.d / LANES,
         }
@@ -136,7 +136,7 @@ impl RowStore {
     }
 }
 
-impl Rows for RowStore {
+impl CachedRows for RowStore {
     fn dim(&self) -> usize {
         self.d
     }
@@ -166,7 +166,7 @@ impl Rows for RowStore {
             }
         }
     }
-    fn scores(&self, queries: &Queries, run: &Run, out: &mut [f32], stride: usize) {
+    fn scores(&self, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
         if !self.d.is_multiple_of(LANES) {
             return attention::widened_scores(self, queries, run, out, stride);
         }
@@ -192,12 +192,12 @@ impl Rows for RowStore {
         });
     }
 
-    fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: Sums) {
+    fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: OutputSums) {
         if !self.d.is_multiple_of(LANES) {
             return attention::widened_add(self, weights, stride, run, sums);
         }
         let (shared, own) = self.split(run);
-        let (at, Sums { r, values }) = (shared.len(), sums);
+        let (at, OutputSums { r, values }) = (shared.len(), sums);
         if let Some((rows, _)) = &self.shared {
             let run = Run {
                 now: shared,
@@ -207,7 +207,7 @@ impl Rows for RowStore {
                 weights,
                 stride,
                 &run,
-                Sums {
+                OutputSums {
                     r,
                     values: &mut *values,
                 },
@@ -217,7 +217,7 @@ impl Rows for RowStore {
             return;
         }
         self.own(own, run.next, |run| {
-            let (weights, sums) = (&weights[at..], Sums { r, values });
+            let (weights, sums) = (&weights[at..], OutputSums { r, values });
             match &self.data {
                 Data::F32(v) => attention::add(weights, stride, self.stored(v), run, sums),
                 Data::F16(v) => attention::add(weights, stride, self.stored(v), run, sums),
@@ -310,7 +310,7 @@ impl KvHead {
     }
 
     /// Keys after rotation.
-    pub fn keys(&self) -> &dyn Rows {
+    pub fn keys(&self) -> &dyn CachedRows {
         match self {
             Self::Plain { keys, .. } => keys,
             Self::Packed(packed) => &packed.keys,
@@ -318,7 +318,7 @@ impl KvHead {
     }
 
     /// Values.
-    pub fn values(&self) -> &dyn Rows {
+    pub fn values(&self) -> &dyn CachedRows {
         match self {
             Self::Plain { values, .. } => values,
             Self::Packed(packed) => &packed.values,

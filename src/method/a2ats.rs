@@ -16,9 +16,9 @@ mod bench;
 mod codebook;
 pub mod cuda;
 mod fit;
-mod limits;
 pub mod params;
 mod postings;
+mod quotas;
 mod section;
 
 use std::sync::Arc;
@@ -31,11 +31,11 @@ use super::{Choice, Method, Place, Prompt, Ranking, Reads, Retriever, Step, ever
 use crate::error::{Error, Result};
 use crate::kv::lines::grow;
 pub use codebook::{Codebooks, HeadCodebook};
-use limits::choose_listed;
-pub use limits::{Bound, Limits, choose};
 pub use params::Params;
 use postings::Postings;
 use postings::read_bytes;
+use quotas::choose_listed;
+pub use quotas::{Bound, Quotas, choose};
 pub use section::{A2atsSection, CHOL, CODEBOOK, COUNT, FitInit, FitMetric, FitParams, MEAN};
 
 /// Name of the section in an artifact.

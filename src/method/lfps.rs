@@ -45,7 +45,7 @@ pub use params::Params;
 use priors::Priors;
 pub use table::Table;
 pub use threshold::{OFFSETS, Threshold};
-use threshold::{Shape, balanced, expanded};
+use threshold::{TableStats, balanced, expanded};
 
 /// Decay per step, without a calibrated one.
 pub const GAMMA: f64 = 0.95;

@@ -36,10 +36,10 @@ pub use crate::kv::packed::Center;
 use crate::kv::packed::{FULL, Layout, REFIT, best_scored, compressed, extend_signs, last_query, sign_bytes};
 use choose::Scores;
 pub use fit::{centroids, pattern};
-pub use params::{Params, Source};
+pub use params::{CentroidSource, Params};
 pub use section::SignSection;
 use section::{CENTROID, calibrated_center};
-use sums::Sums;
+use sums::PatternSums;
 
 /// Name of the section in an artifact.
 pub const SECTION: &str = "sign";
@@ -101,7 +101,7 @@ pub enum Centroids {
 /// How every head of a run gets its centroids.
 pub struct Setup {
     center: Center,
-    source: Source,
+    source: CentroidSource,
     full: usize,
     n_kv_heads: usize,
     /// Per head `[d/4,16,4]`, where the artifact takes part.
@@ -122,11 +122,11 @@ impl Setup {
         }
         let section = artifact.filter(|a| a.has(SECTION));
         let source = params.sign_centroids.unwrap_or(match section {
-            Some(_) => Source::Hybrid,
-            None => Source::OnePass,
+            Some(_) => CentroidSource::Hybrid,
+            None => CentroidSource::OnePass,
         });
         let center = params.center(artifact)?;
-        if matches!(source, Source::OnePass | Source::Signs) {
+        if matches!(source, CentroidSource::OnePass | CentroidSource::Signs) {
             return Ok(Self {
                 center,
                 source,
@@ -170,9 +170,11 @@ impl Setup {
         let calibrated = self.calibrated.as_ref();
         let calibrated = calibrated.map(|c| c.slice(s![heads, ..]).iter().copied().collect::<Vec<f32>>());
         match self.source {
-            Source::Signs => Centroids::Fixed(signs(head_dim).repeat(n_kv_heads)),
-            Source::Offline => Centroids::Fixed(calibrated.expect("offline centroids come from an artifact")),
-            Source::OnePass | Source::Hybrid => Centroids::Prompt(calibrated),
+            CentroidSource::Signs => Centroids::Fixed(signs(head_dim).repeat(n_kv_heads)),
+            CentroidSource::Offline => {
+                Centroids::Fixed(calibrated.expect("offline centroids come from an artifact"))
+            }
+            CentroidSource::OnePass | CentroidSource::Hybrid => Centroids::Prompt(calibrated),
         }
     }
 
@@ -222,11 +224,11 @@ fn signs(d: usize) -> Vec<f32> {
 pub struct SelfIndex {
     place: Place,
     center: Center,
-    source: Source,
+    source: CentroidSource,
     calibrated: Option<Vec<f32>>,
     most_full: usize,
     centre: Vec<f32>,
-    sums: Sums,
+    sums: PatternSums,
     /// `[d/4,16,4]`.
     centroids: Vec<f32>,
     /// Sign bytes per position; empty where the cache holds them.
@@ -238,7 +240,7 @@ pub struct SelfIndex {
 
 impl SelfIndex {
     /// An empty head; `calibrated` has its centroids `[d/4,16,4]`, unless the source is one pass.
-    pub fn new(place: &Place, center: Center, source: Source, calibrated: Option<Vec<f32>>) -> Self {
+    pub fn new(place: &Place, center: Center, source: CentroidSource, calibrated: Option<Vec<f32>>) -> Self {
         let d = place.head_dim;
         Self {
             place: *place,
@@ -248,7 +250,7 @@ impl SelfIndex {
             most_full: FULL,
             calibrated,
             centre: vec![0.0; d],
-            sums: Sums::new(d),
+            sums: PatternSums::new(d),
             signs: Lines::with_capacity(0),
             full: Vec::new(),
             ranking: Ranking::default(),
@@ -288,10 +290,10 @@ impl Retriever for SelfIndex {
             self.full = best_scored(&query, candidates, prompt.keys, self.most_full);
             extend_signs(&mut self.signs, rows, &self.centre);
         }
-        if !matches!(self.source, Source::Offline | Source::Signs) {
+        if !matches!(self.source, CentroidSource::Offline | CentroidSource::Signs) {
             let mut summed = compressed(first..n, &self.full);
             if refit {
-                self.sums = Sums::new(self.place.head_dim);
+                self.sums = PatternSums::new(self.place.head_dim);
                 if summed.len() < FULL {
                     summed = (0..n).collect();
                 }

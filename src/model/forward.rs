@@ -55,7 +55,7 @@ impl Context {
 fn with_cached(
     new: Array3<f32>,
     caches: &[&KvHead],
-    rows: fn(&KvHead) -> &dyn attention::Rows,
+    rows: fn(&KvHead) -> &dyn attention::CachedRows,
 ) -> Array3<f32> {
     let first = caches.first().map_or(0, |kv| kv.len());
     if first == 0 {

@@ -7,7 +7,7 @@ use kvsmith::compute::cuda::Cuda;
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::compute::cuda::nvidia::Nvidia;
 use kvsmith::compute::device::Device;
-use kvsmith::compute::gpu::{Gpu, Limits};
+use kvsmith::compute::gpu::{Gpu, GpuLimits};
 use kvsmith::error::Error;
 
 use super::emulated::Emulated;
@@ -28,7 +28,7 @@ pub struct Entry {
 pub fn all() -> Vec<Entry> {
     // Small enough that the rows, centroids, sums and dispatches of most cases are cut into pieces: 64 rows
     // or centroids of 64 channels, or the moments of as many.
-    let limits = Limits {
+    let limits = GpuLimits {
         buffer_bytes: 4 * 64 * 64,
         groups: 3,
     };

@@ -1,6 +1,6 @@
 //! Attention over the 2-bit cache against f64 over the rows that the CPU's cache gives.
 
-use kvsmith::compute::attention::Rows;
+use kvsmith::compute::attention::CachedRows;
 use kvsmith::compute::cuda::buffer::Buffer;
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::kv::Budget;
@@ -123,7 +123,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
             Some(lists) => lists[at / r].iter().map(|p| *p as usize).collect(),
         };
         let attended = (0..set.candidates.start).chain(list).chain(set.candidates.end..n);
-        let row = |rows: &dyn Rows, p: usize| rows.row(p, &mut vec![0.0; d]).to_vec();
+        let row = |rows: &dyn CachedRows, p: usize| rows.row(p, &mut vec![0.0; d]).to_vec();
         let attended: Vec<_> = attended
             .map(|p| (row(&cache.keys, p), row(&cache.values, p)))
             .collect();

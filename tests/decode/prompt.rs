@@ -157,7 +157,7 @@ impl Reference {
         };
         let mut index = match prior {
             Some(prior) => {
-                let source = selfindex::Source::Hybrid;
+                let source = selfindex::CentroidSource::Hybrid;
                 selfindex::SelfIndex::new(&place, case.layout.center, source, Some(prior.to_vec()))
             }
             None => selfindex::Setup::new(&params, None, d).unwrap().head(&place),

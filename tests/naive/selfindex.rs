@@ -1,7 +1,7 @@
 //! Self-Indexing KVCache: centroids of sign patterns.
 
 use kvsmith::kv::packed::Center;
-use kvsmith::method::selfindex::{SelfIndex, Source};
+use kvsmith::method::selfindex::{CentroidSource, SelfIndex};
 
 use super::*;
 
@@ -10,7 +10,7 @@ const FULL: usize = 64;
 
 pub struct NaiveSelfIndex {
     pub center: Center,
-    pub source: Source,
+    pub source: CentroidSource,
     /// `[d/4,16,4]`.
     pub calibrated: Option<Vec<f32>>,
     /// Positions in full precision after the last prompt.
@@ -70,7 +70,7 @@ pub fn full_after(history: &History, turn: &Turn, before: &BTreeSet<usize>) -> (
 }
 
 impl NaiveSelfIndex {
-    pub fn new(center: Center, source: Source, calibrated: Option<Vec<f32>>) -> Self {
+    pub fn new(center: Center, source: CentroidSource, calibrated: Option<Vec<f32>>) -> Self {
         Self {
             center,
             source,
@@ -120,11 +120,11 @@ impl NaiveSelfIndex {
         let offline = |e: usize| f64::from(self.calibrated.as_ref().unwrap()[(group * 16 + code) * 4 + e]);
         let hybrid = |e: usize| (32.0 * offline(e) + sum(e)) / (32.0 + members.len() as f64);
         let of = |e| match self.source {
-            Source::OnePass => own(e),
-            Source::Offline => offline(e),
-            Source::Hybrid => hybrid(e),
-            Source::Signs if code >> e & 1 == 1 => 1.0,
-            Source::Signs => -1.0,
+            CentroidSource::OnePass => own(e),
+            CentroidSource::Offline => offline(e),
+            CentroidSource::Hybrid => hybrid(e),
+            CentroidSource::Signs if code >> e & 1 == 1 => 1.0,
+            CentroidSource::Signs => -1.0,
         };
         (0..4).map(of).collect()
     }

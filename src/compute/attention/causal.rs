@@ -10,20 +10,20 @@ use super::visible;
 use crate::compute::blocks::{Line, PANEL, PANELS, Row, SIDE, TILE, multiply, transpose};
 use crate::compute::{pieces, simd};
 
-/// Stacked query rows of one task (positions times query heads of the group).
+/// Query rows of one task: positions times query heads of the group.
 const QUERY_TILE: usize = 480;
 
-/// Causal attention of a run of queries, grouped-query, with an optional sliding window.
+/// Computes causal grouped-query attention of consecutive queries, with an optional sliding window.
 ///
 /// # Shapes
-/// q `[h,m,d]` rotated, k `[g,n,d]` rotated, v `[g,n,d]`; query row i stands at position `first + i`,
-/// key row j at position j, and n >= first + m. out `[m, h d]`, head-major within a row.
-/// With `window` W a query at position t sees positions t-W+1..=t.
+/// q `[h,m,d]` rotated, k `[g,n,d]` rotated, v `[g,n,d]`; query row i has position `first + i`, key row j
+/// position j, and n >= first + m. out `[m, h d]`, head-major within a row.
+/// With a `window` of W a query at position t sees the positions t-W+1..=t.
 ///
 /// # Numerics
 /// f32; the softmax is taken over blocks of 128 keys from position 0 on, with a running maximum. Scores are summed over
 /// blocks of 128 channels, each from zero, and outputs over the blocks of keys. The same bits on every instruction set,
-/// and whatever other queries run along. NaN in gives NaN out.
+/// and whatever the other queries are. A NaN in the inputs gives NaN.
 pub fn causal(
     q: ArrayView3<f32>,
     k: ArrayView3<f32>,
@@ -42,7 +42,7 @@ pub fn causal(
             tasks.push((c, tile * rows, part));
         }
     }
-    // Late tiles see the most keys: begin with them, so that threads finish together.
+    // Late tiles see the most keys: they come first, so that the threads finish together.
     tasks.reverse();
     tasks
         .into_par_iter()
@@ -78,18 +78,18 @@ struct Task {
 }
 
 impl Task {
-    /// Query rows, position by position: what they see grows from row to row. Whole tiles.
+    /// Returns the number of query rows, ordered by position, rounded up to whole tiles.
     fn stacked(&self) -> usize {
         (self.r * self.m).next_multiple_of(TILE)
     }
 
-    /// Channels of each block of them.
+    /// Returns the blocks of channels.
     fn sides(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let d = self.d;
         (0..d).step_by(SIDE).map(move |start| start..d.min(start + SIDE))
     }
 
-    /// The blocks of keys that some row sees. They begin at multiples of [`SIDE`], wherever the tile does.
+    /// Returns the blocks of keys that some row sees; they begin at multiples of [`SIDE`].
     fn blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let (begin, end) = (visible(self.first, self.window).start, self.first + self.m);
         (begin / SIDE * SIDE..end)
@@ -97,20 +97,21 @@ impl Task {
             .map(move |start| start..end.min(start + SIDE))
     }
 
-    /// What of a block a row sees, from the block's start.
+    /// Returns the part of a block that a row sees, relative to the block's start.
     fn seen(&self, row: usize, block: &Range<usize>) -> Range<usize> {
         let seen = visible(self.first + row / self.r, self.window);
         let of = |p: usize| p.clamp(block.start, block.end) - block.start;
         of(seen.start)..of(seen.end)
     }
 
-    /// Whether every row sees the whole block, of full length.
+    /// Returns whether the block has full length and every row sees all of it.
     fn sees_all(&self, block: &Range<usize>) -> bool {
         let last = visible(self.first + self.m - 1, self.window);
         block.len() == SIDE && last.start <= block.start && block.end <= self.first + 1
     }
 
-    /// Rows that are multiplied together, and how many keys of the block the last of them sees; none that see nothing.
+    /// Returns the groups of rows that are multiplied together, each with the number of keys of the block up to the last
+    /// one that a row of it sees; rows that see no key are left out.
     fn groups(&self, block: &Range<usize>) -> Vec<(Range<usize>, usize)> {
         let stacked = self.stacked();
         let size = if self.sees_all(block) { stacked } else { TILE };
@@ -123,12 +124,12 @@ impl Task {
     }
 }
 
-/// Buffers of one worker. What has channels has a run of rows or panels for each block of them.
+/// The buffers of one worker; those with channels have a run of rows or panels for each block of channels.
 #[derive(Default)]
 struct Scratch {
     /// Scaled queries, `[sides, stacked]`.
     q: Vec<Row>,
-    /// Scores and then weights of a block of keys, `[stacked]`.
+    /// The scores, and then the weights, of a block of keys, `[stacked]`.
     scores: Vec<Row>,
     /// `[sides, stacked]`.
     out: Vec<Row>,
@@ -142,7 +143,7 @@ struct Scratch {
 impl Scratch {
     fn start(&mut self, task: &Task, q: ArrayView3<f32>) {
         let (stacked, sides) = (task.stacked(), task.sides().count());
-        // Powers of two are taken instead of powers of e.
+        // The softmax takes powers of two instead of e.
         let scale = std::f32::consts::LOG2_E / (task.d as f32).sqrt();
         self.q.clear();
         self.q.resize(sides * stacked, Row::ZERO);
@@ -162,7 +163,7 @@ impl Scratch {
         self.values.resize(sides * PANELS * SIDE, Line::ZERO);
     }
 
-    /// Brings a block of keys and values into the order that products read.
+    /// Copies a block of keys and values into the order in which products read them.
     fn load(&mut self, task: &Task, k: ArrayView2<f32>, v: ArrayView2<f32>, block: &Range<usize>) {
         let mut rows = [Row::ZERO; PANEL];
         for (b, side) in task.sides().enumerate() {
@@ -182,7 +183,7 @@ impl Scratch {
         }
     }
 
-    /// Adds the values of a block to the outputs.
+    /// Adds the attention over a block to the outputs.
     fn attend(&mut self, task: &Task, block: &Range<usize>) {
         let stacked = task.stacked();
         let groups = task.groups(block);
@@ -232,10 +233,10 @@ impl Scratch {
     }
 }
 
-/// Into the first values of `to`.
+/// Copies values to the start of `to`.
 fn copy<const N: usize>(from: ArrayView1<f32>, to: &mut [f32; N]) {
     match from.as_slice() {
-        // Of known length, it is no call.
+        // A copy of known length needs no call.
         Some(from) if from.len() == N => to.copy_from_slice(from),
         Some(from) => to[..from.len()].copy_from_slice(from),
         None => to.iter_mut().zip(from).for_each(|(to, x)| *to = *x),

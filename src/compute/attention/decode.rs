@@ -1,45 +1,44 @@
-//! Attention of one decode step.
+//! Attention of a decode step.
 
 use ndarray::{Array2, ArrayView2, ArrayViewMut2, Axis, s};
 use rayon::prelude::*;
 
 use super::lanes::LANES;
-use super::rows::{Queries, Rows, Run, Sums};
+use super::rows::{CachedRows, GroupQueries, OutputSums, Run};
 use crate::compute::simd;
 
-/// Positions whose weights and values are summed in f32 before they join a sum in f64.
+/// Positions whose weights and values are summed in f32 before they are added to a sum in f64.
 const TILE: usize = 256;
-/// Positions of one task, whose scores stay in the second cache.
+/// Positions of one task; their scores stay in the second-level cache.
 const PIECE: usize = 32 * TILE;
 
-/// Attention of one decode step over `positions` (ascending), for the r query heads of one KV head.
+/// Computes the attention of a decode step over `positions` (ascending) for the r query heads of one KV head.
 ///
-/// Returns, per query head, the log of the sum of the exponentials of the scaled scores; negative infinity
-/// for no position.
+/// Returns the log-sum-exp of the scaled scores of each query head; negative infinity for no position.
 ///
 /// # Shapes
 /// q `[r,d]` rotated; out `[r,d]`.
 ///
 /// # Numerics
-/// Scores and exponentials in f32; sums over positions in f32 up to 256 of them, beyond in f64. Pieces of
-/// 8192 positions have a softmax of their own, and join in f64 under the weight of each. Products are fused
-/// with their sums: the same bytes for any number of threads and on every instruction set. Each key and
-/// value row is read from memory once for the whole group. No position gives zeros.
+/// Scores and exponentials are f32; sums over positions are f32 for up to 256 of them and f64 beyond. Pieces of
+/// 8192 positions have a softmax each and are joined in f64 by their weights. Multiply-adds are fused: the same
+/// bytes for any number of threads and on every instruction set. Each row of keys and values is read from
+/// memory once for the whole group. No position gives zeros.
 pub fn decode(
     q: ArrayView2<f32>,
-    keys: &dyn Rows,
-    values: &dyn Rows,
+    keys: &dyn CachedRows,
+    values: &dyn CachedRows,
     positions: &[u32],
     out: ArrayViewMut2<f32>,
 ) -> Vec<f32> {
     attend(q, keys, values, positions, None, out)
 }
 
-/// [`decode`], with the softmax weights `[r, positions]` before the log-sum-exp.
+/// Computes [`decode`], and returns the softmax weights `[r, positions]` too.
 pub fn decode_with_weights(
     q: ArrayView2<f32>,
-    keys: &dyn Rows,
-    values: &dyn Rows,
+    keys: &dyn CachedRows,
+    values: &dyn CachedRows,
     positions: &[u32],
     out: ArrayViewMut2<f32>,
 ) -> (Array2<f32>, Vec<f32>) {
@@ -48,17 +47,17 @@ pub fn decode_with_weights(
     (weights, lse)
 }
 
-/// [`decode`], piece by piece; `weights` are wanted where they are given.
+/// Computes [`decode`] piece by piece, and fills `weights` if they are given.
 fn attend(
     q: ArrayView2<f32>,
-    keys: &dyn Rows,
-    values: &dyn Rows,
+    keys: &dyn CachedRows,
+    values: &dyn CachedRows,
     positions: &[u32],
     mut weights: Option<ArrayViewMut2<f32>>,
     mut out: ArrayViewMut2<f32>,
 ) -> Vec<f32> {
     let (r, d) = q.dim();
-    let queries = Queries::new(q, 1.0 / (d as f32).sqrt());
+    let queries = GroupQueries::new(q, 1.0 / (d as f32).sqrt());
     let kept: Vec<_> = match &mut weights {
         Some(weights) => weights.axis_chunks_iter_mut(Axis(1), PIECE).map(Some).collect(),
         None => (0..positions.len()).step_by(PIECE).map(|_| None).collect(),
@@ -99,23 +98,23 @@ fn attend(
     lse
 }
 
-/// Attention over some of the positions.
+/// The attention over a piece of the positions.
 struct Piece {
-    /// Largest score of each head.
+    /// The largest score of each head.
     max: Vec<f32>,
-    /// Sum of the exponentials of what the scores are below it.
+    /// The sum over the scores of exp(score - max), of each head.
     sum: Vec<f64>,
-    /// Values under the softmax weights of the piece, `[r,d]`.
+    /// The values weighted by the softmax of the piece, `[r,d]`.
     total: Array2<f64>,
 }
 
 impl Piece {
-    /// Over the first [`PIECE`] of `positions`, with shape `(r,d)`; its weights go to `kept`.
+    /// Attends the first [`PIECE`] of `positions`, with shape `(r,d)`, and writes the weights to `kept`.
     fn attend(
-        queries: &Queries,
+        queries: &GroupQueries,
         (r, d): (usize, usize),
-        keys: &dyn Rows,
-        values: &dyn Rows,
+        keys: &dyn CachedRows,
+        values: &dyn CachedRows,
         positions: &[u32],
         kept: Option<ArrayViewMut2<f32>>,
     ) -> Self {
@@ -128,7 +127,7 @@ impl Piece {
         let (mut max, mut sum) = (Vec::with_capacity(r), Vec::with_capacity(r));
         for row in weights.chunks_mut(n) {
             let largest = simd::max(row);
-            // Where no score is above minus infinity, none weighs anything.
+            // If every score is minus infinity, so is their maximum, and all weights must come out as zero.
             let shift = largest.max(f32::MIN);
             let tiles = row.chunks_mut(TILE);
             let total: f64 = tiles.map(|tile| f64::from(simd::exp_shifted(tile, shift))).sum();
@@ -142,7 +141,7 @@ impl Piece {
         let mut sums = vec![[0.0; LANES]; r * chunks];
         for at in (0..n).step_by(TILE) {
             sums.fill([0.0; LANES]);
-            let sums_of = Sums { r, values: &mut sums };
+            let sums_of = OutputSums { r, values: &mut sums };
             values.add(&weights[at..], n, &run(at), sums_of);
             for (mut total, sums) in total.rows_mut().into_iter().zip(sums.chunks(chunks)) {
                 for (t, x) in total.iter_mut().zip(sums.as_flattened()) {

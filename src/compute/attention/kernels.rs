@@ -1,7 +1,7 @@
-//! The loops of a decode step over rows of keys and values: every row is read once for a group of query
-//! heads, whose products with it are formed in registers.
+//! The loops of a decode step over rows of keys and values. Every row is read once for a group of query heads, and
+//! its products with them are formed in registers.
 //!
-//! The order of every sum is fixed by the lanes, not by the tiles: the same bits on every instruction set.
+//! The lanes fix the order of every sum, whatever the size of the tiles: the same bits on every instruction set.
 
 use half::{bf16, f16};
 use multiversion::multiversion;
@@ -9,73 +9,73 @@ use multiversion::target::match_target;
 
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{Avx2, Avx512};
-use super::lanes::{LANES, Lanes, Plain};
-use super::rows::{Coming, Queries, Run, Sums, prefetch};
+use super::lanes::{LANES, Plain, Simd};
+use super::rows::{Coming, GroupQueries, OutputSums, Run, prefetch};
 
 /// Query heads that share a tile.
 pub const GROUP: usize = 4;
-/// Rows that stay in the first cache while every group of heads and every tile of channels meets them.
+/// Rows that stay in the first-level cache while all heads and all channels are worked through.
 const BLOCK: usize = 32;
 
-/// A stored value.
-pub trait Element: Copy + Sync {
-    /// Exactly, as f32.
-    fn widen<S: Lanes>(simd: S, from: &[Self; LANES]) -> S::Vector;
+/// A type in which values are stored.
+pub trait Widen: Copy + Sync {
+    /// Widens values to f32, exactly.
+    fn widen<S: Simd>(simd: S, from: &[Self; LANES]) -> S::Vector;
 }
 
-impl Element for f32 {
+impl Widen for f32 {
     #[inline(always)]
-    fn widen<S: Lanes>(simd: S, from: &[f32; LANES]) -> S::Vector {
+    fn widen<S: Simd>(simd: S, from: &[f32; LANES]) -> S::Vector {
         simd.load(from)
     }
 }
 
-impl Element for bf16 {
+impl Widen for bf16 {
     #[inline(always)]
-    fn widen<S: Lanes>(simd: S, from: &[bf16; LANES]) -> S::Vector {
+    fn widen<S: Simd>(simd: S, from: &[bf16; LANES]) -> S::Vector {
         simd.widen_bf16(from)
     }
 }
 
-impl Element for f16 {
+impl Widen for f16 {
     #[inline(always)]
-    fn widen<S: Lanes>(simd: S, from: &[f16; LANES]) -> S::Vector {
+    fn widen<S: Simd>(simd: S, from: &[f16; LANES]) -> S::Vector {
         simd.widen_f16(from)
     }
 }
 
-/// Rows that the kernels read chunk by chunk.
-pub trait Source: Copy {
-    /// Whether two chunks have in common what it takes to widen them.
+/// Rows that the kernels read in chunks of [`LANES`] channels.
+pub trait ChunkedRows: Copy {
+    /// Whether two chunks share scales, so that they are widened together.
     const PAIRS: bool;
     /// A row.
     type Row: Copy;
 
-    /// Chunks of a row.
+    /// Returns the number of chunks of a row.
     fn chunks(self) -> usize;
 
     fn row(self, position: u32) -> Self::Row;
 
-    /// Asks for a row that is read soon.
+    /// Prefetches a row.
     fn prefetch(self, position: u32);
 
-    /// N chunks of a row from `at` on, exactly; where [`Source::PAIRS`] and N is even, so is `at`.
+    /// Widens N chunks of a row from number `at` on, exactly; with [`ChunkedRows::PAIRS`], `at` is even if N is.
     ///
     /// # Safety
     /// The row has these chunks.
-    unsafe fn widen<S: Lanes, const N: usize>(self, simd: S, row: Self::Row, at: usize) -> [S::Vector; N];
+    unsafe fn widen<S: Simd, const N: usize>(self, simd: S, row: Self::Row, at: usize) -> [S::Vector; N];
 }
 
-/// Rows of whole chunks, one after the other.
+/// Rows of whole chunks, stored one after the other.
 #[derive(Clone, Copy)]
-pub struct Stored<'a, E> {
+pub struct StoredRows<'a, E> {
     /// `[n, chunks, LANES]`.
     pub rows: &'a [[E; LANES]],
     /// Chunks of a row.
     pub chunks: usize,
 }
 
-impl<'a, E: Element> Source for Stored<'a, E> {
+impl<'a, E: Widen> ChunkedRows for StoredRows<'a, E> {
     const PAIRS: bool = false;
     type Row = &'a [[E; LANES]];
 
@@ -95,37 +95,37 @@ impl<'a, E: Element> Source for Stored<'a, E> {
     }
 
     #[inline(always)]
-    unsafe fn widen<S: Lanes, const N: usize>(self, simd: S, row: Self::Row, at: usize) -> [S::Vector; N] {
+    unsafe fn widen<S: Simd, const N: usize>(self, simd: S, row: Self::Row, at: usize) -> [S::Vector; N] {
         let mut wide = [simd.splat(0.0); N];
         for (i, wide) in wide.iter_mut().enumerate() {
-            // SAFETY: as the caller says. The checks would keep the pointers from staying in registers, at
-            // twice the time.
+            // SAFETY: the caller vouches for the chunks. With bounds checks the pointers do not stay in registers,
+            // and the loop takes twice the time.
             *wide = E::widen(simd, unsafe { row.get_unchecked(at + i) });
         }
         wide
     }
 }
 
-/// Asks for the next of the rows that are read soon.
+/// Prefetches the next of the coming rows.
 #[inline(always)]
-fn prefetch_next(rows: impl Source, coming: &mut Coming) {
+fn prefetch_next(rows: impl ChunkedRows, coming: &mut Coming) {
     if let Some(&position) = coming.next() {
         rows.prefetch(position);
     }
 }
 
-/// No rows: they have been asked for.
+/// Returns no coming rows, where another pass has prefetched them.
 fn nothing<'a>() -> Coming<'a> {
     [].iter().chain(&[])
 }
 
-/// [`super::Rows::scores`] of `rows`.
+/// Computes [`super::CachedRows::scores`] of `rows`.
 #[multiversion(targets(
     "x86_64+avx512f+avx512bw+avx512dq+avx512vl",
     "x86_64+avx2+fma+f16c",
     "aarch64+neon"
 ))]
-pub fn scores<K: Source>(queries: &Queries, rows: K, run: &Run, out: &mut [f32], stride: usize) {
+pub fn scores<K: ChunkedRows>(queries: &GroupQueries, rows: K, run: &Run, out: &mut [f32], stride: usize) {
     match_target! {
         // SAFETY: compiled for, and chosen on, machines with these instructions.
         "x86_64+avx512f+avx512bw+avx512dq+avx512vl" => unsafe { scores_of::<_, K, 8, 4>(Avx512::new(), queries, rows, run, out, stride) },
@@ -136,11 +136,11 @@ pub fn scores<K: Source>(queries: &Queries, rows: K, run: &Run, out: &mut [f32],
     }
 }
 
-/// [`scores`] in tiles of `FEW` rows with one or two heads and of `MANY` rows with three or four.
+/// Computes [`scores`] in tiles of `FEW` rows for one or two heads and of `MANY` rows for three or four.
 #[inline(always)]
-pub fn scores_of<S: Lanes, K: Source, const FEW: usize, const MANY: usize>(
+pub fn scores_of<S: Simd, K: ChunkedRows, const FEW: usize, const MANY: usize>(
     simd: S,
-    queries: &Queries,
+    queries: &GroupQueries,
     rows: K,
     run: &Run,
     out: &mut [f32],
@@ -164,7 +164,7 @@ pub fn scores_of<S: Lanes, K: Source, const FEW: usize, const MANY: usize>(
 }
 
 #[inline(always)]
-fn score_heads<S: Lanes, K: Source, const J: usize, const R: usize>(
+fn score_heads<S: Simd, K: ChunkedRows, const J: usize, const R: usize>(
     simd: S,
     q: &[[f32; LANES]],
     rows: K,
@@ -195,9 +195,9 @@ fn score_heads<S: Lanes, K: Source, const J: usize, const R: usize>(
     }
 }
 
-/// Scores of J keys for R heads, that of head a and key j at `a J + j`; at most [`LANES`] of them.
+/// Returns the scores of J keys for R heads, that of head a and key j at `a J + j`; J R is at most [`LANES`].
 #[inline(always)]
-fn score_tile<S: Lanes, K: Source, const J: usize, const R: usize>(
+fn score_tile<S: Simd, K: ChunkedRows, const J: usize, const R: usize>(
     simd: S,
     q: &[[[f32; LANES]; R]],
     rows: K,
@@ -226,9 +226,9 @@ fn score_tile<S: Lanes, K: Source, const J: usize, const R: usize>(
     simd.sums(&all)
 }
 
-/// Adds the products of N chunks.
+/// Adds the products of N chunks to the sums.
 #[inline(always)]
-fn score_chunks<S: Lanes, K: Source, const J: usize, const R: usize, const N: usize>(
+fn score_chunks<S: Simd, K: ChunkedRows, const J: usize, const R: usize, const N: usize>(
     simd: S,
     q: &[[[f32; LANES]; R]; N],
     rows: K,
@@ -238,7 +238,7 @@ fn score_chunks<S: Lanes, K: Source, const J: usize, const R: usize, const N: us
 ) {
     let mut k = [[simd.splat(0.0); N]; J];
     for j in 0..J {
-        // SAFETY: keys have as many chunks as queries, as `scores_of` makes sure.
+        // SAFETY: keys have as many chunks as queries, which `scores_of` checks.
         k[j] = unsafe { rows.widen(simd, keys[j], at) };
     }
     for i in 0..N {
@@ -251,13 +251,13 @@ fn score_chunks<S: Lanes, K: Source, const J: usize, const R: usize, const N: us
     }
 }
 
-/// [`super::Rows::add`] of `rows`.
+/// Computes [`super::CachedRows::add`] of `rows`.
 #[multiversion(targets(
     "x86_64+avx512f+avx512bw+avx512dq+avx512vl",
     "x86_64+avx2+fma+f16c",
     "aarch64+neon"
 ))]
-pub fn add<V: Source>(weights: &[f32], stride: usize, rows: V, run: &Run, sums: Sums) {
+pub fn add<V: ChunkedRows>(weights: &[f32], stride: usize, rows: V, run: &Run, sums: OutputSums) {
     match_target! {
         // SAFETY: compiled for, and chosen on, machines with these instructions.
         "x86_64+avx512f+avx512bw+avx512dq+avx512vl" => unsafe { add_of::<_, V, 4>(Avx512::new(), weights, stride, rows, run, sums) },
@@ -268,15 +268,15 @@ pub fn add<V: Source>(weights: &[f32], stride: usize, rows: V, run: &Run, sums: 
     }
 }
 
-/// [`add`] in tiles of `CHUNKS` chunks.
+/// Computes [`add`] in tiles of `CHUNKS` chunks.
 #[inline(always)]
-pub fn add_of<S: Lanes, V: Source, const CHUNKS: usize>(
+pub fn add_of<S: Simd, V: ChunkedRows, const CHUNKS: usize>(
     simd: S,
     weights: &[f32],
     stride: usize,
     rows: V,
     run: &Run,
-    sums: Sums,
+    sums: OutputSums,
 ) {
     let chunks = sums.values.len() / sums.r;
     assert_eq!(chunks, rows.chunks(), "sums have the channels of the values");
@@ -296,7 +296,7 @@ pub fn add_of<S: Lanes, V: Source, const CHUNKS: usize>(
 }
 
 #[inline(always)]
-fn add_heads<S: Lanes, V: Source, const R: usize, const CHUNKS: usize>(
+fn add_heads<S: Simd, V: ChunkedRows, const R: usize, const CHUNKS: usize>(
     simd: S,
     weights: &[f32],
     stride: usize,
@@ -323,9 +323,9 @@ fn add_heads<S: Lanes, V: Source, const R: usize, const CHUNKS: usize>(
     }
 }
 
-/// The chunks from `at` of the sums of R heads.
+/// Adds the weighted rows to the chunks from `at` on of the sums of R heads.
 #[inline(always)]
-fn add_tile<S: Lanes, V: Source, const R: usize, const CHUNKS: usize>(
+fn add_tile<S: Simd, V: ChunkedRows, const R: usize, const CHUNKS: usize>(
     simd: S,
     weights: &[&[f32]; R],
     rows: V,
@@ -343,7 +343,7 @@ fn add_tile<S: Lanes, V: Source, const R: usize, const CHUNKS: usize>(
     }
     for (j, p) in positions.iter().enumerate() {
         prefetch_next(rows, coming);
-        // SAFETY: values have as many chunks as sums, as `add_of` makes sure.
+        // SAFETY: values have as many chunks as sums, which `add_of` checks.
         let v: [S::Vector; CHUNKS] = unsafe { rows.widen(simd, rows.row(*p), at) };
         for a in 0..R {
             let weight = simd.splat(weights[a][j]);

@@ -1,18 +1,18 @@
-//! Sixteen f32 in the registers of each instruction set.
+//! Arithmetic on sixteen f32 lanes in the registers of each instruction set.
 //!
-//! Loops over arrays of this length would do, if the compiler kept several of them in registers; it does
-//! not, at three to ten times the time.
+//! Loops over arrays of sixteen values take three to ten times as long, because the compiler does not keep several
+//! arrays in registers.
 
 use half::{bf16, f16};
 
-/// Values side by side.
+/// Values of a vector.
 pub const LANES: usize = 16;
 
-/// Arithmetic on [`LANES`] values, with the same bits on every instruction set.
+/// An instruction set's arithmetic on vectors of [`LANES`] values, with the same bits on every instruction set.
 ///
-/// A value of an implementing type stands for the permission to use its instructions.
-pub trait Lanes: Copy {
-    /// Their registers.
+/// A value of an implementing type proves that the machine has its instructions.
+pub trait Simd: Copy {
+    /// A vector in registers.
     type Vector: Copy;
 
     fn load(self, from: &[f32; LANES]) -> Self::Vector;
@@ -21,7 +21,7 @@ pub trait Lanes: Copy {
 
     fn splat(self, x: f32) -> Self::Vector;
 
-    /// `a b + c`, rounded once.
+    /// Returns `a b + c`, rounded once.
     fn mul_add(self, a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
 
     #[inline(always)]
@@ -46,10 +46,10 @@ pub trait Lanes: Copy {
 
     fn add(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
 
-    /// The other sign for the lanes whose bits are set.
+    /// Changes the sign of the lanes whose bits are set.
     fn flip(self, v: Self::Vector, lanes: u16) -> Self::Vector;
 
-    /// `Q step + zero`, rounded twice, for the 16 pairs Q of bits of `codes`.
+    /// Returns `Q step + zero`, rounded twice, for the sixteen 2-bit numbers Q of `codes`.
     #[inline(always)]
     fn two_bits(self, codes: u32, step: f32, zero: f32) -> Self::Vector {
         let mut wide = [0.0; LANES];
@@ -64,7 +64,7 @@ pub trait Lanes: Copy {
         pair.map(widen_f16)
     }
 
-    /// The sum of each vector, by halves.
+    /// Returns the sum of the lanes of each vector, added by halves.
     #[inline(always)]
     fn sums(self, vectors: &[Self::Vector; LANES]) -> [f32; LANES] {
         let mut sums = [0.0; LANES];
@@ -81,10 +81,10 @@ pub trait Lanes: Copy {
     }
 }
 
-/// The value of an f16, without a branch.
+/// Returns the value of an f16, without a branch.
 #[inline(always)]
 pub fn widen_f16(x: f16) -> f32 {
-    /// 2^112: what the exponents differ by.
+    /// 2^112: the difference between the exponents of f16 and f32.
     const SHIFT: f32 = f32::from_bits(0x7780_0000);
     let bits = u32::from(x.to_bits());
     let (sign, rest) = ((bits & 0x8000) << 16, (bits & 0x7fff) << 13);
@@ -92,11 +92,10 @@ pub fn widen_f16(x: f16) -> f32 {
     f32::from_bits((f32::from_bits(rest) * SHIFT).to_bits() | special | sign)
 }
 
-/// `a b + c` rounded once, on machines without such an instruction.
+/// Returns `a b + c`, rounded once, on machines without the instruction.
 #[inline(always)]
 pub(crate) fn fused(a: f32, b: f32, c: f32) -> f32 {
-    // The product is exact. Where the sum is not, its last bit is set, which keeps the second
-    // rounding from going wrong.
+    // The product is exact in f64. If the sum is not, its last bit is set, so that the rounding to f32 is right.
     let (product, c) = (f64::from(a) * f64::from(b), f64::from(c));
     let sum = product + c;
     let back = sum - product;
@@ -112,11 +111,11 @@ pub(crate) fn fused(a: f32, b: f32, c: f32) -> f32 {
     f64::from_bits(bits) as f32
 }
 
-/// Loops over arrays; `FUSED` where the machine has [`f32::mul_add`].
+/// Loops over arrays; with `FUSED` the machine has the instruction of [`f32::mul_add`].
 #[derive(Clone, Copy)]
 pub struct Plain<const FUSED: bool>;
 
-impl<const FUSED: bool> Lanes for Plain<FUSED> {
+impl<const FUSED: bool> Simd for Plain<FUSED> {
     type Vector = [f32; LANES];
 
     #[inline(always)]

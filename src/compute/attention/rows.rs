@@ -1,20 +1,20 @@
-//! Rows of keys or values, and what a decode step does with them.
+//! Rows of cached keys or values, and the operations of a decode step on them.
 
 use std::iter::Chain;
 use std::slice::Iter;
 
 use ndarray::ArrayView2;
 
-use super::kernels::{self, Stored};
+use super::kernels::{self, StoredRows};
 use super::lanes::LANES;
 
-/// Rows that are widened at a time, where the kernels cannot read them as they are.
+/// Rows that are widened together, if the kernels cannot read them as they are stored.
 const BLOCK: usize = 32;
 
-/// Rows that are asked for before they are read.
+/// Rows between the one that is read and the one that is prefetched.
 pub const AHEAD: usize = 8;
 
-/// Numbers of the rows of a widened block.
+/// The indices of the rows of a widened block.
 const NUMBERS: [u32; BLOCK] = {
     let mut numbers = [0; BLOCK];
     let mut i = 0;
@@ -25,15 +25,15 @@ const NUMBERS: [u32; BLOCK] = {
     numbers
 };
 
-/// Query rows of one KV head in the order the kernels read them.
-pub struct Queries {
-    /// Channels, in whole chunks of [`LANES`].
+/// The queries of one KV head's group, in the order in which the kernels read them.
+pub struct GroupQueries {
+    /// Chunks of [`LANES`] channels, the last padded.
     pub(super) chunks: usize,
     /// `[groups of GROUP heads, chunks, heads of the group, LANES]`, padded with zeros.
     pub(super) packed: Vec<[f32; LANES]>,
 }
 
-impl Queries {
+impl GroupQueries {
     /// Packs queries `[r,d]` times `scale`.
     pub fn new(q: ArrayView2<f32>, scale: f32) -> Self {
         let (r, d) = q.dim();
@@ -52,26 +52,26 @@ impl Queries {
     }
 }
 
-/// Positions of which some are read now and the others next.
+/// Positions that are read now, and those that are read after them.
 pub struct Run<'a> {
     /// Read now, ascending.
     pub now: &'a [u32],
-    /// Those after them.
+    /// Read next.
     pub next: &'a [u32],
 }
 
-/// Positions of rows that are read soon. One is asked for with every row that is read: asked for together, they
-/// would keep each other waiting, and the arithmetic too.
+/// The positions of the coming rows. One row is prefetched with every row that is read: prefetched all at once, they
+/// would wait for each other and delay the arithmetic.
 pub type Coming<'a> = Chain<Iter<'a, u32>, Iter<'a, u32>>;
 
 impl<'a> Run<'a> {
-    /// The first `n` of `positions` now.
+    /// Reads the first `n` of `positions` now and the others next.
     pub fn new(positions: &'a [u32], n: usize) -> Self {
         let (now, next) = positions.split_at(n);
         Self { now, next }
     }
 
-    /// The positions of the rows to ask for while those of now are read, one with each.
+    /// Returns the positions of the rows to prefetch while those of now are read, one with each.
     pub fn coming(&self) -> Coming<'a> {
         let now = self.now.get(AHEAD..).unwrap_or_default();
         let next = self
@@ -81,7 +81,7 @@ impl<'a> Run<'a> {
         now.iter().chain(next)
     }
 
-    /// The same in blocks, with the place of each block's first position.
+    /// Cuts the run into blocks, each with the index of its first position.
     fn blocks(&self) -> impl Iterator<Item = (usize, Run<'a>)> {
         let Self { now, next } = *self;
         (0..now.len()).step_by(BLOCK).map(move |at| {
@@ -92,7 +92,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Asks for the cache lines of values that are read soon.
+/// Prefetches the cache lines of values.
 #[inline(always)]
 pub fn prefetch<T>(values: &[T]) {
     #[cfg(target_arch = "x86_64")]
@@ -108,42 +108,41 @@ pub fn prefetch<T>(values: &[T]) {
     let _ = values;
 }
 
-/// Sums of rows under r weights each.
-pub struct Sums<'a> {
-    /// Weights per row.
+/// Weighted sums of rows, for r sets of weights.
+pub struct OutputSums<'a> {
+    /// Weights per row, r.
     pub r: usize,
     /// `[r, chunks, LANES]`.
     pub values: &'a mut [[f32; LANES]],
 }
 
-/// Rows of keys or values that a decode step reads, in whatever type they are stored.
-pub trait Rows: Sync {
-    /// Channels of a row, d.
+/// Cached rows of keys or values, in the type in which they are stored.
+pub trait CachedRows: Sync {
+    /// Returns the channels of a row, d.
     fn dim(&self) -> usize;
 
-    /// The row of `position` as f32; `scratch` (d values) may hold a converted copy.
+    /// Returns the row of `position` as f32; `scratch` (d values) may hold a converted copy.
     fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32];
 
-    /// Products of the rows with the queries: `[r, stride]` in `out`, of which the first columns are
-    /// written, one for each position.
+    /// Writes the products of the rows with the queries to `out`, `[r, stride]`, a column for each position.
     ///
     /// # Numerics
-    /// f32; each product is fused with its sum, in [`LANES`] sums, which are added by halves.
-    fn scores(&self, queries: &Queries, run: &Run, out: &mut [f32], stride: usize) {
+    /// f32: fused multiply-adds into [`LANES`] partial sums, which are added by halves.
+    fn scores(&self, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
         widened_scores(self, queries, run, out, stride);
     }
 
-    /// `sums += weights rows`, with weights in the first columns of `[r, stride]`.
+    /// Adds the weighted rows to `sums`; `weights` is `[r, stride]`, with a column for each position.
     ///
     /// # Numerics
-    /// f32; each product is fused with its sum, position by position.
-    fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: Sums) {
+    /// f32: fused multiply-adds, position by position.
+    fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: OutputSums) {
         widened_add(self, weights, stride, run, sums);
     }
 }
 
-/// The rows of a run as f32, `[positions, chunks, LANES]`; what pads them stays as it is.
-fn widen<R: Rows + ?Sized>(rows: &R, run: &Run, out: &mut [[f32; LANES]]) {
+/// Widens the rows of a run to f32, `[positions, chunks, LANES]`; their padding stays as it is.
+fn widen<R: CachedRows + ?Sized>(rows: &R, run: &Run, out: &mut [[f32; LANES]]) {
     let mut scratch = vec![0.0; rows.dim()];
     for (to, p) in out.chunks_mut(rows.dim().div_ceil(LANES)).zip(run.now) {
         let row = rows.row(*p as usize, &mut scratch);
@@ -151,10 +150,10 @@ fn widen<R: Rows + ?Sized>(rows: &R, run: &Run, out: &mut [[f32; LANES]]) {
     }
 }
 
-/// [`Rows::scores`] of rows that the kernels cannot read as they are.
-pub fn widened_scores<R: Rows + ?Sized>(
+/// Computes [`CachedRows::scores`] of rows that the kernels cannot read as they are stored.
+pub fn widened_scores<R: CachedRows + ?Sized>(
     rows: &R,
-    queries: &Queries,
+    queries: &GroupQueries,
     run: &Run,
     out: &mut [f32],
     stride: usize,
@@ -164,24 +163,30 @@ pub fn widened_scores<R: Rows + ?Sized>(
     for (at, run) in run.blocks() {
         widen(rows, &run, &mut block);
         let run = Run::new(&NUMBERS[..run.now.len()], run.now.len());
-        let rows = Stored { rows: &block, chunks };
+        let rows = StoredRows { rows: &block, chunks };
         kernels::scores(queries, rows, &run, &mut out[at..], stride);
     }
 }
 
-/// [`Rows::add`] of rows that the kernels cannot read as they are.
-pub fn widened_add<R: Rows + ?Sized>(rows: &R, weights: &[f32], stride: usize, run: &Run, sums: Sums) {
-    let Sums { r, values } = sums;
+/// Computes [`CachedRows::add`] of rows that the kernels cannot read as they are stored.
+pub fn widened_add<R: CachedRows + ?Sized>(
+    rows: &R,
+    weights: &[f32],
+    stride: usize,
+    run: &Run,
+    sums: OutputSums,
+) {
+    let OutputSums { r, values } = sums;
     let chunks = values.len() / r;
     let mut block = vec![[0.0f32; LANES]; BLOCK.min(run.now.len()) * chunks];
     for (at, run) in run.blocks() {
         widen(rows, &run, &mut block);
         let run = Run::new(&NUMBERS[..run.now.len()], run.now.len());
-        let sums = Sums {
+        let sums = OutputSums {
             r,
             values: &mut *values,
         };
-        let rows = Stored { rows: &block, chunks };
+        let rows = StoredRows { rows: &block, chunks };
         kernels::add(&weights[at..], stride, rows, &run, sums);
     }
 }

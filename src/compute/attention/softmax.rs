@@ -5,41 +5,41 @@ use multiversion::target::match_target;
 
 use crate::compute::blocks::{Row, SIDE, multiply_add};
 
-/// Sums side by side.
+/// Partial sums of a row of weights.
 const LANES: usize = 16;
-/// Below it a weight is zero.
+/// Powers of two with a smaller exponent count as zero.
 const LEAST: f32 = -126.0;
 
-/// What the softmax of a row has seen so far, in powers of two.
+/// The running softmax of a row, in powers of two.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
 pub struct Seen {
-    /// Of the weights, which are relative to `max`.
+    /// Partial sums of the weights, which are relative to `max`.
     sums: [f32; LANES],
     max: f32,
-    /// What multiplies the weights given before the last ones.
+    /// The factor that brings earlier weights to the present maximum.
     pub rescale: f32,
 }
 
 impl Seen {
-    /// Of nothing.
+    /// The softmax of no scores.
     pub const NOTHING: Self = Self {
         sums: [0.0; LANES],
         max: f32::NEG_INFINITY,
         rescale: 1.0,
     };
 
-    /// Sum of all weights.
+    /// Returns the sum of all weights.
     pub fn sum(&self) -> f32 {
         self.sums.iter().sum()
     }
 }
 
-/// Turns scores into weights relative to the largest score so far: `2^(score - max)`. Minus infinity weighs nothing.
+/// Turns scores into weights relative to the largest score so far, `2^(score - max)`; minus infinity has no weight.
 ///
 /// # Numerics
-/// f32; relative error of a power below 2e-7, zero below 2^-126. A NaN weighs NaN. The same bits on every instruction
-/// set.
+/// f32; a power has a relative error below 2e-7 and is zero below 2^-126. The weight of a NaN is NaN. The same bits on
+/// every instruction set.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2+fma", "aarch64+neon"))]
 pub fn weigh(scores: &mut [Row], seen: &mut [Seen]) {
     match_target! {
@@ -57,7 +57,7 @@ fn weigh_rows<const FMA: bool>(scores: &mut [Row], seen: &mut [Seen]) {
         let max = largest(line);
         seen.rescale = 1.0;
         if max > seen.max {
-            // Of minus infinity it is zero.
+            // Zero if there was no score before.
             seen.rescale = exp2::<FMA>(seen.max - max);
             seen.max = max;
             for l in 0..LANES {
@@ -80,7 +80,7 @@ fn weigh_rows<const FMA: bool>(scores: &mut [Row], seen: &mut [Seen]) {
     }
 }
 
-/// NaN is passed over.
+/// Returns the largest value; NaN is passed over.
 #[inline(always)]
 fn largest(line: &[[f32; LANES]]) -> f32 {
     let larger = |a: f32, b: f32| if a > b { a } else { b };
@@ -95,7 +95,7 @@ fn largest(line: &[[f32; LANES]]) -> f32 {
     larger(larger(four[0], four[2]), larger(four[1], four[3]))
 }
 
-/// 2^x for x up to 0, relative error below 2e-7; zero below [`LEAST`]; a NaN stays a NaN.
+/// Returns 2^x for x up to 0 with a relative error below 2e-7; zero below [`LEAST`]; a NaN stays a NaN.
 #[inline(always)]
 fn exp2<const FMA: bool>(x: f32) -> f32 {
     /// ln(2)^k / k! from k = 7 on down: |r| <= 1/2, so the first term left out is below 6e-9.
@@ -108,7 +108,7 @@ fn exp2<const FMA: bool>(x: f32) -> f32 {
         2.402_265e-1,
         std::f32::consts::LN_2,
     ];
-    /// Adding it rounds to an integer, which then stands in the low bits.
+    /// Adding this rounds to an integer, which the low bits then hold.
     const ROUND: f32 = 12_582_912.0;
     // Not `max`, which would lose a NaN.
     let y = if x < LEAST { LEAST } else { x };
@@ -124,7 +124,7 @@ fn exp2<const FMA: bool>(x: f32) -> f32 {
     if x < LEAST { 0.0 } else { power }
 }
 
-/// Rescales the sums of weighted values of each row.
+/// Brings the weighted sums of each row to its present maximum.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn rescale(rows: &mut [Row], seen: &[Seen]) {
     for (row, seen) in rows.iter_mut().zip(seen) {
@@ -136,7 +136,7 @@ pub fn rescale(rows: &mut [Row], seen: &[Seen]) {
     }
 }
 
-/// Hides all but the scores at `visible`.
+/// Sets all scores but those at `visible` to minus infinity.
 pub fn mask(row: &mut Row, visible: std::ops::Range<usize>) {
     row.0[..visible.start.min(SIDE)].fill(f32::NEG_INFINITY);
     row.0[visible.end.min(SIDE)..].fill(f32::NEG_INFINITY);

@@ -1,10 +1,10 @@
 use half::{bf16, f16};
 use ndarray::{Array2, Array3, s};
 
-use super::kernels::{Element, Stored, add_of, scores_of};
+use super::kernels::{StoredRows, Widen, add_of, scores_of};
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{Avx2, Avx512};
-use super::lanes::{LANES, Lanes, Plain, fused, widen_f16};
+use super::lanes::{LANES, Plain, Simd, fused, widen_f16};
 use super::*;
 use crate::testing::numbers;
 
@@ -60,13 +60,13 @@ struct Case<E> {
     r: usize,
     chunks: usize,
     rows: Vec<[E; LANES]>,
-    queries: Queries,
+    queries: GroupQueries,
     q: Vec<f32>,
     positions: Vec<u32>,
     weights: Vec<f32>,
 }
 
-impl<E: Element> Case<E> {
+impl<E: Widen> Case<E> {
     fn new(r: usize, d: usize, positions: Vec<u32>, special: &[f32], from: fn(f32) -> E) -> Self {
         let chunks = d.div_ceil(LANES);
         let n = positions.last().map_or(0, |p| *p as usize + 1);
@@ -82,7 +82,7 @@ impl<E: Element> Case<E> {
             r,
             chunks,
             rows: rows.as_chunks().0.to_vec(),
-            queries: Queries::new(view.view(), 1.0),
+            queries: GroupQueries::new(view.view(), 1.0),
             q: padded(&q, d),
             weights: values(r * positions.len(), 4),
             positions,
@@ -119,14 +119,14 @@ impl<E: Element> Case<E> {
         (scores, sums)
     }
 
-    fn stored(&self) -> Stored<'_, E> {
-        Stored {
+    fn stored(&self) -> StoredRows<'_, E> {
+        StoredRows {
             rows: &self.rows,
             chunks: self.chunks,
         }
     }
 
-    fn check(&self, name: &str, scores: impl Fn(&Self, &mut [f32]), add: impl Fn(&Self, Sums)) {
+    fn check(&self, name: &str, scores: impl Fn(&Self, &mut [f32]), add: impl Fn(&Self, OutputSums)) {
         let (expected, expected_sums) = self.expected();
         let mut got = vec![0.0; expected.len()];
         scores(self, &mut got);
@@ -137,7 +137,7 @@ impl<E: Element> Case<E> {
         let mut got = vec![[0.25; LANES]; self.r * self.chunks];
         add(
             self,
-            Sums {
+            OutputSums {
                 r: self.r,
                 values: &mut got,
             },
@@ -148,7 +148,7 @@ impl<E: Element> Case<E> {
     }
 
     /// The kernels with the registers and the tiles given.
-    fn check_with<S: Lanes, const FEW: usize, const MANY: usize, const CHUNKS: usize>(&self, simd: S) {
+    fn check_with<S: Simd, const FEW: usize, const MANY: usize, const CHUNKS: usize>(&self, simd: S) {
         let n = self.positions.len();
         self.check(
             std::any::type_name::<S>(),
@@ -227,10 +227,10 @@ fn every_instruction_set_and_tile_gives_the_same_bits() {
     }
 }
 
-/// Rows in f32 of any width, read through [`Rows::row`] alone.
+/// Rows in f32 of any width, read through [`CachedRows::row`] alone.
 struct Wide(Array2<f32>);
 
-impl Rows for Wide {
+impl CachedRows for Wide {
     fn dim(&self) -> usize {
         self.0.ncols()
     }

@@ -1,27 +1,27 @@
-//! The assignment step: which centroid each row belongs to, and which rows need another look.
+//! The assignment of rows to centroids, and the bounds that tell which rows need a full search again.
 
 use rayon::prelude::*;
 
-use super::scan::{Best, Panels, Scratch, row, scan, score, squared_distance};
+use super::scan::{BestTwo, Panels, Scratch, row, scan, score, squared_distance};
 
-/// Rows per unit of parallel work; a constant, because results must not depend on the thread count.
+/// Rows per task; a constant, because results must not depend on the number of threads.
 pub(crate) const CHUNK: usize = 512;
 
-/// What is known of one row: its centroid, and the bounds that tell when to look at it again.
+/// The assignment of one row, with a bound that tells whether it needs a full search.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Assigned {
     /// The centroid.
     pub code: u32,
-    /// Score of `code`.
+    /// The score of that centroid.
     pub score: f32,
-    /// No other centroid that has not moved since has a higher score.
+    /// No other centroid that has stayed in place since has a higher score.
     pub rival: f32,
-    /// Squared distance to `code`.
+    /// The squared distance to that centroid.
     pub distance: f32,
 }
 
 impl Assigned {
-    /// A row that no centroid has claimed yet.
+    /// A row without a centroid.
     pub const NOWHERE: Self = Self {
         code: 0,
         score: f32::NEG_INFINITY,
@@ -29,8 +29,8 @@ impl Assigned {
         distance: f32::INFINITY,
     };
 
-    /// Takes in the best of some centroids, none of which is `self.code`.
-    fn challenge(&mut self, best: &Best) {
+    /// Takes the best of some other centroids into account.
+    fn challenge(&mut self, best: &BestTwo) {
         if best.score > self.score || (best.score == self.score && best.id < self.code) {
             self.rival = self.score.max(best.second);
             (self.code, self.score) = (best.id, best.score);
@@ -40,7 +40,7 @@ impl Assigned {
     }
 }
 
-/// Lets new centroids `fresh`, numbered from `first`, take over the rows they are nearest to.
+/// Assigns rows to the new centroids `fresh`, numbered from `first`, if these are nearer than their own.
 pub(super) fn absorb(x: &[f32], dim: usize, rows: &mut [Assigned], fresh: &[f32], first: u32) {
     let ids = (first..first + (fresh.len() / dim) as u32).collect();
     let panels = Panels::pack(fresh, dim, first, ids);
@@ -60,9 +60,9 @@ pub(super) fn absorb(x: &[f32], dim: usize, rows: &mut [Assigned], fresh: &[f32]
 
 /// Assigns every row to its nearest centroid, given which centroids moved since the last time.
 ///
-/// The outcome is that of scanning all centroids for all rows, bit for bit. Among the centroids
-/// that stayed, a row's own is still the best one if it stayed too, or if its new score is above
-/// `rival`; such a row meets the moved centroids only.
+/// The result is that of scanning all centroids for all rows, bit for bit. A row's own centroid is still the best of
+/// those that stayed in place if it stayed too, or if its new score is above `rival`; such a row is compared with the
+/// moved centroids only.
 pub(super) fn reassign(x: &[f32], dim: usize, rows: &mut [Assigned], centroids: &[f32], moved: &[bool]) {
     let ids = 0..moved.len() as u32;
     let all = Panels::pack(centroids, dim, 0, ids.clone().collect());
@@ -76,7 +76,7 @@ pub(super) fn reassign(x: &[f32], dim: usize, rows: &mut [Assigned], centroids: 
             if own_moved {
                 r.score = score(x, row(centroids, r.code, dim), all.bias(r.code as usize));
             }
-            // A centroid that stayed has won its ties already; one that moved may lose them now.
+            // A centroid that stayed in place has won its ties before; one that moved may lose them now.
             let safe = r.score > r.rival || (r.score == r.rival && !own_moved);
             if safe {
                 &mut against_moved
@@ -94,7 +94,7 @@ pub(super) fn reassign(x: &[f32], dim: usize, rows: &mut [Assigned], centroids: 
         for (&i, best) in against_moved.iter().zip(&scratch.out) {
             let r = &mut rows[i as usize];
             if moved[r.code as usize] {
-                // The row's own centroid took part: the best of the moved is the best of all.
+                // The row's own centroid is one of the moved: their best is the best of all.
                 (r.code, r.score, r.rival) = (best.id, best.score, r.rival.max(best.second));
             } else {
                 r.challenge(best);
@@ -108,7 +108,7 @@ pub(super) fn reassign(x: &[f32], dim: usize, rows: &mut [Assigned], centroids: 
     });
 }
 
-/// Codes and distances of a chunk of rows `x`, `[.., d]`.
+/// Finds the nearest centroid of each row of a chunk `x`, `[.., d]`, and its squared distance.
 pub(crate) fn search(
     x: &[f32],
     dim: usize,

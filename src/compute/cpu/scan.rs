@@ -1,40 +1,39 @@
-//! The kernel behind k-means and encoding: the best and second-best centroid of each row.
+//! The kernel behind k-means and encoding: the best and the second-best centroid of each row.
 //!
-//! A tile of rows meets a panel of centroids in the vector registers; the scores are folded into
-//! the running result of the rows at once and never reach memory. The loops are plain Rust over
-//! fixed-size arrays, compiled once per instruction set. They go by index: written with iterators,
-//! the compiler stops keeping the tile in registers and takes ten times as long.
+//! The scores of a tile of rows with a panel of centroids are formed in the vector registers and folded into the
+//! rows' running results, without being stored. The loops are plain Rust over fixed-size arrays, compiled once per
+//! instruction set. They use indices: with iterators, the compiler does not keep the tile in registers and the loops
+//! take ten times as long.
 //!
 //! # Numerics
 //!
-//! A score is `-||c||²/2`, summed in f64 and rounded, followed by one f32 multiply-add per
-//! coordinate, in order: it depends on the row and the centroid alone, whatever shares their tile
-//! or panel.
+//! A score starts at `-||c||²/2`, summed in f64 and rounded, and takes one f32 multiply-add per coordinate, in order.
+//! It depends on the row and the centroid alone, not on the other rows of the tile or centroids of the panel.
 
 use multiversion::multiversion;
 use multiversion::target::match_target;
 
 use super::super::blocks::{Line, PANEL};
 
-/// Row `i` of `x`, `[n, d]`.
+/// Returns row `i` of `x`, `[n, d]`.
 pub(super) fn row(x: &[f32], i: u32, dim: usize) -> &[f32] {
     &x[i as usize * dim..][..dim]
 }
 
-/// Centroids in the order the kernel reads them: panels of [`PANEL`], coordinate by coordinate.
+/// Centroids in panels of [`PANEL`], coordinate by coordinate, as the kernel reads them.
 #[derive(Clone, Debug)]
 pub(crate) struct Panels {
     dim: usize,
     /// `[panels, d]`, the last panel padded with zeros.
     data: Vec<Line>,
-    /// `-||c||²/2` per slot, `[panels]`; minus infinity in the padding, which therefore never wins.
+    /// `-||c||²/2` per slot, `[panels]`; minus infinity in the padding, so that it never wins.
     biases: Vec<Line>,
-    /// The centroid in each slot, ascending, `[slots]` without padding.
+    /// The number of the centroid in each slot, ascending, `[slots]` without padding.
     pub(super) ids: Vec<u32>,
 }
 
 impl Panels {
-    /// Packs the centroids `ids`, ascending, out of `centroids`, whose first row is number `first`.
+    /// Packs the centroids with the numbers `ids`, ascending; the first row of `centroids` has the number `first`.
     pub fn pack(centroids: &[f32], dim: usize, first: u32, ids: Vec<u32>) -> Self {
         let count = ids.len().div_ceil(PANEL);
         let mut data = vec![Line([0.0; PANEL]); count * dim];
@@ -61,26 +60,26 @@ impl Panels {
     }
 }
 
-/// What a scan found for one row.
+/// The best and the second-best score of one row.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Best {
-    /// The centroid of the highest score, the lowest id on ties; 0 where there was none.
+pub(super) struct BestTwo {
+    /// The centroid with the highest score, the lowest number on ties; 0 if there are no centroids.
     pub(super) id: u32,
     pub(super) score: f32,
-    /// The highest score of the others.
+    /// The highest score among the other centroids.
     pub(super) second: f32,
 }
 
-/// The running result of one row, per lane of a panel.
+/// The running result of one row: the best and the second-best score in each lane of the panels so far.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
-struct Lanes {
+struct LaneBests {
     best: [f32; PANEL],
     second: [f32; PANEL],
     panel: [u32; PANEL],
 }
 
-impl Lanes {
+impl LaneBests {
     const START: Self = Self {
         best: [f32::NEG_INFINITY; PANEL],
         second: [f32::NEG_INFINITY; PANEL],
@@ -104,7 +103,7 @@ impl Lanes {
         }
     }
 
-    fn finish(&self, ids: &[u32]) -> Best {
+    fn finish(&self, ids: &[u32]) -> BestTwo {
         let mut slot = u32::MAX;
         let (mut score, mut second) = (f32::NEG_INFINITY, f32::NEG_INFINITY);
         for l in 0..PANEL {
@@ -116,7 +115,7 @@ impl Lanes {
                 second = second.max(s);
             }
         }
-        Best {
+        BestTwo {
             id: ids.get(slot as usize).copied().unwrap_or(0),
             score,
             second,
@@ -124,19 +123,18 @@ impl Lanes {
     }
 }
 
-/// Buffers of one worker; `out` holds the result of its last scan.
+/// The buffers of one worker; `out` holds the results of its last scan.
 #[derive(Default)]
 pub(super) struct Scratch {
     packed: Vec<f32>,
-    lanes: Vec<Lanes>,
-    pub(super) out: Vec<Best>,
+    lanes: Vec<LaneBests>,
+    pub(super) out: Vec<BestTwo>,
 }
 
-/// Scores the rows `rows` of `x` against all panels: best and runner-up of each, into
-/// `scratch.out`.
+/// Scores the rows `rows` of `x` against all panels and puts the best two of each row into `scratch.out`.
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2+fma", "aarch64+neon"))]
 pub(super) fn scan(x: &[f32], rows: &[u32], panels: &Panels, scratch: &mut Scratch) {
-    // Rows per tile: what the vector registers hold beside a line of the panel.
+    // Rows per tile: as many as the vector registers hold beside a line of the panel.
     match_target! {
         "x86_64+avx512f" => scan_tiles::<12, true>(x, rows, panels, scratch),
         "x86_64+avx2+fma" => scan_tiles::<3, true>(x, rows, panels, scratch),
@@ -167,7 +165,7 @@ fn scan_tiles<const R: usize, const FMA: bool>(
         }
     }
     lanes.clear();
-    lanes.resize(tiles * R, Lanes::START);
+    lanes.resize(tiles * R, LaneBests::START);
     let (packed, _) = packed.as_chunks::<R>();
     for ((panel, bias), p) in panels.data.chunks_exact(dim).zip(&panels.biases).zip(0..) {
         for (tile, lanes) in packed.chunks_exact(dim).zip(lanes.chunks_exact_mut(R)) {
@@ -205,7 +203,7 @@ fn score_tile<const R: usize, const FMA: bool>(
     scores
 }
 
-/// The score of one centroid, bit for bit what [`scan`] computes.
+/// Returns the score of one centroid, bit for bit as [`scan`] computes it.
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2+fma", "aarch64+neon"))]
 pub(super) fn score(x: &[f32], c: &[f32], bias: f32) -> f32 {
     match_target! {
@@ -223,13 +221,13 @@ fn score_one<const FMA: bool>(x: &[f32], c: &[f32], bias: f32) -> f32 {
         .fold(bias, |score, (&x, &c)| multiply_add::<FMA>(x, c, score))
 }
 
-/// `x c + sum`, fused where the machine can: elsewhere `mul_add` is a function call.
+/// Returns `x c + sum`, rounded once with `FMA` and twice without: there `mul_add` is a function call.
 #[inline(always)]
 fn multiply_add<const FMA: bool>(x: f32, c: f32, sum: f32) -> f32 {
     if FMA { x.mul_add(c, sum) } else { x * c + sum }
 }
 
-/// `sum (a - b)²` in 16 partial sums.
+/// Returns the squared distance `sum (a - b)²`, taken in 16 partial sums.
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2+fma", "aarch64+neon"))]
 pub(crate) fn squared_distance(a: &[f32], b: &[f32]) -> f32 {
     const LANES: usize = 16;
@@ -253,7 +251,7 @@ mod tests {
     use crate::testing::values;
 
     fn bits(scratch: &Scratch) -> Vec<(u32, u32, u32)> {
-        let of = |best: &Best| (best.id, best.score.to_bits(), best.second.to_bits());
+        let of = |best: &BestTwo| (best.id, best.score.to_bits(), best.second.to_bits());
         scratch.out.iter().map(of).collect()
     }
 
@@ -270,7 +268,7 @@ mod tests {
             assert_eq!(bits(&scratch), expected);
             scan_tiles::<12, true>(&x, &rows, &panels, &mut scratch);
             assert_eq!(bits(&scratch), expected);
-            // Whatever this machine selects, scan and score agree with each other.
+            // On every instruction set, scan and score agree with each other.
             scan(&x, &rows, &panels, &mut scratch);
             for (&i, best) in rows.iter().zip(&scratch.out) {
                 let x = row(&x, i, dim);

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 
 /// The clusters of one head. Codes and distances are those that the adapter found last.
 #[derive(Default)]
-pub(super) struct Head {
+pub(super) struct GpuClusters {
     /// `[M,d]`, or as far as seeding got.
     pub centroids: Vec<f32>,
     pub codes: Vec<u32>,
@@ -84,7 +84,7 @@ impl Segments {
     }
 }
 
-impl Head {
+impl GpuClusters {
     pub fn assignment(&self) -> Assignment {
         let mut counts = vec![0; self.size];
         self.codes.iter().for_each(|code| counts[*code as usize] += 1);

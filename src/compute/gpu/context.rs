@@ -1,6 +1,6 @@
 //! The adapter and what is done with it: buffers, dispatches, reading back.
 //!
-//! Everything that can fail on a driver happens in [`Context::work`], between error scopes: a validation
+//! Everything that can fail on a driver happens in [`GpuContext::work`], between error scopes: a validation
 //! error, memory that ran out or a lost device becomes an [`Error`], never a panic and never zeros that look
 //! like a result.
 
@@ -24,14 +24,14 @@ const SUBMISSION: u64 = 1 << 34;
 
 /// How much fits into one binding and one dispatch. What is larger is cut into pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct GpuLimits {
     /// Bytes of one storage buffer.
     pub buffer_bytes: u64,
     /// Workgroups of one dispatch.
     pub groups: u32,
 }
 
-impl Limits {
+impl GpuLimits {
     /// The least of both.
     fn and(self, other: Self) -> Self {
         Self {
@@ -41,7 +41,7 @@ impl Limits {
     }
 }
 
-impl From<&wgpu::Limits> for Limits {
+impl From<&wgpu::Limits> for GpuLimits {
     fn from(limits: &wgpu::Limits) -> Self {
         Self {
             buffer_bytes: limits.max_storage_buffer_binding_size.min(limits.max_buffer_size),
@@ -54,20 +54,20 @@ impl From<&wgpu::Limits> for Limits {
 type Fault = Arc<Mutex<Option<String>>>;
 
 /// An open adapter.
-pub(super) struct Context {
+pub(super) struct GpuContext {
     device: wgpu::Device,
     queue: wgpu::Queue,
     pub adapter: String,
     /// Whether the adapter is this machine's processor.
     pub software: bool,
-    pub limits: Limits,
+    pub limits: GpuLimits,
     kernels: Kernels,
     fault: Fault,
 }
 
-impl Context {
+impl GpuContext {
     /// Opens the fastest adapter and compiles the shaders.
-    pub fn open(limits: Option<Limits>) -> Result<Self> {
+    pub fn open(limits: Option<GpuLimits>) -> Result<Self> {
         let mut instance = wgpu::InstanceDescriptor::new_without_display_handle();
         // The same calls in every build, whatever validation layers are installed.
         instance.flags = wgpu::InstanceFlags::empty();
@@ -84,7 +84,7 @@ impl Context {
         }))
         .map_err(|e| Error::device(format!("wgpu cannot open the adapter: {e}")).hint(NO_ADAPTER))?;
         let fault = watch(&device);
-        let own = Limits::from(&offered);
+        let own = GpuLimits::from(&offered);
         let info = adapter.get_info();
         let adapter = describe(&info);
         let kernels = scoped(&device, &fault, "compile the shaders", || {
@@ -122,7 +122,7 @@ impl Context {
         .map_err(|e| e.context(&self.adapter))
     }
 
-    /// A storage buffer of zeros; inside of [`Context::work`].
+    /// A storage buffer of zeros; inside of [`GpuContext::work`].
     pub fn buffer(&self, bytes: u64) -> Result<wgpu::Buffer> {
         if bytes > self.limits.buffer_bytes {
             let (found, most) = (bytes, self.limits.buffer_bytes);
@@ -137,7 +137,7 @@ impl Context {
         }))
     }
 
-    /// A storage buffer of these values; inside of [`Context::work`].
+    /// A storage buffer of these values; inside of [`GpuContext::work`].
     pub fn upload<T: Pod>(&self, values: &[T]) -> Result<wgpu::Buffer> {
         let bytes: &[u8] = bytemuck::cast_slice(values);
         let buffer = self.buffer(bytes.len() as u64)?;
@@ -166,7 +166,7 @@ impl Context {
 
 /// Commands on their way to the device.
 pub(super) struct Batch<'a> {
-    context: &'a Context,
+    context: &'a GpuContext,
     encoder: wgpu::CommandEncoder,
     /// Multiply-adds recorded.
     cost: u64,
@@ -207,7 +207,7 @@ impl Batch<'_> {
         buffers: &[(u32, &wgpu::Buffer)],
         groups: usize,
     ) {
-        let Context { device, queue, .. } = self.context;
+        let GpuContext { device, queue, .. } = self.context;
         let pipeline = self.context.kernels.get(entry);
         let mut words = vec![first as u32];
         words.extend(params.iter().map(|p| *p as u32));
@@ -287,7 +287,7 @@ impl Batch<'_> {
     }
 }
 
-impl Context {
+impl GpuContext {
     /// Waits until everything submitted is done.
     fn wait(&self) -> Result<()> {
         let poll = || self.device.poll(wgpu::PollType::wait_indefinitely());

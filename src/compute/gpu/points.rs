@@ -5,8 +5,8 @@ use std::ops::Range;
 use ndarray::{Array2, ArrayView2, ArrayView3, Axis, s};
 
 use super::super::device::{Assignment, Clusters, Drawn, Points, SignSums, Statistic};
-use super::clusters::Head;
-use super::context::{Batch, Context};
+use super::clusters::GpuClusters;
+use super::context::{Batch, GpuContext};
 use super::{BLOCK, THREADS, TILE, flat, kernels, rows_per_buffer};
 use crate::error::Result;
 
@@ -21,11 +21,11 @@ const PATTERN_WORDS: usize = 5;
 
 /// See [`Points`].
 pub(super) struct GpuPoints<'a> {
-    pub(super) context: &'a Context,
+    pub(super) context: &'a GpuContext,
     dim: (usize, usize, usize),
     /// All rows of head 0, then those of head 1, and so on.
     pub(super) slabs: Vec<Slab>,
-    pub(super) heads: Vec<Head>,
+    pub(super) heads: Vec<GpuClusters>,
 }
 
 /// Consecutive rows of one head.
@@ -50,7 +50,7 @@ impl Slab {
 
 impl<'a> GpuPoints<'a> {
     /// Sends the rows, `[b,n,d]`.
-    pub fn new(context: &'a Context, x: ArrayView3<f32>) -> Result<Self> {
+    pub fn new(context: &'a GpuContext, x: ArrayView3<f32>) -> Result<Self> {
         let (b, n, d) = x.dim();
         let size = rows_per_buffer(context, 4 * d.max(3))?;
         let slabs = context.work("take in rows", |_| {
@@ -73,7 +73,7 @@ impl<'a> GpuPoints<'a> {
             context,
             dim: (b, n, d),
             slabs,
-            heads: (0..b).map(|_| Head::default()).collect(),
+            heads: (0..b).map(|_| GpuClusters::default()).collect(),
         })
     }
 
@@ -319,7 +319,7 @@ impl Points for GpuPoints<'_> {
     }
 
     fn assignment(&mut self) -> Result<Vec<Assignment>> {
-        Ok(self.heads.iter().map(Head::assignment).collect())
+        Ok(self.heads.iter().map(GpuClusters::assignment).collect())
     }
 
     fn clusters(&mut self, head: usize) -> Result<Clusters> {

@@ -4,8 +4,8 @@
 
 use super::two_bit::{TwoBit, pair};
 use super::{FullRows, QUANT_GROUP, SignRows, ValueRows, sign_bytes};
-use crate::compute::attention::lanes::Lanes;
-use crate::compute::attention::{self, LANES, Queries, Run, Source, Sums, prefetch};
+use crate::compute::attention::lanes::Simd;
+use crate::compute::attention::{self, ChunkedRows, GroupQueries, LANES, OutputSums, Run, prefetch};
 
 /// Chunks of lanes in a group of channels with one scale.
 const CHUNKS: usize = QUANT_GROUP / LANES;
@@ -15,8 +15,8 @@ pub(super) fn in_groups(d: usize) -> bool {
     d.is_multiple_of(QUANT_GROUP)
 }
 
-/// [`attention::Rows::scores`]; where [`in_groups`].
-pub(super) fn scores(rows: &SignRows, queries: &Queries, run: &Run, out: &mut [f32], stride: usize) {
+/// [`attention::CachedRows::scores`]; where [`in_groups`].
+pub(super) fn scores(rows: &SignRows, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
     for (at, run, is_full) in parts(run, &rows.full) {
         let out = &mut out[at..];
         match is_full {
@@ -26,13 +26,13 @@ pub(super) fn scores(rows: &SignRows, queries: &Queries, run: &Run, out: &mut [f
     }
 }
 
-/// [`attention::Rows::add`]; where [`in_groups`].
-pub(super) fn add(rows: &ValueRows, weights: &[f32], stride: usize, run: &Run, sums: Sums) {
-    let Sums { r, values } = sums;
+/// [`attention::CachedRows::add`]; where [`in_groups`].
+pub(super) fn add(rows: &ValueRows, weights: &[f32], stride: usize, run: &Run, sums: OutputSums) {
+    let OutputSums { r, values } = sums;
     for (at, run, is_full) in parts(run, &rows.full) {
         let (weights, sums) = (
             &weights[at..],
-            Sums {
+            OutputSums {
                 r,
                 values: &mut *values,
             },
@@ -103,7 +103,7 @@ impl<'a> Keys<'a> {
     }
 }
 
-impl<'a> Source for Keys<'a> {
+impl<'a> ChunkedRows for Keys<'a> {
     const PAIRS: bool = true;
     /// Magnitudes and signs.
     type Row = (&'a [u8], &'a [u8]);
@@ -127,7 +127,7 @@ impl<'a> Source for Keys<'a> {
     /// # Source
     /// Eq. 13: sign (Q s + z) alpha, and the centre.
     #[inline(always)]
-    unsafe fn widen<S: Lanes, const N: usize>(self, simd: S, row: Self::Row, at: usize) -> [S::Vector; N] {
+    unsafe fn widen<S: Simd, const N: usize>(self, simd: S, row: Self::Row, at: usize) -> [S::Vector; N] {
         let (magnitudes, signs) = row;
         // SAFETY: as the caller says.
         let mut wide = unsafe { widen::<S, N>(simd, self.of.d, magnitudes, at) };
@@ -159,7 +159,7 @@ impl<'a> Values<'a> {
     }
 }
 
-impl<'a> Source for Values<'a> {
+impl<'a> ChunkedRows for Values<'a> {
     const PAIRS: bool = true;
     type Row = &'a [u8];
 
@@ -179,7 +179,7 @@ impl<'a> Source for Values<'a> {
     }
 
     #[inline(always)]
-    unsafe fn widen<S: Lanes, const N: usize>(self, simd: S, row: &'a [u8], at: usize) -> [S::Vector; N] {
+    unsafe fn widen<S: Simd, const N: usize>(self, simd: S, row: &'a [u8], at: usize) -> [S::Vector; N] {
         // SAFETY: as the caller says.
         unsafe { widen(simd, self.0.d, row, at) }
     }
@@ -190,7 +190,7 @@ impl<'a> Source for Values<'a> {
 /// # Safety
 /// The row has them.
 #[inline(always)]
-unsafe fn widen<S: Lanes, const N: usize>(simd: S, d: usize, row: &[u8], at: usize) -> [S::Vector; N] {
+unsafe fn widen<S: Simd, const N: usize>(simd: S, d: usize, row: &[u8], at: usize) -> [S::Vector; N] {
     let mut wide = [simd.splat(0.0); N];
     for i in 0..N {
         // Even numbers of chunks begin with a group: every two have one scale, which is widened once.

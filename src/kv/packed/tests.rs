@@ -5,7 +5,7 @@ use crate::compute::attention::LANES;
 use crate::compute::attention::kernels::{add_of, scores_of};
 #[cfg(target_arch = "x86_64")]
 use crate::compute::attention::lanes::{Avx2, Avx512};
-use crate::compute::attention::lanes::{Lanes, Plain};
+use crate::compute::attention::lanes::{Plain, Simd};
 
 #[test]
 fn two_bit_golden_example() {
@@ -76,14 +76,14 @@ fn error(packed: &Packed, exact: &Array2<f32>) -> f64 {
 /// Scores, and sums of values, of rows that are all in 2 bits, on every instruction set of this machine.
 fn on_every_instruction_set(
     packed: &Packed,
-    queries: &Queries,
+    queries: &GroupQueries,
     weights: &[f32],
     sums: usize,
 ) -> Vec<(Vec<f32>, Vec<f32>)> {
-    fn attended<S: Lanes, const MANY: usize, const CHUNKS: usize>(
+    fn attended<S: Simd, const MANY: usize, const CHUNKS: usize>(
         simd: S,
         packed: &Packed,
-        queries: &Queries,
+        queries: &GroupQueries,
         weights: &[f32],
         sums: usize,
     ) -> (Vec<f32>, Vec<f32>) {
@@ -100,7 +100,7 @@ fn on_every_instruction_set(
             n,
         );
         let mut values = vec![[0.5; LANES]; sums];
-        let of = Sums {
+        let of = OutputSums {
             r,
             values: &mut values,
         };
@@ -144,14 +144,14 @@ fn every_instruction_set_reads_the_same_rows() {
         let exact = keys(0, 150, d);
         packed.extend(exact.view(), exact.view());
         let queries = Array2::from_shape_fn((r, d), |(a, j)| ((a * d + j) as f32 * 0.9).sin());
-        let queries = Queries::new(queries.view(), 0.1);
+        let queries = GroupQueries::new(queries.view(), 0.1);
         let weights: Vec<f32> = (0..r * 150).map(|i| (i as f32 * 0.3).cos()).collect();
         let all: Vec<u32> = (0..150).collect();
         let run = Run::new(&all, 150);
         let mut scores = vec![0.0; r * 150];
         attention::widened_scores(&packed.keys, &queries, &run, &mut scores, 150);
         let mut sums = vec![[0.5; LANES]; r * d / LANES];
-        let of = Sums { r, values: &mut sums };
+        let of = OutputSums { r, values: &mut sums };
         attention::widened_add(&packed.values, &weights, 150, &run, of);
         let expected = (scores, sums.as_flattened().to_vec());
         for got in on_every_instruction_set(&packed, &queries, &weights, sums.len()) {
@@ -185,7 +185,7 @@ fn rows_are_attended_as_they_are_read() {
         let full = packed.keys.full_positions().to_vec();
         let chosen: Vec<u32> = (0..200).filter(|p| p % 3 != 1 || *p == full[1]).collect();
         let queries = Array2::from_shape_fn((r, d), |(a, j)| ((a * d + j) as f32 * 0.9).sin());
-        let queries = Queries::new(queries.view(), 0.1);
+        let queries = GroupQueries::new(queries.view(), 0.1);
         let next = [3, 199];
         for now in [&chosen[..], &chosen[20..37], &full, &full[1..2], &[]] {
             let run = Run { now, next: &next };
@@ -199,9 +199,9 @@ fn rows_are_attended_as_they_are_read() {
             let expected = score(&|out| attention::widened_scores(&packed.keys, &queries, &run, out, n + 3));
             assert_eq!(got, expected, "d {d}, r {r}, signed {signed}, {n} positions");
             let weights: Vec<f32> = (0..r * (n + 3)).map(|i| (i as f32 * 0.3).cos()).collect();
-            let sum = |add: &dyn Fn(Sums)| {
+            let sum = |add: &dyn Fn(OutputSums)| {
                 let mut values = vec![[0.25; LANES]; r * d.div_ceil(LANES)];
-                add(Sums {
+                add(OutputSums {
                     r,
                     values: &mut values,
                 });

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::limits::Limits;
+use super::quotas::Quotas;
 use crate::kv::lines::grow;
 use crate::method::best::Places;
 
@@ -196,18 +196,18 @@ impl Postings {
         self.range = candidates.clone();
     }
 
-    /// The candidates that `limits` take, ascending; `codes` are those of all positions.
-    pub fn positions(&mut self, limits: Limits, codes: &[u16]) -> Vec<u32> {
-        let (n, chosen) = (self.range.len(), limits.len());
+    /// The candidates that `quotas` take, ascending; `codes` are those of all positions.
+    pub fn positions(&mut self, quotas: Quotas, codes: &[u16]) -> Vec<u32> {
+        let (n, chosen) = (self.range.len(), quotas.len());
         if !is_listed(n, self.counts.len(), chosen) {
-            return limits.positions(&codes[self.range.clone()], self.range.start as u32);
+            return quotas.positions(&codes[self.range.clone()], self.range.start as u32);
         }
         let (first, counts) = (self.range.start, &self.counts);
         let lists = self
             .lists
             .get_or_insert_with(|| Lists::new(&codes[self.range.clone()], first, counts));
         let mut places = Places::new(n);
-        for (code, take) in limits.takes() {
+        for (code, take) in quotas.takes() {
             lists.first(code, take, |p| places.insert(p as usize - first));
         }
         places.ascending(first as u32)
@@ -266,7 +266,7 @@ mod tests {
                 .collect();
             let mut expected: Vec<u32> = (0..9).flat_map(|c| listed(c).take(take[c] as usize)).collect();
             expected.sort_unstable();
-            assert_eq!(postings.positions(Limits::from(take), codes), expected, "{step}");
+            assert_eq!(postings.positions(Quotas::from(take), codes), expected, "{step}");
             assert!(postings.lists.is_some());
             // As in decoding, with and without a sliding window, and back now and then.
             match step % 500 {
@@ -290,7 +290,7 @@ mod tests {
             postings.cover(&range, &codes);
             let ones: Vec<u32> = range.filter(|p| codes[*p] == 1).map(|p| p as u32).collect();
             assert_eq!(
-                postings.positions(Limits::from(vec![0, ones.len() as u32]), &codes),
+                postings.positions(Quotas::from(vec![0, ones.len() as u32]), &codes),
                 ones
             );
         }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::threshold::Shape;
+use super::threshold::TableStats;
 use crate::compute::attention::prefetch;
 use crate::compute::masks::{BLOCK, WORD, at_least_in_blocks};
 
@@ -58,14 +58,14 @@ impl Entries<'_> {
     }
 
     /// Returns mean, deviation and kurtosis: from the sums of powers, or in two passes where these cancel out.
-    pub fn shape(&self) -> Shape {
+    pub fn shape(&self) -> TableStats {
         let (n, mut factor) = (self.range.len() as f64, 1.0);
         let means = self.powers.map(|sum| {
             factor *= self.factor;
             sum * factor / n
         });
         let all = || (0..self.range.len()).map(|i| self.get(i)).collect::<Vec<f64>>();
-        Shape::of_powers(means).unwrap_or_else(|| Shape::of(&all()))
+        TableStats::of_powers(means).unwrap_or_else(|| TableStats::of(&all()))
     }
 }
 
@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn shapes_are_those_of_two_passes() {
-        let parts = |shape: &Shape| [shape.mean, shape.deviation, shape.kurtosis];
+        let parts = |shape: &TableStats| [shape.mean, shape.deviation, shape.kurtosis];
         let wave = |i: usize| 1.0 + (i as f64 * 0.7).sin();
         let rows: [&dyn Fn(usize) -> f64; 4] = [
             &wave,
@@ -137,7 +137,7 @@ mod tests {
             (0..5000).for_each(|i| table.add(i, value(i)));
             table.decay(0.3);
             let all: Vec<f64> = (7..4000).map(|i| table.get(i)).collect();
-            let (expected, shape) = (Shape::of(&all), table.entries(7..4000, false).shape());
+            let (expected, shape) = (TableStats::of(&all), table.entries(7..4000, false).shape());
             for (x, y) in parts(&shape).into_iter().zip(parts(&expected)) {
                 assert!((x - y).abs() <= 1e-9 * y.abs(), "{case}: {x} {y}");
             }

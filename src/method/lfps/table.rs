@@ -22,7 +22,7 @@ pub struct Table {
     factor: f64,
     /// Of every [`BLOCK`] values none is larger.
     maxima: Vec<f32>,
-    sums: Sums,
+    sums: PowerSums,
 }
 
 impl Default for Table {
@@ -31,7 +31,7 @@ impl Default for Table {
             values: Lines::default(),
             factor: 1.0,
             maxima: Vec::new(),
-            sums: Sums::default(),
+            sums: PowerSums::default(),
         }
     }
 }
@@ -53,7 +53,7 @@ impl Table {
                 .chain(&mut self.maxima)
                 .for_each(|v| *v *= factor);
             self.factor = 1.0;
-            self.sums = Sums::default();
+            self.sums = PowerSums::default();
         }
     }
 
@@ -111,7 +111,7 @@ impl Table {
 
 /// Sums of the first four powers of the values in a range, which follow every change.
 #[derive(Clone, Debug, Default)]
-struct Sums {
+struct PowerSums {
     range: Range<usize>,
     powers: [f64; 4],
     /// The largest that they have been.
@@ -120,7 +120,7 @@ struct Sums {
     changes: usize,
 }
 
-impl Sums {
+impl PowerSums {
     fn change(&mut self, old: f32, new: f32) {
         let [old, new] = [old, new].map(|x| {
             let x = f64::from(x);

@@ -38,14 +38,14 @@ fn paper_share(n: usize, alpha: f64) -> f64 {
 
 /// Mean, deviation and kurtosis of a table's entries.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Shape {
+pub(super) struct TableStats {
     pub(super) mean: f64,
     pub(super) deviation: f64,
     /// m4 / m2^2; that of a normal distribution, 3, where all values are equal.
     pub(super) kurtosis: f64,
 }
 
-impl Shape {
+impl TableStats {
     /// Takes the shape of values in two passes.
     pub(super) fn of(values: &[f64]) -> Self {
         let n = values.len().max(1) as f64;
@@ -90,7 +90,7 @@ impl Shape {
 ///
 /// # Source
 /// Eq. 8, of which the paper's text is not known in full; this form is ours.
-pub(super) fn balanced(vertical: Shape, slash: Shape, alpha: f64) -> (f64, f64) {
+pub(super) fn balanced(vertical: TableStats, slash: TableStats, alpha: f64) -> (f64, f64) {
     let both = vertical.kurtosis + slash.kurtosis;
     (
         vertical.above(alpha * 2.0 * slash.kurtosis / both),
@@ -104,8 +104,8 @@ pub(super) fn balanced(vertical: Shape, slash: Shape, alpha: f64) -> (f64, f64) 
 /// # Source
 /// Eq. 7 and 8.
 pub(super) fn thresholds(
-    vertical: Shape,
-    slash: Shape,
+    vertical: TableStats,
+    slash: TableStats,
     rule: Threshold,
     alpha: f64,
     n_visible: usize,

@@ -1,6 +1,6 @@
 //! selfindex with random signs, for benchmarks.
 
-use super::{Center, SelfIndex, Source, cuda};
+use super::{Center, CentroidSource, SelfIndex, cuda};
 use crate::error::Result;
 use crate::kv::KvType;
 use crate::method::bench::{Bench, Contents, Fill, Layer, NewHead, RandomHead, Timed};
@@ -31,7 +31,7 @@ impl Bench for Random {
     fn heads(&self, layer: &Layer, _: &Params) -> Result<Box<NewHead>> {
         let ranking = layer.ranking;
         Ok(Box::new(move |place, _| {
-            let head = SelfIndex::new(place, Center::Median, Source::Signs, None);
+            let head = SelfIndex::new(place, Center::Median, CentroidSource::Signs, None);
             RandomHead {
                 retriever: Box::new(head.ranking(ranking)),
                 fill: Fill::Keys,

@@ -7,7 +7,7 @@ use ndarray::{ArrayView1, Axis};
 use serde_json::{Map, Value, json};
 
 use super::section::{ALPHA, CENTROID, COUNT, MEAN_PRE, Quality, SignSection};
-use super::sums::Sums;
+use super::sums::PatternSums;
 use super::{Center, GROUP, PATTERNS};
 use crate::artifact::{Fit, HeadDone, LayerPart, LayerStates, SectionKind, object};
 use crate::compute::cpu::row_mean;
@@ -127,7 +127,7 @@ fn fit_heads(states: &LayerStates, heads: Range<usize>, center: Center) -> Resul
 /// # Source
 /// Eq. 4.
 pub fn centroids(sums: SignSums) -> (Vec<f16>, Vec<u64>) {
-    let sums = Sums::from(sums);
+    let sums = PatternSums::from(sums);
     let values = sums.centroids(None).into_iter().map(f16::from_f64);
     (values.collect(), sums.counts)
 }

@@ -4,7 +4,7 @@ use crate::kv::packed::{Center, FULL};
 
 /// Where the centroids of a run come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Source {
+pub enum CentroidSource {
     /// One pass over the prompt, as in the paper.
     OnePass,
     /// The artifact alone.
@@ -21,7 +21,7 @@ pub enum Source {
 pub struct Params {
     /// selfindex: where centroids come from (default: hybrid with an artifact, else one-pass)
     #[arg(long, value_enum)]
-    pub sign_centroids: Option<Source>,
+    pub sign_centroids: Option<CentroidSource>,
     /// selfindex and --kv 2bit: what signs are taken around (default: as in the artifact, else median)
     #[arg(long, value_enum)]
     pub center: Option<Center>,

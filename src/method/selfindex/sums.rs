@@ -5,7 +5,7 @@ use crate::compute::device::SignSums;
 
 /// Sums of a pass over keys, from which their centroids follow.
 #[derive(Clone)]
-pub(super) struct Sums {
+pub(super) struct PatternSums {
     /// `[d/4,16,4]`.
     sums: Vec<f64>,
     /// `[d/4,16]`.
@@ -15,7 +15,7 @@ pub(super) struct Sums {
     keys: u64,
 }
 
-impl Sums {
+impl PatternSums {
     pub(super) fn new(d: usize) -> Self {
         Self {
             sums: vec![0.0; d * PATTERNS],
@@ -58,7 +58,7 @@ impl Sums {
     }
 }
 
-impl From<SignSums> for Sums {
+impl From<SignSums> for PatternSums {
     fn from(of: SignSums) -> Self {
         let mut magnitude = vec![0.0; of.sums.len() / PATTERNS];
         for (i, sum) in of.sums.iter().enumerate() {

@@ -1,12 +1,12 @@
-//! AVX-512 and AVX2.
+//! The vectors of AVX-512 and AVX2.
 
 use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::{LANES, Lanes};
+use super::{LANES, Simd};
 
-/// AVX-512 F, BW, DQ and VL.
+/// AVX-512 with F, BW, DQ and VL.
 #[derive(Clone, Copy)]
 pub struct Avx512(());
 
@@ -19,16 +19,16 @@ impl Avx512 {
     }
 }
 
-/// The sums of two vectors' halves, quarters or pairs, side by side.
+/// Adds halves, quarters or pairs of two vectors and puts the sums of both side by side.
 macro_rules! join {
     ($shuffle:ident, $low:literal, $high:literal, $a:expr, $b:expr) => {
         _mm512_add_ps($shuffle::<$low>($a, $b), $shuffle::<$high>($a, $b))
     };
 }
 
-// SAFETY of the blocks: who made the value vouched for the instructions; loads and stores are of the
-// arrays they are given.
-impl Lanes for Avx512 {
+// SAFETY of the blocks: the maker of the value has vouched for the instructions, and loads and stores stay within the
+// arrays that they are given.
+impl Simd for Avx512 {
     type Vector = __m512;
 
     #[inline(always)]
@@ -90,7 +90,7 @@ impl Lanes for Avx512 {
         unsafe { _mm512_mask_xor_ps(v, lanes, v, _mm512_set1_ps(-0.0)) }
     }
 
-    /// The four values repeat in a register, of which a permutation reads the low four bits of each place.
+    /// A permutation looks the four values up; it reads the low four bits of each index, so the values repeat.
     #[inline(always)]
     fn two_bits(self, codes: u32, step: f32, zero: f32) -> __m512 {
         // SAFETY: see the impl.
@@ -109,7 +109,7 @@ impl Lanes for Avx512 {
         unsafe { widen_pair(pair) }
     }
 
-    /// Sixteen sums at once: vectors are joined in pairs, so that each step works on whole registers.
+    /// Joins vectors in pairs, so that every addition works on whole registers.
     #[inline(always)]
     fn sums(self, v: &[__m512; LANES]) -> [f32; LANES] {
         // SAFETY: see the impl.
@@ -134,7 +134,7 @@ impl Lanes for Avx512 {
     }
 }
 
-/// [`Lanes::widen_pair`].
+/// Does the same as [`Simd::widen_pair`], with F16C.
 ///
 /// # Safety
 /// The machine has F16C, and the caller is compiled for it.
@@ -147,7 +147,7 @@ unsafe fn widen_pair([a, b]: [f16; 2]) -> [f32; 2] {
     [out[0], out[1]]
 }
 
-/// AVX2, FMA and F16C.
+/// AVX2 with FMA and F16C.
 #[derive(Clone, Copy)]
 pub struct Avx2(());
 
@@ -161,7 +161,7 @@ impl Avx2 {
 }
 
 // SAFETY of the blocks: as for AVX-512.
-impl Lanes for Avx2 {
+impl Simd for Avx2 {
     type Vector = [__m256; 2];
 
     #[inline(always)]
@@ -253,7 +253,7 @@ impl Lanes for Avx2 {
         }
     }
 
-    /// As with AVX-512, of the low three bits of each place.
+    /// As with AVX-512; the permutation reads the low three bits of each index.
     #[inline(always)]
     fn two_bits(self, codes: u32, step: f32, zero: f32) -> [__m256; 2] {
         // SAFETY: see the impl.

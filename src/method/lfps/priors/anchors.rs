@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::super::{Shape, balanced, expanded};
-use super::fit::{Head, softmax};
+use super::super::{TableStats, balanced, expanded};
+use super::fit::{SampledHead, softmax};
 use super::sample::Tile;
 use super::{ALPHAS, GAMMA, GAMMAS, HISTORY, LAGS, LOCAL, MIN_TOP_K, SHARE, TOP_DIVISOR};
 use crate::compute::attention::visible;
@@ -35,7 +35,7 @@ pub(super) struct Dynamic {
 /// The candidates shrink as alpha grows, so of the alphas that keep enough the largest is the
 /// cheapest. (A smallest one "that reaches 95 %", as an earlier note of ours had it, would always be
 /// the first of the grid or none.)
-pub(super) fn measure(head: &Head) -> Dynamic {
+pub(super) fn measure(head: &SampledHead) -> Dynamic {
     let anchors = &head.sample.anchors;
     let mut out = Dynamic {
         lambda: 0.5,
@@ -50,7 +50,7 @@ pub(super) fn measure(head: &Head) -> Dynamic {
     let n = anchors.len() as f64;
     let measured: Vec<Measured> = anchors
         .par_iter()
-        .map(|tile| Lines::of(head, tile).measure())
+        .map(|tile| AnchorWeights::of(head, tile).measure())
         .collect();
     let mean = |value: &dyn Fn(&Measured) -> f64| measured.iter().map(value).sum::<f64>() / n;
     let (lv, ls) = (mean(&|m| m.vertical), mean(&|m| m.slash));
@@ -64,7 +64,7 @@ pub(super) fn measure(head: &Head) -> Dynamic {
 
     let caught: Vec<[f64; GAMMAS.len()]> = anchors
         .par_iter()
-        .map(|tile| Lines::of(head, tile).caught(out.lambda))
+        .map(|tile| AnchorWeights::of(head, tile).caught(out.lambda))
         .collect();
     let mut best = f64::NEG_INFINITY;
     for (i, gamma) in GAMMAS.iter().enumerate() {
@@ -88,7 +88,7 @@ struct Measured {
 }
 
 /// Softmax weights of an anchor and of the rows before it.
-struct Lines {
+struct AnchorWeights {
     /// `[33, span]`, oldest row first, zero where a row does not see or a sink stands.
     weights: Vec<f32>,
     /// Positions of the span.
@@ -99,8 +99,8 @@ struct Lines {
     n_visible: usize,
 }
 
-impl Lines {
-    fn of(head: &Head, tile: &Tile) -> Self {
+impl AnchorWeights {
+    fn of(head: &SampledHead, tile: &Tile) -> Self {
         let positions = head.positions(tile);
         let (oldest, p) = (positions[0], positions[HISTORY]);
         let span = head.non_sinks(oldest).start..p + 1;
@@ -186,7 +186,7 @@ impl Lines {
         let (vertical, slash) = (wide(vertical), wide(slash));
         let k = (self.n_visible / TOP_DIVISOR).max(MIN_TOP_K).min(weights.len());
         let best = top(weights, k);
-        let (of_vertical, of_slash) = (Shape::of(&vertical), Shape::of(&slash));
+        let (of_vertical, of_slash) = (TableStats::of(&vertical), TableStats::of(&slash));
         let weight = |i: &u32| f64::from(weights[*i as usize]);
         let all: f64 = best.iter().map(weight).sum();
         ALPHAS.map(|alpha| {

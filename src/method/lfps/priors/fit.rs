@@ -78,7 +78,7 @@ impl PriorsFit {
             interrupt::check()?;
             let mut queries = (states.queries)(query_head)?;
             self.rotate(&mut queries, &self.sample.rows, table, scale)?;
-            let head = Head {
+            let head = SampledHead {
                 keys: keys.view(),
                 queries: queries.view(),
                 sample: &self.sample,
@@ -121,7 +121,7 @@ impl PriorsFit {
 }
 
 /// One query head and the keys it looks at.
-pub(super) struct Head<'a> {
+pub(super) struct SampledHead<'a> {
     /// Rotated keys of the whole text: `[n,d]`.
     pub keys: ArrayView2<'a, f32>,
     /// Rotated queries of `sample.rows`, over sqrt(d): `[rows,d]`.
@@ -130,7 +130,7 @@ pub(super) struct Head<'a> {
     pub window: Option<usize>,
 }
 
-impl Head<'_> {
+impl SampledHead<'_> {
     /// Position of each row of a tile in its block.
     pub fn positions(&self, tile: &Tile) -> Vec<usize> {
         let rows = tile.at.iter().map(|at| self.sample.rows[*at]);
@@ -174,7 +174,7 @@ fn sigmoid(x: f64) -> f64 {
 }
 
 /// What one row contributes besides its mass per bucket.
-struct Row {
+struct RowStats {
     /// Log mass of the sinks, of all other positions, and of the most recent of these.
     sink: f64,
     rest: f64,
@@ -191,11 +191,11 @@ struct Row {
 struct TileSums {
     slash: Vec<f64>,
     vert: Vec<f64>,
-    rows: Vec<Row>,
+    rows: Vec<RowStats>,
 }
 
 impl TileSums {
-    fn of(head: &Head, tile: &Tile) -> Self {
+    fn of(head: &SampledHead, tile: &Tile) -> Self {
         let positions = head.positions(tile);
         let span = visible(positions[0], head.window).start..positions[positions.len() - 1] + 1;
         let mut scores = head.scores(tile, span.clone());
@@ -217,7 +217,7 @@ impl TileSums {
             let scaled: f64 = query.iter().map(|v| f64::from(*v) * f64::from(*v)).sum();
             let norm = scaled * query.len() as f64;
             let variance = (squares / n - mean * mean).max(0.0);
-            sums.rows.push(Row {
+            sums.rows.push(RowStats {
                 sink,
                 rest: softmax(x),
                 local,
@@ -281,7 +281,7 @@ struct HeadFit {
     scalars: Vec<f64>,
 }
 
-fn fit_head(head: &Head) -> Result<HeadFit> {
+fn fit_head(head: &SampledHead) -> Result<HeadFit> {
     let tiles: Vec<TileSums> = head
         .sample
         .tiles
@@ -317,13 +317,13 @@ fn fit_head(head: &Head) -> Result<HeadFit> {
 /// # Source
 /// Eq. 5, 6 and 11 to 14 of arXiv 2506.15704 for l_sink, l_glob, l_loc and spars; the correction
 /// `glob_bias` is ours.
-fn scalars(rows: &[Row], dynamic: &Dynamic) -> Vec<f64> {
+fn scalars(rows: &[RowStats], dynamic: &Dynamic) -> Vec<f64> {
     let sink: Vec<f64> = rows.iter().map(|row| sigmoid(row.sink - row.rest)).collect();
     let (sink_mean, sink_std) = mean_std(&sink);
     let (rho0, rho_std) = mean_std(&rows.iter().map(|row| row.rho).collect::<Vec<_>>());
-    let glob = |row: &Row| row.flat + rho0 * row.norm / 2.0;
+    let glob = |row: &RowStats| row.flat + rho0 * row.norm / 2.0;
     let (glob_bias, _) = mean_std(&rows.iter().map(|row| row.rest - glob(row)).collect::<Vec<_>>());
-    let sparsity = |row: &Row| sigmoid(row.sink - (glob(row) + glob_bias).max(row.local));
+    let sparsity = |row: &RowStats| sigmoid(row.sink - (glob(row) + glob_bias).max(row.local));
     let mut ascending = sink;
     ascending.sort_unstable_by(f64::total_cmp);
     let mut out = vec![dynamic.lambda, sink_mean, sink_std];
@@ -365,7 +365,7 @@ mod tests {
         let keys = Array2::from_shape_fn((14, 1), |(i, _)| i as f32 / 10.0);
         let queries = Array2::ones((sample.rows.len(), 1));
         for window in [None, Some(9), Some(4)] {
-            let head = Head {
+            let head = SampledHead {
                 keys: keys.view(),
                 queries: queries.view(),
                 sample: &sample,

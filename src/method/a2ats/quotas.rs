@@ -21,8 +21,8 @@ pub enum Bound {
 /// # Shapes
 /// scores `[r,M]`, counts `[M]` of the codes.
 pub fn choose(scores: ArrayView2<f32>, counts: &[u32], codes: &[u16], first: u32, bound: Bound) -> Vec<u32> {
-    match limits(scores, counts, bound) {
-        Ok(limits) => limits.positions(codes, first),
+    match quotas(scores, counts, bound) {
+        Ok(quotas) => quotas.positions(codes, first),
         Err(budget) => {
             let first_of = |c: usize| (first..).zip(codes).find(|(_, code)| usize::from(**code) == c);
             best_of_union(scores, counts, budget, |c| first_of(c).map(|(p, _)| p))
@@ -37,17 +37,17 @@ pub(super) fn choose_listed(
     codes: &[u16],
     bound: Bound,
 ) -> Vec<u32> {
-    match limits(scores, postings.counts(), bound) {
-        Ok(limits) => postings.positions(limits, codes),
+    match quotas(scores, postings.counts(), bound) {
+        Ok(quotas) => postings.positions(quotas, codes),
         Err(budget) => best_of_union(scores, postings.counts(), budget, |c| postings.first_of(c, codes)),
     }
 }
 
 /// What is taken of each codeword; the budget where not even k = 1 fits it.
-fn limits(scores: ArrayView2<f32>, counts: &[u32], bound: Bound) -> Result<Limits, usize> {
+fn quotas(scores: ArrayView2<f32>, counts: &[u32], bound: Bound) -> Result<Quotas, usize> {
     match bound {
-        Bound::PerQueryHead(k) => Ok(Limits::of(&ranks(scores, counts, k), counts, k)),
-        Bound::Union(budget) => Limits::within(scores, counts, budget).ok_or(budget),
+        Bound::PerQueryHead(k) => Ok(Quotas::of(&ranks(scores, counts, k), counts, k)),
+        Bound::Union(budget) => Quotas::within(scores, counts, budget).ok_or(budget),
     }
 }
 
@@ -60,12 +60,12 @@ fn limits(scores: ArrayView2<f32>, counts: &[u32], bound: Bound) -> Result<Limit
 ///
 /// # Source
 /// Ours; the paper and its code score every token and take the union of the lists.
-pub struct Limits {
+pub struct Quotas {
     take: Vec<u32>,
 }
 
-impl Limits {
-    /// The limits of the largest k whose union has at most `budget` tokens; `None` if not even
+impl Quotas {
+    /// The quotas of the largest k whose union has at most `budget` tokens; `None` if not even
     /// k = 1 fits.
     ///
     /// # Shapes
@@ -89,7 +89,7 @@ impl Limits {
         (fits > 0).then(|| Self::of(&ranks, counts, fits))
     }
 
-    /// The limits of each query head's top-k.
+    /// The quotas of each query head's top-k.
     fn of(ranks: &[(usize, u64)], counts: &[u32], k: u64) -> Self {
         let mut take = vec![0; counts.len()];
         for (c, rho) in ranks {
@@ -129,13 +129,13 @@ impl Limits {
 }
 
 #[cfg(test)]
-impl From<Vec<u32>> for Limits {
+impl From<Vec<u32>> for Quotas {
     fn from(take: Vec<u32>) -> Self {
         Self { take }
     }
 }
 
-/// The codewords with rho below `most`, and their rho: see [`Limits`].
+/// The codewords with rho below `most`, and their rho: see [`Quotas`].
 ///
 /// # Shapes
 /// scores `[r,M]`, counts `[M]`.
