@@ -12,7 +12,7 @@ use std::thread;
 
 use build::{kernels, launches, shaders};
 
-/// The chips that get machine code, A100 and H100: an image each, compiled side by side.
+/// Compute capabilities (times ten) that get machine code: A100 and H100.
 const CHIPS: [u32; 2] = [80, 90];
 
 fn main() {
@@ -27,7 +27,7 @@ fn main() {
     let entries = shaders::read_folder(Path::new("shaders")).unwrap_or_else(|e| panic!("shaders/: {e}"));
     std::fs::write(out.join("shaders.rs"), shaders::write(&entries)).expect("OUT_DIR can be written to");
     let images = find().is_some_and(|nvcc| {
-        // For tests/kernels.rs: the compiler, and what it said.
+        // tests/kernels.rs reads the compiler's path and its output.
         println!("cargo:rustc-env=KVSMITH_FOUND_NVCC={}", nvcc.display());
         println!("cargo:rustc-env=KVSMITH_KERNEL_REPORTS={}", out.display());
         compile_all(&nvcc, &out)
@@ -40,14 +40,14 @@ fn main() {
         list += &format!("({chip}, &SM_{chip}.0), ");
     }
     if images {
-        // The loader of the driver reads an image as 64-bit words.
+        // The driver's loader reads an image as 64-bit words.
         text = format!("#[repr(align(16))]\nstruct Aligned<T: ?Sized>(T);\n{text}");
     }
     text += &format!("const IMAGES: &[(i32, &[u8])] = &[{list}];\n");
     std::fs::write(out.join("kernel_images.rs"), text).expect("OUT_DIR can be written to");
 }
 
-/// Asks for another build when a file that nvcc reads has changed; the emulation's are for tests alone.
+/// Makes cargo rebuild when a source that nvcc reads changes; only tests use the emulation's files.
 fn watch_sources() {
     let files = std::fs::read_dir("kernels").expect("the kernels are there");
     for path in files.filter_map(|file| Some(file.ok()?.path())) {
@@ -67,7 +67,7 @@ fn write_launches(out: &Path) {
     }
 }
 
-/// The nvcc to use. An empty `KVSMITH_NVCC` asks for none.
+/// Finds nvcc. An empty `KVSMITH_NVCC` means that none is used.
 fn find() -> Option<PathBuf> {
     if let Some(nvcc) = env::var_os("KVSMITH_NVCC") {
         return Some(PathBuf::from(nvcc)).filter(|nvcc| !nvcc.as_os_str().is_empty());
@@ -85,7 +85,7 @@ fn image(out: &Path, chip: u32) -> PathBuf {
     out.join(format!("sm_{chip}.fatbin"))
 }
 
-/// Makes every image; says what is wrong where one fails.
+/// Compiles the images of all chips in parallel; false if one fails.
 fn compile_all(nvcc: &Path, out: &Path) -> bool {
     let compiled: Vec<bool> = thread::scope(|scope| {
         let jobs = CHIPS.map(|chip| scope.spawn(move || compile(nvcc, out, chip)));
@@ -95,13 +95,13 @@ fn compile_all(nvcc: &Path, out: &Path) -> bool {
     compiled.into_iter().all(|done| done)
 }
 
-/// Makes the image of one chip, and `sm_<chip>.txt`: what the compilers said, the resources of each kernel with it.
+/// Compiles one chip's image; the compilers' output, with each kernel's resources, goes to `sm_<chip>.txt`.
 fn compile(nvcc: &Path, out: &Path, chip: u32) -> bool {
     let mut command = Command::new(nvcc);
     command.args(["-std=c++17", "-O3", "-Werror", "all-warnings", "-Xptxas", "-v"]);
     command.args(["-gencode", &format!("arch=compute_{chip},code=sm_{chip}")]);
     if CHIPS.last() == Some(&chip) {
-        // PTX for later chips.
+        // PTX, which the driver compiles for later chips.
         command.args(["-gencode", &format!("arch=compute_{chip},code=compute_{chip}")]);
     }
     command

@@ -1,7 +1,7 @@
-//! The calibration pass: all blocks go through layer i before any goes through layer i + 1.
+//! The calibration pass: all blocks go through one layer before the first goes through the next.
 //!
-//! Resident are the hidden states of all tokens and the pages of one layer's weights, whatever
-//! the model's size.
+//! In memory are the hidden states of all tokens and the weights of one layer, whatever the size of the
+//! model.
 
 use std::ops::Range;
 
@@ -14,24 +14,24 @@ use crate::model::States;
 use crate::model::forward::Layers;
 use crate::progress::Progress;
 
-/// A calibration pass between two layers.
+/// A calibration pass, stopped between two layers.
 pub struct Capture<'a> {
     layers: &'a dyn Layers,
     corpus: &'a Corpus,
     /// Input of `next_layer`: `[tokens, hidden]`.
     pub hidden: Array2<f32>,
-    /// The layer that [`Capture::layer`] runs next.
+    /// The layer that the next call of [`Capture::layer`] runs.
     pub next_layer: usize,
 }
 
 impl<'a> Capture<'a> {
-    /// Starts at layer 0 with the embedded tokens.
+    /// Starts before layer 0, with the tokens' embeddings.
     pub fn start(layers: &'a dyn Layers, corpus: &'a Corpus) -> Result<Self> {
         let hidden = layers.decoder().embed(&corpus.ids)?;
         Ok(Self::at(layers, corpus, hidden, 0))
     }
 
-    /// Goes on at `next_layer`, whose input is `hidden`.
+    /// Resumes before `next_layer`, whose input is `hidden`.
     pub fn at(layers: &'a dyn Layers, corpus: &'a Corpus, hidden: Array2<f32>, next_layer: usize) -> Self {
         Self {
             layers,
@@ -41,12 +41,12 @@ impl<'a> Capture<'a> {
         }
     }
 
-    /// Runs one layer; `tap` gets each block's rows and its pre-RoPE states.
+    /// Runs the next layer; `tap` gets each block's range of rows and its pre-RoPE states.
     ///
-    /// The last layer only projects: nothing reads its output.
+    /// The last layer is not run to its end, since nothing reads its output.
     ///
     /// # Errors
-    /// What `tap` returns; activations that are not finite; an interrupt.
+    /// An error of `tap`; activations that are not finite; an interrupt.
     pub fn layer(
         &mut self,
         progress: &Progress,

@@ -1,4 +1,4 @@
-//! The calibration input: documents, random UUIDs, blocks, and what is held out.
+//! The calibration input: documents and random UUIDs, cut into blocks, some of which are held out.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -23,41 +23,41 @@ pub enum Source {
     Tokens(PathBuf),
 }
 
-/// How the documents are cut and divided.
+/// How the documents are cut into blocks and which part is held out.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Longest block; `None` = min(16384, the model's longest context).
+    /// Most tokens per block; `None` = min(16384, the model's longest context).
     pub seq_len: Option<usize>,
-    /// Bound on the text's tokens; does not apply to [`Source::Tokens`].
+    /// Most tokens of text; does not apply to [`Source::Tokens`].
     pub max_tokens: usize,
-    /// Tokens of random UUIDs to add; 0 with [`Source::Tokens`].
+    /// Tokens of random UUIDs to add; [`Source::Tokens`] gets none.
     pub uuid_tokens: usize,
-    /// Share of the blocks of each kind that is excluded from every statistic and fit.
+    /// Share of the text blocks, and of the UUID blocks, that no statistic and no fit may use.
     pub holdout: f64,
-    /// Draws the UUIDs and the held-out blocks.
+    /// Seed of the UUIDs and of the draw of held-out blocks.
     pub seed: u64,
 }
 
-/// Token ids in blocks; every block starts at position 0.
+/// The token ids of the calibration input in blocks; every block starts at position 0.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Corpus {
     /// All ids, block after block.
     pub ids: Vec<u32>,
-    /// First row of each block, then the number of rows.
+    /// Index into `ids` of each block's first token, then the number of tokens.
     pub block_start: Vec<u32>,
-    /// Held-out ranges (block, first, last + 1), positions within the block, in block order.
+    /// Held-out ranges (block, first, last + 1) of positions within the block, in block order.
     pub held_out: Vec<(usize, usize, usize)>,
-    /// Longest block asked for.
+    /// Most tokens per block.
     pub seq_len: usize,
-    /// The seed that drew UUIDs and held-out blocks.
+    /// The seed of the UUIDs and of the draw of held-out blocks.
     pub seed: u64,
 }
 
 impl Corpus {
-    /// Reads, tokenises and divides the input.
+    /// Reads and tokenises the input, cuts it into blocks and draws the held-out ones.
     ///
     /// # Errors
-    /// A missing or malformed file, no text at all, a hold-out share outside 0 <= F < 1.
+    /// A missing or malformed file, an input without tokens, a hold-out share outside 0 <= F < 1.
     pub fn load(model_dir: &Path, config: &ModelConfig, source: &Source, options: &Options) -> Result<Self> {
         let seq_len = options
             .seq_len
@@ -99,7 +99,7 @@ impl Corpus {
         Ok(corpus)
     }
 
-    /// Cuts documents into blocks; `first` is the number of blocks so far.
+    /// Cuts documents into blocks and appends them; returns their numbers, which start at `first`.
     fn add_documents(&mut self, documents: &[Vec<u32>], first: usize) -> Result<Range<usize>> {
         for block in documents.iter().flat_map(|d| d.chunks(self.seq_len)) {
             self.ids.extend_from_slice(block);
@@ -110,7 +110,7 @@ impl Corpus {
         Ok(first..self.block_start.len() - 1)
     }
 
-    /// Draws max(1, round(share x blocks)) of `blocks`, or the last part of an only block.
+    /// Holds out max(1, round(share x blocks)) of `blocks`, but never all; of a single block, its last part.
     fn hold_out(&mut self, blocks: Range<usize>, kind: u64, share: f64) {
         if share == 0.0 || blocks.is_empty() {
             return;
@@ -135,17 +135,17 @@ impl Corpus {
         }
     }
 
-    /// Number of blocks.
+    /// Counts the blocks.
     pub fn n_blocks(&self) -> usize {
         self.block_start.len() - 1
     }
 
-    /// Number of tokens.
+    /// Counts the tokens.
     pub fn n_tokens(&self) -> usize {
         self.ids.len()
     }
 
-    /// Tokens of the longest block.
+    /// Counts the tokens of the longest block.
     pub fn longest_block(&self) -> usize {
         (0..self.n_blocks())
             .map(|b| self.block(b).len())
@@ -153,12 +153,12 @@ impl Corpus {
             .unwrap_or(0)
     }
 
-    /// Rows of block `i`.
+    /// Returns the tokens of block `i`, as indices into `ids`.
     pub fn block(&self, i: usize) -> Range<usize> {
         self.block_start[i] as usize..self.block_start[i + 1] as usize
     }
 
-    /// Per row: whether it counts in statistics and fits.
+    /// Says for each token whether statistics and fits may use it.
     pub fn kept(&self) -> Vec<bool> {
         let mut kept = vec![true; self.n_tokens()];
         for &(block, first, end) in &self.held_out {
@@ -168,7 +168,7 @@ impl Corpus {
         kept
     }
 
-    /// Per row: its position within its block.
+    /// Returns each token's position within its block.
     pub fn positions(&self) -> Vec<u32> {
         (0..self.n_blocks())
             .flat_map(|b| 0..self.block(b).len() as u32)
@@ -227,10 +227,11 @@ pub struct Origin {
     pub calibration: Calibration,
 }
 
-/// Random streams of one seed, so that no draw depends on another.
+/// Independent random streams of one seed, so that no draw shifts another.
 const UUID_STREAM: u64 = 1;
 const HOLD_OUT_STREAM: u64 = 2;
 
+/// Tokenises the documents of the files, in order, up to `max_tokens` tokens in all.
 fn tokenise(tokenizer: &Tokenizer, paths: &[PathBuf], max_tokens: usize) -> Result<Vec<Vec<u32>>> {
     let mut documents = Vec::new();
     let mut left = max_tokens;
@@ -252,7 +253,7 @@ fn tokenise(tokenizer: &Tokenizer, paths: &[PathBuf], max_tokens: usize) -> Resu
     Ok(documents)
 }
 
-/// The documents of one `.txt` or `.jsonl` file.
+/// Reads the documents of a `.txt` or `.jsonl` file.
 pub fn read_documents(path: &Path) -> Result<Vec<String>> {
     let read = || -> Result<String> {
         let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", &e))?;
@@ -263,7 +264,7 @@ pub fn read_documents(path: &Path) -> Result<Vec<String>> {
                 e.utf8_error().valid_up_to()
             ))
         })?;
-        // Some editors begin a file with a byte order mark.
+        // Some editors start a file with a byte order mark.
         Ok(match text.strip_prefix('\u{feff}') {
             Some(rest) => rest.to_string(),
             None => text,
@@ -296,7 +297,7 @@ pub fn read_documents(path: &Path) -> Result<Vec<String>> {
     }
 }
 
-/// Documents of token ids from a JSON array of arrays.
+/// Reads a JSON array of arrays of token ids, one per document.
 pub fn read_tokens(path: &Path) -> Result<Vec<Vec<u32>>> {
     let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", &e))?;
     serde_json::from_slice(&bytes).map_err(|e| {
@@ -305,7 +306,7 @@ pub fn read_tokens(path: &Path) -> Result<Vec<Vec<u32>>> {
     })
 }
 
-/// Random UUIDs joined by ", ", tokenised and cut to `uuid_tokens`.
+/// Draws random UUIDs, joins them with ", ", tokenises the text and cuts it to `uuid_tokens` tokens.
 fn uuid_document(tokenizer: &Tokenizer, options: &Options) -> Result<Vec<u32>> {
     if options.uuid_tokens == 0 {
         return Ok(Vec::new());

@@ -1,4 +1,4 @@
-//! The one error type: what went wrong, what to do about it, and the exit code it ends the program with.
+//! The crate's one error type: a message, an optional hint, and a kind that decides the exit code.
 //!
 //! Nearly every failure ends as `error: ...` and `hint: ...` on stderr. So an error is a kind (the
 //! exit code, and what a caller may branch on), a message and an optional hint, rather than an enum
@@ -20,11 +20,11 @@ pub enum Kind {
     Device,
     /// Stopped by the user: exit code 130.
     Interrupted,
-    /// The reader of stdout has seen enough (`| head`): a quiet end, exit code 0.
+    /// The reader of stdout has closed it (`| head`): a silent end, exit code 0.
     Closed,
 }
 
-/// A failure with its message, its hint and its exit code.
+/// A failure: its message, an optional hint and its kind.
 #[derive(Debug, thiserror::Error)]
 pub struct Error {
     kind: Kind,
@@ -50,12 +50,12 @@ impl Error {
         }
     }
 
-    /// Bad input or a failed check.
+    /// Makes the error for bad input or a failed check.
     pub fn failed(message: impl Into<String>) -> Self {
         Self::new(Kind::Failed, message)
     }
 
-    /// Wrong use of the command line.
+    /// Makes the error for wrong use of the command line.
     pub fn usage(message: impl Into<String>) -> Self {
         Self::new(Kind::Usage, message)
     }
@@ -65,17 +65,17 @@ impl Error {
         Self::new(Kind::GpuMemory, format!("out of GPU memory: {need}"))
     }
 
-    /// The requested device is not available.
+    /// Makes the error for a device that is not available or cannot do the work.
     pub fn device(message: impl Into<String>) -> Self {
         Self::new(Kind::Device, message)
     }
 
-    /// The user asked the program to stop.
+    /// Makes the error for work that the user stopped.
     pub fn interrupted() -> Self {
         Self::new(Kind::Interrupted, "interrupted")
     }
 
-    /// Results cannot be written to stdout.
+    /// Makes the error for a failed write to stdout; a closed pipe ends the program silently.
     pub fn stdout(source: &std::io::Error) -> Self {
         match source.kind() {
             std::io::ErrorKind::BrokenPipe => Self::new(Kind::Closed, "stdout was closed"),
@@ -83,7 +83,7 @@ impl Error {
         }
     }
 
-    /// An input/output failure on `path`.
+    /// Makes the error for a failed input or output operation on `path`; `doing` is its verb, such as `read`.
     pub fn io(path: &Path, doing: &str, source: &std::io::Error) -> Self {
         let error = Self::failed(format!("cannot {doing} {}: {source}", path.display()));
         match source.kind() {
@@ -98,7 +98,7 @@ impl Error {
         }
     }
 
-    /// Adds the advice printed as `hint: ...`.
+    /// Adds the advice that is printed as `hint: ...`.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
@@ -112,17 +112,17 @@ impl Error {
         self
     }
 
-    /// The advice, if there is any.
+    /// Returns the text of the hint, if there is one.
     pub fn advice(&self) -> Option<&str> {
         self.hint.as_deref()
     }
 
-    /// What kind of failure this is.
+    /// Returns the kind of failure.
     pub fn kind(&self) -> Kind {
         self.kind
     }
 
-    /// The process exit code.
+    /// Returns the process's exit code.
     pub fn exit_code(&self) -> u8 {
         match self.kind {
             Kind::Failed | Kind::GpuMemory => 1,

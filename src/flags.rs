@@ -1,10 +1,10 @@
-//! What the flags of several commands and methods have in common: numbers in a range, devices, precision.
+//! Flag values that several commands and methods share: numbers within a range, devices, precision.
 
 use clap::ValueEnum;
 
 use crate::float::Float;
 
-/// A number of tokens, positions or passes: what our files can number.
+/// Parses a number of tokens, positions or passes; these are stored as u32.
 pub fn parse_count(text: &str) -> std::result::Result<usize, String> {
     match text.parse::<u32>() {
         Ok(n) => Ok(n as usize),
@@ -20,7 +20,7 @@ pub fn parse_positive_count(text: &str) -> std::result::Result<usize, String> {
     }
 }
 
-/// A flag's whole number of at least one.
+/// Parses a whole number of at least 1.
 pub fn at_least_one(text: &str) -> std::result::Result<usize, String> {
     match text.parse() {
         Ok(n) if n > 0 => Ok(n),
@@ -28,7 +28,7 @@ pub fn at_least_one(text: &str) -> std::result::Result<usize, String> {
     }
 }
 
-/// A flag's share: from 0 to below 1.
+/// Parses a share x with 0 <= x < 1.
 pub fn share_or_zero(text: &str) -> std::result::Result<f64, String> {
     match text.parse() {
         Ok(x) if (0.0..1.0).contains(&x) => Ok(x),
@@ -36,7 +36,7 @@ pub fn share_or_zero(text: &str) -> std::result::Result<f64, String> {
     }
 }
 
-/// Where the work is done.
+/// The device that does a command's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Device {
     /// The best device that can do the command.
@@ -49,7 +49,7 @@ pub enum Device {
     Cuda,
 }
 
-/// A flag's share: above 0 and at most 1.
+/// Parses a share x with 0 < x <= 1.
 pub fn share(text: &str) -> std::result::Result<f64, String> {
     match text.parse::<f64>() {
         Ok(x) if x > 0.0 && x <= 1.0 => Ok(x),
@@ -57,7 +57,7 @@ pub fn share(text: &str) -> std::result::Result<f64, String> {
     }
 }
 
-/// A flag's number of at least 0.
+/// Parses a finite number of at least 0.
 pub fn not_negative(text: &str) -> std::result::Result<f64, String> {
     match text.parse::<f64>() {
         Ok(x) if x.is_finite() && x >= 0.0 => Ok(x),
@@ -65,7 +65,7 @@ pub fn not_negative(text: &str) -> std::result::Result<f64, String> {
     }
 }
 
-/// How inputs of products with 16-bit weights are rounded.
+/// How the inputs of products with 16-bit weights are rounded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Precision {
     /// To the weights' type, for the tensor cores.
@@ -76,7 +76,8 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// The type in which the rows of weights of this type are attended, where the cache does not say.
+    /// Returns the type in which attention reads keys and values that no cache keeps; `kind` is the
+    /// weights' type.
     pub fn attended(self, kind: Float) -> Float {
         match self {
             Self::F32 => Float::F32,

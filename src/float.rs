@@ -1,10 +1,10 @@
-//! The float types in which weights, captured states and cached rows are stored.
+//! The float types of stored values: weights, captured states and cached rows.
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use safetensors::Dtype;
 
-/// Element type of stored values.
+/// An element type of stored values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Float {
     /// IEEE binary32.
@@ -16,7 +16,7 @@ pub enum Float {
 }
 
 impl Float {
-    /// Bytes per element.
+    /// Returns the bytes per element.
     pub fn bytes(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -24,7 +24,7 @@ impl Float {
         }
     }
 
-    /// Converts `bytes` (little-endian, `out.len()` elements) to f32.
+    /// Widens little-endian `bytes` of this type, `out.len()` elements, to f32.
     pub fn read(self, bytes: &[u8], out: &mut [f32]) {
         assert_eq!(bytes.len(), out.len() * self.bytes(), "bytes of the values");
         match self {
@@ -46,7 +46,7 @@ impl Float {
         }
     }
 
-    /// Converts f32 values to little-endian bytes of this type, rounding to nearest even.
+    /// Appends the values as little-endian bytes of this type, rounding to nearest even.
     pub fn write(self, values: &[f32], out: &mut Vec<u8>) {
         match self {
             Self::F32 => out.extend(values.iter().flat_map(|v| v.to_le_bytes())),
@@ -55,7 +55,7 @@ impl Float {
         }
     }
 
-    /// The safetensors name of this type.
+    /// Returns the type's name in safetensors files.
     pub fn name(self) -> &'static str {
         match self {
             Self::F32 => "F32",
@@ -64,7 +64,7 @@ impl Float {
         }
     }
 
-    /// The type of this name in a safetensors file; `None` for types that are not read.
+    /// Converts a safetensors type; `None` for types that kvsmith does not read.
     pub fn of(dtype: Dtype) -> Option<Self> {
         match dtype {
             Dtype::F32 => Some(Self::F32),

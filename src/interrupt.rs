@@ -1,4 +1,4 @@
-//! Ctrl-C: the first one asks the work to stop at the next safe point, the second one ends the
+//! Ctrl-C: the first signal asks the running work to stop at its next safe point, the second ends the
 //! process at once.
 
 use std::ops::ControlFlow;
@@ -10,7 +10,7 @@ static STOP: AtomicBool = AtomicBool::new(false);
 
 /// Installs the handler of SIGINT, SIGTERM and SIGHUP; called once by `main`.
 ///
-/// A signal that the parent had us ignore stays ignored, so that `nohup` keeps its meaning.
+/// A signal that the parent process told this one to ignore stays ignored, as `nohup` expects.
 pub fn install() {
     let handler = || {
         if STOP.swap(true, Ordering::SeqCst) {
@@ -32,16 +32,16 @@ pub fn install() {
     }
 }
 
-/// Whether the process ignores `signal`.
+/// Says whether the process ignores `signal`.
 fn is_ignored(signal: libc::c_int) -> bool {
-    // SAFETY: a null action only asks; `old` is a plain struct that the call fills.
+    // SAFETY: with a null new action the call only fills `old`, a plain struct.
     unsafe {
         let mut old: libc::sigaction = std::mem::zeroed();
         libc::sigaction(signal, std::ptr::null(), &mut old) == 0 && old.sa_sigaction == libc::SIG_IGN
     }
 }
 
-/// Whether the user asked to stop.
+/// Says whether the user asked to stop.
 pub fn requested() -> bool {
     STOP.load(Ordering::SeqCst)
 }
@@ -55,7 +55,7 @@ pub fn check() -> Result<()> {
     }
 }
 
-/// The same for callbacks: `Break` if the user asked to stop.
+/// Returns `Break` if the user asked to stop: the form of [`check`] for callbacks.
 pub fn flow() -> ControlFlow<()> {
     if requested() {
         ControlFlow::Break(())

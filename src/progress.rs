@@ -1,15 +1,15 @@
-//! What a person sees on stderr: notes, warnings and progress bars with the time left.
+//! Messages to the user on stderr: notes, warnings and progress bars with the remaining time.
 
 use std::io::{IsTerminal, Write};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// Writes a line to stderr; where stderr is full or closed, there is nobody to tell.
+/// Writes a line to stderr; a failed write is ignored, since there is nowhere to report it.
 pub fn say(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
-/// A size for people: `4.33 MB`, `2.47 GB`.
+/// Formats a number of bytes for people: `4.33 MB`, `2.47 GB`.
 pub fn size(bytes: usize) -> String {
     if bytes >= 1_000_000_000 {
         format!("{:.2} GB", bytes as f64 / 1e9)
@@ -18,10 +18,10 @@ pub fn size(bytes: usize) -> String {
     }
 }
 
-/// How much the program says.
+/// How much the program prints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verbosity {
-    /// Warnings and errors alone (`-q`).
+    /// Only warnings and errors (`-q`).
     Quiet,
     /// Notes and progress.
     Normal,
@@ -29,34 +29,34 @@ pub enum Verbosity {
     Verbose,
 }
 
-/// Writes to stderr, as much as asked for.
+/// Writes messages to stderr, filtered by verbosity.
 #[derive(Clone, Copy, Debug)]
 pub struct Log {
-    /// The level.
+    /// The verbosity asked for on the command line.
     pub verbosity: Verbosity,
 }
 
 impl Log {
-    /// A line that `-q` hides.
+    /// Prints a line unless `-q` is given.
     pub fn note(&self, text: &str) {
         if self.verbosity >= Verbosity::Normal {
             say(text);
         }
     }
 
-    /// A line that only `-v` shows.
+    /// Prints a line if `-v` is given.
     pub fn detail(&self, text: &str) {
         if self.verbosity >= Verbosity::Verbose {
             say(text);
         }
     }
 
-    /// A line that is always shown.
+    /// Prints a warning, whatever the verbosity.
     pub fn warn(&self, text: &str) {
         say(&format!("warning: {text}"));
     }
 
-    /// A progress bar over `total` units; it shows only on a terminal.
+    /// Starts a progress bar over `total` units; it shows only on a terminal.
     pub fn progress(&self, total: u64, unit: &str) -> Progress {
         let target = if self.verbosity == Verbosity::Quiet || !std::io::stderr().is_terminal() {
             ProgressDrawTarget::hidden()
@@ -75,18 +75,18 @@ impl Log {
     }
 }
 
-/// One progress bar; it disappears when dropped.
+/// A progress bar; dropping it removes it from the screen.
 pub struct Progress {
     bar: ProgressBar,
 }
 
 impl Progress {
-    /// Says what is being done.
+    /// Shows what is being done, left of the bar.
     pub fn stage(&self, text: String) {
         self.bar.set_message(text);
     }
 
-    /// Counts work done.
+    /// Adds finished units of work.
     pub fn advance(&self, units: u64) {
         self.bar.inc(units);
     }

@@ -1,5 +1,5 @@
-//! Our own safetensors files: written in one canonical form, to a temporary file that takes its
-//! name when it is complete; read with every length checked.
+//! kvsmith's own safetensors files. They are written in one canonical form to a temporary file that is
+//! renamed when complete, and every length is checked when they are read.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -16,22 +16,22 @@ use tempfile::NamedTempFile;
 
 use crate::error::{Error, Result};
 
-/// How the names of unfinished files begin.
+/// Prefix of the names of unfinished files.
 pub const TEMP_PREFIX: &str = ".kvsmith-";
-/// How the names of unfinished files end.
+/// Suffix of the names of unfinished files.
 pub const TEMP_SUFFIX: &str = ".part";
-/// Key of our JSON in `__metadata__`.
+/// Key of kvsmith's JSON in `__metadata__`.
 pub const METADATA_KEY: &str = "kvsmith";
 
-/// An element type that we store.
+/// An element type of kvsmith's tensors.
 pub trait Element: Copy {
-    /// Its safetensors type.
+    /// The safetensors type.
     const DTYPE: Dtype;
     /// Bytes per element.
     const BYTES: usize;
-    /// Appends the little-endian bytes.
+    /// Appends the element's little-endian bytes.
     fn put(self, out: &mut Vec<u8>);
-    /// Reads little-endian bytes.
+    /// Reads an element from its little-endian bytes.
     fn get(bytes: &[u8]) -> Self;
 }
 
@@ -58,7 +58,7 @@ element!(f16, Dtype::F16, 2);
 element!(f32, Dtype::F32, 4);
 element!(f64, Dtype::F64, 8);
 
-/// Little-endian bytes of a slice.
+/// Converts a slice to little-endian bytes.
 pub fn to_bytes<T: Element>(values: &[T]) -> Vec<u8> {
     let mut out = Vec::with_capacity(values.len() * T::BYTES);
     for v in values {
@@ -79,12 +79,12 @@ pub struct Spec {
 }
 
 impl Spec {
-    /// A tensor of elements `T`.
+    /// Describes a tensor of elements `T`.
     pub fn new<T: Element>(name: &str, shape: &[usize]) -> Self {
         Self::of(name, T::DTYPE, shape)
     }
 
-    /// A tensor of a type known at run time.
+    /// Describes a tensor whose type is known only at run time.
     pub fn of(name: &str, dtype: Dtype, shape: &[usize]) -> Self {
         Self {
             name: name.to_string(),
@@ -93,7 +93,7 @@ impl Spec {
         }
     }
 
-    /// Bytes of its data; `None` if that overflows.
+    /// Returns the bytes that the data take; `None` if the number overflows.
     pub fn bytes(&self) -> Option<usize> {
         let bits = self.dtype.bitsize();
         self.shape
@@ -102,10 +102,11 @@ impl Spec {
     }
 }
 
-/// The canonical header of `specs`: the wide types first (so that data are aligned), then by name.
+/// Builds the canonical header of `specs`: tensors of wide types first (so that data are aligned), then
+/// by name.
 ///
-/// Returns the file's first bytes and the offset of each tensor's data in the file, in the order
-/// of `specs`, then the file's length.
+/// Returns the file's first bytes, the offset in the file of each tensor's data (in the order of
+/// `specs`), and the file's length.
 fn header(specs: &[Spec], metadata: Option<&str>) -> Result<(Vec<u8>, Vec<usize>, usize)> {
     let mut order: Vec<usize> = (0..specs.len()).collect();
     order.sort_by(|a, b| {
@@ -147,18 +148,18 @@ fn header(specs: &[Spec], metadata: Option<&str>) -> Result<(Vec<u8>, Vec<usize>
     Ok((bytes, offsets, start + at))
 }
 
-/// A file that takes its name only when it is complete.
+/// An output file that gets its name only when it is complete.
 ///
-/// Made before long work starts, so that an output that cannot be written is found at once.
+/// It is created before long work starts, so that a path that cannot be written fails at once.
 pub struct Output {
     path: PathBuf,
     temp: NamedTempFile,
 }
 
 impl Output {
-    /// Makes the temporary file beside `path`.
+    /// Creates the temporary file in the folder of `path`.
     pub fn create(path: &Path) -> Result<Self> {
-        // Renaming over a device would replace it.
+        // Renaming a file onto a device node would replace the device.
         if path.exists() && !path.is_file() {
             return Err(Error::failed(format!(
                 "cannot write {}: it is {}",
@@ -184,7 +185,7 @@ impl Output {
         Ok(Self { path, temp })
     }
 
-    /// Writes `bytes` and gives the file its name.
+    /// Writes `bytes` and renames the file to its final name.
     pub fn finish(mut self, bytes: &[u8]) -> Result<()> {
         self.temp
             .write_all(bytes)
@@ -197,7 +198,7 @@ impl Output {
         temp.as_file()
             .sync_all()
             .map_err(|e| Error::io(&path, "write", &e))?;
-        // Temporary files are private; results get the permissions that any new file would.
+        // Temporary files are private; results get the permissions of any new file.
         #[cfg(unix)]
         {
             use std::os::unix::fs::PermissionsExt;
@@ -211,10 +212,10 @@ impl Output {
     }
 }
 
-/// The process's file mode mask.
+/// Reads the process's file mode mask.
 #[allow(clippy::useless_conversion, reason = "mode_t is narrower on other systems")]
 fn umask() -> u32 {
-    // SAFETY: umask only swaps a per-process integer; it is put back at once, and the program
+    // SAFETY: umask only swaps an integer of the process. It is restored at once, and the program
     // creates files from one thread.
     unsafe {
         let mask = libc::umask(0o022);
@@ -231,10 +232,10 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Starts a file of `specs` in `output`, reserving its whole size on the disk.
+    /// Starts a file of the tensors `specs` in `output` and reserves its whole size on the disk.
     ///
     /// # Errors
-    /// The disk is too full for it.
+    /// The disk has too little space.
     pub fn new(output: Output, specs: Vec<Spec>, metadata: Option<&str>) -> Result<Self> {
         let (bytes, offsets, len) = header(&specs, metadata)?;
         let io = |e: std::io::Error| Error::io(&output.path, "write", &e);
@@ -247,7 +248,7 @@ impl Writer {
         })
     }
 
-    /// Writes `bytes` at byte `at` of tensor `name`.
+    /// Writes `bytes` into tensor `name`, from byte `at` of its data on.
     pub fn put(&self, name: &str, at: usize, bytes: &[u8]) -> Result<()> {
         let i = self.specs.iter().position(|s| s.name == name).ok_or_else(|| {
             Error::failed(format!(
@@ -262,32 +263,32 @@ impl Writer {
             .map_err(|e| Error::io(&self.output.path, "write", &e))
     }
 
-    /// Gives the complete file its name.
+    /// Renames the complete file to its final name.
     pub fn finish(self) -> Result<()> {
         self.output.persist()
     }
 }
 
-/// Gives a file its length, reserving the disk space where the system can.
+/// Sets a file's length and reserves the disk space where the system can.
 #[cfg(target_os = "linux")]
 fn reserve(file: &File, len: usize) -> std::io::Result<()> {
     use std::os::fd::AsRawFd;
     let wanted = libc::off_t::try_from(len).map_err(|_| std::io::ErrorKind::FileTooLarge)?;
     // SAFETY: the descriptor is open for the duration of the call.
     match unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, wanted.max(1)) } {
-        // Some file systems cannot reserve; then a full disk is found while writing.
+        // Some file systems cannot reserve space; a full disk is then noticed while writing.
         0 | libc::EOPNOTSUPP | libc::EINVAL => file.set_len(len as u64),
         code => Err(std::io::Error::from_raw_os_error(code)),
     }
 }
 
-/// Gives a file its length; a full disk is found while writing.
+/// Sets a file's length; a full disk is noticed while writing.
 #[cfg(not(target_os = "linux"))]
 fn reserve(file: &File, len: usize) -> std::io::Result<()> {
     file.set_len(len as u64)
 }
 
-/// A tensor with its bytes, ready to be written.
+/// A tensor with its data, ready to be written.
 pub struct Tensor {
     /// Name, type and shape.
     pub spec: Spec,
@@ -296,7 +297,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A tensor from its values.
+    /// Makes a tensor from its values, row-major.
     pub fn new<T: Element>(name: &str, shape: &[usize], values: &[T]) -> Self {
         debug_assert_eq!(shape.iter().product::<usize>(), values.len(), "{name}");
         Self {
@@ -305,13 +306,13 @@ impl Tensor {
         }
     }
 
-    /// sha256 of its data.
+    /// Returns the sha256 of the data, in hexadecimal.
     pub fn digest(&self) -> String {
         hex(&Sha256::digest(&self.bytes))
     }
 }
 
-/// Writes whole tensors and metadata into `output`.
+/// Writes whole tensors and the metadata into `output` and finishes it.
 pub fn write(output: Output, tensors: &[Tensor], metadata: Option<&str>) -> Result<()> {
     let writer = Writer::new(output, tensors.iter().map(|t| t.spec.clone()).collect(), metadata)?;
     for t in tensors {
@@ -320,7 +321,7 @@ pub fn write(output: Output, tensors: &[Tensor], metadata: Option<&str>) -> Resu
     writer.finish()
 }
 
-/// A mapped safetensors file.
+/// A memory-mapped safetensors file.
 pub struct Store {
     path: PathBuf,
     map: Mmap,
@@ -330,16 +331,16 @@ pub struct Store {
 }
 
 impl Store {
-    /// Maps and checks the file's header.
+    /// Maps a file and checks its header.
     ///
     /// # Errors
-    /// A missing file, or one whose header does not describe exactly its data.
+    /// A missing file, or a header that does not describe exactly the file's data.
     pub fn open(path: &Path) -> Result<Self> {
         if path.is_dir() {
             return Err(Error::failed(format!("{} is a folder", path.display())).hint("give a file"));
         }
         let file = File::open(path).map_err(|e| Error::io(path, "open", &e))?;
-        // SAFETY: read-only mapping; values that change under us are plain data to every reader.
+        // SAFETY: the mapping is read-only; bytes that another program changes are plain data to every reader.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(path, "read", &e))?;
         let (header, info) = SafeTensors::read_metadata(&map).map_err(|e| {
             Error::failed(format!(
@@ -382,7 +383,7 @@ impl Store {
         })
     }
 
-    /// Fails unless the header is, to the byte, the one that we write for these tensors.
+    /// Fails unless the header is byte for byte the canonical one of these tensors.
     pub fn check_canonical(&self) -> Result<()> {
         let specs: Vec<Spec> = self.specs.values().map(|(s, ..)| s.clone()).collect();
         let (bytes, ..) = header(&specs, self.metadata.as_deref())?;
@@ -395,25 +396,25 @@ impl Store {
         )
     }
 
-    /// Where the file is.
+    /// Returns the file's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Size of the file.
+    /// Returns the file's size in bytes.
     pub fn file_bytes(&self) -> usize {
         self.map.len()
     }
 
-    /// The text of our JSON in the header.
+    /// Returns the text of kvsmith's JSON in the header.
     pub fn metadata(&self) -> Option<&str> {
         self.metadata.as_deref()
     }
 
-    /// Our JSON in the header.
+    /// Parses kvsmith's JSON in the header.
     ///
     /// # Errors
-    /// There is none, or it is not an object.
+    /// The header has no such JSON, or it is not an object.
     pub fn manifest(&self) -> Result<Value> {
         let text = self.metadata.as_ref().ok_or_else(|| {
             Error::failed(format!("{} was not written by kvsmith", self.path.display()))
@@ -428,29 +429,29 @@ impl Store {
         }
     }
 
-    /// The tensors' names, types and shapes, by name.
+    /// Lists the tensors' names, types and shapes, sorted by name.
     pub fn specs(&self) -> impl Iterator<Item = &Spec> {
         self.specs.values().map(|(s, ..)| s)
     }
 
-    /// Bytes of a tensor's data.
+    /// Returns the bytes of a tensor's data.
     pub fn bytes(&self, name: &str) -> Option<&[u8]> {
         self.specs.get(name).map(|(_, a, b)| &self.map[*a..*b])
     }
 
-    /// Where a tensor's data start in the file.
+    /// Returns the offset in the file of a tensor's data.
     pub fn data_start(&self, name: &str) -> Option<usize> {
         self.specs.get(name).map(|(_, a, _)| *a)
     }
 
-    /// The whole tensor, which must have this type and shape.
+    /// Reads a whole tensor, which must have type `T` and this shape.
     pub fn read<T: Element>(&self, name: &str, shape: &[usize]) -> Result<Vec<T>> {
         let expected = Spec::new::<T>(name, shape);
         let bytes = self.checked(&expected)?;
         Ok(bytes.chunks_exact(T::BYTES).map(T::get).collect())
     }
 
-    /// The bytes of a tensor that must have this type and shape.
+    /// Returns the data of a tensor, which must have the expected type and shape.
     pub fn checked(&self, expected: &Spec) -> Result<&[u8]> {
         let name = &expected.name;
         let (spec, a, b) = self
@@ -471,7 +472,7 @@ impl Store {
     }
 }
 
-/// Lower-case hexadecimal.
+/// Formats bytes in lower-case hexadecimal.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }

@@ -1,4 +1,4 @@
-//! A matrix of weights in the type of its checkpoint, mapped from a file and never expanded to f32 as a whole.
+//! A weight matrix that stays in its checkpoint's float type, as a view of a memory-mapped file.
 
 use std::fs::File;
 use std::io::Write;
@@ -11,7 +11,7 @@ use ndarray::ArrayView2;
 use crate::error::{Error, Result};
 use crate::float::Float;
 
-/// A view of a float tensor in a mapped checkpoint file.
+/// A float tensor within a memory-mapped checkpoint file.
 #[derive(Clone)]
 pub struct Weight {
     pub(crate) file: Arc<Shard>,
@@ -24,13 +24,13 @@ pub struct Weight {
 }
 
 impl Weight {
-    /// Values without a checkpoint, in a file that goes with them.
+    /// Writes values that come from no checkpoint to a temporary file and maps it.
     ///
     /// # Shapes
     /// values `[rows, cols]`.
     ///
     /// # Errors
-    /// No room for temporary files.
+    /// A temporary file that cannot be written.
     pub fn from_values(values: ArrayView2<f32>, dtype: Float) -> Result<Self> {
         let failed = |e: std::io::Error| {
             Error::failed(format!("cannot write a temporary file: {e}"))
@@ -43,7 +43,7 @@ impl Weight {
             dtype.write(&row.to_vec(), &mut bytes);
             file.write_all(&bytes).map_err(failed)?;
         }
-        // SAFETY: the mapping is read-only, and no other program knows of the file.
+        // SAFETY: the mapping is read-only, and no other program can open the unnamed file.
         let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
         Ok(Self {
             file: Arc::new(Shard {
@@ -59,33 +59,33 @@ impl Weight {
         })
     }
 
-    /// Rows (the output channels of a projection); 1 for a vector.
+    /// Counts the rows: the output channels of a projection; 1 for a vector.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Columns (the input channels of a projection).
+    /// Counts the columns: the input channels of a projection.
     pub fn cols(&self) -> usize {
         self.cols
     }
 
-    /// Stored element type.
+    /// Returns the stored element type.
     pub fn dtype(&self) -> Float {
         self.dtype
     }
 
-    /// Name in the checkpoint.
+    /// Returns the tensor's name in the checkpoint.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The stored bytes of `count` rows from `first` on.
+    /// Returns the stored bytes of rows `first..first + count`.
     pub fn row_bytes(&self, first: usize, count: usize) -> &[u8] {
         let row = self.cols * self.dtype.bytes();
         &self.file.map[self.start + first * row..self.start + (first + count) * row]
     }
 
-    /// All values as f32.
+    /// Returns all values, row-major, as f32.
     pub fn to_vec(&self) -> Vec<f32> {
         let mut out = vec![0.0; self.rows * self.cols];
         self.dtype.read(self.row_bytes(0, self.rows), &mut out);
@@ -109,25 +109,25 @@ impl Weight {
         Ok(())
     }
 
-    /// Tells the kernel that the pages of `weights` are not needed any more.
+    /// Tells the system that the memory pages of `weights` are no longer needed.
     ///
-    /// They are re-read from the file if they are touched again.
+    /// A later access reads them from the file again.
     pub fn release(weights: &[&Self]) {
         for w in weights {
             let len = w.rows * w.cols * w.dtype.bytes();
-            // SAFETY: the mapping is private, read-only and file-backed: dropped pages come back
-            // with the same contents on the next access.
+            // SAFETY: the mapping is read-only and file-backed: dropped pages come back with the same
+            // contents on the next access.
             let advised = unsafe {
                 w.file
                     .map
                     .unchecked_advise_range(UncheckedAdvice::DontNeed, w.start, len)
             };
-            // Advice that the kernel does not take costs memory, never correctness.
+            // Advice that the system ignores costs memory, never correctness.
             let _ = advised;
         }
     }
 
-    /// Tells the kernel that the matrix is read at scattered rows, so that it reads no more than asked.
+    /// Tells the system that rows are read in no order, so that it does not read ahead.
     pub fn scattered(&self) {
         let len = self.rows * self.cols * self.dtype.bytes();
         let _ = self.file.map.advise_range(Advice::Random, self.start, len);
