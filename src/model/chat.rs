@@ -1,8 +1,8 @@
-//! The chat template of a checkpoint: how a conversation is written as one text.
+//! The chat template of a checkpoint: turns a conversation into one text.
 //!
-//! Templates are Jinja, written for the environment that transformers gives them; this one is made
-//! alike. They come with the model, so they are not trusted: size, nesting, work and output are bounded.
-//! Memory that a template takes inside its own expressions is not.
+//! Templates are Jinja and expect the environment that transformers offers, which is rebuilt here. They
+//! come with the model and are not trusted: their size, nesting, work and output are bounded. The memory
+//! that expressions take within a template is not.
 
 use std::ffi::CString;
 use std::path::{Path, PathBuf};
@@ -18,41 +18,41 @@ use crate::error::{Error, Result};
 
 type Rendered<T> = std::result::Result<T, minijinja::Error>;
 
-/// One message of a conversation, as templates see it.
+/// A message of a conversation, as templates see it.
 #[derive(Clone, Debug, Serialize)]
 pub struct Message {
     /// `system`, `user` or `assistant`.
     pub role: &'static str,
-    /// Its text.
+    /// Text of the message.
     pub content: String,
 }
 
 /// A compiled chat template with the model's special tokens.
 pub struct ChatTemplate {
-    /// The file that it stands in.
+    /// The file that holds the template.
     path: PathBuf,
     environment: Environment<'static>,
 }
 
-/// Longest template in bytes; real ones have some ten thousand.
+/// Most bytes of a template; real ones have about ten thousand.
 const LONGEST: usize = 1 << 17;
 
-/// Template instructions per rendering; real templates take some hundred a message.
+/// Most template instructions per rendering; real templates take a few hundred per message.
 const FUEL: u64 = 1_000_000;
 
-/// Stack for what the two above allow: the engine descends into chains like `1 + 1 + ...` and into
-/// nested values without a limit of its own. Only what is used takes memory.
+/// Bytes of stack for a template, enough for what [`LONGEST`] and [`FUEL`] allow: the engine recurses into
+/// chains like `1 + 1 + ...` and nested values without a limit. Only the part in use takes memory.
 const STACK: usize = 1 << 28;
 
-/// Most bytes that a rendering has beside 16 times those of the messages.
+/// Bytes that a rendering may have beyond 16 times the bytes of the messages.
 const SLACK: usize = 1 << 20;
 
 impl ChatTemplate {
-    /// The template of the model in `dir`, if it has one: `chat_template.jinja`, else
-    /// `tokenizer_config.json`, as transformers looks for it, else `chat_template.json`.
+    /// Compiles the chat template of the model in `dir`, if there is one: `chat_template.jinja`, else
+    /// that of `tokenizer_config.json`, as in transformers, else that of `chat_template.json`.
     ///
     /// # Errors
-    /// A file that cannot be read, templates without a `default` among them, a syntax error.
+    /// A file that cannot be read; a list of templates without a `default`; a syntax error.
     pub fn open(dir: &Path) -> Result<Option<Self>> {
         let Some((path, source)) = find(dir)? else {
             return Ok(None);
@@ -77,13 +77,13 @@ impl ChatTemplate {
         Ok(Some(Self { path, environment }))
     }
 
-    /// The file that it stands in.
+    /// Returns the file that holds the template.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The text of a conversation, special tokens included; with `add_generation_prompt`, up to where
-    /// the assistant's reply begins.
+    /// Renders a conversation, special tokens included; with `add_generation_prompt`, up to where the
+    /// assistant's reply starts.
     ///
     /// # Errors
     /// A template that fails, refuses the messages or does not end.
@@ -116,7 +116,7 @@ impl ChatTemplate {
     }
 }
 
-/// Does template work on a thread of its own, with a large stack.
+/// Runs `work` on a thread with a large stack.
 fn with_stack<T: Send>(path: &Path, work: impl FnOnce() -> T + Send) -> Result<T> {
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().stack_size(STACK);
@@ -147,7 +147,7 @@ fn unusable(path: &Path, e: &minijinja::Error) -> Error {
     .hint("without --chat the prompt is taken as it is; --tokens takes turns as token ids")
 }
 
-/// The template's source and the file that it is in.
+/// Finds the file that holds the template, and the template's source.
 fn find(dir: &Path) -> Result<Option<(PathBuf, String)>> {
     let path = dir.join("chat_template.jinja");
     if path.is_file() {
@@ -165,7 +165,7 @@ fn find(dir: &Path) -> Result<Option<(PathBuf, String)>> {
     Ok(None)
 }
 
-/// `chat_template` of a JSON file: a string, or a list of which `default` is taken.
+/// Reads `chat_template` of a JSON file: a string, or a list whose entry named `default` is taken.
 fn in_json(path: &Path) -> Result<Option<String>> {
     let value = read_json(path)?;
     let named = |template: &serde_json::Value| {
@@ -188,7 +188,7 @@ fn in_json(path: &Path) -> Result<Option<String>> {
     }
 }
 
-/// The special tokens that templates know by name: `bos_token`, `eos_token` and so on.
+/// Reads the special tokens that templates know by name: `bos_token`, `eos_token` and so on.
 fn special_tokens(dir: &Path) -> Result<Vec<(String, Value)>> {
     let path = dir.join("tokenizer_config.json");
     if !path.is_file() {
@@ -212,7 +212,7 @@ fn special_tokens(dir: &Path) -> Result<Vec<(String, Value)>> {
         .collect())
 }
 
-/// What transformers offers its templates.
+/// Makes the environment that transformers offers to templates.
 fn environment() -> Rendered<Environment<'static>> {
     let mut environment = Environment::new();
     let syntax = SyntaxConfig::builder()
@@ -231,7 +231,7 @@ fn environment() -> Rendered<Environment<'static>> {
     Ok(environment)
 }
 
-/// Makes nothing of the tags that mark the assistant's text for training.
+/// Replaces the tags that mark the assistant's text for training, which have no effect here.
 fn without_generation_tags(source: &str) -> String {
     let (mut out, mut rest) = (String::new(), source);
     while let Some(start) = rest.find("{%")
@@ -250,13 +250,13 @@ fn without_generation_tags(source: &str) -> String {
     out + rest
 }
 
-/// The local time as C and Python format it.
+/// Formats the local time as C and Python do.
 fn strftime_now(format: &str) -> Rendered<String> {
     let format = CString::new(format)
         .map_err(|e| minijinja::Error::new(ErrorKind::InvalidOperation, e.to_string()))?;
     let mut text = [0u8; 256];
-    // SAFETY: `tm` is a plain struct that `localtime_r` fills; `strftime` writes at most what `text`
-    // has room for and returns how much.
+    // SAFETY: `tm` is a plain struct that `localtime_r` fills; `strftime` writes at most
+    // `text.len()` bytes and returns how many.
     let len = unsafe {
         let now = libc::time(std::ptr::null_mut());
         let mut tm: libc::tm = std::mem::zeroed();
@@ -266,8 +266,8 @@ fn strftime_now(format: &str) -> Rendered<String> {
     Ok(String::from_utf8_lossy(&text[..len]).into_owned())
 }
 
-/// Python's `json.dumps` as transformers calls it: nothing is escaped for HTML, and separators have
-/// spaces.
+/// Serialises a value like Python's `json.dumps` as transformers calls it: no escapes for HTML, and
+/// separators with spaces.
 fn tojson(value: Value, options: Kwargs) -> Rendered<String> {
     let failed = |e: serde_json::Error| minijinja::Error::new(ErrorKind::BadSerialization, e.to_string());
     let indent: Option<u8> = options.get("indent")?;
@@ -304,8 +304,7 @@ fn tojson(value: Value, options: Kwargs) -> Rendered<String> {
     })
 }
 
-/// Every character beyond ASCII as its escape of four hexadecimal digits; in JSON such characters stand in
-/// strings alone.
+/// Escapes every non-ASCII character as `\uXXXX`; in JSON such characters occur only within strings.
 fn ascii(json: &str) -> String {
     let escape = |unit: &mut u16| format!("\\u{unit:04x}");
     let one = |c: char| match c {
@@ -315,7 +314,7 @@ fn ascii(json: &str) -> String {
     json.chars().map(one).collect()
 }
 
-/// JSON in one line, with these separators.
+/// A JSON formatter that writes one line with the given separators.
 struct Spaced {
     item: String,
     key: String,
@@ -344,7 +343,7 @@ impl Formatter for Spaced {
     }
 }
 
-/// Text that may not grow beyond a limit.
+/// A text buffer with a maximum length.
 struct Bounded {
     text: Vec<u8>,
     most: usize,

@@ -1,4 +1,4 @@
-//! `config.json`: which decoder this is, its sizes, its rotary embedding and its attention windows.
+//! `config.json`: a decoder's architecture, sizes, rotary embedding and sliding windows.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ const MAX_LAYERS: usize = 4096;
 const MAX_HEAD_DIM: usize = 4096;
 const SUPPORTED_LAYERS: [&str; 2] = ["full_attention", "sliding_attention"];
 
-/// Everything about a decoder that its `config.json` fixes.
+/// What a checkpoint's `config.json` says about its decoder.
 #[derive(Clone, Debug)]
 pub struct ModelConfig {
     /// `model_type`, one of [`SUPPORTED_MODELS`].
@@ -26,31 +26,31 @@ pub struct ModelConfig {
     pub intermediate_size: usize,
     /// Number of decoder layers.
     pub n_layers: usize,
-    /// Query heads h.
+    /// Number of query heads, h.
     pub n_heads: usize,
-    /// KV heads g.
+    /// Number of KV heads, g.
     pub n_kv_heads: usize,
-    /// Channels per head d.
+    /// Number of channels per head, d.
     pub head_dim: usize,
-    /// Rows of the embedding.
+    /// Number of tokens in the vocabulary.
     pub vocab_size: usize,
     /// Epsilon of every RMS norm.
     pub rms_norm_eps: f32,
-    /// Whether the output projection is the embedding.
+    /// Whether the embedding is the output projection too.
     pub tie_word_embeddings: bool,
-    /// Bias on the q, k and v projections.
+    /// Whether the q, k and v projections have a bias.
     pub qkv_bias: bool,
-    /// Bias on the attention output projection.
+    /// Whether the projection of the attention output has a bias.
     pub o_bias: bool,
-    /// Bias on the MLP projections.
+    /// Whether the MLP projections have a bias.
     pub mlp_bias: bool,
-    /// RMS norm over each head of q and k.
+    /// Whether each head of q and k passes an RMS norm.
     pub qk_norm: bool,
-    /// Longest context the model claims.
+    /// Longest context that the model claims to support.
     pub max_position_embeddings: usize,
-    /// Rotary embedding.
+    /// The rotary embedding.
     pub rope: RopeConfig,
-    /// Per layer: how many positions are visible, the current one included; `None` = all.
+    /// Sliding window per layer: the number of visible positions, the current one included; `None` = all.
     pub windows: Vec<Option<usize>>,
     /// Token that begins a document.
     pub bos_token_id: Option<u32>,
@@ -67,8 +67,8 @@ impl ModelConfig {
     /// Reads `dir/config.json`, and the stop tokens of `dir/generation_config.json` if it exists.
     ///
     /// # Errors
-    /// A missing or malformed file, an unsupported architecture, rope or layer type (named, with
-    /// what is supported), or sizes that contradict each other.
+    /// A missing or malformed file; an unsupported architecture, rope or layer type (the message lists
+    /// the supported ones); sizes that contradict each other.
     pub fn load(dir: &Path) -> Result<Self> {
         if !dir.is_dir() {
             let what = if dir.exists() {
@@ -84,7 +84,7 @@ impl ModelConfig {
         let generation = dir.join("generation_config.json");
         if generation.is_file() {
             let value = read_json(&generation)?;
-            // As in transformers, these replace those of config.json.
+            // As in transformers, these stop tokens replace those of config.json.
             let ids = token_ids(value.get("eos_token_id"), "eos_token_id")
                 .map_err(|e| e.context(generation.display()))?;
             if !ids.is_empty() {
@@ -94,7 +94,7 @@ impl ModelConfig {
         Ok(config)
     }
 
-    /// Interprets the JSON of a `config.json`.
+    /// Interprets the JSON value of a `config.json`.
     pub fn parse(value: &Value) -> Result<Self> {
         let map = value
             .as_object()
@@ -130,7 +130,7 @@ impl ModelConfig {
         let n_kv_heads = c.size_opt("num_key_value_heads")?.unwrap_or(n_heads);
         let head_dim = match c.size_opt("head_dim")? {
             Some(d) => d,
-            // Qwen3's own default does not follow from its other sizes.
+            // Qwen3's default is a constant.
             None if model_type == "qwen3" => 128,
             None if hidden_size.is_multiple_of(n_heads) => hidden_size / n_heads,
             None => {
@@ -189,7 +189,7 @@ impl ModelConfig {
         })
     }
 
-    /// Query heads per KV head, r = h / g.
+    /// Returns the number of query heads per KV head, r = h / g.
     pub fn group(&self) -> usize {
         self.n_heads / self.n_kv_heads
     }
@@ -204,9 +204,10 @@ impl ModelConfig {
         }
     }
 
-    /// The fields that shape the forward pass, normalised, as canonical JSON (sorted keys).
+    /// Returns the fields that decide the forward pass as canonical JSON (sorted keys).
     ///
-    /// The same for both config spellings; part of the checkpoint fingerprint and of the manifest.
+    /// Both spellings of a config give the same value. It is part of the checkpoint fingerprint and of
+    /// the manifest.
     pub fn canonical(&self) -> Value {
         json!({
             "model_type": self.model_type,
@@ -229,7 +230,7 @@ impl ModelConfig {
     }
 }
 
-/// Which layers see a sliding window (`sliding_window`, `use_sliding_window`, `layer_types`).
+/// Finds each layer's sliding window (`sliding_window`, `use_sliding_window`, `layer_types`).
 fn windows(c: &Fields, model_type: &str, n_layers: usize) -> Result<Vec<Option<usize>>> {
     let window = match model_type {
         "mistral" => c.window()?,

@@ -1,9 +1,8 @@
-//! The decoder forward pass in f32, open at the point where q and k are about to be rotated.
+//! The decoder's forward pass in f32, with a seam between the projections and the attention.
 //!
-//! A [`Layer`] is used in three steps, so that a caller can put its own attention in the middle:
-//! [`Layer::project`] gives pre-RoPE q, k and v; the caller attends; [`Layer::finish`] adds the
-//! attention output and the MLP to the residual stream. [`Layer::forward`] is the three with exact
-//! causal attention.
+//! A layer runs in three steps, so that callers can insert their own attention: [`Layer::project`] gives
+//! pre-RoPE q, k and v, the caller attends, and [`Layer::finish`] adds the attention output and the MLP
+//! to the residual stream. [`Layer::forward`] is all three with exact causal attention.
 
 use std::ops::Range;
 use std::path::Path;
@@ -21,40 +20,40 @@ use crate::compute::simd;
 use crate::error::{Error, Result};
 use crate::weight::Weight;
 
-/// Rows that pass a projection together; bounds the memory of what is wide and short-lived.
+/// Rows that pass a projection together; bounds the memory of the wide intermediate results.
 const ROWS: usize = 2048;
 
-/// A checkpoint ready to run.
+/// An opened checkpoint, ready to run.
 pub struct Decoder {
-    /// Sizes and options.
+    /// Sizes and options of the model.
     pub config: ModelConfig,
     /// The mapped weights.
     pub checkpoint: Checkpoint,
     /// The rotary embedding.
     pub rope: Rope,
-    /// `[vocab, hidden]`.
+    /// The embedding, `[vocab, hidden]`.
     pub embedding: Weight,
-    /// Before the output projection, `[hidden]`.
+    /// Weight of the final RMS norm, `[hidden]`.
     pub norm: Vec<f32>,
-    /// The output projection, `[vocab, hidden]`; of some models the embedding.
+    /// The output projection, `[vocab, hidden]`; the embedding if the model ties the two.
     pub head: Linear,
 }
 
-/// One decoder layer; weights stay mapped.
+/// One decoder layer, as views of the mapped weights.
 pub struct Layer {
-    /// Its place in the model.
+    /// Number of the layer, from 0.
     pub index: usize,
-    /// h.
+    /// Number of query heads, h.
     pub n_heads: usize,
-    /// g.
+    /// Number of KV heads, g.
     pub n_kv_heads: usize,
-    /// d.
+    /// Number of channels per head, d.
     pub head_dim: usize,
-    /// Of every norm.
+    /// Epsilon of every RMS norm.
     pub eps: f32,
-    /// Visible positions, the current one included; `None` = all.
+    /// Number of visible positions, the current one included; `None` = all.
     pub window: Option<usize>,
-    /// Before the projections, `[hidden]`.
+    /// Weight of the RMS norm before the q, k and v projections, `[hidden]`.
     pub input_norm: Vec<f32>,
     /// `[h d, hidden]`.
     pub q: Linear,
@@ -64,11 +63,11 @@ pub struct Layer {
     pub v: Linear,
     /// `[hidden, h d]`.
     pub o: Linear,
-    /// Over each head of q, `[d]`.
+    /// Weight of the RMS norm over each head of q, `[d]`.
     pub q_norm: Option<Vec<f32>>,
-    /// Over each head of k, `[d]`.
+    /// Weight of the RMS norm over each head of k, `[d]`.
     pub k_norm: Option<Vec<f32>>,
-    /// Before the MLP, `[hidden]`.
+    /// Weight of the RMS norm before the MLP, `[hidden]`.
     pub mlp_norm: Vec<f32>,
     /// `[intermediate, hidden]`.
     pub gate: Linear,
@@ -78,7 +77,7 @@ pub struct Layer {
     pub down: Linear,
 }
 
-/// What a layer's projections give for m rows: after bias and q/k norm, before rotation.
+/// A layer's q, k and v for m rows, after bias and q/k norm and before rotation.
 pub struct States {
     /// `[h,m,d]`.
     pub q_pre: Array3<f32>,
@@ -89,7 +88,7 @@ pub struct States {
 }
 
 impl Decoder {
-    /// Opens the checkpoint in `dir` and checks that it has every tensor in the right shape.
+    /// Opens the checkpoint in `dir` and checks the presence and the shape of every tensor.
     pub fn open(dir: &Path) -> Result<Self> {
         let config = ModelConfig::load(dir)?;
         let checkpoint = Checkpoint::open(dir)?;
@@ -121,7 +120,7 @@ impl Decoder {
         Ok(decoder)
     }
 
-    /// Views of the weights of layer `index`.
+    /// Returns layer `index` as views of its weights.
     pub fn layer(&self, index: usize) -> Result<Layer> {
         let c = &self.config;
         let (hidden, d) = (c.hidden_size, c.head_dim);
@@ -164,7 +163,7 @@ impl Decoder {
         })
     }
 
-    /// Embeds `ids`: `[n, hidden]`.
+    /// Looks up the embeddings of `ids`: `[n, hidden]`.
     ///
     /// # Errors
     /// An id outside the vocabulary; a NaN in an embedding row.
@@ -185,7 +184,7 @@ impl Decoder {
         Ok(out)
     }
 
-    /// Checks that every id is in the vocabulary.
+    /// Fails unless every id is in the vocabulary.
     pub fn check_ids(&self, ids: &[u32]) -> Result<()> {
         match ids.iter().position(|id| *id as usize >= self.config.vocab_size) {
             None => Ok(()),
@@ -197,7 +196,7 @@ impl Decoder {
         }
     }
 
-    /// Next-token logits from the hidden state of one position: `[vocab]`.
+    /// Computes the next token's logits from the hidden state of one position: `[vocab]`.
     pub fn logits(&self, hidden: ArrayView1<f32>) -> Result<Array1<f32>> {
         let mut normed = Array2::zeros((1, hidden.len()));
         rms_rows(
@@ -215,7 +214,7 @@ impl Decoder {
         Err(self.diagnose(&[&self.head.weight], "the output logits"))
     }
 
-    /// Fails if the residual stream has left the finite numbers in `layer`, naming the culprit.
+    /// Fails if `hidden`, the output of `layer`, has a value that is not finite; names the faulty tensor.
     pub fn check_finite(&self, layer: &Layer, hidden: ArrayView2<f32>) -> Result<()> {
         if simd::all_finite(elements(&hidden)) {
             return Ok(());
@@ -226,7 +225,7 @@ impl Decoder {
         ))
     }
 
-    /// Fails if the states of `layer` are not finite, naming the culprit.
+    /// Fails if the states of `layer` have a value that is not finite; names the faulty tensor.
     pub fn check_states(&self, layer: &Layer, states: &States) -> Result<()> {
         let fine = [&states.q_pre, &states.k_pre, &states.v]
             .into_iter()
@@ -237,7 +236,8 @@ impl Decoder {
         Err(self.diagnose(&layer.weights(), &format!("the states of layer {}", layer.index)))
     }
 
-    /// What to say of numbers at `place` that are not finite: the first of `weights` that has some, else the model.
+    /// Makes the error for values at `place` that are not finite: it names the first of `weights` with such
+    /// a value, else blames the model.
     pub fn diagnose(&self, weights: &[&Weight], place: &str) -> Error {
         weights
             .iter()
@@ -250,7 +250,7 @@ impl Decoder {
 }
 
 impl Layer {
-    /// Pre-RoPE q, k and v of every row of `hidden` `[m, hidden]`.
+    /// Computes pre-RoPE q, k and v of every row of `hidden`, `[m, hidden]`.
     pub fn project(&self, hidden: ArrayView2<f32>) -> States {
         let empty = |heads| Array3::zeros((heads, hidden.nrows(), self.head_dim));
         let mut states = States {
@@ -275,7 +275,7 @@ impl Layer {
         states
     }
 
-    /// Adds the attention output (`attended` `[m, h d]`) and the MLP to `hidden` `[m, hidden]`.
+    /// Adds the attention output `attended`, `[m, h d]`, and then the MLP to `hidden`, `[m, hidden]`.
     pub fn finish(&self, mut hidden: ArrayViewMut2<f32>, attended: ArrayView2<f32>) {
         let width = hidden.ncols();
         for (mut hidden, attended) in hidden
@@ -302,9 +302,9 @@ impl Layer {
         }
     }
 
-    /// One whole layer over a block that starts at position 0, with exact attention.
+    /// Runs the whole layer over a block that starts at position 0, with exact attention.
     ///
-    /// `tap` sees the pre-RoPE states and the rotated k that attention uses.
+    /// `tap` sees the pre-RoPE states and the rotated keys.
     pub fn forward(
         &self,
         rope: &Rope,
@@ -316,7 +316,7 @@ impl Layer {
         let table = rope.table(0..m);
         let k_rope = rotated(&states.k_pre, &table, 0..m);
         tap(&states, &k_rope);
-        // The queries are rotated in place: nothing needs them unrotated any more.
+        // In place, since nothing reads the unrotated queries from here on.
         rotate(&mut states.q_pre, &table, 0..m);
         let mut attended = Array2::zeros((m, self.n_heads * self.head_dim));
         attention::causal(
@@ -332,7 +332,7 @@ impl Layer {
         self.finish(hidden.view_mut(), attended.view());
     }
 
-    /// The projection weights.
+    /// Lists the weights of the layer's projections.
     pub fn weights(&self) -> Vec<&Weight> {
         [
             &self.q, &self.k, &self.v, &self.o, &self.gate, &self.up, &self.down,
@@ -341,20 +341,20 @@ impl Layer {
         .to_vec()
     }
 
-    /// Hands the layer's file pages back to the system.
+    /// Gives the layer's file pages back to the system.
     pub fn release(&self) {
         Weight::release(&self.weights());
     }
 }
 
-/// A rotated copy of `[heads, m, d]`; row i goes to row `rows.start + i` of the table.
+/// Returns a rotated copy of `[heads, m, d]`; row i is rotated by entry `rows.start + i` of the table.
 pub fn rotated(x: &Array3<f32>, table: &RopeTable, rows: Range<usize>) -> Array3<f32> {
     let mut y = x.clone();
     rotate(&mut y, table, rows);
     y
 }
 
-/// Rotates `[heads, m, d]` in place.
+/// Rotates `[heads, m, d]` in place; row i by entry `rows.start + i` of the table.
 pub fn rotate(x: &mut Array3<f32>, table: &RopeTable, rows: Range<usize>) {
     x.axis_iter_mut(Axis(0)).into_par_iter().for_each(|mut head| {
         for (mut vector, row) in head.rows_mut().into_iter().zip(rows.clone()) {
@@ -363,7 +363,7 @@ pub fn rotate(x: &mut Array3<f32>, table: &RopeTable, rows: Range<usize>) {
     });
 }
 
-/// `[m, heads d]` into `[heads, m, d]`, with an optional RMS norm (weight, eps) over each head vector.
+/// Splits `[m, heads d]` into `[heads, m, d]`, with an optional RMS norm (weight, eps) over each head.
 fn split_heads(flat: ArrayView2<f32>, norm: Option<(&[f32], f32)>, mut out: ArrayViewMut3<f32>) {
     let d = out.len_of(Axis(2));
     out.axis_iter_mut(Axis(0))
@@ -381,7 +381,7 @@ fn split_heads(flat: ArrayView2<f32>, norm: Option<(&[f32], f32)>, mut out: Arra
         });
 }
 
-/// RMS norm of every row.
+/// Applies an RMS norm to every row.
 fn rms_rows(x: ArrayView2<f32>, weight: &[f32], eps: f32, mut out: ArrayViewMut2<f32>) {
     out.axis_iter_mut(Axis(0))
         .into_par_iter()

@@ -13,7 +13,7 @@ pub fn read_json(path: &Path) -> Result<Value> {
         .map_err(|e| Error::failed(format!("{} is not valid JSON: {e}", path.display())))
 }
 
-/// A token id or a list of token ids; absent or null gives an empty list.
+/// Reads a token id or a list of token ids; a missing field or null gives an empty list.
 pub fn token_ids(value: Option<&Value>, name: &str) -> Result<Vec<u32>> {
     let one = |v: &Value| {
         v.as_u64()
@@ -27,27 +27,27 @@ pub fn token_ids(value: Option<&Value>, name: &str) -> Result<Vec<u32>> {
     }
 }
 
-/// Typed access to the fields of a config object; `null` counts as absent.
+/// Typed access to the fields of a JSON object; `null` counts as missing.
 pub struct Fields<'a> {
     /// The object.
     pub map: &'a Map<String, Value>,
 }
 
 impl<'a> Fields<'a> {
-    /// Above this, a size in a config is taken for damage.
+    /// Largest plausible size in a config; a larger one means a damaged file.
     const MAX_SIZE: u64 = 1 << 31;
 
-    /// The fields of `map`.
+    /// Wraps a JSON object.
     pub fn new(map: &'a Map<String, Value>) -> Self {
         Self { map }
     }
 
-    /// The value of a field that is there.
+    /// Returns a field's value unless it is missing or null.
     pub fn present(&self, name: &str) -> Option<&'a Value> {
         self.map.get(name).filter(|v| !v.is_null())
     }
 
-    /// A string that must be there.
+    /// Reads a string that must be present.
     pub fn string(&self, name: &str) -> Result<&'a str> {
         match self.present(name) {
             Some(v) => v
@@ -57,7 +57,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A string, or the default.
+    /// Reads a string, or returns the default.
     pub fn string_or(&self, name: &str, default: &'static str) -> Result<&'a str> {
         if self.present(name).is_none() {
             return Ok(default);
@@ -65,7 +65,7 @@ impl<'a> Fields<'a> {
         self.string(name)
     }
 
-    /// A whole number from 0 on.
+    /// Reads a whole number of at least 0.
     pub fn index_opt(&self, name: &str) -> Result<Option<usize>> {
         match self.present(name) {
             None => Ok(None),
@@ -76,12 +76,12 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A whole number from 0 on, or the default.
+    /// Reads a whole number of at least 0, or returns the default.
     pub fn index_or(&self, name: &str, default: usize) -> Result<usize> {
         Ok(self.index_opt(name)?.unwrap_or(default))
     }
 
-    /// A whole number from 1 on.
+    /// Reads a whole number of at least 1.
     pub fn size_opt(&self, name: &str) -> Result<Option<usize>> {
         match self.index_opt(name)? {
             Some(0) => Err(Error::failed(format!("`{name}` is 0"))),
@@ -89,13 +89,13 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A whole number from 1 on that must be there.
+    /// Reads a whole number of at least 1 that must be present.
     pub fn size(&self, name: &str) -> Result<usize> {
         self.size_opt(name)?
             .ok_or_else(|| Error::failed(format!("`{name}` is missing")))
     }
 
-    /// A number.
+    /// Reads a number.
     pub fn number_opt(&self, name: &str) -> Result<Option<f64>> {
         match self.present(name) {
             None => Ok(None),
@@ -106,12 +106,12 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A number, or the default.
+    /// Reads a number, or returns the default.
     pub fn number_or(&self, name: &str, default: f64) -> Result<f64> {
         Ok(self.number_opt(name)?.unwrap_or(default))
     }
 
-    /// `sliding_window`: null is none, but an absent key means these families' default.
+    /// Reads `sliding_window`: null means none, a missing field 4096, these model families' default.
     pub fn window(&self) -> Result<Option<usize>> {
         if self.map.contains_key("sliding_window") {
             self.size_opt("sliding_window")
@@ -120,7 +120,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// True or false, or the default.
+    /// Reads a boolean, or returns the default.
     pub fn bool_or(&self, name: &str, default: bool) -> Result<bool> {
         match self.present(name) {
             None => Ok(default),

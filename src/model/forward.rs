@@ -1,7 +1,8 @@
-//! The seam of the forward pass: a model where it is computed, with the caches left to the caller.
+//! The forward pass as traits that leave the device to the implementation and the KV cache to the caller.
 //!
-//! [`Forward`] runs prompts and single tokens of one or more trajectories, [`Layers`] one layer after the other over
-//! calibration text. The CPU's forms are here; [`crate::cuda`] has those of NVIDIA GPUs.
+//! [`Forward`] runs prompts and single tokens of one or more trajectories; [`Layers`] runs one layer
+//! after the other over calibration text. The CPU implementations are here, those of NVIDIA GPUs in
+//! [`crate::cuda`].
 
 use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayViewMut2, ArrayViewMut3, Axis, s};
 use rayon::prelude::*;
@@ -14,9 +15,9 @@ use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::kv::KvHead;
 
-/// States of m rows of one layer, on both sides of the rotation.
+/// Queries, keys and values of m rows of one layer, before and after rotation.
 pub struct Rows {
-    /// `[h,m,d]`; empty in a prompt pass, which reads the rotated ones alone.
+    /// `[h,m,d]`; empty in a prompt pass, where only the rotated queries are read.
     pub q_pre: Array3<f32>,
     /// `[h,m,d]`.
     pub q_rope: Array3<f32>,
@@ -28,7 +29,7 @@ pub struct Rows {
     pub v: Array3<f32>,
 }
 
-/// What a prompt's queries attend: keys and values of every position, `[g, first + m, d]`.
+/// What a prompt attends: its queries, and the keys and values of every position, `[g, first + m, d]`.
 pub struct Context {
     /// Rotated queries of the prompt, `[h,m,d]`.
     pub q_rope: Array3<f32>,
@@ -39,8 +40,8 @@ pub struct Context {
 }
 
 impl Context {
-    /// The rows of every position: earlier ones as the caches give them, one per KV head, then the new
-    /// keys and values, `[g,m,d]`.
+    /// Joins the cached rows of earlier positions, one cache per KV head, and the prompt's own keys and
+    /// values, `[g,m,d]`.
     pub fn join(q_rope: Array3<f32>, keys: Array3<f32>, values: Array3<f32>, caches: &[&KvHead]) -> Self {
         Self {
             q_rope,
@@ -50,8 +51,7 @@ impl Context {
     }
 }
 
-/// The rows of every position, `[g, first + m, d]`: earlier ones as the caches give them, then `new`,
-/// `[g,m,d]`.
+/// Returns the rows of every position, `[g, first + m, d]`: the cached ones, then `new`, `[g,m,d]`.
 fn with_cached(
     new: Array3<f32>,
     caches: &[&KvHead],
@@ -75,54 +75,54 @@ fn with_cached(
     all
 }
 
-/// Takes in a prompt's rows of a layer; gives back what they attend. Of a first prompt those are the rows themselves.
+/// Stores the prompt's rows of a layer, given its index, in the KV cache and returns what the prompt attends.
 pub type Cache<'f> = dyn FnMut(usize, Rows) -> Context + 'f;
-/// Fills the attention output of a layer, `[trajectories,h,d]`, from its index and its rows.
+/// Fills a layer's attention output, `[trajectories,h,d]`, from its index and its rows.
 pub type Attend<'f> = dyn FnMut(usize, &Rows, ArrayViewMut3<f32>) -> Result<()> + 'f;
 
-/// A model that runs.
+/// A model that runs prompts and decode steps on some device.
 pub trait Forward: Send + Sync {
-    /// The checkpoint.
+    /// Returns the checkpoint.
     fn decoder(&self) -> &Decoder;
 
-    /// Runs a prompt whose first row stands at position `first`; `cache` takes in the rows of each layer
-    /// and gives back what they attend. Returns the logits after the last row: `[vocab]`.
+    /// Runs a prompt whose first token is at position `first`, and returns the logits after its last
+    /// token, `[vocab]`. `cache` is called once per layer.
     ///
     /// # Errors
     /// An empty prompt, an id outside the vocabulary, activations that are not finite.
     fn prompt(&self, ids: &[u32], first: usize, cache: &mut Cache) -> Result<Array1<f32>>;
 
-    /// Feeds one token per trajectory, all at position `t`; `attend` fills the attention output of each
-    /// layer. Returns the logits after them, `[vocab]` each.
+    /// Runs one token per trajectory, all at position `t`, and returns the logits after each, `[vocab]`.
+    /// `attend` is called once per layer.
     fn step(&self, ids: &[u32], t: usize, attend: &mut Attend) -> Result<Vec<Array1<f32>>>;
 }
 
-/// A model's layers, one at a time.
+/// A model whose layers are opened one at a time.
 pub trait Layers: Send + Sync {
-    /// The checkpoint.
+    /// Returns the checkpoint.
     fn decoder(&self) -> &Decoder;
 
-    /// Opens a layer; what it takes is given back with it.
+    /// Opens a layer; dropping it releases its memory.
     fn open<'s>(&'s self, index: usize) -> Result<Box<dyn BlockLayer + 's>>;
 }
 
-/// A layer over blocks of text that start at position 0.
+/// An open layer, for blocks of text that start at position 0.
 pub trait BlockLayer {
-    /// The states of every row of `hidden` `[m, hidden]`.
+    /// Computes the states of every row of `hidden`, `[m, hidden]`.
     fn project(&self, hidden: ArrayView2<f32>) -> Result<States>;
 
-    /// The whole layer, with exact attention; `tap` sees the states.
+    /// Runs the whole layer, with exact attention, on `hidden` in place; `tap` sees the states.
     fn forward(&self, hidden: ArrayViewMut2<f32>, tap: &mut dyn FnMut(&States) -> Result<()>) -> Result<()>;
 }
 
-/// The model on the CPU.
+/// A model on the CPU.
 pub struct CpuForward<'a> {
     decoder: &'a Decoder,
     layers: Vec<Layer>,
 }
 
 impl<'a> CpuForward<'a> {
-    /// The layers of a model.
+    /// Opens all layers of a model.
     pub fn new(decoder: &'a Decoder) -> Result<Self> {
         let layers = (0..decoder.config.n_layers).map(|i| decoder.layer(i));
         Ok(Self {
@@ -158,7 +158,7 @@ impl Forward for CpuForward<'_> {
                     v: states.v,
                 },
             );
-            // Of the last layer, only the last position is read.
+            // Only the last position of the last layer's output is read.
             let skipped = if index + 1 == self.layers.len() { m - 1 } else { 0 };
             let mut attended = Array2::zeros((m - skipped, context.q_rope.len() / m));
             attention::causal(
@@ -203,7 +203,7 @@ impl Forward for CpuForward<'_> {
     }
 }
 
-/// A prompt that has tokens.
+/// Fails for a prompt without tokens.
 pub fn check_prompt(ids: &[u32]) -> Result<()> {
     match ids {
         [] => Err(Error::failed("the prompt has no tokens")),
@@ -211,7 +211,7 @@ pub fn check_prompt(ids: &[u32]) -> Result<()> {
     }
 }
 
-/// The layers of a model on the CPU, one at a time.
+/// A model on the CPU whose layers are opened one at a time.
 pub struct CpuLayers<'a>(pub &'a Decoder);
 
 impl Layers for CpuLayers<'_> {
@@ -227,7 +227,7 @@ impl Layers for CpuLayers<'_> {
     }
 }
 
-/// A layer on the CPU; its file pages are handed back with it.
+/// An open layer on the CPU; dropping it gives its file pages back.
 struct CpuLayer<'a> {
     decoder: &'a Decoder,
     layer: Layer,
@@ -250,7 +250,7 @@ impl BlockLayer for CpuLayer<'_> {
             .forward(&self.decoder.rope, hidden.view_mut(), |states, _| {
                 tapped = tap(states);
             });
-        // The culprit of a NaN is named rather than what the tap found of it.
+        // This check goes first: it names the faulty tensor, which an error of `tap` would not.
         self.decoder.check_finite(&self.layer, hidden.view())?;
         tapped
     }
@@ -262,7 +262,7 @@ impl Drop for CpuLayer<'_> {
     }
 }
 
-/// Every vector rotated to the first position of the table.
+/// Returns a copy with every vector rotated by the first position of the table.
 fn at_first(x: &Array3<f32>, table: &RopeTable) -> Array3<f32> {
     let mut y = x.clone();
     for mut vector in y.lanes_mut(Axis(2)) {

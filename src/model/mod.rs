@@ -1,4 +1,4 @@
-//! A Hugging Face decoder checkpoint: configuration, weights, tokenizer, chat template and the forward
+//! A Hugging Face decoder checkpoint: its configuration, weights, tokenizer, chat template and forward
 //! pass.
 
 pub mod chat;

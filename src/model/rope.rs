@@ -25,18 +25,18 @@ pub struct RopeConfig {
     pub scaling: RopeScaling,
 }
 
-/// How a rope type changes the plain frequencies.
+/// How a rope type changes the unscaled frequencies.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "rope_type", rename_all = "lowercase")]
 pub enum RopeScaling {
     /// No scaling.
     Default,
-    /// All frequencies divided by the factor.
+    /// All frequencies are divided by the factor.
     Linear {
         /// Context extension factor.
         factor: f64,
     },
-    /// Llama 3.1: low frequencies divided, high ones kept, a ramp between.
+    /// Llama 3.1: low frequencies are divided, high ones kept, those between interpolated.
     Llama3 {
         /// Context extension factor.
         factor: f64,
@@ -50,20 +50,21 @@ pub enum RopeScaling {
         #[serde(rename = "original_max_position_embeddings")]
         original: f64,
     },
-    /// YaRN (arXiv 2309.00071): a ramp over the dimensions and an attention factor.
+    /// YaRN (arXiv 2309.00071): frequencies are interpolated along a ramp over the channels, and cos and sin
+    /// are multiplied by an attention factor.
     Yarn {
         /// Context extension factor.
         factor: f64,
         /// `original_max_position_embeddings`.
         #[serde(rename = "original_max_position_embeddings")]
         original: f64,
-        /// Rotations above which a dimension is kept.
+        /// A channel that turns more often than this within the original context keeps its frequency.
         beta_fast: f64,
-        /// Rotations below which a dimension is interpolated.
+        /// A channel that turns less often than this has its frequency divided by the factor.
         beta_slow: f64,
-        /// Multiplies cos and sin.
+        /// Factor on cos and sin.
         attention_factor: f64,
-        /// Whether the ramp's ends are rounded to whole dimensions.
+        /// Whether the ramp's ends are rounded to whole channels.
         truncate: bool,
     },
 }
@@ -81,12 +82,12 @@ impl RopeScaling {
 }
 
 impl RopeConfig {
-    /// The settings of a `config.json`, from either spelling.
+    /// Reads the rope settings of a `config.json` in either spelling.
     ///
     /// # Errors
-    /// A rope type that is not supported (named, with what is), values out of range.
+    /// An unsupported rope type (the message lists the supported ones); values out of range.
     pub fn parse(c: &Fields, max_position: usize) -> Result<Self> {
-        // As in transformers, `rope_scaling` replaces `rope_parameters` where both say something.
+        // As in transformers, a non-empty `rope_scaling` replaces `rope_parameters`.
         let said = |v: &&Value| v.as_object().is_none_or(|map| !map.is_empty());
         let nested = match c.present("rope_scaling").filter(said) {
             Some(v) => Some(("rope_scaling", v)),
@@ -173,7 +174,7 @@ impl RopeConfig {
     }
 }
 
-/// YaRN's settings with its attention factor resolved (arXiv 2309.00071, section 3.4).
+/// Reads YaRN's settings and resolves its attention factor (arXiv 2309.00071, section 3.4).
 fn yarn(s: &Fields, factor: f64, max_position: usize) -> Result<RopeScaling> {
     let mscale = |weight: f64| {
         if factor <= 1.0 {
@@ -223,22 +224,22 @@ fn yarn(s: &Fields, factor: f64, max_position: usize) -> Result<RopeScaling> {
     })
 }
 
-/// The angular frequencies of one model and the factor on cos and sin.
+/// The rotary embedding of a model: angular frequencies and the factor on cos and sin.
 #[derive(Clone, Debug)]
 pub struct Rope {
-    /// w_i for i in 0..d/2, f32 as the model computes it.
+    /// Angular frequencies w_i, i in 0..d/2, in f32 as the model computes them.
     inv_freq: Vec<f32>,
-    /// Multiplies cos and sin (YaRN); 1 for the other types.
+    /// Factor on cos and sin (YaRN); 1 for the other types.
     attention_factor: f32,
 }
 
 impl Rope {
-    /// Channels of a head.
+    /// Returns the number of channels of a head.
     pub fn head_dim(&self) -> usize {
         2 * self.inv_freq.len()
     }
 
-    /// Frequencies for heads of `head_dim` channels.
+    /// Computes the frequencies for heads of `head_dim` channels.
     ///
     /// # Source
     /// Llama 3.1's and YaRN's (arXiv 2309.00071, section 3.2) scaling, as in transformers.
@@ -279,7 +280,7 @@ impl Rope {
                 truncate,
             } => {
                 attention_factor = a;
-                // The dimension that turns `rotations` times within the original context.
+                // The channel that turns `rotations` times within the original context.
                 let dimension = |rotations: f64| {
                     head_dim as f64 * (original / (rotations * 2.0 * std::f64::consts::PI)).ln()
                         / (2.0 * config.theta.ln())
@@ -307,14 +308,14 @@ impl Rope {
         }
     }
 
-    /// Cosines and sines of a range of positions.
+    /// Computes the cosines and sines of a range of positions.
     pub fn table(&self, positions: Range<usize>) -> RopeTable {
         let half = self.inv_freq.len();
         let mut cos = Vec::with_capacity(positions.len() * half);
         let mut sin = Vec::with_capacity(positions.len() * half);
         for p in positions {
             for w in &self.inv_freq {
-                // The angle is rounded to f32, as models do; its sine and cosine are then exact.
+                // The angle is rounded to f32, as in the models; its sine and cosine are not rounded further.
                 let angle = f64::from(p as f32 * w);
                 cos.push(angle.cos() as f32 * self.attention_factor);
                 sin.push(angle.sin() as f32 * self.attention_factor);
@@ -344,7 +345,7 @@ impl Rope {
     }
 }
 
-/// Cosines and sines, attention factor included, for consecutive positions.
+/// Cosines and sines of consecutive positions, multiplied by the attention factor.
 #[derive(Clone)]
 pub struct RopeTable {
     cos: Vec<f32>,
@@ -353,12 +354,12 @@ pub struct RopeTable {
 }
 
 impl RopeTable {
-    /// Cosines and sines, `[positions, d/2]` each.
+    /// Returns the cosines and the sines, `[positions, d/2]` each.
     pub fn parts(&self) -> [&[f32]; 2] {
         [&self.cos, &self.sin]
     }
 
-    /// Rotates one head vector (d values) in place to the `row`-th position of the table.
+    /// Rotates a head vector (d values) in place by the `row`-th position of the table.
     pub fn rotate(&self, x: &mut [f32], row: usize) {
         let (lo, hi) = x.split_at_mut(self.half);
         let cos = &self.cos[row * self.half..(row + 1) * self.half];

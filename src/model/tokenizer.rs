@@ -1,4 +1,4 @@
-//! `tokenizer.json`, and the rule for special tokens.
+//! The model's tokenizer (`tokenizer.json`) and its rules for special tokens.
 
 use std::path::Path;
 
@@ -6,18 +6,18 @@ use super::config::ModelConfig;
 use super::fields::read_json;
 use crate::error::{Error, Result};
 
-/// Text to token ids and back.
+/// A model's tokenizer: text to token ids and back.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// Prepended by us, where tokenizer.json has no post-processor that could.
+    /// The BOS token that [`Tokenizer::encode`] prepends if tokenizer.json has no post-processor.
     bos: Option<u32>,
 }
 
 impl Tokenizer {
     /// Opens `dir/tokenizer.json`.
     ///
-    /// Special tokens come from its post-processor. Where it has none, a BOS is prepended if
-    /// `tokenizer_config.json` says `add_bos_token: true`: its `bos_token`, else the config's id.
+    /// Its post-processor adds the special tokens. Without one, BOS is prepended if
+    /// `tokenizer_config.json` says `add_bos_token: true`: its `bos_token`, else the id in config.json.
     pub fn open(dir: &Path, config: &ModelConfig) -> Result<Self> {
         let path = dir.join("tokenizer.json");
         if !path.is_file() {
@@ -27,7 +27,7 @@ impl Tokenizer {
         }
         let mut inner = tokenizers::Tokenizer::from_file(&path)
             .map_err(|e| Error::failed(format!("{} cannot be used: {e}", path.display())))?;
-        // Training scripts leave their lengths in the file; they are not part of the tokenizer.
+        // Training scripts leave truncation and padding lengths in the file; the tokenizer ignores them.
         inner
             .with_truncation(None)
             .map_err(|e| Error::failed(format!("{} cannot be used: {e}", path.display())))?
@@ -68,7 +68,7 @@ impl Tokenizer {
         }
     }
 
-    /// Token ids of a document, special tokens included.
+    /// Tokenises a document and adds the special tokens.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let encoding = self.encoding(text, true)?;
         Ok(self
@@ -78,8 +78,8 @@ impl Tokenizer {
             .collect())
     }
 
-    /// Token ids of text that has its special tokens already, or goes on after other text: none are
-    /// added.
+    /// Tokenises text without adding special tokens: text that contains them already, or that continues
+    /// earlier text.
     pub fn encode_raw(&self, text: &str) -> Result<Vec<u32>> {
         let encoding = self.encoding(text, false)?;
         Ok(encoding.get_ids().to_vec())
@@ -91,7 +91,7 @@ impl Tokenizer {
             .map_err(|e| Error::failed(format!("the text cannot be tokenised: {e}")))
     }
 
-    /// The first `limit` tokens of a document, without tokenising much more of it than that.
+    /// Tokenises only as much of a document as its first `limit` tokens need, and returns these.
     pub fn encode_prefix(&self, text: &str, limit: usize) -> Result<Vec<u32>> {
         let mut bytes = limit.saturating_mul(8).saturating_add(4096);
         loop {
@@ -100,7 +100,7 @@ impl Tokenizer {
                 end += 1;
             }
             let mut ids = self.encode(&text[..end])?;
-            // The last tokens before a cut could differ from those of the whole text.
+            // The last tokens before the cut may differ from the whole text's, so 64 more are demanded.
             if end == text.len() || ids.len() >= limit + 64 {
                 ids.truncate(limit);
                 return Ok(ids);
@@ -109,7 +109,7 @@ impl Tokenizer {
         }
     }
 
-    /// The text of generated `ids`, special tokens left out.
+    /// Returns the text of generated `ids`, without special tokens.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         self.inner
             .decode(ids, true)
@@ -117,21 +117,21 @@ impl Tokenizer {
     }
 }
 
-/// Text of a growing list of ids, piece by piece.
+/// Turns a growing list of token ids into text, piece by piece.
 ///
-/// A token may hold a part of a character, so a piece is given out only when it ends in whole ones.
+/// A token may end within a character, so a piece is returned only when its last character is whole.
 pub struct TextStream<'a> {
     tokenizer: Option<&'a Tokenizer>,
     ids: Vec<u32>,
-    /// Ids whose text was given out already, from `context` on.
+    /// Number of ids whose text has been returned.
     done: usize,
-    /// Where decoding starts; a few ids back, for tokenizers that join neighbours.
+    /// First id that is decoded again with each piece, since some tokenizers join neighbouring tokens.
     context: usize,
     text: String,
 }
 
 impl<'a> TextStream<'a> {
-    /// An empty stream; without a tokenizer, ids are shown as numbers.
+    /// Makes an empty stream; without a tokenizer, ids are shown as numbers.
     pub fn new(tokenizer: Option<&'a Tokenizer>) -> Self {
         Self {
             tokenizer,
@@ -142,18 +142,18 @@ impl<'a> TextStream<'a> {
         }
     }
 
-    /// Adds one id; returns the text that became complete.
+    /// Adds an id; returns the text that has become complete.
     pub fn push(&mut self, id: u32) -> Result<String> {
         self.ids.push(id);
         self.piece(false)
     }
 
-    /// The rest of the text, whole characters or not.
+    /// Returns the rest of the text, even if it ends within a character.
     pub fn finish(&mut self) -> Result<String> {
         self.piece(true)
     }
 
-    /// All text so far; empty without a tokenizer.
+    /// Returns all text so far; empty without a tokenizer.
     pub fn text(&self) -> &str {
         &self.text
     }
@@ -176,8 +176,8 @@ impl<'a> TextStream<'a> {
                 all.get(known.len()..).unwrap_or("").to_string()
             }
         };
-        // Nothing to show yet, as for a special token: keep it as context, since a decoder may take
-        // the space before a word from what stands before it.
+        // Nothing to show yet, as for a special token. It stays as context: a decoder may derive the
+        // space before a word from the token before it.
         if piece.is_empty() && !last {
             return Ok(piece);
         }

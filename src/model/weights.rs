@@ -1,8 +1,7 @@
-//! The tensors of a checkpoint folder: one safetensors file or an index with shards, memory-mapped.
+//! The tensors of a checkpoint folder (one safetensors file, or an index with shards), memory-mapped.
 //!
-//! Nothing is expanded to f32 here. A [`Weight`] is a view of the mapped bytes; the kernels convert
-//! what they need when they need it, so a layer costs no more memory than its file pages, which
-//! [`Weight::release`] hands back.
+//! A [`Weight`] is a view of the mapped bytes; kernels widen its values as they read them. A layer
+//! therefore takes no more memory than its file pages, which [`Weight::release`] gives back.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -30,7 +29,7 @@ struct Entry {
     len: usize,
 }
 
-/// All tensors of a checkpoint folder.
+/// The memory-mapped tensors of a checkpoint folder.
 pub struct Checkpoint {
     shards: Vec<Arc<Shard>>,
     entries: BTreeMap<String, Entry>,
@@ -40,8 +39,8 @@ impl Checkpoint {
     /// Maps `model.safetensors`, or every shard that `model.safetensors.index.json` names.
     ///
     /// # Errors
-    /// A missing or truncated file, a header that does not describe its file, an index that names
-    /// a missing shard or tensor.
+    /// A missing or truncated file; a header that does not describe its file; an index that names a
+    /// missing shard or tensor.
     pub fn open(dir: &Path) -> Result<Self> {
         let single = dir.join("model.safetensors");
         let index = dir.join("model.safetensors.index.json");
@@ -103,8 +102,8 @@ impl Checkpoint {
 
     fn add_shard(&mut self, path: &Path) -> Result<()> {
         let file = File::open(path).map_err(|e| Error::io(path, "open", &e))?;
-        // SAFETY: the mapping is read-only; a file changed by another program while it is mapped
-        // changes values we read, which every consumer treats as plain data.
+        // SAFETY: the mapping is read-only; another program that changes the file changes values,
+        // which every reader treats as plain data.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(path, "map", &e))?;
         let damaged = |what: String| {
             Error::failed(format!("{}: {what}", path.display()))
@@ -142,17 +141,17 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Whether a tensor of this name exists.
+    /// Says whether the checkpoint has a tensor of this name.
     pub fn contains(&self, name: &str) -> bool {
         self.entries.contains_key(name)
     }
 
-    /// Bytes of all tensors.
+    /// Returns the bytes of all tensors together.
     pub fn total_bytes(&self) -> usize {
         self.entries.values().map(|e| e.len).sum()
     }
 
-    /// A view of tensor `name`, which must have exactly `shape` (one or two axes).
+    /// Returns a view of tensor `name`, which must have exactly `shape` (one or two axes).
     pub fn weight(&self, name: &str, shape: &[usize]) -> Result<Weight> {
         let entry = self.entries.get(name).ok_or_else(|| {
             Error::failed(format!("the checkpoint has no tensor `{name}`"))
@@ -184,21 +183,21 @@ impl Checkpoint {
         })
     }
 
-    /// The values of a vector `name` of `len` elements: a norm or a bias.
+    /// Reads a norm's or bias's vector `name` of `len` elements.
     ///
     /// # Errors
-    /// As [`Checkpoint::weight`]; a value that is not finite.
+    /// Those of [`Checkpoint::weight`]; a value that is not finite.
     pub fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>> {
         let weight = self.weight(name, &[len])?;
         weight.check_finite()?;
         Ok(weight.to_vec())
     }
 
-    /// Identifies the model: sha256 over the config fields that shape the forward pass and, for
-    /// every tensor in name order, its name, dtype, shape and 4,096 of its bytes (byte i at
-    /// floor(i x len / 4096), all bytes if fewer).
+    /// Returns the model's fingerprint: sha256 over the config fields that decide the forward pass and,
+    /// for every tensor in the order of names, its name, dtype, shape and 4,096 of its bytes (byte i at
+    /// floor(i x len / 4096); all bytes if it has fewer).
     ///
-    /// Config spelling and sharding do not change it.
+    /// It depends neither on the config's spelling nor on how the checkpoint is sharded.
     pub fn fingerprint(&self, config: &ModelConfig) -> Result<String> {
         const SAMPLES: u128 = 4096;
         let samples: Vec<Result<Vec<u8>>> = self
