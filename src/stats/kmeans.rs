@@ -1,25 +1,23 @@
 //! k-means for codebooks: thousands of centroids, tens of thousands of points per head.
 //!
-//! [`cluster`] is Lloyd's algorithm behind k-means++ seeding, for the heads that a device holds;
-//! [`fit`] is the same for one head on the CPU, and [`Codebook::nearest`] the encoder. The arithmetic is
-//! the device's ([`crate::compute::device::Points`]); random choices, the repair of empty centroids and
-//! the decision to stop are made here, once for all devices. linfa's [`Fit`] and [`PredictInplace`] are
-//! implemented on top.
+//! [`cluster`] runs k-means++ seeding and Lloyd's algorithm for all heads that a device holds; [`fit`] does
+//! so for one head on the CPU; [`Codebook::nearest`] encodes. The device does the arithmetic
+//! ([`crate::compute::device::Points`]). Random choices, the repair of empty centroids and the decision to
+//! stop are made here, once for all devices. linfa's [`Fit`] and [`PredictInplace`] are built on top.
 //!
-//! **Seeding in batches.** k-means++ draws by the distance to the nearest centroid so far. We draw by the
-//! distances of the last refresh and accept with probability `now / stale`: rejection sampling, so the
-//! D² distribution is exact, and the refreshes together cost one Lloyd pass of matrix products instead of
-//! one sweep over the points per centroid. All devices are given the same random numbers, so they draw
-//! the same rows but where a distance rounds the other way.
+//! **Seeding in batches.** k-means++ draws each centroid by the rows' distances to the nearest centroid so
+//! far. Here a row is drawn by its distance at the last refresh and accepted with probability
+//! `now / stale`. This is rejection sampling, so the D² distribution is exact; and all refreshes together
+//! cost one Lloyd pass of matrix products, instead of one sweep over the points per centroid. All devices
+//! get the same random numbers and draw the same rows, except where rounding tips a comparison.
 //!
 //! # Numerics
 //!
-//! The argmin of the distance is found as the argmax of the score `x·c - ||c||²/2` in f32. Its
-//! error grows with `||x|| ||c||`: **points are expected to be centred**. An offset much larger
-//! than the spread makes the choice approximate ([`Codebook::nearest`] has the bound). Distances
-//! never come from scores: they are recomputed as `sum (x - c)²` for the chosen centroid. Means
-//! and inertia are summed in f64. Finite values whose squares overflow f32 give a useless
-//! codebook, but no panic.
+//! The nearest centroid is found as the argmax of the score `x·c - ||c||²/2` in f32, whose error grows with
+//! `||x|| ||c||`: **points are expected to be centred**. With an offset much larger than the spread the
+//! choice is approximate ([`Codebook::nearest`] has the bound). Distances never come from scores; they are
+//! recomputed as `sum (x - c)²` for the chosen centroid. Means and inertia are summed in f64. Finite values
+//! whose squares overflow f32 give a useless codebook, but no panic.
 
 mod seed;
 
@@ -35,7 +33,7 @@ use crate::compute::device::{Assignment, Clusters, Device, Points};
 use crate::compute::layout::elements;
 use crate::error::Error;
 
-/// Most centroids a codebook may have: codes are stored as u16, and one value stays free.
+/// Most centroids of a codebook: codes are stored as u16, and one value stays free.
 pub const MAX_SIZE: usize = 65_535;
 
 /// Why a fit failed.
@@ -47,9 +45,9 @@ pub enum KMeansError {
     /// There are fewer points than centroids.
     #[error("points: expected at least {size} (one per centroid), found {points}")]
     TooFewPoints {
-        /// Rows given.
+        /// Number of rows given.
         points: usize,
-        /// Centroids asked for.
+        /// Number of centroids asked for.
         size: usize,
     },
     /// The points have no coordinates.
@@ -65,15 +63,15 @@ pub enum KMeansError {
         /// The first offending value of that row.
         value: f32,
     },
-    /// The given initial centroids do not have the shape of the codebook.
+    /// The given initial centroids do not have the codebook's shape.
     #[error("initial centroids: expected shape {expected:?}, found {found:?}")]
     InitShape {
-        /// `(size, d)`.
+        /// The codebook's shape, `(size, d)`.
         expected: (usize, usize),
-        /// What was given.
+        /// The shape given.
         found: (usize, usize),
     },
-    /// The callback asked to stop.
+    /// The callback returned `Break`.
     #[error("k-means interrupted after pass {0}")]
     Interrupted(usize),
     /// The device failed.
@@ -94,51 +92,50 @@ impl From<KMeansError> for Error {
     }
 }
 
-/// Where the centroids start.
+/// How the initial centroids are chosen.
 #[derive(Clone, Debug)]
 pub enum Init {
-    /// Plain D² sampling: each next centroid is a point drawn with probability proportional to
-    /// its squared distance to the nearest centroid chosen so far, one candidate a step.
+    /// Plain D² sampling: each centroid is a point drawn with probability proportional to its squared
+    /// distance to the nearest centroid so far, with one candidate per step.
     KMeansPlusPlus,
-    /// Distinct rows, uniformly.
+    /// Distinct rows, drawn uniformly.
     Random,
-    /// These centroids, `[size, d]`.
+    /// The given centroids, `[size, d]`.
     Precomputed(Array2<f32>),
 }
 
-/// What to fit.
+/// The parameters of a fit.
 #[derive(Clone, Debug)]
 pub struct KMeansParams {
-    /// Centroids, 1 to [`MAX_SIZE`].
+    /// Number of centroids, 1 to [`MAX_SIZE`].
     pub size: usize,
-    /// Lloyd passes at most; the fit ends earlier once no assignment changes. 0 keeps the initial
-    /// centroids.
+    /// Most Lloyd passes; a fit ends earlier once no assignment changes. 0 keeps the initial centroids.
     pub iterations: usize,
-    /// A pass that lowers the inertia by less than this share is the last; 0 goes on until no assignment changes.
+    /// A fit ends with the pass that lowers the inertia by less than this share; 0 disables the rule.
     pub min_gain: f64,
-    /// Where the centroids start.
+    /// How the initial centroids are chosen.
     pub init: Init,
-    /// Seed of the random choices of [`fit`]; [`cluster`] takes one per head.
+    /// Seed of [`fit`]'s random choices; [`cluster`] takes one seed per head.
     pub seed: u64,
 }
 
-/// The outcome of one fit. Codes, counts and the last inertia belong to the codebook returned.
+/// The outcome of a fit. Codes, counts and the last inertia refer to the returned codebook.
 #[derive(Clone, Debug)]
 pub struct KMeansFit {
     /// Centroids, `[M, d]`.
     pub codebook: Array2<f32>,
-    /// The centroid of each row, `[n]`.
+    /// The nearest centroid of each row, `[n]`.
     pub codes: Vec<u32>,
-    /// Rows per centroid, `[M]`. Zero for the duplicates left over where there are fewer distinct
-    /// points than centroids, and for a centroid that lost its rows in the last assignment.
+    /// Number of rows per centroid, `[M]`. Zero for the duplicates if there are fewer distinct points than
+    /// centroids, and for a centroid that lost its rows in the last assignment.
     pub counts: Vec<u32>,
-    /// Sum of squared distances of each assignment: to the initial centroids, then after each pass.
+    /// Sum of squared distances to the initial centroids, then to those after each pass.
     pub inertia: Vec<f64>,
-    /// Empty centroids that were reseeded, over all passes.
+    /// Number of empty centroids reseeded, over all passes.
     pub empty_repaired: usize,
 }
 
-/// Centroids made ready for [`Codebook::nearest`].
+/// A codebook prepared for searching.
 #[derive(Clone, Debug)]
 pub struct Codebook {
     centroids: Array2<f32>,
@@ -146,7 +143,7 @@ pub struct Codebook {
 }
 
 impl Codebook {
-    /// Prepares `centroids`, `[M, d]`, for searching.
+    /// Prepares `centroids`, `[M, d]`.
     pub fn new(centroids: Array2<f32>) -> Self {
         let centroids = centroids.as_standard_layout().into_owned();
         let (size, dim) = centroids.dim();
@@ -154,7 +151,7 @@ impl Codebook {
         Self { centroids, panels }
     }
 
-    /// The centroids, `[M, d]`.
+    /// Returns the centroids, `[M, d]`.
     pub fn centroids(&self) -> &Array2<f32> {
         &self.centroids
     }
@@ -165,7 +162,7 @@ impl Codebook {
     /// `points [n, d]`, `codes [n]`, `distances [n]`.
     ///
     /// # Numerics
-    /// The code is the argmax of `x·c - ||c||²/2` in f32, the lowest index winning ties. With
+    /// The code is the argmax of `x·c - ||c||²/2` in f32; the lowest index wins ties. With
     /// `e = (d + 2) 2^-24 max_c (||x|| ||c|| + ||c||²/2)` the squared distance of the chosen
     /// centroid is at most `4 e` above the smallest. An offset common to all points enters `e`
     /// squared: take it off first. The distance is `sum (x - c)²` of the chosen centroid in f32,
@@ -193,25 +190,25 @@ impl Codebook {
     }
 }
 
-/// Fits a codebook to the rows of each head.
+/// Fits a codebook to the rows of each head; `seeds` holds one seed per head.
 ///
-/// A pass moves every centroid to the mean of its rows and assigns the rows anew. A centroid that
-/// has no rows takes the row that is fitted worst instead (distinct rows, largest distance first,
-/// lowest index on ties), as long as there is one that does not sit on its centroid. A head ends once no
-/// assignment changes, or a pass gains too little ([`KMeansParams::min_gain`]). `seeds` has the seed of each head. `on_pass` hears of every assignment: its
-/// number, 0 being the one to the initial centroids, and its inertia, summed over the heads.
+/// A pass moves every centroid to the mean of its rows and then reassigns the rows. A centroid without
+/// rows moves to the row with the largest distance instead (distinct rows, the lowest index on ties), if
+/// any row is off its centroid. A head ends once no assignment changes or a pass gains too little
+/// ([`KMeansParams::min_gain`]). `on_pass` is called after every assignment with its number (0 is the
+/// assignment to the initial centroids) and the inertia summed over the heads.
 ///
 /// # Numerics
-/// See the [module](self). One input, device and seed give the same bytes every time, whatever other
-/// heads there are.
+/// See the [module](self). The same input, device and seed give the same bytes, whatever other heads
+/// are fitted along.
 ///
 /// # Errors
-/// [`KMeansError`]: an impossible size, too few points, initial centroids of another shape, an `on_pass`
-/// that answered `Break`, a failed device.
+/// [`KMeansError`]: an impossible size, too few points, initial centroids of another shape, `Break` from
+/// `on_pass`, a failed device.
 ///
 /// # Source
 /// k-means++: Arthur and Vassilvitskii 2007. Its use on whitened keys: A2ATS, arXiv 2502.12665,
-/// equations 15 to 17. The authors' code leaves an empty centroid on the zero vector; we reseed it.
+/// equations 15 to 17. The authors' code leaves an empty centroid at zero; kvsmith reseeds it.
 pub fn cluster(
     points: &mut dyn Points,
     params: &KMeansParams,
@@ -264,15 +261,16 @@ pub fn cluster(
         .collect()
 }
 
-/// The fit of one head on its way.
+/// A head's fit in progress.
 #[derive(Default)]
 struct Running {
-    /// Of each assignment.
+    /// Inertia of each assignment so far.
     inertia: Vec<f64>,
     empty_repaired: usize,
-    /// No assignment changes any more.
+    /// Whether no assignment changes any more.
     settled: bool,
-    /// Clusters and counts at the last pass that gained enough to go on; the device may go on with its other heads.
+    /// Clusters and counts after the pass that gained less than [`KMeansParams::min_gain`]; a copy, since
+    /// the device may run more passes for other heads.
     stopped: Option<(Clusters, Vec<u32>)>,
 }
 
@@ -281,7 +279,7 @@ impl Running {
         !self.settled && self.stopped.is_none()
     }
 
-    /// Takes in an assignment, and stops the head where it gained too little.
+    /// Records an assignment, and stops the head if the pass gained too little.
     fn take(
         &mut self,
         points: &mut dyn Points,
@@ -302,13 +300,13 @@ impl Running {
     }
 }
 
-/// Fits a codebook to `points` on the CPU: [`cluster`] for one head.
+/// Fits a codebook to `points` on the CPU: [`cluster`] for a single head.
 ///
 /// # Shapes
 /// `points [n, d]` with `size <= n < 2^32` and `d >= 1`.
 ///
 /// # Errors
-/// Those of [`cluster`], and a value that is not finite.
+/// Those of [`cluster`]; a value that is not finite.
 pub fn fit(
     points: ArrayView2<f32>,
     params: &KMeansParams,
@@ -322,7 +320,7 @@ pub fn fit(
     fit.ok_or_else(|| KMeansError::Device(Error::failed("no points")))
 }
 
-/// linfa's way in: no callback, the codebook alone.
+/// The fit behind linfa's trait: without callback, returning only the codebook.
 impl<D: Data<Elem = f32>, T> Fit<ArrayBase<D, Ix2>, T, KMeansError> for KMeansParams {
     type Object = Codebook;
 
@@ -348,6 +346,7 @@ impl<D: Data<Elem = f32>> PredictInplace<ArrayBase<D, Ix2>, Array1<usize>> for C
     }
 }
 
+/// Checks the number of points and the parameters.
 fn check(n: usize, dim: usize, params: &KMeansParams) -> Result<(), KMeansError> {
     let size = params.size;
     if size == 0 || size > MAX_SIZE {
@@ -380,8 +379,9 @@ fn check_finite(what: &'static str, x: &ArrayView2<f32>) -> Result<(), KMeansErr
     Ok(())
 }
 
-/// Gives each empty centroid of a head the worst-fitted row left, and returns how many got one. Rows
-/// that sit on their centroid, that are alone with it, or that equal a row already taken do not qualify.
+/// Moves each empty centroid of a head to the row with the largest distance, and returns how many moved.
+/// A row does not qualify if its distance is zero, if its centroid has no other row, or if it equals a
+/// row already taken.
 fn repair_empty(points: &mut dyn Points, head: usize, now: &Assignment) -> Result<usize, KMeansError> {
     let mut counts = now.counts.clone();
     if !counts.contains(&0) {

@@ -1,22 +1,22 @@
-//! Small dense factorisations; the only place that calls LAPACK.
+//! Small dense factorisations; the only module that calls LAPACK.
 
 use std::sync::Once;
 
 use ndarray::{Array2, ArrayView2};
 use ndarray_linalg::{Cholesky, Eigh, SolveTriangular, UPLO};
 
-/// One LAPACK thread: results must not depend on the number of cores, and our own threads already
-/// use them all.
+/// Limits LAPACK to one thread: results must not depend on the number of cores, and kvsmith's own
+/// threads use all cores already.
 fn single_threaded() {
     unsafe extern "C" {
         fn openblas_set_num_threads(threads: std::ffi::c_int);
     }
     static ONCE: Once = Once::new();
-    // SAFETY: plain setter of the linked OpenBLAS, called once.
+    // SAFETY: the function only sets a number in the linked OpenBLAS, and is called once.
     ONCE.call_once(|| unsafe { openblas_set_num_threads(1) });
 }
 
-/// The lower triangular L with `L L^T = a`; `None` if `a` is not positive definite.
+/// Computes the lower triangular L with `L L^T = a`; `None` if `a` is not positive definite.
 ///
 /// # Shapes
 /// a `[d,d]` symmetric.
@@ -27,13 +27,13 @@ pub fn cholesky(a: ArrayView2<f64>) -> Option<Array2<f64>> {
         .filter(|l| l.iter().all(|v| v.is_finite()))
 }
 
-/// Eigenvalues of a symmetric matrix, ascending; `None` if LAPACK does not converge.
+/// Computes the eigenvalues of a symmetric matrix, ascending; `None` if LAPACK does not converge.
 pub fn eigenvalues(a: ArrayView2<f64>) -> Option<Vec<f64>> {
     single_threaded();
     a.eigh(UPLO::Lower).ok().map(|(values, _)| values.to_vec())
 }
 
-/// The inverse of a lower triangular matrix; `None` if it is singular.
+/// Inverts a lower triangular matrix; `None` if it is singular.
 pub fn invert_lower(l: ArrayView2<f64>) -> Option<Array2<f64>> {
     single_threaded();
     let identity = Array2::eye(l.nrows());

@@ -1,4 +1,4 @@
-//! Statistics of captured states: query second moments, whitening and codebooks.
+//! Statistics of captured states: second moments of queries, whitening, and k-means codebooks.
 
 pub mod kmeans;
 pub mod linalg;

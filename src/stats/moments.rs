@@ -1,8 +1,8 @@
-//! The second moment of the queries per KV head, at one fixed relative position or at their own.
+//! The second moment of the queries per KV head, rotated to one fixed relative position or to their own.
 //!
 //! # Source
-//! A2ATS, arXiv 2502.12665, Eq. 10 and 13: H = E[qt^T qt] with qt = q R_b; the paper's ablation
-//! without windowed RoPE has the rotated queries instead.
+//! A2ATS, arXiv 2502.12665, Eq. 10 and 13: H = E[qt^T qt] with qt = q R_b. The paper's ablation without
+//! windowed RoPE takes the moment of the rotated queries instead.
 
 use ndarray::{Array3, ArrayView3, s};
 use rayon::prelude::*;
@@ -12,21 +12,21 @@ use crate::compute::device::Device;
 use crate::error::{Error, Result};
 use crate::model::rope::Rope;
 
-/// Rows of a block that are rotated and handed to the device at once.
+/// Rows of a block that are rotated and sent to the device at once.
 const ROWS: usize = 2048;
 
 /// Where the queries are rotated to; in manifests a number, or null for their own positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "Option<usize>", from = "Option<u32>")]
 pub enum Position {
-    /// The relative position b of windowed RoPE.
+    /// The fixed relative position b of windowed RoPE.
     Windowed(usize),
     /// Each query's own position: standard RoPE.
     Own,
 }
 
 impl Position {
-    /// The relative position b, if it is a fixed one.
+    /// Returns the relative position b of windowed RoPE; `None` for standard RoPE.
     pub fn windowed(self) -> Option<usize> {
         match self {
             Self::Windowed(b) => Some(b),
@@ -47,17 +47,17 @@ impl From<Option<u32>> for Position {
     }
 }
 
-/// Raw sums of one layer, so that runs merge by adding.
+/// The second moments of one layer as raw sums and counts, which merge by addition.
 #[derive(Clone, Debug)]
 pub struct LayerMoments {
     /// Sum of qt^T qt over kept rows and the query heads of each group: `[g,d,d]`.
     pub sum_qq: Array3<f64>,
-    /// Query vectors in each sum: `[g]`.
+    /// Number of query vectors in each sum: `[g]`.
     pub count: Vec<u64>,
 }
 
 impl LayerMoments {
-    /// Empty sums for g KV heads of d channels.
+    /// Makes empty sums for g KV heads of d channels.
     pub fn new(n_kv_heads: usize, head_dim: usize) -> Self {
         Self {
             sum_qq: Array3::zeros((n_kv_heads, head_dim, head_dim)),
@@ -65,13 +65,13 @@ impl LayerMoments {
         }
     }
 
-    /// Adds the queries of one block.
+    /// Adds the queries of a block.
     ///
     /// # Shapes
-    /// q_pre `[h,m,d]`, the whole block; `kept` has m entries.
+    /// q_pre `[h,m,d]`, all rows of the block; `kept` says for each of the m rows whether it counts.
     ///
     /// # Numerics
-    /// [`Device::second_moment`]; the same bytes for any thread count.
+    /// Those of [`Device::second_moment`]; the result does not depend on the number of threads.
     pub fn add(
         &mut self,
         device: &dyn Device,

@@ -1,4 +1,4 @@
-//! The metric that the queries induce on keys, as a Cholesky factor, and whitened keys.
+//! Whitening: the metric that queries induce on keys, as a Cholesky factor, and keys in that metric.
 //!
 //! # Source
 //! A2ATS, arXiv 2502.12665, Eq. 13 and 15-17.
@@ -10,9 +10,9 @@ use super::linalg;
 use crate::compute::gemm;
 use crate::error::{Error, Result};
 
-/// First ridge added to the normalised second moment.
+/// The first ridge added to the normalised second moment.
 pub const EPS: f64 = 1e-6;
-/// Rows whitened by one task.
+/// Rows that one task whitens.
 const ROWS: usize = 1024;
 
 /// The metric of one KV head.
@@ -26,7 +26,7 @@ pub struct Metric {
 }
 
 impl Metric {
-    /// The plain metric of d channels.
+    /// Returns the Euclidean metric of d channels.
     pub fn euclidean(d: usize) -> Self {
         Self {
             chol: Array2::eye(d),
@@ -35,20 +35,20 @@ impl Metric {
         }
     }
 
-    /// Factorises the second moment.
+    /// Factorises the second moment H of the queries.
     ///
-    /// Hn = H / rms(entries of H), so its scale and the number of queries cancel. The ridge starts
-    /// at 1e-6 and grows tenfold until the factorisation succeeds. A head whose queries are all
-    /// zero gets the plain Euclidean metric.
+    /// H is first normalised to Hn = H / rms(entries of H), which cancels its scale and the number of
+    /// queries. The ridge starts at 1e-6 and grows tenfold until the factorisation succeeds. A head whose
+    /// queries are all zero gets the Euclidean metric.
     ///
     /// # Shapes
     /// sum_qq `[d,d]`, symmetric.
     ///
     /// # Numerics
-    /// f64 throughout, L rounded to f32 at the end.
+    /// f64 throughout; L is rounded to f32 at the end.
     ///
     /// # Errors
-    /// Entries that are not finite, or no factorisation up to a ridge of 1.
+    /// Entries that are not finite; no factorisation with a ridge of up to 1.
     ///
     /// # Source
     /// Eq. 13; the normalisation and eps are those of the authors' code.
@@ -65,7 +65,7 @@ impl Metric {
                 condition: 1.0,
             });
         }
-        // Rounding of the f32 partial sums may differ across the diagonal.
+        // The rounding of f32 partial sums may differ between the two halves of the matrix.
         let normalised = (&sum_qq + &sum_qq.t()) * (0.5 / rms);
         for exponent in 0..=6 {
             let eps = EPS * 10f64.powi(exponent);
@@ -86,17 +86,17 @@ impl Metric {
     }
 }
 
-/// Whitened and centred keys, z = k L - mean.
+/// Whitens and centres keys: z = k L - mean.
 ///
 /// # Shapes
 /// keys `[n,d]`, chol `[d,d]` lower, mean `[d]`; result `[n,d]`.
 ///
 /// # Numerics
-/// f32; fixed row chunks, so the same bytes for any thread count.
+/// f32; fixed chunks of rows, so the result does not depend on the number of threads.
 ///
 /// # Source
-/// Eq. 15; the mean is ours: a constant per query, it does not change a ranking, and it keeps a
-/// large key bias out of the f32 distances and the f16 codebook.
+/// Eq. 15. The mean is kvsmith's: it shifts all scores of a query equally, so rankings stay, and it
+/// keeps a large key bias out of the f32 distances and the f16 codebook.
 pub fn whiten(keys: ArrayView2<f32>, chol: ArrayView2<f32>, mean: ArrayView1<f32>) -> Array2<f32> {
     let mut out = Array2::zeros(keys.dim());
     out.axis_chunks_iter_mut(Axis(0), ROWS)
@@ -176,7 +176,7 @@ mod tests {
     fn whitening_is_the_product_less_the_mean() {
         let mut rng = ChaCha8Rng::seed_from_u64(3);
         let mut random = |shape| Array2::from_shape_simple_fn(shape, || rng.gen_range(-1.0..1.0f32));
-        // Sizes beside the tile of rows.
+        // Sizes below and beyond a chunk of 1024 rows.
         for n in [1, 1023, 1025] {
             let (keys, chol) = (random((n, 16)), random((16, 16)));
             let mean = row_mean(keys.dot(&chol).view());

@@ -1,4 +1,4 @@
-//! The initial centroids, and the assignment to them.
+//! k-means++: chooses the initial centroids and assigns the rows to them.
 
 use ndarray::{Array3, Axis};
 use rand::{Rng, SeedableRng};
@@ -8,10 +8,10 @@ use super::{Init, KMeansParams};
 use crate::compute::device::Points;
 use crate::error::Result;
 
-/// Centroids drawn at most between two refreshes of the seeding distances.
+/// Most centroids drawn between two refreshes of the seeding distances.
 const BATCH: usize = 256;
 
-/// Gives every head its initial centroids and assigns its rows to them.
+/// Sets every head's initial centroids and assigns the head's rows to them.
 pub(super) fn start(points: &mut dyn Points, params: &KMeansParams, seeds: &[u64]) -> Result<()> {
     let (heads, n, d) = points.dim();
     let mut rngs: Vec<ChaCha8Rng> = seeds.iter().map(|s| ChaCha8Rng::seed_from_u64(*s)).collect();
@@ -30,12 +30,11 @@ pub(super) fn start(points: &mut dyn Points, params: &KMeansParams, seeds: &[u64
     points.assign(centroids.view())
 }
 
-/// k-means++ with refreshes in batches, all heads at once.
+/// Seeds all heads by k-means++, refreshing the distances once per batch.
 ///
-/// Distances are brought up to date once a batch. In between, a row is drawn by the distances of
-/// the last refresh, `stale`, and kept with probability `now / stale`, where `now` takes in the
-/// centroids drawn since: each centroid is still drawn with probability proportional to its current
-/// squared distance.
+/// A row is drawn by its distance at the last refresh, `stale`, and kept with probability
+/// `now / stale`, where `now` is its distance with the centroids drawn since. Each centroid is
+/// therefore drawn with probability proportional to its current squared distance.
 ///
 /// # Source
 /// Arthur and Vassilvitskii 2007, "k-means++: the advantages of careful seeding", section 2.2.
@@ -45,7 +44,7 @@ fn plus_plus(points: &mut dyn Points, size: usize, rngs: &mut [ChaCha8Rng]) -> R
     points.seed(size, &first)?;
     let mut drawn = vec![1; first.len()];
     while drawn.iter().any(|drawn| *drawn < size) {
-        // Early on a batch as large as what is there already would go stale.
+        // A batch larger than the number of centroids so far would be drawn by outdated distances.
         let batch: Vec<usize> = drawn.iter().map(|d| BATCH.min(*d).min(size - d)).collect();
         let ahead = |(rng, batch): (&ChaCha8Rng, &usize)| {
             let mut ahead = rng.clone();
