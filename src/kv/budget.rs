@@ -1,10 +1,10 @@
-//! How many positions a method may choose per KV head and step.
+//! The budget: how many positions a method may choose per KV head and step.
 
 use std::str::FromStr;
 
 use crate::error::Error;
 
-/// `--budget X`.
+/// The value X of `--budget`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Budget {
     /// 0 < X <= 1: a fraction of the visible context, the current token included.
@@ -14,7 +14,7 @@ pub enum Budget {
 }
 
 impl Budget {
-    /// B for a visible context of n: max(1, floor(X n)), or X itself.
+    /// Returns the number of positions for a visible context of n: max(1, floor(X n)), or X itself.
     pub fn positions(self, n: usize) -> usize {
         match self {
             Self::Fraction(x) => ((x * n as f64).floor() as usize).max(1),
@@ -22,7 +22,7 @@ impl Budget {
         }
     }
 
-    /// X as it was given.
+    /// Returns X as it was given.
     pub fn value(self) -> f64 {
         match self {
             Self::Fraction(x) => x,

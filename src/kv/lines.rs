@@ -1,7 +1,7 @@
-//! Values that begin on a cache line, in large pages where that pays.
+//! A vector whose first value is aligned to a cache line, in large pages if it is large.
 //!
-//! A decode step reads rows from all over a cache. A row that begins within a cache line takes one more of them,
-//! and with pages of 4 KiB nearly every row costs a look-up of its page beside the read.
+//! A decode step reads rows from all over a cache. A row that starts within a cache line touches one line
+//! more than it must, and with pages of 4 KiB nearly every row costs a lookup of its page.
 
 use std::ops::{Deref, DerefMut};
 
@@ -11,11 +11,12 @@ use aligned_vec::{AVec, ConstAlign};
 const LINE: usize = 64;
 /// Bytes of a large page.
 const PAGE: usize = 2 << 20;
-/// Rooms of so many bytes ask for large pages: the last one, of which a part stays empty, is little to them.
+/// Allocations of at least this size use large pages; the unused part of the last page is negligible by
+/// comparison.
 const LARGE: usize = 4 * PAGE;
 
-/// Room to reserve beyond `len` values so that `more` fit, none where they do: an eighth at least, since doubling a
-/// cache would waste half of it.
+/// Returns how many values to reserve beyond `len` so that `more` fit: none if they fit already, else at
+/// least an eighth of `len`. Doubling would waste up to half of a cache.
 pub fn growth(len: usize, capacity: usize, more: usize) -> usize {
     if capacity - len < more {
         more.max(len / 8)
@@ -24,19 +25,19 @@ pub fn growth(len: usize, capacity: usize, more: usize) -> usize {
     }
 }
 
-/// Values one after the other, the first on a cache line.
+/// A vector whose first value is aligned to a cache line.
 #[derive(Clone, Debug)]
 pub struct Lines<T>(AVec<T, ConstAlign<LINE>>);
 
 impl<T: Copy + Default> Lines<T> {
-    /// No values, and room for `capacity` of them.
+    /// Makes an empty vector with space for `capacity` values.
     pub fn with_capacity(capacity: usize) -> Self {
         let mut lines = Self(AVec::with_capacity(LINE, capacity));
         lines.ask_for_large_pages();
         lines
     }
 
-    /// Makes room for `more` values, as much as [`growth`] says.
+    /// Reserves space for `more` values, by the rule of [`growth`].
     pub fn grow(&mut self, more: usize) -> &mut Self {
         let room = growth(self.0.len(), self.0.capacity(), more);
         if room > 0 {
@@ -58,24 +59,24 @@ impl<T: Copy + Default> Lines<T> {
         self.grow(1).0.push(value);
     }
 
-    /// Appends `n` zeros, which are returned.
+    /// Appends `n` zeros and returns them.
     pub fn add(&mut self, n: usize) -> &mut [T] {
         let len = self.0.len();
         self.grow(n).0.resize(len + n, T::default());
         &mut self.0[len..]
     }
 
-    /// Drops the values and keeps the room.
+    /// Removes all values and keeps the space.
     pub fn clear(&mut self) {
         self.0.clear();
     }
 
-    /// Bytes held, those in reserve included.
+    /// Returns the bytes held, reserved space included.
     pub fn bytes(&self) -> usize {
         self.0.capacity() * size_of::<T>()
     }
 
-    /// What the system does not grant costs time, never correctness.
+    /// Asks the system for large pages; a refusal costs time, never correctness.
     fn ask_for_large_pages(&mut self) {
         let bytes = self.bytes();
         if bytes < LARGE {
@@ -86,7 +87,7 @@ impl<T: Copy + Default> Lines<T> {
             let start = self.0.as_mut_ptr().cast::<u8>();
             let first = start.align_offset(PAGE);
             let len = (bytes - first) / PAGE * PAGE;
-            // SAFETY: the pages lie within the room of the vector; the advice leaves what they hold as it is.
+            // SAFETY: the pages lie within the vector's space, and the advice does not change their contents.
             unsafe { libc::madvise(start.wrapping_add(first).cast(), len, libc::MADV_HUGEPAGE) };
         }
     }
@@ -112,7 +113,7 @@ impl<T: Copy + Default> Default for Lines<T> {
     }
 }
 
-/// Makes room for `more` values, as much as [`growth`] says.
+/// Reserves space for `more` values, by the rule of [`growth`].
 pub fn grow<T>(v: &mut Vec<T>, more: usize) -> &mut Vec<T> {
     v.reserve_exact(growth(v.len(), v.capacity(), more));
     v

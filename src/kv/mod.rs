@@ -1,6 +1,8 @@
-//! The key-value cache: its rows in every type, which of them a step always attends and how many it may choose.
+//! The key-value cache: its rows in every type, the positions that a step always attends, and the budget of
+//! those that it may choose.
 //!
-//! [`rows`] and [`packed`] hold the rows of one KV head on the CPU; [`cuda`] those of a layer on an NVIDIA GPU.
+//! [`rows`] and [`packed`] hold the rows of one KV head on the CPU, [`cuda`] those of a layer on an NVIDIA
+//! GPU.
 
 pub mod budget;
 pub mod cuda;

@@ -1,14 +1,14 @@
-//! The 2-bit cache of Self-Indexing KVCache, arXiv 2603.14224: signs that are index and storage at
-//! once, 2-bit magnitudes, 2-bit values, and a few tokens in half precision.
+//! The 2-bit cache of Self-Indexing KVCache, arXiv 2603.14224: signs that are index and storage at once,
+//! 2-bit magnitudes, 2-bit values, and a few positions in half precision.
 //!
-//! A key is stored as the signs of its centred channels and their magnitudes relative to the largest
-//! of the channel, a value as it is; both in 2 bits with a scale and a zero point per 32 channels. That
-//! is 7 d bits per position and KV head, against 32 d in half precision.
+//! A key is stored as the signs of its centred channels and their magnitudes, relative to the channel's
+//! largest; a value is stored directly. Magnitudes and values take 2 bits, with a scale and a zero point per
+//! 32 channels. A position takes 7 d bits per KV head; in half precision it would take 32 d.
 //!
-//! Where we differ from the authors' code: rows stand in position order, the full-precision tokens
-//! have a 2-bit row as well (so a later prompt may demote them), rows are given back with the centre
-//! added (so every method can read them), and a group of equal values is exact to f16. Centre and scale are
-//! those of the first prompt, or of all rows as long as few are cached.
+//! Differences from the authors' code: rows are in position order; positions in half precision have a 2-bit
+//! row as well, so that a later prompt may demote them; rows are read with the centre added, so that every
+//! method can use them; a group of equal values is exact to f16. Centre and scale come from the first
+//! prompt, or from all rows while few are cached.
 
 mod attend;
 mod layout;
@@ -26,19 +26,19 @@ use crate::compute::simd;
 pub use layout::{Center, Layout};
 use two_bit::{TwoBit, saturating_f16};
 
-/// Positions that keep half precision.
+/// Most positions that keep half precision.
 pub const FULL: usize = 64;
-/// A prompt that finds fewer positions cached fixes centre and scale anew, from all of them.
+/// A prompt that finds fewer cached positions recomputes centre and scale from all of them.
 pub const REFIT: usize = 128;
 /// Channels that share a scale and a zero point.
 pub const QUANT_GROUP: usize = 32;
 
-/// The positions whose keys, rows of `keys`, have the largest products with `query`: at most `most`,
-/// ascending, the lower position on ties.
+/// Returns the positions (rows of `keys`) with the largest dot products with `query`: at most `most`,
+/// ascending; ties go to the lower position.
 ///
 /// # Source
-/// The authors' code: the tokens with the highest raw score of the last prompt query, averaged over
-/// the group. Centring moves every score by the same amount and is left out.
+/// The authors' code: the tokens with the highest raw score of the prompt's last query, averaged over
+/// the group. Centring is omitted, since it shifts every score equally.
 pub fn best_scored(
     query: &[f32],
     positions: impl Iterator<Item = usize>,
@@ -74,7 +74,7 @@ struct FullRows {
 }
 
 impl FullRows {
-    /// The row of `position`, if it is one of them.
+    /// Returns the row of `position`, if it is kept.
     fn get(&self, position: usize, d: usize) -> Option<&[f16]> {
         let i = self.positions.binary_search(&(position as u32)).ok()?;
         Some(&self.rows[i * d..(i + 1) * d])
@@ -85,16 +85,16 @@ impl FullRows {
     }
 }
 
-/// Keys as signs and 2-bit magnitudes around a centre.
+/// Keys in 2 bits: signs and magnitudes around a centre.
 #[derive(Clone)]
 pub struct SignRows {
     d: usize,
     layout: Layout,
-    /// Per channel, from the first prompt; zero before.
+    /// Centre per channel, from the first prompt; zero before.
     centre: Vec<f32>,
-    /// Largest magnitude per channel, from the first prompt; one before.
+    /// Largest centred magnitude per channel, from the first prompt; one before.
     alpha: Vec<f32>,
-    /// d / 8 bytes a row; bit i of byte b is set where channel 8 b + i is above its centre.
+    /// d / 8 bytes per row; bit i of byte b is set if channel 8 b + i is above its centre.
     signs: Lines<u8>,
     magnitudes: TwoBit,
     full: FullRows,
@@ -113,11 +113,11 @@ impl SignRows {
         }
     }
 
-    /// Centre and scale of keys, `[n,d]`; rows in `full` do not count for the scale, unless there are
-    /// fewer than [`FULL`] others.
+    /// Computes centre and scale from keys, `[n,d]`. The scale ignores the rows in `full`, unless fewer
+    /// than [`FULL`] others remain.
     ///
     /// # Source
-    /// Eq. 5 and Eq. 12: alpha is the largest centred magnitude of the channel; zero becomes one.
+    /// Eq. 5 and Eq. 12: alpha is the channel's largest centred magnitude; zero becomes one.
     fn fit(&mut self, keys: ArrayView2<f32>, full: &[u32]) {
         self.centre = self.layout.center.of_channels(keys);
         let mut counted = compressed(0..keys.nrows(), full);
@@ -139,7 +139,7 @@ impl SignRows {
             .collect();
     }
 
-    /// Appends keys, `[m,d]`.
+    /// Appends keys, `[m,d]`, with the present centre and scale.
     fn extend(&mut self, keys: ArrayView2<f32>) {
         extend_signs(&mut self.signs, keys, &self.centre);
         let mut relative = vec![0.0; self.d];
@@ -157,8 +157,10 @@ impl SignRows {
         }
     }
 
+    /// Reads a row as f32, with the centre added.
+    ///
     /// # Source
-    /// Eq. 13: sign (Q s + z) alpha, and the centre.
+    /// Eq. 13: sign (Q s + z) alpha; plus the centre.
     fn read(&self, position: usize, out: &mut [f32]) {
         if let Some(row) = self.full.get(position, self.d) {
             for ((s, x), c) in out.iter_mut().zip(row).zip(&self.centre) {
@@ -176,17 +178,17 @@ impl SignRows {
         }
     }
 
-    /// What was taken off each channel.
+    /// Returns the centre of each channel.
     pub fn centre(&self) -> &[f32] {
         &self.centre
     }
 
-    /// Sign bytes of all rows, [`sign_bytes`] each.
+    /// Returns the sign bytes of all rows, [`sign_bytes`] each.
     pub fn signs(&self) -> &[u8] {
         &self.signs
     }
 
-    /// Positions in half precision, ascending.
+    /// Returns the positions in half precision, ascending.
     pub fn full_positions(&self) -> &[u32] {
         &self.full.positions
     }
@@ -197,21 +199,21 @@ impl SignRows {
     }
 }
 
-/// Bytes of a key and a value: 7 d / 8 where d is a multiple of 32.
+/// Returns the bytes of a key and a value of d channels: 7 d / 8 if d is a multiple of 32.
 pub fn row_bytes(d: usize) -> usize {
     sign_bytes(d) + 2 * two_bit::width(d)
 }
 
-/// Bytes of a row's signs.
+/// Returns the bytes of a row's signs.
 pub fn sign_bytes(d: usize) -> usize {
     d.div_ceil(8)
 }
 
-/// Appends the sign bits of keys, `[m,d]`: bit i of a row's byte b is set where channel 8 b + i is above
-/// its centre.
+/// Appends the sign bits of keys, `[m,d]`: bit i of a row's byte b is set if channel 8 b + i is above its
+/// centre.
 ///
 /// # Source
-/// Eq. 2, with zero as a negative sign.
+/// Eq. 2; zero counts as negative.
 pub fn extend_signs(signs: &mut Lines<u8>, keys: ArrayView2<f32>, centre: &[f32]) {
     signs.grow(keys.nrows() * sign_bytes(keys.ncols()));
     for key in keys.rows() {
@@ -225,7 +227,7 @@ pub fn extend_signs(signs: &mut Lines<u8>, keys: ArrayView2<f32>, centre: &[f32]
     }
 }
 
-/// The positions that are not in `full` (ascending).
+/// Returns the positions that are not in `full` (ascending).
 pub fn compressed(positions: Range<usize>, full: &[u32]) -> Vec<usize> {
     positions
         .filter(|i| full.binary_search(&(*i as u32)).is_err())
@@ -285,17 +287,18 @@ impl ValueRows {
     }
 }
 
-/// What a [`Packed`] holds besides signs, centre and the positions in half precision; keys, then values.
+/// What a [`Packed`] holds besides signs, centre and the positions in half precision. In arrays of two,
+/// keys come first, then values.
 pub(crate) struct Parts<'a> {
-    /// Whether keys are signs and magnitudes.
+    /// Whether keys are stored as signs and magnitudes.
     pub signed: bool,
-    /// `[d]`.
+    /// Largest centred magnitude per channel, `[d]`.
     pub alpha: &'a [f32],
-    /// `[n,d/4]` bytes, the first channel in the lowest bits.
+    /// `[n,d/4]` bytes; the first channel is in the lowest bits.
     pub bits: [Vec<u8>; 2],
-    /// Scale and zero point, `[n,groups]`.
+    /// Scales and zero points, `[n,groups]`.
     pub params: [Vec<[f16; 2]>; 2],
-    /// Rows in half precision, keys around the centre.
+    /// Rows in half precision; keys less the centre.
     pub full: [&'a [f16]; 2],
 }
 
@@ -309,7 +312,7 @@ pub struct Packed {
 }
 
 impl Packed {
-    /// An empty cache with room for `capacity` positions.
+    /// Makes an empty cache with space for `capacity` positions.
     pub fn new(d: usize, layout: impl Into<Layout>, capacity: usize) -> Self {
         Self {
             keys: SignRows::new(d, layout.into(), capacity),
@@ -321,13 +324,13 @@ impl Packed {
         }
     }
 
-    /// Appends the rows of a prompt. Keys and values `[n,d]` are those of every position, earlier ones as
-    /// the cache gives them; `query` `[d]` is the last prompt query averaged over the group, and
-    /// `visible` what it sees.
+    /// Appends the rows of a prompt. `keys` and `values`, `[n,d]`, are the rows of every position, earlier
+    /// ones as read from the cache; `query`, `[d]`, is the prompt's last query averaged over the query
+    /// group, and `visible` the positions that this query sees.
     ///
-    /// Centre and scale are those of all rows at the last prompt that found fewer than [`REFIT`]
-    /// positions. The [`FULL`] best-scored positions, of the prompt and of those that were in full
-    /// precision before, keep half precision.
+    /// If fewer than [`REFIT`] positions are cached, centre and scale are recomputed from all rows. Half
+    /// precision goes to the best-scored positions ([`best_scored`], at most [`Layout::full`]) among the
+    /// prompt's and those that had it before.
     pub fn prompt(
         &mut self,
         keys: ArrayView2<f32>,
@@ -355,8 +358,8 @@ impl Packed {
         self.keep_full(full, keys, values, start);
     }
 
-    /// Keeps half precision for the positions `full`, rows of `keys` and `values`; those before `first`
-    /// have it already.
+    /// Keeps the positions `full`, rows of `keys` and `values`, in half precision; those before `first` are
+    /// kept already.
     fn keep_full(&mut self, full: Vec<u32>, keys: ArrayView2<f32>, values: ArrayView2<f32>, first: usize) {
         let d = self.keys.d;
         let room = full.len() * d;
@@ -383,14 +386,14 @@ impl Packed {
         };
     }
 
-    /// Forgets every row.
+    /// Removes all 2-bit rows.
     fn clear(&mut self) {
         self.keys.signs.clear();
         self.keys.magnitudes.clear();
         self.values.values.clear();
     }
 
-    /// Appends rows, `[m,d]`, with the centre and the scale of the prompt.
+    /// Appends keys and values, `[m,d]` each, with the centre and the scale of the prompt.
     pub fn extend(&mut self, keys: ArrayView2<f32>, values: ArrayView2<f32>) {
         self.keys.extend(keys);
         let mut row = vec![0.0; self.keys.d];
@@ -400,7 +403,7 @@ impl Packed {
         }
     }
 
-    /// What a device takes up, array by array.
+    /// Returns the arrays that a device needs besides the signs.
     pub(crate) fn parts(&self) -> Parts<'_> {
         let (keys, values) = (&self.keys, &self.values);
         Parts {
@@ -412,17 +415,17 @@ impl Packed {
         }
     }
 
-    /// Number of positions.
+    /// Counts the positions.
     pub fn len(&self) -> usize {
         self.keys.signs.len() / sign_bytes(self.keys.d)
     }
 
-    /// Whether there is no position.
+    /// Says whether there is no position.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Bytes really held.
+    /// Returns the bytes held.
     pub fn bytes(&self) -> usize {
         self.keys.bytes() + self.values.values.bytes() + self.values.full.bytes()
     }

@@ -1,4 +1,4 @@
-//! The key-value cache of one KV head, in the element type asked for.
+//! The key-value cache of one KV head on the CPU, in a float type or in 2 bits.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,11 +12,11 @@ use super::packed::{Layout, Packed, SignRows};
 use crate::compute::attention::{self, CachedRows, GroupQueries, LANES, OutputSums, Run, StoredRows};
 use crate::float::Float;
 
-/// Rows of d values, stored one after the other.
+/// Rows of d values in a float type, contiguous; forks share their first rows.
 #[derive(Clone)]
 pub struct RowStore {
     d: usize,
-    /// First rows that forks have in common, and how many there are.
+    /// The first rows, shared with forks: their store, and how many of its rows count.
     shared: Option<(Arc<RowStore>, usize)>,
     data: Data,
 }
@@ -29,7 +29,7 @@ enum Data {
 }
 
 impl RowStore {
-    /// An empty store with room for `capacity` rows.
+    /// Makes an empty store with space for `capacity` rows.
     pub fn new(kind: Float, d: usize, capacity: usize) -> Self {
         let data = match kind {
             Float::F32 => Data::F32(Lines::with_capacity(capacity * d)),
@@ -43,7 +43,7 @@ impl RowStore {
         }
     }
 
-    /// A store that starts with the rows so far, which both hold in common from here on.
+    /// Returns a store that starts with the rows so far; both stores share these from here on.
     pub fn fork(&mut self) -> Self {
         if !self.own_is_empty() {
             let rows = self.len();
@@ -67,7 +67,7 @@ impl RowStore {
         self.own_len() == 0
     }
 
-    /// Appends rows, rounding to the stored type: `[m,d]`.
+    /// Appends rows `[m,d]`, rounded to the stored type.
     pub fn extend(&mut self, rows: ArrayView2<f32>) {
         let values = rows.iter().copied();
         match &mut self.data {
@@ -77,7 +77,7 @@ impl RowStore {
         }
     }
 
-    /// Number of rows.
+    /// Counts the rows.
     pub fn len(&self) -> usize {
         self.shared_len() + self.own_len()
     }
@@ -95,19 +95,19 @@ impl RowStore {
         values / self.d
     }
 
-    /// Whether there is no row.
+    /// Says whether there is no row.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The positions of `run` whose rows are shared, and the others.
+    /// Splits the positions of `run` into those of shared rows and those of own rows.
     fn split<'a>(&self, run: &Run<'a>) -> (&'a [u32], &'a [u32]) {
         let shared = self.shared_len();
         run.now
             .split_at(run.now.partition_point(|p| (*p as usize) < shared))
     }
 
-    /// Calls `f` with positions counted from the first row of our own; all of `positions` are.
+    /// Calls `f` with `positions`, all of own rows, counted from the first own row.
     fn own(&self, positions: &[u32], next: &[u32], f: impl FnOnce(&Run)) {
         let shared = self.shared_len() as u32;
         if shared == 0 {
@@ -117,7 +117,7 @@ impl RowStore {
         f(&Run { now: &own, next: &[] });
     }
 
-    /// Our own rows for the kernels, where they have whole chunks.
+    /// Returns own rows in the form that kernels take; d must be a multiple of [`LANES`].
     fn stored<'a, E>(&self, values: &'a [E]) -> StoredRows<'a, E> {
         StoredRows {
             rows: values.as_chunks().0,
@@ -125,7 +125,7 @@ impl RowStore {
         }
     }
 
-    /// Bytes really held, reserved and shared ones included.
+    /// Returns the bytes held, including reserved space and shared rows.
     pub fn bytes(&self) -> usize {
         let own = match &self.data {
             Data::F32(v) => v.bytes(),
@@ -227,11 +227,11 @@ impl CachedRows for RowStore {
     }
 }
 
-/// Rotated keys and values of one KV head; row p is position p.
+/// Rotated keys and values of one KV head; row p belongs to position p.
 pub enum KvHead {
     /// In a float type.
     Plain {
-        /// After rotation.
+        /// Rotated keys.
         keys: RowStore,
         /// Values.
         values: RowStore,
@@ -241,7 +241,7 @@ pub enum KvHead {
 }
 
 impl KvHead {
-    /// An empty cache with room for `capacity` positions; `layout` is for the 2-bit type.
+    /// Makes an empty cache with space for `capacity` positions; only the 2-bit type uses `layout`.
     pub fn new(kind: KvType, d: usize, capacity: usize, layout: impl Into<Layout>) -> Self {
         let plain = |float| Self::Plain {
             keys: RowStore::new(float, d, capacity),
@@ -255,9 +255,9 @@ impl KvHead {
         }
     }
 
-    /// Appends the rows of a prompt. Keys and values `[n,d]` are those of every position, earlier ones as
-    /// the cache gives them; `query` `[d]` is the last query, averaged over the group, and `visible`
-    /// what that query sees.
+    /// Appends the rows of a prompt. `keys` and `values`, `[n,d]`, are the rows of every position, earlier
+    /// ones as read from the cache; `query`, `[d]`, is the prompt's last query averaged over the query
+    /// group, and `visible` the positions that this query sees.
     pub fn prompt(
         &mut self,
         keys: ArrayView2<f32>,
@@ -274,7 +274,7 @@ impl KvHead {
         }
     }
 
-    /// Appends rows, `[m,d]`.
+    /// Appends keys and values, `[m,d]` each.
     pub fn extend(&mut self, new_keys: ArrayView2<f32>, new_values: ArrayView2<f32>) {
         match self {
             Self::Plain { keys, values } => {
@@ -285,7 +285,7 @@ impl KvHead {
         }
     }
 
-    /// A cache that starts with the rows so far; float rows are held in common from here on.
+    /// Returns a cache that starts with the rows so far; rows in a float type are shared, 2-bit rows copied.
     pub fn fork(&mut self) -> Self {
         match self {
             Self::Plain { keys, values } => Self::Plain {
@@ -296,7 +296,7 @@ impl KvHead {
         }
     }
 
-    /// Number of positions.
+    /// Counts the positions.
     pub fn len(&self) -> usize {
         match self {
             Self::Plain { keys, .. } => keys.len(),
@@ -304,12 +304,12 @@ impl KvHead {
         }
     }
 
-    /// Whether there is no position.
+    /// Says whether there is no position.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Keys after rotation.
+    /// Returns the rotated keys.
     pub fn keys(&self) -> &dyn CachedRows {
         match self {
             Self::Plain { keys, .. } => keys,
@@ -317,7 +317,7 @@ impl KvHead {
         }
     }
 
-    /// Values.
+    /// Returns the values.
     pub fn values(&self) -> &dyn CachedRows {
         match self {
             Self::Plain { values, .. } => values,
@@ -325,7 +325,7 @@ impl KvHead {
         }
     }
 
-    /// The keys' signs, where the cache holds them.
+    /// Returns the keys with their signs; `None` for rows in a float type.
     pub fn signs(&self) -> Option<&SignRows> {
         match self {
             Self::Plain { .. } => None,
@@ -333,7 +333,7 @@ impl KvHead {
         }
     }
 
-    /// Bytes really held.
+    /// Returns the bytes held.
     pub fn bytes(&self) -> usize {
         match self {
             Self::Plain { keys, values } => keys.bytes() + values.bytes(),
@@ -389,7 +389,7 @@ mod tests {
         }
     }
 
-    /// Every place once, in order, with its own products: against f64, within the rounding of d fused sums.
+    /// Every position is visited once and in order; products match f64 within the rounding of d fused sums.
     #[test]
     fn products_are_those_of_the_rows() {
         let value = |i: usize| ((i * 2_654_435_761) % 1000) as f32 * 0.004 - 2.0;

@@ -1,4 +1,4 @@
-//! Choosing the next token from logits.
+//! The sampler: chooses the next token from logits.
 
 use ndarray::ArrayView1;
 use rand::{Rng, SeedableRng};
@@ -6,7 +6,7 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::error::{Error, Result};
 
-/// Greedy, or drawn by temperature and nucleus.
+/// Chooses tokens greedily, or draws them with a temperature from the nucleus.
 pub struct Sampler {
     temperature: f64,
     top_p: f64,
@@ -14,7 +14,7 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// `temperature` 0 is greedy.
+    /// Makes a sampler; `temperature` 0 means greedy.
     pub fn new(temperature: f64, top_p: f64, seed: u64) -> Self {
         Self {
             temperature,
@@ -23,22 +23,22 @@ impl Sampler {
         }
     }
 
-    /// Whether it takes the largest logit.
+    /// Says whether the sampler takes the largest logit.
     pub fn is_greedy(&self) -> bool {
         self.temperature == 0.0
     }
 
-    /// What it divides logits by; 0 is greedy.
+    /// Returns the divisor of logits; 0 means greedy.
     pub fn temperature(&self) -> f64 {
         self.temperature
     }
 
-    /// The share of probability that the nucleus has at least.
+    /// Returns the least share of probability in the nucleus.
     pub fn top_p(&self) -> f64 {
         self.top_p
     }
 
-    /// The number from 0 to 1 that the next draw is made with.
+    /// Draws a number in [0, 1); each draw of a token uses one.
     pub fn uniform(&mut self) -> f64 {
         self.rng.r#gen()
     }
@@ -61,7 +61,7 @@ impl Sampler {
             .map(|i| ((f64::from(logits[*i]) - top) / self.temperature).exp())
             .collect();
         let total: f64 = weights.iter().sum();
-        // The nucleus: the smallest head of the order with at least top_p of the probability.
+        // The nucleus: the fewest most probable tokens with at least top_p of the probability.
         let mut mass = 0.0;
         let kept = weights
             .iter()

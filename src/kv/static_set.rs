@@ -1,25 +1,25 @@
-//! What every step attends, whatever its method chooses.
+//! The static set: the positions that every step attends, whatever its method chooses.
 
 use std::ops::Range;
 
 use crate::compute::attention;
 
-/// The positions that every step attends, and what is left to choose from.
+/// The positions that every step attends, and the candidates to choose from.
 ///
-/// The first `sinks` and the last `window` positions, as far as the model's own sliding window
-/// shows them.
+/// The set has the first `sinks` and the last `window` positions, as far as the model's own sliding
+/// window shows them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StaticSet {
-    /// The first positions.
+    /// The first positions in the set.
     pub sinks: Range<usize>,
-    /// Between the sinks and the window.
+    /// The positions between the sinks and the window.
     pub candidates: Range<usize>,
     /// The last positions, the current one included.
     pub window: Range<usize>,
 }
 
 impl StaticSet {
-    /// The static set of the token at position `t`.
+    /// Returns the static set of the token at position `t`.
     pub fn at(t: usize, model_window: Option<usize>, sinks: usize, window: usize) -> Self {
         let Range { start, end } = attention::visible(t, model_window);
         let window_start = end.saturating_sub(window).max(start);
@@ -31,22 +31,22 @@ impl StaticSet {
         }
     }
 
-    /// Everything that the model lets this token see.
+    /// Returns all positions that the model lets the token see.
     pub fn visible(&self) -> Range<usize> {
         self.sinks.start..self.window.end
     }
 
-    /// Number of positions in the set.
+    /// Counts the positions in the set.
     pub fn len(&self) -> usize {
         self.sinks.len() + self.window.len()
     }
 
-    /// Whether the set is empty.
+    /// Says whether the set is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The set with the chosen positions, ascending.
+    /// Returns the positions of the set and the `chosen` ones (ascending candidates), in ascending order.
     pub fn merge(&self, chosen: &[u32]) -> Vec<u32> {
         debug_assert!(chosen.windows(2).all(|w| w[0] < w[1]));
         debug_assert!(chosen.iter().all(|p| self.candidates.contains(&(*p as usize))));

@@ -1,4 +1,4 @@
-//! The types in which keys and values are cached.
+//! The element types of cached keys and values.
 
 use super::packed;
 use crate::float::Float;
@@ -18,7 +18,7 @@ pub enum KvType {
 }
 
 impl KvType {
-    /// Bytes of a key and a value of d channels.
+    /// Returns the bytes of a key and a value of d channels.
     pub fn bytes_per_position(self, d: usize) -> usize {
         match self {
             Self::F32 => 8 * d,
@@ -27,7 +27,7 @@ impl KvType {
         }
     }
 
-    /// Bytes of a key alone.
+    /// Returns the bytes of a key of d channels.
     pub fn bytes_per_key(self, d: usize) -> usize {
         match self {
             Self::TwoBit => packed::row_bytes(d).midpoint(packed::sign_bytes(d)),
@@ -35,7 +35,7 @@ impl KvType {
         }
     }
 
-    /// The name that asks for it.
+    /// Returns the type's name as a value of `--kv`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::F32 => "f32",
@@ -45,7 +45,7 @@ impl KvType {
         }
     }
 
-    /// The type of plain rows, if it is one.
+    /// Returns the float type; `None` for 2-bit rows.
     pub fn float(self) -> Option<Float> {
         match self {
             Self::F32 => Some(Float::F32),

@@ -1,4 +1,4 @@
-//! Attention over rows in 2 bits as they are stored, whole groups at a time.
+//! Attention over 2-bit rows that are dequantised in registers, for rows of whole quantisation groups.
 
 #![expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]
 
@@ -7,15 +7,15 @@ use super::{FullRows, QUANT_GROUP, SignRows, ValueRows, sign_bytes};
 use crate::compute::attention::lanes::Simd;
 use crate::compute::attention::{self, ChunkedRows, GroupQueries, LANES, OutputSums, Run, prefetch};
 
-/// Chunks of lanes in a group of channels with one scale.
+/// Chunks of [`LANES`] channels in a quantisation group.
 const CHUNKS: usize = QUANT_GROUP / LANES;
 
-/// Whether rows have groups of full length alone.
+/// Says whether rows of d channels consist of whole quantisation groups.
 pub(super) fn in_groups(d: usize) -> bool {
     d.is_multiple_of(QUANT_GROUP)
 }
 
-/// [`attention::CachedRows::scores`]; where [`in_groups`].
+/// Implements [`attention::Rows::scores`] if [`in_groups`].
 pub(super) fn scores(rows: &SignRows, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
     for (at, run, is_full) in parts(run, &rows.full) {
         let out = &mut out[at..];
@@ -26,7 +26,7 @@ pub(super) fn scores(rows: &SignRows, queries: &GroupQueries, run: &Run, out: &m
     }
 }
 
-/// [`attention::CachedRows::add`]; where [`in_groups`].
+/// Implements [`attention::Rows::add`] if [`in_groups`].
 pub(super) fn add(rows: &ValueRows, weights: &[f32], stride: usize, run: &Run, sums: OutputSums) {
     let OutputSums { r, values } = sums;
     for (at, run, is_full) in parts(run, &rows.full) {
@@ -44,7 +44,8 @@ pub(super) fn add(rows: &ValueRows, weights: &[f32], stride: usize, run: &Run, s
     }
 }
 
-/// The parts of a run that have full precision and those that do not, with the place of each one's first position.
+/// Splits a run where precision changes; yields each part's first index in the run, its positions, and
+/// whether they are in half precision.
 fn parts<'a>(run: &Run<'a>, full: &FullRows) -> impl Iterator<Item = (usize, Run<'a>, bool)> {
     let Run { now, next } = *run;
     let mut at = 0;
@@ -56,56 +57,56 @@ fn parts<'a>(run: &Run<'a>, full: &FullRows) -> impl Iterator<Item = (usize, Run
         let rest = now.get(start..).filter(|rest| !rest.is_empty())?;
         while full.next_if(|p| **p < rest[0]).is_some() {}
         let is_full = full.peek() == Some(&&rest[0]);
-        // Up to the next one in full precision that is attended.
+        // Up to the next attended position in half precision.
         at += match full.peek() {
             Some(_) if is_full => 1,
             Some(p) => rest.partition_point(|q| q < *p),
             None => rest.len(),
         };
-        let behind = if at < now.len() { &now[at..] } else { next };
+        let after = if at < now.len() { &now[at..] } else { next };
         Some((
             start,
             Run {
                 now: &now[start..at],
-                next: behind,
+                next: after,
             },
             is_full,
         ))
     })
 }
 
-/// Keys that are signs and magnitudes.
+/// Keys in 2 bits as a [`Source`].
 #[derive(Clone, Copy)]
 pub(super) struct Keys<'a> {
-    of: &'a SignRows,
+    rows: &'a SignRows,
     /// `[chunks, LANES]`.
     alpha: &'a [[f32; LANES]],
     /// `[chunks, LANES]`.
     centre: &'a [[f32; LANES]],
-    /// The signs of a chunk that do not count: none, or all.
+    /// Bits to set in the signs of a chunk: none, or all if keys are stored without signs.
     unsigned: u16,
 }
 
 impl<'a> Keys<'a> {
-    pub fn of(of: &'a SignRows) -> Self {
+    pub fn of(rows: &'a SignRows) -> Self {
         Self {
-            of,
-            alpha: of.alpha.as_chunks().0,
-            centre: of.centre.as_chunks().0,
-            unsigned: if of.layout.signed { 0 } else { u16::MAX },
+            rows,
+            alpha: rows.alpha.as_chunks().0,
+            centre: rows.centre.as_chunks().0,
+            unsigned: if rows.layout.signed { 0 } else { u16::MAX },
         }
     }
 
     #[inline(always)]
     fn signs(self, position: u32) -> &'a [u8] {
-        let width = sign_bytes(self.of.d);
-        &self.of.signs[position as usize * width..][..width]
+        let width = sign_bytes(self.rows.d);
+        &self.rows.signs[position as usize * width..][..width]
     }
 }
 
 impl<'a> ChunkedRows for Keys<'a> {
     const PAIRS: bool = true;
-    /// Magnitudes and signs.
+    /// Bytes of magnitudes and of signs.
     type Row = (&'a [u8], &'a [u8]);
 
     #[inline(always)]
@@ -115,25 +116,25 @@ impl<'a> ChunkedRows for Keys<'a> {
 
     #[inline(always)]
     fn row(self, position: u32) -> Self::Row {
-        (self.of.magnitudes.row(position as usize), self.signs(position))
+        (self.rows.magnitudes.row(position as usize), self.signs(position))
     }
 
     #[inline(always)]
     fn prefetch(self, position: u32) {
-        self.of.magnitudes.prefetch(position as usize);
+        self.rows.magnitudes.prefetch(position as usize);
         prefetch(self.signs(position));
     }
 
     /// # Source
-    /// Eq. 13: sign (Q s + z) alpha, and the centre.
+    /// Eq. 13: sign (Q s + z) alpha; plus the centre.
     #[inline(always)]
     unsafe fn widen<S: Simd, const N: usize>(self, simd: S, row: Self::Row, at: usize) -> [S::Vector; N] {
         let (magnitudes, signs) = row;
-        // SAFETY: as the caller says.
-        let mut wide = unsafe { widen::<S, N>(simd, self.of.d, magnitudes, at) };
+        // SAFETY: the caller guarantees that the row has these chunks.
+        let mut wide = unsafe { widen::<S, N>(simd, self.rows.d, magnitudes, at) };
         for i in 0..N {
             let c = at + i;
-            // SAFETY: as the caller says; there are as many chunks of alpha and centre, and two bytes of signs of each.
+            // SAFETY: as above; alpha and centre have as many chunks, and a chunk has two bytes of signs.
             let (alpha, centre, signs) = unsafe {
                 (
                     self.alpha.get_unchecked(c),
@@ -149,7 +150,7 @@ impl<'a> ChunkedRows for Keys<'a> {
     }
 }
 
-/// Values in 2 bits.
+/// Values in 2 bits as a [`Source`].
 #[derive(Clone, Copy)]
 pub(super) struct Values<'a>(&'a TwoBit);
 
@@ -180,26 +181,26 @@ impl<'a> ChunkedRows for Values<'a> {
 
     #[inline(always)]
     unsafe fn widen<S: Simd, const N: usize>(self, simd: S, row: &'a [u8], at: usize) -> [S::Vector; N] {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller guarantees that the row has these chunks.
         unsafe { widen(simd, self.0.d, row, at) }
     }
 }
 
-/// N chunks from `at` on of a row of [`TwoBit`] with d channels.
+/// Dequantises N chunks, from chunk `at` on, of a [`TwoBit`] row of d channels.
 ///
 /// # Safety
-/// The row has them.
+/// The row has these chunks.
 #[inline(always)]
 unsafe fn widen<S: Simd, const N: usize>(simd: S, d: usize, row: &[u8], at: usize) -> [S::Vector; N] {
     let mut wide = [simd.splat(0.0); N];
     for i in 0..N {
-        // Even numbers of chunks begin with a group: every two have one scale, which is widened once.
+        // An even number of chunks starts with a group, so two chunks each share a scale, widened once.
         let group = if N.is_multiple_of(CHUNKS) {
             at / CHUNKS + i / CHUNKS
         } else {
             (at + i) / CHUNKS
         };
-        // SAFETY: as the caller says; a chunk has four bytes, and a group as many behind all chunks.
+        // SAFETY: the row has these chunks; a chunk takes four bytes, and a group four more after all chunks.
         let (codes, params) = unsafe { (bytes(row, 4 * (at + i)), bytes(row, d / 4 + 4 * group)) };
         let [step, zero] = simd.widen_pair(pair(params));
         wide[i] = simd.two_bits(u32::from_le_bytes(codes), step, zero);
@@ -207,13 +208,13 @@ unsafe fn widen<S: Simd, const N: usize>(simd: S, d: usize, row: &[u8], at: usiz
     wide
 }
 
-/// N bytes of a row.
+/// Reads N bytes of a row, from byte `at` on.
 ///
 /// # Safety
-/// The row has them.
+/// The row has these bytes.
 #[inline(always)]
 unsafe fn bytes<const N: usize>(row: &[u8], at: usize) -> [u8; N] {
     debug_assert!(at + N <= row.len());
-    // SAFETY: as the caller says; arrays of bytes may stand anywhere.
+    // SAFETY: the caller guarantees the length; byte arrays need no alignment.
     unsafe { row.as_ptr().add(at).cast::<[u8; N]>().read() }
 }

@@ -1,11 +1,11 @@
-//! How a 2-bit cache holds its rows.
+//! The options of the 2-bit cache: how keys are centred, and ablations of the format.
 
 use ndarray::{ArrayView2, Axis};
 use rayon::prelude::*;
 
 use super::FULL;
 
-/// What is taken off every channel before its signs are read.
+/// How the centre of a channel is computed; signs are taken relative to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Center {
     /// The lower median: half of the signs are positive.
@@ -15,10 +15,10 @@ pub enum Center {
 }
 
 impl Center {
-    /// Centre of some values; zero if there are none.
+    /// Computes the centre of some values; zero if there are none.
     ///
     /// # Source
-    /// Eq. 5 has the mean; the authors' code takes the lower median.
+    /// Eq. 5 takes the mean; the authors' code takes the lower median.
     pub fn of(self, values: &mut [f32]) -> f32 {
         if values.is_empty() {
             return 0.0;
@@ -35,7 +35,7 @@ impl Center {
         }
     }
 
-    /// Centre of every channel of `rows`, `[n,d]`.
+    /// Computes the centre of every channel of `rows`, `[n,d]`.
     pub fn of_channels(self, rows: ArrayView2<f32>) -> Vec<f32> {
         rows.axis_iter(Axis(1))
             .into_par_iter()
@@ -43,7 +43,7 @@ impl Center {
             .collect()
     }
 
-    /// Its name in the manifest and on the command line.
+    /// Returns the name in the manifest and on the command line.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Median => "median",
@@ -52,15 +52,15 @@ impl Center {
     }
 }
 
-/// How the 2-bit cache holds its rows; what is not the default is for ablations.
+/// The options of a 2-bit cache; values other than the defaults are for ablations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// What signs are taken around.
+    /// How the centre of a channel is computed.
     pub center: Center,
     /// Most positions that keep half precision.
     pub full: usize,
-    /// Whether a key's signs are stored and its magnitudes quantised; else the keys themselves are
-    /// quantised, as values are, and signs serve the index alone.
+    /// Whether a key is stored as signs and quantised magnitudes. If not, the centred key itself is
+    /// quantised, as values are, and only the index uses the signs.
     pub signed: bool,
 }
 

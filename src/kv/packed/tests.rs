@@ -59,7 +59,7 @@ fn keys(first: usize, n: usize, d: usize) -> Array2<f32> {
     })
 }
 
-/// Mean over rows and channels of the squared error, in squared channel sizes.
+/// Mean over rows and channels of the squared error, relative to the squared size of the channel.
 fn error(packed: &Packed, exact: &Array2<f32>) -> f64 {
     let d = exact.ncols();
     let mut scratch = vec![0.0; d];
@@ -73,7 +73,7 @@ fn error(packed: &Packed, exact: &Array2<f32>) -> f64 {
     sum / exact.len() as f64
 }
 
-/// Scores, and sums of values, of rows that are all in 2 bits, on every instruction set of this machine.
+/// Scores and weighted sums of rows that are all in 2 bits, on every instruction set of this machine.
 fn on_every_instruction_set(
     packed: &Packed,
     queries: &GroupQueries,
@@ -114,7 +114,7 @@ fn on_every_instruction_set(
     #[cfg(target_arch = "x86_64")]
     {
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
-            // SAFETY: just asked; every machine with AVX2 and F16C has FMA.
+            // SAFETY: AVX2 and F16C were detected, and every machine with both has FMA.
             out.push(attended::<_, 1, 2>(
                 unsafe { Avx2::new() },
                 packed,
@@ -124,7 +124,7 @@ fn on_every_instruction_set(
             ));
         }
         if is_x86_feature_detected!("avx512dq") {
-            // SAFETY: machines with AVX-512 DQ have BW and VL.
+            // SAFETY: AVX-512 DQ was detected, and machines with it have BW and VL.
             out.push(attended::<_, 4, 4>(
                 unsafe { Avx512::new() },
                 packed,
@@ -160,7 +160,7 @@ fn every_instruction_set_reads_the_same_rows() {
     }
 }
 
-/// The bits of attention over rows as they are stored, and of the same rows made f32 before.
+/// Attention over 2-bit rows gives the same bits as attention over the same rows widened to f32 first.
 #[test]
 fn rows_are_attended_as_they_are_read() {
     for (d, r, signed) in [
@@ -223,7 +223,7 @@ fn short_prompts_are_held_as_well_as_long_ones() {
         let mut end = 0;
         for m in lengths {
             end += m;
-            // Earlier rows as the cache gives them.
+            // Earlier rows as read from the cache.
             let mut known = all.slice(s![..end, ..]).to_owned();
             let mut scratch = vec![0.0; d];
             for (p, mut row) in known.rows_mut().into_iter().take(end - m).enumerate() {
@@ -235,7 +235,7 @@ fn short_prompts_are_held_as_well_as_long_ones() {
     };
     let long = after(&[1000]);
     assert!(long < 0.1, "{long}");
-    // One more token than keeps full precision; a conversation that begins with a word or two.
+    // One token more than keeps half precision; a conversation that starts with a word or two.
     for lengths in [
         &[65][..],
         &[66],
@@ -268,8 +268,8 @@ fn the_ablations_hold_what_they_say() {
     let (signed, signs) = held(0, true);
     let (plain, same) = held(0, false);
     assert_eq!(signs, same, "the index does not change");
-    // Two bits over the whole range instead of two over the magnitude and one for the sign: steps of
-    // up to twice the size, so up to four times the squared error.
+    // Two bits over the whole range, instead of two for the magnitude and one for the sign: steps up to twice
+    // as large, so up to four times the squared error.
     assert!(plain > 1.5 * signed && plain < 6.0 * signed, "{plain} {signed}");
     let (some, _) = held(64, true);
     assert!(some < signed, "{some} {signed}");

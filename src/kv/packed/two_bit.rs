@@ -1,4 +1,4 @@
-//! Values in 2 bits.
+//! Rows quantised to 2 bits per value.
 
 use half::f16;
 
@@ -6,13 +6,13 @@ use super::QUANT_GROUP;
 use crate::compute::attention::prefetch;
 use crate::kv::lines::Lines;
 
-/// A step below this is taken for zero: the group's values are equal.
+/// A smaller step counts as zero: the values of the group are equal.
 const LEAST_STEP: f32 = 1e-8;
 
-/// Rows of values in 2 bits, with a scale and a zero point in f16 per [`QUANT_GROUP`] channels.
+/// Rows in 2 bits per value, with a scale and a zero point in f16 per [`QUANT_GROUP`] channels.
 ///
-/// A row has four values a byte, the first in the lowest bits, and then a scale and a zero point, little-endian, of
-/// each group, the last of which may be shorter.
+/// A row holds four values per byte, the first in the lowest bits, then a little-endian scale and zero
+/// point per group; the last group may be shorter.
 #[derive(Clone)]
 pub(super) struct TwoBit {
     pub(super) d: usize,
@@ -25,11 +25,11 @@ impl TwoBit {
         Self { d, rows }
     }
 
-    /// Appends a row.
+    /// Quantises and appends a row.
     ///
     /// # Source
-    /// Eq. 9-11: z = min x, s = (max x - min x) / 3, Q = round((x - z) / s). The codes come from the
-    /// unrounded scale and zero point.
+    /// Eq. 9-11: z = min x, s = (max x - min x) / 3, Q = round((x - z) / s). Codes are computed with the
+    /// scale and zero point before their rounding to f16.
     pub(super) fn push(&mut self, row: &[f32]) {
         let (bits, params) = self.rows.add(width(self.d)).split_at_mut(self.d.div_ceil(4));
         let groups = row.chunks(QUANT_GROUP).zip(params.as_chunks_mut::<4>().0);
@@ -54,22 +54,22 @@ impl TwoBit {
         }
     }
 
-    /// A row as it is stored.
+    /// Returns the bytes of a row.
     #[inline(always)]
     pub(super) fn row(&self, row: usize) -> &[u8] {
         &self.rows[row * width(self.d)..][..width(self.d)]
     }
 
-    /// Asks for a row that is read soon.
+    /// Prefetches a row.
     #[inline(always)]
     pub(super) fn prefetch(&self, row: usize) {
         let row = self.row(row);
         prefetch(row);
-        // A row that does not begin a cache line may end in one more.
+        // A row that does not start on a cache line may reach into one more.
         prefetch(&row[row.len() - 1..]);
     }
 
-    /// Q s + z of every channel.
+    /// Dequantises a row: Q s + z for every channel.
     pub(super) fn read(&self, row: usize, out: &mut [f32]) {
         let (bits, params) = self.row(row).split_at(self.d.div_ceil(4));
         let groups = out.chunks_mut(QUANT_GROUP).zip(params.as_chunks::<4>().0);
@@ -83,13 +83,13 @@ impl TwoBit {
         }
     }
 
-    /// The bits of all rows.
+    /// Returns the quantised values of all rows, without scales and zero points.
     pub(super) fn bits(&self) -> Vec<u8> {
         let rows = self.rows.chunks_exact(width(self.d));
         rows.flat_map(|row| &row[..self.d.div_ceil(4)]).copied().collect()
     }
 
-    /// Scales and zero points of all rows.
+    /// Returns the scales and zero points of all rows.
     pub(super) fn params(&self) -> Vec<[f16; 2]> {
         let rows = self.rows.chunks_exact(width(self.d));
         let params = rows.flat_map(|row| row[self.d.div_ceil(4)..].as_chunks::<4>().0);
@@ -105,18 +105,18 @@ impl TwoBit {
     }
 }
 
-/// Bytes of a row of d values.
+/// Returns the bytes of a row of d values.
 pub(super) fn width(d: usize) -> usize {
     d.div_ceil(4) + 4 * d.div_ceil(QUANT_GROUP)
 }
 
-/// A scale and a zero point.
+/// Decodes a scale and a zero point.
 #[inline(always)]
 pub(super) fn pair([a, b, c, d]: [u8; 4]) -> [f16; 2] {
     [f16::from_le_bytes([a, b]), f16::from_le_bytes([c, d])]
 }
 
-/// The nearest f16, the largest one for values beyond.
+/// Rounds to the nearest f16; values beyond its range become the largest.
 pub(super) fn saturating_f16(x: f32) -> f16 {
     f16::from_f32(x.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))
 }
