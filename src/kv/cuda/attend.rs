@@ -1,4 +1,4 @@
-//! Attention of one token over cached rows: all of them, or the static set and a [`Selection`].
+//! Attention of a decode step over cached rows: all visible ones, or the static set and a [`Selection`].
 
 use half::{bf16, f16};
 
@@ -14,10 +14,10 @@ use crate::float::Float;
 
 /// Positions of a tile.
 const TILE: usize = 64;
-/// Blocks per processor that hide each other's waiting.
+/// Blocks per multiprocessor, enough to hide memory latency.
 const BLOCKS_EACH: usize = 3;
 
-/// The cached keys and values of one layer, `[b,g,capacity,w]` each; channels beyond the head's are zeros.
+/// The cached keys and values of one layer, `[b,g,capacity,w]` each; channels beyond the head's are zero.
 pub struct LayerRows<'d> {
     driver: &'d dyn Driver,
     pub(crate) shape: Shape,
@@ -27,10 +27,10 @@ pub struct LayerRows<'d> {
 }
 
 impl<'d> LayerRows<'d> {
-    /// Room for rows of a type.
+    /// Allocates an empty cache for rows of type `float`.
     ///
     /// # Errors
-    /// Sizes that the kernels are not made for; no memory.
+    /// Sizes that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, float: Float) -> Result<Self> {
         let shape = shape.checked()?;
         let bytes = shape.heads() * shape.capacity * shape.width() * bytes_of(float);
@@ -43,7 +43,7 @@ impl<'d> LayerRows<'d> {
         })
     }
 
-    /// Random rows, for a benchmark.
+    /// Fills the cache with random rows, for a benchmark.
     pub fn fill(&self, seed: u32) -> Result<()> {
         let n = self.shape.heads() * self.shape.capacity * self.shape.width();
         for (i, buffer) in [&self.keys, &self.values].into_iter().enumerate() {
@@ -52,12 +52,12 @@ impl<'d> LayerRows<'d> {
         Ok(())
     }
 
-    /// Bytes of a key and a value.
+    /// Returns the bytes of a key and a value.
     pub fn bytes_per_position(&self) -> usize {
         2 * self.shape.width() * bytes_of(self.float)
     }
 
-    /// The last `m` positions' rows, `[b,g,m,d]` each; `positions` counts them already.
+    /// Stores the rows of the last `m` positions, `[b,g,m,d]` each; `positions` counts them already.
     pub fn append(
         &self,
         keys: &Buffer<'_, f32>,
@@ -83,7 +83,7 @@ impl<'d> LayerRows<'d> {
         Ok(())
     }
 
-    /// The first `n` keys and values of KV head number `at`, `[n,d]` each; waits for the device.
+    /// Copies the first `n` keys and values of KV head `at` to the host, `[n,d]` each; waits for the device.
     pub fn read_head(&self, at: usize, n: usize) -> Result<[Vec<f32>; 2]> {
         let (w, size) = (self.shape.width(), bytes_of(self.float));
         let read = |buffer: &Buffer<'_, u8>| -> Result<Vec<f32>> {
@@ -95,8 +95,8 @@ impl<'d> LayerRows<'d> {
         Ok([read(&self.keys)?, read(&self.values)?])
     }
 
-    /// Attends a prompt's `m` queries `[h,m,d]` at the positions from `first` on, whose rows are there, with the
-    /// model's own sliding window; out `[m,h d]`. One sequence.
+    /// Attends a prompt's `m` queries `[h,m,d]`, at positions from `first` on, whose keys and values are
+    /// cached already; `window` is the model's sliding window, out is `[m,h d]`. For a single sequence.
     ///
     /// # Errors
     /// Positions beyond the capacity.
@@ -117,7 +117,7 @@ impl<'d> LayerRows<'d> {
         prefill::attend(self.driver, queries, self, piece, out)
     }
 
-    /// The type of the rows, as kernels number it.
+    /// Returns the number by which kernels know the rows' type.
     pub(crate) fn kind(&self) -> usize {
         match self.float {
             Float::F32 => 0,
@@ -133,7 +133,7 @@ impl<'d> LayerRows<'d> {
     }
 }
 
-/// A number of a row, from its bytes.
+/// Widens an element's bytes to f32.
 fn widened(float: Float, bytes: &[u8]) -> f32 {
     match (float, bytes) {
         (Float::F32, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
@@ -150,15 +150,15 @@ fn bytes_of(float: Float) -> usize {
     }
 }
 
-/// What some query heads attend besides the sinks, as one result over all that is no sink.
+/// The attention of some query heads to all rows except the sinks, given as one (estimated) result.
 pub(crate) struct Rest<'b> {
-    /// Which heads, `[b,h]`, u32.
+    /// The query heads for which it holds, `[b,h]`, u32.
     pub marked: Ptr<'b, u32>,
-    /// Its log-sum-exp, `[b,h]`, f32.
+    /// Log-sum-exp over those rows, `[b,h]`, f32.
     pub lse: Ptr<'b, f32>,
-    /// Sums of the keys and of the values of its rows, `[b,g,2,d]`, f64; its output is the mean value.
+    /// Sums of the rows' keys and of their values, `[b,g,2,d]`, f64; the output is the mean value.
     pub sums: Ptr<'b, f64>,
-    /// First positions that it leaves out.
+    /// Number of first positions that are left out.
     pub sinks: usize,
 }
 
@@ -171,29 +171,29 @@ fn lists_of<'b>(chosen: Option<&'b Selection<'_>>) -> Lists<'b> {
     })
 }
 
-/// Where a step's attention is computed; one for all layers of a shape.
+/// The buffers of a step's attention; all layers of a shape share them.
 pub struct Attention<'d> {
     driver: &'d dyn Driver,
     shape: Shape,
     /// Most blocks that share a KV head.
     parts: usize,
-    /// `[b,h,w]`.
+    /// Padded queries, `[b,h,w]`.
     queries: Buffer<'d, f32>,
-    /// `[b,g,parts,r,w]`.
+    /// Output of each block, `[b,g,parts,r,w]`.
     outs: Buffer<'d, f32>,
-    /// `[b,g,parts,r,2]`.
+    /// Maximum and sum of exponentials of each block, `[b,g,parts,r,2]`.
     sums: Buffer<'d, f32>,
-    /// `[b,h,w]`.
+    /// Attention output, `[b,h,w]`.
     out: Buffer<'d, f32>,
-    /// `[b,h]`.
+    /// Log-sum-exps, `[b,h]`.
     lse: Buffer<'d, f32>,
 }
 
 impl<'d> Attention<'d> {
-    /// Room for one step.
+    /// Allocates the buffers of one step.
     ///
     /// # Errors
-    /// Sizes that the kernels are not made for; no memory.
+    /// Sizes that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape) -> Result<Self> {
         let shape = shape.checked()?;
         let (h, w) = (shape.query_heads(), shape.width());
@@ -212,16 +212,17 @@ impl<'d> Attention<'d> {
         })
     }
 
-    /// Its shape.
+    /// Returns the shape.
     pub fn shape(&self) -> Shape {
         self.shape
     }
 
-    /// Attends rotated queries `[b,h,d]` over the static set and what was chosen, or over everything visible.
+    /// Attends rotated queries `[b,h,d]` over the static set and the chosen positions; without a selection,
+    /// over all visible ones.
     ///
     /// # Numerics
-    /// Rows of 16 bits: queries and softmax weights are rounded to the rows' type, products are summed in f32. f32
-    /// rows: f32 throughout.
+    /// Rows of 16 bits: queries and softmax weights are rounded to the rows' type, products are summed in
+    /// f32. Rows in f32: f32 throughout.
     pub fn attend(
         &self,
         queries: &Buffer<'_, f32>,
@@ -272,11 +273,12 @@ impl<'d> Attention<'d> {
         self.merge(parts)
     }
 
-    /// The same over a 2-bit cache.
+    /// Attends as [`Attention::attend`], over a 2-bit cache.
     ///
     /// # Numerics
-    /// Rows are dequantised to f16, keys around the centre and relative to their channel's largest magnitude; queries
-    /// take up that scale and are brought to at most 1 before they are rounded to f16. Weights in f16, sums in f32.
+    /// Keys are dequantised to f16 around the centre and relative to their channel's largest magnitude.
+    /// Queries are multiplied by that magnitude and scaled to at most 1 before they are rounded to f16.
+    /// Weights are f16, sums f32.
     pub fn attend_packed(
         &self,
         queries: &Buffer<'_, f32>,
@@ -334,7 +336,7 @@ impl<'d> Attention<'d> {
             w,
         }
         .launch(self.driver, [(n * w).div_ceil(256), 1, 1])?;
-        // More blocks than there are tiles would have nothing to do.
+        // No more blocks than there are tiles.
         let limits = &positions.limits;
         let most = match chosen {
             Some(chosen) => chosen.most + limits.sinks + limits.window,
@@ -364,10 +366,11 @@ impl<'d> Attention<'d> {
         .launch(self.driver, [n, 1, 1])
     }
 
-    /// After [`Attention::attend`]: the marked heads attend the sinks alone, joined with a result over everything else.
+    /// After [`Attention::attend`]: replaces the output of the marked heads by their attention to the sinks,
+    /// merged with `rest`.
     ///
     /// # Numerics
-    /// f32 throughout, the joining weights in f64.
+    /// f32 throughout; the merging weights are f64.
     pub(crate) fn join_rest(
         &self,
         rest: Rest<'_>,
@@ -411,7 +414,8 @@ impl<'d> Attention<'d> {
         .launch(self.driver, [(n * d).div_ceil(256), 1, 1])
     }
 
-    /// Joins the outputs with those over other positions, `[b,h,d + 1]`, the log-sum-exp last; to rows `[b,h d]`.
+    /// Merges the outputs with those over other positions, `[b,h,d + 1]` with the log-sum-exp last, into rows
+    /// `[b,h d]`.
     pub fn join_rows(&self, others: &Buffer<'_, f32>, rows: &Buffer<'_, f32>) -> Result<()> {
         let (n, w, d) = (self.shape.query_heads(), self.shape.width(), self.shape.head_dim);
         kernels::JoinOutputs {
@@ -426,7 +430,7 @@ impl<'d> Attention<'d> {
         .launch(self.driver, [n.div_ceil(8), 1, 1])
     }
 
-    /// The outputs, `[b,h,d]`; waits for the device.
+    /// Copies the outputs to the host, `[b,h,d]`; waits for the device.
     pub fn output(&self) -> Result<Vec<f32>> {
         let rows = self.out.read()?;
         let rows = rows.chunks(self.shape.width());
@@ -436,7 +440,7 @@ impl<'d> Attention<'d> {
             .collect())
     }
 
-    /// The log-sum-exps of the scaled scores, `[b,h]`; waits for the device.
+    /// Copies the log-sum-exps of the scaled scores to the host, `[b,h]`; waits for the device.
     pub fn lse(&self) -> Result<Vec<f32>> {
         self.lse.read()
     }

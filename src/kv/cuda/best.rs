@@ -1,4 +1,4 @@
-//! The best of many scores within the budget: `kernels/best.cu`.
+//! Chooses the positions with the best scores within the budget: `kernels/best.cu`.
 
 use super::{Limits, Positions, Selection, Shape};
 use crate::compute::cuda::buffer::{Buffer, Ptr};
@@ -6,29 +6,30 @@ use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::Result;
 
-/// Bins of a histogram of keys, and histograms per KV head.
+/// Bins of a histogram of sort keys, and histograms per KV head.
 const BINS: usize = 2048;
 const PASSES: usize = 3;
 
-/// Keys of every position, of which the largest are chosen.
+/// The sort keys of all positions, and the buffers to choose those with the largest.
 pub(crate) struct Best<'d> {
     pub driver: &'d dyn Driver,
     pub shape: Shape,
-    /// `[b,g,capacity]`, in the order of scores.
+    /// Sort keys `[b,g,capacity]`: integers in the order of the scores.
     pub keys: Buffer<'d, u32>,
-    /// `[b,g,3,BINS]`; the first is made with the keys.
+    /// `[b,g,3,BINS]`; the kernel that writes the keys fills the first.
     pub histograms: Buffer<'d, u32>,
-    /// `[b,g,3,4]`.
+    /// What each pass found, `[b,g,3,4]`.
     found: Buffer<'d, u32>,
     pub selection: Selection<'d>,
 }
 
 impl<'d> Best<'d> {
+    /// Allocates space for as many positions per KV head as `limits` allow to choose.
     pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits) -> Result<Self> {
         Self::with_room(driver, shape, limits.most(shape.capacity))
     }
 
-    /// Room for `most` positions per KV head.
+    /// Allocates space to choose up to `most` positions per KV head.
     pub fn with_room(driver: &'d dyn Driver, shape: Shape, most: usize) -> Result<Self> {
         let heads = shape.heads();
         Ok(Self {
@@ -41,12 +42,12 @@ impl<'d> Best<'d> {
         })
     }
 
-    /// The histograms of KV head number `at`.
+    /// Returns the address of the histograms of KV head `at`.
     pub fn histogram_at(&self, at: usize) -> Ptr<'_, u32> {
         self.histograms.ptr_at(at * PASSES * BINS)
     }
 
-    /// Chooses by keys and first histograms that were just made.
+    /// Chooses by the present keys and first histograms.
     pub fn choose(&self, positions: &Positions<'_>) -> Result<&Selection<'d>> {
         let to = &self.selection;
         let lists = [to.lists.ptr(), to.listed.ptr()];
@@ -54,7 +55,8 @@ impl<'d> Best<'d> {
         Ok(to)
     }
 
-    /// The same for these spans `[b,4]` and budgets `[b]`, from 1 on: into lists `[b,g,most]` and their lengths `[b,g]`.
+    /// Chooses within these spans `[b,4]` and budgets `[b]` of at least 1, into lists `[b,g,most]` and their
+    /// lengths `[b,g]`.
     pub fn choose_into(
         &self,
         spans: Ptr<'_, u32>,

@@ -1,4 +1,4 @@
-//! The cached rows of a layer on the device.
+//! The cached rows of a layer on the GPU, in any of the cache's types.
 
 use super::attend::{Attention, LayerRows};
 use super::packed::PackedLayer;
@@ -11,19 +11,19 @@ use crate::error::Result;
 use crate::kv::KvType;
 use crate::kv::packed::{Layout, row_bytes};
 
-/// The keys and values of one layer.
+/// The cached keys and values of one layer.
 pub enum LayerCache<'d> {
     /// In a float type.
     Plain(LayerRows<'d>),
-    /// In 2 bits, from one prompt on.
+    /// In 2 bits, from the first prompt on.
     Packed(Box<PackedLayer<'d>>),
 }
 
 impl<'d> LayerCache<'d> {
-    /// An empty cache.
+    /// Allocates an empty cache.
     ///
     /// # Errors
-    /// Sizes that the kernels are not made for; no memory.
+    /// Sizes that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, kv: KvType) -> Result<Self> {
         match kv.float() {
             Some(kind) => LayerRows::new(driver, shape, kind).map(Self::Plain),
@@ -31,7 +31,7 @@ impl<'d> LayerCache<'d> {
         }
     }
 
-    /// Takes in the rotated keys and the values of the last `m` positions, `[b,g,m,d]`.
+    /// Stores the rotated keys and the values of the last `m` positions, `[b,g,m,d]`.
     pub fn append(
         &self,
         keys: &Buffer<'_, f32>,
@@ -45,7 +45,8 @@ impl<'d> LayerCache<'d> {
         }
     }
 
-    /// Takes in a first prompt, all of whose rows are in `rows`; the queries are those of its last chunk.
+    /// Packs a first prompt into a 2-bit cache; `rows` holds the whole prompt, `queries` those of its last chunk.
+    /// A cache in a float type stays as it is.
     pub fn pack(
         &mut self,
         rows: &LayerRows<'_>,
@@ -63,7 +64,7 @@ impl<'d> LayerCache<'d> {
         }
     }
 
-    /// Attends rotated queries `[b,h,d]`.
+    /// Attends rotated queries `[b,h,d]`, as [`Attention::attend`].
     pub fn attend(
         &self,
         attention: &Attention<'_>,
@@ -77,7 +78,7 @@ impl<'d> LayerCache<'d> {
         }
     }
 
-    /// The rows, where they are of a float type.
+    /// Returns the rows of a cache in a float type.
     pub fn plain(&self) -> Option<&LayerRows<'d>> {
         match self {
             Self::Plain(rows) => Some(rows),
@@ -86,7 +87,7 @@ impl<'d> LayerCache<'d> {
     }
 }
 
-/// Bytes that a head has on the device whatever its length: rows in half precision, scales and centres.
+/// Returns the bytes per KV head that do not depend on the length: full-precision rows, scales and centres.
 pub fn fixed_bytes(shape: &Shape, kv: KvType) -> usize {
     match kv.float() {
         Some(_) => 0,
@@ -94,7 +95,7 @@ pub fn fixed_bytes(shape: &Shape, kv: KvType) -> usize {
     }
 }
 
-/// Bytes of a key and a value of one head on the device.
+/// Returns the bytes of a key and a value of one KV head on the device.
 pub fn bytes_per_position(shape: &Shape, kv: KvType) -> usize {
     match kv.float() {
         Some(_) => kv.bytes_per_position(shape.width()),

@@ -1,9 +1,9 @@
-//! Decode steps on the GPU: what a token attends is chosen and attended without the host in between.
+//! The key-value cache on an NVIDIA GPU, and decode attention that chooses and attends without the host.
 //!
-//! The state of a step lives on the device: [`Positions`] knows how long the caches are, a [`Selection`] what was
-//! chosen; [`attend::LayerRows`] and [`packed::PackedLayer`] are the cached
-//! rows of a layer. A step is a fixed run of launches. Sizes that
-//! depend on the context are bounded by the capacity, so the launches are the same for every step.
+//! The state of a step lives on the device: [`Positions`] holds the lengths of the caches, a [`Selection`]
+//! the chosen positions, [`attend::LayerRows`] and [`packed::PackedLayer`] the cached rows of a layer. A step
+//! is a fixed sequence of kernel launches: sizes that depend on the context are bounded by the capacity, so
+//! that every step makes the same launches.
 
 pub mod attend;
 pub(crate) mod best;
@@ -19,33 +19,33 @@ use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::{Budget, StaticSet};
 
-/// Query heads that share a KV head, at most: the rows of a tensor-core product.
+/// Most query heads that share a KV head: the rows of a tensor-core product.
 pub const MOST_GROUP: usize = 16;
-/// Positions that a block of a scan looks at.
+/// Positions that a block of a scan covers.
 pub(crate) const SCAN: usize = 2048;
-/// Codewords of a KV head that may be taken in part, and one for those taken whole.
+/// Counters per block of a scan: positions taken, and one for each of up to 16 partly taken codewords.
 pub(crate) const KINDS: usize = 17;
 
-/// The sizes of one layer's attention.
+/// The attention shape of a layer's decode step.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
-    /// Sequences, b.
+    /// Number of sequences, b.
     pub sequences: usize,
-    /// KV heads, g.
+    /// Number of KV heads, g.
     pub kv_heads: usize,
-    /// Query heads per KV head, r.
+    /// Number of query heads per KV head, r.
     pub group: usize,
-    /// Channels, d.
+    /// Number of channels per head, d.
     pub head_dim: usize,
-    /// Positions that there is room for, per sequence.
+    /// Most positions per sequence.
     pub capacity: usize,
 }
 
 impl Shape {
-    /// The same with room for whole reads of eight codes.
+    /// Checks the sizes, and rounds the capacity up to a multiple of 8, since kernels read eight codes at once.
     ///
     /// # Errors
-    /// Sizes that the kernels are not made for.
+    /// Sizes that the kernels do not support.
     pub fn checked(mut self) -> Result<Self> {
         if self.group == 0 || self.group > MOST_GROUP {
             return Err(Error::failed(format!(
@@ -69,7 +69,7 @@ impl Shape {
         Ok(self)
     }
 
-    /// Channels of a row on the device: what there is an attention kernel for.
+    /// Returns the channels of a padded row: the next head dimension that has an attention kernel.
     pub fn width(&self) -> usize {
         [64, 80, 96, 128]
             .into_iter()
@@ -77,63 +77,63 @@ impl Shape {
             .unwrap_or(128)
     }
 
-    /// What a product of a query and a key is multiplied by for an exponent of base 2: log2(e) / sqrt(d).
+    /// Returns the factor that turns a dot product into an exponent of base 2: log2(e) / sqrt(d).
     pub(crate) fn exponent(&self) -> f32 {
         std::f32::consts::LOG2_E / (self.head_dim as f32).sqrt()
     }
 
-    /// KV heads of all sequences.
+    /// Counts the KV heads of all sequences.
     pub fn heads(&self) -> usize {
         self.sequences * self.kv_heads
     }
 
-    /// Query heads of all sequences.
+    /// Counts the query heads of all sequences.
     pub fn query_heads(&self) -> usize {
         self.heads() * self.group
     }
 }
 
-/// What is always attended, and how much may be chosen besides; as in [`crate::runner::Options`].
+/// The static set and the budget of a step; see [`crate::runner::Options`].
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// First positions.
+    /// Number of first positions that are always attended.
     pub sinks: usize,
-    /// Last positions, the current one included.
+    /// Number of last positions that are always attended, the current one included.
     pub window: usize,
     /// The model's own sliding window.
     pub model_window: Option<usize>,
-    /// What may be chosen.
+    /// How many positions may be chosen.
     pub budget: Budget,
 }
 
 impl Limits {
-    /// Most positions that can be chosen with room for `capacity`.
+    /// Returns the most positions that can be chosen in a cache of this capacity.
     pub(crate) fn most(&self, capacity: usize) -> usize {
         let visible = self.model_window.map_or(capacity, |w| w.min(capacity));
         self.budget.positions(visible).clamp(1, capacity)
     }
 }
 
-/// How long the caches are, and what follows for the last token: `StaticSet::at` of the runner.
+/// The lengths of the caches, and the last token's static set and budget; [`StaticSet::at`] on the device.
 pub struct Positions<'d> {
     driver: &'d dyn Driver,
     shape: Shape,
     pub(crate) limits: Limits,
-    /// `[b]`.
+    /// Lengths, `[b]`.
     pub(crate) lens: Buffer<'d, u32>,
-    /// `[b,4]`: first visible, number of sinks, first of the window, end.
+    /// `[b,4]`: first visible position, number of sinks, first position of the window, end.
     pub(crate) spans: Buffer<'d, u32>,
-    /// `[b]`.
+    /// Budgets, `[b]`.
     pub(crate) budgets: Buffer<'d, u32>,
-    /// The same lengths, as the host counts along.
+    /// The lengths as the host counts them.
     known: Vec<usize>,
 }
 
 impl<'d> Positions<'d> {
-    /// Empty caches.
+    /// Makes the positions of empty caches.
     ///
     /// # Errors
-    /// Sizes that the kernels are not made for; no memory.
+    /// Sizes that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, limits: Limits) -> Result<Self> {
         let shape = shape.checked()?;
         let b = shape.sequences;
@@ -148,17 +148,17 @@ impl<'d> Positions<'d> {
         })
     }
 
-    /// The lengths on the device, `[b]`, for a kernel.
+    /// Returns the lengths `[b]` as a kernel argument.
     pub fn lens(&self) -> Ptr<'_, u32> {
         self.lens.ptr()
     }
 
-    /// See [`Positions::spans`], for a kernel.
+    /// Returns the spans (see [`Positions::spans`]) as a kernel argument.
     pub fn span_ptr(&self) -> Ptr<'_, u32> {
         self.spans.ptr()
     }
 
-    /// All that may be chosen, for each KV head of every sequence; waits for the device.
+    /// Lists all candidates, for each KV head of every sequence; waits for the device.
     pub fn between(&self) -> Result<Vec<Vec<u32>>> {
         let spans = self.spans()?;
         let all = spans.iter().flat_map(|[first, sinks, window, _]| {
@@ -168,10 +168,10 @@ impl<'d> Positions<'d> {
         Ok(all.collect())
     }
 
-    /// Takes the caches to be this long, one number per sequence.
+    /// Sets the lengths of the caches, one per sequence.
     ///
     /// # Errors
-    /// Longer than the capacity.
+    /// A length beyond the capacity.
     pub fn set(&mut self, lens: &[u32]) -> Result<()> {
         let longest = lens.iter().copied().max().unwrap_or(0) as usize;
         if lens.len() != self.shape.sequences || longest > self.shape.capacity {
@@ -181,18 +181,18 @@ impl<'d> Positions<'d> {
         self.lens.write(lens)
     }
 
-    /// Positions of each sequence, without asking the device.
+    /// Returns the length of each sequence, from the host's count.
     pub fn known(&self) -> &[usize] {
         &self.known
     }
 
-    /// Positions of the longest sequence, without asking the device.
+    /// Returns the length of the longest sequence, from the host's count.
     pub fn longest(&self) -> usize {
         self.known.iter().copied().max().unwrap_or(0)
     }
 
-    /// Of each sequence what its last token always attends and what it may choose from, and how much it may choose,
-    /// without asking the device; there is a last token.
+    /// Returns the static set and the budget of each sequence's last token, computed on the host; every
+    /// sequence must have a token.
     pub fn sets(&self) -> impl Iterator<Item = (StaticSet, usize)> + '_ {
         let limits = &self.limits;
         self.known.iter().map(|n| {
@@ -207,19 +207,19 @@ impl<'d> Positions<'d> {
         })
     }
 
-    /// Of each sequence the first visible position, the number of sinks, the first position of the window, and the
-    /// end; waits for the device.
+    /// Copies to the host, per sequence, the first visible position, the number of sinks, the first position
+    /// of the window, and the end; waits for the device.
     pub fn spans(&self) -> Result<Vec<[u32; 4]>> {
         let spans = self.spans.read()?;
         Ok(spans.chunks_exact(4).map(|s| [s[0], s[1], s[2], s[3]]).collect())
     }
 
-    /// How much may be chosen, per sequence; waits for the device.
+    /// Copies the budget of each sequence to the host; waits for the device.
     pub fn budgets(&self) -> Result<Vec<u32>> {
         self.budgets.read()
     }
 
-    /// Begins a step of every sequence: one more token each, or a prompt of `tokens`.
+    /// Starts a step of every sequence: one more token each, or a prompt of `tokens`.
     ///
     /// # Errors
     /// The caches are full.
@@ -228,7 +228,7 @@ impl<'d> Positions<'d> {
         self.begin(tokens)
     }
 
-    /// The host's part of [`Positions::advance`].
+    /// Does the host's part of [`Positions::advance`]: counts the tokens.
     ///
     /// # Errors
     /// The caches are full.
@@ -240,7 +240,7 @@ impl<'d> Positions<'d> {
         Ok(())
     }
 
-    /// The device's part of [`Positions::advance`].
+    /// Does the device's part of [`Positions::advance`]: updates lengths, spans and budgets.
     pub fn begin(&self, tokens: usize) -> Result<()> {
         let limits = &self.limits;
         let (fraction, count) = match limits.budget {
@@ -248,7 +248,7 @@ impl<'d> Positions<'d> {
             Budget::Count(n) => (0.0, n.min(self.shape.capacity)),
         };
         let b = self.shape.sequences;
-        // Beyond the capacity they mean the same.
+        // Larger numbers mean the same as the capacity.
         let bounded = |n: usize| n.min(self.shape.capacity);
         kernels::BeginStep {
             lens: self.lens.ptr(),
@@ -279,31 +279,31 @@ fn full(capacity: usize) -> Error {
     Error::failed(format!("the GPU's cache has room for {capacity} positions"))
 }
 
-/// What was chosen for each KV head: ascending positions between the sinks and the window.
+/// The chosen positions of each KV head, ascending, between the sinks and the window.
 pub struct Selection<'d> {
-    /// `[b,g,most]`.
+    /// Positions, `[b,g,most]`.
     pub(crate) lists: Buffer<'d, u32>,
-    /// `[b,g]`.
+    /// Number of positions, `[b,g]`.
     pub(crate) listed: Buffer<'d, u32>,
-    /// Of each block of a scan, `[b,g,blocks,17]`.
+    /// Sums of each block of a scan, `[b,g,blocks,17]`.
     pub(crate) totals: Buffer<'d, u32>,
-    /// `[b,g]`: positions whose keys were ranked exactly, those chosen among them; none where nothing was.
+    /// `[b,g]`: how many keys were scored exactly, the chosen ones included; `None` if the method scores none.
     pub(crate) ranked: Option<Buffer<'d, u32>>,
     pub(crate) most: usize,
     pub(crate) blocks: usize,
 }
 
-/// A [`Selection`] on its way to the host.
+/// Host memory into which a [`Selection`] is fetched.
 #[derive(Debug, Default)]
 pub struct Arriving {
-    /// `[b,g,most]`.
+    /// Positions, `[b,g,most]`.
     lists: Vec<u32>,
-    /// `[b,g]`.
+    /// Number of positions, `[b,g]`.
     listed: Vec<u32>,
 }
 
 impl Arriving {
-    /// The positions of every KV head.
+    /// Returns the positions of every KV head.
     pub fn positions(&self) -> Vec<Vec<u32>> {
         let most = self.lists.len() / self.listed.len().max(1);
         let lists = self.lists.chunks(most.max(1)).zip(&self.listed);
@@ -314,7 +314,7 @@ impl Arriving {
 }
 
 impl<'d> Selection<'d> {
-    /// Room for `most` positions per KV head.
+    /// Allocates space for `most` positions per KV head.
     pub(crate) fn new(driver: &'d dyn Driver, shape: &Shape, most: usize) -> Result<Self> {
         let (heads, blocks) = (shape.heads(), shape.capacity.div_ceil(SCAN));
         Ok(Self {
@@ -327,17 +327,17 @@ impl<'d> Selection<'d> {
         })
     }
 
-    /// Positions that were chosen elsewhere: `most` per KV head, ascending.
+    /// Makes a selection of given positions: up to `most` per KV head, ascending.
     ///
     /// # Errors
-    /// No memory.
+    /// Out of memory.
     pub fn of(driver: &'d dyn Driver, shape: Shape, most: usize, lists: &[Vec<u32>]) -> Result<Self> {
         let selection = Self::new(driver, &shape.checked()?, most.max(1))?;
         selection.write(lists)?;
         Ok(selection)
     }
 
-    /// Takes these positions, one ascending list per KV head of every sequence.
+    /// Replaces the positions by one ascending list per KV head of every sequence.
     pub(crate) fn write(&self, lists: &[Vec<u32>]) -> Result<()> {
         let mut all = vec![0; self.lists.len()];
         for (to, list) in all.chunks_mut(self.most).zip(lists) {
@@ -348,7 +348,7 @@ impl<'d> Selection<'d> {
         self.listed.write(&listed.collect::<Vec<_>>())
     }
 
-    /// The number of positions of each KV head, `[b,g]`, for a kernel.
+    /// Returns the number of positions of each KV head, `[b,g]`, as a kernel argument.
     pub fn listed_ptr(&self) -> Ptr<'_, u32> {
         self.listed.ptr()
     }
@@ -358,12 +358,12 @@ impl<'d> Selection<'d> {
         self.ranked.as_ref().map(Buffer::ptr)
     }
 
-    /// The same; waits for the device.
+    /// Copies the number of exactly scored keys to the host, `[b,g]`; waits for the device.
     pub fn ranked(&self) -> Result<Option<Vec<u32>>> {
         self.ranked.as_ref().map(Buffer::read).transpose()
     }
 
-    /// The positions of every KV head; waits for the device.
+    /// Copies the positions of every KV head to the host; waits for the device.
     pub fn read(&self) -> Result<Vec<Vec<u32>>> {
         let arrived = Arriving {
             lists: self.lists.read()?,
@@ -372,7 +372,7 @@ impl<'d> Selection<'d> {
         Ok(arrived.positions())
     }
 
-    /// Room for what [`Selection::parts`] fetches.
+    /// Allocates host memory for [`Selection::parts`].
     pub fn arriving(&self) -> Arriving {
         Arriving {
             lists: vec![0; self.lists.len()],
@@ -380,7 +380,7 @@ impl<'d> Selection<'d> {
         }
     }
 
-    /// The positions as parts of a [`Driver::fetch`].
+    /// Returns the positions as parts of a [`Driver::fetch`] into `to`.
     pub fn parts<'v>(&self, to: &'v mut Arriving) -> [Part<'v>; 2] {
         [self.lists.to(&mut to.lists), self.listed.to(&mut to.listed)]
     }

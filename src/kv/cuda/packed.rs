@@ -1,4 +1,4 @@
-//! The 2-bit cache on the GPU: the same rows as [`crate::kv::packed`], dequantised as they are attended.
+//! The 2-bit cache on the GPU: the rows of [`crate::kv::packed`], dequantised when they are attended.
 
 use half::f16;
 
@@ -10,27 +10,27 @@ use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::packed::{Packed, QUANT_GROUP};
 
-/// The cached keys and values of one layer in 2 bits.
+/// The cached keys and values of one layer in 2 bits. In arrays of two, keys come first, then values.
 pub struct PackedLayer<'d> {
-    /// Signs, centre, and the positions in half precision; they serve the index of selfindex too.
+    /// Signs, centre and full-precision positions; the index of selfindex uses them too.
     pub signs: Signs<'d>,
-    /// `[b,g,capacity,d/4]` bytes each, keys and values.
+    /// Quantised values, `[b,g,capacity,d/4]` bytes each.
     pub(crate) bits: [Buffer<'d, u8>; 2],
-    /// `[b,g,capacity,groups,2]` each: scale and zero point.
+    /// Scales and zero points, `[b,g,capacity,groups,2]` each.
     pub(crate) params: [Buffer<'d, f16>; 2],
-    /// `[b,g,d]`.
+    /// Largest centred magnitude per channel, `[b,g,d]`.
     pub(crate) alpha: Buffer<'d, f32>,
-    /// `[b,g,FULL,d]` each.
+    /// Full-precision rows, `[b,g,FULL,d]` each.
     pub(crate) full: [Buffer<'d, f16>; 2],
-    /// Whether keys are signs and magnitudes.
+    /// Whether keys are stored as signs and magnitudes.
     pub(crate) is_signed: bool,
 }
 
 impl<'d> PackedLayer<'d> {
-    /// Takes in the caches of prompts, one per KV head of every sequence.
+    /// Copies caches built on the CPU, one per KV head of every sequence.
     ///
     /// # Errors
-    /// Channels that do not come in eights; more positions than there is room for; no memory.
+    /// Channels that are no multiple of 8; more positions than the capacity; out of memory.
     pub fn of(driver: &'d dyn Driver, shape: Shape, heads: &[&Packed]) -> Result<Self> {
         let shape = shape.checked()?;
         let d = shape.head_dim;
@@ -76,10 +76,10 @@ impl<'d> PackedLayer<'d> {
         })
     }
 
-    /// Room for the cache of a prompt.
+    /// Allocates an empty cache.
     ///
     /// # Errors
-    /// Channels that do not come in eights; no memory.
+    /// Channels that are no multiple of 8; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape) -> Result<Self> {
         let shape = shape.checked()?;
         let (d, heads) = (shape.head_dim, shape.heads());
@@ -105,11 +105,11 @@ impl<'d> PackedLayer<'d> {
         })
     }
 
-    /// The last `m` positions' rows, `[b,g,m,d]` each, with the centre and the scale of the prompt; `positions` counts
-    /// them already.
+    /// Stores the rows of the last `m` positions, `[b,g,m,d]` each, with the centre and the scale of the
+    /// prompt; `positions` counts them already.
     ///
     /// # Numerics
-    /// The rows of [`Packed::extend`] for finite values, bit for bit.
+    /// Finite values give the same bits as [`Packed::extend`].
     pub fn append(
         &self,
         keys: &Buffer<'_, f32>,
@@ -126,7 +126,8 @@ impl<'d> PackedLayer<'d> {
         Ok(())
     }
 
-    /// Keys (0) or values (1) of the last `m` positions, `[sequences,heads,m,w]`, of the KV heads from `first` on.
+    /// Quantises keys (`i` = 0) or values (1) of the last `m` positions, `[sequences,heads,m,w]`, of the KV heads
+    /// from `first` on.
     pub(crate) fn pack(
         &self,
         i: usize,
@@ -155,19 +156,20 @@ impl<'d> PackedLayer<'d> {
         .launch(self.signs.driver, [blocks, heads, sequences])
     }
 
-    /// Keys (0) or values (1) as they are held: bits `[b,g,capacity,d/4]` bytes, scales and zero points
-    /// `[b,g,capacity,groups,2]`, and rows in half precision `[b,g,FULL,d]`; waits for the device.
+    /// Copies keys (`i` = 0) or values (1) as stored to the host: quantised values `[b,g,capacity,d/4]` bytes,
+    /// scales and zero points `[b,g,capacity,groups,2]`, full-precision rows `[b,g,FULL,d]`; waits for the
+    /// device.
     pub fn read(&self, i: usize) -> Result<(Vec<u8>, Vec<f16>, Vec<f16>)> {
         Ok((self.bits[i].read()?, self.params[i].read()?, self.full[i].read()?))
     }
 
-    /// The largest magnitudes of the channels, `[b,g,d]`; waits for the device.
+    /// Copies the largest centred magnitudes of the channels, `[b,g,d]`, to the host; waits for the device.
     pub fn alpha(&self) -> Result<Vec<f32>> {
         self.alpha.read()
     }
 }
 
-/// Each of the rows at the begin of `len` values.
+/// Concatenates the rows, each padded with `zero` to `len` values.
 fn padded<'a, T: Copy + 'a>(rows: impl Iterator<Item = &'a [T]>, len: usize, zero: T) -> Vec<T> {
     let mut out = Vec::new();
     for row in rows {

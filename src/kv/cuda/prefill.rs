@@ -1,4 +1,4 @@
-//! Exact attention of a prompt, or of a piece of one, over the cached rows.
+//! Exact attention of a prompt, or of a chunk of one, over the cached rows.
 
 use super::attend::LayerRows;
 use crate::compute::cuda::buffer::Buffer;
@@ -7,35 +7,35 @@ use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::float::Float;
 
-/// Rows of a block and keys of a tile on the tensor cores.
+/// On tensor cores: query rows per block.
 const ROWS: usize = 128;
-/// Both in f32.
+/// In f32: query rows per block and keys per tile.
 const SIDE: usize = 64;
 
-/// The m last positions of a sequence, and which positions they see.
+/// A chunk of a prompt: the last m positions of a sequence, and how far back they see.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece {
-    /// Number of the sequence in the cache.
+    /// Index of the sequence in the cache.
     pub sequence: usize,
-    /// The first one's position.
+    /// Position of the first row.
     pub first: usize,
-    /// How many there are, m.
+    /// Number of rows, m.
     pub rows: usize,
-    /// A position t sees t - W + 1 to t; `None` = 0 to t.
+    /// Sliding window W: position t sees t - W + 1 to t; `None` = 0 to t.
     pub window: Option<usize>,
 }
 
-/// Causal grouped-query attention of a piece, whose own keys and values are in the cache already.
+/// Computes causal grouped-query attention of a chunk whose keys and values are cached already.
 ///
 /// # Shapes
 /// queries `[h,m,d]`, rotated; out `[m,h d]`, head-major within a row.
 ///
 /// # Numerics
-/// Rows of 16 bits: queries and softmax weights are rounded to the rows' type, products are summed in f32; the
-/// softmax is taken tile by tile with a running maximum. f32 rows: f32 throughout.
+/// Rows of 16 bits: queries and softmax weights are rounded to the rows' type, products are summed in
+/// f32, the softmax runs tile by tile with a running maximum. Rows in f32: f32 throughout.
 ///
 /// # Errors
-/// Positions that the cache has no room for, buffers that are too short, a window of nothing; a launch that failed.
+/// Positions beyond the capacity; buffers that are too short; a window of 0; a failed launch.
 pub fn attend(
     driver: &dyn Driver,
     queries: &Buffer<'_, f32>,
@@ -55,7 +55,7 @@ pub fn attend(
             "CUDA: {queries} queries and {out} outputs for {piece:?} of {shape:?}"
         )));
     }
-    // A window beyond the capacity hides nothing.
+    // A window of at least the capacity hides nothing.
     let window = piece.window.filter(|w| *w < shape.capacity).unwrap_or(0);
     let (keys, values) = (rows.keys.ptr(), rows.values.ptr());
     let (scale, r, capacity) = (shape.exponent(), shape.group, shape.capacity);

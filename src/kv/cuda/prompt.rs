@@ -1,7 +1,8 @@
-//! What is built once from the keys and values of a prompt: signs, centroids and the 2-bit cache.
+//! Builds from a prompt's keys and values what is built once: signs, sign centroids and the 2-bit cache.
 //!
-//! The same as [`crate::method::selfindex`] and [`crate::kv::packed`] build for the first prompt of a
-//! conversation. Rows come from a cache or as they are, and are worked on as f32, some KV heads at a time.
+//! The result is that of [`crate::method::selfindex`] and [`crate::kv::packed`] for the first prompt of a
+//! conversation. Rows come from a cache or from an f32 buffer; they are widened to f32, a few KV heads at a
+//! time.
 
 mod rows;
 
@@ -17,46 +18,46 @@ use crate::kv::packed::{Center, Layout};
 use rows::Heads;
 pub use rows::{Queries, Rows};
 
-/// Values that are worked on at once, at most, where one KV head has no more.
+/// Most values processed at once, unless one KV head has more.
 const MOST_VALUES: usize = 1 << 26;
-/// Rows whose signs one block looks at.
+/// Rows whose signs one block sums.
 const SIGN_ROWS: usize = 4096;
 
-/// Where prompts are worked on; one for all layers of a shape.
+/// The buffers for processing prompts; all layers of a shape share them.
 pub struct Prompts<'d> {
     driver: &'d dyn Driver,
     shape: Shape,
-    /// KV heads that are worked on at once.
+    /// Number of KV heads processed at once.
     at_once: usize,
-    /// `[heads,capacity,w]`.
+    /// Rows in f32, `[heads,capacity,w]`.
     x: Buffer<'d, f32>,
-    /// `[heads]`: the bits of the largest magnitude.
+    /// Bits of the largest magnitude, `[heads]`.
     largest: Buffer<'d, u32>,
-    /// `[heads,d/4,16,4]` and `[heads,d/4,16]`: sums and counts of sign patterns.
+    /// Sums `[heads,d/4,16,4]` and counts `[heads,d/4,16]` of sign patterns.
     sums: Buffer<'d, u64>,
     counts: Buffer<'d, u32>,
-    /// `[heads,w]`.
+    /// A statistic of each channel, `[heads,w]`.
     statistic: Buffer<'d, f32>,
-    /// All that is visible, `[b,4]`, and how much of it is chosen, `[b]`.
+    /// Visible positions `[b,4]`, and how many of them to choose, `[b]`.
     spans: Buffer<'d, u32>,
     most: Buffer<'d, u32>,
     best: Best<'d>,
 }
 
 impl<'d> Prompts<'d> {
-    /// Room for prompts up to the capacity.
+    /// Allocates buffers for prompts up to the capacity.
     ///
     /// # Errors
-    /// Sizes that the kernels are not made for; no memory.
+    /// Sizes that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape) -> Result<Self> {
         let checked = shape.checked()?;
         Self::with_heads(driver, shape, MOST_VALUES / (checked.capacity * checked.width()))
     }
 
-    /// The same for so many KV heads at once.
+    /// Allocates buffers that hold `at_once` KV heads at a time.
     ///
     /// # Errors
-    /// As [`Prompts::new`].
+    /// Those of [`Prompts::new`].
     pub fn with_heads(driver: &'d dyn Driver, shape: Shape, at_once: usize) -> Result<Self> {
         let shape = shape.checked()?;
         let (d, w, b) = (shape.head_dim, shape.width(), shape.sequences);
@@ -81,14 +82,14 @@ impl<'d> Prompts<'d> {
         })
     }
 
-    /// The centre and the signs of keys, and the positions that come first: those with the largest products with the
-    /// last query, averaged over the group.
+    /// Computes the centre and the signs of keys, and chooses the full-precision positions: those with the
+    /// largest products with the last query, averaged over the group.
     ///
     /// # Numerics
-    /// The median is exact, a mean is summed in f64. Products in f32; the lower position on ties.
+    /// The median is exact, a mean is summed in f64. Products are f32; the lower position wins ties.
     ///
     /// # Errors
-    /// More positions to come first than there is room for; signs of another shape.
+    /// More full-precision positions than [`FULL`]; signs of another shape.
     pub fn signs(
         &self,
         keys: Rows,
@@ -127,12 +128,12 @@ impl<'d> Prompts<'d> {
         self.choose_full(layout.full, to)
     }
 
-    /// The centroids of centred keys into `to`, `[b,g,d/4,16,4]`: means of what shares a sign pattern. `prior` `[g,d/4,16,4]` joins them as
-    /// [`crate::method::selfindex::PSEUDO_COUNT`] keys. Positions that come first are left out, unless there are few
-    /// others.
+    /// Computes the centroids of centred keys, `[b,g,d/4,16,4]`, into `to`: the means of the keys that share a
+    /// sign pattern. `prior`, `[g,d/4,16,4]`, counts as [`crate::method::selfindex::PSEUDO_COUNT`] more keys.
+    /// Full-precision positions are left out, unless few others remain.
     ///
     /// # Numerics
-    /// Sums in 64-bit fixed point.
+    /// Sums are 64-bit fixed point.
     pub fn centroids(
         &self,
         keys: Rows,
@@ -189,10 +190,10 @@ impl<'d> Prompts<'d> {
         Ok(())
     }
 
-    /// The 2-bit cache of keys and values, its signs and the positions in half precision.
+    /// Builds the 2-bit cache of keys and values, with its signs and full-precision positions.
     ///
     /// # Errors
-    /// As [`Prompts::signs`].
+    /// Those of [`Prompts::signs`].
     pub fn pack(
         &self,
         [keys, values]: [Rows; 2],
@@ -207,7 +208,7 @@ impl<'d> Prompts<'d> {
             self.widen(keys, heads, Some(&to.signs))?;
             self.clear_full(heads, &to.signs)?;
             self.rank(heads, [heads.n - 1, 1])?;
-            // A channel without magnitude has a scale of one.
+            // A channel whose magnitudes are all zero gets a scale of one.
             self.store(heads, &to.alpha, 1.0)?;
             for (i, rows) in [keys, values].into_iter().enumerate() {
                 self.widen(rows, heads, None)?;
@@ -235,7 +236,7 @@ impl<'d> Prompts<'d> {
         }
     }
 
-    /// The KV heads of all sequences that have positions, some at a time.
+    /// Splits the KV heads of all non-empty sequences into runs of at most `at_once` heads.
     fn parts(&self, positions: &Positions<'_>) -> Vec<Heads> {
         let (g, at_once) = (self.shape.kv_heads, self.at_once);
         let mut parts = Vec::new();
@@ -250,7 +251,7 @@ impl<'d> Prompts<'d> {
         parts
     }
 
-    /// Rows to x, less the centre of `centred`.
+    /// Widens rows to `x`; with `centred`, less its centre.
     fn widen(&self, rows: Rows, heads: Heads, centred: Option<&Signs<'_>>) -> Result<()> {
         let (d, w) = (self.shape.head_dim, self.shape.width());
         let centre = centred.map(|signs| signs.centre.ptr_at(heads.at * d));
@@ -298,7 +299,7 @@ impl<'d> Prompts<'d> {
         .launch(self.driver, [w.div_ceil(32), heads.count, 1])
     }
 
-    /// The statistics become values of every channel, `[b,g,d]`.
+    /// Stores the statistics as per-channel values, `[b,g,d]`; zeros become `instead`.
     fn store(&self, heads: Heads, to: &Buffer<'_, f32>, instead: f32) -> Result<()> {
         let (d, w) = (self.shape.head_dim, self.shape.width());
         kernels::StoreChannels {
@@ -327,7 +328,7 @@ impl<'d> Prompts<'d> {
         self.best.histograms.zero()
     }
 
-    /// The keys by which positions come first.
+    /// Scores the visible positions, as sort keys for the choice of full-precision positions.
     fn score(&self, queries: Queries<'_>, heads: Heads) -> Result<()> {
         let shape = &self.shape;
         let (r, d) = (shape.group, shape.head_dim);
@@ -347,7 +348,7 @@ impl<'d> Prompts<'d> {
         .launch(self.driver, [self.best.selection.blocks, heads.count, 1])
     }
 
-    /// The positions that come first, of all sequences.
+    /// Chooses the full-precision positions of all sequences.
     fn choose_full(&self, full: usize, to: &Signs<'_>) -> Result<()> {
         if full == 0 {
             return to.full_count.zero();
@@ -360,7 +361,7 @@ impl<'d> Prompts<'d> {
         )
     }
 
-    /// Zeros for the rows of x that do not count.
+    /// Clears the full-precision rows in `x`, which do not count for statistics.
     fn clear_full(&self, heads: Heads, signs: &Signs<'_>) -> Result<()> {
         let grid = [FULL, heads.count, 1];
         kernels::ClearRows {
@@ -373,7 +374,7 @@ impl<'d> Prompts<'d> {
         .launch(self.driver, grid)
     }
 
-    /// Half precision for the rows of x that have it: keys (0) or values (1).
+    /// Stores the full-precision rows of `x` in f16, as keys (`i` = 0) or values (1).
     fn keep_full(&self, heads: Heads, i: usize, to: &PackedLayer<'_>) -> Result<()> {
         let (d, signs) = (self.shape.head_dim, &to.signs);
         let centre = (i == 0).then(|| signs.centre.ptr_at(heads.at * d));

@@ -8,49 +8,50 @@ use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::packed::sign_bytes;
 
-/// Positions of a KV head that come first, or keep half precision, at most.
+/// Most full-precision positions per KV head: a 2-bit cache keeps them in f16, and selfindex chooses among
+/// them first.
 pub const FULL: usize = 64;
 
-/// The signs of one KV head's keys, from a prompt.
+/// The signs of one KV head's keys, computed on the CPU.
 pub struct HeadSigns<'a> {
-    /// `sign_bytes(d)` per position, as `extend_signs` of the runner makes them.
+    /// `sign_bytes(d)` per position, from [`crate::kv::packed::extend_signs`].
     pub signs: &'a [u8],
-    /// What signs are taken around, `[d]`.
+    /// Centre of each channel, `[d]`.
     pub centre: &'a [f32],
-    /// Positions that come first, ascending: at most [`FULL`].
+    /// Full-precision positions, ascending; at most [`FULL`].
     pub full: &'a [u32],
 }
 
-/// What [`Signs`] hold.
+/// The contents of [`Signs`], on the host.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HeldSigns {
-    /// `[b,g,d]`.
+    /// Centres, `[b,g,d]`.
     pub centre: Vec<f32>,
-    /// `[b,g,capacity,d / 32 rounded up]`: the lowest bit is the first channel's.
+    /// `[b,g,capacity,d / 32 rounded up]`; the lowest bit belongs to the first channel.
     pub signs: Vec<u32>,
-    /// Positions that come first, ascending, per KV head.
+    /// Full-precision positions, ascending, per KV head.
     pub full: Vec<Vec<u32>>,
 }
 
-/// The signs of one layer's cached keys.
+/// The signs of one layer's cached keys on the device.
 pub struct Signs<'d> {
     pub(crate) driver: &'d dyn Driver,
     pub(crate) shape: Shape,
-    /// `[b,g,capacity,pitch / 4]`.
+    /// Sign bits, `[b,g,capacity,pitch / 4]`.
     pub(crate) signs: Buffer<'d, u32>,
-    /// `[b,g,d]`.
+    /// Centre of each channel, `[b,g,d]`.
     pub(crate) centre: Buffer<'d, f32>,
-    /// `[b,g,FULL]`, ascending.
+    /// Full-precision positions, `[b,g,FULL]`, ascending.
     pub(crate) full: Buffer<'d, u32>,
-    /// `[b,g]`.
+    /// Number of full-precision positions, `[b,g]`.
     pub(crate) full_count: Buffer<'d, u32>,
 }
 
 impl<'d> Signs<'d> {
-    /// Takes in prompts, one per KV head of every sequence.
+    /// Copies signs computed on the CPU, one set per KV head of every sequence.
     ///
     /// # Errors
-    /// Channels that do not come in fours; more positions than there is room for; no memory.
+    /// Channels that are no multiple of 4; more positions than the capacity; out of memory.
     pub fn of(driver: &'d dyn Driver, shape: Shape, heads: &[HeadSigns<'_>]) -> Result<Self> {
         let shape = shape.checked()?;
         let (d, words) = (shape.head_dim, words(&shape));
@@ -86,10 +87,10 @@ impl<'d> Signs<'d> {
         })
     }
 
-    /// Room for the signs of a prompt.
+    /// Allocates space for the signs of a prompt.
     ///
     /// # Errors
-    /// Channels that do not come in fours; no memory.
+    /// Channels that are no multiple of 4; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape) -> Result<Self> {
         let shape = shape.checked()?;
         let (d, heads) = (shape.head_dim, shape.heads());
@@ -108,7 +109,7 @@ impl<'d> Signs<'d> {
         })
     }
 
-    /// What is held; waits for the device.
+    /// Copies the contents to the host; waits for the device.
     pub fn read(&self) -> Result<HeldSigns> {
         let (full, counts) = (self.full.read()?, self.full_count.read()?);
         let full = full.chunks(FULL).zip(counts);
@@ -121,22 +122,22 @@ impl<'d> Signs<'d> {
         })
     }
 
-    /// Bytes of the signs.
+    /// Returns the bytes of all signs.
     pub fn bytes(&self) -> usize {
         4 * self.signs.len()
     }
 
-    /// Random signs, for a benchmark; channels come in 32s.
+    /// Fills the cache with random signs, for a benchmark; d must be a multiple of 32.
     pub fn fill(&self, seed: u32) -> Result<()> {
         fill(self.driver, &self.signs, self.signs.len(), Random::Bits, seed)
     }
 
-    /// Bytes of a row.
+    /// Returns the bytes of a row.
     pub(crate) fn pitch(&self) -> usize {
         4 * words(&self.shape)
     }
 
-    /// The last `m` positions' signs, from rotated keys `[b,g,m,d]`; `positions` counts them already.
+    /// Stores the signs of the last `m` rotated keys, `[b,g,m,d]`; `positions` counts them already.
     pub fn append(&self, keys: &Buffer<'_, f32>, m: usize, positions: &Positions<'_>) -> Result<()> {
         let shape = &self.shape;
         let blocks = (m * words(shape)).div_ceil(256);
@@ -155,7 +156,7 @@ impl<'d> Signs<'d> {
     }
 }
 
-/// Words of a row of signs.
+/// Returns the number of 32-bit words in a row of signs.
 pub(crate) fn words(shape: &Shape) -> usize {
     shape.head_dim.div_ceil(32)
 }

@@ -1,33 +1,33 @@
-//! What a prompt is taken from, and in which parts.
+//! The inputs of [`super::Prompts`]: a prompt's rows and queries, and the KV heads of a run.
 
 use std::ffi::c_void;
 
 use super::super::attend::LayerRows;
 use crate::compute::cuda::buffer::{Buffer, Ptr};
 
-/// Keys or values of every position of a prompt.
+/// The keys or the values of every position of a prompt, on the device.
 #[derive(Clone, Copy)]
 pub struct Rows<'b> {
     pub(crate) from: Ptr<'b, u8>,
-    /// As kernels number it: f32, f16, bf16.
+    /// The number by which kernels know the type: f32, f16, bf16.
     pub(crate) kind: usize,
-    /// Rows of a KV head, and channels of a row.
+    /// Rows per KV head, then channels per row.
     pub(crate) stride: usize,
     pub(crate) pitch: usize,
 }
 
 impl<'b> Rows<'b> {
-    /// The keys of a cache.
+    /// Takes the keys of a cache.
     pub fn keys(rows: &'b LayerRows<'_>) -> Self {
         Self::cached(rows, &rows.keys)
     }
 
-    /// The values of a cache.
+    /// Takes the values of a cache.
     pub fn values(rows: &'b LayerRows<'_>) -> Self {
         Self::cached(rows, &rows.values)
     }
 
-    /// `[b,g,n,d]`, all there is of every sequence.
+    /// Takes the rows `[b,g,n,d]` of whole sequences from a buffer.
     pub fn of(rows: &'b Buffer<'_, f32>, n: usize, d: usize) -> Self {
         Self {
             from: rows.ptr().cast(),
@@ -56,19 +56,19 @@ impl<'b> Rows<'b> {
 /// The last queries of a prompt.
 #[derive(Clone, Copy)]
 pub struct Queries<'a> {
-    /// After rotation, `[b,h,m,d]`.
+    /// Rotated queries, `[b,h,m,d]`.
     pub rows: &'a Buffer<'a, f32>,
-    /// Of which the last counts.
+    /// Number of queries per head, m; only the last is used.
     pub m: usize,
 }
 
-/// Some KV heads of a sequence.
+/// Consecutive KV heads of a sequence that are processed at once.
 #[derive(Clone, Copy)]
 pub(crate) struct Heads {
     pub sequence: usize,
-    /// The first one's number over all sequences, and how many there are.
+    /// Index of the first head among those of all sequences, then the number of heads.
     pub at: usize,
     pub count: usize,
-    /// Positions.
+    /// Number of positions.
     pub n: usize,
 }
