@@ -1,7 +1,7 @@
-// What is told of an assignment, and what the host does to it.
+// Reports on an assignment of rows to centroids (inertia, counts), and the host's changes to it.
 #include "common.h"
 
-// Sums of runs of 4096 distances of each head, in f64 in a fixed order: out `[b,runs]`.
+// Sums runs of 4096 distances per head in f64, in a fixed order: out `[b,runs]`.
 KERNEL(256, 1, inertia, const float* distances, double* out, u32 n) {
     u32 start = blockIdx.x * 4096, end = n - start < 4096 ? n : start + 4096;
     double sum = 0;
@@ -10,13 +10,13 @@ KERNEL(256, 1, inertia, const float* distances, double* out, u32 n) {
     if (threadIdx.x == 0) out[blockIdx.y * gridDim.x + blockIdx.x] = sum;
 }
 
-// counts `[b,size]`, zeroed before.
+// Counts the rows of each centroid: counts `[b,size]`, zeroed before.
 KERNEL(256, 1, count_codes, const u32* codes, u32* counts, u32 n, u32 size) {
     u32 row = blockIdx.x * 256 + threadIdx.x;
     if (row < n) atomicAdd(&counts[(u64)blockIdx.y * size + codes[(u64)blockIdx.y * n + row]], 1);
 }
 
-// Rows and codes, `[count,2]`, of one head.
+// Reassigns rows of one head: pairs `[count,2]` of row and new code.
 KERNEL(256, 1, hand_over, const u32* pairs, u32* codes, u32* changed, u32 count, u32 head, u32 n) {
     u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= count) return;
@@ -24,7 +24,7 @@ KERNEL(256, 1, hand_over, const u32* pairs, u32* codes, u32* changed, u32 count,
     changed[head] = 1;
 }
 
-// Rows of x, whose first one is number `first`: out `[count,w]`.
+// Copies rows of x, numbered from row `first` on: out `[count,w]`.
 KERNEL(256, 1, gather_rows, const float* x, const u32* rows, float* out, u32 count, u64 first, u32 w) {
     u64 i = (u64)blockIdx.x * 256 + threadIdx.x;
     if (i < (u64)count * w) out[i] = x[(first + rows[i / w]) * w + i % w];

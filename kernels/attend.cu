@@ -1,5 +1,5 @@
-// attention of src/compute/reference.rs for one token over rows of 16 bits, on the tensor cores: keys and values
-// `[b,g,capacity,D]`; see attend.h. Weights are rounded to the rows' type before they meet the values.
+// `attention` of src/compute/reference.rs for one token over 16-bit rows, on the tensor cores; see attend.h. Keys and
+// values are `[b,g,capacity,D]`. Softmax weights are rounded to the rows' type before the product with the values.
 #include "attend.h"
 
 template <bool BF, u32 D>
@@ -10,7 +10,7 @@ struct PlainRows {
     DEVICE float weight(u32) const { return 1; }
     DEVICE float centre(u32) const { return 0; }
 
-    // Starts copying a tile; beyond the last item the last one again, which its score leaves out.
+    // Starts copying a tile; beyond the last item it repeats the last, whose scores attend_items ignores.
     DEVICE void fill(u16* k, u16* v, const Attended& span, u32 start, u32 end) const {
         for (u32 i = threadIdx.x; i < ITEMS * (D / 8); i += 128) {
             u32 row = i / (D / 8), eighth = i % (D / 8);
@@ -39,8 +39,8 @@ KERNEL_SHARED(128, 2, ATTEND_BYTES(80), attend_bfloat_80, ATTEND_PARAMETERS) { A
 KERNEL_SHARED(128, 2, ATTEND_BYTES(96), attend_bfloat_96, ATTEND_PARAMETERS) { ATTEND(true, 96); }
 KERNEL_SHARED(128, 2, ATTEND_BYTES(128), attend_bfloat_128, ATTEND_PARAMETERS) { ATTEND(true, 128); }
 
-// Puts the parts together by their log-sum-exp: out `[b,h,w]`, lse `[b,h]` in natural units; zeros and minus
-// infinity for nothing. A block has a query head.
+// Merges partial results by their log-sum-exps: out `[b,h,w]`, lse `[b,h]` in natural units; zeros and minus infinity
+// if nothing was attended. Each block has a query head.
 KERNEL(128, 1, merge_parts, const float* outs, const float* sums, float* out, float* lse, u32 parts, u32 r, u32 w) {
     u32 at = blockIdx.x / r, row = blockIdx.x % r;
     float top = minus_infinity(), sum = 0;
@@ -60,10 +60,10 @@ KERNEL(128, 1, merge_parts, const float* outs, const float* sums, float* out, fl
     if (threadIdx.x == 0) lse[blockIdx.x] = sum > 0 ? (top + log2f(sum)) * 0.693147180559945f : minus_infinity();
 }
 
-// The outputs of query heads that have a mark in `marked` `[b,h]` become the attention over the sinks alone, joined with
-// a result over all other rows: the mean of their values, with the log-sum-exp rest `[b,h]`. sums `[b,g,2,d]` are those of
-// the keys and the values of what is visible and not among the first `sinks` positions; queries `[b,h,w]`, keys and
-// values `[b,g,capacity,w]`. A block has a query head.
+// Replaces the outputs of the query heads marked in `marked` `[b,h]` by their attention to the sinks, merged with an
+// estimate for all other visible rows: the mean of their values, with log-sum-exp rest `[b,h]`. sums `[b,g,2,d]` are
+// the sums of the keys and of the values of visible positions from `sinks` on. queries `[b,h,w]`, keys and values
+// `[b,g,capacity,w]`. Each block has a query head.
 KERNEL(128, 1, join_rest, const float* queries, const void* keys, const void* values, const u32* spans,
        const u32* marked, const float* rest, const double* sums, float* out, float* lse, float scale, u32 kind, u32 g,
        u32 r, u32 d, u32 w, u32 capacity, u32 sinks) {

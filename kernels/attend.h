@@ -1,22 +1,21 @@
-// What the kernels of decode attention share: which positions a block takes, the products on the tensor cores,
-// and the parts that `merge_parts` joins.
+// Functions that the decode attention kernels share: the positions of a block, the products on the tensor cores, and
+// the partial results that `merge_parts` joins.
 //
-// The contract is `attention` of src/compute/reference.rs for one token and the r query heads of each KV head,
-// r <= 16. blockIdx.y is the KV head, blockIdx.z the sequence, and block x of a row of blocks has a part of the
-// positions. Each row of K and V is read once for its whole query group. Queries are `[b,h,D]`, D being the head
-// dimension rounded up to what the kernel is made for, the rest zeros. Exponents are base 2: `scale` is
-// log2(e) / sqrt(d).
+// The contract is `attention` of src/compute/reference.rs, for one token and the r <= 16 query heads of each KV head.
+// blockIdx.y is the KV head, blockIdx.z the sequence; the blocks along x split the positions. Each row of K and V is
+// read once for its whole query group. Queries are `[b,h,D]`: D is the head dimension rounded up to one that has a
+// kernel, and the rest is zero. Exponents are base 2: `scale` is log2(e) / sqrt(d).
 #pragma once
 #include "common.h"
 #include "tensor.h"
 
-// Positions of a tile, and the queries of a group, padded.
+// Positions per tile, and query rows per tile: a query group, padded.
 constexpr u32 ITEMS = 64, QUERIES = 16;
 // Dynamic shared memory of `attend`: two tiles of keys and of values, rows PITCH apart.
 #define ATTEND_BYTES(D) (2 * 2 * 64 * (D + 8) * 2)
 
-// What one KV head attends, in ascending order: `sinks` positions from `first` on, those of a list, and those
-// from `window_at` on, `total` in all.
+// The `total` positions that one KV head attends, in ascending order: `sinks` positions from `first` on, then those of
+// a list, then those from `window_at` on.
 struct Attended {
     u32 first, sinks, listed, window_at, total;
     const u32* list;
@@ -28,8 +27,8 @@ struct Attended {
     }
 };
 
-// spans `[b,4]`: first, sinks, window_at, end of the window. lists `[b,g,most]` and listed `[b,g]`; without them
-// all that lies between the sinks and the window is attended.
+// Reads what a KV head attends. spans `[b,4]`: first, sinks, window_at, end of the window. lists `[b,g,most]`, listed
+// `[b,g]`; if listed is null, all positions between sinks and window are attended.
 DEVICE Attended attended(const u32* spans, const u32* lists, const u32* listed, u32 most) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y;
     const u32* span = spans + 4 * blockIdx.z;
@@ -42,26 +41,26 @@ DEVICE Attended attended(const u32* spans, const u32* lists, const u32* listed, 
     return out;
 }
 
-// The part of `total` items that this block has, whole tiles but for the last.
+// Returns this block's share of `total` items, in whole tiles except for the last.
 DEVICE void part_of(u32 total, u32& start, u32& end) {
     u32 tiles = (total + ITEMS - 1) / ITEMS, each = (tiles + gridDim.x - 1) / gridDim.x;
     start = smaller(blockIdx.x * each * ITEMS, total);
     end = smaller(start + each * ITEMS, total);
 }
 
-// A warp's running result; thread 4 g + t has query rows g and g + 8, and of every eight channels 2 t and 2 t + 1.
+// A warp's running result. Thread 4 g + t holds query rows g and g + 8, and channels 2 t and 2 t + 1 of every eight.
 template <u32 D>
 struct Running {
     float most[2], sum[2], out[D / 8][4];
 };
 
-// Elements between two rows of a tile in shared memory: an odd number of 16-byte pieces, so that the eight rows
+// Elements from row to row of a tile in shared memory. In 16-byte pieces this is an odd number, so that the eight rows
 // that ldmatrix reads at once lie in different banks.
 template <u32 D>
 constexpr u32 PITCH = D + 8;
 
-// The scores of a warp's 16 items, from `item_at` on, folded into the running result; those from `items` on are
-// left out. A score is the product times `scale[row]`, plus `offset[row]`.
+// Attends a warp's 16 items from `item_at` on and folds them into its running result; items from `items` on are left
+// out. A score is the product times `scale[row]`, plus `offset[row]`.
 template <bool BFLOAT, u32 D>
 DEVICE void attend_items(Running<D>& run, const u32 (&q)[D / 16][4], const u16* k, const u16* v, u32 item_at,
                          u32 items, const float (&scale)[2], const float (&offset)[2]) {
@@ -113,8 +112,8 @@ UNROLL
     }
 }
 
-// Joins the four warps' results in shared memory and leaves them for `merge_parts`: outs `[b,g,parts,r,D]`, sums
-// `[b,g,parts,r,2]`: the maximum, and the sum of the exponentials below it.
+// Merges the four warps' results in shared memory and stores them for `merge_parts`: outs `[b,g,parts,r,D]`, sums
+// `[b,g,parts,r,2]` (the maximum, and the sum of the exponentials relative to it).
 template <u32 D>
 DEVICE void leave_part(Running<D>& run, float* shared, float* outs, float* sums, u32 r) {
     float* parts = shared;
@@ -149,8 +148,8 @@ UNROLL
     }
 }
 
-// Attention of a block of 128 threads over its part. `Store` fills tiles of K and V, `[ITEMS,PITCH]` each, and
-// says how its keys relate to the true ones: k = centre + weight * stored, per channel.
+// Attends a block's share of the positions with 128 threads. `Store` fills tiles of K and V, `[ITEMS,PITCH]` each, and
+// gives, per channel, the relation of its keys to the true ones: k = centre + weight * stored.
 template <class Store, u32 D>
 DEVICE void attend(const Store& store, u16* shared, const float* queries, const u32* spans, const u32* lists,
                    const u32* listed, float* outs, float* sums, float scale, u32 r, u32 most) {
@@ -162,7 +161,7 @@ DEVICE void attend(const Store& store, u16* shared, const float* queries, const 
     part_of(span.total, start, end);
     queries += (u64)(blockIdx.z * gridDim.y + blockIdx.y) * r * D;
 
-    // Stored keys may be relative to weights of any size, so queries are brought to magnitudes of up to one.
+    // Weights may have any size, so the weighted queries are scaled to magnitudes of at most one.
     float scales[2] = {scale, scale}, offsets[2] = {0, 0}, unit[2] = {1, 1};
     if (Store::CENTRED) {
 UNROLL
@@ -211,7 +210,7 @@ UNROLL
     u32 stage = 0;
     for (u32 tile = start; tile < end; tile += ITEMS, stage ^= 1) {
         wait_for_copies<0>();
-        // The tile is there for all, and all are done with the one before, whose place is free again.
+        // The tile has arrived for all threads, and all have finished the one before, whose space is free again.
         __syncthreads();
         u16* next = shared + (stage ^ 1) * 2 * TILE_OF;
         if (tile + ITEMS < end) store.fill(next, next + TILE_OF, span, tile + ITEMS, end);

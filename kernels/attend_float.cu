@@ -1,9 +1,9 @@
-// attention of src/compute/reference.rs for one token over f32 rows, without rounding to fewer bits: keys and
-// values `[b,g,capacity,w]`; see attend.h.
+// `attention` of src/compute/reference.rs for one token over f32 rows, in f32 throughout; see attend.h. Keys and values
+// are `[b,g,capacity,w]`.
 #include "attend.h"
 
-// A block has a part of one KV head's positions. In shared memory: queries `[r,w]`, a tile of keys or values
-// `[ITEMS,w + 1]` and the weights `[r,ITEMS]`. A thread sums one channel of every query; w <= 128.
+// A block attends its share of one KV head's positions. Shared memory: queries `[r,w]`, a tile of keys or values
+// `[ITEMS,w + 1]`, weights `[r,ITEMS]`. Each thread sums one channel for every query; w <= 128.
 KERNEL_SHARED(128, 1, 4 * (16 * 128 + 64 * 129 + 16 * 64), attend_float, const float* queries, const float* keys,
        const float* values, const u32* spans, OPTIONAL const u32* lists, OPTIONAL const u32* listed, float* outs,
        float* sums, float scale, u32 r, u32 capacity, u32 most, u32 w) {

@@ -1,11 +1,10 @@
-// attention of src/compute/reference.rs for one token over the 2-bit cache of src/kv/packed.rs, dequantised on
-// the way to the tensor cores; see attend.h.
+// `attention` of src/compute/reference.rs for one token over the 2-bit cache of src/kv/packed.rs, dequantised on the
+// way to the tensor cores; see attend.h.
 //
-// Per KV head: signs as select_signs.cu has them, bits of keys and values `[capacity,d/4]` bytes, the lowest bits
-// first, and params `[capacity,groups]`, groups = ceil(d/32): scale and zero point in f16, the scale in the low
-// half. centre and alpha `[d]`. Positions in half precision, full `[FULL]` ascending, have their rows in full_keys
-// and full_values `[FULL,d]` f16, keys around the centre. What is beyond the range of f16 becomes its largest
-// number.
+// Per KV head: signs as in select_signs.cu; bits of keys and values, `[capacity,d/4]` bytes, lowest bits first; params
+// `[capacity,groups]` with groups = ceil(d/32), an f16 scale in the low half and an f16 zero point in the high half;
+// centre and alpha `[d]`. The full-precision positions full `[FULL]`, ascending, have their rows in full_keys (less the
+// centre) and full_values, `[FULL,d]` f16. Values beyond the range of f16 become its largest number.
 #include "attend.h"
 
 struct PackedArrays {
@@ -28,7 +27,7 @@ struct PackedRows {
     DEVICE float weight(u32 c) const { return c < d ? of.alpha[c] : 0.0f; }
     DEVICE float centre(u32 c) const { return c < d ? of.centre[c] : 0.0f; }
 
-    // The number of a position among those in half precision, or n_full.
+    // Returns the index of a position among the full-precision ones, or n_full.
     DEVICE u32 find_full(u32 position) const {
         u32 low = 0, high = n_full;
         while (low < high) {
@@ -39,7 +38,7 @@ struct PackedRows {
         return low < n_full && of.full[low] == position ? low : n_full;
     }
 
-    // Dequantises a tile, two threads a row; beyond the last item the last one again.
+    // Dequantises a tile, two threads per row; beyond the last item it repeats the last.
     DEVICE void fill(u16* k, u16* v, const Attended& span, u32 start, u32 end) const {
         u32 row = threadIdx.x / 2, groups = (d + 31) / 32;
         u32 p = span.position(smaller(start + row, end - 1)), slot = find_full(p);

@@ -1,15 +1,15 @@
-// For benchmarks: memory full of random numbers, and a loop that only reads.
+// For benchmarks: fills memory with random numbers, and only reads it.
 #include "common.h"
 #include "tensor.h"
 
-// A mix of the bits of a number (the finaliser of MurmurHash3).
+// Mixes the bits of a number (the finaliser of MurmurHash3).
 DEVICE u32 mix(u32 x) {
     x = (x ^ (x >> 16)) * 0x85ebca6bu;
     x = (x ^ (x >> 13)) * 0xc2b2ae35u;
     return x ^ (x >> 16);
 }
 
-// n numbers: f32 (kind 0), f16 (1) or bf16 (2) from -1 to 1, u16 below `below` (3), u32 (4).
+// Fills n numbers: f32 (kind 0), f16 (1) or bf16 (2) from -1 to 1, u16 below `below` (3), u32 (4).
 KERNEL(256, 1, fill_random, void* out, u64 n, u32 kind, u32 below, u32 seed) {
     for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < n; i += (u64)gridDim.x * 256) {
         u32 bits = mix((u32)i ^ mix((u32)(i >> 32) + seed));
@@ -22,7 +22,7 @@ KERNEL(256, 1, fill_random, void* out, u64 n, u32 kind, u32 below, u32 seed) {
     }
 }
 
-// Reads n pieces of 16 bytes; sums `[blocks,256]` keep the compiler from leaving that out.
+// Reads n pieces of 16 bytes; sums `[blocks,256]` keep the compiler from removing the reads.
 KERNEL(256, 4, read_all, const uint4* from, u64 n, u32* sums) {
     u32 sum = 0;
     u64 stride = (u64)gridDim.x * 256, i = (u64)blockIdx.x * 256 + threadIdx.x;

@@ -1,16 +1,16 @@
-// The best of many scores per KV head, within a budget: the largest keys, the lower position on ties, ascending.
-// Keys `[b,g,capacity]` have the order of the scores; only those of candidates count, which lie between the sinks
-// and the window of spans `[b,4]`.
+// Chooses the positions with the best scores per KV head within a budget: those with the largest sort keys, the lower
+// position on ties, listed in ascending order. Sort keys are `[b,g,capacity]`; candidates lie between the sinks and
+// the window of spans `[b,4]`.
 //
-// The least key taken is found 11, 11 and 10 bits at a time: histograms `[b,g,3,BINS]`, zeroed before, count the
-// keys that agree with what is known, by their next bits. found `[b,g,3,4]`: after each of the three, the bits
-// known and how many of the keys that have them are still to be taken; the rest zeros.
+// The smallest key that is taken is found by a radix select of 11, 11 and 10 bits. histograms `[b,g,3,BINS]`, zeroed
+// before, count the keys that match the bits known so far by their next bits. found `[b,g,3,4]` holds, after each
+// pass, the bits known and how many of the keys that match them are still to be taken; the rest is zero.
 #include "common.h"
 #include "scan.h"
 
 constexpr u32 BINS = 2048;
 
-// A histogram in shared memory, joined to the one of all blocks.
+// Adds a block's histogram in shared memory to that of all blocks.
 DEVICE void add_histogram(const u32* own, u32* histogram) {
     __syncthreads();
     for (u32 i = threadIdx.x; i < BINS; i += 256) {
@@ -18,7 +18,8 @@ DEVICE void add_histogram(const u32* own, u32* histogram) {
     }
 }
 
-// The bin in which the `want` largest end, or bin 0, and how many of it are among them; every thread gets both.
+// Finds the bin that holds the `want`-th largest key (bin 0 if there are fewer keys) and how many keys of this bin are
+// among the `want` largest; every thread gets both.
 DEVICE void find_bin(const u32* histogram, u32 want, u32& bin, u32& left) {
     SHARED(u32, found, 2);
     u32 top = BINS - 1 - threadIdx.x * 8, own = 0;
@@ -33,7 +34,7 @@ DEVICE void find_bin(const u32* histogram, u32 want, u32& bin, u32& left) {
     bin = found[0], left = found[1];
 }
 
-// The second histogram (pass 1) or the third (pass 2), for what the one before it leaves open.
+// Fills the second histogram (pass 1) or the third (pass 2), from the keys in the bin that the pass before found.
 KERNEL(256, 1, narrow_keys, const u32* keys, const u32* spans, const u32* budgets, u32* histograms, u32* found,
        u32 pass, u32 capacity) {
     SHARED(u32, own, BINS);
@@ -46,7 +47,7 @@ KERNEL(256, 1, narrow_keys, const u32* keys, const u32* spans, const u32* budget
     find_bin(histograms + (pass - 1) * BINS, want, bin, left);
     known |= bin;
     if (blockIdx.x == 0 && threadIdx.x == 0) found[4 * (pass - 1)] = known, found[4 * (pass - 1) + 1] = left;
-    // Bits 31 to 21 are known in pass 1, 31 to 10 in pass 2.
+    // Bits 31 to 21 are known in pass 1, bits 31 to 10 in pass 2.
     u32 shift = pass == 1 ? 21 : 10, next = pass == 1 ? 10 : 0, mask = pass == 1 ? 2047 : 1023;
     keys += (u64)at * capacity;
     for (u32 i = 0; i < 8; i++) {
@@ -58,7 +59,7 @@ KERNEL(256, 1, narrow_keys, const u32* keys, const u32* spans, const u32* budget
     add_histogram(own, histograms + pass * BINS);
 }
 
-// The marks of the eight keys that a thread looks at: 1 above the least key taken, 2 for the least itself.
+// Returns the marks of a thread's eight positions: 1 for keys above the smallest taken key, 2 for that key.
 DEVICE u64 marks_of_keys(const u32* keys, u32 least, u32 from, u32 start, u32 end) {
     u64 out = 0;
 UNROLL
@@ -71,7 +72,7 @@ UNROLL
     return out;
 }
 
-// Finds the least key taken; see count_block.
+// Finds the smallest taken key and counts marks; see count_block.
 KERNEL(256, 1, count_best, const u32* keys, const u32* spans, const u32* histograms, u32* found, u32* totals,
        u32 capacity) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * SCAN + threadIdx.x * 8, bin, left;
@@ -83,7 +84,7 @@ KERNEL(256, 1, count_best, const u32* keys, const u32* spans, const u32* histogr
     count_block(marks_of_keys(keys + (u64)at * capacity, least, from, span[0] + span[1], span[2]), totals);
 }
 
-// See list_block.
+// Lists the chosen positions; see list_block.
 KERNEL(256, 1, list_best, const u32* keys, const u32* spans, const u32* found, const u32* totals, u32* lists,
        u32* listed, u32 capacity, u32 most) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * SCAN + threadIdx.x * 8;

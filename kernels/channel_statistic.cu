@@ -1,8 +1,8 @@
-// channel_statistic of src/compute/reference.rs, and what else reads or shifts whole channels. A block of
-// 8 warps has 32 channels of one head, a lane each; every warp takes every eighth row.
+// `channel_statistic` of src/compute/reference.rs, and other kernels over whole channels. In the first two, a block of
+// 8 warps has 32 channels of one head, one per lane; each warp takes every eighth row.
 #include "common.h"
 
-// Means of the rows first..first + count, summed in f64 in a fixed order: out `[b,w]`.
+// Computes the means of rows first..first + count, summed in f64 in a fixed order: out `[b,w]`.
 KERNEL(256, 1, channel_mean, const float* x, float* out, u32 n, u32 w, u32 first, u32 count) {
     SHARED(double, sums, 8 * 32);
     u32 channel = blockIdx.x * 32 + lane();
@@ -18,15 +18,15 @@ KERNEL(256, 1, channel_mean, const float* x, float* out, u32 n, u32 w, u32 first
     out[blockIdx.y * w + channel] = (float)(sum / (count > 0 ? count : 1));
 }
 
-// An integer that sorts as f32::total_cmp does.
+// Maps a float, or its magnitude, to an integer that sorts as f32::total_cmp does.
 DEVICE u32 sort_key(float v, u32 magnitude) {
     u32 bits = __float_as_uint(v);
     if (magnitude) bits &= 0x7fffffffu;
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// The value of a rank in each channel, by radix select: four passes, each of which counts the values that
-// agree with the digits found so far by their next eight bits. rank < count; out `[b,w]`.
+// Finds the value of a given rank in each channel by radix select: each of four passes counts the values that match
+// the bits found so far by their next eight bits. rank < count; out `[b,w]`.
 KERNEL(256, 1, channel_ranked, const float* x, float* out, u32 n, u32 w, u32 first, u32 count, u32 rank,
        u32 magnitude) {
     SHARED(u32, histogram, 256 * 32);
@@ -41,7 +41,7 @@ KERNEL(256, 1, channel_ranked, const float* x, float* out, u32 n, u32 w, u32 fir
         if (channel < w) {
             for (u32 row = warp(); row < count; row += 8) {
                 u32 key = sort_key(at[(u64)row * w], magnitude);
-                // In the first pass nothing is found yet, and a shift by 32 would not be defined.
+                // The first pass takes every value; a shift by 32 would be undefined.
                 if (shift == 24 || key >> (shift + 8) == found) {
                     atomicAdd(&histogram[(key >> shift & 255) * 32 + lane()], 1);
                 }
@@ -63,14 +63,14 @@ KERNEL(256, 1, channel_ranked, const float* x, float* out, u32 n, u32 w, u32 fir
     out[blockIdx.y * w + channel] = __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
-// Takes centre `[b,w]` off the rows first..first + count.
+// Subtracts centre `[b,w]` from rows first..first + count.
 KERNEL(256, 1, subtract, float* x, const float* centre, u32 n, u32 w, u32 first, u32 count) {
     u64 i = (u64)blockIdx.x * 256 + threadIdx.x;
     if (i >= (u64)count * w) return;
     x[((u64)blockIdx.y * n + first) * w + i] -= centre[blockIdx.y * w + i % w];
 }
 
-// Sums of the squares of runs of 2^16 values of each head, in f64: out `[b,runs]`.
+// Sums the squares of runs of 2^16 values per head in f64: out `[b,runs]`.
 KERNEL(256, 1, square_sums, const float* x, double* out, u64 size) {
     const float* at = x + blockIdx.y * size;
     u64 start = (u64)blockIdx.x << 16;
@@ -83,8 +83,8 @@ KERNEL(256, 1, square_sums, const float* x, double* out, u64 size) {
     if (threadIdx.x == 0) out[blockIdx.y * gridDim.x + blockIdx.x] = sum;
 }
 
-// The bits of the largest magnitude, which order as the magnitudes do, per head: out `[b]`, zeroed before.
-// rows `[b,stride,w]`; of each head those of its range, or all n where `ranges` is null.
+// Finds the bits of each head's largest magnitude (they sort as magnitudes do): out `[b]`, zeroed before. rows
+// `[b,stride,w]`; only the rows in the head's range count, or the first n if `ranges` is null.
 KERNEL(256, 1, largest, const float* rows, u32* out, OPTIONAL const u32* ranges, u32 n, u32 stride, u32 w) {
     u32 first = ranges ? ranges[2 * blockIdx.y] : 0, count = ranges ? ranges[2 * blockIdx.y + 1] : n;
     const float* at = rows + ((u64)blockIdx.y * stride + first) * w;

@@ -1,8 +1,8 @@
-// What every kernel uses: names for the types, the macros that let the same text run under nvcc, NVRTC and
-// emulate.h, and a few small functions.
+// The base of every kernel: short type names, macros that let one source run under nvcc, NVRTC and emulate.h,
+// and a few small functions.
 //
-// Rows of b heads are `[b,n,w]`: n rows of w floats, w being the head dimension rounded up to a multiple of
-// 16, the rest zeros. blockIdx.y is the head.
+// In kernels for b heads (blockIdx.y is the head), rows are `[b,n,w]`: n rows of w floats, where w is the head
+// dimension rounded up to a multiple of 16 and the rest is zero.
 #pragma once
 
 typedef unsigned char u8;
@@ -23,7 +23,7 @@ typedef long long i64;
     extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__)
 // The same with at most `bytes` of DYNAMIC_SHARED: numbers, +, * and macros of them.
 #define KERNEL_SHARED(threads, blocks, bytes, name, ...) KERNEL(threads, blocks, name, __VA_ARGS__)
-// Before a loop; an array that only unrolled loops index stays in registers.
+// Unrolls the next loop. An array that only unrolled loops index stays in registers.
 #define UNROLL _Pragma("unroll")
 #define SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #define DYNAMIC_SHARED(type, name)                                       \
@@ -37,7 +37,7 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr u32 INFINITE = 0x7f800000u;
 // Dynamic shared memory for a query group, 16 heads of 128 channels.
 #define QUERY_BYTES (16 * 128 * 4)
-// Positions of a 2-bit cache that keep half precision, at most.
+// Most full-precision positions of a 2-bit cache per KV head.
 constexpr u32 FULL = 64;
 
 DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }
@@ -48,14 +48,14 @@ DEVICE u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
 
 DEVICE bool finite(float v) { return (__float_as_uint(v) & INFINITE) != INFINITE; }
 
-// The sum over the lanes of a warp, in a fixed order; every lane gets it.
+// Sums over the lanes of a warp in a fixed order; every lane gets the sum.
 template <class T>
 DEVICE T warp_sum(T v) {
     for (u32 step = 16; step > 0; step /= 2) v += __shfl_xor_sync(ALL_LANES, v, step);
     return v;
 }
 
-// The sum over a block of 256 threads, in a fixed order; thread 0 gets it.
+// Sums over a block of 256 threads in a fixed order; thread 0 gets the sum.
 DEVICE double block_sum(double v) {
     SHARED(double, warps, 8);
     v = warp_sum(v);
@@ -69,7 +69,7 @@ DEVICE double block_sum(double v) {
     return sum;
 }
 
-// The power of two by which sums of n numbers up to `largest` (the bits of a float) stay below 2^62.
+// Returns a power of two; times this, a sum of n numbers up to `largest` (the bits of a float) is below 2^62.
 DEVICE double fixed_point(u32 largest, u32 n) {
     // largest < 2^(exponent - 126), n < 2^bits
     int exponent = (int)(largest >> 23);
@@ -78,6 +78,6 @@ DEVICE double fixed_point(u32 largest, u32 n) {
     return __longlong_as_double((i64)(power + 1023) << 52);
 }
 
-// A number as a multiple of 1 / scale. What is not finite counts as nothing.
+// Converts a number to a multiple of 1 / scale; values that are not finite become 0.
 DEVICE u64 to_fixed(float v, double scale) { return finite(v) ? (u64)__double2ll_rn(v * scale) : 0; }
 DEVICE double from_fixed(u64 v, double scale) { return (double)(i64)v / scale; }

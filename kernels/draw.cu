@@ -1,8 +1,8 @@
-// draw of src/compute/reference.rs: one block draws the batch of one head. The running sums are made of
-// runs of 1024 distances, summed as block_scan does.
+// k-means++ draws: `draw` of src/compute/reference.rs. One block draws the batch of one head. Running sums of distances
+// are kept per run of 1024 distances; within a run, block_scan sums.
 #include "common.h"
 
-// The sum of the four values of each thread before this one, and of all: 256 threads.
+// Over the four values of each of 256 threads: the sum of the lower threads' values, and the sum of all.
 struct Scan {
     double before, all;
 };
@@ -27,7 +27,7 @@ DEVICE Scan block_scan(const double (&values)[4]) {
     return {before + (lane() > 0 ? left : 0), all};
 }
 
-// The four distances of this thread in a run; zeros beyond the end.
+// Loads this thread's four distances of a run; zeros beyond the end.
 DEVICE void load_run(const float* distances, u32 run, u32 n, double (&values)[4]) {
     for (u32 e = 0; e < 4; e++) {
         u64 i = (u64)run * 1024 + threadIdx.x * 4 + e;
@@ -35,7 +35,7 @@ DEVICE void load_run(const float* distances, u32 run, u32 n, double (&values)[4]
     }
 }
 
-// The sum of each run of 1024 distances: out `[b,runs]`.
+// Sums each run of 1024 distances: out `[b,runs]`.
 KERNEL(256, 1, distance_sums, const float* distances, double* out, u32 n) {
     double values[4];
     load_run(distances + (u64)blockIdx.y * n, blockIdx.x, n, values);
@@ -43,7 +43,7 @@ KERNEL(256, 1, distance_sums, const float* distances, double* out, u32 n) {
     if (threadIdx.x == 0) out[blockIdx.y * gridDim.x + blockIdx.x] = scan.all;
 }
 
-// The first row of a run whose running sum, `base` at its start, exceeds `at`; its last row if none does.
+// Finds the first row of a run whose running sum exceeds `at`, `base` being the sum before the run; else its last row.
 DEVICE u32 find_row(const float* distances, u32 run, u32 n, double base, double at) {
     SHARED(u32, found, 1);
     double values[4];
@@ -64,7 +64,7 @@ DEVICE u32 find_row(const float* distances, u32 run, u32 n, double base, double 
     return row;
 }
 
-// The least squared distance of row `i` to the rows `fresh`, at most `least`. f64.
+// Computes the smallest squared distance of row `i` to the rows `fresh`, in f64, or `least` if that is smaller.
 DEVICE double nearest_fresh(const float* x, u32 w, u32 i, const u32* fresh, u32 count, double least) {
     SHARED(double, warps, 8);
     for (u32 j = warp(); j < count; j += 8) {
@@ -83,8 +83,9 @@ DEVICE double nearest_fresh(const float* x, u32 w, u32 i, const u32* fresh, u32 
     return least;
 }
 
-// runs `[b,n_runs]` become running sums. uniforms `[b,n_uniforms]`, batch `[b]`. fresh `[b,most]`: the rows
-// drawn; ranges[2 head + 1]: how many; used `[b]`.
+// Draws each head's batch `[b]` of rows with uniforms `[b,n_uniforms]`. runs `[b,n_runs]` hold sums of runs and become
+// running sums. Results: fresh `[b,most]`, the rows drawn; ranges[2 head + 1], their number; used `[b]`, how many of
+// the uniform numbers were used.
 KERNEL(256, 1, draw, const float* x, const float* distances, double* runs, const double* uniforms,
        const u32* batch, u32* fresh, u32* ranges, u32* used, u32 n, u32 w, u32 n_runs, u32 n_uniforms, u32 most) {
     u32 head = blockIdx.y;
@@ -107,7 +108,7 @@ KERNEL(256, 1, draw, const float* x, const float* distances, double* runs, const
         if (even) {
             row = smaller((u32)(u * n), n - 1);
         } else {
-            // The first run that ends above u * total.
+            // Finds the first run that ends above u * total.
             u32 run = 0, end = n_runs - 1;
             while (run < end) {
                 u32 middle = (run + end) / 2;
@@ -133,7 +134,7 @@ KERNEL(256, 1, draw, const float* x, const float* distances, double* runs, const
     }
 }
 
-// The rows drawn become the centroids of each head's range: centroids `[b,size,w]`.
+// Copies the drawn rows into each head's range of centroids: centroids `[b,size,w]`.
 KERNEL(256, 1, place_centroids, const float* x, const u32* fresh, const u32* ranges, float* centroids, u32 n,
        u32 w, u32 size, u32 most) {
     u32 head = blockIdx.y, first = ranges[2 * head], count = ranges[2 * head + 1];

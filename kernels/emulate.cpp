@@ -1,5 +1,5 @@
-// The emulated device: a program that does what it reads from stdin and answers on stdout. Numbers are
-// little-endian u64. It ends with its input; a broken kernel ends it with a message on stderr.
+// The emulated device: a program that executes requests from stdin and answers on stdout. Numbers are little-endian
+// u64. It ends with its input; a faulty kernel ends it with a message on stderr.
 #include "kvsmith.cu"
 
 static uint64_t number() {

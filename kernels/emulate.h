@@ -1,9 +1,9 @@
 // Runs the kernels of this folder on a CPU, for tests: g++ -DKVSMITH_EMULATE -fsanitize=address,undefined.
 //
-// The threads of a block are fibers, which take turns at barriers and shuffles; blocks run one after the
-// other. Shared memory is allocated per array, filled with NaN patterns, and watched by the sanitizer as the
-// buffers are. The order in which warps and lanes take turns is reversed with every barrier, so that a
-// missing barrier shows in the results. A barrier that not all threads reach ends the program.
+// The threads of a block are fibers that take turns at barriers and shuffles; blocks run one after the other. Shared
+// memory is allocated per array, filled with NaN patterns, and guarded by the sanitizer, as are buffers. Every barrier
+// reverses the order in which warps and lanes take turns, so that a missing barrier changes results. A barrier that not
+// all threads reach ends the program.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -44,7 +44,7 @@ namespace emulate {
 // ---- fibers ----
 
 #if defined(__x86_64__)
-// Saves the callee-saved registers and the stack pointer, takes up another stack where it was left.
+// Saves the callee-saved registers and the stack pointer, then resumes another stack.
 extern "C" void emulate_switch(void** from, void* to);
 asm(R"(
 .text
@@ -68,7 +68,8 @@ emulate_switch:
 struct Context {
     void* at = nullptr;
     void start(char* stack, size_t size, void (*entry)()) {
-        // Above the registers: where to return to, and, as after a call, an odd multiple of 8.
+        // Above the saved registers lies the return address. Once it is popped, the stack pointer is an odd multiple
+        // of 8, as after a call.
         void** top = (void**)(stack + size);
         top[-1] = nullptr;
         top[-2] = (void*)entry;
@@ -91,7 +92,7 @@ struct Context {
 
 enum class State { Runs, AtWarp, AtBlock, Done };
 
-// 16 bytes on their way into shared memory, zeros for no source, and the group of copies that they belong to.
+// An asynchronous copy of 16 bytes into shared memory (zeros if `from` is null), and its group.
 struct Copy {
     void* to;
     const void* from;
@@ -116,7 +117,7 @@ inline Dim block_index, grid_size, block_size;
 inline Context scheduler;
 inline size_t dynamic_bytes;
 inline std::vector<std::pair<void*, size_t>> arrays;
-// Of each warp what its lanes pass to each other, in turns.
+// Per warp, two alternating sets of slots through which its lanes pass values.
 constexpr size_t MOST_PASSED = 64;
 alignas(16) inline char exchange[MOST_THREADS / 32][2][32][MOST_PASSED];
 inline void (*body)();
@@ -132,7 +133,7 @@ inline void enter() {
     wait(State::Done, 0);
 }
 
-// The threads first..end that are in `state`, all at one line; another count than 0 or all is an error.
+// Says whether threads first..end are in `state`, all at one line; fails if only some of them are.
 inline bool all_in(State state, unsigned first, unsigned end, const char* name) {
     unsigned count = 0, line = 0;
     for (unsigned i = first; i < end; i++) {
@@ -149,7 +150,7 @@ inline bool all_in(State state, unsigned first, unsigned end, const char* name) 
     return count > 0;
 }
 
-// Runs a warp until its lanes are at a barrier of the block, or done.
+// Runs a warp until its lanes reach a barrier of the block or end.
 inline void run_warp(unsigned first, unsigned end) {
     for (bool backwards = first / 32 % 2;; backwards = !backwards) {
         for (unsigned i = first; i < end; i++) {
@@ -193,14 +194,14 @@ T* shared(size_t count) {
     return (T*)array.first;
 }
 
-// What each lane of a warp passed, good until the next exchange but one.
+// The values that the lanes of a warp passed; valid until the second exchange after this one.
 template <class T>
 struct Passed {
     const char (*slots)[MOST_PASSED];
     const T& operator[](unsigned lane) const { return *(const T*)slots[lane % 32]; }
 };
 
-// Passes a value to the other lanes; all lanes of the warp take part.
+// Passes a value to the other lanes; all lanes of the warp must take part.
 template <class T>
 Passed<T> pass(const T& v, unsigned line = __builtin_LINE()) {
     static_assert(sizeof(T) <= MOST_PASSED);
@@ -211,26 +212,26 @@ Passed<T> pass(const T& v, unsigned line = __builtin_LINE()) {
     return {slots};
 }
 
-// The value of another lane.
+// Returns the value of another lane.
 template <class T>
 T from_lane(T v, unsigned source, unsigned line) {
     return pass(v, line)[source];
 }
 
-// ---- copies that run on their own ----
+// ---- asynchronous copies ----
 
 inline void arrive(const Copy& copy) {
     copy.from ? memcpy(copy.to, copy.from, 16) : memset(copy.to, 0, 16);
 }
 
-// Those of even threads arrive at once, those of odd ones when they are waited for.
+// Copies of even threads arrive at once, those of odd threads only when they are waited for.
 inline void copy_16_bytes(void* to, const void* from) {
     Copy copy = {to, from, self->groups};
     if ((self - threads) % 2 == 0) return arrive(copy);
     self->copies.push_back(copy);
 }
 
-// Waits for all groups but the last `later`.
+// Waits for all groups except for the last `later`.
 inline void wait_for_copies(unsigned later) {
     size_t kept = 0;
     for (const Copy& copy : self->copies) {

@@ -1,4 +1,4 @@
-// All kernels, as one module.
+// All kernels as one translation unit.
 #include "assignment.cu"
 #include "attend.cu"
 #include "attend_float.cu"

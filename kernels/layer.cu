@@ -1,9 +1,9 @@
-// What a decoder layer does between its products and its attention: the same as src/model/decoder.rs, in f32. Rows
-// are those of all sequences, one sequence after the other.
+// The parts of a decoder layer besides its products and its attention, in f32, as in src/model/decoder.rs. Rows of all
+// sequences follow each other, one sequence after the other.
 #include "common.h"
 #include "tensor.h"
 
-// Rows of an embedding `[vocab,width]`, in f32 (kind 0), f16 (1) or bf16 (2). A block has a row.
+// Looks up embeddings in a table `[vocab,width]` of type f32 (kind 0), f16 (1) or bf16 (2). Each block has a row.
 KERNEL(256, 1, embed_rows, const u32* ids, const void* table, float* out, u32 kind, u32 width) {
     u64 from = (u64)ids[blockIdx.x] * width, to = (u64)blockIdx.x * width;
     for (u32 i = threadIdx.x; i < width; i += 256) {
@@ -18,7 +18,7 @@ KERNEL(256, 1, embed_rows, const u32* ids, const void* table, float* out, u32 ki
     }
 }
 
-// out = x / sqrt(mean(x^2) + eps) * weight; the mean of squares in f64. A block has a row.
+// RMS norm: out = x / sqrt(mean(x^2) + eps) * weight, with the mean in f64. Each block has a row.
 KERNEL(256, 1, rms_rows, const float* x, const float* weight, float* out, u32 width, float eps) {
     SHARED(float, factor, 1);
     x += (u64)blockIdx.x * width, out += (u64)blockIdx.x * width;
@@ -30,10 +30,10 @@ KERNEL(256, 1, rms_rows, const float* x, const float* weight, float* out, u32 wi
     for (u32 i = threadIdx.x; i < width; i += 256) out[i] = x[i] * factor[0] * weight[i];
 }
 
-// The heads of the joined projection, rows `[b m,(h + 2 g) d]` of queries, keys and values, to `[b,heads,m,d]`:
-// queries and keys after an RMS norm of each vector where there is a weight `[d]`, as they are and rotated. Outputs may
-// be null. cosines and sines are `[positions,d/2]`. Row i of a sequence stands at lens[sequence] - m + i, or without
-// lens at first + i * apart. A warp has a vector.
+// Splits rows `[b m,(h + 2 g) d]` of the joined q, k and v projection into heads `[b,heads,m,d]`. Queries and keys pass
+// an RMS norm if it has a weight `[d]`, and are written both as they are and rotated; null outputs are skipped. cosines
+// and sines are `[positions,d/2]`. Row i of a sequence is at position lens[sequence] - m + i, or first + i * apart if
+// lens is null. Each warp has a head's vector.
 KERNEL(256, 1, split_heads, const float* flat, OPTIONAL const float* q_norm, OPTIONAL const float* k_norm,
        const float* cosines, const float* sines, OPTIONAL const u32* lens, float* q_pre, float* q_rope, float* k_pre,
        float* k_rope, float* v, u32 rows, u32 m, u32 h, u32 g, u32 d, u32 first, u32 apart, float eps) {
@@ -73,7 +73,7 @@ KERNEL(256, 1, add_biases, float* rows, const float* bias, u64 n, u32 width) {
     for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < n; i += (u64)gridDim.x * 256) rows[i] += bias[i % width];
 }
 
-// out `[m,width]` = silu(gate) * up, from rows `[m,2 width]` that have the gate first.
+// Computes out `[m,width]` = silu(gate) * up from rows `[m,2 width]`, in which the gate comes first.
 KERNEL(256, 1, silu_rows, const float* gate_up, float* out, u64 n, u32 width) {
     for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < n; i += (u64)gridDim.x * 256) {
         u64 at = i / width * 2 * width + i % width;
@@ -82,15 +82,15 @@ KERNEL(256, 1, silu_rows, const float* gate_up, float* out, u64 n, u32 width) {
     }
 }
 
-// Rows of w channels to rows of the first d.
+// Cuts rows of w channels to their first d.
 KERNEL(256, 1, narrow_rows, const float* rows, float* out, u64 n, u32 w, u32 d) {
     for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < n; i += (u64)gridDim.x * 256) {
         out[i] = rows[i / d * w + i % d];
     }
 }
 
-// Joins attention over two disjoint sets of positions by their log-sum-exps: ours `[n,w]` with ours_lse `[n]`, others
-// `[n,d + 1]` with theirs last; out `[n,d]`, zeros where both sets are empty. A warp has a row.
+// Merges attention over two disjoint sets of positions by their log-sum-exps: ours `[n,w]` with ours_lse `[n]`, others
+// `[n,d + 1]` with their log-sum-exp last; out `[n,d]`, zeros if both sets are empty. Each warp has a row.
 KERNEL(256, 1, join_outputs, const float* ours, const float* ours_lse, const float* others, float* out, u32 n, u32 w,
        u32 d) {
     u32 row = blockIdx.x * 8 + warp();
@@ -103,16 +103,16 @@ KERNEL(256, 1, join_outputs, const float* ours, const float* ours_lse, const flo
     }
 }
 
-// Notes a stage that has numbers that are not finite; the largest one stays.
+// Records `stage` if a value is not finite; the largest stage stays.
 KERNEL(256, 1, note_not_finite, const float* x, u64 n, u32* noted, u32 stage) {
     bool bad = false;
     for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < n; i += (u64)gridDim.x * 256) bad = bad || !finite(x[i]);
     if (bad) atomicMax(noted, stage);
 }
 
-// Adds to sum[0] the share of visible rows that is read, and to sum[1] that of the keys that were ranked exactly, mean
-// over sequences and KV heads; spans and listed as in attend.h. ranked `[b,g]`, or null: how many keys were ranked, what
-// is listed among them; of the others half a row is read.
+// Adds, as means over sequences and KV heads, to sum[0] the share of visible rows that is read, and to sum[1] the
+// share of keys that were scored exactly. spans and listed as in attend.h. ranked `[b,g]`, or null: how many keys
+// were scored, the listed ones included; a scored key that is not listed counts as half a row.
 KERNEL(32, 1, tally_rows, const u32* spans, OPTIONAL const u32* listed, OPTIONAL const u32* ranked, double* sum,
        u32 b, u32 g) {
     double share = 0, exact = 0;

@@ -1,21 +1,20 @@
-// Products with checkpoint weights: out = x W^T + bias, or the same added to out, of x `[m,k]`, W `[n,k]` as the
-// checkpoint stores it, bias `[n]` (null for none) and out `[m,n]`. The contract is src/compute/linear.rs; sums are
-// f32.
+// Products with checkpoint weights: out = x W^T + bias, or out += x W^T + bias. x `[m,k]`, W `[n,k]` as the checkpoint
+// stores it, bias `[n]` or null, out `[m,n]`. The contract is src/compute/linear.rs; sums are f32.
 #include "common.h"
 #include "tensor.h"
 
-// ---- rows of 16 bits, on the tensor cores ----
+// ---- 16-bit inputs, on the tensor cores ----
 
-// Rows of x and of W of a tile, channels of a slab, slabs in flight; elements between two rows of a slab, an odd
-// number of 16-byte pieces.
+// Rows of x, and of W, per tile; channels per slab; slabs in flight; elements from row to row of a slab, an odd number
+// of 16-byte pieces.
 constexpr u32 LINEAR_TILE = 128, LINEAR_SLAB = 32, LINEAR_STAGES = 4, LINEAR_PITCH = LINEAR_SLAB + 8;
 // Dynamic shared memory: the slabs of both matrices in flight.
 #define LINEAR_BYTES (4 * 2 * 128 * (32 + 8) * 2)
-// Tiles of x that blocks near each other share: what they read stays in the second-level cache.
+// Tiles of x that neighbouring blocks share, so that what they read stays in the L2 cache.
 constexpr u32 LINEAR_BAND = 16;
 
-// The places of eight channels of two rows each that a thread copies of a matrix `[n,k]`, from row `first` on;
-// beyond the last row the last one again, beyond the last channel zeros.
+// The part of each slab of a matrix `[n,k]` that a thread copies: eight channels of two rows, from row `first` on.
+// Beyond the last row it repeats the last, beyond the last channel it fills in zeros.
 struct SlabCopy {
     const u16* rows[2];
     u32 to, channel, k;
@@ -44,8 +43,8 @@ DEVICE void leave_sum(float* out, const float* bias, u32 row, u32 column, u32 n,
     out[at] = accumulate ? out[at] + sum : sum;
 }
 
-// A block has a tile of 128 x 128, a warp 32 rows x 64 columns of it; thread 4 g + t of sum[i][j] the rows 16 i + g
-// and 16 i + g + 8 and the columns 8 j + 2 t and 8 j + 2 t + 1.
+// Computes a tile of 128 x 128 per block, 32 rows x 64 columns per warp. In sum[i][j], thread 4 g + t holds rows
+// 16 i + g and 16 i + g + 8, and columns 8 j + 2 t and 8 j + 2 t + 1.
 template <bool BFLOAT>
 DEVICE void linear_tile(u16* slabs, const u16* x, const u16* weight, const float* bias, float* out, u32 m, u32 n,
                         u32 k, u32 accumulate) {
@@ -66,7 +65,7 @@ DEVICE void linear_tile(u16* slabs, const u16* x, const u16* weight, const float
     u32 warp_row = warp() % 4 * 32, warp_column = warp() / 4 * 64;
     for (u32 slab = 0; slab < count; slab++) {
         wait_for_copies<LINEAR_STAGES - 2>();
-        // The slab is there for all, and all are done with the one before, whose place is free again.
+        // The slab has arrived for all threads, and all have finished the one before, whose space is free again.
         __syncthreads();
         u32 next = slab + LINEAR_STAGES - 1;
         u16* to = slabs + next % LINEAR_STAGES * 2 * HALF;
@@ -111,7 +110,7 @@ UNROLL
 #define LINEAR_PARAMETERS(X, W)                                                                                 \
     const X *x, const W *weight, OPTIONAL const float *bias, float *out, u32 m, u32 n, u32 k, u32 accumulate
 
-// k is a multiple of 8.
+// k must be a multiple of 8.
 KERNEL_SHARED(256, 2, LINEAR_BYTES, linear_half, LINEAR_PARAMETERS(u16, u16)) {
     DYNAMIC_SHARED(u16, slabs);
     linear_tile<false>(slabs, x, weight, bias, out, m, n, k, accumulate);
@@ -121,7 +120,7 @@ KERNEL_SHARED(256, 2, LINEAR_BYTES, linear_bfloat, LINEAR_PARAMETERS(u16, u16)) 
     linear_tile<true>(slabs, x, weight, bias, out, m, n, k, accumulate);
 }
 
-// n numbers to f16, or to bf16, to the nearest even; beyond f16's range to infinity.
+// Rounds n numbers to f16 or bf16, to nearest even; beyond the range of f16 to infinity.
 KERNEL(256, 1, round_rows, const float* x, u16* out, u64 n, u32 bfloat) {
     u64 i = ((u64)blockIdx.x * 256 + threadIdx.x) * 2;
     if (i + 1 < n) {
@@ -134,11 +133,11 @@ KERNEL(256, 1, round_rows, const float* x, u16* out, u64 n, u32 bfloat) {
 
 // ---- f32 throughout ----
 
-// Checkpoint weights, as they are stored and as f32.
+// The types of checkpoint weights and their conversion to f32.
 struct FloatWeight {
     typedef float Stored;
     static DEVICE float value(float v) { return v; }
-    // Of a row of them in registers.
+    // Converts weight i of a run of weights in registers.
     template <u32 N>
     static DEVICE float number(const u32 (&words)[N], u32 i) { return __uint_as_float(words[i]); }
 };
@@ -150,7 +149,7 @@ struct HalfWeight {
     static DEVICE float number(const u32 (&words)[N], u32 i) { return value((u16)(words[i / 2] >> i % 2 * 16)); }
 };
 
-// A block has a tile of 64 x 64, a thread 4 x 4 of it.
+// Computes a tile of 64 x 64 per block, 4 x 4 per thread.
 template <class Weight>
 DEVICE void linear_float_tile(const float* x, const typename Weight::Stored* weight, const float* bias, float* out,
                               u32 m, u32 n, u32 k, u32 accumulate) {
@@ -206,10 +205,10 @@ KERNEL(256, 2, linear_float_bfloat, LINEAR_PARAMETERS(float, u16)) {
 
 // ---- few rows ----
 
-// Rows of W that a warp has side by side, so that x is read once for all of them.
+// Rows of W that a warp processes together, so that it reads x once for all of them.
 constexpr u32 FEW_ROWS = 4;
 
-// Weights that are read once, past the first-level cache, which is left to x.
+// Loads weights, which are read once, without caching them in L1, which is left to x.
 template <class T>
 DEVICE void load_weights(u32 (&out)[4], const T* at) {
 #ifdef TENSOR_CORES
@@ -241,9 +240,9 @@ UNROLL
     }
 }
 
-// m <= M rows of x. `split` warps of a block share FEW_ROWS rows of W; each takes every split-th run of
-// 32 x PIECE x AHEAD channels. A lane has PIECE channels at a time, which `k` is a multiple of, and AHEAD of these
-// in flight. Sums over the lanes, then over the warps, in a fixed order; `sums` has `[8,M,FEW_ROWS]`.
+// Computes m <= M rows. `split` warps of a block share FEW_ROWS rows of W; each takes every split-th run of
+// 32 x PIECE x AHEAD channels. A lane loads AHEAD pieces of PIECE channels before it uses them; k is a multiple of
+// PIECE. Sums run over the lanes, then over the warps, in a fixed order; `sums` has `[8,M,FEW_ROWS]`.
 template <class Weight, u32 M, u32 PIECE, u32 AHEAD>
 DEVICE void linear_few(float* sums, const float* x, const typename Weight::Stored* weight, const float* bias,
                        float* out, u32 m, u32 n, u32 k, u32 accumulate, u32 split) {
@@ -304,8 +303,8 @@ UNROLL
     }
 }
 
-// W in pieces of 16 bytes, or of 8, where x is as much to read as W: lanes that read four numbers of x each read
-// without gaps.
+// With one row, lanes read 16-bit W in pieces of 16 bytes. With more, reading x costs as much as reading W: pieces of
+// four channels make the lanes' reads of x contiguous.
 #define FEW(WEIGHT, M, PIECE, AHEAD)                                                                            \
     linear_few<WEIGHT, M, PIECE, AHEAD>(sums, x, weight, bias, out, m, n, k, accumulate, split)
 #define LINEAR_FEW(WEIGHT, PIECE, AHEAD)                                                                        \
@@ -325,7 +324,7 @@ UNROLL
         FEW(WEIGHT, 16, 4, 1);                                                                                  \
     }
 
-// m <= 16; split is 1, 2, 4 or 8.
+// m <= 16; split must be 1, 2, 4 or 8.
 KERNEL(256, 2, linear_few_float, LINEAR_PARAMETERS(float, float), u32 split) { LINEAR_FEW(FloatWeight, 4, 2) }
 KERNEL(256, 2, linear_few_half, LINEAR_PARAMETERS(float, u16), u32 split) { LINEAR_FEW(HalfWeight<false>, 8, 4) }
 KERNEL(256, 2, linear_few_bfloat, LINEAR_PARAMETERS(float, u16), u32 split) { LINEAR_FEW(HalfWeight<true>, 8, 4) }

@@ -1,8 +1,8 @@
-// means of src/compute/reference.rs. The rows of a centroid are added in 64-bit fixed point, so the order of
-// the additions does not matter: the precision is 2^-61 n of the head's largest magnitude.
+// `means` of src/compute/reference.rs. The rows of a centroid are summed in 64-bit fixed point, so the order of the
+// additions does not matter; the step is at most 2^-61 n of the head's largest magnitude.
 #include "common.h"
 
-// sums `[b,size,w]` and counts `[b,size]`, zeroed before; a warp adds a row.
+// Adds rows to sums `[b,size,w]` and counts `[b,size]`, zeroed before; each warp has a row.
 KERNEL(256, 4, sum_rows, const float* x, const u32* codes, u64* sums, u32* counts, const u32* largest, u32 n,
        u32 w, u32 size) {
     u32 row = blockIdx.x * 8 + warp();
@@ -13,6 +13,7 @@ KERNEL(256, 4, sum_rows, const float* x, const u32* codes, u64* sums, u32* count
     if (lane() == 0) atomicAdd(&counts[to], 1);
 }
 
+// Moves each centroid that has rows to their mean.
 KERNEL(256, 4, move_centroids, float* centroids, const u64* sums, const u32* counts, const u32* largest, u32 n,
        u32 w, u32 size) {
     u64 i = (u64)blockIdx.x * 256 + threadIdx.x;

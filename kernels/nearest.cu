@@ -1,16 +1,16 @@
-// nearest of src/compute/reference.rs, under the contract of `Points::assign`: the argmax of the score
-// x·c - ||c||²/2 in f32, the lowest index winning ties.
+// `nearest` of src/compute/reference.rs, under the contract of `Points::assign`: the argmax of the score
+// x·c - ||c||²/2 in f32; the lowest index wins ties.
 //
-// A score is `-||c||²/2`, summed in f64 and rounded, followed by one f32 multiply-add per channel, in order:
-// it depends on the row and the centroid alone. `nearest_listed` computes all of them. `nearest_fast`
-// (nearest_fast.cu) leaves up to four candidates a row, among which `settle` finds the same winner; the rows
-// that it cannot settle are listed for `nearest_listed`.
+// A score is `-||c||²/2`, summed in f64 and rounded, plus one f32 multiply-add per channel, in order, so it depends
+// only on the row and the centroid. `nearest_listed` computes all scores. `nearest_fast` (nearest_fast.cu) leaves up
+// to four candidates per row, among which `settle` finds the same winner; rows that it cannot settle are listed for
+// `nearest_listed`.
 //
-// Each head has a range of centroids: first and count at ranges[2 head]. With `scores`, the scores of the
-// present codes, they challenge: a row changes hands only where one scores strictly higher.
+// Each head searches a range of centroids: first and count at ranges[2 head]. If `scores` (those of the present codes)
+// are given, a row changes its code only if a centroid scores strictly higher.
 #include "common.h"
 
-// Where the candidates of a row go that needs all scores, and those of a row that keeps its code.
+// The candidates of a row that needs all scores, and those of a row that keeps its code.
 constexpr u64 UNSETTLED = 0xffffull, KEEPS = ~0ull;
 
 DEVICE float score(const float* x, const float* c, float bias, u32 w) {
@@ -24,7 +24,7 @@ DEVICE float score(const float* x, const float* c, float bias, u32 w) {
     return bias;
 }
 
-// -||c||²/2 of the centroids in range, a warp each: biases `[b,size]`.
+// Computes -||c||²/2 of the centroids in range, one per warp: biases `[b,size]`.
 KERNEL(256, 1, centroid_biases, const float* centroids, const u32* ranges, float* biases, u32 w, u32 size) {
     u32 first = ranges[2 * blockIdx.y], count = ranges[2 * blockIdx.y + 1], i = blockIdx.x * 8 + warp();
     if (i >= count) return;
@@ -38,8 +38,8 @@ KERNEL(256, 1, centroid_biases, const float* centroids, const u32* ranges, float
     if (lane() == 0) biases[at] = (float)(sum * -0.5);
 }
 
-// A block scores 128 rows against the centroids of the range, 128 at a time; a thread has 8 x 8 of these
-// scores. The rows are those of `list`, `listed[head]` of them, or all n where it is null. next `[b,n]`.
+// Scores 128 rows per block against the centroids in range, 128 at a time; a thread has 8 x 8 scores. The rows are the
+// listed[head] ones of `list`, or all n if list is null. next `[b,n]` gets their codes.
 KERNEL(256, 2, nearest_listed, const float* x, const float* centroids, const float* biases, const u32* ranges,
        OPTIONAL const u32* list, OPTIONAL const u32* listed, OPTIONAL float* scores, const u32* codes, u32* next,
        u32 n, u32 w, u32 size) {
@@ -54,7 +54,7 @@ KERNEL(256, 2, nearest_listed, const float* x, const float* centroids, const flo
     if (list) list += (u64)head * n;
     u32 ty = threadIdx.x / 16, tx = threadIdx.x % 16;
 
-    // Thread t brings half a row of each slab of 16 channels: row t / 2, and the centroid of that number.
+    // Thread t loads half of a row's, and of a centroid's, 16 channels per slab: row and centroid t / 2 of the tile.
     u32 loads = threadIdx.x / 2, half = threadIdx.x % 2 * 8;
     u32 row = smaller(start + loads, total - 1);
     const float* from = x + (u64)(list ? list[row] : row) * w + half;
@@ -99,7 +99,7 @@ UNROLL
                 }
             }
         }
-        // A thread meets its centroids in ascending order, so the first of equal scores stays.
+        // A thread meets its centroids in ascending order, so the first of equal scores wins.
 UNROLL
         for (u32 j = 0; j < 8; j++) {
 UNROLL
@@ -136,8 +136,8 @@ UNROLL
     }
 }
 
-// Scores the candidates of each row exactly and lists the rows that need all scores: list `[b,n]`, listed
-// `[b]`, zeroed before. candidates `[b,n]`: four numbers within the range, 0xffff for none.
+// Scores the candidates of each row in f32 and lists the rows that need all scores: list `[b,n]`, listed `[b]`, zeroed
+// before. candidates `[b,n]`: four 16-bit numbers within the range; 0xffff means none.
 KERNEL(256, 1, settle, const float* x, const float* centroids, const float* biases, const u32* ranges,
        const u64* candidates, OPTIONAL float* scores, const u32* codes, u32* next, u32* list, u32* listed, u32 n,
        u32 w, u32 size) {
@@ -175,7 +175,7 @@ KERNEL(256, 1, settle, const float* x, const float* centroids, const float* bias
     }
 }
 
-// Rows start with one centroid, number 0: their codes and scores.
+// Assigns all rows to centroid 0: codes and scores.
 KERNEL(256, 1, start_rows, const float* x, const float* centroids, const float* biases, u32* codes, float* scores,
        u32 n, u32 w, u32 size) {
     u32 row = blockIdx.x * 256 + threadIdx.x;
@@ -185,8 +185,8 @@ KERNEL(256, 1, start_rows, const float* x, const float* centroids, const float* 
     scores[at] = score(x + at * w, centroids + c * w, biases[c], w);
 }
 
-// Codes become `next`; a warp brings the distance of a row up to date where its code changed, or in any case
-// with `all`. changed `[b]` becomes 1 where one did.
+// Replaces codes by `next`, and updates the distances of rows whose code changed, or of every row if `all` is set; each
+// warp has a row. changed `[b]` becomes 1 if a code of the head changed.
 KERNEL(256, 1, take_over, const float* x, const float* centroids, const u32* next, u32* codes, float* distances,
        u32* changed, u32 n, u32 w, u32 size, u32 all) {
     u32 row = blockIdx.x * 8 + warp();

@@ -1,28 +1,27 @@
-// The fast part of nearest: scores of f16 rows and centroids on the tensor cores, accumulated in f32, of
-// which each row keeps the centroids that can still be the best ones.
+// The fast part of the nearest-centroid search: scores rows against centroids in f16 on the tensor cores, accumulated
+// in f32, and keeps for each row the centroids that may be the nearest.
 //
-// Rows and centroids are scaled by a power of two per head, so that the largest magnitude lies in
-// [2^13, 2^14), and rounded to f16: x = y + r. With R >= ||r||, C >= ||c||, S >= the norm of what rounding
-// took off any centroid, and B the largest ||c||²/2, an approximate score differs from the f32 score of
-// nearest.cu by at most
+// Rows and centroids are scaled by a power of two per head, so that the largest magnitude lies in [2^13, 2^14), and
+// rounded to f16: x = y + r. Let R >= ||r||, C >= ||c||, S >= the norm of every centroid's rounding error, and B the
+// largest ||c||²/2. An approximate score then differs from the f32 score of nearest.cu by at most
 //
-//     E = ||x|| S + R (C + S) + 5 (w + 16) 2^-24 (||x|| C + B):
+//     E = ||x|| S + R (C + S) + 5 (w + 16) 2^-24 (||x|| C + B).
 //
-// the first terms are rounding to f16, the last one both f32 sums (for tensor cores, which truncate, 2^-22 per
-// addition). A centroid whose score is more than 2 E below the best is not the winner. What is not finite
-// settles nothing.
+// The first two terms bound the rounding to f16, the last one both f32 sums (tensor cores truncate: 2^-22 per
+// addition). A centroid whose score is more than 2 E below the best cannot win. A row with scores that are not finite
+// stays unsettled.
 #include "common.h"
 #include "tensor.h"
 
-// Rows and centroids of a tile, and channels of a slab; slabs in flight.
+// Rows, and centroids, per tile; channels per slab; slabs in flight.
 constexpr u32 TILE = 128, SLAB = 64, STAGES = 4;
 // Dynamic shared memory of `search`: the rows' slabs, and those of centroids in flight.
 #define SEARCH_BYTES(slabs) ((slabs + 4) * 128 * 64 * 2)
 static_assert(SEARCH_BYTES(1) == (1 + STAGES) * TILE * SLAB * sizeof(u16), "slabs of f16");
-// Slack of the bounds, which are computed in f32 themselves.
+// Factor that covers the f32 rounding of the bounds themselves.
 constexpr float SLACK = 1.01f;
 
-// The power of two that brings `largest` (the bits of a float) into [2^13, 2^14), as far as f32 has it.
+// Returns the power of two that brings `largest` (the bits of a float) into [2^13, 2^14), or the closest that f32 has.
 DEVICE float half_scale(u32 largest) {
     if (largest == 0 || largest >= INFINITE) return 1;
     u32 exponent = 267 - (largest >> 23);
@@ -31,12 +30,12 @@ DEVICE float half_scale(u32 largest) {
 
 // ---- scores ----
 
-// The place of eight channels, number `eighth`, of a row in a slab: `[TILE,SLAB]`, with the eighths of a row
-// exchanged so that the eight rows that ldmatrix reads at once lie in different banks.
+// Returns the place of the `eighth`-th eight channels of a row in a slab `[TILE,SLAB]`. The eighths of a row are
+// permuted, so that the eight rows that ldmatrix reads at once lie in different banks.
 DEVICE u32 place(u32 row, u32 eighth) { return row * SLAB + ((eighth ^ (row & 7)) * 8); }
 
-// Adds the products of 16 channels, `step` of a slab, to a warp's 32 rows x 64 centroids. Thread 4 g + t has of
-// sum[i][j] the rows 16 i + g and 16 i + g + 8 and the centroids 8 j + 2 t and 8 j + 2 t + 1.
+// Adds the products of the `step`-th 16 channels of a slab for a warp's 32 rows x 64 centroids. In sum[i][j], thread
+// 4 g + t holds rows 16 i + g and 16 i + g + 8, and centroids 8 j + 2 t and 8 j + 2 t + 1.
 DEVICE void add_products(float (&sum)[2][8][4], const u16* rows, const u16* centroids, u32 row_at, u32 centroid_at,
                          u32 step) {
 #ifdef TENSOR_CORES
@@ -56,13 +55,13 @@ UNROLL
         }
     }
 #else
-    // Straight from the slabs: passing fragments between lanes would take several times as long.
+    // Read from the slabs, since passing fragments between emulated lanes would take several times as long.
     for (u32 i = 0; i < 2; i++) {
         for (u32 j = 0; j < 8; j++) {
             for (u32 e = 0; e < 4; e++) {
                 u32 row = row_at + i * 16 + lane() / 4 + e / 2 * 8;
                 u32 centroid = centroid_at + j * 8 + lane() % 4 * 2 + e % 2;
-                // Beyond the last centroid; only to save time.
+                // Beyond the last centroid; skipped only to save time.
                 if (sum[i][j][e] == minus_infinity()) continue;
                 for (u32 k = 0; k < 16; k++) {
                     u32 eighth = step * 2 + k / 8;
@@ -77,8 +76,8 @@ UNROLL
 
 // ---- rows and centroids as f16 ----
 
-// Rows scaled and rounded, a warp each: halves `[b,n,w]`; norms `[b,n,2]`: the norm of the scaled row, and that
-// of what rounding took off.
+// Scales and rounds rows, one per warp: halves `[b,n,w]`; norms `[b,n,2]`, the norms of the scaled row and of its
+// rounding error.
 KERNEL(256, 1, halve_rows, const float* x, const u32* largest, u16* halves, float* norms, u32 n, u32 w) {
     u32 row = blockIdx.x * 8 + warp();
     if (row >= n) return;
@@ -99,8 +98,8 @@ KERNEL(256, 1, halve_rows, const float* x, const u32* largest, u16* halves, floa
     norms[2 * at + 1] = sqrtf(lost) * SLACK;
 }
 
-// The centroids in range, scaled and rounded, from number 0 on, padded to whole tiles: halves
-// `[b,capacity,w]`, biases `[b,capacity]`. bounds `[b,3]`, zeroed before: the bits of C, S and B.
+// Scales and rounds the centroids in range, numbered from 0 and padded to whole tiles: halves `[b,capacity,w]`, biases
+// `[b,capacity]`. bounds `[b,3]`, zeroed before, get the bits of C, S and B.
 KERNEL(256, 1, halve_centroids, const float* centroids, const u32* ranges, const u32* largest,
        const u32* largest_centroid, u16* halves, float* biases, u32* bounds, u32 w, u32 size, u32 capacity) {
     u32 head = blockIdx.y, first = ranges[2 * head], count = ranges[2 * head + 1];
@@ -136,7 +135,7 @@ KERNEL(256, 1, halve_centroids, const float* centroids, const u32* ranges, const
 
 // ---- the search ----
 
-// Starts copying a slab of TILE rows, [first, first + TILE) of `rows`, the last one `end - 1`.
+// Starts copying a slab of rows first..first + TILE; beyond `end - 1` it repeats that row.
 DEVICE void copy_slab(u16* to, const u16* rows, u32 first, u32 end, u32 slab, u32 w) {
     u32 eighths = smaller(SLAB, w - slab * SLAB) / 8;
     for (u32 i = threadIdx.x; i < TILE * (SLAB / 8); i += 256) {
@@ -148,7 +147,7 @@ DEVICE void copy_slab(u16* to, const u16* rows, u32 first, u32 end, u32 slab, u3
     }
 }
 
-// What a thread knows of a row: the best of its centroids and the runner-up's score.
+// What a thread has found for each of its rows: the best centroid, its score, and the second best score.
 struct Found {
     float best[4], second[4];
     u32 code[4];
@@ -173,7 +172,7 @@ UNROLL
     }
 }
 
-// The candidates of a row, four numbers, out of what the eight threads found that shared it.
+// Returns a row's candidates, four numbers, from the results of the eight threads that share the row.
 DEVICE u64 candidates_of(const float* best, const float* second, const u32* code, float bound) {
     float top = minus_infinity();
     for (u32 i = 0; i < 8; i++) top = fmaxf(top, best[i * TILE]);
@@ -190,16 +189,16 @@ DEVICE u64 candidates_of(const float* best, const float* second, const u32* code
     return count < 4 ? out | ~0ull << (16 * count) : out;
 }
 
-// What the eight threads of each row found that shared it, `[8,TILE]` each.
+// The results of the eight threads that share each row, `[8,TILE]` each.
 struct FoundOfRows {
     const float *best, *second;
     const u32* code;
 };
 
-// The search of a block: 128 rows from `start` on, which stay in shared memory, meet `count` centroids 128 at a
-// time in slabs of 64 channels, three of which are on their way while one is used. Eight warps: four down the
-// rows, two along the centroids. There are n rows and `present` centroids, w channels each; biases, times `scale`,
-// are padded to whole tiles.
+// Searches 128 rows per block, from `start` on. The rows stay in shared memory; `count` centroids pass 128 at a time,
+// in slabs of 64 channels, three of which are in flight while one is used. Of the eight warps, four split the rows
+// and two the centroids. There are n rows and `present` centroids of w channels; biases, which are multiplied by
+// `scale`, are padded to whole tiles.
 DEVICE FoundOfRows search(u16* shared, const u16* rows, const u16* centroids, const float* biases, float scale,
                           u32 start, u32 n, u32 count, u32 present, u32 w) {
     u32 tiles = (count + TILE - 1) / TILE, slabs = (w + SLAB - 1) / SLAB;
@@ -236,7 +235,7 @@ UNROLL
         }
         for (u32 slab = 0; slab < slabs; slab++) {
             wait_for_copies<STAGES - 2>();
-            // The slab is there for all, and all are done with the one before, whose place is free again.
+            // The slab has arrived for all threads, and all have finished the one before, whose space is free again.
             __syncthreads();
             if (tile_ahead < tiles) {
                 u32 to = (stage + STAGES - 1) % STAGES;
@@ -260,7 +259,7 @@ UNROLL
         fold(found, sum, first);
     }
 
-    // The eight threads of a row leave what they found where the slabs were: `[8,TILE]` each.
+    // The eight threads of a row store their results where the slabs were: `[8,TILE]` each.
     wait_for_copies<0>();
     __syncthreads();
     float* best = (float*)shared;
@@ -277,13 +276,13 @@ UNROLL
     return {best, second, code};
 }
 
-// How far an approximate score may be off; norms are those of the row. See the head of this file.
+// Returns the bound E of the head of this file; norms are those of the row.
 DEVICE float bound_of(const float* norms, float most, float lost, float largest_bias, u32 w) {
     float sums = 5.0f * (w + 16) * 0x1p-24f * (norms[0] * most + largest_bias);
     return SLACK * (norms[0] * lost + norms[1] * (most + lost) + sums);
 }
 
-// The search over the centroids in range; w <= 256. candidates `[b,n]` as `settle` reads them.
+// Searches the centroids in range; w <= 256. candidates `[b,n]` as `settle` reads them.
 KERNEL_SHARED(256, 2, SEARCH_BYTES(4), nearest_fast, const u16* rows, const float* norms, const u16* centroids,
        const float* biases, const u32* bounds, const u32* ranges, const u32* largest, const u32* largest_centroid,
        OPTIONAL const float* scores, u64* candidates, u32 n, u32 w, u32 capacity) {
@@ -298,7 +297,7 @@ KERNEL_SHARED(256, 2, SEARCH_BYTES(4), nearest_fast, const u16* rows, const floa
                            __uint_as_float(bounds[3 * head + 2]), w);
     u64 of = count == 0 ? ~0ull : candidates_of(found.best + i, found.second + i, found.code + i, bound);
     if (scores && count > 0) {
-        // Where even the best falls short of the present score, the row keeps its code.
+        // If even the best falls short of the present score, the row keeps its code.
         float present = (float)((double)scores[at] * half_scale(largest[head]) * half_scale(largest_centroid[head]));
         float top = minus_infinity();
         for (u32 j = 0; j < 8; j++) top = fmaxf(top, found.best[i + j * TILE]);

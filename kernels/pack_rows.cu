@@ -1,16 +1,16 @@
-// Rows in 2 bits, as src/kv/packed.rs has them, bit for bit: z = min x, s = (max x - min x) / 3 and
-// Q = round((x - z) / s) per 32 channels. See attend_packed.cu for the arrays.
+// Quantises rows to 2 bits, with the same bits as src/kv/packed.rs: z = min x, s = (max x - min x) / 3 and
+// Q = round((x - z) / s) per 32 channels. attend_packed.cu describes the arrays.
 #include "common.h"
 #include "tensor.h"
 
-// Channels that share a scale and a zero point: a warp's.
+// Channels that share a scale and a zero point; one per lane of a warp.
 constexpr u32 QUANT_GROUP = 32;
-// A step below this is taken for zero: the group's values are equal.
+// A smaller step counts as zero: the values of the group are equal.
 constexpr float LEAST_STEP = 1e-8f;
 
-// The last m rows, `[b,g,m,w]` of which d channels count: bits `[b,g,capacity,d/4]` bytes, params
-// `[b,g,capacity,groups]`. Keys have centre and alpha `[b,g,d]`, and their magnitudes are packed where they are
-// signed; values have null. lens `[b]` counts the rows already. A warp has a group of a row; d is a multiple of 4.
+// Stores the last m rows `[b,g,m,w]`, of whose channels the first d are used: bits `[b,g,capacity,d/4]` bytes, params
+// `[b,g,capacity,groups]`. Keys have centre and alpha `[b,g,d]`, null for values; with is_signed only their magnitudes
+// are stored. lens `[b]` counts the rows already. Each warp has a group of a row; d is a multiple of 4.
 KERNEL(256, 1, pack_rows, const float* rows, OPTIONAL const float* centre, OPTIONAL const float* alpha,
        const u32* lens, u8* bits, u32* params, u32 is_signed, u32 m, u32 d, u32 w, u32 capacity) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, groups = (d + QUANT_GROUP - 1) / QUANT_GROUP;
@@ -30,7 +30,7 @@ KERNEL(256, 1, pack_rows, const float* rows, OPTIONAL const float* centre, OPTIO
     if (step < LEAST_STEP) step = 0;
     u32 code = 0;
     if (c < d && step != 0) code = (u32)fminf(fmaxf(roundf((x - low) / step), 0.0f), 3.0f);
-    // Four channels a byte, the first in the lowest bits.
+    // Four channels per byte, the first in the lowest bits.
     u32 byte = code << (2 * (lane() % 4));
     byte |= __shfl_xor_sync(ALL_LANES, byte, 1);
     byte |= __shfl_xor_sync(ALL_LANES, byte, 2);

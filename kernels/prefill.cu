@@ -1,18 +1,18 @@
-// causal of src/compute/reference.rs for m new rows over a cache: queries `[h,m,d]` at positions first..first + m,
-// rotated; keys and values `[g,capacity,w]` of one sequence, from KV head `head_at` of the cache on; out `[m,h d]`.
-// `window` 0 is none. Exponents are base 2: `scale` is log2(e) / sqrt(d).
+// `causal` of src/compute/reference.rs for m new rows over a cache: rotated queries `[h,m,d]` at positions
+// first..first + m; keys and values `[g,capacity,w]` of one sequence, starting at KV head `head_at` of the cache; out
+// `[m,h d]`. `window` 0 means none. Exponents are base 2: `scale` is log2(e) / sqrt(d).
 //
-// A block has some rows of one query head: blockIdx.x is the head, so that those that share keys and values run side
-// by side, and the last rows, which see the most, come first. Tiles of keys that none of its rows sees are skipped,
-// and positions are compared where some row does not see all of a tile.
+// A block has some rows of one query head. blockIdx.x is the head, so that heads that share keys and values run side
+// by side; the last rows, which see the most positions, come first. Tiles of keys that no row of the block sees are
+// skipped, and positions are compared only in tiles that some row sees in part.
 #include "attend.h"
 
-// Rows of a block, and of a warp; keys of a tile.
+// Rows per block, and per warp; keys per tile.
 constexpr u32 PREFILL_ROWS = 128, PREFILL_OWN = 32, PREFILL_KEYS = 64;
 
-// What the rows of a block see.
+// Which positions the rows of a block see.
 struct Sight {
-    // First row, end of the rows, end of the positions; the first position of the first tile.
+    // First row, end of the rows, end of the positions; first position of the first tile; arguments of the kernel.
     u32 row, rows_end, end, begin, first, window;
 
     DEVICE Sight(u32 rows, u32 m, u32 at, u32 width) {
@@ -23,10 +23,11 @@ struct Sight {
         begin = lowest(first + row) / PREFILL_KEYS * PREFILL_KEYS;
     }
 
-    // The first position that the one at t sees.
+    // Returns the first position that position t sees.
     DEVICE u32 lowest(u32 t) const { return window > 0 && t + 1 > window ? t + 1 - window : 0; }
     DEVICE bool sees(u32 t, u32 position) const { return position <= t && position >= lowest(t); }
-    // Whether one of the rows at positions low to high sees one of a tile's, and whether all of them see all.
+    // Says whether any of the rows at positions low to high sees any of a tile's positions; whether all see all of
+    // them.
     DEVICE bool any(u32 low, u32 high, u32 tile) const {
         return low < end && tile <= high && tile + PREFILL_KEYS > lowest(low);
     }
@@ -39,16 +40,16 @@ struct Sight {
     const float *queries, const T *keys, const T *values, float *out, float scale, u32 m, u32 d, u32 r,         \
         u32 capacity, u32 head_at, u32 first, u32 window
 
-// ---- 16 bits, on the tensor cores ----
+// ---- 16-bit rows, on the tensor cores ----
 
-// A warp's running result; thread 4 g + t has of out[i][n] the rows 16 i + g and 16 i + g + 8 and the channels
-// 8 n + 2 t and 8 n + 2 t + 1. `top` is the largest score so far.
+// A warp's running result. In out[i][n], thread 4 g + t holds rows 16 i + g and 16 i + g + 8, and channels 8 n + 2 t
+// and 8 n + 2 t + 1. `top` is the largest score so far.
 template <u32 D>
 struct PrefillRun {
     float top[2][2], sum[2][2], out[2][D / 8][4];
 };
 
-// scores += q k^T of a warp's rows and a tile.
+// Adds q k^T of a warp's rows and a tile to scores.
 template <bool BFLOAT, u32 D>
 DEVICE void prefill_scores(float (&scores)[2][PREFILL_KEYS / 8][4], const u16* q, const u16* k) {
 UNROLL
@@ -71,8 +72,8 @@ UNROLL
     }
 }
 
-// Scores of rows 16 i + g + 8 half to weights below the running maximum; what was summed before follows it. A
-// factor of one changes nothing, so that it may be left out.
+// Turns the scores of rows 16 i + g + 8 half into weights relative to the new running maximum, and rescales the sums so
+// far. A factor of one is skipped, since it changes nothing.
 template <u32 D>
 DEVICE void prefill_weights(PrefillRun<D>& run, float (&scores)[2][PREFILL_KEYS / 8][4], u32 i, u32 half,
                             float scale) {
@@ -100,7 +101,7 @@ UNROLL
     for (u32 n = 0; n < D / 8; n++) run.out[i][n][half * 2] *= keep, run.out[i][n][half * 2 + 1] *= keep;
 }
 
-// out += weights v.
+// Adds weights v to out.
 template <bool BFLOAT, u32 D>
 DEVICE void prefill_values(PrefillRun<D>& run, const float (&weights)[2][PREFILL_KEYS / 8][4], const u16* v) {
 UNROLL
@@ -127,7 +128,7 @@ UNROLL
     }
 }
 
-// Starts copying a tile of keys and of values; beyond the last position the last one again, which no row sees.
+// Starts copying a tile of keys and of values; beyond the last position it repeats the last, which no row sees there.
 template <u32 D>
 DEVICE void prefill_fill(u16* k, u16* v, const u16* keys, const u16* values, u32 tile, u32 end) {
     for (u32 i = threadIdx.x; i < PREFILL_KEYS * (D / 8); i += 128) {
@@ -138,7 +139,7 @@ DEVICE void prefill_fill(u16* k, u16* v, const u16* keys, const u16* values, u32
     }
 }
 
-// The weighted means of a warp's rows, from number `first` on.
+// Stores the weighted means of a warp's rows, from row `first` on.
 template <u32 D>
 DEVICE void prefill_leave(const PrefillRun<D>& run, float* out, u32 first, u32 m, u32 d) {
 UNROLL
@@ -160,7 +161,8 @@ UNROLL
     }
 }
 
-// In shared memory: the block's queries, then two tiles of keys and values, rows PITCH apart.
+// Attends a block's rows. Shared memory: the block's queries, then two tiles each of keys and of values; rows are PITCH
+// apart.
 #define PREFILL_BYTES(D) ((128 + 2 * 2 * 64) * (D + 8) * 2)
 template <bool BFLOAT, u32 D>
 DEVICE void prefill(u16* shared, const float* queries, const u16* keys, const u16* values, float* out, float scale,
@@ -186,7 +188,7 @@ UNROLL
     u32 low = first + sight.row + warp() * PREFILL_OWN, high = low + PREFILL_OWN - 1, stage = 0;
     for (u32 tile = sight.begin; tile < sight.end; tile += PREFILL_KEYS, stage ^= 1) {
         wait_for_copies<0>();
-        // The tile is there for all, and all are done with the one before, whose place is free again.
+        // The tile has arrived for all threads, and all have finished the one before, whose space is free again.
         __syncthreads();
         u16* next = tiles + (stage ^ 1) * 2 * TILE_OF;
         if (tile + PREFILL_KEYS < sight.end) {
@@ -230,10 +232,10 @@ KERNEL_SHARED(128, 2, PREFILL_BYTES(128), prefill_bfloat_128, PREFILL_PARAMETERS
 
 // ---- f32 throughout ----
 
-// Rows of a block and keys of a tile, and what lies between two rows of weights.
+// Rows per block and keys per tile; elements from row to row of weights.
 constexpr u32 PREFILL_SIDE = 64, PREFILL_WIDE = PREFILL_SIDE + 4;
 
-// A tile of keys or values; beyond the last position the last one again, which no row sees.
+// Copies a tile of keys or values; beyond the last position it repeats the last, which no row sees there.
 DEVICE void prefill_float_fill(float* rows, const float* from, u32 tile, u32 end, u32 w) {
     for (u32 i = threadIdx.x; i < PREFILL_SIDE * w / 4; i += 256) {
         u32 row = i / (w / 4), c = i % (w / 4) * 4;
@@ -241,7 +243,7 @@ DEVICE void prefill_float_fill(float* rows, const float* from, u32 tile, u32 end
     }
 }
 
-// scores of four rows of q and of the keys b, b + 16, b + 32 and b + 48.
+// Adds the scores of four rows of q with the keys b, b + 16, b + 32 and b + 48.
 DEVICE void prefill_float_scores(float (&scores)[4][4], const float* q, const float* rows, u32 b, u32 w) {
     for (u32 c = 0; c < w; c += 4) {
         float4 k[4];
@@ -261,7 +263,7 @@ UNROLL
     }
 }
 
-// acc of four rows and of the channels with the remainder b by 16 += weights v.
+// Adds weights v to acc, for four rows and channels b, b + 16, b + 32 and so on.
 DEVICE void prefill_float_values(float (&acc)[4][8], const float* weights, const float* rows, u32 b, u32 w) {
     for (u32 key = 0; key < PREFILL_SIDE; key += 4) {
         float own[4][4];
@@ -282,9 +284,9 @@ UNROLL
     }
 }
 
-// A block has 64 rows; thread 16 a + b the rows 4 a to 4 a + 3, of a tile the keys and of the output the channels
-// with the remainder b by 16. In shared memory: queries `[64,w + 4]`, a tile of keys or values `[64,w + 4]`, and
-// weights `[64,68]`; w <= 128 is a multiple of 16, and an odd number of 16-byte pieces lies between rows.
+// Attends 64 rows per block. Thread 16 a + b has rows 4 a to 4 a + 3 and, counted modulo 16, key b of each tile and
+// channel b of the output. Shared memory: queries `[64,w + 4]`, a tile of keys or values `[64,w + 4]`, weights
+// `[64,68]`. w <= 128 is a multiple of 16, so rows are an odd number of 16-byte pieces apart.
 KERNEL_SHARED(256, 2, (2 * 64 * (128 + 4) + 64 * 68) * 4, prefill_float, PREFILL_PARAMETERS(float), u32 w) {
     DYNAMIC_SHARED(float, q);
     Sight sight(PREFILL_SIDE, m, first, window);

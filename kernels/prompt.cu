@@ -1,14 +1,15 @@
-// What is built once from the keys of a prompt: src/method/selfindex.rs and src/kv/packed.rs. blockIdx.y is one
-// of some KV heads of a sequence, whose arrays begin where the pointers point; rows x `[heads,n,w]` are f32.
+// What a prompt's keys and values yield once: sign centroids of src/method/selfindex.rs and the 2-bit cache of
+// src/kv/packed.rs. A launch covers some consecutive KV heads of one sequence: pointers point to the arrays of the
+// first, blockIdx.y counts from there. Rows x `[heads,n,w]` are f32.
 #include "common.h"
 #include "scan.h"
 #include "tensor.h"
 
-// Weight of a calibrated centroid, in keys.
+// The number of keys as which a calibrated centroid counts.
 constexpr double PSEUDO_COUNT = 32;
 
-// Rows `[heads,stride,pitch]` in f32 (kind 0), f16 (1) or bf16 (2) to x, channels from d on zeros; less the centre
-// `[heads,d]` where there is one.
+// Widens rows `[heads,stride,pitch]` of type f32 (kind 0), f16 (1) or bf16 (2) to x, with zeros from channel d on; a
+// centre `[heads,d]`, unless null, is subtracted.
 KERNEL(256, 1, widen_rows, const void* rows, OPTIONAL const float* centre, float* x, u32 kind, u32 stride, u32 pitch,
        u32 n, u32 d, u32 w) {
     u64 i = (u64)blockIdx.x * 256 + threadIdx.x, row = i / w, at = blockIdx.y;
@@ -25,7 +26,7 @@ KERNEL(256, 1, widen_rows, const void* rows, OPTIONAL const float* centre, float
     x[(at * n + row) * w + c] = v;
 }
 
-// Statistics `[heads,w]` to `[heads,d]`; zeros become `instead`.
+// Copies statistics `[heads,w]` to `[heads,d]`; zeros become `instead`.
 KERNEL(256, 1, store_channels, const float* from, float* to, float instead, u32 d, u32 w) {
     u32 c = threadIdx.x;
     if (c >= d) return;
@@ -33,9 +34,9 @@ KERNEL(256, 1, store_channels, const float* from, float* to, float instead, u32 
     to[blockIdx.y * d + c] = v == 0 ? instead : v;
 }
 
-// The scores of all visible positions for the group's mean query, as keys of best.cu `[heads,capacity]`, and their
-// first histogram. queries `[heads r,m,d]`, of which the last of the m counts; spans: the sequence's. Four lanes
-// share a position, a block has SCAN.
+// Scores all visible positions by the mean of the group's last queries: sort keys for best.cu, `[heads,capacity]`,
+// and their first histogram. queries `[heads r,m,d]`, of whose m rows the last is used; spans `[4]` are the
+// sequence's. Four lanes share a position, a block covers SCAN.
 KERNEL(256, 1, query_keys, const float* queries, const float* x, const u32* spans, u32* keys, u32* histograms, u32 r,
        u32 m, u32 n, u32 d, u32 w, u32 capacity) {
     SHARED(float, query, 128);
@@ -67,28 +68,28 @@ KERNEL(256, 1, query_keys, const float* queries, const float* x, const u32* span
     add_histogram(own, histograms + (u64)at * 3 * BINS);
 }
 
-// Rows in half precision do not count for the scale and the centroids, unless there are fewer than FULL others.
+// Returns how many full-precision rows scale and centroids leave out: none if fewer than FULL other rows remain.
 DEVICE u32 left_out(const u32* full_count, u32 n) {
     u32 count = full_count[blockIdx.y];
     return n - count < FULL ? 0 : count;
 }
 
-// Makes zeros of the rows that do not count: full `[heads,FULL]`. A block has a row.
+// Zeroes the rows of full `[heads,FULL]` that statistics leave out. Each block has a row.
 KERNEL(128, 1, clear_rows, float* x, const u32* full, const u32* full_count, u32 n, u32 w) {
     if (blockIdx.x >= left_out(full_count, n) || threadIdx.x >= w) return;
     x[((u64)blockIdx.y * n + full[blockIdx.y * FULL + blockIdx.x]) * w + threadIdx.x] = 0;
 }
 
-// Centroids `[heads,d/4,16,4]` from sums `[heads,d/4,16,4]` and counts `[heads,d/4,16]` of sign_sums, in which the rows
-// left out are zeros: means, joined with prior `[heads,d/4,16,4]` where there is one; without, a pattern that no key has
-// gets plus or minus the mean magnitude of its channels.
+// Computes centroids `[heads,d/4,16,4]` from sums `[heads,d/4,16,4]` and counts `[heads,d/4,16]` of sign_sums, whose
+// input had zeros in the rows left out. A centroid is a mean; prior `[heads,d/4,16,4]`, unless null, counts as
+// PSEUDO_COUNT keys. Without prior, a pattern that no key has gets plus or minus its channels' mean magnitude.
 KERNEL(256, 1, sign_centroids, const u64* sums, const u32* counts, const u32* largest, const u32* full_count,
        OPTIONAL const float* prior, float* centroids, u32 n, u32 d) {
     u32 i = blockIdx.x * 256 + threadIdx.x, e = i % 4, cell = i / 4, p = cell % 16, zeros = left_out(full_count, n);
     if (i >= d * 16) return;
     u64 first = (u64)blockIdx.y * d * 16;
     double scale = fixed_point(largest[blockIdx.y], n), sum = from_fixed(sums[first + i], scale), mean;
-    // All zeros is pattern 0.
+    // The zeroed rows were counted under pattern 0.
     u32 count = counts[(u64)blockIdx.y * d * 4 + cell] - (p == 0 ? zeros : 0);
     if (prior) {
         mean = (PSEUDO_COUNT * prior[first + i] + sum) / (PSEUDO_COUNT + count);
@@ -106,8 +107,8 @@ KERNEL(256, 1, sign_centroids, const u64* sums, const u32* counts, const u32* la
     centroids[first + i] = (float)mean;
 }
 
-// Rows of the positions full `[heads,FULL]` in f16: out `[heads,FULL,d]`, keys around the centre `[heads,d]`, values with
-// null. A block has a row.
+// Stores the rows of the positions full `[heads,FULL]` in f16, out `[heads,FULL,d]`; centre `[heads,d]` is subtracted
+// from keys, and is null for values. Each block has a row.
 KERNEL(128, 1, keep_full, const float* x, OPTIONAL const float* centre, const u32* full, const u32* full_count,
        u16* out, u32 n, u32 d, u32 w) {
     u32 at = blockIdx.y, i = blockIdx.x, c = threadIdx.x;

@@ -1,12 +1,12 @@
-// The next token from logits, `Sampler::next` of src/kv/sample.rs: the greedy choice, or drawn by temperature and
-// nucleus.
+// The next token from logits, as `Sampler::next` of src/kv/sample.rs: greedy, or drawn by temperature and nucleus.
 //
-// Of a draw, probabilities are multiples of 2^-44 of the largest one, so that their sums are exact in any order; what is below half
-// of that is never drawn. No order is made: the histogram of the keys' first 11 bits tells which of them a mass ends in,
-// that of the next 11 bits where in there, and the last 10 bits the key itself.
+// For a draw, probabilities are rounded to multiples of 2^-44 of the largest, so that their sums are exact in any
+// order; a token below half a step is never drawn. Nothing is sorted: to find where the cumulative mass reaches a
+// target, a histogram of the mass by the first 11 bits of the sort keys gives the first bits, one of the next 11 bits
+// the next, and one of the last 10 bits the key.
 #include "scan.h"
 
-// The index of the largest of each row's `width` numbers, the lowest on ties: the greedy choice. A block has a row.
+// Finds the index of the largest of each row's `width` numbers, the lowest on ties. Each block has a row.
 KERNEL(256, 1, largest_of_rows, const float* x, u32* out, u32 width) {
     SHARED(float, values, 256);
     SHARED(u32, places, 256);
@@ -31,19 +31,19 @@ KERNEL(256, 1, largest_of_rows, const float* x, u32* out, u32 width) {
 
 constexpr u32 DRAW_BINS = 2048;
 
-// A place in the order of logits, the largest first, and of equal ones the lowest id first.
+// A place in the order of logits: the largest first; among equal ones, the lowest id first.
 struct DrawPlace {
-    u32 key;    // of `order_of`
-    u32 rank;   // which of the equal ones, from 1
-    u64 above;  // the mass of those before the equal ones
+    u32 key;    // sort key, see `order_of`
+    u32 rank;   // number among equal logits, from 1
+    u64 above;  // mass of the places before this one
 };
 
-// exp((v - top) / temperature) in multiples of 2^-44.
+// Returns exp((v - top) / temperature) in multiples of 2^-44.
 DEVICE u64 draw_weight(float v, double top, double temperature) {
     return (u64)__double2ll_rn(exp(((double)v - top) / temperature) * 17592186044416.0);
 }
 
-// The mass of each value of some bits of the key, among the keys that begin with `prefix`.
+// Sums, for each value of some bits of the sort key, the mass of the keys that start with `prefix`.
 DEVICE void draw_masses(const float* x, u32 width, double top, double temperature, u32 prefix, u32 bits_before,
                         u32 shift, u64* bins) {
     for (u32 i = threadIdx.x; i < DRAW_BINS; i += 256) bins[i] = 0;
@@ -59,7 +59,7 @@ DEVICE void draw_masses(const float* x, u32 width, double top, double temperatur
     __syncthreads();
 }
 
-// Where `above` and the masses from the last bin down reach `target`; `found` has the bin and the mass before it.
+// Finds the bin at which `above` plus the masses from the last bin down reaches `target`, and the mass before this bin.
 DEVICE void draw_bin(const u64* bins, u64 target, u64 above, DrawPlace* found) {
     u64 mine = 0;
     for (u32 i = 0; i < 8; i++) mine += bins[DRAW_BINS - 1 - (8 * threadIdx.x + i)];
@@ -72,7 +72,7 @@ DEVICE void draw_bin(const u64* bins, u64 target, u64 above, DrawPlace* found) {
     __syncthreads();
 }
 
-// The place where the mass reaches `target`; `first` has the masses of the first bits.
+// Finds the place at which the cumulative mass reaches `target`; `first` has the masses by the first bits.
 DEVICE DrawPlace draw_place(const float* x, u32 width, double top, double temperature, u64 target, const u64* first,
                             u64* bins) {
     SHARED(DrawPlace, found, 1);
@@ -95,14 +95,14 @@ DEVICE DrawPlace draw_place(const float* x, u32 width, double top, double temper
     return place;
 }
 
-// A share of a mass, at least 1 and at most all of it.
+// Returns a share of a mass: at least 1, at most all of it.
 DEVICE u64 draw_share(double share, u64 mass) {
     u64 part = (u64)ceil(share * (double)mass);
     return part < 1 ? 1 : part > mass ? mass : part;
 }
 
-// Draws an id per row of logits `[rows,width]`: ids has the greedy choices, which give way to what the uniform numbers
-// `[rows]` from 0 to 1 point at. A block has a row.
+// Draws an id per row of logits `[rows,width]` with the uniform numbers `[rows]`. ids holds the greedy choices and
+// receives the drawn ids. Each block has a row.
 KERNEL(256, 1, draw_of_rows, const float* x, const double* uniforms, u32* ids, u32 width, double temperature,
        double top_p) {
     SHARED(u64, first, DRAW_BINS);
@@ -116,12 +116,12 @@ KERNEL(256, 1, draw_of_rows, const float* x, const double* uniforms, u32* ids, u
     u64 before = typed_sum_before(mine);
     if (threadIdx.x == 255) total[0] = before + mine;
     __syncthreads();
-    // The nucleus: the smallest head of the order with at least top_p of the mass.
+    // The nucleus: the fewest most probable tokens with at least top_p of the mass.
     DrawPlace last = draw_place(x, width, top, temperature, draw_share(top_p, total[0]), first, bins);
     u64 kept = last.above + draw_weight(number_of(last.key), top, temperature);
     u64 target = draw_share(uniforms[blockIdx.x], kept);
     DrawPlace drawn = draw_place(x, width, top, temperature, target, first, bins);
-    // Of equal logits, in the order of ids.
+    // Equal logits are in the order of ids.
     u32 each = (width + 255) / 256, start = smaller(each * threadIdx.x, width), end = smaller(start + each, width);
     u32 equal = 0;
     for (u32 i = start; i < end; i++) equal += order_of(x[i]) == drawn.key;

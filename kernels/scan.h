@@ -1,21 +1,21 @@
-// What the selections share: the order of scores, sums over the threads before, and the scan that writes the
-// positions taken in ascending order. Blocks have 256 threads.
+// Functions that the selection kernels share: sort keys of scores, prefix sums over a block, and the scan that lists
+// the taken positions in ascending order. Blocks have 256 threads.
 #pragma once
 #include "common.h"
 
-// Positions that a block of the scan looks at, eight a thread; codewords of a KV head that are taken in part.
+// Positions that a block of the scan covers, eight per thread; most codewords of a KV head that are taken in part.
 constexpr u32 SCAN = 2048, PARTS = 16;
 
-// The order of `f32::total_cmp` as the order of unsigned numbers.
+// Maps a float to an unsigned number that sorts as `f32::total_cmp` does: the sort key of a score.
 DEVICE u32 order_of(float v) {
     u32 bits = __float_as_uint(v);
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// The number whose `order_of` this is.
+// Inverts `order_of`.
 DEVICE float number_of(u32 key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
 
-// The sum over the threads before this one, of a type.
+// Sums over all lower threads of the block.
 template <class T>
 DEVICE T typed_sum_before(T v) {
     SHARED(T, warps, 8);
@@ -34,8 +34,8 @@ DEVICE T typed_sum_before(T v) {
 
 DEVICE u32 sum_before(u32 v) { return typed_sum_before(v); }
 
-// Whether a thread's position number i has this mark: 0 is not taken, 1 is taken, 2 + p is taken if it is one of
-// the first of its kind, number p.
+// Returns the mark of a thread's i-th position: 0 is not taken; 1 is taken; 2 + p is of kind p, of which only the
+// first few positions are taken.
 DEVICE u32 mark_at(u64 marks, u32 i) { return (u32)(marks >> (8 * i) & 255); }
 
 DEVICE u32 count_marks(u64 marks, u32 mark) {
@@ -45,7 +45,7 @@ UNROLL
     return count;
 }
 
-// What the block takes: totals `[b,g,blocks,1 + PARTS]`, the positions with mark 1 and those of each kind.
+// Counts the block's marks into totals `[b,g,blocks,1 + PARTS]`: first mark 1, then every kind.
 DEVICE void count_block(u64 mine, u32* totals) {
     SHARED(u32, sums, 1 + PARTS);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y;
@@ -61,15 +61,15 @@ DEVICE void count_block(u64 mine, u32* totals) {
     if (threadIdx.x <= PARTS) totals[((u64)at * gridDim.x + blockIdx.x) * (1 + PARTS) + threadIdx.x] = sums[threadIdx.x];
 }
 
-// Writes the block's positions, `from` being the thread's first: lists `[b,g,most]`, listed `[b,g]`. Of kind p the
-// first takes[p * stride] ones are taken; the first zero ends the kinds.
+// Lists the block's taken positions in lists `[b,g,most]`, with their number in listed `[b,g]`; `from` is the thread's
+// first position. Of kind p, the first takes[p * stride] positions are taken; a zero ends the kinds.
 DEVICE void list_block(u64 mine, u32 from, const u32* takes, u32 stride, const u32* totals, u32* lists, u32* listed,
                        u32 most) {
     SHARED(u32, before, 1 + PARTS);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y;
     if (threadIdx.x <= PARTS) before[threadIdx.x] = 0;
     __syncthreads();
-    // 255 is a multiple of 17, so a thread stays with one of the 17 numbers.
+    // 255 is a multiple of 17, so each thread adds to only one of the 17 counters.
     totals += (u64)at * gridDim.x * (1 + PARTS);
     u32 earlier = 0;
     if (threadIdx.x < 255) {

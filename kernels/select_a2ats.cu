@@ -1,13 +1,13 @@
-// select of src/method/a2ats.rs: within a budget per KV head, the tokens of the best codewords.
+// Selection of the tokens with the best codewords, within a budget per KV head: `select` of src/method/a2ats.rs.
 //
-// For query head a let R_a(c) be the number of tokens in codewords ranked above c (by score, the lower codeword
-// first on ties), rho(c) the least R_a(c) of the group, o(j) the rank of token j by position within its codeword.
-// The union of the query heads' k best tokens is { j : rho(code_j) + o(j) < k }, so k follows from the counts of
-// the codewords alone, and one scan over the codes writes the positions, ascending. At most r codewords of a KV
-// head are taken in part: o(j) is counted for those only.
+// For query head a, let R_a(c) be the number of tokens in codewords ranked above c (by score; the lower codeword wins
+// ties), rho(c) the smallest R_a(c) in the query group, and o(j) the rank of token j by position within its codeword.
+// The union of the query heads' k best tokens is { j : rho(code_j) + o(j) < k }. So k follows from the counts of the
+// codewords alone, and a single scan over the codes lists the positions in ascending order. At most r codewords of a KV
+// head are taken in part; o(j) is needed only for these.
 //
-// blockIdx.y is the KV head and blockIdx.z the sequence, where nothing else is said; r <= 16. spans `[b,4]` and
-// budgets `[b]` are those of begin_step; candidates lie between the sinks and the window.
+// Unless stated otherwise, blockIdx.y is the KV head and blockIdx.z the sequence; r <= 16. spans `[b,4]` and budgets
+// `[b]` are those of begin_step; candidates lie between the sinks and the window.
 #include "common.h"
 #include "scan.h"
 #include "tensor.h"
@@ -16,8 +16,8 @@ constexpr u32 NO_RANK = 0xffffffffu;
 // Codewords of a KV head, at most: those listed stay in shared memory.
 #define MOST_CODEWORDS 12288
 
-// Rows by matrices: out `[b,g,r,d]`, out_i = sum_j matrix_ij x_j. matrices `[g,d,d]`. A warp has a row of the matrix,
-// and block x eight of them.
+// Multiplies rows by matrices `[g,d,d]`: out `[b,g,r,d]`, out_i = sum_j matrix_ij x_j. Each warp has a row of the
+// matrix, block x eight of them.
 KERNEL(256, 1, map_rows, const float* x, const float* matrices, float* out, u32 r, u32 d) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, i = blockIdx.x * 8 + warp();
     if (i >= d) return;
@@ -30,8 +30,9 @@ KERNEL(256, 1, map_rows, const float* x, const float* matrices, float* out, u32 
     }
 }
 
-// Brings counts `[b,g,M]`, of the codes between counted `[b,g,2]`, to the candidates: what entered and what left,
-// or all anew where the candidates moved back. codes `[b,g,capacity]`. A block has a KV head.
+// Updates counts `[b,g,M]`, which cover the codes of the positions in counted `[b,g,2]`, to the present candidates:
+// adds and removes the difference, or starts over if the candidates moved back. codes `[b,g,capacity]`. Each block
+// has a KV head.
 KERNEL(256, 1, count_candidates, const u16* codes, const u32* spans, u32* counts, u32* counted, u32 capacity,
        u32 size) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y;
@@ -50,8 +51,8 @@ KERNEL(256, 1, count_candidates, const u16* codes, const u32* spans, u32* counts
     if (threadIdx.x == 0) counted[2 * at] = start, counted[2 * at + 1] = end;
 }
 
-// The products of rows y `[rows,d]`, in shared memory, with a codeword, or nothing where it is null. Four lanes share
-// a codeword, and all four get the sums.
+// Computes the products of rows y `[rows,d]`, in shared memory, with a codeword; zeros if it is null. Four lanes
+// share a codeword, and all four get the sums.
 template <u32 MOST>
 DEVICE void codeword_products(float (&sums)[MOST], const u16* codeword, const float* y, u32 rows, u32 d) {
 UNROLL
@@ -76,8 +77,8 @@ UNROLL
     }
 }
 
-// Scores of the codewords, [b,h,M]: y·c. A block has 64 codewords of a KV head; whitened queries y_w `[b,h,d]`,
-// codebook `[g,M,w]` f16, d a multiple of 8.
+// Scores the codewords, y·c: `[b,h,M]`. Each block has 64 codewords of a KV head. Whitened queries y_w `[b,h,d]`,
+// codebook `[g,M,w]` f16; d is a multiple of 8.
 KERNEL_SHARED(256, 2, QUERY_BYTES, codeword_scores, const float* y_w, const u16* codebook, float* scores, u32 r,
        u32 size, u32 d, u32 w) {
     DYNAMIC_SHARED(float, y);
@@ -93,9 +94,9 @@ UNROLL
     }
 }
 
-// ranks `[b,h,M]`: R_a(c) where it is below `budget`, else NO_RANK. A block has a query head, blockIdx.y; it finds by radix
-// the score from which on the codewords hold `budget` tokens, lists those and counts what is above each.
-// Codewords without tokens are left out.
+// Computes ranks `[b,h,M]`: R_a(c) if it is below `budget`, else NO_RANK. Each block has a query head, blockIdx.y. It
+// finds by radix select the score down to which the codewords hold `budget` tokens, lists these codewords and counts
+// the tokens above each. Codewords without tokens are left out.
 KERNEL_SHARED(256, 1, 2 * MOST_CODEWORDS * 4, rank_codewords, const float* scores, const u32* counts,
        const u32* budgets, u32* ranks, u32 r, u32 size) {
     DYNAMIC_SHARED(u32, listed);  // `[2,M]`: order and codeword of what is listed
@@ -107,7 +108,7 @@ KERNEL_SHARED(256, 1, 2 * MOST_CODEWORDS * 4, rank_codewords, const float* score
     ranks += (u64)at * size;
     for (u32 c = threadIdx.x; c < size; c += 256) ranks[c] = NO_RANK;
     if (budget == 0) return;
-    // The digits of the least order that is listed, the high ones first, and the tokens above them.
+    // The smallest sort key that is listed, found from its highest digit down, and the tokens above it.
     u32 prefix = 0, above = 0;
     for (int shift = 24; shift >= 0; shift -= 8) {
         tokens[threadIdx.x] = 0;
@@ -119,7 +120,7 @@ KERNEL_SHARED(256, 1, 2 * MOST_CODEWORDS * 4, rank_codewords, const float* score
             }
         }
         __syncthreads();
-        // The digit in which the budget is reached; the last one where it is not.
+        // The digit at which the budget is reached, or the last one.
         u32 digit = 255 - threadIdx.x, own = tokens[digit], sum = above + sum_before(own);
         if (sum < budget && (sum + own >= budget || digit == 0)) found[0] = digit, found[1] = sum;
         __syncthreads();
@@ -149,8 +150,9 @@ KERNEL_SHARED(256, 1, 2 * MOST_CODEWORDS * 4, rank_codewords, const float* score
 
 DEVICE u32 taken(u32 rho, u32 count, u32 k) { return rho == NO_RANK || k <= rho ? 0 : smaller(k - rho, count); }
 
-// Where even the query heads' best tokens are more than the budget: the best of those by their highest score, the
-// lower position first on ties. chosen `[r]`: their codewords, of each of which the first token is taken.
+// Handles a budget that is smaller than the union of the query heads' best tokens: takes the best of this union by
+// their highest score; the lower position wins ties. chosen `[r]` gets their codewords, each of which gives its first
+// token.
 DEVICE void best_of_union(u32* chosen, const u32* ranks, const u32* counts, const float* scores, const u16* codes,
                           u32 start, u32 end, u32 budget, u32 r, u32 size) {
     SHARED(u32, tops, 16);
@@ -188,9 +190,10 @@ DEVICE void best_of_union(u32* chosen, const u32* ranks, const u32* counts, cons
     }
 }
 
-// The largest k whose union has at most the budget, per KV head, or with `per_query_head` k = budget, and what it
-// takes: marks `[b,g,M]`, 0 for none of a codeword's tokens, 1 for all, 2 + i for the first ones of number i of
-// parts `[b,g,16,2]`: the codeword and how many. Each of the block's eight warps tries a k at a time.
+// Finds, per KV head, the largest k whose union has at most the budget (with `per_query_head`, k is the budget), and
+// marks what it takes. marks `[b,g,M]`: 0 for none of a codeword's tokens, 1 for all, 2 + i for the first tokens of
+// entry i of parts `[b,g,16,2]` (the codeword and how many tokens). Each of the block's eight warps tries one k at a
+// time.
 KERNEL_SHARED(256, 1, MOST_CODEWORDS * 4, take_codewords, const u32* ranks, const u32* counts, const float* scores,
        const u16* codes, const u32* spans, const u32* budgets, u8* marks, u32* parts, u32 r, u32 size, u32 capacity,
        u32 per_query_head) {
@@ -208,7 +211,7 @@ KERNEL_SHARED(256, 1, MOST_CODEWORDS * 4, take_codewords, const u32* ranks, cons
         rho[c] = least;
     }
     __syncthreads();
-    // k = fits has few enough tokens, k = too_many has not: no query head alone may have more than the budget.
+    // k = fits keeps within the budget, k = too_many does not: a query head alone may not have more than the budget.
     u32 fits = per_query_head ? budget : 0, too_many = budget + 1;
     while (too_many - fits > 1) {
         u32 width = too_many - fits, step = (width + 8) / 9, k = fits + step * (warp() + 1);
@@ -252,7 +255,7 @@ KERNEL_SHARED(256, 1, MOST_CODEWORDS * 4, take_codewords, const u32* ranks, cons
     }
 }
 
-// The marks of the eight codes that a thread looks at, a byte each; 0 for what is no candidate.
+// Returns the marks of a thread's eight codes, a byte each; 0 for positions that are no candidates.
 DEVICE u64 marks_of(const u16* codes, const u8* marks, u32 from, u32 start, u32 end) {
     if (from >= end) return 0;
     uint4 bits = *(const uint4*)&codes[from];
@@ -267,7 +270,7 @@ UNROLL
     return out;
 }
 
-// See count_block. capacity is a multiple of 8.
+// Counts the marks of each block; see count_block. capacity is a multiple of 8.
 KERNEL(256, 1, count_taken, const u16* codes, const u8* marks, const u32* spans, u32* totals, u32 capacity,
        u32 size) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * SCAN + threadIdx.x * 8;
@@ -276,7 +279,7 @@ KERNEL(256, 1, count_taken, const u16* codes, const u8* marks, const u32* spans,
                 totals);
 }
 
-// See list_block.
+// Lists the chosen positions; see list_block.
 KERNEL(256, 1, list_taken, const u16* codes, const u8* marks, const u32* parts, const u32* spans, const u32* totals,
        u32* lists, u32* listed, u32 capacity, u32 size, u32 most) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * SCAN + threadIdx.x * 8;
@@ -285,8 +288,8 @@ KERNEL(256, 1, list_taken, const u16* codes, const u8* marks, const u32* parts, 
     list_block(mine, from, parts + at * 2 * PARTS + 1, 2, totals, lists, listed, most);
 }
 
-// The code of each head's new key, the last position of lens `[b]`: of scores `[b,g,M]`, z·c, the codeword with the
-// largest z·c - norms[c], the lower one on ties. norms `[g,M]`: ||c||²/2.
+// Encodes each head's new key, at the last position of lens `[b]`: given the scores z·c `[b,g,M]`, takes the codeword
+// with the largest z·c - norms[c], the lower one on ties. norms `[g,M]`: ||c||²/2.
 KERNEL(256, 1, encode_last, const float* scores, const float* norms, const u32* lens, u16* codes, u32 size,
        u32 capacity) {
     SHARED(u64, best, 8);

@@ -1,19 +1,20 @@
-// The codes of keys: argmin over codewords c of ||z - c||², z = k L - mean, the lower codeword on ties, in f32. One
-// key per head takes `whiten_last`, `codeword_scores` and `encode_last`; a prompt takes the kernels below, with the
-// same numbers: f16 products on the tensor cores leave few codewords of each row (see nearest_fast.cu), the score
-// as `codeword_scores` has it decides among them, and where too many are left, all scores.
+// Encoding of keys: the code is the argmin over codewords c of ||z - c||² with z = k L - mean, in f32; the lower
+// codeword wins ties. A single key per head takes `whiten_last`, `codeword_scores` and `encode_last`; a prompt takes
+// the other kernels below and gets the same codes: f16 products on the tensor cores leave a few candidates per row
+// (see nearest_fast.cu), and the exact scores of `codeword_scores` decide among them. A row with too many candidates
+// is scored against all codewords.
 //
-// Rows are `[b,g,n,w]`, w being d rounded up to a multiple of 16; codebook `[g,M,w]` f16, norms `[g,M]` ||c||²/2.
-// blockIdx.y is the KV head and blockIdx.z the sequence.
+// Rows are `[b,g,n,w]`, where w is d rounded up to a multiple of 16; codebook `[g,M,w]` f16, norms `[g,M]` ||c||²/2.
+// blockIdx.y is the KV head, blockIdx.z the sequence.
 #include "common.h"
 #include "scan.h"
 #include "tensor.h"
 
-// Channels that are summed one after the other; then these sums are, in order.
+// Channels that are summed in order into one partial sum; the partial sums are then added in order.
 constexpr u32 CHAIN = 32;
 
-// z of one key per head: keys `[b,g,d]`, factors L `[g,d,d]`, means `[g,d]`; out `[b,g,d]`, d <= 128. A block has 64
-// channels, a thread a chain.
+// Computes z of one key per head: keys `[b,g,d]`, factors L `[g,d,d]`, means `[g,d]`; out `[b,g,d]`, d <= 128. Each
+// block has 64 channels, each thread a partial sum.
 KERNEL(256, 1, whiten_last, const float* keys, const float* factors, const float* means, float* out, u32 d) {
     SHARED(float, chains, 4 * 64);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, chain = threadIdx.x / 64, i = blockIdx.x * 64 + threadIdx.x % 64;
@@ -30,8 +31,8 @@ KERNEL(256, 1, whiten_last, const float* keys, const float* factors, const float
     out[at * d + i] = sum - means[blockIdx.y * d + i];
 }
 
-// z of n rows from `first` on of keys `[b,g,m,d]`: out `[b,g,n,w]`. Blocks x and z make 64 rows x 64 channels, block z
-// being channels + w / 64 rounded up times the sequence; a thread has 4 x 4.
+// Computes z of n rows, from row `first` on, of keys `[b,g,m,d]`: out `[b,g,n,w]`. A block computes 64 rows x 64
+// channels, a thread 4 x 4. blockIdx.z is the tile of channels plus ceil(w / 64) times the sequence.
 KERNEL(256, 2, whiten_keys, const float* keys, const float* factors, const float* means, float* out, u32 first, u32 n,
        u32 m, u32 d, u32 w) {
     SHARED(float, rows, 16 * 68);
@@ -79,9 +80,9 @@ UNROLL
     }
 }
 
-// The codewords that can be a row's nearest: candidates `[b,g,n]`, as `settle` has them. rows and norms are those of
-// halve_rows; biases `[g,padded]`: -||c||²/2, and minus infinity beyond the last; bounds `[g,2]`: the largest ||c||
-// and the largest bias. w <= 128.
+// Finds the codewords that may be the nearest of each row: candidates `[b,g,n]` as `settle` reads them. rows and
+// norms are those of halve_rows; biases `[g,padded]` are -||c||²/2, minus infinity beyond the last codeword; bounds
+// `[g,2]` hold the largest ||c|| and the largest ||c||²/2. w <= 128.
 KERNEL_SHARED(256, 2, SEARCH_BYTES(2), nearest_codewords, const u16* rows, const float* norms, const u32* largest,
        const u16* codebook, const float* biases, const float* bounds, u64* candidates, u32 n, u32 w, u32 size,
        u32 padded) {
@@ -92,16 +93,16 @@ KERNEL_SHARED(256, 2, SEARCH_BYTES(2), nearest_codewords, const u16* rows, const
                                biases + (u64)blockIdx.y * padded, scale, start, n, size, size, w);
     u32 i = threadIdx.x, row = start + i;
     if (i >= TILE || row >= n) return;
-    // Codewords are f16 as they are, so rounding takes nothing off them.
+    // Codewords are stored in f16, so they have no rounding error.
     const float* of = bounds + 2 * blockIdx.y;
     float bound = bound_of(norms + 2 * ((u64)at * n + row), of[0], 0, of[1] * scale, w);
     candidates[(u64)at * n + row] = candidates_of(found.best + i, found.second + i, found.code + i, bound);
 }
 
-// The better of two codewords has the larger number.
+// Returns a sort key: the better of two codewords has the larger one.
 DEVICE u64 code_order(float score, u32 code) { return (u64)order_of(score) << 32 | (0xffffffffu - code); }
 
-// z·c as `codeword_scores` adds it: four sums, of every fourth run of eight channels.
+// Computes z·c in the order of `codeword_scores`: four partial sums, each of every fourth run of eight channels.
 DEVICE float codeword_score(const float* z, const u16* codeword, u32 d) {
     float sums[4] = {};
     for (u32 k = 0; k < d; k += 8) {
@@ -120,8 +121,8 @@ UNROLL
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// The codes of rows by their candidates, into codes `[b,g,capacity]`: of the last m positions of lens `[b]` those from
-// `first` on. Rows that need all scores are listed: list `[b,g,n]`, listed `[b,g]`, zeroed before.
+// Encodes rows by their candidates into codes `[b,g,capacity]`: of the last m positions of lens `[b]`, those from
+// `first` on. Rows that need all scores are listed in list `[b,g,n]`, listed `[b,g]`, zeroed before.
 KERNEL(256, 1, settle_codes, const float* z, const u16* codebook, const float* norms, const u64* candidates,
        const u32* lens, u16* codes, u32* list, u32* listed, u32 first, u32 n, u32 m, u32 size, u32 d, u32 w,
        u32 capacity) {
@@ -148,7 +149,7 @@ KERNEL(256, 1, settle_codes, const float* z, const u16* codebook, const float* n
     codes[(u64)at * capacity + lens[blockIdx.z] - m + first + row] = (u16)code;
 }
 
-// The codes of the listed rows, by the scores of all codewords. A block has eight of the rows.
+// Encodes the listed rows by the scores of all codewords, eight rows per block.
 KERNEL(256, 2, encode_listed, const float* z, const u16* codebook, const float* norms, const u32* list,
        const u32* listed, const u32* lens, u16* codes, u32 first, u32 n, u32 m, u32 size, u32 d, u32 w,
        u32 capacity) {

@@ -1,20 +1,21 @@
-// select and update of src/method/ctkvr.rs: the lists of the centroids most like the queries, their union with what
-// left the window lately, and the ring of centroids. What ranks the union is in select_topk.cu and best.cu.
+// CTkvr, select and update of src/method/ctkvr.rs: finds the centroids most similar to the queries, builds the union
+// of their lists with the positions that left the window lately, and keeps the ring of centroids. select_topk.cu and
+// best.cu rank the union.
 //
-// centroids `[b,g,slots,r,d]` are f16 rows of length one; lists `[b,g,slots,longest]` and lens `[b,g,slots]` their
-// positions, ascending. ring `[b,4]`: the slot of the oldest, how many there are, the first position that lists do not
-// cover, and decode steps. limits `[n,2]`: centroids and the length of a list at a cache of n positions. blockIdx.y is
-// the KV head and blockIdx.z the sequence.
+// centroids `[b,g,slots,r,d]` are f16 rows of unit length. lists `[b,g,slots,longest]` and lens `[b,g,slots]` hold
+// their positions, ascending. ring `[b,4]`: the slot of the oldest centroid, the number of centroids, the first
+// position that no list covers, and the decode steps. limits `[n,2]`: at a cache of n positions, the most centroids
+// and the length of a list. blockIdx.y is the KV head, blockIdx.z the sequence.
 #include "common.h"
 #include "scan.h"
 #include "tensor.h"
 
-// Centroids of a block of recall_centroids; numbers of a list that a block copies or marks.
+// Centroids per block of recall_centroids; list entries that a block copies or marks.
 constexpr u32 RECALLED = 64, LIST_PIECE = 1024;
-// Steps for which a position that left the window is ranked by every query.
+// Number of steps for which every query ranks a position that has left the window.
 constexpr u32 FRESH = 256;
 
-// Rows of d numbers, `stride` apart, each divided by its length: unit `[r,d]`; a zero row stays zero. A warp has a row.
+// Divides rows of d numbers, `stride` apart, by their length: unit `[r,d]`; a zero row stays zero. Each warp has a row.
 DEVICE void unit_rows(const float* rows, u64 stride, float* unit, u32 r, u32 d) {
     for (u32 a = warp(); a < r; a += 8) {
         double squares = 0;
@@ -25,8 +26,8 @@ DEVICE void unit_rows(const float* rows, u64 stride, float* unit, u32 r, u32 d) 
     }
 }
 
-// The largest cosine over the group of queries `[b,h,d]` and each centroid: cosines `[b,g,slots]`, the oldest first, in
-// the order of scores.
+// Computes, for each centroid, the largest cosine with the group's queries `[b,h,d]`: cosines `[b,g,slots]` as sort
+// keys, the oldest centroid first.
 KERNEL_SHARED(256, 2, QUERY_BYTES, recall_centroids, const float* queries, const u32* ring, const u16* centroids,
        u32* cosines, u32 r, u32 d, u32 slots) {
     DYNAMIC_SHARED(float, unit);  // `[r,d]`
@@ -47,7 +48,8 @@ KERNEL_SHARED(256, 2, QUERY_BYTES, recall_centroids, const float* queries, const
     }
 }
 
-// The slots of the `probes` best, recalled `[b,g,probes]`; the older one on ties. A thread has a centroid.
+// Lists the slots of the `probes` best centroids, the older one on ties: recalled `[b,g,probes]`. Each thread has a
+// centroid.
 KERNEL(256, 2, rank_centroids, const u32* ring, const u32* cosines, u32* recalled, u32 probes, u32 slots) {
     SHARED(u32, tile, 256);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
@@ -66,9 +68,9 @@ KERNEL(256, 2, rank_centroids, const u32* ring, const u32* cosines, u32* recalle
     if (i < count && rank < probes) recalled[(u64)at * probes + rank] = (oldest + i) % slots;
 }
 
-// Sets marks `[b,g,capacity]` of what a step ranks: the candidates on the recalled lists, and those that left the
-// window lately; all candidates where the budget has room for them, which are `longest` at most. A block has LIST_PIECE
-// numbers of each list. Threads that meet at a mark write the same.
+// Sets marks `[b,g,capacity]` for the positions that a step ranks: the candidates on the recalled lists, and those that
+// left the window lately. If the budget covers all candidates (at most `longest`), all are marked. Each block has
+// LIST_PIECE entries of each list. Threads that mark the same position write the same value.
 KERNEL(256, 2, mark_union, const u32* ring, const u32* recalled, const u32* lists, const u32* lens, const u32* spans,
        const u32* budgets, u8* marks, u32 probes, u32 slots, u32 longest, u32 capacity) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * LIST_PIECE;
@@ -92,15 +94,16 @@ KERNEL(256, 2, mark_union, const u32* ring, const u32* recalled, const u32* list
     if (blockIdx.x == 0 && fresh + threadIdx.x < end) marks[fresh + threadIdx.x] = 1;
 }
 
-// See count_block.
+// Counts the marks of each block; see count_block.
 KERNEL(256, 2, count_union, const u8* marks, u32* totals, u32 capacity) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * SCAN + threadIdx.x * 8;
     count_block(from < capacity ? *(const u64*)(marks + (u64)at * capacity + from) : 0, totals);
 }
 
-// The marked positions, ascending: items `[b,g,room]`, counts `[b,g]`. Of each KV head, for those who take it as a
-// sequence of that many positions: item_spans `[b,g,4]`, what may be chosen and what a list has, wants `[2,b,g]`; and
-// ranked `[b,g]`: how many are ranked, none where all are taken. Clears the marks.
+// Lists the marked positions in ascending order, items `[b,g,room]` and counts `[b,g]`, and clears the marks. The
+// ranking kernels treat each KV head's items as a sequence of their own, for which this gives item_spans `[b,g,4]`
+// and the numbers to take, wants `[2,b,g]`: the budget, then the length of a list. ranked `[b,g]`: how many keys are
+// ranked, 0 if all candidates are taken.
 KERNEL(256, 2, list_union, u8* marks, const u32* totals, const u32* spans, const u32* budgets, const u32* limits,
        u32* items, u32* counts, u32* item_spans, u32* wants, u32* ranked, u32 room, u32 capacity) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * SCAN + threadIdx.x * 8, none = 0;
@@ -111,7 +114,7 @@ KERNEL(256, 2, list_union, u8* marks, const u32* totals, const u32* spans, const
         *own = 0;
     }
     list_block(mine, from, &none, 1, totals, items, counts, room);
-    // The thread that wrote the count.
+    // Continues with the thread that wrote the count.
     if (blockIdx.x + 1 < gridDim.x || threadIdx.x < 255) return;
     const u32* span = spans + 4 * blockIdx.z;
     u32 count = counts[at], heads = gridDim.y * gridDim.z, budget = budgets[blockIdx.z];
@@ -121,8 +124,8 @@ KERNEL(256, 2, list_union, u8* marks, const u32* totals, const u32* spans, const
     ranked[at] = span[2] - span[0] - span[1] <= budget ? 0 : count;
 }
 
-// Numbers of items `[b,g,room]` become the items: lists `[b,g,most]`, of which listed `[b,g]` are there. Clears all
-// histograms of best.cu but the first.
+// Replaces indices in lists `[b,g,most]`, listed `[b,g]` many, by the items `[b,g,room]` that they stand for. Clears
+// all histograms of best.cu except for the first.
 KERNEL(256, 2, name_items, const u32* items, u32* lists, const u32* listed, u32* histograms, u32 room, u32 most) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
     if (i < listed[at]) lists[(u64)at * most + i] = items[(u64)at * room + lists[(u64)at * most + i]];
@@ -130,8 +133,8 @@ KERNEL(256, 2, name_items, const u32* items, u32* lists, const u32* listed, u32*
     for (u32 j = threadIdx.x; j < 2 * BINS; j += 256) histograms[((u64)at * 3 + 1) * BINS + j] = 0;
 }
 
-// Every `update`th step becomes a centroid: its queries `[b,h,d]`, and the items with the numbers chosen `[b,g,longest]`,
-// of which chosen_count `[b,g]` are there.
+// Makes every `update`-th step a centroid: from its queries `[b,h,d]`, and with a list of the items whose indices are
+// chosen `[b,g,longest]`, chosen_count `[b,g]` many.
 KERNEL_SHARED(256, 2, QUERY_BYTES, push_centroid, const float* queries, const u32* ring, const u32* items,
        const u32* chosen, const u32* chosen_count, u16* centroids, u32* lists, u32* lens, u32 update, u32 r, u32 d,
        u32 slots, u32 longest, u32 room) {
@@ -150,7 +153,7 @@ KERNEL_SHARED(256, 2, QUERY_BYTES, push_centroid, const float* queries, const u3
     for (u32 i = threadIdx.x; i < r * d; i += 256) centroids[to * r * d + i] = round_to<false>(unit[i]);
 }
 
-// The oldest goes where there would be more than limits allow, or than there were; update 0 is none.
+// Counts the step. If it made a centroid, counts this, or drops the oldest at the limit; update 0 makes none.
 KERNEL(256, 1, advance_ring, u32* ring, const u32* spans, const u32* limits, u32 update, u32 slots, u32 b) {
     u32 s = blockIdx.x * 256 + threadIdx.x;
     if (s >= b) return;
@@ -162,8 +165,8 @@ KERNEL(256, 1, advance_ring, u32* ring, const u32* spans, const u32* limits, u32
     state[3]++;
 }
 
-// Rows number at[x] of a prompt's queries `[h,m,d]`: as they are, out `[rows,h,d]`, and as the centroids in the slots
-// from `slot` on. blockIdx.x is the row.
+// Takes rows at[x] of a prompt's queries `[h,m,d]`: unchanged to out `[rows,h,d]`, and as centroids to the slots from
+// `slot` on. blockIdx.x is the row.
 KERNEL_SHARED(256, 2, QUERY_BYTES, take_queries, const float* queries, const u32* at, float* out, u16* centroids,
        u32 slot, u32 m, u32 r, u32 d, u32 slots) {
     DYNAMIC_SHARED(float, unit);  // `[r,d]`
@@ -178,7 +181,7 @@ KERNEL_SHARED(256, 2, QUERY_BYTES, take_queries, const float* queries, const u32
     }
 }
 
-// The lists of those rows, chosen `[rows,g,longest]` and chosen_count `[rows,g]`. blockIdx.z is the row.
+// Stores the lists of these rows: chosen `[rows,g,longest]`, chosen_count `[rows,g]`. blockIdx.z is the row.
 KERNEL(256, 2, keep_lists, const u32* chosen, const u32* chosen_count, u32* lists, u32* lens, u32 slot, u32 slots,
        u32 longest) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * LIST_PIECE, n = chosen_count[at];

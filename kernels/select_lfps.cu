@@ -1,22 +1,22 @@
-// select and observe of src/method/lfps.rs for one token. `at` is a KV head of a sequence, `head` a query head of a
-// sequence; blockIdx.z is the sequence and blockIdx.y one or the other. Candidates lie between the sinks and the
-// window of spans `[b,4]`. Sums over blocks are taken in a fixed order.
+// LFPS, select and observe of src/method/lfps.rs for one token. `at` is a KV head of a sequence, `head` a query head
+// of a sequence; blockIdx.z is the sequence, blockIdx.y the KV head or the query head. Candidates lie between the
+// sinks and the window of spans `[b,4]`. Sums over blocks are taken in a fixed order.
 //
-// A table `[capacity]` holds f32 that a common factor in f64 multiplies: tables `[b,h,2,capacity]`, by position and by
-// distance from the last position, factors `[b,h,2]`. constants `[b,h,6]`: gamma, lambda, alpha, rho, the bias of the
+// A table `[capacity]` holds f32 entries that share an f64 factor. tables `[b,h,2,capacity]`: by position, and by
+// distance from the last position; factors `[b,h,2]`. constants `[b,h,6]`: gamma, lambda, alpha, rho, the bias of the
 // global estimate, and whether the bypass is tested.
 #include "attend.h"
 #include "common.h"
 #include "scan.h"
 #include "tensor.h"
 
-// Most recent positions of the local estimate; LOCAL of src/method/lfps.rs. Positions of a block that scores; threads
-// of a block that sorts. Numbers of the choice of a KV head: the first rank that stays out, how many positions are
-// listed because even rank 0 has too many, and these.
+// LOCAL: number of most recent positions in the local estimate, as in src/method/lfps.rs. SCORED: positions per
+// scoring block. SORTERS: threads of a sorting block. CHOICE: numbers that describe a KV head's choice, namely the
+// first rank that is left out, how many positions are listed because even rank 0 is too many, and these positions.
 constexpr u32 LOCAL = 5, SCORED = 256, SORTERS = 512, CHOICE = 2 + 16, NONE = 0xffffffffu;
 constexpr u32 OF_HEAD = 6;
 
-// The sum over a block of 256 threads; every thread gets it.
+// Sums over a block of 256 threads; every thread gets the sum.
 DEVICE double block_total(double v) {
     SHARED(double, total, 1);
     v = block_sum(v);
@@ -27,18 +27,18 @@ DEVICE double block_total(double v) {
     return v;
 }
 
-// Whether the budget covers all candidates.
+// Says whether the budget covers all candidates.
 DEVICE bool is_exact(const u32* span, u32 budget) { return budget >= span[2] - span[0] - span[1]; }
 
-// The scaled product of a query and a key, by a warp; every lane gets it.
+// Computes the scaled product of a query and a key with a warp; every lane gets it.
 DEVICE double warp_score(const float* q, const void* keys, u64 row, double scale, u32 kind, u32 d, u32 w) {
     float sum = 0;
     for (u32 c = lane(); c < d; c += 32) sum = fmaf(q[c], load_one(keys, row * w + c, kind), sum);
     return scale * (double)warp_sum(sum);
 }
 
-// The products of a key with the queries `[r,w]` of its group, shared by four lanes; each of them gets all. Every lane of
-// the warp takes part, those without a key too.
+// Computes the products of a key with its group's queries `[r,w]` with four lanes, each of which gets all. Every lane
+// of the warp must take part, even without a key.
 DEVICE void group_products(float (&out)[16], const float* q, const void* keys, u64 row, bool there, u32 kind, u32 r,
                            u32 w) {
 UNROLL
@@ -62,7 +62,7 @@ UNROLL
     }
 }
 
-// A log-sum-exp that grows.
+// A running log-sum-exp.
 struct LogSum {
     double top, sum;
 
@@ -76,9 +76,10 @@ struct LogSum {
     DEVICE double log_of() const { return top + log(sum); }
 };
 
-// Brings the sums of the rows that are no sinks, `[b,g,2,d]`, to the last position, and tests the query heads of a KV
-// head for the bypass: bypassed `[b,h]`, rest `[b,h]` the log mass of what is no sink. counters `[b,g,4]`: key rows
-// read to rank, products taken, heads bypassed, rows of the local estimate. The first two grow in `lfps_marks`.
+// Updates the sums of the keys and values that are no sinks, `[b,g,2,d]`, to the last position, and tests the query
+// heads of a KV head for the bypass: bypassed `[b,h]`, and rest `[b,h]`, the log-sum-exp estimated for all rows
+// except sinks. counters `[b,g,4]`: keys read for ranking, products computed for ranking, heads bypassed, rows of the
+// local estimate; `lfps_marks` adds to the first two.
 KERNEL(256, 1, lfps_begin, const float* queries, const void* keys, const void* values, const u32* spans,
        const u32* budgets, const double* constants, double* sums, u32* bypassed, float* rest, u32* counters,
        double scale, double theta, u32 kind, u32 r, u32 d, u32 w, u32 capacity, u32 sinks, u32 model_window) {
@@ -120,7 +121,7 @@ KERNEL(256, 1, lfps_begin, const float* queries, const void* keys, const void* v
                 mean += (double)q[c] * sums[c] / n;
             }
             norm = warp_sum(norm), mean = warp_sum(mean);
-            // E[exp x] of a normal x.
+            // E[exp x] of a normally distributed x.
             double global = log(n) + scale * mean + own[3] * norm / 2 + own[4];
             double others = fmax(global, near.log_of());
             result = 1 / (1 + exp(others - sink.log_of())) > theta;
@@ -137,7 +138,7 @@ KERNEL(256, 1, lfps_begin, const float* queries, const void* keys, const void* v
     to[0] = 0, to[1] = counts[0] * (end - local + span[1]), to[2] = counts[1], to[3] = end - local;
 }
 
-// The entries of both tables of a query head at position p, t being the last one.
+// The entries of a query head's two tables for position p; t is the last position.
 struct Tables {
     const float *vertical, *slash;
     double of_vertical, of_slash;
@@ -152,14 +153,14 @@ DEVICE Tables tables_of(const float* tables, const double* factors, const u32* s
     return {own, own + capacity, factors[2 * head], factors[2 * head + 1], span[3] - 1};
 }
 
-// The total of number i of parts `[blocks,stride]`; every thread gets it.
+// Sums column i of parts `[blocks,stride]`; every thread gets the sum.
 DEVICE double total_of(const double* parts, u32 blocks, u32 stride, u32 i) {
     double sum = 0;
     for (u32 block = threadIdx.x; block < blocks; block += 256) sum += parts[block * stride + i];
     return block_total(sum);
 }
 
-// Sums of both tables over a block's candidates: parts `[b,h,blocks,2]`.
+// Sums both tables over a block's candidates: parts `[b,h,blocks,2]`.
 KERNEL(256, 1, lfps_sums, const float* tables, const double* factors, const u32* spans, double* parts, u32 capacity) {
     u32 head = blockIdx.z * gridDim.y + blockIdx.y;
     const u32* span = spans + 4 * blockIdx.z;
@@ -175,7 +176,8 @@ KERNEL(256, 1, lfps_sums, const float* tables, const double* factors, const u32*
     if (threadIdx.x == 0) to[0] = vertical, to[1] = slash;
 }
 
-// Sums of the second and fourth powers around the means that parts `[b,h,blocks,2]` give: moments `[b,h,blocks,4]`.
+// Sums the second and fourth powers of the deviations from the means, which follow from parts `[b,h,blocks,2]`: moments
+// `[b,h,blocks,4]`.
 KERNEL(256, 1, lfps_moments, const float* tables, const double* factors, const u32* spans, const double* parts,
        double* moments, u32 capacity) {
     u32 head = blockIdx.z * gridDim.y + blockIdx.y;
@@ -199,14 +201,14 @@ UNROLL
     }
 }
 
-// m4 / m2^2; that of a normal distribution where all values are equal.
+// Returns the kurtosis m4 / m2^2, or that of a normal distribution if all values are equal.
 DEVICE double kurtosis(double m2, double m4) {
     double out = m4 / (m2 * m2);
     return out - out == 0 ? out : 3;
 }
 
-// thresholds `[b,h,4]`: above which an entry of either table makes a candidate, and the tables' means. With `balanced`
-// the table with the larger kurtosis has the lower threshold.
+// Computes thresholds `[b,h,4]`: for each table, the value above which an entry makes a candidate; then the tables'
+// means. With `balanced`, the table with the larger kurtosis has the lower threshold.
 KERNEL(256, 1, lfps_thresholds, const double* constants, const u32* spans, const double* parts, const double* moments,
        double* thresholds, u32 blocks, u32 balanced) {
     u32 head = blockIdx.z * gridDim.y + blockIdx.y;
@@ -226,10 +228,10 @@ UNROLL
     to[2] = means[0], to[3] = means[1];
 }
 
-// Which positions of a block of SCORED are candidates of which query heads, and their scores: scores
-// `[b,h,capacity]` in the order of numbers, 0 for no candidate; counts `[b,h,blocks]`. joins `[b,g,capacity]` is
-// cleared. queries `[b,h,d]`. A position is a candidate where an entry of one of positions p - 2 to p + 1 is above
-// its threshold and an own one above its mean, or where it is among the last LOCAL. Four lanes share a product.
+// Decides which of a block's SCORED positions are candidates of which query heads, and scores them: scores
+// `[b,h,capacity]` as sort keys, 0 for no candidate; counts `[b,h,blocks]`. Resets joins `[b,g,capacity]`. queries
+// `[b,h,d]`. Position p is a candidate if an entry of a position from p - 2 to p + 1 exceeds its threshold and an
+// entry of p exceeds its mean, or if p is among the last LOCAL positions. Four lanes share a product.
 KERNEL_SHARED(256, 1, QUERY_BYTES, lfps_marks, const float* queries, const void* keys, const u32* spans,
        const u32* budgets, const float* tables, const double* factors, const double* thresholds, const u32* bypassed,
        u32* scores, u32* joins, u32* counts, u32* counters, float scale, u32 kind, u32 r, u32 d, u32 w,
@@ -249,7 +251,7 @@ KERNEL_SHARED(256, 1, QUERY_BYTES, lfps_marks, const float* queries, const void*
     }
     if (threadIdx.x < 17) sums[threadIdx.x] = 0;
     for (u32 i = threadIdx.x; i < SCORED + 3; i += 256) {
-        // Position number i of the block is hot[i + 2].
+        // hot[i + 2] is for position i of the block.
         u32 other = start + i - 2, bits = 0;
         bool inside = start + i >= 2 && other >= from && other < to;
         for (u32 a = 0; a < r && inside; a++) {
@@ -291,7 +293,7 @@ KERNEL_SHARED(256, 1, QUERY_BYTES, lfps_marks, const float* queries, const void*
         for (u32 a = 0; a < r; a++) products += sums[a];
         atomicAdd(&counters[4 * at], sums[16]), atomicAdd(&counters[4 * at + 1], products);
     }
-    // Whole warps stay in the loop, for the shuffles.
+    // Whole warps stay in the loop, because group_products shuffles.
     for (u32 item = i / 4; item < (sums[16] + 63) / 64 * 64; item += 64) {
         bool there = item < sums[16];
         u32 place = there ? wanted[item] : 0, bits = there ? marks[place] : 0;
@@ -306,8 +308,8 @@ UNROLL
     }
 }
 
-// The candidates of a query head, ascending: entries `[b,h,capacity]`, the score in the high half and the position in
-// the low one; listed `[b,h]`. counts and blocks as in lfps_marks.
+// Lists the candidates of a query head in ascending order: entries `[b,h,capacity]`, with the score in the high half
+// and the position in the low half; listed `[b,h]`. counts and blocks as in lfps_marks.
 KERNEL(256, 1, lfps_entries, const u32* scores, const u32* counts, u64* entries, u32* listed, u32 capacity) {
     SHARED(u32, earlier, 1);
     u32 head = blockIdx.z * gridDim.y + blockIdx.y, p = blockIdx.x * SCORED + threadIdx.x, sum = 0;
@@ -317,16 +319,16 @@ KERNEL(256, 1, lfps_entries, const u32* scores, const u32* counts, u64* entries,
     for (u32 block = threadIdx.x; block < blockIdx.x; block += 256) sum += counts[block];
     if (sum > 0) atomicAdd(&earlier[0], sum);
     u32 score = p < capacity ? scores[(u64)head * capacity + p] : 0;
-    // After its barriers, what came earlier is complete.
+    // The barriers of sum_before complete `earlier`.
     u32 before = sum_before(score != 0);
     before += earlier[0];
     if (score != 0) entries[(u64)head * capacity + before] = (u64)score << 32 | p;
     if (blockIdx.x + 1 == gridDim.x && threadIdx.x == 0) listed[head] = earlier[0] + counts[blockIdx.x];
 }
 
-// Sorts the candidates of a query head: the highest score first, the lower position on ties; 4 bits at a time from the
-// lowest, each time in the order that there was. `other` is as large as the entries. Then joins `[b,g,capacity]` has the
-// best rank of every position in any head of its group.
+// Sorts the candidates of a query head: the highest score first, the lower position on ties. This is a stable radix
+// sort, 4 bits at a time from the lowest; `other` is as large as the entries. Then joins `[b,g,capacity]` gets the
+// best rank of every position in any query head of the group.
 KERNEL(512, 1, lfps_sort, u64* entries, u64* other, const u32* listed, u32* joins, u32 r, u32 capacity) {
     SHARED(u32, bins, 16 * SORTERS);  // `[16,SORTERS]`
     SHARED(u32, warps, SORTERS / 32);
@@ -339,7 +341,7 @@ UNROLL
         for (u32 digit = 0; digit < 16; digit++) bins[digit * SORTERS + t] = 0;
         for (u32 i = start; i < end; i++) bins[(15 - (u32)(from[i] >> shift & 15)) * SORTERS + t]++;
         __syncthreads();
-        // Bins to the sums before them: a thread has 16 of them in a row.
+        // Replaces the counts by prefix sums; each thread has 16 consecutive bins.
         u32 own = 0;
         for (u32 i = 0; i < 16; i++) own += bins[t * 16 + i];
         u32 sum = own;
@@ -365,12 +367,12 @@ UNROLL
         u64* swap = from;
         from = to, to = swap;
     }
-    // Eight times there and back: they are where they were.
+    // After eight passes, the result is back in `entries`.
     joins += (u64)(head / r) * capacity;
     for (u32 i = t; i < n; i += SORTERS) atomicMin(&joins[(u32)entries[i]], i);
 }
 
-// union_within of src/method/mod.rs: choice `[b,g,CHOICE]`.
+// Finds the largest union of top ranks within the budget, `union_within` of src/method/mod.rs: choice `[b,g,CHOICE]`.
 KERNEL(256, 1, lfps_limit, const u64* entries, const u32* listed, const u32* joins, const u32* scores,
        const u32* budgets, u32* choice, u32 r, u32 capacity) {
     SHARED(u32, found, 2);
@@ -380,7 +382,7 @@ KERNEL(256, 1, lfps_limit, const u64* entries, const u32* listed, const u32* joi
     for (u32 a = 0; a < r; a++) longest = longest > listed[a] ? longest : listed[a];
     if (threadIdx.x == 0) found[0] = NONE;
     for (u32 first = 0; first < longest; first += 256) {
-        // The positions that join at a thread's rank.
+        // Counts the positions whose best rank is the thread's.
         u32 rank = first + threadIdx.x, count = 0;
         for (u32 a = 0; a < r; a++) {
             if (rank >= listed[a]) continue;
@@ -404,7 +406,7 @@ KERNEL(256, 1, lfps_limit, const u64* entries, const u32* listed, const u32* joi
     u32* to = choice + at * CHOICE;
     to[0] = found[0], to[1] = 0;
     if (found[0] != 0) return;
-    // Even the best of each head are too many: those of them with the highest score.
+    // Even the heads' best positions are too many: takes those of them with the highest scores.
     while (to[1] < budget) {
         u32 best = 0, place = NONE;
         for (u32 a = 0; a < r; a++) {
@@ -423,7 +425,7 @@ KERNEL(256, 1, lfps_limit, const u64* entries, const u32* listed, const u32* joi
     }
 }
 
-// The marks of a thread's eight positions.
+// Returns the marks of a thread's eight positions.
 DEVICE u64 chosen_marks(const u32* joins, const u32* choice, const u32* span, bool exact, u32 from) {
     u64 out = 0;
     for (u32 i = 0; i < 8; i++) {
@@ -436,7 +438,7 @@ DEVICE u64 chosen_marks(const u32* joins, const u32* choice, const u32* span, bo
     return out;
 }
 
-// See count_block.
+// Counts the marks of each block; see count_block.
 KERNEL(256, 1, lfps_count, const u32* joins, const u32* choice, const u32* spans, const u32* budgets, u32* totals,
        u32 capacity) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * SCAN + threadIdx.x * 8;
@@ -445,7 +447,7 @@ KERNEL(256, 1, lfps_count, const u32* joins, const u32* choice, const u32* spans
     count_block(chosen_marks(joins + (u64)at * capacity, choice + at * CHOICE, span, exact, from), totals);
 }
 
-// See list_block.
+// Lists the chosen positions; see list_block.
 KERNEL(256, 1, lfps_list, const u32* joins, const u32* choice, const u32* spans, const u32* budgets,
        const u32* totals, u32* lists, u32* listed, u32 capacity, u32 most) {
     SHARED(u32, none, 1);
@@ -458,8 +460,9 @@ KERNEL(256, 1, lfps_list, const u32* joins, const u32* choice, const u32* spans,
     list_block(mine, from, none, 1, totals, lists, listed, most);
 }
 
-// Scores of what is attended and no sink, with an exponent of base 2: scores `[b,h,room]`, in the order of the list and
-// the window, minus infinity for a sink in the window. A block has 64 of them; four lanes share a product.
+// Scores the attended positions that are no sinks, in exponents of base 2: scores `[b,h,room]`, in the order of the
+// list and then the window, minus infinity for a sink in the window. Each block has 64 positions; four lanes share a
+// product.
 KERNEL_SHARED(256, 1, QUERY_BYTES, lfps_attended, const float* queries, const void* keys, const u32* spans,
        const u32* lists, const u32* listed, float* scores, float scale, u32 kind, u32 r, u32 d, u32 w, u32 capacity,
        u32 most, u32 room, u32 sinks) {
@@ -483,8 +486,8 @@ UNROLL
     }
 }
 
-// The softmax weights of those scores join the tables of a query head that was not bypassed, after a decay. Where the
-// factor of a table would vanish it is worked into the entries, as on the CPU.
+// Decays the tables of each query head that was not bypassed, and adds the softmax weights of these scores. A factor
+// that becomes tiny is multiplied into the entries, as on the CPU.
 KERNEL(256, 1, lfps_update, const float* scores, const double* constants, const u32* bypassed, const u32* spans,
        const u32* lists, const u32* listed, float* tables, double* factors, u32 r, u32 capacity, u32 most, u32 room) {
     SHARED(float, tops, 8);
@@ -523,8 +526,8 @@ UNROLL
     }
 }
 
-// Adds to sums `[3]` the shares of a step, mean over sequences and heads: rows read, products taken to rank, query heads
-// bypassed; as Totals::add of src/runner/mod.rs.
+// Adds the means of a step over sequences and heads to sums `[3]`: rows read, products computed for ranking, query
+// heads bypassed; as Totals::add of src/runner/mod.rs.
 KERNEL(32, 1, lfps_tally, const u32* spans, const u32* listed, const u32* counters, double* sums, u32 b, u32 g, u32 r) {
     double read = 0, products = 0, bypassed = 0;
     for (u32 i = lane(); i < b * g; i += 32) {

@@ -1,13 +1,13 @@
-// select of src/method/selfindex.rs up to the keys that best.cu takes the largest of: scores of sign patterns by
-// tables of 16 entries per group of four channels.
+// Scores of candidates by their signs, up to the sort keys for best.cu: `select` of src/method/selfindex.rs. A score is
+// a sum over groups of four channels of entries in tables with 16 entries per group, one for each sign pattern.
 //
-// signs `[b,g,capacity,pitch]`: bit i of byte B is the sign of channel 8 B + i; pitch is the bytes of a row, a
-// multiple of 4, and bits beyond the last channel are zero. centroids `[b,g,d/4,16,4]`. tables `[b,g,2 pitch,16]`,
-// zeros beyond the last group. blockIdx.y is the KV head and blockIdx.z the sequence.
+// signs `[b,g,capacity,pitch]`: bit i of byte B is the sign of channel 8 B + i; pitch is the bytes of a row, a multiple
+// of 4, and bits beyond the last channel are zero. centroids `[b,g,d/4,16,4]`. tables `[b,g,2 pitch,16]`, zero beyond
+// the last group. blockIdx.y is the KV head, blockIdx.z the sequence.
 #include "common.h"
 #include "scan.h"
 
-// The score of a row: byte after byte, as the CPU adds.
+// Computes the score of a row; adds byte by byte, in the order of the CPU.
 DEVICE float sign_score(const u32* row, const float* table, u32 words) {
     float sum = 0;
     for (u32 w = 0; w < words; w++) {
@@ -21,9 +21,9 @@ UNROLL
     return sum;
 }
 
-// The tables of the group's mean query, `[b,h,d]`, and which positions come first: of full `[b,g,FULL]`, as many as
-// full_count `[b,g]` says, the candidates with the best scores, on at most two fifths of the budget: first
-// `[b,g,FULL]`, the rest 0xffffffff. Clears the histograms of best.cu.
+// Builds the tables for the mean of the group's queries `[b,h,d]`. Then chooses the full-precision positions that are
+// taken first: of full `[b,g,FULL]`, full_count `[b,g]` many, those with the best scores, within two fifths of the
+// budget; first `[b,g,FULL]` gets these positions, and 0xffffffff for the others. Clears the histograms of best.cu.
 KERNEL_SHARED(256, 1, 16 * 32 * 4, sign_tables, const float* queries, const float* centroids, const u32* signs,
        const u32* full, const u32* full_count, const u32* spans, const u32* budgets, float* tables, u32* first,
        u32* histograms, u32 r, u32 d, u32 pitch, u32 capacity) {
@@ -53,13 +53,13 @@ KERNEL_SHARED(256, 1, 16 * 32 * 4, sign_tables, const float* queries, const floa
     }
     __syncthreads();
     if (i >= FULL) return;
-    // They are ascending, so on ties the lower number wins.
+    // The positions are ascending, so the lower index is the lower position.
     u32 rank = 0;
     for (u32 j = 0; j < count; j++) rank += orders[j] > orders[i] || (orders[j] == orders[i] && j < i);
     first[at * FULL + i] = visible && rank < (u32)((u64)budgets[blockIdx.z] * 2 / 5) ? full[i] : 0xffffffffu;
 }
 
-// The keys of every candidate, and their first histogram. A block has SCAN positions.
+// Computes the sort keys of the candidates and their first histogram. A block covers SCAN positions.
 KERNEL_SHARED(256, 1, 16 * 32 * 4, sign_keys, const u32* signs, const float* tables, const u32* first,
        const u32* spans, u32* keys, u32* histograms, u32 pitch, u32 capacity) {
     DYNAMIC_SHARED(float, table);
@@ -88,8 +88,8 @@ KERNEL_SHARED(256, 1, 16 * 32 * 4, sign_keys, const u32* signs, const float* tab
     add_histogram(own, histograms + (u64)at * 3 * BINS);
 }
 
-// The sign bits of the last m rows `[b,g,m,w]`, of which d channels count, around centre `[b,g,d]`; zero counts as
-// negative. lens `[b]` counts the rows already. A thread has a word.
+// Stores the sign bits of the last m rows `[b,g,m,w]`, of whose channels the first d are used, relative to centre
+// `[b,g,d]`; zero counts as negative. lens `[b]` counts these rows already. Each thread makes one word.
 KERNEL(256, 1, append_signs, const float* rows, const float* centre, const u32* lens, u32* signs, u32 m, u32 d, u32 w,
        u32 pitch, u32 capacity) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, i = blockIdx.x * 256 + threadIdx.x, words = pitch / 4;

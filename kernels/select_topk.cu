@@ -1,19 +1,20 @@
-// select of src/method/topk.rs up to the keys that best.cu takes the largest of: the softmax weight of every visible
-// position over all that is visible, summed over the query heads of the group, in f32. blockIdx.y is the KV head and
+// Exact top-k, `select` of src/method/topk.rs up to the sort keys for best.cu: the softmax weight of every visible
+// position among all visible ones, summed over the query heads of the group, in f32. blockIdx.y is the KV head,
 // blockIdx.z the sequence. Exponents are base 2: `scale` is log2(e) / sqrt(d).
 //
-// The same for what src/method/ctkvr.rs ranks: with items `[b,g,capacity]` position i is number i of those, and the
-// largest weight of the group may stand for the sum.
+// The ranking of src/method/ctkvr.rs uses the same kernels: with items `[b,g,capacity]`, position i is the i-th item;
+// and the largest weight in the group may replace the sum.
 #include "common.h"
 #include "scan.h"
 #include "tensor.h"
 
-// Positions of a block of `topk_scores`.
+// Positions per block of `topk_scores`.
 constexpr u32 SPAN = 256;
 
-// Scores of a block's positions, `[b,h,capacity]`, minus infinity for what is not visible; parts `[b,h,blocks,2]`: the
-// largest, and the sum of the exponentials below it. queries `[b,h,d]`, keys `[b,g,rows,w]`, or `[g,rows,w]` of all
-// sequences where `shared_rows` is 1. Four lanes share a position. Clears the histograms of best.cu.
+// Scores a block's positions: scores `[b,h,capacity]`, minus infinity if not visible; parts `[b,h,blocks,2]`, the
+// largest score and the sum of the exponentials relative to it. queries `[b,h,d]`; keys `[b,g,rows,w]`, or
+// `[g,rows,w]` for all sequences if `shared_rows` is 1. Four lanes share a position. Clears the histograms of
+// best.cu.
 KERNEL_SHARED(256, 2, 4 * 16 * (128 + 256), topk_scores, const float* queries, const void* keys,
        OPTIONAL const u32* items, const u32* spans, float* scores, float* parts, u32* histograms, float scale,
        u32 kind, u32 r, u32 d, u32 w, u32 capacity, u32 rows, u32 shared_rows) {
@@ -71,8 +72,8 @@ UNROLL
     }
 }
 
-// The keys of every candidate, its weight summed over the group or the largest of it, and their first histogram. A
-// block has SCAN positions; parts `[b,h,n_parts,2]`.
+// Computes the sort keys of the candidates, from the sum of their weights in the group or the largest of them, and the
+// first histogram. A block covers SCAN positions; parts `[b,h,n_parts,2]`.
 KERNEL(256, 1, weight_keys, const float* scores, const float* parts, const u32* spans, u32* keys, u32* histograms,
        u32 r, u32 n_parts, u32 capacity, u32 largest) {
     SHARED(u32, own, BINS);

@@ -1,8 +1,8 @@
-// sign_sums of src/compute/reference.rs. Self-Indexing KVCache, Eq. 4. Sums are 64-bit fixed point, so the
-// order of the additions does not matter: a lane has a group of four channels, a warp every eighth row.
+// `sign_sums` of src/compute/reference.rs; Self-Indexing KVCache, Eq. 4. Sums are 64-bit fixed point, so the order of
+// the additions does not matter. A lane has a group of four channels, a warp every eighth row.
 #include "common.h"
 
-// sums `[b,d/4,16,4]` and counts `[b,d/4,16]`, zeroed before; a block adds `run_rows` rows of 32 groups.
+// Adds to sums `[b,d/4,16,4]` and counts `[b,d/4,16]`, zeroed before; a block adds `run_rows` rows of 32 groups.
 KERNEL(256, 1, sign_sums, const float* x, u64* sums, u32* counts, const u32* largest, u32 n, u32 d, u32 w,
        u32 run_rows) {
     SHARED(u64, part, 16 * 4 * 32);
@@ -32,7 +32,7 @@ UNROLL
     for (u32 i = warp(); i < 16; i += 8) atomicAdd(&counts[cell + i], rows[i * 32 + lane()]);
 }
 
-// out[i] = sums[i] as a number; `per_head` sums a head.
+// Converts sums to f64: out[i] = sums[i]; a head has `per_head` sums.
 KERNEL(256, 1, fixed_sums, const u64* sums, double* out, const u32* largest, u32 n, u32 per_head) {
     u32 i = blockIdx.x * 256 + threadIdx.x;
     if (i >= per_head) return;

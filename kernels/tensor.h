@@ -1,5 +1,5 @@
-// Copies into shared memory that run on their own, and products of 16-bit matrices on the tensor cores, with
-// what takes their place in the emulation: the same fragments, passed between lanes.
+// Asynchronous copies into shared memory and products of 16-bit matrices on the tensor cores, and their substitutes in
+// the emulation, which pass the same fragments between lanes.
 #pragma once
 #include "common.h"
 
@@ -9,7 +9,7 @@
 
 #ifdef TENSOR_CORES
 
-// f32 to f16, or to bf16, to the nearest even.
+// Rounds f32 to f16 or bf16, to nearest even.
 template <bool BFLOAT>
 DEVICE u16 round_to(float v) {
     u16 bits;
@@ -21,7 +21,7 @@ DEVICE u16 round_to(float v) {
     return bits;
 }
 
-// Two of them in one register, the first in the low half.
+// Rounds two values into one register, the first in the low half.
 template <bool BFLOAT>
 DEVICE u32 pack(float low, float high) {
     u32 bits;
@@ -33,7 +33,7 @@ DEVICE u32 pack(float low, float high) {
     return bits;
 }
 
-// 2^v up to 2^-22 of it; zero below 2^-126.
+// Approximates 2^v with a relative error of up to 2^-22; zero below 2^-126.
 DEVICE float power_of_two(float v) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(v));
     return v;
@@ -53,7 +53,7 @@ DEVICE void copy_16_bytes(u16* to, const u16* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
-// The same, or zeros.
+// Copies 16 bytes, or fills in zeros.
 DEVICE void copy_16_bytes_if(bool there, u16* to, const u16* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                  "r"(there ? 16 : 0)
@@ -67,8 +67,8 @@ DEVICE void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
 
-// Four matrices of 8 x 8; lanes 8 i to 8 i + 7 have the addresses of the rows of number i. Thread 4 g + t gets of
-// each the numbers 2 t and 2 t + 1 of row g.
+// Loads four matrices of 8 x 8. Lanes 8 i to 8 i + 7 give the addresses of the rows of matrix i; thread 4 g + t gets
+// the elements 2 t and 2 t + 1 of row g of each.
 DEVICE void load_matrices(u32 (&out)[4], const u16* at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
@@ -76,7 +76,7 @@ DEVICE void load_matrices(u32 (&out)[4], const u16* at) {
                  : "memory");
 }
 
-// The same, transposed: thread 4 g + t gets the numbers g of rows 2 t and 2 t + 1.
+// Loads them transposed: thread 4 g + t gets the elements g of rows 2 t and 2 t + 1.
 DEVICE void load_matrices_transposed(u32 (&out)[4], const u16* at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
@@ -84,7 +84,7 @@ DEVICE void load_matrices_transposed(u32 (&out)[4], const u16* at) {
                  : "memory");
 }
 
-// sum += a b, 16 x 16 by 16 x 8.
+// sum += a b, with a of 16 x 16 and b of 16 x 8.
 template <bool BFLOAT>
 DEVICE void multiply_add(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     if (BFLOAT) {
@@ -124,7 +124,7 @@ DEVICE float power_of_two(float v) { return exp2f(v); }
 template <bool BFLOAT>
 DEVICE float widen(u16 bits) {
     if (BFLOAT) return __uint_as_float((u32)bits << 16);
-    // The exponent's bias is 127 - 15 larger; what is not finite has all its bits set.
+    // f32's exponent bias is larger by 127 - 15 = 112. Infinity and NaN have all exponent bits set.
     u32 magnitude = (u32)(bits & 0x7fff) << 13, sign = (u32)(bits >> 15) << 31;
     if (magnitude >= 0x1fu << 23) return __uint_as_float(magnitude | INFINITE | sign);
     return __uint_as_float(__float_as_uint(__uint_as_float(magnitude) * 0x1p112f) | sign);
@@ -157,8 +157,8 @@ DEVICE void load_matrices_transposed(u32 (&out)[4], const u16* at) {
     }
 }
 
-// What a lane holds of a and b: of rows g and g + 8 of a, and of column g of b, channels 2 t, 2 t + 1, 2 t + 8 and
-// 2 t + 9.
+// A lane's elements of a and b: channels 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of rows g and g + 8 of a, and of column g
+// of b.
 struct Fragments {
     float low[4], high[4], b[4];
 };
@@ -186,7 +186,7 @@ DEVICE void multiply_add(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 
 #endif
 
-// Eight numbers of a row, in f32 (kind 0), f16 (1) or bf16 (2).
+// Loads eight elements of a row of type f32 (kind 0), f16 (1) or bf16 (2).
 DEVICE void load_eight(float (&out)[8], const void* rows, u64 at, u32 kind) {
     if (kind == 0) {
         const float* from = (const float*)rows + at;
@@ -204,7 +204,7 @@ UNROLL
     }
 }
 
-// Number i of rows that lie one after the other, in f32 (kind 0), f16 (1) or bf16 (2).
+// Loads element i of contiguous rows of type f32 (kind 0), f16 (1) or bf16 (2).
 DEVICE float load_one(const void* rows, u64 i, u32 kind) {
     if (kind == 0) return ((const float*)rows)[i];
     u16 bits = ((const u16*)rows)[i];

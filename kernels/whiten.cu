@@ -1,4 +1,4 @@
-// whiten of src/compute/reference.rs, in f32: a block makes 64 rows x 64 channels. A2ATS, Eq. 15.
+// `whiten` of src/compute/reference.rs, in f32; A2ATS, Eq. 15. A block computes 64 rows x 64 channels.
 #include "common.h"
 
 // x `[b,n,w]`, chol `[b,d,d]`; out `[b,n,w]`.

@@ -1,19 +1,19 @@
 // Statistics of each channel over a range of rows: `channel_statistic` in src/compute/reference.rs.
 //
-// `sums` adds up blocks of 256 rows in f32, for the mean; the blocks are added in f64 on the host. A rank is
-// found by radix select, 4 bits at a time from the top, over integers that sort as the values do: `histogram`
-// counts the next digit of the values that share the digits found so far, `pick` finds the digit in which
-// the rank falls. The counts are integers, so the order of the additions does not matter.
+// `sums` adds blocks of 256 rows in f32, for the mean; the host adds the blocks in f64. A value of a given rank
+// is found by radix select, 4 bits at a time from the top, over integers that sort as the values do:
+// `histogram` counts, by their next digit, the values that share the digits found so far, and `pick` finds the
+// digit of the rank. Counts are integers, so the order of the additions does not matter.
 
 struct Params {
     first_group: u32,
-    // The first row of the range and how many there are.
+    // First row of the range, and number of rows.
     first_row: u32,
     rows: u32,
     d: u32,
-    // sums: 1 for the sum of the squares. histogram: 1 for magnitudes.
+    // sums: 1 to sum squares. histogram: 1 to rank magnitudes.
     variant: u32,
-    // The lowest bit of the digit, and the bits above the digit.
+    // Lowest bit of the digit; mask of the bits above the digit.
     shift: u32,
     above: u32,
 }
@@ -38,8 +38,8 @@ const BLOCK = 256u;
 const DIGITS = 16u;
 const CHANNELS = 64u;
 
-// One thread per block and channel. A block with a value that is not finite gives NaN by its bits:
-// arithmetic in WGSL may assume that there are none.
+// One thread per block and channel. A block with a value that is not finite gets the bits of NaN, since
+// arithmetic in WGSL may assume that such values do not occur.
 @compute @workgroup_size(256)
 fn sums(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t: u32) {
     let index = (p.first_group + id.x) * 256u + t;
@@ -59,7 +59,7 @@ fn sums(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     partial[index] = select(0x7fc00000u, bitcast<u32>(sum), finite);
 }
 
-// An integer that sorts as `f32::total_cmp` does.
+// Maps a float to an integer that sorts as `f32::total_cmp` does.
 fn sort_key(value: f32) -> u32 {
     let bits = bitcast<u32>(value);
     if p.variant == 1u {
@@ -70,7 +70,7 @@ fn sort_key(value: f32) -> u32 {
 
 var<workgroup> local_counts: array<atomic<u32>, 1024>;
 
-// A workgroup counts a block of rows of 64 channels.
+// A workgroup counts a block of rows for 64 channels.
 @compute @workgroup_size(256)
 fn histogram(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t: u32) {
     let group = p.first_group + id.x;
@@ -101,7 +101,7 @@ fn histogram(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_ind
     }
 }
 
-// One thread per channel; leaves the counts at zero.
+// One thread per channel; resets the counts to zero.
 @compute @workgroup_size(256)
 fn pick(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t: u32) {
     let channel = (p.first_group + id.x) * 256u + t;

@@ -1,24 +1,24 @@
 // The nearest centroid of each row and the squared distance to it: `nearest` in src/compute/reference.rs.
 //
-// The nearest one has the highest score x.c - |c|^2 / 2. A workgroup scores 64 rows against 64 centroids at
-// a time, 16 channels at a time in workgroup memory, 4 x 4 scores a thread; only the best of each row is
-// kept, so the `n x M` matrix is nowhere in memory. The centroids of one dispatch challenge the present owner
-// of each row, whose number is lower than theirs: only a strictly higher score wins.
+// The nearest centroid has the highest score x.c - |c|^2 / 2. A workgroup scores 64 rows against 64 centroids
+// at a time, over 16 channels at a time in workgroup memory, 4 x 4 scores per thread. Only the best score of
+// each row is kept, so the `n x M` matrix is never stored. The centroids of a dispatch challenge the present
+// owner of each row, which has a lower number than they: only a strictly higher score wins.
 
 struct Params {
     first_group: u32,
     rows: u32,
     d: u32,
-    // The number of the first centroid in the buffer.
+    // Number of the first centroid in the buffer.
     base: u32,
-    // The centroids of the buffer that take part.
+    // Range of the buffer's centroids that take part.
     start: u32,
     end: u32,
 }
 
-// The centroid of a row.
+// The best centroid of a row so far.
 struct Owner {
-    // Its number plus 1; 0 is nobody.
+    // Number of the centroid plus 1; 0 for none.
     centroid: u32,
     score: f32,
     distance: f32,
@@ -39,10 +39,10 @@ const DEPTH = 16u;
 const LANES = 16u;
 const LOWEST = -3.40282347e+38;
 
-// A tile of rows and one of centroids, [DEPTH,TILE / 4], four of them side by side.
+// A tile of rows and a tile of centroids, [DEPTH,TILE / 4], four rows or centroids per vector.
 var<workgroup> left: array<vec4<f32>, 256>;
 var<workgroup> right: array<vec4<f32>, 256>;
-// What each of the 16 threads of a row found, [TILE,LANES].
+// Best score and centroid of each of a row's 16 threads, [TILE,LANES].
 var<workgroup> found_score: array<f32, 1024>;
 var<workgroup> found: array<u32, 1024>;
 
@@ -53,7 +53,7 @@ fn row_value(row: u32, k: u32) -> f32 {
     return 0.0;
 }
 
-// Channel k of four rows.
+// Returns channel k of four rows.
 fn row_values(row: u32, k: u32) -> vec4<f32> {
     return vec4<f32>(
         row_value(row, k),
@@ -70,7 +70,7 @@ fn centroid_value(c: u32, k: u32) -> f32 {
     return 0.0;
 }
 
-// Channel k of four centroids.
+// Returns channel k of four centroids.
 fn centroid_values(c: u32, k: u32) -> vec4<f32> {
     return vec4<f32>(
         centroid_value(c, k),
@@ -80,7 +80,7 @@ fn centroid_values(c: u32, k: u32) -> vec4<f32> {
     );
 }
 
-// A place beyond the centroids has a score that never wins.
+// Returns a centroid's bias, or beyond the last centroid a score that never wins.
 fn bias(c: u32) -> f32 {
     if c < p.end {
         return biases[c];
@@ -88,7 +88,7 @@ fn bias(c: u32) -> f32 {
     return LOWEST;
 }
 
-// The best of four rows.
+// Best scores of four rows, and their centroids.
 struct Best {
     score: vec4<f32>,
     at: vec4<u32>,
@@ -99,7 +99,7 @@ fn fold(best: Best, scores: vec4<f32>, c: u32) -> Best {
     return Best(select(best.score, scores, better), select(best.at, vec4<u32>(c), better));
 }
 
-// The best of the four rows of this thread against its share of the centroids, ascending.
+// Finds the best of this thread's share of the centroids, in ascending order, for its four rows.
 fn best_of_tile(row0: u32, t: u32) -> Best {
     var best = Best(vec4<f32>(LOWEST), vec4<u32>(p.start));
     for (var c0 = p.start; c0 < p.end; c0 += TILE) {
@@ -130,8 +130,8 @@ fn best_of_tile(row0: u32, t: u32) -> Best {
     return best;
 }
 
-// Lets the best of a row's 16 threads challenge the owner of the row; the lowest number wins a tie. Gives the
-// winner's number plus 1, or 0 where the owner stays.
+// Lets the best of a row's 16 threads challenge the owner of the row; the lowest number wins a tie. Returns the
+// winner's number plus 1, or 0 if the owner stays.
 fn challenge(row0: u32, row: u32) -> u32 {
     if row0 + row >= p.rows {
         return 0u;
@@ -171,7 +171,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
         found[t] = winner;
     }
     workgroupBarrier();
-    // The distance to a new owner, sum (x - c)^2: a thread sums every 16th channel.
+    // The distance to a new owner, sum (x - c)^2: each thread sums every 16th channel.
     for (var row = t / LANES; row < TILE; row += 256u / LANES) {
         var sum = 0.0;
         if found[row] != 0u {

@@ -1,8 +1,8 @@
 // Sums and counts per sign pattern of four channels (Self-Indexing KVCache, Eq. 4): `sign_sums` in
 // src/compute/reference.rs.
 //
-// One thread per block of 256 rows, group of channels and pattern, so that nothing is shared; the blocks
-// are added in f64 on the host.
+// One thread per block of 256 rows, group of channels and pattern, so that threads share nothing; the host adds
+// the blocks in f64.
 
 struct Params {
     first_group: u32,
@@ -13,7 +13,7 @@ struct Params {
 @group(0) @binding(0) var<uniform> p: Params;
 // [rows,d]
 @group(0) @binding(1) var<storage, read> x: array<f32>;
-// [ceil(rows / 256),d/4,16,5]: the bits of four sums, and the count
+// [ceil(rows / 256),d/4,16,5]: the bits of four f32 sums, then the count
 @group(0) @binding(2) var<storage, read_write> partial: array<u32>;
 
 const BLOCK = 256u;

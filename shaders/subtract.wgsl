@@ -1,4 +1,4 @@
-// Takes a centre off a range of rows: `Points::subtract` in src/compute/device.rs. One thread per value.
+// Subtracts a centre from a range of rows: `Points::subtract` in src/compute/device.rs. One thread per value.
 
 struct Params {
     first_group: u32,
