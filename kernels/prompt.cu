@@ -1,6 +1,6 @@
-// What a prompt's keys and values yield once: sign centroids of src/method/selfindex.rs and the 2-bit cache of
-// src/kv/packed.rs. A launch covers some consecutive KV heads of one sequence: pointers point to the arrays of the
-// first, blockIdx.y counts from there. Rows x `[heads,n,w]` are f32.
+// The sign centroids of src/method/selfindex.rs and the 2-bit cache of src/kv/packed.rs, from a first prompt's rows.
+// A launch covers some consecutive KV heads of one sequence: pointers point to the arrays of the first, blockIdx.y
+// counts from there. Rows x `[heads,n,w]` are f32.
 #include "common.h"
 #include "scan.h"
 #include "tensor.h"

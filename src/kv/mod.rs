@@ -1,5 +1,5 @@
-//! The key-value cache: its rows in every type, the positions that a step always attends, and the budget of
-//! those that it may choose.
+//! The key-value cache: its rows in every type, the positions that a step always attends, and the budget for
+//! the positions that a method chooses.
 //!
 //! [`rows`] and [`packed`] hold the rows of one KV head on the CPU, [`cuda`] those of a layer on an NVIDIA
 //! GPU.

@@ -54,7 +54,7 @@ impl ChatTemplate {
     /// # Errors
     /// A file that cannot be read; a list of templates without a `default`; a syntax error.
     pub fn open(dir: &Path) -> Result<Option<Self>> {
-        let Some((path, source)) = find(dir)? else {
+        let Some((path, source)) = find_template(dir)? else {
             return Ok(None);
         };
         if source.len() > LONGEST {
@@ -88,10 +88,10 @@ impl ChatTemplate {
     /// # Errors
     /// A template that fails, refuses the messages or does not end.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
-        let said: usize = messages.iter().map(|m| m.content.len()).sum();
+        let content_bytes: usize = messages.iter().map(|m| m.content.len()).sum();
         let mut out = Bounded {
             text: Vec::new(),
-            most: said.saturating_mul(16).saturating_add(SLACK),
+            limit: content_bytes.saturating_mul(16).saturating_add(SLACK),
             full: false,
         };
         let rendered = with_stack(&self.path, || {
@@ -108,7 +108,7 @@ impl ChatTemplate {
             Err(_) if out.full => Err(Error::failed(format!(
                 "{}: the chat template writes more than {} bytes",
                 self.path.display(),
-                out.most
+                out.limit
             ))),
             Err(e) => Err(unusable(&self.path, &e)),
             Ok(()) => String::from_utf8(out.text).map_err(|e| Error::failed(e.to_string())),
@@ -148,7 +148,7 @@ fn unusable(path: &Path, e: &minijinja::Error) -> Error {
 }
 
 /// Finds the file that holds the template, and the template's source.
-fn find(dir: &Path) -> Result<Option<(PathBuf, String)>> {
+fn find_template(dir: &Path) -> Result<Option<(PathBuf, String)>> {
     let path = dir.join("chat_template.jinja");
     if path.is_file() {
         let source = std::fs::read_to_string(&path).map_err(|e| Error::io(&path, "read", &e))?;
@@ -346,13 +346,13 @@ impl Formatter for Spaced {
 /// A text buffer with a maximum length.
 struct Bounded {
     text: Vec<u8>,
-    most: usize,
+    limit: usize,
     full: bool,
 }
 
 impl std::io::Write for Bounded {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        if self.text.len() + bytes.len() > self.most {
+        if self.text.len() + bytes.len() > self.limit {
             self.full = true;
             return Err(std::io::ErrorKind::StorageFull.into());
         }

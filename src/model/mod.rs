@@ -1,5 +1,8 @@
 //! A Hugging Face decoder checkpoint: its configuration, weights, tokenizer, chat template and forward
 //! pass.
+//!
+//! In shapes, h is the number of query heads, g of KV heads, r = h / g of query heads per KV head, and d of
+//! channels per head.
 
 pub mod chat;
 pub mod config;

@@ -36,7 +36,7 @@ pub enum RopeScaling {
         /// Context extension factor.
         factor: f64,
     },
-    /// Llama 3.1: low frequencies are divided, high ones kept, those between interpolated.
+    /// Llama 3.1: low frequencies are divided, high ones kept, the rest interpolated.
     Llama3 {
         /// Context extension factor.
         factor: f64,
@@ -88,8 +88,8 @@ impl RopeConfig {
     /// An unsupported rope type (the message lists the supported ones); values out of range.
     pub fn parse(c: &Fields, max_position: usize) -> Result<Self> {
         // As in transformers, a non-empty `rope_scaling` replaces `rope_parameters`.
-        let said = |v: &&Value| v.as_object().is_none_or(|map| !map.is_empty());
-        let nested = match c.present("rope_scaling").filter(said) {
+        let is_set = |v: &&Value| v.as_object().is_none_or(|map| !map.is_empty());
+        let nested = match c.present("rope_scaling").filter(is_set) {
             Some(v) => Some(("rope_scaling", v)),
             None => c.present("rope_parameters").map(|v| ("rope_parameters", v)),
         };

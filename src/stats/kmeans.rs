@@ -129,7 +129,7 @@ pub struct KMeansFit {
     /// Number of rows per centroid, `[M]`. Zero for the duplicates if there are fewer distinct points than
     /// centroids, and for a centroid that lost its rows in the last assignment.
     pub counts: Vec<u32>,
-    /// Sum of squared distances to the initial centroids, then to those after each pass.
+    /// Sum of squared distances: to the initial centroids, then to the centroids after each pass.
     pub inertia: Vec<f64>,
     /// Number of empty centroids reseeded, over all passes.
     pub empty_repaired: usize,
@@ -222,7 +222,7 @@ pub fn cluster(
     for pass in 0.. {
         let now = points.assignment()?;
         for (head, (fit, now)) in fits.iter_mut().zip(&now).enumerate() {
-            fit.take(points, head, now, params.min_gain)?;
+            fit.record(points, head, now, params.min_gain)?;
         }
         if on_pass(pass, now.iter().map(|a| a.inertia).sum()).is_break() {
             return Err(KMeansError::Interrupted(pass));
@@ -280,7 +280,7 @@ impl Running {
     }
 
     /// Records an assignment, and stops the head if the pass gained too little.
-    fn take(
+    fn record(
         &mut self,
         points: &mut dyn Points,
         head: usize,

@@ -154,7 +154,7 @@ fn bytes_of(float: Float) -> usize {
 pub(crate) struct Rest<'b> {
     /// The query heads for which it holds, `[b,h]`, u32.
     pub marked: Ptr<'b, u32>,
-    /// Log-sum-exp over those rows, `[b,h]`, f32.
+    /// Log-sum-exp over the rows, `[b,h]`, f32.
     pub lse: Ptr<'b, f32>,
     /// Sums of the rows' keys and of their values, `[b,g,2,d]`, f64; the output is the mean value.
     pub sums: Ptr<'b, f64>,

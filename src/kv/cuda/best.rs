@@ -10,7 +10,7 @@ use crate::error::Result;
 const BINS: usize = 2048;
 const PASSES: usize = 3;
 
-/// The sort keys of all positions, and the buffers to choose those with the largest.
+/// The sort keys of all positions, and the buffers for choosing the largest keys.
 pub(crate) struct Best<'d> {
     pub driver: &'d dyn Driver,
     pub shape: Shape,

@@ -1,8 +1,7 @@
-//! Builds from a prompt's keys and values what is built once: signs, sign centroids and the 2-bit cache.
+//! Builds the signs, the sign centroids and the 2-bit cache from the keys and values of a first prompt.
 //!
-//! The result is that of [`crate::method::selfindex`] and [`crate::kv::packed`] for the first prompt of a
-//! conversation. Rows come from a cache or from an f32 buffer; they are widened to f32, a few KV heads at a
-//! time.
+//! The results are those of [`crate::method::selfindex`] and [`crate::kv::packed`] on the CPU. Rows come
+//! from a cache or from an f32 buffer; they are widened to f32, a few KV heads at a time.
 
 mod rows;
 
@@ -128,9 +127,9 @@ impl<'d> Prompts<'d> {
         self.choose_full(layout.full, to)
     }
 
-    /// Computes the centroids of centred keys, `[b,g,d/4,16,4]`, into `to`: the means of the keys that share a
-    /// sign pattern. `prior`, `[g,d/4,16,4]`, counts as [`crate::method::selfindex::PSEUDO_COUNT`] more keys.
-    /// Full-precision positions are left out, unless few others remain.
+    /// Computes the centroids of centred keys, `[b,g,d/4,16,4]`, into `to`: the means of the keys that
+    /// share a sign pattern. `prior`, `[g,d/4,16,4]`, counts as [`crate::method::selfindex::PSEUDO_COUNT`]
+    /// more keys. Full-precision positions are left out, unless few others remain.
     ///
     /// # Numerics
     /// Sums are 64-bit fixed point.

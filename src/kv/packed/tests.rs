@@ -1,3 +1,5 @@
+//! Tests of the 2-bit cache: the stored bits, the attention over them, and the error of what is read back.
+
 use ndarray::Array2;
 
 use super::*;

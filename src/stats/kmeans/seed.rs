@@ -1,4 +1,5 @@
-//! k-means++: chooses the initial centroids and assigns the rows to them.
+//! The start of a fit: chooses the initial centroids (k-means++, random rows or given ones) and assigns
+//! the rows to them.
 
 use ndarray::{Array3, Axis};
 use rand::{Rng, SeedableRng};
