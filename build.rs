@@ -1,6 +1,8 @@
-//! Reads which kernels `kernels/` declares and writes the functions that launch them; compiles them into the program
-//! where there is an nvcc: `KVSMITH_NVCC`, one of `CUDA_HOME` or the path, or the one that `make cuda` fetched. Without
-//! one the program compiles the kernels when it runs.
+//! Generates typed launches for the kernels of `kernels/` and `shaders/`, and compiles `kernels/` with nvcc
+//! to embed the machine code in the program.
+//!
+//! nvcc is `KVSMITH_NVCC`, else the first found in `CUDA_HOME`, in `PATH` and where `make cuda` puts it.
+//! Without nvcc, the program compiles its kernels at run time.
 
 #[path = "build/mod.rs"]
 mod build;
@@ -57,7 +59,7 @@ fn watch_sources() {
     }
 }
 
-/// Writes the table of the kernels with their launches, and their source as one text.
+/// Writes the table of the kernels with their typed launches, and their sources as one file.
 fn write_launches(out: &Path) {
     let read = kernels::read_folder(Path::new("kernels"));
     let (kernels, source) = read.unwrap_or_else(|e| panic!("kernels/: {e}"));

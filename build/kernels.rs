@@ -1,5 +1,5 @@
-//! Reads the declarations of CUDA kernels: `KERNEL(threads, blocks, name, parameters...)` and
-//! `KERNEL_SHARED(threads, blocks, bytes, name, parameters...)`, as `kernels/common.h` describes them.
+//! Reads the declarations of CUDA kernels, `KERNEL(threads, blocks, name, parameters...)` and
+//! `KERNEL_SHARED(threads, blocks, bytes, name, parameters...)`, which `kernels/common.h` describes.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -9,11 +9,11 @@ use std::path::Path;
 pub struct Kernel {
     /// Its name.
     pub name: String,
-    /// Threads of a block.
+    /// Threads per block.
     pub threads: usize,
-    /// Blocks that are to share a multiprocessor.
+    /// Blocks that must fit on a multiprocessor.
     pub blocks: usize,
-    /// Most bytes of dynamic shared memory of a block; 0 = it has none.
+    /// Most bytes of dynamic shared memory per block; 0 for none.
     pub shared_bytes: usize,
     /// Its parameters, in order.
     pub parameters: Vec<Parameter>,
@@ -24,7 +24,7 @@ pub struct Kernel {
 pub struct Parameter {
     /// Its name.
     pub name: String,
-    /// Its type in the source without `const`, or the type of what it points to.
+    /// Its type in the source without `const`; of a pointer, the type that it points to.
     pub of: String,
     /// Whether it is a pointer.
     pub is_pointer: bool,
@@ -32,10 +32,10 @@ pub struct Parameter {
     pub is_optional: bool,
 }
 
-/// The kernels of `<folder>/kvsmith.cu`, and their source as one text without `#include`s of files beside it.
+/// Reads the kernels of `<folder>/kvsmith.cu`, and joins the sources into one text without local `#include`s.
 ///
 /// # Errors
-/// A declaration that cannot be read; a file that cannot be read, or that nothing includes.
+/// A malformed declaration; a file that cannot be read or that nothing includes.
 pub fn read_folder(folder: &Path) -> Result<(Vec<Kernel>, String), String> {
     let (mut files, mut source) = (Vec::new(), String::new());
     include(folder, "kvsmith.cu", &mut files, &mut source)?;
@@ -48,9 +48,9 @@ pub fn read_folder(folder: &Path) -> Result<(Vec<Kernel>, String), String> {
     Ok((read(&source)?, source))
 }
 
-/// Appends a file to `source`, with what it includes before it; nothing for a file that is there already.
+/// Appends a file to `source`, after the files that it includes; each file only once.
 fn include(folder: &Path, name: &str, files: &mut Vec<String>, source: &mut String) -> Result<(), String> {
-    // The emulation is not for a GPU's compiler.
+    // GPU compilers do not see the emulation.
     if name == "emulate.h" || files.iter().any(|file| file == name) {
         return Ok(());
     }
@@ -65,10 +65,10 @@ fn include(folder: &Path, name: &str, files: &mut Vec<String>, source: &mut Stri
     Ok(())
 }
 
-/// The kernels that a source declares, in order.
+/// Reads the kernels that a source declares, in order.
 ///
 /// # Errors
-/// A declaration that cannot be read.
+/// A malformed declaration.
 pub fn read(source: &str) -> Result<Vec<Kernel>, String> {
     let source = source.replace("\\\n", " ");
     let lines = source.lines().map(|line| line.split("//").next().unwrap_or(line));
@@ -150,14 +150,14 @@ impl Parameter {
 /// The macros of a source, by name.
 struct Macros(HashMap<String, Macro>);
 
-/// What a macro stands for, and its parameters.
+/// A macro: its parameters, if it has any, and its replacement text.
 struct Macro {
     parameters: Option<Vec<String>>,
     text: String,
 }
 
 impl Macro {
-    /// The name and the macro of a `#define`; `OPTIONAL` is no text but a mark.
+    /// Parses the name and the macro of a `#define` line; ignores `OPTIONAL`, which is only a mark.
     fn of(line: &str) -> Option<(String, Self)> {
         let line = line.strip_prefix("#define ")?.trim();
         let end = line.find(|c| !is_letter(c)).unwrap_or(line.len());
@@ -181,7 +181,7 @@ impl FromIterator<(String, Macro)> for Macros {
 }
 
 impl Macros {
-    /// A text with what its macros stand for.
+    /// Expands all macros in a text.
     fn expand(&self, text: &str) -> String {
         let (mut out, mut rest) = (String::new(), text);
         while let Some(c) = rest.chars().next() {
@@ -217,14 +217,14 @@ impl Macros {
     }
 }
 
-/// The name before a parenthesis, and what stands in it between commas.
+/// Splits `name(a, b)` into the name and its arguments.
 fn arguments(text: &str) -> Option<(&str, Vec<&str>)> {
     let (name, _) = text.split_once('(')?;
     let inside = &text[name.len() + 1..name.len() + closing(&text[name.len()..])?];
     Some((name.trim(), split(inside)))
 }
 
-/// Where the parenthesis closes with which a text begins.
+/// Finds the parenthesis that closes the one at the start of a text.
 fn closing(text: &str) -> Option<usize> {
     let mut depth = 0;
     for (i, c) in text.char_indices() {
@@ -236,7 +236,7 @@ fn closing(text: &str) -> Option<usize> {
     None
 }
 
-/// What stands between the commas outside of parentheses.
+/// Splits a text at the commas outside of parentheses.
 fn split(text: &str) -> Vec<&str> {
     let mut depth = 0;
     let outside = move |c: char| {
@@ -254,7 +254,7 @@ fn is_name(text: &str) -> bool {
     text.chars().all(is_letter) && text.starts_with(|c: char| !c.is_ascii_digit())
 }
 
-/// The value of numbers, `+`, `*` and parentheses.
+/// Evaluates an expression of numbers, `+`, `*` and parentheses.
 fn value(text: &str) -> Result<usize, String> {
     let mut rest = text;
     let value = sum(&mut rest).filter(|_| rest.trim().is_empty());

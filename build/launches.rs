@@ -1,26 +1,26 @@
-//! Writes what `src/compute/cuda/kernels.rs` includes: the table of the kernels, and for each kernel or family of
-//! kernels a struct of its arguments that launches it.
+//! Writes the Rust file that `src/compute/cuda/kernels.rs` includes: the table of the kernels, and for each
+//! kernel or family of kernels a struct of its arguments with a function that launches it.
 
 use super::kernels::{Kernel, Parameter};
 
-/// A kernel, or kernels that differ only in the float type or the width that they are made for: `attend_half_64` is the
-/// one of `attend` for f16 and a width of 64.
+/// A kernel, or kernels that differ only in the float type or the width that they are made for; for example,
+/// `attend_half_64` is the member of `attend` for f16 and width 64.
 struct Family<'k> {
-    /// The name without type and width; of a single kernel all of it.
+    /// The name without type and width; of a single kernel, its whole name.
     name: &'k str,
-    /// What a kernel is chosen by: a type, a width.
+    /// Whether the members differ by type, and whether by width.
     by: [bool; 2],
-    /// The members' places in the table, and the value or values for which each is chosen.
+    /// Each member's index in the table, and its type, width or both.
     members: Vec<(usize, Vec<String>)>,
     parameters: Vec<Parameter>,
     /// Whether its blocks have dynamic shared memory.
     is_shared: bool,
 }
 
-/// The table and the launches of these kernels, as Rust.
+/// Writes the table and the launches of these kernels as Rust source.
 ///
 /// # Errors
-/// Kernels of a family that differ in their parameters.
+/// Kernels of a family whose parameters differ.
 pub fn write(kernels: &[Kernel]) -> Result<String, String> {
     let mut out = "/// Every kernel.\npub const ALL: &[Kernel] = &[\n".to_owned();
     for kernel in kernels {
@@ -44,7 +44,7 @@ pub fn write(kernels: &[Kernel]) -> Result<String, String> {
     Ok(out)
 }
 
-/// The kernels by family.
+/// Groups the kernels into families.
 fn families(kernels: &[Kernel]) -> Result<Vec<Family<'_>>, String> {
     let mut families: Vec<Family<'_>> = Vec::new();
     for (at, kernel) in kernels.iter().enumerate() {
@@ -71,7 +71,7 @@ fn families(kernels: &[Kernel]) -> Result<Vec<Family<'_>>, String> {
     Ok(families)
 }
 
-/// The name of a kernel's family, and the type and the width that it is made for.
+/// Splits a kernel's name into that of its family, its float type and its width.
 fn made_for(name: &str) -> (&str, [Option<String>; 2]) {
     let (name, width) = match name.rsplit_once('_') {
         Some((name, last)) if last.parse::<u32>().is_ok() => (name, Some(last.to_owned())),
@@ -87,7 +87,7 @@ fn made_for(name: &str) -> (&str, [Option<String>; 2]) {
 }
 
 impl Family<'_> {
-    /// Takes in another kernel. Pointers to different types become untyped.
+    /// Adds a kernel to the family. A pointer parameter whose type differs among members becomes untyped.
     fn add(&mut self, at: usize, kernel: &Kernel, values: Vec<String>) -> Result<(), String> {
         for (own, other) in self.parameters.iter_mut().zip(&kernel.parameters) {
             if own.is_pointer && own.of != other.of {
@@ -132,7 +132,7 @@ pub(crate) struct {name}<'b> {{
 {fields}}}
 
 impl {name}<'_> {{
-{constant}    /// Starts the kernel after everything that was launched before; nothing for an empty grid.
+{constant}    /// Launches the kernel after all earlier launches; an empty grid launches nothing.
     pub fn launch(&self, driver: &dyn Driver, {given}) -> Result<()> {{
         {kernel}
         let arguments = [
@@ -146,8 +146,8 @@ impl {name}<'_> {{
         )
     }
 
-    /// A constant, what a launch is given besides the driver, the kernel that it starts, and the dynamic shared memory:
-    /// what the caller says.
+    /// Returns, for a single kernel: the constant to declare, the parameters of a launch, the statement that
+    /// picks the kernel, and the dynamic shared memory, which the caller gives.
     fn alone(&self, at: usize) -> (String, &'static str, String, &'static str) {
         let constant = format!("    pub const KERNEL: &'static Kernel = &ALL[{at}];\n\n");
         let kernel = "let kernel = Self::KERNEL;".to_owned();
@@ -162,7 +162,7 @@ impl {name}<'_> {{
         }
     }
 
-    /// The same for a kernel that is chosen; its dynamic shared memory is all that it declares.
+    /// Returns the same for a family: a member is picked by type or width, with its declared shared memory.
     fn chosen(&self) -> (String, &'static str, String, &'static str) {
         let (asked, given) = match self.by {
             [true, true] => ("(float, width)", "float: Float, width: usize, grid: [usize; 3]"),
@@ -186,7 +186,7 @@ impl {name}<'_> {{
     }
 }
 
-/// Bytes of an argument.
+/// Returns the bytes of an argument.
 fn bytes(parameter: &Parameter) -> usize {
     match (parameter.is_pointer, &parameter.of[..]) {
         (false, "u32" | "float") => 4,
@@ -194,7 +194,7 @@ fn bytes(parameter: &Parameter) -> usize {
     }
 }
 
-/// The type of the field for a parameter.
+/// Returns the Rust type of a parameter's field.
 fn field(parameter: &Parameter) -> String {
     let of = match &parameter.of[..] {
         "float" => "f32",
@@ -211,7 +211,7 @@ fn field(parameter: &Parameter) -> String {
     }
 }
 
-/// The argument that a field becomes.
+/// Returns the expression that turns a field into an argument.
 fn argument(parameter: &Parameter) -> String {
     let name = &parameter.name;
     match (parameter.is_pointer, &parameter.of[..]) {

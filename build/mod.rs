@@ -1,6 +1,6 @@
-//! What `build.rs` reads and writes, in files that tests read too.
+//! The code generators of `build.rs`, in files that tests include too.
 
-// A test reads a part of it.
+// A test uses only part of it.
 #![allow(dead_code)]
 
 pub mod kernels;

@@ -1,5 +1,5 @@
-//! Reads the compute shaders of `shaders/` and writes what `src/compute/gpu/kernels.rs` includes: for each entry point a
-//! struct of its parameters and buffers.
+//! Reads the compute shaders of `shaders/` and writes the Rust file that `src/compute/gpu/kernels.rs`
+//! includes: for each entry point a struct of its parameters and buffers.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -13,14 +13,15 @@ pub struct Entry {
     pub name: String,
     /// The fields of the shader's `Params` after `first_group`, and whether the entry point uses each.
     pub parameters: Vec<(String, bool)>,
-    /// Numbers and names of the buffers that it uses.
+    /// Binding numbers and names of the buffers that the entry point uses.
     pub bindings: Vec<(u32, String)>,
 }
 
-/// The entry points of every shader, by file.
+/// Reads the entry points of every shader, in the order of files.
 ///
 /// # Errors
-/// A shader that cannot be read: `Params` are u32, `first_group` first, and a function ends with a brace of its own line.
+/// An unreadable shader. `Params` must be u32 and start with `first_group`, and the brace that ends a function
+/// must have its own line.
 pub fn read_folder(folder: &Path) -> Result<Vec<Entry>, String> {
     let files = std::fs::read_dir(folder).map_err(|e| e.to_string())?;
     let mut paths: Vec<_> = files.filter_map(|file| Some(file.ok()?.path())).collect();
@@ -34,10 +35,10 @@ pub fn read_folder(folder: &Path) -> Result<Vec<Entry>, String> {
     Ok(entries)
 }
 
-/// The entry points of one shader.
+/// Reads the entry points of one shader.
 ///
 /// # Errors
-/// As for [`read_folder`].
+/// Those of [`read_folder`].
 pub fn read(stem: &str, text: &str) -> Result<Vec<Entry>, String> {
     let lines = text
         .lines()
@@ -79,14 +80,14 @@ pub fn read(stem: &str, text: &str) -> Result<Vec<Entry>, String> {
     Ok(entries)
 }
 
-/// The number and the name of a `@group(0) @binding(1) var<storage, read> x: array<f32>;` that is no uniform.
+/// Parses the number and the name in a line like `@group(0) @binding(1) var<storage, read> x: array<f32>;`.
 fn binding(line: &str) -> Option<(u32, String)> {
     let (number, rest) = line.strip_prefix("@group(0) @binding(")?.split_once(") var<")?;
     let (name, _) = rest.split_once("> ")?.1.split_once(':')?;
     Some((number.parse().ok()?, name.to_owned()))
 }
 
-/// The name of a function and the words of its body.
+/// Returns the name of a function and the words of its body.
 fn function(text: &str) -> Option<(&str, BTreeSet<&str>)> {
     let (head, body) = text.split_once("{\n")?;
     let body = body.split("\n}").next()?;
@@ -94,7 +95,7 @@ fn function(text: &str) -> Option<(&str, BTreeSet<&str>)> {
     Some((head.split('(').next()?, words.collect()))
 }
 
-/// The words of a function and of all that it calls.
+/// Returns the words of a function and of all functions that it calls, directly or not.
 fn reached<'t>(name: &'t str, functions: &[(&'t str, BTreeSet<&'t str>)]) -> BTreeSet<&'t str> {
     let mut used = BTreeSet::from([name]);
     loop {
@@ -110,7 +111,7 @@ fn reached<'t>(name: &'t str, functions: &[(&'t str, BTreeSet<&'t str>)]) -> BTr
     }
 }
 
-/// The sources and the structs, as Rust.
+/// Writes the sources and the structs of these entry points as Rust source.
 pub fn write(entries: &[Entry]) -> String {
     let mut out =
         "/// Sources and names of all entry points.\nconst ENTRIES: &[(&str, &str)] = &[\n".to_owned();

@@ -11,7 +11,7 @@
 
 // Positions per tile, and query rows per tile: a query group, padded.
 constexpr u32 ITEMS = 64, QUERIES = 16;
-// Dynamic shared memory of `attend`: two tiles of keys and of values, rows PITCH apart.
+// Bytes of dynamic shared memory of `attend`: two tiles each of keys and of values, with rows PITCH apart.
 #define ATTEND_BYTES(D) (2 * 2 * 64 * (D + 8) * 2)
 
 // The `total` positions that one KV head attends, in ascending order: `sinks` positions from `first` on, then those of

@@ -11,17 +11,17 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// Before a pointer that may be null, in the parameters of a kernel.
+// Marks a kernel's pointer parameter that may be null.
 #define OPTIONAL
 
 #ifdef KVSMITH_EMULATE
 #include "emulate.h"
 #else
-// A kernel of `threads` threads a block, `blocks` of which fit on a multiprocessor; at the start of a line, where
-// build/kernels.rs reads it.
+// Declares a kernel with `threads` threads per block, `blocks` of which must fit on a multiprocessor. It must be at the
+// start of a line, where build/kernels.rs reads it.
 #define KERNEL(threads, blocks, name, ...) \
     extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__)
-// The same with at most `bytes` of DYNAMIC_SHARED: numbers, +, * and macros of them.
+// Declares a kernel with at most `bytes` of DYNAMIC_SHARED, an expression of numbers, +, * and macros of these.
 #define KERNEL_SHARED(threads, blocks, bytes, name, ...) KERNEL(threads, blocks, name, __VA_ARGS__)
 // Unrolls the next loop. An array that only unrolled loops index stays in registers.
 #define UNROLL _Pragma("unroll")
@@ -35,7 +35,7 @@ typedef long long i64;
 
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr u32 INFINITE = 0x7f800000u;
-// Dynamic shared memory for a query group, 16 heads of 128 channels.
+// Bytes of dynamic shared memory for a query group: 16 heads of 128 channels.
 #define QUERY_BYTES (16 * 128 * 4)
 // Most full-precision positions of a 2-bit cache per KV head.
 constexpr u32 FULL = 64;

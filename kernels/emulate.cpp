@@ -14,7 +14,7 @@ static void bytes(void* to, size_t size) {
 
 static void answer(uint64_t v) { fwrite(&v, 8, 1, stdout); }
 
-// Every kernel as a line: its name, threads, most bytes of dynamic shared memory, and bytes of each argument.
+// Lists the kernels, one per line: name, threads, most bytes of dynamic shared memory, bytes of each argument.
 static void list() {
     std::string text;
     for (auto& [name, kernel] : emulate::kernels()) {

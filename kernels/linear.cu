@@ -8,7 +8,7 @@
 // Rows of x, and of W, per tile; channels per slab; slabs in flight; elements from row to row of a slab, an odd number
 // of 16-byte pieces.
 constexpr u32 LINEAR_TILE = 128, LINEAR_SLAB = 32, LINEAR_STAGES = 4, LINEAR_PITCH = LINEAR_SLAB + 8;
-// Dynamic shared memory: the slabs of both matrices in flight.
+// Bytes of dynamic shared memory: the slabs of both matrices in flight.
 #define LINEAR_BYTES (4 * 2 * 128 * (32 + 8) * 2)
 // Tiles of x that neighbouring blocks share, so that what they read stays in the L2 cache.
 constexpr u32 LINEAR_BAND = 16;

@@ -15,7 +15,7 @@
 
 // Rows, and centroids, per tile; channels per slab; slabs in flight.
 constexpr u32 TILE = 128, SLAB = 64, STAGES = 4;
-// Dynamic shared memory of `search`: the rows' slabs, and those of centroids in flight.
+// Bytes of dynamic shared memory of `search`: the slabs of the rows, and the slabs of centroids in flight.
 #define SEARCH_BYTES(slabs) ((slabs + 4) * 128 * 64 * 2)
 static_assert(SEARCH_BYTES(1) == (1 + STAGES) * TILE * SLAB * sizeof(u16), "slabs of f16");
 // Factor that covers the f32 rounding of the bounds themselves.

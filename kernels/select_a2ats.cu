@@ -13,7 +13,7 @@
 #include "tensor.h"
 
 constexpr u32 NO_RANK = 0xffffffffu;
-// Codewords of a KV head, at most: those listed stay in shared memory.
+// Most codewords of a KV head, which rank_codewords lists in shared memory.
 #define MOST_CODEWORDS 12288
 
 // Multiplies rows by matrices `[g,d,d]`: out `[b,g,r,d]`, out_i = sum_j matrix_ij x_j. Each warp has a row of the

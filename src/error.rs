@@ -1,13 +1,13 @@
 //! The crate's one error type: a message, an optional hint, and a kind that decides the exit code.
 //!
-//! Nearly every failure ends as `error: ...` and `hint: ...` on stderr. So an error is a kind (the
-//! exit code, and what a caller may branch on), a message and an optional hint, rather than an enum
-//! per area.
+//! Nearly every failure ends as `error: ...` and `hint: ...` on stderr, so callers seldom need to tell
+//! failures apart, and the kind suffices where they do. One type therefore serves the whole crate instead
+//! of an enum per area.
 
 use std::fmt;
 use std::path::Path;
 
-/// What a caller can tell failures apart by, the exit code included.
+/// The kind of a failure: it decides the exit code, and callers may branch on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Bad input or a failed check: exit code 1.
@@ -60,7 +60,7 @@ impl Error {
         Self::new(Kind::Usage, message)
     }
 
-    /// A GPU has too little free memory for what `need` names.
+    /// Makes the error for a GPU with too little free memory for `need`.
     pub fn gpu_memory(need: impl fmt::Display) -> Self {
         Self::new(Kind::GpuMemory, format!("out of GPU memory: {need}"))
     }

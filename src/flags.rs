@@ -12,7 +12,7 @@ pub fn parse_count(text: &str) -> std::result::Result<usize, String> {
     }
 }
 
-/// As [`parse_count`], of at least one.
+/// Parses a number as [`parse_count`] does, of at least 1.
 pub fn parse_positive_count(text: &str) -> std::result::Result<usize, String> {
     match parse_count(text) {
         Ok(n) if n > 0 => Ok(n),

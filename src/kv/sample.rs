@@ -43,7 +43,7 @@ impl Sampler {
         self.rng.r#gen()
     }
 
-    /// The next token id; greedy takes the lowest id on ties.
+    /// Chooses the next token id; greedy takes the lowest id on ties.
     ///
     /// # Errors
     /// No logits.
@@ -82,7 +82,7 @@ impl Sampler {
     }
 }
 
-/// The token with the largest logit, the lowest id on ties.
+/// Returns the token with the largest logit, the lowest id on ties.
 ///
 /// # Errors
 /// No logits.

@@ -59,7 +59,7 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
-    /// Whether the model ends a text with this token.
+    /// Says whether this token ends generation.
     pub fn is_stop_token(&self, id: u32) -> bool {
         self.eos_token_ids.contains(&id)
     }

@@ -165,12 +165,12 @@ impl Codebook {
     /// The code is the argmax of `x·c - ||c||²/2` in f32; the lowest index wins ties. With
     /// `e = (d + 2) 2^-24 max_c (||x|| ||c|| + ||c||²/2)` the squared distance of the chosen
     /// centroid is at most `4 e` above the smallest. An offset common to all points enters `e`
-    /// squared: take it off first. The distance is `sum (x - c)²` of the chosen centroid in f32,
-    /// its relative error at most `(d / 16 + 20) 2^-24`. A row with NaN or infinities gets a
-    /// valid code and a distance that is not finite.
+    /// squared, so subtract it first. The distance is `sum (x - c)²` of the chosen centroid in f32, with
+    /// a relative error of at most `(d / 16 + 20) 2^-24`. A row with NaN or infinities gets a valid code
+    /// and a distance that is not finite.
     ///
     /// # Panics
-    /// The lengths differ, `d` is not the codebook's, or the codebook has no centroids.
+    /// If the lengths differ, if `d` differs from the codebook's, or if the codebook is empty.
     pub fn nearest(&self, points: ArrayView2<f32>, codes: &mut [u32], distances: &mut [f32]) {
         let (n, dim) = points.dim();
         assert!(!self.centroids.is_empty(), "a codebook without centroids");

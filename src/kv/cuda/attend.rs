@@ -12,7 +12,7 @@ use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::float::Float;
 
-/// Positions of a tile.
+/// Positions per tile.
 const TILE: usize = 64;
 /// Blocks per multiprocessor, enough to hide memory latency.
 const BLOCKS_EACH: usize = 3;
@@ -126,7 +126,7 @@ impl<'d> LayerRows<'d> {
         }
     }
 
-    /// Bytes of shared memory of a block of `attend_float`.
+    /// Returns the dynamic shared memory of an `attend_float` block, in bytes.
     fn float_bytes(&self) -> usize {
         let (w, r) = (self.shape.width(), self.shape.group);
         4 * (r * w + TILE * (w + 1) + r * TILE)
@@ -162,7 +162,8 @@ pub(crate) struct Rest<'b> {
     pub sinks: usize,
 }
 
-/// Positions `[b,g,most]` and how many there are of each KV head, as kernels take a choice; none for everything.
+/// A selection as kernels take it: positions `[b,g,most]`, their number `[b,g]`, and `most`; `None` attends
+/// everything visible.
 type Lists<'b> = (Option<Ptr<'b, u32>>, Option<Ptr<'b, u32>>, usize);
 
 fn lists_of<'b>(chosen: Option<&'b Selection<'_>>) -> Lists<'b> {
@@ -319,7 +320,7 @@ impl<'d> Attention<'d> {
         self.merge(parts)
     }
 
-    /// Pads the queries. How many blocks share a KV head.
+    /// Pads the queries, and returns how many blocks share a KV head.
     fn begin(
         &self,
         queries: &Buffer<'_, f32>,
@@ -345,12 +346,12 @@ impl<'d> Attention<'d> {
         Ok(self.parts.min(most.min(shape.capacity).div_ceil(TILE)).max(1))
     }
 
-    /// Blocks that share a KV head, for each of them.
+    /// Returns the grid of an attention kernel: `parts` blocks per KV head and sequence.
     fn grid(&self, parts: usize) -> [usize; 3] {
         [parts, self.shape.kv_heads, self.shape.sequences]
     }
 
-    /// Puts the parts together.
+    /// Merges the partial results of the blocks that share a KV head.
     fn merge(&self, parts: usize) -> Result<()> {
         let (shape, w) = (&self.shape, self.shape.width());
         let n = shape.query_heads();

@@ -353,7 +353,7 @@ impl<'d> Selection<'d> {
         self.listed.ptr()
     }
 
-    /// How many keys of each KV head were ranked exactly, `[b,g]`, for a kernel; `None` where none are.
+    /// Returns the number of exactly scored keys, `[b,g]`, as a kernel argument.
     pub fn ranked_ptr(&self) -> Option<Ptr<'_, u32>> {
         self.ranked.as_ref().map(Buffer::ptr)
     }

@@ -95,7 +95,8 @@ pub fn attend(
     .launch(driver, rows.float, w, [h, m.div_ceil(ROWS), 1])
 }
 
-/// Bytes of shared memory of a block of `prefill_float`: queries, a tile of keys or values, and weights.
+/// Returns the dynamic shared memory of a `prefill_float` block in bytes: queries, a tile of keys or values,
+/// and weights.
 const fn float_bytes(w: usize) -> usize {
     (2 * SIDE * (w + 4) + SIDE * (SIDE + 4)) * 4
 }

@@ -268,7 +268,7 @@ impl<'d> Prompts<'d> {
         .launch(self.driver, [(heads.n * w).div_ceil(256), heads.count, 1])
     }
 
-    /// The value of every channel of x at a rank, or the magnitude at it.
+    /// Computes the value of every channel of `x` at a rank; with `magnitude` 1, ranks magnitudes.
     fn rank(&self, heads: Heads, [rank, magnitude]: [usize; 2]) -> Result<()> {
         let (n, w) = (heads.n, self.shape.width());
         kernels::ChannelRanked {
@@ -284,7 +284,7 @@ impl<'d> Prompts<'d> {
         .launch(self.driver, [w.div_ceil(32), heads.count, 1])
     }
 
-    /// The mean of every channel of x.
+    /// Computes the mean of every channel of `x`.
     fn mean(&self, heads: Heads) -> Result<()> {
         let (n, w) = (heads.n, self.shape.width());
         kernels::ChannelMean {

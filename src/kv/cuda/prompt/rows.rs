@@ -46,7 +46,7 @@ impl<'b> Rows<'b> {
         }
     }
 
-    /// The rows of KV head number `head`, for a kernel.
+    /// Returns the rows from KV head `head` on, as a kernel argument.
     pub(crate) fn of_head(&self, head: usize) -> Ptr<'b, c_void> {
         let bytes = self.stride * self.pitch * if self.kind == 0 { 4 } else { 2 };
         self.from.after(head * bytes).cast()
