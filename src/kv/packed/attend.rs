@@ -15,7 +15,7 @@ pub(super) fn in_groups(d: usize) -> bool {
     d.is_multiple_of(QUANT_GROUP)
 }
 
-/// Implements [`attention::Rows::scores`] if [`in_groups`].
+/// Implements [`attention::CachedRows::scores`] if [`in_groups`].
 pub(super) fn scores(rows: &SignRows, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
     for (at, run, is_full) in parts(run, &rows.full) {
         let out = &mut out[at..];
@@ -26,7 +26,7 @@ pub(super) fn scores(rows: &SignRows, queries: &GroupQueries, run: &Run, out: &m
     }
 }
 
-/// Implements [`attention::Rows::add`] if [`in_groups`].
+/// Implements [`attention::CachedRows::add`] if [`in_groups`].
 pub(super) fn add(rows: &ValueRows, weights: &[f32], stride: usize, run: &Run, sums: OutputSums) {
     let OutputSums { r, values } = sums;
     for (at, run, is_full) in parts(run, &rows.full) {
