@@ -100,7 +100,7 @@ fn the_ablation_by_hand() {
             let manifest = kvsmith::artifact::Artifact::open(Path::new(&direct), SECTIONS)
                 .unwrap()
                 .manifest;
-            let params = &manifest.sections["a2ats"].fitted.params;
+            let params = &manifest.sections["a2ats"].params;
             let b = if rope == "windowed" {
                 json!(30)
             } else {

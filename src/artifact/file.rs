@@ -42,7 +42,7 @@ impl Artifact {
         for (name, section) in &manifest.sections {
             let kind = known.iter().copied().find(|kind| kind.name() == name);
             let kind = kind.ok_or_else(|| context(unknown(name)))?;
-            let specs = kind.specs(&section.fitted.params, sizes).map_err(context)?;
+            let specs = kind.specs(&section.params, sizes).map_err(context)?;
             for spec in &specs {
                 store.checked(spec)?;
             }
@@ -181,7 +181,7 @@ impl SectionView<'_> {
     /// One that is missing or has another type.
     pub fn params<T: DeserializeOwned>(&self) -> Result<T> {
         let what = format!("sections.{}", self.kind.name());
-        parse(&what, &self.manifest.fitted.params)
+        parse(&what, &self.manifest.params)
     }
 
     /// Bytes of all tensors.

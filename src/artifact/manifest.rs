@@ -7,7 +7,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::compute::device::Device;
 use crate::corpus::Origin;
 use crate::error::{Error, Result};
 use crate::store::hex;
@@ -42,35 +41,17 @@ pub struct Manifest {
 /// What the manifest says about one section.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SectionManifest {
-    /// How it was fitted.
-    #[serde(flatten)]
-    pub fitted: SectionParams,
-    /// Digest of each tensor's data.
-    pub sha256: BTreeMap<String, String>,
-}
-
-/// How a section was fitted.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct SectionParams {
     /// Where it was fitted.
     pub device: String,
     /// The hardware and the driver, of a GPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub adapter: Option<String>,
+    /// Digest of each tensor's data, once they are known.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub sha256: BTreeMap<String, String>,
     /// Its hyper-parameters, whose meaning the section's declaration knows.
     #[serde(flatten)]
     pub params: Map<String, Value>,
-}
-
-impl SectionParams {
-    /// Parameters of a fit on `device`.
-    pub fn new(params: Map<String, Value>, device: &dyn Device) -> Self {
-        Self {
-            device: device.name().to_string(),
-            adapter: device.adapter(),
-            params,
-        }
-    }
 }
 
 impl Manifest {
@@ -88,7 +69,7 @@ impl Manifest {
 
     /// The text for the header, sealed with its digest; `device` follows from the sections.
     pub fn seal(mut self) -> String {
-        let devices = self.sections.values().map(|s| s.fitted.device.as_str());
+        let devices = self.sections.values().map(|s| s.device.as_str());
         let others: BTreeSet<&str> = devices.filter(|name| *name != "cpu").collect();
         self.device = match others.is_empty() {
             true => "cpu".to_string(),

@@ -14,7 +14,7 @@ mod write;
 
 pub use file::{Artifact, SectionView};
 pub use layer::LayerStates;
-pub use manifest::{FORMAT, Manifest, Report, SectionManifest, SectionParams, object, parse};
+pub use manifest::{FORMAT, Manifest, Report, SectionManifest, object, parse};
 pub use section::{Facts, Fit, FitInput, HeadDone, LayerPart, LayerParts, Section, SectionKind, Sections};
 pub use table::{Column, HeadReport, share, table, worst_heads};
 pub use write::{pack, write};

@@ -6,7 +6,7 @@ use std::fmt::Debug;
 use clap::{ArgMatches, Command};
 use serde_json::{Map, Value};
 
-use super::{HeadReport, LayerStates, Report, SectionParams, SectionView};
+use super::{HeadReport, LayerStates, Report, SectionManifest, SectionView};
 use crate::compute::cpu::Cpu;
 use crate::compute::device::Device;
 use crate::error::{Error, Result};
@@ -146,8 +146,8 @@ impl LayerPart {
 pub struct Section {
     /// Its declaration.
     pub kind: &'static dyn SectionKind,
-    /// How it is fitted.
-    pub fitted: SectionParams,
+    /// What the manifest says about it; digests follow when it is written.
+    pub manifest: SectionManifest,
     /// Its tensors, layer axis in front.
     pub specs: Vec<Spec>,
     /// Data of the layers so far, in the order of `specs`.
@@ -160,10 +160,16 @@ impl Section {
     /// A section without layers yet, to be fitted where `device` is asked for.
     pub fn new(fit: &dyn Fit, sizes: Sizes, device: &dyn Device) -> Result<Self> {
         let (kind, params) = (fit.kind(), fit.params()?);
+        let device = kind.device(device);
         let specs = kind.specs(&params, sizes)?;
         Ok(Self {
             kind,
-            fitted: SectionParams::new(params, kind.device(device)),
+            manifest: SectionManifest {
+                device: device.name().to_string(),
+                adapter: device.adapter(),
+                sha256: BTreeMap::new(),
+                params,
+            },
             data: vec![Vec::new(); specs.len()],
             specs,
             quality: Vec::new(),

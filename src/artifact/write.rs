@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Artifact, Manifest, Section, SectionManifest};
+use super::{Artifact, Manifest, Section};
 use crate::corpus::Origin;
 use crate::error::{Error, Result};
 use crate::store::{self, Output, Tensor};
@@ -11,18 +11,15 @@ use crate::store::{self, Output, Tensor};
 pub fn write(output: Output, origin: Origin, sections: Vec<Section>) -> Result<()> {
     let mut manifest = Manifest::new(origin);
     let mut tensors = Vec::new();
-    for section in sections {
+    for mut section in sections {
         let name = section.kind.name().to_string();
-        let mut sha256 = BTreeMap::new();
         for (spec, bytes) in section.specs.into_iter().zip(section.data) {
             let tensor = Tensor { spec, bytes };
-            sha256.insert(tensor.spec.name.clone(), tensor.digest());
+            let digests = &mut section.manifest.sha256;
+            digests.insert(tensor.spec.name.clone(), tensor.digest());
             tensors.push(tensor);
         }
-        let fitted = section.fitted;
-        manifest
-            .sections
-            .insert(name.clone(), SectionManifest { fitted, sha256 });
+        manifest.sections.insert(name.clone(), section.manifest);
         manifest.quality.insert(name, section.quality);
     }
     store::write(output, &tensors, Some(&manifest.seal()))

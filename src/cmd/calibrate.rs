@@ -84,8 +84,9 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
         calibration: corpus.manifest(),
     };
     let sizes = origin.model.sizes;
-    let section = |fit: &Box<dyn Fit>| Section::new(fit.as_ref(), sizes, device.as_ref());
-    let mut sections: Vec<Section> = fits.iter().map(section).collect::<Result<_>>()?;
+    let section = |fit: &dyn Fit| Section::new(fit, sizes, device.as_ref());
+    let fitted = fits.iter().map(|fit| section(fit.as_ref()));
+    let mut sections: Vec<Section> = fitted.collect::<Result<_>>()?;
     let work = open_work(args, global, &origin, &sections)?;
     let calibration = Calibration {
         device: device.as_ref(),
@@ -146,7 +147,7 @@ fn open_work(args: &Args, global: &Global, origin: &Origin, sections: &[Section]
         "tool_version": env!("CARGO_PKG_VERSION"), "model": origin.model,
         "calibration": origin.calibration,
         "precision": format!("{:?}", global.precision),
-        "sections": sections.iter().map(|s| json!(s.fitted)).collect::<Vec<_>>(),
+        "sections": sections.iter().map(|s| &s.manifest).collect::<Vec<_>>(),
     });
     Work::open(dir, &identity, args.resume, sections).map(Some)
 }
@@ -237,9 +238,10 @@ impl Calibration<'_> {
         capture.layer(progress, &mut |block, states| {
             let (q_pre, kept) = (states.q_pre.view(), &self.kept[block.clone()]);
             moments.add(self.device, q_pre, kept, &self.decoder.rope, self.position)?;
-            let at = |row: usize| rows.partition_point(|r| *r < row);
-            for i in at(block.start)..at(block.end) {
-                let query = q_pre.slice(s![.., rows[i] - block.start, ..]);
+            let first = rows.partition_point(|row| *row < block.start);
+            let within = rows[first..].iter().take_while(|row| **row < block.end);
+            for (i, row) in (first..).zip(within) {
+                let query = q_pre.slice(s![.., row - block.start, ..]);
                 queries.slice_mut(s![.., i, ..]).assign(&query);
             }
             keys.slice_mut(s![.., block, ..]).assign(&states.k_pre);
@@ -254,7 +256,7 @@ impl Calibration<'_> {
 
     /// Fits every section to one layer.
     fn fit(&self, layer: usize, captured: &Captured, progress: &Progress) -> Result<LayerParts> {
-        let fit = |fit: &Box<dyn Fit>| {
+        let fit = |fit: &dyn Fit| {
             let kind = fit.kind();
             self.stage(progress, layer, kind.facts().stage);
             let at = |row: &usize| self.query_rows.partition_point(|r| r < row);
@@ -275,10 +277,10 @@ impl Calibration<'_> {
                 rope: &self.decoder.rope,
             };
             let units = self.corpus.n_tokens() as u64;
-            let part = fit_layer(fit.as_ref(), &states, progress, units, self.log)?;
+            let part = fit_layer(fit, &states, progress, units, self.log)?;
             Ok((kind.name(), part))
         };
-        self.fits.iter().map(fit).collect()
+        self.fits.iter().map(|of| fit(of.as_ref())).collect()
     }
 
     /// Says what is being done.

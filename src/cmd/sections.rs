@@ -93,7 +93,6 @@ fn describe(kind: &dyn SectionKind) -> Command {
     let moments = "Moments for another WRoPE position, or for standard RoPE (default: the dump's own)";
     let moments = facts.reads_moments.then(|| file("moments", "FILE").help(moments));
     let command = Command::new(facts.command)
-        .about(facts.about)
         .arg(file("dump", "DIR").help(dump).required(true))
         .args(moments)
         .arg(
@@ -102,7 +101,7 @@ fn describe(kind: &dyn SectionKind) -> Command {
                 .help("Section file to write")
                 .required(true),
         );
-    kind.flags(command)
+    kind.flags(command).about(facts.about)
 }
 
 impl FromArgMatches for SectionCommand {

@@ -76,10 +76,12 @@ impl Tables {
 /// Adds the sums of `rows` `[n,16]` to `out` `[n]`.
 #[multiversion(targets("x86_64+avx512f+avx512bw", "x86_64+avx2", "aarch64+neon"))]
 fn add_sums(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
-    // SAFETY: each is compiled for, and chosen on, machines with its instructions.
     match_target! {
+        // SAFETY: this arm is chosen only on machines with AVX-512 F and BW.
         "x86_64+avx512f+avx512bw" => unsafe { x86::with_avx512(pairs, rows, out) },
+        // SAFETY: this arm is chosen only on machines with AVX2.
         "x86_64+avx2" => unsafe { x86::with_avx2(pairs, rows, out) },
+        // SAFETY: this arm is chosen only on machines with NEON.
         "aarch64+neon" => unsafe { arm::with_neon(pairs, rows, out) },
         _ => plain(pairs, rows, out),
     }

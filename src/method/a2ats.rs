@@ -52,7 +52,7 @@ pub static METHOD: Declaration = Declaration {
         arxiv: "2502.12665",
     }),
     section: Some(SECTION),
-    prepare: prepare,
+    prepare,
     bench: Some(&bench::Random),
 };
 

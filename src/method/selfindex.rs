@@ -84,7 +84,7 @@ impl Params {
     pub fn center(&self, artifact: Option<&Artifact>) -> Result<Center> {
         match (self.center, artifact.filter(|a| a.has(SECTION))) {
             (Some(center), _) => Ok(center),
-            (None, Some(artifact)) => calibrated_center(&artifact.section(SECTION)?.manifest.fitted.params),
+            (None, Some(artifact)) => calibrated_center(&artifact.section(SECTION)?.manifest.params),
             (None, None) => Ok(Center::Median),
         }
     }
@@ -142,7 +142,7 @@ impl Setup {
             .hint("`kvsmith calibrate` makes one"));
         };
         let section = artifact.section(SECTION)?;
-        let theirs = calibrated_center(&section.manifest.fitted.params)?;
+        let theirs = calibrated_center(&section.manifest.params)?;
         if center != theirs {
             return Err(Error::usage(format!(
                 "--center {} does not go with centroids that were calibrated around the {}",

@@ -256,11 +256,13 @@ pub fn dump(driver: &Path) {
         Dump::open(&dir.path().join(name)).unwrap()
     };
     let cpu = dump("cpu", "--device cpu");
+    assert_eq!(dump_device(&dir.path().join("cpu")), "cpu");
     for (name, more) in [
         ("exact", "--device cuda --precision f32"),
         ("rounded", "--device cuda"),
     ] {
         let cuda = dump(name, more);
+        assert_eq!(dump_device(&dir.path().join(name)), "cuda");
         let (mut worst, mut checked) = (0f32, 0);
         for layer in 0..4 {
             for head in 0..2 {
@@ -280,6 +282,12 @@ pub fn dump(driver: &Path) {
         assert_eq!(checked, 4 * 2 * 240 * 64);
         assert_eq!(worst > 1e-4, name == "rounded", "{name}: {worst}");
     }
+}
+
+/// Where a dump says that the model ran.
+fn dump_device(dump: &Path) -> Value {
+    let manifest = std::fs::read(dump.join("manifest.json")).unwrap();
+    serde_json::from_slice::<Value>(&manifest).unwrap()["device"].clone()
 }
 
 /// Where cuBLAS is found it does the products of many rows, biases included: the same states but for the order of sums.
@@ -468,6 +476,11 @@ pub fn unfit(driver: &Path) {
     );
     let result: Value = serde_json::from_slice(&auto.stdout).unwrap();
     assert_eq!(result["device"], "cpu");
+    // So does a dump of it, and says so.
+    let arguments = format!("dump --model {at}/model --tokens {at}/ids --wrope-position 8 -o {at}/dump");
+    let made = output(driver, &arguments);
+    assert!(made.status.success(), "{}", stderr(&made));
+    assert_eq!(dump_device(&dir.path().join("dump")), "cpu");
 }
 
 /// A checkpoint with a NaN is named, as on the CPU.

@@ -122,7 +122,7 @@ impl SectionKind for SignSection {
     }
 
     fn describe(&self, section: &SectionView) -> Result<String> {
-        let center = calibrated_center(&section.manifest.fitted.params)?;
+        let center = calibrated_center(&section.manifest.params)?;
         Ok(format!("signs around the {} of each block", center.as_str()))
     }
 

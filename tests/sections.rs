@@ -1,0 +1,89 @@
+//! Every declared section is what commands and files expect of it.
+
+use std::collections::BTreeSet;
+
+use kvsmith::artifact::{Fit, FitInput, LayerPart, Section, SectionKind};
+use kvsmith::compute::cpu::Cpu;
+use kvsmith::method::sections::SECTIONS;
+use kvsmith::model::Sizes;
+use kvsmith::progress::{Log, Verbosity};
+use kvsmith::stats::moments::Position;
+use kvsmith::store::Spec;
+
+const SIZES: Sizes = Sizes {
+    n_layers: 3,
+    n_heads: 4,
+    n_kv_heads: 2,
+    head_dim: 8,
+};
+
+/// The fit that a section makes without flags.
+fn fit(kind: &dyn SectionKind) -> Box<dyn Fit> {
+    let command = kind.flags(clap::Command::new("test"));
+    let input = FitInput {
+        seed: 1,
+        position: Position::Windowed(7),
+        block_start: &[0, 4000, 9000],
+        kept: &[true; 9000],
+        log: Log {
+            verbosity: Verbosity::Quiet,
+        },
+    };
+    kind.fit(&command.get_matches_from(["test"]), &input).unwrap()
+}
+
+/// Zeros for every tensor of a layer.
+fn part(specs: &[Spec]) -> LayerPart {
+    let tensors = specs
+        .iter()
+        .map(|s| (s.name.clone(), vec![0; s.bytes().unwrap()]));
+    LayerPart {
+        tensors: tensors.collect(),
+        quality: Vec::new(),
+    }
+}
+
+#[test]
+fn names_are_the_sections_own() {
+    let mut names = BTreeSet::new();
+    for kind in SECTIONS {
+        assert!(names.insert(kind.name()), "{}", kind.name());
+        assert!(names.insert(kind.facts().command), "{}", kind.facts().command);
+        let section = Section::new(fit(*kind).as_ref(), SIZES, &Cpu).unwrap();
+        for spec in &section.specs {
+            assert_eq!(spec.name.split('.').next(), Some(kind.name()));
+            assert_eq!(spec.shape[0], SIZES.n_layers, "{}", spec.name);
+        }
+    }
+}
+
+#[test]
+fn queries_are_read_by_those_that_say_so() {
+    for kind in SECTIONS {
+        let fit = fit(*kind);
+        assert_eq!(fit.kind().name(), kind.name());
+        let rows = fit.query_rows();
+        assert_eq!(!rows.is_empty(), kind.facts().reads_queries, "{}", kind.name());
+        assert!(rows.is_sorted(), "{}", kind.name());
+    }
+}
+
+#[test]
+fn a_layer_has_exactly_the_tensors_of_its_section() {
+    for kind in SECTIONS {
+        let mut section = Section::new(fit(*kind).as_ref(), SIZES, &Cpu).unwrap();
+        let specs = section.layer_specs();
+        section.add(part(&specs)).unwrap();
+        let name = &specs[0].name;
+        let mut missing = part(&specs);
+        missing.tensors.remove(name);
+        let mut short = part(&specs);
+        short.tensors.get_mut(name).unwrap().pop();
+        let mut more = part(&specs);
+        more.tensors.insert("other".to_string(), Vec::new());
+        for (wrong, culprit) in [(missing, name.as_str()), (short, name), (more, "other")] {
+            let error = section.add(wrong).unwrap_err();
+            assert!(error.to_string().contains(culprit), "{error}");
+        }
+    }
+}
