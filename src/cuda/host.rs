@@ -9,9 +9,9 @@ mod static_set;
 use ndarray::{Array1, Array2, ArrayView2, ArrayView3, s};
 use rayon::prelude::*;
 
+use super::backend::indexes;
 use super::model::DeviceModel;
 use super::prompt::{PromptLayer, PromptPass, PromptRoom};
-use super::session::indexes;
 use super::{Body, LayerContext, ROWS, Workspace};
 use crate::compute::attention;
 use crate::error::{Error, Result};
@@ -189,14 +189,14 @@ impl HostLayer<'_> {
         }
         let (g, kv, q) = (self.heads.len(), work.sizes.kv(), work.sizes.attended());
         let (mut keys, mut values, mut queries) = (vec![0.0; kv], vec![0.0; kv], vec![0.0; q]);
-        let mut lists = selection.map(Selection::arriving).unwrap_or_default();
+        let mut lists = selection.map(Selection::arriving);
         let mut parts = vec![
             work.k_rope.to(&mut keys),
             work.v.to(&mut values),
             work.q_rope.to(&mut queries),
         ];
-        if let Some(selection) = selection {
-            parts.extend(selection.parts(&mut lists));
+        if let (Some(selection), Some(lists)) = (selection, &mut lists) {
+            parts.extend(selection.parts(lists));
         }
         // Runs from the copies on, while the CPU attends the others.
         work.driver.fetch(&mut parts, &mut || match &self.static_rows {
@@ -208,8 +208,8 @@ impl HostLayer<'_> {
             }
             None => Ok(()),
         })?;
-        let chosen = match selection {
-            Some(_) => lists.positions(),
+        let chosen = match lists {
+            Some(lists) => lists.positions(),
             None => vec![set.candidates.clone().map(|p| p as u32).collect(); g],
         };
         Ok(Arrived {

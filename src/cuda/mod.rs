@@ -1,10 +1,11 @@
 //! The forward pass on an NVIDIA GPU: the same as [`crate::model::decoder`].
 //!
 //! [`LayerWeights`] are one layer's weights on the device, in the type that the checkpoint stores; [`Workspace`] is
-//! where some rows pass through a layer. Sessions run on [`session::CudaBackend`], with the caches on the device, or
+//! where some rows pass through a layer. Sessions run on [`backend::CudaBackend`], with the caches on the device, or
 //! [`host::HostBackend`], with those in the machine's memory. [`forward::CudaForward`] runs prompts and tokens for caches
 //! on the CPU, [`layers::CudaLayers`] calibration text with one layer's weights on the device at a time.
 
+pub mod backend;
 mod body;
 mod context;
 mod finite;
@@ -14,7 +15,6 @@ pub mod layers;
 mod model;
 mod prompt;
 pub mod sample;
-pub mod session;
 mod sizes;
 mod step;
 mod weights;

@@ -133,9 +133,14 @@ impl<'d> PromptPass<'d> {
             positions.set(&[at as u32])?;
             positions.advance(n)?;
             let row_positions = RowPositions::Last(positions);
-            let (work, hidden) = (&self.work, self.rows(start, n));
-            work.project(weights, &hidden, n, n, &model.rotation, row_positions)?;
-            drop(hidden);
+            self.work.project(
+                weights,
+                &self.rows(start, n),
+                n,
+                n,
+                &model.rotation,
+                row_positions,
+            )?;
             self.append(layer.cache.map(|cache| (cache, &*positions)), n)?;
             let (work, rows) = (&self.work, self.attended(layer)?);
             layer.index.extend(&Chunk {

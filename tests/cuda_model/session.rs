@@ -2,7 +2,7 @@
 
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::cuda::Body;
-use kvsmith::cuda::session::CudaBackend;
+use kvsmith::cuda::backend::CudaBackend;
 use kvsmith::flags::Precision;
 use kvsmith::kv::KvType;
 use kvsmith::kv::sample::Sampler;

@@ -13,7 +13,7 @@ use crate::cmd::print_json;
 use crate::compute::cuda::Cuda;
 use crate::compute::cuda::driver::Driver;
 use crate::cuda::Body;
-use crate::cuda::session::CudaBackend;
+use crate::cuda::backend::CudaBackend;
 use crate::error::{Error, Kind, Result};
 use crate::flags::{Device, at_least_one};
 use crate::interrupt;
