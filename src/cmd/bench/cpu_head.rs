@@ -1,6 +1,6 @@
 //! Heads with random data, for steps on the CPU.
 
-use ndarray::{Array2, Axis, concatenate, stack};
+use ndarray::{Array2, Array3, Axis, concatenate};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -79,7 +79,14 @@ pub fn head(setting: &Setting, new: &NewHead, kv_head: usize, seed: u64) -> Resu
     let own = uniform(&mut rng, setting.group(), d);
     if let Fill::Prompt(rows) = fill {
         let mut query = || query(&mut rng, &own);
-        prefill(retriever.as_mut(), &prompted, rows.min(n), &kv, &mut query)?;
+        prefill(
+            &place,
+            retriever.as_mut(),
+            &prompted,
+            rows.min(n),
+            &kv,
+            &mut query,
+        )?;
     }
     Ok(Head {
         kv,
@@ -91,6 +98,7 @@ pub fn head(setting: &Setting, new: &NewHead, kv_head: usize, seed: u64) -> Resu
 
 /// Takes in a prompt of which the last `rows` queries are known.
 fn prefill(
+    place: &Place,
     retriever: &mut dyn Retriever,
     keys: &[Array2<f32>],
     rows: usize,
@@ -100,9 +108,10 @@ fn prefill(
     let shape = |e: ndarray::ShapeError| Error::failed(e.to_string());
     let keys: Vec<_> = keys.iter().map(|part| part.view()).collect();
     let keys = concatenate(Axis(0), &keys).map_err(shape)?;
-    let queries: Vec<Array2<f32>> = (0..rows).map(|_| query()).collect();
-    let queries: Vec<_> = queries.iter().map(|query| query.view()).collect();
-    let q_rope = stack(Axis(1), &queries).map_err(shape)?;
+    let mut q_rope = Array3::zeros((place.group, rows, place.head_dim));
+    for mut row in q_rope.axis_iter_mut(Axis(1)) {
+        row.assign(&query());
+    }
     retriever.prefill(&Prompt {
         first: keys.nrows() - rows,
         k_pre: keys.view(),
