@@ -45,7 +45,8 @@ AGAINST = [
     ["retrieve", *LAYER, "--context", "16K", "--kv", "bf16", "--methods", "a2ats,selfindex", "--ranking", "plain"],
     ["attend", *LAYER, "--context", "16K", "--kv", "f32", "--methods", f"full,{METHODS}"],
     ["attend", *LAYER, "--context", "16K", "--kv", "bf16", "--methods", f"full,{METHODS}"],
-    ["attend", *LAYER, "--context", "16K", "--kv", "2bit", "--methods", f"full,{METHODS}"],
+    # 64 copies of each, which take long to make.
+    ["attend", *LAYER, "--context", "1K", "--kv", "2bit", "--methods", f"full,{METHODS}", "--runs", 64],
 ]
 
 
@@ -74,7 +75,7 @@ def kvsmith(args, *more):
 
 def against(args):
     """Times of two programs that take turns; whether no row is slower in every round."""
-    small = {16384: 1024, 4096: 512, 2048: 256, "16K": "2K"} if args.quick else {}
+    small = {16384: 1024, 4096: 512, 2048: 256, 64: 8} if args.quick else {}
     ratios = {}
     for turn in range(args.rounds):
         for command in AGAINST:
