@@ -178,3 +178,29 @@ fn every_command_of_the_readme_table_exists() {
         );
     }
 }
+
+/// docs/glossary.md says where each term is in the code, in at most two lines.
+#[test]
+fn terms_are_where_the_glossary_says() {
+    let glossary = std::fs::read_to_string(root().join("docs/glossary.md")).unwrap();
+    let entries: Vec<&str> = glossary.split("\n- ").skip(1).collect();
+    assert!(entries.len() > 50, "{}", entries.len());
+    let mut seen = std::collections::BTreeSet::new();
+    for entry in entries {
+        let entry = entry.split("\n\n").next().unwrap_or_default();
+        assert!(entry.lines().count() <= 2, "more than two lines: {entry}");
+        let term = entry.split("**").nth(1).unwrap_or_default();
+        assert!(
+            !term.is_empty() && seen.insert(term.to_string()),
+            "two meanings: {entry}"
+        );
+        for path in entry.split('`').filter(|code| code.starts_with("src/")) {
+            assert!(
+                root().join(path).exists(),
+                "docs/glossary.md: `{path}` is nowhere"
+            );
+        }
+    }
+    let readme = std::fs::read_to_string(root().join("README.md")).unwrap();
+    assert!(readme.contains("(docs/glossary.md)"));
+}

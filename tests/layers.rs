@@ -100,30 +100,32 @@ fn circles(tree: &Tree) -> Vec<BTreeSet<&String>> {
     circles
 }
 
-/// Whether all files stand in one folder; the file that declares a folder's modules stands there too.
+/// Whether all files stand in one folder, or all below one of them.
 fn is_one_folder(tree: &Tree, circle: &BTreeSet<&String>) -> bool {
-    let folders = |path: &&String| -> BTreeSet<Module> {
-        let module = &tree.files[*path].module;
-        let parent = module[..module.len().saturating_sub(1)].to_vec();
-        BTreeSet::from([parent, module.clone()])
-    };
-    let mut all = circle.iter().map(folders);
-    let first = all.next().unwrap_or_default();
-    !all.fold(first, |common, own| &common & &own).is_empty()
+    let modules = || circle.iter().map(|path| &tree.files[*path].module);
+    let parents: BTreeSet<&[String]> = modules()
+        .map(|module| &module[..module.len().saturating_sub(1)])
+        .collect();
+    let is_above_all = |head: &Module| !head.is_empty() && modules().all(|module| module.starts_with(head));
+    parents.len() == 1 || modules().any(is_above_all)
 }
 
-/// Circles that should not be.
+/// Circles that should not be, with the imports that close them.
 fn bad_circles(tree: &Tree) -> Vec<String> {
     let bad = |circle: &BTreeSet<&String>| circle.len() > MAX_CIRCLE || !is_one_folder(tree, circle);
     let circles = circles(tree).into_iter().filter(bad);
     circles
         .map(|circle| {
-            let paths: Vec<&str> = circle.iter().map(|path| path.as_str()).collect();
-            format!(
-                "{} files import each other in a circle: {}",
-                paths.len(),
-                paths.join(", ")
-            )
+            let mut text = format!("{} files import each other in a circle:", circle.len());
+            for path in &circle {
+                let inside = tree.files[*path]
+                    .imports
+                    .iter()
+                    .filter(|(target, _)| circle.contains(target));
+                let names: Vec<&str> = inside.map(|(_, name)| name.as_str()).collect();
+                text += &format!("\n    {path}: {}", names.join(", "));
+            }
+            text
         })
         .collect()
 }
@@ -357,9 +359,11 @@ fn each_rule_can_be_broken() {
         )
     };
     let six = ["kv/a.rs", "kv/b.rs", "kv/c.rs", "kv/d.rs", "kv/e.rs", "kv/f.rs"];
-    assert!(complaints_of(&six)[0].starts_with("6 files import each other in a circle: kv/a.rs, kv/b.rs"));
+    assert!(
+        complaints_of(&six)[0].starts_with("6 files import each other in a circle:\n    kv/a.rs: kv::b::X")
+    );
     assert_eq!(complaints_of(&six[1..]), [""; 0]);
-    assert_eq!(complaints_of(&["kv.rs", "kv/a.rs"]), [""; 0]);
+    assert_eq!(complaints_of(&["kv.rs", "kv/a.rs", "kv/a/b.rs"]), [""; 0]);
     assert_eq!(
         complaints_of(&["method/b.rs", "method/a.rs", "method/a/c.rs"]).len(),
         1
