@@ -1,15 +1,15 @@
 //! Any GPU as a [`Device`], through wgpu: Vulkan, Metal or Direct3D 12.
 //!
-//! Rows stay in buffers of the adapter, each holding as many rows of one head as a binding takes. The
-//! kernels are `shaders/<stem>.wgsl`, one per function of [`super::reference`]; they compute in f32, and
-//! what has to be summed in f64 comes back as partial sums of up to 256 rows. WGSL lets a compiler fuse and
-//! reorder arithmetic and says nothing about subgroups, so the kernels rely on neither.
+//! Rows stay in buffers of the adapter, each with as many rows of one head as a binding may hold. The kernels
+//! are `shaders/<stem>.wgsl`, one per function of [`super::reference`]. They compute in f32; for sums in f64
+//! they return partial sums of up to 256 rows. WGSL lets a compiler fuse and reorder arithmetic and does not
+//! specify subgroups, so the kernels rely on neither.
 //!
-//! The host keeps the codes, the distances and the centroids: it reads 12 bytes a row after each assignment,
+//! The host keeps the codes, the distances and the centroids: after each assignment it reads 12 bytes per row,
 //! sorts the rows by centroid, and sends the new centroids back.
 //!
-//! A value that is not finite may come out as any other: WGSL lets a compiler assume that there are none.
-//! Only [`Points::square_sum`] sees them for certain, by their bits.
+//! A value that is not finite may turn into any other: WGSL lets a compiler assume that there are none.
+//! Only [`Points::square_sum`] is sure to find them, by their bits.
 
 mod clusters;
 mod context;
@@ -24,16 +24,16 @@ use context::GpuContext;
 pub use context::GpuLimits;
 use points::GpuPoints;
 
-/// Rows that are summed in f32 before they join the f64 sums: a block of the shaders.
+/// Rows that are summed in f32 before they are added to the f64 sums: a block of the shaders.
 const BLOCK: usize = 256;
-/// Rows, centroids or channels of a tile of the shaders.
+/// Rows, centroids or channels per tile of the shaders.
 const TILE: usize = 64;
-/// Threads of a workgroup.
+/// Threads per workgroup.
 const THREADS: usize = 256;
-/// Bytes of rows and clusters that [`Device::heads_at_once`] aims at: small for a GPU, and enough to keep
-/// one busy.
+/// Bytes of rows and clusters that [`Device::heads_at_once`] aims for: little memory for a GPU, and enough work to
+/// keep it busy.
 const AT_ONCE_BYTES: usize = 1 << 29;
-/// Most heads at once: each is a dispatch of its own.
+/// Most heads at once, as each needs its own dispatches.
 const AT_ONCE: usize = 64;
 
 /// An adapter of wgpu.
@@ -42,7 +42,7 @@ pub struct Gpu {
 }
 
 impl Gpu {
-    /// Opens the fastest adapter there is.
+    /// Opens the fastest adapter.
     ///
     /// # Errors
     /// There is no loader, driver or adapter, or a shader does not compile.
@@ -50,7 +50,7 @@ impl Gpu {
         GpuContext::open(None).map(|context| Self { context })
     }
 
-    /// Opens it as if it took no more than this at once.
+    /// Opens the fastest adapter, and uses it within smaller limits.
     ///
     /// # Errors
     /// Those of [`Gpu::open`].
@@ -58,12 +58,12 @@ impl Gpu {
         GpuContext::open(Some(limits)).map(|context| Self { context })
     }
 
-    /// Whether the adapter is a processor that stands in for a GPU.
+    /// Returns whether the adapter is a processor that emulates a GPU.
     pub fn is_software(&self) -> bool {
         self.context.software
     }
 
-    /// Gives the adapter back; every later operation is an error.
+    /// Releases the adapter; every later operation is an error.
     pub fn destroy(&self) {
         self.context.destroy();
     }
@@ -79,7 +79,7 @@ impl Device for Gpu {
     }
 
     fn heads_at_once(&self, n: usize, d: usize, size: usize) -> usize {
-        // Rows twice, while they are whitened.
+        // The rows count twice, for they are copied while they are whitened.
         let head = 4 * (2 * d * n + 2 * d * size + 3 * n);
         (AT_ONCE_BYTES / head.max(1)).clamp(1, AT_ONCE)
     }
@@ -90,7 +90,7 @@ impl Device for Gpu {
         if m * d == 0 {
             return Ok(sums);
         }
-        // Rows whose sums and values fit into a buffer each.
+        // As many rows as fit into one buffer, and their sums into another.
         let blocks = self.context.capacity(4 * d * d)?;
         let rows = rows_per_buffer(&self.context, 4 * d)?.min(blocks.saturating_mul(BLOCK));
         for start in (0..m).step_by(rows) {
@@ -110,7 +110,7 @@ impl Device for Gpu {
 }
 
 impl Gpu {
-    /// The sums of each block of rows, `[blocks,d,d]` per head.
+    /// Returns the sum of each block of rows, `[blocks,d,d]` per head.
     fn moment_blocks(&self, q: ArrayView3<f32>) -> Result<Vec<Vec<f32>>> {
         let (_, rows, d) = q.dim();
         let (blocks, tiles) = (rows.div_ceil(BLOCK), d.div_ceil(TILE));
@@ -133,13 +133,13 @@ impl Gpu {
     }
 }
 
-/// Rows of some bytes that one buffer takes: whole blocks where it takes a block.
+/// Returns how many rows of this size fit into a buffer, in whole blocks if one fits.
 fn rows_per_buffer(context: &GpuContext, bytes: usize) -> Result<usize> {
     let rows = context.capacity(bytes)?;
     Ok(if rows < BLOCK { rows } else { rows / BLOCK * BLOCK })
 }
 
-/// The elements of `x` in order.
+/// Returns the elements of `x`, row by row.
 fn flat(x: ArrayView2<'_, f32>) -> Vec<f32> {
     x.iter().copied().collect()
 }

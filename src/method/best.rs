@@ -1,13 +1,13 @@
-//! The best of many, and the set of some, by position.
+//! The largest of many values, and sets of positions.
 
 use crate::compute::masks;
 
-/// Bits of a key that values are counted by.
+/// Leading bits of a key by which values are counted.
 const COUNTED: u32 = 16;
 
-/// A number with the order of its `total_cmp` as an unsigned key.
+/// A number with an unsigned key in the order of its `total_cmp`.
 pub(super) trait Key: Copy {
-    /// The key.
+    /// Returns the key.
     fn key(self) -> u64;
 }
 
@@ -25,7 +25,7 @@ impl Key for f32 {
     }
 }
 
-/// The places of the `count` largest values, ascending; the lower place on ties.
+/// Returns the places of the `count` largest values, ascending; the lower place on ties.
 pub(super) fn largest<T: Key>(values: &[T], count: usize) -> Vec<u32> {
     if count == 0 || values.is_empty() {
         return Vec::new();
@@ -33,7 +33,7 @@ pub(super) fn largest<T: Key>(values: &[T], count: usize) -> Vec<u32> {
     let class = |x: &T| (x.key() >> (64 - COUNTED)) as usize;
     let mut counts = vec![0u32; 1 << COUNTED];
     values.iter().for_each(|x| counts[class(x)] += 1);
-    // The class of the last one; what is above comes in whole.
+    // The class of the last value; all values of the classes above are taken.
     let mut above = 0;
     let last = (0..counts.len()).rev().find(|c| {
         let full = above + counts[*c] as usize >= count;
@@ -61,20 +61,20 @@ pub(super) fn largest<T: Key>(values: &[T], count: usize) -> Vec<u32> {
     out
 }
 
-/// Some places below a bound.
+/// A set of places below a bound.
 pub(super) struct Places {
     words: Vec<u64>,
 }
 
 impl From<Vec<u64>> for Places {
-    /// The places of the set bits.
+    /// Makes the set of the places whose bits are set.
     fn from(words: Vec<u64>) -> Self {
         Self { words }
     }
 }
 
 impl Places {
-    /// None of `n`.
+    /// Makes an empty set of places below `n`.
     pub fn new(n: usize) -> Self {
         Self {
             words: vec![0; n.div_ceil(64)],
@@ -86,27 +86,27 @@ impl Places {
         self.words[place / 64] |= 1 << (place % 64);
     }
 
-    /// Takes a place away.
+    /// Removes a place.
     pub fn remove(&mut self, place: usize) {
         self.words[place / 64] &= !(1 << (place % 64));
     }
 
-    /// Whether a place is one of them.
+    /// Returns whether a place is in the set.
     pub fn contains(&self, place: usize) -> bool {
         self.words[place / 64] >> (place % 64) & 1 == 1
     }
 
-    /// How many there are.
+    /// Returns the number of places.
     pub fn len(&self) -> usize {
         self.words.iter().map(|w| w.count_ones() as usize).sum()
     }
 
-    /// Adds the places of another set below the same bound.
+    /// Adds the places of another set with the same bound.
     pub fn join(&mut self, other: &Self) {
         self.words.iter_mut().zip(&other.words).for_each(|(a, b)| *a |= b);
     }
 
-    /// The places and `first` to each, ascending.
+    /// Lists the places plus `first`, ascending.
     pub fn ascending(&self, first: u32) -> Vec<u32> {
         masks::places(&self.words, first)
     }

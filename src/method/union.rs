@@ -1,21 +1,21 @@
-//! The union of the query heads' best positions, within a budget.
+//! The union of the query heads' best positions within a budget.
 
 use super::best::{Key, Places};
 
-/// Ranks that are sorted at a time, at least.
+/// The least number of ranks that are sorted at a time.
 const RANKS: usize = 64;
 
-/// The positions of the largest k such that the union of each list's best k has at most `budget`; where
-/// even k = 1 has more, the best of that union by highest score. Ascending; the lower position wins a tie.
+/// Returns the union of each list's best k positions, ascending, for the largest k whose union has at most
+/// `budget`; if even k = 1 has more, the best of that union by highest score. The lower position wins a tie.
 pub(super) fn union_within(lists: &[Vec<(f32, u32)>], budget: usize) -> Vec<u32> {
     let Some(high) = lists.iter().flatten().map(|(_, p)| *p).max() else {
         return Vec::new();
     };
-    // The best first: by falling score, then by position.
+    // Keys ascend by falling score, then by position.
     let key = |(score, p): &(f32, u32)| !(score.key() >> 32) << 32 | u64::from(*p);
     let mut keys: Vec<Vec<u64>> = lists.iter().map(|list| list.iter().map(key).collect()).collect();
     let longest = lists.iter().map(Vec::len).max().unwrap_or(0);
-    // So many ranks fit in any case.
+    // This number of ranks fits in any case.
     let at_once = (budget / lists.len()).max(RANKS);
     let mut chosen = Places::new(high as usize + 1);
     let mut count = 0;
@@ -32,7 +32,7 @@ pub(super) fn union_within(lists: &[Vec<(f32, u32)>], budget: usize) -> Vec<u32>
             }
         }
         count += new.len();
-        // A rank that does not fit stays out as a whole.
+        // A rank that does not fit is left out as a whole.
         if count > budget {
             if rank == 0 {
                 return best_of(lists, new, budget);
@@ -44,7 +44,7 @@ pub(super) fn union_within(lists: &[Vec<(f32, u32)>], budget: usize) -> Vec<u32>
     chosen.ascending(0)
 }
 
-/// Brings the next `n` keys, in order, to place `at`; those before it are in theirs.
+/// Sorts the next `n` keys into the places from `at` on; the keys before are in theirs.
 fn sort_next(keys: &mut [u64], at: usize, n: usize) {
     let Some(mut rest) = keys.get_mut(at..) else {
         return;
@@ -56,7 +56,7 @@ fn sort_next(keys: &mut [u64], at: usize, n: usize) {
     rest.sort_unstable();
 }
 
-/// The `count` positions of highest score in any list.
+/// Returns the `count` positions with the highest scores in any list, ascending.
 fn best_of(lists: &[Vec<(f32, u32)>], positions: Vec<u32>, count: usize) -> Vec<u32> {
     let score = |p: u32| {
         let scores = lists.iter().flatten().filter(|(_, other)| *other == p);
@@ -74,7 +74,7 @@ mod tests {
     use super::*;
     use crate::testing::numbers;
 
-    /// The same by sorting everything.
+    /// Finds the same union by sorting all lists.
     fn naive(mut lists: Vec<Vec<(f32, u32)>>, budget: usize) -> Vec<u32> {
         // A position joins the union at the least rank that it has in any list.
         let mut joins: Vec<(u32, usize)> = Vec::new();

@@ -1,4 +1,4 @@
-//! The clusters of rows on the adapter: seeding, assignment, Lloyd passes.
+//! Clusters of the rows on the adapter: seeding, assignment, Lloyd passes.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,14 +12,14 @@ use super::points::{GpuPoints, Slab};
 use super::{BLOCK, THREADS, TILE, kernels};
 use crate::error::{Error, Result};
 
-/// The clusters of one head. Codes and distances are those that the adapter found last.
+/// The clusters of one head, with the codes and distances that the adapter found last.
 #[derive(Default)]
 pub(super) struct GpuClusters {
-    /// `[M,d]`, or as far as seeding got.
+    /// `[M,d]`; fewer while seeding goes on.
     pub centroids: Vec<f32>,
     pub codes: Vec<u32>,
     distances: Vec<f32>,
-    /// Whether a row changed its centroid since the centroids were moved.
+    /// Whether a row has changed its centroid since the centroids were moved last.
     pub changed: bool,
     size: usize,
     panels: Vec<Panel>,
@@ -27,7 +27,7 @@ pub(super) struct GpuClusters {
 
 /// Centroids that share a buffer.
 struct Panel {
-    /// Which.
+    /// The numbers of the centroids.
     range: Range<usize>,
     /// `[range,d]`.
     centroids: wgpu::Buffer,
@@ -39,13 +39,13 @@ struct Panel {
 #[repr(C)]
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 struct Owner {
-    /// Its number plus 1; 0 is nobody.
+    /// Its number plus 1; 0 for none.
     centroid: u32,
     score: f32,
     distance: f32,
 }
 
-/// The rows of a slab sorted by centroid, and cut.
+/// The rows of a slab sorted by centroid and cut into ranges of at most [`BLOCK`].
 struct Segments {
     /// Rows of the slab.
     members: Vec<u32>,
@@ -56,7 +56,7 @@ struct Segments {
 }
 
 impl Segments {
-    /// Sorts rows by code, each centroid's ascending, and cuts them into blocks of [`BLOCK`].
+    /// Sorts rows by code, those of a centroid ascending, and cuts them.
     fn new(codes: &[u32], size: usize) -> Self {
         let mut starts = vec![0usize; size + 1];
         codes.iter().for_each(|code| starts[*code as usize + 1] += 1);
@@ -103,12 +103,12 @@ impl GpuClusters {
         })
     }
 
-    /// Takes in what the shader found for some rows.
+    /// Takes over the centroids and distances that the shader found for some rows.
     fn take(&mut self, rows: Range<usize>, owners: &[Owner]) -> Result<()> {
         for (i, owner) in rows.zip(owners) {
             let code = owner.centroid.wrapping_sub(1);
             if code as usize >= self.size {
-                // Nothing in the shader can write this: the dispatch did not run, or not to its end.
+                // The shader never writes this: the dispatch did not run, or not to its end.
                 return Err(Error::device("the adapter left rows without a centroid"));
             }
             self.changed |= self.codes[i] != code;
@@ -168,8 +168,8 @@ impl GpuPoints<'_> {
         self.challenge(&fresh, true)
     }
 
-    /// See [`super::super::device::Points::draw`]. The draw itself is the host's, by the distances that it
-    /// has; the candidates it may meet follow from the uniform numbers alone and are fetched together.
+    /// See [`super::super::device::Points::draw`]. The host draws, by its copy of the distances; all candidates follow
+    /// from the uniform numbers alone, so they are fetched together.
     pub fn draw_batch(&mut self, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
         let d = self.dim().2;
         let wheels: Vec<Wheel> = self
@@ -208,7 +208,7 @@ impl GpuPoints<'_> {
         Ok(drawn)
     }
 
-    /// Assigns the rows of some heads to the centroids that the host has.
+    /// Assigns the rows of some heads to the host's centroids.
     pub fn assign_anew(&mut self, which: &[bool]) -> Result<()> {
         let d = self.dim().2;
         let all = self.heads.iter().zip(which);
@@ -216,8 +216,8 @@ impl GpuPoints<'_> {
         self.challenge(&all.collect::<Vec<_>>(), true)
     }
 
-    /// Sends the centroids `fresh[head]` and lets them take over the rows they are nearest to; with `anew`
-    /// those rows belong to nobody before.
+    /// Sends the centroids `fresh[head]` and assigns to them the rows that they are nearest to; with `anew` the rows
+    /// have no centroid before.
     fn challenge(&mut self, fresh: &[Range<usize>], anew: bool) -> Result<()> {
         let d = self.dim().2;
         let Self {
@@ -266,8 +266,7 @@ impl GpuPoints<'_> {
         })
     }
 
-    /// See [`super::super::device::Points::update`]. A head in which no row changed its centroid stays as it
-    /// is.
+    /// See [`super::super::device::Points::update`]. A head in which no row changed its centroid is left out.
     pub fn lloyd_pass(&mut self) -> Result<()> {
         let which: Vec<bool> = self.heads.iter().map(|head| head.changed).collect();
         self.move_centroids(&which)?;
@@ -308,7 +307,7 @@ impl GpuPoints<'_> {
         Ok(())
     }
 
-    /// The sums of the segments of each slab, `[segments,d]` each.
+    /// Returns the sums of the segments of each slab, `[segments,d]` each.
     fn sum_segments(&self, slabs: &[&Slab], segments: &[Segments]) -> Result<Vec<Vec<f32>>> {
         let (context, d) = (self.context, self.dim().2);
         let most = context.capacity(4 * d.max(2))?;
@@ -345,7 +344,7 @@ impl GpuPoints<'_> {
         })
     }
 
-    /// Rows of each head, `[rows,d]` each.
+    /// Returns the wanted rows of each head, `[rows,d]` each.
     pub fn gather(&self, wanted: &[Vec<u32>]) -> Result<Vec<Vec<f32>>> {
         let d = self.dim().2;
         let mut out: Vec<Vec<f32>> = wanted.iter().map(|rows| vec![0.0; rows.len() * d]).collect();
@@ -374,7 +373,7 @@ impl GpuPoints<'_> {
     }
 }
 
-/// Lets part of a panel challenge the owners of the rows of a slab.
+/// Compares the centroids of part of a panel with the owners of the rows of a slab.
 fn meet(batch: &mut Batch, slab: &Slab, owners: &wgpu::Buffer, panel: &Panel, part: Range<usize>, d: usize) {
     if part.is_empty() {
         return;
@@ -398,18 +397,18 @@ fn meet(batch: &mut Batch, slab: &Slab, owners: &wgpu::Buffer, panel: &Panel, pa
     );
 }
 
-/// What two ranges have in common; something empty if nothing.
+/// Returns the intersection of two ranges, which may be empty.
 fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     let start = b.start.clamp(a.start, a.end);
     start..b.end.clamp(start, a.end)
 }
 
-/// `-||c||²/2`, summed in f64.
+/// Returns `-||c||²/2`, summed in f64.
 fn bias(c: &[f32]) -> f32 {
     (c.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() * -0.5) as f32
 }
 
-/// Values as `[rows,d]`.
+/// Shapes values as `[rows,d]`.
 pub(super) fn matrix(values: Vec<f32>, rows: usize, d: usize) -> Result<Array2<f32>> {
     Array2::from_shape_vec((rows, d), values).map_err(|e| Error::failed(e.to_string()))
 }

@@ -1,7 +1,7 @@
-//! The adapter and what is done with it: buffers, dispatches, reading back.
+//! The adapter, its buffers and dispatches, and reading back.
 //!
-//! Everything that can fail on a driver happens in [`GpuContext::work`], between error scopes: a validation
-//! error, memory that ran out or a lost device becomes an [`Error`], never a panic and never zeros that look
+//! Everything that can fail in a driver happens in [`GpuContext::work`], within error scopes: a validation
+//! error, a lack of memory or a lost device becomes an [`Error`], never a panic and never zeros that look
 //! like a result.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,16 +13,16 @@ use bytemuck::Pod;
 use super::kernels::Kernels;
 use crate::error::{Error, Result};
 
-/// What to do where there is no adapter.
+/// The hint for a machine without an adapter.
 const NO_ADAPTER: &str = "install the Vulkan driver of your GPU (Debian, Ubuntu: apt-get install libvulkan1 \
                           mesa-vulkan-drivers, which also has one for machines without a GPU), or use \
                           --device cpu";
 
-/// Multiply-adds of one submission: about a tenth of a second on a slow GPU, below the patience of every
-/// driver that guards against hangs.
+/// Multiply-adds of one submission: about a tenth of a second on a slow GPU, less than the time after which
+/// drivers take a GPU for hung.
 const SUBMISSION: u64 = 1 << 34;
 
-/// How much fits into one binding and one dispatch. What is larger is cut into pieces.
+/// The most that fits into one binding and one dispatch; larger work is cut into pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GpuLimits {
     /// Bytes of one storage buffer.
@@ -32,7 +32,7 @@ pub struct GpuLimits {
 }
 
 impl GpuLimits {
-    /// The least of both.
+    /// Returns the smaller of both limits.
     fn and(self, other: Self) -> Self {
         Self {
             buffer_bytes: self.buffer_bytes.min(other.buffer_bytes),
@@ -50,7 +50,7 @@ impl From<&wgpu::Limits> for GpuLimits {
     }
 }
 
-/// A failure that was reported outside of a call: a lost device, or an error that no scope caught.
+/// A failure that was reported outside of a call: a lost device or an error outside of the scopes.
 type Fault = Arc<Mutex<Option<String>>>;
 
 /// An open adapter.
@@ -122,7 +122,7 @@ impl GpuContext {
         .map_err(|e| e.context(&self.adapter))
     }
 
-    /// A storage buffer of zeros; inside of [`GpuContext::work`].
+    /// Allocates a storage buffer of zeros; inside of [`GpuContext::work`].
     pub fn buffer(&self, bytes: u64) -> Result<wgpu::Buffer> {
         if bytes > self.limits.buffer_bytes {
             let (found, most) = (bytes, self.limits.buffer_bytes);
@@ -137,7 +137,7 @@ impl GpuContext {
         }))
     }
 
-    /// A storage buffer of these values; inside of [`GpuContext::work`].
+    /// Allocates a storage buffer with these values; inside of [`GpuContext::work`].
     pub fn upload<T: Pod>(&self, values: &[T]) -> Result<wgpu::Buffer> {
         let bytes: &[u8] = bytemuck::cast_slice(values);
         let buffer = self.buffer(bytes.len() as u64)?;
@@ -145,17 +145,17 @@ impl GpuContext {
         Ok(buffer)
     }
 
-    /// Overwrites values from element `first` on, before whatever is submitted next.
+    /// Overwrites values from element `first` on, before the next submission runs.
     pub fn write<T: Pod>(&self, buffer: &wgpu::Buffer, first: usize, values: &[T]) {
         let offset = (first * size_of::<T>()) as u64;
         self.queue
             .write_buffer(buffer, offset, bytemuck::cast_slice(values));
     }
 
-    /// How many values of a kind fit into a buffer.
+    /// Returns how many values of `bytes` bytes fit into a buffer.
     ///
     /// # Errors
-    /// Not even one does.
+    /// Not even one fits.
     pub fn capacity(&self, bytes: usize) -> Result<usize> {
         match self.limits.buffer_bytes / bytes.max(1) as u64 {
             0 => self.buffer(bytes as u64).map(|_| 0),
@@ -164,11 +164,11 @@ impl GpuContext {
     }
 }
 
-/// Commands on their way to the device.
+/// Commands that are being recorded.
 pub(super) struct Batch<'a> {
     context: &'a GpuContext,
     encoder: wgpu::CommandEncoder,
-    /// Multiply-adds recorded.
+    /// Multiply-adds recorded since the last submission.
     cost: u64,
 }
 
@@ -241,7 +241,7 @@ impl Batch<'_> {
         self.encoder.clear_buffer(buffer, 0, None);
     }
 
-    /// Hands over what was recorded.
+    /// Submits the recorded commands.
     pub fn submit(&mut self) {
         let next = self.context.device.create_command_encoder(&Default::default());
         let recorded = std::mem::replace(&mut self.encoder, next);
@@ -249,7 +249,7 @@ impl Batch<'_> {
         self.cost = 0;
     }
 
-    /// Hands over what was recorded, waits for it, and reads buffers.
+    /// Submits the recorded commands, waits for them, and reads buffers.
     pub fn read<T: Pod>(&mut self, buffers: &[&wgpu::Buffer]) -> Result<Vec<Vec<T>>> {
         let context = self.context;
         let mut copies = Vec::with_capacity(buffers.len());
@@ -269,7 +269,7 @@ impl Batch<'_> {
         for copy in &copies {
             let sender = sender.clone();
             copy.map_async(wgpu::MapMode::Read, .., move |result| {
-                // The receiver is gone only where reading has failed already.
+                // The receiver is gone only if reading has failed before.
                 let _ = sender.send(result);
             });
         }
@@ -288,10 +288,10 @@ impl Batch<'_> {
 }
 
 impl GpuContext {
-    /// Waits until everything submitted is done.
+    /// Waits until all submissions are done.
     fn wait(&self) -> Result<()> {
         let poll = || self.device.poll(wgpu::PollType::wait_indefinitely());
-        // wgpu panics where the driver reports a lost device while it waits.
+        // wgpu panics if the driver reports a lost device while it waits.
         match catch_unwind(AssertUnwindSafe(poll)) {
             Ok(Ok(_)) => Ok(()),
             Ok(Err(e)) => Err(Error::device(e.to_string())),
@@ -300,7 +300,7 @@ impl GpuContext {
     }
 }
 
-/// Runs `f` in error scopes and reports the first failure of the device, or that of `f`.
+/// Runs `f` in error scopes and returns the first failure of the device, or the result of `f`.
 fn scoped<T>(device: &wgpu::Device, fault: &Fault, doing: &str, f: impl FnOnce() -> Result<T>) -> Result<T> {
     let memory = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
     let internal = device.push_error_scope(wgpu::ErrorFilter::Internal);
@@ -311,7 +311,7 @@ fn scoped<T>(device: &wgpu::Device, fault: &Fault, doing: &str, f: impl FnOnce()
     if let Some(why) = fault.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
         return Err(failed(why.clone()).hint("use --device cpu"));
     }
-    // Memory first: what follows from a buffer that is not there says little.
+    // Memory first: the other errors follow from the missing buffer.
     caught.reverse();
     match caught.into_iter().flatten().next() {
         Some(wgpu::Error::OutOfMemory { .. }) => {
@@ -322,7 +322,7 @@ fn scoped<T>(device: &wgpu::Device, fault: &Fault, doing: &str, f: impl FnOnce()
     }
 }
 
-/// wgpu's own message lists every backend that was not built in.
+/// Makes the error for a machine without an adapter; wgpu's own message lists every backend that was not built in.
 fn no_adapter(e: &wgpu::RequestAdapterError) -> Error {
     let why = match e {
         wgpu::RequestAdapterError::NotFound { .. } => "found no driver or no device".to_owned(),
@@ -331,7 +331,7 @@ fn no_adapter(e: &wgpu::RequestAdapterError) -> Error {
     Error::device(format!("no adapter for wgpu: {why}")).hint(NO_ADAPTER)
 }
 
-/// Notes a lost device and errors that no scope caught.
+/// Records a lost device and errors outside of the scopes.
 fn watch(device: &wgpu::Device) -> Fault {
     let fault = Fault::default();
     let note = |fault: &Fault, what: String| {
@@ -352,14 +352,14 @@ fn watch(device: &wgpu::Device) -> Fault {
     fault
 }
 
-/// Name, kind, backend and driver of an adapter.
+/// Returns name, backend and driver of an adapter.
 fn describe(info: &wgpu::AdapterInfo) -> String {
     let driver = [info.driver.as_str(), info.driver_info.as_str()];
     let driver: Vec<&str> = driver.into_iter().filter(|s| !s.is_empty()).collect();
     format!("{}, {}, {}", info.name, info.backend, driver.join(" "))
 }
 
-/// wgpu's messages are trees over several lines.
+/// Joins the lines of a message; those of wgpu are trees.
 fn one_line(message: &str) -> String {
     let lines = message.lines().map(str::trim).filter(|line| !line.is_empty());
     lines.collect::<Vec<_>>().join(": ")

@@ -1,4 +1,4 @@
-//! Rows on the adapter, and what describes or changes them.
+//! Rows on the adapter, and the operations that describe or change them.
 
 use std::ops::Range;
 
@@ -12,18 +12,18 @@ use crate::error::Result;
 
 /// Bits of a digit of the radix select.
 const DIGIT: u32 = 4;
-/// Values of it.
+/// Values of a digit.
 const DIGITS: usize = 1 << DIGIT;
-/// Channels of a workgroup that counts digits.
+/// Channels of which one workgroup counts the digits.
 const COUNTED_CHANNELS: usize = 64;
-/// Words per sign pattern: four sums and a count.
+/// Words of a partial sum per sign pattern: four sums and a count.
 const PATTERN_WORDS: usize = 5;
 
-/// See [`Points`].
+/// [`Points`] in buffers of an adapter.
 pub(super) struct GpuPoints<'a> {
     pub(super) context: &'a GpuContext,
     dim: (usize, usize, usize),
-    /// All rows of head 0, then those of head 1, and so on.
+    /// The rows of head 0, then those of head 1, and so on.
     pub(super) slabs: Vec<Slab>,
     pub(super) heads: Vec<GpuClusters>,
 }
@@ -31,16 +31,16 @@ pub(super) struct GpuPoints<'a> {
 /// Consecutive rows of one head.
 pub(super) struct Slab {
     pub head: usize,
-    /// Which rows.
+    /// The numbers of the rows within the head.
     pub rows: Range<usize>,
     /// `[rows,d]`.
     pub x: wgpu::Buffer,
-    /// The centroid of each row, its score and distance, `[rows,3]`; empty before there are any.
+    /// Centroid, score and distance of each row, `[rows,3]`; `None` before there are centroids.
     pub owners: Option<wgpu::Buffer>,
 }
 
 impl Slab {
-    /// The part of `rows` that is here, counted from the first row here.
+    /// Returns the part of `rows` that lies in this slab, counted from its first row.
     fn part(&self, rows: &Range<usize>) -> Range<usize> {
         let start = rows.start.max(self.rows.start);
         let end = rows.end.min(self.rows.end).max(start);
@@ -49,7 +49,7 @@ impl Slab {
 }
 
 impl<'a> GpuPoints<'a> {
-    /// Sends the rows, `[b,n,d]`.
+    /// Sends the rows, `[b,n,d]`, to the adapter.
     pub fn new(context: &'a GpuContext, x: ArrayView3<f32>) -> Result<Self> {
         let (b, n, d) = x.dim();
         let size = rows_per_buffer(context, 4 * d.max(3))?;
@@ -77,7 +77,8 @@ impl<'a> GpuPoints<'a> {
         })
     }
 
-    /// Sums over blocks of the rows of a range, added in f64: `[b,d]`; the squares with `squares`.
+    /// Returns the sum of each channel over a range of rows, `[b,d]`, or of its squares with `squares`: blocks in f32,
+    /// then f64.
     fn sums(&self, rows: Range<usize>, squares: bool) -> Result<Array2<f64>> {
         let (b, _, d) = self.dim;
         let mut sums = Array2::<f64>::zeros((b, d));
@@ -114,7 +115,7 @@ impl<'a> GpuPoints<'a> {
         Ok(sums)
     }
 
-    /// The value of a rank among a range of rows, `[b,d]`.
+    /// Returns the value of a rank in each channel among a range of rows, `[b,d]`.
     fn ranked(&self, rows: Range<usize>, rank: usize, magnitudes: bool) -> Result<Array2<f32>> {
         let (b, _, d) = self.dim;
         let found: Vec<Vec<[u32; 2]>> = self.context.work("rank channels", |batch| {
@@ -151,7 +152,7 @@ impl<'a> GpuPoints<'a> {
     }
 }
 
-/// Counts one digit of the values of a range of rows of one head.
+/// Counts the values of one digit over a range of rows of one head.
 fn count_digit(
     batch: &mut Batch,
     slabs: &[&Slab],

@@ -1,4 +1,4 @@
-//! The candidates by codeword: a count of each, and lists of positions.
+//! The candidates by codeword: their numbers, and lists of their positions.
 
 use std::ops::Range;
 
@@ -6,14 +6,14 @@ use super::quotas::Quotas;
 use crate::kv::lines::grow;
 use crate::method::best::Places;
 
-/// Positions of a chunk: with the number of the next one it is half a cache line.
+/// Positions per chunk: together with the index of the next chunk they are half a cache line.
 const CHUNK: usize = 7;
-/// Fewer candidates per codeword are scanned: their lists would be mostly room.
+/// With fewer candidates per codeword the codes are scanned, for most of the lists' chunks would be empty.
 const LEAST_PER_CODEWORD: usize = 4;
-/// A choice of more than one candidate in so many is scanned for.
+/// If more than one in this number of candidates is chosen, the codes are scanned.
 const SCANNED_SHARE: usize = 3;
 
-/// Some positions of one codeword, and the chunk after.
+/// Some positions of one codeword, and the index of the next chunk.
 #[derive(Clone, Copy)]
 #[repr(C, align(32))]
 struct Chunk {
@@ -31,12 +31,12 @@ const EMPTY: Chunk = Chunk {
 struct List {
     first: u32,
     last: u32,
-    /// Positions of the first chunk that are candidates no more.
+    /// Positions at the start of the first chunk that are no longer candidates.
     skip: u32,
     count: u32,
 }
 
-/// Lists of ascending positions in chunks, which grow without moving.
+/// Lists of ascending positions in linked chunks, so that a growing list is not moved.
 #[derive(Clone, Default)]
 struct Lists {
     heads: Vec<List>,
@@ -45,8 +45,8 @@ struct Lists {
 }
 
 impl Lists {
-    /// The lists of `codes` `[n]`, the first of which stands at position `first`, with `counts` `[M]` of them;
-    /// a list's chunks stand side by side.
+    /// Makes the lists of `codes` `[n]`, of which `codes[0]` is at position `first`; `counts` `[M]` are the tokens of
+    /// each codeword. The chunks of a list are consecutive.
     fn new(codes: &[u16], first: usize, counts: &[u32]) -> Self {
         let mut chunks = 0u32;
         let mut head = |count: &u32| {
@@ -103,7 +103,7 @@ impl Lists {
         })
     }
 
-    /// Takes the first position of a list that has one.
+    /// Removes the first position of a list, which is not empty.
     fn pop(&mut self, code: u16) {
         let head = &mut self.heads[usize::from(code)];
         head.skip += 1;
@@ -114,7 +114,7 @@ impl Lists {
         }
     }
 
-    /// Calls `each` with the first `count` positions of a list that has so many.
+    /// Calls `each` with the first `count` positions of a list, which has at least that number.
     fn first(&self, code: usize, count: usize, mut each: impl FnMut(u32)) {
         let head = &self.heads[code];
         let (mut chunk, mut skip, mut left) = (head.first, head.skip as usize, count);
@@ -128,12 +128,12 @@ impl Lists {
     }
 }
 
-/// Whether `chosen` of `n` candidates of `size` codewords are read from lists, not scanned for.
+/// Returns whether `chosen` of `n` candidates of `size` codewords are read from lists instead of scanning the codes.
 fn is_listed(n: usize, size: usize, chosen: usize) -> bool {
     n >= LEAST_PER_CODEWORD * size && chosen * SCANNED_SHARE <= n
 }
 
-/// Bytes of codes or lists that such a choice reads.
+/// Returns the bytes of codes or lists that a choice of `chosen` of `n` candidates reads.
 pub fn read_bytes(n: usize, size: usize, chosen: usize) -> usize {
     match is_listed(n, size, chosen) {
         true => chosen.div_ceil(CHUNK) * size_of::<Chunk>(),
@@ -144,16 +144,16 @@ pub fn read_bytes(n: usize, size: usize, chosen: usize) -> usize {
 /// The candidates by codeword.
 #[derive(Clone)]
 pub(super) struct Postings {
-    /// The positions that are counted.
+    /// The positions of the candidates.
     range: Range<usize>,
-    /// `[M]`.
+    /// Candidates per codeword, `[M]`.
     counts: Vec<u32>,
-    /// Made where a choice first reads them.
+    /// Made when a choice reads them for the first time.
     lists: Option<Lists>,
 }
 
 impl Postings {
-    /// No candidates of `size` codewords.
+    /// Makes empty lists for `size` codewords.
     pub fn new(size: usize) -> Self {
         Self {
             range: 0..0,
@@ -162,18 +162,18 @@ impl Postings {
         }
     }
 
-    /// Candidates per codeword: `[M]`.
+    /// Returns the number of candidates of each codeword: `[M]`.
     pub fn counts(&self) -> &[u32] {
         &self.counts
     }
 
-    /// Bytes of the lists.
+    /// Returns the bytes of the lists.
     pub fn bytes(&self) -> usize {
         let of = |lists: &Lists| lists.chunks.capacity() * size_of::<Chunk>() + lists.free.capacity() * 4;
         self.lists.as_ref().map_or(0, of)
     }
 
-    /// Makes `candidates` what is counted, of all `codes`.
+    /// Brings counts and lists up to `candidates`; `codes` are those of all positions.
     pub fn cover(&mut self, candidates: &Range<usize>, codes: &[u16]) {
         let old = self.range.clone();
         if candidates.start < old.start || candidates.end < old.end || candidates.start > old.end {
@@ -196,7 +196,7 @@ impl Postings {
         self.range = candidates.clone();
     }
 
-    /// The candidates that `quotas` take, ascending; `codes` are those of all positions.
+    /// Returns the candidates that `quotas` take, ascending; `codes` are those of all positions.
     pub fn positions(&mut self, quotas: Quotas, codes: &[u16]) -> Vec<u32> {
         let (n, chosen) = (self.range.len(), quotas.len());
         if !is_listed(n, self.counts.len(), chosen) {
@@ -213,7 +213,7 @@ impl Postings {
         places.ascending(first as u32)
     }
 
-    /// The first candidate of a codeword that has one.
+    /// Returns the first candidate of a codeword, if it has one.
     pub fn first_of(&self, code: usize, codes: &[u16]) -> Option<u32> {
         if let (Some(lists), 1..) = (&self.lists, self.counts[code]) {
             let mut found = None;
@@ -232,7 +232,7 @@ mod tests {
     use super::*;
     use crate::testing::numbers;
 
-    /// Codes that use some codewords more than others, and the last one never.
+    /// Makes codes that use some codewords more often than others, and the last one never.
     fn codes(n: usize, size: usize, seed: u32) -> Vec<u16> {
         let mut number = numbers(seed);
         let mut next = || (number() >> 8) as usize;

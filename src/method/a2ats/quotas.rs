@@ -1,25 +1,25 @@
-//! How many tokens of each codeword a choice takes.
+//! The number of tokens of each codeword that a choice takes.
 
 use ndarray::ArrayView2;
 
 use super::postings::Postings;
 
-/// Classes of scores that codewords are counted in before some are sorted.
+/// Classes of scores in which tokens are counted, so that only some codewords are sorted.
 const CLASSES: usize = 1024;
 
-/// What bounds a choice.
+/// The bound of a choice.
 #[derive(Clone, Copy, Debug)]
 pub enum Bound {
-    /// Most tokens of the union over the query heads.
+    /// The union over the query heads has at most this number of tokens.
     Union(usize),
-    /// Tokens of each query head.
+    /// Each query head takes this number of tokens.
     PerQueryHead(u64),
 }
 
-/// The positions of the tokens with the best codewords, ascending; `codes[0]` stands at position `first`.
+/// Returns the positions of the tokens with the best codewords, ascending; `codes[0]` is at position `first`.
 ///
 /// # Shapes
-/// scores `[r,M]`, counts `[M]` of the codes.
+/// scores `[r,M]`; counts `[M]`, the tokens of each codeword.
 pub fn choose(scores: ArrayView2<f32>, counts: &[u32], codes: &[u16], first: u32, bound: Bound) -> Vec<u32> {
     match quotas(scores, counts, bound) {
         Ok(quotas) => quotas.positions(codes, first),
@@ -30,7 +30,7 @@ pub fn choose(scores: ArrayView2<f32>, counts: &[u32], codes: &[u16], first: u32
     }
 }
 
-/// The same among the tokens of `postings`, with the `codes` of all positions.
+/// Makes the same choice as [`choose`] among the tokens of `postings`; `codes` are those of all positions.
 pub(super) fn choose_listed(
     scores: ArrayView2<f32>,
     postings: &mut Postings,
@@ -43,7 +43,7 @@ pub(super) fn choose_listed(
     }
 }
 
-/// What is taken of each codeword; the budget where not even k = 1 fits it.
+/// Returns the quotas within a bound, or the budget if not even k = 1 fits.
 fn quotas(scores: ArrayView2<f32>, counts: &[u32], bound: Bound) -> Result<Quotas, usize> {
     match bound {
         Bound::PerQueryHead(k) => Ok(Quotas::of(&ranks(scores, counts, k), counts, k)),
@@ -51,7 +51,7 @@ fn quotas(scores: ArrayView2<f32>, counts: &[u32], bound: Bound) -> Result<Quota
     }
 }
 
-/// How many tokens of each codeword the union of the query heads' top-k takes.
+/// The number of tokens of each codeword in the union of the query heads' top-k.
 ///
 /// For query head a let R_a(c) be the number of tokens in codewords ranked above c (by score, the
 /// lower codeword first on ties), rho(c) = min over a of R_a(c), and o(j) the rank of token j by
@@ -65,8 +65,8 @@ pub struct Quotas {
 }
 
 impl Quotas {
-    /// The quotas of the largest k whose union has at most `budget` tokens; `None` if not even
-    /// k = 1 fits.
+    /// Returns the quotas for the largest k whose union has at most `budget` tokens; `None` if not even k = 1
+    /// fits.
     ///
     /// # Shapes
     /// scores `[r,M]`, counts `[M]`.
@@ -89,7 +89,7 @@ impl Quotas {
         (fits > 0).then(|| Self::of(&ranks, counts, fits))
     }
 
-    /// The quotas of each query head's top-k.
+    /// Returns the quotas for k, given the codewords and their rho.
     fn of(ranks: &[(usize, u64)], counts: &[u32], k: u64) -> Self {
         let mut take = vec![0; counts.len()];
         for (c, rho) in ranks {
@@ -98,23 +98,23 @@ impl Quotas {
         Self { take }
     }
 
-    /// Tokens taken.
+    /// Returns the number of tokens taken.
     pub fn len(&self) -> usize {
         self.take.iter().map(|t| *t as usize).sum()
     }
 
-    /// Whether none is taken.
+    /// Returns whether no token is taken.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The codewords of which some are taken, and how many.
+    /// Returns the codewords with tokens that are taken, and their numbers of tokens.
     pub fn takes(&self) -> impl Iterator<Item = (usize, usize)> {
         let takes = self.take.iter().map(|t| *t as usize).enumerate();
         takes.filter(|(_, take)| *take > 0)
     }
 
-    /// The positions taken, ascending; `codes[0]` stands at position `first`.
+    /// Returns the positions of the tokens taken, ascending; `codes[0]` is at position `first`.
     pub(super) fn positions(mut self, codes: &[u16], first: u32) -> Vec<u32> {
         let mut out = Vec::with_capacity(self.len());
         for (p, code) in (first..).zip(codes) {
@@ -135,7 +135,7 @@ impl From<Vec<u32>> for Quotas {
     }
 }
 
-/// The codewords with rho below `most`, and their rho: see [`Quotas`].
+/// Returns the codewords with rho below `most`, and their rho: see [`Quotas`].
 ///
 /// # Shapes
 /// scores `[r,M]`, counts `[M]`.
@@ -155,8 +155,8 @@ fn ranks(scores: ArrayView2<f32>, counts: &[u32], most: u64) -> Vec<(usize, u64)
     ranked.filter(|(_, rho)| *rho != u64::MAX).collect()
 }
 
-/// The best codewords that have tokens, by score, the lower codeword first on ties: at least so many that they
-/// have `most` tokens, where there are so many.
+/// Returns the best codewords that have tokens, by score, the lower codeword first on ties: all of them, or enough
+/// to have `most` tokens.
 fn best_codewords(row: &[f32], counts: &[u32], most: u64) -> Vec<usize> {
     let mut order: Vec<usize> = Vec::new();
     match classes(row, counts) {
@@ -181,8 +181,8 @@ fn best_codewords(row: &[f32], counts: &[u32], most: u64) -> Vec<usize> {
     order
 }
 
-/// Equal intervals between the smallest and the largest score, the best last; none where a score is not finite or
-/// all are equal.
+/// Sorts scores into equal intervals between the smallest and the largest, the best last; `None` if a score is not
+/// finite or all are equal.
 fn classes(row: &[f32], counts: &[u32]) -> Option<Vec<u16>> {
     let (mut low, mut high, mut is_finite) = (f32::INFINITY, f32::NEG_INFINITY, true);
     for (x, count) in row.iter().zip(counts) {
@@ -196,13 +196,13 @@ fn classes(row: &[f32], counts: &[u32]) -> Option<Vec<u16>> {
     (is_finite && scale.is_finite() && scale > 0.0).then(|| row.iter().map(class).collect())
 }
 
-/// How many of a codeword's `count` tokens the union of the top-k takes.
+/// Returns how many of a codeword's `count` tokens are in the union of the top-k.
 fn taken(rho: u64, count: u32, k: u64) -> u64 {
     k.saturating_sub(rho).min(u64::from(count))
 }
 
-/// The best `budget` of the query heads' single best tokens, by their highest score; `first_of` tells the first
-/// token of a codeword.
+/// Returns the best `budget` of the query heads' single best tokens, by their highest scores; `first_of` returns the
+/// first token of a codeword.
 fn best_of_union(
     scores: ArrayView2<f32>,
     counts: &[u32],

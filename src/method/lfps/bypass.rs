@@ -1,10 +1,10 @@
-//! What the test of the bypass goes by.
+//! The estimates of the bypass test.
 
 use std::ops::Range;
 
 use crate::kv::KvHead;
 
-/// Means of the keys and values of a range of positions that moves on.
+/// The sums of keys and values over a moving range of positions.
 #[derive(Clone, Default)]
 pub(super) struct RunningMean {
     range: Range<usize>,
@@ -15,7 +15,7 @@ pub(super) struct RunningMean {
 }
 
 impl RunningMean {
-    /// Brings the sums to cover exactly `range`.
+    /// Moves the sums to `range`.
     pub(super) fn cover(&mut self, range: Range<usize>, kv: &KvHead, d: usize) {
         let mut scratch = vec![0.0; d];
         let (start, end) = (self.range.start, self.range.end);
@@ -41,7 +41,7 @@ impl RunningMean {
     }
 }
 
-/// Log of the sum of exponentials.
+/// Returns the log-sum-exp of values.
 pub(super) fn log_sum_exp(x: &[f64]) -> f64 {
     let max = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     if max == f64::NEG_INFINITY {
@@ -50,10 +50,10 @@ pub(super) fn log_sum_exp(x: &[f64]) -> f64 {
     max + x.iter().map(|v| (v - max).exp()).sum::<f64>().ln()
 }
 
-/// The estimate of what the sinks get: share, and the log mass of the rest.
+/// Estimates the sinks' share of the attention, and returns it with the log mass of the other positions.
 ///
 /// # Source
-/// Eq. 6: the larger of a global (log-normal) and a local estimate of the rest.
+/// Eq. 6: the larger of a global (log-normal) and a local estimate of the others' log mass.
 pub fn sparsity(sink: f64, global: f64, local: f64) -> (f64, f64) {
     let rest = global.max(local);
     (1.0 / (1.0 + (rest - sink).exp()), rest)

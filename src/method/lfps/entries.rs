@@ -6,23 +6,23 @@ use super::threshold::TableStats;
 use crate::compute::attention::prefetch;
 use crate::compute::masks::{BLOCK, WORD, at_least_in_blocks};
 
-/// The entries of a table over the candidates; those beyond `values` are zero.
+/// The entries of a table at the candidates; entries beyond the end of the table are zero.
 pub(super) struct Entries<'a> {
-    /// All of the table, before the common factor.
+    /// All entries of the table, before the common factor.
     pub values: &'a [f32],
-    /// Of every [`BLOCK`] values none is larger.
+    /// An upper bound for each block of [`BLOCK`] values.
     pub maxima: &'a [f32],
     pub factor: f64,
-    /// Places of the candidates.
+    /// The indices of the candidates' entries.
     pub range: Range<usize>,
-    /// Sums of the first four powers of the candidates' values.
+    /// The sums of the first four powers of the candidates' values.
     pub powers: [f64; 4],
     /// Whether the last candidate comes first.
     pub is_reversed: bool,
 }
 
 impl Entries<'_> {
-    /// Returns the bits, by candidate, of the entries above a threshold that is not negative.
+    /// Returns a bit per candidate, set if its entry is above a threshold, which is not negative.
     pub fn above(&self, threshold: f64) -> Vec<u64> {
         let limit = least_above(threshold, self.factor);
         let (first, len) = (self.range.start / WORD * WORD, self.values.len());
@@ -37,7 +37,7 @@ impl Entries<'_> {
         bits
     }
 
-    /// Returns the place of candidate `i`.
+    /// Returns the index of the entry of candidate `i`.
     fn place(&self, i: usize) -> usize {
         match self.is_reversed {
             true => self.range.end - 1 - i,
@@ -45,7 +45,7 @@ impl Entries<'_> {
         }
     }
 
-    /// Asks for the entry of candidate `i`, which is read soon.
+    /// Prefetches the entry of candidate `i`.
     pub fn prefetch(&self, i: usize) {
         let place = self.place(i);
         prefetch(self.values.get(place..=place).unwrap_or_default());
@@ -57,7 +57,7 @@ impl Entries<'_> {
         f64::from(value) * self.factor
     }
 
-    /// Returns mean, deviation and kurtosis: from the sums of powers, or in two passes where these cancel out.
+    /// Returns mean, deviation and kurtosis: from the sums of powers, or in two passes if these cancel out.
     pub fn shape(&self) -> TableStats {
         let (n, mut factor) = (self.range.len() as f64, 1.0);
         let means = self.powers.map(|sum| {
@@ -69,8 +69,8 @@ impl Entries<'_> {
     }
 }
 
-/// Returns the least f32 whose product with `factor` is above `limit`; for a limit that is not finite a NaN, which
-/// nothing reaches.
+/// Returns the smallest f32 whose product with `factor` is above `limit`; NaN, which no value reaches, for a limit that
+/// is not finite.
 fn least_above(limit: f64, factor: f64) -> f32 {
     let is_above = |x: f32| f64::from(x) * factor > limit;
     if !limit.is_finite() {
@@ -86,7 +86,7 @@ fn least_above(limit: f64, factor: f64) -> f32 {
     x
 }
 
-/// Drops the first `by` bits, less than a word, and keeps `n`.
+/// Drops the first `by` bits, fewer than a word has, and keeps `n` bits.
 pub(super) fn shift_down(bits: &mut Vec<u64>, by: usize, n: usize) {
     bits.resize(bits.len().max(n.div_ceil(WORD)), 0);
     if by > 0 {
@@ -101,11 +101,11 @@ pub(super) fn shift_down(bits: &mut Vec<u64>, by: usize, n: usize) {
     }
 }
 
-/// Turns the `n` bits around.
+/// Reverses the order of `n` bits.
 fn reverse(bits: &mut Vec<u64>, n: usize) {
     bits.reverse();
     bits.iter_mut().for_each(|word| *word = word.reverse_bits());
-    // What was beyond the end is at the front now.
+    // The unused bits of the last word are at the front now.
     shift_down(bits, bits.len() * WORD - n, n);
 }
 

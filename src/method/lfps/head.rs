@@ -1,4 +1,4 @@
-//! The tables of a query head.
+//! The state of a query head: its two tables and its constants.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use super::{GAMMA, LEAST_BYPASS, Params, Table};
 use crate::compute::attention::AHEAD;
 use crate::method::Place;
 
-/// What a query head brings to its steps and keeps as it is.
+/// The constants of a query head.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Constants {
     /// Decay per step.
@@ -18,18 +18,18 @@ pub struct Constants {
     pub alpha: f64,
     /// Variance of the scaled scores over the squared length of the query.
     pub rho: f64,
-    /// What is added to the global estimate of the log mass.
+    /// Correction that is added to the global estimate of the log mass.
     pub bias: f64,
     /// Whether the bypass is tested at all.
     pub is_tested: bool,
 }
 
-/// What one query head remembers.
+/// The state of one query head.
 #[derive(Clone)]
 pub struct QueryHead {
-    /// Sv: by position.
+    /// Sv: the attention by position.
     pub vertical: Table,
-    /// R: by distance; the entry of position i at step t is t - i.
+    /// R: the attention by distance; position i has the entry t - i at step t.
     pub slash: Table,
     gamma: f64,
     /// Share of an update that goes to the vertical table.
@@ -48,7 +48,7 @@ impl QueryHead {
     pub(super) fn new(params: &Params, prior: Option<Arc<HeadPrior>>, sinks: usize) -> Self {
         let of =
             |own: fn(&HeadPrior) -> f32, default: f64| prior.as_ref().map_or(default, |p| f64::from(own(p)));
-        // What calibration saw of the bypass was with its own number of sinks.
+        // The calibrated rate holds for the number of sinks that calibration had.
         let seldom =
             |p: &Arc<HeadPrior>| sinks == priors::SINKS && p.bypass_rate(params.lfps_theta) < LEAST_BYPASS;
         Self {
@@ -64,7 +64,7 @@ impl QueryHead {
         }
     }
 
-    /// What does not change from step to step.
+    /// Returns the constants of the head.
     pub fn constants(&self) -> Constants {
         Constants {
             gamma: self.gamma,
@@ -80,7 +80,7 @@ impl QueryHead {
         self.prior.as_ref().map_or(0.0, |p| f64::from(p.glob_bias))
     }
 
-    /// Adds the weights of one query at position `t`, which sum to one over no sinks, after a decay.
+    /// Decays the tables and adds the weights of the query at position `t`; they sum to one without the sinks.
     ///
     /// # Source
     /// Eq. 10, with `lambda` in place of 1/2.
@@ -98,7 +98,7 @@ impl QueryHead {
         }
     }
 
-    /// Adds the weights of one of the first prompt's rows, as they are.
+    /// Adds the weights of a row of the first prompt, without a decay.
     pub(super) fn learn(&mut self, t: usize, weights: impl Iterator<Item = (usize, f64)>) {
         for (i, w) in weights {
             self.vertical.add(i, w);
@@ -106,12 +106,12 @@ impl QueryHead {
         }
     }
 
-    /// Brings the tables, which hold the sum of `rows` rows of a prompt, to their fixed point, and adds the
-    /// prior; `n` positions are in the cache.
+    /// Scales the tables, which hold the sums over `rows` rows of a prompt, to the fixed point of the decay, and adds
+    /// the prior; `n` positions are in the cache.
     ///
     /// # Source
-    /// Eq. 4: both tables together sum to 1 / (1 - gamma), rows counting alike. The prior counts as
-    /// `weight` rows.
+    /// Eq. 4: both tables together sum to 1 / (1 - gamma), and all rows have the same weight. The prior has the weight
+    /// of `weight` rows.
     pub(super) fn fill(&mut self, rows: usize, weight: f64, n: usize, place: &Place) {
         let total = 1.0 / (1.0 - self.gamma);
         let (vertical, slash) = (total * self.lambda, total * (1.0 - self.lambda));

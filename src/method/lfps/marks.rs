@@ -9,15 +9,15 @@ use super::entries::{Entries, shift_down};
 use super::threshold::{Threshold, thresholds};
 use crate::compute::masks::{LINES_AHEAD, WORD, places};
 
-/// Of this many candidates one is few: then each is looked at for itself.
+/// Up to one neighbour in this number of candidates is compared with the means by itself.
 const FEW: usize = 16;
 
-/// Both tables over the candidates.
+/// The entries of both tables at the candidates.
 struct Both<'a> {
     vertical: &'a Entries<'a>,
     slash: &'a Entries<'a>,
     means: (f64, f64),
-    /// The entries above their table's mean in either table, once all of them were asked for.
+    /// The bits of the entries above the mean in either table, once they are needed for all candidates.
     above_means: OnceCell<Vec<u64>>,
 }
 
@@ -34,7 +34,7 @@ impl Both<'_> {
     /// Returns the bits above a threshold in either table, with their neighbours above a mean: [`super::OFFSETS`].
     fn marks(&self, thresholds: (f64, f64)) -> Vec<u64> {
         let mut marks = self.above(thresholds);
-        // What is marked is above a mean: the thresholds are no lower.
+        // Marked entries are above a mean, since no threshold is below its mean.
         let mut neighbours = reached(&marks, self.vertical.range.len());
         neighbours.iter_mut().zip(&marks).for_each(|(n, m)| *n &= !m);
         if count(&neighbours) < self.vertical.range.len() / FEW && self.above_means.get().is_none() {
@@ -47,7 +47,7 @@ impl Both<'_> {
         marks
     }
 
-    /// Takes the bits away that are above the mean of neither table.
+    /// Clears the bits of the entries that are above the mean of neither table.
     fn keep_above_means(&self, bits: &mut [u64]) {
         let listed = places(bits, 0);
         for (at, &i) in listed.iter().enumerate() {
@@ -69,13 +69,13 @@ fn count(bits: &[u64]) -> usize {
     bits.iter().map(|word| word.count_ones() as usize).sum()
 }
 
-/// The first `n` bits and their neighbours: [`super::OFFSETS`].
+/// Returns the first `n` bits together with those of their neighbours: [`super::OFFSETS`].
 fn reached(marks: &[u64], n: usize) -> Vec<u64> {
     let mut out: Vec<u64> = marks
         .iter()
         .map(|here| here | here >> 1 | here << 1 | here << 2)
         .collect();
-    // What reaches beyond a word.
+    // Neighbours in the next or the previous word.
     for (out, after) in out.iter_mut().zip(marks.iter().skip(1)) {
         *out |= after << (WORD - 1);
     }

@@ -1,4 +1,4 @@
-//! Decayed sums.
+//! Tables of decayed sums.
 
 use std::ops::Range;
 
@@ -7,20 +7,20 @@ use crate::compute::attention::prefetch;
 use crate::compute::masks::{BLOCK, powers};
 use crate::kv::lines::Lines;
 
-/// Below this the common factor of a table is worked into its entries.
+/// A common factor below this is multiplied into the entries.
 const LEAST_FACTOR: f64 = 1e-20;
-/// Changes of entries after which sums are taken anew.
+/// Changes of entries after which the sums of powers are recomputed.
 const MOST_CHANGES: usize = 1 << 18;
-/// How far the ends of a range may move for its sums to follow.
+/// Steps by which an end of the range may move without the sums of powers being recomputed.
 const MOST_MOVED: usize = 64;
 
-/// A table of decayed sums with a common factor, so that a decay touches one number.
+/// A table of decayed sums with a common factor, so that a decay changes one number.
 #[derive(Clone, Debug)]
 pub struct Table {
-    /// A block of them is a cache line.
+    /// The entries before the common factor; a block of them is a cache line.
     values: Lines<f32>,
     factor: f64,
-    /// Of every [`BLOCK`] values none is larger.
+    /// An upper bound for each block of [`BLOCK`] values.
     maxima: Vec<f32>,
     sums: PowerSums,
 }
@@ -37,7 +37,7 @@ impl Default for Table {
 }
 
 impl Table {
-    /// The entry `i`; zero beyond the end.
+    /// Returns the entry `i`; zero beyond the end.
     pub fn get(&self, i: usize) -> f64 {
         self.values.get(i).map_or(0.0, |v| f64::from(*v) * self.factor)
     }
@@ -47,7 +47,7 @@ impl Table {
         self.factor *= gamma;
         if self.factor < LEAST_FACTOR {
             let factor = self.factor as f32;
-            // Rounding keeps the order of products.
+            // Rounding is monotonic, so the bounds still hold.
             self.values
                 .iter_mut()
                 .chain(&mut self.maxima)
@@ -74,18 +74,18 @@ impl Table {
         }
     }
 
-    /// Asks for the entry `i`, which is read soon.
+    /// Prefetches the entry `i`.
     pub(super) fn prefetch(&self, i: usize) {
         prefetch(self.values.get(i..=i).unwrap_or_default());
         prefetch(self.maxima.get(i / BLOCK..=i / BLOCK).unwrap_or_default());
     }
 
-    /// The entries before the common factor, and the factor.
+    /// Returns the entries before the common factor, and the factor.
     pub fn parts(&self) -> (&[f32], f64) {
         (&self.values, self.factor)
     }
 
-    /// The entries of a range of places.
+    /// Returns the entries of a range of indices, with the sums of their powers.
     pub(super) fn entries(&mut self, range: Range<usize>, is_reversed: bool) -> Entries<'_> {
         self.sums.follow(&range, &self.values);
         Entries {
@@ -98,25 +98,25 @@ impl Table {
         }
     }
 
-    /// Bytes held.
+    /// Returns the bytes that the table holds.
     pub(super) fn bytes(&self) -> usize {
         self.values.bytes() + self.maxima.capacity() * 4
     }
 
-    /// Sum of all entries.
+    /// Returns the sum of all entries.
     pub fn sum(&self) -> f64 {
         self.values.iter().map(|v| f64::from(*v)).sum::<f64>() * self.factor
     }
 }
 
-/// Sums of the first four powers of the values in a range, which follow every change.
+/// The sums of the first four powers of the values in a range, updated with every change.
 #[derive(Clone, Debug, Default)]
 struct PowerSums {
     range: Range<usize>,
     powers: [f64; 4],
-    /// The largest that they have been.
+    /// The largest values of the sums since they were computed.
     most: [f64; 4],
-    /// Changes since they were taken.
+    /// Changes since the sums were computed.
     changes: usize,
 }
 
@@ -133,11 +133,11 @@ impl PowerSums {
         self.changes += 1;
     }
 
-    /// Makes them those of `range`.
+    /// Moves the sums to `range`, or recomputes them if it is far away or cancellation has cost too much accuracy.
     fn follow(&mut self, range: &Range<usize>, values: &[f32]) {
         let old = self.range.clone();
         let (starts, ends) = (ends_of(old.start, range.start), ends_of(old.end, range.end));
-        // So that no end meets the other.
+        // The old range is so long that its start does not pass its end.
         let is_near = starts.len().max(ends.len()) <= MOST_MOVED && old.len() > 2 * MOST_MOVED;
         if is_near {
             for i in starts.chain(ends) {
@@ -159,7 +159,7 @@ impl PowerSums {
     }
 }
 
-/// What lies between two ends.
+/// Returns the range between two ends.
 fn ends_of(a: usize, b: usize) -> Range<usize> {
     a.min(b)..a.max(b)
 }

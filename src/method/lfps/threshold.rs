@@ -1,4 +1,4 @@
-//! Which positions the tables propose: thresholds and neighbours, arXiv 2506.15704, Eq. 7-9.
+//! The candidates that the tables propose: thresholds and neighbours, arXiv 2506.15704, Eq. 7-9.
 
 /// How the thresholds of the tables are set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -11,19 +11,19 @@ pub enum Threshold {
     Budget,
 }
 
-/// Candidates bring these neighbours along, where a table has them above its mean.
+/// The neighbours that become candidates together with a position, if a table has them above its mean.
 pub const OFFSETS: [isize; 4] = [-1, 0, 1, 2];
-/// The largest share of exact scores that the paper reports, by context and alpha (its Table 4).
+/// The largest share of exact scores that the paper reports, by alpha and context (its Table 4).
 const SHARES: [(f64, [f64; 6]); 4] = [
     (0.1, [0.080, 0.062, 0.050, 0.043, 0.026, 0.020]),
     (0.2, [0.060, 0.046, 0.041, 0.034, 0.020, 0.017]),
     (0.3, [0.048, 0.041, 0.037, 0.030, 0.017, 0.014]),
     (0.4, [0.042, 0.036, 0.032, 0.025, 0.015, 0.012]),
 ];
-/// Context of the first column, as a power of two; each further column doubles it.
+/// The context of the first column as a power of two; each further column doubles it.
 const FIRST_LOG2: f64 = 12.0;
 
-/// The paper's share for a context of `n`, linear between its columns (in log2 n) and rows.
+/// Interpolates the paper's share for a context of `n`, linearly in log2 n and alpha.
 fn paper_share(n: usize, alpha: f64) -> f64 {
     let between = |x: f64, len: usize| {
         let x = x.clamp(0.0, (len - 1) as f64);
@@ -86,7 +86,7 @@ impl TableStats {
     }
 }
 
-/// The thresholds of the vertical and the slash table: the one with the larger kurtosis has the lower.
+/// Returns the thresholds of the vertical and the slash table; the table with the larger kurtosis has the lower one.
 ///
 /// # Source
 /// Eq. 8, of which the paper's text is not known in full; this form is ours.
@@ -98,8 +98,7 @@ pub(super) fn balanced(vertical: TableStats, slash: TableStats, alpha: f64) -> (
     )
 }
 
-/// Chooses the thresholds of the vertical and the slash table; `count` tells how many candidates a pair of them
-/// gives.
+/// Chooses the thresholds of the vertical and the slash table; `count` returns the number of candidates of a pair.
 ///
 /// # Source
 /// Eq. 7 and 8.
@@ -117,8 +116,8 @@ pub(super) fn thresholds(
         Threshold::MeanStd => even(alpha),
         Threshold::Budget => {
             let wanted = ((paper_share(n_visible, alpha) * n_visible as f64) as usize).max(1);
-            // More deviations, fewer candidates: bisect for the least that fits. No value of n is more
-            // than sqrt(n) deviations above their mean.
+            // More deviations give fewer candidates: bisect for the smallest number that fits. None of n
+            // values is more than sqrt(n) deviations above their mean.
             let (mut low, mut high) = (0.0, (n_visible as f64).sqrt() + 1.0);
             if count(even(low)) <= wanted {
                 return even(low);

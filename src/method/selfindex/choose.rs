@@ -1,9 +1,9 @@
-//! The choice of a step: exact scores of sign patterns, and a scan of rounded ones that leaves few to take.
+//! The choice of a step: a scan of rounded scores decides most keys, and exact scores decide the others.
 //!
-//! Every score is a sum of one entry per group of channels. With the entries rounded to u8 at one common
-//! step, a scan ([`rounded`]) gives each key a whole number, and two keys whose numbers
-//! differ by more than the [`Rounded::gap`] are in the order of their exact scores. The budget's last
-//! number therefore decides all keys but those close to it, and these alone are scored exactly.
+//! A key's score is a sum of one table entry per group of channels. With the entries rounded to u8 at one common
+//! step, a scan ([`rounded`]) gives each key an integer, and two keys whose integers differ by more than
+//! [`Rounded::gap`] are in the order of their exact scores. The integer of the last key within the budget therefore
+//! decides all keys but those close to it, and only these are scored exactly.
 
 mod rounded;
 
@@ -17,26 +17,26 @@ use crate::compute::attention::prefetch;
 use crate::method::Ranking;
 use rounded::Rounded;
 
-/// Patterns of a byte of signs.
+/// Values of a byte of signs.
 const BYTES: usize = PATTERNS * PATTERNS;
-/// Fewer candidates are scored one by one.
+/// Fewer candidates than this are all scored exactly.
 const LEAST: usize = 2048;
-/// Rows whose exact scores are summed side by side.
+/// Rows whose exact scores are summed at the same time.
 const AT_ONCE: usize = 4;
 
-/// What the group's mean query gives every pattern.
+/// The scores of all sign patterns for the mean query of the group.
 ///
 /// # Source
 /// Eq. 8.
 pub(super) struct Scores {
-    /// Per group of channels, `[d/4,16]`.
+    /// The score of each pattern of a group of channels, `[d/4,16]`.
     groups: Vec<[f32; PATTERNS]>,
-    /// Per byte of signs, `[d/8,256]`: the sum of its two groups.
+    /// The score of each value of a byte of signs, `[d/8,256]`: the sum over its two groups.
     bytes: Vec<f32>,
 }
 
 impl Scores {
-    /// The scores for q_rope `[r,d]`, the group's queries, with centroids `[d/4,16,4]`.
+    /// Scores the centroids `[d/4,16,4]` for the group's queries, q_rope `[r,d]`.
     ///
     /// # Numerics
     /// f32.
@@ -66,12 +66,12 @@ impl Scores {
         Self { groups, bytes }
     }
 
-    /// Bytes of a row of signs.
+    /// Returns the bytes of a row of signs.
     fn width(&self) -> usize {
         self.bytes.len() / BYTES
     }
 
-    /// The score of one row of signs.
+    /// Returns the score of one row of signs.
     ///
     /// # Numerics
     /// f32, the bytes in order.
@@ -80,7 +80,7 @@ impl Scores {
         cells.map(|(byte, table)| table[usize::from(*byte)]).sum()
     }
 
-    /// The scores of the rows at `places`.
+    /// Returns the scores of the rows at `places`, with their places.
     fn of_all(&self, rows: &[u8], places: &[u32]) -> Vec<(f32, u32)> {
         let mut out = Vec::with_capacity(places.len());
         let (blocks, rest) = places.as_chunks::<AT_ONCE>();
@@ -89,7 +89,7 @@ impl Scores {
             for p in coming.by_ref().take(AT_ONCE) {
                 prefetch(self.row(rows, *p));
             }
-            // The sums of some rows side by side, each in its order.
+            // Several rows at the same time, each summed in its order.
             let [a, b, c, d] = places.map(|p| self.row(rows, p));
             let cells = a.iter().zip(b).zip(c.iter().zip(d));
             let mut sums = [-0.0f32; AT_ONCE];
@@ -104,14 +104,14 @@ impl Scores {
         out
     }
 
-    /// The row `p` of `rows`.
+    /// Returns the row `p` of `rows`.
     fn row<'a>(&self, rows: &'a [u8], p: u32) -> &'a [u8] {
         &rows[p as usize * self.width()..(p as usize + 1) * self.width()]
     }
 
-    /// Chooses `budget` of the rows of signs `rows` `[n,d/8]`, fewer than n: the best of `full` (ascending)
-    /// first, on at most two fifths of the budget (64 of 160 in the paper's LongBench runs), then all others by
-    /// their scores, the lower on ties. Ascending.
+    /// Chooses `budget` of the rows of signs `rows` `[n,d/8]`, fewer than n, and returns them in ascending order: the
+    /// best of `full` (ascending) first, within two fifths of the budget (64 of 160 in the paper's LongBench runs),
+    /// then the best of the others, the lower row on ties.
     pub fn choose(&self, rows: &[u8], full: Vec<u32>, budget: usize, how: Ranking) -> Vec<u32> {
         let most = budget.saturating_mul(2) / 5;
         let mut fixed = full;
@@ -134,13 +134,13 @@ impl Scores {
         if fixed.is_empty() {
             return others;
         }
-        // Two ascending runs.
+        // The sort is stable and finds the two ascending runs.
         fixed.extend(others);
         fixed.sort();
         fixed
     }
 
-    /// The best `need` rows that are not `fixed` (ascending), by the scores of all.
+    /// Chooses the best `need` rows that are not `fixed` (ascending) by the exact scores of all rows.
     fn plain(&self, rows: &[u8], fixed: &[u32], need: usize) -> Vec<u32> {
         let scores = rows
             .chunks_exact(self.width())
@@ -155,7 +155,8 @@ impl Scores {
         out
     }
 
-    /// The same by the rounded scores; none for few rows, and where rounding would leave nothing.
+    /// Chooses the same rows as [`Self::plain`] by rounded scores; `None` for few rows, and if the scores cannot be
+    /// rounded.
     fn scan(&self, rows: &[u8], fixed: &[u32], need: usize) -> Option<Vec<u32>> {
         let n = rows.len() / self.width().max(1);
         if n < LEAST {
@@ -170,13 +171,13 @@ impl Scores {
             last = last_sum(&kept, need);
         }
         let last = last?;
-        // Above: fewer than `need` are as good. Below: `need` are better.
+        // Above this range fewer than `need` rows are as good; below it `need` rows are better.
         let close = last.saturating_sub(rounded.gap)..=last.saturating_add(rounded.gap);
         let (above, within) = part(&kept, &close);
         let scored = self.of_all(rows, &within);
         let worst = *scored.clone().select_nth_unstable_by(need - above - 1, order).1;
         let mut chosen: Vec<bool> = scored.iter().map(|s| order(s, &worst).is_le()).collect();
-        // For what comes behind the last of those within.
+        // For the rows after the last one within the range.
         chosen.push(false);
         let mut out = vec![0; kept.len()];
         let (mut len, mut at) = (0, 0);
@@ -191,12 +192,12 @@ impl Scores {
     }
 }
 
-/// The better first; the lower position on ties.
+/// Orders by falling score, then by position.
 fn order(a: &(f32, u32), b: &(f32, u32)) -> Ordering {
     b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
 }
 
-/// Leaves the `count` best of what is scored, in any order.
+/// Keeps the `count` best, in any order.
 fn best(scored: &mut Vec<(f32, u32)>, count: usize) {
     if count < scored.len() {
         scored.select_nth_unstable_by(count, order);
@@ -204,11 +205,11 @@ fn best(scored: &mut Vec<(f32, u32)>, count: usize) {
     }
 }
 
-/// How many sums are above `close`, and the positions of those within.
+/// Returns the number of sums above `close`, and the positions of the sums within it.
 fn part(kept: &[(u32, u32)], close: &RangeInclusive<u32>) -> (usize, Vec<u32>) {
     let mut within = vec![0; kept.len()];
     let (mut above, mut len) = (0, 0);
-    // No branch: which way a sum goes is anybody's guess.
+    // Without branches, which would be mispredicted.
     for (p, sum) in kept {
         within[len] = *p;
         above += usize::from(sum > close.end());
@@ -218,7 +219,7 @@ fn part(kept: &[(u32, u32)], close: &RangeInclusive<u32>) -> (usize, Vec<u32>) {
     (above, within)
 }
 
-/// The largest sum that at least `need` of the kept ones have.
+/// Returns the largest sum that at least `need` of the kept rows reach.
 fn last_sum(kept: &[(u32, u32)], need: usize) -> Option<u32> {
     let most = kept.iter().map(|(_, sum)| *sum).max()?;
     let mut counts = vec![0usize; most as usize + 1];

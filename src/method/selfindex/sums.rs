@@ -1,16 +1,16 @@
-//! Sums of centred keys by sign pattern.
+//! Sums of centred keys by sign pattern, and the centroids that follow from them.
 
 use super::{GROUP, PATTERNS, PSEUDO_COUNT, pattern};
 use crate::compute::device::SignSums;
 
-/// Sums of a pass over keys, from which their centroids follow.
+/// The sums of a pass over keys.
 #[derive(Clone)]
 pub(super) struct PatternSums {
     /// `[d/4,16,4]`.
     sums: Vec<f64>,
     /// `[d/4,16]`.
     pub(super) counts: Vec<u64>,
-    /// Of the magnitudes, `[d]`.
+    /// Sums of the magnitudes, `[d]`.
     magnitude: Vec<f64>,
     keys: u64,
 }
@@ -38,8 +38,8 @@ impl PatternSums {
         self.keys += 1;
     }
 
-    /// The centroids, `[d/4,16,4]`: with `prior`, each is shrunk to it by [`PSEUDO_COUNT`] keys;
-    /// without, an empty pattern gets plus or minus the mean magnitude of its channels.
+    /// Returns the centroids, `[d/4,16,4]`. A `prior` counts as [`PSEUDO_COUNT`] keys of each pattern; without one, an
+    /// empty pattern gets plus or minus the mean magnitude of its channels.
     pub(super) fn centroids(&self, prior: Option<&[f32]>) -> Vec<f64> {
         let cell = |i: usize| {
             let (cell, e) = (i / GROUP, i % GROUP);

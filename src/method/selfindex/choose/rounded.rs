@@ -1,29 +1,29 @@
-//! Scores rounded to u8, and the scan that adds them up.
+//! Scores rounded to u8, and the scan that sums them.
 
 use super::super::PATTERNS;
 use crate::compute::signs::{self, MOST_GROUPS};
 
-/// Rows of a scan that are judged together; their sums stay in the cache.
+/// Rows of a scan that are summed and compared together; their sums stay in the cache.
 pub(super) const CHUNK: usize = 4096;
-/// One chunk in so many, in parts of [`SAMPLED`] rows, tells what the budget's last number will be about.
+/// The sample takes the first [`SAMPLED`] rows of every [`SAMPLE`] times that number.
 pub(super) const SAMPLE: usize = 16;
-/// Rows of a part of the sample.
+/// Consecutive rows of the sample.
 pub(super) const SAMPLED: usize = 256;
-/// Largest relative error of one rounding in f32.
+/// The largest relative error of a rounding in f32.
 const UNIT: f64 = 1.0 / (1u64 << 24) as f64;
 
-/// The scores of patterns, rounded.
+/// The rounded scores of the sign patterns.
 pub(super) struct Rounded {
     tables: signs::Tables,
-    /// Two keys whose sums differ by more are in the order of their scores.
+    /// Two keys whose sums differ by more than this are in the order of their scores.
     pub gap: u32,
-    /// Most that a sum can be.
+    /// The largest possible sum.
     most: usize,
 }
 
 impl Rounded {
-    /// Rounds scores `[groups,16]`; none where some are not finite or all of a group are equal in every group,
-    /// or where sums could leave 16 bits.
+    /// Rounds scores `[groups,16]`; `None` if some are not finite, if no group has different scores, or if sums could
+    /// exceed 16 bits.
     ///
     /// # Numerics
     /// An entry x of a group with least entry m is `m + step q + e`, with one step for all groups, so a sum of
@@ -55,7 +55,7 @@ impl Rounded {
             })
             .collect();
         let w = groups.len().div_ceil(2) as f64 + 1.0;
-        // The last term is for what is computed here in f64: a few of its roundings per entry.
+        // The last term covers the roundings in f64 here, a few per entry.
         let roundings = 2.0 * (w * UNIT / (1.0 - w * UNIT)) + 1e-12;
         let most = tables
             .iter()
@@ -67,8 +67,8 @@ impl Rounded {
         })
     }
 
-    /// A limit that most likely leaves a little more than what the `need` best of the rows could be: from a
-    /// sample, four deviations below what it says.
+    /// Estimates from a sample a limit that most likely keeps a few more than all rows that could be among the `need`
+    /// best: four standard deviations below the sample's own limit.
     pub fn likely_limit(&self, rows: &[u8], width: usize, need: usize) -> u16 {
         let mut counts = vec![0usize; self.most + 1];
         let mut sums = [0; SAMPLED];
@@ -88,8 +88,8 @@ impl Rounded {
             .saturating_sub(self.gap.min(65_535) as u16)
     }
 
-    /// The rows whose sums are at least `limit` and that are not `fixed` (ascending): place and sum, by
-    /// ascending place.
+    /// Returns the rows that have sums of at least `limit` and are not `fixed` (ascending): place and sum, by ascending
+    /// place.
     pub fn at_least(&self, rows: &[u8], width: usize, limit: u16, fixed: &[u32]) -> Vec<(u32, u32)> {
         let mut sums = [0; CHUNK];
         let (mut found, mut out) = (vec![0; CHUNK + signs::ROOM], Vec::new());
@@ -113,7 +113,7 @@ impl Rounded {
     }
 }
 
-/// The largest index from which on the counts add up to at least `need`.
+/// Returns the largest index from which on the counts add up to at least `need`.
 pub(super) fn from_the_top(counts: &[usize], need: usize) -> Option<usize> {
     let mut seen = 0;
     counts.iter().rposition(|count| {
