@@ -1,13 +1,13 @@
 //! A2ATS: retrieval by codebook scores of windowed-RoPE queries, arXiv 2502.12665.
 //!
 //! Calibration: keys before rotation are whitened by the Cholesky factor of the queries' second
-//! moment at one relative position b, and clustered; a codeword's distance is then the error that
-//! queries would see. Decoding: a key is one codeword index, and the score of a far key is that of
-//! its codeword under the query rotated to position b. Selected keys are attended exactly, with
+//! moment at one relative position b, and clustered; the distance to a codeword is then the error of the
+//! queries' scores. Decoding: a key is represented by one codeword index, and the score of a far key is that
+//! of its codeword with the query rotated to position b. Selected keys are attended exactly, with
 //! ordinary rotation at their true positions.
 //!
-//! The paper's ablation is there too: standard RoPE instead of the windowed one (keys and queries at
-//! their own positions), and a plain metric instead of the queries'.
+//! The paper's ablations are included: standard RoPE instead of windowed RoPE (keys and queries at their own
+//! positions), and the Euclidean metric instead of the queries' metric.
 //!
 //! Where we differ from the authors' code: f32 and f64 throughout (there bf16), z is centred,
 //! empty clusters are reseeded, and the budget bounds the union over the query group.
@@ -84,11 +84,11 @@ impl Method for Setup {
     }
 }
 
-/// The codes of one KV head.
+/// The state of one KV head: the code of each key.
 #[derive(Clone)]
 pub struct A2ats {
     codebook: Arc<HeadCodebook>,
-    /// Share of the visible context that each query head chooses, instead of a budget.
+    /// The share of the visible context that each query head chooses, instead of a budget.
     per_query_head: Option<f64>,
     codes: Vec<u16>,
     postings: Postings,
@@ -96,7 +96,7 @@ pub struct A2ats {
 }
 
 impl A2ats {
-    /// An empty head.
+    /// Makes an empty head.
     pub fn new(codebook: Arc<HeadCodebook>, per_query_head: Option<f64>) -> Self {
         Self {
             per_query_head,
@@ -107,7 +107,7 @@ impl A2ats {
         }
     }
 
-    /// A head with these codes.
+    /// Makes a head with these codes.
     pub fn with_codes(codebook: Arc<HeadCodebook>, codes: Vec<u16>) -> Self {
         Self {
             codes,
@@ -115,12 +115,12 @@ impl A2ats {
         }
     }
 
-    /// The same head, which looks for the best that way.
+    /// Returns the head with another way of ranking.
     pub fn ranking(self, ranking: Ranking) -> Self {
         Self { ranking, ..self }
     }
 
-    /// Encodes keys, `[m,d]` before and after rotation.
+    /// Encodes keys, given before and after rotation, `[m,d]`.
     fn take_in(&mut self, k_pre: ArrayView2<f32>, k_rope: ArrayView2<f32>) {
         let codes = match self.codebook.is_windowed() {
             true => self.codebook.encode(k_pre),

@@ -1,14 +1,14 @@
 //! CTkvr: look up what similar past queries attended, arXiv 2512.15550.
 //!
-//! The last C prompt queries are centroids; each has a list of the keys with the largest softmax
-//! weights. A decode step recalls the lists of the C' centroids most like its query, ranks their union
-//! exactly, attends the best, and becomes a centroid itself in place of the oldest.
+//! The last C prompt queries become centroids; each has a list of the keys with the largest softmax
+//! weights. A decode step recalls the lists of the C' centroids most similar to its query, ranks their union
+//! by exact scores, attends the best, and becomes a centroid itself in place of the oldest.
 //!
-//! Where we differ from the paper, or fill what it leaves open: scores are scaled and causal; what
-//! is always attended is left out of the lists after the softmax; positions that leave the window
-//! after the lists were built are ranked for 256 steps (`fresh`), so that a list can take them up;
-//! the index is held to a share of the cache; the queries of a later prompt are pushed with lists
-//! over all keys.
+//! Where we differ from the paper, or decide what it leaves open: scores are scaled and causal; the positions
+//! that are always attended are removed from the lists after the softmax; positions that leave the window
+//! after the lists were built are ranked for 256 steps (`fresh`), so that new lists can include them; the
+//! index is limited to a share of the cache; the queries of a later prompt become centroids with lists over
+//! all keys.
 
 mod bench;
 pub mod cuda;
@@ -30,9 +30,9 @@ use crate::compute::products::all_products;
 use crate::compute::{gemm, simd};
 pub use params::{Choose, Params};
 
-/// Steps for which a position that left the window is ranked by every query.
+/// Steps for which a position is ranked by every query after it has left the window.
 pub const FRESH: usize = 256;
-/// Most centroids by default, with one per [`TOKENS_PER_CENTROID`] tokens.
+/// Most centroids by default, at one per [`TOKENS_PER_CENTROID`] tokens.
 const MOST_CENTROIDS: usize = 2048;
 /// Prompt tokens per centroid.
 const TOKENS_PER_CENTROID: usize = 16;
@@ -62,7 +62,7 @@ impl Method for Params {
     }
 }
 
-/// A past query and what it attended.
+/// A past query with the positions that it attended most.
 #[derive(Clone)]
 struct Centroid {
     /// The group's queries, each of length one: r d values.
@@ -78,12 +78,12 @@ pub struct Ctkvr {
     params: Params,
     /// Oldest first.
     centroids: VecDeque<Centroid>,
-    /// Positions below are covered by the lists, as far as those reach.
+    /// The lists were built with the positions below this one.
     indexed: usize,
 }
 
 impl Ctkvr {
-    /// An empty head.
+    /// Makes an empty index.
     pub fn new(place: &Place, params: &Params) -> Self {
         Self {
             place: *place,
@@ -93,13 +93,13 @@ impl Ctkvr {
         }
     }
 
-    /// Length of a list, rho, for `n` visible positions.
+    /// Returns the length of a list, rho, for `n` visible positions.
     pub fn list_len(&self, n: usize) -> usize {
         (self.params.ct_list * self.place.budget.positions(n).min(n) as f64).ceil() as usize
     }
 
-    /// Number of centroids, C, for a cache of `n` positions: what was asked for, as far as the cap on the
-    /// index allows, at least one.
+    /// Returns the number of centroids, C, for a cache of `n` positions: the requested number within the cap on the
+    /// index, at least one.
     pub fn capacity(&self, n: usize) -> usize {
         let (r, d) = (self.place.group, self.place.head_dim);
         let by_length = (n / TOKENS_PER_CENTROID)
@@ -112,33 +112,33 @@ impl Ctkvr {
         wanted.min((allowed / bytes as f64) as usize).max(1)
     }
 
-    /// The rows of a prompt of `m` that become centroids, ascending, where the cache then has `n` positions.
+    /// Returns the rows of a prompt of `m` that become centroids, ascending; the cache then has `n` positions.
     pub fn centroid_rows(&self, m: usize, n: usize) -> Vec<usize> {
         self.params.ct_choose.rows(m, self.capacity(n))
     }
 
-    /// What the run set.
+    /// Returns the parameters of the run.
     pub fn params(&self) -> &Params {
         &self.params
     }
 
-    /// Number of centroids held.
+    /// Returns the number of centroids.
     pub fn len(&self) -> usize {
         self.centroids.len()
     }
 
-    /// Whether there is no centroid.
+    /// Returns whether there is no centroid.
     pub fn is_empty(&self) -> bool {
         self.centroids.is_empty()
     }
 
-    /// The lists, oldest first.
+    /// Returns the lists, oldest first.
     pub fn lists(&self) -> impl Iterator<Item = &[u32]> {
         self.centroids.iter().map(|c| &c.list[..])
     }
 
-    /// The centroids most like the queries `[r,d]`: by the largest cosine over the group, the older one
-    /// on ties.
+    /// Returns the centroids most similar to the queries `[r,d]`, by the largest cosine over the group, the older
+    /// one on ties.
     ///
     /// # Source
     /// Algorithm 2: `cos(Qc, q)`, the maximum over the group, the top C'.
@@ -160,8 +160,8 @@ impl Ctkvr {
         ranked.into_iter().map(|(_, i)| i).collect()
     }
 
-    /// The candidates that a step ranks, ascending: the union of the recalled lists and what left the
-    /// window lately.
+    /// Returns the candidates that a step ranks, ascending: the union of the recalled lists and of the positions that
+    /// left the window recently.
     fn union(&self, step: &Step) -> Vec<u32> {
         let c = &step.candidates;
         let mut union = Places::new(c.len());
@@ -175,19 +175,19 @@ impl Ctkvr {
         union.ascending(c.start as u32)
     }
 
-    /// Whether this step becomes a centroid.
+    /// Returns whether this step becomes a centroid.
     fn is_update(&self, step: &Step) -> bool {
         self.params.ct_update > 0 && step.step.is_multiple_of(self.params.ct_update)
     }
 
-    /// Makes a centroid of a step that ranked `positions` by `weights`.
+    /// Makes a centroid of a step whose `positions` have these softmax weights.
     fn update(&mut self, step: &Step, positions: &[u32], weights: &[f32]) {
         let list = heaviest(positions, weights, self.list_len(step.visible.len()));
         let capacity = self.capacity(step.visible.end).max(self.centroids.len());
         self.push(step.q_rope, list, capacity);
     }
 
-    /// Makes a centroid of queries `[r,d]` and takes the oldest away, if there are more than `capacity`.
+    /// Makes a centroid of queries `[r,d]`, and removes the oldest ones beyond `capacity`.
     fn push(&mut self, q: ArrayView2<f32>, list: Vec<u32>, capacity: usize) {
         let queries = unit_rows(q).into_iter().map(f16::from_f32).collect();
         self.centroids.push_back(Centroid { queries, list });
@@ -197,7 +197,7 @@ impl Ctkvr {
     }
 }
 
-/// The rows, each divided by its length; a zero row stays zero.
+/// Returns the rows divided by their lengths; a zero row stays zero.
 fn unit_rows(q: ArrayView2<f32>) -> Vec<f32> {
     let mut out = Vec::with_capacity(q.len());
     for row in q.rows() {
@@ -208,7 +208,7 @@ fn unit_rows(q: ArrayView2<f32>) -> Vec<f32> {
     out
 }
 
-/// The `count` positions with the largest weights, ascending; the lower position on ties.
+/// Returns the `count` positions with the largest weights, ascending; the lower position on ties.
 fn heaviest(positions: &[u32], weights: &[f32], count: usize) -> Vec<u32> {
     let places = largest(weights, count).into_iter();
     places.map(|i| positions[i as usize]).collect()
@@ -228,7 +228,7 @@ impl Retriever for Ctkvr {
         let scale = 1.0 / (d as f32).sqrt();
         for tile in self.centroid_rows(m, n).chunks(TILE) {
             let (first_row, last_row) = (prompt.first + tile[0], prompt.first + tile[tile.len() - 1]);
-            // Nothing before what the first row sees, nothing after the last row.
+            // From the first position that the first row sees to the last row.
             let seen = visible(first_row, self.place.model_window).start..last_row + 1;
             let model_window = self.place.model_window;
             let own = |i: usize| visible(prompt.first + i, model_window);
@@ -256,7 +256,7 @@ impl Retriever for Ctkvr {
                 self.push(prompt.q_rope.slice(s![.., i, ..]), list, capacity);
             }
         }
-        // A short later prompt leaves what the older centroids have not seen to the fresh positions.
+        // After a short later prompt older centroids remain, whose lists lack the new positions: these stay fresh.
         if prompt.first == 0 || m >= capacity {
             self.indexed = window;
         }
@@ -289,7 +289,7 @@ impl Retriever for Ctkvr {
         }
     }
 
-    /// Where the budget covered everything, nothing was ranked, and the weights of the attention serve.
+    /// If the budget covers everything, nothing is ranked, and the weights of the attention are used instead.
     fn reads(&self, step: &Step, choice: &Choice) -> Reads {
         let (r, d) = step.q_rope.dim();
         let centroids = 2 * r * d * self.capacity(step.visible.end);

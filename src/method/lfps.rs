@@ -1,14 +1,14 @@
 //! LFPS: learn where a head looks from where it looked, arXiv 2506.15704.
 //!
 //! Every query head keeps two decayed tables of its attention: vertical, by position, and slash, by the
-//! distance from the query. Positions that either table marks are candidates, their neighbours join
-//! them, the exact scores of these alone are taken, the best are attended, and what they got goes back
-//! into the tables. A head that gives nearly everything to the sinks is answered without the cache.
+//! distance from the query. The positions that either table marks, and their neighbours, are candidates;
+//! only these are scored exactly, the best are attended, and their weights are added to the tables. A head
+//! that gives nearly all of its attention to the sinks is bypassed: its output is estimated without the cache.
 //!
-//! The paper's equations are reconstructed from its prose. Where we chose: the slash table is kept by
-//! distance, so that nothing is shifted; the tables learn from everything attended but the sinks, the
-//! window included; the final sets of a group are the largest top-k whose union fits the budget; a later
-//! prompt's last rows update the tables as decode steps would.
+//! The paper's equations are reconstructed from its prose. Our decisions: the slash table is kept by
+//! distance, so that nothing is shifted; the tables learn from all attended positions but the sinks, the
+//! window included; the final sets of a group are the largest top-k whose union fits the budget; the last
+//! rows of a later prompt update the tables as decode steps do.
 
 mod bench;
 mod bypass;
@@ -47,11 +47,11 @@ pub use table::Table;
 pub use threshold::{OFFSETS, Threshold};
 use threshold::{TableStats, balanced, expanded};
 
-/// Decay per step, without a calibrated one.
+/// Decay per step if none is calibrated.
 pub const GAMMA: f64 = 0.95;
-/// Most recent positions of the local estimate; they are always candidates.
+/// The number of most recent positions in the local estimate; they are always candidates.
 pub const LOCAL: usize = 5;
-/// A head that the calibration saw bypassed less often than this is not tested.
+/// A head whose calibrated bypass rate is below this is not tested.
 const LEAST_BYPASS: f32 = 0.02;
 
 /// The method of this file.
@@ -67,14 +67,14 @@ pub static METHOD: Declaration = Declaration {
     bench: Some(&bench::Random),
 };
 
-/// The parameters and priors of every head of a run.
+/// The parameters of a run, and the priors of every head.
 pub struct Setup {
     params: Params,
     priors: Option<Priors>,
 }
 
 impl Setup {
-    /// Reads the priors, where the artifact has them.
+    /// Reads the priors, if the artifact has them.
     ///
     /// # Errors
     /// No prompt rows and no priors: the tables would stay empty.
@@ -92,12 +92,12 @@ impl Setup {
         })
     }
 
-    /// What the run set.
+    /// Returns the parameters of the run.
     pub fn params(&self) -> &Params {
         &self.params
     }
 
-    /// The empty state of one KV head.
+    /// Returns the empty state of a KV head.
     pub fn head(&self, place: &Place) -> Lfps {
         let heads = (0..place.group).map(|a| {
             let head = place.kv_head * place.group + a;
@@ -134,29 +134,31 @@ pub struct Lfps {
 }
 
 impl Lfps {
-    /// The query heads' tables.
+    /// Returns the state of the query heads.
     pub fn heads(&self) -> &[QueryHead] {
         &self.heads
     }
 
-    /// Sums of the keys and of the values of what the last position sees and is no sink, `[d]` each; empty before a
-    /// prompt.
+    /// Returns the sums of the keys and of the values that the last position sees besides the sinks, `[d]` each; empty
+    /// before a prompt.
     pub fn sums(&self) -> [&[f64]; 2] {
         [&self.mean.keys, &self.mean.values]
     }
 
-    /// Takes in a first prompt of which only the last queries are known, at least those that fill the tables:
-    /// `last.first` is the position of the first of these, and its keys and values are those of every position.
+    /// Fills the tables from a first prompt of which only the last queries are known, at least those that the tables
+    /// learn from: `last.first` is the position of the first of them, and its keys and values are those of every
+    /// position.
     pub fn fill(&mut self, last: &Prompt) {
         self.take_in(last, true);
     }
 
-    /// What is visible and no sink.
+    /// Returns the visible positions without the sinks.
     fn rest(&self, visible: &Range<usize>) -> Range<usize> {
         visible.start.max(self.place.sinks).min(visible.end)..visible.end
     }
 
-    /// Tests every query head for the bypass; the rows that the test read beside the sinks are returned.
+    /// Tests every query head for the bypass; returns the bypassed heads' results and the positions that the test read
+    /// besides the sinks.
     fn bypass(&mut self, step: &Step) -> (Vec<Option<Partial>>, Range<usize>) {
         let rest = self.rest(&step.visible);
         let local = rest.start.max(rest.end.saturating_sub(LOCAL))..rest.end;
@@ -186,7 +188,7 @@ impl Lfps {
                 .zip(&self.mean.keys)
                 .map(|(q, k)| f64::from(*q) * k / n)
                 .sum();
-            // E[exp x] of a normal x.
+            // The log of E[exp x] for a normal x.
             let global = n.ln() + scale * mean + head.rho * norm / 2.0 + head.bias();
             let (share, rest) = sparsity(sink, global, local);
             if share > self.params.lfps_theta {
@@ -203,7 +205,7 @@ impl Lfps {
         (bypassed, local)
     }
 
-    /// The candidates of query head `a`.
+    /// Returns the candidates of query head `a`.
     fn candidates(&mut self, a: usize, step: &Step) -> Places {
         let (c, t) = (step.candidates.clone(), step.visible.end - 1);
         let head = &mut self.heads[a];
@@ -217,7 +219,7 @@ impl Lfps {
         places
     }
 
-    /// The rows of a prompt, the first of all or of a later turn.
+    /// Learns from the rows of the first prompt or of a later one.
     fn take_in(&mut self, prompt: &Prompt, is_first: bool) {
         let m = prompt.q_rope.len_of(ndarray::Axis(1));
         let rows = m.saturating_sub(self.params.lfps_rows)..m;
@@ -226,7 +228,7 @@ impl Lfps {
             for i in rows.clone() {
                 let (seen, mut scores) = prompt.scores(a, i, self.place.model_window);
                 let rest = self.rest(&seen);
-                // Over the non-sinks alone, so that no lead of the sinks makes them vanish.
+                // Over the non-sinks alone, which the sinks' weights would otherwise make vanish.
                 let weights = &mut scores[rest.start - seen.start..];
                 if weights.is_empty() {
                     continue;
@@ -257,7 +259,7 @@ impl Lfps {
         );
     }
 
-    /// Observes the variance of the last prompt query's scores.
+    /// Measures the variance of the last prompt query's scores.
     fn observe_variance(&mut self, prompt: &Prompt) {
         let last = prompt.q_rope.len_of(ndarray::Axis(1)) - 1;
         for (a, head) in self.heads.iter_mut().enumerate() {
@@ -297,7 +299,7 @@ impl Retriever for Lfps {
         }
         let tested = self.heads.iter().filter(|h| h.tested).count();
         let mut products = tested * (local.len() + step.candidates.start - step.visible.start);
-        // Each row is read once for the heads that want it.
+        // Each row is read once for all heads that want it.
         let active: Vec<usize> = (0..r).filter(|a| !self.heads[*a].bypassed).collect();
         let wanted: Vec<Places> = active.iter().map(|a| self.candidates(*a, step)).collect();
         products += wanted.iter().map(Places::len).sum::<usize>();
@@ -306,7 +308,7 @@ impl Retriever for Lfps {
         let start = step.candidates.start;
         let union = union.ascending(start as u32);
         let read = union.len();
-        // Where all are chosen, attention alone takes the products.
+        // If all candidates are chosen, their scores are not needed.
         let positions = if read <= step.budget {
             union
         } else {
@@ -331,7 +333,7 @@ impl Retriever for Lfps {
         };
         let all = self.heads.iter().all(|h| h.bypassed);
         Choice {
-            // Where every head was bypassed, the test read the local keys and nothing else is read.
+            // If every head is bypassed, only the local keys of the test have been read.
             ranked_rows: if all { local.len() } else { read - positions.len() },
             products,
             positions,

@@ -35,10 +35,10 @@ use crate::kv::Budget;
 use crate::kv::{KvHead, KvType};
 /// A method prepared for all heads of a model.
 pub trait Method: Send + Sync {
-    /// The empty state of one KV head.
+    /// Returns the empty state of a KV head.
     fn head(&self, place: &Place) -> Box<dyn Retriever>;
 
-    /// The method on an NVIDIA GPU.
+    /// Returns the method's form on an NVIDIA GPU.
     fn cuda(&self) -> Option<&dyn CudaMethod> {
         None
     }
@@ -51,7 +51,7 @@ impl<F: Fn(&Place) -> Box<dyn Retriever> + Send + Sync> Method for F {
     }
 }
 
-/// Where a KV head stands, and what its run allows.
+/// The place of a KV head in the model, and the settings of its run.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
     /// Its layer.
@@ -68,7 +68,7 @@ pub struct Place {
     pub sinks: usize,
     /// Last positions that are always attended.
     pub window: usize,
-    /// What may be chosen besides.
+    /// The budget of positions that may be chosen besides.
     pub budget: Budget,
     /// Element type of the cache.
     pub kv: KvType,
@@ -91,7 +91,7 @@ pub struct Prompt<'a> {
 }
 
 impl Prompt<'_> {
-    /// What row `i` of query head `a` sees, and its scaled scores with that.
+    /// Returns the positions that row `i` of query head `a` sees, and its scaled scores with them.
     fn scores(&self, a: usize, i: usize, model_window: Option<usize>) -> (Range<usize>, Vec<f32>) {
         let seen = visible(self.first + i, model_window);
         let scale = 1.0 / (self.keys.ncols() as f32).sqrt();
@@ -110,7 +110,7 @@ impl Prompt<'_> {
         (seen, scores)
     }
 
-    /// What row `i` of query head `a` sees, and its softmax weights over that.
+    /// Returns the positions that row `i` of query head `a` sees, and its softmax weights over them.
     fn weights(&self, a: usize, i: usize, model_window: Option<usize>) -> (Range<usize>, Vec<f32>) {
         let (seen, mut scores) = self.scores(a, i, model_window);
         softmax(&mut scores);
@@ -118,20 +118,20 @@ impl Prompt<'_> {
     }
 }
 
-/// Scores to softmax weights, in place.
+/// Turns scores into softmax weights, in place.
 fn softmax(scores: &mut [f32]) {
     let max = simd::max(scores);
     simd::exp_shifted(scores, max);
     simd::scale(scores, (1.0 / simd::sum(scores)) as f32);
 }
 
-/// One decode step of one KV head.
+/// A decode step of one KV head.
 pub struct Step<'a> {
     /// Index of the step, from 0.
     pub step: usize,
-    /// Everything visible to the current token, which is the last of it.
+    /// The positions visible to the current token, whose own is the last.
     pub visible: Range<usize>,
-    /// What may be chosen: visible and not in the static set.
+    /// The positions that may be chosen: visible and not in the static set.
     pub candidates: Range<usize>,
     /// Most positions that may be chosen, B.
     pub budget: usize,
@@ -144,23 +144,23 @@ pub struct Step<'a> {
 }
 
 impl Step<'_> {
-    /// Whether the budget covers the visible context, so that every method equals full attention.
+    /// Returns whether the budget covers all candidates, so that every method equals full attention.
     pub fn is_exact(&self) -> bool {
         self.budget >= self.candidates.len()
     }
 }
 
-/// What a method chose for one step.
+/// The choice of a method for one step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Choice {
     /// Ascending, no duplicates, at most B of the candidates.
     pub positions: Vec<u32>,
-    /// Key rows of the cache that were read to rank and are not attended.
+    /// Cached keys that were read for ranking and are not attended.
     pub ranked_rows: usize,
-    /// Exact products of a query with a key that were taken to rank, summed over the query heads.
+    /// Exact products of a query with a key that were computed for ranking, summed over the query heads.
     pub products: usize,
-    /// Query heads that do not attend the positions: their result over everything that is no sink.
-    /// Such a head attends the sinks alone, joined with this. Empty, or one per query head.
+    /// For each bypassed query head its estimated attention over everything but the sinks; the head attends the sinks
+    /// alone, and both are joined. Empty, or one entry per query head.
     pub bypassed: Vec<Option<Partial>>,
 }
 
@@ -215,44 +215,44 @@ pub enum Ranking {
 
 /// The retrieval state of one KV head of one layer.
 pub trait Retriever: Send + Sync {
-    /// Takes in the rows of a prompt: the first, or that of a later turn.
+    /// Adds the rows of a prompt, the first one or that of a later turn, to the index.
     fn prefill(&mut self, prompt: &Prompt) {
         let _ = prompt;
     }
 
-    /// Takes in the key of one generated token, before it is attended: `[1,d]` before and after rotation.
+    /// Adds the key of one generated token, before it is attended: `[1,d]` before and after rotation.
     fn append(&mut self, k_pre: ArrayView2<f32>, k_rope: ArrayView2<f32>) {
         let _ = (k_pre, k_rope);
     }
 
-    /// Chooses what a step attends besides the static set.
+    /// Chooses the positions that a step attends besides the static set.
     fn select(&mut self, step: &Step) -> Choice;
 
     /// What choosing that read.
     fn reads(&self, step: &Step, choice: &Choice) -> Reads;
 
-    /// Whether [`Retriever::observe`] is to be told of this step's attention. Asked after the choice.
+    /// Returns whether [`Retriever::observe`] needs this step's attention; called after the choice.
     fn observes(&self, step: &Step) -> bool {
         let _ = step;
         false
     }
 
-    /// Learns from what was attended: `weights` `[r, positions]` over `positions`, the static set
-    /// included; a bypassed head has zeros.
+    /// Learns from the attention of a step: `weights` `[r, positions]` over `positions`, the static set included; a
+    /// bypassed head has zeros.
     fn observe(&mut self, step: &Step, positions: &[u32], weights: ArrayView2<f32>) {
         let _ = (step, positions, weights);
     }
 
-    /// Bytes of the index: what grows with the context.
+    /// Returns the bytes of the index, which grow with the context.
     fn state_bytes(&self) -> usize {
         0
     }
 
-    /// A copy, which goes its own way from here.
+    /// Returns a copy for another trajectory.
     fn fork(&self) -> Box<dyn Retriever>;
 }
 
-/// All candidates, when the budget covers them.
+/// Returns all candidates, which the budget covers.
 fn everything(step: &Step) -> Vec<u32> {
     step.candidates.clone().map(|p| p as u32).collect()
 }

@@ -1,11 +1,11 @@
 //! Quest: pages of 16 keys, ranked by an upper bound of their scores, arXiv 2406.10774.
 //!
-//! A page keeps the smallest and the largest value of each channel of its rotated keys; a query's
-//! score with any of them is at most the sum over channels of the larger product. Pages are ranked
-//! by the sum of their bounds over the query group and taken whole.
+//! A page keeps the smallest and the largest value of each channel of its rotated keys; the score of a
+//! query with any of these keys is at most the sum over channels of the larger product. Pages are ranked
+//! by the sum of their bounds over the query group, and whole pages are chosen.
 //!
-//! Where we differ from the paper: it ranks per query head, we per KV head, so that the budget
-//! holds for the keys that are read.
+//! Where we differ from the paper: it ranks per query head, we rank per KV head, so that the budget
+//! bounds the keys that are read.
 
 use std::ops::Range;
 
@@ -33,21 +33,21 @@ pub static METHOD: Declaration = Declaration {
     bench: None,
 };
 
-/// Positions of a page; pages start at multiples of it.
+/// Positions per page; pages start at multiples of this.
 pub const PAGE: usize = 16;
 
 /// The page bounds of one KV head.
 #[derive(Clone, Default)]
 pub struct Quest {
     d: usize,
-    /// Per page: d smallest values, then d largest ones.
+    /// For each page the d smallest values, then the d largest.
     bounds: Vec<f32>,
-    /// Positions taken in.
+    /// Positions that the bounds cover.
     len: usize,
 }
 
 impl Quest {
-    /// Takes in the keys from the last known position to the end of the cache.
+    /// Extends the bounds to the end of the cache.
     fn update(&mut self, kv: &KvHead, d: usize) {
         self.d = d;
         let mut scratch = vec![0.0; d];
@@ -69,7 +69,7 @@ impl Quest {
         self.len = kv.len();
     }
 
-    /// The bound of one query with a page: sum over channels of max(q low, q high).
+    /// Returns the bound of a query's scores with a page: the sum over channels of max(q low, q high).
     fn bound(&self, page: usize, query: ArrayView1<f32>) -> f32 {
         let (low, high) = self.bounds[2 * page * self.d..2 * (page + 1) * self.d].split_at(self.d);
         let channels = query.iter().zip(low).zip(high);
@@ -79,7 +79,7 @@ impl Quest {
 
 impl Retriever for Quest {
     fn prefill(&mut self, prompt: &Prompt) {
-        // A prompt may change which rows a 2-bit cache holds in half precision.
+        // A prompt may change which rows a 2-bit cache keeps in half precision.
         if prompt.kv.signs().is_some() {
             self.bounds.clear();
             self.len = 0;
@@ -127,7 +127,7 @@ impl Retriever for Quest {
     }
 }
 
-/// The candidates of a page.
+/// Returns the candidates within a page.
 fn inside(page: usize, candidates: &Range<usize>) -> Range<u32> {
     let start = (page * PAGE).max(candidates.start);
     let end = ((page + 1) * PAGE).min(candidates.end);

@@ -1,4 +1,4 @@
-//! Positions drawn uniformly without replacement: what a budget gives without knowledge.
+//! Positions drawn uniformly without replacement: the baseline that knows nothing of the keys.
 
 pub mod cuda;
 
@@ -35,7 +35,7 @@ impl Method for Seed {
     }
 }
 
-/// Uniform choice, fixed by seed, layer, head and step.
+/// A uniform choice, determined by seed, layer, head and step.
 #[derive(Clone)]
 pub struct Random {
     seed: u64,
@@ -43,7 +43,7 @@ pub struct Random {
 }
 
 impl Random {
-    /// The generator of one head.
+    /// Makes the generator of a head.
     pub fn new(seed: u64, layer: usize, kv_head: usize) -> Self {
         Self {
             seed,
@@ -51,7 +51,7 @@ impl Random {
         }
     }
 
-    /// Some of the candidates, ascending; all of them where the budget covers them.
+    /// Draws `budget` of the candidates, ascending; all of them if the budget covers them.
     pub fn draw(&self, step: usize, candidates: Range<usize>, budget: usize) -> Vec<u32> {
         if budget >= candidates.len() {
             return candidates.map(|p| p as u32).collect();

@@ -1,17 +1,17 @@
 //! Self-Indexing KVCache: sign patterns as index and as storage, arXiv 2603.14224.
 //!
-//! Calibration: rotated keys are centred per block with that block's own centre, the signs of four
-//! neighbouring channels form a pattern of 16, and a pattern's centroid is the mean of the channels
-//! that have it: the average of what one pass over each block's prompt would build.
+//! Calibration: rotated keys are centred in each block with the block's own centre, the signs of four
+//! neighbouring channels form one of 16 patterns, and the centroid of a pattern is the mean of the channels
+//! that have it: the average of what one pass over the prompt of each block would build.
 //!
-//! Decoding: the mean query of the group gives every pattern of every group of channels a score, a
-//! key's score is the sum over its patterns, and the best keys are attended. The centroids come from one
-//! pass over the prompt, from calibration, or from both.
+//! Decoding: the mean query of the group gives a score to every pattern of every group of channels, the score
+//! of a key is the sum over its patterns, and the best keys are attended. The centroids come from one pass
+//! over the prompt, from calibration, or from both.
 //!
-//! Where we differ from the authors' code: one zero rule (a bit is set for x > 0); a pattern that no key
-//! has gets plus or minus the channels' mean magnitude instead of 0/0; all rows stand in position
-//! order, so generated tokens compete for the budget once they leave the window, and cannot push prompt
-//! tokens out of a list of fixed length; scores are f32. A later prompt joins the sums of the
+//! Where we differ from the authors' code: there is one rule for zeros (a bit is set for x > 0); a pattern
+//! that no key has gets plus or minus the mean magnitude of its channels instead of 0/0; all rows are in
+//! position order, so generated tokens compete for the budget once they leave the window, and do not displace
+//! prompt tokens from a list of fixed length; scores are f32. A later prompt is added to the sums of the
 //! centroids; the centre stays, unless fewer than 128 positions were cached before.
 
 mod bench;
@@ -43,12 +43,12 @@ use sums::PatternSums;
 
 /// Name of the section in an artifact.
 pub const SECTION: &str = "sign";
-/// Channels of a pattern.
+/// Channels per pattern.
 pub const GROUP: usize = 4;
-/// Patterns of a group.
+/// Patterns per group of channels.
 pub const PATTERNS: usize = 1 << GROUP;
 
-/// Weight of a calibrated centroid among the prompt's, in keys.
+/// The weight of a calibrated centroid against the prompt's keys, in keys.
 pub const PSEUDO_COUNT: f64 = 32.0;
 
 /// The method of this file.
@@ -71,7 +71,7 @@ pub static METHOD: Declaration = Declaration {
 };
 
 impl Params {
-    /// How the 2-bit cache holds its rows.
+    /// Returns how the 2-bit cache stores its rows.
     pub fn layout(&self, artifact: Option<&Artifact>) -> Result<Layout> {
         Ok(Layout {
             center: self.center(artifact)?,
@@ -80,7 +80,7 @@ impl Params {
         })
     }
 
-    /// The centre: as asked for, else the artifact's, else the median.
+    /// Returns the centre: the requested one, else the artifact's, else the median.
     pub fn center(&self, artifact: Option<&Artifact>) -> Result<Center> {
         match (self.center, artifact.filter(|a| a.has(SECTION))) {
             (Some(center), _) => Ok(center),
@@ -92,27 +92,27 @@ impl Params {
 
 /// The centroids of a layer's heads, `[g,d/4,16,4]`.
 pub enum Centroids {
-    /// Known before the prompt.
+    /// Fixed before the prompt.
     Fixed(Vec<f32>),
-    /// The prompt's, with these as [`PSEUDO_COUNT`] keys more.
+    /// The prompt's, with these as [`PSEUDO_COUNT`] more keys.
     Prompt(Option<Vec<f32>>),
 }
 
-/// How every head of a run gets its centroids.
+/// The source of the centroids of every head of a run.
 pub struct Setup {
     center: Center,
     source: CentroidSource,
     full: usize,
     n_kv_heads: usize,
-    /// Per head `[d/4,16,4]`, where the artifact takes part.
+    /// The artifact's centroids of each head, `[d/4,16,4]`, if they are used.
     calibrated: Option<Array2<f32>>,
 }
 
 impl Setup {
-    /// Resolves the parameters, reading the artifact's section where it takes part.
+    /// Resolves the parameters, and reads the artifact's section if its centroids are used.
     ///
     /// # Errors
-    /// Channels that do not come in fours; calibrated centroids asked for without a section, or with
+    /// The number of channels is not a multiple of four; calibrated centroids are requested without a section, or with
     /// another centre than theirs.
     pub fn new(params: &Params, artifact: Option<&Artifact>, head_dim: usize) -> Result<Self> {
         if !head_dim.is_multiple_of(GROUP) {
@@ -164,7 +164,7 @@ impl Setup {
         })
     }
 
-    /// The centroids of a layer's heads.
+    /// Returns the centroids of a layer's heads.
     pub fn centroids(&self, layer: usize, n_kv_heads: usize, head_dim: usize) -> Centroids {
         let heads = layer * n_kv_heads..(layer + 1) * n_kv_heads;
         let calibrated = self.calibrated.as_ref();
@@ -178,7 +178,7 @@ impl Setup {
         }
     }
 
-    /// What signs are taken around, and how many positions come first.
+    /// Returns the layout of the 2-bit cache: the centre, and the number of positions in full precision.
     pub fn layout(&self) -> Layout {
         Layout {
             full: self.full,
@@ -186,7 +186,7 @@ impl Setup {
         }
     }
 
-    /// The empty state of one head.
+    /// Returns the empty state of a head.
     pub fn head(&self, place: &Place) -> SelfIndex {
         let row = place.layer * self.n_kv_heads + place.kv_head;
         let calibrated = self.calibrated.as_ref().map(|c| c.row(row).to_vec());
@@ -207,7 +207,7 @@ impl Method for Setup {
     }
 }
 
-/// Centroids of plain signs, `[d/4,16,4]`: one for a set bit, minus one for another.
+/// Returns the centroids of plain signs, `[d/4,16,4]`: 1 for a set bit, -1 for a clear one.
 fn signs(d: usize) -> Vec<f32> {
     let of = |i: usize| {
         if (i / GROUP % PATTERNS) >> (i % GROUP) & 1 == 1 {
@@ -233,13 +233,13 @@ pub struct SelfIndex {
     centroids: Vec<f32>,
     /// Sign bytes per position; empty where the cache holds them.
     signs: Lines<u8>,
-    /// Positions that come first, ascending: those that the last prompt query scored best.
+    /// The positions that are chosen first, ascending: those with the best scores of the last prompt query.
     full: Vec<u32>,
     ranking: Ranking,
 }
 
 impl SelfIndex {
-    /// An empty head; `calibrated` has its centroids `[d/4,16,4]`, unless the source is one pass.
+    /// Makes an empty head; `calibrated` are its centroids `[d/4,16,4]`, unless they come from one pass.
     pub fn new(place: &Place, center: Center, source: CentroidSource, calibrated: Option<Vec<f32>>) -> Self {
         let d = place.head_dim;
         Self {
@@ -257,12 +257,12 @@ impl SelfIndex {
         }
     }
 
-    /// The same head, which looks for the best that way.
+    /// Returns the head with another way of ranking.
     pub fn ranking(self, ranking: Ranking) -> Self {
         Self { ranking, ..self }
     }
 
-    /// The centroids, `[d/4,16,4]`.
+    /// Returns the centroids, `[d/4,16,4]`.
     pub fn centroids(&self) -> &[f32] {
         &self.centroids
     }
@@ -271,7 +271,7 @@ impl SelfIndex {
 impl Retriever for SelfIndex {
     fn prefill(&mut self, prompt: &Prompt) {
         let n = prompt.keys.nrows();
-        // While few positions are cached, the statistics start anew from all of them.
+        // While few positions are cached, the statistics are computed again from all of them.
         let refit = prompt.first < REFIT;
         let first = if refit { 0 } else { prompt.first };
         let rows = prompt.keys.slice(s![first.., ..]);

@@ -1,9 +1,8 @@
-//! SnapKV: what the last prompt queries attended, chosen once, arXiv 2404.14469.
+//! SnapKV: a choice made once, by the attention of the last prompt queries, arXiv 2404.14469.
 //!
-//! After prefill every prompt position has the softmax weight that the last 32 queries gave it, summed
-//! over them and over the query group, then averaged over 7 neighbours. The best positions are chosen
-//! at the first decode step and kept until the next prompt; what is generated in between is read only
-//! while it is in the window.
+//! After prefill every prompt position has a vote: its softmax weights summed over the last 32 queries and
+//! over the query group, then averaged over 7 neighbours. The best positions are chosen at the first decode
+//! step and kept until the next prompt; generated tokens are read only while they are in the window.
 
 use super::declaration::{Declaration, Paper};
 use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
@@ -35,13 +34,13 @@ pub const POOL: usize = 7;
 #[derive(Clone)]
 pub struct SnapKv {
     window: Option<usize>,
-    /// Pooled votes per prompt position, until the choice is made.
+    /// The pooled vote of each prompt position.
     votes: Vec<f32>,
     chosen: Option<Vec<u32>>,
 }
 
 impl SnapKv {
-    /// An empty head of a layer with this sliding window.
+    /// Makes an empty head of a layer with this sliding window.
     pub fn new(window: Option<usize>) -> Self {
         Self {
             window,
@@ -72,7 +71,7 @@ impl Retriever for SnapKv {
         let votes = &self.votes;
         let chosen = self.chosen.get_or_insert_with(|| {
             let mut order: Vec<u32> = step.candidates.clone().map(|p| p as u32).collect();
-            // What was generated before the first choice has no votes.
+            // Positions generated before the choice have no votes.
             let vote = |p: u32| votes.get(p as usize).copied().unwrap_or(0.0);
             order.sort_unstable_by(|a, b| vote(*b).total_cmp(&vote(*a)).then(a.cmp(b)));
             order.truncate(step.budget);
@@ -96,7 +95,7 @@ impl Retriever for SnapKv {
     }
 }
 
-/// Mean over the `POOL` neighbours around each position, zero beyond the ends.
+/// Averages over the `POOL` neighbours around each position, with zeros beyond the ends.
 fn pooled(votes: &[f32]) -> Vec<f32> {
     (0..votes.len())
         .map(|i| {

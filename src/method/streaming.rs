@@ -1,4 +1,4 @@
-//! The most recent positions: a window longer by the budget.
+//! The most recent positions: a window that the budget makes longer.
 //!
 //! # Source
 //! Attention sinks with a window, StreamingLLM (arXiv 2309.17453).

@@ -1,5 +1,5 @@
 //! The oracle: the positions with the largest true softmax probability, summed over the query
-//! heads of the group. It reads every key; the reads are not counted, for it is a yardstick.
+//! heads of the group. It reads every key; these reads are not counted, because it is a reference.
 
 pub mod cuda;
 
@@ -30,7 +30,7 @@ pub static METHOD: Declaration = Declaration {
 #[derive(Clone)]
 pub struct TopK;
 
-/// `mass[i] += x[i] / sum`.
+/// Adds `x[i] / sum` to `mass[i]`.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 fn add_shares(mass: &mut [f64], x: &[f32], sum: f64) {
     for (m, x) in mass.iter_mut().zip(x) {

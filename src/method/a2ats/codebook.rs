@@ -1,4 +1,4 @@
-//! Calibrated codebooks: codes of keys, scores of queries.
+//! Calibrated codebooks, which encode keys and score queries.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::stats::kmeans::Codebook;
 use crate::stats::linalg;
 use crate::stats::whiten::whiten;
 
-/// The codebooks of every head, ready to encode keys and to score queries.
+/// The codebooks of every head.
 pub struct Codebooks {
     n_kv_heads: usize,
     heads: Vec<Arc<HeadCodebook>>,
@@ -24,18 +24,18 @@ pub struct Codebooks {
 /// The codebook of one KV head.
 pub struct HeadCodebook {
     codebook: Codebook,
-    /// The codewords, for queries.
+    /// The codewords in the layout for scoring queries.
     codewords: Codewords,
     mean: Array1<f32>,
     chol: Array2<f32>,
     /// L^-1, so that a step multiplies instead of solving.
     chol_inverse: Array2<f64>,
-    /// R_b; none for keys and queries rotated to their own positions.
+    /// R_b; `None` if keys and queries are rotated to their own positions.
     wrope: Option<RopeTable>,
 }
 
 impl Codebooks {
-    /// Reads the section, checking its digests and values.
+    /// Reads the section and checks its digests and values.
     pub fn load(artifact: &Artifact, rope: &Rope) -> Result<Self> {
         let section = artifact.checked_section(SECTION)?;
         let FitParams {
@@ -61,14 +61,14 @@ impl Codebooks {
         })
     }
 
-    /// The codebook of one head.
+    /// Returns the codebook of a head.
     pub fn head(&self, layer: usize, kv_head: usize) -> &Arc<HeadCodebook> {
         &self.heads[layer * self.n_kv_heads + kv_head]
     }
 }
 
 impl HeadCodebook {
-    /// A codebook C^z `[M,d]` with its mean `[d]` and its Cholesky factor `[d,d]`.
+    /// Makes a codebook of C^z `[M,d]`, the mean `[d]` and the Cholesky factor `[d,d]`.
     ///
     /// # Errors
     /// The factor is singular.
@@ -83,7 +83,7 @@ impl HeadCodebook {
         Self::rotated(codebook, mean, chol, Some(table))
     }
 
-    /// The same for queries that `wrope` rotates, or that come rotated.
+    /// Makes a codebook for queries that `wrope` rotates, or that are given rotated.
     fn rotated(
         codebook: Array2<f32>,
         mean: Array1<f32>,
@@ -102,12 +102,13 @@ impl HeadCodebook {
         })
     }
 
-    /// Whether keys and queries are taken before rotation: windowed RoPE.
+    /// Returns whether keys and queries are given before rotation (windowed RoPE).
     pub fn is_windowed(&self) -> bool {
         self.wrope.is_some()
     }
 
-    /// Codes of keys `[n,d]`, before rotation with windowed RoPE, else after: argmin of (k - c) H (k - c)^T, lowest index on ties.
+    /// Encodes keys `[n,d]`, given before rotation with windowed RoPE, else after: argmin of (k - c) H (k - c)^T, the
+    /// lowest index on ties.
     ///
     /// # Source
     /// Eq. 20, in whitened coordinates.
@@ -119,7 +120,7 @@ impl HeadCodebook {
         codes.into_iter().map(|c| c as u16).collect()
     }
 
-    /// Score of every codeword for each query head: `[r,M]`, up to a constant per query.
+    /// Returns the score of every codeword for each query head, `[r,M]`, up to a constant per query.
     ///
     /// # Shapes
     /// q `[r,d]`, before rotation with windowed RoPE, else after.
@@ -142,10 +143,10 @@ impl HeadCodebook {
         self.codewords.products(y.view())
     }
 
-    /// What a GPU needs of this head: the rotation and L^-1 in one matrix for queries, L for keys.
+    /// Returns the constants of this head for a GPU: the rotation and L^-1 in one matrix for queries, L for keys.
     pub fn constants(&self) -> HeadConstants<'_> {
         let d = self.chol.nrows();
-        // Column j is where the j-th unit vector is rotated to.
+        // Column j is the rotated j-th unit vector.
         let mut rotation = Array2::<f64>::zeros((d, d));
         for j in 0..d {
             let mut unit = vec![0.0; d];
@@ -164,7 +165,7 @@ impl HeadCodebook {
         }
     }
 
-    /// Number of codewords.
+    /// Returns the number of codewords.
     pub fn size(&self) -> usize {
         self.codebook.centroids().nrows()
     }

@@ -1,4 +1,4 @@
-//! Codebooks from calibration keys.
+//! Fits of codebooks to calibration keys.
 
 use std::ops::Range;
 
@@ -51,8 +51,8 @@ struct HeadFit {
     quality: Quality,
 }
 
-/// Heads that are fitted together: Eq. 13 and 15-17 for each: metric, whitening, clustering; the codebook
-/// stays whitened.
+/// Heads that are fitted together by Eq. 13 and 15-17: metric, whitening, clustering; codebooks stay in whitened
+/// coordinates.
 struct HeadRun<'a> {
     states: &'a LayerStates<'a>,
     params: &'a FitParams,
@@ -63,7 +63,7 @@ struct HeadRun<'a> {
 }
 
 impl<'a> HeadRun<'a> {
-    /// Takes the metric of every head.
+    /// Computes the metric of every head.
     fn new(states: &'a LayerStates, heads: Range<usize>, params: &'a FitParams) -> Result<Self> {
         let moments = states.moments()?;
         let metric = |head: usize| match params.metric {
@@ -131,7 +131,7 @@ impl<'a> HeadRun<'a> {
         Ok((0..fits.len()).map(head).collect())
     }
 
-    /// The sum of the squares of each head's values, which tells whether all are finite.
+    /// Returns the sum of the squares of each head's values; it is finite if all values are.
     fn square_sums(&self, points: &mut dyn Points) -> Result<Vec<f64>> {
         let squares = points.square_sum()?;
         match squares.iter().position(|sum| !sum.is_finite()) {
@@ -140,7 +140,7 @@ impl<'a> HeadRun<'a> {
         }
     }
 
-    /// The error that head `i` of the run has values which the section cannot hold.
+    /// Makes the error for head `i` of the run, whose values the section cannot hold.
     fn outliers(&self, i: usize, what: &str) -> Error {
         let error = Error::failed(what).hint("the keys of this head have extreme outliers");
         at(self.states, self.heads.start + i, error)
@@ -154,7 +154,7 @@ impl<'a> HeadRun<'a> {
         Ok(kmeans::cluster(points, &self.params.kmeans(), &seeds, &mut flow)?)
     }
 
-    /// The codebooks rounded as they are stored, `[b,M,d]`: what is reported is about these.
+    /// Returns the codebooks rounded to f16 as they are stored, `[b,M,d]`; the report is about these.
     fn stored(&self, fits: &[KMeansFit]) -> Result<Array3<f32>> {
         let d = self.states.sizes.head_dim;
         let mut stored = Array3::zeros((fits.len(), self.params.size, d));
@@ -167,7 +167,7 @@ impl<'a> HeadRun<'a> {
         Ok(stored)
     }
 
-    /// Mean squared distance of each head's held-out keys, `[b,n,d]`, to the stored codebooks; none
+    /// Returns the mean squared distance of each head's held-out keys, `[b,n,d]`, to the stored codebooks; `None`
     /// without keys.
     fn held_out_inertia(
         &self,
@@ -188,19 +188,19 @@ impl<'a> HeadRun<'a> {
     }
 }
 
-/// Says where an error happened.
+/// Adds layer and head to an error.
 fn at(states: &LayerStates, head: usize, e: Error) -> Error {
     e.context(format!("layer {}, KV head {head}", states.layer))
 }
 
-/// Entropy of the codewords' use.
+/// Returns the entropy of the codewords' use in bits.
 fn entropy_bits(count: &[u32]) -> f64 {
     let n: f64 = count.iter().map(|c| f64::from(*c)).sum();
     let used = count.iter().filter(|c| **c > 0);
     used.map(|c| f64::from(*c) / n).map(|p| -p * p.log2()).sum()
 }
 
-/// An own seed for every head, so that the order of fitting does not matter (splitmix64).
+/// Derives the seed of a head, so that the order of fitting does not matter (splitmix64).
 fn head_seed(seed: u64, layer: usize, head: usize) -> u64 {
     let mut x = seed
         .wrapping_add((layer as u64) << 32)

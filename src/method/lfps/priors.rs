@@ -1,11 +1,11 @@
-//! What LFPS can know of a query head before it sees a prompt: the artifact's section `lfps`.
+//! Priors of query heads, calibrated before any prompt: the artifact's section `lfps`.
 //!
 //! Captured queries and keys are rotated at their true positions, and every quantity is taken over
 //! rows of softmax weights of the non-sink positions alone (4 and up), which sum to one.
 //!
 //! # Source
-//! LFPS, arXiv 2506.15704, for tables, thresholds, expansion and the bypass test; that they are
-//! calibrated at all is ours, the paper has no offline stage.
+//! LFPS, arXiv 2506.15704, for tables, thresholds, expansion and the bypass test; their calibration is ours,
+//! for the paper has no offline stage.
 
 mod anchors;
 mod fit;
@@ -22,7 +22,7 @@ pub use section::LfpsSection;
 
 /// Name of the section in an artifact.
 pub const SECTION: &str = "lfps";
-/// First positions that every step attends and no table holds.
+/// First positions, which every step attends and no table contains.
 pub const SINKS: usize = 4;
 /// Rows before an anchor that fill its tables.
 pub const HISTORY: usize = 32;
@@ -36,20 +36,20 @@ pub const THETAS: [f64; 6] = [0.70, 0.75, 0.80, 0.85, 0.90, 0.95];
 pub const LAGS: [usize; 3] = [1, 8, 32];
 /// Share of the top-k mass that alpha must keep, and of all mass for `k_fraction`.
 const SHARE: f64 = 0.95;
-/// A top set has one in so many positions.
+/// A top set has one position in this number.
 const TOP_DIVISOR: usize = 50;
-/// Least k of the top-k that alpha is judged by.
+/// The smallest k of the top-k by which alpha is chosen.
 const MIN_TOP_K: usize = 64;
 
 /// Offsets with a bucket of their own.
 const EXACT: usize = 512;
 /// Buckets per doubling of the offset beyond them.
 const PER_OCTAVE: usize = 8;
-/// log2 of the offset where the last bucket ends in name; it takes everything beyond too.
+/// log2 of the nominal end of the last bucket, which has all larger offsets too.
 const END_LOG2: usize = 20;
 /// Offset buckets, NB.
 pub const SLASH: usize = EXACT + PER_OCTAVE * (END_LOG2 - EXACT.ilog2() as usize);
-/// Positions from here on are structural by their share of the current position.
+/// Positions from here on have buckets by their share of the current position.
 const STRUCTURAL_END: usize = 64;
 /// Buckets of that share.
 const RELATIVE: usize = 8;
@@ -83,8 +83,8 @@ pub const SCALARS: [&str; 23] = [
     "persist_32",
 ];
 
-/// The bucket of an offset: 0..511 exact, then eight buckets of equal width per doubling up to 2^20;
-/// the last takes everything beyond.
+/// Returns the bucket of an offset: 0..511 exact, then eight buckets of equal width per doubling up to 2^20;
+/// the last bucket has all larger offsets too.
 pub fn slash_bucket(delta: usize) -> usize {
     if delta < EXACT {
         return delta;
@@ -94,7 +94,7 @@ pub fn slash_bucket(delta: usize) -> usize {
     (EXACT + PER_OCTAVE * octave as usize + within).min(SLASH - 1)
 }
 
-/// The first offset of a bucket.
+/// Returns the first offset of a bucket.
 fn slash_start(bucket: usize) -> usize {
     if bucket < EXACT {
         return bucket;
@@ -103,7 +103,7 @@ fn slash_start(bucket: usize) -> usize {
     (EXACT << octave) + within * ((EXACT / PER_OCTAVE) << octave)
 }
 
-/// Offsets of a bucket; of the last one those up to 2^20.
+/// Returns the number of offsets of a bucket; of the last one those up to 2^20.
 pub fn slash_width(bucket: usize) -> usize {
     slash_start(bucket + 1) - slash_start(bucket)
 }
@@ -138,7 +138,7 @@ pub struct HeadPrior {
 }
 
 impl HeadPrior {
-    /// Of a row of each tensor.
+    /// Makes a prior from its row of each tensor.
     fn new(slash: &[f32], vert: &[f32], scalars: [f32; SCALARS.len()]) -> Self {
         let [
             lambda,
@@ -171,20 +171,20 @@ impl HeadPrior {
         }
     }
 
-    /// Share of rows whose sparsity exceeded `theta`, by the largest of [`THETAS`] that is not above it;
-    /// one below all of them.
+    /// Returns the share of rows whose sparsity exceeded `theta`, for the largest of [`THETAS`] that is not above it;
+    /// 1 if `theta` is below all of them.
     pub fn bypass_rate(&self, theta: f64) -> f32 {
         let below = THETAS.partition_point(|t| *t <= theta + 1e-9);
         below.checked_sub(1).map_or(1.0, |i| self.p_bypass[i])
     }
 
-    /// Mean mass at one offset: that of its bucket spread evenly.
+    /// Returns the mean mass at an offset: that of its bucket, spread evenly.
     pub fn slash_at(&self, delta: usize) -> f32 {
         let bucket = slash_bucket(delta);
         self.slash[bucket] / slash_width(bucket) as f32
     }
 
-    /// Mean mass on one of the structural positions 4..63.
+    /// Returns the mean mass on a position, if it is one of the structural positions 4..63.
     pub fn vert_at(&self, position: usize) -> Option<f32> {
         (SINKS..STRUCTURAL_END)
             .contains(&position)
@@ -199,7 +199,7 @@ pub struct Priors {
 }
 
 impl Priors {
-    /// Reads the section, checking its digests and values.
+    /// Reads the section and checks its digests and values.
     pub fn load(artifact: &Artifact) -> Result<Self> {
         let section = artifact.checked_section(SECTION)?;
         let slash: Vec<f32> = section.read(section::SLASH)?;
@@ -217,7 +217,7 @@ impl Priors {
         })
     }
 
-    /// The prior of one query head.
+    /// Returns the prior of a query head.
     pub fn head(&self, layer: usize, query_head: usize) -> &Arc<HeadPrior> {
         &self.heads[layer * self.n_heads + query_head]
     }

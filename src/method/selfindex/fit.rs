@@ -15,11 +15,11 @@ use crate::compute::device::{SignSums, Statistic};
 use crate::error::{Error, Result};
 use crate::interrupt;
 
-/// The sign pattern of four channels: bit e is set where `x[e] > 0`.
+/// Returns the sign pattern of four channels: bit e is set where `x[e] > 0`.
 ///
 /// # Source
-/// Section 3.1; the paper's order of bits is not known, and any order gives the same results as long
-/// as tables and codes share it.
+/// Section 3.1; the paper's order of bits is not known, and every order gives the same results if tables and codes
+/// share it.
 pub fn pattern(x: &[f32]) -> usize {
     x.iter()
         .enumerate()
@@ -121,8 +121,8 @@ fn fit_heads(states: &LayerStates, heads: Range<usize>, center: Center) -> Resul
     sums.zip(alpha.rows()).zip(mean_pre).map(one).collect()
 }
 
-/// Centroids `[d/4,16,4]` and counts `[d/4,16]` of centred keys. An empty pattern gets plus or minus the
-/// mean magnitude of its channels.
+/// Returns centroids `[d/4,16,4]` and counts `[d/4,16]` of centred keys. An empty pattern gets plus or minus the mean
+/// magnitude of its channels.
 ///
 /// # Source
 /// Eq. 4.
@@ -132,7 +132,7 @@ pub fn centroids(sums: SignSums) -> (Vec<f16>, Vec<u64>) {
     (values.collect(), sums.counts)
 }
 
-/// Mean over channels of the entropy of the sign bit, from the counts of the patterns, `[d/4,16]`.
+/// Returns the mean over channels of the entropy of the sign bit, from the counts of the patterns, `[d/4,16]`.
 fn sign_entropy_bits(counts: &[u64], n: usize) -> f64 {
     let entropy = |p: f64| if p > 0.0 { -p * p.log2() } else { 0.0 };
     let groups = counts.chunks(PATTERNS);
@@ -149,7 +149,7 @@ fn sign_entropy_bits(counts: &[u64], n: usize) -> f64 {
     channels_of.map(|p| entropy(p) + entropy(1.0 - p)).sum::<f64>() / channels
 }
 
-/// Mean over groups of the entropy of the pattern.
+/// Returns the mean over groups of the entropy of the pattern.
 fn pattern_entropy_bits(counts: &[u64]) -> f64 {
     let groups = counts.chunks(PATTERNS);
     let n = groups.len().max(1) as f64;

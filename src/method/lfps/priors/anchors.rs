@@ -1,5 +1,5 @@
-//! What the tables of the 32 rows before a row would have found of its attention: the split between
-//! the tables, their decay, the threshold, and how long top positions stay.
+//! How well the tables of the 32 rows before a row predict its attention: the split between the tables, their
+//! decay, the threshold, and how long top positions persist.
 
 use std::ops::Range;
 
@@ -12,15 +12,15 @@ use super::{ALPHAS, GAMMA, GAMMAS, HISTORY, LAGS, LOCAL, MIN_TOP_K, SHARE, TOP_D
 use crate::compute::attention::visible;
 use crate::compute::simd;
 
-/// Least mass whose logarithm is taken.
+/// The smallest mass whose logarithm is taken; smaller ones count as this.
 pub const MASS_FLOOR: f64 = 1e-6;
 
-/// Scalars of a head that need a history.
+/// The scalars of a head that are measured with a history of rows.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Dynamic {
-    /// lv / (lv + ls), the masses that the best 2 % of each undecayed table would have caught.
+    /// lv / (lv + ls), where lv and ls are the masses on the best 2 % of positions by each undecayed table.
     pub lambda: f64,
-    /// The decay with the largest mean log mass on the best 2 % of both tables together.
+    /// The decay with the largest mean log mass on the best 2 % of positions by both tables together.
     pub gamma: f64,
     /// The largest alpha whose candidates keep 95 % of the mass of the true top-k.
     pub alpha: f64,
@@ -32,9 +32,7 @@ pub(super) struct Dynamic {
 
 /// Measures a head at its anchors.
 ///
-/// The candidates shrink as alpha grows, so of the alphas that keep enough the largest is the
-/// cheapest. (A smallest one "that reaches 95 %", as an earlier note of ours had it, would always be
-/// the first of the grid or none.)
+/// A larger alpha gives fewer candidates, so the largest alpha that keeps enough mass is the cheapest.
 pub(super) fn measure(head: &SampledHead) -> Dynamic {
     let anchors = &head.sample.anchors;
     let mut out = Dynamic {
@@ -76,12 +74,12 @@ pub(super) fn measure(head: &SampledHead) -> Dynamic {
     out
 }
 
-/// What one anchor says.
+/// The measurements at one anchor.
 struct Measured {
-    /// Mass on the best positions by each table.
+    /// Masses on the best positions by each table.
     vertical: f64,
     slash: f64,
-    /// Per alpha: share of the top-k mass within the expanded candidates.
+    /// For each alpha the share of the top-k mass within the expanded candidates.
     kept: [f64; ALPHAS.len()],
     k_fraction: f64,
     persist: [f64; LAGS.len()],
@@ -89,11 +87,11 @@ struct Measured {
 
 /// Softmax weights of an anchor and of the rows before it.
 struct AnchorWeights {
-    /// `[33, span]`, oldest row first, zero where a row does not see or a sink stands.
+    /// `[33, span]`, oldest row first; zero at sinks and at positions that a row does not see.
     weights: Vec<f32>,
     /// Positions of the span.
     width: usize,
-    /// Per row: the non-sinks that it sees, within the span.
+    /// The non-sinks that each row sees, within the span.
     seen: Vec<Range<usize>>,
     /// Positions that the anchor sees, sinks included.
     n_visible: usize,
@@ -122,18 +120,18 @@ impl AnchorWeights {
         }
     }
 
-    /// Weights of the row `lag` steps before the anchor, over the whole span.
+    /// Returns the weights of the row `lag` steps before the anchor, over the whole span.
     fn line(&self, lag: usize) -> &[f32] {
         let row = HISTORY - lag;
         &self.weights[row * self.width..(row + 1) * self.width]
     }
 
-    /// The non-sinks that the anchor sees.
+    /// Returns the non-sinks that the anchor sees.
     fn own(&self) -> Range<usize> {
         self.seen[HISTORY].clone()
     }
 
-    /// The vertical and the slash table before the anchor, by the positions that it sees.
+    /// Returns the vertical and the slash table before the anchor, at the positions that it sees.
     ///
     /// # Source
     /// The tables of arXiv 2506.15704 (Eq. 4, 10) in offset form, filled with exact weights.
@@ -144,7 +142,7 @@ impl AnchorWeights {
             let factor = decay.powi(lag as i32 - 1) as f32;
             let line = self.line(lag);
             simd::axpy(factor, line, &mut vertical);
-            // An offset of that row is a position `lag` further on of the anchor.
+            // The same offset is `lag` positions further on for the anchor.
             if lag < width {
                 simd::axpy(factor, &line[..width - lag], &mut slash[lag..]);
             }
@@ -199,7 +197,7 @@ impl AnchorWeights {
         })
     }
 
-    /// Per decay: the log of the mass on the best positions by both tables together.
+    /// Returns for each decay the log of the mass on the best positions by both tables together.
     fn caught(&self, lambda: f64) -> [f64; GAMMAS.len()] {
         let weights = &self.line(0)[self.own()];
         GAMMAS.map(|gamma| {
@@ -215,12 +213,12 @@ impl AnchorWeights {
     }
 }
 
-/// Positions in a top set of n.
+/// Returns the size of the top set of n positions.
 fn top_size(n: usize) -> usize {
     (n / TOP_DIVISOR).max(1)
 }
 
-/// Places of the m largest values in no particular order; the lower place wins a tie.
+/// Returns the places of the m largest values in no particular order; the lower place wins a tie.
 fn top(values: &[f32], m: usize) -> Vec<u32> {
     let mut places: Vec<u32> = (0..values.len() as u32).collect();
     let value = |i: u32| values[i as usize];
@@ -231,7 +229,7 @@ fn top(values: &[f32], m: usize) -> Vec<u32> {
     places
 }
 
-/// The least number of the largest weights that hold 95 % of all.
+/// Returns the smallest number of largest weights that hold 95 % of the sum.
 fn count_of_mass(weights: &[f32]) -> usize {
     let mut descending = weights.to_vec();
     descending.sort_unstable_by(|a, b| b.total_cmp(a));

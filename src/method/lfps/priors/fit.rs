@@ -1,4 +1,4 @@
-//! One layer's priors: the rows' static quantities, and everything put together.
+//! The priors of a layer: the quantities of single rows, and the result together with those of the anchors.
 
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::model::rope::RopeTable;
 
-/// Scores whose exponentials are summed in f32 before they join a sum in f64.
+/// Scores whose exponentials are summed in f32 before they are added to a sum in f64.
 const SUM_TILE: usize = 256;
 
 /// The fit of the section.
@@ -64,7 +64,7 @@ impl Fit for PriorsFit {
 }
 
 impl PriorsFit {
-    /// Takes the priors of the query heads of a KV head with these rotated keys.
+    /// Computes the priors of the query heads of a KV head with these rotated keys.
     fn fit_group(
         &self,
         states: &LayerStates,
@@ -89,7 +89,7 @@ impl PriorsFit {
         (kv_head * r..(kv_head + 1) * r).map(fit).collect()
     }
 
-    /// Rotates rows of the text to their positions in their blocks, and multiplies them.
+    /// Rotates rows of the text to their positions within their blocks, and scales them.
     fn rotate(&self, x: &mut Array2<f32>, rows: &[usize], table: &RopeTable, scale: f32) -> Result<()> {
         let blocks = &self.sample.blocks;
         let d = x.ncols();
@@ -104,7 +104,7 @@ impl PriorsFit {
         Ok(())
     }
 
-    /// The quality report of a KV head: an array per quantity over its query heads.
+    /// Makes the quality report of a KV head, with an array over its query heads for each quantity.
     fn report(&self, fits: &[HeadFit]) -> Report {
         let of = |i: usize| fits.iter().map(|fit| fit.scalars[i]).collect::<Value>();
         let shown = SCALARS.iter().enumerate().filter_map(|(i, name)| match *name {
@@ -120,7 +120,7 @@ impl PriorsFit {
     }
 }
 
-/// One query head and the keys it looks at.
+/// The sampled queries of one query head, and the keys of its KV head.
 pub(super) struct SampledHead<'a> {
     /// Rotated keys of the whole text: `[n,d]`.
     pub keys: ArrayView2<'a, f32>,
@@ -131,18 +131,18 @@ pub(super) struct SampledHead<'a> {
 }
 
 impl SampledHead<'_> {
-    /// Position of each row of a tile in its block.
+    /// Returns the position of each row of a tile within its block.
     pub fn positions(&self, tile: &Tile) -> Vec<usize> {
         let rows = tile.at.iter().map(|at| self.sample.rows[*at]);
         rows.map(|row| row - tile.block.start).collect()
     }
 
-    /// Positions that a row sees besides sinks.
+    /// Returns the positions that a row sees besides the sinks.
     pub fn non_sinks(&self, p: usize) -> Range<usize> {
         visible(p, self.window).start.max(SINKS)..p + 1
     }
 
-    /// Scores of a tile's rows against a span of positions of its block: `[rows, span]`, row by row.
+    /// Returns the scores of a tile's rows with a span of positions of its block: `[rows, span]`, row by row.
     pub fn scores(&self, tile: &Tile, span: Range<usize>) -> Vec<f32> {
         let queries = self.queries.select(Axis(0), &tile.at);
         let (first, end) = (tile.block.start + span.start, tile.block.start + span.end);
@@ -153,7 +153,7 @@ impl SampledHead<'_> {
     }
 }
 
-/// Turns scores into softmax weights; returns their log-sum-exp.
+/// Turns scores into softmax weights and returns their log-sum-exp.
 pub(super) fn softmax(x: &mut [f32]) -> f64 {
     let max = simd::max(x);
     let parts = x.chunks_mut(SUM_TILE);
@@ -162,7 +162,7 @@ pub(super) fn softmax(x: &mut [f32]) -> f64 {
     f64::from(max) + sum.ln()
 }
 
-/// Log-sum-exp of a few scores; negative infinity of none.
+/// Returns the log-sum-exp of a few scores; negative infinity for none.
 fn lse(x: &[f32]) -> f64 {
     let max = f64::from(simd::max(x));
     let sum: f64 = x.iter().map(|v| (f64::from(*v) - max).exp()).sum();
@@ -173,21 +173,21 @@ fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// What one row contributes besides its mass per bucket.
+/// The quantities of one row besides its mass per bucket.
 struct RowStats {
-    /// Log mass of the sinks, of all other positions, and of the most recent of these.
+    /// Log masses of the sinks, of all other positions, and of the most recent ones of these.
     sink: f64,
     rest: f64,
     local: f64,
-    /// ln(n_ns) + mean score: the log-normal estimate of `rest` without its variance.
+    /// ln(number of non-sinks) + mean score: the log-normal estimate of `rest` without the variance.
     flat: f64,
-    /// Squared norm of the query.
+    /// The squared norm of the query.
     norm: f64,
-    /// Variance of the scores over `norm`.
+    /// The variance of the scores divided by `norm`.
     rho: f64,
 }
 
-/// Sums over the rows of a tile.
+/// The masses of a tile summed over its rows, and the quantities of each row.
 struct TileSums {
     slash: Vec<f64>,
     vert: Vec<f64>,
@@ -232,7 +232,7 @@ impl TileSums {
     }
 }
 
-/// Adds a row's weights by offset; the last of them has offset 0.
+/// Adds a row's weights to the buckets of their offsets; the last weight has offset 0.
 fn add_slash(slash: &mut [f64], weights: &[f32]) {
     for (sum, w) in slash[..EXACT].iter_mut().zip(weights.iter().rev()) {
         *sum += f64::from(*w);
@@ -252,8 +252,8 @@ fn add_slash(slash: &mut [f64], weights: &[f32]) {
     }
 }
 
-/// Adds a row's weights on these positions by position: 4..63 exact, then by i/p, where bucket b
-/// holds 2^-(b+1) < i/p <= 2^-b and the last one the rest.
+/// Adds a row's weights to the buckets of their positions i: 4..63 exact, then by i/p for the row's position p, where
+/// bucket b has 2^-(b+1) < i/p <= 2^-b and the last one all smaller ones.
 fn add_vert(vert: &mut [f64], weights: &[f32], positions: Range<usize>) {
     let (first, p) = (positions.start, positions.end - 1);
     for (i, w) in positions.take_while(|i| *i < STRUCTURAL_END).zip(weights) {
@@ -312,7 +312,7 @@ fn fit_head(head: &SampledHead) -> Result<HeadFit> {
     Err(Error::failed("a score is not finite").hint("the queries or keys of this head have extreme outliers"))
 }
 
-/// The scalars in the order of [`SCALARS`].
+/// Computes the scalars in the order of [`SCALARS`].
 ///
 /// # Source
 /// Eq. 5, 6 and 11 to 14 of arXiv 2506.15704 for l_sink, l_glob, l_loc and spars; the correction
@@ -339,7 +339,7 @@ fn scalars(rows: &[RowStats], dynamic: &Dynamic) -> Vec<f64> {
     out
 }
 
-/// Mean and population standard deviation; zeros of nothing.
+/// Returns mean and population standard deviation; zeros for no values.
 fn mean_std(x: &[f64]) -> (f64, f64) {
     let n = x.len().max(1) as f64;
     let mean = x.iter().sum::<f64>() / n;
@@ -347,7 +347,7 @@ fn mean_std(x: &[f64]) -> (f64, f64) {
     (mean, variance.sqrt())
 }
 
-/// The smallest of the ascending values that at least so many percent do not exceed; zero of none.
+/// Returns the smallest of ascending values that at least `percent` percent of them do not exceed; zero for no values.
 fn quantile(ascending: &[f64], percent: usize) -> f64 {
     let rank = (ascending.len() * percent).div_ceil(100);
     rank.checked_sub(1).map_or(0.0, |i| ascending[i])

@@ -1,29 +1,29 @@
-//! Which rows the priors are taken from. It depends on the blocks alone, so the rows are known
-//! before any state is captured, and only their queries need be kept.
+//! The rows from which the priors are computed. They depend on the blocks alone, so they are known before any
+//! state is captured, and only their queries need to be kept.
 
 use std::ops::Range;
 
 use super::{HISTORY, SINKS};
 
-/// Most rows of the static quantities, over all blocks.
+/// Most rows of which single-row quantities are taken, over all blocks.
 pub const MAX_ROWS: usize = 4096;
-/// Most rows of the quantities that look back.
+/// Most anchors: rows that are measured together with the rows before them.
 pub const MAX_ANCHORS: usize = 64;
-/// Rows count from here on, or from the middle of a block that is shorter than twice that.
+/// The first position of a block that is sampled; in a block shorter than twice that, the middle.
 const FIRST: usize = 1024;
-/// Rows of a tile.
+/// Rows per tile.
 const TILE: usize = 64;
 
-/// The rows of a calibration text that the priors are taken from; the same for every head.
+/// The rows of a calibration text from which the priors are computed; the same for every head.
 #[derive(Clone, Debug)]
 pub struct Sample {
     /// Rows whose queries are needed, ascending.
     pub rows: Vec<usize>,
-    /// Rows of each block.
+    /// The rows of each block.
     pub(super) blocks: Vec<Range<usize>>,
-    /// Rows of the static quantities, in tiles of one block.
+    /// The rows of which single-row quantities are taken, in tiles within one block.
     pub(super) tiles: Vec<Tile>,
-    /// Rows that look back; all [`HISTORY`] rows before each are in `rows` too.
+    /// The anchors, each with the [`HISTORY`] rows before it; all of them are in `rows`.
     pub(super) anchors: Vec<Tile>,
 }
 
@@ -32,16 +32,16 @@ pub struct Sample {
 pub(super) struct Tile {
     /// Rows of the block.
     pub block: Range<usize>,
-    /// Where the tile's rows stand in `Sample::rows`, ascending.
+    /// The indices of the tile's rows in `Sample::rows`, ascending.
     pub at: Vec<usize>,
 }
 
 impl Sample {
-    /// Chooses rows: of the kept ones from min(1024, L/2) of their block on that see a non-sink,
-    /// at most 4,096; and at most 64 of those whose 32 predecessors are kept and see one too. Both
-    /// evenly spaced: item j of m is number floor(j n / m) of n.
+    /// Chooses at most 4,096 of the kept rows that see a non-sink, from position min(1024, L/2) of their block on, and
+    /// as anchors at most 64 of those whose 32 predecessors are kept and see a non-sink too. Both are evenly spaced:
+    /// item j of m is number floor(j n / m) of n.
     ///
-    /// `block_start` has the first row of each block and then n; `kept` says which rows count.
+    /// `block_start` has the first row of each block and then n; `kept` marks the rows that may be chosen.
     pub fn new(block_start: &[u32], kept: &[bool]) -> Self {
         let blocks: Vec<Range<usize>> = block_start
             .windows(2)
@@ -93,23 +93,23 @@ impl Sample {
         }
     }
 
-    /// Rows of the static quantities.
+    /// Returns the number of rows of which single-row quantities are taken.
     pub fn n_rows(&self) -> usize {
         self.tiles.iter().map(|t| t.at.len()).sum()
     }
 
-    /// Rows that look back.
+    /// Returns the number of anchors.
     pub fn n_anchors(&self) -> usize {
         self.anchors.len()
     }
 
-    /// Positions of the longest block.
+    /// Returns the length of the longest block.
     pub(super) fn longest_block(&self) -> usize {
         self.blocks.iter().map(Range::len).max().unwrap_or(0)
     }
 }
 
-/// At most `most` of some items, evenly spaced.
+/// Returns at most `most` of the items, evenly spaced.
 fn evenly(items: &[usize], most: usize) -> Vec<usize> {
     let m = items.len().min(most);
     (0..m).map(|j| items[j * items.len() / m]).collect()
