@@ -1,10 +1,11 @@
 // `attention` of src/compute/reference.rs for one token over the 2-bit cache of src/kv/packed.rs, dequantised on the
 // way to the tensor cores; see attend.h.
 //
-// Per KV head: signs as in select_signs.cu; bits of keys and values, `[capacity,d/4]` bytes, lowest bits first; params
-// `[capacity,groups]` with groups = ceil(d/32), an f16 scale in the low half and an f16 zero point in the high half;
-// centre and alpha `[d]`. The full-precision positions full `[FULL]`, ascending, have their rows in full_keys (less the
-// centre) and full_values, `[FULL,d]` f16. Values beyond the range of f16 become its largest number.
+// Per KV head: signs as in select_signs.cu; bits of keys and values, `[capacity,d/4]` bytes, lowest bits first;
+// params `[capacity,groups]` with groups = ceil(d/32), an f16 scale in the low half and an f16 zero point in the high
+// half; centre and alpha `[d]`. The full-precision tokens, at positions full `[FULL]`, ascending, have their rows in
+// full_keys (less the centre) and full_values, `[FULL,d]` f16. Values beyond the range of f16 become its largest
+// number.
 #include "attend.h"
 
 struct PackedArrays {
@@ -27,7 +28,7 @@ struct PackedRows {
     DEVICE float weight(u32 c) const { return c < d ? of.alpha[c] : 0.0f; }
     DEVICE float centre(u32 c) const { return c < d ? of.centre[c] : 0.0f; }
 
-    // Returns the index of a position among the full-precision ones, or n_full.
+    // Returns the index of a position among the full-precision tokens, or n_full.
     DEVICE u32 find_full(u32 position) const {
         u32 low = 0, high = n_full;
         while (low < high) {

@@ -37,7 +37,7 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr u32 INFINITE = 0x7f800000u;
 // Bytes of dynamic shared memory for a query group: 16 heads of 128 channels.
 #define QUERY_BYTES (16 * 128 * 4)
-// Most full-precision positions of a 2-bit cache per KV head.
+// Most full-precision tokens of a 2-bit cache per KV head.
 constexpr u32 FULL = 64;
 
 DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }

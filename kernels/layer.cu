@@ -111,8 +111,8 @@ KERNEL(256, 1, note_not_finite, const float* x, u64 n, u32* noted, u32 stage) {
 }
 
 // Adds, as means over sequences and KV heads, to sum[0] the share of visible rows that is read, and to sum[1] the
-// share of keys that were scored exactly. spans and listed as in attend.h. ranked `[b,g]`, or null: how many keys
-// were scored, the listed ones included; a scored key that is not listed counts as half a row.
+// share of keys that got an exact product. spans and listed as in attend.h. ranked `[b,g]`, or null: how many keys
+// got one, the listed ones included; such a key that is not listed counts as half a row.
 KERNEL(32, 1, tally_rows, const u32* spans, OPTIONAL const u32* listed, OPTIONAL const u32* ranked, double* sum,
        u32 b, u32 g) {
     double share = 0, exact = 0;

@@ -1,6 +1,6 @@
 // CTkvr, select and update of src/method/ctkvr.rs: finds the centroids most similar to the queries, builds the union
-// of their lists with the positions that left the window lately, and keeps the ring of centroids. select_topk.cu and
-// best.cu rank the union.
+// of their lists with the fresh positions (which left the window lately), and keeps the ring of centroids.
+// select_topk.cu and best.cu rank the union.
 //
 // centroids `[b,g,slots,r,d]` are f16 rows of unit length. lists `[b,g,slots,longest]` and lens `[b,g,slots]` hold
 // their positions, ascending. ring `[b,4]`: the slot of the oldest centroid, the number of centroids, the first
@@ -12,7 +12,7 @@
 
 // Centroids per block of recall_centroids; list entries that a block copies or marks.
 constexpr u32 RECALLED = 64, LIST_PIECE = 1024;
-// Number of steps for which every query ranks a position that has left the window.
+// Number of steps for which a position that left the window is fresh: every query ranks it.
 constexpr u32 FRESH = 256;
 
 // Divides rows of d numbers, `stride` apart, by their length: unit `[r,d]`; a zero row stays zero. Each warp has a row.

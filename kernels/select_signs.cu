@@ -1,5 +1,5 @@
 // Scores of candidates by their signs, up to the sort keys for best.cu: `select` of src/method/selfindex.rs. A score is
-// a sum over groups of four channels of entries in tables with 16 entries per group, one for each sign pattern.
+// a sum over groups of four channels; each group has a score table of 16 entries, one for each sign pattern.
 //
 // signs `[b,g,capacity,pitch]`: bit i of byte B is the sign of channel 8 B + i; pitch is the bytes of a row, a multiple
 // of 4, and bits beyond the last channel are zero. centroids `[b,g,d/4,16,4]`. tables `[b,g,2 pitch,16]`, zero beyond
@@ -21,9 +21,10 @@ UNROLL
     return sum;
 }
 
-// Builds the tables for the mean of the group's queries `[b,h,d]`. Then chooses the full-precision positions that are
-// taken first: of full `[b,g,FULL]`, full_count `[b,g]` many, those with the best scores, within two fifths of the
-// budget; first `[b,g,FULL]` gets these positions, and 0xffffffff for the others. Clears the histograms of best.cu.
+// Builds the score tables for the mean of the group's queries `[b,h,d]`. Then chooses the full-precision tokens that
+// are taken first: of full `[b,g,FULL]`, full_count `[b,g]` many, those with the best scores, within two fifths of
+// the budget; first `[b,g,FULL]` gets these positions, and 0xffffffff for the others. Clears the histograms of
+// best.cu.
 KERNEL_SHARED(256, 1, 16 * 32 * 4, sign_tables, const float* queries, const float* centroids, const u32* signs,
        const u32* full, const u32* full_count, const u32* spans, const u32* budgets, float* tables, u32* first,
        u32* histograms, u32 r, u32 d, u32 pitch, u32 capacity) {

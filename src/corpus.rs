@@ -175,7 +175,7 @@ impl Corpus {
             .collect()
     }
 
-    /// Describes the input for a manifest.
+    /// Returns the description of the input for a manifest.
     pub fn manifest(&self) -> Calibration {
         let digest = |values: &[u32]| {
             let mut hash = Sha256::new();
@@ -197,33 +197,34 @@ impl Corpus {
     }
 }
 
-/// The `calibration` object of a manifest: which tokens were used.
+/// The `calibration` object of a manifest: which tokens were used, and which were held out.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Calibration {
-    /// Tokens of all blocks.
+    /// Number of tokens.
     pub tokens: usize,
     /// Number of blocks.
     pub blocks: usize,
-    /// Held-out ranges (block, first, last + 1), positions within the block.
+    /// Held-out ranges (block, first, last + 1) of positions within the block.
     pub held_out: Vec<(usize, usize, usize)>,
-    /// Tokens of these ranges.
+    /// Number of held-out tokens.
     pub held_out_tokens: usize,
-    /// Digest of all ids as little-endian u32.
+    /// Digest of all token ids, as little-endian u32.
     pub ids_sha256: String,
-    /// Digest of the first row of each block and the number of rows, likewise.
+    /// Digest of [`Corpus::block_start`], as little-endian u32.
     pub block_start_sha256: String,
-    /// Longest block asked for.
+    /// Most tokens per block.
     pub seq_len: usize,
-    /// The seed that drew UUIDs and held-out blocks.
+    /// The seed of the UUIDs and of the draw of held-out blocks.
     pub seed: u64,
 }
 
-/// What dumps, moments and sections are made from; files that differ in it do not go together.
+/// The model and the text from which a dump, moments or a section were made; files can be combined only if
+/// these agree.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Origin {
     /// The model.
     pub model: ModelManifest,
-    /// The text.
+    /// The calibration text.
     pub calibration: Calibration,
 }
 

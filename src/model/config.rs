@@ -194,7 +194,7 @@ impl ModelConfig {
         self.n_heads / self.n_kv_heads
     }
 
-    /// Layers, heads and channels.
+    /// Returns the numbers of layers, heads and channels.
     pub fn sizes(&self) -> Sizes {
         Sizes {
             n_layers: self.n_layers,

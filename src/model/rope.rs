@@ -15,7 +15,8 @@ use crate::error::{Error, Result};
 /// Rope types that the decoder runs.
 pub const SUPPORTED_ROPES: [&str; 4] = ["default", "linear", "llama3", "yarn"];
 
-/// The rotary embedding of a model, both config spellings normalised; serialised as manifests have it.
+/// A model's rotary embedding; both spellings of the config give the same value. It is serialised in the
+/// form of manifests.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RopeConfig {
     /// Base of the geometric frequency series (`rope_theta`).
@@ -70,7 +71,7 @@ pub enum RopeScaling {
 }
 
 impl RopeScaling {
-    /// The rope type's name.
+    /// Returns the name of the rope type.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Default => "default",
@@ -324,8 +325,8 @@ impl Rope {
         RopeTable { cos, sin, half }
     }
 
-    /// Rotates rows `[n,d]` to their positions within their blocks; `block_start` has the first row of
-    /// each block and then n.
+    /// Rotates rows `[n,d]` by their positions within their blocks; `block_start` holds the first row of
+    /// each block, then n.
     ///
     /// # Errors
     /// Rows that are not contiguous.

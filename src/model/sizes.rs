@@ -1,32 +1,32 @@
-//! The sizes of a model that keys, queries and everything calibrated from them share.
+//! The sizes of a model on which the shapes of keys, queries and all calibrated data depend.
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// Number of layers and heads, and the width of a head.
+/// The numbers of layers and heads of a model, and the width of a head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sizes {
-    /// Decoder layers.
+    /// Number of decoder layers.
     pub n_layers: usize,
-    /// Query heads h.
+    /// Number of query heads, h.
     pub n_heads: usize,
-    /// KV heads g.
+    /// Number of KV heads, g.
     pub n_kv_heads: usize,
-    /// Channels per head d.
+    /// Number of channels per head, d.
     pub head_dim: usize,
 }
 
 impl Sizes {
-    /// Query heads per KV head, r = h / g.
+    /// Returns the number of query heads per KV head, r = h / g.
     pub fn group(self) -> usize {
         self.n_heads / self.n_kv_heads
     }
 
-    /// Checks sizes that come from a file.
+    /// Checks sizes that were read from a file.
     ///
     /// # Errors
-    /// A size that is zero or beyond any model's, query heads that do not divide among the KV heads.
+    /// A size that is zero or implausibly large; query heads that are no multiple of the KV heads.
     pub fn check(self) -> Result<()> {
         for (name, size) in [
             ("n_layers", self.n_layers),

@@ -15,7 +15,7 @@ use crate::model::rope::Rope;
 /// Rows of a block that are rotated and sent to the device at once.
 const ROWS: usize = 2048;
 
-/// Where the queries are rotated to; in manifests a number, or null for their own positions.
+/// The position to which the queries are rotated; in manifests a number, or null for each query's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "Option<usize>", from = "Option<u32>")]
 pub enum Position {

@@ -266,12 +266,12 @@ impl<'d> Positions<'d> {
     }
 }
 
-/// Queries or keys of some positions, `[b,heads,m,d]`, before and after rotation.
+/// Queries or keys of m positions, `[b,heads,m,d]`, before and after rotation.
 #[derive(Clone, Copy)]
 pub struct Rotated<'a> {
-    /// Before.
+    /// Before rotation.
     pub pre: &'a Buffer<'a, f32>,
-    /// After.
+    /// After rotation.
     pub rope: &'a Buffer<'a, f32>,
 }
 
@@ -287,7 +287,7 @@ pub struct Selection<'d> {
     pub(crate) listed: Buffer<'d, u32>,
     /// Sums of each block of a scan, `[b,g,blocks,17]`.
     pub(crate) totals: Buffer<'d, u32>,
-    /// `[b,g]`: how many keys were scored exactly, the chosen ones included; `None` if the method scores none.
+    /// `[b,g]`: how many keys got an exact product, the chosen ones included; `None` if the method takes none.
     pub(crate) ranked: Option<Buffer<'d, u32>>,
     pub(crate) most: usize,
     pub(crate) blocks: usize,
@@ -353,12 +353,12 @@ impl<'d> Selection<'d> {
         self.listed.ptr()
     }
 
-    /// Returns the number of exactly scored keys, `[b,g]`, as a kernel argument.
+    /// Returns the number of keys that got an exact product, `[b,g]`, as a kernel argument.
     pub fn ranked_ptr(&self) -> Option<Ptr<'_, u32>> {
         self.ranked.as_ref().map(Buffer::ptr)
     }
 
-    /// Copies the number of exactly scored keys to the host, `[b,g]`; waits for the device.
+    /// Copies the number of keys that got an exact product to the host, `[b,g]`; waits for the device.
     pub fn ranked(&self) -> Result<Option<Vec<u32>>> {
         self.ranked.as_ref().map(Buffer::read).transpose()
     }

@@ -12,7 +12,7 @@ use crate::kv::packed::{Packed, QUANT_GROUP};
 
 /// The cached keys and values of one layer in 2 bits. In arrays of two, keys come first, then values.
 pub struct PackedLayer<'d> {
-    /// Signs, centre and full-precision positions; the index of selfindex uses them too.
+    /// Signs, centre and full-precision tokens; the index of selfindex uses them too.
     pub signs: Signs<'d>,
     /// Quantised values, `[b,g,capacity,d/4]` bytes each.
     pub(crate) bits: [Buffer<'d, u8>; 2],

@@ -81,14 +81,14 @@ impl<'d> Prompts<'d> {
         })
     }
 
-    /// Computes the centre and the signs of keys, and chooses the full-precision positions: those with the
+    /// Computes the centre and the signs of keys, and chooses the full-precision tokens: those with the
     /// largest products with the last query, averaged over the group.
     ///
     /// # Numerics
     /// The median is exact, a mean is summed in f64. Products are f32; the lower position wins ties.
     ///
     /// # Errors
-    /// More full-precision positions than [`FULL`]; signs of another shape.
+    /// More full-precision tokens than [`FULL`]; signs of another shape.
     pub fn signs(
         &self,
         keys: Rows,
@@ -129,7 +129,7 @@ impl<'d> Prompts<'d> {
 
     /// Computes the centroids of centred keys, `[b,g,d/4,16,4]`, into `to`: the means of the keys that
     /// share a sign pattern. `prior`, `[g,d/4,16,4]`, counts as [`crate::method::selfindex::PSEUDO_COUNT`]
-    /// more keys. Full-precision positions are left out, unless few others remain.
+    /// more keys. Full-precision tokens are left out, unless few others remain.
     ///
     /// # Numerics
     /// Sums are 64-bit fixed point.
@@ -189,7 +189,7 @@ impl<'d> Prompts<'d> {
         Ok(())
     }
 
-    /// Builds the 2-bit cache of keys and values, with its signs and full-precision positions.
+    /// Builds the 2-bit cache of keys and values, with its signs and full-precision tokens.
     ///
     /// # Errors
     /// Those of [`Prompts::signs`].
@@ -327,7 +327,7 @@ impl<'d> Prompts<'d> {
         self.best.histograms.zero()
     }
 
-    /// Scores the visible positions, as sort keys for the choice of full-precision positions.
+    /// Scores the visible positions, as sort keys for the choice of full-precision tokens.
     fn score(&self, queries: Queries<'_>, heads: Heads) -> Result<()> {
         let shape = &self.shape;
         let (r, d) = (shape.group, shape.head_dim);
@@ -347,7 +347,7 @@ impl<'d> Prompts<'d> {
         .launch(self.driver, [self.best.selection.blocks, heads.count, 1])
     }
 
-    /// Chooses the full-precision positions of all sequences.
+    /// Chooses the full-precision tokens of all sequences.
     fn choose_full(&self, full: usize, to: &Signs<'_>) -> Result<()> {
         if full == 0 {
             return to.full_count.zero();

@@ -8,7 +8,7 @@ use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::packed::sign_bytes;
 
-/// Most full-precision positions per KV head: a 2-bit cache keeps them in f16, and selfindex chooses among
+/// Most full-precision tokens per KV head: a 2-bit cache keeps them in f16, and selfindex chooses among
 /// them first.
 pub const FULL: usize = 64;
 
@@ -18,7 +18,7 @@ pub struct HeadSigns<'a> {
     pub signs: &'a [u8],
     /// Centre of each channel, `[d]`.
     pub centre: &'a [f32],
-    /// Full-precision positions, ascending; at most [`FULL`].
+    /// Positions of the full-precision tokens, ascending; at most [`FULL`].
     pub full: &'a [u32],
 }
 
@@ -29,7 +29,7 @@ pub struct HeldSigns {
     pub centre: Vec<f32>,
     /// `[b,g,capacity,d / 32 rounded up]`; the lowest bit belongs to the first channel.
     pub signs: Vec<u32>,
-    /// Full-precision positions, ascending, per KV head.
+    /// Positions of the full-precision tokens, ascending, per KV head.
     pub full: Vec<Vec<u32>>,
 }
 
@@ -41,9 +41,9 @@ pub struct Signs<'d> {
     pub(crate) signs: Buffer<'d, u32>,
     /// Centre of each channel, `[b,g,d]`.
     pub(crate) centre: Buffer<'d, f32>,
-    /// Full-precision positions, `[b,g,FULL]`, ascending.
+    /// Positions of the full-precision tokens, `[b,g,FULL]`, ascending.
     pub(crate) full: Buffer<'d, u32>,
-    /// Number of full-precision positions, `[b,g]`.
+    /// Number of full-precision tokens, `[b,g]`.
     pub(crate) full_count: Buffer<'d, u32>,
 }
 
