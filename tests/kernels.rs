@@ -5,6 +5,7 @@
 
 #[path = "../build/mod.rs"]
 mod build;
+mod common;
 #[path = "backends/emulated.rs"]
 mod emulated;
 

@@ -4,6 +4,8 @@ use ndarray::{Array3, Axis};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use super::common::random::normal;
+
 /// What the rows look like.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Data {
@@ -149,10 +151,6 @@ impl Case {
         let mut numbers = || (0..2 * (2 * batch + 1)).map(|_| rng.r#gen()).collect();
         (0..self.heads).map(|_| numbers()).collect()
     }
-}
-
-fn normal(rng: &mut ChaCha8Rng) -> f32 {
-    (0..12).map(|_| rng.r#gen::<f32>()).sum::<f32>() - 6.0
 }
 
 /// The list; a `slow` device gets the small ones.

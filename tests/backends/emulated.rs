@@ -15,6 +15,8 @@ use kvsmith::compute::cuda::driver::{Address, Arg, Driver, Launch};
 use kvsmith::compute::cuda::kernels;
 use kvsmith::error::{Error, Result};
 
+use super::common::root;
+
 /// See [`Driver`]. Each thread has a process of its own; what is allocated stays with the thread.
 pub struct Emulated {
     program: PathBuf,
@@ -252,9 +254,7 @@ fn build() -> std::result::Result<PathBuf, String> {
         "-DKVSMITH_EMULATE",
     ];
     // Where the tests run without the sources there is none.
-    let root = std::env::var_os("KVSMITH_ROOT");
-    let root = root.unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
-    let kernels = Path::new(&root).join("kernels");
+    let kernels = root().join("kernels");
     let mut files: Vec<PathBuf> = kernels
         .read_dir()
         .map_err(|e| e.to_string())?

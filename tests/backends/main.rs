@@ -6,6 +6,8 @@
 
 mod cases;
 mod checks;
+#[path = "../common/mod.rs"]
+mod common;
 mod devices;
 mod emulated;
 mod fast;

@@ -1,21 +1,25 @@
 //! What the test files share.
-#![allow(dead_code, missing_docs, reason = "each test file uses a part of it")]
+#![allow(
+    dead_code,
+    missing_docs,
+    unused_imports,
+    reason = "each test file uses a part of it"
+)]
+
+pub mod model;
+pub mod random;
 
 use std::collections::BTreeMap;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 
-use kvsmith::artifact::Artifact;
-use kvsmith::method::Method;
-use kvsmith::method::declaration::Ask;
-use kvsmith::method::params::Params;
-use kvsmith::method::registry::{METHODS, MethodName};
-use kvsmith::model::Decoder;
 use ndarray::{ArrayBase, Data, Dimension};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
+
+pub use model::*;
 
 /// The repository, or the folder that `KVSMITH_ROOT` names.
 pub fn root() -> PathBuf {
@@ -25,6 +29,11 @@ pub fn root() -> PathBuf {
 
 pub fn golden(name: &str) -> PathBuf {
     root().join("tests/fixtures/golden").join(name)
+}
+
+/// The path of a golden checkpoint, for a command line.
+pub fn checkpoint(name: &str) -> String {
+    golden(name).display().to_string()
 }
 
 /// Every golden checkpoint, by name.
@@ -37,24 +46,6 @@ pub fn all_golden() -> impl Iterator<Item = PathBuf> {
     dirs.sort();
     assert_eq!(dirs.len(), 10, "golden checkpoints");
     dirs.into_iter()
-}
-
-/// The method of this name.
-pub fn method(name: &str) -> MethodName {
-    let found = METHODS.iter().find(|m| m.as_str() == name);
-    *found.unwrap_or_else(|| panic!("no method {name}"))
-}
-
-/// A method of a model, with the default parameters.
-pub fn prepared(name: MethodName, artifact: Option<&Artifact>, decoder: &Decoder) -> Box<dyn Method> {
-    let ask = Ask {
-        artifact,
-        rope: &decoder.rope,
-        head_dim: decoder.config.head_dim,
-        params: &Params::default(),
-        seed: 0,
-    };
-    name.prepare(&ask).unwrap()
 }
 
 /// The larger of the relative L2 error and the largest error over the largest value.
@@ -169,6 +160,35 @@ pub fn kvsmith(arguments: &str) -> Outcome {
     Outcome::of(command(arguments).output().unwrap())
 }
 
+/// Starts the program with pipes to it and from it.
+pub fn start(arguments: &str) -> Child {
+    command(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+/// Sends a signal to a child that was not waited for.
+pub fn send(child: &Child, signal: i32) {
+    // SAFETY: its id is still its own.
+    unsafe { libc::kill(child.id() as i32, signal) };
+}
+
+/// The JSON documents of a text, one a line.
+pub fn json_lines(text: &str) -> Vec<Value> {
+    text.lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect()
+}
+
+/// A number of a JSON object.
+#[track_caller]
+pub fn number(row: &Value, key: &str) -> f64 {
+    row[key].as_f64().unwrap_or_else(|| panic!("{key}: {row}"))
+}
+
 /// A temporary folder, removed when dropped.
 pub struct Scratch(tempfile::TempDir);
 
@@ -185,6 +205,14 @@ impl Scratch {
     pub fn write(&self, name: &str, bytes: impl AsRef<[u8]>) -> String {
         std::fs::write(self.path(name), bytes).unwrap();
         self.path(name)
+    }
+
+    /// Runs a command that succeeds and writes the file or folder `name`; its path.
+    #[track_caller]
+    pub fn make(&self, name: &str, command: &str) -> String {
+        let out = self.path(name);
+        kvsmith(&format!("{command} -o {out}")).ok();
+        out
     }
 
     /// A file for `--tokens`.
@@ -219,11 +247,7 @@ pub fn documents(lengths: &[usize], seed: u64) -> Vec<Vec<u32>> {
 
 /// A u32 tensor of a golden checkpoint: `ids` or `greedy`.
 pub fn golden_ids(name: &str, tensor: &str) -> Vec<u32> {
-    let tensors = read_tensors(golden(name).join("golden.safetensors"));
-    let values = tensors[tensor].bytes.chunks_exact(4);
-    values
-        .map(|b| u32::from_le_bytes(b.try_into().unwrap()))
-        .collect()
+    read_tensors(golden(name).join("golden.safetensors"))[tensor].u32s()
 }
 
 /// Changes the fields of a JSON file: null removes one.
@@ -246,6 +270,35 @@ pub struct RawTensor {
     pub dtype: String,
     pub shape: Vec<usize>,
     pub bytes: Vec<u8>,
+}
+
+impl RawTensor {
+    #[track_caller]
+    fn values<const N: usize, T>(&self, dtype: &str, read: fn([u8; N]) -> T) -> Vec<T> {
+        assert_eq!(self.dtype, dtype);
+        let values = self.bytes.chunks_exact(N);
+        values.map(|bytes| read(bytes.try_into().unwrap())).collect()
+    }
+
+    #[track_caller]
+    pub fn u32s(&self) -> Vec<u32> {
+        self.values("U32", u32::from_le_bytes)
+    }
+
+    #[track_caller]
+    pub fn u64s(&self) -> Vec<u64> {
+        self.values("U64", u64::from_le_bytes)
+    }
+
+    #[track_caller]
+    pub fn f32s(&self) -> Vec<f32> {
+        self.values("F32", f32::from_le_bytes)
+    }
+
+    #[track_caller]
+    pub fn f64s(&self) -> Vec<f64> {
+        self.values("F64", f64::from_le_bytes)
+    }
 }
 
 pub type RawTensors = BTreeMap<String, RawTensor>;

@@ -1,53 +1,34 @@
 //! a2ats on the GPU: its scores against f64, and its choice against the CPU's on the same scores, along a few steps.
 
-use kvsmith::compute::cuda::buffer::Buffer;
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::kv::Budget;
-use kvsmith::kv::StaticSet;
-use kvsmith::kv::cuda::{Limits, Positions, Shape};
-use kvsmith::method::a2ats::cuda::{A2ats, Codebooks};
+use kvsmith::method::a2ats::cuda::{A2ats, Codebooks, HeadConstants};
 use kvsmith::method::a2ats::{Bound, HeadCodebook, choose};
-use kvsmith::model::rope::{Rope, RopeConfig, RopeScaling};
+use kvsmith::model::rope::Rope;
 use ndarray::{Array1, Array2, ArrayView2};
-use rand::{Rng, SeedableRng};
+use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
-use super::{normal, normals};
+use super::cases::{self, Batch, UNIT, matrix, normal, normals, span, twice, upload};
+use super::common::model::plain_rope;
 
 #[derive(Clone)]
-pub struct Case {
-    pub name: &'static str,
-    pub shape: Shape,
-    /// Codewords.
-    pub size: usize,
-    /// Positions before the first step.
-    pub n: usize,
-    pub limits: Limits,
-    pub per_query_head: bool,
-    /// Codewords that are multiples of a half, a few values each: equal scores.
-    pub ties: bool,
+pub struct Special {
+    /// Codewords; where there are to be ties, multiples of a half with few values each.
+    size: usize,
+    per_query_head: bool,
 }
 
+pub type Case = cases::Case<Special>;
+
 pub fn cases() -> Vec<Case> {
-    let case = |name, [b, g, r, d]: [usize; 4], size, n: usize, budget| Case {
-        name,
-        shape: Shape {
-            sequences: b,
-            kv_heads: g,
-            group: r,
-            head_dim: d,
-            capacity: n + 9,
-        },
-        size,
-        n,
-        limits: Limits {
-            sinks: 4,
-            window: 64,
-            model_window: None,
-            budget,
-        },
-        per_query_head: false,
-        ties: false,
+    let case = |name: &str, sizes, size, n, budget| {
+        let special = Special {
+            size,
+            per_query_head: false,
+        };
+        let case = Case::new(name, sizes, n, 9, special);
+        case.static_set(4, 64).budget(budget)
     };
     let share = Budget::Fraction;
     vec![
@@ -55,52 +36,31 @@ pub fn cases() -> Vec<Case> {
         case("batch", [3, 1, 5, 64], 100, 700, share(0.1)),
         case("one_query_head", [1, 2, 1, 80], 64, 500, share(0.2)),
         case("full_group", [1, 1, 16, 64], 300, 2500, share(0.05)),
-        case("budget_1", [1, 2, 4, 64], 60, 400, Budget::Fraction(1.0)),
+        case("budget_1", [1, 2, 4, 64], 60, 400, share(1.0)),
         case("count", [1, 2, 4, 64], 1000, 2100, Budget::Count(33)),
         // Fewer than the query heads' best tokens alone.
         case("best_of_union", [2, 2, 8, 64], 200, 600, Budget::Count(2)),
-        case("one_position", [1, 2, 8, 64], 200, 600, Budget::Fraction(1e-6)),
+        case("one_position", [1, 2, 8, 64], 200, 600, share(1e-6)),
         case("one_codeword", [1, 1, 4, 64], 1, 300, share(0.1)),
         case("no_candidates", [1, 1, 4, 64], 10, 20, share(0.5)),
-        Case {
-            ties: true,
-            ..case("ties", [1, 2, 4, 64], 40, 900, share(0.1))
-        },
-        Case {
-            ties: true,
-            ..case("ties_of_union", [1, 2, 8, 64], 40, 900, Budget::Count(3))
-        },
-        Case {
-            per_query_head: true,
-            ..case("per_query_head", [2, 2, 4, 64], 200, 800, share(0.03))
-        },
-        {
-            let mut sliding = case("sliding", [2, 1, 4, 64], 50, 500, share(0.1));
-            sliding.limits.model_window = Some(300);
-            sliding
-        },
+        case("ties", [1, 2, 4, 64], 40, 900, share(0.1)).ties(),
+        case("ties_of_union", [1, 2, 8, 64], 40, 900, Budget::Count(3)).ties(),
+        case("per_query_head", [2, 2, 4, 64], 200, 800, share(0.03)).with(|s| s.per_query_head = true),
+        case("sliding", [2, 1, 4, 64], 50, 500, share(0.1)).model_window(300),
     ]
 }
 
-pub fn rope(d: usize) -> Rope {
-    let config = RopeConfig {
-        theta: 1e4,
-        scaling: RopeScaling::Default,
-    };
-    Rope::new(&config, d)
-}
-
 fn head(case: &Case, rope: &Rope, rng: &mut ChaCha8Rng) -> HeadCodebook {
-    let d = case.shape.head_dim;
+    let (size, d) = (case.special.size, case.shape.head_dim);
     let value = |rng: &mut ChaCha8Rng| match case.ties {
         true => f32::from(rng.r#gen::<u8>() % 3) * 0.5 - 0.5,
         false => half::f16::from_f32(normal(rng)).to_f32(),
     };
-    let mut codebook = Array2::from_shape_simple_fn((case.size, d), || value(rng));
+    let mut codebook = Array2::from_shape_simple_fn((size, d), || value(rng));
     if case.ties {
         // Every codeword twice.
-        for c in case.size / 2..case.size {
-            let twin = codebook.row(c - case.size / 2).to_owned();
+        for c in size / 2..size {
+            let twin = codebook.row(c - size / 2).to_owned();
             codebook.row_mut(c).assign(&twin);
         }
     }
@@ -120,97 +80,70 @@ pub fn random_head(codebook: Array2<f32>, rope: &Rope, rng: &mut ChaCha8Rng) -> 
 }
 
 pub fn check(driver: &dyn Driver, case: &Case) {
-    let mut rng = ChaCha8Rng::seed_from_u64(case.n as u64);
-    let shape = case.shape.checked().unwrap();
-    let (b, g, r, d) = (shape.sequences, shape.kv_heads, shape.group, shape.head_dim);
-    let rope = rope(d);
+    let mut rng = case.rng();
+    let ([b, g, r, d], shape) = (case.sizes(), case.shape);
+    let Special { size, per_query_head } = case.special;
+    let rope = plain_rope(d);
     let heads: Vec<HeadCodebook> = (0..g).map(|_| head(case, &rope, &mut rng)).collect();
     let constants: Vec<_> = heads.iter().map(HeadCodebook::constants).collect();
     let codebooks = Codebooks::new(driver, &constants).unwrap();
-    let index = A2ats::new(driver, shape, &case.limits, &codebooks, case.per_query_head).unwrap();
+    let index = A2ats::new(driver, shape, &case.limits, &codebooks, per_query_head).unwrap();
     // Some codewords have no token, one has many.
-    let used = case.size.div_ceil(2) + rng.r#gen::<usize>() % case.size.div_ceil(2);
+    let used = size.div_ceil(2) + rng.r#gen::<usize>() % size.div_ceil(2);
     let code = |rng: &mut ChaCha8Rng| match rng.r#gen::<u8>() % 5 {
         0 => 0,
         _ => (rng.r#gen::<usize>() % used) as u16,
     };
     let mut codes: Vec<u16> = (0..b * g * shape.capacity).map(|_| code(&mut rng)).collect();
     index.set_codes(&codes).unwrap();
-    let mut positions = Positions::new(driver, shape, case.limits).unwrap();
-    // Sequences of different lengths.
-    let mut lens: Vec<usize> = (0..b).map(|s| case.n - 5 * s).collect();
-    positions
-        .set(&lens.iter().map(|n| *n as u32).collect::<Vec<_>>())
-        .unwrap();
+    let mut batch = Batch::new(driver, case);
+    batch.set(&case.lens(5));
     for step in 0..3 {
-        positions.advance(1).unwrap();
-        lens.iter_mut().for_each(|n| *n += 1);
+        batch.advance(1);
         let keys = normals(&mut rng, b * g * d);
-        let upload = |values: &[f32]| Buffer::of(driver, "rows", values).unwrap();
-        index.append(&upload(&keys), &codebooks, &positions).unwrap();
+        index
+            .append(&upload(driver, &keys), &codebooks, &batch.positions)
+            .unwrap();
         let now = index.codes().unwrap();
         for (at, key) in keys.chunks(d).enumerate() {
-            let p = at * shape.capacity + lens[at / g] - 1;
+            let p = at * shape.capacity + batch.lens[at / g] - 1;
             check_code(&constants[at % g], key, now[p] as usize);
             codes[p] = now[p];
         }
         assert_eq!(now, codes, "step {step}: other codes stay");
 
         let queries = normals(&mut rng, b * g * r * d);
-        let chosen = index
-            .select(&upload(&queries), &codebooks, &positions)
-            .unwrap()
-            .read()
-            .unwrap();
-        let again = index
-            .select(&upload(&queries), &codebooks, &positions)
-            .unwrap()
-            .read()
-            .unwrap();
-        assert_eq!(chosen, again, "the same twice");
-        let scores = index.scores().unwrap();
-        let spans = positions.spans().unwrap();
+        let chosen = twice(|| {
+            let queries = upload(driver, &queries);
+            let chosen = index.select(&queries, &codebooks, &batch.positions).unwrap();
+            chosen.read().unwrap()
+        });
+        let (scores, all_counts) = (index.scores().unwrap(), index.counts().unwrap());
+        let spans = batch.positions.spans().unwrap();
+        let budgets = batch.positions.budgets().unwrap();
         for at in 0..b * g {
-            let set = StaticSet::at(
-                lens[at / g] - 1,
-                case.limits.model_window,
-                case.limits.sinks,
-                case.limits.window,
-            );
-            let (seen, candidates) = (set.visible(), set.candidates);
-            let span = [
-                seen.start,
-                candidates.start - seen.start,
-                candidates.end,
-                seen.end,
-            ]
-            .map(|x| x as u32);
-            assert_eq!(spans[at / g], span, "step {step}");
-            let budget = case.limits.budget.positions(seen.len());
-            assert_eq!(
-                positions.budgets().unwrap()[at / g] as usize,
-                budget.min(shape.capacity)
-            );
+            let (set, budget) = batch.set_of(at);
+            assert_eq!(spans[at / g], span(&set), "step {step}");
+            assert_eq!(budgets[at / g] as usize, budget.min(shape.capacity));
 
-            let own = &scores[at * r * case.size..(at + 1) * r * case.size];
-            let own = ArrayView2::from_shape((r, case.size), own).unwrap();
-            let group = ArrayView2::from_shape((r, d), &queries[at * r * d..(at + 1) * r * d]).unwrap();
+            let own = matrix(&scores, at, [r, size]);
+            let group = matrix(&queries, at, [r, d]);
             check_scores(&heads[at % g], &constants[at % g], group, own);
+            let candidates = set.candidates;
             let row = &codes[at * shape.capacity..][candidates.clone()];
-            let mut counts = vec![0; case.size];
+            let mut counts = vec![0; size];
             row.iter().for_each(|c| counts[*c as usize] += 1);
-            let kept = index.counts().unwrap();
-            assert_eq!(kept[at * case.size..(at + 1) * case.size], counts, "step {step}");
-            let bound = match case.per_query_head {
+            assert_eq!(all_counts[at * size..(at + 1) * size], counts, "step {step}");
+            let bound = match per_query_head {
                 true => Bound::PerQueryHead(budget as u64),
                 false => Bound::Union(budget),
             };
             let expected = choose(own, &counts, row, candidates.start as u32, bound);
             assert_eq!(chosen[at], expected, "step {step}, head {at}");
-            if !case.per_query_head {
+            if !per_query_head {
                 assert!(chosen[at].len() <= budget);
             }
-            if budget >= candidates.len() && !case.per_query_head {
+            if budget >= candidates.len() && !per_query_head {
                 assert_eq!(chosen[at].len(), candidates.len(), "a budget for all takes all");
             }
         }
@@ -218,7 +151,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
 }
 
 /// The code is that of the nearest codeword, up to the rounding of f32.
-pub fn check_code(head: &kvsmith::method::a2ats::cuda::HeadConstants, key: &[f32], code: usize) {
+pub fn check_code(head: &HeadConstants, key: &[f32], code: usize) {
     let d = key.len();
     let z: Vec<f64> = (0..d)
         .map(|i| {
@@ -234,7 +167,7 @@ pub fn check_code(head: &kvsmith::method::a2ats::cuda::HeadConstants, key: &[f32
     let best = distances.iter().copied().fold(f64::INFINITY, f64::min);
     // Scores are half of a distance, off by the rounding of 2 d products each in z and in z c.
     let size = z.iter().map(|z| z * z).sum::<f64>() + distances[code];
-    let bound = 8.0 * (d as f64 + 8.0) * 0.5f64.powi(24) * size;
+    let bound = 8.0 * (d as f64 + 8.0) * UNIT * size;
     assert!(
         distances[code] <= best + bound,
         "{} of {best}, bound {bound}",
@@ -245,7 +178,7 @@ pub fn check_code(head: &kvsmith::method::a2ats::cuda::HeadConstants, key: &[f32
 /// Scores against f64, and those of the CPU.
 fn check_scores(
     head: &HeadCodebook,
-    constants: &kvsmith::method::a2ats::cuda::HeadConstants,
+    constants: &HeadConstants,
     queries: ArrayView2<f32>,
     scores: ArrayView2<f32>,
 ) {
@@ -259,7 +192,7 @@ fn check_scores(
     let sizes = sizes.dot(&codebook.mapv(f64::abs).t());
     let cpu = head.scores(queries);
     for (((score, exact), size), cpu) in scores.iter().zip(&exact).zip(&sizes).zip(&cpu) {
-        let bound = 4.0 * (d + 8.0) * 0.5f64.powi(24) * size;
+        let bound = 4.0 * (d + 8.0) * UNIT * size;
         assert!(
             (f64::from(*score) - exact).abs() <= bound,
             "{score}, exact {exact}, bound {bound}"

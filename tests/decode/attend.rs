@@ -1,60 +1,25 @@
 //! Attention of one token over cached rows against f64, with a derived bound.
 
-use half::{bf16, f16};
-use kvsmith::compute::cuda::buffer::Buffer;
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::float::Float;
 use kvsmith::kv::Budget;
-use kvsmith::kv::StaticSet;
+use kvsmith::kv::cuda::Selection;
 use kvsmith::kv::cuda::attend::{Attention, LayerRows};
-use kvsmith::kv::cuda::{Limits, Positions, Selection, Shape};
-use rand::seq::SliceRandom;
-use rand::{Rng, SeedableRng};
-use rand_chacha::ChaCha8Rng;
+use rand::Rng;
 
-use super::normals;
+use super::cases::{self, Batch, UNIT, normals, sizes_name, some_of, twice, upload};
 
-/// A cache, and what is attended of it.
-#[derive(Clone)]
-pub struct Case {
-    pub name: String,
-    pub float: Float,
-    pub shape: Shape,
-    /// Positions per sequence; later sequences have a few fewer.
-    pub n: usize,
-    pub model_window: Option<usize>,
-    pub sinks: usize,
-    pub window: usize,
-    /// Most positions chosen per KV head; none for everything visible.
-    pub most: Option<usize>,
-    /// What keys are scaled by; large ones make a few positions count alone.
-    pub scale: f32,
-}
+/// With the most positions chosen per KV head; none for everything visible. Its scale is that of the keys.
+pub type Case = cases::Case<Option<usize>>;
 
 pub fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    let mut add = |float, [b, g, r, d]: [usize; 4], n: usize, most: Option<usize>, change: fn(&mut Case)| {
-        let mut case = Case {
-            name: String::new(),
-            float,
-            shape: Shape {
-                sequences: b,
-                kv_heads: g,
-                group: r,
-                head_dim: d,
-                capacity: n + 3,
-            },
-            n,
-            model_window: None,
-            sinks: 4,
-            window: 64,
-            most,
-            scale: 1.0,
-        };
-        change(&mut case);
-        let mode = case.most.map_or("dense".to_owned(), |most| format!("most{most}"));
-        case.name = format!("{float:?}::b{b}_g{g}_r{r}_d{d}_n{n}_{mode}").to_lowercase();
-        if case.model_window.is_some() {
+    let mut add = |float, sizes, n: usize, most: Option<usize>, change: fn(Case) -> Case| {
+        let mode = most.map_or("dense".to_owned(), |most| format!("most{most}"));
+        let name = format!("{}_n{n}_{mode}", sizes_name(float, sizes));
+        let case = Case::new(name, sizes, n, 3, most).float(float).static_set(4, 64);
+        let mut case = change(case.budget(Budget::Count(most.unwrap_or(2))));
+        if case.limits.model_window.is_some() {
             case.name += "_sliding";
         }
         if case.scale != 1.0 {
@@ -62,33 +27,32 @@ pub fn cases() -> Vec<Case> {
         }
         cases.push(case);
     };
+    let plain = |case| case;
     for float in [Float::F32, Float::F16, Float::Bf16] {
         for d in [64, 80, 96, 128] {
-            add(float, [1, 2, 4, d], 300, Some(100), |_| ());
+            add(float, [1, 2, 4, d], 300, Some(100), plain);
         }
         // Channels that no kernel has by itself; one query head; a whole tile of them.
-        add(float, [1, 1, 1, 40], 130, Some(20), |_| ());
-        add(float, [2, 1, 16, 64], 200, None, |_| ());
+        add(float, [1, 1, 1, 40], 130, Some(20), plain);
+        add(float, [2, 1, 16, 64], 200, None, plain);
         add(float, [2, 2, 5, 128], 333, Some(57), |case| {
-            case.model_window = Some(200)
+            case.model_window(200)
         });
-        add(float, [1, 1, 4, 128], 1, None, |_| ());
-        add(float, [1, 2, 4, 64], 30, Some(9), |case| case.window = 7);
-        // So many heads that one block meets tile after tile.
-        add(float, [2, 8, 2, 64], 400, Some(250), |_| ());
-        add(float, [1, 12, 1, 128], 290, None, |_| ());
+        add(float, [1, 1, 4, 128], 1, None, plain);
+        add(float, [1, 2, 4, 64], 30, Some(9), |case| case.static_set(4, 7));
+        // Enough heads that one block takes tile after tile.
+        add(float, [2, 8, 2, 64], 400, Some(250), plain);
+        add(float, [1, 12, 1, 128], 290, None, plain);
         // No static set, and heads that chose nothing.
-        add(float, [2, 2, 3, 64], 100, Some(3), |case| {
-            (case.sinks, case.window) = (0, 0)
-        });
-        add(float, [1, 1, 4, 64], 500, None, |case| case.scale = 30.0);
-        add(float, [1, 1, 4, 64], 500, None, |case| case.scale = 0.01);
+        add(float, [2, 2, 3, 64], 100, Some(3), |case| case.static_set(0, 0));
+        add(float, [1, 1, 4, 64], 500, None, |case| case.scale(30.0));
+        add(float, [1, 1, 4, 64], 500, None, |case| case.scale(0.01));
     }
     // Accumulation over a long context.
-    add(Float::Bf16, [1, 1, 4, 128], 8192, None, |_| ());
-    add(Float::F16, [1, 1, 4, 128], 8192, Some(2000), |_| ());
-    add(Float::Bf16, [1, 1, 1, 64], 131_072, None, |_| ());
-    add(Float::F32, [1, 1, 1, 64], 131_072, None, |_| ());
+    add(Float::Bf16, [1, 1, 4, 128], 8192, None, plain);
+    add(Float::F16, [1, 1, 4, 128], 8192, Some(2000), plain);
+    add(Float::Bf16, [1, 1, 1, 64], 131_072, None, plain);
+    add(Float::F32, [1, 1, 1, 64], 131_072, None, plain);
     cases
 }
 
@@ -157,93 +121,50 @@ impl Precision {
     }
 }
 
-pub fn round(float: Float, x: f32) -> f32 {
-    match float {
-        Float::F32 => x,
-        Float::F16 => f16::from_f32(x).to_f32(),
-        Float::Bf16 => bf16::from_f32(x).to_f32(),
-    }
-}
-
-/// The lists of every KV head: some of the candidates, ascending.
-fn draw_lists(case: &Case, lens: &[usize], most: usize, rng: &mut ChaCha8Rng) -> Vec<Vec<u32>> {
-    let mut lists = Vec::new();
-    for len in lens {
-        let set = StaticSet::at(len - 1, case.model_window, case.sinks, case.window);
-        for head in 0..case.shape.kv_heads {
-            let mut all: Vec<u32> = set.candidates.clone().map(|p| p as u32).collect();
-            all.shuffle(rng);
-            all.truncate(most.saturating_sub(head * (1 + rng.r#gen::<usize>() % most)));
-            all.sort_unstable();
-            lists.push(all);
-        }
-    }
-    lists
-}
-
 pub fn check(driver: &dyn Driver, case: &Case) {
-    let mut rng = ChaCha8Rng::seed_from_u64(case.n as u64);
-    let Shape {
-        sequences: b,
-        kv_heads: g,
-        group: r,
-        head_dim: d,
-        ..
-    } = case.shape;
-    let n = case.n;
-    let lens: Vec<usize> = (0..b).map(|s| n - s.min(n - 1) * 3).collect();
-    let rounded =
-        |values: Vec<f32>| -> Vec<f32> { values.into_iter().map(|v| round(case.float, v)).collect() };
-    let queries = rounded(normals(&mut rng, b * g * r * d));
+    let mut rng = case.rng();
+    let ([b, g, r, d], n) = (case.sizes(), case.n);
+    let queries = case.rounded(normals(&mut rng, b * g * r * d));
     let mut keys = normals(&mut rng, b * g * n * d);
     keys.iter_mut().for_each(|k| *k *= case.scale);
-    let (keys, values) = (rounded(keys), rounded(normals(&mut rng, b * g * n * d)));
+    let (keys, values) = (case.rounded(keys), case.rounded(normals(&mut rng, b * g * n * d)));
 
-    let limits = Limits {
-        sinks: case.sinks,
-        window: case.window,
-        model_window: case.model_window,
-        budget: Budget::Count(case.most.unwrap_or(2)),
-    };
     // All sequences get n rows; the shorter ones then take their last ones back.
-    let mut positions = Positions::new(driver, case.shape, limits).unwrap();
+    let mut batch = Batch::new(driver, case);
     let rows = LayerRows::new(driver, case.shape, case.float).unwrap();
-    let upload = |values: &[f32]| Buffer::of(driver, "rows", values).unwrap();
-    positions.advance(n).unwrap();
-    rows.append(&upload(&keys), &upload(&values), n, &positions)
-        .unwrap();
-    let lens32: Vec<u32> = lens.iter().map(|n| *n as u32).collect();
-    positions.set(&lens32).unwrap();
-    positions.advance(0).unwrap();
-    let lists = case.most.map(|most| draw_lists(case, &lens, most, &mut rng));
+    batch.append(&rows, &keys, &values);
+    batch.set(&(0..b).map(|s| n - s.min(n - 1) * 3).collect::<Vec<_>>());
+    batch.advance(0);
+    let lists = case.special.map(|most| {
+        // The first head of a sequence chooses that many, others fewer.
+        let list = |at: usize| {
+            let fewer = at % g * (1 + rng.r#gen::<usize>() % most);
+            some_of(
+                &mut rng,
+                batch.set_of(at).0.candidates,
+                most.saturating_sub(fewer),
+            )
+        };
+        (0..b * g).map(list).collect::<Vec<_>>()
+    });
     let chosen = lists
         .as_ref()
-        .map(|lists| Selection::of(driver, case.shape, case.most.unwrap(), lists).unwrap());
+        .map(|lists| Selection::of(driver, case.shape, case.special.unwrap(), lists).unwrap());
     let attention = Attention::new(driver, case.shape).unwrap();
-    let run = || {
+    let (out, lse) = twice(|| {
+        let queries = upload(driver, &queries);
         attention
-            .attend(&upload(&queries), &rows, &positions, chosen.as_ref())
+            .attend(&queries, &rows, &batch.positions, chosen.as_ref())
             .unwrap();
         (attention.output().unwrap(), attention.lse().unwrap())
-    };
-    let (out, lse) = run();
-    assert_eq!((&out, &lse), (&run().0, &run().1), "the same twice");
+    });
     for (at, query) in queries.chunks(d).enumerate() {
-        let (head, s) = (at / r, at / r / g);
-        let set = StaticSet::at(lens[s] - 1, case.model_window, case.sinks, case.window);
-        let visible = set.visible();
-        let attended: Vec<usize> = match &lists {
-            None => visible.collect(),
-            Some(lists) => {
-                let list = lists[head].iter().map(|p| *p as usize);
-                let sinks = visible.start..set.candidates.start;
-                sinks.chain(list).chain(set.candidates.end..visible.end).collect()
-            }
-        };
+        let head = at / r;
         let row = |of: &[f32], p: usize| of[(head * n + p) * d..(head * n + p + 1) * d].to_vec();
+        let attended = batch.attended(head, lists.as_ref().map(|lists| &lists[head][..]));
         let attended: Vec<_> = attended
-            .iter()
-            .map(|p| (row(&keys, *p), row(&values, *p)))
+            .into_iter()
+            .map(|p| (row(&keys, p), row(&values, p)))
             .collect();
         compare(
             &Precision::plain(case.float),
@@ -272,7 +193,6 @@ pub fn compare(
         assert!(out.iter().all(|x| *x == 0.0) && lse.is_none_or(|lse| lse == f32::NEG_INFINITY));
         return;
     }
-    let epsilon = 0.5f64.powi(24);
     let mut scores = Vec::new();
     let (mut size, mut rounding) = (0.0f64, 0.0f64);
     for (key, _) in attended {
@@ -281,13 +201,13 @@ pub fn compare(
         scores.push(products.clone().sum::<f64>() / d.sqrt());
         size = size.max(products.map(f64::abs).sum::<f64>() / d.sqrt());
     }
-    let delta = 2.0 * (d + 8.0) * epsilon * size + rounding;
+    let delta = 2.0 * (d + 8.0) * UNIT * size + rounding;
     let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
     if let Some(lse) = lse {
         let exact = top + sum.ln();
         let off = (f64::from(lse) - exact).abs();
-        let bound = delta + (n + 16.0) * 2.0 * epsilon + 4.0 * epsilon * exact.abs();
+        let bound = delta + (n + 16.0) * 2.0 * UNIT + 4.0 * UNIT * exact.abs();
         assert!(off <= bound, "lse {lse}, exact {exact}, bound {bound}");
     }
     for (j, out) in out.iter().enumerate() {
@@ -301,7 +221,7 @@ pub fn compare(
         }
         let tiny = precision.tiny * n / sum * largest;
         let rounding = precision.weights + precision.values;
-        let bound = magnitude * (rounding + 4.0 * delta + 2.0 * (n + 32.0) * epsilon) + tiny;
+        let bound = magnitude * (rounding + 4.0 * delta + 2.0 * (n + 32.0) * UNIT) + tiny;
         assert!(
             bound <= 0.05 * largest + 1e-6,
             "a bound that says nothing: {bound} of {largest}"

@@ -1,6 +1,5 @@
 //! Products with checkpoint weights against f64: whole numbers to the bit, others within a derived bound.
 
-use half::{bf16, f16};
 use kvsmith::compute::cuda::buffer::Buffer;
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::compute::cuda::linear::{FEW, Linear, Matrix, Products};
@@ -8,14 +7,14 @@ use kvsmith::float::Float;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::normals;
+use super::cases::{Named, bits, normals, round, upload};
 
 /// Values behind the output that must stay.
 const BEHIND: usize = 16;
 
 /// A weight, and how often it is used.
 pub struct Case {
-    pub name: String,
+    name: String,
     kind: Float,
     exact: bool,
     m: usize,
@@ -23,6 +22,12 @@ pub struct Case {
     k: usize,
     bias: bool,
     accumulate: bool,
+}
+
+impl Named for Case {
+    fn name(&self) -> &str {
+        &self.name
+    }
 }
 
 pub fn cases() -> Vec<Case> {
@@ -62,16 +67,6 @@ pub fn cases() -> Vec<Case> {
     cases
 }
 
-fn rounded(kind: Float, values: &mut [f32]) {
-    for v in values {
-        *v = match kind {
-            Float::F32 => *v,
-            Float::F16 => f16::from_f32(*v).to_f32(),
-            Float::Bf16 => bf16::from_f32(*v).to_f32(),
-        };
-    }
-}
-
 /// Numbers of one product.
 struct Numbers {
     x: Vec<f32>,
@@ -83,7 +78,7 @@ struct Numbers {
 impl Numbers {
     fn of(case: &Case, mut draw: impl FnMut(usize) -> Vec<f32>) -> Self {
         let mut weight = draw(case.n * case.k);
-        rounded(case.kind, &mut weight);
+        weight.iter_mut().for_each(|w| *w = round(case.kind, *w));
         Self {
             x: draw(case.m * case.k),
             weight,
@@ -100,9 +95,9 @@ impl Numbers {
     fn run(&self, driver: &dyn Driver, case: &Case) -> Vec<f32> {
         let products = Products::new(driver, case.exact, case.m * case.k).unwrap();
         let linear = linear(driver, case.kind, [case.n, case.k], &self.weight, &self.bias);
-        let x = Buffer::of(driver, "inputs", &self.x).unwrap();
+        let x = upload(driver, &self.x);
         let behind = vec![-77.0; BEHIND];
-        let out = Buffer::of(driver, "outputs", &[&self.before[..], &behind].concat()).unwrap();
+        let out = upload(driver, &[&self.before[..], &behind].concat());
         linear
             .forward(&products, &x, case.m, &out, case.accumulate)
             .unwrap();
@@ -144,7 +139,7 @@ fn linear<'d>(
 ) -> Linear<'d> {
     let mut bytes = Vec::new();
     kind.write(weight, &mut bytes);
-    let bias = (!bias.is_empty()).then(|| Buffer::of(driver, "biases", bias).unwrap());
+    let bias = (!bias.is_empty()).then(|| upload(driver, bias));
     Linear {
         weight: Matrix::new(driver, kind, n, k, &bytes).unwrap(),
         bias,
@@ -168,7 +163,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     assert_eq!(bits(&out), bits(&random.run(driver, case)), "the same again");
     let tensor = !case.exact && case.kind != Float::F32 && case.m > FEW && case.k.is_multiple_of(8);
     if tensor {
-        rounded(case.kind, &mut random.x);
+        random.x.iter_mut().for_each(|x| *x = round(case.kind, *x));
     }
     // k + 2 additions to a sum of at most the magnitudes, and as many products; tensor cores truncate, and align
     // what they add to fewer bits than f32 has.
@@ -187,16 +182,12 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     }
 }
 
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|v| v.to_bits()).collect()
-}
-
 /// Several projections of the same rows are the projections one by one, whatever types they have.
 pub fn check_together(driver: &dyn Driver) {
     let mut rng = ChaCha8Rng::seed_from_u64(5);
     let (m, k) = (20, 48);
     let products = Products::new(driver, false, m * k).unwrap();
-    let x = Buffer::of(driver, "inputs", &normals(&mut rng, m * k)).unwrap();
+    let x = upload(driver, &normals(&mut rng, m * k));
     let kinds = [Float::Bf16, Float::Bf16, Float::F16, Float::F32, Float::Bf16];
     let linears = kinds.map(|kind| linear(driver, kind, [24, k], &normals(&mut rng, 24 * k), &[]));
     let outs = kinds.map(|_| Buffer::<f32>::new(driver, "outputs", m * 24).unwrap());

@@ -5,56 +5,36 @@ use kvsmith::compute::attention::visible;
 use kvsmith::compute::cuda::buffer::Buffer;
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::float::Float;
-use kvsmith::kv::Budget;
 use kvsmith::kv::cuda::attend::LayerRows;
 use kvsmith::kv::cuda::prefill::{Piece, attend};
-use kvsmith::kv::cuda::{Limits, Positions, Shape};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
-use super::attend::{Precision, compare, round};
-use super::normals;
+use super::attend::{Precision, compare};
+use super::cases::{self, Batch, bits, normals, round, sizes_name, upload};
 
-/// A cache, and the piece at its end.
-pub struct Case {
-    pub name: String,
-    float: Float,
-    shape: Shape,
-    piece: Piece,
-    /// What keys are scaled by.
-    scale: f32,
-}
+/// With the piece at the end of the cache. Its scale is that of the keys.
+pub type Case = cases::Case<Piece>;
 
 pub fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    let mut add = |float, [b, g, r, d]: [usize; 4], first, rows, window, scale| {
+    let mut add = |float, sizes: [usize; 4], first, rows, window, scale| {
         let piece = Piece {
-            sequence: b - 1,
+            sequence: sizes[0] - 1,
             first,
             rows,
             window,
         };
-        let mut name = format!("{float:?}::b{b}_g{g}_r{r}_d{d}_first{first}_m{rows}").to_lowercase();
+        let mut name = format!("{}_first{first}_m{rows}", sizes_name(float, sizes));
         if let Some(window) = window {
             name += &format!("_window{window}");
         }
         if scale != 1.0 {
             name += &format!("_scale{scale}");
         }
-        cases.push(Case {
-            name,
-            float,
-            shape: Shape {
-                sequences: b,
-                kv_heads: g,
-                group: r,
-                head_dim: d,
-                // Room for another tile, and a part of one.
-                capacity: first + rows + 70,
-            },
-            piece,
-            scale,
-        });
+        // Room for another tile, and a part of one.
+        let case = Case::new(name, sizes, first + rows, 70, piece);
+        cases.push(case.float(float).scale(scale));
     };
     for float in [Float::F32, Float::F16, Float::Bf16] {
         add(float, [1, 1, 4, 64], 0, 65, None, 1.0);
@@ -91,35 +71,21 @@ pub fn cases() -> Vec<Case> {
 
 /// A cache full of NaN but for its first rows, `[b,g,n,d]`.
 fn cache<'d>(driver: &'d dyn Driver, case: &Case, keys: &[f32], values: &[f32]) -> LayerRows<'d> {
-    let shape = case.shape.checked().unwrap();
-    let limits = Limits {
-        sinks: 0,
-        window: 1,
-        model_window: None,
-        budget: Budget::Count(1),
-    };
-    let mut positions = Positions::new(driver, shape, limits).unwrap();
+    let shape = case.shape;
     let rows = LayerRows::new(driver, shape, case.float).unwrap();
     let nan = vec![f32::NAN; shape.heads() * shape.capacity * shape.head_dim];
-    let n = case.piece.first + case.piece.rows;
-    for (len, keys, values) in [(shape.capacity, &nan[..], &nan[..]), (n, keys, values)] {
-        let upload = |values: &[f32]| Buffer::of(driver, "rows", values).unwrap();
-        positions.set(&vec![0; shape.sequences]).unwrap();
-        positions.advance(len).unwrap();
-        rows.append(&upload(keys), &upload(values), len, &positions)
-            .unwrap();
-    }
+    Batch::new(driver, case).append(&rows, &nan, &nan);
+    Batch::new(driver, case).append(&rows, keys, values);
     rows
 }
 
 /// `[m,h d]`.
 fn run(driver: &dyn Driver, case: &Case, queries: &[f32], keys: &[f32], values: &[f32]) -> Vec<f32> {
     let rows = cache(driver, case, keys, values);
-    let queries = Buffer::of(driver, "queries", queries).unwrap();
     let behind = [-77.0; 16];
     let start = [&vec![f32::NAN; queries.len()][..], &behind].concat();
-    let out = Buffer::of(driver, "outputs", &start).unwrap();
-    attend(driver, &queries, &rows, case.piece, &out).unwrap();
+    let out = upload(driver, &start);
+    attend(driver, &upload(driver, queries), &rows, case.special, &out).unwrap();
     let mut out = out.read().unwrap();
     assert_eq!(
         out.split_off(queries.len()),
@@ -130,15 +96,9 @@ fn run(driver: &dyn Driver, case: &Case, queries: &[f32], keys: &[f32], values: 
 }
 
 pub fn check(driver: &dyn Driver, case: &Case) {
-    let Shape {
-        sequences: b,
-        kv_heads: g,
-        group: r,
-        head_dim: d,
-        ..
-    } = case.shape;
-    let Piece { first, rows: m, .. } = case.piece;
-    let (n, h) = (first + m, g * r);
+    let [b, g, r, d] = case.sizes();
+    let piece = case.special;
+    let (n, m, h) = (case.n, piece.rows, g * r);
     let mut rng = ChaCha8Rng::seed_from_u64((n * d + r) as u64);
     let queries = normals(&mut rng, h * m * d);
     let mut keys = normals(&mut rng, b * g * n * d);
@@ -151,20 +111,20 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     let rounded = |x: &[f32]| -> Vec<f32> { x.iter().map(|x| round(case.float, *x)).collect() };
     let precision = Precision::plain(case.float);
     for head in 0..h {
-        let at = (case.piece.sequence * g + head / r) * n * d;
+        let at = (piece.sequence * g + head / r) * n * d;
         let rows = |x: &[f32]| -> Vec<Vec<f32>> { x[at..at + n * d].chunks(d).map(rounded).collect() };
         let pairs: Vec<_> = rows(&keys).into_iter().zip(rows(&values)).collect();
         for i in 0..m {
             let query = rounded(&queries[(head * m + i) * d..][..d]);
-            let seen = &pairs[visible(first + i, case.piece.window)];
+            let seen = &pairs[visible(piece.first + i, piece.window)];
             let out = &out[(i * h + head) * d..][..d];
             compare(&precision, &query, seen, out, None);
         }
     }
 
     // Another key and value at a position change the rows that see it, and nothing else.
-    let middle = first + m / 2;
-    for position in [middle, visible(middle, case.piece.window).start] {
+    let middle = piece.first + m / 2;
+    for position in [middle, visible(middle, piece.window).start] {
         let (mut keys, mut values) = (keys.clone(), values.clone());
         for head in 0..b * g {
             let at = (head * n + position) * d;
@@ -173,7 +133,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         }
         let other = run(driver, case, &queries, &keys, &values);
         for i in 0..m {
-            let sees = visible(first + i, case.piece.window).contains(&position);
+            let sees = visible(piece.first + i, piece.window).contains(&position);
             let row = i * h * d..(i + 1) * h * d;
             for (before, after) in out[row.clone()].chunks(d).zip(other[row].chunks(d)) {
                 if case.scale > 1.0 && sees {
@@ -185,19 +145,9 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     }
 }
 
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|v| v.to_bits()).collect()
-}
-
 /// Pieces that do not fit are refused before anything runs.
 pub fn check_refused(driver: &dyn Driver) {
-    let shape = Shape {
-        sequences: 2,
-        kv_heads: 1,
-        group: 2,
-        head_dim: 64,
-        capacity: 16,
-    };
+    let shape = cases::Case::new("refused", [2, 1, 2, 64], 16, 0, ()).shape;
     let rows = LayerRows::new(driver, shape, Float::F16).unwrap();
     let buffer = |m: usize| Buffer::<f32>::zeros(driver, "rows", 2 * m * 64).unwrap();
     let try_with = |sequence, first, rows_of: usize, window, room| {

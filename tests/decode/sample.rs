@@ -7,17 +7,23 @@ use kvsmith::kv::sample::Sampler;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::normals;
+use super::cases::{Named, normals, upload};
 
 /// Rows of logits, and how they are drawn from.
 pub struct Case {
-    pub name: String,
+    name: String,
     vocab: usize,
     /// Logits are multiples of this, and many equal; 0 leaves them as they are.
     step: f32,
     spread: f32,
     temperature: f64,
     top_p: f64,
+}
+
+impl Named for Case {
+    fn name(&self) -> &str {
+        &self.name
+    }
 }
 
 pub fn cases() -> Vec<Case> {
@@ -82,7 +88,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         let uniforms: Vec<f64> = (0..rows).map(|_| on_device.uniform()).collect();
 
         let shape = [rows, case.vocab];
-        let device = Buffer::of(driver, "logits", &logits).unwrap();
+        let device = upload(driver, &logits);
         let uniforms = Buffer::of(driver, "random numbers", &uniforms).unwrap();
         let ids = Buffer::of(driver, "ids", &vec![7u32; rows + 1]).unwrap();
         choose(driver, &device, shape, &ids).unwrap();

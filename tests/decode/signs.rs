@@ -1,53 +1,21 @@
 //! selfindex on the GPU: its scores against f64, and its choice against a sort of the same scores, along a few steps.
 
-use kvsmith::compute::cuda::buffer::Buffer;
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::kv::Budget;
-use kvsmith::kv::StaticSet;
 use kvsmith::kv::cuda::signs::{FULL, HeadSigns, Signs};
-use kvsmith::kv::cuda::{Limits, Positions, Shape};
 use kvsmith::kv::lines::Lines;
 use kvsmith::kv::packed::extend_signs;
 use kvsmith::method::selfindex::cuda::SelfIndex;
-use ndarray::ArrayView2;
-use rand::seq::SliceRandom;
-use rand::{Rng, SeedableRng};
-use rand_chacha::ChaCha8Rng;
 
-use super::normals;
+use super::cases::{self, Batch, Rows, best, matrix, normals, some_of, twice, upload};
 
-#[derive(Clone)]
-pub struct Case {
-    pub name: &'static str,
-    pub shape: Shape,
-    /// Positions before the first step.
-    pub n: usize,
-    pub limits: Limits,
-    /// Positions that come first, per KV head.
-    pub full: usize,
-    /// Every key from a few: equal scores.
-    pub ties: bool,
-}
+/// With the positions of every KV head that come first.
+pub type Case = cases::Case<usize>;
 
 pub fn cases() -> Vec<Case> {
-    let case = |name, [b, g, r, d]: [usize; 4], n: usize, budget| Case {
-        name,
-        shape: Shape {
-            sequences: b,
-            kv_heads: g,
-            group: r,
-            head_dim: d,
-            capacity: n + 9,
-        },
-        n,
-        limits: Limits {
-            sinks: 4,
-            window: 64,
-            model_window: None,
-            budget,
-        },
-        full: FULL,
-        ties: false,
+    let case = |name: &str, sizes, n, budget| {
+        let case = Case::new(name, sizes, n, 9, FULL);
+        case.static_set(4, 64).budget(budget)
     };
     let share = Budget::Fraction;
     vec![
@@ -61,46 +29,25 @@ pub fn cases() -> Vec<Case> {
         case("one_position", [1, 2, 8, 64], 600, share(1e-6)),
         case("few", [1, 1, 4, 64], 600, Budget::Count(7)),
         case("no_candidates", [1, 1, 4, 64], 20, share(0.5)),
-        Case {
-            ties: true,
-            ..case("ties", [1, 2, 4, 64], 4500, share(0.1))
-        },
-        Case {
-            full: 0,
-            ..case("none_first", [2, 2, 4, 64], 800, share(0.03))
-        },
-        {
-            let mut sliding = case("sliding", [2, 1, 4, 64], 500, share(0.1));
-            sliding.limits.model_window = Some(300);
-            sliding
-        },
+        case("ties", [1, 2, 4, 64], 4500, share(0.1)).ties(),
+        case("none_first", [2, 2, 4, 64], 800, share(0.03)).with(|full| *full = 0),
+        case("sliding", [2, 1, 4, 64], 500, share(0.1)).model_window(300),
     ]
 }
 
 pub fn check(driver: &dyn Driver, case: &Case) {
-    let mut rng = ChaCha8Rng::seed_from_u64(case.n as u64);
-    let shape = case.shape.checked().unwrap();
-    let (b, g, r, d) = (shape.sequences, shape.kv_heads, shape.group, shape.head_dim);
-    let mut lens: Vec<usize> = (0..b).map(|s| case.n - 5 * s).collect();
+    let mut rng = case.rng();
+    let ([b, g, r, d], shape) = (case.sizes(), case.shape);
+    let lens = case.lens(5);
     let centres = normals(&mut rng, b * g * d);
-    let few = normals(&mut rng, 3 * d);
+    let rows = Rows::new(&mut rng, case.ties, 3, d);
     let mut signs: Vec<Lines<u8>> = vec![Lines::with_capacity(0); b * g];
     let mut full: Vec<Vec<u32>> = Vec::new();
     for (at, signs) in signs.iter_mut().enumerate() {
         let n = lens[at / g];
-        let keys: Vec<f32> = match case.ties {
-            true => (0..n)
-                .flat_map(|_| few[rng.r#gen::<usize>() % 3 * d..][..d].to_vec())
-                .collect(),
-            false => normals(&mut rng, n * d),
-        };
-        let keys = ArrayView2::from_shape((n, d), &keys).unwrap();
-        extend_signs(signs, keys, &centres[at * d..(at + 1) * d]);
-        let mut all: Vec<u32> = (0..n as u32).collect();
-        all.shuffle(&mut rng);
-        all.truncate(case.full);
-        all.sort_unstable();
-        full.push(all);
+        let keys = rows.draw(&mut rng, n);
+        extend_signs(signs, matrix(&keys, 0, [n, d]), &centres[at * d..(at + 1) * d]);
+        full.push(some_of(&mut rng, 0..n, case.special));
     }
     let heads: Vec<HeadSigns> = (0..b * g)
         .map(|at| HeadSigns {
@@ -112,35 +59,26 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     let cached = Signs::of(driver, shape, &heads).unwrap();
     let centroids = normals(&mut rng, b * g * d * 16);
     let index = SelfIndex::new(driver, shape, &case.limits, &centroids).unwrap();
-    let mut positions = Positions::new(driver, shape, case.limits).unwrap();
-    positions
-        .set(&lens.iter().map(|n| *n as u32).collect::<Vec<_>>())
-        .unwrap();
+    let mut batch = Batch::new(driver, case);
+    batch.set(&lens);
     for step in 0..3 {
-        positions.advance(1).unwrap();
-        lens.iter_mut().for_each(|n| *n += 1);
-        let upload = |values: &[f32]| Buffer::of(driver, "rows", values).unwrap();
+        batch.advance(1);
         let keys = normals(&mut rng, b * g * d);
-        cached.append(&upload(&keys), 1, &positions).unwrap();
+        cached
+            .append(&upload(driver, &keys), 1, &batch.positions)
+            .unwrap();
         for (at, signs) in signs.iter_mut().enumerate() {
-            let key = ArrayView2::from_shape((1, d), &keys[at * d..(at + 1) * d]).unwrap();
-            extend_signs(signs, key, &centres[at * d..(at + 1) * d]);
+            extend_signs(signs, matrix(&keys, at, [1, d]), &centres[at * d..(at + 1) * d]);
         }
-        let queries = upload(&normals(&mut rng, b * g * r * d));
-        let select = || {
-            index
-                .select(&queries, &cached, &positions)
-                .unwrap()
-                .read()
-                .unwrap()
-        };
-        let chosen = select();
-        assert_eq!(chosen, select(), "the same twice");
-        let (keys, queries) = (index.keys().unwrap(), queries.read().unwrap());
+        let queries = normals(&mut rng, b * g * r * d);
+        let uploaded = upload(driver, &queries);
+        let chosen = twice(|| {
+            let chosen = index.select(&uploaded, &cached, &batch.positions).unwrap();
+            chosen.read().unwrap()
+        });
+        let keys = index.keys().unwrap();
         for at in 0..b * g {
-            let limits = &case.limits;
-            let set = StaticSet::at(lens[at / g] - 1, limits.model_window, limits.sinks, limits.window);
-            let budget = limits.budget.positions(set.visible().len());
+            let (set, budget) = batch.set_of(at);
             let exact = Exact {
                 queries: &queries[at * r * d..(at + 1) * r * d],
                 centroids: &centroids[at * d * 16..(at + 1) * d * 16],
@@ -148,14 +86,12 @@ pub fn check(driver: &dyn Driver, case: &Case) {
                 d,
             };
             let keys = &keys[at * shape.capacity..(at + 1) * shape.capacity];
-            let candidates = || set.candidates.clone();
-            check_keys(&exact, keys, candidates(), &full[at], budget * 2 / 5);
-            let mut order: Vec<usize> = candidates().collect();
-            order.sort_by(|a, b| keys[*b].cmp(&keys[*a]).then(a.cmp(b)));
-            order.truncate(budget);
-            order.sort_unstable();
-            let order: Vec<u32> = order.into_iter().map(|p| p as u32).collect();
-            assert_eq!(chosen[at], order, "step {step}, head {at}");
+            check_keys(&exact, keys, set.candidates.clone(), &full[at], budget * 2 / 5);
+            assert_eq!(
+                chosen[at],
+                best(keys, set.candidates, budget),
+                "step {step}, head {at}"
+            );
         }
     }
 }

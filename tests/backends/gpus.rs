@@ -1,0 +1,34 @@
+//! The GPUs that checks run on: the CUDA kernels on the CPU, and an NVIDIA GPU.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use kvsmith::compute::cuda::driver::Driver;
+use kvsmith::compute::cuda::nvidia::Nvidia;
+use libtest_mimic::{Arguments, Trial};
+
+use super::emulated::Emulated;
+
+/// What is checked on a GPU.
+pub type Check = Box<dyn Fn(&dyn Driver) + Send>;
+
+/// Runs the named checks on both; those of a GPU that is not there show as ignored, with the reason above the list.
+pub fn run(checks: impl Fn() -> Vec<(String, Check)>) -> ExitCode {
+    let mut trials = Vec::new();
+    let emulated = Emulated::new(true).map(|driver| Arc::new(driver) as Arc<dyn Driver>);
+    let real = Nvidia::open().map(|driver| Arc::new(driver) as Arc<dyn Driver>);
+    for (device, driver) in [("emulated", emulated), ("cuda", real.map_err(|e| e.to_string()))] {
+        if let Err(reason) = &driver {
+            eprintln!("{device}: ignored, {reason}");
+        }
+        for (name, check) in checks() {
+            let (missing, driver) = (driver.is_err(), driver.clone());
+            let trial = Trial::test(format!("{device}::{name}"), move || {
+                check(driver?.as_ref());
+                Ok(())
+            });
+            trials.push(trial.with_ignored_flag(missing));
+        }
+    }
+    libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
+}

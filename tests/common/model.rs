@@ -1,0 +1,79 @@
+//! What tests take from kvsmith itself: methods by name, states of models.
+
+use kvsmith::artifact::Artifact;
+use kvsmith::method::Method;
+use kvsmith::method::declaration::Ask;
+use kvsmith::method::params::Params;
+use kvsmith::method::registry::{METHODS, MethodName};
+use kvsmith::model::Decoder;
+use kvsmith::model::decoder::rotated;
+use kvsmith::model::rope::{Rope, RopeConfig, RopeScaling};
+use ndarray::Array3;
+
+/// Every method.
+pub fn methods() -> impl Iterator<Item = MethodName> {
+    METHODS.iter().copied()
+}
+
+/// The method of this name.
+pub fn method(name: &str) -> MethodName {
+    let found = methods().find(|m| m.as_str() == name);
+    found.unwrap_or_else(|| panic!("no method {name}"))
+}
+
+/// A method of a model, with the default parameters.
+pub fn prepared(name: MethodName, artifact: Option<&Artifact>, decoder: &Decoder) -> Box<dyn Method> {
+    let ask = Ask {
+        artifact,
+        rope: &decoder.rope,
+        head_dim: decoder.config.head_dim,
+        params: &Params::default(),
+        seed: 0,
+    };
+    name.prepare(&ask).unwrap()
+}
+
+/// The names of all methods, as a flag lists them.
+pub fn method_list() -> String {
+    let names: Vec<&str> = methods().map(|method| method.as_str()).collect();
+    names.join(",")
+}
+
+/// A rope without scaling.
+pub fn plain_rope(d: usize) -> Rope {
+    let config = RopeConfig {
+        theta: 1e4,
+        scaling: RopeScaling::Default,
+    };
+    Rope::new(&config, d)
+}
+
+/// States of one layer along a document, `[heads,n,d]`.
+pub struct Captured {
+    pub q_pre: Array3<f32>,
+    pub q_rope: Array3<f32>,
+    pub k_pre: Array3<f32>,
+    pub k_rope: Array3<f32>,
+    pub v: Array3<f32>,
+}
+
+/// The states of every layer along a document.
+pub fn captured(decoder: &Decoder, ids: &[u32]) -> Vec<Captured> {
+    let mut hidden = decoder.embed(ids).unwrap();
+    let table = decoder.rope.table(0..ids.len());
+    let layer = |i: usize| {
+        let mut out = None;
+        let layer = decoder.layer(i).unwrap();
+        layer.forward(&decoder.rope, hidden.view_mut(), |s, k_rope| {
+            out = Some(Captured {
+                q_pre: s.q_pre.clone(),
+                q_rope: rotated(&s.q_pre, &table, 0..ids.len()),
+                k_pre: s.k_pre.clone(),
+                k_rope: k_rope.clone(),
+                v: s.v.clone(),
+            });
+        });
+        out.unwrap()
+    };
+    (0..decoder.config.n_layers).map(layer).collect()
+}
