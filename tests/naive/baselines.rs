@@ -1,17 +1,157 @@
-//! The most recent positions, Quest, SnapKV and A2ATS.
+//! Full attention, the oracle, random and the most recent positions, Quest and SnapKV.
 
-use std::collections::BTreeSet;
-use std::sync::Arc;
-
-use kvsmith::method::a2ats::{A2ats, HeadCodebook};
+use kvsmith::method::full::Full;
 use kvsmith::method::quest::Quest;
+use kvsmith::method::random::Random;
 use kvsmith::method::snapkv::SnapKv;
 use kvsmith::method::streaming::Streaming;
-use ndarray::{Array1, Array2};
+use kvsmith::method::topk::TopK;
 
+use super::head::cases;
 use super::*;
 
-pub struct NaiveStreaming;
+pub fn check_full() {
+    cases(200, |_, _, _| (Full, NaiveFull), |_| ());
+}
+
+pub fn check_topk() {
+    cases(500, |_, _, _| (TopK, NaiveTopK), |_| ());
+}
+
+pub fn check_streaming() {
+    cases(200, |_, _, _| (Streaming, NaiveStreaming), |_| ());
+}
+
+pub fn check_quest() {
+    cases(500, |_, _, _| (Quest::default(), NaiveQuest), |_| ());
+}
+
+pub fn check_snapkv() {
+    cases(
+        500,
+        |_, place, _| (SnapKv::new(place.model_window), NaiveSnapKv),
+        |_| (),
+    );
+}
+
+/// Checks random choices, and that all of them together prefer neither early nor late candidates.
+pub fn check_random() {
+    let (mut shares, mut alike) = (Vec::new(), Vec::new());
+    let make = |_: &mut ChaCha8Rng, place: &Place, _| {
+        let at = |seed, kv_head| Random::new(seed, place.layer, kv_head);
+        let model = NaiveRandom {
+            twin: at(7, place.kv_head),
+            others: [at(8, place.kv_head), at(7, place.kv_head + 1)],
+            shares: Vec::new(),
+            alike: Vec::new(),
+        };
+        (at(7, place.kv_head), model)
+    };
+    cases(200, make, |model: &NaiveRandom| {
+        shares.extend_from_slice(&model.shares);
+        alike.extend_from_slice(&model.alike);
+    });
+    // Shares that are uniform have a variance of 1/12, and their mean five deviations at most.
+    let mean = shares.iter().sum::<f64>() / shares.len() as f64;
+    let bound = 5.0 / (12.0 * shares.len() as f64).sqrt();
+    assert!((mean - 0.5).abs() < bound, "{mean}, {} positions", shares.len());
+    let equal = alike.iter().filter(|alike| **alike).count();
+    assert!(
+        alike.len() > 100 && equal * 10 < alike.len(),
+        "{equal} of {}",
+        alike.len()
+    );
+}
+
+/// Everything, whatever the budget.
+struct NaiveFull;
+
+impl Model for NaiveFull {
+    type Program = Full;
+    const BOUNDED: bool = false;
+
+    fn chose(&mut self, history: &History) -> Verdict {
+        let step = history.step();
+        match step.chosen() == step.candidates.clone().collect() {
+            true => Ok(Agreement::Same),
+            false => Err(format!("{:?} is not everything", step.chosen())),
+        }
+    }
+}
+
+/// The largest weights over everything visible, summed over the group.
+struct NaiveTopK;
+
+impl Model for NaiveTopK {
+    type Program = TopK;
+
+    fn chose(&mut self, history: &History) -> Verdict {
+        let step = history.step();
+        let seen: Vec<usize> = step.visible.clone().collect();
+        let classes = step.key_classes();
+        let item = |&position: &usize| Item {
+            position,
+            score: 0.0,
+            bound: 1e-36,
+            class: classes[position],
+        };
+        let mut items: Vec<Item> = seen.iter().map(item).collect();
+        for q in &step.q_rope {
+            let bounds = seen.iter().map(|p| score_bound(q, &step.keys[*p]));
+            let share = 4.0 * bounds.fold(0.0, f64::max) + 1e-6;
+            for (item, weight) in items.iter_mut().zip(weights(q, &step.keys, &seen)) {
+                item.score += weight;
+                item.bound += share * weight;
+            }
+        }
+        items.retain(|item| step.candidates.contains(&item.position));
+        check_best(&items, &step.chosen(), step.budget)?;
+        match step.choice.products == step.q_rope.len() * seen.len() {
+            true => Ok(Agreement::Same),
+            false => Err(format!("{} products", step.choice.products)),
+        }
+    }
+}
+
+/// As many candidates as the budget has, which seed, head and step determine.
+struct NaiveRandom {
+    twin: Random,
+    /// With another seed, and of another head.
+    others: [Random; 2],
+    /// Where between the first and the last candidate the chosen ones lie.
+    shares: Vec<f64>,
+    /// Whether another chose the same, where that is unlikely.
+    alike: Vec<bool>,
+}
+
+impl Model for NaiveRandom {
+    type Program = Random;
+
+    fn chose(&mut self, history: &History) -> Verdict {
+        let step = history.step();
+        let (candidates, positions) = (step.candidates.clone(), &step.choice.positions);
+        if positions.len() != step.budget {
+            return Err(format!("{} chosen instead of {}", positions.len(), step.budget));
+        }
+        let draw = |of: &Random, index| of.draw(index, candidates.clone(), step.budget);
+        if draw(&self.twin, step.step) != *positions {
+            return Err("another choice of the same seed".to_string());
+        }
+        let n = candidates.len();
+        let share = |p: &u32| (*p as usize - candidates.start) as f64 + 0.5;
+        self.shares.extend(positions.iter().map(|p| share(p) / n as f64));
+        // At least 66 sets.
+        if n >= 12 && (2..=n - 2).contains(&step.budget) {
+            let others = self.others.iter().map(|of| draw(of, step.step));
+            let later = draw(&self.twin, step.step + 1);
+            self.alike
+                .extend(others.chain([later]).map(|other| other == *positions));
+        }
+        Ok(Agreement::Same)
+    }
+}
+
+struct NaiveStreaming;
 
 impl Model for NaiveStreaming {
     type Program = Streaming;
@@ -27,7 +167,7 @@ impl Model for NaiveStreaming {
     }
 }
 
-pub struct NaiveQuest;
+struct NaiveQuest;
 
 const PAGE: usize = 16;
 
@@ -79,7 +219,7 @@ impl Model for NaiveQuest {
     }
 }
 
-pub struct NaiveSnapKv;
+struct NaiveSnapKv;
 
 impl NaiveSnapKv {
     /// Attention that each position of the last prompt got from its last queries.
@@ -138,150 +278,5 @@ impl Model for NaiveSnapKv {
             .collect();
         check_best(&items, &chosen, step.budget)?;
         Ok(Agreement::Same)
-    }
-}
-
-/// Codewords, their metric and the position that queries are rotated to.
-pub struct NaiveA2ats {
-    pub codebook: Matrix,
-    pub mean: Vec<f64>,
-    /// L, lower.
-    pub chol: Matrix,
-    pub rotated_to: usize,
-    /// The program's, for the codes of keys that lie between two codewords.
-    pub head: Arc<HeadCodebook>,
-}
-
-impl NaiveA2ats {
-    /// (k L - mean), and how far it may be off in f32.
-    fn whitened(&self, k: &[f64]) -> (Vec<f64>, f64) {
-        let d = k.len();
-        let entry = |j: usize| (0..d).map(|i| k[i] * self.chol[i][j]).sum::<f64>() - self.mean[j];
-        let size =
-            |j: usize| (0..d).map(|i| (k[i] * self.chol[i][j]).abs()).sum::<f64>() + self.mean[j].abs();
-        let off: f64 = (0..d)
-            .map(|j| ((d + 4) as f64 * UNIT * size(j)).powi(2))
-            .sum::<f64>();
-        ((0..d).map(entry).collect(), off.sqrt())
-    }
-
-    fn code(&self, k: &[f64]) -> Result<usize, String> {
-        let (z, off) = self.whitened(k);
-        let distance = |c: &Vec<f64>| z.iter().zip(c).map(|(x, y)| (x - y).powi(2)).sum::<f64>();
-        let distances: Vec<f64> = self.codebook.iter().map(distance).collect();
-        let least = distances.iter().copied().fold(f64::INFINITY, f64::min);
-        let first = distances.iter().position(|x| *x == least).unwrap();
-        let size = dot(&z, &z) + self.codebook.iter().map(|c| dot(c, c)).fold(0.0, f64::max);
-        let slack = 4.0 * off * (least.sqrt() + off) + 8.0 * (k.len() + 4) as f64 * UNIT * size;
-        let close = distances
-            .iter()
-            .enumerate()
-            .filter(|(m, x)| *m != first && self.codebook[*m] != self.codebook[first] && **x <= least + slack)
-            .count();
-        if close == 0 {
-            return Ok(first);
-        }
-        let row = Array2::from_shape_vec((1, k.len()), k.iter().map(|x| *x as f32).collect()).unwrap();
-        let code = usize::from(self.head.encode(row.view())[0]);
-        if distances[code] > least + slack {
-            return Err(format!("codeword {code} instead of {first}"));
-        }
-        Ok(code)
-    }
-
-    /// y with L y^T = (q R_b)^T, so that a codeword's score is y C^z.
-    fn rotated_and_solved(&self, q: &[f64]) -> Vec<f64> {
-        let d = q.len();
-        let mut qt = q.to_vec();
-        for i in 0..d / 2 {
-            let angle = self.rotated_to as f64 * 1e4f64.powf(-2.0 * i as f64 / d as f64);
-            let (x, y) = (q[i], q[i + d / 2]);
-            qt[i] = x * angle.cos() - y * angle.sin();
-            qt[i + d / 2] = y * angle.cos() + x * angle.sin();
-        }
-        let mut y = vec![0.0; d];
-        for i in 0..d {
-            let known: f64 = (0..i).map(|j| self.chol[i][j] * y[j]).sum();
-            y[i] = (qt[i] - known) / self.chol[i][i];
-        }
-        y
-    }
-
-    fn codes(&self, history: &History) -> Result<Vec<usize>, String> {
-        let mut codes = Vec::new();
-        for event in &history.events {
-            match event {
-                Event::Turn(turn) => turn.k_pre.iter().try_for_each(|k| {
-                    codes.push(self.code(k)?);
-                    Ok::<(), String>(())
-                })?,
-                Event::Decode(step) => codes.push(self.code(&step.k_pre)?),
-            }
-        }
-        Ok(codes)
-    }
-}
-
-impl Model for NaiveA2ats {
-    type Program = A2ats;
-
-    fn chose(&mut self, history: &History) -> Verdict {
-        let step = history.step();
-        let codes = self.codes(history)?;
-        let mut near_tie = false;
-        let mut lists = Vec::new();
-        for q in &step.q_pre {
-            let y = self.rotated_and_solved(q);
-            let scores: Vec<f64> = self.codebook.iter().map(|c| dot(&y, c)).collect();
-            // The rotation and the solution lose a few units more.
-            let bound = self.codebook.iter().map(|c| dot_bound(&y, c)).fold(0.0, f64::max) * 4.0;
-            near_tie |= has_near_tie(&scores, bound);
-            let of = |position: usize| Ranked {
-                score: scores[codes[position]],
-                tie: codes[position],
-                position,
-            };
-            lists.push(step.candidates.clone().map(of).collect());
-        }
-        let expected = union_within(&lists, step.budget);
-        match (step.chosen() == expected, near_tie) {
-            (true, _) => Ok(Agreement::Same),
-            (false, true) => Ok(Agreement::NearTie),
-            (false, false) => Err(format!("{:?} instead of {expected:?}", step.chosen())),
-        }
-    }
-}
-
-/// A random codebook with the program's form of it.
-pub fn random_codebook(d: usize, rotated_to: usize, mut normal: impl FnMut() -> f32, m: usize) -> NaiveA2ats {
-    let mut codebook = Array2::from_shape_simple_fn((m, d), || 2.0 * normal());
-    if m > 2 {
-        let row = codebook.row(0).to_owned();
-        codebook.row_mut(m - 1).assign(&row);
-    }
-    let mean = Array1::from_shape_simple_fn(d, &mut normal);
-    let spread = 0.3 / (d as f32).sqrt();
-    let chol = Array2::from_shape_fn((d, d), |(i, j)| match i.cmp(&j) {
-        std::cmp::Ordering::Less => 0.0,
-        std::cmp::Ordering::Equal => 1.0 + 0.2 * normal().abs(),
-        std::cmp::Ordering::Greater => spread * normal(),
-    });
-    let config = kvsmith::model::rope::RopeConfig {
-        theta: 1e4,
-        scaling: kvsmith::model::rope::RopeScaling::Default,
-    };
-    let rope = kvsmith::model::rope::Rope::new(&config, d);
-    let wide = |x: &Array2<f32>| -> Matrix {
-        x.rows()
-            .into_iter()
-            .map(|r| r.iter().map(|v| f64::from(*v)).collect())
-            .collect()
-    };
-    NaiveA2ats {
-        codebook: wide(&codebook),
-        mean: mean.iter().map(|v| f64::from(*v)).collect(),
-        chol: wide(&chol),
-        rotated_to,
-        head: Arc::new(HeadCodebook::new(codebook, mean, chol, &rope, rotated_to).unwrap()),
     }
 }

@@ -1,9 +1,28 @@
 //! CTkvr.
 
 use half::f16;
+use kvsmith::kv::packed::Center;
 use kvsmith::method::ctkvr::{Ctkvr, Params};
 
+use super::head::cases;
 use super::*;
+
+/// Checks random histories with random parameters.
+pub fn check() {
+    let make = |rng: &mut ChaCha8Rng, place: &Place, _: Center| {
+        let params = Params {
+            ct_centroids: pick(rng, &[None, None, Some(1), Some(7), Some(40)]),
+            ct_probes: pick(rng, &[1, 2, 4]),
+            ct_update: pick(rng, &[1, 1, 3, 0]),
+            ct_cap: pick(rng, &[0.1, 0.5, 1.0]),
+            ct_list: pick(rng, &[2.5, 2.5, 1.0, 6.5]),
+            ct_keep: pick(rng, &[false, false, true]),
+            ..Params::default()
+        };
+        (Ctkvr::new(place, &params), NaiveCtkvr::new(params))
+    };
+    cases(500, make, |_| ());
+}
 
 /// How far a cosine may be off: one channel of a centroid may round to the other f16.
 const COSINE: f64 = 5e-4;

@@ -1,19 +1,43 @@
 //! LFPS.
 
-use kvsmith::method::lfps::{Lfps, Params, Threshold};
+use kvsmith::kv::packed::Center;
+use kvsmith::method::lfps::{Lfps, Params, Setup, Threshold};
 
+use super::head::cases;
 use super::*;
+
+/// Checks random histories, in which heads are bypassed and others are not.
+pub fn check() {
+    let (mut bypassed, mut attending) = (0, 0);
+    let make = |rng: &mut ChaCha8Rng, place: &Place, _: Center| {
+        let params = Params {
+            lfps_rows: pick(rng, &[1, 5, 32]),
+            lfps_alpha: pick(rng, &[None, Some(0.0), Some(0.5)]),
+            lfps_theta: pick(rng, &[0.85, 0.85, 0.6, 1.0]),
+            lfps_threshold: pick(rng, &[Threshold::Kurtosis, Threshold::MeanStd]),
+            ..Params::default()
+        };
+        let program = Setup::new(&params, None).unwrap().head(place);
+        (program, NaiveLfps::new(params))
+    };
+    cases(500, make, |model: &NaiveLfps| {
+        bypassed += model.bypassed;
+        attending += model.attending;
+    });
+    println!("{bypassed} heads bypassed, {attending} attending");
+    assert!(bypassed > 200 && attending > 1000, "{bypassed} {attending}");
+}
 
 /// How far a table's entry, mean or threshold may be off, as a share of it: weights have the rounding
 /// of their scores.
 const SHARE: f64 = 5e-5;
 
-pub struct NaiveLfps {
-    pub params: Params,
+struct NaiveLfps {
+    params: Params,
     /// Bits of the program's tables before the step.
     before: Vec<Vec<u64>>,
-    pub bypassed: usize,
-    pub attending: usize,
+    bypassed: usize,
+    attending: usize,
 }
 
 /// What a query head remembers.
@@ -74,7 +98,7 @@ struct Marks {
 }
 
 impl NaiveLfps {
-    pub fn new(params: Params) -> Self {
+    fn new(params: Params) -> Self {
         Self {
             params,
             before: Vec::new(),

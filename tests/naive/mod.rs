@@ -2,8 +2,11 @@
 //! computed from it with loops and full sorts.
 #![allow(dead_code, missing_docs, reason = "test code")]
 
+pub mod a2ats;
 pub mod baselines;
 pub mod ctkvr;
+pub mod head;
+pub mod inputs;
 pub mod lfps;
 pub mod quantiser;
 pub mod selfindex;
@@ -12,6 +15,36 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use kvsmith::method::{Choice, Place, Retriever};
+use rand::Rng;
+use rand_chacha::ChaCha8Rng;
+
+/// The check of each method against its naive model; that of a new method belongs here.
+const CHECKS: [(&str, fn()); 10] = [
+    ("full", baselines::check_full),
+    ("topk", baselines::check_topk),
+    ("random", baselines::check_random),
+    ("streaming", baselines::check_streaming),
+    ("quest", baselines::check_quest),
+    ("snapkv", baselines::check_snapkv),
+    ("a2ats", a2ats::check),
+    ("selfindex", selfindex::check),
+    ("lfps", lfps::check),
+    ("ctkvr", ctkvr::check),
+];
+
+/// Checks a method against its naive model on random histories.
+pub fn check(method: &str) {
+    let found = CHECKS.iter().find(|(name, _)| *name == method);
+    let (_, check) = found.unwrap_or_else(|| {
+        panic!("{method} has no naive model: write one below tests/naive, and add its check to CHECKS in tests/naive/mod.rs")
+    });
+    check();
+}
+
+/// One of these.
+pub fn pick<T: Copy>(rng: &mut ChaCha8Rng, from: &[T]) -> T {
+    from[rng.gen_range(0..from.len())]
+}
 
 pub type Matrix = Vec<Vec<f64>>;
 
@@ -228,6 +261,9 @@ pub type Verdict = Result<Agreement, String>;
 /// A model beside the program that it checks.
 pub trait Model {
     type Program: Retriever;
+
+    /// Whether the program chooses no more than its budget.
+    const BOUNDED: bool = true;
 
     /// After a prompt, which is the history's last event.
     fn prompted(&mut self, history: &History, program: &Self::Program) -> Result<(), String> {

@@ -1,20 +1,44 @@
 //! Self-Indexing KVCache: centroids of sign patterns.
 
 use kvsmith::kv::packed::Center;
+use kvsmith::method::Ranking;
 use kvsmith::method::selfindex::{CentroidSource, SelfIndex};
 
+use super::head::cases;
 use super::*;
+use crate::common::random::noise;
+
+/// Checks random histories with centroids of every source.
+pub fn check() {
+    let make = |rng: &mut ChaCha8Rng, place: &Place, center: Center| {
+        let source = pick(
+            rng,
+            &[
+                CentroidSource::OnePass,
+                CentroidSource::Offline,
+                CentroidSource::Hybrid,
+                CentroidSource::Signs,
+            ],
+        );
+        let calibrated = matches!(source, CentroidSource::Offline | CentroidSource::Hybrid)
+            .then(|| (0..place.head_dim * 16).map(|_| noise(rng)).collect::<Vec<f32>>());
+        let ranking = pick(rng, &[Ranking::Fast, Ranking::Plain]);
+        let program = SelfIndex::new(place, center, source, calibrated.clone()).ranking(ranking);
+        (program, NaiveSelfIndex::new(center, source, calibrated))
+    };
+    cases(500, make, |_| ());
+}
 
 /// Positions in full precision.
 const FULL: usize = 64;
 
-pub struct NaiveSelfIndex {
-    pub center: Center,
-    pub source: CentroidSource,
+struct NaiveSelfIndex {
+    center: Center,
+    source: CentroidSource,
     /// `[d/4,16,4]`.
-    pub calibrated: Option<Vec<f32>>,
+    calibrated: Option<Vec<f32>>,
     /// Positions in full precision after the last prompt.
-    pub full: BTreeSet<usize>,
+    full: BTreeSet<usize>,
     /// Whether the 64th and the 65th position were ever too close to tell.
     close: bool,
 }
@@ -70,7 +94,7 @@ pub fn full_after(history: &History, turn: &Turn, before: &BTreeSet<usize>) -> (
 }
 
 impl NaiveSelfIndex {
-    pub fn new(center: Center, source: CentroidSource, calibrated: Option<Vec<f32>>) -> Self {
+    fn new(center: Center, source: CentroidSource, calibrated: Option<Vec<f32>>) -> Self {
         Self {
             center,
             source,
