@@ -3,7 +3,7 @@
 mod common;
 
 use std::path::Path;
-use std::process::{Child, Stdio};
+use std::process::Child;
 use std::time::Duration;
 
 use common::*;
@@ -23,30 +23,26 @@ fn it_equals_the_chain_by_hand() {
         ("qwen3_norm", &[90], "--holdout 0.1"),
     ] {
         let scratch = Scratch::new();
-        let model = golden(name).display().to_string();
+        let model = checkpoint(name);
         let tokens = scratch.tokens("tokens.json", &documents(lengths, 1));
         let input = format!("--model {model} --tokens {tokens} {options} --seed 5 --wrope-position 300");
         let fit = "--size 9 --iterations 6";
         let path = |file: &str| scratch.path(file);
-        kvsmith(&format!("calibrate {input} {fit} -o {}", path("direct"))).ok();
+        let direct = scratch.make("direct", &format!("calibrate {input} {fit}"));
 
-        let dump = path("dump");
-        kvsmith(&format!("dump --dtype f32 --queries --values {input} -o {dump}")).ok();
-        kvsmith(&format!("moments --dump {dump} -o {}", path("moments"))).ok();
-        for moments in [String::new(), format!("--moments {}", path("moments"))] {
-            kvsmith(&format!(
-                "codebook --dump {dump} {moments} {fit} --seed 5 -o {}",
-                path("section")
-            ))
-            .ok();
-            kvsmith(&format!("signs --dump {dump} -o {}", path("signs"))).ok();
-            kvsmith(&format!("priors --dump {dump} -o {}", path("priors"))).ok();
+        let make = |name: &str, command: String| scratch.make(name, &command);
+        let dump = make("dump", format!("dump --dtype f32 --queries --values {input}"));
+        let moments = make("moments", format!("moments --dump {dump}"));
+        for moments in [String::new(), format!("--moments {moments}")] {
+            let section = make(
+                "section",
+                format!("codebook --dump {dump} {moments} {fit} --seed 5"),
+            );
+            let signs = make("signs", format!("signs --dump {dump}"));
+            let priors = make("priors", format!("priors --dump {dump}"));
+            let packed = path("packed");
             let json = kvsmith(&format!(
-                "pack {} {} {} --model {model} -o {} --json",
-                path("signs"),
-                path("priors"),
-                path("section"),
-                path("packed")
+                "pack {signs} {priors} {section} --model {model} -o {packed} --json"
             ));
             assert!(
                 json.json()["sections"]
@@ -54,44 +50,31 @@ fn it_equals_the_chain_by_hand() {
                     .unwrap()
                     .contains(&json!("a2ats"))
             );
-            assert!(
-                read(&path("direct")) == read(&path("packed")),
-                "{name}: direct and packed differ"
-            );
+            assert!(read(&direct) == read(&packed), "{name}: direct and packed differ");
         }
-        kvsmith(&format!("inspect --verify --model {model} {}", path("direct"))).ok();
+        kvsmith(&format!("inspect --verify --model {model} {direct}")).ok();
     }
 }
 
 #[test]
 fn the_ablation_by_hand() {
     let scratch = Scratch::new();
-    let model = golden("qwen2_bias").display().to_string();
+    let model = checkpoint("qwen2_bias");
     let tokens = scratch.tokens("tokens.json", &documents(&[70, 50, 60], 1));
-    let path = |file: &str| scratch.path(file);
+    let make = |name: &str, command: String| scratch.make(name, &command);
     let input = format!("--model {model} --tokens {tokens} --wrope-position 30");
-    let dump = path("dump");
-    kvsmith(&format!("dump --dtype f32 --queries --values {input} -o {dump}")).ok();
+    let dump = make("dump", format!("dump --dtype f32 --queries --values {input}"));
     let mut codebooks = Vec::new();
     for rope in ["windowed", "standard"] {
-        kvsmith(&format!(
-            "moments --dump {dump} --rope {rope} -o {}",
-            path("moments")
-        ))
-        .ok();
+        let moments = make("moments", format!("moments --dump {dump} --rope {rope}"));
         for metric in ["query-aware", "plain"] {
-            let direct = path("direct");
-            kvsmith(&format!(
-                "calibrate {input} --size 9 --rope {rope} --metric {metric} -o {direct}"
-            ))
-            .ok();
-            kvsmith(&format!(
-                "codebook --dump {dump} --moments {} --size 9 --metric {metric} -o {}",
-                path("moments"),
-                path("section")
-            ))
-            .ok();
-            let by_hand = read_tensors(path("section"));
+            let fit = format!("--size 9 --metric {metric}");
+            let direct = make("direct", format!("calibrate {input} --rope {rope} {fit}"));
+            let section = make(
+                "section",
+                format!("codebook --dump {dump} --moments {moments} {fit}"),
+            );
+            let by_hand = read_tensors(section);
             for (name, tensor) in read_tensors(&direct) {
                 if name.starts_with("a2ats") {
                     assert!(tensor.bytes == by_hand[&name].bytes, "{rope} {metric}: {name}");
@@ -128,16 +111,12 @@ fn the_ablation_by_hand() {
 #[test]
 fn the_seed_alone_makes_a_difference() {
     let scratch = Scratch::new();
-    let model = golden("qwen2_sliding").display().to_string();
+    let model = checkpoint("qwen2_sliding");
     // Long enough that every parallel loop has several pieces.
     let tokens = scratch.tokens("tokens.json", &documents(&[3000, 500], 2));
     let run = |name: &str, options: &str| {
-        let out = scratch.path(name);
-        kvsmith(&format!(
-            "calibrate --model {model} --tokens {tokens} --size 64 {options} -o {out}"
-        ))
-        .ok();
-        read(&out)
+        let command = format!("calibrate --model {model} --tokens {tokens} --size 64 {options}");
+        read(&scratch.make(name, &command))
     };
     let first = run("first", "");
     for (name, options) in [
@@ -165,7 +144,7 @@ struct Run {
 impl Run {
     fn new(tokens: usize) -> Self {
         let scratch = Scratch::new();
-        let model = golden("qwen2_sliding").display().to_string();
+        let model = checkpoint("qwen2_sliding");
         let file = scratch.tokens("tokens.json", &documents(&vec![500; tokens / 500], 3));
         let input = format!("--model {model} --tokens {file} --size 400 --seq-len 500");
         Self { scratch, input }
@@ -179,12 +158,7 @@ impl Run {
     /// finished altogether by then.
     fn start(&self) -> Option<Child> {
         let arguments = self.arguments("stopped", &format!("--work {}", self.scratch.path("work")));
-        let mut child = command(&arguments)
-            .stdin(Stdio::null())
-            .stderr(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+        let mut child = start(&arguments);
         // The hidden states are the last that a finished layer writes.
         let finished_layer = self.scratch.path("work/hidden.safetensors");
         while !Path::new(&finished_layer).exists() {
@@ -206,8 +180,7 @@ impl Run {
         for doubling in 0..6 {
             let run = Self::new(10_000 << doubling);
             let Some(child) = run.start() else { continue };
-            // SAFETY: the child has not been waited for, so its id is still its own.
-            unsafe { libc::kill(child.id() as i32, signal) };
+            send(&child, signal);
             let outcome = Outcome::of(child.wait_with_output().unwrap());
             if outcome.code != Some(0) {
                 return (run, outcome);
@@ -314,7 +287,7 @@ fn a_work_folder_of_a_run_that_was_not_stopped_changes_nothing() {
 #[test]
 fn json_output() {
     let scratch = Scratch::new();
-    let model = golden("llama_default").display().to_string();
+    let model = checkpoint("llama_default");
     let tokens = scratch.tokens("tokens.json", &documents(&[60], 1));
     let out = scratch.path("art");
     let outcome = kvsmith(&format!(

@@ -73,7 +73,7 @@ fn turns_go_on_where_the_cache_ends() {
 fn every_method_with_the_whole_budget_goes_on_exactly() {
     for name in ["llama_default", "mistral_sliding", "qwen2_sliding", "qwen3_yarn"] {
         let scratch = Scratch::new();
-        let model = golden(name).display().to_string();
+        let model = checkpoint(name);
         let texts = scratch.tokens("texts.json", &documents(&[60, 60], 1));
         let artifact = scratch.path("art");
         kvsmith(&format!(
@@ -129,7 +129,7 @@ fn steps_are_counted_over_all_turns() {
 #[test]
 fn tokens_without_turns() {
     let scratch = Scratch::new();
-    let model = golden("llama_default").display().to_string();
+    let model = checkpoint("llama_default");
     let run = |turns: &[Vec<u32>]| {
         let tokens = scratch.tokens("turns.json", turns);
         kvsmith(&format!(

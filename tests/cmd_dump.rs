@@ -7,33 +7,13 @@ use std::path::Path;
 use common::*;
 use half::{bf16, f16};
 use kvsmith::model::Decoder;
-use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView3, Axis, s};
+use ndarray::{Array1, Array3, ArrayView1, ArrayView3, Axis, concatenate};
 use serde_json::{Value, json};
-
-fn u32s(tensor: &RawTensor) -> Vec<u32> {
-    assert_eq!(tensor.dtype, "U32");
-    tensor
-        .bytes
-        .chunks_exact(4)
-        .map(|b| u32::from_le_bytes(b.try_into().unwrap()))
-        .collect()
-}
-
-fn f32s(tensor: &RawTensor) -> Vec<f32> {
-    assert_eq!(tensor.dtype, "F32");
-    tensor
-        .bytes
-        .chunks_exact(4)
-        .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
-        .collect()
-}
 
 /// Runs `dump` into `name` and returns the folder.
 #[track_caller]
 fn dump(scratch: &Scratch, model: &str, name: &str, options: &str) -> String {
-    let out = scratch.path(name);
-    kvsmith(&format!("dump --model {model} {options} -o {out}")).ok();
-    out
+    scratch.make(name, &format!("dump --model {model} {options}"))
 }
 
 fn tokens_of(dump: &str) -> RawTensors {
@@ -48,7 +28,7 @@ fn manifest_of(dump: &str) -> Value {
 fn the_folder_is_that_of_the_contract() {
     let scratch = Scratch::new();
     for (name, layers, h, g, d) in [("llama_default", 2, 4, 2, 16), ("qwen2_sliding", 3, 4, 2, 8)] {
-        let model = golden(name).display().to_string();
+        let model = checkpoint(name);
         let tokens = scratch.tokens("tokens.json", &documents(&[25, 13], 1));
         for (options, states, dtype) in [
             ("", &["k_pre"][..], "BF16"),
@@ -101,7 +81,7 @@ fn the_folder_is_that_of_the_contract() {
 #[test]
 fn tokens_are_cut_into_blocks() {
     let scratch = Scratch::new();
-    let model = golden("llama_default").display().to_string();
+    let model = checkpoint("llama_default");
     let texts = documents(&[25, 0, 10, 11], 3);
     let tokens = scratch.tokens("tokens.json", &texts);
     let out = dump(
@@ -111,10 +91,10 @@ fn tokens_are_cut_into_blocks() {
         &format!("--tokens {tokens} --seq-len 10"),
     );
     let t = tokens_of(&out);
-    assert_eq!(u32s(&t["ids"]), texts.concat());
-    assert_eq!(u32s(&t["block_start"]), [0, 10, 20, 25, 35, 45, 46]);
+    assert_eq!(t["ids"].u32s(), texts.concat());
+    assert_eq!(t["block_start"].u32s(), [0, 10, 20, 25, 35, 45, 46]);
     let positions: Vec<u32> = [10, 10, 5, 10, 10, 1].iter().flat_map(|n| 0..*n).collect();
-    assert_eq!(u32s(&t["position"]), positions);
+    assert_eq!(t["position"].u32s(), positions);
 
     let calibration = &manifest_of(&out)["calibration"];
     assert_eq!(
@@ -133,15 +113,15 @@ fn tokens_are_cut_into_blocks() {
 
     // Without --seq-len, documents stay whole up to the model's context of 128.
     let long = scratch.tokens("long.json", &documents(&[200], 3));
-    let yarn = golden("llama_yarn").display().to_string();
+    let yarn = checkpoint("llama_yarn");
     let out = dump(&scratch, &yarn, "whole", &format!("--tokens {long}"));
-    assert_eq!(u32s(&tokens_of(&out)["block_start"]), [0, 128, 200]);
+    assert_eq!(tokens_of(&out)["block_start"].u32s(), [0, 128, 200]);
 }
 
 #[test]
 fn hold_out_rules() {
     let scratch = Scratch::new();
-    let model = golden("llama_default").display().to_string();
+    let model = checkpoint("llama_default");
     // Blocks of 4 tokens, share, blocks held out.
     for (blocks, share, expected) in [
         (2, "0.05", 1),
@@ -199,38 +179,26 @@ fn hold_out_rules() {
     }
 }
 
-/// States of one layer for every block, by the library.
+/// Keys, queries and values of every layer, those of all blocks in a row.
 fn states(model: &str, blocks: &[Vec<u32>]) -> Vec<[Array3<f32>; 3]> {
     let decoder = Decoder::open(Path::new(model)).unwrap();
-    let c = &decoder.config;
-    let n = blocks.concat().len();
-    let mut all: Vec<[Array3<f32>; 3]> = (0..c.n_layers)
-        .map(|_| [c.n_kv_heads, c.n_heads, c.n_kv_heads].map(|heads| Array3::zeros((heads, n, c.head_dim))))
-        .collect();
-    let mut start = 0;
-    for ids in blocks {
-        let mut hidden: Array2<f32> = decoder.embed(ids).unwrap();
-        for (i, [k, q, v]) in all.iter_mut().enumerate() {
-            let rows = s![.., start..start + ids.len(), ..];
-            decoder
-                .layer(i)
-                .unwrap()
-                .forward(&decoder.rope, hidden.view_mut(), |states, _| {
-                    k.slice_mut(rows).assign(&states.k_pre);
-                    q.slice_mut(rows).assign(&states.q_pre);
-                    v.slice_mut(rows).assign(&states.v);
-                });
-        }
-        start += ids.len();
-    }
-    all
+    let blocks: Vec<Vec<Captured>> = blocks.iter().map(|ids| captured(&decoder, ids)).collect();
+    let layer = |i: usize| {
+        let parts: [fn(&Captured) -> ArrayView3<f32>; 3] =
+            [|s| s.k_pre.view(), |s| s.q_pre.view(), |s| s.v.view()];
+        parts.map(|part| {
+            let all: Vec<_> = blocks.iter().map(|layers| part(&layers[i])).collect();
+            concatenate(Axis(1), &all).unwrap()
+        })
+    };
+    (0..decoder.config.n_layers).map(layer).collect()
 }
 
 #[test]
 fn states_are_those_of_the_model_rounded_to_the_dtype() {
     let scratch = Scratch::new();
     for name in ["llama_llama3", "qwen2_bias", "mistral_sliding"] {
-        let model = golden(name).display().to_string();
+        let model = checkpoint(name);
         let texts = documents(&[40, 7], 5);
         let tokens = scratch.tokens("tokens.json", &texts);
         let expected = states(&model, &texts);
@@ -293,7 +261,7 @@ fn moments_are_sums_of_rotated_queries() {
         ("llama_yarn", 3, 1, 16),
         ("qwen3_yarn", 2, 1, 128),
     ] {
-        let model = golden(name).display().to_string();
+        let model = checkpoint(name);
         let tokens = scratch.tokens("tokens.json", &documents(&[100, 90, 60], 6));
         for position in [2048usize, 0, 7] {
             let which = format!("--tokens {tokens} --queries --dtype f32 --wrope-position {position}");
@@ -302,15 +270,7 @@ fn moments_are_sums_of_rotated_queries() {
             let kept: Vec<usize> = (0..held_out.len()).filter(|i| held_out[*i] == 0).collect();
             assert!(kept.len() < held_out.len());
             let moments = read_tensors(format!("{out}/moments.safetensors"));
-            let sums: Vec<f64> = moments["sum_qq"]
-                .bytes
-                .chunks_exact(8)
-                .map(|b| f64::from_le_bytes(b.try_into().unwrap()))
-                .collect();
-            let counts = moments["count"]
-                .bytes
-                .chunks_exact(8)
-                .map(|b| u64::from_le_bytes(b.try_into().unwrap()));
+            let (sums, counts) = (moments["sum_qq"].f64s(), moments["count"].u64s());
             assert!(
                 counts.into_iter().all(|n| n == (kept.len() * h / g) as u64),
                 "{name}"
@@ -328,7 +288,7 @@ fn moments_are_sums_of_rotated_queries() {
                 rotated
             };
             for (layer, sums) in sums.chunks(g * d * d).enumerate() {
-                let q = f32s(&read_tensors(format!("{out}/layer-{layer:05}.safetensors"))["q_pre"]);
+                let q = read_tensors(format!("{out}/layer-{layer:05}.safetensors"))["q_pre"].f32s();
                 let q = ArrayView3::from_shape((h, held_out.len(), d), &q).unwrap();
                 // A2ATS, arXiv 2502.12665, Eq. 10 and 13, in f64.
                 let mut exact = Array3::<f64>::zeros((g, d, d));
@@ -358,7 +318,7 @@ fn moments_are_sums_of_rotated_queries() {
 #[test]
 fn the_moments_command_gives_the_same_bytes() {
     let scratch = Scratch::new();
-    let model = golden("llama_yarn").display().to_string();
+    let model = checkpoint("llama_yarn");
     let tokens = scratch.tokens("tokens.json", &documents(&[50, 300, 20], 7));
     let options = format!("--tokens {tokens} --queries --dtype f32");
     let standard = dump(&scratch, &model, "standard", &options);
@@ -370,7 +330,7 @@ fn the_moments_command_gives_the_same_bytes() {
         (&standard, "--wrope-position 9", &near),
         (&near, "", &near),
     ] {
-        kvsmith(&format!("moments --dump {from} {position} -o {again}")).ok();
+        scratch.make("again", &format!("moments --dump {from} {position}"));
         assert_eq!(read(&again), read(&format!("{of}/moments.safetensors")));
     }
     assert_ne!(read(&again), read(&format!("{standard}/moments.safetensors")));
@@ -404,8 +364,8 @@ fn documents_and_uuids() {
     );
     let t = tokens_of(&out);
     let expected = [text, "first", "second one"].map(character_ids);
-    assert_eq!(u32s(&t["ids"]), expected.concat());
-    assert_eq!(u32s(&t["block_start"]), [0, 25, 30, 40]);
+    assert_eq!(t["ids"].u32s(), expected.concat());
+    assert_eq!(t["block_start"].u32s(), [0, 25, 30, 40]);
 
     // A byte order mark and Windows line ends are not text.
     let marked = scratch.write(
@@ -418,7 +378,7 @@ fn documents_and_uuids() {
         "marked",
         &format!("--text {marked} --uuid-tokens 0"),
     );
-    assert_eq!(u32s(&tokens_of(&marks)["ids"]), expected[1..].concat());
+    assert_eq!(tokens_of(&marks)["ids"].u32s(), expected[1..].concat());
 
     let out = dump(
         &scratch,
@@ -427,7 +387,7 @@ fn documents_and_uuids() {
         &format!("--text {a} {b} --uuid-tokens 0 --max-tokens 28"),
     );
     assert_eq!(
-        u32s(&tokens_of(&out)["ids"]),
+        tokens_of(&out)["ids"].u32s(),
         [&character_ids(text)[..], &character_ids("fir")].concat()
     );
 
@@ -437,8 +397,8 @@ fn documents_and_uuids() {
         tokens_of(&dump(&scratch, &model, name, &options))
     };
     let t = uuids("uuids", 3);
-    let ids = u32s(&t["ids"]);
-    assert_eq!(u32s(&t["block_start"]), [0, 12, 52, 92, 112]);
+    let ids = t["ids"].u32s();
+    assert_eq!(t["block_start"].u32s(), [0, 12, 52, 92, 112]);
     assert_eq!(ids[..12], character_ids(text)[..12]);
     let character = |id: &u32| ALPHABET.chars().nth(*id as usize - 3).unwrap();
     let written: String = ids[12..].iter().map(character).collect();
@@ -466,7 +426,7 @@ fn documents_and_uuids() {
         "one block of UUIDs"
     );
     assert_eq!(uuids("same", 3), t);
-    assert_ne!(u32s(&uuids("other", 4)["ids"]), ids);
+    assert_ne!(uuids("other", 4)["ids"].u32s(), ids);
 }
 
 #[test]
@@ -521,7 +481,7 @@ fn special_tokens() {
             "dump",
             &format!("--text {file} --uuid-tokens 0"),
         );
-        assert_eq!(u32s(&tokens_of(&out)["ids"]), expected, "case {i}");
+        assert_eq!(tokens_of(&out)["ids"].u32s(), expected, "case {i}");
     }
     let scratch = Scratch::new();
     let unknown = json!({ "add_bos_token": true, "bos_token": "<begin>" });
@@ -534,7 +494,7 @@ fn special_tokens() {
 #[test]
 fn json_output() {
     let scratch = Scratch::new();
-    let model = golden("llama_default").display().to_string();
+    let model = checkpoint("llama_default");
     let tokens = scratch.tokens("tokens.json", &documents(&[30], 8));
     let out = scratch.path("dump");
     let json = kvsmith(&format!(

@@ -8,13 +8,10 @@ use serde_json::{Value, json};
 /// An artifact of `qwen2_sliding` (three layers, two KV heads) in a scratch folder.
 fn artifact() -> (Scratch, String) {
     let scratch = Scratch::new();
-    let model = golden("qwen2_sliding").display().to_string();
+    let model = checkpoint("qwen2_sliding");
     let tokens = scratch.tokens("tokens.json", &documents(&[60, 50], 1));
-    let path = scratch.path("art.safetensors");
-    kvsmith(&format!(
-        "calibrate --size 4 --seed 9 --model {model} --tokens {tokens} -o {path}"
-    ))
-    .ok();
+    let command = format!("calibrate --size 4 --seed 9 --model {model} --tokens {tokens}");
+    let path = scratch.make("art.safetensors", &command);
     (scratch, path)
 }
 
@@ -159,11 +156,10 @@ fn only_verify_reads_the_data() {
 #[test]
 fn section_files_can_be_inspected_too() {
     let scratch = Scratch::new();
-    let model = golden("llama_default").display().to_string();
+    let model = checkpoint("llama_default");
     let tokens = scratch.tokens("tokens.json", &documents(&[60], 1));
-    let (dump, section) = (scratch.path("dump"), scratch.path("section"));
-    kvsmith(&format!("dump --model {model} --tokens {tokens} -o {dump}")).ok();
-    kvsmith(&format!("codebook --dump {dump} --size 3 -o {section}")).ok();
+    let dump = scratch.make("dump", &format!("dump --model {model} --tokens {tokens}"));
+    let section = scratch.make("section", &format!("codebook --dump {dump} --size 3"));
     let json = kvsmith(&format!("inspect {section} --json --verify --model {model}")).json();
     assert_eq!(json["rows"].as_array().map(Vec::len), Some(4));
     kvsmith(&format!("inspect {dump}/moments.safetensors")).fails(1, "is not an artifact", "");

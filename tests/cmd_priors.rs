@@ -17,17 +17,11 @@ use sha2::{Digest, Sha256};
 
 /// Dumps queries of random documents, and takes the priors.
 fn priors_of(scratch: &Scratch, name: &str, lengths: &[usize], options: &str) -> (Dump, String) {
-    let model = golden(name).display().to_string();
+    let model = checkpoint(name);
     let tokens = scratch.tokens("tokens.json", &documents(lengths, 5));
-    let (dump, out) = (
-        scratch.path(&format!("{name}-dump")),
-        scratch.path(&format!("{name}.st")),
-    );
-    kvsmith(&format!(
-        "dump --model {model} --tokens {tokens} --queries --dtype f32 {options} -o {dump}"
-    ))
-    .ok();
-    kvsmith(&format!("priors --dump {dump} -o {out}")).ok();
+    let command = format!("dump --model {model} --tokens {tokens} --queries --dtype f32 {options}");
+    let dump = scratch.make(&format!("{name}-dump"), &command);
+    let out = scratch.make(&format!("{name}.st"), &format!("priors --dump {dump}"));
     (Dump::open(dump.as_ref()).unwrap(), out)
 }
 
@@ -418,13 +412,12 @@ fn a_trained_model_agrees_too() {
     // Heads with sharp patterns: every alpha and the bypass occur.
     let scratch = Scratch::new();
     let data = root().join("calib-data").display().to_string();
-    let (dump, out) = (scratch.path("dump"), scratch.path("out"));
-    kvsmith(&format!(
+    let command = format!(
         "dump --model {data}/model --text {data}/text.txt --max-tokens 500 --uuid-tokens 0 --seq-len 420 \
-         --wrope-position 140 --queries --dtype f32 -o {dump}"
-    ))
-    .ok();
-    kvsmith(&format!("priors --dump {dump} -o {out}")).ok();
+         --wrope-position 140 --queries --dtype f32"
+    );
+    let dump = scratch.make("dump", &command);
+    let out = scratch.make("out", &format!("priors --dump {dump}"));
     let dump = Dump::open(dump.as_ref()).unwrap();
     check_all(&dump, &out, "bundled", usize::MAX);
     let priors = Priors::load(&Artifact::open(out.as_ref(), SECTIONS).unwrap()).unwrap();
@@ -531,7 +524,7 @@ fn buckets_have_no_gaps() {
 #[test]
 fn short_texts_get_neutral_priors_and_a_warning() {
     let scratch = Scratch::new();
-    let model = golden("llama_default").display().to_string();
+    let model = checkpoint("llama_default");
     for (length, warning, rows) in [
         (4, "all LFPS priors are neutral", 0),
         (20, "that need a history are neutral", 10),
@@ -571,12 +564,9 @@ fn ties_and_constant_tables_have_their_rules() {
     let model = scratch.model("model", "mistral_sliding");
     edit_json(&format!("{model}/config.json"), &json!({ "sliding_window": 1 }));
     let tokens = scratch.tokens("tokens.json", &documents(&[90], 5));
-    let (dump, out) = (scratch.path("dump"), scratch.path("out"));
-    kvsmith(&format!(
-        "dump --queries --model {model} --tokens {tokens} -o {dump}"
-    ))
-    .ok();
-    kvsmith(&format!("priors --dump {dump} -o {out}")).ok();
+    let command = format!("dump --queries --model {model} --tokens {tokens}");
+    let dump = scratch.make("dump", &command);
+    let out = scratch.make("out", &format!("priors --dump {dump}"));
     let priors = Priors::load(&Artifact::open(out.as_ref(), SECTIONS).unwrap()).unwrap();
     let head = priors.head(1, 2);
     assert_eq!((head.lambda, head.gamma, head.alpha), (0.5, 0.95, 0.5));
@@ -588,17 +578,13 @@ fn ties_and_constant_tables_have_their_rules() {
 #[test]
 fn threads_do_not_change_the_bytes() {
     let scratch = Scratch::new();
-    let model = golden("qwen2_sliding").display().to_string();
+    let model = checkpoint("qwen2_sliding");
     let tokens = scratch.tokens("tokens.json", &documents(&[900, 400], 9));
-    let dump = scratch.path("dump");
-    kvsmith(&format!(
-        "dump --queries --model {model} --tokens {tokens} -o {dump}"
-    ))
-    .ok();
+    let command = format!("dump --queries --model {model} --tokens {tokens}");
+    let dump = scratch.make("dump", &command);
     let bytes = |threads: usize| {
-        let out = scratch.path(&format!("{threads}.st"));
-        kvsmith(&format!("priors --dump {dump} -o {out} --threads {threads}")).ok();
-        std::fs::read(out).unwrap()
+        let command = format!("priors --dump {dump} --threads {threads}");
+        std::fs::read(scratch.make(&format!("{threads}.st"), &command)).unwrap()
     };
     let one = bytes(1);
     assert!(one == bytes(2) && one == bytes(3));
@@ -607,13 +593,10 @@ fn threads_do_not_change_the_bytes() {
 #[test]
 fn a_dump_without_queries_is_refused() {
     let scratch = Scratch::new();
-    let model = golden("llama_default").display().to_string();
+    let model = checkpoint("llama_default");
     let tokens = scratch.tokens("tokens.json", &documents(&[60], 1));
-    let (dump, out) = (scratch.path("dump"), scratch.path("out"));
-    kvsmith(&format!(
-        "dump --values --model {model} --tokens {tokens} -o {dump}"
-    ))
-    .ok();
+    let command = format!("dump --values --model {model} --tokens {tokens}");
+    let (dump, out) = (scratch.make("dump", &command), scratch.path("out"));
     kvsmith(&format!("priors --dump {dump} -o {out}")).fails(1, "has no queries", "--queries");
     kvsmith(&format!("priors --dump {} -o {out}", scratch.path("no"))).fails(1, "complete dump", "");
     assert_eq!(scratch.list(""), ["dump", "tokens.json"]);

@@ -51,15 +51,12 @@ fn the_section_is_what_its_definition_says() {
         ("qwen2_bias", "mean"),
         ("llama_yarn", "median"),
     ] {
-        let model = golden(name).display().to_string();
+        let model = checkpoint(name);
         let tokens = scratch.tokens("tokens.json", &documents(&[90, 33, 61], 5));
-        let dump = scratch.path(&format!("{name}-dump"));
-        let out = scratch.path(&format!("{name}.st"));
-        kvsmith(&format!(
-            "dump --model {model} --tokens {tokens} --dtype f32 -o {dump}"
-        ))
-        .ok();
-        kvsmith(&format!("signs --dump {dump} --center {center} -o {out}")).ok();
+        let command = format!("dump --model {model} --tokens {tokens} --dtype f32");
+        let dump = scratch.make(&format!("{name}-dump"), &command);
+        let command = format!("signs --dump {dump} --center {center}");
+        let out = scratch.make(&format!("{name}.st"), &command);
         let artifact = Artifact::open(out.as_ref(), SECTIONS).unwrap();
         artifact.verify().unwrap();
         assert_eq!(artifact.manifest.sections["sign"].params["center"], json!(center));
@@ -173,14 +170,12 @@ fn the_section_is_what_its_definition_says() {
 #[test]
 fn threads_do_not_change_the_bytes() {
     let scratch = Scratch::new();
-    let model = golden("llama_d128").display().to_string();
+    let model = checkpoint("llama_d128");
     let tokens = scratch.tokens("tokens.json", &documents(&[200, 100], 9));
-    let dump = scratch.path("dump");
-    kvsmith(&format!("dump --model {model} --tokens {tokens} -o {dump}")).ok();
+    let dump = scratch.make("dump", &format!("dump --model {model} --tokens {tokens}"));
     let bytes = |threads: usize| {
-        let out = scratch.path(&format!("{threads}.st"));
-        kvsmith(&format!("signs --dump {dump} -o {out} --threads {threads}")).ok();
-        std::fs::read(out).unwrap()
+        let command = format!("signs --dump {dump} --threads {threads}");
+        std::fs::read(scratch.make(&format!("{threads}.st"), &command)).unwrap()
     };
     assert_eq!(bytes(1), bytes(3));
 }

@@ -42,15 +42,14 @@ static ALLOCATOR: Watch = Watch;
 /// A small artifact: its folder and its bytes.
 fn artifact() -> (Scratch, Vec<u8>) {
     let scratch = Scratch::new();
-    let model = golden("llama_default").display().to_string();
+    let model = checkpoint("llama_default");
     let tokens = scratch.tokens("tokens.json", &documents(&[30, 25], 1));
-    let path = scratch.path("art");
-    kvsmith(&format!(
-        "calibrate --size 4 --model {model} --tokens {tokens} -o {path}"
-    ))
-    .ok();
+    let path = scratch.make(
+        "art",
+        &format!("calibrate --size 4 --model {model} --tokens {tokens}"),
+    );
     let bytes = std::fs::read(&path).unwrap();
-    check(&scratch.path("art")).unwrap();
+    check(&path).unwrap();
     (scratch, bytes)
 }
 

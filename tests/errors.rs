@@ -484,7 +484,7 @@ fn a_nan_matters_only_where_it_is_read() {
 #[test]
 fn token_files() {
     let scratch = Scratch::new();
-    let model = golden("llama_default").display().to_string();
+    let model = checkpoint("llama_default");
     for (name, content, culprit, hint) in [
         (
             "outside",
@@ -604,7 +604,7 @@ fn text_files() {
 #[test]
 fn fit_options_that_cannot_work() {
     let scratch = Scratch::new();
-    let model = golden("llama_default").display().to_string();
+    let model = checkpoint("llama_default");
     let tokens = scratch.tokens("tokens.json", &documents(&[40], 1));
     let out = scratch.path("out");
     for (options, code, culprit, hint) in [
@@ -636,7 +636,7 @@ fn outputs_that_cannot_be_written_are_found_first() {
     // A model that would fail in its first layer, had the work begun.
     let model = scratch.model("model", "llama_default");
     poison(&model, "model.layers.0.self_attn.q_proj.weight", 0);
-    let healthy = golden("llama_default").display().to_string();
+    let healthy = checkpoint("llama_default");
     let tokens = scratch.tokens("tokens.json", &documents(&[40], 1));
     let dump = scratch.path("dump");
     kvsmith(&format!(
@@ -684,7 +684,7 @@ fn outputs_that_cannot_be_written_are_found_first() {
 #[test]
 fn dumps_and_sections_that_do_not_fit_together() {
     let scratch = Scratch::new();
-    let model = golden("llama_default").display().to_string();
+    let model = checkpoint("llama_default");
     let a = scratch.tokens("a.json", &documents(&[40], 1));
     let b = scratch.tokens("b.json", &documents(&[40], 2));
     let path = |name: &str| scratch.path(name);
@@ -726,7 +726,7 @@ fn dumps_and_sections_that_do_not_fit_together() {
         ))
         .ok();
     }
-    let other = golden("llama_d128").display().to_string();
+    let other = checkpoint("llama_d128");
     for (sections, model, culprit, hint) in [
         (["sa", "sb"], &model, "differ in `calibration`", "from one dump"),
         (["sa", "sa"], &model, "section `a2ats` is given twice", ""),
@@ -764,7 +764,7 @@ fn dumps_and_sections_that_do_not_fit_together() {
 #[test]
 fn artifacts_of_another_model() {
     let scratch = Scratch::new();
-    let model = golden("llama_default").display().to_string();
+    let model = checkpoint("llama_default");
     let tokens = scratch.tokens("tokens.json", &documents(&[40], 1));
     let artifact = scratch.path("art");
     kvsmith(&format!(
@@ -774,7 +774,7 @@ fn artifacts_of_another_model() {
 
     let twin = scratch.model("twin", "llama_default");
     edit_tensors(&twin, |t| t.get_mut("model.norm.weight").unwrap().bytes[0] ^= 1);
-    let stranger = golden("qwen3_norm").display().to_string();
+    let stranger = checkpoint("qwen3_norm");
     let run = |model: &str, force: &str| {
         let files = format!("--model {model} --artifact {artifact} --tokens {tokens}");
         kvsmith(&format!("run {files} --max-new 2 --json {force}"))
@@ -797,7 +797,7 @@ fn artifacts_of_another_model() {
 #[test]
 fn devices_that_cannot_do_it() {
     let scratch = Scratch::new();
-    let model = golden("llama_default").display().to_string();
+    let model = checkpoint("llama_default");
     let tokens = scratch.tokens("tokens.json", &documents(&[40], 1));
     let out = scratch.path("out");
     for command in [
@@ -820,7 +820,7 @@ fn devices_that_cannot_do_it() {
 
 #[test]
 fn wrong_use() {
-    let model = golden("llama_default").display().to_string();
+    let model = checkpoint("llama_default");
     for (arguments, culprit) in [
         ("", "Usage"),
         ("frobnicate", "frobnicate"),
@@ -895,7 +895,7 @@ fn wrong_use() {
 #[test]
 fn a_stdout_that_takes_nothing() {
     let scratch = Scratch::new();
-    let model = golden("llama_default").display().to_string();
+    let model = checkpoint("llama_default");
     let tokens = scratch.tokens("tokens.json", &documents(&[40], 1));
     let artifact = scratch.path("art");
     kvsmith(&format!(
@@ -953,7 +953,7 @@ fn a_full_disk() {
         println!("skipped: this user may not mount a file system");
         return;
     };
-    let model = golden("llama_d128").display().to_string();
+    let model = checkpoint("llama_d128");
     let tokens = scratch.tokens("tokens.json", &documents(&[200], 1));
     let earlier = scratch.write("disk/out", "an earlier output");
     let input = format!("--model {model} --tokens {tokens}");

@@ -1,5 +1,7 @@
 //! k-means: properties, the exact search by distance, and linfa-clustering as an independent check.
 
+mod common;
+
 use std::ops::ControlFlow;
 use std::panic::catch_unwind;
 
@@ -8,13 +10,13 @@ use linfa::DatasetBase;
 use linfa::traits::{Fit, Predict};
 use linfa_clustering::{KMeans, KMeansInit};
 use ndarray::{Array2, ArrayView1, ArrayView2, Axis, array, s};
-use rand::{Rng, SeedableRng};
+use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
-/// Values that look normal: the sum of twelve uniform ones.
+/// A matrix of normal values.
 fn normal(n: usize, d: usize, seed: u64) -> Array2<f32> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    Array2::from_shape_simple_fn((n, d), || (0..12).map(|_| rng.r#gen::<f32>()).sum::<f32>() - 6.0)
+    Array2::from_shape_simple_fn((n, d), || common::random::normal(&mut rng))
 }
 
 /// `per` rows around each of `k` far-apart centres, in turn; row i belongs to centre i % k.

@@ -66,14 +66,11 @@ fn a_stored_truncation_does_not_cut_the_text() {
 fn the_calibration_names_its_blocks() {
     let scratch = Scratch::new();
     let ids = documents(&[500], 3).remove(0);
-    let model = golden("llama_default").display().to_string();
+    let model = checkpoint("llama_default");
     let calibration = |cut: usize| {
         let tokens = scratch.tokens("tokens.json", &[ids[..cut].to_vec(), ids[cut..].to_vec()]);
-        let out = scratch.path(&format!("{cut}.safetensors"));
-        kvsmith(&format!(
-            "calibrate --model {model} --tokens {tokens} --holdout 0 --size 8 -o {out}"
-        ))
-        .ok();
+        let command = format!("calibrate --model {model} --tokens {tokens} --holdout 0 --size 8");
+        let out = scratch.make(&format!("{cut}.safetensors"), &command);
         kvsmith(&format!("inspect {out} --json")).json()["calibration"].clone()
     };
     let (a, b) = (calibration(300), calibration(200));
