@@ -282,9 +282,10 @@ def listing(folder):
 
 def execute(program, case, folder):
     before = listing(folder)
-    command = [program, *shlex.split(case.command)]
+    # Both go by one name, which their messages state.
+    command = ["kvsmith", *shlex.split(case.command)]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe)
+    process = subprocess.Popen(command, executable=program, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe)
     while case.stop_at and process.poll() is None:
         if os.path.exists(os.path.join(folder, case.stop_at)):
             process.send_signal(signal.SIGINT)
