@@ -35,6 +35,12 @@ pub struct Error {
 /// The crate's result type.
 pub type Result<T> = std::result::Result<T, Error>;
 
+impl From<ndarray::ShapeError> for Error {
+    fn from(e: ndarray::ShapeError) -> Self {
+        Self::failed(e.to_string())
+    }
+}
+
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)

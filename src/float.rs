@@ -3,9 +3,11 @@
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use safetensors::Dtype;
+use serde::{Deserialize, Serialize};
 
 /// An element type of stored values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
 pub enum Float {
     /// IEEE binary32.
     F32,

@@ -102,6 +102,12 @@ impl Spec {
     }
 }
 
+/// Adds up the bytes of tensors; the largest number if the sum overflows.
+pub fn total_bytes<'a>(specs: impl IntoIterator<Item = &'a Spec>) -> usize {
+    let bytes = specs.into_iter().map(|s| s.bytes().unwrap_or(usize::MAX));
+    bytes.fold(0, usize::saturating_add)
+}
+
 /// Builds the canonical header of `specs`: tensors of wide types first (so that data are aligned), then
 /// by name.
 ///
@@ -437,6 +443,11 @@ impl Store {
     /// Returns the bytes of a tensor's data.
     pub fn bytes(&self, name: &str) -> Option<&[u8]> {
         self.specs.get(name).map(|(_, a, b)| &self.map[*a..*b])
+    }
+
+    /// Returns the sha256 of a tensor's data, in hexadecimal.
+    pub fn digest(&self, name: &str) -> Option<String> {
+        self.bytes(name).map(|data| hex(&Sha256::digest(data)))
     }
 
     /// Returns the offset in the file of a tensor's data.

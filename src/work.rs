@@ -27,14 +27,6 @@ pub struct Work {
     _lock: File,
 }
 
-/// What a stopped run goes on with.
-pub struct Resumed {
-    /// The hidden states before the next layer.
-    pub hidden: Array2<f32>,
-    /// The finished layers.
-    pub layers: Vec<LayerParts>,
-}
-
 /// The manifest of a file of the folder.
 #[derive(Serialize, Deserialize)]
 struct Manifest<T> {
@@ -182,33 +174,28 @@ impl Work {
         let manifest = serde_json::from_value(store.manifest()?).ok();
         let intact = manifest.filter(|manifest: &Manifest<T>| {
             manifest.identity == self.identity
-                && store.specs().all(|s| {
-                    let digest = store.bytes(&s.name).map(|b| hex(&Sha256::digest(b)));
-                    digest.as_ref() == manifest.sha256.get(&s.name)
-                })
+                && store
+                    .specs()
+                    .all(|s| store.digest(&s.name).as_ref() == manifest.sha256.get(&s.name))
         });
-        match intact {
-            Some(manifest) => Ok((store, manifest.content)),
-            None => Err(damaged(path)),
-        }
+        let content = intact.ok_or_else(|| damaged(path))?.content;
+        Ok((store, content))
     }
 
-    /// The hidden states and the finished layers of a stopped run, if it got that far.
-    pub fn load(&self, shape: [usize; 2]) -> Result<Option<Resumed>> {
+    /// Reads the hidden states before the next layer and the finished layers of a stopped run, if it got that far.
+    pub fn load(&self, shape: [usize; 2]) -> Result<Option<(Array2<f32>, Vec<LayerParts>)>> {
         let path = self.dir.join(HIDDEN);
         if !path.is_file() {
             return Ok(None);
         }
         let (store, HiddenStates { next_layer }) = self.read(&path)?;
         let values: Vec<f32> = store.read("hidden", &shape)?;
-        let hidden = Array2::from_shape_vec(shape, values).map_err(|e| Error::failed(e.to_string()))?;
-        let layers = (0..next_layer)
-            .map(|layer| self.load_layer(layer))
-            .collect::<Result<_>>()?;
-        Ok(Some(Resumed { hidden, layers }))
+        let hidden = Array2::from_shape_vec(shape, values)?;
+        let layers = (0..next_layer).map(|layer| self.load_layer(layer));
+        Ok(Some((hidden, layers.collect::<Result<_>>()?)))
     }
 
-    /// The parts of a finished layer.
+    /// Reads the parts of a finished layer.
     fn load_layer(&self, layer: usize) -> Result<LayerParts> {
         let path = self.layer_path(layer);
         let (store, FinishedLayer { quality, .. }) = self.read(&path)?;

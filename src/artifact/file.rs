@@ -7,13 +7,11 @@ use half::f16;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::json;
-use sha2::{Digest, Sha256};
 
 use super::manifest::seal_holds;
 use super::{FORMAT, Manifest, Report, SectionKind, SectionManifest, Sections, parse, short};
 use crate::error::{Error, Result};
 use crate::model::Sizes;
-use crate::store::hex;
 use crate::store::{Element, Spec, Store};
 
 /// An opened artifact or section file.
@@ -56,12 +54,11 @@ impl Artifact {
             }
             kinds.insert(name.clone(), (kind, specs));
         }
-        let expected = |name: &str| {
-            kinds
-                .values()
-                .any(|(_, specs)| specs.iter().any(|s| s.name == name))
-        };
-        if let Some(extra) = store.specs().find(|s| !expected(&s.name)) {
+        let expected = kinds.values().flat_map(|(_, specs)| specs);
+        if let Some(extra) = store
+            .specs()
+            .find(|s| !expected.clone().any(|e| e.name == s.name))
+        {
             return Err(context(Error::failed(format!(
                 "tensor `{}` belongs to no section",
                 extra.name
@@ -219,12 +216,7 @@ impl SectionView<'_> {
     /// Checks the digests and values of all tensors.
     fn verify(&self) -> Result<()> {
         for spec in self.specs {
-            let digest = self
-                .artifact
-                .store
-                .bytes(&spec.name)
-                .map(|b| hex(&Sha256::digest(b)));
-            if digest.as_ref() != self.manifest.sha256.get(&spec.name) {
+            if self.artifact.store.digest(&spec.name).as_ref() != self.manifest.sha256.get(&spec.name) {
                 return Err(self.damaged(format!("tensor `{}` does not have its digest", spec.name)));
             }
         }

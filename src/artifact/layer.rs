@@ -68,23 +68,17 @@ impl LayerStates<'_> {
             (0..self.kept.len()).filter(|i| self.kept[*i] == wanted).collect()
         };
         let rows = [rows(true), rows(false)];
-        let mut out = rows.each_ref().map(|_| Array3::zeros((0, 0, 0)));
-        for (i, head) in heads.clone().enumerate() {
+        let of = |rows: &Vec<usize>| Array3::zeros((heads.len(), rows.len(), self.sizes.head_dim));
+        let mut out = rows.each_ref().map(of);
+        for (i, head) in heads.enumerate() {
             let mut keys = (self.keys)(head)?;
             if rotated {
                 self.rope.rotate_blocks(&mut keys, self.block_start)?;
             }
             for (out, rows) in out.iter_mut().zip(&rows) {
-                let part = keys.select(Axis(0), rows).insert_axis(Axis(0));
-                if heads.len() == 1 {
-                    *out = part;
-                    continue;
+                for (mut to, row) in out.index_axis_mut(Axis(0), i).outer_iter_mut().zip(rows) {
+                    to.assign(&keys.row(*row));
                 }
-                if i == 0 {
-                    *out = Array3::zeros((heads.len(), rows.len(), keys.ncols()));
-                }
-                out.index_axis_mut(Axis(0), i)
-                    .assign(&part.index_axis(Axis(0), 0));
             }
         }
         Ok(out)

@@ -20,7 +20,7 @@ use crate::model::Decoder;
 use crate::model::forward::Layers;
 use crate::progress::{Log, Progress, size};
 use crate::stats::moments::{LayerMoments, Position};
-use crate::store::Output;
+use crate::store::{self, Output};
 use crate::work::Work;
 
 /// Arguments of `calibrate`.
@@ -215,16 +215,16 @@ impl Calibration<'_> {
     ) -> Result<Capture<'a>> {
         let c = &self.decoder.config;
         let resumed = work.map(|w| w.load([self.corpus.n_tokens(), c.hidden_size]));
-        let Some(resumed) = resumed.transpose()?.flatten() else {
+        let Some((hidden, finished)) = resumed.transpose()?.flatten() else {
             return Capture::start(layers, self.corpus);
         };
-        let done = resumed.layers.len();
+        let done = finished.len();
         self.log
             .note(&format!("going on after layer {done} of {}", c.n_layers));
-        for parts in resumed.layers {
+        for parts in finished {
             add_layer(sections, parts)?;
         }
-        Ok(Capture::at(layers, self.corpus, resumed.hidden, done))
+        Ok(Capture::at(layers, self.corpus, hidden, done))
     }
 
     /// Runs the next layer of the model and keeps what the fits read of it.
@@ -298,11 +298,7 @@ impl Calibration<'_> {
         let per_row = 2 * c.n_heads * c.head_dim + 3 * c.n_kv_heads * c.head_dim + c.hidden_size;
         let mlp = longest.min(2048) * (2 * c.intermediate_size + 2 * c.hidden_size);
         let fit = 3 * n * c.head_dim;
-        let file: usize = sections
-            .iter()
-            .flat_map(|s| &s.specs)
-            .map(|s| s.bytes().unwrap_or(usize::MAX))
-            .fold(0, usize::saturating_add);
+        let file = store::total_bytes(sections.iter().flat_map(|s| &s.specs));
         // The queries that fits read stay while a layer is captured and fitted.
         let kept = n * per_token + self.query_rows.len() * c.n_heads * c.head_dim;
         let memory = 4 * (kept + (longest * per_row + mlp).max(fit)) + file;

@@ -13,7 +13,6 @@ use crate::method::params::Params;
 use crate::method::registry::MethodName;
 use crate::method::sections::SECTIONS;
 use crate::model::Decoder;
-use crate::model::Sizes;
 use crate::progress::Log;
 use crate::runner::Options;
 
@@ -136,15 +135,9 @@ pub(super) fn parse_budget(text: &str) -> std::result::Result<Budget, String> {
 fn open_artifact(path: &Path, decoder: &Decoder, force: bool, log: Log) -> Result<Artifact> {
     let artifact = Artifact::open(path, SECTIONS)?;
     let c = &decoder.config;
-    let own = Sizes {
-        n_layers: c.n_layers,
-        n_heads: c.n_heads,
-        n_kv_heads: c.n_kv_heads,
-        head_dim: c.head_dim,
-    };
     let fingerprint = decoder.checkpoint.fingerprint(c)?;
     if let Err(e) = artifact.check_model(&fingerprint) {
-        if artifact.sizes != own {
+        if artifact.sizes != c.sizes() {
             return Err(e);
         }
         if !force {

@@ -9,9 +9,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::read::{Dump, LayerDump, State};
 pub use self::write::{NewDump, write};
-use crate::compute::device::Device;
 use crate::corpus::Origin;
-use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::model::Sizes;
 use crate::store::Spec;
@@ -24,7 +22,7 @@ pub const MANIFEST: &str = "manifest.json";
 pub const MOMENTS: &str = "moments.safetensors";
 
 /// What a dump keeps.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Options {
     /// Keep `q_pre`.
     pub queries: bool,
@@ -46,52 +44,16 @@ struct Manifest {
     device: String,
     #[serde(flatten)]
     origin: Origin,
-    dtype: String,
-    queries: bool,
-    values: bool,
-    wrope_position: usize,
+    #[serde(flatten)]
+    options: Options,
 }
 
-impl Manifest {
-    /// Describes a dump that was made on `device`.
-    fn new(device: &dyn Device, origin: Origin, options: &Options) -> Self {
-        Self {
-            format: FORMAT,
-            kind: "dump".to_string(),
-            tool_version: env!("CARGO_PKG_VERSION").to_string(),
-            device: device.name().to_string(),
-            origin,
-            dtype: options.dtype.name().to_string(),
-            queries: options.queries,
-            values: options.values,
-            wrope_position: options.wrope_position,
-        }
-    }
-
-    /// What the dump keeps.
-    fn options(&self) -> Result<Options> {
-        let dtype = [Float::F32, Float::F16, Float::Bf16]
-            .into_iter()
-            .find(|dtype| dtype.name() == self.dtype)
-            .ok_or_else(|| Error::failed("`dtype` is not valid"))?;
-        if u32::try_from(self.wrope_position).is_err() {
-            return Err(Error::failed("`wrope_position` is not valid"));
-        }
-        Ok(Options {
-            queries: self.queries,
-            values: self.values,
-            dtype,
-            wrope_position: self.wrope_position,
-        })
-    }
-}
-
-/// The name of a layer's file.
+/// Names a layer's file.
 fn layer_file(layer: usize) -> String {
     format!("layer-{layer:05}.safetensors")
 }
 
-/// The tensors of one layer's file.
+/// Describes the tensors of one layer's file.
 fn layer_specs(sizes: Sizes, n: usize, options: &Options) -> Vec<Spec> {
     let (h, g, d) = (sizes.n_heads, sizes.n_kv_heads, sizes.head_dim);
     let dtype = match options.dtype {

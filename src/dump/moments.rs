@@ -74,9 +74,8 @@ impl Moments {
             .hint("make the dump again; if this happens again, the model overflows"));
         }
         let layer = |(sums, counts): (&[f64], &[u64])| -> Result<LayerMoments> {
-            let sum_qq = Array3::from_shape_vec((g, d, d), sums.to_vec());
             Ok(LayerMoments {
-                sum_qq: sum_qq.map_err(|e| Error::failed(e.to_string()))?,
+                sum_qq: Array3::from_shape_vec((g, d, d), sums.to_vec())?,
                 count: counts.to_vec(),
             })
         };

@@ -54,8 +54,10 @@ impl Dump {
             return Err(invalid(&format!("not a dump of format {FORMAT}")));
         }
         let manifest: Manifest = serde_json::from_value(manifest).map_err(|e| invalid(&e.to_string()))?;
-        let options = manifest.options().map_err(|e| e.context(path.display()))?;
-        let origin = manifest.origin;
+        let Manifest { origin, options, .. } = manifest;
+        if u32::try_from(options.wrope_position).is_err() {
+            return Err(Error::failed("`wrope_position` is not valid").context(path.display()));
+        }
         origin.model.check().map_err(|e| e.context(path.display()))?;
         let tokens = Store::open(&dir.join("tokens.safetensors"))?;
         let n = tokens.bytes("held_out").map_or(0, <[u8]>::len);
@@ -92,7 +94,7 @@ impl Dump {
         }
     }
 
-    /// The `moments.safetensors` that was streamed while dumping.
+    /// Names the `moments.safetensors` that was streamed while dumping.
     pub fn moments_path(&self) -> PathBuf {
         self.dir.join(MOMENTS)
     }
@@ -105,12 +107,9 @@ impl Dump {
             store.checked(&spec)?;
         }
         let file = File::open(&path).map_err(|e| Error::io(&path, "open", &e))?;
-        let start = |name: &str| store.data_start(name);
-        let starts = [start("k_pre"), start("q_pre"), start("v")];
         Ok(LayerDump {
-            path,
+            store,
             file,
-            starts,
             n: self.n,
             d: self.sizes.head_dim,
             dtype: self.options.dtype,
@@ -131,26 +130,26 @@ pub enum State {
 
 /// The states of one layer; read head by head.
 pub struct LayerDump {
-    path: PathBuf,
+    /// Knows where the tensors are.
+    store: Store,
     file: File,
-    starts: [Option<usize>; 3],
     n: usize,
     d: usize,
     dtype: Float,
 }
 
 impl LayerDump {
-    /// Rows `first..first + count` of one head of a state, as f32: `[count, d]`.
+    /// Reads rows `first..first + count` of one head of a state, as f32: `[count, d]`.
     ///
     /// # Errors
     /// The dump does not keep this state; a value that is not finite.
     pub fn read(&self, state: State, head: usize, first: usize, count: usize) -> Result<Array2<f32>> {
-        let (name, start) = match state {
-            State::KPre => ("k_pre", self.starts[0]),
-            State::QPre => ("q_pre", self.starts[1]),
-            State::V => ("v", self.starts[2]),
+        let name = match state {
+            State::KPre => "k_pre",
+            State::QPre => "q_pre",
+            State::V => "v",
         };
-        let start = start.ok_or_else(|| {
+        let start = self.store.data_start(name).ok_or_else(|| {
             Error::failed(format!("the dump has no `{name}`"))
                 .hint("make the dump with --queries and --values")
         })?;
@@ -158,17 +157,17 @@ impl LayerDump {
         let mut bytes = vec![0; count * row];
         self.file
             .read_exact_at(&mut bytes, (start + (head * self.n + first) * row) as u64)
-            .map_err(|e| Error::io(&self.path, "read", &e))?;
+            .map_err(|e| Error::io(self.store.path(), "read", &e))?;
         let mut values = vec![0.0; count * self.d];
         self.dtype.read(&bytes, &mut values);
         if let Some(i) = values.iter().position(|v| !v.is_finite()) {
             return Err(Error::failed(format!(
                 "{}: `{name}` of head {head} has a value that is not finite in row {}",
-                self.path.display(),
+                self.store.path().display(),
                 first + i / self.d
             ))
             .hint("the dump is damaged, or its dtype is too narrow for this model; try --dtype f32"));
         }
-        Array2::from_shape_vec((count, self.d), values).map_err(|e| Error::failed(e.to_string()))
+        Ok(Array2::from_shape_vec((count, self.d), values)?)
     }
 }

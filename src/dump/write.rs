@@ -6,7 +6,7 @@ use ndarray::{Array3, ArrayView3, Axis};
 use serde_json::json;
 
 use super::moments::Moments;
-use super::{MANIFEST, MOMENTS, Manifest, Options, layer_file, layer_specs};
+use super::{FORMAT, MANIFEST, MOMENTS, Manifest, Options, layer_file, layer_specs};
 use crate::capture::Capture;
 use crate::compute::device::Device;
 use crate::corpus::{Corpus, Origin};
@@ -67,7 +67,14 @@ pub fn write(
         moments.layers.push(sums);
     }
     moments.write(new.file(MOMENTS)?)?;
-    let manifest = Manifest::new(device, moments.origin, options);
+    let manifest = Manifest {
+        format: FORMAT,
+        kind: "dump".to_string(),
+        tool_version: env!("CARGO_PKG_VERSION").to_string(),
+        device: device.name().to_string(),
+        origin: moments.origin,
+        options: *options,
+    };
     let text = serde_json::to_vec_pretty(&json!(manifest)).map_err(|e| Error::failed(e.to_string()))?;
     Output::create(&new.dir.join(MANIFEST))?.finish(&text)?;
     new.files.clear();
@@ -127,11 +134,7 @@ impl Drop for NewDump {
 
 /// Fails early if the disk cannot hold the dump.
 fn check_space(dir: &Path, specs: &[Spec], n_layers: usize) -> Result<()> {
-    let per_layer: usize = specs
-        .iter()
-        .map(|s| s.bytes().unwrap_or(usize::MAX))
-        .fold(0, usize::saturating_add);
-    let needed = per_layer as u128 * n_layers as u128;
+    let needed = store::total_bytes(specs) as u128 * n_layers as u128;
     if let Some(free) = free_bytes(dir)
         && needed > u128::from(free)
     {
