@@ -36,6 +36,13 @@ pub fn share_or_zero(text: &str) -> std::result::Result<f64, String> {
     }
 }
 
+/// Parses the name of a float type.
+pub fn parse_float(text: &str) -> std::result::Result<Float, String> {
+    let types = [Float::F32, Float::F16, Float::Bf16];
+    let named = types.into_iter().find(|t| t.name().eq_ignore_ascii_case(text));
+    named.ok_or_else(|| "expected f32, f16 or bf16".to_owned())
+}
+
 /// The device that does a command's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Device {

@@ -12,7 +12,7 @@ use super::manifest::seal_holds;
 use super::{FORMAT, Manifest, Report, SectionKind, SectionManifest, Sections, parse, short};
 use crate::error::{Error, Result};
 use crate::model::Sizes;
-use crate::store::{Element, Spec, Store};
+use crate::store::{self, Element, Spec, Store};
 
 /// An opened artifact or section file.
 pub struct Artifact {
@@ -183,7 +183,7 @@ impl SectionView<'_> {
 
     /// Bytes of all tensors.
     pub fn bytes(&self) -> usize {
-        self.specs.iter().filter_map(Spec::bytes).sum()
+        store::total_bytes(self.specs)
     }
 
     /// Keys per KV head that took part in the fit.

@@ -151,8 +151,9 @@ fn bench_kmeans(args: &KMeansArgs, global: &Global) -> Result<()> {
     // Nominal: every point against every centroid, once per assignment, skipped or not.
     let flop = 2.0 * (n * d) as f64 * args.size as f64 * assignments as f64;
     let shape = format!("{heads} x {n} x {d}, {} centroids, {passes} passes", args.size);
-    let mut total: Vec<f64> = times.iter().map(|t| t.total).collect();
-    let mut row = row("kmeans", &shape, device.name(), &mut total, flop);
+    let total = times.iter().map(|t| t.total).collect();
+    let mut row = row("kmeans", &shape, device.name(), total);
+    row["gflops"] = json!(flop / number(&row, "median_s") * 1e-9);
     row["inertia"] = json!(inertia);
     row["upload_s"] = json!(median(times.iter().map(|t| t.upload).collect()));
     row["seed_s"] = json!(median(times.iter().map(|t| t.seed).collect()));
@@ -243,21 +244,27 @@ fn median(mut values: Vec<f64>) -> f64 {
     }
 }
 
-/// One result row: median, least and most of `times` and the rate at the median.
-fn row(name: &str, shape: &str, device: &str, times: &mut [f64], flop: f64) -> Value {
+/// Makes a result row with the median, the least and the most of `times`.
+fn row(name: &str, shape: &str, device: &str, mut times: Vec<f64>) -> Value {
     times.sort_by(f64::total_cmp);
-    let median = median(times.to_vec());
     json!({
         "name": name,
         "shape": shape,
         "device": device,
-        "median_s": median,
         "min_s": times[0],
         "max_s": times[times.len() - 1],
         "runs": times.len(),
-        "gflops": flop / median * 1e-9,
-        "peak_bytes": peak_bytes(),
+        "median_s": median(times),
+        "peak_bytes": proc_bytes("/proc/self/status", "VmHWM:").unwrap_or(0),
     })
+}
+
+/// Adds the bytes per second at the median time, and the share of a plain read loop's `bandwidth` in GB/s.
+fn add_bandwidth(row: &mut Value, bytes: f64, bandwidth: f64) {
+    let rate = bytes / number(row, "median_s") * 1e-9;
+    row["gbytes_per_s"] = json!(rate);
+    row["read_loop_gbytes_per_s"] = json!(bandwidth);
+    row["bandwidth_share"] = json!(rate / bandwidth);
 }
 
 /// A number of a result row.
@@ -265,7 +272,7 @@ fn number(row: &Value, name: &str) -> f64 {
     row[name].as_f64().unwrap_or(0.0)
 }
 
-/// Prints what a result row is of, and what it says.
+/// Prints a result row: its name, its shape and what it `says`.
 fn print_row(row: &Value, says: &str) -> Result<()> {
     let text = |name: &str| row[name].as_str().unwrap_or("");
     print(&format!("{} ({}): {says}\n", text("name"), text("shape")))
@@ -281,7 +288,7 @@ fn read_points(path: &Path) -> Result<Array2<f32>> {
         )));
     };
     let values = store.read::<f32>("x", &[*n, *d])?;
-    Array2::from_shape_vec((*n, *d), values).map_err(|e| Error::failed(e.to_string()))
+    Ok(Array2::from_shape_vec((*n, *d), values)?)
 }
 
 /// Correlated normal channels of unequal scale, like whitened keys, `[b,n,d]`.
@@ -300,10 +307,10 @@ fn random_points(heads: usize, n: usize, d: usize, seed: u64) -> Array3<f32> {
     points
 }
 
-/// Peak resident memory of the process; 0 where the system does not tell.
-fn peak_bytes() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-    kib.unwrap_or(0) * 1024
+/// Reads an amount of memory from a file of `/proc`, in bytes; `None` where the system does not tell.
+fn proc_bytes(path: &str, label: &str) -> Option<usize> {
+    let text = std::fs::read_to_string(path).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(label))?;
+    let kib: usize = line.split_whitespace().next()?.parse().ok()?;
+    Some(kib * 1024)
 }

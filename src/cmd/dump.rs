@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use clap::ValueEnum;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde_json::json;
 
 use super::{
@@ -13,7 +13,7 @@ use crate::cmd::args::{Global, Input};
 use crate::corpus::Origin;
 use crate::dump::{self, Options};
 use crate::error::Result;
-use crate::flags::parse_count;
+use crate::flags::{parse_count, parse_float};
 use crate::float::Float;
 
 /// Arguments of `dump`.
@@ -34,18 +34,11 @@ pub struct Args {
     #[arg(long)]
     values: bool,
     /// Element type of the states
-    #[arg(long, value_enum, default_value_t = StateType::Bf16)]
-    dtype: StateType,
+    #[arg(long, default_value = "bf16", value_parser = PossibleValuesParser::new(["bf16", "f16", "f32"]).try_map(|name| parse_float(&name)))]
+    dtype: Float,
     /// Relative position at which the query moments are taken
     #[arg(long, value_name = "P", default_value_t = 2048, value_parser = parse_count)]
     wrope_position: usize,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum StateType {
-    Bf16,
-    F16,
-    F32,
 }
 
 /// Runs `dump`.
@@ -65,11 +58,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let options = Options {
         queries: args.queries,
         values: args.values,
-        dtype: match args.dtype {
-            StateType::Bf16 => Float::Bf16,
-            StateType::F16 => Float::F16,
-            StateType::F32 => Float::F32,
-        },
+        dtype: args.dtype,
         wrope_position: args.wrope_position,
     };
     let layers = layers_on(device.as_ref(), &decoder, global)?;

@@ -212,6 +212,11 @@ impl<'a> Evaluation<'a> {
             }
             Ok(())
         })?;
+        if logits.len() != ids.len() {
+            return Err(Error::failed(
+                "internal: a step gave logits for some of the trajectories alone",
+            ));
+        }
         fed.len += 1;
         fed.steps += 1;
         for (report, shares) in self.reports.iter_mut().zip(&shares) {

@@ -5,7 +5,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::decode::{SINKS, Setting, WINDOW};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::kv::KvHead;
 use crate::kv::packed::{Center, Layout};
 use crate::method::bench::{Fill, NewHead, RandomHead};
@@ -29,8 +29,8 @@ pub struct Head {
     pub out: Array2<f32>,
 }
 
-/// From -1 to 1.
-fn uniform(rng: &mut ChaCha8Rng, n: usize, d: usize) -> Array2<f32> {
+/// Draws values from -1 to 1.
+pub fn uniform(rng: &mut ChaCha8Rng, n: usize, d: usize) -> Array2<f32> {
     Array2::from_shape_simple_fn((n, d), || rng.r#gen::<f32>() * 2.0 - 1.0)
 }
 
@@ -105,9 +105,8 @@ fn prefill(
     kv: &KvHead,
     query: &mut dyn FnMut() -> Array2<f32>,
 ) -> Result<()> {
-    let shape = |e: ndarray::ShapeError| Error::failed(e.to_string());
     let keys: Vec<_> = keys.iter().map(|part| part.view()).collect();
-    let keys = concatenate(Axis(0), &keys).map_err(shape)?;
+    let keys = concatenate(Axis(0), &keys)?;
     let mut q_rope = Array3::zeros((place.group, rows, place.head_dim));
     for mut row in q_rope.axis_iter_mut(Axis(1)) {
         row.assign(&query());

@@ -8,7 +8,8 @@ use rayon::prelude::*;
 
 use super::cpu_head::{Head, head};
 use super::decode::{ROTATED_BYTES, Setting, Work};
-use super::median;
+use super::product::seconds;
+use super::{median, proc_bytes};
 use crate::compute::attention::{AHEAD, prefetch};
 use crate::error::{Error, Result};
 use crate::kv::lines::Lines;
@@ -22,16 +23,12 @@ const APART: usize = 16;
 /// GB/s of a loop that only reads, on all threads.
 pub fn bandwidth(runs: usize) -> f64 {
     let values = numbers(ROTATED_BYTES / 8);
-    let time = || {
-        let start = Instant::now();
-        let sum = values
-            .par_chunks(1 << 16)
-            .map(|part| part.iter().fold(0, |a, b| a ^ b))
-            .reduce(|| 0, |a, b| a ^ b);
-        std::hint::black_box(sum);
-        start.elapsed().as_secs_f64()
+    let read = || {
+        let parts = values.par_chunks(1 << 16);
+        let sums = parts.map(|part| part.iter().fold(0, |a, b| a ^ b));
+        std::hint::black_box(sums.reduce(|| 0, |a, b| a ^ b));
     };
-    let times = (0..runs.clamp(3, 50)).map(|_| time()).collect();
+    let times = (0..runs.clamp(3, 50)).map(|_| seconds(read)).collect();
     ROTATED_BYTES as f64 / median(times) * 1e-9
 }
 
@@ -63,19 +60,14 @@ pub fn scattered(bytes: usize, runs: usize) -> f64 {
         })
     };
     let rate = |rows: &Vec<u32>| {
-        let start = Instant::now();
-        let sum = rows.par_chunks(1 << 10).map(sum).reduce(|| 0, |a, b| a ^ b);
-        std::hint::black_box(sum);
-        (rows.len() * bytes) as f64 / start.elapsed().as_secs_f64() * 1e-9
+        let time = seconds(|| {
+            let sums = rows.par_chunks(1 << 10).map(sum);
+            std::hint::black_box(sums.reduce(|| 0, |a, b| a ^ b));
+        });
+        (rows.len() * bytes) as f64 / time * 1e-9
     };
-    median(
-        parts
-            .iter()
-            .cycle()
-            .take(runs.clamp(APART, 50))
-            .map(rate)
-            .collect(),
-    )
+    let timed = parts.iter().cycle().take(runs.clamp(APART, 50));
+    median(timed.map(rate).collect())
 }
 
 struct CpuStep {
@@ -121,13 +113,10 @@ pub fn work(setting: Setting) -> Result<Box<dyn Work>> {
     Ok(Box::new(step))
 }
 
-/// Says that a setting does not fit, where the system tells how much memory is left.
+/// Fails if a setting needs more memory than is free, where the system tells.
 fn check_room(setting: &Setting) -> Result<()> {
-    let memory = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = memory.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let free = line.and_then(|line| line.split_whitespace().next()?.parse::<usize>().ok());
     let need = setting.copies() * (setting.row_bytes() + setting.index_bytes());
-    match free.map(|kib| kib * 1024) {
+    match proc_bytes("/proc/meminfo", "MemAvailable:") {
         Some(free) if need > free => Err(Error::failed(format!(
             "{}: the data need {}, and {} are free",
             setting.shape(),

@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
-use rand::{Rng, SeedableRng};
+use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
+use super::cpu_head::uniform;
 use super::decode::{ROTATED_BYTES, SINKS, Setting, WINDOW, Work, float};
 use super::median;
 use crate::compute::cuda::buffer::Buffer;
@@ -73,7 +74,8 @@ pub fn work<'d>(driver: &'d dyn Driver, setting: Setting) -> Result<Box<dyn Work
     let mut positions = Positions::new(driver, shape, limits)?;
     positions.set(&vec![setting.context as u32; setting.batch])?;
     let mut rng = ChaCha8Rng::seed_from_u64(setting.seed);
-    let queries = uniform(&mut rng, shape.query_heads() * shape.head_dim);
+    let queries = uniform(&mut rng, shape.query_heads(), shape.head_dim);
+    let queries: Vec<f32> = queries.into_iter().collect();
     let copies = setting.copies();
     let seeds: Vec<u32> = (0..copies as u32)
         .map(|copy| setting.seed as u32 + 4 * copy)
@@ -105,11 +107,6 @@ pub fn work<'d>(driver: &'d dyn Driver, setting: Setting) -> Result<Box<dyn Work
         queries: Buffer::of(driver, "queries", &queries)?,
         attention: Attention::new(driver, shape)?,
     }))
-}
-
-/// From -1 to 1.
-fn uniform(rng: &mut ChaCha8Rng, count: usize) -> Vec<f32> {
-    (0..count).map(|_| rng.r#gen::<f32>() * 2.0 - 1.0).collect()
 }
 
 impl Copies<'_> {

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use serde_json::{Value, json};
 
 use super::timed::{check, methods_help, ranking_help};
-use super::{cpu_step, cuda_step, median, number, peak_bytes, print_row};
+use super::{add_bandwidth, cpu_step, cuda_step, number, print_row};
 use crate::cmd::args::Global;
 use crate::cmd::print_json;
 use crate::error::{Error, Result};
@@ -337,10 +337,9 @@ pub fn run(args: &DecodeArgs, attends: bool, global: &Global) -> Result<()> {
             interrupt::check()?;
             times.push(work.run()?);
         }
-        let name = if driver.is_some() { "cuda" } else { "cpu" };
-        let (bytes, scored) = match driver {
-            Some(_) => (setting.moved_bytes(), None),
-            None => work.read(),
+        let (name, (bytes, scored)) = match driver {
+            Some(_) => ("cuda", (setting.moved_bytes(), None)),
+            None => ("cpu", work.read()),
         };
         let mut row = row(&setting, name, times, bytes, bandwidth);
         if let Some(rate) = of_rows {
@@ -390,29 +389,17 @@ fn settings(args: &DecodeArgs, attends: bool, seed: u64) -> Vec<Setting> {
     out
 }
 
-fn row(setting: &Setting, device: &str, mut times: Vec<f64>, bytes: usize, bandwidth: f64) -> Value {
-    times.sort_by(f64::total_cmp);
-    let median = median(times.clone());
-    let rate = bytes as f64 / median * 1e-9;
+fn row(setting: &Setting, device: &str, times: Vec<f64>, bytes: usize, bandwidth: f64) -> Value {
     let what = if setting.attends { "attend" } else { "retrieve" };
     let how = match setting.ranking {
         Ranking::Fast => "",
         Ranking::Plain => ", plain ranking",
     };
-    json!({
-        "name": format!("{what} {}{how}", setting.method.as_str()),
-        "shape": setting.shape(),
-        "device": device,
-        "median_s": median,
-        "min_s": times[0],
-        "max_s": times[times.len() - 1],
-        "runs": times.len(),
-        "gbytes_per_s": rate,
-        "peak_bytes": peak_bytes(),
-        "bytes": bytes,
-        "read_loop_gbytes_per_s": bandwidth,
-        "bandwidth_share": rate / bandwidth,
-    })
+    let name = format!("{what} {}{how}", setting.method.as_str());
+    let mut row = super::row(&name, &setting.shape(), device, times);
+    row["bytes"] = json!(bytes);
+    add_bandwidth(&mut row, bytes as f64, bandwidth);
+    row
 }
 
 fn print_times(row: &Value) -> Result<()> {

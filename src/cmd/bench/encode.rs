@@ -57,8 +57,8 @@ pub fn run(args: &EncodeArgs, global: &Global) -> Result<()> {
     }
     let flop = 2.0 * (n * d) as f64 * size as f64;
     let shape = format!("{n} x {d}, {size} codewords");
-    let mut result = row("encode", &shape, "cpu", &mut encode[1..], flop);
-    set_against(&mut result, rates.split_off(1));
+    let mut result = row("encode", &shape, "cpu", encode.split_off(1));
+    set_against(&mut result, flop, rates.split_off(1));
     match global.json {
         true => print_json(&json!({ "rows": [result] })),
         false => print_rate(&result),

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::decode::{Caches, SINKS, WINDOW, float, parse_context};
 use super::timed::{listed, methods, without};
-use super::{cuda_step, median, number, peak_bytes, print_row};
+use super::{add_bandwidth, cuda_step, number, print_row, row};
 use crate::cmd::args::Global;
 use crate::cmd::print_json;
 use crate::compute::cuda::Cuda;
@@ -173,29 +173,17 @@ fn measure(
         times.push(start.elapsed().as_secs_f64() / STEPS as f64);
     }
     // The first one warmed up.
-    let mut times = times.split_off(1);
-    times.sort_by(f64::total_cmp);
-    let median = median(times.clone());
+    let times = times.split_off(1);
     let read = backend.shares(STEPS * (args.runs + 1))?.read;
     let moved = weights as f64 + read * (backend.position_bytes() * n) as f64;
-    let rate = moved / median * 1e-9;
-    Ok(json!({
-        "name": format!("decode {}", setting.method.as_str()),
-        "shape": setting.shape(args),
-        "device": "cuda",
-        "adapter": driver.adapter(),
-        "median_s": median,
-        "min_s": times[0],
-        "max_s": times[times.len() - 1],
-        "runs": times.len(),
-        "tokens_per_s": setting.batch as f64 / median,
-        "kv_read_fraction": read,
-        "bytes": moved,
-        "gbytes_per_s": rate,
-        "peak_bytes": peak_bytes(),
-        "read_loop_gbytes_per_s": bandwidth,
-        "bandwidth_share": rate / bandwidth,
-    }))
+    let name = format!("decode {}", setting.method.as_str());
+    let mut row = row(&name, &setting.shape(args), "cuda", times);
+    row["adapter"] = json!(driver.adapter());
+    row["tokens_per_s"] = json!(setting.batch as f64 / number(&row, "median_s"));
+    row["kv_read_fraction"] = json!(read);
+    row["bytes"] = json!(moved);
+    add_bandwidth(&mut row, moved, bandwidth);
+    Ok(row)
 }
 
 /// The models and their sizes.

@@ -11,7 +11,7 @@ use crate::cmd::print_json;
 use crate::compute::attention::causal;
 use crate::compute::linear::Linear;
 use crate::error::{Error, Result};
-use crate::flags::{Device, at_least_one};
+use crate::flags::{Device, at_least_one, parse_float};
 use crate::float::Float;
 use crate::interrupt;
 use crate::weight::Weight;
@@ -40,17 +40,11 @@ pub struct PrefillArgs {
     #[arg(long, value_name = "D", default_value_t = 14_336, value_parser = at_least_one)]
     intermediate: usize,
     /// Type of the weights: f32, f16, bf16
-    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = parse_weights)]
+    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = parse_float)]
     weights: Float,
     /// Timed runs
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = at_least_one)]
     runs: usize,
-}
-
-fn parse_weights(text: &str) -> std::result::Result<Float, String> {
-    let types = [Float::F32, Float::F16, Float::Bf16];
-    let named = types.into_iter().find(|t| t.name().eq_ignore_ascii_case(text));
-    named.ok_or_else(|| "expected f32, f16 or bf16".to_owned())
 }
 
 impl PrefillArgs {
@@ -166,8 +160,8 @@ impl Bench<'_> {
             times.push(seconds(&mut work));
             rates.push(self.product.rate());
         }
-        let mut result = row(&format!("prefill {name}"), shape, "cpu", &mut times, flop);
-        set_against(&mut result, rates);
+        let mut result = row(&format!("prefill {name}"), shape, "cpu", times);
+        set_against(&mut result, flop, rates);
         if !self.global.json {
             print_rate(&result)?;
         }

@@ -10,21 +10,22 @@ use super::{median, number, print_row, random_points};
 use crate::compute::gemm;
 use crate::error::Result;
 
-/// How long `work` takes.
+/// Measures how long `work` takes.
 pub fn seconds(work: impl FnOnce()) -> f64 {
     let start = Instant::now();
     work();
     start.elapsed().as_secs_f64()
 }
 
-/// Adds to a result what the product reached in the same run, GFLOP/s each time.
-pub fn set_against(result: &mut Value, rates: Vec<f64>) {
-    let rate = median(rates);
+/// Adds the rate of `flop` at the median time, and its share of the product's `rates` in the same run, in GFLOP/s.
+pub fn set_against(result: &mut Value, flop: f64, rates: Vec<f64>) {
+    let (own, rate) = (flop / number(result, "median_s") * 1e-9, median(rates));
+    result["gflops"] = json!(own);
     result["gemm_gflops"] = json!(rate);
-    result["gemm_share"] = json!(number(result, "gflops") / rate);
+    result["gemm_share"] = json!(own / rate);
 }
 
-/// Prints such a result.
+/// Prints a result that [`set_against`] has completed.
 pub fn print_rate(row: &Value) -> Result<()> {
     let number = |name: &str| number(row, name);
     print_row(

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::is_stopped;
@@ -34,32 +35,32 @@ enum Answer {
 }
 
 /// A prompt with its answer, as a line or a turn of one has them.
+#[derive(Deserialize)]
+#[serde(untagged)]
 enum Pair {
-    Text(String, String),
-    Ids(Vec<u32>, Vec<u32>),
+    Text {
+        prompt: String,
+        answer: String,
+    },
+    Ids {
+        #[serde(rename = "prompt_tokens")]
+        prompt: Vec<u32>,
+        #[serde(rename = "answer_tokens")]
+        answer: Vec<u32>,
+    },
 }
 
 impl Pair {
+    /// Reads a pair from a JSON object.
+    ///
     /// # Errors
     /// Neither of the two forms, or without a prompt or an answer.
     fn parse(value: &Value) -> Result<Self> {
-        let text = |key: &str| value.get(key)?.as_str().map(str::to_string);
-        let ids = |key: &str| serde_json::from_value::<Vec<u32>>(value.get(key)?.clone()).ok();
-        let pair = match (
-            text("prompt"),
-            text("answer"),
-            ids("prompt_tokens"),
-            ids("answer_tokens"),
-        ) {
-            (Some(prompt), Some(answer), _, _) => Self::Text(prompt, answer),
-            (_, _, Some(prompt), Some(answer)) => Self::Ids(prompt, answer),
-            _ => {
-                return Err(Error::failed("there is no prompt with its answer").hint(FORMS));
-            }
-        };
+        let pair = Self::deserialize(value).ok().filter(|_| value.is_object());
+        let pair = pair.ok_or_else(|| Error::failed("there is no prompt with its answer").hint(FORMS))?;
         let empty = match &pair {
-            Self::Text(prompt, answer) => prompt.is_empty() || answer.trim().is_empty(),
-            Self::Ids(prompt, answer) => prompt.is_empty() || answer.is_empty(),
+            Self::Text { prompt, answer } => prompt.is_empty() || answer.trim().is_empty(),
+            Self::Ids { prompt, answer } => prompt.is_empty() || answer.is_empty(),
         };
         match empty {
             true => Err(Error::failed("the prompt or the answer is empty")),
@@ -67,11 +68,11 @@ impl Pair {
         }
     }
 
-    /// The ids of a turn; `first` begins a document.
+    /// Encodes a turn; the `first` begins a document.
     fn question(self, first: bool, tokenizer: Option<&Tokenizer>) -> Result<Question> {
         let question = match self {
-            Self::Ids(prompt, answer) => Question { prompt, answer },
-            Self::Text(prompt, answer) => {
+            Self::Ids { prompt, answer } => Question { prompt, answer },
+            Self::Text { prompt, answer } => {
                 let tokenizer = needed(tokenizer)?;
                 let prompt = match first {
                     true => tokenizer.encode(&prompt)?,
@@ -99,6 +100,8 @@ fn needed(tokenizer: Option<&Tokenizer>) -> Result<&Tokenizer> {
 }
 
 impl Line {
+    /// Reads a line.
+    ///
     /// # Errors
     /// A line of another form, an empty part, an id outside the vocabulary.
     fn parse(line: &str, decoder: &Decoder, tokenizer: Option<&Tokenizer>) -> Result<Self> {
@@ -114,11 +117,11 @@ impl Line {
             return Ok(Self::Conversation(conversation(turns, decoder, tokenizer)?));
         }
         let needle = match Pair::parse(&value)? {
-            Pair::Ids(prompt, answer) => Needle {
+            Pair::Ids { prompt, answer } => Needle {
                 prompt,
                 answer: Answer::Ids(answer),
             },
-            Pair::Text(prompt, answer) => Needle {
+            Pair::Text { prompt, answer } => Needle {
                 prompt: needed(tokenizer)?.encode(&prompt)?,
                 answer: Answer::Text(answer.trim().to_string()),
             },
@@ -130,7 +133,7 @@ impl Line {
         Ok(Self::Needle(needle))
     }
 
-    /// Questions asked.
+    /// Counts the questions.
     fn questions(&self) -> usize {
         match self {
             Self::Needle(_) => 1,
@@ -138,7 +141,7 @@ impl Line {
         }
     }
 
-    /// Tokens that are given.
+    /// Counts the tokens of prompts and given answers.
     fn len(&self) -> usize {
         match self {
             Self::Needle(needle) => needle.prompt.len(),
@@ -152,7 +155,7 @@ fn conversation(turns: &[Value], decoder: &Decoder, tokenizer: Option<&Tokenizer
     let mut of_text = None;
     let mut turn = |i: usize, value: &Value| -> Result<Question> {
         let pair = Pair::parse(value)?;
-        let is_text = matches!(pair, Pair::Text(..));
+        let is_text = matches!(pair, Pair::Text { .. });
         if *of_text.get_or_insert(is_text) != is_text {
             return Err(Error::failed(
                 "turns of text and of token ids in one conversation",
@@ -195,7 +198,7 @@ impl Needle {
         }
     }
 
-    /// Asks it.
+    /// Asks the question along every trajectory.
     fn ask(&self, evaluation: &mut Evaluation, tokenizer: Option<&Tokenizer>) -> Result<()> {
         let own = match &self.answer {
             Answer::Text(text) => text.len(),
@@ -206,7 +209,7 @@ impl Needle {
     }
 }
 
-/// Every line of a needle file.
+/// Reads every line of a needle file.
 fn read(path: &Path, decoder: &Decoder, tokenizer: Option<&Tokenizer>) -> Result<Vec<Line>> {
     let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, "read", &e))?;
     let lines = text.lines().enumerate().filter(|(_, l)| !l.trim().is_empty());
@@ -221,7 +224,7 @@ fn read(path: &Path, decoder: &Decoder, tokenizer: Option<&Tokenizer>) -> Result
     }
 }
 
-/// Asks every line of a needle file; what was measured on, and whether the user stopped it.
+/// Asks every line of a needle file; returns what was asked, and whether the user stopped it.
 pub(super) fn run(
     path: &Path,
     model: &Path,

@@ -10,12 +10,12 @@ use crate::error::{Kind, Result};
 use crate::interrupt;
 use crate::kv::KvType;
 use crate::kv::sample::Sampler;
-use crate::model::ModelConfig;
 use crate::model::tokenizer::TextStream;
 use crate::progress::size;
 use crate::runner::Session;
 
 /// What the model said in one turn.
+#[derive(serde::Serialize)]
 pub(super) struct Reply {
     pub ids: Vec<u32>,
     pub text: String,
@@ -24,13 +24,15 @@ pub(super) struct Reply {
     pub prefill_s: f64,
     pub decode_s: f64,
     /// Whether a stop token ended it.
+    #[serde(skip)]
     pub ended: bool,
     /// Whether the user stopped it.
+    #[serde(skip)]
     pub stopped: bool,
 }
 
 impl Reply {
-    /// The tokens without the stop token that ended them.
+    /// Returns the tokens without the stop token that ended them.
     pub fn without_stop_token(&self) -> &[u32] {
         &self.ids[..self.ids.len() - usize::from(self.ended)]
     }
@@ -97,10 +99,12 @@ impl Conversation<'_> {
         }
         let chat = self.args.chat;
         if !chat {
+            let rows = ids.len() * config.n_layers * config.n_kv_heads;
+            let bytes = rows * self.kv.bytes_per_position(config.head_dim);
             log.note(&format!(
                 "prefill: {} tokens, {} of KV cache",
                 ids.len(),
-                size(ids.len() * kv_bytes_per_token(config, self.kv))
+                size(bytes)
             ));
         }
         let mut reply = self.generate(&ids)?;
@@ -157,9 +161,4 @@ impl Conversation<'_> {
             stopped,
         })
     }
-}
-
-/// Bytes of the keys and values of one position, over all layers and KV heads.
-fn kv_bytes_per_token(c: &ModelConfig, kv: KvType) -> usize {
-    c.n_layers * c.n_kv_heads * kv.bytes_per_position(c.head_dim)
 }

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use super::{Conversation, Reply};
+use super::Conversation;
 use crate::cmd::print_json;
 use crate::error::Result;
 use crate::method::registry::MethodName;
@@ -48,16 +48,7 @@ impl Conversation<'_> {
             "device": device,
         });
         if self.args.chat {
-            let turn = |r: &Reply| {
-                json!({
-                    "ids": r.ids,
-                    "text": r.text,
-                    "prompt_tokens": r.prompt_tokens,
-                    "prefill_s": r.prefill_s,
-                    "decode_s": r.decode_s,
-                })
-            };
-            result["turns"] = replies.iter().map(turn).collect();
+            result["turns"] = json!(replies);
         }
         print_json(&result)
     }

@@ -262,10 +262,10 @@ impl Script {
         let mut marked = messages.to_vec();
         let at = messages.len() - 2;
         let reply = messages[at].content.trim();
-        let mark = (0u64..)
-            .map(|i| format!("reply{i}"))
-            .find(|mark| !whole.contains(mark.as_str()))
-            .unwrap_or_default();
+        let mut mark = String::from("reply0");
+        while whole.contains(&mark) {
+            mark += "0";
+        }
         marked[at].content.clone_from(&mark);
         let text = self.template.render(&marked, true)?;
         let parts: Vec<&str> = text.split(&mark).collect();
