@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 use crate::error::{Error, Result};
 use crate::model::tokenizer::Tokenizer;
 use crate::model::{ModelConfig, ModelManifest};
-use crate::store::hex;
+use crate::store::{hex, to_bytes};
 
 /// Where the documents come from.
 #[derive(Clone, Debug)]
@@ -177,13 +177,7 @@ impl Corpus {
 
     /// Returns the description of the input for a manifest.
     pub fn manifest(&self) -> Calibration {
-        let digest = |values: &[u32]| {
-            let mut hash = Sha256::new();
-            for v in values {
-                hash.update(v.to_le_bytes());
-            }
-            hex(&hash.finalize())
-        };
+        let digest = |values: &[u32]| hex(&Sha256::digest(to_bytes(values)));
         Calibration {
             tokens: self.n_tokens(),
             blocks: self.n_blocks(),
@@ -271,6 +265,12 @@ pub fn read_documents(path: &Path) -> Result<Vec<String>> {
             None => text,
         })
     };
+    let document = |line: &str| {
+        let value: Value =
+            serde_json::from_str(line).map_err(|e| Error::failed(format!("not valid JSON: {e}")))?;
+        let text = value.get("text").and_then(Value::as_str).map(str::to_string);
+        text.ok_or_else(|| Error::failed("there is no text in field `text`"))
+    };
     match path.extension().and_then(|e| e.to_str()) {
         Some("txt") => Ok(vec![read()?]),
         Some("jsonl") => read()?
@@ -278,17 +278,8 @@ pub fn read_documents(path: &Path) -> Result<Vec<String>> {
             .enumerate()
             .filter(|(_, line)| !line.trim().is_empty())
             .map(|(i, line)| {
-                let value: Value = serde_json::from_str(line).map_err(|e| {
-                    Error::failed(format!("{} line {}: not valid JSON: {e}", path.display(), i + 1))
-                })?;
-                match value.get("text").and_then(Value::as_str) {
-                    Some(text) => Ok(text.to_string()),
-                    None => Err(Error::failed(format!(
-                        "{} line {}: there is no text in field `text`",
-                        path.display(),
-                        i + 1
-                    ))),
-                }
+                let place = format!("{} line {}", path.display(), i + 1);
+                document(line).map_err(|e| e.context(place))
             })
             .collect(),
         _ => Err(
@@ -316,14 +307,8 @@ fn uuid_document(tokenizer: &Tokenizer, options: &Options) -> Result<Vec<u32>> {
     loop {
         let mut rng = ChaCha8Rng::seed_from_u64(options.seed);
         rng.set_stream(UUID_STREAM);
-        let uuids: Vec<String> = (0..count)
-            .map(|_| {
-                uuid::Builder::from_random_bytes(rng.r#gen())
-                    .into_uuid()
-                    .to_string()
-            })
-            .collect();
-        let text = uuids.join(", ");
+        let uuids = (0..count).map(|_| uuid::Builder::from_random_bytes(rng.r#gen()).into_uuid());
+        let text = uuids.map(|uuid| uuid.to_string()).collect::<Vec<_>>().join(", ");
         let ids = tokenizer.encode_prefix(&text, options.uuid_tokens)?;
         if ids.len() == options.uuid_tokens {
             return Ok(ids);

@@ -39,7 +39,10 @@ impl Artifact {
         let mut kinds = BTreeMap::new();
         for (name, section) in &manifest.sections {
             let kind = known.iter().copied().find(|kind| kind.name() == name);
-            let kind = kind.ok_or_else(|| context(unknown(name)))?;
+            let kind = kind.ok_or_else(|| {
+                let error = Error::failed(format!("unknown section `{name}`"));
+                context(error.hint("the file was made by a newer version of kvsmith"))
+            })?;
             let specs = kind.specs(&section.params, sizes).map_err(context)?;
             for spec in &specs {
                 store.checked(spec)?;
@@ -72,7 +75,7 @@ impl Artifact {
         })
     }
 
-    /// The sections, by name.
+    /// Lists the sections by name.
     pub fn sections(&self) -> impl Iterator<Item = SectionView<'_>> {
         self.kinds.iter().map(|(name, (kind, specs))| SectionView {
             artifact: self,
@@ -83,12 +86,12 @@ impl Artifact {
         })
     }
 
-    /// Whether the section is there.
+    /// Tells whether there is such a section.
     pub fn has(&self, section: &str) -> bool {
         self.kinds.contains_key(section)
     }
 
-    /// A section.
+    /// Finds a section.
     ///
     /// # Errors
     /// The artifact does not have it.
@@ -99,7 +102,7 @@ impl Artifact {
         })
     }
 
-    /// A section with the digests and values of its tensors checked, for use.
+    /// Finds a section and checks the digests and values of its tensors.
     ///
     /// # Errors
     /// The artifact does not have it, or it is damaged.
@@ -151,11 +154,6 @@ fn read_manifest(store: &Store) -> Result<Manifest> {
     })
 }
 
-fn unknown(section: &str) -> Error {
-    Error::failed(format!("unknown section `{section}`"))
-        .hint("the file was made by a newer version of kvsmith")
-}
-
 /// A section of an opened file.
 #[derive(Clone, Copy)]
 pub struct SectionView<'a> {
@@ -172,7 +170,7 @@ pub struct SectionView<'a> {
 }
 
 impl SectionView<'_> {
-    /// The hyper-parameters.
+    /// Reads the hyper-parameters.
     ///
     /// # Errors
     /// One that is missing or has another type.
@@ -181,18 +179,18 @@ impl SectionView<'_> {
         parse(&what, &self.manifest.params)
     }
 
-    /// Bytes of all tensors.
+    /// Counts the bytes of all tensors.
     pub fn bytes(&self) -> usize {
         store::total_bytes(self.specs)
     }
 
-    /// Keys per KV head that took part in the fit.
+    /// Counts the keys per KV head that took part in the fit.
     pub fn kept_keys(&self) -> u64 {
         let text = &self.artifact.manifest.origin.calibration;
         text.tokens.saturating_sub(text.held_out_tokens) as u64
     }
 
-    /// A whole tensor.
+    /// Reads a whole tensor.
     pub fn read<T: Element>(&self, tensor: &str) -> Result<Vec<T>> {
         let spec = self.specs.iter().find(|spec| spec.name == tensor);
         let spec = spec.ok_or_else(|| {
@@ -202,12 +200,12 @@ impl SectionView<'_> {
         self.artifact.store.read(tensor, &spec.shape)
     }
 
-    /// A whole f16 tensor, widened.
+    /// Reads a whole f16 tensor, widened to f32.
     pub fn widened(&self, tensor: &str) -> Result<Vec<f32>> {
         Ok(self.read(tensor)?.into_iter().map(f16::to_f32).collect())
     }
 
-    /// The error that values are not ones that a fit gives.
+    /// Makes the error for values that no fit gives.
     pub fn damaged(&self, what: impl std::fmt::Display) -> Error {
         Error::failed(format!("{}: {what}", self.artifact.store.path().display()))
             .hint("the file is damaged; make it again")

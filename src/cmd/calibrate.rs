@@ -121,15 +121,11 @@ fn note_cpu_parts(device: &dyn Device, log: Log) {
     if device.adapter().is_none() {
         return;
     }
-    let model = device.cuda().is_none().then(|| "the model".to_string());
-    let sections = SECTIONS
-        .iter()
-        .map(|kind| kind.facts())
-        .filter(|facts| facts.cpu_only);
-    let parts: Vec<String> = model
-        .into_iter()
-        .chain(sections.map(|facts| format!("the {}", facts.stage)))
-        .collect();
+    let model = device.cuda().is_none().then_some("model");
+    let sections = SECTIONS.iter().map(|kind| kind.facts());
+    let stages = sections.filter(|facts| facts.cpu_only).map(|facts| facts.stage);
+    let parts = model.into_iter().chain(stages);
+    let parts: Vec<String> = parts.map(|part| format!("the {part}")).collect();
     if !parts.is_empty() {
         log.note(&format!(
             "{} run on the CPU, everything else on the device",
@@ -152,7 +148,7 @@ fn open_work(args: &Args, global: &Global, origin: &Origin, sections: &[Section]
     Work::open(dir, &identity, args.resume, sections).map(Some)
 }
 
-/// The rows whose queries any fit reads, ascending.
+/// Collects the rows whose queries any fit reads, ascending.
 fn query_rows(fits: &[Box<dyn Fit>]) -> Vec<usize> {
     let mut rows: Vec<usize> = fits.iter().flat_map(|fit| fit.query_rows()).copied().collect();
     rows.sort_unstable();

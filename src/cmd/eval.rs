@@ -72,13 +72,13 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let decoder = open_model(&args.model, log)?;
     let device = device_for(device, &decoder, global)?;
     let artifact = args.reading.open(&decoder, log)?;
-    let methods = args.methods.iter().map(|name| {
-        let made = args
-            .reading
-            .method(*name, artifact.as_ref(), &decoder, global.seed);
-        made.map(|method| (*name, method))
-    });
-    let methods: Vec<(MethodName, Box<dyn Method>)> = methods.collect::<Result<_>>()?;
+    let method = |name: &MethodName| {
+        let reading = &args.reading;
+        let method = reading.method(*name, artifact.as_ref(), &decoder, global.seed)?;
+        Ok((*name, method))
+    };
+    let methods: Vec<(MethodName, Box<dyn Method>)> =
+        args.methods.iter().map(method).collect::<Result<_>>()?;
     let pairs: Vec<(MethodName, &dyn Method, Budget)> = methods
         .iter()
         .flat_map(|(name, method)| args.budgets.iter().map(move |b| (*name, method.as_ref(), *b)))
@@ -117,7 +117,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     }
 }
 
-/// Whether the user stopped the work after `done` steps; without any, that is the error it is.
+/// Tells whether the user stopped the work after `done` steps; a stop before the first step stays an error.
 fn is_stopped(result: Result<()>, done: usize) -> Result<bool> {
     match result {
         // What was measured so far is still told.
@@ -126,7 +126,7 @@ fn is_stopped(result: Result<()>, done: usize) -> Result<bool> {
     }
 }
 
-/// Text or tokens, block by block; what was measured on, and whether the user stopped it.
+/// Evaluates text or tokens block by block; returns what was measured on, and whether the user stopped it.
 fn blocks(
     args: &Args,
     global: &Global,
@@ -186,7 +186,7 @@ fn blocks(
     Ok((found, stopped))
 }
 
-/// The metrics of a turn, or of all.
+/// Lists the metrics of a turn, or of all turns together.
 fn measured(turn: &Turn) -> Value {
     let s = turn.scores();
     json!({ "recall": s.recall, "mass": s.mass, "output_error": s.output_error, "kl": turn.kl() })
@@ -199,7 +199,7 @@ fn merge(object: &mut Value, more: &Value) {
     }
 }
 
-/// One row of the result.
+/// Builds one row of the result.
 fn row(
     args: &Args,
     name: MethodName,
@@ -208,8 +208,8 @@ fn row(
     artifact: Option<&Artifact>,
 ) -> Result<Value> {
     let on_text = args.needles.is_none();
-    let text = |turn: Turn| match on_text {
-        true => measured(&turn),
+    let whole = match on_text {
+        true => measured(&report.whole()),
         false => json!({ "recall": null, "mass": null, "output_error": null, "kl": null }),
     };
     let shares = report.shares();
@@ -223,7 +223,7 @@ fn row(
         "index_bits_per_token": report.index_bits_per_token(),
         "constant_bytes": constant_bytes(name, artifact)?,
     });
-    merge(&mut row, &text(report.whole()));
+    merge(&mut row, &whole);
     if on_text {
         row["by_turn"] = report.turns.iter().map(measured).collect();
     } else {
@@ -244,7 +244,7 @@ fn row(
     Ok(row)
 }
 
-/// The rows for people.
+/// Writes the rows as a table.
 fn table(rows: &[Value], needles: bool) -> String {
     let measured: &[(&str, &str)] = match needles {
         true => &[("needle_accuracy", "needles")],
@@ -260,13 +260,11 @@ fn table(rows: &[Value], needles: bool) -> String {
         out += &format!(" {title:>8}");
     }
     out += &format!(" {:>7} {:>7} {:>10}\n", "reads", "dots", "index bits");
-    let number = |row: &Value, key: &str| row[key].as_f64().unwrap_or(0.0);
+    let keys: Vec<&str> = measured.iter().map(|(key, _)| *key).collect();
     for row in rows {
         let name = row["method"].as_str().unwrap_or("");
-        out += &format!("{name:<10} {:>7}", number(row, "budget"));
-        for (key, _) in measured {
-            out += &format!(" {:>8.4}", number(row, key));
-        }
+        let place = format!("{name:<10} {:>7}", number(row, "budget"));
+        out += &line(&place, row, &keys);
         out += &format!(
             " {:>6.1}% {:>6.1}% {:>10.1}\n",
             100.0 * number(row, "kv_read_fraction"),
@@ -277,18 +275,18 @@ fn table(rows: &[Value], needles: bool) -> String {
         if turns.len() > 1 {
             for (i, turn) in turns.iter().enumerate() {
                 let place = format!("  turn {}", i + 1);
-                out += &line(&place, turn, measured.iter().map(|(key, _)| *key));
+                out += &(line(&place, turn, &keys) + "\n");
             }
         }
         for head in row["per_head"].as_array().into_iter().flatten() {
             let place = format!("  layer {} head {}", head["layer"], head["kv_head"]);
-            out += &line(&place, head, ["recall", "mass", "output_error"].into_iter());
+            out += &(line(&place, head, &["recall", "mass", "output_error"]) + "\n");
         }
     }
     out
 }
 
-/// What a row has per turn, each as a row has it.
+/// Lists what a row has per turn, each in the form of a row.
 fn turn_rows(row: &Value) -> Vec<Value> {
     let needles = row["needle_accuracy_by_turn"].as_array();
     let needles = needles.map(|turns| turns.iter().map(|x| json!({ "needle_accuracy": x })).collect());
@@ -297,11 +295,13 @@ fn turn_rows(row: &Value) -> Vec<Value> {
         .unwrap_or_default()
 }
 
-/// A part of a row for people.
-fn line<'a>(place: &str, part: &Value, keys: impl Iterator<Item = &'a str>) -> String {
-    let mut out = format!("{place:<18}");
-    for key in keys {
-        out += &format!(" {:>8.4}", part[key].as_f64().unwrap_or(0.0));
-    }
-    out + "\n"
+/// Reads a number of a row, or of a part of one; 0 where it was not measured.
+fn number(row: &Value, key: &str) -> f64 {
+    row[key].as_f64().unwrap_or(0.0)
+}
+
+/// Writes the numbers under `keys` of a row, or of a part of one, after its `place`.
+fn line(place: &str, part: &Value, keys: &[&str]) -> String {
+    let numbers = keys.iter().map(|key| format!(" {:>8.4}", number(part, key)));
+    format!("{place:<18}") + &numbers.collect::<String>()
 }

@@ -36,16 +36,15 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     global.cpu_only("inspect")?;
     let artifact = Artifact::open(&args.artifact, SECTIONS)?;
     let sizes = artifact.sizes;
-    let outside = |what: &str, given: usize, count: usize| {
-        Error::usage(format!(
-            "--{what} {given} does not exist: the artifact has {count}"
-        ))
-    };
-    if let Some(i) = args.layer.filter(|i| *i >= sizes.n_layers) {
-        return Err(outside("layer", i, sizes.n_layers));
-    }
-    if let Some(i) = args.head.filter(|i| *i >= sizes.n_kv_heads) {
-        return Err(outside("head", i, sizes.n_kv_heads));
+    let asked = [
+        ("layer", args.layer, sizes.n_layers),
+        ("head", args.head, sizes.n_kv_heads),
+    ];
+    for (what, given, count) in asked {
+        if let Some(i) = given.filter(|i| *i >= count) {
+            let message = format!("--{what} {i} does not exist: the artifact has {count}");
+            return Err(Error::usage(message));
+        }
     }
     if args.verify {
         artifact.verify()?;
@@ -75,7 +74,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     print(&text)
 }
 
-/// The quality reports of a section that were asked for.
+/// Lists the quality reports of a section that were asked for.
 fn reports<'a>(section: &SectionView<'a>, args: &Args) -> Vec<HeadReport<'a>> {
     let layers = section.quality.iter().enumerate();
     let heads = layers.flat_map(|(layer, heads)| {
@@ -88,7 +87,7 @@ fn reports<'a>(section: &SectionView<'a>, args: &Args) -> Vec<HeadReport<'a>> {
     heads.filter(asked).collect()
 }
 
-/// The document of `--json`.
+/// Builds the document of `--json`.
 fn summary_json(artifact: &Artifact, args: &Args, sections: &[(SectionView, Vec<HeadReport>)]) -> Value {
     let rows = sections.iter().flat_map(|(section, reports)| {
         reports.iter().map(|head| {
@@ -112,7 +111,7 @@ fn summary_json(artifact: &Artifact, args: &Args, sections: &[(SectionView, Vec<
     })
 }
 
-/// Model, calibration and sections.
+/// Describes model, calibration and sections.
 fn summary(artifact: &Artifact, args: &Args) -> Result<String> {
     let manifest = &artifact.manifest;
     let (model, text) = (&manifest.origin.model, &manifest.origin.calibration);
@@ -149,7 +148,7 @@ fn summary(artifact: &Artifact, args: &Args) -> Result<String> {
     Ok(out)
 }
 
-/// Everything that is known of one head.
+/// Lists every value of one head's report.
 fn detail(section: &SectionView, head: &HeadReport) -> String {
     let mut out = format!(
         "\n{}, layer {}, KV head {}\n",

@@ -1,6 +1,6 @@
 //! What `run` and `eval` share: the options of methods and caches, and the artifact they read.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use crate::artifact::Artifact;
 use crate::compute::device::Device;
@@ -32,7 +32,7 @@ enum Kv {
     Host,
 }
 
-/// What a method has and may read: the options that `run` and `eval` share.
+/// The options of methods and caches that `run` and `eval` share.
 #[derive(clap::Args, Debug)]
 #[group(skip)]
 pub(super) struct Reading {
@@ -58,12 +58,26 @@ pub(super) struct Reading {
 impl Reading {
     /// Opens the artifact, if one is given, and checks that it fits the model.
     pub(super) fn open(&self, decoder: &Decoder, log: Log) -> Result<Option<Artifact>> {
-        let path = self.artifact.as_ref();
-        path.map(|p| open_artifact(p, decoder, self.force, log))
-            .transpose()
+        let Some(path) = &self.artifact else {
+            return Ok(None);
+        };
+        let artifact = Artifact::open(path, SECTIONS)?;
+        let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
+        if let Err(e) = artifact.check_model(&fingerprint) {
+            if artifact.sizes != decoder.config.sizes() {
+                return Err(e);
+            }
+            if !self.force {
+                return Err(e.hint(
+                    "calibrate this model; --force uses the artifact all the same, since its sizes fit",
+                ));
+            }
+            log.warn(&format!("{e}; used all the same because of --force"));
+        }
+        Ok(Some(artifact))
     }
 
-    /// The options of a session.
+    /// Builds the options of a session.
     pub(super) fn options(
         &self,
         budget: Budget,
@@ -79,12 +93,12 @@ impl Reading {
         })
     }
 
-    /// Whether the caches stay in the machine's memory although the model is on a GPU.
+    /// Tells whether the caches stay in the machine's memory although the model is on a GPU.
     pub(super) fn on_host(&self) -> bool {
         self.kv == Some(Kv::Host)
     }
 
-    /// Checks what the device has of the options.
+    /// Fails if the device cannot hold the caches as the options ask.
     pub(super) fn check(&self, device: &dyn Device) -> Result<()> {
         if self.on_host() && device.cuda().is_none() {
             return Err(Error::usage("--kv host is for --device cuda")
@@ -93,7 +107,7 @@ impl Reading {
         Ok(())
     }
 
-    /// The type of the cache.
+    /// Chooses the type of the cache.
     fn kv_type(&self, device: &dyn Device) -> KvType {
         match self.kv {
             Some(Kv::F32) => KvType::F32,
@@ -105,7 +119,7 @@ impl Reading {
         }
     }
 
-    /// A method of this model.
+    /// Prepares a method for this model.
     pub(super) fn method(
         &self,
         name: MethodName,
@@ -129,23 +143,4 @@ pub(super) fn parse_budget(text: &str) -> std::result::Result<Budget, String> {
         Some(hint) => format!("{e}: expected {hint}"),
         None => e.to_string(),
     })
-}
-
-/// Opens an artifact and checks that it fits the model.
-fn open_artifact(path: &Path, decoder: &Decoder, force: bool, log: Log) -> Result<Artifact> {
-    let artifact = Artifact::open(path, SECTIONS)?;
-    let c = &decoder.config;
-    let fingerprint = decoder.checkpoint.fingerprint(c)?;
-    if let Err(e) = artifact.check_model(&fingerprint) {
-        if artifact.sizes != c.sizes() {
-            return Err(e);
-        }
-        if !force {
-            return Err(
-                e.hint("calibrate this model; --force uses the artifact all the same, since its sizes fit")
-            );
-        }
-        log.warn(&format!("{e}; used all the same because of --force"));
-    }
-    Ok(artifact)
 }
