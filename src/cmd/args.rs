@@ -38,7 +38,7 @@ pub struct Global {
 }
 
 impl Global {
-    /// The log at the level asked for.
+    /// Returns the log at the level asked for.
     pub fn log(&self) -> Log {
         let verbosity = match (self.quiet, self.verbose) {
             (true, _) => Verbosity::Quiet,
@@ -48,7 +48,7 @@ impl Global {
         Log { verbosity }
     }
 
-    /// The device of the heavy operations of calibration; `auto` takes an NVIDIA GPU where there is one.
+    /// Opens the device of the heavy operations of calibration; `auto` takes an NVIDIA GPU where there is one.
     ///
     /// # Errors
     /// The device asked for is not there: exit code 3.
@@ -64,7 +64,7 @@ impl Global {
         Ok(device)
     }
 
-    /// The device of a command that runs the model.
+    /// Opens the device of a command that runs the model.
     ///
     /// # Errors
     /// The device asked for is not there, or cannot run a model: exit code 3.
@@ -75,7 +75,7 @@ impl Global {
         }
     }
 
-    /// The device of a command that runs on the CPU alone.
+    /// Returns the name of the device of a command that runs on the CPU alone.
     ///
     /// # Errors
     /// Another device was asked for: exit code 3.
@@ -122,7 +122,7 @@ pub struct Input {
 }
 
 impl Input {
-    /// Where the documents come from.
+    /// Returns where the documents come from.
     pub fn source(&self) -> corpus::Source {
         match &self.tokens {
             Some(path) => corpus::Source::Tokens(path.clone()),
@@ -130,7 +130,7 @@ impl Input {
         }
     }
 
-    /// How they are cut and divided.
+    /// Returns how the documents are cut into blocks and which part is held out.
     pub fn options(&self, seed: u64) -> corpus::Options {
         corpus::Options {
             seq_len: self.seq_len,
@@ -152,7 +152,7 @@ pub enum RopeKind {
 }
 
 impl RopeKind {
-    /// Where queries are rotated to; `b` is the relative position of the windowed kind.
+    /// Returns where queries are rotated to; `b` is the relative position of the windowed kind.
     pub fn position(self, b: usize) -> Position {
         match self {
             Self::Windowed => Position::Windowed(b),

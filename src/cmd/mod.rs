@@ -44,7 +44,7 @@ fn print(text: &str) -> Result<()> {
         .map_err(|e| Error::stdout(&e))
 }
 
-/// Opens a model and says what it is.
+/// Opens a model and logs its sizes.
 fn open_model(dir: &Path, log: Log) -> Result<Decoder> {
     let decoder = Decoder::open(dir)?;
     let c = &decoder.config;
@@ -67,7 +67,7 @@ fn model_manifest(decoder: &Decoder, log: Log) -> Result<ModelManifest> {
     ModelManifest::new(&decoder.config, &fingerprint)
 }
 
-/// Reads the calibration input and says what it is.
+/// Reads the calibration input and logs its length.
 fn load_corpus(dir: &Path, decoder: &Decoder, input: &Input, global: &Global) -> Result<Corpus> {
     let log = global.log();
     let corpus = Corpus::load(dir, &decoder.config, &input.source(), &input.options(global.seed))?;
@@ -92,7 +92,7 @@ fn load_corpus(dir: &Path, decoder: &Decoder, input: &Input, global: &Global) ->
     Ok(corpus)
 }
 
-/// Warns where the moments are taken at a distance that the model never sees.
+/// Warns if the moments are taken at a distance that the model never sees.
 fn check_wrope_position(position: usize, decoder: &Decoder, log: Log) {
     let context = decoder.config.max_position_embeddings;
     if position >= context {
@@ -102,7 +102,8 @@ fn check_wrope_position(position: usize, decoder: &Decoder, log: Log) {
     }
 }
 
-/// Whether a GPU can run the model; where nobody asked for it, the CPU takes what it cannot.
+/// Tells whether the device is a GPU that runs the model. If it cannot, `--device auto` takes the CPU; an explicit
+/// device is an error.
 fn can_run(device: &dyn Device, decoder: &Decoder, global: &Global) -> Result<bool> {
     if device.cuda().is_none() {
         return Ok(false);
@@ -117,7 +118,7 @@ fn can_run(device: &dyn Device, decoder: &Decoder, global: &Global) -> Result<bo
     }
 }
 
-/// The device of a command that does everything where the model runs.
+/// Chooses the device of a command that does everything where the model runs.
 fn device_for(device: Box<dyn Device>, decoder: &Decoder, global: &Global) -> Result<Box<dyn Device>> {
     Ok(match can_run(device.as_ref(), decoder, global)? {
         true => device,
@@ -125,7 +126,7 @@ fn device_for(device: Box<dyn Device>, decoder: &Decoder, global: &Global) -> Re
     })
 }
 
-/// The layers of a model, on the device if that can run them.
+/// Opens the layers of a model, on the device if that can run them.
 fn layers_on<'a>(
     device: &'a dyn Device,
     decoder: &'a Decoder,
@@ -138,7 +139,7 @@ fn layers_on<'a>(
     })
 }
 
-/// A model ready for inference, on the device if that can run it.
+/// Opens a model for inference, on the device if that is a GPU.
 fn forward_on<'a>(
     device: &'a dyn Device,
     decoder: &'a Decoder,

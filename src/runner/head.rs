@@ -31,7 +31,7 @@ impl Head {
     }
 }
 
-/// Takes a prompt's rows of one layer into its heads; gives back what the prompt attends.
+/// Takes a prompt's rows of one layer into its heads; returns what the prompt attends.
 pub(super) fn prefill_heads(mut heads: Vec<&mut Head>, rows: Rows, model_window: Option<usize>) -> Context {
     let caches: Vec<&KvHead> = heads.iter().map(|head| &head.kv).collect();
     let context = Context::join(rows.q_rope, rows.k_rope, rows.v, &caches);
@@ -58,7 +58,7 @@ pub(super) struct PromptRows<'a> {
 }
 
 impl<'a> PromptRows<'a> {
-    /// KV head `c` of a layer's new keys, `[g,m,d]`, and of what the prompt attends.
+    /// Takes the rows of KV head `c` from a layer's new keys, `[g,m,d]`, and from what the prompt attends.
     pub fn of(k_pre: &'a Array3<f32>, context: &'a Context, c: usize, model_window: Option<usize>) -> Self {
         let (g, m, _) = k_pre.dim();
         let r = context.q_rope.len_of(Axis(0)) / g;
@@ -82,7 +82,7 @@ impl<'a> PromptRows<'a> {
         );
     }
 
-    /// What a method sees of them.
+    /// Returns what a method sees of the prompt.
     pub fn view<'b>(&'b self, kv: &'b KvHead) -> Prompt<'b> {
         Prompt {
             first: self.first,
@@ -105,7 +105,7 @@ pub(super) struct Token<'a> {
 }
 
 impl<'a> Token<'a> {
-    /// KV head `c` with `r` query heads, of one trajectory's rows.
+    /// Takes the rows of KV head `c` with its `r` query heads from one trajectory.
     pub fn of(rows: &'a Rows, c: usize, r: usize, trajectory: usize) -> Self {
         let own = s![c, trajectory..trajectory + 1, ..];
         let group = s![c * r..(c + 1) * r, trajectory, ..];
@@ -123,7 +123,7 @@ impl<'a> Token<'a> {
         kv.extend(self.k_rope.view(), self.v.view());
     }
 
-    /// The step of a method, on a cache that holds the token.
+    /// Describes the step to a method; the cache holds the token already.
     pub fn step<'b>(&'b self, step: usize, set: &StaticSet, budget: Budget, kv: &'b KvHead) -> Step<'b> {
         Step {
             step,
@@ -137,7 +137,7 @@ impl<'a> Token<'a> {
     }
 }
 
-/// One decode step of one KV head: the method takes in the key, chooses, and sees what was attended.
+/// Runs one decode step of one KV head: the method takes in the key, chooses, and sees what was attended.
 pub(super) fn decode_head(
     token: &Token,
     step: &Step,

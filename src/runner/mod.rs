@@ -33,7 +33,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// Where a KV head of a model stands.
+    /// Describes a KV head of a model to its method.
     fn place(&self, config: &ModelConfig, layer: usize, kv_head: usize) -> Place {
         Place {
             layer,

@@ -39,7 +39,7 @@ impl Shares {
         self.read += rows / (visible * heads as f64);
     }
 
-    /// Adds a step, of which `sum` is the sum over its layers.
+    /// Adds a step; `sum` is its sum over layers.
     pub(super) fn add_step(&mut self, sum: &Self, layers: usize) {
         let step = sum.mean(layers);
         self.read += step.read;
@@ -47,7 +47,7 @@ impl Shares {
         self.bypassed += step.bypassed;
     }
 
-    /// The mean of a sum of `count` terms; zero without a term.
+    /// Divides a sum by its number of terms, `count`; zero without a term.
     pub(crate) fn mean(&self, count: usize) -> Self {
         let n = count.max(1) as f64;
         Self {

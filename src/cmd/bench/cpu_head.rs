@@ -15,7 +15,7 @@ use crate::method::{Place, Prompt, Retriever};
 const CHUNK: usize = 4096;
 /// Queries of a head; steps take them in turn.
 const QUERIES: usize = 8;
-/// Length of a query, in lengths of a random one: scaled scores of random keys deviate by 3.
+/// Length of a query relative to a random one, so that scaled scores of random keys deviate by 3.
 const SHARPNESS: f32 = 9.0;
 /// Share of a query that is its head's own; the rest is new. The cosine of two queries is about its square.
 const OWN: f32 = 0.95;
@@ -34,13 +34,13 @@ pub fn uniform(rng: &mut ChaCha8Rng, n: usize, d: usize) -> Array2<f32> {
     Array2::from_shape_simple_fn((n, d), || rng.r#gen::<f32>() * 2.0 - 1.0)
 }
 
-/// A query of every query head, `[r,d]`, most of it `own`.
+/// Draws a query of every query head, `[r,d]`, most of it `own`.
 fn query(rng: &mut ChaCha8Rng, own: &Array2<f32>) -> Array2<f32> {
     let new = uniform(rng, own.nrows(), own.ncols());
     (own * OWN + new * (1.0 - OWN * OWN).sqrt()) * SHARPNESS
 }
 
-/// A head with `n` rows in its cache, where its method or attention reads them, and its method's state.
+/// Makes a head: the rows of its cache, if its method or attention reads them, and its method's state.
 pub fn head(setting: &Setting, new: &NewHead, kv_head: usize, seed: u64) -> Result<Head> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let (n, d) = (setting.context, setting.heads.head_dim);
@@ -52,12 +52,12 @@ pub fn head(setting: &Setting, new: &NewHead, kv_head: usize, seed: u64) -> Resu
         model_window: None,
         sinks: SINKS,
         window: WINDOW,
-        budget: setting.budget,
-        kv: setting.kv,
+        budget: setting.caches().budget,
+        kv: setting.caches().kv,
     };
     let RandomHead { mut retriever, fill } = new(&place, &mut rng);
     let room = if setting.holds_rows() { n } else { 0 };
-    let mut kv = KvHead::new(setting.kv, d, room, Layout::from(Center::Median));
+    let mut kv = KvHead::new(setting.caches().kv, d, room, Layout::from(Center::Median));
     // Keys that a prompt is taken in from.
     let mut prompted = Vec::new();
     for first in (0..n).step_by(CHUNK) {

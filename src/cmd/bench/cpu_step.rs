@@ -17,10 +17,10 @@ use crate::method::Step;
 use crate::progress::size;
 use crate::runner::attend;
 
-/// Of so many rows a scattered read takes one.
+/// A scattered read takes one of this many rows.
 const APART: usize = 16;
 
-/// GB/s of a loop that only reads, on all threads.
+/// Measures a loop that only reads, on all threads, in GB/s.
 pub fn bandwidth(runs: usize) -> f64 {
     let values = numbers(ROTATED_BYTES / 8);
     let read = || {
@@ -32,15 +32,15 @@ pub fn bandwidth(runs: usize) -> f64 {
     ROTATED_BYTES as f64 / median(times) * 1e-9
 }
 
-/// Numbers where a cache would have its rows.
+/// Makes numbers in memory of the kind that caches use.
 fn numbers(n: usize) -> Lines<u64> {
     let mut values = Lines::with_capacity(n);
     values.extend((0..n).map(|i| i as u64));
     values
 }
 
-/// GB/s of a loop that reads rows of `bytes` here and there, one in [`APART`], on all threads. No row is read twice
-/// before all others were: few rows read again and again would stay in a cache.
+/// Measures a loop that reads scattered rows of `bytes`, one in [`APART`], on all threads, in GB/s. All rows are read
+/// once before any is read again, so that none stays in the processor's caches.
 pub fn scattered(bytes: usize, runs: usize) -> f64 {
     let width = bytes / 8;
     let values = numbers(ROTATED_BYTES / 8);
@@ -70,8 +70,8 @@ pub fn scattered(bytes: usize, runs: usize) -> f64 {
     median(timed.map(rate).collect())
 }
 
-struct CpuStep {
-    setting: Setting,
+struct CpuStep<'a> {
+    setting: Setting<'a>,
     /// Copies of a layer's heads.
     copies: Vec<Vec<Head>>,
     /// Steps so far.
@@ -82,11 +82,11 @@ struct CpuStep {
     scored: usize,
 }
 
-/// The work of a setting.
+/// Prepares the steps of a setting.
 ///
 /// # Errors
 /// More memory than there is.
-pub fn work(setting: Setting) -> Result<Box<dyn Work>> {
+pub fn work(setting: Setting<'_>) -> Result<Box<dyn Work + '_>> {
     check_room(&setting)?;
     let new = setting.bench.heads(&setting.layer(), &setting.params())?;
     let g = setting.heads.n_kv_heads;
@@ -104,7 +104,7 @@ pub fn work(setting: Setting) -> Result<Box<dyn Work>> {
         bytes: 0,
         scored: 0,
     };
-    // What a method makes at its first step it only adds to at all others.
+    // The first step of a method may build state that later steps only extend.
     if setting.bench.retrieves() {
         for _ in 0..setting.copies() {
             step.run()?;
@@ -128,7 +128,7 @@ fn check_room(setting: &Setting) -> Result<()> {
     }
 }
 
-impl Work for CpuStep {
+impl Work for CpuStep<'_> {
     fn run(&mut self) -> Result<f64> {
         let (setting, set) = (self.setting, self.setting.static_set());
         let (copy, steps) = (self.steps % self.copies.len(), self.steps / self.copies.len());
@@ -140,7 +140,7 @@ impl Work for CpuStep {
                 step: steps,
                 visible: set.visible(),
                 candidates: set.candidates.clone(),
-                budget: setting.budget.positions(setting.context),
+                budget: setting.caches().budget.positions(setting.context),
                 q_pre: query.view(),
                 q_rope: query.view(),
                 kv: &head.kv,

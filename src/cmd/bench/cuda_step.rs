@@ -21,7 +21,7 @@ use crate::method::cuda::{CudaIndex, CudaStep, OnDevice};
 /// Steps that are launched before the host waits for them.
 const STEPS: usize = 20;
 
-/// GB/s of a loop that only reads.
+/// Measures a loop that only reads, in GB/s.
 pub fn bandwidth(driver: &dyn Driver, runs: usize) -> Result<f64> {
     let bytes = ROTATED_BYTES;
     let reading = ReadLoop::new(driver, bytes)?;
@@ -52,12 +52,12 @@ struct Copies<'d> {
     attention: Attention<'d>,
 }
 
-/// The work of a setting.
+/// Prepares the steps of a setting.
 ///
 /// # Errors
 /// It does not fit.
 pub fn work<'d>(driver: &'d dyn Driver, setting: Setting) -> Result<Box<dyn Work + 'd>> {
-    let float = float(setting.kv)?;
+    let float = float(setting.caches().kv)?;
     let shape = Shape {
         sequences: setting.batch,
         kv_heads: setting.heads.n_kv_heads,
@@ -69,7 +69,7 @@ pub fn work<'d>(driver: &'d dyn Driver, setting: Setting) -> Result<Box<dyn Work
         sinks: SINKS,
         window: WINDOW,
         model_window: None,
-        budget: setting.budget,
+        budget: setting.caches().budget,
     };
     let mut positions = Positions::new(driver, shape, limits)?;
     positions.set(&vec![setting.context as u32; setting.batch])?;
@@ -83,12 +83,12 @@ pub fn work<'d>(driver: &'d dyn Driver, setting: Setting) -> Result<Box<dyn Work
     let at = OnDevice {
         driver,
         shape,
-        kv: setting.kv,
+        kv: setting.caches().kv,
     };
     let contents = Contents {
         limits: &vec![limits; copies],
         seeds: &seeds,
-        codewords: setting.size,
+        codewords: setting.caches().size,
     };
     let indexes = setting.bench.indexes(at, &contents)?;
     let copies = indexes.into_iter().zip(seeds).map(|(index, seed)| {

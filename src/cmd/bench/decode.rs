@@ -22,7 +22,7 @@ use crate::method::registry::MethodName;
 use crate::method::{Choice, Ranking, Reads, lfps};
 use crate::{compute, interrupt};
 
-/// Bytes that are read before any of them is read again: more than caches hold.
+/// Bytes that are read before any of them is read again: more than the processor's caches hold.
 pub const ROTATED_BYTES: usize = 256 << 20;
 
 #[derive(clap::Args, Debug)]
@@ -74,7 +74,7 @@ pub struct Caches {
     pub size: usize,
 }
 
-/// The element type of rows on a GPU.
+/// Returns the element type of rows on a GPU; fails for 2-bit rows.
 pub fn float(kv: KvType) -> Result<Float> {
     let refused =
         || Error::usage("`--kv 2bit`: `bench` has such rows on the CPU alone").hint("use --device cpu");
@@ -127,7 +127,7 @@ impl FromStr for Heads {
     }
 }
 
-/// A number of positions, as in 8192, 8K or 1M.
+/// Parses a number of positions, as in 8192, 8K or 1M.
 pub(super) fn parse_context(text: &str) -> std::result::Result<usize, String> {
     let (digits, unit) = match text.as_bytes().last() {
         Some(b'K' | b'k') => (&text[..text.len() - 1], 1 << 10),
@@ -139,7 +139,7 @@ pub(super) fn parse_context(text: &str) -> std::result::Result<usize, String> {
         .ok_or_else(|| "expected a number of positions from 1 to 16M".to_owned())
 }
 
-/// A number of sequences.
+/// Parses a number of sequences.
 fn parse_batch(text: &str) -> std::result::Result<usize, String> {
     match text.parse() {
         Ok(n @ 1..=65_535) => Ok(n),
@@ -149,7 +149,9 @@ fn parse_batch(text: &str) -> std::result::Result<usize, String> {
 
 /// What is timed.
 #[derive(Clone, Copy)]
-pub struct Setting {
+pub struct Setting<'a> {
+    /// What is the same for all settings.
+    pub args: &'a DecodeArgs,
     /// One layer's heads.
     pub heads: Heads,
     /// Positions in the cache, n.
@@ -158,12 +160,6 @@ pub struct Setting {
     pub batch: usize,
     pub method: MethodName,
     pub bench: &'static dyn Bench,
-    pub budget: Budget,
-    pub kv: KvType,
-    /// Codewords.
-    pub size: usize,
-    pub lfps: lfps::Params,
-    pub ranking: Ranking,
     /// Whether what was chosen is attended too.
     pub attends: bool,
     pub seed: u64,
@@ -174,54 +170,59 @@ pub const SINKS: usize = 4;
 /// See [`SINKS`].
 pub const WINDOW: usize = 64;
 
-impl Setting {
-    /// Query heads per KV head.
+impl Setting<'_> {
+    /// Returns the caches that steps read.
+    pub fn caches(&self) -> &Caches {
+        &self.args.caches
+    }
+
+    /// Counts the query heads per KV head.
     pub fn group(&self) -> usize {
         self.heads.n_heads / self.heads.n_kv_heads
     }
 
-    /// What is always attended, for the last position.
+    /// Returns what is always attended, for the last position.
     pub fn static_set(&self) -> StaticSet {
         StaticSet::at(self.context - 1, None, SINKS, WINDOW)
     }
 
-    /// What a method knows of the layer.
+    /// Describes the layer to a method.
     pub fn layer(&self) -> Layer {
         Layer {
             sequences: self.batch,
             kv_heads: self.heads.n_kv_heads,
             head_dim: self.heads.head_dim,
             context: self.context,
-            codewords: self.size,
-            ranking: self.ranking,
+            codewords: self.caches().size,
+            ranking: self.args.ranking,
             seed: self.seed,
         }
     }
 
-    /// The parameters of all methods.
+    /// Returns the parameters of all methods.
     pub fn params(&self) -> Params {
         Params {
-            lfps: self.lfps,
+            lfps: self.args.lfps,
             ..Params::default()
         }
     }
 
-    /// Whether a step reads cached rows.
+    /// Tells whether a step reads cached rows.
     pub fn holds_rows(&self) -> bool {
-        self.attends || self.bench.reads_rows(self.kv)
+        self.attends || self.bench.reads_rows(self.caches().kv)
     }
 
-    /// Bytes of a cached key.
+    /// Counts the bytes of a cached key.
     pub fn key(&self) -> usize {
-        self.kv.bytes_per_key(self.heads.head_dim)
+        self.caches().kv.bytes_per_key(self.heads.head_dim)
     }
 
-    /// Bytes of a cached key and value.
+    /// Counts the bytes of a cached key and value.
     pub fn rows(&self) -> usize {
-        self.kv.bytes_per_position(self.heads.head_dim)
+        self.caches().kv.bytes_per_position(self.heads.head_dim)
     }
 
-    /// Bytes of the cached rows of one layer, where they are read.
+    /// Counts the bytes of the cached rows of one layer; 0 where none is read.
     pub fn row_bytes(&self) -> usize {
         let heads = self.batch * self.heads.n_kv_heads;
         if self.holds_rows() {
@@ -231,12 +232,12 @@ impl Setting {
         }
     }
 
-    /// Bytes of the index of one layer that a step of a GPU reads.
+    /// Counts the bytes of one layer's index that a step on a GPU reads.
     pub fn index_bytes(&self) -> usize {
         self.bench.index_bytes(&self.layer())
     }
 
-    /// Bytes that a step of one KV head reads on the CPU: the index, the keys that are ranked, and each row that
+    /// Counts the bytes that a step of one KV head reads on the CPU: the index, the keys that are ranked, and each row that
     /// is attended once.
     pub fn read_bytes(&self, reads: &Reads, choice: &Choice) -> usize {
         let (ranked, attended) = match self.attends {
@@ -249,16 +250,20 @@ impl Setting {
         reads.index_bytes + self.key() * ranked + self.rows() * attended
     }
 
-    /// Copies of a layer's data that are more than caches hold.
+    /// Counts the copies of a layer's data that together exceed the processor's caches.
     pub fn copies(&self) -> usize {
         let bytes = (self.row_bytes() + self.index_bytes()).max(1);
         ROTATED_BYTES.div_ceil(bytes).clamp(2, 64)
     }
 
-    /// Bytes that a step of a GPU has to move: the index, and each row that is attended once.
+    /// Counts the bytes that a step on a GPU has to move: the index, and each row that is attended once.
     fn moved_bytes(&self) -> usize {
         let set = self.static_set();
-        let chosen = self.budget.positions(self.context).min(set.candidates.len());
+        let chosen = self
+            .caches()
+            .budget
+            .positions(self.context)
+            .min(set.candidates.len());
         let attended = match self.bench.retrieves() {
             true => set.len() + chosen,
             false => self.context,
@@ -272,18 +277,19 @@ impl Setting {
             n_kv_heads,
             head_dim,
         } = self.heads;
-        let (b, n, kv) = (self.batch, self.context, self.kv.as_str());
-        let budget = self.budget.value();
+        let (b, n, kv) = (self.batch, self.context, self.caches().kv.as_str());
+        let budget = self.caches().budget.value();
         format!("batch {b}, {n_heads}/{n_kv_heads} heads x {head_dim}, {n} positions, {kv}, budget {budget}")
     }
 }
 
-/// Something to time: each call does some steps, on one copy of the data after the other, and gives the seconds of one.
+/// Decode steps to time.
 pub trait Work {
+    /// Runs some steps, on one copy of the data after the other; returns the seconds of one step.
     fn run(&mut self) -> Result<f64>;
 
-    /// Bytes that the last step read, and the exact scores that retrieval took, as a share of all, where the work
-    /// tells.
+    /// Returns the bytes that the last step read and, where it is known, the share of all scores that retrieval
+    /// computed exactly.
     fn read(&self) -> (usize, Option<f64>) {
         (0, None)
     }
@@ -360,8 +366,8 @@ pub fn run(args: &DecodeArgs, attends: bool, global: &Global) -> Result<()> {
     }
 }
 
-/// Every combination; full attention has nothing to retrieve.
-fn settings(args: &DecodeArgs, attends: bool, seed: u64) -> Vec<Setting> {
+/// Lists every combination; full attention has nothing to retrieve.
+fn settings(args: &DecodeArgs, attends: bool, seed: u64) -> Vec<Setting<'_>> {
     let mut out = Vec::new();
     for &heads in &args.shapes {
         for &context in &args.context {
@@ -369,16 +375,12 @@ fn settings(args: &DecodeArgs, attends: bool, seed: u64) -> Vec<Setting> {
                 let timed = args.methods.iter().filter_map(|m| Some((*m, m.bench()?)));
                 for (method, bench) in timed.filter(|(_, bench)| attends || bench.retrieves()) {
                     out.push(Setting {
+                        args,
                         heads,
                         context,
                         batch,
                         method,
                         bench,
-                        budget: args.caches.budget,
-                        kv: args.caches.kv,
-                        size: args.caches.size,
-                        lfps: args.lfps,
-                        ranking: args.ranking,
                         attends,
                         seed,
                     });
@@ -391,7 +393,7 @@ fn settings(args: &DecodeArgs, attends: bool, seed: u64) -> Vec<Setting> {
 
 fn row(setting: &Setting, device: &str, times: Vec<f64>, bytes: usize, bandwidth: f64) -> Value {
     let what = if setting.attends { "attend" } else { "retrieve" };
-    let how = match setting.ranking {
+    let how = match setting.args.ranking {
         Ranking::Fast => "",
         Ranking::Plain => ", plain ranking",
     };

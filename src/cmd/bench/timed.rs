@@ -6,19 +6,19 @@ use crate::method::Ranking;
 use crate::method::bench::Bench;
 use crate::method::registry::{METHODS, MethodName};
 
-/// The methods of which something holds.
+/// Lists the methods that have a property.
 pub fn methods(holds: impl Fn(&dyn Bench) -> bool) -> Vec<MethodName> {
     let named = METHODS.iter().filter(|m| m.bench().is_some_and(&holds));
     named.copied().collect()
 }
 
-/// The name of the first one of which it does not hold.
+/// Returns the name of the first method without a property.
 pub fn without(methods: &[MethodName], holds: impl Fn(&dyn Bench) -> bool) -> Option<&'static str> {
     let other = methods.iter().find(|m| !m.bench().is_some_and(&holds));
     other.map(|m| m.as_str())
 }
 
-/// Names as in "a, b and c".
+/// Joins names as in "a, b and c".
 pub fn listed(methods: &[MethodName]) -> String {
     let names: Vec<&str> = methods.iter().map(|m| m.as_str()).collect();
     match names.split_last() {
@@ -28,7 +28,7 @@ pub fn listed(methods: &[MethodName]) -> String {
     }
 }
 
-/// Whether one layer is timed on a GPU, and on the CPU too.
+/// Tells whether one layer is timed on a GPU, and so on the CPU too.
 fn on_cuda(bench: &dyn Bench) -> bool {
     bench.timed().layer_on_cuda
 }
@@ -41,7 +41,7 @@ fn has_plain_ranking(bench: &dyn Bench) -> bool {
     bench.has_plain_ranking()
 }
 
-/// Help of `--methods`.
+/// Writes the help of `--methods`.
 pub fn methods_help() -> String {
     let of = |method: &MethodName| match method.bench().is_some_and(Bench::retrieves) {
         true => method.as_str().to_owned(),
@@ -52,7 +52,7 @@ pub fn methods_help() -> String {
     format!("What to time: {}; on the CPU {more} too", both.join(", "))
 }
 
-/// Help of `--ranking`.
+/// Writes the help of `--ranking`.
 pub fn ranking_help() -> String {
     let two = listed(&methods(has_plain_ranking));
     format!("How {two} look for the best positions on the CPU")

@@ -41,7 +41,7 @@ impl Scores {
     }
 }
 
-/// The truth of one step of one KV head.
+/// The exact attention of one step of one KV head, against which choices are measured.
 pub(super) struct Judge<'a> {
     set: &'a StaticSet,
     /// True probabilities of what is visible, `[r,n]`.
@@ -71,7 +71,7 @@ impl<'a> Judge<'a> {
         }
     }
 
-    /// The metrics of a choice and its attention output, `[r,d]`.
+    /// Measures a choice and its attention output, `[r,d]`.
     pub fn scores(&self, choice: &Choice, budget: usize, output: ArrayViewMut2<f32>) -> Scores {
         let oracle = &self.ranked[..budget.min(self.ranked.len())];
         let found = |p: &&u32| choice.positions.binary_search(p).is_ok();
@@ -108,7 +108,7 @@ impl<'a> Judge<'a> {
     }
 }
 
-/// KL(p || q) of the softmax of two rows of logits, in nats.
+/// Computes KL(p || q) of the softmax of two rows of logits, in nats.
 ///
 /// # Numerics
 /// f64; never below zero.

@@ -62,7 +62,7 @@ impl Answers {
     }
 }
 
-/// The entry of a turn, made where there is none yet.
+/// Finds the entry of a turn, making it if there is none yet.
 fn at_turn<T: Default + Clone>(turns: &mut Vec<T>, turn: usize) -> &mut T {
     if turns.len() <= turn {
         turns.resize(turn + 1, T::default());
@@ -98,7 +98,7 @@ impl Report {
         }
     }
 
-    /// All turns of all blocks.
+    /// Adds up all turns of all blocks.
     pub fn whole(&self) -> Turn {
         let mut all = Turn::default();
         self.turns.iter().for_each(|turn| all.add(turn));
@@ -121,7 +121,7 @@ impl Report {
         at_turn(&mut self.turns, turn).scores.add(scores);
     }
 
-    /// Adds a step, of which `sum` is the sum over its layers.
+    /// Adds a step; `sum` is its sum over layers.
     pub(super) fn add_step(&mut self, sum: &Shares, layers: usize) {
         self.shares.add_step(sum, layers);
         self.steps += 1;

@@ -60,7 +60,7 @@ pub(super) struct StepInput<'a> {
 }
 
 impl Trajectories {
-    /// Empty caches with room for `capacity` positions.
+    /// Makes empty caches with room for `capacity` positions.
     pub fn new(
         c: &ModelConfig,
         variants: &[Variant],
@@ -106,7 +106,7 @@ impl Trajectories {
         let mut logits = vec![full];
         if self.len == 0 {
             let judged = self.judged;
-            self.heads.iter_mut().flatten().for_each(|h| h.part(judged));
+            self.heads.iter_mut().flatten().for_each(|h| h.branch(judged));
             logits = vec![logits[0].clone(); variants + 1];
         } else {
             for v in 0..variants {
@@ -122,7 +122,7 @@ impl Trajectories {
     }
 }
 
-/// Takes a prompt's rows of one layer along the full trajectory; gives back what the prompt attends.
+/// Takes in a prompt's rows of one layer along the full trajectory; returns what the prompt attends.
 fn prefill_full(heads: &mut [HeadTrajectories], rows: Rows, model_window: Option<usize>) -> Context {
     let exact: Vec<&KvHead> = heads.iter().map(|h| &h.exact).collect();
     let stored: Option<Vec<&KvHead>> = heads.iter().map(|h| h.stored.as_ref()).collect();
@@ -153,8 +153,8 @@ impl HeadTrajectories {
         }
     }
 
-    /// After the first prompt: every variant goes its own way.
-    fn part(&mut self, judged: bool) {
+    /// Starts each variant's own trajectory, after the first prompt.
+    fn branch(&mut self, judged: bool) {
         let kv = self.stored.as_mut().unwrap_or(&mut self.exact);
         let forks = self.shadows.iter().map(|shadow| Head {
             kv: kv.fork(),
@@ -167,7 +167,7 @@ impl HeadTrajectories {
         }
     }
 
-    /// One step of KV head `c`; out `[trajectories,r,d]`.
+    /// Runs one step of KV head `c`; out `[trajectories,r,d]`.
     pub fn step(&mut self, input: &StepInput, c: usize, mut out: ndarray::ArrayViewMut3<f32>) -> HeadStep {
         let token = Token::of(input.rows, c, input.group, 0);
         token.cache(&mut self.exact);
