@@ -168,7 +168,7 @@ impl Work {
         writer.finish()
     }
 
-    /// Opens a file of this run and checks its digests.
+    /// Opens a file of this run and checks its digests; returns what its manifest holds besides.
     fn read<T: DeserializeOwned>(&self, path: &Path) -> Result<(Store, T)> {
         let store = Store::open(path)?;
         let manifest = serde_json::from_value(store.manifest()?).ok();
@@ -226,7 +226,7 @@ fn damaged(path: &Path) -> Error {
         .hint("remove the --work folder and start again without --resume")
 }
 
-/// Removes temporary files of a run that was killed.
+/// Removes temporary files of a run that was killed, on a best-effort basis.
 fn remove_leftovers(dir: &Path) {
     for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
         let name = entry.file_name();

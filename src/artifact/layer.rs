@@ -38,7 +38,7 @@ pub struct LayerStates<'a> {
 }
 
 impl LayerStates<'_> {
-    /// The query moments of the layer.
+    /// Returns the query moments of the layer.
     ///
     /// # Errors
     /// The section's declaration does not say that it reads them.
@@ -47,12 +47,12 @@ impl LayerStates<'_> {
             .ok_or_else(|| Error::failed("internal: a section reads moments that it did not ask for"))
     }
 
-    /// Rows that take part in the fit.
+    /// Counts the rows that take part in the fit.
     pub fn n_kept(&self) -> usize {
         self.kept.iter().filter(|kept| **kept).count()
     }
 
-    /// The KV heads in runs that the device takes at once, for `size` centroids per head.
+    /// Divides the KV heads into runs that the device fits at once, with `size` centroids per head.
     pub fn head_runs(&self, size: usize) -> impl Iterator<Item = Range<usize>> {
         let (g, d) = (self.sizes.n_kv_heads, self.sizes.head_dim);
         let at_once = self.device.heads_at_once(self.n_kept(), d, size).max(1);
@@ -61,7 +61,7 @@ impl LayerStates<'_> {
             .map(move |first| first..g.min(first + at_once))
     }
 
-    /// The kept and the held-out rows of some heads, `[b,kept,d]` and `[b,n - kept,d]`, at their own
+    /// Reads the kept and the held-out rows of some heads, `[b,kept,d]` and `[b,n - kept,d]`, at their own
     /// positions if `rotated`.
     pub fn split(&self, heads: Range<usize>, rotated: bool) -> Result<[Array3<f32>; 2]> {
         let rows = |wanted: bool| -> Vec<usize> {
@@ -84,7 +84,7 @@ impl LayerStates<'_> {
         Ok(out)
     }
 
-    /// The ranges of kept rows that belong to each block.
+    /// Lists the range of kept rows of each block.
     pub fn kept_blocks(&self) -> Vec<Range<usize>> {
         let mut end = 0;
         let blocks = self.block_start.windows(2).map(|block| {

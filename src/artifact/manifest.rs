@@ -55,7 +55,7 @@ pub struct SectionManifest {
 }
 
 impl Manifest {
-    /// A manifest of this version without sections.
+    /// Makes a manifest of this version without sections.
     pub fn new(origin: Origin) -> Self {
         Self {
             format: FORMAT,
@@ -67,7 +67,7 @@ impl Manifest {
         }
     }
 
-    /// The text for the header, sealed with its digest; `device` follows from the sections.
+    /// Writes the text for the header, sealed with its digest; `device` follows from the sections.
     pub fn seal(mut self) -> String {
         let devices = self.sections.values().map(|s| s.device.as_str());
         let others: BTreeSet<&str> = devices.filter(|name| *name != "cpu").collect();
@@ -81,7 +81,7 @@ impl Manifest {
     }
 }
 
-/// Whether a manifest's text has the digest that it states.
+/// Tells whether a manifest's text has the digest that it states.
 ///
 /// The text itself is hashed, less the digest's own member: no reader has to write JSON as we do.
 pub fn seal_holds(text: &str, manifest: &Value) -> bool {
@@ -89,15 +89,8 @@ pub fn seal_holds(text: &str, manifest: &Value) -> bool {
         return false;
     };
     let member = format!("\"{SEAL}\":\"{digest}\",");
-    match text.split_once(&member) {
-        Some((before, after)) => {
-            let mut hash = Sha256::new();
-            hash.update(before.as_bytes());
-            hash.update(after.as_bytes());
-            hex(&hash.finalize()) == digest
-        }
-        None => false,
-    }
+    let rest = text.split_once(&member);
+    rest.is_some_and(|(before, after)| hex(&Sha256::digest(format!("{before}{after}"))) == digest)
 }
 
 /// Writes something as a JSON object of the manifest.

@@ -76,7 +76,7 @@ pub trait SectionKind: Debug + Sync {
         self.facts().name
     }
 
-    /// The device of the fit where calibration runs on `device`.
+    /// Chooses the device of the fit for a calibration on `device`.
     fn device<'a>(&self, device: &'a dyn Device) -> &'a dyn Device {
         match self.facts().cpu_only {
             true => &Cpu,
@@ -119,7 +119,7 @@ pub trait Fit {
     fn layer(&self, states: &LayerStates, done: HeadDone) -> Result<LayerPart>;
 }
 
-/// Is told of every KV head that has been fitted, with a line for `-v` if there is something to say.
+/// Called after each KV head that was fitted, with a line for `-v` if there is something to say.
 pub type HeadDone<'a> = &'a mut dyn FnMut(usize, Option<String>);
 
 /// What one layer contributes to a section.
@@ -135,14 +135,14 @@ pub struct LayerPart {
 pub type LayerParts = BTreeMap<&'static str, LayerPart>;
 
 impl LayerPart {
-    /// Appends values, those of the next head, to a tensor.
+    /// Appends the values of the next head to a tensor.
     pub fn put<T: Element>(&mut self, tensor: &str, values: &[T]) {
         let data = self.tensors.entry(tensor.to_string()).or_default();
         data.extend(to_bytes(values));
     }
 }
 
-/// A section in the making: complete once every layer has been added.
+/// A section that is being made: complete once every layer has been added.
 pub struct Section {
     /// Its declaration.
     pub kind: &'static dyn SectionKind,
@@ -157,7 +157,7 @@ pub struct Section {
 }
 
 impl Section {
-    /// A section without layers yet, to be fitted where `device` is asked for.
+    /// Makes a section without layers, which is fitted on `device` or on the CPU if its fit needs that.
     pub fn new(fit: &dyn Fit, sizes: Sizes, device: &dyn Device) -> Result<Self> {
         let (kind, params) = (fit.kind(), fit.params()?);
         let device = kind.device(device);
@@ -176,7 +176,7 @@ impl Section {
         })
     }
 
-    /// The tensors of one layer: its leading axis alone.
+    /// Describes the tensors of one layer, with a leading axis of 1.
     pub fn layer_specs(&self) -> Vec<Spec> {
         let mut specs = self.specs.clone();
         specs.iter_mut().for_each(|spec| spec.shape[0] = 1);

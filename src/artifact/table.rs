@@ -28,7 +28,7 @@ pub struct Column<R> {
 }
 
 impl<R> Column<R> {
-    /// A column with this heading that shows the mean of a value.
+    /// Makes a column with this heading that shows the mean of a value.
     pub const fn new(heading: &'static str, show: fn(f64) -> String, value: fn(&R) -> Option<f64>) -> Self {
         Self { heading, show, value }
     }

@@ -43,12 +43,13 @@ pub struct Question {
     pub answer: Vec<u32>,
 }
 
-/// The parts of `n` tokens that are one turn each, of `turns` equal ones.
+/// Divides `n` tokens into `turns` equal parts, one per turn.
 pub fn turns_of(n: usize, turns: usize) -> impl Iterator<Item = Range<usize>> {
     (0..turns).map(move |turn| turn * n / turns..(turn + 1) * n / turns)
 }
 
-/// Tokens of a turn of `n` that are fed one by one, of at most `decode`: the prompt keeps one.
+/// Counts the last tokens of a turn of `n` that are fed one by one: at most `decode`; the prompt keeps
+/// at least one.
 pub fn decoded(n: usize, decode: usize) -> usize {
     decode.clamp(1, n.max(2) - 1)
 }
@@ -65,7 +66,7 @@ pub struct Evaluation<'a> {
 }
 
 impl<'a> Evaluation<'a> {
-    /// An evaluation without results yet; the budget of `options` is not used.
+    /// Starts an evaluation without results; the budget of `options` is not used.
     pub fn new(forward: Box<dyn Forward + 'a>, variants: Vec<Variant<'a>>, options: Options) -> Self {
         let empty = Report::new(&forward.decoder().config);
         Self {

@@ -62,7 +62,7 @@ pub struct Session<'a> {
 }
 
 impl<'a> Session<'a> {
-    /// A session on a backend whose caches are empty.
+    /// Starts a session on a backend whose caches are empty.
     pub fn new(backend: impl Backend + 'a) -> Self {
         Self {
             backend: Box::new(backend),
@@ -130,17 +130,17 @@ impl<'a> Session<'a> {
         self.trace.as_mut().map_or(Ok(()), Trace::finish)
     }
 
-    /// Positions in the cache.
+    /// Counts the positions in the cache.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether nothing was fed yet.
+    /// Tells whether nothing was fed yet.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The means over all decode steps and layers; before the first step, everything counts as read.
+    /// Returns the means over all decode steps and layers; before the first step, everything counts as read.
     pub fn shares(&self) -> Result<Shares> {
         match self.steps {
             0 => Ok(Shares {

@@ -237,8 +237,8 @@ impl Setting<'_> {
         self.bench.index_bytes(&self.layer())
     }
 
-    /// Counts the bytes that a step of one KV head reads on the CPU: the index, the keys that are ranked, and each row that
-    /// is attended once.
+    /// Counts the bytes that a step of one KV head reads on the CPU: the index, the keys that are ranked, and
+    /// each row that is attended once.
     pub fn read_bytes(&self, reads: &Reads, choice: &Choice) -> usize {
         let (ranked, attended) = match self.attends {
             true => (
@@ -320,18 +320,14 @@ pub fn run(args: &DecodeArgs, attends: bool, global: &Global) -> Result<()> {
         .log()
         .note(&format!("a plain read loop: {bandwidth:.1} GB/s"));
     let mut rows = Vec::new();
-    // By bytes of a row.
+    // GB/s of scattered reads, by the bytes of a row.
     let mut scattered = BTreeMap::new();
     for setting in settings(args, attends, global.seed) {
         interrupt::check()?;
-        let of_rows = match driver {
-            Some(_) => None,
-            None => Some(
-                *scattered
-                    .entry(setting.key())
-                    .or_insert_with_key(|row| cpu_step::scattered(*row, args.runs)),
-            ),
-        };
+        let of_rows = driver.is_none().then(|| {
+            let known = scattered.entry(setting.key());
+            *known.or_insert_with_key(|row| cpu_step::scattered(*row, args.runs))
+        });
         let mut work: Box<dyn Work + '_> = match driver {
             Some(driver) => cuda_step::work(driver, setting)?,
             None => cpu_step::work(setting)?,

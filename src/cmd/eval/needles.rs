@@ -150,7 +150,7 @@ impl Line {
     }
 }
 
-/// The turns of a conversation, all of text or all of ids.
+/// Reads the turns of a conversation, all of text or all of ids.
 fn conversation(turns: &[Value], decoder: &Decoder, tokenizer: Option<&Tokenizer>) -> Result<Vec<Question>> {
     let mut of_text = None;
     let mut turn = |i: usize, value: &Value| -> Result<Question> {
@@ -174,7 +174,7 @@ fn conversation(turns: &[Value], decoder: &Decoder, tokenizer: Option<&Tokenizer
 }
 
 impl Needle {
-    /// Whether what was said starts with the answer; `None` while it may still come to that.
+    /// Tells whether what was said starts with the answer; `None` while that is still open.
     fn found(&self, said: &[u32], tokenizer: Option<&Tokenizer>) -> Result<Option<bool>> {
         match (&self.answer, tokenizer) {
             (Answer::Text(answer), Some(tokenizer)) => {
@@ -232,10 +232,9 @@ pub(super) fn run(
     evaluation: &mut Evaluation,
     log: Log,
 ) -> Result<(Value, bool)> {
-    let tokenizer = match model.join("tokenizer.json").exists() {
-        true => Some(Tokenizer::open(model, &decoder.config)?),
-        false => None,
-    };
+    let exists = model.join("tokenizer.json").exists();
+    let tokenizer = exists.then(|| Tokenizer::open(model, &decoder.config));
+    let tokenizer = tokenizer.transpose()?;
     let tokenizer = tokenizer.as_ref();
     let lines = read(path, decoder, tokenizer)?;
     let longest = lines.iter().map(Line::len).max().unwrap_or(0);

@@ -38,9 +38,9 @@ enum Source {
 
 /// How a message becomes part of the text.
 enum Style {
-    /// A chat template says.
+    /// In the words of a chat template.
     Script(Box<Script>),
-    /// As it is; whether it is the first, which begins a document.
+    /// Unchanged; the first message begins a document.
     Plain { first: bool },
 }
 
@@ -88,13 +88,12 @@ impl<'a> Turns<'a> {
                     .hint("with --chat each document is a turn"),
             );
         }
-        let tokenizer = if args.model.join("tokenizer.json").exists() {
-            Tokenizer::open(&args.model, &decoder.config)
-                .map_err(|e| log.warn(&format!("{e}; the text is not shown")))
-                .ok()
-        } else {
-            None
-        };
+        let exists = args.model.join("tokenizer.json").exists();
+        let opened = exists.then(|| Tokenizer::open(&args.model, &decoder.config));
+        let opened = opened
+            .transpose()
+            .map_err(|e| log.warn(&format!("{e}; the text is not shown")));
+        let tokenizer = opened.ok().flatten();
         for ids in &documents {
             if ids.is_empty() && !args.chat {
                 return Err(no_tokens());
@@ -109,17 +108,17 @@ impl<'a> Turns<'a> {
         })
     }
 
-    /// The tokenizer, where the model has one.
+    /// Returns the tokenizer, if the model has one.
     pub fn tokenizer(&self) -> Option<&Tokenizer> {
         self.tokenizer.as_ref()
     }
 
-    /// The model's configuration.
+    /// Returns the model's configuration.
     pub fn config(&self) -> &'a ModelConfig {
         &self.decoder.config
     }
 
-    /// Prompt tokens known ahead.
+    /// Counts the prompt tokens that are known ahead.
     pub fn known(&self) -> usize {
         match &self.source {
             Source::Ids(documents) => documents.as_slice().iter().map(Vec::len).sum(),
@@ -127,7 +126,7 @@ impl<'a> Turns<'a> {
         }
     }
 
-    /// The ids that follow `reply`, which is `None` before the first turn; `None` at the end.
+    /// Returns the ids that follow `reply`, which is `None` before the first turn; `None` at the end.
     pub fn next(&mut self, reply: Option<&Reply>) -> Result<Option<Vec<u32>>> {
         while let Some(ids) = self.following(reply)? {
             if !ids.is_empty() {
@@ -217,7 +216,7 @@ impl Script {
         }
     }
 
-    /// The ids of the text that follows `reply` up to where the next reply begins.
+    /// Returns the ids of the text that follows `reply` up to where the next reply begins.
     fn ids(
         &mut self,
         user: String,
@@ -242,7 +241,7 @@ impl Script {
             None => whole.clone(),
         };
         let mut ids = tokenizer.encode_raw(&text)?;
-        // A space before the stop token is the template's; the model said none.
+        // Drop a space that the template puts before the stop token: the model produced none.
         let stop = reply.filter(|r| r.ended).and_then(|r| r.ids.last());
         if stop.is_some() && ids.first() != stop {
             let closer = tokenizer.encode_raw(text.trim_start())?;
@@ -256,7 +255,7 @@ impl Script {
         Ok(ids)
     }
 
-    /// What follows the last reply in `whole`, the rendering of `messages`, which end with that reply
+    /// Returns what follows the last reply in `whole`, the rendering of `messages`, which end with that reply
     /// and a new message.
     fn after_reply(&mut self, messages: &[Message], whole: &str, log: Log) -> Result<String> {
         let mut marked = messages.to_vec();
@@ -314,7 +313,7 @@ impl Lines {
         })
     }
 
-    /// The next line that is not empty; `None` at the end.
+    /// Waits for the next line that is not empty; `None` at the end.
     fn next(&self) -> Result<Option<String>> {
         self.prompt();
         loop {
