@@ -109,7 +109,7 @@ impl Kernel {
             threads: number(0)?,
             blocks: number(1)?,
             shared_bytes: number(2)?,
-            parameters: split(&parameters)
+            parameters: split(&parameters, ',')
                 .into_iter()
                 .map(Parameter::of)
                 .collect::<Result<_, _>>()?,
@@ -221,7 +221,7 @@ impl Macros {
 fn arguments(text: &str) -> Option<(&str, Vec<&str>)> {
     let (name, _) = text.split_once('(')?;
     let inside = &text[name.len() + 1..name.len() + closing(&text[name.len()..])?];
-    Some((name.trim(), split(inside)))
+    Some((name.trim(), split(inside, ',')))
 }
 
 /// Finds the parenthesis that closes the one at the start of a text.
@@ -236,12 +236,12 @@ fn closing(text: &str) -> Option<usize> {
     None
 }
 
-/// Splits a text at the commas outside of parentheses.
-fn split(text: &str) -> Vec<&str> {
+/// Splits a text at this sign outside of parentheses.
+fn split(text: &str, sign: char) -> Vec<&str> {
     let mut depth = 0;
     let outside = move |c: char| {
         depth += i32::from(c == '(') - i32::from(c == ')');
-        c == ',' && depth == 0
+        c == sign && depth == 0
     };
     text.split(outside).map(str::trim).collect()
 }
@@ -256,38 +256,15 @@ fn is_name(text: &str) -> bool {
 
 /// Evaluates an expression of numbers, `+`, `*` and parentheses.
 fn value(text: &str) -> Result<usize, String> {
-    let mut rest = text;
-    let value = sum(&mut rest).filter(|_| rest.trim().is_empty());
-    value.ok_or_else(|| format!("no number: `{text}`"))
-}
-
-fn sum(rest: &mut &str) -> Option<usize> {
-    let mut value = product(rest)?;
-    while let Some(after) = rest.trim_start().strip_prefix('+') {
-        *rest = after;
-        value += product(rest)?;
+    let (terms, factors) = (split(text, '+'), split(text, '*'));
+    if terms.len() > 1 {
+        return terms.into_iter().map(value).sum();
     }
-    Some(value)
-}
-
-fn product(rest: &mut &str) -> Option<usize> {
-    let mut value = atom(rest)?;
-    while let Some(after) = rest.trim_start().strip_prefix('*') {
-        *rest = after;
-        value *= atom(rest)?;
+    if factors.len() > 1 {
+        return factors.into_iter().map(value).product();
     }
-    Some(value)
-}
-
-fn atom(rest: &mut &str) -> Option<usize> {
-    let text = rest.trim_start();
-    if let Some(inside) = text.strip_prefix('(') {
-        *rest = inside;
-        let value = sum(rest)?;
-        *rest = rest.trim_start().strip_prefix(')')?;
-        return Some(value);
+    match terms[0].strip_prefix('(').and_then(|text| text.strip_suffix(')')) {
+        Some(inside) => value(inside),
+        None => terms[0].parse().map_err(|_| format!("no number: `{text}`")),
     }
-    let (digits, after) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
-    *rest = after;
-    digits.parse().ok()
 }

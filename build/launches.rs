@@ -23,18 +23,11 @@ struct Family<'k> {
 /// Kernels of a family whose parameters differ.
 pub fn write(kernels: &[Kernel]) -> Result<String, String> {
     let mut out = "/// Every kernel.\npub const ALL: &[Kernel] = &[\n".to_owned();
-    for kernel in kernels {
-        let Kernel {
-            name,
-            threads,
-            blocks,
-            shared_bytes,
-            parameters,
-        } = kernel;
-        let bytes: Vec<usize> = parameters.iter().map(bytes).collect();
+    for k in kernels {
+        let bytes: Vec<usize> = k.parameters.iter().map(bytes).collect();
         out += &format!(
-            "    Kernel {{ name: {name:?}, threads: {threads}, blocks: {blocks}, shared_bytes: {shared_bytes}, \
-             argument_bytes: &{bytes:?} }},\n"
+            "    Kernel {{ name: {:?}, threads: {}, blocks: {}, shared_bytes: {}, argument_bytes: &{bytes:?} }},\n",
+            k.name, k.threads, k.blocks, k.shared_bytes
         );
     }
     out += "];\n";

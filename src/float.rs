@@ -10,11 +10,11 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "UPPERCASE")]
 pub enum Float {
     /// IEEE binary32.
-    F32,
+    F32 = 0,
     /// IEEE binary16.
-    F16,
+    F16 = 1,
     /// bfloat16.
-    Bf16,
+    Bf16 = 2,
 }
 
 impl Float {
@@ -24,6 +24,11 @@ impl Float {
             Self::F32 => 4,
             Self::F16 | Self::Bf16 => 2,
         }
+    }
+
+    /// Returns the number by which CUDA kernels know the type.
+    pub fn number(self) -> usize {
+        self as usize
     }
 
     /// Widens little-endian `bytes` of this type, `out.len()` elements, to f32.

@@ -44,16 +44,4 @@ impl<'d> LayerContext<'d> {
         self.positions.advance(m)?;
         self.rows.append(keys, values, m, &self.positions)
     }
-
-    /// Attends queries `[h,m,d]` at the positions from `first` on; out `[m, h d]`.
-    pub fn attend(
-        &self,
-        queries: &Buffer<'_, f32>,
-        m: usize,
-        first: usize,
-        window: Option<usize>,
-        out: &Buffer<'_, f32>,
-    ) -> Result<()> {
-        self.rows.attend_prompt(queries, first, m, window, out)
-    }
 }

@@ -99,7 +99,8 @@ impl<'a> CudaForward<'a> {
             put(&context.q_rope, &pass.work.q_rope, start, n)?;
             let (first, out) = (pass.first + start, &pass.work.attended);
             pass.context
-                .attend(&pass.work.q_rope, n, first, weights.window, out)?;
+                .rows
+                .attend_prompt(&pass.work.q_rope, n, first, weights.window, out)?;
             let hidden = pass.hidden.part(start * s.hidden, n * s.hidden);
             pass.work.finish(weights, &hidden, n)?;
         }

@@ -5,7 +5,7 @@ use ndarray::Array1;
 use super::prompt::PromptPass;
 use super::step::StepSpace;
 use super::windows::Windows;
-use super::{Body, Rotation, RowPositions};
+use super::{Body, Rotation, RowPositions, sample};
 use crate::error::Result;
 use crate::kv::cuda::Shape;
 use crate::kv::sample::Sampler;
@@ -43,12 +43,21 @@ impl<'a> DeviceModel<'a> {
 
     /// The logits of the first sequence: `[vocab]`; waits for the device.
     pub fn logits(&self) -> Result<Array1<f32>> {
-        self.space.read_logits(&self.body)
+        self.space.finite.check(&self.body)?;
+        let logits = self.space.logits.read_part(0, self.body.config.vocab_size)?;
+        Ok(Array1::from(logits))
     }
 
     /// Chooses the token that follows in the only sequence; waits for the device.
     pub fn next(&self, sampler: &mut Sampler) -> Result<u32> {
-        self.space.next(&self.body, sampler)
+        let Self { body, space, .. } = self;
+        let (shape, ids) = ([1, body.config.vocab_size], &space.ids);
+        if !sampler.is_greedy() {
+            space.uniforms.send(&[sampler.uniform()])?;
+            sample::draw(body.driver, &space.logits, shape, &space.uniforms, ids, sampler)?;
+        }
+        space.finite.check(body)?;
+        Ok(ids.read_part(0, 1)?[0])
     }
 
     /// Sends the ids of the next step, one per sequence, to the device.

@@ -1,11 +1,8 @@
 //! What a decode step computes with, from ids to logits and the next ids.
 
-use ndarray::Array1;
-
 use super::{Body, FiniteCheck, Workspace, sample};
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::Result;
-use crate::kv::sample::Sampler;
 
 /// The buffers of a decode step: one row per sequence.
 pub(crate) struct StepSpace<'d> {
@@ -18,7 +15,7 @@ pub(crate) struct StepSpace<'d> {
     /// `[rows]`.
     pub ids: Buffer<'d, u32>,
     /// `[1]`: the number from 0 to 1 that an id is drawn with.
-    uniforms: Buffer<'d, f64>,
+    pub uniforms: Buffer<'d, f64>,
     pub finite: FiniteCheck<'d>,
 }
 
@@ -49,29 +46,5 @@ impl<'d> StepSpace<'d> {
         body.ends.logits(work, hidden, rows, &self.logits)?;
         self.finite.look(&self.logits, rows * vocab, body.layers.len())?;
         sample::choose(driver, &self.logits, [rows, vocab], &self.ids)
-    }
-
-    /// Chooses the token after the first row from its logits; waits for the device.
-    pub fn next(&self, body: &Body<'d>, sampler: &mut Sampler) -> Result<u32> {
-        if !sampler.is_greedy() {
-            let shape = [1, body.config.vocab_size];
-            let Self {
-                logits,
-                uniforms,
-                ids,
-                ..
-            } = self;
-            uniforms.send(&[sampler.uniform()])?;
-            sample::draw(body.driver, logits, shape, uniforms, ids, sampler)?;
-        }
-        self.finite.check(body)?;
-        Ok(self.ids.read_part(0, 1)?[0])
-    }
-
-    /// The logits of the first row; waits for the device.
-    pub fn read_logits(&self, body: &Body<'d>) -> Result<Array1<f32>> {
-        self.finite.check(body)?;
-        let logits = self.logits.read_part(0, body.config.vocab_size)?;
-        Ok(Array1::from(logits))
     }
 }

@@ -26,9 +26,7 @@ pub fn fill<T: bytemuck::Pod>(
     seed: u32,
 ) -> Result<()> {
     let (kind, below, bytes) = match random {
-        Random::Float(Float::F32) => (0, 1, 4),
-        Random::Float(Float::F16) => (1, 1, 2),
-        Random::Float(Float::Bf16) => (2, 1, 2),
+        Random::Float(float) => (float.number(), 1, float.bytes()),
         Random::Below(bound) => (3, bound, 2),
         Random::Bits => (4, 1, 4),
     };

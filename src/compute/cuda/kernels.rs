@@ -53,20 +53,21 @@ unsafe fn start(
     if grid.contains(&0) {
         return Ok(());
     }
-    let Kernel {
-        name,
-        threads,
-        shared_bytes: most,
-        ..
-    } = *kernel;
+    let (name, most) = (kernel.name, kernel.shared_bytes);
     if shared_bytes > most || grid.iter().any(|n| u32::try_from(*n).is_err()) {
         return Err(Error::failed(format!(
             "CUDA: {name} with {grid:?} blocks and {shared_bytes} bytes of shared memory of at most {most}"
         )));
     }
+    let beyond = |argument: &&Arg| argument.bytes == 4 && argument.value > u64::from(u32::MAX);
+    if let Some(Arg { value, .. }) = arguments.iter().find(beyond) {
+        return Err(Error::failed(format!(
+            "CUDA: {name} with a size beyond 2^32: {value}"
+        )));
+    }
     let shape = Launch {
         grid: grid.map(|n| n as u32),
-        threads,
+        threads: kernel.threads,
         shared_bytes,
     };
     // SAFETY: the caller's promise.
@@ -134,10 +135,13 @@ mod tests {
         for kernel in ALL {
             let most = kernel.shared_bytes;
             // SAFETY: nothing is started.
-            let start = |grid, bytes| unsafe { start(&Idle, kernel, grid, bytes, &[]) };
+            let given = |grid, bytes, size| unsafe { start(&Idle, kernel, grid, bytes, &[Arg::u32(size)]) };
+            let start = |grid, bytes| given(grid, bytes, 0);
             assert!(start([1; 3], most).is_ok(), "{kernel:?}");
             assert!(start([1; 3], most + 1).is_err(), "{kernel:?}");
             assert!(start([1 << 32, 1, 1], 0).is_err(), "{kernel:?}");
+            assert!(given([1; 3], 0, (1 << 32) - 1).is_ok(), "{kernel:?}");
+            assert!(given([1; 3], 0, 1 << 32).is_err(), "{kernel:?}");
             assert!(start([1 << 32, 0, 1], most + 1).is_ok(), "an empty grid");
         }
     }

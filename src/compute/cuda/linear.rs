@@ -1,7 +1,7 @@
 //! Products with checkpoint weights, which stay on the device in their stored type.
 
-use super::buffer::{Buffer, Ptr};
-use super::driver::{self, Driver};
+use super::buffer::Buffer;
+use super::driver::{Driver, Product};
 use super::fill::{Random, fill};
 use super::kernels;
 use crate::error::{Error, Result};
@@ -136,30 +136,92 @@ impl<'d> Products<'d> {
         projections: &[(&Linear<'_>, &Buffer<'_, f32>)],
         accumulate: bool,
     ) -> Result<()> {
-        // Which type `rounded` has.
+        // The type of what `self.rounded` holds.
         let mut rounded = None;
         for (linear, out) in projections {
             linear.check(x, m, out)?;
-            let weight = &linear.weight;
-            let product = Product {
-                linear,
-                out,
-                m,
-                accumulate,
-            };
-            if m <= FEW {
-                product.few(self.driver, x)?;
-            } else if self.exact || weight.kind == Float::F32 || !weight.cols.is_multiple_of(8) {
-                product.float(self.driver, x)?;
-            } else {
-                if rounded != Some(weight.kind) {
-                    self.round(x, m * weight.cols, weight.kind)?;
-                    rounded = Some(weight.kind);
-                }
-                product.tensor(self.driver, &self.rounded)?;
+            let (kind, k) = (linear.weight.kind, linear.weight.cols);
+            let rounds = m > FEW && !self.exact && kind != Float::F32 && k.is_multiple_of(8);
+            if rounds && rounded != Some(kind) {
+                self.round(x, m * k, kind)?;
+                rounded = Some(kind);
             }
+            self.multiply(linear, x, m, out, accumulate, rounds)?;
         }
         Ok(())
+    }
+
+    /// Launches one projection: with `rounds` of the rounded inputs on the tensor cores, by the vendor's library
+    /// where there is one; else of `x` in f32.
+    fn multiply(
+        &self,
+        linear: &Linear<'_>,
+        x: &Buffer<'_, f32>,
+        m: usize,
+        out: &Buffer<'_, f32>,
+        accumulate: bool,
+        rounds: bool,
+    ) -> Result<()> {
+        let (driver, weight) = (self.driver, &linear.weight);
+        let (n, k, kind) = (weight.rows, weight.cols, weight.kind);
+        let (values, bias) = (weight.values.ptr(), linear.bias.as_ref().map(Buffer::ptr));
+        let tiles = |side| [m.div_ceil(side) * n.div_ceil(side), 1, 1];
+        if rounds {
+            let product = Product {
+                x: self.rounded.ptr().address(),
+                weight: values.address(),
+                out: out.ptr().address(),
+                m,
+                n,
+                k,
+                is_bfloat: kind == Float::Bf16,
+                accumulate,
+            };
+            if driver.multiply(&product)? {
+                return linear.add_bias(driver, m, out);
+            }
+            return kernels::Linear {
+                x: self.rounded.ptr(),
+                weight: values.cast(),
+                bias,
+                out: out.ptr(),
+                m,
+                n,
+                k,
+                accumulate: usize::from(accumulate),
+            }
+            .launch(driver, kind, tiles(TILE));
+        }
+        if m > FEW {
+            return kernels::LinearFloat {
+                x: x.ptr(),
+                weight: values.cast(),
+                bias,
+                out: out.ptr(),
+                m,
+                n,
+                k,
+                accumulate: usize::from(accumulate),
+            }
+            .launch(driver, kind, tiles(FLOAT_TILE));
+        }
+        let (warps, wanted) = (n.div_ceil(FEW_ROWS), driver.multiprocessors() * WARPS_EACH);
+        let mut split = 1;
+        while split < 8 && warps * split < wanted && split * SHORTEST < k {
+            split *= 2;
+        }
+        kernels::LinearFew {
+            x: x.ptr(),
+            weight: values.cast(),
+            bias,
+            out: out.ptr(),
+            m,
+            n,
+            k,
+            accumulate: usize::from(accumulate),
+            split,
+        }
+        .launch(driver, kind, [warps.div_ceil(8 / split), 1, 1])
     }
 
     /// The first `n` numbers in 16 bits.
@@ -208,105 +270,19 @@ impl Linear<'_> {
         }
         Ok(())
     }
-}
-
-/// One product.
-struct Product<'p, 'd> {
-    linear: &'p Linear<'d>,
-    out: &'p Buffer<'d, f32>,
-    m: usize,
-    accumulate: bool,
-}
-
-impl Product<'_, '_> {
-    /// Inputs in the weight's 16 bits, on the tensor cores: by the vendor's library where there is one.
-    fn tensor(&self, driver: &dyn Driver, x: &Buffer<'_, u16>) -> Result<()> {
-        let weight = &self.linear.weight;
-        let product = driver::Product {
-            x: x.ptr().address(),
-            weight: weight.values.ptr().address(),
-            out: self.out.ptr().address(),
-            m: self.m,
-            n: weight.rows,
-            k: weight.cols,
-            is_bfloat: weight.kind == Float::Bf16,
-            accumulate: self.accumulate,
-        };
-        if driver.multiply(&product)? {
-            return self.add_bias(driver);
-        }
-        let blocks = self.m.div_ceil(TILE) * weight.rows.div_ceil(TILE);
-        kernels::Linear {
-            x: x.ptr(),
-            weight: weight.values.ptr().cast(),
-            bias: self.bias(),
-            out: self.out.ptr(),
-            m: self.m,
-            n: weight.rows,
-            k: weight.cols,
-            accumulate: usize::from(self.accumulate),
-        }
-        .launch(driver, weight.kind, [blocks, 1, 1])
-    }
-
-    fn bias(&self) -> Option<Ptr<'_, f32>> {
-        self.linear.bias.as_ref().map(Buffer::ptr)
-    }
-
-    fn add_bias(&self, driver: &dyn Driver) -> Result<()> {
-        let Some(bias) = &self.linear.bias else {
+    /// Adds the bias to `m` rows of results.
+    fn add_bias(&self, driver: &dyn Driver, m: usize, out: &Buffer<'_, f32>) -> Result<()> {
+        let Some(bias) = &self.bias else {
             return Ok(());
         };
-        let n = self.m * bias.len();
+        let n = m * bias.len();
         let blocks = n.div_ceil(256).min(32 * driver.multiprocessors());
         kernels::AddBiases {
-            rows: self.out.ptr(),
+            rows: out.ptr(),
             bias: bias.ptr(),
             n,
             width: bias.len(),
         }
         .launch(driver, [blocks, 1, 1])
-    }
-
-    /// Any number of rows in f32.
-    fn float(&self, driver: &dyn Driver, x: &Buffer<'_, f32>) -> Result<()> {
-        let weight = &self.linear.weight;
-        let blocks = self.m.div_ceil(FLOAT_TILE) * weight.rows.div_ceil(FLOAT_TILE);
-        kernels::LinearFloat {
-            x: x.ptr(),
-            weight: weight.values.ptr().cast(),
-            bias: self.bias(),
-            out: self.out.ptr(),
-            m: self.m,
-            n: weight.rows,
-            k: weight.cols,
-            accumulate: usize::from(self.accumulate),
-        }
-        .launch(driver, weight.kind, [blocks, 1, 1])
-    }
-
-    /// Up to [`FEW`] rows in f32.
-    fn few(&self, driver: &dyn Driver, x: &Buffer<'_, f32>) -> Result<()> {
-        let weight = &self.linear.weight;
-        let (warps, wanted) = (
-            weight.rows.div_ceil(FEW_ROWS),
-            driver.multiprocessors() * WARPS_EACH,
-        );
-        let mut split = 1;
-        while split < 8 && warps * split < wanted && split * SHORTEST < weight.cols {
-            split *= 2;
-        }
-        kernels::LinearFew {
-            x: x.ptr(),
-            weight: weight.values.ptr().cast(),
-            bias: self.bias(),
-            out: self.out.ptr(),
-            m: self.m,
-            n: weight.rows,
-            k: weight.cols,
-            accumulate: usize::from(self.accumulate),
-            split,
-        }
-        .launch(driver, weight.kind, [warps.div_ceil(8 / split), 1, 1])
     }
 }

@@ -1,7 +1,5 @@
 //! Attention of a decode step over cached rows: all visible ones, or the static set and a [`Selection`].
 
-use half::{bf16, f16};
-
 use super::packed::PackedLayer;
 use super::prefill;
 use super::{Positions, Selection, Shape};
@@ -33,7 +31,7 @@ impl<'d> LayerRows<'d> {
     /// Sizes that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, float: Float) -> Result<Self> {
         let shape = shape.checked()?;
-        let bytes = shape.heads() * shape.capacity * shape.width() * bytes_of(float);
+        let bytes = shape.heads() * shape.capacity * shape.width() * float.bytes();
         Ok(Self {
             driver,
             shape,
@@ -54,7 +52,7 @@ impl<'d> LayerRows<'d> {
 
     /// Returns the bytes of a key and a value.
     pub fn bytes_per_position(&self) -> usize {
-        2 * self.shape.width() * bytes_of(self.float)
+        2 * self.shape.width() * self.float.bytes()
     }
 
     /// Stores the rows of the last `m` positions, `[b,g,m,d]` each; `positions` counts them already.
@@ -85,12 +83,13 @@ impl<'d> LayerRows<'d> {
 
     /// Copies the first `n` keys and values of KV head `at` to the host, `[n,d]` each; waits for the device.
     pub fn read_head(&self, at: usize, n: usize) -> Result<[Vec<f32>; 2]> {
-        let (w, size) = (self.shape.width(), bytes_of(self.float));
+        let (w, size) = (self.shape.width(), self.float.bytes());
         let read = |buffer: &Buffer<'_, u8>| -> Result<Vec<f32>> {
             let bytes = buffer.read_part(at * self.shape.capacity * w * size, n * w * size)?;
-            let rows = bytes.chunks_exact(w * size);
-            let values = rows.flat_map(|row| row.chunks_exact(size).take(self.shape.head_dim));
-            Ok(values.map(|x| widened(self.float, x)).collect())
+            let mut rows = vec![0.0; n * w];
+            self.float.read(&bytes, &mut rows);
+            let rows = rows.chunks_exact(w).flat_map(|row| &row[..self.shape.head_dim]);
+            Ok(rows.copied().collect())
         };
         Ok([read(&self.keys)?, read(&self.values)?])
     }
@@ -119,34 +118,13 @@ impl<'d> LayerRows<'d> {
 
     /// Returns the number by which kernels know the rows' type.
     pub(crate) fn kind(&self) -> usize {
-        match self.float {
-            Float::F32 => 0,
-            Float::F16 => 1,
-            Float::Bf16 => 2,
-        }
+        self.float.number()
     }
 
     /// Returns the dynamic shared memory of an `attend_float` block, in bytes.
     fn float_bytes(&self) -> usize {
         let (w, r) = (self.shape.width(), self.shape.group);
         4 * (r * w + TILE * (w + 1) + r * TILE)
-    }
-}
-
-/// Widens an element's bytes to f32.
-fn widened(float: Float, bytes: &[u8]) -> f32 {
-    match (float, bytes) {
-        (Float::F32, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
-        (Float::F16, &[a, b]) => f16::from_le_bytes([a, b]).to_f32(),
-        (Float::Bf16, &[a, b]) => bf16::from_le_bytes([a, b]).to_f32(),
-        _ => f32::NAN,
-    }
-}
-
-fn bytes_of(float: Float) -> usize {
-    match float {
-        Float::F32 => 4,
-        Float::F16 | Float::Bf16 => 2,
     }
 }
 

@@ -258,7 +258,7 @@ impl<'d> Prompts<'d> {
             rows: rows.of_head(heads.at),
             centre,
             x: self.x.ptr(),
-            kind: rows.kind,
+            kind: rows.float.number(),
             stride: rows.stride,
             pitch: rows.pitch,
             n: heads.n,

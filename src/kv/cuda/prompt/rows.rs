@@ -4,13 +4,13 @@ use std::ffi::c_void;
 
 use super::super::attend::LayerRows;
 use crate::compute::cuda::buffer::{Buffer, Ptr};
+use crate::float::Float;
 
 /// The keys or the values of every position of a prompt, on the device.
 #[derive(Clone, Copy)]
 pub struct Rows<'b> {
     pub(crate) from: Ptr<'b, u8>,
-    /// The number by which kernels know the type: f32, f16, bf16.
-    pub(crate) kind: usize,
+    pub(crate) float: Float,
     /// Rows per KV head, then channels per row.
     pub(crate) stride: usize,
     pub(crate) pitch: usize,
@@ -31,7 +31,7 @@ impl<'b> Rows<'b> {
     pub fn of(rows: &'b Buffer<'_, f32>, n: usize, d: usize) -> Self {
         Self {
             from: rows.ptr().cast(),
-            kind: 0,
+            float: Float::F32,
             stride: n,
             pitch: d,
         }
@@ -40,7 +40,7 @@ impl<'b> Rows<'b> {
     fn cached(rows: &'b LayerRows<'_>, buffer: &'b Buffer<'_, u8>) -> Self {
         Self {
             from: buffer.ptr(),
-            kind: rows.kind(),
+            float: rows.float,
             stride: rows.shape.capacity,
             pitch: rows.shape.width(),
         }
@@ -48,7 +48,7 @@ impl<'b> Rows<'b> {
 
     /// Returns the rows from KV head `head` on, as a kernel argument.
     pub(crate) fn of_head(&self, head: usize) -> Ptr<'b, c_void> {
-        let bytes = self.stride * self.pitch * if self.kind == 0 { 4 } else { 2 };
+        let bytes = self.stride * self.pitch * self.float.bytes();
         self.from.after(head * bytes).cast()
     }
 }
