@@ -143,16 +143,16 @@ impl {name}<'_> {{
     /// picks the kernel, and the dynamic shared memory, which the caller gives.
     fn alone(&self, at: usize) -> (String, &'static str, String, &'static str) {
         let constant = format!("    pub const KERNEL: &'static Kernel = &ALL[{at}];\n\n");
-        let kernel = "let kernel = Self::KERNEL;".to_owned();
-        match self.is_shared {
-            true => (
-                constant,
-                "grid: [usize; 3], shared_bytes: usize",
-                kernel,
-                "shared_bytes",
-            ),
-            false => (constant, "grid: [usize; 3]", kernel, "0"),
-        }
+        let (given, shared_bytes) = match self.is_shared {
+            true => ("grid: [usize; 3], shared_bytes: usize", "shared_bytes"),
+            false => ("grid: [usize; 3]", "0"),
+        };
+        (
+            constant,
+            given,
+            "let kernel = Self::KERNEL;".to_owned(),
+            shared_bytes,
+        )
     }
 
     /// Returns the same for a family: a member is picked by type or width, with its declared shared memory.

@@ -129,33 +129,22 @@ pub fn write(entries: &[Entry]) -> String {
 
 impl Entry {
     fn write(&self, at: usize) -> String {
-        let Self {
-            stem,
-            name,
-            parameters,
-            bindings,
-        } = self;
+        let (stem, name) = (&self.stem, &self.name);
         let words = stem.split('_').chain((name != "main").then_some(&name[..]));
         let title: String = words.map(|w| w[..1].to_uppercase() + &w[1..]).collect();
-        let used = parameters.iter().filter(|(_, used)| *used);
-        let mut fields: String = used
-            .map(|(name, _)| format!("    pub {name}: usize,\n"))
-            .collect();
-        for (_, name) in bindings {
-            fields += &format!("    pub {name}: &'b wgpu::Buffer,\n");
-        }
-        let value = |(name, used): &(String, bool)| {
+        let (mut fields, mut parameters, mut buffers) = (String::new(), String::new(), String::new());
+        for (name, used) in &self.parameters {
             if *used {
-                format!("self.{name}")
+                fields += &format!("    pub {name}: usize,\n");
+                parameters += &format!("self.{name}, ");
             } else {
-                "0".to_owned()
+                parameters += "0, ";
             }
-        };
-        let parameters: Vec<String> = parameters.iter().map(value).collect();
-        let buffers: Vec<String> = bindings
-            .iter()
-            .map(|(i, name)| format!("({i}, self.{name})"))
-            .collect();
+        }
+        for (i, name) in &self.bindings {
+            fields += &format!("    pub {name}: &'b wgpu::Buffer,\n");
+            buffers += &format!("({i}, self.{name}), ");
+        }
         format!(
             "
 /// `{name}` of `shaders/{stem}.wgsl`.
@@ -165,12 +154,10 @@ pub(super) struct {title}<'b> {{
 impl {title}<'_> {{
     /// See [`Batch::run`].
     pub fn run(&self, batch: &mut Batch, groups: usize, cost: usize) {{
-        batch.run({at}, &[{}], &[{}], groups, cost);
+        batch.run({at}, &[{parameters}], &[{buffers}], groups, cost);
     }}
 }}
-",
-            parameters.join(", "),
-            buffers.join(", ")
+"
         )
     }
 }

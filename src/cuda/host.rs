@@ -249,7 +249,13 @@ impl HostLayer<'_> {
 /// Attention of queries `[h,d]` over some positions of each KV head: `[h,d + 1]`, the log-sum-exp last.
 fn attend_on_cpu(heads: &[KvHead], queries: &[f32], lists: &[Vec<u32>], d: usize) -> Result<Vec<f32>> {
     let h = queries.len() / d;
-    let r = h / heads.len();
+    let r = h / heads.len().max(1);
+    if lists.len() != heads.len() || r * d * heads.len() != queries.len() {
+        let (lists, heads, values) = (lists.len(), heads.len(), queries.len());
+        return Err(Error::failed(format!(
+            "CUDA: {lists} lists of positions and {values} values of queries for {heads} KV heads"
+        )));
+    }
     let mut out = vec![0.0f32; h * (d + 1)];
     let heads = heads.par_iter().zip(lists).zip(queries.par_chunks(r * d));
     heads

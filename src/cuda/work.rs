@@ -135,7 +135,7 @@ impl<'d> Workspace<'d> {
         let (h, g) = (s.n_heads, s.n_kv_heads);
         let (lens, first, apart) = match at {
             RowPositions::At { first, apart } => (None, first - rotation.first, apart),
-            RowPositions::Last(positions) => (Some(positions.lens()), 0, 0),
+            RowPositions::Last(positions) => (Some(positions.lens.ptr()), 0, 0),
         };
         let blocks = (rows * (h + 2 * g)).div_ceil(8);
         kernels::SplitHeads {

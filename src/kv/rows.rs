@@ -15,6 +15,7 @@ use crate::float::Float;
 /// Rows of d values in a float type, contiguous; forks share their first rows.
 #[derive(Clone)]
 pub struct RowStore {
+    float: Float,
     d: usize,
     /// The first rows, shared with forks: their store, and how many of its rows count.
     shared: Option<(Arc<RowStore>, usize)>,
@@ -30,13 +31,14 @@ enum Data {
 
 impl RowStore {
     /// Makes an empty store with space for `capacity` rows.
-    pub fn new(kind: Float, d: usize, capacity: usize) -> Self {
-        let data = match kind {
+    pub fn new(float: Float, d: usize, capacity: usize) -> Self {
+        let data = match float {
             Float::F32 => Data::F32(Lines::with_capacity(capacity * d)),
             Float::F16 => Data::F16(Lines::with_capacity(capacity * d)),
             Float::Bf16 => Data::Bf16(Lines::with_capacity(capacity * d)),
         };
         Self {
+            float,
             d,
             shared: None,
             data,
@@ -45,26 +47,12 @@ impl RowStore {
 
     /// Returns a store that starts with the rows so far; both stores share these from here on.
     pub fn fork(&mut self) -> Self {
-        if !self.own_is_empty() {
+        if self.own_len() > 0 {
             let rows = self.len();
-            let data = match &self.data {
-                Data::F32(_) => Data::F32(Lines::with_capacity(0)),
-                Data::F16(_) => Data::F16(Lines::with_capacity(0)),
-                Data::Bf16(_) => Data::Bf16(Lines::with_capacity(0)),
-            };
-            let empty = Self {
-                d: self.d,
-                shared: None,
-                data,
-            };
-            let base = std::mem::replace(self, empty);
+            let base = std::mem::replace(self, Self::new(self.float, self.d, 0));
             self.shared = Some((Arc::new(base), rows));
         }
         self.clone()
-    }
-
-    fn own_is_empty(&self) -> bool {
-        self.own_len() == 0
     }
 
     /// Appends rows `[m,d]`, rounded to the stored type.
@@ -152,20 +140,11 @@ impl CachedRows for RowStore {
         let at = position * self.d..(position + 1) * self.d;
         match &self.data {
             Data::F32(v) => &v[at],
-            Data::F16(v) => {
-                for (s, x) in scratch.iter_mut().zip(&v[at]) {
-                    *s = x.to_f32();
-                }
-                scratch
-            }
-            Data::Bf16(v) => {
-                for (s, x) in scratch.iter_mut().zip(&v[at]) {
-                    *s = x.to_f32();
-                }
-                scratch
-            }
+            Data::F16(v) => widened(&v[at], scratch),
+            Data::Bf16(v) => widened(&v[at], scratch),
         }
     }
+
     fn scores(&self, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
         if !self.d.is_multiple_of(LANES) {
             return attention::widened_scores(self, queries, run, out, stride);
@@ -227,6 +206,12 @@ impl CachedRows for RowStore {
     }
 }
 
+/// Widens a row into `out`.
+fn widened<'o, E: Copy + Into<f32>>(row: &[E], out: &'o mut [f32]) -> &'o [f32] {
+    out.iter_mut().zip(row).for_each(|(o, x)| *o = (*x).into());
+    out
+}
+
 /// Rotated keys and values of one KV head; row p belongs to position p.
 pub enum KvHead {
     /// In a float type.
@@ -243,15 +228,12 @@ pub enum KvHead {
 impl KvHead {
     /// Makes an empty cache with space for `capacity` positions; only the 2-bit type uses `layout`.
     pub fn new(kind: KvType, d: usize, capacity: usize, layout: impl Into<Layout>) -> Self {
-        let plain = |float| Self::Plain {
-            keys: RowStore::new(float, d, capacity),
-            values: RowStore::new(float, d, capacity),
-        };
-        match kind {
-            KvType::F32 => plain(Float::F32),
-            KvType::F16 => plain(Float::F16),
-            KvType::Bf16 => plain(Float::Bf16),
-            KvType::TwoBit => Self::Packed(Box::new(Packed::new(d, layout, capacity))),
+        match kind.float() {
+            Some(float) => Self::Plain {
+                keys: RowStore::new(float, d, capacity),
+                values: RowStore::new(float, d, capacity),
+            },
+            None => Self::Packed(Box::new(Packed::new(d, layout, capacity))),
         }
     }
 

@@ -74,6 +74,7 @@ impl<'d> Clustering<'d> {
 
     /// The first centroids: rows, one a head.
     pub fn seed(&mut self, rows: &Rows, first: &[u32]) -> Result<()> {
+        rows.check("first rows", first.len(), rows.b)?;
         self.drawn.fill(1);
         self.set_ranges(&vec![[0, 1]; rows.b])?;
         let fresh = Buffer::of(rows.driver, "rows drawn", first)?;
@@ -98,6 +99,8 @@ impl<'d> Clustering<'d> {
     /// Draws, places the rows drawn, and lets them take over: one wait for the device.
     pub fn draw(&mut self, rows: &Rows, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
         let (driver, n) = (rows.driver, rows.n);
+        rows.check("batches", batch.len(), rows.b)?;
+        rows.check("lists of random numbers", uniforms.len(), rows.b)?;
         let most = batch.iter().copied().max().unwrap_or(0).max(1);
         let n_uniforms = uniforms.iter().map(Vec::len).max().unwrap_or(0).max(1);
         let mut numbers = vec![0.0; rows.b * n_uniforms];

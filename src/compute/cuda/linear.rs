@@ -146,13 +146,51 @@ impl<'d> Products<'d> {
                 self.round(x, m * k, kind)?;
                 rounded = Some(kind);
             }
-            self.multiply(linear, x, m, out, accumulate, rounds)?;
+            match rounds {
+                true => self.multiply_rounded(linear, m, out, accumulate)?,
+                false => self.multiply(linear, x, m, out, accumulate)?,
+            }
         }
         Ok(())
     }
 
-    /// Launches one projection: with `rounds` of the rounded inputs on the tensor cores, by the vendor's library
-    /// where there is one; else of `x` in f32.
+    /// Computes one projection of the rounded inputs on the tensor cores: by the vendor's library where there is one.
+    fn multiply_rounded(
+        &self,
+        linear: &Linear<'_>,
+        m: usize,
+        out: &Buffer<'_, f32>,
+        accumulate: bool,
+    ) -> Result<()> {
+        let (driver, weight, x) = (self.driver, &linear.weight, self.rounded.ptr());
+        let (n, k) = (weight.rows, weight.cols);
+        let product = Product {
+            x: x.address(),
+            weight: weight.values.ptr().address(),
+            out: out.ptr().address(),
+            m,
+            n,
+            k,
+            is_bfloat: weight.kind == Float::Bf16,
+            accumulate,
+        };
+        if driver.multiply(&product)? {
+            return linear.add_bias(driver, m, out);
+        }
+        kernels::Linear {
+            x,
+            weight: weight.values.ptr().cast(),
+            bias: linear.bias.as_ref().map(Buffer::ptr),
+            out: out.ptr(),
+            m,
+            n,
+            k,
+            accumulate: usize::from(accumulate),
+        }
+        .launch(driver, weight.kind, tiles(m, n, TILE))
+    }
+
+    /// Computes one projection of `x` in f32.
     fn multiply(
         &self,
         linear: &Linear<'_>,
@@ -160,38 +198,10 @@ impl<'d> Products<'d> {
         m: usize,
         out: &Buffer<'_, f32>,
         accumulate: bool,
-        rounds: bool,
     ) -> Result<()> {
         let (driver, weight) = (self.driver, &linear.weight);
         let (n, k, kind) = (weight.rows, weight.cols, weight.kind);
         let (values, bias) = (weight.values.ptr(), linear.bias.as_ref().map(Buffer::ptr));
-        let tiles = |side| [m.div_ceil(side) * n.div_ceil(side), 1, 1];
-        if rounds {
-            let product = Product {
-                x: self.rounded.ptr().address(),
-                weight: values.address(),
-                out: out.ptr().address(),
-                m,
-                n,
-                k,
-                is_bfloat: kind == Float::Bf16,
-                accumulate,
-            };
-            if driver.multiply(&product)? {
-                return linear.add_bias(driver, m, out);
-            }
-            return kernels::Linear {
-                x: self.rounded.ptr(),
-                weight: values.cast(),
-                bias,
-                out: out.ptr(),
-                m,
-                n,
-                k,
-                accumulate: usize::from(accumulate),
-            }
-            .launch(driver, kind, tiles(TILE));
-        }
         if m > FEW {
             return kernels::LinearFloat {
                 x: x.ptr(),
@@ -203,7 +213,7 @@ impl<'d> Products<'d> {
                 k,
                 accumulate: usize::from(accumulate),
             }
-            .launch(driver, kind, tiles(FLOAT_TILE));
+            .launch(driver, kind, tiles(m, n, FLOAT_TILE));
         }
         let (warps, wanted) = (n.div_ceil(FEW_ROWS), driver.multiprocessors() * WARPS_EACH);
         let mut split = 1;
@@ -238,6 +248,11 @@ impl<'d> Products<'d> {
         }
         .launch(self.driver, [n.div_ceil(512), 1, 1])
     }
+}
+
+/// Returns the grid of a kernel whose blocks have a square tile of `m` x `n` results each.
+fn tiles(m: usize, n: usize, side: usize) -> [usize; 3] {
+    [m.div_ceil(side) * n.div_ceil(side), 1, 1]
 }
 
 impl Linear<'_> {

@@ -4,7 +4,7 @@
 //! its default stream: copies wait for the launches before them, and report what went wrong there.
 
 use std::collections::HashMap;
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::sync::{Mutex, MutexGuard, OnceLock};
 
 use cudarc::driver::result::{self, DriverError};
@@ -68,17 +68,11 @@ impl Nvidia {
         }
         let device = result::device::get(0).map_err(|e| failed("no first GPU", e))?;
         let name = result::device::get_name(device).map_err(|e| failed("no name of the GPU", e))?;
-        let capability = (
-            attribute(
-                device,
-                CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-            )?,
-            attribute(
-                device,
-                CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-            )?,
-        );
-        let (major, minor) = capability;
+        let fact = |which| attribute(device, which);
+        let major = fact(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = fact(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        let multiprocessors = fact(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let capability = (major, minor);
         if capability < OLDEST {
             return Err(Error::device(format!(
                 "CUDA: {name} has compute capability {major}.{minor}; 8.0 or later is needed"
@@ -96,11 +90,7 @@ impl Nvidia {
             functions: HashMap::new(),
             adapter,
             fast_shared_bytes: 0,
-            multiprocessors: attribute(
-                device,
-                CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
-            )?
-            .max(1) as usize,
+            multiprocessors: multiprocessors.max(1) as usize,
             products: OnceLock::new(),
             recordings: Mutex::default(),
             staging: Staging::default(),
@@ -338,18 +328,12 @@ fn no_gpu() -> Error {
 }
 
 fn failed(what: &str, e: DriverError) -> Error {
-    let name = e
-        .error_name()
-        .ok()
-        .map(|name| name.to_string_lossy().into_owned());
-    let text = e
-        .error_string()
-        .ok()
-        .map(|text| text.to_string_lossy().into_owned());
+    let owned = |text: &CStr| text.to_string_lossy().into_owned();
+    let (name, text) = (e.error_name().map(owned), e.error_string().map(owned));
     Error::device(format!(
         "CUDA: {what}: {} ({})",
-        text.unwrap_or_else(|| "unknown error".to_owned()),
-        name.unwrap_or_else(|| format!("{:?}", e.0)),
+        text.unwrap_or_else(|_| "unknown error".to_owned()),
+        name.unwrap_or_else(|_| format!("{:?}", e.0)),
     ))
 }
 

@@ -50,6 +50,16 @@ impl<'d> Rows<'d> {
         Ok(out)
     }
 
+    /// Fails unless there are as many values as a kernel reads: `expected`.
+    pub fn check(&self, what: &str, found: usize, expected: usize) -> Result<()> {
+        match found == expected {
+            true => Ok(()),
+            false => Err(Error::failed(format!(
+                "CUDA: {found} {what} instead of {expected}"
+            ))),
+        }
+    }
+
     /// Some rows of one head, `[rows,d]`.
     fn read(&self, head: usize, rows: &[u32]) -> Result<Array2<f32>> {
         if let Some(row) = rows.iter().find(|row| **row as usize >= self.n) {
@@ -141,6 +151,7 @@ impl Points for CudaPoints<'_> {
     fn whiten(&mut self, chol: ArrayView3<f32>) -> Result<()> {
         self.clusters = None;
         let rows = &mut self.rows;
+        rows.check("values of factors", chol.len(), rows.b * rows.d * rows.d)?;
         let chol = Buffer::of(
             rows.driver,
             "factors of the metric",
@@ -200,6 +211,7 @@ impl Points for CudaPoints<'_> {
     fn subtract(&mut self, range: Range<usize>, centre: ArrayView2<f32>) -> Result<()> {
         self.clusters = None;
         let rows = &self.rows;
+        rows.check("values of centres", centre.len(), rows.b * rows.d)?;
         let centre = Buffer::of(rows.driver, "centres", &rows.padded(centre))?;
         kernels::Subtract {
             x: rows.x.ptr(),

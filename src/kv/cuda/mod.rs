@@ -148,11 +148,6 @@ impl<'d> Positions<'d> {
         })
     }
 
-    /// Returns the lengths `[b]` as a kernel argument.
-    pub fn lens(&self) -> Ptr<'_, u32> {
-        self.lens.ptr()
-    }
-
     /// Returns the spans (see [`Positions::spans`]) as a kernel argument.
     pub fn span_ptr(&self) -> Ptr<'_, u32> {
         self.spans.ptr()
@@ -339,6 +334,12 @@ impl<'d> Selection<'d> {
 
     /// Replaces the positions by one ascending list per KV head of every sequence.
     pub(crate) fn write(&self, lists: &[Vec<u32>]) -> Result<()> {
+        if lists.len() != self.listed.len() {
+            let (found, expected) = (lists.len(), self.listed.len());
+            return Err(Error::failed(format!(
+                "CUDA: {found} lists of positions for {expected} KV heads"
+            )));
+        }
         let mut all = vec![0; self.lists.len()];
         for (to, list) in all.chunks_mut(self.most).zip(lists) {
             to.iter_mut().zip(list).for_each(|(to, p)| *to = *p);

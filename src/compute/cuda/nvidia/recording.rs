@@ -122,12 +122,11 @@ impl Recordings {
 
 impl Graph {
     fn of(launches: Vec<Noted>, context: CUcontext) -> Result<Self> {
-        let told = |what: &str, e| failed(what, e);
         let mut graph = ptr::null_mut();
         // SAFETY: writes a handle to where the pointer points.
         unsafe { sys::cuGraphCreate(&mut graph, 0) }
             .result()
-            .map_err(|e| told("no graph of launches", e))?;
+            .map_err(|e| failed("no graph of launches", e))?;
         let mut made = Self {
             graph,
             started: ptr::null_mut(),
@@ -155,12 +154,12 @@ impl Graph {
             // SAFETY: as in `Noted::start`, by the promise of who launched it; the call copies the arguments.
             unsafe { sys::cuGraphAddKernelNode_v2(&mut node, graph, &before, count, &params) }
                 .result()
-                .map_err(|e| told(&format!("{} was not recorded", launch.kernel), e))?;
+                .map_err(|e| failed(&format!("{} was not recorded", launch.kernel), e))?;
             before = node;
         }
         // SAFETY: the graph was made above.
         made.started = unsafe { result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)) }
-            .map_err(|e| told("recorded launches are not accepted", e))?;
+            .map_err(|e| failed("recorded launches are not accepted", e))?;
         Ok(made)
     }
 }
