@@ -187,7 +187,7 @@ impl<'d> Workspace<'d> {
         out: &Buffer<'_, f32>,
         accumulate: bool,
     ) -> Result<()> {
-        linear.forward(&self.products, x, rows, out, accumulate)
+        self.products.forward(x, rows, &[(linear, out)], accumulate)
     }
 
     /// RMS norm of rows, `[rows, hidden]`.

@@ -57,6 +57,7 @@ impl RowStore {
 
     /// Appends rows `[m,d]`, rounded to the stored type.
     pub fn extend(&mut self, rows: ArrayView2<f32>) {
+        assert_eq!(rows.ncols(), self.d, "channels of the rows");
         let values = rows.iter().copied();
         match &mut self.data {
             Data::F32(v) => v.extend(values),

@@ -278,6 +278,7 @@ impl Layer {
     /// Adds the attention output `attended`, `[m, h d]`, and then the MLP to `hidden`, `[m, hidden]`.
     pub fn finish(&self, mut hidden: ArrayViewMut2<f32>, attended: ArrayView2<f32>) {
         let width = hidden.ncols();
+        assert_eq!(hidden.nrows(), attended.nrows(), "attention output per row");
         for (mut hidden, attended) in hidden
             .axis_chunks_iter_mut(Axis(0), ROWS)
             .zip(attended.axis_chunks_iter(Axis(0), ROWS))
@@ -356,6 +357,7 @@ pub fn rotated(x: &Array3<f32>, table: &RopeTable, rows: Range<usize>) -> Array3
 
 /// Rotates `[heads, m, d]` in place; row i by entry `rows.start + i` of the table.
 pub fn rotate(x: &mut Array3<f32>, table: &RopeTable, rows: Range<usize>) {
+    assert_eq!(x.len_of(Axis(1)), rows.len(), "a row of the table per vector");
     x.axis_iter_mut(Axis(0)).into_par_iter().for_each(|mut head| {
         for (mut vector, row) in head.rows_mut().into_iter().zip(rows.clone()) {
             table.rotate(elements_mut(&mut vector), row);

@@ -98,8 +98,8 @@ impl Numbers {
         let x = upload(driver, &self.x);
         let behind = vec![-77.0; BEHIND];
         let out = upload(driver, &[&self.before[..], &behind].concat());
-        linear
-            .forward(&products, &x, case.m, &out, case.accumulate)
+        products
+            .forward(&x, case.m, &[(&linear, &out)], case.accumulate)
             .unwrap();
         let mut out = out.read().unwrap();
         assert_eq!(
@@ -195,7 +195,7 @@ pub fn check_together(driver: &dyn Driver) {
     products.forward(&x, m, &all, false).unwrap();
     for (linear, out) in all {
         let alone = Buffer::<f32>::new(driver, "outputs", m * 24).unwrap();
-        linear.forward(&products, &x, m, &alone, false).unwrap();
+        products.forward(&x, m, &[(linear, &alone)], false).unwrap();
         assert_eq!(bits(&out.read().unwrap()), bits(&alone.read().unwrap()));
     }
 }
@@ -211,10 +211,14 @@ pub fn check_refused(driver: &dyn Driver) {
     let (x, out) = (buffer(20 * 8), buffer(20 * 4));
     let products = Products::new(driver, false, 20 * 8).unwrap();
     let tight = Products::new(driver, false, 20 * 8 - 1).unwrap();
-    assert!(small.forward(&products, &x, 20, &out, false).is_ok());
-    assert!(small.forward(&products, &x, 21, &out, false).is_err());
-    assert!(small.forward(&products, &buffer(159), 20, &out, false).is_err());
-    assert!(small.forward(&products, &x, 20, &buffer(79), false).is_err());
-    assert!(small.forward(&tight, &x, 20, &out, false).is_err());
-    assert!(biased.forward(&products, &x, 20, &out, false).is_err());
+    assert!(products.forward(&x, 20, &[(&small, &out)], false).is_ok());
+    assert!(products.forward(&x, 21, &[(&small, &out)], false).is_err());
+    assert!(
+        products
+            .forward(&buffer(159), 20, &[(&small, &out)], false)
+            .is_err()
+    );
+    assert!(products.forward(&x, 20, &[(&small, &buffer(79))], false).is_err());
+    assert!(tight.forward(&x, 20, &[(&small, &out)], false).is_err());
+    assert!(products.forward(&x, 20, &[(&biased, &out)], false).is_err());
 }

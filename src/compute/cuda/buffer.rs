@@ -1,4 +1,4 @@
-//! Memory of the device with the type of what it holds.
+//! Typed memory of the device.
 
 use std::marker::PhantomData;
 
@@ -7,12 +7,12 @@ use bytemuck::{Pod, Zeroable};
 use super::driver::{Address, Arg, Driver, Part};
 use crate::error::{Error, Result};
 
-/// Some values on the device; given back when dropped.
+/// An array on the device; freed when dropped.
 pub struct Buffer<'d, T> {
     driver: &'d dyn Driver,
     address: Address,
     len: usize,
-    /// Whether dropping it gives the memory back.
+    /// Whether dropping it frees the memory.
     owned: bool,
     values: PhantomData<T>,
 }
@@ -32,12 +32,12 @@ impl<T> Clone for Ptr<'_, T> {
 impl<T> Copy for Ptr<'_, T> {}
 
 impl<'b, T> Ptr<'b, T> {
-    /// The place in the device's memory.
+    /// Returns the address.
     pub fn address(self) -> Address {
         self.address
     }
 
-    /// The place `n` values further on.
+    /// Returns the pointer `n` values further on.
     pub fn after(self, n: usize) -> Self {
         Self {
             address: self.address + (n * size_of::<T>()) as u64,
@@ -45,7 +45,7 @@ impl<'b, T> Ptr<'b, T> {
         }
     }
 
-    /// The same place, where the kernel takes the bytes for another type.
+    /// Returns the same address with another type, for a kernel that reads the bytes as that type.
     pub fn cast<U>(self) -> Ptr<'b, U> {
         Ptr {
             address: self.address,
@@ -67,10 +67,10 @@ impl<T> From<Option<Ptr<'_, T>>> for Arg {
 }
 
 impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
-    /// Room for `len` values, not set to anything; `what` names them in the error.
+    /// Allocates space for `len` uninitialised values; `what` names them in the error.
     ///
     /// # Errors
-    /// The device has no such room: how much was needed.
+    /// Out of memory.
     pub fn new(driver: &'d dyn Driver, what: &str, len: usize) -> Result<Self> {
         // Even an empty buffer has an address.
         let bytes = (len * size_of::<T>()).max(1);
@@ -92,7 +92,7 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
         })
     }
 
-    /// `len` of its values from number `start` on, as a buffer of their own.
+    /// Returns the `len` values from index `start` on as a buffer that shares the memory.
     pub fn part(&self, start: usize, len: usize) -> Buffer<'_, T> {
         assert!(
             start + len <= self.len,
@@ -107,36 +107,36 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
         }
     }
 
-    /// These values.
+    /// Copies values to the device.
     pub fn of(driver: &'d dyn Driver, what: &str, values: &[T]) -> Result<Self> {
         let buffer = Self::new(driver, what, values.len())?;
         buffer.write(values)?;
         Ok(buffer)
     }
 
-    /// Room for `len` values, all bits zero.
+    /// Allocates `len` values whose bits are all zero.
     pub fn zeros(driver: &'d dyn Driver, what: &str, len: usize) -> Result<Self> {
         let buffer = Self::new(driver, what, len)?;
         buffer.zero()?;
         Ok(buffer)
     }
 
-    /// Values.
+    /// Counts the values.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Says whether there are no values.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The pointer to the first value, for a kernel.
+    /// Returns the pointer to the first value, for a kernel.
     pub fn ptr(&self) -> Ptr<'_, T> {
         self.ptr_at(0)
     }
 
-    /// The pointer to value number `at`.
+    /// Returns the pointer to the value at index `at`.
     pub fn ptr_at(&self, at: usize) -> Ptr<'_, T> {
         assert!(at <= self.len, "a place beyond the end of the buffer: {at}");
         Ptr {
@@ -154,7 +154,7 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
         }
     }
 
-    /// Sets the first values, after everything that was launched before, without waiting for it.
+    /// Sets the first values after all earlier launches, without waiting for the copy.
     pub fn send(&self, values: &[T]) -> Result<()> {
         assert!(values.len() <= self.len, "more values than the buffer has");
         match values {
@@ -163,7 +163,7 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
         }
     }
 
-    /// The first values as a part of a [`Driver::fetch`].
+    /// Returns the first values as a part of a [`Driver::fetch`] into `values`.
     pub fn to<'v>(&self, values: &'v mut [T]) -> Part<'v> {
         assert!(values.len() <= self.len, "more values than the buffer has");
         Part {
@@ -172,7 +172,7 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
         }
     }
 
-    /// All bits to zero.
+    /// Sets all bits to zero.
     pub fn zero(&self) -> Result<()> {
         match self.len {
             0 => Ok(()),
@@ -180,12 +180,12 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
         }
     }
 
-    /// All values.
+    /// Copies all values to the host.
     pub fn read(&self) -> Result<Vec<T>> {
         self.read_part(0, self.len)
     }
 
-    /// `len` values from number `start` on.
+    /// Copies the `len` values from index `start` on to the host.
     pub fn read_part(&self, start: usize, len: usize) -> Result<Vec<T>> {
         assert!(
             start + len <= self.len,

@@ -2,37 +2,37 @@
 
 use crate::error::{Error, Result};
 
-/// A place in the device's memory.
+/// An address in the device's memory.
 pub type Address = u64;
 
 /// Memory of a device and kernels that run on it, one after the other.
 pub trait Driver: Send + Sync {
-    /// The hardware and the driver, for the log and the manifest.
+    /// Names the hardware and the driver, for the log and the manifest.
     fn adapter(&self) -> String;
 
-    /// Bytes of shared memory that a block of `nearest_fast` may have; 0 where it does not run.
+    /// Returns the shared memory that a block of `nearest_fast` may have, in bytes; 0 if the kernel does not run here.
     fn fast_shared_bytes(&self) -> usize;
 
-    /// Bytes free.
+    /// Returns the bytes of free memory.
     fn free_bytes(&self) -> Result<u64>;
 
-    /// Memory of `bytes`, at least one; `None` where there is not as much.
+    /// Allocates `bytes` of memory, at least one; `None` if so much is not free.
     fn allocate(&self, bytes: usize) -> Result<Option<Address>>;
 
-    /// Gives back what [`Driver::allocate`] gave.
+    /// Frees memory of [`Driver::allocate`].
     fn free(&self, address: Address);
 
-    /// Copies to the device.
+    /// Copies bytes to the device.
     fn write(&self, to: Address, bytes: &[u8]) -> Result<()>;
 
-    /// Copies from the device, after everything that was launched before.
+    /// Copies bytes from the device after all earlier launches.
     fn read(&self, from: Address, bytes: &mut [u8]) -> Result<()>;
 
-    /// Copies parts from the device, after everything that was launched before. `meanwhile` may launch more, and is
-    /// called while the copies are on their way: they wait for nothing that it launches.
+    /// Copies parts from the device after all earlier launches. Calls `meanwhile` during the copies; they do not wait
+    /// for what it launches.
     ///
     /// # Errors
-    /// A failed copy, a launch before it that went wrong, those of `meanwhile`.
+    /// A failed copy; an earlier launch that failed; those of `meanwhile`.
     fn fetch(&self, parts: &mut [Part<'_>], meanwhile: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         for part in parts {
             self.read(part.from, part.bytes)?;
@@ -40,7 +40,7 @@ pub trait Driver: Send + Sync {
         meanwhile()
     }
 
-    /// Copies to the device, after everything that was launched before, and does not wait for it.
+    /// Copies bytes to the device after all earlier launches, without waiting for the copy.
     fn send(&self, to: Address, bytes: &[u8]) -> Result<()> {
         self.write(to, bytes)
     }
@@ -48,10 +48,10 @@ pub trait Driver: Send + Sync {
     /// Sets bytes to zero.
     fn zero(&self, at: Address, bytes: usize) -> Result<()>;
 
-    /// Processors that run blocks side by side.
+    /// Counts the multiprocessors.
     fn multiprocessors(&self) -> usize;
 
-    /// Starts a kernel of `kernels/` after everything that was launched before; while recording it only notes it.
+    /// Starts a kernel of `kernels/` after all earlier launches; while recording, notes the launch instead.
     ///
     /// # Safety
     /// The driver copies as many arguments as the kernel declares, whatever `args` holds: they must be those of its
@@ -61,12 +61,12 @@ pub trait Driver: Send + Sync {
     /// no more than that. The structs of [`super::kernels`] do all of this but the sizes.
     unsafe fn launch(&self, kernel: &'static str, shape: Launch, args: &[Arg]) -> Result<()>;
 
-    /// Notes the launches from here on, in their order, until [`Driver::recorded`]; false where it cannot.
+    /// Records the launches from here on, until [`Driver::recorded`], instead of starting them; false if it cannot.
     fn record(&self) -> Result<bool> {
         Ok(false)
     }
 
-    /// Ends recording: the number by which [`Driver::replay`] knows the launches noted.
+    /// Ends recording, and returns the number that [`Driver::replay`] takes.
     ///
     /// # Errors
     /// Nothing was recorded.
@@ -74,32 +74,32 @@ pub trait Driver: Send + Sync {
         Err(Error::failed("CUDA: no launches were recorded"))
     }
 
-    /// Starts launches that were noted, all of them at once.
+    /// Starts all launches of a recording.
     ///
     /// # Errors
-    /// A number that is not known.
+    /// An unknown number.
     fn replay(&self, recording: u64) -> Result<()> {
         Err(Error::failed(format!("CUDA: no recording {recording}")))
     }
 
-    /// Gives back what [`Driver::recorded`] keeps.
+    /// Frees a recording.
     fn forget(&self, recording: u64) {
         let _ = recording;
     }
 
-    /// A product by the vendor's library, after everything that was launched before; false where there is none.
+    /// Starts a product of the vendor's library after all earlier launches; false if there is no library.
     fn multiply(&self, product: &Product) -> Result<bool> {
         let _ = product;
         Ok(false)
     }
 }
 
-/// Some memory of the device, and where its contents go.
+/// Memory of the device, and the host memory that it is copied to.
 #[derive(Debug)]
 pub struct Part<'v> {
-    /// Where they are.
+    /// The source on the device.
     pub from: Address,
-    /// Where they go, as many as are wanted.
+    /// The destination; its length is the number of bytes.
     pub bytes: &'v mut [u8],
 }
 
@@ -116,22 +116,22 @@ pub struct Product {
     pub m: usize,
     /// Rows of W.
     pub n: usize,
-    /// What is summed over.
+    /// Length of the sums.
     pub k: usize,
-    /// bf16, else f16.
+    /// Whether x and W are bf16; else f16.
     pub is_bfloat: bool,
-    /// Adds to what is there.
+    /// Whether to add to out.
     pub accumulate: bool,
 }
 
-/// Launches that were noted once; given back when dropped.
+/// Recorded launches; freed when dropped.
 pub struct Recording<'d> {
     driver: &'d dyn Driver,
     number: u64,
 }
 
 impl<'d> Recording<'d> {
-    /// The launches of `launches`; `None` where the driver cannot note them, and then they are started.
+    /// Records the launches of `launches`; `None` if the driver cannot record, in which case they are started.
     ///
     /// # Errors
     /// What `launches` returns.
@@ -147,7 +147,7 @@ impl<'d> Recording<'d> {
         recording.map(Some)
     }
 
-    /// Starts them.
+    /// Starts the launches.
     pub fn replay(&self) -> Result<()> {
         self.driver.replay(self.number)
     }
@@ -159,14 +159,14 @@ impl Drop for Recording<'_> {
     }
 }
 
-/// How many blocks run a kernel, and what each of them has.
+/// The size of a launch.
 #[derive(Clone, Copy, Debug)]
 pub struct Launch {
-    /// Blocks along x, y and z.
+    /// Number of blocks along x, y and z.
     pub grid: [u32; 3],
-    /// Threads of a block.
+    /// Threads per block.
     pub threads: u32,
-    /// Bytes of dynamic shared memory of a block.
+    /// Dynamic shared memory per block, in bytes.
     pub shared_bytes: usize,
 }
 

@@ -256,21 +256,6 @@ fn tiles(m: usize, n: usize, side: usize) -> [usize; 3] {
 }
 
 impl Linear<'_> {
-    /// One projection; see [`Products::forward`].
-    ///
-    /// # Errors
-    /// As there.
-    pub fn forward(
-        &self,
-        products: &Products<'_>,
-        x: &Buffer<'_, f32>,
-        m: usize,
-        out: &Buffer<'_, f32>,
-        accumulate: bool,
-    ) -> Result<()> {
-        products.forward(x, m, &[(self, out)], accumulate)
-    }
-
     fn check(&self, x: &Buffer<'_, f32>, m: usize, out: &Buffer<'_, f32>) -> Result<()> {
         let (n, k) = (self.weight.rows, self.weight.cols);
         let bias = self.bias.as_ref().map_or(n, Buffer::len);

@@ -32,10 +32,11 @@ impl<'d> PackedLayer<'d> {
     /// # Errors
     /// Channels that are no multiple of 8; more positions than the capacity; out of memory.
     pub fn of(driver: &'d dyn Driver, shape: Shape, heads: &[&Packed]) -> Result<Self> {
-        let shape = shape.checked()?;
+        let mut layer = Self::new(driver, shape)?;
+        let shape = layer.signs.shape;
         let d = shape.head_dim;
         let fits = |packed: &&Packed| packed.len() <= shape.capacity && packed.keys.centre().len() == d;
-        if !d.is_multiple_of(8) || heads.len() != shape.heads() || !heads.iter().all(fits) {
+        if heads.len() != shape.heads() || !heads.iter().all(fits) {
             return Err(Error::failed(format!(
                 "CUDA: 2-bit caches of {} heads do not fit {shape:?}",
                 heads.len()
@@ -48,32 +49,20 @@ impl<'d> PackedLayer<'d> {
             full: packed.keys.full_positions(),
         });
         let signs: Vec<_> = signs.collect();
-        let bits = |i: usize| {
-            let rows = parts.iter().map(|part| &part.bits[i][..]);
-            Buffer::of(driver, "2-bit rows", &padded(rows, shape.capacity * d / 4, 0))
-        };
-        let params = |i: usize| {
-            let rows = parts.iter().map(|part| part.params[i].as_flattened());
-            let len = shape.capacity * d.div_ceil(32) * 2;
-            Buffer::of(driver, "scales of 2-bit rows", &padded(rows, len, f16::ZERO))
-        };
-        let full = |i: usize| {
-            let rows = parts.iter().map(|part| part.full[i]);
-            Buffer::of(
-                driver,
-                "rows in half precision",
-                &padded(rows, FULL * d, f16::ZERO),
-            )
-        };
+        layer.signs = Signs::of(driver, shape, &signs)?;
+        let params_len = shape.capacity * d.div_ceil(QUANT_GROUP) * 2;
+        for i in 0..2 {
+            let bits = parts.iter().map(|part| &part.bits[i][..]);
+            let params = parts.iter().map(|part| part.params[i].as_flattened());
+            let full = parts.iter().map(|part| part.full[i]);
+            layer.bits[i].write(&padded(bits, shape.capacity * d / 4, 0))?;
+            layer.params[i].write(&padded(params, params_len, f16::ZERO))?;
+            layer.full[i].write(&padded(full, FULL * d, f16::ZERO))?;
+        }
         let alpha: Vec<f32> = parts.iter().flat_map(|part| part.alpha).copied().collect();
-        Ok(Self {
-            signs: Signs::of(driver, shape, &signs)?,
-            bits: [bits(0)?, bits(1)?],
-            params: [params(0)?, params(1)?],
-            alpha: Buffer::of(driver, "scales of channels", &alpha)?,
-            full: [full(0)?, full(1)?],
-            is_signed: parts.iter().all(|part| part.signed),
-        })
+        layer.alpha.write(&alpha)?;
+        layer.is_signed = parts.iter().all(|part| part.signed);
+        Ok(layer)
     }
 
     /// Allocates an empty cache.

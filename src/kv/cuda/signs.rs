@@ -53,11 +53,15 @@ impl<'d> Signs<'d> {
     /// # Errors
     /// Channels that are no multiple of 4; more positions than the capacity; out of memory.
     pub fn of(driver: &'d dyn Driver, shape: Shape, heads: &[HeadSigns<'_>]) -> Result<Self> {
-        let shape = shape.checked()?;
+        let to = Self::new(driver, shape)?;
+        let shape = to.shape;
         let (d, words) = (shape.head_dim, words(&shape));
         let bytes = sign_bytes(d);
-        let fits = |head: &HeadSigns| head.signs.len() <= shape.capacity * bytes && head.full.len() <= FULL;
-        if !d.is_multiple_of(4) || heads.len() != shape.heads() || !heads.iter().all(fits) {
+        let fits = |head: &HeadSigns| {
+            let longest = shape.capacity * bytes;
+            head.signs.len() <= longest && head.full.len() <= FULL && head.centre.len() == d
+        };
+        if heads.len() != shape.heads() || !heads.iter().all(fits) {
             return Err(Error::failed(format!(
                 "CUDA: signs of {} heads do not fit {shape:?}",
                 heads.len()
@@ -77,14 +81,11 @@ impl<'d> Signs<'d> {
         }
         let counts: Vec<u32> = heads.iter().map(|head| head.full.len() as u32).collect();
         let centre: Vec<f32> = heads.iter().flat_map(|head| head.centre).copied().collect();
-        Ok(Self {
-            driver,
-            shape,
-            signs: Buffer::of(driver, "signs", &signs)?,
-            centre: Buffer::of(driver, "centres", &centre)?,
-            full: Buffer::of(driver, "positions that come first", &full)?,
-            full_count: Buffer::of(driver, "their numbers", &counts)?,
-        })
+        to.signs.write(&signs)?;
+        to.centre.write(&centre)?;
+        to.full.write(&full)?;
+        to.full_count.write(&counts)?;
+        Ok(to)
     }
 
     /// Allocates space for the signs of a prompt.
