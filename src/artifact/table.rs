@@ -71,12 +71,7 @@ pub fn worst_heads<R: DeserializeOwned>(reports: &[HeadReport], of: fn(&R) -> Op
     }
     ranked.sort_by(|a, b| b.0.total_cmp(&a.0));
     let line = |(value, at): &(f64, &HeadReport)| {
-        format!(
-            "  layer {}  head {}  {}\n",
-            at.layer,
-            at.head,
-            share(*value)
-        )
+        format!("  layer {}  head {}  {}\n", at.layer, at.head, share(*value))
     };
     Ok(ranked.iter().take(WORST).map(line).collect())
 }
