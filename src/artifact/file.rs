@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::json;
 
-use super::manifest::seal_holds;
+use super::manifest::{AGAIN, seal_holds};
 use super::{FORMAT, Manifest, Report, SectionKind, SectionManifest, Sections, parse, short};
 use crate::error::{Error, Result};
 use crate::model::Sizes;
@@ -139,19 +139,14 @@ fn read_manifest(store: &Store) -> Result<Manifest> {
     let manifest = store.manifest()?;
     store.check_canonical()?;
     if manifest.get("format") != Some(&json!(FORMAT)) {
-        return Err(
-            Error::failed(format!("{path} is not an artifact of format {FORMAT}"))
-                .hint("make it again with this version of kvsmith"),
-        );
+        return Err(Error::failed(format!("{path} is not an artifact of format {FORMAT}")).hint(AGAIN));
     }
     if !store.metadata().is_some_and(|text| seal_holds(text, &manifest)) {
         return Err(Error::failed(format!("{path}: the manifest was altered"))
             .hint("the file is damaged; make it again"));
     }
-    Manifest::deserialize(manifest).map_err(|e| {
-        Error::failed(format!("{path}: the manifest is not valid: {e}"))
-            .hint("make it again with this version of kvsmith")
-    })
+    Manifest::deserialize(manifest)
+        .map_err(|e| Error::failed(format!("{path}: the manifest is not valid: {e}")).hint(AGAIN))
 }
 
 /// A section of an opened file.

@@ -13,6 +13,9 @@ use crate::store::hex;
 
 /// Version of the file format.
 pub const FORMAT: u64 = 1;
+/// The hint for a file that this version does not read.
+pub(super) const AGAIN: &str =
+    "make it again with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`";
 
 /// Key of the manifest's own digest.
 const SEAL: &str = "manifest_sha256";
@@ -104,8 +107,5 @@ pub fn object<T: Serialize>(value: &T) -> Result<Map<String, Value>> {
 
 /// Reads a JSON object of the manifest, called `what` in the message if it is not valid.
 pub fn parse<T: DeserializeOwned>(what: &str, object: &Map<String, Value>) -> Result<T> {
-    T::deserialize(object).map_err(|e| {
-        Error::failed(format!("`{what}` is not valid: {e}"))
-            .hint("make it again with this version of kvsmith")
-    })
+    T::deserialize(object).map_err(|e| Error::failed(format!("`{what}` is not valid: {e}")).hint(AGAIN))
 }

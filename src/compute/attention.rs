@@ -16,7 +16,7 @@ pub use causal::causal;
 pub use decode::{decode, decode_with_weights};
 pub(crate) use kernels::{ChunkedRows, StoredRows, add, scores};
 pub use lanes::LANES;
-pub(crate) use lanes::{fused, widen_f16};
+pub(crate) use lanes::widen_f16;
 pub(crate) use rows::{AHEAD, prefetch, widened_add, widened_scores};
 pub use rows::{CachedRows, GroupQueries, OutputSums, Run};
 

@@ -5,7 +5,7 @@
 use multiversion::multiversion;
 use multiversion::target::match_target;
 
-use super::attention::fused;
+use super::attention::lanes::fused;
 
 /// Rows of the right factor, and columns of the result, in one block.
 pub const SIDE: usize = 128;

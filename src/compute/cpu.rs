@@ -15,7 +15,7 @@
 //! multiply-add: rows are independent, and every sum has a fixed order.
 
 mod assign;
-mod scan;
+pub(crate) mod scan;
 
 use std::ops::Range;
 
@@ -31,7 +31,6 @@ use assign::{Assigned, absorb, reassign};
 pub(crate) use assign::{CHUNK, search};
 pub(crate) use scan::Panels;
 use scan::row;
-pub(crate) use scan::squared_distance;
 
 /// Rows that are summed in f32 before they are added to the f64 sums.
 const MOMENT_ROWS: usize = 256;

@@ -1,6 +1,6 @@
 //! k-means++ draws on the host, for the devices whose distances the host has too.
 
-use super::cpu::squared_distance;
+use super::cpu::scan::squared_distance;
 
 /// The running sums of distances, from which rows are drawn in proportion to them.
 pub struct Wheel {

@@ -5,9 +5,11 @@
 
 use ndarray::Array1;
 
+use super::ROWS;
+use super::body::Body;
+use super::context::LayerContext;
 use super::model::DeviceModel;
 use super::prompt::{PromptLayer, PromptPass, PromptRoom};
-use super::{Body, LayerContext, ROWS};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::{Driver, Recording};
 use crate::error::{Error, Result};

@@ -1,7 +1,9 @@
 //! A whole model's weights on the device, with what comes before and after its layers.
 
+use super::sizes::LayerSizes;
+use super::weights::LayerWeights;
 use super::weights::{random, upload};
-use super::{LayerSizes, LayerWeights, Workspace};
+use super::work::Workspace;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;

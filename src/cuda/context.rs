@@ -1,6 +1,6 @@
 //! The keys and values that a prompt attends in one layer.
 
-use super::LayerSizes;
+use super::sizes::LayerSizes;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;

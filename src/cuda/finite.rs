@@ -1,6 +1,7 @@
 //! Whether hidden states and logits are finite, without waiting for the device after each layer.
 
-use super::{Body, blocks_for};
+use super::blocks_for;
+use super::body::Body;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;

@@ -4,9 +4,14 @@ use std::sync::Mutex;
 
 use ndarray::{Array1, Array3, s};
 
+use super::ROWS;
+use super::body::Body;
+use super::context::LayerContext;
+use super::finite::FiniteCheck;
 use super::layers::fetch;
 use super::step::StepSpace;
-use super::{Body, FiniteCheck, LayerContext, LayerWeights, ROWS, Rotation, RowPositions, Workspace};
+use super::weights::LayerWeights;
+use super::work::{Rotation, RowPositions, Workspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::layout::elements;

@@ -9,10 +9,13 @@ mod static_set;
 use ndarray::{Array1, Array2, ArrayView2, ArrayView3, s};
 use rayon::prelude::*;
 
+use super::ROWS;
 use super::backend::indexes;
+use super::body::Body;
+use super::context::LayerContext;
 use super::model::DeviceModel;
 use super::prompt::{PromptLayer, PromptPass, PromptRoom};
-use super::{Body, LayerContext, ROWS, Workspace};
+use super::work::Workspace;
 use crate::compute::attention;
 use crate::error::{Error, Result};
 use crate::float::Float;

@@ -3,7 +3,11 @@
 
 use ndarray::{Array3, ArrayView2, ArrayViewMut2, Axis, s};
 
-use super::{LayerContext, LayerSizes, LayerWeights, ROWS, Rotation, RowPositions, Workspace};
+use super::ROWS;
+use super::context::LayerContext;
+use super::sizes::LayerSizes;
+use super::weights::LayerWeights;
+use super::work::{Rotation, RowPositions, Workspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::layout::{elements, elements_mut};

@@ -2,10 +2,12 @@
 
 use ndarray::Array1;
 
+use super::body::Body;
 use super::prompt::PromptPass;
+use super::sample;
 use super::step::StepSpace;
 use super::windows::Windows;
-use super::{Body, Rotation, RowPositions, sample};
+use super::work::{Rotation, RowPositions};
 use crate::error::Result;
 use crate::kv::cuda::Shape;
 use crate::kv::sample::Sampler;

@@ -1,7 +1,10 @@
 //! A prompt on its way through the layers of a model on the device.
 
+use super::ROWS;
+use super::body::Body;
+use super::context::LayerContext;
 use super::model::DeviceModel;
-use super::{Body, LayerContext, ROWS, RowPositions, Workspace};
+use super::work::{RowPositions, Workspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::interrupt;

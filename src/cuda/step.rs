@@ -1,6 +1,9 @@
 //! What a decode step computes with, from ids to logits and the next ids.
 
-use super::{Body, FiniteCheck, Workspace, sample};
+use super::body::Body;
+use super::finite::FiniteCheck;
+use super::sample;
+use super::work::Workspace;
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::Result;
 

@@ -1,6 +1,6 @@
 //! One layer's weights on the device, in the type that the checkpoint stores.
 
-use super::LayerSizes;
+use super::sizes::LayerSizes;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::linear::{Linear, Matrix};

@@ -1,6 +1,8 @@
 //! Where some rows pass through a layer: everything but the attention.
 
-use super::{LayerSizes, LayerWeights, blocks_for};
+use super::blocks_for;
+use super::sizes::LayerSizes;
+use super::weights::LayerWeights;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;

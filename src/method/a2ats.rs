@@ -36,12 +36,9 @@ use postings::Postings;
 use postings::read_bytes;
 use quotas::choose_listed;
 pub use quotas::{Bound, Quotas, choose};
-pub use section::{A2atsSection, CHOL, CODEBOOK, COUNT, FitInit, FitMetric, FitParams, MEAN};
-
-/// Name of the section in an artifact.
-pub const SECTION: &str = "a2ats";
-/// Codewords must fit a u16 index.
-pub const MAX_SIZE: usize = 65_535;
+pub use section::{
+    A2atsSection, CHOL, CODEBOOK, COUNT, FitInit, FitMetric, FitParams, MAX_SIZE, MEAN, SECTION,
+};
 
 /// The method of this file.
 pub static METHOD: Declaration = Declaration {

@@ -12,6 +12,7 @@
 
 mod bench;
 mod bypass;
+mod constants;
 pub mod cuda;
 mod entries;
 mod head;
@@ -39,20 +40,13 @@ use crate::compute::simd;
 use crate::error::{Error, Result};
 pub use bypass::sparsity;
 use bypass::{RunningMean, log_sum_exp};
+pub use constants::{GAMMA, LOCAL};
 pub use head::{Constants, QueryHead};
 use marks::marks;
 pub use params::Params;
 use priors::Priors;
 pub use table::Table;
 pub use threshold::{OFFSETS, Threshold};
-use threshold::{TableStats, balanced, expanded};
-
-/// Decay per step if none is calibrated.
-pub const GAMMA: f64 = 0.95;
-/// The number of most recent positions in the local estimate; they are always candidates.
-pub const LOCAL: usize = 5;
-/// A head whose calibrated bypass rate is below this is not tested.
-const LEAST_BYPASS: f32 = 0.02;
 
 /// The method of this file.
 pub static METHOD: Declaration = Declaration {

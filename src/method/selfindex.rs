@@ -18,6 +18,7 @@ mod bench;
 mod choose;
 pub mod cuda;
 mod fit;
+mod groups;
 pub mod params;
 mod section;
 mod sums;
@@ -36,20 +37,11 @@ pub use crate::kv::packed::Center;
 use crate::kv::packed::{FULL, Layout, REFIT, best_scored, compressed, extend_signs, last_query, sign_bytes};
 use choose::Scores;
 pub use fit::{centroids, pattern};
+pub use groups::{GROUP, PATTERNS, PSEUDO_COUNT, SECTION};
 pub use params::{CentroidSource, Params};
 pub use section::SignSection;
 use section::{CENTROID, calibrated_center};
 use sums::PatternSums;
-
-/// Name of the section in an artifact.
-pub const SECTION: &str = "sign";
-/// Channels per pattern.
-pub const GROUP: usize = 4;
-/// Patterns per group of channels.
-pub const PATTERNS: usize = 1 << GROUP;
-
-/// The weight of a calibrated centroid against the prompt's keys, in keys.
-pub const PSEUDO_COUNT: f64 = 32.0;
 
 /// The method of this file.
 pub static METHOD: Declaration = Declaration {

@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use super::cpu_head::{Head, head};
 use super::decode::{ROTATED_BYTES, Setting, Work};
 use super::product::seconds;
-use super::{median, proc_bytes};
+use super::report::{median, proc_bytes};
 use crate::compute::attention::{AHEAD, prefetch};
 use crate::error::{Error, Result};
 use crate::kv::lines::Lines;

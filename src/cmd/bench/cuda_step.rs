@@ -7,7 +7,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::cpu_head::uniform;
 use super::decode::{ROTATED_BYTES, SINKS, Setting, WINDOW, Work, float};
-use super::median;
+use super::report::median;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::fill::ReadLoop;

@@ -6,8 +6,9 @@ use std::str::FromStr;
 
 use serde_json::{Value, json};
 
+use super::report::{add_bandwidth, number, print_row};
 use super::timed::{check, methods_help, ranking_help};
-use super::{add_bandwidth, cpu_step, cuda_step, number, print_row};
+use super::{cpu_step, cuda_step};
 use crate::cmd::args::Global;
 use crate::cmd::print_json;
 use crate::error::{Error, Result};
@@ -394,7 +395,7 @@ fn row(setting: &Setting, device: &str, times: Vec<f64>, bytes: usize, bandwidth
         Ranking::Plain => ", plain ranking",
     };
     let name = format!("{what} {}{how}", setting.method.as_str());
-    let mut row = super::row(&name, &setting.shape(), device, times);
+    let mut row = super::report::row(&name, &setting.shape(), device, times);
     row["bytes"] = json!(bytes);
     add_bandwidth(&mut row, bytes as f64, bandwidth);
     row

@@ -4,7 +4,7 @@ use ndarray::Axis;
 use serde_json::json;
 
 use super::product::{Product, print_rate, seconds, set_against};
-use super::{random_points, row};
+use super::report::{random_points, row};
 use crate::cmd::args::Global;
 use crate::cmd::print_json;
 use crate::error::{Error, Result};

@@ -5,9 +5,10 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 
+use super::cuda_step;
 use super::decode::{Caches, SINKS, WINDOW, float, parse_context};
+use super::report::{add_bandwidth, number, print_row, row};
 use super::timed::{listed, methods, without};
-use super::{add_bandwidth, cuda_step, number, print_row, row};
 use crate::cmd::args::Global;
 use crate::cmd::print_json;
 use crate::compute::cuda::Cuda;

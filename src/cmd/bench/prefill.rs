@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use super::decode::parse_context;
 use super::product::{Product, print_rate, seconds, set_against};
-use super::{random_points, row};
+use super::report::{random_points, row};
 use crate::cmd::args::Global;
 use crate::cmd::print_json;
 use crate::compute::attention::causal;

@@ -6,7 +6,7 @@ use ndarray::{Array2, Axis};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
-use super::{median, number, print_row, random_points};
+use super::report::{median, number, print_row, random_points};
 use crate::compute::gemm;
 use crate::error::Result;
 

@@ -8,7 +8,8 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 
-use super::{A2ats, HeadCodebook, cuda};
+use super::codebook::HeadCodebook;
+use super::{A2ats, cuda};
 use crate::error::Result;
 use crate::kv::KvType;
 use crate::method::bench::{Bench, Contents, Layer, NewHead, RandomHead, Timed};

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use ndarray::{Array1, Array2, Array3, ArrayView2, Axis};
 use rayon::prelude::*;
 
-use super::{CHOL, CODEBOOK, FitParams, MEAN, SECTION};
+use super::section::SECTION;
+use super::section::{CHOL, CODEBOOK, FitParams, MEAN};
 use crate::artifact::Artifact;
 use crate::compute::codewords::Codewords;
 use crate::error::{Error, Result};
-use crate::method::a2ats::cuda::HeadConstants;
 use crate::model::rope::{Rope, RopeTable};
 use crate::stats::kmeans::Codebook;
 use crate::stats::linalg;
@@ -32,6 +32,18 @@ pub struct HeadCodebook {
     chol_inverse: Array2<f64>,
     /// R_b; `None` if keys and queries are rotated to their own positions.
     wrope: Option<RopeTable>,
+}
+
+/// What a GPU needs of the codebook of one KV head.
+pub struct HeadConstants<'a> {
+    /// C^z, `[M,d]`, values of f16.
+    pub codebook: ArrayView2<'a, f32>,
+    /// What takes a query to y = q R_b L^-T: `[d,d]`, y_i = sum_j map_ij q_j.
+    pub query_map: Array2<f32>,
+    /// What takes a key to z: `[d,d]`, z_i = sum_j map_ij k_j - mean_i.
+    pub key_map: Array2<f32>,
+    /// The whitened mean, `[d]`.
+    pub mean: Vec<f32>,
 }
 
 impl Codebooks {

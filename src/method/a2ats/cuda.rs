@@ -4,8 +4,8 @@ pub mod encode;
 mod index;
 
 use half::f16;
-use ndarray::{Array2, ArrayView2};
 
+pub use super::codebook::HeadConstants;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::fill::{Random, fill};
@@ -17,18 +17,6 @@ pub(super) use index::random;
 
 /// Most codewords of a KV head: `rank_codewords` lists them, eight bytes each, in shared memory.
 pub const MOST_CODEWORDS: usize = kernels::RankCodewords::KERNEL.shared_bytes / 8;
-
-/// The calibrated part of one KV head.
-pub struct HeadConstants<'a> {
-    /// C^z, `[M,d]`, values of f16.
-    pub codebook: ArrayView2<'a, f32>,
-    /// What takes a query to y = q R_b L^-T: `[d,d]`, y_i = sum_j map_ij q_j.
-    pub query_map: Array2<f32>,
-    /// What takes a key to z: `[d,d]`, z_i = sum_j map_ij k_j - mean_i.
-    pub key_map: Array2<f32>,
-    /// The whitened mean, `[d]`.
-    pub mean: Vec<f32>,
-}
 
 /// The codebooks of one layer.
 pub struct Codebooks<'d> {

@@ -5,7 +5,6 @@ use half::f16;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::{MAX_SIZE, SECTION};
 use crate::artifact::{
     Column, Facts, Fit, FitInput, HeadReport, SectionKind, SectionView, object, parse, share, table,
     worst_heads,
@@ -18,6 +17,11 @@ use crate::stats::kmeans::{Init, KMeansParams};
 use crate::stats::moments::Position;
 use crate::stats::whiten::EPS;
 use crate::store::Spec;
+
+/// Name of the section in an artifact.
+pub const SECTION: &str = "a2ats";
+/// Codewords must fit a u16 index.
+pub const MAX_SIZE: usize = 65_535;
 
 /// Codewords, whitened and centred.
 pub const CODEBOOK: &str = "a2ats.codebook";

@@ -2,8 +2,11 @@
 
 use std::sync::Arc;
 
+use super::constants::GAMMA;
+use super::constants::LEAST_BYPASS;
+use super::params::Params;
 use super::priors::{self, HeadPrior};
-use super::{GAMMA, LEAST_BYPASS, Params, Table};
+use super::table::Table;
 use crate::compute::attention::AHEAD;
 use crate::method::Place;
 

@@ -14,7 +14,8 @@ mod section;
 
 use std::sync::Arc;
 
-use super::{GAMMA, LOCAL, OFFSETS};
+use super::threshold::OFFSETS;
+
 use crate::artifact::Artifact;
 use crate::error::Result;
 

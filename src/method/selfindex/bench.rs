@@ -1,8 +1,10 @@
 //! selfindex with random signs, for benchmarks.
 
-use super::{Center, CentroidSource, SelfIndex, cuda};
+use super::params::CentroidSource;
+use super::{SelfIndex, cuda};
 use crate::error::Result;
 use crate::kv::KvType;
+use crate::kv::packed::Center;
 use crate::method::bench::{Bench, Contents, Fill, Layer, NewHead, RandomHead, Timed};
 use crate::method::cuda::{Indexes, OnDevice};
 use crate::method::params::Params;

@@ -12,7 +12,7 @@ use std::ops::RangeInclusive;
 
 use ndarray::ArrayView2;
 
-use super::{GROUP, PATTERNS};
+use super::groups::{GROUP, PATTERNS};
 use crate::compute::attention::prefetch;
 use crate::method::Ranking;
 use rounded::Rounded;

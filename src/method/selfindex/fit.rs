@@ -6,14 +6,15 @@ use half::f16;
 use ndarray::{ArrayView1, Axis};
 use serde_json::{Map, Value, json};
 
+use super::groups::{GROUP, PATTERNS};
 use super::section::{ALPHA, CENTROID, COUNT, MEAN_PRE, Quality, SignSection};
 use super::sums::PatternSums;
-use super::{Center, GROUP, PATTERNS};
 use crate::artifact::{Fit, HeadDone, LayerPart, LayerStates, SectionKind, object};
 use crate::compute::cpu::row_mean;
 use crate::compute::device::{SignSums, Statistic};
 use crate::error::{Error, Result};
 use crate::interrupt;
+use crate::kv::packed::Center;
 
 /// Returns the sign pattern of four channels: bit e is set where `x[e] > 0`.
 ///

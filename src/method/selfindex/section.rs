@@ -6,9 +6,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::fit::SignFit;
-use super::{Center, GROUP, PATTERNS, SECTION};
+use super::groups::{GROUP, PATTERNS, SECTION};
 use crate::artifact::{Column, Facts, Fit, FitInput, HeadReport, SectionKind, SectionView, parse, table};
 use crate::error::{Error, Result};
+use crate::kv::packed::Center;
 use crate::model::Sizes;
 use crate::store::Spec;
 

@@ -1,6 +1,7 @@
 //! Sums of centred keys by sign pattern, and the centroids that follow from them.
 
-use super::{GROUP, PATTERNS, PSEUDO_COUNT, pattern};
+use super::fit::pattern;
+use super::groups::{GROUP, PATTERNS, PSEUDO_COUNT};
 use crate::compute::device::SignSums;
 
 /// The sums of a pass over keys.

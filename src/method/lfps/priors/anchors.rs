@@ -5,10 +5,11 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::super::{TableStats, balanced, expanded};
+use super::super::constants::{GAMMA, LOCAL};
+use super::super::threshold::{TableStats, balanced, expanded};
 use super::fit::{SampledHead, softmax};
 use super::sample::Tile;
-use super::{ALPHAS, GAMMA, GAMMAS, HISTORY, LAGS, LOCAL, MIN_TOP_K, SHARE, TOP_DIVISOR};
+use super::{ALPHAS, GAMMAS, HISTORY, LAGS, MIN_TOP_K, SHARE, TOP_DIVISOR};
 use crate::compute::attention::visible;
 use crate::compute::simd;
 

@@ -6,10 +6,11 @@ use ndarray::{Array2, ArrayView2, Axis, s};
 use rayon::prelude::*;
 use serde_json::{Map, Value};
 
+use super::super::constants::LOCAL;
 use super::anchors::{self, Dynamic};
 use super::sample::{Sample, Tile};
 use super::section::{self, LfpsSection};
-use super::{EXACT, LAGS, LOCAL, RELATIVE, SCALARS, SINKS, SLASH, STRUCTURAL_END, THETAS, VERT, slash_start};
+use super::{EXACT, LAGS, RELATIVE, SCALARS, SINKS, SLASH, STRUCTURAL_END, THETAS, VERT, slash_start};
 use crate::artifact::{Fit, HeadDone, LayerPart, LayerStates, Report, SectionKind};
 use crate::compute::attention::visible;
 use crate::compute::{gemm, simd};

@@ -4,10 +4,11 @@ use clap::ArgMatches;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+use super::super::constants::{GAMMA, LOCAL};
 use super::fit::PriorsFit;
 use super::sample::Sample;
 use super::{
-    ALPHAS, EXACT, GAMMA, GAMMAS, HISTORY, LAGS, LOCAL, MIN_TOP_K, OFFSETS, RELATIVE, SECTION, SHARE, SINKS,
+    ALPHAS, EXACT, GAMMAS, HISTORY, LAGS, MIN_TOP_K, OFFSETS, RELATIVE, SECTION, SHARE, SINKS,
     STRUCTURAL_END, THETAS, TOP_DIVISOR, anchors, sample, slash_start,
 };
 use crate::artifact::{

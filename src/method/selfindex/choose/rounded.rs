@@ -1,6 +1,6 @@
 //! Scores rounded to u8, and the scan that sums them.
 
-use super::super::PATTERNS;
+use super::super::groups::PATTERNS;
 use crate::compute::signs::{self, MOST_GROUPS};
 
 /// Rows of a scan that are summed and compared together; their sums stay in the cache.

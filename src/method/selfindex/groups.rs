@@ -1,0 +1,10 @@
+//! Groups of channels, and the sign patterns that each can have.
+
+/// Name of the section in an artifact.
+pub const SECTION: &str = "sign";
+/// Channels per pattern.
+pub const GROUP: usize = 4;
+/// Patterns per group of channels.
+pub const PATTERNS: usize = 1 << GROUP;
+/// The weight of a calibrated centroid against the prompt's keys, in keys.
+pub const PSEUDO_COUNT: f64 = 32.0;
