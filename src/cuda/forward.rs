@@ -105,7 +105,7 @@ impl<'a> CudaForward<'a> {
             let (first, out) = (pass.first + start, &pass.work.attended);
             pass.context
                 .rows
-                .attend_prompt(&pass.work.q_rope, n, first, weights.window, out)?;
+                .attend_prompt(&pass.work.q_rope, first, n, weights.window, out)?;
             let hidden = pass.hidden.part(start * s.hidden, n * s.hidden);
             pass.work.finish(weights, &hidden, n)?;
         }

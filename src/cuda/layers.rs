@@ -97,7 +97,7 @@ impl CudaLayer<'_> {
             context.append(&work.k_rope, &work.v, n)?;
             context
                 .rows
-                .attend_prompt(&work.q_rope, n, first, self.weights.window, &work.attended)?;
+                .attend_prompt(&work.q_rope, first, n, self.weights.window, &work.attended)?;
             work.finish(&self.weights, &rows, n)?;
             let values = rows.read_part(0, n * s.hidden)?;
             let mut part = hidden.slice_mut(s![first..first + n, ..]);
