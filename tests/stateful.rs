@@ -14,7 +14,7 @@ use kvsmith::float::Float;
 use kvsmith::kv::packed::Center;
 use kvsmith::kv::{Budget, KvHead, KvType, RowStore};
 use kvsmith::method::a2ats::{A2ats, HeadCodebook};
-use kvsmith::method::ctkvr::{self, Ctkvr};
+use kvsmith::method::ctkvr::{Ctkvr, CtkvrParams};
 use kvsmith::method::{Place, Prompt, Retriever, Step};
 use libtest_mimic::{Arguments, Trial};
 use naive::ctkvr::NaiveCtkvr;
@@ -87,7 +87,7 @@ fn place(group: usize, head_dim: usize, budget: Budget) -> Place {
 }
 
 /// A ctkvr head beside its model.
-fn ctkvr_head(seed: u64, place: Place, params: ctkvr::Params) -> Head<NaiveCtkvr> {
+fn ctkvr_head(seed: u64, place: Place, params: CtkvrParams) -> Head<NaiveCtkvr> {
     let program = Ctkvr::new(&place, &params);
     let rng = ChaCha8Rng::seed_from_u64(seed);
     Head::new(rng, place, Center::Median, program, NaiveCtkvr::new(params))
@@ -96,9 +96,9 @@ fn ctkvr_head(seed: u64, place: Place, params: ctkvr::Params) -> Head<NaiveCtkvr
 fn ctkvr_ranks_what_left_the_window_for_256_steps() {
     // Generated tokens alone outnumber those that every query ranks.
     for update in [0, 1] {
-        let params = ctkvr::Params {
+        let params = CtkvrParams {
             ct_update: update,
-            ..ctkvr::Params::default()
+            ..CtkvrParams::default()
         };
         let mut head = ctkvr_head(7, place(2, 8, Budget::Count(6)), params);
         head.prefill(20).unwrap();
@@ -110,12 +110,12 @@ fn ctkvr_ranks_what_left_the_window_for_256_steps() {
 }
 
 fn ctkvr_recalls_everything_where_its_lists_hold_everything() {
-    let params = ctkvr::Params {
+    let params = CtkvrParams {
         ct_centroids: Some(40),
         ct_probes: 40,
         ct_update: 1,
         ct_cap: 1.0,
-        ..ctkvr::Params::default()
+        ..CtkvrParams::default()
     };
     // rho = 2.5 * 0.4 n = n.
     let mut head = ctkvr_head(8, place(1, 64, Budget::Fraction(0.4)), params);
@@ -125,7 +125,11 @@ fn ctkvr_recalls_everything_where_its_lists_hold_everything() {
         let step = head.history.step();
         let ranked = step.choice.ranked_rows + step.choice.positions.len();
         assert_eq!(ranked, step.candidates.len());
-        assert_eq!(head.program.len(), 40, "the oldest makes room for the newest");
+        assert_eq!(
+            head.program.lists().count(),
+            40,
+            "the oldest makes room for the newest"
+        );
     }
 }
 
@@ -245,10 +249,10 @@ fn golden_bits_of_the_two_bit_cache() {
 fn golden_bytes_of_ctkvr_lists() {
     let (n, m, d) = (2700, 512, 256);
     let place = place(1, d, Budget::Count(1024));
-    let params = ctkvr::Params {
+    let params = CtkvrParams {
         ct_centroids: Some(512),
         ct_cap: 1.0,
-        ..ctkvr::Params::default()
+        ..CtkvrParams::default()
     };
     let mut ctkvr = Ctkvr::new(&place, &params);
     let mut rng = ChaCha8Rng::seed_from_u64(11);
@@ -264,7 +268,7 @@ fn golden_bytes_of_ctkvr_lists() {
         values: keys.view(),
         kv: &kv,
     });
-    assert_eq!(ctkvr.len(), 512);
+    assert_eq!(ctkvr.lists().count(), 512);
     let full = ctkvr.lists().last().unwrap().len();
     assert_eq!((ctkvr.list_len(n), full), (2560, 2560));
     assert_eq!(512 * 2560 * size_of::<u32>(), 5_242_880);

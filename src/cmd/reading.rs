@@ -9,7 +9,7 @@ use crate::flags::{parse_count, parse_positive_count};
 use crate::kv::{Budget, KvType};
 use crate::method::Method;
 use crate::method::declaration::Ask;
-use crate::method::params::Params;
+use crate::method::params::MethodParams;
 use crate::method::registry::MethodName;
 use crate::method::sections::SECTIONS;
 use crate::model::Decoder;
@@ -49,7 +49,7 @@ pub(super) struct Reading {
     #[arg(long, value_enum)]
     kv: Option<Kv>,
     #[command(flatten)]
-    pub(super) methods: Params,
+    pub(super) methods: MethodParams,
     /// Use an artifact of another model, if its sizes fit
     #[arg(long)]
     force: bool,

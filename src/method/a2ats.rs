@@ -26,31 +26,24 @@ use std::sync::Arc;
 use ndarray::{ArrayView2, s};
 
 use super::cuda::CudaMethod;
-use super::declaration::{Ask, Declaration, Paper};
+use super::declaration::{Ask, Declaration};
 use super::{Choice, Method, Place, Prompt, Ranking, Reads, Retriever, Step, everything};
 use crate::error::{Error, Result};
 use crate::kv::lines::grow;
 pub use codebook::{Codebooks, HeadCodebook};
-pub use params::Params;
-use postings::Postings;
-use postings::read_bytes;
+pub use params::A2atsParams;
+use postings::{Postings, read_bytes};
 use quotas::choose_listed;
 pub use quotas::{Bound, Quotas, choose};
-pub use section::{
-    A2atsSection, CHOL, CODEBOOK, COUNT, FitInit, FitMetric, FitParams, MAX_SIZE, MEAN, SECTION,
-};
+pub use section::{A2atsSection, CHOL, CODEBOOK, COUNT, FitInit, FitMetric, FitParams, MEAN, SECTION};
 
 /// The method of this file.
 pub static METHOD: Declaration = Declaration {
     name: "a2ats",
-    help: "Codebook scores of windowed-RoPE queries",
-    paper: Some(Paper {
-        title: "A2ATS",
-        arxiv: "2502.12665",
-    }),
+    help: "Codebook scores of windowed-RoPE queries (A2ATS, arXiv 2502.12665)",
     section: Some(SECTION),
     prepare,
-    bench: Some(&bench::Random),
+    bench: Some(&bench::A2atsBench),
 };
 
 fn prepare(ask: &Ask) -> Result<Box<dyn Method>> {
@@ -58,19 +51,19 @@ fn prepare(ask: &Ask) -> Result<Box<dyn Method>> {
         Error::usage("--method a2ats needs --artifact")
             .hint("make one with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`")
     })?;
-    Ok(Box::new(Setup {
+    Ok(Box::new(A2atsMethod {
         codebooks: Codebooks::load(artifact, ask.rope)?,
         params: ask.params.a2ats.clone(),
     }))
 }
 
 /// The calibrated codebooks and parameters of every head of a run.
-struct Setup {
+struct A2atsMethod {
     codebooks: Codebooks,
-    params: Params,
+    params: A2atsParams,
 }
 
-impl Method for Setup {
+impl Method for A2atsMethod {
     fn head(&self, place: &Place) -> Box<dyn Retriever> {
         let codebook = Arc::clone(self.codebooks.head(place.layer, place.kv_head));
         Box::new(A2ats::new(codebook, self.params.topk_per_query_head))
@@ -174,9 +167,5 @@ impl Retriever for A2ats {
 
     fn state_bytes(&self) -> usize {
         self.codes.capacity() * 2 + self.postings.bytes()
-    }
-
-    fn fork(&self) -> Box<dyn Retriever> {
-        Box::new(self.clone())
     }
 }

@@ -3,41 +3,26 @@
 use rand_chacha::ChaCha8Rng;
 
 use super::cuda::{Indexes, OnDevice};
-use super::params::Params;
+use super::params::MethodParams;
 use super::{Place, Ranking, Retriever};
 use crate::error::{Error, Result};
 use crate::kv::KvType;
 use crate::kv::cuda::Limits;
 
-/// Where decode steps of a method can be timed.
-#[derive(Clone, Copy, Debug)]
-pub struct Timed {
-    /// One layer, on the CPU.
-    pub layer_on_cpu: bool,
-    /// One layer, on an NVIDIA GPU.
-    pub layer_on_cuda: bool,
-    /// A whole model, on an NVIDIA GPU.
-    pub model_on_cuda: bool,
-}
-
-impl Timed {
-    /// On both, in every way.
-    pub const EVERYWHERE: Self = Self {
-        layer_on_cpu: true,
-        layer_on_cuda: true,
-        model_on_cuda: true,
-    };
-    /// On the CPU alone.
-    pub const ON_CPU: Self = Self {
-        layer_on_cpu: true,
-        layer_on_cuda: false,
-        model_on_cuda: false,
-    };
+/// What can be timed on an NVIDIA GPU; one layer on the CPU always can.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TimedOnCuda {
+    /// Nothing.
+    Nothing,
+    /// A whole model.
+    Model,
+    /// One layer, and a whole model.
+    LayerAndModel,
 }
 
 /// The layer whose steps are timed.
 #[derive(Clone, Copy, Debug)]
-pub struct Layer {
+pub struct TimedLayer {
     /// Sequences, b.
     pub sequences: usize,
     /// KV heads, g.
@@ -69,16 +54,16 @@ pub enum Fill {
 pub struct RandomHead {
     /// Its state.
     pub retriever: Box<dyn Retriever>,
-    /// What that takes in.
+    /// What the state takes in.
     pub fill: Fill,
 }
 
 impl RandomHead {
-    /// A head that takes in nothing.
-    pub fn full(retriever: impl Retriever + 'static) -> Self {
+    /// Makes a head that still has to take something in.
+    pub fn new(retriever: impl Retriever + 'static, fill: Fill) -> Self {
         Self {
             retriever: Box::new(retriever),
-            fill: Fill::Nothing,
+            fill,
         }
     }
 }
@@ -98,8 +83,10 @@ pub struct Contents<'a> {
 
 /// A method whose decode steps can be timed.
 pub trait Bench: Sync {
-    /// Where.
-    fn timed(&self) -> Timed;
+    /// Returns what can be timed on an NVIDIA GPU.
+    fn timed_on_cuda(&self) -> TimedOnCuda {
+        TimedOnCuda::Nothing
+    }
 
     /// Whether a step chooses what it attends.
     fn retrieves(&self) -> bool {
@@ -117,14 +104,17 @@ pub trait Bench: Sync {
         true
     }
 
-    /// Bytes of the index of a layer: what a step on a GPU reads of it.
-    fn index_bytes(&self, layer: &Layer) -> usize;
+    /// Returns the bytes that a step on a GPU reads of a layer's index.
+    fn index_bytes(&self, layer: &TimedLayer) -> usize {
+        let _ = layer;
+        0
+    }
 
-    /// What makes the heads of a layer on the CPU.
+    /// Returns what makes the heads of a layer on the CPU.
     ///
     /// # Errors
     /// Sizes or parameters that the method cannot have.
-    fn heads(&self, layer: &Layer, params: &Params) -> Result<Box<NewHead>>;
+    fn heads(&self, layer: &TimedLayer, params: &MethodParams) -> Result<Box<NewHead>>;
 
     /// Indexes on an NVIDIA GPU.
     ///

@@ -1,5 +1,7 @@
 //! The largest of many values, and sets of positions.
 
+use std::cmp::Ordering;
+
 use crate::compute::masks;
 
 /// Leading bits of a key by which values are counted.
@@ -59,6 +61,27 @@ pub(super) fn largest<T: Key>(values: &[T], count: usize) -> Vec<u32> {
     out.extend(close.into_iter().map(|(_, place)| place));
     out.sort_unstable();
     out
+}
+
+/// Orders by falling score, then by position.
+pub(super) fn by_score<S: Key>(a: &(S, u32), b: &(S, u32)) -> Ordering {
+    b.0.key().cmp(&a.0.key()).then(a.1.cmp(&b.1))
+}
+
+/// Keeps the `count` best, in any order.
+pub(super) fn keep_best<S: Key>(scored: &mut Vec<(S, u32)>, count: usize) {
+    if count < scored.len() {
+        scored.select_nth_unstable_by(count, by_score);
+        scored.truncate(count);
+    }
+}
+
+/// Returns the positions of the `count` best, ascending.
+pub(super) fn best_positions<S: Key>(mut scored: Vec<(S, u32)>, count: usize) -> Vec<u32> {
+    keep_best(&mut scored, count);
+    let mut positions: Vec<u32> = scored.into_iter().map(|(_, p)| p).collect();
+    positions.sort_unstable();
+    positions
 }
 
 /// A set of places below a bound.

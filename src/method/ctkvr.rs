@@ -22,13 +22,13 @@ use ndarray::{Array2, ArrayView2, Axis, s};
 
 use super::best::{Places, largest};
 use super::cuda::CudaMethod;
-use super::declaration::{Declaration, Paper};
+use super::declaration::Declaration;
 use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything, softmax};
 use crate::compute::attention::visible;
 use crate::compute::layout::elements_mut;
 use crate::compute::products::all_products;
 use crate::compute::{gemm, simd};
-pub use params::{Choose, Params};
+pub use params::{Choose, CtkvrParams};
 
 /// Steps for which a position is ranked by every query after it has left the window.
 pub const FRESH: usize = 256;
@@ -42,17 +42,13 @@ const TILE: usize = 32;
 /// The method of this file.
 pub static METHOD: Declaration = Declaration {
     name: "ctkvr",
-    help: "What similar past queries attended",
-    paper: Some(Paper {
-        title: "CTkvr",
-        arxiv: "2512.15550",
-    }),
+    help: "What similar past queries attended (CTkvr, arXiv 2512.15550)",
     section: None,
     prepare: |ask| Ok(Box::new(ask.params.ctkvr.clone())),
-    bench: Some(&bench::Random),
+    bench: Some(&bench::CtkvrBench),
 };
 
-impl Method for Params {
+impl Method for CtkvrParams {
     fn head(&self, place: &Place) -> Box<dyn Retriever> {
         Box::new(Ctkvr::new(place, self))
     }
@@ -63,19 +59,19 @@ impl Method for Params {
 }
 
 /// A past query with the positions that it attended most.
-#[derive(Clone)]
-struct Centroid {
-    /// The group's queries, each of length one: r d values.
-    queries: Vec<f16>,
+#[derive(Clone, Debug, PartialEq)]
+pub struct Centroid {
+    /// The group's queries, each of length one: `[r,d]`.
+    pub queries: Vec<f16>,
     /// Positions, ascending.
-    list: Vec<u32>,
+    pub list: Vec<u32>,
 }
 
 /// The index of one KV head.
 #[derive(Clone)]
 pub struct Ctkvr {
     place: Place,
-    params: Params,
+    params: CtkvrParams,
     /// Oldest first.
     centroids: VecDeque<Centroid>,
     /// The lists were built with the positions below this one.
@@ -84,7 +80,7 @@ pub struct Ctkvr {
 
 impl Ctkvr {
     /// Makes an empty index.
-    pub fn new(place: &Place, params: &Params) -> Self {
+    pub fn new(place: &Place, params: &CtkvrParams) -> Self {
         Self {
             place: *place,
             params: params.clone(),
@@ -117,22 +113,7 @@ impl Ctkvr {
         self.params.ct_choose.rows(m, self.capacity(n))
     }
 
-    /// Returns the parameters of the run.
-    pub fn params(&self) -> &Params {
-        &self.params
-    }
-
-    /// Returns the number of centroids.
-    pub fn len(&self) -> usize {
-        self.centroids.len()
-    }
-
-    /// Returns whether there is no centroid.
-    pub fn is_empty(&self) -> bool {
-        self.centroids.is_empty()
-    }
-
-    /// Returns the lists, oldest first.
+    /// Returns the lists of the centroids, oldest first.
     pub fn lists(&self) -> impl Iterator<Item = &[u32]> {
         self.centroids.iter().map(|c| &c.list[..])
     }
@@ -319,10 +300,6 @@ impl Retriever for Ctkvr {
     fn state_bytes(&self) -> usize {
         let of = |c: &Centroid| c.queries.capacity() * 2 + c.list.capacity() * 4;
         self.centroids.iter().map(of).sum()
-    }
-
-    fn fork(&self) -> Box<dyn Retriever> {
-        Box::new(self.clone())
     }
 }
 

@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::rc::Rc;
 
+use super::Place;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
@@ -25,6 +26,13 @@ pub struct CudaNeeds {
     pub rows_on_host: bool,
 }
 
+impl CudaNeeds {
+    /// Returns whether the cached rows are on the device and not packed.
+    pub(super) fn has_rows_on_device(&self) -> bool {
+        !self.packed && !self.rows_on_host
+    }
+}
+
 /// Where the indexes of a session are, and the cache beside which they are.
 #[derive(Clone, Copy)]
 pub struct OnDevice<'d> {
@@ -36,13 +44,42 @@ pub struct OnDevice<'d> {
     pub kv: KvType,
 }
 
+impl OnDevice<'_> {
+    /// Returns the place of a KV head of a layer with these limits.
+    pub(super) fn place(&self, layer: usize, kv_head: usize, limits: &Limits) -> Place {
+        Place {
+            layer,
+            kv_head,
+            group: self.shape.group,
+            head_dim: self.shape.head_dim,
+            model_window: limits.model_window,
+            sinks: limits.sinks,
+            window: limits.window,
+            budget: limits.budget,
+            kv: self.kv,
+        }
+    }
+}
+
 /// One index per layer.
 pub type Indexes<'d> = Vec<Box<dyn CudaIndex + 'd>>;
 
+/// Makes one index per layer from its number and its limits.
+pub(super) fn each_layer<'d, I: CudaIndex + 'd>(
+    limits: &[Limits],
+    mut index: impl FnMut(usize, &Limits) -> Result<I>,
+) -> Result<Indexes<'d>> {
+    let boxed = |(layer, limits)| Ok(Box::new(index(layer, limits)?) as _);
+    limits.iter().enumerate().map(boxed).collect()
+}
+
 /// A method whose index can be on an NVIDIA GPU.
 pub trait CudaMethod {
-    /// Whether its index has what a session needs.
-    fn serves(&self, needs: &CudaNeeds) -> bool;
+    /// Returns whether its index has what a session needs; by default it has.
+    fn serves(&self, needs: &CudaNeeds) -> bool {
+        let _ = needs;
+        true
+    }
 
     /// The empty index of every layer; `limits` has one entry per layer. What layers share is made here.
     ///
@@ -207,15 +244,15 @@ impl<T> ByWindow<T> {
 }
 
 /// Where all layers of a session take in prompts; there from the beginning of a prompt to its end.
-pub(super) struct PromptRoom<T>(Rc<RefCell<Option<T>>>);
+pub(super) struct SharedPrompt<T>(Rc<RefCell<Option<T>>>);
 
-impl<T> Clone for PromptRoom<T> {
+impl<T> Clone for SharedPrompt<T> {
     fn clone(&self) -> Self {
         Self(Rc::clone(&self.0))
     }
 }
 
-impl<T> PromptRoom<T> {
+impl<T> SharedPrompt<T> {
     /// None yet.
     pub fn new() -> Self {
         Self(Rc::new(RefCell::new(None)))
@@ -265,9 +302,9 @@ mod tests {
 
     #[test]
     fn a_prompt_begins_before_its_rows_come() {
-        let room = PromptRoom::new();
+        let room = SharedPrompt::new();
         let other = room.clone();
-        let work = |room: &PromptRoom<usize>| {
+        let work = |room: &SharedPrompt<usize>| {
             room.work(|i| {
                 if *i == 7 {
                     Ok(())

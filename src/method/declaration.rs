@@ -2,7 +2,7 @@
 
 use super::Method;
 use super::bench::Bench;
-use super::params::Params;
+use super::params::MethodParams;
 use crate::artifact::Artifact;
 use crate::error::Result;
 use crate::model::rope::Rope;
@@ -11,24 +11,14 @@ use crate::model::rope::Rope;
 pub struct Declaration {
     /// Name on the command line and in results.
     pub name: &'static str,
-    /// One line of help, without what [`Declaration::paper`] adds.
+    /// One line of help.
     pub help: &'static str,
-    /// Where it was published.
-    pub paper: Option<Paper>,
     /// The section of an artifact that it reads.
     pub section: Option<&'static str>,
     /// Prepares it for a model; a method with calibrated parts takes them from the artifact.
     pub prepare: fn(&Ask) -> Result<Box<dyn Method>>,
     /// What of it is timed with random contents.
     pub bench: Option<&'static dyn Bench>,
-}
-
-/// Where a method was published.
-pub struct Paper {
-    /// What its authors call it.
-    pub title: &'static str,
-    /// Number on arXiv.
-    pub arxiv: &'static str,
 }
 
 /// What a method is prepared for.
@@ -41,7 +31,7 @@ pub struct Ask<'a> {
     /// Channels, d.
     pub head_dim: usize,
     /// What the run sets.
-    pub params: &'a Params,
+    pub params: &'a MethodParams,
     /// Seed of random choices.
     pub seed: u64,
 }

@@ -1,10 +1,10 @@
 //! Exact attention: every visible position, whatever the budget.
 
-use super::bench::{Bench, Contents, Layer, NewHead, RandomHead, Timed};
-use super::cuda::{CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice};
+use super::bench::{Bench, Contents, Fill, NewHead, RandomHead, TimedLayer, TimedOnCuda};
+use super::cuda::{CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, each_layer};
 use super::declaration::Declaration;
-use super::params::Params;
-use super::{Choice, Method, Place, Reads, Retriever, Step, everything};
+use super::params::MethodParams;
+use super::{Alike, Choice, Retriever, Step, everything};
 use crate::error::Result;
 use crate::kv::KvType;
 use crate::kv::cuda::{Limits, Selection};
@@ -13,9 +13,8 @@ use crate::kv::cuda::{Limits, Selection};
 pub static METHOD: Declaration = Declaration {
     name: "full",
     help: "Exact attention over everything visible",
-    paper: None,
     section: None,
-    prepare: |_| Ok(Box::new(Full)),
+    prepare: |_| Ok(Box::new(Alike(Full))),
     bench: Some(&Full),
 };
 
@@ -23,38 +22,15 @@ pub static METHOD: Declaration = Declaration {
 #[derive(Clone)]
 pub struct Full;
 
-impl Method for Full {
-    fn head(&self, _: &Place) -> Box<dyn Retriever> {
-        Box::new(Self)
-    }
-
-    fn cuda(&self) -> Option<&dyn CudaMethod> {
-        Some(self)
-    }
-}
-
 impl Retriever for Full {
     fn select(&mut self, step: &Step) -> Choice {
         everything(step).into()
     }
-
-    fn reads(&self, _: &Step, _: &Choice) -> Reads {
-        Reads::default()
-    }
-
-    fn fork(&self) -> Box<dyn Retriever> {
-        Box::new(self.clone())
-    }
 }
 
 impl CudaMethod for Full {
-    fn serves(&self, _: &CudaNeeds) -> bool {
-        true
-    }
-
     fn indexes<'d>(&self, _: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
-        let index = |_| -> Box<dyn CudaIndex> { Box::new(Self) };
-        Ok(limits.iter().map(index).collect())
+        each_layer(limits, |_, _| Ok(Self))
     }
 }
 
@@ -65,8 +41,8 @@ impl CudaIndex for Full {
 }
 
 impl Bench for Full {
-    fn timed(&self) -> Timed {
-        Timed::EVERYWHERE
+    fn timed_on_cuda(&self) -> TimedOnCuda {
+        TimedOnCuda::LayerAndModel
     }
 
     fn retrieves(&self) -> bool {
@@ -77,12 +53,8 @@ impl Bench for Full {
         false
     }
 
-    fn index_bytes(&self, _: &Layer) -> usize {
-        0
-    }
-
-    fn heads(&self, _: &Layer, _: &Params) -> Result<Box<NewHead>> {
-        Ok(Box::new(|_, _| RandomHead::full(Full)))
+    fn heads(&self, _: &TimedLayer, _: &MethodParams) -> Result<Box<NewHead>> {
+        Ok(Box::new(|_, _| RandomHead::new(Full, Fill::Nothing)))
     }
 
     fn indexes<'d>(&self, at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {

@@ -10,23 +10,16 @@
 
 use ndarray::ArrayView2;
 
-use super::declaration::{Declaration, Paper};
+use super::best::best_positions;
+use super::declaration::Declaration;
 use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
 
 /// The method of this file.
 pub static METHOD: Declaration = Declaration {
     name: "h2o",
-    help: "The positions that were attended most so far",
-    paper: Some(Paper {
-        title: "H2O",
-        arxiv: "2306.14048",
-    }),
+    help: "The positions that were attended most so far (H2O, arXiv 2306.14048)",
     section: None,
-    prepare: |_| {
-        Ok(Box::new(|place: &Place| -> Box<dyn Retriever> {
-            Box::new(H2o::new(place.model_window))
-        }))
-    },
+    prepare: |_| Ok(Box::new(|place: &Place| H2o::new(place.model_window))),
     bench: None,
 };
 
@@ -56,7 +49,8 @@ impl Retriever for H2o {
         for i in 0..m {
             for a in 0..r {
                 let (seen, weights) = prompt.weights(a, i, self.window);
-                add(&mut self.weights[seen], &weights);
+                let sums = self.weights[seen].iter_mut();
+                sums.zip(weights).for_each(|(sum, w)| *sum += f64::from(w));
             }
         }
     }
@@ -69,13 +63,8 @@ impl Retriever for H2o {
         if step.is_exact() {
             return everything(step).into();
         }
-        let mut order: Vec<u32> = step.candidates.clone().map(|p| p as u32).collect();
-        let weight = |p: u32| self.weights[p as usize];
-        let heaviest = |a: &u32, b: &u32| weight(*b).total_cmp(&weight(*a)).then(a.cmp(b));
-        order.select_nth_unstable_by(step.budget - 1, heaviest);
-        order.truncate(step.budget);
-        order.sort_unstable();
-        order.into()
+        let weighted = step.candidates.clone().map(|p| (self.weights[p], p as u32));
+        best_positions(weighted.collect(), step.budget).into()
     }
 
     fn reads(&self, step: &Step, _: &Choice) -> Reads {
@@ -96,16 +85,5 @@ impl Retriever for H2o {
 
     fn state_bytes(&self) -> usize {
         self.weights.capacity() * size_of::<f64>()
-    }
-
-    fn fork(&self) -> Box<dyn Retriever> {
-        Box::new(self.clone())
-    }
-}
-
-/// Adds weights to sums, one by one.
-fn add(sums: &mut [f64], weights: &[f32]) {
-    for (sum, weight) in sums.iter_mut().zip(weights) {
-        *sum += f64::from(*weight);
     }
 }

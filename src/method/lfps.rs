@@ -25,11 +25,11 @@ mod threshold;
 use std::ops::Range;
 use std::sync::Arc;
 
-use ndarray::{ArrayView2, Axis};
+use ndarray::{ArrayView1, ArrayView2, Axis, s};
 
 use super::best::Places;
 use super::cuda::CudaMethod;
-use super::declaration::{Declaration, Paper};
+use super::declaration::Declaration;
 use super::union::union_within;
 use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything, softmax};
 use crate::artifact::Artifact;
@@ -43,7 +43,7 @@ use bypass::{RunningMean, log_sum_exp};
 pub use constants::{GAMMA, LOCAL};
 pub use head::{Constants, QueryHead};
 use marks::marks;
-pub use params::Params;
+pub use params::LfpsParams;
 use priors::Priors;
 pub use table::Table;
 pub use threshold::{OFFSETS, Threshold};
@@ -51,28 +51,24 @@ pub use threshold::{OFFSETS, Threshold};
 /// The method of this file.
 pub static METHOD: Declaration = Declaration {
     name: "lfps",
-    help: "Candidates from where the head looked before",
-    paper: Some(Paper {
-        title: "LFPS",
-        arxiv: "2506.15704",
-    }),
+    help: "Candidates from where the head looked before (LFPS, arXiv 2506.15704)",
     section: Some(priors::SECTION),
-    prepare: |ask| Ok(Box::new(Setup::new(&ask.params.lfps, ask.artifact)?)),
-    bench: Some(&bench::Random),
+    prepare: |ask| Ok(Box::new(LfpsMethod::new(&ask.params.lfps, ask.artifact)?)),
+    bench: Some(&bench::LfpsBench),
 };
 
 /// The parameters of a run, and the priors of every head.
-pub struct Setup {
-    params: Params,
+pub struct LfpsMethod {
+    params: LfpsParams,
     priors: Option<Priors>,
 }
 
-impl Setup {
+impl LfpsMethod {
     /// Reads the priors, if the artifact has them.
     ///
     /// # Errors
     /// No prompt rows and no priors: the tables would stay empty.
-    pub fn new(params: &Params, artifact: Option<&Artifact>) -> Result<Self> {
+    pub fn new(params: &LfpsParams, artifact: Option<&Artifact>) -> Result<Self> {
         let artifact = artifact.filter(|a| a.has(priors::SECTION));
         if artifact.is_none() && params.lfps_rows == 0 {
             return Err(
@@ -84,11 +80,6 @@ impl Setup {
             params: *params,
             priors: artifact.map(Priors::load).transpose()?,
         })
-    }
-
-    /// Returns the parameters of the run.
-    pub fn params(&self) -> &Params {
-        &self.params
     }
 
     /// Returns the empty state of a KV head.
@@ -108,7 +99,7 @@ impl Setup {
     }
 }
 
-impl Method for Setup {
+impl Method for LfpsMethod {
     fn head(&self, place: &Place) -> Box<dyn Retriever> {
         Box::new(Self::head(self, place))
     }
@@ -122,7 +113,7 @@ impl Method for Setup {
 #[derive(Clone)]
 pub struct Lfps {
     place: Place,
-    params: Params,
+    params: LfpsParams,
     heads: Vec<QueryHead>,
     mean: RunningMean,
 }
@@ -159,7 +150,7 @@ impl Lfps {
         let r = self.heads.len();
         self.heads.iter_mut().for_each(|h| h.bypassed = false);
         let sinks = step.visible.start..step.candidates.start;
-        if step.is_exact() || sinks.is_empty() || !self.heads.iter().any(|h| h.tested) {
+        if step.is_exact() || sinks.is_empty() || !self.heads.iter().any(|h| h.constants.is_tested) {
             return (Vec::new(), local.end..local.end);
         }
         self.mean.cover(rest.clone(), step.kv, step.q_rope.ncols());
@@ -167,7 +158,12 @@ impl Lfps {
         let scale = 1.0 / (step.q_rope.ncols() as f64).sqrt();
         let mut scratch = vec![0.0; step.q_rope.ncols()];
         let mut bypassed = vec![None; r];
-        for (a, head) in self.heads.iter_mut().enumerate().filter(|(_, h)| h.tested) {
+        for (a, head) in self
+            .heads
+            .iter_mut()
+            .enumerate()
+            .filter(|(_, h)| h.constants.is_tested)
+        {
             let q = step.q_rope.row(a);
             let mut scores = |range: &Range<usize>| -> Vec<f64> {
                 let rows = range
@@ -176,14 +172,10 @@ impl Lfps {
                 rows.map(|s| scale * f64::from(s)).collect()
             };
             let (sink, local) = (log_sum_exp(&scores(&sinks)), log_sum_exp(&scores(&local)));
-            let norm: f64 = q.iter().map(|x| f64::from(*x).powi(2)).sum();
-            let mean: f64 = q
-                .iter()
-                .zip(&self.mean.keys)
-                .map(|(q, k)| f64::from(*q) * k / n)
-                .sum();
+            let parts = q.iter().zip(&self.mean.keys).map(|(q, k)| f64::from(*q) * k / n);
+            let (norm, mean) = (squared_norm(q), parts.sum::<f64>());
             // The log of E[exp x] for a normal x.
-            let global = n.ln() + scale * mean + head.rho * norm / 2.0 + head.bias();
+            let global = n.ln() + scale * mean + head.constants.rho * norm / 2.0 + head.constants.bias;
             let (share, rest) = sparsity(sink, global, local);
             if share > self.params.lfps_theta {
                 head.bypassed = true;
@@ -206,7 +198,13 @@ impl Lfps {
         let vertical = head.vertical.entries(c.clone(), false);
         let slash = head.slash.entries(t + 1 - c.end..t + 1 - c.start, true);
         let rule = self.params.lfps_threshold;
-        let mut places = Places::from(marks(&vertical, &slash, rule, head.alpha, step.visible.len()));
+        let mut places = Places::from(marks(
+            &vertical,
+            &slash,
+            rule,
+            head.constants.alpha,
+            step.visible.len(),
+        ));
         for i in c.start.max((t + 1).saturating_sub(LOCAL))..c.end {
             places.insert(i - c.start);
         }
@@ -215,8 +213,8 @@ impl Lfps {
 
     /// Learns from the rows of the first prompt or of a later one.
     fn take_in(&mut self, prompt: &Prompt, is_first: bool) {
-        let m = prompt.q_rope.len_of(ndarray::Axis(1));
-        let rows = m.saturating_sub(self.params.lfps_rows)..m;
+        let m = prompt.q_rope.len_of(Axis(1));
+        let (n, rows) = (prompt.keys.nrows(), m.saturating_sub(self.params.lfps_rows)..m);
         for a in 0..self.heads.len() {
             let mut learnt = 0;
             for i in rows.clone() {
@@ -236,7 +234,6 @@ impl Lfps {
                 }
             }
             if is_first {
-                let n = prompt.keys.nrows();
                 self.heads[a].fill(learnt, self.params.lfps_prior, n, &self.place);
             }
         }
@@ -245,26 +242,17 @@ impl Lfps {
         if prompt.kv.signs().is_some() {
             self.mean = RunningMean::default();
         }
-        let n = prompt.keys.nrows();
-        self.mean.cover(
-            self.rest(&visible(n - 1, self.place.model_window)),
-            prompt.kv,
-            prompt.keys.ncols(),
-        );
+        let rest = self.rest(&visible(n - 1, self.place.model_window));
+        self.mean.cover(rest, prompt.kv, prompt.keys.ncols());
     }
 
     /// Measures the variance of the last prompt query's scores.
     fn observe_variance(&mut self, prompt: &Prompt) {
-        let last = prompt.q_rope.len_of(ndarray::Axis(1)) - 1;
+        let last = prompt.q_rope.len_of(Axis(1)) - 1;
         for (a, head) in self.heads.iter_mut().enumerate() {
             let (seen, scores) = prompt.scores(a, last, self.place.model_window);
             let rest = &scores[self.place.sinks.saturating_sub(seen.start).min(scores.len())..];
-            let norm: f64 = prompt
-                .q_rope
-                .slice(ndarray::s![a, last, ..])
-                .iter()
-                .map(|x| f64::from(*x).powi(2))
-                .sum();
+            let norm = squared_norm(prompt.q_rope.slice(s![a, last, ..]));
             if rest.is_empty() || norm == 0.0 {
                 continue;
             }
@@ -272,12 +260,17 @@ impl Lfps {
             let mean = rest.iter().map(|x| f64::from(*x)).sum::<f64>() / n;
             let variance = rest.iter().map(|x| (f64::from(*x) - mean).powi(2)).sum::<f64>() / n;
             let observed = variance / norm;
-            head.rho = match &head.prior {
+            head.constants.rho = match &head.prior {
                 Some(prior) => (f64::from(prior.rho0) + observed) / 2.0,
                 None => observed,
             };
         }
     }
+}
+
+/// Returns the squared length of a query.
+fn squared_norm(q: ArrayView1<f32>) -> f64 {
+    q.iter().map(|x| f64::from(*x).powi(2)).sum()
 }
 
 impl Retriever for Lfps {
@@ -291,7 +284,7 @@ impl Retriever for Lfps {
         if step.is_exact() {
             return everything(step).into();
         }
-        let tested = self.heads.iter().filter(|h| h.tested).count();
+        let tested = self.heads.iter().filter(|h| h.constants.is_tested).count();
         let mut products = tested * (local.len() + step.candidates.start - step.visible.start);
         // Each row is read once for all heads that want it.
         let active: Vec<usize> = (0..r).filter(|a| !self.heads[*a].bypassed).collect();
@@ -309,20 +302,15 @@ impl Retriever for Lfps {
             let scale = 1.0 / (d as f32).sqrt();
             let queries = step.q_rope.select(Axis(0), &active);
             let mut lists = vec![Vec::new(); active.len()];
-            products_of(
-                queries.view(),
-                scale,
-                step.kv.keys(),
-                &union,
-                |place, products| {
-                    let p = union[place];
-                    for ((list, wanted), product) in lists.iter_mut().zip(&wanted).zip(products) {
-                        if wanted.contains(p as usize - start) {
-                            list.push((*product, p));
-                        }
+            let keep = |place: usize, products: &[f32]| {
+                let p = union[place];
+                for ((list, wanted), product) in lists.iter_mut().zip(&wanted).zip(products) {
+                    if wanted.contains(p as usize - start) {
+                        list.push((*product, p));
                     }
-                },
-            );
+                }
+            };
+            products_of(queries.view(), scale, step.kv.keys(), &union, keep);
             union_within(&lists, step.budget)
         };
         let all = self.heads.iter().all(|h| h.bypassed);
@@ -362,9 +350,5 @@ impl Retriever for Lfps {
     fn state_bytes(&self) -> usize {
         let of = |h: &QueryHead| h.vertical.bytes() + h.slash.bytes();
         self.heads.iter().map(of).sum()
-    }
-
-    fn fork(&self) -> Box<dyn Retriever> {
-        Box::new(self.clone())
     }
 }

@@ -46,9 +46,22 @@ pub trait Method: Send + Sync {
 }
 
 /// A method of the CPU alone can be the function that makes its heads.
-impl<F: Fn(&Place) -> Box<dyn Retriever> + Send + Sync> Method for F {
+impl<R: Retriever + 'static, F: Fn(&Place) -> R + Send + Sync> Method for F {
     fn head(&self, place: &Place) -> Box<dyn Retriever> {
-        self(place)
+        Box::new(self(place))
+    }
+}
+
+/// A method whose heads all begin as copies of one state.
+struct Alike<R>(R);
+
+impl<R: Retriever + CudaMethod + Clone + 'static> Method for Alike<R> {
+    fn head(&self, _: &Place) -> Box<dyn Retriever> {
+        self.0.fork()
+    }
+
+    fn cuda(&self) -> Option<&dyn CudaMethod> {
+        Some(&self.0)
     }
 }
 
@@ -214,8 +227,20 @@ pub enum Ranking {
     Plain,
 }
 
+/// Copies the state of a KV head; every [`Retriever`] that can be cloned has this.
+pub trait Fork {
+    /// Returns a copy for another trajectory.
+    fn fork(&self) -> Box<dyn Retriever>;
+}
+
+impl<R: Retriever + Clone + 'static> Fork for R {
+    fn fork(&self) -> Box<dyn Retriever> {
+        Box::new(self.clone())
+    }
+}
+
 /// The retrieval state of one KV head of one layer.
-pub trait Retriever: Send + Sync {
+pub trait Retriever: Fork + Send + Sync {
     /// Adds the rows of a prompt, the first one or that of a later turn, to the index.
     fn prefill(&mut self, prompt: &Prompt) {
         let _ = prompt;
@@ -229,8 +254,11 @@ pub trait Retriever: Send + Sync {
     /// Chooses the positions that a step attends besides the static set.
     fn select(&mut self, step: &Step) -> Choice;
 
-    /// What choosing that read.
-    fn reads(&self, step: &Step, choice: &Choice) -> Reads;
+    /// Returns what choosing that read; by default nothing.
+    fn reads(&self, step: &Step, choice: &Choice) -> Reads {
+        let _ = (step, choice);
+        Reads::default()
+    }
 
     /// Returns whether [`Retriever::observe`] needs this step's attention; called after the choice.
     fn observes(&self, step: &Step) -> bool {
@@ -248,9 +276,6 @@ pub trait Retriever: Send + Sync {
     fn state_bytes(&self) -> usize {
         0
     }
-
-    /// Returns a copy for another trajectory.
-    fn fork(&self) -> Box<dyn Retriever>;
 }
 
 /// Returns all candidates, which the budget covers.

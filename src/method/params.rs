@@ -1,24 +1,24 @@
 //! What a run may set, over all methods.
 
-use super::a2ats::params as a2ats;
-use super::ctkvr::params as ctkvr;
-use super::lfps::params as lfps;
-use super::selfindex::params as selfindex;
+use super::a2ats::A2atsParams;
+use super::ctkvr::CtkvrParams;
+use super::lfps::LfpsParams;
+use super::selfindex::SelfIndexParams;
 
 /// The parameters of the methods that have some.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[group(skip)]
-pub struct Params {
+pub struct MethodParams {
     /// See [`crate::method::a2ats`].
     #[command(flatten)]
-    pub a2ats: a2ats::Params,
+    pub a2ats: A2atsParams,
     /// See [`crate::method::selfindex`].
     #[command(flatten)]
-    pub selfindex: selfindex::Params,
+    pub selfindex: SelfIndexParams,
     /// See [`crate::method::lfps`].
     #[command(flatten)]
-    pub lfps: lfps::Params,
+    pub lfps: LfpsParams,
     /// See [`crate::method::ctkvr`].
     #[command(flatten)]
-    pub ctkvr: ctkvr::Params,
+    pub ctkvr: CtkvrParams,
 }

@@ -9,9 +9,10 @@
 
 use std::ops::Range;
 
-use ndarray::ArrayView1;
+use ndarray::{ArrayView1, Axis};
 
-use super::declaration::{Declaration, Paper};
+use super::best::best_positions;
+use super::declaration::Declaration;
 use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
 use crate::kv::KvHead;
 use crate::kv::lines::grow;
@@ -19,17 +20,9 @@ use crate::kv::lines::grow;
 /// The method of this file.
 pub static METHOD: Declaration = Declaration {
     name: "quest",
-    help: "Pages of 16 keys by an upper bound of their scores",
-    paper: Some(Paper {
-        title: "Quest",
-        arxiv: "2406.10774",
-    }),
+    help: "Pages of 16 keys by an upper bound of their scores (Quest, arXiv 2406.10774)",
     section: None,
-    prepare: |_| {
-        Ok(Box::new(|_: &Place| -> Box<dyn Retriever> {
-            Box::new(Quest::default())
-        }))
-    },
+    prepare: |_| Ok(Box::new(|_: &Place| Quest::default())),
     bench: None,
 };
 
@@ -94,22 +87,12 @@ impl Retriever for Quest {
             return everything(step).into();
         }
         let pages = candidates.start / PAGE..candidates.end.div_ceil(PAGE);
-        let mut ranked: Vec<(f32, usize)> = pages
-            .map(|page| {
-                (
-                    step.q_rope.rows().into_iter().map(|q| self.bound(page, q)).sum(),
-                    page,
-                )
-            })
-            .collect();
-        ranked.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
-        let mut pages: Vec<usize> = ranked.iter().take(step.budget / PAGE).map(|(_, p)| *p).collect();
-        pages.sort_unstable();
-        pages
-            .into_iter()
-            .flat_map(|page| inside(page, &candidates))
-            .collect::<Vec<_>>()
-            .into()
+        let queries = step.q_rope.axis_iter(Axis(0));
+        let bound = |page| -> f32 { queries.clone().map(|q| self.bound(page, q)).sum() };
+        let ranked: Vec<(f32, u32)> = pages.map(|page| (bound(page), page as u32)).collect();
+        let pages = best_positions(ranked, step.budget / PAGE).into_iter();
+        let inside = pages.flat_map(|page| inside(page as usize, &candidates));
+        inside.collect::<Vec<_>>().into()
     }
 
     fn reads(&self, step: &Step, _: &Choice) -> Reads {
@@ -120,10 +103,6 @@ impl Retriever for Quest {
 
     fn state_bytes(&self) -> usize {
         self.bounds.capacity() * 4
-    }
-
-    fn fork(&self) -> Box<dyn Retriever> {
-        Box::new(self.clone())
     }
 }
 

@@ -10,13 +10,12 @@ use rand_chacha::ChaCha8Rng;
 
 use super::cuda::CudaMethod;
 use super::declaration::Declaration;
-use super::{Choice, Method, Place, Reads, Retriever, Step};
+use super::{Choice, Method, Place, Retriever, Step};
 
 /// The method of this file.
 pub static METHOD: Declaration = Declaration {
     name: "random",
     help: "Positions drawn uniformly",
-    paper: None,
     section: None,
     prepare: |ask| Ok(Box::new(Seed(ask.seed))),
     bench: None,
@@ -27,7 +26,7 @@ struct Seed(u64);
 
 impl Method for Seed {
     fn head(&self, place: &Place) -> Box<dyn Retriever> {
-        Box::new(Random::new(self.0, place.layer, place.kv_head))
+        Box::new(RandomDraws::new(self.0, place.layer, place.kv_head))
     }
 
     fn cuda(&self) -> Option<&dyn CudaMethod> {
@@ -37,12 +36,12 @@ impl Method for Seed {
 
 /// A uniform choice, determined by seed, layer, head and step.
 #[derive(Clone)]
-pub struct Random {
+pub struct RandomDraws {
     seed: u64,
     stream: u64,
 }
 
-impl Random {
+impl RandomDraws {
     /// Makes the generator of a head.
     pub fn new(seed: u64, layer: usize, kv_head: usize) -> Self {
         Self {
@@ -67,16 +66,8 @@ impl Random {
     }
 }
 
-impl Retriever for Random {
+impl Retriever for RandomDraws {
     fn select(&mut self, step: &Step) -> Choice {
         self.draw(step.step, step.candidates.clone(), step.budget).into()
-    }
-
-    fn reads(&self, _: &Step, _: &Choice) -> Reads {
-        Reads::default()
-    }
-
-    fn fork(&self) -> Box<dyn Retriever> {
-        Box::new(self.clone())
     }
 }

@@ -67,33 +67,27 @@ impl ValueEnum for MethodName {
     }
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
-        let help = match &self.0.paper {
-            Some(paper) => format!("{} ({}, arXiv {})", self.0.help, paper.title, paper.arxiv),
-            None => self.0.help.to_owned(),
-        };
-        Some(PossibleValue::new(self.0.name).help(help))
+        Some(PossibleValue::new(self.0.name).help(self.0.help))
     }
 }
 
 /// The method of a run that names none: the first with a section in the artifact, else full attention.
 pub fn default_method(artifact: Option<&Artifact>) -> MethodName {
-    let is_calibrated = |method: &&MethodName| {
-        let section = method.0.section;
-        artifact.is_some_and(|a| section.is_some_and(|section| a.has(section)))
+    let has_section = |m: &&MethodName| {
+        artifact
+            .zip(m.0.section)
+            .is_some_and(|(a, section)| a.has(section))
     };
-    let calibrated = METHODS.iter().find(is_calibrated);
+    let calibrated = METHODS.iter().find(has_section);
     calibrated.copied().unwrap_or(MethodName(&full::METHOD))
 }
 
 /// Bytes of what `method` needs besides its index, whatever the context: its section of the artifact.
 pub fn constant_bytes(method: MethodName, artifact: Option<&Artifact>) -> Result<usize> {
-    let (Some(section), Some(artifact)) = (method.0.section, artifact) else {
-        return Ok(0);
-    };
-    if !artifact.has(section) {
-        return Ok(0);
-    }
-    Ok(artifact.section(section)?.bytes())
+    let held = artifact
+        .zip(method.0.section)
+        .filter(|(a, section)| a.has(section));
+    held.map_or(Ok(0), |(a, section)| Ok(a.section(section)?.bytes()))
 }
 
 #[cfg(test)]

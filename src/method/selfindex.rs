@@ -26,7 +26,7 @@ mod sums;
 use ndarray::{Array2, ArrayView2, s};
 
 use super::cuda::CudaMethod;
-use super::declaration::{Declaration, Paper};
+use super::declaration::Declaration;
 use super::{Choice, Method, Place, Prompt, Ranking, Reads, Retriever, Step, everything};
 use crate::artifact::Artifact;
 use crate::compute::attention::visible;
@@ -35,10 +35,11 @@ use crate::kv::KvType;
 use crate::kv::lines::Lines;
 pub use crate::kv::packed::Center;
 use crate::kv::packed::{FULL, Layout, REFIT, best_scored, compressed, extend_signs, last_query, sign_bytes};
-use choose::Scores;
+use choose::PatternScores;
 pub use fit::{centroids, pattern};
+use groups::sign;
 pub use groups::{GROUP, PATTERNS, PSEUDO_COUNT, SECTION};
-pub use params::{CentroidSource, Params};
+pub use params::{CentroidSource, SelfIndexParams};
 pub use section::SignSection;
 use section::{CENTROID, calibrated_center};
 use sums::PatternSums;
@@ -46,23 +47,19 @@ use sums::PatternSums;
 /// The method of this file.
 pub static METHOD: Declaration = Declaration {
     name: "selfindex",
-    help: "Table scores of sign patterns",
-    paper: Some(Paper {
-        title: "Self-Indexing KVCache",
-        arxiv: "2603.14224",
-    }),
+    help: "Table scores of sign patterns (Self-Indexing KVCache, arXiv 2603.14224)",
     section: Some(SECTION),
     prepare: |ask| {
-        Ok(Box::new(Setup::new(
+        Ok(Box::new(SelfIndexMethod::new(
             &ask.params.selfindex,
             ask.artifact,
             ask.head_dim,
         )?))
     },
-    bench: Some(&bench::Random),
+    bench: Some(&bench::SelfIndexBench),
 };
 
-impl Params {
+impl SelfIndexParams {
     /// Returns how the 2-bit cache stores its rows.
     pub fn layout(&self, artifact: Option<&Artifact>) -> Result<Layout> {
         Ok(Layout {
@@ -91,7 +88,7 @@ pub enum Centroids {
 }
 
 /// The source of the centroids of every head of a run.
-pub struct Setup {
+pub struct SelfIndexMethod {
     center: Center,
     source: CentroidSource,
     full: usize,
@@ -100,13 +97,13 @@ pub struct Setup {
     calibrated: Option<Array2<f32>>,
 }
 
-impl Setup {
+impl SelfIndexMethod {
     /// Resolves the parameters, and reads the artifact's section if its centroids are used.
     ///
     /// # Errors
     /// The number of channels is not a multiple of four; calibrated centroids are requested without a section, or with
     /// another centre than theirs.
-    pub fn new(params: &Params, artifact: Option<&Artifact>, head_dim: usize) -> Result<Self> {
+    pub fn new(params: &SelfIndexParams, artifact: Option<&Artifact>, head_dim: usize) -> Result<Self> {
         if !head_dim.is_multiple_of(GROUP) {
             return Err(Error::failed(format!(
                 "selfindex needs a head_dim that is a multiple of {GROUP}, not {head_dim}"
@@ -118,21 +115,25 @@ impl Setup {
             None => CentroidSource::OnePass,
         });
         let center = params.center(artifact)?;
-        if matches!(source, CentroidSource::OnePass | CentroidSource::Signs) {
-            return Ok(Self {
-                center,
-                source,
-                full: params.sign_full,
-                n_kv_heads: 0,
-                calibrated: None,
-            });
-        }
-        let Some(artifact) = section else {
-            return Err(Error::usage(
-                "--sign-centroids offline and hybrid need an artifact with the `sign` section",
-            )
-            .hint("`kvsmith calibrate` makes one"));
+        let calibrated = match source {
+            CentroidSource::OnePass | CentroidSource::Signs => None,
+            CentroidSource::Offline | CentroidSource::Hybrid => Some(Self::load(section, center, head_dim)?),
         };
+        Ok(Self {
+            center,
+            source,
+            full: params.sign_full,
+            n_kv_heads: section.map_or(0, |a| a.sizes.n_kv_heads),
+            calibrated,
+        })
+    }
+
+    /// Reads the artifact's centroids of every head, `[heads,d/4,16,4]`.
+    fn load(artifact: Option<&Artifact>, center: Center, head_dim: usize) -> Result<Array2<f32>> {
+        let artifact = artifact.ok_or_else(|| {
+            Error::usage("--sign-centroids offline and hybrid need an artifact with the `sign` section")
+                .hint("`kvsmith calibrate` makes one")
+        })?;
         let section = artifact.section(SECTION)?;
         let theirs = calibrated_center(&section.manifest.params)?;
         if center != theirs {
@@ -145,15 +146,8 @@ impl Setup {
         }
         let section = artifact.checked_section(SECTION)?;
         let heads = artifact.sizes.n_layers * artifact.sizes.n_kv_heads;
-        let centroids = Array2::from_shape_vec((heads, head_dim * PATTERNS), section.widened(CENTROID)?)
-            .map_err(|e| Error::failed(e.to_string()))?;
-        Ok(Self {
-            center,
-            source,
-            full: params.sign_full,
-            n_kv_heads: artifact.sizes.n_kv_heads,
-            calibrated: Some(centroids),
-        })
+        let centroids = section.widened(CENTROID)?;
+        Ok(Array2::from_shape_vec((heads, head_dim * PATTERNS), centroids)?)
     }
 
     /// Returns the centroids of a layer's heads.
@@ -189,7 +183,7 @@ impl Setup {
     }
 }
 
-impl Method for Setup {
+impl Method for SelfIndexMethod {
     fn head(&self, place: &Place) -> Box<dyn Retriever> {
         Box::new(Self::head(self, place))
     }
@@ -201,13 +195,7 @@ impl Method for Setup {
 
 /// Returns the centroids of plain signs, `[d/4,16,4]`: 1 for a set bit, -1 for a clear one.
 fn signs(d: usize) -> Vec<f32> {
-    let of = |i: usize| {
-        if (i / GROUP % PATTERNS) >> (i % GROUP) & 1 == 1 {
-            1.0
-        } else {
-            -1.0
-        }
-    };
+    let of = |i: usize| sign(i / GROUP % PATTERNS, i % GROUP) as f32;
     (0..d * PATTERNS).map(of).collect()
 }
 
@@ -317,7 +305,7 @@ impl Retriever for SelfIndex {
         let c = step.candidates.clone();
         let width = sign_bytes(self.place.head_dim);
         let rows = &signs[c.start * width..c.end * width];
-        let scores = Scores::new(step.q_rope, &self.centroids);
+        let scores = PatternScores::new(step.q_rope, &self.centroids);
         let visible = |p: &u32| c.contains(&(*p as usize));
         let full: Vec<u32> = self.full.iter().copied().filter(visible).collect();
         let full = full.into_iter().map(|p| p - c.start as u32).collect();
@@ -331,9 +319,5 @@ impl Retriever for SelfIndex {
 
     fn state_bytes(&self) -> usize {
         self.signs.bytes() + self.full.capacity() * 4
-    }
-
-    fn fork(&self) -> Box<dyn Retriever> {
-        Box::new(self.clone())
     }
 }

@@ -4,24 +4,17 @@
 //! over the query group, then averaged over 7 neighbours. The best positions are chosen at the first decode
 //! step and kept until the next prompt; generated tokens are read only while they are in the window.
 
-use super::declaration::{Declaration, Paper};
+use super::best::best_positions;
+use super::declaration::Declaration;
 use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
 use crate::compute::simd;
 
 /// The method of this file.
 pub static METHOD: Declaration = Declaration {
     name: "snapkv",
-    help: "Chosen once after prefill by what the last queries attended",
-    paper: Some(Paper {
-        title: "SnapKV",
-        arxiv: "2404.14469",
-    }),
+    help: "Chosen once after prefill by what the last queries attended (SnapKV, arXiv 2404.14469)",
     section: None,
-    prepare: |_| {
-        Ok(Box::new(|place: &Place| -> Box<dyn Retriever> {
-            Box::new(SnapKv::new(place.model_window))
-        }))
-    },
+    prepare: |_| Ok(Box::new(|place: &Place| SnapKv::new(place.model_window))),
     bench: None,
 };
 
@@ -70,13 +63,10 @@ impl Retriever for SnapKv {
         }
         let votes = &self.votes;
         let chosen = self.chosen.get_or_insert_with(|| {
-            let mut order: Vec<u32> = step.candidates.clone().map(|p| p as u32).collect();
             // Positions generated before the choice have no votes.
-            let vote = |p: u32| votes.get(p as usize).copied().unwrap_or(0.0);
-            order.sort_unstable_by(|a, b| vote(*b).total_cmp(&vote(*a)).then(a.cmp(b)));
-            order.truncate(step.budget);
-            order.sort_unstable();
-            order
+            let vote = |p: usize| votes.get(p).copied().unwrap_or(0.0);
+            let voted = step.candidates.clone().map(|p| (vote(p), p as u32));
+            best_positions(voted.collect(), step.budget)
         });
         let visible = |p: &u32| step.candidates.contains(&(*p as usize));
         chosen.iter().copied().filter(visible).collect::<Vec<_>>().into()
@@ -88,10 +78,6 @@ impl Retriever for SnapKv {
 
     fn state_bytes(&self) -> usize {
         self.votes.capacity() * 4 + self.chosen.as_ref().map_or(0, |c| c.capacity() * 4)
-    }
-
-    fn fork(&self) -> Box<dyn Retriever> {
-        Box::new(self.clone())
     }
 }
 

@@ -5,12 +5,12 @@ pub mod cuda;
 
 use multiversion::multiversion;
 
-use super::bench::{Bench, Contents, Layer, NewHead, RandomHead, Timed};
+use super::bench::{Bench, Contents, Fill, NewHead, RandomHead, TimedLayer, TimedOnCuda};
 use super::best::largest;
 use super::cuda::{CudaMethod, Indexes, OnDevice};
 use super::declaration::Declaration;
-use super::params::Params;
-use super::{Choice, Method, Place, Reads, Retriever, Step, everything};
+use super::params::MethodParams;
+use super::{Alike, Choice, Reads, Retriever, Step, everything};
 use crate::compute::layout::elements_mut;
 use crate::compute::products::all_products;
 use crate::compute::simd;
@@ -20,9 +20,8 @@ use crate::error::Result;
 pub static METHOD: Declaration = Declaration {
     name: "topk",
     help: "The oracle: the positions with the largest true probability",
-    paper: None,
     section: None,
-    prepare: |_| Ok(Box::new(TopK)),
+    prepare: |_| Ok(Box::new(Alike(TopK))),
     bench: Some(&TopK),
 };
 
@@ -35,16 +34,6 @@ pub struct TopK;
 fn add_shares(mass: &mut [f64], x: &[f32], sum: f64) {
     for (m, x) in mass.iter_mut().zip(x) {
         *m += f64::from(*x) / sum;
-    }
-}
-
-impl Method for TopK {
-    fn head(&self, _: &Place) -> Box<dyn Retriever> {
-        Box::new(Self)
-    }
-
-    fn cuda(&self) -> Option<&dyn CudaMethod> {
-        Some(self)
     }
 }
 
@@ -84,26 +73,15 @@ impl Retriever for TopK {
             unattended_keys: step.candidates.len() - choice.positions.len(),
         }
     }
-
-    fn fork(&self) -> Box<dyn Retriever> {
-        Box::new(self.clone())
-    }
 }
 
 impl Bench for TopK {
-    fn timed(&self) -> Timed {
-        Timed {
-            model_on_cuda: true,
-            ..Timed::ON_CPU
-        }
+    fn timed_on_cuda(&self) -> TimedOnCuda {
+        TimedOnCuda::Model
     }
 
-    fn index_bytes(&self, _: &Layer) -> usize {
-        0
-    }
-
-    fn heads(&self, _: &Layer, _: &Params) -> Result<Box<NewHead>> {
-        Ok(Box::new(|_, _| RandomHead::full(TopK)))
+    fn heads(&self, _: &TimedLayer, _: &MethodParams) -> Result<Box<NewHead>> {
+        Ok(Box::new(|_, _| RandomHead::new(TopK, Fill::Nothing)))
     }
 
     fn indexes<'d>(&self, at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {

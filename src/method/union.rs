@@ -1,6 +1,6 @@
 //! The union of the query heads' best positions within a budget.
 
-use super::best::{Key, Places};
+use super::best::{Key, Places, best_positions};
 
 /// The least number of ranks that are sorted at a time.
 const RANKS: usize = 64;
@@ -62,11 +62,7 @@ fn best_of(lists: &[Vec<(f32, u32)>], positions: Vec<u32>, count: usize) -> Vec<
         let scores = lists.iter().flatten().filter(|(_, other)| *other == p);
         scores.fold(f32::NEG_INFINITY, |m, (s, _)| m.max(*s))
     };
-    let mut best: Vec<(f32, u32)> = positions.into_iter().map(|p| (score(p), p)).collect();
-    best.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
-    let mut out: Vec<u32> = best.into_iter().take(count).map(|(_, p)| p).collect();
-    out.sort_unstable();
-    out
+    best_positions(positions.into_iter().map(|p| (score(p), p)).collect(), count)
 }
 
 #[cfg(test)]

@@ -203,7 +203,6 @@ mod tests {
     use crate::compute::attention::Partial;
     use crate::kv::KvType;
     use crate::kv::packed::Center;
-    use crate::method::Reads;
     use crate::testing::values;
 
     /// Keeps what it is told.
@@ -214,10 +213,6 @@ mod tests {
     }
 
     impl Retriever for Witness {
-        fn reads(&self, _: &Step, _: &Choice) -> Reads {
-            Reads::default()
-        }
-
         fn select(&mut self, _: &Step) -> Choice {
             Choice::default()
         }
@@ -228,10 +223,6 @@ mod tests {
 
         fn observe(&mut self, _: &Step, positions: &[u32], weights: ArrayView2<f32>) {
             self.told.push((positions.to_vec(), weights.to_owned()));
-        }
-
-        fn fork(&self) -> Box<dyn Retriever> {
-            Box::new(self.clone())
         }
     }
 

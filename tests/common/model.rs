@@ -3,7 +3,7 @@
 use kvsmith::artifact::Artifact;
 use kvsmith::method::Method;
 use kvsmith::method::declaration::Ask;
-use kvsmith::method::params::Params;
+use kvsmith::method::params::MethodParams;
 use kvsmith::method::registry::{METHODS, MethodName};
 use kvsmith::model::Decoder;
 use kvsmith::model::decoder::rotated;
@@ -27,7 +27,7 @@ pub fn prepared(name: MethodName, artifact: Option<&Artifact>, decoder: &Decoder
         artifact,
         rope: &decoder.rope,
         head_dim: decoder.config.head_dim,
-        params: &Params::default(),
+        params: &MethodParams::default(),
         seed: 0,
     };
     name.prepare(&ask).unwrap()

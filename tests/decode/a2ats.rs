@@ -95,7 +95,8 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         _ => (rng.r#gen::<usize>() % used) as u16,
     };
     let mut codes: Vec<u16> = (0..b * g * shape.capacity).map(|_| code(&mut rng)).collect();
-    index.set_codes(&codes).unwrap();
+    index.clear().unwrap();
+    index.codes.write(&codes).unwrap();
     let mut batch = Batch::new(driver, case);
     batch.set(&case.lens(5));
     for step in 0..3 {
@@ -104,7 +105,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         index
             .append(&upload(driver, &keys), &codebooks, &batch.positions)
             .unwrap();
-        let now = index.codes().unwrap();
+        let now = index.codes.read().unwrap();
         for (at, key) in keys.chunks(d).enumerate() {
             let p = at * shape.capacity + batch.lens[at / g] - 1;
             check_code(&constants[at % g], key, now[p] as usize);
@@ -118,7 +119,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
             let chosen = index.select(&queries, &codebooks, &batch.positions).unwrap();
             chosen.read().unwrap()
         });
-        let (scores, all_counts) = (index.scores().unwrap(), index.counts().unwrap());
+        let (scores, all_counts) = (index.scores.read().unwrap(), index.counts.read().unwrap());
         let spans = batch.positions.spans().unwrap();
         let budgets = batch.positions.budgets().unwrap();
         for at in 0..b * g {

@@ -8,8 +8,9 @@ use kvsmith::float::Float;
 use kvsmith::kv::Budget;
 use kvsmith::kv::KvHead;
 use kvsmith::kv::cuda::attend::LayerRows;
-use kvsmith::method::ctkvr::cuda::{Centroid, Ctkvr, Lists, Space};
-use kvsmith::method::ctkvr::{self as cpu, Choose, Params};
+use kvsmith::method::ctkvr::cuda::{Ctkvr, CtkvrWorkspace, Lists};
+use kvsmith::method::ctkvr::{self as cpu, Centroid, Choose, CtkvrParams};
+use kvsmith::method::cuda::OnDevice;
 use kvsmith::method::{Choice, Prompt, Retriever};
 use ndarray::{Array2, ArrayView2, ArrayView3};
 use rand::SeedableRng;
@@ -19,7 +20,7 @@ use super::cases::{self, Batch, Rows, matrix, upload};
 
 #[derive(Clone)]
 pub struct Special {
-    params: Params,
+    params: CtkvrParams,
     /// Lengths of what is fed: prompts, each followed by steps.
     turns: Vec<[usize; 2]>,
 }
@@ -29,7 +30,7 @@ pub type Case = cases::Case<Special>;
 pub fn cases() -> Vec<Case> {
     let case = |name: &str, float, sizes, turns: &[[usize; 2]], budget| {
         let special = Special {
-            params: Params::default(),
+            params: CtkvrParams::default(),
             turns: turns.to_vec(),
         };
         let case = Case::new(name, sizes, turns.iter().flatten().sum(), 3, special);
@@ -194,7 +195,9 @@ impl<'d> Sides<'d> {
             kv: case.kv_head(),
             keys: Vec::new(),
         };
-        let space = Rc::new(Space::new(driver, shape, &case.limits, params, case.kv()).unwrap());
+        let kv = case.kv();
+        let space =
+            Rc::new(CtkvrWorkspace::new(OnDevice { driver, shape, kv }, &case.limits, params).unwrap());
         let layer = || Ctkvr::new(driver, shape, &case.limits, Rc::clone(&space)).unwrap();
         Self {
             driver,

@@ -128,7 +128,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         prompts
             .extend(&upload(driver, &keys), m, &codebooks, &batch.positions, &encoder)
             .unwrap();
-        check_listed(case, m, &encoder.listed().unwrap());
+        check_listed(case, m, &encoder.listed.read().unwrap());
         batch.set(&lens);
         for i in 0..m {
             batch.advance(1);
@@ -139,8 +139,8 @@ pub fn check(driver: &dyn Driver, case: &Case) {
                 .append(&upload(driver, &row), &codebooks, &batch.positions)
                 .unwrap();
         }
-        let codes = prompts.codes().unwrap();
-        assert_eq!(codes, steps.codes().unwrap(), "prompts as steps");
+        let codes = prompts.codes.read().unwrap();
+        assert_eq!(codes, steps.codes.read().unwrap(), "prompts as steps");
         for (i, key) in keys.chunks(d).enumerate() {
             let (at, row) = (i / m, i % m);
             let code = codes[at * shape.capacity + lens[at / g] + row];

@@ -6,8 +6,8 @@ use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::float::Float;
 use kvsmith::kv::cuda::attend::{Attention, LayerRows};
 use kvsmith::kv::{Budget, KvHead, StaticSet};
-use kvsmith::method::lfps::cuda::{Lfps, Space};
-use kvsmith::method::lfps::{self as cpu, Setup, Threshold};
+use kvsmith::method::lfps::cuda::{Lfps, LfpsWorkspace};
+use kvsmith::method::lfps::{self as cpu, LfpsMethod, Threshold};
 use kvsmith::method::{Choice, Prompt, Retriever};
 use ndarray::{Array2, ArrayView2, ArrayView3, s};
 use std::rc::Rc;
@@ -18,7 +18,7 @@ use super::cases::{self, Batch, Rows, UNIT, matrix, normals, upload};
 pub struct Special {
     /// Positions of a second prompt.
     turn: usize,
-    params: cpu::Params,
+    params: cpu::LfpsParams,
     /// How far the sinks' scores are above the others', for the query heads that look at them.
     sinks_lead: f32,
     /// How many heads, at the start of a group, always look at the sinks; others do in odd steps.
@@ -34,7 +34,7 @@ const STEPS: usize = 4;
 fn with_turn(name: &str, float: Float, sizes: [usize; 4], n: usize, turn: usize, budget: Budget) -> Case {
     let special = Special {
         turn,
-        params: cpu::Params::default(),
+        params: cpu::LfpsParams::default(),
         sinks_lead: 0.0,
         looking: 0,
     };
@@ -122,7 +122,7 @@ impl Trajectory {
 fn prompted(case: &Case, rows: &Trajectory, at: usize, n: usize) -> (cpu::Lfps, KvHead) {
     let [_, _, r, d] = case.sizes();
     let (total, params) = (rows.total, &case.special.params);
-    let mut head = Setup::new(params, None).unwrap().head(&case.place(at));
+    let mut head = LfpsMethod::new(params, None).unwrap().head(&case.place(at));
     let empty = head.clone();
     let [keys, values] = [&rows.keys, &rows.values].map(|rows| matrix(rows, at, [total, d]));
     let group = &rows.queries[at * r * total * d..(at + 1) * r * total * d];
@@ -149,7 +149,7 @@ fn prompted(case: &Case, rows: &Trajectory, at: usize, n: usize) -> (cpu::Lfps, 
             other.fill(&prompt(from, group.slice(s![.., from..end, ..])));
             assert_eq!(other.sums(), head.sums());
             for (a, b) in other.heads().iter().zip(head.heads()) {
-                assert_eq!(a.constants(), b.constants());
+                assert_eq!(a.constants, b.constants);
                 assert_eq!(a.vertical.parts(), b.vertical.parts());
                 assert_eq!(a.slash.parts(), b.slash.parts());
             }
@@ -307,7 +307,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         (0..7).for_each(|p| assert_eq!(held[p * d..(p + 1) * d], *of.row(p, &mut scratch)));
     }
     batch.set(&lens.iter().map(|n| n + case.special.turn).collect::<Vec<_>>());
-    let space = Rc::new(Space::new(driver, shape, &case.limits).unwrap());
+    let space = Rc::new(LfpsWorkspace::new(driver, shape, &case.limits).unwrap());
     let lfps = Lfps::new(driver, shape, &case.limits, &case.special.params, space).unwrap();
     lfps.write(&heads).unwrap();
     let attention = Attention::new(driver, shape).unwrap();

@@ -107,17 +107,19 @@ impl Reference {
             kv: KvType::F32,
             ..case.place(0)
         };
-        let params = selfindex::Params {
+        let params = selfindex::SelfIndexParams {
             center: Some(layout.center),
             sign_full: layout.full,
-            ..selfindex::Params::default()
+            ..selfindex::SelfIndexParams::default()
         };
         let mut index = match prior {
             Some(prior) => {
                 let source = selfindex::CentroidSource::Hybrid;
                 selfindex::SelfIndex::new(&place, layout.center, source, Some(prior.to_vec()))
             }
-            None => selfindex::Setup::new(&params, None, d).unwrap().head(&place),
+            None => selfindex::SelfIndexMethod::new(&params, None, d)
+                .unwrap()
+                .head(&place),
         };
         let mut kv = KvHead::new(KvType::F32, d, n, Center::Median);
         kv.extend(keys, values);
@@ -192,10 +194,10 @@ pub fn check(driver: &dyn Driver, case: &Case) {
             &signs,
             calibrated.as_ref(),
             &batch.positions,
-            index.buffer(),
+            &index.centroids,
         )
         .unwrap();
-    let centroids = index.centroids().unwrap();
+    let centroids = index.centroids.read().unwrap();
     for (own, reference) in centroids.chunks(d * 16).zip(&references) {
         compare_centroids(own, reference.index.centroids());
     }

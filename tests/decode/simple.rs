@@ -2,7 +2,7 @@
 
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::kv::Budget;
-use kvsmith::method::random::Random;
+use kvsmith::method::random::RandomDraws;
 use kvsmith::method::random::cuda::Draws;
 use kvsmith::method::streaming::cuda::Streaming;
 use kvsmith::method::{Retriever, streaming};
@@ -55,7 +55,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         for at in 0..shape.heads() {
             let step = batch.step(at, index, queries.view(), &kv);
             assert_eq!(recent[at], streaming::Streaming.select(&step).positions);
-            let theirs = Random::new(seed, layer, at % shape.kv_heads)
+            let theirs = RandomDraws::new(seed, layer, at % shape.kv_heads)
                 .select(&step)
                 .positions;
             assert_eq!(drawn[at], theirs, "step {index}, head {at}");

@@ -3,7 +3,7 @@
 use kvsmith::method::full::Full;
 use kvsmith::method::h2o::H2o;
 use kvsmith::method::quest::Quest;
-use kvsmith::method::random::Random;
+use kvsmith::method::random::RandomDraws;
 use kvsmith::method::snapkv::SnapKv;
 use kvsmith::method::streaming::Streaming;
 use kvsmith::method::topk::TopK;
@@ -47,7 +47,7 @@ pub fn check_h2o() {
 pub fn check_random() {
     let (mut shares, mut alike) = (Vec::new(), Vec::new());
     let make = |_: &mut ChaCha8Rng, place: &Place, _| {
-        let at = |seed, kv_head| Random::new(seed, place.layer, kv_head);
+        let at = |seed, kv_head| RandomDraws::new(seed, place.layer, kv_head);
         let model = NaiveRandom {
             twin: at(7, place.kv_head),
             others: [at(8, place.kv_head), at(7, place.kv_head + 1)],
@@ -124,9 +124,9 @@ impl Model for NaiveTopK {
 
 /// As many candidates as the budget has, which seed, head and step determine.
 struct NaiveRandom {
-    twin: Random,
+    twin: RandomDraws,
     /// With another seed, and of another head.
-    others: [Random; 2],
+    others: [RandomDraws; 2],
     /// Where between the first and the last candidate the chosen ones lie.
     shares: Vec<f64>,
     /// Whether another chose the same, where that is unlikely.
@@ -134,7 +134,7 @@ struct NaiveRandom {
 }
 
 impl Model for NaiveRandom {
-    type Program = Random;
+    type Program = RandomDraws;
 
     fn chose(&mut self, history: &History) -> Verdict {
         let step = history.step();
@@ -142,7 +142,7 @@ impl Model for NaiveRandom {
         if positions.len() != step.budget {
             return Err(format!("{} chosen instead of {}", positions.len(), step.budget));
         }
-        let draw = |of: &Random, index| of.draw(index, candidates.clone(), step.budget);
+        let draw = |of: &RandomDraws, index| of.draw(index, candidates.clone(), step.budget);
         if draw(&self.twin, step.step) != *positions {
             return Err("another choice of the same seed".to_string());
         }

@@ -2,7 +2,7 @@
 
 use half::f16;
 use kvsmith::kv::packed::Center;
-use kvsmith::method::ctkvr::{Ctkvr, Params};
+use kvsmith::method::ctkvr::{Ctkvr, CtkvrParams};
 
 use super::head::cases;
 use super::*;
@@ -10,14 +10,14 @@ use super::*;
 /// Checks random histories with random parameters.
 pub fn check() {
     let make = |rng: &mut ChaCha8Rng, place: &Place, _: Center| {
-        let params = Params {
+        let params = CtkvrParams {
             ct_centroids: pick(rng, &[None, None, Some(1), Some(7), Some(40)]),
             ct_probes: pick(rng, &[1, 2, 4]),
             ct_update: pick(rng, &[1, 1, 3, 0]),
             ct_cap: pick(rng, &[0.1, 0.5, 1.0]),
             ct_list: pick(rng, &[2.5, 2.5, 1.0, 6.5]),
             ct_keep: pick(rng, &[false, false, true]),
-            ..Params::default()
+            ..CtkvrParams::default()
         };
         (Ctkvr::new(place, &params), NaiveCtkvr::new(params))
     };
@@ -34,7 +34,7 @@ struct Centroid {
 }
 
 pub struct NaiveCtkvr {
-    pub params: Params,
+    pub params: CtkvrParams,
     /// Oldest first. Their lists are the program's, once they were checked.
     centroids: Vec<Centroid>,
     /// Positions from here on are fresh once they leave the window.
@@ -59,7 +59,7 @@ fn probabilities(queries: &[&[f64]], keys: &Matrix, positions: &[usize]) -> (Vec
 }
 
 impl NaiveCtkvr {
-    pub fn new(params: Params) -> Self {
+    pub fn new(params: CtkvrParams) -> Self {
         Self {
             params,
             centroids: Vec::new(),

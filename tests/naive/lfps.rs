@@ -1,7 +1,7 @@
 //! LFPS.
 
 use kvsmith::kv::packed::Center;
-use kvsmith::method::lfps::{Lfps, Params, Setup, Threshold};
+use kvsmith::method::lfps::{Lfps, LfpsMethod, LfpsParams, Threshold};
 
 use super::head::cases;
 use super::*;
@@ -10,14 +10,14 @@ use super::*;
 pub fn check() {
     let (mut bypassed, mut attending) = (0, 0);
     let make = |rng: &mut ChaCha8Rng, place: &Place, _: Center| {
-        let params = Params {
+        let params = LfpsParams {
             lfps_rows: pick(rng, &[1, 5, 32]),
             lfps_alpha: pick(rng, &[None, Some(0.0), Some(0.5)]),
             lfps_theta: pick(rng, &[0.85, 0.85, 0.6, 1.0]),
             lfps_threshold: pick(rng, &[Threshold::Kurtosis, Threshold::MeanStd]),
-            ..Params::default()
+            ..LfpsParams::default()
         };
-        let program = Setup::new(&params, None).unwrap().head(place);
+        let program = LfpsMethod::new(&params, None).unwrap().head(place);
         (program, NaiveLfps::new(params))
     };
     cases(500, make, |model: &NaiveLfps| {
@@ -33,7 +33,7 @@ pub fn check() {
 const SHARE: f64 = 5e-5;
 
 struct NaiveLfps {
-    params: Params,
+    params: LfpsParams,
     /// Bits of the program's tables before the step.
     before: Vec<Vec<u64>>,
     bypassed: usize,
@@ -98,7 +98,7 @@ struct Marks {
 }
 
 impl NaiveLfps {
-    fn new(params: Params) -> Self {
+    fn new(params: LfpsParams) -> Self {
         Self {
             params,
             before: Vec::new(),

@@ -17,8 +17,8 @@ use crate::float::Float;
 use crate::kv::Budget;
 use crate::kv::KvType;
 use crate::kv::StaticSet;
-use crate::method::bench::{Bench, Layer};
-use crate::method::params::Params;
+use crate::method::bench::{Bench, TimedLayer};
+use crate::method::params::MethodParams;
 use crate::method::registry::MethodName;
 use crate::method::{Choice, Ranking, Reads, lfps};
 use crate::{compute, interrupt};
@@ -50,7 +50,7 @@ pub struct DecodeArgs {
     #[command(flatten)]
     caches: Caches,
     #[command(flatten)]
-    lfps: lfps::Params,
+    lfps: lfps::LfpsParams,
     #[arg(long, value_enum, default_value_t, help = ranking_help())]
     ranking: Ranking,
     /// Timed runs
@@ -188,8 +188,8 @@ impl Setting<'_> {
     }
 
     /// Describes the layer to a method.
-    pub fn layer(&self) -> Layer {
-        Layer {
+    pub fn layer(&self) -> TimedLayer {
+        TimedLayer {
             sequences: self.batch,
             kv_heads: self.heads.n_kv_heads,
             head_dim: self.heads.head_dim,
@@ -201,10 +201,10 @@ impl Setting<'_> {
     }
 
     /// Returns the parameters of all methods.
-    pub fn params(&self) -> Params {
-        Params {
+    pub fn params(&self) -> MethodParams {
+        MethodParams {
             lfps: self.args.lfps,
-            ..Params::default()
+            ..MethodParams::default()
         }
     }
 

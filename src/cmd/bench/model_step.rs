@@ -19,7 +19,7 @@ use crate::error::{Error, Kind, Result};
 use crate::flags::{Device, at_least_one};
 use crate::interrupt;
 use crate::kv::packed::Center;
-use crate::method::bench::Bench;
+use crate::method::bench::{Bench, TimedOnCuda};
 use crate::method::registry::MethodName;
 use crate::model::ModelConfig;
 use crate::model::fields::read_json;
@@ -61,7 +61,7 @@ pub struct ModelArgs {
 }
 
 fn on_cuda(bench: &dyn Bench) -> bool {
-    bench.timed().model_on_cuda
+    bench.timed_on_cuda() != TimedOnCuda::Nothing
 }
 
 fn methods_help() -> String {

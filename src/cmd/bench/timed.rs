@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::flags::Device;
 use crate::method::Ranking;
-use crate::method::bench::Bench;
+use crate::method::bench::{Bench, TimedOnCuda};
 use crate::method::registry::{METHODS, MethodName};
 
 /// Lists the methods that have a property.
@@ -30,11 +30,11 @@ pub fn listed(methods: &[MethodName]) -> String {
 
 /// Tells whether one layer is timed on a GPU, and so on the CPU too.
 fn on_cuda(bench: &dyn Bench) -> bool {
-    bench.timed().layer_on_cuda
+    bench.timed_on_cuda() == TimedOnCuda::LayerAndModel
 }
 
 fn on_cpu_alone(bench: &dyn Bench) -> bool {
-    bench.timed().layer_on_cpu && !on_cuda(bench)
+    !on_cuda(bench)
 }
 
 fn has_plain_ranking(bench: &dyn Bench) -> bool {

@@ -12,17 +12,17 @@ use super::codebook::HeadCodebook;
 use super::{A2ats, cuda};
 use crate::error::Result;
 use crate::kv::KvType;
-use crate::method::bench::{Bench, Contents, Layer, NewHead, RandomHead, Timed};
+use crate::method::bench::{Bench, Contents, Fill, NewHead, RandomHead, TimedLayer, TimedOnCuda};
 use crate::method::cuda::{Indexes, OnDevice};
-use crate::method::params::Params;
+use crate::method::params::MethodParams;
 use crate::model::rope::{Rope, RopeConfig, RopeScaling};
 
 /// See [`Bench`].
-pub(super) struct Random;
+pub(super) struct A2atsBench;
 
-impl Bench for Random {
-    fn timed(&self) -> Timed {
-        Timed::EVERYWHERE
+impl Bench for A2atsBench {
+    fn timed_on_cuda(&self) -> TimedOnCuda {
+        TimedOnCuda::LayerAndModel
     }
 
     fn has_plain_ranking(&self) -> bool {
@@ -34,11 +34,11 @@ impl Bench for Random {
     }
 
     /// Codes, and the codebooks that all sequences share.
-    fn index_bytes(&self, layer: &Layer) -> usize {
+    fn index_bytes(&self, layer: &TimedLayer) -> usize {
         2 * layer.kv_heads * (layer.sequences * layer.context + layer.codewords * layer.head_dim)
     }
 
-    fn heads(&self, layer: &Layer, _: &Params) -> Result<Box<NewHead>> {
+    fn heads(&self, layer: &TimedLayer, _: &MethodParams) -> Result<Box<NewHead>> {
         let layer = *layer;
         let codebooks = (0..layer.kv_heads)
             .into_par_iter()
@@ -47,7 +47,7 @@ impl Bench for Random {
         Ok(Box::new(move |place, rng| {
             let codes = (0..layer.context).map(|_| (rng.r#gen::<usize>() % layer.codewords) as u16);
             let head = A2ats::with_codes(Arc::clone(&codebooks[place.kv_head]), codes.collect());
-            RandomHead::full(head.ranking(layer.ranking))
+            RandomHead::new(head.ranking(layer.ranking), Fill::Nothing)
         }))
     }
 
@@ -57,7 +57,7 @@ impl Bench for Random {
 }
 
 /// A codebook without whitening.
-fn codebook(layer: &Layer, head: usize) -> Result<Arc<HeadCodebook>> {
+fn codebook(layer: &TimedLayer, head: usize) -> Result<Arc<HeadCodebook>> {
     let (size, d) = (layer.codewords, layer.head_dim);
     let config = RopeConfig {
         theta: 1e4,

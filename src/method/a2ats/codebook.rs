@@ -5,8 +5,7 @@ use std::sync::Arc;
 use ndarray::{Array1, Array2, Array3, ArrayView2, Axis};
 use rayon::prelude::*;
 
-use super::section::SECTION;
-use super::section::{CHOL, CODEBOOK, FitParams, MEAN};
+use super::section::{CHOL, CODEBOOK, FitParams, MEAN, SECTION};
 use crate::artifact::Artifact;
 use crate::compute::codewords::Codewords;
 use crate::error::{Error, Result};
@@ -56,14 +55,13 @@ impl Codebooks {
         let table = position.windowed().map(|b| rope.table(b..b + 1));
         let d = artifact.sizes.head_dim;
         let n = artifact.sizes.n_layers * artifact.sizes.n_kv_heads;
-        let shape = |e: ndarray::ShapeError| Error::failed(e.to_string());
-        let codebook = Array3::from_shape_vec((n, m, d), section.widened(CODEBOOK)?).map_err(shape)?;
-        let mean = Array2::from_shape_vec((n, d), section.read(MEAN)?).map_err(shape)?;
-        let chol = Array3::from_shape_vec((n, d, d), section.read(CHOL)?).map_err(shape)?;
+        let codebook = Array3::from_shape_vec((n, m, d), section.widened(CODEBOOK)?)?;
+        let mean = Array2::from_shape_vec((n, d), section.read(MEAN)?)?;
+        let chol = Array3::from_shape_vec((n, d, d), section.read(CHOL)?)?;
         let head = |i: usize| {
             let own = |x: &Array3<f32>| x.index_axis(Axis(0), i).to_owned();
             let mean = mean.row(i).to_owned();
-            let head = HeadCodebook::rotated(own(&codebook), mean, own(&chol), table.clone())?;
+            let head = HeadCodebook::with_rotation(own(&codebook), mean, own(&chol), table.clone())?;
             Ok(Arc::new(head))
         };
         let heads = (0..n).into_par_iter().map(head).collect::<Result<_>>()?;
@@ -92,11 +90,11 @@ impl HeadCodebook {
         wrope_position: usize,
     ) -> Result<Self> {
         let table = rope.table(wrope_position..wrope_position + 1);
-        Self::rotated(codebook, mean, chol, Some(table))
+        Self::with_rotation(codebook, mean, chol, Some(table))
     }
 
     /// Makes a codebook for queries that `wrope` rotates, or that are given rotated.
-    fn rotated(
+    fn with_rotation(
         codebook: Array2<f32>,
         mean: Array1<f32>,
         chol: Array2<f32>,
@@ -145,14 +143,18 @@ impl HeadCodebook {
     pub fn scores(&self, q: ArrayView2<f32>) -> Array2<f32> {
         let mut y = Array2::<f32>::zeros(q.dim());
         for (query, mut y) in q.rows().into_iter().zip(y.rows_mut()) {
-            let mut qt = query.to_vec();
-            if let Some(table) = &self.wrope {
-                table.rotate(&mut qt, 0);
-            }
-            let qt = Array1::from_iter(qt.into_iter().map(f64::from));
+            let qt = self.rotated_query(query.to_vec());
             y.assign(&self.chol_inverse.dot(&qt).mapv(|v| v as f32));
         }
         self.codewords.products(y.view())
+    }
+
+    /// Returns a query q R_b in f64; with standard RoPE it is given rotated.
+    fn rotated_query(&self, mut query: Vec<f32>) -> Array1<f64> {
+        if let Some(table) = &self.wrope {
+            table.rotate(&mut query, 0);
+        }
+        query.into_iter().map(f64::from).collect()
     }
 
     /// Returns the constants of this head for a GPU: the rotation and L^-1 in one matrix for queries, L for keys.
@@ -163,11 +165,7 @@ impl HeadCodebook {
         for j in 0..d {
             let mut unit = vec![0.0; d];
             unit[j] = 1.0;
-            if let Some(table) = &self.wrope {
-                table.rotate(&mut unit, 0);
-            }
-            let unit = Array1::from_iter(unit.into_iter().map(f64::from));
-            rotation.column_mut(j).assign(&unit);
+            rotation.column_mut(j).assign(&self.rotated_query(unit));
         }
         HeadConstants {
             codebook: self.codebook.centroids().view(),

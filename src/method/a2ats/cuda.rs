@@ -82,16 +82,16 @@ pub struct A2ats<'d> {
     pub(crate) shape: Shape,
     pub(crate) size: usize,
     per_query_head: bool,
-    /// `[b,g,capacity]`.
-    pub(crate) codes: Buffer<'d, u16>,
-    /// Candidates per codeword, `[b,g,M]`.
-    counts: Buffer<'d, u32>,
+    /// The codes of every position, `[b,g,capacity]`.
+    pub codes: Buffer<'d, u16>,
+    /// Candidates per codeword at the last step, `[b,g,M]`.
+    pub counts: Buffer<'d, u32>,
     /// The candidates counted, `[b,g,2]`.
     counted: Buffer<'d, u32>,
     /// Whitened queries or keys, `[b,h,d]`.
     mapped: Buffer<'d, f32>,
-    /// `[b,h,M]`.
-    scores: Buffer<'d, f32>,
+    /// The scores of the last step, `[b,h,M]`.
+    pub scores: Buffer<'d, f32>,
     /// `[b,h,M]`.
     ranks: Buffer<'d, u32>,
     /// `[b,g,M]`.
@@ -140,12 +140,6 @@ impl<'d> A2ats<'d> {
         self.counts.zero()
     }
 
-    /// Sets the codes of every position, `[b,g,capacity]`.
-    pub fn set_codes(&self, codes: &[u16]) -> Result<()> {
-        self.clear()?;
-        self.codes.write(codes)
-    }
-
     /// Random codes, for a benchmark.
     pub fn fill(&self, seed: u32) -> Result<()> {
         self.clear()?;
@@ -153,24 +147,9 @@ impl<'d> A2ats<'d> {
         fill(self.driver, &self.codes, self.codes.len(), random, seed)
     }
 
-    /// The codes of every position, `[b,g,capacity]`; waits for the device.
-    pub fn codes(&self) -> Result<Vec<u16>> {
-        self.codes.read()
-    }
-
     /// Bytes of the codes.
     pub fn bytes(&self) -> usize {
         2 * self.codes.len()
-    }
-
-    /// The candidates of every codeword at the last step, `[b,g,M]`; waits for the device.
-    pub fn counts(&self) -> Result<Vec<u32>> {
-        self.counts.read()
-    }
-
-    /// The scores of the last step, `[b,h,M]`; waits for the device.
-    pub fn scores(&self) -> Result<Vec<f32>> {
-        self.scores.read()
     }
 
     /// Encodes the last position's keys, `[b,g,d]`; `positions` counts it already.
@@ -214,20 +193,34 @@ impl<'d> A2ats<'d> {
         codebooks: &Codebooks<'_>,
         positions: &Positions<'_>,
     ) -> Result<&Selection<'d>> {
-        let (shape, r, size) = (&self.shape, self.shape.group, self.size);
-        let (spans, budgets) = (positions.spans.ptr(), positions.budgets.ptr());
-        let capacity = shape.capacity;
+        let (r, d) = (self.shape.group, self.shape.head_dim);
         kernels::CountCandidates {
             codes: self.codes.ptr(),
-            spans,
+            spans: positions.spans.ptr(),
             counts: self.counts.ptr(),
             counted: self.counted.ptr(),
-            capacity,
-            size,
+            capacity: self.shape.capacity,
+            size: self.size,
         }
         .launch(self.driver, self.grid(1))?;
-        self.map(queries, codebooks)?;
+        kernels::MapRows {
+            x: queries.ptr(),
+            matrices: codebooks.query_maps.ptr(),
+            out: self.mapped.ptr(),
+            r,
+            d,
+        }
+        .launch(self.driver, self.grid(d.div_ceil(8)))?;
         self.score(codebooks, r)?;
+        self.take(positions)?;
+        self.list(positions)?;
+        Ok(&self.selection)
+    }
+
+    /// Decides how many positions of each codeword are taken.
+    fn take(&self, positions: &Positions<'_>) -> Result<()> {
+        let (shape, r, size) = (&self.shape, self.shape.group, self.size);
+        let budgets = positions.budgets.ptr();
         let grid = [1, shape.kv_heads * r, shape.sequences];
         kernels::RankCodewords {
             scores: self.scores.ptr(),
@@ -243,18 +236,23 @@ impl<'d> A2ats<'d> {
             counts: self.counts.ptr(),
             scores: self.scores.ptr(),
             codes: self.codes.ptr(),
-            spans,
+            spans: positions.spans.ptr(),
             budgets,
             marks: self.marks.ptr(),
             parts: self.parts.ptr(),
             r,
             size,
-            capacity,
+            capacity: shape.capacity,
             per_query_head: usize::from(self.per_query_head),
         }
-        .launch(self.driver, self.grid(1), 4 * size)?;
-        let to = &self.selection;
+        .launch(self.driver, self.grid(1), 4 * size)
+    }
+
+    /// Lists the positions that are taken.
+    fn list(&self, positions: &Positions<'_>) -> Result<()> {
+        let (to, spans) = (&self.selection, positions.spans.ptr());
         let (codes, marks, totals) = (self.codes.ptr(), self.marks.ptr(), to.totals.ptr());
+        let (capacity, size) = (self.shape.capacity, self.size);
         kernels::CountTaken {
             codes,
             marks,
@@ -276,26 +274,12 @@ impl<'d> A2ats<'d> {
             size,
             most: to.most,
         }
-        .launch(self.driver, self.grid(to.blocks))?;
-        Ok(to)
+        .launch(self.driver, self.grid(to.blocks))
     }
 
     /// `blocks` for each KV head of each sequence.
     fn grid(&self, blocks: usize) -> [usize; 3] {
         [blocks, self.shape.kv_heads, self.shape.sequences]
-    }
-
-    /// Whitens queries `[b,h,d]`.
-    fn map(&self, queries: &Buffer<'_, f32>, codebooks: &Codebooks<'_>) -> Result<()> {
-        let d = self.shape.head_dim;
-        kernels::MapRows {
-            x: queries.ptr(),
-            matrices: codebooks.query_maps.ptr(),
-            out: self.mapped.ptr(),
-            r: self.shape.group,
-            d,
-        }
-        .launch(self.driver, self.grid(d.div_ceil(8)))
     }
 
     /// The products of `r` whitened rows per KV head with its codewords.

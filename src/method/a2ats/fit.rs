@@ -6,7 +6,7 @@ use half::f16;
 use ndarray::{Array3, ArrayView2, ArrayView3, Axis};
 use serde_json::{Map, Value};
 
-use super::section::{A2atsSection, CHOL, CODEBOOK, COUNT, FitMetric, FitParams, MEAN, Quality};
+use super::section::{A2atsSection, CHOL, CODEBOOK, COUNT, CodebookQuality, FitMetric, FitParams, MEAN};
 use crate::artifact::{Fit, HeadDone, LayerPart, LayerStates, SectionKind, object};
 use crate::compute::device::{Points, Statistic};
 use crate::error::{Error, Result};
@@ -28,27 +28,10 @@ impl Fit for FitParams {
         let mut part = LayerPart::default();
         for heads in states.head_runs(self.size) {
             interrupt::check()?;
-            let fits = HeadRun::new(states, heads.clone(), self)?.fit()?;
-            for (head, fit) in heads.zip(fits) {
-                part.put(CODEBOOK, &fit.codebook);
-                part.put(MEAN, &fit.mean);
-                part.put(CHOL, &fit.chol);
-                part.put(COUNT, &fit.count);
-                part.quality.push(object(&fit.quality)?);
-                done(head, Some(fit.quality.summary()));
-            }
+            HeadRun::new(states, heads, self)?.fit(&mut part, done)?;
         }
         Ok(part)
     }
-}
-
-/// The codebook of one head, as it is stored.
-struct HeadFit {
-    codebook: Vec<f16>,
-    mean: Vec<f32>,
-    chol: Vec<f32>,
-    count: Vec<u32>,
-    quality: Quality,
 }
 
 /// Heads that are fitted together by Eq. 13 and 15-17: metric, whitening, clustering; codebooks stay in whitened
@@ -73,23 +56,20 @@ impl<'a> HeadRun<'a> {
             FitMetric::QueryAware => Metric::new(moments.sum_qq.index_axis(Axis(0), head)),
             FitMetric::Plain => Ok(Metric::euclidean(states.sizes.head_dim)),
         };
-        let metrics = heads
-            .clone()
-            .map(|head| metric(head).map_err(|e| at(states, head, e)));
-        let metrics: Vec<Metric> = metrics.collect::<Result<_>>()?;
+        let in_place = |head| metric(head).map_err(|e| at(states, head, e));
+        let metrics = heads.clone().map(in_place).collect::<Result<Vec<_>>>()?;
         let factors: Vec<_> = metrics.iter().map(|m| m.chol.view()).collect();
-        let chol = ndarray::stack(Axis(0), &factors).map_err(|e| Error::failed(e.to_string()))?;
         Ok(Self {
+            chol: ndarray::stack(Axis(0), &factors)?,
             states,
             params,
             heads,
             metrics,
-            chol,
         })
     }
 
-    /// Fits the codebooks.
-    fn fit(self) -> Result<Vec<HeadFit>> {
+    /// Fits the codebooks and adds them to the layer's part.
+    fn fit(self, part: &mut LayerPart, done: HeadDone) -> Result<()> {
         let rotated = self.params.position == Position::Own;
         let [fitted, held_out] = self.states.split(self.heads.clone(), rotated)?;
         // Eq. 15: z = k L; then centred.
@@ -105,30 +85,33 @@ impl<'a> HeadRun<'a> {
         let assignments = points.assignment()?;
         drop(points);
         let held_out = self.held_out_inertia(held_out, mean.view(), stored.view())?;
-        let head = |i: usize| HeadFit {
-            codebook: stored
-                .index_axis(Axis(0), i)
-                .iter()
-                .map(|v| f16::from_f32(*v))
-                .collect(),
-            mean: mean.row(i).to_vec(),
-            chol: self.metrics[i].chol.iter().copied().collect(),
-            count: assignments[i].counts.clone(),
-            quality: Quality {
-                inertia: assignments[i].inertia / n as f64,
+        for (i, head) in self.heads.clone().enumerate() {
+            let (metric, fit, assigned) = (&self.metrics[i], &fits[i], &assignments[i]);
+            let codebook = stored.index_axis(Axis(0), i);
+            part.put(
+                CODEBOOK,
+                &codebook.iter().map(|v| f16::from_f32(*v)).collect::<Vec<_>>(),
+            );
+            part.put(MEAN, &mean.row(i).to_vec());
+            part.put(CHOL, &metric.chol.iter().copied().collect::<Vec<_>>());
+            part.put(COUNT, &assigned.counts);
+            let quality = CodebookQuality {
+                inertia: assigned.inertia / n as f64,
                 held_out_inertia: held_out.as_ref().map(|inertia| inertia[i]),
                 variance: squares[i] / n as f64,
-                inertia_history: fits[i].inertia.iter().map(|sum| sum / n as f64).collect(),
-                iterations: fits[i].inertia.len().saturating_sub(1),
-                empty_repaired: fits[i].empty_repaired,
-                unused_codewords: assignments[i].counts.iter().filter(|c| **c == 0).count(),
-                usage_entropy_bits: entropy_bits(&assignments[i].counts),
-                condition: self.metrics[i].condition,
-                eps: self.metrics[i].eps,
+                inertia_history: fit.inertia.iter().map(|sum| sum / n as f64).collect(),
+                iterations: fit.inertia.len().saturating_sub(1),
+                empty_repaired: fit.empty_repaired,
+                unused_codewords: assigned.counts.iter().filter(|c| **c == 0).count(),
+                usage_entropy_bits: entropy_bits(&assigned.counts),
+                condition: metric.condition,
+                eps: metric.eps,
                 keys: n,
-            },
-        };
-        Ok((0..fits.len()).map(head).collect())
+            };
+            part.quality.push(object(&quality)?);
+            done(head, Some(quality.summary()));
+        }
+        Ok(())
     }
 
     /// Returns the sum of the squares of each head's values; it is finite if all values are.

@@ -3,7 +3,7 @@
 /// What a run may set.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[group(skip)]
-pub struct Params {
+pub struct A2atsParams {
     /// a2ats: the paper's form, each query head's best F of the context, whatever --budget says
     #[arg(long, value_name = "F", value_parser = crate::flags::share)]
     pub topk_per_query_head: Option<f64>,

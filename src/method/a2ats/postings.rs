@@ -16,12 +16,12 @@ const SCANNED_SHARE: usize = 3;
 /// Some positions of one codeword, and the index of the next chunk.
 #[derive(Clone, Copy)]
 #[repr(C, align(32))]
-struct Chunk {
+struct ListChunk {
     positions: [u32; CHUNK],
     next: u32,
 }
 
-const EMPTY: Chunk = Chunk {
+const EMPTY: ListChunk = ListChunk {
     positions: [0; CHUNK],
     next: 0,
 };
@@ -36,15 +36,15 @@ struct List {
     count: u32,
 }
 
-/// Lists of ascending positions in linked chunks, so that a growing list is not moved.
+/// LinkedLists of ascending positions in linked chunks, so that a growing list is not moved.
 #[derive(Clone, Default)]
-struct Lists {
+struct LinkedLists {
     heads: Vec<List>,
-    chunks: Vec<Chunk>,
+    chunks: Vec<ListChunk>,
     free: Vec<u32>,
 }
 
-impl Lists {
+impl LinkedLists {
     /// Makes the lists of `codes` `[n]`, of which `codes[0]` is at position `first`; `counts` `[M]` are the tokens of
     /// each codeword. The chunks of a list are consecutive.
     fn new(codes: &[u16], first: usize, counts: &[u32]) -> Self {
@@ -60,7 +60,7 @@ impl Lists {
             }
         };
         let heads = counts.iter().map(&mut head).collect();
-        let chunk = |i: u32| Chunk { next: i + 1, ..EMPTY };
+        let chunk = |i: u32| ListChunk { next: i + 1, ..EMPTY };
         let mut lists = Self {
             heads,
             chunks: (0..chunks).map(chunk).collect(),
@@ -76,31 +76,25 @@ impl Lists {
     }
 
     fn push(&mut self, code: u16, position: usize) {
-        let at = {
-            let head = self.heads[usize::from(code)];
-            (head.skip + head.count) as usize % CHUNK
+        let Self { heads, chunks, free } = self;
+        let head = &mut heads[usize::from(code)];
+        let at = match head.count {
+            0 => 0,
+            count => (head.skip + count) as usize % CHUNK,
         };
-        let is_empty = self.heads[usize::from(code)].count == 0;
-        if is_empty || at == 0 {
-            let chunk = self.allocate();
-            let head = &mut self.heads[usize::from(code)];
-            match is_empty {
-                true => (head.first, head.skip) = (chunk, 0),
-                false => self.chunks[head.last as usize].next = chunk,
+        if at == 0 {
+            let chunk = free.pop().unwrap_or_else(|| {
+                grow(chunks, 1).push(EMPTY);
+                (chunks.len() - 1) as u32
+            });
+            match head.count {
+                0 => (head.first, head.skip) = (chunk, 0),
+                _ => chunks[head.last as usize].next = chunk,
             }
             head.last = chunk;
         }
-        let head = &mut self.heads[usize::from(code)];
-        let at = if is_empty { 0 } else { at };
-        self.chunks[head.last as usize].positions[at] = position as u32;
+        chunks[head.last as usize].positions[at] = position as u32;
         head.count += 1;
-    }
-
-    fn allocate(&mut self) -> u32 {
-        self.free.pop().unwrap_or_else(|| {
-            grow(&mut self.chunks, 1).push(EMPTY);
-            (self.chunks.len() - 1) as u32
-        })
     }
 
     /// Removes the first position of a list, which is not empty.
@@ -136,7 +130,7 @@ fn is_listed(n: usize, size: usize, chosen: usize) -> bool {
 /// Returns the bytes of codes or lists that a choice of `chosen` of `n` candidates reads.
 pub fn read_bytes(n: usize, size: usize, chosen: usize) -> usize {
     match is_listed(n, size, chosen) {
-        true => chosen.div_ceil(CHUNK) * size_of::<Chunk>(),
+        true => chosen.div_ceil(CHUNK) * size_of::<ListChunk>(),
         false => 2 * n,
     }
 }
@@ -149,7 +143,7 @@ pub(super) struct Postings {
     /// Candidates per codeword, `[M]`.
     counts: Vec<u32>,
     /// Made when a choice reads them for the first time.
-    lists: Option<Lists>,
+    lists: Option<LinkedLists>,
 }
 
 impl Postings {
@@ -169,7 +163,9 @@ impl Postings {
 
     /// Returns the bytes of the lists.
     pub fn bytes(&self) -> usize {
-        let of = |lists: &Lists| lists.chunks.capacity() * size_of::<Chunk>() + lists.free.capacity() * 4;
+        let of = |lists: &LinkedLists| {
+            lists.chunks.capacity() * size_of::<ListChunk>() + lists.free.capacity() * 4
+        };
         self.lists.as_ref().map_or(0, of)
     }
 
@@ -198,14 +194,14 @@ impl Postings {
 
     /// Returns the candidates that `quotas` take, ascending; `codes` are those of all positions.
     pub fn positions(&mut self, quotas: Quotas, codes: &[u16]) -> Vec<u32> {
-        let (n, chosen) = (self.range.len(), quotas.len());
+        let (n, chosen) = (self.range.len(), quotas.total());
         if !is_listed(n, self.counts.len(), chosen) {
             return quotas.positions(&codes[self.range.clone()], self.range.start as u32);
         }
         let (first, counts) = (self.range.start, &self.counts);
         let lists = self
             .lists
-            .get_or_insert_with(|| Lists::new(&codes[self.range.clone()], first, counts));
+            .get_or_insert_with(|| LinkedLists::new(&codes[self.range.clone()], first, counts));
         let mut places = Places::new(n);
         for (code, take) in quotas.takes() {
             lists.first(code, take, |p| places.insert(p as usize - first));

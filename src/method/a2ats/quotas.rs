@@ -3,6 +3,7 @@
 use ndarray::ArrayView2;
 
 use super::postings::Postings;
+use crate::method::best::best_positions;
 
 /// Classes of scores in which tokens are counted, so that only some codewords are sorted.
 const CLASSES: usize = 1024;
@@ -99,13 +100,8 @@ impl Quotas {
     }
 
     /// Returns the number of tokens taken.
-    pub fn len(&self) -> usize {
+    pub fn total(&self) -> usize {
         self.take.iter().map(|t| *t as usize).sum()
-    }
-
-    /// Returns whether no token is taken.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 
     /// Returns the codewords with tokens that are taken, and their numbers of tokens.
@@ -116,7 +112,7 @@ impl Quotas {
 
     /// Returns the positions of the tokens taken, ascending; `codes[0]` is at position `first`.
     pub(super) fn positions(mut self, codes: &[u16], first: u32) -> Vec<u32> {
-        let mut out = Vec::with_capacity(self.len());
+        let mut out = Vec::with_capacity(self.total());
         for (p, code) in (first..).zip(codes) {
             let left = &mut self.take[*code as usize];
             if *left > 0 {
@@ -218,9 +214,8 @@ fn best_of_union(
             best.push((highest, p));
         }
     }
-    best.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+    // A position has the same highest score for every query head.
+    best.sort_unstable_by_key(|(_, p)| *p);
     best.dedup_by_key(|(_, p)| *p);
-    let mut out: Vec<u32> = best.into_iter().take(budget).map(|(_, p)| p).collect();
-    out.sort_unstable();
-    out
+    best_positions(best, budget)
 }

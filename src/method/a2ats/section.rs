@@ -13,15 +13,13 @@ use crate::error::{Error, Result};
 use crate::flags::{parse_count, share_or_zero};
 use crate::model::Sizes;
 use crate::progress::Log;
-use crate::stats::kmeans::{Init, KMeansParams};
+use crate::stats::kmeans::{Init, KMeansParams, MAX_SIZE};
 use crate::stats::moments::Position;
 use crate::stats::whiten::EPS;
 use crate::store::Spec;
 
 /// Name of the section in an artifact.
 pub const SECTION: &str = "a2ats";
-/// Codewords must fit a u16 index.
-pub const MAX_SIZE: usize = 65_535;
 
 /// Codewords, whitened and centred.
 pub const CODEBOOK: &str = "a2ats.codebook";
@@ -87,25 +85,17 @@ pub struct FitParams {
 impl FitParams {
     /// The section's parameters in the manifest.
     pub fn manifest(&self) -> Result<Map<String, Value>> {
-        #[derive(Serialize)]
-        struct Manifest<'a> {
-            #[serde(flatten)]
-            params: &'a FitParams,
-            rope_space: &'static str,
-            eps: f64,
-            h_pool: &'static str,
-            h_normalisation: &'static str,
-        }
-        object(&Manifest {
-            params: self,
-            rope_space: match self.position {
+        let mut manifest = object(self)?;
+        manifest.extend(object(&json!({
+            "rope_space": match self.position {
                 Position::Windowed(_) => "pre",
                 Position::Own => "post",
             },
-            eps: EPS,
-            h_pool: "kv-head-sum",
-            h_normalisation: "rms",
-        })
+            "eps": EPS,
+            "h_pool": "kv-head-sum",
+            "h_normalisation": "rms",
+        }))?);
+        Ok(manifest)
     }
 
     /// What k-means is told; seeds are per head.
@@ -123,7 +113,7 @@ impl FitParams {
 
     /// Fails if the codebook cannot be fitted on `kept` keys; warns if they are few.
     fn check(&self, kept: usize, log: Log) -> Result<()> {
-        if self.size == 0 || self.size > MAX_SIZE {
+        if !(1..=MAX_SIZE).contains(&self.size) {
             return Err(Error::usage(format!(
                 "--size {} must be between 1 and {MAX_SIZE}",
                 self.size
@@ -152,7 +142,7 @@ impl FitParams {
 
 /// The quality report of a KV head, as docs/artifact.md defines it.
 #[derive(Serialize, Deserialize)]
-pub(super) struct Quality {
+pub(super) struct CodebookQuality {
     pub inertia: f64,
     pub held_out_inertia: Option<f64>,
     pub variance: f64,
@@ -166,7 +156,7 @@ pub(super) struct Quality {
     pub keys: usize,
 }
 
-impl Quality {
+impl CodebookQuality {
     /// Describes the fit in a few words.
     pub fn summary(&self) -> String {
         format!(
@@ -184,10 +174,10 @@ impl Quality {
     }
 }
 
-const COLUMNS: [Column<Quality>; 7] = [
+const COLUMNS: [Column<CodebookQuality>; 7] = [
     Column::new("inertia", |v| format!("{v:.3}"), |q| Some(q.inertia)),
     Column::new("held out", |v| format!("{v:.3}"), |q| q.held_out_inertia),
-    Column::new("of variance", share, Quality::unexplained),
+    Column::new("of variance", share, CodebookQuality::unexplained),
     Column::new(
         "entropy/bits",
         |v| format!("{v:.2}"),
@@ -294,6 +284,6 @@ impl SectionKind for A2atsSection {
     }
 
     fn table(&self, reports: &[HeadReport]) -> Result<String> {
-        Ok(table(&COLUMNS, reports)? + LEGEND + &worst_heads(reports, Quality::unexplained)?)
+        Ok(table(&COLUMNS, reports)? + LEGEND + &worst_heads(reports, CodebookQuality::unexplained)?)
     }
 }

@@ -1,32 +1,20 @@
 //! ctkvr after a random prompt, for benchmarks.
 
-use super::{Ctkvr, Params};
+use super::{Ctkvr, CtkvrParams};
 use crate::error::Result;
-use crate::method::bench::{Bench, Fill, Layer, NewHead, RandomHead, Timed};
-use crate::method::params::Params as AllParams;
+use crate::method::bench::{Bench, Fill, NewHead, RandomHead, TimedLayer};
+use crate::method::params::MethodParams;
 
 /// See [`Bench`].
-pub(super) struct Random;
+pub(super) struct CtkvrBench;
 
-impl Bench for Random {
-    fn timed(&self) -> Timed {
-        Timed::ON_CPU
-    }
-
-    /// Not on a GPU.
-    fn index_bytes(&self, _: &Layer) -> usize {
-        0
-    }
-
-    fn heads(&self, layer: &Layer, _: &AllParams) -> Result<Box<NewHead>> {
+impl Bench for CtkvrBench {
+    fn heads(&self, layer: &TimedLayer, _: &MethodParams) -> Result<Box<NewHead>> {
         let n = layer.context;
         Ok(Box::new(move |place, _| {
-            let head = Ctkvr::new(place, &Params::default());
+            let head = Ctkvr::new(place, &CtkvrParams::default());
             let fill = Fill::Prompt(head.capacity(n));
-            RandomHead {
-                retriever: Box::new(head),
-                fill,
-            }
+            RandomHead::new(head, fill)
         }))
     }
 }

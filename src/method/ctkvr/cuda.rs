@@ -15,16 +15,14 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
-use crate::kv::KvType;
 use crate::kv::cuda::attend::LayerRows;
-use crate::kv::cuda::best::Best;
 use crate::kv::cuda::{KINDS, Limits, Positions, SCAN, Selection, Shape};
-use crate::method::Place;
-use crate::method::ctkvr::{self as cpu, FRESH, Params};
+use crate::method::ctkvr::{self as cpu, Centroid, CtkvrParams, FRESH};
+use crate::method::cuda::OnDevice;
+use crate::method::topk::cuda::{BestByWeight, Weighed};
 pub use prompt::Lists;
 
-/// Positions of a block of `topk_scores`, centroids of one of `recall_centroids`, numbers of a list that a block has.
-const SPAN: usize = 256;
+/// Centroids of a block of `recall_centroids`, numbers of a list that a block has.
 const RECALLED: usize = 64;
 const PIECE: usize = 1024;
 
@@ -40,20 +38,11 @@ pub struct Ctkvr<'d> {
     lens: Buffer<'d, u32>,
     /// `[b,4]`: the slot of the oldest centroid, how many there are, the first position that lists do not cover, steps.
     ring: Buffer<'d, u32>,
-    space: Rc<Space<'d>>,
-}
-
-/// A past query and what it attended.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Centroid {
-    /// The group's queries, each of length one: `[r,d]`.
-    pub queries: Vec<f16>,
-    /// Positions, ascending.
-    pub list: Vec<u32>,
+    space: Rc<CtkvrWorkspace<'d>>,
 }
 
 /// What a step needs; one for all layers that see as far.
-pub struct Space<'d> {
+pub struct CtkvrWorkspace<'d> {
     /// An empty head, which knows how many centroids and positions there are to be.
     sizes: cpu::Ctkvr,
     /// Centroids that there is room for, positions of a list and of a union, and lists that a step recalls.
@@ -74,41 +63,21 @@ pub struct Space<'d> {
     counts: Buffer<'d, u32>,
     item_spans: Buffer<'d, u32>,
     wants: Buffer<'d, u32>,
-    /// `[b,h,room]` and `[b,h,blocks,2]`.
-    scores: Buffer<'d, f32>,
-    parts: Buffer<'d, f32>,
     /// Every KV head is a sequence of `room` positions.
-    best: Best<'d>,
+    weights: BestByWeight<'d>,
     /// A new centroid's: `[b,g,longest]` and `[b,g]`.
     chosen: Buffer<'d, u32>,
     chosen_count: Buffer<'d, u32>,
 }
 
-impl<'d> Space<'d> {
-    /// Room for one step of caches of type `kv`, whose bytes bound the index.
+impl<'d> CtkvrWorkspace<'d> {
+    /// Room for one step; the bytes of the cache bound the index.
     ///
     /// # Errors
     /// Sizes that the kernels are not made for; no memory.
-    pub fn new(
-        driver: &'d dyn Driver,
-        shape: Shape,
-        limits: &Limits,
-        params: &Params,
-        kv: KvType,
-    ) -> Result<Self> {
-        let shape = shape.checked()?;
-        let place = Place {
-            layer: 0,
-            kv_head: 0,
-            group: shape.group,
-            head_dim: shape.head_dim,
-            model_window: limits.model_window,
-            sinks: limits.sinks,
-            window: limits.window,
-            budget: limits.budget,
-            kv,
-        };
-        let sizes = cpu::Ctkvr::new(&place, params);
+    pub fn new(at: OnDevice<'d>, limits: &Limits, params: &CtkvrParams) -> Result<Self> {
+        let (driver, shape) = (at.driver, at.shape.checked()?);
+        let sizes = cpu::Ctkvr::new(&at.place(0, 0, limits), params);
         let (heads, capacity) = (shape.heads(), shape.capacity);
         let visible = |n: usize| limits.model_window.map_or(n, |w| w.min(n));
         let bounds: Vec<[u32; 2]> = (0..=capacity)
@@ -116,7 +85,7 @@ impl<'d> Space<'d> {
             .collect();
         let most = |i: usize| bounds.iter().map(|b| b[i] as usize).max().unwrap_or(0).max(1);
         let (slots, longest) = (most(0), most(1));
-        let probes = sizes.params().ct_probes.min(slots);
+        let probes = sizes.params.ct_probes.min(slots);
         let room = longest.saturating_mul(probes).saturating_add(FRESH).min(capacity);
         let is_small = |count: usize| u32::try_from(count).is_ok();
         if heads > 65_535 || !is_small(slots) || !is_small(longest) || !is_small(heads * probes) {
@@ -130,9 +99,9 @@ impl<'d> Space<'d> {
             capacity: room,
             ..shape
         };
-        let mut best = Best::with_room(driver, items, limits.most(capacity))?;
-        best.selection.ranked = Some(Buffer::zeros(driver, "numbers of ranked positions", heads)?);
-        let h = shape.query_heads();
+        let mut weights = BestByWeight::new(driver, items, limits.most(capacity))?;
+        let ranked = Buffer::zeros(driver, "numbers of ranked positions", heads)?;
+        weights.best.selection.ranked = Some(ranked);
         let new = |what: &str, len: usize| Buffer::new(driver, what, len);
         Ok(Self {
             sizes,
@@ -149,9 +118,7 @@ impl<'d> Space<'d> {
             counts: new("numbers of positions", heads)?,
             item_spans: new("spans", heads * 4)?,
             wants: new("budgets", heads * 2)?,
-            scores: Buffer::new(driver, "scores of positions", h * room)?,
-            parts: Buffer::new(driver, "sums of weights", h * room.div_ceil(SPAN) * 2)?,
-            best,
+            weights,
             chosen: new("a new list", heads * longest)?,
             chosen_count: new("its length", heads)?,
         })
@@ -163,7 +130,12 @@ impl<'d> Ctkvr<'d> {
     ///
     /// # Errors
     /// Sizes that the kernels are not made for; no memory.
-    pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits, space: Rc<Space<'d>>) -> Result<Self> {
+    pub fn new(
+        driver: &'d dyn Driver,
+        shape: Shape,
+        limits: &Limits,
+        space: Rc<CtkvrWorkspace<'d>>,
+    ) -> Result<Self> {
         let shape = shape.checked()?;
         let slots = shape.heads() * space.slots;
         let values = slots * shape.group * shape.head_dim;
@@ -193,11 +165,20 @@ impl<'d> Ctkvr<'d> {
         rows: &LayerRows<'_>,
         positions: &Positions<'_>,
     ) -> Result<&Selection<'d>> {
-        self.unite(queries, positions)?;
+        self.recall(queries)?;
+        self.unite(positions)?;
         let space = &self.space;
-        self.score(queries, rows)?;
-        let (best, to) = (&space.best, &space.best.selection);
         let spans = space.item_spans.ptr();
+        space.weights.rank(&Weighed {
+            queries: queries.ptr(),
+            keys: rows.keys.ptr().cast(),
+            items: Some(space.items.ptr()),
+            spans,
+            rows,
+            share_rows: false,
+            by_largest: true,
+        })?;
+        let (best, to) = (&space.weights.best, &space.weights.best.selection);
         let lists = [to.lists.ptr(), to.listed.ptr()];
         best.choose_into(spans, space.wants.ptr(), lists, to.most)?;
         kernels::NameItems {
@@ -223,10 +204,10 @@ impl<'d> Ctkvr<'d> {
         4 * self.shape.group * self.shape.head_dim
     }
 
-    /// The positions that are ranked.
-    fn unite(&self, queries: &Buffer<'_, f32>, positions: &Positions<'_>) -> Result<()> {
+    /// Finds the centroids most similar to the queries.
+    fn recall(&self, queries: &Buffer<'_, f32>) -> Result<()> {
         let (space, shape, ring) = (&self.space, &self.shape, self.ring.ptr());
-        let [slots, probes, longest, capacity] = [space.slots, space.probes, space.longest, shape.capacity];
+        let slots = space.slots;
         let blocks = space.slots.div_ceil(RECALLED);
         kernels::RecallCentroids {
             queries: queries.ptr(),
@@ -238,37 +219,41 @@ impl<'d> Ctkvr<'d> {
             slots,
         }
         .launch(self.driver, self.grid(blocks), self.query_bytes())?;
-        let recalled = space.recalled.ptr();
         kernels::RankCentroids {
             ring,
             cosines: space.cosines.ptr(),
-            recalled,
-            probes,
+            recalled: space.recalled.ptr(),
+            probes: space.probes,
             slots,
         }
-        .launch(self.driver, self.grid(space.slots.div_ceil(256)))?;
+        .launch(self.driver, self.grid(space.slots.div_ceil(256)))
+    }
+
+    /// Lists the positions that are ranked: the recalled lists and the fresh positions.
+    fn unite(&self, positions: &Positions<'_>) -> Result<()> {
+        let (space, capacity) = (&self.space, self.shape.capacity);
         kernels::MarkUnion {
-            ring,
-            recalled,
+            ring: self.ring.ptr(),
+            recalled: space.recalled.ptr(),
             lists: self.lists.ptr(),
             lens: self.lens.ptr(),
             spans: positions.spans.ptr(),
             budgets: positions.budgets.ptr(),
             marks: space.marks.ptr(),
-            probes,
-            slots,
-            longest,
+            probes: space.probes,
+            slots: space.slots,
+            longest: space.longest,
             capacity,
         }
         .launch(self.driver, self.grid(space.longest.div_ceil(PIECE)))?;
-        let blocks = shape.capacity.div_ceil(SCAN);
+        let blocks = capacity.div_ceil(SCAN);
         kernels::CountUnion {
             marks: space.marks.ptr(),
             totals: space.totals.ptr(),
             capacity,
         }
         .launch(self.driver, self.grid(blocks))?;
-        let ranked = space.best.selection.ranked_ptr();
+        let ranked = space.weights.best.selection.ranked_ptr();
         let ranked =
             ranked.ok_or_else(|| Error::failed("CUDA: no room for the numbers of ranked positions"))?;
         kernels::ListUnion {
@@ -288,56 +273,16 @@ impl<'d> Ctkvr<'d> {
         .launch(self.driver, self.grid(blocks))
     }
 
-    /// Their keys for `best.cu`: the largest softmax weight over the group.
-    fn score(&self, queries: &Buffer<'_, f32>, rows: &LayerRows<'_>) -> Result<()> {
-        let (space, shape) = (&self.space, &self.shape);
-        let (r, w, heads) = (shape.group, shape.width(), shape.heads());
-        let n_parts = space.room.div_ceil(SPAN);
-        let histograms = space.best.histograms.ptr();
-        let shared_bytes = 4 * r * (w + SPAN);
-        kernels::TopkScores {
-            queries: queries.ptr(),
-            keys: rows.keys.ptr().cast(),
-            items: Some(space.items.ptr()),
-            spans: space.item_spans.ptr(),
-            scores: space.scores.ptr(),
-            parts: space.parts.ptr(),
-            histograms,
-            scale: shape.exponent(),
-            kind: rows.kind(),
-            r,
-            d: shape.head_dim,
-            w,
-            capacity: space.room,
-            rows: rows.shape.capacity,
-            shared_rows: 0,
-        }
-        .launch(self.driver, [n_parts, 1, heads], shared_bytes)?;
-        let grid = [space.best.selection.blocks, 1, heads];
-        kernels::WeightKeys {
-            scores: space.scores.ptr(),
-            parts: space.parts.ptr(),
-            spans: space.item_spans.ptr(),
-            keys: space.best.keys.ptr(),
-            histograms,
-            r,
-            n_parts,
-            capacity: space.room,
-            largest: 1,
-        }
-        .launch(self.driver, grid)
-    }
-
     /// The step's queries become a centroid, and the step is counted.
     fn update(&self, queries: &Buffer<'_, f32>, positions: &Positions<'_>) -> Result<()> {
         let (space, shape) = (&self.space, &self.shape);
-        let every = space.sizes.params().ct_update.min(u32::MAX as usize);
+        let every = space.sizes.params.ct_update.min(u32::MAX as usize);
         let (update, slots, ring) = (every, space.slots, self.ring.ptr());
         if every > 0 {
             let (chosen, count) = (space.chosen.ptr(), space.chosen_count.ptr());
             let wants = space.wants.ptr_at(shape.heads());
-            let best = &space.best;
-            best.choose_into(space.item_spans.ptr(), wants, [chosen, count], space.longest)?;
+            let (best, spans) = (&space.weights.best, space.item_spans.ptr());
+            best.choose_into(spans, wants, [chosen, count], space.longest)?;
             let blocks = space.longest.div_ceil(PIECE);
             kernels::PushCentroid {
                 queries: queries.ptr(),

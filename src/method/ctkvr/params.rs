@@ -49,7 +49,7 @@ impl Choose {
 /// What a run may set.
 #[derive(Clone, Debug, clap::Args)]
 #[group(skip)]
-pub struct Params {
+pub struct CtkvrParams {
     /// ctkvr: centroids, C (default: one per 16 positions, at least C' and at most 2048)
     #[arg(long, value_name = "C", value_parser = crate::flags::at_least_one)]
     pub ct_centroids: Option<usize>,
@@ -73,7 +73,7 @@ pub struct Params {
     pub ct_keep: bool,
 }
 
-impl Default for Params {
+impl Default for CtkvrParams {
     fn default() -> Self {
         Self {
             ct_centroids: None,

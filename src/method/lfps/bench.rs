@@ -1,28 +1,17 @@
 //! lfps after a random prompt, for benchmarks.
 
-use super::Setup;
+use super::LfpsMethod;
 use crate::error::Result;
-use crate::method::bench::{Bench, Fill, Layer, NewHead, RandomHead, Timed};
-use crate::method::params::Params;
+use crate::method::bench::{Bench, Fill, NewHead, RandomHead, TimedLayer};
+use crate::method::params::MethodParams;
 
 /// See [`Bench`].
-pub(super) struct Random;
+pub(super) struct LfpsBench;
 
-impl Bench for Random {
-    fn timed(&self) -> Timed {
-        Timed::ON_CPU
-    }
-
-    /// Not on a GPU.
-    fn index_bytes(&self, _: &Layer) -> usize {
-        0
-    }
-
-    fn heads(&self, _: &Layer, params: &Params) -> Result<Box<NewHead>> {
-        let (setup, rows) = (Setup::new(&params.lfps, None)?, params.lfps.lfps_rows);
-        Ok(Box::new(move |place, _| RandomHead {
-            retriever: Box::new(setup.head(place)),
-            fill: Fill::Prompt(rows),
-        }))
+impl Bench for LfpsBench {
+    fn heads(&self, _: &TimedLayer, params: &MethodParams) -> Result<Box<NewHead>> {
+        let (setup, rows) = (LfpsMethod::new(&params.lfps, None)?, params.lfps.lfps_rows);
+        let fill = Fill::Prompt(rows);
+        Ok(Box::new(move |place, _| RandomHead::new(setup.head(place), fill)))
     }
 }

@@ -24,7 +24,7 @@ const CONSTANTS: usize = 6;
 const CHOICE: usize = 2 + crate::kv::cuda::MOST_GROUP;
 
 /// Where a step is worked on; one for all layers that see as far.
-pub struct Space<'d> {
+pub struct LfpsWorkspace<'d> {
     /// `[b,h,blocks,2]`, `[b,h,blocks,4]` and `[b,h,4]`.
     parts: Buffer<'d, f64>,
     moments: Buffer<'d, f64>,
@@ -50,7 +50,7 @@ pub struct Space<'d> {
     selection: Selection<'d>,
 }
 
-impl<'d> Space<'d> {
+impl<'d> LfpsWorkspace<'d> {
     /// Room for one step.
     ///
     /// # Errors
@@ -96,7 +96,7 @@ pub struct Lfps<'d> {
     constants: Buffer<'d, f64>,
     /// `[b,g,2,d]`: sums of the keys and of the values of what is visible and no sink.
     sums: Buffer<'d, f64>,
-    space: Rc<Space<'d>>,
+    space: Rc<LfpsWorkspace<'d>>,
 }
 
 impl<'d> Lfps<'d> {
@@ -113,8 +113,8 @@ impl<'d> Lfps<'d> {
         driver: &'d dyn Driver,
         shape: Shape,
         limits: &Limits,
-        params: &method::Params,
-        space: Rc<Space<'d>>,
+        params: &method::LfpsParams,
+        space: Rc<LfpsWorkspace<'d>>,
     ) -> Result<Self> {
         let shape = shape.checked()?;
         if !Self::can(params.lfps_threshold) {
@@ -159,7 +159,7 @@ impl<'d> Lfps<'d> {
         self.factors
             .write(&tables().map(|table| table.parts().1).collect::<Vec<_>>())?;
         let constants = own.iter().flat_map(|head| {
-            let c = head.constants();
+            let c = head.constants;
             let is_tested = f64::from(u8::from(c.is_tested));
             [c.gamma, c.lambda, c.alpha, c.rho, c.bias, is_tested]
         });

@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use super::constants::GAMMA;
-use super::constants::LEAST_BYPASS;
-use super::params::Params;
+use super::constants::{GAMMA, LEAST_BYPASS};
+use super::params::LfpsParams;
 use super::priors::{self, HeadPrior};
 use super::table::Table;
 use crate::compute::attention::AHEAD;
@@ -34,21 +33,15 @@ pub struct QueryHead {
     pub vertical: Table,
     /// R: the attention by distance; position i has the entry t - i at step t.
     pub slash: Table,
-    gamma: f64,
-    /// Share of an update that goes to the vertical table.
-    lambda: f64,
-    pub(super) alpha: f64,
-    /// Variance of the scaled scores over the squared length of the query.
-    pub(super) rho: f64,
-    /// Whether the bypass is tested at all.
-    pub(super) tested: bool,
+    /// Its constants, of which a prompt sets rho.
+    pub constants: Constants,
     pub(super) prior: Option<Arc<HeadPrior>>,
     /// Whether the last step was bypassed.
     pub(super) bypassed: bool,
 }
 
 impl QueryHead {
-    pub(super) fn new(params: &Params, prior: Option<Arc<HeadPrior>>, sinks: usize) -> Self {
+    pub(super) fn new(params: &LfpsParams, prior: Option<Arc<HeadPrior>>, sinks: usize) -> Self {
         let of =
             |own: fn(&HeadPrior) -> f32, default: f64| prior.as_ref().map_or(default, |p| f64::from(own(p)));
         // The calibrated rate holds for the number of sinks that calibration had.
@@ -57,30 +50,17 @@ impl QueryHead {
         Self {
             vertical: Table::default(),
             slash: Table::default(),
-            gamma: of(|p| p.gamma, GAMMA),
-            lambda: of(|p| p.lambda, 0.5),
-            alpha: params.lfps_alpha.unwrap_or_else(|| of(|p| p.alpha, 0.2)),
-            rho: of(|p| p.rho0, 0.0),
-            tested: params.lfps_theta < 1.0 && !prior.as_ref().is_some_and(seldom),
+            constants: Constants {
+                gamma: of(|p| p.gamma, GAMMA),
+                lambda: of(|p| p.lambda, 0.5),
+                alpha: params.lfps_alpha.unwrap_or_else(|| of(|p| p.alpha, 0.2)),
+                rho: of(|p| p.rho0, 0.0),
+                bias: of(|p| p.glob_bias, 0.0),
+                is_tested: params.lfps_theta < 1.0 && !prior.as_ref().is_some_and(seldom),
+            },
             prior,
             bypassed: false,
         }
-    }
-
-    /// Returns the constants of the head.
-    pub fn constants(&self) -> Constants {
-        Constants {
-            gamma: self.gamma,
-            lambda: self.lambda,
-            alpha: self.alpha,
-            rho: self.rho,
-            bias: self.bias(),
-            is_tested: self.tested,
-        }
-    }
-
-    pub(super) fn bias(&self) -> f64 {
-        self.prior.as_ref().map_or(0.0, |p| f64::from(p.glob_bias))
     }
 
     /// Decays the tables and adds the weights of the query at position `t`; they sum to one without the sinks.
@@ -88,16 +68,17 @@ impl QueryHead {
     /// # Source
     /// Eq. 10, with `lambda` in place of 1/2.
     pub fn update(&mut self, t: usize, weights: impl Iterator<Item = (usize, f64)> + Clone) {
-        self.vertical.decay(self.gamma);
-        self.slash.decay(self.gamma);
+        let Constants { gamma, lambda, .. } = self.constants;
+        self.vertical.decay(gamma);
+        self.slash.decay(gamma);
         let mut coming = weights.clone().skip(AHEAD);
         for (i, w) in weights {
             if let Some((i, _)) = coming.next() {
                 self.vertical.prefetch(i);
                 self.slash.prefetch(t - i);
             }
-            self.vertical.add(i, self.lambda * w);
-            self.slash.add(t - i, (1.0 - self.lambda) * w);
+            self.vertical.add(i, lambda * w);
+            self.slash.add(t - i, (1.0 - lambda) * w);
         }
     }
 
@@ -116,8 +97,9 @@ impl QueryHead {
     /// Eq. 4: both tables together sum to 1 / (1 - gamma), and all rows have the same weight. The prior has the weight
     /// of `weight` rows.
     pub(super) fn fill(&mut self, rows: usize, weight: f64, n: usize, place: &Place) {
-        let total = 1.0 / (1.0 - self.gamma);
-        let (vertical, slash) = (total * self.lambda, total * (1.0 - self.lambda));
+        let Constants { gamma, lambda, .. } = self.constants;
+        let total = 1.0 / (1.0 - gamma);
+        let (vertical, slash) = (total * lambda, total * (1.0 - lambda));
         let weight = if self.prior.is_some() { weight } else { 0.0 };
         let beta = match weight + rows as f64 {
             0.0 => 0.0,
@@ -157,7 +139,7 @@ mod tests {
 
     #[test]
     fn update_golden_example() {
-        let mut head = QueryHead::new(&Params::default(), None, 4);
+        let mut head = QueryHead::new(&LfpsParams::default(), None, 4);
         head.vertical.add(2, 2.0);
         head.slash.add(0, 1.0);
         head.update(4, [(2, 0.75), (4, 0.25)].into_iter());
@@ -168,7 +150,7 @@ mod tests {
 
     #[test]
     fn tables_keep_their_sum_and_survive_long_decays() {
-        let mut head = QueryHead::new(&Params::default(), None, 4);
+        let mut head = QueryHead::new(&LfpsParams::default(), None, 4);
         head.vertical.add(3, 10.0);
         head.slash.add(1, 10.0);
         for t in 5..3000 {

@@ -5,7 +5,7 @@ use super::threshold::Threshold;
 /// What a run may set.
 #[derive(Clone, Copy, Debug, clap::Args)]
 #[group(skip)]
-pub struct Params {
+pub struct LfpsParams {
     /// lfps: last prompt queries that fill the tables; 0 = calibrated priors alone
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = crate::flags::parse_count)]
     pub lfps_rows: usize,
@@ -23,7 +23,7 @@ pub struct Params {
     pub lfps_threshold: Threshold,
 }
 
-impl Default for Params {
+impl Default for LfpsParams {
     fn default() -> Self {
         Self {
             lfps_rows: 32,

@@ -15,10 +15,8 @@ mod section;
 use std::sync::Arc;
 
 use super::threshold::OFFSETS;
-
 use crate::artifact::Artifact;
 use crate::error::Result;
-
 pub use section::LfpsSection;
 
 /// Name of the section in an artifact.
@@ -141,21 +139,8 @@ pub struct HeadPrior {
 impl HeadPrior {
     /// Makes a prior from its row of each tensor.
     fn new(slash: &[f32], vert: &[f32], scalars: [f32; SCALARS.len()]) -> Self {
-        let [
-            lambda,
-            sink_mean,
-            _,
-            _,
-            _,
-            _,
-            _,
-            _,
-            glob_bias,
-            rho0,
-            rho_std,
-            rest @ ..,
-        ] = scalars;
-        let [gamma, alpha, k_fraction, rest @ ..] = rest;
+        let [lambda, sink_mean, _, _, _, _, _, _, rest @ ..] = scalars;
+        let [glob_bias, rho0, rho_std, gamma, alpha, k_fraction, rest @ ..] = rest;
         Self {
             slash: slash.to_vec(),
             vert: vert.to_vec(),

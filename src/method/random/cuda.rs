@@ -1,15 +1,15 @@
 //! Uniform draws on the GPU: the host draws, the same positions as on the CPU.
 
-use super::{Random, Seed};
+use super::{RandomDraws, Seed};
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
-use crate::method::cuda::{CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice};
+use crate::method::cuda::{CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, each_layer};
 
 /// Candidates drawn uniformly, the same as on the CPU: see [`crate::method::random`]. The host draws.
 pub struct Draws<'d> {
     /// Per KV head of a sequence.
-    heads: Vec<Random>,
+    heads: Vec<RandomDraws>,
     selection: Selection<'d>,
 }
 
@@ -26,7 +26,7 @@ impl<'d> Draws<'d> {
         layer: usize,
     ) -> Result<Self> {
         let shape = shape.checked()?;
-        let head = |kv_head| Random::new(seed, layer, kv_head);
+        let head = |kv_head| RandomDraws::new(seed, layer, kv_head);
         Ok(Self {
             heads: (0..shape.kv_heads).map(head).collect(),
             selection: Selection::new(driver, &shape, limits.most(shape.capacity))?,
@@ -37,7 +37,7 @@ impl<'d> Draws<'d> {
     pub fn select(&self, step: usize, positions: &Positions<'_>) -> Result<&Selection<'d>> {
         let mut lists = Vec::new();
         for (set, budget) in positions.sets() {
-            let draw = |head: &Random| head.draw(step, set.candidates.clone(), budget);
+            let draw = |head: &RandomDraws| head.draw(step, set.candidates.clone(), budget);
             lists.extend(self.heads.iter().map(draw));
         }
         self.selection.write(&lists)?;
@@ -46,15 +46,10 @@ impl<'d> Draws<'d> {
 }
 
 impl CudaMethod for Seed {
-    fn serves(&self, _: &CudaNeeds) -> bool {
-        true
-    }
-
     fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
-        let index = |(layer, limits)| -> Result<Box<dyn CudaIndex + 'd>> {
-            Ok(Box::new(Draws::new(at.driver, at.shape, limits, self.0, layer)?))
-        };
-        limits.iter().enumerate().map(index).collect()
+        each_layer(limits, |layer, limits| {
+            Draws::new(at.driver, at.shape, limits, self.0, layer)
+        })
     }
 }
 

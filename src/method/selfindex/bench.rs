@@ -5,16 +5,16 @@ use super::{SelfIndex, cuda};
 use crate::error::Result;
 use crate::kv::KvType;
 use crate::kv::packed::Center;
-use crate::method::bench::{Bench, Contents, Fill, Layer, NewHead, RandomHead, Timed};
+use crate::method::bench::{Bench, Contents, Fill, NewHead, RandomHead, TimedLayer, TimedOnCuda};
 use crate::method::cuda::{Indexes, OnDevice};
-use crate::method::params::Params;
+use crate::method::params::MethodParams;
 
 /// See [`Bench`].
-pub(super) struct Random;
+pub(super) struct SelfIndexBench;
 
-impl Bench for Random {
-    fn timed(&self) -> Timed {
-        Timed::EVERYWHERE
+impl Bench for SelfIndexBench {
+    fn timed_on_cuda(&self) -> TimedOnCuda {
+        TimedOnCuda::LayerAndModel
     }
 
     fn has_plain_ranking(&self) -> bool {
@@ -26,18 +26,15 @@ impl Bench for Random {
         kv == KvType::TwoBit
     }
 
-    fn index_bytes(&self, layer: &Layer) -> usize {
+    fn index_bytes(&self, layer: &TimedLayer) -> usize {
         layer.sequences * layer.kv_heads * layer.context * layer.head_dim / 8
     }
 
-    fn heads(&self, layer: &Layer, _: &Params) -> Result<Box<NewHead>> {
+    fn heads(&self, layer: &TimedLayer, _: &MethodParams) -> Result<Box<NewHead>> {
         let ranking = layer.ranking;
         Ok(Box::new(move |place, _| {
             let head = SelfIndex::new(place, Center::Median, CentroidSource::Signs, None);
-            RandomHead {
-                retriever: Box::new(head.ranking(ranking)),
-                fill: Fill::Keys,
-            }
+            RandomHead::new(head.ranking(ranking), Fill::Keys)
         }))
     }
 

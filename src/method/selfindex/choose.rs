@@ -7,7 +7,6 @@
 
 mod rounded;
 
-use std::cmp::Ordering;
 use std::ops::RangeInclusive;
 
 use ndarray::ArrayView2;
@@ -15,6 +14,7 @@ use ndarray::ArrayView2;
 use super::groups::{GROUP, PATTERNS};
 use crate::compute::attention::prefetch;
 use crate::method::Ranking;
+use crate::method::best::{best_positions, by_score};
 use rounded::Rounded;
 
 /// Values of a byte of signs.
@@ -28,15 +28,15 @@ const AT_ONCE: usize = 4;
 ///
 /// # Source
 /// Eq. 8.
-pub(super) struct Scores {
+pub(super) struct PatternScores {
     /// The score of each pattern of a group of channels, `[d/4,16]`.
     groups: Vec<[f32; PATTERNS]>,
     /// The score of each value of a byte of signs, `[d/8,256]`: the sum over its two groups.
     bytes: Vec<f32>,
 }
 
-impl Scores {
-    /// Scores the centroids `[d/4,16,4]` for the group's queries, q_rope `[r,d]`.
+impl PatternScores {
+    /// PatternScores the centroids `[d/4,16,4]` for the group's queries, q_rope `[r,d]`.
     ///
     /// # Numerics
     /// f32.
@@ -116,13 +116,8 @@ impl Scores {
         let most = budget.saturating_mul(2) / 5;
         let mut fixed = full;
         if fixed.len() > most {
-            let mut scored = fixed
-                .into_iter()
-                .map(|p| (self.of(self.row(rows, p)), p))
-                .collect();
-            best(&mut scored, most);
-            fixed = scored.into_iter().map(|(_, p)| p).collect();
-            fixed.sort_unstable();
+            let scored = fixed.into_iter().map(|p| (self.of(self.row(rows, p)), p));
+            fixed = best_positions(scored.collect(), most);
         }
         let need = budget - fixed.len();
         let scanned = match (need, how) {
@@ -149,10 +144,7 @@ impl Scores {
         let mut scored: Vec<(f32, u32)> = scores.collect();
         let mut fixed = fixed.iter().copied().peekable();
         scored.retain(|(_, p)| fixed.next_if_eq(p).is_none());
-        best(&mut scored, need);
-        let mut out: Vec<u32> = scored.into_iter().map(|(_, p)| p).collect();
-        out.sort_unstable();
-        out
+        best_positions(scored, need)
     }
 
     /// Chooses the same rows as [`Self::plain`] by rounded scores; `None` for few rows, and if the scores cannot be
@@ -175,8 +167,11 @@ impl Scores {
         let close = last.saturating_sub(rounded.gap)..=last.saturating_add(rounded.gap);
         let (above, within) = part(&kept, &close);
         let scored = self.of_all(rows, &within);
-        let worst = *scored.clone().select_nth_unstable_by(need - above - 1, order).1;
-        let mut chosen: Vec<bool> = scored.iter().map(|s| order(s, &worst).is_le()).collect();
+        let worst = *scored
+            .clone()
+            .select_nth_unstable_by(need - above - 1, by_score)
+            .1;
+        let mut chosen: Vec<bool> = scored.iter().map(|s| by_score(s, &worst).is_le()).collect();
         // For the rows after the last one within the range.
         chosen.push(false);
         let mut out = vec![0; kept.len()];
@@ -189,19 +184,6 @@ impl Scores {
         }
         out.truncate(len);
         Some(out)
-    }
-}
-
-/// Orders by falling score, then by position.
-fn order(a: &(f32, u32), b: &(f32, u32)) -> Ordering {
-    b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
-}
-
-/// Keeps the `count` best, in any order.
-fn best(scored: &mut Vec<(f32, u32)>, count: usize) {
-    if count < scored.len() {
-        scored.select_nth_unstable_by(count, order);
-        scored.truncate(count);
     }
 }
 

@@ -13,8 +13,8 @@ pub(super) use index::random;
 
 /// What a layer needs to choose by signs.
 pub struct SelfIndex<'d> {
-    /// `[b,g,d/4,16,4]`.
-    pub(crate) centroids: Buffer<'d, f32>,
+    /// `[b,g,d/4,16,4]`; a prompt may give them.
+    pub centroids: Buffer<'d, f32>,
     /// `[b,g,2 pitch,16]`.
     tables: Buffer<'d, f32>,
     /// `[b,g,FULL]`.
@@ -59,7 +59,7 @@ impl<'d> SelfIndex<'d> {
     /// then the best of all others.
     ///
     /// # Numerics
-    /// Scores in f32; the lower position on ties.
+    /// PatternScores in f32; the lower position on ties.
     pub fn select(
         &self,
         queries: &Buffer<'_, f32>,
@@ -100,16 +100,6 @@ impl<'d> SelfIndex<'d> {
         }
         .launch(best.driver, grid(blocks), table_bytes)?;
         best.choose(positions)
-    }
-
-    /// Where a prompt's centroids go, `[b,g,d/4,16,4]`.
-    pub fn buffer(&self) -> &Buffer<'d, f32> {
-        &self.centroids
-    }
-
-    /// The centroids, `[b,g,d/4,16,4]`; waits for the device.
-    pub fn centroids(&self) -> Result<Vec<f32>> {
-        self.centroids.read()
     }
 
     /// The keys of every position after a step, `[b,g,capacity]`: in the order of scores, the largest of all for what

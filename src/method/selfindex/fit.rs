@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use half::f16;
-use ndarray::{ArrayView1, Axis};
+use ndarray::Axis;
 use serde_json::{Map, Value, json};
 
 use super::groups::{GROUP, PATTERNS};
-use super::section::{ALPHA, CENTROID, COUNT, MEAN_PRE, Quality, SignSection};
+use super::section::{ALPHA, CENTROID, COUNT, MEAN_PRE, SignQuality, SignSection};
 use super::sums::PatternSums;
 use crate::artifact::{Fit, HeadDone, LayerPart, LayerStates, SectionKind, object};
 use crate::compute::cpu::row_mean;
@@ -58,68 +58,60 @@ impl Fit for SignFit {
         let mut part = LayerPart::default();
         for heads in states.head_runs(0) {
             interrupt::check()?;
-            let fits = fit_heads(states, heads.clone(), self.center)
+            self.fit(states, heads.clone(), &mut part, done)
                 .map_err(|e| e.context(format!("signs of KV heads {} to {}", heads.start, heads.end - 1)))?;
-            for (head, fit) in heads.zip(fits) {
-                part.put(CENTROID, &fit.centroids);
-                part.put(COUNT, &fit.counts);
-                part.put(ALPHA, &fit.alpha);
-                part.put(MEAN_PRE, &fit.mean_pre);
-                part.quality.push(object(&fit.quality)?);
-                done(head, None);
-            }
         }
         Ok(part)
     }
 }
 
-struct HeadFit {
-    centroids: Vec<f16>,
-    counts: Vec<u64>,
-    alpha: Vec<f32>,
-    mean_pre: Vec<f32>,
-    quality: Quality,
-}
-
-fn fit_heads(states: &LayerStates, heads: Range<usize>, center: Center) -> Result<Vec<HeadFit>> {
-    let [kept, _] = states.split(heads.clone(), false)?;
-    let n = kept.len_of(Axis(1));
-    let mean_pre: Vec<Vec<f32>> = kept.outer_iter().map(|x| row_mean(x).to_vec()).collect();
-    drop(kept);
-    let [kept, _] = states.split(heads, true)?;
-    let mut points = states.device.points(kept)?;
-    for block in states.kept_blocks().into_iter().filter(|block| !block.is_empty()) {
-        let statistic = match center {
-            Center::Median => Statistic::Ranked((block.len() - 1) / 2),
-            Center::Mean => Statistic::Mean,
-        };
-        let centre = points.channel_statistic(block.clone(), statistic)?;
-        points.subtract(block, centre.view())?;
-    }
-    // The smallest value that at least 99.9 % of the magnitudes do not exceed.
-    let rank = (n * 999).div_ceil(1000).saturating_sub(1);
-    let alpha = points.channel_statistic(0..n, Statistic::RankedMagnitude(rank))?;
-    let sums = points.sign_sums()?.into_iter();
-    let one = |((sums, alpha), mean_pre): ((SignSums, ArrayView1<f32>), Vec<f32>)| {
-        let (centroids, counts) = centroids(sums);
-        if centroids.iter().any(|v| !v.is_finite()) {
-            return Err(Error::failed("a sign centroid is outside the range of f16")
-                .hint("the keys of this head have extreme outliers"));
+impl SignFit {
+    /// Fits the centroids of some heads and adds them to the layer's part.
+    fn fit(
+        &self,
+        states: &LayerStates,
+        heads: Range<usize>,
+        part: &mut LayerPart,
+        done: HeadDone,
+    ) -> Result<()> {
+        let [kept, _] = states.split(heads.clone(), false)?;
+        let n = kept.len_of(Axis(1));
+        let mean_pre: Vec<Vec<f32>> = kept.outer_iter().map(|x| row_mean(x).to_vec()).collect();
+        drop(kept);
+        let [kept, _] = states.split(heads.clone(), true)?;
+        let mut points = states.device.points(kept)?;
+        for block in states.kept_blocks().into_iter().filter(|block| !block.is_empty()) {
+            let statistic = match self.center {
+                Center::Median => Statistic::Ranked((block.len() - 1) / 2),
+                Center::Mean => Statistic::Mean,
+            };
+            let centre = points.channel_statistic(block.clone(), statistic)?;
+            points.subtract(block, centre.view())?;
         }
-        Ok(HeadFit {
-            quality: Quality {
+        // The smallest value that at least 99.9 % of the magnitudes do not exceed.
+        let rank = (n * 999).div_ceil(1000).saturating_sub(1);
+        let alpha = points.channel_statistic(0..n, Statistic::RankedMagnitude(rank))?;
+        let sums = points.sign_sums()?;
+        for (((head, sums), alpha), mean_pre) in heads.zip(sums).zip(alpha.rows()).zip(mean_pre) {
+            let (centroids, counts) = centroids(sums);
+            if centroids.iter().any(|v| !v.is_finite()) {
+                return Err(Error::failed("a sign centroid is outside the range of f16")
+                    .hint("the keys of this head have extreme outliers"));
+            }
+            part.put(CENTROID, &centroids);
+            part.put(COUNT, &counts);
+            part.put(ALPHA, &alpha.to_vec());
+            part.put(MEAN_PRE, &mean_pre);
+            part.quality.push(object(&SignQuality {
                 sign_entropy_bits: sign_entropy_bits(&counts, n),
                 pattern_entropy_bits: pattern_entropy_bits(&counts),
                 empty_patterns: counts.iter().filter(|c| **c == 0).count(),
                 keys: n,
-            },
-            centroids,
-            counts,
-            alpha: alpha.to_vec(),
-            mean_pre,
-        })
-    };
-    sums.zip(alpha.rows()).zip(mean_pre).map(one).collect()
+            })?);
+            done(head, None);
+        }
+        Ok(())
+    }
 }
 
 /// Returns centroids `[d/4,16,4]` and counts `[d/4,16]` of centred keys. An empty pattern gets plus or minus the mean

@@ -8,3 +8,8 @@ pub const GROUP: usize = 4;
 pub const PATTERNS: usize = 1 << GROUP;
 /// The weight of a calibrated centroid against the prompt's keys, in keys.
 pub const PSEUDO_COUNT: f64 = 32.0;
+
+/// Returns 1 if bit `e` of a pattern is set, else -1.
+pub(super) fn sign(pattern: usize, e: usize) -> f64 {
+    if pattern >> e & 1 == 1 { 1.0 } else { -1.0 }
+}

@@ -18,7 +18,7 @@ pub enum CentroidSource {
 /// What a run may set.
 #[derive(Clone, Debug, clap::Args)]
 #[group(skip)]
-pub struct Params {
+pub struct SelfIndexParams {
     /// selfindex: where centroids come from (default: hybrid with an artifact, else one-pass)
     #[arg(long, value_enum)]
     pub sign_centroids: Option<CentroidSource>,
@@ -33,7 +33,7 @@ pub struct Params {
     pub plain_keys: bool,
 }
 
-impl Default for Params {
+impl Default for SelfIndexParams {
     fn default() -> Self {
         Self {
             sign_centroids: None,

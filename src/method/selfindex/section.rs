@@ -24,26 +24,26 @@ pub const MEAN_PRE: &str = "sign.mean_pre";
 
 /// What is read of the section's parameters.
 #[derive(Deserialize)]
-struct Params {
+struct CenterParams {
     center: String,
 }
 
 /// The centre that a section's signs were taken around.
 pub fn calibrated_center(params: &Map<String, Value>) -> Result<Center> {
-    let params: Params = parse("sections.sign", params)?;
+    let params: CenterParams = parse("sections.sign", params)?;
     Center::from_str(&params.center, false).map_err(|_| Error::failed("`sections.sign.center` is not valid"))
 }
 
 /// The quality report of a KV head, as docs/artifact.md defines it.
 #[derive(Serialize, Deserialize)]
-pub(super) struct Quality {
+pub(super) struct SignQuality {
     pub sign_entropy_bits: f64,
     pub pattern_entropy_bits: f64,
     pub empty_patterns: usize,
     pub keys: usize,
 }
 
-const COLUMNS: [Column<Quality>; 3] = [
+const COLUMNS: [Column<SignQuality>; 3] = [
     Column::new(
         "sign entropy/bits",
         |v| format!("{v:.3}"),
@@ -113,10 +113,8 @@ impl SectionKind for SignSection {
         }
         let kept = section.kept_keys();
         let counts: Vec<u64> = section.read(COUNT)?;
-        if counts
-            .chunks(PATTERNS)
-            .any(|group| group.iter().sum::<u64>() != kept)
-        {
+        let differs = |group: &[u64]| group.iter().sum::<u64>() != kept;
+        if counts.chunks(PATTERNS).any(differs) {
             return Err(section.damaged(format!("`{COUNT}` does not add up to {kept} keys")));
         }
         Ok(())

@@ -1,7 +1,7 @@
 //! Sums of centred keys by sign pattern, and the centroids that follow from them.
 
 use super::fit::pattern;
-use super::groups::{GROUP, PATTERNS, PSEUDO_COUNT};
+use super::groups::{GROUP, PATTERNS, PSEUDO_COUNT, sign};
 use crate::compute::device::SignSums;
 
 /// The sums of a pass over keys.
@@ -49,10 +49,7 @@ impl PatternSums {
             match prior {
                 Some(prior) => (PSEUDO_COUNT * f64::from(prior[i]) + self.sums[i]) / (PSEUDO_COUNT + count),
                 None if count > 0.0 => self.sums[i] / count,
-                None => {
-                    let sign = if (p >> e) & 1 == 1 { 1.0 } else { -1.0 };
-                    sign * self.magnitude[group * GROUP + e] / self.keys.max(1) as f64
-                }
+                None => sign(p, e) * self.magnitude[group * GROUP + e] / self.keys.max(1) as f64,
             }
         };
         (0..self.sums.len()).map(cell).collect()
@@ -64,8 +61,7 @@ impl From<SignSums> for PatternSums {
         let mut magnitude = vec![0.0; of.sums.len() / PATTERNS];
         for (i, sum) in of.sums.iter().enumerate() {
             let (group, pattern, e) = (i / GROUP / PATTERNS, i / GROUP % PATTERNS, i % GROUP);
-            let sign = if (pattern >> e) & 1 == 1 { 1.0 } else { -1.0 };
-            magnitude[group * GROUP + e] += sign * sum;
+            magnitude[group * GROUP + e] += sign(pattern, e) * sum;
         }
         Self {
             magnitude,

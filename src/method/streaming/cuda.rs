@@ -6,7 +6,7 @@ use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
-use crate::method::cuda::{ByWindow, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice};
+use crate::method::cuda::{ByWindow, CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, each_layer};
 use crate::method::streaming as cpu;
 
 /// The most recent candidates: see [`crate::method::streaming`].
@@ -47,17 +47,11 @@ impl<'d> Streaming<'d> {
 }
 
 impl CudaMethod for cpu::Streaming {
-    fn serves(&self, _: &CudaNeeds) -> bool {
-        true
-    }
-
     fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
         let mut shared = ByWindow::new();
-        let index = |limits| -> Result<Box<dyn CudaIndex + 'd>> {
-            let index = shared.of(limits, || Streaming::new(at.driver, at.shape, limits))?;
-            Ok(Box::new(index))
-        };
-        limits.iter().map(index).collect()
+        each_layer(limits, |_, limits| {
+            shared.of(limits, || Streaming::new(at.driver, at.shape, limits))
+        })
     }
 }
 

@@ -10,79 +10,94 @@ use crate::error::Result;
 use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::best::Best;
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
-use crate::method::cuda::{ByWindow, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice};
+use crate::method::cuda::{
+    ByWindow, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, each_layer,
+};
 use crate::method::topk as cpu;
 
 /// Positions of a block of `topk_scores`.
 const SPAN: usize = 256;
 
-/// What a step needs to choose by true weights; one for all layers of a shape.
-pub struct TopK<'d> {
+/// Softmax weights of keys, and the best positions by them.
+pub(crate) struct BestByWeight<'d> {
     /// `[b,h,capacity]`.
     scores: Buffer<'d, f32>,
     /// `[b,h,blocks,2]`: the largest score of a block, and the sum of the exponentials below it.
     parts: Buffer<'d, f32>,
-    best: Best<'d>,
+    pub best: Best<'d>,
 }
 
-/// Softmax weights of keys for the queries of some lists, by which [`Best`] then chooses.
-pub(crate) struct Weights<'w, 'd> {
-    /// `[lists,h,w]`.
-    pub queries: Ptr<'w, f32>,
-    /// Of the first list.
-    pub keys: Ptr<'w, c_void>,
-    /// `[lists,4]`.
-    pub spans: Ptr<'w, u32>,
-    /// Room for the scores and for the sums of their parts.
-    pub scores: Ptr<'w, f32>,
-    /// See `scores`.
-    pub parts: Ptr<'w, f32>,
+/// The queries, and the keys that they weigh.
+pub(crate) struct Weighed<'a> {
+    /// `[b,h,w]`.
+    pub queries: Ptr<'a, f32>,
+    /// Of the first sequence.
+    pub keys: Ptr<'a, c_void>,
+    /// Positions of the keys, `[b,g,capacity]`; `None` for all positions in their order.
+    pub items: Option<Ptr<'a, u32>>,
+    /// `[b,4]`.
+    pub spans: Ptr<'a, u32>,
     /// Where the keys are.
-    pub rows: &'w LayerRows<'d>,
-    pub lists: usize,
-    /// Whether all lists are of one sequence's keys.
+    pub rows: &'a LayerRows<'a>,
+    /// Whether all sequences have the first one's keys.
     pub share_rows: bool,
+    /// Whether a key counts by its largest weight over the query group instead of by their sum.
+    pub by_largest: bool,
 }
 
-impl Weights<'_, '_> {
-    pub fn rank(&self, best: &Best<'_>) -> Result<()> {
-        let shape = &best.shape;
+impl<'d> BestByWeight<'d> {
+    /// Room to choose up to `most` positions per KV head.
+    pub fn new(driver: &'d dyn Driver, shape: Shape, most: usize) -> Result<Self> {
+        let h = shape.query_heads();
+        Ok(Self {
+            scores: Buffer::new(driver, "scores of positions", h * shape.capacity)?,
+            parts: Buffer::new(driver, "sums of weights", h * shape.capacity.div_ceil(SPAN) * 2)?,
+            best: Best::with_room(driver, shape, most)?,
+        })
+    }
+
+    /// Writes the sort keys by which [`Best`] then chooses.
+    pub fn rank(&self, of: &Weighed<'_>) -> Result<()> {
+        let (best, shape) = (&self.best, &self.best.shape);
         let (r, w) = (shape.group, shape.width());
         let n_parts = shape.capacity.div_ceil(SPAN);
-        let grid = |blocks| [blocks, shape.kv_heads, self.lists];
+        let grid = |blocks| [blocks, shape.kv_heads, shape.sequences];
         let shared_bytes = 4 * r * (w + SPAN);
         kernels::TopkScores {
-            queries: self.queries,
-            keys: self.keys,
-            items: None,
-            spans: self.spans,
-            scores: self.scores,
-            parts: self.parts,
+            queries: of.queries,
+            keys: of.keys,
+            items: of.items,
+            spans: of.spans,
+            scores: self.scores.ptr(),
+            parts: self.parts.ptr(),
             histograms: best.histograms.ptr(),
             scale: shape.exponent(),
-            kind: self.rows.kind(),
+            kind: of.rows.kind(),
             r,
             d: shape.head_dim,
             w,
             capacity: shape.capacity,
-            rows: self.rows.shape.capacity,
-            shared_rows: usize::from(self.share_rows),
+            rows: of.rows.shape.capacity,
+            shared_rows: usize::from(of.share_rows),
         }
         .launch(best.driver, grid(n_parts), shared_bytes)?;
         kernels::WeightKeys {
-            scores: self.scores,
-            parts: self.parts,
-            spans: self.spans,
+            scores: self.scores.ptr(),
+            parts: self.parts.ptr(),
+            spans: of.spans,
             keys: best.keys.ptr(),
             histograms: best.histograms.ptr(),
             r,
             n_parts,
             capacity: shape.capacity,
-            largest: usize::from(self.share_rows),
+            largest: usize::from(of.by_largest),
         }
         .launch(best.driver, grid(best.selection.blocks))
     }
 }
+
+/// What a step needs to choose by true weights; one for all layers of a shape.
+pub struct TopK<'d>(BestByWeight<'d>);
 
 impl<'d> TopK<'d> {
     /// Room for one step.
@@ -91,12 +106,11 @@ impl<'d> TopK<'d> {
     /// Sizes that the kernels are not made for; no memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits) -> Result<Self> {
         let shape = shape.checked()?;
-        let h = shape.query_heads();
-        Ok(Self {
-            scores: Buffer::new(driver, "scores of positions", h * shape.capacity)?,
-            parts: Buffer::new(driver, "sums of weights", h * shape.capacity.div_ceil(SPAN) * 2)?,
-            best: Best::new(driver, shape, limits)?,
-        })
+        Ok(Self(BestByWeight::new(
+            driver,
+            shape,
+            limits.most(shape.capacity),
+        )?))
     }
 
     /// Chooses for rotated queries `[b,h,d]`: the candidates with the largest softmax weights over all that is visible,
@@ -110,40 +124,35 @@ impl<'d> TopK<'d> {
         rows: &LayerRows<'_>,
         positions: &Positions<'_>,
     ) -> Result<&Selection<'d>> {
-        let best = &self.best;
-        let weights = Weights {
+        self.0.rank(&Weighed {
             queries: queries.ptr(),
             keys: rows.keys.ptr().cast(),
+            items: None,
             spans: positions.spans.ptr(),
-            scores: self.scores.ptr(),
-            parts: self.parts.ptr(),
             rows,
-            lists: best.shape.sequences,
             share_rows: false,
-        };
-        weights.rank(best)?;
-        best.choose(positions)
+            by_largest: false,
+        })?;
+        self.0.best.choose(positions)
     }
 
     /// The keys of every position after a step, `[b,g,capacity]`: the bits of the weights with the sign bit set; what is
     /// no candidate has none. Waits for the device.
     pub fn keys(&self) -> Result<Vec<u32>> {
-        self.best.keys.read()
+        self.0.best.keys.read()
     }
 }
 
 impl CudaMethod for cpu::TopK {
     fn serves(&self, needs: &CudaNeeds) -> bool {
-        !needs.packed && !needs.rows_on_host
+        needs.has_rows_on_device()
     }
 
     fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
         let mut shared = ByWindow::new();
-        let index = |limits| -> Result<Box<dyn CudaIndex + 'd>> {
-            let index = shared.of(limits, || TopK::new(at.driver, at.shape, limits))?;
-            Ok(Box::new(index))
-        };
-        limits.iter().map(index).collect()
+        each_layer(limits, |_, limits| {
+            shared.of(limits, || TopK::new(at.driver, at.shape, limits))
+        })
     }
 }
 

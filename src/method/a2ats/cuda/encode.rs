@@ -27,9 +27,10 @@ pub struct Encoder<'d> {
     largest: Buffer<'d, u32>,
     /// `[b,g,rows]`: four codewords each.
     candidates: Buffer<'d, u64>,
-    /// `[b,g,rows]` and `[b,g]`: rows that need all scores.
+    /// `[b,g,rows]`: rows of the last part that needed the scores of all codewords.
     list: Buffer<'d, u32>,
-    listed: Buffer<'d, u32>,
+    /// `[b,g]`: how many those are.
+    pub listed: Buffer<'d, u32>,
 }
 
 impl<'d> Encoder<'d> {
@@ -54,11 +55,6 @@ impl<'d> Encoder<'d> {
             list: Buffer::new(driver, "lists of keys", all)?,
             listed: Buffer::new(driver, "numbers of keys", shape.heads())?,
         })
-    }
-
-    /// Keys of the last part that needed the scores of all codewords, per KV head; waits for the device.
-    pub fn listed(&self) -> Result<Vec<u32>> {
-        self.listed.read()
     }
 
     /// `blocks` for each KV head of each sequence.
@@ -148,54 +144,66 @@ impl A2ats<'_> {
                 "CUDA: an encoder for {own:?}, but keys are {shape:?}"
             )));
         }
-        let (d, w) = (shape.head_dim, width(shape.head_dim));
         for first in (0..m).step_by(encoder.rows) {
-            let n = encoder.rows.min(m - first);
-            encoder.whiten(keys, codebooks, [first, n, m])?;
-            encoder.search(codebooks, n)?;
-            encoder.listed.zero()?;
-            let (z, norms) = (encoder.z.ptr(), codebooks.norms.ptr());
-            let codebook = codebooks.codebook.ptr().cast();
-            let (lens, codes) = (positions.lens.ptr(), self.codes.ptr());
-            let (list, listed) = (encoder.list.ptr(), encoder.listed.ptr());
-            let (size, capacity) = (self.size, shape.capacity);
-            kernels::SettleCodes {
-                z,
-                codebook,
-                norms,
-                candidates: encoder.candidates.ptr(),
-                lens,
-                codes,
-                list,
-                listed,
-                first,
-                n,
-                m,
-                size,
-                d,
-                w,
-                capacity,
-            }
-            .launch(encoder.driver, encoder.grid(n.div_ceil(256)))?;
-            kernels::EncodeListed {
-                z,
-                codebook,
-                norms,
-                list,
-                listed,
-                lens,
-                codes,
-                first,
-                n,
-                m,
-                size,
-                d,
-                w,
-                capacity,
-            }
-            .launch(encoder.driver, encoder.grid(n.div_ceil(LISTED)))?;
+            let part = [first, encoder.rows.min(m - first), m];
+            encoder.whiten(keys, codebooks, part)?;
+            encoder.search(codebooks, part[1])?;
+            self.settle(codebooks, positions, encoder, part)?;
         }
         Ok(())
+    }
+
+    /// Settles the codes of `n` of the last `m` positions, from `first` on, by their candidates, or by the scores of
+    /// all codewords where these leave it open.
+    fn settle(
+        &self,
+        codebooks: &Codebooks<'_>,
+        positions: &Positions<'_>,
+        encoder: &Encoder<'_>,
+        [first, n, m]: [usize; 3],
+    ) -> Result<()> {
+        let (d, w) = (self.shape.head_dim, width(self.shape.head_dim));
+        let (z, norms) = (encoder.z.ptr(), codebooks.norms.ptr());
+        let codebook = codebooks.codebook.ptr().cast();
+        let (lens, codes) = (positions.lens.ptr(), self.codes.ptr());
+        let (list, listed) = (encoder.list.ptr(), encoder.listed.ptr());
+        let (size, capacity) = (self.size, self.shape.capacity);
+        encoder.listed.zero()?;
+        kernels::SettleCodes {
+            z,
+            codebook,
+            norms,
+            candidates: encoder.candidates.ptr(),
+            lens,
+            codes,
+            list,
+            listed,
+            first,
+            n,
+            m,
+            size,
+            d,
+            w,
+            capacity,
+        }
+        .launch(encoder.driver, encoder.grid(n.div_ceil(256)))?;
+        kernels::EncodeListed {
+            z,
+            codebook,
+            norms,
+            list,
+            listed,
+            lens,
+            codes,
+            first,
+            n,
+            m,
+            size,
+            d,
+            w,
+            capacity,
+        }
+        .launch(encoder.driver, encoder.grid(n.div_ceil(LISTED)))
     }
 }
 

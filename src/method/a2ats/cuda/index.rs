@@ -12,9 +12,11 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::error::Result;
 use crate::kv::Budget;
 use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
-use crate::method::a2ats::Setup;
+use crate::method::a2ats::A2atsMethod;
 use crate::method::bench::Contents;
-use crate::method::cuda::{Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, PromptRoom};
+use crate::method::cuda::{
+    Chunk, CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, SharedPrompt, each_layer,
+};
 
 /// See [`CudaIndex`].
 struct CodeIndex<'d> {
@@ -23,18 +25,14 @@ struct CodeIndex<'d> {
     state: A2ats<'d>,
     /// Whether codes are of keys before rotation.
     is_windowed: bool,
-    encoder: PromptRoom<Encoder<'d>>,
+    encoder: SharedPrompt<Encoder<'d>>,
 }
 
-impl CudaMethod for Setup {
-    fn serves(&self, _: &CudaNeeds) -> bool {
-        true
-    }
-
+impl CudaMethod for A2atsMethod {
     fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
-        let encoder = PromptRoom::new();
+        let encoder = SharedPrompt::new();
         let share = self.params.topk_per_query_head;
-        let index = |(layer, limits): (usize, &Limits)| -> Result<Box<dyn CudaIndex + 'd>> {
+        each_layer(limits, |layer, limits| {
             let heads = (0..at.shape.kv_heads).map(|head| self.codebooks.head(layer, head));
             let is_windowed = heads.clone().all(|head| head.is_windowed());
             let constants: Vec<_> = heads.map(|head| head.constants()).collect();
@@ -44,15 +42,14 @@ impl CudaMethod for Setup {
                 ..*limits
             };
             let state = A2ats::new(at.driver, at.shape, &limits, &codebooks, share.is_some())?;
-            Ok(Box::new(CodeIndex {
+            Ok(CodeIndex {
                 at,
                 codebooks,
                 state,
                 is_windowed,
                 encoder: encoder.clone(),
-            }))
-        };
-        limits.iter().enumerate().map(index).collect()
+            })
+        })
     }
 }
 
@@ -88,8 +85,9 @@ impl CudaIndex for CodeIndex<'_> {
 
     fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
         let queries = self.rows(step.queries);
-        let chosen = self.state.select(queries, &self.codebooks, step.positions)?;
-        Ok(Some(chosen))
+        self.state
+            .select(queries, &self.codebooks, step.positions)
+            .map(Some)
     }
 
     fn bytes(&self) -> usize {
@@ -99,10 +97,11 @@ impl CudaIndex for CodeIndex<'_> {
 
 /// Indexes of random codebooks and codes, for a benchmark; see [`Bench::indexes`](crate::method::bench::Bench::indexes).
 pub(in crate::method::a2ats) fn random<'d>(at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {
-    let encoder = PromptRoom::new();
+    let encoder = SharedPrompt::new();
     let d = at.shape.head_dim;
-    let index = |(limits, seed): (&Limits, &u32)| -> Result<Box<dyn CudaIndex + 'd>> {
-        let mut rng = ChaCha8Rng::seed_from_u64(u64::from(*seed));
+    each_layer(contents.limits, |layer, limits| {
+        let seed = contents.seeds[layer];
+        let mut rng = ChaCha8Rng::seed_from_u64(u64::from(seed));
         let codebook =
             |_| Array2::from_shape_simple_fn((contents.codewords, d), || rng.r#gen::<f32>() * 2.0 - 1.0);
         let books: Vec<Array2<f32>> = (0..at.shape.kv_heads).map(codebook).collect();
@@ -114,14 +113,13 @@ pub(in crate::method::a2ats) fn random<'d>(at: OnDevice<'d>, contents: &Contents
         });
         let codebooks = Codebooks::new(at.driver, &heads.collect::<Vec<_>>())?;
         let state = A2ats::new(at.driver, at.shape, limits, &codebooks, false)?;
-        state.fill(*seed)?;
-        Ok(Box::new(CodeIndex {
+        state.fill(seed)?;
+        Ok(CodeIndex {
             at,
             codebooks,
             state,
             is_windowed: true,
             encoder: encoder.clone(),
-        }))
-    };
-    contents.limits.iter().zip(contents.seeds).map(index).collect()
+        })
+    })
 }

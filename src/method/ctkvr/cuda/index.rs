@@ -2,37 +2,37 @@
 
 use std::ops::Range;
 
-use super::{Ctkvr, Lists, Space};
+use super::{Ctkvr, CtkvrWorkspace, Lists};
 use crate::error::Result;
 use crate::kv::cuda::{Limits, Selection};
-use crate::method::ctkvr::Params;
+use crate::method::ctkvr::CtkvrParams;
 use crate::method::cuda::{
-    ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, PromptRoom, WholePrompt,
+    ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, SharedPrompt,
+    WholePrompt, each_layer,
 };
 
 /// See [`CudaIndex`].
 struct QueryIndex<'d> {
     at: OnDevice<'d>,
     ring: Ctkvr<'d>,
-    lists: PromptRoom<Lists<'d>>,
+    lists: SharedPrompt<Lists<'d>>,
 }
 
-impl CudaMethod for Params {
+impl CudaMethod for CtkvrParams {
     fn serves(&self, needs: &CudaNeeds) -> bool {
-        !needs.packed && !needs.rows_on_host
+        needs.has_rows_on_device()
     }
 
     fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
-        let (mut shared, lists) = (ByWindow::new(), PromptRoom::new());
-        let index = |limits| -> Result<Box<dyn CudaIndex + 'd>> {
-            let space = shared.of(limits, || Space::new(at.driver, at.shape, limits, self, at.kv))?;
-            Ok(Box::new(QueryIndex {
+        let (mut shared, lists) = (ByWindow::new(), SharedPrompt::new());
+        each_layer(limits, |_, limits| {
+            let space = shared.of(limits, || CtkvrWorkspace::new(at, limits, self))?;
+            Ok(QueryIndex {
                 at,
                 ring: Ctkvr::new(at.driver, at.shape, limits, space)?,
                 lists: lists.clone(),
-            }))
-        };
-        limits.iter().map(index).collect()
+            })
+        })
     }
 }
 
@@ -58,10 +58,8 @@ impl CudaIndex for QueryIndex<'_> {
     }
 
     fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
-        let chosen = self
-            .ring
-            .select(step.queries.rope, step.rows()?, step.positions)?;
-        Ok(Some(chosen))
+        let (queries, rows) = (step.queries.rope, step.rows()?);
+        self.ring.select(queries, rows, step.positions).map(Some)
     }
 
     fn bytes(&self) -> usize {

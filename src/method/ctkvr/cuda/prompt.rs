@@ -2,16 +2,15 @@
 
 use std::ops::Range;
 
-use super::{Ctkvr, PIECE, SPAN};
+use super::{Ctkvr, PIECE};
 use crate::compute::attention::visible;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::cuda::attend::LayerRows;
-use crate::kv::cuda::best::Best;
 use crate::kv::cuda::{Limits, Positions, Shape};
-use crate::method::topk::cuda::Weights;
+use crate::method::topk::cuda::{BestByWeight, Weighed};
 
 /// Scores that are held at once, at most, where one query has no more; and queries.
 const MOST_SCORES: usize = 1 << 26;
@@ -29,11 +28,8 @@ pub struct Lists<'d> {
     /// `[n,4]` and `[n]`: what each sees and may list, and how much it lists.
     spans: Buffer<'d, u32>,
     wants: Buffer<'d, u32>,
-    /// `[n,h,capacity]` and `[n,h,blocks,2]`.
-    scores: Buffer<'d, f32>,
-    parts: Buffer<'d, f32>,
     /// Every query is a sequence.
-    best: Best<'d>,
+    weights: BestByWeight<'d>,
 }
 
 impl<'d> Lists<'d> {
@@ -64,13 +60,7 @@ impl<'d> Lists<'d> {
             queries: Buffer::new(driver, "queries", at_once * h * shape.head_dim)?,
             spans: Buffer::new(driver, "spans", at_once * 4)?,
             wants: Buffer::new(driver, "lengths of lists", at_once)?,
-            scores: Buffer::new(driver, "scores of positions", at_once * h * capacity)?,
-            parts: Buffer::new(
-                driver,
-                "sums of weights",
-                at_once * h * capacity.div_ceil(SPAN) * 2,
-            )?,
-            best: Best::with_room(driver, shape, longest)?,
+            weights: BestByWeight::new(driver, shape, longest)?,
         })
     }
 
@@ -87,7 +77,7 @@ impl<'d> Lists<'d> {
 impl Ctkvr<'_> {
     /// Whether a prompt's queries become centroids.
     fn takes(&self, lists: &Lists<'_>) -> bool {
-        lists.prompt.start == 0 || !self.space.sizes.params().ct_keep
+        lists.prompt.start == 0 || !self.space.sizes.params.ct_keep
     }
 
     /// Takes in rotated queries `[h,m,d]`, those of the last `m` positions of a part of the prompt; `rows` hold what they
@@ -177,29 +167,25 @@ impl Ctkvr<'_> {
 
     /// The lists of the queries that were taken.
     fn list(&self, rows: &LayerRows<'_>, lists: &Lists<'_>) -> Result<()> {
-        let best = &lists.best;
+        let best = &lists.weights.best;
         let head_bytes = rows.shape.capacity * rows.bytes_per_position() / 2;
-        let weights = Weights {
+        let first = lists.sequence * self.shape.kv_heads * head_bytes;
+        lists.weights.rank(&Weighed {
             queries: lists.queries.ptr(),
-            keys: rows
-                .keys
-                .ptr_at(lists.sequence * self.shape.kv_heads * head_bytes)
-                .cast(),
+            keys: rows.keys.ptr_at(first).cast(),
+            items: None,
             spans: lists.spans.ptr(),
-            scores: lists.scores.ptr(),
-            parts: lists.parts.ptr(),
             rows,
-            lists: lists.at_once,
             share_rows: true,
-        };
-        weights.rank(best)?;
+            by_largest: true,
+        })?;
         let to = [best.selection.lists.ptr(), best.selection.listed.ptr()];
         best.choose_into(lists.spans.ptr(), lists.wants.ptr(), to, self.space.longest)
     }
 
     /// The first `n` of them go into the slots from `slot` on.
     fn keep_lists(&self, n: usize, slot: usize, lists: &Lists<'_>) -> Result<()> {
-        let (space, from) = (&self.space, &lists.best.selection);
+        let (space, from) = (&self.space, &lists.weights.best.selection);
         let slots = lists.sequence * self.shape.kv_heads * space.slots;
         let grid = [space.longest.div_ceil(PIECE), self.shape.kv_heads, n];
         kernels::KeepLists {
@@ -220,10 +206,9 @@ impl Ctkvr<'_> {
             return Ok(());
         }
         let (prompt, slots) = (&lists.prompt, self.space.slots);
-        let (new, most) = (
-            self.space.sizes.centroid_rows(prompt.len(), prompt.end).len(),
-            self.space.sizes.capacity(prompt.end),
-        );
+        let sizes = &self.space.sizes;
+        let new = sizes.centroid_rows(prompt.len(), prompt.end).len();
+        let most = sizes.capacity(prompt.end);
         let ring = self.ring.part(4 * lists.sequence, 4);
         let [oldest, count] = self.ring_of(lists)?;
         let mut state = ring.read()?;

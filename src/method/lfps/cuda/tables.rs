@@ -1,23 +1,22 @@
 //! What lfps has of a layer on the device.
 
 use std::cell::RefCell;
-use std::rc::Rc;
 
 use ndarray::{ArrayView2, ArrayView3};
 use rayon::prelude::*;
 
-use super::{Lfps, Space};
+use super::{Lfps, LfpsWorkspace};
 use crate::compute::cuda::buffer::Buffer;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::kv::cuda::attend::Attention;
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
 use crate::kv::packed::Center;
 use crate::kv::{KvHead, KvType};
+use crate::method::Prompt;
 use crate::method::cuda::{
-    ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, WholePrompt,
+    ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, WholePrompt, each_layer,
 };
-use crate::method::lfps::{self as method, Setup};
-use crate::method::{Place, Prompt};
+use crate::method::lfps::{self as method, LfpsMethod};
 
 /// The tables of a layer. Those of a prompt are made by the CPU, from its last queries and all rows of its cache.
 struct TableIndex<'d> {
@@ -30,52 +29,24 @@ struct TableIndex<'d> {
     shape: Shape,
 }
 
-impl CudaMethod for Setup {
+impl CudaMethod for LfpsMethod {
     fn serves(&self, needs: &CudaNeeds) -> bool {
-        let rows = !needs.packed && !needs.rows_on_host;
-        rows && !needs.later_prompts && Lfps::can(self.params().lfps_threshold)
+        needs.has_rows_on_device() && !needs.later_prompts && Lfps::can(self.params.lfps_threshold)
     }
 
     fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
         let mut shared = ByWindow::new();
-        let index = |(layer, limits)| -> Result<Box<dyn CudaIndex + 'd>> {
-            let space = shared.of(limits, || Space::new(at.driver, at.shape, limits))?;
-            Ok(Box::new(TableIndex::new(at, limits, self, layer, space)?))
-        };
-        limits.iter().enumerate().map(index).collect()
-    }
-}
-
-impl<'d> TableIndex<'d> {
-    fn new(
-        at: OnDevice<'d>,
-        limits: &Limits,
-        setup: &Setup,
-        layer: usize,
-        space: Rc<Space<'d>>,
-    ) -> Result<Self> {
-        let shape = at.shape;
-        let head = |kv_head| {
-            setup.head(&Place {
-                layer,
-                kv_head,
-                group: shape.group,
-                head_dim: shape.head_dim,
-                model_window: limits.model_window,
-                sinks: limits.sinks,
-                window: limits.window,
-                budget: limits.budget,
-                kv: KvType::F32,
+        each_layer(limits, |layer, limits| {
+            let space = shared.of(limits, || LfpsWorkspace::new(at.driver, at.shape, limits))?;
+            let head = |kv_head| self.head(&at.place(layer, kv_head, limits));
+            Ok(TableIndex {
+                lfps: Lfps::new(at.driver, at.shape, limits, &self.params, space)?,
+                heads: (0..at.shape.kv_heads).map(head).collect(),
+                queries: RefCell::new(vec![Vec::new(); at.shape.kv_heads * at.shape.group]),
+                // The last one also tells how much scores vary.
+                rows: self.params.lfps_rows.max(1),
+                shape: at.shape,
             })
-        };
-        let params = setup.params();
-        Ok(Self {
-            lfps: Lfps::new(at.driver, shape, limits, params, space)?,
-            heads: (0..shape.kv_heads).map(head).collect(),
-            queries: RefCell::new(vec![Vec::new(); shape.kv_heads * shape.group]),
-            // The last one also tells how much scores vary.
-            rows: params.lfps_rows.max(1),
-            shape,
         })
     }
 }
@@ -105,10 +76,8 @@ impl CudaIndex for TableIndex<'_> {
     }
 
     fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
-        let chosen = self
-            .lfps
-            .select(step.queries.rope, step.rows()?, step.positions)?;
-        Ok(Some(chosen))
+        let (queries, rows) = (step.queries.rope, step.rows()?);
+        self.lfps.select(queries, rows, step.positions).map(Some)
     }
 
     fn observe(&self, step: &CudaStep<'_>, attention: &Attention<'_>) -> Result<()> {
@@ -141,24 +110,19 @@ fn filled(
 ) -> Result<method::Lfps> {
     let (d, r) = (keys.len() / n.max(1), empty.heads().len());
     let w = queries.len() / (r * d).max(1);
-    let keys = ArrayView2::from_shape((n, d), keys).map_err(|_| order())?;
-    let values = ArrayView2::from_shape((n, d), values).map_err(|_| order())?;
+    let keys = ArrayView2::from_shape((n, d), keys)?;
+    let values = ArrayView2::from_shape((n, d), values)?;
     let mut cache = KvHead::new(kv, d, n, Center::Median);
     cache.extend(keys, values);
     let mut head = empty.clone();
     head.fill(&Prompt {
         first: n - w,
         // The method looks at rotated rows alone.
-        k_pre: ArrayView2::from_shape((0, d), &[]).map_err(|_| order())?,
-        q_rope: ArrayView3::from_shape((r, w, d), queries).map_err(|_| order())?,
+        k_pre: ArrayView2::from_shape((0, d), &[])?,
+        q_rope: ArrayView3::from_shape((r, w, d), queries)?,
         keys,
         values,
         kv: &cache,
     });
     Ok(head)
-}
-
-/// What does not happen: rows that are not those of whole heads.
-fn order() -> Error {
-    Error::failed("rows are not contiguous")
 }

@@ -47,10 +47,8 @@ pub(super) fn measure(head: &SampledHead) -> Dynamic {
         return out;
     }
     let n = anchors.len() as f64;
-    let measured: Vec<Measured> = anchors
-        .par_iter()
-        .map(|tile| AnchorWeights::of(head, tile).measure())
-        .collect();
+    let measured = |tile: &Tile| AnchorWeights::of(head, tile).measure();
+    let measured: Vec<Measured> = anchors.par_iter().map(measured).collect();
     let mean = |value: &dyn Fn(&Measured) -> f64| measured.iter().map(value).sum::<f64>() / n;
     let (lv, ls) = (mean(&|m| m.vertical), mean(&|m| m.slash));
     if lv + ls > 0.0 {
@@ -61,10 +59,8 @@ pub(super) fn measure(head: &SampledHead) -> Dynamic {
     out.k_fraction = mean(&|m| m.k_fraction);
     out.persist = std::array::from_fn(|i| mean(&|m| m.persist[i]));
 
-    let caught: Vec<[f64; GAMMAS.len()]> = anchors
-        .par_iter()
-        .map(|tile| AnchorWeights::of(head, tile).caught(out.lambda))
-        .collect();
+    let caught = |tile: &Tile| AnchorWeights::of(head, tile).caught(out.lambda);
+    let caught: Vec<[f64; GAMMAS.len()]> = anchors.par_iter().map(caught).collect();
     let mut best = f64::NEG_INFINITY;
     for (i, gamma) in GAMMAS.iter().enumerate() {
         let value = caught.iter().map(|c| c[i]).sum::<f64>();

@@ -10,7 +10,7 @@ use super::super::constants::LOCAL;
 use super::anchors::{self, Dynamic};
 use super::sample::{Sample, Tile};
 use super::section::{self, LfpsSection};
-use super::{EXACT, LAGS, RELATIVE, SCALARS, SINKS, SLASH, STRUCTURAL_END, THETAS, VERT, slash_start};
+use super::{EXACT, RELATIVE, SCALARS, SINKS, SLASH, STRUCTURAL_END, THETAS, VERT, slash_start};
 use crate::artifact::{Fit, HeadDone, LayerPart, LayerStates, Report, SectionKind};
 use crate::compute::attention::visible;
 use crate::compute::{gemm, simd};
@@ -244,10 +244,9 @@ fn add_slash(slash: &mut [f64], weights: &[f32]) {
         if start >= n {
             break;
         }
-        let end = if bucket + 1 == SLASH {
-            n
-        } else {
-            slash_start(bucket + 1).min(n)
+        let end = match bucket + 1 {
+            SLASH => n,
+            next => slash_start(next).min(n),
         };
         *sum += simd::sums(&weights[n - end..n - start]).0;
     }
@@ -263,10 +262,9 @@ fn add_vert(vert: &mut [f64], weights: &[f32], positions: Range<usize>) {
     let least = first.max(STRUCTURAL_END);
     for (b, sum) in vert[STRUCTURAL_END - SINKS..].iter_mut().enumerate() {
         let end = (p >> b) + 1;
-        let start = if b + 1 == RELATIVE {
-            least
-        } else {
-            least.max((p >> (b + 1)) + 1)
+        let start = match b + 1 {
+            RELATIVE => least,
+            next => least.max((p >> next) + 1),
         };
         if start < end {
             *sum += simd::sums(&weights[start - first..end - first]).0;
@@ -283,12 +281,8 @@ struct HeadFit {
 }
 
 fn fit_head(head: &SampledHead) -> Result<HeadFit> {
-    let tiles: Vec<TileSums> = head
-        .sample
-        .tiles
-        .par_iter()
-        .map(|tile| TileSums::of(head, tile))
-        .collect();
+    let sums_of = |tile: &Tile| TileSums::of(head, tile);
+    let tiles: Vec<TileSums> = head.sample.tiles.par_iter().map(sums_of).collect();
     let (mut slash, mut vert) = (vec![0.0; SLASH], vec![0.0; VERT]);
     let mut rows = Vec::with_capacity(head.sample.n_rows());
     for tile in tiles {
@@ -297,14 +291,10 @@ fn fit_head(head: &SampledHead) -> Result<HeadFit> {
         rows.extend(tile.rows);
     }
     for mass in [&mut slash, &mut vert] {
-        let buckets = mass.len() as f64;
-        mass.iter_mut().for_each(|m| {
-            *m = if rows.is_empty() {
-                1.0 / buckets
-            } else {
-                *m / rows.len() as f64
-            };
-        });
+        match rows.len() {
+            0 => *mass = vec![1.0 / mass.len() as f64; mass.len()],
+            n => mass.iter_mut().for_each(|m| *m /= n as f64),
+        }
     }
     let scalars = scalars(&rows, &anchors::measure(head));
     if slash.iter().chain(&vert).chain(&scalars).all(|v| v.is_finite()) {
@@ -335,8 +325,7 @@ fn scalars(rows: &[RowStats], dynamic: &Dynamic) -> Vec<f64> {
         let above = rows.iter().filter(|row| sparsity(row) > theta).count();
         above as f64 / rows.len().max(1) as f64
     }));
-    let persist: [f64; LAGS.len()] = dynamic.persist;
-    out.extend(persist);
+    out.extend(dynamic.persist);
     out
 }
 

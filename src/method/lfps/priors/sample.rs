@@ -47,7 +47,7 @@ impl Sample {
             .windows(2)
             .map(|w| w[0] as usize..w[1] as usize)
             .collect();
-        let (mut eligible, mut with_history) = (Vec::new(), Vec::new());
+        let (mut eligible, mut looks_back) = (Vec::new(), Vec::new());
         for block in &blocks {
             let first = FIRST.min(block.len() / 2);
             let mut kept_before = 0;
@@ -56,35 +56,32 @@ impl Sample {
                 if kept[row] && p >= first {
                     eligible.push(row);
                     if kept_before >= HISTORY {
-                        with_history.push(row);
+                        looks_back.push(row);
                     }
                 }
                 kept_before = if kept[row] { kept_before + 1 } else { 0 };
             }
         }
         let chosen = evenly(&eligible, MAX_ROWS);
-        let anchors = evenly(&with_history, MAX_ANCHORS);
+        let anchors = evenly(&looks_back, MAX_ANCHORS);
         let mut rows = chosen.clone();
-        rows.extend(anchors.iter().flat_map(|row| row - HISTORY..row + 1));
+        let with_history = |row: usize| (row - HISTORY..row + 1).collect::<Vec<usize>>();
+        rows.extend(anchors.iter().flat_map(|row| with_history(*row)));
         rows.sort_unstable();
         rows.dedup();
         let at = |row: usize| rows.partition_point(|r| *r < row);
         let block_of = |row: usize| blocks[blocks.partition_point(|b| b.end <= row)].clone();
+        let tile_of = |rows: &[usize]| Tile {
+            block: block_of(rows[0]),
+            at: rows.iter().map(|row| at(*row)).collect(),
+        };
         let tiles = chosen
             .chunk_by(|a, b| block_of(*a) == block_of(*b))
             .flat_map(|of_block| of_block.chunks(TILE))
-            .map(|tile| Tile {
-                block: block_of(tile[0]),
-                at: tile.iter().map(|row| at(*row)).collect(),
-            })
+            .map(tile_of)
             .collect();
-        let anchors = anchors
-            .iter()
-            .map(|row| Tile {
-                block: block_of(*row),
-                at: (at(row - HISTORY)..at(*row) + 1).collect(),
-            })
-            .collect();
+        let anchors = anchors.iter().map(|row| with_history(*row));
+        let anchors = anchors.map(|rows| tile_of(&rows)).collect();
         Self {
             rows,
             blocks,

@@ -59,7 +59,7 @@ pub fn manifest() -> Result<Map<String, Value>> {
 
 /// What is shown of the quality report of a KV head, as docs/artifact.md defines it: values per query head.
 #[derive(Deserialize)]
-struct Quality {
+struct PriorsQuality {
     rows: usize,
     lambda: Vec<f64>,
     sink_mean: Vec<f64>,
@@ -75,7 +75,7 @@ fn mean(values: &[f64]) -> Option<f64> {
     (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
 }
 
-const COLUMNS: [Column<Quality>; 8] = [
+const COLUMNS: [Column<PriorsQuality>; 8] = [
     Column::new("rows", |v| format!("{v:.0}"), |q| Some(q.rows as f64)),
     Column::new("lambda", |v| format!("{v:.2}"), |q| mean(&q.lambda)),
     Column::new("sink mass", share, |q| mean(&q.sink_mean)),

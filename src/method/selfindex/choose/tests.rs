@@ -11,15 +11,15 @@ fn bytes(n: usize, seed: u32) -> Vec<u8> {
         .collect()
 }
 
-fn scores(d: usize, r: usize, seed: u32, edit: impl Fn(&mut Vec<f32>, &mut Vec<f32>)) -> Scores {
+fn scores(d: usize, r: usize, seed: u32, edit: impl Fn(&mut Vec<f32>, &mut Vec<f32>)) -> PatternScores {
     let (mut queries, mut centroids) = (values(r * d, seed), values(d * PATTERNS, seed + 1));
     edit(&mut queries, &mut centroids);
     let queries = Array2::from_shape_vec((r, d), queries).unwrap();
-    Scores::new(queries.view(), &centroids)
+    PatternScores::new(queries.view(), &centroids)
 }
 
 /// Every row ranked by its score, those of `full` first.
-fn ranked(scores: &Scores, rows: &[u8], full: &[u32], budget: usize) -> Vec<u32> {
+fn ranked(scores: &PatternScores, rows: &[u8], full: &[u32], budget: usize) -> Vec<u32> {
     let n = (rows.len() / scores.width()) as u32;
     let order = |a: &(f32, u32), b: &(f32, u32)| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1));
     let scored = |p: u32| (scores.of(scores.row(rows, p)), p);
@@ -35,7 +35,7 @@ fn ranked(scores: &Scores, rows: &[u8], full: &[u32], budget: usize) -> Vec<u32>
     out
 }
 
-fn check(scores: &Scores, rows: &[u8], scans: bool) {
+fn check(scores: &PatternScores, rows: &[u8], scans: bool) {
     let n = rows.len() / scores.width();
     let some: Vec<u32> = (0..n as u32).filter(|p| p % 97 == 3).collect();
     let few: Vec<u32> = some.iter().copied().take(5).collect();
@@ -162,7 +162,7 @@ fn the_worst_of_roundings_is_within_the_gap() {
             .unwrap_or(0.0)
     };
     let centroids: Vec<f32> = (0..d * PATTERNS).map(|i| entry(i / GROUP % PATTERNS)).collect();
-    let scores = Scores::new(query.view(), &centroids);
+    let scores = PatternScores::new(query.view(), &centroids);
     let mut rows = vec![[0u8; 16]; 3000];
     rows[100] = [0x22; 16];
     rows[200] = [0x33; 16];

@@ -13,8 +13,10 @@ use crate::kv::cuda::signs::{FULL, Signs};
 use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
 use crate::kv::packed::{Center, Layout};
 use crate::method::bench::Contents;
-use crate::method::cuda::{CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, WholePrompt};
-use crate::method::selfindex::{Centroids, Setup};
+use crate::method::cuda::{
+    CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, WholePrompt, each_layer,
+};
+use crate::method::selfindex::{Centroids, SelfIndexMethod};
 
 /// See [`CudaIndex`].
 struct SignIndex<'d> {
@@ -26,14 +28,14 @@ struct SignIndex<'d> {
     fit: Option<Option<Buffer<'d, f32>>>,
 }
 
-impl CudaMethod for Setup {
+impl CudaMethod for SelfIndexMethod {
     fn serves(&self, needs: &CudaNeeds) -> bool {
         !needs.later_prompts && self.layout().full <= FULL
     }
 
     fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
         let (driver, shape) = (at.driver, at.shape);
-        let index = |(layer, limits)| -> Result<Box<dyn CudaIndex + 'd>> {
+        each_layer(limits, |layer, limits| {
             let signs = match at.kv {
                 KvType::TwoBit => None,
                 _ => Some(Signs::new(driver, shape)?),
@@ -46,14 +48,13 @@ impl CudaMethod for Setup {
                     (SelfIndex::empty(driver, shape, limits)?, Some(prior.transpose()?))
                 }
             };
-            Ok(Box::new(SignIndex {
+            Ok(SignIndex {
                 signs,
                 index,
                 layout: self.layout(),
                 fit,
-            }))
-        };
-        limits.iter().enumerate().map(index).collect()
+            })
+        })
     }
 }
 
@@ -83,7 +84,7 @@ impl CudaIndex for SignIndex<'_> {
         }
         match &self.fit {
             Some(prior) => {
-                let (signs, to) = (self.signs(prompt.cache)?, self.index.buffer());
+                let (signs, to) = (self.signs(prompt.cache)?, &self.index.centroids);
                 prompts.centroids(keys, signs, prior.as_ref(), positions, to)
             }
             None => Ok(()),
@@ -100,9 +101,8 @@ impl CudaIndex for SignIndex<'_> {
 
     fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
         let signs = self.signs(step.cache)?;
-        self.index
-            .select(step.queries.rope, signs, step.positions)
-            .map(Some)
+        let queries = step.queries.rope;
+        self.index.select(queries, signs, step.positions).map(Some)
     }
 
     fn bytes(&self) -> usize {
@@ -117,18 +117,18 @@ pub(in crate::method::selfindex) fn random<'d>(
     contents: &Contents<'_>,
 ) -> Result<Indexes<'d>> {
     let (driver, shape) = (at.driver, at.shape);
-    let index = |(limits, seed): (&Limits, &u32)| -> Result<Box<dyn CudaIndex + 'd>> {
-        let mut rng = ChaCha8Rng::seed_from_u64(u64::from(*seed));
+    each_layer(contents.limits, |layer, limits| {
+        let seed = contents.seeds[layer];
+        let mut rng = ChaCha8Rng::seed_from_u64(u64::from(seed));
         let values = shape.heads() * shape.head_dim * 16;
         let centroids: Vec<f32> = (0..values).map(|_| rng.r#gen::<f32>() * 2.0 - 1.0).collect();
         let signs = Signs::new(driver, shape)?;
-        signs.fill(*seed)?;
-        Ok(Box::new(SignIndex {
+        signs.fill(seed)?;
+        Ok(SignIndex {
             signs: Some(signs),
             index: SelfIndex::new(driver, shape, limits, &centroids)?,
             layout: Layout::from(Center::Median),
             fit: None,
-        }))
-    };
-    contents.limits.iter().zip(contents.seeds).map(index).collect()
+        })
+    })
 }
