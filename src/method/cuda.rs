@@ -64,6 +64,11 @@ impl OnDevice<'_> {
 /// One index per layer.
 pub type Indexes<'d> = Vec<Box<dyn CudaIndex + 'd>>;
 
+/// Returns a grid of `blocks` for each KV head of each sequence.
+pub(super) fn grid(shape: &Shape, blocks: usize) -> [usize; 3] {
+    [blocks, shape.kv_heads, shape.sequences]
+}
+
 /// Makes one index per layer from its number and its limits.
 pub(super) fn each_layer<'d, I: CudaIndex + 'd>(
     limits: &[Limits],

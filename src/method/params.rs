@@ -1,9 +1,9 @@
 //! What a run may set, over all methods.
 
-use super::a2ats::A2atsParams;
-use super::ctkvr::CtkvrParams;
-use super::lfps::LfpsParams;
-use super::selfindex::SelfIndexParams;
+use super::a2ats::params::A2atsParams;
+use super::ctkvr::params::CtkvrParams;
+use super::lfps::params::LfpsParams;
+use super::selfindex::params::SelfIndexParams;
 
 /// The parameters of the methods that have some.
 #[derive(Clone, Debug, Default, clap::Args)]

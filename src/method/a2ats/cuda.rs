@@ -12,6 +12,7 @@ use crate::compute::cuda::fill::{Random, fill};
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::cuda::{KINDS, Limits, Positions, Selection, Shape};
+use crate::method::cuda::grid;
 use encode::{Norms, width};
 pub(super) use index::random;
 
@@ -170,7 +171,7 @@ impl<'d> A2ats<'d> {
             out: self.mapped.ptr(),
             d,
         }
-        .launch(self.driver, self.grid(d.div_ceil(64)))?;
+        .launch(self.driver, grid(&self.shape, d.div_ceil(64)))?;
         self.score(codebooks, 1)?;
         kernels::EncodeLast {
             scores: self.scores.ptr(),
@@ -180,7 +181,7 @@ impl<'d> A2ats<'d> {
             size: self.size,
             capacity: self.shape.capacity,
         }
-        .launch(self.driver, self.grid(1))
+        .launch(self.driver, grid(&self.shape, 1))
     }
 
     /// Chooses for queries `[b,h,d]`, before rotation with windowed RoPE, else after.
@@ -202,7 +203,7 @@ impl<'d> A2ats<'d> {
             capacity: self.shape.capacity,
             size: self.size,
         }
-        .launch(self.driver, self.grid(1))?;
+        .launch(self.driver, grid(&self.shape, 1))?;
         kernels::MapRows {
             x: queries.ptr(),
             matrices: codebooks.query_maps.ptr(),
@@ -210,7 +211,7 @@ impl<'d> A2ats<'d> {
             r,
             d,
         }
-        .launch(self.driver, self.grid(d.div_ceil(8)))?;
+        .launch(self.driver, grid(&self.shape, d.div_ceil(8)))?;
         self.score(codebooks, r)?;
         self.take(positions)?;
         self.list(positions)?;
@@ -221,7 +222,7 @@ impl<'d> A2ats<'d> {
     fn take(&self, positions: &Positions<'_>) -> Result<()> {
         let (shape, r, size) = (&self.shape, self.shape.group, self.size);
         let budgets = positions.budgets.ptr();
-        let grid = [1, shape.kv_heads * r, shape.sequences];
+        let query_heads = [1, shape.kv_heads * r, shape.sequences];
         kernels::RankCodewords {
             scores: self.scores.ptr(),
             counts: self.counts.ptr(),
@@ -230,7 +231,7 @@ impl<'d> A2ats<'d> {
             r,
             size,
         }
-        .launch(self.driver, grid, 8 * size)?;
+        .launch(self.driver, query_heads, 8 * size)?;
         kernels::TakeCodewords {
             ranks: self.ranks.ptr(),
             counts: self.counts.ptr(),
@@ -245,7 +246,7 @@ impl<'d> A2ats<'d> {
             capacity: shape.capacity,
             per_query_head: usize::from(self.per_query_head),
         }
-        .launch(self.driver, self.grid(1), 4 * size)
+        .launch(self.driver, grid(&self.shape, 1), 4 * size)
     }
 
     /// Lists the positions that are taken.
@@ -261,7 +262,7 @@ impl<'d> A2ats<'d> {
             capacity,
             size,
         }
-        .launch(self.driver, self.grid(to.blocks))?;
+        .launch(self.driver, grid(&self.shape, to.blocks))?;
         kernels::ListTaken {
             codes,
             marks,
@@ -274,18 +275,13 @@ impl<'d> A2ats<'d> {
             size,
             most: to.most,
         }
-        .launch(self.driver, self.grid(to.blocks))
-    }
-
-    /// `blocks` for each KV head of each sequence.
-    fn grid(&self, blocks: usize) -> [usize; 3] {
-        [blocks, self.shape.kv_heads, self.shape.sequences]
+        .launch(self.driver, grid(&self.shape, to.blocks))
     }
 
     /// The products of `r` whitened rows per KV head with its codewords.
     fn score(&self, codebooks: &Codebooks<'_>, r: usize) -> Result<()> {
         let d = self.shape.head_dim;
-        let grid = self.grid(self.size.div_ceil(64));
+        let grid = grid(&self.shape, self.size.div_ceil(64));
         kernels::CodewordScores {
             y_w: self.mapped.ptr(),
             codebook: codebooks.codebook.ptr().cast(),

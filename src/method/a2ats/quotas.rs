@@ -154,8 +154,8 @@ fn ranks(scores: ArrayView2<f32>, counts: &[u32], most: u64) -> Vec<(usize, u64)
 /// Returns the best codewords that have tokens, by score, the lower codeword first on ties: all of them, or enough
 /// to have `most` tokens.
 fn best_codewords(row: &[f32], counts: &[u32], most: u64) -> Vec<usize> {
-    let mut order: Vec<usize> = Vec::new();
-    match classes(row, counts) {
+    let used = (0..counts.len()).filter(|c| counts[*c] > 0);
+    let mut order: Vec<usize> = match classes(row, counts) {
         Some(classes) => {
             let mut tokens = [0u64; CLASSES];
             for (class, count) in classes.iter().zip(counts) {
@@ -167,12 +167,10 @@ fn best_codewords(row: &[f32], counts: &[u32], most: u64) -> Vec<usize> {
                 above >= most
             });
             let from = enough.unwrap_or(0);
-            let all = classes.iter().zip(counts).enumerate();
-            let kept = all.filter(|(_, (class, count))| usize::from(**class) >= from && **count > 0);
-            order.extend(kept.map(|(c, _)| c));
+            used.filter(|c| usize::from(classes[*c]) >= from).collect()
         }
-        None => order.extend((0..counts.len()).filter(|c| counts[*c] > 0)),
-    }
+        None => used.collect(),
+    };
     order.sort_unstable_by(|a, b| row[*b].total_cmp(&row[*a]).then(a.cmp(b)));
     order
 }

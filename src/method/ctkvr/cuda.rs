@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::{KINDS, Limits, Positions, SCAN, Selection, Shape};
 use crate::method::ctkvr::{self as cpu, Centroid, CtkvrParams, FRESH};
-use crate::method::cuda::OnDevice;
+use crate::method::cuda::{OnDevice, grid};
 use crate::method::topk::cuda::{BestByWeight, Weighed};
 pub use prompt::Lists;
 
@@ -189,14 +189,9 @@ impl<'d> Ctkvr<'d> {
             room: space.room,
             most: to.most,
         }
-        .launch(self.driver, self.grid(to.most.div_ceil(256)))?;
+        .launch(self.driver, grid(&self.shape, to.most.div_ceil(256)))?;
         self.update(queries, positions)?;
         Ok(to)
-    }
-
-    /// `blocks` for each KV head of each sequence.
-    fn grid(&self, blocks: usize) -> [usize; 3] {
-        [blocks, self.shape.kv_heads, self.shape.sequences]
     }
 
     /// Bytes of shared memory for the group's queries.
@@ -218,7 +213,7 @@ impl<'d> Ctkvr<'d> {
             d: shape.head_dim,
             slots,
         }
-        .launch(self.driver, self.grid(blocks), self.query_bytes())?;
+        .launch(self.driver, grid(&self.shape, blocks), self.query_bytes())?;
         kernels::RankCentroids {
             ring,
             cosines: space.cosines.ptr(),
@@ -226,7 +221,7 @@ impl<'d> Ctkvr<'d> {
             probes: space.probes,
             slots,
         }
-        .launch(self.driver, self.grid(space.slots.div_ceil(256)))
+        .launch(self.driver, grid(&self.shape, space.slots.div_ceil(256)))
     }
 
     /// Lists the positions that are ranked: the recalled lists and the fresh positions.
@@ -245,14 +240,14 @@ impl<'d> Ctkvr<'d> {
             longest: space.longest,
             capacity,
         }
-        .launch(self.driver, self.grid(space.longest.div_ceil(PIECE)))?;
+        .launch(self.driver, grid(&self.shape, space.longest.div_ceil(PIECE)))?;
         let blocks = capacity.div_ceil(SCAN);
         kernels::CountUnion {
             marks: space.marks.ptr(),
             totals: space.totals.ptr(),
             capacity,
         }
-        .launch(self.driver, self.grid(blocks))?;
+        .launch(self.driver, grid(&self.shape, blocks))?;
         let ranked = space.weights.best.selection.ranked_ptr();
         let ranked =
             ranked.ok_or_else(|| Error::failed("CUDA: no room for the numbers of ranked positions"))?;
@@ -270,7 +265,7 @@ impl<'d> Ctkvr<'d> {
             room: space.room,
             capacity,
         }
-        .launch(self.driver, self.grid(blocks))
+        .launch(self.driver, grid(&self.shape, blocks))
     }
 
     /// The step's queries become a centroid, and the step is counted.
@@ -300,7 +295,7 @@ impl<'d> Ctkvr<'d> {
                 longest: space.longest,
                 room: space.room,
             }
-            .launch(self.driver, self.grid(blocks), self.query_bytes())?;
+            .launch(self.driver, grid(&self.shape, blocks), self.query_bytes())?;
         }
         let b = shape.sequences;
         kernels::AdvanceRing {

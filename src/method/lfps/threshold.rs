@@ -144,11 +144,8 @@ pub(super) fn expanded(vertical: &[f64], slash: &[f64], limits: (f64, f64), mean
     let mut marks = vec![false; n];
     for i in 0..n {
         if vertical[i] > limits.0 || slash[i] > limits.1 {
-            for j in OFFSETS
-                .iter()
-                .filter_map(|o| i.checked_add_signed(*o))
-                .filter(|j| *j < n)
-            {
+            let near = OFFSETS.iter().filter_map(|o| i.checked_add_signed(*o));
+            for j in near.filter(|j| *j < n) {
                 marks[j] |= vertical[j] > means.0 || slash[j] > means.1;
             }
         }

@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::kv::cuda::best::Best;
 use crate::kv::cuda::signs::{FULL, Signs, words};
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
+use crate::method::cuda::grid;
 pub(super) use index::random;
 
 /// What a layer needs to choose by signs.
@@ -69,7 +70,6 @@ impl<'d> SelfIndex<'d> {
         let (best, shape) = (&self.best, &self.best.shape);
         let (capacity, pitch, spans) = (shape.capacity, signs.pitch(), positions.spans.ptr());
         let table_bytes = signs.pitch() * 32 * 4;
-        let grid = |blocks| [blocks, shape.kv_heads, shape.sequences];
         kernels::SignTables {
             queries: queries.ptr(),
             centroids: self.centroids.ptr(),
@@ -86,7 +86,7 @@ impl<'d> SelfIndex<'d> {
             pitch,
             capacity,
         }
-        .launch(best.driver, grid(1), table_bytes)?;
+        .launch(best.driver, grid(shape, 1), table_bytes)?;
         let blocks = best.selection.blocks;
         kernels::SignKeys {
             signs: signs.signs.ptr(),
@@ -98,7 +98,7 @@ impl<'d> SelfIndex<'d> {
             pitch,
             capacity,
         }
-        .launch(best.driver, grid(blocks), table_bytes)?;
+        .launch(best.driver, grid(shape, blocks), table_bytes)?;
         best.choose(positions)
     }
 

@@ -11,7 +11,7 @@ use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::best::Best;
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
 use crate::method::cuda::{
-    ByWindow, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, each_layer,
+    ByWindow, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, each_layer, grid,
 };
 use crate::method::topk as cpu;
 
@@ -61,7 +61,6 @@ impl<'d> BestByWeight<'d> {
         let (best, shape) = (&self.best, &self.best.shape);
         let (r, w) = (shape.group, shape.width());
         let n_parts = shape.capacity.div_ceil(SPAN);
-        let grid = |blocks| [blocks, shape.kv_heads, shape.sequences];
         let shared_bytes = 4 * r * (w + SPAN);
         kernels::TopkScores {
             queries: of.queries,
@@ -80,7 +79,7 @@ impl<'d> BestByWeight<'d> {
             rows: of.rows.shape.capacity,
             shared_rows: usize::from(of.share_rows),
         }
-        .launch(best.driver, grid(n_parts), shared_bytes)?;
+        .launch(best.driver, grid(shape, n_parts), shared_bytes)?;
         kernels::WeightKeys {
             scores: self.scores.ptr(),
             parts: self.parts.ptr(),
@@ -92,7 +91,7 @@ impl<'d> BestByWeight<'d> {
             capacity: shape.capacity,
             largest: usize::from(of.by_largest),
         }
-        .launch(best.driver, grid(best.selection.blocks))
+        .launch(best.driver, grid(shape, best.selection.blocks))
     }
 }
 

@@ -7,6 +7,7 @@ use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::cuda::{Positions, Shape};
+use crate::method::cuda::grid;
 
 /// Rows of a tile of the search, and rows that share a read of all codewords.
 const TILE: usize = 128;
@@ -55,11 +56,6 @@ impl<'d> Encoder<'d> {
             list: Buffer::new(driver, "lists of keys", all)?,
             listed: Buffer::new(driver, "numbers of keys", shape.heads())?,
         })
-    }
-
-    /// `blocks` for each KV head of each sequence.
-    fn grid(&self, blocks: usize) -> [usize; 3] {
-        [blocks, self.shape.kv_heads, self.shape.sequences]
     }
 
     /// z of the rows `first..first + n` of keys `[b,g,m,d]`, and all of it in f16.
@@ -117,7 +113,7 @@ impl<'d> Encoder<'d> {
             size: of.size,
             padded: of.size.next_multiple_of(TILE),
         }
-        .launch(self.driver, self.grid(n.div_ceil(TILE)), search_bytes(w))
+        .launch(self.driver, grid(&self.shape, n.div_ceil(TILE)), search_bytes(w))
     }
 }
 
@@ -186,7 +182,7 @@ impl A2ats<'_> {
             w,
             capacity,
         }
-        .launch(encoder.driver, encoder.grid(n.div_ceil(256)))?;
+        .launch(encoder.driver, grid(&encoder.shape, n.div_ceil(256)))?;
         kernels::EncodeListed {
             z,
             codebook,
@@ -203,7 +199,7 @@ impl A2ats<'_> {
             w,
             capacity,
         }
-        .launch(encoder.driver, encoder.grid(n.div_ceil(LISTED)))
+        .launch(encoder.driver, grid(&encoder.shape, n.div_ceil(LISTED)))
     }
 }
 

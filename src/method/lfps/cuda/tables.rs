@@ -66,9 +66,8 @@ impl CudaIndex for TableIndex<'_> {
     /// Makes the tables of a prompt of one sequence; waits for the device.
     fn end_of_prompt(&self, prompt: &WholePrompt<'_>) -> Result<()> {
         let (n, queries) = (prompt.positions.longest(), self.queries.borrow());
-        let cached: Vec<_> = (0..self.heads.len())
-            .map(|at| prompt.rows.read_head(at, n))
-            .collect::<Result<_>>()?;
+        let cached = (0..self.heads.len()).map(|at| prompt.rows.read_head(at, n));
+        let cached: Vec<_> = cached.collect::<Result<_>>()?;
         let kv = KvType::from(prompt.rows.float);
         let groups = queries.par_chunks(self.shape.group).zip(&self.heads).zip(cached);
         let heads = groups.map(|((queries, empty), cached)| filled(empty, &queries.concat(), &cached, n, kv));

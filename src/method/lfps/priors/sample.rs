@@ -43,10 +43,8 @@ impl Sample {
     ///
     /// `block_start` has the first row of each block and then n; `kept` marks the rows that may be chosen.
     pub fn new(block_start: &[u32], kept: &[bool]) -> Self {
-        let blocks: Vec<Range<usize>> = block_start
-            .windows(2)
-            .map(|w| w[0] as usize..w[1] as usize)
-            .collect();
+        let ends = block_start.windows(2);
+        let blocks: Vec<Range<usize>> = ends.map(|w| w[0] as usize..w[1] as usize).collect();
         let (mut eligible, mut looks_back) = (Vec::new(), Vec::new());
         for block in &blocks {
             let first = FIRST.min(block.len() / 2);
