@@ -130,10 +130,8 @@ impl Ctkvr {
         let mut ranked: Vec<(f32, usize)> = Vec::with_capacity(self.centroids.len());
         for (i, centroid) in self.centroids.iter().enumerate() {
             centroid.queries.convert_to_f32_slice(&mut scratch);
-            let cosines = scratch
-                .chunks(d)
-                .zip(unit.chunks(d))
-                .map(|(a, b)| simd::dot(a, b));
+            let pairs = scratch.chunks(d).zip(unit.chunks(d));
+            let cosines = pairs.map(|(a, b)| simd::dot(a, b));
             ranked.push((cosines.fold(f32::NEG_INFINITY, f32::max), i));
         }
         ranked.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));

@@ -158,12 +158,8 @@ impl Lfps {
         let scale = 1.0 / (step.q_rope.ncols() as f64).sqrt();
         let mut scratch = vec![0.0; step.q_rope.ncols()];
         let mut bypassed = vec![None; r];
-        for (a, head) in self
-            .heads
-            .iter_mut()
-            .enumerate()
-            .filter(|(_, h)| h.constants.is_tested)
-        {
+        let heads = self.heads.iter_mut().enumerate();
+        for (a, head) in heads.filter(|(_, head)| head.constants.is_tested) {
             let q = step.q_rope.row(a);
             let mut scores = |range: &Range<usize>| -> Vec<f64> {
                 let rows = range

@@ -32,8 +32,8 @@ use self::cuda::CudaMethod;
 use crate::compute::attention::{Partial, visible};
 use crate::compute::layout::elements;
 use crate::compute::simd;
-use crate::kv::Budget;
-use crate::kv::{KvHead, KvType};
+use crate::kv::{Budget, KvHead, KvType};
+
 /// A method prepared for all heads of a model.
 pub trait Method: Send + Sync {
     /// Returns the empty state of a KV head.
@@ -109,19 +109,11 @@ impl Prompt<'_> {
     fn scores(&self, a: usize, i: usize, model_window: Option<usize>) -> (Range<usize>, Vec<f32>) {
         let seen = visible(self.first + i, model_window);
         let scale = 1.0 / (self.keys.ncols() as f32).sqrt();
-        let query: Vec<f32> = self
-            .q_rope
-            .slice(s![a, i, ..])
-            .iter()
-            .map(|x| x * scale)
-            .collect();
+        let query = self.q_rope.slice(s![a, i, ..]);
+        let query: Vec<f32> = query.iter().map(|x| x * scale).collect();
         let keys = self.keys.slice(s![seen.clone(), ..]);
-        let scores = keys
-            .rows()
-            .into_iter()
-            .map(|key| simd::dot(&query, elements(&key)));
-        let scores = scores.collect();
-        (seen, scores)
+        let scores = keys.outer_iter().map(|key| simd::dot(&query, elements(&key)));
+        (seen, scores.collect())
     }
 
     /// Returns the positions that row `i` of query head `a` sees, and its softmax weights over them.

@@ -57,10 +57,8 @@ impl RandomDraws {
         }
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed.wrapping_add(step as u64));
         rng.set_stream(self.stream);
-        let mut chosen: Vec<u32> = index::sample(&mut rng, candidates.len(), budget)
-            .into_iter()
-            .map(|i| (candidates.start + i) as u32)
-            .collect();
+        let drawn = index::sample(&mut rng, candidates.len(), budget).into_iter();
+        let mut chosen: Vec<u32> = drawn.map(|i| (candidates.start + i) as u32).collect();
         chosen.sort_unstable();
         chosen
     }

@@ -45,6 +45,12 @@ impl MethodName {
     pub fn prepare(self, ask: &Ask) -> Result<Box<dyn Method>> {
         (self.0.prepare)(ask)
     }
+
+    /// Returns the name of the method's section, and the artifact if it has that section.
+    fn section(self, artifact: Option<&Artifact>) -> Option<(&Artifact, &'static str)> {
+        let named = artifact.zip(self.0.section);
+        named.filter(|(artifact, section)| artifact.has(section))
+    }
 }
 
 impl PartialEq for MethodName {
@@ -73,21 +79,14 @@ impl ValueEnum for MethodName {
 
 /// The method of a run that names none: the first with a section in the artifact, else full attention.
 pub fn default_method(artifact: Option<&Artifact>) -> MethodName {
-    let has_section = |m: &&MethodName| {
-        artifact
-            .zip(m.0.section)
-            .is_some_and(|(a, section)| a.has(section))
-    };
-    let calibrated = METHODS.iter().find(has_section);
+    let calibrated = METHODS.iter().find(|method| method.section(artifact).is_some());
     calibrated.copied().unwrap_or(MethodName(&full::METHOD))
 }
 
 /// Bytes of what `method` needs besides its index, whatever the context: its section of the artifact.
 pub fn constant_bytes(method: MethodName, artifact: Option<&Artifact>) -> Result<usize> {
-    let held = artifact
-        .zip(method.0.section)
-        .filter(|(a, section)| a.has(section));
-    held.map_or(Ok(0), |(a, section)| Ok(a.section(section)?.bytes()))
+    let section = method.section(artifact);
+    section.map_or(Ok(0), |(artifact, name)| Ok(artifact.section(name)?.bytes()))
 }
 
 #[cfg(test)]

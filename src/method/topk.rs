@@ -55,12 +55,9 @@ impl Retriever for TopK {
             add_shares(&mut mass, row, simd::sum(row));
         }
         let c = step.candidates.start - first..step.candidates.end - first;
-        let mut positions = largest(&mass[c], step.budget);
-        positions
-            .iter_mut()
-            .for_each(|p| *p += step.candidates.start as u32);
+        let places = largest(&mass[c], step.budget).into_iter();
         Choice {
-            positions,
+            positions: places.map(|p| p + step.candidates.start as u32).collect(),
             products: r * n,
             ..Choice::default()
         }

@@ -40,9 +40,8 @@ impl Bench for A2atsBench {
 
     fn heads(&self, layer: &TimedLayer, _: &MethodParams) -> Result<Box<NewHead>> {
         let layer = *layer;
-        let codebooks = (0..layer.kv_heads)
-            .into_par_iter()
-            .map(|head| codebook(&layer, head));
+        let heads = (0..layer.kv_heads).into_par_iter();
+        let codebooks = heads.map(|head| codebook(&layer, head));
         let codebooks: Vec<Arc<HeadCodebook>> = codebooks.collect::<Result<_>>()?;
         Ok(Box::new(move |place, rng| {
             let codes = (0..layer.context).map(|_| (rng.r#gen::<usize>() % layer.codewords) as u16);

@@ -216,9 +216,8 @@ impl Postings {
             lists.first(code, 1, |p| found = Some(p));
             return found;
         }
-        let place = codes[self.range.clone()]
-            .iter()
-            .position(|c| usize::from(*c) == code);
+        let mut codes = codes[self.range.clone()].iter();
+        let place = codes.position(|c| usize::from(*c) == code);
         place.map(|place| (self.range.start + place) as u32)
     }
 }

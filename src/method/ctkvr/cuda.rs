@@ -80,9 +80,8 @@ impl<'d> CtkvrWorkspace<'d> {
         let sizes = cpu::Ctkvr::new(&at.place(0, 0, limits), params);
         let (heads, capacity) = (shape.heads(), shape.capacity);
         let visible = |n: usize| limits.model_window.map_or(n, |w| w.min(n));
-        let bounds: Vec<[u32; 2]> = (0..=capacity)
-            .map(|n| [sizes.capacity(n), sizes.list_len(visible(n))].map(|x| x as u32))
-            .collect();
+        let bound = |n| [sizes.capacity(n), sizes.list_len(visible(n))].map(|x| x as u32);
+        let bounds: Vec<[u32; 2]> = (0..=capacity).map(bound).collect();
         let most = |i: usize| bounds.iter().map(|b| b[i] as usize).max().unwrap_or(0).max(1);
         let (slots, longest) = (most(0), most(1));
         let probes = sizes.params.ct_probes.min(slots);

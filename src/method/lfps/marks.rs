@@ -25,9 +25,8 @@ impl Both<'_> {
     /// Returns the bits of the entries above a threshold in either table.
     fn above(&self, (vertical, slash): (f64, f64)) -> Vec<u64> {
         let mut bits = self.vertical.above(vertical);
-        bits.iter_mut()
-            .zip(self.slash.above(slash))
-            .for_each(|(a, b)| *a |= b);
+        let others = self.slash.above(slash);
+        bits.iter_mut().zip(others).for_each(|(a, b)| *a |= b);
         bits
     }
 
@@ -71,10 +70,8 @@ fn count(bits: &[u64]) -> usize {
 
 /// Returns the first `n` bits together with those of their neighbours: [`super::OFFSETS`].
 fn reached(marks: &[u64], n: usize) -> Vec<u64> {
-    let mut out: Vec<u64> = marks
-        .iter()
-        .map(|here| here | here >> 1 | here << 1 | here << 2)
-        .collect();
+    let in_word = |here: &u64| here | here >> 1 | here << 1 | here << 2;
+    let mut out: Vec<u64> = marks.iter().map(in_word).collect();
     // Neighbours in the next or the previous word.
     for (out, after) in out.iter_mut().zip(marks.iter().skip(1)) {
         *out |= after << (WORD - 1);

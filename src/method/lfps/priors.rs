@@ -172,9 +172,8 @@ impl HeadPrior {
 
     /// Returns the mean mass on a position, if it is one of the structural positions 4..63.
     pub fn vert_at(&self, position: usize) -> Option<f32> {
-        (SINKS..STRUCTURAL_END)
-            .contains(&position)
-            .then(|| self.vert[position - SINKS])
+        let is_structural = (SINKS..STRUCTURAL_END).contains(&position);
+        is_structural.then(|| self.vert[position - SINKS])
     }
 }
 

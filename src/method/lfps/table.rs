@@ -48,10 +48,8 @@ impl Table {
         if self.factor < LEAST_FACTOR {
             let factor = self.factor as f32;
             // Rounding is monotonic, so the bounds still hold.
-            self.values
-                .iter_mut()
-                .chain(&mut self.maxima)
-                .for_each(|v| *v *= factor);
+            let all = self.values.iter_mut().chain(&mut self.maxima);
+            all.for_each(|v| *v *= factor);
             self.factor = 1.0;
             self.sums = PowerSums::default();
         }

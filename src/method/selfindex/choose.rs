@@ -49,11 +49,9 @@ impl PatternScores {
                 query.iter().zip(centroid).map(|(q, c)| q * c).sum()
             })
         };
-        let queries = query.chunks_exact(GROUP);
-        let groups: Vec<[f32; PATTERNS]> = queries
-            .zip(centroids.chunks_exact(PATTERNS * GROUP))
-            .map(of)
-            .collect();
+        let centroids = centroids.chunks_exact(PATTERNS * GROUP);
+        let groups = query.chunks_exact(GROUP).zip(centroids).map(of);
+        let groups: Vec<[f32; PATTERNS]> = groups.collect();
         let mut bytes = vec![0.0f32; d.div_ceil(2 * GROUP) * BYTES];
         for (pair, table) in groups.chunks(2).zip(bytes.chunks_exact_mut(BYTES)) {
             for (byte, score) in table.iter_mut().enumerate() {
@@ -137,11 +135,8 @@ impl PatternScores {
 
     /// Chooses the best `need` rows that are not `fixed` (ascending) by the exact scores of all rows.
     fn plain(&self, rows: &[u8], fixed: &[u32], need: usize) -> Vec<u32> {
-        let scores = rows
-            .chunks_exact(self.width())
-            .zip(0..)
-            .map(|(row, p)| (self.of(row), p));
-        let mut scored: Vec<(f32, u32)> = scores.collect();
+        let places = rows.chunks_exact(self.width()).zip(0..);
+        let mut scored: Vec<(f32, u32)> = places.map(|(row, p)| (self.of(row), p)).collect();
         let mut fixed = fixed.iter().copied().peekable();
         scored.retain(|(_, p)| fixed.next_if_eq(p).is_none());
         best_positions(scored, need)

@@ -22,10 +22,8 @@ use crate::kv::packed::Center;
 /// Section 3.1; the paper's order of bits is not known, and every order gives the same results if tables and codes
 /// share it.
 pub fn pattern(x: &[f32]) -> usize {
-    x.iter()
-        .enumerate()
-        .map(|(e, v)| usize::from(*v > 0.0) << e)
-        .sum()
+    let bits = x.iter().enumerate();
+    bits.map(|(e, v)| usize::from(*v > 0.0) << e).sum()
 }
 
 /// The fit of the section, with its flags.
@@ -132,10 +130,8 @@ fn sign_entropy_bits(counts: &[u64], n: usize) -> f64 {
     let channels = (groups.len() * GROUP).max(1) as f64;
     let channels_of = groups.flat_map(|group| {
         (0..GROUP).map(move |e| {
-            let set = group
-                .iter()
-                .enumerate()
-                .filter(|(pattern, _)| (pattern >> e) & 1 == 1);
+            let all = group.iter().enumerate();
+            let set = all.filter(|(pattern, _)| (pattern >> e) & 1 == 1);
             set.map(|(_, count)| *count).sum::<u64>() as f64 / n.max(1) as f64
         })
     });

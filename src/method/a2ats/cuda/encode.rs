@@ -1,5 +1,7 @@
 //! Codes of a prompt's keys on the GPU: whitened, searched on the tensor cores, settled in f32.
 
+use half::f16;
+
 use super::{A2ats, Codebooks};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::clusters::search_bytes;
@@ -219,13 +221,11 @@ pub(crate) struct Norms {
 }
 
 impl Norms {
-    pub fn of(codebook: &[half::f16], size: usize, w: usize) -> Self {
+    pub fn of(codebook: &[f16], size: usize, w: usize) -> Self {
         let (mut halves, mut biases, mut bounds) = (Vec::new(), Vec::new(), Vec::new());
         for head in codebook.chunks(size * w) {
-            let squares = head
-                .chunks(w)
-                .map(|c| c.iter().map(|v| v.to_f64() * v.to_f64()).sum::<f64>());
-            let own: Vec<f32> = squares.map(|sum| (sum / 2.0) as f32).collect();
+            let squares = |c: &[f16]| c.iter().map(|v| v.to_f64() * v.to_f64()).sum::<f64>();
+            let own: Vec<f32> = head.chunks(w).map(|c| (squares(c) / 2.0) as f32).collect();
             let largest = own.iter().copied().fold(0.0, f32::max);
             // Rounded up, as halves are to nearest.
             bounds.extend([(2.0 * largest).sqrt() * 1.000_001, largest]);

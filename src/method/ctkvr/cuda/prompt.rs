@@ -103,9 +103,8 @@ impl Ctkvr<'_> {
         let chosen = self.space.sizes.centroid_rows(prompt.len(), prompt.end);
         let end = positions.known().get(lists.sequence).copied().unwrap_or(0);
         let part = end.saturating_sub(m)..end;
-        let numbers: Vec<usize> = (0..chosen.len())
-            .filter(|i| part.contains(&(prompt.start + chosen[*i])))
-            .collect();
+        let is_here = |i: &usize| part.contains(&(prompt.start + chosen[*i]));
+        let numbers: Vec<usize> = (0..chosen.len()).filter(is_here).collect();
         if numbers.is_empty() {
             return Ok(());
         }

@@ -158,9 +158,8 @@ impl AnchorWeights {
             let seen = self.seen[HISTORY - lag].clone();
             let before = top(&self.line(lag)[seen.clone()], top_size(seen.len()));
             let mut marked = vec![false; self.width];
-            before
-                .iter()
-                .for_each(|i| marked[seen.start + *i as usize] = true);
+            let places = before.iter().map(|i| seen.start + *i as usize);
+            places.for_each(|place| marked[place] = true);
             let start = self.own().start;
             let both = own_top.iter().filter(|i| marked[start + **i as usize]).count();
             both as f64 / m as f64
@@ -200,10 +199,8 @@ impl AnchorWeights {
         GAMMAS.map(|gamma| {
             let (vertical, slash) = self.tables(gamma);
             let both = vertical.iter().zip(&slash);
-            let both: Vec<f32> = both
-                .map(|(v, s)| (lambda * f64::from(*v) + (1.0 - lambda) * f64::from(*s)) as f32)
-                .collect();
-            let best = top(&both, top_size(weights.len()));
+            let both = both.map(|(v, s)| (lambda * f64::from(*v) + (1.0 - lambda) * f64::from(*s)) as f32);
+            let best = top(&both.collect::<Vec<_>>(), top_size(weights.len()));
             let mass: f64 = best.iter().map(|i| f64::from(weights[*i as usize])).sum();
             mass.max(MASS_FLOOR).ln()
         })

@@ -46,11 +46,25 @@ impl Fit for PriorsFit {
     fn layer(&self, states: &LayerStates, done: HeadDone) -> Result<LayerPart> {
         let mut part = LayerPart::default();
         let table = states.rope.table(0..self.sample.longest_block());
+        let (r, scale) = (states.sizes.group(), 1.0 / (states.sizes.head_dim as f32).sqrt());
         for kv_head in 0..states.sizes.n_kv_heads {
             let mut keys = (states.keys)(kv_head)?;
             let rows: Vec<usize> = (0..keys.nrows()).collect();
             self.rotate(&mut keys, &rows, &table, 1.0)?;
-            let fits = self.fit_group(states, kv_head, &keys, &table)?;
+            let mut fits = Vec::with_capacity(r);
+            for query_head in kv_head * r..(kv_head + 1) * r {
+                interrupt::check()?;
+                let mut queries = (states.queries)(query_head)?;
+                self.rotate(&mut queries, &self.sample.rows, &table, scale)?;
+                let head = SampledHead {
+                    keys: keys.view(),
+                    queries: queries.view(),
+                    sample: &self.sample,
+                    window: states.window,
+                };
+                let at = |e: Error| e.context(format!("priors of query head {query_head}"));
+                fits.push(fit_head(&head).map_err(at)?);
+            }
             for fit in &fits {
                 let narrow = |x: &[f64]| x.iter().map(|v| *v as f32).collect::<Vec<_>>();
                 part.put(section::SLASH, &narrow(&fit.slash));
@@ -65,31 +79,6 @@ impl Fit for PriorsFit {
 }
 
 impl PriorsFit {
-    /// Computes the priors of the query heads of a KV head with these rotated keys.
-    fn fit_group(
-        &self,
-        states: &LayerStates,
-        kv_head: usize,
-        keys: &Array2<f32>,
-        table: &RopeTable,
-    ) -> Result<Vec<HeadFit>> {
-        let r = states.sizes.group();
-        let scale = 1.0 / (states.sizes.head_dim as f32).sqrt();
-        let fit = |query_head: usize| {
-            interrupt::check()?;
-            let mut queries = (states.queries)(query_head)?;
-            self.rotate(&mut queries, &self.sample.rows, table, scale)?;
-            let head = SampledHead {
-                keys: keys.view(),
-                queries: queries.view(),
-                sample: &self.sample,
-                window: states.window,
-            };
-            fit_head(&head).map_err(|e| e.context(format!("priors of query head {query_head}")))
-        };
-        (kv_head * r..(kv_head + 1) * r).map(fit).collect()
-    }
-
     /// Rotates rows of the text to their positions within their blocks, and scales them.
     fn rotate(&self, x: &mut Array2<f32>, rows: &[usize], table: &RopeTable, scale: f32) -> Result<()> {
         let blocks = &self.sample.blocks;

@@ -57,12 +57,10 @@ impl Rounded {
         let w = groups.len().div_ceil(2) as f64 + 1.0;
         // The last term covers the roundings in f64 here, a few per entry.
         let roundings = 2.0 * (w * UNIT / (1.0 - w * UNIT)) + 1e-12;
-        let most = tables
-            .iter()
-            .map(|table| usize::from(table.iter().copied().max().unwrap_or(0)));
+        let most_of = |table: &[u8; PATTERNS]| usize::from(table.iter().copied().max().unwrap_or(0));
         Some(Self {
             gap: ((errors + roundings * magnitude) / step).ceil().min(65_535.0) as u32,
-            most: most.sum(),
+            most: tables.iter().map(most_of).sum(),
             tables: signs::Tables::new(&tables),
         })
     }
@@ -83,9 +81,8 @@ impl Rounded {
         let expected = need as f64 * seen as f64 / (rows.len() / width) as f64;
         let wanted = (expected + 4.0 * expected.sqrt()) as usize + 4;
         let last = from_the_top(&counts, wanted).unwrap_or(0);
-        u16::try_from(last)
-            .unwrap_or(0)
-            .saturating_sub(self.gap.min(65_535) as u16)
+        let last = u16::try_from(last).unwrap_or(0);
+        last.saturating_sub(self.gap.min(65_535) as u16)
     }
 
     /// Returns the rows that have sums of at least `limit` and are not `fixed` (ascending): place and sum, by ascending
