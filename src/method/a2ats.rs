@@ -74,11 +74,11 @@ impl Method for A2atsMethod {
     }
 }
 
-/// The state of one KV head: the code of each key.
+/// The index of one KV head: the code of each key.
 #[derive(Clone)]
 pub struct A2ats {
     codebook: Arc<HeadCodebook>,
-    /// The share of the visible context that each query head chooses, instead of a budget.
+    /// The share of the visible context that each query head chooses; replaces the budget.
     per_query_head: Option<f64>,
     codes: Vec<u16>,
     postings: Postings,
@@ -105,7 +105,7 @@ impl A2ats {
         }
     }
 
-    /// Returns the head with another way of ranking.
+    /// Returns the head with this ranking.
     pub fn ranking(self, ranking: Ranking) -> Self {
         Self { ranking, ..self }
     }

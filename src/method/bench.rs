@@ -1,4 +1,4 @@
-//! What a benchmark asks of a method: where its steps can be timed, and indexes of random contents.
+//! Benchmarks of methods on random data: where their steps can be timed, and how their indexes are filled.
 
 use rand_chacha::ChaCha8Rng;
 
@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::kv::KvType;
 use crate::kv::cuda::Limits;
 
-/// What can be timed on an NVIDIA GPU; one layer on the CPU always can.
+/// What can be timed on an NVIDIA GPU. On the CPU, one layer always can.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TimedOnCuda {
     /// Nothing.
@@ -33,33 +33,33 @@ pub struct TimedLayer {
     pub context: usize,
     /// Codewords per KV head, M.
     pub codewords: usize,
-    /// How the best positions are looked for.
+    /// How the best positions are searched.
     pub ranking: Ranking,
-    /// Seed of random contents.
+    /// Seed of the random data.
     pub seed: u64,
 }
 
-/// What the index of a head takes in before its steps are timed.
+/// What is added to a head's index before its steps are timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fill {
-    /// Nothing: it is full from the start, or there is none.
+    /// Nothing: the index is filled already, or there is none.
     Nothing,
-    /// The keys, one chunk after the other.
+    /// The keys, chunk by chunk.
     Keys,
-    /// A prompt with this many last queries.
+    /// A prompt of which this number of last queries is known.
     Prompt(usize),
 }
 
 /// A KV head on the CPU.
 pub struct RandomHead {
-    /// Its state.
+    /// The state of the head.
     pub retriever: Box<dyn Retriever>,
-    /// What the state takes in.
+    /// What is to be added to it.
     pub fill: Fill,
 }
 
 impl RandomHead {
-    /// Makes a head that still has to take something in.
+    /// Makes a head to which `fill` is to be added.
     pub fn new(retriever: impl Retriever + 'static, fill: Fill) -> Self {
         Self {
             retriever: Box::new(retriever),
@@ -68,10 +68,10 @@ impl RandomHead {
     }
 }
 
-/// Makes a KV head; random contents come from the generator.
+/// Makes a KV head with random data from the generator.
 pub type NewHead = dyn Fn(&Place, &mut ChaCha8Rng) -> RandomHead + Send + Sync;
 
-/// Random indexes on an NVIDIA GPU, one per layer.
+/// What random indexes on an NVIDIA GPU are made from, one per layer.
 pub struct Contents<'a> {
     /// Limits of each layer.
     pub limits: &'a [Limits],
@@ -88,17 +88,17 @@ pub trait Bench: Sync {
         TimedOnCuda::Nothing
     }
 
-    /// Whether a step chooses what it attends.
+    /// Returns whether a step chooses what it attends.
     fn retrieves(&self) -> bool {
         true
     }
 
-    /// Whether it knows [`Ranking::Plain`].
+    /// Returns whether it has [`Ranking::Plain`].
     fn has_plain_ranking(&self) -> bool {
         false
     }
 
-    /// Whether a step reads cached rows of this type in order to choose.
+    /// Returns whether a step reads cached rows of this type to choose.
     fn reads_rows(&self, kv: KvType) -> bool {
         let _ = kv;
         true
@@ -110,16 +110,16 @@ pub trait Bench: Sync {
         0
     }
 
-    /// Returns what makes the heads of a layer on the CPU.
+    /// Returns a function that makes the heads of a layer on the CPU.
     ///
     /// # Errors
-    /// Sizes or parameters that the method cannot have.
+    /// Sizes or parameters that the method does not support.
     fn heads(&self, layer: &TimedLayer, params: &MethodParams) -> Result<Box<NewHead>>;
 
-    /// Indexes on an NVIDIA GPU.
+    /// Makes random indexes on an NVIDIA GPU.
     ///
     /// # Errors
-    /// A method that has none; sizes that the kernels are not made for; no memory.
+    /// A method without a GPU index; sizes that the kernels do not support; out of memory.
     fn indexes<'d>(&self, at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {
         let _ = (at, contents);
         Err(Error::failed("CUDA: a method without an index on the device"))

@@ -4,11 +4,10 @@
 //! weights. A decode step recalls the lists of the C' centroids most similar to its query, ranks their union
 //! by exact scores, attends the best, and becomes a centroid itself in place of the oldest.
 //!
-//! Where we differ from the paper, or decide what it leaves open: scores are scaled and causal; the positions
-//! that are always attended are removed from the lists after the softmax; positions that leave the window
-//! after the lists were built are ranked for 256 steps (`fresh`), so that new lists can include them; the
-//! index is limited to a share of the cache; the queries of a later prompt become centroids with lists over
-//! all keys.
+//! Where we differ from the paper, or decide what it leaves open: scores are scaled and causal; the static set
+//! is removed from the lists after the softmax; positions that leave the window after the lists were built are
+//! ranked for 256 steps (`fresh`), so that new lists can include them; the index is limited to a share of the
+//! cache; the queries of a later prompt become centroids with lists over all keys.
 
 mod bench;
 pub mod cuda;
@@ -74,7 +73,7 @@ pub struct Ctkvr {
     params: CtkvrParams,
     /// Oldest first.
     centroids: VecDeque<Centroid>,
-    /// The lists were built with the positions below this one.
+    /// The lists were built from the positions below this one.
     indexed: usize,
 }
 

@@ -1,4 +1,4 @@
-//! What a method is on an NVIDIA GPU: a [`CudaMethod`] makes a [`CudaIndex`] for every layer of a session.
+//! Methods on an NVIDIA GPU: a [`CudaMethod`] makes a [`CudaIndex`] for every layer of a session.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -15,30 +15,30 @@ use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::prompt::{Prompts, Queries};
 use crate::kv::cuda::{Limits, Positions, Rotated, Selection, Shape};
 
-/// What a session needs of a method's index.
+/// What a session requires of a method's index.
 #[derive(Clone, Copy, Debug)]
 pub struct CudaNeeds {
     /// The cache is in 2 bits.
     pub packed: bool,
-    /// More than one prompt comes.
+    /// There may be more than one prompt.
     pub later_prompts: bool,
-    /// The cached rows are in the machine's memory.
+    /// The cached rows are in host memory.
     pub rows_on_host: bool,
 }
 
 impl CudaNeeds {
-    /// Returns whether the cached rows are on the device and not packed.
+    /// Returns whether the cached rows are on the device and not in 2 bits.
     pub(super) fn has_rows_on_device(&self) -> bool {
         !self.packed && !self.rows_on_host
     }
 }
 
-/// Where the indexes of a session are, and the cache beside which they are.
+/// The device of a session's indexes, and the shape of its cache.
 #[derive(Clone, Copy)]
 pub struct OnDevice<'d> {
     /// The GPU.
     pub driver: &'d dyn Driver,
-    /// One layer's cache.
+    /// The shape of one layer's cache.
     pub shape: Shape,
     /// Element type of the cache.
     pub kv: KvType,
@@ -61,7 +61,7 @@ impl OnDevice<'_> {
     }
 }
 
-/// One index per layer.
+/// The index of every layer.
 pub type Indexes<'d> = Vec<Box<dyn CudaIndex + 'd>>;
 
 /// Returns a grid of `blocks` for each KV head of each sequence.
@@ -69,7 +69,7 @@ pub(super) fn grid(shape: &Shape, blocks: usize) -> [usize; 3] {
     [blocks, shape.kv_heads, shape.sequences]
 }
 
-/// Makes one index per layer from its number and its limits.
+/// Makes the index of every layer from the layer's number and limits.
 pub(super) fn each_layer<'d, I: CudaIndex + 'd>(
     limits: &[Limits],
     mut index: impl FnMut(usize, &Limits) -> Result<I>,
@@ -78,44 +78,44 @@ pub(super) fn each_layer<'d, I: CudaIndex + 'd>(
     limits.iter().enumerate().map(boxed).collect()
 }
 
-/// A method whose index can be on an NVIDIA GPU.
+/// A method that can choose on an NVIDIA GPU.
 pub trait CudaMethod {
-    /// Returns whether its index has what a session needs; by default it has.
+    /// Returns whether its index supports what a session needs; by default everything.
     fn serves(&self, needs: &CudaNeeds) -> bool {
         let _ = needs;
         true
     }
 
-    /// The empty index of every layer; `limits` has one entry per layer. What layers share is made here.
+    /// Makes the empty index of every layer; `limits` has one entry per layer.
     ///
     /// # Errors
-    /// Sizes that the kernels are not made for; no memory.
+    /// Sizes that the kernels do not support; out of memory.
     fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>>;
 }
 
-/// The last rows of a prompt so far.
+/// A chunk of a prompt: its last rows so far.
 pub struct Chunk<'a> {
-    /// Their queries, `[b,h,m,d]`.
+    /// Queries of the rows, `[b,h,m,d]`.
     pub queries: Rotated<'a>,
-    /// Their keys, `[b,g,m,d]`.
+    /// Keys of the rows, `[b,g,m,d]`.
     pub keys: Rotated<'a>,
-    /// Rows, m.
+    /// Number of rows, m.
     pub m: usize,
     /// The rotated keys and values of all positions.
     pub rows: &'a LayerRows<'a>,
-    /// Positions of the layer, which count these rows.
+    /// Positions of the layer, with these rows.
     pub positions: &'a Positions<'a>,
 }
 
-/// A prompt that has passed a layer.
+/// A prompt after a layer has processed all of it.
 pub struct WholePrompt<'a> {
-    /// All its rows, behind those of earlier prompts.
+    /// Its rows, after those of earlier prompts.
     pub rows: &'a LayerRows<'a>,
-    /// The cache on the device that holds them now.
+    /// The cache on the device that now holds the rows.
     pub cache: Option<&'a LayerCache<'a>>,
-    /// Those of its last chunk.
+    /// The queries of its last chunk.
     pub queries: Queries<'a>,
-    /// Where it is worked on, if the index [`wants_prompts`](CudaIndex::wants_prompts) or the cache does.
+    /// Buffers for prompt rows in f32, if the index [`wants_prompts`](CudaIndex::wants_prompts) or the cache does.
     pub prompts: Option<&'a Prompts<'a>>,
     /// Positions of the layer.
     pub positions: &'a Positions<'a>,
@@ -127,17 +127,17 @@ pub struct CudaStep<'a> {
     pub number: usize,
     /// The last position's queries, `[b,h,1,d]`.
     pub queries: Rotated<'a>,
-    /// The cache on the device, the last position included.
+    /// The cache on the device, with the last position.
     pub cache: Option<&'a LayerCache<'a>>,
     /// Positions of the layer.
     pub positions: &'a Positions<'a>,
 }
 
 impl<'a> CudaStep<'a> {
-    /// The cache's rows, for what ranks by them.
+    /// Returns the cache's rows, for a method that ranks by them.
     ///
     /// # Errors
-    /// They are in 2 bits, or in the machine's memory.
+    /// The rows are in 2 bits, or in host memory.
     pub(super) fn rows(&self) -> Result<&'a LayerRows<'a>> {
         let rows = self.cache.and_then(LayerCache::plain);
         rows.ok_or_else(|| Error::failed("CUDA: the method needs the cache's rows on the device"))
@@ -146,53 +146,53 @@ impl<'a> CudaStep<'a> {
 
 /// The index of one layer, for all its KV heads.
 pub trait CudaIndex {
-    /// Makes room for a prompt at these positions, which passes in chunks of up to `rows` rows. Called on the index of
-    /// the first layer, for all layers.
+    /// Allocates buffers for a prompt at these positions, in chunks of up to `rows` rows. Called on the index of the
+    /// first layer, for all layers.
     ///
     /// # Errors
-    /// No memory.
+    /// Out of memory.
     fn begin_prompt(&self, prompt: Range<usize>, rows: usize) -> Result<()> {
         let _ = (prompt, rows);
         Ok(())
     }
 
-    /// Frees that room, after the prompt has passed all layers. Called on the index of the first layer.
+    /// Frees the buffers of [`CudaIndex::begin_prompt`]. Called on the index of the first layer, after all layers.
     fn end_prompt(&self) {}
 
-    /// Whether [`CudaIndex::end_of_prompt`] works on the rows of a prompt as f32.
+    /// Returns whether [`CudaIndex::end_of_prompt`] needs the rows of a prompt as f32.
     fn wants_prompts(&self) -> bool {
         false
     }
 
-    /// Takes in a chunk of a prompt.
+    /// Adds a chunk of a prompt.
     fn extend(&self, chunk: &Chunk<'_>) -> Result<()> {
         let _ = chunk;
         Ok(())
     }
 
-    /// Takes in a prompt after its last chunk.
+    /// Completes the index after the last chunk of a prompt.
     fn end_of_prompt(&self, prompt: &WholePrompt<'_>) -> Result<()> {
         let _ = prompt;
         Ok(())
     }
 
-    /// Takes in the key of the last position, `[b,g,1,d]`.
+    /// Adds the key of the last position, `[b,g,1,d]`.
     fn append(&self, keys: Rotated<'_>, positions: &Positions<'_>) -> Result<()> {
         let _ = (keys, positions);
         Ok(())
     }
 
-    /// Chooses what the last position attends; `None` is everything.
+    /// Chooses what the last position attends; `None` means everything.
     fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>>;
 
-    /// Learns from the attention over what was chosen, and has its own say in the result.
+    /// Learns from the attention over what was chosen; may correct its result.
     fn observe(&self, step: &CudaStep<'_>, attention: &Attention<'_>) -> Result<()> {
         let _ = (step, attention);
         Ok(())
     }
 
-    /// Adds to `sums` `[3]` what a layer did in this step, mean over its heads: the share of rows read; of products
-    /// taken to rank and of query heads bypassed, where that is counted.
+    /// Adds to `sums` `[3]` the layer's means over its heads for this step: the share of rows read, and where the
+    /// method counts them the shares of exact products and of bypassed query heads.
     fn tally(
         &self,
         at: OnDevice<'_>,
@@ -211,32 +211,32 @@ pub trait CudaIndex {
         .launch(at.driver, [1, 1, 1])
     }
 
-    /// Whether a step's launches are the same every time.
+    /// Returns whether every step makes the same launches.
     fn is_recordable(&self) -> bool {
         true
     }
 
-    /// Whether it takes every product of a query with a key in order to choose.
+    /// Returns whether it computes every query-key product to choose.
     fn is_oracle(&self) -> bool {
         false
     }
 
-    /// Bytes that grow with the context.
+    /// Returns the bytes that grow with the context.
     fn bytes(&self) -> usize {
         0
     }
 }
 
-/// What layers share that see as far.
+/// What layers with the same sliding window share.
 pub(super) struct ByWindow<T>(Vec<(Option<usize>, Rc<T>)>);
 
 impl<T> ByWindow<T> {
-    /// Nothing yet.
+    /// Makes an empty set.
     pub fn new() -> Self {
         Self(Vec::new())
     }
 
-    /// That of layers with these limits; the first one makes it.
+    /// Returns what layers with this window share; the first call makes it.
     pub fn of(&mut self, limits: &Limits, make: impl FnOnce() -> Result<T>) -> Result<Rc<T>> {
         let window = limits.model_window;
         if let Some((_, known)) = self.0.iter().find(|(other, _)| *other == window) {
@@ -248,7 +248,7 @@ impl<T> ByWindow<T> {
     }
 }
 
-/// Where all layers of a session take in prompts; there from the beginning of a prompt to its end.
+/// Buffers for prompts that all layers share; they exist while a prompt is processed.
 pub(super) struct SharedPrompt<T>(Rc<RefCell<Option<T>>>);
 
 impl<T> Clone for SharedPrompt<T> {
@@ -258,22 +258,22 @@ impl<T> Clone for SharedPrompt<T> {
 }
 
 impl<T> SharedPrompt<T> {
-    /// None yet.
+    /// Makes a handle without buffers.
     pub fn new() -> Self {
         Self(Rc::new(RefCell::new(None)))
     }
 
-    /// Begins a prompt.
+    /// Provides the buffers for a prompt.
     pub fn begin(&self, room: T) {
         *self.0.borrow_mut() = Some(room);
     }
 
-    /// Ends it.
+    /// Frees the buffers.
     pub fn end(&self) {
         *self.0.borrow_mut() = None;
     }
 
-    /// Works in the room.
+    /// Calls `work` with the buffers.
     ///
     /// # Errors
     /// No prompt has begun.

@@ -1,4 +1,4 @@
-//! What a method says of itself: see [`Declaration`].
+//! How a method is declared: its name, its help and what it is made of.
 
 use super::Method;
 use super::bench::Bench;
@@ -7,30 +7,30 @@ use crate::artifact::Artifact;
 use crate::error::Result;
 use crate::model::rope::Rope;
 
-/// What a method is called, and how it is prepared. Each method's file has one, and the registry lists it.
+/// The declaration of a method. Each method's file has one, and the registry lists it.
 pub struct Declaration {
     /// Name on the command line and in results.
     pub name: &'static str,
-    /// One line of help.
+    /// One line of help, with the paper.
     pub help: &'static str,
-    /// The section of an artifact that it reads.
+    /// The artifact section that it reads, if any.
     pub section: Option<&'static str>,
-    /// Prepares it for a model; a method with calibrated parts takes them from the artifact.
+    /// Prepares the method for a model; reads its section of the artifact.
     pub prepare: fn(&Ask) -> Result<Box<dyn Method>>,
-    /// What of it is timed with random contents.
+    /// How it is benchmarked on random data; `None` if it is not.
     pub bench: Option<&'static dyn Bench>,
 }
 
-/// What a method is prepared for.
+/// What a method is prepared from.
 #[derive(Clone, Copy)]
 pub struct Ask<'a> {
-    /// Calibrated parts.
+    /// The artifact with calibrated sections, if one was given.
     pub artifact: Option<&'a Artifact>,
     /// The model's rotation.
     pub rope: &'a Rope,
     /// Channels, d.
     pub head_dim: usize,
-    /// What the run sets.
+    /// The parameters of the run.
     pub params: &'a MethodParams,
     /// Seed of random choices.
     pub seed: u64,

@@ -1,8 +1,8 @@
 //! Retrieval methods: which positions a decode step attends besides the static set.
 //!
-//! The runner owns the static set (sinks and window), the budget, the disjointness of the two sets
-//! and the softmax; a method only chooses. Here are the traits and what passes through them; each method
-//! declares itself in its own file, and [`registry`] lists them.
+//! The runner keeps the static set (sinks and window), the budget and the softmax; a method only chooses. This file
+//! has the traits of a method and their arguments. Each method declares itself in its own file, and [`registry`]
+//! lists them all.
 
 pub mod a2ats;
 pub mod bench;
@@ -39,20 +39,20 @@ pub trait Method: Send + Sync {
     /// Returns the empty state of a KV head.
     fn head(&self, place: &Place) -> Box<dyn Retriever>;
 
-    /// Returns the method's form on an NVIDIA GPU.
+    /// Returns the method on an NVIDIA GPU, if it has one.
     fn cuda(&self) -> Option<&dyn CudaMethod> {
         None
     }
 }
 
-/// A method of the CPU alone can be the function that makes its heads.
+/// A function that makes heads is a method without a GPU index.
 impl<R: Retriever + 'static, F: Fn(&Place) -> R + Send + Sync> Method for F {
     fn head(&self, place: &Place) -> Box<dyn Retriever> {
         Box::new(self(place))
     }
 }
 
-/// A method whose heads all begin as copies of one state.
+/// A method whose heads all start as copies of one state.
 struct Alike<R>(R);
 
 impl<R: Retriever + CudaMethod + Clone + 'static> Method for Alike<R> {
@@ -68,21 +68,21 @@ impl<R: Retriever + CudaMethod + Clone + 'static> Method for Alike<R> {
 /// The place of a KV head in the model, and the settings of its run.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
-    /// Its layer.
+    /// Index of the layer.
     pub layer: usize,
-    /// Its index in the layer.
+    /// Index of the KV head in the layer.
     pub kv_head: usize,
     /// Query heads of the group, r.
     pub group: usize,
     /// Channels, d.
     pub head_dim: usize,
-    /// The model's own sliding window in this layer.
+    /// The model's sliding window in this layer, if it has one.
     pub model_window: Option<usize>,
-    /// First positions that are always attended.
+    /// Number of first positions that are always attended.
     pub sinks: usize,
-    /// Last positions that are always attended.
+    /// Number of last positions that are always attended.
     pub window: usize,
-    /// The budget of positions that may be chosen besides.
+    /// How many other positions may be chosen.
     pub budget: Budget,
     /// Element type of the cache.
     pub kv: KvType,
@@ -90,17 +90,17 @@ pub struct Place {
 
 /// The rows of a prompt, for one KV head.
 pub struct Prompt<'a> {
-    /// Position of its first row; not zero for a later turn.
+    /// Position of the first row; above zero in later turns.
     pub first: usize,
     /// Keys before rotation: `[m,d]`.
     pub k_pre: ArrayView2<'a, f32>,
     /// Queries after rotation: `[r,m,d]`.
     pub q_rope: ArrayView3<'a, f32>,
-    /// Rotated keys of every position, `[first + m, d]`; earlier ones as the cache gives them.
+    /// Rotated keys of every position, `[first + m, d]`; those before `first` as the cache holds them.
     pub keys: ArrayView2<'a, f32>,
     /// Values of every position, `[first + m, d]`.
     pub values: ArrayView2<'a, f32>,
-    /// The cache of this head, which already holds the new rows.
+    /// The cache of this head, with the new rows.
     pub kv: &'a KvHead,
 }
 
@@ -135,22 +135,22 @@ fn softmax(scores: &mut [f32]) {
 pub struct Step<'a> {
     /// Index of the step, from 0.
     pub step: usize,
-    /// The positions visible to the current token, whose own is the last.
+    /// The positions visible to the current token; its own is the last.
     pub visible: Range<usize>,
-    /// The positions that may be chosen: visible and not in the static set.
+    /// The positions that may be chosen: those visible outside the static set.
     pub candidates: Range<usize>,
-    /// Most positions that may be chosen, B.
+    /// The most positions that may be chosen, B.
     pub budget: usize,
     /// Queries before rotation: `[r,d]`.
     pub q_pre: ArrayView2<'a, f32>,
     /// Queries after rotation: `[r,d]`.
     pub q_rope: ArrayView2<'a, f32>,
-    /// The cache of this head, the current token included.
+    /// The cache of this head, with the current token.
     pub kv: &'a KvHead,
 }
 
 impl Step<'_> {
-    /// Returns whether the budget covers all candidates, so that every method equals full attention.
+    /// Returns whether the budget covers all candidates; every method then equals full attention.
     pub fn is_exact(&self) -> bool {
         self.budget >= self.candidates.len()
     }
@@ -159,14 +159,14 @@ impl Step<'_> {
 /// The choice of a method for one step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Choice {
-    /// Ascending, no duplicates, at most B of the candidates.
+    /// The chosen candidates, at most B: ascending, no duplicates.
     pub positions: Vec<u32>,
-    /// Cached keys that were read for ranking and are not attended.
+    /// Number of cached keys that were read for ranking but not chosen.
     pub ranked_rows: usize,
-    /// Exact products of a query with a key that were computed for ranking, summed over the query heads.
+    /// Number of exact query-key products computed for ranking, over all query heads.
     pub products: usize,
-    /// For each bypassed query head its estimated attention over everything but the sinks; the head attends the sinks
-    /// alone, and both are joined. Empty, or one entry per query head.
+    /// For each bypassed query head, its estimated attention over all positions but the sinks. The runner attends the
+    /// sinks and joins the two. Empty, or one entry per query head.
     pub bypassed: Vec<Option<Partial>>,
 }
 
@@ -179,19 +179,19 @@ impl From<Vec<u32>> for Choice {
     }
 }
 
-/// What a KV head reads in one step in order to choose, besides what it then attends.
+/// What one KV head reads in a step to choose, besides what it then attends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reads {
-    /// Bytes of the index.
+    /// Bytes of the index that are read.
     pub index_bytes: usize,
-    /// Cached keys that are ranked exactly.
+    /// Number of cached keys that are ranked exactly.
     pub keys: usize,
-    /// Those of them that are not attended, so that attention does not read them.
+    /// How many of these keys are not attended afterwards.
     pub unattended_keys: usize,
 }
 
 impl Reads {
-    /// An index that is read instead of keys.
+    /// Returns the reads of an index of `bytes`, and no keys.
     pub fn index(bytes: usize) -> Self {
         Self {
             index_bytes: bytes,
@@ -199,7 +199,7 @@ impl Reads {
         }
     }
 
-    /// An index, and the keys that a choice ranked.
+    /// Returns the reads of an index, and of the keys that a choice ranked.
     pub fn ranked(index_bytes: usize, choice: &Choice) -> Self {
         Self {
             index_bytes,
@@ -209,17 +209,17 @@ impl Reads {
     }
 }
 
-/// How a method looks for the best positions; both ways find the same.
+/// How a method searches for the best positions; both ways find the same ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Ranking {
-    /// Whatever is fastest: tables in registers, lists of positions.
+    /// The fastest way the method has, such as tables in registers or lists of positions.
     #[default]
     Fast,
-    /// Every position's score in f32, one by one: the reference of what is faster.
+    /// One f32 score per position: the reference for the fast way.
     Plain,
 }
 
-/// Copies the state of a KV head; every [`Retriever`] that can be cloned has this.
+/// Copies a [`Retriever`]; implemented for all that are `Clone`.
 pub trait Fork {
     /// Returns a copy for another trajectory.
     fn fork(&self) -> Box<dyn Retriever>;
@@ -233,12 +233,12 @@ impl<R: Retriever + Clone + 'static> Fork for R {
 
 /// The retrieval state of one KV head of one layer.
 pub trait Retriever: Fork + Send + Sync {
-    /// Adds the rows of a prompt, the first one or that of a later turn, to the index.
+    /// Adds the rows of a prompt to the index, in the first turn or a later one.
     fn prefill(&mut self, prompt: &Prompt) {
         let _ = prompt;
     }
 
-    /// Adds the key of one generated token, before it is attended: `[1,d]` before and after rotation.
+    /// Adds the key of a generated token before it is attended, `[1,d]` before and after rotation.
     fn append(&mut self, k_pre: ArrayView2<f32>, k_rope: ArrayView2<f32>) {
         let _ = (k_pre, k_rope);
     }
@@ -246,31 +246,31 @@ pub trait Retriever: Fork + Send + Sync {
     /// Chooses the positions that a step attends besides the static set.
     fn select(&mut self, step: &Step) -> Choice;
 
-    /// Returns what choosing that read; by default nothing.
+    /// Returns what this choice read; nothing by default.
     fn reads(&self, step: &Step, choice: &Choice) -> Reads {
         let _ = (step, choice);
         Reads::default()
     }
 
-    /// Returns whether [`Retriever::observe`] needs this step's attention; called after the choice.
+    /// Returns whether [`Retriever::observe`] wants the attention of this step; called after `select`.
     fn observes(&self, step: &Step) -> bool {
         let _ = step;
         false
     }
 
-    /// Learns from the attention of a step: `weights` `[r, positions]` over `positions`, the static set included; a
-    /// bypassed head has zeros.
+    /// Learns from the attention weights `[r, positions]` of a step. `positions` includes the static set; a bypassed
+    /// query head has zeros.
     fn observe(&mut self, step: &Step, positions: &[u32], weights: ArrayView2<f32>) {
         let _ = (step, positions, weights);
     }
 
-    /// Returns the bytes of the index, which grow with the context.
+    /// Returns the bytes of the index that grow with the context.
     fn state_bytes(&self) -> usize {
         0
     }
 }
 
-/// Returns all candidates, which the budget covers.
+/// Returns all candidates, for a budget that covers them.
 fn everything(step: &Step) -> Vec<u32> {
     step.candidates.clone().map(|p| p as u32).collect()
 }

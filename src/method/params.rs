@@ -1,11 +1,11 @@
-//! What a run may set, over all methods.
+//! The parameters of all methods, as flags.
 
 use super::a2ats::params::A2atsParams;
 use super::ctkvr::params::CtkvrParams;
 use super::lfps::params::LfpsParams;
 use super::selfindex::params::SelfIndexParams;
 
-/// The parameters of the methods that have some.
+/// The parameters of every method that has some.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[group(skip)]
 pub struct MethodParams {

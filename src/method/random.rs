@@ -1,4 +1,4 @@
-//! Positions drawn uniformly without replacement: the baseline that knows nothing of the keys.
+//! Positions drawn uniformly without replacement: the baseline that ignores the keys.
 
 pub mod cuda;
 
@@ -34,7 +34,7 @@ impl Method for Seed {
     }
 }
 
-/// A uniform choice, determined by seed, layer, head and step.
+/// Uniform draws, determined by seed, layer, head and step.
 #[derive(Clone)]
 pub struct RandomDraws {
     seed: u64,

@@ -11,7 +11,7 @@ use super::{Method, a2ats, ctkvr, full, h2o, lfps, quest, random, selfindex, sna
 use crate::artifact::Artifact;
 use crate::error::Result;
 
-/// All methods, in the order in which the help lists them and the first calibrated one becomes the default.
+/// All methods in the order of the help. The first one with a section in the artifact is the default.
 pub static METHODS: &[MethodName] = &[
     MethodName(&full::METHOD),
     MethodName(&topk::METHOD),
@@ -31,12 +31,12 @@ pub static METHODS: &[MethodName] = &[
 pub struct MethodName(&'static Declaration);
 
 impl MethodName {
-    /// Name on the command line and in results.
+    /// Returns its name on the command line and in results.
     pub fn as_str(self) -> &'static str {
         self.0.name
     }
 
-    /// What of the method can be timed with random contents.
+    /// Returns how the method is benchmarked on random data, if it is.
     pub fn bench(self) -> Option<&'static dyn Bench> {
         self.0.bench
     }
@@ -77,13 +77,13 @@ impl ValueEnum for MethodName {
     }
 }
 
-/// The method of a run that names none: the first with a section in the artifact, else full attention.
+/// Returns the default method: the first with a section in the artifact, else full attention.
 pub fn default_method(artifact: Option<&Artifact>) -> MethodName {
     let calibrated = METHODS.iter().find(|method| method.section(artifact).is_some());
     calibrated.copied().unwrap_or(MethodName(&full::METHOD))
 }
 
-/// Bytes of what `method` needs besides its index, whatever the context: its section of the artifact.
+/// Returns the bytes that `method` needs whatever the context: those of its artifact section.
 pub fn constant_bytes(method: MethodName, artifact: Option<&Artifact>) -> Result<usize> {
     let section = method.section(artifact);
     section.map_or(Ok(0), |(artifact, name)| Ok(artifact.section(name)?.bytes()))

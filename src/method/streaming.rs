@@ -1,4 +1,4 @@
-//! The most recent positions: a window that the budget makes longer.
+//! The most recent positions: the window, made longer by the budget.
 //!
 //! # Source
 //! Attention sinks with a window, StreamingLLM (arXiv 2309.17453).
@@ -17,7 +17,7 @@ pub static METHOD: Declaration = Declaration {
     bench: None,
 };
 
-/// Sinks and recent positions alone.
+/// The most recent candidates.
 #[derive(Clone)]
 pub struct Streaming;
 

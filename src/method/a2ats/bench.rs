@@ -1,4 +1,4 @@
-//! a2ats with random codebooks and codes, for benchmarks.
+//! Benchmarks of a2ats on random codebooks and codes.
 
 use std::sync::Arc;
 
@@ -33,7 +33,7 @@ impl Bench for A2atsBench {
         false
     }
 
-    /// Codes, and the codebooks that all sequences share.
+    /// The codes, and the codebooks, which all sequences share.
     fn index_bytes(&self, layer: &TimedLayer) -> usize {
         2 * layer.kv_heads * (layer.sequences * layer.context + layer.codewords * layer.head_dim)
     }
@@ -55,7 +55,7 @@ impl Bench for A2atsBench {
     }
 }
 
-/// A codebook without whitening.
+/// Makes a random codebook without whitening.
 fn codebook(layer: &TimedLayer, head: usize) -> Result<Arc<HeadCodebook>> {
     let (size, d) = (layer.codewords, layer.head_dim);
     let config = RopeConfig {

@@ -33,13 +33,13 @@ pub struct HeadCodebook {
     wrope: Option<RopeTable>,
 }
 
-/// What a GPU needs of the codebook of one KV head.
+/// The codebook of one KV head in the form that a GPU reads.
 pub struct HeadConstants<'a> {
-    /// C^z, `[M,d]`, values of f16.
+    /// C^z, `[M,d]`, values that fit f16.
     pub codebook: ArrayView2<'a, f32>,
-    /// What takes a query to y = q R_b L^-T: `[d,d]`, y_i = sum_j map_ij q_j.
+    /// Maps a query to y = q R_b L^-T: `[d,d]`, y_i = sum_j map_ij q_j.
     pub query_map: Array2<f32>,
-    /// What takes a key to z: `[d,d]`, z_i = sum_j map_ij k_j - mean_i.
+    /// Maps a key to z: `[d,d]`, z_i = sum_j map_ij k_j - mean_i.
     pub key_map: Array2<f32>,
     /// The whitened mean, `[d]`.
     pub mean: Vec<f32>,
@@ -93,7 +93,7 @@ impl HeadCodebook {
         Self::with_rotation(codebook, mean, chol, Some(table))
     }
 
-    /// Makes a codebook for queries that `wrope` rotates, or that are given rotated.
+    /// Makes a codebook for queries that `wrope` rotates; without it they are given rotated.
     fn with_rotation(
         codebook: Array2<f32>,
         mean: Array1<f32>,

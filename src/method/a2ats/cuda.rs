@@ -1,4 +1,4 @@
-//! a2ats on the GPU: codeword scores, the largest k that fits the budget, one scan over the codes.
+//! a2ats on the GPU: codeword scores, the largest k that fits the budget, and one scan over the codes.
 
 pub mod encode;
 mod index;
@@ -16,7 +16,7 @@ use crate::method::cuda::grid;
 use encode::{Norms, width};
 pub(super) use index::random;
 
-/// Most codewords of a KV head: `rank_codewords` lists them, eight bytes each, in shared memory.
+/// Most codewords per KV head: `rank_codewords` keeps eight bytes of each in shared memory.
 pub const MOST_CODEWORDS: usize = kernels::RankCodewords::KERNEL.shared_bytes / 8;
 
 /// The codebooks of one layer.
@@ -26,12 +26,12 @@ pub struct Codebooks<'d> {
     pub(crate) codebook: Buffer<'d, f16>,
     /// Half of the squared norms, `[g,M]`.
     pub(crate) norms: Buffer<'d, f32>,
-    /// The same as the search has them: see [`Norms`].
+    /// The same for the search: see [`Norms`].
     pub(crate) biases: Buffer<'d, f32>,
     pub(crate) bounds: Buffer<'d, f32>,
     /// `[g,d,d]`.
     query_maps: Buffer<'d, f32>,
-    /// What takes a key to z, L: z_i = sum_j k_j L_ji - mean_i; `[g,d,d]`.
+    /// L, which maps a key to z: z_i = sum_j k_j L_ji - mean_i; `[g,d,d]`.
     pub(crate) factors: Buffer<'d, f32>,
     /// `[g,d]`.
     pub(crate) means: Buffer<'d, f32>,
@@ -41,7 +41,7 @@ impl<'d> Codebooks<'d> {
     /// Uploads the constants of every KV head.
     ///
     /// # Errors
-    /// A codebook that is too large; channels that do not come in eights; no memory.
+    /// A codebook that is too large; channels that are not a multiple of 8; out of memory.
     pub fn new(driver: &'d dyn Driver, heads: &[HeadConstants<'_>]) -> Result<Self> {
         let (size, d) = heads.first().map_or((0, 0), |head| head.codebook.dim());
         if size == 0 || size > MOST_CODEWORDS {
@@ -77,7 +77,7 @@ impl<'d> Codebooks<'d> {
     }
 }
 
-/// The codes of one layer's cache, and what a step needs besides.
+/// The codes of one layer's cache, and the buffers of a step.
 pub struct A2ats<'d> {
     driver: &'d dyn Driver,
     pub(crate) shape: Shape,
@@ -87,7 +87,7 @@ pub struct A2ats<'d> {
     pub codes: Buffer<'d, u16>,
     /// Candidates per codeword at the last step, `[b,g,M]`.
     pub counts: Buffer<'d, u32>,
-    /// The candidates counted, `[b,g,2]`.
+    /// The range of candidates that are counted, `[b,g,2]`.
     counted: Buffer<'d, u32>,
     /// Whitened queries or keys, `[b,h,d]`.
     mapped: Buffer<'d, f32>,
@@ -103,10 +103,10 @@ pub struct A2ats<'d> {
 }
 
 impl<'d> A2ats<'d> {
-    /// An empty layer. With `per_query_head` the budget is what each query head chooses on its own.
+    /// Makes an empty layer. With `per_query_head` the budget is per query head.
     ///
     /// # Errors
-    /// Sizes that the kernels are not made for; no memory.
+    /// Sizes that the kernels do not support; out of memory.
     pub fn new(
         driver: &'d dyn Driver,
         shape: Shape,
@@ -135,25 +135,25 @@ impl<'d> A2ats<'d> {
         })
     }
 
-    /// Forgets every code, for sequences that begin anew.
+    /// Forgets every code, for new sequences.
     pub fn clear(&self) -> Result<()> {
         self.counted.zero()?;
         self.counts.zero()
     }
 
-    /// Random codes, for a benchmark.
+    /// Fills in random codes, for a benchmark.
     pub fn fill(&self, seed: u32) -> Result<()> {
         self.clear()?;
         let random = Random::Below(self.size);
         fill(self.driver, &self.codes, self.codes.len(), random, seed)
     }
 
-    /// Bytes of the codes.
+    /// Returns the bytes of the codes.
     pub fn bytes(&self) -> usize {
         2 * self.codes.len()
     }
 
-    /// Encodes the last position's keys, `[b,g,d]`; `positions` counts it already.
+    /// Encodes the keys of the last position, `[b,g,d]`, which `positions` already counts.
     ///
     /// # Numerics
     /// f32; the lower codeword on ties.
@@ -278,7 +278,7 @@ impl<'d> A2ats<'d> {
         .launch(self.driver, grid(&self.shape, to.blocks))
     }
 
-    /// The products of `r` whitened rows per KV head with its codewords.
+    /// Computes the products of `r` whitened rows per KV head with its codewords.
     fn score(&self, codebooks: &Codebooks<'_>, r: usize) -> Result<()> {
         let d = self.shape.head_dim;
         let grid = grid(&self.shape, self.size.div_ceil(64));

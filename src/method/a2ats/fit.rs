@@ -34,7 +34,7 @@ impl Fit for FitParams {
     }
 }
 
-/// Heads that are fitted together by Eq. 13 and 15-17: metric, whitening, clustering; codebooks stay in whitened
+/// Heads that are fitted together by Eq. 13 and 15-17: metric, whitening, clustering. Codebooks stay in whitened
 /// coordinates.
 struct HeadRun<'a> {
     states: &'a LayerStates<'a>,
@@ -123,7 +123,7 @@ impl<'a> HeadRun<'a> {
         }
     }
 
-    /// Makes the error for head `i` of the run, whose values the section cannot hold.
+    /// Makes the error for head `i` of the run if the section cannot hold its values.
     fn outliers(&self, i: usize, what: &str) -> Error {
         let error = Error::failed(what).hint("the keys of this head have extreme outliers");
         at(self.states, self.heads.start + i, error)

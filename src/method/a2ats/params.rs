@@ -1,6 +1,6 @@
-//! What a run with a2ats may set.
+//! The parameters of a2ats, as flags.
 
-/// What a run may set.
+/// The parameters of a2ats.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[group(skip)]
 pub struct A2atsParams {

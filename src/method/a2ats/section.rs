@@ -83,7 +83,7 @@ pub struct FitParams {
 }
 
 impl FitParams {
-    /// The section's parameters in the manifest.
+    /// Returns the section's parameters in the manifest.
     pub fn manifest(&self) -> Result<Map<String, Value>> {
         let mut manifest = object(self)?;
         manifest.extend(object(&json!({
@@ -98,7 +98,7 @@ impl FitParams {
         Ok(manifest)
     }
 
-    /// What k-means is told; seeds are per head.
+    /// Returns the parameters of k-means; seeds are per head.
     pub fn kmeans(&self) -> KMeansParams {
         KMeansParams {
             size: self.size,

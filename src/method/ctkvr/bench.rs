@@ -1,4 +1,4 @@
-//! ctkvr after a random prompt, for benchmarks.
+//! Benchmarks of ctkvr after a random prompt.
 
 use super::{Ctkvr, CtkvrParams};
 use crate::error::Result;

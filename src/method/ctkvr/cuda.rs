@@ -1,8 +1,8 @@
-//! ctkvr on the GPU: a ring of past queries with the positions that those attended, and the best of what the most similar
-//! of them have.
+//! ctkvr on the GPU: a ring of past queries with the positions that they attended; a step chooses from the lists of the
+//! most similar ones.
 //!
-//! The contract is [`crate::method::ctkvr`]. A centroid's list is built where the centroid comes from: of a prompt's
-//! queries over all that they see, of a step's over what that step ranked.
+//! The contract is [`crate::method::ctkvr`]. The list of a prompt's query is made from all positions that it sees, the
+//! list of a step's query from the positions that the step ranked.
 
 mod index;
 pub mod prompt;
@@ -22,7 +22,7 @@ use crate::method::cuda::{OnDevice, grid};
 use crate::method::topk::cuda::{BestByWeight, Weighed};
 pub use prompt::Lists;
 
-/// Centroids of a block of `recall_centroids`, numbers of a list that a block has.
+/// Centroids per block of `recall_centroids`, and entries of a list per block.
 const RECALLED: usize = 64;
 const PIECE: usize = 1024;
 
@@ -36,21 +36,21 @@ pub struct Ctkvr<'d> {
     /// `[b,g,slots,longest]` and `[b,g,slots]`.
     lists: Buffer<'d, u32>,
     lens: Buffer<'d, u32>,
-    /// `[b,4]`: the slot of the oldest centroid, how many there are, the first position that lists do not cover, steps.
+    /// `[b,4]`: slot of the oldest centroid, number of centroids, first position that no list covers, number of steps.
     ring: Buffer<'d, u32>,
     space: Rc<CtkvrWorkspace<'d>>,
 }
 
-/// What a step needs; one for all layers that see as far.
+/// The buffers of a step; shared by all layers with the same sliding window.
 pub struct CtkvrWorkspace<'d> {
-    /// An empty head, which knows how many centroids and positions there are to be.
+    /// An empty head, which computes the numbers of centroids and of positions per list.
     sizes: cpu::Ctkvr,
-    /// Centroids that there is room for, positions of a list and of a union, and lists that a step recalls.
+    /// Most centroids, positions of a list, positions of a union, and lists that a step recalls.
     slots: usize,
     longest: usize,
     room: usize,
     probes: usize,
-    /// `[capacity + 1,2]`: centroids and the length of a list, at caches of so many positions.
+    /// `[capacity + 1,2]`: number of centroids and length of a list, by positions in the cache.
     limits: Buffer<'d, u32>,
     /// `[b,g,slots]` and `[b,g,probes]`.
     cosines: Buffer<'d, u32>,
@@ -65,16 +65,16 @@ pub struct CtkvrWorkspace<'d> {
     wants: Buffer<'d, u32>,
     /// Every KV head is a sequence of `room` positions.
     weights: BestByWeight<'d>,
-    /// A new centroid's: `[b,g,longest]` and `[b,g]`.
+    /// The list of a new centroid, `[b,g,longest]`, and its length, `[b,g]`.
     chosen: Buffer<'d, u32>,
     chosen_count: Buffer<'d, u32>,
 }
 
 impl<'d> CtkvrWorkspace<'d> {
-    /// Room for one step; the bytes of the cache bound the index.
+    /// Allocates the buffers of a step; the bytes of the cache bound the index.
     ///
     /// # Errors
-    /// Sizes that the kernels are not made for; no memory.
+    /// Sizes that the kernels do not support; out of memory.
     pub fn new(at: OnDevice<'d>, limits: &Limits, params: &CtkvrParams) -> Result<Self> {
         let (driver, shape) = (at.driver, at.shape.checked()?);
         let sizes = cpu::Ctkvr::new(&at.place(0, 0, limits), params);
@@ -125,10 +125,10 @@ impl<'d> CtkvrWorkspace<'d> {
 }
 
 impl<'d> Ctkvr<'d> {
-    /// An empty index.
+    /// Makes an empty index.
     ///
     /// # Errors
-    /// Sizes that the kernels are not made for; no memory.
+    /// Sizes that the kernels do not support; out of memory.
     pub fn new(
         driver: &'d dyn Driver,
         shape: Shape,
@@ -150,7 +150,7 @@ impl<'d> Ctkvr<'d> {
         })
     }
 
-    /// Chooses for rotated queries `[b,h,d]`, and makes a centroid of them where it is a step for that; `rows` hold the
+    /// Chooses for rotated queries `[b,h,d]`, and makes a centroid of them if the step is due for one; `rows` hold the
     /// current token.
     ///
     /// # Numerics
@@ -193,7 +193,7 @@ impl<'d> Ctkvr<'d> {
         Ok(to)
     }
 
-    /// Bytes of shared memory for the group's queries.
+    /// Returns the bytes of shared memory for a group's queries.
     fn query_bytes(&self) -> usize {
         4 * self.shape.group * self.shape.head_dim
     }
@@ -267,7 +267,7 @@ impl<'d> Ctkvr<'d> {
         .launch(self.driver, grid(&self.shape, blocks))
     }
 
-    /// The step's queries become a centroid, and the step is counted.
+    /// Makes a centroid of the step's queries if the step is due for one, and counts the step.
     fn update(&self, queries: &Buffer<'_, f32>, positions: &Positions<'_>) -> Result<()> {
         let (space, shape) = (&self.space, &self.shape);
         let every = space.sizes.params.ct_update.min(u32::MAX as usize);
@@ -308,12 +308,12 @@ impl<'d> Ctkvr<'d> {
         .launch(self.driver, [b.div_ceil(256), 1, 1])
     }
 
-    /// Bytes of centroids and their lists.
+    /// Returns the bytes of the centroids and their lists.
     pub fn bytes(&self) -> usize {
         2 * self.centroids.len() + 4 * (self.lists.len() + self.lens.len())
     }
 
-    /// The centroids of each KV head `[b,g]`, oldest first; waits for the device.
+    /// Copies the centroids of each KV head `[b,g]` to the host, oldest first; waits for the device.
     pub fn held(&self) -> Result<Vec<Vec<Centroid>>> {
         let (slots, longest) = (self.space.slots, self.space.longest);
         let values = self.shape.group * self.shape.head_dim;

@@ -1,4 +1,4 @@
-//! What a run with ctkvr may set.
+//! The parameters of ctkvr, as flags.
 
 use rand::SeedableRng;
 use rand::seq::index;
@@ -7,7 +7,7 @@ use rand_chacha::ChaCha8Rng;
 /// Length of a list by default, in budgets.
 const LIST_PER_BUDGET: f64 = 2.5;
 
-/// A flag's length of a list, in budgets: what is ranked must fill one.
+/// Parses the length of a list in budgets; what is ranked must fill one.
 fn list_per_budget(text: &str) -> std::result::Result<f64, String> {
     match text.parse::<f64>() {
         Ok(x) if x.is_finite() && x >= 1.0 => Ok(x),
@@ -29,7 +29,7 @@ pub enum Choose {
 }
 
 impl Choose {
-    /// `count` of `m` rows, ascending.
+    /// Returns `count` of `m` rows, ascending.
     pub(super) fn rows(self, m: usize, count: usize) -> Vec<usize> {
         let count = count.min(m);
         match self {
@@ -46,7 +46,7 @@ impl Choose {
     }
 }
 
-/// What a run may set.
+/// The parameters of ctkvr.
 #[derive(Clone, Debug, clap::Args)]
 #[group(skip)]
 pub struct CtkvrParams {

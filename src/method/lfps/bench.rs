@@ -1,4 +1,4 @@
-//! lfps after a random prompt, for benchmarks.
+//! Benchmarks of lfps after a random prompt.
 
 use super::LfpsMethod;
 use crate::error::Result;

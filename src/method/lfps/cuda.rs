@@ -1,5 +1,5 @@
-//! lfps on the GPU: what the heads' tables propose, exact scores of that alone, and what was attended back into the
-//! tables: `kernels/select_lfps.cu`.
+//! lfps on the GPU: candidates from the tables, exact scores of these alone, and updates of the tables from what was
+//! attended: `kernels/select_lfps.cu`.
 
 mod tables;
 
@@ -14,32 +14,32 @@ use crate::kv::cuda::{Limits, Positions, SCAN, Selection, Shape};
 use crate::method::lfps as method;
 use crate::method::lfps::{QueryHead, Threshold};
 
-/// Positions of a block that marks and scores candidates.
+/// Positions per block when candidates are marked and scored.
 const SCORED: usize = 256;
-/// Attended positions of a block that scores them.
+/// Attended positions per block when these are scored.
 const ATTENDED: usize = 64;
-/// Numbers of a query head that stay as they are.
+/// Constants per query head.
 const CONSTANTS: usize = 6;
-/// Numbers of what `lfps_limit` finds.
+/// Values that `lfps_limit` writes per KV head.
 const CHOICE: usize = 2 + crate::kv::cuda::MOST_GROUP;
 
-/// Where a step is worked on; one for all layers that see as far.
+/// The buffers of a step; shared by all layers with the same sliding window.
 pub struct LfpsWorkspace<'d> {
     /// `[b,h,blocks,2]`, `[b,h,blocks,4]` and `[b,h,4]`.
     parts: Buffer<'d, f64>,
     moments: Buffer<'d, f64>,
     thresholds: Buffer<'d, f64>,
-    /// `[b,h]`: whether a head is bypassed, and the log mass of what is no sink.
+    /// `[b,h]`: whether a head is bypassed, and the log mass of the non-sinks.
     bypassed: Buffer<'d, u32>,
     rest: Buffer<'d, f32>,
-    /// `[b,g,4]`: key rows read to rank, products, heads bypassed, rows of the local estimate.
+    /// `[b,g,4]`: keys read to rank, products, bypassed heads, positions of the local estimate.
     counters: Buffer<'d, u32>,
-    /// `[b,h,capacity]` in the order of scores, and `[b,h,blocks]` how many there are.
+    /// `[b,h,capacity]`: integers in the order of scores; `[b,h,blocks]`: number of candidates.
     scores: Buffer<'d, u32>,
     counts: Buffer<'d, u32>,
     /// `[b,g,capacity]`: the best rank of a position in any head.
     joins: Buffer<'d, u32>,
-    /// `[b,h,capacity]` twice, to sort to and fro, and `[b,h]`.
+    /// `[b,h,capacity]`, twice for sorting, and `[b,h]`.
     entries: [Buffer<'d, u64>; 2],
     listed: Buffer<'d, u32>,
     /// `[b,g,CHOICE]`.
@@ -51,10 +51,10 @@ pub struct LfpsWorkspace<'d> {
 }
 
 impl<'d> LfpsWorkspace<'d> {
-    /// Room for one step.
+    /// Allocates the buffers of a step.
     ///
     /// # Errors
-    /// Sizes that the kernels are not made for; no memory.
+    /// Sizes that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits) -> Result<Self> {
         let shape = shape.checked()?;
         let (h, n) = (shape.query_heads(), shape.capacity);
@@ -81,7 +81,7 @@ impl<'d> LfpsWorkspace<'d> {
     }
 }
 
-/// The tables of one layer's query heads, and what goes with them.
+/// The tables and constants of one layer's query heads.
 pub struct Lfps<'d> {
     driver: &'d dyn Driver,
     shape: Shape,
@@ -89,26 +89,26 @@ pub struct Lfps<'d> {
     theta: f64,
     /// Whether the table with the larger kurtosis has the lower threshold.
     is_balanced: bool,
-    /// `[b,h,2,capacity]` before the factors `[b,h,2]`: by position, and by distance.
+    /// `[b,h,2,capacity]`, still without the factors `[b,h,2]`: by position, and by distance.
     tables: Buffer<'d, f32>,
     factors: Buffer<'d, f64>,
     /// `[b,h,CONSTANTS]`.
     constants: Buffer<'d, f64>,
-    /// `[b,g,2,d]`: sums of the keys and of the values of what is visible and no sink.
+    /// `[b,g,2,d]`: sums of the keys and of the values of the visible non-sinks.
     sums: Buffer<'d, f64>,
     space: Rc<LfpsWorkspace<'d>>,
 }
 
 impl<'d> Lfps<'d> {
-    /// Whether the kernels set thresholds by a rule.
+    /// Returns whether the kernels support a threshold rule.
     pub fn can(rule: Threshold) -> bool {
         matches!(rule, Threshold::Kurtosis | Threshold::MeanStd)
     }
 
-    /// Empty tables.
+    /// Makes empty tables.
     ///
     /// # Errors
-    /// Sizes or a rule that the kernels are not made for; no memory.
+    /// Sizes or a rule that the kernels do not support; out of memory.
     pub fn new(
         driver: &'d dyn Driver,
         shape: Shape,
@@ -135,10 +135,10 @@ impl<'d> Lfps<'d> {
         })
     }
 
-    /// Takes over the state after a prompt, one per KV head of every sequence.
+    /// Copies the state after a prompt from the CPU, one per KV head of every sequence.
     ///
     /// # Errors
-    /// Other numbers of heads, or more positions than there is room for.
+    /// The number of heads differs, or a table exceeds the capacity.
     pub fn write(&self, heads: &[method::Lfps]) -> Result<()> {
         let (capacity, r) = (self.shape.capacity, self.shape.group);
         let own: Vec<&QueryHead> = heads.iter().flat_map(method::Lfps::heads).collect();
@@ -173,8 +173,8 @@ impl<'d> Lfps<'d> {
         self.sums.write(&sums)
     }
 
-    /// Chooses for rotated queries `[b,h,d]`: tests every head for the bypass, and of what the other heads' tables
-    /// propose takes the best, the same rank for all heads of a group; `rows` hold the current token.
+    /// Chooses for rotated queries `[b,h,d]`: tests every head for the bypass, and takes the best candidates of the
+    /// other heads' tables, up to the same rank for all heads of a group. `rows` hold the current token.
     ///
     /// # Numerics
     /// Tables, thresholds and the bypass in f64, scores in f32; the lower position on ties.
@@ -192,13 +192,13 @@ impl<'d> Lfps<'d> {
         Ok(&self.space.selection)
     }
 
-    /// Blocks of so many positions, for each of a sequence's query heads or KV heads.
+    /// Returns a grid with a block per `positions` positions, for each of `heads` heads of each sequence.
     fn grid(&self, positions: usize, heads: usize) -> [usize; 3] {
         let blocks = self.shape.capacity.div_ceil(positions);
         [blocks, heads, self.shape.sequences]
     }
 
-    /// Query heads of a sequence.
+    /// Returns the number of query heads of a sequence.
     fn query_heads(&self) -> usize {
         self.shape.kv_heads * self.shape.group
     }
@@ -300,7 +300,7 @@ impl<'d> Lfps<'d> {
         .launch(self.driver, grid, self.query_bytes())
     }
 
-    /// Bytes of a group's queries in shared memory.
+    /// Returns the bytes of shared memory for a group's queries.
     fn query_bytes(&self) -> usize {
         4 * self.shape.group * self.shape.width()
     }
@@ -370,11 +370,11 @@ impl<'d> Lfps<'d> {
         .launch(self.driver, grid)
     }
 
-    /// After [`Lfps::select`] and the attention over what it chose: bypassed heads get the attention over the sinks
-    /// joined with the mean of the other values, and the tables of the others take in the weights of what was attended.
+    /// Completes a step after the attention over what [`Lfps::select`] chose. A bypassed head gets its attention over
+    /// the sinks joined with the mean of the other values; the tables of the other heads learn the attention weights.
     ///
     /// # Numerics
-    /// Weights are of scores in f32 over what is no sink, their sums in f64.
+    /// Weights over the non-sinks from scores in f32, summed in f64.
     pub fn observe(
         &self,
         queries: &Buffer<'_, f32>,
@@ -432,8 +432,8 @@ impl<'d> Lfps<'d> {
         .launch(self.driver, grid)
     }
 
-    /// Adds the shares of a step to `sums` `[3]`, mean over heads: rows read, products taken to rank, query heads
-    /// bypassed.
+    /// Adds the shares of a step to `sums` `[3]`, means over heads: rows read, products computed to rank, bypassed query
+    /// heads.
     pub fn tally(&self, positions: &Positions<'_>, sums: &Buffer<'_, f64>) -> Result<()> {
         let shape = &self.shape;
         kernels::LfpsTally {
@@ -448,7 +448,7 @@ impl<'d> Lfps<'d> {
         .launch(self.driver, [1, 1, 1])
     }
 
-    /// The tables, `[b,h,2,capacity]`: by position and by distance; waits for the device.
+    /// Copies the tables to the host, `[b,h,2,capacity]`: by position and by distance. Waits for the device.
     pub fn tables(&self) -> Result<Vec<f64>> {
         let (values, factors) = (self.tables.read()?, self.factors.read()?);
         let tables = values.chunks(self.shape.capacity).zip(factors);
@@ -457,13 +457,13 @@ impl<'d> Lfps<'d> {
             .collect())
     }
 
-    /// Which query heads were bypassed in the last step, `[b,h]`; waits for the device.
+    /// Returns which query heads were bypassed in the last step, `[b,h]`; waits for the device.
     pub fn bypassed(&self) -> Result<Vec<bool>> {
         let marks = self.space.bypassed.read()?;
         Ok(marks.into_iter().map(|mark| mark != 0).collect())
     }
 
-    /// Bytes that grow with the context.
+    /// Returns the bytes that grow with the context.
     pub fn bytes(&self) -> usize {
         self.tables.len() * size_of::<f32>()
     }

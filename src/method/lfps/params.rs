@@ -1,8 +1,8 @@
-//! What a run with lfps may set.
+//! The parameters of lfps, as flags.
 
 use super::threshold::Threshold;
 
-/// What a run may set.
+/// The parameters of lfps.
 #[derive(Clone, Copy, Debug, clap::Args)]
 #[group(skip)]
 pub struct LfpsParams {

@@ -1,4 +1,4 @@
-//! Uniform draws on the GPU: the host draws, the same positions as on the CPU.
+//! Uniform draws for the GPU: drawn on the host, the same positions as on the CPU.
 
 use super::{RandomDraws, Seed};
 use crate::compute::cuda::driver::Driver;
@@ -6,18 +6,18 @@ use crate::error::Result;
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
 use crate::method::cuda::{CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, each_layer};
 
-/// Candidates drawn uniformly, the same as on the CPU: see [`crate::method::random`]. The host draws.
+/// The draws of one layer: see [`crate::method::random`].
 pub struct Draws<'d> {
-    /// Per KV head of a sequence.
+    /// The draws of each KV head of a sequence.
     heads: Vec<RandomDraws>,
     selection: Selection<'d>,
 }
 
 impl<'d> Draws<'d> {
-    /// The draws of one layer.
+    /// Makes the draws of a layer.
     ///
     /// # Errors
-    /// Sizes that the kernels are not made for; no memory.
+    /// Sizes that the kernels do not support; out of memory.
     pub fn new(
         driver: &'d dyn Driver,
         shape: Shape,

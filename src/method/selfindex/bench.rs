@@ -1,4 +1,4 @@
-//! selfindex with random signs, for benchmarks.
+//! Benchmarks of selfindex on random signs.
 
 use super::params::CentroidSource;
 use super::{SelfIndex, cuda};
@@ -21,7 +21,7 @@ impl Bench for SelfIndexBench {
         true
     }
 
-    /// Signs in 2-bit rows are the index too.
+    /// The signs of 2-bit rows are the index.
     fn reads_rows(&self, kv: KvType) -> bool {
         kv == KvType::TwoBit
     }

@@ -1,4 +1,4 @@
-//! selfindex on the GPU: table scores of sign patterns, and the best of them within the budget.
+//! selfindex on the GPU: table scores of sign patterns, and the best positions within the budget.
 
 mod index;
 
@@ -12,7 +12,7 @@ use crate::kv::cuda::{Limits, Positions, Selection, Shape};
 use crate::method::cuda::grid;
 pub(super) use index::random;
 
-/// What a layer needs to choose by signs.
+/// The centroids of one layer, and the buffers of a step.
 pub struct SelfIndex<'d> {
     /// `[b,g,d/4,16,4]`; a prompt may give them.
     pub centroids: Buffer<'d, f32>,
@@ -24,10 +24,10 @@ pub struct SelfIndex<'d> {
 }
 
 impl<'d> SelfIndex<'d> {
-    /// A layer with these centroids, `[b,g,d/4,16,4]`.
+    /// Makes a layer with these centroids, `[b,g,d/4,16,4]`.
     ///
     /// # Errors
-    /// Sizes that the kernels are not made for; no memory.
+    /// Sizes that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits, centroids: &[f32]) -> Result<Self> {
         let shape = shape.checked()?;
         if centroids.len() != shape.heads() * shape.head_dim * 16 {
@@ -41,10 +41,10 @@ impl<'d> SelfIndex<'d> {
         Ok(index)
     }
 
-    /// A layer whose centroids come from a prompt.
+    /// Makes a layer whose centroids come from a prompt.
     ///
     /// # Errors
-    /// Sizes that the kernels are not made for; no memory.
+    /// Sizes that the kernels do not support; out of memory.
     pub fn empty(driver: &'d dyn Driver, shape: Shape, limits: &Limits) -> Result<Self> {
         let shape = shape.checked()?;
         let values = shape.heads() * shape.head_dim * 16;
@@ -56,8 +56,8 @@ impl<'d> SelfIndex<'d> {
         })
     }
 
-    /// Chooses for rotated queries `[b,h,d]`: of the positions that come first the best on two fifths of the budget,
-    /// then the best of all others.
+    /// Chooses for rotated queries `[b,h,d]`: the best full-precision tokens within two fifths of the budget, then the
+    /// best of all other positions.
     ///
     /// # Numerics
     /// PatternScores in f32; the lower position on ties.
@@ -102,8 +102,8 @@ impl<'d> SelfIndex<'d> {
         best.choose(positions)
     }
 
-    /// The keys of every position after a step, `[b,g,capacity]`: in the order of scores, the largest of all for what
-    /// comes first; waits for the device.
+    /// Copies the sort keys of every position after a step to the host, `[b,g,capacity]`: in the order of scores, and
+    /// the largest for full-precision tokens. Waits for the device.
     pub fn keys(&self) -> Result<Vec<u32>> {
         self.best.keys.read()
     }

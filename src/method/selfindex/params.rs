@@ -1,8 +1,8 @@
-//! What a run with selfindex, or with a 2-bit cache, may set.
+//! The parameters of selfindex and of the 2-bit cache, as flags.
 
 use crate::kv::packed::{Center, FULL};
 
-/// Where the centroids of a run come from.
+/// Where the centroids come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum CentroidSource {
     /// One pass over the prompt, as in the paper.
@@ -15,7 +15,7 @@ pub enum CentroidSource {
     Signs,
 }
 
-/// What a run may set.
+/// The parameters of selfindex and of the 2-bit cache.
 #[derive(Clone, Debug, clap::Args)]
 #[group(skip)]
 pub struct SelfIndexParams {

@@ -17,10 +17,10 @@ pub struct Streaming<'d> {
 }
 
 impl<'d> Streaming<'d> {
-    /// Room for one step; one for all layers of a shape.
+    /// Allocates the buffers of a step, which all layers of a shape share.
     ///
     /// # Errors
-    /// Sizes that the kernels are not made for; no memory.
+    /// Sizes that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits) -> Result<Self> {
         let shape = shape.checked()?;
         Ok(Self {

@@ -1,4 +1,4 @@
-//! topk on the GPU: the weight of every visible position, and the best of the candidates within the budget.
+//! topk on the GPU: softmax weights of all visible positions, then the best candidates within the budget.
 
 use std::ffi::c_void;
 use std::rc::Rc;
@@ -15,10 +15,10 @@ use crate::method::cuda::{
 };
 use crate::method::topk as cpu;
 
-/// Positions of a block of `topk_scores`.
+/// Positions per block of `topk_scores`.
 const SPAN: usize = 256;
 
-/// Softmax weights of keys, and the best positions by them.
+/// Buffers for choosing the positions whose keys have the largest softmax weights.
 pub(crate) struct BestByWeight<'d> {
     /// `[b,h,capacity]`.
     scores: Buffer<'d, f32>,
@@ -27,26 +27,26 @@ pub(crate) struct BestByWeight<'d> {
     pub best: Best<'d>,
 }
 
-/// The queries, and the keys that they weigh.
+/// Queries, and the keys that are ranked by their softmax weights.
 pub(crate) struct Weighed<'a> {
     /// `[b,h,w]`.
     pub queries: Ptr<'a, f32>,
-    /// Of the first sequence.
+    /// The keys of the first sequence.
     pub keys: Ptr<'a, c_void>,
-    /// Positions of the keys, `[b,g,capacity]`; `None` for all positions in their order.
+    /// The positions that are ranked, `[b,g,capacity]`; `None` ranks all.
     pub items: Option<Ptr<'a, u32>>,
-    /// `[b,4]`.
+    /// Spans, `[b,4]`: see [`Positions::spans`].
     pub spans: Ptr<'a, u32>,
-    /// Where the keys are.
+    /// The layout of the keys.
     pub rows: &'a LayerRows<'a>,
-    /// Whether all sequences have the first one's keys.
+    /// Whether all sequences rank the keys of the first.
     pub share_rows: bool,
-    /// Whether a key counts by its largest weight over the query group instead of by their sum.
+    /// Whether a key ranks by its largest weight over the query group instead of the sum of its weights.
     pub by_largest: bool,
 }
 
 impl<'d> BestByWeight<'d> {
-    /// Room to choose up to `most` positions per KV head.
+    /// Allocates space to choose up to `most` positions per KV head.
     pub fn new(driver: &'d dyn Driver, shape: Shape, most: usize) -> Result<Self> {
         let h = shape.query_heads();
         Ok(Self {
@@ -95,14 +95,14 @@ impl<'d> BestByWeight<'d> {
     }
 }
 
-/// What a step needs to choose by true weights; one for all layers of a shape.
+/// Exact top-k; its buffers are shared by all layers of a shape.
 pub struct TopK<'d>(BestByWeight<'d>);
 
 impl<'d> TopK<'d> {
-    /// Room for one step.
+    /// Allocates the buffers of a step.
     ///
     /// # Errors
-    /// Sizes that the kernels are not made for; no memory.
+    /// Sizes that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits) -> Result<Self> {
         let shape = shape.checked()?;
         Ok(Self(BestByWeight::new(
@@ -112,8 +112,8 @@ impl<'d> TopK<'d> {
         )?))
     }
 
-    /// Chooses for rotated queries `[b,h,d]`: the candidates with the largest softmax weights over all that is visible,
-    /// summed over the query heads of the group; `rows` hold the current token.
+    /// Chooses for rotated queries `[b,h,d]` the candidates with the largest softmax weights over all visible
+    /// positions, summed over the query group; `rows` hold the current token.
     ///
     /// # Numerics
     /// f32; the lower position on ties.
@@ -135,8 +135,8 @@ impl<'d> TopK<'d> {
         self.0.best.choose(positions)
     }
 
-    /// The keys of every position after a step, `[b,g,capacity]`: the bits of the weights with the sign bit set; what is
-    /// no candidate has none. Waits for the device.
+    /// Copies the sort keys of every position after a step to the host, `[b,g,capacity]`: the bits of the weights with
+    /// the sign bit set, zero for positions that are not candidates. Waits for the device.
     pub fn keys(&self) -> Result<Vec<u32>> {
         self.0.best.keys.read()
     }

@@ -1,4 +1,4 @@
-//! Codes of a prompt's keys on the GPU: whitened, searched on the tensor cores, settled in f32.
+//! Encoding of a prompt's keys on the GPU: whitening, a search on the tensor cores, and the final choice in f32.
 
 use half::f16;
 
@@ -11,20 +11,20 @@ use crate::error::{Error, Result};
 use crate::kv::cuda::{Positions, Shape};
 use crate::method::cuda::grid;
 
-/// Rows of a tile of the search, and rows that share a read of all codewords.
+/// Rows per tile of the search, and rows that share one read of all codewords.
 const TILE: usize = 128;
 const LISTED: usize = 8;
 
-/// Where the keys of a prompt are encoded; one for all layers of a shape.
+/// Buffers to encode the keys of a prompt; shared by all layers of a shape.
 pub struct Encoder<'d> {
     driver: &'d dyn Driver,
     shape: Shape,
-    /// Rows of a KV head that there is room for.
+    /// Most rows of a KV head at once.
     rows: usize,
     /// `[b,g,rows,w]`: z, and the same in f16.
     z: Buffer<'d, f32>,
     halves: Buffer<'d, u16>,
-    /// `[b,g,rows,2]`: norms of a scaled row, and of what rounding took off it.
+    /// `[b,g,rows,2]`: norms of a scaled row, and of its rounding error.
     norms: Buffer<'d, f32>,
     /// `[b,g]`: the bits of the largest magnitude.
     largest: Buffer<'d, u32>,
@@ -37,10 +37,10 @@ pub struct Encoder<'d> {
 }
 
 impl<'d> Encoder<'d> {
-    /// Room for `rows` keys of every KV head at once; longer prompts are encoded in parts.
+    /// Allocates space for `rows` keys of every KV head; longer prompts are encoded in parts.
     ///
     /// # Errors
-    /// Sizes that the kernels are not made for; no memory.
+    /// Sizes that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, rows: usize) -> Result<Self> {
         let shape = shape.checked()?;
         let rows = rows.clamp(1, shape.capacity);
@@ -60,7 +60,7 @@ impl<'d> Encoder<'d> {
         })
     }
 
-    /// z of the rows `first..first + n` of keys `[b,g,m,d]`, and all of it in f16.
+    /// Computes z of the rows `first..first + n` of keys `[b,g,m,d]`, in f32 and f16.
     fn whiten(&self, keys: &Buffer<'_, f32>, of: &Codebooks<'_>, [first, n, m]: [usize; 3]) -> Result<()> {
         let (shape, d, w) = (&self.shape, self.shape.head_dim, width(self.shape.head_dim));
         let across = shape.sequences * w.div_ceil(64);
@@ -99,7 +99,7 @@ impl<'d> Encoder<'d> {
         .launch(self.driver, [n.div_ceil(8), shape.heads(), 1])
     }
 
-    /// The candidates of `n` rows.
+    /// Finds the candidate codewords of `n` rows.
     fn search(&self, of: &Codebooks<'_>, n: usize) -> Result<()> {
         let w = width(self.shape.head_dim);
         kernels::NearestCodewords {
@@ -120,14 +120,14 @@ impl<'d> Encoder<'d> {
 }
 
 impl A2ats<'_> {
-    /// Encodes the last `m` positions' keys, `[b,g,m,d]`, before rotation with windowed RoPE, else after; `positions`
-    /// counts them already.
+    /// Encodes the keys of the last `m` positions, `[b,g,m,d]`, before rotation with windowed RoPE, else after;
+    /// `positions` already counts them.
     ///
     /// # Numerics
     /// The codes of [`A2ats::append`], bit for bit: f32, the lower codeword on ties.
     ///
     /// # Errors
-    /// An encoder of another shape.
+    /// The encoder has another shape.
     pub fn extend(
         &self,
         keys: &Buffer<'_, f32>,
@@ -151,8 +151,8 @@ impl A2ats<'_> {
         Ok(())
     }
 
-    /// Settles the codes of `n` of the last `m` positions, from `first` on, by their candidates, or by the scores of
-    /// all codewords where these leave it open.
+    /// Writes the codes of `n` of the last `m` positions, from `first` on: the best of their candidates, or of all
+    /// codewords where the candidates do not decide it.
     fn settle(
         &self,
         codebooks: &Codebooks<'_>,
@@ -205,16 +205,16 @@ impl A2ats<'_> {
     }
 }
 
-/// Channels of a row of the search.
+/// Returns the channels of a padded row.
 pub(crate) fn width(d: usize) -> usize {
     d.next_multiple_of(16)
 }
 
-/// ||c||²/2 of each codeword and what the search knows of them, for codewords `[g,size,w]`.
+/// ||c||²/2 of each codeword, and its bounds for the search, for codewords `[g,size,w]`.
 pub(crate) struct Norms {
     /// `[g,size]`.
     pub halves: Vec<f32>,
-    /// `[g,padded]`: minus the same, and minus infinity beyond the last.
+    /// `[g,padded]`: the negated values, and minus infinity beyond the last codeword.
     pub biases: Vec<f32>,
     /// `[g,2]`: the largest norm, and the largest of `halves`.
     pub bounds: Vec<f32>,

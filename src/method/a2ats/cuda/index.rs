@@ -18,7 +18,7 @@ use crate::method::cuda::{
     Chunk, CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, SharedPrompt, each_layer,
 };
 
-/// See [`CudaIndex`].
+/// The index of a layer.
 struct CodeIndex<'d> {
     at: OnDevice<'d>,
     codebooks: Codebooks<'d>,
@@ -54,7 +54,7 @@ impl CudaMethod for A2atsMethod {
 }
 
 impl CodeIndex<'_> {
-    /// What is encoded, or scored.
+    /// Returns the rows that are encoded or scored: before rotation with windowed RoPE, else after.
     fn rows<'a>(&self, rows: Rotated<'a>) -> &'a Buffer<'a, f32> {
         if self.is_windowed { rows.pre } else { rows.rope }
     }
@@ -95,7 +95,7 @@ impl CudaIndex for CodeIndex<'_> {
     }
 }
 
-/// Indexes of random codebooks and codes, for a benchmark; see [`Bench::indexes`](crate::method::bench::Bench::indexes).
+/// Makes indexes of random codebooks and codes: [`Bench::indexes`](crate::method::bench::Bench::indexes).
 pub(in crate::method::a2ats) fn random<'d>(at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {
     let encoder = SharedPrompt::new();
     let d = at.shape.head_dim;

@@ -11,7 +11,7 @@ use crate::method::cuda::{
     WholePrompt, each_layer,
 };
 
-/// See [`CudaIndex`].
+/// The index of a layer.
 struct QueryIndex<'d> {
     at: OnDevice<'d>,
     ring: Ctkvr<'d>,

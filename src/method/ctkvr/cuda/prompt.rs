@@ -1,4 +1,4 @@
-//! The centroids of a prompt: chosen queries, and the positions with the largest weights over all that those see.
+//! The centroids of a prompt: chosen queries, and for each the visible positions with the largest weights.
 
 use std::ops::Range;
 
@@ -12,31 +12,31 @@ use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::{Limits, Positions, Shape};
 use crate::method::topk::cuda::{BestByWeight, Weighed};
 
-/// Scores that are held at once, at most, where one query has no more; and queries.
+/// Most scores that are held at once, unless one query has more, and most queries.
 const MOST_SCORES: usize = 1 << 26;
 const MOST_QUERIES: usize = 32;
 
-/// Where the lists of one prompt of one sequence are built, for all layers.
+/// Buffers to build the lists of a sequence's prompt; shared by all layers.
 pub struct Lists<'d> {
     sequence: usize,
     prompt: Range<usize>,
-    /// Queries that are worked on at once, n.
+    /// Queries per pass, n.
     at_once: usize,
-    /// `[n]`: their rows, and `[n,h,d]`.
+    /// Rows of the queries, `[n]`, and the queries, `[n,h,d]`.
     at: Buffer<'d, u32>,
     queries: Buffer<'d, f32>,
-    /// `[n,4]` and `[n]`: what each sees and may list, and how much it lists.
+    /// What each query sees and may list, `[n,4]`, and the length of its list, `[n]`.
     spans: Buffer<'d, u32>,
     wants: Buffer<'d, u32>,
-    /// Every query is a sequence.
+    /// Every query counts as a sequence.
     weights: BestByWeight<'d>,
 }
 
 impl<'d> Lists<'d> {
-    /// For the positions `prompt` of a sequence; `like` is the index of one of the layers.
+    /// Allocates the buffers for the positions `prompt` of a sequence; `like` is the index of any layer.
     ///
     /// # Errors
-    /// No memory.
+    /// Out of memory.
     pub fn new(
         driver: &'d dyn Driver,
         like: &Ctkvr<'_>,
@@ -50,7 +50,7 @@ impl<'d> Lists<'d> {
             sequences: at_once,
             ..*shape
         };
-        // Layers with a sliding window have no longer ones.
+        // Layers with a sliding window have no longer lists.
         let longest = like.space.sizes.list_len(capacity).max(1);
         Ok(Self {
             sequence,
@@ -64,8 +64,8 @@ impl<'d> Lists<'d> {
         })
     }
 
-    /// What the query at position `p` sees and may list: the first visible position, how many before the first listed
-    /// one, the end of what is listed, the end.
+    /// Returns what the query at position `p` sees and may list: the first visible position, the number of positions
+    /// before the first listed one, the end of the listed ones, and the end of the visible ones.
     fn span(&self, p: usize, limits: &Limits) -> [u32; 4] {
         let own = visible(p, limits.model_window);
         let start = own.start.max(limits.sinks).min(own.end);
@@ -75,13 +75,13 @@ impl<'d> Lists<'d> {
 }
 
 impl Ctkvr<'_> {
-    /// Whether a prompt's queries become centroids.
+    /// Returns whether the prompt's queries become centroids.
     fn takes(&self, lists: &Lists<'_>) -> bool {
         lists.prompt.start == 0 || !self.space.sizes.params.ct_keep
     }
 
-    /// Takes in rotated queries `[h,m,d]`, those of the last `m` positions of a part of the prompt; `rows` hold what they
-    /// see. After the last part, [`Ctkvr::end_of_prompt`].
+    /// Adds the rotated queries `[h,m,d]` of the last `m` positions; `rows` hold all that they see. After the last ones
+    /// comes [`Ctkvr::end_of_prompt`].
     ///
     /// # Numerics
     /// f32; the lower position on ties.
@@ -119,7 +119,7 @@ impl Ctkvr<'_> {
         Ok(())
     }
 
-    /// The slot of the oldest centroid and how many there are, before the prompt.
+    /// Returns the slot of the oldest centroid and the number of centroids before the prompt.
     fn ring_of(&self, lists: &Lists<'_>) -> Result<[usize; 2]> {
         if lists.prompt.start == 0 {
             return Ok([0, 0]);
@@ -128,7 +128,7 @@ impl Ctkvr<'_> {
         Ok([state[0] as usize, state[1] as usize])
     }
 
-    /// The queries at `places`, their spans, and the centroids in the slots from `slot` on.
+    /// Copies the queries at `places` and their spans, and writes them as centroids from `slot` on.
     fn take_queries(
         &self,
         queries: &Buffer<'_, f32>,
@@ -139,7 +139,7 @@ impl Ctkvr<'_> {
         let (shape, slots) = (&self.shape, self.space.slots);
         let at: Vec<u32> = places.iter().map(|p| (p - first) as u32).collect();
         lists.at.write(&at)?;
-        // What is not there sees nothing.
+        // Unused entries see nothing.
         let mut spans = vec![[0; 4]; lists.at_once];
         let mut wants = vec![1; lists.at_once];
         for ((span, want), p) in spans.iter_mut().zip(&mut wants).zip(places) {
@@ -164,7 +164,7 @@ impl Ctkvr<'_> {
         .launch(self.driver, grid, self.query_bytes())
     }
 
-    /// The lists of the queries that were taken.
+    /// Builds the lists of the copied queries.
     fn list(&self, rows: &LayerRows<'_>, lists: &Lists<'_>) -> Result<()> {
         let best = &lists.weights.best;
         let head_bytes = rows.shape.capacity * rows.bytes_per_position() / 2;
@@ -182,7 +182,7 @@ impl Ctkvr<'_> {
         best.choose_into(lists.spans.ptr(), lists.wants.ptr(), to, self.space.longest)
     }
 
-    /// The first `n` of them go into the slots from `slot` on.
+    /// Stores the first `n` lists in the slots from `slot` on.
     fn keep_lists(&self, n: usize, slot: usize, lists: &Lists<'_>) -> Result<()> {
         let (space, from) = (&self.space, &lists.weights.best.selection);
         let slots = lists.sequence * self.shape.kv_heads * space.slots;
@@ -199,7 +199,7 @@ impl Ctkvr<'_> {
         .launch(self.driver, grid)
     }
 
-    /// The queries that were taken in are centroids from here on, and the oldest go; waits for the device.
+    /// Makes the added queries count as centroids, and drops the oldest beyond the capacity; waits for the device.
     pub fn end_of_prompt(&self, lists: &Lists<'_>) -> Result<()> {
         if !self.takes(lists) {
             return Ok(());

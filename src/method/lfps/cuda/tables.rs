@@ -1,4 +1,4 @@
-//! What lfps has of a layer on the device.
+//! The lfps index of a layer in a session on a GPU.
 
 use std::cell::RefCell;
 
@@ -18,12 +18,12 @@ use crate::method::cuda::{
 };
 use crate::method::lfps::{self as method, LfpsMethod};
 
-/// The tables of a layer. Those of a prompt are made by the CPU, from its last queries and all rows of its cache.
+/// The tables of a layer. After a prompt the CPU makes them, from its last queries and all cached rows.
 struct TableIndex<'d> {
     lfps: Lfps<'d>,
-    /// As they are before a prompt, one per KV head.
+    /// The empty state of each KV head.
     heads: Vec<method::Lfps>,
-    /// The last queries so far of every query head, up to `rows` of them.
+    /// The last queries so far of every query head, at most `rows`.
     queries: RefCell<Vec<Vec<f32>>>,
     rows: usize,
     shape: Shape,
@@ -43,7 +43,7 @@ impl CudaMethod for LfpsMethod {
                 lfps: Lfps::new(at.driver, at.shape, limits, &self.params, space)?,
                 heads: (0..at.shape.kv_heads).map(head).collect(),
                 queries: RefCell::new(vec![Vec::new(); at.shape.kv_heads * at.shape.group]),
-                // The last one also tells how much scores vary.
+                // The last query also gives the variance of the scores.
                 rows: self.params.lfps_rows.max(1),
                 shape: at.shape,
             })
@@ -52,7 +52,7 @@ impl CudaMethod for LfpsMethod {
 }
 
 impl CudaIndex for TableIndex<'_> {
-    /// Notes the last queries so far; waits for the device.
+    /// Copies the last queries so far to the host; waits for the device.
     fn extend(&self, chunk: &Chunk<'_>) -> Result<()> {
         let (d, m, n) = (self.shape.head_dim, chunk.m, self.rows.min(chunk.m));
         for (head, last) in self.queries.borrow_mut().iter_mut().enumerate() {
@@ -99,7 +99,7 @@ impl CudaIndex for TableIndex<'_> {
     }
 }
 
-/// The state of a KV head after a prompt: its last queries `[r,w,d]`, the keys and values `[n,d]` in its cache.
+/// Returns the state of a KV head after a prompt with these last queries `[r,w,d]` and cached keys and values `[n,d]`.
 fn filled(
     empty: &method::Lfps,
     queries: &[f32],
@@ -116,7 +116,7 @@ fn filled(
     let mut head = empty.clone();
     head.fill(&Prompt {
         first: n - w,
-        // The method looks at rotated rows alone.
+        // The method reads rotated rows only.
         k_pre: ArrayView2::from_shape((0, d), &[])?,
         q_rope: ArrayView3::from_shape((r, w, d), queries)?,
         keys,

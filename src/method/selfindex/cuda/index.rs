@@ -18,13 +18,13 @@ use crate::method::cuda::{
 };
 use crate::method::selfindex::{Centroids, SelfIndexMethod};
 
-/// See [`CudaIndex`].
+/// The index of a layer.
 struct SignIndex<'d> {
-    /// `None` where the cache holds them.
+    /// `None` if the cache holds them.
     signs: Option<Signs<'d>>,
     index: SelfIndex<'d>,
     layout: Layout,
-    /// Whether centroids come from the prompt, and what joins those, `[g,d/4,16,4]`.
+    /// `Some` if centroids come from the prompt, with the artifact's centroids to add, `[g,d/4,16,4]`.
     fit: Option<Option<Buffer<'d, f32>>>,
 }
 
@@ -59,7 +59,7 @@ impl CudaMethod for SelfIndexMethod {
 }
 
 impl SignIndex<'_> {
-    /// The signs, wherever they are.
+    /// Returns the signs of the index, or those of the cache.
     fn signs<'s>(&'s self, cache: Option<&'s LayerCache<'_>>) -> Result<&'s Signs<'s>> {
         match (&self.signs, cache) {
             (Some(signs), _) => Ok(signs),
@@ -92,7 +92,7 @@ impl CudaIndex for SignIndex<'_> {
     }
 
     fn append(&self, keys: Rotated<'_>, positions: &Positions<'_>) -> Result<()> {
-        // The cache takes in its own signs.
+        // A cache that holds the signs adds them itself.
         match &self.signs {
             Some(signs) => signs.append(keys.rope, 1, positions),
             None => Ok(()),
@@ -110,8 +110,7 @@ impl CudaIndex for SignIndex<'_> {
     }
 }
 
-/// Indexes of random signs and centroids, for a benchmark; see
-/// [`Bench::indexes`](crate::method::bench::Bench::indexes).
+/// Makes indexes of random signs and centroids: [`Bench::indexes`](crate::method::bench::Bench::indexes).
 pub(in crate::method::selfindex) fn random<'d>(
     at: OnDevice<'d>,
     contents: &Contents<'_>,
