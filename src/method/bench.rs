@@ -50,26 +50,8 @@ pub enum Fill {
     Prompt(usize),
 }
 
-/// A KV head on the CPU.
-pub struct RandomHead {
-    /// The state of the head.
-    pub retriever: Box<dyn Retriever>,
-    /// What is to be added to it.
-    pub fill: Fill,
-}
-
-impl RandomHead {
-    /// Makes a head to which `fill` is to be added.
-    pub fn new(retriever: impl Retriever + 'static, fill: Fill) -> Self {
-        Self {
-            retriever: Box::new(retriever),
-            fill,
-        }
-    }
-}
-
-/// Makes a KV head with random data from the generator.
-pub type NewHead = dyn Fn(&Place, &mut ChaCha8Rng) -> RandomHead + Send + Sync;
+/// Makes a KV head with random data from the generator, and says what is still to be added to it.
+pub type NewHead = dyn Fn(&Place, &mut ChaCha8Rng) -> (Box<dyn Retriever>, Fill) + Send + Sync;
 
 /// What random indexes on an NVIDIA GPU are made from, one per layer.
 pub struct Contents<'a> {
@@ -99,14 +81,12 @@ pub trait Bench: Sync {
     }
 
     /// Returns whether a step reads cached rows of this type to choose.
-    fn reads_rows(&self, kv: KvType) -> bool {
-        let _ = kv;
+    fn reads_rows(&self, _kv: KvType) -> bool {
         true
     }
 
     /// Returns the bytes that a step on a GPU reads of a layer's index.
-    fn index_bytes(&self, layer: &TimedLayer) -> usize {
-        let _ = layer;
+    fn index_bytes(&self, _layer: &TimedLayer) -> usize {
         0
     }
 
@@ -120,8 +100,7 @@ pub trait Bench: Sync {
     ///
     /// # Errors
     /// A method without a GPU index; sizes that the kernels do not support; out of memory.
-    fn indexes<'d>(&self, at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {
-        let _ = (at, contents);
+    fn indexes<'d>(&self, _at: OnDevice<'d>, _contents: &Contents<'_>) -> Result<Indexes<'d>> {
         Err(Error::failed("CUDA: a method without an index on the device"))
     }
 }

@@ -81,8 +81,7 @@ pub(super) fn each_layer<'d, I: CudaIndex + 'd>(
 /// A method that can choose on an NVIDIA GPU.
 pub trait CudaMethod {
     /// Returns whether its index supports what a session needs; by default everything.
-    fn serves(&self, needs: &CudaNeeds) -> bool {
-        let _ = needs;
+    fn serves(&self, _needs: &CudaNeeds) -> bool {
         true
     }
 
@@ -146,13 +145,12 @@ impl<'a> CudaStep<'a> {
 
 /// The index of one layer, for all its KV heads.
 pub trait CudaIndex {
-    /// Allocates buffers for a prompt at these positions, in chunks of up to `rows` rows. Called on the index of the
+    /// Allocates buffers for a prompt at the positions `_prompt`, in chunks of up to `_rows` rows. Called on the index of the
     /// first layer, for all layers.
     ///
     /// # Errors
     /// Out of memory.
-    fn begin_prompt(&self, prompt: Range<usize>, rows: usize) -> Result<()> {
-        let _ = (prompt, rows);
+    fn begin_prompt(&self, _prompt: Range<usize>, _rows: usize) -> Result<()> {
         Ok(())
     }
 
@@ -165,20 +163,17 @@ pub trait CudaIndex {
     }
 
     /// Adds a chunk of a prompt.
-    fn extend(&self, chunk: &Chunk<'_>) -> Result<()> {
-        let _ = chunk;
+    fn extend(&self, _chunk: &Chunk<'_>) -> Result<()> {
         Ok(())
     }
 
     /// Completes the index after the last chunk of a prompt.
-    fn end_of_prompt(&self, prompt: &WholePrompt<'_>) -> Result<()> {
-        let _ = prompt;
+    fn end_of_prompt(&self, _prompt: &WholePrompt<'_>) -> Result<()> {
         Ok(())
     }
 
     /// Adds the key of the last position, `[b,g,1,d]`.
-    fn append(&self, keys: Rotated<'_>, positions: &Positions<'_>) -> Result<()> {
-        let _ = (keys, positions);
+    fn append(&self, _keys: Rotated<'_>, _positions: &Positions<'_>) -> Result<()> {
         Ok(())
     }
 
@@ -186,8 +181,7 @@ pub trait CudaIndex {
     fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>>;
 
     /// Learns from the attention over what was chosen; may correct its result.
-    fn observe(&self, step: &CudaStep<'_>, attention: &Attention<'_>) -> Result<()> {
-        let _ = (step, attention);
+    fn observe(&self, _step: &CudaStep<'_>, _attention: &Attention<'_>) -> Result<()> {
         Ok(())
     }
 
@@ -249,39 +243,16 @@ impl<T> ByWindow<T> {
 }
 
 /// Buffers for prompts that all layers share; they exist while a prompt is processed.
-pub(super) struct SharedPrompt<T>(Rc<RefCell<Option<T>>>);
+pub(super) type SharedPrompt<T> = Rc<RefCell<Option<T>>>;
 
-impl<T> Clone for SharedPrompt<T> {
-    fn clone(&self) -> Self {
-        Self(Rc::clone(&self.0))
-    }
-}
-
-impl<T> SharedPrompt<T> {
-    /// Makes a handle without buffers.
-    pub fn new() -> Self {
-        Self(Rc::new(RefCell::new(None)))
-    }
-
-    /// Provides the buffers for a prompt.
-    pub fn begin(&self, room: T) {
-        *self.0.borrow_mut() = Some(room);
-    }
-
-    /// Frees the buffers.
-    pub fn end(&self) {
-        *self.0.borrow_mut() = None;
-    }
-
-    /// Calls `work` with the buffers.
-    ///
-    /// # Errors
-    /// No prompt has begun.
-    pub fn work(&self, work: impl FnOnce(&T) -> Result<()>) -> Result<()> {
-        match &*self.0.borrow() {
-            Some(room) => work(room),
-            None => Err(Error::failed("CUDA: rows of a prompt that did not begin")),
-        }
+/// Calls `work` with the buffers of the present prompt.
+///
+/// # Errors
+/// No prompt has begun.
+pub(super) fn in_prompt<T>(shared: &SharedPrompt<T>, work: impl FnOnce(&T) -> Result<()>) -> Result<()> {
+    match &*shared.borrow() {
+        Some(buffers) => work(buffers),
+        None => Err(Error::failed("CUDA: rows of a prompt that did not begin")),
     }
 }
 
@@ -307,10 +278,10 @@ mod tests {
 
     #[test]
     fn a_prompt_begins_before_its_rows_come() {
-        let room = SharedPrompt::new();
+        let room = SharedPrompt::default();
         let other = room.clone();
         let work = |room: &SharedPrompt<usize>| {
-            room.work(|i| {
+            in_prompt(room, |i| {
                 if *i == 7 {
                     Ok(())
                 } else {
@@ -319,9 +290,9 @@ mod tests {
             })
         };
         assert!(work(&room).is_err());
-        room.begin(7);
+        room.replace(Some(7));
         assert!(work(&other).is_ok());
-        other.end();
+        other.take();
         assert!(work(&room).is_err());
     }
 }

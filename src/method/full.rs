@@ -1,6 +1,6 @@
 //! Exact attention: every visible position, whatever the budget.
 
-use super::bench::{Bench, Contents, Fill, NewHead, RandomHead, TimedLayer, TimedOnCuda};
+use super::bench::{Bench, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
 use super::cuda::{CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, each_layer};
 use super::declaration::Declaration;
 use super::params::MethodParams;
@@ -54,7 +54,7 @@ impl Bench for Full {
     }
 
     fn heads(&self, _: &TimedLayer, _: &MethodParams) -> Result<Box<NewHead>> {
-        Ok(Box::new(|_, _| RandomHead::new(Full, Fill::Nothing)))
+        Ok(Box::new(|_, _| (Box::new(Full), Fill::Nothing)))
     }
 
     fn indexes<'d>(&self, at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {

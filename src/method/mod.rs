@@ -234,35 +234,27 @@ impl<R: Retriever + Clone + 'static> Fork for R {
 /// The retrieval state of one KV head of one layer.
 pub trait Retriever: Fork + Send + Sync {
     /// Adds the rows of a prompt to the index, in the first turn or a later one.
-    fn prefill(&mut self, prompt: &Prompt) {
-        let _ = prompt;
-    }
+    fn prefill(&mut self, _prompt: &Prompt) {}
 
     /// Adds the key of a generated token before it is attended, `[1,d]` before and after rotation.
-    fn append(&mut self, k_pre: ArrayView2<f32>, k_rope: ArrayView2<f32>) {
-        let _ = (k_pre, k_rope);
-    }
+    fn append(&mut self, _k_pre: ArrayView2<f32>, _k_rope: ArrayView2<f32>) {}
 
     /// Chooses the positions that a step attends besides the static set.
     fn select(&mut self, step: &Step) -> Choice;
 
     /// Returns what this choice read; nothing by default.
-    fn reads(&self, step: &Step, choice: &Choice) -> Reads {
-        let _ = (step, choice);
+    fn reads(&self, _step: &Step, _choice: &Choice) -> Reads {
         Reads::default()
     }
 
     /// Returns whether [`Retriever::observe`] wants the attention of this step; called after `select`.
-    fn observes(&self, step: &Step) -> bool {
-        let _ = step;
+    fn observes(&self, _step: &Step) -> bool {
         false
     }
 
-    /// Learns from the attention weights `[r, positions]` of a step. `positions` includes the static set; a bypassed
+    /// Learns from the attention weights `[r, positions]` of a step. The positions include the static set; a bypassed
     /// query head has zeros.
-    fn observe(&mut self, step: &Step, positions: &[u32], weights: ArrayView2<f32>) {
-        let _ = (step, positions, weights);
-    }
+    fn observe(&mut self, _step: &Step, _positions: &[u32], _weights: ArrayView2<f32>) {}
 
     /// Returns the bytes of the index that grow with the context.
     fn state_bytes(&self) -> usize {

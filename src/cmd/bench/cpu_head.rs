@@ -8,7 +8,7 @@ use super::decode::{SINKS, Setting, WINDOW};
 use crate::error::Result;
 use crate::kv::KvHead;
 use crate::kv::packed::{Center, Layout};
-use crate::method::bench::{Fill, NewHead, RandomHead};
+use crate::method::bench::{Fill, NewHead};
 use crate::method::{Place, Prompt, Retriever};
 
 /// Rows that are made at a time.
@@ -55,7 +55,7 @@ pub fn head(setting: &Setting, new: &NewHead, kv_head: usize, seed: u64) -> Resu
         budget: setting.caches().budget,
         kv: setting.caches().kv,
     };
-    let RandomHead { mut retriever, fill } = new(&place, &mut rng);
+    let (mut retriever, fill) = new(&place, &mut rng);
     let room = if setting.holds_rows() { n } else { 0 };
     let mut kv = KvHead::new(setting.caches().kv, d, room, Layout::from(Center::Median));
     // Keys that a prompt is taken in from.

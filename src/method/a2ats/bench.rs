@@ -12,7 +12,7 @@ use super::codebook::HeadCodebook;
 use super::{A2ats, cuda};
 use crate::error::Result;
 use crate::kv::KvType;
-use crate::method::bench::{Bench, Contents, Fill, NewHead, RandomHead, TimedLayer, TimedOnCuda};
+use crate::method::bench::{Bench, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
 use crate::method::cuda::{Indexes, OnDevice};
 use crate::method::params::MethodParams;
 use crate::model::rope::{Rope, RopeConfig, RopeScaling};
@@ -46,7 +46,7 @@ impl Bench for A2atsBench {
         Ok(Box::new(move |place, rng| {
             let codes = (0..layer.context).map(|_| (rng.r#gen::<usize>() % layer.codewords) as u16);
             let head = A2ats::with_codes(Arc::clone(&codebooks[place.kv_head]), codes.collect());
-            RandomHead::new(head.ranking(layer.ranking), Fill::Nothing)
+            (Box::new(head.ranking(layer.ranking)), Fill::Nothing)
         }))
     }
 

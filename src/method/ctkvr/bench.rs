@@ -2,7 +2,7 @@
 
 use super::{Ctkvr, CtkvrParams};
 use crate::error::Result;
-use crate::method::bench::{Bench, Fill, NewHead, RandomHead, TimedLayer};
+use crate::method::bench::{Bench, Fill, NewHead, TimedLayer};
 use crate::method::params::MethodParams;
 
 /// See [`Bench`].
@@ -14,7 +14,7 @@ impl Bench for CtkvrBench {
         Ok(Box::new(move |place, _| {
             let head = Ctkvr::new(place, &CtkvrParams::default());
             let fill = Fill::Prompt(head.capacity(n));
-            RandomHead::new(head, fill)
+            (Box::new(head), fill)
         }))
     }
 }

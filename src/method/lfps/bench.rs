@@ -2,7 +2,7 @@
 
 use super::LfpsMethod;
 use crate::error::Result;
-use crate::method::bench::{Bench, Fill, NewHead, RandomHead, TimedLayer};
+use crate::method::bench::{Bench, Fill, NewHead, TimedLayer};
 use crate::method::params::MethodParams;
 
 /// See [`Bench`].
@@ -12,6 +12,6 @@ impl Bench for LfpsBench {
     fn heads(&self, _: &TimedLayer, params: &MethodParams) -> Result<Box<NewHead>> {
         let (setup, rows) = (LfpsMethod::new(&params.lfps, None)?, params.lfps.lfps_rows);
         let fill = Fill::Prompt(rows);
-        Ok(Box::new(move |place, _| RandomHead::new(setup.head(place), fill)))
+        Ok(Box::new(move |place, _| (Box::new(setup.head(place)), fill)))
     }
 }

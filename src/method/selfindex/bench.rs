@@ -5,7 +5,7 @@ use super::{SelfIndex, cuda};
 use crate::error::Result;
 use crate::kv::KvType;
 use crate::kv::packed::Center;
-use crate::method::bench::{Bench, Contents, Fill, NewHead, RandomHead, TimedLayer, TimedOnCuda};
+use crate::method::bench::{Bench, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
 use crate::method::cuda::{Indexes, OnDevice};
 use crate::method::params::MethodParams;
 
@@ -34,7 +34,7 @@ impl Bench for SelfIndexBench {
         let ranking = layer.ranking;
         Ok(Box::new(move |place, _| {
             let head = SelfIndex::new(place, Center::Median, CentroidSource::Signs, None);
-            RandomHead::new(head.ranking(ranking), Fill::Keys)
+            (Box::new(head.ranking(ranking)), Fill::Keys)
         }))
     }
 

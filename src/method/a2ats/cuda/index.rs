@@ -15,7 +15,7 @@ use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
 use crate::method::a2ats::A2atsMethod;
 use crate::method::bench::Contents;
 use crate::method::cuda::{
-    Chunk, CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, SharedPrompt, each_layer,
+    Chunk, CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, SharedPrompt, each_layer, in_prompt,
 };
 
 /// The index of a layer.
@@ -30,7 +30,7 @@ struct CodeIndex<'d> {
 
 impl CudaMethod for A2atsMethod {
     fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
-        let encoder = SharedPrompt::new();
+        let encoder = SharedPrompt::default();
         let share = self.params.topk_per_query_head;
         each_layer(limits, |layer, limits| {
             let heads = (0..at.shape.kv_heads).map(|head| self.codebooks.head(layer, head));
@@ -62,18 +62,18 @@ impl CodeIndex<'_> {
 
 impl CudaIndex for CodeIndex<'_> {
     fn begin_prompt(&self, _: Range<usize>, rows: usize) -> Result<()> {
-        self.encoder
-            .begin(Encoder::new(self.at.driver, self.at.shape, rows)?);
+        let encoder = Encoder::new(self.at.driver, self.at.shape, rows)?;
+        self.encoder.replace(Some(encoder));
         Ok(())
     }
 
     fn end_prompt(&self) {
-        self.encoder.end();
+        self.encoder.take();
     }
 
     fn extend(&self, chunk: &Chunk<'_>) -> Result<()> {
         let (keys, positions) = (self.rows(chunk.keys), chunk.positions);
-        self.encoder.work(|encoder| {
+        in_prompt(&self.encoder, |encoder| {
             self.state
                 .extend(keys, chunk.m, &self.codebooks, positions, encoder)
         })
@@ -97,7 +97,7 @@ impl CudaIndex for CodeIndex<'_> {
 
 /// Makes indexes of random codebooks and codes: [`Bench::indexes`](crate::method::bench::Bench::indexes).
 pub(in crate::method::a2ats) fn random<'d>(at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {
-    let encoder = SharedPrompt::new();
+    let encoder = SharedPrompt::default();
     let d = at.shape.head_dim;
     each_layer(contents.limits, |layer, limits| {
         let seed = contents.seeds[layer];

@@ -8,7 +8,7 @@ use crate::kv::cuda::{Limits, Selection};
 use crate::method::ctkvr::CtkvrParams;
 use crate::method::cuda::{
     ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, SharedPrompt,
-    WholePrompt, each_layer,
+    WholePrompt, each_layer, in_prompt,
 };
 
 /// The index of a layer.
@@ -24,7 +24,7 @@ impl CudaMethod for CtkvrParams {
     }
 
     fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
-        let (mut shared, lists) = (ByWindow::new(), SharedPrompt::new());
+        let (mut shared, lists) = (ByWindow::new(), SharedPrompt::default());
         each_layer(limits, |_, limits| {
             let space = shared.of(limits, || CtkvrWorkspace::new(at, limits, self))?;
             Ok(QueryIndex {
@@ -38,23 +38,24 @@ impl CudaMethod for CtkvrParams {
 
 impl CudaIndex for QueryIndex<'_> {
     fn begin_prompt(&self, prompt: Range<usize>, _: usize) -> Result<()> {
-        self.lists
-            .begin(Lists::new(self.at.driver, &self.ring, 0, prompt)?);
+        let lists = Lists::new(self.at.driver, &self.ring, 0, prompt)?;
+        self.lists.replace(Some(lists));
         Ok(())
     }
 
     fn end_prompt(&self) {
-        self.lists.end();
+        self.lists.take();
     }
 
     fn extend(&self, chunk: &Chunk<'_>) -> Result<()> {
         let (queries, rows, positions) = (chunk.queries.rope, chunk.rows, chunk.positions);
-        self.lists
-            .work(|lists| self.ring.extend(queries, chunk.m, rows, positions, lists))
+        in_prompt(&self.lists, |lists| {
+            self.ring.extend(queries, chunk.m, rows, positions, lists)
+        })
     }
 
     fn end_of_prompt(&self, _: &WholePrompt<'_>) -> Result<()> {
-        self.lists.work(|lists| self.ring.end_of_prompt(lists))
+        in_prompt(&self.lists, |lists| self.ring.end_of_prompt(lists))
     }
 
     fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
