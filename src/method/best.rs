@@ -68,17 +68,12 @@ pub(super) fn by_score<S: Key>(a: &(S, u32), b: &(S, u32)) -> Ordering {
     b.0.key().cmp(&a.0.key()).then(a.1.cmp(&b.1))
 }
 
-/// Keeps the `count` best, in any order.
-pub(super) fn keep_best<S: Key>(scored: &mut Vec<(S, u32)>, count: usize) {
+/// Returns the positions of the `count` best, ascending; the lower position on ties.
+pub(super) fn best_positions<S: Key>(mut scored: Vec<(S, u32)>, count: usize) -> Vec<u32> {
     if count < scored.len() {
         scored.select_nth_unstable_by(count, by_score);
         scored.truncate(count);
     }
-}
-
-/// Returns the positions of the `count` best, ascending.
-pub(super) fn best_positions<S: Key>(mut scored: Vec<(S, u32)>, count: usize) -> Vec<u32> {
-    keep_best(&mut scored, count);
     let mut positions: Vec<u32> = scored.into_iter().map(|(_, p)| p).collect();
     positions.sort_unstable();
     positions

@@ -19,7 +19,7 @@ use half::f16;
 use half::slice::HalfFloatSliceExt;
 use ndarray::{Array2, ArrayView2, Axis, s};
 
-use super::best::{Places, largest};
+use super::best::{Places, best_positions, largest};
 use super::cuda::CudaMethod;
 use super::declaration::Declaration;
 use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything, softmax};
@@ -118,24 +118,22 @@ impl Ctkvr {
     }
 
     /// Returns the centroids most similar to the queries `[r,d]`, by the largest cosine over the group, the older
-    /// one on ties.
+    /// one on ties; ascending.
     ///
     /// # Source
     /// Algorithm 2: `cos(Qc, q)`, the maximum over the group, the top C'.
-    fn recall(&self, q: ArrayView2<f32>) -> Vec<usize> {
+    fn recall(&self, q: ArrayView2<f32>) -> Vec<u32> {
         let d = self.place.head_dim;
         let unit = unit_rows(q);
         let mut scratch = vec![0.0; unit.len()];
-        let mut ranked: Vec<(f32, usize)> = Vec::with_capacity(self.centroids.len());
-        for (i, centroid) in self.centroids.iter().enumerate() {
+        let mut ranked: Vec<(f32, u32)> = Vec::with_capacity(self.centroids.len());
+        for (centroid, i) in self.centroids.iter().zip(0..) {
             centroid.queries.convert_to_f32_slice(&mut scratch);
             let pairs = scratch.chunks(d).zip(unit.chunks(d));
             let cosines = pairs.map(|(a, b)| simd::dot(a, b));
             ranked.push((cosines.fold(f32::NEG_INFINITY, f32::max), i));
         }
-        ranked.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
-        ranked.truncate(self.params.ct_probes);
-        ranked.into_iter().map(|(_, i)| i).collect()
+        best_positions(ranked, self.params.ct_probes)
     }
 
     /// Returns the candidates that a step ranks, ascending: the union of the recalled lists and of the positions that
@@ -144,9 +142,9 @@ impl Ctkvr {
         let c = &step.candidates;
         let mut union = Places::new(c.len());
         for i in self.recall(step.q_rope) {
-            let list = self.centroids[i].list.iter().map(|p| *p as usize);
-            list.filter(|p| c.contains(p))
-                .for_each(|p| union.insert(p - c.start));
+            let list = self.centroids[i as usize].list.iter().map(|p| *p as usize);
+            let listed = list.filter(|p| c.contains(p));
+            listed.for_each(|p| union.insert(p - c.start));
         }
         let fresh = self.indexed.max(c.end.saturating_sub(FRESH)).max(c.start)..c.end;
         fresh.for_each(|p| union.insert(p - c.start));

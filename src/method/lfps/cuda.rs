@@ -100,11 +100,6 @@ pub struct Lfps<'d> {
 }
 
 impl<'d> Lfps<'d> {
-    /// Returns whether the kernels support a threshold rule.
-    pub fn can(rule: Threshold) -> bool {
-        matches!(rule, Threshold::Kurtosis | Threshold::MeanStd)
-    }
-
     /// Makes empty tables.
     ///
     /// # Errors
@@ -117,7 +112,7 @@ impl<'d> Lfps<'d> {
         space: Rc<LfpsWorkspace<'d>>,
     ) -> Result<Self> {
         let shape = shape.checked()?;
-        if !Self::can(params.lfps_threshold) {
+        if params.lfps_threshold == Threshold::Budget {
             return Err(Error::failed("CUDA: no thresholds by a budget"));
         }
         let (h, d) = (shape.query_heads(), shape.head_dim);

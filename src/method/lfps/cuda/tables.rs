@@ -16,7 +16,7 @@ use crate::method::Prompt;
 use crate::method::cuda::{
     ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, WholePrompt, each_layer,
 };
-use crate::method::lfps::{self as method, LfpsMethod};
+use crate::method::lfps::{self as method, LfpsMethod, Threshold};
 
 /// The tables of a layer. After a prompt the CPU makes them, from its last queries and all cached rows.
 struct TableIndex<'d> {
@@ -31,7 +31,8 @@ struct TableIndex<'d> {
 
 impl CudaMethod for LfpsMethod {
     fn serves(&self, needs: &CudaNeeds) -> bool {
-        needs.has_rows_on_device() && !needs.later_prompts && Lfps::can(self.params.lfps_threshold)
+        let has_rule = self.params.lfps_threshold != Threshold::Budget;
+        needs.has_rows_on_device() && !needs.later_prompts && has_rule
     }
 
     fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
