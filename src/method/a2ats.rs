@@ -37,7 +37,7 @@ use quotas::choose_listed;
 pub use quotas::{Bound, Quotas, choose};
 pub use section::{A2atsSection, CHOL, CODEBOOK, COUNT, FitInit, FitMetric, FitParams, MEAN, SECTION};
 
-/// The method of this file.
+/// The declaration of `a2ats`.
 pub static METHOD: Declaration = Declaration {
     name: "a2ats",
     help: "Codebook scores of windowed-RoPE queries (A2ATS, arXiv 2502.12665)",
@@ -57,7 +57,7 @@ fn prepare(ask: &Ask) -> Result<Box<dyn Method>> {
     }))
 }
 
-/// The calibrated codebooks and parameters of every head of a run.
+/// A2ATS prepared for a model: its parameters and the codebooks of every head.
 struct A2atsMethod {
     codebooks: Codebooks,
     params: A2atsParams,

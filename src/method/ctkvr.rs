@@ -38,7 +38,7 @@ const TOKENS_PER_CENTROID: usize = 16;
 /// Prompt queries whose scores are computed together.
 const TILE: usize = 32;
 
-/// The method of this file.
+/// The declaration of `ctkvr`.
 pub static METHOD: Declaration = Declaration {
     name: "ctkvr",
     help: "What similar past queries attended (CTkvr, arXiv 2512.15550)",

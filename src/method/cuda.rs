@@ -145,8 +145,8 @@ impl<'a> CudaStep<'a> {
 
 /// The index of one layer, for all its KV heads.
 pub trait CudaIndex {
-    /// Allocates buffers for a prompt at the positions `_prompt`, in chunks of up to `_rows` rows. Called on the index of the
-    /// first layer, for all layers.
+    /// Allocates buffers for a prompt at these positions, in chunks of up to this number of rows. Called on the index of
+    /// the first layer, for all layers.
     ///
     /// # Errors
     /// Out of memory.

@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::kv::KvType;
 use crate::kv::cuda::{Limits, Selection};
 
-/// The method of this file.
+/// The declaration of `full`.
 pub static METHOD: Declaration = Declaration {
     name: "full",
     help: "Exact attention over everything visible",

@@ -14,7 +14,7 @@ use super::best::best_positions;
 use super::declaration::Declaration;
 use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
 
-/// The method of this file.
+/// The declaration of `h2o`.
 pub static METHOD: Declaration = Declaration {
     name: "h2o",
     help: "The positions that were attended most so far (H2O, arXiv 2306.14048)",

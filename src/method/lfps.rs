@@ -48,7 +48,7 @@ use priors::Priors;
 pub use table::Table;
 pub use threshold::{OFFSETS, Threshold};
 
-/// The method of this file.
+/// The declaration of `lfps`.
 pub static METHOD: Declaration = Declaration {
     name: "lfps",
     help: "Candidates from where the head looked before (LFPS, arXiv 2506.15704)",
@@ -57,7 +57,7 @@ pub static METHOD: Declaration = Declaration {
     bench: Some(&bench::LfpsBench),
 };
 
-/// The parameters of a run, and the priors of every head.
+/// LFPS prepared for a model: its parameters and the priors of every head.
 pub struct LfpsMethod {
     params: LfpsParams,
     priors: Option<Priors>,
@@ -131,8 +131,7 @@ impl Lfps {
     }
 
     /// Fills the tables from a first prompt of which only the last queries are known, at least those that the tables
-    /// learn from: `last.first` is the position of the first of them, and its keys and values are those of every
-    /// position.
+    /// learn from. `last.first` is the position of the first known query; keys and values are those of all positions.
     pub fn fill(&mut self, last: &Prompt) {
         self.take_in(last, true);
     }

@@ -17,7 +17,7 @@ use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
 use crate::kv::KvHead;
 use crate::kv::lines::grow;
 
-/// The method of this file.
+/// The declaration of `quest`.
 pub static METHOD: Declaration = Declaration {
     name: "quest",
     help: "Pages of 16 keys by an upper bound of their scores (Quest, arXiv 2406.10774)",

@@ -12,7 +12,7 @@ use super::cuda::CudaMethod;
 use super::declaration::Declaration;
 use super::{Choice, Method, Place, Retriever, Step};
 
-/// The method of this file.
+/// The declaration of `random`.
 pub static METHOD: Declaration = Declaration {
     name: "random",
     help: "Positions drawn uniformly",

@@ -44,7 +44,7 @@ pub use section::SignSection;
 use section::{CENTROID, calibrated_center};
 use sums::PatternSums;
 
-/// The method of this file.
+/// The declaration of `selfindex`.
 pub static METHOD: Declaration = Declaration {
     name: "selfindex",
     help: "Table scores of sign patterns (Self-Indexing KVCache, arXiv 2603.14224)",
@@ -81,13 +81,13 @@ impl SelfIndexParams {
 
 /// The centroids of a layer's heads, `[g,d/4,16,4]`.
 pub enum Centroids {
-    /// Fixed before the prompt.
+    /// Centroids that are fixed before the prompt.
     Fixed(Vec<f32>),
-    /// The prompt's, with these as [`PSEUDO_COUNT`] more keys.
+    /// Centroids of the prompt; these, if any, count as [`PSEUDO_COUNT`] more keys.
     Prompt(Option<Vec<f32>>),
 }
 
-/// The source of the centroids of every head of a run.
+/// Self-Indexing prepared for a model: its parameters and the artifact's centroids.
 pub struct SelfIndexMethod {
     center: Center,
     source: CentroidSource,
@@ -211,7 +211,7 @@ pub struct SelfIndex {
     sums: PatternSums,
     /// `[d/4,16,4]`.
     centroids: Vec<f32>,
-    /// Sign bytes per position; empty where the cache holds them.
+    /// The signs of every position, in bytes; empty if the cache holds them.
     signs: Lines<u8>,
     /// The positions that are chosen first, ascending: those with the best scores of the last prompt query.
     full: Vec<u32>,
@@ -237,7 +237,7 @@ impl SelfIndex {
         }
     }
 
-    /// Returns the head with another way of ranking.
+    /// Returns the head with this ranking.
     pub fn ranking(self, ranking: Ranking) -> Self {
         Self { ranking, ..self }
     }

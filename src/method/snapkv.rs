@@ -9,7 +9,7 @@ use super::declaration::Declaration;
 use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
 use crate::compute::simd;
 
-/// The method of this file.
+/// The declaration of `snapkv`.
 pub static METHOD: Declaration = Declaration {
     name: "snapkv",
     help: "Chosen once after prefill by what the last queries attended (SnapKV, arXiv 2404.14469)",

@@ -8,7 +8,7 @@ pub mod cuda;
 use super::declaration::Declaration;
 use super::{Alike, Choice, Retriever, Step};
 
-/// The method of this file.
+/// The declaration of `streaming`.
 pub static METHOD: Declaration = Declaration {
     name: "streaming",
     help: "The most recent positions",

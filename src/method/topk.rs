@@ -16,7 +16,7 @@ use crate::compute::products::all_products;
 use crate::compute::simd;
 use crate::error::Result;
 
-/// The method of this file.
+/// The declaration of `topk`.
 pub static METHOD: Declaration = Declaration {
     name: "topk",
     help: "The oracle: the positions with the largest true probability",

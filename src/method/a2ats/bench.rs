@@ -17,7 +17,7 @@ use crate::method::cuda::{Indexes, OnDevice};
 use crate::method::params::MethodParams;
 use crate::model::rope::{Rope, RopeConfig, RopeScaling};
 
-/// See [`Bench`].
+/// Benchmarks on random codebooks and codes.
 pub(super) struct A2atsBench;
 
 impl Bench for A2atsBench {

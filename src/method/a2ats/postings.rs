@@ -36,7 +36,7 @@ struct List {
     count: u32,
 }
 
-/// LinkedLists of ascending positions in linked chunks, so that a growing list is not moved.
+/// Lists of ascending positions in linked chunks, so that a growing list is not moved.
 #[derive(Clone, Default)]
 struct LinkedLists {
     heads: Vec<List>,

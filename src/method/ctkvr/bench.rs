@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::method::bench::{Bench, Fill, NewHead, TimedLayer};
 use crate::method::params::MethodParams;
 
-/// See [`Bench`].
+/// Benchmarks after a random prompt.
 pub(super) struct CtkvrBench;
 
 impl Bench for CtkvrBench {

@@ -427,8 +427,8 @@ impl<'d> Lfps<'d> {
         .launch(self.driver, grid)
     }
 
-    /// Adds the shares of a step to `sums` `[3]`, means over heads: rows read, products computed to rank, bypassed query
-    /// heads.
+    /// Adds the shares of a step to `sums` `[3]`, means over heads: rows read, products computed to rank, and bypassed
+    /// query heads.
     pub fn tally(&self, positions: &Positions<'_>, sums: &Buffer<'_, f64>) -> Result<()> {
         let shape = &self.shape;
         kernels::LfpsTally {

@@ -22,7 +22,7 @@ pub(super) struct Entries<'a> {
 }
 
 impl Entries<'_> {
-    /// Returns a bit per candidate, set if its entry is above a threshold, which is not negative.
+    /// Returns a bit per candidate, set if its entry is above a threshold of at least 0.
     pub fn above(&self, threshold: f64) -> Vec<u64> {
         let limit = least_above(threshold, self.factor);
         let (first, len) = (self.range.start / WORD * WORD, self.values.len());
@@ -69,8 +69,8 @@ impl Entries<'_> {
     }
 }
 
-/// Returns the smallest f32 whose product with `factor` is above `limit`; NaN, which no value reaches, for a limit that
-/// is not finite.
+/// Returns the smallest f32 whose product with `factor` is above `limit`. For a limit that is not finite it is NaN,
+/// which no value reaches.
 fn least_above(limit: f64, factor: f64) -> f32 {
     let is_above = |x: f32| f64::from(x) * factor > limit;
     if !limit.is_finite() {
@@ -86,7 +86,7 @@ fn least_above(limit: f64, factor: f64) -> f32 {
     x
 }
 
-/// Drops the first `by` bits, fewer than a word has, and keeps `n` bits.
+/// Drops the first `by` bits, less than a word, and keeps the next `n`.
 pub(super) fn shift_down(bits: &mut Vec<u64>, by: usize, n: usize) {
     bits.resize(bits.len().max(n.div_ceil(WORD)), 0);
     if by > 0 {

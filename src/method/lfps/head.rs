@@ -33,7 +33,7 @@ pub struct QueryHead {
     pub vertical: Table,
     /// R: the attention by distance; position i has the entry t - i at step t.
     pub slash: Table,
-    /// Its constants, of which a prompt sets rho.
+    /// The constants; a prompt sets rho.
     pub constants: Constants,
     pub(super) prior: Option<Arc<HeadPrior>>,
     /// Whether the last step was bypassed.

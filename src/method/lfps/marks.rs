@@ -1,7 +1,7 @@
-//! The candidates of a step as bits, from few of the tables' entries.
+//! The candidates of a step as bits, found from few entries of the tables.
 //!
-//! The thresholds come from sums over whole tables that follow every change ([`super::Table`]); their order of
-//! additions is that of the changes, and the same on every machine.
+//! The thresholds come from sums over whole tables, which every change updates ([`super::Table`]). The sums add in the
+//! order of the changes, so they are the same on every machine.
 
 use std::cell::OnceCell;
 
@@ -9,7 +9,7 @@ use super::entries::{Entries, shift_down};
 use super::threshold::{Threshold, thresholds};
 use crate::compute::masks::{LINES_AHEAD, WORD, places};
 
-/// Up to one neighbour in this number of candidates is compared with the means by itself.
+/// If fewer than one in this number of candidates is a neighbour, neighbours are compared with the means one by one.
 const FEW: usize = 16;
 
 /// The entries of both tables at the candidates.
@@ -17,7 +17,7 @@ struct Both<'a> {
     vertical: &'a Entries<'a>,
     slash: &'a Entries<'a>,
     means: (f64, f64),
-    /// The bits of the entries above the mean in either table, once they are needed for all candidates.
+    /// The bits of the entries above the mean in either table; computed when all candidates need them.
     above_means: OnceCell<Vec<u64>>,
 }
 

@@ -9,7 +9,7 @@ use crate::method::bench::{Bench, Contents, Fill, NewHead, TimedLayer, TimedOnCu
 use crate::method::cuda::{Indexes, OnDevice};
 use crate::method::params::MethodParams;
 
-/// See [`Bench`].
+/// Benchmarks on random signs.
 pub(super) struct SelfIndexBench;
 
 impl Bench for SelfIndexBench {

@@ -17,9 +17,9 @@ use crate::method::Ranking;
 use crate::method::best::{best_positions, by_score};
 use rounded::Rounded;
 
-/// Values of a byte of signs.
+/// Number of values of a byte of signs.
 const BYTES: usize = PATTERNS * PATTERNS;
-/// Fewer candidates than this are all scored exactly.
+/// With fewer candidates than this, all are scored exactly.
 const LEAST: usize = 2048;
 /// Rows whose exact scores are summed at the same time.
 const AT_ONCE: usize = 4;
@@ -36,7 +36,7 @@ pub(super) struct PatternScores {
 }
 
 impl PatternScores {
-    /// PatternScores the centroids `[d/4,16,4]` for the group's queries, q_rope `[r,d]`.
+    /// Computes the scores of the centroids `[d/4,16,4]` for the group's queries, q_rope `[r,d]`.
     ///
     /// # Numerics
     /// f32.

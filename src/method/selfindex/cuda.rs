@@ -60,7 +60,7 @@ impl<'d> SelfIndex<'d> {
     /// best of all other positions.
     ///
     /// # Numerics
-    /// PatternScores in f32; the lower position on ties.
+    /// Scores in f32; the lower position on ties.
     pub fn select(
         &self,
         queries: &Buffer<'_, f32>,

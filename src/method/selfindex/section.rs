@@ -22,13 +22,13 @@ pub const ALPHA: &str = "sign.alpha";
 /// Mean key before rotation.
 pub const MEAN_PRE: &str = "sign.mean_pre";
 
-/// What is read of the section's parameters.
+/// The part of the section's parameters that is read.
 #[derive(Deserialize)]
 struct CenterParams {
     center: String,
 }
 
-/// The centre that a section's signs were taken around.
+/// Returns the centre that a section's signs were taken around.
 pub fn calibrated_center(params: &Map<String, Value>) -> Result<Center> {
     let params: CenterParams = parse("sections.sign", params)?;
     Center::from_str(&params.center, false).map_err(|_| Error::failed("`sections.sign.center` is not valid"))

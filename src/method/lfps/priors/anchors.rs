@@ -1,4 +1,4 @@
-//! How well the tables of the 32 rows before a row predict its attention: the split between the tables, their
+//! How well the tables of the 32 rows before a row predict its attention. Gives the split between the tables, their
 //! decay, the threshold, and how long top positions persist.
 
 use std::ops::Range;

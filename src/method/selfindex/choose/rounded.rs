@@ -1,4 +1,4 @@
-//! PatternScores rounded to u8, and the scan that sums them.
+//! Scores rounded to u8, and the scan that sums them.
 
 use super::super::groups::PATTERNS;
 use crate::compute::signs::{self, MOST_GROUPS};
