@@ -87,11 +87,8 @@ impl<'a> HeadRun<'a> {
         let held_out = self.held_out_inertia(held_out, mean.view(), stored.view())?;
         for (i, head) in self.heads.clone().enumerate() {
             let (metric, fit, assigned) = (&self.metrics[i], &fits[i], &assignments[i]);
-            let codebook = stored.index_axis(Axis(0), i);
-            part.put(
-                CODEBOOK,
-                &codebook.iter().map(|v| f16::from_f32(*v)).collect::<Vec<_>>(),
-            );
+            let codebook = stored.index_axis(Axis(0), i).mapv(f16::from_f32);
+            part.put(CODEBOOK, &codebook.into_iter().collect::<Vec<_>>());
             part.put(MEAN, &mean.row(i).to_vec());
             part.put(CHOL, &metric.chol.iter().copied().collect::<Vec<_>>());
             part.put(COUNT, &assigned.counts);

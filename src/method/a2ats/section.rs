@@ -113,27 +113,21 @@ impl FitParams {
 
     /// Fails if the codebook cannot be fitted on `kept` keys; warns if they are few.
     fn check(&self, kept: usize, log: Log) -> Result<()> {
-        if !(1..=MAX_SIZE).contains(&self.size) {
-            return Err(Error::usage(format!(
-                "--size {} must be between 1 and {MAX_SIZE}",
-                self.size
-            )));
+        let size = self.size;
+        if !(1..=MAX_SIZE).contains(&size) {
+            let message = format!("--size {size} must be between 1 and {MAX_SIZE}");
+            return Err(Error::usage(message));
         }
-        if kept < self.size {
-            return Err(Error::failed(format!(
-                "{kept} calibration tokens are too few for a codebook of {}",
-                self.size
-            ))
-            .hint(format!(
-                "give more text, or a smaller --size ({} or less)",
-                (kept / 20).max(1)
-            )));
+        if kept < size {
+            let message = format!("{kept} calibration tokens are too few for a codebook of {size}");
+            let most = (kept / 20).max(1);
+            let hint = format!("give more text, or a smaller --size ({most} or less)");
+            return Err(Error::failed(message).hint(hint));
         }
-        let per = kept as f64 / self.size as f64;
+        let per = kept as f64 / size as f64;
         if per < FEW_KEYS {
             log.warn(&format!(
-                "{per:.1} keys per codeword ({kept} keys, {} codewords); below {FEW_KEYS} a codebook fits its calibration text better than other text",
-                self.size
+                "{per:.1} keys per codeword ({kept} keys, {size} codewords); below {FEW_KEYS} a codebook fits its calibration text better than other text"
             ));
         }
         Ok(())
