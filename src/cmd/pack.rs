@@ -1,10 +1,10 @@
-//! `kvsmith pack`: section files into one artifact.
+//! `kvsmith pack`: merges section files into one artifact.
 
 use std::path::PathBuf;
 
 use serde_json::json;
 
-use super::{model_manifest, open_model, print_json};
+use super::{finish, model_manifest, open_model};
 use crate::artifact::{self, Artifact};
 use crate::cmd::args::Global;
 use crate::error::Result;
@@ -41,11 +41,11 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         part.check_model(&model.fingerprint)?;
     }
     artifact::pack(output, &parts)?;
-    log.note(&format!("wrote {}", args.output.display()));
-    if global.json {
-        let sections = parts.iter().flat_map(Artifact::sections);
-        let names: Vec<&str> = sections.map(|section| section.kind.name()).collect();
-        print_json(&json!({ "artifact": args.output, "sections": names, "device": device }))?;
-    }
-    Ok(())
+    let sections = parts.iter().flat_map(Artifact::sections);
+    let names: Vec<&str> = sections.map(|section| section.kind.name()).collect();
+    finish(
+        global,
+        &format!("wrote {}", args.output.display()),
+        &json!({ "artifact": args.output, "sections": names, "device": device }),
+    )
 }
