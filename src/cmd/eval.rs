@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::args::Global;
 use super::reading::{Reading, parse_budget};
-use super::{device_for, forward_on, open_model, print, print_json};
+use super::{device_for, forward_on, merge, open_model, print, print_json};
 use crate::artifact::Artifact;
 use crate::corpus::{self, Corpus};
 use crate::error::{Error, Kind, Result};
@@ -17,7 +17,7 @@ use crate::kv::Budget;
 use crate::method::Method;
 use crate::method::registry::{MethodName, constant_bytes};
 use crate::model::Decoder;
-use crate::runner::eval::{Evaluation, Report, Turn, Variant, decoded, turns_of};
+use crate::runner::eval::{Evaluation, Metrics, Variant, VariantReport, decoded, turns_of};
 
 /// Arguments of `eval`.
 #[derive(clap::Args, Debug)]
@@ -186,17 +186,18 @@ fn blocks(
     Ok((found, stopped))
 }
 
-/// Lists the metrics of a turn, or of all turns together.
-fn measured(turn: &Turn) -> Value {
-    let s = turn.scores();
-    json!({ "recall": s.recall, "mass": s.mass, "output_error": s.output_error, "kl": turn.kl() })
+/// Lists the metrics of one KV head.
+fn head_metrics(of: &Metrics) -> Value {
+    json!({
+        "recall": of.recall.get(), "mass": of.mass.get(), "output_error": of.output_error.get(),
+    })
 }
 
-/// Adds the members of an object to another.
-fn merge(object: &mut Value, more: &Value) {
-    if let (Some(object), Some(more)) = (object.as_object_mut(), more.as_object()) {
-        object.extend(more.clone());
-    }
+/// Lists the metrics of a turn, or of all turns together.
+fn turn_metrics(of: &Metrics) -> Value {
+    let mut metrics = head_metrics(of);
+    metrics["kl"] = json!(of.kl.get());
+    metrics
 }
 
 /// Builds one row of the result.
@@ -204,12 +205,12 @@ fn row(
     args: &Args,
     name: MethodName,
     budget: Budget,
-    report: &Report,
+    report: &VariantReport,
     artifact: Option<&Artifact>,
 ) -> Result<Value> {
     let on_text = args.needles.is_none();
     let whole = match on_text {
-        true => measured(&report.whole()),
+        true => turn_metrics(&report.whole()),
         false => json!({ "recall": null, "mass": null, "output_error": null, "kl": null }),
     };
     let shares = report.shares();
@@ -225,18 +226,16 @@ fn row(
     });
     merge(&mut row, &whole);
     if on_text {
-        row["by_turn"] = report.turns.iter().map(measured).collect();
+        row["by_turn"] = report.turns.iter().map(turn_metrics).collect();
     } else {
         row["needle_accuracy_by_turn"] = json!(report.answers.by_turn());
     }
     if args.per_head && on_text {
         let heads = report.heads.iter().enumerate().flat_map(|(layer, heads)| {
-            heads.iter().enumerate().map(move |(head, scores)| {
-                let s = scores.mean();
-                json!({
-                    "layer": layer, "kv_head": head,
-                    "recall": s.recall, "mass": s.mass, "output_error": s.output_error,
-                })
+            heads.iter().enumerate().map(move |(head, of)| {
+                let mut metrics = head_metrics(of);
+                merge(&mut metrics, &json!({ "layer": layer, "kv_head": head }));
+                metrics
             })
         });
         row["per_head"] = heads.collect();

@@ -55,7 +55,7 @@ pub trait Backend {
 pub struct Session<'a> {
     backend: Box<dyn Backend + 'a>,
     /// Positions in the cache.
-    len: usize,
+    positions: usize,
     /// Decode steps so far.
     steps: usize,
     trace: Option<Trace<'a>>,
@@ -66,7 +66,7 @@ impl<'a> Session<'a> {
     pub fn new(backend: impl Backend + 'a) -> Self {
         Self {
             backend: Box::new(backend),
-            len: 0,
+            positions: 0,
             steps: 0,
             trace: None,
         }
@@ -78,8 +78,8 @@ impl<'a> Session<'a> {
     /// # Errors
     /// As [`Backend::prompt`].
     pub fn prefill(&mut self, ids: &[u32]) -> Result<Array1<f32>> {
-        let logits = self.backend.prompt(ids, self.len)?;
-        self.len += ids.len();
+        let logits = self.backend.prompt(ids, self.positions)?;
+        self.positions += ids.len();
         Ok(logits)
     }
 
@@ -107,13 +107,13 @@ impl<'a> Session<'a> {
 
     fn place(&self) -> StepAt {
         StepAt {
-            position: self.len,
+            position: self.positions,
             step: self.steps,
         }
     }
 
     fn count(&mut self) {
-        self.len += 1;
+        self.positions += 1;
         self.steps += 1;
     }
 
@@ -131,13 +131,8 @@ impl<'a> Session<'a> {
     }
 
     /// Counts the positions in the cache.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Tells whether nothing was fed yet.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
+    pub fn positions(&self) -> usize {
+        self.positions
     }
 
     /// Returns the means over all decode steps and layers; before the first step, everything counts as read.

@@ -90,7 +90,7 @@ impl Conversation<'_> {
             }
         }
         let config = self.turns.config();
-        let total = (self.session.len() + ids.len()).saturating_add(self.args.max_new);
+        let total = (self.session.positions() + ids.len()).saturating_add(self.args.max_new);
         if total > config.max_position_embeddings {
             log.warn(&format!(
                 "{total} positions are more than the model's context of {}",

@@ -1,43 +1,60 @@
-//! What a choice is worth: recall, probability and output error of one step, divergence of two rows of
+//! How good a choice is: recall, probability and output error of one step, and the divergence of two rows of
 //! logits.
 
-use std::ops::Range;
+use std::ops::{AddAssign, Range};
 
 use ndarray::{ArrayView1, ArrayView2, ArrayViewMut2};
 
 use crate::kv::StaticSet;
 use crate::method::Choice;
 
-/// Means of the metrics of a choice; each is a sum until it is divided by `count`.
+/// A mean, as its sum and the number of values.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Scores {
-    /// Share of the oracle's choice at the same budget.
-    pub recall: f64,
-    /// True probability on what is attended, static set included, mean over the query group.
-    pub mass: f64,
-    /// Relative L2 error of the group's attention output.
-    pub output_error: f64,
-    /// Steps.
+pub struct Mean {
+    sum: f64,
+    /// Number of values.
     pub count: usize,
 }
 
-impl Scores {
-    pub(super) fn add(&mut self, other: &Self) {
+impl Mean {
+    /// Returns the mean; zero without a value.
+    pub fn get(self) -> f64 {
+        self.sum / self.count.max(1) as f64
+    }
+}
+
+impl From<f64> for Mean {
+    fn from(value: f64) -> Self {
+        Self { sum: value, count: 1 }
+    }
+}
+
+impl AddAssign for Mean {
+    fn add_assign(&mut self, other: Self) {
+        self.sum += other.sum;
+        self.count += other.count;
+    }
+}
+
+/// The metrics of choices, as means over steps.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Metrics {
+    /// Share of the oracle's choice at the same budget.
+    pub recall: Mean,
+    /// True probability on what is attended, static set included, mean over the query group.
+    pub mass: Mean,
+    /// Relative L2 error of the group's attention output.
+    pub output_error: Mean,
+    /// KL(full || variant) of the next token, in nats; not measured per head.
+    pub kl: Mean,
+}
+
+impl AddAssign for Metrics {
+    fn add_assign(&mut self, other: Self) {
         self.recall += other.recall;
         self.mass += other.mass;
         self.output_error += other.output_error;
-        self.count += other.count;
-    }
-
-    /// The means; zero without a step.
-    pub fn mean(&self) -> Self {
-        let n = self.count.max(1) as f64;
-        Self {
-            recall: self.recall / n,
-            mass: self.mass / n,
-            output_error: self.output_error / n,
-            count: self.count,
-        }
+        self.kl += other.kl;
     }
 }
 
@@ -72,7 +89,7 @@ impl<'a> Judge<'a> {
     }
 
     /// Measures a choice and its attention output, `[r,d]`.
-    pub fn scores(&self, choice: &Choice, budget: usize, output: ArrayViewMut2<f32>) -> Scores {
+    pub fn measure(&self, choice: &Choice, budget: usize, output: ArrayViewMut2<f32>) -> Metrics {
         let oracle = &self.ranked[..budget.min(self.ranked.len())];
         let found = |p: &&u32| choice.positions.binary_search(p).is_ok();
         let recall = match oracle.len() {
@@ -99,11 +116,12 @@ impl<'a> Judge<'a> {
             error += f64::from(x - y).powi(2);
             size += f64::from(*y).powi(2);
         }
-        Scores {
-            recall,
-            mass: mass / self.weights.nrows() as f64,
-            output_error: if size > 0.0 { (error / size).sqrt() } else { 0.0 },
-            count: 1,
+        let output_error = if size > 0.0 { (error / size).sqrt() } else { 0.0 };
+        Metrics {
+            recall: recall.into(),
+            mass: (mass / self.weights.nrows() as f64).into(),
+            output_error: output_error.into(),
+            kl: Mean::default(),
         }
     }
 }
