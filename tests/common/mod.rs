@@ -183,6 +183,17 @@ pub fn json_lines(text: &str) -> Vec<Value> {
         .collect()
 }
 
+/// The rows of a table in a text: a line each, its columns between bars.
+#[track_caller]
+pub fn table<const N: usize>(text: &str) -> Vec<[&str; N]> {
+    let mut rows = Vec::new();
+    for line in text.lines().filter(|line| !line.trim().is_empty()) {
+        let columns: Vec<&str> = line.split('|').map(str::trim).collect();
+        rows.push(columns.try_into().unwrap());
+    }
+    rows
+}
+
 /// A number of a JSON object.
 #[track_caller]
 pub fn number(row: &Value, key: &str) -> f64 {
