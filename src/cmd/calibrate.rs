@@ -168,7 +168,7 @@ struct CalibrationRun<'a> {
     log: Log,
 }
 
-/// The states of one layer that the fits read.
+/// The states of one layer, as far as the fits read them.
 struct Captured {
     /// Keys before rotation, `[g,n,d]`.
     keys: Array3<f32>,
@@ -183,7 +183,7 @@ impl CalibrationRun<'_> {
         let sizes = self.decoder.config.sizes();
         let mut capture = self.start(layers, work, sections)?;
         let remaining = sizes.n_layers - capture.next_layer;
-        // One unit per token captured and, per section, one per key fitted.
+        // A unit is a token captured, or a key fitted for a section.
         let per_layer = self.corpus.n_tokens() * (1 + sections.len() * sizes.n_kv_heads);
         let progress = self.log.progress((remaining * per_layer) as u64, "states");
         while capture.next_layer < sizes.n_layers {
@@ -220,7 +220,7 @@ impl CalibrationRun<'_> {
         Ok(Capture::at(layers, self.corpus, hidden, done))
     }
 
-    /// Runs the next layer of the model and keeps what the fits read of it.
+    /// Runs the next layer of the model and keeps the states that the fits read.
     fn capture(&self, capture: &mut Capture, progress: &Progress) -> Result<Captured> {
         self.stage(progress, capture.next_layer, "capture");
         let c = &self.decoder.config;
@@ -292,7 +292,7 @@ impl CalibrationRun<'_> {
         let mlp = longest.min(2048) * (2 * c.intermediate_size + 2 * c.hidden_size);
         let fit = 3 * n * c.head_dim;
         let file = store::total_bytes(sections.iter().flat_map(|s| &s.specs));
-        // The queries that fits read stay while a layer is captured and fitted.
+        // The queries that fits read are kept while a layer is captured and fitted.
         let kept = n * per_token + self.query_rows.len() * c.n_heads * c.head_dim;
         let memory = 4 * (kept + (longest * per_row + mlp).max(fit)) + file;
         self.log.note(&format!(

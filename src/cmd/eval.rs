@@ -1,4 +1,4 @@
-//! `kvsmith eval`: what methods lose against full attention.
+//! `kvsmith eval`: measures what methods lose against full attention.
 
 mod needles;
 
@@ -120,13 +120,13 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
 /// Tells whether the user stopped the work after `done` steps; a stop before the first step stays an error.
 fn is_stopped(result: Result<()>, done: usize) -> Result<bool> {
     match result {
-        // What was measured so far is still told.
+        // What was measured so far is still reported.
         Err(e) if e.kind() == Kind::Interrupted && done > 0 => Ok(true),
         other => other.map(|()| false),
     }
 }
 
-/// Evaluates text or tokens block by block; returns what was measured on, and whether the user stopped it.
+/// Evaluates text or tokens block by block; returns how much was evaluated, and whether the user stopped it.
 fn blocks(
     args: &Args,
     global: &Global,
@@ -200,7 +200,7 @@ fn turn_metrics(of: &Metrics) -> Value {
     metrics
 }
 
-/// Builds one row of the result.
+/// Returns the row of one method and budget.
 fn row(
     args: &Args,
     name: MethodName,
@@ -285,7 +285,7 @@ fn table(rows: &[Value], needles: bool) -> String {
     out
 }
 
-/// Lists what a row has per turn, each in the form of a row.
+/// Lists the turns of a row, each in the form of a row.
 fn turn_rows(row: &Value) -> Vec<Value> {
     let needles = row["needle_accuracy_by_turn"].as_array();
     let needles = needles.map(|turns| turns.iter().map(|x| json!({ "needle_accuracy": x })).collect());

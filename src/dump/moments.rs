@@ -27,7 +27,7 @@ const KIND: &str = "moments";
 #[derive(Serialize, Deserialize)]
 struct MomentsManifest {
     kind: String,
-    /// Null and absent are not the same.
+    /// Null means standard RoPE; a missing field is an error.
     #[serde(deserialize_with = "Position::deserialize")]
     wrope_position: Position,
     #[serde(flatten)]

@@ -36,7 +36,7 @@ impl Dump {
     /// Opens a dump and checks its manifest and tokens.
     ///
     /// # Errors
-    /// No complete dump there, or files that contradict each other.
+    /// There is no complete dump, or its files contradict each other.
     pub fn open(dir: &Path) -> Result<Self> {
         let path = dir.join(MANIFEST);
         if !path.is_file() {
@@ -142,7 +142,7 @@ impl LayerDump {
     /// Reads rows `first..first + count` of one head of a state, as f32: `[count, d]`.
     ///
     /// # Errors
-    /// The dump does not keep this state; a value that is not finite.
+    /// The dump does not keep this state, or a value is not finite.
     pub fn read(&self, state: State, head: usize, first: usize, count: usize) -> Result<Array2<f32>> {
         let name = match state {
             State::KPre => "k_pre",

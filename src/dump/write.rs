@@ -112,7 +112,7 @@ impl NewDump {
         Ok(new)
     }
 
-    /// Begins a file of the folder.
+    /// Creates a file in the folder.
     fn file(&mut self, name: &str) -> Result<Output> {
         let path = self.dir.join(name);
         self.files.push(path.clone());

@@ -1,4 +1,4 @@
-//! A conversation wherever it is computed: a prompt, then tokens one by one, then perhaps a later prompt.
+//! A session on any device: a prompt, then tokens one by one, then perhaps a later prompt.
 
 use std::io::Write;
 
@@ -9,7 +9,7 @@ use super::trace::Trace;
 use crate::error::Result;
 use crate::kv::sample::Sampler;
 
-/// The place of a decode step in its session.
+/// The position and the number of a decode step.
 #[derive(Clone, Copy, Debug)]
 pub struct StepAt {
     /// Position of the token that is fed.
@@ -18,7 +18,7 @@ pub struct StepAt {
     pub step: usize,
 }
 
-/// Where a model runs and its caches are held.
+/// A model with its caches on some device.
 pub trait Backend {
     /// Runs a prompt with exact attention. Its first token is at position `first`; earlier positions are in the
     /// caches. Returns the logits after its last token: `[vocab]`.
@@ -41,13 +41,13 @@ pub trait Backend {
         sampler.next(self.step(id, at, trace)?.view())
     }
 
-    /// The means over all decode steps and layers; `steps` is the number of steps.
+    /// Returns the means over all decode steps and layers; `steps` is the number of steps.
     fn shares(&self, steps: usize) -> Result<Shares>;
 
-    /// Bytes held for keys and values.
+    /// Counts the bytes held for keys and values.
     fn kv_bytes(&self) -> usize;
 
-    /// Bytes held for the methods' indexes.
+    /// Counts the bytes held for the methods' indexes.
     fn index_bytes(&self) -> usize;
 }
 
@@ -146,12 +146,12 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Bytes held for keys and values.
+    /// Counts the bytes held for keys and values.
     pub fn kv_bytes(&self) -> usize {
         self.backend.kv_bytes()
     }
 
-    /// Bytes held for the methods' indexes.
+    /// Counts the bytes held for the methods' indexes.
     pub fn index_bytes(&self) -> usize {
         self.backend.index_bytes()
     }

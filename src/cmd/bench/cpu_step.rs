@@ -18,7 +18,7 @@ use crate::method::bench::Layer;
 use crate::progress::size;
 use crate::runner::attend;
 
-/// A scattered read takes one of this many rows.
+/// A scattered read takes one in this many rows.
 const APART: usize = 16;
 
 /// Measures a loop that only reads, on all threads, in GB/s.
@@ -33,15 +33,15 @@ pub fn bandwidth(runs: usize) -> f64 {
     ROTATED_BYTES as f64 / median(times) * 1e-9
 }
 
-/// Makes numbers in memory of the kind that caches use.
+/// Makes numbers in the same kind of memory as caches.
 fn numbers(n: usize) -> Lines<u64> {
     let mut values = Lines::with_capacity(n);
     values.extend((0..n).map(|i| i as u64));
     values
 }
 
-/// Measures a loop that reads scattered rows of `bytes`, one in [`APART`], on all threads, in GB/s. All rows are read
-/// once before any is read again, so that none stays in the processor's caches.
+/// Measures a loop that reads scattered rows of `bytes`, one in [`APART`], on all threads, in GB/s. Every row is read
+/// before any is read again, so that none is still in the processor's caches.
 pub fn scattered(bytes: usize, runs: usize) -> f64 {
     let width = bytes / 8;
     let values = numbers(ROTATED_BYTES / 8);
@@ -80,7 +80,7 @@ pub struct CpuSteps<'a> {
     steps: usize,
     /// Bytes that the last step read.
     pub bytes: usize,
-    /// Exact scores that its retrieval took.
+    /// Exact scores that its retrieval computed.
     scored: usize,
 }
 
@@ -88,7 +88,7 @@ impl<'a> CpuSteps<'a> {
     /// Prepares the steps of a setting.
     ///
     /// # Errors
-    /// More memory than there is.
+    /// There is too little memory.
     pub fn new(setting: &'a LayerSetting<'a>) -> Result<Self> {
         check_room(setting)?;
         let new = setting.bench.heads(&setting.layer, &setting.params())?;
@@ -158,7 +158,7 @@ impl<'a> CpuSteps<'a> {
     }
 }
 
-/// Fails if a setting needs more memory than is free, where the system tells.
+/// Fails if a setting needs more memory than is free; passes if the system does not tell how much is.
 fn check_room(setting: &LayerSetting) -> Result<()> {
     let need = setting.bytes();
     match proc_bytes("/proc/meminfo", "MemAvailable:") {

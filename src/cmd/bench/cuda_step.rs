@@ -53,7 +53,7 @@ impl<'d> CudaSteps<'d> {
     /// Prepares the steps of a setting.
     ///
     /// # Errors
-    /// It does not fit.
+    /// There is too little GPU memory, or the kernels do not support these sizes.
     pub fn new(driver: &'d dyn Driver, setting: &LayerSetting) -> Result<Self> {
         let (layer, caches) = (setting.layer, setting.caches());
         let float = float(caches.kv)?;

@@ -1,4 +1,4 @@
-//! `kvsmith bench kmeans`: the fit of one codebook.
+//! `kvsmith bench kmeans`: times the fit of a codebook.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -117,7 +117,7 @@ fn report(
     let last = fits.last().expect("at least one run");
     let assignments: usize = last.heads.iter().map(|fit| fit.inertia.len()).sum();
     let inertia: f64 = last.heads.iter().filter_map(|fit| fit.inertia.last()).sum();
-    // Nominal: every point against every centroid, once per assignment, skipped or not.
+    // Nominal: each assignment counts every point with every centroid, even those that are skipped.
     let flop = 2.0 * (n * d) as f64 * size as f64 * assignments as f64;
     let times = Times::from(fits.iter().map(|fit| fit.total).collect::<Vec<f64>>());
     let gflops = flop / times.median * 1e-9;
@@ -152,7 +152,7 @@ fn report(
 struct TimedFit {
     heads: Vec<KMeansFit>,
     total: f64,
-    /// Of the points.
+    /// Upload of the points.
     upload: f64,
     /// Seeding and the first assignment.
     seed: f64,

@@ -21,7 +21,7 @@ use crate::method::params::Params;
 use crate::method::registry::MethodName;
 use crate::method::{Choice, Ranking, Reads, lfps};
 
-/// Bytes that are read before any of them is read again: more than the processor's caches hold.
+/// Bytes that are read in turn, more than the processor's caches hold.
 pub const ROTATED_BYTES: usize = 256 << 20;
 
 #[derive(clap::Args, Debug)]
@@ -57,7 +57,7 @@ pub struct LayerArgs {
     runs: usize,
 }
 
-/// The caches that steps read, and what they choose of them.
+/// The caches that steps read, and how much they choose.
 #[derive(clap::Args, Debug)]
 pub struct Caches {
     /// Sequences
@@ -74,7 +74,7 @@ pub struct Caches {
     pub size: usize,
 }
 
-/// Returns the element type of rows on a GPU; fails for 2-bit rows.
+/// Returns the element type of cached rows on a GPU; fails for 2-bit rows.
 pub fn float(kv: KvType) -> Result<Float> {
     let refused =
         || Error::usage("`--kv 2bit`: `bench` has such rows on the CPU alone").hint("use --device cpu");
@@ -123,23 +123,23 @@ fn parse_batch(text: &str) -> std::result::Result<usize, String> {
     }
 }
 
-/// One combination of shape, method and caches.
+/// One combination of shape, caches and method.
 #[derive(Clone, Copy)]
 pub struct LayerSetting<'a> {
-    /// What is the same for all combinations.
+    /// The arguments that all combinations have in common.
     pub args: &'a LayerArgs,
     pub layer: Layer,
     /// Query heads per KV head, r.
     pub group: usize,
     method: MethodName,
     pub bench: &'static dyn Bench,
-    /// Whether what was chosen is attended too.
+    /// Whether the chosen positions are attended too.
     pub attends: bool,
 }
 
-/// First and last positions that are always attended; the default of `run`.
+/// First positions that are always attended, as many as in `run` by default.
 pub const SINKS: usize = 4;
-/// See [`SINKS`].
+/// Last positions that are always attended, as many as in `run` by default.
 pub const WINDOW: usize = 64;
 
 impl LayerSetting<'_> {
@@ -148,7 +148,7 @@ impl LayerSetting<'_> {
         &self.args.caches
     }
 
-    /// Returns what is always attended, for the last position.
+    /// Returns the static set of the last position.
     pub fn static_set(&self) -> StaticSet {
         StaticSet::at(self.layer.context - 1, None, SINKS, WINDOW)
     }
@@ -181,7 +181,7 @@ impl LayerSetting<'_> {
         self.caches().kv.bytes_per_position(self.layer.head_dim)
     }
 
-    /// Counts the bytes of the cached rows of one layer; 0 where none is read.
+    /// Counts the bytes of the cached rows of one layer; 0 if none is read.
     fn row_bytes(&self) -> usize {
         let heads = self.layer.sequences * self.layer.kv_heads;
         match self.holds_rows() {
@@ -251,7 +251,7 @@ impl LayerSetting<'_> {
     }
 }
 
-/// Times every combination; `attends` is `bench attend`.
+/// Times every combination; `attends` tells `bench attend` from `bench retrieve`.
 pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
     check(&args.methods, args.ranking, global.device)?;
     let cuda = match global.device {
@@ -309,7 +309,7 @@ pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
     results.finish()
 }
 
-/// Lists every combination; full attention has nothing to retrieve.
+/// Lists every combination; without attending, only the methods that retrieve.
 fn settings(args: &LayerArgs, attends: bool, seed: u64) -> Vec<LayerSetting<'_>> {
     let mut out = Vec::new();
     for &[n_heads, kv_heads, head_dim] in &args.shapes {

@@ -25,7 +25,7 @@ use crate::model::ModelConfig;
 use crate::model::fields::read_json;
 use crate::runner::{Backend, Options};
 
-/// Steps between two waits for the device.
+/// Steps that are launched before the host waits for the device.
 const STEPS: usize = 10;
 
 #[derive(clap::Args, Debug)]
@@ -191,7 +191,7 @@ impl ModelSetting<'_> {
     }
 }
 
-/// The models and their sizes.
+/// Lists the models with their configurations.
 fn configs(args: &ModelArgs) -> Result<Vec<(String, ModelConfig)>> {
     if let Some(path) = &args.config {
         let config = ModelConfig::parse(&read_json(path)?).map_err(|e| e.context(path.display()))?;

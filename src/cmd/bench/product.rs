@@ -22,7 +22,7 @@ pub fn seconds(work: impl FnOnce()) -> f64 {
     start.elapsed().as_secs_f64()
 }
 
-/// Square matrices whose product is timed, a part of the rows per thread.
+/// The plain product: square matrices, of which each thread multiplies a part of the rows.
 struct PlainProduct {
     x: Array2<f32>,
     out: Array2<f32>,
