@@ -75,21 +75,18 @@ impl Global {
         }
     }
 
-    /// Returns the device name of a command that runs on the CPU alone.
+    /// Checks the device of a command that runs on the CPU alone.
     ///
     /// # Errors
     /// Another device was asked for: exit code 3.
-    pub fn cpu_only(&self, command: &str) -> Result<&'static str> {
-        let name = match self.device {
-            Device::Cpu => return Ok("cpu"),
-            Device::Auto => {
-                self.log().note("device: cpu");
-                return Ok("cpu");
-            }
-            Device::Wgpu => "wgpu",
-            Device::Cuda => "cuda",
-        };
-        Err(unable(command, name))
+    pub fn cpu_only(&self, command: &str) -> Result<()> {
+        match self.device {
+            Device::Cpu => {}
+            Device::Auto => self.log().note("device: cpu"),
+            Device::Wgpu => return Err(unable(command, "wgpu")),
+            Device::Cuda => return Err(unable(command, "cuda")),
+        }
+        Ok(())
     }
 }
 

@@ -73,19 +73,15 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let device = device_for(device, &decoder, global)?;
     let artifact = args.reading.open(&decoder, log)?;
     let method = |name: &MethodName| {
-        let reading = &args.reading;
-        let method = reading.method(*name, artifact.as_ref(), &decoder, global.seed)?;
-        Ok((*name, method))
+        args.reading
+            .method(*name, artifact.as_ref(), &decoder, global.seed)
     };
-    let methods: Vec<(MethodName, Box<dyn Method>)> =
-        args.methods.iter().map(method).collect::<Result<_>>()?;
-    let pairs: Vec<(MethodName, &dyn Method, Budget)> = methods
-        .iter()
-        .flat_map(|(name, method)| args.budgets.iter().map(move |b| (*name, method.as_ref(), *b)))
-        .collect();
-    let variants = pairs.iter().map(|(_, method, budget)| Variant {
-        method: *method,
-        budget: *budget,
+    let methods: Vec<Box<dyn Method>> = args.methods.iter().map(method).collect::<Result<_>>()?;
+    let variants = methods.iter().flat_map(|method| {
+        args.budgets.iter().map(|budget| Variant {
+            method: method.as_ref(),
+            budget: *budget,
+        })
     });
     let options = args
         .reading
@@ -99,10 +95,13 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         Some(path) => needles::run(path, &args.model, &decoder, &mut evaluation, log)?,
         None => blocks(args, global, &decoder, &mut evaluation)?,
     };
-    let rows: Vec<Value> = pairs
+    let pairs = args
+        .methods
         .iter()
+        .flat_map(|name| args.budgets.iter().map(|budget| (*name, *budget)));
+    let rows: Vec<Value> = pairs
         .zip(&evaluation.reports)
-        .map(|((name, _, budget), report)| row(args, *name, *budget, report, artifact.as_ref()))
+        .map(|((name, budget), report)| row(args, name, budget, report, artifact.as_ref()))
         .collect::<Result<_>>()?;
     if global.json {
         let mut out = json!({ "device": device.name(), "rows": rows });
@@ -209,10 +208,6 @@ fn row(
     artifact: Option<&Artifact>,
 ) -> Result<Value> {
     let on_text = args.needles.is_none();
-    let whole = match on_text {
-        true => turn_metrics(&report.whole()),
-        false => json!({ "recall": null, "mass": null, "output_error": null, "kl": null }),
-    };
     let shares = report.shares();
     let mut row = json!({
         "method": name.as_str(),
@@ -224,10 +219,14 @@ fn row(
         "index_bits_per_token": report.index_bits_per_token(),
         "constant_bytes": constant_bytes(name, artifact)?,
     });
-    merge(&mut row, &whole);
     if on_text {
+        merge(&mut row, &turn_metrics(&report.whole()));
         row["by_turn"] = report.turns.iter().map(turn_metrics).collect();
     } else {
+        merge(
+            &mut row,
+            &json!({ "recall": null, "mass": null, "output_error": null, "kl": null }),
+        );
         row["needle_accuracy_by_turn"] = json!(report.answers.by_turn());
     }
     if args.per_head && on_text {
@@ -271,11 +270,9 @@ fn table(rows: &[Value], needles: bool) -> String {
             number(row, "index_bits_per_token")
         );
         let turns = turn_rows(row);
-        if turns.len() > 1 {
-            for (i, turn) in turns.iter().enumerate() {
-                let place = format!("  turn {}", i + 1);
-                out += &(line(&place, turn, &keys) + "\n");
-            }
+        for (i, turn) in turns.iter().enumerate().filter(|_| turns.len() > 1) {
+            let place = format!("  turn {}", i + 1);
+            out += &(line(&place, turn, &keys) + "\n");
         }
         for head in row["per_head"].as_array().into_iter().flatten() {
             let place = format!("  layer {} head {}", head["layer"], head["kv_head"]);

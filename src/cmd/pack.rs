@@ -28,13 +28,10 @@ pub struct Args {
 /// Runs `pack`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
-    let device = global.cpu_only("pack")?;
+    global.cpu_only("pack")?;
     let output = Output::create(&args.output)?;
-    let parts: Vec<Artifact> = args
-        .sections
-        .iter()
-        .map(|p| Artifact::open(p, SECTIONS))
-        .collect::<Result<_>>()?;
+    let parts = args.sections.iter().map(|path| Artifact::open(path, SECTIONS));
+    let parts: Vec<Artifact> = parts.collect::<Result<_>>()?;
     let decoder = open_model(&args.model, log)?;
     let model = model_manifest(&decoder, log)?;
     for part in &parts {
@@ -46,6 +43,6 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     finish(
         global,
         &format!("wrote {}", args.output.display()),
-        &json!({ "artifact": args.output, "sections": names, "device": device }),
+        &json!({ "artifact": args.output, "sections": names, "device": "cpu" }),
     )
 }

@@ -132,7 +132,7 @@ impl SectionCommand {
     pub fn run(&self, global: &Global) -> Result<()> {
         let facts = self.kind.facts();
         let device: Box<dyn Device> = match facts.cpu_only {
-            true => global.cpu_only(facts.command).map(|_| Box::new(Cpu))?,
+            true => global.cpu_only(facts.command).map(|()| Box::new(Cpu))?,
             false => global.open_device()?,
         };
         let dump = Dump::open(&self.dump)?;

@@ -128,7 +128,7 @@ impl Conversation<'_> {
             _ if self.global.json => Ok(()),
             text => print(text),
         };
-        let mut stream = TextStream::new(self.turns.tokenizer());
+        let mut stream = TextStream::new(self.turns.tokenizer.as_ref());
         let start = Instant::now();
         let logits = self.session.prefill(prompt)?;
         let mut next = self.sampler.next(logits.view())?;

@@ -33,7 +33,7 @@ impl Conversation<'_> {
         let texts: Vec<&str> = replies.iter().map(|r| r.text.as_str()).collect();
         let mut result = json!({
             "ids": ids,
-            "text": self.turns.tokenizer().map_or(String::new(), |_| texts.join("\n")),
+            "text": self.turns.tokenizer.as_ref().map_or(String::new(), |_| texts.join("\n")),
             "method": name.as_str(),
             "budget": self.args.budget.value(),
             "prompt_tokens": replies.iter().map(|r| r.prompt_tokens).sum::<usize>(),

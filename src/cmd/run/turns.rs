@@ -20,7 +20,7 @@ pub struct Turns<'a> {
     decoder: &'a Decoder,
     log: Log,
     /// `None` if the model has none.
-    tokenizer: Option<Tokenizer>,
+    pub tokenizer: Option<Tokenizer>,
     source: TurnSource,
 }
 
@@ -50,12 +50,9 @@ impl<'a> Turns<'a> {
         if let Some(path) = &args.tokens {
             return Self::of_tokens(path, args, decoder, log);
         }
-        let text = match (&args.prompt, &args.prompt_file) {
-            (Some(text), _) => Some(text.clone()),
-            (None, Some(path)) => {
-                Some(std::fs::read_to_string(path).map_err(|e| Error::io(path, "read", &e))?)
-            }
-            (None, None) => None,
+        let text = match &args.prompt_file {
+            Some(path) => Some(std::fs::read_to_string(path).map_err(|e| Error::io(path, "read", &e))?),
+            None => args.prompt.clone(),
         };
         let tokenizer = Tokenizer::open(&args.model, &decoder.config)?;
         let source = if args.chat {
@@ -90,10 +87,8 @@ impl<'a> Turns<'a> {
         }
         let exists = args.model.join("tokenizer.json").exists();
         let opened = exists.then(|| Tokenizer::open(&args.model, &decoder.config));
-        let opened = opened
-            .transpose()
-            .map_err(|e| log.warn(&format!("{e}; the text is not shown")));
-        let tokenizer = opened.ok().flatten();
+        let warn = |e| log.warn(&format!("{e}; the text is not shown"));
+        let tokenizer = opened.and_then(|opened| opened.map_err(warn).ok());
         for ids in &documents {
             if ids.is_empty() && !args.chat {
                 return Err(no_tokens());
@@ -106,11 +101,6 @@ impl<'a> Turns<'a> {
             tokenizer,
             source: TurnSource::Ids(documents.into_iter()),
         })
-    }
-
-    /// Returns the tokenizer, if the model has one.
-    pub fn tokenizer(&self) -> Option<&Tokenizer> {
-        self.tokenizer.as_ref()
     }
 
     /// Returns the model's configuration.
@@ -172,7 +162,18 @@ fn no_tokens() -> Error {
 impl Style {
     fn open(args: &Args, log: Log) -> Result<Self> {
         match (ChatTemplate::open(&args.model)?, &args.system) {
-            (Some(template), system) => Ok(Self::Script(Box::new(Script::new(template, system.clone())))),
+            (Some(template), system) => {
+                let system = system.clone().map(|content| Message {
+                    role: "system",
+                    content,
+                });
+                Ok(Self::Script(Box::new(Script {
+                    template,
+                    messages: system.into_iter().collect(),
+                    rendered: String::new(),
+                    warned: false,
+                })))
+            }
             (None, Some(_)) => Err(Error::usage(format!(
                 "--system needs a chat template, and {} has none",
                 args.model.display()
@@ -202,19 +203,6 @@ struct Script {
 }
 
 impl Script {
-    fn new(template: ChatTemplate, system: Option<String>) -> Self {
-        let system = system.map(|content| Message {
-            role: "system",
-            content,
-        });
-        Self {
-            template,
-            messages: system.into_iter().collect(),
-            rendered: String::new(),
-            warned: false,
-        }
-    }
-
     /// Returns the ids of the text between `reply` and the next reply.
     fn ids(
         &mut self,
