@@ -10,47 +10,36 @@ use kvsmith::artifact::Artifact;
 use kvsmith::compute;
 use kvsmith::flags;
 use kvsmith::method::sections::SECTIONS;
-use libtest_mimic::{Arguments, Failed, Trial};
+use libtest_mimic::{Arguments, Trial};
 use serde_json::{Value, json};
 
 /// A check of one device.
 type Check = fn(&str);
 
 fn main() -> ExitCode {
-    let mut trials = vec![
-        test("no_vulkan_driver", false, no_vulkan_driver),
-        test("auto_is_not_wgpu", false, auto_is_not_wgpu),
-        test(
-            "other_commands_stay_on_the_cpu",
-            false,
-            other_commands_stay_on_the_cpu,
-        ),
-    ];
+    let mut trials = Vec::from(trials![
+        no_vulkan_driver,
+        auto_is_not_wgpu,
+        other_commands_stay_on_the_cpu,
+    ]);
     for (name, device) in [("wgpu", flags::Device::Wgpu), ("cuda", flags::Device::Cuda)] {
         let missing = compute::open(device).err();
         if let Some(reason) = &missing {
             eprintln!("{name}: ignored, {reason}");
         }
         let there = missing.is_none();
-        let checks: [(&str, Check); 2] = [
-            ("calibrate", calibrate_agrees_with_the_cpu),
-            ("chain", the_chain_by_hand_is_the_same),
-        ];
-        for (check, run) in checks {
-            trials.push(test(&format!("{name}::{check}"), !there, move || run(name)));
-        }
-        let absent = move || asking_for_it_fails(name);
-        trials.push(test(&format!("{name}::absent"), there, absent));
+        let test = |check: &str, run: Check, ignored: bool| {
+            let run = move || {
+                run(name);
+                Ok(())
+            };
+            Trial::test(format!("{name}::{check}"), run).with_ignored_flag(ignored)
+        };
+        trials.push(test("calibrate", calibrate_agrees_with_the_cpu, !there));
+        trials.push(test("chain", the_chain_by_hand_is_the_same, !there));
+        trials.push(test("absent", asking_for_it_fails, there));
     }
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
-}
-
-fn test(name: &str, ignored: bool, run: impl FnOnce() + Send + 'static) -> Trial {
-    let run = move || -> Result<(), Failed> {
-        run();
-        Ok(())
-    };
-    Trial::test(name, run).with_ignored_flag(ignored)
 }
 
 /// The bundled model and text, little of it.

@@ -3,6 +3,7 @@
     dead_code,
     missing_docs,
     unused_imports,
+    unused_macros,
     reason = "each test file uses a part of it"
 )]
 
@@ -20,6 +21,17 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 
 pub use model::*;
+
+/// Tests for libtest-mimic, named after their functions.
+macro_rules! trials {
+    ($($check:ident),+ $(,)?) => {
+        [$(libtest_mimic::Trial::test(stringify!($check), || {
+            $check();
+            Ok(())
+        })),+]
+    };
+}
+pub(crate) use trials;
 
 /// The repository, or the folder that `KVSMITH_ROOT` names.
 pub fn root() -> PathBuf {
