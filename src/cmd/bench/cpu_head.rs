@@ -53,8 +53,8 @@ impl BenchHead {
             model_window: None,
             sinks: SINKS,
             window: WINDOW,
-            budget: setting.caches().budget,
-            kv: setting.caches().kv,
+            budget: setting.caches.budget,
+            kv: setting.caches.kv,
         };
         let RandomHead { mut retriever, fill } = new(&place, &mut rng);
         let holds_rows = setting.holds_rows();

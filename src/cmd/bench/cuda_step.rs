@@ -55,7 +55,7 @@ impl<'d> CudaSteps<'d> {
     /// # Errors
     /// There is too little GPU memory, or the kernels do not support these sizes.
     pub fn new(driver: &'d dyn Driver, setting: &LayerSetting) -> Result<Self> {
-        let (layer, caches) = (setting.layer, setting.caches());
+        let (layer, caches) = (setting.layer, setting.caches);
         let float = float(caches.kv)?;
         let shape = Shape {
             sequences: layer.sequences,

@@ -126,8 +126,8 @@ fn parse_batch(text: &str) -> std::result::Result<usize, String> {
 /// One combination of shape, caches and method.
 #[derive(Clone, Copy)]
 pub struct LayerSetting<'a> {
-    /// The arguments that all combinations have in common.
-    pub args: &'a LayerArgs,
+    pub caches: &'a Caches,
+    lfps: lfps::Params,
     pub layer: Layer,
     /// Query heads per KV head, r.
     pub group: usize,
@@ -143,11 +143,6 @@ pub const SINKS: usize = 4;
 pub const WINDOW: usize = 64;
 
 impl LayerSetting<'_> {
-    /// Returns the caches that steps read.
-    pub fn caches(&self) -> &Caches {
-        &self.args.caches
-    }
-
     /// Returns the static set of the last position.
     pub fn static_set(&self) -> StaticSet {
         StaticSet::at(self.layer.context - 1, None, SINKS, WINDOW)
@@ -155,30 +150,30 @@ impl LayerSetting<'_> {
 
     /// Counts the positions that a step may choose.
     pub fn budget(&self) -> usize {
-        self.caches().budget.positions(self.layer.context)
+        self.caches.budget.positions(self.layer.context)
     }
 
     /// Returns the parameters of all methods.
     pub fn params(&self) -> Params {
         Params {
-            lfps: self.args.lfps,
+            lfps: self.lfps,
             ..Params::default()
         }
     }
 
     /// Tells whether a step reads cached rows.
     pub fn holds_rows(&self) -> bool {
-        self.attends || self.bench.reads_rows(self.caches().kv)
+        self.attends || self.bench.reads_rows(self.caches.kv)
     }
 
     /// Counts the bytes of a cached key.
     fn key_bytes(&self) -> usize {
-        self.caches().kv.bytes_per_key(self.layer.head_dim)
+        self.caches.kv.bytes_per_key(self.layer.head_dim)
     }
 
     /// Counts the bytes of a cached key and value.
     fn position_bytes(&self) -> usize {
-        self.caches().kv.bytes_per_position(self.layer.head_dim)
+        self.caches.kv.bytes_per_position(self.layer.head_dim)
     }
 
     /// Counts the bytes of the cached rows of one layer; 0 if none is read.
@@ -230,7 +225,7 @@ impl LayerSetting<'_> {
 
     fn name(&self) -> String {
         let what = if self.attends { "attend" } else { "retrieve" };
-        let how = match self.args.ranking {
+        let how = match self.layer.ranking {
             Ranking::Fast => "",
             Ranking::Plain => ", plain ranking",
         };
@@ -245,7 +240,7 @@ impl LayerSetting<'_> {
             context: n,
             ..
         } = self.layer;
-        let (kv, budget) = (self.caches().kv.as_str(), self.caches().budget.value());
+        let (kv, budget) = (self.caches.kv.as_str(), self.caches.budget.value());
         let h = self.group * g;
         format!("batch {b}, {h}/{g} heads x {d}, {n} positions, {kv}, budget {budget}")
     }
@@ -327,7 +322,8 @@ fn settings(args: &LayerArgs, attends: bool, seed: u64) -> Vec<LayerSetting<'_>>
                 let timed = args.methods.iter().filter_map(|m| Some((*m, m.bench()?)));
                 let timed = timed.filter(|(_, bench)| attends || bench.retrieves());
                 out.extend(timed.map(|(method, bench)| LayerSetting {
-                    args,
+                    caches: &args.caches,
+                    lfps: args.lfps,
                     layer,
                     group: n_heads / kv_heads,
                     method,

@@ -22,33 +22,13 @@ pub fn seconds(work: impl FnOnce()) -> f64 {
     start.elapsed().as_secs_f64()
 }
 
-/// The plain product: square matrices, of which each thread multiplies a part of the rows.
-struct PlainProduct {
+/// Rows and columns of the plain product.
+const SIZE: usize = 2048;
+
+/// A benchmark of kernels on the CPU whose results are compared with the plain product of square matrices.
+pub struct Comparison {
     x: Array2<f32>,
     out: Array2<f32>,
-}
-
-impl PlainProduct {
-    /// Rows and columns.
-    const SIZE: usize = 2048;
-
-    /// GFLOP/s of one product.
-    fn rate(&mut self) -> f64 {
-        let rows = Self::SIZE.div_ceil(rayon::current_num_threads());
-        let x = &self.x;
-        let out = self.out.axis_chunks_iter_mut(Axis(0), rows).into_par_iter();
-        let time = seconds(|| {
-            out.zip(x.axis_chunks_iter(Axis(0), rows).into_par_iter())
-                .for_each(|(out, rows)| gemm(out, false, rows, x.view()));
-        });
-        std::hint::black_box(&self.out);
-        2.0 * (Self::SIZE as f64).powi(3) / time * 1e-9
-    }
-}
-
-/// A benchmark of kernels on the CPU whose results are compared with the plain product.
-pub struct Comparison {
-    product: PlainProduct,
     runs: usize,
     results: Results,
 }
@@ -63,22 +43,31 @@ impl Comparison {
             let error = Error::device(format!("`bench {name}` runs on the CPU alone"));
             return Err(error.hint("use --device cpu"));
         }
-        let size = PlainProduct::SIZE;
-        let product = PlainProduct {
-            x: random_matrix(size, size, global.seed),
-            out: Array2::zeros((size, size)),
-        };
         Ok(Self {
-            product,
+            x: random_matrix(SIZE, SIZE, global.seed),
+            out: Array2::zeros((SIZE, SIZE)),
             runs,
             results: Results::new(global),
         })
     }
 
+    /// Computes the plain product, a part of the rows per thread; returns its GFLOP/s.
+    fn plain_rate(&mut self) -> f64 {
+        let rows = SIZE.div_ceil(rayon::current_num_threads());
+        let x = &self.x;
+        let out = self.out.axis_chunks_iter_mut(Axis(0), rows).into_par_iter();
+        let time = seconds(|| {
+            out.zip(x.axis_chunks_iter(Axis(0), rows).into_par_iter())
+                .for_each(|(out, rows)| gemm(out, false, rows, x.view()));
+        });
+        std::hint::black_box(&self.out);
+        2.0 * (SIZE as f64).powi(3) / time * 1e-9
+    }
+
     /// Times a kernel of `flop` operations. It takes turns with the plain product, so that whatever else the machine
     /// does slows both.
     pub fn add(&mut self, name: &str, shape: &str, flop: f64, mut kernel: impl FnMut()) -> Result<()> {
-        let both = measure(self.runs, || Ok((seconds(&mut kernel), self.product.rate())))?;
+        let both = measure(self.runs, || Ok((seconds(&mut kernel), self.plain_rate())))?;
         let (times, rates): (Vec<f64>, Vec<f64>) = both.into_iter().unzip();
         let (times, plain) = (Times::from(times), median(rates));
         let rate = flop / times.median * 1e-9;
