@@ -88,10 +88,7 @@ impl<'a> Session<'a> {
     /// # Errors
     /// As [`Backend::prompt`]; a trace that cannot be written.
     pub fn step(&mut self, id: u32) -> Result<Array1<f32>> {
-        let at = self.place();
-        let logits = self.backend.step(id, at, self.trace.as_mut())?;
-        self.count();
-        Ok(logits)
+        self.feed(|backend, at, trace| backend.step(id, at, trace))
     }
 
     /// Feeds one token; returns the token that follows it.
@@ -99,22 +96,22 @@ impl<'a> Session<'a> {
     /// # Errors
     /// As [`Session::step`].
     pub fn next(&mut self, id: u32, sampler: &mut Sampler) -> Result<u32> {
-        let at = self.place();
-        let next = self.backend.next(id, at, self.trace.as_mut(), sampler)?;
-        self.count();
-        Ok(next)
+        self.feed(|backend, at, trace| backend.next(id, at, trace, sampler))
     }
 
-    fn place(&self) -> StepAt {
-        StepAt {
+    /// Runs one step and counts it unless it fails.
+    fn feed<T>(
+        &mut self,
+        step: impl FnOnce(&mut (dyn Backend + 'a), StepAt, Option<&mut Trace<'a>>) -> Result<T>,
+    ) -> Result<T> {
+        let at = StepAt {
             position: self.positions,
             step: self.steps,
-        }
-    }
-
-    fn count(&mut self) {
+        };
+        let out = step(self.backend.as_mut(), at, self.trace.as_mut())?;
         self.positions += 1;
         self.steps += 1;
+        Ok(out)
     }
 
     /// Writes the choices of the steps to come to `sink`, one JSON line per step, layer and KV head.
