@@ -7,6 +7,7 @@
     reason = "each test file uses a part of it"
 )]
 
+pub mod golden;
 pub mod model;
 pub mod random;
 

@@ -9,7 +9,7 @@ use kvsmith::kv::sample::Sampler;
 use kvsmith::runner::{Backend, Session};
 
 use super::Check;
-use super::golden::{Golden, all, generate, options, worst};
+use super::common::golden::{Golden, all, generate, options, worst};
 
 pub fn cases() -> Vec<(String, Check)> {
     let mut cases: Vec<(String, Check)> = Vec::new();
