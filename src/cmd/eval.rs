@@ -17,7 +17,7 @@ use crate::kv::Budget;
 use crate::method::Method;
 use crate::method::registry::{MethodName, constant_bytes};
 use crate::model::Decoder;
-use crate::runner::eval::{Evaluation, Metrics, Variant, VariantReport, decoded, turns_of};
+use crate::runner::eval::{Evaluation, Variant, VariantReport, decoded, turns_of};
 
 /// Arguments of `eval`.
 #[derive(clap::Args, Debug)]
@@ -185,20 +185,6 @@ fn blocks(
     Ok((found, stopped))
 }
 
-/// Lists the metrics of one KV head.
-fn head_metrics(of: &Metrics) -> Value {
-    json!({
-        "recall": of.recall.get(), "mass": of.mass.get(), "output_error": of.output_error.get(),
-    })
-}
-
-/// Lists the metrics of a turn, or of all turns together.
-fn turn_metrics(of: &Metrics) -> Value {
-    let mut metrics = head_metrics(of);
-    metrics["kl"] = json!(of.kl.get());
-    metrics
-}
-
 /// Returns the row of one method and budget.
 fn row(
     args: &Args,
@@ -220,21 +206,21 @@ fn row(
         "constant_bytes": constant_bytes(name, artifact)?,
     });
     if on_text {
-        merge(&mut row, &turn_metrics(&report.whole()));
-        row["by_turn"] = report.turns.iter().map(turn_metrics).collect();
+        merge(&mut row, &json!(report.whole()));
+        row["by_turn"] = json!(report.turns);
     } else {
         merge(
             &mut row,
             &json!({ "recall": null, "mass": null, "output_error": null, "kl": null }),
         );
-        row["needle_accuracy_by_turn"] = json!(report.answers.by_turn());
+        row["needle_accuracy_by_turn"] = json!(report.answers);
     }
     if args.per_head && on_text {
         let heads = report.heads.iter().enumerate().flat_map(|(layer, heads)| {
             heads.iter().enumerate().map(move |(head, of)| {
-                let mut metrics = head_metrics(of);
-                merge(&mut metrics, &json!({ "layer": layer, "kv_head": head }));
-                metrics
+                let mut row = json!({ "layer": layer, "kv_head": head });
+                merge(&mut row, &json!(of));
+                row
             })
         });
         row["per_head"] = heads.collect();

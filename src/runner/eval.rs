@@ -23,7 +23,7 @@ use crate::kv::{Budget, StaticSet};
 use crate::method::Method;
 use crate::model::Forward;
 pub use judge::{Mean, Metrics, divergence};
-pub use report::{Answers, VariantReport};
+pub use report::{Answers, TurnMetrics, VariantReport};
 use trajectories::{HeadStep, StepInput, Trajectories};
 
 /// A method with a budget.

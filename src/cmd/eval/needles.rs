@@ -262,7 +262,7 @@ pub(super) fn run(
     let found = json!({
         "needles": evaluation.full.asked(),
         "full_needle_accuracy": evaluation.full.accuracy(),
-        "full_needle_accuracy_by_turn": evaluation.full.by_turn(),
+        "full_needle_accuracy_by_turn": evaluation.full,
     });
     Ok((found, stopped))
 }

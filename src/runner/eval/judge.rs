@@ -4,28 +4,29 @@
 use std::ops::{AddAssign, Range};
 
 use ndarray::{ArrayView1, ArrayView2, ArrayViewMut2};
+use serde::Serialize;
 
 use crate::kv::StaticSet;
 use crate::method::Choice;
 
-/// A mean, as its sum and the number of values.
-#[derive(Clone, Copy, Debug, Default)]
+/// A mean, as its sum and the number of values; zero without a value.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+#[serde(into = "f64")]
 pub struct Mean {
     sum: f64,
     /// Number of values.
     pub count: usize,
 }
 
-impl Mean {
-    /// Returns the mean; zero without a value.
-    pub fn get(self) -> f64 {
-        self.sum / self.count.max(1) as f64
-    }
-}
-
 impl From<f64> for Mean {
     fn from(value: f64) -> Self {
         Self { sum: value, count: 1 }
+    }
+}
+
+impl From<Mean> for f64 {
+    fn from(mean: Mean) -> Self {
+        mean.sum / mean.count.max(1) as f64
     }
 }
 
@@ -37,7 +38,7 @@ impl AddAssign for Mean {
 }
 
 /// The metrics of choices, as means over steps.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Metrics {
     /// Share of the oracle's choice at the same budget.
     pub recall: Mean,
@@ -45,8 +46,6 @@ pub struct Metrics {
     pub mass: Mean,
     /// Relative L2 error of the group's attention output.
     pub output_error: Mean,
-    /// KL(full || variant) of the next token, in nats; not measured per head.
-    pub kl: Mean,
 }
 
 impl AddAssign for Metrics {
@@ -54,7 +53,6 @@ impl AddAssign for Metrics {
         self.recall += other.recall;
         self.mass += other.mass;
         self.output_error += other.output_error;
-        self.kl += other.kl;
     }
 }
 
@@ -121,7 +119,6 @@ impl<'a> Judge<'a> {
             recall: recall.into(),
             mass: (mass / self.weights.nrows() as f64).into(),
             output_error: output_error.into(),
-            kl: Mean::default(),
         }
     }
 }

@@ -1,11 +1,13 @@
 //! The results of an evaluation, by variant and by turn.
 
+use serde::Serialize;
+
 use super::judge::{Mean, Metrics};
 use crate::model::ModelConfig;
 use crate::runner::Shares;
 
 /// Per turn: how many questions were asked, and the share answered.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct Answers(Vec<Mean>);
 
 impl Answers {
@@ -26,12 +28,7 @@ impl Answers {
 
     /// Returns the share of them answered; `None` without a question.
     pub fn accuracy(&self) -> Option<f64> {
-        (self.asked() > 0).then(|| self.total().get())
-    }
-
-    /// Returns the share of each turn.
-    pub fn by_turn(&self) -> Vec<f64> {
-        self.0.iter().map(|turn| turn.get()).collect()
+        (self.asked() > 0).then(|| self.total().into())
     }
 }
 
@@ -43,13 +40,22 @@ fn at_turn<T: Default + Clone>(turns: &mut Vec<T>, turn: usize) -> &mut T {
     &mut turns[turn]
 }
 
+/// The metrics of one turn, over all layers and heads.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct TurnMetrics {
+    #[serde(flatten)]
+    choices: Metrics,
+    /// KL(full || variant) of the next token, in nats.
+    kl: Mean,
+}
+
 /// The results of one variant on all blocks.
 #[derive(Clone, Debug, Default)]
 pub struct VariantReport {
     /// Per layer and KV head.
     pub heads: Vec<Vec<Metrics>>,
-    /// Per turn of a block, over all layers and heads.
-    pub turns: Vec<Metrics>,
+    /// Per turn of a block.
+    pub turns: Vec<TurnMetrics>,
     /// The answers to needles.
     pub answers: Answers,
     /// Decode steps, those of needles included.
@@ -72,9 +78,12 @@ impl VariantReport {
     }
 
     /// Adds up all turns of all blocks.
-    pub fn whole(&self) -> Metrics {
-        let mut all = Metrics::default();
-        self.turns.iter().for_each(|turn| all += *turn);
+    pub fn whole(&self) -> TurnMetrics {
+        let mut all = TurnMetrics::default();
+        for turn in &self.turns {
+            all.choices += turn.choices;
+            all.kl += turn.kl;
+        }
         all
     }
 
@@ -91,7 +100,7 @@ impl VariantReport {
     /// Adds the metrics of one KV head in one step along the full trajectory.
     pub(super) fn add_metrics(&mut self, layer: usize, kv_head: usize, turn: usize, metrics: Metrics) {
         self.heads[layer][kv_head] += metrics;
-        *at_turn(&mut self.turns, turn) += metrics;
+        at_turn(&mut self.turns, turn).choices += metrics;
     }
 
     /// Adds a step; `sum` is its sum over layers.
