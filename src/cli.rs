@@ -1,4 +1,4 @@
-//! The command line: its subcommands, and which function runs each.
+//! The command line: its subcommands, and the function that runs each.
 
 use clap::{Parser, Subcommand};
 
@@ -43,7 +43,7 @@ pub enum Command {
     Bench(bench::Args),
 }
 
-/// More threads than this are taken for a mistake.
+/// The most threads; a larger number is taken for a mistake.
 const MAX_THREADS: usize = 1024;
 
 /// Runs the subcommand.

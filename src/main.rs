@@ -12,9 +12,9 @@ fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => {
-            // Help and version are results; anything else is wrong use.
+            // Help and version are no errors; anything else is wrong use.
             let code = if e.use_stderr() { 2 } else { 0 };
-            // Nothing is left to do if the terminal is gone.
+            // If the terminal is gone, there is nobody to tell.
             let _ = e.print();
             return ExitCode::from(code);
         }

@@ -4,7 +4,7 @@ mod common;
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use common::*;
 use kvsmith::method::registry::METHODS;
@@ -48,13 +48,9 @@ fn turns_equal_plain_runs(scratch: &Scratch, model: &str, turns: &[Vec<u32>], op
     assert_eq!(ids_of(&chat["ids"]).len(), 8 * turns.len());
     assert_eq!(said.len(), prompts + 8 * turns.len());
     for key in ["prefill_s", "decode_s"] {
-        let sum: f64 = chat["turns"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .map(|t| t[key].as_f64().unwrap())
-            .sum();
-        assert!((chat[key].as_f64().unwrap() - sum).abs() < 1e-9, "{key}");
+        let told = chat["turns"].as_array().unwrap().iter();
+        let sum: f64 = told.map(|turn| number(turn, key)).sum();
+        assert!((number(&chat, key) - sum).abs() < 1e-9, "{key}");
     }
     assert_eq!(chat["text"], json!(""), "there is no text without a tokenizer");
 }
@@ -75,11 +71,8 @@ fn every_method_with_the_whole_budget_goes_on_exactly() {
         let scratch = Scratch::new();
         let model = checkpoint(name);
         let texts = scratch.tokens("texts.json", &documents(&[60, 60], 1));
-        let artifact = scratch.path("art");
-        kvsmith(&format!(
-            "calibrate --model {model} --tokens {texts} --size 8 -o {artifact}"
-        ))
-        .ok();
+        let calibrate = format!("calibrate --model {model} --tokens {texts} --size 8");
+        let artifact = scratch.make("art", &calibrate);
         for method in METHODS {
             let options = format!(
                 "--artifact {artifact} --sinks 1 --window 2 --budget 1.0 --method {}",
@@ -118,12 +111,7 @@ fn steps_are_counted_over_all_turns() {
             fed += 1;
         }
     }
-    let rows: Vec<Value> = std::fs::read_to_string(trace)
-        .unwrap()
-        .lines()
-        .map(|line| serde_json::from_str(line).unwrap())
-        .collect();
-    assert_eq!(rows, expected);
+    assert_eq!(json_lines(&std::fs::read_to_string(trace).unwrap()), expected);
 }
 
 #[test]
@@ -242,12 +230,7 @@ impl Chat {
             "--max-new 12"
         };
         let arguments = format!("run --model {} {length} {options}", self.model);
-        let mut child = command(&arguments)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
+        let mut child = start(&arguments);
         // A program that fails early reads nothing.
         let _ = child.stdin.take().unwrap().write_all(stdin.as_ref());
         Outcome::of(child.wait_with_output().unwrap())
@@ -261,17 +244,12 @@ impl Chat {
         let same = self
             .run(&format!("--chat --json {options} --tokens {tokens}"), "")
             .json();
-        let parts = |chat: &Value| {
-            let part = |t: &Value| (t["ids"].clone(), t["text"].clone(), t["prompt_tokens"].clone());
-            chat["turns"]
-                .as_array()
-                .unwrap()
-                .iter()
-                .map(part)
-                .collect::<Vec<_>>()
+        let parts = |chat: &Value| -> Vec<[Value; 3]> {
+            let part = |turn: &Value| ["ids", "text", "prompt_tokens"].map(|key| turn[key].clone());
+            chat["turns"].as_array().unwrap().iter().map(part).collect()
         };
         assert_eq!(parts(chat), parts(&same), "{texts:?}");
-        parts(chat).iter().map(|t| ids_of(&t.0)).collect()
+        parts(chat).iter().map(|part| ids_of(&part[0])).collect()
     }
 }
 
@@ -630,18 +608,12 @@ fn an_interrupt_while_waiting_tells_what_was_said() {
         "run --chat --json --model {} --max-new 3 --ignore-eos",
         chat.model
     );
-    let mut child = command(&arguments)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut child = start(&arguments);
     let mut stdin = child.stdin.take().unwrap();
     stdin.write_all(b"hello\n").unwrap();
     let mut stderr = BufReader::new(child.stderr.take().unwrap()).lines();
     assert!(stderr.any(|line| line.unwrap().starts_with("turn 1: ")));
-    // SAFETY: the process is our child, which was not waited for.
-    unsafe { libc::kill(child.id() as i32, libc::SIGINT) };
+    send(&child, libc::SIGINT);
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130));
     let told: Value = serde_json::from_slice(&output.stdout).unwrap();

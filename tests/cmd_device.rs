@@ -10,47 +10,36 @@ use kvsmith::artifact::Artifact;
 use kvsmith::compute;
 use kvsmith::flags;
 use kvsmith::method::sections::SECTIONS;
-use libtest_mimic::{Arguments, Failed, Trial};
+use libtest_mimic::{Arguments, Trial};
 use serde_json::{Value, json};
 
 /// A check of one device.
 type Check = fn(&str);
 
 fn main() -> ExitCode {
-    let mut trials = vec![
-        test("no_vulkan_driver", false, no_vulkan_driver),
-        test("auto_is_not_wgpu", false, auto_is_not_wgpu),
-        test(
-            "other_commands_stay_on_the_cpu",
-            false,
-            other_commands_stay_on_the_cpu,
-        ),
-    ];
+    let mut trials = Vec::from(trials![
+        no_vulkan_driver,
+        auto_is_not_wgpu,
+        other_commands_stay_on_the_cpu,
+    ]);
     for (name, device) in [("wgpu", flags::Device::Wgpu), ("cuda", flags::Device::Cuda)] {
         let missing = compute::open(device).err();
         if let Some(reason) = &missing {
             eprintln!("{name}: ignored, {reason}");
         }
         let there = missing.is_none();
-        let checks: [(&str, Check); 2] = [
-            ("calibrate", calibrate_agrees_with_the_cpu),
-            ("chain", the_chain_by_hand_is_the_same),
-        ];
-        for (check, run) in checks {
-            trials.push(test(&format!("{name}::{check}"), !there, move || run(name)));
-        }
-        let absent = move || asking_for_it_fails(name);
-        trials.push(test(&format!("{name}::absent"), there, absent));
+        let test = |check: &str, run: Check, ignored: bool| {
+            let run = move || {
+                run(name);
+                Ok(())
+            };
+            Trial::test(format!("{name}::{check}"), run).with_ignored_flag(ignored)
+        };
+        trials.push(test("calibrate", calibrate_agrees_with_the_cpu, !there));
+        trials.push(test("chain", the_chain_by_hand_is_the_same, !there));
+        trials.push(test("absent", asking_for_it_fails, there));
     }
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
-}
-
-fn test(name: &str, ignored: bool, run: impl FnOnce() + Send + 'static) -> Trial {
-    let run = move || -> Result<(), Failed> {
-        run();
-        Ok(())
-    };
-    Trial::test(name, run).with_ignored_flag(ignored)
 }
 
 /// The bundled model and text, little of it.
@@ -131,34 +120,19 @@ fn the_chain_by_hand_is_the_same(device: &str) {
     let path = |file: &str| scratch.path(file);
     let fit = "--size 16 --iterations 3";
     calibrate(device, fit, &path("direct"));
-    let dump = path("dump");
     // wgpu cannot run the model.
     let model = if device == "wgpu" { "cpu" } else { device };
-    kvsmith(&format!(
-        "dump --dtype f32 --queries --values {} --precision f32 --device {model} -o {dump}",
-        input()
-    ))
-    .ok();
-    let on = format!("--device {device}");
-    kvsmith(&format!("moments --dump {dump} {on} -o {}", path("moments"))).ok();
-    let moments = path("moments");
-    kvsmith(&format!(
-        "codebook --dump {dump} --moments {moments} {fit} --seed 3 {on} -o {}",
-        path("a2ats")
-    ))
-    .ok();
-    kvsmith(&format!("signs --dump {dump} {on} -o {}", path("signs"))).ok();
-    kvsmith(&format!("priors --dump {dump} -o {}", path("priors"))).ok();
+    let states = "--dtype f32 --queries --values --precision f32";
+    let dump = scratch.make("dump", &format!("dump {states} {} --device {model}", input()));
+    let on = format!("--dump {dump} --device {device}");
+    let moments = scratch.make("moments", &format!("moments {on}"));
+    let codebook = format!("codebook {on} --moments {moments} {fit} --seed 3");
+    let codebook = scratch.make("a2ats", &codebook);
+    let signs = scratch.make("signs", &format!("signs {on}"));
+    let priors = scratch.make("priors", &format!("priors --dump {dump}"));
     let model = root().join("calib-data/model");
-    kvsmith(&format!(
-        "pack {} {} {} --model {} -o {}",
-        path("signs"),
-        path("priors"),
-        path("a2ats"),
-        model.display(),
-        path("packed")
-    ))
-    .ok();
+    let pack = format!("pack {signs} {priors} {codebook} --model {}", model.display());
+    scratch.make("packed", &pack);
     let (direct, packed) = (read_tensors(path("direct")), read_tensors(path("packed")));
     for (name, tensor) in &direct {
         assert!(
@@ -198,12 +172,8 @@ fn no_vulkan_driver() {
 
 fn auto_is_not_wgpu() {
     let scratch = Scratch::new();
-    let output = scratch.path("art");
-    kvsmith(&format!(
-        "calibrate {} --size 8 --iterations 1 -o {output}",
-        input()
-    ))
-    .ok();
+    let calibrate = format!("calibrate {} --size 8 --iterations 1", input());
+    let output = scratch.make("art", &calibrate);
     let manifest = Artifact::open(output.as_ref(), SECTIONS).unwrap().manifest;
     assert_ne!(manifest.device, "wgpu");
 }

@@ -437,43 +437,28 @@ fn special_tokens() {
         "special_tokens": { "<s>": { "id": "<s>", "ids": [1], "tokens": ["<s>"] } },
     });
     let text = character_ids("text");
-    let with = |bos: u32| [&[bos][..], &text].concat();
-    for (i, (post_processor, config, expected)) in [
-        (Value::Null, None, text.clone()),
-        (
-            Value::Null,
-            Some(json!({ "add_bos_token": false, "bos_token": "</s>" })),
-            text.clone(),
-        ),
-        (Value::Null, Some(json!({ "bos_token": "</s>" })), text.clone()),
-        (
-            Value::Null,
-            Some(json!({ "add_bos_token": true, "bos_token": "</s>" })),
-            with(2),
-        ),
-        (
-            Value::Null,
-            Some(json!({ "add_bos_token": true, "bos_token": { "content": "</s>" } })),
-            with(2),
-        ),
-        // config.json's id.
-        (
-            Value::Null,
-            Some(json!({ "add_bos_token": true, "bos_token": null })),
-            with(1),
-        ),
-        (template.clone(), None, with(1)),
-        (
-            template,
-            Some(json!({ "add_bos_token": true, "bos_token": "</s>" })),
-            with(1),
-        ),
-    ]
-    .into_iter()
-    .enumerate()
-    {
+    // The tokenizer's post-processor, tokenizer_config.json, and the token before the text; 1 is that of config.json.
+    const CASES: &str = r#"
+        none  | null                                                           |
+        none  | {"add_bos_token": false, "bos_token": "</s>"}                  |
+        none  | {"bos_token": "</s>"}                                          |
+        none  | {"add_bos_token": true, "bos_token": "</s>"}                   | 2
+        none  | {"add_bos_token": true, "bos_token": {"content": "</s>"}}      | 2
+        none  | {"add_bos_token": true, "bos_token": null}                     | 1
+        <s>   | null                                                           | 1
+        <s>   | {"add_bos_token": true, "bos_token": "</s>"}                   | 1
+    "#;
+    for [processor, config, bos] in table(CASES) {
+        let bos: Option<u32> = bos.parse().ok();
+        let expected: Vec<u32> = bos.into_iter().chain(text.clone()).collect();
+        let post_processor = if processor == "none" {
+            &Value::Null
+        } else {
+            &template
+        };
+        let read: Option<Value> = serde_json::from_str(config).unwrap();
         let scratch = Scratch::new();
-        let model = text_model(&scratch, "model", post_processor, config);
+        let model = text_model(&scratch, "model", post_processor.clone(), read);
         let file = scratch.write("text.txt", "text");
         let out = dump(
             &scratch,
@@ -481,7 +466,7 @@ fn special_tokens() {
             "dump",
             &format!("--text {file} --uuid-tokens 0"),
         );
-        assert_eq!(tokens_of(&out)["ids"].u32s(), expected, "case {i}");
+        assert_eq!(tokens_of(&out)["ids"].u32s(), expected, "{processor} {config}");
     }
     let scratch = Scratch::new();
     let unknown = json!({ "add_bos_token": true, "bos_token": "<begin>" });

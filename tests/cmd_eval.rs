@@ -2,7 +2,6 @@
 
 mod common;
 
-use std::process::Stdio;
 use std::time::Duration;
 
 use common::*;
@@ -15,9 +14,8 @@ use kvsmith::method::registry::{METHODS, MethodName};
 use kvsmith::method::sections::SECTIONS;
 use kvsmith::method::{Method, Place, Prompt, Step};
 use kvsmith::model::Decoder;
-use kvsmith::model::decoder::rotated;
 use kvsmith::runner::{Options, Session};
-use ndarray::{Array1, Array3, ArrayView1, Axis, s};
+use ndarray::{Array1, ArrayView1, Axis, s};
 use serde_json::{Value, json};
 
 /// A golden checkpoint with an artifact and documents.
@@ -36,11 +34,8 @@ impl Model {
         let scratch = Scratch::new();
         let model = scratch.model("model", name);
         let texts = scratch.tokens("texts.json", &documents(&[80, 80], 1));
-        let artifact = scratch.path("art");
-        kvsmith(&format!(
-            "calibrate --model {model} --tokens {texts} --size 8 -o {artifact}"
-        ))
-        .ok();
+        let calibrate = format!("calibrate --model {model} --tokens {texts} --size 8");
+        let artifact = scratch.make("art", &calibrate);
         let documents = documents(lengths, 2);
         let tokens = scratch.tokens("eval.json", &documents);
         Self {
@@ -62,22 +57,13 @@ impl Model {
     }
 }
 
-fn methods() -> String {
-    let names: Vec<&str> = METHODS.iter().map(|m| m.as_str()).collect();
-    names.join(",")
-}
-
-fn number(row: &Value, key: &str) -> f64 {
-    row[key].as_f64().unwrap_or_else(|| panic!("{key}: {row}"))
-}
-
 #[test]
 fn the_oracle_covers_most_and_the_whole_budget_is_exact() {
     for name in ["llama_default", "qwen2_sliding", "llama_d128", "qwen2_bias"] {
         let model = Model::new(name, &[90, 50]);
         let json = model.eval(&format!(
             "--methods {} --budgets 0.1,9,1.0 --decode 12 --sinks 1 --window 3 --per-head",
-            methods()
+            method_list()
         ));
         let rows = json["rows"].as_array().unwrap();
         assert_eq!(rows.len(), 3 * METHODS.len());
@@ -123,40 +109,11 @@ fn the_oracle_covers_most_and_the_whole_budget_is_exact() {
     }
 }
 
-/// States of every layer along a document, rotated and not.
-struct States {
-    q_pre: Array3<f32>,
-    k_pre: Array3<f32>,
-    q: Array3<f32>,
-    k: Array3<f32>,
-    v: Array3<f32>,
-}
-
-fn states(decoder: &Decoder, ids: &[u32]) -> Vec<States> {
-    let mut hidden = decoder.embed(ids).unwrap();
-    let table = decoder.rope.table(0..ids.len());
-    let layer = |i: usize| {
-        let mut out = None;
-        let layer = decoder.layer(i).unwrap();
-        layer.forward(&decoder.rope, hidden.view_mut(), |s, k_rope| {
-            out = Some(States {
-                q_pre: s.q_pre.clone(),
-                k_pre: s.k_pre.clone(),
-                q: rotated(&s.q_pre, &table, 0..ids.len()),
-                k: k_rope.clone(),
-                v: s.v.clone(),
-            });
-        });
-        out.unwrap()
-    };
-    (0..decoder.config.n_layers).map(layer).collect()
-}
-
 /// Recall, mass and output error of the last B candidates (`streaming`) at position `t` of KV head `c`.
-fn naive(states: &States, c: usize, t: usize, model_window: Option<usize>, budget: f64) -> [f64; 3] {
+fn naive(states: &Captured, c: usize, t: usize, model_window: Option<usize>, budget: f64) -> [f64; 3] {
     let (sinks, window) = (2, 4);
-    let (h, _, d) = states.q.dim();
-    let r = h / states.k.dim().0;
+    let (h, _, d) = states.q_rope.dim();
+    let r = h / states.k_rope.dim().0;
     let visible: Vec<usize> = (model_window.map_or(0, |w| (t + 1).saturating_sub(w))..t + 1).collect();
     let b = ((budget * visible.len() as f64).floor() as usize).max(1);
     let last = (t + 1 - window).max(visible[0]);
@@ -169,8 +126,8 @@ fn naive(states: &States, c: usize, t: usize, model_window: Option<usize>, budge
     let mut probability = vec![0.0; t + 1];
     let (mut mass, mut error, mut size) = (0.0, 0.0, 0.0);
     for a in c * r..(c + 1) * r {
-        let q = states.q.slice(s![a, t, ..]);
-        let (k, v) = (states.k.slice(s![c, .., ..]), states.v.slice(s![c, .., ..]));
+        let q = states.q_rope.slice(s![a, t, ..]);
+        let (k, v) = (states.k_rope.slice(s![c, .., ..]), states.v.slice(s![c, .., ..]));
         let score = |p: usize| reference::dot(q, k.row(p)) / (d as f64).sqrt();
         let sum: f64 = visible.iter().map(|p| score(*p).exp()).sum();
         for p in &visible {
@@ -209,7 +166,11 @@ fn metrics_are_those_of_the_definition() {
             "--methods streaming --budgets {budget} --decode 10 --sinks 2 --window 4 --per-head"
         ));
         let row = &json["rows"][0];
-        let all: Vec<Vec<States>> = model.documents.iter().map(|ids| states(&decoder, ids)).collect();
+        let all: Vec<Vec<Captured>> = model
+            .documents
+            .iter()
+            .map(|ids| captured(&decoder, ids))
+            .collect();
         for head in row["per_head"].as_array().unwrap() {
             let (layer, kv) = (
                 head["layer"].as_u64().unwrap() as usize,
@@ -328,7 +289,7 @@ fn every_turn_is_that_of_a_session() {
         let artifact = Artifact::open(model.scratch.path("art").as_ref(), SECTIONS).unwrap();
         let json = model.eval(&format!(
             "--methods {} --budgets 0.15 --turns 4 --decode 5 --sinks 1 --window 3 --kv {flag}",
-            methods()
+            method_list()
         ));
         assert_eq!((&json["turns"], &json["steps"]), (&json!(4), &json!(20)));
         let parts = model.documents[0].chunks(30).map(|turn| turn.split_at(25));
@@ -372,17 +333,17 @@ fn every_turn_is_that_of_a_session() {
 /// Recall of a method that is driven by hand along the states of full attention, per turn: the mean over
 /// the KV heads of one layer.
 fn shadow_recall(
-    states: &States,
+    states: &Captured,
     method: &dyn Method,
     place: &Place,
     turns: &[(Vec<u32>, Vec<u32>)],
 ) -> Vec<f64> {
-    let (h, _, d) = states.q.dim();
-    let (g, r) = (states.k.dim().0, place.group);
+    let (h, _, d) = states.q_rope.dim();
+    let (g, r) = (states.k_rope.dim().0, place.group);
     assert_eq!(h, g * r);
     let mut recalls = vec![0.0; turns.len()];
     for c in 0..g {
-        let (k, v) = (states.k.slice(s![c, .., ..]), states.v.slice(s![c, .., ..]));
+        let (k, v) = (states.k_rope.slice(s![c, .., ..]), states.v.slice(s![c, .., ..]));
         let mut head = method.head(&Place { kv_head: c, ..*place });
         let mut kv = KvHead::new(place.kv, d, 1, Center::Median);
         let (mut t, mut steps) = (0, 0);
@@ -401,7 +362,7 @@ fn shadow_recall(
                     .row_mut(p)
                     .assign(&ArrayView1::from(kv.values().row(p, &mut scratch)));
             }
-            let q_rope = states.q.slice(s![c * r..(c + 1) * r, t..end, ..]);
+            let q_rope = states.q_rope.slice(s![c * r..(c + 1) * r, t..end, ..]);
             let last = q_rope.index_axis(Axis(1), prompt.len() - 1);
             let query = last.mean_axis(Axis(0)).unwrap().to_vec();
             kv.prompt(keys.view(), values.view(), &query, 0..end);
@@ -417,7 +378,7 @@ fn shadow_recall(
             for _ in rest {
                 kv.extend(k.slice(s![t..t + 1, ..]), v.slice(s![t..t + 1, ..]));
                 head.append(states.k_pre.slice(s![c, t..t + 1, ..]), k.slice(s![t..t + 1, ..]));
-                let q = states.q.slice(s![c * r..(c + 1) * r, t, ..]);
+                let q = states.q_rope.slice(s![c * r..(c + 1) * r, t, ..]);
                 let step = Step {
                     step: steps,
                     visible: 0..t + 1,
@@ -453,7 +414,7 @@ fn recall_is_that_of_a_choice_along_the_full_trajectory() {
     let decoder = Decoder::open(&golden(model.name)).unwrap();
     let artifact = Artifact::open(model.scratch.path("art").as_ref(), SECTIONS).unwrap();
     let c = &decoder.config;
-    let states = states(&decoder, &model.documents[0]);
+    let states = captured(&decoder, &model.documents[0]);
     let parts = model.documents[0].chunks(30).map(|turn| turn.split_at(25));
     let turns: Vec<_> = parts.map(|(p, r)| (p.to_vec(), r.to_vec())).collect();
     // Those that do not learn from what was attended.
@@ -512,7 +473,7 @@ fn every_turn_has_its_oracle_and_the_whole_budget_is_exact() {
         let model = Model::new(name, &[90, 61]);
         let json = model.eval(&format!(
             "--methods {} --budgets 0.1,1.0 --turns 3 --decode 6 --sinks 1 --window 3",
-            methods()
+            method_list()
         ));
         assert_eq!((&json["blocks"], &json["steps"]), (&json!(2), &json!(36)));
         let rows = json["rows"].as_array().unwrap();
@@ -577,7 +538,7 @@ fn conversations_are_answered_where_every_token_is_the_greedy_choice() {
     let json = kvsmith(&format!(
         "eval {} --needles {file} --methods {} --budgets 1.0,2 --sinks 1 --window 3 --json",
         model.files,
-        methods()
+        method_list()
     ))
     .json();
     assert_eq!(json["needles"], json!(8));
@@ -660,7 +621,7 @@ fn needles_are_found_where_decoding_starts_with_the_answer() {
     let json = kvsmith(&format!(
         "eval {} --needles {file} --methods {} --budgets 1.0,2 --sinks 0 --window 1 --json",
         model.files,
-        methods()
+        method_list()
     ))
     .json();
     assert_eq!(json["needles"], json!(4));
@@ -717,7 +678,7 @@ fn threads_change_nothing() {
     let run = |threads: usize| {
         model.eval(&format!(
             "--methods {} --budgets 0.2 --decode 8 --sinks 1 --window 2 --kv 2bit --threads {threads}",
-            methods()
+            method_list()
         ))
     };
     assert_eq!(run(1), run(3));
@@ -733,14 +694,9 @@ fn an_interrupt_tells_what_was_measured() {
     );
     // The signal may come before there is anything to tell.
     for delay in (0..).map(|i| Duration::from_millis(50 << i)) {
-        let child = command(&arguments)
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
+        let child = start(&arguments);
         std::thread::sleep(delay);
-        // SAFETY: the process is our child, which was not waited for.
-        unsafe { libc::kill(child.id() as i32, libc::SIGINT) };
+        send(&child, libc::SIGINT);
         let outcome = Outcome::of(child.wait_with_output().unwrap());
         assert_eq!(outcome.code, Some(130), "{}", outcome.stderr);
         if outcome.stdout.is_empty() {

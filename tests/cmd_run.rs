@@ -7,24 +7,21 @@ use kvsmith::method::registry::METHODS;
 use serde_json::{Value, json};
 
 /// A golden checkpoint with its prompt and an artifact.
-struct Model {
+struct Model<'a> {
     scratch: Scratch,
-    name: &'static str,
+    name: &'a str,
     /// `--model`, `--artifact` and `--tokens`.
     files: String,
 }
 
-impl Model {
-    fn new(name: &'static str) -> Self {
+impl<'a> Model<'a> {
+    fn new(name: &'a str) -> Self {
         let scratch = Scratch::new();
         let model = scratch.model("model", name);
         let prompt = scratch.tokens("prompt.json", &[golden_ids(name, "ids")]);
         let texts = scratch.tokens("texts.json", &documents(&[60, 60], 1));
-        let artifact = scratch.path("art");
-        kvsmith(&format!(
-            "calibrate --model {model} --tokens {texts} --size 8 -o {artifact}"
-        ))
-        .ok();
+        let calibrate = format!("calibrate --model {model} --tokens {texts} --size 8");
+        let artifact = scratch.make("art", &calibrate);
         let files = format!("--model {model} --artifact {artifact} --tokens {prompt}");
         Self { scratch, name, files }
     }
@@ -40,29 +37,13 @@ impl Model {
     }
 }
 
-const GOLDEN: [&str; 10] = [
-    "llama_d128",
-    "llama_default",
-    "llama_linear",
-    "llama_llama3",
-    "llama_yarn",
-    "mistral_sliding",
-    "qwen2_bias",
-    "qwen2_sliding",
-    "qwen3_norm",
-    "qwen3_yarn",
-];
-
-fn methods() -> impl Iterator<Item = &'static str> {
-    METHODS.iter().map(|m| m.as_str())
-}
-
 #[test]
 fn every_method_with_the_whole_budget_is_exact() {
-    for name in GOLDEN {
+    for dir in all_golden() {
+        let name = dir.file_name().unwrap().to_str().unwrap();
         let model = Model::new(name);
         let expected = json!(golden_ids(name, "greedy"));
-        for method in methods() {
+        for method in METHODS.iter().map(|m| m.as_str()) {
             let json = model.run(&format!(
                 "--max-new 24 --sinks 1 --window 2 --budget 1.0 --method {method}"
             ));
@@ -145,17 +126,13 @@ fn the_trace_tells_what_was_read() {
         let model = Model::new(name);
         let trace = model.scratch.path("trace");
         let (sinks, window, new, prompt) = (2, 3, 12, model.prompt_len());
-        for method in methods() {
+        for method in METHODS.iter().map(|m| m.as_str()) {
             for budget in ["0.2", "0.01", "5", "1.0"] {
                 let json = model.run(&format!(
                     "--max-new {new} --sinks {sinks} --window {window} --budget {budget} --method {method} --trace {trace}"
                 ));
                 let what = format!("{name} {method} {budget}");
-                let text = std::fs::read_to_string(&trace).unwrap();
-                let rows: Vec<Value> = text
-                    .lines()
-                    .map(|line| serde_json::from_str(line).unwrap())
-                    .collect();
+                let rows = json_lines(&std::fs::read_to_string(&trace).unwrap());
                 assert_eq!(rows.len(), (new - 1) * windows.len() * g, "{what}");
                 let (mut rows, mut fraction) = (rows.iter(), 0.0);
                 for step in 0..new - 1 {
@@ -222,11 +199,8 @@ fn stop_tokens_end_the_text() {
         } else {
             "--max-new 24"
         };
-        kvsmith(&format!(
-            "run {} --method full --json {length} {options}",
-            model.files
-        ))
-        .json()
+        let files = &model.files;
+        kvsmith(&format!("run {files} --method full --json {length} {options}")).json()
     };
     assert_eq!(run("")["ids"], json!(greedy));
     for eos in [json!(greedy[at]), json!([2, greedy[at]])] {
@@ -285,57 +259,34 @@ fn random_choice_is_fixed_by_the_seed() {
 #[test]
 fn extreme_flags() {
     let model = Model::new("qwen2_sliding");
-    for (method, options) in [
-        ("ctkvr", "--ct-probes 4096"),
-        (
-            "ctkvr",
-            "--ct-probes 18446744073709551615 --ct-centroids 18446744073709551615",
-        ),
-        ("ctkvr", "--ct-cap 1e-300 --ct-update 18446744073709551615"),
-        ("ctkvr", "--budget 999999999999999"),
-        (
-            "lfps",
-            "--lfps-rows 4294967295 --lfps-prior 1e308 --lfps-alpha 1e308",
-        ),
-        ("lfps", "--lfps-rows 0 --lfps-alpha 0 --lfps-theta 1e-300"),
-        (
-            "lfps",
-            "--lfps-threshold budget --lfps-theta 1 --sinks 0 --window 1",
-        ),
-        ("a2ats", "--topk-per-query-head 1e-300"),
-        ("a2ats", "--topk-per-query-head 1"),
-        ("selfindex", "--sinks 4294967295 --window 4294967295"),
-        ("selfindex", "--budget 1e-300 --kv 2bit --sinks 0 --window 1"),
-        ("selfindex", "--sign-full 0 --kv 2bit --plain-keys"),
-        (
-            "selfindex",
-            "--sign-full 4294967295 --kv 2bit --sign-centroids signs",
-        ),
-        ("ctkvr", "--ct-choose even"),
-        ("ctkvr", "--ct-list 1e308 --ct-cap 1"),
-        ("ctkvr", "--ct-choose random --ct-centroids 1"),
-        ("quest", "--budget 16 --sinks 0 --window 1"),
-        ("snapkv", "--budget 2 --sinks 0 --window 1"),
-    ] {
-        let json = model.run(
-            &format!("--max-new 12 --sinks 1 --window 2 --budget 3 --method {method} {options}")
-                .replace(
-                    "--sinks 1 --window 2 ",
-                    if options.contains("--sinks") {
-                        ""
-                    } else {
-                        "--sinks 1 --window 2 "
-                    },
-                )
-                .replace(
-                    "--budget 3 ",
-                    if options.contains("--budget") {
-                        ""
-                    } else {
-                        "--budget 3 "
-                    },
-                ),
-        );
+    const CASES: &str = "
+        ctkvr     | --ct-probes 4096
+        ctkvr     | --ct-probes 18446744073709551615 --ct-centroids 18446744073709551615
+        ctkvr     | --ct-cap 1e-300 --ct-update 18446744073709551615
+        ctkvr     | --budget 999999999999999
+        lfps      | --lfps-rows 4294967295 --lfps-prior 1e308 --lfps-alpha 1e308
+        lfps      | --lfps-rows 0 --lfps-alpha 0 --lfps-theta 1e-300
+        lfps      | --lfps-threshold budget --lfps-theta 1 --sinks 0 --window 1
+        a2ats     | --topk-per-query-head 1e-300
+        a2ats     | --topk-per-query-head 1
+        selfindex | --sinks 4294967295 --window 4294967295
+        selfindex | --budget 1e-300 --kv 2bit --sinks 0 --window 1
+        selfindex | --sign-full 0 --kv 2bit --plain-keys
+        selfindex | --sign-full 4294967295 --kv 2bit --sign-centroids signs
+        ctkvr     | --ct-choose even
+        ctkvr     | --ct-list 1e308 --ct-cap 1
+        ctkvr     | --ct-choose random --ct-centroids 1
+        quest     | --budget 16 --sinks 0 --window 1
+        snapkv    | --budget 2 --sinks 0 --window 1
+    ";
+    for [method, options] in table(CASES) {
+        let mut all = format!("--max-new 12 --method {method} {options}");
+        for (flag, usual) in [("--sinks", "--sinks 1 --window 2"), ("--budget", "--budget 3")] {
+            if !options.contains(flag) {
+                all += &format!(" {usual}");
+            }
+        }
+        let json = model.run(&all);
         assert_eq!(json["ids"].as_array().unwrap().len(), 12, "{method} {options}");
     }
     for options in [
@@ -360,7 +311,7 @@ fn threads_change_nothing() {
     for name in ["qwen2_sliding", "llama_d128"] {
         let model = Model::new(name);
         let trace = model.scratch.path("trace");
-        for method in methods() {
+        for method in METHODS.iter().map(|m| m.as_str()) {
             for kv in ["f32", "2bit"] {
                 let run = |threads: usize| {
                     let json = model.run(&format!(
@@ -423,7 +374,7 @@ fn narrow_caches_hold_half() {
         let model = Model::new(name);
         let full = model.run("--max-new 8 --method full --kv f32");
         for kv in ["f16", "bf16"] {
-            for method in methods() {
+            for method in METHODS.iter().map(|m| m.as_str()) {
                 let json = model.run(&format!("--max-new 8 --method {method} --budget 0.5 --kv {kv}"));
                 assert_eq!(json["ids"].as_array().unwrap().len(), 8);
                 let bytes = |json: &Value| json["kv_bytes"].as_u64().unwrap();
@@ -446,31 +397,21 @@ fn prompts_of_text() {
         .write("model/tokenizer.json", tokenizer(Value::Null));
     let prompt = model.scratch.write("prompt.txt", "a prompt");
     let files = format!("--model {}", model.scratch.path("model"));
-    let from_file = kvsmith(&format!(
-        "run {files} --prompt-file {prompt} --max-new 6 --ignore-eos --json"
-    ))
-    .json();
+    let run = format!("run {files} --max-new 6 --ignore-eos --json");
+    let from_file = kvsmith(&format!("{run} --prompt-file {prompt}")).json();
     assert_eq!(from_file["prompt_tokens"], json!(8));
-    let mut same = command(&format!("run {files} --max-new 6 --ignore-eos --json --prompt"));
-    let same = Outcome::of(same.arg("a prompt").output().unwrap()).json();
+    let same = command(&run).args(["--prompt", "a prompt"]).output().unwrap();
+    let same = Outcome::of(same).json();
     assert_eq!(same["ids"], from_file["ids"]);
     let ids = model.scratch.tokens("ids.json", &[character_ids("a prompt")]);
-    let by_ids = kvsmith(&format!(
-        "run {files} --tokens {ids} --max-new 6 --ignore-eos --json"
-    ))
-    .json();
+    let by_ids = kvsmith(&format!("{run} --tokens {ids}")).json();
     assert_eq!(
         (&by_ids["ids"], &by_ids["text"]),
         (&from_file["ids"], &from_file["text"])
     );
     // Ids below 43 have a character; special tokens and unknown ids have none.
-    let ids = from_file["ids"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|id| id.as_u64().unwrap() as usize);
-    let text: String = ids
-        .filter_map(|id| ALPHABET.chars().nth(id.wrapping_sub(3)))
-        .collect();
+    let ids: Vec<usize> = serde_json::from_value(from_file["ids"].clone()).unwrap();
+    let character = |id: usize| ALPHABET.chars().nth(id.wrapping_sub(3));
+    let text: String = ids.into_iter().filter_map(character).collect();
     assert_eq!(from_file["text"], json!(text));
 }

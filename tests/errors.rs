@@ -48,12 +48,12 @@ fn cut(model: &str, file: &str, bytes: usize) {
     std::fs::write(path, &data[..bytes]).unwrap();
 }
 
-/// A model folder, what breaks it, the culprit and the hint that must be named.
-type Broken = (&'static str, fn(&str), &'static str, &'static str);
+/// What breaks a model folder, the culprit and the hint that must be named.
+type Broken = (fn(&str), &'static str, &'static str);
 
 #[track_caller]
-fn all_fail(cases: &[Broken]) {
-    for (from, edit, culprit, hint) in cases {
+fn all_fail(from: &str, cases: &[Broken]) {
+    for (edit, culprit, hint) in cases {
         let scratch = Scratch::new();
         let model = scratch.model("model", from);
         edit(&model);
@@ -63,97 +63,54 @@ fn all_fail(cases: &[Broken]) {
 
 #[test]
 fn missing_and_truncated_files() {
+    const WEIGHTS: &str = "model.safetensors";
     const SHARD: &str = "model-00002-of-00002.safetensors";
-    all_fail(&[
-        (
-            "llama_default",
-            |m| std::fs::remove_dir_all(m).unwrap(),
-            "does not exist",
-            "--model takes",
-        ),
-        (
-            "llama_default",
-            |m| delete(m, "config.json"),
-            "config.json",
-            "check the path",
-        ),
-        (
-            "llama_default",
-            |m| std::fs::write(format!("{m}/config.json"), "{").unwrap(),
-            "not valid JSON",
-            "",
-        ),
-        (
-            "llama_default",
-            |m| std::fs::write(format!("{m}/config.json"), "[]").unwrap(),
-            "a JSON object",
-            "",
-        ),
-        (
-            "llama_default",
-            |m| delete(m, "model.safetensors"),
-            "has neither model.safetensors nor",
-            "",
-        ),
-        (
-            "llama_default",
-            |m| std::fs::rename(format!("{m}/model.safetensors"), format!("{m}/pytorch_model.bin")).unwrap(),
-            "has neither model.safetensors nor",
-            "convert pytorch_model.bin",
-        ),
-        (
-            "llama_default",
-            |m| cut(m, "model.safetensors", 20_000),
-            "model.safetensors",
-            REFETCH,
-        ),
-        (
-            "llama_default",
-            |m| cut(m, "model.safetensors", 100),
-            "model.safetensors",
-            REFETCH,
-        ),
-        (
-            "llama_default",
-            |m| cut(m, "model.safetensors", 0),
-            "model.safetensors",
-            REFETCH,
-        ),
-        ("llama_llama3", |m| cut(m, SHARD, 15_000), SHARD, REFETCH),
-        (
-            "llama_llama3",
-            |m| delete(m, SHARD),
-            SHARD,
-            "download the missing shard",
-        ),
-    ]);
+    fn config(model: &str, text: &str) {
+        std::fs::write(format!("{model}/config.json"), text).unwrap();
+    }
+    fn rename(model: &str) {
+        let weights = format!("{model}/{WEIGHTS}");
+        std::fs::rename(weights, format!("{model}/pytorch_model.bin")).unwrap();
+    }
+    let neither = "has neither model.safetensors nor";
+    let gone: Broken = (
+        |m| std::fs::remove_dir_all(m).unwrap(),
+        "does not exist",
+        "--model takes",
+    );
+    all_fail(
+        "llama_default",
+        &[
+            gone,
+            (|m| delete(m, "config.json"), "config.json", "check the path"),
+            (|m| config(m, "{"), "not valid JSON", ""),
+            (|m| config(m, "[]"), "a JSON object", ""),
+            (|m| delete(m, WEIGHTS), neither, ""),
+            (rename, neither, "convert pytorch_model.bin"),
+            (|m| cut(m, WEIGHTS, 20_000), WEIGHTS, REFETCH),
+            (|m| cut(m, WEIGHTS, 100), WEIGHTS, REFETCH),
+            (|m| cut(m, WEIGHTS, 0), WEIGHTS, REFETCH),
+        ],
+    );
+    all_fail(
+        "llama_llama3",
+        &[
+            (|m| cut(m, SHARD, 15_000), SHARD, REFETCH),
+            (|m| delete(m, SHARD), SHARD, "download the missing shard"),
+        ],
+    );
 }
 
 #[test]
 fn index_that_lies() {
-    const Q: &str = "model.layers.1.self_attn.q_proj.weight";
-    for (name, file, culprit) in [
-        (
-            "extra.weight",
-            "model-00001-of-00002.safetensors",
-            "holds `extra.weight`, but it does not",
-        ),
-        (
-            Q,
-            "model-00001-of-00002.safetensors",
-            "holds `model.layers.1.self_attn.q_proj.weight`",
-        ),
-        (
-            Q,
-            "model-00003-of-00003.safetensors",
-            "model-00003-of-00003.safetensors, which does not exist",
-        ),
-        (
-            Q,
-            "../model/model-00002-of-00002.safetensors",
-            "has no valid file name",
-        ),
-    ] {
+    const CASES: &str = "
+        extra | model-00001-of-00002.safetensors          | holds `extra.weight`, but it does not
+        Q     | model-00001-of-00002.safetensors          | holds `model.layers.1.self_attn.q_proj.weight`
+        Q     | model-00003-of-00003.safetensors          | model-00003-of-00003.safetensors, which does not exist
+        Q     | ../model/model-00002-of-00002.safetensors | has no valid file name
+    ";
+    for [name, file, culprit] in table(CASES) {
+        let name = format!("{name}.weight").replace('Q', "model.layers.1.self_attn.q_proj");
         let scratch = Scratch::new();
         let model = scratch.model("model", "llama_llama3");
         let path = format!("{model}/model.safetensors.index.json");
@@ -207,178 +164,69 @@ fn headers_that_lie() {
     }
 }
 
-#[test]
-fn configs_that_are_not_supported() {
-    let per_layer = json!({ "full_attention": { "rope_type": "default" } });
-    for (fields, culprit, hint) in [
-        (
-            json!({ "model_type": "gpt2" }),
-            "model_type `gpt2`",
-            "supported: llama, mistral, qwen2, qwen3",
-        ),
-        (json!({ "model_type": null }), "`model_type` is missing", ""),
-        (
-            json!({ "rope_scaling": { "rope_type": "longrope" } }),
-            "`longrope`",
-            "default, linear, llama3",
-        ),
-        (
-            json!({ "rope_scaling": { "type": "dynamic", "factor": 2.0 } }),
-            "`dynamic`",
-            "default, linear",
-        ),
-        (
-            json!({ "rope_scaling": { "type": "linear" } }),
-            "`rope_scaling.factor` is missing",
-            "",
-        ),
-        (
-            json!({ "rope_scaling": { "type": "linear", "factor": -1 } }),
-            "out of range",
-            "",
-        ),
-        (
-            json!({ "rope_scaling": null, "rope_parameters": per_layer }),
-            "`full_attention`",
-            "one rope for all",
-        ),
-        (json!({ "rope_theta": 0 }), "rope_theta 0", ""),
-        (
-            json!({ "layer_types": ["full_attention", "chunked_attention"] }),
-            "chunked_attention",
-            "supported:",
-        ),
-        (
-            json!({ "layer_types": ["full_attention"] }),
-            "`layer_types` has 1 entries for 2 layers",
-            "",
-        ),
-        (
-            json!({ "layer_types": ["full_attention", "sliding_attention"] }),
-            "layer 1",
-            "`sliding_window`",
-        ),
-        (
-            json!({ "hidden_act": "gelu" }),
-            "hidden_act `gelu`",
-            "supported: silu",
-        ),
-        (
-            json!({ "partial_rotary_factor": 0.5 }),
-            "partial_rotary_factor 0.5",
-            "every channel",
-        ),
-        (json!({ "head_dim": 18 }), "head_dim 18", "multiple of 4"),
-        (
-            json!({ "head_dim": 2147483644 }),
-            "head_dim 2147483644",
-            "at most",
-        ),
-        (
-            json!({ "num_key_value_heads": 3 }),
-            "not a multiple of num_key_value_heads 3",
-            "",
-        ),
-        (
-            json!({ "head_dim": null, "hidden_size": 18 }),
-            "hidden_size 18 is not a multiple",
-            "",
-        ),
-        (
-            json!({ "num_hidden_layers": 1u64 << 40 }),
-            "`num_hidden_layers` = 1099511627776",
-            "",
-        ),
-        (
-            json!({ "num_hidden_layers": 100_000 }),
-            "num_hidden_layers 100000",
-            "",
-        ),
-        (json!({ "num_hidden_layers": 0 }), "`num_hidden_layers` is 0", ""),
-        (json!({ "num_hidden_layers": "two" }), "`num_hidden_layers`", ""),
-        (
-            json!({ "vocab_size": 1u64 << 40 }),
-            "`vocab_size` = 1099511627776",
-            "",
-        ),
-        (json!({ "rms_norm_eps": -1.0 }), "rms_norm_eps -1", ""),
-        (json!({ "eos_token_id": "two" }), "`eos_token_id`", ""),
-        (
-            json!({ "tie_word_embeddings": "yes" }),
-            "`tie_word_embeddings`",
-            "",
-        ),
-    ] {
+/// Each row of `cases` has fields that break the configuration of a model, the culprit and the hint.
+#[track_caller]
+fn configs_fail(from: &str, cases: &str) {
+    for [fields, culprit, hint] in table(cases) {
         let scratch = Scratch::new();
-        let model = scratch.model("model", "llama_default");
-        edit_json(&format!("{model}/config.json"), &fields);
+        let model = scratch.model("model", from);
+        edit_json(
+            &format!("{model}/config.json"),
+            &serde_json::from_str(fields).unwrap(),
+        );
         model_fails(&scratch, &model, culprit, hint);
     }
 }
 
 #[test]
+fn configs_that_are_not_supported() {
+    const CASES: &str = r#"
+        {"model_type": "gpt2"} | model_type `gpt2` | supported: llama, mistral, qwen2, qwen3
+        {"model_type": null} | `model_type` is missing |
+        {"rope_scaling": {"rope_type": "longrope"}} | `longrope` | default, linear, llama3
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}} | `dynamic` | default, linear
+        {"rope_scaling": {"type": "linear"}} | `rope_scaling.factor` is missing |
+        {"rope_scaling": {"type": "linear", "factor": -1}} | out of range |
+        {"rope_scaling": null, "rope_parameters": {"full_attention": {"rope_type": "default"}}} | `full_attention` | one rope for all
+        {"rope_theta": 0} | rope_theta 0 |
+        {"layer_types": ["full_attention", "chunked_attention"]} | chunked_attention | supported:
+        {"layer_types": ["full_attention"]} | `layer_types` has 1 entries for 2 layers |
+        {"layer_types": ["full_attention", "sliding_attention"]} | layer 1 | `sliding_window`
+        {"hidden_act": "gelu"} | hidden_act `gelu` | supported: silu
+        {"partial_rotary_factor": 0.5} | partial_rotary_factor 0.5 | every channel
+        {"head_dim": 18} | head_dim 18 | multiple of 4
+        {"head_dim": 2147483644} | head_dim 2147483644 | at most
+        {"num_key_value_heads": 3} | not a multiple of num_key_value_heads 3 |
+        {"head_dim": null, "hidden_size": 18} | hidden_size 18 is not a multiple |
+        {"num_hidden_layers": 1099511627776} | `num_hidden_layers` = 1099511627776 |
+        {"num_hidden_layers": 100000} | num_hidden_layers 100000 |
+        {"num_hidden_layers": 0} | `num_hidden_layers` is 0 |
+        {"num_hidden_layers": "two"} | `num_hidden_layers` |
+        {"vocab_size": 1099511627776} | `vocab_size` = 1099511627776 |
+        {"rms_norm_eps": -1.0} | rms_norm_eps -1 |
+        {"eos_token_id": "two"} | `eos_token_id` |
+        {"tie_word_embeddings": "yes"} | `tie_word_embeddings` |
+    "#;
+    configs_fail("llama_default", CASES);
+}
+
+#[test]
 fn configs_that_contradict_the_weights() {
-    const SAME: &str = "config.json and the weights must belong to the same model";
-    for (fields, culprit, hint) in [
-        (
-            json!({ "vocab_size": 97 }),
-            "embed_tokens.weight` has shape [96, 16]",
-            SAME,
-        ),
-        (json!({ "hidden_size": 20 }), "asks for [96, 20]", SAME),
-        (
-            json!({ "intermediate_size": 1u64 << 30 }),
-            "layers.0.mlp.gate_proj.weight` has shape [16, 16]",
-            SAME,
-        ),
-        (
-            json!({ "num_attention_heads": 8 }),
-            "layers.0.self_attn.q_proj.weight` has shape [64, 16]",
-            SAME,
-        ),
-        (
-            json!({ "num_key_value_heads": 4 }),
-            "layers.0.self_attn.k_proj.weight` has shape [32, 16]",
-            SAME,
-        ),
-        (
-            json!({ "head_dim": 32 }),
-            "layers.0.self_attn.q_proj.weight` has shape [64, 16]",
-            SAME,
-        ),
-        (
-            json!({ "num_hidden_layers": 3 }),
-            "no tensor `model.layers.2.",
-            SAME,
-        ),
-        (
-            json!({ "attention_bias": true }),
-            "no tensor `model.layers.0.self_attn.q_proj.bias`",
-            SAME,
-        ),
-        (
-            json!({ "model_type": "qwen3" }),
-            "no tensor `model.layers.0.self_attn.q_norm.weight`",
-            SAME,
-        ),
-    ] {
-        let scratch = Scratch::new();
-        let model = scratch.model("model", "llama_default");
-        edit_json(&format!("{model}/config.json"), &fields);
-        model_fails(&scratch, &model, culprit, hint);
-    }
-    let scratch = Scratch::new();
-    let model = scratch.model("model", "llama_yarn");
-    edit_json(
-        &format!("{model}/config.json"),
-        &json!({ "attention_bias": false }),
-    );
-    model_fails(
-        &scratch,
-        &model,
-        "layers.0.self_attn.q_proj.bias",
-        "`attention_bias`",
-    );
+    const CASES: &str = r#"
+        {"vocab_size": 97} | embed_tokens.weight` has shape [96, 16] | SAME
+        {"hidden_size": 20} | asks for [96, 20] | SAME
+        {"intermediate_size": 1073741824} | layers.0.mlp.gate_proj.weight` has shape [16, 16] | SAME
+        {"num_attention_heads": 8} | layers.0.self_attn.q_proj.weight` has shape [64, 16] | SAME
+        {"num_key_value_heads": 4} | layers.0.self_attn.k_proj.weight` has shape [32, 16] | SAME
+        {"head_dim": 32} | layers.0.self_attn.q_proj.weight` has shape [64, 16] | SAME
+        {"num_hidden_layers": 3} | no tensor `model.layers.2. | SAME
+        {"attention_bias": true} | no tensor `model.layers.0.self_attn.q_proj.bias` | SAME
+        {"model_type": "qwen3"} | no tensor `model.layers.0.self_attn.q_norm.weight` | SAME
+    "#;
+    let same = "config.json and the weights must belong to the same model";
+    configs_fail("llama_default", &CASES.replace("SAME", same));
+    let bias = r#"{"attention_bias": false} | layers.0.self_attn.q_proj.bias | `attention_bias`"#;
+    configs_fail("llama_yarn", bias);
 }
 
 #[test]
@@ -455,10 +303,8 @@ fn a_nan_matters_only_where_it_is_read() {
     let scratch = Scratch::new();
     let tokens = scratch.tokens("tokens.json", &[vec![5, 6, 7, 8, 9]]);
     let dump = |model: &str, name: &str| {
-        kvsmith(&format!(
-            "dump --model {model} --tokens {tokens} -o {}",
-            scratch.path(name)
-        ))
+        let out = scratch.path(name);
+        kvsmith(&format!("dump --model {model} --tokens {tokens} -o {out}"))
     };
     let run = |model: &str| kvsmith(&format!("run --model {model} --tokens {tokens} --max-new 2"));
     let row = |id: usize| {
@@ -485,27 +331,20 @@ fn a_nan_matters_only_where_it_is_read() {
 fn token_files() {
     let scratch = Scratch::new();
     let model = checkpoint("llama_default");
-    for (name, content, culprit, hint) in [
-        (
-            "outside",
-            "[[1, 2, 95, 96]]",
-            "token id 96 (at 3) is outside the model's vocabulary of 96",
-            "another",
-        ),
-        (
-            "huge",
-            "[[4294967295, 1]]",
-            "token id 4294967295 (at 0)",
-            "another model",
-        ),
-        ("above", "[[4294967296]]", "above: ", "array of arrays"),
-        ("negative", "[[-1]]", "negative: ", "array of arrays"),
-        ("fraction", "[[1.5]]", "fraction: ", "array of arrays"),
-        ("flat", "[1, 2]", "flat: ", "array of arrays"),
-        ("object", "{\"ids\": [1]}", "object: ", "array of arrays"),
-        ("words", "one two", "words: ", "array of arrays"),
-        ("nothing", "", "nothing: ", "array of arrays"),
-    ] {
+    const CASES: &str = r#"
+        outside  | [[1, 2, 95, 96]]  | token id 96 (at 3) is outside the model's vocabulary of 96 | another
+        huge     | [[4294967295, 1]] | token id 4294967295 (at 0) | another model
+        above    | [[4294967296]]    | | array of arrays
+        negative | [[-1]]            | | array of arrays
+        fraction | [[1.5]]           | | array of arrays
+        flat     | [1, 2]            | | array of arrays
+        object   | {"ids": [1]}      | | array of arrays
+        words    | one two           | | array of arrays
+        nothing  |                   | | array of arrays
+    "#;
+    for [name, content, culprit, hint] in table(CASES) {
+        let file = format!("{name}: ");
+        let culprit = if culprit.is_empty() { &file } else { culprit };
         let tokens = scratch.write(name, content);
         for command in ["dump -o OUT", "calibrate -o OUT --size 2", "run"] {
             let arguments = format!("{command} --model {model} --tokens {tokens}");
@@ -519,11 +358,8 @@ fn token_files() {
         let tokens = scratch.write(name, content);
         let out = scratch.path("out");
         for command in ["dump", "calibrate --size 2"] {
-            kvsmith(&format!("{command} -o {out} --model {model} --tokens {tokens}")).fails(
-                1,
-                "the input has no tokens",
-                "at least one non-empty document",
-            );
+            let outcome = kvsmith(&format!("{command} -o {out} --model {model} --tokens {tokens}"));
+            outcome.fails(1, "the input has no tokens", "at least one non-empty document");
         }
         kvsmith(&format!("run --model {model} --tokens {tokens}")).fails(1, of_run, "");
     }
@@ -541,20 +377,16 @@ fn text_files() {
     let text = scratch.write("text.txt", "some text");
     let out = scratch.path("out");
     let dump = |text: &str| {
-        kvsmith(&format!(
-            "dump --model {model} -o {out} --uuid-tokens 0 --text {text}"
-        ))
+        let options = "--uuid-tokens 0";
+        kvsmith(&format!("dump --model {model} -o {out} {options} --text {text}"))
     };
     for command in [
         "dump -o OUT --text",
         "calibrate -o OUT --size 2 --text",
         "run --prompt-file",
     ] {
-        kvsmith(&format!("{command} {text} --model {model}").replace("OUT", &out)).fails(
-            1,
-            "tokenizer.json does not exist",
-            "--tokens",
-        );
+        let outcome = kvsmith(&format!("{command} {text} --model {model}").replace("OUT", &out));
+        outcome.fails(1, "tokenizer.json does not exist", "--tokens");
     }
     std::fs::write(format!("{model}/tokenizer.json"), "{}").unwrap();
     dump(&text).fails(1, "tokenizer.json cannot be used", "");
@@ -607,25 +439,20 @@ fn fit_options_that_cannot_work() {
     let model = checkpoint("llama_default");
     let tokens = scratch.tokens("tokens.json", &documents(&[40], 1));
     let out = scratch.path("out");
-    for (options, code, culprit, hint) in [
-        (
-            "--size 39",
-            1,
-            "38 calibration tokens are too few for a codebook of 39",
-            "smaller --size (1 or less)",
-        ),
-        ("", 1, "too few for a codebook of 4096", "smaller --size"),
-        ("--size 0", 2, "--size 0", ""),
-        ("--size 65536", 2, "--size 65536", ""),
-        ("--size 2 --holdout 1", 2, "--holdout 1", ""),
-        ("--size 2 --holdout=-0.1", 2, "--holdout -0.1", ""),
-        ("--size 2 --holdout NaN", 2, "--holdout NaN", ""),
-        ("--size 2 --seq-len 0", 2, "--seq-len", ""),
-    ] {
-        kvsmith(&format!(
-            "calibrate --model {model} --tokens {tokens} -o {out} {options}"
-        ))
-        .fails(code, culprit, hint);
+    const CASES: &str = "
+        --size 39               | 1 | 38 calibration tokens are too few for a codebook of 39 | smaller --size (1 or less)
+                                | 1 | too few for a codebook of 4096 | smaller --size
+        --size 0                | 2 | --size 0       |
+        --size 65536            | 2 | --size 65536   |
+        --size 2 --holdout 1    | 2 | --holdout 1    |
+        --size 2 --holdout=-0.1 | 2 | --holdout -0.1 |
+        --size 2 --holdout NaN  | 2 | --holdout NaN  |
+        --size 2 --seq-len 0    | 2 | --seq-len      |
+    ";
+    for [options, code, culprit, hint] in table(CASES) {
+        let input = format!("--model {model} --tokens {tokens}");
+        let outcome = kvsmith(&format!("calibrate {input} -o {out} {options}"));
+        outcome.fails(code.parse().unwrap(), culprit, hint);
     }
     assert_eq!(scratch.list(""), ["tokens.json"]);
 }
@@ -638,13 +465,9 @@ fn outputs_that_cannot_be_written_are_found_first() {
     poison(&model, "model.layers.0.self_attn.q_proj.weight", 0);
     let healthy = checkpoint("llama_default");
     let tokens = scratch.tokens("tokens.json", &documents(&[40], 1));
-    let dump = scratch.path("dump");
-    kvsmith(&format!(
-        "dump --queries --model {healthy} --tokens {tokens} -o {dump}"
-    ))
-    .ok();
-    let section = scratch.path("section");
-    kvsmith(&format!("codebook --size 2 --dump {dump} -o {section}")).ok();
+    let dump = format!("dump --queries --model {healthy} --tokens {tokens}");
+    let dump = scratch.make("dump", &dump);
+    let section = scratch.make("section", &format!("codebook --size 2 --dump {dump}"));
     let folder = scratch.path("folder");
     std::fs::create_dir(&folder).unwrap();
     // Replacing a device by a file would not be what anybody asked for.
@@ -693,68 +516,35 @@ fn dumps_and_sections_that_do_not_fit_together() {
         (&b, "db", "--queries"),
         (&a, "plain", ""),
     ] {
-        kvsmith(&format!(
-            "dump --model {model} --tokens {tokens} {options} -o {}",
-            path(name)
-        ))
-        .ok();
+        scratch.make(name, &format!("dump --model {model} --tokens {tokens} {options}"));
     }
     let again = format!("dump --model {model} --tokens {a} -o {}", path("da"));
     let before = scratch.list("da");
     kvsmith(&again).fails(1, "already holds a dump", "choose another folder");
     assert_eq!(scratch.list("da"), before);
 
-    kvsmith(&format!("moments --dump {} -o {}", path("plain"), path("m"))).fails(
-        1,
-        "plain has no queries",
-        "--queries",
-    );
-    kvsmith(&format!("moments --dump {} -o {}", path("nothing"), path("m"))).fails(
-        1,
-        "does not hold a complete dump",
-        "kvsmith dump",
-    );
-    kvsmith(&format!("moments --dump {} -o {}", path("db"), path("mb"))).ok();
+    let moments = |dump: &str| kvsmith(&format!("moments --dump {} -o {}", path(dump), path("m")));
+    moments("plain").fails(1, "plain has no queries", "--queries");
+    moments("nothing").fails(1, "does not hold a complete dump", "kvsmith dump");
+    scratch.make("mb", &format!("moments --dump {}", path("db")));
     let foreign = format!("codebook --size 2 --dump {} --moments {}", path("da"), path("mb"));
     kvsmith(&format!("{foreign} -o {}", path("s"))).fails(1, "mb was not taken from", "the same dump");
 
     for (dump, section) in [("da", "sa"), ("db", "sb")] {
-        kvsmith(&format!(
-            "codebook --size 2 --dump {} -o {}",
-            path(dump),
-            path(section)
-        ))
-        .ok();
+        scratch.make(section, &format!("codebook --size 2 --dump {}", path(dump)));
     }
     let other = checkpoint("llama_d128");
-    for (sections, model, culprit, hint) in [
-        (["sa", "sb"], &model, "differ in `calibration`", "from one dump"),
-        (["sa", "sa"], &model, "section `a2ats` is given twice", ""),
-        (["sa", ""], &other, "sa was made for another model", ""),
-        (
-            ["da/moments.safetensors", ""],
-            &model,
-            "moments.safetensors is not an artifact",
-            "",
-        ),
-        (
-            ["da/layer-00000.safetensors", ""],
-            &model,
-            "layer-00000.safetensors was not written by kvsmith",
-            "",
-        ),
-    ] {
-        let files: Vec<String> = sections
-            .iter()
-            .filter(|s| !s.is_empty())
-            .map(|s| path(s))
-            .collect();
-        kvsmith(&format!(
-            "pack {} --model {model} -o {}",
-            files.join(" "),
-            path("art")
-        ))
-        .fails(1, culprit, hint);
+    const CASES: &str = "
+        DIR/sa DIR/sb                   | model | differ in `calibration`          | from one dump
+        DIR/sa DIR/sa                   | model | section `a2ats` is given twice   |
+        DIR/sa                          | other | sa was made for another model    |
+        DIR/da/moments.safetensors      | model | moments.safetensors is not an artifact |
+        DIR/da/layer-00000.safetensors  | model | layer-00000.safetensors was not written by kvsmith |
+    ";
+    for [sections, made_for, culprit, hint] in table(CASES) {
+        let model = if made_for == "model" { &model } else { &other };
+        let files = sections.replace("DIR", path("").trim_end_matches('/'));
+        kvsmith(&format!("pack {files} --model {model} -o {}", path("art"))).fails(1, culprit, hint);
     }
     for name in ["m", "s", "art"] {
         assert!(!scratch.list("").contains(&name.to_string()), "{name}");
@@ -766,11 +556,8 @@ fn artifacts_of_another_model() {
     let scratch = Scratch::new();
     let model = checkpoint("llama_default");
     let tokens = scratch.tokens("tokens.json", &documents(&[40], 1));
-    let artifact = scratch.path("art");
-    kvsmith(&format!(
-        "calibrate --size 2 --model {model} --tokens {tokens} -o {artifact}"
-    ))
-    .ok();
+    let calibrate = format!("calibrate --size 2 --model {model} --tokens {tokens}");
+    let artifact = scratch.make("art", &calibrate);
 
     let twin = scratch.model("twin", "llama_default");
     edit_tensors(&twin, |t| t.get_mut("model.norm.weight").unwrap().bytes[0] ^= 1);
@@ -821,55 +608,38 @@ fn devices_that_cannot_do_it() {
 #[test]
 fn wrong_use() {
     let model = checkpoint("llama_default");
-    for (arguments, culprit) in [
-        ("", "Usage"),
-        ("frobnicate", "frobnicate"),
-        ("run --model MODEL", "--prompt"),
-        ("run --model MODEL --tokens t --prompt x", "--prompt"),
-        ("run --model MODEL --tokens t --budget 0", "0"),
-        ("run --model MODEL --tokens t --budget=-0.5", "-0.5"),
-        ("run --model MODEL --tokens t --budget 1.5", "1.5"),
-        ("run --model MODEL --tokens t --budget nan", "nan"),
-        ("run --model MODEL --tokens t --budget inf", "inf"),
-        ("run --model MODEL --tokens t --budget many", "many"),
-        ("run --model MODEL --tokens t --window 0", "--window"),
-        ("run --model MODEL --tokens t --sinks x", "--sinks"),
-        ("run --model MODEL --tokens t --threads 0", "--threads"),
-        (
-            "run --model MODEL --tokens t --threads 18446744073709551615",
-            "--threads",
-        ),
-        (
-            "run --model MODEL --tokens t --max-new 18446744073709551615",
-            "--max-new",
-        ),
-        (
-            "dump --model MODEL -o out --tokens t --wrope-position 18446744073709551615",
-            "--wrope-position",
-        ),
-        (
-            "dump --model MODEL -o out --text t.txt --max-tokens 18446744073709551615",
-            "--max-tokens",
-        ),
-        (
-            "dump --model MODEL -o out --text t.txt --uuid-tokens 18446744073709551615",
-            "--uuid-tokens",
-        ),
-        ("run --model MODEL --tokens t --method guess", "guess"),
-        ("run --model MODEL --tokens t --device tpu", "tpu"),
-        ("run --model MODEL --tokens t --temperature=-1", "--temperature"),
-        ("run --model MODEL --tokens t --top-p 0", "--top-p"),
-        ("run --model MODEL --tokens t -q -v", "-v"),
-        ("dump --model MODEL -o out", "--text"),
-        ("dump --model MODEL -o out --tokens t --text x.txt", "--text"),
-        ("calibrate --model MODEL -o out --tokens t --resume", "--work"),
-        (
-            "calibrate --model MODEL -o out --tokens t --iterations=-1",
-            "--iterations",
-        ),
-        ("calibrate --model MODEL -o out --tokens t --init magic", "magic"),
-        ("inspect art --model MODEL", "--verify"),
-    ] {
+    const CASES: &str = "
+        | Usage
+        frobnicate | frobnicate
+        run --model MODEL | --prompt
+        run --model MODEL --tokens t --prompt x | --prompt
+        run --model MODEL --tokens t --budget 0 | 0
+        run --model MODEL --tokens t --budget=-0.5 | -0.5
+        run --model MODEL --tokens t --budget 1.5 | 1.5
+        run --model MODEL --tokens t --budget nan | nan
+        run --model MODEL --tokens t --budget inf | inf
+        run --model MODEL --tokens t --budget many | many
+        run --model MODEL --tokens t --window 0 | --window
+        run --model MODEL --tokens t --sinks x | --sinks
+        run --model MODEL --tokens t --threads 0 | --threads
+        run --model MODEL --tokens t --threads 18446744073709551615 | --threads
+        run --model MODEL --tokens t --max-new 18446744073709551615 | --max-new
+        dump --model MODEL -o out --tokens t --wrope-position 18446744073709551615 | --wrope-position
+        dump --model MODEL -o out --text t.txt --max-tokens 18446744073709551615 | --max-tokens
+        dump --model MODEL -o out --text t.txt --uuid-tokens 18446744073709551615 | --uuid-tokens
+        run --model MODEL --tokens t --method guess | guess
+        run --model MODEL --tokens t --device tpu | tpu
+        run --model MODEL --tokens t --temperature=-1 | --temperature
+        run --model MODEL --tokens t --top-p 0 | --top-p
+        run --model MODEL --tokens t -q -v | -v
+        dump --model MODEL -o out | --text
+        dump --model MODEL -o out --tokens t --text x.txt | --text
+        calibrate --model MODEL -o out --tokens t --resume | --work
+        calibrate --model MODEL -o out --tokens t --iterations=-1 | --iterations
+        calibrate --model MODEL -o out --tokens t --init magic | magic
+        inspect art --model MODEL | --verify
+    ";
+    for [arguments, culprit] in table(CASES) {
         let outcome = kvsmith(&arguments.replace("MODEL", &model));
         assert_eq!(outcome.code, Some(2), "{arguments}: {}", outcome.stderr);
         assert!(
@@ -897,11 +667,8 @@ fn a_stdout_that_takes_nothing() {
     let scratch = Scratch::new();
     let model = checkpoint("llama_default");
     let tokens = scratch.tokens("tokens.json", &documents(&[40], 1));
-    let artifact = scratch.path("art");
-    kvsmith(&format!(
-        "calibrate --size 2 --model {model} --tokens {tokens} -o {artifact}"
-    ))
-    .ok();
+    let calibrate = format!("calibrate --size 2 --model {model} --tokens {tokens}");
+    let artifact = scratch.make("art", &calibrate);
     let run = format!("run --model {model} --tokens {tokens} --max-new 3");
     for arguments in [
         format!("inspect {artifact}"),
@@ -957,10 +724,8 @@ fn a_full_disk() {
     let tokens = scratch.tokens("tokens.json", &documents(&[200], 1));
     let earlier = scratch.write("disk/out", "an earlier output");
     let input = format!("--model {model} --tokens {tokens}");
-    let dump = scratch.path("dump");
-    kvsmith(&format!("dump --queries {input} -o {dump}")).ok();
-    let section = scratch.path("section");
-    kvsmith(&format!("codebook --dump {dump} --size 16 -o {section}")).ok();
+    let dump = scratch.make("dump", &format!("dump --queries {input}"));
+    let section = scratch.make("section", &format!("codebook --dump {dump} --size 16"));
     for command in [
         format!("calibrate --size 16 {input} -o {earlier}"),
         format!(

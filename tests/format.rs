@@ -21,12 +21,8 @@ fn model() -> String {
 /// The format that this version writes.
 fn own_format(scratch: &Scratch) -> u64 {
     let tokens = scratch.tokens("own.json", &documents(&[60, 60], 1));
-    let path = scratch.path("own.safetensors");
-    kvsmith(&format!(
-        "calibrate --model {} --tokens {tokens} --size 4 -o {path}",
-        model()
-    ))
-    .ok();
+    let calibrate = format!("calibrate --model {} --tokens {tokens} --size 4", model());
+    let path = scratch.make("own.safetensors", &calibrate);
     let bytes = std::fs::read(path).unwrap();
     let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let header: Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();

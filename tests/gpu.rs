@@ -1,12 +1,15 @@
 //! What the wgpu device does where an adapter fails or is asked too much: errors, never panics and never
 //! numbers. Without an adapter the tests show as ignored.
 
+mod common;
+
 use std::process::ExitCode;
 
+use common::trials;
 use kvsmith::compute::device::{Device, Statistic};
 use kvsmith::compute::gpu::{Gpu, GpuLimits};
 use kvsmith::error::{Error, Kind};
-use libtest_mimic::{Arguments, Failed, Trial};
+use libtest_mimic::Arguments;
 use ndarray::{Array2, Array3, Axis};
 
 fn main() -> ExitCode {
@@ -14,21 +17,15 @@ fn main() -> ExitCode {
     if let Some(reason) = &missing {
         eprintln!("ignored: {reason}");
     }
-    let tests: [(&str, fn()); 5] = [
-        ("the_adapter_has_a_name", the_adapter_has_a_name),
-        ("a_lost_device_is_an_error", a_lost_device_is_an_error),
-        ("too_small_a_buffer_is_an_error", too_small_a_buffer_is_an_error),
-        ("no_rows_are_no_trouble", no_rows_are_no_trouble),
-        ("values_that_are_not_finite", values_that_are_not_finite),
+    let trials = trials![
+        the_adapter_has_a_name,
+        a_lost_device_is_an_error,
+        too_small_a_buffer_is_an_error,
+        no_rows_are_no_trouble,
+        values_that_are_not_finite,
     ];
-    let trial = |(name, test): (&str, fn())| {
-        let run = move || -> Result<(), Failed> {
-            test();
-            Ok(())
-        };
-        Trial::test(name, run).with_ignored_flag(missing.is_some())
-    };
-    let trials = tests.into_iter().map(trial).collect();
+    let trials = trials.into_iter().map(|t| t.with_ignored_flag(missing.is_some()));
+    let trials = trials.collect();
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 

@@ -12,6 +12,7 @@ mod emulated;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use common::table;
 use emulated::Emulated;
 use kvsmith::compute::cuda::kernels;
 use kvsmith::compute::cuda::nvidia::compile;
@@ -91,59 +92,32 @@ fn parser() {
 
 /// A declaration that cannot be read whole is no kernel of another shape.
 fn parser_refuses() {
-    let refused = [
-        ("  KERNEL(256, 1, k, u32 n) {", "at the start of a line"),
-        ("KERNEL(256, 1, k, u32 n", "at the start of a line"),
-        ("KERNELS(256, 1, k, u32 n) {", "not a kind of kernel"),
-        ("KERNEL(256, 1) {", "no name"),
-        ("KERNEL(many, 1, k, u32 n) {", "no number: `many`"),
-        ("KERNEL(48, 1, k, u32 n) {", "no kernel"),
-        ("KERNEL(2048, 1, k, u32 n) {", "no kernel"),
-        ("KERNEL(256, 1, a b, u32 n) {", "no kernel"),
-        (
-            "KERNEL_SHARED(256, 1, sizeof(n), k, u32 n) {",
-            "no number: `sizeof(n)`",
-        ),
-        (
-            "KERNEL_SHARED(256, 1, 4 * (2, k, u32 n) {",
-            "at the start of a line",
-        ),
-        ("KERNEL(256, 1, k) {", "no parameter"),
-        (
-            "KERNEL(256, 1, k, UNKNOWN) {",
-            "no parameter that a launch knows: `UNKNOWN`",
-        ),
-        (
-            "KERNEL(256, 1, k, u32) {",
-            "no parameter that a launch knows: `u32`",
-        ),
-        (
-            "KERNEL(256, 1, k, int n) {",
-            "no parameter that a launch knows: `int n`",
-        ),
-        (
-            "KERNEL(256, 1, k, u16 n) {",
-            "no parameter that a launch knows: `u16 n`",
-        ),
-        (
-            "KERNEL(256, 1, k, u32** x) {",
-            "no parameter that a launch knows: `u32** x`",
-        ),
-        (
-            "KERNEL(256, 1, k, u32& x) {",
-            "no parameter that a launch knows: `u32& x`",
-        ),
-        (
-            "KERNEL(256, 1, k, u32 x[4]) {",
-            "no parameter that a launch knows: `u32 x[4]`",
-        ),
-        ("KERNEL(256, 1, k, OPTIONAL u32 n) {", "no parameter"),
-        (
-            "KERNEL(256, 1, k, u32 n) {}\nKERNEL(256, 1, k, u32 n) {}",
-            "k is declared twice",
-        ),
+    const CASES: &str = "
+        KERNEL(256, 1, k, u32 n                   | at the start of a line
+        KERNELS(256, 1, k, u32 n) {               | not a kind of kernel
+        KERNEL(256, 1) {                          | no name
+        KERNEL(many, 1, k, u32 n) {               | no number: `many`
+        KERNEL(48, 1, k, u32 n) {                 | no kernel
+        KERNEL(2048, 1, k, u32 n) {               | no kernel
+        KERNEL(256, 1, a b, u32 n) {              | no kernel
+        KERNEL_SHARED(256, 1, sizeof(n), k, u32 n) { | no number: `sizeof(n)`
+        KERNEL_SHARED(256, 1, 4 * (2, k, u32 n) { | at the start of a line
+        KERNEL(256, 1, k) {                       | no parameter
+        KERNEL(256, 1, k, UNKNOWN) {              | no parameter that a launch knows: `UNKNOWN`
+        KERNEL(256, 1, k, u32) {                  | no parameter that a launch knows: `u32`
+        KERNEL(256, 1, k, int n) {                | no parameter that a launch knows: `int n`
+        KERNEL(256, 1, k, u16 n) {                | no parameter that a launch knows: `u16 n`
+        KERNEL(256, 1, k, u32** x) {              | no parameter that a launch knows: `u32** x`
+        KERNEL(256, 1, k, u32& x) {               | no parameter that a launch knows: `u32& x`
+        KERNEL(256, 1, k, u32 x[4]) {             | no parameter that a launch knows: `u32 x[4]`
+        KERNEL(256, 1, k, OPTIONAL u32 n) {       | no parameter
+    ";
+    let twice = "KERNEL(256, 1, k, u32 n) {}\nKERNEL(256, 1, k, u32 n) {}";
+    let others = [
+        ["  KERNEL(256, 1, k, u32 n) {", "at the start of a line"],
+        [twice, "k is declared twice"],
     ];
-    for (source, expected) in refused {
+    for [source, expected] in table(CASES).into_iter().chain(others) {
         let e = build::kernels::read(source).expect_err(source);
         assert!(e.contains(expected), "{source}: {e}");
     }

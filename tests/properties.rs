@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
+use common::random::{matrix, noise};
 use common::*;
 use half::f16;
 use kvsmith::artifact::Artifact;
@@ -20,10 +21,7 @@ use kvsmith::method::sections::SECTIONS;
 use kvsmith::method::{Retriever, Step};
 use kvsmith::model::Decoder;
 use kvsmith::model::ModelConfig;
-use kvsmith::model::decoder::rotated;
 use kvsmith::model::fields::read_json;
-use kvsmith::model::rope::Rope;
-use kvsmith::model::rope::{RopeConfig, RopeScaling};
 use kvsmith::model::tokenizer::Tokenizer;
 use kvsmith::stats::linalg::{cholesky, invert_lower};
 use ndarray::{Array1, Array2, Array3, Axis, s};
@@ -32,23 +30,6 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 
 const F32_UNIT: f64 = 1.0 / (1u32 << 24) as f64;
-
-/// About normal: the sum of four uniform numbers, scaled to unit variance.
-fn noise(rng: &mut ChaCha8Rng) -> f32 {
-    (0..4).map(|_| rng.gen_range(-1.0..1.0f32)).sum::<f32>() * 0.75f32.sqrt()
-}
-
-fn matrix(rng: &mut ChaCha8Rng, rows: usize, columns: usize) -> Array2<f32> {
-    Array2::from_shape_simple_fn((rows, columns), || noise(rng))
-}
-
-fn plain_rope(d: usize) -> Rope {
-    let config = RopeConfig {
-        theta: 1e4,
-        scaling: RopeScaling::Default,
-    };
-    Rope::new(&config, d)
-}
 
 #[test]
 fn a2ats_selects_what_the_definition_says() {
@@ -480,14 +461,13 @@ fn retrieval(rope: &str, metric: &str) {
     let scratch = Scratch::new();
     let model = root().join("calib-data/model");
     let text = root().join("calib-data/heldout.txt");
-    let out = scratch.path("art.safetensors");
-    kvsmith(&format!(
+    let calibrate = format!(
         "calibrate --model {} --text {} --max-tokens 3000 --uuid-tokens 600 --seq-len 512 --size 64 \
-         --wrope-position 256 --rope {rope} --metric {metric} -o {out}",
+         --wrope-position 256 --rope {rope} --metric {metric}",
         model.display(),
         text.display()
-    ))
-    .ok();
+    );
+    let out = scratch.make("art.safetensors", &calibrate);
     let artifact = Artifact::open(Path::new(&out), SECTIONS).unwrap();
     let decoder = Decoder::open(&model).unwrap();
     let codebooks = Codebooks::load(&artifact, &decoder.rope).unwrap();
@@ -504,22 +484,18 @@ fn retrieval(rope: &str, metric: &str) {
         .encode_prefix(&std::fs::read_to_string(text).unwrap(), 700)
         .unwrap();
     let n = ids.len();
-    let mut hidden = decoder.embed(&ids).unwrap();
     let (mut exact, mut keys) = (0, 0);
-    for layer in 0..c.n_layers {
-        let mut states = None;
-        decoder
-            .layer(layer)
-            .unwrap()
-            .forward(&decoder.rope, hidden.view_mut(), |s, _| {
-                states = Some((s.q_pre.clone(), s.k_pre.clone()));
-            });
-        let (q_pre, k_pre) = states.unwrap();
-        let table = decoder.rope.table(0..n);
-        let (q_rope, k_rope) = (rotated(&q_pre, &table, 0..n), rotated(&k_pre, &table, 0..n));
+    for (layer, states) in captured(&decoder, &ids).iter().enumerate() {
+        let Captured {
+            q_pre,
+            k_pre,
+            q_rope,
+            k_rope,
+            ..
+        } = states;
         let (queries, keys_used) = match windowed {
-            true => (&q_pre, &k_pre),
-            false => (&q_rope, &k_rope),
+            true => (q_pre, k_pre),
+            false => (q_rope, k_rope),
         };
         for head in 0..g {
             let i = layer * g + head;
@@ -572,7 +548,7 @@ fn retrieval(rope: &str, metric: &str) {
             let mut a2ats = A2ats::new(Arc::clone(codebooks.head(layer, head)), None);
             for p in 0..n {
                 let key = |k: &Array3<f32>| k.slice(s![head, p..p + 1, ..]).to_owned();
-                a2ats.append(key(&k_pre).view(), key(&k_rope).view());
+                a2ats.append(key(k_pre).view(), key(k_rope).view());
             }
             for budget in [1, 2, 20, 42, 300] {
                 let step = Step {

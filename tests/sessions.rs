@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Scratch, all_golden, documents, kvsmith, prepared, relative_error};
+use common::{Scratch, all_golden, documents, prepared, relative_error};
 use kvsmith::artifact::Artifact;
 use kvsmith::kv::KvType;
 use kvsmith::kv::budget::Budget;
@@ -25,12 +25,8 @@ impl Model {
         all_golden().map(|dir| {
             let scratch = Scratch::new();
             let tokens = scratch.tokens("tokens.json", &documents(&[80, 60], 1));
-            let out = scratch.path("art");
-            kvsmith(&format!(
-                "calibrate --model {} --tokens {tokens} --size 8 -o {out}",
-                dir.display()
-            ))
-            .ok();
+            let calibrate = format!("calibrate --model {} --tokens {tokens} --size 8", dir.display());
+            let out = scratch.make("art", &calibrate);
             Self {
                 decoder: Decoder::open(&dir).unwrap(),
                 artifact: Artifact::open(out.as_ref(), SECTIONS).unwrap(),
@@ -66,7 +62,7 @@ fn caches_grow_past_what_was_reserved() {
                     }
                     logits.push(session.prefill(&model.ids[70..100]).unwrap());
                     logits.push(session.step(model.ids[100]).unwrap());
-                    assert_eq!(session.len(), 101);
+                    assert_eq!(session.positions(), 101);
                     logits
                 };
                 assert_eq!(run(1), run(101), "{} {kv:?}", method.as_str());

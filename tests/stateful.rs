@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use common::random::noise;
-use common::{methods, plain_rope};
+use common::{methods, plain_rope, trials};
 use kvsmith::compute::attention::{self, CachedRows, Partial};
 use kvsmith::float::Float;
 use kvsmith::kv::packed::Center;
@@ -32,42 +32,18 @@ fn main() -> ExitCode {
             Ok(())
         })
     };
-    let others: [(&str, fn()); 8] = [
-        (
-            "ctkvr_ranks_what_left_the_window_for_256_steps",
-            ctkvr_ranks_what_left_the_window_for_256_steps,
-        ),
-        (
-            "ctkvr_recalls_everything_where_its_lists_hold_everything",
-            ctkvr_recalls_everything_where_its_lists_hold_everything,
-        ),
-        (
-            "centring_the_keys_changes_no_attention",
-            centring_the_keys_changes_no_attention,
-        ),
-        (
-            "what_half_precision_cannot_hold_saturates",
-            what_half_precision_cannot_hold_saturates,
-        ),
-        ("golden_merge_of_two_parts", golden_merge_of_two_parts),
-        (
-            "golden_a2ats_budget_per_query_head",
-            golden_a2ats_budget_per_query_head,
-        ),
-        (
-            "golden_bits_of_the_two_bit_cache",
-            golden_bits_of_the_two_bit_cache,
-        ),
-        ("golden_bytes_of_ctkvr_lists", golden_bytes_of_ctkvr_lists),
+    let others = trials![
+        ctkvr_ranks_what_left_the_window_for_256_steps,
+        ctkvr_recalls_everything_where_its_lists_hold_everything,
+        centring_the_keys_changes_no_attention,
+        what_half_precision_cannot_hold_saturates,
+        golden_merge_of_two_parts,
+        golden_a2ats_budget_per_query_head,
+        golden_bits_of_the_two_bit_cache,
+        golden_bytes_of_ctkvr_lists,
     ];
-    let other = |(name, check): (&str, fn())| {
-        Trial::test(name, move || {
-            check();
-            Ok(())
-        })
-    };
     let methods = methods().map(|method| of_method(method.as_str()));
-    let trials = methods.chain(others.into_iter().map(other)).collect();
+    let trials = methods.chain(others).collect();
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 

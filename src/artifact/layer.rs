@@ -1,4 +1,4 @@
-//! What the fit of a section reads of one layer.
+//! The states of one layer, as the fit of a section reads them.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use crate::stats::moments::LayerMoments;
 /// Reads rows of one head, `[rows,d]`.
 type ReadHead<'a> = &'a dyn Fn(usize) -> Result<Array2<f32>>;
 
-/// The calibration states of one layer, and where they are worked on.
+/// The calibration states of one layer, and the device that works on them.
 pub struct LayerStates<'a> {
     /// Index of the layer.
     pub layer: usize,
@@ -21,7 +21,7 @@ pub struct LayerStates<'a> {
     pub sizes: Sizes,
     /// The layer's sliding window.
     pub window: Option<usize>,
-    /// Does the heavy operations.
+    /// The device for the heavy operations.
     pub device: &'a dyn Device,
     /// Reads all rows of a KV head before rotation, `[n,d]`.
     pub keys: ReadHead<'a>,

@@ -23,14 +23,14 @@ const SEAL: &str = "manifest_sha256";
 /// The quality report of one KV head.
 pub type Report = Map<String, Value>;
 
-/// What an artifact says about itself.
+/// The manifest of an artifact.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Manifest {
     /// Version of the file format.
     pub format: u64,
     /// Version of the program that made the sections.
     pub tool_version: String,
-    /// The devices of the sections, less the CPU where there is another.
+    /// The devices of the sections; the CPU is named only if there is no other.
     pub device: String,
     /// The model and the text.
     #[serde(flatten)]
@@ -46,7 +46,7 @@ pub struct Manifest {
 pub struct SectionManifest {
     /// Where it was fitted.
     pub device: String,
-    /// The hardware and the driver, of a GPU.
+    /// The hardware and the driver of a GPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub adapter: Option<String>,
     /// Digest of each tensor's data, once they are known.
@@ -86,7 +86,7 @@ impl Manifest {
 
 /// Tells whether a manifest's text has the digest that it states.
 ///
-/// The text itself is hashed, less the digest's own member: no reader has to write JSON as we do.
+/// The text itself is hashed, without the member of the digest, so that no reader has to write JSON as we do.
 pub fn seal_holds(text: &str, manifest: &Value) -> bool {
     let Some(digest) = manifest.get(SEAL).and_then(Value::as_str) else {
         return false;

@@ -1,8 +1,8 @@
-//! The packaged file: sections of tensors, one manifest that says what they were made from, and a
-//! digest of everything. `docs/artifact.md` describes it for readers in other languages.
+//! The artifact file: sections of tensors, a manifest that says what they were made from, and digests of everything.
+//! `docs/artifact.md` describes the format for readers in other languages.
 //!
 //! A section is declared by a [`SectionKind`] in the folder of the method that reads it; this module
-//! knows sections by their declarations alone. A section file (`kvsmith codebook -o`) has the same form
+//! knows sections only by their declarations. A section file (`kvsmith codebook -o`) has the same form
 //! as an artifact, with one section; [`pack`] merges them.
 
 mod file;

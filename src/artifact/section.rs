@@ -115,14 +115,14 @@ pub trait Fit {
     /// Fits one layer.
     ///
     /// # Errors
-    /// What reading the states and the device return; values that the section cannot hold.
+    /// The states cannot be read, the device fails, or the section cannot hold a value.
     fn layer(&self, states: &LayerStates, done: HeadDone) -> Result<LayerPart>;
 }
 
 /// Called after each KV head that was fitted, with a line for `-v` if there is something to say.
 pub type HeadDone<'a> = &'a mut dyn FnMut(usize, Option<String>);
 
-/// What one layer contributes to a section.
+/// The part of a section that one layer makes.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LayerPart {
     /// Little-endian data by tensor name.
@@ -142,7 +142,7 @@ impl LayerPart {
     }
 }
 
-/// A section that is being made: complete once every layer has been added.
+/// A section in the making; it is complete once every layer was added.
 pub struct Section {
     /// Its declaration.
     pub kind: &'static dyn SectionKind,

@@ -48,7 +48,7 @@ impl Global {
         Log { verbosity }
     }
 
-    /// Opens the device of the heavy operations of calibration; `auto` takes an NVIDIA GPU where there is one.
+    /// Opens the device for the heavy operations of calibration; `auto` takes an NVIDIA GPU if there is one.
     ///
     /// # Errors
     /// The device asked for is not there: exit code 3.
@@ -64,7 +64,7 @@ impl Global {
         Ok(device)
     }
 
-    /// Opens the device of a command that runs the model.
+    /// Opens the device for a command that runs the model.
     ///
     /// # Errors
     /// The device asked for is not there, or cannot run a model: exit code 3.
@@ -75,21 +75,18 @@ impl Global {
         }
     }
 
-    /// Returns the name of the device of a command that runs on the CPU alone.
+    /// Checks the device of a command that runs on the CPU alone.
     ///
     /// # Errors
     /// Another device was asked for: exit code 3.
-    pub fn cpu_only(&self, command: &str) -> Result<&'static str> {
-        let name = match self.device {
-            Device::Cpu => return Ok("cpu"),
-            Device::Auto => {
-                self.log().note("device: cpu");
-                return Ok("cpu");
-            }
-            Device::Wgpu => "wgpu",
-            Device::Cuda => "cuda",
-        };
-        Err(unable(command, name))
+    pub fn cpu_only(&self, command: &str) -> Result<()> {
+        match self.device {
+            Device::Cpu => {}
+            Device::Auto => self.log().note("device: cpu"),
+            Device::Wgpu => return Err(unable(command, "wgpu")),
+            Device::Cuda => return Err(unable(command, "cuda")),
+        }
+        Ok(())
     }
 }
 
@@ -98,7 +95,7 @@ fn unable(command: &str, device: &str) -> Error {
         .hint("use --device cpu or --device auto")
 }
 
-/// The calibration input of `dump` and `calibrate`.
+/// The flags for calibration text, of `dump` and `calibrate`.
 #[derive(Args, Clone, Debug)]
 pub struct Input {
     /// Text files: .txt is one document, .jsonl one per line (field `text`)
@@ -142,7 +139,7 @@ impl Input {
     }
 }
 
-/// Which rotation retrieval sees.
+/// How keys and queries are rotated for retrieval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum RopeKind {
     /// Keys before rotation, queries at one relative position.
@@ -152,7 +149,7 @@ pub enum RopeKind {
 }
 
 impl RopeKind {
-    /// Returns where queries are rotated to; `b` is the relative position of the windowed kind.
+    /// Returns the position that queries are rotated to; windowed RoPE takes `b`.
     pub fn position(self, b: usize) -> Position {
         match self {
             Self::Windowed => Position::Windowed(b),

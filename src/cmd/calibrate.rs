@@ -1,4 +1,4 @@
-//! `kvsmith calibrate`: checkpoint and text to artifact, each layer fitted while its states are in
+//! `kvsmith calibrate`: makes an artifact from a checkpoint and text; each layer is fitted while its states are in
 //! memory.
 
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use ndarray::{Array3, Axis, s};
 use serde_json::json;
 
 use super::sections::{SectionFlags, fit_layer};
-use super::{check_wrope_position, layers_on, load_corpus, model_manifest, open_model, print_json};
+use super::{check_wrope_position, finish, layers_on, load_corpus, model_manifest, open_model};
 use crate::artifact::{self, Fit, FitInput, LayerParts, LayerStates, Section};
 use crate::capture::Capture;
 use crate::cmd::args::{Global, Input, RopeKind};
@@ -84,11 +84,10 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
         calibration: corpus.manifest(),
     };
     let sizes = origin.model.sizes;
-    let section = |fit: &dyn Fit| Section::new(fit, sizes, device.as_ref());
-    let fitted = fits.iter().map(|fit| section(fit.as_ref()));
-    let mut sections: Vec<Section> = fitted.collect::<Result<_>>()?;
+    let section = |fit: &Box<dyn Fit>| Section::new(fit.as_ref(), sizes, device.as_ref());
+    let mut sections: Vec<Section> = fits.iter().map(section).collect::<Result<_>>()?;
     let work = open_work(args, global, &origin, &sections)?;
-    let calibration = Calibration {
+    let calibration = CalibrationRun {
         device: device.as_ref(),
         decoder: &decoder,
         corpus: &corpus,
@@ -106,24 +105,22 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
         work.clear(sizes.n_layers);
     }
     let seconds = start.elapsed().as_secs_f64();
-    log.note(&format!("wrote {} in {seconds:.1} s", args.output.display()));
-    if global.json {
-        print_json(&json!({
-            "artifact": args.output, "tokens": corpus.n_tokens(), "layers": sizes.n_layers,
-            "seconds": seconds, "device": device.name(),
-        }))?;
-    }
-    Ok(())
+    let note = format!("wrote {} in {seconds:.1} s", args.output.display());
+    let document = json!({
+        "artifact": args.output, "tokens": corpus.n_tokens(), "layers": sizes.n_layers,
+        "seconds": seconds, "device": device.name(),
+    });
+    finish(global, &note, &document)
 }
 
-/// Says what runs on the CPU although there is a GPU.
+/// Notes which parts run on the CPU although there is a GPU.
 fn note_cpu_parts(device: &dyn Device, log: Log) {
     if device.adapter().is_none() {
         return;
     }
-    let model = device.cuda().is_none().then_some("model");
     let sections = SECTIONS.iter().map(|kind| kind.facts());
     let stages = sections.filter(|facts| facts.cpu_only).map(|facts| facts.stage);
+    let model = device.cuda().is_none().then_some("model");
     let parts = model.into_iter().chain(stages);
     let parts: Vec<String> = parts.map(|part| format!("the {part}")).collect();
     if !parts.is_empty() {
@@ -134,7 +131,7 @@ fn note_cpu_parts(device: &dyn Device, log: Log) {
     }
 }
 
-/// Opens the folder of what a stopped run needs to go on, if one is asked for.
+/// Opens the work folder, from which a stopped run can go on, if one is asked for.
 fn open_work(args: &Args, global: &Global, origin: &Origin, sections: &[Section]) -> Result<Option<Work>> {
     let Some(dir) = &args.work else {
         return Ok(None);
@@ -148,7 +145,7 @@ fn open_work(args: &Args, global: &Global, origin: &Origin, sections: &[Section]
     Work::open(dir, &identity, args.resume, sections).map(Some)
 }
 
-/// Collects the rows whose queries any fit reads, ascending.
+/// Lists the rows whose queries any fit reads, ascending.
 fn query_rows(fits: &[Box<dyn Fit>]) -> Vec<usize> {
     let mut rows: Vec<usize> = fits.iter().flat_map(|fit| fit.query_rows()).copied().collect();
     rows.sort_unstable();
@@ -156,14 +153,14 @@ fn query_rows(fits: &[Box<dyn Fit>]) -> Vec<usize> {
     rows
 }
 
-/// A calibration: the model, the text and the fits.
-struct Calibration<'a> {
+/// A run of calibration: the model, the text and the fits.
+struct CalibrationRun<'a> {
     device: &'a dyn Device,
     decoder: &'a Decoder,
     corpus: &'a Corpus,
-    /// Which rows of the text take part in the fits.
+    /// Which rows of the text the fits use.
     kept: &'a [bool],
-    /// Where the queries of the moments are rotated to.
+    /// The position that the query moments rotate queries to.
     position: Position,
     fits: Vec<Box<dyn Fit>>,
     /// The rows whose queries any fit reads, ascending.
@@ -171,7 +168,7 @@ struct Calibration<'a> {
     log: Log,
 }
 
-/// The states of one layer that the fits read.
+/// The states of one layer, as far as the fits read them.
 struct Captured {
     /// Keys before rotation, `[g,n,d]`.
     keys: Array3<f32>,
@@ -180,13 +177,13 @@ struct Captured {
     moments: LayerMoments,
 }
 
-impl Calibration<'_> {
-    /// Captures and fits layer by layer, from where `work` stopped.
+impl CalibrationRun<'_> {
+    /// Captures and fits layer by layer, starting after the layers that `work` has.
     fn run(&self, layers: &dyn Layers, work: Option<&Work>, sections: &mut [Section]) -> Result<()> {
         let sizes = self.decoder.config.sizes();
         let mut capture = self.start(layers, work, sections)?;
         let remaining = sizes.n_layers - capture.next_layer;
-        // One unit per token captured and, per section, one per key fitted.
+        // A unit is a token captured, or a key fitted for a section.
         let per_layer = self.corpus.n_tokens() * (1 + sections.len() * sizes.n_kv_heads);
         let progress = self.log.progress((remaining * per_layer) as u64, "states");
         while capture.next_layer < sizes.n_layers {
@@ -202,7 +199,7 @@ impl Calibration<'_> {
         Ok(())
     }
 
-    /// Starts at the first layer, or after the last that `work` has.
+    /// Starts the capture at the first layer, or after the last one that `work` has.
     fn start<'a>(
         &'a self,
         layers: &'a dyn Layers,
@@ -223,7 +220,7 @@ impl Calibration<'_> {
         Ok(Capture::at(layers, self.corpus, hidden, done))
     }
 
-    /// Runs the next layer of the model and keeps what the fits read of it.
+    /// Runs the next layer of the model and keeps the states that the fits read.
     fn capture(&self, capture: &mut Capture, progress: &Progress) -> Result<Captured> {
         self.stage(progress, capture.next_layer, "capture");
         let c = &self.decoder.config;
@@ -279,13 +276,13 @@ impl Calibration<'_> {
         self.fits.iter().map(|of| fit(of.as_ref())).collect()
     }
 
-    /// Says what is being done.
+    /// Shows what is being done in the progress bar.
     fn stage(&self, progress: &Progress, layer: usize, what: &str) {
         let n_layers = self.decoder.config.n_layers;
         progress.stage(format!("layer {} of {n_layers}: {what}", layer + 1));
     }
 
-    /// Says what the run will need.
+    /// Notes how much memory the run needs, and the size of the artifact.
     fn plan(&self, sections: &[Section]) {
         let c = &self.decoder.config;
         let n = self.corpus.n_tokens();
@@ -295,7 +292,7 @@ impl Calibration<'_> {
         let mlp = longest.min(2048) * (2 * c.intermediate_size + 2 * c.hidden_size);
         let fit = 3 * n * c.head_dim;
         let file = store::total_bytes(sections.iter().flat_map(|s| &s.specs));
-        // The queries that fits read stay while a layer is captured and fitted.
+        // The queries that fits read are kept while a layer is captured and fitted.
         let kept = n * per_token + self.query_rows.len() * c.n_heads * c.head_dim;
         let memory = 4 * (kept + (longest * per_row + mlp).max(fit)) + file;
         self.log.note(&format!(

@@ -1,4 +1,4 @@
-//! `kvsmith dump`: captured states and query moments in a folder.
+//! `kvsmith dump`: writes captured states and query moments into a folder.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -6,12 +6,10 @@ use std::time::Instant;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde_json::json;
 
-use super::{
-    check_wrope_position, device_for, layers_on, load_corpus, model_manifest, open_model, print_json,
-};
+use super::{check_wrope_position, device_for, finish, layers_on, load_corpus, model_manifest, open_model};
 use crate::cmd::args::{Global, Input};
 use crate::corpus::Origin;
-use crate::dump::{self, Options};
+use crate::dump::{self, DumpOptions};
 use crate::error::Result;
 use crate::flags::{parse_count, parse_float};
 use crate::float::Float;
@@ -55,7 +53,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         model: model_manifest(&decoder, log)?,
         calibration: corpus.manifest(),
     };
-    let options = Options {
+    let options = DumpOptions {
         queries: args.queries,
         values: args.values,
         dtype: args.dtype,
@@ -72,16 +70,14 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         log,
     )?;
     let seconds = start.elapsed().as_secs_f64();
-    log.note(&format!(
+    let note = format!(
         "wrote {} in {seconds:.1} s ({:.0} tokens/s)",
         args.output.display(),
         corpus.n_tokens() as f64 / seconds
-    ));
-    if global.json {
-        print_json(&json!({
-            "dump": args.output, "tokens": corpus.n_tokens(), "layers": decoder.config.n_layers,
-            "seconds": seconds, "device": device.name(),
-        }))?;
-    }
-    Ok(())
+    );
+    let document = json!({
+        "dump": args.output, "tokens": corpus.n_tokens(), "layers": decoder.config.n_layers,
+        "seconds": seconds, "device": device.name(),
+    });
+    finish(global, &note, &document)
 }

@@ -1,4 +1,4 @@
-//! `kvsmith eval`: what methods lose against full attention.
+//! `kvsmith eval`: measures what methods lose against full attention.
 
 mod needles;
 
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::args::Global;
 use super::reading::{Reading, parse_budget};
-use super::{device_for, forward_on, open_model, print, print_json};
+use super::{device_for, forward_on, merge, open_model, print, print_json};
 use crate::artifact::Artifact;
 use crate::corpus::{self, Corpus};
 use crate::error::{Error, Kind, Result};
@@ -17,7 +17,7 @@ use crate::kv::Budget;
 use crate::method::Method;
 use crate::method::registry::{MethodName, constant_bytes};
 use crate::model::Decoder;
-use crate::runner::eval::{Evaluation, Report, Turn, Variant, decoded, turns_of};
+use crate::runner::eval::{Evaluation, Variant, VariantReport, decoded, turns_of};
 
 /// Arguments of `eval`.
 #[derive(clap::Args, Debug)]
@@ -73,19 +73,15 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let device = device_for(device, &decoder, global)?;
     let artifact = args.reading.open(&decoder, log)?;
     let method = |name: &MethodName| {
-        let reading = &args.reading;
-        let method = reading.method(*name, artifact.as_ref(), &decoder, global.seed)?;
-        Ok((*name, method))
+        args.reading
+            .method(*name, artifact.as_ref(), &decoder, global.seed)
     };
-    let methods: Vec<(MethodName, Box<dyn Method>)> =
-        args.methods.iter().map(method).collect::<Result<_>>()?;
-    let pairs: Vec<(MethodName, &dyn Method, Budget)> = methods
-        .iter()
-        .flat_map(|(name, method)| args.budgets.iter().map(move |b| (*name, method.as_ref(), *b)))
-        .collect();
-    let variants = pairs.iter().map(|(_, method, budget)| Variant {
-        method: *method,
-        budget: *budget,
+    let methods: Vec<Box<dyn Method>> = args.methods.iter().map(method).collect::<Result<_>>()?;
+    let variants = methods.iter().flat_map(|method| {
+        args.budgets.iter().map(|budget| Variant {
+            method: method.as_ref(),
+            budget: *budget,
+        })
     });
     let options = args
         .reading
@@ -99,10 +95,13 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         Some(path) => needles::run(path, &args.model, &decoder, &mut evaluation, log)?,
         None => blocks(args, global, &decoder, &mut evaluation)?,
     };
-    let rows: Vec<Value> = pairs
+    let pairs = args
+        .methods
         .iter()
+        .flat_map(|name| args.budgets.iter().map(|budget| (*name, *budget)));
+    let rows: Vec<Value> = pairs
         .zip(&evaluation.reports)
-        .map(|((name, _, budget), report)| row(args, *name, *budget, report, artifact.as_ref()))
+        .map(|((name, budget), report)| row(args, name, budget, report, artifact.as_ref()))
         .collect::<Result<_>>()?;
     if global.json {
         let mut out = json!({ "device": device.name(), "rows": rows });
@@ -120,13 +119,13 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
 /// Tells whether the user stopped the work after `done` steps; a stop before the first step stays an error.
 fn is_stopped(result: Result<()>, done: usize) -> Result<bool> {
     match result {
-        // What was measured so far is still told.
+        // What was measured so far is still reported.
         Err(e) if e.kind() == Kind::Interrupted && done > 0 => Ok(true),
         other => other.map(|()| false),
     }
 }
 
-/// Evaluates text or tokens block by block; returns what was measured on, and whether the user stopped it.
+/// Evaluates text or tokens block by block; returns how much was evaluated, and whether the user stopped it.
 fn blocks(
     args: &Args,
     global: &Global,
@@ -186,32 +185,15 @@ fn blocks(
     Ok((found, stopped))
 }
 
-/// Lists the metrics of a turn, or of all turns together.
-fn measured(turn: &Turn) -> Value {
-    let s = turn.scores();
-    json!({ "recall": s.recall, "mass": s.mass, "output_error": s.output_error, "kl": turn.kl() })
-}
-
-/// Adds the members of an object to another.
-fn merge(object: &mut Value, more: &Value) {
-    if let (Some(object), Some(more)) = (object.as_object_mut(), more.as_object()) {
-        object.extend(more.clone());
-    }
-}
-
-/// Builds one row of the result.
+/// Returns the row of one method and budget.
 fn row(
     args: &Args,
     name: MethodName,
     budget: Budget,
-    report: &Report,
+    report: &VariantReport,
     artifact: Option<&Artifact>,
 ) -> Result<Value> {
     let on_text = args.needles.is_none();
-    let whole = match on_text {
-        true => measured(&report.whole()),
-        false => json!({ "recall": null, "mass": null, "output_error": null, "kl": null }),
-    };
     let shares = report.shares();
     let mut row = json!({
         "method": name.as_str(),
@@ -223,20 +205,22 @@ fn row(
         "index_bits_per_token": report.index_bits_per_token(),
         "constant_bytes": constant_bytes(name, artifact)?,
     });
-    merge(&mut row, &whole);
     if on_text {
-        row["by_turn"] = report.turns.iter().map(measured).collect();
+        merge(&mut row, &json!(report.whole()));
+        row["by_turn"] = json!(report.turns);
     } else {
-        row["needle_accuracy_by_turn"] = json!(report.answers.by_turn());
+        merge(
+            &mut row,
+            &json!({ "recall": null, "mass": null, "output_error": null, "kl": null }),
+        );
+        row["needle_accuracy_by_turn"] = json!(report.answers);
     }
     if args.per_head && on_text {
         let heads = report.heads.iter().enumerate().flat_map(|(layer, heads)| {
-            heads.iter().enumerate().map(move |(head, scores)| {
-                let s = scores.mean();
-                json!({
-                    "layer": layer, "kv_head": head,
-                    "recall": s.recall, "mass": s.mass, "output_error": s.output_error,
-                })
+            heads.iter().enumerate().map(move |(head, of)| {
+                let mut row = json!({ "layer": layer, "kv_head": head });
+                merge(&mut row, &json!(of));
+                row
             })
         });
         row["per_head"] = heads.collect();
@@ -272,11 +256,9 @@ fn table(rows: &[Value], needles: bool) -> String {
             number(row, "index_bits_per_token")
         );
         let turns = turn_rows(row);
-        if turns.len() > 1 {
-            for (i, turn) in turns.iter().enumerate() {
-                let place = format!("  turn {}", i + 1);
-                out += &(line(&place, turn, &keys) + "\n");
-            }
+        for (i, turn) in turns.iter().enumerate().filter(|_| turns.len() > 1) {
+            let place = format!("  turn {}", i + 1);
+            out += &(line(&place, turn, &keys) + "\n");
         }
         for head in row["per_head"].as_array().into_iter().flatten() {
             let place = format!("  layer {} head {}", head["layer"], head["kv_head"]);
@@ -286,7 +268,7 @@ fn table(rows: &[Value], needles: bool) -> String {
     out
 }
 
-/// Lists what a row has per turn, each in the form of a row.
+/// Lists the turns of a row, each in the form of a row.
 fn turn_rows(row: &Value) -> Vec<Value> {
     let needles = row["needle_accuracy_by_turn"].as_array();
     let needles = needles.map(|turns| turns.iter().map(|x| json!({ "needle_accuracy": x })).collect());

@@ -1,4 +1,4 @@
-//! `kvsmith inspect`: what is in an artifact, and whether it is intact.
+//! `kvsmith inspect`: shows what is in an artifact, and checks whether it is intact.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! One file per subcommand: arguments to checked parameters, to the core, to a report.
+//! The subcommands, one file each: checks the arguments, calls the modules below, reports the result.
 
 pub mod args;
 pub mod bench;
@@ -42,6 +42,22 @@ fn print(text: &str) -> Result<()> {
     out.write_all(text.as_bytes())
         .and_then(|()| out.flush())
         .map_err(|e| Error::stdout(&e))
+}
+
+/// Notes what a command has written, and prints its document of `--json`.
+fn finish(global: &Global, note: &str, document: &Value) -> Result<()> {
+    global.log().note(note);
+    match global.json {
+        true => print_json(document),
+        false => Ok(()),
+    }
+}
+
+/// Adds the members of an object to another.
+fn merge(object: &mut Value, more: &Value) {
+    if let (Some(object), Some(more)) = (object.as_object_mut(), more.as_object()) {
+        object.extend(more.clone());
+    }
 }
 
 /// Opens a model and logs its sizes.
@@ -92,7 +108,7 @@ fn load_corpus(dir: &Path, decoder: &Decoder, input: &Input, global: &Global) ->
     Ok(corpus)
 }
 
-/// Warns if the moments are taken at a distance that the model never sees.
+/// Warns if the query moments are taken at a relative position outside the model's context.
 fn check_wrope_position(position: usize, decoder: &Decoder, log: Log) {
     let context = decoder.config.max_position_embeddings;
     if position >= context {
@@ -102,8 +118,8 @@ fn check_wrope_position(position: usize, decoder: &Decoder, log: Log) {
     }
 }
 
-/// Tells whether the device is a GPU that runs the model. If it cannot, `--device auto` takes the CPU; an explicit
-/// device is an error.
+/// Tells whether the device is a GPU that can run the model. A GPU that cannot is an error if it was asked for by
+/// name; with `--device auto` the model then runs on the CPU.
 fn can_run(device: &dyn Device, decoder: &Decoder, global: &Global) -> Result<bool> {
     if device.cuda().is_none() {
         return Ok(false);
@@ -118,7 +134,8 @@ fn can_run(device: &dyn Device, decoder: &Decoder, global: &Global) -> Result<bo
     }
 }
 
-/// Chooses the device of a command that does everything where the model runs.
+/// Returns the device for a command that does all its work on the model's device: the CPU if the GPU cannot run the
+/// model.
 fn device_for(device: Box<dyn Device>, decoder: &Decoder, global: &Global) -> Result<Box<dyn Device>> {
     Ok(match can_run(device.as_ref(), decoder, global)? {
         true => device,
@@ -126,7 +143,7 @@ fn device_for(device: Box<dyn Device>, decoder: &Decoder, global: &Global) -> Re
     })
 }
 
-/// Opens the layers of a model, on the device if that can run them.
+/// Prepares a model to run layer by layer: on the device if that is a GPU that can run it, else on the CPU.
 fn layers_on<'a>(
     device: &'a dyn Device,
     decoder: &'a Decoder,
@@ -139,7 +156,7 @@ fn layers_on<'a>(
     })
 }
 
-/// Opens a model for inference, on the device if that is a GPU.
+/// Prepares a model for inference: on the device if that is a GPU, else on the CPU.
 fn forward_on<'a>(
     device: &'a dyn Device,
     decoder: &'a Decoder,

@@ -1,11 +1,11 @@
-//! `kvsmith moments`: the query moments of a dump, for another WRoPE position.
+//! `kvsmith moments`: computes the query moments of a dump again, for another WRoPE position.
 
 use std::path::PathBuf;
 
 use ndarray::Array3;
 use serde_json::json;
 
-use super::print_json;
+use super::finish;
 use crate::cmd::args::{Global, RopeKind};
 use crate::dump::moments::Moments;
 use crate::dump::{Dump, State};
@@ -34,7 +34,6 @@ pub struct Args {
 
 /// Runs `moments`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
-    let log = global.log();
     let device = global.open_device()?;
     let dump = Dump::open(&args.dump)?;
     dump.check_queries()?;
@@ -43,7 +42,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let output = Output::create(&args.output)?;
     let s = dump.sizes;
     let rope = dump.origin.model.rope();
-    let progress = log.progress(s.n_layers as u64, "layers");
+    let progress = global.log().progress(s.n_layers as u64, "layers");
     let mut layers = Vec::with_capacity(s.n_layers);
     for i in 0..s.n_layers {
         interrupt::check()?;
@@ -72,11 +71,9 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         Some(b) => format!("position {b}"),
         None => "the queries' own positions".to_string(),
     };
-    log.note(&format!("wrote {} for {place}", args.output.display()));
-    if global.json {
-        print_json(
-            &json!({ "moments": args.output, "wrope_position": position.windowed(), "device": device.name() }),
-        )?;
-    }
-    Ok(())
+    finish(
+        global,
+        &format!("wrote {} for {place}", args.output.display()),
+        &json!({ "moments": args.output, "wrope_position": position.windowed(), "device": device.name() }),
+    )
 }

@@ -1,10 +1,10 @@
-//! `kvsmith pack`: section files into one artifact.
+//! `kvsmith pack`: merges section files into one artifact.
 
 use std::path::PathBuf;
 
 use serde_json::json;
 
-use super::{model_manifest, open_model, print_json};
+use super::{finish, model_manifest, open_model};
 use crate::artifact::{self, Artifact};
 use crate::cmd::args::Global;
 use crate::error::Result;
@@ -28,24 +28,21 @@ pub struct Args {
 /// Runs `pack`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
-    let device = global.cpu_only("pack")?;
+    global.cpu_only("pack")?;
     let output = Output::create(&args.output)?;
-    let parts: Vec<Artifact> = args
-        .sections
-        .iter()
-        .map(|p| Artifact::open(p, SECTIONS))
-        .collect::<Result<_>>()?;
+    let parts = args.sections.iter().map(|path| Artifact::open(path, SECTIONS));
+    let parts: Vec<Artifact> = parts.collect::<Result<_>>()?;
     let decoder = open_model(&args.model, log)?;
     let model = model_manifest(&decoder, log)?;
     for part in &parts {
         part.check_model(&model.fingerprint)?;
     }
     artifact::pack(output, &parts)?;
-    log.note(&format!("wrote {}", args.output.display()));
-    if global.json {
-        let sections = parts.iter().flat_map(Artifact::sections);
-        let names: Vec<&str> = sections.map(|section| section.kind.name()).collect();
-        print_json(&json!({ "artifact": args.output, "sections": names, "device": device }))?;
-    }
-    Ok(())
+    let sections = parts.iter().flat_map(Artifact::sections);
+    let names: Vec<&str> = sections.map(|section| section.kind.name()).collect();
+    finish(
+        global,
+        &format!("wrote {}", args.output.display()),
+        &json!({ "artifact": args.output, "sections": names, "device": "cpu" }),
+    )
 }

@@ -1,4 +1,4 @@
-//! What `run` and `eval` share: the options of methods and caches, and the artifact they read.
+//! The options of methods and caches that `run` and `eval` share, and the artifact that both read.
 
 use std::path::PathBuf;
 
@@ -77,7 +77,7 @@ impl Reading {
         Ok(Some(artifact))
     }
 
-    /// Builds the options of a session.
+    /// Returns the options of a session.
     pub(super) fn options(
         &self,
         budget: Budget,
@@ -98,7 +98,7 @@ impl Reading {
         self.kv == Some(Kv::Host)
     }
 
-    /// Fails if the device cannot hold the caches as the options ask.
+    /// Fails if the device cannot have the caches that were asked for.
     pub(super) fn check(&self, device: &dyn Device) -> Result<()> {
         if self.on_host() && device.cuda().is_none() {
             return Err(Error::usage("--kv host is for --device cuda")

@@ -1,4 +1,4 @@
-//! `kvsmith run`: generation with exact or sparse attention, of one prompt or in turns.
+//! `kvsmith run`: generates text with exact or sparse attention, from one prompt or in turns.
 
 mod conversation;
 mod report;
@@ -75,7 +75,7 @@ pub struct Args {
     reading: Reading,
 }
 
-/// Generated positions that caches on the CPU have room for from the start; they grow beyond.
+/// Generated positions for which caches on the CPU reserve room; they grow when it is used up.
 const RESERVED: usize = 4096;
 
 /// Runs `run`.
@@ -129,8 +129,8 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     }
 }
 
-/// Opens a session on a device for prompts of `known` tokens and those of later turns. On a GPU, caches and selection
-/// are there too where the method can, else on the CPU.
+/// Opens a session on a device; `known` tokens of prompts are already known. With a GPU, caches and selection are on
+/// it if the method can run there, else on the CPU.
 fn open_session<'a>(
     args: &Args,
     global: &Global,

@@ -1,5 +1,5 @@
-//! The commands that make one section of a dump (`codebook`, `signs`, `priors`), and the flags of all
-//! sections. What differs from section to section is in their declarations.
+//! The commands that make one section from a dump (`codebook`, `signs`, `priors`), and the flags of all
+//! sections. What differs between sections is in their declarations.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use clap::{Arg, ArgMatches, Command, FromArgMatches, value_parser};
 use ndarray::Axis;
 use serde_json::json;
 
-use super::print_json;
+use super::finish;
 use crate::artifact::{self, Fit, FitInput, LayerPart, LayerStates, Section, SectionKind};
 use crate::cmd::args::Global;
 use crate::compute::cpu::Cpu;
@@ -54,7 +54,7 @@ impl FromArgMatches for SectionFlags {
     }
 }
 
-/// The command that makes one section of a dump.
+/// A command that makes one section from a dump.
 #[derive(Debug)]
 pub struct SectionCommand {
     kind: &'static dyn SectionKind,
@@ -110,8 +110,8 @@ impl FromArgMatches for SectionCommand {
         let missing = || clap::Error::new(clap::error::ErrorKind::MissingRequiredArgument);
         let (name, flags) = matches.subcommand().ok_or_else(unknown)?;
         let kind = SECTIONS.iter().find(|kind| kind.facts().command == name);
-        let file = |name: &str| flags.get_one::<PathBuf>(name).cloned();
         let kind = *kind.ok_or_else(unknown)?;
+        let file = |name: &str| flags.get_one::<PathBuf>(name).cloned();
         Ok(Self {
             kind,
             dump: file("dump").ok_or_else(missing)?,
@@ -132,7 +132,7 @@ impl SectionCommand {
     pub fn run(&self, global: &Global) -> Result<()> {
         let facts = self.kind.facts();
         let device: Box<dyn Device> = match facts.cpu_only {
-            true => global.cpu_only(facts.command).map(|_| Box::new(Cpu))?,
+            true => global.cpu_only(facts.command).map(|()| Box::new(Cpu))?,
             false => global.open_device()?,
         };
         let dump = Dump::open(&self.dump)?;
@@ -160,14 +160,14 @@ impl SectionCommand {
             global.log(),
         )?;
         artifact::write(output, dump.origin, vec![section])?;
-        global.log().note(&format!("wrote {}", self.output.display()));
-        if global.json {
-            print_json(&json!({ "section": self.output, "device": device.name() }))?;
-        }
-        Ok(())
+        finish(
+            global,
+            &format!("wrote {}", self.output.display()),
+            &json!({ "section": self.output, "device": device.name() }),
+        )
     }
 
-    /// The moments that the fit reads, if it does: those given, or the dump's.
+    /// Reads the moments that were given, or the dump's; `None` if the fit does not need them.
     fn moments(&self, dump: &Dump) -> Result<Option<Moments>> {
         if !self.kind.facts().reads_moments {
             return Ok(None);
@@ -221,7 +221,7 @@ fn fit_dump(
     Ok(section)
 }
 
-/// Fits one layer of a section; each head advances the progress by `units`, and `-v` tells of it.
+/// Fits one layer of a section; each head advances the progress by `units` and has its line under `-v`.
 pub(super) fn fit_layer(
     fit: &dyn Fit,
     states: &LayerStates,

@@ -1,4 +1,4 @@
-//! The dump folder: captured states of every layer, the tokens behind them, and query moments.
+//! The dump folder: captured states of every layer, the tokens that they are from, and query moments.
 
 pub mod moments;
 mod read;
@@ -16,14 +16,14 @@ use crate::store::Spec;
 
 /// Version of the folder's format.
 pub const FORMAT: u64 = 1;
-/// Name of the file whose presence says that a dump is complete.
+/// Name of the file that only a complete dump has.
 pub const MANIFEST: &str = "manifest.json";
-/// Name of the streamed moments.
+/// Name of the file of the query moments.
 pub const MOMENTS: &str = "moments.safetensors";
 
-/// What a dump keeps.
+/// Which states a dump keeps, and how.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub struct Options {
+pub struct DumpOptions {
     /// Keep `q_pre`.
     pub queries: bool,
     /// Keep `v`.
@@ -36,7 +36,7 @@ pub struct Options {
 
 /// The content of `manifest.json`.
 #[derive(Serialize, Deserialize)]
-struct Manifest {
+struct DumpManifest {
     format: u64,
     kind: String,
     tool_version: String,
@@ -45,7 +45,7 @@ struct Manifest {
     #[serde(flatten)]
     origin: Origin,
     #[serde(flatten)]
-    options: Options,
+    options: DumpOptions,
 }
 
 /// Names a layer's file.
@@ -54,7 +54,7 @@ fn layer_file(layer: usize) -> String {
 }
 
 /// Describes the tensors of one layer's file.
-fn layer_specs(sizes: Sizes, n: usize, options: &Options) -> Vec<Spec> {
+fn layer_specs(sizes: Sizes, n: usize, options: &DumpOptions) -> Vec<Spec> {
     let (h, g, d) = (sizes.n_heads, sizes.n_kv_heads, sizes.head_dim);
     let dtype = match options.dtype {
         Float::F32 => Dtype::F32,

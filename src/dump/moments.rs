@@ -1,4 +1,4 @@
-//! The moments file: the query moments of all layers, streamed while dumping or taken again later.
+//! The moments file: the query moments of all layers, computed while dumping or again later.
 
 use std::path::Path;
 
@@ -12,11 +12,11 @@ use crate::model::Sizes;
 use crate::stats::moments::{LayerMoments, Position};
 use crate::store::{self, Output, Store, Tensor};
 
-/// The moments of all layers and what they were taken from.
+/// The query moments of all layers and their origin.
 pub struct Moments {
     /// One entry per layer.
     pub layers: Vec<LayerMoments>,
-    /// Where the queries were rotated to.
+    /// The position that the queries were rotated to.
     pub position: Position,
     /// The model and the text.
     pub origin: Origin,
@@ -25,9 +25,9 @@ pub struct Moments {
 const KIND: &str = "moments";
 
 #[derive(Serialize, Deserialize)]
-struct Manifest {
+struct MomentsManifest {
     kind: String,
-    /// Null and absent are not the same.
+    /// Null means standard RoPE; a missing field is an error.
     #[serde(deserialize_with = "Position::deserialize")]
     wrope_position: Position,
     #[serde(flatten)]
@@ -45,7 +45,7 @@ impl Moments {
             Tensor::new("sum_qq", &[l, g, d, d], &sums.collect::<Vec<f64>>()),
             Tensor::new("count", &[l, g], &counts.collect::<Vec<u64>>()),
         ];
-        let manifest = Manifest {
+        let manifest = MomentsManifest {
             kind: KIND.to_string(),
             wrope_position: self.position,
             origin: self.origin.clone(),
@@ -60,7 +60,7 @@ impl Moments {
     pub fn read(path: &Path, sizes: Sizes) -> Result<Self> {
         let (l, g, d) = (sizes.n_layers, sizes.n_kv_heads, sizes.head_dim);
         let store = Store::open(path)?;
-        let manifest = serde_json::from_value::<Manifest>(store.manifest()?).ok();
+        let manifest = serde_json::from_value::<MomentsManifest>(store.manifest()?).ok();
         let Some(manifest) = manifest.filter(|m| m.kind == KIND) else {
             return Err(Error::failed(format!("{} is not a moments file", path.display())));
         };

@@ -1,4 +1,4 @@
-//! Reads a dump: what it was made from, and the states of a layer, head by head.
+//! Reads a dump: its origin, and the states of a layer, head by head.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use ndarray::Array2;
 use serde_json::json;
 
-use super::{FORMAT, MANIFEST, MOMENTS, Manifest, Options, layer_file, layer_specs};
+use super::{DumpManifest, DumpOptions, FORMAT, MANIFEST, MOMENTS, layer_file, layer_specs};
 use crate::corpus::Origin;
 use crate::error::{Error, Result};
 use crate::float::Float;
@@ -24,19 +24,19 @@ pub struct Dump {
     pub sizes: Sizes,
     /// Rows of every state tensor.
     pub n: usize,
-    /// Per row: whether it counts in fits.
+    /// Which rows the fits use; the others are held out.
     pub kept: Vec<bool>,
     /// First row of each block, then the number of rows.
     pub block_start: Vec<u32>,
-    /// What the dump keeps.
-    pub options: Options,
+    /// Which states the dump keeps, and how.
+    pub options: DumpOptions,
 }
 
 impl Dump {
     /// Opens a dump and checks its manifest and tokens.
     ///
     /// # Errors
-    /// No complete dump there, or files that contradict each other.
+    /// There is no complete dump, or its files contradict each other.
     pub fn open(dir: &Path) -> Result<Self> {
         let path = dir.join(MANIFEST);
         if !path.is_file() {
@@ -53,8 +53,8 @@ impl Dump {
         if manifest.get("format") != Some(&json!(FORMAT)) {
             return Err(invalid(&format!("not a dump of format {FORMAT}")));
         }
-        let manifest: Manifest = serde_json::from_value(manifest).map_err(|e| invalid(&e.to_string()))?;
-        let Manifest { origin, options, .. } = manifest;
+        let manifest: DumpManifest = serde_json::from_value(manifest).map_err(|e| invalid(&e.to_string()))?;
+        let DumpManifest { origin, options, .. } = manifest;
         if u32::try_from(options.wrope_position).is_err() {
             return Err(Error::failed("`wrope_position` is not valid").context(path.display()));
         }
@@ -94,7 +94,7 @@ impl Dump {
         }
     }
 
-    /// Names the `moments.safetensors` that was streamed while dumping.
+    /// Returns the path of the query moments that were computed while dumping.
     pub fn moments_path(&self) -> PathBuf {
         self.dir.join(MOMENTS)
     }
@@ -117,7 +117,7 @@ impl Dump {
     }
 }
 
-/// Which state of a layer.
+/// The kinds of states of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     /// Pre-RoPE keys.
@@ -128,9 +128,9 @@ pub enum State {
     V,
 }
 
-/// The states of one layer; read head by head.
+/// The states of one layer, which are read head by head.
 pub struct LayerDump {
-    /// Knows where the tensors are.
+    /// The header of the file, which tells where the tensors are.
     store: Store,
     file: File,
     n: usize,
@@ -142,7 +142,7 @@ impl LayerDump {
     /// Reads rows `first..first + count` of one head of a state, as f32: `[count, d]`.
     ///
     /// # Errors
-    /// The dump does not keep this state; a value that is not finite.
+    /// The dump does not keep this state, or a value is not finite.
     pub fn read(&self, state: State, head: usize, first: usize, count: usize) -> Result<Array2<f32>> {
         let name = match state {
             State::KPre => "k_pre",

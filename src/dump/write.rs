@@ -1,4 +1,4 @@
-//! Writes a dump: one pass over the model, layer by layer.
+//! Writes a dump: runs the model over the text once, layer by layer.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use ndarray::{Array3, ArrayView3, Axis};
 use serde_json::json;
 
 use super::moments::Moments;
-use super::{FORMAT, MANIFEST, MOMENTS, Manifest, Options, layer_file, layer_specs};
+use super::{DumpManifest, DumpOptions, FORMAT, MANIFEST, MOMENTS, layer_file, layer_specs};
 use crate::capture::Capture;
 use crate::compute::device::Device;
 use crate::corpus::{Corpus, Origin};
@@ -27,7 +27,7 @@ pub fn write(
     corpus: &Corpus,
     origin: Origin,
     mut new: NewDump,
-    options: &Options,
+    options: &DumpOptions,
     log: Log,
 ) -> Result<()> {
     let decoder = layers.decoder();
@@ -67,7 +67,7 @@ pub fn write(
         moments.layers.push(sums);
     }
     moments.write(new.file(MOMENTS)?)?;
-    let manifest = Manifest {
+    let manifest = DumpManifest {
         format: FORMAT,
         kind: "dump".to_string(),
         tool_version: env!("CARGO_PKG_VERSION").to_string(),
@@ -81,7 +81,7 @@ pub fn write(
     Ok(())
 }
 
-/// A dump folder that is not complete yet; what was written goes if it never is.
+/// A dump folder that is not complete yet; dropping it removes what was written.
 pub struct NewDump {
     dir: PathBuf,
     /// Whether the folder was not there before.
@@ -90,7 +90,7 @@ pub struct NewDump {
 }
 
 impl NewDump {
-    /// Makes the folder and finds out whether it can be written.
+    /// Makes the folder and checks that it can be written.
     ///
     /// # Errors
     /// It holds a dump already, or cannot be written.
@@ -112,7 +112,7 @@ impl NewDump {
         Ok(new)
     }
 
-    /// Begins a file of the folder.
+    /// Creates a file in the folder.
     fn file(&mut self, name: &str) -> Result<Output> {
         let path = self.dir.join(name);
         self.files.push(path.clone());
@@ -122,7 +122,7 @@ impl NewDump {
 
 impl Drop for NewDump {
     fn drop(&mut self) {
-        // What cannot be removed is no dump all the same: the manifest is missing.
+        // Without its manifest the folder is no dump, even if some file cannot be removed.
         for path in &self.files {
             let _ = std::fs::remove_file(path);
         }
@@ -151,7 +151,7 @@ fn check_space(dir: &Path, specs: &[Spec], n_layers: usize) -> Result<()> {
     Ok(())
 }
 
-/// Bytes that this user can still write on the file system of `dir`, if it tells.
+/// Returns the bytes that this user can still write on the file system of `dir`, if it tells.
 pub fn free_bytes(dir: &Path) -> Option<u64> {
     use std::os::unix::ffi::OsStrExt;
     let path = std::ffi::CString::new(dir.as_os_str().as_bytes()).ok()?;

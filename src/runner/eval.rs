@@ -1,9 +1,9 @@
-//! What a method loses against full attention: several methods and budgets beside one exact run.
+//! Measures what methods lose against full attention: several methods and budgets, compared with one exact run.
 //!
-//! A block is prefilled once, exactly. Its last tokens are then fed one by one along several
+//! A block is prefilled once, with exact attention. Its last tokens are then fed one by one along several
 //! trajectories at the same time: the first attends everything, each of the others what its method
-//! chooses. Beside those, every method has a shadow that chooses along the full trajectory, where its
-//! choice can be held against the true probabilities. Where a block or a conversation has several turns,
+//! chooses. In addition every method has a shadow, which chooses along the full trajectory, so that its
+//! choice can be compared with the true probabilities. Where a block or a conversation has several turns,
 //! each trajectory runs every later prompt over its own cache.
 
 mod judge;
@@ -22,11 +22,11 @@ use crate::kv::sample::greedy;
 use crate::kv::{Budget, StaticSet};
 use crate::method::Method;
 use crate::model::Forward;
-pub use judge::{Scores, divergence};
-pub use report::{Answers, Report, Turn};
+pub use judge::{Mean, Metrics, divergence};
+pub use report::{Answers, TurnMetrics, VariantReport};
 use trajectories::{HeadStep, StepInput, Trajectories};
 
-/// A method at a budget.
+/// A method with a budget.
 pub struct Variant<'a> {
     /// The method.
     pub method: &'a dyn Method,
@@ -60,7 +60,7 @@ pub struct Evaluation<'a> {
     variants: Vec<Variant<'a>>,
     options: Options,
     /// Per variant.
-    pub reports: Vec<Report>,
+    pub reports: Vec<VariantReport>,
     /// Needles that full attention was asked.
     pub full: Answers,
 }
@@ -68,7 +68,7 @@ pub struct Evaluation<'a> {
 impl<'a> Evaluation<'a> {
     /// Starts an evaluation without results; the budget of `options` is not used.
     pub fn new(forward: Box<dyn Forward + 'a>, variants: Vec<Variant<'a>>, options: Options) -> Self {
-        let empty = Report::new(&forward.decoder().config);
+        let empty = VariantReport::new(&forward.decoder().config);
         Self {
             forward,
             reports: vec![empty; variants.len()],
@@ -78,8 +78,8 @@ impl<'a> Evaluation<'a> {
         }
     }
 
-    /// Takes in a block as `turns` equal turns: all but the last `decode` tokens of each (at least one) are
-    /// its prompt, those are fed one by one; `done` is called after each.
+    /// Evaluates a block in `turns` equal turns. The last `decode` tokens of a turn (at least one) are fed one by one,
+    /// and `done` is called after each; the tokens before them are its prompt.
     ///
     /// # Errors
     /// A turn of less than two tokens; activations that are not finite; an interrupt.
@@ -106,8 +106,8 @@ impl<'a> Evaluation<'a> {
         Ok(())
     }
 
-    /// Takes in a needle: the prompt is prefilled, then each variant goes on greedily for as long as
-    /// `found` says `None`.
+    /// Evaluates a needle: the prompt is prefilled, then each variant decodes greedily, at most `most` tokens, until
+    /// `found` says whether the answer is right.
     pub fn needle(
         &mut self,
         prompt: &[u32],
@@ -137,9 +137,8 @@ impl<'a> Evaluation<'a> {
         Ok(())
     }
 
-    /// Takes in a conversation. Every trajectory is fed the right answers; a turn counts as answered where
-    /// each token of its answer is the greedy choice. As in a session, the last token of an answer is fed
-    /// with the next prompt.
+    /// Evaluates a conversation. Every trajectory is fed the right answers; a turn counts as answered if each token of
+    /// its answer is the greedy choice. As in a session, the last token of an answer is fed with the next prompt.
     ///
     /// # Errors
     /// An empty prompt; activations that are not finite; an interrupt.
@@ -180,8 +179,8 @@ impl<'a> Evaluation<'a> {
         }
     }
 
-    /// Feeds one token per trajectory, the full one first, along which shadows choose. Returns the logits
-    /// after it: `[vocab]` each.
+    /// Feeds one token to each trajectory, the full one first; shadows choose along that. Returns the logits after
+    /// the token, `[vocab]` for each trajectory.
     fn step(&mut self, fed: &mut Trajectories, ids: &[u32], turn: usize) -> Result<Vec<Array1<f32>>> {
         let mut shares = vec![Shares::default(); self.variants.len()];
         let (variants, reports, options) = (&self.variants, &mut self.reports, &self.options);
@@ -206,8 +205,8 @@ impl<'a> Evaluation<'a> {
             for (v, (shares, report)) in shares.iter_mut().zip(reports.iter_mut()).enumerate() {
                 shares.add_layer(steps.iter().map(|s| &s.chosen[v]), &set, group);
                 for (c, step) in steps.iter().enumerate() {
-                    if let Some(scores) = step.scores.get(v) {
-                        report.add_scores(layer, c, turn, scores);
+                    if let Some(metrics) = step.metrics.get(v) {
+                        report.add_metrics(layer, c, turn, *metrics);
                     }
                 }
             }

@@ -1,4 +1,4 @@
-//! One KV head: it takes in the rows of prompts and of tokens, and attends what its method chooses.
+//! One KV head: it caches the rows of prompts and of tokens, and attends what its method chooses.
 
 use ndarray::{Array2, Array3, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut2, Axis, s};
 use rayon::prelude::*;
@@ -31,65 +31,66 @@ impl Head {
     }
 }
 
-/// Takes a prompt's rows of one layer into its heads; returns what the prompt attends.
+/// Adds a prompt's rows of one layer to its heads; returns what the prompt attends.
 pub(super) fn prefill_heads(mut heads: Vec<&mut Head>, rows: Rows, model_window: Option<usize>) -> Context {
     let caches: Vec<&KvHead> = heads.iter().map(|head| &head.kv).collect();
     let context = Context::join(rows.q_rope, rows.k_rope, rows.v, &caches);
     heads.par_iter_mut().enumerate().for_each(|(c, head)| {
-        let prompt = PromptRows::of(&rows.k_pre, &context, c, model_window);
+        let prompt = PromptRows {
+            k_pre: &rows.k_pre,
+            context: &context,
+            kv_head: c,
+            model_window,
+        };
         prompt.cache(&mut head.kv);
         head.retriever.prefill(&prompt.view(&head.kv));
     });
     context
 }
 
-/// The rows of a prompt for one KV head, before its cache has them.
+/// The rows of a prompt for one KV head, before they are cached.
 pub(super) struct PromptRows<'a> {
-    first: usize,
-    /// `[m,d]`.
-    k_pre: ArrayView2<'a, f32>,
-    /// `[r,m,d]`.
-    q_rope: ArrayView3<'a, f32>,
-    /// `[first + m, d]`.
-    keys: ArrayView2<'a, f32>,
-    /// `[first + m, d]`.
-    values: ArrayView2<'a, f32>,
-    model_window: Option<usize>,
+    /// The layer's new keys before rotation, `[g,m,d]`.
+    pub k_pre: &'a Array3<f32>,
+    /// What the prompt attends in this layer.
+    pub context: &'a Context,
+    pub kv_head: usize,
+    pub model_window: Option<usize>,
 }
 
 impl<'a> PromptRows<'a> {
-    /// Takes the rows of KV head `c` from a layer's new keys, `[g,m,d]`, and from what the prompt attends.
-    pub fn of(k_pre: &'a Array3<f32>, context: &'a Context, c: usize, model_window: Option<usize>) -> Self {
-        let (g, m, _) = k_pre.dim();
-        let r = context.q_rope.len_of(Axis(0)) / g;
-        Self {
-            first: context.keys.len_of(Axis(1)) - m,
-            k_pre: k_pre.index_axis(Axis(0), c),
-            q_rope: context.q_rope.slice(s![c * r..(c + 1) * r, .., ..]),
-            keys: context.keys.index_axis(Axis(0), c),
-            values: context.values.index_axis(Axis(0), c),
-            model_window,
-        }
+    /// Returns the rotated queries, `[r,m,d]`.
+    fn queries(&self) -> ArrayView3<'a, f32> {
+        let r = self.context.q_rope.len_of(Axis(0)) / self.k_pre.len_of(Axis(0));
+        let first = self.kv_head * r;
+        self.context.q_rope.slice(s![first..first + r, .., ..])
+    }
+
+    /// Returns the rotated keys and the values of every position, `[first + m, d]`.
+    fn attended(&self) -> (ArrayView2<'a, f32>, ArrayView2<'a, f32>) {
+        let Context { keys, values, .. } = self.context;
+        (
+            keys.index_axis(Axis(0), self.kv_head),
+            values.index_axis(Axis(0), self.kv_head),
+        )
     }
 
     /// Puts the new rows into a cache.
     pub fn cache(&self, kv: &mut KvHead) {
-        kv.prompt(
-            self.keys.view(),
-            self.values.view(),
-            &last_query(self.q_rope.view()),
-            attention::visible(self.keys.nrows() - 1, self.model_window),
-        );
+        let (keys, values) = self.attended();
+        let seen = attention::visible(keys.nrows() - 1, self.model_window);
+        kv.prompt(keys, values, &last_query(self.queries()), seen);
     }
 
-    /// Returns what a method sees of the prompt.
-    pub fn view<'b>(&'b self, kv: &'b KvHead) -> Prompt<'b> {
+    /// Returns the prompt as methods see it.
+    pub fn view(&self, kv: &'a KvHead) -> Prompt<'a> {
+        let (keys, values) = self.attended();
         Prompt {
-            first: self.first,
-            k_pre: self.k_pre.view(),
-            q_rope: self.q_rope.view(),
-            keys: self.keys.view(),
-            values: self.values.view(),
+            first: keys.nrows() - self.k_pre.len_of(Axis(1)),
+            k_pre: self.k_pre.index_axis(Axis(0), self.kv_head),
+            q_rope: self.queries(),
+            keys,
+            values,
             kv,
         }
     }

@@ -1,4 +1,4 @@
-//! A conversation wherever it is computed: a prompt, then tokens one by one, then perhaps a later prompt.
+//! A session on any device: a prompt, then tokens one by one, then perhaps a later prompt.
 
 use std::io::Write;
 
@@ -9,7 +9,7 @@ use super::trace::Trace;
 use crate::error::Result;
 use crate::kv::sample::Sampler;
 
-/// The place of a decode step in its session.
+/// The position and the number of a decode step.
 #[derive(Clone, Copy, Debug)]
 pub struct StepAt {
     /// Position of the token that is fed.
@@ -18,7 +18,7 @@ pub struct StepAt {
     pub step: usize,
 }
 
-/// Where a model runs and its caches are held.
+/// A model with its caches on some device.
 pub trait Backend {
     /// Runs a prompt with exact attention. Its first token is at position `first`; earlier positions are in the
     /// caches. Returns the logits after its last token: `[vocab]`.
@@ -41,13 +41,13 @@ pub trait Backend {
         sampler.next(self.step(id, at, trace)?.view())
     }
 
-    /// The means over all decode steps and layers; `steps` is the number of steps.
+    /// Returns the means over all decode steps and layers; `steps` is the number of steps.
     fn shares(&self, steps: usize) -> Result<Shares>;
 
-    /// Bytes held for keys and values.
+    /// Counts the bytes held for keys and values.
     fn kv_bytes(&self) -> usize;
 
-    /// Bytes held for the methods' indexes.
+    /// Counts the bytes held for the methods' indexes.
     fn index_bytes(&self) -> usize;
 }
 
@@ -55,7 +55,7 @@ pub trait Backend {
 pub struct Session<'a> {
     backend: Box<dyn Backend + 'a>,
     /// Positions in the cache.
-    len: usize,
+    positions: usize,
     /// Decode steps so far.
     steps: usize,
     trace: Option<Trace<'a>>,
@@ -66,7 +66,7 @@ impl<'a> Session<'a> {
     pub fn new(backend: impl Backend + 'a) -> Self {
         Self {
             backend: Box::new(backend),
-            len: 0,
+            positions: 0,
             steps: 0,
             trace: None,
         }
@@ -78,8 +78,8 @@ impl<'a> Session<'a> {
     /// # Errors
     /// As [`Backend::prompt`].
     pub fn prefill(&mut self, ids: &[u32]) -> Result<Array1<f32>> {
-        let logits = self.backend.prompt(ids, self.len)?;
-        self.len += ids.len();
+        let logits = self.backend.prompt(ids, self.positions)?;
+        self.positions += ids.len();
         Ok(logits)
     }
 
@@ -88,10 +88,7 @@ impl<'a> Session<'a> {
     /// # Errors
     /// As [`Backend::prompt`]; a trace that cannot be written.
     pub fn step(&mut self, id: u32) -> Result<Array1<f32>> {
-        let at = self.place();
-        let logits = self.backend.step(id, at, self.trace.as_mut())?;
-        self.count();
-        Ok(logits)
+        self.feed(|backend, at, trace| backend.step(id, at, trace))
     }
 
     /// Feeds one token; returns the token that follows it.
@@ -99,22 +96,22 @@ impl<'a> Session<'a> {
     /// # Errors
     /// As [`Session::step`].
     pub fn next(&mut self, id: u32, sampler: &mut Sampler) -> Result<u32> {
-        let at = self.place();
-        let next = self.backend.next(id, at, self.trace.as_mut(), sampler)?;
-        self.count();
-        Ok(next)
+        self.feed(|backend, at, trace| backend.next(id, at, trace, sampler))
     }
 
-    fn place(&self) -> StepAt {
-        StepAt {
-            position: self.len,
+    /// Runs one step and counts it unless it fails.
+    fn feed<T>(
+        &mut self,
+        step: impl FnOnce(&mut (dyn Backend + 'a), StepAt, Option<&mut Trace<'a>>) -> Result<T>,
+    ) -> Result<T> {
+        let at = StepAt {
+            position: self.positions,
             step: self.steps,
-        }
-    }
-
-    fn count(&mut self) {
-        self.len += 1;
+        };
+        let out = step(self.backend.as_mut(), at, self.trace.as_mut())?;
+        self.positions += 1;
         self.steps += 1;
+        Ok(out)
     }
 
     /// Writes the choices of the steps to come to `sink`, one JSON line per step, layer and KV head.
@@ -131,13 +128,8 @@ impl<'a> Session<'a> {
     }
 
     /// Counts the positions in the cache.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Tells whether nothing was fed yet.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
+    pub fn positions(&self) -> usize {
+        self.positions
     }
 
     /// Returns the means over all decode steps and layers; before the first step, everything counts as read.
@@ -151,12 +143,12 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Bytes held for keys and values.
+    /// Counts the bytes held for keys and values.
     pub fn kv_bytes(&self) -> usize {
         self.backend.kv_bytes()
     }
 
-    /// Bytes held for the methods' indexes.
+    /// Counts the bytes held for the methods' indexes.
     pub fn index_bytes(&self) -> usize {
         self.backend.index_bytes()
     }

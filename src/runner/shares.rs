@@ -1,21 +1,21 @@
-//! How much of what is visible decode steps read and compute.
+//! How much of the visible context decode steps read and compute.
 
 use crate::kv::StaticSet;
 use crate::method::Choice;
 
-/// Shares of what is visible: of one decode step, their sum over steps, or its mean.
+/// Shares of the visible context: those of one decode step, their sum over steps, or its mean.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Shares {
     /// K and V rows read, static set included.
     pub read: f64,
-    /// Products of a query with a key that the method takes exactly in order to choose.
+    /// Exact products of a query with a key that the method computes in order to choose.
     pub products: f64,
     /// Query heads that bypass their selection.
     pub bypassed: f64,
 }
 
 impl Shares {
-    /// Adds what the KV heads of one layer chose, each for `group` query heads.
+    /// Adds the choices of the KV heads of one layer, each for `group` query heads.
     pub(super) fn add_layer<'c>(
         &mut self,
         choices: impl ExactSizeIterator<Item = &'c Choice>,

@@ -1,4 +1,4 @@
-//! The trace of a session: what every KV head chose in every decode step.
+//! The trace of a session: the choice of every KV head in every decode step.
 
 use std::io::Write;
 
@@ -6,13 +6,13 @@ use serde_json::json;
 
 use crate::error::{Error, Result};
 
-/// Where the choices of decode steps are written, one JSON line per step, layer and KV head.
+/// Writes the choices of decode steps, one JSON line per step, layer and KV head.
 pub struct Trace<'a> {
     sink: Box<dyn Write + 'a>,
 }
 
 impl<'a> Trace<'a> {
-    /// A trace without lines yet.
+    /// Starts a trace.
     pub fn new(sink: impl Write + 'a) -> Self {
         Self { sink: Box::new(sink) }
     }

@@ -3,9 +3,11 @@
     dead_code,
     missing_docs,
     unused_imports,
+    unused_macros,
     reason = "each test file uses a part of it"
 )]
 
+pub mod golden;
 pub mod model;
 pub mod random;
 
@@ -20,6 +22,17 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 
 pub use model::*;
+
+/// Tests for libtest-mimic, named after their functions.
+macro_rules! trials {
+    ($($check:ident),+ $(,)?) => {
+        [$(libtest_mimic::Trial::test(stringify!($check), || {
+            $check();
+            Ok(())
+        })),+]
+    };
+}
+pub(crate) use trials;
 
 /// The repository, or the folder that `KVSMITH_ROOT` names.
 pub fn root() -> PathBuf {
@@ -181,6 +194,17 @@ pub fn json_lines(text: &str) -> Vec<Value> {
     text.lines()
         .map(|line| serde_json::from_str(line).unwrap())
         .collect()
+}
+
+/// The rows of a table in a text: a line each, its columns between bars.
+#[track_caller]
+pub fn table<const N: usize>(text: &str) -> Vec<[&str; N]> {
+    let mut rows = Vec::new();
+    for line in text.lines().filter(|line| !line.trim().is_empty()) {
+        let columns: Vec<&str> = line.split('|').map(str::trim).collect();
+        rows.push(columns.try_into().unwrap());
+    }
+    rows
 }
 
 /// A number of a JSON object.

@@ -1,72 +1,45 @@
 //! Benchmarks of decode steps; their times say nothing here.
 
 use std::path::Path;
-use std::process::{Command, Output};
 
 use serde_json::Value;
 
-use super::{root, stderr};
+use super::command;
+use super::common::{Outcome, number};
+
+fn run(driver: &Path, arguments: &str) -> Outcome {
+    Outcome::of(command(driver, &format!("bench {arguments}")).output().unwrap())
+}
+
+fn rows(json: &Value) -> &Vec<Value> {
+    json["rows"].as_array().expect("rows")
+}
 
 /// Steps of one layer.
 pub fn one_layer(driver: &Path) {
-    let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
-    for what in ["retrieve", "attend"] {
-        let output = Command::new(env!("CARGO_BIN_EXE_kvsmith"))
-            .env("LD_LIBRARY_PATH", format!("{}:{path}", driver.display()))
-            .args([
-                "bench",
-                what,
-                "--json",
-                "--device",
-                "cuda",
-                "--shapes",
-                "4/2x64",
-                "--context",
-                "300",
-            ])
-            .args(["--batch", "1,2", "--size", "32", "--runs", "1"])
-            .output()
-            .expect("kvsmith runs");
-        assert!(output.status.success(), "{}", stderr(&output));
-        let json: Value = serde_json::from_slice(&output.stdout).expect("one JSON document");
-        let rows = json["rows"].as_array().expect("rows");
-        let methods = if what == "attend" { 3 } else { 2 };
-        assert_eq!(rows.len(), 2 * methods);
-        for row in rows {
+    for (what, methods) in [("retrieve", 2), ("attend", 3)] {
+        let arguments = "--json --device cuda --shapes 4/2x64 --context 300 --batch 1,2 --size 32 --runs 1";
+        let json = run(driver, &format!("{what} {arguments}")).json();
+        assert_eq!(rows(&json).len(), 2 * methods);
+        for row in rows(&json) {
             assert_eq!(row["device"], "cuda");
-            assert!(row["median_s"].as_f64().is_some_and(|s| s > 0.0), "{row}");
+            assert!(number(row, "median_s") > 0.0, "{row}");
         }
     }
 }
 
 /// Decode steps of a model of two layers.
-fn decode_steps(driver: &Path, arguments: &str) -> Output {
-    let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
-    Command::new(env!("CARGO_BIN_EXE_kvsmith"))
-        .current_dir(root())
-        .env("LD_LIBRARY_PATH", format!("{}:{path}", driver.display()))
-        .args([
-            "bench", "decode", "--json", "--device", "cuda", "--size", "16", "--runs", "1",
-        ])
-        .args(["--config", "tests/fixtures/golden/llama_d128/config.json"])
-        .args(arguments.split_whitespace())
-        .output()
-        .expect("kvsmith runs")
-}
-
-fn rows(output: &Output) -> Vec<Value> {
-    let json: Value = serde_json::from_slice(&output.stdout).expect("one JSON document");
-    json["rows"].as_array().expect("rows").clone()
+fn decode_steps(driver: &Path, arguments: &str) -> Outcome {
+    let config = "tests/fixtures/golden/llama_d128/config.json";
+    let common = format!("--json --device cuda --size 16 --runs 1 --config {config}");
+    run(driver, &format!("decode {common} {arguments}"))
 }
 
 /// What a step of a whole model moves and how fast, for each batch and method.
 pub fn decode(driver: &Path) {
-    let output = decode_steps(
-        driver,
-        "--context 200 --batch 1,2 --methods full,topk,a2ats,selfindex",
-    );
-    assert!(output.status.success(), "{}", stderr(&output));
-    let rows = rows(&output);
+    let arguments = "--context 200 --batch 1,2 --methods full,topk,a2ats,selfindex";
+    let json = decode_steps(driver, arguments).json();
+    let rows = rows(&json);
     let names: Vec<&str> = rows.iter().filter_map(|row| row["name"].as_str()).collect();
     assert_eq!(
         names,
@@ -118,20 +91,13 @@ pub fn decode(driver: &Path) {
 
 /// A context beyond the memory is said and left out; alone it fails.
 pub fn decode_without_room(driver: &Path) {
-    let output = decode_steps(driver, "--context 100,1M --methods full");
-    let text = stderr(&output);
-    assert!(output.status.success(), "{text}");
-    assert_eq!(rows(&output).len(), 1);
+    let outcome = decode_steps(driver, "--context 100,1M --methods full").ok();
     assert!(
-        text.contains("1048576 positions") && text.contains("out of GPU memory"),
-        "{text}"
+        outcome.stderr.contains("1048576 positions") && outcome.stderr.contains("out of GPU memory"),
+        "{}",
+        outcome.stderr
     );
-    let output = decode_steps(driver, "--context 1M --methods full");
-    let text = stderr(&output);
-    assert_eq!(output.status.code(), Some(1), "{text}");
-    assert!(output.stdout.is_empty());
-    assert!(
-        text.contains("out of GPU memory") && text.contains("hint: take a smaller --context"),
-        "{text}"
-    );
+    assert_eq!(rows(&outcome.json()).len(), 1);
+    let outcome = decode_steps(driver, "--context 1M --methods full");
+    outcome.fails(1, "out of GPU memory", "take a smaller --context");
 }

@@ -2,17 +2,19 @@
 //! way in which a driver can refuse.
 
 mod bench;
+#[path = "../common/mod.rs"]
+mod common;
 mod model;
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Output};
+use std::process::{Command, ExitCode};
 
+use common::{Outcome, root};
 use kvsmith::artifact::Artifact;
 use kvsmith::compute::cuda::kernels;
 use kvsmith::method::a2ats;
 use kvsmith::method::sections::SECTIONS;
 use libtest_mimic::{Arguments, Trial};
-use serde_json::Value;
 
 /// What FAKE_CUDA breaks, and what the message must say.
 const REFUSALS: [(&str, &str); 6] = [
@@ -65,10 +67,6 @@ fn main() -> ExitCode {
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-}
-
 /// The folder of the driver, built once for each state of its sources.
 fn build() -> Result<PathBuf, String> {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("libcuda");
@@ -110,67 +108,48 @@ fn build() -> Result<PathBuf, String> {
     Ok(folder)
 }
 
-/// Calibrates the bundled model, one small codebook a head, on a driver that fails as `wrong` says.
-fn kvsmith(driver: &Path, wrong: &str, device: &str, out: &Path) -> Output {
+/// The program in the repository, on the stand-in's driver.
+fn command(driver: &Path, arguments: &str) -> Command {
     let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
-    Command::new(env!("CARGO_BIN_EXE_kvsmith"))
+    let mut command = common::command(arguments);
+    command
         .current_dir(root())
-        .env("LD_LIBRARY_PATH", format!("{}:{path}", driver.display()))
-        .env("FAKE_CUDA", wrong)
-        .args([
-            "calibrate",
-            "--json",
-            "-v",
-            "--model",
-            "calib-data/model",
-            "--text",
-            "calib-data/text.txt",
-        ])
-        .args([
-            "--max-tokens",
-            "256",
-            "--uuid-tokens",
-            "0",
-            "--size",
-            "8",
-            "--wrope-position",
-            "64",
-        ])
-        .args([
-            "--precision",
-            "f32",
-            "--iterations",
-            "3",
-            "--device",
-            device,
-            "-o",
-        ])
-        .arg(out)
-        .output()
-        .expect("kvsmith runs")
+        .env("LD_LIBRARY_PATH", format!("{}:{path}", driver.display()));
+    command
 }
 
-fn stderr(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
+/// Runs the program on a driver that fails as `wrong` says.
+fn run_wrong(driver: &Path, wrong: &str, arguments: &str) -> Outcome {
+    let mut command = command(driver, arguments);
+    Outcome::of(command.env("FAKE_CUDA", wrong).output().unwrap())
+}
+
+/// Calibrates the bundled model, one small codebook a head, on a driver that fails as `wrong` says.
+fn calibrated(driver: &Path, wrong: &str, device: &str, out: &Path) -> Outcome {
+    let arguments = format!(
+        "calibrate --json -v --model calib-data/model --text calib-data/text.txt --max-tokens 256 --uuid-tokens 0 \
+         --size 8 --wrope-position 64 --precision f32 --iterations 3 --device {device} -o {}",
+        out.display()
+    );
+    run_wrong(driver, wrong, &arguments)
 }
 
 fn refusals(driver: &Path) {
     let dir = tempfile::tempdir().unwrap();
     for (wrong, expected) in REFUSALS {
-        let output = kvsmith(driver, wrong, "cuda", &dir.path().join("a.safetensors"));
-        let text = stderr(&output);
-        assert_eq!(output.status.code(), Some(3), "{wrong}: {text}");
-        assert!(text.contains(expected), "{wrong}: {text}");
-        assert!(text.contains("hint: "), "{wrong}: {text}");
-        assert!(!text.contains("panicked"), "{wrong}: {text}");
+        let Outcome { code, stderr, .. } =
+            calibrated(driver, wrong, "cuda", &dir.path().join("a.safetensors"));
+        assert_eq!(code, Some(3), "{wrong}: {stderr}");
+        assert!(stderr.contains(expected), "{wrong}: {stderr}");
+        assert!(stderr.contains("hint: "), "{wrong}: {stderr}");
+        assert!(!stderr.contains("panicked"), "{wrong}: {stderr}");
     }
 }
 
 fn auto_falls_back(driver: &Path) {
     let dir = tempfile::tempdir().unwrap();
-    let output = kvsmith(driver, "no_device", "auto", &dir.path().join("a.safetensors"));
-    let text = stderr(&output);
-    assert!(output.status.success(), "{text}");
+    let outcome = calibrated(driver, "no_device", "auto", &dir.path().join("a.safetensors"));
+    let text = outcome.ok().stderr;
     assert!(text.contains("device: cpu"), "{text}");
     assert!(text.contains("finds no NVIDIA GPU"), "-v tells why: {text}");
 }
@@ -178,22 +157,21 @@ fn auto_falls_back(driver: &Path) {
 fn no_memory(driver: &Path) {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("a.safetensors");
-    let output = kvsmith(driver, "no_memory", "cuda", &out);
-    let text = stderr(&output);
-    assert!(!output.status.success());
+    let Outcome { code, stderr, .. } = calibrated(driver, "no_memory", "cuda", &out);
+    assert_ne!(code, Some(0));
     assert!(
-        text.contains("out of GPU memory") && text.contains("MiB"),
-        "{text}"
+        stderr.contains("out of GPU memory") && stderr.contains("MiB"),
+        "{stderr}"
     );
     assert!(!out.exists(), "no artifact is left behind");
 }
 
 fn broken_kernel(driver: &Path) {
     let dir = tempfile::tempdir().unwrap();
-    let output = kvsmith(driver, "broken", "cuda", &dir.path().join("a.safetensors"));
-    let text = stderr(&output);
-    assert!(!output.status.success());
-    assert!(text.contains("a copy from the GPU failed"), "{text}");
+    let out = dir.path().join("a.safetensors");
+    let Outcome { code, stderr, .. } = calibrated(driver, "broken", "cuda", &out);
+    assert_ne!(code, Some(0), "{stderr}");
+    assert!(stderr.contains("a copy from the GPU failed"), "{stderr}");
 }
 
 /// The inertia of every head agrees with the CPU's, and the artifact says where it was made.
@@ -201,23 +179,15 @@ fn calibrate(driver: &Path) {
     let dir = tempfile::tempdir().unwrap();
     let inertia = |device: &str| {
         let out = dir.path().join(format!("{device}.safetensors"));
-        let output = kvsmith(driver, "", device, &out);
-        assert!(output.status.success(), "{device}: {}", stderr(&output));
+        let text = calibrated(driver, "", device, &out).ok().stderr;
         if device == "cuda" {
-            let text = stderr(&output);
             assert!(
                 text.contains("device: cuda (Fake GPU, compute capability 9.0, CUDA 13.0)"),
                 "{text}"
             );
             assert!(text.contains("the CUDA kernels are built in"), "{text}");
         }
-        let inspect = Command::new(env!("CARGO_BIN_EXE_kvsmith"))
-            .args(["inspect", "--verify", "--json"])
-            .arg(&out)
-            .output()
-            .expect("kvsmith runs");
-        assert!(inspect.status.success(), "{}", stderr(&inspect));
-        let inspected: Value = serde_json::from_slice(&inspect.stdout).unwrap();
+        let inspected = common::kvsmith(&format!("inspect --verify --json {}", out.display())).json();
         assert_eq!(inspected["device"], device);
         let artifact = Artifact::open(&out, SECTIONS).unwrap();
         let section = artifact.section(a2ats::SECTION).expect("how good each head is");

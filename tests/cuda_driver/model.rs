@@ -1,48 +1,35 @@
 //! Commands that run the model: on the stand-in's GPU the same as on the CPU.
 
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 
 use kvsmith::dump::{Dump, State};
 use kvsmith::method::registry::METHODS;
 use kvsmith::store::{self, Output as NewFile, Tensor};
 use serde_json::{Value, json as object};
 
-use super::{root, stderr};
+use super::common::{Outcome, number, root};
+use super::{command, run_wrong};
 
-fn command(driver: &Path, arguments: &str) -> Command {
-    let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_kvsmith"));
-    command
-        .current_dir(root())
-        .env("LD_LIBRARY_PATH", format!("{}:{path}", driver.display()))
-        .args(arguments.split_whitespace());
-    command
-}
-
-fn output(driver: &Path, arguments: &str) -> Output {
-    command(driver, arguments).output().expect("kvsmith runs")
+fn kvsmith(driver: &Path, arguments: &str) -> Outcome {
+    Outcome::of(command(driver, arguments).output().unwrap())
 }
 
 /// The one JSON document of a run that succeeded.
+#[track_caller]
 fn json(driver: &Path, arguments: &str) -> Value {
-    let output = output(driver, arguments);
-    assert!(output.status.success(), "{arguments}: {}", stderr(&output));
-    serde_json::from_slice(&output.stdout).expect("one JSON document")
+    kvsmith(driver, arguments).json()
 }
 
 /// A folder with an artifact of the bundled model and the beginning of the demo's prompt.
 fn scratch(driver: &Path) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().display();
-    let made = output(
-        driver,
-        &format!(
-            "calibrate --device cpu --model calib-data/model --text calib-data/text.txt --max-tokens 2048 --uuid-tokens 0 \
-             --seq-len 512 --wrope-position 128 --size 32 --iterations 3 -o {at}/a.safetensors"
-        ),
+    let calibrate = format!(
+        "calibrate --device cpu --model calib-data/model --text calib-data/text.txt --max-tokens 2048 --uuid-tokens 0 \
+         --seq-len 512 --wrope-position 128 --size 32 --iterations 3 -o {at}/a.safetensors"
     );
-    assert!(made.status.success(), "{}", stderr(&made));
+    kvsmith(driver, &calibrate).ok();
     let prompt = std::fs::read_to_string(root().join("calib-data/demo-prompt.txt")).unwrap();
     std::fs::write(dir.path().join("prompt"), &prompt[..1000]).unwrap();
     dir
@@ -71,7 +58,7 @@ pub fn run(driver: &Path) {
         assert_eq!(cuda_trace, cpu_trace, "{method}");
         assert_eq!(cuda_trace.lines().count(), 5 * 4 * 2, "{method}");
         for key in ["kv_read_fraction", "exact_dot_fraction", "bypass_fraction"] {
-            let (a, b) = (cuda[key].as_f64().unwrap(), cpu[key].as_f64().unwrap());
+            let (a, b) = (number(&cuda, key), number(&cpu, key));
             assert!((a - b).abs() < 1e-9, "{method} {key}: {a} {b}");
         }
         if method == "lfps" {
@@ -174,16 +161,11 @@ pub fn host(driver: &Path) {
         );
         assert_eq!(host["kv_bytes"], cpu["kv_bytes"], "{method}");
     }
-    let wrong = output(
+    let wrong = kvsmith(
         driver,
         "run --model calib-data/model --prompt x --device cpu --kv host",
     );
-    assert_eq!(wrong.status.code(), Some(2), "{}", stderr(&wrong));
-    assert!(
-        stderr(&wrong).contains("--kv host is for --device cuda"),
-        "{}",
-        stderr(&wrong)
-    );
+    wrong.fails(2, "--kv host is for --device cuda", "");
 }
 
 /// Turns continue the cache on the device.
@@ -233,7 +215,7 @@ pub fn eval(driver: &Path) {
     assert_eq!(rows(&cuda).len(), 6);
     for (cuda, cpu) in rows(&cuda).iter().zip(&rows(&cpu)) {
         for key in ["recall", "mass", "output_error", "kl", "kv_read_fraction"] {
-            let (a, b) = (cuda[key].as_f64().unwrap(), cpu[key].as_f64().unwrap());
+            let (a, b) = (number(cuda, key), number(cpu, key));
             assert!((a - b).abs() <= 1e-3 * b.abs() + 1e-6, "{key}: {a} {b}");
         }
     }
@@ -245,14 +227,11 @@ pub fn dump(driver: &Path) {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().display();
     let dump = |name: &str, more: &str| {
-        let made = output(
-            driver,
-            &format!(
-                "dump -q --model calib-data/model --text calib-data/text.txt --max-tokens 240 --seq-len 120 --uuid-tokens 0 \
-                 --wrope-position 64 --queries --values --dtype f32 {more} -o {at}/{name}"
-            ),
+        let arguments = format!(
+            "dump -q --model calib-data/model --text calib-data/text.txt --max-tokens 240 --seq-len 120 --uuid-tokens 0 \
+             --wrope-position 64 --queries --values --dtype f32 {more} -o {at}/{name}"
         );
-        assert!(made.status.success(), "{}", stderr(&made));
+        kvsmith(driver, &arguments).ok();
         Dump::open(&dir.path().join(name)).unwrap()
     };
     let cpu = dump("cpu", "--device cpu");
@@ -299,7 +278,7 @@ pub fn cublas(driver: &Path) {
         .arg(root().join("tests/cuda_driver/libcublas.cpp"))
         .output()
         .unwrap();
-    assert!(made.status.success(), "{}", stderr(&made));
+    Outcome::of(made).ok();
     let dir = tempfile::tempdir().unwrap();
     let ids: Vec<u32> = (3..43).collect();
     std::fs::write(dir.path().join("ids"), serde_json::to_string(&vec![ids]).unwrap()).unwrap();
@@ -319,9 +298,7 @@ pub fn cublas(driver: &Path) {
                 let folders = [library.path(), driver].map(|p| p.display().to_string());
                 command.env("LD_LIBRARY_PATH", format!("{}:{path}", folders.join(":")));
             }
-            let made = command.output().unwrap();
-            let text = stderr(&made);
-            assert!(made.status.success(), "{text}");
+            let text = Outcome::of(command.output().unwrap()).ok().stderr;
             assert_eq!(text.contains("stand-in cuBLAS"), with, "{text}");
             Dump::open(&dir.path().join(format!("{model}-{name}"))).unwrap()
         };
@@ -364,12 +341,7 @@ pub fn everything(driver: &Path) {
          --budget 0.1 --window 16 --temperature 0.9 --ignore-eos --device cuda --kv host"
     );
     let locked = json(driver, &arguments);
-    let output = command(driver, &arguments)
-        .env("FAKE_CUDA", "no_pinned")
-        .output()
-        .expect("kvsmith runs");
-    assert!(output.status.success(), "{}", stderr(&output));
-    let pageable: Value = serde_json::from_slice(&output.stdout).expect("one JSON document");
+    let pageable = run_wrong(driver, "no_pinned", &arguments).json();
     assert_eq!(locked["ids"], pageable["ids"]);
 }
 
@@ -380,43 +352,33 @@ pub fn room(driver: &Path) {
     let tokens = dir.path().join("tokens.json");
     std::fs::write(&tokens, serde_json::to_string(&long).unwrap()).unwrap();
     // The stand-in has 256 MiB.
-    let failed = output(
-        driver,
-        &format!(
-            "run --model calib-data/model --tokens {} --method full --device cuda --max-new 200000",
-            tokens.display()
-        ),
+    let arguments = format!(
+        "run --model calib-data/model --tokens {} --method full --device cuda --max-new 200000",
+        tokens.display()
     );
-    let text = stderr(&failed);
-    assert_eq!(failed.status.code(), Some(1), "{text}");
+    let Outcome { code, stderr, .. } = kvsmith(driver, &arguments);
+    assert_eq!(code, Some(1), "{stderr}");
     assert!(
-        text.contains("out of GPU memory: a KV cache of 200008 positions needs"),
-        "{text}"
+        stderr.contains("out of GPU memory: a KV cache of 200008 positions needs"),
+        "{stderr}"
     );
-    assert!(text.contains("positions would fit"), "{text}");
-    assert!(text.contains("hint: "), "{text}");
+    assert!(stderr.contains("positions would fit"), "{stderr}");
+    assert!(stderr.contains("hint: "), "{stderr}");
 }
 
 /// A model that is larger than the GPU's memory is named before anything is copied.
 pub fn small(driver: &Path) {
     let dir = scratch(driver);
     let at = dir.path().display();
-    let small = |arguments: &str| {
-        command(driver, arguments)
-            .env("FAKE_CUDA", "small")
-            .output()
-            .unwrap()
-    };
-    let failed = small(&format!(
-        "run --model calib-data/model --prompt-file {at}/prompt --method full --device cuda"
-    ));
-    let text = stderr(&failed);
-    assert_eq!(failed.status.code(), Some(1), "{text}");
+    let arguments =
+        format!("run --model calib-data/model --prompt-file {at}/prompt --method full --device cuda");
+    let Outcome { code, stderr, .. } = run_wrong(driver, "small", &arguments);
+    assert_eq!(code, Some(1), "{stderr}");
     assert!(
-        text.contains("out of GPU memory: the model's weights need"),
-        "{text}"
+        stderr.contains("out of GPU memory: the model's weights need"),
+        "{stderr}"
     );
-    assert!(text.contains("hint: "), "{text}");
+    assert!(stderr.contains("hint: "), "{stderr}");
 }
 
 /// A model whose attention no kernel is made for is refused, and runs on the CPU where no device was asked for.
@@ -457,29 +419,23 @@ pub fn unfit(driver: &Path) {
     std::fs::write(dir.path().join("ids"), "[[3,4,5,6,7,8]]").unwrap();
     let run = |device: &str| {
         let arguments = format!("run --json --model {at}/model --tokens {at}/ids --max-new 2 --method full");
-        output(driver, &format!("{arguments} --device {device}"))
+        kvsmith(driver, &format!("{arguments} --device {device}"))
     };
-    let refused = run("cuda");
-    let text = stderr(&refused);
-    assert_eq!(refused.status.code(), Some(1), "{text}");
-    assert!(
-        text.contains("a head dimension of 160; 1 to 128 are supported"),
-        "{text}"
+    run("cuda").fails(
+        1,
+        "a head dimension of 160; 1 to 128 are supported",
+        "use --device cpu",
     );
-    assert!(text.contains("hint: use --device cpu"), "{text}");
-    let auto = run("auto");
-    assert!(auto.status.success(), "{}", stderr(&auto));
+    let auto = run("auto").ok();
     assert!(
-        stderr(&auto).contains("the model runs on the CPU"),
+        auto.stderr.contains("the model runs on the CPU"),
         "{}",
-        stderr(&auto)
+        auto.stderr
     );
-    let result: Value = serde_json::from_slice(&auto.stdout).unwrap();
-    assert_eq!(result["device"], "cpu");
+    assert_eq!(auto.json()["device"], "cpu");
     // So does a dump of it, and says so.
     let arguments = format!("dump --model {at}/model --tokens {at}/ids --wrope-position 8 -o {at}/dump");
-    let made = output(driver, &arguments);
-    assert!(made.status.success(), "{}", stderr(&made));
+    kvsmith(driver, &arguments).ok();
     assert_eq!(dump_device(&dir.path().join("dump")), "cpu");
 }
 
@@ -503,19 +459,18 @@ pub fn not_finite(driver: &Path) {
     let tokens = dir.path().join("tokens.json");
     std::fs::write(&tokens, "[[3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20]]").unwrap();
     for method in ["full", "quest"] {
-        let failed = command(
-            driver,
-            &format!(
-                "run --model {} --tokens {} --method {method} --device cuda --max-new 3",
-                dir.path().display(),
-                tokens.display()
-            ),
-        )
-        .stdin(Stdio::null())
-        .output()
-        .unwrap();
-        let text = stderr(&failed);
-        assert_eq!(failed.status.code(), Some(1), "{text}");
-        assert!(text.contains("model.layers.1.mlp.up_proj.weight"), "{text}");
+        let arguments = format!(
+            "run --model {} --tokens {} --method {method} --device cuda --max-new 3",
+            dir.path().display(),
+            tokens.display()
+        );
+        let mut command = command(driver, &arguments);
+        let failed = Outcome::of(command.stdin(Stdio::null()).output().unwrap());
+        assert_eq!(failed.code, Some(1), "{}", failed.stderr);
+        assert!(
+            failed.stderr.contains("model.layers.1.mlp.up_proj.weight"),
+            "{}",
+            failed.stderr
+        );
     }
 }

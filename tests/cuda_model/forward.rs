@@ -11,8 +11,8 @@ use kvsmith::runner::{CpuBackend, Session};
 use ndarray::{Array2, Array3};
 
 use super::Check;
+use super::common::golden::{Golden, all, generate, options, worst};
 use super::common::relative_error;
-use super::golden::{Golden, all, generate, options, worst};
 use super::rounded::{logits, rounding};
 
 pub fn cases() -> Vec<(String, Check)> {

@@ -5,7 +5,6 @@ mod common;
 #[path = "../backends/emulated.rs"]
 mod emulated;
 mod forward;
-mod golden;
 #[path = "../backends/gpus.rs"]
 mod gpus;
 mod rounded;

@@ -9,7 +9,7 @@ use kvsmith::kv::sample::Sampler;
 use kvsmith::runner::{Backend, Session};
 
 use super::Check;
-use super::golden::{Golden, all, generate, options, worst};
+use super::common::golden::{Golden, all, generate, options, worst};
 
 pub fn cases() -> Vec<(String, Check)> {
     let mut cases: Vec<(String, Check)> = Vec::new();
@@ -106,7 +106,7 @@ fn full(driver: &dyn Driver, golden: &Golden) {
     for (a, b) in actual.1.iter().zip(&expected.1) {
         assert!(worst(a, b) < 1e-3, "logits off by {}", worst(a, b));
     }
-    assert_eq!(session.len(), twin.len());
+    assert_eq!(session.positions(), twin.positions());
     assert_eq!(session.shares().unwrap().read, 1.0);
     // The choice on the device is that on the host.
     for temperature in [0.0, 0.8] {

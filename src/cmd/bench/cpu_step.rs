@@ -6,18 +6,19 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 
-use super::cpu_head::{Head, head};
-use super::decode::{ROTATED_BYTES, Setting, Work};
+use super::cpu_head::BenchHead;
+use super::layer_step::{LayerSetting, ROTATED_BYTES};
 use super::product::seconds;
 use super::report::{median, proc_bytes};
 use crate::compute::attention::{AHEAD, prefetch};
 use crate::error::{Error, Result};
 use crate::kv::lines::Lines;
 use crate::method::Step;
+use crate::method::bench::Layer;
 use crate::progress::size;
 use crate::runner::attend;
 
-/// A scattered read takes one of this many rows.
+/// A scattered read takes one in this many rows.
 const APART: usize = 16;
 
 /// Measures a loop that only reads, on all threads, in GB/s.
@@ -32,15 +33,15 @@ pub fn bandwidth(runs: usize) -> f64 {
     ROTATED_BYTES as f64 / median(times) * 1e-9
 }
 
-/// Makes numbers in memory of the kind that caches use.
+/// Makes numbers in the same kind of memory as caches.
 fn numbers(n: usize) -> Lines<u64> {
     let mut values = Lines::with_capacity(n);
     values.extend((0..n).map(|i| i as u64));
     values
 }
 
-/// Measures a loop that reads scattered rows of `bytes`, one in [`APART`], on all threads, in GB/s. All rows are read
-/// once before any is read again, so that none stays in the processor's caches.
+/// Measures a loop that reads scattered rows of `bytes`, one in [`APART`], on all threads, in GB/s. Every row is read
+/// before any is read again, so that none is still in the processor's caches.
 pub fn scattered(bytes: usize, runs: usize) -> f64 {
     let width = bytes / 8;
     let values = numbers(ROTATED_BYTES / 8);
@@ -70,66 +71,54 @@ pub fn scattered(bytes: usize, runs: usize) -> f64 {
     median(timed.map(rate).collect())
 }
 
-struct CpuStep<'a> {
-    setting: Setting<'a>,
+/// Decode steps of one layer.
+pub struct CpuSteps<'a> {
+    setting: &'a LayerSetting<'a>,
     /// Copies of a layer's heads.
-    copies: Vec<Vec<Head>>,
+    copies: Vec<Vec<BenchHead>>,
     /// Steps so far.
     steps: usize,
     /// Bytes that the last step read.
-    bytes: usize,
-    /// Exact scores that its retrieval took.
+    pub bytes: usize,
+    /// Exact scores that its retrieval computed.
     scored: usize,
 }
 
-/// Prepares the steps of a setting.
-///
-/// # Errors
-/// More memory than there is.
-pub fn work(setting: Setting<'_>) -> Result<Box<dyn Work + '_>> {
-    check_room(&setting)?;
-    let new = setting.bench.heads(&setting.layer(), &setting.params())?;
-    let g = setting.heads.n_kv_heads;
-    let copies = (0..setting.copies()).map(|copy| {
-        let heads = (0..setting.batch * g).into_par_iter();
-        let seed = setting.seed + (copy * setting.batch * g) as u64;
-        heads
-            .map(|i| head(&setting, &new, i % g, seed + i as u64))
-            .collect::<Result<_>>()
-    });
-    let mut step = CpuStep {
-        copies: copies.collect::<Result<_>>()?,
-        setting,
-        steps: 0,
-        bytes: 0,
-        scored: 0,
-    };
-    // The first step of a method may build state that later steps only extend.
-    if setting.bench.retrieves() {
-        for _ in 0..setting.copies() {
-            step.run()?;
+impl<'a> CpuSteps<'a> {
+    /// Prepares the steps of a setting.
+    ///
+    /// # Errors
+    /// There is too little memory.
+    pub fn new(setting: &'a LayerSetting<'a>) -> Result<Self> {
+        check_room(setting)?;
+        let new = setting.bench.heads(&setting.layer, &setting.params())?;
+        let g = setting.layer.kv_heads;
+        let n = setting.layer.sequences * g;
+        let copies = (0..setting.copies()).map(|copy| {
+            let seed = setting.layer.seed + (copy * n) as u64;
+            let heads = (0..n).into_par_iter();
+            heads
+                .map(|i| BenchHead::new(setting, &new, i % g, seed + i as u64))
+                .collect::<Result<_>>()
+        });
+        let mut steps = Self {
+            copies: copies.collect::<Result<_>>()?,
+            setting,
+            steps: 0,
+            bytes: 0,
+            scored: 0,
+        };
+        // The first step of a method may build state that later steps only extend.
+        if setting.bench.retrieves() {
+            for _ in 0..setting.copies() {
+                steps.run()?;
+            }
         }
+        Ok(steps)
     }
-    Ok(Box::new(step))
-}
 
-/// Fails if a setting needs more memory than is free, where the system tells.
-fn check_room(setting: &Setting) -> Result<()> {
-    let need = setting.copies() * (setting.row_bytes() + setting.index_bytes());
-    match proc_bytes("/proc/meminfo", "MemAvailable:") {
-        Some(free) if need > free => Err(Error::failed(format!(
-            "{}: the data need {}, and {} are free",
-            setting.shape(),
-            size(need),
-            size(free)
-        ))
-        .hint("give less --context or --batch")),
-        _ => Ok(()),
-    }
-}
-
-impl Work for CpuStep<'_> {
-    fn run(&mut self) -> Result<f64> {
+    /// Runs a step on the next copy; returns its seconds.
+    pub fn run(&mut self) -> Result<f64> {
         let (setting, set) = (self.setting, self.setting.static_set());
         let (copy, steps) = (self.steps % self.copies.len(), self.steps / self.copies.len());
         self.steps += 1;
@@ -140,7 +129,7 @@ impl Work for CpuStep<'_> {
                 step: steps,
                 visible: set.visible(),
                 candidates: set.candidates.clone(),
-                budget: setting.caches().budget.positions(setting.context),
+                budget: setting.budget(),
                 q_pre: query.view(),
                 q_rope: query.view(),
                 kv: &head.kv,
@@ -157,8 +146,29 @@ impl Work for CpuStep<'_> {
         Ok(start.elapsed().as_secs_f64())
     }
 
-    fn read(&self) -> (usize, Option<f64>) {
-        let all = self.setting.batch * self.setting.heads.n_heads * self.setting.context;
-        (self.bytes, Some(self.scored as f64 / all as f64))
+    /// Returns the share of all scores that the last step's retrieval computed exactly.
+    pub fn scored_share(&self) -> f64 {
+        let TimedLayer {
+            sequences,
+            kv_heads,
+            context,
+            ..
+        } = self.setting.layer;
+        self.scored as f64 / (sequences * kv_heads * self.setting.group * context) as f64
+    }
+}
+
+/// Fails if a setting needs more memory than is free; passes if the system does not tell how much is.
+fn check_room(setting: &LayerSetting) -> Result<()> {
+    let need = setting.bytes();
+    match proc_bytes("/proc/meminfo", "MemAvailable:") {
+        Some(free) if need > free => Err(Error::failed(format!(
+            "{}: the data need {}, and {} are free",
+            setting.shape(),
+            size(need),
+            size(free)
+        ))
+        .hint("give less --context or --batch")),
+        _ => Ok(()),
     }
 }

@@ -6,8 +6,8 @@ use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
 use super::cpu_head::uniform;
-use super::decode::{ROTATED_BYTES, SINKS, Setting, WINDOW, Work, float};
-use super::report::median;
+use super::layer_step::{LayerSetting, ROTATED_BYTES, SINKS, WINDOW, float};
+use super::report::{measure, median};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::fill::ReadLoop;
@@ -23,93 +23,102 @@ const STEPS: usize = 20;
 
 /// Measures a loop that only reads, in GB/s.
 pub fn bandwidth(driver: &dyn Driver, runs: usize) -> Result<f64> {
-    let bytes = ROTATED_BYTES;
-    let reading = ReadLoop::new(driver, bytes)?;
-    let mut times = Vec::new();
-    for _ in 0..=runs.max(3) {
+    let reading = ReadLoop::new(driver, ROTATED_BYTES)?;
+    let times = measure(runs.max(3), || {
         reading.wait()?;
         let start = Instant::now();
         reading.run()?;
         reading.wait()?;
-        times.push(start.elapsed().as_secs_f64());
-    }
-    // The first one warmed up.
-    Ok(bytes as f64 / median(times.split_off(1)) * 1e-9)
+        Ok(start.elapsed().as_secs_f64())
+    })?;
+    Ok(ROTATED_BYTES as f64 / median(times) * 1e-9)
 }
 
 /// One copy of a layer's data.
-struct Layer<'d> {
+struct LayerCopy<'d> {
     index: Box<dyn CudaIndex + 'd>,
     cache: Option<LayerCache<'d>>,
 }
 
-/// Copies of a layer, whose steps are launched in turn.
-struct Copies<'d> {
-    copies: Vec<Layer<'d>>,
+/// Decode steps of one layer, launched on its copies in turn.
+pub struct CudaSteps<'d> {
+    copies: Vec<LayerCopy<'d>>,
     steps: usize,
     positions: Positions<'d>,
     queries: Buffer<'d, f32>,
     attention: Attention<'d>,
 }
 
-/// Prepares the steps of a setting.
-///
-/// # Errors
-/// It does not fit.
-pub fn work<'d>(driver: &'d dyn Driver, setting: Setting) -> Result<Box<dyn Work + 'd>> {
-    let float = float(setting.caches().kv)?;
-    let shape = Shape {
-        sequences: setting.batch,
-        kv_heads: setting.heads.n_kv_heads,
-        group: setting.group(),
-        head_dim: setting.heads.head_dim,
-        capacity: setting.context,
-    };
-    let limits = Limits {
-        sinks: SINKS,
-        window: WINDOW,
-        model_window: None,
-        budget: setting.caches().budget,
-    };
-    let mut positions = Positions::new(driver, shape, limits)?;
-    positions.set(&vec![setting.context as u32; setting.batch])?;
-    let mut rng = ChaCha8Rng::seed_from_u64(setting.seed);
-    let queries = uniform(&mut rng, shape.query_heads(), shape.head_dim);
-    let queries: Vec<f32> = queries.into_iter().collect();
-    let copies = setting.copies();
-    let seeds: Vec<u32> = (0..copies as u32)
-        .map(|copy| setting.seed as u32 + 4 * copy)
-        .collect();
-    let at = OnDevice {
-        driver,
-        shape,
-        kv: setting.caches().kv,
-    };
-    let contents = Contents {
-        limits: &vec![limits; copies],
-        seeds: &seeds,
-        codewords: setting.caches().size,
-    };
-    let indexes = setting.bench.indexes(at, &contents)?;
-    let copies = indexes.into_iter().zip(seeds).map(|(index, seed)| {
-        let rows = match setting.attends {
-            true => Some(LayerRows::new(driver, shape, float)?),
-            false => None,
+impl<'d> CudaSteps<'d> {
+    /// Prepares the steps of a setting.
+    ///
+    /// # Errors
+    /// There is too little GPU memory, or the kernels do not support these sizes.
+    pub fn new(driver: &'d dyn Driver, setting: &LayerSetting) -> Result<Self> {
+        let (layer, caches) = (setting.layer, setting.caches);
+        let float = float(caches.kv)?;
+        let shape = Shape {
+            sequences: layer.sequences,
+            kv_heads: layer.kv_heads,
+            group: setting.group,
+            head_dim: layer.head_dim,
+            capacity: layer.context,
         };
-        rows.iter().try_for_each(|rows| rows.fill(seed))?;
-        let cache = rows.map(LayerCache::Plain);
-        Ok(Layer { index, cache })
-    });
-    Ok(Box::new(Copies {
-        copies: copies.collect::<Result<_>>()?,
-        steps: 0,
-        positions,
-        queries: Buffer::of(driver, "queries", &queries)?,
-        attention: Attention::new(driver, shape)?,
-    }))
-}
+        let limits = Limits {
+            sinks: SINKS,
+            window: WINDOW,
+            model_window: None,
+            budget: caches.budget,
+        };
+        let mut positions = Positions::new(driver, shape, limits)?;
+        positions.set(&vec![layer.context as u32; layer.sequences])?;
+        let mut rng = ChaCha8Rng::seed_from_u64(layer.seed);
+        let queries = uniform(&mut rng, shape.query_heads(), shape.head_dim);
+        let queries: Vec<f32> = queries.into_iter().collect();
+        let copies = setting.copies();
+        let seed = |copy| layer.seed as u32 + 4 * copy;
+        let seeds: Vec<u32> = (0..copies as u32).map(seed).collect();
+        let at = OnDevice {
+            driver,
+            shape,
+            kv: caches.kv,
+        };
+        let contents = Contents {
+            limits: &vec![limits; copies],
+            seeds: &seeds,
+            codewords: caches.size,
+        };
+        let indexes = setting.bench.indexes(at, &contents)?;
+        let copies = indexes.into_iter().zip(seeds).map(|(index, seed)| {
+            let rows = match setting.attends {
+                true => Some(LayerRows::new(driver, shape, float)?),
+                false => None,
+            };
+            rows.iter().try_for_each(|rows| rows.fill(seed))?;
+            let cache = rows.map(LayerCache::Plain);
+            Ok(LayerCopy { index, cache })
+        });
+        Ok(Self {
+            copies: copies.collect::<Result<_>>()?,
+            steps: 0,
+            positions,
+            queries: Buffer::of(driver, "queries", &queries)?,
+            attention: Attention::new(driver, shape)?,
+        })
+    }
 
-impl Copies<'_> {
+    /// Runs some steps; returns the seconds of one.
+    pub fn run(&mut self) -> Result<f64> {
+        self.positions.spans()?;
+        let start = Instant::now();
+        for _ in 0..STEPS {
+            self.step()?;
+        }
+        // Waits for all of them.
+        self.positions.spans()?;
+        Ok(start.elapsed().as_secs_f64() / STEPS as f64)
+    }
+
     fn step(&mut self) -> Result<()> {
         let layer = &self.copies[self.steps % self.copies.len()];
         self.positions.advance(0)?;
@@ -128,18 +137,5 @@ impl Copies<'_> {
             Some(cache) => cache.attend(&self.attention, &self.queries, step.positions, chosen),
             None => Ok(()),
         }
-    }
-}
-
-impl Work for Copies<'_> {
-    fn run(&mut self) -> Result<f64> {
-        self.positions.spans()?;
-        let start = Instant::now();
-        for _ in 0..STEPS {
-            self.step()?;
-        }
-        // Waits for all of them.
-        self.positions.spans()?;
-        Ok(start.elapsed().as_secs_f64() / STEPS as f64)
     }
 }

@@ -3,14 +3,14 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::cuda_step;
-use super::decode::{Caches, SINKS, WINDOW, float, parse_context};
-use super::report::{add_bandwidth, number, print_row, row};
+use super::layer_step::{Caches, SINKS, WINDOW, float, parse_context};
+use super::report::{Results, Times, against_read_loop, measure};
 use super::timed::{listed, methods, without};
 use crate::cmd::args::Global;
-use crate::cmd::print_json;
+use crate::cmd::merge;
 use crate::compute::cuda::Cuda;
 use crate::compute::cuda::driver::Driver;
 use crate::cuda::Body;
@@ -25,7 +25,7 @@ use crate::model::ModelConfig;
 use crate::model::fields::read_json;
 use crate::runner::{Backend, Options};
 
-/// Steps between two waits for the device.
+/// Steps that are launched before the host waits for the device.
 const STEPS: usize = 10;
 
 #[derive(clap::Args, Debug)]
@@ -65,11 +65,10 @@ fn on_cuda(bench: &dyn Bench) -> bool {
 }
 
 fn methods_help() -> String {
-    let names: Vec<&str> = methods(on_cuda).iter().map(|m| m.as_str()).collect();
-    format!("How steps choose what they read: {}", names.join(", "))
+    format!("How steps choose what they read: {}", methods(on_cuda).join(", "))
 }
 
-/// Times every combination; what does not fit is said and left out.
+/// Times every combination; one that does not fit is left out with a warning.
 pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     if matches!(global.device, Device::Cpu | Device::Wgpu) {
         return Err(Error::device("`bench decode` needs an NVIDIA GPU")
@@ -87,107 +86,112 @@ pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     let bandwidth = cuda_step::bandwidth(driver, args.runs)?;
     let log = global.log();
     log.note(&format!("a plain read loop: {bandwidth:.1} GB/s"));
-    let mut rows = Vec::new();
+    let mut results = Results::new(global);
     let mut left_out = None;
-    for (name, config) in configs(args)? {
-        for &context in &args.context {
-            for &batch in &args.caches.batch {
-                for (method, bench) in args.methods.iter().filter_map(|m| Some((*m, m.bench()?))) {
-                    interrupt::check()?;
-                    let setting = Setting {
-                        name: &name,
-                        context,
-                        batch,
-                        method,
-                        bench,
-                    };
-                    match measure(driver, args, global, config.clone(), &setting, bandwidth) {
-                        Ok(row) => {
-                            if !global.json {
-                                print_times(&row)?;
-                            }
-                            rows.push(row);
-                        }
-                        Err(e) if e.kind() == Kind::GpuMemory => {
-                            log.warn(&format!("{}: {e}", setting.shape(args)));
-                            left_out = Some(e);
-                        }
-                        Err(e) => return Err(e),
-                    }
-                }
+    for setting in &settings(args, global.seed as u32)? {
+        interrupt::check()?;
+        match setting.add(driver, bandwidth, &mut results) {
+            Err(e) if e.kind() == Kind::GpuMemory => {
+                log.warn(&format!("{}: {e}", setting.shape()));
+                left_out = Some(e);
             }
+            result => result?,
         }
     }
     match left_out {
-        Some(e) if rows.is_empty() => Err(e.hint("take a smaller --context or --batch, or --kv bf16")),
-        _ if global.json => print_json(&json!({ "rows": rows })),
-        _ => Ok(()),
+        Some(e) if results.is_empty() => Err(e.hint("take a smaller --context or --batch, or --kv bf16")),
+        _ => results.finish(),
     }
 }
 
-/// What is timed.
-struct Setting<'a> {
-    name: &'a str,
+/// One combination of model, method and caches.
+struct ModelSetting<'a> {
+    args: &'a ModelArgs,
+    name: String,
+    config: ModelConfig,
     context: usize,
     batch: usize,
     method: MethodName,
     bench: &'static dyn Bench,
+    seed: u32,
 }
 
-impl Setting<'_> {
-    fn shape(&self, args: &ModelArgs) -> String {
-        let (b, name, n, budget) = (self.batch, self.name, self.context, args.caches.budget.value());
-        let kv = args.caches.kv.as_str();
-        format!("batch {b}, {name}, {n} positions, {kv}, budget {budget}")
-    }
-}
-
-fn measure(
-    driver: &dyn Driver,
-    args: &ModelArgs,
-    global: &Global,
-    config: ModelConfig,
-    setting: &Setting,
-    bandwidth: f64,
-) -> Result<Value> {
-    let options = Options {
-        sinks: SINKS,
-        window: WINDOW,
-        budget: args.caches.budget,
-        kv: args.caches.kv,
-        packed: Center::Median.into(),
-    };
-    let (seed, n) = (global.seed as u32, setting.context);
-    let weights = Body::random_bytes(&config);
-    let body = Body::random(driver, config, seed)?;
-    let sizes = [setting.batch, n, STEPS * (args.runs + 1)];
-    let mut backend = CudaBackend::random(body, setting.bench, args.caches.size, options, sizes, seed)?;
-    let mut times = Vec::new();
-    for run in 0..=args.runs {
-        interrupt::check()?;
-        backend.choices()?;
-        let start = Instant::now();
-        for step in 0..STEPS {
-            backend.advance(run * STEPS + step, None)?;
+/// Lists every combination.
+fn settings(args: &ModelArgs, seed: u32) -> Result<Vec<ModelSetting<'_>>> {
+    let mut out = Vec::new();
+    for (name, config) in configs(args)? {
+        for &context in &args.context {
+            for &batch in &args.caches.batch {
+                let timed = args.methods.iter().filter_map(|m| Some((*m, m.bench()?)));
+                out.extend(timed.map(|(method, bench)| ModelSetting {
+                    args,
+                    name: name.clone(),
+                    config: config.clone(),
+                    context,
+                    batch,
+                    method,
+                    bench,
+                    seed,
+                }));
+            }
         }
-        backend.choices()?;
-        times.push(start.elapsed().as_secs_f64() / STEPS as f64);
     }
-    // The first one warmed up.
-    let times = times.split_off(1);
-    let read = backend.shares(STEPS * (args.runs + 1))?.read;
-    let moved = weights as f64 + read * (backend.position_bytes() * n) as f64;
-    let name = format!("decode {}", setting.method.as_str());
-    let mut row = row(&name, &setting.shape(args), "cuda", times);
-    row["adapter"] = json!(driver.adapter());
-    row["tokens_per_s"] = json!(setting.batch as f64 / number(&row, "median_s"));
-    row["kv_read_fraction"] = json!(read);
-    row["bytes"] = json!(moved);
-    add_bandwidth(&mut row, moved, bandwidth);
-    Ok(row)
+    Ok(out)
 }
 
-/// The models and their sizes.
+impl ModelSetting<'_> {
+    fn shape(&self) -> String {
+        let caches = &self.args.caches;
+        let (b, name, n, budget) = (self.batch, &self.name, self.context, caches.budget.value());
+        format!(
+            "batch {b}, {name}, {n} positions, {}, budget {budget}",
+            caches.kv.as_str()
+        )
+    }
+
+    /// Times the steps and adds the result.
+    fn add(&self, driver: &dyn Driver, bandwidth: f64, results: &mut Results) -> Result<()> {
+        let (args, caches) = (self.args, &self.args.caches);
+        let options = Options {
+            sinks: SINKS,
+            window: WINDOW,
+            budget: caches.budget,
+            kv: caches.kv,
+            packed: Center::Median.into(),
+        };
+        let weights = Body::random_bytes(&self.config);
+        let body = Body::random(driver, self.config.clone(), self.seed)?;
+        let sizes = [self.batch, self.context, STEPS * (args.runs + 1)];
+        let mut backend = CudaBackend::random(body, self.bench, caches.size, options, sizes, self.seed)?;
+        let mut steps = 0;
+        let times = measure(args.runs, || {
+            backend.choices()?;
+            let start = Instant::now();
+            for _ in 0..STEPS {
+                backend.advance(steps, None)?;
+                steps += 1;
+            }
+            backend.choices()?;
+            Ok(start.elapsed().as_secs_f64() / STEPS as f64)
+        })?;
+        let times = Times::from(times);
+        let read = backend.shares(steps)?.read;
+        let moved = weights as f64 + read * (backend.position_bytes() * self.context) as f64;
+        let rate = self.batch as f64 / times.median;
+        let mut more = json!({
+            "adapter": driver.adapter(), "tokens_per_s": rate, "kv_read_fraction": read, "bytes": moved,
+        });
+        let (rates, said) = against_read_loop(moved, times.median, bandwidth);
+        merge(&mut more, &rates);
+        let [median, min, max] = [times.median, times.min, times.max].map(|seconds| 1e3 * seconds);
+        let says =
+            format!("median {median:.3} ms a step (min {min:.3}, max {max:.3}), {rate:.1} tokens/s, {said}");
+        let name = format!("decode {}", self.method.as_str());
+        results.add([&name, &self.shape(), "cuda"], &times, &more, &says)
+    }
+}
+
+/// Lists the models with their configurations.
 fn configs(args: &ModelArgs) -> Result<Vec<(String, ModelConfig)>> {
     if let Some(path) = &args.config {
         let config = ModelConfig::parse(&read_json(path)?).map_err(|e| e.context(path.display()))?;
@@ -208,20 +212,4 @@ fn configs(args: &ModelArgs) -> Result<Vec<(String, ModelConfig)>> {
         Ok((name.clone(), ModelConfig::parse(&config)?))
     };
     args.shapes.iter().map(config).collect()
-}
-
-fn print_times(row: &Value) -> Result<()> {
-    let number = |name: &str| number(row, name);
-    print_row(
-        row,
-        &format!(
-            "median {:.3} ms a step (min {:.3}, max {:.3}), {:.1} tokens/s, {:.1} GB/s, {:.0} % of a plain read loop",
-            1e3 * number("median_s"),
-            1e3 * number("min_s"),
-            1e3 * number("max_s"),
-            number("tokens_per_s"),
-            number("gbytes_per_s"),
-            100.0 * number("bandwidth_share"),
-        ),
-    )
 }

@@ -1,23 +1,17 @@
 //! `kvsmith bench prefill`: a layer's projections and causal attention, against a plain matrix product in the same run.
 
-use ndarray::{Array2, Array3, Axis};
-use serde_json::{Value, json};
+use ndarray::Array2;
 
-use super::decode::parse_context;
-use super::product::{Product, print_rate, seconds, set_against};
-use super::report::{random_points, row};
+use super::layer_step::parse_context;
+use super::product::{Comparison, MAX_MATRIX};
+use super::report::{random_matrix, random_points};
 use crate::cmd::args::Global;
-use crate::cmd::print_json;
 use crate::compute::attention::causal;
 use crate::compute::linear::Linear;
 use crate::error::{Error, Result};
-use crate::flags::{Device, at_least_one, parse_float};
+use crate::flags::{at_least_one, parse_float};
 use crate::float::Float;
-use crate::interrupt;
 use crate::weight::Weight;
-
-/// Most values of a matrix: 4 GB.
-const MOST: usize = 1 << 30;
 
 #[derive(clap::Args, Debug)]
 pub struct PrefillArgs {
@@ -48,7 +42,7 @@ pub struct PrefillArgs {
 }
 
 impl PrefillArgs {
-    /// The projections of a layer: name, input and output channels.
+    /// Lists the projections of a layer: name, input and output channels.
     fn projections(&self) -> [(&'static str, usize, usize); 7] {
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let (hidden, inner) = (self.hidden, self.intermediate);
@@ -76,7 +70,10 @@ impl PrefillArgs {
         let inner = heads.max(self.intermediate);
         let activations = longest.checked_mul(inner.max(self.hidden));
         let weights = self.hidden.checked_mul(inner);
-        if [activations, weights].iter().any(|n| n.is_none_or(|n| n > MOST)) {
+        if [activations, weights]
+            .iter()
+            .any(|n| n.is_none_or(|n| n > MAX_MATRIX))
+        {
             return Err(Error::usage(format!(
                 "--tokens {longest}, --hidden {} and {inner} channels are too large",
                 self.hidden
@@ -88,83 +85,58 @@ impl PrefillArgs {
 
 /// Runs `bench prefill`.
 pub fn run(args: &PrefillArgs, global: &Global) -> Result<()> {
-    if !matches!(global.device, Device::Auto | Device::Cpu) {
-        return Err(Error::device("`bench prefill` runs on the CPU alone").hint("use --device cpu"));
-    }
+    let mut comparison = Comparison::new("prefill", args.runs, global)?;
     args.check()?;
-    let mut bench = Bench {
-        args,
-        global,
-        product: Product::new(global.seed),
-    };
-    bench.product.rate();
-    let mut rows = Vec::new();
     for &tokens in &args.tokens {
         for (name, input, output) in args.projections() {
-            rows.push(bench.projection(name, tokens, [input, output])?);
+            let name = format!("prefill {name}");
+            project(
+                &mut comparison,
+                &name,
+                tokens,
+                [input, output],
+                args.weights,
+                global.seed,
+            )?;
         }
-        rows.push(bench.attention(tokens)?);
+        attend(&mut comparison, tokens, args, global.seed)?;
     }
-    match global.json {
-        true => print_json(&json!({ "rows": rows })),
-        false => Ok(()),
-    }
+    comparison.finish()
 }
 
-/// What is timed, and what it takes turns with.
-struct Bench<'a> {
-    args: &'a PrefillArgs,
-    global: &'a Global,
-    product: Product,
+/// Times one projection of a prompt.
+fn project(
+    comparison: &mut Comparison,
+    name: &str,
+    tokens: usize,
+    [input, output]: [usize; 2],
+    kind: Float,
+    seed: u64,
+) -> Result<()> {
+    let linear = Linear {
+        weight: Weight::from_values(random_matrix(output, input, seed).view(), kind)?,
+        bias: None,
+    };
+    let x = random_matrix(tokens, input, seed + 1);
+    let mut out = Array2::zeros((tokens, output));
+    let shape = format!("{tokens} x {input} to {output}, {}", kind.name().to_lowercase());
+    let flop = 2.0 * (tokens * input) as f64 * output as f64;
+    comparison.add(name, &shape, flop, || {
+        linear.forward(x.view(), out.view_mut());
+        std::hint::black_box(&out);
+    })
 }
 
-impl Bench<'_> {
-    fn projection(&mut self, name: &str, tokens: usize, [input, output]: [usize; 2]) -> Result<Value> {
-        let (seed, kind) = (self.global.seed, self.args.weights);
-        let matrix = |rows, cols, seed| random_points(1, rows, cols, seed).index_axis_move(Axis(0), 0);
-        let linear = Linear {
-            weight: Weight::from_values(matrix(output, input, seed).view(), kind)?,
-            bias: None,
-        };
-        let x = matrix(tokens, input, seed + 1);
-        let mut out = Array2::zeros((tokens, output));
-        let shape = format!("{tokens} x {input} to {output}, {}", kind.name().to_lowercase());
-        let flop = 2.0 * (tokens * input) as f64 * output as f64;
-        self.measure(name, &shape, flop, || {
-            linear.forward(x.view(), out.view_mut());
-            std::hint::black_box(&out);
-        })
-    }
-
-    /// Of the products with all keys, about half are behind the mask: only the others count.
-    fn attention(&mut self, tokens: usize) -> Result<Value> {
-        let (h, g, d) = (self.args.heads, self.args.kv_heads, self.args.head_dim);
-        let seed = self.global.seed;
-        let of = |heads, more| -> Array3<f32> { random_points(heads, tokens, d, seed + more) };
-        let (q, k, v) = (of(h, 2), of(g, 3), of(g, 4));
-        let mut out = Array2::zeros((tokens, h * d));
-        let shape = format!("{tokens} positions, {h}/{g}x{d}");
-        let pairs = tokens as f64 * (tokens as f64 + 1.0) / 2.0;
-        self.measure("attention", &shape, 4.0 * (h * d) as f64 * pairs, || {
-            causal(q.view(), k.view(), v.view(), 0, None, out.view_mut());
-            std::hint::black_box(&out);
-        })
-    }
-
-    /// Takes turns with a plain product, so that what else the machine does hits both.
-    fn measure(&mut self, name: &str, shape: &str, flop: f64, mut work: impl FnMut()) -> Result<Value> {
-        let (mut times, mut rates) = (Vec::new(), Vec::new());
-        work();
-        for _ in 0..self.args.runs {
-            interrupt::check()?;
-            times.push(seconds(&mut work));
-            rates.push(self.product.rate());
-        }
-        let mut result = row(&format!("prefill {name}"), shape, "cpu", times);
-        set_against(&mut result, flop, rates);
-        if !self.global.json {
-            print_rate(&result)?;
-        }
-        Ok(result)
-    }
+/// Times the causal attention of a prompt. About half of the products with keys are masked; only the others count.
+fn attend(comparison: &mut Comparison, tokens: usize, args: &PrefillArgs, seed: u64) -> Result<()> {
+    let (h, g, d) = (args.heads, args.kv_heads, args.head_dim);
+    let states = |heads, more| random_points(heads, tokens, d, seed + more);
+    let (q, k, v) = (states(h, 2), states(g, 3), states(g, 4));
+    let mut out = Array2::zeros((tokens, h * d));
+    let shape = format!("{tokens} positions, {h}/{g}x{d}");
+    let flop = 4.0 * (h * d) as f64 * (tokens as f64 * (tokens as f64 + 1.0) / 2.0);
+    comparison.add("prefill attention", &shape, flop, || {
+        causal(q.view(), k.view(), v.view(), 0, None, out.view_mut());
+        std::hint::black_box(&out);
+    })
 }

@@ -1,14 +1,19 @@
-//! The yardstick of kernels that multiply: a plain product of two matrices.
+//! Benchmarks of kernels that multiply, compared with a plain product of two matrices in the same run.
 
 use std::time::Instant;
 
 use ndarray::{Array2, Axis};
 use rayon::prelude::*;
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::report::{median, number, print_row, random_points};
+use super::report::{Results, Times, measure, median, random_matrix};
+use crate::cmd::args::Global;
 use crate::compute::gemm;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::flags::Device;
+
+/// Most values of a matrix: 4 GB.
+pub const MAX_MATRIX: usize = 1 << 30;
 
 /// Measures how long `work` takes.
 pub fn seconds(work: impl FnOnce()) -> f64 {
@@ -17,50 +22,38 @@ pub fn seconds(work: impl FnOnce()) -> f64 {
     start.elapsed().as_secs_f64()
 }
 
-/// Adds the rate of `flop` at the median time, and its share of the product's `rates` in the same run, in GFLOP/s.
-pub fn set_against(result: &mut Value, flop: f64, rates: Vec<f64>) {
-    let (own, rate) = (flop / number(result, "median_s") * 1e-9, median(rates));
-    result["gflops"] = json!(own);
-    result["gemm_gflops"] = json!(rate);
-    result["gemm_share"] = json!(own / rate);
-}
+/// Rows and columns of the plain product.
+const SIZE: usize = 2048;
 
-/// Prints a result that [`set_against`] has completed.
-pub fn print_rate(row: &Value) -> Result<()> {
-    let number = |name: &str| number(row, name);
-    print_row(
-        row,
-        &format!(
-            "{:.2} ms, {:.0} GFLOP/s, {:.0} % of a plain product's {:.0}",
-            number("median_s") * 1e3,
-            number("gflops"),
-            number("gemm_share") * 100.0,
-            number("gemm_gflops"),
-        ),
-    )
-}
-
-/// Square matrices whose product is timed, a part of the rows per thread.
-pub struct Product {
+/// A benchmark of kernels on the CPU whose results are compared with the plain product of square matrices.
+pub struct Comparison {
     x: Array2<f32>,
     out: Array2<f32>,
+    runs: usize,
+    results: Results,
 }
 
-impl Product {
-    /// Rows and columns.
-    const SIZE: usize = 2048;
-
-    /// Random matrices.
-    pub fn new(seed: u64) -> Self {
-        Self {
-            x: random_points(1, Self::SIZE, Self::SIZE, seed).index_axis_move(Axis(0), 0),
-            out: Array2::zeros((Self::SIZE, Self::SIZE)),
+impl Comparison {
+    /// Starts `bench <name>` without a result.
+    ///
+    /// # Errors
+    /// A GPU was asked for.
+    pub fn new(name: &str, runs: usize, global: &Global) -> Result<Self> {
+        if !matches!(global.device, Device::Auto | Device::Cpu) {
+            let error = Error::device(format!("`bench {name}` runs on the CPU alone"));
+            return Err(error.hint("use --device cpu"));
         }
+        Ok(Self {
+            x: random_matrix(SIZE, SIZE, global.seed),
+            out: Array2::zeros((SIZE, SIZE)),
+            runs,
+            results: Results::new(global),
+        })
     }
 
-    /// GFLOP/s of one product.
-    pub fn rate(&mut self) -> f64 {
-        let rows = Self::SIZE.div_ceil(rayon::current_num_threads());
+    /// Computes the plain product, a part of the rows per thread; returns its GFLOP/s.
+    fn plain_rate(&mut self) -> f64 {
+        let rows = SIZE.div_ceil(rayon::current_num_threads());
         let x = &self.x;
         let out = self.out.axis_chunks_iter_mut(Axis(0), rows).into_par_iter();
         let time = seconds(|| {
@@ -68,6 +61,28 @@ impl Product {
                 .for_each(|(out, rows)| gemm(out, false, rows, x.view()));
         });
         std::hint::black_box(&self.out);
-        2.0 * (Self::SIZE as f64).powi(3) / time * 1e-9
+        2.0 * (SIZE as f64).powi(3) / time * 1e-9
+    }
+
+    /// Times a kernel of `flop` operations. It takes turns with the plain product, so that whatever else the machine
+    /// does slows both.
+    pub fn add(&mut self, name: &str, shape: &str, flop: f64, mut kernel: impl FnMut()) -> Result<()> {
+        let both = measure(self.runs, || Ok((seconds(&mut kernel), self.plain_rate())))?;
+        let (times, rates): (Vec<f64>, Vec<f64>) = both.into_iter().unzip();
+        let (times, plain) = (Times::from(times), median(rates));
+        let rate = flop / times.median * 1e-9;
+        let share = rate / plain;
+        let more = json!({ "gflops": rate, "gemm_gflops": plain, "gemm_share": share });
+        let says = format!(
+            "{:.2} ms, {rate:.0} GFLOP/s, {:.0} % of a plain product's {plain:.0}",
+            times.median * 1e3,
+            share * 100.0
+        );
+        self.results.add([name, shape, "cpu"], &times, &more, &says)
+    }
+
+    /// Prints the document of `--json`.
+    pub fn finish(self) -> Result<()> {
+        self.results.finish()
     }
 }

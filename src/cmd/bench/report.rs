@@ -1,6 +1,4 @@
-//! What benchmarks share: result rows, medians, random points, memory.
-
-use std::path::Path;
+//! What benchmarks share: timed runs, the rows of their results, random matrices, amounts of memory.
 
 use ndarray::{Array2, Array3, Axis};
 use rand::{Rng, SeedableRng};
@@ -8,9 +6,31 @@ use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
-use crate::cmd::print;
-use crate::error::{Error, Result};
-use crate::store::Store;
+use crate::cmd::args::Global;
+use crate::cmd::{merge, print, print_json};
+use crate::error::Result;
+use crate::interrupt;
+
+/// The seconds of several runs.
+pub struct Times {
+    pub min: f64,
+    pub median: f64,
+    pub max: f64,
+    runs: usize,
+}
+
+impl From<Vec<f64>> for Times {
+    /// Summarises the seconds of one or more runs.
+    fn from(mut seconds: Vec<f64>) -> Self {
+        seconds.sort_by(f64::total_cmp);
+        Self {
+            min: seconds[0],
+            max: seconds[seconds.len() - 1],
+            runs: seconds.len(),
+            median: median(seconds),
+        }
+    }
+}
 
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
@@ -20,51 +40,83 @@ pub fn median(mut values: Vec<f64>) -> f64 {
     }
 }
 
-/// Makes a result row with the median, the least and the most of `times`.
-pub fn row(name: &str, shape: &str, device: &str, mut times: Vec<f64>) -> Value {
-    times.sort_by(f64::total_cmp);
-    json!({
-        "name": name,
-        "shape": shape,
-        "device": device,
-        "min_s": times[0],
-        "max_s": times[times.len() - 1],
-        "runs": times.len(),
-        "median_s": median(times),
-        "peak_bytes": proc_bytes("/proc/self/status", "VmHWM:").unwrap_or(0),
-    })
-}
-
-/// Adds the bytes per second at the median time, and the share of a plain read loop's `bandwidth` in GB/s.
-pub fn add_bandwidth(row: &mut Value, bytes: f64, bandwidth: f64) {
-    let rate = bytes / number(row, "median_s") * 1e-9;
-    row["gbytes_per_s"] = json!(rate);
-    row["read_loop_gbytes_per_s"] = json!(bandwidth);
-    row["bandwidth_share"] = json!(rate / bandwidth);
-}
-
-/// A number of a result row.
-pub fn number(row: &Value, name: &str) -> f64 {
-    row[name].as_f64().unwrap_or(0.0)
-}
-
-/// Prints a result row: its name, its shape and what it `says`.
-pub fn print_row(row: &Value, says: &str) -> Result<()> {
-    let text = |name: &str| row[name].as_str().unwrap_or("");
-    print(&format!("{} ({}): {says}\n", text("name"), text("shape")))
-}
-
-pub fn read_points(path: &Path) -> Result<Array2<f32>> {
-    let store = Store::open(path)?;
-    let shape = store.specs().find(|s| s.name == "x").map(|s| s.shape.clone());
-    let Some([n, d]) = shape.as_deref() else {
-        return Err(Error::failed(format!(
-            "{} has no tensor `x` of shape [n,d]",
-            path.display()
-        )));
+/// Measures `runs` times, after one run that warms up.
+pub fn measure<T>(runs: usize, mut once: impl FnMut() -> Result<T>) -> Result<Vec<T>> {
+    once()?;
+    let run = |_| {
+        interrupt::check()?;
+        once()
     };
-    let values = store.read::<f32>("x", &[*n, *d])?;
-    Ok(Array2::from_shape_vec((*n, *d), values)?)
+    (0..runs).map(run).collect()
+}
+
+/// The results of a benchmark: printed one by one, or together as the document of `--json`.
+pub struct Results {
+    json: bool,
+    rows: Vec<Value>,
+}
+
+impl Results {
+    /// Starts without a result.
+    pub fn new(global: &Global) -> Self {
+        Self {
+            json: global.json,
+            rows: Vec::new(),
+        }
+    }
+
+    /// Adds a result; `more` has the members that only this benchmark gives, `says` the numbers in words.
+    pub fn add(
+        &mut self,
+        [name, shape, device]: [&str; 3],
+        times: &Times,
+        more: &Value,
+        says: &str,
+    ) -> Result<()> {
+        let mut row = json!({
+            "name": name,
+            "shape": shape,
+            "device": device,
+            "min_s": times.min,
+            "max_s": times.max,
+            "runs": times.runs,
+            "median_s": times.median,
+            "peak_bytes": proc_bytes("/proc/self/status", "VmHWM:").unwrap_or(0),
+        });
+        merge(&mut row, more);
+        self.rows.push(row);
+        match self.json {
+            true => Ok(()),
+            false => print(&format!("{name} ({shape}): {says}\n")),
+        }
+    }
+
+    /// Tells whether there is no result yet.
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+
+    /// Prints the document of `--json`.
+    pub fn finish(self) -> Result<()> {
+        match self.json {
+            true => print_json(&json!({ "rows": self.rows })),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Compares reading `bytes` in some seconds with the `bandwidth` of a plain read loop, in GB/s: as members of a result
+/// and in words.
+pub fn against_read_loop(bytes: f64, seconds: f64, bandwidth: f64) -> (Value, String) {
+    let rate = bytes / seconds * 1e-9;
+    let share = rate / bandwidth;
+    let more = json!({
+        "gbytes_per_s": rate, "read_loop_gbytes_per_s": bandwidth, "bandwidth_share": share,
+    });
+    (
+        more,
+        format!("{rate:.1} GB/s, {:.0} % of a plain read loop", 100.0 * share),
+    )
 }
 
 /// Correlated normal channels of unequal scale, like whitened keys, `[b,n,d]`.
@@ -81,6 +133,11 @@ pub fn random_points(heads: usize, n: usize, d: usize, seed: u64) -> Array3<f32>
         }
     });
     points
+}
+
+/// The points of one head, `[n,d]`.
+pub fn random_matrix(n: usize, d: usize, seed: u64) -> Array2<f32> {
+    random_points(1, n, d, seed).index_axis_move(Axis(0), 0)
 }
 
 /// Reads an amount of memory from a file of `/proc`, in bytes; `None` where the system does not tell.

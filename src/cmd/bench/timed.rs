@@ -1,4 +1,4 @@
-//! Which methods can be timed, and how: asked of the methods.
+//! Which methods can be timed, and how, as the methods themselves say.
 
 use crate::error::{Error, Result};
 use crate::flags::Device;
@@ -7,24 +7,22 @@ use crate::method::bench::{Bench, TimedOnCuda};
 use crate::method::registry::{METHODS, MethodName};
 
 /// Lists the methods that have a property.
-pub fn methods(holds: impl Fn(&dyn Bench) -> bool) -> Vec<MethodName> {
+pub fn methods(holds: impl Fn(&'static dyn Bench) -> bool) -> Vec<&'static str> {
     let named = METHODS.iter().filter(|m| m.bench().is_some_and(&holds));
-    named.copied().collect()
+    named.map(|m| m.as_str()).collect()
 }
 
 /// Returns the name of the first method without a property.
-pub fn without(methods: &[MethodName], holds: impl Fn(&dyn Bench) -> bool) -> Option<&'static str> {
+pub fn without(methods: &[MethodName], holds: impl Fn(&'static dyn Bench) -> bool) -> Option<&'static str> {
     let other = methods.iter().find(|m| !m.bench().is_some_and(&holds));
     other.map(|m| m.as_str())
 }
 
 /// Joins names as in "a, b and c".
-pub fn listed(methods: &[MethodName]) -> String {
-    let names: Vec<&str> = methods.iter().map(|m| m.as_str()).collect();
+pub fn listed(names: &[&str]) -> String {
     match names.split_last() {
-        Some((last, [])) => (*last).to_owned(),
-        Some((last, others)) => format!("{} and {last}", others.join(", ")),
-        None => String::new(),
+        Some((last, others)) if !others.is_empty() => format!("{} and {last}", others.join(", ")),
+        _ => names.concat(),
     }
 }
 
@@ -33,19 +31,17 @@ fn on_cuda(bench: &dyn Bench) -> bool {
     bench.timed_on_cuda() == TimedOnCuda::LayerAndModel
 }
 
+/// Tells whether one layer is timed on the CPU, but not on a GPU.
 fn on_cpu_alone(bench: &dyn Bench) -> bool {
     !on_cuda(bench)
 }
 
-fn has_plain_ranking(bench: &dyn Bench) -> bool {
-    bench.has_plain_ranking()
-}
-
 /// Writes the help of `--methods`.
 pub fn methods_help() -> String {
-    let of = |method: &MethodName| match method.bench().is_some_and(Bench::retrieves) {
-        true => method.as_str().to_owned(),
-        false => format!("{} (attend alone)", method.as_str()),
+    let attend_alone = methods(|bench| on_cuda(bench) && !bench.retrieves());
+    let of = |name: &&str| match attend_alone.contains(name) {
+        true => format!("{name} (attend alone)"),
+        false => (*name).to_owned(),
     };
     let both: Vec<String> = methods(on_cuda).iter().map(of).collect();
     let more = listed(&methods(on_cpu_alone));
@@ -54,7 +50,7 @@ pub fn methods_help() -> String {
 
 /// Writes the help of `--ranking`.
 pub fn ranking_help() -> String {
-    let two = listed(&methods(has_plain_ranking));
+    let two = listed(&methods(Bench::has_plain_ranking));
     format!("How {two} look for the best positions on the CPU")
 }
 
@@ -63,22 +59,18 @@ pub fn check(asked: &[MethodName], ranking: Ranking, device: Device) -> Result<(
     let is_cuda = device == Device::Cuda;
     let supported = |bench: &dyn Bench| on_cuda(bench) || on_cpu_alone(bench) && !is_cuda;
     if let Some(name) = without(asked, supported) {
-        let (both, more) = (methods(on_cuda), methods(on_cpu_alone));
-        let hint = format!(
-            "--methods takes {}; on the CPU {} too",
-            listed(&both),
-            listed(&more)
-        );
-        return Err(Error::usage(format!("`bench` does not time method `{name}`")).hint(hint));
+        let (both, more) = (listed(&methods(on_cuda)), listed(&methods(on_cpu_alone)));
+        return Err(Error::usage(format!("`bench` does not time method `{name}`"))
+            .hint(format!("--methods takes {both}; on the CPU {more} too")));
     }
     if ranking == Ranking::Fast {
         return Ok(());
     }
-    if let Some(name) = without(asked, has_plain_ranking) {
-        let two: Vec<&str> = methods(has_plain_ranking).iter().map(|m| m.as_str()).collect();
+    if let Some(name) = without(asked, Bench::has_plain_ranking) {
+        let two = methods(Bench::has_plain_ranking).join(", ");
         return Err(
             Error::usage(format!("`--ranking plain`: method `{name}` has one ranking"))
-                .hint(format!("give --methods {} or both", two.join(", "))),
+                .hint(format!("give --methods {two} or both")),
         );
     }
     match is_cuda {

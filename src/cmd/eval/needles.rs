@@ -1,4 +1,4 @@
-//! The needles of `eval`: questions one by one, and conversations of several.
+//! The needles of `eval`: single questions, and conversations of several.
 
 use std::path::Path;
 
@@ -12,18 +12,18 @@ use crate::model::tokenizer::Tokenizer;
 use crate::progress::Log;
 use crate::runner::eval::{Evaluation, Question};
 
-/// Tokens that an answer may take beyond its own, for tokens without text.
+/// Tokens that a reply may have beyond the length of the answer, since some tokens have no text.
 const SLACK: usize = 8;
 
 /// A line of a needle file.
-enum Line {
-    /// A question that is answered freely.
+enum NeedleLine {
+    /// A single question.
     Needle(Needle),
-    /// Turns, each with its question.
+    /// The questions of a conversation, one per turn.
     Conversation(Vec<Question>),
 }
 
-/// A question that is answered freely.
+/// A single question, whose answer each method decodes by itself.
 struct Needle {
     prompt: Vec<u32>,
     answer: Answer,
@@ -34,7 +34,7 @@ enum Answer {
     Ids(Vec<u32>),
 }
 
-/// A prompt with its answer, as a line or a turn of one has them.
+/// A prompt with its answer, as they are written in a line or in a turn.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Pair {
@@ -54,7 +54,7 @@ impl Pair {
     /// Reads a pair from a JSON object.
     ///
     /// # Errors
-    /// Neither of the two forms, or without a prompt or an answer.
+    /// It has neither form, or no prompt or no answer.
     fn parse(value: &Value) -> Result<Self> {
         let pair = Self::deserialize(value).ok().filter(|_| value.is_object());
         let pair = pair.ok_or_else(|| Error::failed("there is no prompt with its answer").hint(FORMS))?;
@@ -89,7 +89,7 @@ impl Pair {
     }
 }
 
-/// What a line may look like.
+/// The forms that a line may have.
 const FORMS: &str = "{\"prompt\": .., \"answer\": ..}, {\"prompt_tokens\": [..], \"answer_tokens\": [..]} or {\"turns\": [..]} with such turns";
 
 fn needed(tokenizer: Option<&Tokenizer>) -> Result<&Tokenizer> {
@@ -99,11 +99,11 @@ fn needed(tokenizer: Option<&Tokenizer>) -> Result<&Tokenizer> {
     })
 }
 
-impl Line {
+impl NeedleLine {
     /// Reads a line.
     ///
     /// # Errors
-    /// A line of another form, an empty part, an id outside the vocabulary.
+    /// It has another form, an empty part, or an id outside the vocabulary.
     fn parse(line: &str, decoder: &Decoder, tokenizer: Option<&Tokenizer>) -> Result<Self> {
         let value: Value =
             serde_json::from_str(line).map_err(|e| Error::failed(format!("not a JSON object: {e}")))?;
@@ -174,7 +174,7 @@ fn conversation(turns: &[Value], decoder: &Decoder, tokenizer: Option<&Tokenizer
 }
 
 impl Needle {
-    /// Tells whether what was said starts with the answer; `None` while that is still open.
+    /// Tells whether the reply starts with the answer; `None` while it is too short to tell.
     fn found(&self, said: &[u32], tokenizer: Option<&Tokenizer>) -> Result<Option<bool>> {
         match (&self.answer, tokenizer) {
             (Answer::Text(answer), Some(tokenizer)) => {
@@ -210,21 +210,21 @@ impl Needle {
 }
 
 /// Reads every line of a needle file.
-fn read(path: &Path, decoder: &Decoder, tokenizer: Option<&Tokenizer>) -> Result<Vec<Line>> {
+fn read(path: &Path, decoder: &Decoder, tokenizer: Option<&Tokenizer>) -> Result<Vec<NeedleLine>> {
     let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, "read", &e))?;
     let lines = text.lines().enumerate().filter(|(_, l)| !l.trim().is_empty());
     let lines = lines.map(|(i, line)| {
-        Line::parse(line, decoder, tokenizer)
+        NeedleLine::parse(line, decoder, tokenizer)
             .map_err(|e| e.context(format!("{}, line {}", path.display(), i + 1)))
     });
-    let lines: Vec<Line> = lines.collect::<Result<_>>()?;
+    let lines: Vec<NeedleLine> = lines.collect::<Result<_>>()?;
     match lines.is_empty() {
         true => Err(Error::failed(format!("{} has no line", path.display()))),
         false => Ok(lines),
     }
 }
 
-/// Asks every line of a needle file; returns what was asked, and whether the user stopped it.
+/// Asks every line of a needle file; returns how many were asked and answered, and whether the user stopped it.
 pub(super) fn run(
     path: &Path,
     model: &Path,
@@ -237,20 +237,20 @@ pub(super) fn run(
     let tokenizer = tokenizer.transpose()?;
     let tokenizer = tokenizer.as_ref();
     let lines = read(path, decoder, tokenizer)?;
-    let longest = lines.iter().map(Line::len).max().unwrap_or(0);
+    let longest = lines.iter().map(NeedleLine::len).max().unwrap_or(0);
     if longest > decoder.config.max_position_embeddings {
         log.warn(&format!(
             "prompts of up to {longest} tokens are longer than the model's context of {}",
             decoder.config.max_position_embeddings
         ));
     }
-    let questions: usize = lines.iter().map(Line::questions).sum();
+    let questions: usize = lines.iter().map(NeedleLine::questions).sum();
     let progress = log.progress(questions as u64, "needles");
     let mut stopped = false;
     for line in &lines {
         let result = match line {
-            Line::Needle(needle) => needle.ask(evaluation, tokenizer),
-            Line::Conversation(turns) => evaluation.conversation(turns),
+            NeedleLine::Needle(needle) => needle.ask(evaluation, tokenizer),
+            NeedleLine::Conversation(turns) => evaluation.conversation(turns),
         };
         stopped = is_stopped(result, evaluation.full.asked())?;
         if stopped {
@@ -262,7 +262,7 @@ pub(super) fn run(
     let found = json!({
         "needles": evaluation.full.asked(),
         "full_needle_accuracy": evaluation.full.accuracy(),
-        "full_needle_accuracy_by_turn": evaluation.full.by_turn(),
+        "full_needle_accuracy_by_turn": evaluation.full,
     });
     Ok((found, stopped))
 }

@@ -14,7 +14,7 @@ use crate::model::tokenizer::TextStream;
 use crate::progress::size;
 use crate::runner::Session;
 
-/// What the model said in one turn.
+/// The model's reply in one turn.
 #[derive(serde::Serialize)]
 pub(super) struct Reply {
     pub ids: Vec<u32>,
@@ -47,12 +47,12 @@ pub(super) struct Conversation<'a> {
     pub session: Session<'a>,
     pub turns: Turns<'a>,
     pub sampler: Sampler,
-    /// Of the turns so far.
+    /// One per turn so far.
     pub replies: Vec<Reply>,
 }
 
 impl Conversation<'_> {
-    /// Takes turns until there are no more; returns whether the user stopped it.
+    /// Runs turn after turn until there are no more; returns whether the user stopped it.
     pub fn run(&mut self) -> Result<bool> {
         loop {
             match self.turn() {
@@ -79,7 +79,7 @@ impl Conversation<'_> {
             return Ok(None);
         };
         let mut prompt_tokens = ids.len();
-        // The last token of a reply was not fed yet, unless the prompt repeats it as a stop token.
+        // The last token of a reply is fed with the next prompt, unless that starts with it as a stop token.
         if let Some(reply) = last
             && let Some(id) = reply.ids.last()
         {
@@ -90,7 +90,7 @@ impl Conversation<'_> {
             }
         }
         let config = self.turns.config();
-        let total = (self.session.len() + ids.len()).saturating_add(self.args.max_new);
+        let total = (self.session.positions() + ids.len()).saturating_add(self.args.max_new);
         if total > config.max_position_embeddings {
             log.warn(&format!(
                 "{total} positions are more than the model's context of {}",
@@ -128,7 +128,7 @@ impl Conversation<'_> {
             _ if self.global.json => Ok(()),
             text => print(text),
         };
-        let mut stream = TextStream::new(self.turns.tokenizer());
+        let mut stream = TextStream::new(self.turns.tokenizer.as_ref());
         let start = Instant::now();
         let logits = self.session.prefill(prompt)?;
         let mut next = self.sampler.next(logits.view())?;

@@ -1,4 +1,4 @@
-//! What a run reports at its end.
+//! The summary of a run.
 
 use serde_json::json;
 
@@ -9,14 +9,14 @@ use crate::method::registry::MethodName;
 use crate::progress::size;
 
 impl Conversation<'_> {
-    /// Says how long all turns took and what they read, and prints the document of --json.
+    /// Notes the times of all turns and how much they read, and prints the document of `--json`.
     pub fn report(&self, name: MethodName, device: &str) -> Result<()> {
         let Self { session, replies, .. } = self;
         let shares = session.shares()?;
         let ids: Vec<u32> = replies.iter().flat_map(|r| r.ids.iter().copied()).collect();
         let prefill_s: f64 = replies.iter().fold(0.0, |sum, r| sum + r.prefill_s);
         let decode_s: f64 = replies.iter().fold(0.0, |sum, r| sum + r.decode_s);
-        // The first token of a reply comes from the prefill; each decode step makes one more.
+        // The first token of a reply comes from the prefill, each other one from a decode step.
         let steps: usize = replies.iter().map(|r| r.ids.len().saturating_sub(1)).sum();
         let tokens_per_s = if steps > 0 { steps as f64 / decode_s } else { 0.0 };
         self.global.log().note(&format!(
@@ -33,7 +33,7 @@ impl Conversation<'_> {
         let texts: Vec<&str> = replies.iter().map(|r| r.text.as_str()).collect();
         let mut result = json!({
             "ids": ids,
-            "text": self.turns.tokenizer().map_or(String::new(), |_| texts.join("\n")),
+            "text": self.turns.tokenizer.as_ref().map_or(String::new(), |_| texts.join("\n")),
             "method": name.as_str(),
             "budget": self.args.budget.value(),
             "prompt_tokens": replies.iter().map(|r| r.prompt_tokens).sum::<usize>(),

@@ -1,5 +1,5 @@
-//! What a run feeds, turn by turn: token ids as they are given, or text, in the words of the model's
-//! chat template where it has one.
+//! The input of a run, turn by turn: token ids as they are given, or text, put into the model's chat template if it
+//! has one.
 
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::Path;
@@ -19,28 +19,28 @@ use crate::progress::Log;
 pub struct Turns<'a> {
     decoder: &'a Decoder,
     log: Log,
-    /// Where the model has one.
-    tokenizer: Option<Tokenizer>,
-    source: Source,
+    /// `None` if the model has none.
+    pub tokenizer: Option<Tokenizer>,
+    source: TurnSource,
 }
 
-/// Where turns come from.
-enum Source {
-    /// The whole input, as ids.
+/// The source of the turns.
+enum TurnSource {
+    /// Token ids, all of them known at the start.
     Ids(std::vec::IntoIter<Vec<u32>>),
-    /// A first message and those that follow on stdin.
+    /// A first message if one was given, then the lines of stdin.
     Text {
         first: Option<String>,
-        lines: Lines,
+        lines: StdinLines,
         style: Style,
     },
 }
 
 /// How a message becomes part of the text.
 enum Style {
-    /// In the words of a chat template.
+    /// Rendered by a chat template.
     Script(Box<Script>),
-    /// Unchanged; the first message begins a document.
+    /// Unchanged; `first` until a message has begun the document.
     Plain { first: bool },
 }
 
@@ -50,19 +50,16 @@ impl<'a> Turns<'a> {
         if let Some(path) = &args.tokens {
             return Self::of_tokens(path, args, decoder, log);
         }
-        let text = match (&args.prompt, &args.prompt_file) {
-            (Some(text), _) => Some(text.clone()),
-            (None, Some(path)) => {
-                Some(std::fs::read_to_string(path).map_err(|e| Error::io(path, "read", &e))?)
-            }
-            (None, None) => None,
+        let text = match &args.prompt_file {
+            Some(path) => Some(std::fs::read_to_string(path).map_err(|e| Error::io(path, "read", &e))?),
+            None => args.prompt.clone(),
         };
         let tokenizer = Tokenizer::open(&args.model, &decoder.config)?;
         let source = if args.chat {
-            Source::Text {
+            TurnSource::Text {
                 first: text,
                 style: Style::open(args, log)?,
-                lines: Lines::open()?,
+                lines: StdinLines::open()?,
             }
         } else {
             let ids = tokenizer.encode(&text.unwrap_or_default())?;
@@ -70,7 +67,7 @@ impl<'a> Turns<'a> {
                 return Err(no_tokens().hint("give some text"));
             }
             decoder.check_ids(&ids)?;
-            Source::Ids(vec![ids].into_iter())
+            TurnSource::Ids(vec![ids].into_iter())
         };
         Ok(Self {
             decoder,
@@ -90,10 +87,8 @@ impl<'a> Turns<'a> {
         }
         let exists = args.model.join("tokenizer.json").exists();
         let opened = exists.then(|| Tokenizer::open(&args.model, &decoder.config));
-        let opened = opened
-            .transpose()
-            .map_err(|e| log.warn(&format!("{e}; the text is not shown")));
-        let tokenizer = opened.ok().flatten();
+        let warn = |e| log.warn(&format!("{e}; the text is not shown"));
+        let tokenizer = opened.and_then(|opened| opened.map_err(warn).ok());
         for ids in &documents {
             if ids.is_empty() && !args.chat {
                 return Err(no_tokens());
@@ -104,13 +99,8 @@ impl<'a> Turns<'a> {
             decoder,
             log,
             tokenizer,
-            source: Source::Ids(documents.into_iter()),
+            source: TurnSource::Ids(documents.into_iter()),
         })
-    }
-
-    /// Returns the tokenizer, if the model has one.
-    pub fn tokenizer(&self) -> Option<&Tokenizer> {
-        self.tokenizer.as_ref()
     }
 
     /// Returns the model's configuration.
@@ -118,15 +108,15 @@ impl<'a> Turns<'a> {
         &self.decoder.config
     }
 
-    /// Counts the prompt tokens that are known ahead.
+    /// Counts the prompt tokens that are known at the start.
     pub fn known(&self) -> usize {
         match &self.source {
-            Source::Ids(documents) => documents.as_slice().iter().map(Vec::len).sum(),
-            Source::Text { .. } => 0,
+            TurnSource::Ids(documents) => documents.as_slice().iter().map(Vec::len).sum(),
+            TurnSource::Text { .. } => 0,
         }
     }
 
-    /// Returns the ids that follow `reply`, which is `None` before the first turn; `None` at the end.
+    /// Returns the ids of the next turn, or `None` at the end. `reply` is the reply to the turn before, if there was one.
     pub fn next(&mut self, reply: Option<&Reply>) -> Result<Option<Vec<u32>>> {
         while let Some(ids) = self.following(reply)? {
             if !ids.is_empty() {
@@ -140,8 +130,8 @@ impl<'a> Turns<'a> {
 
     fn following(&mut self, reply: Option<&Reply>) -> Result<Option<Vec<u32>>> {
         let (first, lines, style) = match &mut self.source {
-            Source::Ids(documents) => return Ok(documents.next()),
-            Source::Text { first, lines, style } => (first, lines, style),
+            TurnSource::Ids(documents) => return Ok(documents.next()),
+            TurnSource::Text { first, lines, style } => (first, lines, style),
         };
         let text = match first.take().filter(|text| !text.is_empty()) {
             Some(text) => Some(text),
@@ -172,7 +162,18 @@ fn no_tokens() -> Error {
 impl Style {
     fn open(args: &Args, log: Log) -> Result<Self> {
         match (ChatTemplate::open(&args.model)?, &args.system) {
-            (Some(template), system) => Ok(Self::Script(Box::new(Script::new(template, system.clone())))),
+            (Some(template), system) => {
+                let system = system.clone().map(|content| Message {
+                    role: "system",
+                    content,
+                });
+                Ok(Self::Script(Box::new(Script {
+                    template,
+                    messages: system.into_iter().collect(),
+                    rendered: String::new(),
+                    warned: false,
+                })))
+            }
             (None, Some(_)) => Err(Error::usage(format!(
                 "--system needs a chat template, and {} has none",
                 args.model.display()
@@ -186,37 +187,23 @@ impl Style {
     }
 }
 
-/// A conversation in the words of a chat template.
+/// A conversation that is rendered by a chat template.
 ///
-/// The cache holds what was fed: a rendering up to the place of a reply, and the reply's own tokens.
-/// So what follows a reply is fed as the template writes it: its end of the turn, the new message and
-/// the beginning of the next reply. To find that part, whatever the template makes of the reply
-/// itself (many trim it), the conversation is rendered with a mark in the reply's place; what stands
-/// behind the mark is fed. Where the template also changes what the cache holds already, as those do
-/// that strip the reasoning of earlier replies, the cache keeps what was said, and a warning says so.
+/// The cache holds the rendered text up to a reply, and then the tokens of the reply. The next turn feeds what the
+/// template writes after the reply: the end of its turn, the new message and the beginning of the next reply. Templates
+/// may change the reply itself (many trim it), so this part is found with a second rendering, which has a mark in place
+/// of the reply; the text after the mark is fed. Some templates also change earlier turns, as those do that strip the
+/// reasoning from replies. The cache keeps those turns as they were, and a warning says so.
 struct Script {
     template: ChatTemplate,
     messages: Vec<Message>,
-    /// The last rendering: up to where the last reply begins.
+    /// The last rendering, which ends where the last reply begins.
     rendered: String,
     warned: bool,
 }
 
 impl Script {
-    fn new(template: ChatTemplate, system: Option<String>) -> Self {
-        let system = system.map(|content| Message {
-            role: "system",
-            content,
-        });
-        Self {
-            template,
-            messages: system.into_iter().collect(),
-            rendered: String::new(),
-            warned: false,
-        }
-    }
-
-    /// Returns the ids of the text that follows `reply` up to where the next reply begins.
+    /// Returns the ids of the text between `reply` and the next reply.
     fn ids(
         &mut self,
         user: String,
@@ -241,7 +228,7 @@ impl Script {
             None => whole.clone(),
         };
         let mut ids = tokenizer.encode_raw(&text)?;
-        // Drop a space that the template puts before the stop token: the model produced none.
+        // The model wrote no space before its stop token, so one from the template is dropped.
         let stop = reply.filter(|r| r.ended).and_then(|r| r.ids.last());
         if stop.is_some() && ids.first() != stop {
             let closer = tokenizer.encode_raw(text.trim_start())?;
@@ -255,8 +242,8 @@ impl Script {
         Ok(ids)
     }
 
-    /// Returns what follows the last reply in `whole`, the rendering of `messages`, which end with that reply
-    /// and a new message.
+    /// Returns the text after the last reply in `whole`, the rendering of `messages`; these end with that reply and a
+    /// new message.
     fn after_reply(&mut self, messages: &[Message], whole: &str, log: Log) -> Result<String> {
         let mut marked = messages.to_vec();
         let at = messages.len() - 2;
@@ -286,14 +273,14 @@ impl Script {
     }
 }
 
-/// Lines of stdin, read aside so that Ctrl-C ends the wait.
-struct Lines {
+/// The lines of stdin, read by a thread so that Ctrl-C ends the wait for one.
+struct StdinLines {
     lines: Receiver<std::io::Result<String>>,
     /// Whether a person types them.
     terminal: bool,
 }
 
-impl Lines {
+impl StdinLines {
     fn open() -> Result<Self> {
         let (sender, lines) = sync_channel(0);
         let read = move || {

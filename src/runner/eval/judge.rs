@@ -1,43 +1,58 @@
-//! What a choice is worth: recall, probability and output error of one step, divergence of two rows of
+//! How good a choice is: recall, probability and output error of one step, and the divergence of two rows of
 //! logits.
 
-use std::ops::Range;
+use std::ops::{AddAssign, Range};
 
 use ndarray::{ArrayView1, ArrayView2, ArrayViewMut2};
+use serde::Serialize;
 
 use crate::kv::StaticSet;
 use crate::method::Choice;
 
-/// Means of the metrics of a choice; each is a sum until it is divided by `count`.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Scores {
-    /// Share of the oracle's choice at the same budget.
-    pub recall: f64,
-    /// True probability on what is attended, static set included, mean over the query group.
-    pub mass: f64,
-    /// Relative L2 error of the group's attention output.
-    pub output_error: f64,
-    /// Steps.
+/// A mean, as its sum and the number of values; zero without a value.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+#[serde(into = "f64")]
+pub struct Mean {
+    sum: f64,
+    /// Number of values.
     pub count: usize,
 }
 
-impl Scores {
-    pub(super) fn add(&mut self, other: &Self) {
+impl From<f64> for Mean {
+    fn from(value: f64) -> Self {
+        Self { sum: value, count: 1 }
+    }
+}
+
+impl From<Mean> for f64 {
+    fn from(mean: Mean) -> Self {
+        mean.sum / mean.count.max(1) as f64
+    }
+}
+
+impl AddAssign for Mean {
+    fn add_assign(&mut self, other: Self) {
+        self.sum += other.sum;
+        self.count += other.count;
+    }
+}
+
+/// The metrics of choices, as means over steps.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct Metrics {
+    /// Share of the oracle's choice at the same budget.
+    pub recall: Mean,
+    /// True probability on what is attended, static set included, mean over the query group.
+    pub mass: Mean,
+    /// Relative L2 error of the group's attention output.
+    pub output_error: Mean,
+}
+
+impl AddAssign for Metrics {
+    fn add_assign(&mut self, other: Self) {
         self.recall += other.recall;
         self.mass += other.mass;
         self.output_error += other.output_error;
-        self.count += other.count;
-    }
-
-    /// The means; zero without a step.
-    pub fn mean(&self) -> Self {
-        let n = self.count.max(1) as f64;
-        Self {
-            recall: self.recall / n,
-            mass: self.mass / n,
-            output_error: self.output_error / n,
-            count: self.count,
-        }
     }
 }
 
@@ -72,7 +87,7 @@ impl<'a> Judge<'a> {
     }
 
     /// Measures a choice and its attention output, `[r,d]`.
-    pub fn scores(&self, choice: &Choice, budget: usize, output: ArrayViewMut2<f32>) -> Scores {
+    pub fn measure(&self, choice: &Choice, budget: usize, output: ArrayViewMut2<f32>) -> Metrics {
         let oracle = &self.ranked[..budget.min(self.ranked.len())];
         let found = |p: &&u32| choice.positions.binary_search(p).is_ok();
         let recall = match oracle.len() {
@@ -99,11 +114,11 @@ impl<'a> Judge<'a> {
             error += f64::from(x - y).powi(2);
             size += f64::from(*y).powi(2);
         }
-        Scores {
-            recall,
-            mass: mass / self.weights.nrows() as f64,
-            output_error: if size > 0.0 { (error / size).sqrt() } else { 0.0 },
-            count: 1,
+        let output_error = if size > 0.0 { (error / size).sqrt() } else { 0.0 };
+        Metrics {
+            recall: recall.into(),
+            mass: (mass / self.weights.nrows() as f64).into(),
+            output_error: output_error.into(),
         }
     }
 }

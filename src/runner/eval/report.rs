@@ -1,68 +1,38 @@
-//! What an evaluation found, by variant and by turn.
+//! The results of an evaluation, by variant and by turn.
 
-use super::judge::Scores;
+use serde::Serialize;
+
+use super::judge::{Mean, Metrics};
 use crate::model::ModelConfig;
 use crate::runner::Shares;
 
-/// What the blocks gave for one turn.
-#[derive(Clone, Debug, Default)]
-pub struct Turn {
-    /// Sums over layers and heads.
-    scores: Scores,
-    /// Sum over steps of KL(full || variant) of the next token, in nats.
-    kl: f64,
-    /// Steps.
-    steps: usize,
-}
-
-impl Turn {
-    fn add(&mut self, other: &Self) {
-        self.scores.add(&other.scores);
-        self.kl += other.kl;
-        self.steps += other.steps;
-    }
-
-    /// The metrics over all layers and heads.
-    pub fn scores(&self) -> Scores {
-        self.scores.mean()
-    }
-
-    /// Mean KL(full || variant) of the next token, in nats.
-    pub fn kl(&self) -> f64 {
-        self.kl / self.steps.max(1) as f64
-    }
-}
-
-/// Questions asked and answered, by turn.
-#[derive(Clone, Debug, Default)]
-pub struct Answers(Vec<(usize, usize)>);
+/// Per turn: how many questions were asked, and the share answered.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Answers(Vec<Mean>);
 
 impl Answers {
     pub(super) fn add(&mut self, turn: usize, right: bool) {
-        let (asked, answered) = at_turn(&mut self.0, turn);
-        *asked += 1;
-        *answered += usize::from(right);
+        *at_turn(&mut self.0, turn) += f64::from(right).into();
     }
 
-    /// Questions asked.
+    fn total(&self) -> Mean {
+        let mut total = Mean::default();
+        self.0.iter().for_each(|turn| total += *turn);
+        total
+    }
+
+    /// Counts the questions asked.
     pub fn asked(&self) -> usize {
-        self.0.iter().map(|(asked, _)| asked).sum()
+        self.total().count
     }
 
-    /// Share of them answered; `None` without a question.
+    /// Returns the share of them answered; `None` without a question.
     pub fn accuracy(&self) -> Option<f64> {
-        let answered: usize = self.0.iter().map(|(_, answered)| answered).sum();
-        (self.asked() > 0).then(|| answered as f64 / self.asked() as f64)
-    }
-
-    /// The share of each turn.
-    pub fn by_turn(&self) -> Vec<f64> {
-        let share = |(asked, answered): &(usize, usize)| *answered as f64 / (*asked).max(1) as f64;
-        self.0.iter().map(share).collect()
+        (self.asked() > 0).then(|| self.total().into())
     }
 }
 
-/// Finds the entry of a turn, making it if there is none yet.
+/// Returns the entry of a turn; makes it if there is none yet.
 fn at_turn<T: Default + Clone>(turns: &mut Vec<T>, turn: usize) -> &mut T {
     if turns.len() <= turn {
         turns.resize(turn + 1, T::default());
@@ -70,14 +40,23 @@ fn at_turn<T: Default + Clone>(turns: &mut Vec<T>, turn: usize) -> &mut T {
     &mut turns[turn]
 }
 
-/// What all blocks gave for one variant.
+/// The metrics of one turn, over all layers and heads.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct TurnMetrics {
+    #[serde(flatten)]
+    choices: Metrics,
+    /// KL(full || variant) of the next token, in nats.
+    kl: Mean,
+}
+
+/// The results of one variant on all blocks.
 #[derive(Clone, Debug, Default)]
-pub struct Report {
+pub struct VariantReport {
     /// Per layer and KV head.
-    pub heads: Vec<Vec<Scores>>,
+    pub heads: Vec<Vec<Metrics>>,
     /// Per turn of a block.
-    pub turns: Vec<Turn>,
-    /// Needles.
+    pub turns: Vec<TurnMetrics>,
+    /// The answers to needles.
     pub answers: Answers,
     /// Decode steps, those of needles included.
     steps: usize,
@@ -89,36 +68,39 @@ pub struct Report {
     positions: f64,
 }
 
-impl Report {
-    /// An empty report on a model.
+impl VariantReport {
+    /// Makes an empty report on a model.
     pub(super) fn new(c: &ModelConfig) -> Self {
         Self {
-            heads: vec![vec![Scores::default(); c.n_kv_heads]; c.n_layers],
+            heads: vec![vec![Metrics::default(); c.n_kv_heads]; c.n_layers],
             ..Self::default()
         }
     }
 
     /// Adds up all turns of all blocks.
-    pub fn whole(&self) -> Turn {
-        let mut all = Turn::default();
-        self.turns.iter().for_each(|turn| all.add(turn));
+    pub fn whole(&self) -> TurnMetrics {
+        let mut all = TurnMetrics::default();
+        for turn in &self.turns {
+            all.choices += turn.choices;
+            all.kl += turn.kl;
+        }
         all
     }
 
-    /// The means over all decode steps and layers.
+    /// Returns the means over all decode steps and layers.
     pub fn shares(&self) -> Shares {
         self.shares.mean(self.steps)
     }
 
-    /// Bits of the index per position and KV head.
+    /// Returns the bits of the index per position and KV head.
     pub fn index_bits_per_token(&self) -> f64 {
         8.0 * self.index_bytes / self.positions.max(1.0)
     }
 
-    /// Adds the scores of one KV head in one step along the full trajectory.
-    pub(super) fn add_scores(&mut self, layer: usize, kv_head: usize, turn: usize, scores: &Scores) {
-        self.heads[layer][kv_head].add(scores);
-        at_turn(&mut self.turns, turn).scores.add(scores);
+    /// Adds the metrics of one KV head in one step along the full trajectory.
+    pub(super) fn add_metrics(&mut self, layer: usize, kv_head: usize, turn: usize, metrics: Metrics) {
+        self.heads[layer][kv_head] += metrics;
+        at_turn(&mut self.turns, turn).choices += metrics;
     }
 
     /// Adds a step; `sum` is its sum over layers.
@@ -129,9 +111,7 @@ impl Report {
 
     /// Adds the KL of the next token after a step.
     pub(super) fn add_kl(&mut self, turn: usize, kl: f64) {
-        let turn = at_turn(&mut self.turns, turn);
-        turn.kl += kl;
-        turn.steps += 1;
+        at_turn(&mut self.turns, turn).kl += kl.into();
     }
 
     /// Adds an index of one KV head at the end of a block or needle of `positions` positions.

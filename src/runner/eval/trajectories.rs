@@ -1,4 +1,4 @@
-//! The trajectories of one block or conversation: what the full one and each variant's own have cached.
+//! The trajectories of one block or conversation: the caches along the full one, and along each variant's own.
 
 use ndarray::{Array1, Array2, Axis};
 use rayon::prelude::*;
@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use super::super::Options;
 use super::super::head::{Head, PromptRows, Token, decode_head, prefill_heads};
 use super::Variant;
-use super::judge::{Judge, Scores};
+use super::judge::{Judge, Metrics};
 use crate::compute::attention;
 use crate::error::Result;
 use crate::kv::StaticSet;
@@ -15,45 +15,45 @@ use crate::method::{Choice, Retriever};
 use crate::model::ModelConfig;
 use crate::model::forward::{Context, Forward, Rows};
 
-/// The full trajectory and one per variant, after what was fed so far.
+/// The full trajectory and one per variant.
 pub(super) struct Trajectories {
     /// Per layer and KV head.
     pub heads: Vec<Vec<HeadTrajectories>>,
     /// Positions fed.
     pub len: usize,
-    /// Decode steps among them.
+    /// How many of them in decode steps.
     pub steps: usize,
-    /// Whether the methods also choose along the full trajectory.
+    /// Whether shadows choose along the full trajectory.
     judged: bool,
 }
 
 /// One KV head along every trajectory.
 pub(super) struct HeadTrajectories {
-    /// The full trajectory, in f32.
+    /// Cache of the full trajectory, in f32.
     exact: KvHead,
-    /// The full trajectory as the variants' caches hold it, where that is not f32.
+    /// Cache of the full trajectory in the type of the variants' caches, if that is not f32.
     stored: Option<KvHead>,
-    /// Per variant: the state that chooses along the full trajectory. Empty where nothing is judged.
+    /// Per variant: its index along the full trajectory. Empty unless choices are judged.
     shadows: Vec<Box<dyn Retriever>>,
-    /// Per variant: cache and state along its own trajectory, from the first prompt on.
+    /// Per variant: cache and index along its own trajectory; empty before the first prompt.
     pub own: Vec<Head>,
 }
 
-/// What one KV head gives in one decode step.
+/// The results of one KV head in one decode step.
 pub(super) struct HeadStep {
-    /// Per variant, where it is judged.
-    pub scores: Vec<Scores>,
+    /// Per variant, if choices are judged.
+    pub metrics: Vec<Metrics>,
     /// Per variant: its choice along its own trajectory.
     pub chosen: Vec<Choice>,
 }
 
-/// What the KV heads of a layer are given in one decode step.
+/// What the KV heads of a layer have in common in one decode step.
 pub(super) struct StepInput<'a> {
-    /// Of every trajectory.
+    /// The rows of the token, one per trajectory.
     pub rows: &'a Rows,
     /// Query heads per KV head.
     pub group: usize,
-    /// Decode steps before it.
+    /// Index of the step.
     pub step: usize,
     pub set: &'a StaticSet,
     pub variants: &'a [Variant<'a>],
@@ -93,9 +93,9 @@ impl Trajectories {
         }
     }
 
-    /// Runs a prompt with exact attention along every trajectory. The first is the same for all of them;
-    /// a later one attends what each has cached. Returns the logits after it, the full trajectory's first:
-    /// `[vocab]` each.
+    /// Runs a prompt with exact attention along every trajectory. The first prompt is the same for all of them;
+    /// a later one attends each trajectory's own cache. Returns the logits after the prompt, `[vocab]` for each
+    /// trajectory, the full one first.
     pub fn prompt(&mut self, forward: &dyn Forward, ids: &[u32]) -> Result<Vec<Array1<f32>>> {
         let windows = &forward.decoder().config.windows;
         let heads = &mut self.heads;
@@ -122,11 +122,11 @@ impl Trajectories {
     }
 }
 
-/// Takes in a prompt's rows of one layer along the full trajectory; returns what the prompt attends.
+/// Adds a prompt's rows to one layer of the full trajectory; returns what the prompt attends.
 fn prefill_full(heads: &mut [HeadTrajectories], rows: Rows, model_window: Option<usize>) -> Context {
     let exact: Vec<&KvHead> = heads.iter().map(|h| &h.exact).collect();
     let stored: Option<Vec<&KvHead>> = heads.iter().map(|h| h.stored.as_ref()).collect();
-    // Where the variants' caches round, methods see what those give for earlier positions.
+    // Methods see earlier positions as rounded by the variants' caches.
     let stored = stored.filter(|caches| !caches[0].is_empty());
     let rounded = stored.map(|caches| {
         let (q, k, v) = (rows.q_rope.clone(), rows.k_rope.clone(), rows.v.clone());
@@ -134,14 +134,19 @@ fn prefill_full(heads: &mut [HeadTrajectories], rows: Rows, model_window: Option
     });
     let context = Context::join(rows.q_rope, rows.k_rope, rows.v, &exact);
     heads.par_iter_mut().enumerate().for_each(|(c, head)| {
-        let of = |context| PromptRows::of(&rows.k_pre, context, c, model_window);
-        head.prefill(&of(&context), &of(rounded.as_ref().unwrap_or(&context)));
+        let rows = |context| PromptRows {
+            k_pre: &rows.k_pre,
+            context,
+            kv_head: c,
+            model_window,
+        };
+        head.prefill(&rows(&context), &rows(rounded.as_ref().unwrap_or(&context)));
     });
     context
 }
 
 impl HeadTrajectories {
-    /// Takes in a prompt along the full trajectory; `seen` has earlier rows as the variants' caches do.
+    /// Adds a prompt to the full trajectory; `seen` has earlier rows as the variants' caches hold them.
     fn prefill(&mut self, exact: &PromptRows, seen: &PromptRows) {
         exact.cache(&mut self.exact);
         if let Some(stored) = &mut self.stored {
@@ -153,7 +158,7 @@ impl HeadTrajectories {
         }
     }
 
-    /// Starts each variant's own trajectory, after the first prompt.
+    /// Starts each variant's own trajectory after the first prompt; without judging, shadows end here.
     fn branch(&mut self, judged: bool) {
         let kv = self.stored.as_mut().unwrap_or(&mut self.exact);
         let forks = self.shadows.iter().map(|shadow| Head {
@@ -167,7 +172,7 @@ impl HeadTrajectories {
         }
     }
 
-    /// Runs one step of KV head `c`; out `[trajectories,r,d]`.
+    /// Runs one step of KV head `c` along every trajectory; writes the attention's output, `[trajectories,r,d]`.
     pub fn step(&mut self, input: &StepInput, c: usize, mut out: ndarray::ArrayViewMut3<f32>) -> HeadStep {
         let token = Token::of(input.rows, c, input.group, 0);
         token.cache(&mut self.exact);
@@ -180,7 +185,7 @@ impl HeadTrajectories {
         let q = token.q_rope.view();
         let (weights, _) = attention::decode_with_weights(q, keys, values, &visible, full.view_mut());
         let full = full.to_owned();
-        let mut scores = Vec::new();
+        let mut metrics = Vec::new();
         if !self.shadows.is_empty() {
             let judge = Judge::new(input.set, weights.view(), full.view());
             let kv = self.stored.as_ref().unwrap_or(&self.exact);
@@ -188,7 +193,7 @@ impl HeadTrajectories {
                 let step = token.step(input.step, input.set, variant.budget, kv);
                 let mut output = Array2::zeros(full.dim());
                 let choice = decode_head(&token, &step, input.set, shadow.as_mut(), output.view_mut());
-                scores.push(judge.scores(&choice, step.budget, output.view_mut()));
+                metrics.push(judge.measure(&choice, step.budget, output.view_mut()));
             }
         }
         let mut chosen = Vec::new();
@@ -197,6 +202,6 @@ impl HeadTrajectories {
             let output = out.index_axis_mut(Axis(0), v + 1);
             chosen.push(head.step(&token, input.step, input.set, variant.budget, output));
         }
-        HeadStep { scores, chosen }
+        HeadStep { metrics, chosen }
     }
 }

@@ -12,7 +12,7 @@ use kvsmith::runner::{Options, Session};
 use kvsmith::store::Store;
 use ndarray::{Array1, Array3};
 
-use super::common::{method, prepared};
+use super::{all_golden, method, prepared};
 
 pub struct Golden {
     pub decoder: Decoder,
@@ -54,7 +54,7 @@ impl Golden {
 
 /// The name and the folder of every golden model.
 pub fn all() -> Vec<(String, PathBuf)> {
-    let named = super::common::all_golden().map(|dir| {
+    let named = all_golden().map(|dir| {
         let name = dir.file_name().unwrap().to_string_lossy().into_owned();
         (name, dir)
     });

@@ -1,0 +1,337 @@
+//! `kvsmith bench retrieve` and `bench attend`: one decode step of one layer on shapes of real models, with random
+//! data. No checkpoint and no artifact is needed.
+
+use std::collections::BTreeMap;
+
+use serde_json::json;
+
+use super::report::{Results, Times, against_read_loop, measure};
+use super::timed::{check, methods_help, ranking_help};
+use super::{cpu_step, cuda_step};
+use crate::cmd::args::Global;
+use crate::cmd::merge;
+use crate::compute::cuda::Cuda;
+use crate::error::{Error, Result};
+use crate::flags::{Device, at_least_one};
+use crate::float::Float;
+use crate::interrupt;
+use crate::kv::{Budget, KvType, StaticSet};
+use crate::method::bench::{Bench, TimedLayer};
+use crate::method::params::MethodParams;
+use crate::method::registry::MethodName;
+use crate::method::{Choice, Ranking, Reads, lfps};
+
+/// Bytes that are read in turn, more than the processor's caches hold.
+pub const ROTATED_BYTES: usize = 256 << 20;
+
+#[derive(clap::Args, Debug)]
+pub struct LayerArgs {
+    /// Attention shapes: llama-3.1-8b, qwen2.5-14b, mistral-7b, or query heads/KV heads x channels (32/8x128)
+    #[arg(
+        long,
+        value_name = "S,..",
+        value_delimiter = ',',
+        default_value = "llama-3.1-8b",
+        value_parser = parse_shape
+    )]
+    shapes: Vec<[usize; 3]>,
+    /// Positions in the cache, in numbers or as 8K to 1M
+    #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "8K,32K,128K", value_parser = parse_context)]
+    context: Vec<usize>,
+    #[arg(
+        long,
+        value_name = "M,..",
+        value_delimiter = ',',
+        default_value = "full,a2ats,selfindex",
+        help = methods_help()
+    )]
+    methods: Vec<MethodName>,
+    #[command(flatten)]
+    caches: Caches,
+    #[command(flatten)]
+    lfps: lfps::LfpsParams,
+    #[arg(long, value_enum, default_value_t, help = ranking_help())]
+    ranking: Ranking,
+    /// Timed runs
+    #[arg(long, value_name = "N", default_value_t = 20, value_parser = at_least_one)]
+    runs: usize,
+}
+
+/// The caches that steps read, and how much they choose.
+#[derive(clap::Args, Debug)]
+pub struct Caches {
+    /// Sequences
+    #[arg(long, value_name = "B,..", value_delimiter = ',', default_value = "1", value_parser = parse_batch)]
+    pub batch: Vec<usize>,
+    /// What a method may choose, as in `run`
+    #[arg(long, value_name = "X", default_value = "0.06")]
+    pub budget: Budget,
+    /// Element type of the cache; 2bit on the CPU alone
+    #[arg(long, value_enum, value_name = "TYPE", default_value_t = KvType::Bf16)]
+    pub kv: KvType,
+    /// Codewords of a2ats
+    #[arg(long, value_name = "M", default_value_t = 4096, value_parser = at_least_one)]
+    pub size: usize,
+}
+
+/// Returns the element type of cached rows on a GPU; fails for 2-bit rows.
+pub fn float(kv: KvType) -> Result<Float> {
+    let refused =
+        || Error::usage("`--kv 2bit`: `bench` has such rows on the CPU alone").hint("use --device cpu");
+    kv.float().ok_or_else(refused)
+}
+
+/// Parses the query heads, KV heads and channels of a layer: a model's, or numbers as in 32/8x128.
+fn parse_shape(text: &str) -> std::result::Result<[usize; 3], String> {
+    let numbers = || {
+        let (n_heads, rest) = text.split_once('/')?;
+        let (kv_heads, head_dim) = rest.split_once('x')?;
+        Some([
+            n_heads.parse().ok()?,
+            kv_heads.parse().ok()?,
+            head_dim.parse().ok()?,
+        ])
+    };
+    let [h, g, d] = match text {
+        "llama-3.1-8b" | "mistral-7b" => [32, 8, 128],
+        "qwen2.5-14b" => [40, 8, 128],
+        _ => numbers().ok_or("expected a model, or query heads/KV heads x channels as in 32/8x128")?,
+    };
+    if h == 0 || g == 0 || d == 0 || h % g != 0 || d % 32 != 0 || h.max(d) > 1024 {
+        return Err("query heads must come in groups, channels in 32s, at most 1024 of each".to_owned());
+    }
+    Ok([h, g, d])
+}
+
+/// Parses a number of positions, as in 8192, 8K or 1M.
+pub(super) fn parse_context(text: &str) -> std::result::Result<usize, String> {
+    let (digits, unit) = match text.as_bytes().last() {
+        Some(b'K' | b'k') => (&text[..text.len() - 1], 1 << 10),
+        Some(b'M' | b'm') => (&text[..text.len() - 1], 1 << 20),
+        _ => (text, 1),
+    };
+    let n = digits.parse::<usize>().ok().and_then(|n| n.checked_mul(unit));
+    n.filter(|n| (1..=16 << 20).contains(n))
+        .ok_or_else(|| "expected a number of positions from 1 to 16M".to_owned())
+}
+
+/// Parses a number of sequences.
+fn parse_batch(text: &str) -> std::result::Result<usize, String> {
+    match text.parse() {
+        Ok(n @ 1..=65_535) => Ok(n),
+        _ => Err("expected a whole number from 1 to 65535".to_owned()),
+    }
+}
+
+/// One combination of shape, caches and method.
+#[derive(Clone, Copy)]
+pub struct LayerSetting<'a> {
+    pub caches: &'a Caches,
+    lfps: lfps::LfpsParams,
+    pub layer: TimedLayer,
+    /// Query heads per KV head, r.
+    pub group: usize,
+    method: MethodName,
+    pub bench: &'static dyn Bench,
+    /// Whether the chosen positions are attended too.
+    pub attends: bool,
+}
+
+/// First positions that are always attended, as many as in `run` by default.
+pub const SINKS: usize = 4;
+/// Last positions that are always attended, as many as in `run` by default.
+pub const WINDOW: usize = 64;
+
+impl LayerSetting<'_> {
+    /// Returns the static set of the last position.
+    pub fn static_set(&self) -> StaticSet {
+        StaticSet::at(self.layer.context - 1, None, SINKS, WINDOW)
+    }
+
+    /// Counts the positions that a step may choose.
+    pub fn budget(&self) -> usize {
+        self.caches.budget.positions(self.layer.context)
+    }
+
+    /// Returns the parameters of all methods.
+    pub fn params(&self) -> MethodParams {
+        MethodParams {
+            lfps: self.lfps,
+            ..MethodParams::default()
+        }
+    }
+
+    /// Tells whether a step reads cached rows.
+    pub fn holds_rows(&self) -> bool {
+        self.attends || self.bench.reads_rows(self.caches.kv)
+    }
+
+    /// Counts the bytes of a cached key.
+    fn key_bytes(&self) -> usize {
+        self.caches.kv.bytes_per_key(self.layer.head_dim)
+    }
+
+    /// Counts the bytes of a cached key and value.
+    fn position_bytes(&self) -> usize {
+        self.caches.kv.bytes_per_position(self.layer.head_dim)
+    }
+
+    /// Counts the bytes of the cached rows of one layer; 0 if none is read.
+    fn row_bytes(&self) -> usize {
+        let heads = self.layer.sequences * self.layer.kv_heads;
+        match self.holds_rows() {
+            true => self.position_bytes() * heads * self.layer.context,
+            false => 0,
+        }
+    }
+
+    /// Counts the bytes of one copy of the layer's data: cached rows, and the index that a step on a GPU reads.
+    fn copy_bytes(&self) -> usize {
+        self.row_bytes() + self.bench.index_bytes(&self.layer)
+    }
+
+    /// Counts the copies of the layer's data that together exceed the processor's caches.
+    pub fn copies(&self) -> usize {
+        ROTATED_BYTES.div_ceil(self.copy_bytes().max(1)).clamp(2, 64)
+    }
+
+    /// Counts the bytes of all copies.
+    pub fn bytes(&self) -> usize {
+        self.copies() * self.copy_bytes()
+    }
+
+    /// Counts the bytes that a step of one KV head reads on the CPU: the index, the keys that are ranked, and
+    /// each row that is attended once.
+    pub fn read_bytes(&self, reads: &Reads, choice: &Choice) -> usize {
+        let (ranked, attended) = match self.attends {
+            true => (
+                reads.unattended_keys,
+                self.static_set().len() + choice.positions.len(),
+            ),
+            false => (reads.keys, 0),
+        };
+        reads.index_bytes + self.key_bytes() * ranked + self.position_bytes() * attended
+    }
+
+    /// Counts the bytes that a step on a GPU has to move: the index, and each row that is attended once.
+    fn moved_bytes(&self) -> usize {
+        let set = self.static_set();
+        let attended = match self.bench.retrieves() {
+            true => set.len() + self.budget().min(set.candidates.len()),
+            false => self.layer.context,
+        };
+        self.bench.index_bytes(&self.layer) + self.row_bytes() / self.layer.context * attended
+    }
+
+    fn name(&self) -> String {
+        let what = if self.attends { "attend" } else { "retrieve" };
+        let how = match self.layer.ranking {
+            Ranking::Fast => "",
+            Ranking::Plain => ", plain ranking",
+        };
+        format!("{what} {}{how}", self.method.as_str())
+    }
+
+    pub fn shape(&self) -> String {
+        let TimedLayer {
+            sequences: b,
+            kv_heads: g,
+            head_dim: d,
+            context: n,
+            ..
+        } = self.layer;
+        let (kv, budget) = (self.caches.kv.as_str(), self.caches.budget.value());
+        let h = self.group * g;
+        format!("batch {b}, {h}/{g} heads x {d}, {n} positions, {kv}, budget {budget}")
+    }
+}
+
+/// Times every combination; `attends` tells `bench attend` from `bench retrieve`.
+pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
+    check(&args.methods, args.ranking, global.device)?;
+    let cuda = match global.device {
+        Device::Wgpu => {
+            return Err(
+                Error::device("`bench` of decode steps cannot run on device `wgpu`")
+                    .hint("use --device cpu or --device cuda"),
+            );
+        }
+        Device::Cuda => {
+            float(args.caches.kv)?;
+            Some(Cuda::open()?)
+        }
+        _ => None,
+    };
+    let driver = cuda.as_ref().map(Cuda::driver);
+    let bandwidth = match driver {
+        Some(driver) => cuda_step::bandwidth(driver, args.runs)?,
+        None => cpu_step::bandwidth(args.runs),
+    };
+    global
+        .log()
+        .note(&format!("a plain read loop: {bandwidth:.1} GB/s"));
+    let mut results = Results::new(global);
+    // GB/s of scattered reads, by the bytes of a row.
+    let mut scattered = BTreeMap::new();
+    for setting in settings(args, attends, global.seed) {
+        interrupt::check()?;
+        let (device, times, bytes, mut more) = match driver {
+            Some(driver) => {
+                let mut steps = cuda_step::CudaSteps::new(driver, &setting)?;
+                let times = measure(args.runs, || steps.run())?;
+                ("cuda", times, setting.moved_bytes(), json!({}))
+            }
+            None => {
+                let row = setting.key_bytes();
+                let rate = *scattered
+                    .entry(row)
+                    .or_insert_with(|| cpu_step::scattered(row, args.runs));
+                let mut steps = cpu_step::CpuSteps::new(&setting)?;
+                let times = measure(args.runs, || steps.run())?;
+                let share = steps.scored_share();
+                let more = json!({ "scored_share": share, "scattered_loop_gbytes_per_s": rate });
+                ("cpu", times, steps.bytes, more)
+            }
+        };
+        let times = Times::from(times);
+        let (rates, said) = against_read_loop(bytes as f64, times.median, bandwidth);
+        merge(&mut more, &rates);
+        more["bytes"] = json!(bytes);
+        let [median, min, max] = [times.median, times.min, times.max].map(|seconds| 1e6 * seconds);
+        let says = format!("median {median:.1} us (min {min:.1}, max {max:.1}), {said}");
+        results.add([&setting.name(), &setting.shape(), device], &times, &more, &says)?;
+    }
+    results.finish()
+}
+
+/// Lists every combination; without attending, only the methods that retrieve.
+fn settings(args: &LayerArgs, attends: bool, seed: u64) -> Vec<LayerSetting<'_>> {
+    let mut out = Vec::new();
+    for &[n_heads, kv_heads, head_dim] in &args.shapes {
+        for &context in &args.context {
+            for &sequences in &args.caches.batch {
+                let layer = TimedLayer {
+                    sequences,
+                    kv_heads,
+                    head_dim,
+                    context,
+                    codewords: args.caches.size,
+                    ranking: args.ranking,
+                    seed,
+                };
+                let timed = args.methods.iter().filter_map(|m| Some((*m, m.bench()?)));
+                let timed = timed.filter(|(_, bench)| attends || bench.retrieves());
+                out.extend(timed.map(|(method, bench)| LayerSetting {
+                    caches: &args.caches,
+                    lfps: args.lfps,
+                    layer,
+                    group: n_heads / kv_heads,
+                    method,
+                    bench,
+                    attends,
+                }));
+            }
+        }
+    }
+    out
+}
