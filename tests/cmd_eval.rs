@@ -142,7 +142,7 @@ fn states(decoder: &Decoder, ids: &[u32]) -> Vec<States> {
             out = Some(States {
                 q_pre: s.q_pre.clone(),
                 k_pre: s.k_pre.clone(),
-                q: rotated(&s.q_pre, &table, 0..ids.len()),
+                q: rotated(&s.q_pre, &table),
                 k: k_rope.clone(),
                 v: s.v.clone(),
             });

@@ -516,7 +516,7 @@ fn retrieval(rope: &str, metric: &str) {
             });
         let (q_pre, k_pre) = states.unwrap();
         let table = decoder.rope.table(0..n);
-        let (q_rope, k_rope) = (rotated(&q_pre, &table, 0..n), rotated(&k_pre, &table, 0..n));
+        let (q_rope, k_rope) = (rotated(&q_pre, &table), rotated(&k_pre, &table));
         let (queries, keys_used) = match windowed {
             true => (&q_pre, &k_pre),
             false => (&q_rope, &k_rope),
