@@ -21,7 +21,7 @@ use crate::model::forward::Layers;
 use crate::progress::{Log, Progress, size};
 use crate::stats::moments::{LayerMoments, Position};
 use crate::store::{self, Output};
-use crate::work::Work;
+use crate::work::WorkFolder;
 
 /// Arguments of `calibrate`.
 #[derive(clap::Args, Debug)]
@@ -135,7 +135,12 @@ fn note_cpu_parts(device: &dyn Device, log: Log) {
 }
 
 /// Opens the folder of what a stopped run needs to go on, if one is asked for.
-fn open_work(args: &Args, global: &Global, origin: &Origin, sections: &[Section]) -> Result<Option<Work>> {
+fn open_work(
+    args: &Args,
+    global: &Global,
+    origin: &Origin,
+    sections: &[Section],
+) -> Result<Option<WorkFolder>> {
     let Some(dir) = &args.work else {
         return Ok(None);
     };
@@ -145,7 +150,7 @@ fn open_work(args: &Args, global: &Global, origin: &Origin, sections: &[Section]
         "precision": format!("{:?}", global.precision),
         "sections": sections.iter().map(|s| &s.manifest).collect::<Vec<_>>(),
     });
-    Work::open(dir, &identity, args.resume, sections).map(Some)
+    WorkFolder::open(dir, &identity, args.resume, sections).map(Some)
 }
 
 /// Collects the rows whose queries any fit reads, ascending.
@@ -182,7 +187,7 @@ struct Captured {
 
 impl Calibration<'_> {
     /// Captures and fits layer by layer, from where `work` stopped.
-    fn run(&self, layers: &dyn Layers, work: Option<&Work>, sections: &mut [Section]) -> Result<()> {
+    fn run(&self, layers: &dyn Layers, work: Option<&WorkFolder>, sections: &mut [Section]) -> Result<()> {
         let sizes = self.decoder.config.sizes();
         let mut capture = self.start(layers, work, sections)?;
         let remaining = sizes.n_layers - capture.next_layer;
@@ -206,7 +211,7 @@ impl Calibration<'_> {
     fn start<'a>(
         &'a self,
         layers: &'a dyn Layers,
-        work: Option<&Work>,
+        work: Option<&WorkFolder>,
         sections: &mut [Section],
     ) -> Result<Capture<'a>> {
         let c = &self.decoder.config;

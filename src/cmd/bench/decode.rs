@@ -300,13 +300,13 @@ pub trait Work {
 pub fn run(args: &DecodeArgs, attends: bool, global: &Global) -> Result<()> {
     check(&args.methods, args.ranking, global.device)?;
     let device = match global.device {
-        flags::Device::Wgpu => {
+        flags::DeviceFlag::Wgpu => {
             return Err(
                 Error::device("`bench` of decode steps cannot run on device `wgpu`")
                     .hint("use --device cpu or --device cuda"),
             );
         }
-        flags::Device::Cuda => {
+        flags::DeviceFlag::Cuda => {
             float(args.caches.kv)?;
             Some(compute::cuda::Cuda::open()?)
         }

@@ -8,7 +8,7 @@ use super::report::{random_points, row};
 use crate::cmd::args::Global;
 use crate::cmd::print_json;
 use crate::error::{Error, Result};
-use crate::flags::{Device, at_least_one};
+use crate::flags::{DeviceFlag, at_least_one};
 use crate::interrupt;
 use crate::stats::kmeans::{Codebook, MAX_SIZE};
 
@@ -34,7 +34,7 @@ pub struct EncodeArgs {
 /// Runs `bench encode`.
 pub fn run(args: &EncodeArgs, global: &Global) -> Result<()> {
     let (n, d, size) = (args.n, args.dim, args.size);
-    if !matches!(global.device, Device::Auto | Device::Cpu) {
+    if !matches!(global.device, DeviceFlag::Auto | DeviceFlag::Cpu) {
         return Err(Error::device("`bench encode` runs on the CPU alone").hint("use --device cpu"));
     }
     let most = MOST / d.max(1);

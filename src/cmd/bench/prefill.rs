@@ -11,7 +11,7 @@ use crate::cmd::print_json;
 use crate::compute::attention::causal;
 use crate::compute::linear::Linear;
 use crate::error::{Error, Result};
-use crate::flags::{Device, at_least_one, parse_float};
+use crate::flags::{DeviceFlag, at_least_one, parse_float};
 use crate::float::Float;
 use crate::interrupt;
 use crate::weight::Weight;
@@ -88,7 +88,7 @@ impl PrefillArgs {
 
 /// Runs `bench prefill`.
 pub fn run(args: &PrefillArgs, global: &Global) -> Result<()> {
-    if !matches!(global.device, Device::Auto | Device::Cpu) {
+    if !matches!(global.device, DeviceFlag::Auto | DeviceFlag::Cpu) {
         return Err(Error::device("`bench prefill` runs on the CPU alone").hint("use --device cpu"));
     }
     args.check()?;
