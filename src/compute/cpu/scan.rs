@@ -13,7 +13,7 @@
 use multiversion::multiversion;
 use multiversion::target::match_target;
 
-use super::super::blocks::{Line, PANEL};
+use super::super::blocks::{PANEL, PanelLine};
 
 /// Returns row `i` of `x`, `[n, d]`.
 pub(super) fn row(x: &[f32], i: u32, dim: usize) -> &[f32] {
@@ -25,9 +25,9 @@ pub(super) fn row(x: &[f32], i: u32, dim: usize) -> &[f32] {
 pub(crate) struct Panels {
     dim: usize,
     /// `[panels, d]`, the last panel padded with zeros.
-    data: Vec<Line>,
+    data: Vec<PanelLine>,
     /// `-||c||²/2` per slot, `[panels]`; minus infinity in the padding, so that it never wins.
-    biases: Vec<Line>,
+    biases: Vec<PanelLine>,
     /// The number of the centroid in each slot, ascending, `[slots]` without padding.
     pub(super) ids: Vec<u32>,
 }
@@ -36,8 +36,8 @@ impl Panels {
     /// Packs the centroids with the numbers `ids`, ascending; the first row of `centroids` has the number `first`.
     pub fn pack(centroids: &[f32], dim: usize, first: u32, ids: Vec<u32>) -> Self {
         let count = ids.len().div_ceil(PANEL);
-        let mut data = vec![Line([0.0; PANEL]); count * dim];
-        let mut biases = vec![Line([f32::NEG_INFINITY; PANEL]); count];
+        let mut data = vec![PanelLine([0.0; PANEL]); count * dim];
+        let mut biases = vec![PanelLine([f32::NEG_INFINITY; PANEL]); count];
         for (slot, &id) in ids.iter().enumerate() {
             let (panel, lane) = (slot / PANEL, slot % PANEL);
             let c = row(centroids, id - first, dim);
@@ -125,7 +125,7 @@ impl LaneBests {
 
 /// The buffers of one worker; `out` holds the results of its last scan.
 #[derive(Default)]
-pub(super) struct Scratch {
+pub(super) struct ScanScratch {
     packed: Vec<f32>,
     lanes: Vec<LaneBests>,
     pub(super) out: Vec<BestTwo>,
@@ -133,7 +133,7 @@ pub(super) struct Scratch {
 
 /// Scores the rows `rows` of `x` against all panels and puts the best two of each row into `scratch.out`.
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2+fma", "aarch64+neon"))]
-pub(super) fn scan(x: &[f32], rows: &[u32], panels: &Panels, scratch: &mut Scratch) {
+pub(super) fn scan(x: &[f32], rows: &[u32], panels: &Panels, scratch: &mut ScanScratch) {
     // Rows per tile: as many as the vector registers hold beside a line of the panel.
     match_target! {
         "x86_64+avx512f" => scan_tiles::<12, true>(x, rows, panels, scratch),
@@ -148,11 +148,11 @@ fn scan_tiles<const R: usize, const FMA: bool>(
     x: &[f32],
     rows: &[u32],
     panels: &Panels,
-    scratch: &mut Scratch,
+    scratch: &mut ScanScratch,
 ) {
     let dim = panels.dim;
     let tiles = rows.len().div_ceil(R);
-    let Scratch { packed, lanes, out } = scratch;
+    let ScanScratch { packed, lanes, out } = scratch;
     packed.clear();
     packed.resize(tiles * dim * R, 0.0);
     for (tile, rows) in packed.chunks_exact_mut(dim * R).zip(rows.chunks(R)) {
@@ -189,8 +189,8 @@ fn scan_tiles<const R: usize, const FMA: bool>(
 #[inline(always)]
 fn score_tile<const R: usize, const FMA: bool>(
     tile: &[[f32; R]],
-    panel: &[Line],
-    bias: &Line,
+    panel: &[PanelLine],
+    bias: &PanelLine,
 ) -> [[f32; PANEL]; R] {
     let mut scores = [bias.0; R];
     for (x, c) in tile.iter().zip(panel) {
@@ -250,14 +250,14 @@ mod tests {
     use super::*;
     use crate::testing::values;
 
-    fn bits(scratch: &Scratch) -> Vec<(u32, u32, u32)> {
+    fn bits(scratch: &ScanScratch) -> Vec<(u32, u32, u32)> {
         let of = |best: &BestTwo| (best.id, best.score.to_bits(), best.second.to_bits());
         scratch.out.iter().map(of).collect()
     }
 
     #[test]
     fn every_tile_height_gives_the_same_bits() {
-        let mut scratch = Scratch::default();
+        let mut scratch = ScanScratch::default();
         for (n, size, dim) in [(1, 1, 1), (25, 70, 5), (40, 33, 128)] {
             let (x, c) = (values(n * dim, 1), values(size * dim, 2));
             let panels = Panels::pack(&c, dim, 0, (0..size as u32).collect());
@@ -286,7 +286,7 @@ mod tests {
         let (x, c) = (values(n * dim, 3), values(size * dim, 4));
         let panels = Panels::pack(&c, dim, 0, (0..size as u32).collect());
         let rows: Vec<u32> = (0..n as u32).collect();
-        let mut scratch = Scratch::default();
+        let mut scratch = ScanScratch::default();
         scan_tiles::<1, false>(&x, &rows, &panels, &mut scratch);
         for (&i, best) in rows.iter().zip(&scratch.out) {
             let c = row(&c, best.id, dim);
@@ -307,7 +307,7 @@ mod tests {
         let mut c = vec![0.0f32; 40];
         (c[0], c[32]) = (1.0, 0.5);
         let panels = Panels::pack(&c, 1, 0, (0..40).collect());
-        let mut scratch = Scratch::default();
+        let mut scratch = ScanScratch::default();
         scan(&[1.0], &[0], &panels, &mut scratch);
         let best = scratch.out[0];
         assert_eq!((best.id, best.score, best.second), (0, 0.5, 0.375));
