@@ -96,19 +96,17 @@ pub fn total_bytes<'a>(specs: impl IntoIterator<Item = &'a Spec>) -> usize {
 /// Builds the canonical header of `specs`: tensors of wide types first (so that data are aligned), then
 /// by name.
 ///
-/// Returns the file's first bytes, the offset in the file of each tensor's data (in the order of
-/// `specs`), and the file's length.
-fn header(specs: &[Spec], metadata: Option<&str>) -> Result<(Vec<u8>, Vec<usize>, usize)> {
-    let mut order: Vec<usize> = (0..specs.len()).collect();
-    order.sort_by_key(|i| (Reverse(specs[*i].dtype.bitsize()), &specs[*i].name));
+/// Returns the file's first bytes, the offset in the file of each tensor's data, and the file's length.
+fn header(specs: &[Spec], metadata: Option<&str>) -> Result<(Vec<u8>, BTreeMap<String, usize>, usize)> {
+    let mut order: Vec<&Spec> = specs.iter().collect();
+    order.sort_by_key(|spec| (Reverse(spec.dtype.bitsize()), &spec.name));
     let mut map = BTreeMap::new();
     if let Some(text) = metadata {
         map.insert("__metadata__".to_string(), json!({ METADATA_KEY: text }));
     }
-    let mut offsets = vec![0; specs.len()];
+    let mut offsets = BTreeMap::new();
     let mut at = 0usize;
-    for i in order {
-        let spec = &specs[i];
+    for spec in order {
         let too_large = || Error::failed(format!("tensor `{}` {:?} is too large", spec.name, spec.shape));
         let end = spec
             .bytes()
@@ -118,7 +116,7 @@ fn header(specs: &[Spec], metadata: Option<&str>) -> Result<(Vec<u8>, Vec<usize>
             "dtype": format!("{:?}", spec.dtype), "shape": spec.shape, "data_offsets": [at, end],
         });
         map.insert(spec.name.clone(), entry);
-        offsets[i] = at;
+        offsets.insert(spec.name.clone(), at);
         at = end;
     }
     let mut text = json!(map).to_string().into_bytes();
@@ -128,9 +126,7 @@ fn header(specs: &[Spec], metadata: Option<&str>) -> Result<(Vec<u8>, Vec<usize>
     let mut bytes = (text.len() as u64).to_le_bytes().to_vec();
     bytes.extend(text);
     let start = bytes.len();
-    for offset in &mut offsets {
-        *offset += start;
-    }
+    offsets.values_mut().for_each(|offset| *offset += start);
     Ok((bytes, offsets, start + at))
 }
 
@@ -205,8 +201,8 @@ fn umask() -> u32 {
 /// A safetensors file whose tensors are filled in piece by piece.
 pub struct Writer {
     output: Output,
-    specs: Vec<Spec>,
-    offsets: Vec<usize>,
+    /// The offset in the file of each tensor's data.
+    offsets: BTreeMap<String, usize>,
 }
 
 impl Writer {
@@ -214,25 +210,20 @@ impl Writer {
     ///
     /// # Errors
     /// The disk has too little space.
-    pub fn new(output: Output, specs: Vec<Spec>, metadata: Option<&str>) -> Result<Self> {
-        let (bytes, offsets, len) = header(&specs, metadata)?;
+    pub fn new(output: Output, specs: &[Spec], metadata: Option<&str>) -> Result<Self> {
+        let (bytes, offsets, len) = header(specs, metadata)?;
         let io = |e: std::io::Error| Error::io(&output.path, "write", &e);
         reserve(output.temp.as_file(), len).map_err(io)?;
         output.temp.as_file().write_all_at(&bytes, 0).map_err(io)?;
-        Ok(Self {
-            output,
-            specs,
-            offsets,
-        })
+        Ok(Self { output, offsets })
     }
 
     /// Writes `bytes` into tensor `name`, from byte `at` of its data on.
     pub fn put(&self, name: &str, at: usize, bytes: &[u8]) -> Result<()> {
         let Output { path, temp } = &self.output;
-        let i = self.specs.iter().position(|s| s.name == name);
-        let i =
-            i.ok_or_else(|| Error::failed(format!("internal: no tensor `{name}` in {}", path.display())))?;
-        let written = temp.as_file().write_all_at(bytes, (self.offsets[i] + at) as u64);
+        let missing = || Error::failed(format!("internal: no tensor `{name}` in {}", path.display()));
+        let start = self.offsets.get(name).ok_or_else(missing)?;
+        let written = temp.as_file().write_all_at(bytes, (start + at) as u64);
         written.map_err(|e| Error::io(path, "write", &e))
     }
 
@@ -287,7 +278,8 @@ impl Tensor {
 
 /// Writes whole tensors and the metadata into `output` and finishes it.
 pub fn write(output: Output, tensors: &[Tensor], metadata: Option<&str>) -> Result<()> {
-    let writer = Writer::new(output, tensors.iter().map(|t| t.spec.clone()).collect(), metadata)?;
+    let specs: Vec<Spec> = tensors.iter().map(|t| t.spec.clone()).collect();
+    let writer = Writer::new(output, &specs, metadata)?;
     for t in tensors {
         writer.put(&t.spec.name, 0, &t.bytes)?;
     }

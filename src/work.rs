@@ -153,8 +153,8 @@ impl WorkFolder {
         let digests = BTreeMap::from([("hidden".to_string(), hex(&hash.finalize()))]);
         let manifest = self.manifest(digests, HiddenStates { next_layer });
         let output = Output::create(&self.dir.join(HIDDEN))?;
-        let specs = vec![Spec::new::<f32>("hidden", hidden.shape())];
-        let writer = Writer::new(output, specs, Some(&manifest))?;
+        let specs = [Spec::new::<f32>("hidden", hidden.shape())];
+        let writer = Writer::new(output, &specs, Some(&manifest))?;
         let mut at = 0;
         for bytes in blocks() {
             writer.put("hidden", at, &bytes)?;

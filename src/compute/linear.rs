@@ -45,20 +45,18 @@ impl Linear {
         }
         let packed = PackedInputs::new(x);
         let channels = out.ncols();
-        let size = channels
-            .div_ceil(channels.div_ceil(CHANNELS).max(1))
-            .next_multiple_of(TILE);
+        let count = channels.div_ceil(CHANNELS).max(1);
+        let size = channels.div_ceil(count).next_multiple_of(TILE);
         let mut tasks = Vec::new();
         for (c, part) in pieces(out.view_mut(), Axis(1), size).into_iter().enumerate() {
             for (s, part) in pieces(part, Axis(0), SIDES * SIDE).into_iter().enumerate() {
                 tasks.push((c * size, s * SIDES, part));
             }
         }
-        tasks
-            .into_par_iter()
-            .for_each_init(LinearScratch::default, |scratch, (channel, side, part)| {
-                self.multiply(&packed, channel, side, scratch, part);
-            });
+        let tasks = tasks.into_par_iter();
+        tasks.for_each_init(LinearScratch::default, |scratch, (channel, side, part)| {
+            self.multiply(&packed, channel, side, scratch, part);
+        });
     }
 
     /// Computes the output channels from `first` on for the blocks of input rows from number `side` on.
@@ -102,11 +100,8 @@ impl Linear {
                 }
             }
         }
-        for (rows, mut out) in scratch
-            .sums
-            .chunks_exact(stride)
-            .zip(pieces(out.view_mut(), Axis(0), SIDE))
-        {
+        let sums = scratch.sums.chunks_exact(stride);
+        for (rows, mut out) in sums.zip(out.axis_chunks_iter_mut(Axis(0), SIDE)) {
             for (rows, start) in rows.as_chunks::<PANEL>().0.iter().zip((0..n).step_by(PANEL)) {
                 let target = out.slice_mut(s![.., start..n.min(start + PANEL)]);
                 self.turn(rows, first + start, &mut scratch.lines, target);

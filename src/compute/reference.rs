@@ -5,6 +5,8 @@
 
 use super::attention::visible;
 use super::device::{SignSums, Statistic};
+use std::collections::BTreeSet;
+
 use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayView3, s};
 
 /// Computes softmax attention of one query over the rows `positions`.
@@ -222,29 +224,19 @@ pub fn draw(x: ArrayView2<f32>, distances: &[f32], batch: usize, uniforms: &[f64
 /// # Shapes
 /// scores `[r,M]`; `codes` holds the codeword of each candidate, the first at position `first`.
 pub fn select(scores: ArrayView2<f32>, codes: &[u16], first: u32, budget: usize) -> Vec<u32> {
-    let ranked: Vec<Vec<usize>> = scores
-        .rows()
-        .into_iter()
-        .map(|row| {
-            let mut order: Vec<usize> = (0..codes.len()).collect();
-            order.sort_by(|i, j| {
-                let (a, b) = (codes[*i], codes[*j]);
-                row[b as usize]
-                    .total_cmp(&row[a as usize])
-                    .then(a.cmp(&b))
-                    .then(i.cmp(j))
-            });
-            order
-        })
-        .collect();
+    let rank = |row: ArrayView1<f32>| {
+        let mut order: Vec<usize> = (0..codes.len()).collect();
+        order.sort_by(|i, j| {
+            let (a, b) = (codes[*i], codes[*j]);
+            let by_score = row[b as usize].total_cmp(&row[a as usize]);
+            by_score.then((a, i).cmp(&(b, j)))
+        });
+        order
+    };
+    let ranked: Vec<Vec<usize>> = scores.rows().into_iter().map(rank).collect();
     let union = |k: usize| {
-        let mut all: Vec<usize> = ranked
-            .iter()
-            .flat_map(|order| order[..k].iter().copied())
-            .collect();
-        all.sort_unstable();
-        all.dedup();
-        all
+        let all: BTreeSet<usize> = ranked.iter().flat_map(|order| &order[..k]).copied().collect();
+        Vec::from_iter(all)
     };
     let mut chosen: Vec<usize> = Vec::new();
     for k in 1..=codes.len() {

@@ -195,27 +195,24 @@ impl Checkpoint {
     /// It depends neither on the config's spelling nor on how the checkpoint is sharded.
     pub fn fingerprint(&self, config: &ModelConfig) -> Result<String> {
         const SAMPLES: u128 = 4096;
-        let samples: Vec<Result<Vec<u8>>> = self
-            .entries
-            .par_iter()
-            .map(|(_, e)| {
-                let shard = &self.shards[e.shard];
-                let read = |bytes: &mut [u8], at: usize| {
-                    let done = shard.file.read_exact_at(bytes, at as u64);
-                    done.map_err(|err| Error::io(&shard.path, "read", &err))
-                };
-                let mut bytes = vec![0; e.len.min(SAMPLES as usize)];
-                if e.len == bytes.len() {
-                    read(&mut bytes, e.start)?;
-                    return Ok(bytes);
-                }
-                for (i, byte) in bytes.iter_mut().enumerate() {
-                    let offset = (i as u128 * e.len as u128 / SAMPLES) as usize;
-                    read(std::slice::from_mut(byte), e.start + offset)?;
-                }
-                Ok(bytes)
-            })
-            .collect();
+        let sample = |(_, e): (&String, &Entry)| {
+            let shard = &self.shards[e.shard];
+            let read = |bytes: &mut [u8], at: usize| {
+                let done = shard.file.read_exact_at(bytes, at as u64);
+                done.map_err(|err| Error::io(&shard.path, "read", &err))
+            };
+            let mut bytes = vec![0; e.len.min(SAMPLES as usize)];
+            if e.len == bytes.len() {
+                read(&mut bytes, e.start)?;
+                return Ok(bytes);
+            }
+            for (i, byte) in bytes.iter_mut().enumerate() {
+                let offset = (i as u128 * e.len as u128 / SAMPLES) as usize;
+                read(std::slice::from_mut(byte), e.start + offset)?;
+            }
+            Ok(bytes)
+        };
+        let samples: Vec<Result<Vec<u8>>> = self.entries.par_iter().map(sample).collect();
         let mut hash = Sha256::new();
         hash.update(config.canonical().to_string().as_bytes());
         for ((name, entry), bytes) in self.entries.iter().zip(samples) {

@@ -36,15 +36,14 @@ impl Panels {
     /// Packs the centroids with the numbers `ids`, ascending; the first row of `centroids` has the number `first`.
     pub fn pack(centroids: &[f32], dim: usize, first: u32, ids: Vec<u32>) -> Self {
         let count = ids.len().div_ceil(PANEL);
-        let mut data = vec![PanelLine([0.0; PANEL]); count * dim];
+        let mut data = vec![PanelLine::ZERO; count * dim];
         let mut biases = vec![PanelLine([f32::NEG_INFINITY; PANEL]); count];
         for (slot, &id) in ids.iter().enumerate() {
             let (panel, lane) = (slot / PANEL, slot % PANEL);
             let c = row(centroids, id - first, dim);
-            data[panel * dim..]
-                .iter_mut()
-                .zip(c)
-                .for_each(|(line, &v)| line.0[lane] = v);
+            for (line, &v) in data[panel * dim..].iter_mut().zip(c) {
+                line.0[lane] = v;
+            }
             biases[panel].0[lane] = (c.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() * -0.5) as f32;
         }
         Self {
@@ -177,12 +176,8 @@ fn scan_tiles<const R: usize, const FMA: bool>(
         }
     }
     out.clear();
-    out.extend(
-        lanes
-            .iter()
-            .take(rows.len())
-            .map(|lanes| lanes.finish(&panels.ids)),
-    );
+    let bests = lanes.iter().take(rows.len());
+    out.extend(bests.map(|lanes| lanes.finish(&panels.ids)));
 }
 
 #[expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]

@@ -185,50 +185,44 @@ impl Batch<'_> {
         groups: usize,
         cost: usize,
     ) {
-        let affordable = (SUBMISSION / (cost as u64).max(1)).clamp(1, u64::from(self.context.limits.groups));
-        let mut first = 0;
-        while first < groups {
-            let count = (groups - first).min(affordable as usize);
-            self.dispatch(entry, first, params, buffers, count);
+        let GpuContext {
+            device,
+            kernels,
+            limits,
+            ..
+        } = self.context;
+        let pipeline = kernels.get(entry);
+        let layout = pipeline.get_bind_group_layout(0);
+        let affordable = (SUBMISSION / (cost as u64).max(1)).clamp(1, u64::from(limits.groups)) as usize;
+        for first in (0..groups).step_by(affordable) {
+            let count = affordable.min(groups - first);
+            let mut words = vec![first as u32];
+            words.extend(params.iter().map(|p| *p as u32));
+            // A uniform buffer is a multiple of 16 bytes.
+            words.resize(words.len().next_multiple_of(4), 0);
+            let usage = BufferUsages::UNIFORM | BufferUsages::COPY_DST;
+            let uniform = self.context.allocate((words.len() * 4) as u64, usage);
+            self.context.write(&uniform, 0, &words);
+            let given = [(0, &uniform)].into_iter().chain(buffers.iter().copied());
+            let entries = given.map(|(binding, buffer)| wgpu::BindGroupEntry {
+                binding,
+                resource: buffer.as_entire_binding(),
+            });
+            let group = device.create_bind_group(&wgpu::BindGroupDescriptor {
+                label: None,
+                layout: &layout,
+                entries: &entries.collect::<Vec<_>>(),
+            });
+            let mut pass = self.encoder.begin_compute_pass(&Default::default());
+            pass.set_pipeline(pipeline);
+            pass.set_bind_group(0, &group, &[]);
+            pass.dispatch_workgroups(count as u32, 1, 1);
+            drop(pass);
             self.cost += (count * cost) as u64;
             if self.cost >= SUBMISSION {
                 self.submit();
             }
-            first += count;
         }
-    }
-
-    fn dispatch(
-        &mut self,
-        entry: usize,
-        first: usize,
-        params: &[usize],
-        buffers: &[(u32, &wgpu::Buffer)],
-        groups: usize,
-    ) {
-        let device = &self.context.device;
-        let pipeline = self.context.kernels.get(entry);
-        let mut words = vec![first as u32];
-        words.extend(params.iter().map(|p| *p as u32));
-        // A uniform buffer is a multiple of 16 bytes.
-        words.resize(words.len().next_multiple_of(4), 0);
-        let usage = BufferUsages::UNIFORM | BufferUsages::COPY_DST;
-        let uniform = self.context.allocate((words.len() * 4) as u64, usage);
-        self.context.write(&uniform, 0, &words);
-        let given = [(0, &uniform)].into_iter().chain(buffers.iter().copied());
-        let entries = given.map(|(binding, buffer)| wgpu::BindGroupEntry {
-            binding,
-            resource: buffer.as_entire_binding(),
-        });
-        let group = device.create_bind_group(&wgpu::BindGroupDescriptor {
-            label: None,
-            layout: &pipeline.get_bind_group_layout(0),
-            entries: &entries.collect::<Vec<_>>(),
-        });
-        let mut pass = self.encoder.begin_compute_pass(&Default::default());
-        pass.set_pipeline(pipeline);
-        pass.set_bind_group(0, &group, &[]);
-        pass.dispatch_workgroups(groups as u32, 1, 1);
     }
 
     /// Fills a buffer with zeros.
