@@ -1,7 +1,7 @@
 //! Reads the declarations of CUDA kernels, `KERNEL(threads, blocks, name, parameters...)` and
 //! `KERNEL_SHARED(threads, blocks, bytes, name, parameters...)`, which `kernels/common.h` describes.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 /// A kernel as its source declares it.
@@ -73,7 +73,7 @@ pub fn read(source: &str) -> Result<Vec<Kernel>, String> {
     let source = source.replace("\\\n", " ");
     let lines = source.lines().map(|line| line.split("//").next().unwrap_or(line));
     let (defines, code): (Vec<&str>, Vec<&str>) = lines.partition(|line| line.starts_with("#define "));
-    let macros = defines.into_iter().filter_map(Macro::of).collect();
+    let macros = Macros(defines.into_iter().filter_map(Macro::of).collect());
     let code = code.join("\n");
     let mut kernels = Vec::new();
     for (at, _) in code.match_indices("KERNEL") {
@@ -83,12 +83,9 @@ pub fn read(source: &str) -> Result<Vec<Kernel>, String> {
         let kernel = kernel.and_then(|(keyword, declared)| Kernel::of(keyword, declared, &macros));
         kernels.push(kernel.map_err(|e| format!("{line}: {e}"))?);
     }
-    match kernels
-        .iter()
-        .enumerate()
-        .find(|(i, k)| kernels[..*i].iter().any(|other| other.name == k.name))
-    {
-        Some((_, twice)) => Err(format!("{} is declared twice", twice.name)),
+    let mut names = HashSet::new();
+    match kernels.iter().find(|kernel| !names.insert(&kernel.name)) {
+        Some(twice) => Err(format!("{} is declared twice", twice.name)),
         None => Ok(kernels),
     }
 }
@@ -174,12 +171,6 @@ impl Macro {
     }
 }
 
-impl FromIterator<(String, Macro)> for Macros {
-    fn from_iter<I: IntoIterator<Item = (String, Macro)>>(macros: I) -> Self {
-        Self(macros.into_iter().collect())
-    }
-}
-
 impl Macros {
     /// Expands all macros in a text.
     fn expand(&self, text: &str) -> String {
@@ -207,7 +198,7 @@ impl Macros {
                         parameters: None,
                         text,
                     }));
-                    out += &self.expand(&own.collect::<Self>().expand(text));
+                    out += &self.expand(&Self(own.collect()).expand(text));
                     rest = &after[closing(after).map_or(after.len(), |end| end + 1)..];
                 }
                 None => out += word,

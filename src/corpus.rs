@@ -16,7 +16,7 @@ use crate::store::{hex, to_bytes};
 
 /// Where the documents come from.
 #[derive(Clone, Debug)]
-pub enum Source {
+pub enum CorpusSource {
     /// `.txt` files (one document each) and `.jsonl` files (one document per line, field `text`).
     Text(Vec<PathBuf>),
     /// A JSON array of arrays of token ids, one per document, used as they are.
@@ -25,12 +25,12 @@ pub enum Source {
 
 /// How the documents are cut into blocks and which part is held out.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct CorpusOptions {
     /// Most tokens per block; `None` = min(16384, the model's longest context).
     pub seq_len: Option<usize>,
-    /// Most tokens of text; does not apply to [`Source::Tokens`].
+    /// Most tokens of text; does not apply to [`CorpusSource::Tokens`].
     pub max_tokens: usize,
-    /// Tokens of random UUIDs to add; [`Source::Tokens`] gets none.
+    /// Tokens of random UUIDs to add; [`CorpusSource::Tokens`] gets none.
     pub uuid_tokens: usize,
     /// Share of the text blocks, and of the UUID blocks, that no statistic and no fit may use.
     pub holdout: f64,
@@ -58,10 +58,14 @@ impl Corpus {
     ///
     /// # Errors
     /// A missing or malformed file, an input without tokens, a hold-out share outside 0 <= F < 1.
-    pub fn load(model_dir: &Path, config: &ModelConfig, source: &Source, options: &Options) -> Result<Self> {
-        let seq_len = options
-            .seq_len
-            .unwrap_or(config.max_position_embeddings.min(16_384));
+    pub fn load(
+        model_dir: &Path,
+        config: &ModelConfig,
+        source: &CorpusSource,
+        options: &CorpusOptions,
+    ) -> Result<Self> {
+        let longest = config.max_position_embeddings.min(16_384);
+        let seq_len = options.seq_len.unwrap_or(longest);
         if seq_len == 0 {
             return Err(Error::usage("--seq-len must be at least 1"));
         }
@@ -72,8 +76,8 @@ impl Corpus {
             )));
         }
         let (text, uuids) = match source {
-            Source::Tokens(path) => (read_tokens(path)?, Vec::new()),
-            Source::Text(paths) => {
+            CorpusSource::Tokens(path) => (read_tokens(path)?, Vec::new()),
+            CorpusSource::Text(paths) => {
                 let tokenizer = Tokenizer::open(model_dir, config)?;
                 let text = tokenise(&tokenizer, paths, options.max_tokens)?;
                 (text, uuid_document(&tokenizer, options)?)
@@ -147,10 +151,8 @@ impl Corpus {
 
     /// Counts the tokens of the longest block.
     pub fn longest_block(&self) -> usize {
-        (0..self.n_blocks())
-            .map(|b| self.block(b).len())
-            .max()
-            .unwrap_or(0)
+        let lengths = (0..self.n_blocks()).map(|b| self.block(b).len());
+        lengths.max().unwrap_or(0)
     }
 
     /// Returns the tokens of block `i`, as indices into `ids`.
@@ -170,15 +172,14 @@ impl Corpus {
 
     /// Returns each token's position within its block.
     pub fn positions(&self) -> Vec<u32> {
-        (0..self.n_blocks())
-            .flat_map(|b| 0..self.block(b).len() as u32)
-            .collect()
+        let blocks = 0..self.n_blocks();
+        blocks.flat_map(|b| 0..self.block(b).len() as u32).collect()
     }
 
     /// Returns the description of the input for a manifest.
-    pub fn manifest(&self) -> Calibration {
+    pub fn manifest(&self) -> CorpusManifest {
         let digest = |values: &[u32]| hex(&Sha256::digest(to_bytes(values)));
-        Calibration {
+        CorpusManifest {
             tokens: self.n_tokens(),
             blocks: self.n_blocks(),
             held_out: self.held_out.clone(),
@@ -193,7 +194,7 @@ impl Corpus {
 
 /// The `calibration` object of a manifest: which tokens were used, and which were held out.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Calibration {
+pub struct CorpusManifest {
     /// Number of tokens.
     pub tokens: usize,
     /// Number of blocks.
@@ -219,7 +220,7 @@ pub struct Origin {
     /// The model.
     pub model: ModelManifest,
     /// The calibration text.
-    pub calibration: Calibration,
+    pub calibration: CorpusManifest,
 }
 
 /// Independent random streams of one seed, so that no draw shifts another.
@@ -234,13 +235,15 @@ fn tokenise(tokenizer: &Tokenizer, paths: &[PathBuf], max_tokens: usize) -> Resu
         if left == 0 {
             break;
         }
-        for document in read_documents(path)? {
-            if document.is_empty() || left == 0 {
-                continue;
+        for document in read_documents(path)?
+            .iter()
+            .filter(|document| !document.is_empty())
+        {
+            if left == 0 {
+                break;
             }
-            let ids = tokenizer
-                .encode_prefix(&document, left)
-                .map_err(|e| e.context(path.display()))?;
+            let ids = tokenizer.encode_prefix(document, left);
+            let ids = ids.map_err(|e| e.context(path.display()))?;
             left -= ids.len();
             documents.push(ids);
         }
@@ -253,22 +256,16 @@ pub fn read_documents(path: &Path) -> Result<Vec<String>> {
     let read = || -> Result<String> {
         let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", &e))?;
         let text = String::from_utf8(bytes).map_err(|e| {
-            Error::failed(format!(
-                "{} is not UTF-8 text (byte {})",
-                path.display(),
-                e.utf8_error().valid_up_to()
-            ))
+            let byte = e.utf8_error().valid_up_to();
+            Error::failed(format!("{} is not UTF-8 text (byte {byte})", path.display()))
         })?;
         // Some editors start a file with a byte order mark.
-        Ok(match text.strip_prefix('\u{feff}') {
-            Some(rest) => rest.to_string(),
-            None => text,
-        })
+        Ok(text.strip_prefix('\u{feff}').map(str::to_owned).unwrap_or(text))
     };
     let document = |line: &str| {
         let value: Value =
             serde_json::from_str(line).map_err(|e| Error::failed(format!("not valid JSON: {e}")))?;
-        let text = value.get("text").and_then(Value::as_str).map(str::to_string);
+        let text = value["text"].as_str().map(str::to_string);
         text.ok_or_else(|| Error::failed("there is no text in field `text`"))
     };
     match path.extension().and_then(|e| e.to_str()) {
@@ -299,7 +296,7 @@ pub fn read_tokens(path: &Path) -> Result<Vec<Vec<u32>>> {
 }
 
 /// Draws random UUIDs, joins them with ", ", tokenises the text and cuts it to `uuid_tokens` tokens.
-fn uuid_document(tokenizer: &Tokenizer, options: &Options) -> Result<Vec<u32>> {
+fn uuid_document(tokenizer: &Tokenizer, options: &CorpusOptions) -> Result<Vec<u32>> {
     if options.uuid_tokens == 0 {
         return Ok(Vec::new());
     }
@@ -314,11 +311,11 @@ fn uuid_document(tokenizer: &Tokenizer, options: &Options) -> Result<Vec<u32>> {
             return Ok(ids);
         }
         if ids.len() < count {
-            return Err(Error::failed(format!(
-                "the tokenizer makes {} tokens of {count} UUIDs",
-                ids.len()
-            ))
-            .hint("it does not know their characters; use --uuid-tokens 0"));
+            let made = ids.len();
+            return Err(
+                Error::failed(format!("the tokenizer makes {made} tokens of {count} UUIDs"))
+                    .hint("it does not know their characters; use --uuid-tokens 0"),
+            );
         }
         count *= 2;
     }

@@ -5,6 +5,7 @@
 //! of an enum per area.
 
 use std::fmt;
+use std::io::{self, ErrorKind};
 use std::path::Path;
 
 /// The kind of a failure: it decides the exit code, and callers may branch on it.
@@ -26,6 +27,7 @@ pub enum Kind {
 
 /// A failure: its message, an optional hint and its kind.
 #[derive(Debug, thiserror::Error)]
+#[error("{message}")]
 pub struct Error {
     kind: Kind,
     message: String,
@@ -38,12 +40,6 @@ pub type Result<T> = std::result::Result<T, Error>;
 impl From<ndarray::ShapeError> for Error {
     fn from(e: ndarray::ShapeError) -> Self {
         Self::failed(e.to_string())
-    }
-}
-
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
     }
 }
 
@@ -82,26 +78,23 @@ impl Error {
     }
 
     /// Makes the error for a failed write to stdout; a closed pipe ends the program silently.
-    pub fn stdout(source: &std::io::Error) -> Self {
+    pub fn stdout(source: &io::Error) -> Self {
         match source.kind() {
-            std::io::ErrorKind::BrokenPipe => Self::new(Kind::Closed, "stdout was closed"),
+            ErrorKind::BrokenPipe => Self::new(Kind::Closed, "stdout was closed"),
             _ => Self::failed(format!("cannot write to stdout: {source}")),
         }
     }
 
     /// Makes the error for a failed input or output operation on `path`; `doing` is its verb, such as `read`.
-    pub fn io(path: &Path, doing: &str, source: &std::io::Error) -> Self {
+    pub fn io(path: &Path, doing: &str, source: &io::Error) -> Self {
         let error = Self::failed(format!("cannot {doing} {}: {source}", path.display()));
-        match source.kind() {
-            std::io::ErrorKind::StorageFull => {
-                error.hint("free some space, or choose another place for the output")
-            }
-            std::io::ErrorKind::PermissionDenied => {
-                error.hint("check the permissions of the file and of its folder")
-            }
-            std::io::ErrorKind::NotFound => error.hint("check the path"),
-            _ => error,
-        }
+        let hint = match source.kind() {
+            ErrorKind::StorageFull => "free some space, or choose another place for the output",
+            ErrorKind::PermissionDenied => "check the permissions of the file and of its folder",
+            ErrorKind::NotFound => "check the path",
+            _ => return error,
+        };
+        error.hint(hint)
     }
 
     /// Adds the advice that is printed as `hint: ...`.

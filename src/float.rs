@@ -35,11 +35,7 @@ impl Float {
     pub fn read(self, bytes: &[u8], out: &mut [f32]) {
         assert_eq!(bytes.len(), out.len() * self.bytes(), "bytes of the values");
         match self {
-            Self::F32 => {
-                for (o, b) in out.iter_mut().zip(bytes.chunks_exact(4)) {
-                    *o = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
-                }
-            }
+            Self::F32 => bytemuck::cast_slice_mut(out).copy_from_slice(bytes),
             Self::Bf16 => widen_bf16(bytes, out),
             Self::F16 => match bytemuck::try_cast_slice::<u8, f16>(bytes) {
                 Ok(values) => values.convert_to_f32_slice(out),
@@ -56,7 +52,7 @@ impl Float {
     /// Appends the values as little-endian bytes of this type, rounding to nearest even.
     pub fn write(self, values: &[f32], out: &mut Vec<u8>) {
         match self {
-            Self::F32 => out.extend(values.iter().flat_map(|v| v.to_le_bytes())),
+            Self::F32 => out.extend_from_slice(bytemuck::cast_slice(values)),
             Self::F16 => out.extend(values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes())),
             Self::Bf16 => out.extend(values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes())),
         }

@@ -1,12 +1,14 @@
 //! kvsmith's own safetensors files. They are written in one canonical form to a temporary file that is
 //! renamed when complete, and every length is checked when they are read.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::io::Write;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use bytemuck::Pod;
 use half::f16;
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
@@ -23,48 +25,32 @@ pub const TEMP_SUFFIX: &str = ".part";
 /// Key of kvsmith's JSON in `__metadata__`.
 pub const METADATA_KEY: &str = "kvsmith";
 
+// Values are copied between memory and files as they are.
+const _: () = assert!(cfg!(target_endian = "little"), "tensors are little-endian");
+
 /// An element type of kvsmith's tensors.
-pub trait Element: Copy {
+pub trait Element: Pod {
     /// The safetensors type.
     const DTYPE: Dtype;
-    /// Bytes per element.
-    const BYTES: usize;
-    /// Appends the element's little-endian bytes.
-    fn put(self, out: &mut Vec<u8>);
-    /// Reads an element from its little-endian bytes.
-    fn get(bytes: &[u8]) -> Self;
 }
 
 macro_rules! element {
-    ($type:ty, $dtype:expr, $bytes:expr) => {
+    ($type:ty, $dtype:expr) => {
         impl Element for $type {
             const DTYPE: Dtype = $dtype;
-            const BYTES: usize = $bytes;
-            fn put(self, out: &mut Vec<u8>) {
-                out.extend_from_slice(&self.to_le_bytes());
-            }
-            fn get(bytes: &[u8]) -> Self {
-                let mut own = [0; $bytes];
-                own.copy_from_slice(bytes);
-                Self::from_le_bytes(own)
-            }
         }
     };
 }
-element!(u8, Dtype::U8, 1);
-element!(u32, Dtype::U32, 4);
-element!(u64, Dtype::U64, 8);
-element!(f16, Dtype::F16, 2);
-element!(f32, Dtype::F32, 4);
-element!(f64, Dtype::F64, 8);
+element!(u8, Dtype::U8);
+element!(u32, Dtype::U32);
+element!(u64, Dtype::U64);
+element!(f16, Dtype::F16);
+element!(f32, Dtype::F32);
+element!(f64, Dtype::F64);
 
 /// Converts a slice to little-endian bytes.
 pub fn to_bytes<T: Element>(values: &[T]) -> Vec<u8> {
-    let mut out = Vec::with_capacity(values.len() * T::BYTES);
-    for v in values {
-        v.put(&mut out);
-    }
-    out
+    bytemuck::cast_slice(values).to_vec()
 }
 
 /// Name, type and shape of a tensor.
@@ -95,10 +81,9 @@ impl Spec {
 
     /// Returns the bytes that the data take; `None` if the number overflows.
     pub fn bytes(&self) -> Option<usize> {
-        let bits = self.dtype.bitsize();
-        self.shape
-            .iter()
-            .try_fold(bits / 8, |product, axis| product.checked_mul(*axis))
+        let element = self.dtype.bitsize() / 8;
+        let mut axes = self.shape.iter();
+        axes.try_fold(element, |product, axis| product.checked_mul(*axis))
     }
 }
 
@@ -111,34 +96,27 @@ pub fn total_bytes<'a>(specs: impl IntoIterator<Item = &'a Spec>) -> usize {
 /// Builds the canonical header of `specs`: tensors of wide types first (so that data are aligned), then
 /// by name.
 ///
-/// Returns the file's first bytes, the offset in the file of each tensor's data (in the order of
-/// `specs`), and the file's length.
-fn header(specs: &[Spec], metadata: Option<&str>) -> Result<(Vec<u8>, Vec<usize>, usize)> {
-    let mut order: Vec<usize> = (0..specs.len()).collect();
-    order.sort_by(|a, b| {
-        let (a, b) = (&specs[*a], &specs[*b]);
-        b.dtype
-            .bitsize()
-            .cmp(&a.dtype.bitsize())
-            .then(a.name.cmp(&b.name))
-    });
+/// Returns the file's first bytes, the offset in the file of each tensor's data, and the file's length.
+fn header(specs: &[Spec], metadata: Option<&str>) -> Result<(Vec<u8>, BTreeMap<String, usize>, usize)> {
+    let mut order: Vec<&Spec> = specs.iter().collect();
+    order.sort_by_key(|spec| (Reverse(spec.dtype.bitsize()), &spec.name));
     let mut map = BTreeMap::new();
     if let Some(text) = metadata {
         map.insert("__metadata__".to_string(), json!({ METADATA_KEY: text }));
     }
-    let mut offsets = vec![0; specs.len()];
+    let mut offsets = BTreeMap::new();
     let mut at = 0usize;
-    for i in order {
-        let spec = &specs[i];
+    for spec in order {
+        let too_large = || Error::failed(format!("tensor `{}` {:?} is too large", spec.name, spec.shape));
         let end = spec
             .bytes()
             .and_then(|len| at.checked_add(len))
-            .ok_or_else(|| Error::failed(format!("tensor `{}` {:?} is too large", spec.name, spec.shape)))?;
+            .ok_or_else(too_large)?;
         let entry = json!({
             "dtype": format!("{:?}", spec.dtype), "shape": spec.shape, "data_offsets": [at, end],
         });
         map.insert(spec.name.clone(), entry);
-        offsets[i] = at;
+        offsets.insert(spec.name.clone(), at);
         at = end;
     }
     let mut text = json!(map).to_string().into_bytes();
@@ -148,9 +126,7 @@ fn header(specs: &[Spec], metadata: Option<&str>) -> Result<(Vec<u8>, Vec<usize>
     let mut bytes = (text.len() as u64).to_le_bytes().to_vec();
     bytes.extend(text);
     let start = bytes.len();
-    for offset in &mut offsets {
-        *offset += start;
-    }
+    offsets.values_mut().for_each(|offset| *offset += start);
     Ok((bytes, offsets, start + at))
 }
 
@@ -167,14 +143,13 @@ impl Output {
     pub fn create(path: &Path) -> Result<Self> {
         // Renaming a file onto a device node would replace the device.
         if path.exists() && !path.is_file() {
+            let what = match path.is_dir() {
+                true => "a folder",
+                false => "not a regular file",
+            };
             return Err(Error::failed(format!(
-                "cannot write {}: it is {}",
-                path.display(),
-                if path.is_dir() {
-                    "a folder"
-                } else {
-                    "not a regular file"
-                }
+                "cannot write {}: it is {what}",
+                path.display()
             )));
         }
         // The target of a symbolic link is replaced, not the link.
@@ -201,19 +176,12 @@ impl Output {
 
     fn persist(self) -> Result<()> {
         let Self { path, temp } = self;
-        temp.as_file()
-            .sync_all()
-            .map_err(|e| Error::io(&path, "write", &e))?;
+        let failed = |e| Error::io(&path, "write", &e);
+        temp.as_file().sync_all().map_err(failed)?;
         // Temporary files are private; results get the permissions of any new file.
-        #[cfg(unix)]
-        {
-            use std::os::unix::fs::PermissionsExt;
-            let mode = 0o666 & !umask();
-            let permissions = std::fs::Permissions::from_mode(mode);
-            std::fs::set_permissions(temp.path(), permissions).map_err(|e| Error::io(&path, "write", &e))?;
-        }
-        temp.persist(&path)
-            .map_err(|e| Error::io(&path, "write", &e.error))?;
+        let permissions = Permissions::from_mode(0o666 & !umask());
+        temp.as_file().set_permissions(permissions).map_err(failed)?;
+        temp.persist(&path).map_err(|e| failed(e.error))?;
         Ok(())
     }
 }
@@ -233,8 +201,8 @@ fn umask() -> u32 {
 /// A safetensors file whose tensors are filled in piece by piece.
 pub struct Writer {
     output: Output,
-    specs: Vec<Spec>,
-    offsets: Vec<usize>,
+    /// The offset in the file of each tensor's data.
+    offsets: BTreeMap<String, usize>,
 }
 
 impl Writer {
@@ -242,31 +210,21 @@ impl Writer {
     ///
     /// # Errors
     /// The disk has too little space.
-    pub fn new(output: Output, specs: Vec<Spec>, metadata: Option<&str>) -> Result<Self> {
-        let (bytes, offsets, len) = header(&specs, metadata)?;
+    pub fn new(output: Output, specs: &[Spec], metadata: Option<&str>) -> Result<Self> {
+        let (bytes, offsets, len) = header(specs, metadata)?;
         let io = |e: std::io::Error| Error::io(&output.path, "write", &e);
         reserve(output.temp.as_file(), len).map_err(io)?;
         output.temp.as_file().write_all_at(&bytes, 0).map_err(io)?;
-        Ok(Self {
-            output,
-            specs,
-            offsets,
-        })
+        Ok(Self { output, offsets })
     }
 
     /// Writes `bytes` into tensor `name`, from byte `at` of its data on.
     pub fn put(&self, name: &str, at: usize, bytes: &[u8]) -> Result<()> {
-        let i = self.specs.iter().position(|s| s.name == name).ok_or_else(|| {
-            Error::failed(format!(
-                "internal: no tensor `{name}` in {}",
-                self.output.path.display()
-            ))
-        })?;
-        self.output
-            .temp
-            .as_file()
-            .write_all_at(bytes, (self.offsets[i] + at) as u64)
-            .map_err(|e| Error::io(&self.output.path, "write", &e))
+        let Output { path, temp } = &self.output;
+        let missing = || Error::failed(format!("internal: no tensor `{name}` in {}", path.display()));
+        let start = self.offsets.get(name).ok_or_else(missing)?;
+        let written = temp.as_file().write_all_at(bytes, (start + at) as u64);
+        written.map_err(|e| Error::io(path, "write", &e))
     }
 
     /// Renames the complete file to its final name.
@@ -320,7 +278,8 @@ impl Tensor {
 
 /// Writes whole tensors and the metadata into `output` and finishes it.
 pub fn write(output: Output, tensors: &[Tensor], metadata: Option<&str>) -> Result<()> {
-    let writer = Writer::new(output, tensors.iter().map(|t| t.spec.clone()).collect(), metadata)?;
+    let specs: Vec<Spec> = tensors.iter().map(|t| t.spec.clone()).collect();
+    let writer = Writer::new(output, &specs, metadata)?;
     for t in tensors {
         writer.put(&t.spec.name, 0, &t.bytes)?;
     }
@@ -356,30 +315,22 @@ impl Store {
             .hint("the file is damaged or of another kind")
         })?;
         let start = 8 + header;
-        if map.len() - start != info.data_len() {
-            return Err(Error::failed(format!(
-                "{}: the header describes {} bytes of tensors, the file has {}",
-                path.display(),
-                info.data_len(),
-                map.len() - start
-            ))
-            .hint("the file is damaged or not complete"));
+        let (described, found) = (info.data_len(), map.len() - start);
+        if found != described {
+            let what = format!("the header describes {described} bytes of tensors, the file has {found}");
+            let error = Error::failed(what).context(path.display());
+            return Err(error.hint("the file is damaged or not complete"));
         }
         let metadata = info
             .metadata()
             .as_ref()
             .and_then(|m| m.get(METADATA_KEY).cloned());
-        let specs = info
-            .tensors()
-            .into_iter()
-            .map(|(name, t)| {
-                let (a, b) = t.data_offsets;
-                (
-                    name.clone(),
-                    (Spec::of(&name, t.dtype, &t.shape), start + a, start + b),
-                )
-            })
-            .collect();
+        let tensors = info.tensors().into_iter().map(|(name, t)| {
+            let (a, b) = t.data_offsets;
+            let spec = Spec::of(&name, t.dtype, &t.shape);
+            (name, (spec, start + a, start + b))
+        });
+        let specs = tensors.collect();
         Ok(Self {
             path: path.to_path_buf(),
             specs,
@@ -457,27 +408,19 @@ impl Store {
 
     /// Reads a whole tensor, which must have type `T` and this shape.
     pub fn read<T: Element>(&self, name: &str, shape: &[usize]) -> Result<Vec<T>> {
-        let expected = Spec::new::<T>(name, shape);
-        let bytes = self.checked(&expected)?;
-        Ok(bytes.chunks_exact(T::BYTES).map(T::get).collect())
+        let bytes = self.checked(&Spec::new::<T>(name, shape))?;
+        Ok(bytemuck::pod_collect_to_vec(bytes))
     }
 
     /// Returns the data of a tensor, which must have the expected type and shape.
     pub fn checked(&self, expected: &Spec) -> Result<&[u8]> {
-        let name = &expected.name;
-        let (spec, a, b) = self
-            .specs
-            .get(name)
-            .ok_or_else(|| Error::failed(format!("{} has no tensor `{name}`", self.path.display())))?;
+        let Spec { name, dtype, shape } = expected;
+        let missing = || Error::failed(format!("{} has no tensor `{name}`", self.path.display()));
+        let (spec, a, b) = self.specs.get(name).ok_or_else(missing)?;
         if spec != expected {
-            return Err(Error::failed(format!(
-                "{}: tensor `{name}` is {:?} {:?}, expected {:?} {:?}",
-                self.path.display(),
-                spec.dtype,
-                spec.shape,
-                expected.dtype,
-                expected.shape
-            )));
+            let found = format!("tensor `{name}` is {:?} {:?}", spec.dtype, spec.shape);
+            let error = Error::failed(format!("{found}, expected {dtype:?} {shape:?}"));
+            return Err(error.context(self.path.display()));
         }
         Ok(&self.map[*a..*b])
     }

@@ -2,7 +2,7 @@
 //! states after the last of them.
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 
 use ndarray::{Array2, Axis};
@@ -14,11 +14,10 @@ use sha2::{Digest, Sha256};
 use crate::artifact::{LayerPart, LayerParts, Report, Section};
 use crate::error::{Error, Result};
 use crate::model::fields::read_json;
-use crate::store::hex;
-use crate::store::{self, Output, Spec, Store, Tensor, Writer};
+use crate::store::{self, Output, Spec, Store, Tensor, Writer, hex};
 
 /// The folder of one run; locked while it is open.
-pub struct Work {
+pub struct WorkFolder {
     dir: PathBuf,
     identity: String,
     /// Name of each section, and its tensors of one layer.
@@ -29,7 +28,7 @@ pub struct Work {
 
 /// The manifest of a file of the folder.
 #[derive(Serialize, Deserialize)]
-struct Manifest<T> {
+struct WorkManifest<T> {
     /// Digest of the run's inputs and options.
     identity: String,
     /// Digest of each tensor's data.
@@ -56,7 +55,7 @@ const LOCK: &str = "lock";
 /// Rows of hidden states that are written together.
 const ROWS: usize = 1024;
 
-impl Work {
+impl WorkFolder {
     /// Opens the folder for a run with this `identity`.
     ///
     /// # Errors
@@ -65,12 +64,11 @@ impl Work {
         std::fs::create_dir_all(dir).map_err(|e| Error::io(dir, "make the folder", &e))?;
         let path = dir.join(LOCK);
         let lock = File::create(&path).map_err(|e| Error::io(&path, "write", &e))?;
-        if matches!(lock.try_lock(), Err(std::fs::TryLockError::WouldBlock)) {
-            return Err(
-                Error::failed(format!("another process works in {}", dir.display()))
-                    .hint("wait for it, or choose another --work folder"),
-            );
-        }
+        lock.try_lock().map_err(|e| match e {
+            TryLockError::WouldBlock => Error::failed(format!("another process works in {}", dir.display()))
+                .hint("wait for it, or choose another --work folder"),
+            TryLockError::Error(e) => Error::io(&path, "lock", &e).hint("choose another --work folder"),
+        })?;
         remove_leftovers(dir);
         let identity = hex(&Sha256::digest(identity.to_string().as_bytes()));
         let state = dir.join(STATE);
@@ -82,7 +80,7 @@ impl Work {
                         .hint("add --resume to go on with it, or choose another --work folder"),
                 );
             }
-            if known.get("identity") != Some(&json!(identity)) {
+            if known["identity"] != identity {
                 return Err(Error::failed(format!(
                     "{} holds a run with other inputs or options",
                     dir.display()
@@ -95,13 +93,11 @@ impl Work {
             let text = json!({ "identity": identity }).to_string();
             Output::create(&state)?.finish(text.as_bytes())?;
         }
+        let of = |section: &Section| (section.kind.name(), section.layer_specs());
         Ok(Self {
             dir: dir.to_path_buf(),
             identity,
-            sections: sections
-                .iter()
-                .map(|section| (section.kind.name(), section.layer_specs()))
-                .collect(),
+            sections: sections.iter().map(of).collect(),
             _lock: lock,
         })
     }
@@ -113,8 +109,7 @@ impl Work {
     /// Saves a finished layer, then, unless it is the last, the hidden states after it.
     pub fn save(&self, layer: usize, parts: &LayerParts, hidden: &Array2<f32>, last: bool) -> Result<()> {
         let missing = |what: &str| Error::failed(format!("internal: layer {layer} has no {what}"));
-        let mut tensors = Vec::new();
-        let mut quality = Vec::new();
+        let (mut tensors, mut quality) = (Vec::new(), Vec::new());
         for (name, specs) in &self.sections {
             let part = parts.get(name).ok_or_else(|| missing(name))?;
             for spec in specs {
@@ -126,40 +121,40 @@ impl Work {
             }
             quality.push(part.quality.clone());
         }
-        let manifest = Manifest {
-            identity: self.identity.clone(),
-            sha256: tensors
-                .iter()
-                .map(|t| (t.spec.name.clone(), t.digest()))
-                .collect(),
-            content: FinishedLayer { layer, quality },
-        };
+        let digests = tensors.iter().map(|t| (t.spec.name.clone(), t.digest()));
+        let manifest = self.manifest(digests.collect(), FinishedLayer { layer, quality });
         let output = Output::create(&self.layer_path(layer))?;
-        store::write(output, &tensors, Some(&json!(manifest).to_string()))?;
+        store::write(output, &tensors, Some(&manifest))?;
         match last {
             true => Ok(()),
             false => self.save_hidden(hidden, layer + 1),
         }
     }
 
+    /// Returns the text of the manifest of a file with these digests.
+    fn manifest(&self, sha256: BTreeMap<String, String>, content: impl Serialize) -> String {
+        let identity = self.identity.clone();
+        let manifest = WorkManifest {
+            identity,
+            sha256,
+            content,
+        };
+        json!(manifest).to_string()
+    }
+
     /// Saves the input of `next_layer`, row block by row block.
     fn save_hidden(&self, hidden: &Array2<f32>, next_layer: usize) -> Result<()> {
         let blocks = || {
-            hidden.axis_chunks_iter(Axis(0), ROWS).map(|rows| {
-                let values: Vec<f32> = rows.iter().copied().collect();
-                store::to_bytes(&values)
-            })
+            let chunks = hidden.axis_chunks_iter(Axis(0), ROWS);
+            chunks.map(|rows| store::to_bytes(&rows.into_iter().copied().collect::<Vec<f32>>()))
         };
         let mut hash = Sha256::new();
         blocks().for_each(|bytes| hash.update(bytes));
-        let manifest = Manifest {
-            identity: self.identity.clone(),
-            sha256: BTreeMap::from([("hidden".to_string(), hex(&hash.finalize()))]),
-            content: HiddenStates { next_layer },
-        };
+        let digests = BTreeMap::from([("hidden".to_string(), hex(&hash.finalize()))]);
+        let manifest = self.manifest(digests, HiddenStates { next_layer });
         let output = Output::create(&self.dir.join(HIDDEN))?;
-        let specs = vec![Spec::new::<f32>("hidden", hidden.shape())];
-        let writer = Writer::new(output, specs, Some(&json!(manifest).to_string()))?;
+        let specs = [Spec::new::<f32>("hidden", hidden.shape())];
+        let writer = Writer::new(output, &specs, Some(&manifest))?;
         let mut at = 0;
         for bytes in blocks() {
             writer.put("hidden", at, &bytes)?;
@@ -172,7 +167,7 @@ impl Work {
     fn read<T: DeserializeOwned>(&self, path: &Path) -> Result<(Store, T)> {
         let store = Store::open(path)?;
         let manifest = serde_json::from_value(store.manifest()?).ok();
-        let intact = manifest.filter(|manifest: &Manifest<T>| {
+        let intact = manifest.filter(|manifest: &WorkManifest<T>| {
             manifest.identity == self.identity
                 && store
                     .specs()

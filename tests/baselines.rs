@@ -1,6 +1,7 @@
 //! The baselines against their definitions, naively in f64.
 
-use kvsmith::compute::reference::{dot, visible};
+use kvsmith::compute::attention::visible;
+use kvsmith::compute::reference::dot;
 use kvsmith::kv::packed::Center;
 use kvsmith::kv::{KvHead, KvType};
 use kvsmith::method::quest::{PAGE, Quest};

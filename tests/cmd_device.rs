@@ -22,8 +22,11 @@ fn main() -> ExitCode {
         auto_is_not_wgpu,
         other_commands_stay_on_the_cpu,
     ]);
-    for (name, device) in [("wgpu", flags::Device::Wgpu), ("cuda", flags::Device::Cuda)] {
-        let missing = compute::open(device).err();
+    for (name, device) in [
+        ("wgpu", flags::DeviceFlag::Wgpu),
+        ("cuda", flags::DeviceFlag::Cuda),
+    ] {
+        let missing = compute::open(device, &|_| {}).err();
         if let Some(reason) = &missing {
             eprintln!("{name}: ignored, {reason}");
         }

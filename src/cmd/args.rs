@@ -7,7 +7,7 @@ use clap::Args;
 use crate::compute;
 use crate::corpus;
 use crate::error::{Error, Result};
-use crate::flags::{Device, Precision, parse_count};
+use crate::flags::{DeviceFlag, Precision, parse_count};
 use crate::progress::{Log, Verbosity};
 use crate::stats::moments::Position;
 
@@ -15,8 +15,8 @@ use crate::stats::moments::Position;
 #[derive(Args, Clone, Debug)]
 pub struct Global {
     /// Where to compute; an explicit device never falls back to another
-    #[arg(long, global = true, value_enum, default_value_t = Device::Auto)]
-    pub device: Device,
+    #[arg(long, global = true, value_enum, default_value_t = DeviceFlag::Auto)]
+    pub device: DeviceFlag,
     /// On a GPU: what happens to the inputs of products with 16-bit weights
     #[arg(long, global = true, value_enum, default_value_t = Precision::Auto)]
     pub precision: Precision,
@@ -54,11 +54,11 @@ impl Global {
     /// The device asked for is not there: exit code 3.
     pub fn open_device(&self) -> Result<Box<dyn compute::device::Device>> {
         let log = self.log();
-        let device = compute::open_telling(self.device, &|text| log.detail(text))?;
+        let device = compute::open(self.device, &|text| log.detail(text))?;
         let name = device.name();
         match (device.adapter(), self.device) {
             (Some(adapter), _) => log.note(&format!("device: {name} ({adapter})")),
-            (None, Device::Auto) => log.note(&format!("device: {name}")),
+            (None, DeviceFlag::Auto) => log.note(&format!("device: {name}")),
             (None, _) => {}
         }
         Ok(device)
@@ -70,7 +70,7 @@ impl Global {
     /// The device asked for is not there, or cannot run a model: exit code 3.
     pub fn open_model_device(&self, command: &str) -> Result<Box<dyn compute::device::Device>> {
         match self.device {
-            Device::Wgpu => Err(unable(command, "wgpu")),
+            DeviceFlag::Wgpu => Err(unable(command, "wgpu")),
             _ => self.open_device(),
         }
     }
@@ -81,10 +81,10 @@ impl Global {
     /// Another device was asked for: exit code 3.
     pub fn cpu_only(&self, command: &str) -> Result<()> {
         match self.device {
-            Device::Cpu => {}
-            Device::Auto => self.log().note("device: cpu"),
-            Device::Wgpu => return Err(unable(command, "wgpu")),
-            Device::Cuda => return Err(unable(command, "cuda")),
+            DeviceFlag::Cpu => {}
+            DeviceFlag::Auto => self.log().note("device: cpu"),
+            DeviceFlag::Wgpu => return Err(unable(command, "wgpu")),
+            DeviceFlag::Cuda => return Err(unable(command, "cuda")),
         }
         Ok(())
     }
@@ -120,16 +120,16 @@ pub struct Input {
 
 impl Input {
     /// Returns where the documents come from.
-    pub fn source(&self) -> corpus::Source {
+    pub fn source(&self) -> corpus::CorpusSource {
         match &self.tokens {
-            Some(path) => corpus::Source::Tokens(path.clone()),
-            None => corpus::Source::Text(self.text.clone()),
+            Some(path) => corpus::CorpusSource::Tokens(path.clone()),
+            None => corpus::CorpusSource::Text(self.text.clone()),
         }
     }
 
     /// Returns how the documents are cut into blocks and which part is held out.
-    pub fn options(&self, seed: u64) -> corpus::Options {
-        corpus::Options {
+    pub fn options(&self, seed: u64) -> corpus::CorpusOptions {
+        corpus::CorpusOptions {
             seq_len: self.seq_len,
             max_tokens: self.max_tokens,
             uuid_tokens: self.uuid_tokens,

@@ -21,7 +21,7 @@ use crate::model::forward::Layers;
 use crate::progress::{Log, Progress, size};
 use crate::stats::moments::{LayerMoments, Position};
 use crate::store::{self, Output};
-use crate::work::Work;
+use crate::work::WorkFolder;
 
 /// Arguments of `calibrate`.
 #[derive(clap::Args, Debug)]
@@ -132,7 +132,12 @@ fn note_cpu_parts(device: &dyn Device, log: Log) {
 }
 
 /// Opens the work folder, from which a stopped run can go on, if one is asked for.
-fn open_work(args: &Args, global: &Global, origin: &Origin, sections: &[Section]) -> Result<Option<Work>> {
+fn open_work(
+    args: &Args,
+    global: &Global,
+    origin: &Origin,
+    sections: &[Section],
+) -> Result<Option<WorkFolder>> {
     let Some(dir) = &args.work else {
         return Ok(None);
     };
@@ -142,7 +147,7 @@ fn open_work(args: &Args, global: &Global, origin: &Origin, sections: &[Section]
         "precision": format!("{:?}", global.precision),
         "sections": sections.iter().map(|s| &s.manifest).collect::<Vec<_>>(),
     });
-    Work::open(dir, &identity, args.resume, sections).map(Some)
+    WorkFolder::open(dir, &identity, args.resume, sections).map(Some)
 }
 
 /// Lists the rows whose queries any fit reads, ascending.
@@ -179,7 +184,7 @@ struct Captured {
 
 impl CalibrationRun<'_> {
     /// Captures and fits layer by layer, starting after the layers that `work` has.
-    fn run(&self, layers: &dyn Layers, work: Option<&Work>, sections: &mut [Section]) -> Result<()> {
+    fn run(&self, layers: &dyn Layers, work: Option<&WorkFolder>, sections: &mut [Section]) -> Result<()> {
         let sizes = self.decoder.config.sizes();
         let mut capture = self.start(layers, work, sections)?;
         let remaining = sizes.n_layers - capture.next_layer;
@@ -203,7 +208,7 @@ impl CalibrationRun<'_> {
     fn start<'a>(
         &'a self,
         layers: &'a dyn Layers,
-        work: Option<&Work>,
+        work: Option<&WorkFolder>,
         sections: &mut [Section],
     ) -> Result<Capture<'a>> {
         let c = &self.decoder.config;

@@ -134,10 +134,10 @@ fn blocks(
 ) -> Result<(Value, bool)> {
     let log = global.log();
     let source = match &args.tokens {
-        Some(path) => corpus::Source::Tokens(path.clone()),
-        None => corpus::Source::Text(args.text.clone()),
+        Some(path) => corpus::CorpusSource::Tokens(path.clone()),
+        None => corpus::CorpusSource::Text(args.text.clone()),
     };
-    let options = corpus::Options {
+    let options = corpus::CorpusOptions {
         seq_len: args.seq_len,
         max_tokens: args.max_tokens,
         uuid_tokens: args.uuid_tokens,

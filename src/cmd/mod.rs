@@ -126,7 +126,7 @@ fn can_run(device: &dyn Device, decoder: &Decoder, global: &Global) -> Result<bo
     }
     match (LayerSizes::of(&decoder.config).check(), global.device) {
         (Ok(()), _) => Ok(true),
-        (Err(e), flags::Device::Auto) => {
+        (Err(e), flags::DeviceFlag::Auto) => {
             global.log().note(&format!("the model runs on the CPU: {e}"));
             Ok(false)
         }

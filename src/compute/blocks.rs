@@ -31,9 +31,9 @@ impl Row {
 /// A row of a panel, on a cache line boundary.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
-pub struct Line<T = f32>(pub [T; PANEL]);
+pub struct PanelLine<T = f32>(pub [T; PANEL]);
 
-impl Line {
+impl PanelLine {
     /// A line of zeros.
     pub const ZERO: Self = Self([0.0; PANEL]);
 }
@@ -48,7 +48,7 @@ impl Line {
 /// f32. Each sum starts at zero and takes fused multiply-adds in the order of the depth; with `add` it is then added to
 /// c. The same bits on every instruction set.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2+fma", "aarch64+neon"))]
-pub fn multiply(a: &[Row], depth: usize, b: &[Line], panels: usize, c: &mut [Row], add: bool) {
+pub fn multiply(a: &[Row], depth: usize, b: &[PanelLine], panels: usize, c: &mut [Row], add: bool) {
     // Rows per tile: as many as the vector registers hold beside a line.
     match_target! {
         "x86_64+avx512f+avx512vl" => multiply_tiles::<12, true>(a, depth, b, panels, c, add),
@@ -62,7 +62,7 @@ pub fn multiply(a: &[Row], depth: usize, b: &[Line], panels: usize, c: &mut [Row
 fn multiply_tiles<const R: usize, const FMA: bool>(
     a: &[Row],
     depth: usize,
-    b: &[Line],
+    b: &[PanelLine],
     panels: usize,
     c: &mut [Row],
     add: bool,
@@ -85,7 +85,7 @@ fn multiply_tiles<const R: usize, const FMA: bool>(
 
 #[expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]
 #[inline(always)]
-fn multiply_tile<const R: usize, const FMA: bool>(a: &[Row; R], b: &[Line]) -> [[f32; PANEL]; R] {
+fn multiply_tile<const R: usize, const FMA: bool>(a: &[Row; R], b: &[PanelLine]) -> [[f32; PANEL]; R] {
     let mut sums = [[0.0f32; PANEL]; R];
     for k in 0..b.len().min(SIDE) {
         let line = &b[k].0;
@@ -111,7 +111,7 @@ pub(crate) fn multiply_add<const FMA: bool>(x: f32, y: f32, sum: f32) -> f32 {
 /// # Shapes
 /// rows `[PANEL, SIDE]`, lines `[n, PANEL]`, n at most [`SIDE`].
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
-pub fn transpose(rows: &[Row; PANEL], lines: &mut [Line]) {
+pub fn transpose(rows: &[Row; PANEL], lines: &mut [PanelLine]) {
     let (mut x, mut y) = ([[0.0f32; LANES]; LANES], [[0.0f32; LANES]; LANES]);
     let (halves, _) = rows.as_chunks::<LANES>();
     for (half, rows) in halves.iter().enumerate() {
@@ -162,7 +162,7 @@ mod tests {
     fn columns_become_rows() {
         let rows = rows(PANEL, 1);
         for n in [1, 15, 16, 80, 127, 128] {
-            let mut lines = vec![Line([7.0; PANEL]); n];
+            let mut lines = vec![PanelLine([7.0; PANEL]); n];
             transpose(rows.first_chunk().expect("rows"), &mut lines);
             for (i, line) in lines.iter().enumerate() {
                 for (j, row) in rows.iter().enumerate() {
@@ -173,7 +173,7 @@ mod tests {
     }
 
     /// Computes the sums one by one, to the bits that [`multiply`] promises.
-    fn expected(a: &[Row], depth: usize, b: &[Line], panels: usize, c: &mut [Row], add: bool) {
+    fn expected(a: &[Row], depth: usize, b: &[PanelLine], panels: usize, c: &mut [Row], add: bool) {
         for (a, c) in a.iter().zip(c) {
             for j in 0..panels * PANEL {
                 let column = b[j / PANEL * SIDE..].iter().map(|line| line.0[j % PANEL]);
@@ -188,9 +188,9 @@ mod tests {
     fn every_tile_gives_the_same_bits() {
         let (mut a, start) = (rows(24, 2), rows(24, 3));
         let b = values(PANELS * SIDE * PANEL, 4);
-        let b: Vec<Line> = b.as_chunks().0.iter().map(|x| Line(*x)).collect();
+        let b: Vec<PanelLine> = b.as_chunks().0.iter().map(|x| PanelLine(*x)).collect();
         (a[3].0[5], a[17].0[2]) = (1e30, 1e-30);
-        type Multiply = fn(&[Row], usize, &[Line], usize, &mut [Row], bool);
+        type Multiply = fn(&[Row], usize, &[PanelLine], usize, &mut [Row], bool);
         let ways: [Multiply; 5] = [
             multiply,
             multiply_tiles::<12, true>,

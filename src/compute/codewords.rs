@@ -5,7 +5,7 @@ use multiversion::multiversion;
 use ndarray::{Array2, ArrayView2};
 
 use super::attention::widen_f16;
-use super::blocks::{Line, PANEL};
+use super::blocks::{PANEL, PanelLine};
 use super::layout::elements_mut;
 
 /// Queries that are multiplied with a panel in one pass.
@@ -15,9 +15,9 @@ const QUERIES: usize = 4;
 #[derive(Clone, Debug)]
 enum CodewordPanels {
     /// In half precision.
-    Half(Vec<Line<f16>>),
+    Half(Vec<PanelLine<f16>>),
     /// In single precision, if f16 does not hold every value exactly.
-    Single(Vec<Line<f32>>),
+    Single(Vec<PanelLine<f32>>),
 }
 
 /// A codebook `[M,d]`, kept in half precision if that is exact.
@@ -67,9 +67,9 @@ impl Codewords {
     }
 }
 
-fn pack<T: Copy>(codewords: ArrayView2<f32>, zero: T, of: impl Fn(f32) -> T) -> Vec<Line<T>> {
+fn pack<T: Copy>(codewords: ArrayView2<f32>, zero: T, of: impl Fn(f32) -> T) -> Vec<PanelLine<T>> {
     let (size, d) = codewords.dim();
-    let mut lines = vec![Line([zero; PANEL]); size.div_ceil(PANEL) * d];
+    let mut lines = vec![PanelLine([zero; PANEL]); size.div_ceil(PANEL) * d];
     for (i, codeword) in codewords.rows().into_iter().enumerate() {
         for (line, x) in lines[i / PANEL * d..].iter_mut().zip(codeword) {
             line.0[i % PANEL] = of(*x);
@@ -79,17 +79,23 @@ fn pack<T: Copy>(codewords: ArrayView2<f32>, zero: T, of: impl Fn(f32) -> T) -> 
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma", "aarch64+neon"))]
-fn by_half(queries: &[Vec<f32>], lines: &[Line<f16>], d: usize, out: &mut [f32]) {
+fn by_half(queries: &[Vec<f32>], lines: &[PanelLine<f16>], d: usize, out: &mut [f32]) {
     all(queries, lines, d, out, widen_f16);
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2+fma", "aarch64+neon"))]
-fn by_single(queries: &[Vec<f32>], lines: &[Line<f32>], d: usize, out: &mut [f32]) {
+fn by_single(queries: &[Vec<f32>], lines: &[PanelLine<f32>], d: usize, out: &mut [f32]) {
     all(queries, lines, d, out, |x| x);
 }
 
 #[inline(always)]
-fn all<T: Copy>(queries: &[Vec<f32>], lines: &[Line<T>], d: usize, out: &mut [f32], of: impl Fn(T) -> f32) {
+fn all<T: Copy>(
+    queries: &[Vec<f32>],
+    lines: &[PanelLine<T>],
+    d: usize,
+    out: &mut [f32],
+    of: impl Fn(T) -> f32,
+) {
     match queries {
         [a, b, c, d_] => some([a, b, c, d_], lines, d, out, of),
         [a, b, c] => some([a, b, c], lines, d, out, of),
@@ -103,7 +109,7 @@ fn all<T: Copy>(queries: &[Vec<f32>], lines: &[Line<T>], d: usize, out: &mut [f3
 #[inline(always)]
 fn some<T: Copy, const R: usize>(
     queries: [&Vec<f32>; R],
-    lines: &[Line<T>],
+    lines: &[PanelLine<T>],
     d: usize,
     out: &mut [f32],
     of: impl Fn(T) -> f32,

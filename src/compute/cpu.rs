@@ -19,7 +19,7 @@ pub(crate) mod scan;
 
 use std::ops::Range;
 
-use ndarray::{Array1, Array2, Array3, ArrayView2, ArrayView3, Axis, s};
+use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayView3, Axis, s};
 use rayon::prelude::*;
 
 use super::device::{Assignment, Clusters, Device, Drawn, Points, SignSums, Statistic};
@@ -52,10 +52,6 @@ impl Device for Cpu {
         "cpu"
     }
 
-    fn adapter(&self) -> Option<String> {
-        None
-    }
-
     /// One head per thread, so that threads wait for each other less; a gigabyte of rows at most.
     fn heads_at_once(&self, n: usize, d: usize, _size: usize) -> usize {
         let fitting = AT_ONCE_BYTES / (n * d * size_of::<f32>()).max(1);
@@ -63,19 +59,16 @@ impl Device for Cpu {
     }
 
     fn second_moment(&self, q_rope: ArrayView3<f32>) -> Result<Array3<f64>> {
-        let (b, m, d) = q_rope.dim();
+        let (b, _, d) = q_rope.dim();
         let mut sums = Array3::zeros((b, d, d));
-        sums.axis_iter_mut(Axis(0))
-            .into_par_iter()
-            .zip(q_rope.axis_iter(Axis(0)))
-            .for_each(|(mut sum, q)| {
-                let mut partial = Array2::<f32>::zeros((d, d));
-                for start in (0..m).step_by(MOMENT_ROWS) {
-                    let q = q.slice(s![start..m.min(start + MOMENT_ROWS), ..]);
-                    gemm(partial.view_mut(), false, q.t(), q);
-                    sum.zip_mut_with(&partial, |s: &mut f64, p| *s += f64::from(*p));
-                }
-            });
+        let heads = sums.axis_iter_mut(Axis(0)).into_par_iter();
+        heads.zip(q_rope.axis_iter(Axis(0))).for_each(|(mut sum, q)| {
+            let mut partial = Array2::<f32>::zeros((d, d));
+            for q in q.axis_chunks_iter(Axis(0), MOMENT_ROWS) {
+                gemm(partial.view_mut(), false, q.t(), q);
+                sum.zip_mut_with(&partial, |s: &mut f64, p| *s += f64::from(*p));
+            }
+        });
         Ok(sums)
     }
 
@@ -122,37 +115,31 @@ impl Points for CpuPoints {
 
     fn whiten(&mut self, chol: ArrayView3<f32>) -> Result<()> {
         for (mut x, chol) in self.x.axis_iter_mut(Axis(0)).zip(chol.axis_iter(Axis(0))) {
-            x.axis_chunks_iter_mut(Axis(0), WHITEN_ROWS)
-                .into_par_iter()
-                .for_each(|mut x| {
-                    let k = x.to_owned();
-                    gemm(x.view_mut(), false, k.view(), chol);
-                });
+            let chunks = x.axis_chunks_iter_mut(Axis(0), WHITEN_ROWS).into_par_iter();
+            chunks.for_each(|mut x| {
+                let k = x.to_owned();
+                gemm(x.view_mut(), false, k.view(), chol);
+            });
         }
         Ok(())
     }
 
     fn channel_statistic(&mut self, rows: Range<usize>, what: Statistic) -> Result<Array2<f32>> {
         let (b, _, d) = self.x.dim();
-        let mut out = Array2::zeros((b, d));
-        for (x, mut out) in self.x.axis_iter(Axis(0)).zip(out.rows_mut()) {
-            let x = x.slice(s![rows.clone(), ..]);
-            let values: Vec<f32> = match what {
-                Statistic::Mean => row_mean(x).to_vec(),
-                Statistic::Ranked(rank) => ranked(x, rank, |v| v),
-                Statistic::RankedMagnitude(rank) => ranked(x, rank, f32::abs),
-            };
-            out.assign(&Array1::from(values));
-        }
-        Ok(out)
+        let x = self.x.slice(s![.., rows, ..]);
+        let values = x.outer_iter().flat_map(|x| match what {
+            Statistic::Mean => row_mean(x).to_vec(),
+            Statistic::Ranked(rank) => ranked(x, rank, |v| v),
+            Statistic::RankedMagnitude(rank) => ranked(x, rank, f32::abs),
+        });
+        Ok(Array2::from_shape_vec((b, d), values.collect())?)
     }
 
     fn subtract(&mut self, rows: Range<usize>, centre: ArrayView2<f32>) -> Result<()> {
         for (mut x, centre) in self.x.axis_iter_mut(Axis(0)).zip(centre.rows()) {
             let mut x = x.slice_mut(s![rows.clone(), ..]);
-            x.axis_chunks_iter_mut(Axis(0), WHITEN_ROWS)
-                .into_par_iter()
-                .for_each(|mut x| x -= &centre);
+            let chunks = x.axis_chunks_iter_mut(Axis(0), WHITEN_ROWS).into_par_iter();
+            chunks.for_each(|mut x| x -= &centre);
         }
         Ok(())
     }
@@ -180,25 +167,22 @@ impl Points for CpuPoints {
 
     fn draw(&mut self, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
         let d = self.x.len_of(Axis(2));
-        let drawn = self
-            .each()
-            .zip(batch)
-            .zip(uniforms)
-            .map(|(((x, head), batch), uniforms)| {
-                let first = (head.centroids.len() / d) as u32;
-                let distances: Vec<f32> = head.rows.iter().map(|r| r.distance).collect();
-                let wheel = Wheel::new(&distances);
-                let (rows, used) = draw_rows(|i| row(x, i, d), &wheel, &distances, *batch, uniforms);
-                let fresh: Vec<f32> = rows.iter().flat_map(|i| row(x, *i, d)).copied().collect();
-                if !fresh.is_empty() {
-                    absorb(x, d, &mut head.rows, &fresh, first);
-                }
-                head.centroids.extend(fresh);
-                Drawn {
-                    centroids: rows.len(),
-                    used,
-                }
-            });
+        let heads = self.each().zip(batch).zip(uniforms);
+        let drawn = heads.map(|(((x, head), batch), uniforms)| {
+            let first = (head.centroids.len() / d) as u32;
+            let distances: Vec<f32> = head.rows.iter().map(|r| r.distance).collect();
+            let wheel = Wheel::new(&distances);
+            let (rows, used) = draw_rows(|i| row(x, i, d), &wheel, &distances, *batch, uniforms);
+            let fresh: Vec<f32> = rows.iter().flat_map(|i| row(x, *i, d)).copied().collect();
+            if !fresh.is_empty() {
+                absorb(x, d, &mut head.rows, &fresh, first);
+            }
+            head.centroids.extend(fresh);
+            Drawn {
+                centroids: rows.len(),
+                used,
+            }
+        });
         Ok(drawn.collect())
     }
 
@@ -250,7 +234,7 @@ impl Points for CpuPoints {
     fn assignment(&mut self) -> Result<Vec<Assignment>> {
         let of = |head: &CpuClusters| Assignment {
             inertia: head.rows.iter().map(|r| f64::from(r.distance)).sum(),
-            counts: count(&head.rows, head.dirty.len()),
+            counts: count_codes(head.rows.iter().map(|r| r.code), head.dirty.len()),
             changed: head.dirty.contains(&true),
         };
         Ok(self.heads.iter().map(of).collect())
@@ -259,13 +243,8 @@ impl Points for CpuPoints {
     fn clusters(&mut self, head: usize) -> Result<Clusters> {
         let d = self.x.len_of(Axis(2));
         let head = &self.heads[head];
-        let mut centroids = Array2::zeros((head.centroids.len() / d, d));
-        centroids
-            .iter_mut()
-            .zip(&head.centroids)
-            .for_each(|(to, v)| *to = *v);
         Ok(Clusters {
-            centroids,
+            centroids: Array2::from_shape_vec((head.centroids.len() / d, d), head.centroids.clone())?,
             codes: head.rows.iter().map(|r| r.code).collect(),
             distances: head.rows.iter().map(|r| r.distance).collect(),
         })
@@ -291,13 +270,11 @@ fn ranked(x: ArrayView2<f32>, rank: usize, of: impl Fn(f32) -> f32 + Sync) -> Ve
     if rank >= x.nrows() {
         return vec![0.0; x.ncols()];
     }
-    x.axis_iter(Axis(1))
-        .into_par_iter()
-        .map(|channel| {
-            let mut values: Vec<f32> = channel.iter().map(|v| of(*v)).collect();
-            *values.select_nth_unstable_by(rank, f32::total_cmp).1
-        })
-        .collect()
+    let value = |channel: ArrayView1<f32>| {
+        let mut values: Vec<f32> = channel.iter().map(|v| of(*v)).collect();
+        *values.select_nth_unstable_by(rank, f32::total_cmp).1
+    };
+    x.axis_iter(Axis(1)).into_par_iter().map(value).collect()
 }
 
 /// Sums the rows of `x`, `[n,d]`, by sign pattern: [`super::reference::sign_sums`]. Sums in f64, in row order.
@@ -310,10 +287,9 @@ pub fn sign_sums(x: ArrayView2<f32>) -> SignSums {
                 let bits = row.iter().enumerate().map(|(e, v)| usize::from(*v > 0.0) << e);
                 let pattern: usize = bits.sum();
                 counts[pattern] += 1;
-                let cell = &mut sums[pattern * GROUP..][..GROUP];
-                cell.iter_mut()
-                    .zip(row)
-                    .for_each(|(sum, v)| *sum += f64::from(*v));
+                for (sum, v) in sums[pattern * GROUP..][..GROUP].iter_mut().zip(row) {
+                    *sum += f64::from(*v);
+                }
             }
             (sums, counts)
         })
@@ -332,17 +308,7 @@ fn move_centroids(
     dirty: &[bool],
     centroids: &mut [f32],
 ) -> Vec<bool> {
-    // A counting sort: the rows of centroid c are members[starts[c]..starts[c + 1]], ascending.
-    let mut starts = vec![0usize];
-    for count in count(rows, dirty.len()) {
-        starts.push(starts[starts.len() - 1] + count as usize);
-    }
-    let mut next = starts.clone();
-    let mut members = vec![0u32; rows.len()];
-    for (i, r) in (0..).zip(rows) {
-        members[next[r.code as usize]] = i;
-        next[r.code as usize] += 1;
-    }
+    let (starts, members) = group_by_code(rows.iter().map(|r| r.code), dirty.len());
     let each = centroids
         .par_chunks_mut(dim)
         .zip(starts.par_windows(2))
@@ -355,9 +321,9 @@ fn move_centroids(
         sums.clear();
         sums.resize(dim, 0.0f64);
         for &i in members {
-            sums.iter_mut()
-                .zip(row(x, i, dim))
-                .for_each(|(sum, &v)| *sum += f64::from(v));
+            for (sum, &v) in sums.iter_mut().zip(row(x, i, dim)) {
+                *sum += f64::from(v);
+            }
         }
         let mut moved = false;
         for (c, sum) in centroid.iter_mut().zip(sums) {
@@ -370,8 +336,24 @@ fn move_centroids(
     moves.collect()
 }
 
-fn count(rows: &[Assigned], size: usize) -> Vec<u32> {
+/// Counts the rows of each of `size` centroids.
+pub(super) fn count_codes(codes: impl Iterator<Item = u32>, size: usize) -> Vec<u32> {
     let mut counts = vec![0; size];
-    rows.iter().for_each(|r| counts[r.code as usize] += 1);
+    codes.for_each(|code| counts[code as usize] += 1);
     counts
+}
+
+/// Sorts rows by their centroids: those of centroid c are `members[starts[c]..starts[c + 1]]`, ascending.
+pub(super) fn group_by_code(codes: impl Iterator<Item = u32> + Clone, size: usize) -> (Vec<usize>, Vec<u32>) {
+    let mut starts = vec![0];
+    for count in count_codes(codes.clone(), size) {
+        starts.push(starts[starts.len() - 1] + count as usize);
+    }
+    let mut next = starts.clone();
+    let mut members = vec![0; starts[size]];
+    for (i, code) in (0..).zip(codes) {
+        members[next[code as usize]] = i;
+        next[code as usize] += 1;
+    }
+    (starts, members)
 }

@@ -23,7 +23,9 @@ pub trait Device: Send + Sync {
 
     /// Returns the hardware and the driver, for the log and the manifest; `None` on the CPU, whose results do
     /// not depend on them.
-    fn adapter(&self) -> Option<String>;
+    fn adapter(&self) -> Option<String> {
+        None
+    }
 
     /// Returns the GPU's driver, if the device can run a whole model too.
     fn cuda(&self) -> Option<&dyn Driver> {

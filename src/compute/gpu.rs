@@ -42,20 +42,12 @@ pub struct Gpu {
 }
 
 impl Gpu {
-    /// Opens the fastest adapter.
+    /// Opens the fastest adapter, to use it within `limits` and its own.
     ///
     /// # Errors
     /// There is no loader, driver or adapter, or a shader does not compile.
-    pub fn open() -> Result<Self> {
-        GpuContext::open(None).map(|context| Self { context })
-    }
-
-    /// Opens the fastest adapter, and uses it within smaller limits.
-    ///
-    /// # Errors
-    /// Those of [`Gpu::open`].
-    pub fn with_limits(limits: GpuLimits) -> Result<Self> {
-        GpuContext::open(Some(limits)).map(|context| Self { context })
+    pub fn open(limits: GpuLimits) -> Result<Self> {
+        GpuContext::open(limits).map(|context| Self { context })
     }
 
     /// Returns whether the adapter is a processor that emulates a GPU.
@@ -65,7 +57,7 @@ impl Gpu {
 
     /// Releases the adapter; every later operation is an error.
     pub fn destroy(&self) {
-        self.context.destroy();
+        self.context.device.destroy();
     }
 }
 
@@ -128,7 +120,7 @@ impl Gpu {
                 .run(batch, blocks * tiles * tiles, BLOCK * TILE * TILE);
                 partials.push(partial);
             }
-            batch.read(&partials.iter().collect::<Vec<_>>())
+            batch.read(&partials)
         })
     }
 }

@@ -6,7 +6,7 @@ use ndarray::{ArrayView2, ArrayViewMut2, Axis, s};
 use rayon::prelude::*;
 
 use super::attention::prefetch;
-use super::blocks::{Line, PANEL, PANELS, Row, SIDE, TILE, multiply, transpose};
+use super::blocks::{PANEL, PANELS, PanelLine, Row, SIDE, TILE, multiply, transpose};
 use super::{pieces, simd};
 use crate::float::Float;
 use crate::weight::Weight;
@@ -45,20 +45,18 @@ impl Linear {
         }
         let packed = PackedInputs::new(x);
         let channels = out.ncols();
-        let size = channels
-            .div_ceil(channels.div_ceil(CHANNELS).max(1))
-            .next_multiple_of(TILE);
+        let count = channels.div_ceil(CHANNELS).max(1);
+        let size = channels.div_ceil(count).next_multiple_of(TILE);
         let mut tasks = Vec::new();
         for (c, part) in pieces(out.view_mut(), Axis(1), size).into_iter().enumerate() {
             for (s, part) in pieces(part, Axis(0), SIDES * SIDE).into_iter().enumerate() {
                 tasks.push((c * size, s * SIDES, part));
             }
         }
-        tasks
-            .into_par_iter()
-            .for_each_init(Scratch::default, |scratch, (channel, side, part)| {
-                self.multiply(&packed, channel, side, scratch, part);
-            });
+        let tasks = tasks.into_par_iter();
+        tasks.for_each_init(LinearScratch::default, |scratch, (channel, side, part)| {
+            self.multiply(&packed, channel, side, scratch, part);
+        });
     }
 
     /// Computes the output channels from `first` on for the blocks of input rows from number `side` on.
@@ -67,7 +65,7 @@ impl Linear {
         x: &PackedInputs,
         first: usize,
         side: usize,
-        scratch: &mut Scratch,
+        scratch: &mut LinearScratch,
         mut out: ArrayViewMut2<f32>,
     ) {
         let (m, n) = out.dim();
@@ -102,11 +100,8 @@ impl Linear {
                 }
             }
         }
-        for (rows, mut out) in scratch
-            .sums
-            .chunks_exact(stride)
-            .zip(pieces(out.view_mut(), Axis(0), SIDE))
-        {
+        let sums = scratch.sums.chunks_exact(stride);
+        for (rows, mut out) in sums.zip(out.axis_chunks_iter_mut(Axis(0), SIDE)) {
             for (rows, start) in rows.as_chunks::<PANEL>().0.iter().zip((0..n).step_by(PANEL)) {
                 let target = out.slice_mut(s![.., start..n.min(start + PANEL)]);
                 self.turn(rows, first + start, &mut scratch.lines, target);
@@ -115,7 +110,7 @@ impl Linear {
     }
 
     /// Transposes sums, a row per output channel from `first` on, into rows of outputs, and adds the bias.
-    fn turn(&self, rows: &[Row; PANEL], first: usize, lines: &mut [Line], mut out: ArrayViewMut2<f32>) {
+    fn turn(&self, rows: &[Row; PANEL], first: usize, lines: &mut [PanelLine], mut out: ArrayViewMut2<f32>) {
         transpose(rows, lines);
         let (m, n) = out.dim();
         for (mut to, line) in out.rows_mut().into_iter().zip(&mut lines[..m]) {
@@ -175,14 +170,14 @@ struct PackedInputs {
     /// Blocks of [`SIDE`] input channels.
     blocks: usize,
     /// `[blocks of SIDE input rows, blocks, PANELS, SIDE]`.
-    lines: Vec<Line>,
+    lines: Vec<PanelLine>,
 }
 
 impl PackedInputs {
     fn new(x: ArrayView2<f32>) -> Self {
         let (m, k) = x.dim();
         let blocks = k.div_ceil(SIDE);
-        let mut lines = vec![Line::ZERO; m.div_ceil(SIDE) * blocks * PANELS * SIDE];
+        let mut lines = vec![PanelLine::ZERO; m.div_ceil(SIDE) * blocks * PANELS * SIDE];
         let each = lines.par_chunks_exact_mut(PANELS * SIDE).enumerate();
         each.for_each_init(
             || [Row::ZERO; PANEL],
@@ -202,27 +197,27 @@ impl PackedInputs {
     }
 
     /// Returns the panels of one block of channels and one block of input rows: `[PANELS, SIDE]`.
-    fn block(&self, channels: usize, side: usize) -> &[Line] {
+    fn block(&self, channels: usize, side: usize) -> &[PanelLine] {
         &self.lines[(side * self.blocks + channels) * PANELS * SIDE..][..PANELS * SIDE]
     }
 }
 
 /// The buffers of one worker.
-struct Scratch {
+struct LinearScratch {
     /// Widened weights of some output channels, `[TILE]`.
     tile: Vec<Row>,
     /// Sums, a row per output channel, for each block of input rows.
     sums: Vec<Row>,
     /// Outputs of a block of input rows, `[SIDE]`.
-    lines: Vec<Line>,
+    lines: Vec<PanelLine>,
 }
 
-impl Default for Scratch {
+impl Default for LinearScratch {
     fn default() -> Self {
         Self {
             tile: vec![Row::ZERO; TILE],
             sums: Vec::new(),
-            lines: vec![Line::ZERO; SIDE],
+            lines: vec![PanelLine::ZERO; SIDE],
         }
     }
 }

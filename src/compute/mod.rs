@@ -30,25 +30,22 @@ use crate::flags;
 
 /// Opens a device for calibration; `auto` takes an NVIDIA GPU if there is one, else the CPU.
 ///
+/// `tell` gets the reason why there is no GPU, or where its kernels come from.
+///
 /// # Errors
 /// The requested device is not available.
-pub fn open(device: flags::Device) -> Result<Box<dyn device::Device>> {
-    open_telling(device, &|_| {})
-}
-
-/// Opens a device as [`open`] does and reports why there is no GPU, or where its kernels come from.
-pub fn open_telling(device: flags::Device, tell: &dyn Fn(&str)) -> Result<Box<dyn device::Device>> {
+pub fn open(device: flags::DeviceFlag, tell: &dyn Fn(&str)) -> Result<Box<dyn device::Device>> {
     Ok(match device {
-        flags::Device::Auto => match open_cuda(tell) {
+        flags::DeviceFlag::Auto => match open_cuda(tell) {
             Ok(cuda) => cuda,
             Err(e) => {
                 tell(&format!("device: no NVIDIA GPU: {e}"));
                 Box::new(cpu::Cpu)
             }
         },
-        flags::Device::Cpu => Box::new(cpu::Cpu),
-        flags::Device::Wgpu => Box::new(gpu::Gpu::open()?),
-        flags::Device::Cuda => open_cuda(tell)?,
+        flags::DeviceFlag::Cpu => Box::new(cpu::Cpu),
+        flags::DeviceFlag::Wgpu => Box::new(gpu::Gpu::open(gpu::GpuLimits::NONE)?),
+        flags::DeviceFlag::Cuda => open_cuda(tell)?,
     })
 }
 

@@ -3,9 +3,10 @@
 //! The kernels of this crate are tested against these functions; nothing else calls them. Inputs
 //! are f32, as for the kernels; the arithmetic is f64.
 
-use std::ops::Range;
-
+use super::attention::visible;
 use super::device::{SignSums, Statistic};
+use std::collections::BTreeSet;
+
 use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayView3, s};
 
 /// Computes softmax attention of one query over the rows `positions`.
@@ -56,11 +57,6 @@ pub fn causal(
     out
 }
 
-/// Returns the positions visible to the token at `t`: the last `window` ones, its own included.
-pub fn visible(t: usize, window: Option<usize>) -> Range<usize> {
-    window.map_or(0, |w| (t + 1).saturating_sub(w))..t + 1
-}
-
 /// Finds the centroid with the smallest squared distance to `x`, the lowest index on ties, and returns
 /// its index and the distance.
 ///
@@ -69,11 +65,7 @@ pub fn visible(t: usize, window: Option<usize>) -> Range<usize> {
 pub fn nearest(x: ArrayView1<f32>, centroids: ArrayView2<f32>) -> (usize, f64) {
     let mut best = (0, f64::INFINITY);
     for (m, c) in centroids.rows().into_iter().enumerate() {
-        let distance = x
-            .iter()
-            .zip(c)
-            .map(|(x, c)| (f64::from(*x) - f64::from(*c)).powi(2))
-            .sum();
+        let distance = squared_distance(x, c);
         if distance < best.1 {
             best = (m, distance);
         }
@@ -211,12 +203,7 @@ pub fn draw(x: ArrayView2<f32>, distances: &[f32], batch: usize, uniforms: &[f64
             sum > u * total
         });
         let i = found.unwrap_or(distances.len() - 1);
-        let away = |c: &u32| {
-            let pairs = x.row(i).into_iter().zip(x.row(*c as usize));
-            pairs
-                .map(|(x, c)| (f64::from(*x) - f64::from(*c)).powi(2))
-                .sum::<f64>()
-        };
+        let away = |c: &u32| squared_distance(x.row(i), x.row(*c as usize));
         let stale = f64::from(distances[i]);
         let now = drawn.iter().map(away).fold(stale, f64::min);
         let kept = uniforms[used] * stale < now;
@@ -237,29 +224,19 @@ pub fn draw(x: ArrayView2<f32>, distances: &[f32], batch: usize, uniforms: &[f64
 /// # Shapes
 /// scores `[r,M]`; `codes` holds the codeword of each candidate, the first at position `first`.
 pub fn select(scores: ArrayView2<f32>, codes: &[u16], first: u32, budget: usize) -> Vec<u32> {
-    let ranked: Vec<Vec<usize>> = scores
-        .rows()
-        .into_iter()
-        .map(|row| {
-            let mut order: Vec<usize> = (0..codes.len()).collect();
-            order.sort_by(|i, j| {
-                let (a, b) = (codes[*i], codes[*j]);
-                row[b as usize]
-                    .total_cmp(&row[a as usize])
-                    .then(a.cmp(&b))
-                    .then(i.cmp(j))
-            });
-            order
-        })
-        .collect();
+    let rank = |row: ArrayView1<f32>| {
+        let mut order: Vec<usize> = (0..codes.len()).collect();
+        order.sort_by(|i, j| {
+            let (a, b) = (codes[*i], codes[*j]);
+            let by_score = row[b as usize].total_cmp(&row[a as usize]);
+            by_score.then((a, i).cmp(&(b, j)))
+        });
+        order
+    };
+    let ranked: Vec<Vec<usize>> = scores.rows().into_iter().map(rank).collect();
     let union = |k: usize| {
-        let mut all: Vec<usize> = ranked
-            .iter()
-            .flat_map(|order| order[..k].iter().copied())
-            .collect();
-        all.sort_unstable();
-        all.dedup();
-        all
+        let all: BTreeSet<usize> = ranked.iter().flat_map(|order| &order[..k]).copied().collect();
+        Vec::from_iter(all)
     };
     let mut chosen: Vec<usize> = Vec::new();
     for k in 1..=codes.len() {
@@ -281,6 +258,12 @@ pub fn select(scores: ArrayView2<f32>, codes: &[u16], first: u32, budget: usize)
         chosen.sort_unstable();
     }
     chosen.into_iter().map(|i| first + i as u32).collect()
+}
+
+/// Returns the squared Euclidean distance.
+fn squared_distance(a: ArrayView1<f32>, b: ArrayView1<f32>) -> f64 {
+    let differences = a.iter().zip(b).map(|(x, y)| f64::from(*x) - f64::from(*y));
+    differences.map(|difference| difference.powi(2)).sum()
 }
 
 /// Returns the dot product in f64.

@@ -48,7 +48,7 @@ pub fn write(
     let mut capture = Capture::start(layers, corpus)?;
     for i in 0..sizes.n_layers {
         progress.stage(format!("layer {} of {}", i + 1, sizes.n_layers));
-        let writer = Writer::new(new.file(&layer_file(i))?, specs.clone(), None)?;
+        let writer = Writer::new(new.file(&layer_file(i))?, &specs, None)?;
         let mut sums = LayerMoments::new(sizes.n_kv_heads, sizes.head_dim);
         capture.layer(&progress, &mut |rows, states| {
             let (q_pre, kept) = (states.q_pre.view(), &kept[rows.clone()]);
@@ -208,7 +208,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x");
         let specs = vec![Spec::new::<f32>("x", &[2, 5, 3])];
-        let writer = Writer::new(Output::create(&path).unwrap(), specs, None).unwrap();
+        let writer = Writer::new(Output::create(&path).unwrap(), &specs, None).unwrap();
         let value = |head: usize, row: usize, channel: usize| (100 * head + 10 * row + channel + 1) as f32;
         // Channels on the leading axis in memory.
         let x = Array3::from_shape_fn((3, 2, 4), |(c, head, row)| value(head, row + 1, c));

@@ -27,9 +27,9 @@ pub fn growth(len: usize, capacity: usize, more: usize) -> usize {
 
 /// A vector whose first value is aligned to a cache line.
 #[derive(Clone, Debug)]
-pub struct Lines<T>(AVec<T, ConstAlign<LINE>>);
+pub struct AlignedVec<T>(AVec<T, ConstAlign<LINE>>);
 
-impl<T: Copy + Default> Lines<T> {
+impl<T: Copy + Default> AlignedVec<T> {
     /// Makes an empty vector with space for `capacity` values.
     pub fn with_capacity(capacity: usize) -> Self {
         let mut lines = Self(AVec::with_capacity(LINE, capacity));
@@ -93,7 +93,7 @@ impl<T: Copy + Default> Lines<T> {
     }
 }
 
-impl<T> Deref for Lines<T> {
+impl<T> Deref for AlignedVec<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
@@ -101,13 +101,13 @@ impl<T> Deref for Lines<T> {
     }
 }
 
-impl<T> DerefMut for Lines<T> {
+impl<T> DerefMut for AlignedVec<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         &mut self.0
     }
 }
 
-impl<T: Copy + Default> Default for Lines<T> {
+impl<T: Copy + Default> Default for AlignedVec<T> {
     fn default() -> Self {
         Self::with_capacity(0)
     }
@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn values_begin_on_a_line_wherever_they_move() {
-        let mut lines = Lines::<u16>::with_capacity(3);
+        let mut lines = AlignedVec::<u16>::with_capacity(3);
         let mut expected = Vec::new();
         for n in [3usize, 1, 60, 1000, 4 << 20] {
             let first = expected.len();

@@ -20,7 +20,7 @@ use half::f16;
 use ndarray::{ArrayView1, ArrayView2, ArrayView3, Axis, s};
 use rayon::prelude::*;
 
-use super::lines::Lines;
+use super::lines::AlignedVec;
 use crate::compute::attention::{self, CachedRows, GroupQueries, OutputSums, Run};
 use crate::compute::simd;
 pub use layout::{Center, Layout};
@@ -95,7 +95,7 @@ pub struct SignRows {
     /// Largest centred magnitude per channel, from the first prompt; one before.
     alpha: Vec<f32>,
     /// d / 8 bytes per row; bit i of byte b is set if channel 8 b + i is above its centre.
-    signs: Lines<u8>,
+    signs: AlignedVec<u8>,
     magnitudes: TwoBit,
     full: FullRows,
 }
@@ -107,7 +107,7 @@ impl SignRows {
             layout,
             centre: vec![0.0; d],
             alpha: vec![1.0; d],
-            signs: Lines::with_capacity(capacity * sign_bytes(d)),
+            signs: AlignedVec::with_capacity(capacity * sign_bytes(d)),
             magnitudes: TwoBit::new(d, capacity),
             full: FullRows::default(),
         }
@@ -124,7 +124,7 @@ impl SignRows {
         if counted.len() < FULL {
             counted = (0..keys.nrows()).collect();
         }
-        let largest = |(channel, centre): (ndarray::ArrayView1<f32>, &f32)| {
+        let largest = |(channel, centre): (ArrayView1<f32>, &f32)| {
             let rows = counted.iter().map(|i| (channel[*i] - centre).abs());
             match rows.fold(0.0, f32::max) {
                 0.0 => 1.0,
@@ -214,7 +214,7 @@ pub fn sign_bytes(d: usize) -> usize {
 ///
 /// # Source
 /// Eq. 2; zero counts as negative.
-pub fn extend_signs(signs: &mut Lines<u8>, keys: ArrayView2<f32>, centre: &[f32]) {
+pub fn extend_signs(signs: &mut AlignedVec<u8>, keys: ArrayView2<f32>, centre: &[f32]) {
     signs.grow(keys.nrows() * sign_bytes(keys.ncols()));
     for key in keys.rows() {
         let mut byte = 0;
@@ -255,34 +255,27 @@ impl CachedRows for SignRows {
 /// Values in 2 bits.
 #[derive(Clone)]
 pub struct ValueRows {
-    d: usize,
     values: TwoBit,
     full: FullRows,
 }
 
 impl CachedRows for ValueRows {
     fn dim(&self) -> usize {
-        self.d
+        self.values.d
     }
 
     fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32] {
-        self.read(position, scratch);
+        match self.full.get(position, self.values.d) {
+            Some(row) => scratch.iter_mut().zip(row).for_each(|(o, x)| *o = x.to_f32()),
+            None => self.values.read(position, scratch),
+        }
         scratch
     }
 
-    fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: OutputSums) {
-        match attend::in_groups(self.d) {
+    fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: &mut OutputSums) {
+        match attend::in_groups(self.values.d) {
             true => attend::add(self, weights, stride, run, sums),
             false => attention::widened_add(self, weights, stride, run, sums),
-        }
-    }
-}
-
-impl ValueRows {
-    fn read(&self, position: usize, out: &mut [f32]) {
-        match self.full.get(position, self.d) {
-            Some(row) => out.iter_mut().zip(row).for_each(|(o, x)| *o = x.to_f32()),
-            None => self.values.read(position, out),
         }
     }
 }
@@ -317,7 +310,6 @@ impl Packed {
         Self {
             keys: SignRows::new(d, layout.into(), capacity),
             values: ValueRows {
-                d,
                 values: TwoBit::new(d, capacity),
                 full: FullRows::default(),
             },

@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use ndarray::{ArrayView2, s};
 
 use super::KvType;
-use super::lines::Lines;
+use super::lines::AlignedVec;
 use super::packed::{Layout, Packed, SignRows};
 use crate::compute::attention::{self, CachedRows, GroupQueries, LANES, OutputSums, Run, StoredRows};
 use crate::float::Float;
@@ -24,18 +24,18 @@ pub struct RowStore {
 
 #[derive(Clone)]
 enum Data {
-    F32(Lines<f32>),
-    F16(Lines<f16>),
-    Bf16(Lines<bf16>),
+    F32(AlignedVec<f32>),
+    F16(AlignedVec<f16>),
+    Bf16(AlignedVec<bf16>),
 }
 
 impl RowStore {
     /// Makes an empty store with space for `capacity` rows.
     pub fn new(float: Float, d: usize, capacity: usize) -> Self {
         let data = match float {
-            Float::F32 => Data::F32(Lines::with_capacity(capacity * d)),
-            Float::F16 => Data::F16(Lines::with_capacity(capacity * d)),
-            Float::Bf16 => Data::Bf16(Lines::with_capacity(capacity * d)),
+            Float::F32 => Data::F32(AlignedVec::with_capacity(capacity * d)),
+            Float::F16 => Data::F16(AlignedVec::with_capacity(capacity * d)),
+            Float::Bf16 => Data::Bf16(AlignedVec::with_capacity(capacity * d)),
         };
         Self {
             float,
@@ -153,11 +153,7 @@ impl CachedRows for RowStore {
         let (shared, own) = self.split(run);
         let at = shared.len();
         if let Some((rows, _)) = &self.shared {
-            let run = Run {
-                now: shared,
-                next: &[],
-            };
-            rows.scores(queries, &run, out, stride);
+            rows.scores(queries, &Run::new(shared, at), out, stride);
         }
         if own.is_empty() {
             return;
@@ -172,32 +168,20 @@ impl CachedRows for RowStore {
         });
     }
 
-    fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: OutputSums) {
+    fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: &mut OutputSums) {
         if !self.d.is_multiple_of(LANES) {
             return attention::widened_add(self, weights, stride, run, sums);
         }
         let (shared, own) = self.split(run);
-        let (at, OutputSums { r, values }) = (shared.len(), sums);
+        let at = shared.len();
         if let Some((rows, _)) = &self.shared {
-            let run = Run {
-                now: shared,
-                next: &[],
-            };
-            rows.add(
-                weights,
-                stride,
-                &run,
-                OutputSums {
-                    r,
-                    values: &mut *values,
-                },
-            );
+            rows.add(weights, stride, &Run::new(shared, at), sums);
         }
         if own.is_empty() {
             return;
         }
         self.own(own, run.next, |run| {
-            let (weights, sums) = (&weights[at..], OutputSums { r, values });
+            let weights = &weights[at..];
             match &self.data {
                 Data::F32(v) => attention::add(weights, stride, self.stored(v), run, sums),
                 Data::F16(v) => attention::add(weights, stride, self.stored(v), run, sums),

@@ -56,21 +56,16 @@ impl Sampler {
         let mut order: Vec<usize> = (0..logits.len()).collect();
         order.sort_unstable_by(|a, b| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)));
         let top = f64::from(logits[order[0]]);
-        let mut weights: Vec<f64> = order
-            .iter()
-            .map(|i| ((f64::from(logits[*i]) - top) / self.temperature).exp())
-            .collect();
+        let weight = |i: &usize| ((f64::from(logits[*i]) - top) / self.temperature).exp();
+        let mut weights: Vec<f64> = order.iter().map(weight).collect();
         let total: f64 = weights.iter().sum();
         // The nucleus: the fewest most probable tokens with at least top_p of the probability.
         let mut mass = 0.0;
-        let kept = weights
-            .iter()
-            .position(|w| {
-                mass += w / total;
-                mass >= self.top_p
-            })
-            .map_or(weights.len(), |i| i + 1);
-        weights.truncate(kept);
+        let last = weights.iter().position(|w| {
+            mass += w / total;
+            mass >= self.top_p
+        });
+        weights.truncate(last.map_or(weights.len(), |last| last + 1));
         let mut left = self.uniform() * weights.iter().sum::<f64>();
         for (w, i) in weights.iter().zip(&order) {
             left -= w;
@@ -78,7 +73,7 @@ impl Sampler {
                 return Ok(*i as u32);
             }
         }
-        Ok(order[kept - 1] as u32)
+        Ok(order[weights.len() - 1] as u32)
     }
 }
 
@@ -87,12 +82,10 @@ impl Sampler {
 /// # Errors
 /// No logits.
 pub fn greedy(logits: ArrayView1<f32>) -> Result<u32> {
-    let mut tokens = logits.iter().enumerate();
-    let first = tokens
-        .next()
-        .ok_or_else(|| Error::failed("there are no logits"))?;
     let larger = |best: (usize, _), token: (usize, _)| if token.1 > best.1 { token } else { best };
-    Ok(tokens.fold(first, larger).0 as u32)
+    let best = logits.iter().enumerate().reduce(larger);
+    let (id, _) = best.ok_or_else(|| Error::failed("there are no logits"))?;
+    Ok(id as u32)
 }
 
 #[cfg(test)]

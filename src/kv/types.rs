@@ -20,11 +20,8 @@ pub enum KvType {
 impl KvType {
     /// Returns the bytes of a key and a value of d channels.
     pub fn bytes_per_position(self, d: usize) -> usize {
-        match self {
-            Self::F32 => 8 * d,
-            Self::F16 | Self::Bf16 => 4 * d,
-            Self::TwoBit => packed::row_bytes(d),
-        }
+        let of_float = |float: Float| 2 * d * float.bytes();
+        self.float().map_or_else(|| packed::row_bytes(d), of_float)
     }
 
     /// Returns the bytes of a key of d channels.

@@ -32,7 +32,7 @@ use crate::artifact::Artifact;
 use crate::compute::attention::visible;
 use crate::error::{Error, Result};
 use crate::kv::KvType;
-use crate::kv::lines::Lines;
+use crate::kv::lines::AlignedVec;
 pub use crate::kv::packed::Center;
 use crate::kv::packed::{FULL, Layout, REFIT, best_scored, compressed, extend_signs, last_query, sign_bytes};
 use choose::PatternScores;
@@ -212,7 +212,7 @@ pub struct SelfIndex {
     /// `[d/4,16,4]`.
     centroids: Vec<f32>,
     /// The signs of every position, in bytes; empty if the cache holds them.
-    signs: Lines<u8>,
+    signs: AlignedVec<u8>,
     /// The positions that are chosen first, ascending: those with the best scores of the last prompt query.
     full: Vec<u32>,
     ranking: Ranking,
@@ -231,7 +231,7 @@ impl SelfIndex {
             calibrated,
             centre: vec![0.0; d],
             sums: PatternSums::new(d),
-            signs: Lines::with_capacity(0),
+            signs: AlignedVec::with_capacity(0),
             full: Vec::new(),
             ranking: Ranking::default(),
         }

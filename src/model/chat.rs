@@ -58,11 +58,11 @@ impl ChatTemplate {
             return Ok(None);
         };
         if source.len() > LONGEST {
-            return Err(Error::failed(format!(
-                "{}: the chat template has {} bytes, more than {LONGEST}",
-                path.display(),
+            let what = format!(
+                "the chat template has {} bytes, more than {LONGEST}",
                 source.len()
-            )));
+            );
+            return Err(Error::failed(what).context(path.display()));
         }
         let tokens = special_tokens(dir)?;
         let compiled = with_stack(&path, || {
@@ -105,11 +105,10 @@ impl ChatTemplate {
             template.render_captured_to(context, &mut out).map(drop)
         })?;
         match rendered {
-            Err(_) if out.full => Err(Error::failed(format!(
-                "{}: the chat template writes more than {} bytes",
-                self.path.display(),
-                out.limit
-            ))),
+            Err(_) if out.full => {
+                let what = format!("the chat template writes more than {} bytes", out.limit);
+                Err(Error::failed(what).context(self.path.display()))
+            }
             Err(e) => Err(unusable(&self.path, &e)),
             Ok(()) => String::from_utf8(out.text).map_err(|e| Error::failed(e.to_string())),
         }
@@ -120,18 +119,12 @@ impl ChatTemplate {
 fn with_stack<T: Send>(path: &Path, work: impl FnOnce() -> T + Send) -> Result<T> {
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().stack_size(STACK);
-        let done = thread.spawn_scoped(scope, work).map(|handle| handle.join());
-        match done {
-            Ok(Ok(result)) => Ok(result),
-            Ok(Err(_)) => Err(Error::failed(format!(
-                "{}: the chat template cannot be used: its engine failed",
-                path.display()
-            ))),
-            Err(e) => Err(Error::failed(format!(
-                "{}: no thread for the chat template: {e}",
-                path.display()
-            ))),
-        }
+        let why = match thread.spawn_scoped(scope, work).map(|handle| handle.join()) {
+            Ok(Ok(result)) => return Ok(result),
+            Ok(Err(_)) => "the chat template cannot be used: its engine failed".to_owned(),
+            Err(e) => format!("no thread for the chat template: {e}"),
+        };
+        Err(Error::failed(why).context(path.display()))
     })
 }
 
@@ -140,11 +133,10 @@ fn unusable(path: &Path, e: &minijinja::Error) -> Error {
         ErrorKind::OutOfFuel => "it does not come to an end".to_string(),
         _ => e.to_string(),
     };
-    Error::failed(format!(
-        "{}: the chat template cannot be used: {what}",
-        path.display()
-    ))
-    .hint("without --chat the prompt is taken as it is; --tokens takes turns as token ids")
+    let error = Error::failed(format!("the chat template cannot be used: {what}"));
+    error
+        .context(path.display())
+        .hint("without --chat the prompt is taken as it is; --tokens takes turns as token ids")
 }
 
 /// Finds the file that holds the template, and the template's source.
@@ -171,21 +163,19 @@ fn in_json(path: &Path) -> Result<Option<String>> {
     let named = |template: &serde_json::Value| {
         (template["name"] == "default").then(|| template["template"].as_str().map(String::from))?
     };
-    match value.get("chat_template") {
-        None | Some(serde_json::Value::Null) => Ok(None),
-        Some(serde_json::Value::String(source)) => Ok(Some(source.clone())),
-        Some(serde_json::Value::Array(list)) => match list.iter().find_map(named) {
-            Some(source) => Ok(Some(source)),
-            None => Err(Error::failed(format!(
-                "{}: no `chat_template` has the name `default`",
-                path.display()
-            ))),
-        },
-        Some(_) => Err(Error::failed(format!(
-            "{}: `chat_template` is neither a string nor a list",
-            path.display()
-        ))),
-    }
+    let (source, wrong) = match &value["chat_template"] {
+        serde_json::Value::Null => return Ok(None),
+        serde_json::Value::Array(list) => (
+            list.iter().find_map(named),
+            "no `chat_template` has the name `default`",
+        ),
+        other => (
+            other.as_str().map(String::from),
+            "`chat_template` is neither a string nor a list",
+        ),
+    };
+    let wrong = || Error::failed(wrong).context(path.display());
+    source.map(Some).ok_or_else(wrong)
 }
 
 /// Reads the special tokens that templates know by name: `bos_token`, `eos_token` and so on.
@@ -215,11 +205,12 @@ fn special_tokens(dir: &Path) -> Result<Vec<(String, Value)>> {
 /// Makes the environment that transformers offers to templates.
 fn environment() -> Rendered<Environment<'static>> {
     let mut environment = Environment::new();
-    let syntax = SyntaxConfig::builder()
-        .trim_blocks(true)
-        .lstrip_blocks(true)
-        .build()?;
-    environment.set_syntax(syntax);
+    environment.set_syntax(
+        SyntaxConfig::builder()
+            .trim_blocks(true)
+            .lstrip_blocks(true)
+            .build()?,
+    );
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_fuel(Some(FUEL));
     environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
@@ -275,11 +266,9 @@ fn tojson(value: Value, options: Kwargs) -> Rendered<String> {
     let sort_keys: Option<bool> = options.get("sort_keys")?;
     let ensure_ascii: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
-    let value = if sort_keys == Some(true) {
-        let sorted = serde_json::to_value(&value).map_err(failed)?;
-        Value::from(Serde(sorted))
-    } else {
-        value
+    let value = match sort_keys {
+        Some(true) => Value::from(Serde(serde_json::to_value(&value).map_err(failed)?)),
+        _ => value,
     };
     let mut out = Vec::new();
     match indent {
@@ -297,10 +286,9 @@ fn tojson(value: Value, options: Kwargs) -> Rendered<String> {
     }
     .map_err(failed)?;
     let text = String::from_utf8_lossy(&out).into_owned();
-    Ok(if ensure_ascii == Some(true) {
-        ascii(&text)
-    } else {
-        text
+    Ok(match ensure_ascii {
+        Some(true) => ascii(&text),
+        _ => text,
     })
 }
 

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::fields::{Fields, read_json, token_ids};
@@ -15,8 +16,8 @@ const MAX_LAYERS: usize = 4096;
 const MAX_HEAD_DIM: usize = 4096;
 const SUPPORTED_LAYERS: [&str; 2] = ["full_attention", "sliding_attention"];
 
-/// What a checkpoint's `config.json` says about its decoder.
-#[derive(Clone, Debug)]
+/// What a checkpoint's `config.json` says about its decoder; serialised are the fields that decide the forward pass.
+#[derive(Clone, Debug, Serialize)]
 pub struct ModelConfig {
     /// `model_type`, one of [`SUPPORTED_MODELS`].
     pub model_type: String,
@@ -47,14 +48,17 @@ pub struct ModelConfig {
     /// Whether each head of q and k passes an RMS norm.
     pub qk_norm: bool,
     /// Longest context that the model claims to support.
+    #[serde(skip)]
     pub max_position_embeddings: usize,
     /// The rotary embedding.
     pub rope: RopeConfig,
     /// Sliding window per layer: the number of visible positions, the current one included; `None` = all.
     pub windows: Vec<Option<usize>>,
     /// Token that begins a document.
+    #[serde(skip)]
     pub bos_token_id: Option<u32>,
     /// Tokens that end generation.
+    #[serde(skip)]
     pub eos_token_ids: Vec<u32>,
 }
 
@@ -71,10 +75,9 @@ impl ModelConfig {
     /// the supported ones); sizes that contradict each other.
     pub fn load(dir: &Path) -> Result<Self> {
         if !dir.is_dir() {
-            let what = if dir.exists() {
-                "is not a folder"
-            } else {
-                "does not exist"
+            let what = match dir.exists() {
+                true => "is not a folder",
+                false => "does not exist",
             };
             return Err(Error::failed(format!("model folder {} {what}", dir.display()))
                 .hint("--model takes the folder of a Hugging Face checkpoint (with config.json in it)"));
@@ -100,25 +103,10 @@ impl ModelConfig {
             .as_object()
             .ok_or_else(|| Error::failed("expected a JSON object"))?;
         let c = Fields::new(map);
-        let model_type = c.string("model_type")?.to_string();
-        if !SUPPORTED_MODELS.contains(&model_type.as_str()) {
-            return Err(
-                Error::failed(format!("model_type `{model_type}` is not supported"))
-                    .hint(format!("supported: {}", SUPPORTED_MODELS.join(", "))),
-            );
-        }
-        let act = c.string_or("hidden_act", "silu")?;
-        if act != "silu" {
-            return Err(Error::failed(format!("hidden_act `{act}` is not supported")).hint("supported: silu"));
-        }
-        let partial = c.number_or("partial_rotary_factor", 1.0)?;
-        if partial != 1.0 {
-            return Err(
-                Error::failed(format!("partial_rotary_factor {partial} is not supported"))
-                    .hint("only models that rotate every channel of a head are supported"),
-            );
-        }
-
+        let model_type = c
+            .string_opt("model_type")?
+            .ok_or_else(|| Fields::missing("model_type"))?;
+        check_supported(&c, model_type)?;
         let hidden_size = c.size("hidden_size")?;
         let n_layers = c.size("num_hidden_layers")?;
         if n_layers > MAX_LAYERS {
@@ -126,31 +114,7 @@ impl ModelConfig {
                 "num_hidden_layers {n_layers} is out of range (at most {MAX_LAYERS})"
             )));
         }
-        let n_heads = c.size("num_attention_heads")?;
-        let n_kv_heads = c.size_opt("num_key_value_heads")?.unwrap_or(n_heads);
-        let head_dim = match c.size_opt("head_dim")? {
-            Some(d) => d,
-            // Qwen3's default is a constant.
-            None if model_type == "qwen3" => 128,
-            None if hidden_size.is_multiple_of(n_heads) => hidden_size / n_heads,
-            None => {
-                return Err(Error::failed(format!(
-                    "hidden_size {hidden_size} is not a multiple of num_attention_heads {n_heads}, and there is no head_dim"
-                )));
-            }
-        };
-        if !n_heads.is_multiple_of(n_kv_heads) {
-            return Err(Error::failed(format!(
-                "num_attention_heads {n_heads} is not a multiple of num_key_value_heads {n_kv_heads}"
-            )));
-        }
-        if !head_dim.is_multiple_of(4) || head_dim > MAX_HEAD_DIM {
-            return Err(
-                Error::failed(format!("head_dim {head_dim} is not supported")).hint(format!(
-                    "head_dim must be a multiple of 4 and at most {MAX_HEAD_DIM}"
-                )),
-            );
-        }
+        let (n_heads, n_kv_heads, head_dim) = heads(&c, model_type, hidden_size)?;
         let max_position_embeddings = c.size_opt("max_position_embeddings")?.unwrap_or(2048);
         let attention_bias = c.bool_or("attention_bias", false)?;
         let rms_norm_eps = c.number_or("rms_norm_eps", 1e-6)? as f32;
@@ -159,8 +123,9 @@ impl ModelConfig {
                 "rms_norm_eps {rms_norm_eps} is out of range"
             )));
         }
-        let windows = windows(&c, &model_type, n_layers)?;
+        let windows = windows(&c, model_type, n_layers)?;
         Ok(Self {
+            model_type: model_type.to_owned(),
             hidden_size,
             intermediate_size: c.size("intermediate_size")?,
             n_layers,
@@ -170,22 +135,21 @@ impl ModelConfig {
             vocab_size: c.size("vocab_size")?,
             rms_norm_eps,
             tie_word_embeddings: c.bool_or("tie_word_embeddings", false)?,
-            qkv_bias: match model_type.as_str() {
+            qkv_bias: match model_type {
                 "qwen2" => true,
                 "mistral" => false,
                 _ => attention_bias,
             },
-            o_bias: matches!(model_type.as_str(), "llama" | "qwen3") && attention_bias,
+            o_bias: matches!(model_type, "llama" | "qwen3") && attention_bias,
             mlp_bias: model_type == "llama" && c.bool_or("mlp_bias", false)?,
             qk_norm: model_type == "qwen3",
             max_position_embeddings,
             rope: RopeConfig::parse(&c, max_position_embeddings)?,
             windows,
-            bos_token_id: token_ids(c.map.get("bos_token_id"), "bos_token_id")?
+            bos_token_id: token_ids(map.get("bos_token_id"), "bos_token_id")?
                 .first()
                 .copied(),
-            eos_token_ids: token_ids(c.map.get("eos_token_id"), "eos_token_id")?,
-            model_type,
+            eos_token_ids: token_ids(map.get("eos_token_id"), "eos_token_id")?,
         })
     }
 
@@ -209,25 +173,60 @@ impl ModelConfig {
     /// Both spellings of a config give the same value. It is part of the checkpoint fingerprint and of
     /// the manifest.
     pub fn canonical(&self) -> Value {
-        json!({
-            "model_type": self.model_type,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "n_layers": self.n_layers,
-            "n_heads": self.n_heads,
-            "n_kv_heads": self.n_kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab_size,
-            "rms_norm_eps": f64::from(self.rms_norm_eps),
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "qkv_bias": self.qkv_bias,
-            "o_bias": self.o_bias,
-            "mlp_bias": self.mlp_bias,
-            "qk_norm": self.qk_norm,
-            "windows": self.windows,
-            "rope": self.rope,
-        })
+        json!(self)
     }
+}
+
+/// Fails for a model that the decoder does not run.
+fn check_supported(c: &Fields, model_type: &str) -> Result<()> {
+    if !SUPPORTED_MODELS.contains(&model_type) {
+        return Err(
+            Error::failed(format!("model_type `{model_type}` is not supported"))
+                .hint(format!("supported: {}", SUPPORTED_MODELS.join(", "))),
+        );
+    }
+    let act = c.string_opt("hidden_act")?.unwrap_or("silu");
+    if act != "silu" {
+        return Err(Error::failed(format!("hidden_act `{act}` is not supported")).hint("supported: silu"));
+    }
+    let partial = c.number_or("partial_rotary_factor", 1.0)?;
+    if partial != 1.0 {
+        return Err(
+            Error::failed(format!("partial_rotary_factor {partial} is not supported"))
+                .hint("only models that rotate every channel of a head are supported"),
+        );
+    }
+    Ok(())
+}
+
+/// Finds the numbers of query heads and of KV heads, and the channels of a head.
+fn heads(c: &Fields, model_type: &str, hidden_size: usize) -> Result<(usize, usize, usize)> {
+    let n_heads = c.size("num_attention_heads")?;
+    let n_kv_heads = c.size_opt("num_key_value_heads")?.unwrap_or(n_heads);
+    let head_dim = match c.size_opt("head_dim")? {
+        Some(d) => d,
+        // Qwen3's default is a constant.
+        None if model_type == "qwen3" => 128,
+        None if hidden_size.is_multiple_of(n_heads) => hidden_size / n_heads,
+        None => {
+            return Err(Error::failed(format!(
+                "hidden_size {hidden_size} is not a multiple of num_attention_heads {n_heads}, and there is no head_dim"
+            )));
+        }
+    };
+    if !n_heads.is_multiple_of(n_kv_heads) {
+        return Err(Error::failed(format!(
+            "num_attention_heads {n_heads} is not a multiple of num_key_value_heads {n_kv_heads}"
+        )));
+    }
+    if !head_dim.is_multiple_of(4) || head_dim > MAX_HEAD_DIM {
+        return Err(
+            Error::failed(format!("head_dim {head_dim} is not supported")).hint(format!(
+                "head_dim must be a multiple of 4 and at most {MAX_HEAD_DIM}"
+            )),
+        );
+    }
+    Ok((n_heads, n_kv_heads, head_dim))
 }
 
 /// Finds each layer's sliding window (`sliding_window`, `use_sliding_window`, `layer_types`).
@@ -254,13 +253,11 @@ fn windows(c: &Fields, model_type: &str, n_layers: usize) -> Result<Vec<Option<u
                 // Mistral has one window for all layers and does not read `layer_types`.
                 Some("full_attention") if model_type == "mistral" => Ok(window),
                 Some("full_attention") => Ok(None),
-                Some("sliding_attention") => match window {
-                    Some(w) => Ok(Some(w)),
-                    None => Err(Error::failed(format!(
-                        "layer {i} is `sliding_attention`, but the config switches no sliding window on"
-                    ))
-                    .hint("`sliding_window` must be set (for Qwen also `use_sliding_window`: true)")),
-                },
+                Some("sliding_attention") if window.is_some() => Ok(window),
+                Some("sliding_attention") => Err(Error::failed(format!(
+                    "layer {i} is `sliding_attention`, but the config switches no sliding window on"
+                ))
+                .hint("`sliding_window` must be set (for Qwen also `use_sliding_window`: true)")),
                 Some(other) => Err(Error::failed(format!(
                     "layer type `{other}` (layer {i}) is not supported"
                 ))
@@ -272,10 +269,8 @@ fn windows(c: &Fields, model_type: &str, n_layers: usize) -> Result<Vec<Option<u
             .collect();
     }
     let first = match model_type {
-        "qwen2" | "qwen3" => c.index_or("max_window_layers", 28)?,
+        "qwen2" | "qwen3" => c.index_opt("max_window_layers")?.unwrap_or(28),
         _ => 0,
     };
-    Ok((0..n_layers)
-        .map(|i| if i >= first { window } else { None })
-        .collect())
+    Ok((0..n_layers).map(|i| window.filter(|_| i >= first)).collect())
 }

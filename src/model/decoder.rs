@@ -4,7 +4,6 @@
 //! pre-RoPE q, k and v, the caller attends, and [`Layer::finish`] adds the attention output and the MLP
 //! to the residual stream. [`Layer::forward`] is all three with exact causal attention.
 
-use std::ops::Range;
 use std::path::Path;
 
 use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayViewMut2, ArrayViewMut3, Axis, s};
@@ -92,20 +91,15 @@ impl Decoder {
     pub fn open(dir: &Path) -> Result<Self> {
         let config = ModelConfig::load(dir)?;
         let checkpoint = Checkpoint::open(dir)?;
-        let embedding = checkpoint.weight(
-            "model.embed_tokens.weight",
-            &[config.vocab_size, config.hidden_size],
-        )?;
+        let shape = [config.vocab_size, config.hidden_size];
+        let embedding = checkpoint.weight("model.embed_tokens.weight", &shape)?;
         embedding.scattered();
         let norm = checkpoint.vector("model.norm.weight", config.hidden_size)?;
-        let head = Linear {
-            weight: if config.tie_word_embeddings {
-                embedding.clone()
-            } else {
-                checkpoint.weight("lm_head.weight", &[config.vocab_size, config.hidden_size])?
-            },
-            bias: None,
+        let weight = match config.tie_word_embeddings {
+            true => embedding.clone(),
+            false => checkpoint.weight("lm_head.weight", &shape)?,
         };
+        let head = Linear { weight, bias: None };
         let decoder = Self {
             rope: Rope::new(&config.rope, config.head_dim),
             config,
@@ -126,19 +120,19 @@ impl Decoder {
         let (hidden, d) = (c.hidden_size, c.head_dim);
         let name = |part: &str| format!("model.layers.{index}.{part}");
         let vector = |part: &str, len: usize| self.checkpoint.vector(&name(part), len);
-        let linear = |part: &str, rows: usize, cols: usize, bias: bool| -> Result<Linear> {
-            let weight = self
-                .checkpoint
-                .weight(&name(&format!("{part}.weight")), &[rows, cols])?;
-            let bias_name = format!("{part}.bias");
-            if !bias && self.checkpoint.contains(&name(&bias_name)) {
+        let linear = |part: &str, rows: usize, cols: usize, has_bias: bool| {
+            let weight = name(&format!("{part}.weight"));
+            let weight = self.checkpoint.weight(&weight, &[rows, cols])?;
+            let bias = name(&format!("{part}.bias"));
+            if !has_bias && self.checkpoint.contains(&bias) {
                 return Err(Error::failed(format!(
-                    "the checkpoint has `{}`, but config.json says that there is no such bias",
-                    name(&bias_name)
+                    "the checkpoint has `{bias}`, but config.json says that there is no such bias"
                 ))
                 .hint("set `attention_bias` or `mlp_bias` in config.json if the model was trained with it"));
             }
-            let bias = bias.then(|| vector(&bias_name, rows)).transpose()?;
+            let bias = has_bias
+                .then(|| self.checkpoint.vector(&bias, rows))
+                .transpose()?;
             Ok(Linear { weight, bias })
         };
         let norm = |part: &str| c.qk_norm.then(|| vector(part, d)).transpose();
@@ -199,19 +193,14 @@ impl Decoder {
     /// Computes the next token's logits from the hidden state of one position: `[vocab]`.
     pub fn logits(&self, hidden: ArrayView1<f32>) -> Result<Array1<f32>> {
         let mut normed = Array2::zeros((1, hidden.len()));
-        rms_rows(
-            hidden.insert_axis(Axis(0)),
-            &self.norm,
-            self.config.rms_norm_eps,
-            normed.view_mut(),
-        );
+        let eps = self.config.rms_norm_eps;
+        rms_rows(hidden.insert_axis(Axis(0)), &self.norm, eps, normed.view_mut());
         let mut out = Array2::zeros((1, self.config.vocab_size));
         self.head.forward(normed.view(), out.view_mut());
-        let out = out.remove_axis(Axis(0));
-        if out.iter().all(|v| v.is_finite()) {
-            return Ok(out);
+        match simd::all_finite(elements(&out)) {
+            true => Ok(out.remove_axis(Axis(0))),
+            false => Err(self.diagnose(&[&self.head.weight], "the output logits")),
         }
-        Err(self.diagnose(&[&self.head.weight], "the output logits"))
     }
 
     /// Fails if `hidden`, the output of `layer`, has a value that is not finite; names the faulty tensor.
@@ -219,33 +208,27 @@ impl Decoder {
         if simd::all_finite(elements(&hidden)) {
             return Ok(());
         }
-        Err(self.diagnose(
-            &layer.weights(),
-            &format!("the hidden states after layer {}", layer.index),
-        ))
+        let place = format!("the hidden states after layer {}", layer.index);
+        Err(self.diagnose(&layer.weights(), &place))
     }
 
     /// Fails if the states of `layer` have a value that is not finite; names the faulty tensor.
     pub fn check_states(&self, layer: &Layer, states: &States) -> Result<()> {
-        let fine = [&states.q_pre, &states.k_pre, &states.v]
-            .into_iter()
-            .all(|x| simd::all_finite(elements(x)));
-        if fine {
-            return Ok(());
+        let states = [&states.q_pre, &states.k_pre, &states.v];
+        match states.iter().all(|x| simd::all_finite(elements(x))) {
+            true => Ok(()),
+            false => Err(self.diagnose(&layer.weights(), &format!("the states of layer {}", layer.index))),
         }
-        Err(self.diagnose(&layer.weights(), &format!("the states of layer {}", layer.index)))
     }
 
     /// Makes the error for values at `place` that are not finite: it names the first of `weights` with such
     /// a value, else blames the model.
     pub fn diagnose(&self, weights: &[&Weight], place: &str) -> Error {
-        weights
-            .iter()
-            .find_map(|w| w.check_finite().err())
-            .unwrap_or_else(|| {
-                Error::failed(format!("{place} are not finite, though the weights are"))
-                    .hint("the model overflows f32")
-            })
+        let faulty = weights.iter().find_map(|w| w.check_finite().err());
+        faulty.unwrap_or_else(|| {
+            Error::failed(format!("{place} are not finite, though the weights are"))
+                .hint("the model overflows f32")
+        })
     }
 }
 
@@ -279,10 +262,8 @@ impl Layer {
     pub fn finish(&self, mut hidden: ArrayViewMut2<f32>, attended: ArrayView2<f32>) {
         let width = hidden.ncols();
         assert_eq!(hidden.nrows(), attended.nrows(), "attention output per row");
-        for (mut hidden, attended) in hidden
-            .axis_chunks_iter_mut(Axis(0), ROWS)
-            .zip(attended.axis_chunks_iter(Axis(0), ROWS))
-        {
+        let attended = attended.axis_chunks_iter(Axis(0), ROWS);
+        for (mut hidden, attended) in hidden.axis_chunks_iter_mut(Axis(0), ROWS).zip(attended) {
             let m = hidden.nrows();
             let mut delta = Array2::zeros((m, width));
             self.o.forward(attended, delta.view_mut());
@@ -315,10 +296,10 @@ impl Layer {
         let m = hidden.nrows();
         let mut states = self.project(hidden.view());
         let table = rope.table(0..m);
-        let k_rope = rotated(&states.k_pre, &table, 0..m);
+        let k_rope = rotated(&states.k_pre, &table);
         tap(&states, &k_rope);
         // In place, since nothing reads the unrotated queries from here on.
-        rotate(&mut states.q_pre, &table, 0..m);
+        rotate(&mut states.q_pre, &table);
         let mut attended = Array2::zeros((m, self.n_heads * self.head_dim));
         attention::causal(
             states.q_pre.view(),
@@ -348,18 +329,17 @@ impl Layer {
     }
 }
 
-/// Returns a rotated copy of `[heads, m, d]`; row i is rotated by entry `rows.start + i` of the table.
-pub fn rotated(x: &Array3<f32>, table: &RopeTable, rows: Range<usize>) -> Array3<f32> {
+/// Returns a rotated copy of `[heads, m, d]`; row i is rotated by the i-th position of the table.
+pub fn rotated(x: &Array3<f32>, table: &RopeTable) -> Array3<f32> {
     let mut y = x.clone();
-    rotate(&mut y, table, rows);
+    rotate(&mut y, table);
     y
 }
 
-/// Rotates `[heads, m, d]` in place; row i by entry `rows.start + i` of the table.
-pub fn rotate(x: &mut Array3<f32>, table: &RopeTable, rows: Range<usize>) {
-    assert_eq!(x.len_of(Axis(1)), rows.len(), "a row of the table per vector");
+/// Rotates `[heads, m, d]` in place; row i by the i-th position of the table.
+pub fn rotate(x: &mut Array3<f32>, table: &RopeTable) {
     x.axis_iter_mut(Axis(0)).into_par_iter().for_each(|mut head| {
-        for (mut vector, row) in head.rows_mut().into_iter().zip(rows.clone()) {
+        for (row, mut vector) in head.rows_mut().into_iter().enumerate() {
             table.rotate(elements_mut(&mut vector), row);
         }
     });
@@ -368,27 +348,24 @@ pub fn rotate(x: &mut Array3<f32>, table: &RopeTable, rows: Range<usize>) {
 /// Splits `[m, heads d]` into `[heads, m, d]`, with an optional RMS norm (weight, eps) over each head.
 fn split_heads(flat: ArrayView2<f32>, norm: Option<(&[f32], f32)>, mut out: ArrayViewMut3<f32>) {
     let d = out.len_of(Axis(2));
-    out.axis_iter_mut(Axis(0))
-        .into_par_iter()
-        .enumerate()
-        .for_each(|(head, mut out)| {
-            let source = flat.slice(s![.., head * d..(head + 1) * d]);
-            for (mut to, from) in out.rows_mut().into_iter().zip(source.rows()) {
-                let (to, from) = (elements_mut(&mut to), elements(&from));
-                match norm {
-                    Some((weight, eps)) => simd::rms_norm(from, weight, eps, to),
-                    None => to.copy_from_slice(from),
-                }
+    let heads = out.axis_iter_mut(Axis(0)).into_par_iter().enumerate();
+    heads.for_each(|(head, mut out)| {
+        let source = flat.slice(s![.., head * d..(head + 1) * d]);
+        for (mut to, from) in out.rows_mut().into_iter().zip(source.rows()) {
+            let (to, from) = (elements_mut(&mut to), elements(&from));
+            match norm {
+                Some((weight, eps)) => simd::rms_norm(from, weight, eps, to),
+                None => to.copy_from_slice(from),
             }
-        });
+        }
+    });
 }
 
 /// Applies an RMS norm to every row.
 fn rms_rows(x: ArrayView2<f32>, weight: &[f32], eps: f32, mut out: ArrayViewMut2<f32>) {
-    out.axis_iter_mut(Axis(0))
+    let rows = out
+        .axis_iter_mut(Axis(0))
         .into_par_iter()
-        .zip(x.axis_iter(Axis(0)))
-        .for_each(|(mut out, x)| {
-            simd::rms_norm(elements(&x), weight, eps, elements_mut(&mut out));
-        });
+        .zip(x.axis_iter(Axis(0)));
+    rows.for_each(|(mut out, x)| simd::rms_norm(elements(&x), weight, eps, elements_mut(&mut out)));
 }

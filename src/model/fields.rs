@@ -47,22 +47,15 @@ impl<'a> Fields<'a> {
         self.map.get(name).filter(|v| !v.is_null())
     }
 
-    /// Reads a string that must be present.
-    pub fn string(&self, name: &str) -> Result<&'a str> {
-        match self.present(name) {
-            Some(v) => v
-                .as_str()
-                .ok_or_else(|| Error::failed(format!("`{name}` is not a string"))),
-            None => Err(Error::failed(format!("`{name}` is missing"))),
-        }
+    /// Reads a field with `read`, which fails if the value is not `what`.
+    fn opt<T>(&self, name: &str, what: &str, read: fn(&'a Value) -> Option<T>) -> Result<Option<T>> {
+        let wrong = || Error::failed(format!("`{name}` is not {what}"));
+        self.present(name).map(|v| read(v).ok_or_else(wrong)).transpose()
     }
 
-    /// Reads a string, or returns the default.
-    pub fn string_or(&self, name: &str, default: &'static str) -> Result<&'a str> {
-        if self.present(name).is_none() {
-            return Ok(default);
-        }
-        self.string(name)
+    /// Reads a string.
+    pub fn string_opt(&self, name: &str) -> Result<Option<&'a str>> {
+        self.opt(name, "a string", Value::as_str)
     }
 
     /// Reads a whole number of at least 0.
@@ -76,11 +69,6 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Reads a whole number of at least 0, or returns the default.
-    pub fn index_or(&self, name: &str, default: usize) -> Result<usize> {
-        Ok(self.index_opt(name)?.unwrap_or(default))
-    }
-
     /// Reads a whole number of at least 1.
     pub fn size_opt(&self, name: &str) -> Result<Option<usize>> {
         match self.index_opt(name)? {
@@ -91,19 +79,17 @@ impl<'a> Fields<'a> {
 
     /// Reads a whole number of at least 1 that must be present.
     pub fn size(&self, name: &str) -> Result<usize> {
-        self.size_opt(name)?
-            .ok_or_else(|| Error::failed(format!("`{name}` is missing")))
+        self.size_opt(name)?.ok_or_else(|| Self::missing(name))
+    }
+
+    /// Makes the error for a field that must be present.
+    pub fn missing(name: &str) -> Error {
+        Error::failed(format!("`{name}` is missing"))
     }
 
     /// Reads a number.
     pub fn number_opt(&self, name: &str) -> Result<Option<f64>> {
-        match self.present(name) {
-            None => Ok(None),
-            Some(v) => v
-                .as_f64()
-                .map(Some)
-                .ok_or_else(|| Error::failed(format!("`{name}` is not a number"))),
-        }
+        self.opt(name, "a number", Value::as_f64)
     }
 
     /// Reads a number, or returns the default.
@@ -113,20 +99,16 @@ impl<'a> Fields<'a> {
 
     /// Reads `sliding_window`: null means none, a missing field 4096, these model families' default.
     pub fn window(&self) -> Result<Option<usize>> {
-        if self.map.contains_key("sliding_window") {
-            self.size_opt("sliding_window")
-        } else {
-            Ok(Some(4096))
+        match self.map.contains_key("sliding_window") {
+            true => self.size_opt("sliding_window"),
+            false => Ok(Some(4096)),
         }
     }
 
     /// Reads a boolean, or returns the default.
     pub fn bool_or(&self, name: &str, default: bool) -> Result<bool> {
-        match self.present(name) {
-            None => Ok(default),
-            Some(v) => v
-                .as_bool()
-                .ok_or_else(|| Error::failed(format!("`{name}` is not true or false"))),
-        }
+        Ok(self
+            .opt(name, "true or false", Value::as_bool)?
+            .unwrap_or(default))
     }
 }

@@ -146,8 +146,8 @@ impl Forward for CpuForward<'_> {
             interrupt::check()?;
             let mut states = layer.project(hidden.view());
             self.decoder.check_states(layer, &states)?;
-            let k_rope = rotated(&states.k_pre, &table, 0..m);
-            rotate(&mut states.q_pre, &table, 0..m);
+            let k_rope = rotated(&states.k_pre, &table);
+            rotate(&mut states.q_pre, &table);
             let context = cache(
                 index,
                 Rows {
@@ -192,9 +192,7 @@ impl Forward for CpuForward<'_> {
             let (h, _, d) = rows.q_rope.dim();
             let mut attended = Array3::<f32>::zeros((ids.len(), h, d));
             attend(index, &rows, attended.view_mut())?;
-            let attended = attended
-                .into_shape_with_order((ids.len(), h * d))
-                .map_err(|e| Error::failed(e.to_string()))?;
+            let attended = attended.into_shape_with_order((ids.len(), h * d))?;
             layer.finish(hidden.view_mut(), attended.view());
             self.decoder.check_finite(layer, hidden.view())?;
         }
@@ -246,10 +244,9 @@ impl BlockLayer for CpuLayer<'_> {
         tap: &mut dyn FnMut(&States) -> Result<()>,
     ) -> Result<()> {
         let mut tapped = Ok(());
+        let rope = &self.decoder.rope;
         self.layer
-            .forward(&self.decoder.rope, hidden.view_mut(), |states, _| {
-                tapped = tap(states);
-            });
+            .forward(rope, hidden.view_mut(), |states, _| tapped = tap(states));
         // This check goes first: it names the faulty tensor, which an error of `tap` would not.
         self.decoder.check_finite(&self.layer, hidden.view())?;
         tapped

@@ -2,6 +2,7 @@
 //!
 //! `(x R_p)[i] = x[i] cos(p w_i) - x[i + d/2] sin(p w_i)`, `(x R_p)[i + d/2] = x[i + d/2] cos(p w_i) + x[i] sin(p w_i)`.
 
+use std::f64::consts::PI;
 use std::ops::Range;
 
 use ndarray::Array2;
@@ -80,6 +81,58 @@ impl RopeScaling {
             Self::Yarn { .. } => "yarn",
         }
     }
+
+    /// Scales angular frequencies, one per pair of channels, of a series with base `theta`.
+    fn scale(&self, plain: Vec<f64>, theta: f64) -> Vec<f64> {
+        match *self {
+            Self::Default => plain,
+            Self::Linear { factor } => plain.iter().map(|w| w / factor).collect(),
+            Self::Llama3 {
+                factor,
+                low,
+                high,
+                original,
+            } => {
+                let scaled = |w: f64| {
+                    let wavelength = 2.0 * PI / w;
+                    if wavelength < original / high {
+                        w
+                    } else if wavelength > original / low {
+                        w / factor
+                    } else {
+                        let smooth = (original / wavelength - low) / (high - low);
+                        (1.0 - smooth) * w / factor + smooth * w
+                    }
+                };
+                plain.into_iter().map(scaled).collect()
+            }
+            Self::Yarn {
+                factor,
+                original,
+                beta_fast,
+                beta_slow,
+                truncate,
+                ..
+            } => {
+                let d = 2.0 * plain.len() as f64;
+                // The channel that turns `rotations` times within the original context.
+                let dimension =
+                    |rotations: f64| d * (original / (rotations * 2.0 * PI)).ln() / (2.0 * theta.ln());
+                let (mut low, mut high) = (dimension(beta_fast), dimension(beta_slow));
+                if truncate {
+                    (low, high) = (low.floor(), high.ceil());
+                }
+                low = low.max(0.0);
+                high = high.min(d - 1.0);
+                if low == high {
+                    high += 0.001;
+                }
+                let ramp = |i: usize| ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+                let scaled = |(i, w): (usize, &f64)| w / factor * ramp(i) + w * (1.0 - ramp(i));
+                plain.iter().enumerate().map(scaled).collect()
+            }
+        }
+    }
 }
 
 impl RopeConfig {
@@ -88,42 +141,10 @@ impl RopeConfig {
     /// # Errors
     /// An unsupported rope type (the message lists the supported ones); values out of range.
     pub fn parse(c: &Fields, max_position: usize) -> Result<Self> {
-        // As in transformers, a non-empty `rope_scaling` replaces `rope_parameters`.
-        let is_set = |v: &&Value| v.as_object().is_none_or(|map| !map.is_empty());
-        let nested = match c.present("rope_scaling").filter(is_set) {
-            Some(v) => Some(("rope_scaling", v)),
-            None => c.present("rope_parameters").map(|v| ("rope_parameters", v)),
-        };
+        let (name, map) = settings(c)?;
         let empty = Map::new();
-        let (name, map) = match nested {
-            Some((name, v)) => (
-                name,
-                v.as_object()
-                    .ok_or_else(|| Error::failed(format!("`{name}` is not an object")))?,
-            ),
-            None => ("rope_scaling", &empty),
-        };
-        if let Some((layer_type, _)) = map.iter().find(|(_, v)| v.is_object()) {
-            return Err(Error::failed(format!(
-                "`{name}` sets a rope per layer type (`{layer_type}`), which is not supported"
-            ))
-            .hint("supported: one rope for all layers"));
-        }
-        let s = Fields::new(map);
-        if let (Some(a), Some(b)) = (s.present("rope_type"), s.present("type"))
-            && a != b
-        {
-            return Err(
-                Error::failed(format!("`{name}` says both `rope_type`: {a} and `type`: {b}"))
-                    .hint("remove the one that the model was not trained with"),
-            );
-        }
-        let kind = match s.present("rope_type").or_else(|| s.present("type")) {
-            Some(v) => v
-                .as_str()
-                .ok_or_else(|| Error::failed(format!("`{name}.rope_type` is not a string")))?,
-            None => "default",
-        };
+        let s = Fields::new(map.unwrap_or(&empty));
+        let kind = rope_type(&s, name)?;
         if s.number_or("partial_rotary_factor", 1.0)? != 1.0 {
             return Err(Error::failed(format!(
                 "`{name}.partial_rotary_factor` other than 1 is not supported"
@@ -136,15 +157,13 @@ impl RopeConfig {
         if !(theta.is_finite() && theta > 1.0) {
             return Err(Error::failed(format!("rope_theta {theta} is out of range")));
         }
-        let positive = |field: &str| -> Result<f64> {
-            let v = s
-                .number_opt(field)?
-                .ok_or_else(|| Error::failed(format!("`{name}.{field}` is missing (rope type `{kind}`)")))?;
-            if v.is_finite() && v > 0.0 {
-                Ok(v)
-            } else {
-                Err(Error::failed(format!("`{name}.{field}` = {v} is out of range")))
-            }
+        let positive = |field: &str| {
+            let wrong = match s.number_opt(field)? {
+                Some(v) if v.is_finite() && v > 0.0 => return Ok(v),
+                Some(v) => format!("`{name}.{field}` = {v} is out of range"),
+                None => format!("`{name}.{field}` is missing (rope type `{kind}`)"),
+            };
+            Err(Error::failed(wrong))
         };
         let scaling = match kind {
             "default" => RopeScaling::Default,
@@ -175,14 +194,49 @@ impl RopeConfig {
     }
 }
 
+/// Finds the object with the rope settings, if there is one, and its name.
+fn settings<'a>(c: &Fields<'a>) -> Result<(&'static str, Option<&'a Map<String, Value>>)> {
+    // As in transformers, a non-empty `rope_scaling` replaces `rope_parameters`.
+    let is_set = |v: &&Value| v.as_object().is_none_or(|map| !map.is_empty());
+    let scaling = c.present("rope_scaling").filter(is_set);
+    let (name, value) = match (scaling, c.present("rope_parameters")) {
+        (None, Some(v)) => ("rope_parameters", v),
+        (Some(v), _) => ("rope_scaling", v),
+        (None, None) => return Ok(("rope_scaling", None)),
+    };
+    let map = value
+        .as_object()
+        .ok_or_else(|| Error::failed(format!("`{name}` is not an object")))?;
+    match map.iter().find(|(_, v)| v.is_object()) {
+        None => Ok((name, Some(map))),
+        Some((layer_type, _)) => Err(Error::failed(format!(
+            "`{name}` sets a rope per layer type (`{layer_type}`), which is not supported"
+        ))
+        .hint("supported: one rope for all layers")),
+    }
+}
+
+/// Reads the rope type from the settings `s`, which the config calls `name`.
+fn rope_type<'a>(s: &Fields<'a>, name: &str) -> Result<&'a str> {
+    let value = match (s.present("rope_type"), s.present("type")) {
+        (Some(a), Some(b)) if a != b => {
+            return Err(
+                Error::failed(format!("`{name}` says both `rope_type`: {a} and `type`: {b}"))
+                    .hint("remove the one that the model was not trained with"),
+            );
+        }
+        (Some(v), _) | (None, Some(v)) => v,
+        (None, None) => return Ok("default"),
+    };
+    let wrong = || Error::failed(format!("`{name}.rope_type` is not a string"));
+    value.as_str().ok_or_else(wrong)
+}
+
 /// Reads YaRN's settings and resolves its attention factor (arXiv 2309.00071, section 3.4).
 fn yarn(s: &Fields, factor: f64, max_position: usize) -> Result<RopeScaling> {
-    let mscale = |weight: f64| {
-        if factor <= 1.0 {
-            1.0
-        } else {
-            0.1 * weight * factor.ln() + 1.0
-        }
+    let mscale = |weight: f64| match factor <= 1.0 {
+        true => 1.0,
+        false => 0.1 * weight * factor.ln() + 1.0,
     };
     let attention_factor = match s.number_opt("attention_factor")? {
         Some(f) => f,
@@ -245,63 +299,11 @@ impl Rope {
     /// # Source
     /// Llama 3.1's and YaRN's (arXiv 2309.00071, section 3.2) scaling, as in transformers.
     pub fn new(config: &RopeConfig, head_dim: usize) -> Self {
-        let half = head_dim / 2;
-        let plain: Vec<f64> = (0..half)
-            .map(|i| config.theta.powf(-2.0 * i as f64 / head_dim as f64))
-            .collect();
-        let mut attention_factor = 1.0;
-        let scaled: Vec<f64> = match config.scaling {
-            RopeScaling::Default => plain,
-            RopeScaling::Linear { factor } => plain.iter().map(|w| w / factor).collect(),
-            RopeScaling::Llama3 {
-                factor,
-                low,
-                high,
-                original,
-            } => plain
-                .iter()
-                .map(|&w| {
-                    let wavelength = 2.0 * std::f64::consts::PI / w;
-                    if wavelength < original / high {
-                        w
-                    } else if wavelength > original / low {
-                        w / factor
-                    } else {
-                        let smooth = (original / wavelength - low) / (high - low);
-                        (1.0 - smooth) * w / factor + smooth * w
-                    }
-                })
-                .collect(),
-            RopeScaling::Yarn {
-                factor,
-                original,
-                beta_fast,
-                beta_slow,
-                attention_factor: a,
-                truncate,
-            } => {
-                attention_factor = a;
-                // The channel that turns `rotations` times within the original context.
-                let dimension = |rotations: f64| {
-                    head_dim as f64 * (original / (rotations * 2.0 * std::f64::consts::PI)).ln()
-                        / (2.0 * config.theta.ln())
-                };
-                let (mut low, mut high) = (dimension(beta_fast), dimension(beta_slow));
-                if truncate {
-                    (low, high) = (low.floor(), high.ceil());
-                }
-                low = low.max(0.0);
-                high = high.min(head_dim as f64 - 1.0);
-                if low == high {
-                    high += 0.001;
-                }
-                let ramp = |i: usize| ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
-                plain
-                    .iter()
-                    .enumerate()
-                    .map(|(i, w)| w / factor * ramp(i) + w * (1.0 - ramp(i)))
-                    .collect()
-            }
+        let plain = (0..head_dim / 2).map(|i| config.theta.powf(-2.0 * i as f64 / head_dim as f64));
+        let scaled = config.scaling.scale(plain.collect(), config.theta);
+        let attention_factor = match config.scaling {
+            RopeScaling::Yarn { attention_factor, .. } => attention_factor,
+            _ => 1.0,
         };
         Self {
             inv_freq: scaled.iter().map(|w| *w as f32).collect(),

@@ -25,17 +25,13 @@ impl Tokenizer {
                 "give token ids with --tokens instead of text, or add the tokenizer.json of the model",
             ));
         }
-        let mut inner = tokenizers::Tokenizer::from_file(&path)
-            .map_err(|e| Error::failed(format!("{} cannot be used: {e}", path.display())))?;
+        let unusable = |e| Error::failed(format!("{} cannot be used: {e}", path.display()));
+        let mut inner = tokenizers::Tokenizer::from_file(&path).map_err(unusable)?;
         // Training scripts leave truncation and padding lengths in the file; the tokenizer ignores them.
-        inner
-            .with_truncation(None)
-            .map_err(|e| Error::failed(format!("{} cannot be used: {e}", path.display())))?
-            .with_padding(None);
-        let bos = if inner.get_post_processor().is_some() {
-            None
-        } else {
-            Self::configured_bos(dir, config, &inner)?
+        inner.with_truncation(None).map_err(unusable)?.with_padding(None);
+        let bos = match inner.get_post_processor() {
+            Some(_) => None,
+            None => Self::configured_bos(dir, config, &inner)?,
         };
         Ok(Self { inner, bos })
     }
@@ -56,39 +52,33 @@ impl Tokenizer {
         let token = value
             .get("bos_token")
             .and_then(|t| t.as_str().or_else(|| t.get("content").and_then(|c| c.as_str())));
-        match token {
-            None => Ok(config.bos_token_id),
-            Some(token) => match inner.token_to_id(token) {
-                Some(id) => Ok(Some(id)),
-                None => Err(Error::failed(format!(
-                    "{}: bos_token `{token}` is not in tokenizer.json",
-                    path.display()
-                ))),
-            },
-        }
+        let Some(token) = token else {
+            return Ok(config.bos_token_id);
+        };
+        let unknown = || Error::failed(format!("bos_token `{token}` is not in tokenizer.json"));
+        let id = inner
+            .token_to_id(token)
+            .ok_or_else(|| unknown().context(path.display()));
+        id.map(Some)
     }
 
     /// Tokenises a document and adds the special tokens.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        let encoding = self.encoding(text, true)?;
-        Ok(self
-            .bos
-            .into_iter()
-            .chain(encoding.get_ids().iter().copied())
-            .collect())
+        let ids = self.ids(text, true)?;
+        Ok(self.bos.into_iter().chain(ids).collect())
     }
 
     /// Tokenises text without adding special tokens: text that contains them already, or that continues
     /// earlier text.
     pub fn encode_raw(&self, text: &str) -> Result<Vec<u32>> {
-        let encoding = self.encoding(text, false)?;
-        Ok(encoding.get_ids().to_vec())
+        self.ids(text, false)
     }
 
-    fn encoding(&self, text: &str, special_tokens: bool) -> Result<tokenizers::Encoding> {
-        self.inner
-            .encode_fast(text, special_tokens)
-            .map_err(|e| Error::failed(format!("the text cannot be tokenised: {e}")))
+    fn ids(&self, text: &str, special_tokens: bool) -> Result<Vec<u32>> {
+        match self.inner.encode_fast(text, special_tokens) {
+            Ok(encoding) => Ok(encoding.get_ids().to_vec()),
+            Err(e) => Err(Error::failed(format!("the text cannot be tokenised: {e}"))),
+        }
     }
 
     /// Tokenises only as much of a document as its first `limit` tokens need, and returns these.
@@ -120,6 +110,7 @@ impl Tokenizer {
 /// Turns a growing list of token ids into text, piece by piece.
 ///
 /// A token may end within a character, so a piece is returned only when its last character is whole.
+#[derive(Default)]
 pub struct TextStream<'a> {
     tokenizer: Option<&'a Tokenizer>,
     ids: Vec<u32>,
@@ -135,10 +126,7 @@ impl<'a> TextStream<'a> {
     pub fn new(tokenizer: Option<&'a Tokenizer>) -> Self {
         Self {
             tokenizer,
-            ids: Vec::new(),
-            done: 0,
-            context: 0,
-            text: String::new(),
+            ..Self::default()
         }
     }
 

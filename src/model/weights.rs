@@ -30,6 +30,7 @@ struct Entry {
 }
 
 /// The memory-mapped tensors of a checkpoint folder.
+#[derive(Default)]
 pub struct Checkpoint {
     shards: Vec<Arc<Shard>>,
     entries: BTreeMap<String, Entry>,
@@ -44,41 +45,35 @@ impl Checkpoint {
     pub fn open(dir: &Path) -> Result<Self> {
         let single = dir.join("model.safetensors");
         let index = dir.join("model.safetensors.index.json");
-        let mut checkpoint = Self {
-            shards: Vec::new(),
-            entries: BTreeMap::new(),
-        };
+        let mut checkpoint = Self::default();
         if single.is_file() {
             checkpoint.add_shard(&single)?;
         } else if index.is_file() {
             checkpoint.add_index(dir, &index)?;
         } else {
-            let mut error = Error::failed(format!(
+            let error = Error::failed(format!(
                 "{} has neither model.safetensors nor model.safetensors.index.json",
                 dir.display()
             ));
-            if dir.join("pytorch_model.bin").is_file() {
-                error = error.hint("convert pytorch_model.bin to safetensors first");
-            }
-            return Err(error);
+            return Err(match dir.join("pytorch_model.bin").is_file() {
+                true => error.hint("convert pytorch_model.bin to safetensors first"),
+                false => error,
+            });
         }
         Ok(checkpoint)
     }
 
     fn add_index(&mut self, dir: &Path, index: &Path) -> Result<()> {
         let value = read_json(index)?;
-        let map = value
-            .get("weight_map")
-            .and_then(|m| m.as_object())
+        let map = value["weight_map"]
+            .as_object()
             .ok_or_else(|| Error::failed(format!("{} has no `weight_map`", index.display())))?;
         let mut files: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for (tensor, file) in map {
-            let file = file
-                .as_str()
-                .filter(|f| !f.contains(['/', '\\']))
-                .ok_or_else(|| {
-                    Error::failed(format!("{}: `{tensor}` has no valid file name", index.display()))
-                })?;
+            let file = file.as_str().filter(|f| !f.contains(['/', '\\']));
+            let file = file.ok_or_else(|| {
+                Error::failed(format!("{}: `{tensor}` has no valid file name", index.display()))
+            })?;
             files.entry(file).or_default().push(tensor);
         }
         for (file, tensors) in files {
@@ -200,30 +195,24 @@ impl Checkpoint {
     /// It depends neither on the config's spelling nor on how the checkpoint is sharded.
     pub fn fingerprint(&self, config: &ModelConfig) -> Result<String> {
         const SAMPLES: u128 = 4096;
-        let samples: Vec<Result<Vec<u8>>> = self
-            .entries
-            .par_iter()
-            .map(|(_, e)| {
-                let shard = &self.shards[e.shard];
-                let read = |bytes: &mut [u8], at: usize| {
-                    shard
-                        .file
-                        .read_exact_at(bytes, at as u64)
-                        .map_err(|err| Error::io(&shard.path, "read", &err))
-                };
-                if e.len as u128 <= SAMPLES {
-                    let mut bytes = vec![0; e.len];
-                    read(&mut bytes, e.start)?;
-                    return Ok(bytes);
-                }
-                let mut bytes = vec![0; SAMPLES as usize];
-                for (i, byte) in bytes.iter_mut().enumerate() {
-                    let offset = (i as u128 * e.len as u128 / SAMPLES) as usize;
-                    read(std::slice::from_mut(byte), e.start + offset)?;
-                }
-                Ok(bytes)
-            })
-            .collect();
+        let sample = |(_, e): (&String, &Entry)| {
+            let shard = &self.shards[e.shard];
+            let read = |bytes: &mut [u8], at: usize| {
+                let done = shard.file.read_exact_at(bytes, at as u64);
+                done.map_err(|err| Error::io(&shard.path, "read", &err))
+            };
+            let mut bytes = vec![0; e.len.min(SAMPLES as usize)];
+            if e.len == bytes.len() {
+                read(&mut bytes, e.start)?;
+                return Ok(bytes);
+            }
+            for (i, byte) in bytes.iter_mut().enumerate() {
+                let offset = (i as u128 * e.len as u128 / SAMPLES) as usize;
+                read(std::slice::from_mut(byte), e.start + offset)?;
+            }
+            Ok(bytes)
+        };
+        let samples: Vec<Result<Vec<u8>>> = self.entries.par_iter().map(sample).collect();
         let mut hash = Sha256::new();
         hash.update(config.canonical().to_string().as_bytes());
         for ((name, entry), bytes) in self.entries.iter().zip(samples) {

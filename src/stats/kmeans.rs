@@ -243,22 +243,20 @@ pub fn cluster(
         points.update()?;
     }
     let counts = points.assignment()?;
-    let ended = fits.into_iter().zip(counts).enumerate();
-    ended
-        .map(|(head, (fit, now))| {
-            let (clusters, counts) = match fit.stopped {
-                Some(stopped) => stopped,
-                None => (points.clusters(head)?, now.counts),
-            };
-            Ok(KMeansFit {
-                codebook: clusters.centroids,
-                codes: clusters.codes,
-                counts,
-                inertia: fit.inertia,
-                empty_repaired: fit.empty_repaired,
-            })
+    let result = |(head, (fit, now)): (usize, (Running, Assignment))| {
+        let (clusters, counts) = match fit.stopped {
+            Some(stopped) => stopped,
+            None => (points.clusters(head)?, now.counts),
+        };
+        Ok(KMeansFit {
+            codebook: clusters.centroids,
+            codes: clusters.codes,
+            counts,
+            inertia: fit.inertia,
+            empty_repaired: fit.empty_repaired,
         })
-        .collect()
+    };
+    fits.into_iter().zip(counts).enumerate().map(result).collect()
 }
 
 /// A head's fit in progress.
@@ -315,9 +313,9 @@ pub fn fit(
     check(points.nrows(), points.ncols(), params)?;
     check_finite("points", &points)?;
     let mut points = Cpu.points(points.insert_axis(Axis(0)).to_owned())?;
-    let fits = cluster(points.as_mut(), params, &[params.seed], on_pass)?;
-    let fit = fits.into_iter().next();
-    fit.ok_or_else(|| KMeansError::Device(Error::failed("no points")))
+    let mut fits = cluster(points.as_mut(), params, &[params.seed], on_pass)?;
+    fits.pop()
+        .ok_or_else(|| KMeansError::Device(Error::failed("no points")))
 }
 
 /// The fit behind linfa's trait: without callback, returning only the codebook.
@@ -325,12 +323,8 @@ impl<D: Data<Elem = f32>, T> Fit<ArrayBase<D, Ix2>, T, KMeansError> for KMeansPa
     type Object = Codebook;
 
     fn fit(&self, dataset: &DatasetBase<ArrayBase<D, Ix2>, T>) -> Result<Codebook, KMeansError> {
-        let fit = fit(
-            dataset.records.view(),
-            self,
-            &mut |_, _| ControlFlow::Continue(()),
-        )?;
-        Ok(Codebook::new(fit.codebook))
+        let go_on = &mut |_, _| ControlFlow::Continue(());
+        Ok(Codebook::new(fit(dataset.records.view(), self, go_on)?.codebook))
     }
 }
 
@@ -393,28 +387,24 @@ fn repair_empty(points: &mut dyn Points, head: usize, now: &Assignment) -> Resul
         .filter(|&i| distance(i) > 0.0)
         .collect();
     worst.sort_by(|&a, &b| distance(b).total_cmp(&distance(a)));
-    let mut worst = worst.into_iter();
+    let empty: Vec<usize> = (0..counts.len()).filter(|c| counts[*c] == 0).collect();
+    let mut empty = empty.into_iter().peekable();
     let mut taken: Vec<(u32, u32)> = Vec::new();
     let mut values: Vec<Array2<f32>> = Vec::new();
-    for c in 0..counts.len() {
-        if counts[c] > 0 {
+    for i in worst {
+        let Some(&c) = empty.peek() else { break };
+        let old = clusters.codes[i as usize] as usize;
+        if counts[old] <= 1 {
             continue;
         }
-        let free = loop {
-            let Some(i) = worst.next() else { break None };
-            if counts[clusters.codes[i as usize] as usize] <= 1 {
-                continue;
-            }
-            let row = points.rows(head, &[i])?;
-            if !values.contains(&row) {
-                break Some((i, row));
-            }
-        };
-        let Some((i, row)) = free else { break };
-        let old = clusters.codes[i as usize] as usize;
-        (counts[old], counts[c]) = (counts[old] - 1, 1);
+        let row = points.rows(head, &[i])?;
+        if values.contains(&row) {
+            continue;
+        }
+        counts[old] -= 1;
         taken.push((i, c as u32));
         values.push(row);
+        empty.next();
     }
     points.hand_over(head, &taken)?;
     Ok(taken.len())

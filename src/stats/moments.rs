@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::compute::device::Device;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::model::rope::Rope;
 
 /// Rows of a block that are rotated and sent to the device at once.
@@ -98,8 +98,7 @@ impl LayerMoments {
                     table.rotate(q, position.windowed().map_or(*row, |_| 0));
                 }
             });
-            let q_rope = Array3::from_shape_vec((g, r * rows.len(), d), q_rope);
-            let q_rope = q_rope.map_err(|e| Error::failed(e.to_string()))?;
+            let q_rope = Array3::from_shape_vec((g, r * rows.len(), d), q_rope)?;
             self.sum_qq += &device.second_moment(q_rope.view())?;
         }
         let vectors = (r * rows.len()) as u64;

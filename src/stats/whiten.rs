@@ -60,9 +60,8 @@ impl Metric {
         let rms = (sum_qq.iter().map(|v| v * v).sum::<f64>() / (d * d) as f64).sqrt();
         if rms == 0.0 {
             return Ok(Self {
-                chol: Array2::eye(d),
                 eps: 1.0,
-                condition: 1.0,
+                ..Self::euclidean(d)
             });
         }
         // The rounding of f32 partial sums may differ between the two halves of the matrix.
@@ -99,13 +98,12 @@ impl Metric {
 /// keeps a large key bias out of the f32 distances and the f16 codebook.
 pub fn whiten(keys: ArrayView2<f32>, chol: ArrayView2<f32>, mean: ArrayView1<f32>) -> Array2<f32> {
     let mut out = Array2::zeros(keys.dim());
-    out.axis_chunks_iter_mut(Axis(0), ROWS)
-        .into_par_iter()
-        .zip(keys.axis_chunks_iter(Axis(0), ROWS))
-        .for_each(|(mut z, k)| {
-            gemm(z.view_mut(), false, k, chol);
-            z -= &mean;
-        });
+    let keys = keys.axis_chunks_iter(Axis(0), ROWS);
+    let chunks = out.axis_chunks_iter_mut(Axis(0), ROWS).into_par_iter();
+    chunks.zip(keys).for_each(|(mut z, k)| {
+        gemm(z.view_mut(), false, k, chol);
+        z -= &mean;
+    });
     out
 }
 

@@ -40,8 +40,8 @@ pub fn all() -> Vec<Entry> {
             slow: false,
             most_channels: usize::MAX,
         },
-        gpu("wgpu", Gpu::open(), usize::MAX),
-        gpu("wgpu-in-pieces", Gpu::with_limits(limits), 64),
+        gpu("wgpu", Gpu::open(GpuLimits::NONE), usize::MAX),
+        gpu("wgpu-in-pieces", Gpu::open(limits), 64),
         cuda(),
         emulated(),
     ]

@@ -67,7 +67,7 @@ pub fn captured(decoder: &Decoder, ids: &[u32]) -> Vec<Captured> {
         layer.forward(&decoder.rope, hidden.view_mut(), |s, k_rope| {
             out = Some(Captured {
                 q_pre: s.q_pre.clone(),
-                q_rope: rotated(&s.q_pre, &table, 0..ids.len()),
+                q_rope: rotated(&s.q_pre, &table),
                 k_pre: s.k_pre.clone(),
                 k_rope: k_rope.clone(),
                 v: s.v.clone(),

@@ -3,7 +3,7 @@
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::kv::Budget;
 use kvsmith::kv::cuda::signs::{FULL, HeadSigns, Signs};
-use kvsmith::kv::lines::Lines;
+use kvsmith::kv::lines::AlignedVec;
 use kvsmith::kv::packed::extend_signs;
 use kvsmith::method::selfindex::cuda::SelfIndex;
 
@@ -41,7 +41,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     let lens = case.lens(5);
     let centres = normals(&mut rng, b * g * d);
     let rows = Rows::new(&mut rng, case.ties, 3, d);
-    let mut signs: Vec<Lines<u8>> = vec![Lines::with_capacity(0); b * g];
+    let mut signs: Vec<AlignedVec<u8>> = vec![AlignedVec::with_capacity(0); b * g];
     let mut full: Vec<Vec<u32>> = Vec::new();
     for (at, signs) in signs.iter_mut().enumerate() {
         let n = lens[at / g];

@@ -12,9 +12,9 @@ use super::product::seconds;
 use super::report::{median, proc_bytes};
 use crate::compute::attention::{AHEAD, prefetch};
 use crate::error::{Error, Result};
-use crate::kv::lines::Lines;
+use crate::kv::lines::AlignedVec;
 use crate::method::Step;
-use crate::method::bench::Layer;
+use crate::method::bench::TimedLayer;
 use crate::progress::size;
 use crate::runner::attend;
 
@@ -34,8 +34,8 @@ pub fn bandwidth(runs: usize) -> f64 {
 }
 
 /// Makes numbers in the same kind of memory as caches.
-fn numbers(n: usize) -> Lines<u64> {
-    let mut values = Lines::with_capacity(n);
+fn numbers(n: usize) -> AlignedVec<u64> {
+    let mut values = AlignedVec::with_capacity(n);
     values.extend((0..n).map(|i| i as u64));
     values
 }

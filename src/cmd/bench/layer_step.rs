@@ -12,7 +12,7 @@ use crate::cmd::args::Global;
 use crate::cmd::merge;
 use crate::compute::cuda::Cuda;
 use crate::error::{Error, Result};
-use crate::flags::{Device, at_least_one};
+use crate::flags::{DeviceFlag, at_least_one};
 use crate::float::Float;
 use crate::interrupt;
 use crate::kv::{Budget, KvType, StaticSet};
@@ -250,13 +250,13 @@ impl LayerSetting<'_> {
 pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
     check(&args.methods, args.ranking, global.device)?;
     let cuda = match global.device {
-        Device::Wgpu => {
+        DeviceFlag::Wgpu => {
             return Err(
                 Error::device("`bench` of decode steps cannot run on device `wgpu`")
                     .hint("use --device cpu or --device cuda"),
             );
         }
-        Device::Cuda => {
+        DeviceFlag::Cuda => {
             float(args.caches.kv)?;
             Some(Cuda::open()?)
         }

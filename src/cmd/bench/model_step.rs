@@ -16,7 +16,7 @@ use crate::compute::cuda::driver::Driver;
 use crate::cuda::Body;
 use crate::cuda::backend::CudaBackend;
 use crate::error::{Error, Kind, Result};
-use crate::flags::{Device, at_least_one};
+use crate::flags::{DeviceFlag, at_least_one};
 use crate::interrupt;
 use crate::kv::packed::Center;
 use crate::method::bench::{Bench, TimedOnCuda};
@@ -70,7 +70,7 @@ fn methods_help() -> String {
 
 /// Times every combination; one that does not fit is left out with a warning.
 pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
-    if matches!(global.device, Device::Cpu | Device::Wgpu) {
+    if matches!(global.device, DeviceFlag::Cpu | DeviceFlag::Wgpu) {
         return Err(Error::device("`bench decode` needs an NVIDIA GPU")
             .hint("use --device cuda; on the CPU `run` says how many tokens a second a checkpoint gives"));
     }

@@ -10,7 +10,7 @@ use super::report::{Results, Times, measure, median, random_matrix};
 use crate::cmd::args::Global;
 use crate::compute::gemm;
 use crate::error::{Error, Result};
-use crate::flags::Device;
+use crate::flags::DeviceFlag;
 
 /// Most values of a matrix: 4 GB.
 pub const MAX_MATRIX: usize = 1 << 30;
@@ -39,7 +39,7 @@ impl Comparison {
     /// # Errors
     /// A GPU was asked for.
     pub fn new(name: &str, runs: usize, global: &Global) -> Result<Self> {
-        if !matches!(global.device, Device::Auto | Device::Cpu) {
+        if !matches!(global.device, DeviceFlag::Auto | DeviceFlag::Cpu) {
             let error = Error::device(format!("`bench {name}` runs on the CPU alone"));
             return Err(error.hint("use --device cpu"));
         }

@@ -1,7 +1,7 @@
 //! Which methods can be timed, and how, as the methods themselves say.
 
 use crate::error::{Error, Result};
-use crate::flags::Device;
+use crate::flags::DeviceFlag;
 use crate::method::Ranking;
 use crate::method::bench::{Bench, TimedOnCuda};
 use crate::method::registry::{METHODS, MethodName};
@@ -55,8 +55,8 @@ pub fn ranking_help() -> String {
 }
 
 /// Checks that every method can be timed there and in that way.
-pub fn check(asked: &[MethodName], ranking: Ranking, device: Device) -> Result<()> {
-    let is_cuda = device == Device::Cuda;
+pub fn check(asked: &[MethodName], ranking: Ranking, device: DeviceFlag) -> Result<()> {
+    let is_cuda = device == DeviceFlag::Cuda;
     let supported = |bench: &dyn Bench| on_cuda(bench) || on_cpu_alone(bench) && !is_cuda;
     if let Some(name) = without(asked, supported) {
         let (both, more) = (listed(&methods(on_cuda)), listed(&methods(on_cpu_alone)));

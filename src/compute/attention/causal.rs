@@ -7,7 +7,7 @@ use rayon::prelude::*;
 
 use super::softmax::{Seen, mask, rescale, weigh};
 use super::visible;
-use crate::compute::blocks::{Line, PANEL, PANELS, Row, SIDE, TILE, multiply, transpose};
+use crate::compute::blocks::{PANEL, PANELS, PanelLine, Row, SIDE, TILE, multiply, transpose};
 use crate::compute::{pieces, simd};
 
 /// Query rows of one task: positions times query heads of the group.
@@ -46,7 +46,7 @@ pub fn causal(
     tasks.reverse();
     tasks
         .into_par_iter()
-        .for_each_init(Scratch::default, |scratch, (c, start, part)| {
+        .for_each_init(CausalScratch::default, |scratch, (c, start, part)| {
             let q = q.slice(s![c * r..(c + 1) * r, start..start + part.nrows(), ..]);
             let task = Task {
                 r,
@@ -126,7 +126,7 @@ impl Task {
 
 /// The buffers of one worker; those with channels have a run of rows or panels for each block of channels.
 #[derive(Default)]
-struct Scratch {
+struct CausalScratch {
     /// Scaled queries, `[sides, stacked]`.
     q: Vec<Row>,
     /// The scores, and then the weights, of a block of keys, `[stacked]`.
@@ -135,12 +135,12 @@ struct Scratch {
     out: Vec<Row>,
     seen: Vec<Seen>,
     /// Keys as columns, `[sides, PANELS, SIDE]`.
-    keys: Vec<Line>,
+    keys: Vec<PanelLine>,
     /// `[sides, PANELS, SIDE]`.
-    values: Vec<Line>,
+    values: Vec<PanelLine>,
 }
 
-impl Scratch {
+impl CausalScratch {
     fn start(&mut self, task: &Task, q: ArrayView3<f32>) {
         let (stacked, sides) = (task.stacked(), task.sides().count());
         // The softmax takes powers of two instead of e.
@@ -159,8 +159,8 @@ impl Scratch {
         self.out.resize(sides * stacked, Row::ZERO);
         self.seen.clear();
         self.seen.resize(stacked, Seen::NOTHING);
-        self.keys.resize(sides * PANELS * SIDE, Line::ZERO);
-        self.values.resize(sides * PANELS * SIDE, Line::ZERO);
+        self.keys.resize(sides * PANELS * SIDE, PanelLine::ZERO);
+        self.values.resize(sides * PANELS * SIDE, PanelLine::ZERO);
     }
 
     /// Copies a block of keys and values into the order in which products read them.

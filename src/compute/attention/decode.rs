@@ -1,6 +1,6 @@
 //! Attention of a decode step.
 
-use ndarray::{Array2, ArrayView2, ArrayViewMut2, Axis, s};
+use ndarray::{Array1, Array2, ArrayView2, ArrayViewMut2, Axis, s};
 use rayon::prelude::*;
 
 use super::lanes::LANES;
@@ -62,25 +62,24 @@ fn attend(
         Some(weights) => weights.axis_chunks_iter_mut(Axis(1), PIECE).map(Some).collect(),
         None => (0..positions.len()).step_by(PIECE).map(|_| None).collect(),
     };
-    let pieces: Vec<Piece> = kept
+    let pieces: Vec<PieceAttention> = kept
         .into_par_iter()
         .enumerate()
-        .map(|(i, kept)| Piece::attend(&queries, (r, d), keys, values, &positions[i * PIECE..], kept))
+        .map(|(i, kept)| {
+            PieceAttention::attend(&queries, (r, d), keys, values, &positions[i * PIECE..], kept)
+        })
         .collect();
     out.fill(0.0);
     let mut lse = vec![f32::NEG_INFINITY; r];
     for (a, lse) in lse.iter_mut().enumerate() {
-        let max = pieces
-            .iter()
-            .fold(f32::NEG_INFINITY, |m, piece| m.max(piece.max[a]));
-        let size = |piece: &Piece| piece.sum[a] * (f64::from(piece.max[a]) - f64::from(max)).exp();
+        let maxima = pieces.iter().map(|piece| piece.max[a]);
+        let max = maxima.fold(f32::NEG_INFINITY, f32::max);
+        let size = |piece: &PieceAttention| piece.sum[a] * (f64::from(piece.max[a]) - f64::from(max)).exp();
         let sum: f64 = pieces.iter().map(size).sum();
-        let mut total = vec![0.0; d];
+        let mut total = Array1::<f64>::zeros(d);
         for (i, piece) in pieces.iter().enumerate() {
             let share = size(piece) / sum;
-            for (t, x) in total.iter_mut().zip(piece.total.row(a)) {
-                *t += share * x;
-            }
+            total.scaled_add(share, &piece.total.row(a));
             if let Some(weights) = weights.as_mut().filter(|_| pieces.len() > 1) {
                 let end = positions.len().min((i + 1) * PIECE);
                 let mut of_piece = weights.slice_mut(s![a, i * PIECE..end]);
@@ -88,10 +87,7 @@ fn attend(
             }
         }
         if !pieces.is_empty() {
-            out.row_mut(a)
-                .iter_mut()
-                .zip(total)
-                .for_each(|(o, x)| *o = x as f32);
+            out.row_mut(a).assign(&total.mapv(|x| x as f32));
             *lse = (f64::from(max) + sum.ln()) as f32;
         }
     }
@@ -99,7 +95,7 @@ fn attend(
 }
 
 /// The attention over a piece of the positions.
-struct Piece {
+struct PieceAttention {
     /// The largest score of each head.
     max: Vec<f32>,
     /// The sum over the scores of exp(score - max), of each head.
@@ -108,7 +104,7 @@ struct Piece {
     total: Array2<f64>,
 }
 
-impl Piece {
+impl PieceAttention {
     /// Attends the first [`PIECE`] of `positions`, with shape `(r,d)`, and writes the weights to `kept`.
     fn attend(
         queries: &GroupQueries,
@@ -141,9 +137,9 @@ impl Piece {
         let mut sums = vec![[0.0; LANES]; r * chunks];
         for at in (0..n).step_by(TILE) {
             sums.fill([0.0; LANES]);
-            let sums_of = OutputSums { r, values: &mut sums };
-            values.add(&weights[at..], n, &run(at), sums_of);
-            for (mut total, sums) in total.rows_mut().into_iter().zip(sums.chunks(chunks)) {
+            let mut sums = OutputSums { r, values: &mut sums };
+            values.add(&weights[at..], n, &run(at), &mut sums);
+            for (mut total, sums) in total.rows_mut().into_iter().zip(sums.values.chunks(chunks)) {
                 for (t, x) in total.iter_mut().zip(sums.as_flattened()) {
                     *t += f64::from(*x);
                 }

@@ -257,7 +257,7 @@ fn score_chunks<S: Simd, K: ChunkedRows, const J: usize, const R: usize, const N
     "x86_64+avx2+fma+f16c",
     "aarch64+neon"
 ))]
-pub fn add<V: ChunkedRows>(weights: &[f32], stride: usize, rows: V, run: &Run, sums: OutputSums) {
+pub fn add<V: ChunkedRows>(weights: &[f32], stride: usize, rows: V, run: &Run, sums: &mut OutputSums) {
     match_target! {
         // SAFETY: compiled for, and chosen on, machines with these instructions.
         "x86_64+avx512f+avx512bw+avx512dq+avx512vl" => unsafe { add_of::<_, V, 4>(Avx512::new(), weights, stride, rows, run, sums) },
@@ -276,7 +276,7 @@ pub fn add_of<S: Simd, V: ChunkedRows, const CHUNKS: usize>(
     stride: usize,
     rows: V,
     run: &Run,
-    sums: OutputSums,
+    sums: &mut OutputSums,
 ) {
     let chunks = sums.values.len() / sums.r;
     assert_eq!(chunks, rows.chunks(), "sums have the channels of the values");

@@ -14,17 +14,6 @@ const BLOCK: usize = 32;
 /// Rows between the one that is read and the one that is prefetched.
 pub const AHEAD: usize = 8;
 
-/// The indices of the rows of a widened block.
-const NUMBERS: [u32; BLOCK] = {
-    let mut numbers = [0; BLOCK];
-    let mut i = 0;
-    while i < BLOCK {
-        numbers[i] = i as u32;
-        i += 1;
-    }
-    numbers
-};
-
 /// The queries of one KV head's group, in the order in which the kernels read them.
 pub struct GroupQueries {
     /// Chunks of [`LANES`] channels, the last padded.
@@ -136,17 +125,29 @@ pub trait CachedRows: Sync {
     ///
     /// # Numerics
     /// f32: fused multiply-adds, position by position.
-    fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: OutputSums) {
+    fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: &mut OutputSums) {
         widened_add(self, weights, stride, run, sums);
     }
 }
 
-/// Widens the rows of a run to f32, `[positions, chunks, LANES]`; their padding stays as it is.
-fn widen<R: CachedRows + ?Sized>(rows: &R, run: &Run, out: &mut [[f32; LANES]]) {
+/// Widens the rows of a run to f32, block by block; `each` gets the index of a block's first position, its rows and
+/// their run.
+fn widen_blocks<R: CachedRows + ?Sized>(
+    rows: &R,
+    run: &Run,
+    mut each: impl FnMut(usize, StoredRows<f32>, &Run),
+) {
+    let chunks = rows.dim().div_ceil(LANES);
+    let mut block = vec![[0.0f32; LANES]; BLOCK.min(run.now.len()) * chunks];
     let mut scratch = vec![0.0; rows.dim()];
-    for (to, p) in out.chunks_mut(rows.dim().div_ceil(LANES)).zip(run.now) {
-        let row = rows.row(*p as usize, &mut scratch);
-        to.as_flattened_mut()[..row.len()].copy_from_slice(row);
+    let numbers: [u32; BLOCK] = std::array::from_fn(|i| i as u32);
+    for (at, run) in run.blocks() {
+        for (to, p) in block.chunks_mut(chunks).zip(run.now) {
+            let row = rows.row(*p as usize, &mut scratch);
+            to.as_flattened_mut()[..row.len()].copy_from_slice(row);
+        }
+        let run = Run::new(&numbers[..run.now.len()], run.now.len());
+        each(at, StoredRows { rows: &block, chunks }, &run);
     }
 }
 
@@ -158,14 +159,9 @@ pub fn widened_scores<R: CachedRows + ?Sized>(
     out: &mut [f32],
     stride: usize,
 ) {
-    let chunks = queries.chunks;
-    let mut block = vec![[0.0f32; LANES]; BLOCK.min(run.now.len()) * chunks];
-    for (at, run) in run.blocks() {
-        widen(rows, &run, &mut block);
-        let run = Run::new(&NUMBERS[..run.now.len()], run.now.len());
-        let rows = StoredRows { rows: &block, chunks };
-        kernels::scores(queries, rows, &run, &mut out[at..], stride);
-    }
+    widen_blocks(rows, run, |at, rows, run| {
+        kernels::scores(queries, rows, run, &mut out[at..], stride);
+    });
 }
 
 /// Computes [`CachedRows::add`] of rows that the kernels cannot read as they are stored.
@@ -174,19 +170,9 @@ pub fn widened_add<R: CachedRows + ?Sized>(
     weights: &[f32],
     stride: usize,
     run: &Run,
-    sums: OutputSums,
+    sums: &mut OutputSums,
 ) {
-    let OutputSums { r, values } = sums;
-    let chunks = values.len() / r;
-    let mut block = vec![[0.0f32; LANES]; BLOCK.min(run.now.len()) * chunks];
-    for (at, run) in run.blocks() {
-        widen(rows, &run, &mut block);
-        let run = Run::new(&NUMBERS[..run.now.len()], run.now.len());
-        let sums = OutputSums {
-            r,
-            values: &mut *values,
-        };
-        let rows = StoredRows { rows: &block, chunks };
-        kernels::add(&weights[at..], stride, rows, &run, sums);
-    }
+    widen_blocks(rows, run, |at, rows, run| {
+        kernels::add(&weights[at..], stride, rows, run, sums);
+    });
 }

@@ -156,9 +156,9 @@ impl<E: Widen> Case<E> {
                 let run = Run::new(&case.positions, n);
                 scores_of::<S, _, FEW, MANY>(simd, &case.queries, case.stored(), &run, out, n);
             },
-            |case, sums| {
+            |case, mut sums| {
                 let run = Run::new(&case.positions, n);
-                add_of::<S, _, CHUNKS>(simd, &case.weights, n, case.stored(), &run, sums);
+                add_of::<S, _, CHUNKS>(simd, &case.weights, n, case.stored(), &run, &mut sums);
             },
         );
     }
@@ -189,13 +189,13 @@ impl<E: Widen> Case<E> {
                 };
                 super::scores(&case.queries, case.stored(), &run, out, n);
             },
-            |case, sums| {
+            |case, mut sums| {
                 let now = run(case);
                 let run = Run {
                     now: &now,
                     next: &[0],
                 };
-                super::add(&case.weights, n, case.stored(), &run, sums);
+                super::add(&case.weights, n, case.stored(), &run, &mut sums);
             },
         );
     }

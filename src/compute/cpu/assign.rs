@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::scan::{BestTwo, Panels, Scratch, row, scan, score, squared_distance};
+use super::scan::{BestTwo, Panels, ScanScratch, row, scan, score, squared_distance};
 
 /// Rows per task; a constant, because results must not depend on the number of threads.
 pub(crate) const CHUNK: usize = 512;
@@ -45,7 +45,7 @@ pub(super) fn absorb(x: &[f32], dim: usize, rows: &mut [Assigned], fresh: &[f32]
     let ids = (first..first + (fresh.len() / dim) as u32).collect();
     let panels = Panels::pack(fresh, dim, first, ids);
     let chunks = x.par_chunks(CHUNK * dim).zip(rows.par_chunks_mut(CHUNK));
-    chunks.for_each_init(Scratch::default, |scratch, (x, rows)| {
+    chunks.for_each_init(ScanScratch::default, |scratch, (x, rows)| {
         let all: Vec<u32> = (0..rows.len() as u32).collect();
         scan(x, &all, &panels, scratch);
         for ((x, r), best) in x.chunks_exact(dim).zip(rows).zip(&scratch.out) {
@@ -68,7 +68,7 @@ pub(super) fn reassign(x: &[f32], dim: usize, rows: &mut [Assigned], centroids: 
     let all = Panels::pack(centroids, dim, 0, ids.clone().collect());
     let some = Panels::pack(centroids, dim, 0, ids.filter(|&c| moved[c as usize]).collect());
     let chunks = x.par_chunks(CHUNK * dim).zip(rows.par_chunks_mut(CHUNK));
-    chunks.for_each_init(Scratch::default, |scratch, (x, rows)| {
+    chunks.for_each_init(ScanScratch::default, |scratch, (x, rows)| {
         let before: Vec<u32> = rows.iter().map(|r| r.code).collect();
         let (mut against_all, mut against_moved) = (Vec::new(), Vec::new());
         for (i, (x, r)) in (0..).zip(x.chunks_exact(dim).zip(rows.iter_mut())) {
@@ -117,7 +117,7 @@ pub(crate) fn search(
     codes: &mut [u32],
     distances: &mut [f32],
 ) {
-    let mut scratch = Scratch::default();
+    let mut scratch = ScanScratch::default();
     let rows: Vec<u32> = (0..codes.len() as u32).collect();
     scan(x, &rows, panels, &mut scratch);
     let out = codes.iter_mut().zip(distances);

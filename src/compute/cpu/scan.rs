@@ -13,7 +13,7 @@
 use multiversion::multiversion;
 use multiversion::target::match_target;
 
-use super::super::blocks::{Line, PANEL};
+use super::super::blocks::{PANEL, PanelLine};
 
 /// Returns row `i` of `x`, `[n, d]`.
 pub(super) fn row(x: &[f32], i: u32, dim: usize) -> &[f32] {
@@ -25,9 +25,9 @@ pub(super) fn row(x: &[f32], i: u32, dim: usize) -> &[f32] {
 pub(crate) struct Panels {
     dim: usize,
     /// `[panels, d]`, the last panel padded with zeros.
-    data: Vec<Line>,
+    data: Vec<PanelLine>,
     /// `-||c||²/2` per slot, `[panels]`; minus infinity in the padding, so that it never wins.
-    biases: Vec<Line>,
+    biases: Vec<PanelLine>,
     /// The number of the centroid in each slot, ascending, `[slots]` without padding.
     pub(super) ids: Vec<u32>,
 }
@@ -36,15 +36,14 @@ impl Panels {
     /// Packs the centroids with the numbers `ids`, ascending; the first row of `centroids` has the number `first`.
     pub fn pack(centroids: &[f32], dim: usize, first: u32, ids: Vec<u32>) -> Self {
         let count = ids.len().div_ceil(PANEL);
-        let mut data = vec![Line([0.0; PANEL]); count * dim];
-        let mut biases = vec![Line([f32::NEG_INFINITY; PANEL]); count];
+        let mut data = vec![PanelLine::ZERO; count * dim];
+        let mut biases = vec![PanelLine([f32::NEG_INFINITY; PANEL]); count];
         for (slot, &id) in ids.iter().enumerate() {
             let (panel, lane) = (slot / PANEL, slot % PANEL);
             let c = row(centroids, id - first, dim);
-            data[panel * dim..]
-                .iter_mut()
-                .zip(c)
-                .for_each(|(line, &v)| line.0[lane] = v);
+            for (line, &v) in data[panel * dim..].iter_mut().zip(c) {
+                line.0[lane] = v;
+            }
             biases[panel].0[lane] = (c.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() * -0.5) as f32;
         }
         Self {
@@ -125,7 +124,7 @@ impl LaneBests {
 
 /// The buffers of one worker; `out` holds the results of its last scan.
 #[derive(Default)]
-pub(super) struct Scratch {
+pub(super) struct ScanScratch {
     packed: Vec<f32>,
     lanes: Vec<LaneBests>,
     pub(super) out: Vec<BestTwo>,
@@ -133,7 +132,7 @@ pub(super) struct Scratch {
 
 /// Scores the rows `rows` of `x` against all panels and puts the best two of each row into `scratch.out`.
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2+fma", "aarch64+neon"))]
-pub(super) fn scan(x: &[f32], rows: &[u32], panels: &Panels, scratch: &mut Scratch) {
+pub(super) fn scan(x: &[f32], rows: &[u32], panels: &Panels, scratch: &mut ScanScratch) {
     // Rows per tile: as many as the vector registers hold beside a line of the panel.
     match_target! {
         "x86_64+avx512f" => scan_tiles::<12, true>(x, rows, panels, scratch),
@@ -148,11 +147,11 @@ fn scan_tiles<const R: usize, const FMA: bool>(
     x: &[f32],
     rows: &[u32],
     panels: &Panels,
-    scratch: &mut Scratch,
+    scratch: &mut ScanScratch,
 ) {
     let dim = panels.dim;
     let tiles = rows.len().div_ceil(R);
-    let Scratch { packed, lanes, out } = scratch;
+    let ScanScratch { packed, lanes, out } = scratch;
     packed.clear();
     packed.resize(tiles * dim * R, 0.0);
     for (tile, rows) in packed.chunks_exact_mut(dim * R).zip(rows.chunks(R)) {
@@ -177,20 +176,16 @@ fn scan_tiles<const R: usize, const FMA: bool>(
         }
     }
     out.clear();
-    out.extend(
-        lanes
-            .iter()
-            .take(rows.len())
-            .map(|lanes| lanes.finish(&panels.ids)),
-    );
+    let bests = lanes.iter().take(rows.len());
+    out.extend(bests.map(|lanes| lanes.finish(&panels.ids)));
 }
 
 #[expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]
 #[inline(always)]
 fn score_tile<const R: usize, const FMA: bool>(
     tile: &[[f32; R]],
-    panel: &[Line],
-    bias: &Line,
+    panel: &[PanelLine],
+    bias: &PanelLine,
 ) -> [[f32; PANEL]; R] {
     let mut scores = [bias.0; R];
     for (x, c) in tile.iter().zip(panel) {
@@ -250,14 +245,14 @@ mod tests {
     use super::*;
     use crate::testing::values;
 
-    fn bits(scratch: &Scratch) -> Vec<(u32, u32, u32)> {
+    fn bits(scratch: &ScanScratch) -> Vec<(u32, u32, u32)> {
         let of = |best: &BestTwo| (best.id, best.score.to_bits(), best.second.to_bits());
         scratch.out.iter().map(of).collect()
     }
 
     #[test]
     fn every_tile_height_gives_the_same_bits() {
-        let mut scratch = Scratch::default();
+        let mut scratch = ScanScratch::default();
         for (n, size, dim) in [(1, 1, 1), (25, 70, 5), (40, 33, 128)] {
             let (x, c) = (values(n * dim, 1), values(size * dim, 2));
             let panels = Panels::pack(&c, dim, 0, (0..size as u32).collect());
@@ -286,7 +281,7 @@ mod tests {
         let (x, c) = (values(n * dim, 3), values(size * dim, 4));
         let panels = Panels::pack(&c, dim, 0, (0..size as u32).collect());
         let rows: Vec<u32> = (0..n as u32).collect();
-        let mut scratch = Scratch::default();
+        let mut scratch = ScanScratch::default();
         scan_tiles::<1, false>(&x, &rows, &panels, &mut scratch);
         for (&i, best) in rows.iter().zip(&scratch.out) {
             let c = row(&c, best.id, dim);
@@ -307,7 +302,7 @@ mod tests {
         let mut c = vec![0.0f32; 40];
         (c[0], c[32]) = (1.0, 0.5);
         let panels = Panels::pack(&c, 1, 0, (0..40).collect());
-        let mut scratch = Scratch::default();
+        let mut scratch = ScanScratch::default();
         scan(&[1.0], &[0], &panels, &mut scratch);
         let best = scratch.out[0];
         assert_eq!((best.id, best.score, best.second), (0, 0.5, 0.375));

@@ -1,10 +1,10 @@
 //! Clusters of the rows on the adapter: seeding, assignment, Lloyd passes.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 use ndarray::Array2;
 
+use super::super::cpu::{count_codes, group_by_code};
 use super::super::device::{Assignment, Clusters, Drawn, Points};
 use super::super::draw::{Wheel, draw_rows};
 use super::context::Batch;
@@ -58,17 +58,7 @@ struct Segments {
 impl Segments {
     /// Sorts rows by code, those of a centroid ascending, and cuts them.
     fn new(codes: &[u32], size: usize) -> Self {
-        let mut starts = vec![0usize; size + 1];
-        codes.iter().for_each(|code| starts[*code as usize + 1] += 1);
-        for c in 0..size {
-            starts[c + 1] += starts[c];
-        }
-        let mut next = starts.clone();
-        let mut members = vec![0; codes.len()];
-        for (i, code) in (0..).zip(codes) {
-            members[next[*code as usize]] = i;
-            next[*code as usize] += 1;
-        }
+        let (starts, members) = group_by_code(codes.iter().copied(), size);
         let (mut ranges, mut centroids) = (Vec::new(), Vec::new());
         for (c, range) in (0..).zip(starts.windows(2)) {
             for start in (range[0]..range[1]).step_by(BLOCK) {
@@ -86,18 +76,16 @@ impl Segments {
 
 impl GpuClusters {
     pub fn assignment(&self) -> Assignment {
-        let mut counts = vec![0; self.size];
-        self.codes.iter().for_each(|code| counts[*code as usize] += 1);
         Assignment {
             inertia: self.distances.iter().map(|v| f64::from(*v)).sum(),
-            counts,
+            counts: count_codes(self.codes.iter().copied(), self.size),
             changed: self.changed,
         }
     }
 
     pub fn clusters(&self, d: usize) -> Result<Clusters> {
         Ok(Clusters {
-            centroids: matrix(self.centroids.clone(), self.centroids.len() / d, d)?,
+            centroids: Array2::from_shape_vec((self.centroids.len() / d, d), self.centroids.clone())?,
             codes: self.codes.clone(),
             distances: self.distances.clone(),
         })
@@ -172,24 +160,16 @@ impl GpuPoints<'_> {
     /// from the uniform numbers alone, so they are fetched together.
     pub fn draw_batch(&mut self, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
         let d = self.dim().2;
-        let wheels: Vec<Wheel> = self
-            .heads
-            .iter()
-            .map(|head| Wheel::new(&head.distances))
-            .collect();
-        let candidates = wheels
-            .iter()
-            .zip(batch.iter().zip(uniforms))
-            .map(|(wheel, (batch, uniforms))| {
-                let mut rows: Vec<u32> = wheel.candidates(*batch, uniforms).collect();
-                rows.sort_unstable();
-                rows.dedup();
-                rows
-            });
-        let candidates: Vec<Vec<u32>> = candidates.collect();
+        let wheels: Vec<Wheel> = self.heads.iter().map(|h| Wheel::new(&h.distances)).collect();
+        let of_head = |(i, wheel): (usize, &Wheel)| {
+            let mut rows: Vec<u32> = wheel.candidates(batch[i], &uniforms[i]).collect();
+            rows.sort_unstable();
+            rows.dedup();
+            rows
+        };
+        let candidates: Vec<Vec<u32>> = wheels.iter().enumerate().map(of_head).collect();
         let values = self.gather(&candidates)?;
-        let mut drawn = Vec::with_capacity(batch.len());
-        let mut fresh = Vec::with_capacity(batch.len());
+        let (mut drawn, mut fresh) = (Vec::new(), Vec::new());
         for (i, head) in self.heads.iter_mut().enumerate() {
             let row = |row: u32| {
                 let at = candidates[i].partition_point(|c| *c < row);
@@ -257,8 +237,7 @@ impl GpuPoints<'_> {
                     asked.push((slab, owners));
                 }
             }
-            let buffers: Vec<&wgpu::Buffer> = asked.iter().map(|(_, owners)| *owners).collect();
-            let found = batch.read::<Owner>(&buffers)?;
+            let found = batch.read::<Owner>(asked.iter().map(|(_, owners)| *owners))?;
             for ((slab, _), owners) in asked.iter().zip(found) {
                 heads[slab.head].take(slab.rows.clone(), &owners)?;
             }
@@ -285,18 +264,17 @@ impl GpuPoints<'_> {
         };
         let segments: Vec<Segments> = slabs.iter().map(sort).collect();
         let sums = self.sum_segments(&slabs, &segments)?;
-        let mut totals = BTreeMap::new();
+        let none = |head: &GpuClusters| vec![0.0f64; head.centroids.len()];
+        let mut totals: Vec<Vec<f64>> = self.heads.iter().map(none).collect();
         for ((slab, segments), sums) in slabs.iter().zip(&segments).zip(sums) {
-            let total = totals
-                .entry(slab.head)
-                .or_insert_with(|| vec![0.0f64; self.heads[slab.head].centroids.len()]);
+            let total = &mut totals[slab.head];
             for (c, sum) in segments.centroids.iter().zip(sums.chunks_exact(d)) {
                 let total = &mut total[*c as usize * d..][..d];
                 total.iter_mut().zip(sum).for_each(|(t, v)| *t += f64::from(*v));
             }
         }
-        for (head, total) in totals {
-            let head = &mut self.heads[head];
+        let moving = self.heads.iter_mut().zip(totals).zip(which);
+        for ((head, total), _) in moving.filter(|(_, which)| **which) {
             let counts = head.assignment().counts;
             let rows = head.centroids.chunks_exact_mut(d).zip(total.chunks_exact(d));
             for ((centroid, total), count) in rows.zip(counts).filter(|(_, count)| *count > 0) {
@@ -312,8 +290,7 @@ impl GpuPoints<'_> {
         let (context, d) = (self.context, self.dim().2);
         let most = context.capacity(4 * d.max(2))?;
         context.work("sum rows", |batch| {
-            let mut parts = Vec::new();
-            let mut sums = Vec::new();
+            let (mut parts, mut sums) = (Vec::new(), Vec::new());
             for (i, (slab, segments)) in slabs.iter().zip(segments).enumerate() {
                 if segments.members.is_empty() {
                     continue;
@@ -336,7 +313,7 @@ impl GpuPoints<'_> {
                 }
             }
             let mut out = vec![Vec::new(); slabs.len()];
-            let values = batch.read::<f32>(&sums.iter().collect::<Vec<_>>())?;
+            let values = batch.read::<f32>(&sums)?;
             for (i, values) in parts.into_iter().zip(values) {
                 out[i].extend(values);
             }
@@ -349,22 +326,22 @@ impl GpuPoints<'_> {
         let d = self.dim().2;
         let mut out: Vec<Vec<f32>> = wanted.iter().map(|rows| vec![0.0; rows.len() * d]).collect();
         let slabs: Vec<&Slab> = self.slabs.iter().collect();
-        let here = |slab: &&Slab| {
-            let rows = (0..).zip(&wanted[slab.head]);
-            rows.filter(|(_, row)| slab.rows.contains(&(**row as usize)))
-                .map(|(at, row)| (at, row - slab.rows.start as u32))
-                .unzip()
-        };
-        let found: Vec<(Vec<usize>, Vec<u32>)> = slabs.iter().map(here).collect();
-        // Segments of one row each.
-        let single = |(_, members): &(Vec<usize>, Vec<u32>)| Segments {
-            ranges: (0..members.len() as u32).map(|i| [i, i + 1]).collect(),
-            centroids: Vec::new(),
-            members: members.clone(),
-        };
-        let segments: Vec<Segments> = found.iter().map(single).collect();
+        let (mut places, mut segments) = (Vec::<Vec<usize>>::new(), Vec::new());
+        for slab in &slabs {
+            let rows = wanted[slab.head].iter().enumerate();
+            let here = rows.filter(|(_, row)| slab.rows.contains(&(**row as usize)));
+            let (at, members): (_, Vec<u32>) =
+                here.map(|(at, row)| (at, row - slab.rows.start as u32)).unzip();
+            places.push(at);
+            // Segments of one row each.
+            segments.push(Segments {
+                ranges: (0..members.len() as u32).map(|i| [i, i + 1]).collect(),
+                centroids: Vec::new(),
+                members,
+            });
+        }
         let values = self.sum_segments(&slabs, &segments)?;
-        for ((slab, (places, _)), values) in slabs.iter().zip(found).zip(values) {
+        for ((slab, places), values) in slabs.iter().zip(places).zip(values) {
             for (at, value) in places.into_iter().zip(values.chunks_exact(d)) {
                 out[slab.head][at * d..][..d].copy_from_slice(value);
             }
@@ -406,9 +383,4 @@ fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
 /// Returns `-||c||²/2`, summed in f64.
 fn bias(c: &[f32]) -> f32 {
     (c.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() * -0.5) as f32
-}
-
-/// Shapes values as `[rows,d]`.
-pub(super) fn matrix(values: Vec<f32>, rows: usize, d: usize) -> Result<Array2<f32>> {
-    Array2::from_shape_vec((rows, d), values).map_err(|e| Error::failed(e.to_string()))
 }

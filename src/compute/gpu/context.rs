@@ -9,6 +9,7 @@ use std::sync::mpsc;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::Pod;
+use wgpu::BufferUsages;
 
 use super::kernels::Kernels;
 use crate::error::{Error, Result};
@@ -32,20 +33,18 @@ pub struct GpuLimits {
 }
 
 impl GpuLimits {
-    /// Returns the smaller of both limits.
-    fn and(self, other: Self) -> Self {
-        Self {
-            buffer_bytes: self.buffer_bytes.min(other.buffer_bytes),
-            groups: self.groups.min(other.groups),
-        }
-    }
-}
+    /// No limits but those of the adapter.
+    pub const NONE: Self = Self {
+        buffer_bytes: u64::MAX,
+        groups: u32::MAX,
+    };
 
-impl From<&wgpu::Limits> for GpuLimits {
-    fn from(limits: &wgpu::Limits) -> Self {
+    /// Returns the limits that the adapter's own leave.
+    fn within(self, own: &wgpu::Limits) -> Self {
+        let own_bytes = own.max_storage_buffer_binding_size.min(own.max_buffer_size);
         Self {
-            buffer_bytes: limits.max_storage_buffer_binding_size.min(limits.max_buffer_size),
-            groups: limits.max_compute_workgroups_per_dimension,
+            buffer_bytes: self.buffer_bytes.min(own_bytes),
+            groups: self.groups.min(own.max_compute_workgroups_per_dimension),
         }
     }
 }
@@ -55,7 +54,7 @@ type Fault = Arc<Mutex<Option<String>>>;
 
 /// An open adapter.
 pub(super) struct GpuContext {
-    device: wgpu::Device,
+    pub device: wgpu::Device,
     queue: wgpu::Queue,
     pub adapter: String,
     /// Whether the adapter is this machine's processor.
@@ -67,7 +66,7 @@ pub(super) struct GpuContext {
 
 impl GpuContext {
     /// Opens the fastest adapter and compiles the shaders.
-    pub fn open(limits: Option<GpuLimits>) -> Result<Self> {
+    pub fn open(limits: GpuLimits) -> Result<Self> {
         let mut instance = wgpu::InstanceDescriptor::new_without_display_handle();
         // The same calls in every build, whatever validation layers are installed.
         instance.flags = wgpu::InstanceFlags::empty();
@@ -84,7 +83,6 @@ impl GpuContext {
         }))
         .map_err(|e| Error::device(format!("wgpu cannot open the adapter: {e}")).hint(NO_ADAPTER))?;
         let fault = watch(&device);
-        let own = GpuLimits::from(&offered);
         let info = adapter.get_info();
         let adapter = describe(&info);
         let kernels = scoped(&device, &fault, "compile the shaders", || {
@@ -96,15 +94,10 @@ impl GpuContext {
             queue,
             adapter,
             software: info.device_type == wgpu::DeviceType::Cpu,
-            limits: limits.map_or(own, |limits| limits.and(own)),
+            limits: limits.within(&offered),
             kernels,
             fault,
         })
-    }
-
-    /// Gives the device back: every later operation fails.
-    pub fn destroy(&self) {
-        self.device.destroy();
     }
 
     /// Runs allocations and dispatches; `doing` completes "wgpu cannot ..." in the message of a failure.
@@ -129,19 +122,25 @@ impl GpuContext {
             let error = format!("a buffer of {found} bytes is needed, the adapter takes {most}");
             return Err(Error::device(error).hint("use --device cpu"));
         }
-        Ok(self.device.create_buffer(&wgpu::BufferDescriptor {
+        Ok(self.allocate(
+            bytes,
+            BufferUsages::STORAGE | BufferUsages::COPY_SRC | BufferUsages::COPY_DST,
+        ))
+    }
+
+    fn allocate(&self, size: u64, usage: BufferUsages) -> wgpu::Buffer {
+        self.device.create_buffer(&wgpu::BufferDescriptor {
             label: None,
-            size: bytes,
-            usage: wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST,
+            size,
+            usage,
             mapped_at_creation: false,
-        }))
+        })
     }
 
     /// Allocates a storage buffer with these values; inside of [`GpuContext::work`].
     pub fn upload<T: Pod>(&self, values: &[T]) -> Result<wgpu::Buffer> {
-        let bytes: &[u8] = bytemuck::cast_slice(values);
-        let buffer = self.buffer(bytes.len() as u64)?;
-        self.queue.write_buffer(&buffer, 0, bytes);
+        let buffer = self.buffer(size_of_val(values) as u64)?;
+        self.write(&buffer, 0, values);
         Ok(buffer)
     }
 
@@ -186,54 +185,44 @@ impl Batch<'_> {
         groups: usize,
         cost: usize,
     ) {
-        let affordable = (SUBMISSION / (cost as u64).max(1)).clamp(1, u64::from(self.context.limits.groups));
-        let mut first = 0;
-        while first < groups {
-            let count = (groups - first).min(affordable as usize);
-            self.dispatch(entry, first, params, buffers, count);
+        let GpuContext {
+            device,
+            kernels,
+            limits,
+            ..
+        } = self.context;
+        let pipeline = kernels.get(entry);
+        let layout = pipeline.get_bind_group_layout(0);
+        let affordable = (SUBMISSION / (cost as u64).max(1)).clamp(1, u64::from(limits.groups)) as usize;
+        for first in (0..groups).step_by(affordable) {
+            let count = affordable.min(groups - first);
+            let mut words = vec![first as u32];
+            words.extend(params.iter().map(|p| *p as u32));
+            // A uniform buffer is a multiple of 16 bytes.
+            words.resize(words.len().next_multiple_of(4), 0);
+            let usage = BufferUsages::UNIFORM | BufferUsages::COPY_DST;
+            let uniform = self.context.allocate((words.len() * 4) as u64, usage);
+            self.context.write(&uniform, 0, &words);
+            let given = [(0, &uniform)].into_iter().chain(buffers.iter().copied());
+            let entries = given.map(|(binding, buffer)| wgpu::BindGroupEntry {
+                binding,
+                resource: buffer.as_entire_binding(),
+            });
+            let group = device.create_bind_group(&wgpu::BindGroupDescriptor {
+                label: None,
+                layout: &layout,
+                entries: &entries.collect::<Vec<_>>(),
+            });
+            let mut pass = self.encoder.begin_compute_pass(&Default::default());
+            pass.set_pipeline(pipeline);
+            pass.set_bind_group(0, &group, &[]);
+            pass.dispatch_workgroups(count as u32, 1, 1);
+            drop(pass);
             self.cost += (count * cost) as u64;
             if self.cost >= SUBMISSION {
                 self.submit();
             }
-            first += count;
         }
-    }
-
-    fn dispatch(
-        &mut self,
-        entry: usize,
-        first: usize,
-        params: &[usize],
-        buffers: &[(u32, &wgpu::Buffer)],
-        groups: usize,
-    ) {
-        let GpuContext { device, queue, .. } = self.context;
-        let pipeline = self.context.kernels.get(entry);
-        let mut words = vec![first as u32];
-        words.extend(params.iter().map(|p| *p as u32));
-        // A uniform buffer is a multiple of 16 bytes.
-        words.resize(words.len().next_multiple_of(4), 0);
-        let uniform = device.create_buffer(&wgpu::BufferDescriptor {
-            label: None,
-            size: (words.len() * 4) as u64,
-            usage: wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::COPY_DST,
-            mapped_at_creation: false,
-        });
-        queue.write_buffer(&uniform, 0, bytemuck::cast_slice(&words));
-        let given = [(0, &uniform)].into_iter().chain(buffers.iter().copied());
-        let entries = given.map(|(binding, buffer)| wgpu::BindGroupEntry {
-            binding,
-            resource: buffer.as_entire_binding(),
-        });
-        let group = device.create_bind_group(&wgpu::BindGroupDescriptor {
-            label: None,
-            layout: &pipeline.get_bind_group_layout(0),
-            entries: &entries.collect::<Vec<_>>(),
-        });
-        let mut pass = self.encoder.begin_compute_pass(&Default::default());
-        pass.set_pipeline(pipeline);
-        pass.set_bind_group(0, &group, &[]);
-        pass.dispatch_workgroups(groups as u32, 1, 1);
     }
 
     /// Fills a buffer with zeros.
@@ -250,16 +239,14 @@ impl Batch<'_> {
     }
 
     /// Submits the recorded commands, waits for them, and reads buffers.
-    pub fn read<T: Pod>(&mut self, buffers: &[&wgpu::Buffer]) -> Result<Vec<Vec<T>>> {
+    pub fn read<'b, T: Pod>(
+        &mut self,
+        buffers: impl IntoIterator<Item = &'b wgpu::Buffer>,
+    ) -> Result<Vec<Vec<T>>> {
         let context = self.context;
-        let mut copies = Vec::with_capacity(buffers.len());
+        let mut copies = Vec::new();
         for buffer in buffers {
-            let copy = context.device.create_buffer(&wgpu::BufferDescriptor {
-                label: None,
-                size: buffer.size(),
-                usage: wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::MAP_READ,
-                mapped_at_creation: false,
-            });
+            let copy = context.allocate(buffer.size(), BufferUsages::COPY_DST | BufferUsages::MAP_READ);
             self.encoder
                 .copy_buffer_to_buffer(buffer, 0, &copy, 0, buffer.size());
             copies.push(copy);

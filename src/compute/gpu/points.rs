@@ -82,13 +82,11 @@ impl<'a> GpuPoints<'a> {
     fn sums(&self, rows: Range<usize>, squares: bool) -> Result<Array2<f64>> {
         let (b, _, d) = self.dim;
         let mut sums = Array2::<f64>::zeros((b, d));
-        let (slabs, partials): (Vec<&Slab>, Vec<Vec<f32>>) = self.context.work("sum channels", |batch| {
-            let (mut slabs, mut partials) = (Vec::new(), Vec::new());
-            for slab in &self.slabs {
-                let part = slab.part(&rows);
-                if part.is_empty() {
-                    continue;
-                }
+        let parts = self.slabs.iter().map(|slab| (slab, slab.part(&rows)));
+        let parts: Vec<_> = parts.filter(|(_, part)| !part.is_empty()).collect();
+        let partials: Vec<Vec<f32>> = self.context.work("sum channels", |batch| {
+            let mut partials = Vec::new();
+            for (slab, part) in &parts {
                 let blocks = part.len().div_ceil(BLOCK);
                 let partial = self.context.buffer((4 * blocks * d) as u64)?;
                 kernels::ChannelStatisticSums {
@@ -100,13 +98,11 @@ impl<'a> GpuPoints<'a> {
                     partial: &partial,
                 }
                 .run(batch, (blocks * d).div_ceil(THREADS), THREADS * BLOCK);
-                slabs.push(slab);
                 partials.push(partial);
             }
-            let values = batch.read(&partials.iter().collect::<Vec<_>>())?;
-            Ok((slabs, values))
+            batch.read(&partials)
         })?;
-        for (slab, partial) in slabs.iter().zip(partials) {
+        for ((slab, _), partial) in parts.iter().zip(partials) {
             let mut sum = sums.row_mut(slab.head);
             for block in partial.chunks_exact(d) {
                 sum.iter_mut().zip(block).for_each(|(s, v)| *s += f64::from(*v));
@@ -136,7 +132,7 @@ impl<'a> GpuPoints<'a> {
                 }
                 searches.push(search);
             }
-            batch.read(&searches.iter().collect::<Vec<_>>())
+            batch.read(&searches)
         })?;
         // The inverse of `sort_key` in the shader.
         let value = |key: u32| match (magnitudes, key >> 31) {
@@ -273,7 +269,7 @@ impl Points for GpuPoints<'_> {
                 .run(batch, threads.div_ceil(THREADS), THREADS * BLOCK * 4);
                 partials.push(partial);
             }
-            batch.read(&partials.iter().collect::<Vec<_>>())
+            batch.read(&partials)
         })?;
         for (slab, partial) in self.slabs.iter().zip(partials) {
             let SignSums { sums, counts } = &mut out[slab.head];
@@ -331,6 +327,6 @@ impl Points for GpuPoints<'_> {
         let mut wanted = vec![Vec::new(); self.heads.len()];
         wanted[head] = rows.to_vec();
         let values = self.gather(&wanted)?.swap_remove(head);
-        super::clusters::matrix(values, rows.len(), self.dim.2)
+        Ok(Array2::from_shape_vec((rows.len(), self.dim.2), values)?)
     }
 }

@@ -27,16 +27,9 @@ pub(super) fn scores(rows: &SignRows, queries: &GroupQueries, run: &Run, out: &m
 }
 
 /// Implements [`attention::CachedRows::add`] if [`in_groups`].
-pub(super) fn add(rows: &ValueRows, weights: &[f32], stride: usize, run: &Run, sums: OutputSums) {
-    let OutputSums { r, values } = sums;
+pub(super) fn add(rows: &ValueRows, weights: &[f32], stride: usize, run: &Run, sums: &mut OutputSums) {
     for (at, run, is_full) in parts(run, &rows.full) {
-        let (weights, sums) = (
-            &weights[at..],
-            OutputSums {
-                r,
-                values: &mut *values,
-            },
-        );
+        let weights = &weights[at..];
         match is_full {
             true => attention::widened_add(rows, weights, stride, &run, sums),
             false => attention::add(weights, stride, Values::of(rows), &run, sums),
@@ -63,15 +56,11 @@ fn parts<'a>(run: &Run<'a>, full: &FullRows) -> impl Iterator<Item = (usize, Run
             Some(p) => rest.partition_point(|q| q < *p),
             None => rest.len(),
         };
-        let after = if at < now.len() { &now[at..] } else { next };
-        Some((
-            start,
-            Run {
-                now: &now[start..at],
-                next: after,
-            },
-            is_full,
-        ))
+        let run = match at < now.len() {
+            true => Run::new(rest, at - start),
+            false => Run { now: rest, next },
+        };
+        Some((start, run, is_full))
     })
 }
 

@@ -24,7 +24,7 @@ fn two_bit_golden_example() {
 
 #[test]
 fn sign_golden_example() {
-    let mut signs = Lines::with_capacity(0);
+    let mut signs = AlignedVec::with_capacity(0);
     let key = ndarray::array![[0.5, -1.0, 2.0, -0.25, -3.0, 0.0, 1.5, 4.0]];
     extend_signs(&mut signs, key.view(), &[0.0; 8]);
     assert_eq!(signs[..], [0xc5]);
@@ -102,11 +102,18 @@ fn on_every_instruction_set(
             n,
         );
         let mut values = vec![[0.5; LANES]; sums];
-        let of = OutputSums {
+        let mut of = OutputSums {
             r,
             values: &mut values,
         };
-        add_of::<S, _, CHUNKS>(simd, weights, n, attend::Values::of(&packed.values), &run, of);
+        add_of::<S, _, CHUNKS>(
+            simd,
+            weights,
+            n,
+            attend::Values::of(&packed.values),
+            &run,
+            &mut of,
+        );
         (scores, values.as_flattened().to_vec())
     }
     let mut out = vec![
@@ -153,8 +160,8 @@ fn every_instruction_set_reads_the_same_rows() {
         let mut scores = vec![0.0; r * 150];
         attention::widened_scores(&packed.keys, &queries, &run, &mut scores, 150);
         let mut sums = vec![[0.5; LANES]; r * d / LANES];
-        let of = OutputSums { r, values: &mut sums };
-        attention::widened_add(&packed.values, &weights, 150, &run, of);
+        let mut of = OutputSums { r, values: &mut sums };
+        attention::widened_add(&packed.values, &weights, 150, &run, &mut of);
         let expected = (scores, sums.as_flattened().to_vec());
         for got in on_every_instruction_set(&packed, &queries, &weights, sums.len()) {
             assert!(got == expected, "d {d}, r {r}");
@@ -201,9 +208,9 @@ fn rows_are_attended_as_they_are_read() {
             let expected = score(&|out| attention::widened_scores(&packed.keys, &queries, &run, out, n + 3));
             assert_eq!(got, expected, "d {d}, r {r}, signed {signed}, {n} positions");
             let weights: Vec<f32> = (0..r * (n + 3)).map(|i| (i as f32 * 0.3).cos()).collect();
-            let sum = |add: &dyn Fn(OutputSums)| {
+            let sum = |add: &dyn Fn(&mut OutputSums)| {
                 let mut values = vec![[0.25; LANES]; r * d.div_ceil(LANES)];
-                add(OutputSums {
+                add(&mut OutputSums {
                     r,
                     values: &mut values,
                 });

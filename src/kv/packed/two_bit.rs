@@ -4,7 +4,7 @@ use half::f16;
 
 use super::QUANT_GROUP;
 use crate::compute::attention::prefetch;
-use crate::kv::lines::Lines;
+use crate::kv::lines::AlignedVec;
 
 /// A smaller step counts as zero: the values of the group are equal.
 const LEAST_STEP: f32 = 1e-8;
@@ -16,12 +16,12 @@ const LEAST_STEP: f32 = 1e-8;
 #[derive(Clone)]
 pub(super) struct TwoBit {
     pub(super) d: usize,
-    rows: Lines<u8>,
+    rows: AlignedVec<u8>,
 }
 
 impl TwoBit {
     pub(super) fn new(d: usize, capacity: usize) -> Self {
-        let rows = Lines::with_capacity(capacity * width(d));
+        let rows = AlignedVec::with_capacity(capacity * width(d));
         Self { d, rows }
     }
 
@@ -40,9 +40,7 @@ impl TwoBit {
                 step if step < LEAST_STEP => 0.0,
                 step => step,
             };
-            let [a, b] = saturating_f16(step).to_le_bytes();
-            let [c, d] = saturating_f16(low).to_le_bytes();
-            *params = [a, b, c, d];
+            *params = bytemuck::cast([step, low].map(saturating_f16));
             if step == 0.0 {
                 continue;
             }
@@ -112,8 +110,8 @@ pub(super) fn width(d: usize) -> usize {
 
 /// Decodes a scale and a zero point.
 #[inline(always)]
-pub(super) fn pair([a, b, c, d]: [u8; 4]) -> [f16; 2] {
-    [f16::from_le_bytes([a, b]), f16::from_le_bytes([c, d])]
+pub(super) fn pair(params: [u8; 4]) -> [f16; 2] {
+    bytemuck::cast(params)
 }
 
 /// Rounds to the nearest f16; values beyond its range become the largest.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::entries::Entries;
 use crate::compute::attention::prefetch;
 use crate::compute::masks::{BLOCK, powers};
-use crate::kv::lines::Lines;
+use crate::kv::lines::AlignedVec;
 
 /// A common factor below this is multiplied into the entries.
 const LEAST_FACTOR: f64 = 1e-20;
@@ -18,7 +18,7 @@ const MOST_MOVED: usize = 64;
 #[derive(Clone, Debug)]
 pub struct Table {
     /// The entries before the common factor; a block of them is a cache line.
-    values: Lines<f32>,
+    values: AlignedVec<f32>,
     factor: f64,
     /// An upper bound for each block of [`BLOCK`] values.
     maxima: Vec<f32>,
@@ -28,7 +28,7 @@ pub struct Table {
 impl Default for Table {
     fn default() -> Self {
         Self {
-            values: Lines::default(),
+            values: AlignedVec::default(),
             factor: 1.0,
             maxima: Vec::new(),
             sums: PowerSums::default(),
