@@ -113,7 +113,7 @@ impl Family<'_> {
             lines(|p| format!("    pub {}: {},\n", p.name, field(p))),
             lines(|p| format!("            {},\n", argument(p))),
         );
-        let (constant, given, kernel, shared_bytes) = match &self.members[..] {
+        let (choice, given, kernel, shared_bytes) = match &self.members[..] {
             [(at, _)] => self.alone(*at),
             _ => self.chosen(),
         };
@@ -125,9 +125,9 @@ pub(crate) struct {name}<'b> {{
 {fields}}}
 
 impl {name}<'_> {{
-{constant}    /// Launches the kernel after all earlier launches; an empty grid launches nothing.
+{choice}    /// Launches the kernel after all earlier launches; an empty grid launches nothing.
     pub fn launch(&self, driver: &dyn Driver, {given}) -> Result<()> {{
-        {kernel}
+        let kernel = {kernel};
         let arguments = [
 {arguments}        ];
         // SAFETY: these are the arguments that the kernel declares.
@@ -139,43 +139,49 @@ impl {name}<'_> {{
         )
     }
 
-    /// Returns, for a single kernel: the constant to declare, the parameters of a launch, the statement that
-    /// picks the kernel, and the dynamic shared memory, which the caller gives.
-    fn alone(&self, at: usize) -> (String, &'static str, String, &'static str) {
+    /// Returns, for a single kernel: the constant to declare, the parameters of a launch, the kernel, and the
+    /// dynamic shared memory, which the caller gives.
+    fn alone(&self, at: usize) -> (String, &'static str, &'static str, &'static str) {
         let constant = format!("    pub const KERNEL: &'static Kernel = &ALL[{at}];\n\n");
         let (given, shared_bytes) = match self.is_shared {
             true => ("grid: [usize; 3], shared_bytes: usize", "shared_bytes"),
             false => ("grid: [usize; 3]", "0"),
         };
-        (
-            constant,
-            given,
-            "let kernel = Self::KERNEL;".to_owned(),
-            shared_bytes,
-        )
+        (constant, given, "Self::KERNEL", shared_bytes)
     }
 
     /// Returns the same for a family: a member is picked by type or width, with its declared shared memory.
-    fn chosen(&self) -> (String, &'static str, String, &'static str) {
-        let (asked, given) = match self.by {
-            [true, true] => ("(float, width)", "float: Float, width: usize, grid: [usize; 3]"),
-            [true, false] => ("float", "float: Float, grid: [usize; 3]"),
-            _ => ("width", "width: usize, grid: [usize; 3]"),
+    fn chosen(&self) -> (String, &'static str, &'static str, &'static str) {
+        let (asked, given, kernel) = match self.by {
+            [true, true] => (
+                "(float, width)",
+                "float: Float, width: usize, grid: [usize; 3]",
+                "Self::kernel(float, width)?",
+            ),
+            [true, false] => ("float", "float: Float, grid: [usize; 3]", "Self::kernel(float)?"),
+            _ => ("width", "width: usize, grid: [usize; 3]", "Self::kernel(width)?"),
         };
-        let mut kernel = format!("let kernel = match {asked} {{\n");
+        let mut cases = String::new();
         for (at, values) in &self.members {
             let case = asked
                 .replace("float", &values[0])
                 .replace("width", values.last().unwrap_or(&values[0]));
-            kernel += &format!("            {case} => &ALL[{at}],\n");
+            cases += &format!("            {case} => Ok(&ALL[{at}]),\n");
         }
-        kernel += &format!(
-            "            #[allow(unreachable_patterns)]
-            _ => return Err(Error::failed(format!(\"CUDA: no kernel {} for {{:?}}\", {asked}))),
-        }};",
+        let choice = format!(
+            "    /// Returns the kernel for a type or a width.
+    pub fn kernel({}) -> Result<&'static Kernel> {{
+        match {asked} {{
+{cases}            #[allow(unreachable_patterns)]
+            _ => Err(Error::failed(format!(\"CUDA: no kernel {} for {{:?}}\", {asked}))),
+        }}
+    }}
+
+",
+            given.replace(", grid: [usize; 3]", ""),
             self.name
         );
-        (String::new(), given, kernel, "kernel.shared_bytes")
+        (choice, given, kernel, "kernel.shared_bytes")
     }
 }
 

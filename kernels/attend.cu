@@ -40,22 +40,46 @@ KERNEL_SHARED(128, 2, ATTEND_BYTES(96), attend_bfloat_96, ATTEND_PARAMETERS) { A
 KERNEL_SHARED(128, 2, ATTEND_BYTES(128), attend_bfloat_128, ATTEND_PARAMETERS) { ATTEND(true, 128); }
 
 // Merges partial results by their log-sum-exps: out `[b,h,w]`, lse `[b,h]` in natural units; zeros and minus infinity
-// if nothing was attended. Each block has a query head.
-KERNEL(128, 1, merge_parts, const float* outs, const float* sums, float* out, float* lse, u32 parts, u32 r, u32 w) {
-    u32 at = blockIdx.x / r, row = blockIdx.x % r;
-    float top = minus_infinity(), sum = 0;
-    for (u32 p = 0; p < parts; p++) top = fmaxf(top, sums[2 * (((u64)at * parts + p) * r + row)]);
-    for (u32 p = 0; p < parts; p++) {
-        const float* part = sums + 2 * (((u64)at * parts + p) * r + row);
-        if (finite(part[0])) sum += exp2f(part[0] - top) * part[1];
-    }
-    for (u32 j = threadIdx.x; j < w; j += 128) {
-        float value = 0;
-        for (u32 p = 0; p < parts; p++) {
-            u64 i = ((u64)at * parts + p) * r + row;
-            if (finite(sums[2 * i])) value += exp2f(sums[2 * i] - top) * outs[i * w + j];
+// if nothing was attended. Each block has a query head. The weights of 256 parts at a time go to shared memory, then
+// each warp adds up every eighth of these parts, a lane up to four of the w <= 128 channels.
+KERNEL(256, 2, merge_parts, const float* outs, const float* sums, float* out, float* lse, u32 parts, u32 r, u32 w) {
+    SHARED(float, weights, 256);
+    SHARED(float, warps, 2 * 8);
+    SHARED(float, outputs, 8 * 128);
+    u64 first = (u64)(blockIdx.x / r) * parts * r + blockIdx.x % r;
+    float top = minus_infinity(), sum = 0, own[4] = {};
+    for (u32 p = threadIdx.x; p < parts; p += 256) top = fmaxf(top, sums[2 * (first + (u64)p * r)]);
+    for (u32 step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
+    if (lane() == 0) warps[warp()] = top;
+    __syncthreads();
+    for (u32 i = 0; i < 8; i++) top = fmaxf(top, warps[i]);
+    for (u32 start = 0; start < parts; start += 256) {
+        u32 p = start + threadIdx.x, end = smaller(256, parts - start);
+        float most = p < parts ? sums[2 * (first + (u64)p * r)] : minus_infinity();
+        float weight = finite(most) ? exp2f(most - top) : 0;
+        if (weight > 0) sum += weight * sums[2 * (first + (u64)p * r) + 1];
+        weights[threadIdx.x] = weight;
+        __syncthreads();
+        for (u32 i = warp(); i < end; i += 8) {
+            const float* from = outs + (first + (u64)(start + i) * r) * w;
+UNROLL
+            for (u32 c = 0; c < 4; c++) {
+                if (lane() + 32 * c < w) own[c] += weights[i] * from[lane() + 32 * c];
+            }
         }
-        out[(u64)blockIdx.x * w + j] = sum > 0 ? value / sum : 0.0f;
+        __syncthreads();
+    }
+    sum = warp_sum(sum);
+    if (lane() == 0) warps[8 + warp()] = sum;
+UNROLL
+    for (u32 c = 0; c < 4; c++) outputs[warp() * 128 + lane() + 32 * c] = own[c];
+    __syncthreads();
+    sum = 0;
+    for (u32 i = 0; i < 8; i++) sum += warps[8 + i];
+    if (threadIdx.x < w) {
+        float value = 0;
+        for (u32 i = 0; i < 8; i++) value += outputs[i * 128 + threadIdx.x];
+        out[(u64)blockIdx.x * w + threadIdx.x] = sum > 0 ? value / sum : 0.0f;
     }
     if (threadIdx.x == 0) lse[blockIdx.x] = sum > 0 ? (top + log2f(sum)) * 0.693147180559945f : minus_infinity();
 }

@@ -4,6 +4,10 @@
 // memory is allocated per array, filled with NaN patterns, and guarded by the sanitizer, as are buffers. Every barrier
 // reverses the order in which warps and lanes take turns, so that a missing barrier changes results. A barrier that not
 // all threads reach ends the program.
+//
+// With KVSMITH_PERTURB the blocks of a launch run in another order each time, exponentials are off by up to two units in
+// the last place, and nearest_fast.cu passes its fragments between lanes; with -ffp-contract=fast products are fused into
+// sums. What GPUs may do as well must not change what tests compare exactly.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -12,6 +16,7 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -116,6 +121,8 @@ inline unsigned n_threads;
 inline Dim block_index, grid_size, block_size;
 inline Context scheduler;
 inline size_t dynamic_bytes;
+// Most shared memory that a block may have, its own arrays included.
+inline size_t most_shared_bytes = SIZE_MAX;
 inline std::vector<std::pair<void*, size_t>> arrays;
 // Per warp, two alternating sets of slots through which its lanes pass values.
 constexpr size_t MOST_PASSED = 64;
@@ -187,6 +194,9 @@ template <class T>
 T* shared(size_t count) {
     size_t bytes = count * sizeof(T);
     if (self->arrays == arrays.size()) {
+        size_t all = bytes;
+        for (auto& array : arrays) all += array.second;
+        if (all > most_shared_bytes) fail("a block has " + std::to_string(all) + " bytes of shared memory");
         arrays.push_back({memset(malloc(bytes), 0xff, bytes), bytes});
     }
     auto array = arrays[self->arrays++];
@@ -226,6 +236,7 @@ inline void arrive(const Copy& copy) {
 
 // Copies of even threads arrive at once, those of odd threads only when they are waited for.
 inline void copy_16_bytes(void* to, const void* from) {
+    if (((uintptr_t)to | (uintptr_t)from) % 16 != 0) fail("a copy of 16 bytes that is not aligned");
     Copy copy = {to, from, self->groups};
     if ((self - threads) % 2 == 0) return arrive(copy);
     self->copies.push_back(copy);
@@ -289,10 +300,18 @@ inline void launch(const std::string& name, Dim grid, unsigned block, size_t sha
     grid_size = grid;
     dynamic_bytes = shared_bytes;
     body = [] { kernel->call(values); };
-    for (block_index.z = 0; block_index.z < grid.z; block_index.z++) {
-        for (block_index.y = 0; block_index.y < grid.y; block_index.y++) {
-            for (block_index.x = 0; block_index.x < grid.x; block_index.x++) run_block();
-        }
+    uint64_t blocks = (uint64_t)grid.x * grid.y * grid.z, start = 0, step = 1;
+#ifdef KVSMITH_PERTURB
+    static uint64_t random = 1;
+    random = random * 6364136223846793005ull + 1442695040888963407ull;
+    start = (random >> 33) % blocks;
+    // Any step without a common divisor visits every block; blocks - 1 goes backwards.
+    for (step = random >> 40 & 1 ? blocks - 1 : (random >> 41) % blocks; std::gcd(step, blocks) != 1;) step++;
+#endif
+    for (uint64_t i = 0; i < blocks; i++) {
+        uint64_t at = (start + i * step) % blocks;
+        block_index = {(unsigned)(at % grid.x), (unsigned)(at / grid.x % grid.y), (unsigned)(at / grid.x / grid.y)};
+        run_block();
     }
 }
 
@@ -346,5 +365,18 @@ To same_bits(From v) {
 inline unsigned __float_as_uint(float v) { return same_bits<unsigned>(v); }
 inline float __uint_as_float(unsigned v) { return same_bits<float>(v); }
 inline double __longlong_as_double(long long v) { return same_bits<double>(v); }
+#ifdef KVSMITH_PERTURB
+// Moves a number by up to two units in the last place, depending on its bits; 0, 1 and what is not finite stay.
+template <class T, class Bits>
+T nudged(T v, Bits bits) {
+    return v == 0 || v == 1 || !std::isfinite(v) ? v : same_bits<T>(bits + (Bits)((unsigned)bits * 2654435761u >> 16) % 5 - 2);
+}
+inline float perturbed_exp2f(float v) { return nudged(exp2f(v), same_bits<unsigned>(exp2f(v))); }
+inline float perturbed_expf(float v) { return nudged(expf(v), same_bits<unsigned>(expf(v))); }
+inline double perturbed_exp(double v) { return nudged(std::exp(v), same_bits<unsigned long long>(std::exp(v))); }
+#define exp2f perturbed_exp2f
+#define expf perturbed_expf
+#define exp perturbed_exp
+#endif
 inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz((unsigned)v); }
 inline long long __double2ll_rn(double v) { return llrint(v); }

@@ -38,7 +38,7 @@ DEVICE u32 place(u32 row, u32 eighth) { return row * SLAB + ((eighth ^ (row & 7)
 // 4 g + t holds rows 16 i + g and 16 i + g + 8, and centroids 8 j + 2 t and 8 j + 2 t + 1.
 DEVICE void add_products(float (&sum)[2][8][4], const u16* rows, const u16* centroids, u32 row_at, u32 centroid_at,
                          u32 step) {
-#ifdef TENSOR_CORES
+#if defined(TENSOR_CORES) || defined(KVSMITH_PERTURB)
     u32 a[2][4];
 UNROLL
     for (u32 i = 0; i < 2; i++) {

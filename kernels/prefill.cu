@@ -7,10 +7,11 @@
 // skipped, and positions are compared only in tiles that some row sees in part.
 #include "attend.h"
 
-// Rows per block, and per warp; keys per tile.
-constexpr u32 PREFILL_ROWS = 128, PREFILL_OWN = 32, PREFILL_KEYS = 64;
+// Rows per block, and per warp.
+constexpr u32 PREFILL_ROWS = 128, PREFILL_OWN = 32;
 
-// Which positions the rows of a block see.
+// Which positions the rows of a block see, in tiles of KEYS positions.
+template <u32 KEYS>
 struct Sight {
     // First row, end of the rows, end of the positions; first position of the first tile; arguments of the kernel.
     u32 row, rows_end, end, begin, first, window;
@@ -20,7 +21,7 @@ struct Sight {
         row = (gridDim.y - 1 - blockIdx.y) * rows;
         rows_end = smaller(row + rows, m);
         end = first + rows_end;
-        begin = lowest(first + row) / PREFILL_KEYS * PREFILL_KEYS;
+        begin = lowest(first + row) / KEYS * KEYS;
     }
 
     // Returns the first position that position t sees.
@@ -29,10 +30,10 @@ struct Sight {
     // Says whether any of the rows at positions low to high sees any of a tile's positions; whether all see all of
     // them.
     DEVICE bool any(u32 low, u32 high, u32 tile) const {
-        return low < end && tile <= high && tile + PREFILL_KEYS > lowest(low);
+        return low < end && tile <= high && tile + KEYS > lowest(low);
     }
     DEVICE bool all(u32 low, u32 high, u32 tile) const {
-        return tile + PREFILL_KEYS - 1 <= low && tile >= lowest(high);
+        return tile + KEYS - 1 <= low && tile >= lowest(high);
     }
 };
 
@@ -50,8 +51,8 @@ struct PrefillRun {
 };
 
 // Adds q k^T of a warp's rows and a tile to scores.
-template <bool BFLOAT, u32 D>
-DEVICE void prefill_scores(float (&scores)[2][PREFILL_KEYS / 8][4], const u16* q, const u16* k) {
+template <bool BFLOAT, u32 D, u32 KEYS>
+DEVICE void prefill_scores(float (&scores)[2][KEYS / 8][4], const u16* q, const u16* k) {
 UNROLL
     for (u32 step = 0; step < D; step += 16) {
         u32 a[2][4];
@@ -60,7 +61,7 @@ UNROLL
             load_matrices(a[i], q + (i * 16 + lane() % 16) * PITCH<D> + step + lane() / 16 * 8);
         }
 UNROLL
-        for (u32 j = 0; j < PREFILL_KEYS / 8; j += 2) {
+        for (u32 j = 0; j < KEYS / 8; j += 2) {
             u32 b[4], row = j * 8 + lane() % 8 + lane() / 16 * 8;
             load_matrices(b, k + row * PITCH<D> + step + lane() / 8 % 2 * 8);
 UNROLL
@@ -74,12 +75,12 @@ UNROLL
 
 // Turns the scores of rows 16 i + g + 8 half into weights relative to the new running maximum, and rescales the sums so
 // far. A factor of one is skipped, since it changes nothing.
-template <u32 D>
-DEVICE void prefill_weights(PrefillRun<D>& run, float (&scores)[2][PREFILL_KEYS / 8][4], u32 i, u32 half,
+template <u32 D, u32 KEYS>
+DEVICE void prefill_weights(PrefillRun<D>& run, float (&scores)[2][KEYS / 8][4], u32 i, u32 half,
                             float scale) {
     float top = minus_infinity();
 UNROLL
-    for (u32 j = 0; j < PREFILL_KEYS / 8; j++) {
+    for (u32 j = 0; j < KEYS / 8; j++) {
         top = fmaxf(top, fmaxf(scores[i][j][half * 2], scores[i][j][half * 2 + 1]));
     }
     top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
@@ -88,7 +89,7 @@ UNROLL
     float shift = finite(top) ? top : 0, keep = power_of_two(run.top[i][half] - shift), sum = 0;
     run.top[i][half] = top;
 UNROLL
-    for (u32 j = 0; j < PREFILL_KEYS / 8; j++) {
+    for (u32 j = 0; j < KEYS / 8; j++) {
 UNROLL
         for (u32 e = half * 2; e < half * 2 + 2; e++) {
             scores[i][j][e] = power_of_two(fmaf(scores[i][j][e], scale, -shift));
@@ -102,10 +103,10 @@ UNROLL
 }
 
 // Adds weights v to out.
-template <bool BFLOAT, u32 D>
-DEVICE void prefill_values(PrefillRun<D>& run, const float (&weights)[2][PREFILL_KEYS / 8][4], const u16* v) {
+template <bool BFLOAT, u32 D, u32 KEYS>
+DEVICE void prefill_values(PrefillRun<D>& run, const float (&weights)[2][KEYS / 8][4], const u16* v) {
 UNROLL
-    for (u32 j = 0; j < PREFILL_KEYS / 8; j += 2) {
+    for (u32 j = 0; j < KEYS / 8; j += 2) {
         u32 a[2][4];
 UNROLL
         for (u32 i = 0; i < 2; i++) {
@@ -128,10 +129,26 @@ UNROLL
     }
 }
 
+// Replaces the infinite values and NaN of a tile by zeros, since times a weight of zero they would reach rows that do not
+// see them, and marks the block's rows that do in refused `[PREFILL_ROWS]`. All threads of the block take part.
+template <bool BFLOAT, u32 D, u32 KEYS>
+DEVICE void prefill_clean(u16* v, u32* refused, const Sight<KEYS>& sight, u32 tile) {
+    for (u32 i = threadIdx.x; i < KEYS * D / 2; i += 128) {
+        u32 key = i / (D / 2), *pair = (u32*)(v + key * PITCH<D> + i % (D / 2) * 2);
+        bool low = finite(widen<BFLOAT>((u16)*pair)), high = finite(widen<BFLOAT>((u16)(*pair >> 16)));
+        if (low && high) continue;
+        *pair = (low ? *pair & 0xffffu : 0) | (high ? *pair & 0xffff0000u : 0);
+        for (u32 row = 0; row < PREFILL_ROWS; row++) {
+            if (sight.sees(sight.first + sight.row + row, tile + key)) refused[row] = 1;
+        }
+    }
+    __syncthreads();
+}
+
 // Starts copying a tile of keys and of values; beyond the last position it repeats the last, which no row sees there.
-template <u32 D>
+template <u32 D, u32 KEYS>
 DEVICE void prefill_fill(u16* k, u16* v, const u16* keys, const u16* values, u32 tile, u32 end) {
-    for (u32 i = threadIdx.x; i < PREFILL_KEYS * (D / 8); i += 128) {
+    for (u32 i = threadIdx.x; i < KEYS * (D / 8); i += 128) {
         u32 row = i / (D / 8), eighth = i % (D / 8);
         u64 from = (u64)smaller(tile + row, end - 1) * D + eighth * 8;
         copy_16_bytes(k + row * PITCH<D> + eighth * 8, keys + from);
@@ -139,16 +156,17 @@ DEVICE void prefill_fill(u16* k, u16* v, const u16* keys, const u16* values, u32
     }
 }
 
-// Stores the weighted means of a warp's rows, from row `first` on.
+// Stores the weighted means of a warp's rows, from row `first` on; NaN for those in `refused`, which starts at the warp's
+// first row.
 template <u32 D>
-DEVICE void prefill_leave(const PrefillRun<D>& run, float* out, u32 first, u32 m, u32 d) {
+DEVICE void prefill_leave(const PrefillRun<D>& run, const u32* refused, float* out, u32 first, u32 m, u32 d) {
 UNROLL
     for (u32 i = 0; i < 4; i++) {
         u32 row = first + i / 2 * 16 + lane() / 4 + i % 2 * 8;
         float sum = run.sum[i / 2][i % 2];
         sum += __shfl_xor_sync(ALL_LANES, sum, 1);
         sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-        float share = 1 / sum;
+        float share = refused[row - first] ? __uint_as_float(0x7fc00000u) : 1 / sum;
         float* to = out + ((u64)row * gridDim.x + blockIdx.x) * d;
 UNROLL
         for (u32 n = 0; n < D / 8; n++) {
@@ -163,17 +181,19 @@ UNROLL
 
 // Attends a block's rows. Shared memory: the block's queries, then two tiles each of keys and of values; rows are PITCH
 // apart.
-#define PREFILL_BYTES(D) ((128 + 2 * 2 * 64) * (D + 8) * 2)
-template <bool BFLOAT, u32 D>
+#define PREFILL_BYTES(D, KEYS) ((128 + 2 * 2 * KEYS) * (D + 8) * 2)
+template <bool BFLOAT, u32 D, u32 KEYS>
 DEVICE void prefill(u16* shared, const float* queries, const u16* keys, const u16* values, float* out, float scale,
                     u32 m, u32 d, u32 r, u32 capacity, u32 head_at, u32 first, u32 window) {
-    constexpr u32 TILE_OF = PREFILL_KEYS * PITCH<D>;
-    static_assert(PREFILL_BYTES(D) == (PREFILL_ROWS * PITCH<D> + 4 * TILE_OF) * sizeof(u16), "all of them");
-    Sight sight(PREFILL_ROWS, m, first, window);
+    constexpr u32 TILE_OF = KEYS * PITCH<D>;
+    static_assert(PREFILL_BYTES(D, KEYS) == (PREFILL_ROWS * PITCH<D> + 4 * TILE_OF) * sizeof(u16), "all of them");
+    SHARED(u32, refused, PREFILL_ROWS);
+    refused[threadIdx.x] = 0;
+    Sight<KEYS> sight(PREFILL_ROWS, m, first, window);
     u64 head = (u64)(head_at + blockIdx.x / r) * capacity * D;
     keys += head, values += head;
     u16* const tiles = shared + PREFILL_ROWS * PITCH<D>;
-    prefill_fill<D>(tiles, tiles + TILE_OF, keys, values, sight.begin, sight.end);
+    prefill_fill<D, KEYS>(tiles, tiles + TILE_OF, keys, values, sight.begin, sight.end);
     end_of_copies();
     for (u32 i = threadIdx.x; i < PREFILL_ROWS * (D / 2); i += 128) {
         u32 row = i / (D / 2), c = i % (D / 2) * 2;
@@ -186,49 +206,77 @@ DEVICE void prefill(u16* shared, const float* queries, const u16* keys, const u1
 UNROLL
     for (u32 i = 0; i < 4; i++) run.top[i / 2][i % 2] = minus_infinity();
     u32 low = first + sight.row + warp() * PREFILL_OWN, high = low + PREFILL_OWN - 1, stage = 0;
-    for (u32 tile = sight.begin; tile < sight.end; tile += PREFILL_KEYS, stage ^= 1) {
+    for (u32 tile = sight.begin; tile < sight.end; tile += KEYS, stage ^= 1) {
         wait_for_copies<0>();
         // The tile has arrived for all threads, and all have finished the one before, whose space is free again.
         __syncthreads();
         u16* next = tiles + (stage ^ 1) * 2 * TILE_OF;
-        if (tile + PREFILL_KEYS < sight.end) {
-            prefill_fill<D>(next, next + TILE_OF, keys, values, tile + PREFILL_KEYS, sight.end);
+        if (tile + KEYS < sight.end) {
+            prefill_fill<D, KEYS>(next, next + TILE_OF, keys, values, tile + KEYS, sight.end);
         }
         end_of_copies();
+        u16* k = tiles + stage * 2 * TILE_OF;
+        u32 block_low = first + sight.row;
+        if (!sight.all(block_low, block_low + PREFILL_ROWS - 1, tile)) {
+            prefill_clean<BFLOAT, D, KEYS>(k + TILE_OF, refused, sight, tile);
+        }
         if (!sight.any(low, high, tile)) continue;
-        const u16* k = tiles + stage * 2 * TILE_OF;
-        float scores[2][PREFILL_KEYS / 8][4] = {};
-        prefill_scores<BFLOAT, D>(scores, shared + warp() * PREFILL_OWN * PITCH<D>, k);
+        float scores[2][KEYS / 8][4] = {};
+        prefill_scores<BFLOAT, D, KEYS>(scores, shared + warp() * PREFILL_OWN * PITCH<D>, k);
         bool all = sight.all(low, high, tile);
 UNROLL
         for (u32 i = 0; i < 4; i++) {
             u32 t = low + i / 2 * 16 + lane() / 4 + i % 2 * 8;
 UNROLL
-            for (u32 j = 0; j < PREFILL_KEYS / 8 * 2; j++) {
+            for (u32 j = 0; j < KEYS / 8 * 2; j++) {
                 u32 position = tile + j / 2 * 8 + lane() % 4 * 2 + j % 2;
                 float& score = scores[i / 2][j / 2][i % 2 * 2 + j % 2];
                 if (!all && !sight.sees(t, position)) score = minus_infinity();
             }
-            prefill_weights<D>(run, scores, i / 2, i % 2, scale);
+            prefill_weights<D, KEYS>(run, scores, i / 2, i % 2, scale);
         }
-        prefill_values<BFLOAT, D>(run, scores, k + TILE_OF);
+        prefill_values<BFLOAT, D, KEYS>(run, scores, k + TILE_OF);
     }
     wait_for_copies<0>();
-    prefill_leave<D>(run, out, sight.row + warp() * PREFILL_OWN, m, d);
+    prefill_leave<D>(run, refused + warp() * PREFILL_OWN, out, sight.row + warp() * PREFILL_OWN, m, d);
 }
 
-#define PREFILL(BF, D)                                                                                          \
+#define PREFILL(BF, D, KEYS)                                                                                    \
     DYNAMIC_SHARED(u16, shared);                                                                                \
-    prefill<BF, D>(shared, queries, keys, values, out, scale, m, d, r, capacity, head_at, first, window)
+    prefill<BF, D, KEYS>(shared, queries, keys, values, out, scale, m, d, r, capacity, head_at, first, window)
 
-KERNEL_SHARED(128, 2, PREFILL_BYTES(64), prefill_half_64, PREFILL_PARAMETERS(u16)) { PREFILL(false, 64); }
-KERNEL_SHARED(128, 2, PREFILL_BYTES(80), prefill_half_80, PREFILL_PARAMETERS(u16)) { PREFILL(false, 80); }
-KERNEL_SHARED(128, 2, PREFILL_BYTES(96), prefill_half_96, PREFILL_PARAMETERS(u16)) { PREFILL(false, 96); }
-KERNEL_SHARED(128, 2, PREFILL_BYTES(128), prefill_half_128, PREFILL_PARAMETERS(u16)) { PREFILL(false, 128); }
-KERNEL_SHARED(128, 2, PREFILL_BYTES(64), prefill_bfloat_64, PREFILL_PARAMETERS(u16)) { PREFILL(true, 64); }
-KERNEL_SHARED(128, 2, PREFILL_BYTES(80), prefill_bfloat_80, PREFILL_PARAMETERS(u16)) { PREFILL(true, 80); }
-KERNEL_SHARED(128, 2, PREFILL_BYTES(96), prefill_bfloat_96, PREFILL_PARAMETERS(u16)) { PREFILL(true, 96); }
-KERNEL_SHARED(128, 2, PREFILL_BYTES(128), prefill_bfloat_128, PREFILL_PARAMETERS(u16)) { PREFILL(true, 128); }
+KERNEL_SHARED(128, 2, PREFILL_BYTES(64, 64), prefill_half_64, PREFILL_PARAMETERS(u16)) {
+    PREFILL(false, 64, 64);
+}
+KERNEL_SHARED(128, 2, PREFILL_BYTES(80, 64), prefill_half_80, PREFILL_PARAMETERS(u16)) {
+    PREFILL(false, 80, 64);
+}
+KERNEL_SHARED(128, 2, PREFILL_BYTES(96, 64), prefill_half_96, PREFILL_PARAMETERS(u16)) {
+    PREFILL(false, 96, 64);
+}
+KERNEL_SHARED(128, 2, PREFILL_BYTES(128, 64), prefill_half_128, PREFILL_PARAMETERS(u16)) {
+    PREFILL(false, 128, 64);
+}
+KERNEL_SHARED(128, 2, PREFILL_BYTES(64, 64), prefill_bfloat_64, PREFILL_PARAMETERS(u16)) {
+    PREFILL(true, 64, 64);
+}
+KERNEL_SHARED(128, 2, PREFILL_BYTES(80, 64), prefill_bfloat_80, PREFILL_PARAMETERS(u16)) {
+    PREFILL(true, 80, 64);
+}
+KERNEL_SHARED(128, 2, PREFILL_BYTES(96, 64), prefill_bfloat_96, PREFILL_PARAMETERS(u16)) {
+    PREFILL(true, 96, 64);
+}
+KERNEL_SHARED(128, 2, PREFILL_BYTES(128, 64), prefill_bfloat_128, PREFILL_PARAMETERS(u16)) {
+    PREFILL(true, 128, 64);
+}
+
+// For GPUs that give a block less shared memory than two tiles of 64 rows of 128 channels need: tiles of 32.
+KERNEL_SHARED(128, 2, PREFILL_BYTES(128, 32), prefill_narrow_half_128, PREFILL_PARAMETERS(u16)) {
+    PREFILL(false, 128, 32);
+}
+KERNEL_SHARED(128, 2, PREFILL_BYTES(128, 32), prefill_narrow_bfloat_128, PREFILL_PARAMETERS(u16)) {
+    PREFILL(true, 128, 32);
+}
 
 // ---- f32 throughout ----
 
@@ -263,8 +311,11 @@ UNROLL
     }
 }
 
-// Adds weights v to acc, for four rows and channels b, b + 16, b + 32 and so on.
-DEVICE void prefill_float_values(float (&acc)[4][8], const float* weights, const float* rows, u32 b, u32 w) {
+// Adds weights v to acc, for four rows, the first at position t, and channels b, b + 16, b + 32 and so on. In a tile that
+// some rows see in part (ALL is false) what a row does not see is left out: zero times an infinite value is NaN.
+template <bool ALL>
+DEVICE void prefill_float_values(float (&acc)[4][8], const float* weights, const float* rows, u32 b, u32 w,
+                                 const Sight<PREFILL_SIDE>& sight, u32 t, u32 tile) {
     for (u32 key = 0; key < PREFILL_SIDE; key += 4) {
         float own[4][4];
 UNROLL
@@ -278,7 +329,9 @@ UNROLL
             for (u32 e = 0; e < 4; e++) {
                 float value = b + 16 * n < w ? rows[(key + e) * (w + 4) + b + 16 * n] : 0.0f;
 UNROLL
-                for (u32 i = 0; i < 4; i++) acc[i][n] += own[i][e] * value;
+                for (u32 i = 0; i < 4; i++) {
+                    if (ALL || sight.sees(t + i, tile + key + e)) acc[i][n] += own[i][e] * value;
+                }
             }
         }
     }
@@ -289,7 +342,7 @@ UNROLL
 // `[64,68]`. w <= 128 is a multiple of 16, so rows are an odd number of 16-byte pieces apart.
 KERNEL_SHARED(256, 2, (2 * 64 * (128 + 4) + 64 * 68) * 4, prefill_float, PREFILL_PARAMETERS(float), u32 w) {
     DYNAMIC_SHARED(float, q);
-    Sight sight(PREFILL_SIDE, m, first, window);
+    Sight<PREFILL_SIDE> sight(PREFILL_SIDE, m, first, window);
     u32 a = threadIdx.x / 16, b = threadIdx.x % 16;
     float* const rows = q + PREFILL_SIDE * (w + 4);
     float* const weights = rows + PREFILL_SIDE * (w + 4) + a * 4 * PREFILL_WIDE;
@@ -334,7 +387,9 @@ UNROLL
         __syncthreads();
         prefill_float_fill(rows, values + head, tile, sight.end, w);
         __syncthreads();
-        prefill_float_values(acc, weights, rows, b, w);
+        u32 t = first + sight.row + a * 4;
+        if (sight.all(t, t + 3, tile)) prefill_float_values<true>(acc, weights, rows, b, w, sight, t, tile);
+        else prefill_float_values<false>(acc, weights, rows, b, w, sight, t, tile);
     }
 UNROLL
     for (u32 i = 0; i < 4; i++) {

@@ -1,5 +1,5 @@
 // Functions that the selection kernels share: sort keys of scores, prefix sums over a block, and the scan that lists
-// the taken positions in ascending order. Blocks have 256 threads.
+// the taken positions in ascending order. Blocks have 256 threads unless a function says otherwise.
 #pragma once
 #include "common.h"
 
@@ -15,10 +15,10 @@ DEVICE u32 order_of(float v) {
 // Inverts `order_of`.
 DEVICE float number_of(u32 key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
 
-// Sums over all lower threads of the block.
-template <class T>
+// Sums over all lower threads of a block of `THREADS` threads.
+template <class T, u32 THREADS = 256>
 DEVICE T typed_sum_before(T v) {
-    SHARED(T, warps, 8);
+    SHARED(T, warps, THREADS / 32);
     T sum = v;
     for (u32 step = 1; step < 32; step *= 2) {
         T other = __shfl_up_sync(ALL_LANES, sum, step);

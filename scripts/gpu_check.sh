@@ -1,196 +1,217 @@
 #!/bin/sh
-# Every check and measurement that needs an NVIDIA GPU, in two commands of less than ten minutes each, or in one.
+# Every check and measurement that needs an NVIDIA GPU, in one command of less than nine minutes.
 #
-#     scripts/gpu_check.sh KIT [OUT] [check|bench]
+#     scripts/gpu_check.sh KIT [OUT] [quick|8b]
 #
-# KIT is what `make gpu-kit` put together: the program, the test programs and the libraries they link.
-# Nothing else is needed, no Rust and no download; what needs python3 is left out where there is none. OUT
-# (default: KIT/out) gets gpu.json, and the log of each part. `check` runs the tests, `bench` the measurements,
-# without either both run. The exit status is 0 if every check held; a figure that misses its aim is no failure.
+# KIT is what `make gpu-kit` put together: the program, the test programs and the libraries they link. Nothing else is
+# needed, no Rust and no download. OUT (default: KIT/out) gets gpu.json, which is whole after every part, and the logs
+# tests.log, bench.log and sanitizer.log. Parts come in the order of their worth; each has a limit in seconds.
+# `quick` takes small sizes, to see that everything runs; `8b` calibrates a model of the size of Llama-3.1-8B instead.
+#
+# The exit status is 0 if every check held, 1 if one failed, 3 if the GPU was not checked at all. A part that cannot run
+# is `not checked`, which is no failure; neither is a figure that misses its aim.
 set -u
 
-kit=$(cd "$1" && pwd)
+kit=$(cd "$1" && pwd) || exit 2
 out=${2:-$kit/out}
-asked=${3:-both}
-case $asked in
-check | bench | both) ;;
-*) echo "error: \`$asked\` is neither check nor bench" >&2 && exit 2 ;;
+mode=${3:-all}
+case $mode in
+all | quick | 8b) ;;
+*) echo "error: \`$mode\` is neither quick nor 8b" >&2 && exit 2 ;;
 esac
-mkdir -p "$out"
-out=$(cd "$out" && pwd)
-cd "$kit"
+mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
+cd "$kit" || exit 2
 export LD_LIBRARY_PATH="$kit/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 export KVSMITH_BIN="$kit/kvsmith" KVSMITH_ROOT="$kit"
-failed="" parts="" left_out="" measured=""
-start=$(date +%s)
+: >"$out/tests.log" && : >"$out/bench.log" && : >"$out/sanitizer.log"
+scratch=$(mktemp -d) || exit 2
+trap 'rm -rf "$scratch"' EXIT
+trap 'exit 143' INT TERM
 
-# name limit-in-seconds command...: runs a part, its output in OUT/name.log.
-part() {
-    name=$1 limit=$2
+start=$(date +%s)
+# No part runs longer than until here, whatever its limit.
+deadline=$((start + 530))
+parts="" documents="" failed="" passed=""
+
+# text: without what a JSON string cannot have, and no longer than a line.
+plain() {
+    printf '%s' "$1" | tr -cd '[:alnum:] .,:;()%/_=+-' | cut -c 1-150
+}
+
+gpu=$(plain "$(timeout 10 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | head -n 1)")
+version=$(plain "$(timeout 10 ./kvsmith --version 2>&1 | head -n 1)")
+date=$(date -u +%Y-%m-%d)
+
+# Writes gpu.json under another name first, so that it is whole whenever this is killed.
+write() {
+    {
+        printf '{\n  "gpu": "%s",\n  "date": "%s",\n  "version": "%s",\n  "mode": "%s",\n' "$gpu" "$date" "$version" "$mode"
+        printf '  "seconds": %s,\n' $(($(date +%s) - start))
+        printf '  "parts": [%s\n  ],\n  "bench": {%s\n  }\n}\n' "$parts" "$documents"
+    } >"$scratch/gpu.json" && cp "$scratch/gpu.json" "$out/gpu.json.new" && mv "$out/gpu.json.new" "$out/gpu.json"
+}
+
+# name status seconds reason: notes how a part ended.
+note() {
+    reason=$(plain "$4")
+    echo "$1: $2${3:+ after $3 s}${reason:+; $reason}"
+    parts="$parts${parts:+,}
+    {\"name\": \"$1\", \"status\": \"$2\", \"seconds\": ${3:-0}, \"reason\": \"$reason\"}"
+    case $2 in
+    failed) failed="$failed $1" ;;
+    passed) passed="$passed $1" ;;
+    esac
+    write
+}
+
+# name limit command...: runs a part; sets code, seconds and the file of its output. Notes it if there is no time left.
+run() {
+    name=$1 limit=$2 log=$scratch/log
     shift 2
+    left=$((deadline - $(date +%s)))
+    if [ "$left" -lt 3 ]; then
+        note "$name" "not checked" "" "no time left"
+        return 1
+    fi
+    [ "$limit" -le "$left" ] || limit=$left
     began=$(date +%s)
-    timeout -k 5 "$limit" "$@" >"$out/$name.log" 2>&1
+    timeout -k 2 "$limit" "$@" >"$log" 2>&1
     code=$?
     seconds=$(($(date +%s) - began))
-    [ $code = 0 ] || failed="$failed $name"
-    [ $code = 124 ] && echo "it took longer than $limit s" >>"$out/$name.log"
-    # Its error without the hint, or the last line; Mesa complains of its own.
-    said=$(grep '^error: ' "$out/$name.log" | grep -v XDG_RUNTIME_DIR | tail -n 1)
-    [ -n "$said" ] || said=$(grep . "$out/$name.log" | tail -n 1)
-    echo "$name: exit $code after $seconds s; $said"
-    parts="$parts${parts:+,}
-    {\"name\": \"$name\", \"exit\": $code, \"seconds\": $seconds}"
-    return $code
+    # The error without its hint, or the last line; Mesa complains of its own.
+    said=$(grep '^error: ' "$log" | grep -v XDG_RUNTIME_DIR | tail -n 1)
+    [ -n "$said" ] || said=$(grep . "$log" | tail -n 1)
+    [ $code = 124 ] && said="longer than $limit s"
+    return 0
 }
 
-# name reason: says that a part is left out.
-skip() {
-    echo "$1: left out, $2"
-    left_out="$left_out${left_out:+,}
-    {\"name\": \"$1\", \"reason\": \"$2\"}"
+# file: appends the output of the last part to a log.
+keep() {
+    { echo "==== $name" && cat "$log"; } >>"$out/$1"
 }
 
-# What the tests say they ran must not be nothing, for any filter.
-ran() {
-    if ! grep -q "test result: ok. [1-9][0-9]* passed" "$out/$1.log" ||
-        grep -q -e "test result: ok. 0 passed" -e "^cuda: ignored" "$out/$1.log"; then
-        echo "$1: it did not run on the GPU" >&2
-        failed="$failed $1-ran"
+# name limit test-program filter...: tests on the GPU.
+tests() {
+    run "$@" || return 0
+    keep tests.log
+    if grep -q '^cuda: ignored' "$log"; then
+        note "$name" "not checked" "$seconds" "$(grep '^cuda: ignored' "$log" | head -n 1)"
+    elif [ $code = 0 ] && grep -q 'test result: ok. [1-9][0-9]* passed' "$log"; then
+        note "$name" passed "$seconds" "$(grep 'test result: ' "$log" | tail -n 1)"
+    else
+        note "$name" failed "$seconds" "exit $code; $said"
     fi
 }
 
-# name limit test-program filter [option...]: a test program on the GPU.
-tests() {
-    name=$1
-    shift
-    part "$name" "$@"
-    ran "$name"
-}
-
-# name limit argument...: a benchmark, whose last line is one JSON document.
+# name limit argument...: a benchmark, whose last line is one JSON document, even if it is stopped before its end.
 bench() {
     name=$1 limit=$2
     shift 2
-    measured="$measured $name"
-    part "$name" "$limit" ./kvsmith "$@" --json
+    measure "$name" "$limit" ./kvsmith bench "$@" --device cuda --json
 }
 
-gpu=$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | head -n 1)
-gpu_mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1)
-echo "GPU: ${gpu:-none found}"
+# name limit command...: a measurement.
+measure() {
+    run "$@" || return 0
+    keep bench.log
+    document=$(grep '^{.*}$' "$log" | tail -n 1)
+    [ -z "$document" ] || documents="$documents${documents:+,}
+    \"$name\": $document"
+    if [ $code = 0 ]; then
+        note "$name" passed "$seconds" ""
+    elif [ $code = 3 ]; then
+        note "$name" "not checked" "$seconds" "$said"
+    elif [ $code = 124 ] && [ -n "$document" ]; then
+        note "$name" passed "$seconds" "$said; its first rows are there"
+    else
+        note "$name" failed "$seconds" "exit $code; $said"
+    fi
+}
 
-# 570 s at most.
-checks() {
-    tests backends 90 ./backends cuda::
-    tests calibrate 60 ./cmd_device cuda
-    tests decode 60 ./decode cuda::
-    tests model 60 ./cuda_model cuda::
+# tool limit: NVIDIA's checker of kernels over small cases.
+sanitize() {
     sanitizer=$(command -v compute-sanitizer || echo "$kit/compute-sanitizer/bin/compute-sanitizer")
-    for tool in memcheck racecheck; do
-        if [ ! -x "$sanitizer" ]; then
-            skip "$tool" "there is no compute-sanitizer"
-            continue
-        fi
-        part "$tool" 60 "$sanitizer" --tool $tool --error-exitcode 1 ./backends cuda:: --test-threads 1 \
-            --skip 5000x --skip 20000x --skip 100000x
-        ran "$tool"
-        # One filter a run.
-        several='for filter in $3; do "$0" --tool $1 --error-exitcode 1 "$2" "$filter" --test-threads 1 || exit 1; done'
-        part "$tool-decode" 50 sh -c "$several" "$sanitizer" $tool ./decode \
-            "cuda::attend::bf16::b2 cuda::prefill::bf16::b1_g1_r1 cuda::linear::bf16::m17 cuda::a2ats::batch cuda::topk::d40"
-        ran "$tool-decode"
-        part "$tool-model" 50 sh -c "$several" "$sanitizer" $tool ./cuda_model \
-            "cuda::session::llama_d128 cuda::layers::qwen3_norm"
-        ran "$tool-model"
-    done
-}
-
-# 585 s at most.
-benches() {
-    # One head at a time against the CPU in the same run, then all 256 heads of Llama-3.1-8B's keys.
-    bench kmeans-cpu 25 bench kmeans --runs 1 --device cpu
-    bench kmeans-one 20 bench kmeans --runs 5 --device cuda
-    bench kmeans-8b 60 bench kmeans --heads 256 --runs 2 --device cuda
-    # A decode step of one layer of Llama-3.1-8B.
-    bench retrieve 30 bench retrieve --context 128K,1M --batch 1,4 --device cuda
-    bench attend 30 bench attend --context 8K,128K --batch 1,4,16 --device cuda
-    # Decode steps of all of it; what does not fit the GPU's memory is left out.
-    bench decode-128k 60 bench decode --shapes llama-3.1-8b --context 128K --batch 1,4 --methods full,a2ats --device cuda
-    bench decode-8k 40 bench decode --shapes llama-3.1-8b --context 8K --batch 1,4 --methods full,a2ats --device cuda
-    peers
-    calibrate_8b
+    if [ ! -x "$sanitizer" ]; then
+        note "$1" "not checked" "" "there is no compute-sanitizer"
+        return
+    fi
+    # shellcheck disable=SC2016
+    each='for test in $2; do "$0" --tool $1 --error-exitcode 9 ./${test%%:*} cuda::${test#*:} --test-threads 1; [ $? != 9 ] || exit 9; done'
+    run "$1" "$2" sh -c "$each" "$sanitizer" "$1" "backends:assign::1x64x64 backends:update::2x3x5 decode:attend::bf16::b2 \
+        decode:prefill::bf16::b1_g1_r1 decode:linear::bf16::m17 decode:a2ats::batch decode:topk::d40 decode:sample::v257 \
+        cuda_model:session::llama_d128" || return 0
+    keep sanitizer.log
+    if [ $code = 9 ]; then
+        note "$1" failed "$seconds" "$(grep 'ERROR SUMMARY' "$log" | grep -v ': 0 ' | tail -n 1)"
+    elif grep -q 'ERROR SUMMARY: 0' "$log"; then
+        note "$1" passed "$seconds" "$(grep -c 'ERROR SUMMARY: 0' "$log") runs without a report${said:+; }$said"
+    else
+        note "$1" "not checked" "$seconds" "it does not work here: $said"
+    fi
 }
 
 # PyTorch's attention beside ours, in one run.
 peers() {
-    if [ -z "$gpu" ]; then
-        skip peers "there is no GPU"
-    elif ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-        skip peers "python3 has no torch that finds the GPU"
-    else
-        measured="$measured peers"
-        part peers 60 python3 attention_peers.py --kvsmith ./kvsmith --device cuda --context 8K,128K --batch 1,4 \
-            --rounds 2 --runs 10 --json "$out/peers.json"
+    if ! timeout 20 python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+        note peers "not checked" "" "python3 has no torch that finds the GPU"
+        return
     fi
+    # shellcheck disable=SC2016
+    measure peers 30 sh -c 'python3 attention_peers.py --kvsmith ./kvsmith --device cuda --context 8K,128K --batch 1 \
+        --rounds 2 --runs 10 --json "$0" && tr -d "\n" <"$0" && echo' "$scratch/peers.json"
 }
 
 # A calibration of random weights in the sizes of Llama-3.1-8B, the default number of tokens.
 calibrate_8b() {
-    free_kib=$(df -Pk "${TMPDIR:-/tmp}" | awk 'NR == 2 { print $4 }')
-    if [ -z "$gpu" ]; then
-        skip calibrate-8b "there is no GPU"
-    elif [ "$gpu_mib" -lt 38000 ]; then
-        skip calibrate-8b "the GPU has less than 40 GB"
-    elif [ "$free_kib" -lt $((40 * 1000 * 1000)) ]; then
-        skip calibrate-8b "${TMPDIR:-/tmp} has less than 40 GB free"
-    elif ! command -v python3 >/dev/null; then
-        skip calibrate-8b "there is no python3"
-    else
-        work=$(mktemp -d)
-        trap 'rm -rf "$work"' EXIT
-        if part write-8b 60 python3 make_random_model.py 8b "$work/model" --tokens 81920; then
-            bench calibrate-8b 200 calibrate --device cuda --model "$work/model" --tokens "$work/model/tokens.json" \
-                --seq-len 16384 --max-tokens 81920 --uuid-tokens 0 -o "$work/artifact.safetensors"
-        fi
-        rm -rf "$work"
+    if [ "$(df -Pk "$scratch" | awk 'NR == 2 { print $4 }')" -lt $((40 * 1000 * 1000)) ]; then
+        note calibrate-8b "not checked" "" "less than 40 GB of disk are free"
+        return
     fi
+    run write-8b 150 python3 make_random_model.py 8b "$scratch/model" --tokens 81920 || return 0
+    if [ $code != 0 ]; then
+        note calibrate-8b "not checked" "$seconds" "no model was written: $said"
+        return
+    fi
+    measure calibrate-8b 370 ./kvsmith calibrate --device cuda --model "$scratch/model" --tokens "$scratch/model/tokens.json" \
+        --seq-len 16384 --max-tokens 81920 --uuid-tokens 0 -o "$scratch/artifact.safetensors" --json
 }
 
-[ $asked = bench ] || checks
-[ $asked = check ] || benches
-
-# The one JSON document that each of them wrote.
-rows() {
-    comma=""
-    for name in $measured; do
-        document=$(grep '^{' "$out/$name.log" | tail -n 1)
-        [ "$name" = peers ] && document=$(cat "$out/peers.json" 2>/dev/null)
-        [ -n "$document" ] || continue
-        printf '%s    "%s": %s' "$comma" "$name" "$document"
-        comma=",
-"
-    done
-}
-
-{
-    echo "{"
-    echo "  \"gpu\": \"${gpu}\","
-    echo "  \"date\": \"$(date -u +%Y-%m-%d)\","
-    echo "  \"version\": \"$(./kvsmith --version)\","
-    echo "  \"ran\": \"$asked\","
-    echo "  \"parts\": [${parts}"
-    echo "  ],"
-    echo "  \"left_out\": [${left_out}"
-    echo "  ],"
-    echo "  \"bench\": {"
-    rows
-    echo
-    echo "  }"
-    echo "}"
-} >"$out/gpu.json"
+echo "GPU: ${gpu:-none found}"
+write
+if [ $mode = 8b ]; then
+    calibrate_8b
+else
+    shapes="--shapes llama-3.1-8b" layer="--shapes llama-3.1-8b" long=128K short=8K n="" runs=""
+    [ $mode = all ] || {
+        shapes="--config calib-data/model/config.json --size 16" layer="--shapes 4/2x64 --size 32" long=300 short=100 n="--n 500 --dim 32 --size 16 --iterations 2"
+        runs="--runs 1"
+    }
+    # Correctness. The limits of all parts add up to 500 s.
+    tests backends 70 ./backends cuda::
+    tests decode 60 ./decode cuda::
+    tests model 50 ./cuda_model cuda::
+    tests calibrate 30 ./cmd_device cuda
+    # Bandwidth, a decode step of one layer, and of a whole model; what does not fit the memory is left out.
+    # shellcheck disable=SC2086
+    {
+        bench attend 35 attend $layer --context $short,$long --batch 1,4 $runs
+        bench retrieve 25 retrieve $layer --context $long --batch 1,4 $runs
+        bench decode-long 40 decode $shapes --context $long --batch 1,4 --methods full,a2ats,selfindex $runs
+        bench decode-short 30 decode $shapes --context $short --batch 1,4 --methods full,a2ats $runs
+        [ $mode = quick ] || peers
+        # Fits: one head of 81,920 x 128 keys and 4,096 codewords, then all 256 of Llama-3.1-8B's.
+        bench kmeans-one 15 kmeans --runs 3 $n
+        [ $mode = quick ] || bench kmeans-8b 35 kmeans --heads 256 --runs 1
+    }
+    sanitize memcheck 30
+    sanitize racecheck 30
+fi
 echo "wrote $out/gpu.json after $(($(date +%s) - start)) s"
-[ -n "$gpu" ] || failed="$failed gpu"
 if [ -n "$failed" ]; then
     echo "failed:$failed" >&2
     exit 1
+fi
+if [ -z "$passed" ]; then
+    echo "nothing was checked" >&2
+    exit 3
 fi

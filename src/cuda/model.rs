@@ -4,7 +4,6 @@ use ndarray::Array1;
 
 use super::body::Body;
 use super::prompt::PromptPass;
-use super::sample;
 use super::step::StepSpace;
 use super::windows::Windows;
 use super::work::{Rotation, RowPositions};
@@ -53,13 +52,14 @@ impl<'a> DeviceModel<'a> {
     /// Chooses the token that follows in the only sequence; waits for the device.
     pub fn next(&self, sampler: &mut Sampler) -> Result<u32> {
         let Self { body, space, .. } = self;
-        let (shape, ids) = ([1, body.config.vocab_size], &space.ids);
         if !sampler.is_greedy() {
             space.uniforms.send(&[sampler.uniform()])?;
-            sample::draw(body.driver, &space.logits, shape, &space.uniforms, ids, sampler)?;
+            space
+                .choice
+                .draw(&space.logits, 1, &space.uniforms, &space.ids, sampler)?;
         }
         space.finite.check(body)?;
-        Ok(ids.read_part(0, 1)?[0])
+        Ok(space.ids.read_part(0, 1)?[0])
     }
 
     /// Sends the ids of the next step, one per sequence, to the device.

@@ -2,7 +2,7 @@
 
 use super::body::Body;
 use super::finite::FiniteCheck;
-use super::sample;
+use super::sample::Choice;
 use super::work::Workspace;
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::Result;
@@ -19,6 +19,7 @@ pub(crate) struct StepSpace<'d> {
     pub ids: Buffer<'d, u32>,
     /// `[1]`: the number from 0 to 1 that an id is drawn with.
     pub uniforms: Buffer<'d, f64>,
+    pub choice: Choice<'d>,
     pub finite: FiniteCheck<'d>,
 }
 
@@ -33,6 +34,7 @@ impl<'d> StepSpace<'d> {
             logits: Buffer::new(driver, "logits", rows * body.config.vocab_size)?,
             ids: Buffer::zeros(driver, "ids", rows)?,
             uniforms: Buffer::zeros(driver, "random numbers", 1)?,
+            choice: Choice::new(driver, rows, body.config.vocab_size)?,
             finite: FiniteCheck::new(driver)?,
         })
     }
@@ -45,9 +47,9 @@ impl<'d> StepSpace<'d> {
         hidden: &Buffer<'_, f32>,
         rows: usize,
     ) -> Result<()> {
-        let (driver, vocab) = (body.driver, body.config.vocab_size);
+        let vocab = body.config.vocab_size;
         body.ends.logits(work, hidden, rows, &self.logits)?;
         self.finite.look(&self.logits, rows * vocab, body.layers.len())?;
-        sample::choose(driver, &self.logits, [rows, vocab], &self.ids)
+        self.choice.largest(&self.logits, rows, &self.ids)
     }
 }

@@ -22,6 +22,8 @@ pub struct Entry {
     pub slow: bool,
     /// Leaves the cases of more channels out.
     pub most_channels: usize,
+    /// Of this many cases one is checked.
+    pub one_in: usize,
 }
 
 /// All devices that kvsmith knows.
@@ -39,11 +41,13 @@ pub fn all() -> Vec<Entry> {
             plain: None,
             slow: false,
             most_channels: usize::MAX,
+            one_in: 1,
         },
         gpu("wgpu", Gpu::open(GpuLimits::NONE), usize::MAX),
         gpu("wgpu-in-pieces", Gpu::open(limits), 64),
         cuda(),
-        emulated(),
+        emulated("emulated", Emulated::new),
+        emulated("perturbed", |_| Emulated::perturbed()),
     ]
 }
 
@@ -57,6 +61,7 @@ fn gpu(name: &'static str, device: Result<Gpu, Error>, most_channels: usize) -> 
         plain: None,
         slow,
         most_channels,
+        one_in: 1,
     }
 }
 
@@ -71,16 +76,18 @@ fn cuda() -> Entry {
         plain: Nvidia::open().ok().map(|gpu| driven(gpu.without_tensor_cores())),
         slow: false,
         most_channels: usize::MAX,
+        one_in: 1,
     }
 }
 
-/// The CUDA kernels on the CPU.
-fn emulated() -> Entry {
+/// The CUDA kernels on the CPU, with and without the tensor cores' substitutes.
+fn emulated(name: &'static str, open: fn(bool) -> Result<Emulated, String>) -> Entry {
     Entry {
-        name: "emulated",
-        device: Emulated::new(true).map(driven),
-        plain: Emulated::new(false).ok().map(driven),
+        name,
+        device: open(true).map(driven),
+        plain: open(false).ok().map(driven),
         slow: true,
         most_channels: usize::MAX,
+        one_in: if name == "perturbed" { 4 } else { 1 },
     }
 }

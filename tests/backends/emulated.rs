@@ -49,8 +49,22 @@ impl Emulated {
     /// # Errors
     /// Why there is none.
     pub fn new(tensor_cores: bool) -> std::result::Result<Self, String> {
+        Self::of(build(&[])?, tensor_cores)
+    }
+
+    /// The same with what else a GPU may do: fused multiply-adds, other rounding of exponentials, blocks in any order,
+    /// fragments of all tensor-core products passed between lanes.
+    ///
+    /// # Errors
+    /// Why there is none.
+    #[allow(dead_code)]
+    pub fn perturbed() -> std::result::Result<Self, String> {
+        Self::of(build(&["-mfma", "-ffp-contract=fast", "-DKVSMITH_PERTURB"])?, true)
+    }
+
+    fn of(program: PathBuf, tensor_cores: bool) -> std::result::Result<Self, String> {
         let emulated = Self {
-            program: build()?,
+            program,
             tensor_cores,
         };
         let compiled = emulated.kernels().map_err(|e| e.to_string())?;
@@ -132,8 +146,12 @@ impl Driver for Emulated {
         "emulated".to_owned()
     }
 
-    fn fast_shared_bytes(&self) -> usize {
-        if self.tensor_cores { 128 << 10 } else { 0 }
+    fn shared_bytes(&self) -> usize {
+        227 << 10
+    }
+
+    fn searches_on_tensor_cores(&self) -> bool {
+        self.tensor_cores
     }
 
     fn free_bytes(&self) -> Result<u64> {
@@ -156,22 +174,29 @@ impl Driver for Emulated {
     }
 
     fn write(&self, to: Address, bytes: &[u8]) -> Result<()> {
+        not_while_recording()?;
         self.ask(&[kind('w'), to, bytes.len() as u64], bytes, number)?;
         Ok(())
     }
 
     fn read(&self, from: Address, bytes: &mut [u8]) -> Result<()> {
+        not_while_recording()?;
         let request = [kind('r'), from, bytes.len() as u64];
         self.ask(&request, &[], |reply| reply.read_exact(bytes))
     }
 
     fn zero(&self, at: Address, bytes: usize) -> Result<()> {
+        not_while_recording()?;
         self.ask(&[kind('s'), at, 0, bytes as u64], &[], number)?;
         Ok(())
     }
 
     fn multiprocessors(&self) -> usize {
         4
+    }
+
+    fn blocks_at_once(&self, kernel: &'static kernels::Kernel, _: usize) -> Result<usize> {
+        Ok(self.multiprocessors() * kernel.blocks as usize)
     }
 
     fn record(&self) -> Result<bool> {
@@ -223,6 +248,14 @@ impl Driver for Emulated {
     }
 }
 
+/// Copies run at once, launches that are recorded later.
+fn not_while_recording() -> Result<()> {
+    match NOTES.with_borrow(|notes| notes.noting.is_some()) {
+        true => Err(Error::failed("a copy while launches are recorded")),
+        false => Ok(()),
+    }
+}
+
 fn start(program: &Path) -> (Child, BufWriter<ChildStdin>, BufReader<ChildStdout>) {
     let mut child = Command::new(program)
         .env("ASAN_OPTIONS", "detect_leaks=0:detect_stack_use_after_return=0")
@@ -237,7 +270,11 @@ fn start(program: &Path) -> (Child, BufWriter<ChildStdin>, BufReader<ChildStdout
 }
 
 /// The program, named after what it is made of.
-fn build() -> std::result::Result<PathBuf, String> {
+fn build(more: &[&str]) -> std::result::Result<PathBuf, String> {
+    #[cfg(target_arch = "x86_64")]
+    if more.contains(&"-mfma") && !std::arch::is_x86_feature_detected!("fma") {
+        return Err("this processor does not fuse products into sums".to_owned());
+    }
     const FLAGS: [&str; 12] = [
         "-std=c++20",
         "-O2",
@@ -262,7 +299,7 @@ fn build() -> std::result::Result<PathBuf, String> {
         .collect();
     files.sort();
     let mut hasher = DefaultHasher::new();
-    FLAGS.hash(&mut hasher);
+    (FLAGS, more).hash(&mut hasher);
     for file in files {
         std::fs::read(file).map_err(|e| e.to_string())?.hash(&mut hasher);
     }
@@ -272,9 +309,10 @@ fn build() -> std::result::Result<PathBuf, String> {
         return Ok(program);
     }
     // Under another name until it is whole: tests run side by side.
-    let unfinished = folder.join(format!("emulate-{}", std::process::id()));
+    let unfinished = folder.join(format!("emulate-{}-{}", std::process::id(), more.len()));
     let output = Command::new("g++")
         .args(FLAGS)
+        .args(more)
         .arg(kernels.join("emulate.cpp"))
         .arg("-o")
         .arg(&unfinished)

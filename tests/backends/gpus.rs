@@ -1,4 +1,4 @@
-//! The GPUs that checks run on: the CUDA kernels on the CPU, and an NVIDIA GPU.
+//! The GPUs that checks run on: the CUDA kernels on the CPU, as written and perturbed, and an NVIDIA GPU.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -12,16 +12,25 @@ use super::emulated::Emulated;
 /// What is checked on a GPU.
 pub type Check = Box<dyn Fn(&dyn Driver) + Send>;
 
-/// Runs the named checks on both; those of a GPU that is not there show as ignored, with the reason above the list.
+/// Of this many checks one runs perturbed; all do if KVSMITH_ALL_PERTURBED is set.
+const PERTURBED_ONE_IN: usize = 5;
+
+/// Runs the named checks on all of them; those of a GPU that is not there show as ignored, with the reason above the list.
 pub fn run(checks: impl Fn() -> Vec<(String, Check)>) -> ExitCode {
     let mut trials = Vec::new();
     let emulated = Emulated::new(true).map(|driver| Arc::new(driver) as Arc<dyn Driver>);
+    let perturbed = Emulated::perturbed().map(|driver| Arc::new(driver) as Arc<dyn Driver>);
     let real = Nvidia::open().map(|driver| Arc::new(driver) as Arc<dyn Driver>);
-    for (device, driver) in [("emulated", emulated), ("cuda", real.map_err(|e| e.to_string()))] {
+    let everything = std::env::var_os("KVSMITH_ALL_PERTURBED").is_some();
+    for (device, driver, one_in) in [
+        ("emulated", emulated, 1),
+        ("perturbed", perturbed, if everything { 1 } else { PERTURBED_ONE_IN }),
+        ("cuda", real.map_err(|e| e.to_string()), 1),
+    ] {
         if let Err(reason) = &driver {
             eprintln!("{device}: ignored, {reason}");
         }
-        for (name, check) in checks() {
+        for (name, check) in checks().into_iter().step_by(one_in) {
             let (missing, driver) = (driver.is_err(), driver.clone());
             let trial = Trial::test(format!("{device}::{name}"), move || {
                 check(driver?.as_ref());

@@ -35,8 +35,8 @@ fn main() -> ExitCode {
         if let Err(reason) = &entry.device {
             eprintln!("{}: ignored, {reason}", entry.name);
         }
-        let cases = cases::all(entry.slow).into_iter();
-        for case in cases.filter(|case| case.d <= entry.most_channels) {
+        let cases = || cases::all(entry.slow).into_iter().step_by(entry.one_in);
+        for case in cases().filter(|case| case.d <= entry.most_channels) {
             for (operation, check) in checks::ALL.iter().filter(|(name, _)| case.takes(name)) {
                 let (device, case) = (entry.device.clone(), case.clone());
                 let name = format!("{}::{operation}::{}", entry.name, case.name);
@@ -55,7 +55,7 @@ fn main() -> ExitCode {
             }
         }
         if let (Ok(device), Some(plain)) = (entry.device, entry.plain) {
-            trials.extend(fast_trials(entry.name, &device, &plain, cases::all(entry.slow)));
+            trials.extend(fast_trials(entry.name, &device, &plain, cases().collect()));
         }
     }
     libtest_mimic::run(&args, trials).exit_code()

@@ -1,15 +1,67 @@
 // A CUDA driver that runs kvsmith's kernels on the CPU: what the program calls of libcuda, for tests of the host
-// code on machines without a GPU. FAKE_CUDA names what goes wrong.
+// code on machines without a GPU. Environment variables:
+//
+// - FAKE_CUDA names what goes wrong;
+// - FAKE_CUDA_CHIP is the compute capability, 80, 86 or 90, with the limits of that chip;
+// - FAKE_CUDA_REPORT is nvcc's report on the kernels, which has their registers and shared memory;
+// - FAKE_CUDA_LOG is a file that gets the kernels of each graph, a line per graph.
+#include <algorithm>
+#include <fstream>
 #include <mutex>
 
 #include "kvsmith.cu"
 
 // Results of the driver's interface.
-enum { SUCCESS = 0, OUT_OF_MEMORY = 2, STUB = 34, NO_DEVICE = 100, NO_BINARY = 209, UNSUPPORTED_PTX = 222, LAUNCH = 719 };
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, STUB = 34, NO_DEVICE = 100, NO_BINARY = 209, UNSUPPORTED_PTX = 222, LAUNCH = 719 };
 
 static bool wrong(const char* what) {
     const char* asked = getenv("FAKE_CUDA");
     return asked && std::string(asked) == what;
+}
+
+static const char* setting(const char* name) {
+    const char* value = getenv(name);
+    return value ? value : "";
+}
+
+// A chip: shared memory that a block can ask for, and that a multiprocessor has; most threads of a multiprocessor.
+struct Chip {
+    int major, minor, block_bytes, all_bytes, threads;
+};
+static Chip chip() {
+    std::string name = setting("FAKE_CUDA_CHIP");
+    if (name == "80") return {8, 0, 163 << 10, 164 << 10, 2048};
+    if (name == "86") return {8, 6, 99 << 10, 100 << 10, 1536};
+    return {9, 0, 227 << 10, 228 << 10, 2048};
+}
+// Shared memory that every chip gives to a block that does not ask.
+constexpr int UNASKED = 48 << 10;
+
+// What nvcc said of a kernel: registers of a thread, and shared memory of its own arrays.
+struct Resources {
+    int registers = 32, own_bytes = 0;
+};
+static std::map<std::string, Resources> read_report() {
+    std::ifstream report(setting("FAKE_CUDA_REPORT"));
+    std::map<std::string, Resources> out;
+    std::string kernel;
+    auto number = [](const std::string& line, const char* unit) {
+        size_t end = line.find(unit);
+        return end == std::string::npos ? 0 : atoi(line.c_str() + line.rfind(' ', end - 1));
+    };
+    for (std::string line; std::getline(report, line);) {
+        size_t name = line.find("Function properties for ");
+        if (name != std::string::npos) kernel = line.substr(name + 24);
+        else if (line.find(" registers") != std::string::npos) {
+            out[kernel] = {number(line, " registers"), number(line, " bytes smem")};
+        }
+    }
+    return out;
+}
+static Resources resources(const std::string& kernel) {
+    static const std::map<std::string, Resources> all = read_report();
+    auto found = all.find(kernel);
+    return found == all.end() ? Resources() : found->second;
 }
 
 static std::recursive_mutex running;
@@ -24,9 +76,9 @@ CALL(cuDeviceGet, int* device, int) { return *device = 0, SUCCESS; }
 CALL(cuDeviceGetName, char* name, int size, int) { return snprintf(name, size, "Fake GPU"), SUCCESS; }
 CALL(cuDeviceGetAttribute, int* value, int attribute, int) {
     // The compute capability, the shared memory that a block can ask for, and the processors.
-    if (attribute == 75) *value = wrong("old_chip") ? 7 : 9;
-    else if (attribute == 76) *value = wrong("old_chip") ? 5 : 0;
-    else if (attribute == 97) *value = 232448;
+    if (attribute == 75) *value = wrong("old_chip") ? 7 : chip().major;
+    else if (attribute == 76) *value = wrong("old_chip") ? 5 : chip().minor;
+    else if (attribute == 97) *value = chip().block_bytes;
     else if (attribute == 16) *value = 4;
     else return 1;
     return SUCCESS;
@@ -36,6 +88,8 @@ CALL(cuDevicePrimaryCtxRelease_v2, int) { return SUCCESS; }
 CALL(cuCtxSetCurrent, void*) { return SUCCESS; }
 CALL(cuModuleLoadData, void** module, const void* image) {
     if (wrong("no_image")) return NO_BINARY;
+    // What the stand-in for NVRTC makes is taken.
+    if (*(const unsigned*)image == 0x464c457f) return *module = (void*)8, SUCCESS;
     if (wrong("old_driver")) return UNSUPPORTED_PTX;
     // The magic number of fat binaries, and the alignment that the real driver needs.
     if ((uint64_t)image % 8 != 0 || *(const unsigned*)image != 0xba55ed50) return 200;
@@ -47,7 +101,33 @@ CALL(cuModuleGetFunction, void** function, void*, const char* name) {
     if (found == emulate::kernels().end()) return 500;
     return *function = (void*)&*found, SUCCESS;
 }
-CALL(cuFuncSetAttribute, void*, int, int) { return SUCCESS; }
+// The most dynamic shared memory that was asked for, by kernel.
+static std::map<void*, int> asked_bytes;
+static std::pair<const std::string, emulate::Kernel>& kernel_of(void* function) {
+    return *(std::pair<const std::string, emulate::Kernel>*)function;
+}
+CALL(cuFuncSetAttribute, void* function, int attribute, int value) {
+    if (attribute != 8) return SUCCESS;
+    if (value < 0 || value + resources(kernel_of(function).first).own_bytes > chip().block_bytes) return INVALID_VALUE;
+    return asked_bytes[function] = value, SUCCESS;
+}
+CALL(cuFuncGetAttribute, int* value, int attribute, void* function) {
+    if (attribute != 1) return INVALID_VALUE;
+    return *value = resources(kernel_of(function).first).own_bytes, SUCCESS;
+}
+// Whether a launch has no more dynamic shared memory than it may.
+static bool may_launch(void* function, unsigned shared) {
+    auto asked = asked_bytes.find(function);
+    int own = resources(kernel_of(function).first).own_bytes;
+    return (int)shared <= (asked == asked_bytes.end() ? UNASKED - own : asked->second);
+}
+CALL(cuOccupancyMaxActiveBlocksPerMultiprocessor, int* blocks, void* function, int threads, size_t shared) {
+    if (!may_launch(function, shared)) return INVALID_VALUE;
+    Resources used = resources(kernel_of(function).first);
+    int by_registers = 65536 / ((used.registers + 7) / 8 * 8 * threads);
+    int by_shared = chip().all_bytes / (used.own_bytes + (int)shared + 1024);
+    return *blocks = std::min({by_registers, by_shared, chip().threads / threads}), SUCCESS;
+}
 CALL(cuMemGetInfo_v2, size_t* free, size_t* total) { return *free = *total = (wrong("small") ? 2 : 256) << 20, SUCCESS; }
 CALL(cuMemAlloc_v2, uint64_t* at, size_t size) {
     if (wrong("no_memory") && size > 100000) return OUT_OF_MEMORY;
@@ -127,19 +207,19 @@ struct Launch {
             memcpy(&arguments.back(), values[arguments.size() - 1], size);
         }
     }
-    std::pair<const std::string, emulate::Kernel>& kernel() const {
-        return *(std::pair<const std::string, emulate::Kernel>*)function;
-    }
+    std::pair<const std::string, emulate::Kernel>& kernel() const { return kernel_of(function); }
     void start() const {
         std::lock_guard<std::recursive_mutex> lock(running);
         flush();
         broken = wrong("broken");
+        emulate::most_shared_bytes = asked_bytes.count(function) ? chip().block_bytes : UNASKED;
         emulate::launch(kernel().first, grid, threads, shared, arguments, kernel().second.sizes);
     }
 };
 
 CALL(cuLaunchKernel, void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
      unsigned shared, void*, void** values, void**) {
+    if (!may_launch(function, shared)) return INVALID_VALUE;
     Launch(function, {x, y, z}, threads, shared, values).start();
     return SUCCESS;
 }
@@ -153,13 +233,18 @@ struct Node {
 CALL(cuGraphCreate, void** graph, unsigned) { return *graph = new std::vector<Launch>, SUCCESS; }
 CALL(cuGraphAddKernelNode_v2, void** node, void* graph, void** before, size_t count, const Node* what) {
     auto& launches = *(std::vector<Launch>*)graph;
-    if (count != (launches.empty() ? 0 : 1) || (count == 1 && (size_t)*before != launches.size())) return 1;
+    if (count != (launches.empty() ? 0 : 1) || (count == 1 && (size_t)*before != launches.size())) return INVALID_VALUE;
+    if (!may_launch(what->function, what->shared)) return INVALID_VALUE;
     launches.emplace_back(what->function, Dim{what->grid[0], what->grid[1], what->grid[2]}, what->block[0], what->shared,
                           what->values);
     return *node = (void*)launches.size(), SUCCESS;
 }
 CALL(cuGraphInstantiateWithFlags, void** started, void* graph, uint64_t) {
-    return *started = new std::vector<Launch>(*(std::vector<Launch>*)graph), SUCCESS;
+    auto& launches = *(std::vector<Launch>*)graph;
+    std::ofstream log(setting("FAKE_CUDA_LOG"), std::ios::app);
+    for (auto& launch : launches) log << launch.kernel().first << ' ';
+    log << std::endl;
+    return *started = new std::vector<Launch>(launches), SUCCESS;
 }
 CALL(cuGraphLaunch, void* started, void*) {
     for (auto& launch : *(std::vector<Launch>*)started) launch.start();

@@ -41,6 +41,7 @@ fn main() -> ExitCode {
             trials("linear", linear::cases(), linear::check),
             trials("sample", sample::cases(), sample::check),
             trials("prefill", prefill::cases(), prefill::check),
+            trials("prefill_narrow", prefill::narrow_cases(), prefill::check_narrow),
             trials("prompt", prompt::cases(), prompt::check),
             trials("a2ats", a2ats::cases(), a2ats::check),
             trials("encode", encode::cases(), encode::check),

@@ -3,7 +3,9 @@
 
 use kvsmith::compute::attention::visible;
 use kvsmith::compute::cuda::buffer::Buffer;
-use kvsmith::compute::cuda::driver::Driver;
+use kvsmith::compute::cuda::driver::{Address, Arg, Driver, Launch};
+use kvsmith::compute::cuda::kernels::Kernel;
+use kvsmith::error::Result;
 use kvsmith::float::Float;
 use kvsmith::kv::cuda::attend::LayerRows;
 use kvsmith::kv::cuda::prefill::{Piece, attend};
@@ -95,6 +97,59 @@ fn run(driver: &dyn Driver, case: &Case, queries: &[f32], keys: &[f32], values: 
     out
 }
 
+/// Cases that need more shared memory than the 99 KiB of compute capability 8.6, 8.9 and 12.0.
+pub fn narrow_cases() -> Vec<Case> {
+    let mut cases = cases();
+    cases.retain(|case| case.shape.width() == 128 && case.n < 1000);
+    cases
+}
+
+/// [`check`] on a chip whose blocks have 99 KiB.
+pub fn check_narrow(driver: &dyn Driver, case: &Case) {
+    check(&Narrow(driver), case);
+}
+
+/// A device whose blocks have 99 KiB of shared memory.
+struct Narrow<'d>(&'d dyn Driver);
+
+impl Driver for Narrow<'_> {
+    fn shared_bytes(&self) -> usize {
+        99 << 10
+    }
+    fn adapter(&self) -> String {
+        self.0.adapter()
+    }
+    fn free_bytes(&self) -> Result<u64> {
+        self.0.free_bytes()
+    }
+    fn allocate(&self, bytes: usize) -> Result<Option<Address>> {
+        self.0.allocate(bytes)
+    }
+    fn free(&self, address: Address) {
+        self.0.free(address);
+    }
+    fn write(&self, to: Address, bytes: &[u8]) -> Result<()> {
+        self.0.write(to, bytes)
+    }
+    fn read(&self, from: Address, bytes: &mut [u8]) -> Result<()> {
+        self.0.read(from, bytes)
+    }
+    fn zero(&self, at: Address, bytes: usize) -> Result<()> {
+        self.0.zero(at, bytes)
+    }
+    fn multiprocessors(&self) -> usize {
+        self.0.multiprocessors()
+    }
+    fn blocks_at_once(&self, kernel: &'static Kernel, shared_bytes: usize) -> Result<usize> {
+        self.0.blocks_at_once(kernel, shared_bytes)
+    }
+    unsafe fn launch(&self, kernel: &'static str, shape: Launch, args: &[Arg]) -> Result<()> {
+        assert!(shape.shared_bytes <= self.shared_bytes(), "{kernel}: {shape:?}");
+        // SAFETY: the caller's promise.
+        unsafe { self.0.launch(kernel, shape, args) }
+    }
+}
+
 pub fn check(driver: &dyn Driver, case: &Case) {
     let [b, g, r, d] = case.sizes();
     let piece = case.special;
@@ -122,14 +177,18 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         }
     }
 
-    // Another key and value at a position change the rows that see it, and nothing else.
+    // An infinite value reaches the rows that see it, and nothing else; nor does another key or value.
     let middle = piece.first + m / 2;
-    for position in [middle, visible(middle, piece.window).start] {
+    for (position, value) in [
+        (middle, f32::INFINITY),
+        (middle, 100.0),
+        (visible(middle, piece.window).start, 100.0),
+    ] {
         let (mut keys, mut values) = (keys.clone(), values.clone());
         for head in 0..b * g {
             let at = (head * n + position) * d;
             keys[at..at + d].fill(0.0);
-            values[at..at + d].fill(100.0);
+            values[at..at + d].fill(value);
         }
         let other = run(driver, case, &queries, &keys, &values);
         for i in 0..m {
@@ -140,6 +199,8 @@ pub fn check(driver: &dyn Driver, case: &Case) {
                     continue; // Its weight may be nothing.
                 }
                 assert_eq!(bits(before) != bits(after), sees, "row {i}, position {position}");
+                let is_finite = after.iter().all(|v| v.is_finite());
+                assert_eq!(is_finite, !sees || value.is_finite(), "row {i}, position {position}");
             }
         }
     }

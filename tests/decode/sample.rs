@@ -2,7 +2,7 @@
 
 use kvsmith::compute::cuda::buffer::Buffer;
 use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::cuda::sample::{choose, draw};
+use kvsmith::cuda::sample::Choice;
 use kvsmith::kv::sample::Sampler;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -87,18 +87,18 @@ pub fn check(driver: &dyn Driver, case: &Case) {
             .collect();
         let uniforms: Vec<f64> = (0..rows).map(|_| on_device.uniform()).collect();
 
-        let shape = [rows, case.vocab];
         let device = upload(driver, &logits);
         let uniforms = Buffer::of(driver, "random numbers", &uniforms).unwrap();
         let ids = Buffer::of(driver, "ids", &vec![7u32; rows + 1]).unwrap();
-        choose(driver, &device, shape, &ids).unwrap();
+        let choice = Choice::new(driver, rows, case.vocab).unwrap();
+        choice.largest(&device, rows, &ids).unwrap();
         let mut greedy = Sampler::new(0.0, 1.0, 0);
         let largest: Vec<u32> = logits
             .chunks(case.vocab)
             .map(|row| greedy.next(row.into()).unwrap())
             .collect();
         assert_eq!(ids.read_part(0, rows).unwrap(), largest);
-        draw(driver, &device, shape, &uniforms, &ids, &sampler()).unwrap();
+        choice.draw(&device, rows, &uniforms, &ids, &sampler()).unwrap();
         assert_eq!(ids.read_part(0, rows).unwrap(), expected);
         assert_eq!(ids.read().unwrap()[rows], 7);
         assert_eq!(device.read().unwrap(), logits, "the logits stay");

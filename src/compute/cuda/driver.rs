@@ -1,5 +1,6 @@
 //! What the device needs of CUDA: memory, copies and launches, in order.
 
+use super::kernels::Kernel;
 use crate::error::{Error, Result};
 
 /// An address in the device's memory.
@@ -10,8 +11,13 @@ pub trait Driver: Send + Sync {
     /// Names the hardware and the driver, for the log and the manifest.
     fn adapter(&self) -> String;
 
-    /// Returns the shared memory that a block of `nearest_fast` may have, in bytes; 0 if the kernel does not run here.
-    fn fast_shared_bytes(&self) -> usize;
+    /// Returns the most shared memory that a block may have, in bytes.
+    fn shared_bytes(&self) -> usize;
+
+    /// Says whether nearest centroids are searched on the tensor cores.
+    fn searches_on_tensor_cores(&self) -> bool {
+        true
+    }
 
     /// Returns the bytes of free memory.
     fn free_bytes(&self) -> Result<u64>;
@@ -51,6 +57,12 @@ pub trait Driver: Send + Sync {
     /// Counts the multiprocessors.
     fn multiprocessors(&self) -> usize;
 
+    /// Counts the blocks of a kernel that the device runs at the same time, with so much dynamic shared memory each.
+    ///
+    /// # Errors
+    /// More shared memory than a block may have.
+    fn blocks_at_once(&self, kernel: &'static Kernel, shared_bytes: usize) -> Result<usize>;
+
     /// Starts a kernel of `kernels/` after all earlier launches; while recording, notes the launch instead.
     ///
     /// # Safety
@@ -62,6 +74,7 @@ pub trait Driver: Send + Sync {
     unsafe fn launch(&self, kernel: &'static str, shape: Launch, args: &[Arg]) -> Result<()>;
 
     /// Records the launches from here on, until [`Driver::recorded`], instead of starting them; false if it cannot.
+    /// Copies and clears are errors until then.
     fn record(&self) -> Result<bool> {
         Ok(false)
     }

@@ -32,13 +32,6 @@ pub struct Kernel {
     pub argument_bytes: &'static [usize],
 }
 
-impl Kernel {
-    /// Whether blocks may have more shared memory than every GPU gives them unasked, 48 KiB with the kernel's own arrays.
-    pub fn is_large(&self) -> bool {
-        self.shared_bytes > 32 << 10
-    }
-}
-
 /// Starts a kernel; nothing for an empty grid.
 ///
 /// # Safety
@@ -103,7 +96,7 @@ mod tests {
         fn adapter(&self) -> String {
             String::new()
         }
-        fn fast_shared_bytes(&self) -> usize {
+        fn shared_bytes(&self) -> usize {
             0
         }
         fn free_bytes(&self) -> Result<u64> {
@@ -124,6 +117,9 @@ mod tests {
         }
         fn multiprocessors(&self) -> usize {
             1
+        }
+        fn blocks_at_once(&self, _: &'static Kernel, _: usize) -> Result<usize> {
+            Ok(1)
         }
         unsafe fn launch(&self, _: &'static str, _: Launch, _: &[Arg]) -> Result<()> {
             Ok(())

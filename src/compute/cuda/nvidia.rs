@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString};
-use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::sync::{Mutex, MutexGuard};
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{
@@ -13,7 +13,7 @@ use cudarc::driver::sys::{
 };
 
 use super::driver::{Address, Arg, Driver, Launch, Part, Product};
-use super::kernels::{self, NearestFast};
+use super::kernels::{self, Kernel};
 use crate::error::{Error, Result};
 use products::Products;
 use recording::{Noted, Recordings};
@@ -29,18 +29,32 @@ const HINT: &str = "install NVIDIA's driver (`nvidia-smi` shows whether it works
 /// The oldest compute capability that the kernels run on: asynchronous copies, m16n8k16 products.
 const OLDEST: (i32, i32) = (8, 0);
 
+/// Shared memory that every GPU gives to a block without being asked, in bytes.
+const SHARED_UNASKED: usize = 48 << 10;
+
 /// The first GPU.
 pub struct Nvidia {
     device: CUdevice,
     context: CUcontext,
     module: CUmodule,
-    functions: HashMap<&'static str, CUfunction>,
+    functions: HashMap<&'static str, Function>,
     adapter: String,
-    fast_shared_bytes: usize,
+    /// Most shared memory of a block.
+    shared_bytes: usize,
+    has_fast_search: bool,
     multiprocessors: usize,
-    products: OnceLock<Option<Products>>,
+    /// Opened before the caches take the memory; `None` if kvsmith's kernels multiply.
+    products: Option<Products>,
     recordings: Mutex<Recordings>,
     staging: Staging,
+}
+
+/// A loaded kernel.
+#[derive(Clone, Copy)]
+struct Function {
+    handle: CUfunction,
+    /// Shared memory of its own arrays, in bytes.
+    own_bytes: usize,
 }
 
 // SAFETY: contexts, modules and functions of CUDA's driver may be used from any thread that has made the
@@ -89,36 +103,47 @@ impl Nvidia {
             module: std::ptr::null_mut(),
             functions: HashMap::new(),
             adapter,
-            fast_shared_bytes: 0,
+            shared_bytes: 0,
+            has_fast_search: true,
             multiprocessors: multiprocessors.max(1) as usize,
-            products: OnceLock::new(),
+            products: None,
             recordings: Mutex::default(),
             staging: Staging::default(),
         };
         gpu.load(capability)?;
+        match Products::open() {
+            Ok(products) => {
+                gpu.adapter += ", products by cuBLAS";
+                gpu.products = Some(products);
+            }
+            Err(reason) => gpu.adapter += &format!(", products by kvsmith ({reason})"),
+        }
         Ok(gpu)
     }
 
     /// Leaves the tensor cores alone: every score in f32.
     #[must_use]
     pub fn without_tensor_cores(mut self) -> Self {
-        self.fast_shared_bytes = 0;
+        self.has_fast_search = false;
         self
     }
 
     /// Loads the kernels, those built in or, where there are none, compiled now.
     fn load(&mut self, capability: (i32, i32)) -> Result<()> {
         self.enter()?;
-        let compiled;
-        let image = match kernels::image(capability) {
-            Some(image) => image,
-            None => {
-                compiled = compile::compile(capability)?;
-                &compiled
-            }
+        // SAFETY: what is loaded is a whole fat binary of nvcc, aligned, or machine code that NVRTC made.
+        let load = |image: &[u8]| unsafe { result::module::load_data(image.as_ptr().cast()) };
+        let built_in = kernels::image(capability).map(load);
+        let loaded = match built_in {
+            Some(Ok(module)) => Ok(module),
+            // An older driver refuses what a newer nvcc made; its own NVRTC makes something else.
+            Some(Err(e)) => match compile::compile(capability) {
+                Ok(image) => load(&image),
+                Err(_) => Err(e),
+            },
+            None => load(&compile::compile(capability)?),
         };
-        // SAFETY: the image is a whole fat binary of nvcc, aligned, or one that NVRTC just made.
-        self.module = unsafe { result::module::load_data(image.as_ptr().cast()) }.map_err(|e| {
+        self.module = loaded.map_err(|e| {
             let why = match e.0 {
                 CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => {
                     "the kernels that are built in are not for this GPU"
@@ -131,42 +156,33 @@ impl Nvidia {
             let version = self.adapter.as_str();
             failed(&format!("{why} ({version})"), e).hint("update NVIDIA's driver, or use --device cpu")
         })?;
-        for name in kernels::ALL.iter().map(|kernel| kernel.name) {
-            let c_name = CString::new(name).map_err(|e| Error::device(e.to_string()))?;
-            // SAFETY: the module was loaded just now.
-            let function = unsafe { result::module::get_function(self.module, c_name) };
-            let function = function.map_err(|e| failed(&format!("no kernel {name}"), e))?;
-            self.functions.insert(name, function);
-        }
         let optin = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
-        let optin = attribute(self.device, optin)?;
-        for kernel in kernels::ALL.iter().filter(|kernel| kernel.is_large()) {
-            self.prefer_shared(kernel.name, optin.min(kernel.shared_bytes as i32))?;
+        self.shared_bytes = attribute(self.device, optin)?.max(0) as usize;
+        for kernel in kernels::ALL {
+            let function = self.find(kernel)?;
+            if function.own_bytes + kernel.shared_bytes > SHARED_UNASKED {
+                let most = self.shared_bytes.saturating_sub(function.own_bytes);
+                prefer_shared(function.handle, kernel.shared_bytes.min(most))?;
+            }
+            self.functions.insert(kernel.name, function);
         }
-        self.fast_shared_bytes = NearestFast::KERNEL.shared_bytes.min(optin.max(0) as usize);
         Ok(())
     }
 
-    /// Lets blocks of a kernel have so many bytes of dynamic shared memory, and several of them fit a processor.
-    fn prefer_shared(&self, name: &str, bytes: i32) -> Result<()> {
-        let attributes = [
-            (
-                CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                bytes,
-            ),
-            // In percent: all of the first-level cache that can be shared memory.
-            (
-                CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
-                100,
-            ),
-        ];
-        let function = self.function(name)?;
-        for (attribute, value) in attributes {
-            // SAFETY: the function is one of the module.
-            unsafe { result::function::set_function_attribute(function, attribute, value) }
-                .map_err(|e| failed("no shared memory", e))?;
-        }
-        Ok(())
+    /// Finds a kernel in the module.
+    fn find(&self, kernel: &Kernel) -> Result<Function> {
+        let name = CString::new(kernel.name).map_err(|e| Error::device(e.to_string()))?;
+        // SAFETY: the module is loaded.
+        let handle = unsafe { result::module::get_function(self.module, name) }
+            .map_err(|e| failed(&format!("no kernel {}", kernel.name), e))?;
+        let own = CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+        // SAFETY: the function is one of the module.
+        let own = unsafe { result::function::get_function_attribute(handle, own) }
+            .map_err(|e| failed("no facts about a kernel", e))?;
+        Ok(Function {
+            handle,
+            own_bytes: own.max(0) as usize,
+        })
     }
 
     fn recordings(&self) -> Result<MutexGuard<'_, Recordings>> {
@@ -174,9 +190,33 @@ impl Nvidia {
         lock.map_err(|_| Error::failed("CUDA: an earlier launch ended badly"))
     }
 
-    fn function(&self, name: &str) -> Result<CUfunction> {
-        let function = self.functions.get(name).copied();
-        function.ok_or_else(|| Error::failed(format!("CUDA: no kernel {name}")))
+    /// Returns a kernel whose blocks get this much dynamic shared memory.
+    ///
+    /// # Errors
+    /// More than this GPU gives to a block.
+    fn function(&self, name: &str, shared_bytes: usize) -> Result<CUfunction> {
+        let function = self.functions.get(name);
+        let function = function.ok_or_else(|| Error::failed(format!("CUDA: no kernel {name}")))?;
+        let (needed, most) = (function.own_bytes + shared_bytes, self.shared_bytes);
+        if needed > SHARED_UNASKED.max(most) {
+            return Err(Error::device(format!(
+                "CUDA: a block of {name} needs {needed} bytes of shared memory, and this GPU gives it {most}"
+            ))
+            .hint("use --device cpu"));
+        }
+        Ok(function.handle)
+    }
+
+
+    /// Makes the context the one of this thread, for a copy or a clear.
+    ///
+    /// # Errors
+    /// Launches are being recorded: the copy would run now, and what was recorded before it later.
+    fn enter_to_copy(&self) -> Result<()> {
+        if self.recordings()?.is_noting() {
+            return Err(Error::failed("CUDA: a copy while launches are recorded"));
+        }
+        self.enter()
     }
 
     /// Makes the context the one of this thread.
@@ -192,7 +232,7 @@ impl Drop for Nvidia {
             if let Ok(recordings) = self.recordings.get_mut() {
                 recordings.clear();
             }
-            drop(self.products.take());
+            self.products = None;
             self.staging.clear();
         }
         if self.enter().is_ok() && !self.module.is_null() {
@@ -209,8 +249,12 @@ impl Driver for Nvidia {
         self.adapter.clone()
     }
 
-    fn fast_shared_bytes(&self) -> usize {
-        self.fast_shared_bytes
+    fn shared_bytes(&self) -> usize {
+        self.shared_bytes
+    }
+
+    fn searches_on_tensor_cores(&self) -> bool {
+        self.has_fast_search
     }
 
     fn free_bytes(&self) -> Result<u64> {
@@ -238,19 +282,19 @@ impl Driver for Nvidia {
     }
 
     fn write(&self, to: Address, bytes: &[u8]) -> Result<()> {
-        self.enter()?;
+        self.enter_to_copy()?;
         // SAFETY: the buffer behind the address has at least as many bytes.
         unsafe { result::memcpy_htod_sync(to, bytes) }.map_err(|e| failed("a copy to the GPU failed", e))
     }
 
     fn read(&self, from: Address, bytes: &mut [u8]) -> Result<()> {
-        self.enter()?;
+        self.enter_to_copy()?;
         // SAFETY: the buffer behind the address has at least as many bytes, and any bytes will do.
         unsafe { result::memcpy_dtoh_sync(bytes, from) }.map_err(|e| failed("a copy from the GPU failed", e))
     }
 
     fn fetch(&self, parts: &mut [Part<'_>], meanwhile: &mut dyn FnMut() -> Result<()>) -> Result<()> {
-        self.enter()?;
+        self.enter_to_copy()?;
         if self.staging.fetch(parts, meanwhile)? {
             return Ok(());
         }
@@ -261,7 +305,7 @@ impl Driver for Nvidia {
     }
 
     fn send(&self, to: Address, bytes: &[u8]) -> Result<()> {
-        self.enter()?;
+        self.enter_to_copy()?;
         match self.staging.send(to, bytes)? {
             true => Ok(()),
             false => self.write(to, bytes),
@@ -269,7 +313,7 @@ impl Driver for Nvidia {
     }
 
     fn zero(&self, at: Address, bytes: usize) -> Result<()> {
-        self.enter()?;
+        self.enter_to_copy()?;
         // SAFETY: the buffer behind the address has at least as many bytes.
         unsafe { result::memset_d8_sync(at, 0, bytes) }.map_err(|e| failed("memory was not cleared", e))
     }
@@ -278,11 +322,23 @@ impl Driver for Nvidia {
         self.multiprocessors
     }
 
+    fn blocks_at_once(&self, kernel: &'static Kernel, shared_bytes: usize) -> Result<usize> {
+        self.enter()?;
+        let function = self.function(kernel.name, shared_bytes)?;
+        let threads = kernel.threads as i32;
+        // SAFETY: the function is one of the module.
+        let each = unsafe {
+            result::occupancy::max_active_block_per_multiprocessor(function, threads, shared_bytes)
+        };
+        let each = each.map_err(|e| failed("no facts about a kernel", e))?;
+        Ok(self.multiprocessors * each.max(1) as usize)
+    }
+
     unsafe fn launch(&self, kernel: &'static str, shape: Launch, args: &[Arg]) -> Result<()> {
         self.enter()?;
         let noted = Noted {
             kernel,
-            function: self.function(kernel)?,
+            function: self.function(kernel, shape.shared_bytes)?,
             shape,
             values: args.iter().map(|arg| arg.value).collect(),
         };
@@ -315,12 +371,33 @@ impl Driver for Nvidia {
 
     fn multiply(&self, product: &Product) -> Result<bool> {
         self.enter()?;
-        match self.products.get_or_init(Products::open) {
+        match &self.products {
             // What is recorded are kernels alone.
             Some(products) if !self.recordings()?.is_noting() => products.multiply(product).map(|()| true),
             _ => Ok(false),
         }
     }
+}
+
+/// Lets blocks of a kernel have so many bytes of dynamic shared memory, and as many of them as fit share a multiprocessor.
+fn prefer_shared(function: CUfunction, bytes: usize) -> Result<()> {
+    let attributes = [
+        (
+            CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+            bytes as i32,
+        ),
+        // In percent: all of the first-level cache that can be shared memory.
+        (
+            CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+            100,
+        ),
+    ];
+    for (attribute, value) in attributes {
+        // SAFETY: the function is one of a loaded module.
+        unsafe { result::function::set_function_attribute(function, attribute, value) }
+            .map_err(|e| failed("no shared memory", e))?;
+    }
+    Ok(())
 }
 
 fn no_gpu() -> Error {

@@ -12,8 +12,6 @@ use crate::float::Float;
 
 /// Positions per tile.
 const TILE: usize = 64;
-/// Blocks per multiprocessor, enough to hide memory latency.
-const BLOCKS_EACH: usize = 3;
 
 /// The cached keys and values of one layer, `[b,g,capacity,w]` each; channels beyond the head's are zero.
 pub struct LayerRows<'d> {
@@ -121,10 +119,49 @@ impl<'d> LayerRows<'d> {
         self.float.number()
     }
 
-    /// Returns the dynamic shared memory of an `attend_float` block, in bytes.
-    fn float_bytes(&self) -> usize {
-        let (w, r) = (self.shape.width(), self.shape.group);
-        4 * (r * w + TILE * (w + 1) + r * TILE)
+}
+
+/// Returns the dynamic shared memory of an `attend_float` block, in bytes.
+fn float_bytes(shape: &Shape) -> usize {
+    let (w, r) = (shape.width(), shape.group);
+    4 * (r * w + TILE * (w + 1) + r * TILE)
+}
+
+/// Returns how many blocks share each KV head, so that all blocks of the launch run at the same time where the device
+/// has that many places: one block more than that would run alone, after all others.
+pub fn parts(places: usize, heads: usize, tiles: usize) -> usize {
+    (places / heads.max(1)).min(tiles).max(1)
+}
+
+/// What a step's attention reads: rows of a float type, or a 2-bit cache.
+#[derive(Clone, Copy, PartialEq)]
+enum Source {
+    Rows(Float),
+    Packed,
+}
+
+impl Source {
+    const ALL: [Self; 4] = [
+        Self::Rows(Float::F32),
+        Self::Rows(Float::F16),
+        Self::Rows(Float::Bf16),
+        Self::Packed,
+    ];
+
+    /// Counts the blocks of its kernel that the device runs at the same time.
+    fn places(self, driver: &dyn Driver, shape: &Shape) -> Result<usize> {
+        let (kernel, shared_bytes) = match self {
+            Self::Rows(Float::F32) => (kernels::AttendFloat::KERNEL, float_bytes(shape)),
+            Self::Rows(float) => {
+                let kernel = kernels::Attend::kernel(float, shape.width())?;
+                (kernel, kernel.shared_bytes)
+            }
+            Self::Packed => {
+                let kernel = kernels::AttendPacked::kernel(shape.width())?;
+                (kernel, kernel.shared_bytes)
+            }
+        };
+        driver.blocks_at_once(kernel, shared_bytes)
     }
 }
 
@@ -154,8 +191,8 @@ fn lists_of<'b>(chosen: Option<&'b Selection<'_>>) -> Lists<'b> {
 pub struct Attention<'d> {
     driver: &'d dyn Driver,
     shape: Shape,
-    /// Most blocks that share a KV head.
-    parts: usize,
+    /// Most blocks that share a KV head, by what they read.
+    parts: [usize; Source::ALL.len()],
     /// Padded queries, `[b,h,w]`.
     queries: Buffer<'d, f32>,
     /// Output of each block, `[b,g,parts,r,w]`.
@@ -177,12 +214,15 @@ impl<'d> Attention<'d> {
         let shape = shape.checked()?;
         let (h, w) = (shape.query_heads(), shape.width());
         let tiles = shape.capacity.div_ceil(TILE);
-        let parts = (driver.multiprocessors() * BLOCKS_EACH).div_ceil(shape.heads());
-        let parts = parts.min(tiles);
+        let mut by_source = [0; Source::ALL.len()];
+        for (to, source) in by_source.iter_mut().zip(Source::ALL) {
+            *to = parts(source.places(driver, &shape)?, shape.heads(), tiles);
+        }
+        let parts = by_source.into_iter().max().unwrap_or(1);
         Ok(Self {
             driver,
             shape,
-            parts,
+            parts: by_source,
             queries: Buffer::new(driver, "queries", h * w)?,
             outs: Buffer::new(driver, "partial outputs", h * parts * w)?,
             sums: Buffer::new(driver, "partial sums", h * parts * 2)?,
@@ -210,7 +250,7 @@ impl<'d> Attention<'d> {
         chosen: Option<&Selection<'_>>,
     ) -> Result<()> {
         let w = self.shape.width();
-        let parts = self.begin(queries, positions, chosen)?;
+        let parts = self.begin(Source::Rows(rows.float), queries, positions, chosen)?;
         let (queries, spans) = (self.queries.ptr(), positions.spans.ptr());
         let (lists, listed, most) = lists_of(chosen);
         let (outs, sums, scale) = (self.outs.ptr(), self.sums.ptr(), self.shape.exponent());
@@ -232,7 +272,7 @@ impl<'d> Attention<'d> {
                 most,
                 w,
             }
-            .launch(driver, grid, rows.float_bytes())?,
+            .launch(driver, grid, float_bytes(&self.shape))?,
             Float::F16 | Float::Bf16 => kernels::Attend {
                 queries,
                 keys: rows.keys.ptr().cast(),
@@ -265,7 +305,7 @@ impl<'d> Attention<'d> {
         positions: &Positions<'_>,
         chosen: Option<&Selection<'_>>,
     ) -> Result<()> {
-        let parts = self.begin(queries, positions, chosen)?;
+        let parts = self.begin(Source::Packed, queries, positions, chosen)?;
         let signs = &rows.signs;
         let (lists, listed, most) = lists_of(chosen);
         kernels::AttendPacked {
@@ -301,6 +341,7 @@ impl<'d> Attention<'d> {
     /// Pads the queries, and returns how many blocks share a KV head.
     fn begin(
         &self,
+        source: Source,
         queries: &Buffer<'_, f32>,
         positions: &Positions<'_>,
         chosen: Option<&Selection<'_>>,
@@ -321,7 +362,9 @@ impl<'d> Attention<'d> {
             Some(chosen) => chosen.most + limits.sinks + limits.window,
             None => self.shape.capacity,
         };
-        Ok(self.parts.min(most.min(shape.capacity).div_ceil(TILE)).max(1))
+        let all = Source::ALL.iter().position(|s| *s == source);
+        let all = all.map_or(1, |i| self.parts[i]);
+        Ok(all.min(most.min(shape.capacity).div_ceil(TILE)).max(1))
     }
 
     /// Returns the grid of an attention kernel: `parts` blocks per KV head and sequence.

@@ -78,6 +78,24 @@ pub fn attend(
         }
         .launch(driver, [h, m.div_ceil(SIDE), 1], float_bytes(w));
     }
+    let grid = [h, m.div_ceil(ROWS), 1];
+    if kernels::Prefill::kernel(rows.float, w)?.shared_bytes > driver.shared_bytes() {
+        return kernels::PrefillNarrow {
+            queries,
+            keys: keys.cast(),
+            values: values.cast(),
+            out,
+            scale,
+            m,
+            d,
+            r,
+            capacity,
+            head_at,
+            first: piece.first,
+            window,
+        }
+        .launch(driver, rows.float, w, grid);
+    }
     kernels::Prefill {
         queries,
         keys: keys.cast(),
@@ -92,7 +110,7 @@ pub fn attend(
         first: piece.first,
         window,
     }
-    .launch(driver, rows.float, w, [h, m.div_ceil(ROWS), 1])
+    .launch(driver, rows.float, w, grid)
 }
 
 /// Returns the dynamic shared memory of a `prefill_float` block in bytes: queries, a tile of keys or values,

@@ -36,7 +36,8 @@ impl<'d> Fast<'d> {
     /// `None` where the device or the width rule it out.
     pub fn new(rows: &Rows<'d>, size: usize, largest: &Buffer<'d, u32>) -> Result<Option<Self>> {
         let (driver, b, n, w) = (rows.driver, rows.b, rows.n, rows.w);
-        if w > FAST_WIDTH || shared_bytes(w) > driver.fast_shared_bytes() {
+        let fits = w <= FAST_WIDTH && shared_bytes(w) <= driver.shared_bytes();
+        if !fits || !driver.searches_on_tensor_cores() {
             return Ok(None);
         }
         let capacity = size.next_multiple_of(TILE);

@@ -23,13 +23,15 @@ unsafe impl Send for Products {}
 unsafe impl Sync for Products {}
 
 impl Products {
-    /// The library, if it is there and starts; what it would do our own kernels can too.
-    pub fn open() -> Option<Self> {
+    /// Opens the library, or says why it is not used; kvsmith's kernels take its place.
+    pub fn open() -> std::result::Result<Self, String> {
         // SAFETY: looks for the library and closes it again.
         if !unsafe { sys::is_culib_present() } {
-            return None;
+            return Err("no cuBLAS".to_owned());
         }
-        result::create_handle().ok().map(|handle| Self { handle })
+        let handle = result::create_handle();
+        let handle = handle.map_err(|e| format!("cuBLAS does not start: {:?}", e.0))?;
+        Ok(Self { handle })
     }
 
     /// Starts a product.
