@@ -243,8 +243,14 @@ fn check_waves(chip: u32, name: &str, registers: u32, threads: u32, shared: u32)
         let places = (each * multiprocessors) as usize;
         for heads in 1..=128 {
             let parts = parts(places, heads, usize::MAX);
-            assert!(parts * heads <= places || heads > places, "{name}: {parts} x {heads} of {places}");
-            assert!((parts + 1) * heads > places, "{name}: {parts} x {heads} leave room of {places}");
+            assert!(
+                parts * heads <= places || heads > places,
+                "{name}: {parts} x {heads} of {places}"
+            );
+            assert!(
+                (parts + 1) * heads > places,
+                "{name}: {parts} x {heads} leave room of {places}"
+            );
         }
     }
 }

@@ -59,7 +59,10 @@ impl Emulated {
     /// Why there is none.
     #[allow(dead_code)]
     pub fn perturbed() -> std::result::Result<Self, String> {
-        Self::of(build(&["-mfma", "-ffp-contract=fast", "-DKVSMITH_PERTURB"])?, true)
+        Self::of(
+            build(&["-mfma", "-ffp-contract=fast", "-DKVSMITH_PERTURB"])?,
+            true,
+        )
     }
 
     fn of(program: PathBuf, tensor_cores: bool) -> std::result::Result<Self, String> {

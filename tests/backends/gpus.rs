@@ -24,7 +24,11 @@ pub fn run(checks: impl Fn() -> Vec<(String, Check)>) -> ExitCode {
     let everything = std::env::var_os("KVSMITH_ALL_PERTURBED").is_some();
     for (device, driver, one_in) in [
         ("emulated", emulated, 1),
-        ("perturbed", perturbed, if everything { 1 } else { PERTURBED_ONE_IN }),
+        (
+            "perturbed",
+            perturbed,
+            if everything { 1 } else { PERTURBED_ONE_IN },
+        ),
         ("cuda", real.map_err(|e| e.to_string()), 1),
     ] {
         if let Err(reason) = &driver {

@@ -200,7 +200,11 @@ pub fn check(driver: &dyn Driver, case: &Case) {
                 }
                 assert_eq!(bits(before) != bits(after), sees, "row {i}, position {position}");
                 let is_finite = after.iter().all(|v| v.is_finite());
-                assert_eq!(is_finite, !sees || value.is_finite(), "row {i}, position {position}");
+                assert_eq!(
+                    is_finite,
+                    !sees || value.is_finite(),
+                    "row {i}, position {position}"
+                );
             }
         }
     }

@@ -207,7 +207,6 @@ impl Nvidia {
         Ok(function.handle)
     }
 
-
     /// Makes the context the one of this thread, for a copy or a clear.
     ///
     /// # Errors

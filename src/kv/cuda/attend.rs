@@ -118,7 +118,6 @@ impl<'d> LayerRows<'d> {
     pub(crate) fn kind(&self) -> usize {
         self.float.number()
     }
-
 }
 
 /// Returns the dynamic shared memory of an `attend_float` block, in bytes.

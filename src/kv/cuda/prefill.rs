@@ -60,57 +60,37 @@ pub fn attend(
     let (keys, values) = (rows.keys.ptr(), rows.values.ptr());
     let (scale, r, capacity) = (shape.exponent(), shape.group, shape.capacity);
     let (queries, out, head_at) = (queries.ptr(), out.ptr(), piece.sequence * shape.kv_heads);
-    if rows.float == Float::F32 {
-        return kernels::PrefillFloat {
-            queries,
-            keys: keys.cast(),
-            values: values.cast(),
-            out,
-            scale,
-            m,
-            d,
-            r,
-            capacity,
-            head_at,
-            first: piece.first,
-            window,
-            w,
-        }
-        .launch(driver, [h, m.div_ceil(SIDE), 1], float_bytes(w));
+    // The arguments of a kernel, and those that only one has.
+    macro_rules! arguments {
+        ($kernel:ident $(, $more:ident)?) => {
+            kernels::$kernel {
+                queries,
+                keys: keys.cast(),
+                values: values.cast(),
+                out,
+                scale,
+                m,
+                d,
+                r,
+                capacity,
+                head_at,
+                first: piece.first,
+                window,
+                $($more)?
+            }
+        };
     }
     let grid = [h, m.div_ceil(ROWS), 1];
-    if kernels::Prefill::kernel(rows.float, w)?.shared_bytes > driver.shared_bytes() {
-        return kernels::PrefillNarrow {
-            queries,
-            keys: keys.cast(),
-            values: values.cast(),
-            out,
-            scale,
-            m,
-            d,
-            r,
-            capacity,
-            head_at,
-            first: piece.first,
-            window,
+    match rows.float {
+        Float::F32 => {
+            let grid = [h, m.div_ceil(SIDE), 1];
+            arguments!(PrefillFloat, w).launch(driver, grid, float_bytes(w))
         }
-        .launch(driver, rows.float, w, grid);
+        float if kernels::Prefill::kernel(float, w)?.shared_bytes > driver.shared_bytes() => {
+            arguments!(PrefillNarrow).launch(driver, float, w, grid)
+        }
+        float => arguments!(Prefill).launch(driver, float, w, grid),
     }
-    kernels::Prefill {
-        queries,
-        keys: keys.cast(),
-        values: values.cast(),
-        out,
-        scale,
-        m,
-        d,
-        r,
-        capacity,
-        head_at,
-        first: piece.first,
-        window,
-    }
-    .launch(driver, rows.float, w, grid)
 }
 
 /// Returns the dynamic shared memory of a `prefill_float` block in bytes: queries, a tile of keys or values,
