@@ -6,6 +6,7 @@
 // - FAKE_CUDA_REPORT is nvcc's report on the kernels, which has their registers and shared memory;
 // - FAKE_CUDA_LOG is a file that gets the kernels of each graph, a line per graph.
 #include <algorithm>
+#include <chrono>
 #include <fstream>
 #include <mutex>
 
@@ -169,18 +170,30 @@ CALL(cuMemcpyHtoDAsync_v2, uint64_t to, const void* from, size_t size, void*) {
     leaving.push_back({(void*)to, from, size});
     return SUCCESS;
 }
-// An event is the number of copies that had been asked for.
-CALL(cuEventCreate, size_t** event, unsigned) { return *event = new size_t(0), SUCCESS; }
-CALL(cuEventDestroy_v2, size_t* event) { return delete event, SUCCESS; }
-CALL(cuEventRecord, size_t* event, void*) { return *event = arriving.size(), SUCCESS; }
-CALL(cuEventSynchronize, size_t* event) {
+// An event: the number of copies that had been asked for, and when it was recorded.
+struct Event {
+    size_t copies;
+    std::chrono::steady_clock::time_point time;
+};
+CALL(cuEventCreate, Event** event, unsigned) { return *event = new Event(), SUCCESS; }
+CALL(cuEventDestroy_v2, Event* event) { return delete event, SUCCESS; }
+CALL(cuEventRecord, Event* event, void*) {
+    flush();
+    return *event = {arriving.size(), std::chrono::steady_clock::now()}, SUCCESS;
+}
+CALL(cuEventSynchronize, Event* event) {
     std::lock_guard<std::recursive_mutex> lock(running);
     flush();
-    for (size_t i = 0; i < *event && i < arriving.size(); i++)
+    for (size_t i = 0; i < event->copies && i < arriving.size(); i++)
         memcpy(arriving[i].to, arriving[i].bytes.data(), arriving[i].bytes.size());
-    if (*event >= arriving.size()) arriving.clear();
-    return *event = 0, SUCCESS;
+    if (event->copies >= arriving.size()) arriving.clear();
+    return event->copies = 0, SUCCESS;
 }
+static int elapsed(float* milliseconds, const Event* start, const Event* end) {
+    return *milliseconds = std::chrono::duration<float, std::milli>(end->time - start->time).count(), SUCCESS;
+}
+CALL(cuEventElapsedTime, float* milliseconds, const Event* start, const Event* end) { return elapsed(milliseconds, start, end); }
+CALL(cuEventElapsedTime_v2, float* milliseconds, const Event* start, const Event* end) { return elapsed(milliseconds, start, end); }
 CALL(cuMemFree_v2, uint64_t at) { return flush(), free((void*)at), SUCCESS; }
 CALL(cuMemcpyHtoD_v2, uint64_t to, const void* from, size_t size) {
     return flush(), memcpy((void*)to, from, size), SUCCESS;

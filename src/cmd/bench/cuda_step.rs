@@ -1,15 +1,13 @@
 //! A decode step of one layer on an NVIDIA GPU, with random data.
 
-use std::time::Instant;
-
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
 use super::cpu_head::uniform;
-use super::layer_step::{LayerSetting, ROTATED_BYTES, SINKS, WINDOW, float};
+use super::layer_step::{LayerSetting, SINKS, WINDOW, float};
 use super::report::{measure, median};
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::driver::{Driver, Recording};
 use crate::compute::cuda::fill::ReadLoop;
 use crate::error::Result;
 use crate::kv::cuda::attend::{Attention, LayerRows};
@@ -18,20 +16,22 @@ use crate::kv::cuda::{Limits, Positions, Rotated, Shape};
 use crate::method::bench::Contents;
 use crate::method::cuda::{CudaIndex, CudaStep, OnDevice};
 
-/// Steps that are launched before the host waits for them.
+/// Least number of steps that are timed together.
 const STEPS: usize = 20;
+/// Bytes that the plain loop reads, many times the second-level cache of any GPU, and how often before the device is
+/// waited for.
+const READ_BYTES: usize = 2 << 30;
+const READS: usize = 4;
 
-/// Measures a loop that only reads, in GB/s.
+/// Measures a loop that only reads, in GB/s of the device's clock; over half of the free memory if that is less than
+/// 2 GiB.
 pub fn bandwidth(driver: &dyn Driver, runs: usize) -> Result<f64> {
-    let reading = ReadLoop::new(driver, ROTATED_BYTES)?;
+    let bytes = READ_BYTES.min(driver.free_bytes()? as usize / 2);
+    let reading = ReadLoop::new(driver, bytes)?;
     let times = measure(runs.max(3), || {
-        reading.wait()?;
-        let start = Instant::now();
-        reading.run()?;
-        reading.wait()?;
-        Ok(start.elapsed().as_secs_f64())
+        driver.timed(&mut || (0..READS).try_for_each(|_| reading.run()))
     })?;
-    Ok(ROTATED_BYTES as f64 / median(times) * 1e-9)
+    Ok((READS * bytes) as f64 / median(times) * 1e-9)
 }
 
 /// One copy of a layer's data.
@@ -40,8 +40,11 @@ struct LayerCopy<'d> {
     cache: Option<LayerCache<'d>>,
 }
 
-/// Decode steps of one layer, launched on its copies in turn.
+/// Decode steps of one layer, launched on its copies in turn and recorded, as the steps of a session are.
 pub struct CudaSteps<'d> {
+    driver: &'d dyn Driver,
+    /// The launches of `steps` steps; `None` before the first run.
+    recording: Option<Recording<'d>>,
     copies: Vec<LayerCopy<'d>>,
     steps: usize,
     positions: Positions<'d>,
@@ -98,9 +101,12 @@ impl<'d> CudaSteps<'d> {
             let cache = rows.map(LayerCache::Plain);
             Ok(LayerCopy { index, cache })
         });
+        let copies = copies.collect::<Result<Vec<_>>>()?;
         Ok(Self {
-            copies: copies.collect::<Result<_>>()?,
-            steps: 0,
+            driver,
+            recording: None,
+            steps: STEPS.next_multiple_of(copies.len()),
+            copies,
             positions,
             queries: Buffer::of(driver, "queries", &queries)?,
             attention: Attention::new(driver, shape)?,
@@ -109,21 +115,22 @@ impl<'d> CudaSteps<'d> {
 
     /// Runs some steps; returns the seconds of one.
     pub fn run(&mut self) -> Result<f64> {
-        self.positions.spans()?;
-        let start = Instant::now();
-        for _ in 0..STEPS {
-            self.step()?;
+        if self.recording.is_none() {
+            let record = || (0..self.steps).try_for_each(|step| self.step(step));
+            self.recording = Recording::of(self.driver, record)?;
         }
-        // Waits for all of them.
-        self.positions.spans()?;
-        Ok(start.elapsed().as_secs_f64() / STEPS as f64)
+        let all = self.driver.timed(&mut || match &self.recording {
+            Some(recording) => recording.replay(),
+            None => (0..self.steps).try_for_each(|step| self.step(step)),
+        })?;
+        Ok(all / self.steps as f64)
     }
 
-    fn step(&mut self) -> Result<()> {
-        let layer = &self.copies[self.steps % self.copies.len()];
-        self.positions.advance(0)?;
+    fn step(&self, number: usize) -> Result<()> {
+        let layer = &self.copies[number % self.copies.len()];
+        self.positions.begin(0)?;
         let step = CudaStep {
-            number: self.steps,
+            number,
             queries: Rotated {
                 pre: &self.queries,
                 rope: &self.queries,
@@ -132,7 +139,6 @@ impl<'d> CudaSteps<'d> {
             positions: &self.positions,
         };
         let chosen = layer.index.select(&step)?;
-        self.steps += 1;
         match step.cache {
             Some(cache) => cache.attend(&self.attention, &self.queries, step.positions, chosen),
             None => Ok(()),

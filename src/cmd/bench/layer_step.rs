@@ -273,35 +273,37 @@ pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
     let mut results = Results::new(global);
     // GB/s of scattered reads, by the bytes of a row.
     let mut scattered = BTreeMap::new();
-    for setting in settings(args, attends, global.seed) {
-        interrupt::check()?;
-        let (device, times, bytes, mut more) = match driver {
-            Some(driver) => {
-                let mut steps = cuda_step::CudaSteps::new(driver, &setting)?;
-                let times = measure(args.runs, || steps.run())?;
-                ("cuda", times, setting.moved_bytes(), json!({}))
-            }
-            None => {
-                let row = setting.key_bytes();
-                let rate = *scattered
-                    .entry(row)
-                    .or_insert_with(|| cpu_step::scattered(row, args.runs));
-                let mut steps = cpu_step::CpuSteps::new(&setting)?;
-                let times = measure(args.runs, || steps.run())?;
-                let share = steps.scored_share();
-                let more = json!({ "scored_share": share, "scattered_loop_gbytes_per_s": rate });
-                ("cpu", times, steps.bytes, more)
-            }
-        };
-        let times = Times::from(times);
-        let (rates, said) = against_read_loop(bytes as f64, times.median, bandwidth);
-        merge(&mut more, &rates);
-        more["bytes"] = json!(bytes);
-        let [median, min, max] = [times.median, times.min, times.max].map(|seconds| 1e6 * seconds);
-        let says = format!("median {median:.1} us (min {min:.1}, max {max:.1}), {said}");
-        results.add([&setting.name(), &setting.shape(), device], &times, &more, &says)?;
-    }
-    results.finish()
+    let outcome = settings(args, attends, global.seed)
+        .into_iter()
+        .try_for_each(|setting| {
+            interrupt::check()?;
+            let (device, times, bytes, mut more) = match driver {
+                Some(driver) => {
+                    let mut steps = cuda_step::CudaSteps::new(driver, &setting)?;
+                    let times = measure(args.runs, || steps.run())?;
+                    ("cuda", times, setting.moved_bytes(), json!({}))
+                }
+                None => {
+                    let row = setting.key_bytes();
+                    let rate = *scattered
+                        .entry(row)
+                        .or_insert_with(|| cpu_step::scattered(row, args.runs));
+                    let mut steps = cpu_step::CpuSteps::new(&setting)?;
+                    let times = measure(args.runs, || steps.run())?;
+                    let share = steps.scored_share();
+                    let more = json!({ "scored_share": share, "scattered_loop_gbytes_per_s": rate });
+                    ("cpu", times, steps.bytes, more)
+                }
+            };
+            let times = Times::from(times);
+            let (rates, said) = against_read_loop(bytes as f64, times.median, bandwidth);
+            merge(&mut more, &rates);
+            more["bytes"] = json!(bytes);
+            let [median, min, max] = [times.median, times.min, times.max].map(|seconds| 1e6 * seconds);
+            let says = format!("median {median:.1} us (min {min:.1}, max {max:.1}), {said}");
+            results.add([&setting.name(), &setting.shape(), device], &times, &more, &says)
+        });
+    results.finish_after(outcome)
 }
 
 /// Lists every combination; without attending, only the methods that retrieve.

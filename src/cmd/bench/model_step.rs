@@ -1,7 +1,6 @@
 //! `kvsmith bench decode`: decode steps of a whole model with random weights and caches.
 
 use std::path::PathBuf;
-use std::time::Instant;
 
 use serde_json::json;
 
@@ -88,19 +87,24 @@ pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     log.note(&format!("a plain read loop: {bandwidth:.1} GB/s"));
     let mut results = Results::new(global);
     let mut left_out = None;
-    for setting in &settings(args, global.seed as u32)? {
-        interrupt::check()?;
-        match setting.add(driver, bandwidth, &mut results) {
-            Err(e) if e.kind() == Kind::GpuMemory => {
-                log.warn(&format!("{}: {e}", setting.shape()));
-                left_out = Some(e);
+    let outcome = settings(args, global.seed as u32)?
+        .iter()
+        .try_for_each(|setting| {
+            interrupt::check()?;
+            match setting.add(driver, bandwidth, &mut results) {
+                Err(e) if e.kind() == Kind::GpuMemory => {
+                    log.warn(&format!("{}: {e}", setting.shape()));
+                    left_out = Some(e);
+                    Ok(())
+                }
+                result => result,
             }
-            result => result?,
-        }
-    }
+        });
     match left_out {
-        Some(e) if results.is_empty() => Err(e.hint("take a smaller --context or --batch, or --kv bf16")),
-        _ => results.finish(),
+        Some(e) if outcome.is_ok() && results.is_empty() => {
+            Err(e.hint("take a smaller --context or --batch, or --kv bf16"))
+        }
+        _ => results.finish_after(outcome),
     }
 }
 
@@ -165,14 +169,11 @@ impl ModelSetting<'_> {
         let mut backend = CudaBackend::random(body, self.bench, caches.size, options, sizes, self.seed)?;
         let mut steps = 0;
         let times = measure(args.runs, || {
+            let all = driver
+                .timed(&mut || (steps..steps + STEPS).try_for_each(|step| backend.advance(step, None)))?;
+            steps += STEPS;
             backend.choices()?;
-            let start = Instant::now();
-            for _ in 0..STEPS {
-                backend.advance(steps, None)?;
-                steps += 1;
-            }
-            backend.choices()?;
-            Ok(start.elapsed().as_secs_f64() / STEPS as f64)
+            Ok(all / STEPS as f64)
         })?;
         let times = Times::from(times);
         let read = backend.shares(steps)?.read;

@@ -98,10 +98,15 @@ impl Results {
 
     /// Prints the document of `--json`.
     pub fn finish(self) -> Result<()> {
-        match self.json {
-            true => print_json(&json!({ "rows": self.rows })),
-            false => Ok(()),
+        self.finish_after(Ok(()))
+    }
+
+    /// Prints the document of `--json` with the results up to an error, and passes the error on.
+    pub fn finish_after(self, outcome: Result<()>) -> Result<()> {
+        if self.json && (outcome.is_ok() || !self.rows.is_empty()) {
+            print_json(&json!({ "rows": self.rows }))?;
         }
+        outcome
     }
 }
 

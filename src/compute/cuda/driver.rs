@@ -1,5 +1,7 @@
 //! What the device needs of CUDA: memory, copies and launches, in order.
 
+use std::time::Instant;
+
 use super::kernels::Kernel;
 use crate::error::{Error, Result};
 
@@ -98,6 +100,16 @@ pub trait Driver: Send + Sync {
     /// Frees a recording.
     fn forget(&self, recording: u64) {
         let _ = recording;
+    }
+
+    /// Measures the seconds that the device takes for what `work` launches; waits for it.
+    ///
+    /// # Errors
+    /// Those of `work`; a launch that failed.
+    fn timed(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
+        let start = Instant::now();
+        work()?;
+        Ok(start.elapsed().as_secs_f64())
     }
 
     /// Starts a product of the vendor's library after all earlier launches; false if there is no library.

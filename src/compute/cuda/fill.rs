@@ -76,9 +76,4 @@ impl<'d> ReadLoop<'d> {
         }
         .launch(self.driver, [self.blocks, 1, 1])
     }
-
-    /// Waits for the device.
-    pub fn wait(&self) -> Result<()> {
-        self.sums.read_part(0, 1).map(drop)
-    }
 }

@@ -9,7 +9,8 @@ use std::sync::{Mutex, MutexGuard};
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{
-    self, CUcontext, CUdevice, CUdevice_attribute, CUfunction, CUfunction_attribute, CUmodule, CUresult,
+    self, CUcontext, CUdevice, CUdevice_attribute, CUevent, CUevent_flags, CUfunction, CUfunction_attribute,
+    CUmodule, CUresult,
 };
 
 use super::driver::{Address, Arg, Driver, Launch, Part, Product};
@@ -368,6 +369,16 @@ impl Driver for Nvidia {
         }
     }
 
+    fn timed(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
+        self.enter()?;
+        let (start, end) = (Mark::new()?, Mark::new()?);
+        start.set()?;
+        work()?;
+        self.enter()?;
+        end.set()?;
+        end.seconds_since(&start)
+    }
+
     fn multiply(&self, product: &Product) -> Result<bool> {
         self.enter()?;
         match &self.products {
@@ -397,6 +408,39 @@ fn prefer_shared(function: CUfunction, bytes: usize) -> Result<()> {
             .map_err(|e| failed("no shared memory", e))?;
     }
     Ok(())
+}
+
+/// A point in the order of launches whose time the device notes.
+struct Mark(CUevent);
+
+impl Mark {
+    fn new() -> Result<Self> {
+        let event = result::event::create(CUevent_flags::CU_EVENT_DEFAULT);
+        event.map(Self).map_err(|e| failed("no event", e))
+    }
+
+    /// Puts the mark behind all earlier launches.
+    fn set(&self) -> Result<()> {
+        // SAFETY: the event was created in `new`; the null stream is the one everything goes through.
+        unsafe { result::event::record(self.0, std::ptr::null_mut()) }.map_err(|e| failed("no event", e))
+    }
+
+    /// Waits for the mark, and returns the seconds since an earlier one.
+    fn seconds_since(&self, earlier: &Self) -> Result<f64> {
+        // SAFETY: both events were created in `new`.
+        unsafe { result::event::synchronize(self.0) }.map_err(|e| failed("a timed launch failed", e))?;
+        // SAFETY: as above.
+        let milliseconds = unsafe { result::event::elapsed(earlier.0, self.0) };
+        let milliseconds = milliseconds.map_err(|e| failed("no time of an event", e))?;
+        Ok(f64::from(milliseconds) * 1e-3)
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        // SAFETY: created in `new`, destroyed once. An error at the end changes nothing.
+        let _ = unsafe { result::event::destroy(self.0) };
+    }
 }
 
 fn no_gpu() -> Error {
