@@ -148,16 +148,16 @@ impl Checkpoint {
 
     /// Returns a view of tensor `name`, which must have exactly `shape` (one or two axes).
     pub fn weight(&self, name: &str, shape: &[usize]) -> Result<Weight> {
-        let entry = self.entries.get(name).ok_or_else(|| {
-            Error::failed(format!("the checkpoint has no tensor `{name}`"))
-                .hint("config.json and the weights must belong to the same model")
-        })?;
+        let differs = |what: String| {
+            Error::failed(what).hint("config.json and the weights must belong to the same model")
+        };
+        let entry = self.entries.get(name);
+        let entry = entry.ok_or_else(|| differs(format!("the checkpoint has no tensor `{name}`")))?;
         if entry.shape != shape {
-            return Err(Error::failed(format!(
+            return Err(differs(format!(
                 "tensor `{name}` has shape {:?}, but config.json asks for {shape:?}",
                 entry.shape
-            ))
-            .hint("config.json and the weights must belong to the same model"));
+            )));
         }
         let dtype = Float::of(entry.dtype).ok_or_else(|| {
             Error::failed(format!("tensor `{name}` has dtype {:?}", entry.dtype))
