@@ -14,7 +14,7 @@ use crate::model::tokenizer::Tokenizer;
 use crate::model::{ModelConfig, ModelManifest};
 use crate::store::{hex, to_bytes};
 
-/// Where the documents come from.
+/// The files that hold the documents.
 #[derive(Clone, Debug)]
 pub enum CorpusSource {
     /// `.txt` files (one document each) and `.jsonl` files (one document per line, field `text`).

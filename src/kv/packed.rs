@@ -280,7 +280,7 @@ impl CachedRows for ValueRows {
     }
 }
 
-/// What a [`Packed`] holds besides signs, centre and the positions in half precision. In arrays of two,
+/// The data of a [`Packed`] besides signs, centre and the positions in half precision. In arrays of two,
 /// keys come first, then values.
 pub(crate) struct Parts<'a> {
     /// Whether keys are stored as signs and magnitudes.

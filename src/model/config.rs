@@ -16,7 +16,7 @@ const MAX_LAYERS: usize = 4096;
 const MAX_HEAD_DIM: usize = 4096;
 const SUPPORTED_LAYERS: [&str; 2] = ["full_attention", "sliding_attention"];
 
-/// What a checkpoint's `config.json` says about its decoder; serialised are the fields that decide the forward pass.
+/// The settings in a checkpoint's `config.json`; only those that decide the forward pass are serialised.
 #[derive(Clone, Debug, Serialize)]
 pub struct ModelConfig {
     /// `model_type`, one of [`SUPPORTED_MODELS`].

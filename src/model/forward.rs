@@ -29,7 +29,7 @@ pub struct Rows {
     pub v: Array3<f32>,
 }
 
-/// What a prompt attends: its queries, and the keys and values of every position, `[g, first + m, d]`.
+/// The inputs of a prompt's attention: its queries, and the keys and values of every position, `[g, first + m, d]`.
 pub struct Context {
     /// Rotated queries of the prompt, `[h,m,d]`.
     pub q_rope: Array3<f32>,

@@ -141,11 +141,8 @@ impl<'a> GpuPoints<'a> {
             (false, 0) => f32::from_bits(!key),
             (false, _) => f32::from_bits(key & 0x7fff_ffff),
         };
-        let mut out = Array2::zeros((b, d));
-        out.iter_mut()
-            .zip(found.iter().flatten())
-            .for_each(|(out, [key, _])| *out = value(*key));
-        Ok(out)
+        let values = found.iter().flatten().map(|[key, _]| value(*key));
+        Ok(Array2::from_shape_vec((b, d), values.collect())?)
     }
 }
 
