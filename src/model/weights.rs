@@ -107,12 +107,10 @@ impl Checkpoint {
         let (header, metadata) = SafeTensors::read_metadata(&map)
             .map_err(|e| damaged(format!("not a valid safetensors file ({e})")))?;
         let data = 8 + header;
-        let described = metadata.data_len();
-        if map.len() - data != described {
-            return Err(damaged(format!(
-                "the header describes {described} bytes of tensors, the file has {}",
-                map.len() - data
-            )));
+        let (described, found) = (metadata.data_len(), map.len() - data);
+        if found != described {
+            let what = format!("the header describes {described} bytes of tensors, the file has {found}");
+            return Err(damaged(what));
         }
         let shard = self.shards.len();
         for (name, info) in metadata.tensors() {

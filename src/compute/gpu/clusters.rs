@@ -109,19 +109,14 @@ impl GpuPoints<'_> {
     /// Makes room for `size` centroids of each head.
     pub fn allocate(&mut self, size: usize) -> Result<()> {
         let (_, n, d) = self.dim();
-        let Self {
-            context,
-            slabs,
-            heads,
-            ..
-        } = self;
+        let context = self.context;
         let most = context.capacity(4 * d)?;
         context.work("make room for centroids", |_| {
-            for slab in slabs.iter_mut().filter(|slab| slab.owners.is_none()) {
+            for slab in self.slabs.iter_mut().filter(|slab| slab.owners.is_none()) {
                 let bytes = size_of::<Owner>() * slab.rows.len();
                 slab.owners = Some(context.buffer(bytes as u64)?);
             }
-            for head in heads.iter_mut() {
+            for head in &mut self.heads {
                 head.codes.resize(n, 0);
                 head.distances.resize(n, 0.0);
                 if head.size == size {
@@ -154,15 +149,10 @@ impl GpuPoints<'_> {
     /// have no centroid before.
     pub fn challenge(&mut self, fresh: &[Range<usize>], anew: bool) -> Result<()> {
         let d = self.dim().2;
-        let Self {
-            context,
-            slabs,
-            heads,
-            ..
-        } = self;
+        let context = self.context;
         context.work("assign rows to centroids", |batch| {
             let mut asked: Vec<(&Slab, &wgpu::Buffer)> = Vec::new();
-            for (i, (head, fresh)) in heads.iter().zip(fresh).enumerate() {
+            for (i, (head, fresh)) in self.heads.iter().zip(fresh).enumerate() {
                 if fresh.is_empty() {
                     continue;
                 }
@@ -177,7 +167,7 @@ impl GpuPoints<'_> {
                     context.write(&panel.centroids, first * d, values);
                     context.write(&panel.biases, first, &biases);
                 }
-                for slab in slabs.iter().filter(|slab| slab.head == i) {
+                for slab in self.slabs.iter().filter(|slab| slab.head == i) {
                     let owners = slab
                         .owners
                         .as_ref()
@@ -193,7 +183,7 @@ impl GpuPoints<'_> {
             }
             let found = batch.read::<Owner>(asked.iter().map(|(_, owners)| *owners))?;
             for ((slab, _), owners) in asked.iter().zip(found) {
-                heads[slab.head].take(slab.rows.clone(), &owners)?;
+                self.heads[slab.head].take(slab.rows.clone(), &owners)?;
             }
             Ok(())
         })
