@@ -353,11 +353,9 @@ fn check(n: usize, dim: usize, params: &KMeansParams) -> Result<(), KMeansError>
         return Err(KMeansError::TooFewPoints { points: n, size });
     }
     if let Init::Precomputed(centroids) = &params.init {
-        if centroids.dim() != (size, dim) {
-            return Err(KMeansError::InitShape {
-                expected: (size, dim),
-                found: centroids.dim(),
-            });
+        let (expected, found) = ((size, dim), centroids.dim());
+        if found != expected {
+            return Err(KMeansError::InitShape { expected, found });
         }
         check_finite("initial centroids", &centroids.view())?;
     }

@@ -314,13 +314,10 @@ impl Points for GpuPoints<'_> {
                 &values[i][at * d..][..d]
             };
             let (rows, used) = draw_rows(row, &wheels[i], &head.distances, batch[i], &uniforms[i]);
-            let first = head.centroids.len() / d;
+            let (first, centroids) = (head.centroids.len() / d, rows.len());
             rows.iter().for_each(|r| head.centroids.extend(row(*r)));
-            fresh.push(first..first + rows.len());
-            drawn.push(Drawn {
-                centroids: rows.len(),
-                used,
-            });
+            fresh.push(first..first + centroids);
+            drawn.push(Drawn { centroids, used });
         }
         self.challenge(&fresh, false)?;
         Ok(drawn)
