@@ -99,10 +99,9 @@ impl ModelConfig {
 
     /// Interprets the JSON value of a `config.json`.
     pub fn parse(value: &Value) -> Result<Self> {
-        let map = value
-            .as_object()
-            .ok_or_else(|| Error::failed("expected a JSON object"))?;
-        let c = Fields::new(map);
+        let map = value.as_object();
+        let map = map.ok_or_else(|| Error::failed("expected a JSON object"))?;
+        let c = Fields { map };
         let model_type = c
             .string_opt("model_type")?
             .ok_or_else(|| Fields::missing("model_type"))?;
