@@ -63,18 +63,13 @@ pub fn read(stem: &str, text: &str) -> Result<Vec<Entry>, String> {
     for name in names {
         let name = name.ok_or("an entry point without a function")?;
         let used = reached(name, &functions);
+        let parameter = |f: &&str| ((*f).to_owned(), used.contains(&format!("p.{f}")[..]));
+        let is_used = |(i, name): &&(u32, String)| *i > 0 && used.contains(&name[..]);
         entries.push(Entry {
             stem: stem.to_owned(),
             name: name.to_owned(),
-            parameters: fields
-                .iter()
-                .map(|f| ((*f).to_owned(), used.contains(&format!("p.{f}")[..])))
-                .collect(),
-            bindings: bindings
-                .iter()
-                .filter(|(i, name)| *i > 0 && used.contains(&name[..]))
-                .cloned()
-                .collect(),
+            parameters: fields.iter().map(parameter).collect(),
+            bindings: bindings.iter().filter(is_used).cloned().collect(),
         });
     }
     Ok(entries)

@@ -14,7 +14,7 @@ use crate::model::tokenizer::Tokenizer;
 use crate::model::{ModelConfig, ModelManifest};
 use crate::store::{hex, to_bytes};
 
-/// Where the documents come from.
+/// The files that hold the documents.
 #[derive(Clone, Debug)]
 pub enum CorpusSource {
     /// `.txt` files (one document each) and `.jsonl` files (one document per line, field `text`).
@@ -69,11 +69,10 @@ impl Corpus {
         if seq_len == 0 {
             return Err(Error::usage("--seq-len must be at least 1"));
         }
-        if !(0.0..1.0).contains(&options.holdout) {
-            return Err(Error::usage(format!(
-                "--holdout {} must be at least 0 and below 1",
-                options.holdout
-            )));
+        let share = options.holdout;
+        if !(0.0..1.0).contains(&share) {
+            let what = format!("--holdout {share} must be at least 0 and below 1");
+            return Err(Error::usage(what));
         }
         let (text, uuids) = match source {
             CorpusSource::Tokens(path) => (read_tokens(path)?, Vec::new()),
@@ -97,7 +96,7 @@ impl Corpus {
         let text_blocks = corpus.add_documents(&text, 0)?;
         let uuid_blocks = corpus.add_documents(std::slice::from_ref(&uuids), text_blocks.end)?;
         for (kind, blocks) in [text_blocks, uuid_blocks].into_iter().enumerate() {
-            corpus.hold_out(blocks, kind as u64, options.holdout);
+            corpus.hold_out(blocks, kind as u64, share);
         }
         corpus.held_out.sort_unstable();
         Ok(corpus)

@@ -178,10 +178,8 @@ impl Points for CpuPoints {
                 absorb(x, d, &mut head.rows, &fresh, first);
             }
             head.centroids.extend(fresh);
-            Drawn {
-                centroids: rows.len(),
-                used,
-            }
+            let centroids = rows.len();
+            Drawn { centroids, used }
         });
         Ok(drawn.collect())
     }

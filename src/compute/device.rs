@@ -69,7 +69,7 @@ pub struct SignSums {
     pub counts: Vec<u64>,
 }
 
-/// What one call of [`Points::draw`] drew for a head.
+/// The outcome of one call of [`Points::draw`] for a head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Drawn {
     /// Centroids drawn.

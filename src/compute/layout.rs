@@ -2,7 +2,7 @@
 
 use ndarray::{ArrayBase, Data, DataMut, Dimension};
 
-/// What the panic says.
+/// The message of the panic.
 const PROMISE: &str = "an array in standard layout";
 
 /// Returns the elements of an array in standard layout.

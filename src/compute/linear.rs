@@ -84,19 +84,13 @@ impl Linear {
                     true => (tile + TILE..n.min(tile + 2 * TILE), terms.clone()),
                     false => (0..n.min(TILE), terms.end..k.min(terms.end + SIDE)),
                 };
-                next.0
-                    .for_each(|channel| prefetch(self.part(first + channel, next.1.clone())));
+                for channel in next.0 {
+                    prefetch(self.part(first + channel, next.1.clone()));
+                }
                 for (h, rows) in scratch.sums.chunks_exact_mut(stride).enumerate() {
                     let panels = (m - h * SIDE).div_ceil(PANEL).min(PANELS);
-                    let rows = &mut rows[tile..tile + TILE];
-                    multiply(
-                        &scratch.tile,
-                        terms.len(),
-                        x.block(b, side + h),
-                        panels,
-                        rows,
-                        b > 0,
-                    );
+                    let (x, rows) = (x.block(b, side + h), &mut rows[tile..tile + TILE]);
+                    multiply(&scratch.tile, terms.len(), x, panels, rows, b > 0);
                 }
             }
         }
@@ -115,10 +109,8 @@ impl Linear {
         let (m, n) = out.dim();
         for (mut to, line) in out.rows_mut().into_iter().zip(&mut lines[..m]) {
             if let Some(bias) = &self.bias {
-                line.0
-                    .iter_mut()
-                    .zip(&bias[first..first + n])
-                    .for_each(|(y, b)| *y += b);
+                let bias = &bias[first..first + n];
+                line.0.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
             }
             to.iter_mut().zip(&line.0).for_each(|(to, y)| *to = *y);
         }
@@ -138,30 +130,28 @@ impl Linear {
     fn forward_few(&self, x: ArrayView2<f32>, mut out: ArrayViewMut2<f32>) {
         let k = self.weight.cols();
         let rows: Vec<Vec<f32>> = x.rows().into_iter().map(|r| r.to_vec()).collect();
-        out.axis_chunks_iter_mut(Axis(1), FEW_CHANNELS)
-            .into_par_iter()
+        let panels = out.axis_chunks_iter_mut(Axis(1), FEW_CHANNELS).into_par_iter();
+        let scratch = || vec![0.0; k];
+        panels
             .enumerate()
-            .for_each_init(
-                || vec![0.0; k],
-                |scratch, (p, mut panel)| {
-                    for (j, mut column) in panel.columns_mut().into_iter().enumerate() {
-                        let row = p * FEW_CHANNELS + j;
-                        let bytes = self.weight.row_bytes(row, 1);
-                        let bias = self.bias.as_ref().map_or(0.0, |b| b[row]);
-                        // bf16 needs no widened copy if the bytes are aligned.
-                        let bf16 = match self.weight.dtype() {
-                            Float::Bf16 => bytemuck::try_cast_slice::<u8, u16>(bytes).ok(),
-                            _ => None,
-                        };
-                        if bf16.is_none() {
-                            widen(&self.weight, row, 1, scratch);
-                        }
-                        for (y, x) in column.iter_mut().zip(&rows) {
-                            *y = bias + bf16.map_or_else(|| simd::dot(scratch, x), |w| simd::dot_bf16(w, x));
-                        }
+            .for_each_init(scratch, |scratch, (p, mut panel)| {
+                for (j, mut column) in panel.columns_mut().into_iter().enumerate() {
+                    let row = p * FEW_CHANNELS + j;
+                    let bytes = self.weight.row_bytes(row, 1);
+                    let bias = self.bias.as_ref().map_or(0.0, |b| b[row]);
+                    // bf16 needs no widened copy if the bytes are aligned.
+                    let bf16 = match self.weight.dtype() {
+                        Float::Bf16 => bytemuck::try_cast_slice::<u8, u16>(bytes).ok(),
+                        _ => None,
+                    };
+                    if bf16.is_none() {
+                        widen(&self.weight, row, 1, scratch);
                     }
-                },
-            );
+                    for (y, x) in column.iter_mut().zip(&rows) {
+                        *y = bias + bf16.map_or_else(|| simd::dot(scratch, x), |w| simd::dot_bf16(w, x));
+                    }
+                }
+            });
     }
 }
 

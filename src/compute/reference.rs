@@ -238,20 +238,15 @@ pub fn select(scores: ArrayView2<f32>, codes: &[u16], first: u32, budget: usize)
         let all: BTreeSet<usize> = ranked.iter().flat_map(|order| &order[..k]).copied().collect();
         Vec::from_iter(all)
     };
-    let mut chosen: Vec<usize> = Vec::new();
-    for k in 1..=codes.len() {
-        let all = union(k);
-        if all.len() > budget {
-            break;
-        }
-        chosen = all;
-    }
+    let fitting = (1..=codes.len())
+        .map(&union)
+        .take_while(|all| all.len() <= budget);
+    let mut chosen = fitting.last().unwrap_or_default();
     if chosen.is_empty() && !codes.is_empty() {
         chosen = union(1);
         let best = |i: &usize| {
-            scores
-                .column(codes[*i] as usize)
-                .fold(f32::NEG_INFINITY, |m, s| m.max(*s))
+            let column = scores.column(codes[*i] as usize);
+            column.fold(f32::NEG_INFINITY, |m, s| m.max(*s))
         };
         chosen.sort_by(|i, j| best(j).total_cmp(&best(i)).then(i.cmp(j)));
         chosen.truncate(budget);

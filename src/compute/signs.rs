@@ -87,7 +87,7 @@ fn add_sums(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
     }
 }
 
-/// Does the same as [`add_sums`] in plain Rust.
+/// Implements [`add_sums`] in plain Rust.
 fn plain(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
     for (row, out) in rows.iter().zip(out) {
         let cells = row.iter().zip(pairs);

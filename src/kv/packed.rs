@@ -280,7 +280,7 @@ impl CachedRows for ValueRows {
     }
 }
 
-/// What a [`Packed`] holds besides signs, centre and the positions in half precision. In arrays of two,
+/// The data of a [`Packed`] besides signs, centre and the positions in half precision. In arrays of two,
 /// keys come first, then values.
 pub(crate) struct Parts<'a> {
     /// Whether keys are stored as signs and magnitudes.
@@ -355,27 +355,21 @@ impl Packed {
     fn keep_full(&mut self, full: Vec<u32>, keys: ArrayView2<f32>, values: ArrayView2<f32>, first: usize) {
         let d = self.keys.d;
         let room = full.len() * d;
-        let mut rows = (Vec::with_capacity(room), Vec::with_capacity(room));
-        for &p in &full {
-            let p = p as usize;
+        let (mut key_rows, mut value_rows) = (Vec::with_capacity(room), Vec::with_capacity(room));
+        for p in full.iter().map(|p| *p as usize) {
             if p < first {
                 let kept = "a position that kept half precision";
-                rows.0.extend(self.keys.full.get(p, d).expect(kept));
-                rows.1.extend(self.values.full.get(p, d).expect(kept));
+                key_rows.extend(self.keys.full.get(p, d).expect(kept));
+                value_rows.extend(self.values.full.get(p, d).expect(kept));
                 continue;
             }
             let centred = keys.row(p).to_owned() - ArrayView1::from(&self.keys.centre);
-            rows.0.extend(centred.iter().copied().map(saturating_f16));
-            rows.1.extend(values.row(p).iter().copied().map(saturating_f16));
+            key_rows.extend(centred.mapv(saturating_f16));
+            value_rows.extend(values.row(p).mapv(saturating_f16));
         }
-        self.keys.full = FullRows {
-            positions: full.clone(),
-            rows: rows.0,
-        };
-        self.values.full = FullRows {
-            positions: full,
-            rows: rows.1,
-        };
+        let (keys, values) = (&mut self.keys.full, &mut self.values.full);
+        (keys.positions, keys.rows) = (full.clone(), key_rows);
+        (values.positions, values.rows) = (full, value_rows);
     }
 
     /// Removes all 2-bit rows.

@@ -131,14 +131,13 @@ impl CachedRows for RowStore {
     }
 
     fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32] {
-        let mut position = position;
-        if let Some((rows, n)) = &self.shared {
-            match position.checked_sub(*n) {
-                Some(own) => position = own,
-                None => return rows.row(position, scratch),
-            }
+        if let Some((rows, n)) = &self.shared
+            && position < *n
+        {
+            return rows.row(position, scratch);
         }
-        let at = position * self.d..(position + 1) * self.d;
+        let own = position - self.shared_len();
+        let at = own * self.d..(own + 1) * self.d;
         match &self.data {
             Data::F32(v) => &v[at],
             Data::F16(v) => widened(&v[at], scratch),

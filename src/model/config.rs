@@ -16,7 +16,7 @@ const MAX_LAYERS: usize = 4096;
 const MAX_HEAD_DIM: usize = 4096;
 const SUPPORTED_LAYERS: [&str; 2] = ["full_attention", "sliding_attention"];
 
-/// What a checkpoint's `config.json` says about its decoder; serialised are the fields that decide the forward pass.
+/// The settings in a checkpoint's `config.json`; only those that decide the forward pass are serialised.
 #[derive(Clone, Debug, Serialize)]
 pub struct ModelConfig {
     /// `model_type`, one of [`SUPPORTED_MODELS`].
@@ -99,10 +99,9 @@ impl ModelConfig {
 
     /// Interprets the JSON value of a `config.json`.
     pub fn parse(value: &Value) -> Result<Self> {
-        let map = value
-            .as_object()
-            .ok_or_else(|| Error::failed("expected a JSON object"))?;
-        let c = Fields::new(map);
+        let map = value.as_object();
+        let map = map.ok_or_else(|| Error::failed("expected a JSON object"))?;
+        let c = Fields { map };
         let model_type = c
             .string_opt("model_type")?
             .ok_or_else(|| Fields::missing("model_type"))?;

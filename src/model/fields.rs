@@ -37,11 +37,6 @@ impl<'a> Fields<'a> {
     /// Largest plausible size in a config; a larger one means a damaged file.
     const MAX_SIZE: u64 = 1 << 31;
 
-    /// Wraps a JSON object.
-    pub fn new(map: &'a Map<String, Value>) -> Self {
-        Self { map }
-    }
-
     /// Returns a field's value unless it is missing or null.
     pub fn present(&self, name: &str) -> Option<&'a Value> {
         self.map.get(name).filter(|v| !v.is_null())

@@ -29,7 +29,7 @@ pub struct Rows {
     pub v: Array3<f32>,
 }
 
-/// What a prompt attends: its queries, and the keys and values of every position, `[g, first + m, d]`.
+/// The inputs of a prompt's attention: its queries, and the keys and values of every position, `[g, first + m, d]`.
 pub struct Context {
     /// Rotated queries of the prompt, `[h,m,d]`.
     pub q_rope: Array3<f32>,
@@ -148,16 +148,14 @@ impl Forward for CpuForward<'_> {
             self.decoder.check_states(layer, &states)?;
             let k_rope = rotated(&states.k_pre, &table);
             rotate(&mut states.q_pre, &table);
-            let context = cache(
-                index,
-                Rows {
-                    q_pre: Array3::zeros((0, 0, 0)),
-                    q_rope: states.q_pre,
-                    k_pre: states.k_pre,
-                    k_rope,
-                    v: states.v,
-                },
-            );
+            let rows = Rows {
+                q_pre: Array3::zeros((0, 0, 0)),
+                q_rope: states.q_pre,
+                k_pre: states.k_pre,
+                k_rope,
+                v: states.v,
+            };
+            let context = cache(index, rows);
             // Only the last position of the last layer's output is read.
             let skipped = if index + 1 == self.layers.len() { m - 1 } else { 0 };
             let mut attended = Array2::zeros((m - skipped, context.q_rope.len() / m));

@@ -143,7 +143,8 @@ impl RopeConfig {
     pub fn parse(c: &Fields, max_position: usize) -> Result<Self> {
         let (name, map) = settings(c)?;
         let empty = Map::new();
-        let s = Fields::new(map.unwrap_or(&empty));
+        let map = map.unwrap_or(&empty);
+        let s = Fields { map };
         let kind = rope_type(&s, name)?;
         if s.number_or("partial_rotary_factor", 1.0)? != 1.0 {
             return Err(Error::failed(format!(

@@ -107,12 +107,10 @@ impl Checkpoint {
         let (header, metadata) = SafeTensors::read_metadata(&map)
             .map_err(|e| damaged(format!("not a valid safetensors file ({e})")))?;
         let data = 8 + header;
-        let described = metadata.data_len();
-        if map.len() - data != described {
-            return Err(damaged(format!(
-                "the header describes {described} bytes of tensors, the file has {}",
-                map.len() - data
-            )));
+        let (described, found) = (metadata.data_len(), map.len() - data);
+        if found != described {
+            let what = format!("the header describes {described} bytes of tensors, the file has {found}");
+            return Err(damaged(what));
         }
         let shard = self.shards.len();
         for (name, info) in metadata.tensors() {
@@ -148,16 +146,16 @@ impl Checkpoint {
 
     /// Returns a view of tensor `name`, which must have exactly `shape` (one or two axes).
     pub fn weight(&self, name: &str, shape: &[usize]) -> Result<Weight> {
-        let entry = self.entries.get(name).ok_or_else(|| {
-            Error::failed(format!("the checkpoint has no tensor `{name}`"))
-                .hint("config.json and the weights must belong to the same model")
-        })?;
+        let differs = |what: String| {
+            Error::failed(what).hint("config.json and the weights must belong to the same model")
+        };
+        let entry = self.entries.get(name);
+        let entry = entry.ok_or_else(|| differs(format!("the checkpoint has no tensor `{name}`")))?;
         if entry.shape != shape {
-            return Err(Error::failed(format!(
+            return Err(differs(format!(
                 "tensor `{name}` has shape {:?}, but config.json asks for {shape:?}",
                 entry.shape
-            ))
-            .hint("config.json and the weights must belong to the same model"));
+            )));
         }
         let dtype = Float::of(entry.dtype).ok_or_else(|| {
             Error::failed(format!("tensor `{name}` has dtype {:?}", entry.dtype))

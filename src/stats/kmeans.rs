@@ -353,11 +353,9 @@ fn check(n: usize, dim: usize, params: &KMeansParams) -> Result<(), KMeansError>
         return Err(KMeansError::TooFewPoints { points: n, size });
     }
     if let Init::Precomputed(centroids) = &params.init {
-        if centroids.dim() != (size, dim) {
-            return Err(KMeansError::InitShape {
-                expected: (size, dim),
-                found: centroids.dim(),
-            });
+        let (expected, found) = ((size, dim), centroids.dim());
+        if found != expected {
+            return Err(KMeansError::InitShape { expected, found });
         }
         check_finite("initial centroids", &centroids.view())?;
     }
@@ -383,9 +381,8 @@ fn repair_empty(points: &mut dyn Points, head: usize, now: &Assignment) -> Resul
     }
     let clusters = points.clusters(head)?;
     let distance = |i: u32| clusters.distances[i as usize];
-    let mut worst: Vec<u32> = (0..clusters.codes.len() as u32)
-        .filter(|&i| distance(i) > 0.0)
-        .collect();
+    let rows = 0..clusters.codes.len() as u32;
+    let mut worst: Vec<u32> = rows.filter(|&i| distance(i) > 0.0).collect();
     worst.sort_by(|&a, &b| distance(b).total_cmp(&distance(a)));
     let empty: Vec<usize> = (0..counts.len()).filter(|c| counts[*c] == 0).collect();
     let mut empty = empty.into_iter().peekable();

@@ -44,24 +44,24 @@ pub fn causal(
     }
     // Late tiles see the most keys: they come first, so that the threads finish together.
     tasks.reverse();
-    tasks
-        .into_par_iter()
-        .for_each_init(CausalScratch::default, |scratch, (c, start, part)| {
-            let q = q.slice(s![c * r..(c + 1) * r, start..start + part.nrows(), ..]);
-            let task = Task {
-                r,
-                m: part.nrows(),
-                d,
-                first: first + start,
-                window,
-            };
-            scratch.start(&task, q);
-            for block in task.blocks() {
-                scratch.load(&task, k.index_axis(Axis(0), c), v.index_axis(Axis(0), c), &block);
-                scratch.attend(&task, &block);
-            }
-            scratch.finish(&task, part);
-        });
+    let tasks = tasks.into_par_iter();
+    tasks.for_each_init(CausalScratch::default, |scratch, (c, start, part)| {
+        let q = q.slice(s![c * r..(c + 1) * r, start..start + part.nrows(), ..]);
+        let task = Task {
+            r,
+            m: part.nrows(),
+            d,
+            first: first + start,
+            window,
+        };
+        scratch.start(&task, q);
+        let (k, v) = (k.index_axis(Axis(0), c), v.index_axis(Axis(0), c));
+        for block in task.blocks() {
+            scratch.load(&task, k, v, &block);
+            scratch.attend(&task, &block);
+        }
+        scratch.finish(&task, part);
+    });
 }
 
 /// A query tile of one KV head.
@@ -92,9 +92,8 @@ impl Task {
     /// Returns the blocks of keys that some row sees; they begin at multiples of [`SIDE`].
     fn blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let (begin, end) = (visible(self.first, self.window).start, self.first + self.m);
-        (begin / SIDE * SIDE..end)
-            .step_by(SIDE)
-            .map(move |start| start..end.min(start + SIDE))
+        let starts = (begin / SIDE * SIDE..end).step_by(SIDE);
+        starts.map(move |start| start..end.min(start + SIDE))
     }
 
     /// Returns the part of a block that a row sees, relative to the block's start.
@@ -191,14 +190,8 @@ impl CausalScratch {
             for (b, side) in task.sides().enumerate() {
                 let q = &self.q[b * stacked..][rows.clone()];
                 let (lines, panels) = (&self.keys[b * PANELS * SIDE..], keys.div_ceil(PANEL));
-                multiply(
-                    q,
-                    side.len(),
-                    lines,
-                    panels,
-                    &mut self.scores[rows.clone()],
-                    b > 0,
-                );
+                let scores = &mut self.scores[rows.clone()];
+                multiply(q, side.len(), lines, panels, scores, b > 0);
             }
         }
         if !task.sees_all(block) {

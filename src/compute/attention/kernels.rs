@@ -98,7 +98,7 @@ impl<'a, E: Widen> ChunkedRows for StoredRows<'a, E> {
     unsafe fn widen<S: Simd, const N: usize>(self, simd: S, row: Self::Row, at: usize) -> [S::Vector; N] {
         let mut wide = [simd.splat(0.0); N];
         for (i, wide) in wide.iter_mut().enumerate() {
-            // SAFETY: the caller vouches for the chunks. With bounds checks the pointers do not stay in registers,
+            // SAFETY: the caller guarantees that the row has these chunks. With bounds checks the pointers do not stay in registers,
             // and the loop takes twice the time.
             *wide = E::widen(simd, unsafe { row.get_unchecked(at + i) });
         }

@@ -49,8 +49,8 @@ pub struct Run<'a> {
     pub next: &'a [u32],
 }
 
-/// The positions of the coming rows. One row is prefetched with every row that is read: prefetched all at once, they
-/// would wait for each other and delay the arithmetic.
+/// The positions of the rows to prefetch. One row is prefetched with every row that is read: prefetched all at once,
+/// rows would wait for each other and delay the arithmetic.
 pub type Coming<'a> = Chain<Iter<'a, u32>, Iter<'a, u32>>;
 
 impl<'a> Run<'a> {
@@ -60,7 +60,7 @@ impl<'a> Run<'a> {
         Self { now, next }
     }
 
-    /// Returns the positions of the rows to prefetch while those of now are read, one with each.
+    /// Returns the positions of the rows to prefetch while the present ones are read, one with each.
     pub fn coming(&self) -> Coming<'a> {
         let now = self.now.get(AHEAD..).unwrap_or_default();
         let next = self

@@ -5,8 +5,7 @@ use std::ops::Range;
 use ndarray::Array2;
 
 use super::super::cpu::{count_codes, group_by_code};
-use super::super::device::{Assignment, Clusters, Drawn, Points};
-use super::super::draw::{Wheel, draw_rows};
+use super::super::device::{Assignment, Clusters, Points};
 use super::context::Batch;
 use super::points::{GpuPoints, Slab};
 use super::{BLOCK, THREADS, TILE, kernels};
@@ -18,7 +17,7 @@ pub(super) struct GpuClusters {
     /// `[M,d]`; fewer while seeding goes on.
     pub centroids: Vec<f32>,
     pub codes: Vec<u32>,
-    distances: Vec<f32>,
+    pub distances: Vec<f32>,
     /// Whether a row has changed its centroid since the centroids were moved last.
     pub changed: bool,
     size: usize,
@@ -110,19 +109,14 @@ impl GpuPoints<'_> {
     /// Makes room for `size` centroids of each head.
     pub fn allocate(&mut self, size: usize) -> Result<()> {
         let (_, n, d) = self.dim();
-        let Self {
-            context,
-            slabs,
-            heads,
-            ..
-        } = self;
+        let context = self.context;
         let most = context.capacity(4 * d)?;
         context.work("make room for centroids", |_| {
-            for slab in slabs.iter_mut().filter(|slab| slab.owners.is_none()) {
+            for slab in self.slabs.iter_mut().filter(|slab| slab.owners.is_none()) {
                 let bytes = size_of::<Owner>() * slab.rows.len();
                 slab.owners = Some(context.buffer(bytes as u64)?);
             }
-            for head in heads.iter_mut() {
+            for head in &mut self.heads {
                 head.codes.resize(n, 0);
                 head.distances.resize(n, 0.0);
                 if head.size == size {
@@ -143,51 +137,6 @@ impl GpuPoints<'_> {
         })
     }
 
-    /// See [`super::super::device::Points::seed`].
-    pub fn start_seeding(&mut self, size: usize, first: &[u32]) -> Result<()> {
-        let first: Vec<Vec<u32>> = first.iter().map(|row| vec![*row]).collect();
-        let values = self.gather(&first)?;
-        self.allocate(size)?;
-        for (head, values) in self.heads.iter_mut().zip(values) {
-            head.centroids = values;
-            head.changed = true;
-        }
-        let fresh = vec![0..1; self.heads.len()];
-        self.challenge(&fresh, true)
-    }
-
-    /// See [`super::super::device::Points::draw`]. The host draws, by its copy of the distances; all candidates follow
-    /// from the uniform numbers alone, so they are fetched together.
-    pub fn draw_batch(&mut self, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
-        let d = self.dim().2;
-        let wheels: Vec<Wheel> = self.heads.iter().map(|h| Wheel::new(&h.distances)).collect();
-        let of_head = |(i, wheel): (usize, &Wheel)| {
-            let mut rows: Vec<u32> = wheel.candidates(batch[i], &uniforms[i]).collect();
-            rows.sort_unstable();
-            rows.dedup();
-            rows
-        };
-        let candidates: Vec<Vec<u32>> = wheels.iter().enumerate().map(of_head).collect();
-        let values = self.gather(&candidates)?;
-        let (mut drawn, mut fresh) = (Vec::new(), Vec::new());
-        for (i, head) in self.heads.iter_mut().enumerate() {
-            let row = |row: u32| {
-                let at = candidates[i].partition_point(|c| *c < row);
-                &values[i][at * d..][..d]
-            };
-            let (rows, used) = draw_rows(row, &wheels[i], &head.distances, batch[i], &uniforms[i]);
-            let first = head.centroids.len() / d;
-            rows.iter().for_each(|r| head.centroids.extend(row(*r)));
-            fresh.push(first..first + rows.len());
-            drawn.push(Drawn {
-                centroids: rows.len(),
-                used,
-            });
-        }
-        self.challenge(&fresh, false)?;
-        Ok(drawn)
-    }
-
     /// Assigns the rows of some heads to the host's centroids.
     pub fn assign_anew(&mut self, which: &[bool]) -> Result<()> {
         let d = self.dim().2;
@@ -198,17 +147,12 @@ impl GpuPoints<'_> {
 
     /// Sends the centroids `fresh[head]` and assigns to them the rows that they are nearest to; with `anew` the rows
     /// have no centroid before.
-    fn challenge(&mut self, fresh: &[Range<usize>], anew: bool) -> Result<()> {
+    pub fn challenge(&mut self, fresh: &[Range<usize>], anew: bool) -> Result<()> {
         let d = self.dim().2;
-        let Self {
-            context,
-            slabs,
-            heads,
-            ..
-        } = self;
+        let context = self.context;
         context.work("assign rows to centroids", |batch| {
             let mut asked: Vec<(&Slab, &wgpu::Buffer)> = Vec::new();
-            for (i, (head, fresh)) in heads.iter().zip(fresh).enumerate() {
+            for (i, (head, fresh)) in self.heads.iter().zip(fresh).enumerate() {
                 if fresh.is_empty() {
                     continue;
                 }
@@ -223,7 +167,7 @@ impl GpuPoints<'_> {
                     context.write(&panel.centroids, first * d, values);
                     context.write(&panel.biases, first, &biases);
                 }
-                for slab in slabs.iter().filter(|slab| slab.head == i) {
+                for slab in self.slabs.iter().filter(|slab| slab.head == i) {
                     let owners = slab
                         .owners
                         .as_ref()
@@ -239,23 +183,14 @@ impl GpuPoints<'_> {
             }
             let found = batch.read::<Owner>(asked.iter().map(|(_, owners)| *owners))?;
             for ((slab, _), owners) in asked.iter().zip(found) {
-                heads[slab.head].take(slab.rows.clone(), &owners)?;
+                self.heads[slab.head].take(slab.rows.clone(), &owners)?;
             }
             Ok(())
         })
     }
 
-    /// See [`super::super::device::Points::update`]. A head in which no row changed its centroid is left out.
-    pub fn lloyd_pass(&mut self) -> Result<()> {
-        let which: Vec<bool> = self.heads.iter().map(|head| head.changed).collect();
-        self.move_centroids(&which)?;
-        let moving = self.heads.iter_mut().zip(&which).filter(|(_, which)| **which);
-        moving.for_each(|(head, _)| head.changed = false);
-        self.assign_anew(&which)
-    }
-
     /// Moves the centroids of some heads to the means of their rows.
-    fn move_centroids(&mut self, which: &[bool]) -> Result<()> {
+    pub fn move_centroids(&mut self, which: &[bool]) -> Result<()> {
         let d = self.dim().2;
         let slabs: Vec<&Slab> = self.slabs.iter().filter(|slab| which[slab.head]).collect();
         let sort = |slab: &&Slab| {

@@ -191,7 +191,7 @@ impl Batch<'_> {
             limits,
             ..
         } = self.context;
-        let pipeline = kernels.get(entry);
+        let pipeline = &kernels.0[entry];
         let layout = pipeline.get_bind_group_layout(0);
         let affordable = (SUBMISSION / (cost as u64).max(1)).clamp(1, u64::from(limits.groups)) as usize;
         for first in (0..groups).step_by(affordable) {

@@ -5,8 +5,8 @@ use super::context::Batch;
 
 include!(concat!(env!("OUT_DIR"), "/shaders.rs"));
 
-/// The compiled entry points.
-pub(super) struct Kernels(Vec<wgpu::ComputePipeline>);
+/// The compiled entry points, by number.
+pub(super) struct Kernels(pub Vec<wgpu::ComputePipeline>);
 
 impl Kernels {
     /// Compiles all of them; errors go to the error scopes.
@@ -26,10 +26,5 @@ impl Kernels {
             })
         };
         Self(ENTRIES.iter().map(compile).collect())
-    }
-
-    /// An entry point by its number.
-    pub fn get(&self, entry: usize) -> &wgpu::ComputePipeline {
-        &self.0[entry]
     }
 }

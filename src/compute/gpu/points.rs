@@ -5,6 +5,7 @@ use std::ops::Range;
 use ndarray::{Array2, ArrayView2, ArrayView3, Axis, s};
 
 use super::super::device::{Assignment, Clusters, Drawn, Points, SignSums, Statistic};
+use super::super::draw::{Wheel, draw_rows};
 use super::clusters::GpuClusters;
 use super::context::{Batch, GpuContext};
 use super::{BLOCK, THREADS, TILE, flat, kernels, rows_per_buffer};
@@ -140,11 +141,8 @@ impl<'a> GpuPoints<'a> {
             (false, 0) => f32::from_bits(!key),
             (false, _) => f32::from_bits(key & 0x7fff_ffff),
         };
-        let mut out = Array2::zeros((b, d));
-        out.iter_mut()
-            .zip(found.iter().flatten())
-            .for_each(|(out, [key, _])| *out = value(*key));
-        Ok(out)
+        let values = found.iter().flatten().map(|[key, _]| value(*key));
+        Ok(Array2::from_shape_vec((b, d), values.collect())?)
     }
 }
 
@@ -285,11 +283,44 @@ impl Points for GpuPoints<'_> {
     }
 
     fn seed(&mut self, size: usize, first: &[u32]) -> Result<()> {
-        self.start_seeding(size, first)
+        let first: Vec<Vec<u32>> = first.iter().map(|row| vec![*row]).collect();
+        let values = self.gather(&first)?;
+        self.allocate(size)?;
+        for (head, values) in self.heads.iter_mut().zip(values) {
+            head.centroids = values;
+            head.changed = true;
+        }
+        let fresh = vec![0..1; self.heads.len()];
+        self.challenge(&fresh, true)
     }
 
+    /// The host draws, by its copy of the distances. All candidates follow from the uniform numbers alone, so they are
+    /// fetched together.
     fn draw(&mut self, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
-        self.draw_batch(batch, uniforms)
+        let d = self.dim.2;
+        let wheels: Vec<Wheel> = self.heads.iter().map(|h| Wheel::new(&h.distances)).collect();
+        let of_head = |(i, wheel): (usize, &Wheel)| {
+            let mut rows: Vec<u32> = wheel.candidates(batch[i], &uniforms[i]).collect();
+            rows.sort_unstable();
+            rows.dedup();
+            rows
+        };
+        let candidates: Vec<Vec<u32>> = wheels.iter().enumerate().map(of_head).collect();
+        let values = self.gather(&candidates)?;
+        let (mut drawn, mut fresh) = (Vec::new(), Vec::new());
+        for (i, head) in self.heads.iter_mut().enumerate() {
+            let row = |row: u32| {
+                let at = candidates[i].partition_point(|c| *c < row);
+                &values[i][at * d..][..d]
+            };
+            let (rows, used) = draw_rows(row, &wheels[i], &head.distances, batch[i], &uniforms[i]);
+            let (first, centroids) = (head.centroids.len() / d, rows.len());
+            rows.iter().for_each(|r| head.centroids.extend(row(*r)));
+            fresh.push(first..first + centroids);
+            drawn.push(Drawn { centroids, used });
+        }
+        self.challenge(&fresh, false)?;
+        Ok(drawn)
     }
 
     fn assign(&mut self, centroids: ArrayView3<f32>) -> Result<()> {
@@ -302,8 +333,12 @@ impl Points for GpuPoints<'_> {
         self.assign_anew(&all)
     }
 
+    /// A head in which no row changed its centroid is left out.
     fn update(&mut self) -> Result<()> {
-        self.lloyd_pass()
+        let which: Vec<bool> = self.heads.iter().map(|head| head.changed).collect();
+        self.move_centroids(&which)?;
+        self.heads.iter_mut().for_each(|head| head.changed = false);
+        self.assign_anew(&which)
     }
 
     fn hand_over(&mut self, head: usize, rows: &[(u32, u32)]) -> Result<()> {

@@ -64,7 +64,7 @@ fn parts<'a>(run: &Run<'a>, full: &FullRows) -> impl Iterator<Item = (usize, Run
     })
 }
 
-/// Keys in 2 bits as a [`Source`].
+/// Keys in 2 bits, for the kernels.
 #[derive(Clone, Copy)]
 pub(super) struct Keys<'a> {
     rows: &'a SignRows,
@@ -139,7 +139,7 @@ impl<'a> ChunkedRows for Keys<'a> {
     }
 }
 
-/// Values in 2 bits as a [`Source`].
+/// Values in 2 bits, for the kernels.
 #[derive(Clone, Copy)]
 pub(super) struct Values<'a>(&'a TwoBit);
 

@@ -26,7 +26,7 @@ macro_rules! join {
     };
 }
 
-// SAFETY of the blocks: the maker of the value has vouched for the instructions, and loads and stores stay within the
+// SAFETY of the blocks: `new` is called only on machines with these instructions, and loads and stores stay within the
 // arrays that they are given.
 impl Simd for Avx512 {
     type Vector = __m512;
@@ -134,7 +134,7 @@ impl Simd for Avx512 {
     }
 }
 
-/// Does the same as [`Simd::widen_pair`], with F16C.
+/// Implements [`Simd::widen_pair`] with F16C.
 ///
 /// # Safety
 /// The machine has F16C, and the caller is compiled for it.
