@@ -41,7 +41,7 @@ results: all
 gpu-kit: setup cuda
 	@sh scripts/gpu_kit.sh target/gpu-kit
 
-# Checks and measures on this machine's NVIDIA GPU, in less than 20 minutes: target/gpu-kit/out/gpu.json.
+# Checks and measures on this machine's NVIDIA GPU, in less than nine minutes: target/gpu-kit/out/gpu.json.
 gpu-check: gpu-kit
 	@sh scripts/gpu_check.sh target/gpu-kit
 

@@ -23,10 +23,11 @@ if ! python3 -m pip --version >/dev/null 2>&1; then
         exit 1
     fi
 fi
-# All five in these versions, or ptxas refuses the PTX; NVRTC is for a test.
+# The first five in these versions, or ptxas refuses the PTX; NVRTC and the disassembler are for tests.
 python3 -m pip install --quiet --disable-pip-version-check --root-user-action ignore --no-deps --target "$target" \
     nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 'nvidia-cuda-runtime==13.0.*' \
-    'nvidia-cuda-cccl==13.0.*' nvidia-cuda-nvrtc==13.0.88
+    'nvidia-cuda-cccl==13.0.*' nvidia-cuda-nvrtc==13.0.88 nvidia-cuda-cuobjdump==13.5.37 nvidia-cuda-nvdisasm==13.5.37
+chmod +x "$target"/nvidia/cu13/bin/cuobjdump "$target"/nvidia/cu13/bin/nvdisasm
 touch "$target/complete"
 # The next build looks for an nvcc again.
 touch build.rs

@@ -181,11 +181,11 @@ write
 if [ $mode = 8b ]; then
     calibrate_8b
 else
-    shapes="--shapes llama-3.1-8b" layer="--shapes llama-3.1-8b" long=128K short=8K n="" runs=""
-    [ $mode = all ] || {
-        shapes="--config calib-data/model/config.json --size 16" layer="--shapes 4/2x64 --size 32" long=300 short=100 n="--n 500 --dim 32 --size 16 --iterations 2"
-        runs="--runs 1"
-    }
+    model="--shapes llama-3.1-8b" layer="--shapes llama-3.1-8b" long=128K short=8K batches=1,4 points="" runs="" more=,a2ats
+    if [ $mode = quick ]; then
+        model="--config calib-data/model/config.json --size 16" layer="--shapes 2/1x64 --size 32" long=200 short=100 batches=1
+        points="--n 500 --dim 32 --size 16 --iterations 2" runs="--runs 1" more=""
+    fi
     # Correctness. The limits of all parts add up to 500 s.
     tests backends 70 ./backends cuda::
     tests decode 60 ./decode cuda::
@@ -194,13 +194,13 @@ else
     # Bandwidth, a decode step of one layer, and of a whole model; what does not fit the memory is left out.
     # shellcheck disable=SC2086
     {
-        bench attend 35 attend $layer --context $short,$long --batch 1,4 $runs
-        bench retrieve 25 retrieve $layer --context $long --batch 1,4 $runs
-        bench decode-long 40 decode $shapes --context $long --batch 1,4 --methods full,a2ats,selfindex $runs
-        bench decode-short 30 decode $shapes --context $short --batch 1,4 --methods full,a2ats $runs
+        bench attend 35 attend $layer --context $short,$long --batch $batches --methods full$more${more:+,selfindex} $runs
+        bench retrieve 25 retrieve $layer --context $long --batch $batches $runs
+        bench decode-long 40 decode $model --context $long --batch $batches --methods full$more${more:+,selfindex} $runs
+        bench decode-short 30 decode $model --context $short --batch $batches --methods full$more $runs
         [ $mode = quick ] || peers
         # Fits: one head of 81,920 x 128 keys and 4,096 codewords, then all 256 of Llama-3.1-8B's.
-        bench kmeans-one 15 kmeans --runs 3 $n
+        bench kmeans-one 15 kmeans --runs 3 $points
         [ $mode = quick ] || bench kmeans-8b 35 kmeans --heads 256 --runs 1
     }
     sanitize memcheck 30

@@ -10,7 +10,7 @@ mod common;
 mod emulated;
 
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 
 use common::table;
 use emulated::Emulated;
@@ -40,6 +40,15 @@ fn main() -> ExitCode {
         Ok(())
     });
     trials.push(trial.with_ignored_flag(missing));
+    for chip in [80, 90] {
+        let disassembler = disassembler();
+        let missing = disassembler.is_none() || NVCC.is_none();
+        let trial = Trial::test(format!("machine_code::sm_{chip}"), move || {
+            check_machine_code(chip, &disassembler.ok_or("no cuobjdump")?);
+            Ok(())
+        });
+        trials.push(trial.with_ignored_flag(missing));
+    }
     trials.push(Trial::test("emulation", || Ok(Emulated::new(true).map(drop)?)));
     for (name, check) in [
         ("parser", parser as fn()),
@@ -54,6 +63,9 @@ fn main() -> ExitCode {
     }
     if NVCC.is_none() {
         eprintln!("nvcc: ignored, the build found none; `make cuda` fetches one");
+    }
+    if disassembler().is_none() {
+        eprintln!("machine_code: ignored, there is no cuobjdump; `make cuda` fetches one");
     }
     if missing {
         eprintln!("nvrtc: ignored, there is none beside nvcc; `make cuda` fetches one");
@@ -252,6 +264,53 @@ fn check_waves(chip: u32, name: &str, registers: u32, threads: u32, shared: u32)
                 "{name}: {parts} x {heads} leave room of {places}"
             );
         }
+    }
+}
+
+/// cuobjdump where it is on the path, or as `make cuda` puts it beside nvcc, with nvdisasm.
+fn disassembler() -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let beside = Path::new(NVCC?).parent()?.to_owned();
+    let folders = std::iter::once(beside).chain(std::env::split_paths(&path));
+    let has_both = |folder: &PathBuf| {
+        ["cuobjdump", "nvdisasm"]
+            .iter()
+            .all(|name| folder.join(name).is_file())
+    };
+    folders.into_iter().find(has_both)
+}
+
+/// No kernel of a decode step adds in shared memory by a loop of compare-and-swap, as 64-bit additions are, and none has
+/// local memory.
+fn check_machine_code(chip: u32, folder: &Path) {
+    let image = Path::new(REPORTS.expect("a folder")).join(format!("sm_{chip}.fatbin"));
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let folders = std::iter::once(folder.to_owned()).chain(std::env::split_paths(&path));
+    let output = Command::new(folder.join("cuobjdump"))
+        .args(["-sass", "-arch", &format!("sm_{chip}")])
+        .arg(image)
+        .env("PATH", std::env::join_paths(folders).expect("a path"))
+        .output()
+        .expect("cuobjdump runs");
+    let text = String::from_utf8_lossy(&output.stdout);
+    let functions: Vec<&str> = text.split("Function : ").skip(1).collect();
+    assert_eq!(
+        functions.len(),
+        kernels::ALL.len(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    for function in functions {
+        let name = function.lines().next().expect("a name").trim();
+        // Sums of a prompt's signs, once per prompt.
+        assert!(
+            !function.contains("ATOMS.CAS") || name == "sign_sums",
+            "sm_{chip}: {name}"
+        );
+        assert!(
+            !function.contains(" STL") && !function.contains(" LDL"),
+            "sm_{chip}: {name}"
+        );
     }
 }
 

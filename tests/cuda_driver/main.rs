@@ -2,6 +2,7 @@
 //! way in which a driver can refuse.
 
 mod bench;
+mod chips;
 #[path = "../common/mod.rs"]
 mod common;
 mod model;
@@ -64,6 +65,13 @@ fn main() -> ExitCode {
     add("unfit", model::unfit);
     add("everything", model::everything);
     add("not_finite", model::not_finite);
+    add("largest", chips::largest);
+    add("same_tokens", chips::same_tokens);
+    add("recorded_launches", chips::recorded_launches);
+    add("an_old_driver", chips::old_driver);
+    add("check_script", chips::check_script);
+    add("check_script_killed", chips::check_script_killed);
+    add("check_script_limits", chips::check_script_limits);
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 
@@ -108,13 +116,32 @@ fn build() -> Result<PathBuf, String> {
     Ok(folder)
 }
 
+/// The folder of what nvcc said of the kernels.
+fn reports() -> &'static Path {
+    Path::new(option_env!("KVSMITH_KERNEL_REPORTS").unwrap_or_default())
+}
+
+/// A folder with a stand-in for one of NVIDIA's libraries, of this name here.
+fn library(name: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let made = Command::new("g++")
+        .args(["-std=c++20", "-O2", "-shared", "-fPIC", "-o"])
+        .arg(folder.path().join(format!("{name}.so")))
+        .arg(root().join(format!("tests/cuda_driver/{name}.cpp")))
+        .output()
+        .unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    folder
+}
+
 /// The program in the repository, on the stand-in's driver.
 fn command(driver: &Path, arguments: &str) -> Command {
     let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
     let mut command = common::command(arguments);
     command
         .current_dir(root())
-        .env("LD_LIBRARY_PATH", format!("{}:{path}", driver.display()));
+        .env("LD_LIBRARY_PATH", format!("{}:{path}", driver.display()))
+        .env("FAKE_CUDA_REPORT", reports().join("sm_90.txt"));
     command
 }
 
@@ -182,7 +209,7 @@ fn calibrate(driver: &Path) {
         let text = calibrated(driver, "", device, &out).ok().stderr;
         if device == "cuda" {
             assert!(
-                text.contains("device: cuda (Fake GPU, compute capability 9.0, CUDA 13.0)"),
+                text.contains("device: cuda (Fake GPU, compute capability 9.0, CUDA 13.0, products by kvsmith (no cuBLAS))"),
                 "{text}"
             );
             assert!(text.contains("the CUDA kernels are built in"), "{text}");

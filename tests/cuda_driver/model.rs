@@ -1,7 +1,7 @@
 //! Commands that run the model: on the stand-in's GPU the same as on the CPU.
 
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 use kvsmith::dump::{Dump, State};
 use kvsmith::method::registry::METHODS;
@@ -9,7 +9,7 @@ use kvsmith::store::{self, Output as NewFile, Tensor};
 use serde_json::{Value, json as object};
 
 use super::common::{Outcome, number, root};
-use super::{command, run_wrong};
+use super::{command, library, run_wrong};
 
 fn kvsmith(driver: &Path, arguments: &str) -> Outcome {
     Outcome::of(command(driver, arguments).output().unwrap())
@@ -271,14 +271,7 @@ fn dump_device(dump: &Path) -> Value {
 
 /// Where cuBLAS is found it does the products of many rows, biases included: the same states but for the order of sums.
 pub fn cublas(driver: &Path) {
-    let library = tempfile::tempdir().unwrap();
-    let made = Command::new("g++")
-        .args(["-std=c++20", "-O2", "-shared", "-fPIC", "-o"])
-        .arg(library.path().join("libcublas.so"))
-        .arg(root().join("tests/cuda_driver/libcublas.cpp"))
-        .output()
-        .unwrap();
-    Outcome::of(made).ok();
+    let library = library("libcublas");
     let dir = tempfile::tempdir().unwrap();
     let ids: Vec<u32> = (3..43).collect();
     std::fs::write(dir.path().join("ids"), serde_json::to_string(&vec![ids]).unwrap()).unwrap();

@@ -1,0 +1,272 @@
+//! The limits of real chips: shared memory and launches as compute capabilities 8.0, 8.6 and 9.0 have them, drivers that
+//! are older than the kernels, and `scripts/gpu_check.sh` on the stand-in.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use kvsmith::method::registry::METHODS;
+use serde_json::Value;
+
+use super::common::{Outcome, root};
+use super::{command, library, reports};
+
+/// Runs the program on a chip of this compute capability.
+fn on_chip(driver: &Path, chip: u32, arguments: &str) -> Outcome {
+    let mut command = command(driver, arguments);
+    // The code for 8.0 runs on 8.6 too.
+    let report = reports().join(format!("sm_{}.txt", if chip < 90 { 80 } else { chip }));
+    command
+        .env("FAKE_CUDA_CHIP", chip.to_string())
+        .env("FAKE_CUDA_REPORT", report);
+    Outcome::of(command.output().unwrap())
+}
+
+/// The documented largest sizes, 12,288 codewords, 128 channels and 16 query heads per KV head, on the smallest chip.
+pub fn largest(driver: &Path) {
+    let arguments = "bench retrieve --json --device cuda --shapes 16/1x128 --context 200 --size 12288 --methods a2ats --runs 1";
+    let row = &on_chip(driver, 86, arguments).json()["rows"][0];
+    assert_eq!(row["name"], "retrieve a2ats");
+}
+
+/// Prompts and steps of heads of 128 channels give the same tokens on every chip.
+pub fn same_tokens(driver: &Path) {
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path().display();
+    let ids: Vec<u32> = (3..90).collect();
+    std::fs::write(dir.path().join("ids"), serde_json::to_string(&[ids]).unwrap()).unwrap();
+    let tokens = |chip| {
+        let arguments = format!(
+            "run --json --device cuda --model tests/fixtures/golden/llama_d128 --tokens {at}/ids --method full --kv bf16 \
+             --ignore-eos --max-new 4"
+        );
+        on_chip(driver, chip, &arguments).json()["ids"].clone()
+    };
+    let expected = tokens(90);
+    assert!(
+        expected.as_array().is_some_and(|ids| ids.len() == 4),
+        "{expected}"
+    );
+    for chip in [80, 86] {
+        assert_eq!(tokens(chip), expected, "{chip}");
+    }
+}
+
+/// Counts the launches of each layer of a step's graph, which must be equal, and all others.
+fn launches(graph: &str, layers: usize) -> (usize, usize) {
+    let kernels: Vec<&str> = graph.split_whitespace().collect();
+    let is_start = |i: usize| kernels[i] == "append_rows" && (i == 0 || kernels[i - 1] != "append_rows");
+    let starts: Vec<usize> = (0..kernels.len()).filter(|i| is_start(*i)).collect();
+    assert_eq!(starts.len(), layers, "{graph}");
+    let each = starts[1] - starts[0];
+    for pair in starts.windows(2) {
+        assert_eq!(pair[1] - pair[0], each, "{graph}");
+    }
+    (each, kernels.len() - each * layers)
+}
+
+/// The launches of a decode step, as docs/gpu.md lists them.
+pub fn recorded_launches(driver: &Path) {
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path().display();
+    let calibrate = format!(
+        "calibrate --device cpu --model calib-data/model --text calib-data/text.txt --max-tokens 2048 --uuid-tokens 0 \
+         --seq-len 512 --wrope-position 128 --size 32 --iterations 3 -o {at}/a.safetensors"
+    );
+    Outcome::of(command(driver, &calibrate).output().unwrap()).ok();
+    std::fs::write(
+        dir.path().join("prompt"),
+        "The key and the value of a token, ".repeat(12),
+    )
+    .unwrap();
+    let doc = std::fs::read_to_string(root().join("docs/gpu.md")).unwrap();
+    let mut found = BTreeMap::new();
+    for method in METHODS.iter() {
+        let name = method.as_str();
+        let log = dir.path().join(name);
+        let arguments = format!(
+            "run -q --json --model calib-data/model --artifact {at}/a.safetensors --prompt-file {at}/prompt --method {name} \
+             --budget 0.1 --window 16 --max-new 3 --ignore-eos --device cuda"
+        );
+        let mut command = command(driver, &arguments);
+        Outcome::of(command.env("FAKE_CUDA_LOG", &log).output().unwrap()).ok();
+        if let Ok(graphs) = std::fs::read_to_string(&log) {
+            let graph = graphs.lines().next().expect("a graph");
+            let (each, others) = launches(graph, 4);
+            found.insert(name.to_owned(), each);
+            let said = format!("Beside the layers a step has {others} launches.");
+            assert!(doc.contains(&said), "docs/gpu.md: {said} ({name})");
+        }
+    }
+    let (_, table) = doc
+        .split_once("| method | launches per layer |\n|---|---|\n")
+        .expect("a table");
+    let rows = table.lines().take_while(|line| line.starts_with("| "));
+    let documented: BTreeMap<String, usize> = rows
+        .map(|line| {
+            let cells: Vec<&str> = line
+                .split('|')
+                .map(|cell| cell.trim().trim_matches('`'))
+                .collect();
+            (cells[1].to_owned(), cells[2].parse().expect("a number"))
+        })
+        .collect();
+    assert_eq!(documented, found, "docs/gpu.md, and what was recorded");
+}
+
+/// A driver that is older than the kernels takes those of its own compiler; without one it is refused.
+pub fn old_driver(driver: &Path) {
+    let nvrtc = library("libnvrtc");
+    let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
+    let run = |with: bool| {
+        let mut command = command(
+            driver,
+            "bench attend -v --json --device cuda --shapes 2/1x64 --context 100 --methods full --runs 1",
+        );
+        if with {
+            let folders = [nvrtc.path(), driver].map(|p| p.display().to_string()).join(":");
+            command.env("LD_LIBRARY_PATH", format!("{folders}:{path}"));
+        }
+        Outcome::of(command.env("FAKE_CUDA", "old_driver").output().unwrap())
+    };
+    let with = run(true);
+    assert!(
+        with.stderr.contains("stand-in NVRTC: --gpu-architecture=sm_90"),
+        "{}",
+        with.stderr
+    );
+    assert_eq!(with.code, Some(0), "{}", with.stderr);
+    let without = run(false);
+    assert_eq!(without.code, Some(3), "{}", without.stderr);
+    assert!(
+        without.stderr.contains("the driver is too old"),
+        "{}",
+        without.stderr
+    );
+}
+
+/// A folder as `make gpu-kit` makes it; its tests are scripts that say what tests say, and take `seconds`.
+fn kit(driver: &Path, seconds: u32, fails: &str) -> tempfile::TempDir {
+    let kit = tempfile::tempdir().unwrap();
+    let at = |name: &str| kit.path().join(name);
+    let write = |name: &str, text: &str| {
+        std::fs::write(at(name), text).unwrap();
+        std::fs::set_permissions(at(name), std::fs::Permissions::from_mode(0o755)).unwrap();
+    };
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_kvsmith"), at("kvsmith")).unwrap();
+    std::os::unix::fs::symlink(root().join("calib-data"), at("calib-data")).unwrap();
+    std::os::unix::fs::symlink(driver, at("lib")).unwrap();
+    for name in ["backends", "decode", "cuda_model", "cmd_device"] {
+        let result = match name == fails {
+            true => "echo 'test result: FAILED. 1 passed; 1 failed'; exit 101",
+            false => "echo 'test result: ok. 5 passed; 0 failed'",
+        };
+        write(name, &format!("#!/bin/sh\nsleep {seconds}\n{result}\n"));
+    }
+    kit
+}
+
+fn gpu_check(kit: &Path, out: &Path) -> Command {
+    let mut command = Command::new("sh");
+    command
+        .arg(root().join("scripts/gpu_check.sh"))
+        .args([kit, out])
+        .arg("quick")
+        // Without a sanitizer of the machine's own.
+        .env(
+            "PATH",
+            "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        )
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+fn report(out: &Path) -> Value {
+    let text = std::fs::read_to_string(out.join("gpu.json")).unwrap();
+    serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}"))
+}
+
+/// The status of each part.
+fn statuses(report: &Value) -> BTreeMap<String, String> {
+    let parts = report["parts"].as_array().expect("parts").iter();
+    let text = |part: &Value, key: &str| part[key].as_str().expect("a text").to_owned();
+    parts
+        .map(|part| (text(part, "name"), text(part, "status")))
+        .collect()
+}
+
+/// The whole check runs on the stand-in; a test that fails is a failure, a tool that is not there is not.
+pub fn check_script(driver: &Path) {
+    let out = tempfile::tempdir().unwrap();
+    let kit = kit(driver, 0, "decode");
+    let outcome = Outcome::of(gpu_check(kit.path(), out.path()).output().unwrap());
+    assert_eq!(outcome.code, Some(1), "{}", outcome.stderr);
+    assert!(outcome.stderr.contains("failed: decode"), "{}", outcome.stderr);
+    assert!(outcome.stdout.len() < 10_000);
+    assert!(std::fs::read_dir(out.path()).unwrap().count() <= 4);
+    let report = report(out.path());
+    let expected = [
+        ("backends", "passed"),
+        ("decode", "failed"),
+        ("model", "passed"),
+        ("calibrate", "passed"),
+        ("attend", "passed"),
+        ("retrieve", "passed"),
+        ("decode-long", "passed"),
+        ("decode-short", "passed"),
+        ("kmeans-one", "passed"),
+        ("memcheck", "not checked"),
+        ("racecheck", "not checked"),
+    ];
+    let expected = expected.map(|(name, status)| (name.to_owned(), status.to_owned()));
+    assert_eq!(statuses(&report), BTreeMap::from(expected), "{report}");
+    for name in ["attend", "retrieve", "decode-long", "decode-short", "kmeans-one"] {
+        assert!(
+            report["bench"][name]["rows"][0]["median_s"].is_number(),
+            "{name}: {report}"
+        );
+    }
+}
+
+/// Killed at any time, it leaves a whole document of what it had.
+pub fn check_script_killed(driver: &Path) {
+    let out = tempfile::tempdir().unwrap();
+    let kit = kit(driver, 1, "");
+    let mut child = gpu_check(kit.path(), out.path()).spawn().unwrap();
+    let start = Instant::now();
+    let has_parts = || {
+        let text = std::fs::read_to_string(out.path().join("gpu.json")).unwrap_or_default();
+        text.contains("\"decode\"")
+    };
+    while !has_parts() {
+        assert!(start.elapsed() < Duration::from_secs(60), "no part has ended");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let statuses = statuses(&report(out.path()));
+    assert_eq!(statuses["backends"], "passed");
+    assert_eq!(statuses["decode"], "passed");
+    assert!(!statuses.contains_key("racecheck"), "{statuses:?}");
+}
+
+/// The limits of all parts add up to what the script says, within nine minutes.
+pub fn check_script_limits(_: &Path) {
+    let script = std::fs::read_to_string(root().join("scripts/gpu_check.sh")).unwrap();
+    let (_, parts) = script.split_once("# Correctness.").expect("the parts");
+    let limit = |line: &str| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let at = words
+            .iter()
+            .position(|w| ["tests", "bench", "sanitize"].contains(w))?;
+        words.get(at + 2)?.parse::<u32>().ok()
+    };
+    let listed: u32 = parts.lines().filter_map(limit).sum();
+    // `peers` has 20 s to look for PyTorch, and 30 s.
+    assert!(script.contains("timeout 20 python3") && script.contains("measure peers 30"));
+    assert_eq!(listed + 50, 500);
+    assert!(script.contains("deadline=$((start + 530))"));
+}
