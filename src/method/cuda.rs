@@ -195,9 +195,9 @@ pub trait CudaIndex {
         sums: &Buffer<'_, f64>,
     ) -> Result<()> {
         kernels::TallyRows {
-            spans: positions.span_ptr(),
-            listed: chosen.map(Selection::listed_ptr),
-            ranked: chosen.and_then(Selection::ranked_ptr),
+            spans: positions.spans.ptr(),
+            listed: chosen.map(|chosen| chosen.listed.ptr()),
+            ranked: chosen.and_then(|chosen| chosen.ranked.as_ref().map(Buffer::ptr)),
             sum: sums.ptr(),
             b: at.shape.sequences,
             g: at.shape.kv_heads,

@@ -17,6 +17,7 @@ use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
 use super::cases::{self, Batch, matrix, normal, normals, upload};
+use super::held::{held_rows, held_signs, packed_layer};
 
 #[derive(Clone)]
 pub struct Special {
@@ -184,7 +185,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     prompts
         .signs(rows[0], last, layout, &batch.positions, &signs)
         .unwrap();
-    assert_eq!(signs.read().unwrap(), layer.signs.read().unwrap());
+    assert_eq!(held_signs(&signs), held_signs(&layer.signs));
 
     let index = SelfIndex::empty(driver, shape, &case.limits).unwrap();
     let calibrated = prior.as_deref().map(|prior| upload(driver, prior));
@@ -234,18 +235,18 @@ fn compare_centroids(own: &[f32], theirs: &[f32]) {
 /// Every byte of the cache against the CPU's.
 fn compare(driver: &dyn Driver, shape: Shape, references: &[Reference], layer: &PackedLayer, when: &str) {
     let caches: Vec<&Packed> = references.iter().map(|reference| &reference.packed).collect();
-    let theirs = PackedLayer::of(driver, shape, &caches).unwrap();
-    let (own, cpu) = (layer.signs.read().unwrap(), theirs.signs.read().unwrap());
+    let theirs = packed_layer(driver, shape, &caches);
+    let (own, cpu) = (held_signs(&layer.signs), held_signs(&theirs.signs));
     assert_eq!(own.full, cpu.full, "{when}: positions that come first");
     assert_eq!(own.centre, cpu.centre, "{when}: centres");
     assert_eq!(own.signs, cpu.signs, "{when}: signs");
     assert_eq!(
-        layer.alpha().unwrap(),
-        theirs.alpha().unwrap(),
+        layer.alpha.read().unwrap(),
+        theirs.alpha.read().unwrap(),
         "{when}: magnitudes"
     );
     for i in 0..2 {
-        let (own, cpu) = (layer.read(i).unwrap(), theirs.read(i).unwrap());
+        let (own, cpu) = (held_rows(layer, i), held_rows(&theirs, i));
         assert_eq!(own.0, cpu.0, "{when}: bits of {i}");
         assert_eq!(own.1, cpu.1, "{when}: scales of {i}");
         assert_eq!(own.2, cpu.2, "{when}: half precision of {i}");

@@ -199,9 +199,9 @@ pub struct Attention<'d> {
     /// Maximum and sum of exponentials of each block, `[b,g,parts,r,2]`.
     sums: Buffer<'d, f32>,
     /// Attention output, `[b,h,w]`.
-    out: Buffer<'d, f32>,
-    /// Log-sum-exps, `[b,h]`.
-    lse: Buffer<'d, f32>,
+    pub out: Buffer<'d, f32>,
+    /// Log-sum-exps of the scaled scores, `[b,h]`.
+    pub lse: Buffer<'d, f32>,
 }
 
 impl<'d> Attention<'d> {
@@ -449,20 +449,5 @@ impl<'d> Attention<'d> {
             d,
         }
         .launch(self.driver, [n.div_ceil(8), 1, 1])
-    }
-
-    /// Copies the outputs to the host, `[b,h,d]`; waits for the device.
-    pub fn output(&self) -> Result<Vec<f32>> {
-        let rows = self.out.read()?;
-        let rows = rows.chunks(self.shape.width());
-        Ok(rows
-            .flat_map(|row| &row[..self.shape.head_dim])
-            .copied()
-            .collect())
-    }
-
-    /// Copies the log-sum-exps of the scaled scores to the host, `[b,h]`; waits for the device.
-    pub fn lse(&self) -> Result<Vec<f32>> {
-        self.lse.read()
     }
 }

@@ -9,15 +9,13 @@ pub mod prompt;
 
 use std::rc::Rc;
 
-use half::f16;
-
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::{KINDS, Limits, Positions, SCAN, Selection, Shape};
-use crate::method::ctkvr::{self as cpu, Centroid, CtkvrParams, FRESH};
+use crate::method::ctkvr::{self as cpu, CtkvrParams, FRESH};
 use crate::method::cuda::{OnDevice, grid};
 use crate::method::topk::cuda::{BestByWeight, Weighed};
 pub use prompt::Lists;
@@ -32,12 +30,13 @@ pub struct Ctkvr<'d> {
     shape: Shape,
     limits: Limits,
     /// `[b,g,slots,r,d]`, f16.
-    centroids: Buffer<'d, u16>,
-    /// `[b,g,slots,longest]` and `[b,g,slots]`.
-    lists: Buffer<'d, u32>,
-    lens: Buffer<'d, u32>,
+    pub centroids: Buffer<'d, u16>,
+    /// Positions of each centroid, `[b,g,slots,longest]`.
+    pub lists: Buffer<'d, u32>,
+    /// Lengths of the lists, `[b,g,slots]`.
+    pub lens: Buffer<'d, u32>,
     /// `[b,4]`: slot of the oldest centroid, number of centroids, first position that no list covers, number of steps.
-    ring: Buffer<'d, u32>,
+    pub ring: Buffer<'d, u32>,
     space: Rc<CtkvrWorkspace<'d>>,
 }
 
@@ -247,7 +246,7 @@ impl<'d> Ctkvr<'d> {
             capacity,
         }
         .launch(self.driver, grid(&self.shape, blocks))?;
-        let ranked = space.weights.best.selection.ranked_ptr();
+        let ranked = space.weights.best.selection.ranked.as_ref();
         let ranked =
             ranked.ok_or_else(|| Error::failed("CUDA: no room for the numbers of ranked positions"))?;
         kernels::ListUnion {
@@ -260,7 +259,7 @@ impl<'d> Ctkvr<'d> {
             counts: space.counts.ptr(),
             item_spans: space.item_spans.ptr(),
             wants: space.wants.ptr(),
-            ranked,
+            ranked: ranked.ptr(),
             room: space.room,
             capacity,
         }
@@ -311,27 +310,5 @@ impl<'d> Ctkvr<'d> {
     /// Returns the bytes of the centroids and their lists.
     pub fn bytes(&self) -> usize {
         2 * self.centroids.len() + 4 * (self.lists.len() + self.lens.len())
-    }
-
-    /// Copies the centroids of each KV head `[b,g]` to the host, oldest first; waits for the device.
-    pub fn held(&self) -> Result<Vec<Vec<Centroid>>> {
-        let (slots, longest) = (self.space.slots, self.space.longest);
-        let values = self.shape.group * self.shape.head_dim;
-        let (ring, lens) = (self.ring.read()?, self.lens.read()?);
-        let (centroids, lists) = (self.centroids.read()?, self.lists.read()?);
-        let head = |at: usize| {
-            let state = &ring[at / self.shape.kv_heads * 4..];
-            let slot = |i: u32| at * slots + (state[0] + i) as usize % slots;
-            let held = (0..state[1]).map(|i| {
-                let row = &centroids[slot(i) * values..][..values];
-                let list = &lists[slot(i) * longest..][..lens[slot(i)] as usize];
-                Centroid {
-                    queries: row.iter().map(|bits| f16::from_bits(*bits)).collect(),
-                    list: list.to_vec(),
-                }
-            });
-            held.collect()
-        };
-        Ok((0..self.shape.heads()).map(head).collect())
     }
 }
