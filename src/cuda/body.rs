@@ -104,7 +104,7 @@ impl<'a> Body<'a> {
 
     /// The type of rows that are attended and not kept: that of the weights, or f32.
     pub(crate) fn row_type(&self) -> Float {
-        let kind = self.layers.first().map(|l| l.qkv.weight.kind());
+        let kind = self.layers.first().map(|l| l.qkv.weight.kind);
         kind.map_or(Float::F32, |kind| self.precision.attended(kind))
     }
 
@@ -173,17 +173,12 @@ impl<'d> Ends<'d> {
     /// Embeds `n` ids: `[n, hidden]`.
     pub fn embed(&self, ids: &Buffer<'_, u32>, n: usize, hidden: &Buffer<'_, f32>) -> Result<()> {
         let table = &self.embedding.as_ref().unwrap_or(&self.head).weight;
-        let kind = match table.kind() {
-            Float::F32 => 0,
-            Float::F16 => 1,
-            Float::Bf16 => 2,
-        };
         kernels::EmbedRows {
             ids: ids.ptr(),
-            table: table.values().ptr().cast(),
+            table: table.values.ptr().cast(),
             out: hidden.ptr(),
-            kind,
-            width: table.cols(),
+            kind: table.kind.number(),
+            width: table.cols,
         }
         .launch(self.driver, [n, 1, 1])
     }

@@ -5,8 +5,8 @@ mod fast;
 use ndarray::ArrayView3;
 
 use super::buffer::Buffer;
-use super::points::Rows;
-use super::{kernels, shape};
+use super::kernels;
+use super::points::PointRows;
 use crate::compute::device::{Assignment, Clusters, Drawn};
 use crate::error::Result;
 use fast::Fast;
@@ -53,7 +53,7 @@ pub(super) fn head_bytes(n: usize, w: usize, size: usize) -> usize {
 }
 
 impl<'d> Clustering<'d> {
-    pub fn new(rows: &Rows<'d>, size: usize) -> Result<Self> {
+    pub fn new(rows: &PointRows<'d>, size: usize) -> Result<Self> {
         let (driver, b, n, w) = (rows.driver, rows.b, rows.n, rows.w);
         let largest = rows.largest()?;
         Ok(Self {
@@ -73,7 +73,7 @@ impl<'d> Clustering<'d> {
     }
 
     /// The first centroids: rows, one a head.
-    pub fn seed(&mut self, rows: &Rows, first: &[u32]) -> Result<()> {
+    pub fn seed(&mut self, rows: &PointRows, first: &[u32]) -> Result<()> {
         rows.check("first rows", first.len(), rows.b)?;
         self.drawn.fill(1);
         self.set_ranges(&vec![[0, 1]; rows.b])?;
@@ -97,7 +97,7 @@ impl<'d> Clustering<'d> {
     }
 
     /// Draws, places the rows drawn, and lets them take over: one wait for the device.
-    pub fn draw(&mut self, rows: &Rows, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
+    pub fn draw(&mut self, rows: &PointRows, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
         let (driver, n) = (rows.driver, rows.n);
         rows.check("batches", batch.len(), rows.b)?;
         rows.check("lists of random numbers", uniforms.len(), rows.b)?;
@@ -157,19 +157,16 @@ impl<'d> Clustering<'d> {
         Ok(made)
     }
 
-    pub fn assign(&mut self, rows: &Rows, centroids: ArrayView3<f32>) -> Result<()> {
+    pub fn assign(&mut self, rows: &PointRows, centroids: ArrayView3<f32>) -> Result<()> {
         let all = centroids.as_standard_layout();
-        let all = all
-            .view()
-            .into_shape_with_order((rows.b * self.size, rows.d))
-            .map_err(shape)?;
+        let all = all.view().into_shape_with_order((rows.b * self.size, rows.d))?;
         self.centroids.write(&rows.padded(all))?;
         self.drawn.fill(self.size);
         self.search_all(rows)?;
         self.changed.write(&vec![1; rows.b])
     }
 
-    pub fn update(&mut self, rows: &Rows) -> Result<()> {
+    pub fn update(&mut self, rows: &PointRows) -> Result<()> {
         let sums = Buffer::<u64>::zeros(rows.driver, "sums of rows", rows.b * self.size * rows.w)?;
         let counts = Buffer::<u32>::zeros(rows.driver, "counts", rows.b * self.size)?;
         let (codes, largest) = (self.codes.ptr(), self.largest.ptr());
@@ -199,7 +196,7 @@ impl<'d> Clustering<'d> {
         self.search_all(rows)
     }
 
-    pub fn hand_over(&mut self, rows: &Rows, head: usize, given: &[(u32, u32)]) -> Result<()> {
+    pub fn hand_over(&mut self, rows: &PointRows, head: usize, given: &[(u32, u32)]) -> Result<()> {
         if given.is_empty() {
             return Ok(());
         }
@@ -217,7 +214,7 @@ impl<'d> Clustering<'d> {
         .launch(rows.driver, blocks)
     }
 
-    pub fn assignment(&self, rows: &Rows) -> Result<Vec<Assignment>> {
+    pub fn assignment(&self, rows: &PointRows) -> Result<Vec<Assignment>> {
         let runs = rows.n.div_ceil(INERTIA_RUN);
         let sums = Buffer::<f64>::new(rows.driver, "sums of distances", rows.b * runs)?;
         kernels::Inertia {
@@ -244,7 +241,7 @@ impl<'d> Clustering<'d> {
         Ok(heads.map(head).collect())
     }
 
-    pub fn read(&self, rows: &Rows, head: usize) -> Result<Clusters> {
+    pub fn read(&self, rows: &PointRows, head: usize) -> Result<Clusters> {
         let (n, w) = (rows.n, rows.w);
         let centroids = self
             .centroids
@@ -261,7 +258,7 @@ impl<'d> Clustering<'d> {
     }
 
     /// The rows `fresh`, `[b,most]`, become the centroids in range.
-    fn place(&self, rows: &Rows, fresh: &Buffer<u32>, most: usize) -> Result<()> {
+    fn place(&self, rows: &PointRows, fresh: &Buffer<u32>, most: usize) -> Result<()> {
         let blocks = (most * rows.w).div_ceil(256);
         kernels::PlaceCentroids {
             x: rows.x.ptr(),
@@ -277,14 +274,14 @@ impl<'d> Clustering<'d> {
     }
 
     /// Every row to the nearest of all centroids.
-    fn search_all(&mut self, rows: &Rows) -> Result<()> {
+    fn search_all(&mut self, rows: &PointRows) -> Result<()> {
         self.set_ranges(&vec![[0, self.size as u32]; rows.b])?;
         self.search(rows, self.size, false)?;
         self.take_over(rows, true)
     }
 
     /// The biases of the centroids in range, at most `most` a head.
-    fn find_biases(&self, rows: &Rows, most: usize) -> Result<()> {
+    fn find_biases(&self, rows: &PointRows, most: usize) -> Result<()> {
         kernels::CentroidBiases {
             centroids: self.centroids.ptr(),
             ranges: self.ranges.ptr(),
@@ -297,7 +294,7 @@ impl<'d> Clustering<'d> {
 
     /// `next` becomes the nearest of the centroids in range, at most `most` a head; where they `challenge`,
     /// only of the rows that one of them is nearer to than the present one.
-    fn search(&self, rows: &Rows, most: usize, challenge: bool) -> Result<()> {
+    fn search(&self, rows: &PointRows, most: usize, challenge: bool) -> Result<()> {
         self.find_biases(rows, most)?;
         let scores = challenge.then(|| self.scores.ptr());
         let (x, centroids, biases) = (rows.x.ptr(), self.centroids.ptr(), self.biases.ptr());
@@ -341,7 +338,7 @@ impl<'d> Clustering<'d> {
     }
 
     /// Codes become `next`; distances follow where a code changed, or in `all` rows.
-    fn take_over(&self, rows: &Rows, all: bool) -> Result<()> {
+    fn take_over(&self, rows: &PointRows, all: bool) -> Result<()> {
         kernels::TakeOver {
             x: rows.x.ptr(),
             centroids: self.centroids.ptr(),

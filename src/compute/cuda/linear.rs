@@ -21,10 +21,14 @@ const FLOAT_TILE: usize = 64;
 
 /// A weight `[n,k]` on the device, in its stored type.
 pub struct Matrix<'d> {
-    kind: Float,
-    rows: usize,
-    cols: usize,
-    values: Buffer<'d, u8>,
+    /// Stored type.
+    pub(crate) kind: Float,
+    /// Output channels, n.
+    pub(crate) rows: usize,
+    /// Input channels, k.
+    pub(crate) cols: usize,
+    /// Stored bytes.
+    pub(crate) values: Buffer<'d, u8>,
 }
 
 impl<'d> Matrix<'d> {
@@ -65,26 +69,6 @@ impl<'d> Matrix<'d> {
             cols,
             values,
         })
-    }
-
-    /// Rows, n: the output channels.
-    pub fn rows(&self) -> usize {
-        self.rows
-    }
-
-    /// Columns, k: the input channels.
-    pub fn cols(&self) -> usize {
-        self.cols
-    }
-
-    /// Stored type.
-    pub fn kind(&self) -> Float {
-        self.kind
-    }
-
-    /// The stored bytes.
-    pub fn values(&self) -> &Buffer<'d, u8> {
-        &self.values
     }
 }
 
@@ -202,36 +186,32 @@ impl<'d> Products<'d> {
         let (driver, weight) = (self.driver, &linear.weight);
         let (n, k, kind) = (weight.rows, weight.cols, weight.kind);
         let (values, bias) = (weight.values.ptr(), linear.bias.as_ref().map(Buffer::ptr));
+        let accumulate = usize::from(accumulate);
+        // The arguments of both kernels, and one that only one has.
+        macro_rules! arguments {
+            ($kernel:ident $(, $more:ident)?) => {
+                kernels::$kernel {
+                    x: x.ptr(),
+                    weight: values.cast(),
+                    bias,
+                    out: out.ptr(),
+                    m,
+                    n,
+                    k,
+                    accumulate,
+                    $($more)?
+                }
+            };
+        }
         if m > FEW {
-            return kernels::LinearFloat {
-                x: x.ptr(),
-                weight: values.cast(),
-                bias,
-                out: out.ptr(),
-                m,
-                n,
-                k,
-                accumulate: usize::from(accumulate),
-            }
-            .launch(driver, kind, tiles(m, n, FLOAT_TILE));
+            return arguments!(LinearFloat).launch(driver, kind, tiles(m, n, FLOAT_TILE));
         }
         let (warps, wanted) = (n.div_ceil(FEW_ROWS), driver.multiprocessors() * WARPS_EACH);
         let mut split = 1;
         while split < 8 && warps * split < wanted && split * SHORTEST < k {
             split *= 2;
         }
-        kernels::LinearFew {
-            x: x.ptr(),
-            weight: values.cast(),
-            bias,
-            out: out.ptr(),
-            m,
-            n,
-            k,
-            accumulate: usize::from(accumulate),
-            split,
-        }
-        .launch(driver, kind, [warps.div_ceil(8 / split), 1, 1])
+        arguments!(LinearFew, split).launch(driver, kind, [warps.div_ceil(8 / split), 1, 1])
     }
 
     /// The first `n` numbers in 16 bits.

@@ -255,38 +255,29 @@ impl<'d> Attention<'d> {
         let (outs, sums, scale) = (self.outs.ptr(), self.sums.ptr(), self.shape.exponent());
         let (r, capacity) = (self.shape.group, self.shape.capacity);
         let (driver, grid) = (self.driver, self.grid(parts));
+        // The arguments of both kernels, and one that only one has.
+        macro_rules! arguments {
+            ($kernel:ident $(, $more:ident)?) => {
+                kernels::$kernel {
+                    queries,
+                    keys: rows.keys.ptr().cast(),
+                    values: rows.values.ptr().cast(),
+                    spans,
+                    lists,
+                    listed,
+                    outs,
+                    sums,
+                    scale,
+                    r,
+                    capacity,
+                    most,
+                    $($more)?
+                }
+            };
+        }
         match rows.float {
-            Float::F32 => kernels::AttendFloat {
-                queries,
-                keys: rows.keys.ptr().cast(),
-                values: rows.values.ptr().cast(),
-                spans,
-                lists,
-                listed,
-                outs,
-                sums,
-                scale,
-                r,
-                capacity,
-                most,
-                w,
-            }
-            .launch(driver, grid, float_bytes(&self.shape))?,
-            Float::F16 | Float::Bf16 => kernels::Attend {
-                queries,
-                keys: rows.keys.ptr().cast(),
-                values: rows.values.ptr().cast(),
-                spans,
-                lists,
-                listed,
-                outs,
-                sums,
-                scale,
-                r,
-                capacity,
-                most,
-            }
-            .launch(driver, rows.float, w, grid)?,
+            Float::F32 => arguments!(AttendFloat, w).launch(driver, grid, float_bytes(&self.shape))?,
+            float => arguments!(Attend).launch(driver, float, w, grid)?,
         }
         self.merge(parts)
     }

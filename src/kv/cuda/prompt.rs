@@ -12,6 +12,8 @@ use super::{Positions, Shape};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
+use crate::compute::cuda::rows::HeadRows;
+use crate::compute::device::Statistic;
 use crate::error::{Error, Result};
 use crate::kv::packed::{Center, Layout};
 use rows::Heads;
@@ -19,8 +21,6 @@ pub use rows::{Queries, Rows};
 
 /// Most values processed at once, unless one KV head has more.
 const MOST_VALUES: usize = 1 << 26;
-/// Rows whose signs one block sums.
-const SIGN_ROWS: usize = 4096;
 
 /// The buffers for processing prompts; all layers of a shape share them.
 pub struct Prompts<'d> {
@@ -107,21 +107,17 @@ impl<'d> Prompts<'d> {
         self.begin_choice(layout.full, positions)?;
         for heads in self.parts(positions) {
             self.widen(keys, heads, None)?;
-            self.fit_centre(heads, layout.center, to)?;
-            let words = to.pitch() / 4;
-            let shape = &self.shape;
-            kernels::AppendSigns {
-                rows: self.x.ptr(),
-                centre: to.centre.ptr_at(heads.at * shape.head_dim),
-                lens: positions.lens.ptr_at(heads.sequence),
-                signs: to.signs.ptr_at(heads.at * shape.capacity * words),
-                m: heads.n,
-                d: shape.head_dim,
-                w: shape.width(),
-                pitch: to.pitch(),
-                capacity: shape.capacity,
-            }
-            .launch(self.driver, [(heads.n * words).div_ceil(256), heads.count, 1])?;
+            let centre = match layout.center {
+                Center::Median => Statistic::Ranked((heads.n - 1) / 2),
+                Center::Mean => Statistic::Mean,
+            };
+            self.fit(heads, centre, &to.centre, 0.0)?;
+            to.write(
+                self.x.ptr(),
+                [heads.at, heads.count, 1],
+                [heads.n, self.shape.width()],
+                positions.lens.ptr_at(heads.sequence),
+            )?;
             self.score(queries, heads)?;
         }
         self.choose_full(layout.full, to)
@@ -142,46 +138,24 @@ impl<'d> Prompts<'d> {
         to: &Buffer<'_, f32>,
     ) -> Result<()> {
         self.check(&signs.shape)?;
-        let (d, w) = (self.shape.head_dim, self.shape.width());
+        let d = self.shape.head_dim;
         for heads in self.parts(positions) {
             self.widen(keys, heads, Some(signs))?;
             self.clear_full(heads, signs)?;
-            let n = heads.n;
-            self.largest.zero()?;
             self.sums.zero()?;
             self.counts.zero()?;
-            let (x, largest) = (self.x.ptr(), self.largest.ptr());
-            let blocks = (heads.n * w).div_ceil(1 << 12).min(1 << 10);
-            kernels::Largest {
-                rows: x,
-                out: largest,
-                ranges: None,
-                n,
-                stride: n,
-                w,
-            }
-            .launch(self.driver, [blocks, heads.count, 1])?;
-            let grid = [heads.n.div_ceil(SIGN_ROWS), heads.count, (d / 4).div_ceil(32)];
-            kernels::SignSums {
-                x,
-                sums: self.sums.ptr(),
-                counts: self.counts.ptr(),
-                largest,
-                n,
-                d,
-                w,
-                run_rows: SIGN_ROWS,
-            }
-            .launch(self.driver, grid)?;
+            self.rows(heads).largest(&self.largest)?;
+            self.rows(heads)
+                .sign_sums(d, &self.largest, &self.sums, &self.counts)?;
             let first = heads.at % self.shape.kv_heads;
             kernels::SignCentroids {
                 sums: self.sums.ptr(),
                 counts: self.counts.ptr(),
-                largest,
+                largest: self.largest.ptr(),
                 full_count: signs.full_count.ptr_at(heads.at),
                 prior: prior.map(|prior| prior.ptr_at(first * d * 16)),
                 centroids: to.ptr_at(heads.at * d * 16),
-                n,
+                n: heads.n,
                 d,
             }
             .launch(self.driver, [(d * 16).div_ceil(256), heads.count, 1])?;
@@ -206,9 +180,8 @@ impl<'d> Prompts<'d> {
         for heads in self.parts(positions) {
             self.widen(keys, heads, Some(&to.signs))?;
             self.clear_full(heads, &to.signs)?;
-            self.rank(heads, [heads.n - 1, 1])?;
             // A channel whose magnitudes are all zero gets a scale of one.
-            self.store(heads, &to.alpha, 1.0)?;
+            self.fit(heads, Statistic::RankedMagnitude(heads.n - 1), &to.alpha, 1.0)?;
             for (i, rows) in [keys, values].into_iter().enumerate() {
                 self.widen(rows, heads, None)?;
                 to.pack(
@@ -268,38 +241,21 @@ impl<'d> Prompts<'d> {
         .launch(self.driver, [(heads.n * w).div_ceil(256), heads.count, 1])
     }
 
-    /// Computes the value of every channel of `x` at a rank; with `magnitude` 1, ranks magnitudes.
-    fn rank(&self, heads: Heads, [rank, magnitude]: [usize; 2]) -> Result<()> {
-        let (n, w) = (heads.n, self.shape.width());
-        kernels::ChannelRanked {
+    /// Returns the rows in `x`.
+    fn rows(&self, heads: Heads) -> HeadRows<'_> {
+        HeadRows {
+            driver: self.driver,
             x: self.x.ptr(),
-            out: self.statistic.ptr(),
-            n,
-            w,
-            first: 0,
-            count: n,
-            rank,
-            magnitude,
+            heads: heads.count,
+            n: heads.n,
+            w: self.shape.width(),
         }
-        .launch(self.driver, [w.div_ceil(32), heads.count, 1])
     }
 
-    /// Computes the mean of every channel of `x`.
-    fn mean(&self, heads: Heads) -> Result<()> {
-        let (n, w) = (heads.n, self.shape.width());
-        kernels::ChannelMean {
-            x: self.x.ptr(),
-            out: self.statistic.ptr(),
-            n,
-            w,
-            first: 0,
-            count: n,
-        }
-        .launch(self.driver, [w.div_ceil(32), heads.count, 1])
-    }
-
-    /// Stores the statistics as per-channel values, `[b,g,d]`; zeros become `instead`.
-    fn store(&self, heads: Heads, to: &Buffer<'_, f32>, instead: f32) -> Result<()> {
+    /// Stores a statistic of every channel of `x` as per-channel values, `[b,g,d]`; zeros become `instead`.
+    fn fit(&self, heads: Heads, what: Statistic, to: &Buffer<'_, f32>, instead: f32) -> Result<()> {
+        self.rows(heads)
+            .channel_statistic(0..heads.n, what, &self.statistic)?;
         let (d, w) = (self.shape.head_dim, self.shape.width());
         kernels::StoreChannels {
             from: self.statistic.ptr(),
@@ -309,14 +265,6 @@ impl<'d> Prompts<'d> {
             w,
         }
         .launch(self.driver, [1, heads.count, 1])
-    }
-
-    fn fit_centre(&self, heads: Heads, center: Center, to: &Signs<'_>) -> Result<()> {
-        match center {
-            Center::Median => self.rank(heads, [(heads.n - 1) / 2, 0])?,
-            Center::Mean => self.mean(heads)?,
-        }
-        self.store(heads, &to.centre, 0.0)
     }
 
     fn begin_choice(&self, full: usize, positions: &Positions<'_>) -> Result<()> {

@@ -1,7 +1,7 @@
 //! The sign bits of one layer's cached keys on the GPU.
 
 use super::{Positions, Shape};
-use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::buffer::{Buffer, Ptr};
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::fill::{Random, fill};
 use crate::compute::cuda::kernels;
@@ -65,20 +65,32 @@ impl<'d> Signs<'d> {
 
     /// Stores the signs of the last `m` rotated keys, `[b,g,m,d]`; `positions` counts them already.
     pub fn append(&self, keys: &Buffer<'_, f32>, m: usize, positions: &Positions<'_>) -> Result<()> {
-        let shape = &self.shape;
-        let blocks = (m * words(shape)).div_ceil(256);
+        let (rows, shape) = (keys.ptr(), &self.shape);
+        let heads = [0, shape.kv_heads, shape.sequences];
+        self.write(rows, heads, [m, shape.head_dim], positions.lens.ptr())
+    }
+
+    /// Stores the signs of the last `m` keys, `[sequences,heads,m,w]`, of the KV heads from `first` on.
+    pub(crate) fn write(
+        &self,
+        rows: Ptr<'_, f32>,
+        [first, heads, sequences]: [usize; 3],
+        [m, w]: [usize; 2],
+        lens: Ptr<'_, u32>,
+    ) -> Result<()> {
+        let (shape, words) = (&self.shape, words(&self.shape));
         kernels::AppendSigns {
-            rows: keys.ptr(),
-            centre: self.centre.ptr(),
-            lens: positions.lens.ptr(),
-            signs: self.signs.ptr(),
+            rows,
+            centre: self.centre.ptr_at(first * shape.head_dim),
+            lens,
+            signs: self.signs.ptr_at(first * shape.capacity * words),
             m,
             d: shape.head_dim,
-            w: shape.head_dim,
+            w,
             pitch: self.pitch(),
             capacity: shape.capacity,
         }
-        .launch(self.driver, [blocks, shape.kv_heads, shape.sequences])
+        .launch(self.driver, [(m * words).div_ceil(256), heads, sequences])
     }
 }
 

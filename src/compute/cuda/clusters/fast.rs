@@ -2,7 +2,7 @@
 
 use super::super::buffer::{Buffer, Ptr};
 use super::super::kernels;
-use super::super::points::Rows;
+use super::super::points::PointRows;
 use super::{Clustering, TILE, WARPS};
 use crate::error::Result;
 
@@ -34,7 +34,7 @@ pub struct Fast<'d> {
 
 impl<'d> Fast<'d> {
     /// `None` where the device or the width rule it out.
-    pub fn new(rows: &Rows<'d>, size: usize, largest: &Buffer<'d, u32>) -> Result<Option<Self>> {
+    pub fn new(rows: &PointRows<'d>, size: usize, largest: &Buffer<'d, u32>) -> Result<Option<Self>> {
         let (driver, b, n, w) = (rows.driver, rows.b, rows.n, rows.w);
         let fits = w <= FAST_WIDTH && shared_bytes(w) <= driver.shared_bytes();
         if !fits || !driver.searches_on_tensor_cores() {
@@ -53,15 +53,7 @@ impl<'d> Fast<'d> {
             list: Buffer::new(driver, "lists of rows", b * n)?,
             listed: Buffer::new(driver, "lists of rows", b)?,
         };
-        kernels::HalveRows {
-            x: rows.x.ptr(),
-            largest: largest.ptr(),
-            halves: fast.rows.ptr(),
-            norms: fast.norms.ptr(),
-            n,
-            w,
-        }
-        .launch(rows.driver, rows.grid([n.div_ceil(WARPS), 1]))?;
+        rows.heads().halve(largest, &fast.rows, &fast.norms)?;
         Ok(Some(fast))
     }
 }
@@ -70,7 +62,7 @@ impl Clustering<'_> {
     /// The candidates of each row among the centroids in range.
     pub(super) fn find_candidates(
         &self,
-        rows: &Rows,
+        rows: &PointRows,
         fast: &Fast,
         most: usize,
         scores: Option<Ptr<'_, f32>>,

@@ -7,6 +7,7 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::clusters::search_bytes;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
+use crate::compute::cuda::rows::HeadRows;
 use crate::error::{Error, Result};
 use crate::kv::cuda::{Positions, Shape};
 use crate::method::cuda::grid;
@@ -77,26 +78,15 @@ impl<'d> Encoder<'d> {
             w,
         }
         .launch(self.driver, grid)?;
-        self.largest.zero()?;
-        let blocks = (n * w).div_ceil(1 << 12).min(1 << 10);
-        kernels::Largest {
-            rows: self.z.ptr(),
-            out: self.largest.ptr(),
-            ranges: None,
-            n,
-            stride: n,
-            w,
-        }
-        .launch(self.driver, [blocks, shape.heads(), 1])?;
-        kernels::HalveRows {
+        let rows = HeadRows {
+            driver: self.driver,
             x: self.z.ptr(),
-            largest: self.largest.ptr(),
-            halves: self.halves.ptr(),
-            norms: self.norms.ptr(),
+            heads: shape.heads(),
             n,
             w,
-        }
-        .launch(self.driver, [n.div_ceil(8), shape.heads(), 1])
+        };
+        rows.largest(&self.largest)?;
+        rows.halve(&self.largest, &self.halves, &self.norms)
     }
 
     /// Finds the candidate codewords of `n` rows.
@@ -167,41 +157,31 @@ impl A2ats<'_> {
         let (list, listed) = (encoder.list.ptr(), encoder.listed.ptr());
         let (size, capacity) = (self.size, self.shape.capacity);
         encoder.listed.zero()?;
-        kernels::SettleCodes {
-            z,
-            codebook,
-            norms,
-            candidates: encoder.candidates.ptr(),
-            lens,
-            codes,
-            list,
-            listed,
-            first,
-            n,
-            m,
-            size,
-            d,
-            w,
-            capacity,
+        // The arguments of both kernels, and one that only one has.
+        macro_rules! arguments {
+            ($kernel:ident $(, $more:ident)?) => {
+                kernels::$kernel {
+                    z,
+                    codebook,
+                    norms,
+                    lens,
+                    codes,
+                    list,
+                    listed,
+                    first,
+                    n,
+                    m,
+                    size,
+                    d,
+                    w,
+                    capacity,
+                    $($more)?
+                }
+            };
         }
-        .launch(encoder.driver, grid(&encoder.shape, n.div_ceil(256)))?;
-        kernels::EncodeListed {
-            z,
-            codebook,
-            norms,
-            list,
-            listed,
-            lens,
-            codes,
-            first,
-            n,
-            m,
-            size,
-            d,
-            w,
-            capacity,
-        }
-        .launch(encoder.driver, grid(&encoder.shape, n.div_ceil(LISTED)))
+        let candidates = encoder.candidates.ptr();
+        arguments!(SettleCodes, candidates).launch(encoder.driver, grid(&encoder.shape, n.div_ceil(256)))?;
+        arguments!(EncodeListed).launch(encoder.driver, grid(&encoder.shape, n.div_ceil(LISTED)))
     }
 }
 
