@@ -29,7 +29,7 @@ use crate::runner::{Backend, Options, Shares, StepAt, Trace};
 pub struct CudaBackend<'a> {
     model: DeviceModel<'a>,
     options: Options,
-    shape: Shape,
+    at: OnDevice<'a>,
     layers: Vec<LayerState<'a>>,
     attention: Attention<'a>,
     /// Sums over steps and layers of shares: rows read, products taken to rank, query heads bypassed.
@@ -146,7 +146,7 @@ impl<'a> CudaBackend<'a> {
             recording: None,
             model,
             options,
-            shape,
+            at,
         })
     }
 
@@ -155,11 +155,8 @@ impl<'a> CudaBackend<'a> {
         let layer = &mut self.layers[number];
         pass.begin_layer()?;
         pass.run(&mut self.model, &layer.for_prompt(number), &mut |_, _| Ok(()))?;
-        if let (Some(context), Some(prompts)) = (&pass.context, &pass.prompts) {
-            let (positions, layout) = (self.model.windows.of(number), self.options.packed);
-            layer
-                .cache
-                .pack(&context.rows, pass.queries(), layout, prompts, positions)?;
+        if let LayerCache::Packed(cache) = &mut layer.cache {
+            pass.pack(self.options.packed, self.model.windows.of(number), cache)?;
         }
         pass.end_layer(&self.model, &layer.for_prompt(number))
     }
@@ -186,11 +183,6 @@ impl<'a> CudaBackend<'a> {
     /// The launches of a step: the same for every step, unless an index is not recordable.
     fn launch_step(&self, step: usize, trace: Option<&mut Trace<'_>>) -> Result<()> {
         let (model, work, tracing) = (&self.model, &self.model.space.work, trace.is_some());
-        let at = OnDevice {
-            driver: model.body.driver,
-            shape: self.shape,
-            kv: self.options.kv,
-        };
         model.windows.positions.iter().try_for_each(|p| p.begin(1))?;
         model.step(step, trace, &mut |number| {
             let (LayerState { cache, index }, positions) = (&self.layers[number], model.windows.of(number));
@@ -206,7 +198,7 @@ impl<'a> CudaBackend<'a> {
             cache.attend(&self.attention, &work.q_rope, positions, chosen)?;
             index.observe(&at_step, &self.attention)?;
             self.attention.output_rows(&work.attended)?;
-            index.tally(at, positions, chosen, &self.shares)?;
+            index.tally(self.at, positions, chosen, &self.shares)?;
             match chosen {
                 _ if !tracing => Ok(Vec::new()),
                 Some(chosen) => chosen.read(),
@@ -223,14 +215,14 @@ impl<'a> CudaBackend<'a> {
 
     /// Bytes of keys and values of one position, over all layers and sequences.
     pub fn position_bytes(&self) -> usize {
-        self.layers.len() * self.shape.heads() * bytes_per_position(&self.shape, self.options.kv)
+        self.layers.len() * self.at.shape.heads() * bytes_per_position(&self.at.shape, self.options.kv)
     }
 
     /// The greedy choices after the last step; waits for the device.
     pub fn choices(&self) -> Result<Vec<u32>> {
         let DeviceModel { body, space, .. } = &self.model;
         space.finite.check(body)?;
-        space.ids.read_part(0, self.shape.sequences)
+        space.ids.read_part(0, self.at.shape.sequences)
     }
 }
 
@@ -246,7 +238,7 @@ impl Backend for CudaBackend<'_> {
         let room = PromptRoom {
             first,
             rows: ROWS.min(ids.len()),
-            shape: self.shape,
+            shape: self.at.shape,
             packed,
         };
         let indexes: Vec<_> = self.layers.iter().map(|l| l.index.as_ref()).collect();
@@ -296,8 +288,8 @@ impl Backend for CudaBackend<'_> {
     }
 
     fn kv_bytes(&self) -> usize {
-        let fixed = self.shape.heads() * fixed_bytes(&self.shape, self.options.kv);
-        self.shape.capacity * self.position_bytes() + self.layers.len() * fixed
+        let fixed = self.at.shape.heads() * fixed_bytes(&self.at.shape, self.options.kv);
+        self.at.shape.capacity * self.position_bytes() + self.layers.len() * fixed
     }
 
     fn index_bytes(&self) -> usize {

@@ -5,7 +5,6 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
 use crate::float::Float;
-use crate::kv::Budget;
 use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::{Limits, Positions};
 
@@ -22,15 +21,9 @@ impl<'d> LayerContext<'d> {
     /// A model whose attention the kernels are not made for; no memory.
     pub fn new(driver: &'d dyn Driver, sizes: &LayerSizes, float: Float, n: usize) -> Result<Self> {
         let shape = sizes.shape(1, n).checked()?;
-        let limits = Limits {
-            sinks: 0,
-            window: 1,
-            model_window: None,
-            budget: Budget::Count(1),
-        };
         Ok(Self {
             rows: LayerRows::new(driver, shape, float)?,
-            positions: Positions::new(driver, shape, limits)?,
+            positions: Positions::new(driver, shape, Limits::last(1))?,
         })
     }
 

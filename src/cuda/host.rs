@@ -264,7 +264,7 @@ fn attend_on_cpu(heads: &[KvHead], queries: &[f32], lists: &[Vec<u32>], d: usize
     heads
         .zip(out.par_chunks_mut(r * (d + 1)))
         .try_for_each(|(((kv, list), queries), out)| {
-            let queries = ArrayView2::from_shape((r, d), queries).map_err(shape_error)?;
+            let queries = ArrayView2::from_shape((r, d), queries)?;
             let mut rows = Array2::zeros((r, d));
             let lse = attention::decode(queries, kv.keys(), kv.values(), list, rows.view_mut());
             for ((to, row), lse) in out.chunks_mut(d + 1).zip(rows.rows()).zip(lse) {
@@ -300,16 +300,12 @@ fn store(heads: &mut [KvHead], work: &Workspace<'_>, n: usize) -> Result<()> {
 /// Takes `n` keys and values per KV head, `[g,n,d]`, into the caches.
 fn extend(heads: &mut [KvHead], keys: &[f32], values: &[f32], n: usize) -> Result<()> {
     let (g, d) = (heads.len(), keys.len() / (heads.len() * n).max(1));
-    let keys = ArrayView3::from_shape((g, n, d), keys).map_err(shape_error)?;
-    let values = ArrayView3::from_shape((g, n, d), values).map_err(shape_error)?;
+    let keys = ArrayView3::from_shape((g, n, d), keys)?;
+    let values = ArrayView3::from_shape((g, n, d), values)?;
     heads.par_iter_mut().enumerate().for_each(|(c, kv)| {
         kv.extend(keys.slice(s![c, .., ..]), values.slice(s![c, .., ..]));
     });
     Ok(())
-}
-
-fn shape_error(e: ndarray::ShapeError) -> Error {
-    Error::failed(format!("CUDA: {e}"))
 }
 
 impl Backend for HostBackend<'_> {

@@ -10,8 +10,10 @@ use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::cache::LayerCache;
-use crate::kv::cuda::prompt::{Prompts, Queries};
+use crate::kv::cuda::packed::PackedLayer;
+use crate::kv::cuda::prompt::{PromptRows, Prompts, Queries};
 use crate::kv::cuda::{Positions, Shape};
+use crate::kv::packed::Layout;
 use crate::method::cuda::{Chunk, CudaIndex, WholePrompt};
 
 /// A prompt of one sequence, which passes each layer in chunks of rows.
@@ -24,9 +26,9 @@ pub(super) struct PromptPass<'d> {
     /// `[m, hidden]`.
     hidden: Buffer<'d, f32>,
     /// Where an index or the 2-bit cache works on rows as f32.
-    pub prompts: Option<Prompts<'d>>,
+    prompts: Option<Prompts<'d>>,
     /// What a layer attends, where no cache on the device holds it as it is.
-    pub context: Option<LayerContext<'d>>,
+    context: Option<LayerContext<'d>>,
 }
 
 /// The room that a prompt takes.
@@ -99,6 +101,17 @@ impl<'d> PromptPass<'d> {
             rows: &self.work.q_rope,
             m: (self.m - 1) % ROWS + 1,
         }
+    }
+
+    /// Packs the prompt, all of which has passed the layer, into the layer's 2-bit cache.
+    ///
+    /// # Errors
+    /// More full-precision tokens than there is room for.
+    pub fn pack(&self, layout: Layout, positions: &Positions<'d>, to: &mut PackedLayer<'d>) -> Result<()> {
+        let room = self.context.as_ref().zip(self.prompts.as_ref());
+        let (LayerContext { rows, .. }, prompts) = room.ok_or_else(no_rows)?;
+        let from = [PromptRows::keys(rows), PromptRows::values(rows)];
+        prompts.pack(from, self.queries(), layout, positions, to)
     }
 
     /// The keys and values that a layer attends.

@@ -2,7 +2,7 @@
 
 use super::body::Body;
 use super::finite::FiniteCheck;
-use super::sample::Choice;
+use super::sample::TokenChoice;
 use super::work::Workspace;
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::Result;
@@ -19,7 +19,7 @@ pub(crate) struct StepSpace<'d> {
     pub ids: Buffer<'d, u32>,
     /// `[1]`: the number from 0 to 1 that an id is drawn with.
     pub uniforms: Buffer<'d, f64>,
-    pub choice: Choice<'d>,
+    pub choice: TokenChoice<'d>,
     pub finite: FiniteCheck<'d>,
 }
 
@@ -34,7 +34,7 @@ impl<'d> StepSpace<'d> {
             logits: Buffer::new(driver, "logits", rows * body.config.vocab_size)?,
             ids: Buffer::zeros(driver, "ids", rows)?,
             uniforms: Buffer::zeros(driver, "random numbers", 1)?,
-            choice: Choice::new(driver, rows, body.config.vocab_size)?,
+            choice: TokenChoice::new(driver, rows, body.config.vocab_size)?,
             finite: FiniteCheck::new(driver)?,
         })
     }

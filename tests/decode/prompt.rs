@@ -6,7 +6,7 @@ use kvsmith::float::Float;
 use kvsmith::kv::cuda::Shape;
 use kvsmith::kv::cuda::attend::LayerRows;
 use kvsmith::kv::cuda::packed::PackedLayer;
-use kvsmith::kv::cuda::prompt::{Prompts, Queries, Rows};
+use kvsmith::kv::cuda::prompt::{PromptRows, Prompts, Queries};
 use kvsmith::kv::cuda::signs::Signs;
 use kvsmith::kv::packed::{Center, Layout, Packed};
 use kvsmith::kv::{KvHead, KvType, StaticSet};
@@ -155,8 +155,8 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     batch.set(&lens);
     batch.advance(0);
     let rows = match cached {
-        false => [Rows::of(&key_rows, n, d), Rows::of(&value_rows, n, d)],
-        true => [Rows::keys(&cache), Rows::values(&cache)],
+        false => [PromptRows::of(&key_rows, n, d), PromptRows::of(&value_rows, n, d)],
+        true => [PromptRows::keys(&cache), PromptRows::values(&cache)],
     };
     let m = n.min(3);
     let queries = normals(&mut rng, b * g * r * m * d);

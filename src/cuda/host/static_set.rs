@@ -4,9 +4,9 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::cuda::Workspace;
 use crate::error::Result;
+use crate::kv::KvHead;
 use crate::kv::cuda::attend::{Attention, LayerRows};
 use crate::kv::cuda::{Limits, Positions, Shape};
-use crate::kv::{Budget, KvHead};
 use crate::runner::Options;
 
 /// The attention over the static set on the device. Of each layer there are rows for it: the sinks, then the window as a
@@ -38,12 +38,7 @@ impl<'d> StaticAttention<'d> {
             ..shape
         }
         .checked()?;
-        let limits = Limits {
-            sinks: 0,
-            window: shape.capacity,
-            model_window: None,
-            budget: Budget::Count(1),
-        };
+        let limits = Limits::last(shape.capacity);
         Ok(Self {
             attention: Attention::new(driver, shape)?,
             writing: Positions::new(driver, shape, limits)?,

@@ -62,7 +62,7 @@ impl<'d> LayerRows<'d> {
         positions: &Positions<'_>,
     ) -> Result<()> {
         let shape = &self.shape;
-        let grid = [(m * shape.width()).div_ceil(256), shape.kv_heads, shape.sequences];
+        let grid = shape.grid((m * shape.width()).div_ceil(256));
         for (rows, cache) in [(keys, &self.keys), (values, &self.values)] {
             kernels::AppendRows {
                 rows: rows.ptr(),
@@ -254,7 +254,7 @@ impl<'d> Attention<'d> {
         let (lists, listed, most) = lists_of(chosen);
         let (outs, sums, scale) = (self.outs.ptr(), self.sums.ptr(), self.shape.exponent());
         let (r, capacity) = (self.shape.group, self.shape.capacity);
-        let (driver, grid) = (self.driver, self.grid(parts));
+        let (driver, grid) = (self.driver, self.shape.grid(parts));
         // The arguments of both kernels, and one that only one has.
         macro_rules! arguments {
             ($kernel:ident $(, $more:ident)?) => {
@@ -324,7 +324,7 @@ impl<'d> Attention<'d> {
             most,
             is_signed: usize::from(rows.is_signed),
         }
-        .launch(self.driver, self.shape.width(), self.grid(parts))?;
+        .launch(self.driver, self.shape.width(), self.shape.grid(parts))?;
         self.merge(parts)
     }
 
@@ -355,11 +355,6 @@ impl<'d> Attention<'d> {
         let all = Source::ALL.iter().position(|s| *s == source);
         let all = all.map_or(1, |i| self.parts[i]);
         Ok(all.min(most.min(shape.capacity).div_ceil(TILE)).max(1))
-    }
-
-    /// Returns the grid of an attention kernel: `parts` blocks per KV head and sequence.
-    fn grid(&self, parts: usize) -> [usize; 3] {
-        [parts, self.shape.kv_heads, self.shape.sequences]
     }
 
     /// Merges the partial results of the blocks that share a KV head.

@@ -65,7 +65,7 @@ impl<'d> Best<'d> {
         most: usize,
     ) -> Result<()> {
         let (shape, to) = (&self.shape, &self.selection);
-        let grid = [to.blocks, shape.kv_heads, shape.sequences];
+        let grid = shape.grid(to.blocks);
         let (keys, capacity) = (self.keys.ptr(), shape.capacity);
         let (histograms, found) = (self.histograms.ptr(), self.found.ptr());
         for pass in [1, 2] {

@@ -87,6 +87,11 @@ impl Shape {
         self.sequences * self.kv_heads
     }
 
+    /// Returns the grid of a launch with `blocks` blocks per KV head of every sequence.
+    pub(crate) fn grid(&self, blocks: usize) -> [usize; 3] {
+        [blocks, self.kv_heads, self.sequences]
+    }
+
     /// Counts the query heads of all sequences.
     pub fn query_heads(&self) -> usize {
         self.heads() * self.group
@@ -107,6 +112,16 @@ pub struct Limits {
 }
 
 impl Limits {
+    /// The last `window` positions, and no more than one other.
+    pub fn last(window: usize) -> Self {
+        Self {
+            sinks: 0,
+            window,
+            model_window: None,
+            budget: Budget::Count(1),
+        }
+    }
+
     /// Returns the most positions that can be chosen in a cache of this capacity.
     pub(crate) fn most(&self, capacity: usize) -> usize {
         let visible = self.model_window.map_or(capacity, |w| w.min(capacity));

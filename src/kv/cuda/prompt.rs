@@ -17,7 +17,7 @@ use crate::compute::device::Statistic;
 use crate::error::{Error, Result};
 use crate::kv::packed::{Center, Layout};
 use rows::Heads;
-pub use rows::{Queries, Rows};
+pub use rows::{PromptRows, Queries};
 
 /// Most values processed at once, unless one KV head has more.
 const MOST_VALUES: usize = 1 << 26;
@@ -91,7 +91,7 @@ impl<'d> Prompts<'d> {
     /// More full-precision tokens than [`FULL`]; signs of another shape.
     pub fn signs(
         &self,
-        keys: Rows,
+        keys: PromptRows<'_>,
         queries: Queries<'_>,
         layout: Layout,
         positions: &Positions<'_>,
@@ -112,7 +112,7 @@ impl<'d> Prompts<'d> {
                 Center::Mean => Statistic::Mean,
             };
             self.fit(heads, centre, &to.centre, 0.0)?;
-            to.write(
+            to.store(
                 self.x.ptr(),
                 [heads.at, heads.count, 1],
                 [heads.n, self.shape.width()],
@@ -131,7 +131,7 @@ impl<'d> Prompts<'d> {
     /// Sums are 64-bit fixed point.
     pub fn centroids(
         &self,
-        keys: Rows,
+        keys: PromptRows<'_>,
         signs: &Signs<'_>,
         prior: Option<&Buffer<'_, f32>>,
         positions: &Positions<'_>,
@@ -169,7 +169,7 @@ impl<'d> Prompts<'d> {
     /// Those of [`Prompts::signs`].
     pub fn pack(
         &self,
-        [keys, values]: [Rows; 2],
+        [keys, values]: [PromptRows<'_>; 2],
         queries: Queries<'_>,
         layout: Layout,
         positions: &Positions<'_>,
@@ -224,7 +224,7 @@ impl<'d> Prompts<'d> {
     }
 
     /// Widens rows to `x`; with `centred`, less its centre.
-    fn widen(&self, rows: Rows, heads: Heads, centred: Option<&Signs<'_>>) -> Result<()> {
+    fn widen(&self, rows: PromptRows<'_>, heads: Heads, centred: Option<&Signs<'_>>) -> Result<()> {
         let (d, w) = (self.shape.head_dim, self.shape.width());
         let centre = centred.map(|signs| signs.centre.ptr_at(heads.at * d));
         kernels::WidenRows {

@@ -67,11 +67,11 @@ impl<'d> Signs<'d> {
     pub fn append(&self, keys: &Buffer<'_, f32>, m: usize, positions: &Positions<'_>) -> Result<()> {
         let (rows, shape) = (keys.ptr(), &self.shape);
         let heads = [0, shape.kv_heads, shape.sequences];
-        self.write(rows, heads, [m, shape.head_dim], positions.lens.ptr())
+        self.store(rows, heads, [m, shape.head_dim], positions.lens.ptr())
     }
 
     /// Stores the signs of the last `m` keys, `[sequences,heads,m,w]`, of the KV heads from `first` on.
-    pub(crate) fn write(
+    pub(crate) fn store(
         &self,
         rows: Ptr<'_, f32>,
         [first, heads, sequences]: [usize; 3],

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::{KINDS, Limits, Positions, SCAN, Selection, Shape};
 use crate::method::ctkvr::{self as cpu, CtkvrParams, FRESH};
-use crate::method::cuda::{OnDevice, grid};
+use crate::method::cuda::OnDevice;
 use crate::method::topk::cuda::{BestByWeight, Weighed};
 pub use prompt::Lists;
 
@@ -187,7 +187,7 @@ impl<'d> Ctkvr<'d> {
             room: space.room,
             most: to.most,
         }
-        .launch(self.driver, grid(&self.shape, to.most.div_ceil(256)))?;
+        .launch(self.driver, self.shape.grid(to.most.div_ceil(256)))?;
         self.update(queries, positions)?;
         Ok(to)
     }
@@ -211,7 +211,7 @@ impl<'d> Ctkvr<'d> {
             d: shape.head_dim,
             slots,
         }
-        .launch(self.driver, grid(&self.shape, blocks), self.query_bytes())?;
+        .launch(self.driver, self.shape.grid(blocks), self.query_bytes())?;
         kernels::RankCentroids {
             ring,
             cosines: space.cosines.ptr(),
@@ -219,7 +219,7 @@ impl<'d> Ctkvr<'d> {
             probes: space.probes,
             slots,
         }
-        .launch(self.driver, grid(&self.shape, space.slots.div_ceil(256)))
+        .launch(self.driver, self.shape.grid(space.slots.div_ceil(256)))
     }
 
     /// Lists the positions that are ranked: the recalled lists and the fresh positions.
@@ -238,14 +238,14 @@ impl<'d> Ctkvr<'d> {
             longest: space.longest,
             capacity,
         }
-        .launch(self.driver, grid(&self.shape, space.longest.div_ceil(PIECE)))?;
+        .launch(self.driver, self.shape.grid(space.longest.div_ceil(PIECE)))?;
         let blocks = capacity.div_ceil(SCAN);
         kernels::CountUnion {
             marks: space.marks.ptr(),
             totals: space.totals.ptr(),
             capacity,
         }
-        .launch(self.driver, grid(&self.shape, blocks))?;
+        .launch(self.driver, self.shape.grid(blocks))?;
         let ranked = space.weights.best.selection.ranked.as_ref();
         let ranked =
             ranked.ok_or_else(|| Error::failed("CUDA: no room for the numbers of ranked positions"))?;
@@ -263,7 +263,7 @@ impl<'d> Ctkvr<'d> {
             room: space.room,
             capacity,
         }
-        .launch(self.driver, grid(&self.shape, blocks))
+        .launch(self.driver, self.shape.grid(blocks))
     }
 
     /// Makes a centroid of the step's queries if the step is due for one, and counts the step.
@@ -293,7 +293,7 @@ impl<'d> Ctkvr<'d> {
                 longest: space.longest,
                 room: space.room,
             }
-            .launch(self.driver, grid(&self.shape, blocks), self.query_bytes())?;
+            .launch(self.driver, self.shape.grid(blocks), self.query_bytes())?;
         }
         let b = shape.sequences;
         kernels::AdvanceRing {

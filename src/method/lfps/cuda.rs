@@ -233,7 +233,7 @@ impl<'d> Lfps<'d> {
             sinks: self.sinks(),
             model_window: model_window.min(shape.capacity),
         }
-        .launch(self.driver, [1, shape.kv_heads, shape.sequences])
+        .launch(self.driver, shape.grid(1))
     }
 
     fn set_thresholds(&self, positions: &Positions<'_>) -> Result<()> {
@@ -391,8 +391,7 @@ impl<'d> Lfps<'d> {
         let (most, room) = (to.most, space.room);
         let (spans, lists, listed) = (positions.spans.ptr(), to.lists.ptr(), to.listed.ptr());
         let scores = space.attended.ptr();
-        let blocks = space.room.div_ceil(ATTENDED);
-        let grid = [blocks, shape.kv_heads, shape.sequences];
+        let grid = shape.grid(space.room.div_ceil(ATTENDED));
         kernels::LfpsAttended {
             queries: queries.ptr(),
             keys: rows.keys.ptr().cast(),

@@ -9,7 +9,6 @@ use crate::error::{Error, Result};
 use crate::kv::cuda::best::Best;
 use crate::kv::cuda::signs::{FULL, Signs, words};
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
-use crate::method::cuda::grid;
 pub(super) use index::random;
 
 /// The centroids of one layer, and the buffers of a step.
@@ -86,7 +85,7 @@ impl<'d> SelfIndex<'d> {
             pitch,
             capacity,
         }
-        .launch(best.driver, grid(shape, 1), table_bytes)?;
+        .launch(best.driver, shape.grid(1), table_bytes)?;
         let blocks = best.selection.blocks;
         kernels::SignKeys {
             signs: signs.signs.ptr(),
@@ -98,7 +97,7 @@ impl<'d> SelfIndex<'d> {
             pitch,
             capacity,
         }
-        .launch(best.driver, grid(shape, blocks), table_bytes)?;
+        .launch(best.driver, shape.grid(blocks), table_bytes)?;
         best.choose(positions)
     }
 

@@ -11,7 +11,7 @@ use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::best::Best;
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
 use crate::method::cuda::{
-    ByWindow, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, each_layer, grid,
+    ByWindow, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, each_layer,
 };
 use crate::method::topk as cpu;
 
@@ -79,7 +79,7 @@ impl<'d> BestByWeight<'d> {
             rows: of.rows.shape.capacity,
             shared_rows: usize::from(of.share_rows),
         }
-        .launch(best.driver, grid(shape, n_parts), shared_bytes)?;
+        .launch(best.driver, shape.grid(n_parts), shared_bytes)?;
         kernels::WeightKeys {
             scores: self.scores.ptr(),
             parts: self.parts.ptr(),
@@ -91,7 +91,7 @@ impl<'d> BestByWeight<'d> {
             capacity: shape.capacity,
             largest: usize::from(of.by_largest),
         }
-        .launch(best.driver, grid(shape, best.selection.blocks))
+        .launch(best.driver, shape.grid(best.selection.blocks))
     }
 }
 

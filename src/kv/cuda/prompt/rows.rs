@@ -8,7 +8,7 @@ use crate::float::Float;
 
 /// The keys or the values of every position of a prompt, on the device.
 #[derive(Clone, Copy)]
-pub struct Rows<'b> {
+pub struct PromptRows<'b> {
     pub(crate) from: Ptr<'b, u8>,
     pub(crate) float: Float,
     /// Rows per KV head, then channels per row.
@@ -16,7 +16,7 @@ pub struct Rows<'b> {
     pub(crate) pitch: usize,
 }
 
-impl<'b> Rows<'b> {
+impl<'b> PromptRows<'b> {
     /// Takes the keys of a cache.
     pub fn keys(rows: &'b LayerRows<'_>) -> Self {
         Self::cached(rows, &rows.keys)

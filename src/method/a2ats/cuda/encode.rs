@@ -10,7 +10,6 @@ use crate::compute::cuda::kernels;
 use crate::compute::cuda::rows::HeadRows;
 use crate::error::{Error, Result};
 use crate::kv::cuda::{Positions, Shape};
-use crate::method::cuda::grid;
 
 /// Rows per tile of the search, and rows that share one read of all codewords.
 const TILE: usize = 128;
@@ -105,7 +104,7 @@ impl<'d> Encoder<'d> {
             size: of.size,
             padded: of.size.next_multiple_of(TILE),
         }
-        .launch(self.driver, grid(&self.shape, n.div_ceil(TILE)), search_bytes(w))
+        .launch(self.driver, self.shape.grid(n.div_ceil(TILE)), search_bytes(w))
     }
 }
 
@@ -180,8 +179,8 @@ impl A2ats<'_> {
             };
         }
         let candidates = encoder.candidates.ptr();
-        arguments!(SettleCodes, candidates).launch(encoder.driver, grid(&encoder.shape, n.div_ceil(256)))?;
-        arguments!(EncodeListed).launch(encoder.driver, grid(&encoder.shape, n.div_ceil(LISTED)))
+        arguments!(SettleCodes, candidates).launch(encoder.driver, encoder.shape.grid(n.div_ceil(256)))?;
+        arguments!(EncodeListed).launch(encoder.driver, encoder.shape.grid(n.div_ceil(LISTED)))
     }
 }
 
