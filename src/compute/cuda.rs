@@ -106,6 +106,6 @@ impl Device for Cuda {
 }
 
 /// Floats of a row on the device: whole 16-byte loads in f16, and whole steps of the tensor cores.
-fn width(d: usize) -> usize {
+pub(crate) fn width(d: usize) -> usize {
     d.next_multiple_of(16)
 }

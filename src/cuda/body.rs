@@ -1,8 +1,8 @@
 //! A whole model's weights on the device, with what comes before and after its layers.
 
+use super::finite::FiniteCheck;
 use super::sizes::LayerSizes;
-use super::weights::LayerWeights;
-use super::weights::{random, upload};
+use super::weights::{LayerWeights, random, stored_bytes, upload};
 use super::work::Workspace;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
@@ -15,7 +15,8 @@ use crate::float::Float;
 use crate::interrupt;
 use crate::model::forward::check_prompt;
 use crate::model::rope::Rope;
-use crate::model::{Decoder, ModelConfig};
+use crate::model::{Decoder, Layer, ModelConfig};
+use crate::weight::Weight;
 
 /// A whole model's weights on the device.
 pub struct Body<'a> {
@@ -26,7 +27,12 @@ pub struct Body<'a> {
     pub(crate) rope: Rope,
     pub(crate) precision: Precision,
     pub(crate) layers: Vec<LayerWeights<'a>>,
-    pub(crate) ends: Ends<'a>,
+    /// `None` where the embedding is the output projection.
+    embedding: Option<Linear<'a>>,
+    /// Of the norm after the layers.
+    norm: Buffer<'a, f32>,
+    /// The output projection.
+    head: Linear<'a>,
 }
 
 impl<'a> Body<'a> {
@@ -40,9 +46,15 @@ impl<'a> Body<'a> {
         sizes.check()?;
         let views = (0..config.n_layers).map(|i| decoder.layer(i));
         let views = views.collect::<Result<Vec<_>>>()?;
-        let weights: usize = views.iter().map(LayerWeights::bytes).sum();
+        let embedding = match config.tie_word_embeddings {
+            true => None,
+            false => Some(&decoder.embedding),
+        };
+        let ends = embedding.into_iter().chain([&decoder.head.weight]);
+        let layers = views.iter().flat_map(Layer::weights);
+        let weights: usize = layers.chain(ends).map(stored_bytes).sum();
         let space = 16 * (sizes.bytes_per_row() + 4 * config.vocab_size);
-        check_room(driver, weights + Ends::bytes(decoder) + space)?;
+        check_room(driver, weights + space)?;
         let mut layers = Vec::new();
         for view in &views {
             interrupt::check()?;
@@ -50,8 +62,14 @@ impl<'a> Body<'a> {
             // What is on the device is not needed in the page cache.
             view.release();
         }
+        let joined = |weight: &Weight| {
+            let (weight, bias) = (weight.clone(), None);
+            upload(driver, &[&linear::Linear { weight, bias }])
+        };
         Ok(Self {
-            ends: Ends::upload(driver, decoder)?,
+            embedding: embedding.map(joined).transpose()?,
+            norm: Buffer::of(driver, "norms", &decoder.norm)?,
+            head: upload(driver, &[&decoder.head])?,
             rope: decoder.rope.clone(),
             decoder: Some(decoder),
             driver,
@@ -75,12 +93,9 @@ impl<'a> Body<'a> {
             windows.map(|(i, window)| LayerWeights::random(driver, &sizes, *window, seed + 8 + 4 * i as u32));
         let layers = layers.collect::<Result<_>>()?;
         Ok(Self {
-            ends: Ends {
-                driver,
-                embedding: None,
-                norm: Buffer::of(driver, "norms", &vec![1.0; config.hidden_size])?,
-                head: random(driver, config.vocab_size, config.hidden_size, seed)?,
-            },
+            embedding: None,
+            norm: Buffer::of(driver, "norms", &vec![1.0; config.hidden_size])?,
+            head: random(driver, config.vocab_size, config.hidden_size, seed)?,
             decoder: None,
             rope: Rope::new(&config.rope, config.head_dim),
             precision: Precision::Auto,
@@ -127,51 +142,9 @@ impl<'a> Body<'a> {
             None => Err(Error::failed("a token id is outside the vocabulary")),
         }
     }
-}
-
-/// What comes before and after the layers: the embedding and the output projection.
-pub struct Ends<'d> {
-    pub(crate) driver: &'d dyn Driver,
-    /// `None` where the embedding is the output projection.
-    pub(crate) embedding: Option<Linear<'d>>,
-    pub(crate) norm: Buffer<'d, f32>,
-    pub(crate) head: Linear<'d>,
-}
-
-impl<'d> Ends<'d> {
-    /// Copies them to the device.
-    ///
-    /// # Errors
-    /// No memory.
-    pub fn upload(driver: &'d dyn Driver, decoder: &Decoder) -> Result<Self> {
-        let tied = decoder.config.tie_word_embeddings;
-        let embedding = linear::Linear {
-            weight: decoder.embedding.clone(),
-            bias: None,
-        };
-        Ok(Self {
-            driver,
-            embedding: match tied {
-                true => None,
-                false => Some(upload(driver, &[&embedding])?),
-            },
-            norm: Buffer::of(driver, "norms", &decoder.norm)?,
-            head: upload(driver, &[&decoder.head])?,
-        })
-    }
-
-    /// Bytes that [`Ends::upload`] takes.
-    pub fn bytes(decoder: &Decoder) -> usize {
-        let bytes = |w: &crate::weight::Weight| w.rows() * w.cols() * w.dtype().bytes();
-        let embedding = match decoder.config.tie_word_embeddings {
-            true => 0,
-            false => bytes(&decoder.embedding),
-        };
-        embedding + bytes(&decoder.head.weight)
-    }
 
     /// Embeds `n` ids: `[n, hidden]`.
-    pub fn embed(&self, ids: &Buffer<'_, u32>, n: usize, hidden: &Buffer<'_, f32>) -> Result<()> {
+    pub(crate) fn embed(&self, ids: &Buffer<'_, u32>, n: usize, hidden: &Buffer<'_, f32>) -> Result<()> {
         let table = &self.embedding.as_ref().unwrap_or(&self.head).weight;
         kernels::EmbedRows {
             ids: ids.ptr(),
@@ -183,16 +156,18 @@ impl<'d> Ends<'d> {
         .launch(self.driver, [n, 1, 1])
     }
 
-    /// The logits of `rows` rows of hidden states: `[rows, vocab]`.
-    pub fn logits(
+    /// The logits of `rows` rows of hidden states, `[rows, vocab]`; `finite` looks at them.
+    pub(crate) fn logits(
         &self,
         work: &Workspace<'_>,
         hidden: &Buffer<'_, f32>,
         rows: usize,
         logits: &Buffer<'_, f32>,
+        finite: &FiniteCheck<'_>,
     ) -> Result<()> {
         work.norm(hidden, &self.norm, &work.normed, rows)?;
-        work.multiply(&self.head, &work.normed, rows, logits, false)
+        work.multiply(&self.head, &work.normed, rows, logits, false)?;
+        finite.look(logits, rows * self.config.vocab_size, self.layers.len())
     }
 }
 

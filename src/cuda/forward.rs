@@ -155,7 +155,7 @@ impl Forward for CudaForward<'_> {
             finite: FiniteCheck::new(driver)?,
         };
         let ids = Buffer::of(driver, "ids", ids)?;
-        body.ends.embed(&ids, m, &pass.hidden)?;
+        body.embed(&ids, m, &pass.hidden)?;
         for (index, weights) in body.layers.iter().enumerate() {
             let rows = self.prompt_rows(weights, &pass)?;
             let finite = |x: &Array3<f32>| simd::all_finite(elements(x));
@@ -175,8 +175,7 @@ impl Forward for CudaForward<'_> {
         let vocab = self.decoder.config.vocab_size;
         let logits = Buffer::<f32>::new(driver, "logits", vocab)?;
         let last = pass.hidden.part((m - 1) * s.hidden, s.hidden);
-        body.ends.logits(&pass.work, &last, 1, &logits)?;
-        pass.finite.look(&logits, vocab, body.layers.len())?;
+        body.logits(&pass.work, &last, 1, &logits, &pass.finite)?;
         pass.finite.check(body)?;
         Ok(Array1::from(logits.read()?))
     }
@@ -196,7 +195,7 @@ impl Forward for CudaForward<'_> {
         let (work, hidden) = (&space.work, &space.hidden);
         let rotation = Rotation::new(driver, &body.rope, t, 1)?;
         space.ids.write(ids)?;
-        body.ends.embed(&space.ids, n, hidden)?;
+        body.embed(&space.ids, n, hidden)?;
         for (index, weights) in body.layers.iter().enumerate() {
             let at = RowPositions::At { first: t, apart: 0 };
             work.project(weights, hidden, n, n, &rotation, at)?;
@@ -218,8 +217,7 @@ impl Forward for CudaForward<'_> {
             work.finish(weights, hidden, n)?;
             space.finite.look(hidden, n * s.hidden, index)?;
         }
-        body.ends.logits(work, hidden, n, &space.logits)?;
-        space.finite.look(&space.logits, n * vocab, body.layers.len())?;
+        body.logits(work, hidden, n, &space.logits, &space.finite)?;
         space.finite.check(body)?;
         let logits = space.logits.read_part(0, n * vocab)?;
         Ok(logits

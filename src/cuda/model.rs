@@ -77,7 +77,7 @@ impl<'a> DeviceModel<'a> {
         attend: &mut dyn FnMut(usize) -> Result<Vec<Vec<u32>>>,
     ) -> Result<()> {
         let (body, space, n) = (&self.body, &self.space, self.space.rows);
-        body.ends.embed(&space.ids, n, &space.hidden)?;
+        body.embed(&space.ids, n, &space.hidden)?;
         for (index, weights) in body.layers.iter().enumerate() {
             let at = RowPositions::Last(self.windows.of(index));
             space

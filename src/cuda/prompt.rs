@@ -11,7 +11,7 @@ use crate::interrupt;
 use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::packed::PackedLayer;
-use crate::kv::cuda::prompt::{PromptRows, Prompts, Queries};
+use crate::kv::cuda::prompt::{Prompts, Queries};
 use crate::kv::cuda::{Positions, Shape};
 use crate::kv::packed::Layout;
 use crate::method::cuda::{Chunk, CudaIndex, WholePrompt};
@@ -70,7 +70,7 @@ impl<'d> PromptPass<'d> {
         }
         let wants_prompts = room.packed || indexes.iter().any(|index| index.wants_prompts());
         let hidden = Buffer::new(driver, "hidden states", m * body.config.hidden_size)?;
-        body.ends.embed(&Buffer::of(driver, "ids", ids)?, m, &hidden)?;
+        body.embed(&Buffer::of(driver, "ids", ids)?, m, &hidden)?;
         Ok(Self {
             first: room.first,
             m,
@@ -110,8 +110,7 @@ impl<'d> PromptPass<'d> {
     pub fn pack(&self, layout: Layout, positions: &Positions<'d>, to: &mut PackedLayer<'d>) -> Result<()> {
         let room = self.context.as_ref().zip(self.prompts.as_ref());
         let (LayerContext { rows, .. }, prompts) = room.ok_or_else(no_rows)?;
-        let from = [PromptRows::keys(rows), PromptRows::values(rows)];
-        prompts.pack(from, self.queries(), layout, positions, to)
+        prompts.pack(rows, self.queries(), layout, positions, to)
     }
 
     /// The keys and values that a layer attends.

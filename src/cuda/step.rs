@@ -47,9 +47,7 @@ impl<'d> StepSpace<'d> {
         hidden: &Buffer<'_, f32>,
         rows: usize,
     ) -> Result<()> {
-        let vocab = body.config.vocab_size;
-        body.ends.logits(work, hidden, rows, &self.logits)?;
-        self.finite.look(&self.logits, rows * vocab, body.layers.len())?;
+        body.logits(work, hidden, rows, &self.logits, &self.finite)?;
         self.choice.largest(&self.logits, rows, &self.ids)
     }
 }

@@ -8,6 +8,7 @@ use crate::compute::linear;
 use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::model::Layer;
+use crate::weight::Weight;
 
 /// A decoder layer's weights on the device.
 pub struct LayerWeights<'d> {
@@ -64,12 +65,11 @@ impl<'d> LayerWeights<'d> {
             window,
         })
     }
+}
 
-    /// Bytes that [`LayerWeights::upload`] takes.
-    pub fn bytes(layer: &Layer) -> usize {
-        let weights = layer.weights().into_iter();
-        weights.map(|w| w.rows() * w.cols() * w.dtype().bytes()).sum()
-    }
+/// Bytes of a weight as the checkpoint stores it.
+pub(crate) fn stored_bytes(weight: &Weight) -> usize {
+    weight.rows() * weight.cols() * weight.dtype().bytes()
 }
 
 /// A projection of random numbers in bf16.

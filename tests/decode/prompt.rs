@@ -6,7 +6,7 @@ use kvsmith::float::Float;
 use kvsmith::kv::cuda::Shape;
 use kvsmith::kv::cuda::attend::LayerRows;
 use kvsmith::kv::cuda::packed::PackedLayer;
-use kvsmith::kv::cuda::prompt::{PromptRows, Prompts, Queries};
+use kvsmith::kv::cuda::prompt::{Prompts, Queries};
 use kvsmith::kv::cuda::signs::Signs;
 use kvsmith::kv::packed::{Center, Layout, Packed};
 use kvsmith::kv::{KvHead, KvType, StaticSet};
@@ -21,8 +21,8 @@ use super::held::{held_rows, held_signs, packed_layer};
 
 #[derive(Clone)]
 pub struct Special {
-    /// Whether rows come from a cache, and later sequences have fewer of them.
-    cached: bool,
+    /// Whether later sequences have fewer rows.
+    varied: bool,
     layout: Layout,
     /// Whether calibrated centroids join those of the prompt.
     prior: bool,
@@ -35,7 +35,7 @@ pub type Case = cases::Case<Special>;
 pub fn cases() -> Vec<Case> {
     let case = |name: &str, sizes, n, float: Option<Float>| {
         let special = Special {
-            cached: float.is_some(),
+            varied: float.is_some(),
             layout: Layout::from(Center::Median),
             prior: false,
             at_once: 100,
@@ -140,24 +140,19 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     let mut rng = case.rng();
     let ([b, g, r, d], n, shape) = (case.sizes(), case.n, case.shape);
     let Special {
-        cached,
+        varied,
         layout,
         at_once,
         prior,
     } = case.special;
-    let lens = case.lens(if cached { 7 } else { 0 });
+    let lens = case.lens(if varied { 7 } else { 0 });
     let keys = case.rounded(keys(&mut rng, b * g * n, d));
     let values = case.rounded(values(&mut rng, b * g * n, d));
-    let (key_rows, value_rows) = (upload(driver, &keys), upload(driver, &values));
     let mut batch = Batch::new(driver, case);
     let cache = LayerRows::new(driver, shape, case.float).unwrap();
     batch.append(&cache, &keys, &values);
     batch.set(&lens);
     batch.advance(0);
-    let rows = match cached {
-        false => [PromptRows::of(&key_rows, n, d), PromptRows::of(&value_rows, n, d)],
-        true => [PromptRows::keys(&cache), PromptRows::values(&cache)],
-    };
     let m = n.min(3);
     let queries = normals(&mut rng, b * g * r * m * d);
     let uploaded = upload(driver, &queries);
@@ -177,13 +172,13 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     let prompts = Prompts::with_heads(driver, shape, at_once).unwrap();
     let mut layer = PackedLayer::new(driver, shape).unwrap();
     prompts
-        .pack(rows, last, layout, &batch.positions, &mut layer)
+        .pack(&cache, last, layout, &batch.positions, &mut layer)
         .unwrap();
     compare(driver, shape, &references, &layer, "the prompt");
     // Signs alone are the same, and so is all of it once more.
     let signs = Signs::new(driver, shape).unwrap();
     prompts
-        .signs(rows[0], last, layout, &batch.positions, &signs)
+        .signs(&cache, last, layout, &batch.positions, &signs)
         .unwrap();
     assert_eq!(held_signs(&signs), held_signs(&layer.signs));
 
@@ -191,7 +186,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     let calibrated = prior.as_deref().map(|prior| upload(driver, prior));
     prompts
         .centroids(
-            rows[0],
+            &cache,
             &signs,
             calibrated.as_ref(),
             &batch.positions,

@@ -37,14 +37,6 @@ impl<'b, T> Ptr<'b, T> {
         self.address
     }
 
-    /// Returns the pointer `n` values further on.
-    pub fn after(self, n: usize) -> Self {
-        Self {
-            address: self.address + (n * size_of::<T>()) as u64,
-            ..self
-        }
-    }
-
     /// Returns the same address with another type, for a kernel that reads the bytes as that type.
     pub fn cast<U>(self) -> Ptr<'b, U> {
         Ptr {

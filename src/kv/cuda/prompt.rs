@@ -1,13 +1,12 @@
 //! Builds the signs, the sign centroids and the 2-bit cache from the keys and values of a first prompt.
 //!
-//! The results are those of [`crate::method::selfindex`] and [`crate::kv::packed`] on the CPU. Rows come
-//! from a cache or from an f32 buffer; they are widened to f32, a few KV heads at a time.
+//! The results are those of [`crate::method::selfindex`] and [`crate::kv::packed`] on the CPU. Cached rows are
+//! widened to f32, a few KV heads at a time.
 
-mod rows;
-
+use super::attend::LayerRows;
 use super::best::Best;
 use super::packed::PackedLayer;
-use super::signs::{FULL, Signs};
+use super::signs::{FULL, Signs, check_channels};
 use super::{Positions, Shape};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
@@ -16,11 +15,29 @@ use crate::compute::cuda::rows::HeadRows;
 use crate::compute::device::Statistic;
 use crate::error::{Error, Result};
 use crate::kv::packed::{Center, Layout};
-use rows::Heads;
-pub use rows::{PromptRows, Queries};
 
 /// Most values processed at once, unless one KV head has more.
 const MOST_VALUES: usize = 1 << 26;
+
+/// The last queries of a prompt.
+#[derive(Clone, Copy)]
+pub struct Queries<'a> {
+    /// Rotated queries, `[b,h,m,d]`.
+    pub rows: &'a Buffer<'a, f32>,
+    /// Number of queries per head, m; only the last is used.
+    pub m: usize,
+}
+
+/// Consecutive KV heads of a sequence that are processed at once.
+#[derive(Clone, Copy)]
+struct Heads {
+    sequence: usize,
+    /// Index of the first head among those of all sequences, then the number of heads.
+    at: usize,
+    count: usize,
+    /// Number of positions.
+    n: usize,
+}
 
 /// The buffers for processing prompts; all layers of a shape share them.
 pub struct Prompts<'d> {
@@ -60,11 +77,7 @@ impl<'d> Prompts<'d> {
     pub fn with_heads(driver: &'d dyn Driver, shape: Shape, at_once: usize) -> Result<Self> {
         let shape = shape.checked()?;
         let (d, w, b) = (shape.head_dim, shape.width(), shape.sequences);
-        if !d.is_multiple_of(4) {
-            return Err(Error::failed(format!(
-                "CUDA: signs need a head dimension that is a multiple of 4, not {d}"
-            )));
-        }
+        check_channels(d)?;
         let at_once = at_once.clamp(1, shape.kv_heads);
         Ok(Self {
             driver,
@@ -91,7 +104,7 @@ impl<'d> Prompts<'d> {
     /// More full-precision tokens than [`FULL`]; signs of another shape.
     pub fn signs(
         &self,
-        keys: PromptRows<'_>,
+        rows: &LayerRows<'_>,
         queries: Queries<'_>,
         layout: Layout,
         positions: &Positions<'_>,
@@ -106,7 +119,7 @@ impl<'d> Prompts<'d> {
         self.check(&to.shape)?;
         self.begin_choice(layout.full, positions)?;
         for heads in self.parts(positions) {
-            self.widen(keys, heads, None)?;
+            self.widen(rows, &rows.keys, heads, None)?;
             let centre = match layout.center {
                 Center::Median => Statistic::Ranked((heads.n - 1) / 2),
                 Center::Mean => Statistic::Mean,
@@ -131,7 +144,7 @@ impl<'d> Prompts<'d> {
     /// Sums are 64-bit fixed point.
     pub fn centroids(
         &self,
-        keys: PromptRows<'_>,
+        rows: &LayerRows<'_>,
         signs: &Signs<'_>,
         prior: Option<&Buffer<'_, f32>>,
         positions: &Positions<'_>,
@@ -140,7 +153,7 @@ impl<'d> Prompts<'d> {
         self.check(&signs.shape)?;
         let d = self.shape.head_dim;
         for heads in self.parts(positions) {
-            self.widen(keys, heads, Some(signs))?;
+            self.widen(rows, &rows.keys, heads, Some(signs))?;
             self.clear_full(heads, signs)?;
             self.sums.zero()?;
             self.counts.zero()?;
@@ -169,21 +182,21 @@ impl<'d> Prompts<'d> {
     /// Those of [`Prompts::signs`].
     pub fn pack(
         &self,
-        [keys, values]: [PromptRows<'_>; 2],
+        rows: &LayerRows<'_>,
         queries: Queries<'_>,
         layout: Layout,
         positions: &Positions<'_>,
         to: &mut PackedLayer<'_>,
     ) -> Result<()> {
-        self.signs(keys, queries, layout, positions, &to.signs)?;
+        self.signs(rows, queries, layout, positions, &to.signs)?;
         to.is_signed = layout.signed;
         for heads in self.parts(positions) {
-            self.widen(keys, heads, Some(&to.signs))?;
+            self.widen(rows, &rows.keys, heads, Some(&to.signs))?;
             self.clear_full(heads, &to.signs)?;
             // A channel whose magnitudes are all zero gets a scale of one.
             self.fit(heads, Statistic::RankedMagnitude(heads.n - 1), &to.alpha, 1.0)?;
-            for (i, rows) in [keys, values].into_iter().enumerate() {
-                self.widen(rows, heads, None)?;
+            for (i, of) in [&rows.keys, &rows.values].into_iter().enumerate() {
+                self.widen(rows, of, heads, None)?;
                 to.pack(
                     i,
                     self.x.ptr(),
@@ -223,17 +236,24 @@ impl<'d> Prompts<'d> {
         parts
     }
 
-    /// Widens rows to `x`; with `centred`, less its centre.
-    fn widen(&self, rows: PromptRows<'_>, heads: Heads, centred: Option<&Signs<'_>>) -> Result<()> {
+    /// Widens the keys or the values in `of` to `x`; with `centred`, less its centre.
+    fn widen(
+        &self,
+        rows: &LayerRows<'_>,
+        of: &Buffer<'_, u8>,
+        heads: Heads,
+        centred: Option<&Signs<'_>>,
+    ) -> Result<()> {
         let (d, w) = (self.shape.head_dim, self.shape.width());
+        let (stride, pitch) = (rows.shape.capacity, rows.shape.width());
         let centre = centred.map(|signs| signs.centre.ptr_at(heads.at * d));
         kernels::WidenRows {
-            rows: rows.of_head(heads.at),
+            rows: of.ptr_at(heads.at * stride * pitch * rows.float.bytes()).cast(),
             centre,
             x: self.x.ptr(),
-            kind: rows.float.number(),
-            stride: rows.stride,
-            pitch: rows.pitch,
+            kind: rows.kind(),
+            stride,
+            pitch,
             n: heads.n,
             d,
             w,

@@ -33,11 +33,7 @@ impl<'d> Signs<'d> {
     pub fn new(driver: &'d dyn Driver, shape: Shape) -> Result<Self> {
         let shape = shape.checked()?;
         let (d, heads) = (shape.head_dim, shape.heads());
-        if !d.is_multiple_of(4) {
-            return Err(Error::failed(format!(
-                "CUDA: signs need a head dimension that is a multiple of 4, not {d}"
-            )));
-        }
+        check_channels(d)?;
         Ok(Self {
             driver,
             shape,
@@ -91,6 +87,16 @@ impl<'d> Signs<'d> {
             capacity: shape.capacity,
         }
         .launch(self.driver, [(m * words).div_ceil(256), heads, sequences])
+    }
+}
+
+/// Checks that channels have signs in groups of 4.
+pub(super) fn check_channels(d: usize) -> Result<()> {
+    match d.is_multiple_of(4) {
+        true => Ok(()),
+        false => Err(Error::failed(format!(
+            "CUDA: signs need a head dimension that is a multiple of 4, not {d}"
+        ))),
     }
 }
 

@@ -10,9 +10,10 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::fill::{Random, fill};
 use crate::compute::cuda::kernels;
+use crate::compute::cuda::width;
 use crate::error::{Error, Result};
 use crate::kv::cuda::{KINDS, Limits, Positions, Selection, Shape};
-use encode::{Norms, width};
+use encode::Norms;
 pub(super) use index::random;
 
 /// Most codewords per KV head: `rank_codewords` keeps eight bytes of each in shared memory.

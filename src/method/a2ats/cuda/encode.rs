@@ -8,6 +8,7 @@ use crate::compute::cuda::clusters::search_bytes;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::compute::cuda::rows::HeadRows;
+use crate::compute::cuda::width;
 use crate::error::{Error, Result};
 use crate::kv::cuda::{Positions, Shape};
 
@@ -182,11 +183,6 @@ impl A2ats<'_> {
         arguments!(SettleCodes, candidates).launch(encoder.driver, encoder.shape.grid(n.div_ceil(256)))?;
         arguments!(EncodeListed).launch(encoder.driver, encoder.shape.grid(n.div_ceil(LISTED)))
     }
-}
-
-/// Returns the channels of a padded row.
-pub(crate) fn width(d: usize) -> usize {
-    d.next_multiple_of(16)
 }
 
 /// ||c||²/2 of each codeword, and its bounds for the search, for codewords `[g,size,w]`.
