@@ -224,7 +224,7 @@ impl<'d> Sides<'d> {
         let ([b, _, r, d], m) = (self.case.sizes(), fed.m);
         let first = self.batch.lens[0];
         let lists: Vec<Lists<'_>> = (0..b)
-            .map(|s| Lists::new(self.driver, &self.layers[0], s, first..first + m).unwrap())
+            .map(|s| Lists::new(&self.layers[0], s, first..first + m).unwrap())
             .collect();
         let cut = m * 2 / 3;
         for part in [[0, cut], [cut, m - cut]] {

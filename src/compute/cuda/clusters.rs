@@ -142,18 +142,14 @@ impl<'d> Clustering<'d> {
         self.search(rows, most, true)?;
         self.take_over(rows, false)?;
         let (ranges, used) = (self.ranges.read()?, used.read()?);
-        let made: Vec<Drawn> = ranges
-            .chunks(2)
-            .zip(used)
-            .map(|(range, used)| Drawn {
-                centroids: range[1] as usize,
-                used: used as usize,
-            })
-            .collect();
-        self.drawn
-            .iter_mut()
-            .zip(&made)
-            .for_each(|(d, m)| *d += m.centroids);
+        let made = ranges.chunks(2).zip(used).map(|(range, used)| Drawn {
+            centroids: range[1] as usize,
+            used: used as usize,
+        });
+        let made: Vec<Drawn> = made.collect();
+        for (drawn, made) in self.drawn.iter_mut().zip(&made) {
+            *drawn += made.centroids;
+        }
         Ok(made)
     }
 

@@ -90,7 +90,7 @@ impl<'d> Prompts<'d> {
             statistic: Buffer::new(driver, "statistics of channels", at_once * w)?,
             spans: Buffer::new(driver, "spans", b * 4)?,
             most: Buffer::new(driver, "numbers of positions", b)?,
-            best: Best::with_room(driver, shape, FULL)?,
+            best: Best::new(driver, shape, FULL)?,
         })
     }
 
@@ -330,7 +330,6 @@ impl<'d> Prompts<'d> {
 
     /// Clears the full-precision rows in `x`, which do not count for statistics.
     fn clear_full(&self, heads: Heads, signs: &Signs<'_>) -> Result<()> {
-        let grid = [FULL, heads.count, 1];
         kernels::ClearRows {
             x: self.x.ptr(),
             full: signs.full.ptr_at(heads.at * FULL),
@@ -338,14 +337,13 @@ impl<'d> Prompts<'d> {
             n: heads.n,
             w: self.shape.width(),
         }
-        .launch(self.driver, grid)
+        .launch(self.driver, [FULL, heads.count, 1])
     }
 
     /// Stores the full-precision rows of `x` in f16, as keys (`i` = 0) or values (1).
     fn keep_full(&self, heads: Heads, i: usize, to: &PackedLayer<'_>) -> Result<()> {
         let (d, signs) = (self.shape.head_dim, &to.signs);
         let centre = (i == 0).then(|| signs.centre.ptr_at(heads.at * d));
-        let grid = [FULL, heads.count, 1];
         kernels::KeepFull {
             x: self.x.ptr(),
             centre,
@@ -356,6 +354,6 @@ impl<'d> Prompts<'d> {
             d,
             w: self.shape.width(),
         }
-        .launch(self.driver, grid)
+        .launch(self.driver, [FULL, heads.count, 1])
     }
 }

@@ -51,7 +51,7 @@ impl<'d> SelfIndex<'d> {
             centroids: Buffer::zeros(driver, "centroids of signs", values)?,
             tables: Buffer::new(driver, "tables of signs", shape.heads() * words(&shape) * 4 * 32)?,
             first: Buffer::new(driver, "positions that come first", shape.heads() * FULL)?,
-            best: Best::new(driver, shape, limits)?,
+            best: Best::new(driver, shape, limits.most(shape.capacity))?,
         })
     }
 

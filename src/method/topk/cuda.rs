@@ -52,7 +52,7 @@ impl<'d> BestByWeight<'d> {
         Ok(Self {
             scores: Buffer::new(driver, "scores of positions", h * shape.capacity)?,
             parts: Buffer::new(driver, "sums of weights", h * shape.capacity.div_ceil(SPAN) * 2)?,
-            best: Best::with_room(driver, shape, most)?,
+            best: Best::new(driver, shape, most)?,
         })
     }
 
