@@ -1,4 +1,4 @@
-//! Caches and indexes on the device.
+//! The backend with caches and indexes on the device.
 //!
 //! A prompt goes through the layers one after the other, in chunks of rows; each layer attends its own cache. A step is
 //! one run of launches, from the ids to the logits, in which the host waits for nothing.
@@ -32,9 +32,9 @@ pub struct CudaBackend<'a> {
     at: OnDevice<'a>,
     layers: Vec<LayerState<'a>>,
     attention: Attention<'a>,
-    /// Sums over steps and layers of shares: rows read, products taken to rank, query heads bypassed.
+    /// Shares of rows read, of products computed to rank, and of query heads bypassed, summed over steps and layers.
     shares: Buffer<'a, f64>,
-    /// The launches of a step.
+    /// The recorded launches of a step.
     recording: Option<Recording<'a>>,
 }
 
@@ -45,7 +45,7 @@ struct LayerState<'d> {
 }
 
 impl<'d> LayerState<'d> {
-    /// What a prompt needs of it; `number` is the layer's.
+    /// Returns layer `number` as a prompt needs it.
     fn for_prompt(&self, number: usize) -> PromptLayer<'_, 'd> {
         PromptLayer {
             number,
@@ -59,7 +59,7 @@ impl<'d> LayerState<'d> {
 type NewIndexes<'f, 'a> = dyn Fn(OnDevice<'a>, &[Limits]) -> Result<Indexes<'a>> + 'f;
 
 impl<'a> CudaBackend<'a> {
-    /// Whether a method's caches and selection can be on the device; `turns` says that more than one prompt comes.
+    /// Tells whether a method's caches and selection can be on the device; `turns` means more than one prompt.
     pub fn can(method: &dyn Method, options: &Options, turns: bool) -> bool {
         let packed = options.kv == KvType::TwoBit;
         let needs = CudaNeeds {
@@ -71,7 +71,7 @@ impl<'a> CudaBackend<'a> {
         has_index && !(packed && (turns || options.packed.full > FULL))
     }
 
-    /// Empty caches of `sequences` sequences with room for `capacity` positions each.
+    /// Makes empty caches for `sequences` sequences of up to `capacity` positions each.
     ///
     /// # Errors
     /// Less memory than they need: how much that is, and what would fit.
@@ -86,8 +86,8 @@ impl<'a> CudaBackend<'a> {
         Self::with(body, options, sequences, capacity, &indexes)
     }
 
-    /// Caches of `context` random positions and indexes of random contents, with room for as many steps; for a
-    /// benchmark.
+    /// Makes caches of `context` random positions and indexes of random contents, with room for `steps` more positions;
+    /// for a benchmark.
     ///
     /// # Errors
     /// As [`CudaBackend::new`].
@@ -213,12 +213,12 @@ impl<'a> CudaBackend<'a> {
         self.advance(step, trace)
     }
 
-    /// Bytes of keys and values of one position, over all layers and sequences.
+    /// Returns the bytes of keys and values per position, over all layers and sequences.
     pub fn position_bytes(&self) -> usize {
         self.layers.len() * self.at.shape.heads() * bytes_per_position(&self.at.shape, self.options.kv)
     }
 
-    /// The greedy choices after the last step; waits for the device.
+    /// Returns the greedy choices after the last step; waits for the device.
     pub fn choices(&self) -> Result<Vec<u32>> {
         let DeviceModel { body, space, .. } = &self.model;
         space.finite.check(body)?;
@@ -297,16 +297,16 @@ impl Backend for CudaBackend<'_> {
     }
 }
 
-/// The indexes of a method's layers.
+/// Makes the indexes of a method's layers.
 ///
 /// # Errors
-/// A method without one on the device; no memory.
+/// A method without an index on the device; no memory.
 pub(super) fn indexes<'d>(method: &dyn Method, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
     let without = || Error::failed("CUDA: a method without an index on the device");
     method.cuda().ok_or_else(without)?.indexes(at, limits)
 }
 
-/// Says before anything is taken that the caches do not fit.
+/// Checks before any allocation that the caches fit.
 fn check_room(driver: &dyn Driver, shape: &Shape, options: &Options, layers: usize) -> Result<()> {
     let each = shape.heads() * layers * bytes_per_position(shape, options.kv);
     let (need, free) = ((each * shape.capacity) as u64, driver.free_bytes()?);

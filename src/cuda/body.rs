@@ -1,4 +1,4 @@
-//! A whole model's weights on the device, with what comes before and after its layers.
+//! A whole model's weights on the device, with the embedding and the output projection.
 
 use super::finite::FiniteCheck;
 use super::sizes::LayerSizes;
@@ -21,7 +21,7 @@ use crate::weight::Weight;
 /// A whole model's weights on the device.
 pub struct Body<'a> {
     pub(crate) driver: &'a dyn Driver,
-    /// Where they come from; `None` for random ones.
+    /// The checkpoint; `None` for random weights.
     pub(crate) decoder: Option<&'a Decoder>,
     pub(crate) config: ModelConfig,
     pub(crate) rope: Rope,
@@ -29,7 +29,7 @@ pub struct Body<'a> {
     pub(crate) layers: Vec<LayerWeights<'a>>,
     /// `None` where the embedding is the output projection.
     embedding: Option<Linear<'a>>,
-    /// Of the norm after the layers.
+    /// Weight of the norm after the layers.
     norm: Buffer<'a, f32>,
     /// The output projection.
     head: Linear<'a>,
@@ -39,7 +39,7 @@ impl<'a> Body<'a> {
     /// Copies all weights of a checkpoint to the device.
     ///
     /// # Errors
-    /// Less memory than they need; a model whose attention the kernels are not made for.
+    /// Less memory than they need; a model whose attention the kernels do not support.
     pub fn load(driver: &'a dyn Driver, decoder: &'a Decoder, precision: Precision) -> Result<Self> {
         let config = decoder.config.clone();
         let sizes = LayerSizes::of(&config);
@@ -79,7 +79,7 @@ impl<'a> Body<'a> {
         })
     }
 
-    /// Random weights in the sizes of a model, in bf16 and with one matrix as embedding and output projection; for a
+    /// Makes random weights in bf16 in the sizes of a model, with one matrix as embedding and output projection; for a
     /// benchmark.
     ///
     /// # Errors
@@ -105,30 +105,30 @@ impl<'a> Body<'a> {
         })
     }
 
-    /// Bytes of the weights of [`Body::random`], all of which a step reads.
+    /// Returns the bytes of the weights of [`Body::random`], all of which a step reads.
     pub fn random_bytes(config: &ModelConfig) -> usize {
         let s = LayerSizes::of(config);
         let layer = s.hidden * (s.qkv() + s.attended() + 3 * s.intermediate);
         2 * (config.n_layers * layer + config.vocab_size * s.hidden)
     }
 
-    /// The sizes of its layers.
+    /// Returns the sizes of its layers.
     pub fn sizes(&self) -> LayerSizes {
         LayerSizes::of(&self.config)
     }
 
-    /// The type of rows that are attended and not kept: that of the weights, or f32.
+    /// Returns the type of rows that are attended and not kept: that of the weights, or f32.
     pub(crate) fn row_type(&self) -> Float {
         let kind = self.layers.first().map(|l| l.qkv.weight.kind);
         kind.map_or(Float::F32, |kind| self.precision.attended(kind))
     }
 
-    /// A workspace for `rows` rows.
+    /// Allocates a workspace for `rows` rows.
     pub(crate) fn workspace(&self, rows: usize) -> Result<Workspace<'a>> {
         Workspace::new(self.driver, self.sizes(), self.precision, rows)
     }
 
-    /// Checks that a prompt has tokens, all of the vocabulary.
+    /// Checks that a prompt has tokens, and that all are in the vocabulary.
     pub(crate) fn check_prompt(&self, ids: &[u32]) -> Result<()> {
         check_prompt(ids)?;
         self.check_ids(ids)
@@ -156,7 +156,7 @@ impl<'a> Body<'a> {
         .launch(self.driver, [n, 1, 1])
     }
 
-    /// The logits of `rows` rows of hidden states, `[rows, vocab]`; `finite` looks at them.
+    /// Computes the logits of `rows` rows of hidden states, `[rows, vocab]`; `finite` notes whether they are finite.
     pub(crate) fn logits(
         &self,
         work: &Workspace<'_>,
@@ -171,7 +171,7 @@ impl<'a> Body<'a> {
     }
 }
 
-/// Says that a model does not fit, before anything is copied.
+/// Checks before any copy that a model fits.
 ///
 /// # Errors
 /// Less free memory than `bytes`.

@@ -1,4 +1,4 @@
-//! Prompts and single tokens with all weights on the device and the caches on the host.
+//! The forward pass of prompts and single tokens, with all weights on the device and the caches on the host.
 
 use std::sync::Mutex;
 
@@ -30,9 +30,9 @@ const KEPT_ROWS: usize = 16;
 pub struct CudaForward<'a> {
     body: Body<'a>,
     decoder: &'a Decoder,
-    /// What prompts attend.
+    /// Element type of the rows that prompts attend.
     float: Float,
-    /// Where a step's rows pass.
+    /// Buffers of a step.
     step: Mutex<StepSpace<'a>>,
 }
 
@@ -40,7 +40,7 @@ impl<'a> CudaForward<'a> {
     /// Copies all weights to the device.
     ///
     /// # Errors
-    /// Less memory than they need; a model whose attention the kernels are not made for.
+    /// Less memory than they need; a model whose attention the kernels do not support.
     pub fn new(driver: &'a dyn Driver, decoder: &'a Decoder, precision: Precision) -> Result<Self> {
         let body = Body::load(driver, decoder, precision)?;
         Ok(Self {
@@ -51,7 +51,7 @@ impl<'a> CudaForward<'a> {
         })
     }
 
-    /// Projects a prompt's rows chunk by chunk: what its caches take in.
+    /// Computes the queries, keys and values of a prompt chunk by chunk, for the caches.
     fn prompt_rows(&self, weights: &LayerWeights<'_>, pass: &Pass<'_>) -> Result<Rows> {
         let (s, m) = (self.body.sizes(), pass.m);
         let heads = |heads| Array3::zeros((heads, m, s.head_dim));
@@ -78,7 +78,7 @@ impl<'a> CudaForward<'a> {
         Ok(rows)
     }
 
-    /// Attends what the caches gave, and finishes the layer for the rows from `skipped` on.
+    /// Attends the keys and values that the caches returned, and finishes the layer for the rows from `skipped` on.
     fn attend_prompt(
         &self,
         weights: &LayerWeights<'_>,
@@ -113,7 +113,7 @@ impl<'a> CudaForward<'a> {
     }
 }
 
-/// A prompt on its way through the layers.
+/// A prompt and its buffers.
 struct Pass<'d> {
     first: usize,
     m: usize,
@@ -126,7 +126,7 @@ struct Pass<'d> {
 }
 
 impl Pass<'_> {
-    /// First row and number of rows of each part that passes a layer at once.
+    /// Returns the first row and the number of rows of each chunk.
     fn chunks(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
         let m = self.m;
         (0..m)

@@ -1,8 +1,8 @@
-//! Caches in the machine's memory, for contexts larger than the GPU's: `--kv host`.
+//! The backend with caches in host memory, for contexts larger than the GPU's memory: `--kv host`.
 //!
-//! The index is on the device and chooses there. Of each layer the queries, the new key and value and the chosen
-//! positions come to the CPU, which attends these; meanwhile the device attends the static set, of which it has a copy,
-//! and joins the two. A prompt has one layer's rows on the device at a time.
+//! The index is on the device and chooses there. For each layer the queries, the new key and value and the chosen
+//! positions are copied to the CPU, which attends those positions. Meanwhile the device attends its copy of the static
+//! set, and then merges the two results. A prompt has one layer's rows on the device at a time.
 
 mod static_set;
 
@@ -35,7 +35,7 @@ pub struct HostBackend<'a> {
     shape: Shape,
     layers: Vec<HostLayer<'a>>,
     static_set: StaticAttention<'a>,
-    /// Sum over steps and layers.
+    /// Shares summed over steps and layers.
     shares: Shares,
 }
 
@@ -48,14 +48,14 @@ struct HostLayer<'d> {
     static_rows: Option<LayerRows<'d>>,
 }
 
-/// The type of the cached rows.
+/// Returns the element type of the cached rows.
 fn kind(options: &Options) -> Result<Float> {
     let refused = || Error::failed("CUDA: the cache is not of a float type");
     options.kv.float().ok_or_else(refused)
 }
 
 impl<'a> HostBackend<'a> {
-    /// Whether a method's index can be on the device without the rows; `turns` says that more than one prompt comes.
+    /// Tells whether a method's index can be on the device without the rows; `turns` means more than one prompt.
     pub fn can(method: &dyn Method, options: &Options, turns: bool) -> bool {
         let needs = CudaNeeds {
             packed: false,
@@ -66,7 +66,7 @@ impl<'a> HostBackend<'a> {
         has_index && options.kv.float().is_some()
     }
 
-    /// Empty caches with room for `expected` positions from the start, and for an index of up to `capacity`.
+    /// Makes empty caches, with space for `expected` positions from the start, and indexes for up to `capacity`.
     ///
     /// # Errors
     /// No memory for the index.
@@ -157,7 +157,7 @@ impl<'a> HostBackend<'a> {
     }
 }
 
-/// What the CPU gets of one layer in a step.
+/// What is copied to the CPU of one layer in a step.
 struct Arrived {
     /// `[g,d]`.
     keys: Vec<f32>,
@@ -223,7 +223,7 @@ impl HostLayer<'_> {
         })
     }
 
-    /// Takes the last position into the caches and fills its attention output; returns what each KV head chose.
+    /// Appends the last position to the caches and fills its attention output; returns what each KV head chose.
     fn attend(
         &mut self,
         work: &Workspace<'_>,
@@ -249,7 +249,7 @@ impl HostLayer<'_> {
     }
 }
 
-/// Attention of queries `[h,d]` over some positions of each KV head: `[h,d + 1]`, the log-sum-exp last.
+/// Computes the attention of queries `[h,d]` over some positions of each KV head: `[h,d + 1]`, the log-sum-exp last.
 fn attend_on_cpu(heads: &[KvHead], queries: &[f32], lists: &[Vec<u32>], d: usize) -> Result<Vec<f32>> {
     let h = queries.len() / d;
     let r = h / heads.len().max(1);
@@ -277,7 +277,7 @@ fn attend_on_cpu(heads: &[KvHead], queries: &[f32], lists: &[Vec<u32>], d: usize
     Ok(out)
 }
 
-/// Takes the rows of positions before the prompt, as the caches hold them, into its context.
+/// Copies the cached rows of earlier positions into the prompt's context.
 fn put_cached(pass: &mut PromptPass<'_>, heads: &[KvHead]) -> Result<()> {
     let room = pass.work.rows;
     for start in (0..pass.first).step_by(room) {
@@ -288,7 +288,7 @@ fn put_cached(pass: &mut PromptPass<'_>, heads: &[KvHead]) -> Result<()> {
     Ok(())
 }
 
-/// Takes the keys and values of the last `n` positions, `[g,n,d]`, into the caches; waits for the device.
+/// Copies the keys and values of the last `n` positions, `[g,n,d]`, into the caches; waits for the device.
 fn store(heads: &mut [KvHead], work: &Workspace<'_>, n: usize) -> Result<()> {
     let values = heads.len() * n * work.sizes.head_dim;
     let mut arrived = (vec![0.0; values], vec![0.0; values]);
@@ -297,7 +297,7 @@ fn store(heads: &mut [KvHead], work: &Workspace<'_>, n: usize) -> Result<()> {
     extend(heads, &arrived.0, &arrived.1, n)
 }
 
-/// Takes `n` keys and values per KV head, `[g,n,d]`, into the caches.
+/// Appends `n` keys and values per KV head, `[g,n,d]`, to the caches.
 fn extend(heads: &mut [KvHead], keys: &[f32], values: &[f32], n: usize) -> Result<()> {
     let (g, d) = (heads.len(), keys.len() / (heads.len() * n).max(1));
     let keys = ArrayView3::from_shape((g, n, d), keys)?;

@@ -1,4 +1,4 @@
-//! A model on the device with what its sessions compute with, wherever their caches are.
+//! A model on the device with the buffers of its sessions, whose caches may be on the device or on the host.
 
 use ndarray::Array1;
 
@@ -21,7 +21,7 @@ pub(super) struct DeviceModel<'a> {
 }
 
 impl<'a> DeviceModel<'a> {
-    /// A model whose layers have caches of this shape.
+    /// Makes the buffers for a model whose layers have caches of this shape.
     ///
     /// # Errors
     /// No memory.
@@ -34,7 +34,7 @@ impl<'a> DeviceModel<'a> {
         })
     }
 
-    /// Takes the positions to the end of a prompt that has passed all layers; returns the logits after it: `[vocab]`.
+    /// Ends a prompt that has passed all layers: sets the positions, and returns the logits after it, `[vocab]`.
     pub fn end_prompt(&mut self, pass: &PromptPass<'_>) -> Result<Array1<f32>> {
         self.windows.set(&[(pass.first + pass.m) as u32])?;
         let last = pass.rows(pass.m - 1, 1);
@@ -42,14 +42,14 @@ impl<'a> DeviceModel<'a> {
         self.logits()
     }
 
-    /// The logits of the first sequence: `[vocab]`; waits for the device.
+    /// Copies the logits of the first sequence to the host, `[vocab]`; waits for the device.
     pub fn logits(&self) -> Result<Array1<f32>> {
         self.space.finite.check(&self.body)?;
         let logits = self.space.logits.read_part(0, self.body.config.vocab_size)?;
         Ok(Array1::from(logits))
     }
 
-    /// Chooses the token that follows in the only sequence; waits for the device.
+    /// Chooses the next token of the only sequence; waits for the device.
     pub fn next(&self, sampler: &mut Sampler) -> Result<u32> {
         let Self { body, space, .. } = self;
         if !sampler.is_greedy() {
@@ -69,7 +69,7 @@ impl<'a> DeviceModel<'a> {
     }
 
     /// Launches decode step number `step`, from the ids on the device to the logits and the greedy choices. `attend`
-    /// fills the attention output of a layer and gives what each KV head chose, which only a trace needs.
+    /// fills the attention output of a layer and returns what each KV head chose, which only a trace needs.
     pub fn step(
         &self,
         step: usize,

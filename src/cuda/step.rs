@@ -1,4 +1,4 @@
-//! What a decode step computes with, from ids to logits and the next ids.
+//! The buffers of a decode step, from ids to logits and the next ids.
 
 use super::body::Body;
 use super::finite::FiniteCheck;
@@ -24,7 +24,7 @@ pub(crate) struct StepSpace<'d> {
 }
 
 impl<'d> StepSpace<'d> {
-    /// Room for `rows` sequences.
+    /// Allocates the buffers for `rows` sequences.
     pub fn new(body: &Body<'d>, rows: usize) -> Result<Self> {
         let driver = body.driver;
         Ok(Self {
@@ -39,7 +39,7 @@ impl<'d> StepSpace<'d> {
         })
     }
 
-    /// Norm, logits and the greedy choice of the first rows of hidden states.
+    /// Computes logits and the greedy choice of the first rows of hidden states.
     pub fn finish(
         &self,
         body: &Body<'d>,

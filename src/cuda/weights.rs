@@ -46,7 +46,7 @@ impl<'d> LayerWeights<'d> {
         })
     }
 
-    /// Random weights in bf16, for a benchmark.
+    /// Makes random weights in bf16, for a benchmark.
     ///
     /// # Errors
     /// No memory.
@@ -67,12 +67,12 @@ impl<'d> LayerWeights<'d> {
     }
 }
 
-/// Bytes of a weight as the checkpoint stores it.
+/// Returns the bytes of a weight as the checkpoint stores it.
 pub(crate) fn stored_bytes(weight: &Weight) -> usize {
     weight.rows() * weight.cols() * weight.dtype().bytes()
 }
 
-/// A projection of random numbers in bf16.
+/// Makes a projection of random numbers in bf16.
 pub(crate) fn random<'d>(driver: &'d dyn Driver, rows: usize, cols: usize, seed: u32) -> Result<Linear<'d>> {
     Ok(Linear {
         weight: Matrix::random(driver, Float::Bf16, rows, cols, seed)?,
