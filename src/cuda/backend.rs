@@ -247,23 +247,19 @@ impl Backend for CudaBackend<'_> {
         for number in 0..self.layers.len() {
             self.prompt_layer(number, &mut pass)?;
         }
-        self.layers.iter().take(1).for_each(|l| l.index.end_prompt());
-        self.model.end_prompt(&pass)
+        let first = self.layers.first().map(|layer| layer.index.as_ref());
+        self.model.end_prompt(&pass, first)
     }
 
-    fn step(&mut self, id: u32, at: StepAt, trace: Option<&mut Trace<'_>>) -> Result<Array1<f32>> {
-        self.feed(&[id], at.step, trace)?;
+    fn step(&mut self, id: u32, at: StepAt, trace: Option<&mut Trace<'_>>) -> Result<()> {
+        self.feed(&[id], at.step, trace)
+    }
+
+    fn logits(&self) -> Result<Array1<f32>> {
         self.model.logits()
     }
 
-    fn next(
-        &mut self,
-        id: u32,
-        at: StepAt,
-        trace: Option<&mut Trace<'_>>,
-        sampler: &mut Sampler,
-    ) -> Result<u32> {
-        self.feed(&[id], at.step, trace)?;
+    fn next(&self, sampler: &mut Sampler) -> Result<u32> {
         self.model.next(sampler)
     }
 

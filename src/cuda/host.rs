@@ -129,32 +129,6 @@ impl<'a> HostBackend<'a> {
         }
         pass.end_layer(&self.model, &layer)
     }
-
-    /// Runs a step from the id to the logits on the device.
-    fn feed(&mut self, id: u32, at: StepAt, trace: Option<&mut Trace<'_>>) -> Result<()> {
-        let Self {
-            model,
-            layers,
-            static_set,
-            options,
-            shares,
-            ..
-        } = self;
-        model.send(&[id])?;
-        let positions = &mut model.windows.positions;
-        positions.iter_mut().try_for_each(|p| p.advance(1))?;
-        static_set.advance(at.position)?;
-        let (model, windows) = (&*model, &model.body.config.windows);
-        model.step(at.step, trace, &mut |number| {
-            let set = StaticSet::at(at.position, windows[number], options.sinks, options.window);
-            let positions = model.windows.of(number);
-            let arrived = layers[number].fetch(&model.space.work, static_set, positions, &set, at.step)?;
-            let chosen = layers[number].attend(&model.space.work, static_set, &set, arrived)?;
-            let read: usize = chosen.iter().map(|chosen| set.len() + chosen.len()).sum();
-            shares.read += read as f64 / (set.visible().len() * chosen.len()) as f64;
-            Ok(chosen)
-        })
-    }
 }
 
 /// What is copied to the CPU of one layer in a step.
@@ -325,23 +299,40 @@ impl Backend for HostBackend<'_> {
         for number in 0..self.layers.len() {
             self.prompt_layer(number, &mut pass)?;
         }
-        self.layers.iter().take(1).for_each(|l| l.index.end_prompt());
-        self.model.end_prompt(&pass)
+        let first = self.layers.first().map(|layer| layer.index.as_ref());
+        self.model.end_prompt(&pass, first)
     }
 
-    fn step(&mut self, id: u32, at: StepAt, trace: Option<&mut Trace<'_>>) -> Result<Array1<f32>> {
-        self.feed(id, at, trace)?;
+    fn step(&mut self, id: u32, at: StepAt, trace: Option<&mut Trace<'_>>) -> Result<()> {
+        let Self {
+            model,
+            layers,
+            static_set,
+            options,
+            shares,
+            ..
+        } = self;
+        model.send(&[id])?;
+        let positions = &mut model.windows.positions;
+        positions.iter_mut().try_for_each(|p| p.advance(1))?;
+        static_set.advance(at.position)?;
+        let (model, windows) = (&*model, &model.body.config.windows);
+        model.step(at.step, trace, &mut |number| {
+            let set = StaticSet::at(at.position, windows[number], options.sinks, options.window);
+            let positions = model.windows.of(number);
+            let arrived = layers[number].fetch(&model.space.work, static_set, positions, &set, at.step)?;
+            let chosen = layers[number].attend(&model.space.work, static_set, &set, arrived)?;
+            let read: usize = chosen.iter().map(|chosen| set.len() + chosen.len()).sum();
+            shares.read += read as f64 / (set.visible().len() * chosen.len()) as f64;
+            Ok(chosen)
+        })
+    }
+
+    fn logits(&self) -> Result<Array1<f32>> {
         self.model.logits()
     }
 
-    fn next(
-        &mut self,
-        id: u32,
-        at: StepAt,
-        trace: Option<&mut Trace<'_>>,
-        sampler: &mut Sampler,
-    ) -> Result<u32> {
-        self.feed(id, at, trace)?;
+    fn next(&self, sampler: &mut Sampler) -> Result<u32> {
         self.model.next(sampler)
     }
 

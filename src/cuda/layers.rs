@@ -63,7 +63,7 @@ struct CudaLayer<'a> {
 }
 
 impl CudaLayer<'_> {
-    /// Computes queries, keys and values of hidden states `[m, hidden]`, and runs the rest of the layer if these change.
+    /// Computes queries, keys and values of hidden states `[m, hidden]`; runs the rest of the layer if these change.
     fn run(&self, mut hidden: Hidden<'_>) -> Result<States> {
         let (driver, s) = (self.model.driver, &self.sizes);
         let m = hidden.view().nrows();

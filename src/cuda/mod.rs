@@ -1,9 +1,9 @@
 //! The forward pass on an NVIDIA GPU: the same as [`crate::model::decoder`].
 //!
 //! [`LayerWeights`] are one layer's weights on the device, in the type that the checkpoint stores; [`Workspace`] is
-//! the buffers of rows in a layer. Sessions run on [`backend::CudaBackend`], with the caches on the device, or
-//! [`host::HostBackend`], with those in the machine's memory. [`forward::CudaForward`] runs prompts and tokens for caches
-//! on the CPU, [`layers::CudaLayers`] calibration text with one layer's weights on the device at a time.
+//! the buffers of rows in a layer. Sessions run on [`backend::CudaBackend`], with the caches on the device, or on
+//! [`host::HostBackend`], with the caches in host memory. [`forward::CudaForward`] runs prompts and tokens for caches
+//! on the CPU, and [`layers::CudaLayers`] runs calibration text with one layer's weights on the device at a time.
 
 pub mod backend;
 mod body;

@@ -10,6 +10,7 @@ use super::work::{Rotation, RowPositions};
 use crate::error::Result;
 use crate::kv::cuda::Shape;
 use crate::kv::sample::Sampler;
+use crate::method::cuda::CudaIndex;
 use crate::runner::{Options, Trace};
 
 /// A model on the device, the positions of its sequences and the buffers of a decode step.
@@ -35,7 +36,15 @@ impl<'a> DeviceModel<'a> {
     }
 
     /// Ends a prompt that has passed all layers: sets the positions, and returns the logits after it, `[vocab]`.
-    pub fn end_prompt(&mut self, pass: &PromptPass<'_>) -> Result<Array1<f32>> {
+    /// `index` is that of the first layer, which frees the buffers of all.
+    pub fn end_prompt(
+        &mut self,
+        pass: &PromptPass<'_>,
+        index: Option<&(dyn CudaIndex + '_)>,
+    ) -> Result<Array1<f32>> {
+        if let Some(index) = index {
+            index.end_prompt();
+        }
         self.windows.set(&[(pass.first + pass.m) as u32])?;
         let last = pass.rows(pass.m - 1, 1);
         self.space.finish(&self.body, &pass.work, &last, 1)?;
