@@ -202,7 +202,7 @@ impl<'a> CudaBackend<'a> {
             match chosen {
                 _ if !tracing => Ok(Vec::new()),
                 Some(chosen) => chosen.read(),
-                None => positions.between(),
+                None => Ok(positions.between()),
             }
         })
     }

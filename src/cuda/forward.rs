@@ -230,8 +230,5 @@ impl Forward for CudaForward<'_> {
 /// Writes rows `first..first + n` of every head of `x` `[heads,m,d]` as `[heads,n,d]`.
 fn put(x: &Array3<f32>, to: &Buffer<'_, f32>, first: usize, n: usize) -> Result<()> {
     let rows = x.slice(s![.., first..first + n, ..]);
-    match rows.as_slice() {
-        Some(rows) => to.write(rows),
-        None => to.write(&rows.iter().copied().collect::<Vec<f32>>()),
-    }
+    to.write(elements(&rows.as_standard_layout()))
 }

@@ -14,7 +14,7 @@ pub(crate) use fast::shared_bytes as search_bytes;
 
 /// Rows and centroids of a tile of `nearest_listed` and `nearest_fast`.
 const TILE: usize = 128;
-/// Distances that a run sums, in `draw` and in `inertia`.
+/// Distances per partial sum, in `draw` and in `inertia`.
 const DRAW_RUN: usize = 1024;
 const INERTIA_RUN: usize = 4096;
 /// Rows of a block that has a warp per row.
@@ -29,9 +29,9 @@ pub(super) struct Clustering<'d> {
     /// `[M,w]`, and `-||c||²/2` of each, `[M]`.
     centroids: Buffer<'d, f32>,
     biases: Buffer<'d, f32>,
-    /// First and count of the centroids that a search looks at.
+    /// First index and number of the centroids that a search considers.
     ranges: Buffer<'d, u32>,
-    /// `[n]`: the code, what it becomes, the squared distance and, while seeding, the score.
+    /// `[n]`: the code, the next code, the squared distance and, while seeding, the score.
     codes: Buffer<'d, u32>,
     next: Buffer<'d, u32>,
     distances: Buffer<'d, f32>,
@@ -39,11 +39,11 @@ pub(super) struct Clustering<'d> {
     /// Whether a code changed.
     changed: Buffer<'d, u32>,
     fast: Option<Fast<'d>>,
-    /// Centroids that are there.
+    /// Number of centroids drawn so far, per head.
     drawn: Vec<usize>,
 }
 
-/// Bytes on the device of one head of n rows of `w` floats and `size` centroids, at the most.
+/// Returns the most bytes that one head of n rows of `w` floats and `size` centroids takes on the device.
 pub(super) fn head_bytes(n: usize, w: usize, size: usize) -> usize {
     // x beside either its whitened copy or the f16 rows and what is known of each row.
     let row = 4 * w + (4 * w).max(2 * w + 36);
@@ -72,7 +72,7 @@ impl<'d> Clustering<'d> {
         })
     }
 
-    /// The first centroids: rows, one a head.
+    /// Makes the given row of each head its first centroid.
     pub fn seed(&mut self, rows: &PointRows, first: &[u32]) -> Result<()> {
         rows.check("first rows", first.len(), rows.b)?;
         self.drawn.fill(1);
@@ -96,7 +96,7 @@ impl<'d> Clustering<'d> {
         self.changed.write(&vec![1; rows.b])
     }
 
-    /// Draws, places the rows drawn, and lets them take over: one wait for the device.
+    /// Draws rows as new centroids, and moves the rows that are nearer to one of them; waits for the device once.
     pub fn draw(&mut self, rows: &PointRows, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
         let (driver, n) = (rows.driver, rows.n);
         rows.check("batches", batch.len(), rows.b)?;
@@ -253,7 +253,7 @@ impl<'d> Clustering<'d> {
         self.ranges.write(bytemuck::cast_slice(ranges))
     }
 
-    /// The rows `fresh`, `[b,most]`, become the centroids in range.
+    /// Copies the rows `fresh`, `[b,most]`, to the centroids in range.
     fn place(&self, rows: &PointRows, fresh: &Buffer<u32>, most: usize) -> Result<()> {
         let blocks = (most * rows.w).div_ceil(256);
         kernels::PlaceCentroids {
@@ -269,14 +269,14 @@ impl<'d> Clustering<'d> {
         .launch(rows.driver, rows.grid([blocks, 1]))
     }
 
-    /// Every row to the nearest of all centroids.
+    /// Assigns every row to the nearest of all centroids.
     fn search_all(&mut self, rows: &PointRows) -> Result<()> {
         self.set_ranges(&vec![[0, self.size as u32]; rows.b])?;
         self.search(rows, self.size, false)?;
         self.take_over(rows, true)
     }
 
-    /// The biases of the centroids in range, at most `most` a head.
+    /// Computes the biases of the centroids in range, at most `most` per head.
     fn find_biases(&self, rows: &PointRows, most: usize) -> Result<()> {
         kernels::CentroidBiases {
             centroids: self.centroids.ptr(),
@@ -288,8 +288,8 @@ impl<'d> Clustering<'d> {
         .launch(rows.driver, rows.grid([most.div_ceil(WARPS), 1]))
     }
 
-    /// `next` becomes the nearest of the centroids in range, at most `most` a head; where they `challenge`,
-    /// only of the rows that one of them is nearer to than the present one.
+    /// Writes to `next` the nearest of the centroids in range, at most `most` per head; with `challenge`, only for rows
+    /// that are nearer to one of them than to their present centroid.
     fn search(&self, rows: &PointRows, most: usize, challenge: bool) -> Result<()> {
         self.find_biases(rows, most)?;
         let scores = challenge.then(|| self.scores.ptr());
@@ -333,7 +333,7 @@ impl<'d> Clustering<'d> {
         .launch(rows.driver, rows.grid([n.div_ceil(TILE), 1]))
     }
 
-    /// Codes become `next`; distances follow where a code changed, or in `all` rows.
+    /// Copies `next` to the codes, and updates the distances where a code changed, or of `all` rows.
     fn take_over(&self, rows: &PointRows, all: bool) -> Result<()> {
         kernels::TakeOver {
             x: rows.x.ptr(),

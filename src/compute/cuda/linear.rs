@@ -32,10 +32,10 @@ pub struct Matrix<'d> {
 }
 
 impl<'d> Matrix<'d> {
-    /// A weight of `rows` times `cols` values, little-endian and row after row.
+    /// Copies a weight of `rows` times `cols` values to the device, little-endian and row after row.
     ///
     /// # Errors
-    /// Another number of bytes; sizes that the kernels are not made for; no memory.
+    /// Another number of bytes; sizes that the kernels do not support; no memory.
     pub fn new(driver: &'d dyn Driver, kind: Float, rows: usize, cols: usize, bytes: &[u8]) -> Result<Self> {
         if rows == 0 || cols == 0 || rows.max(cols) > 1 << 30 {
             return Err(Error::failed(format!("CUDA: a weight of {rows} x {cols}")));
@@ -56,7 +56,7 @@ impl<'d> Matrix<'d> {
         })
     }
 
-    /// A weight of random numbers from -1 to 1, for a benchmark.
+    /// Makes a weight of random numbers from -1 to 1, for a benchmark.
     ///
     /// # Errors
     /// No memory.
@@ -80,7 +80,7 @@ pub struct Linear<'d> {
     pub bias: Option<Buffer<'d, f32>>,
 }
 
-/// How products are computed, and room for it; one for all weights.
+/// Computes products with weights, and holds the buffer for rounded inputs; one for all weights.
 pub struct Products<'d> {
     driver: &'d dyn Driver,
     exact: bool,
@@ -88,7 +88,7 @@ pub struct Products<'d> {
 }
 
 impl<'d> Products<'d> {
-    /// Room for inputs of up to `most` numbers, m times k. With `exact` nothing is rounded to fewer bits than f32.
+    /// Allocates space for inputs of up to `most` numbers, m times k. With `exact` nothing is rounded below f32.
     ///
     /// # Errors
     /// No memory.
@@ -101,7 +101,7 @@ impl<'d> Products<'d> {
         })
     }
 
-    /// Several projections of the same inputs.
+    /// Computes several projections of the same inputs.
     ///
     /// # Shapes
     /// x `[m,k]`, each out `[m,n]`; with `accumulate` the results are added to what is there.
@@ -214,7 +214,7 @@ impl<'d> Products<'d> {
         arguments!(LinearFew, split).launch(driver, kind, [warps.div_ceil(8 / split), 1, 1])
     }
 
-    /// The first `n` numbers in 16 bits.
+    /// Rounds the first `n` numbers to 16 bits.
     fn round(&self, x: &Buffer<'_, f32>, n: usize, kind: Float) -> Result<()> {
         if n > self.rounded.len() {
             let most = self.rounded.len();

@@ -1,4 +1,4 @@
-//! Rows on the GPU: what changes or describes them. Their clusters are in [`super::clusters`].
+//! Points on the GPU: operations that change or describe their rows. Clusters are in [`super::clusters`].
 
 use std::ops::Range;
 
@@ -28,12 +28,12 @@ pub(super) struct PointRows<'d> {
 }
 
 impl<'d> PointRows<'d> {
-    /// The grid of `[x, z]` blocks for every head.
+    /// Returns the grid of `[x, z]` blocks for every head.
     pub fn grid(&self, [x, z]: [usize; 2]) -> [usize; 3] {
         [x, self.b, z]
     }
 
-    /// The rows as the kernels that prompts and indexes share take them.
+    /// Returns the rows for the kernels that prompts and indexes use too.
     pub fn heads(&self) -> HeadRows<'_> {
         HeadRows {
             driver: self.driver,
@@ -44,7 +44,7 @@ impl<'d> PointRows<'d> {
         }
     }
 
-    /// The bits of the largest magnitude per head, on the device: `[b]`.
+    /// Computes the bits of the largest magnitude of each head, on the device: `[b]`.
     pub fn largest(&self) -> Result<Buffer<'d, u32>> {
         let out = Buffer::new(self.driver, "magnitudes", self.b)?;
         self.heads().largest(&out)?;
@@ -61,7 +61,7 @@ impl<'d> PointRows<'d> {
         }
     }
 
-    /// Some rows of one head, `[rows,d]`.
+    /// Copies some rows of one head to the host, `[rows,d]`.
     fn read(&self, head: usize, rows: &[u32]) -> Result<Array2<f32>> {
         if let Some(row) = rows.iter().find(|row| **row as usize >= self.n) {
             return Err(Error::failed(format!("row {row} of {}", self.n)));
@@ -81,7 +81,7 @@ impl<'d> PointRows<'d> {
         self.unpadded(out.read()?)
     }
 
-    /// Rows of d values out of rows of w.
+    /// Removes the padding of rows: w values become d.
     pub fn unpadded(&self, values: Vec<f32>) -> Result<Array2<f32>> {
         let rows = values.len() / self.w;
         let all = Array2::from_shape_vec((rows, self.w), values)?;
@@ -91,7 +91,7 @@ impl<'d> PointRows<'d> {
         })
     }
 
-    /// Rows of w values, of `[..,d]`.
+    /// Pads rows `[..,d]` with zeros to w values.
     pub fn padded(&self, x: ArrayView2<f32>) -> Vec<f32> {
         let mut out = Array2::zeros((x.nrows(), self.w));
         out.slice_mut(s![.., ..self.d]).assign(&x);
@@ -106,7 +106,7 @@ pub(super) struct CudaPoints<'d> {
 }
 
 impl<'d> CudaPoints<'d> {
-    /// Sends rows, `[b,n,d]`.
+    /// Copies rows `[b,n,d]` to the device.
     pub fn new(driver: &'d dyn Driver, x: &Array3<f32>) -> Result<Self> {
         let ((b, n, d), w) = (x.dim(), width(x.dim().2));
         let rows = PointRows {
@@ -134,7 +134,7 @@ impl<'d> CudaPoints<'d> {
         }
     }
 
-    /// Clusters of `size` centroids, with the buffers there are where the size is the same.
+    /// Returns clusters of `size` centroids; buffers of the same size are used again.
     fn start(&mut self, size: usize) -> Result<(&PointRows<'d>, &mut Clustering<'d>)> {
         if self.clusters.as_ref().is_none_or(|c| c.size != size) {
             self.clusters = None;

@@ -29,10 +29,7 @@ impl<'d> StaticAttention<'d> {
     /// # Errors
     /// Sizes that the kernels do not support; no memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, options: &Options) -> Result<Self> {
-        let (sinks, window) = (
-            options.sinks.min(shape.capacity),
-            options.window.min(shape.capacity),
-        );
+        let [sinks, window] = [options.sinks, options.window].map(|n| n.min(shape.capacity));
         let shape = Shape {
             capacity: sinks + window,
             ..shape

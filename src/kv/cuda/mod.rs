@@ -112,7 +112,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// The last `window` positions, and no more than one other.
+    /// Returns limits with only a window, for attention that chooses nothing.
     pub fn last(window: usize) -> Self {
         Self {
             sinks: 0,
@@ -163,14 +163,13 @@ impl<'d> Positions<'d> {
         })
     }
 
-    /// Lists all candidates, for each KV head of every sequence; waits for the device.
-    pub fn between(&self) -> Result<Vec<Vec<u32>>> {
-        let spans = self.spans()?;
-        let all = spans.iter().flat_map(|[first, sinks, window, _]| {
-            let positions: Vec<u32> = (first + sinks..*window).collect();
+    /// Lists all candidates, for each KV head of every sequence.
+    pub fn between(&self) -> Vec<Vec<u32>> {
+        let all = self.sets().flat_map(|(set, _)| {
+            let positions: Vec<u32> = set.candidates.map(|p| p as u32).collect();
             std::iter::repeat_n(positions, self.shape.kv_heads)
         });
-        Ok(all.collect())
+        all.collect()
     }
 
     /// Sets the lengths of the caches, one per sequence.

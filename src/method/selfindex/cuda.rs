@@ -28,14 +28,14 @@ impl<'d> SelfIndex<'d> {
     /// # Errors
     /// Sizes that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits, centroids: &[f32]) -> Result<Self> {
-        let shape = shape.checked()?;
-        if centroids.len() != shape.heads() * shape.head_dim * 16 {
+        let index = Self::empty(driver, shape, limits)?;
+        if centroids.len() != index.centroids.len() {
             return Err(Error::failed(format!(
-                "CUDA: {} values of centroids do not fit {shape:?}",
-                centroids.len()
+                "CUDA: {} values of centroids do not fit {:?}",
+                centroids.len(),
+                index.best.shape
             )));
         }
-        let index = Self::empty(driver, shape, limits)?;
         index.centroids.write(centroids)?;
         Ok(index)
     }

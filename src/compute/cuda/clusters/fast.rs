@@ -1,4 +1,4 @@
-//! The search on the tensor cores: rows and centroids in f16, and the candidates that it leaves.
+//! The search for candidate centroids on the tensor cores, with rows and centroids in f16.
 
 use super::super::buffer::{Buffer, Ptr};
 use super::super::kernels;
@@ -13,7 +13,7 @@ const STAGES: usize = 4;
 const FAST_WIDTH: usize = 256;
 const _: () = assert!(shared_bytes(FAST_WIDTH) == kernels::NearestFast::KERNEL.shared_bytes);
 
-/// What the tensor cores work on.
+/// The inputs and results of the search on the tensor cores.
 pub struct Fast<'d> {
     /// `[n,w]` of f16, and two norms of each row.
     pub rows: Buffer<'d, u16>,
@@ -26,14 +26,14 @@ pub struct Fast<'d> {
     /// Three bounds over the centroids, and the bits of their largest magnitude.
     pub bounds: Buffer<'d, u32>,
     pub largest: Buffer<'d, u32>,
-    /// Four candidates a row, the rows without, and how many of these there are.
+    /// Four candidates per row, the rows without candidates, and the number of those rows.
     pub candidates: Buffer<'d, u64>,
     pub list: Buffer<'d, u32>,
     pub listed: Buffer<'d, u32>,
 }
 
 impl<'d> Fast<'d> {
-    /// `None` where the device or the width rule it out.
+    /// Returns `None` if the device or the width does not allow the search on tensor cores.
     pub fn new(rows: &PointRows<'d>, size: usize, largest: &Buffer<'d, u32>) -> Result<Option<Self>> {
         let (driver, b, n, w) = (rows.driver, rows.b, rows.n, rows.w);
         let fits = w <= FAST_WIDTH && shared_bytes(w) <= driver.shared_bytes();
@@ -59,7 +59,7 @@ impl<'d> Fast<'d> {
 }
 
 impl Clustering<'_> {
-    /// The candidates of each row among the centroids in range.
+    /// Finds the candidates of each row among the centroids in range.
     pub(super) fn find_candidates(
         &self,
         rows: &PointRows,
