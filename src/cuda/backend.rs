@@ -55,9 +55,6 @@ impl<'d> LayerState<'d> {
     }
 }
 
-/// Makes the indexes of all layers.
-type NewIndexes<'f, 'a> = dyn Fn(OnDevice<'a>, &[Limits]) -> Result<Indexes<'a>> + 'f;
-
 impl<'a> CudaBackend<'a> {
     /// Tells whether a method's caches and selection can be on the device; `turns` means more than one prompt.
     pub fn can(method: &dyn Method, options: &Options, turns: bool) -> bool {
@@ -82,8 +79,8 @@ impl<'a> CudaBackend<'a> {
         sequences: usize,
         capacity: usize,
     ) -> Result<Self> {
-        let indexes = |at, limits: &[Limits]| indexes(method, at, limits);
-        Self::with(body, options, sequences, capacity, &indexes)
+        let indexes = |at: OnDevice<'a>, limits: &[Limits]| indexes(method, at, limits);
+        Self::with(body, options, sequences, capacity, indexes)
     }
 
     /// Makes caches of `context` random positions and indexes of random contents, with room for `steps` more positions;
@@ -99,7 +96,7 @@ impl<'a> CudaBackend<'a> {
         [sequences, context, steps]: [usize; 3],
         seed: u32,
     ) -> Result<Self> {
-        let indexes = |at, limits: &[Limits]| {
+        let indexes = |at: OnDevice<'a>, limits: &[Limits]| {
             let seeds: Vec<u32> = (0..limits.len() as u32).map(|layer| seed + 8 * layer).collect();
             let contents = Contents {
                 limits,
@@ -108,7 +105,7 @@ impl<'a> CudaBackend<'a> {
             };
             method.indexes(at, &contents)
         };
-        let mut backend = Self::with(body, options, sequences, context + steps, &indexes)?;
+        let mut backend = Self::with(body, options, sequences, context + steps, indexes)?;
         for (i, layer) in backend.layers.iter().enumerate() {
             if let LayerCache::Plain(rows) = &layer.cache {
                 rows.fill(seed + 8 * i as u32 + 4)?;
@@ -123,7 +120,7 @@ impl<'a> CudaBackend<'a> {
         options: Options,
         sequences: usize,
         capacity: usize,
-        indexes: &NewIndexes<'_, 'a>,
+        indexes: impl FnOnce(OnDevice<'a>, &[Limits]) -> Result<Indexes<'a>>,
     ) -> Result<Self> {
         let driver = body.driver;
         let shape = body.sizes().shape(sequences, capacity).checked()?;

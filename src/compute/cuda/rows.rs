@@ -55,8 +55,8 @@ impl HeadRows<'_> {
         .launch(self.driver, [self.n.div_ceil(8), self.heads, 1])
     }
 
-    /// Computes a statistic of every channel over the rows in `range`, `[heads,w]`; a rank beyond the range leaves `out`
-    /// as it is.
+    /// Computes a statistic of every channel over the rows in `range`, `[heads,w]`. A rank beyond the range leaves
+    /// `out` unchanged.
     pub fn channel_statistic(
         &self,
         range: Range<usize>,
