@@ -86,21 +86,18 @@ impl<'a> DeviceModel<'a> {
         attend: &mut dyn FnMut(usize) -> Result<Vec<Vec<u32>>>,
     ) -> Result<()> {
         let (body, space, n) = (&self.body, &self.space, self.space.rows);
-        body.embed(&space.ids, n, &space.hidden)?;
+        let (work, hidden, values) = (&space.work, &space.hidden, n * body.config.hidden_size);
+        body.embed(&space.ids, n, hidden)?;
         for (index, weights) in body.layers.iter().enumerate() {
             let at = RowPositions::Last(self.windows.of(index));
-            space
-                .work
-                .project(weights, &space.hidden, n, 1, &self.rotation, at)?;
+            work.project(weights, hidden, n, 1, &self.rotation, at)?;
             let chosen = attend(index)?;
-            space.work.finish(weights, &space.hidden, n)?;
-            space
-                .finite
-                .look(&space.hidden, n * body.config.hidden_size, index)?;
+            work.finish(weights, hidden, n)?;
+            space.finite.look(hidden, values, index)?;
             if let Some(trace) = &mut trace {
                 trace.layer(step, index, chosen.iter())?;
             }
         }
-        space.finish(body, &space.work, &space.hidden, n)
+        space.finish(body, work, hidden, n)
     }
 }

@@ -147,15 +147,9 @@ impl<'d> PromptPass<'d> {
             let at = self.first + start;
             positions.set(&[at as u32])?;
             positions.advance(n)?;
-            let row_positions = RowPositions::Last(positions);
-            self.work.project(
-                weights,
-                &self.rows(start, n),
-                n,
-                n,
-                &model.rotation,
-                row_positions,
-            )?;
+            let last = RowPositions::Last(positions);
+            self.work
+                .project(weights, &self.rows(start, n), n, n, &model.rotation, last)?;
             self.append(layer.cache.map(|cache| (cache, &*positions)), n)?;
             let (work, rows) = (&self.work, self.attended(layer)?);
             layer.index.extend(&Chunk {

@@ -36,15 +36,12 @@ impl<'d> StaticAttention<'d> {
         }
         .checked()?;
         let limits = Limits::last(shape.capacity);
+        let values = shape.query_heads() * (shape.head_dim + 1);
         Ok(Self {
             attention: Attention::new(driver, shape)?,
             writing: Positions::new(driver, shape, limits)?,
             reading: Positions::new(driver, shape, limits)?,
-            others: Buffer::new(
-                driver,
-                "partial outputs",
-                shape.query_heads() * (shape.head_dim + 1),
-            )?,
+            others: Buffer::new(driver, "partial outputs", values)?,
             sinks,
             window,
         })

@@ -105,11 +105,8 @@ impl<'d> TopK<'d> {
     /// Sizes that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits) -> Result<Self> {
         let shape = shape.checked()?;
-        Ok(Self(BestByWeight::new(
-            driver,
-            shape,
-            limits.most(shape.capacity),
-        )?))
+        let most = limits.most(shape.capacity);
+        BestByWeight::new(driver, shape, most).map(Self)
     }
 
     /// Chooses for rotated queries `[b,h,d]` the candidates with the largest softmax weights over all visible
