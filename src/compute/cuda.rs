@@ -16,12 +16,13 @@ pub mod kernels;
 pub mod linear;
 pub mod nvidia;
 mod points;
+pub(crate) mod rows;
 
 use ndarray::{Array3, ArrayView3};
 
 use super::device::{Device, Points};
 use super::layout::elements;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use buffer::Buffer;
 use driver::Driver;
 use points::CudaPoints;
@@ -96,7 +97,7 @@ impl Device for Cuda {
             count,
         }
         .launch(driver, [sums.len().div_ceil(256), 1, 1])?;
-        Array3::from_shape_vec((b, d, d), sums.read()?).map_err(shape)
+        Ok(Array3::from_shape_vec((b, d, d), sums.read()?)?)
     }
 
     fn points(&self, x: Array3<f32>) -> Result<Box<dyn Points + '_>> {
@@ -105,11 +106,6 @@ impl Device for Cuda {
 }
 
 /// Floats of a row on the device: whole 16-byte loads in f16, and whole steps of the tensor cores.
-fn width(d: usize) -> usize {
+pub(crate) fn width(d: usize) -> usize {
     d.next_multiple_of(16)
-}
-
-/// What does not happen: results of another size than was asked for.
-fn shape(e: ndarray::ShapeError) -> Error {
-    Error::failed(format!("CUDA: {e}"))
 }

@@ -1,4 +1,4 @@
-//! Caches and indexes on the device.
+//! The backend with caches and indexes on the device.
 //!
 //! A prompt goes through the layers one after the other, in chunks of rows; each layer attends its own cache. A step is
 //! one run of launches, from the ids to the logits, in which the host waits for nothing.
@@ -29,12 +29,12 @@ use crate::runner::{Backend, Options, Shares, StepAt, Trace};
 pub struct CudaBackend<'a> {
     model: DeviceModel<'a>,
     options: Options,
-    shape: Shape,
+    at: OnDevice<'a>,
     layers: Vec<LayerState<'a>>,
     attention: Attention<'a>,
-    /// Sums over steps and layers of shares: rows read, products taken to rank, query heads bypassed.
+    /// Shares of rows read, of products computed to rank, and of query heads bypassed, summed over steps and layers.
     shares: Buffer<'a, f64>,
-    /// The launches of a step.
+    /// The recorded launches of a step.
     recording: Option<Recording<'a>>,
 }
 
@@ -45,7 +45,7 @@ struct LayerState<'d> {
 }
 
 impl<'d> LayerState<'d> {
-    /// What a prompt needs of it; `number` is the layer's.
+    /// Returns layer `number` as a prompt needs it.
     fn for_prompt(&self, number: usize) -> PromptLayer<'_, 'd> {
         PromptLayer {
             number,
@@ -55,11 +55,8 @@ impl<'d> LayerState<'d> {
     }
 }
 
-/// Makes the indexes of all layers.
-type NewIndexes<'f, 'a> = dyn Fn(OnDevice<'a>, &[Limits]) -> Result<Indexes<'a>> + 'f;
-
 impl<'a> CudaBackend<'a> {
-    /// Whether a method's caches and selection can be on the device; `turns` says that more than one prompt comes.
+    /// Tells whether a method's caches and selection can be on the device; `turns` means more than one prompt.
     pub fn can(method: &dyn Method, options: &Options, turns: bool) -> bool {
         let packed = options.kv == KvType::TwoBit;
         let needs = CudaNeeds {
@@ -71,7 +68,7 @@ impl<'a> CudaBackend<'a> {
         has_index && !(packed && (turns || options.packed.full > FULL))
     }
 
-    /// Empty caches of `sequences` sequences with room for `capacity` positions each.
+    /// Makes empty caches for `sequences` sequences of up to `capacity` positions each.
     ///
     /// # Errors
     /// Less memory than they need: how much that is, and what would fit.
@@ -82,12 +79,12 @@ impl<'a> CudaBackend<'a> {
         sequences: usize,
         capacity: usize,
     ) -> Result<Self> {
-        let indexes = |at, limits: &[Limits]| indexes(method, at, limits);
-        Self::with(body, options, sequences, capacity, &indexes)
+        let indexes = |at: OnDevice<'a>, limits: &[Limits]| indexes(method, at, limits);
+        Self::with(body, options, sequences, capacity, indexes)
     }
 
-    /// Caches of `context` random positions and indexes of random contents, with room for as many steps; for a
-    /// benchmark.
+    /// Makes caches of `context` random positions and indexes of random contents, with room for `steps` more positions;
+    /// for a benchmark.
     ///
     /// # Errors
     /// As [`CudaBackend::new`].
@@ -99,7 +96,7 @@ impl<'a> CudaBackend<'a> {
         [sequences, context, steps]: [usize; 3],
         seed: u32,
     ) -> Result<Self> {
-        let indexes = |at, limits: &[Limits]| {
+        let indexes = |at: OnDevice<'a>, limits: &[Limits]| {
             let seeds: Vec<u32> = (0..limits.len() as u32).map(|layer| seed + 8 * layer).collect();
             let contents = Contents {
                 limits,
@@ -108,7 +105,7 @@ impl<'a> CudaBackend<'a> {
             };
             method.indexes(at, &contents)
         };
-        let mut backend = Self::with(body, options, sequences, context + steps, &indexes)?;
+        let mut backend = Self::with(body, options, sequences, context + steps, indexes)?;
         for (i, layer) in backend.layers.iter().enumerate() {
             if let LayerCache::Plain(rows) = &layer.cache {
                 rows.fill(seed + 8 * i as u32 + 4)?;
@@ -123,7 +120,7 @@ impl<'a> CudaBackend<'a> {
         options: Options,
         sequences: usize,
         capacity: usize,
-        indexes: &NewIndexes<'_, 'a>,
+        indexes: impl FnOnce(OnDevice<'a>, &[Limits]) -> Result<Indexes<'a>>,
     ) -> Result<Self> {
         let driver = body.driver;
         let shape = body.sizes().shape(sequences, capacity).checked()?;
@@ -146,7 +143,7 @@ impl<'a> CudaBackend<'a> {
             recording: None,
             model,
             options,
-            shape,
+            at,
         })
     }
 
@@ -155,11 +152,8 @@ impl<'a> CudaBackend<'a> {
         let layer = &mut self.layers[number];
         pass.begin_layer()?;
         pass.run(&mut self.model, &layer.for_prompt(number), &mut |_, _| Ok(()))?;
-        if let (Some(context), Some(prompts)) = (&pass.context, &pass.prompts) {
-            let (positions, layout) = (self.model.windows.of(number), self.options.packed);
-            layer
-                .cache
-                .pack(&context.rows, pass.queries(), layout, prompts, positions)?;
+        if let LayerCache::Packed(cache) = &mut layer.cache {
+            pass.pack(self.options.packed, self.model.windows.of(number), cache)?;
         }
         pass.end_layer(&self.model, &layer.for_prompt(number))
     }
@@ -186,11 +180,6 @@ impl<'a> CudaBackend<'a> {
     /// The launches of a step: the same for every step, unless an index is not recordable.
     fn launch_step(&self, step: usize, trace: Option<&mut Trace<'_>>) -> Result<()> {
         let (model, work, tracing) = (&self.model, &self.model.space.work, trace.is_some());
-        let at = OnDevice {
-            driver: model.body.driver,
-            shape: self.shape,
-            kv: self.options.kv,
-        };
         model.windows.positions.iter().try_for_each(|p| p.begin(1))?;
         model.step(step, trace, &mut |number| {
             let (LayerState { cache, index }, positions) = (&self.layers[number], model.windows.of(number));
@@ -206,11 +195,11 @@ impl<'a> CudaBackend<'a> {
             cache.attend(&self.attention, &work.q_rope, positions, chosen)?;
             index.observe(&at_step, &self.attention)?;
             self.attention.output_rows(&work.attended)?;
-            index.tally(at, positions, chosen, &self.shares)?;
+            index.tally(self.at, positions, chosen, &self.shares)?;
             match chosen {
                 _ if !tracing => Ok(Vec::new()),
                 Some(chosen) => chosen.read(),
-                None => positions.between(),
+                None => Ok(positions.between()),
             }
         })
     }
@@ -221,16 +210,16 @@ impl<'a> CudaBackend<'a> {
         self.advance(step, trace)
     }
 
-    /// Bytes of keys and values of one position, over all layers and sequences.
+    /// Returns the bytes of keys and values per position, over all layers and sequences.
     pub fn position_bytes(&self) -> usize {
-        self.layers.len() * self.shape.heads() * bytes_per_position(&self.shape, self.options.kv)
+        self.layers.len() * self.at.shape.heads() * bytes_per_position(&self.at.shape, self.options.kv)
     }
 
-    /// The greedy choices after the last step; waits for the device.
+    /// Returns the greedy choices after the last step; waits for the device.
     pub fn choices(&self) -> Result<Vec<u32>> {
         let DeviceModel { body, space, .. } = &self.model;
         space.finite.check(body)?;
-        space.ids.read_part(0, self.shape.sequences)
+        space.ids.read_part(0, self.at.shape.sequences)
     }
 }
 
@@ -246,7 +235,7 @@ impl Backend for CudaBackend<'_> {
         let room = PromptRoom {
             first,
             rows: ROWS.min(ids.len()),
-            shape: self.shape,
+            shape: self.at.shape,
             packed,
         };
         let indexes: Vec<_> = self.layers.iter().map(|l| l.index.as_ref()).collect();
@@ -255,23 +244,19 @@ impl Backend for CudaBackend<'_> {
         for number in 0..self.layers.len() {
             self.prompt_layer(number, &mut pass)?;
         }
-        self.layers.iter().take(1).for_each(|l| l.index.end_prompt());
-        self.model.end_prompt(&pass)
+        let first = self.layers.first().map(|layer| layer.index.as_ref());
+        self.model.end_prompt(&pass, first)
     }
 
-    fn step(&mut self, id: u32, at: StepAt, trace: Option<&mut Trace<'_>>) -> Result<Array1<f32>> {
-        self.feed(&[id], at.step, trace)?;
+    fn step(&mut self, id: u32, at: StepAt, trace: Option<&mut Trace<'_>>) -> Result<()> {
+        self.feed(&[id], at.step, trace)
+    }
+
+    fn logits(&self) -> Result<Array1<f32>> {
         self.model.logits()
     }
 
-    fn next(
-        &mut self,
-        id: u32,
-        at: StepAt,
-        trace: Option<&mut Trace<'_>>,
-        sampler: &mut Sampler,
-    ) -> Result<u32> {
-        self.feed(&[id], at.step, trace)?;
+    fn next(&self, sampler: &mut Sampler) -> Result<u32> {
         self.model.next(sampler)
     }
 
@@ -296,8 +281,8 @@ impl Backend for CudaBackend<'_> {
     }
 
     fn kv_bytes(&self) -> usize {
-        let fixed = self.shape.heads() * fixed_bytes(&self.shape, self.options.kv);
-        self.shape.capacity * self.position_bytes() + self.layers.len() * fixed
+        let fixed = self.at.shape.heads() * fixed_bytes(&self.at.shape, self.options.kv);
+        self.at.shape.capacity * self.position_bytes() + self.layers.len() * fixed
     }
 
     fn index_bytes(&self) -> usize {
@@ -305,16 +290,16 @@ impl Backend for CudaBackend<'_> {
     }
 }
 
-/// The indexes of a method's layers.
+/// Makes the indexes of a method's layers.
 ///
 /// # Errors
-/// A method without one on the device; no memory.
+/// A method without an index on the device; no memory.
 pub(super) fn indexes<'d>(method: &dyn Method, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
     let without = || Error::failed("CUDA: a method without an index on the device");
     method.cuda().ok_or_else(without)?.indexes(at, limits)
 }
 
-/// Says before anything is taken that the caches do not fit.
+/// Checks before any allocation that the caches fit.
 fn check_room(driver: &dyn Driver, shape: &Shape, options: &Options, layers: usize) -> Result<()> {
     let each = shape.heads() * layers * bytes_per_position(shape, options.kv);
     let (need, free) = ((each * shape.capacity) as u64, driver.free_bytes()?);

@@ -1,8 +1,8 @@
-//! A whole model's weights on the device, with what comes before and after its layers.
+//! A whole model's weights on the device, with the embedding and the output projection.
 
+use super::finite::FiniteCheck;
 use super::sizes::LayerSizes;
-use super::weights::LayerWeights;
-use super::weights::{random, upload};
+use super::weights::{LayerWeights, random, stored_bytes, upload};
 use super::work::Workspace;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
@@ -15,34 +15,46 @@ use crate::float::Float;
 use crate::interrupt;
 use crate::model::forward::check_prompt;
 use crate::model::rope::Rope;
-use crate::model::{Decoder, ModelConfig};
+use crate::model::{Decoder, Layer, ModelConfig};
+use crate::weight::Weight;
 
 /// A whole model's weights on the device.
 pub struct Body<'a> {
     pub(crate) driver: &'a dyn Driver,
-    /// Where they come from; `None` for random ones.
+    /// The checkpoint; `None` for random weights.
     pub(crate) decoder: Option<&'a Decoder>,
     pub(crate) config: ModelConfig,
     pub(crate) rope: Rope,
     pub(crate) precision: Precision,
     pub(crate) layers: Vec<LayerWeights<'a>>,
-    pub(crate) ends: Ends<'a>,
+    /// `None` where the embedding is the output projection.
+    embedding: Option<Linear<'a>>,
+    /// Weight of the norm after the layers.
+    norm: Buffer<'a, f32>,
+    /// The output projection.
+    head: Linear<'a>,
 }
 
 impl<'a> Body<'a> {
     /// Copies all weights of a checkpoint to the device.
     ///
     /// # Errors
-    /// Less memory than they need; a model whose attention the kernels are not made for.
+    /// Less memory than they need; a model whose attention the kernels do not support.
     pub fn load(driver: &'a dyn Driver, decoder: &'a Decoder, precision: Precision) -> Result<Self> {
         let config = decoder.config.clone();
         let sizes = LayerSizes::of(&config);
         sizes.check()?;
         let views = (0..config.n_layers).map(|i| decoder.layer(i));
         let views = views.collect::<Result<Vec<_>>>()?;
-        let weights: usize = views.iter().map(LayerWeights::bytes).sum();
+        let embedding = match config.tie_word_embeddings {
+            true => None,
+            false => Some(&decoder.embedding),
+        };
+        let ends = embedding.into_iter().chain([&decoder.head.weight]);
+        let layers = views.iter().flat_map(Layer::weights);
+        let weights: usize = layers.chain(ends).map(stored_bytes).sum();
         let space = 16 * (sizes.bytes_per_row() + 4 * config.vocab_size);
-        check_room(driver, weights + Ends::bytes(decoder) + space)?;
+        check_room(driver, weights + space)?;
         let mut layers = Vec::new();
         for view in &views {
             interrupt::check()?;
@@ -50,8 +62,14 @@ impl<'a> Body<'a> {
             // What is on the device is not needed in the page cache.
             view.release();
         }
+        let joined = |weight: &Weight| {
+            let (weight, bias) = (weight.clone(), None);
+            upload(driver, &[&linear::Linear { weight, bias }])
+        };
         Ok(Self {
-            ends: Ends::upload(driver, decoder)?,
+            embedding: embedding.map(joined).transpose()?,
+            norm: Buffer::of(driver, "norms", &decoder.norm)?,
+            head: upload(driver, &[&decoder.head])?,
             rope: decoder.rope.clone(),
             decoder: Some(decoder),
             driver,
@@ -61,7 +79,7 @@ impl<'a> Body<'a> {
         })
     }
 
-    /// Random weights in the sizes of a model, in bf16 and with one matrix as embedding and output projection; for a
+    /// Makes random weights in bf16 in the sizes of a model, with one matrix as embedding and output projection; for a
     /// benchmark.
     ///
     /// # Errors
@@ -75,12 +93,9 @@ impl<'a> Body<'a> {
             windows.map(|(i, window)| LayerWeights::random(driver, &sizes, *window, seed + 8 + 4 * i as u32));
         let layers = layers.collect::<Result<_>>()?;
         Ok(Self {
-            ends: Ends {
-                driver,
-                embedding: None,
-                norm: Buffer::of(driver, "norms", &vec![1.0; config.hidden_size])?,
-                head: random(driver, config.vocab_size, config.hidden_size, seed)?,
-            },
+            embedding: None,
+            norm: Buffer::of(driver, "norms", &vec![1.0; config.hidden_size])?,
+            head: random(driver, config.vocab_size, config.hidden_size, seed)?,
             decoder: None,
             rope: Rope::new(&config.rope, config.head_dim),
             precision: Precision::Auto,
@@ -90,30 +105,30 @@ impl<'a> Body<'a> {
         })
     }
 
-    /// Bytes of the weights of [`Body::random`], all of which a step reads.
+    /// Returns the bytes of the weights of [`Body::random`], all of which a step reads.
     pub fn random_bytes(config: &ModelConfig) -> usize {
         let s = LayerSizes::of(config);
         let layer = s.hidden * (s.qkv() + s.attended() + 3 * s.intermediate);
         2 * (config.n_layers * layer + config.vocab_size * s.hidden)
     }
 
-    /// The sizes of its layers.
+    /// Returns the sizes of its layers.
     pub fn sizes(&self) -> LayerSizes {
         LayerSizes::of(&self.config)
     }
 
-    /// The type of rows that are attended and not kept: that of the weights, or f32.
+    /// Returns the type of rows that are attended and not kept: that of the weights, or f32.
     pub(crate) fn row_type(&self) -> Float {
-        let kind = self.layers.first().map(|l| l.qkv.weight.kind());
+        let kind = self.layers.first().map(|l| l.qkv.weight.kind);
         kind.map_or(Float::F32, |kind| self.precision.attended(kind))
     }
 
-    /// A workspace for `rows` rows.
+    /// Allocates a workspace for `rows` rows.
     pub(crate) fn workspace(&self, rows: usize) -> Result<Workspace<'a>> {
         Workspace::new(self.driver, self.sizes(), self.precision, rows)
     }
 
-    /// Checks that a prompt has tokens, all of the vocabulary.
+    /// Checks that a prompt has tokens, and that all are in the vocabulary.
     pub(crate) fn check_prompt(&self, ids: &[u32]) -> Result<()> {
         check_prompt(ids)?;
         self.check_ids(ids)
@@ -127,81 +142,36 @@ impl<'a> Body<'a> {
             None => Err(Error::failed("a token id is outside the vocabulary")),
         }
     }
-}
-
-/// What comes before and after the layers: the embedding and the output projection.
-pub struct Ends<'d> {
-    pub(crate) driver: &'d dyn Driver,
-    /// `None` where the embedding is the output projection.
-    pub(crate) embedding: Option<Linear<'d>>,
-    pub(crate) norm: Buffer<'d, f32>,
-    pub(crate) head: Linear<'d>,
-}
-
-impl<'d> Ends<'d> {
-    /// Copies them to the device.
-    ///
-    /// # Errors
-    /// No memory.
-    pub fn upload(driver: &'d dyn Driver, decoder: &Decoder) -> Result<Self> {
-        let tied = decoder.config.tie_word_embeddings;
-        let embedding = linear::Linear {
-            weight: decoder.embedding.clone(),
-            bias: None,
-        };
-        Ok(Self {
-            driver,
-            embedding: match tied {
-                true => None,
-                false => Some(upload(driver, &[&embedding])?),
-            },
-            norm: Buffer::of(driver, "norms", &decoder.norm)?,
-            head: upload(driver, &[&decoder.head])?,
-        })
-    }
-
-    /// Bytes that [`Ends::upload`] takes.
-    pub fn bytes(decoder: &Decoder) -> usize {
-        let bytes = |w: &crate::weight::Weight| w.rows() * w.cols() * w.dtype().bytes();
-        let embedding = match decoder.config.tie_word_embeddings {
-            true => 0,
-            false => bytes(&decoder.embedding),
-        };
-        embedding + bytes(&decoder.head.weight)
-    }
 
     /// Embeds `n` ids: `[n, hidden]`.
-    pub fn embed(&self, ids: &Buffer<'_, u32>, n: usize, hidden: &Buffer<'_, f32>) -> Result<()> {
+    pub(crate) fn embed(&self, ids: &Buffer<'_, u32>, n: usize, hidden: &Buffer<'_, f32>) -> Result<()> {
         let table = &self.embedding.as_ref().unwrap_or(&self.head).weight;
-        let kind = match table.kind() {
-            Float::F32 => 0,
-            Float::F16 => 1,
-            Float::Bf16 => 2,
-        };
         kernels::EmbedRows {
             ids: ids.ptr(),
-            table: table.values().ptr().cast(),
+            table: table.values.ptr().cast(),
             out: hidden.ptr(),
-            kind,
-            width: table.cols(),
+            kind: table.kind.number(),
+            width: table.cols,
         }
         .launch(self.driver, [n, 1, 1])
     }
 
-    /// The logits of `rows` rows of hidden states: `[rows, vocab]`.
-    pub fn logits(
+    /// Computes the logits of `rows` rows of hidden states, `[rows, vocab]`; `finite` notes whether they are finite.
+    pub(crate) fn logits(
         &self,
         work: &Workspace<'_>,
         hidden: &Buffer<'_, f32>,
         rows: usize,
         logits: &Buffer<'_, f32>,
+        finite: &FiniteCheck<'_>,
     ) -> Result<()> {
         work.norm(hidden, &self.norm, &work.normed, rows)?;
-        work.multiply(&self.head, &work.normed, rows, logits, false)
+        work.multiply(&self.head, &work.normed, rows, logits, false)?;
+        finite.look(logits, rows * self.config.vocab_size, self.layers.len())
     }
 }
 
-/// Says that a model does not fit, before anything is copied.
+/// Checks before any copy that a model fits.
 ///
 /// # Errors
 /// Less free memory than `bytes`.

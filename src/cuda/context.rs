@@ -1,45 +1,38 @@
-//! The keys and values that a prompt attends in one layer.
+//! One layer's keys and values of a prompt, for attention within the prompt.
 
 use super::sizes::LayerSizes;
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
 use crate::float::Float;
-use crate::kv::Budget;
 use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::{Limits, Positions};
 
-/// One layer's keys and values of one sequence, which its own queries attend.
+/// One layer's keys and values of one sequence.
 pub struct LayerContext<'d> {
     pub(crate) rows: LayerRows<'d>,
     positions: Positions<'d>,
 }
 
 impl<'d> LayerContext<'d> {
-    /// Room for `n` positions.
+    /// Allocates space for `n` positions.
     ///
     /// # Errors
-    /// A model whose attention the kernels are not made for; no memory.
+    /// A model whose attention the kernels do not support; no memory.
     pub fn new(driver: &'d dyn Driver, sizes: &LayerSizes, float: Float, n: usize) -> Result<Self> {
         let shape = sizes.shape(1, n).checked()?;
-        let limits = Limits {
-            sinks: 0,
-            window: 1,
-            model_window: None,
-            budget: Budget::Count(1),
-        };
         Ok(Self {
             rows: LayerRows::new(driver, shape, float)?,
-            positions: Positions::new(driver, shape, limits)?,
+            positions: Positions::new(driver, shape, Limits::last(1))?,
         })
     }
 
-    /// Forgets all positions.
+    /// Removes all positions.
     pub fn clear(&mut self) -> Result<()> {
         self.positions.set(&[0])
     }
 
-    /// Takes in the keys and values of the next `m` positions, `[g,m,d]`.
+    /// Appends the keys and values of the next `m` positions, `[g,m,d]`.
     pub fn append(&mut self, keys: &Buffer<'_, f32>, values: &Buffer<'_, f32>, m: usize) -> Result<()> {
         self.positions.advance(m)?;
         self.rows.append(keys, values, m, &self.positions)

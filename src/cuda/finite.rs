@@ -1,4 +1,4 @@
-//! Whether hidden states and logits are finite, without waiting for the device after each layer.
+//! Checks that hidden states and logits are finite, without waiting for the device after each layer.
 
 use super::blocks_for;
 use super::body::Body;
@@ -7,14 +7,14 @@ use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 
-/// A note on the device of the first layer whose output is not finite.
+/// The first layer whose output is not finite, noted on the device.
 pub struct FiniteCheck<'d> {
     driver: &'d dyn Driver,
     noted: Buffer<'d, u32>,
 }
 
 impl<'d> FiniteCheck<'d> {
-    /// An empty note.
+    /// Makes an empty note.
     pub fn new(driver: &'d dyn Driver) -> Result<Self> {
         Ok(Self {
             driver,
@@ -22,7 +22,7 @@ impl<'d> FiniteCheck<'d> {
         })
     }
 
-    /// Looks at the `n` numbers after layer `layer`; the logits count as one layer more.
+    /// Checks the `n` numbers after layer `layer` on the device; the logits count as one more layer.
     pub fn look(&self, x: &Buffer<'_, f32>, n: usize, layer: usize) -> Result<()> {
         let blocks = blocks_for(self.driver, n);
         kernels::NoteNotFinite {

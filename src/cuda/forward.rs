@@ -1,4 +1,4 @@
-//! Prompts and single tokens with all weights on the device and the caches on the host.
+//! The forward pass of prompts and single tokens, with all weights on the device and the caches on the host.
 
 use std::sync::Mutex;
 
@@ -30,9 +30,9 @@ const KEPT_ROWS: usize = 16;
 pub struct CudaForward<'a> {
     body: Body<'a>,
     decoder: &'a Decoder,
-    /// What prompts attend.
+    /// Element type of the rows that prompts attend.
     float: Float,
-    /// Where a step's rows pass.
+    /// Buffers of a step.
     step: Mutex<StepSpace<'a>>,
 }
 
@@ -40,7 +40,7 @@ impl<'a> CudaForward<'a> {
     /// Copies all weights to the device.
     ///
     /// # Errors
-    /// Less memory than they need; a model whose attention the kernels are not made for.
+    /// Less memory than they need; a model whose attention the kernels do not support.
     pub fn new(driver: &'a dyn Driver, decoder: &'a Decoder, precision: Precision) -> Result<Self> {
         let body = Body::load(driver, decoder, precision)?;
         Ok(Self {
@@ -51,7 +51,7 @@ impl<'a> CudaForward<'a> {
         })
     }
 
-    /// Projects a prompt's rows chunk by chunk: what its caches take in.
+    /// Computes the queries, keys and values of a prompt chunk by chunk, for the caches.
     fn prompt_rows(&self, weights: &LayerWeights<'_>, pass: &Pass<'_>) -> Result<Rows> {
         let (s, m) = (self.body.sizes(), pass.m);
         let heads = |heads| Array3::zeros((heads, m, s.head_dim));
@@ -78,7 +78,7 @@ impl<'a> CudaForward<'a> {
         Ok(rows)
     }
 
-    /// Attends what the caches gave, and finishes the layer for the rows from `skipped` on.
+    /// Attends the keys and values that the caches returned, and finishes the layer for the rows from `skipped` on.
     fn attend_prompt(
         &self,
         weights: &LayerWeights<'_>,
@@ -113,7 +113,7 @@ impl<'a> CudaForward<'a> {
     }
 }
 
-/// A prompt on its way through the layers.
+/// A prompt and its buffers.
 struct Pass<'d> {
     first: usize,
     m: usize,
@@ -126,7 +126,7 @@ struct Pass<'d> {
 }
 
 impl Pass<'_> {
-    /// First row and number of rows of each part that passes a layer at once.
+    /// Returns the first row and the number of rows of each chunk.
     fn chunks(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
         let m = self.m;
         (0..m)
@@ -155,7 +155,7 @@ impl Forward for CudaForward<'_> {
             finite: FiniteCheck::new(driver)?,
         };
         let ids = Buffer::of(driver, "ids", ids)?;
-        body.ends.embed(&ids, m, &pass.hidden)?;
+        body.embed(&ids, m, &pass.hidden)?;
         for (index, weights) in body.layers.iter().enumerate() {
             let rows = self.prompt_rows(weights, &pass)?;
             let finite = |x: &Array3<f32>| simd::all_finite(elements(x));
@@ -175,8 +175,7 @@ impl Forward for CudaForward<'_> {
         let vocab = self.decoder.config.vocab_size;
         let logits = Buffer::<f32>::new(driver, "logits", vocab)?;
         let last = pass.hidden.part((m - 1) * s.hidden, s.hidden);
-        body.ends.logits(&pass.work, &last, 1, &logits)?;
-        pass.finite.look(&logits, vocab, body.layers.len())?;
+        body.logits(&pass.work, &last, 1, &logits, &pass.finite)?;
         pass.finite.check(body)?;
         Ok(Array1::from(logits.read()?))
     }
@@ -196,7 +195,7 @@ impl Forward for CudaForward<'_> {
         let (work, hidden) = (&space.work, &space.hidden);
         let rotation = Rotation::new(driver, &body.rope, t, 1)?;
         space.ids.write(ids)?;
-        body.ends.embed(&space.ids, n, hidden)?;
+        body.embed(&space.ids, n, hidden)?;
         for (index, weights) in body.layers.iter().enumerate() {
             let at = RowPositions::At { first: t, apart: 0 };
             work.project(weights, hidden, n, n, &rotation, at)?;
@@ -218,8 +217,7 @@ impl Forward for CudaForward<'_> {
             work.finish(weights, hidden, n)?;
             space.finite.look(hidden, n * s.hidden, index)?;
         }
-        body.ends.logits(work, hidden, n, &space.logits)?;
-        space.finite.look(&space.logits, n * vocab, body.layers.len())?;
+        body.logits(work, hidden, n, &space.logits, &space.finite)?;
         space.finite.check(body)?;
         let logits = space.logits.read_part(0, n * vocab)?;
         Ok(logits
@@ -232,8 +230,5 @@ impl Forward for CudaForward<'_> {
 /// Writes rows `first..first + n` of every head of `x` `[heads,m,d]` as `[heads,n,d]`.
 fn put(x: &Array3<f32>, to: &Buffer<'_, f32>, first: usize, n: usize) -> Result<()> {
     let rows = x.slice(s![.., first..first + n, ..]);
-    match rows.as_slice() {
-        Some(rows) => to.write(rows),
-        None => to.write(&rows.iter().copied().collect::<Vec<f32>>()),
-    }
+    to.write(elements(&rows.as_standard_layout()))
 }

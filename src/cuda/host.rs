@@ -1,8 +1,8 @@
-//! Caches in the machine's memory, for contexts larger than the GPU's: `--kv host`.
+//! The backend with caches in host memory, for contexts larger than the GPU's memory: `--kv host`.
 //!
-//! The index is on the device and chooses there. Of each layer the queries, the new key and value and the chosen
-//! positions come to the CPU, which attends these; meanwhile the device attends the static set, of which it has a copy,
-//! and joins the two. A prompt has one layer's rows on the device at a time.
+//! The index is on the device and chooses there. For each layer the queries, the new key and value and the chosen
+//! positions are copied to the CPU, which attends those positions. Meanwhile the device attends its copy of the static
+//! set, and then merges the two results. A prompt has one layer's rows on the device at a time.
 
 mod static_set;
 
@@ -35,7 +35,7 @@ pub struct HostBackend<'a> {
     shape: Shape,
     layers: Vec<HostLayer<'a>>,
     static_set: StaticAttention<'a>,
-    /// Sum over steps and layers.
+    /// Shares summed over steps and layers.
     shares: Shares,
 }
 
@@ -48,14 +48,14 @@ struct HostLayer<'d> {
     static_rows: Option<LayerRows<'d>>,
 }
 
-/// The type of the cached rows.
+/// Returns the element type of the cached rows.
 fn kind(options: &Options) -> Result<Float> {
     let refused = || Error::failed("CUDA: the cache is not of a float type");
     options.kv.float().ok_or_else(refused)
 }
 
 impl<'a> HostBackend<'a> {
-    /// Whether a method's index can be on the device without the rows; `turns` says that more than one prompt comes.
+    /// Tells whether a method's index can be on the device without the rows; `turns` means more than one prompt.
     pub fn can(method: &dyn Method, options: &Options, turns: bool) -> bool {
         let needs = CudaNeeds {
             packed: false,
@@ -66,7 +66,7 @@ impl<'a> HostBackend<'a> {
         has_index && options.kv.float().is_some()
     }
 
-    /// Empty caches with room for `expected` positions from the start, and for an index of up to `capacity`.
+    /// Makes empty caches, with space for `expected` positions from the start, and indexes for up to `capacity`.
     ///
     /// # Errors
     /// No memory for the index.
@@ -129,35 +129,9 @@ impl<'a> HostBackend<'a> {
         }
         pass.end_layer(&self.model, &layer)
     }
-
-    /// Runs a step from the id to the logits on the device.
-    fn feed(&mut self, id: u32, at: StepAt, trace: Option<&mut Trace<'_>>) -> Result<()> {
-        let Self {
-            model,
-            layers,
-            static_set,
-            options,
-            shares,
-            ..
-        } = self;
-        model.send(&[id])?;
-        let positions = &mut model.windows.positions;
-        positions.iter_mut().try_for_each(|p| p.advance(1))?;
-        static_set.advance(at.position)?;
-        let (model, windows) = (&*model, &model.body.config.windows);
-        model.step(at.step, trace, &mut |number| {
-            let set = StaticSet::at(at.position, windows[number], options.sinks, options.window);
-            let positions = model.windows.of(number);
-            let arrived = layers[number].fetch(&model.space.work, static_set, positions, &set, at.step)?;
-            let chosen = layers[number].attend(&model.space.work, static_set, &set, arrived)?;
-            let read: usize = chosen.iter().map(|chosen| set.len() + chosen.len()).sum();
-            shares.read += read as f64 / (set.visible().len() * chosen.len()) as f64;
-            Ok(chosen)
-        })
-    }
 }
 
-/// What the CPU gets of one layer in a step.
+/// What is copied to the CPU of one layer in a step.
 struct Arrived {
     /// `[g,d]`.
     keys: Vec<f32>,
@@ -223,7 +197,7 @@ impl HostLayer<'_> {
         })
     }
 
-    /// Takes the last position into the caches and fills its attention output; returns what each KV head chose.
+    /// Appends the last position to the caches and fills its attention output; returns what each KV head chose.
     fn attend(
         &mut self,
         work: &Workspace<'_>,
@@ -249,7 +223,7 @@ impl HostLayer<'_> {
     }
 }
 
-/// Attention of queries `[h,d]` over some positions of each KV head: `[h,d + 1]`, the log-sum-exp last.
+/// Computes the attention of queries `[h,d]` over some positions of each KV head: `[h,d + 1]`, the log-sum-exp last.
 fn attend_on_cpu(heads: &[KvHead], queries: &[f32], lists: &[Vec<u32>], d: usize) -> Result<Vec<f32>> {
     let h = queries.len() / d;
     let r = h / heads.len().max(1);
@@ -264,7 +238,7 @@ fn attend_on_cpu(heads: &[KvHead], queries: &[f32], lists: &[Vec<u32>], d: usize
     heads
         .zip(out.par_chunks_mut(r * (d + 1)))
         .try_for_each(|(((kv, list), queries), out)| {
-            let queries = ArrayView2::from_shape((r, d), queries).map_err(shape_error)?;
+            let queries = ArrayView2::from_shape((r, d), queries)?;
             let mut rows = Array2::zeros((r, d));
             let lse = attention::decode(queries, kv.keys(), kv.values(), list, rows.view_mut());
             for ((to, row), lse) in out.chunks_mut(d + 1).zip(rows.rows()).zip(lse) {
@@ -277,7 +251,7 @@ fn attend_on_cpu(heads: &[KvHead], queries: &[f32], lists: &[Vec<u32>], d: usize
     Ok(out)
 }
 
-/// Takes the rows of positions before the prompt, as the caches hold them, into its context.
+/// Copies the cached rows of earlier positions into the prompt's context.
 fn put_cached(pass: &mut PromptPass<'_>, heads: &[KvHead]) -> Result<()> {
     let room = pass.work.rows;
     for start in (0..pass.first).step_by(room) {
@@ -288,7 +262,7 @@ fn put_cached(pass: &mut PromptPass<'_>, heads: &[KvHead]) -> Result<()> {
     Ok(())
 }
 
-/// Takes the keys and values of the last `n` positions, `[g,n,d]`, into the caches; waits for the device.
+/// Copies the keys and values of the last `n` positions, `[g,n,d]`, into the caches; waits for the device.
 fn store(heads: &mut [KvHead], work: &Workspace<'_>, n: usize) -> Result<()> {
     let values = heads.len() * n * work.sizes.head_dim;
     let mut arrived = (vec![0.0; values], vec![0.0; values]);
@@ -297,19 +271,15 @@ fn store(heads: &mut [KvHead], work: &Workspace<'_>, n: usize) -> Result<()> {
     extend(heads, &arrived.0, &arrived.1, n)
 }
 
-/// Takes `n` keys and values per KV head, `[g,n,d]`, into the caches.
+/// Appends `n` keys and values per KV head, `[g,n,d]`, to the caches.
 fn extend(heads: &mut [KvHead], keys: &[f32], values: &[f32], n: usize) -> Result<()> {
     let (g, d) = (heads.len(), keys.len() / (heads.len() * n).max(1));
-    let keys = ArrayView3::from_shape((g, n, d), keys).map_err(shape_error)?;
-    let values = ArrayView3::from_shape((g, n, d), values).map_err(shape_error)?;
+    let keys = ArrayView3::from_shape((g, n, d), keys)?;
+    let values = ArrayView3::from_shape((g, n, d), values)?;
     heads.par_iter_mut().enumerate().for_each(|(c, kv)| {
         kv.extend(keys.slice(s![c, .., ..]), values.slice(s![c, .., ..]));
     });
     Ok(())
-}
-
-fn shape_error(e: ndarray::ShapeError) -> Error {
-    Error::failed(format!("CUDA: {e}"))
 }
 
 impl Backend for HostBackend<'_> {
@@ -329,23 +299,40 @@ impl Backend for HostBackend<'_> {
         for number in 0..self.layers.len() {
             self.prompt_layer(number, &mut pass)?;
         }
-        self.layers.iter().take(1).for_each(|l| l.index.end_prompt());
-        self.model.end_prompt(&pass)
+        let first = self.layers.first().map(|layer| layer.index.as_ref());
+        self.model.end_prompt(&pass, first)
     }
 
-    fn step(&mut self, id: u32, at: StepAt, trace: Option<&mut Trace<'_>>) -> Result<Array1<f32>> {
-        self.feed(id, at, trace)?;
+    fn step(&mut self, id: u32, at: StepAt, trace: Option<&mut Trace<'_>>) -> Result<()> {
+        let Self {
+            model,
+            layers,
+            static_set,
+            options,
+            shares,
+            ..
+        } = self;
+        model.send(&[id])?;
+        let positions = &mut model.windows.positions;
+        positions.iter_mut().try_for_each(|p| p.advance(1))?;
+        static_set.advance(at.position)?;
+        let (model, windows) = (&*model, &model.body.config.windows);
+        model.step(at.step, trace, &mut |number| {
+            let set = StaticSet::at(at.position, windows[number], options.sinks, options.window);
+            let positions = model.windows.of(number);
+            let arrived = layers[number].fetch(&model.space.work, static_set, positions, &set, at.step)?;
+            let chosen = layers[number].attend(&model.space.work, static_set, &set, arrived)?;
+            let read: usize = chosen.iter().map(|chosen| set.len() + chosen.len()).sum();
+            shares.read += read as f64 / (set.visible().len() * chosen.len()) as f64;
+            Ok(chosen)
+        })
+    }
+
+    fn logits(&self) -> Result<Array1<f32>> {
         self.model.logits()
     }
 
-    fn next(
-        &mut self,
-        id: u32,
-        at: StepAt,
-        trace: Option<&mut Trace<'_>>,
-        sampler: &mut Sampler,
-    ) -> Result<u32> {
-        self.feed(id, at, trace)?;
+    fn next(&self, sampler: &mut Sampler) -> Result<u32> {
         self.model.next(sampler)
     }
 

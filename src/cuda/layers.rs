@@ -1,5 +1,5 @@
-//! Calibration text through the model, one layer's weights on the device at a time: a model larger than the GPU's
-//! memory passes.
+//! The forward pass of calibration text with one layer's weights on the device at a time, for models larger than the
+//! GPU's memory.
 
 use ndarray::{Array3, ArrayView2, ArrayViewMut2, Axis, s};
 
@@ -24,10 +24,10 @@ pub struct CudaLayers<'a> {
 }
 
 impl<'a> CudaLayers<'a> {
-    /// Nothing is copied yet.
+    /// Checks the model; weights are copied when a layer is opened.
     ///
     /// # Errors
-    /// A model whose attention the kernels are not made for.
+    /// A model whose attention the kernels do not support.
     pub fn new(driver: &'a dyn Driver, decoder: &'a Decoder, precision: Precision) -> Result<Self> {
         LayerSizes::of(&decoder.config).check()?;
         Ok(Self {
@@ -54,7 +54,7 @@ impl Layers for CudaLayers<'_> {
     }
 }
 
-/// A layer on the device; its file pages are handed back with it.
+/// A layer on the device; dropping it releases its file's pages.
 struct CudaLayer<'a> {
     model: &'a CudaLayers<'a>,
     layer: Layer,
@@ -63,7 +63,7 @@ struct CudaLayer<'a> {
 }
 
 impl CudaLayer<'_> {
-    /// Takes rows through the projections, and `whole` layers through the rest too: `[m, hidden]`.
+    /// Computes queries, keys and values of hidden states `[m, hidden]`; runs the rest of the layer if these change.
     fn run(&self, mut hidden: Hidden<'_>) -> Result<States> {
         let (driver, s) = (self.model.driver, &self.sizes);
         let m = hidden.view().nrows();
@@ -107,7 +107,7 @@ impl CudaLayer<'_> {
     }
 }
 
-/// Hidden states that a layer reads, or takes further.
+/// Hidden states that a layer only reads, or replaces by its output.
 enum Hidden<'h> {
     Read(ArrayView2<'h, f32>),
     Changed(ArrayViewMut2<'h, f32>),

@@ -1,9 +1,9 @@
 //! The forward pass on an NVIDIA GPU: the same as [`crate::model::decoder`].
 //!
 //! [`LayerWeights`] are one layer's weights on the device, in the type that the checkpoint stores; [`Workspace`] is
-//! where some rows pass through a layer. Sessions run on [`backend::CudaBackend`], with the caches on the device, or
-//! [`host::HostBackend`], with those in the machine's memory. [`forward::CudaForward`] runs prompts and tokens for caches
-//! on the CPU, [`layers::CudaLayers`] calibration text with one layer's weights on the device at a time.
+//! the buffers of rows in a layer. Sessions run on [`backend::CudaBackend`], with the caches on the device, or on
+//! [`host::HostBackend`], with the caches in host memory. [`forward::CudaForward`] runs prompts and tokens for caches
+//! on the CPU, and [`layers::CudaLayers`] runs calibration text with one layer's weights on the device at a time.
 
 pub mod backend;
 mod body;
@@ -29,10 +29,10 @@ pub use sizes::LayerSizes;
 pub use weights::LayerWeights;
 pub use work::{Rotation, RowPositions, Workspace};
 
-/// Rows of a prompt that pass a layer together.
+/// Rows of a prompt's chunk.
 pub const ROWS: usize = 4096;
 
-/// Blocks for a loop over n numbers in strides of the whole grid.
+/// Returns the number of blocks for a kernel that loops over n numbers in strides of the whole grid.
 fn blocks_for(driver: &dyn Driver, n: usize) -> usize {
     n.div_ceil(256).min(32 * driver.multiprocessors())
 }

@@ -1,4 +1,4 @@
-//! A model on the device with what its sessions compute with, wherever their caches are.
+//! A model on the device with the buffers of its sessions, whose caches may be on the device or on the host.
 
 use ndarray::Array1;
 
@@ -10,6 +10,7 @@ use super::work::{Rotation, RowPositions};
 use crate::error::Result;
 use crate::kv::cuda::Shape;
 use crate::kv::sample::Sampler;
+use crate::method::cuda::CudaIndex;
 use crate::runner::{Options, Trace};
 
 /// A model on the device, the positions of its sequences and the buffers of a decode step.
@@ -21,7 +22,7 @@ pub(super) struct DeviceModel<'a> {
 }
 
 impl<'a> DeviceModel<'a> {
-    /// A model whose layers have caches of this shape.
+    /// Makes the buffers for a model whose layers have caches of this shape.
     ///
     /// # Errors
     /// No memory.
@@ -34,22 +35,30 @@ impl<'a> DeviceModel<'a> {
         })
     }
 
-    /// Takes the positions to the end of a prompt that has passed all layers; returns the logits after it: `[vocab]`.
-    pub fn end_prompt(&mut self, pass: &PromptPass<'_>) -> Result<Array1<f32>> {
+    /// Ends a prompt that has passed all layers: sets the positions, and returns the logits after it, `[vocab]`.
+    /// `index` is that of the first layer, which frees the buffers of all.
+    pub fn end_prompt(
+        &mut self,
+        pass: &PromptPass<'_>,
+        index: Option<&(dyn CudaIndex + '_)>,
+    ) -> Result<Array1<f32>> {
+        if let Some(index) = index {
+            index.end_prompt();
+        }
         self.windows.set(&[(pass.first + pass.m) as u32])?;
         let last = pass.rows(pass.m - 1, 1);
         self.space.finish(&self.body, &pass.work, &last, 1)?;
         self.logits()
     }
 
-    /// The logits of the first sequence: `[vocab]`; waits for the device.
+    /// Copies the logits of the first sequence to the host, `[vocab]`; waits for the device.
     pub fn logits(&self) -> Result<Array1<f32>> {
         self.space.finite.check(&self.body)?;
         let logits = self.space.logits.read_part(0, self.body.config.vocab_size)?;
         Ok(Array1::from(logits))
     }
 
-    /// Chooses the token that follows in the only sequence; waits for the device.
+    /// Chooses the next token of the only sequence; waits for the device.
     pub fn next(&self, sampler: &mut Sampler) -> Result<u32> {
         let Self { body, space, .. } = self;
         if !sampler.is_greedy() {
@@ -69,7 +78,7 @@ impl<'a> DeviceModel<'a> {
     }
 
     /// Launches decode step number `step`, from the ids on the device to the logits and the greedy choices. `attend`
-    /// fills the attention output of a layer and gives what each KV head chose, which only a trace needs.
+    /// fills the attention output of a layer and returns what each KV head chose, which only a trace needs.
     pub fn step(
         &self,
         step: usize,
@@ -77,21 +86,18 @@ impl<'a> DeviceModel<'a> {
         attend: &mut dyn FnMut(usize) -> Result<Vec<Vec<u32>>>,
     ) -> Result<()> {
         let (body, space, n) = (&self.body, &self.space, self.space.rows);
-        body.ends.embed(&space.ids, n, &space.hidden)?;
+        let (work, hidden, values) = (&space.work, &space.hidden, n * body.config.hidden_size);
+        body.embed(&space.ids, n, hidden)?;
         for (index, weights) in body.layers.iter().enumerate() {
             let at = RowPositions::Last(self.windows.of(index));
-            space
-                .work
-                .project(weights, &space.hidden, n, 1, &self.rotation, at)?;
+            work.project(weights, hidden, n, 1, &self.rotation, at)?;
             let chosen = attend(index)?;
-            space.work.finish(weights, &space.hidden, n)?;
-            space
-                .finite
-                .look(&space.hidden, n * body.config.hidden_size, index)?;
+            work.finish(weights, hidden, n)?;
+            space.finite.look(hidden, values, index)?;
             if let Some(trace) = &mut trace {
                 trace.layer(step, index, chosen.iter())?;
             }
         }
-        space.finish(body, &space.work, &space.hidden, n)
+        space.finish(body, work, hidden, n)
     }
 }

@@ -1,4 +1,4 @@
-//! A prompt on its way through the layers of a model on the device.
+//! Runs a prompt through the layers of a model on the device.
 
 use super::ROWS;
 use super::body::Body;
@@ -10,8 +10,10 @@ use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::cache::LayerCache;
+use crate::kv::cuda::packed::PackedLayer;
 use crate::kv::cuda::prompt::{Prompts, Queries};
 use crate::kv::cuda::{Positions, Shape};
+use crate::kv::packed::Layout;
 use crate::method::cuda::{Chunk, CudaIndex, WholePrompt};
 
 /// A prompt of one sequence, which passes each layer in chunks of rows.
@@ -23,35 +25,35 @@ pub(super) struct PromptPass<'d> {
     pub work: Workspace<'d>,
     /// `[m, hidden]`.
     hidden: Buffer<'d, f32>,
-    /// Where an index or the 2-bit cache works on rows as f32.
-    pub prompts: Option<Prompts<'d>>,
-    /// What a layer attends, where no cache on the device holds it as it is.
-    pub context: Option<LayerContext<'d>>,
+    /// Buffers for rows in f32, if an index or the 2-bit cache needs them.
+    prompts: Option<Prompts<'d>>,
+    /// The keys and values that a layer attends, if no cache on the device holds them in a float type.
+    context: Option<LayerContext<'d>>,
 }
 
-/// The room that a prompt takes.
+/// The sizes of a prompt's buffers.
 #[derive(Clone, Copy)]
 pub(super) struct PromptRoom {
     /// Position of its first token.
     pub first: usize,
-    /// Rows of the workspace.
+    /// Most rows of a chunk.
     pub rows: usize,
-    /// The cache of a layer.
+    /// Shape of a layer's cache.
     pub shape: Shape,
     /// Whether the cache is in 2 bits.
     pub packed: bool,
 }
 
-/// A layer that a prompt passes.
+/// A layer as a prompt needs it.
 pub(super) struct PromptLayer<'s, 'd> {
     pub number: usize,
     pub index: &'s (dyn CudaIndex + 'd),
-    /// `None` where it is in the machine's memory.
+    /// `None` if the cache is in host memory.
     pub cache: Option<&'s LayerCache<'d>>,
 }
 
 impl<'d> PromptPass<'d> {
-    /// A prompt before the first layer; makes room for it in the indexes of all layers.
+    /// Embeds a prompt, and allocates its buffers and those of the indexes.
     ///
     /// # Errors
     /// No memory.
@@ -68,7 +70,7 @@ impl<'d> PromptPass<'d> {
         }
         let wants_prompts = room.packed || indexes.iter().any(|index| index.wants_prompts());
         let hidden = Buffer::new(driver, "hidden states", m * body.config.hidden_size)?;
-        body.ends.embed(&Buffer::of(driver, "ids", ids)?, m, &hidden)?;
+        body.embed(&Buffer::of(driver, "ids", ids)?, m, &hidden)?;
         Ok(Self {
             first: room.first,
             m,
@@ -82,18 +84,18 @@ impl<'d> PromptPass<'d> {
         })
     }
 
-    /// Forgets the rows of the layer before.
+    /// Removes the rows of the previous layer.
     pub fn begin_layer(&mut self) -> Result<()> {
         self.context.as_mut().map_or(Ok(()), LayerContext::clear)
     }
 
-    /// The hidden states of rows `start..start + n`.
+    /// Returns the hidden states of rows `start..start + n`.
     pub fn rows(&self, start: usize, n: usize) -> Buffer<'_, f32> {
         let width = self.work.sizes.hidden;
         self.hidden.part(start * width, n * width)
     }
 
-    /// The rotated queries of the last chunk.
+    /// Returns the rotated queries of the last chunk.
     pub fn queries(&self) -> Queries<'_> {
         Queries {
             rows: &self.work.q_rope,
@@ -101,14 +103,24 @@ impl<'d> PromptPass<'d> {
         }
     }
 
-    /// The keys and values that a layer attends.
+    /// Packs the prompt, all of which has passed the layer, into the layer's 2-bit cache.
+    ///
+    /// # Errors
+    /// More full-precision tokens than there is room for.
+    pub fn pack(&self, layout: Layout, positions: &Positions<'d>, to: &mut PackedLayer<'d>) -> Result<()> {
+        let room = self.context.as_ref().zip(self.prompts.as_ref());
+        let (LayerContext { rows, .. }, prompts) = room.ok_or_else(no_rows)?;
+        prompts.pack(rows, self.queries(), layout, positions, to)
+    }
+
+    /// Returns the keys and values that a layer attends.
     pub fn attended<'s>(&'s self, layer: &PromptLayer<'s, 'd>) -> Result<&'s LayerRows<'d>> {
         let context = self.context.as_ref().map(|context| &context.rows);
         let rows = context.or(layer.cache.and_then(LayerCache::plain));
         rows.ok_or_else(no_rows)
     }
 
-    /// Takes the last `n` keys and values that were projected into the context, or into the cache where there is none.
+    /// Appends the `n` keys and values that were projected last to the context, or to the cache if there is no context.
     pub fn append(&mut self, cache: Option<(&LayerCache<'d>, &Positions<'d>)>, n: usize) -> Result<()> {
         let (keys, values) = (&self.work.k_rope, &self.work.v);
         match (&mut self.context, cache) {
@@ -119,7 +131,7 @@ impl<'d> PromptPass<'d> {
     }
 
     /// Runs all rows through a layer and into its context or cache; `store` sees the keys and values of each chunk.
-    /// The layer's positions end with the prompt's afterwards.
+    /// Afterwards the layer's positions are those of the whole prompt.
     pub fn run(
         &mut self,
         model: &mut DeviceModel<'d>,
@@ -135,15 +147,9 @@ impl<'d> PromptPass<'d> {
             let at = self.first + start;
             positions.set(&[at as u32])?;
             positions.advance(n)?;
-            let row_positions = RowPositions::Last(positions);
-            self.work.project(
-                weights,
-                &self.rows(start, n),
-                n,
-                n,
-                &model.rotation,
-                row_positions,
-            )?;
+            let last = RowPositions::Last(positions);
+            self.work
+                .project(weights, &self.rows(start, n), n, n, &model.rotation, last)?;
             self.append(layer.cache.map(|cache| (cache, &*positions)), n)?;
             let (work, rows) = (&self.work, self.attended(layer)?);
             layer.index.extend(&Chunk {
@@ -166,7 +172,7 @@ impl<'d> PromptPass<'d> {
         Ok(())
     }
 
-    /// Takes the prompt, all of which has passed the layer, into the layer's index.
+    /// Adds the prompt, all of which has passed the layer, to the layer's index.
     pub fn end_layer(&self, model: &DeviceModel<'d>, layer: &PromptLayer<'_, 'd>) -> Result<()> {
         layer.index.end_of_prompt(&WholePrompt {
             rows: self.attended(layer)?,

@@ -13,7 +13,7 @@ const MOST_BLOCKS: usize = 64;
 const BINS: usize = 2048;
 
 /// Chooses and draws tokens from the first rows of logits `[rows,vocab]`.
-pub struct Choice<'d> {
+pub struct TokenChoice<'d> {
     driver: &'d dyn Driver,
     vocab: usize,
     /// The largest logit of each block and its id, `[rows,blocks]`.
@@ -23,7 +23,7 @@ pub struct Choice<'d> {
     masses: Buffer<'d, u64>,
 }
 
-impl<'d> Choice<'d> {
+impl<'d> TokenChoice<'d> {
     /// Allocates the buffers for up to `rows` rows.
     ///
     /// # Errors

@@ -4,25 +4,25 @@ use crate::error::Result;
 use crate::kv::cuda::Shape;
 use crate::model::ModelConfig;
 
-/// The sizes that all layers have in common.
+/// The sizes of a model's layers, which are the same for all of them.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerSizes {
     /// Width of the residual stream.
     pub hidden: usize,
     /// Width of the MLP.
     pub intermediate: usize,
-    /// h.
+    /// Number of query heads, h.
     pub n_heads: usize,
-    /// g.
+    /// Number of KV heads, g.
     pub n_kv_heads: usize,
-    /// d.
+    /// Channels per head, d.
     pub head_dim: usize,
-    /// Of every norm.
+    /// Epsilon of every RMS norm.
     pub eps: f32,
 }
 
 impl LayerSizes {
-    /// Those of a model.
+    /// Returns the sizes of a model.
     pub fn of(c: &ModelConfig) -> Self {
         Self {
             hidden: c.hidden_size,
@@ -34,15 +34,15 @@ impl LayerSizes {
         }
     }
 
-    /// Checks that the kernels are made for a model's attention.
+    /// Checks that the kernels support the model's attention.
     ///
     /// # Errors
-    /// What they are not made for.
+    /// Sizes that the kernels do not support.
     pub fn check(&self) -> Result<()> {
         self.shape(1, 1).checked().map(drop)
     }
 
-    /// The shape of one sequence's attention with room for `capacity` positions.
+    /// Returns the attention shape of `sequences` sequences of up to `capacity` positions.
     pub fn shape(&self, sequences: usize, capacity: usize) -> Shape {
         Shape {
             sequences,
@@ -53,22 +53,22 @@ impl LayerSizes {
         }
     }
 
-    /// Width of the joined projection.
+    /// Returns the width of the joined projection of queries, keys and values.
     pub(crate) fn qkv(&self) -> usize {
         (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
     }
 
-    /// Width of the keys, and of the values.
+    /// Returns the width of the keys, which is that of the values.
     pub(crate) fn kv(&self) -> usize {
         self.n_kv_heads * self.head_dim
     }
 
-    /// Width of what the attention gives.
+    /// Returns the width of the attention output.
     pub fn attended(&self) -> usize {
         self.n_heads * self.head_dim
     }
 
-    /// Bytes of a workspace per row.
+    /// Returns the bytes that a workspace needs per row.
     pub fn bytes_per_row(&self) -> usize {
         let own = self.hidden + self.qkv() + 3 * self.attended() + 3 * self.kv();
         4 * (own + 3 * self.intermediate) + 2 * self.widest()

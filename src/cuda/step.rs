@@ -1,8 +1,8 @@
-//! What a decode step computes with, from ids to logits and the next ids.
+//! The buffers of a decode step, from ids to logits and the next ids.
 
 use super::body::Body;
 use super::finite::FiniteCheck;
-use super::sample::Choice;
+use super::sample::TokenChoice;
 use super::work::Workspace;
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::Result;
@@ -19,12 +19,12 @@ pub(crate) struct StepSpace<'d> {
     pub ids: Buffer<'d, u32>,
     /// `[1]`: the number from 0 to 1 that an id is drawn with.
     pub uniforms: Buffer<'d, f64>,
-    pub choice: Choice<'d>,
+    pub choice: TokenChoice<'d>,
     pub finite: FiniteCheck<'d>,
 }
 
 impl<'d> StepSpace<'d> {
-    /// Room for `rows` sequences.
+    /// Allocates the buffers for `rows` sequences.
     pub fn new(body: &Body<'d>, rows: usize) -> Result<Self> {
         let driver = body.driver;
         Ok(Self {
@@ -34,12 +34,12 @@ impl<'d> StepSpace<'d> {
             logits: Buffer::new(driver, "logits", rows * body.config.vocab_size)?,
             ids: Buffer::zeros(driver, "ids", rows)?,
             uniforms: Buffer::zeros(driver, "random numbers", 1)?,
-            choice: Choice::new(driver, rows, body.config.vocab_size)?,
+            choice: TokenChoice::new(driver, rows, body.config.vocab_size)?,
             finite: FiniteCheck::new(driver)?,
         })
     }
 
-    /// Norm, logits and the greedy choice of the first rows of hidden states.
+    /// Computes logits and the greedy choice of the first rows of hidden states.
     pub fn finish(
         &self,
         body: &Body<'d>,
@@ -47,9 +47,7 @@ impl<'d> StepSpace<'d> {
         hidden: &Buffer<'_, f32>,
         rows: usize,
     ) -> Result<()> {
-        let vocab = body.config.vocab_size;
-        body.ends.logits(work, hidden, rows, &self.logits)?;
-        self.finite.look(&self.logits, rows * vocab, body.layers.len())?;
+        body.logits(work, hidden, rows, &self.logits, &self.finite)?;
         self.choice.largest(&self.logits, rows, &self.ids)
     }
 }

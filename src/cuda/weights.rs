@@ -8,6 +8,7 @@ use crate::compute::linear;
 use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::model::Layer;
+use crate::weight::Weight;
 
 /// A decoder layer's weights on the device.
 pub struct LayerWeights<'d> {
@@ -45,7 +46,7 @@ impl<'d> LayerWeights<'d> {
         })
     }
 
-    /// Random weights in bf16, for a benchmark.
+    /// Makes random weights in bf16, for a benchmark.
     ///
     /// # Errors
     /// No memory.
@@ -64,15 +65,14 @@ impl<'d> LayerWeights<'d> {
             window,
         })
     }
-
-    /// Bytes that [`LayerWeights::upload`] takes.
-    pub fn bytes(layer: &Layer) -> usize {
-        let weights = layer.weights().into_iter();
-        weights.map(|w| w.rows() * w.cols() * w.dtype().bytes()).sum()
-    }
 }
 
-/// A projection of random numbers in bf16.
+/// Returns the bytes of a weight as the checkpoint stores it.
+pub(crate) fn stored_bytes(weight: &Weight) -> usize {
+    weight.rows() * weight.cols() * weight.dtype().bytes()
+}
+
+/// Makes a projection of random numbers in bf16.
 pub(crate) fn random<'d>(driver: &'d dyn Driver, rows: usize, cols: usize, seed: u32) -> Result<Linear<'d>> {
     Ok(Linear {
         weight: Matrix::random(driver, Float::Bf16, rows, cols, seed)?,

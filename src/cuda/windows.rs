@@ -1,20 +1,20 @@
-//! The sliding windows of a model's layers.
+//! The positions of a model's layers, which layers with the same sliding window share.
 
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
 use crate::kv::cuda::{Limits, Positions, Shape};
 use crate::runner::Options;
 
-/// The layers of a model by their sliding window: those with the same one share their positions.
+/// The positions of a model's layers, one set for each different sliding window.
 pub(super) struct Windows<'d> {
-    /// Per sliding window.
+    /// The positions for each sliding window.
     pub positions: Vec<Positions<'d>>,
-    /// Per layer, which of them are its own.
+    /// Per layer, the index of its positions in `positions`.
     of_layer: Vec<usize>,
 }
 
 impl<'d> Windows<'d> {
-    /// The sliding windows that `windows` has, one per layer, without positions yet.
+    /// Makes the positions of empty caches; `windows` has the sliding window of every layer.
     ///
     /// # Errors
     /// No memory.
@@ -41,27 +41,27 @@ impl<'d> Windows<'d> {
         Ok(Self { positions, of_layer })
     }
 
-    /// The limits of every layer.
+    /// Returns the limits of every layer.
     pub fn limits(&self) -> Vec<Limits> {
         (0..self.of_layer.len())
             .map(|layer| self.of(layer).limits)
             .collect()
     }
 
-    /// Takes the caches to be this long, one number per sequence.
+    /// Sets the lengths of the caches, one per sequence.
     ///
     /// # Errors
-    /// Longer than the capacity.
+    /// A length beyond the capacity.
     pub fn set(&mut self, lens: &[u32]) -> Result<()> {
         self.positions.iter_mut().try_for_each(|p| p.set(lens))
     }
 
-    /// The positions of a layer.
+    /// Returns the positions of a layer.
     pub fn of(&self, layer: usize) -> &Positions<'d> {
         &self.positions[self.of_layer[layer]]
     }
 
-    /// The positions of a layer.
+    /// Returns the positions of a layer.
     pub fn of_mut(&mut self, layer: usize) -> &mut Positions<'d> {
         &mut self.positions[self.of_layer[layer]]
     }

@@ -1,4 +1,4 @@
-//! Where some rows pass through a layer: everything but the attention.
+//! The parts of a layer besides attention: norms, projections, rotation and the MLP, with their buffers.
 
 use super::blocks_for;
 use super::sizes::LayerSizes;
@@ -12,21 +12,21 @@ use crate::flags::Precision;
 use crate::kv::cuda::{Positions, Rotated};
 use crate::model::rope::{Rope, RopeTable};
 
-/// Where a layer's rows stand in their sequences.
+/// The positions of rows in their sequences.
 #[derive(Clone, Copy)]
 pub enum RowPositions<'s, 'd> {
-    /// Row i of each sequence of `rows` at `first + i * apart`.
+    /// Row i of each sequence has position `first + i * apart`.
     At {
-        /// Of the first row.
+        /// Position of the first row.
         first: usize,
-        /// Between a row and the next.
+        /// Distance between the positions of neighbouring rows.
         apart: usize,
     },
-    /// At the ends of these caches, which count the rows already.
+    /// The last positions of these caches, which already count the rows.
     Last(&'s Positions<'d>),
 }
 
-/// Cosines and sines of the positions from 0 on.
+/// The cosines and sines of rotary embeddings, for a range of positions.
 pub struct Rotation<'d> {
     pub(crate) cosines: Buffer<'d, f32>,
     pub(crate) sines: Buffer<'d, f32>,
@@ -35,7 +35,7 @@ pub struct Rotation<'d> {
 }
 
 impl<'d> Rotation<'d> {
-    /// Of `n` positions from `first` on.
+    /// Computes those of `n` positions from `first` on.
     ///
     /// # Errors
     /// No memory.
@@ -50,11 +50,11 @@ impl<'d> Rotation<'d> {
     }
 }
 
-/// Where up to `rows` rows pass through a layer, one layer after the other.
+/// The buffers in which up to `rows` rows are processed, one layer after the other.
 pub struct Workspace<'d> {
     pub(crate) driver: &'d dyn Driver,
     pub(crate) sizes: LayerSizes,
-    /// Rows that there is room for.
+    /// Most rows.
     pub(crate) rows: usize,
     /// `[rows, hidden]`.
     pub(crate) normed: Buffer<'d, f32>,
@@ -80,7 +80,7 @@ pub struct Workspace<'d> {
 }
 
 impl<'d> Workspace<'d> {
-    /// Room for so many rows.
+    /// Allocates the buffers for up to `rows` rows.
     ///
     /// # Errors
     /// No memory.
@@ -105,7 +105,7 @@ impl<'d> Workspace<'d> {
         })
     }
 
-    /// The queries that were projected last.
+    /// Returns the queries that were projected last.
     pub fn queries(&self) -> Rotated<'_> {
         Rotated {
             pre: &self.q_pre,
@@ -113,7 +113,7 @@ impl<'d> Workspace<'d> {
         }
     }
 
-    /// The keys that were projected last.
+    /// Returns the keys that were projected last.
     pub fn keys(&self) -> Rotated<'_> {
         Rotated {
             pre: &self.k_pre,
@@ -121,7 +121,7 @@ impl<'d> Workspace<'d> {
         }
     }
 
-    /// Projects `rows` rows of hidden states, `[b m, hidden]`, m being those of a sequence, and rotates them.
+    /// Computes queries, keys and values of `rows` rows of hidden states, `[b m, hidden]`, with m rows per sequence.
     pub fn project(
         &self,
         weights: &LayerWeights<'_>,
@@ -192,7 +192,7 @@ impl<'d> Workspace<'d> {
         self.products.forward(x, rows, &[(linear, out)], accumulate)
     }
 
-    /// RMS norm of rows, `[rows, hidden]`.
+    /// Computes the RMS norm of rows `[rows, hidden]`.
     pub(crate) fn norm(
         &self,
         x: &Buffer<'_, f32>,

@@ -282,7 +282,7 @@ impl CachedRows for ValueRows {
 
 /// The data of a [`Packed`] besides signs, centre and the positions in half precision. In arrays of two,
 /// keys come first, then values.
-pub(crate) struct Parts<'a> {
+pub struct Parts<'a> {
     /// Whether keys are stored as signs and magnitudes.
     pub signed: bool,
     /// Largest centred magnitude per channel, `[d]`.
@@ -390,7 +390,7 @@ impl Packed {
     }
 
     /// Returns the arrays that a device needs besides the signs.
-    pub(crate) fn parts(&self) -> Parts<'_> {
+    pub fn parts(&self) -> Parts<'_> {
         let (keys, values) = (&self.keys, &self.values);
         Parts {
             signed: keys.layout.signed,

@@ -64,11 +64,6 @@ impl OnDevice<'_> {
 /// The index of every layer.
 pub type Indexes<'d> = Vec<Box<dyn CudaIndex + 'd>>;
 
-/// Returns a grid of `blocks` for each KV head of each sequence.
-pub(super) fn grid(shape: &Shape, blocks: usize) -> [usize; 3] {
-    [blocks, shape.kv_heads, shape.sequences]
-}
-
 /// Makes the index of every layer from the layer's number and limits.
 pub(super) fn each_layer<'d, I: CudaIndex + 'd>(
     limits: &[Limits],
@@ -195,9 +190,9 @@ pub trait CudaIndex {
         sums: &Buffer<'_, f64>,
     ) -> Result<()> {
         kernels::TallyRows {
-            spans: positions.span_ptr(),
-            listed: chosen.map(Selection::listed_ptr),
-            ranked: chosen.and_then(Selection::ranked_ptr),
+            spans: positions.spans.ptr(),
+            listed: chosen.map(|chosen| chosen.listed.ptr()),
+            ranked: chosen.and_then(|chosen| chosen.ranked.as_ref().map(Buffer::ptr)),
             sum: sums.ptr(),
             b: at.shape.sequences,
             g: at.shape.kv_heads,
@@ -259,15 +254,12 @@ pub(super) fn in_prompt<T>(shared: &SharedPrompt<T>, work: impl FnOnce(&T) -> Re
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kv::Budget;
 
     #[test]
     fn layers_share_by_their_window() {
         let limits = |model_window| Limits {
-            sinks: 0,
-            window: 1,
             model_window,
-            budget: Budget::Count(1),
+            ..Limits::last(1)
         };
         let mut shared = ByWindow::new();
         let mut of = |window, i: usize| *shared.of(&limits(window), || Ok(i)).unwrap();

@@ -22,6 +22,8 @@ pub struct CpuBackend<'a> {
     heads: Vec<Vec<Head>>,
     /// Sum over decode steps of the mean over layers.
     shares: Shares,
+    /// After the last decode step.
+    logits: Array1<f32>,
 }
 
 impl<'a> CpuBackend<'a> {
@@ -43,6 +45,7 @@ impl<'a> CpuBackend<'a> {
             forward,
             options,
             shares: Shares::default(),
+            logits: Array1::default(0),
         }
     }
 
@@ -76,7 +79,7 @@ impl Backend for CpuBackend<'_> {
         })
     }
 
-    fn step(&mut self, id: u32, at: StepAt, mut trace: Option<&mut Trace<'_>>) -> Result<Array1<f32>> {
+    fn step(&mut self, id: u32, at: StepAt, mut trace: Option<&mut Trace<'_>>) -> Result<()> {
         let options = self.options;
         let mut shares = Shares::default();
         let heads = &mut self.heads;
@@ -105,7 +108,12 @@ impl Backend for CpuBackend<'_> {
             })?;
         self.shares.add_step(&shares, self.heads.len());
         let first = logits.into_iter().next();
-        first.ok_or_else(|| Error::failed("a decode step gave no logits"))
+        self.logits = first.ok_or_else(|| Error::failed("a decode step gave no logits"))?;
+        Ok(())
+    }
+
+    fn logits(&self) -> Result<Array1<f32>> {
+        Ok(self.logits.clone())
     }
 
     fn shares(&self, steps: usize) -> Result<Shares> {

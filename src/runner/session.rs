@@ -27,18 +27,15 @@ pub trait Backend {
     /// An empty prompt, an id outside the vocabulary, activations that are not finite, an interrupt.
     fn prompt(&mut self, ids: &[u32], first: usize) -> Result<Array1<f32>>;
 
-    /// Feeds one token with sparse attention; returns the logits after it: `[vocab]`.
-    fn step(&mut self, id: u32, at: StepAt, trace: Option<&mut Trace<'_>>) -> Result<Array1<f32>>;
+    /// Feeds one token with sparse attention.
+    fn step(&mut self, id: u32, at: StepAt, trace: Option<&mut Trace<'_>>) -> Result<()>;
 
-    /// Feeds one token as [`Backend::step`] does; returns the token that follows it.
-    fn next(
-        &mut self,
-        id: u32,
-        at: StepAt,
-        trace: Option<&mut Trace<'_>>,
-        sampler: &mut Sampler,
-    ) -> Result<u32> {
-        sampler.next(self.step(id, at, trace)?.view())
+    /// Returns the logits after the last step: `[vocab]`.
+    fn logits(&self) -> Result<Array1<f32>>;
+
+    /// Returns the token that follows the last step.
+    fn next(&self, sampler: &mut Sampler) -> Result<u32> {
+        sampler.next(self.logits()?.view())
     }
 
     /// Returns the means over all decode steps and layers; `steps` is the number of steps.
@@ -88,7 +85,7 @@ impl<'a> Session<'a> {
     /// # Errors
     /// As [`Backend::prompt`]; a trace that cannot be written.
     pub fn step(&mut self, id: u32) -> Result<Array1<f32>> {
-        self.feed(|backend, at, trace| backend.step(id, at, trace))
+        self.feed(id, |backend| backend.logits())
     }
 
     /// Feeds one token; returns the token that follows it.
@@ -96,19 +93,17 @@ impl<'a> Session<'a> {
     /// # Errors
     /// As [`Session::step`].
     pub fn next(&mut self, id: u32, sampler: &mut Sampler) -> Result<u32> {
-        self.feed(|backend, at, trace| backend.next(id, at, trace, sampler))
+        self.feed(id, |backend| backend.next(sampler))
     }
 
-    /// Runs one step and counts it unless it fails.
-    fn feed<T>(
-        &mut self,
-        step: impl FnOnce(&mut (dyn Backend + 'a), StepAt, Option<&mut Trace<'a>>) -> Result<T>,
-    ) -> Result<T> {
+    /// Runs one step and reads what follows; counts the step unless this fails.
+    fn feed<T>(&mut self, id: u32, read: impl FnOnce(&(dyn Backend + 'a)) -> Result<T>) -> Result<T> {
         let at = StepAt {
             position: self.positions,
             step: self.steps,
         };
-        let out = step(self.backend.as_mut(), at, self.trace.as_mut())?;
+        self.backend.step(id, at, self.trace.as_mut())?;
+        let out = read(self.backend.as_ref())?;
         self.positions += 1;
         self.steps += 1;
         Ok(out)

@@ -121,7 +121,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         });
         let (scores, all_counts) = (index.scores.read().unwrap(), index.counts.read().unwrap());
         let spans = batch.positions.spans().unwrap();
-        let budgets = batch.positions.budgets().unwrap();
+        let budgets = batch.positions.budgets.read().unwrap();
         for at in 0..b * g {
             let (set, budget) = batch.set_of(at);
             assert_eq!(spans[at / g], span(&set), "step {step}");

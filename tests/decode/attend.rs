@@ -3,11 +3,11 @@
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::float::Float;
 use kvsmith::kv::Budget;
-use kvsmith::kv::cuda::Selection;
 use kvsmith::kv::cuda::attend::{Attention, LayerRows};
 use rand::Rng;
 
 use super::cases::{self, Batch, UNIT, normals, sizes_name, some_of, twice, upload};
+use super::held::{output, selection};
 
 /// With the most positions chosen per KV head; none for everything visible. Its scale is that of the keys.
 pub type Case = cases::Case<Option<usize>>;
@@ -149,14 +149,14 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     });
     let chosen = lists
         .as_ref()
-        .map(|lists| Selection::of(driver, case.shape, case.special.unwrap(), lists).unwrap());
+        .map(|lists| selection(driver, case.shape, case.special.unwrap(), lists));
     let attention = Attention::new(driver, case.shape).unwrap();
     let (out, lse) = twice(|| {
         let queries = upload(driver, &queries);
         attention
             .attend(&queries, &rows, &batch.positions, chosen.as_ref())
             .unwrap();
-        (attention.output().unwrap(), attention.lse().unwrap())
+        (output(&attention), attention.lse.read().unwrap())
     });
     for (at, query) in queries.chunks(d).enumerate() {
         let head = at / r;

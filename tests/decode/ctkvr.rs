@@ -17,6 +17,7 @@ use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
 use super::cases::{self, Batch, Rows, matrix, upload};
+use super::held::centroids;
 
 #[derive(Clone)]
 pub struct Special {
@@ -223,7 +224,7 @@ impl<'d> Sides<'d> {
         let ([b, _, r, d], m) = (self.case.sizes(), fed.m);
         let first = self.batch.lens[0];
         let lists: Vec<Lists<'_>> = (0..b)
-            .map(|s| Lists::new(self.driver, &self.layers[0], s, first..first + m).unwrap())
+            .map(|s| Lists::new(&self.layers[0], s, first..first + m).unwrap())
             .collect();
         let cut = m * 2 / 3;
         for part in [[0, cut], [cut, m - cut]] {
@@ -253,7 +254,10 @@ impl<'d> Sides<'d> {
         let [_, _, r, d] = self.case.sizes();
         let chosen = self.layers.each_ref().map(|layer| {
             let chosen = layer.select(&queries, &self.rows, &self.batch.positions).unwrap();
-            (chosen.read().unwrap(), chosen.ranked().unwrap().unwrap())
+            (
+                chosen.read().unwrap(),
+                chosen.ranked.as_ref().unwrap().read().unwrap(),
+            )
         });
         assert_eq!(chosen[0], chosen[1], "the same twice");
         let (positions, ranked) = &chosen[0];
@@ -275,7 +279,10 @@ impl<'d> Sides<'d> {
 
     fn check(&self, newest: Option<&Fed>) {
         let [_, _, r, d] = self.case.sizes();
-        let held = self.layers.each_ref().map(|layer| layer.held().unwrap());
+        let held = self
+            .layers
+            .each_ref()
+            .map(|layer| centroids(layer, self.case.shape));
         assert_eq!(held[0], held[1], "the same twice");
         for (at, (held, head)) in held[0].iter().zip(&self.heads).enumerate() {
             let newest = newest.map(|fed| &fed.queries[at * r * d..][..r * d]);

@@ -13,6 +13,7 @@ use ndarray::{Array2, ArrayView2, ArrayView3, s};
 use std::rc::Rc;
 
 use super::cases::{self, Batch, Rows, UNIT, matrix, normals, upload};
+use super::held::{held_bypassed, held_tables, output};
 
 #[derive(Clone)]
 pub struct Special {
@@ -308,7 +309,14 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     }
     batch.set(&lens.iter().map(|n| n + case.special.turn).collect::<Vec<_>>());
     let space = Rc::new(LfpsWorkspace::new(driver, shape, &case.limits).unwrap());
-    let lfps = Lfps::new(driver, shape, &case.limits, &case.special.params, space).unwrap();
+    let lfps = Lfps::new(
+        driver,
+        shape,
+        &case.limits,
+        &case.special.params,
+        Rc::clone(&space),
+    )
+    .unwrap();
     lfps.write(&heads).unwrap();
     let attention = Attention::new(driver, shape).unwrap();
     let sums = Buffer::<f64>::zeros(driver, "sums", 3).unwrap();
@@ -328,13 +336,13 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         attention
             .attend(&uploaded, &cached, positions, Some(selection))
             .unwrap();
-        let before = attention.output().unwrap();
+        let before = output(&attention);
         lfps.observe(&uploaded, &cached, positions, &attention).unwrap();
         lfps.tally(positions, &sums).unwrap();
         let (after, marks, tables) = (
-            attention.output().unwrap(),
-            lfps.bypassed().unwrap(),
-            lfps.tables().unwrap(),
+            output(&attention),
+            held_bypassed(&space),
+            held_tables(&lfps, shape),
         );
         let mut of_step = 0.0f64;
         for at in 0..b * g {

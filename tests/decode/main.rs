@@ -12,6 +12,7 @@ mod emulated;
 mod encode;
 #[path = "../backends/gpus.rs"]
 mod gpus;
+mod held;
 mod lfps;
 mod linear;
 mod packed;

@@ -3,15 +3,14 @@
 use kvsmith::compute::attention::CachedRows;
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::kv::Budget;
-use kvsmith::kv::cuda::Selection;
 use kvsmith::kv::cuda::attend::Attention;
-use kvsmith::kv::cuda::packed::PackedLayer;
 use kvsmith::kv::packed::{Center, Layout, Packed};
 use ndarray::Array2;
 use rand::Rng;
 
 use super::attend::{Precision, compare};
 use super::cases::{self, Batch, normal, normals, some_of, upload};
+use super::held::{output, packed_layer, selection};
 
 #[derive(Clone)]
 pub struct Special {
@@ -69,7 +68,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         packed.prompt(keys.view(), values.view(), &normals(&mut rng, d), 0..n);
         caches.push(packed);
     }
-    let layer = PackedLayer::of(driver, shape, &caches.iter().collect::<Vec<_>>()).unwrap();
+    let layer = packed_layer(driver, shape, &caches.iter().collect::<Vec<_>>());
     let mut batch = Batch::new(driver, case);
     batch.advance(n);
     let lists = most.map(|most| {
@@ -78,7 +77,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     });
     let chosen = lists
         .as_ref()
-        .map(|lists| Selection::of(driver, shape, most.unwrap(), lists).unwrap());
+        .map(|lists| selection(driver, shape, most.unwrap(), lists));
     // Scores of a few at most: the channels' sizes are in the keys.
     let queries: Vec<f32> = (0..shape.query_heads() * d)
         .map(|i| normal(&mut rng) / sizes[i % d].1.max(1.0))
@@ -92,7 +91,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
             chosen.as_ref(),
         )
         .unwrap();
-    let (out, lse) = (attention.output().unwrap(), attention.lse().unwrap());
+    let (out, lse) = (output(&attention), attention.lse.read().unwrap());
     for (at, query) in queries.chunks(d).enumerate() {
         let cache = &caches[at / r];
         let row = |rows: &dyn CachedRows, p: usize| rows.row(p, &mut vec![0.0; d]).to_vec();

@@ -6,7 +6,7 @@ use kvsmith::float::Float;
 use kvsmith::kv::cuda::Shape;
 use kvsmith::kv::cuda::attend::LayerRows;
 use kvsmith::kv::cuda::packed::PackedLayer;
-use kvsmith::kv::cuda::prompt::{Prompts, Queries, Rows};
+use kvsmith::kv::cuda::prompt::{Prompts, Queries};
 use kvsmith::kv::cuda::signs::Signs;
 use kvsmith::kv::packed::{Center, Layout, Packed};
 use kvsmith::kv::{KvHead, KvType, StaticSet};
@@ -17,11 +17,12 @@ use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
 use super::cases::{self, Batch, matrix, normal, normals, upload};
+use super::held::{held_rows, held_signs, packed_layer};
 
 #[derive(Clone)]
 pub struct Special {
-    /// Whether rows come from a cache, and later sequences have fewer of them.
-    cached: bool,
+    /// Whether later sequences have fewer rows.
+    varied: bool,
     layout: Layout,
     /// Whether calibrated centroids join those of the prompt.
     prior: bool,
@@ -34,7 +35,7 @@ pub type Case = cases::Case<Special>;
 pub fn cases() -> Vec<Case> {
     let case = |name: &str, sizes, n, float: Option<Float>| {
         let special = Special {
-            cached: float.is_some(),
+            varied: float.is_some(),
             layout: Layout::from(Center::Median),
             prior: false,
             at_once: 100,
@@ -139,24 +140,19 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     let mut rng = case.rng();
     let ([b, g, r, d], n, shape) = (case.sizes(), case.n, case.shape);
     let Special {
-        cached,
+        varied,
         layout,
         at_once,
         prior,
     } = case.special;
-    let lens = case.lens(if cached { 7 } else { 0 });
+    let lens = case.lens(if varied { 7 } else { 0 });
     let keys = case.rounded(keys(&mut rng, b * g * n, d));
     let values = case.rounded(values(&mut rng, b * g * n, d));
-    let (key_rows, value_rows) = (upload(driver, &keys), upload(driver, &values));
     let mut batch = Batch::new(driver, case);
     let cache = LayerRows::new(driver, shape, case.float).unwrap();
     batch.append(&cache, &keys, &values);
     batch.set(&lens);
     batch.advance(0);
-    let rows = match cached {
-        false => [Rows::of(&key_rows, n, d), Rows::of(&value_rows, n, d)],
-        true => [Rows::keys(&cache), Rows::values(&cache)],
-    };
     let m = n.min(3);
     let queries = normals(&mut rng, b * g * r * m * d);
     let uploaded = upload(driver, &queries);
@@ -176,21 +172,21 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     let prompts = Prompts::with_heads(driver, shape, at_once).unwrap();
     let mut layer = PackedLayer::new(driver, shape).unwrap();
     prompts
-        .pack(rows, last, layout, &batch.positions, &mut layer)
+        .pack(&cache, last, layout, &batch.positions, &mut layer)
         .unwrap();
     compare(driver, shape, &references, &layer, "the prompt");
     // Signs alone are the same, and so is all of it once more.
     let signs = Signs::new(driver, shape).unwrap();
     prompts
-        .signs(rows[0], last, layout, &batch.positions, &signs)
+        .signs(&cache, last, layout, &batch.positions, &signs)
         .unwrap();
-    assert_eq!(signs.read().unwrap(), layer.signs.read().unwrap());
+    assert_eq!(held_signs(&signs), held_signs(&layer.signs));
 
     let index = SelfIndex::empty(driver, shape, &case.limits).unwrap();
     let calibrated = prior.as_deref().map(|prior| upload(driver, prior));
     prompts
         .centroids(
-            rows[0],
+            &cache,
             &signs,
             calibrated.as_ref(),
             &batch.positions,
@@ -234,18 +230,18 @@ fn compare_centroids(own: &[f32], theirs: &[f32]) {
 /// Every byte of the cache against the CPU's.
 fn compare(driver: &dyn Driver, shape: Shape, references: &[Reference], layer: &PackedLayer, when: &str) {
     let caches: Vec<&Packed> = references.iter().map(|reference| &reference.packed).collect();
-    let theirs = PackedLayer::of(driver, shape, &caches).unwrap();
-    let (own, cpu) = (layer.signs.read().unwrap(), theirs.signs.read().unwrap());
+    let theirs = packed_layer(driver, shape, &caches);
+    let (own, cpu) = (held_signs(&layer.signs), held_signs(&theirs.signs));
     assert_eq!(own.full, cpu.full, "{when}: positions that come first");
     assert_eq!(own.centre, cpu.centre, "{when}: centres");
     assert_eq!(own.signs, cpu.signs, "{when}: signs");
     assert_eq!(
-        layer.alpha().unwrap(),
-        theirs.alpha().unwrap(),
+        layer.alpha.read().unwrap(),
+        theirs.alpha.read().unwrap(),
         "{when}: magnitudes"
     );
     for i in 0..2 {
-        let (own, cpu) = (layer.read(i).unwrap(), theirs.read(i).unwrap());
+        let (own, cpu) = (held_rows(layer, i), held_rows(&theirs, i));
         assert_eq!(own.0, cpu.0, "{when}: bits of {i}");
         assert_eq!(own.1, cpu.1, "{when}: scales of {i}");
         assert_eq!(own.2, cpu.2, "{when}: half precision of {i}");

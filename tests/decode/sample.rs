@@ -2,7 +2,7 @@
 
 use kvsmith::compute::cuda::buffer::Buffer;
 use kvsmith::compute::cuda::driver::Driver;
-use kvsmith::cuda::sample::Choice;
+use kvsmith::cuda::sample::TokenChoice;
 use kvsmith::kv::sample::Sampler;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -90,7 +90,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         let device = upload(driver, &logits);
         let uniforms = Buffer::of(driver, "random numbers", &uniforms).unwrap();
         let ids = Buffer::of(driver, "ids", &vec![7u32; rows + 1]).unwrap();
-        let choice = Choice::new(driver, rows, case.vocab).unwrap();
+        let choice = TokenChoice::new(driver, rows, case.vocab).unwrap();
         choice.largest(&device, rows, &ids).unwrap();
         let mut greedy = Sampler::new(0.0, 1.0, 0);
         let largest: Vec<u32> = logits

@@ -2,12 +2,13 @@
 
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::kv::Budget;
-use kvsmith::kv::cuda::signs::{FULL, HeadSigns, Signs};
+use kvsmith::kv::cuda::signs::FULL;
 use kvsmith::kv::lines::AlignedVec;
 use kvsmith::kv::packed::extend_signs;
 use kvsmith::method::selfindex::cuda::SelfIndex;
 
 use super::cases::{self, Batch, Rows, best, matrix, normals, some_of, twice, upload};
+use super::held::{HeadSigns, signs_of};
 
 /// With the positions of every KV head that come first.
 pub type Case = cases::Case<usize>;
@@ -56,7 +57,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
             full: &full[at],
         })
         .collect();
-    let cached = Signs::of(driver, shape, &heads).unwrap();
+    let cached = signs_of(driver, shape, &heads);
     let centroids = normals(&mut rng, b * g * d * 16);
     let index = SelfIndex::new(driver, shape, &case.limits, &centroids).unwrap();
     let mut batch = Batch::new(driver, case);

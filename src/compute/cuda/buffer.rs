@@ -37,14 +37,6 @@ impl<'b, T> Ptr<'b, T> {
         self.address
     }
 
-    /// Returns the pointer `n` values further on.
-    pub fn after(self, n: usize) -> Self {
-        Self {
-            address: self.address + (n * size_of::<T>()) as u64,
-            ..self
-        }
-    }
-
     /// Returns the same address with another type, for a kernel that reads the bytes as that type.
     pub fn cast<U>(self) -> Ptr<'b, U> {
         Ptr {
@@ -187,14 +179,11 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
 
     /// Copies the `len` values from index `start` on to the host.
     pub fn read_part(&self, start: usize, len: usize) -> Result<Vec<T>> {
-        assert!(
-            start + len <= self.len,
-            "a part beyond the end of the buffer: {start} + {len}"
-        );
+        let part = self.part(start, len);
         let mut values = vec![T::zeroed(); len];
         if len > 0 {
-            let at = self.address + (start * size_of::<T>()) as u64;
-            self.driver.read(at, bytemuck::cast_slice_mut(&mut values))?;
+            let bytes = bytemuck::cast_slice_mut(&mut values);
+            self.driver.read(part.address, bytes)?;
         }
         Ok(values)
     }

@@ -5,8 +5,8 @@ mod fast;
 use ndarray::ArrayView3;
 
 use super::buffer::Buffer;
-use super::points::Rows;
-use super::{kernels, shape};
+use super::kernels;
+use super::points::PointRows;
 use crate::compute::device::{Assignment, Clusters, Drawn};
 use crate::error::Result;
 use fast::Fast;
@@ -14,7 +14,7 @@ pub(crate) use fast::shared_bytes as search_bytes;
 
 /// Rows and centroids of a tile of `nearest_listed` and `nearest_fast`.
 const TILE: usize = 128;
-/// Distances that a run sums, in `draw` and in `inertia`.
+/// Distances per partial sum, in `draw` and in `inertia`.
 const DRAW_RUN: usize = 1024;
 const INERTIA_RUN: usize = 4096;
 /// Rows of a block that has a warp per row.
@@ -29,9 +29,9 @@ pub(super) struct Clustering<'d> {
     /// `[M,w]`, and `-||c||²/2` of each, `[M]`.
     centroids: Buffer<'d, f32>,
     biases: Buffer<'d, f32>,
-    /// First and count of the centroids that a search looks at.
+    /// First index and number of the centroids that a search considers.
     ranges: Buffer<'d, u32>,
-    /// `[n]`: the code, what it becomes, the squared distance and, while seeding, the score.
+    /// `[n]`: the code, the next code, the squared distance and, while seeding, the score.
     codes: Buffer<'d, u32>,
     next: Buffer<'d, u32>,
     distances: Buffer<'d, f32>,
@@ -39,11 +39,11 @@ pub(super) struct Clustering<'d> {
     /// Whether a code changed.
     changed: Buffer<'d, u32>,
     fast: Option<Fast<'d>>,
-    /// Centroids that are there.
+    /// Number of centroids drawn so far, per head.
     drawn: Vec<usize>,
 }
 
-/// Bytes on the device of one head of n rows of `w` floats and `size` centroids, at the most.
+/// Returns the most bytes that one head of n rows of `w` floats and `size` centroids takes on the device.
 pub(super) fn head_bytes(n: usize, w: usize, size: usize) -> usize {
     // x beside either its whitened copy or the f16 rows and what is known of each row.
     let row = 4 * w + (4 * w).max(2 * w + 36);
@@ -53,7 +53,7 @@ pub(super) fn head_bytes(n: usize, w: usize, size: usize) -> usize {
 }
 
 impl<'d> Clustering<'d> {
-    pub fn new(rows: &Rows<'d>, size: usize) -> Result<Self> {
+    pub fn new(rows: &PointRows<'d>, size: usize) -> Result<Self> {
         let (driver, b, n, w) = (rows.driver, rows.b, rows.n, rows.w);
         let largest = rows.largest()?;
         Ok(Self {
@@ -72,8 +72,8 @@ impl<'d> Clustering<'d> {
         })
     }
 
-    /// The first centroids: rows, one a head.
-    pub fn seed(&mut self, rows: &Rows, first: &[u32]) -> Result<()> {
+    /// Makes the given row of each head its first centroid.
+    pub fn seed(&mut self, rows: &PointRows, first: &[u32]) -> Result<()> {
         rows.check("first rows", first.len(), rows.b)?;
         self.drawn.fill(1);
         self.set_ranges(&vec![[0, 1]; rows.b])?;
@@ -96,8 +96,8 @@ impl<'d> Clustering<'d> {
         self.changed.write(&vec![1; rows.b])
     }
 
-    /// Draws, places the rows drawn, and lets them take over: one wait for the device.
-    pub fn draw(&mut self, rows: &Rows, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
+    /// Draws rows as new centroids, and moves the rows that are nearer to one of them; waits for the device once.
+    pub fn draw(&mut self, rows: &PointRows, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
         let (driver, n) = (rows.driver, rows.n);
         rows.check("batches", batch.len(), rows.b)?;
         rows.check("lists of random numbers", uniforms.len(), rows.b)?;
@@ -142,34 +142,27 @@ impl<'d> Clustering<'d> {
         self.search(rows, most, true)?;
         self.take_over(rows, false)?;
         let (ranges, used) = (self.ranges.read()?, used.read()?);
-        let made: Vec<Drawn> = ranges
-            .chunks(2)
-            .zip(used)
-            .map(|(range, used)| Drawn {
-                centroids: range[1] as usize,
-                used: used as usize,
-            })
-            .collect();
-        self.drawn
-            .iter_mut()
-            .zip(&made)
-            .for_each(|(d, m)| *d += m.centroids);
+        let made = ranges.chunks(2).zip(used).map(|(range, used)| Drawn {
+            centroids: range[1] as usize,
+            used: used as usize,
+        });
+        let made: Vec<Drawn> = made.collect();
+        for (drawn, made) in self.drawn.iter_mut().zip(&made) {
+            *drawn += made.centroids;
+        }
         Ok(made)
     }
 
-    pub fn assign(&mut self, rows: &Rows, centroids: ArrayView3<f32>) -> Result<()> {
+    pub fn assign(&mut self, rows: &PointRows, centroids: ArrayView3<f32>) -> Result<()> {
         let all = centroids.as_standard_layout();
-        let all = all
-            .view()
-            .into_shape_with_order((rows.b * self.size, rows.d))
-            .map_err(shape)?;
+        let all = all.view().into_shape_with_order((rows.b * self.size, rows.d))?;
         self.centroids.write(&rows.padded(all))?;
         self.drawn.fill(self.size);
         self.search_all(rows)?;
         self.changed.write(&vec![1; rows.b])
     }
 
-    pub fn update(&mut self, rows: &Rows) -> Result<()> {
+    pub fn update(&mut self, rows: &PointRows) -> Result<()> {
         let sums = Buffer::<u64>::zeros(rows.driver, "sums of rows", rows.b * self.size * rows.w)?;
         let counts = Buffer::<u32>::zeros(rows.driver, "counts", rows.b * self.size)?;
         let (codes, largest) = (self.codes.ptr(), self.largest.ptr());
@@ -199,7 +192,7 @@ impl<'d> Clustering<'d> {
         self.search_all(rows)
     }
 
-    pub fn hand_over(&mut self, rows: &Rows, head: usize, given: &[(u32, u32)]) -> Result<()> {
+    pub fn hand_over(&mut self, rows: &PointRows, head: usize, given: &[(u32, u32)]) -> Result<()> {
         if given.is_empty() {
             return Ok(());
         }
@@ -217,7 +210,7 @@ impl<'d> Clustering<'d> {
         .launch(rows.driver, blocks)
     }
 
-    pub fn assignment(&self, rows: &Rows) -> Result<Vec<Assignment>> {
+    pub fn assignment(&self, rows: &PointRows) -> Result<Vec<Assignment>> {
         let runs = rows.n.div_ceil(INERTIA_RUN);
         let sums = Buffer::<f64>::new(rows.driver, "sums of distances", rows.b * runs)?;
         kernels::Inertia {
@@ -244,7 +237,7 @@ impl<'d> Clustering<'d> {
         Ok(heads.map(head).collect())
     }
 
-    pub fn read(&self, rows: &Rows, head: usize) -> Result<Clusters> {
+    pub fn read(&self, rows: &PointRows, head: usize) -> Result<Clusters> {
         let (n, w) = (rows.n, rows.w);
         let centroids = self
             .centroids
@@ -260,8 +253,8 @@ impl<'d> Clustering<'d> {
         self.ranges.write(bytemuck::cast_slice(ranges))
     }
 
-    /// The rows `fresh`, `[b,most]`, become the centroids in range.
-    fn place(&self, rows: &Rows, fresh: &Buffer<u32>, most: usize) -> Result<()> {
+    /// Copies the rows `fresh`, `[b,most]`, to the centroids in range.
+    fn place(&self, rows: &PointRows, fresh: &Buffer<u32>, most: usize) -> Result<()> {
         let blocks = (most * rows.w).div_ceil(256);
         kernels::PlaceCentroids {
             x: rows.x.ptr(),
@@ -276,15 +269,15 @@ impl<'d> Clustering<'d> {
         .launch(rows.driver, rows.grid([blocks, 1]))
     }
 
-    /// Every row to the nearest of all centroids.
-    fn search_all(&mut self, rows: &Rows) -> Result<()> {
+    /// Assigns every row to the nearest of all centroids.
+    fn search_all(&mut self, rows: &PointRows) -> Result<()> {
         self.set_ranges(&vec![[0, self.size as u32]; rows.b])?;
         self.search(rows, self.size, false)?;
         self.take_over(rows, true)
     }
 
-    /// The biases of the centroids in range, at most `most` a head.
-    fn find_biases(&self, rows: &Rows, most: usize) -> Result<()> {
+    /// Computes the biases of the centroids in range, at most `most` per head.
+    fn find_biases(&self, rows: &PointRows, most: usize) -> Result<()> {
         kernels::CentroidBiases {
             centroids: self.centroids.ptr(),
             ranges: self.ranges.ptr(),
@@ -295,9 +288,9 @@ impl<'d> Clustering<'d> {
         .launch(rows.driver, rows.grid([most.div_ceil(WARPS), 1]))
     }
 
-    /// `next` becomes the nearest of the centroids in range, at most `most` a head; where they `challenge`,
-    /// only of the rows that one of them is nearer to than the present one.
-    fn search(&self, rows: &Rows, most: usize, challenge: bool) -> Result<()> {
+    /// Writes to `next` the nearest of the centroids in range, at most `most` per head; with `challenge`, only for rows
+    /// that are nearer to one of them than to their present centroid.
+    fn search(&self, rows: &PointRows, most: usize, challenge: bool) -> Result<()> {
         self.find_biases(rows, most)?;
         let scores = challenge.then(|| self.scores.ptr());
         let (x, centroids, biases) = (rows.x.ptr(), self.centroids.ptr(), self.biases.ptr());
@@ -340,8 +333,8 @@ impl<'d> Clustering<'d> {
         .launch(rows.driver, rows.grid([n.div_ceil(TILE), 1]))
     }
 
-    /// Codes become `next`; distances follow where a code changed, or in `all` rows.
-    fn take_over(&self, rows: &Rows, all: bool) -> Result<()> {
+    /// Copies `next` to the codes, and updates the distances where a code changed, or of `all` rows.
+    fn take_over(&self, rows: &PointRows, all: bool) -> Result<()> {
         kernels::TakeOver {
             x: rows.x.ptr(),
             centroids: self.centroids.ptr(),

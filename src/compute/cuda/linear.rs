@@ -21,17 +21,21 @@ const FLOAT_TILE: usize = 64;
 
 /// A weight `[n,k]` on the device, in its stored type.
 pub struct Matrix<'d> {
-    kind: Float,
-    rows: usize,
-    cols: usize,
-    values: Buffer<'d, u8>,
+    /// Stored type.
+    pub(crate) kind: Float,
+    /// Output channels, n.
+    pub(crate) rows: usize,
+    /// Input channels, k.
+    pub(crate) cols: usize,
+    /// Stored bytes.
+    pub(crate) values: Buffer<'d, u8>,
 }
 
 impl<'d> Matrix<'d> {
-    /// A weight of `rows` times `cols` values, little-endian and row after row.
+    /// Copies a weight of `rows` times `cols` values to the device, little-endian and row after row.
     ///
     /// # Errors
-    /// Another number of bytes; sizes that the kernels are not made for; no memory.
+    /// Another number of bytes; sizes that the kernels do not support; no memory.
     pub fn new(driver: &'d dyn Driver, kind: Float, rows: usize, cols: usize, bytes: &[u8]) -> Result<Self> {
         if rows == 0 || cols == 0 || rows.max(cols) > 1 << 30 {
             return Err(Error::failed(format!("CUDA: a weight of {rows} x {cols}")));
@@ -52,7 +56,7 @@ impl<'d> Matrix<'d> {
         })
     }
 
-    /// A weight of random numbers from -1 to 1, for a benchmark.
+    /// Makes a weight of random numbers from -1 to 1, for a benchmark.
     ///
     /// # Errors
     /// No memory.
@@ -66,26 +70,6 @@ impl<'d> Matrix<'d> {
             values,
         })
     }
-
-    /// Rows, n: the output channels.
-    pub fn rows(&self) -> usize {
-        self.rows
-    }
-
-    /// Columns, k: the input channels.
-    pub fn cols(&self) -> usize {
-        self.cols
-    }
-
-    /// Stored type.
-    pub fn kind(&self) -> Float {
-        self.kind
-    }
-
-    /// The stored bytes.
-    pub fn values(&self) -> &Buffer<'d, u8> {
-        &self.values
-    }
 }
 
 /// A projection: `y = x W^T + b`.
@@ -96,7 +80,7 @@ pub struct Linear<'d> {
     pub bias: Option<Buffer<'d, f32>>,
 }
 
-/// How products are computed, and room for it; one for all weights.
+/// Computes products with weights, and holds the buffer for rounded inputs; one for all weights.
 pub struct Products<'d> {
     driver: &'d dyn Driver,
     exact: bool,
@@ -104,7 +88,7 @@ pub struct Products<'d> {
 }
 
 impl<'d> Products<'d> {
-    /// Room for inputs of up to `most` numbers, m times k. With `exact` nothing is rounded to fewer bits than f32.
+    /// Allocates space for inputs of up to `most` numbers, m times k. With `exact` nothing is rounded below f32.
     ///
     /// # Errors
     /// No memory.
@@ -117,7 +101,7 @@ impl<'d> Products<'d> {
         })
     }
 
-    /// Several projections of the same inputs.
+    /// Computes several projections of the same inputs.
     ///
     /// # Shapes
     /// x `[m,k]`, each out `[m,n]`; with `accumulate` the results are added to what is there.
@@ -202,39 +186,35 @@ impl<'d> Products<'d> {
         let (driver, weight) = (self.driver, &linear.weight);
         let (n, k, kind) = (weight.rows, weight.cols, weight.kind);
         let (values, bias) = (weight.values.ptr(), linear.bias.as_ref().map(Buffer::ptr));
+        let accumulate = usize::from(accumulate);
+        // The arguments of both kernels, and one that only one has.
+        macro_rules! arguments {
+            ($kernel:ident $(, $more:ident)?) => {
+                kernels::$kernel {
+                    x: x.ptr(),
+                    weight: values.cast(),
+                    bias,
+                    out: out.ptr(),
+                    m,
+                    n,
+                    k,
+                    accumulate,
+                    $($more)?
+                }
+            };
+        }
         if m > FEW {
-            return kernels::LinearFloat {
-                x: x.ptr(),
-                weight: values.cast(),
-                bias,
-                out: out.ptr(),
-                m,
-                n,
-                k,
-                accumulate: usize::from(accumulate),
-            }
-            .launch(driver, kind, tiles(m, n, FLOAT_TILE));
+            return arguments!(LinearFloat).launch(driver, kind, tiles(m, n, FLOAT_TILE));
         }
         let (warps, wanted) = (n.div_ceil(FEW_ROWS), driver.multiprocessors() * WARPS_EACH);
         let mut split = 1;
         while split < 8 && warps * split < wanted && split * SHORTEST < k {
             split *= 2;
         }
-        kernels::LinearFew {
-            x: x.ptr(),
-            weight: values.cast(),
-            bias,
-            out: out.ptr(),
-            m,
-            n,
-            k,
-            accumulate: usize::from(accumulate),
-            split,
-        }
-        .launch(driver, kind, [warps.div_ceil(8 / split), 1, 1])
+        arguments!(LinearFew, split).launch(driver, kind, [warps.div_ceil(8 / split), 1, 1])
     }
 
-    /// The first `n` numbers in 16 bits.
+    /// Rounds the first `n` numbers to 16 bits.
     fn round(&self, x: &Buffer<'_, f32>, n: usize, kind: Float) -> Result<()> {
         if n > self.rounded.len() {
             let most = self.rounded.len();

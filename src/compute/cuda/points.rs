@@ -1,4 +1,4 @@
-//! Rows on the GPU: what changes or describes them. Their clusters are in [`super::clusters`].
+//! Points on the GPU: operations that change or describe their rows. Clusters are in [`super::clusters`].
 
 use std::ops::Range;
 
@@ -7,18 +7,17 @@ use ndarray::{Array2, Array3, ArrayView2, ArrayView3, s};
 use super::buffer::Buffer;
 use super::clusters::Clustering;
 use super::driver::Driver;
-use super::{kernels, shape, width};
+use super::rows::HeadRows;
+use super::{kernels, width};
 use crate::compute::device::{Assignment, Clusters, Drawn, Points, SignSums, Statistic};
 use crate::compute::layout::elements;
 use crate::error::{Error, Result};
 
 /// Values whose squares one block sums.
 const SQUARES: usize = 1 << 16;
-/// Rows whose signs one block looks at.
-const SIGN_ROWS: usize = 4096;
 
 /// The rows of some heads, `[b,n,w]` on the device.
-pub(super) struct Rows<'d> {
+pub(super) struct PointRows<'d> {
     pub driver: &'d dyn Driver,
     pub b: usize,
     pub n: usize,
@@ -28,25 +27,27 @@ pub(super) struct Rows<'d> {
     pub x: Buffer<'d, f32>,
 }
 
-impl<'d> Rows<'d> {
-    /// The grid of `[x, z]` blocks for every head.
+impl<'d> PointRows<'d> {
+    /// Returns the grid of `[x, z]` blocks for every head.
     pub fn grid(&self, [x, z]: [usize; 2]) -> [usize; 3] {
         [x, self.b, z]
     }
 
-    /// The bits of the largest magnitude per head, on the device: `[b]`.
-    pub fn largest(&self) -> Result<Buffer<'d, u32>> {
-        let out = Buffer::zeros(self.driver, "magnitudes", self.b)?;
-        let blocks = (self.n * self.w).div_ceil(1 << 12).min(1 << 10);
-        kernels::Largest {
-            rows: self.x.ptr(),
-            out: out.ptr(),
-            ranges: None,
+    /// Returns the rows for the kernels that prompts and indexes use too.
+    pub fn heads(&self) -> HeadRows<'_> {
+        HeadRows {
+            driver: self.driver,
+            x: self.x.ptr(),
+            heads: self.b,
             n: self.n,
-            stride: self.n,
             w: self.w,
         }
-        .launch(self.driver, self.grid([blocks, 1]))?;
+    }
+
+    /// Computes the bits of the largest magnitude of each head, on the device: `[b]`.
+    pub fn largest(&self) -> Result<Buffer<'d, u32>> {
+        let out = Buffer::new(self.driver, "magnitudes", self.b)?;
+        self.heads().largest(&out)?;
         Ok(out)
     }
 
@@ -60,7 +61,7 @@ impl<'d> Rows<'d> {
         }
     }
 
-    /// Some rows of one head, `[rows,d]`.
+    /// Copies some rows of one head to the host, `[rows,d]`.
     fn read(&self, head: usize, rows: &[u32]) -> Result<Array2<f32>> {
         if let Some(row) = rows.iter().find(|row| **row as usize >= self.n) {
             return Err(Error::failed(format!("row {row} of {}", self.n)));
@@ -80,17 +81,17 @@ impl<'d> Rows<'d> {
         self.unpadded(out.read()?)
     }
 
-    /// Rows of d values out of rows of w.
+    /// Removes the padding of rows: w values become d.
     pub fn unpadded(&self, values: Vec<f32>) -> Result<Array2<f32>> {
         let rows = values.len() / self.w;
-        let all = Array2::from_shape_vec((rows, self.w), values).map_err(shape)?;
+        let all = Array2::from_shape_vec((rows, self.w), values)?;
         Ok(match self.d == self.w {
             true => all,
             false => all.slice(s![.., ..self.d]).to_owned(),
         })
     }
 
-    /// Rows of w values, of `[..,d]`.
+    /// Pads rows `[..,d]` with zeros to w values.
     pub fn padded(&self, x: ArrayView2<f32>) -> Vec<f32> {
         let mut out = Array2::zeros((x.nrows(), self.w));
         out.slice_mut(s![.., ..self.d]).assign(&x);
@@ -100,15 +101,15 @@ impl<'d> Rows<'d> {
 
 /// See [`Points`].
 pub(super) struct CudaPoints<'d> {
-    rows: Rows<'d>,
+    rows: PointRows<'d>,
     clusters: Option<Clustering<'d>>,
 }
 
 impl<'d> CudaPoints<'d> {
-    /// Sends rows, `[b,n,d]`.
+    /// Copies rows `[b,n,d]` to the device.
     pub fn new(driver: &'d dyn Driver, x: &Array3<f32>) -> Result<Self> {
         let ((b, n, d), w) = (x.dim(), width(x.dim().2));
-        let rows = Rows {
+        let rows = PointRows {
             driver,
             b,
             n,
@@ -120,21 +121,21 @@ impl<'d> CudaPoints<'d> {
         if d == w {
             rows.x.write(elements(&x))?;
         } else {
-            let all = x.view().into_shape_with_order((b * n, d)).map_err(shape)?;
+            let all = x.view().into_shape_with_order((b * n, d))?;
             rows.x.write(&rows.padded(all))?;
         }
         Ok(Self { rows, clusters: None })
     }
 
-    fn clusters(&mut self) -> Result<(&Rows<'d>, &mut Clustering<'d>)> {
+    fn clusters(&mut self) -> Result<(&PointRows<'d>, &mut Clustering<'d>)> {
         match &mut self.clusters {
             Some(clusters) => Ok((&self.rows, clusters)),
             None => Err(Error::failed("the points have no clusters yet")),
         }
     }
 
-    /// Clusters of `size` centroids, with the buffers there are where the size is the same.
-    fn start(&mut self, size: usize) -> Result<(&Rows<'d>, &mut Clustering<'d>)> {
+    /// Returns clusters of `size` centroids; buffers of the same size are used again.
+    fn start(&mut self, size: usize) -> Result<(&PointRows<'d>, &mut Clustering<'d>)> {
         if self.clusters.as_ref().is_none_or(|c| c.size != size) {
             self.clusters = None;
             self.clusters = Some(Clustering::new(&self.rows, size)?);
@@ -174,37 +175,8 @@ impl Points for CudaPoints<'_> {
     fn channel_statistic(&mut self, range: Range<usize>, what: Statistic) -> Result<Array2<f32>> {
         let rows = &self.rows;
         let out = Buffer::<f32>::zeros(rows.driver, "channel statistics", rows.b * rows.w)?;
-        let (x, out_ptr, n, w) = (rows.x.ptr(), out.ptr(), rows.n, rows.w);
-        let (first, count, grid) = (range.start, range.len(), rows.grid([w.div_ceil(32), 1]));
-        let (rank, magnitude) = match what {
-            Statistic::Mean => (None, 0),
-            Statistic::Ranked(rank) => (Some(rank), 0),
-            Statistic::RankedMagnitude(rank) => (Some(rank), 1),
-        };
-        match rank {
-            None => kernels::ChannelMean {
-                x,
-                out: out_ptr,
-                n,
-                w,
-                first,
-                count,
-            }
-            .launch(rows.driver, grid)?,
-            Some(rank) if rank < count => kernels::ChannelRanked {
-                x,
-                out: out_ptr,
-                n,
-                w,
-                first,
-                count,
-                rank,
-                magnitude,
-            }
-            .launch(rows.driver, grid)?,
-            // No such row: zeros.
-            Some(_) => {}
-        }
+        // A rank beyond the rows gives zeros.
+        rows.heads().channel_statistic(range, what, &out)?;
         rows.unpadded(out.read()?)
     }
 
@@ -244,18 +216,7 @@ impl Points for CudaPoints<'_> {
         let largest = rows.largest()?;
         let fixed = Buffer::<u64>::zeros(rows.driver, "sign sums", rows.b * sums)?;
         let counts = Buffer::<u32>::zeros(rows.driver, "sign counts", rows.b * patterns)?;
-        let blocks = [rows.n.div_ceil(SIGN_ROWS), (rows.d / 4).div_ceil(32)];
-        kernels::SignSums {
-            x: rows.x.ptr(),
-            sums: fixed.ptr(),
-            counts: counts.ptr(),
-            largest: largest.ptr(),
-            n: rows.n,
-            d: rows.d,
-            w: rows.w,
-            run_rows: SIGN_ROWS,
-        }
-        .launch(rows.driver, rows.grid(blocks))?;
+        rows.heads().sign_sums(rows.d, &largest, &fixed, &counts)?;
         let out = Buffer::<f64>::new(rows.driver, "sign sums", fixed.len())?;
         kernels::FixedSums {
             sums: fixed.ptr(),

@@ -1,69 +1,58 @@
-//! The static set on the device, beside caches in the machine's memory.
+//! Attention over the static set on the device, for caches in host memory.
 
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::cuda::Workspace;
 use crate::error::Result;
+use crate::kv::KvHead;
 use crate::kv::cuda::attend::{Attention, LayerRows};
 use crate::kv::cuda::{Limits, Positions, Shape};
-use crate::kv::{Budget, KvHead};
 use crate::runner::Options;
 
-/// The attention over the static set on the device. Of each layer there are rows for it: the sinks, then the window as a
-/// ring, in no order.
+/// The attention over the static set on the device. Each layer has a copy of its rows: the sinks, then the window as a
+/// ring buffer.
 pub(super) struct StaticAttention<'d> {
     pub attention: Attention<'d>,
-    /// Ends with the row that is written next.
+    /// Positions that end with the row that is written next.
     pub writing: Positions<'d>,
-    /// All rows.
+    /// Positions of all rows.
     pub reading: Positions<'d>,
-    /// What the CPU attended, `[h,d + 1]`: outputs with their log-sum-exp.
+    /// The CPU's attention outputs with their log-sum-exps, `[h,d + 1]`.
     pub others: Buffer<'d, f32>,
     sinks: usize,
     window: usize,
 }
 
 impl<'d> StaticAttention<'d> {
-    /// The attention beside caches of this shape.
+    /// Allocates the buffers for caches of this shape.
     ///
     /// # Errors
-    /// Sizes that the kernels are not made for; no memory.
+    /// Sizes that the kernels do not support; no memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, options: &Options) -> Result<Self> {
-        let (sinks, window) = (
-            options.sinks.min(shape.capacity),
-            options.window.min(shape.capacity),
-        );
+        let [sinks, window] = [options.sinks, options.window].map(|n| n.min(shape.capacity));
         let shape = Shape {
             capacity: sinks + window,
             ..shape
         }
         .checked()?;
-        let limits = Limits {
-            sinks: 0,
-            window: shape.capacity,
-            model_window: None,
-            budget: Budget::Count(1),
-        };
+        let limits = Limits::last(shape.capacity);
+        let values = shape.query_heads() * (shape.head_dim + 1);
         Ok(Self {
             attention: Attention::new(driver, shape)?,
             writing: Positions::new(driver, shape, limits)?,
             reading: Positions::new(driver, shape, limits)?,
-            others: Buffer::new(
-                driver,
-                "partial outputs",
-                shape.query_heads() * (shape.head_dim + 1),
-            )?,
+            others: Buffer::new(driver, "partial outputs", values)?,
             sinks,
             window,
         })
     }
 
-    /// Rows per layer.
+    /// Returns the number of rows per layer.
     pub fn rows(&self) -> usize {
         self.sinks + self.window
     }
 
-    /// The row of position p.
+    /// Returns the row that holds position p.
     fn slot(&self, p: usize) -> usize {
         if p < self.sinks {
             p
@@ -72,7 +61,7 @@ impl<'d> StaticAttention<'d> {
         }
     }
 
-    /// Goes to the step of the token at position t.
+    /// Begins the step of the token at position t.
     pub fn advance(&mut self, t: usize) -> Result<()> {
         self.writing.set(&[self.slot(t) as u32 + 1])?;
         let rows = (t + 1).min(self.rows());

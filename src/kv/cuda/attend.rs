@@ -62,7 +62,7 @@ impl<'d> LayerRows<'d> {
         positions: &Positions<'_>,
     ) -> Result<()> {
         let shape = &self.shape;
-        let grid = [(m * shape.width()).div_ceil(256), shape.kv_heads, shape.sequences];
+        let grid = shape.grid((m * shape.width()).div_ceil(256));
         for (rows, cache) in [(keys, &self.keys), (values, &self.values)] {
             kernels::AppendRows {
                 rows: rows.ptr(),
@@ -199,9 +199,9 @@ pub struct Attention<'d> {
     /// Maximum and sum of exponentials of each block, `[b,g,parts,r,2]`.
     sums: Buffer<'d, f32>,
     /// Attention output, `[b,h,w]`.
-    out: Buffer<'d, f32>,
-    /// Log-sum-exps, `[b,h]`.
-    lse: Buffer<'d, f32>,
+    pub out: Buffer<'d, f32>,
+    /// Log-sum-exps of the scaled scores, `[b,h]`.
+    pub lse: Buffer<'d, f32>,
 }
 
 impl<'d> Attention<'d> {
@@ -254,39 +254,30 @@ impl<'d> Attention<'d> {
         let (lists, listed, most) = lists_of(chosen);
         let (outs, sums, scale) = (self.outs.ptr(), self.sums.ptr(), self.shape.exponent());
         let (r, capacity) = (self.shape.group, self.shape.capacity);
-        let (driver, grid) = (self.driver, self.grid(parts));
+        let (driver, grid) = (self.driver, self.shape.grid(parts));
+        // The arguments of both kernels, and one that only one has.
+        macro_rules! arguments {
+            ($kernel:ident $(, $more:ident)?) => {
+                kernels::$kernel {
+                    queries,
+                    keys: rows.keys.ptr().cast(),
+                    values: rows.values.ptr().cast(),
+                    spans,
+                    lists,
+                    listed,
+                    outs,
+                    sums,
+                    scale,
+                    r,
+                    capacity,
+                    most,
+                    $($more)?
+                }
+            };
+        }
         match rows.float {
-            Float::F32 => kernels::AttendFloat {
-                queries,
-                keys: rows.keys.ptr().cast(),
-                values: rows.values.ptr().cast(),
-                spans,
-                lists,
-                listed,
-                outs,
-                sums,
-                scale,
-                r,
-                capacity,
-                most,
-                w,
-            }
-            .launch(driver, grid, float_bytes(&self.shape))?,
-            Float::F16 | Float::Bf16 => kernels::Attend {
-                queries,
-                keys: rows.keys.ptr().cast(),
-                values: rows.values.ptr().cast(),
-                spans,
-                lists,
-                listed,
-                outs,
-                sums,
-                scale,
-                r,
-                capacity,
-                most,
-            }
-            .launch(driver, rows.float, w, grid)?,
+            Float::F32 => arguments!(AttendFloat, w).launch(driver, grid, float_bytes(&self.shape))?,
+            float => arguments!(Attend).launch(driver, float, w, grid)?,
         }
         self.merge(parts)
     }
@@ -333,7 +324,7 @@ impl<'d> Attention<'d> {
             most,
             is_signed: usize::from(rows.is_signed),
         }
-        .launch(self.driver, self.shape.width(), self.grid(parts))?;
+        .launch(self.driver, self.shape.width(), self.shape.grid(parts))?;
         self.merge(parts)
     }
 
@@ -364,11 +355,6 @@ impl<'d> Attention<'d> {
         let all = Source::ALL.iter().position(|s| *s == source);
         let all = all.map_or(1, |i| self.parts[i]);
         Ok(all.min(most.min(shape.capacity).div_ceil(TILE)).max(1))
-    }
-
-    /// Returns the grid of an attention kernel: `parts` blocks per KV head and sequence.
-    fn grid(&self, parts: usize) -> [usize; 3] {
-        [parts, self.shape.kv_heads, self.shape.sequences]
     }
 
     /// Merges the partial results of the blocks that share a KV head.
@@ -449,20 +435,5 @@ impl<'d> Attention<'d> {
             d,
         }
         .launch(self.driver, [n.div_ceil(8), 1, 1])
-    }
-
-    /// Copies the outputs to the host, `[b,h,d]`; waits for the device.
-    pub fn output(&self) -> Result<Vec<f32>> {
-        let rows = self.out.read()?;
-        let rows = rows.chunks(self.shape.width());
-        Ok(rows
-            .flat_map(|row| &row[..self.shape.head_dim])
-            .copied()
-            .collect())
-    }
-
-    /// Copies the log-sum-exps of the scaled scores to the host, `[b,h]`; waits for the device.
-    pub fn lse(&self) -> Result<Vec<f32>> {
-        self.lse.read()
     }
 }

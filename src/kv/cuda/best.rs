@@ -1,6 +1,6 @@
 //! Chooses the positions with the best scores within the budget: `kernels/best.cu`.
 
-use super::{Limits, Positions, Selection, Shape};
+use super::{Positions, Selection, Shape};
 use crate::compute::cuda::buffer::{Buffer, Ptr};
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
@@ -24,13 +24,8 @@ pub(crate) struct Best<'d> {
 }
 
 impl<'d> Best<'d> {
-    /// Allocates space for as many positions per KV head as `limits` allow to choose.
-    pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits) -> Result<Self> {
-        Self::with_room(driver, shape, limits.most(shape.capacity))
-    }
-
     /// Allocates space to choose up to `most` positions per KV head.
-    pub fn with_room(driver: &'d dyn Driver, shape: Shape, most: usize) -> Result<Self> {
+    pub fn new(driver: &'d dyn Driver, shape: Shape, most: usize) -> Result<Self> {
         let heads = shape.heads();
         Ok(Self {
             driver,
@@ -65,7 +60,7 @@ impl<'d> Best<'d> {
         most: usize,
     ) -> Result<()> {
         let (shape, to) = (&self.shape, &self.selection);
-        let grid = [to.blocks, shape.kv_heads, shape.sequences];
+        let grid = shape.grid(to.blocks);
         let (keys, capacity) = (self.keys.ptr(), shape.capacity);
         let (histograms, found) = (self.histograms.ptr(), self.found.ptr());
         for pass in [1, 2] {

@@ -2,14 +2,13 @@
 
 use super::attend::{Attention, LayerRows};
 use super::packed::PackedLayer;
-use super::prompt::{Prompts, Queries, Rows};
 use super::signs::FULL;
 use super::{Positions, Selection, Shape};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
 use crate::kv::KvType;
-use crate::kv::packed::{Layout, row_bytes};
+use crate::kv::packed::row_bytes;
 
 /// The cached keys and values of one layer.
 pub enum LayerCache<'d> {
@@ -42,25 +41,6 @@ impl<'d> LayerCache<'d> {
         match self {
             Self::Plain(rows) => rows.append(keys, values, m, positions),
             Self::Packed(rows) => rows.append(keys, values, m, positions),
-        }
-    }
-
-    /// Packs a first prompt into a 2-bit cache; `rows` holds the whole prompt, `queries` those of its last chunk.
-    /// A cache in a float type stays as it is.
-    pub fn pack(
-        &mut self,
-        rows: &LayerRows<'_>,
-        queries: Queries<'_>,
-        layout: Layout,
-        prompts: &Prompts<'_>,
-        positions: &Positions<'_>,
-    ) -> Result<()> {
-        match self {
-            Self::Plain(_) => Ok(()),
-            Self::Packed(to) => {
-                let from = [Rows::keys(rows), Rows::values(rows)];
-                prompts.pack(from, queries, layout, positions, to)
-            }
         }
     }
 

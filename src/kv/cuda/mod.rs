@@ -13,7 +13,7 @@ pub mod prefill;
 pub mod prompt;
 pub mod signs;
 
-use crate::compute::cuda::buffer::{Buffer, Ptr};
+use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::{Driver, Part};
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
@@ -87,6 +87,11 @@ impl Shape {
         self.sequences * self.kv_heads
     }
 
+    /// Returns the grid of a launch with `blocks` blocks per KV head of every sequence.
+    pub(crate) fn grid(&self, blocks: usize) -> [usize; 3] {
+        [blocks, self.kv_heads, self.sequences]
+    }
+
     /// Counts the query heads of all sequences.
     pub fn query_heads(&self) -> usize {
         self.heads() * self.group
@@ -107,6 +112,16 @@ pub struct Limits {
 }
 
 impl Limits {
+    /// Returns limits with only a window, for attention that chooses nothing.
+    pub fn last(window: usize) -> Self {
+        Self {
+            sinks: 0,
+            window,
+            model_window: None,
+            budget: Budget::Count(1),
+        }
+    }
+
     /// Returns the most positions that can be chosen in a cache of this capacity.
     pub(crate) fn most(&self, capacity: usize) -> usize {
         let visible = self.model_window.map_or(capacity, |w| w.min(capacity));
@@ -124,7 +139,7 @@ pub struct Positions<'d> {
     /// `[b,4]`: first visible position, number of sinks, first position of the window, end.
     pub(crate) spans: Buffer<'d, u32>,
     /// Budgets, `[b]`.
-    pub(crate) budgets: Buffer<'d, u32>,
+    pub budgets: Buffer<'d, u32>,
     /// The lengths as the host counts them.
     known: Vec<usize>,
 }
@@ -148,19 +163,13 @@ impl<'d> Positions<'d> {
         })
     }
 
-    /// Returns the spans (see [`Positions::spans`]) as a kernel argument.
-    pub fn span_ptr(&self) -> Ptr<'_, u32> {
-        self.spans.ptr()
-    }
-
-    /// Lists all candidates, for each KV head of every sequence; waits for the device.
-    pub fn between(&self) -> Result<Vec<Vec<u32>>> {
-        let spans = self.spans()?;
-        let all = spans.iter().flat_map(|[first, sinks, window, _]| {
-            let positions: Vec<u32> = (first + sinks..*window).collect();
+    /// Lists all candidates, for each KV head of every sequence.
+    pub fn between(&self) -> Vec<Vec<u32>> {
+        let all = self.sets().flat_map(|(set, _)| {
+            let positions: Vec<u32> = set.candidates.map(|p| p as u32).collect();
             std::iter::repeat_n(positions, self.shape.kv_heads)
         });
-        Ok(all.collect())
+        all.collect()
     }
 
     /// Sets the lengths of the caches, one per sequence.
@@ -207,11 +216,6 @@ impl<'d> Positions<'d> {
     pub fn spans(&self) -> Result<Vec<[u32; 4]>> {
         let spans = self.spans.read()?;
         Ok(spans.chunks_exact(4).map(|s| [s[0], s[1], s[2], s[3]]).collect())
-    }
-
-    /// Copies the budget of each sequence to the host; waits for the device.
-    pub fn budgets(&self) -> Result<Vec<u32>> {
-        self.budgets.read()
     }
 
     /// Starts a step of every sequence: one more token each, or a prompt of `tokens`.
@@ -283,7 +287,7 @@ pub struct Selection<'d> {
     /// Sums of each block of a scan, `[b,g,blocks,17]`.
     pub(crate) totals: Buffer<'d, u32>,
     /// `[b,g]`: how many keys got an exact product, the chosen ones included; `None` if the method takes none.
-    pub(crate) ranked: Option<Buffer<'d, u32>>,
+    pub ranked: Option<Buffer<'d, u32>>,
     pub(crate) most: usize,
     pub(crate) blocks: usize,
 }
@@ -310,7 +314,10 @@ impl Arriving {
 
 impl<'d> Selection<'d> {
     /// Allocates space for `most` positions per KV head.
-    pub(crate) fn new(driver: &'d dyn Driver, shape: &Shape, most: usize) -> Result<Self> {
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn new(driver: &'d dyn Driver, shape: &Shape, most: usize) -> Result<Self> {
         let (heads, blocks) = (shape.heads(), shape.capacity.div_ceil(SCAN));
         Ok(Self {
             lists: Buffer::new(driver, "chosen positions", heads * most)?,
@@ -322,18 +329,11 @@ impl<'d> Selection<'d> {
         })
     }
 
-    /// Makes a selection of given positions: up to `most` per KV head, ascending.
+    /// Replaces the positions by one ascending list per KV head of every sequence.
     ///
     /// # Errors
-    /// Out of memory.
-    pub fn of(driver: &'d dyn Driver, shape: Shape, most: usize, lists: &[Vec<u32>]) -> Result<Self> {
-        let selection = Self::new(driver, &shape.checked()?, most.max(1))?;
-        selection.write(lists)?;
-        Ok(selection)
-    }
-
-    /// Replaces the positions by one ascending list per KV head of every sequence.
-    pub(crate) fn write(&self, lists: &[Vec<u32>]) -> Result<()> {
+    /// Another number of lists.
+    pub fn write(&self, lists: &[Vec<u32>]) -> Result<()> {
         if lists.len() != self.listed.len() {
             let (found, expected) = (lists.len(), self.listed.len());
             return Err(Error::failed(format!(
@@ -347,21 +347,6 @@ impl<'d> Selection<'d> {
         self.lists.write(&all)?;
         let listed = lists.iter().map(|list| list.len().min(self.most) as u32);
         self.listed.write(&listed.collect::<Vec<_>>())
-    }
-
-    /// Returns the number of positions of each KV head, `[b,g]`, as a kernel argument.
-    pub fn listed_ptr(&self) -> Ptr<'_, u32> {
-        self.listed.ptr()
-    }
-
-    /// Returns the number of keys that got an exact product, `[b,g]`, as a kernel argument.
-    pub fn ranked_ptr(&self) -> Option<Ptr<'_, u32>> {
-        self.ranked.as_ref().map(Buffer::ptr)
-    }
-
-    /// Copies the number of keys that got an exact product to the host, `[b,g]`; waits for the device.
-    pub fn ranked(&self) -> Result<Option<Vec<u32>>> {
-        self.ranked.as_ref().map(Buffer::read).transpose()
     }
 
     /// Copies the positions of every KV head to the host; waits for the device.

@@ -2,69 +2,31 @@
 
 use half::f16;
 
-use super::signs::{FULL, HeadSigns, Signs};
+use super::signs::{FULL, Signs};
 use super::{Positions, Shape};
 use crate::compute::cuda::buffer::{Buffer, Ptr};
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
-use crate::kv::packed::{Packed, QUANT_GROUP};
+use crate::kv::packed::QUANT_GROUP;
 
 /// The cached keys and values of one layer in 2 bits. In arrays of two, keys come first, then values.
 pub struct PackedLayer<'d> {
     /// Signs, centre and full-precision tokens; the index of selfindex uses them too.
     pub signs: Signs<'d>,
     /// Quantised values, `[b,g,capacity,d/4]` bytes each.
-    pub(crate) bits: [Buffer<'d, u8>; 2],
+    pub bits: [Buffer<'d, u8>; 2],
     /// Scales and zero points, `[b,g,capacity,groups,2]` each.
-    pub(crate) params: [Buffer<'d, f16>; 2],
+    pub params: [Buffer<'d, f16>; 2],
     /// Largest centred magnitude per channel, `[b,g,d]`.
-    pub(crate) alpha: Buffer<'d, f32>,
+    pub alpha: Buffer<'d, f32>,
     /// Full-precision rows, `[b,g,FULL,d]` each.
-    pub(crate) full: [Buffer<'d, f16>; 2],
+    pub full: [Buffer<'d, f16>; 2],
     /// Whether keys are stored as signs and magnitudes.
-    pub(crate) is_signed: bool,
+    pub is_signed: bool,
 }
 
 impl<'d> PackedLayer<'d> {
-    /// Copies caches built on the CPU, one per KV head of every sequence.
-    ///
-    /// # Errors
-    /// Channels that are no multiple of 8; more positions than the capacity; out of memory.
-    pub fn of(driver: &'d dyn Driver, shape: Shape, heads: &[&Packed]) -> Result<Self> {
-        let mut layer = Self::new(driver, shape)?;
-        let shape = layer.signs.shape;
-        let d = shape.head_dim;
-        let fits = |packed: &&Packed| packed.len() <= shape.capacity && packed.keys.centre().len() == d;
-        if heads.len() != shape.heads() || !heads.iter().all(fits) {
-            return Err(Error::failed(format!(
-                "CUDA: 2-bit caches of {} heads do not fit {shape:?}",
-                heads.len()
-            )));
-        }
-        let parts: Vec<_> = heads.iter().map(|packed| packed.parts()).collect();
-        let signs = heads.iter().map(|packed| HeadSigns {
-            signs: packed.keys.signs(),
-            centre: packed.keys.centre(),
-            full: packed.keys.full_positions(),
-        });
-        let signs: Vec<_> = signs.collect();
-        layer.signs = Signs::of(driver, shape, &signs)?;
-        let params_len = shape.capacity * d.div_ceil(QUANT_GROUP) * 2;
-        for i in 0..2 {
-            let bits = parts.iter().map(|part| &part.bits[i][..]);
-            let params = parts.iter().map(|part| part.params[i].as_flattened());
-            let full = parts.iter().map(|part| part.full[i]);
-            layer.bits[i].write(&padded(bits, shape.capacity * d / 4, 0))?;
-            layer.params[i].write(&padded(params, params_len, f16::ZERO))?;
-            layer.full[i].write(&padded(full, FULL * d, f16::ZERO))?;
-        }
-        let alpha: Vec<f32> = parts.iter().flat_map(|part| part.alpha).copied().collect();
-        layer.alpha.write(&alpha)?;
-        layer.is_signed = parts.iter().all(|part| part.signed);
-        Ok(layer)
-    }
-
     /// Allocates an empty cache.
     ///
     /// # Errors
@@ -98,7 +60,7 @@ impl<'d> PackedLayer<'d> {
     /// prompt; `positions` counts them already.
     ///
     /// # Numerics
-    /// Finite values give the same bits as [`Packed::extend`].
+    /// Finite values give the same bits as [`Packed::extend`](crate::kv::packed::Packed::extend).
     pub fn append(
         &self,
         keys: &Buffer<'_, f32>,
@@ -144,27 +106,4 @@ impl<'d> PackedLayer<'d> {
         }
         .launch(self.signs.driver, [blocks, heads, sequences])
     }
-
-    /// Copies keys (`i` = 0) or values (1) as stored to the host: quantised values `[b,g,capacity,d/4]` bytes,
-    /// scales and zero points `[b,g,capacity,groups,2]`, full-precision rows `[b,g,FULL,d]`; waits for the
-    /// device.
-    pub fn read(&self, i: usize) -> Result<(Vec<u8>, Vec<f16>, Vec<f16>)> {
-        Ok((self.bits[i].read()?, self.params[i].read()?, self.full[i].read()?))
-    }
-
-    /// Copies the largest centred magnitudes of the channels, `[b,g,d]`, to the host; waits for the device.
-    pub fn alpha(&self) -> Result<Vec<f32>> {
-        self.alpha.read()
-    }
-}
-
-/// Concatenates the rows, each padded with `zero` to `len` values.
-fn padded<'a, T: Copy + 'a>(rows: impl Iterator<Item = &'a [T]>, len: usize, zero: T) -> Vec<T> {
-    let mut out = Vec::new();
-    for row in rows {
-        let end = out.len() + len;
-        out.extend_from_slice(row);
-        out.resize(end, zero);
-    }
-    out
 }

@@ -1,26 +1,43 @@
 //! Builds the signs, the sign centroids and the 2-bit cache from the keys and values of a first prompt.
 //!
-//! The results are those of [`crate::method::selfindex`] and [`crate::kv::packed`] on the CPU. Rows come
-//! from a cache or from an f32 buffer; they are widened to f32, a few KV heads at a time.
+//! The results are those of [`crate::method::selfindex`] and [`crate::kv::packed`] on the CPU. Cached rows are
+//! widened to f32, a few KV heads at a time.
 
-mod rows;
-
+use super::attend::LayerRows;
 use super::best::Best;
 use super::packed::PackedLayer;
-use super::signs::{FULL, Signs};
+use super::signs::{FULL, Signs, check_channels};
 use super::{Positions, Shape};
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
+use crate::compute::cuda::rows::HeadRows;
+use crate::compute::device::Statistic;
 use crate::error::{Error, Result};
 use crate::kv::packed::{Center, Layout};
-use rows::Heads;
-pub use rows::{Queries, Rows};
 
 /// Most values processed at once, unless one KV head has more.
 const MOST_VALUES: usize = 1 << 26;
-/// Rows whose signs one block sums.
-const SIGN_ROWS: usize = 4096;
+
+/// The last queries of a prompt.
+#[derive(Clone, Copy)]
+pub struct Queries<'a> {
+    /// Rotated queries, `[b,h,m,d]`.
+    pub rows: &'a Buffer<'a, f32>,
+    /// Number of queries per head, m; only the last is used.
+    pub m: usize,
+}
+
+/// Consecutive KV heads of a sequence that are processed at once.
+#[derive(Clone, Copy)]
+struct Heads {
+    sequence: usize,
+    /// Index of the first head among those of all sequences, then the number of heads.
+    at: usize,
+    count: usize,
+    /// Number of positions.
+    n: usize,
+}
 
 /// The buffers for processing prompts; all layers of a shape share them.
 pub struct Prompts<'d> {
@@ -60,11 +77,7 @@ impl<'d> Prompts<'d> {
     pub fn with_heads(driver: &'d dyn Driver, shape: Shape, at_once: usize) -> Result<Self> {
         let shape = shape.checked()?;
         let (d, w, b) = (shape.head_dim, shape.width(), shape.sequences);
-        if !d.is_multiple_of(4) {
-            return Err(Error::failed(format!(
-                "CUDA: signs need a head dimension that is a multiple of 4, not {d}"
-            )));
-        }
+        check_channels(d)?;
         let at_once = at_once.clamp(1, shape.kv_heads);
         Ok(Self {
             driver,
@@ -77,7 +90,7 @@ impl<'d> Prompts<'d> {
             statistic: Buffer::new(driver, "statistics of channels", at_once * w)?,
             spans: Buffer::new(driver, "spans", b * 4)?,
             most: Buffer::new(driver, "numbers of positions", b)?,
-            best: Best::with_room(driver, shape, FULL)?,
+            best: Best::new(driver, shape, FULL)?,
         })
     }
 
@@ -91,7 +104,7 @@ impl<'d> Prompts<'d> {
     /// More full-precision tokens than [`FULL`]; signs of another shape.
     pub fn signs(
         &self,
-        keys: Rows,
+        rows: &LayerRows<'_>,
         queries: Queries<'_>,
         layout: Layout,
         positions: &Positions<'_>,
@@ -106,22 +119,18 @@ impl<'d> Prompts<'d> {
         self.check(&to.shape)?;
         self.begin_choice(layout.full, positions)?;
         for heads in self.parts(positions) {
-            self.widen(keys, heads, None)?;
-            self.fit_centre(heads, layout.center, to)?;
-            let words = to.pitch() / 4;
-            let shape = &self.shape;
-            kernels::AppendSigns {
-                rows: self.x.ptr(),
-                centre: to.centre.ptr_at(heads.at * shape.head_dim),
-                lens: positions.lens.ptr_at(heads.sequence),
-                signs: to.signs.ptr_at(heads.at * shape.capacity * words),
-                m: heads.n,
-                d: shape.head_dim,
-                w: shape.width(),
-                pitch: to.pitch(),
-                capacity: shape.capacity,
-            }
-            .launch(self.driver, [(heads.n * words).div_ceil(256), heads.count, 1])?;
+            self.widen(rows, &rows.keys, heads, None)?;
+            let centre = match layout.center {
+                Center::Median => Statistic::Ranked((heads.n - 1) / 2),
+                Center::Mean => Statistic::Mean,
+            };
+            self.fit(heads, centre, &to.centre, 0.0)?;
+            to.store(
+                self.x.ptr(),
+                [heads.at, heads.count, 1],
+                [heads.n, self.shape.width()],
+                positions.lens.ptr_at(heads.sequence),
+            )?;
             self.score(queries, heads)?;
         }
         self.choose_full(layout.full, to)
@@ -135,53 +144,31 @@ impl<'d> Prompts<'d> {
     /// Sums are 64-bit fixed point.
     pub fn centroids(
         &self,
-        keys: Rows,
+        rows: &LayerRows<'_>,
         signs: &Signs<'_>,
         prior: Option<&Buffer<'_, f32>>,
         positions: &Positions<'_>,
         to: &Buffer<'_, f32>,
     ) -> Result<()> {
         self.check(&signs.shape)?;
-        let (d, w) = (self.shape.head_dim, self.shape.width());
+        let d = self.shape.head_dim;
         for heads in self.parts(positions) {
-            self.widen(keys, heads, Some(signs))?;
+            self.widen(rows, &rows.keys, heads, Some(signs))?;
             self.clear_full(heads, signs)?;
-            let n = heads.n;
-            self.largest.zero()?;
             self.sums.zero()?;
             self.counts.zero()?;
-            let (x, largest) = (self.x.ptr(), self.largest.ptr());
-            let blocks = (heads.n * w).div_ceil(1 << 12).min(1 << 10);
-            kernels::Largest {
-                rows: x,
-                out: largest,
-                ranges: None,
-                n,
-                stride: n,
-                w,
-            }
-            .launch(self.driver, [blocks, heads.count, 1])?;
-            let grid = [heads.n.div_ceil(SIGN_ROWS), heads.count, (d / 4).div_ceil(32)];
-            kernels::SignSums {
-                x,
-                sums: self.sums.ptr(),
-                counts: self.counts.ptr(),
-                largest,
-                n,
-                d,
-                w,
-                run_rows: SIGN_ROWS,
-            }
-            .launch(self.driver, grid)?;
+            self.rows(heads).largest(&self.largest)?;
+            self.rows(heads)
+                .sign_sums(d, &self.largest, &self.sums, &self.counts)?;
             let first = heads.at % self.shape.kv_heads;
             kernels::SignCentroids {
                 sums: self.sums.ptr(),
                 counts: self.counts.ptr(),
-                largest,
+                largest: self.largest.ptr(),
                 full_count: signs.full_count.ptr_at(heads.at),
                 prior: prior.map(|prior| prior.ptr_at(first * d * 16)),
                 centroids: to.ptr_at(heads.at * d * 16),
-                n,
+                n: heads.n,
                 d,
             }
             .launch(self.driver, [(d * 16).div_ceil(256), heads.count, 1])?;
@@ -195,22 +182,21 @@ impl<'d> Prompts<'d> {
     /// Those of [`Prompts::signs`].
     pub fn pack(
         &self,
-        [keys, values]: [Rows; 2],
+        rows: &LayerRows<'_>,
         queries: Queries<'_>,
         layout: Layout,
         positions: &Positions<'_>,
         to: &mut PackedLayer<'_>,
     ) -> Result<()> {
-        self.signs(keys, queries, layout, positions, &to.signs)?;
+        self.signs(rows, queries, layout, positions, &to.signs)?;
         to.is_signed = layout.signed;
         for heads in self.parts(positions) {
-            self.widen(keys, heads, Some(&to.signs))?;
+            self.widen(rows, &rows.keys, heads, Some(&to.signs))?;
             self.clear_full(heads, &to.signs)?;
-            self.rank(heads, [heads.n - 1, 1])?;
             // A channel whose magnitudes are all zero gets a scale of one.
-            self.store(heads, &to.alpha, 1.0)?;
-            for (i, rows) in [keys, values].into_iter().enumerate() {
-                self.widen(rows, heads, None)?;
+            self.fit(heads, Statistic::RankedMagnitude(heads.n - 1), &to.alpha, 1.0)?;
+            for (i, of) in [&rows.keys, &rows.values].into_iter().enumerate() {
+                self.widen(rows, of, heads, None)?;
                 to.pack(
                     i,
                     self.x.ptr(),
@@ -250,17 +236,24 @@ impl<'d> Prompts<'d> {
         parts
     }
 
-    /// Widens rows to `x`; with `centred`, less its centre.
-    fn widen(&self, rows: Rows, heads: Heads, centred: Option<&Signs<'_>>) -> Result<()> {
+    /// Widens the keys or the values in `of` to `x`; with `centred`, less its centre.
+    fn widen(
+        &self,
+        rows: &LayerRows<'_>,
+        of: &Buffer<'_, u8>,
+        heads: Heads,
+        centred: Option<&Signs<'_>>,
+    ) -> Result<()> {
         let (d, w) = (self.shape.head_dim, self.shape.width());
+        let (stride, pitch) = (rows.shape.capacity, rows.shape.width());
         let centre = centred.map(|signs| signs.centre.ptr_at(heads.at * d));
         kernels::WidenRows {
-            rows: rows.of_head(heads.at),
+            rows: of.ptr_at(heads.at * stride * pitch * rows.float.bytes()).cast(),
             centre,
             x: self.x.ptr(),
-            kind: rows.float.number(),
-            stride: rows.stride,
-            pitch: rows.pitch,
+            kind: rows.kind(),
+            stride,
+            pitch,
             n: heads.n,
             d,
             w,
@@ -268,38 +261,21 @@ impl<'d> Prompts<'d> {
         .launch(self.driver, [(heads.n * w).div_ceil(256), heads.count, 1])
     }
 
-    /// Computes the value of every channel of `x` at a rank; with `magnitude` 1, ranks magnitudes.
-    fn rank(&self, heads: Heads, [rank, magnitude]: [usize; 2]) -> Result<()> {
-        let (n, w) = (heads.n, self.shape.width());
-        kernels::ChannelRanked {
+    /// Returns the rows in `x`.
+    fn rows(&self, heads: Heads) -> HeadRows<'_> {
+        HeadRows {
+            driver: self.driver,
             x: self.x.ptr(),
-            out: self.statistic.ptr(),
-            n,
-            w,
-            first: 0,
-            count: n,
-            rank,
-            magnitude,
+            heads: heads.count,
+            n: heads.n,
+            w: self.shape.width(),
         }
-        .launch(self.driver, [w.div_ceil(32), heads.count, 1])
     }
 
-    /// Computes the mean of every channel of `x`.
-    fn mean(&self, heads: Heads) -> Result<()> {
-        let (n, w) = (heads.n, self.shape.width());
-        kernels::ChannelMean {
-            x: self.x.ptr(),
-            out: self.statistic.ptr(),
-            n,
-            w,
-            first: 0,
-            count: n,
-        }
-        .launch(self.driver, [w.div_ceil(32), heads.count, 1])
-    }
-
-    /// Stores the statistics as per-channel values, `[b,g,d]`; zeros become `instead`.
-    fn store(&self, heads: Heads, to: &Buffer<'_, f32>, instead: f32) -> Result<()> {
+    /// Stores a statistic of every channel of `x` as per-channel values, `[b,g,d]`; zeros become `instead`.
+    fn fit(&self, heads: Heads, what: Statistic, to: &Buffer<'_, f32>, instead: f32) -> Result<()> {
+        self.rows(heads)
+            .channel_statistic(0..heads.n, what, &self.statistic)?;
         let (d, w) = (self.shape.head_dim, self.shape.width());
         kernels::StoreChannels {
             from: self.statistic.ptr(),
@@ -309,14 +285,6 @@ impl<'d> Prompts<'d> {
             w,
         }
         .launch(self.driver, [1, heads.count, 1])
-    }
-
-    fn fit_centre(&self, heads: Heads, center: Center, to: &Signs<'_>) -> Result<()> {
-        match center {
-            Center::Median => self.rank(heads, [(heads.n - 1) / 2, 0])?,
-            Center::Mean => self.mean(heads)?,
-        }
-        self.store(heads, &to.centre, 0.0)
     }
 
     fn begin_choice(&self, full: usize, positions: &Positions<'_>) -> Result<()> {
@@ -362,7 +330,6 @@ impl<'d> Prompts<'d> {
 
     /// Clears the full-precision rows in `x`, which do not count for statistics.
     fn clear_full(&self, heads: Heads, signs: &Signs<'_>) -> Result<()> {
-        let grid = [FULL, heads.count, 1];
         kernels::ClearRows {
             x: self.x.ptr(),
             full: signs.full.ptr_at(heads.at * FULL),
@@ -370,14 +337,13 @@ impl<'d> Prompts<'d> {
             n: heads.n,
             w: self.shape.width(),
         }
-        .launch(self.driver, grid)
+        .launch(self.driver, [FULL, heads.count, 1])
     }
 
     /// Stores the full-precision rows of `x` in f16, as keys (`i` = 0) or values (1).
     fn keep_full(&self, heads: Heads, i: usize, to: &PackedLayer<'_>) -> Result<()> {
         let (d, signs) = (self.shape.head_dim, &to.signs);
         let centre = (i == 0).then(|| signs.centre.ptr_at(heads.at * d));
-        let grid = [FULL, heads.count, 1];
         kernels::KeepFull {
             x: self.x.ptr(),
             centre,
@@ -388,6 +354,6 @@ impl<'d> Prompts<'d> {
             d,
             w: self.shape.width(),
         }
-        .launch(self.driver, grid)
+        .launch(self.driver, [FULL, heads.count, 1])
     }
 }

@@ -10,10 +10,10 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::fill::{Random, fill};
 use crate::compute::cuda::kernels;
+use crate::compute::cuda::width;
 use crate::error::{Error, Result};
 use crate::kv::cuda::{KINDS, Limits, Positions, Selection, Shape};
-use crate::method::cuda::grid;
-use encode::{Norms, width};
+use encode::Norms;
 pub(super) use index::random;
 
 /// Most codewords per KV head: `rank_codewords` keeps eight bytes of each in shared memory.
@@ -171,7 +171,7 @@ impl<'d> A2ats<'d> {
             out: self.mapped.ptr(),
             d,
         }
-        .launch(self.driver, grid(&self.shape, d.div_ceil(64)))?;
+        .launch(self.driver, self.shape.grid(d.div_ceil(64)))?;
         self.score(codebooks, 1)?;
         kernels::EncodeLast {
             scores: self.scores.ptr(),
@@ -181,7 +181,7 @@ impl<'d> A2ats<'d> {
             size: self.size,
             capacity: self.shape.capacity,
         }
-        .launch(self.driver, grid(&self.shape, 1))
+        .launch(self.driver, self.shape.grid(1))
     }
 
     /// Chooses for queries `[b,h,d]`, before rotation with windowed RoPE, else after.
@@ -203,7 +203,7 @@ impl<'d> A2ats<'d> {
             capacity: self.shape.capacity,
             size: self.size,
         }
-        .launch(self.driver, grid(&self.shape, 1))?;
+        .launch(self.driver, self.shape.grid(1))?;
         kernels::MapRows {
             x: queries.ptr(),
             matrices: codebooks.query_maps.ptr(),
@@ -211,7 +211,7 @@ impl<'d> A2ats<'d> {
             r,
             d,
         }
-        .launch(self.driver, grid(&self.shape, d.div_ceil(8)))?;
+        .launch(self.driver, self.shape.grid(d.div_ceil(8)))?;
         self.score(codebooks, r)?;
         self.take(positions)?;
         self.list(positions)?;
@@ -246,7 +246,7 @@ impl<'d> A2ats<'d> {
             capacity: shape.capacity,
             per_query_head: usize::from(self.per_query_head),
         }
-        .launch(self.driver, grid(&self.shape, 1), 4 * size)
+        .launch(self.driver, self.shape.grid(1), 4 * size)
     }
 
     /// Lists the positions that are taken.
@@ -262,7 +262,7 @@ impl<'d> A2ats<'d> {
             capacity,
             size,
         }
-        .launch(self.driver, grid(&self.shape, to.blocks))?;
+        .launch(self.driver, self.shape.grid(to.blocks))?;
         kernels::ListTaken {
             codes,
             marks,
@@ -275,13 +275,13 @@ impl<'d> A2ats<'d> {
             size,
             most: to.most,
         }
-        .launch(self.driver, grid(&self.shape, to.blocks))
+        .launch(self.driver, self.shape.grid(to.blocks))
     }
 
     /// Computes the products of `r` whitened rows per KV head with its codewords.
     fn score(&self, codebooks: &Codebooks<'_>, r: usize) -> Result<()> {
         let d = self.shape.head_dim;
-        let grid = grid(&self.shape, self.size.div_ceil(64));
+        let grid = self.shape.grid(self.size.div_ceil(64));
         kernels::CodewordScores {
             y_w: self.mapped.ptr(),
             codebook: codebooks.codebook.ptr().cast(),

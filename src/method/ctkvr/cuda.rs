@@ -9,16 +9,14 @@ pub mod prompt;
 
 use std::rc::Rc;
 
-use half::f16;
-
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::{KINDS, Limits, Positions, SCAN, Selection, Shape};
-use crate::method::ctkvr::{self as cpu, Centroid, CtkvrParams, FRESH};
-use crate::method::cuda::{OnDevice, grid};
+use crate::method::ctkvr::{self as cpu, CtkvrParams, FRESH};
+use crate::method::cuda::OnDevice;
 use crate::method::topk::cuda::{BestByWeight, Weighed};
 pub use prompt::Lists;
 
@@ -32,12 +30,13 @@ pub struct Ctkvr<'d> {
     shape: Shape,
     limits: Limits,
     /// `[b,g,slots,r,d]`, f16.
-    centroids: Buffer<'d, u16>,
-    /// `[b,g,slots,longest]` and `[b,g,slots]`.
-    lists: Buffer<'d, u32>,
-    lens: Buffer<'d, u32>,
+    pub centroids: Buffer<'d, u16>,
+    /// Positions of each centroid, `[b,g,slots,longest]`.
+    pub lists: Buffer<'d, u32>,
+    /// Lengths of the lists, `[b,g,slots]`.
+    pub lens: Buffer<'d, u32>,
     /// `[b,4]`: slot of the oldest centroid, number of centroids, first position that no list covers, number of steps.
-    ring: Buffer<'d, u32>,
+    pub ring: Buffer<'d, u32>,
     space: Rc<CtkvrWorkspace<'d>>,
 }
 
@@ -188,7 +187,7 @@ impl<'d> Ctkvr<'d> {
             room: space.room,
             most: to.most,
         }
-        .launch(self.driver, grid(&self.shape, to.most.div_ceil(256)))?;
+        .launch(self.driver, self.shape.grid(to.most.div_ceil(256)))?;
         self.update(queries, positions)?;
         Ok(to)
     }
@@ -212,7 +211,7 @@ impl<'d> Ctkvr<'d> {
             d: shape.head_dim,
             slots,
         }
-        .launch(self.driver, grid(&self.shape, blocks), self.query_bytes())?;
+        .launch(self.driver, self.shape.grid(blocks), self.query_bytes())?;
         kernels::RankCentroids {
             ring,
             cosines: space.cosines.ptr(),
@@ -220,7 +219,7 @@ impl<'d> Ctkvr<'d> {
             probes: space.probes,
             slots,
         }
-        .launch(self.driver, grid(&self.shape, space.slots.div_ceil(256)))
+        .launch(self.driver, self.shape.grid(space.slots.div_ceil(256)))
     }
 
     /// Lists the positions that are ranked: the recalled lists and the fresh positions.
@@ -239,15 +238,15 @@ impl<'d> Ctkvr<'d> {
             longest: space.longest,
             capacity,
         }
-        .launch(self.driver, grid(&self.shape, space.longest.div_ceil(PIECE)))?;
+        .launch(self.driver, self.shape.grid(space.longest.div_ceil(PIECE)))?;
         let blocks = capacity.div_ceil(SCAN);
         kernels::CountUnion {
             marks: space.marks.ptr(),
             totals: space.totals.ptr(),
             capacity,
         }
-        .launch(self.driver, grid(&self.shape, blocks))?;
-        let ranked = space.weights.best.selection.ranked_ptr();
+        .launch(self.driver, self.shape.grid(blocks))?;
+        let ranked = space.weights.best.selection.ranked.as_ref();
         let ranked =
             ranked.ok_or_else(|| Error::failed("CUDA: no room for the numbers of ranked positions"))?;
         kernels::ListUnion {
@@ -260,11 +259,11 @@ impl<'d> Ctkvr<'d> {
             counts: space.counts.ptr(),
             item_spans: space.item_spans.ptr(),
             wants: space.wants.ptr(),
-            ranked,
+            ranked: ranked.ptr(),
             room: space.room,
             capacity,
         }
-        .launch(self.driver, grid(&self.shape, blocks))
+        .launch(self.driver, self.shape.grid(blocks))
     }
 
     /// Makes a centroid of the step's queries if the step is due for one, and counts the step.
@@ -294,7 +293,7 @@ impl<'d> Ctkvr<'d> {
                 longest: space.longest,
                 room: space.room,
             }
-            .launch(self.driver, grid(&self.shape, blocks), self.query_bytes())?;
+            .launch(self.driver, self.shape.grid(blocks), self.query_bytes())?;
         }
         let b = shape.sequences;
         kernels::AdvanceRing {
@@ -311,27 +310,5 @@ impl<'d> Ctkvr<'d> {
     /// Returns the bytes of the centroids and their lists.
     pub fn bytes(&self) -> usize {
         2 * self.centroids.len() + 4 * (self.lists.len() + self.lens.len())
-    }
-
-    /// Copies the centroids of each KV head `[b,g]` to the host, oldest first; waits for the device.
-    pub fn held(&self) -> Result<Vec<Vec<Centroid>>> {
-        let (slots, longest) = (self.space.slots, self.space.longest);
-        let values = self.shape.group * self.shape.head_dim;
-        let (ring, lens) = (self.ring.read()?, self.lens.read()?);
-        let (centroids, lists) = (self.centroids.read()?, self.lists.read()?);
-        let head = |at: usize| {
-            let state = &ring[at / self.shape.kv_heads * 4..];
-            let slot = |i: u32| at * slots + (state[0] + i) as usize % slots;
-            let held = (0..state[1]).map(|i| {
-                let row = &centroids[slot(i) * values..][..values];
-                let list = &lists[slot(i) * longest..][..lens[slot(i)] as usize];
-                Centroid {
-                    queries: row.iter().map(|bits| f16::from_bits(*bits)).collect(),
-                    list: list.to_vec(),
-                }
-            });
-            held.collect()
-        };
-        Ok((0..self.shape.heads()).map(head).collect())
     }
 }

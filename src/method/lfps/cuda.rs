@@ -29,8 +29,9 @@ pub struct LfpsWorkspace<'d> {
     parts: Buffer<'d, f64>,
     moments: Buffer<'d, f64>,
     thresholds: Buffer<'d, f64>,
-    /// `[b,h]`: whether a head is bypassed, and the log mass of the non-sinks.
-    bypassed: Buffer<'d, u32>,
+    /// Whether a head was bypassed in the last step, `[b,h]`.
+    pub bypassed: Buffer<'d, u32>,
+    /// The log mass of the non-sinks, `[b,h]`.
     rest: Buffer<'d, f32>,
     /// `[b,g,4]`: keys read to rank, products, bypassed heads, positions of the local estimate.
     counters: Buffer<'d, u32>,
@@ -90,8 +91,9 @@ pub struct Lfps<'d> {
     /// Whether the table with the larger kurtosis has the lower threshold.
     is_balanced: bool,
     /// `[b,h,2,capacity]`, still without the factors `[b,h,2]`: by position, and by distance.
-    tables: Buffer<'d, f32>,
-    factors: Buffer<'d, f64>,
+    pub tables: Buffer<'d, f32>,
+    /// The tables' factors.
+    pub factors: Buffer<'d, f64>,
     /// `[b,h,CONSTANTS]`.
     constants: Buffer<'d, f64>,
     /// `[b,g,2,d]`: sums of the keys and of the values of the visible non-sinks.
@@ -231,7 +233,7 @@ impl<'d> Lfps<'d> {
             sinks: self.sinks(),
             model_window: model_window.min(shape.capacity),
         }
-        .launch(self.driver, [1, shape.kv_heads, shape.sequences])
+        .launch(self.driver, shape.grid(1))
     }
 
     fn set_thresholds(&self, positions: &Positions<'_>) -> Result<()> {
@@ -389,8 +391,7 @@ impl<'d> Lfps<'d> {
         let (most, room) = (to.most, space.room);
         let (spans, lists, listed) = (positions.spans.ptr(), to.lists.ptr(), to.listed.ptr());
         let scores = space.attended.ptr();
-        let blocks = space.room.div_ceil(ATTENDED);
-        let grid = [blocks, shape.kv_heads, shape.sequences];
+        let grid = shape.grid(space.room.div_ceil(ATTENDED));
         kernels::LfpsAttended {
             queries: queries.ptr(),
             keys: rows.keys.ptr().cast(),
@@ -441,21 +442,6 @@ impl<'d> Lfps<'d> {
             r: shape.group,
         }
         .launch(self.driver, [1, 1, 1])
-    }
-
-    /// Copies the tables to the host, `[b,h,2,capacity]`: by position and by distance. Waits for the device.
-    pub fn tables(&self) -> Result<Vec<f64>> {
-        let (values, factors) = (self.tables.read()?, self.factors.read()?);
-        let tables = values.chunks(self.shape.capacity).zip(factors);
-        Ok(tables
-            .flat_map(|(values, factor)| values.iter().map(move |v| f64::from(*v) * factor))
-            .collect())
-    }
-
-    /// Returns which query heads were bypassed in the last step, `[b,h]`; waits for the device.
-    pub fn bypassed(&self) -> Result<Vec<bool>> {
-        let marks = self.space.bypassed.read()?;
-        Ok(marks.into_iter().map(|mark| mark != 0).collect())
     }
 
     /// Returns the bytes that grow with the context.

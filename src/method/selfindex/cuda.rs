@@ -9,7 +9,6 @@ use crate::error::{Error, Result};
 use crate::kv::cuda::best::Best;
 use crate::kv::cuda::signs::{FULL, Signs, words};
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
-use crate::method::cuda::grid;
 pub(super) use index::random;
 
 /// The centroids of one layer, and the buffers of a step.
@@ -29,14 +28,14 @@ impl<'d> SelfIndex<'d> {
     /// # Errors
     /// Sizes that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits, centroids: &[f32]) -> Result<Self> {
-        let shape = shape.checked()?;
-        if centroids.len() != shape.heads() * shape.head_dim * 16 {
+        let index = Self::empty(driver, shape, limits)?;
+        if centroids.len() != index.centroids.len() {
             return Err(Error::failed(format!(
-                "CUDA: {} values of centroids do not fit {shape:?}",
-                centroids.len()
+                "CUDA: {} values of centroids do not fit {:?}",
+                centroids.len(),
+                index.best.shape
             )));
         }
-        let index = Self::empty(driver, shape, limits)?;
         index.centroids.write(centroids)?;
         Ok(index)
     }
@@ -52,7 +51,7 @@ impl<'d> SelfIndex<'d> {
             centroids: Buffer::zeros(driver, "centroids of signs", values)?,
             tables: Buffer::new(driver, "tables of signs", shape.heads() * words(&shape) * 4 * 32)?,
             first: Buffer::new(driver, "positions that come first", shape.heads() * FULL)?,
-            best: Best::new(driver, shape, limits)?,
+            best: Best::new(driver, shape, limits.most(shape.capacity))?,
         })
     }
 
@@ -86,7 +85,7 @@ impl<'d> SelfIndex<'d> {
             pitch,
             capacity,
         }
-        .launch(best.driver, grid(shape, 1), table_bytes)?;
+        .launch(best.driver, shape.grid(1), table_bytes)?;
         let blocks = best.selection.blocks;
         kernels::SignKeys {
             signs: signs.signs.ptr(),
@@ -98,7 +97,7 @@ impl<'d> SelfIndex<'d> {
             pitch,
             capacity,
         }
-        .launch(best.driver, grid(shape, blocks), table_bytes)?;
+        .launch(best.driver, shape.grid(blocks), table_bytes)?;
         best.choose(positions)
     }
 

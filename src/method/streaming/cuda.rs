@@ -6,7 +6,7 @@ use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
-use crate::method::cuda::{ByWindow, CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, each_layer, grid};
+use crate::method::cuda::{ByWindow, CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, each_layer};
 use crate::method::streaming as cpu;
 
 /// The most recent candidates: see [`crate::method::streaming`].
@@ -40,7 +40,7 @@ impl<'d> Streaming<'d> {
             listed: to.listed.ptr(),
             most: to.most,
         }
-        .launch(self.driver, grid(shape, to.most.div_ceil(256)))?;
+        .launch(self.driver, shape.grid(to.most.div_ceil(256)))?;
         Ok(to)
     }
 }

@@ -11,7 +11,7 @@ use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::best::Best;
 use crate::kv::cuda::{Limits, Positions, Selection, Shape};
 use crate::method::cuda::{
-    ByWindow, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, each_layer, grid,
+    ByWindow, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, each_layer,
 };
 use crate::method::topk as cpu;
 
@@ -52,7 +52,7 @@ impl<'d> BestByWeight<'d> {
         Ok(Self {
             scores: Buffer::new(driver, "scores of positions", h * shape.capacity)?,
             parts: Buffer::new(driver, "sums of weights", h * shape.capacity.div_ceil(SPAN) * 2)?,
-            best: Best::with_room(driver, shape, most)?,
+            best: Best::new(driver, shape, most)?,
         })
     }
 
@@ -79,7 +79,7 @@ impl<'d> BestByWeight<'d> {
             rows: of.rows.shape.capacity,
             shared_rows: usize::from(of.share_rows),
         }
-        .launch(best.driver, grid(shape, n_parts), shared_bytes)?;
+        .launch(best.driver, shape.grid(n_parts), shared_bytes)?;
         kernels::WeightKeys {
             scores: self.scores.ptr(),
             parts: self.parts.ptr(),
@@ -91,7 +91,7 @@ impl<'d> BestByWeight<'d> {
             capacity: shape.capacity,
             largest: usize::from(of.by_largest),
         }
-        .launch(best.driver, grid(shape, best.selection.blocks))
+        .launch(best.driver, shape.grid(best.selection.blocks))
     }
 }
 
@@ -105,11 +105,8 @@ impl<'d> TopK<'d> {
     /// Sizes that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits) -> Result<Self> {
         let shape = shape.checked()?;
-        Ok(Self(BestByWeight::new(
-            driver,
-            shape,
-            limits.most(shape.capacity),
-        )?))
+        let most = limits.most(shape.capacity);
+        BestByWeight::new(driver, shape, most).map(Self)
     }
 
     /// Chooses for rotated queries `[b,h,d]` the candidates with the largest softmax weights over all visible

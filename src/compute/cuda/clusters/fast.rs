@@ -1,8 +1,8 @@
-//! The search on the tensor cores: rows and centroids in f16, and the candidates that it leaves.
+//! The search for candidate centroids on the tensor cores, with rows and centroids in f16.
 
 use super::super::buffer::{Buffer, Ptr};
 use super::super::kernels;
-use super::super::points::Rows;
+use super::super::points::PointRows;
 use super::{Clustering, TILE, WARPS};
 use crate::error::Result;
 
@@ -13,7 +13,7 @@ const STAGES: usize = 4;
 const FAST_WIDTH: usize = 256;
 const _: () = assert!(shared_bytes(FAST_WIDTH) == kernels::NearestFast::KERNEL.shared_bytes);
 
-/// What the tensor cores work on.
+/// The inputs and results of the search on the tensor cores.
 pub struct Fast<'d> {
     /// `[n,w]` of f16, and two norms of each row.
     pub rows: Buffer<'d, u16>,
@@ -26,15 +26,15 @@ pub struct Fast<'d> {
     /// Three bounds over the centroids, and the bits of their largest magnitude.
     pub bounds: Buffer<'d, u32>,
     pub largest: Buffer<'d, u32>,
-    /// Four candidates a row, the rows without, and how many of these there are.
+    /// Four candidates per row, the rows without candidates, and the number of those rows.
     pub candidates: Buffer<'d, u64>,
     pub list: Buffer<'d, u32>,
     pub listed: Buffer<'d, u32>,
 }
 
 impl<'d> Fast<'d> {
-    /// `None` where the device or the width rule it out.
-    pub fn new(rows: &Rows<'d>, size: usize, largest: &Buffer<'d, u32>) -> Result<Option<Self>> {
+    /// Returns `None` if the device or the width does not allow the search on tensor cores.
+    pub fn new(rows: &PointRows<'d>, size: usize, largest: &Buffer<'d, u32>) -> Result<Option<Self>> {
         let (driver, b, n, w) = (rows.driver, rows.b, rows.n, rows.w);
         let fits = w <= FAST_WIDTH && shared_bytes(w) <= driver.shared_bytes();
         if !fits || !driver.searches_on_tensor_cores() {
@@ -53,24 +53,16 @@ impl<'d> Fast<'d> {
             list: Buffer::new(driver, "lists of rows", b * n)?,
             listed: Buffer::new(driver, "lists of rows", b)?,
         };
-        kernels::HalveRows {
-            x: rows.x.ptr(),
-            largest: largest.ptr(),
-            halves: fast.rows.ptr(),
-            norms: fast.norms.ptr(),
-            n,
-            w,
-        }
-        .launch(rows.driver, rows.grid([n.div_ceil(WARPS), 1]))?;
+        rows.heads().halve(largest, &fast.rows, &fast.norms)?;
         Ok(Some(fast))
     }
 }
 
 impl Clustering<'_> {
-    /// The candidates of each row among the centroids in range.
+    /// Finds the candidates of each row among the centroids in range.
     pub(super) fn find_candidates(
         &self,
-        rows: &Rows,
+        rows: &PointRows,
         fast: &Fast,
         most: usize,
         scores: Option<Ptr<'_, f32>>,

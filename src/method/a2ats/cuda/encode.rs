@@ -7,9 +7,10 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::clusters::search_bytes;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
+use crate::compute::cuda::rows::HeadRows;
+use crate::compute::cuda::width;
 use crate::error::{Error, Result};
 use crate::kv::cuda::{Positions, Shape};
-use crate::method::cuda::grid;
 
 /// Rows per tile of the search, and rows that share one read of all codewords.
 const TILE: usize = 128;
@@ -77,26 +78,15 @@ impl<'d> Encoder<'d> {
             w,
         }
         .launch(self.driver, grid)?;
-        self.largest.zero()?;
-        let blocks = (n * w).div_ceil(1 << 12).min(1 << 10);
-        kernels::Largest {
-            rows: self.z.ptr(),
-            out: self.largest.ptr(),
-            ranges: None,
-            n,
-            stride: n,
-            w,
-        }
-        .launch(self.driver, [blocks, shape.heads(), 1])?;
-        kernels::HalveRows {
+        let rows = HeadRows {
+            driver: self.driver,
             x: self.z.ptr(),
-            largest: self.largest.ptr(),
-            halves: self.halves.ptr(),
-            norms: self.norms.ptr(),
+            heads: shape.heads(),
             n,
             w,
-        }
-        .launch(self.driver, [n.div_ceil(8), shape.heads(), 1])
+        };
+        rows.largest(&self.largest)?;
+        rows.halve(&self.largest, &self.halves, &self.norms)
     }
 
     /// Finds the candidate codewords of `n` rows.
@@ -115,7 +105,7 @@ impl<'d> Encoder<'d> {
             size: of.size,
             padded: of.size.next_multiple_of(TILE),
         }
-        .launch(self.driver, grid(&self.shape, n.div_ceil(TILE)), search_bytes(w))
+        .launch(self.driver, self.shape.grid(n.div_ceil(TILE)), search_bytes(w))
     }
 }
 
@@ -167,47 +157,32 @@ impl A2ats<'_> {
         let (list, listed) = (encoder.list.ptr(), encoder.listed.ptr());
         let (size, capacity) = (self.size, self.shape.capacity);
         encoder.listed.zero()?;
-        kernels::SettleCodes {
-            z,
-            codebook,
-            norms,
-            candidates: encoder.candidates.ptr(),
-            lens,
-            codes,
-            list,
-            listed,
-            first,
-            n,
-            m,
-            size,
-            d,
-            w,
-            capacity,
+        // The arguments of both kernels, and one that only one has.
+        macro_rules! arguments {
+            ($kernel:ident $(, $more:ident)?) => {
+                kernels::$kernel {
+                    z,
+                    codebook,
+                    norms,
+                    lens,
+                    codes,
+                    list,
+                    listed,
+                    first,
+                    n,
+                    m,
+                    size,
+                    d,
+                    w,
+                    capacity,
+                    $($more)?
+                }
+            };
         }
-        .launch(encoder.driver, grid(&encoder.shape, n.div_ceil(256)))?;
-        kernels::EncodeListed {
-            z,
-            codebook,
-            norms,
-            list,
-            listed,
-            lens,
-            codes,
-            first,
-            n,
-            m,
-            size,
-            d,
-            w,
-            capacity,
-        }
-        .launch(encoder.driver, grid(&encoder.shape, n.div_ceil(LISTED)))
+        let candidates = encoder.candidates.ptr();
+        arguments!(SettleCodes, candidates).launch(encoder.driver, encoder.shape.grid(n.div_ceil(256)))?;
+        arguments!(EncodeListed).launch(encoder.driver, encoder.shape.grid(n.div_ceil(LISTED)))
     }
-}
-
-/// Returns the channels of a padded row.
-pub(crate) fn width(d: usize) -> usize {
-    d.next_multiple_of(16)
 }
 
 /// ||c||²/2 of each codeword, and its bounds for the search, for codewords `[g,size,w]`.

@@ -20,7 +20,6 @@ use crate::method::cuda::{
 
 /// The index of a layer.
 struct CodeIndex<'d> {
-    at: OnDevice<'d>,
     codebooks: Codebooks<'d>,
     state: A2ats<'d>,
     /// Whether codes are of keys before rotation.
@@ -43,7 +42,6 @@ impl CudaMethod for A2atsMethod {
             };
             let state = A2ats::new(at.driver, at.shape, &limits, &codebooks, share.is_some())?;
             Ok(CodeIndex {
-                at,
                 codebooks,
                 state,
                 is_windowed,
@@ -62,7 +60,7 @@ impl CodeIndex<'_> {
 
 impl CudaIndex for CodeIndex<'_> {
     fn begin_prompt(&self, _: Range<usize>, rows: usize) -> Result<()> {
-        let encoder = Encoder::new(self.at.driver, self.at.shape, rows)?;
+        let encoder = Encoder::new(self.state.driver, self.state.shape, rows)?;
         self.encoder.replace(Some(encoder));
         Ok(())
     }
@@ -115,7 +113,6 @@ pub(in crate::method::a2ats) fn random<'d>(at: OnDevice<'d>, contents: &Contents
         let state = A2ats::new(at.driver, at.shape, limits, &codebooks, false)?;
         state.fill(seed)?;
         Ok(CodeIndex {
-            at,
             codebooks,
             state,
             is_windowed: true,

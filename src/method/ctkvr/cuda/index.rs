@@ -13,7 +13,6 @@ use crate::method::cuda::{
 
 /// The index of a layer.
 struct QueryIndex<'d> {
-    at: OnDevice<'d>,
     ring: Ctkvr<'d>,
     lists: SharedPrompt<Lists<'d>>,
 }
@@ -28,7 +27,6 @@ impl CudaMethod for CtkvrParams {
         each_layer(limits, |_, limits| {
             let space = shared.of(limits, || CtkvrWorkspace::new(at, limits, self))?;
             Ok(QueryIndex {
-                at,
                 ring: Ctkvr::new(at.driver, at.shape, limits, space)?,
                 lists: lists.clone(),
             })
@@ -38,7 +36,7 @@ impl CudaMethod for CtkvrParams {
 
 impl CudaIndex for QueryIndex<'_> {
     fn begin_prompt(&self, prompt: Range<usize>, _: usize) -> Result<()> {
-        let lists = Lists::new(self.at.driver, &self.ring, 0, prompt)?;
+        let lists = Lists::new(&self.ring, 0, prompt)?;
         self.lists.replace(Some(lists));
         Ok(())
     }

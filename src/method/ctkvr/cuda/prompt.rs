@@ -5,7 +5,6 @@ use std::ops::Range;
 use super::{Ctkvr, PIECE};
 use crate::compute::attention::visible;
 use crate::compute::cuda::buffer::Buffer;
-use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::cuda::attend::LayerRows;
@@ -37,13 +36,8 @@ impl<'d> Lists<'d> {
     ///
     /// # Errors
     /// Out of memory.
-    pub fn new(
-        driver: &'d dyn Driver,
-        like: &Ctkvr<'_>,
-        sequence: usize,
-        prompt: Range<usize>,
-    ) -> Result<Self> {
-        let shape = &like.shape;
+    pub fn new(like: &Ctkvr<'d>, sequence: usize, prompt: Range<usize>) -> Result<Self> {
+        let (driver, shape) = (like.driver, &like.shape);
         let (h, capacity) = (shape.kv_heads * shape.group, shape.capacity);
         let at_once = (MOST_SCORES / (h * capacity)).clamp(1, MOST_QUERIES);
         let shape = Shape {

@@ -9,7 +9,7 @@ use super::{Lfps, LfpsWorkspace};
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::Result;
 use crate::kv::cuda::attend::Attention;
-use crate::kv::cuda::{Limits, Positions, Selection, Shape};
+use crate::kv::cuda::{Limits, Positions, Selection};
 use crate::kv::packed::Center;
 use crate::kv::{KvHead, KvType};
 use crate::method::Prompt;
@@ -26,7 +26,6 @@ struct TableIndex<'d> {
     /// The last queries so far of every query head, at most `rows`.
     queries: RefCell<Vec<Vec<f32>>>,
     rows: usize,
-    shape: Shape,
 }
 
 impl CudaMethod for LfpsMethod {
@@ -46,7 +45,6 @@ impl CudaMethod for LfpsMethod {
                 queries: RefCell::new(vec![Vec::new(); at.shape.kv_heads * at.shape.group]),
                 // The last query also gives the variance of the scores.
                 rows: self.params.lfps_rows.max(1),
-                shape: at.shape,
             })
         })
     }
@@ -55,7 +53,7 @@ impl CudaMethod for LfpsMethod {
 impl CudaIndex for TableIndex<'_> {
     /// Copies the last queries so far to the host; waits for the device.
     fn extend(&self, chunk: &Chunk<'_>) -> Result<()> {
-        let (d, m, n) = (self.shape.head_dim, chunk.m, self.rows.min(chunk.m));
+        let (d, m, n) = (self.lfps.shape.head_dim, chunk.m, self.rows.min(chunk.m));
         for (head, last) in self.queries.borrow_mut().iter_mut().enumerate() {
             last.extend(chunk.queries.rope.read_part((head * m + m - n) * d, n * d)?);
             let beyond = last.len().saturating_sub(self.rows * d);
@@ -70,7 +68,10 @@ impl CudaIndex for TableIndex<'_> {
         let cached = (0..self.heads.len()).map(|at| prompt.rows.read_head(at, n));
         let cached: Vec<_> = cached.collect::<Result<_>>()?;
         let kv = KvType::from(prompt.rows.float);
-        let groups = queries.par_chunks(self.shape.group).zip(&self.heads).zip(cached);
+        let groups = queries
+            .par_chunks(self.lfps.shape.group)
+            .zip(&self.heads)
+            .zip(cached);
         let heads = groups.map(|((queries, empty), cached)| filled(empty, &queries.concat(), &cached, n, kv));
         self.lfps.write(&heads.collect::<Result<Vec<_>>>()?)
     }

@@ -8,7 +8,6 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::kv::KvType;
 use crate::kv::cuda::cache::LayerCache;
-use crate::kv::cuda::prompt::Rows;
 use crate::kv::cuda::signs::{FULL, Signs};
 use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
 use crate::kv::packed::{Center, Layout};
@@ -78,14 +77,14 @@ impl CudaIndex for SignIndex<'_> {
         let prompts = prompt
             .prompts
             .ok_or_else(|| Error::failed("CUDA: no room for signs of a prompt"))?;
-        let (keys, positions) = (Rows::keys(prompt.rows), prompt.positions);
+        let (rows, positions) = (prompt.rows, prompt.positions);
         if let Some(signs) = &self.signs {
-            prompts.signs(keys, prompt.queries, self.layout, positions, signs)?;
+            prompts.signs(rows, prompt.queries, self.layout, positions, signs)?;
         }
         match &self.fit {
             Some(prior) => {
                 let (signs, to) = (self.signs(prompt.cache)?, &self.index.centroids);
-                prompts.centroids(keys, signs, prior.as_ref(), positions, to)
+                prompts.centroids(rows, signs, prior.as_ref(), positions, to)
             }
             None => Ok(()),
         }
