@@ -4,7 +4,6 @@
 //! over the query group, then averaged over 7 neighbours. The best positions are chosen at the first decode
 //! step and kept until the next prompt; generated tokens are read only while they are in the window.
 
-use super::best::best_positions;
 use super::declaration::Declaration;
 use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
 use crate::compute::simd;
@@ -64,9 +63,12 @@ impl Retriever for SnapKv {
         let votes = &self.votes;
         let chosen = self.chosen.get_or_insert_with(|| {
             // Positions generated before the choice have no votes.
-            let vote = |p: usize| votes.get(p).copied().unwrap_or(0.0);
-            let voted = step.candidates.clone().map(|p| (vote(p), p as u32));
-            best_positions(voted.collect(), step.budget)
+            let vote = |p: u32| votes.get(p as usize).copied().unwrap_or(0.0);
+            let mut order: Vec<u32> = step.candidates.clone().map(|p| p as u32).collect();
+            order.sort_unstable_by(|a, b| vote(*b).total_cmp(&vote(*a)).then(a.cmp(b)));
+            order.truncate(step.budget);
+            order.sort_unstable();
+            order
         });
         let visible = |p: &u32| step.candidates.contains(&(*p as usize));
         chosen.iter().copied().filter(visible).collect::<Vec<_>>().into()
