@@ -4,9 +4,8 @@
 //! gave it, summed over the query group. A step chooses the candidates with the largest sums, the lower
 //! position on ties.
 //!
-//! Where we differ from the paper: it evicts all other positions for good and keeps half of the budget for
-//! recent ones; here nothing is evicted and the window is outside the budget, so that methods are
-//! compared at equal reads.
+//! Where we differ from the paper: it evicts all other positions for good and spends half of its budget on recent
+//! ones; here nothing is evicted and the window is outside the budget, so that methods are compared at equal reads.
 
 use ndarray::ArrayView2;
 

@@ -45,7 +45,7 @@ pub trait Method: Send + Sync {
     }
 }
 
-/// A function that makes heads is a method without a GPU index.
+/// A function that makes heads: a method without a GPU index.
 impl<R: Retriever + 'static, F: Fn(&Place) -> R + Send + Sync> Method for F {
     fn head(&self, place: &Place) -> Box<dyn Retriever> {
         Box::new(self(place))
@@ -242,7 +242,7 @@ pub trait Retriever: Fork + Send + Sync {
     /// Chooses the positions that a step attends besides the static set.
     fn select(&mut self, step: &Step) -> Choice;
 
-    /// Returns what this choice read; nothing by default.
+    /// Returns what `choice` read; by default nothing.
     fn reads(&self, _step: &Step, _choice: &Choice) -> Reads {
         Reads::default()
     }

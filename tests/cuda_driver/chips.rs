@@ -96,7 +96,7 @@ pub fn recorded_launches(driver: &Path) {
             let graph = graphs.lines().next().expect("a graph");
             let (each, others) = launches(graph, 4);
             found.insert(name.to_owned(), each);
-            let said = format!("Beside the layers a step has {others} launches.");
+            let said = format!("Besides these, a step has {others} launches.");
             assert!(doc.contains(&said), "docs/gpu.md: {said} ({name})");
         }
     }

@@ -36,8 +36,8 @@ pub trait Driver: Send + Sync {
     /// Copies bytes from the device after all earlier launches.
     fn read(&self, from: Address, bytes: &mut [u8]) -> Result<()>;
 
-    /// Copies parts from the device after all earlier launches. Calls `meanwhile` during the copies; they do not wait
-    /// for what it launches.
+    /// Copies parts from the device after all earlier launches. Calls `meanwhile` during the copies, which do not
+    /// wait for its launches.
     ///
     /// # Errors
     /// A failed copy; an earlier launch that failed; those of `meanwhile`.
@@ -69,10 +69,10 @@ pub trait Driver: Send + Sync {
     ///
     /// # Safety
     /// The driver copies as many arguments as the kernel declares, whatever `args` holds: they must be those of its
-    /// declaration in number, order and size, else host memory is read beyond their end. Pointers must be to memory of
-    /// this driver, as long as the kernel's comment says, that is not given back before the kernel ends; a recorded
-    /// launch ends with its last replay. The threads are those that the kernel declares, and its dynamic shared memory is
-    /// no more than that. The structs of [`super::kernels`] do all of this but the sizes.
+    /// declaration in number, order and size, else host memory is read beyond their end. Pointers must be to memory
+    /// of this driver, as long as the kernel's comment says, that is not given back before the kernel ends; a
+    /// recorded launch ends with its last replay. The threads must be as the kernel declares, and the dynamic shared
+    /// memory no more than it declares. The structs of [`super::kernels`] do all of this but the sizes.
     unsafe fn launch(&self, kernel: &'static str, shape: Launch, args: &[Arg]) -> Result<()>;
 
     /// Records the launches from here on, until [`Driver::recorded`], instead of starting them; false if it cannot.
@@ -119,7 +119,7 @@ pub trait Driver: Send + Sync {
     }
 }
 
-/// Memory of the device, and the host memory that it is copied to.
+/// A range of device memory, and the host memory it is copied to.
 #[derive(Debug)]
 pub struct Part<'v> {
     /// The source on the device.
@@ -205,7 +205,7 @@ pub struct Arg {
 }
 
 impl Arg {
-    /// A u32; a launch with one beyond 2^32 fails.
+    /// A u32; a launch with 2^32 or more fails.
     pub fn u32(value: usize) -> Self {
         Self {
             value: value as u64,

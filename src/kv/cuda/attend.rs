@@ -126,8 +126,8 @@ fn float_bytes(shape: &Shape) -> usize {
     4 * (r * w + TILE * (w + 1) + r * TILE)
 }
 
-/// Returns how many blocks share each KV head, so that all blocks of the launch run at the same time where the device
-/// has that many places: one block more than that would run alone, after all others.
+/// Returns how many blocks share each KV head: as many as let all blocks of the launch run at once, on a device that
+/// runs `places` blocks at a time. One more would run alone, after all others.
 pub fn parts(places: usize, heads: usize, tiles: usize) -> usize {
     (places / heads.max(1)).min(tiles).max(1)
 }
