@@ -84,8 +84,10 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
         calibration: corpus.manifest(),
     };
     let sizes = origin.model.sizes;
-    let section = |fit: &Box<dyn Fit>| Section::new(fit.as_ref(), sizes, device.as_ref());
-    let mut sections: Vec<Section> = fits.iter().map(section).collect::<Result<_>>()?;
+    let sections = fits
+        .iter()
+        .map(|fit| Section::new(fit.as_ref(), sizes, device.as_ref()));
+    let mut sections = sections.collect::<Result<Vec<_>>>()?;
     let work = open_work(args, global, &origin, &sections)?;
     let calibration = CalibrationRun {
         device: device.as_ref(),
