@@ -11,7 +11,6 @@ pub mod ctkvr;
 pub mod cuda;
 pub mod declaration;
 pub mod full;
-pub mod h2o;
 pub mod lfps;
 pub mod params;
 pub mod quest;
