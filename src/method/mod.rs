@@ -11,6 +11,7 @@ pub mod ctkvr;
 pub mod cuda;
 pub mod declaration;
 pub mod full;
+pub mod h2o;
 pub mod lfps;
 pub mod params;
 pub mod quest;

@@ -7,7 +7,7 @@ use clap::builder::PossibleValue;
 
 use super::bench::Bench;
 use super::declaration::{Ask, Declaration};
-use super::{Method, a2ats, ctkvr, full, lfps, quest, random, selfindex, snapkv, streaming, topk};
+use super::{Method, a2ats, ctkvr, full, h2o, lfps, quest, random, selfindex, snapkv, streaming, topk};
 use crate::artifact::Artifact;
 use crate::error::Result;
 
@@ -19,6 +19,7 @@ pub static METHODS: &[MethodName] = &[
     MethodName(&streaming::METHOD),
     MethodName(&quest::METHOD),
     MethodName(&snapkv::METHOD),
+    MethodName(&h2o::METHOD),
     MethodName(&a2ats::METHOD),
     MethodName(&selfindex::METHOD),
     MethodName(&lfps::METHOD),

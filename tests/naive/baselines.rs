@@ -1,6 +1,7 @@
-//! Full attention, the oracle, random and the most recent positions, Quest and SnapKV.
+//! Full attention, the oracle, random and the most recent positions, Quest, SnapKV and H2O.
 
 use kvsmith::method::full::Full;
+use kvsmith::method::h2o::H2o;
 use kvsmith::method::quest::Quest;
 use kvsmith::method::random::RandomDraws;
 use kvsmith::method::snapkv::SnapKv;
@@ -30,6 +31,14 @@ pub fn check_snapkv() {
     cases(
         500,
         |_, place, _| (SnapKv::new(place.model_window), NaiveSnapKv),
+        |_| (),
+    );
+}
+
+pub fn check_h2o() {
+    cases(
+        500,
+        |_, place, _| (H2o::new(place.model_window), NaiveH2o),
         |_| (),
     );
 }
@@ -277,6 +286,58 @@ impl Model for NaiveSnapKv {
             })
             .collect();
         check_best(&items, &chosen, step.budget)?;
+        Ok(Agreement::Same)
+    }
+}
+
+struct NaiveH2o;
+
+impl NaiveH2o {
+    /// The attention that each position received from all queries before the last step.
+    fn received(history: &History) -> Vec<f64> {
+        let mut received = vec![0.0; history.step().keys.len()];
+        let mut add = |query: &[f64], keys: &Matrix, positions: &[usize]| {
+            let weights = weights(query, keys, positions);
+            positions.iter().zip(weights).for_each(|(p, w)| received[*p] += w);
+        };
+        for event in &history.events[..history.events.len() - 1] {
+            match event {
+                Event::Turn(turn) => {
+                    for position in turn.first..turn.end() {
+                        let seen: Vec<usize> = visible(position, history.place.model_window).collect();
+                        (0..history.place.group)
+                            .for_each(|a| add(turn.query(a, position), &turn.keys, &seen));
+                    }
+                }
+                Event::Decode(step) => {
+                    let queries = step.q_rope.iter();
+                    queries.for_each(|query| add(query, &step.keys, &step.attended));
+                }
+            }
+        }
+        received
+    }
+}
+
+impl Model for NaiveH2o {
+    type Program = H2o;
+
+    fn chose(&mut self, history: &History) -> Verdict {
+        let (step, received) = (history.step(), Self::received(history));
+        let item = |position: usize| Item {
+            position,
+            score: received[position],
+            // Weights in f32 are good to 1e-5 or so.
+            bound: 1e-4 * received[position] + 1e-30,
+            // Only positions that no query saw are equal for sure.
+            class: if received[position] == 0.0 {
+                usize::MAX
+            } else {
+                position
+            },
+        };
+        let items: Vec<Item> = step.candidates.clone().map(item).collect();
+        check_best(&items, &step.chosen(), step.budget)?;
         Ok(Agreement::Same)
     }
 }

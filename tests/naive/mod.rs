@@ -19,13 +19,14 @@ use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
 /// The check of each method against its naive model; that of a new method belongs here.
-const CHECKS: [(&str, fn()); 10] = [
+const CHECKS: [(&str, fn()); 11] = [
     ("full", baselines::check_full),
     ("topk", baselines::check_topk),
     ("random", baselines::check_random),
     ("streaming", baselines::check_streaming),
     ("quest", baselines::check_quest),
     ("snapkv", baselines::check_snapkv),
+    ("h2o", baselines::check_h2o),
     ("a2ats", a2ats::check),
     ("selfindex", selfindex::check),
     ("lfps", lfps::check),

@@ -1,0 +1,88 @@
+//! H2O: the positions that queries attended most so far, arXiv 2306.14048.
+//!
+//! Every position accumulates the softmax weights that all queries of the prompt and of the steps so far
+//! gave it, summed over the query group. A step chooses the candidates with the largest sums, the lower
+//! position on ties.
+//!
+//! Where we differ from the paper: it evicts all other positions for good and spends half of its budget on recent
+//! ones; here nothing is evicted and the window is outside the budget, so that methods are compared at equal reads.
+
+use ndarray::ArrayView2;
+
+use super::best::best_positions;
+use super::declaration::Declaration;
+use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
+
+/// The declaration of `h2o`.
+pub static METHOD: Declaration = Declaration {
+    name: "h2o",
+    help: "The positions that were attended most so far (H2O, arXiv 2306.14048)",
+    section: None,
+    prepare: |_| Ok(Box::new(|place: &Place| H2o::new(place.model_window))),
+    bench: None,
+};
+
+/// The accumulated attention of one KV head.
+#[derive(Clone)]
+pub struct H2o {
+    /// The model's own sliding window.
+    window: Option<usize>,
+    /// Sum of the weights that each position received.
+    weights: Vec<f64>,
+}
+
+impl H2o {
+    /// Makes an empty head of a layer with this sliding window.
+    pub fn new(window: Option<usize>) -> Self {
+        Self {
+            window,
+            weights: Vec::new(),
+        }
+    }
+}
+
+impl Retriever for H2o {
+    fn prefill(&mut self, prompt: &Prompt) {
+        let (r, m, _) = prompt.q_rope.dim();
+        self.weights.resize(prompt.keys.nrows(), 0.0);
+        for i in 0..m {
+            for a in 0..r {
+                let (seen, weights) = prompt.weights(a, i, self.window);
+                let sums = self.weights[seen].iter_mut();
+                sums.zip(weights).for_each(|(sum, w)| *sum += f64::from(w));
+            }
+        }
+    }
+
+    fn append(&mut self, _: ArrayView2<f32>, _: ArrayView2<f32>) {
+        self.weights.push(0.0);
+    }
+
+    fn select(&mut self, step: &Step) -> Choice {
+        if step.is_exact() {
+            return everything(step).into();
+        }
+        let weighted = step.candidates.clone().map(|p| (self.weights[p], p as u32));
+        best_positions(weighted.collect(), step.budget).into()
+    }
+
+    fn reads(&self, step: &Step, _: &Choice) -> Reads {
+        Reads::index(step.candidates.len() * size_of::<f64>())
+    }
+
+    fn observes(&self, _: &Step) -> bool {
+        true
+    }
+
+    fn observe(&mut self, _: &Step, positions: &[u32], weights: ArrayView2<f32>) {
+        for row in weights.rows() {
+            for (p, weight) in positions.iter().zip(row) {
+                self.weights[*p as usize] += f64::from(*weight);
+            }
+        }
+    }
+
+    fn state_bytes(&self) -> usize {
+        self.weights.capacity() * size_of::<f64>()
+    }
+}
