@@ -101,7 +101,7 @@ def run_kvsmith(args, points_file, size, folder, seed, device):
     from safetensors.numpy import load_file
 
     codebook_file = os.path.join(folder, "codebook.safetensors")
-    command = [args.kvsmith, "bench", "kmeans", "--points", points_file, "-o", codebook_file]
+    command = [args.kvsmith, "bench", "kmeans", "--points", points_file, "--overwrite", "-o", codebook_file]
     command += ["--size", str(size), "--iterations", str(args.iterations)]
     command += ["--threads", str(args.threads), "--seed", str(seed)]
     command += ["--device", device, "--json"]

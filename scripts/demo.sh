@@ -12,7 +12,7 @@ show() { say "\$ kvsmith $*"; "$kvsmith" "$@"; }
 
 # Positions beyond the model's context of 2048 do not occur, so the fixed distance is half of it.
 show calibrate --model $model --text calib-data/text.txt --max-tokens 49152 --uuid-tokens 8192 \
-    --size 1024 --wrope-position 1024 -o "$out/demo.safetensors"
+    --size 1024 --wrope-position 1024 --overwrite -o "$out/demo.safetensors"
 show inspect "$out/demo.safetensors" --verify --model $model
 say "The prompt holds a list of words in random order and ends with its first ones again."
 echo "A model that recalls the list goes on: goodness common bowels place walls sound seat ashamed ..."

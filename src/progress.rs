@@ -1,18 +1,35 @@
 //! Messages to the user on stderr: notes, warnings and progress bars with the remaining time.
 
+use std::borrow::Cow;
 use std::io::{IsTerminal, Write};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// Writes a line to stderr; a failed write is ignored, since there is nowhere to report it.
+/// Writes a line to stderr, fit for a terminal; a failed write is ignored, since there is nowhere to report it.
 pub fn say(text: &str) {
-    let _ = writeln!(std::io::stderr(), "{text}");
+    let _ = writeln!(std::io::stderr(), "{}", harmless(text));
 }
 
-/// Formats a number of bytes for people: `4.33 MB`, `2.47 GB`.
+/// Escapes the control characters of a text except for line breaks and tabs: names and metadata come from files, and a
+/// terminal would obey them.
+pub fn harmless(text: &str) -> Cow<'_, str> {
+    let obeyed = |c: char| c.is_control() && c != '\n' && c != '\t';
+    if !text.contains(obeyed) {
+        return Cow::Borrowed(text);
+    }
+    let escaped = |c: char| match obeyed(c) {
+        true => c.escape_default().to_string(),
+        false => c.to_string(),
+    };
+    Cow::Owned(text.chars().map(escaped).collect())
+}
+
+/// Formats a number of bytes for people: `812 bytes`, `4.33 MB`, `2.47 GB`.
 pub fn size(bytes: usize) -> String {
     if bytes >= 1_000_000_000 {
         format!("{:.2} GB", bytes as f64 / 1e9)
+    } else if bytes < 10_000 {
+        format!("{bytes} bytes")
     } else {
         format!("{:.2} MB", bytes as f64 / 1e6)
     }

@@ -153,7 +153,17 @@ impl Output {
             )));
         }
         // The target of a symbolic link is replaced, not the link.
-        let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+        let path = match path.canonicalize() {
+            Ok(path) => path,
+            Err(_) if path.is_symlink() => {
+                let text = format!(
+                    "cannot write {}: it is a symbolic link to nothing",
+                    path.display()
+                );
+                return Err(Error::failed(text).hint("remove the link, or choose another name"));
+            }
+            Err(_) => path.to_path_buf(),
+        };
         let folder = match path.parent() {
             Some(p) if !p.as_os_str().is_empty() => p,
             _ => Path::new("."),
@@ -178,11 +188,24 @@ impl Output {
         let Self { path, temp } = self;
         let failed = |e| Error::io(&path, "write", &e);
         temp.as_file().sync_all().map_err(failed)?;
-        // Temporary files are private; results get the permissions of any new file.
-        let permissions = Permissions::from_mode(0o666 & !umask());
+        // Temporary files are private; results get the permissions of the file that they replace, or of any new file.
+        let permissions = match path.metadata() {
+            Ok(replaced) => replaced.permissions(),
+            Err(_) => Permissions::from_mode(0o666 & !umask()),
+        };
         temp.as_file().set_permissions(permissions).map_err(failed)?;
         temp.persist(&path).map_err(|e| failed(e.error))?;
         Ok(())
+    }
+}
+
+impl Write for Output {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.temp.write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.temp.flush()
     }
 }
 

@@ -415,3 +415,27 @@ fn prompts_of_text() {
     let text: String = ids.into_iter().filter_map(character).collect();
     assert_eq!(from_file["text"], json!(text));
 }
+
+/// An artifact that claims this model's fingerprint and has tensors of other sizes.
+#[test]
+fn an_artifact_of_other_sizes_is_refused() {
+    let own = Model::new("llama_default");
+    let other = Model::new("llama_d128");
+    let (art, crafted) = (other.scratch.path("art"), own.scratch.path("crafted"));
+    let json = kvsmith(&format!("inspect --json {}", own.scratch.path("art"))).json();
+    let fingerprint = json["model"]["fingerprint"].as_str().unwrap().to_owned();
+    resealed(&art, &crafted, |manifest| {
+        manifest["model"]["fingerprint"] = json!(fingerprint)
+    });
+    // The helper itself does no harm.
+    resealed(&art, &own.scratch.path("same"), |_| ());
+    kvsmith(&format!("inspect --verify {}", own.scratch.path("same"))).ok();
+    let model = own.scratch.path("model");
+    let prompt = own.scratch.path("prompt.json");
+    for more in ["", "--force"] {
+        let run = format!("run --model {model} --tokens {prompt} --artifact {crafted} {more}");
+        kvsmith(&run).fails(1, "4 query and 2 KV heads of 128", "calibrate");
+    }
+    let inspect = format!("inspect --verify --model {model} {crafted}");
+    kvsmith(&inspect).fails(1, "other sizes", "calibrate");
+}

@@ -182,6 +182,7 @@ fn configs_fail(from: &str, cases: &str) {
 fn configs_that_are_not_supported() {
     const CASES: &str = r#"
         {"model_type": "gpt2"} | model_type `gpt2` | supported: llama, mistral, qwen2, qwen3
+        {"model_type": "\u001b[2Jgpt2"} | model_type `\u{1b}[2Jgpt2` | supported: llama, mistral, qwen2, qwen3
         {"model_type": null} | `model_type` is missing |
         {"rope_scaling": {"rope_type": "longrope"}} | `longrope` | default, linear, llama3
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}} | `dynamic` | default, linear
@@ -750,4 +751,21 @@ fn a_full_disk() {
     std::fs::write(format!("{disk}/fill"), vec![0; 1 << 20]).unwrap_err();
     let run = format!("run {input} --max-new 200 --ignore-eos --json --trace {disk}/out");
     kvsmith(&run).fails(1, "cannot write the trace", "");
+}
+
+/// A tokenizer.json that the library parses, and panics over when it is used.
+#[test]
+fn a_tokenizer_that_contradicts_itself() {
+    let scratch = Scratch::new();
+    let model = scratch.model("model", "llama_default");
+    let processor = json!({
+        "type": "TemplateProcessing",
+        "single": [{ "SpecialToken": { "id": "<s>", "type_id": 0 } }, { "Sequence": { "id": "A", "type_id": 0 } }],
+        "pair": [{ "Sequence": { "id": "A", "type_id": 0 } }, { "Sequence": { "id": "B", "type_id": 1 } }],
+        "special_tokens": {},
+    });
+    scratch.write("model/tokenizer.json", tokenizer(processor));
+    let run = kvsmith(&format!("run --model {model} --prompt text --max-new 3"));
+    run.fails(1, "contradict each other", "tokenizer.json again");
+    assert!(!run.stderr.contains("panicked"), "{}", run.stderr);
 }

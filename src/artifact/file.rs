@@ -117,11 +117,27 @@ impl Artifact {
         self.sections().try_for_each(|section| section.verify())
     }
 
-    /// Fails if the artifact was made for another model.
-    pub fn check_model(&self, fingerprint: &str) -> Result<()> {
+    /// Fails if the artifact was made for another model, by its fingerprint and by the sizes of its tensors.
+    pub fn check_model(&self, fingerprint: &str, sizes: Sizes) -> Result<()> {
         let own = &self.manifest.origin.model.fingerprint;
-        if own == fingerprint {
+        if own == fingerprint && self.sizes == sizes {
             return Ok(());
+        }
+        if own == fingerprint {
+            let [own, model] = [self.sizes, sizes].map(|s| {
+                let Sizes {
+                    n_layers,
+                    n_heads,
+                    n_kv_heads,
+                    head_dim,
+                } = s;
+                format!("{n_layers} layers, {n_heads} query and {n_kv_heads} KV heads of {head_dim}")
+            });
+            return Err(Error::failed(format!(
+                "{} has the fingerprint of this model and other sizes: {own}, this model has {model}",
+                self.store.path().display()
+            ))
+            .hint("the file is damaged; calibrate this model again"));
         }
         Err(Error::failed(format!(
             "{} was made for another model (fingerprint {}, this model has {})",

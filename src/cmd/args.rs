@@ -1,6 +1,6 @@
 //! Arguments that several commands share.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 
@@ -26,6 +26,9 @@ pub struct Global {
     /// Seed of every random choice
     #[arg(long, global = true, value_name = "N", default_value_t = 0)]
     pub seed: u64,
+    /// Replace a result of kvsmith that has the name of an output
+    #[arg(long, global = true)]
+    pub overwrite: bool,
     /// Print exactly one JSON document on stdout
     #[arg(long, global = true)]
     pub json: bool,
@@ -125,6 +128,11 @@ impl Input {
             Some(path) => corpus::CorpusSource::Tokens(path.clone()),
             None => corpus::CorpusSource::Text(self.text.clone()),
         }
+    }
+
+    /// Lists the files that the documents come from.
+    pub fn files(&self) -> impl Iterator<Item = &Path> {
+        self.text.iter().chain(&self.tokens).map(PathBuf::as_path)
     }
 
     /// Returns how the documents are cut into blocks and which part is held out.

@@ -1,13 +1,13 @@
 //! `kvsmith calibrate`: makes an artifact from a checkpoint and text; each layer is fitted while its states are in
 //! memory.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use ndarray::{Array3, Axis, s};
 use serde_json::json;
 
 use super::sections::{SectionFlags, fit_layer};
-use super::{check_wrope_position, finish, layers_on, load_corpus, model_manifest, open_model};
+use super::{check_wrope_position, finish, layers_on, load_corpus, model_manifest, open_model, output};
 use crate::artifact::{self, Fit, FitInput, LayerParts, LayerStates, Section};
 use crate::capture::Capture;
 use crate::cmd::args::{Global, Input, RopeKind};
@@ -20,7 +20,7 @@ use crate::model::Decoder;
 use crate::model::forward::Layers;
 use crate::progress::{Log, Progress, size};
 use crate::stats::moments::{LayerMoments, Position};
-use crate::store::{self, Output};
+use crate::store;
 use crate::work::WorkFolder;
 
 /// Arguments of `calibrate`.
@@ -66,7 +66,8 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
     let device = global.open_device()?;
     note_cpu_parts(device.as_ref(), log);
     let start = std::time::Instant::now();
-    let output = Output::create(&args.output)?;
+    let inputs: Vec<&Path> = args.input.files().chain([args.model.as_path()]).collect();
+    let output = output::create(&args.output, &inputs, global)?;
     let decoder = open_model(&args.model, log)?;
     check_wrope_position(args.wrope_position, &decoder, log);
     let corpus = load_corpus(&args.model, &decoder, &args.input, global)?;
@@ -109,7 +110,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
     let seconds = start.elapsed().as_secs_f64();
     let note = format!("wrote {} in {seconds:.1} s", args.output.display());
     let document = json!({
-        "artifact": args.output, "tokens": corpus.n_tokens(), "layers": sizes.n_layers,
+        "artifact": args.output.display().to_string(), "tokens": corpus.n_tokens(), "layers": sizes.n_layers,
         "seconds": seconds, "device": device.name(),
     });
     finish(global, &note, &document)

@@ -76,7 +76,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         corpus.n_tokens() as f64 / seconds
     );
     let document = json!({
-        "dump": args.output, "tokens": corpus.n_tokens(), "layers": decoder.config.n_layers,
+        "dump": args.output.display().to_string(), "tokens": corpus.n_tokens(), "layers": decoder.config.n_layers,
         "seconds": seconds, "device": device.name(),
     });
     finish(global, &note, &document)

@@ -9,7 +9,7 @@ use crate::artifact::{Artifact, HeadReport, SectionView, short};
 use crate::cmd::args::Global;
 use crate::error::{Error, Result};
 use crate::method::sections::SECTIONS;
-use crate::progress::size;
+use crate::progress::{harmless, size};
 
 /// Arguments of `inspect`.
 #[derive(clap::Args, Debug)]
@@ -50,7 +50,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         artifact.verify()?;
         if let Some(dir) = &args.model {
             let model = model_manifest(&open_model(dir, global.log())?, global.log())?;
-            artifact.check_model(&model.fingerprint)?;
+            artifact.check_model(&model.fingerprint, model.sizes)?;
         }
     }
     let sections: Vec<(SectionView, Vec<HeadReport>)> = artifact
@@ -71,7 +71,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     if args.verify {
         text += "verified: every digest and every value\n";
     }
-    print(&text)
+    print(&harmless(&text))
 }
 
 /// Lists the quality reports of a section that were asked for.

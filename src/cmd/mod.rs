@@ -7,6 +7,7 @@ pub mod dump;
 pub mod eval;
 pub mod inspect;
 pub mod moments;
+mod output;
 pub mod pack;
 mod reading;
 pub mod run;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use ndarray::Array3;
 use serde_json::json;
 
-use super::finish;
+use super::{finish, output};
 use crate::cmd::args::{Global, RopeKind};
 use crate::dump::moments::Moments;
 use crate::dump::{Dump, State};
@@ -13,7 +13,6 @@ use crate::error::Result;
 use crate::flags::parse_count;
 use crate::interrupt;
 use crate::stats::moments::LayerMoments;
-use crate::store::Output;
 
 /// Arguments of `moments`.
 #[derive(clap::Args, Debug)]
@@ -39,7 +38,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     dump.check_queries()?;
     let b = args.wrope_position.unwrap_or(dump.options.wrope_position);
     let position = args.rope.position(b);
-    let output = Output::create(&args.output)?;
+    let output = output::create(&args.output, &[&args.dump], global)?;
     let s = dump.sizes;
     let rope = dump.origin.model.rope();
     let progress = global.log().progress(s.n_layers as u64, "layers");
@@ -74,6 +73,6 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     finish(
         global,
         &format!("wrote {} for {place}", args.output.display()),
-        &json!({ "moments": args.output, "wrope_position": position.windowed(), "device": device.name() }),
+        &json!({ "moments": args.output.display().to_string(), "wrope_position": position.windowed(), "device": device.name() }),
     )
 }

@@ -1,15 +1,14 @@
 //! `kvsmith pack`: merges section files into one artifact.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde_json::json;
 
-use super::{finish, model_manifest, open_model};
+use super::{finish, model_manifest, open_model, output};
 use crate::artifact::{self, Artifact};
 use crate::cmd::args::Global;
 use crate::error::Result;
 use crate::method::sections::SECTIONS;
-use crate::store::Output;
 
 /// Arguments of `pack`.
 #[derive(clap::Args, Debug)]
@@ -29,13 +28,19 @@ pub struct Args {
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
     global.cpu_only("pack")?;
-    let output = Output::create(&args.output)?;
+    let inputs: Vec<&Path> = args
+        .sections
+        .iter()
+        .chain([&args.model])
+        .map(PathBuf::as_path)
+        .collect();
+    let output = output::create(&args.output, &inputs, global)?;
     let parts = args.sections.iter().map(|path| Artifact::open(path, SECTIONS));
     let parts: Vec<Artifact> = parts.collect::<Result<_>>()?;
     let decoder = open_model(&args.model, log)?;
     let model = model_manifest(&decoder, log)?;
     for part in &parts {
-        part.check_model(&model.fingerprint)?;
+        part.check_model(&model.fingerprint, model.sizes)?;
     }
     artifact::pack(output, &parts)?;
     let sections = parts.iter().flat_map(Artifact::sections);
@@ -43,6 +48,6 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     finish(
         global,
         &format!("wrote {}", args.output.display()),
-        &json!({ "artifact": args.output, "sections": names, "device": "cpu" }),
+        &json!({ "artifact": args.output.display().to_string(), "sections": names, "device": "cpu" }),
     )
 }

@@ -63,7 +63,7 @@ impl Reading {
         };
         let artifact = Artifact::open(path, SECTIONS)?;
         let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
-        if let Err(e) = artifact.check_model(&fingerprint) {
+        if let Err(e) = artifact.check_model(&fingerprint, decoder.config.sizes()) {
             if artifact.sizes != decoder.config.sizes() {
                 return Err(e);
             }
@@ -96,6 +96,11 @@ impl Reading {
     /// Tells whether the caches stay in the machine's memory although the model is on a GPU.
     pub(super) fn on_host(&self) -> bool {
         self.kv == Some(Kv::Host)
+    }
+
+    /// Returns the artifact's file, if one is given.
+    pub(super) fn artifact(&self) -> Option<&PathBuf> {
+        self.artifact.as_ref()
     }
 
     /// Fails if the device cannot have the caches that were asked for.

@@ -4,9 +4,10 @@ mod conversation;
 mod report;
 mod turns;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::args::Global;
+use super::output::Lines;
 use super::reading::{Reading, parse_budget};
 use super::{device_for, open_model};
 use crate::compute::device::Device;
@@ -75,6 +76,15 @@ pub struct Args {
     reading: Reading,
 }
 
+impl Args {
+    /// Lists the files and folders that are read.
+    fn inputs(&self) -> Vec<&Path> {
+        let files = [&self.prompt_file, &self.tokens].into_iter().flatten();
+        let files = files.chain(self.reading.artifact()).chain([&self.model]);
+        files.map(PathBuf::as_path).collect()
+    }
+}
+
 /// Generated positions for which caches on the CPU reserve room; they grow when it is used up.
 const RESERVED: usize = 4096;
 
@@ -98,6 +108,11 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         .reading
         .options(args.budget, artifact.as_ref(), device.as_ref())?;
     let known = turns.known();
+    // Before the weights are loaded, and dropped after the session that writes to it.
+    let mut lines = match &args.trace {
+        Some(path) => Some(Lines::create(path, &args.inputs(), global)?),
+        None => None,
+    };
     let mut session = open_session(
         args,
         global,
@@ -107,9 +122,8 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         options,
         known,
     )?;
-    if let Some(path) = &args.trace {
-        let file = std::fs::File::create(path).map_err(|e| Error::io(path, "write", &e))?;
-        session.trace(std::io::BufWriter::new(file));
+    if let Some(lines) = &mut lines {
+        session.trace(std::io::BufWriter::new(lines));
     }
     let mut conversation = Conversation {
         args,
@@ -123,6 +137,8 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let stopped = conversation.run()?;
     conversation.session.finish_trace()?;
     conversation.report(name, device.name())?;
+    drop(conversation);
+    lines.map_or(Ok(()), Lines::finish)?;
     match stopped {
         true => Err(Error::interrupted()),
         false => Ok(()),

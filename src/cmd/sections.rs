@@ -1,13 +1,13 @@
 //! The commands that make one section from a dump (`codebook`, `signs`, `priors`), and the flags of all
 //! sections. What differs between sections is in their declarations.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Arg, ArgMatches, Command, FromArgMatches, value_parser};
 use ndarray::Axis;
 use serde_json::json;
 
-use super::finish;
+use super::{finish, output};
 use crate::artifact::{self, Fit, FitInput, LayerPart, LayerStates, Section, SectionKind};
 use crate::cmd::args::Global;
 use crate::compute::cpu::Cpu;
@@ -18,7 +18,6 @@ use crate::error::{Error, Result};
 use crate::method::sections::SECTIONS;
 use crate::progress::{Log, Progress, Verbosity};
 use crate::stats::moments::Position;
-use crate::store::Output;
 
 type ParseResult<T> = std::result::Result<T, clap::Error>;
 
@@ -151,7 +150,13 @@ impl SectionCommand {
                 log: global.log(),
             },
         )?;
-        let output = Output::create(&self.output)?;
+        let inputs: Vec<&Path> = self
+            .moments
+            .iter()
+            .chain([&self.dump])
+            .map(PathBuf::as_path)
+            .collect();
+        let output = output::create(&self.output, &inputs, global)?;
         let section = fit_dump(
             fit.as_ref(),
             &dump,
@@ -163,7 +168,7 @@ impl SectionCommand {
         finish(
             global,
             &format!("wrote {}", self.output.display()),
-            &json!({ "section": self.output, "device": device.name() }),
+            &json!({ "section": self.output.display().to_string(), "device": device.name() }),
         )
     }
 

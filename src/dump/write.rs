@@ -13,7 +13,7 @@ use crate::corpus::{Corpus, Origin};
 use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::model::forward::Layers;
-use crate::progress::Log;
+use crate::progress::{Log, size};
 use crate::stats::moments::{LayerMoments, Position};
 use crate::store::{self, Output, Spec, Tensor, Writer};
 
@@ -139,10 +139,10 @@ fn check_space(dir: &Path, specs: &[Spec], n_layers: usize) -> Result<()> {
         && needed > u128::from(free)
     {
         return Err(Error::failed(format!(
-            "the dump needs {:.1} GB, but {} has {:.1} GB free",
-            needed as f64 / 1e9,
+            "the dump needs {}, but {} has {} free",
+            size(usize::try_from(needed).unwrap_or(usize::MAX)),
             dir.display(),
-            free as f64 / 1e9
+            size(usize::try_from(free).unwrap_or(usize::MAX))
         ))
         .hint(
             "use fewer tokens, --dtype bf16, no --queries, or `kvsmith calibrate`, which writes no states",

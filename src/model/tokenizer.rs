@@ -1,10 +1,41 @@
 //! The model's tokenizer (`tokenizer.json`) and its rules for special tokens.
 
+use std::cell::Cell;
+use std::panic::{self, AssertUnwindSafe};
 use std::path::Path;
+use std::sync::Once;
 
 use super::config::ModelConfig;
 use super::fields::read_json;
 use crate::error::{Error, Result};
+
+/// What to do about a tokenizer.json that does not work.
+const BROKEN: &str = "fetch the model's tokenizer.json again, or give token ids with --tokens";
+
+thread_local! {
+    /// Whether a panic of this thread becomes an error.
+    static GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Calls the tokenizer library, which panics over some files that it has parsed; returns the reason if it fails.
+fn guarded<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> std::result::Result<T, String> {
+    static SILENT: Once = Once::new();
+    SILENT.call_once(|| {
+        let hook = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            if !GUARDED.get() {
+                hook(info);
+            }
+        }));
+    });
+    GUARDED.set(true);
+    let result = panic::catch_unwind(AssertUnwindSafe(call));
+    GUARDED.set(false);
+    match result {
+        Ok(result) => result.map_err(|e| e.to_string()),
+        Err(_) => Err("its parts contradict each other".to_owned()),
+    }
+}
 
 /// A model's tokenizer: text to token ids and back.
 pub struct Tokenizer {
@@ -25,10 +56,14 @@ impl Tokenizer {
                 "give token ids with --tokens instead of text, or add the tokenizer.json of the model",
             ));
         }
-        let unusable = |e| Error::failed(format!("{} cannot be used: {e}", path.display()));
-        let mut inner = tokenizers::Tokenizer::from_file(&path).map_err(unusable)?;
-        // Training scripts leave truncation and padding lengths in the file; the tokenizer ignores them.
-        inner.with_truncation(None).map_err(unusable)?.with_padding(None);
+        let inner = guarded(|| {
+            let mut inner = tokenizers::Tokenizer::from_file(&path)?;
+            // Training scripts leave truncation and padding lengths in the file; the tokenizer ignores them.
+            inner.with_truncation(None)?.with_padding(None);
+            Ok(inner)
+        });
+        let inner = inner
+            .map_err(|e| Error::failed(format!("{} cannot be used: {e}", path.display())).hint(BROKEN))?;
         let bos = match inner.get_post_processor() {
             Some(_) => None,
             None => Self::configured_bos(dir, config, &inner)?,
@@ -75,10 +110,10 @@ impl Tokenizer {
     }
 
     fn ids(&self, text: &str, special_tokens: bool) -> Result<Vec<u32>> {
-        match self.inner.encode_fast(text, special_tokens) {
-            Ok(encoding) => Ok(encoding.get_ids().to_vec()),
-            Err(e) => Err(Error::failed(format!("the text cannot be tokenised: {e}"))),
-        }
+        let encoding = guarded(|| self.inner.encode_fast(text, special_tokens));
+        let encoding =
+            encoding.map_err(|e| Error::failed(format!("the text cannot be tokenised: {e}")).hint(BROKEN))?;
+        Ok(encoding.get_ids().to_vec())
     }
 
     /// Tokenises only as much of a document as its first `limit` tokens need, and returns these.
@@ -101,9 +136,8 @@ impl Tokenizer {
 
     /// Returns the text of generated `ids`, without special tokens.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
-        self.inner
-            .decode(ids, true)
-            .map_err(|e| Error::failed(format!("the tokens cannot be turned into text: {e}")))
+        guarded(|| self.inner.decode(ids, true))
+            .map_err(|e| Error::failed(format!("the tokens cannot be turned into text: {e}")).hint(BROKEN))
     }
 }
 

@@ -20,6 +20,7 @@ use ndarray::{ArrayBase, Data, Dimension};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 
 pub use model::*;
 
@@ -235,7 +236,7 @@ impl Scratch {
     #[track_caller]
     pub fn make(&self, name: &str, command: &str) -> String {
         let out = self.path(name);
-        kvsmith(&format!("{command} -o {out}")).ok();
+        kvsmith(&format!("{command} --overwrite -o {out}")).ok();
         out
     }
 
@@ -367,6 +368,24 @@ pub fn edit_tensors(model: &str, edit: impl FnOnce(&mut RawTensors)) {
     let mut tensors = read_tensors(&path);
     edit(&mut tensors);
     write_tensors(&path, &tensors);
+}
+
+/// Copies an artifact with an edited manifest, whose digest fits again.
+pub fn resealed(path: &str, to: &str, edit: impl FnOnce(&mut Value)) {
+    let bytes = std::fs::read(path).unwrap();
+    let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let mut json: Value = serde_json::from_slice(&bytes[8..header]).unwrap();
+    let text = json["__metadata__"]["kvsmith"].as_str().unwrap();
+    let mut manifest: Value = serde_json::from_str(text).unwrap();
+    edit(&mut manifest);
+    manifest.as_object_mut().unwrap().remove("manifest_sha256");
+    let digest = Sha256::digest(manifest.to_string().as_bytes());
+    let seal: String = digest.iter().map(|b| format!("{b:02x}")).collect();
+    manifest["manifest_sha256"] = json!(seal);
+    json["__metadata__"]["kvsmith"] = json!(manifest.to_string());
+    let mut text = json.to_string();
+    text += &" ".repeat(text.len().next_multiple_of(8) - text.len());
+    std::fs::write(to, safetensors(&text, &bytes[header..])).unwrap();
 }
 
 /// Characters of [`tokenizer`], from id 3 on.

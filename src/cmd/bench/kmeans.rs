@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::report::{Results, Times, median, random_points};
 use crate::cmd::args::Global;
-use crate::cmd::merge;
+use crate::cmd::{merge, output};
 use crate::compute::device::Device;
 use crate::error::{Error, Result};
 use crate::flags::at_least_one;
@@ -16,7 +16,7 @@ use crate::interrupt;
 use crate::method::a2ats::FitInit;
 use crate::progress::Log;
 use crate::stats::kmeans::{self, Init, KMeansFit, KMeansParams};
-use crate::store::{self, Output, Store, Tensor};
+use crate::store::{self, Store, Tensor};
 
 #[derive(clap::Args, Debug)]
 pub struct KMeansArgs {
@@ -57,7 +57,11 @@ const MAX_VALUES: usize = 1 << 32;
 
 /// Runs `bench kmeans`.
 pub fn run(args: &KMeansArgs, global: &Global) -> Result<()> {
-    let output = args.output.as_ref().map(|p| Output::create(p)).transpose()?;
+    let inputs: Vec<&Path> = args.points.iter().map(PathBuf::as_path).collect();
+    let output = args.output.as_ref();
+    let output = output
+        .map(|path| output::create(path, &inputs, global))
+        .transpose()?;
     let device = global.open_device()?;
     let points = match &args.points {
         Some(path) => read_points(path)?.insert_axis(Axis(0)),

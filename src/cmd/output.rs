@@ -1,0 +1,130 @@
+//! The files that commands write: none of them replaces an input of the command or a file that is not kvsmith's.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::args::Global;
+use crate::error::{Error, Result};
+use crate::store::{Output, Store};
+
+/// Longest line of a trace that is looked at to recognise it.
+const MAX_LINE: u64 = 1 << 20;
+
+/// Starts the file `path`, which appears when it is complete.
+///
+/// # Errors
+/// It is one of the `inputs`, files or folders, of the command or lies in one of these folders; it exists and was not
+/// written by kvsmith, or it was and `--overwrite` is not given: exit code 2. It cannot be written.
+pub fn create(path: &Path, inputs: &[&Path], global: &Global) -> Result<Output> {
+    check(path, inputs, global)?;
+    Output::create(path)
+}
+
+/// Checks that `path` may be written; see [`create`].
+fn check(path: &Path, inputs: &[&Path], global: &Global) -> Result<()> {
+    let Ok(found) = path.metadata() else {
+        return Ok(());
+    };
+    let shown = path.display();
+    for input in inputs {
+        let refused = |what: String| Err(Error::usage(what).hint("choose another name for the output"));
+        if input
+            .metadata()
+            .is_ok_and(|input| (input.dev(), input.ino()) == (found.dev(), found.ino()))
+        {
+            return refused(format!("{shown} is an input of this command"));
+        }
+        let folder = |path: &Path| path.canonicalize().ok()?.parent().map(Path::to_path_buf);
+        if input.is_dir()
+            && folder(path).is_some_and(|folder| input.canonicalize().is_ok_and(|dir| dir == folder))
+        {
+            return refused(format!(
+                "{shown} is a file of {}, which this command reads",
+                input.display()
+            ));
+        }
+    }
+    if !found.is_file() || found.len() == 0 {
+        return Ok(());
+    }
+    if !is_result(path) {
+        let error = Error::usage(format!("{shown} exists and was not written by kvsmith"));
+        return Err(error.hint("choose another name, or remove the file yourself"));
+    }
+    match global.overwrite {
+        true => Ok(()),
+        false => Err(Error::usage(format!("{shown} exists already")).hint("--overwrite replaces it")),
+    }
+}
+
+/// Tells whether kvsmith wrote a file: an artifact, a section, moments, a codebook or a trace.
+fn is_result(path: &Path) -> bool {
+    if let Ok(store) = Store::open(path) {
+        let mut names = store.specs().map(|spec| spec.name.as_str());
+        return store.metadata().is_some() || names.next() == Some("codebook") && names.next().is_none();
+    }
+    let mut line = String::new();
+    let Ok(file) = File::open(path) else {
+        return false;
+    };
+    let read = BufReader::new(std::io::Read::take(file, MAX_LINE)).read_line(&mut line);
+    let row: Option<Value> = read.ok().and_then(|_| serde_json::from_str(&line).ok());
+    let is_trace = |row: Value| {
+        ["step", "layer", "kv_head", "positions"]
+            .iter()
+            .all(|key| row.get(key).is_some())
+    };
+    row.is_some_and(is_trace)
+}
+
+/// Where the lines of a trace go.
+pub enum Lines {
+    /// A file that appears when it is complete.
+    File(Output),
+    /// A pipe, a terminal or another device.
+    Stream(File),
+}
+
+impl Lines {
+    /// Starts a trace in a file, or on a pipe or device.
+    ///
+    /// # Errors
+    /// Those of [`create`].
+    pub fn create(path: &Path, inputs: &[&Path], global: &Global) -> Result<Self> {
+        match path.metadata() {
+            Ok(found) if !found.is_file() && !found.is_dir() => {
+                let stream = OpenOptions::new().write(true).open(path);
+                stream.map(Self::Stream).map_err(|e| Error::io(path, "write", &e))
+            }
+            _ => create(path, inputs, global).map(Self::File),
+        }
+    }
+
+    /// Gives a complete file its name.
+    pub fn finish(self) -> Result<()> {
+        match self {
+            Self::File(output) => output.finish(&[]),
+            Self::Stream(_) => Ok(()),
+        }
+    }
+}
+
+impl Write for Lines {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        match self {
+            Self::File(output) => output.write(bytes),
+            Self::Stream(file) => file.write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        match self {
+            Self::File(output) => output.flush(),
+            Self::Stream(file) => file.flush(),
+        }
+    }
+}

@@ -1,0 +1,243 @@
+//! No command replaces an input, a file that is not kvsmith's or, without `--overwrite`, a result.
+
+mod common;
+
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+
+use common::*;
+
+/// A checkpoint, its tokens, a dump and one result of every kind.
+struct Files {
+    scratch: Scratch,
+    model: String,
+    tokens: String,
+    dump: String,
+    artifact: String,
+    section: String,
+    moments: String,
+    codebook: String,
+    trace: String,
+}
+
+impl Files {
+    fn new() -> Self {
+        let scratch = Scratch::new();
+        let model = scratch.model("model", "llama_default");
+        let tokens = scratch.tokens("tokens.json", &documents(&[60, 60], 1));
+        let dump = scratch.make("dump", &format!("dump --model {model} --tokens {tokens}"));
+        let artifact = scratch.make(
+            "art",
+            &format!("calibrate --model {model} --tokens {tokens} --size 8"),
+        );
+        let section = scratch.make("signs", &format!("signs --dump {dump}"));
+        let moments = scratch.make("moments", &format!("moments --dump {dump}"));
+        let codebook = scratch.make("codebook", "bench kmeans --n 40 --dim 8 --size 4 --runs 1");
+        let prompt = scratch.tokens("prompt.json", &documents(&[20], 2));
+        let trace = scratch.path("trace");
+        kvsmith(&format!(
+            "run --model {model} --tokens {prompt} --max-new 3 --trace {trace}"
+        ))
+        .ok();
+        Self {
+            scratch,
+            model,
+            tokens,
+            dump,
+            artifact,
+            section,
+            moments,
+            codebook,
+            trace,
+        }
+    }
+
+    /// Commands that write a file, without its name.
+    fn commands(&self) -> Vec<String> {
+        let Self {
+            model,
+            tokens,
+            dump,
+            section,
+            artifact,
+            ..
+        } = self;
+        let prompt = self.scratch.path("prompt.json");
+        vec![
+            format!("calibrate --model {model} --tokens {tokens} --size 8 -o"),
+            format!("signs --dump {dump} -o"),
+            format!("moments --dump {dump} -o"),
+            format!("pack {section} --model {model} -o"),
+            "bench kmeans --n 40 --dim 8 --size 4 --runs 1 -o".to_owned(),
+            format!("run --model {model} --artifact {artifact} --tokens {prompt} --max-new 3 --trace"),
+        ]
+    }
+}
+
+/// Runs a command that must fail before any work, and leave a file as it was.
+#[track_caller]
+fn refused(command: &str, path: &str, more: &str, culprit: &str, hint: &str) {
+    let before = std::fs::read(path).unwrap();
+    kvsmith(&format!("{command} {path} {more}")).fails(2, culprit, hint);
+    assert_eq!(std::fs::read(path).unwrap(), before, "{command} {path}");
+}
+
+#[test]
+fn inputs_stay() {
+    let files = Files::new();
+    let weights = format!("{}/model.safetensors", files.model);
+    let states = format!("{}/tokens.safetensors", files.dump);
+    let prompt = files.scratch.path("prompt.json");
+    let commands = files.commands();
+    let inputs: [(usize, &str, &str); 10] = [
+        (0, &weights, "is a file of"),
+        (0, &files.tokens, "is an input"),
+        (1, &states, "is a file of"),
+        (2, &states, "is a file of"),
+        (3, &files.section, "is an input"),
+        (3, &weights, "is a file of"),
+        (5, &weights, "is a file of"),
+        (5, &files.artifact, "is an input"),
+        (5, &prompt, "is an input"),
+        (5, &format!("{}/config.json", files.model), "is a file of"),
+    ];
+    for (command, path, culprit) in inputs {
+        let command = &commands[command];
+        for more in ["", "--overwrite"] {
+            refused(command, path, more, culprit, "choose another name");
+        }
+    }
+    // By another name of the same file.
+    let link = files.scratch.path("link");
+    symlink(&files.tokens, &link).unwrap();
+    refused(&commands[0], &link, "", "is an input", "choose another name");
+}
+
+#[test]
+fn foreign_files_stay() {
+    let files = Files::new();
+    let scratch = &files.scratch;
+    let foreign = [
+        scratch.write("notes.txt", "the only copy"),
+        scratch.write("rows.jsonl", "{\"step\": 1, \"layer\": 2}\n"),
+        scratch.write(
+            "other.safetensors",
+            safetensors(
+                "{\"x\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}",
+                &[7],
+            ),
+        ),
+    ];
+    for command in files.commands() {
+        for path in &foreign {
+            for more in ["", "--overwrite"] {
+                refused(
+                    &command,
+                    path,
+                    more,
+                    "was not written by kvsmith",
+                    "choose another name",
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn results_are_replaced_if_asked() {
+    let files = Files::new();
+    let results = [
+        &files.artifact,
+        &files.section,
+        &files.moments,
+        &files.codebook,
+        &files.trace,
+    ];
+    for command in files.commands() {
+        for result in results {
+            let is_input = command.contains(&format!("{result} "));
+            let copy = files.scratch.path("copy");
+            std::fs::copy(result, &copy).unwrap();
+            refused(&command, &copy, "", "exists already", "--overwrite");
+            if !is_input {
+                kvsmith(&format!("{command} {copy} --overwrite")).ok();
+            }
+        }
+    }
+    // An empty file has nothing to lose.
+    let empty = files.scratch.write("empty", "");
+    kvsmith(&format!("{} {empty}", files.commands()[2])).ok();
+}
+
+#[test]
+fn a_replaced_file_keeps_its_mode_and_its_links() {
+    let files = Files::new();
+    let mode = |path: &str| std::fs::metadata(path).unwrap().mode() & 0o777;
+    let command = &files.commands()[2];
+    std::fs::set_permissions(&files.moments, std::fs::Permissions::from_mode(0o600)).unwrap();
+    let link = files.scratch.path("link");
+    symlink(&files.moments, &link).unwrap();
+    kvsmith(&format!("{command} {link} --overwrite")).ok();
+    assert_eq!(mode(&files.moments), 0o600);
+    assert!(std::fs::symlink_metadata(&link).unwrap().is_symlink());
+    // A link to nothing, and one to itself.
+    let dangling = files.scratch.path("dangling");
+    symlink(files.scratch.path("nothing"), &dangling).unwrap();
+    let looping = files.scratch.path("looping");
+    symlink(&looping, &looping).unwrap();
+    for link in [dangling, looping] {
+        let outcome = kvsmith(&format!("{command} {link}"));
+        outcome.fails(1, "a symbolic link to nothing", "remove the link");
+        assert!(std::fs::symlink_metadata(&link).unwrap().is_symlink());
+    }
+}
+
+/// A trace that was cut short leaves no file; a pipe gets the lines as they come.
+#[test]
+fn traces_are_complete_or_not_there() {
+    let files = Files::new();
+    let prompt = files.scratch.path("prompt.json");
+    let trace = files.scratch.path("new-trace");
+    let run = format!("run --model {} --tokens {prompt} --max-new 3", files.model);
+    kvsmith(&format!("{run} --trace {trace} --method topk --budget 1000000")).ok();
+    assert!(!std::fs::read(&trace).unwrap().is_empty());
+    kvsmith(&format!("{run} --trace /dev/null")).ok();
+    let kept = std::fs::read(&files.trace).unwrap();
+    let failing = format!(
+        "run --model {} --tokens {prompt} --max-new 3 --method a2ats",
+        files.model
+    );
+    assert_eq!(
+        kvsmith(&format!("{failing} --overwrite --trace {}", files.trace)).code,
+        Some(1)
+    );
+    assert_eq!(std::fs::read(&files.trace).unwrap(), kept);
+    let left = files
+        .scratch
+        .list("")
+        .into_iter()
+        .filter(|name| name.starts_with(".kvsmith-"));
+    assert_eq!(left.count(), 0);
+}
+
+/// Names that are not UTF-8 can be written and are shown as far as they can.
+#[test]
+fn names_need_not_be_utf8() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+
+    let files = Files::new();
+    for command in files.commands().iter().filter(|command| command.ends_with("-o")) {
+        let name = OsStr::from_bytes(b"na\xffme");
+        let path = std::path::Path::new(&files.scratch.path("")).join(name);
+        let mut command = common::command(command);
+        let outcome = Outcome::of(command.arg(&path).arg("--json").output().unwrap());
+        let json = outcome.json();
+        let shown =
+            |value: &serde_json::Value| value.as_str().is_some_and(|text| text.ends_with("na\u{fffd}me"));
+        assert!(
+            json["rows"].is_array() || json.as_object().unwrap().values().any(shown),
+            "{json}"
+        );
+        std::fs::remove_file(path).unwrap();
+    }
+}
