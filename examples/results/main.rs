@@ -96,7 +96,7 @@ impl Lab {
         let path = self.work.join(format!("{stem}{name}.safetensors"));
         if !path.exists() {
             self.run(&format!(
-                "calibrate -q --model {MODEL} --text {text} --wrope-position 1024 {options} -o {}",
+                "calibrate -q --overwrite --model {MODEL} --text {text} --wrope-position 1024 {options} -o {}",
                 path.display()
             ))?;
         }
