@@ -88,6 +88,6 @@ fn emulated(name: &'static str, open: fn(bool) -> Result<Emulated, String>) -> E
         plain: open(false).ok().map(driven),
         slow: true,
         most_channels: usize::MAX,
-        one_in: if name == "perturbed" { 4 } else { 1 },
+        one_in: if name == "perturbed" { 6 } else { 1 },
     }
 }

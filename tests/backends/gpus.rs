@@ -13,7 +13,7 @@ use super::emulated::Emulated;
 pub type Check = Box<dyn Fn(&dyn Driver) + Send>;
 
 /// Of this many checks one runs perturbed; all do if KVSMITH_ALL_PERTURBED is set.
-const PERTURBED_ONE_IN: usize = 5;
+const PERTURBED_ONE_IN: usize = 8;
 
 /// Runs the named checks on all of them; those of a GPU that is not there show as ignored, with the reason above the list.
 pub fn run(checks: impl Fn() -> Vec<(String, Check)>) -> ExitCode {
