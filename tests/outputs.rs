@@ -24,7 +24,10 @@ impl Files {
         let scratch = Scratch::new();
         let model = scratch.model("model", "llama_default");
         let tokens = scratch.tokens("tokens.json", &documents(&[60, 60], 1));
-        let dump = scratch.make("dump", &format!("dump --model {model} --tokens {tokens}"));
+        let dump = scratch.make(
+            "dump",
+            &format!("dump --queries --model {model} --tokens {tokens}"),
+        );
         let artifact = scratch.make(
             "art",
             &format!("calibrate --model {model} --tokens {tokens} --size 8"),
