@@ -42,7 +42,7 @@ fn it_equals_the_chain_by_hand() {
             let priors = make("priors", format!("priors --dump {dump}"));
             let packed = path("packed");
             let json = kvsmith(&format!(
-                "pack {signs} {priors} {section} --model {model} -o {packed} --json"
+                "pack {signs} {priors} {section} --model {model} --overwrite -o {packed} --json"
             ));
             assert!(
                 json.json()["sections"]
@@ -278,7 +278,7 @@ fn a_work_folder_of_a_run_that_was_not_stopped_changes_nothing() {
     let work = run.scratch.path("work");
     kvsmith(&run.arguments("straight", "")).ok();
     for options in ["", "--resume"] {
-        kvsmith(&run.arguments("worked", &format!("--work {work} {options}"))).ok();
+        kvsmith(&run.arguments("worked", &format!("--overwrite --work {work} {options}"))).ok();
         assert!(read(&run.scratch.path("worked")) == read(&run.scratch.path("straight")));
         assert!(!Path::new(&work).exists());
     }

@@ -532,7 +532,7 @@ fn short_texts_get_neutral_priors_and_a_warning() {
         let tokens = scratch.tokens("tokens.json", &documents(&[length], 1));
         let out = scratch.path("art");
         let outcome = kvsmith(&format!(
-            "calibrate --size 2 --holdout 0 --model {model} --tokens {tokens} -o {out}"
+            "calibrate --size 2 --holdout 0 --model {model} --tokens {tokens} --overwrite -o {out}"
         ))
         .ok();
         assert_eq!(outcome.stderr.matches(warning).count(), 1, "{}", outcome.stderr);

@@ -105,7 +105,7 @@ fn json_has_the_contracts_keys() {
     assert_eq!(model.run("--max-new 0")["ids"], json!([]));
 
     // Without an artifact the method is `full`; the text alone goes to stdout without --json.
-    let files = model.files.replace("--artifact", "--trace");
+    let files = model.files.replace("--artifact", "--overwrite --trace");
     let plain = kvsmith(&format!("run {files} --max-new 3 -q")).ok();
     let greedy = &golden_ids(model.name, "greedy")[..3];
     assert_eq!(
@@ -129,7 +129,7 @@ fn the_trace_tells_what_was_read() {
         for method in METHODS.iter().map(|m| m.as_str()) {
             for budget in ["0.2", "0.01", "5", "1.0"] {
                 let json = model.run(&format!(
-                    "--max-new {new} --sinks {sinks} --window {window} --budget {budget} --method {method} --trace {trace}"
+                    "--max-new {new} --sinks {sinks} --window {window} --budget {budget} --method {method} --overwrite --trace {trace}"
                 ));
                 let what = format!("{name} {method} {budget}");
                 let rows = json_lines(&std::fs::read_to_string(&trace).unwrap());
@@ -246,7 +246,7 @@ fn random_choice_is_fixed_by_the_seed() {
     let trace = |seed: u64| {
         let path = model.scratch.path("trace");
         model.run(&format!(
-            "--max-new 8 --sinks 0 --window 1 --method random --budget 5 --seed {seed} --trace {path}"
+            "--max-new 8 --sinks 0 --window 1 --method random --budget 5 --seed {seed} --overwrite --trace {path}"
         ));
         std::fs::read_to_string(path).unwrap()
     };
@@ -316,7 +316,7 @@ fn threads_change_nothing() {
                 let run = |threads: usize| {
                     let json = model.run(&format!(
                         "--max-new 12 --sinks 1 --window 2 --budget 0.3 --method {method} --kv {kv} \
-                         --threads {threads} --trace {trace}"
+                         --threads {threads} --overwrite --trace {trace}"
                     ));
                     (json["ids"].clone(), std::fs::read_to_string(&trace).unwrap())
                 };

@@ -723,19 +723,20 @@ fn a_full_disk() {
     };
     let model = checkpoint("llama_d128");
     let tokens = scratch.tokens("tokens.json", &documents(&[200], 1));
-    let earlier = scratch.write("disk/out", "an earlier output");
+    let earlier = scratch.make("disk/out", "bench kmeans --n 40 --dim 8 --size 4 --runs 1");
+    let kept = std::fs::read(&earlier).unwrap();
     let input = format!("--model {model} --tokens {tokens}");
     let dump = scratch.make("dump", &format!("dump --queries {input}"));
     let section = scratch.make("section", &format!("codebook --dump {dump} --size 16"));
     for command in [
-        format!("calibrate --size 16 {input} -o {earlier}"),
+        format!("calibrate --size 16 {input} --overwrite -o {earlier}"),
         format!(
             "calibrate --size 16 {input} -o {} --work {disk}/work",
             scratch.path("art")
         ),
-        format!("codebook --dump {dump} --size 16 -o {earlier}"),
-        format!("moments --dump {dump} -o {earlier}"),
-        format!("pack {section} --model {model} -o {earlier}"),
+        format!("codebook --dump {dump} --size 16 --overwrite -o {earlier}"),
+        format!("moments --dump {dump} --overwrite -o {earlier}"),
+        format!("pack {section} --model {model} --overwrite -o {earlier}"),
     ] {
         kvsmith(&command).fails(1, "No space left on device", "free some space");
         assert!(
@@ -746,10 +747,10 @@ fn a_full_disk() {
     }
     assert!(!scratch.list("").contains(&"art".to_string()));
     kvsmith(&format!("dump {input} -o {disk}/dump")).fails(1, "the dump needs", "use fewer tokens");
-    assert_eq!(std::fs::read_to_string(earlier).unwrap(), "an earlier output");
+    assert_eq!(std::fs::read(earlier).unwrap(), kept);
 
     std::fs::write(format!("{disk}/fill"), vec![0; 1 << 20]).unwrap_err();
-    let run = format!("run {input} --max-new 200 --ignore-eos --json --trace {disk}/out");
+    let run = format!("run {input} --max-new 200 --ignore-eos --json --overwrite --trace {disk}/out");
     kvsmith(&run).fails(1, "cannot write the trace", "");
 }
 
