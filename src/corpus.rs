@@ -159,6 +159,15 @@ impl Corpus {
         self.block_start[i] as usize..self.block_start[i + 1] as usize
     }
 
+    /// Tells whether the held-out ranges are disjoint, in order, and within their blocks.
+    pub fn is_consistent(&self) -> bool {
+        let within = |&(block, first, end): &(usize, usize, usize)| {
+            block < self.n_blocks() && first < end && end <= self.block(block).len()
+        };
+        let apart = |pair: &[(usize, usize, usize)]| (pair[0].0, pair[0].2) <= (pair[1].0, pair[1].1);
+        self.held_out.iter().all(within) && self.held_out.windows(2).all(apart)
+    }
+
     /// Says for each token whether statistics and fits may use it.
     pub fn kept(&self) -> Vec<bool> {
         let mut kept = vec![true; self.n_tokens()];

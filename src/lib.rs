@@ -3,7 +3,7 @@
 //! The modules, from the ground up; each uses those above it in this list and none below:
 //!
 //! 1. [`error`], [`interrupt`], [`progress`], [`flags`], [`float`], [`weight`]: the ground;
-//! 2. [`store`]: safetensors files;
+//! 2. [`disk`]: everything that is written, and what protects it; [`store`]: safetensors files;
 //! 3. [`compute`]: arithmetic kernels and the devices that run them;
 //! 4. [`kv`]: the key-value cache, the budget and the static set;
 //! 5. [`model`]: a checkpoint folder, its tokenizer and the decoder forward pass;
@@ -22,6 +22,7 @@ pub mod cmd;
 pub mod compute;
 pub mod corpus;
 pub mod cuda;
+pub mod disk;
 pub mod dump;
 pub mod error;
 pub mod flags;

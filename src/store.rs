@@ -3,25 +3,21 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::fs::{File, Permissions};
-use std::io::Write;
-use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::fs::File;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use bytemuck::Pod;
 use half::f16;
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use tempfile::NamedTempFile;
 
+use crate::disk::{self, Output};
 use crate::error::{Error, Result};
 
-/// Prefix of the names of unfinished files.
-pub const TEMP_PREFIX: &str = ".kvsmith-";
-/// Suffix of the names of unfinished files.
-pub const TEMP_SUFFIX: &str = ".part";
 /// Key of kvsmith's JSON in `__metadata__`.
 pub const METADATA_KEY: &str = "kvsmith";
 
@@ -130,97 +126,6 @@ fn header(specs: &[Spec], metadata: Option<&str>) -> Result<(Vec<u8>, BTreeMap<S
     Ok((bytes, offsets, start + at))
 }
 
-/// An output file that gets its name only when it is complete.
-///
-/// It is created before long work starts, so that a path that cannot be written fails at once.
-pub struct Output {
-    path: PathBuf,
-    temp: NamedTempFile,
-}
-
-impl Output {
-    /// Creates the temporary file in the folder of `path`.
-    pub fn create(path: &Path) -> Result<Self> {
-        // Renaming a file onto a device node would replace the device.
-        if path.exists() && !path.is_file() {
-            let what = match path.is_dir() {
-                true => "a folder",
-                false => "not a regular file",
-            };
-            return Err(Error::failed(format!(
-                "cannot write {}: it is {what}",
-                path.display()
-            )));
-        }
-        // The target of a symbolic link is replaced, not the link.
-        let path = match path.canonicalize() {
-            Ok(path) => path,
-            Err(_) if path.is_symlink() => {
-                let text = format!(
-                    "cannot write {}: it is a symbolic link to nothing",
-                    path.display()
-                );
-                return Err(Error::failed(text).hint("remove the link, or choose another name"));
-            }
-            Err(_) => path.to_path_buf(),
-        };
-        let folder = match path.parent() {
-            Some(p) if !p.as_os_str().is_empty() => p,
-            _ => Path::new("."),
-        };
-        let temp = tempfile::Builder::new()
-            .prefix(TEMP_PREFIX)
-            .suffix(TEMP_SUFFIX)
-            .tempfile_in(folder)
-            .map_err(|e| Error::io(&path, "write", &e))?;
-        Ok(Self { path, temp })
-    }
-
-    /// Writes `bytes` and renames the file to its final name.
-    pub fn finish(mut self, bytes: &[u8]) -> Result<()> {
-        self.temp
-            .write_all(bytes)
-            .map_err(|e| Error::io(&self.path, "write", &e))?;
-        self.persist()
-    }
-
-    fn persist(self) -> Result<()> {
-        let Self { path, temp } = self;
-        let failed = |e| Error::io(&path, "write", &e);
-        temp.as_file().sync_all().map_err(failed)?;
-        // Temporary files are private; results get the permissions of the file that they replace, or of any new file.
-        let permissions = match path.metadata() {
-            Ok(replaced) => replaced.permissions(),
-            Err(_) => Permissions::from_mode(0o666 & !umask()),
-        };
-        temp.as_file().set_permissions(permissions).map_err(failed)?;
-        temp.persist(&path).map_err(|e| failed(e.error))?;
-        Ok(())
-    }
-}
-
-impl Write for Output {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.temp.write(bytes)
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        self.temp.flush()
-    }
-}
-
-/// Reads the process's file mode mask.
-#[allow(clippy::useless_conversion, reason = "mode_t is narrower on other systems")]
-fn umask() -> u32 {
-    // SAFETY: umask only swaps an integer of the process. It is restored at once, and the program
-    // creates files from one thread.
-    unsafe {
-        let mask = libc::umask(0o022);
-        libc::umask(mask);
-        mask.into()
-    }
-}
-
 /// A safetensors file whose tensors are filled in piece by piece.
 pub struct Writer {
     output: Output,
@@ -235,44 +140,43 @@ impl Writer {
     /// The disk has too little space.
     pub fn new(output: Output, specs: &[Spec], metadata: Option<&str>) -> Result<Self> {
         let (bytes, offsets, len) = header(specs, metadata)?;
-        let io = |e: std::io::Error| Error::io(&output.path, "write", &e);
-        reserve(output.temp.as_file(), len).map_err(io)?;
-        output.temp.as_file().write_all_at(&bytes, 0).map_err(io)?;
+        let io = |e: std::io::Error| Error::io(output.path(), "write", &e);
+        disk::reserve(output.file(), len).map_err(io)?;
+        disk::write_all_at(output.file(), &bytes, 0).map_err(io)?;
         Ok(Self { output, offsets })
     }
 
     /// Writes `bytes` into tensor `name`, from byte `at` of its data on.
     pub fn put(&self, name: &str, at: usize, bytes: &[u8]) -> Result<()> {
-        let Output { path, temp } = &self.output;
+        let path = self.output.path();
         let missing = || Error::failed(format!("internal: no tensor `{name}` in {}", path.display()));
         let start = self.offsets.get(name).ok_or_else(missing)?;
-        let written = temp.as_file().write_all_at(bytes, (start + at) as u64);
+        let written = disk::write_all_at(self.output.file(), bytes, (start + at) as u64);
         written.map_err(|e| Error::io(path, "write", &e))
     }
 
     /// Renames the complete file to its final name.
     pub fn finish(self) -> Result<()> {
-        self.output.persist()
+        self.output.persist().map(drop)
     }
-}
 
-/// Sets a file's length and reserves the disk space where the system can.
-#[cfg(target_os = "linux")]
-fn reserve(file: &File, len: usize) -> std::io::Result<()> {
-    use std::os::fd::AsRawFd;
-    let wanted = libc::off_t::try_from(len).map_err(|_| std::io::ErrorKind::FileTooLarge)?;
-    // SAFETY: the descriptor is open for the duration of the call.
-    match unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, wanted.max(1)) } {
-        // Some file systems cannot reserve space; a full disk is then noticed while writing.
-        0 | libc::EOPNOTSUPP | libc::EINVAL => file.set_len(len as u64),
-        code => Err(std::io::Error::from_raw_os_error(code)),
+    /// Finishes the file if it stands a check under its temporary name.
+    ///
+    /// # Errors
+    /// The check fails; the file is then removed.
+    pub fn finish_checked(self, check: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+        check(self.output.unfinished()).map_err(|e| {
+            let place = self.output.unfinished().display().to_string();
+            let what = e
+                .to_string()
+                .replace(&place, &self.output.path().display().to_string());
+            let error = Error::failed(format!("not written, it would not be valid: {what}"));
+            error.hint(
+                "the states of this model are not what a fit can use; see `kvsmith dump` and its values",
+            )
+        })?;
+        self.finish()
     }
-}
-
-/// Sets a file's length; a full disk is noticed while writing.
-#[cfg(not(target_os = "linux"))]
-fn reserve(file: &File, len: usize) -> std::io::Result<()> {
-    file.set_len(len as u64)
 }
 
 /// A tensor with its data, ready to be written.
@@ -301,12 +205,17 @@ impl Tensor {
 
 /// Writes whole tensors and the metadata into `output` and finishes it.
 pub fn write(output: Output, tensors: &[Tensor], metadata: Option<&str>) -> Result<()> {
+    fill(output, tensors, metadata)?.finish()
+}
+
+/// Writes whole tensors and the metadata into `output`, which is then to be finished.
+pub fn fill(output: Output, tensors: &[Tensor], metadata: Option<&str>) -> Result<Writer> {
     let specs: Vec<Spec> = tensors.iter().map(|t| t.spec.clone()).collect();
     let writer = Writer::new(output, &specs, metadata)?;
     for t in tensors {
         writer.put(&t.spec.name, 0, &t.bytes)?;
     }
-    writer.finish()
+    Ok(writer)
 }
 
 /// A memory-mapped safetensors file.
@@ -447,6 +356,55 @@ impl Store {
         }
         Ok(&self.map[*a..*b])
     }
+}
+
+/// Returns the length of a file and its sha256, in hexadecimal.
+///
+/// # Errors
+/// It cannot be read.
+pub fn file_digest(path: &Path) -> Result<FileDigest> {
+    let failed = |e: std::io::Error| Error::io(path, "read", &e);
+    let mut file = File::open(path).map_err(failed)?;
+    let (mut hash, mut buffer, mut bytes) = (Sha256::new(), vec![0; 1 << 20], 0);
+    loop {
+        let read = file.read(&mut buffer).map_err(failed)?;
+        if read == 0 {
+            break;
+        }
+        hash.update(&buffer[..read]);
+        bytes += read as u64;
+    }
+    let sha256 = hex(&hash.finalize());
+    Ok(FileDigest { bytes, sha256 })
+}
+
+/// Length and digest of a file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct FileDigest {
+    /// Length in bytes.
+    pub bytes: u64,
+    /// The sha256 of its content, in hexadecimal.
+    pub sha256: String,
+}
+
+/// Key of a manifest's own digest.
+const SEAL: &str = "manifest_sha256";
+
+/// Adds the digest of a JSON object to it, which finds damage and mix-ups.
+pub fn seal(manifest: &mut Value) {
+    manifest[SEAL] = json!(hex(&Sha256::digest(manifest.to_string().as_bytes())));
+}
+
+/// Tells whether a manifest's text has the digest that it states.
+///
+/// The text itself is hashed, without the member of the digest, so that no reader has to write JSON as we do.
+pub fn seal_holds(text: &str, manifest: &Value) -> bool {
+    let Some(digest) = manifest.get(SEAL).and_then(Value::as_str) else {
+        return false;
+    };
+    let member = format!("\"{SEAL}\":\"{digest}\",");
+    let rest = text.split_once(&member);
+    rest.is_some_and(|(before, after)| hex(&Sha256::digest(format!("{before}{after}"))) == digest)
 }
 
 /// Formats bytes in lower-case hexadecimal.

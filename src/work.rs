@@ -2,7 +2,6 @@
 //! states after the last of them.
 
 use std::collections::BTreeMap;
-use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 
 use ndarray::{Array2, Axis};
@@ -12,18 +11,17 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::artifact::{LayerPart, LayerParts, Report, Section};
+use crate::disk::{Folder, FolderKind, Output};
+use crate::dump::{is_layer_file, layer_file};
 use crate::error::{Error, Result};
-use crate::model::fields::read_json;
-use crate::store::{self, Output, Spec, Store, Tensor, Writer, hex};
+use crate::store::{self, Spec, Store, Tensor, Writer, hex};
 
 /// The folder of one run; locked while it is open.
 pub struct WorkFolder {
-    dir: PathBuf,
+    folder: Folder,
     identity: String,
     /// Name of each section, and its tensors of one layer.
     sections: Vec<(&'static str, Vec<Spec>)>,
-    /// Held until the run ends, however it ends.
-    _lock: File,
 }
 
 /// The manifest of a file of the folder.
@@ -49,61 +47,59 @@ struct HiddenStates {
     next_layer: usize,
 }
 
-const STATE: &str = "state.json";
+/// Work folders.
+static KIND: FolderKind = FolderKind {
+    name: "work folder",
+    mark: "state.json",
+    holds: |name| name == HIDDEN || is_layer_file(name),
+};
+
 const HIDDEN: &str = "hidden.safetensors";
-const LOCK: &str = "lock";
 /// Rows of hidden states that are written together.
 const ROWS: usize = 1024;
 
 impl WorkFolder {
-    /// Opens the folder for a run with this `identity`.
+    /// Opens the folder for a run with this `identity` on a model with `n_layers` layers.
     ///
     /// # Errors
-    /// It holds another run, or this one while `resume` is not set, or another process works in it.
-    pub fn open(dir: &Path, identity: &Value, resume: bool, sections: &[Section]) -> Result<Self> {
-        std::fs::create_dir_all(dir).map_err(|e| Error::io(dir, "make the folder", &e))?;
-        let path = dir.join(LOCK);
-        let lock = File::create(&path).map_err(|e| Error::io(&path, "write", &e))?;
-        lock.try_lock().map_err(|e| match e {
-            TryLockError::WouldBlock => Error::failed(format!("another process works in {}", dir.display()))
-                .hint("wait for it, or choose another --work folder"),
-            TryLockError::Error(e) => Error::io(&path, "lock", &e).hint("choose another --work folder"),
-        })?;
-        remove_leftovers(dir);
+    /// It holds another run, this one while `resume` is not set, or files of others; or another process works in it.
+    pub fn open(
+        dir: &Path,
+        identity: &Value,
+        resume: bool,
+        sections: &[Section],
+        n_layers: usize,
+    ) -> Result<Self> {
         let identity = hex(&Sha256::digest(identity.to_string().as_bytes()));
-        let state = dir.join(STATE);
-        if state.is_file() {
-            let known = read_json(&state)?;
-            if !resume {
-                return Err(
-                    Error::failed(format!("{} holds an unfinished run", dir.display()))
-                        .hint("add --resume to go on with it, or choose another --work folder"),
-                );
-            }
-            if known["identity"] != identity {
-                return Err(Error::failed(format!(
-                    "{} holds a run with other inputs or options",
-                    dir.display()
-                ))
-                .hint(
-                    "use the same model, text, seed and options as before, or choose another --work folder",
-                ));
-            }
-        } else {
-            let text = json!({ "identity": identity }).to_string();
-            Output::create(&state)?.finish(text.as_bytes())?;
+        // The hidden states are removed first: without them, a run starts anew.
+        let files: Vec<String> = [HIDDEN.to_owned()]
+            .into_iter()
+            .chain((0..n_layers).map(layer_file))
+            .collect();
+        let (folder, is_new) = Folder::claim(dir, &KIND, files.clone(), &json!(identity))?;
+        if !is_new && !resume {
+            return Err(
+                Error::failed(format!("{} holds an unfinished run", dir.display()))
+                    .hint("add --resume to go on with it, or choose another --work folder"),
+            );
+        }
+        if *folder.run() != json!(identity) || folder.files() != files {
+            return Err(Error::failed(format!(
+                "{} holds a run with other inputs or options",
+                dir.display()
+            ))
+            .hint("use the same model, text, seed and options as before, or choose another --work folder"));
         }
         let of = |section: &Section| (section.kind.name(), section.layer_specs());
         Ok(Self {
-            dir: dir.to_path_buf(),
+            folder,
             identity,
             sections: sections.iter().map(of).collect(),
-            _lock: lock,
         })
     }
 
     fn layer_path(&self, layer: usize) -> PathBuf {
-        self.dir.join(format!("layer-{layer:05}.safetensors"))
+        self.folder.file(&layer_file(layer))
     }
 
     /// Saves a finished layer, then, unless it is the last, the hidden states after it.
@@ -139,7 +135,9 @@ impl WorkFolder {
             sha256,
             content,
         };
-        json!(manifest).to_string()
+        let mut manifest = json!(manifest);
+        store::seal(&mut manifest);
+        manifest.to_string()
     }
 
     /// Saves the input of `next_layer`, row block by row block.
@@ -152,7 +150,7 @@ impl WorkFolder {
         blocks().for_each(|bytes| hash.update(bytes));
         let digests = BTreeMap::from([("hidden".to_string(), hex(&hash.finalize()))]);
         let manifest = self.manifest(digests, HiddenStates { next_layer });
-        let output = Output::create(&self.dir.join(HIDDEN))?;
+        let output = Output::create(&self.folder.file(HIDDEN))?;
         let specs = [Spec::new::<f32>("hidden", hidden.shape())];
         let writer = Writer::new(output, &specs, Some(&manifest))?;
         let mut at = 0;
@@ -165,25 +163,45 @@ impl WorkFolder {
 
     /// Opens a file of this run and checks its digests; returns what its manifest holds besides.
     fn read<T: DeserializeOwned>(&self, path: &Path) -> Result<(Store, T)> {
-        let store = Store::open(path)?;
-        let manifest = serde_json::from_value(store.manifest()?).ok();
+        let store = Store::open(path).map_err(|e| e.hint(self.advice()))?;
+        let manifest = store.manifest()?;
+        let sealed = store
+            .metadata()
+            .is_some_and(|text| store::seal_holds(text, &manifest));
+        let manifest = serde_json::from_value(manifest).ok();
         let intact = manifest.filter(|manifest: &WorkManifest<T>| {
-            manifest.identity == self.identity
+            sealed
+                && manifest.identity == self.identity
                 && store
                     .specs()
                     .all(|s| store.digest(&s.name).as_ref() == manifest.sha256.get(&s.name))
         });
-        let content = intact.ok_or_else(|| damaged(path))?.content;
+        let content = intact.ok_or_else(|| self.damaged(path))?.content;
         Ok((store, content))
+    }
+
+    /// Makes the error for a file that is not what this run wrote.
+    fn damaged(&self, path: &Path) -> Error {
+        Error::failed(format!("{} is damaged or does not belong here", path.display())).hint(self.advice())
+    }
+
+    fn advice(&self) -> String {
+        format!(
+            "remove {} and start again without --resume",
+            self.folder.path().display()
+        )
     }
 
     /// Reads the hidden states before the next layer and the finished layers of a stopped run, if it got that far.
     pub fn load(&self, shape: [usize; 2]) -> Result<Option<(Array2<f32>, Vec<LayerParts>)>> {
-        let path = self.dir.join(HIDDEN);
+        let path = self.folder.file(HIDDEN);
         if !path.is_file() {
             return Ok(None);
         }
         let (store, HiddenStates { next_layer }) = self.read(&path)?;
+        if !(1..self.n_layers()).contains(&next_layer) {
+            return Err(self.damaged(&path));
+        }
         let values: Vec<f32> = store.read("hidden", &shape)?;
         let hidden = Array2::from_shape_vec(shape, values)?;
         let layers = (0..next_layer).map(|layer| self.load_layer(layer));
@@ -193,9 +211,10 @@ impl WorkFolder {
     /// Reads the parts of a finished layer.
     fn load_layer(&self, layer: usize) -> Result<LayerParts> {
         let path = self.layer_path(layer);
-        let (store, FinishedLayer { quality, .. }) = self.read(&path)?;
-        if quality.len() != self.sections.len() {
-            return Err(damaged(&path));
+        let (store, finished): (_, FinishedLayer) = self.read(&path)?;
+        let quality = finished.quality;
+        if finished.layer != layer || quality.len() != self.sections.len() {
+            return Err(self.damaged(&path));
         }
         let part = |((name, specs), quality): (&(&'static str, Vec<Spec>), Vec<Report>)| {
             let bytes = |spec: &Spec| Ok((spec.name.clone(), store.checked(spec)?.to_vec()));
@@ -205,30 +224,14 @@ impl WorkFolder {
         self.sections.iter().zip(quality).map(part).collect()
     }
 
-    /// Removes what a finished run does not need any more.
-    pub fn clear(&self, n_layers: usize) {
-        let files = (0..n_layers).map(|i| self.layer_path(i));
-        for path in files.chain([HIDDEN, STATE, LOCK].map(|f| self.dir.join(f))) {
-            // The artifact is safe; a file left behind costs disk space alone.
-            let _ = std::fs::remove_file(path);
-        }
-        let _ = std::fs::remove_dir(&self.dir);
+    /// Counts the layers of the model.
+    fn n_layers(&self) -> usize {
+        // All files but the hidden states are layers.
+        self.folder.files().len() - 1
     }
-}
 
-fn damaged(path: &Path) -> Error {
-    Error::failed(format!("{} is damaged", path.display()))
-        .hint("remove the --work folder and start again without --resume")
-}
-
-/// Removes temporary files of a run that was killed, on a best-effort basis.
-fn remove_leftovers(dir: &Path) {
-    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
-        let name = entry.file_name();
-        let name = name.to_string_lossy();
-        if name.starts_with(store::TEMP_PREFIX) && name.ends_with(store::TEMP_SUFFIX) {
-            // Harmless but for the space that it takes.
-            let _ = std::fs::remove_file(entry.path());
-        }
+    /// Removes what a finished run does not need any more.
+    pub fn clear(self) {
+        self.folder.remove();
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use common::*;
 use kvsmith::method::sections::SECTIONS;
-use serde_json::json;
+use serde_json::{Value, json};
 
 fn read(path: &str) -> Vec<u8> {
     std::fs::read(path).unwrap()
@@ -245,11 +245,11 @@ fn a_killed_run_can_be_resumed() {
     }
     let bytes = read(&format!("{work}/{first_layer}"));
     std::fs::remove_file(format!("{work}/{first_layer}")).unwrap();
-    with("--resume").fails(1, first_layer, "check the path");
+    with("--resume").fails(1, first_layer, "start again without --resume");
     std::fs::write(format!("{work}/{first_layer}"), bytes).unwrap();
     let state = read(&format!("{work}/state.json"));
     std::fs::write(format!("{work}/state.json"), "{}").unwrap();
-    with("--resume").fails(1, "holds a run with other inputs", "");
+    with("--resume").fails(1, "state.json is damaged", "remove");
     std::fs::write(format!("{work}/state.json"), state).unwrap();
     assert!(!run.scratch.list("").contains(&"out".to_string()));
 
@@ -270,6 +270,99 @@ fn an_interrupted_run_can_be_resumed() {
         assert!(parts.is_empty(), "left behind: {parts:?}");
         run.resume();
     }
+}
+
+/// A run of three layers that was killed after the second.
+fn killed_after_two_layers(scratch: &Scratch) -> String {
+    let model = checkpoint("qwen2_sliding");
+    let tokens = scratch.tokens("tokens.json", &documents(&[60], 1));
+    let run = format!("calibrate --model {model} --tokens {tokens} --size 4 --overwrite");
+    let work = scratch.path("work");
+    let out = scratch.path("out");
+    for at in 0.. {
+        let _ = std::fs::remove_dir_all(&work);
+        let mut stopped = command(&format!("{run} --work {work} -o {out}"));
+        let fault = format!("kill:{at}");
+        let status = stopped.env("KVSMITH_DISK_FAULT", fault).output().unwrap().status;
+        assert_eq!(status.code(), None, "no change leaves two layers");
+        let hidden = std::fs::read(format!("{work}/hidden.safetensors")).unwrap_or_default();
+        if String::from_utf8_lossy(&hidden).contains("next_layer\\\":2") {
+            break;
+        }
+    }
+    run
+}
+
+/// Files that are whole but not what the run wrote are refused: mixed up, or edited.
+#[test]
+fn a_work_folder_with_other_content_is_refused() {
+    let scratch = Scratch::new();
+    let run = killed_after_two_layers(&scratch);
+    let [work, out] = ["work", "out"].map(|name| scratch.path(name));
+    let resume = || kvsmith(&format!("{run} --work {work} --resume -o {out}"));
+    let [first, second, hidden] =
+        ["layer-00000", "layer-00001", "hidden"].map(|name| format!("{work}/{name}.safetensors"));
+    let refused = |path: &str, culprit: &str| {
+        resume().fails(
+            1,
+            culprit,
+            &format!("remove {work} and start again without --resume"),
+        );
+        assert!(!Path::new(&out).exists(), "{path}");
+    };
+    let originals = [&first, &second, &hidden].map(|path| read(path));
+    let restore = || {
+        for (path, bytes) in [&first, &second, &hidden].iter().zip(&originals) {
+            std::fs::write(path, bytes).unwrap();
+        }
+    };
+    // Layers in each other's place, one twice, and hidden states in place of a layer.
+    std::fs::write(&first, &originals[1]).unwrap();
+    refused(&first, "layer-00000");
+    std::fs::write(&second, &originals[0]).unwrap();
+    refused(&first, "layer-00000");
+    restore();
+    std::fs::write(&second, &originals[2]).unwrap();
+    refused(&second, "layer-00001");
+    restore();
+    // Other values, with the digest of before and with one that fits.
+    let edits: [(&str, &str, Value); 6] = [
+        (&hidden, "next_layer", json!(null)),
+        (&hidden, "next_layer", json!("x")),
+        (&hidden, "next_layer", json!(3)),
+        (&hidden, "next_layer", json!(0)),
+        (&second, "layer", json!(0)),
+        (&second, "quality", json!([])),
+    ];
+    for (path, key, value) in edits {
+        let name = Path::new(path).file_stem().unwrap().to_str().unwrap();
+        resealed(path, path, |manifest| manifest[key] = value.clone());
+        refused(path, name);
+        restore();
+    }
+    for (path, from, to) in [
+        (&hidden, "next_layer\\\":2", "next_layer\\\":1"),
+        (&second, "inertia\\\":", "inertib\\\":"),
+    ] {
+        let mut bytes = read(path);
+        let at = bytes.windows(from.len()).position(|part| part == from.as_bytes());
+        let at = at.unwrap_or_else(|| panic!("{path} has no {from}"));
+        bytes[at..at + from.len()].copy_from_slice(to.as_bytes());
+        std::fs::write(path, bytes).unwrap();
+        refused(path, Path::new(path).file_stem().unwrap().to_str().unwrap());
+        restore();
+    }
+    // The mark lists what may be removed: nothing else than the names of such files is believed.
+    let mark = format!("{work}/state.json");
+    let content = read(&mark);
+    for name in ["../out", "/tmp/x", "notes.txt", "layer-1.safetensors"] {
+        let mut edited: Value = serde_json::from_slice(&content).unwrap();
+        edited["files"][0] = json!(name);
+        std::fs::write(&mark, edited.to_string()).unwrap();
+        resume().fails(1, "state.json is damaged", "remove");
+    }
+    std::fs::write(&mark, content).unwrap();
+    assert!(resume().ok().stderr.contains("going on after layer 2"));
 }
 
 #[test]

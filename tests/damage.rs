@@ -8,12 +8,15 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::*;
+use half::bf16;
 use kvsmith::artifact::Artifact;
+use kvsmith::dump::Dump;
 use kvsmith::error::Result;
 use kvsmith::method::sections::SECTIONS;
 use kvsmith::model::Decoder;
 use rand::{Rng, RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use serde_json::{Value, json};
 
 /// Notes the largest allocation of this process.
 struct Watch;
@@ -106,6 +109,169 @@ fn every_damaged_artifact_is_refused() {
         }
     }
     assert!(LARGEST.load(Ordering::Relaxed) < LIMIT);
+}
+
+/// A small dump with everything in it.
+fn dump(scratch: &Scratch) -> String {
+    let model = checkpoint("llama_default");
+    let tokens = scratch.tokens("tokens.json", &documents(&[30, 25], 1));
+    let command = format!("dump --queries --values --model {model} --tokens {tokens}");
+    scratch.make("dump", &command)
+}
+
+/// Reads everything in a dump.
+fn read_dump(dump: &str) -> Result<()> {
+    let dump = Dump::open(Path::new(dump))?;
+    dump.moments()?;
+    (0..dump.sizes.n_layers).try_for_each(|layer| dump.layer(layer).map(drop))
+}
+
+#[test]
+fn every_damaged_dump_is_refused() {
+    let scratch = Scratch::new();
+    let dump = dump(&scratch);
+    read_dump(&dump).unwrap();
+    let mut rng = ChaCha8Rng::seed_from_u64(4);
+    for file in scratch.list("dump") {
+        let path = format!("{dump}/{file}");
+        let bytes = std::fs::read(&path).unwrap();
+        let refused = |what: String, damaged: &[u8]| {
+            std::fs::write(&path, damaged).unwrap();
+            assert!(read_dump(&dump).is_err(), "{file}: {what}");
+        };
+        for _ in 0..60 {
+            let at = rng.gen_range(0..bytes.len());
+            let mut damaged = bytes.clone();
+            damaged[at] ^= 1 << rng.gen_range(0..8);
+            // Spaces between the values of the manifest mean nothing.
+            let same = |a: &[u8], b: &[u8]| -> bool {
+                let parse = |bytes: &[u8]| serde_json::from_slice::<Value>(bytes).ok();
+                parse(a).is_some() && parse(a) == parse(b)
+            };
+            if file != "manifest.json" || !same(&bytes, &damaged) {
+                refused(format!("a flipped bit at byte {at}"), &damaged);
+            }
+            refused(format!("an end at byte {at}"), &bytes[..at]);
+        }
+        std::fs::write(&path, bytes).unwrap();
+        read_dump(&dump).unwrap();
+    }
+    // A whole file in another's place.
+    let [first, second] = ["layer-00000", "layer-00001"].map(|name| format!("{dump}/{name}.safetensors"));
+    std::fs::copy(&first, &second).unwrap();
+    assert!(read_dump(&dump).is_err());
+    assert!(LARGEST.load(Ordering::Relaxed) < LIMIT);
+}
+
+/// The commands that read a dump check what they read.
+#[test]
+fn commands_refuse_a_damaged_dump() {
+    let scratch = Scratch::new();
+    let dump = dump(&scratch);
+    let out = scratch.path("out");
+    for (file, tensor, commands) in [
+        (
+            "layer-00001",
+            "k_pre",
+            &["codebook --size 4", "signs", "priors", "moments"][..],
+        ),
+        ("layer-00000", "q_pre", &["priors", "moments"]),
+        (
+            "tokens",
+            "held_out",
+            &["codebook --size 4", "signs", "priors", "moments"],
+        ),
+        ("moments", "sum_qq", &["codebook --size 4"]),
+    ] {
+        let path = format!("{dump}/{file}.safetensors");
+        let bytes = std::fs::read(&path).unwrap();
+        let mut tensors = read_tensors(&path);
+        tensors.get_mut(tensor).unwrap().bytes[0] ^= 1;
+        // The header as it was: one flipped bit in the data.
+        write_tensors(&path, &tensors);
+        for command in commands {
+            let outcome = kvsmith(&format!("{command} --dump {dump} -o {out}"));
+            outcome.fails(1, &format!("{file}.safetensors does not have its digest"), "make");
+        }
+        std::fs::write(path, bytes).unwrap();
+    }
+    assert!(!Path::new(&out).exists());
+}
+
+/// Sizes that the files do not have are found before anything is allocated for them.
+#[test]
+fn dumps_with_hostile_sizes() {
+    let scratch = Scratch::new();
+    let dump = dump(&scratch);
+    let manifest = std::fs::read(format!("{dump}/manifest.json")).unwrap();
+    let refused = |edit: &dyn Fn(&mut Value)| {
+        reseal_dump(&dump, edit);
+        let error = read_dump(&dump).unwrap_err();
+        std::fs::write(format!("{dump}/manifest.json"), &manifest).unwrap();
+        error.to_string()
+    };
+    for size in ["n_layers", "n_heads", "n_kv_heads", "head_dim"] {
+        for value in [0, 1, 3, 64, (1 << 31) - 1, 1 << 31, u64::MAX >> 1, u64::MAX] {
+            refused(&|manifest| manifest["model"][size] = json!(value));
+        }
+    }
+    for (key, value) in [
+        ("held_out", json!([[0, 0, 5]])),
+        ("held_out", json!([[7, 0, 5]])),
+        ("held_out", json!([[0, 9, 5]])),
+        ("held_out", json!([[0, 0, 10_000_000_000_000u64]])),
+        ("tokens", json!(54)),
+        ("blocks", json!(u64::MAX)),
+        ("held_out_tokens", json!(1)),
+        ("ids_sha256", json!("")),
+    ] {
+        let error = refused(&|manifest| manifest["calibration"][key] = value.clone());
+        assert!(error.contains("calibration"), "{key}: {error}");
+    }
+    refused(&|manifest| manifest["dtype"] = json!("f16"));
+    refused(&|manifest| manifest["wrope_position"] = json!(1u64 << 40));
+    refused(&|manifest| manifest["model"]["windows"] = json!([0, 0]));
+    refused(&|manifest| manifest["files"] = json!({}));
+    read_dump(&dump).unwrap();
+    assert!(LARGEST.load(Ordering::Relaxed) < LIMIT);
+}
+
+/// Whatever is written stands its own check, however large or small the model's states are.
+#[test]
+fn what_is_written_can_be_read() {
+    let (mut written, mut refused) = (0, 0);
+    for exponent in [-38, -30, -20, -10, 0, 10, 15, 17, 18, 19, 25, 38] {
+        let scratch = Scratch::new();
+        let model = scratch.model("model", "llama_default");
+        edit_tensors(&model, |tensors| {
+            for (name, tensor) in tensors.iter_mut() {
+                if name.contains("q_proj.weight") || name.contains("k_proj.weight") {
+                    let scaled = tensor.bytes.chunks(2).map(|x| {
+                        let x = bf16::from_le_bytes([x[0], x[1]]).to_f32();
+                        bf16::from_f32(x * 10f32.powi(exponent))
+                    });
+                    tensor.bytes = scaled.flat_map(bf16::to_le_bytes).collect();
+                }
+            }
+        });
+        let tokens = scratch.tokens("tokens.json", &documents(&[60, 60], 1));
+        let art = scratch.path("art");
+        let outcome = kvsmith(&format!(
+            "calibrate --size 4 --model {model} --tokens {tokens} -o {art}"
+        ));
+        match outcome.code {
+            Some(0) => {
+                kvsmith(&format!("inspect --verify {art}")).ok();
+                written += 1;
+            }
+            _ => {
+                outcome.fails(1, "", "");
+                assert!(!Path::new(&art).exists());
+                refused += 1;
+            }
+        }
+    }
+    assert!(written > 0 && refused > 0, "{written} {refused}");
 }
 
 #[test]

@@ -11,7 +11,7 @@ use source::{Module, Tree};
 /// The floors from the ground up, with the modules of each. A module belongs where its longest prefix stands.
 const FLOORS: [&[&str]; 12] = [
     &["error", "interrupt", "progress", "flags", "float", "weight"],
-    &["store"],
+    &["disk", "store"],
     &["compute"],
     &["kv"],
     &["model"],

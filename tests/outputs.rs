@@ -242,3 +242,152 @@ fn names_need_not_be_utf8() {
         std::fs::remove_file(path).unwrap();
     }
 }
+
+/// The contents of the files in a folder.
+fn contents(folder: &str) -> Vec<(String, Vec<u8>)> {
+    let names = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
+    let mut files: Vec<_> = names
+        .filter(|path| path.is_file())
+        .map(|path| (path.display().to_string(), std::fs::read(&path).unwrap()))
+        .collect();
+    files.sort();
+    files
+}
+
+/// A folder that is something else is neither filled nor emptied.
+#[test]
+fn folders_of_others_stay() {
+    let files = Files::new();
+    let Files {
+        model, tokens, dump, ..
+    } = &files;
+    let out = files.scratch.path("new");
+    let calibrate = |work: &str, out: &str| {
+        format!("calibrate --model {model} --tokens {tokens} --size 8 --overwrite -o {out} --work {work}")
+    };
+    let foreign = files.scratch.path("foreign");
+    std::fs::create_dir(&foreign).unwrap();
+    files.scratch.write("foreign/lock", "somebody's");
+    files.scratch.write("foreign/tokens.safetensors", "somebody's");
+    files
+        .scratch
+        .write("foreign/layer-00001.safetensors", "somebody's");
+    let inside = files.scratch.path("foreign/out");
+    let dump_to = |folder: &str| format!("dump --model {model} --tokens {tokens} -o {folder}");
+    for (command, folder, culprit, hint) in [
+        (
+            calibrate(dump, &out),
+            dump,
+            "a file `layer-00000.safetensors`",
+            "an empty folder",
+        ),
+        (
+            calibrate(&foreign, &out),
+            &foreign,
+            "a file `layer-00001.safetensors`",
+            "an empty folder",
+        ),
+        (calibrate(model, &out), model, "is an input", "an empty folder"),
+        (
+            calibrate(&foreign, &inside),
+            &foreign,
+            "lies in the --work folder",
+            "another place",
+        ),
+        (
+            dump_to(dump),
+            dump,
+            "already holds a dump",
+            "choose another folder",
+        ),
+        (
+            dump_to(&foreign),
+            &foreign,
+            "a file `tokens.safetensors`",
+            "an empty folder",
+        ),
+        (dump_to(model), model, "is an input", "an empty folder"),
+    ] {
+        let before = contents(folder);
+        kvsmith(&command).fails(2, culprit, hint);
+        assert!(contents(folder) == before, "{command}");
+    }
+    assert!(!files.scratch.list("").contains(&"new".to_owned()));
+}
+
+/// A dump that fails takes what it wrote with it, and nothing else.
+#[test]
+fn a_failed_dump_leaves_what_was_there() {
+    let files = Files::new();
+    let Files { model, tokens, .. } = &files;
+    let folder = files.scratch.path("folder");
+    std::fs::create_dir(&folder).unwrap();
+    files.scratch.write("folder/notes.txt", "the only copy");
+    files
+        .scratch
+        .write("folder/layer-00009.safetensors", "another file of the user's");
+    let before = contents(&folder);
+    edit_tensors(model, |tensors| {
+        let name = "model.layers.1.self_attn.k_proj.weight";
+        tensors.get_mut(name).unwrap().bytes.fill(0xff);
+    });
+    let outcome = kvsmith(&format!("dump --model {model} --tokens {tokens} -o {folder}"));
+    outcome.fails(1, "not finite", "");
+    assert!(contents(&folder) == before);
+}
+
+/// Unfinished files are removed once their process is dead for certain, and only then.
+#[test]
+fn unfinished_files_of_dead_processes_go() {
+    let files = Files::new();
+    let folder = files.scratch.path("folder");
+    std::fs::create_dir(&folder).unwrap();
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+    let here: String = boot.chars().filter(char::is_ascii_hexdigit).take(12).collect();
+    let dead = format!("folder/.kvsmith-{here}-1-abcdef.part");
+    let alive = format!("folder/.kvsmith-{here}-2-abcdef.part");
+    let others = [
+        "folder/.kvsmith-x.part",
+        "folder/.kvsmith-1-x.part.txt",
+        "folder/x.part",
+    ];
+    let write = |name: &str| files.scratch.write(name, "unfinished");
+    write(&dead);
+    others.iter().for_each(|name| drop(write(name)));
+    // Somebody, here this test, still has it open.
+    let lock = std::fs::File::options().write(true).open(write(&alive)).unwrap();
+    lock.lock().unwrap();
+    let command = format!("moments --dump {} --overwrite -o {folder}/out", files.dump);
+    kvsmith(&command).ok();
+    let mut expected: Vec<String> = others
+        .iter()
+        .map(|name| name["folder/".len()..].to_owned())
+        .collect();
+    expected.push("out".to_owned());
+    let with_alive = |expected: &[String]| {
+        let mut names = [expected, &[alive["folder/".len()..].to_owned()]].concat();
+        names.sort();
+        names
+    };
+    assert_eq!(files.scratch.list("folder"), with_alive(&expected));
+    drop(lock);
+    kvsmith(&command).ok();
+    expected.sort();
+    assert_eq!(files.scratch.list("folder"), expected);
+}
+
+/// Another computer's, on a disk that only this one has: a disk that was moved, or this computer before it was started
+/// again.
+#[test]
+fn unfinished_files_from_before_a_restart_go() {
+    let files = Files::new();
+    // A file system in memory is this computer's alone.
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let name = folder.path().join(".kvsmith-000000000000-1-abcdef.part");
+    std::fs::write(&name, "unfinished").unwrap();
+    let out = folder.path().join("out");
+    kvsmith(&format!("moments --dump {} -o {}", files.dump, out.display())).ok();
+    assert!(!name.exists() && out.exists());
+}

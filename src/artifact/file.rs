@@ -8,11 +8,11 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::json;
 
-use super::manifest::{AGAIN, seal_holds};
-use super::{FORMAT, Manifest, Report, SectionKind, SectionManifest, Sections, parse, short};
+use super::manifest::AGAIN;
+use super::{FORMAT, Manifest, Report, SectionKind, SectionManifest, parse, short};
 use crate::error::{Error, Result};
 use crate::model::Sizes;
-use crate::store::{self, Element, Spec, Store};
+use crate::store::{self, Element, Spec, Store, seal_holds};
 
 /// An opened artifact or section file.
 pub struct Artifact {
@@ -30,7 +30,7 @@ impl Artifact {
     /// Opens a file whose sections are among `known` and checks its header: canonical form, manifest
     /// digest, and that every section has exactly its tensors in the right types and shapes. Tensor
     /// data are not read.
-    pub fn open(path: &Path, known: Sections) -> Result<Self> {
+    pub fn open(path: &Path, known: &[&'static dyn SectionKind]) -> Result<Self> {
         let store = Store::open(path)?;
         let manifest = read_manifest(&store)?;
         let context = |e: Error| e.context(path.display());

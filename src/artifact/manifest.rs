@@ -5,20 +5,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
-use sha2::{Digest, Sha256};
 
 use crate::corpus::Origin;
 use crate::error::{Error, Result};
-use crate::store::hex;
+use crate::store;
 
 /// Version of the file format.
 pub const FORMAT: u64 = 1;
 /// The hint for a file that this version does not read.
 pub(super) const AGAIN: &str =
     "make it again with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`";
-
-/// Key of the manifest's own digest.
-const SEAL: &str = "manifest_sha256";
 
 /// The quality report of one KV head.
 pub type Report = Map<String, Value>;
@@ -79,21 +75,9 @@ impl Manifest {
             false => others.into_iter().collect::<Vec<_>>().join("+"),
         };
         let mut value = json!(self);
-        value[SEAL] = json!(hex(&Sha256::digest(value.to_string().as_bytes())));
+        store::seal(&mut value);
         value.to_string()
     }
-}
-
-/// Tells whether a manifest's text has the digest that it states.
-///
-/// The text itself is hashed, without the member of the digest, so that no reader has to write JSON as we do.
-pub fn seal_holds(text: &str, manifest: &Value) -> bool {
-    let Some(digest) = manifest.get(SEAL).and_then(Value::as_str) else {
-        return false;
-    };
-    let member = format!("\"{SEAL}\":\"{digest}\",");
-    let rest = text.split_once(&member);
-    rest.is_some_and(|(before, after)| hex(&Sha256::digest(format!("{before}{after}"))) == digest)
 }
 
 /// Writes something as a JSON object of the manifest.

@@ -2,13 +2,18 @@
 
 use std::collections::BTreeMap;
 
-use super::{Artifact, Manifest, Section};
+use super::{Artifact, Manifest, Section, SectionKind};
 use crate::corpus::Origin;
+use crate::disk::Output;
 use crate::error::{Error, Result};
-use crate::store::{self, Output, Tensor};
+use crate::store::{self, Tensor};
 
 /// Writes one or more complete sections with their manifest.
+///
+/// # Errors
+/// A section does not have the values that readers ask for; the disk is full.
 pub fn write(output: Output, origin: Origin, sections: Vec<Section>) -> Result<()> {
+    let kinds: Vec<_> = sections.iter().map(|section| section.kind).collect();
     let mut manifest = Manifest::new(origin);
     let mut tensors = Vec::new();
     for mut section in sections {
@@ -22,7 +27,18 @@ pub fn write(output: Output, origin: Origin, sections: Vec<Section>) -> Result<(
         manifest.sections.insert(name.clone(), section.manifest);
         manifest.quality.insert(name, section.quality);
     }
-    store::write(output, &tensors, Some(&manifest.seal()))
+    finish(output, &tensors, manifest, &kinds)
+}
+
+/// Writes a file and gives it its name if it stands every check of a reader.
+fn finish(
+    output: Output,
+    tensors: &[Tensor],
+    manifest: Manifest,
+    kinds: &[&'static dyn SectionKind],
+) -> Result<()> {
+    let writer = store::fill(output, tensors, Some(&manifest.seal()))?;
+    writer.finish_checked(|path| Artifact::open(path, kinds)?.verify())
 }
 
 /// Merges section files that were made from the same model and the same calibration.
@@ -52,7 +68,9 @@ pub fn pack(output: Output, parts: &[Artifact]) -> Result<()> {
         }
     }
     let tensors: Vec<Tensor> = tensors.into_values().collect();
-    store::write(output, &tensors, Some(&manifest.seal()))
+    let sections = parts.iter().flat_map(Artifact::sections);
+    let kinds: Vec<_> = sections.map(|section| section.kind).collect();
+    finish(output, &tensors, manifest, &kinds)
 }
 
 /// Fails if two section files do not go together.

@@ -67,6 +67,10 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
     note_cpu_parts(device.as_ref(), log);
     let start = std::time::Instant::now();
     let inputs: Vec<&Path> = args.input.files().chain([args.model.as_path()]).collect();
+    if let Some(work) = &args.work {
+        output::check_folder("--work", work, &inputs)?;
+        output::check_outside(&args.output, work)?;
+    }
     let output = output::create(&args.output, &inputs, global)?;
     let decoder = open_model(&args.model, log)?;
     check_wrope_position(args.wrope_position, &decoder, log);
@@ -104,8 +108,8 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
     let layers = layers_on(device.as_ref(), &decoder, global)?;
     calibration.run(layers.as_ref(), work.as_ref(), &mut sections)?;
     artifact::write(output, origin, sections)?;
-    if let Some(work) = &work {
-        work.clear(sizes.n_layers);
+    if let Some(work) = work {
+        work.clear();
     }
     let seconds = start.elapsed().as_secs_f64();
     let note = format!("wrote {} in {seconds:.1} s", args.output.display());
@@ -150,7 +154,8 @@ fn open_work(
         "precision": format!("{:?}", global.precision),
         "sections": sections.iter().map(|s| &s.manifest).collect::<Vec<_>>(),
     });
-    WorkFolder::open(dir, &identity, args.resume, sections).map(Some)
+    let n_layers = origin.model.sizes.n_layers;
+    WorkFolder::open(dir, &identity, args.resume, sections, n_layers).map(Some)
 }
 
 /// Lists the rows whose queries any fit reads, ascending.

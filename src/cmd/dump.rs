@@ -1,12 +1,14 @@
 //! `kvsmith dump`: writes captured states and query moments into a folder.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde_json::json;
 
-use super::{check_wrope_position, device_for, finish, layers_on, load_corpus, model_manifest, open_model};
+use super::{
+    check_wrope_position, device_for, finish, layers_on, load_corpus, model_manifest, open_model, output,
+};
 use crate::cmd::args::{Global, Input};
 use crate::corpus::Origin;
 use crate::dump::{self, DumpOptions};
@@ -44,8 +46,10 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
     let device = global.open_model_device("dump")?;
     let start = Instant::now();
-    let new = dump::NewDump::create(&args.output)?;
+    let inputs: Vec<&Path> = args.input.files().chain([args.model.as_path()]).collect();
+    output::check_folder("-o", &args.output, &inputs)?;
     let decoder = open_model(&args.model, log)?;
+    let new = dump::NewDump::create(&args.output, decoder.config.n_layers)?;
     let device = device_for(device, &decoder, global)?;
     check_wrope_position(args.wrope_position, &decoder, log);
     let corpus = load_corpus(&args.model, &decoder, &args.input, global)?;

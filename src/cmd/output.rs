@@ -8,8 +8,9 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::args::Global;
+use crate::disk::Output;
 use crate::error::{Error, Result};
-use crate::store::{Output, Store};
+use crate::store::Store;
 
 /// Longest line of a trace that is looked at to recognise it.
 const MAX_LINE: u64 = 1 << 20;
@@ -24,6 +25,42 @@ pub fn create(path: &Path, inputs: &[&Path], global: &Global) -> Result<Output> 
     Output::create(path)
 }
 
+/// Checks that the folder `path` of flag `flag` may be filled: it is not one of the `inputs`, nor the folder of one.
+///
+/// # Errors
+/// It is: exit code 2.
+pub fn check_folder(flag: &str, path: &Path, inputs: &[&Path]) -> Result<()> {
+    match inputs.iter().find(|input| is_same(input, path)) {
+        None => Ok(()),
+        Some(_) => {
+            let error = Error::usage(format!("{flag} {} is an input of this command", path.display()));
+            Err(error.hint("choose a new or an empty folder"))
+        }
+    }
+}
+
+/// Checks that the output `path` does not lie in the folder `work` of flag --work, which is not there to stay.
+///
+/// # Errors
+/// It does: exit code 2.
+pub fn check_outside(path: &Path, work: &Path) -> Result<()> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new("."));
+    match folder == work || is_same(folder, work) {
+        false => Ok(()),
+        true => {
+            let error = Error::usage(format!("{} lies in the --work folder", path.display()));
+            Err(error.hint("choose another place: a finished run removes its --work folder"))
+        }
+    }
+}
+
+/// Tells whether two paths are of the same file or folder, which is there.
+fn is_same(a: &Path, b: &Path) -> bool {
+    let id = |path: &Path| path.metadata().map(|found| (found.dev(), found.ino())).ok();
+    id(a).is_some_and(|a| Some(a) == id(b))
+}
+
 /// Checks that `path` may be written; see [`create`].
 fn check(path: &Path, inputs: &[&Path], global: &Global) -> Result<()> {
     let Ok(found) = path.metadata() else {
@@ -32,10 +69,7 @@ fn check(path: &Path, inputs: &[&Path], global: &Global) -> Result<()> {
     let shown = path.display();
     for input in inputs {
         let refused = |what: String| Err(Error::usage(what).hint("choose another name for the output"));
-        if input
-            .metadata()
-            .is_ok_and(|input| (input.dev(), input.ino()) == (found.dev(), found.ino()))
-        {
+        if is_same(input, path) {
             return refused(format!("{shown} is an input of this command"));
         }
         let folder = |path: &Path| path.canonicalize().ok()?.parent().map(Path::to_path_buf);

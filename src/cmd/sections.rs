@@ -177,8 +177,10 @@ impl SectionCommand {
         if !self.kind.facts().reads_moments {
             return Ok(None);
         }
-        let path = self.moments.clone().unwrap_or_else(|| dump.moments_path());
-        let moments = Moments::read(&path, dump.sizes)?;
+        let Some(path) = &self.moments else {
+            return dump.moments().map(Some);
+        };
+        let moments = Moments::read(path, dump.sizes)?;
         if moments.origin != dump.origin {
             return Err(Error::failed(format!(
                 "{} was not taken from {}",

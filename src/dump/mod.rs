@@ -4,20 +4,25 @@ pub mod moments;
 mod read;
 mod write;
 
+use std::collections::BTreeMap;
+
 use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 
 pub use self::read::{Dump, LayerDump, State};
 pub use self::write::{NewDump, write};
 use crate::corpus::Origin;
+use crate::disk::FolderKind;
 use crate::float::Float;
 use crate::model::Sizes;
-use crate::store::Spec;
+use crate::store::{FileDigest, Spec};
 
 /// Version of the folder's format.
 pub const FORMAT: u64 = 1;
 /// Name of the file that only a complete dump has.
 pub const MANIFEST: &str = "manifest.json";
+/// Name of the file of the tokens.
+pub const TOKENS: &str = "tokens.safetensors";
 /// Name of the file of the query moments.
 pub const MOMENTS: &str = "moments.safetensors";
 
@@ -42,15 +47,33 @@ struct DumpManifest {
     tool_version: String,
     /// Where the model ran.
     device: String,
+    /// Length and digest of every other file.
+    files: BTreeMap<String, FileDigest>,
     #[serde(flatten)]
     origin: Origin,
     #[serde(flatten)]
     options: DumpOptions,
 }
 
+/// Dump folders that are not complete.
+static UNFINISHED: FolderKind = FolderKind {
+    name: "dump",
+    mark: "unfinished.json",
+    holds: |name| [TOKENS, MOMENTS].contains(&name) || is_layer_file(name),
+};
+
 /// Names a layer's file.
-fn layer_file(layer: usize) -> String {
+pub fn layer_file(layer: usize) -> String {
     format!("layer-{layer:05}.safetensors")
+}
+
+/// Tells whether [`layer_file`] gives this name.
+pub fn is_layer_file(name: &str) -> bool {
+    let number = name
+        .strip_prefix("layer-")
+        .and_then(|rest| rest.strip_suffix(".safetensors"));
+    let layer = number.and_then(|number| number.parse().ok());
+    layer.is_some_and(|layer| layer_file(layer) == name)
 }
 
 /// Describes the tensors of one layer's file.

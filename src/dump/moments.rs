@@ -1,5 +1,6 @@
 //! The moments file: the query moments of all layers, computed while dumping or again later.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use ndarray::Array3;
@@ -7,10 +8,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use crate::corpus::Origin;
+use crate::disk::Output;
 use crate::error::{Error, Result};
 use crate::model::Sizes;
 use crate::stats::moments::{LayerMoments, Position};
-use crate::store::{self, Output, Store, Tensor};
+use crate::store::{self, Spec, Store, Tensor};
 
 /// The query moments of all layers and their origin.
 pub struct Moments {
@@ -27,6 +29,8 @@ const KIND: &str = "moments";
 #[derive(Serialize, Deserialize)]
 struct MomentsManifest {
     kind: String,
+    /// Digest of each tensor's data.
+    sha256: BTreeMap<String, String>,
     /// Null means standard RoPE; a missing field is an error.
     #[serde(deserialize_with = "Position::deserialize")]
     wrope_position: Position,
@@ -47,10 +51,16 @@ impl Moments {
         ];
         let manifest = MomentsManifest {
             kind: KIND.to_string(),
+            sha256: tensors
+                .iter()
+                .map(|t| (t.spec.name.clone(), t.digest()))
+                .collect(),
             wrope_position: self.position,
             origin: self.origin.clone(),
         };
-        store::write(output, &tensors, Some(&json!(manifest).to_string()))
+        let mut manifest = json!(manifest);
+        store::seal(&mut manifest);
+        store::write(output, &tensors, Some(&manifest.to_string()))
     }
 
     /// Reads a moments file for a model with these sizes.
@@ -60,12 +70,21 @@ impl Moments {
     pub fn read(path: &Path, sizes: Sizes) -> Result<Self> {
         let (l, g, d) = (sizes.n_layers, sizes.n_kv_heads, sizes.head_dim);
         let store = Store::open(path)?;
-        let manifest = serde_json::from_value::<MomentsManifest>(store.manifest()?).ok();
-        let Some(manifest) = manifest.filter(|m| m.kind == KIND) else {
-            return Err(Error::failed(format!("{} is not a moments file", path.display())));
+        let manifest = store.manifest()?;
+        let sealed = store
+            .metadata()
+            .is_some_and(|text| store::seal_holds(text, &manifest));
+        let Ok(manifest) = MomentsManifest::deserialize(manifest) else {
+            let error = Error::failed(format!("{} is not a moments file", path.display()));
+            return Err(error.hint("give a file made by `kvsmith dump` or `kvsmith moments` of this version"));
         };
         let sums: Vec<f64> = store.read("sum_qq", &[l, g, d, d])?;
         let counts: Vec<u64> = store.read("count", &[l, g])?;
+        let intact = |spec: &Spec| store.digest(&spec.name).as_ref() == manifest.sha256.get(&spec.name);
+        if manifest.kind != KIND || !sealed || !store.specs().all(intact) {
+            let error = Error::failed(format!("{} does not have its digests", path.display()));
+            return Err(error.hint("the file is damaged; make it again"));
+        }
         if let Some(i) = sums.iter().position(|v| !v.is_finite()) {
             return Err(Error::failed(format!(
                 "{}: `sum_qq` has a value that is not finite (element {i})",

@@ -1,5 +1,6 @@
 //! Reads a dump: its origin, and the states of a layer, head by head.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -7,13 +8,14 @@ use std::path::{Path, PathBuf};
 use ndarray::Array2;
 use serde_json::json;
 
-use super::{DumpManifest, DumpOptions, FORMAT, MANIFEST, MOMENTS, layer_file, layer_specs};
-use crate::corpus::Origin;
+use super::moments::Moments;
+use super::{DumpManifest, DumpOptions, FORMAT, MANIFEST, MOMENTS, TOKENS, layer_file, layer_specs};
+use crate::corpus::{Corpus, CorpusManifest, Origin};
 use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::model::Sizes;
 use crate::model::fields::read_json;
-use crate::store::Store;
+use crate::store::{self, FileDigest, Store};
 
 /// A complete dump folder, opened for reading.
 pub struct Dump {
@@ -30,6 +32,8 @@ pub struct Dump {
     pub block_start: Vec<u32>,
     /// Which states the dump keeps, and how.
     pub options: DumpOptions,
+    /// Length and digest of every file.
+    files: BTreeMap<String, FileDigest>,
 }
 
 impl Dump {
@@ -53,35 +57,42 @@ impl Dump {
         if manifest.get("format") != Some(&json!(FORMAT)) {
             return Err(invalid(&format!("not a dump of format {FORMAT}")));
         }
+        let sealed = store::seal_holds(&manifest.to_string(), &manifest);
         let manifest: DumpManifest = serde_json::from_value(manifest).map_err(|e| invalid(&e.to_string()))?;
-        let DumpManifest { origin, options, .. } = manifest;
+        if !sealed {
+            return Err(invalid("the manifest was altered"));
+        }
+        let DumpManifest {
+            origin,
+            options,
+            files,
+            ..
+        } = manifest;
         if u32::try_from(options.wrope_position).is_err() {
-            return Err(Error::failed("`wrope_position` is not valid").context(path.display()));
+            return Err(invalid("`wrope_position` is not valid"));
+        }
+        let sizes = origin.model.sizes;
+        sizes.check().map_err(|e| e.context(path.display()))?;
+        let tokens = open_intact(dir, TOKENS, &files)?;
+        let n = tokens.bytes("held_out").map_or(0, <[u8]>::len);
+        // Sizes that are not those of the files would have their say in allocations.
+        for layer in 0..sizes.n_layers {
+            let store = Store::open(&dir.join(layer_file(layer)))?;
+            layer_specs(sizes, n, &options)
+                .iter()
+                .try_for_each(|spec| store.checked(spec).map(drop))?;
         }
         origin.model.check().map_err(|e| e.context(path.display()))?;
-        let tokens = Store::open(&dir.join("tokens.safetensors"))?;
-        let n = tokens.bytes("held_out").map_or(0, <[u8]>::len);
-        let held_out: Vec<u8> = tokens.read("held_out", &[n])?;
-        let blocks = tokens.bytes("block_start").map_or(0, |b| b.len() / 4);
-        let block_start: Vec<u32> = tokens.read("block_start", &[blocks])?;
-        let ascending = block_start.windows(2).all(|w| w[0] < w[1]);
-        if block_start.first() != Some(&0) || block_start.last().map(|l| *l as usize) != Some(n) || !ascending
-        {
-            return Err(invalid(
-                "tokens.safetensors has a `block_start` that does not fit its rows",
-            ));
-        }
-        if origin.calibration.tokens != n {
-            return Err(invalid("`calibration.tokens` does not fit tokens.safetensors"));
-        }
+        let (kept, block_start) = read_blocks(&tokens, &origin.calibration).map_err(|what| invalid(what))?;
         Ok(Self {
             dir: dir.to_path_buf(),
-            sizes: origin.model.sizes,
+            sizes,
             origin,
             n,
-            kept: held_out.iter().map(|h| *h == 0).collect(),
+            kept,
             block_start,
             options,
+            files,
         })
     }
 
@@ -94,15 +105,23 @@ impl Dump {
         }
     }
 
-    /// Returns the path of the query moments that were computed while dumping.
-    pub fn moments_path(&self) -> PathBuf {
-        self.dir.join(MOMENTS)
+    /// Reads the query moments that were computed while dumping.
+    ///
+    /// # Errors
+    /// The file is not the one that the dump was made with.
+    pub fn moments(&self) -> Result<Moments> {
+        open_intact(&self.dir, MOMENTS, &self.files)?;
+        Moments::read(&self.dir.join(MOMENTS), self.sizes)
     }
 
     /// Opens the states of one layer.
+    ///
+    /// # Errors
+    /// The file is not the one that the dump was made with.
     pub fn layer(&self, layer: usize) -> Result<LayerDump> {
-        let path = self.dir.join(layer_file(layer));
-        let store = Store::open(&path)?;
+        let name = layer_file(layer);
+        let path = self.dir.join(&name);
+        let store = open_intact(&self.dir, &name, &self.files)?;
         for spec in layer_specs(self.sizes, self.n, &self.options) {
             store.checked(&spec)?;
         }
@@ -114,6 +133,48 @@ impl Dump {
             d: self.sizes.head_dim,
             dtype: self.options.dtype,
         })
+    }
+}
+
+/// Opens a file of a dump if it has its digest.
+fn open_intact(dir: &Path, name: &str, files: &BTreeMap<String, FileDigest>) -> Result<Store> {
+    let path = dir.join(name);
+    if Some(&store::file_digest(&path)?) != files.get(name) {
+        let error = Error::failed(format!("{} does not have its digest", path.display()));
+        return Err(error.hint("the file is damaged or of another dump; make the dump again"));
+    }
+    Store::open(&path)
+}
+
+/// Reads which rows are kept and where blocks start, which must be as the manifest says.
+fn read_blocks(
+    tokens: &Store,
+    text: &CorpusManifest,
+) -> std::result::Result<(Vec<bool>, Vec<u32>), &'static str> {
+    let values = |name: &str| tokens.bytes(name).map_or(0, |bytes| bytes.len() / 4);
+    let read = |name: &str| tokens.read::<u32>(name, &[values(name)]);
+    let wrong = "`calibration` does not fit tokens.safetensors";
+    let (Ok(ids), Ok(block_start)) = (read("ids"), read("block_start")) else {
+        return Err(wrong);
+    };
+    let n = ids.len();
+    let held_out: Vec<u8> = tokens.read("held_out", &[n]).map_err(|_| wrong)?;
+    let ascending = block_start.windows(2).all(|w| w[0] < w[1]);
+    let ends = (block_start.first(), block_start.last().map(|last| *last as usize));
+    if ends != (Some(&0), Some(n)) || !ascending {
+        return Err("tokens.safetensors has a `block_start` that does not fit its rows");
+    }
+    let corpus = Corpus {
+        ids,
+        block_start,
+        held_out: text.held_out.clone(),
+        seq_len: text.seq_len,
+        seed: text.seed,
+    };
+    let kept = held_out.iter().map(|held_out| *held_out == 0).collect();
+    match corpus.is_consistent() && corpus.manifest() == *text && corpus.kept() == kept {
+        true => Ok((kept, corpus.block_start)),
+        false => Err(wrong),
     }
 }
 

@@ -1,21 +1,25 @@
 //! Writes a dump: runs the model over the text once, layer by layer.
 
-use std::path::{Path, PathBuf};
+use std::collections::BTreeMap;
+use std::path::Path;
 
 use ndarray::{Array3, ArrayView3, Axis};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::moments::Moments;
-use super::{DumpManifest, DumpOptions, FORMAT, MANIFEST, MOMENTS, layer_file, layer_specs};
+use super::{
+    DumpManifest, DumpOptions, FORMAT, MANIFEST, MOMENTS, TOKENS, UNFINISHED, layer_file, layer_specs,
+};
 use crate::capture::Capture;
 use crate::compute::device::Device;
 use crate::corpus::{Corpus, Origin};
+use crate::disk::{Folder, Output};
 use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::model::forward::Layers;
 use crate::progress::{Log, size};
 use crate::stats::moments::{LayerMoments, Position};
-use crate::store::{self, Output, Spec, Tensor, Writer};
+use crate::store::{self, FileDigest, Spec, Tensor, Writer};
 
 /// Runs the model over the corpus and fills the dump folder.
 ///
@@ -26,7 +30,7 @@ pub fn write(
     device: &dyn Device,
     corpus: &Corpus,
     origin: Origin,
-    mut new: NewDump,
+    new: NewDump,
     options: &DumpOptions,
     log: Log,
 ) -> Result<()> {
@@ -34,8 +38,8 @@ pub fn write(
     let sizes = decoder.config.sizes();
     let n = corpus.n_tokens();
     let specs = layer_specs(sizes, n, options);
-    check_space(&new.dir, &specs, sizes.n_layers)?;
-    write_tokens(corpus, new.file("tokens.safetensors")?)?;
+    check_space(new.folder.path(), &specs, sizes.n_layers)?;
+    write_tokens(corpus, new.output(TOKENS)?)?;
 
     let kept = corpus.kept();
     let position = Position::Windowed(options.wrope_position);
@@ -48,7 +52,7 @@ pub fn write(
     let mut capture = Capture::start(layers, corpus)?;
     for i in 0..sizes.n_layers {
         progress.stage(format!("layer {} of {}", i + 1, sizes.n_layers));
-        let writer = Writer::new(new.file(&layer_file(i))?, &specs, None)?;
+        let writer = Writer::new(new.output(&layer_file(i))?, &specs, None)?;
         let mut sums = LayerMoments::new(sizes.n_kv_heads, sizes.head_dim);
         capture.layer(&progress, &mut |rows, states| {
             let (q_pre, kept) = (states.q_pre.view(), &kept[rows.clone()]);
@@ -66,68 +70,86 @@ pub fn write(
         writer.finish()?;
         moments.layers.push(sums);
     }
-    moments.write(new.file(MOMENTS)?)?;
+    moments.write(new.output(MOMENTS)?)?;
     let manifest = DumpManifest {
         format: FORMAT,
-        kind: "dump".to_string(),
+        kind: UNFINISHED.name.to_string(),
         tool_version: env!("CARGO_PKG_VERSION").to_string(),
         device: device.name().to_string(),
+        files: new.digests()?,
         origin: moments.origin,
         options: *options,
     };
-    let text = serde_json::to_vec_pretty(&json!(manifest)).map_err(|e| Error::failed(e.to_string()))?;
-    Output::create(&new.dir.join(MANIFEST))?.finish(&text)?;
-    new.files.clear();
-    Ok(())
+    new.complete(&manifest)
 }
 
 /// A dump folder that is not complete yet; dropping it removes what was written.
 pub struct NewDump {
-    dir: PathBuf,
-    /// Whether the folder was not there before.
-    made: bool,
-    files: Vec<PathBuf>,
+    folder: Folder,
+    complete: bool,
 }
 
 impl NewDump {
-    /// Makes the folder and checks that it can be written.
+    /// Claims a folder for the dump of a model with `n_layers` layers.
     ///
     /// # Errors
-    /// It holds a dump already, or cannot be written.
-    pub fn create(dir: &Path) -> Result<Self> {
+    /// It holds a dump, or files with the names of a dump's, or cannot be written.
+    pub fn create(dir: &Path, n_layers: usize) -> Result<Self> {
         if dir.as_os_str().is_empty() {
-            return Err(Error::usage("-o needs the name of a folder"));
+            return Err(Error::usage("-o needs the name of a folder").hint("give a name with -o"));
         }
         if dir.join(MANIFEST).exists() {
-            return Err(Error::failed(format!("{} already holds a dump", dir.display()))
-                .hint("remove it or choose another folder with -o"));
+            let error = Error::usage(format!("{} already holds a dump", dir.display()));
+            return Err(error.hint("remove it or choose another folder with -o"));
         }
-        let new = Self {
-            dir: dir.to_path_buf(),
-            made: !dir.exists(),
-            files: Vec::new(),
-        };
-        std::fs::create_dir_all(dir).map_err(|e| Error::io(dir, "make the folder", &e))?;
-        Output::create(&dir.join(MANIFEST))?;
-        Ok(new)
+        let layers = (0..n_layers).map(layer_file);
+        let files: Vec<String> = [TOKENS, MOMENTS]
+            .map(str::to_owned)
+            .into_iter()
+            .chain(layers)
+            .collect();
+        let claim = || Folder::claim(dir, &UNFINISHED, files.clone(), &Value::Null);
+        let (mut folder, is_new) = claim()?;
+        if !is_new {
+            // What a killed process left.
+            folder.remove();
+            drop(folder);
+            folder = claim()?.0;
+        }
+        Ok(Self {
+            folder,
+            complete: false,
+        })
     }
 
-    /// Creates a file in the folder.
-    fn file(&mut self, name: &str) -> Result<Output> {
-        let path = self.dir.join(name);
-        self.files.push(path.clone());
-        Output::create(&path)
+    /// Starts a file of the folder.
+    fn output(&self, name: &str) -> Result<Output> {
+        Output::create(&self.folder.file(name))
+    }
+
+    /// Computes the digests of all files.
+    fn digests(&self) -> Result<BTreeMap<String, FileDigest>> {
+        let files = self.folder.files().iter();
+        files
+            .map(|name| Ok((name.clone(), store::file_digest(&self.folder.file(name))?)))
+            .collect()
+    }
+
+    /// Writes the manifest, sealed with its own digest, which makes the dump complete.
+    fn complete(mut self, manifest: &DumpManifest) -> Result<()> {
+        let mut manifest = json!(manifest);
+        store::seal(&mut manifest);
+        let text = serde_json::to_vec_pretty(&manifest).map_err(|e| Error::failed(e.to_string()))?;
+        self.folder.complete(MANIFEST, &text)?;
+        self.complete = true;
+        Ok(())
     }
 }
 
 impl Drop for NewDump {
     fn drop(&mut self) {
-        // Without its manifest the folder is no dump, even if some file cannot be removed.
-        for path in &self.files {
-            let _ = std::fs::remove_file(path);
-        }
-        if self.made {
-            let _ = std::fs::remove_dir(&self.dir);
+        if !self.complete {
+            self.folder.remove();
         }
     }
 }

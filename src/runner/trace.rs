@@ -1,6 +1,7 @@
 //! The trace of a session: the choice of every KV head in every decode step.
 
 use std::io::Write;
+use std::path::Path;
 
 use serde_json::json;
 
@@ -38,5 +39,5 @@ impl<'a> Trace<'a> {
 }
 
 fn failed(e: std::io::Error) -> Error {
-    Error::failed(format!("cannot write the trace: {e}"))
+    Error::io(Path::new("the trace"), "write", &e)
 }

@@ -388,6 +388,19 @@ pub fn resealed(path: &str, to: &str, edit: impl FnOnce(&mut Value)) {
     std::fs::write(to, safetensors(&text, &bytes[header..])).unwrap();
 }
 
+/// Edits the manifest of a dump, with its digest and that of the tokens made right again.
+pub fn reseal_dump(dump: &str, edit: impl FnOnce(&mut Value)) {
+    let hex = |bytes: &[u8]| -> String { Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect() };
+    let path = format!("{dump}/manifest.json");
+    let mut manifest: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let tokens = std::fs::read(format!("{dump}/tokens.safetensors")).unwrap();
+    manifest["files"]["tokens.safetensors"] = json!({ "bytes": tokens.len(), "sha256": hex(&tokens) });
+    edit(&mut manifest);
+    manifest.as_object_mut().unwrap().remove("manifest_sha256");
+    manifest["manifest_sha256"] = json!(hex(manifest.to_string().as_bytes()));
+    std::fs::write(path, manifest.to_string()).unwrap();
+}
+
 /// Characters of [`tokenizer`], from id 3 on.
 pub const ALPHABET: &str = "abcdefghijklmnopqrstuvwxyz0123456789 ,.-";
 

@@ -3,9 +3,10 @@
 use std::path::Path;
 use std::process::Stdio;
 
+use kvsmith::disk::Output as NewFile;
 use kvsmith::dump::{Dump, State};
 use kvsmith::method::registry::METHODS;
-use kvsmith::store::{self, Output as NewFile, Tensor};
+use kvsmith::store::{self, Tensor};
 use serde_json::{Value, json as object};
 
 use super::common::{Outcome, number, root};

@@ -1,0 +1,224 @@
+//! A folder that one run fills with files.
+
+use std::fs::{File, TryLockError};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use super::{Output, make_folder, remove_file, remove_folder, rename, sync_folder};
+use crate::error::{Error, Result};
+
+/// A kind of folder.
+#[derive(Debug)]
+pub struct FolderKind {
+    /// What it is called, such as `dump`.
+    pub name: &'static str,
+    /// The file that marks the folder as one of this kind.
+    pub mark: &'static str,
+    /// Tells whether a file of this name can be one of the folder's.
+    pub holds: fn(&str) -> bool,
+}
+
+/// A folder that one run fills; locked while it is open.
+///
+/// Its mark lists the files that the run may write. None of them was there before, so that whatever has one of
+/// these names is the run's own; nothing else is ever removed.
+pub struct Folder {
+    path: PathBuf,
+    kind: &'static FolderKind,
+    content: Mark,
+    /// The locked mark. The lock ends with the run, however it ends.
+    lock: File,
+}
+
+/// The content of a mark.
+#[derive(Serialize)]
+struct Mark {
+    kind: String,
+    /// The process that made the folder, for people who find it.
+    process: u32,
+    /// Whether the folder itself was made for the run.
+    made: bool,
+    files: Vec<String>,
+    /// What the run says about itself.
+    run: Value,
+}
+
+impl Mark {
+    /// Reads a mark, or the last file of a folder in its place: see [`Folder::complete`].
+    fn parse(text: &[u8]) -> Option<Self> {
+        let content: Value = serde_json::from_slice(text).ok()?;
+        let files = match &content["files"] {
+            Value::Array(names) => names
+                .iter()
+                .map(|name| name.as_str().map(str::to_owned))
+                .collect(),
+            Value::Object(files) => Some(files.keys().cloned().collect()),
+            _ => None,
+        };
+        Some(Self {
+            kind: content["kind"].as_str()?.to_owned(),
+            process: 0,
+            made: content["made"].as_bool().unwrap_or(false),
+            files: files?,
+            run: content["run"].clone(),
+        })
+    }
+}
+
+impl Folder {
+    /// Claims a folder for a run that writes `files`, or takes up one with a mark.
+    ///
+    /// # Errors
+    /// Another process works in it, it holds a file of such a name that is not a run's, or it cannot be written.
+    pub fn claim(
+        path: &Path,
+        kind: &'static FolderKind,
+        files: Vec<String>,
+        run: &Value,
+    ) -> Result<(Self, bool)> {
+        let made = make_folder(path).map_err(|e| Error::io(path, "make the folder", &e))?;
+        let claimed = Self::claim_made(path, kind, &files, run, made);
+        if claimed.is_err() && made {
+            let _ = remove_folder(path);
+        }
+        claimed
+    }
+
+    /// Claims a folder that is there; `made` tells whether it was made for this run.
+    fn claim_made(
+        path: &Path,
+        kind: &'static FolderKind,
+        files: &[String],
+        run: &Value,
+        made: bool,
+    ) -> Result<(Self, bool)> {
+        // Whoever else claims or leaves the folder now is soon done.
+        for _ in 0..3 {
+            if let Some(folder) = Self::take_up(path, kind)? {
+                return Ok((folder, false));
+            }
+            if let Some(name) = files
+                .iter()
+                .find(|name| path.join(name).symlink_metadata().is_ok())
+            {
+                let what = format!(
+                    "{} holds a file `{name}` that is not a {}'s",
+                    path.display(),
+                    kind.name
+                );
+                return Err(Error::usage(what).hint("choose a new or an empty folder"));
+            }
+            let content = Mark {
+                kind: kind.name.to_owned(),
+                process: std::process::id(),
+                made,
+                files: files.to_vec(),
+                run: run.clone(),
+            };
+            let mark = path.join(kind.mark);
+            match Output::create(&mark)?.persist_new(json!(content).to_string().as_bytes()) {
+                Ok(lock) => {
+                    let path = path.to_path_buf();
+                    #[rustfmt::skip]
+                    return Ok((Self { path, kind, content, lock }, true));
+                }
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(e) => return Err(Error::io(&mark, "write", &e)),
+            }
+        }
+        Err(in_use(path))
+    }
+
+    /// Takes up a folder that has a mark.
+    fn take_up(path: &Path, kind: &'static FolderKind) -> Result<Option<Self>> {
+        let mark = path.join(kind.mark);
+        let lock = match File::options().read(true).write(true).open(&mark) {
+            Ok(file) => file,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(Error::io(&mark, "open", &e)),
+        };
+        lock.try_lock().map_err(|e| match e {
+            TryLockError::WouldBlock => in_use(path),
+            TryLockError::Error(e) => Error::io(&mark, "lock", &e).hint("choose another folder"),
+        })?;
+        // The run that had the lock may have removed or completed the folder.
+        let id = |found: io::Result<std::fs::Metadata>| found.map(|found| (found.dev(), found.ino())).ok();
+        if id(lock.metadata()) != id(mark.metadata()) {
+            return Ok(None);
+        }
+        let text = std::fs::read(&mark).map_err(|e| Error::io(&mark, "read", &e))?;
+        let content = Mark::parse(&text).filter(|content| {
+            content.kind == kind.name && content.files.iter().all(|name| (kind.holds)(name))
+        });
+        let content = content.ok_or_else(|| {
+            let error = Error::failed(format!("{} is damaged or not kvsmith's", mark.display()));
+            error.hint(format!(
+                "remove {} if it is an old {}, or choose another folder",
+                path.display(),
+                kind.name
+            ))
+        })?;
+        let path = path.to_path_buf();
+        #[rustfmt::skip]
+        return Ok(Some(Self { path, kind, content, lock }));
+    }
+
+    /// Returns the path of a file in the folder.
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
+    /// Returns the folder's path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Lists the files that the run may write, in the order in which they are removed.
+    pub fn files(&self) -> &[String] {
+        &self.content.files
+    }
+
+    /// Returns what the run says about itself.
+    pub fn run(&self) -> &Value {
+        &self.content.run
+    }
+
+    /// Removes the files of the run, and then the folder, if that was made for it and nothing else is in it.
+    ///
+    /// Best effort, in an order that can be taken up again at any point: the mark goes after all files.
+    pub fn remove(&self) {
+        let files = self.content.files.iter().map(String::as_str);
+        for name in files.chain([self.kind.mark]) {
+            if remove_file(&self.file(name)).is_err() {
+                return;
+            }
+        }
+        sync_folder(&self.file(self.kind.mark));
+        if self.content.made {
+            let _ = remove_folder(&self.path);
+        }
+    }
+
+    /// Replaces the mark by the last file of a complete folder, in one step. A process that is killed before that leaves
+    /// this file as the mark, so it has members `kind` and `files` too.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn complete(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
+        let mark = self.file(self.kind.mark);
+        let mut output = Output::create(&mark)?;
+        io::Write::write_all(&mut output, bytes).map_err(|e| Error::io(&mark, "write", &e))?;
+        self.lock = output.persist()?;
+        let path = self.file(name);
+        rename(&mark, &path).map_err(|e| Error::io(&path, "write", &e))
+    }
+}
+
+fn in_use(path: &Path) -> Error {
+    Error::failed(format!("another process works in {}", path.display()))
+        .hint("wait for it, or choose another folder")
+}

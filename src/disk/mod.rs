@@ -1,0 +1,158 @@
+//! Every change that the program makes on a disk, in one place: output files that appear when they are complete,
+//! and folders that a run fills.
+//!
+//! Debug builds can stop or starve themselves at any of these changes, which is how the tests go through all of
+//! them: `KVSMITH_DISK_FAULT=kill:7` kills the process at the eighth change (half of it done, if it is a write), and
+//! `full:7` fails that change and every later one that needs space.
+
+mod folder;
+mod output;
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+pub use folder::{Folder, FolderKind};
+pub use output::Output;
+
+/// Writes `bytes` from byte `at` of a file on.
+///
+/// # Errors
+/// The disk is full, or fails.
+pub fn write_all_at(file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
+    // A kill in the middle of a write leaves a part of it; if that fails, less of it.
+    fault::growth(|| drop(file.write_all_at(&bytes[..bytes.len() / 2], at)))?;
+    file.write_all_at(bytes, at)
+}
+
+/// Sets a file's length and reserves the disk space where the system can.
+///
+/// # Errors
+/// The disk is full, or the file system takes no file of this length.
+pub fn reserve(file: &File, len: usize) -> io::Result<()> {
+    fault::growth(|| {})?;
+    allocate(file, len)
+}
+
+#[cfg(target_os = "linux")]
+fn allocate(file: &File, len: usize) -> io::Result<()> {
+    use std::os::fd::AsRawFd;
+    let wanted = libc::off_t::try_from(len).map_err(|_| io::ErrorKind::FileTooLarge)?;
+    // SAFETY: the descriptor is open for the duration of the call.
+    match unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, wanted.max(1)) } {
+        // Some file systems cannot reserve space; a full disk is then noticed while writing.
+        0 | libc::EOPNOTSUPP | libc::EINVAL => file.set_len(len as u64),
+        code => Err(io::Error::from_raw_os_error(code)),
+    }
+}
+
+/// A full disk is noticed while writing.
+#[cfg(not(target_os = "linux"))]
+fn allocate(file: &File, len: usize) -> io::Result<()> {
+    file.set_len(len as u64)
+}
+
+/// Makes a folder and those above it; tells whether it was not there before.
+fn make_folder(path: &Path) -> io::Result<bool> {
+    let made = !path.exists();
+    fault::growth(|| {})?;
+    std::fs::create_dir_all(path)?;
+    Ok(made)
+}
+
+/// Removes a file that kvsmith wrote, if it is there.
+fn remove_file(path: &Path) -> io::Result<()> {
+    fault::point(|| {});
+    match std::fs::remove_file(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        result => result,
+    }
+}
+
+/// Removes a folder that kvsmith made, if nothing is left in it.
+fn remove_folder(path: &Path) -> io::Result<()> {
+    fault::point(|| {});
+    std::fs::remove_dir(path)
+}
+
+/// Gives a file another name, and makes that last.
+fn rename(from: &Path, to: &Path) -> io::Result<()> {
+    fault::point(|| {});
+    std::fs::rename(from, to)?;
+    sync_folder(to);
+    Ok(())
+}
+
+/// Makes the new names in the folder of `path` outlast a power failure, where the file system offers that.
+fn sync_folder(path: &Path) {
+    fault::point(|| {});
+    let _ = File::open(folder_of(path)).and_then(|folder| folder.sync_all());
+}
+
+/// Returns the folder that a file lies in.
+fn folder_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}
+
+/// The faults that tests ask for.
+#[cfg(debug_assertions)]
+mod fault {
+    use std::io;
+    use std::sync::OnceLock;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    /// What goes wrong, and at which change.
+    struct Plan {
+        kill: bool,
+        at: u64,
+    }
+
+    static PLAN: OnceLock<Option<Plan>> = OnceLock::new();
+    static DONE: AtomicU64 = AtomicU64::new(0);
+
+    fn plan() -> Option<&'static Plan> {
+        let read = || {
+            let text = std::env::var("KVSMITH_DISK_FAULT").ok()?;
+            let (kind, at) = text.split_once(':')?;
+            let (kill, at) = (kind == "kill", at.parse().ok()?);
+            Some(Plan { kill, at })
+        };
+        PLAN.get_or_init(read).as_ref()
+    }
+
+    /// Counts a change; at the planned one, does a part of it and kills the process.
+    pub fn point(part: impl FnOnce()) -> bool {
+        let Some(plan) = plan() else {
+            return false;
+        };
+        let done = DONE.fetch_add(1, Ordering::Relaxed);
+        if plan.kill && done == plan.at {
+            part();
+            // SAFETY: ends this process.
+            unsafe { libc::raise(libc::SIGKILL) };
+        }
+        !plan.kill && done >= plan.at
+    }
+
+    /// Counts a change that needs space.
+    pub fn growth(part: impl FnOnce()) -> io::Result<()> {
+        match point(part) {
+            true => Err(io::Error::from_raw_os_error(libc::ENOSPC)),
+            false => Ok(()),
+        }
+    }
+}
+
+/// No faults in release builds.
+#[cfg(not(debug_assertions))]
+mod fault {
+    pub fn point(_: impl FnOnce()) {}
+
+    pub fn growth(_: impl FnOnce()) -> std::io::Result<()> {
+        Ok(())
+    }
+}
