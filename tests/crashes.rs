@@ -269,3 +269,41 @@ fn killed_while_a_result_is_replaced() {
     }
     assert!(olds >= 5 && news >= 2, "{olds} {news}");
 }
+
+/// Of several processes with one work folder, one works; the others say so and change nothing.
+#[test]
+fn one_process_per_work_folder() {
+    let inputs = Inputs::new();
+    let (straight, reference) = inputs.reference(&CASES[0]);
+    let expected = &reference[&format!("{straight}/out")];
+    let work = inputs.scratch.path("work");
+    let [model, tokens] = [&inputs.names[0].1, &inputs.names[1].1];
+    let mut refused = 0;
+    for round in 0..5 {
+        let out = |i: usize| inputs.scratch.path(&format!("out-{round}-{i}"));
+        let runs: Vec<_> = (0..4)
+            .map(|i| {
+                start(&format!(
+                    "calibrate --model {model} --tokens {tokens} --size 4 --work {work} --resume -o {}",
+                    out(i)
+                ))
+            })
+            .collect();
+        let mut finished = 0;
+        for (i, run) in runs.into_iter().enumerate() {
+            let outcome = Outcome::of(run.wait_with_output().unwrap());
+            if outcome.code == Some(0) {
+                assert!(std::fs::read(out(i)).unwrap() == *expected);
+                finished += 1;
+            } else {
+                outcome.fails(1, "another process works in", "choose another folder");
+                assert!(!Path::new(&out(i)).exists());
+                refused += 1;
+            }
+        }
+        // Who made the folder may not be who filled it, so it may stay, empty.
+        assert!(finished > 0);
+        assert!(!Path::new(&work).exists() || files(&work).is_empty());
+    }
+    assert!(refused > 0, "no two ever met");
+}

@@ -29,14 +29,14 @@ pub struct FolderKind {
 pub struct Folder {
     path: PathBuf,
     kind: &'static FolderKind,
-    content: Mark,
+    content: FolderMark,
     /// The locked mark. The lock ends with the run, however it ends.
     lock: File,
 }
 
 /// The content of a mark.
 #[derive(Serialize)]
-struct Mark {
+struct FolderMark {
     kind: String,
     /// The process that made the folder, for people who find it.
     process: u32,
@@ -47,7 +47,7 @@ struct Mark {
     run: Value,
 }
 
-impl Mark {
+impl FolderMark {
     /// Reads a mark, or the last file of a folder in its place: see [`Folder::complete`].
     fn parse(text: &[u8]) -> Option<Self> {
         let content: Value = serde_json::from_slice(text).ok()?;
@@ -112,7 +112,7 @@ impl Folder {
                 );
                 return Err(Error::usage(what).hint("choose a new or an empty folder"));
             }
-            let content = Mark {
+            let content = FolderMark {
                 kind: kind.name.to_owned(),
                 process: std::process::id(),
                 made,
@@ -151,7 +151,7 @@ impl Folder {
             return Ok(None);
         }
         let text = std::fs::read(&mark).map_err(|e| Error::io(&mark, "read", &e))?;
-        let content = Mark::parse(&text).filter(|content| {
+        let content = FolderMark::parse(&text).filter(|content| {
             content.kind == kind.name && content.files.iter().all(|name| (kind.holds)(name))
         });
         let content = content.ok_or_else(|| {

@@ -83,7 +83,7 @@ impl Dump {
                 .try_for_each(|spec| store.checked(spec).map(drop))?;
         }
         origin.model.check().map_err(|e| e.context(path.display()))?;
-        let (kept, block_start) = read_blocks(&tokens, &origin.calibration).map_err(|what| invalid(what))?;
+        let (kept, block_start) = read_blocks(&tokens, &origin.calibration).map_err(invalid)?;
         Ok(Self {
             dir: dir.to_path_buf(),
             sizes,
