@@ -26,6 +26,9 @@ pub static METHODS: &[MethodName] = &[
     MethodName(&ctkvr::METHOD),
 ];
 
+/// Full attention, which also runs wherever a method does not choose.
+pub static FULL: MethodName = MethodName(&full::METHOD);
+
 /// One of [`METHODS`], as the command line names it.
 #[derive(Clone, Copy)]
 pub struct MethodName(&'static Declaration);
@@ -80,7 +83,7 @@ impl ValueEnum for MethodName {
 /// Returns the default method: the first with a section in the artifact, else full attention.
 pub fn default_method(artifact: Option<&Artifact>) -> MethodName {
     let calibrated = METHODS.iter().find(|method| method.section(artifact).is_some());
-    calibrated.copied().unwrap_or(MethodName(&full::METHOD))
+    calibrated.copied().unwrap_or(FULL)
 }
 
 /// Returns the bytes that `method` needs whatever the context: those of its artifact section.

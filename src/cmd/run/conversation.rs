@@ -44,6 +44,8 @@ pub(super) struct Conversation<'a> {
     pub global: &'a Global,
     /// Type of the cache.
     pub kv: KvType,
+    /// What could not run as asked for, and what ran instead.
+    pub fallbacks: Vec<String>,
     pub session: Session<'a>,
     pub turns: Turns<'a>,
     pub sampler: Sampler,
