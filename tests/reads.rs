@@ -83,7 +83,11 @@ fn count(trace: &str, method: &str, sizes: &Sizes, prompt: usize, budget: f64) -
         let first = SINKS.clamp(start, last);
         let chosen = line["positions"].as_array().unwrap().len();
         let (n, seen) = (last - first, end - start);
-        let most = if budget > 1.0 { budget as usize } else { ((budget * seen as f64) as usize).max(1) };
+        let most = if budget > 1.0 {
+            budget as usize
+        } else {
+            ((budget * seen as f64) as usize).max(1)
+        };
         let counted = &mut layers[layer];
         counted.choices += 1;
         counted.rows += seen - n + chosen;
@@ -107,7 +111,10 @@ fn the_counters_are_those_of_the_trace() {
         let (prompt, trace) = (ids.len(), scratch.path("trace"));
         let tokens = scratch.tokens("prompt.json", &[ids]);
         let texts = scratch.tokens("texts.json", &documents(&[60, 60], 1));
-        let art = scratch.make("art", &format!("calibrate --model {model} --tokens {texts} --size 8"));
+        let art = scratch.make(
+            "art",
+            &format!("calibrate --model {model} --tokens {texts} --size 8"),
+        );
         for (method, budget, kv) in METHODS.iter().flat_map(|m| {
             let kinds = [("0.2", "f32"), ("5", "bf16"), ("1.0", "f16"), ("3", "2bit")];
             kinds.map(|(budget, kv)| (m.as_str(), budget, kv))
@@ -137,7 +144,11 @@ fn the_counters_are_those_of_the_trace() {
                 "f16" | "bf16" => 2 * sizes.d,
                 _ => sizes.d / 8 + packed_width(sizes.d),
             };
-            let row = if kv == "2bit" { key + packed_width(sizes.d) } else { 2 * key };
+            let row = if kv == "2bit" {
+                key + packed_width(sizes.d)
+            } else {
+                2 * key
+            };
             let ranked = json["keys_ranked"].as_u64().unwrap() as usize;
             if !["lfps", "ctkvr"].contains(&method) {
                 assert_eq!(ranked, 0, "{what}");
@@ -153,9 +164,14 @@ fn the_counters_are_those_of_the_trace() {
             let told = json["layers"].as_array().unwrap();
             assert_eq!(told.len(), layers.len());
             for ((told, layer), window) in told.iter().zip(&layers).zip(sizes.windows) {
-                let method = if layer.full == layer.choices { "full" } else { method };
+                let method = if layer.full == layer.choices {
+                    "full"
+                } else {
+                    method
+                };
                 let expected = json!({
                     "method": method, "model_window": window, "rows_read": layer.rows, "bypasses": layer.full,
+                    "full_heads": [],
                 });
                 assert_eq!(told, &expected, "{what}");
             }
@@ -183,9 +199,18 @@ fn a_layer_in_which_nothing_is_chosen_is_named() {
         "run --json --ignore-eos --model {} --tokens {tokens} --max-new 5 --sinks 2 --window 12 --budget 2 --method streaming",
         checkpoint("qwen2_sliding")
     ));
-    assert!(run.stderr.contains("full attention in layers 1, 2"), "{}", run.stderr);
+    assert!(
+        run.stderr.contains("full attention in layers 1, 2"),
+        "{}",
+        run.stderr
+    );
     let json = run.json();
-    let names: Vec<&Value> = json["layers"].as_array().unwrap().iter().map(|l| &l["method"]).collect();
+    let names: Vec<&Value> = json["layers"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|l| &l["method"])
+        .collect();
     assert_eq!(names, ["streaming", "full", "full"]);
     // Without a decode step nothing was chosen and nothing read.
     let none = kvsmith(&format!(

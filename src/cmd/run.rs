@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use super::args::Global;
 use super::output::Lines;
-use super::reading::{Reading, parse_budget};
+use super::reading::{Reading, in_full, parse_budget};
 use super::{device_for, open_model};
 use crate::compute::device::Device;
 use crate::cuda::Body;
@@ -94,30 +94,24 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let device = global.open_model_device("run")?;
     args.reading.check(device.as_ref())?;
     let decoder = open_model(&args.model, log)?;
-    let mut fallbacks = Vec::new();
     let on_gpu = device.cuda().is_some();
     let device = device_for(device, &decoder, global)?;
-    if on_gpu && device.cuda().is_none() {
-        fallbacks.push("the model runs on the CPU".to_owned());
-    }
+    let on_cpu = (on_gpu && device.cuda().is_none()).then_some("the model runs on the CPU");
     let turns = Turns::open(args, &decoder, log)?;
     if args.top_p < 1.0 && args.temperature == 0.0 {
         log.warn("--top-p does nothing without --temperature");
     }
     let artifact = args.reading.open(&decoder, log)?;
     let name = args.method.unwrap_or_else(|| default_method(artifact.as_ref()));
-    let method = args
-        .reading
-        .method(name, artifact.as_ref(), &decoder, global.seed)?;
+    let method = args.reading.method(name, artifact.as_ref(), &decoder, global)?;
+
     let options = args
         .reading
         .options(args.budget, artifact.as_ref(), device.as_ref())?;
     let known = turns.known();
     // Before the weights are loaded, and dropped after the session that writes to it.
-    let mut lines = match &args.trace {
-        Some(path) => Some(Lines::create(path, &args.inputs(), global)?),
-        None => None,
-    };
+    let create = |path| Lines::create(path, &args.inputs(), global);
+    let mut lines = args.trace.as_ref().map(|path| create(path)).transpose()?;
     let (mut session, fallback) = open_session(
         args,
         global,
@@ -127,7 +121,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         options,
         known,
     )?;
-    fallbacks.extend(fallback.map(str::to_owned));
+    let of_device = [on_cpu, fallback].into_iter().flatten().map(str::to_owned);
     if let Some(lines) = &mut lines {
         session.trace(std::io::BufWriter::new(lines));
     }
@@ -135,7 +129,8 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         args,
         global,
         kv: options.kv,
-        fallbacks,
+        fallbacks: of_device.chain(in_full(method.as_ref())).collect(),
+        full_heads: method.full_heads(),
         session,
         turns,
         sampler: Sampler::new(args.temperature, args.top_p, global.seed),

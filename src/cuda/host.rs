@@ -23,8 +23,8 @@ use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::{Positions, Selection, Shape};
 use crate::kv::sample::Sampler;
 use crate::kv::{KvHead, StaticSet};
-use crate::method::{Choice, Method};
 use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, OnDevice};
+use crate::method::{Choice, Method};
 use crate::runner::{Backend, Counts, Options, Shares, StepAt, Trace};
 use static_set::{StaticAttention, put_rows};
 

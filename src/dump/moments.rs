@@ -62,7 +62,8 @@ impl Moments {
         let store = Store::open(path)?;
         let manifest = serde_json::from_value::<MomentsManifest>(store.manifest()?).ok();
         let Some(manifest) = manifest.filter(|m| m.kind == KIND) else {
-            return Err(Error::failed(format!("{} is not a moments file", path.display())));
+            return Err(Error::failed(format!("{} is not a moments file", path.display()))
+                .hint("`kvsmith dump` and `kvsmith moments` make one"));
         };
         let sums: Vec<f64> = store.read("sum_qq", &[l, g, d, d])?;
         let counts: Vec<u64> = store.read("count", &[l, g])?;

@@ -56,9 +56,9 @@ impl Dump {
         let manifest: DumpManifest = serde_json::from_value(manifest).map_err(|e| invalid(&e.to_string()))?;
         let DumpManifest { origin, options, .. } = manifest;
         if u32::try_from(options.wrope_position).is_err() {
-            return Err(Error::failed("`wrope_position` is not valid").context(path.display()));
+            return Err(invalid("`wrope_position` is not valid"));
         }
-        origin.model.check().map_err(|e| e.context(path.display()))?;
+        origin.model.check().map_err(|e| invalid(&e.to_string()))?;
         let tokens = Store::open(&dir.join("tokens.safetensors"))?;
         let n = tokens.bytes("held_out").map_or(0, <[u8]>::len);
         let held_out: Vec<u8> = tokens.read("held_out", &[n])?;

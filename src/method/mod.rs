@@ -43,6 +43,11 @@ pub trait Method: Send + Sync {
     fn cuda(&self) -> Option<&dyn CudaMethod> {
         None
     }
+
+    /// Lists layer and KV head of the heads that full attention serves in its place.
+    fn full_heads(&self) -> &[(usize, usize)] {
+        &[]
+    }
 }
 
 /// A function that makes heads: a method without a GPU index.

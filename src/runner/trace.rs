@@ -39,4 +39,5 @@ impl<'a> Trace<'a> {
 
 fn failed(e: std::io::Error) -> Error {
     Error::failed(format!("cannot write the trace: {e}"))
+        .hint("free some space, or choose another place for --trace")
 }

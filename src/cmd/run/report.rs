@@ -17,6 +17,20 @@ struct Ran<'a> {
 }
 
 impl Ran<'_> {
+    /// Lists the KV heads of a layer that full attention served in the method's place.
+    fn full_heads(&self, layer: usize) -> Vec<usize> {
+        let heads = self.conversation.full_heads.iter();
+        let own = heads.filter(|(of, _)| *of == layer);
+        own.map(|(_, head)| *head).collect()
+    }
+
+    /// Counts the choices of everything that the method itself made in a layer.
+    fn bypasses(&self, layer: usize) -> u64 {
+        let Counts { choices, full, .. } = self.layers[layer];
+        let heads = self.conversation.turns.config().n_kv_heads as u64;
+        full - self.full_heads(layer).len() as u64 * choices / heads
+    }
+
     /// Adds up the layers.
     fn total(&self) -> Counts {
         self.layers.iter().fold(Counts::NONE, |mut sum, layer| {
@@ -54,7 +68,8 @@ impl Ran<'_> {
         let others = self.layers.iter().enumerate();
         let others = others.filter(|(_, layer)| self.name(layer) != self.method.as_str());
         let others: Vec<String> = others.map(|(i, _)| i.to_string()).collect();
-        let (rows, full, choices) = (total.rows, total.full, total.choices);
+        let full: u64 = (0..self.layers.len()).map(|layer| self.bypasses(layer)).sum();
+        let (rows, choices) = (total.rows, total.choices);
         let mut text = format!("{rows} rows and {read} read, everything in {full} of {choices} choices");
         if !others.is_empty() {
             text += &format!(", full attention in layers {}", others.join(", "));
@@ -69,14 +84,16 @@ impl Ran<'_> {
     fn json(&self) -> Value {
         let total = self.total();
         let windows = &self.conversation.turns.config().windows;
-        let layer = |(layer, window): (&Counts, &Option<usize>)| {
+        let layer = |(i, layer): (usize, &Counts)| {
             json!({
                 "method": self.name(layer),
-                "model_window": window,
+                "model_window": windows[i],
                 "rows_read": layer.rows,
-                "bypasses": layer.full,
+                "bypasses": self.bypasses(i),
+                "full_heads": self.full_heads(i),
             })
         };
+        let layers: Vec<Value> = self.layers.iter().enumerate().map(layer).collect();
         json!({
             "choices": total.choices,
             "rows_read": total.rows,
@@ -84,10 +101,10 @@ impl Ran<'_> {
             "kv_bytes_read": self.kv_bytes(),
             "index_bytes_read": total.index_bytes,
             "bytes_read": self.bytes(),
-            "bypasses": total.full,
+            "bypasses": (0..self.layers.len()).map(|layer| self.bypasses(layer)).sum::<u64>(),
             "bypassed_heads": total.bypassed_heads,
             "fallbacks": self.conversation.fallbacks,
-            "layers": self.layers.iter().zip(windows).map(layer).collect::<Vec<_>>(),
+            "layers": layers,
         })
     }
 }

@@ -10,8 +10,8 @@ use super::encode::Encoder;
 use super::{A2ats, Codebooks, HeadConstants};
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::Result;
-use crate::kv::{Budget, StaticSet};
 use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
+use crate::kv::{Budget, StaticSet};
 use crate::method::a2ats::A2atsMethod;
 use crate::method::bench::Contents;
 use crate::method::cuda::{

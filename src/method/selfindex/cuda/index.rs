@@ -6,11 +6,11 @@ use rand_chacha::ChaCha8Rng;
 use super::SelfIndex;
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::{Error, Result};
-use crate::kv::{KvType, StaticSet};
 use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::signs::{FULL, Signs};
 use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
 use crate::kv::packed::{Center, Layout, sign_bytes};
+use crate::kv::{KvType, StaticSet};
 use crate::method::bench::Contents;
 use crate::method::cuda::{
     CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, WholePrompt, each_layer,
