@@ -3,13 +3,15 @@
 mod common;
 
 use common::*;
-use kvsmith::artifact::Artifact;
+use kvsmith::artifact::{Artifact, Fit, HeadDone, LayerPart, LayerStates, Section, SectionKind};
+use kvsmith::compute::cpu::Cpu;
+use kvsmith::error::Result;
 use kvsmith::method::declaration::Ask;
 use kvsmith::method::params::MethodParams;
 use kvsmith::method::registry::METHODS;
 use kvsmith::method::sections::SECTIONS;
 use kvsmith::model::Decoder;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 /// Sections with the method that reads each.
@@ -235,6 +237,86 @@ fn values_that_are_not_finite_are_refused() {
         let culprit = format!("section `{section}`: layer 1, KV head 0 was never observed");
         files.run(&crafted, "").fails(1, &culprit, "calibrate");
         kvsmith(&format!("inspect {crafted}")).fails(1, &culprit, "calibrate");
+    }
+}
+
+/// A fit that others do the work of.
+struct Given {
+    kind: &'static dyn SectionKind,
+    params: Map<String, Value>,
+}
+
+impl Fit for Given {
+    fn kind(&self) -> &'static dyn SectionKind {
+        self.kind
+    }
+
+    fn params(&self) -> Result<Map<String, Value>> {
+        Ok(self.params.clone())
+    }
+
+    fn layer(&self, _: &LayerStates, _: HeadDone) -> Result<LayerPart> {
+        unreachable!("layers are given")
+    }
+}
+
+/// What a fit must not give is refused before it is written, layer and head by name.
+#[test]
+fn sections_refuse_layers_that_say_nothing() {
+    let files = Files::new("llama_default");
+    let art = Artifact::open(files.calibrate().as_ref(), SECTIONS).unwrap();
+    for section in art.sections() {
+        let fit = Given {
+            kind: section.kind,
+            params: section.manifest.params.clone(),
+        };
+        let started = || Section::new(&fit, art.sizes, &Cpu).unwrap();
+        let mut good = LayerPart::default();
+        for spec in started().layer_specs() {
+            good.tensors
+                .insert(spec.name.clone(), vec![0; spec.bytes().unwrap()]);
+        }
+        let seen: Map<String, Value> = json!({"keys": 5}).as_object().unwrap().clone();
+        good.quality = vec![seen; art.sizes.n_kv_heads];
+        let refused = |part: LayerPart| {
+            let mut section = started();
+            section.add(good.clone()).unwrap();
+            let error = section.add(part).unwrap_err();
+            assert!(error.advice().is_some());
+            error.to_string()
+        };
+        for spec in section.specs {
+            let heads = spec.shape[1];
+            let mut part = good.clone();
+            let bytes = part.tensors.get_mut(&spec.name).unwrap();
+            // The first value of the last head: infinity in any of the float types, a number in the others.
+            let (at, wide) = (
+                bytes.len() / heads * (heads - 1),
+                bytes.len() / spec.shape[1..].iter().product::<usize>(),
+            );
+            let infinity = match wide {
+                2 => 0x7c00u16.to_le_bytes().to_vec(),
+                _ => f32::INFINITY.to_le_bytes().to_vec(),
+            };
+            bytes[at..at + infinity.len()].copy_from_slice(&infinity);
+            if spec.name.ends_with(".count") {
+                started().add(part).unwrap();
+                continue;
+            }
+            let expected = format!(
+                "tensor `{}` has a value that is not finite in layer 1, head {}",
+                spec.name,
+                heads - 1
+            );
+            assert_eq!(refused(part), expected);
+        }
+        let mut part = good.clone();
+        part.quality[1].insert("keys".to_owned(), json!(0));
+        let expected = format!(
+            "section `{}`: layer 1, KV head 1 was never observed",
+            section.kind.name()
+        );
+        assert_eq!(refused(part), expected);
     }
 }
 
