@@ -111,19 +111,24 @@ KERNEL(256, 1, note_not_finite, const float* x, u64 n, u32* noted, u32 stage) {
 }
 
 // Adds, as means over sequences and KV heads, to sum[0] the share of visible rows that is read, and to sum[1] the
-// share of keys that got an exact product. spans and listed as in attend.h. ranked `[b,g]`, or null: how many keys
-// got one, the listed ones included; such a key that is not listed counts as half a row.
+// share of keys that got an exact product; and as sums, to sum[3] the rows attended, to sum[4] the keys that got a
+// product and are not listed, and to sum[5] the KV heads that attend everything. spans and listed as in attend.h.
+// ranked `[b,g]`, or null: how many keys got a product, the listed ones included; such a key that is not listed counts
+// as half a row in sum[0].
 KERNEL(32, 1, tally_rows, const u32* spans, OPTIONAL const u32* listed, OPTIONAL const u32* ranked, double* sum,
        u32 b, u32 g) {
-    double share = 0, exact = 0;
+    double share = 0, exact = 0, rows = 0, unlisted = 0, full = 0;
     for (u32 i = lane(); i < b * g; i += 32) {
         const u32* span = spans + 4 * (i / g);
         u32 visible = span[3] - span[0], read = listed ? span[1] + listed[i] + span[3] - span[2] : visible;
-        u32 keys = ranked ? ranked[i] : 0;
-        share += (read + (keys > 0 ? (keys - listed[i]) / 2.0 : 0)) / visible;
+        u32 keys = ranked ? ranked[i] : 0, others = keys > 0 ? keys - listed[i] : 0;
+        share += (read + others / 2.0) / visible;
         exact += (double)keys / visible;
+        rows += read, unlisted += others, full += read == visible;
     }
-    share = warp_sum(share);
-    exact = warp_sum(exact);
-    if (lane() == 0) sum[0] += share / (b * g), sum[1] += exact / (b * g);
+    share = warp_sum(share), exact = warp_sum(exact);
+    rows = warp_sum(rows), unlisted = warp_sum(unlisted), full = warp_sum(full);
+    if (lane() > 0) return;
+    sum[0] += share / (b * g), sum[1] += exact / (b * g);
+    sum[3] += rows, sum[4] += unlisted, sum[5] += full;
 }

@@ -529,7 +529,7 @@ UNROLL
 // Adds the means of a step over sequences and heads to sums `[3]`: rows read, products computed for ranking, query
 // heads bypassed; as Totals::add of src/runner/mod.rs.
 KERNEL(32, 1, lfps_tally, const u32* spans, const u32* listed, const u32* counters, double* sums, u32 b, u32 g, u32 r) {
-    double read = 0, products = 0, bypassed = 0;
+    double read = 0, products = 0, bypassed = 0, rows = 0, unlisted = 0, full = 0, heads = 0;
     for (u32 i = lane(); i < b * g; i += 32) {
         const u32* span = spans + 4 * (i / g);
         const u32* own = counters + 4 * i;
@@ -540,8 +540,11 @@ KERNEL(32, 1, lfps_tally, const u32* spans, const u32* listed, const u32* counte
         read += (attended + ranked / 2.0) / visible;
         products += own[1] / (visible * r);
         bypassed += (double)own[2] / r;
+        rows += attended, unlisted += ranked, full += own[2] == 0 && attended == visible, heads += own[2];
     }
     read = warp_sum(read), products = warp_sum(products), bypassed = warp_sum(bypassed);
+    rows = warp_sum(rows), unlisted = warp_sum(unlisted), full = warp_sum(full), heads = warp_sum(heads);
     if (lane() > 0) return;
     sums[0] += read / (b * g), sums[1] += products / (b * g), sums[2] += bypassed / (b * g);
+    sums[3] += rows, sums[4] += unlisted, sums[5] += full, sums[6] += heads;
 }

@@ -60,7 +60,7 @@ pub fn run(cli: Cli) -> Result<()> {
     rayon::ThreadPoolBuilder::new()
         .num_threads(threads)
         .build_global()
-        .map_err(|e| Error::failed(format!("cannot start the threads: {e}")))?;
+        .map_err(|e| Error::failed(format!("cannot start the threads: {e}")).hint("give fewer --threads"))?;
     let global = &cli.global;
     match &cli.command {
         Command::Dump(args) => dump::run(args, global),

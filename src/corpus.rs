@@ -107,7 +107,7 @@ impl Corpus {
         for block in documents.iter().flat_map(|d| d.chunks(self.seq_len)) {
             self.ids.extend_from_slice(block);
             let end = u32::try_from(self.ids.len())
-                .map_err(|_| Error::failed("the input has more than 2^32 tokens"))?;
+                .map_err(|_| Error::failed("the input has more than 2^32 tokens").hint("give less text"))?;
             self.block_start.push(end);
         }
         Ok(first..self.block_start.len() - 1)
@@ -259,6 +259,9 @@ fn tokenise(tokenizer: &Tokenizer, paths: &[PathBuf], max_tokens: usize) -> Resu
     Ok(documents)
 }
 
+/// What a line of a `.jsonl` file must be.
+const LINES: &str = "each line of a .jsonl file is an object like {\"text\": \"a document\"}";
+
 /// Reads the documents of a `.txt` or `.jsonl` file.
 pub fn read_documents(path: &Path) -> Result<Vec<String>> {
     let read = || -> Result<String> {
@@ -266,15 +269,16 @@ pub fn read_documents(path: &Path) -> Result<Vec<String>> {
         let text = String::from_utf8(bytes).map_err(|e| {
             let byte = e.utf8_error().valid_up_to();
             Error::failed(format!("{} is not UTF-8 text (byte {byte})", path.display()))
+                .hint("convert it to UTF-8, for example with iconv")
         })?;
         // Some editors start a file with a byte order mark.
         Ok(text.strip_prefix('\u{feff}').map(str::to_owned).unwrap_or(text))
     };
     let document = |line: &str| {
-        let value: Value =
-            serde_json::from_str(line).map_err(|e| Error::failed(format!("not valid JSON: {e}")))?;
+        let value: Value = serde_json::from_str(line)
+            .map_err(|e| Error::failed(format!("not valid JSON: {e}")).hint(LINES))?;
         let text = value["text"].as_str().map(str::to_string);
-        text.ok_or_else(|| Error::failed("there is no text in field `text`"))
+        text.ok_or_else(|| Error::failed("there is no text in field `text`").hint(LINES))
     };
     match path.extension().and_then(|e| e.to_str()) {
         Some("txt") => Ok(vec![read()?]),

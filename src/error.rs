@@ -34,6 +34,9 @@ pub struct Error {
     hint: Option<String>,
 }
 
+/// The hint of a failure that no input should lead to.
+pub const DEFECT: &str = "this may be a defect of kvsmith; please report it with the command and its output";
+
 /// The crate's result type.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -81,7 +84,8 @@ impl Error {
     pub fn stdout(source: &io::Error) -> Self {
         match source.kind() {
             ErrorKind::BrokenPipe => Self::new(Kind::Closed, "stdout was closed"),
-            _ => Self::failed(format!("cannot write to stdout: {source}")),
+            _ => Self::failed(format!("cannot write to stdout: {source}"))
+                .hint("check the file or the program that stdout goes to"),
         }
     }
 
@@ -92,7 +96,7 @@ impl Error {
             ErrorKind::StorageFull => "free some space, or choose another place for the output",
             ErrorKind::PermissionDenied => "check the permissions of the file and of its folder",
             ErrorKind::NotFound => "check the path",
-            _ => return error,
+            _ => "check that the path is what it should be, and that its disk works",
         };
         error.hint(hint)
     }
@@ -104,6 +108,13 @@ impl Error {
         self
     }
 
+    /// Adds the advice unless there is some already.
+    #[must_use]
+    pub fn or_hint(mut self, hint: impl Into<String>) -> Self {
+        self.hint.get_or_insert_with(|| hint.into());
+        self
+    }
+
     /// Puts `context: ` in front of the message.
     #[must_use]
     pub fn context(mut self, context: impl fmt::Display) -> Self {
@@ -111,9 +122,10 @@ impl Error {
         self
     }
 
-    /// Returns the text of the hint, if there is one.
+    /// Returns the text of the hint. Every failure with exit code 1 has one.
     pub fn advice(&self) -> Option<&str> {
-        self.hint.as_deref()
+        let default = (self.exit_code() == 1).then_some(DEFECT);
+        self.hint.as_deref().or(default)
     }
 
     /// Returns the kind of failure.

@@ -347,12 +347,13 @@ impl Store {
     /// Returns the data of a tensor, which must have the expected type and shape.
     pub fn checked(&self, expected: &Spec) -> Result<&[u8]> {
         let Spec { name, dtype, shape } = expected;
-        let missing = || Error::failed(format!("{} has no tensor `{name}`", self.path.display()));
+        const OTHER: &str = "the file is damaged, or of another kind or version; make it again";
+        let missing = || Error::failed(format!("{} has no tensor `{name}`", self.path.display())).hint(OTHER);
         let (spec, a, b) = self.specs.get(name).ok_or_else(missing)?;
         if spec != expected {
             let found = format!("tensor `{name}` is {:?} {:?}", spec.dtype, spec.shape);
             let error = Error::failed(format!("{found}, expected {dtype:?} {shape:?}"));
-            return Err(error.context(self.path.display()));
+            return Err(error.context(self.path.display()).hint(OTHER));
         }
         Ok(&self.map[*a..*b])
     }

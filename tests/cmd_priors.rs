@@ -642,22 +642,42 @@ fn values_out_of_range_are_refused() {
     kvsmith(&format!("inspect --verify {damaged}")).ok();
     let scalar = |name: &str| SCALARS.len() + SCALARS.iter().position(|s| *s == name).unwrap();
     for (tensor, at, wrong, culprit) in [
-        ("lfps.slash", 2, f32::NAN, "`lfps.slash` is not a share"),
+        (
+            "lfps.slash",
+            2,
+            f32::NAN,
+            "`lfps.slash` has a value that is not finite in layer 0, head 0",
+        ),
         ("lfps.slash", 700, 0.5, "`lfps.slash` is not a share"),
         ("lfps.slash", 599, -1e-6, "`lfps.slash` is not a share"),
-        ("lfps.vert", 5, f32::INFINITY, "`lfps.vert` is not a share"),
+        (
+            "lfps.vert",
+            5,
+            f32::INFINITY,
+            "`lfps.vert` has a value that is not finite in layer 0, head 0",
+        ),
         ("lfps.scalars", scalar("lambda"), 1.5, "lambda = 1.5"),
         ("lfps.scalars", scalar("gamma"), 1.0, "gamma = 1"),
         ("lfps.scalars", scalar("alpha"), 0.0, "alpha = 0"),
         ("lfps.scalars", scalar("rho0"), -1.0, "rho0 = -1"),
-        ("lfps.scalars", scalar("glob_bias"), f32::NAN, "glob_bias = NaN"),
+        (
+            "lfps.scalars",
+            scalar("glob_bias"),
+            f32::NAN,
+            "not finite in layer 0, head 1",
+        ),
         (
             "lfps.scalars",
             scalar("p_bypass_0.90"),
             -0.1,
             "p_bypass_0.90 = -0.1",
         ),
-        ("lfps.scalars", scalar("persist_32"), f32::NAN, "persist_32 = NaN"),
+        (
+            "lfps.scalars",
+            scalar("persist_32"),
+            f32::NAN,
+            "not finite in layer 0, head 1",
+        ),
     ] {
         with_value(&out, &damaged, tensor, at, wrong);
         kvsmith(&format!("inspect --verify {damaged}")).fails(1, culprit, "make it again");

@@ -9,6 +9,7 @@ use serde::de::DeserializeOwned;
 use serde_json::json;
 
 use super::manifest::AGAIN;
+use super::section::{CONSTANT, check_finite, check_observed};
 use super::{FORMAT, Manifest, Report, SectionKind, SectionManifest, parse, short};
 use crate::error::{Error, Result};
 use crate::model::Sizes;
@@ -31,6 +32,11 @@ impl Artifact {
     /// digest, and that every section has exactly its tensors in the right types and shapes. Tensor
     /// data are not read.
     pub fn open(path: &Path, known: &[&'static dyn SectionKind]) -> Result<Self> {
+        Self::read(path, known).map_err(|e| e.or_hint("the file is damaged; make it again"))
+    }
+
+    /// Does what [`Artifact::open`] says; errors may lack a hint.
+    fn read(path: &Path, known: &[&'static dyn SectionKind]) -> Result<Self> {
         let store = Store::open(path)?;
         let manifest = read_manifest(&store)?;
         let context = |e: Error| e.context(path.display());
@@ -54,6 +60,10 @@ impl Artifact {
                 return Err(context(Error::failed(format!(
                     "`quality.{name}` does not have one entry per layer and head"
                 ))));
+            }
+            let layers = manifest.quality[name].iter().enumerate();
+            for (layer, reports) in layers {
+                check_observed(name, layer, reports).map_err(context)?;
             }
             kinds.insert(name.clone(), (kind, specs));
         }
@@ -117,27 +127,32 @@ impl Artifact {
         self.sections().try_for_each(|section| section.verify())
     }
 
+    /// Fails if the tensors are for a model of other sizes.
+    pub fn check_sizes(&self, sizes: Sizes) -> Result<()> {
+        if self.sizes == sizes {
+            return Ok(());
+        }
+        let [own, model] = [self.sizes, sizes].map(|s| {
+            let Sizes {
+                n_layers,
+                n_heads,
+                n_kv_heads,
+                head_dim,
+            } = s;
+            format!("{n_layers} layers, {n_heads} query and {n_kv_heads} KV heads of {head_dim}")
+        });
+        Err(Error::failed(format!(
+            "{} has other sizes than this model: {own}, this model has {model}",
+            self.store.path().display()
+        ))
+        .hint("calibrate this model; an artifact with its fingerprint and other sizes is damaged"))
+    }
+
     /// Fails if the artifact was made for another model, by its fingerprint and by the sizes of its tensors.
     pub fn check_model(&self, fingerprint: &str, sizes: Sizes) -> Result<()> {
         let own = &self.manifest.origin.model.fingerprint;
-        if own == fingerprint && self.sizes == sizes {
-            return Ok(());
-        }
         if own == fingerprint {
-            let [own, model] = [self.sizes, sizes].map(|s| {
-                let Sizes {
-                    n_layers,
-                    n_heads,
-                    n_kv_heads,
-                    head_dim,
-                } = s;
-                format!("{n_layers} layers, {n_heads} query and {n_kv_heads} KV heads of {head_dim}")
-            });
-            return Err(Error::failed(format!(
-                "{} has the fingerprint of this model and other sizes: {own}, this model has {model}",
-                self.store.path().display()
-            ))
-            .hint("the file is damaged; calibrate this model again"));
+            return self.check_sizes(sizes);
         }
         Err(Error::failed(format!(
             "{} was made for another model (fingerprint {}, this model has {})",
@@ -216,6 +231,23 @@ impl SectionView<'_> {
         Ok(self.read(tensor)?.into_iter().map(f16::to_f32).collect())
     }
 
+    /// Lists layer and KV head of the heads whose calibration keys were all equal.
+    pub fn constant_heads(&self) -> Vec<(usize, usize)> {
+        let layers = self.quality.iter().enumerate();
+        let heads = layers.flat_map(|(layer, heads)| {
+            let heads = heads.iter().enumerate();
+            heads.map(move |(head, report)| (layer, head, report))
+        });
+        let constant = heads.filter(|(_, _, report)| report.contains_key(CONSTANT));
+        constant.map(|(layer, head, _)| (layer, head)).collect()
+    }
+
+    /// Names the KV head with this number in the section's tensors.
+    pub fn kv_head(&self, number: usize) -> String {
+        let heads = self.artifact.sizes.n_kv_heads;
+        format!("layer {}, KV head {}", number / heads, number % heads)
+    }
+
     /// Makes the error for values that no fit gives.
     pub fn damaged(&self, what: impl std::fmt::Display) -> Error {
         Error::failed(format!("{}: {what}", self.artifact.store.path().display()))
@@ -228,6 +260,8 @@ impl SectionView<'_> {
             if self.artifact.store.digest(&spec.name).as_ref() != self.manifest.sha256.get(&spec.name) {
                 return Err(self.damaged(format!("tensor `{}` does not have its digest", spec.name)));
             }
+            let bytes = self.artifact.store.checked(spec)?;
+            check_finite(spec, bytes, 0).map_err(|e| self.damaged(e))?;
         }
         self.kind.check(self)
     }

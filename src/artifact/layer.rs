@@ -84,6 +84,19 @@ impl LayerStates<'_> {
         Ok(out)
     }
 
+    /// Lists the KV heads whose keys before rotation are all equal, such as pruned ones: no choice among them means
+    /// anything.
+    pub fn constant_heads(&self) -> Result<Vec<usize>> {
+        let mut constant = Vec::new();
+        for head in 0..self.sizes.n_kv_heads {
+            let keys = (self.keys)(head)?;
+            if keys.nrows() > 1 && keys.outer_iter().all(|key| key == keys.row(0)) {
+                constant.push(head);
+            }
+        }
+        Ok(constant)
+    }
+
     /// Lists the range of kept rows of each block.
     pub fn kept_blocks(&self) -> Vec<Range<usize>> {
         let mut end = 0;

@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::fmt::Debug;
 
 use clap::{ArgMatches, Command};
-use serde_json::{Map, Value};
+use half::f16;
+use safetensors::Dtype;
+use serde_json::{Map, Value, json};
 
 use super::{HeadReport, LayerStates, Report, SectionManifest, SectionView};
 use crate::compute::cpu::Cpu;
@@ -122,6 +124,9 @@ pub trait Fit {
 /// Called after each KV head that was fitted, with a line for `-v` if there is something to say.
 pub type HeadDone<'a> = &'a mut dyn FnMut(usize, Option<String>);
 
+/// The entry in the report of a head whose keys are all equal; other heads do not have it.
+pub(super) const CONSTANT: &str = "constant";
+
 /// The part of a section that one layer makes.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LayerPart {
@@ -139,6 +144,13 @@ impl LayerPart {
     pub fn put<T: Element>(&mut self, tensor: &str, values: &[T]) {
         let data = self.tensors.entry(tensor.to_string()).or_default();
         data.extend(to_bytes(values));
+    }
+
+    /// Marks heads whose keys are all equal.
+    pub fn mark_constant(&mut self, heads: &[usize]) {
+        for head in heads {
+            self.quality[*head].insert(CONSTANT.to_owned(), true.into());
+        }
     }
 }
 
@@ -197,6 +209,7 @@ impl Section {
                     spec.name
                 )));
             }
+            check_finite(spec, &bytes, self.quality.len())?;
             data.extend(bytes);
         }
         if let Some(name) = part.tensors.keys().next() {
@@ -205,7 +218,48 @@ impl Section {
                 self.kind.name()
             )));
         }
+        check_observed(self.kind.name(), self.quality.len(), &part.quality)?;
         self.quality.push(part.quality);
         Ok(())
+    }
+}
+
+/// Fails if a tensor of layers from number `first` on, whose second axis is heads, has a value that is not finite.
+pub(super) fn check_finite(spec: &Spec, bytes: &[u8], first: usize) -> Result<()> {
+    let finite = |bytes: &[u8]| match spec.dtype {
+        Dtype::F16 => values::<f16>(bytes).all(f16::is_finite),
+        Dtype::F32 => values::<f32>(bytes).all(f32::is_finite),
+        _ => true,
+    };
+    let heads = spec.shape.get(1).copied().unwrap_or(1);
+    let size = spec.shape.iter().skip(2).product::<usize>() * spec.dtype.bitsize() / 8;
+    let Some(at) = bytes.chunks(size.max(1)).position(|head| !finite(head)) else {
+        return Ok(());
+    };
+    let (layer, head) = (first + at / heads.max(1), at % heads.max(1));
+    Err(Error::failed(format!(
+        "tensor `{}` has a value that is not finite in layer {layer}, head {head}",
+        spec.name
+    ))
+    .hint("the states of this head are not finite or have extreme outliers; check the model and the text"))
+}
+
+/// Reads little-endian values.
+fn values<T: Element>(bytes: &[u8]) -> impl Iterator<Item = T> {
+    let values = bytes.chunks_exact(size_of::<T>());
+    values.map(bytemuck::pod_read_unaligned)
+}
+
+/// Fails if a head's report says that the fit saw no key.
+pub(super) fn check_observed(section: &str, layer: usize, reports: &[Report]) -> Result<()> {
+    match reports
+        .iter()
+        .position(|report| report.get("keys") == Some(&json!(0)))
+    {
+        None => Ok(()),
+        Some(head) => Err(Error::failed(format!(
+            "section `{section}`: layer {layer}, KV head {head} was never observed"
+        ))
+        .hint("calibrate with text from which not all is held out")),
     }
 }

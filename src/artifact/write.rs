@@ -57,7 +57,8 @@ pub fn pack(output: Output, parts: &[Artifact]) -> Result<()> {
         check_same_origin(first, part)?;
         for (name, section) in &part.manifest.sections {
             if manifest.sections.insert(name.clone(), section.clone()).is_some() {
-                return Err(Error::failed(format!("section `{name}` is given twice")));
+                let twice = Error::failed(format!("section `{name}` is given twice"));
+                return Err(twice.hint("give one file per section"));
             }
         }
         manifest.quality.extend(part.manifest.quality.clone());

@@ -72,10 +72,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let decoder = open_model(&args.model, log)?;
     let device = device_for(device, &decoder, global)?;
     let artifact = args.reading.open(&decoder, log)?;
-    let method = |name: &MethodName| {
-        args.reading
-            .method(*name, artifact.as_ref(), &decoder, global.seed)
-    };
+    let method = |name: &MethodName| args.reading.method(*name, artifact.as_ref(), &decoder, global);
     let methods: Vec<Box<dyn Method>> = args.methods.iter().map(method).collect::<Result<_>>()?;
     let variants = methods.iter().flat_map(|method| {
         args.budgets.iter().map(|budget| Variant {

@@ -144,6 +144,14 @@ fn summary(artifact: &Artifact, args: &Args) -> Result<String> {
             size(section.bytes()),
             section.kind.describe(&section)?
         );
+        let constant = section.constant_heads().into_iter();
+        let constant: Vec<String> = constant.map(|(layer, head)| format!("{layer}/{head}")).collect();
+        if !constant.is_empty() {
+            out += &format!(
+                "constant     layer/KV head {}: all keys are equal; attended in full\n",
+                constant.join(", ")
+            );
+        }
     }
     Ok(out)
 }

@@ -28,18 +28,31 @@ use crate::error::{Error, Result};
 use crate::flags;
 use crate::model::forward::{CpuForward, CpuLayers, Forward, Layers};
 use crate::model::{Decoder, ModelManifest};
-use crate::progress::{Log, size};
+use crate::progress::{Log, harmless, size};
 use args::{Global, Input};
 
-/// Prints the one JSON document of `--json`.
+/// Prints the one JSON document of `--json`. Control characters that JSON leaves as they are, such as U+009B, are
+/// written as escapes too.
 fn print_json(value: &Value) -> Result<()> {
-    print(&format!("{value}\n"))
+    let mut text = String::new();
+    for c in value.to_string().chars() {
+        match c.is_control() {
+            true => text += &format!("\\u{:04x}", u32::from(c)),
+            false => text.push(c),
+        }
+    }
+    print(&(text + "\n"))
 }
 
-/// Prints to stdout, which may be full or closed.
+/// Prints to stdout, which may be full or closed. What a terminal would obey is escaped on a terminal alone: a file
+/// or a pipe gets the text as it is.
 fn print(text: &str) -> Result<()> {
-    use std::io::Write;
+    use std::io::{IsTerminal, Write};
     let mut out = std::io::stdout().lock();
+    let text = match out.is_terminal() {
+        true => harmless(text),
+        false => text.into(),
+    };
     out.write_all(text.as_bytes())
         .and_then(|()| out.flush())
         .map_err(|e| Error::stdout(&e))

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use super::args::Global;
 use crate::artifact::Artifact;
 use crate::compute::device::Device;
 use crate::error::{Error, Result};
@@ -124,22 +125,36 @@ impl Reading {
         }
     }
 
-    /// Prepares a method for this model.
+    /// Prepares a method for this model; warns of heads that it does not serve.
     pub(super) fn method(
         &self,
         name: MethodName,
         artifact: Option<&Artifact>,
         decoder: &Decoder,
-        seed: u64,
+        global: &Global,
     ) -> Result<Box<dyn Method>> {
-        name.prepare(&Ask {
+        let method = name.prepare(&Ask {
             artifact,
             rope: &decoder.rope,
-            head_dim: decoder.config.head_dim,
+            sizes: decoder.config.sizes(),
             params: &self.methods,
-            seed,
-        })
+            seed: global.seed,
+        })?;
+        for text in in_full(method.as_ref()) {
+            global.log().warn(&format!("{}: {text}", name.as_str()));
+        }
+        Ok(method)
     }
+}
+
+/// Says of each head that a method does not serve what takes its place.
+pub(super) fn in_full(method: &dyn Method) -> impl Iterator<Item = String> + '_ {
+    let heads = method.full_heads().iter();
+    heads.map(|(layer, head)| {
+        format!(
+            "layer {layer}, KV head {head} was calibrated on keys that are all equal and is attended in full"
+        )
+    })
 }
 
 /// Parses `--budget`.

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use super::args::Global;
 use super::output::Lines;
-use super::reading::{Reading, parse_budget};
+use super::reading::{Reading, in_full, parse_budget};
 use super::{device_for, open_model};
 use crate::compute::device::Device;
 use crate::cuda::Body;
@@ -94,26 +94,25 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let device = global.open_model_device("run")?;
     args.reading.check(device.as_ref())?;
     let decoder = open_model(&args.model, log)?;
+    let on_gpu = device.cuda().is_some();
     let device = device_for(device, &decoder, global)?;
+    let on_cpu = (on_gpu && device.cuda().is_none()).then_some("the model runs on the CPU");
     let turns = Turns::open(args, &decoder, log)?;
     if args.top_p < 1.0 && args.temperature == 0.0 {
         log.warn("--top-p does nothing without --temperature");
     }
     let artifact = args.reading.open(&decoder, log)?;
     let name = args.method.unwrap_or_else(|| default_method(artifact.as_ref()));
-    let method = args
-        .reading
-        .method(name, artifact.as_ref(), &decoder, global.seed)?;
+    let method = args.reading.method(name, artifact.as_ref(), &decoder, global)?;
+
     let options = args
         .reading
         .options(args.budget, artifact.as_ref(), device.as_ref())?;
     let known = turns.known();
     // Before the weights are loaded, and dropped after the session that writes to it.
-    let mut lines = match &args.trace {
-        Some(path) => Some(Lines::create(path, &args.inputs(), global)?),
-        None => None,
-    };
-    let mut session = open_session(
+    let create = |path| Lines::create(path, &args.inputs(), global);
+    let mut lines = args.trace.as_ref().map(|path| create(path)).transpose()?;
+    let (mut session, fallback) = open_session(
         args,
         global,
         device.as_ref(),
@@ -122,6 +121,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         options,
         known,
     )?;
+    let of_device = [on_cpu, fallback].into_iter().flatten().map(str::to_owned);
     if let Some(lines) = &mut lines {
         session.trace(std::io::BufWriter::new(lines));
     }
@@ -129,6 +129,8 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         args,
         global,
         kv: options.kv,
+        fallbacks: of_device.chain(in_full(method.as_ref())).collect(),
+        full_heads: method.full_heads(),
         session,
         turns,
         sampler: Sampler::new(args.temperature, args.top_p, global.seed),
@@ -146,7 +148,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
 }
 
 /// Opens a session on a device; `known` tokens of prompts are already known. With a GPU, caches and selection are on
-/// it if the method can run there, else on the CPU.
+/// it if the method can run there, else on the CPU; that is the second value.
 fn open_session<'a>(
     args: &Args,
     global: &Global,
@@ -155,10 +157,10 @@ fn open_session<'a>(
     method: &dyn Method,
     options: Options,
     known: usize,
-) -> Result<Session<'a>> {
+) -> Result<(Session<'a>, Option<&'static str>)> {
     let reserved = known + args.max_new.min(RESERVED);
     let Some(driver) = device.cuda() else {
-        return Session::on_cpu(decoder, method, options, reserved);
+        return Ok((Session::on_cpu(decoder, method, options, reserved)?, None));
     };
     let (log, precision) = (global.log(), global.precision);
     // Caches and indexes on the device do not grow.
@@ -171,18 +173,20 @@ fn open_session<'a>(
         false if CudaBackend::can(method, &options, args.chat) => {
             let body = Body::load(driver, decoder, precision)?;
             let backend = CudaBackend::new(body, method, options, 1, capacity)?;
-            Ok(Session::new(backend))
+            Ok((Session::new(backend), None))
         }
         true if HostBackend::can(method, &options, args.chat) => {
             let body = Body::load(driver, decoder, precision)?;
             log.note("the KV cache is in the machine's memory, the index on the device");
             let backend = HostBackend::new(body, method, options, [expected, capacity])?;
-            Ok(Session::new(backend))
+            Ok((Session::new(backend), None))
         }
         _ => {
-            log.note("the KV cache and the selection are on the CPU");
+            let fallback = "the KV cache and the selection are on the CPU";
+            log.note(fallback);
             let forward = Box::new(CudaForward::new(driver, decoder, precision)?);
-            Ok(Session::new(CpuBackend::new(forward, method, options, reserved)))
+            let backend = CpuBackend::new(forward, method, options, reserved);
+            Ok((Session::new(backend), Some(fallback)))
         }
     }
 }

@@ -236,10 +236,19 @@ pub(super) fn fit_layer(
     units: u64,
     log: Log,
 ) -> Result<LayerPart> {
-    fit.layer(states, &mut |head, line| {
+    let mut part = fit.layer(states, &mut |head, line| {
         progress.advance(units);
         if let Some(line) = line.filter(|_| log.verbosity >= Verbosity::Verbose) {
             progress.line(&format!("layer {} head {head}: {line}", states.layer));
         }
-    })
+    })?;
+    let (section, layer) = (fit.kind().name(), states.layer);
+    let constant = states.constant_heads()?;
+    part.mark_constant(&constant);
+    for head in constant {
+        progress.line(&format!(
+            "warning: section `{section}`, layer {layer}, KV head {head}: all keys are equal, so it is attended in full"
+        ));
+    }
+    Ok(part)
 }

@@ -21,8 +21,8 @@ use crate::kv::cuda::{Limits, Shape};
 use crate::kv::sample::Sampler;
 use crate::method::Method;
 use crate::method::bench::{Bench, Contents};
-use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, Indexes, OnDevice};
-use crate::runner::{Backend, Options, Shares, StepAt, Trace};
+use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, Indexes, OnDevice, TALLIES};
+use crate::runner::{Backend, Counts, Options, Shares, StepAt, Trace};
 
 /// A model with its caches and indexes on the device: one sequence for a session, or several that
 /// [`CudaBackend::feed`] and [`CudaBackend::advance`] take on together.
@@ -32,8 +32,10 @@ pub struct CudaBackend<'a> {
     at: OnDevice<'a>,
     layers: Vec<LayerState<'a>>,
     attention: Attention<'a>,
-    /// Shares of rows read, of products computed to rank, and of query heads bypassed, summed over steps and layers.
-    shares: Buffer<'a, f64>,
+    /// The sums of [`CudaIndex::tally`] over steps, `[layers,TALLIES]`.
+    tallies: Buffer<'a, f64>,
+    /// Per layer: the counters that the host knows without the device.
+    counts: Vec<Counts>,
     /// The recorded launches of a step.
     recording: Option<Recording<'a>>,
 }
@@ -136,10 +138,12 @@ impl<'a> CudaBackend<'a> {
             let cache = LayerCache::new(driver, shape, options.kv)?;
             Ok(LayerState { cache, index })
         });
+        let number = model.body.config.n_layers;
         Ok(Self {
             layers: layers.collect::<Result<_>>()?,
             attention: Attention::new(driver, shape)?,
-            shares: Buffer::zeros(driver, "sums of shares", 3)?,
+            tallies: Buffer::zeros(driver, "sums of what is read", number * TALLIES)?,
+            counts: vec![Counts::NONE; number],
             recording: None,
             model,
             options,
@@ -166,6 +170,17 @@ impl<'a> CudaBackend<'a> {
     pub fn advance(&mut self, step: usize, trace: Option<&mut Trace<'_>>) -> Result<()> {
         let positions = &mut self.model.windows.positions;
         positions.iter_mut().try_for_each(|p| p.count(1))?;
+        for (number, (layer, counts)) in self.layers.iter().zip(&mut self.counts).enumerate() {
+            for (set, _) in self.model.windows.of(number).sets() {
+                let heads = self.at.shape.kv_heads as u64;
+                let bytes = layer.index.step_bytes(&set).map(|bytes| heads * bytes as u64);
+                *counts += Counts {
+                    choices: heads,
+                    index_bytes: bytes,
+                    ..Counts::NONE
+                };
+            }
+        }
         let recordable = self.layers.iter().all(|l| l.index.is_recordable());
         // What a trace reads cannot be recorded.
         if trace.is_some() || !recordable {
@@ -195,7 +210,8 @@ impl<'a> CudaBackend<'a> {
             cache.attend(&self.attention, &work.q_rope, positions, chosen)?;
             index.observe(&at_step, &self.attention)?;
             self.attention.output_rows(&work.attended)?;
-            index.tally(self.at, positions, chosen, &self.shares)?;
+            let sums = self.tallies.part(number * TALLIES, TALLIES);
+            index.tally(self.at, positions, chosen, &sums)?;
             match chosen {
                 _ if !tracing => Ok(Vec::new()),
                 Some(chosen) => chosen.read(),
@@ -261,14 +277,12 @@ impl Backend for CudaBackend<'_> {
     }
 
     fn shares(&self, steps: usize) -> Result<Shares> {
-        let [read, products, bypassed] = self.shares.read()?[..] else {
-            return Err(Error::failed("CUDA: there are not three shares"));
-        };
-        let sum = Shares {
-            read,
-            products,
-            bypassed,
-        };
+        let mut sum = Shares::default();
+        for layer in self.tallies.read()?.chunks_exact(TALLIES) {
+            sum.read += layer[0];
+            sum.products += layer[1];
+            sum.bypassed += layer[2];
+        }
         let mean = sum.mean(steps * self.layers.len());
         // What ranks by true probabilities takes every product.
         Ok(match self.layers.iter().any(|l| l.index.is_oracle()) {
@@ -278,6 +292,19 @@ impl Backend for CudaBackend<'_> {
             },
             false => mean,
         })
+    }
+
+    fn counts(&self) -> Result<Vec<Counts>> {
+        let tallies = self.tallies.read()?;
+        let layers = tallies.chunks_exact(TALLIES).zip(&self.counts);
+        let counts = layers.map(|(sums, known)| Counts {
+            rows: sums[3] as u64,
+            ranked_keys: sums[4] as u64,
+            full: sums[5] as u64,
+            bypassed_heads: sums[6] as u64,
+            ..*known
+        });
+        Ok(counts.collect())
     }
 
     fn kv_bytes(&self) -> usize {

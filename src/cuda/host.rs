@@ -23,9 +23,9 @@ use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::{Positions, Selection, Shape};
 use crate::kv::sample::Sampler;
 use crate::kv::{KvHead, StaticSet};
-use crate::method::Method;
 use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, OnDevice};
-use crate::runner::{Backend, Options, Shares, StepAt, Trace};
+use crate::method::{Choice, Method};
+use crate::runner::{Backend, Counts, Options, Shares, StepAt, Trace};
 use static_set::{StaticAttention, put_rows};
 
 /// A model and its indexes on the device, with the caches in the machine's memory.
@@ -37,6 +37,8 @@ pub struct HostBackend<'a> {
     static_set: StaticAttention<'a>,
     /// Shares summed over steps and layers.
     shares: Shares,
+    /// Per layer.
+    counts: Vec<Counts>,
 }
 
 /// The cache and the index of one layer.
@@ -98,6 +100,7 @@ impl<'a> HostBackend<'a> {
                 },
             })
         });
+        let layer_count = model.body.config.n_layers;
         Ok(Self {
             layers: layers.collect::<Result<_>>()?,
             static_set,
@@ -105,6 +108,7 @@ impl<'a> HostBackend<'a> {
             options,
             shape,
             shares: Shares::default(),
+            counts: vec![Counts::NONE; layer_count],
         })
     }
 
@@ -310,7 +314,8 @@ impl Backend for HostBackend<'_> {
             static_set,
             options,
             shares,
-            ..
+            counts,
+            shape,
         } = self;
         model.send(&[id])?;
         let positions = &mut model.windows.positions;
@@ -322,9 +327,13 @@ impl Backend for HostBackend<'_> {
             let positions = model.windows.of(number);
             let arrived = layers[number].fetch(&model.space.work, static_set, positions, &set, at.step)?;
             let chosen = layers[number].attend(&model.space.work, static_set, &set, arrived)?;
-            let read: usize = chosen.iter().map(|chosen| set.len() + chosen.len()).sum();
-            shares.read += read as f64 / (set.visible().len() * chosen.len()) as f64;
-            Ok(chosen)
+            let index_bytes = layers[number].index.step_bytes(&set);
+            let chosen: Vec<Choice> = chosen.into_iter().map(Choice::from).collect();
+            shares.add_layer(chosen.iter(), &set, shape.group);
+            for choice in &chosen {
+                counts[number].add(choice, index_bytes, &set, shape.group);
+            }
+            Ok(chosen.into_iter().map(|choice| choice.positions).collect())
         })
     }
 
@@ -338,6 +347,10 @@ impl Backend for HostBackend<'_> {
 
     fn shares(&self, steps: usize) -> Result<Shares> {
         Ok(self.shares.mean(steps * self.layers.len()))
+    }
+
+    fn counts(&self) -> Result<Vec<Counts>> {
+        Ok(self.counts.clone())
     }
 
     fn kv_bytes(&self) -> usize {

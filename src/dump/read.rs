@@ -72,7 +72,7 @@ impl Dump {
             return Err(invalid("`wrope_position` is not valid"));
         }
         let sizes = origin.model.sizes;
-        sizes.check().map_err(|e| e.context(path.display()))?;
+        sizes.check().map_err(|e| invalid(&e.to_string()))?;
         let tokens = open_intact(dir, TOKENS, &files)?;
         let n = tokens.bytes("held_out").map_or(0, <[u8]>::len);
         // Sizes that are not those of the files would have their say in allocations.
@@ -82,7 +82,7 @@ impl Dump {
                 .iter()
                 .try_for_each(|spec| store.checked(spec).map(drop))?;
         }
-        origin.model.check().map_err(|e| e.context(path.display()))?;
+        origin.model.check().map_err(|e| invalid(&e.to_string()))?;
         let (kept, block_start) = read_blocks(&tokens, &origin.calibration).map_err(invalid)?;
         Ok(Self {
             dir: dir.to_path_buf(),

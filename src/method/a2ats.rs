@@ -130,7 +130,7 @@ impl Retriever for A2ats {
     }
 
     fn select(&mut self, step: &Step) -> Choice {
-        if step.is_exact() && self.per_query_head.is_none() {
+        if !self.ranks(step) {
             return everything(step).into();
         }
         let scores = match self.codebook.is_windowed() {
@@ -154,6 +154,10 @@ impl Retriever for A2ats {
                 choose(scores, &counts, codes, step.candidates.start as u32, bound).into()
             }
         }
+    }
+
+    fn ranks(&self, step: &Step) -> bool {
+        !step.is_exact() || self.per_query_head.is_some()
     }
 
     fn reads(&self, step: &Step, choice: &Choice) -> Reads {

@@ -75,6 +75,8 @@ pub struct Ctkvr {
     centroids: VecDeque<Centroid>,
     /// The lists were built from the positions below this one.
     indexed: usize,
+    /// Bytes of centroids and lists that the last ranking read.
+    read_bytes: usize,
 }
 
 impl Ctkvr {
@@ -85,6 +87,7 @@ impl Ctkvr {
             params: params.clone(),
             centroids: VecDeque::new(),
             indexed: 0,
+            read_bytes: 0,
         }
     }
 
@@ -138,10 +141,12 @@ impl Ctkvr {
 
     /// Returns the candidates that a step ranks, ascending: the union of the recalled lists and of the positions that
     /// left the window recently.
-    fn union(&self, step: &Step) -> Vec<u32> {
+    fn union(&mut self, step: &Step) -> Vec<u32> {
         let c = &step.candidates;
         let mut union = Places::new(c.len());
+        self.read_bytes = self.centroids.len() * step.q_rope.len() * size_of::<f16>();
         for i in self.recall(step.q_rope) {
+            self.read_bytes += size_of_val(&self.centroids[i as usize].list[..]);
             let list = self.centroids[i as usize].list.iter().map(|p| *p as usize);
             let listed = list.filter(|p| c.contains(p));
             listed.for_each(|p| union.insert(p - c.start));
@@ -265,14 +270,11 @@ impl Retriever for Ctkvr {
         }
     }
 
-    /// If the budget covers everything, nothing is ranked, and the weights of the attention are used instead.
-    fn reads(&self, step: &Step, choice: &Choice) -> Reads {
-        let (r, d) = step.q_rope.dim();
-        let centroids = 2 * r * d * self.capacity(step.visible.end);
-        let lists = 4 * self.params.ct_probes * self.list_len(step.visible.len());
-        Reads::ranked(centroids + lists, choice)
+    fn reads(&self, _: &Step, choice: &Choice) -> Reads {
+        Reads::ranked(self.read_bytes, choice)
     }
 
+    /// If the budget covers everything, nothing is ranked, and the weights of the attention are used instead.
     fn observes(&self, step: &Step) -> bool {
         step.is_exact() && self.is_update(step)
     }

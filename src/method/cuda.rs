@@ -9,11 +9,11 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
-use crate::kv::KvType;
 use crate::kv::cuda::attend::{Attention, LayerRows};
 use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::prompt::{Prompts, Queries};
 use crate::kv::cuda::{Limits, Positions, Rotated, Selection, Shape};
+use crate::kv::{KvType, StaticSet};
 
 /// What a session requires of a method's index.
 #[derive(Clone, Copy, Debug)]
@@ -60,6 +60,9 @@ impl OnDevice<'_> {
         }
     }
 }
+
+/// Number of sums of [`CudaIndex::tally`].
+pub const TALLIES: usize = 7;
 
 /// The index of every layer.
 pub type Indexes<'d> = Vec<Box<dyn CudaIndex + 'd>>;
@@ -180,8 +183,9 @@ pub trait CudaIndex {
         Ok(())
     }
 
-    /// Adds to `sums` `[3]` the layer's means over its heads for this step: the share of rows read, and where the
-    /// method counts them the shares of exact products and of bypassed query heads.
+    /// Adds to `sums` `[TALLIES]` the layer's means over its heads for this step: the share of rows read, and where the
+    /// method counts them the shares of exact products and of bypassed query heads. Then the sums over its heads of the
+    /// rows attended, the keys ranked and not attended, the choices of everything, and the query heads bypassed.
     fn tally(
         &self,
         at: OnDevice<'_>,
@@ -213,6 +217,12 @@ pub trait CudaIndex {
     /// Returns the bytes that grow with the context.
     fn bytes(&self) -> usize {
         0
+    }
+
+    /// Returns the bytes of the index that one KV head's step with this static set reads; `None` if only the device
+    /// knows.
+    fn step_bytes(&self, _set: &StaticSet) -> Option<usize> {
+        (self.bytes() == 0).then_some(0)
     }
 }
 

@@ -5,6 +5,7 @@ use super::bench::Bench;
 use super::params::MethodParams;
 use crate::artifact::Artifact;
 use crate::error::Result;
+use crate::model::Sizes;
 use crate::model::rope::Rope;
 
 /// The declaration of a method. Each method's file has one, and the registry lists it.
@@ -28,8 +29,8 @@ pub struct Ask<'a> {
     pub artifact: Option<&'a Artifact>,
     /// The model's rotation.
     pub rope: &'a Rope,
-    /// Channels, d.
-    pub head_dim: usize,
+    /// The sizes of the model.
+    pub sizes: Sizes,
     /// The parameters of the run.
     pub params: &'a MethodParams,
     /// Seed of random choices.

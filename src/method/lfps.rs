@@ -320,7 +320,8 @@ impl Retriever for Lfps {
 
     fn reads(&self, step: &Step, choice: &Choice) -> Reads {
         // Of two tables of f32 per query head the largest of every 16 entries; few others are read.
-        let tables = 2 * 4 * self.heads.len() * step.visible.len().div_ceil(16);
+        let heads = self.heads.iter().filter(|head| !head.bypassed).count();
+        let tables = 2 * 4 * heads * step.visible.len().div_ceil(16);
         Reads::ranked(tables, choice)
     }
 

@@ -43,6 +43,11 @@ pub trait Method: Send + Sync {
     fn cuda(&self) -> Option<&dyn CudaMethod> {
         None
     }
+
+    /// Lists layer and KV head of the heads that full attention serves in its place.
+    fn full_heads(&self) -> &[(usize, usize)] {
+        &[]
+    }
 }
 
 /// A function that makes heads: a method without a GPU index.
@@ -242,7 +247,12 @@ pub trait Retriever: Fork + Send + Sync {
     /// Chooses the positions that a step attends besides the static set.
     fn select(&mut self, step: &Step) -> Choice;
 
-    /// Returns what `choice` read; by default nothing.
+    /// Returns whether a step ranks candidates; one whose budget covers them all need not.
+    fn ranks(&self, step: &Step) -> bool {
+        !step.is_exact()
+    }
+
+    /// Returns what `choice` read, in a step that ranks; by default nothing.
     fn reads(&self, _step: &Step, _choice: &Choice) -> Reads {
         Reads::default()
     }

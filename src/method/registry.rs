@@ -7,7 +7,10 @@ use clap::builder::PossibleValue;
 
 use super::bench::Bench;
 use super::declaration::{Ask, Declaration};
-use super::{Method, a2ats, ctkvr, full, h2o, lfps, quest, random, selfindex, snapkv, streaming, topk};
+use super::{
+    Method, Place, Retriever, a2ats, ctkvr, full, h2o, lfps, quest, random, selfindex, snapkv, streaming,
+    topk,
+};
 use crate::artifact::Artifact;
 use crate::error::Result;
 
@@ -26,6 +29,9 @@ pub static METHODS: &[MethodName] = &[
     MethodName(&ctkvr::METHOD),
 ];
 
+/// Full attention, which also runs wherever a method does not choose.
+pub static FULL: MethodName = MethodName(&full::METHOD);
+
 /// One of [`METHODS`], as the command line names it.
 #[derive(Clone, Copy)]
 pub struct MethodName(&'static Declaration);
@@ -41,15 +47,53 @@ impl MethodName {
         self.0.bench
     }
 
-    /// Prepares the method for a model.
+    /// Prepares the method for a model. Where its section of the artifact marks a head as constant, full attention
+    /// takes its place.
+    ///
+    /// # Errors
+    /// An artifact of other sizes; whatever the method needs and does not find.
     pub fn prepare(self, ask: &Ask) -> Result<Box<dyn Method>> {
-        (self.0.prepare)(ask)
+        if let Some(artifact) = ask.artifact {
+            artifact.check_sizes(ask.sizes)?;
+        }
+        let method = (self.0.prepare)(ask)?;
+        let constant = match self.section(ask.artifact) {
+            Some((artifact, name)) => artifact.section(name)?.constant_heads(),
+            None => Vec::new(),
+        };
+        Ok(match constant.is_empty() {
+            true => method,
+            false => Box::new(FullIn {
+                heads: constant,
+                method,
+            }),
+        })
     }
 
     /// Returns the name of the method's section, and the artifact if it has that section.
     fn section(self, artifact: Option<&Artifact>) -> Option<(&Artifact, &'static str)> {
         let named = artifact.zip(self.0.section);
         named.filter(|(artifact, section)| artifact.has(section))
+    }
+}
+
+/// A method that full attention replaces in some heads, on the CPU alone.
+struct FullIn {
+    /// Layer and KV head of each.
+    heads: Vec<(usize, usize)>,
+    method: Box<dyn Method>,
+}
+
+impl Method for FullIn {
+    fn head(&self, place: &Place) -> Box<dyn Retriever> {
+        match self.heads.contains(&(place.layer, place.kv_head)) {
+            true => Box::new(full::Full),
+            false => self.method.head(place),
+        }
+    }
+
+    fn full_heads(&self) -> &[(usize, usize)] {
+        &self.heads
     }
 }
 
@@ -80,7 +124,7 @@ impl ValueEnum for MethodName {
 /// Returns the default method: the first with a section in the artifact, else full attention.
 pub fn default_method(artifact: Option<&Artifact>) -> MethodName {
     let calibrated = METHODS.iter().find(|method| method.section(artifact).is_some());
-    calibrated.copied().unwrap_or(MethodName(&full::METHOD))
+    calibrated.copied().unwrap_or(FULL)
 }
 
 /// Returns the bytes that `method` needs whatever the context: those of its artifact section.

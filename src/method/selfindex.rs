@@ -53,7 +53,7 @@ pub static METHOD: Declaration = Declaration {
         Ok(Box::new(SelfIndexMethod::new(
             &ask.params.selfindex,
             ask.artifact,
-            ask.head_dim,
+            ask.sizes.head_dim,
         )?))
     },
     bench: Some(&bench::SelfIndexBench),
@@ -107,7 +107,8 @@ impl SelfIndexMethod {
         if !head_dim.is_multiple_of(GROUP) {
             return Err(Error::failed(format!(
                 "selfindex needs a head_dim that is a multiple of {GROUP}, not {head_dim}"
-            )));
+            ))
+            .hint("choose another --method"));
         }
         let section = artifact.filter(|a| a.has(SECTION));
         let source = params.sign_centroids.unwrap_or(match section {

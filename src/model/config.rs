@@ -83,13 +83,16 @@ impl ModelConfig {
                 .hint("--model takes the folder of a Hugging Face checkpoint (with config.json in it)"));
         }
         let path = dir.join("config.json");
-        let mut config = Self::parse(&read_json(&path)?).map_err(|e| e.context(path.display()))?;
+        const CHECK: &str =
+            "the file is damaged or of a model that is not supported; compare it with the published one";
+        let mut config =
+            Self::parse(&read_json(&path)?).map_err(|e| e.context(path.display()).or_hint(CHECK))?;
         let generation = dir.join("generation_config.json");
         if generation.is_file() {
             let value = read_json(&generation)?;
             // As in transformers, these stop tokens replace those of config.json.
             let ids = token_ids(value.get("eos_token_id"), "eos_token_id")
-                .map_err(|e| e.context(generation.display()))?;
+                .map_err(|e| e.context(generation.display()).or_hint(CHECK))?;
             if !ids.is_empty() {
                 config.eos_token_ids = ids;
             }

@@ -9,8 +9,10 @@ use crate::error::{Error, Result};
 /// Reads a JSON file.
 pub fn read_json(path: &Path) -> Result<Value> {
     let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", &e))?;
-    serde_json::from_slice(&bytes)
-        .map_err(|e| Error::failed(format!("{} is not valid JSON: {e}", path.display())))
+    serde_json::from_slice(&bytes).map_err(|e| {
+        Error::failed(format!("{} is not valid JSON: {e}", path.display()))
+            .hint("the file is damaged or of another kind; get it again from where it came")
+    })
 }
 
 /// Reads a token id or a list of token ids; a missing field or null gives an empty list.

@@ -90,7 +90,10 @@ impl Tokenizer {
         let Some(token) = token else {
             return Ok(config.bos_token_id);
         };
-        let unknown = || Error::failed(format!("bos_token `{token}` is not in tokenizer.json"));
+        let unknown = || {
+            Error::failed(format!("bos_token `{token}` is not in tokenizer.json"))
+                .hint("both files must be of one model; --tokens takes token ids instead of text")
+        };
         let id = inner
             .token_to_id(token)
             .ok_or_else(|| unknown().context(path.display()));

@@ -57,23 +57,25 @@ impl Checkpoint {
             ));
             return Err(match dir.join("pytorch_model.bin").is_file() {
                 true => error.hint("convert pytorch_model.bin to safetensors first"),
-                false => error,
+                false => error.hint("give the folder of a Hugging Face checkpoint, with its weights"),
             });
         }
         Ok(checkpoint)
     }
 
     fn add_index(&mut self, dir: &Path, index: &Path) -> Result<()> {
+        let damaged = |what: String| {
+            Error::failed(format!("{}{what}", index.display()))
+                .hint("the index is damaged or of another checkpoint; download it again")
+        };
         let value = read_json(index)?;
         let map = value["weight_map"]
             .as_object()
-            .ok_or_else(|| Error::failed(format!("{} has no `weight_map`", index.display())))?;
+            .ok_or_else(|| damaged(" has no `weight_map`".to_owned()))?;
         let mut files: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for (tensor, file) in map {
             let file = file.as_str().filter(|f| !f.contains(['/', '\\']));
-            let file = file.ok_or_else(|| {
-                Error::failed(format!("{}: `{tensor}` has no valid file name", index.display()))
-            })?;
+            let file = file.ok_or_else(|| damaged(format!(": `{tensor}` has no valid file name")))?;
             files.entry(file).or_default().push(tensor);
         }
         for (file, tensors) in files {
@@ -86,9 +88,8 @@ impl Checkpoint {
             }
             self.add_shard(&path)?;
             if let Some(missing) = tensors.iter().find(|t| !self.entries.contains_key(**t)) {
-                return Err(Error::failed(format!(
-                    "{} says that {file} holds `{missing}`, but it does not",
-                    index.display()
+                return Err(damaged(format!(
+                    " says that {file} holds `{missing}`, but it does not"
                 )));
             }
         }

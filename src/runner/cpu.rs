@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::head::{Head, Token, prefill_heads};
 use super::session::{Backend, StepAt};
-use super::shares::Shares;
+use super::shares::{Counts, Shares};
 use super::trace::Trace;
 use super::{Options, Session};
 use crate::error::{Error, Result};
@@ -22,6 +22,8 @@ pub struct CpuBackend<'a> {
     heads: Vec<Vec<Head>>,
     /// Sum over decode steps of the mean over layers.
     shares: Shares,
+    /// Per layer.
+    counts: Vec<Counts>,
     /// After the last decode step.
     logits: Array1<f32>,
 }
@@ -42,6 +44,7 @@ impl<'a> CpuBackend<'a> {
         let layer = |layer: usize| (0..c.n_kv_heads).map(|kv_head| head(layer, kv_head)).collect();
         Self {
             heads: (0..c.n_layers).map(layer).collect(),
+            counts: vec![Counts::NONE; c.n_layers],
             forward,
             options,
             shares: Shares::default(),
@@ -82,7 +85,7 @@ impl Backend for CpuBackend<'_> {
     fn step(&mut self, id: u32, at: StepAt, mut trace: Option<&mut Trace<'_>>) -> Result<()> {
         let options = self.options;
         let mut shares = Shares::default();
-        let heads = &mut self.heads;
+        let (heads, counts) = (&mut self.heads, &mut self.counts);
         let windows = &self.forward.decoder().config.windows;
         let logits = self
             .forward
@@ -91,7 +94,7 @@ impl Backend for CpuBackend<'_> {
                 let r = rows.q_rope.len_of(Axis(0)) / heads.len();
                 let set = StaticSet::at(at.position, windows[index], options.sinks, options.window);
                 let mut out = out.index_axis_mut(Axis(0), 0);
-                let chosen: Vec<Choice> = heads
+                let stepped: Vec<(Choice, usize)> = heads
                     .par_iter_mut()
                     .zip(out.axis_chunks_iter_mut(Axis(0), r))
                     .enumerate()
@@ -100,9 +103,13 @@ impl Backend for CpuBackend<'_> {
                         head.step(&token, at.step, &set, options.budget, out)
                     })
                     .collect();
-                shares.add_layer(chosen.iter(), &set, r);
+                let chosen = stepped.iter().map(|(choice, _)| choice);
+                shares.add_layer(chosen.clone(), &set, r);
+                for (choice, index_bytes) in &stepped {
+                    counts[index].add(choice, Some(*index_bytes), &set, r);
+                }
                 match trace.as_deref_mut() {
-                    Some(trace) => trace.layer(at.step, index, chosen.iter().map(|c| &c.positions)),
+                    Some(trace) => trace.layer(at.step, index, chosen.map(|c| &c.positions)),
                     None => Ok(()),
                 }
             })?;
@@ -118,6 +125,10 @@ impl Backend for CpuBackend<'_> {
 
     fn shares(&self, steps: usize) -> Result<Shares> {
         Ok(self.shares.mean(steps))
+    }
+
+    fn counts(&self) -> Result<Vec<Counts>> {
+        Ok(self.counts.clone())
     }
 
     fn kv_bytes(&self) -> usize {

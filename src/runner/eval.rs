@@ -85,7 +85,7 @@ impl<'a> Evaluation<'a> {
     /// A turn of less than two tokens; activations that are not finite; an interrupt.
     pub fn block(&mut self, ids: &[u32], turns: usize, decode: usize, done: &mut dyn FnMut()) -> Result<()> {
         if ids.len() / turns.max(1) < 2 {
-            return Err(Error::failed("a turn of one token has nothing to decode"));
+            return Err(Error::failed("a turn of one token has nothing to decode").hint("give more text"));
         }
         let mut fed = self.trajectories(ids.len(), true);
         for (turn, range) in turns_of(ids.len(), turns).enumerate() {

@@ -16,7 +16,7 @@ pub(super) struct Head {
 }
 
 impl Head {
-    /// Feeds one token; out `[r,d]`.
+    /// Feeds one token, out `[r,d]`; returns the choice and the bytes of the index that it read.
     pub fn step(
         &mut self,
         token: &Token,
@@ -24,7 +24,7 @@ impl Head {
         set: &StaticSet,
         budget: Budget,
         out: ArrayViewMut2<f32>,
-    ) -> Choice {
+    ) -> (Choice, usize) {
         token.cache(&mut self.kv);
         let step = token.step(step, set, budget, &self.kv);
         decode_head(token, &step, set, self.retriever.as_mut(), out)
@@ -138,18 +138,23 @@ impl<'a> Token<'a> {
     }
 }
 
-/// Runs one decode step of one KV head: the method takes in the key, chooses, and sees what was attended.
+/// Runs one decode step of one KV head: the method takes in the key, chooses, and sees what was attended. Returns the
+/// choice and the bytes of the index that it read.
 pub(super) fn decode_head(
     token: &Token,
     step: &Step,
     set: &StaticSet,
     retriever: &mut dyn Retriever,
     out: ArrayViewMut2<f32>,
-) -> Choice {
+) -> (Choice, usize) {
     retriever.append(token.k_pre.view(), token.k_rope.view());
     let choice = retriever.select(step);
+    let index_bytes = match retriever.ranks(step) {
+        true => retriever.reads(step, &choice).index_bytes,
+        false => 0,
+    };
     attend(step, set, &choice, retriever, out);
-    choice
+    (choice, index_bytes)
 }
 
 /// Attends the static set and what was chosen, out `[r,d]`; bypassed heads attend the sinks alone,

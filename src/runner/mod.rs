@@ -14,7 +14,7 @@ use crate::model::ModelConfig;
 pub use cpu::CpuBackend;
 pub(crate) use head::attend;
 pub use session::{Backend, Session, StepAt};
-pub use shares::Shares;
+pub use shares::{Counts, Shares};
 pub use trace::Trace;
 
 /// What bounds a decode step's reads.

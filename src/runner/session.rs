@@ -4,7 +4,7 @@ use std::io::Write;
 
 use ndarray::Array1;
 
-use super::shares::Shares;
+use super::shares::{Counts, Shares};
 use super::trace::Trace;
 use crate::error::Result;
 use crate::kv::sample::Sampler;
@@ -40,6 +40,9 @@ pub trait Backend {
 
     /// Returns the means over all decode steps and layers; `steps` is the number of steps.
     fn shares(&self, steps: usize) -> Result<Shares>;
+
+    /// Returns what all decode steps read, per layer.
+    fn counts(&self) -> Result<Vec<Counts>>;
 
     /// Counts the bytes held for keys and values.
     fn kv_bytes(&self) -> usize;
@@ -136,6 +139,11 @@ impl<'a> Session<'a> {
             }),
             steps => self.backend.shares(steps),
         }
+    }
+
+    /// Returns what all decode steps read, per layer.
+    pub fn counts(&self) -> Result<Vec<Counts>> {
+        self.backend.counts()
     }
 
     /// Counts the bytes held for keys and values.

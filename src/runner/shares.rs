@@ -1,6 +1,8 @@
 //! How much of the visible context decode steps read and compute.
 
-use crate::kv::StaticSet;
+use std::ops::AddAssign;
+
+use crate::kv::{KvType, StaticSet};
 use crate::method::Choice;
 
 /// Shares of the visible context: those of one decode step, their sum over steps, or its mean.
@@ -16,7 +18,7 @@ pub struct Shares {
 
 impl Shares {
     /// Adds the choices of the KV heads of one layer, each for `group` query heads.
-    pub(super) fn add_layer<'c>(
+    pub(crate) fn add_layer<'c>(
         &mut self,
         choices: impl ExactSizeIterator<Item = &'c Choice>,
         set: &StaticSet,
@@ -27,12 +29,7 @@ impl Shares {
         let mut rows = 0.0;
         for choice in choices {
             let bypassed = choice.bypassed.iter().flatten().count();
-            let attended = if bypassed == group {
-                set.sinks.len()
-            } else {
-                set.len() + choice.positions.len()
-            };
-            rows += attended as f64 + choice.ranked_rows as f64 / 2.0;
+            rows += attended(choice, set, group) as f64 + choice.ranked_rows as f64 / 2.0;
             self.bypassed += bypassed as f64 / query_heads;
             self.products += choice.products as f64 / (visible * query_heads);
         }
@@ -55,5 +52,73 @@ impl Shares {
             products: self.products / n,
             bypassed: self.bypassed / n,
         }
+    }
+}
+
+/// Counts the K and V rows that a choice for `group` query heads attends, static set included.
+fn attended(choice: &Choice, set: &StaticSet, group: usize) -> usize {
+    match choice.bypassed.iter().flatten().count() == group {
+        true => set.sinks.len(),
+        false => set.len() + choice.positions.len(),
+    }
+}
+
+/// What the decode steps of one layer really read: sums over the choices of its KV heads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Counts {
+    /// Choices: one per step and KV head.
+    pub choices: u64,
+    /// K and V rows attended, static set included.
+    pub rows: u64,
+    /// Keys that were read to rank and then not attended.
+    pub ranked_keys: u64,
+    /// Choices of everything visible.
+    pub full: u64,
+    /// Query heads that bypassed their selection.
+    pub bypassed_heads: u64,
+    /// Bytes of the index; `None` if the device does not tell.
+    pub index_bytes: Option<u64>,
+}
+
+impl Counts {
+    /// Counters before the first step.
+    pub const NONE: Self = Self {
+        choices: 0,
+        rows: 0,
+        ranked_keys: 0,
+        full: 0,
+        bypassed_heads: 0,
+        index_bytes: Some(0),
+    };
+
+    /// Adds a choice for `group` query heads that read `index_bytes` of the index.
+    pub(crate) fn add(&mut self, choice: &Choice, index_bytes: Option<usize>, set: &StaticSet, group: usize) {
+        let bypassed = choice.bypassed.iter().flatten().count();
+        let rows = attended(choice, set, group);
+        *self += Self {
+            choices: 1,
+            rows: rows as u64,
+            ranked_keys: choice.ranked_rows as u64,
+            full: u64::from(bypassed == 0 && rows == set.visible().len()),
+            bypassed_heads: bypassed as u64,
+            index_bytes: index_bytes.map(|bytes| bytes as u64),
+        };
+    }
+
+    /// Returns the bytes of the rows and keys in a cache of type `kv` with `head_dim` channels.
+    pub fn kv_bytes(&self, kv: KvType, head_dim: usize) -> u64 {
+        let [row, key] = [kv.bytes_per_position(head_dim), kv.bytes_per_key(head_dim)];
+        self.rows * row as u64 + self.ranked_keys * key as u64
+    }
+}
+
+impl AddAssign for Counts {
+    fn add_assign(&mut self, other: Self) {
+        self.choices += other.choices;
+        self.rows += other.rows;
+        self.ranked_keys += other.ranked_keys;
+        self.full += other.full;
+        self.bypassed_heads += other.bypassed_heads;
+        self.index_bytes = self.index_bytes.zip(other.index_bytes).map(|(a, b)| a + b);
     }
 }

@@ -87,7 +87,9 @@ impl From<KMeansError> for Error {
         match e {
             KMeansError::Interrupted(_) => Self::interrupted(),
             KMeansError::Device(e) => e,
-            other => Self::failed(other.to_string()),
+            other => {
+                Self::failed(other.to_string()).hint("check the points, and their number against --size")
+            }
         }
     }
 }

@@ -16,6 +16,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
+use kvsmith::error::DEFECT;
 use ndarray::{ArrayBase, Data, Dimension};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -102,12 +103,20 @@ pub struct Outcome {
 }
 
 impl Outcome {
+    /// What the program left behind; its error, if it ended with code 1, has a hint that is about this error.
+    #[track_caller]
     pub fn of(output: std::process::Output) -> Self {
-        Self {
+        let outcome = Self {
             code: output.status.code(),
             stdout: String::from_utf8(output.stdout).unwrap(),
             stderr: String::from_utf8(output.stderr).unwrap(),
+        };
+        if outcome.code == Some(1) && outcome.stderr.lines().any(|line| line.starts_with("error: ")) {
+            let hint = outcome.stderr.lines().find(|line| line.starts_with("hint: "));
+            let said = hint.is_some_and(|hint| !hint.contains(DEFECT));
+            assert!(said, "an error without a hint of its own: {}", outcome.stderr);
         }
+        outcome
     }
 
     /// The same, having checked that it succeeded.

@@ -26,7 +26,7 @@ pub fn prepared(name: MethodName, artifact: Option<&Artifact>, decoder: &Decoder
     let ask = Ask {
         artifact,
         rope: &decoder.rope,
-        head_dim: decoder.config.head_dim,
+        sizes: decoder.config.sizes(),
         params: &MethodParams::default(),
         seed: 0,
     };

@@ -62,6 +62,32 @@ pub fn run(driver: &Path) {
             let (a, b) = (number(&cuda, key), number(&cpu, key));
             assert!((a - b).abs() < 1e-9, "{method} {key}: {a} {b}");
         }
+        for key in [
+            "choices",
+            "rows_read",
+            "keys_ranked",
+            "kv_bytes_read",
+            "bypasses",
+            "bypassed_heads",
+            "layers",
+        ] {
+            assert_eq!(cuda[key], cpu[key], "{method} {key}");
+        }
+        // Tables and lists that steps change on the device are not counted by the host.
+        let index = match method {
+            "lfps" | "ctkvr" => Value::Null,
+            // The codes of every candidate, where the CPU reads lists.
+            "a2ats" => cuda["index_bytes_read"].clone(),
+            _ => cpu["index_bytes_read"].clone(),
+        };
+        assert_eq!(cuda["index_bytes_read"], index, "{method}");
+        assert_eq!(cuda["bytes_read"].is_null(), index.is_null(), "{method}");
+        let on_cpu = ["quest", "snapkv", "h2o"].contains(&method);
+        assert_eq!(
+            cuda["fallbacks"].as_array().unwrap().len(),
+            usize::from(on_cpu),
+            "{method}"
+        );
         if method == "lfps" {
             // On the device two tables of f32 for each of 4 heads in 4 layers, as long as the cache has room.
             let room = cuda["prompt_tokens"].as_u64().unwrap() + 6;
@@ -161,6 +187,11 @@ pub fn host(driver: &Path) {
             "{method}: {a} {b}"
         );
         assert_eq!(host["kv_bytes"], cpu["kv_bytes"], "{method}");
+        if ["full", "streaming", "random"].contains(&method) {
+            for key in ["choices", "rows_read", "bytes_read", "bypasses", "layers"] {
+                assert_eq!(host[key], cpu[key], "{method} {key}");
+            }
+        }
     }
     let wrong = kvsmith(
         driver,

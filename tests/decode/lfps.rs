@@ -6,6 +6,7 @@ use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::float::Float;
 use kvsmith::kv::cuda::attend::{Attention, LayerRows};
 use kvsmith::kv::{Budget, KvHead, StaticSet};
+use kvsmith::method::cuda::TALLIES;
 use kvsmith::method::lfps::cuda::{Lfps, LfpsWorkspace};
 use kvsmith::method::lfps::{self as cpu, LfpsMethod, Threshold};
 use kvsmith::method::{Choice, Prompt, Retriever};
@@ -230,7 +231,7 @@ fn step_cpu<'a>(
 }
 
 /// The shares that [`Stepped`] adds for its head, as the runner counts them.
-fn shares(choice: &Choice, set: &StaticSet, r: usize) -> [f64; 3] {
+fn shares(choice: &Choice, set: &StaticSet, r: usize) -> [f64; TALLIES] {
     let n = set.visible().len() as f64;
     let bypassed = choice.bypassed.iter().flatten().count();
     let sinks = set.candidates.start - set.visible().start;
@@ -242,6 +243,10 @@ fn shares(choice: &Choice, set: &StaticSet, r: usize) -> [f64; 3] {
         (attended as f64 + choice.ranked_rows as f64 / 2.0) / n,
         choice.products as f64 / (n * r as f64),
         bypassed as f64 / r as f64,
+        attended as f64,
+        choice.ranked_rows as f64,
+        f64::from(u8::from(bypassed == 0 && attended == set.visible().len())),
+        bypassed as f64,
     ]
 }
 
@@ -319,8 +324,8 @@ pub fn check(driver: &dyn Driver, case: &Case) {
     .unwrap();
     lfps.write(&heads).unwrap();
     let attention = Attention::new(driver, shape).unwrap();
-    let sums = Buffer::<f64>::zeros(driver, "sums", 3).unwrap();
-    let (mut expected, mut relative, mut bypassed, mut chosen_count) = ([0.0; 3], 0.0, 0, 0);
+    let sums = Buffer::<f64>::zeros(driver, "sums", TALLIES).unwrap();
+    let (mut expected, mut relative, mut bypassed, mut chosen_count) = ([0.0; TALLIES], 0.0, 0, 0);
     let total = rows.total;
     for step in 0..STEPS {
         batch.advance(1);
@@ -359,8 +364,9 @@ pub fn check(driver: &dyn Driver, case: &Case) {
             let outputs = [&before, &after].map(|output| &output[rows.clone()]);
             bypassed += check_outputs(&stepped, &marks[at * r..(at + 1) * r], outputs);
             let (set, _) = batch.set_of(at);
-            for (sum, share) in expected.iter_mut().zip(shares(&stepped.choice, &set, r)) {
-                *sum += share / (b * g) as f64;
+            for (i, share) in shares(&stepped.choice, &set, r).into_iter().enumerate() {
+                // The first three are means over the heads, the others sums.
+                expected[i] += if i < 3 { share / (b * g) as f64 } else { share };
             }
         }
         // Both round, and an entry once more in every step.

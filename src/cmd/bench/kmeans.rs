@@ -101,10 +101,10 @@ fn read_points(path: &Path) -> Result<Array2<f32>> {
     let store = Store::open(path)?;
     let shape = store.specs().find(|s| s.name == "x").map(|s| s.shape.clone());
     let Some([n, d]) = shape.as_deref() else {
-        return Err(Error::failed(format!(
-            "{} has no tensor `x` of shape [n,d]",
-            path.display()
-        )));
+        return Err(
+            Error::failed(format!("{} has no tensor `x` of shape [n,d]", path.display()))
+                .hint("give a safetensors file with the points as `x`, f32 [n,d]"),
+        );
     };
     let values = store.read::<f32>("x", &[*n, *d])?;
     Ok(Array2::from_shape_vec((*n, *d), values)?)

@@ -63,7 +63,7 @@ impl Pair {
             Self::Ids { prompt, answer } => prompt.is_empty() || answer.is_empty(),
         };
         match empty {
-            true => Err(Error::failed("the prompt or the answer is empty")),
+            true => Err(Error::failed("the prompt or the answer is empty").hint(FILLED)),
             false => Ok(pair),
         }
     }
@@ -83,11 +83,14 @@ impl Pair {
             }
         };
         match question.prompt.is_empty() || question.answer.is_empty() {
-            true => Err(Error::failed("the prompt or the answer has no tokens")),
+            true => Err(Error::failed("the prompt or the answer has no tokens").hint(FILLED)),
             false => Ok(question),
         }
     }
 }
+
+/// What every turn must have.
+const FILLED: &str = "every prompt and every answer must have at least one token";
 
 /// The forms that a line may have.
 const FORMS: &str = "{\"prompt\": .., \"answer\": ..}, {\"prompt_tokens\": [..], \"answer_tokens\": [..]} or {\"turns\": [..]} with such turns";
@@ -105,8 +108,8 @@ impl NeedleLine {
     /// # Errors
     /// It has another form, an empty part, or an id outside the vocabulary.
     fn parse(line: &str, decoder: &Decoder, tokenizer: Option<&Tokenizer>) -> Result<Self> {
-        let value: Value =
-            serde_json::from_str(line).map_err(|e| Error::failed(format!("not a JSON object: {e}")))?;
+        let value: Value = serde_json::from_str(line)
+            .map_err(|e| Error::failed(format!("not a JSON object: {e}")).hint(FORMS))?;
         if let Some(turns) = value.get("turns") {
             let pair = ["prompt", "answer", "prompt_tokens", "answer_tokens"];
             if let Some(key) = pair.iter().find(|key| value.get(**key).is_some()) {
@@ -127,7 +130,7 @@ impl NeedleLine {
             },
         };
         if needle.prompt.is_empty() {
-            return Err(Error::failed("the prompt or the answer is empty"));
+            return Err(Error::failed("the prompt or the answer is empty").hint(FILLED));
         }
         decoder.check_ids(&needle.prompt)?;
         Ok(Self::Needle(needle))
@@ -157,9 +160,10 @@ fn conversation(turns: &[Value], decoder: &Decoder, tokenizer: Option<&Tokenizer
         let pair = Pair::parse(value)?;
         let is_text = matches!(pair, Pair::Text { .. });
         if *of_text.get_or_insert(is_text) != is_text {
-            return Err(Error::failed(
-                "turns of text and of token ids in one conversation",
-            ));
+            return Err(
+                Error::failed("turns of text and of token ids in one conversation")
+                    .hint("give all turns of a line as text, or all as token ids"),
+            );
         }
         let question = pair.question(i == 0, tokenizer)?;
         decoder.check_ids(&question.prompt)?;
@@ -219,7 +223,7 @@ fn read(path: &Path, decoder: &Decoder, tokenizer: Option<&Tokenizer>) -> Result
     });
     let lines: Vec<NeedleLine> = lines.collect::<Result<_>>()?;
     match lines.is_empty() {
-        true => Err(Error::failed(format!("{} has no line", path.display()))),
+        true => Err(Error::failed(format!("{} has no line", path.display())).hint(FORMS)),
         false => Ok(lines),
     }
 }

@@ -44,6 +44,10 @@ pub(super) struct Conversation<'a> {
     pub global: &'a Global,
     /// Type of the cache.
     pub kv: KvType,
+    /// What could not run as asked for, and what ran instead.
+    pub fallbacks: Vec<String>,
+    /// Layer and KV head of the heads that the method does not serve.
+    pub full_heads: &'a [(usize, usize)],
     pub session: Session<'a>,
     pub turns: Turns<'a>,
     pub sampler: Sampler,

@@ -1,18 +1,124 @@
 //! The summary of a run.
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::Conversation;
-use crate::cmd::print_json;
+use crate::cmd::{merge, print_json};
 use crate::error::Result;
-use crate::method::registry::MethodName;
+use crate::method::registry::{FULL, MethodName};
 use crate::progress::size;
+use crate::runner::Counts;
+
+/// What a run's decode steps read, by layer.
+struct Ran<'a> {
+    conversation: &'a Conversation<'a>,
+    method: MethodName,
+    layers: Vec<Counts>,
+}
+
+impl Ran<'_> {
+    /// Lists the KV heads of a layer that full attention served in the method's place.
+    fn full_heads(&self, layer: usize) -> Vec<usize> {
+        let heads = self.conversation.full_heads.iter();
+        let own = heads.filter(|(of, _)| *of == layer);
+        own.map(|(_, head)| *head).collect()
+    }
+
+    /// Counts the choices of everything that the method itself made in a layer.
+    fn bypasses(&self, layer: usize) -> u64 {
+        let Counts { choices, full, .. } = self.layers[layer];
+        let heads = self.conversation.turns.config().n_kv_heads as u64;
+        full - self.full_heads(layer).len() as u64 * choices / heads
+    }
+
+    /// Adds up the layers.
+    fn total(&self) -> Counts {
+        self.layers.iter().fold(Counts::NONE, |mut sum, layer| {
+            sum += *layer;
+            sum
+        })
+    }
+
+    /// Returns the bytes of the rows and keys read.
+    fn kv_bytes(&self) -> u64 {
+        let Conversation { kv, turns, .. } = self.conversation;
+        self.total().kv_bytes(*kv, turns.config().head_dim)
+    }
+
+    /// Returns the bytes read, index included, unless the device does not tell those of the index.
+    fn bytes(&self) -> Option<u64> {
+        self.total().index_bytes.map(|index| index + self.kv_bytes())
+    }
+
+    /// Names the method that chose in a layer: `full` where every choice was of everything.
+    fn name(&self, layer: &Counts) -> &'static str {
+        match layer.full == layer.choices {
+            true => FULL.as_str(),
+            false => self.method.as_str(),
+        }
+    }
+
+    /// Says in a few words what was read, where the method did not choose, and what took its place.
+    fn text(&self) -> String {
+        let total = self.total();
+        let read = match self.bytes() {
+            Some(bytes) => format!("{} with the index", size(bytes as usize)),
+            None => format!("{} beside the index", size(self.kv_bytes() as usize)),
+        };
+        let others = self.layers.iter().enumerate();
+        let others = others.filter(|(_, layer)| self.name(layer) != self.method.as_str());
+        let others: Vec<String> = others.map(|(i, _)| i.to_string()).collect();
+        let full: u64 = (0..self.layers.len()).map(|layer| self.bypasses(layer)).sum();
+        let (rows, choices) = (total.rows, total.choices);
+        let mut text = format!("{rows} rows and {read} read, everything in {full} of {choices} choices");
+        if !others.is_empty() {
+            text += &format!(", full attention in layers {}", others.join(", "));
+        }
+        for fallback in &self.conversation.fallbacks {
+            text += &format!(", {fallback}");
+        }
+        text
+    }
+
+    /// Returns the members of the document of `--json`.
+    fn json(&self) -> Value {
+        let total = self.total();
+        let windows = &self.conversation.turns.config().windows;
+        let layer = |(i, layer): (usize, &Counts)| {
+            json!({
+                "method": self.name(layer),
+                "model_window": windows[i],
+                "rows_read": layer.rows,
+                "bypasses": self.bypasses(i),
+                "full_heads": self.full_heads(i),
+            })
+        };
+        let layers: Vec<Value> = self.layers.iter().enumerate().map(layer).collect();
+        json!({
+            "choices": total.choices,
+            "rows_read": total.rows,
+            "keys_ranked": total.ranked_keys,
+            "kv_bytes_read": self.kv_bytes(),
+            "index_bytes_read": total.index_bytes,
+            "bytes_read": self.bytes(),
+            "bypasses": (0..self.layers.len()).map(|layer| self.bypasses(layer)).sum::<u64>(),
+            "bypassed_heads": total.bypassed_heads,
+            "fallbacks": self.conversation.fallbacks,
+            "layers": layers,
+        })
+    }
+}
 
 impl Conversation<'_> {
     /// Notes the times of all turns and how much they read, and prints the document of `--json`.
     pub fn report(&self, name: MethodName, device: &str) -> Result<()> {
         let Self { session, replies, .. } = self;
         let shares = session.shares()?;
+        let ran = Ran {
+            conversation: self,
+            method: name,
+            layers: session.counts()?,
+        };
         let ids: Vec<u32> = replies.iter().flat_map(|r| r.ids.iter().copied()).collect();
         let prefill_s: f64 = replies.iter().fold(0.0, |sum, r| sum + r.prefill_s);
         let decode_s: f64 = replies.iter().fold(0.0, |sum, r| sum + r.decode_s);
@@ -20,12 +126,13 @@ impl Conversation<'_> {
         let steps: usize = replies.iter().map(|r| r.ids.len().saturating_sub(1)).sum();
         let tokens_per_s = if steps > 0 { steps as f64 / decode_s } else { 0.0 };
         self.global.log().note(&format!(
-            "{}: {} tokens, prefill {prefill_s:.2} s, decode {decode_s:.2} s ({tokens_per_s:.1} tokens/s), {:.1} % of the KV rows read, index {} beside {} of KV",
+            "{}: {} tokens, prefill {prefill_s:.2} s, decode {decode_s:.2} s ({tokens_per_s:.1} tokens/s), {:.1} % of the KV rows read, index {} beside {} of KV; {}",
             name.as_str(),
             ids.len(),
             100.0 * shares.read,
             size(session.index_bytes()),
             size(session.kv_bytes()),
+            ran.text(),
         ));
         if !self.global.json {
             return Ok(());
@@ -47,6 +154,7 @@ impl Conversation<'_> {
             "kv_bytes": session.kv_bytes(),
             "device": device,
         });
+        merge(&mut result, &ran.json());
         if self.args.chat {
             result["turns"] = json!(replies);
         }

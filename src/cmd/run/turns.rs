@@ -156,12 +156,17 @@ impl<'a> Turns<'a> {
 }
 
 fn no_tokens() -> Error {
-    Error::failed("the prompt has no tokens")
+    Error::failed("the prompt has no tokens").hint("give at least one token")
+}
+
+/// Adds to an error of a chat template how to do without one.
+fn by_ids(e: Error) -> Error {
+    e.or_hint("without --chat the prompt is taken as it is; --tokens takes turns as token ids")
 }
 
 impl Style {
     fn open(args: &Args, log: Log) -> Result<Self> {
-        match (ChatTemplate::open(&args.model)?, &args.system) {
+        match (ChatTemplate::open(&args.model).map_err(by_ids)?, &args.system) {
             (Some(template), system) => {
                 let system = system.clone().map(|content| Message {
                     role: "system",
@@ -222,7 +227,7 @@ impl Script {
             role: "user",
             content: user,
         });
-        let whole = self.template.render(&messages, true)?;
+        let whole = self.template.render(&messages, true).map_err(by_ids)?;
         let text = match reply {
             Some(_) => self.after_reply(&messages, &whole, log)?,
             None => whole.clone(),
@@ -253,7 +258,7 @@ impl Script {
             mark += "0";
         }
         marked[at].content.clone_from(&mark);
-        let text = self.template.render(&marked, true)?;
+        let text = self.template.render(&marked, true).map_err(by_ids)?;
         let parts: Vec<&str> = text.split(&mark).collect();
         let [_, rest] = parts[..] else {
             return Err(Error::failed(format!(
@@ -280,6 +285,11 @@ struct StdinLines {
     terminal: bool,
 }
 
+/// Makes the error for input that cannot be read.
+fn unreadable(e: &std::io::Error) -> Error {
+    Error::failed(format!("cannot read stdin: {e}")).hint("turns are lines of UTF-8 text")
+}
+
 impl StdinLines {
     fn open() -> Result<Self> {
         let (sender, lines) = sync_channel(0);
@@ -293,7 +303,7 @@ impl StdinLines {
         };
         std::thread::Builder::new()
             .spawn(read)
-            .map_err(|e| Error::failed(format!("cannot read stdin: {e}")))?;
+            .map_err(|e| unreadable(&e))?;
         Ok(Self {
             lines,
             terminal: std::io::stdin().is_terminal(),
@@ -308,7 +318,7 @@ impl StdinLines {
             match self.lines.recv_timeout(Duration::from_millis(50)) {
                 Ok(Ok(line)) if line.is_empty() => self.prompt(),
                 Ok(Ok(line)) => return Ok(Some(line)),
-                Ok(Err(e)) => return Err(Error::failed(format!("cannot read stdin: {e}"))),
+                Ok(Err(e)) => return Err(unreadable(&e)),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Ok(None),
             }

@@ -276,6 +276,7 @@ pub struct Rotated<'a> {
 
 fn full(capacity: usize) -> Error {
     Error::failed(format!("the GPU's cache has room for {capacity} positions"))
+        .hint("give fewer tokens, or use --device cpu")
 }
 
 /// The chosen positions of each KV head, ascending, between the sinks and the window.

@@ -96,7 +96,8 @@ pub(super) fn check_channels(d: usize) -> Result<()> {
         true => Ok(()),
         false => Err(Error::failed(format!(
             "CUDA: signs need a head dimension that is a multiple of 4, not {d}"
-        ))),
+        ))
+        .hint("use --device cpu")),
     }
 }
 

@@ -101,7 +101,7 @@ impl HeadCodebook {
         wrope: Option<RopeTable>,
     ) -> Result<Self> {
         let chol_inverse = linalg::invert_lower(chol.mapv(f64::from).view())
-            .ok_or_else(|| Error::failed("a Cholesky factor is singular"))?;
+            .ok_or_else(|| Error::failed("a Cholesky factor is singular").hint("make the section again"))?;
         Ok(Self {
             codewords: Codewords::new(codebook.view()),
             codebook: Codebook::new(codebook),

@@ -47,12 +47,14 @@ impl<'d> Codebooks<'d> {
         if size == 0 || size > MOST_CODEWORDS {
             return Err(Error::failed(format!(
                 "CUDA: a codebook of {size} codewords; 1 to {MOST_CODEWORDS} are supported"
-            )));
+            ))
+            .hint("use --device cpu"));
         }
         if !d.is_multiple_of(8) {
             return Err(Error::failed(format!(
                 "CUDA: a2ats needs a head dimension that is a multiple of 8, not {d}"
-            )));
+            ))
+            .hint("use --device cpu"));
         }
         let mut codebook = Vec::with_capacity(heads.len() * size * width(d));
         for row in heads.iter().flat_map(|head| head.codebook.rows()) {

@@ -34,6 +34,9 @@ impl Fit for FitParams {
     }
 }
 
+/// The advice for values that the section cannot hold.
+const OUTLIERS: &str = "the keys or queries of this head have extreme outliers; check the model and the text";
+
 /// Heads that are fitted together by Eq. 13 and 15-17: metric, whitening, clustering. Codebooks stay in whitened
 /// coordinates.
 struct HeadRun<'a> {
@@ -51,12 +54,13 @@ impl<'a> HeadRun<'a> {
         let moments = states.moments()?;
         let metric = |head: usize| match params.metric {
             FitMetric::QueryAware if moments.count[head] == 0 => {
-                Err(Error::failed("the moments hold no query"))
+                Err(Error::failed("no query of this head was observed")
+                    .hint("take the moments again, from text of which not all is held out"))
             }
             FitMetric::QueryAware => Metric::new(moments.sum_qq.index_axis(Axis(0), head)),
             FitMetric::Plain => Ok(Metric::euclidean(states.sizes.head_dim)),
         };
-        let in_place = |head| metric(head).map_err(|e| at(states, head, e));
+        let in_place = |head| metric(head).map_err(|e| at(states, head, e).or_hint(OUTLIERS));
         let metrics = heads.clone().map(in_place).collect::<Result<Vec<_>>>()?;
         let factors: Vec<_> = metrics.iter().map(|m| m.chol.view()).collect();
         Ok(Self {
@@ -122,7 +126,7 @@ impl<'a> HeadRun<'a> {
 
     /// Makes the error for head `i` of the run if the section cannot hold its values.
     fn outliers(&self, i: usize, what: &str) -> Error {
-        let error = Error::failed(what).hint("the keys of this head have extreme outliers");
+        let error = Error::failed(what).hint(OUTLIERS);
         at(self.states, self.heads.start + i, error)
     }
 

@@ -233,24 +233,18 @@ impl SectionKind for A2atsSection {
         ])
     }
 
-    /// Values are finite, L is lower triangular with a positive diagonal, counts add up to the kept keys.
+    /// L is lower triangular with a positive diagonal, counts add up to the kept keys.
     fn check(&self, section: &SectionView) -> Result<()> {
         let chol = section.read::<f32>(CHOL)?;
-        for (name, values) in [
-            (CODEBOOK, &section.widened(CODEBOOK)?),
-            (MEAN, &section.read::<f32>(MEAN)?),
-            (CHOL, &chol),
-        ] {
-            if let Some(i) = values.iter().position(|v| !v.is_finite()) {
-                return Err(section.damaged(format!("`{name}` has a value that is not finite (element {i})")));
-            }
-        }
         let d = section.artifact.sizes.head_dim;
         for (head, l) in chol.chunks_exact(d * d).enumerate() {
             let lower =
                 (0..d).all(|i| l[i * d + i] > 0.0 && l[i * d + i + 1..(i + 1) * d].iter().all(|v| *v == 0.0));
             if !lower {
-                return Err(section.damaged(format!("`{CHOL}` of head {head} is not a Cholesky factor")));
+                return Err(section.damaged(format!(
+                    "`{CHOL}` of {} is not a Cholesky factor",
+                    section.kv_head(head)
+                )));
             }
         }
         let m = section.params::<FitParams>()?.size;
@@ -258,9 +252,8 @@ impl SectionKind for A2atsSection {
         for (head, counts) in section.read::<u32>(COUNT)?.chunks_exact(m).enumerate() {
             let sum: u64 = counts.iter().map(|c| u64::from(*c)).sum();
             if sum != kept {
-                return Err(section.damaged(format!(
-                    "`{COUNT}` of head {head} adds up to {sum} keys of {kept}"
-                )));
+                let head = section.kv_head(head);
+                return Err(section.damaged(format!("`{COUNT}` of {head} adds up to {sum} keys of {kept}")));
             }
         }
         Ok(())

@@ -99,23 +99,20 @@ impl SectionKind for SignSection {
         ])
     }
 
-    /// Values are finite, scales not negative, counts add up to the kept keys.
+    /// Scales are not negative, counts add up to the kept keys.
     fn check(&self, section: &SectionView) -> Result<()> {
-        for (name, values) in [
-            (CENTROID, section.widened(CENTROID)?),
-            (ALPHA, section.read(ALPHA)?),
-            (MEAN_PRE, section.read(MEAN_PRE)?),
-        ] {
-            let negative = name == ALPHA && values.iter().any(|v| *v < 0.0);
-            if negative || values.iter().any(|v| !v.is_finite()) {
-                return Err(section.damaged(format!("`{name}` has a value out of range")));
-            }
+        let d = section.artifact.sizes.head_dim;
+        if let Some(i) = section.read::<f32>(ALPHA)?.iter().position(|v| *v < 0.0) {
+            let head = section.kv_head(i / d);
+            return Err(section.damaged(format!("`{ALPHA}` of {head} has a value below zero")));
         }
         let kept = section.kept_keys();
         let counts: Vec<u64> = section.read(COUNT)?;
-        let differs = |group: &[u64]| group.iter().sum::<u64>() != kept;
-        if counts.chunks(PATTERNS).any(differs) {
-            return Err(section.damaged(format!("`{COUNT}` does not add up to {kept} keys")));
+        // A sum of any numbers may overflow.
+        let differs = |group: &[u64]| group.iter().try_fold(0u64, |a, b| a.checked_add(*b)) != Some(kept);
+        if let Some(i) = counts.chunks(PATTERNS).position(differs) {
+            let head = section.kv_head(i / (d / GROUP));
+            return Err(section.damaged(format!("`{COUNT}` of {head} does not add up to {kept} keys")));
         }
         Ok(())
     }

@@ -192,7 +192,7 @@ impl HeadTrajectories {
             for (shadow, variant) in self.shadows.iter_mut().zip(input.variants) {
                 let step = token.step(input.step, input.set, variant.budget, kv);
                 let mut output = Array2::zeros(full.dim());
-                let choice = decode_head(&token, &step, input.set, shadow.as_mut(), output.view_mut());
+                let (choice, _) = decode_head(&token, &step, input.set, shadow.as_mut(), output.view_mut());
                 metrics.push(judge.measure(&choice, step.budget, output.view_mut()));
             }
         }
@@ -200,7 +200,8 @@ impl HeadTrajectories {
         for (v, (head, variant)) in self.own.iter_mut().zip(input.variants).enumerate() {
             let token = Token::of(input.rows, c, input.group, v + 1);
             let output = out.index_axis_mut(Axis(0), v + 1);
-            chosen.push(head.step(&token, input.step, input.set, variant.budget, output));
+            let (choice, _) = head.step(&token, input.step, input.set, variant.budget, output);
+            chosen.push(choice);
         }
         HeadStep { metrics, chosen }
     }

@@ -10,8 +10,8 @@ use super::encode::Encoder;
 use super::{A2ats, Codebooks, HeadConstants};
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::Result;
-use crate::kv::Budget;
 use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
+use crate::kv::{Budget, StaticSet};
 use crate::method::a2ats::A2atsMethod;
 use crate::method::bench::Contents;
 use crate::method::cuda::{
@@ -90,6 +90,12 @@ impl CudaIndex for CodeIndex<'_> {
 
     fn bytes(&self) -> usize {
         self.state.bytes()
+    }
+
+    /// The codebook and the candidates' codes.
+    fn step_bytes(&self, set: &StaticSet) -> Option<usize> {
+        let A2ats { shape, size, .. } = &self.state;
+        Some(2 * (size * shape.head_dim + set.candidates.len()))
     }
 }
 

@@ -6,11 +6,11 @@ use rand_chacha::ChaCha8Rng;
 use super::SelfIndex;
 use crate::compute::cuda::buffer::Buffer;
 use crate::error::{Error, Result};
-use crate::kv::KvType;
 use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::signs::{FULL, Signs};
 use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
-use crate::kv::packed::{Center, Layout};
+use crate::kv::packed::{Center, Layout, sign_bytes};
+use crate::kv::{KvType, StaticSet};
 use crate::method::bench::Contents;
 use crate::method::cuda::{
     CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, WholePrompt, each_layer,
@@ -106,6 +106,10 @@ impl CudaIndex for SignIndex<'_> {
 
     fn bytes(&self) -> usize {
         self.signs.as_ref().map_or(0, Signs::bytes)
+    }
+
+    fn step_bytes(&self, set: &StaticSet) -> Option<usize> {
+        Some(set.visible().len() * sign_bytes(self.index.best.shape.head_dim))
     }
 }
 

@@ -1,0 +1,222 @@
+//! What `run` says that it read: the same as a count of its trace.
+
+mod common;
+
+use common::*;
+use kvsmith::method::registry::METHODS;
+use serde_json::{Value, json};
+
+/// First and last positions that are always attended, and tokens to generate.
+const SINKS: usize = 2;
+const WINDOW: usize = 3;
+const NEW: usize = 10;
+
+/// The sizes of a golden checkpoint.
+struct Sizes {
+    name: &'static str,
+    g: usize,
+    r: usize,
+    d: usize,
+    /// Per layer.
+    windows: &'static [Option<usize>],
+}
+
+const MODELS: [Sizes; 3] = [
+    Sizes {
+        name: "llama_default",
+        g: 2,
+        r: 2,
+        d: 16,
+        windows: &[None, None],
+    },
+    Sizes {
+        name: "qwen2_sliding",
+        g: 2,
+        r: 2,
+        d: 8,
+        windows: &[None, Some(12), Some(12)],
+    },
+    Sizes {
+        name: "mistral_sliding",
+        g: 1,
+        r: 4,
+        d: 16,
+        windows: &[Some(16), Some(16)],
+    },
+];
+
+/// What a trace says of one layer.
+#[derive(Default)]
+struct Counted {
+    choices: usize,
+    rows: usize,
+    full: usize,
+    index: usize,
+}
+
+/// Bytes of the index for a choice of `chosen` of `n` candidates from position `start` on, with `seen` visible
+/// positions; `None` where the trace does not tell.
+fn index_bytes(method: &str, sizes: &Sizes, [start, n, seen, chosen]: [usize; 4]) -> Option<usize> {
+    let Sizes { r, d, .. } = *sizes;
+    Some(match method {
+        "full" | "topk" | "random" | "streaming" => 0,
+        "quest" => 2 * 4 * d * ((start + n).div_ceil(16) - start / 16),
+        "snapkv" => 4 * chosen,
+        "h2o" => 8 * n,
+        // 8 codewords, and a code per candidate: too few of them for lists.
+        "a2ats" => 2 * 8 * d + 2 * n,
+        "selfindex" => seen * d / 8,
+        "lfps" => r * 2 * 4 * seen.div_ceil(16),
+        _ => return None,
+    })
+}
+
+/// Counts the lines of a trace, per layer.
+fn count(trace: &str, method: &str, sizes: &Sizes, prompt: usize, budget: f64) -> (Vec<Counted>, bool) {
+    let mut layers: Vec<Counted> = sizes.windows.iter().map(|_| Counted::default()).collect();
+    let mut known = true;
+    for line in json_lines(trace) {
+        let at = |key: &str| line[key].as_u64().unwrap() as usize;
+        let (end, layer) = (prompt + at("step") + 1, at("layer"));
+        let start = sizes.windows[layer].map_or(0, |w| end.saturating_sub(w));
+        let last = (end - WINDOW).max(start);
+        let first = SINKS.clamp(start, last);
+        let chosen = line["positions"].as_array().unwrap().len();
+        let (n, seen) = (last - first, end - start);
+        let most = if budget > 1.0 {
+            budget as usize
+        } else {
+            ((budget * seen as f64) as usize).max(1)
+        };
+        let counted = &mut layers[layer];
+        counted.choices += 1;
+        counted.rows += seen - n + chosen;
+        counted.full += usize::from(chosen == n);
+        if most < n {
+            match index_bytes(method, sizes, [first, n, seen, chosen]) {
+                Some(bytes) => counted.index += bytes,
+                None => known = false,
+            }
+        }
+    }
+    (layers, known)
+}
+
+#[test]
+fn the_counters_are_those_of_the_trace() {
+    for sizes in &MODELS {
+        let scratch = Scratch::new();
+        let model = checkpoint(sizes.name);
+        let ids = golden_ids(sizes.name, "ids");
+        let (prompt, trace) = (ids.len(), scratch.path("trace"));
+        let tokens = scratch.tokens("prompt.json", &[ids]);
+        let texts = scratch.tokens("texts.json", &documents(&[60, 60], 1));
+        let art = scratch.make(
+            "art",
+            &format!("calibrate --model {model} --tokens {texts} --size 8"),
+        );
+        for (method, budget, kv) in METHODS.iter().flat_map(|m| {
+            let kinds = [("0.2", "f32"), ("5", "bf16"), ("1.0", "f16"), ("3", "2bit")];
+            kinds.map(|(budget, kv)| (m.as_str(), budget, kv))
+        }) {
+            let what = format!("{} {method} {budget} {kv}", sizes.name);
+            // No query head bypasses its choice, of which the trace says nothing.
+            let run = kvsmith(&format!(
+                "run --json --ignore-eos --model {model} --artifact {art} --tokens {tokens} --max-new {NEW} \
+                 --sinks {SINKS} --window {WINDOW} --budget {budget} --method {method} --kv {kv} --lfps-theta 1 \
+                 --overwrite --trace {trace}"
+            ));
+            let last = run.stderr.lines().last().unwrap_or_default().to_owned();
+            let json = run.json();
+            let text = std::fs::read_to_string(&trace).unwrap();
+            let (layers, known) = count(&text, method, sizes, prompt, budget.parse().unwrap());
+            let sum = |of: fn(&Counted) -> usize| layers.iter().map(of).sum::<usize>();
+            let [rows, full, choices] = [sum(|c| c.rows), sum(|c| c.full), sum(|c| c.choices)];
+            assert_eq!(choices, (NEW - 1) * sizes.g * layers.len(), "{what}");
+            assert_eq!(json["choices"], choices, "{what}");
+            assert_eq!(json["rows_read"], rows, "{what}");
+            assert_eq!(json["bypasses"], full, "{what}");
+            assert_eq!(json["bypassed_heads"], 0, "{what}");
+            assert_eq!(json["fallbacks"], json!([]), "{what}");
+            // Bytes: a row has a key and a value; in 2 bits signs, 2-bit magnitudes and 2-bit values with scales.
+            let key = match kv {
+                "f32" => 4 * sizes.d,
+                "f16" | "bf16" => 2 * sizes.d,
+                _ => sizes.d / 8 + packed_width(sizes.d),
+            };
+            let row = if kv == "2bit" {
+                key + packed_width(sizes.d)
+            } else {
+                2 * key
+            };
+            let ranked = json["keys_ranked"].as_u64().unwrap() as usize;
+            if !["lfps", "ctkvr"].contains(&method) {
+                assert_eq!(ranked, 0, "{what}");
+            }
+            assert_eq!(json["kv_bytes_read"], rows * row + ranked * key, "{what}");
+            let index = json["index_bytes_read"].as_u64().unwrap() as usize;
+            assert_eq!(json["bytes_read"], rows * row + ranked * key + index, "{what}");
+            if known {
+                assert_eq!(index, sum(|c| c.index), "{what}");
+            } else {
+                assert!(index > 0, "{what}");
+            }
+            let told = json["layers"].as_array().unwrap();
+            assert_eq!(told.len(), layers.len());
+            for ((told, layer), window) in told.iter().zip(&layers).zip(sizes.windows) {
+                let method = if layer.full == layer.choices {
+                    "full"
+                } else {
+                    method
+                };
+                let expected = json!({
+                    "method": method, "model_window": window, "rows_read": layer.rows, "bypasses": layer.full,
+                    "full_heads": [],
+                });
+                assert_eq!(told, &expected, "{what}");
+            }
+            let said = format!("{rows} rows and ");
+            assert!(last.contains(&said), "{what}: {last}");
+            assert!(
+                last.contains(&format!("everything in {full} of {choices} choices")),
+                "{what}: {last}"
+            );
+        }
+    }
+}
+
+/// Bytes of a row's 2-bit numbers, and of a scale and a zero in f16 for every 32 of them.
+fn packed_width(d: usize) -> usize {
+    d / 4 + 4 * d.div_ceil(32)
+}
+
+/// A sliding-window layer that the static set covers has full attention, whatever the method.
+#[test]
+fn a_layer_in_which_nothing_is_chosen_is_named() {
+    let scratch = Scratch::new();
+    let tokens = scratch.tokens("prompt.json", &[golden_ids("qwen2_sliding", "ids")]);
+    let run = kvsmith(&format!(
+        "run --json --ignore-eos --model {} --tokens {tokens} --max-new 5 --sinks 2 --window 12 --budget 2 --method streaming",
+        checkpoint("qwen2_sliding")
+    ));
+    assert!(
+        run.stderr.contains("full attention in layers 1, 2"),
+        "{}",
+        run.stderr
+    );
+    let json = run.json();
+    let names: Vec<&Value> = json["layers"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|l| &l["method"])
+        .collect();
+    assert_eq!(names, ["streaming", "full", "full"]);
+    // Without a decode step nothing was chosen and nothing read.
+    let none = kvsmith(&format!(
+        "run --json --model {} --tokens {tokens} --max-new 1 --method streaming",
+        checkpoint("qwen2_sliding")
+    ));
+    let json = none.json();
+    assert_eq!((&json["choices"], &json["bytes_read"]), (&json!(0), &json!(0)));
+}
