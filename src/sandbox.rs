@@ -19,33 +19,39 @@ use crate::interrupt;
 /// Bytes of stack for the work. Only the part in use takes memory.
 const STACK: usize = 1 << 28;
 
-/// Seconds of processor time for the work.
-const SECONDS: u64 = 2;
+/// How many times its processor time the work may take on a busy machine.
+const PATIENCE: u32 = 4;
 
-/// Most time that passes until the work is given up, on a busy machine too.
-const PATIENCE: Duration = Duration::from_secs(8);
+/// First byte of what the process sends when the work has succeeded; the length of the rest follows in eight bytes.
+const DONE: u8 = 1;
 
-/// Last byte of what the process sends when the work has succeeded or failed. UTF-8 has neither; without one of
-/// them, the process has been ended.
-const DONE: u8 = 0xff;
-const FAILED: u8 = 0xfe;
+/// First byte when the work has failed.
+const FAILED: u8 = 2;
 
-/// Does `work` in another process, which may take `memory` bytes on top of a large stack and a few seconds; returns
-/// its text.
+/// Limits of the work.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Bytes of memory beyond what the process has when the work starts, and beyond its stack.
+    pub memory_bytes: usize,
+    /// Seconds of processor time.
+    pub seconds: u32,
+}
+
+/// What the work returns: bytes, or what went wrong.
+pub type Outcome = std::result::Result<Vec<u8>, String>;
+
+/// Does `work` in another process with these limits; returns its bytes.
 ///
 /// Memory is limited where `/proc` tells how much is mapped already: on Linux. Elsewhere only time is.
 ///
 /// # Errors
 /// The text of the work's own error; work that panics, exceeds a limit or crashes; an interrupt, which ends it
 /// at once; no process or memory for it.
-pub fn run(
-    memory: usize,
-    work: impl FnOnce() -> std::result::Result<String, String> + Send,
-) -> Result<String> {
+pub fn run(limits: Limits, work: impl FnOnce() -> Outcome + Send) -> Result<Vec<u8>> {
     thread::scope(|scope| {
         let thread = thread::Builder::new().stack_size(STACK);
         let handle = thread
-            .spawn_scoped(scope, || in_fork(memory, work))
+            .spawn_scoped(scope, || in_fork(limits, work))
             .map_err(none)?;
         handle.join().unwrap_or_else(|_| Err(crashed()))
     })
@@ -64,59 +70,55 @@ fn endless() -> Error {
 }
 
 /// Forks this thread, which becomes the whole of the new process, and waits for it.
-fn in_fork(memory: usize, work: impl FnOnce() -> std::result::Result<String, String>) -> Result<String> {
+fn in_fork(limits: Limits, work: impl FnOnce() -> Outcome) -> Result<Vec<u8>> {
+    let (child, reader) = fork(limits, work)?;
+    let sent = receive(reader, Duration::from_secs(limits.seconds.into()) * PATIENCE);
+    let status = reap(child, sent.is_err());
+    let sent = sent?;
+    if let Some((head, bytes)) = sent.split_first_chunk::<9>()
+        && head[1..] == (bytes.len() as u64).to_le_bytes()
+    {
+        return match head[0] {
+            DONE => Ok(bytes.to_vec()),
+            _ => Err(Error::failed(String::from_utf8_lossy(bytes))),
+        };
+    }
+    // The system kills what has used up its processor time.
+    if libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL {
+        return Err(endless());
+    }
+    let mb = limits.memory_bytes >> 20;
+    let what = format!("it takes more than {mb} MB of memory or nests too deeply");
+    Err(Error::failed(what))
+}
+
+/// Starts the process; returns its id and where its result comes from.
+fn fork(limits: Limits, work: impl FnOnce() -> Outcome) -> Result<(libc::pid_t, PipeReader)> {
     /// Held until the writing end is closed here, so that no other fork inherits it and keeps the pipe open.
     static FORKING: Mutex<()> = Mutex::new(());
-    let lock = FORKING.lock().unwrap_or_else(PoisonError::into_inner);
+    let _lock = FORKING.lock().unwrap_or_else(PoisonError::into_inner);
     let (reader, writer) = pipe().map_err(none)?;
     // SAFETY: the masks are plain data that the calls fill. The new process stays on this thread's stack, blocks all
     // signals, so that no handler of the program runs in it, and ends with `_exit`.
-    let child = unsafe {
+    unsafe {
         let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
         libc::sigfillset(&mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
         let child = libc::fork();
         if child == 0 {
-            work_and_exit(writer, memory, work);
+            work_and_exit(writer, limits, work);
         }
         let failed = io::Error::last_os_error();
         libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
         if child < 0 {
             return Err(none(failed));
         }
-        child
-    };
-    drop(writer);
-    drop(lock);
-    let sent = receive(reader);
-    // SAFETY: the process is a child that has not been waited for, so that its id is its own.
-    let status = unsafe {
-        if sent.is_err() {
-            libc::kill(child, libc::SIGKILL);
-        }
-        let mut status = 0;
-        while libc::waitpid(child, &mut status, 0) < 0
-            && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted
-        {}
-        status
-    };
-    let mut bytes = sent?;
-    let last = bytes.pop();
-    let text = String::from_utf8(bytes).map_err(|_| crashed());
-    match last {
-        Some(DONE) => text,
-        Some(FAILED) => Err(Error::failed(text?)),
-        // The system kills what has used up its processor time.
-        _ if libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL => Err(endless()),
-        _ => Err(Error::failed(format!(
-            "it takes more than {} MB of memory or nests too deeply",
-            memory >> 20
-        ))),
+        Ok((child, reader))
     }
 }
 
 /// Returns all that the process sends until it ends.
-fn receive(mut pipe: PipeReader) -> Result<Vec<u8>> {
+fn receive(mut pipe: PipeReader, patience: Duration) -> Result<Vec<u8>> {
     let (start, mut bytes, mut buffer) = (Instant::now(), Vec::new(), vec![0; 1 << 16]);
     loop {
         interrupt::check()?;
@@ -131,39 +133,52 @@ fn receive(mut pipe: PipeReader) -> Result<Vec<u8>> {
                 0 => return Ok(bytes),
                 n => bytes.extend_from_slice(&buffer[..n]),
             }
-        } else if start.elapsed() > PATIENCE {
+        } else if start.elapsed() > patience {
             return Err(endless());
         }
     }
 }
 
+/// Waits for the end of a child, and brings it about if the child is to be `killed`; returns its status.
+fn reap(child: libc::pid_t, killed: bool) -> libc::c_int {
+    // SAFETY: the child has not been waited for, so that its id is its own.
+    unsafe {
+        if killed {
+            libc::kill(child, libc::SIGKILL);
+        }
+        let mut status = 0;
+        while libc::waitpid(child, &mut status, 0) < 0
+            && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted
+        {}
+        status
+    }
+}
+
 /// The life of the new process.
-fn work_and_exit(
-    mut pipe: PipeWriter,
-    memory: usize,
-    work: impl FnOnce() -> std::result::Result<String, String>,
-) -> ! {
+fn work_and_exit(mut pipe: PipeWriter, limits: Limits, work: impl FnOnce() -> Outcome) -> ! {
     // What the runtime says about a crash is nobody's concern.
     // SAFETY: stderr is not used as an owned descriptor.
     unsafe { libc::close(libc::STDERR_FILENO) };
-    let limited = catch_unwind(AssertUnwindSafe(|| {
-        set_limits(memory).map_err(|e| format!("its limits cannot be set: {e}"))?;
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        set_limits(limits).map_err(|e| format!("its limits cannot be set: {e}"))?;
         work()
     }));
-    let (text, last) = match limited {
-        Ok(Ok(text)) => (text, DONE),
-        Ok(Err(text)) => (text, FAILED),
-        Err(_) => (crashed().to_string(), FAILED),
+    let (kind, bytes) = match outcome {
+        Ok(Ok(bytes)) => (DONE, bytes),
+        Ok(Err(text)) => (FAILED, text.into_bytes()),
+        Err(_) => (FAILED, crashed().to_string().into_bytes()),
     };
-    let _ = pipe
-        .write_all(text.as_bytes())
-        .and_then(|()| pipe.write_all(&[last]));
+    let len = (bytes.len() as u64).to_le_bytes();
+    for part in [&[kind][..], &len, &bytes] {
+        // Without the whole, the parent takes the work for ended.
+        let _ = pipe.write_all(part);
+    }
     // SAFETY: ends the process without running anything that belongs to its parent.
     unsafe { libc::_exit(0) }
 }
 
 /// Limits this process: memory, processor time, no core dump, and no life beyond its parent's.
-fn set_limits(memory: usize) -> io::Result<()> {
+fn set_limits(limits: Limits) -> io::Result<()> {
     let mapped = fs::read_to_string("/proc/self/statm").ok();
     let pages: Option<u64> = mapped.and_then(|text| text.split(' ').next()?.parse().ok());
     // SAFETY: `limit` is a plain struct that `getrlimit` fills; the other calls take numbers.
@@ -171,10 +186,10 @@ fn set_limits(memory: usize) -> io::Result<()> {
         #[cfg(target_os = "linux")]
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
         let page = libc::sysconf(libc::_SC_PAGESIZE) as u64;
-        let space = pages.map(|pages| (pages * page).saturating_add(memory as u64));
+        let space = pages.map(|pages| (pages * page).saturating_add(limits.memory_bytes as u64));
         for (resource, value) in [
             (libc::RLIMIT_AS, space),
-            (libc::RLIMIT_CPU, Some(SECONDS)),
+            (libc::RLIMIT_CPU, Some(limits.seconds.into())),
             (libc::RLIMIT_CORE, Some(0)),
         ] {
             let mut limit: libc::rlimit = std::mem::zeroed();

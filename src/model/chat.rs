@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use super::fields::read_json;
 use crate::error::{Error, Kind, Result};
-use crate::sandbox;
+use crate::sandbox::{self, Limits};
 
 /// A message of a conversation, as templates see it.
 #[derive(Clone, Debug, Serialize)]
@@ -39,6 +39,9 @@ const LONGEST: usize = 1 << 17;
 
 /// Bytes of memory for a template, beyond [`COPIES`] of the messages.
 const MEMORY: usize = 1 << 28;
+
+/// Seconds of processor time for a template.
+const SECONDS: u32 = 2;
 
 /// How often templates may have the text of the messages in memory.
 const COPIES: usize = 6;
@@ -98,14 +101,19 @@ impl ChatTemplate {
         content_bytes: usize,
         work: impl FnOnce() -> std::result::Result<String, String> + Send,
     ) -> Result<String> {
-        let memory = content_bytes.saturating_mul(COPIES).saturating_add(MEMORY);
-        sandbox::run(memory, work).map_err(|e| match e.kind() {
+        let limits = Limits {
+            memory_bytes: content_bytes.saturating_mul(COPIES).saturating_add(MEMORY),
+            seconds: SECONDS,
+        };
+        let text = sandbox::run(limits, || work().map(String::into_bytes));
+        let text = text.map_err(|e| match e.kind() {
             Kind::Interrupted => e,
             _ => e
                 .context("the chat template cannot be used")
                 .context(self.path.display())
                 .hint(UNUSABLE),
-        })
+        })?;
+        String::from_utf8(text).map_err(|e| Error::failed(e.to_string()).hint(UNUSABLE))
     }
 }
 

@@ -1,16 +1,41 @@
 //! The model's tokenizer (`tokenizer.json`) and its rules for special tokens.
+//!
+//! The file comes with the model and is not trusted. The library panics over some files, and over others it asks for any
+//! memory and time: a table's length is taken as it stands, and normalizers and post-processors may multiply the text.
+//! So everything but the vocabulary is tried first in a process with limits, and texts are tokenised in one:
+//! [`sandbox`](crate::sandbox). Ids become text in this process, step by step; decoders that multiply text are refused.
 
 use std::cell::Cell;
 use std::panic::{self, AssertUnwindSafe};
 use std::path::Path;
 use std::sync::Once;
 
+use serde::Deserialize;
+use serde_json::{Value, json};
+
 use super::config::ModelConfig;
 use super::fields::read_json;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
+use crate::sandbox::{self, Limits};
+use crate::store::to_bytes;
 
 /// What to do about a tokenizer.json that does not work.
 const BROKEN: &str = "fetch the model's tokenizer.json again, or give token ids with --tokens";
+
+/// Bytes of memory for the library, beyond [`SPREAD`] times the text.
+const MEMORY: usize = 1 << 28;
+
+/// Bytes of memory per byte of text; ordinary tokenizers take up to 200.
+const SPREAD: usize = 512;
+
+/// Bytes of text that have a second of processor time, beyond [`SECONDS`]; ordinary tokenizers take a million.
+const SPEED: usize = 50_000;
+
+/// Seconds of processor time for any text.
+const SECONDS: u32 = 2;
+
+/// How many times longer a decoder may make a text.
+const GROWTH: usize = 16;
 
 thread_local! {
     /// Whether a panic of this thread becomes an error.
@@ -37,6 +62,60 @@ fn guarded<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> std::result::Resu
     }
 }
 
+/// What a tokenizer.json has besides its vocabulary.
+#[derive(Deserialize)]
+struct Parts {
+    #[serde(default)]
+    added_tokens: Vec<Value>,
+    #[serde(default)]
+    normalizer: Value,
+    #[serde(default)]
+    pre_tokenizer: Value,
+    #[serde(default)]
+    post_processor: Value,
+    #[serde(default)]
+    decoder: Value,
+}
+
+/// Loads a tokenizer.json with an empty vocabulary in a process with limits. The vocabulary itself is a plain list: it
+/// takes memory as its bytes do, and most of the time.
+fn rehearse(file: &[u8]) -> Result<()> {
+    let limits = Limits {
+        memory_bytes: MEMORY,
+        seconds: SECONDS,
+    };
+    let load = || {
+        let parts: Parts = serde_json::from_slice(file)?;
+        if growth(&parts.decoder) > GROWTH {
+            return Err(format!("its decoder makes texts more than {GROWTH} times longer").into());
+        }
+        let whole = json!({
+            "version": "1.0",
+            "added_tokens": parts.added_tokens,
+            "normalizer": parts.normalizer,
+            "pre_tokenizer": parts.pre_tokenizer,
+            "post_processor": parts.post_processor,
+            "decoder": parts.decoder,
+            "model": { "type": "BPE", "vocab": {}, "merges": [] },
+        });
+        tokenizers::Tokenizer::from_bytes(whole.to_string())
+    };
+    sandbox::run(limits, || guarded(load).map(|_| Vec::new())).map(drop)
+}
+
+/// Bounds how many times longer a decoder makes a text.
+fn growth(decoder: &Value) -> usize {
+    let own = match (&decoder["type"], &decoder["content"]) {
+        (kind, Value::String(content)) if kind == "Replace" => {
+            let pattern = decoder["pattern"]["String"].as_str().unwrap_or_default();
+            content.len().div_ceil(pattern.len().max(1)).max(1)
+        }
+        _ => 1,
+    };
+    let parts = decoder["decoders"].as_array().into_iter().flatten();
+    parts.map(growth).fold(own, usize::saturating_mul)
+}
+
 /// A model's tokenizer: text to token ids and back.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
@@ -56,14 +135,20 @@ impl Tokenizer {
                 "give token ids with --tokens instead of text, or add the tokenizer.json of the model",
             ));
         }
+        let broken =
+            |e: String| Error::failed(format!("{} cannot be used: {e}", path.display())).hint(BROKEN);
+        let file = std::fs::read(&path).map_err(|e| Error::io(&path, "read", &e).hint(BROKEN))?;
+        rehearse(&file).map_err(|e| match e.kind() {
+            Kind::Interrupted => e,
+            _ => broken(e.to_string()),
+        })?;
         let inner = guarded(|| {
-            let mut inner = tokenizers::Tokenizer::from_file(&path)?;
+            let mut inner = tokenizers::Tokenizer::from_bytes(&file)?;
             // Training scripts leave truncation and padding lengths in the file; the tokenizer ignores them.
             inner.with_truncation(None)?.with_padding(None);
             Ok(inner)
         });
-        let inner = inner
-            .map_err(|e| Error::failed(format!("{} cannot be used: {e}", path.display())).hint(BROKEN))?;
+        let inner = inner.map_err(broken)?;
         let bos = match inner.get_post_processor() {
             Some(_) => None,
             None => Self::configured_bos(dir, config, &inner)?,
@@ -110,10 +195,19 @@ impl Tokenizer {
     }
 
     fn ids(&self, text: &str, special_tokens: bool) -> Result<Vec<u32>> {
-        let encoding = guarded(|| self.inner.encode_fast(text, special_tokens));
-        let encoding =
-            encoding.map_err(|e| Error::failed(format!("the text cannot be tokenised: {e}")).hint(BROKEN))?;
-        Ok(encoding.get_ids().to_vec())
+        let limits = Limits {
+            memory_bytes: text.len().saturating_mul(SPREAD).saturating_add(MEMORY),
+            seconds: SECONDS.saturating_add(u32::try_from(text.len() / SPEED).unwrap_or(u32::MAX)),
+        };
+        let ids = sandbox::run(limits, || {
+            let encoding = guarded(|| self.inner.encode_fast(text, special_tokens))?;
+            Ok(to_bytes(encoding.get_ids()))
+        });
+        let ids = ids.map_err(|e| match e.kind() {
+            Kind::Interrupted => e,
+            _ => e.context("the text cannot be tokenised").hint(BROKEN),
+        })?;
+        Ok(bytemuck::pod_collect_to_vec(&ids))
     }
 
     /// Tokenises only as much of a document as its first `limit` tokens need, and returns these.
