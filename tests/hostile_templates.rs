@@ -25,6 +25,7 @@ struct Ended {
     peak_mib: i64,
 }
 
+#[allow(clippy::zombie_processes, reason = "wait4 waits for it")]
 fn run(template: &str, stop: Option<i32>) -> Ended {
     let scratch = Scratch::new();
     let model = model(&scratch);

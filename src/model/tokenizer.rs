@@ -34,6 +34,9 @@ const SPEED: usize = 50_000;
 /// Seconds of processor time for any text.
 const SECONDS: u32 = 2;
 
+/// Bytes of short documents that share a process.
+const BATCH: usize = 1 << 20;
+
 /// How many times longer a decoder may make a text.
 const GROWTH: usize = 16;
 
@@ -101,6 +104,24 @@ fn rehearse(file: &[u8]) -> Result<()> {
         tokenizers::Tokenizer::from_bytes(whole.to_string())
     };
     sandbox::run(limits, || guarded(load).map(|_| Vec::new())).map(drop)
+}
+
+/// Tokenises `bytes` bytes of text in a process with limits.
+fn limited(
+    bytes: usize,
+    work: impl FnOnce() -> std::result::Result<Vec<u32>, String> + Send,
+) -> Result<Vec<u32>> {
+    let seconds = u32::try_from(bytes / SPEED).unwrap_or(u32::MAX);
+    let limits = Limits {
+        memory_bytes: bytes.saturating_mul(SPREAD).saturating_add(MEMORY),
+        seconds: seconds.saturating_add(SECONDS),
+    };
+    let ids = sandbox::run(limits, || work().map(|ids| to_bytes(&ids)));
+    let ids = ids.map_err(|e| match e.kind() {
+        Kind::Interrupted => e,
+        _ => e.context("the text cannot be tokenised").hint(BROKEN),
+    })?;
+    Ok(bytemuck::pod_collect_to_vec(&ids))
 }
 
 /// Bounds how many times longer a decoder makes a text.
@@ -184,41 +205,78 @@ impl Tokenizer {
 
     /// Tokenises a document and adds the special tokens.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        let ids = self.ids(text, true)?;
-        Ok(self.bos.into_iter().chain(ids).collect())
+        limited(text.len(), || self.whole(text))
     }
 
     /// Tokenises text without adding special tokens: text that contains them already, or that continues
     /// earlier text.
     pub fn encode_raw(&self, text: &str) -> Result<Vec<u32>> {
-        self.ids(text, false)
-    }
-
-    fn ids(&self, text: &str, special_tokens: bool) -> Result<Vec<u32>> {
-        let limits = Limits {
-            memory_bytes: text.len().saturating_mul(SPREAD).saturating_add(MEMORY),
-            seconds: SECONDS.saturating_add(u32::try_from(text.len() / SPEED).unwrap_or(u32::MAX)),
-        };
-        let ids = sandbox::run(limits, || {
-            let encoding = guarded(|| self.inner.encode_fast(text, special_tokens))?;
-            Ok(to_bytes(encoding.get_ids()))
-        });
-        let ids = ids.map_err(|e| match e.kind() {
-            Kind::Interrupted => e,
-            _ => e.context("the text cannot be tokenised").hint(BROKEN),
-        })?;
-        Ok(bytemuck::pod_collect_to_vec(&ids))
+        limited(text.len(), || self.ids(text, false))
     }
 
     /// Tokenises only as much of a document as its first `limit` tokens need, and returns these.
     pub fn encode_prefix(&self, text: &str, limit: usize) -> Result<Vec<u32>> {
+        limited(text.len(), || self.prefix(text, limit))
+    }
+
+    /// Tokenises documents up to `limit` tokens in all; returns the ids of each that has a part in them.
+    pub fn encode_documents(&self, documents: &[String], limit: usize) -> Result<Vec<Vec<u32>>> {
+        let (mut done, mut left) = (Vec::new(), limit);
+        while left > 0 && done.len() < documents.len() {
+            let mut bytes = 0;
+            let rest = &documents[done.len()..];
+            let batch = rest.iter().take_while(|document| {
+                let fits = bytes == 0 || bytes + document.len() <= BATCH;
+                bytes += document.len();
+                fits
+            });
+            let batch = &rest[..batch.count()];
+            let bytes = batch.iter().map(String::len).sum();
+            let listed = limited(bytes, || self.list(batch, left))?;
+            let mut listed = listed.as_slice();
+            while let Some((n, rest)) = listed.split_first() {
+                let (ids, rest) = rest.split_at(*n as usize);
+                left -= ids.len();
+                done.push(ids.to_vec());
+                listed = rest;
+            }
+        }
+        Ok(done)
+    }
+
+    /// Tokenises documents up to `limit` tokens in all; lists the ids of each behind their number.
+    fn list(&self, documents: &[String], limit: usize) -> std::result::Result<Vec<u32>, String> {
+        let (mut listed, mut left) = (Vec::new(), limit);
+        for document in documents {
+            if left == 0 {
+                break;
+            }
+            let ids = self.prefix(document, left)?;
+            left -= ids.len();
+            listed.push(u32::try_from(ids.len()).map_err(|e| e.to_string())?);
+            listed.extend(ids);
+        }
+        Ok(listed)
+    }
+
+    fn ids(&self, text: &str, special_tokens: bool) -> std::result::Result<Vec<u32>, String> {
+        let encoding = guarded(|| self.inner.encode_fast(text, special_tokens))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    fn whole(&self, text: &str) -> std::result::Result<Vec<u32>, String> {
+        let ids = self.ids(text, true)?;
+        Ok(self.bos.into_iter().chain(ids).collect())
+    }
+
+    fn prefix(&self, text: &str, limit: usize) -> std::result::Result<Vec<u32>, String> {
         let mut bytes = limit.saturating_mul(8).saturating_add(4096);
         loop {
             let mut end = bytes.min(text.len());
             while !text.is_char_boundary(end) {
                 end += 1;
             }
-            let mut ids = self.encode(&text[..end])?;
+            let mut ids = self.whole(&text[..end])?;
             // The last tokens before the cut may differ from the whole text's, so 64 more are demanded.
             if end == text.len() || ids.len() >= limit + 64 {
                 ids.truncate(limit);
