@@ -4,7 +4,7 @@
 //! the model and are not trusted. The engine counts instructions, but one instruction may take any memory and time
 //! (`x ~ x`, `|indent(10**9)`), its operators cannot be wrapped with checks as its filters can, and the nesting of
 //! values and syntax is bounded only by the stack. So templates are compiled and rendered in a process with limits,
-//! which bound what nobody has thought of, too: [`sandbox`](crate::sandbox).
+//! which bound what nobody has thought of, too: [`sandbox`].
 
 pub mod jinja;
 

@@ -3,7 +3,7 @@
 //! The file comes with the model and is not trusted. The library panics over some files, and over others it asks for any
 //! memory and time: a table's length is taken as it stands, and normalizers and post-processors may multiply the text.
 //! So everything but the vocabulary is tried first in a process with limits, and texts are tokenised in one:
-//! [`sandbox`](crate::sandbox). Ids become text in this process, step by step; decoders that multiply text are refused.
+//! [`sandbox`]. Ids become text in this process, step by step; decoders that multiply text are refused.
 
 use std::cell::Cell;
 use std::panic::{self, AssertUnwindSafe};
