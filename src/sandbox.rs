@@ -20,7 +20,7 @@ use crate::interrupt;
 const STACK: usize = 1 << 28;
 
 /// How many times its processor time the work may take on a busy machine.
-const PATIENCE: u32 = 4;
+const PATIENCE: u32 = 3;
 
 /// First byte of what the process sends when the work has succeeded; the length of the rest follows in eight bytes.
 const DONE: u8 = 1;

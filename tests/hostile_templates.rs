@@ -175,6 +175,9 @@ fn cases() -> Vec<(String, &'static str)> {
             ),
             "recursion",
         ),
+        // What the engine panics over, and a tag that ends within its first mark.
+        (text("{{ 3 is divisibleby(0) }}"), "its engine failed"),
+        (text("{%}}{{ 'a' }}%}"), "syntax error"),
         // Errors are text, too.
         (text("{{ raise_exception('x' * 1000000) }}"), "xxxx"),
     ]

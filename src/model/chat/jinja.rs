@@ -100,9 +100,9 @@ fn environment() -> Rendered<Environment<'static>> {
 fn without_generation_tags(source: &str) -> String {
     let (mut out, mut rest) = (String::new(), source);
     while let Some(start) = rest.find("{%")
-        && let Some(len) = rest[start..].find("%}")
+        && let Some(len) = rest[start + 2..].find("%}")
     {
-        let (before, after) = rest.split_at(start + len);
+        let (before, after) = rest.split_at(start + 2 + len);
         let (text, tag) = before.split_at(start);
         out += text;
         match tag[2..].trim_matches(|c: char| c.is_whitespace() || "-+".contains(c)) {
