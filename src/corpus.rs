@@ -243,18 +243,12 @@ fn tokenise(tokenizer: &Tokenizer, paths: &[PathBuf], max_tokens: usize) -> Resu
         if left == 0 {
             break;
         }
-        for document in read_documents(path)?
-            .iter()
-            .filter(|document| !document.is_empty())
-        {
-            if left == 0 {
-                break;
-            }
-            let ids = tokenizer.encode_prefix(document, left);
-            let ids = ids.map_err(|e| e.context(path.display()))?;
-            left -= ids.len();
-            documents.push(ids);
-        }
+        let mut texts = read_documents(path)?;
+        texts.retain(|text| !text.is_empty());
+        let made = tokenizer.encode_documents(&texts, left);
+        let made = made.map_err(|e| e.context(path.display()))?;
+        left -= made.iter().map(Vec::len).sum::<usize>();
+        documents.extend(made);
     }
     Ok(documents)
 }

@@ -8,6 +8,8 @@ use common::*;
 use kvsmith::compute::{attention, reference};
 use kvsmith::float::Float;
 use kvsmith::kv::RowStore;
+use kvsmith::model::ModelConfig;
+use kvsmith::model::tokenizer::Tokenizer;
 use ndarray::Array2;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -59,6 +61,25 @@ fn a_stored_truncation_does_not_cut_the_text() {
     ))
     .json();
     assert_eq!(json["prompt_tokens"], json!(character_ids(text).len()));
+}
+
+/// Short documents share a process, long ones have their own; the limit holds for all of them together.
+#[test]
+fn documents_are_tokenised_as_one_by_one() {
+    let model = root().join("calib-data/model");
+    let tokenizer = Tokenizer::open(&model, &ModelConfig::load(&model).unwrap()).unwrap();
+    let words = "The quick brown fox, 123 times. ";
+    let lengths = [1, 40_000, 3, 0, 2, 20_000, 20_000, 1, 50_000, 7];
+    let documents: Vec<String> = lengths.iter().map(|n| words.repeat(*n)).collect();
+    let one_by_one: Vec<Vec<u32>> = documents.iter().map(|d| tokenizer.encode(d).unwrap()).collect();
+    let encode = |limit| tokenizer.encode_documents(&documents, limit).unwrap();
+    assert!(encode(usize::MAX) == one_by_one);
+    let firsts: usize = one_by_one[..6].iter().map(Vec::len).sum();
+    for (limit, n) in [(0, 0), (1, 1), (firsts, 6), (firsts + 5, 7)] {
+        let cut = encode(limit);
+        assert_eq!((cut.len(), cut.concat().len()), (n, limit));
+        assert!(one_by_one.concat().starts_with(&cut.concat()));
+    }
 }
 
 /// The same ids in other blocks are another calibration.

@@ -1,23 +1,21 @@
 //! The chat template of a checkpoint: turns a conversation into one text.
 //!
-//! Templates are Jinja and expect the environment that transformers offers, which is rebuilt here. They
-//! come with the model and are not trusted: their size, nesting, work and output are bounded. The memory
-//! that expressions take within a template is not.
+//! Templates are Jinja and expect the environment that transformers offers, which [`jinja`] rebuilds. They come with
+//! the model and are not trusted. The engine counts instructions, but one instruction may take any memory and time
+//! (`x ~ x`, `|indent(10**9)`), its operators cannot be wrapped with checks as its filters can, and the nesting of
+//! values and syntax is bounded only by the stack. So templates are compiled and rendered in a process with limits,
+//! which bound what nobody has thought of, too: [`sandbox`].
 
-use std::ffi::CString;
-use std::io::{self, Write};
+pub mod jinja;
+
 use std::path::{Path, PathBuf};
 
-use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Serde, Value};
-use minijinja::{AutoEscape, Environment, ErrorKind};
+use minijinja::value::Value;
 use serde::Serialize;
-use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 
 use super::fields::read_json;
-use crate::error::{Error, Result};
-
-type Rendered<T> = std::result::Result<T, minijinja::Error>;
+use crate::error::{Error, Kind, Result};
+use crate::sandbox::{self, Limits};
 
 /// A message of a conversation, as templates see it.
 #[derive(Clone, Debug, Serialize)]
@@ -28,25 +26,28 @@ pub struct Message {
     pub content: String,
 }
 
-/// A compiled chat template with the model's special tokens.
+/// A chat template with the model's special tokens.
 pub struct ChatTemplate {
     /// The file that holds the template.
     path: PathBuf,
-    environment: Environment<'static>,
+    source: String,
+    tokens: Vec<(String, Value)>,
 }
 
 /// Most bytes of a template; real ones have about ten thousand.
 const LONGEST: usize = 1 << 17;
 
-/// Most template instructions per rendering; real templates take a few hundred per message.
-const FUEL: u64 = 1_000_000;
+/// Bytes of memory for a template, beyond [`COPIES`] of the messages.
+const MEMORY: usize = 1 << 28;
 
-/// Bytes of stack for a template, enough for what [`LONGEST`] and [`FUEL`] allow: the engine recurses into
-/// chains like `1 + 1 + ...` and nested values without a limit. Only the part in use takes memory.
-const STACK: usize = 1 << 28;
+/// Seconds of processor time for a template.
+const SECONDS: u32 = 2;
 
-/// Bytes that a rendering may have beyond 16 times the bytes of the messages.
-const SLACK: usize = 1 << 20;
+/// How often templates may have the text of the messages in memory.
+const COPIES: usize = 6;
+
+/// What to do about a template that does not work.
+const UNUSABLE: &str = "without --chat the prompt is taken as it is; --tokens takes turns as token ids";
 
 impl ChatTemplate {
     /// Compiles the chat template of the model in `dir`, if there is one: `chat_template.jinja`, else
@@ -63,19 +64,17 @@ impl ChatTemplate {
                 "the chat template has {} bytes, more than {LONGEST}",
                 source.len()
             );
-            return Err(Error::failed(what).context(path.display()));
+            return Err(Error::failed(what).context(path.display()).hint(UNUSABLE));
         }
-        let tokens = special_tokens(dir)?;
-        let compiled = with_stack(&path, || {
-            let mut environment = environment()?;
-            for (name, token) in tokens {
-                environment.add_global(name, token);
-            }
-            environment.add_template_owned("template", without_generation_tags(&source))?;
-            Ok(environment)
+        let template = Self {
+            tokens: special_tokens(dir)?,
+            path,
+            source,
+        };
+        template.limited(0, || {
+            jinja::compile(&template.source, &template.tokens).map(|_| String::new())
         })?;
-        let environment = compiled.map_err(|e| unusable(&path, &e))?;
-        Ok(Some(Self { path, environment }))
+        Ok(Some(template))
     }
 
     /// Returns the file that holds the template.
@@ -89,55 +88,33 @@ impl ChatTemplate {
     /// # Errors
     /// A template that fails, refuses the messages or does not end.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
-        let content_bytes: usize = messages.iter().map(|m| m.content.len()).sum();
-        let mut out = Bounded {
-            text: Vec::new(),
-            limit: content_bytes.saturating_mul(16).saturating_add(SLACK),
-            full: false,
-        };
-        let rendered = with_stack(&self.path, || {
-            let context = minijinja::context! {
-                messages => Value::from(Serde(messages)),
-                add_generation_prompt => add_generation_prompt,
-                tools => Value::from(()),
-                documents => Value::from(()),
-            };
-            let template = self.environment.get_template("template")?;
-            template.render_captured_to(context, &mut out).map(drop)
-        })?;
-        match rendered {
-            Err(_) if out.full => {
-                let what = format!("the chat template writes more than {} bytes", out.limit);
-                Err(Error::failed(what).context(self.path.display()))
-            }
-            Err(e) => Err(unusable(&self.path, &e)),
-            Ok(()) => String::from_utf8(out.text).map_err(|e| Error::failed(e.to_string())),
-        }
+        let content_bytes = messages.iter().map(|m| m.content.len()).sum();
+        self.limited(content_bytes, || {
+            let environment = jinja::compile(&self.source, &self.tokens)?;
+            jinja::render(&environment, messages, add_generation_prompt)
+        })
     }
-}
 
-/// Runs `work` on a thread with a large stack.
-fn with_stack<T: Send>(path: &Path, work: impl FnOnce() -> T + Send) -> Result<T> {
-    std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new().stack_size(STACK);
-        let why = match thread.spawn_scoped(scope, work).map(|handle| handle.join()) {
-            Ok(Ok(result)) => return Ok(result),
-            Ok(Err(_)) => "the chat template cannot be used: its engine failed".to_owned(),
-            Err(e) => format!("no thread for the chat template: {e}"),
+    /// Does `work` with the template in a process with limits.
+    fn limited(
+        &self,
+        content_bytes: usize,
+        work: impl FnOnce() -> std::result::Result<String, String> + Send,
+    ) -> Result<String> {
+        let limits = Limits {
+            memory_bytes: content_bytes.saturating_mul(COPIES).saturating_add(MEMORY),
+            seconds: SECONDS,
         };
-        Err(Error::failed(why).context(path.display()))
-    })
-}
-
-fn unusable(path: &Path, e: &minijinja::Error) -> Error {
-    let what = match e.kind() {
-        ErrorKind::OutOfFuel => "it does not come to an end".to_string(),
-        _ => e.to_string(),
-    };
-    let error = Error::failed(format!("the chat template cannot be used: {what}"));
-    error
-        .context(path.display())
-        .hint("without --chat the prompt is taken as it is; --tokens takes turns as token ids")
+        let text = sandbox::run(limits, || work().map(String::into_bytes));
+        let text = text.map_err(|e| match e.kind() {
+            Kind::Interrupted => e,
+            _ => e
+                .context("the chat template cannot be used")
+                .context(self.path.display())
+                .hint(UNUSABLE),
+        })?;
+        String::from_utf8(text).map_err(|e| Error::failed(e.to_string()).hint(UNUSABLE))
+    }
 }
 
 /// Finds the file that holds the template, and the template's source.
@@ -175,7 +152,7 @@ fn in_json(path: &Path) -> Result<Option<String>> {
             "`chat_template` is neither a string nor a list",
         ),
     };
-    let wrong = || Error::failed(wrong).context(path.display());
+    let wrong = || Error::failed(wrong).context(path.display()).hint(UNUSABLE);
     source.map(Some).ok_or_else(wrong)
 }
 
@@ -201,147 +178,4 @@ fn special_tokens(dir: &Path) -> Result<Vec<(String, Value)>> {
             _ => None,
         })
         .collect())
-}
-
-/// Makes the environment that transformers offers to templates.
-fn environment() -> Rendered<Environment<'static>> {
-    let mut environment = Environment::new();
-    environment.set_syntax(
-        SyntaxConfig::builder()
-            .trim_blocks(true)
-            .lstrip_blocks(true)
-            .build()?,
-    );
-    environment.set_auto_escape_callback(|_| AutoEscape::None);
-    environment.set_fuel(Some(FUEL));
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-    environment.add_filter("tojson", tojson);
-    environment.add_function("raise_exception", |message: String| -> Rendered<String> {
-        Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
-    });
-    environment.add_function("strftime_now", strftime_now);
-    Ok(environment)
-}
-
-/// Replaces the tags that mark the assistant's text for training, which have no effect here.
-fn without_generation_tags(source: &str) -> String {
-    let (mut out, mut rest) = (String::new(), source);
-    while let Some(start) = rest.find("{%")
-        && let Some(len) = rest[start..].find("%}")
-    {
-        let (before, after) = rest.split_at(start + len);
-        let (text, tag) = before.split_at(start);
-        out += text;
-        match tag[2..].trim_matches(|c: char| c.is_whitespace() || "-+".contains(c)) {
-            "generation" => out += &tag.replace("generation", "if true"),
-            "endgeneration" => out += &tag.replace("endgeneration", "endif"),
-            _ => out += tag,
-        }
-        rest = after;
-    }
-    out + rest
-}
-
-/// Formats the local time as C and Python do.
-fn strftime_now(format: &str) -> Rendered<String> {
-    let format = CString::new(format)
-        .map_err(|e| minijinja::Error::new(ErrorKind::InvalidOperation, e.to_string()))?;
-    let mut text = [0u8; 256];
-    // SAFETY: `tm` is a plain struct that `localtime_r` fills; `strftime` writes at most
-    // `text.len()` bytes and returns how many.
-    let len = unsafe {
-        let now = libc::time(std::ptr::null_mut());
-        let mut tm: libc::tm = std::mem::zeroed();
-        libc::localtime_r(&now, &mut tm);
-        libc::strftime(text.as_mut_ptr().cast(), text.len(), format.as_ptr(), &tm)
-    };
-    Ok(String::from_utf8_lossy(&text[..len]).into_owned())
-}
-
-/// Serialises a value like Python's `json.dumps` as transformers calls it: no escapes for HTML, and
-/// separators with spaces.
-fn tojson(value: Value, options: Kwargs) -> Rendered<String> {
-    let failed = |e: serde_json::Error| minijinja::Error::new(ErrorKind::BadSerialization, e.to_string());
-    let indent: Option<u8> = options.get("indent")?;
-    let separators: Option<Vec<String>> = options.get("separators")?;
-    let sort_keys: Option<bool> = options.get("sort_keys")?;
-    let ensure_ascii: Option<bool> = options.get("ensure_ascii")?;
-    options.assert_all_used()?;
-    let value = match sort_keys {
-        Some(true) => Value::from(Serde(serde_json::to_value(&value).map_err(failed)?)),
-        _ => value,
-    };
-    let mut out = Vec::new();
-    match indent {
-        Some(n) => {
-            let indent = vec![b' '; n.into()];
-            let pretty = PrettyFormatter::with_indent(&indent);
-            value.serialize(&mut Serializer::with_formatter(&mut out, pretty))
-        }
-        None => {
-            let [item, key] = separators
-                .and_then(|s| s.try_into().ok())
-                .unwrap_or_else(|| [", ".to_string(), ": ".to_string()]);
-            value.serialize(&mut Serializer::with_formatter(&mut out, Spaced { item, key }))
-        }
-    }
-    .map_err(failed)?;
-    let text = String::from_utf8_lossy(&out).into_owned();
-    Ok(match ensure_ascii {
-        Some(true) => ascii(&text),
-        _ => text,
-    })
-}
-
-/// Escapes every non-ASCII character as `\uXXXX`; in JSON such characters occur only within strings.
-fn ascii(json: &str) -> String {
-    let escape = |unit: &mut u16| format!("\\u{unit:04x}");
-    let one = |c: char| match c {
-        _ if c.is_ascii() => c.to_string(),
-        _ => c.encode_utf16(&mut [0; 2]).iter_mut().map(escape).collect(),
-    };
-    json.chars().map(one).collect()
-}
-
-/// A JSON formatter that writes one line with the given separators.
-struct Spaced {
-    item: String,
-    key: String,
-}
-
-impl Formatter for Spaced {
-    fn begin_array_value<W: ?Sized + Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
-        let separator = if first { "" } else { &self.item };
-        out.write_all(separator.as_bytes())
-    }
-
-    fn begin_object_key<W: ?Sized + Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
-        self.begin_array_value(out, first)
-    }
-
-    fn begin_object_value<W: ?Sized + Write>(&mut self, out: &mut W) -> io::Result<()> {
-        out.write_all(self.key.as_bytes())
-    }
-}
-
-/// A text buffer with a maximum length.
-struct Bounded {
-    text: Vec<u8>,
-    limit: usize,
-    full: bool,
-}
-
-impl Write for Bounded {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.text.len() + bytes.len() > self.limit {
-            self.full = true;
-            return Err(io::ErrorKind::StorageFull.into());
-        }
-        self.text.extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
 }

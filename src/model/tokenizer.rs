@@ -1,16 +1,44 @@
 //! The model's tokenizer (`tokenizer.json`) and its rules for special tokens.
+//!
+//! The file comes with the model and is not trusted. The library panics over some files, and over others it asks for any
+//! memory and time: a table's length is taken as it stands, and normalizers and post-processors may multiply the text.
+//! So everything but the vocabulary is tried first in a process with limits, and texts are tokenised in one:
+//! [`sandbox`]. Ids become text in this process, step by step; decoders that multiply text are refused.
 
 use std::cell::Cell;
 use std::panic::{self, AssertUnwindSafe};
 use std::path::Path;
 use std::sync::Once;
 
+use serde::Deserialize;
+use serde_json::{Value, json};
+
 use super::config::ModelConfig;
 use super::fields::read_json;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
+use crate::sandbox::{self, Limits};
+use crate::store::to_bytes;
 
 /// What to do about a tokenizer.json that does not work.
 const BROKEN: &str = "fetch the model's tokenizer.json again, or give token ids with --tokens";
+
+/// Bytes of memory for the library, beyond [`SPREAD`] times the text.
+const MEMORY: usize = 1 << 28;
+
+/// Bytes of memory per byte of text; ordinary tokenizers take up to 200.
+const SPREAD: usize = 512;
+
+/// Bytes of text that have a second of processor time, beyond [`SECONDS`]; ordinary tokenizers take a million.
+const SPEED: usize = 50_000;
+
+/// Seconds of processor time for any text.
+const SECONDS: u32 = 2;
+
+/// Bytes of short documents that share a process.
+const BATCH: usize = 1 << 20;
+
+/// How many times longer a decoder may make a text.
+const GROWTH: usize = 16;
 
 thread_local! {
     /// Whether a panic of this thread becomes an error.
@@ -37,6 +65,78 @@ fn guarded<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> std::result::Resu
     }
 }
 
+/// What a tokenizer.json has besides its vocabulary.
+#[derive(Deserialize)]
+struct Parts {
+    #[serde(default)]
+    added_tokens: Vec<Value>,
+    #[serde(default)]
+    normalizer: Value,
+    #[serde(default)]
+    pre_tokenizer: Value,
+    #[serde(default)]
+    post_processor: Value,
+    #[serde(default)]
+    decoder: Value,
+}
+
+/// Loads a tokenizer.json with an empty vocabulary in a process with limits. The vocabulary itself is a plain list: it
+/// takes memory as its bytes do, and most of the time.
+fn rehearse(file: &[u8]) -> Result<()> {
+    let limits = Limits {
+        memory_bytes: MEMORY,
+        seconds: SECONDS,
+    };
+    let load = || {
+        let parts: Parts = serde_json::from_slice(file)?;
+        if growth(&parts.decoder) > GROWTH {
+            return Err(format!("its decoder makes texts more than {GROWTH} times longer").into());
+        }
+        let whole = json!({
+            "version": "1.0",
+            "added_tokens": parts.added_tokens,
+            "normalizer": parts.normalizer,
+            "pre_tokenizer": parts.pre_tokenizer,
+            "post_processor": parts.post_processor,
+            "decoder": parts.decoder,
+            "model": { "type": "BPE", "vocab": {}, "merges": [] },
+        });
+        tokenizers::Tokenizer::from_bytes(whole.to_string())
+    };
+    sandbox::run(limits, || guarded(load).map(|_| Vec::new())).map(drop)
+}
+
+/// Tokenises `bytes` bytes of text in a process with limits.
+fn limited(
+    bytes: usize,
+    work: impl FnOnce() -> std::result::Result<Vec<u32>, String> + Send,
+) -> Result<Vec<u32>> {
+    let seconds = u32::try_from(bytes / SPEED).unwrap_or(u32::MAX);
+    let limits = Limits {
+        memory_bytes: bytes.saturating_mul(SPREAD).saturating_add(MEMORY),
+        seconds: seconds.saturating_add(SECONDS),
+    };
+    let ids = sandbox::run(limits, || work().map(|ids| to_bytes(&ids)));
+    let ids = ids.map_err(|e| match e.kind() {
+        Kind::Interrupted => e,
+        _ => e.context("the text cannot be tokenised").hint(BROKEN),
+    })?;
+    Ok(bytemuck::pod_collect_to_vec(&ids))
+}
+
+/// Bounds how many times longer a decoder makes a text.
+fn growth(decoder: &Value) -> usize {
+    let own = match (&decoder["type"], &decoder["content"]) {
+        (kind, Value::String(content)) if kind == "Replace" => {
+            let pattern = decoder["pattern"]["String"].as_str().unwrap_or_default();
+            content.len().div_ceil(pattern.len().max(1)).max(1)
+        }
+        _ => 1,
+    };
+    let parts = decoder["decoders"].as_array().into_iter().flatten();
+    parts.map(growth).fold(own, usize::saturating_mul)
+}
+
 /// A model's tokenizer: text to token ids and back.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
@@ -56,14 +156,20 @@ impl Tokenizer {
                 "give token ids with --tokens instead of text, or add the tokenizer.json of the model",
             ));
         }
+        let broken =
+            |e: String| Error::failed(format!("{} cannot be used: {e}", path.display())).hint(BROKEN);
+        let file = std::fs::read(&path).map_err(|e| Error::io(&path, "read", &e).hint(BROKEN))?;
+        rehearse(&file).map_err(|e| match e.kind() {
+            Kind::Interrupted => e,
+            _ => broken(e.to_string()),
+        })?;
         let inner = guarded(|| {
-            let mut inner = tokenizers::Tokenizer::from_file(&path)?;
+            let mut inner = tokenizers::Tokenizer::from_bytes(&file)?;
             // Training scripts leave truncation and padding lengths in the file; the tokenizer ignores them.
             inner.with_truncation(None)?.with_padding(None);
             Ok(inner)
         });
-        let inner = inner
-            .map_err(|e| Error::failed(format!("{} cannot be used: {e}", path.display())).hint(BROKEN))?;
+        let inner = inner.map_err(broken)?;
         let bos = match inner.get_post_processor() {
             Some(_) => None,
             None => Self::configured_bos(dir, config, &inner)?,
@@ -102,32 +208,78 @@ impl Tokenizer {
 
     /// Tokenises a document and adds the special tokens.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        let ids = self.ids(text, true)?;
-        Ok(self.bos.into_iter().chain(ids).collect())
+        limited(text.len(), || self.whole(text))
     }
 
     /// Tokenises text without adding special tokens: text that contains them already, or that continues
     /// earlier text.
     pub fn encode_raw(&self, text: &str) -> Result<Vec<u32>> {
-        self.ids(text, false)
-    }
-
-    fn ids(&self, text: &str, special_tokens: bool) -> Result<Vec<u32>> {
-        let encoding = guarded(|| self.inner.encode_fast(text, special_tokens));
-        let encoding =
-            encoding.map_err(|e| Error::failed(format!("the text cannot be tokenised: {e}")).hint(BROKEN))?;
-        Ok(encoding.get_ids().to_vec())
+        limited(text.len(), || self.ids(text, false))
     }
 
     /// Tokenises only as much of a document as its first `limit` tokens need, and returns these.
     pub fn encode_prefix(&self, text: &str, limit: usize) -> Result<Vec<u32>> {
+        limited(text.len(), || self.prefix(text, limit))
+    }
+
+    /// Tokenises documents up to `limit` tokens in all; returns the ids of each that has a part in them.
+    pub fn encode_documents(&self, documents: &[String], limit: usize) -> Result<Vec<Vec<u32>>> {
+        let (mut done, mut left) = (Vec::new(), limit);
+        while left > 0 && done.len() < documents.len() {
+            let mut bytes = 0;
+            let rest = &documents[done.len()..];
+            let batch = rest.iter().take_while(|document| {
+                let fits = bytes == 0 || bytes + document.len() <= BATCH;
+                bytes += document.len();
+                fits
+            });
+            let batch = &rest[..batch.count()];
+            let bytes = batch.iter().map(String::len).sum();
+            let listed = limited(bytes, || self.list(batch, left))?;
+            let mut listed = listed.as_slice();
+            while let Some((n, rest)) = listed.split_first() {
+                let (ids, rest) = rest.split_at(*n as usize);
+                left -= ids.len();
+                done.push(ids.to_vec());
+                listed = rest;
+            }
+        }
+        Ok(done)
+    }
+
+    /// Tokenises documents up to `limit` tokens in all; lists the ids of each behind their number.
+    fn list(&self, documents: &[String], limit: usize) -> std::result::Result<Vec<u32>, String> {
+        let (mut listed, mut left) = (Vec::new(), limit);
+        for document in documents {
+            if left == 0 {
+                break;
+            }
+            let ids = self.prefix(document, left)?;
+            left -= ids.len();
+            listed.push(u32::try_from(ids.len()).map_err(|e| e.to_string())?);
+            listed.extend(ids);
+        }
+        Ok(listed)
+    }
+
+    fn ids(&self, text: &str, special_tokens: bool) -> std::result::Result<Vec<u32>, String> {
+        let encoding = guarded(|| self.inner.encode_fast(text, special_tokens))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    fn whole(&self, text: &str) -> std::result::Result<Vec<u32>, String> {
+        let ids = self.ids(text, true)?;
+        Ok(self.bos.into_iter().chain(ids).collect())
+    }
+
+    fn prefix(&self, text: &str, limit: usize) -> std::result::Result<Vec<u32>, String> {
         let mut bytes = limit.saturating_mul(8).saturating_add(4096);
         loop {
             let mut end = bytes.min(text.len());
             while !text.is_char_boundary(end) {
                 end += 1;
             }
-            let mut ids = self.encode(&text[..end])?;
+            let mut ids = self.whole(&text[..end])?;
             // The last tokens before the cut may differ from the whole text's, so 64 more are demanded.
             if end == text.len() || ids.len() >= limit + 64 {
                 ids.truncate(limit);

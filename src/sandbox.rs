@@ -1,0 +1,205 @@
+//! Work on hostile input in a process of its own, with limits on memory and time.
+//!
+//! The process is a fork that runs no other program, so it serves every user of the library alike: the `kvsmith`
+//! binary, tests, bindings. A fork has only the thread that made it; the work may allocate, which C libraries allow
+//! in forks of multithreaded processes, and should it wait for a lock that another thread held, the time limit
+//! ends it.
+
+use std::fs;
+use std::io::{self, PipeReader, PipeWriter, Read, Write, pipe};
+use std::os::fd::AsRawFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+use crate::interrupt;
+
+/// Bytes of stack for the work. Only the part in use takes memory.
+const STACK: usize = 1 << 28;
+
+/// How many times its processor time the work may take on a busy machine.
+const PATIENCE: u32 = 3;
+
+/// First byte of what the process sends when the work has succeeded; the length of the rest follows in eight bytes.
+const DONE: u8 = 1;
+
+/// First byte when the work has failed.
+const FAILED: u8 = 2;
+
+/// Limits of the work.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Bytes of memory beyond what the process has when the work starts, and beyond its stack.
+    pub memory_bytes: usize,
+    /// Seconds of processor time.
+    pub seconds: u32,
+}
+
+/// What the work returns: bytes, or what went wrong.
+pub type Outcome = std::result::Result<Vec<u8>, String>;
+
+/// Does `work` in another process with these limits; returns its bytes.
+///
+/// Memory is limited where `/proc` tells how much is mapped already: on Linux. Elsewhere only time is.
+///
+/// # Errors
+/// The text of the work's own error; work that panics, exceeds a limit or crashes; an interrupt, which ends it
+/// at once; no process or memory for it.
+pub fn run(limits: Limits, work: impl FnOnce() -> Outcome + Send) -> Result<Vec<u8>> {
+    thread::scope(|scope| {
+        let thread = thread::Builder::new().stack_size(STACK);
+        let handle = thread
+            .spawn_scoped(scope, || in_fork(limits, work))
+            .map_err(none)?;
+        handle.join().unwrap_or_else(|_| Err(crashed()))
+    })
+}
+
+fn none(e: io::Error) -> Error {
+    Error::failed(format!("no process for it: {e}"))
+}
+
+fn crashed() -> Error {
+    Error::failed("its engine failed")
+}
+
+fn endless() -> Error {
+    Error::failed("it does not come to an end")
+}
+
+/// Forks this thread, which becomes the whole of the new process, and waits for it.
+fn in_fork(limits: Limits, work: impl FnOnce() -> Outcome) -> Result<Vec<u8>> {
+    let (child, reader) = fork(limits, work)?;
+    let sent = receive(reader, Duration::from_secs(limits.seconds.into()) * PATIENCE);
+    let status = reap(child, sent.is_err());
+    let sent = sent?;
+    if let Some((head, bytes)) = sent.split_first_chunk::<9>()
+        && head[1..] == (bytes.len() as u64).to_le_bytes()
+    {
+        return match head[0] {
+            DONE => Ok(bytes.to_vec()),
+            _ => Err(Error::failed(String::from_utf8_lossy(bytes))),
+        };
+    }
+    // The system kills what has used up its processor time.
+    if libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL {
+        return Err(endless());
+    }
+    let mb = limits.memory_bytes >> 20;
+    let what = format!("it takes more than {mb} MB of memory or nests too deeply");
+    Err(Error::failed(what))
+}
+
+/// Starts the process; returns its id and where its result comes from.
+fn fork(limits: Limits, work: impl FnOnce() -> Outcome) -> Result<(libc::pid_t, PipeReader)> {
+    /// Held until the writing end is closed here, so that no other fork inherits it and keeps the pipe open.
+    static FORKING: Mutex<()> = Mutex::new(());
+    let _lock = FORKING.lock().unwrap_or_else(PoisonError::into_inner);
+    let (reader, writer) = pipe().map_err(none)?;
+    // SAFETY: the masks are plain data that the calls fill. The new process stays on this thread's stack, blocks all
+    // signals, so that no handler of the program runs in it, and ends with `_exit`.
+    unsafe {
+        let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
+        libc::sigfillset(&mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
+        let child = libc::fork();
+        if child == 0 {
+            work_and_exit(writer, limits, work);
+        }
+        let failed = io::Error::last_os_error();
+        libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
+        if child < 0 {
+            return Err(none(failed));
+        }
+        Ok((child, reader))
+    }
+}
+
+/// Returns all that the process sends until it ends.
+fn receive(mut pipe: PipeReader, patience: Duration) -> Result<Vec<u8>> {
+    let (start, mut bytes, mut buffer) = (Instant::now(), Vec::new(), vec![0; 1 << 16]);
+    loop {
+        interrupt::check()?;
+        let mut poll = libc::pollfd {
+            fd: pipe.as_raw_fd(),
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        // SAFETY: the one element is valid; the call blocks for 20 ms at most.
+        if unsafe { libc::poll(&mut poll, 1, 20) } > 0 {
+            match pipe.read(&mut buffer).map_err(none)? {
+                0 => return Ok(bytes),
+                n => bytes.extend_from_slice(&buffer[..n]),
+            }
+        } else if start.elapsed() > patience {
+            return Err(endless());
+        }
+    }
+}
+
+/// Waits for the end of a child, and brings it about if the child is to be `killed`; returns its status.
+fn reap(child: libc::pid_t, killed: bool) -> libc::c_int {
+    // SAFETY: the child has not been waited for, so that its id is its own.
+    unsafe {
+        if killed {
+            libc::kill(child, libc::SIGKILL);
+        }
+        let mut status = 0;
+        while libc::waitpid(child, &mut status, 0) < 0
+            && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted
+        {}
+        status
+    }
+}
+
+/// The life of the new process.
+fn work_and_exit(mut pipe: PipeWriter, limits: Limits, work: impl FnOnce() -> Outcome) -> ! {
+    // What the runtime says about a crash is nobody's concern.
+    // SAFETY: stderr is not used as an owned descriptor.
+    unsafe { libc::close(libc::STDERR_FILENO) };
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        set_limits(limits).map_err(|e| format!("its limits cannot be set: {e}"))?;
+        work()
+    }));
+    let (kind, bytes) = match outcome {
+        Ok(Ok(bytes)) => (DONE, bytes),
+        Ok(Err(text)) => (FAILED, text.into_bytes()),
+        Err(_) => (FAILED, crashed().to_string().into_bytes()),
+    };
+    let len = (bytes.len() as u64).to_le_bytes();
+    for part in [&[kind][..], &len, &bytes] {
+        // Without the whole, the parent takes the work for ended.
+        let _ = pipe.write_all(part);
+    }
+    // SAFETY: ends the process without running anything that belongs to its parent.
+    unsafe { libc::_exit(0) }
+}
+
+/// Limits this process: memory, processor time, no core dump, and no life beyond its parent's.
+fn set_limits(limits: Limits) -> io::Result<()> {
+    let mapped = fs::read_to_string("/proc/self/statm").ok();
+    let pages: Option<u64> = mapped.and_then(|text| text.split(' ').next()?.parse().ok());
+    // SAFETY: `limit` is a plain struct that `getrlimit` fills; the other calls take numbers.
+    unsafe {
+        #[cfg(target_os = "linux")]
+        libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+        let page = libc::sysconf(libc::_SC_PAGESIZE) as u64;
+        let space = pages.map(|pages| (pages * page).saturating_add(limits.memory_bytes as u64));
+        for (resource, value) in [
+            (libc::RLIMIT_AS, space),
+            (libc::RLIMIT_CPU, Some(limits.seconds.into())),
+            (libc::RLIMIT_CORE, Some(0)),
+        ] {
+            let mut limit: libc::rlimit = std::mem::zeroed();
+            let known = libc::getrlimit(resource, &mut limit) == 0;
+            let value = value.unwrap_or(limit.rlim_max).min(limit.rlim_max);
+            (limit.rlim_cur, limit.rlim_max) = (value, value);
+            if !known || libc::setrlimit(resource, &limit) != 0 {
+                return Err(io::Error::last_os_error());
+            }
+        }
+    }
+    Ok(())
+}
