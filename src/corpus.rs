@@ -10,6 +10,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
+use crate::interrupt;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::{ModelConfig, ModelManifest};
 use crate::store::{hex, to_bytes};
@@ -241,6 +242,7 @@ fn tokenise(tokenizer: &Tokenizer, paths: &[PathBuf], max_tokens: usize) -> Resu
             if left == 0 {
                 break;
             }
+            interrupt::check()?;
             let ids = tokenizer.encode_prefix(document, left);
             let ids = ids.map_err(|e| e.context(path.display()))?;
             left -= ids.len();

@@ -81,7 +81,8 @@ impl Error {
     pub fn stdout(source: &io::Error) -> Self {
         match source.kind() {
             ErrorKind::BrokenPipe => Self::new(Kind::Closed, "stdout was closed"),
-            _ => Self::failed(format!("cannot write to stdout: {source}")),
+            _ => Self::failed(format!("cannot write to stdout: {source}"))
+                .hint("free some space, or redirect the output to another place"),
         }
     }
 
@@ -92,6 +93,15 @@ impl Error {
             ErrorKind::StorageFull => "free some space, or choose another place for the output",
             ErrorKind::PermissionDenied => "check the permissions of the file and of its folder",
             ErrorKind::NotFound => "check the path",
+            ErrorKind::FileTooLarge => {
+                "raise the limit of file sizes (`ulimit -f`), or write to another file system"
+            }
+            ErrorKind::UnexpectedEof => {
+                "the file was cut short; let no other program write it, and start again"
+            }
+            _ if source.raw_os_error() == Some(libc::EFAULT) => {
+                "an input was cut short while it was copied; let no other program write it, and start again"
+            }
             _ => return error,
         };
         error.hint(hint)

@@ -2,7 +2,7 @@
 //!
 //! The modules, from the ground up; each uses those above it in this list and none below:
 //!
-//! 1. [`error`], [`interrupt`], [`progress`], [`flags`], [`float`], [`weight`]: the ground;
+//! 1. [`error`], [`interrupt`], [`mapped`], [`unfinished`], [`progress`], [`flags`], [`float`], [`weight`]: the ground;
 //! 2. [`store`]: safetensors files;
 //! 3. [`compute`]: arithmetic kernels and the devices that run them;
 //! 4. [`kv`]: the key-value cache, the budget and the static set;
@@ -28,13 +28,16 @@ pub mod flags;
 pub mod float;
 pub mod interrupt;
 pub mod kv;
+pub mod mapped;
 pub mod method;
 pub mod model;
 pub mod progress;
 pub mod runner;
+mod slots;
 pub mod stats;
 pub mod store;
 #[cfg(test)]
 mod testing;
+pub mod unfinished;
 pub mod weight;
 pub mod work;

@@ -10,13 +10,14 @@ use std::path::{Path, PathBuf};
 
 use bytemuck::Pod;
 use half::f16;
-use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tempfile::NamedTempFile;
 
 use crate::error::{Error, Result};
+use crate::mapped::Mapped;
+use crate::unfinished::{self, Unfinished};
 
 /// Prefix of the names of unfinished files.
 pub const TEMP_PREFIX: &str = ".kvsmith-";
@@ -136,6 +137,7 @@ fn header(specs: &[Spec], metadata: Option<&str>) -> Result<(Vec<u8>, BTreeMap<S
 pub struct Output {
     path: PathBuf,
     temp: NamedTempFile,
+    _unfinished: Unfinished,
 }
 
 impl Output {
@@ -173,7 +175,12 @@ impl Output {
             .suffix(TEMP_SUFFIX)
             .tempfile_in(folder)
             .map_err(|e| Error::io(&path, "write", &e))?;
-        Ok(Self { path, temp })
+        let _unfinished = unfinished::list(temp.path());
+        Ok(Self {
+            path,
+            temp,
+            _unfinished,
+        })
     }
 
     /// Writes `bytes` and renames the file to its final name.
@@ -185,7 +192,7 @@ impl Output {
     }
 
     fn persist(self) -> Result<()> {
-        let Self { path, temp } = self;
+        let Self { path, temp, .. } = self;
         let failed = |e| Error::io(&path, "write", &e);
         temp.as_file().sync_all().map_err(failed)?;
         // Temporary files are private; results get the permissions of the file that they replace, or of any new file.
@@ -243,7 +250,7 @@ impl Writer {
 
     /// Writes `bytes` into tensor `name`, from byte `at` of its data on.
     pub fn put(&self, name: &str, at: usize, bytes: &[u8]) -> Result<()> {
-        let Output { path, temp } = &self.output;
+        let Output { path, temp, .. } = &self.output;
         let missing = || Error::failed(format!("internal: no tensor `{name}` in {}", path.display()));
         let start = self.offsets.get(name).ok_or_else(missing)?;
         let written = temp.as_file().write_all_at(bytes, (start + at) as u64);
@@ -312,7 +319,7 @@ pub fn write(output: Output, tensors: &[Tensor], metadata: Option<&str>) -> Resu
 /// A memory-mapped safetensors file.
 pub struct Store {
     path: PathBuf,
-    map: Mmap,
+    map: Mapped,
     specs: BTreeMap<String, (Spec, usize, usize)>,
     metadata: Option<String>,
     header_len: usize,
@@ -328,8 +335,7 @@ impl Store {
             return Err(Error::failed(format!("{} is a folder", path.display())).hint("give a file"));
         }
         let file = File::open(path).map_err(|e| Error::io(path, "open", &e))?;
-        // SAFETY: the mapping is read-only; bytes that another program changes are plain data to every reader.
-        let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(path, "read", &e))?;
+        let map = Mapped::new(&file, path).map_err(|e| Error::io(path, "read", &e))?;
         let (header, info) = SafeTensors::read_metadata(&map).map_err(|e| {
             Error::failed(format!(
                 "{} is not a valid safetensors file ({e})",

@@ -10,7 +10,17 @@ use source::{Module, Tree};
 
 /// The floors from the ground up, with the modules of each. A module belongs where its longest prefix stands.
 const FLOORS: [&[&str]; 12] = [
-    &["error", "interrupt", "progress", "flags", "float", "weight"],
+    &[
+        "error",
+        "interrupt",
+        "mapped",
+        "slots",
+        "unfinished",
+        "progress",
+        "flags",
+        "float",
+        "weight",
+    ],
     &["store"],
     &["compute"],
     &["kv"],

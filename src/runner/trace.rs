@@ -38,5 +38,6 @@ impl<'a> Trace<'a> {
 }
 
 fn failed(e: std::io::Error) -> Error {
-    Error::failed(format!("cannot write the trace: {e}"))
+    let error = Error::failed(format!("cannot write the trace: {e}"));
+    error.hint("check the space, and the limit of file sizes (`ulimit -f`), where --trace points")
 }
