@@ -60,7 +60,11 @@ pub fn run(cli: Cli) -> Result<()> {
     rayon::ThreadPoolBuilder::new()
         .num_threads(threads)
         .build_global()
-        .map_err(|e| Error::failed(format!("cannot start the threads: {e}")).hint("give fewer --threads"))?;
+        .map_err(|e| {
+            Error::failed(format!("cannot start the threads: {e}")).hint(
+                "use fewer --threads, or raise the limits of memory and processes (`ulimit -v`, `ulimit -u`)",
+            )
+        })?;
     let global = &cli.global;
     match &cli.command {
         Command::Dump(args) => dump::run(args, global),

@@ -10,6 +10,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
+use crate::interrupt;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::{ModelConfig, ModelManifest};
 use crate::store::{hex, to_bytes};
@@ -243,6 +244,7 @@ fn tokenise(tokenizer: &Tokenizer, paths: &[PathBuf], max_tokens: usize) -> Resu
         if left == 0 {
             break;
         }
+        interrupt::check()?;
         let mut texts = read_documents(path)?;
         texts.retain(|text| !text.is_empty());
         let made = tokenizer.encode_documents(&texts, left);

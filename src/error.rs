@@ -85,7 +85,7 @@ impl Error {
         match source.kind() {
             ErrorKind::BrokenPipe => Self::new(Kind::Closed, "stdout was closed"),
             _ => Self::failed(format!("cannot write to stdout: {source}"))
-                .hint("check the file or the program that stdout goes to"),
+                .hint("free some space, or redirect the output to another place"),
         }
     }
 
@@ -96,6 +96,15 @@ impl Error {
             ErrorKind::StorageFull => "free some space, or choose another place for the output",
             ErrorKind::PermissionDenied => "check the permissions of the file and of its folder",
             ErrorKind::NotFound => "check the path",
+            ErrorKind::FileTooLarge => {
+                "raise the limit of file sizes (`ulimit -f`), or write to another file system"
+            }
+            ErrorKind::UnexpectedEof => {
+                "the file was cut short; let no other program write it, and start again"
+            }
+            _ if source.raw_os_error() == Some(libc::EFAULT) => {
+                "an input was cut short while it was copied; let no other program write it, and start again"
+            }
             _ => "check that the path is what it should be, and that its disk works",
         };
         error.hint(hint)

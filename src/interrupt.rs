@@ -1,20 +1,35 @@
-//! Ctrl-C: the first signal asks the running work to stop at its next safe point, the second ends the
-//! process at once.
+//! Ctrl-C: the first signal asks the running work to stop at its next safe point, and ends the program if that takes too
+//! long; the second ends it at once.
 
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use crate::error::{Error, Result};
+use crate::progress::say;
+use crate::unfinished;
 
 static STOP: AtomicBool = AtomicBool::new(false);
 
-/// Installs the handler of SIGINT, SIGTERM and SIGHUP; called once by `main`.
+/// How long the running work may take to its next safe point.
+const GRACE: Duration = Duration::from_secs(3);
+
+/// Installs the handler of SIGINT, SIGTERM and SIGHUP, and ignores SIGXFSZ, so that a write beyond the limit of file
+/// sizes is an error like any other; called once by `main`.
 ///
 /// A signal that the parent process told this one to ignore stays ignored, as `nohup` expects.
 pub fn install() {
     let handler = || {
         if STOP.swap(true, Ordering::SeqCst) {
-            std::process::exit(130);
+            end();
+        }
+        let late = || {
+            std::thread::sleep(GRACE);
+            end()
+        };
+        // Without another thread, this one waits and hears no second signal.
+        if std::thread::Builder::new().spawn(late).is_err() {
+            late();
         }
     };
     let ignored: Vec<libc::c_int> = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP]
@@ -22,14 +37,22 @@ pub fn install() {
         .filter(|s| is_ignored(*s))
         .collect();
     if let Err(e) = ctrlc::set_handler(handler) {
-        crate::progress::say(&format!(
+        say(&format!(
             "warning: Ctrl-C will end the program without cleaning up: {e}"
         ));
     }
-    for signal in ignored {
+    for signal in ignored.into_iter().chain([libc::SIGXFSZ]) {
         // SAFETY: SIG_IGN is a valid disposition of these signals.
         unsafe { libc::signal(signal, libc::SIG_IGN) };
     }
+}
+
+/// Ends the program without waiting for its threads; no unfinished file stays.
+fn end() -> ! {
+    unfinished::remove_all();
+    say(&format!("error: {}", Error::interrupted()));
+    // SAFETY: the call ends the process. `exit` would run the end of C libraries while threads still use them.
+    unsafe { libc::_exit(Error::interrupted().exit_code().into()) }
 }
 
 /// Says whether the process ignores `signal`.

@@ -30,14 +30,17 @@ pub mod flags;
 pub mod float;
 pub mod interrupt;
 pub mod kv;
+pub mod mapped;
 pub mod method;
 pub mod model;
 pub mod progress;
 pub mod runner;
 pub mod sandbox;
+mod slots;
 pub mod stats;
 pub mod store;
 #[cfg(test)]
 mod testing;
+pub mod unfinished;
 pub mod weight;
 pub mod work;

@@ -5,10 +5,12 @@ use std::process::ExitCode;
 use clap::Parser;
 use kvsmith::cli::{self, Cli};
 use kvsmith::error::Kind;
-use kvsmith::interrupt;
 use kvsmith::progress::say;
+use kvsmith::stats::linalg;
+use kvsmith::{interrupt, mapped};
 
 fn main() -> ExitCode {
+    linalg::without_openblas_threads();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => {
@@ -20,6 +22,7 @@ fn main() -> ExitCode {
         }
     };
     interrupt::install();
+    mapped::install();
     match cli::run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {

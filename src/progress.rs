@@ -87,7 +87,10 @@ impl Log {
         if let Ok(style) = ProgressStyle::with_template(&template) {
             bar.set_style(style.progress_chars("=> "));
         }
-        bar.enable_steady_tick(std::time::Duration::from_millis(250));
+        // A thread moves the bar; nobody sees a hidden one.
+        if !bar.is_hidden() {
+            bar.enable_steady_tick(std::time::Duration::from_millis(250));
+        }
         Progress { bar }
     }
 }

@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 
 use bytemuck::Pod;
 use half::f16;
-use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -17,6 +16,7 @@ use sha2::{Digest, Sha256};
 
 use crate::disk::{self, Output};
 use crate::error::{Error, Result};
+use crate::mapped::Mapped;
 
 /// Key of kvsmith's JSON in `__metadata__`.
 pub const METADATA_KEY: &str = "kvsmith";
@@ -221,7 +221,7 @@ pub fn fill(output: Output, tensors: &[Tensor], metadata: Option<&str>) -> Resul
 /// A memory-mapped safetensors file.
 pub struct Store {
     path: PathBuf,
-    map: Mmap,
+    map: Mapped,
     specs: BTreeMap<String, (Spec, usize, usize)>,
     metadata: Option<String>,
     header_len: usize,
@@ -237,8 +237,7 @@ impl Store {
             return Err(Error::failed(format!("{} is a folder", path.display())).hint("give a file"));
         }
         let file = File::open(path).map_err(|e| Error::io(path, "open", &e))?;
-        // SAFETY: the mapping is read-only; bytes that another program changes are plain data to every reader.
-        let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(path, "read", &e))?;
+        let map = Mapped::new(&file, path).map_err(|e| Error::io(path, "read", &e))?;
         let (header, info) = SafeTensors::read_metadata(&map).map_err(|e| {
             Error::failed(format!(
                 "{} is not a valid safetensors file ({e})",

@@ -2,14 +2,15 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use memmap2::{Advice, Mmap, UncheckedAdvice};
+use memmap2::{Advice, UncheckedAdvice};
 use ndarray::ArrayView2;
 
 use crate::error::{Error, Result};
 use crate::float::Float;
+use crate::mapped::Mapped;
 
 /// A float tensor within a memory-mapped checkpoint file.
 #[derive(Clone)]
@@ -43,8 +44,7 @@ impl Weight {
             dtype.write(&row.to_vec(), &mut bytes);
             file.write_all(&bytes).map_err(failed)?;
         }
-        // SAFETY: the mapping is read-only, and no other program can open the unnamed file.
-        let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
+        let map = Mapped::new(&file, Path::new("a temporary file")).map_err(failed)?;
         Ok(Self {
             file: Arc::new(Shard {
                 path: PathBuf::new(),
@@ -138,5 +138,5 @@ impl Weight {
 pub(crate) struct Shard {
     pub(crate) path: PathBuf,
     pub(crate) file: File,
-    pub(crate) map: Mmap,
+    pub(crate) map: Mapped,
 }

@@ -124,7 +124,7 @@ fn what_cannot_be_timed_is_refused() {
     kvsmith("bench attend --kv 3bit").fails(2, "3bit", "");
     kvsmith("bench attend --kv 2bit --device cuda").fails(2, "2bit", "--device cpu");
     kvsmith("bench attend --batch 70000").fails(2, "70000", "");
-    kvsmith("bench attend --context 16M --batch 60000 --device cpu").fails(1, "the data need", "--context");
+    kvsmith("bench attend --context 16M --batch 60000 --device cpu").fails(2, "the data need", "--context");
     kvsmith("bench retrieve --device cpu --methods quest").fails(2, "quest", "lfps");
     kvsmith("bench retrieve --device cpu --methods topk --ranking plain").fails(2, "topk", "selfindex");
     kvsmith("bench retrieve --device cuda --methods a2ats --ranking plain").fails(3, "plain", "--device cpu");
@@ -216,4 +216,77 @@ fn a_fit_may_end_at_a_small_gain() {
     );
     assert!(!passes("").contains(" 1 passes"), "{}", passes(""));
     kvsmith("bench kmeans --min-gain 1").fails(2, "below 1", "");
+}
+
+/// Sizes whose products overflow or exceed the memory are refused before anything is allocated.
+#[test]
+fn absurd_sizes_are_refused() {
+    const HUGE: &str = "1000000000 1000000000000000 9223372036854775807 18446744073709551615";
+    let mut commands = Vec::new();
+    for huge in HUGE.split(' ') {
+        for flag in ["--n", "--dim", "--heads", "--size"] {
+            commands.push(format!("kmeans --device cpu {flag} {huge}"));
+        }
+        commands.push(format!(
+            "kmeans --device cpu --heads {huge} --n {huge} --dim {huge}"
+        ));
+        for flag in ["--n", "--dim", "--size"] {
+            commands.push(format!("encode {flag} {huge}"));
+        }
+        for flags in [
+            format!("--tokens {huge}"),
+            format!("--heads {huge} --kv-heads 1"),
+            format!("--heads {huge} --kv-heads {huge} --head-dim {huge}"),
+            format!("--head-dim {huge}"),
+            format!("--hidden {huge}"),
+            format!("--intermediate {huge}"),
+        ] {
+            commands.push(format!("prefill {flags}"));
+        }
+        for flags in [
+            format!("--context {huge}"),
+            format!("--batch {huge}"),
+            format!("--size {huge}"),
+            format!("--shapes {huge}/1x128"),
+            format!("--shapes {huge}/{huge}x{huge}"),
+            format!("--shapes 32/8x{huge}"),
+            format!("--budget {huge}0"),
+        ] {
+            commands.push(format!("retrieve --device cpu {flags}"));
+            commands.push(format!("attend --device cpu {flags}"));
+        }
+        for flag in ["--context", "--batch", "--size"] {
+            commands.push(format!("decode --device cuda {flag} {huge}"));
+        }
+    }
+    // Every flag within its limits, and yet too much.
+    commands
+        .push("attend --device cpu --shapes 1024/1024x1024 --context 16M --batch 65535 --kv f32".to_owned());
+    commands.push(
+        "retrieve --device cpu --methods lfps --shapes 1024/1x1024 --context 16M --lfps-rows 16000000"
+            .to_owned(),
+    );
+    commands.push("attend --device cpu --context 1K,16M --batch 1,60000".to_owned());
+    commands.push("decode --device cuda --runs 18446744073709551615".to_owned());
+    commands.push("decode --device cuda --context 16M --batch 65535".to_owned());
+    for command in commands {
+        let outcome = kvsmith(&format!("bench {command}"));
+        assert_eq!(outcome.code, Some(2), "{command}: {}", outcome.stderr);
+        assert_eq!(outcome.stdout, "", "{command}");
+    }
+    // Both amounts are said.
+    let attend = kvsmith("bench attend --device cpu --context 16M --batch 60000");
+    attend.fails(2, "GB are free", "--context");
+}
+
+#[test]
+fn any_seed_will_do() {
+    for command in [
+        "kmeans --device cpu --heads 2 --n 50 --dim 4 --size 3 --runs 1",
+        "encode --n 50 --dim 4 --size 3 --runs 1",
+        "prefill --tokens 2 --heads 1 --kv-heads 1 --head-dim 32 --hidden 32 --intermediate 32 --runs 1",
+        "attend --device cpu --shapes 2/2x32 --context 500 --methods a2ats,lfps --runs 1",
+    ] {
+        kvsmith(&format!("bench {command} --seed {}", u64::MAX)).ok();
+    }
 }

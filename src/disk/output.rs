@@ -10,6 +10,7 @@ use tempfile::NamedTempFile;
 
 use super::{fault, folder_of, sync_folder, write_all_at};
 use crate::error::{Error, Result};
+use crate::unfinished::{self, Unfinished};
 
 /// Prefix of the names of unfinished files; the system that runs and the process follow.
 pub const TEMP_PREFIX: &str = ".kvsmith-";
@@ -26,6 +27,8 @@ pub struct Output {
     temp: NamedTempFile,
     /// Bytes written so far.
     len: u64,
+    /// Removes the file if the program ends in a hurry.
+    unfinished: Unfinished,
 }
 
 impl Output {
@@ -58,7 +61,13 @@ impl Output {
         let folder = folder_of(&path);
         remove_abandoned(folder);
         let temp = create_temp(folder).map_err(|e| Error::io(&path, "write", &e))?;
-        Ok(Self { path, temp, len: 0 })
+        let unfinished = unfinished::list(temp.path());
+        Ok(Self {
+            path,
+            temp,
+            len: 0,
+            unfinished,
+        })
     }
 
     /// Returns the final path.
@@ -86,7 +95,7 @@ impl Output {
     /// Renames the complete file to its final name; returns it open and still locked.
     pub fn persist(self) -> Result<File> {
         let path = self.path.clone();
-        let persisted = self.complete().and_then(|temp| {
+        let persisted = self.complete().and_then(|(temp, _listed)| {
             fault::point(|| {});
             temp.persist(&path).map_err(|e| e.error)
         });
@@ -98,7 +107,7 @@ impl Output {
     pub(super) fn persist_new(mut self, bytes: &[u8]) -> io::Result<File> {
         self.append(bytes)?;
         let path = self.path.clone();
-        let temp = self.complete()?;
+        let (temp, _listed) = self.complete()?;
         fault::point(|| {});
         let file = temp.persist_noclobber(&path).map_err(|e| e.error)?;
         sync_folder(&path);
@@ -106,8 +115,13 @@ impl Output {
     }
 
     /// Brings the content to the disk and sets the permissions of the final file.
-    fn complete(self) -> io::Result<NamedTempFile> {
-        let Self { path, temp, .. } = self;
+    fn complete(self) -> io::Result<(NamedTempFile, Unfinished)> {
+        let Self {
+            path,
+            temp,
+            unfinished,
+            ..
+        } = self;
         fault::growth(|| {})?;
         temp.as_file().sync_all()?;
         // Temporary files are private; results get the permissions of the file that they replace, or of any new file.
@@ -116,7 +130,7 @@ impl Output {
             Err(_) => Permissions::from_mode(0o666 & !umask()),
         };
         temp.as_file().set_permissions(permissions)?;
-        Ok(temp)
+        Ok((temp, unfinished))
     }
 
     fn append(&mut self, bytes: &[u8]) -> io::Result<()> {

@@ -9,7 +9,6 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use memmap2::Mmap;
 use rayon::prelude::*;
 use safetensors::{Dtype, SafeTensors};
 use sha2::{Digest, Sha256};
@@ -18,6 +17,7 @@ use super::config::ModelConfig;
 use super::fields::read_json;
 use crate::error::{Error, Result};
 use crate::float::Float;
+use crate::mapped::Mapped;
 use crate::store::hex;
 use crate::weight::{Shard, Weight};
 
@@ -98,9 +98,7 @@ impl Checkpoint {
 
     fn add_shard(&mut self, path: &Path) -> Result<()> {
         let file = File::open(path).map_err(|e| Error::io(path, "open", &e))?;
-        // SAFETY: the mapping is read-only; another program that changes the file changes values,
-        // which every reader treats as plain data.
-        let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(path, "map", &e))?;
+        let map = Mapped::new(&file, path).map_err(|e| Error::io(path, "map", &e))?;
         let damaged = |what: String| {
             Error::failed(format!("{}: {what}", path.display()))
                 .hint("the file is damaged or its download is not complete; fetch it again")

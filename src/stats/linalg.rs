@@ -1,42 +1,95 @@
 //! Small dense factorisations; the only module that calls LAPACK.
 
-use std::sync::Once;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use memmap2::MmapMut;
 use ndarray::{Array2, ArrayView2};
 use ndarray_linalg::{Cholesky, Eigh, SolveTriangular, UPLO};
 
-/// Limits LAPACK to one thread: results must not depend on the number of cores, and kvsmith's own
-/// threads use all cores already.
-fn single_threaded() {
+use crate::error::{Error, Result};
+
+/// Starts the program anew with OpenBLAS limited to one thread, unless it is already; `main` calls this first.
+///
+/// OpenBLAS starts a thread per core when it is loaded, which is before `main`; only the environment prevents that.
+/// Nothing uses these threads, and where memory is limited they never end, and let the program not end either.
+pub fn without_openblas_threads() {
+    const VARIABLE: &str = "OPENBLAS_NUM_THREADS";
+    if std::env::var_os(VARIABLE).is_some_and(|threads| threads == "1") {
+        return;
+    }
+    let Ok(program) = std::env::current_exe() else {
+        return;
+    };
+    let mut arguments = std::env::args_os();
+    let mut anew = Command::new(program);
+    if let Some(name) = arguments.next() {
+        anew.arg0(name);
+    }
+    // This returns only if it fails; the program then runs beside these threads.
+    let _ = anew.args(arguments).env(VARIABLE, "1").exec();
+}
+
+/// More than OpenBLAS allocates at its first call, and keeps; it tries for ever if it does not get it.
+const BUFFER_BYTES: usize = 160 << 20;
+
+/// Gives access to LAPACK, to one caller at a time, so that it needs one buffer.
+///
+/// It is limited to one thread: results must not depend on the number of cores, and kvsmith's own threads use all cores
+/// already.
+///
+/// # Errors
+/// There is no memory for its buffer.
+fn lapack() -> Result<MutexGuard<'static, bool>> {
     unsafe extern "C" {
         fn openblas_set_num_threads(threads: std::ffi::c_int);
     }
-    static ONCE: Once = Once::new();
-    // SAFETY: the function only sets a number in the linked OpenBLAS, and is called once.
-    ONCE.call_once(|| unsafe { openblas_set_num_threads(1) });
+    static READY: Mutex<bool> = Mutex::new(false);
+    let mut ready = READY.lock().unwrap_or_else(PoisonError::into_inner);
+    if !*ready {
+        // SAFETY: the function only sets a number in the linked OpenBLAS.
+        unsafe { openblas_set_num_threads(1) };
+        MmapMut::map_anon(BUFFER_BYTES).map_err(|e| {
+            Error::failed(format!("no memory for linear algebra, which needs 160 MB: {e}"))
+                .hint("raise the limit of memory (`ulimit -v`), or use fewer --threads")
+        })?;
+        *ready = true;
+    }
+    Ok(ready)
 }
 
 /// Computes the lower triangular L with `L L^T = a`; `None` if `a` is not positive definite.
 ///
 /// # Shapes
 /// a `[d,d]` symmetric.
-pub fn cholesky(a: ArrayView2<f64>) -> Option<Array2<f64>> {
-    single_threaded();
-    a.cholesky(UPLO::Lower)
-        .ok()
-        .filter(|l| l.iter().all(|v| v.is_finite()))
+///
+/// # Errors
+/// There is too little memory for LAPACK.
+pub fn cholesky(a: ArrayView2<f64>) -> Result<Option<Array2<f64>>> {
+    let _alone = lapack()?;
+    let factor = a.cholesky(UPLO::Lower).ok();
+    Ok(factor.filter(|l| l.iter().all(|v| v.is_finite())))
 }
 
 /// Computes the eigenvalues of a symmetric matrix, ascending; `None` if LAPACK does not converge.
-pub fn eigenvalues(a: ArrayView2<f64>) -> Option<Vec<f64>> {
-    single_threaded();
-    a.eigh(UPLO::Lower).ok().map(|(values, _)| values.to_vec())
+///
+/// # Errors
+/// There is too little memory for LAPACK.
+pub fn eigenvalues(a: ArrayView2<f64>) -> Result<Option<Vec<f64>>> {
+    let _alone = lapack()?;
+    Ok(a.eigh(UPLO::Lower).ok().map(|(values, _)| values.to_vec()))
 }
 
 /// Inverts a lower triangular matrix; `None` if it is singular.
-pub fn invert_lower(l: ArrayView2<f64>) -> Option<Array2<f64>> {
-    single_threaded();
+///
+/// # Errors
+/// There is too little memory for LAPACK.
+pub fn invert_lower(l: ArrayView2<f64>) -> Result<Option<Array2<f64>>> {
+    let _alone = lapack()?;
     let identity = Array2::eye(l.nrows());
-    l.solve_triangular(UPLO::Lower, ndarray_linalg::Diag::NonUnit, &identity)
-        .ok()
+    Ok(
+        l.solve_triangular(UPLO::Lower, ndarray_linalg::Diag::NonUnit, &identity)
+            .ok(),
+    )
 }

@@ -48,7 +48,7 @@ impl Metric {
     /// f64 throughout; L is rounded to f32 at the end.
     ///
     /// # Errors
-    /// Entries that are not finite; no factorisation with a ridge of up to 1.
+    /// Entries that are not finite; no factorisation with a ridge of up to 1; too little memory.
     ///
     /// # Source
     /// Eq. 13; the normalisation and eps are those of the authors' code.
@@ -69,8 +69,8 @@ impl Metric {
         for exponent in 0..=6 {
             let eps = EPS * 10f64.powi(exponent);
             let ridged = &normalised + &(Array2::<f64>::eye(d) * eps);
-            if let Some(chol) = linalg::cholesky(ridged.view()) {
-                let values = linalg::eigenvalues(ridged.view())
+            if let Some(chol) = linalg::cholesky(ridged.view())? {
+                let values = linalg::eigenvalues(ridged.view())?
                     .ok_or_else(|| Error::failed("the eigenvalues of the second moment did not converge"))?;
                 return Ok(Self {
                     chol: chol.mapv(|v| v as f32),

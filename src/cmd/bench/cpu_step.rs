@@ -9,13 +9,12 @@ use rayon::prelude::*;
 use super::cpu_head::BenchHead;
 use super::layer_step::{LayerSetting, ROTATED_BYTES};
 use super::product::seconds;
-use super::report::{median, proc_bytes};
+use super::report::median;
 use crate::compute::attention::{AHEAD, prefetch};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::kv::lines::AlignedVec;
 use crate::method::Step;
 use crate::method::bench::TimedLayer;
-use crate::progress::size;
 use crate::runner::attend;
 
 /// A scattered read takes one in this many rows.
@@ -86,19 +85,15 @@ pub struct CpuSteps<'a> {
 
 impl<'a> CpuSteps<'a> {
     /// Prepares the steps of a setting.
-    ///
-    /// # Errors
-    /// There is too little memory.
     pub fn new(setting: &'a LayerSetting<'a>) -> Result<Self> {
-        check_room(setting)?;
         let new = setting.bench.heads(&setting.layer, &setting.params())?;
         let g = setting.layer.kv_heads;
         let n = setting.layer.sequences * g;
         let copies = (0..setting.copies()).map(|copy| {
-            let seed = setting.layer.seed + (copy * n) as u64;
+            let seed = setting.layer.seed.wrapping_add((copy * n) as u64);
             let heads = (0..n).into_par_iter();
             heads
-                .map(|i| BenchHead::new(setting, &new, i % g, seed + i as u64))
+                .map(|i| BenchHead::new(setting, &new, i % g, seed.wrapping_add(i as u64)))
                 .collect::<Result<_>>()
         });
         let mut steps = Self {
@@ -155,20 +150,5 @@ impl<'a> CpuSteps<'a> {
             ..
         } = self.setting.layer;
         self.scored as f64 / (sequences * kv_heads * self.setting.group * context) as f64
-    }
-}
-
-/// Fails if a setting needs more memory than is free; passes if the system does not tell how much is.
-fn check_room(setting: &LayerSetting) -> Result<()> {
-    let need = setting.bytes();
-    match proc_bytes("/proc/meminfo", "MemAvailable:") {
-        Some(free) if need > free => Err(Error::failed(format!(
-            "{}: the data need {}, and {} are free",
-            setting.shape(),
-            size(need),
-            size(free)
-        ))
-        .hint("give less --context or --batch")),
-        _ => Ok(()),
     }
 }

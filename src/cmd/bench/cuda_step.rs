@@ -79,7 +79,7 @@ impl<'d> CudaSteps<'d> {
         let queries = uniform(&mut rng, shape.query_heads(), shape.head_dim);
         let queries: Vec<f32> = queries.into_iter().collect();
         let copies = setting.copies();
-        let seed = |copy| layer.seed as u32 + 4 * copy;
+        let seed = |copy| (layer.seed as u32 & (u32::MAX >> 1)) + 4 * copy;
         let seeds: Vec<u32> = (0..copies as u32).map(seed).collect();
         let at = OnDevice {
             driver,

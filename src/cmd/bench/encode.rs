@@ -1,7 +1,7 @@
 //! `kvsmith bench encode`: keys to codewords, against a plain matrix product in the same run.
 
 use super::product::{Comparison, MAX_MATRIX};
-use super::report::random_matrix;
+use super::report::{check_memory, free_bytes, random_matrix};
 use crate::cmd::args::Global;
 use crate::error::{Error, Result};
 use crate::flags::at_least_one;
@@ -23,21 +23,26 @@ pub struct EncodeArgs {
     runs: usize,
 }
 
+/// What to do about sizes that are too large.
+const SMALLER: &str = "give less --n, --dim or --size";
+
 /// Runs `bench encode`.
 pub fn run(args: &EncodeArgs, global: &Global) -> Result<()> {
     let (n, d, size) = (args.n, args.dim, args.size);
-    let mut comparison = Comparison::new("encode", args.runs, global)?;
     let most = MAX_MATRIX / d.max(1);
     if size > MAX_SIZE || n > most || size > most {
-        return Err(Error::usage(format!(
-            "--n {n} x --dim {d} x --size {size} is too large"
-        )));
+        return Err(Error::usage(format!("--n {n} x --dim {d} x --size {size} is too large")).hint(SMALLER));
     }
+    let shape = format!("{n} x {d}, {size} codewords");
+    // The keys and the codebook, which has a second form; codes and distances.
+    let need = 4.0 * (n as f64 + 2.0 * size as f64) * d as f64 + 8.0 * n as f64;
+    check_memory(&shape, need, free_bytes(), SMALLER)?;
+    let mut comparison = Comparison::new("encode", args.runs, global)?;
     let keys = random_matrix(n, d, global.seed);
-    let codebook = Codebook::new(random_matrix(size, d, global.seed + 1));
+    let codebook = Codebook::new(random_matrix(size, d, global.seed.wrapping_add(1)));
     let (mut codes, mut distances) = (vec![0; n], vec![0.0; n]);
     let flop = 2.0 * (n * d) as f64 * size as f64;
-    comparison.add("encode", &format!("{n} x {d}, {size} codewords"), flop, || {
+    comparison.add("encode", &shape, flop, || {
         codebook.nearest(keys.view(), &mut codes, &mut distances);
         std::hint::black_box(&codes);
     })?;

@@ -6,7 +6,7 @@ use std::time::Instant;
 use ndarray::{Array2, Array3, Axis};
 use serde_json::json;
 
-use super::report::{Results, Times, median, random_points};
+use super::report::{Results, Times, check_memory, free_bytes, median, random_points};
 use crate::cmd::args::Global;
 use crate::cmd::{merge, output};
 use crate::compute::device::Device;
@@ -15,7 +15,7 @@ use crate::flags::at_least_one;
 use crate::interrupt;
 use crate::method::a2ats::FitInit;
 use crate::progress::Log;
-use crate::stats::kmeans::{self, Init, KMeansFit, KMeansParams};
+use crate::stats::kmeans::{self, Init, KMeansFit, KMeansParams, MAX_SIZE};
 use crate::store::{self, Store, Tensor};
 
 #[derive(clap::Args, Debug)]
@@ -30,13 +30,13 @@ pub struct KMeansArgs {
     #[arg(long, value_name = "B", default_value_t = 1, value_parser = at_least_one, conflicts_with = "points")]
     heads: usize,
     /// Random points
-    #[arg(long, value_name = "N", default_value_t = 81_920, conflicts_with = "points")]
+    #[arg(long, value_name = "N", default_value_t = 81_920, value_parser = at_least_one, conflicts_with = "points")]
     n: usize,
     /// Channels of the random points
-    #[arg(long, value_name = "D", default_value_t = 128, conflicts_with = "points")]
+    #[arg(long, value_name = "D", default_value_t = 128, value_parser = at_least_one, conflicts_with = "points")]
     dim: usize,
     /// Centroids
-    #[arg(long, value_name = "M", default_value_t = 4096)]
+    #[arg(long, value_name = "M", default_value_t = 4096, value_parser = parse_size)]
     size: usize,
     /// Most passes
     #[arg(long, value_name = "N", default_value_t = 25)]
@@ -55,6 +55,28 @@ pub struct KMeansArgs {
 /// Most random values: 16 GB.
 const MAX_VALUES: usize = 1 << 32;
 
+/// Parses a number of centroids.
+pub(super) fn parse_size(text: &str) -> std::result::Result<usize, String> {
+    let size = text.parse().ok().filter(|size| (1..=MAX_SIZE).contains(size));
+    size.ok_or_else(|| format!("expected a whole number from 1 to {MAX_SIZE}"))
+}
+
+impl KMeansArgs {
+    /// Checks the sizes of random points.
+    fn check(&self) -> Result<()> {
+        let (heads, n, d) = (self.heads, self.n, self.dim);
+        let shape = format!("--heads {heads} x --n {n} x --dim {d}");
+        let hint = "give less --heads, --n or --dim";
+        let values = n.checked_mul(d).and_then(|v| v.checked_mul(heads));
+        if values.is_none_or(|v| v > MAX_VALUES) {
+            return Err(Error::usage(format!("{shape} is too large")).hint(hint));
+        }
+        // The points, twice, and a code, a distance and their bounds each; the centroids before and after a pass.
+        let each = n as f64 * (8.0 * d as f64 + 24.0) + 8.0 * self.size as f64 * d as f64;
+        check_memory(&shape, heads as f64 * each, free_bytes(), hint)
+    }
+}
+
 /// Runs `bench kmeans`.
 pub fn run(args: &KMeansArgs, global: &Global) -> Result<()> {
     let inputs: Vec<&Path> = args.points.iter().map(PathBuf::as_path).collect();
@@ -62,19 +84,13 @@ pub fn run(args: &KMeansArgs, global: &Global) -> Result<()> {
     let output = output
         .map(|path| output::create(path, &inputs, global))
         .transpose()?;
+    if args.points.is_none() {
+        args.check()?;
+    }
     let device = global.open_device()?;
     let points = match &args.points {
         Some(path) => read_points(path)?.insert_axis(Axis(0)),
-        None => {
-            let (heads, n, d) = (args.heads, args.n, args.dim);
-            let values = n.checked_mul(d).and_then(|v| v.checked_mul(heads));
-            if values.is_none_or(|v| v > MAX_VALUES) {
-                return Err(Error::usage(format!(
-                    "--heads {heads} x --n {n} x --dim {d} is too large"
-                )));
-            }
-            random_points(heads, n, d, global.seed)
-        }
+        None => random_points(args.heads, args.n, args.dim, global.seed),
     };
     let FitInit::KMeansPlusPlus = args.init;
     let params = KMeansParams {
@@ -101,10 +117,8 @@ fn read_points(path: &Path) -> Result<Array2<f32>> {
     let store = Store::open(path)?;
     let shape = store.specs().find(|s| s.name == "x").map(|s| s.shape.clone());
     let Some([n, d]) = shape.as_deref() else {
-        return Err(
-            Error::failed(format!("{} has no tensor `x` of shape [n,d]", path.display()))
-                .hint("give a safetensors file with the points as `x`, f32 [n,d]"),
-        );
+        let what = format!("{} has no tensor `x` of shape [n,d]", path.display());
+        return Err(Error::failed(what).hint("--points takes a safetensors file with such a tensor in f32"));
     };
     let values = store.read::<f32>("x", &[*n, *d])?;
     Ok(Array2::from_shape_vec((*n, *d), values)?)
@@ -191,7 +205,7 @@ impl TimedFit {
                 interrupt::flow()
             };
             let heads = timed.heads.len()..timed.heads.len() + group.len_of(Axis(0));
-            let seeds: Vec<u64> = heads.map(|head| params.seed + head as u64).collect();
+            let seeds: Vec<u64> = heads.map(|head| params.seed.wrapping_add(head as u64)).collect();
             let fits = kmeans::cluster(points.as_mut(), params, &seeds, &mut on_pass)?;
             timed.heads.extend(fits);
         }

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 
 use serde_json::json;
 
-use super::report::{Results, Times, against_read_loop, measure};
+use super::kmeans::parse_size;
+use super::report::{Results, Times, against_read_loop, check_memory, free_bytes, measure};
 use super::timed::{check, methods_help, ranking_help};
 use super::{cpu_step, cuda_step};
 use crate::cmd::args::Global;
@@ -70,7 +71,7 @@ pub struct Caches {
     #[arg(long, value_enum, value_name = "TYPE", default_value_t = KvType::Bf16)]
     pub kv: KvType,
     /// Codewords of a2ats
-    #[arg(long, value_name = "M", default_value_t = 4096, value_parser = at_least_one)]
+    #[arg(long, value_name = "M", default_value_t = 4096, value_parser = parse_size)]
     pub size: usize,
 }
 
@@ -195,9 +196,12 @@ impl LayerSetting<'_> {
         ROTATED_BYTES.div_ceil(self.copy_bytes().max(1)).clamp(2, 64)
     }
 
-    /// Counts the bytes of all copies.
-    pub fn bytes(&self) -> usize {
-        self.copies() * self.copy_bytes()
+    /// Counts the bytes of all copies and of the queries of the prompts that a thread per core draws, as an f64, in
+    /// which no product overflows. The flags' limits keep all other sizes below 2^64.
+    fn bytes(&self) -> f64 {
+        let queries = self.group * self.lfps.lfps_rows.min(self.layer.context);
+        let drawn = 4.0 * (queries * self.layer.head_dim * rayon::current_num_threads()) as f64;
+        self.copies() as f64 * self.copy_bytes() as f64 + drawn
     }
 
     /// Counts the bytes that a step of one KV head reads on the CPU: the index, the keys that are ranked, and
@@ -263,6 +267,19 @@ pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
         _ => None,
     };
     let driver = cuda.as_ref().map(Cuda::driver);
+    let settings = settings(args, attends, global.seed);
+    let free = match driver {
+        Some(driver) => driver.free_bytes()? as usize,
+        None => free_bytes(),
+    };
+    for setting in &settings {
+        check_memory(
+            &setting.shape(),
+            setting.bytes(),
+            free,
+            "give less --context or --batch",
+        )?;
+    }
     let bandwidth = match driver {
         Some(driver) => cuda_step::bandwidth(driver, args.runs)?,
         None => cpu_step::bandwidth(args.runs),
@@ -273,36 +290,34 @@ pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
     let mut results = Results::new(global);
     // GB/s of scattered reads, by the bytes of a row.
     let mut scattered = BTreeMap::new();
-    let outcome = settings(args, attends, global.seed)
-        .into_iter()
-        .try_for_each(|setting| {
-            interrupt::check()?;
-            let (device, times, bytes, mut more) = match driver {
-                Some(driver) => {
-                    let mut steps = cuda_step::CudaSteps::new(driver, &setting)?;
-                    let times = measure(args.runs, || steps.run())?;
-                    ("cuda", times, setting.moved_bytes(), json!({}))
-                }
-                None => {
-                    let row = setting.key_bytes();
-                    let rate = *scattered
-                        .entry(row)
-                        .or_insert_with(|| cpu_step::scattered(row, args.runs));
-                    let mut steps = cpu_step::CpuSteps::new(&setting)?;
-                    let times = measure(args.runs, || steps.run())?;
-                    let share = steps.scored_share();
-                    let more = json!({ "scored_share": share, "scattered_loop_gbytes_per_s": rate });
-                    ("cpu", times, steps.bytes, more)
-                }
-            };
-            let times = Times::from(times);
-            let (rates, said) = against_read_loop(bytes as f64, times.median, bandwidth);
-            merge(&mut more, &rates);
-            more["bytes"] = json!(bytes);
-            let [median, min, max] = [times.median, times.min, times.max].map(|seconds| 1e6 * seconds);
-            let says = format!("median {median:.1} us (min {min:.1}, max {max:.1}), {said}");
-            results.add([&setting.name(), &setting.shape(), device], &times, &more, &says)
-        });
+    let outcome = settings.into_iter().try_for_each(|setting| {
+        interrupt::check()?;
+        let (device, times, bytes, mut more) = match driver {
+            Some(driver) => {
+                let mut steps = cuda_step::CudaSteps::new(driver, &setting)?;
+                let times = measure(args.runs, || steps.run())?;
+                ("cuda", times, setting.moved_bytes(), json!({}))
+            }
+            None => {
+                let row = setting.key_bytes();
+                let rate = *scattered
+                    .entry(row)
+                    .or_insert_with(|| cpu_step::scattered(row, args.runs));
+                let mut steps = cpu_step::CpuSteps::new(&setting)?;
+                let times = measure(args.runs, || steps.run())?;
+                let share = steps.scored_share();
+                let more = json!({ "scored_share": share, "scattered_loop_gbytes_per_s": rate });
+                ("cpu", times, steps.bytes, more)
+            }
+        };
+        let times = Times::from(times);
+        let (rates, said) = against_read_loop(bytes as f64, times.median, bandwidth);
+        merge(&mut more, &rates);
+        more["bytes"] = json!(bytes);
+        let [median, min, max] = [times.median, times.min, times.max].map(|seconds| 1e6 * seconds);
+        let says = format!("median {median:.1} us (min {min:.1}, max {max:.1}), {said}");
+        results.add([&setting.name(), &setting.shape(), device], &times, &more, &says)
+    });
     results.finish_after(outcome)
 }
 

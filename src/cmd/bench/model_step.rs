@@ -22,10 +22,13 @@ use crate::method::bench::{Bench, TimedOnCuda};
 use crate::method::registry::MethodName;
 use crate::model::ModelConfig;
 use crate::model::fields::read_json;
+use crate::progress::size;
 use crate::runner::{Backend, Options};
 
 /// Steps that are launched before the host waits for the device.
 const STEPS: usize = 10;
+/// More memory than any GPU has.
+const MOST_BYTES: f64 = 1e14;
 
 #[derive(clap::Args, Debug)]
 pub struct ModelArgs {
@@ -80,6 +83,11 @@ pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
         );
     }
     float(args.caches.kv)?;
+    // Small numbers are added to the seed.
+    let settings = settings(args, global.seed as u32 & (u32::MAX >> 1))?;
+    for setting in &settings {
+        setting.check()?;
+    }
     let gpu = Cuda::open()?;
     let driver = gpu.driver();
     let bandwidth = cuda_step::bandwidth(driver, args.runs)?;
@@ -87,19 +95,17 @@ pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     log.note(&format!("a plain read loop: {bandwidth:.1} GB/s"));
     let mut results = Results::new(global);
     let mut left_out = None;
-    let outcome = settings(args, global.seed as u32)?
-        .iter()
-        .try_for_each(|setting| {
-            interrupt::check()?;
-            match setting.add(driver, bandwidth, &mut results) {
-                Err(e) if e.kind() == Kind::GpuMemory => {
-                    log.warn(&format!("{}: {e}", setting.shape()));
-                    left_out = Some(e);
-                    Ok(())
-                }
-                result => result,
+    let outcome = settings.iter().try_for_each(|setting| {
+        interrupt::check()?;
+        match setting.add(driver, bandwidth, &mut results) {
+            Err(e) if e.kind() == Kind::GpuMemory => {
+                log.warn(&format!("{}: {e}", setting.shape()));
+                left_out = Some(e);
+                Ok(())
             }
-        });
+            result => result,
+        }
+    });
     match left_out {
         Some(e) if outcome.is_ok() && results.is_empty() => {
             Err(e.hint("take a smaller --context or --batch, or --kv bf16"))
@@ -151,6 +157,24 @@ impl ModelSetting<'_> {
             "batch {b}, {name}, {n} positions, {}, budget {budget}",
             caches.kv.as_str()
         )
+    }
+
+    /// Checks that no GPU could lack the memory by so much that sizes overflow.
+    fn check(&self) -> Result<()> {
+        let (c, caches) = (&self.config, &self.args.caches);
+        let [layers, hidden, inner, d] =
+            [c.n_layers, c.hidden_size, c.intermediate_size, c.head_dim].map(|n| n as f64);
+        let [h, g, vocab, batch] = [c.n_heads, c.n_kv_heads, c.vocab_size, self.batch].map(|n| n as f64);
+        let weights = 2.0 * hidden * (layers * (2.0 * (h + g) * d + 3.0 * inner) + vocab);
+        let positions = self.context as f64 + STEPS as f64 * (self.args.runs as f64 + 1.0);
+        let position = caches.kv.bytes_per_position(c.head_dim) as f64;
+        let need = weights + batch * positions * layers * g * position;
+        if need <= MOST_BYTES {
+            return Ok(());
+        }
+        let need = size(need as usize);
+        let what = format!("{}: the data need {need}, more than any GPU has", self.shape());
+        Err(Error::usage(what).hint("give less --context, --batch or --runs, or a smaller model"))
     }
 
     /// Times the steps and adds the result.

@@ -4,7 +4,7 @@ use ndarray::Array2;
 
 use super::layer_step::parse_context;
 use super::product::{Comparison, MAX_MATRIX};
-use super::report::{random_matrix, random_points};
+use super::report::{check_memory, free_bytes, random_matrix, random_points};
 use crate::cmd::args::Global;
 use crate::compute::attention::causal;
 use crate::compute::linear::Linear;
@@ -40,6 +40,9 @@ pub struct PrefillArgs {
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = at_least_one)]
     runs: usize,
 }
+
+/// What to do about sizes that are too large.
+const SMALLER: &str = "give less --tokens, --hidden, --intermediate, --heads or --head-dim";
 
 impl PrefillArgs {
     /// Lists the projections of a layer: name, input and output channels.
@@ -77,16 +80,25 @@ impl PrefillArgs {
             return Err(Error::usage(format!(
                 "--tokens {longest}, --hidden {} and {inner} channels are too large",
                 self.hidden
-            )));
+            ))
+            .hint(SMALLER));
         }
-        Ok(())
+        // Of a projection: weights, inputs and their packed form, outputs. Of attention: queries, keys, values, outputs.
+        let n = longest as f64;
+        let project = |(_, input, output): (_, usize, usize)| {
+            let (input, output) = (input as f64, output as f64);
+            4.0 * (input * output + n * (2.0 * input + output))
+        };
+        let attend = 8.0 * n * (h as f64 + g as f64) * d as f64;
+        let need = self.projections().into_iter().map(project).fold(attend, f64::max);
+        check_memory(&format!("{longest} positions"), need, free_bytes(), SMALLER)
     }
 }
 
 /// Runs `bench prefill`.
 pub fn run(args: &PrefillArgs, global: &Global) -> Result<()> {
-    let mut comparison = Comparison::new("prefill", args.runs, global)?;
     args.check()?;
+    let mut comparison = Comparison::new("prefill", args.runs, global)?;
     for &tokens in &args.tokens {
         for (name, input, output) in args.projections() {
             let name = format!("prefill {name}");
@@ -117,7 +129,7 @@ fn project(
         weight: Weight::from_values(random_matrix(output, input, seed).view(), kind)?,
         bias: None,
     };
-    let x = random_matrix(tokens, input, seed + 1);
+    let x = random_matrix(tokens, input, seed.wrapping_add(1));
     let mut out = Array2::zeros((tokens, output));
     let shape = format!("{tokens} x {input} to {output}, {}", kind.name().to_lowercase());
     let flop = 2.0 * (tokens * input) as f64 * output as f64;
@@ -130,7 +142,7 @@ fn project(
 /// Times the causal attention of a prompt. About half of the products with keys are masked; only the others count.
 fn attend(comparison: &mut Comparison, tokens: usize, args: &PrefillArgs, seed: u64) -> Result<()> {
     let (h, g, d) = (args.heads, args.kv_heads, args.head_dim);
-    let states = |heads, more| random_points(heads, tokens, d, seed + more);
+    let states = |heads, more| random_points(heads, tokens, d, seed.wrapping_add(more));
     let (q, k, v) = (states(h, 2), states(g, 3), states(g, 4));
     let mut out = Array2::zeros((tokens, h * d));
     let shape = format!("{tokens} positions, {h}/{g}x{d}");

@@ -8,8 +8,9 @@ use serde_json::{Value, json};
 
 use crate::cmd::args::Global;
 use crate::cmd::{merge, print, print_json};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::interrupt;
+use crate::progress::size;
 
 /// The seconds of several runs.
 pub struct Times {
@@ -143,6 +144,32 @@ pub fn random_points(heads: usize, n: usize, d: usize, seed: u64) -> Array3<f32>
 /// The points of one head, `[n,d]`.
 pub fn random_matrix(n: usize, d: usize, seed: u64) -> Array2<f32> {
     random_points(1, n, d, seed).index_axis_move(Axis(0), 0)
+}
+
+/// Returns the bytes that the program may still take: the free memory, or the limit of its address space if that is less.
+pub fn free_bytes() -> usize {
+    let mut limit = libc::rlimit {
+        rlim_cur: libc::RLIM_INFINITY,
+        rlim_max: libc::RLIM_INFINITY,
+    };
+    // SAFETY: the call only fills the struct.
+    unsafe { libc::getrlimit(libc::RLIMIT_AS, &mut limit) };
+    // What is no limit is the largest number.
+    let limit = usize::try_from(limit.rlim_cur).unwrap_or(usize::MAX);
+    let free = proc_bytes("/proc/meminfo", "MemAvailable:").unwrap_or(usize::MAX);
+    // Allocations are smaller in any case.
+    free.min(limit).min(isize::MAX as usize)
+}
+
+/// Fails if data of the sizes that flags give need more than the `free` bytes; `need` is an f64, in which no product of
+/// sizes overflows.
+pub fn check_memory(what: &str, need: f64, free: usize, hint: &str) -> Result<()> {
+    if need <= free as f64 {
+        return Ok(());
+    }
+    // What is beyond the largest number is shown as that.
+    let (need, free) = (size(need as usize), size(free));
+    Err(Error::usage(format!("{what}: the data need {need}, and {free} are free")).hint(hint))
 }
 
 /// Reads an amount of memory from a file of `/proc`, in bytes; `None` where the system does not tell.

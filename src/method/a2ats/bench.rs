@@ -63,7 +63,7 @@ fn codebook(layer: &TimedLayer, head: usize) -> Result<Arc<HeadCodebook>> {
         scaling: RopeScaling::Default,
     };
     let rope = Rope::new(&config, d);
-    let mut rng = ChaCha8Rng::seed_from_u64(layer.seed + head as u64);
+    let mut rng = ChaCha8Rng::seed_from_u64(layer.seed.wrapping_add(head as u64));
     let codebook = Array2::from_shape_simple_fn((size, d), || {
         f16::from_f32(rng.r#gen::<f32>() * 2.0 - 1.0).to_f32()
     });

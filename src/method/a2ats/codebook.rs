@@ -100,7 +100,7 @@ impl HeadCodebook {
         chol: Array2<f32>,
         wrope: Option<RopeTable>,
     ) -> Result<Self> {
-        let chol_inverse = linalg::invert_lower(chol.mapv(f64::from).view())
+        let chol_inverse = linalg::invert_lower(chol.mapv(f64::from).view())?
             .ok_or_else(|| Error::failed("a Cholesky factor is singular").hint("make the section again"))?;
         Ok(Self {
             codewords: Codewords::new(codebook.view()),
