@@ -38,7 +38,7 @@ fuzz_target!(|data: &[u8]| {
     let mut input = Input::new(data);
     let (how, method) = (input.byte(), input.byte());
     let mut file = base.file.clone();
-    while !input.is_empty() {
+    while input.change() {
         match input.byte() % 4 {
             0 => file.edit(&mut input),
             _ => file.metadata.iter_mut().for_each(|m| edit(m, &mut input)),

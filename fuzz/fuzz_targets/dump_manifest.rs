@@ -40,7 +40,7 @@ fuzz_target!(|data: &[u8]| {
     let mut input = Input::new(data);
     let mut manifest = base.manifest.clone();
     let mut files = base.files.clone();
-    while !input.is_empty() {
+    while input.change() {
         let at = input.below(files.len());
         match input.byte() % 8 {
             0..4 => edit(&mut manifest, &mut input),

@@ -30,7 +30,7 @@ fuzz_target!(|data: &[u8]| {
     let mut chosen: Vec<TensorFile> = (0..1 + input.byte() % 3)
         .map(|_| files[input.below(files.len())].clone())
         .collect();
-    while !input.is_empty() {
+    while input.change() {
         let at = input.below(chosen.len());
         match input.byte() % 4 {
             0 => chosen[at].edit(&mut input),

@@ -132,7 +132,7 @@ fuzz_target!(|data: &[u8]| {
     let how = input.byte();
     let mut state = base.state.clone();
     let mut files = base.files.clone();
-    while !input.is_empty() {
+    while input.change() {
         let at = input.below(files.len());
         match input.byte() % 8 {
             0 => edit(&mut state, &mut input),

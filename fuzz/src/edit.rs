@@ -49,18 +49,28 @@ const FLOATS: [f64; 12] = [
 /// Values in a value that is not changed any more: copies of copies would have no end.
 const LARGE: usize = 4096;
 
+/// Most changes of an input.
+const CHANGES: usize = 32;
+
+/// Most bytes of a text that was changed.
+const LONG: usize = 1024;
+
 /// A fuzzer's bytes, read from the front; zeros follow the last one.
-pub struct Input<'a>(&'a [u8]);
+pub struct Input<'a> {
+    bytes: &'a [u8],
+    changes: usize,
+}
 
 impl<'a> Input<'a> {
     /// Starts at the first byte.
     pub fn new(bytes: &'a [u8]) -> Self {
-        Self(bytes)
+        Self { bytes, changes: 0 }
     }
 
-    /// Tells whether every byte was read.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+    /// Tells whether another change follows: while there are bytes, but not without end.
+    pub fn change(&mut self) -> bool {
+        self.changes += 1;
+        !self.bytes.is_empty() && self.changes <= CHANGES
     }
 
     /// Reads a byte.
@@ -100,14 +110,14 @@ impl<'a> Input<'a> {
 
     /// Reads at most `n` bytes.
     pub fn bytes(&mut self, n: usize) -> &'a [u8] {
-        let (bytes, rest) = self.0.split_at(n.min(self.0.len()));
-        self.0 = rest;
+        let (bytes, rest) = self.bytes.split_at(n.min(self.bytes.len()));
+        self.bytes = rest;
         bytes
     }
 
     /// Reads all bytes that are left.
     pub fn rest(&mut self) -> &'a [u8] {
-        std::mem::take(&mut self.0)
+        std::mem::take(&mut self.bytes)
     }
 }
 
@@ -119,7 +129,7 @@ pub fn json(bytes: &[u8], bases: &[Value]) -> Vec<u8> {
         return bytes.to_vec();
     }
     let mut value = bases[usize::from(input.byte() & 0x7f) % bases.len()].clone();
-    while !input.is_empty() {
+    while input.change() {
         edit(&mut value, &mut input);
     }
     value.to_string().into_bytes()
@@ -207,7 +217,7 @@ fn any(old: &Value, input: &mut Input) -> Value {
         10 => json!([old, old]),
         11 => match old.as_f64() {
             Some(x) => json!(x * 1.5),
-            None => json!(old.to_string()),
+            None => json!(old.to_string().chars().take(LONG).collect::<String>()),
         },
         12 => match old.as_u64() {
             Some(n) => json!(n.wrapping_add(u64::from(input.byte())).wrapping_sub(128)),
