@@ -202,6 +202,7 @@ fn configs_that_are_not_supported() {
         {"num_key_value_heads": 3} | not a multiple of num_key_value_heads 3 |
         {"head_dim": null, "hidden_size": 18} | hidden_size 18 is not a multiple |
         {"num_hidden_layers": 1099511627776} | `num_hidden_layers` = 1099511627776 |
+        {"num_attention_heads": 2147483648} | `num_attention_heads` = 2147483648 |
         {"num_hidden_layers": 100000} | num_hidden_layers 100000 |
         {"num_hidden_layers": 0} | `num_hidden_layers` is 0 |
         {"num_hidden_layers": "two"} | `num_hidden_layers` |
