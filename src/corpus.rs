@@ -82,12 +82,7 @@ impl Corpus {
     ///
     /// # Errors
     /// No tokens, or more than 2^32; a block length of 0; a hold-out share outside 0 <= F < 1.
-    pub fn cut(
-        text: &[Vec<u32>],
-        uuids: Vec<u32>,
-        seq_len: usize,
-        options: &CorpusOptions,
-    ) -> Result<Self> {
+    pub fn cut(text: &[Vec<u32>], uuids: Vec<u32>, seq_len: usize, options: &CorpusOptions) -> Result<Self> {
         check(seq_len, options)?;
         if text.iter().all(Vec::is_empty) {
             return Err(Error::failed("the input has no tokens")
