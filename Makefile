@@ -1,5 +1,6 @@
 # make demo   build, calibrate the bundled model, inspect the artifact, generate with it
 # make test   every test; make check: format, lints and documentation
+# make fuzz   random inputs to everything that is read, FUZZ_SECONDS=60 for each target (docs/fuzzing.md)
 # make cuda   fetch a CUDA compiler (271 MB) where there is none, for the kernels and their test
 
 CARGO ?= cargo
@@ -7,7 +8,7 @@ KVSMITH = target/release/kvsmith
 DEMO = target/demo
 PYTHON = target/python/bin/python
 
-.PHONY: all demo test check setup vulkan cuda golden clean results gpu-kit gpu-check
+.PHONY: all demo test check fuzz setup vulkan cuda golden clean results gpu-kit gpu-check
 
 all: setup
 	$(CARGO) build --release --locked
@@ -49,6 +50,9 @@ check: setup
 	$(CARGO) fmt --check
 	$(CARGO) clippy --locked --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps
+
+fuzz: setup
+	@sh scripts/fuzz.sh target/fuzz
 
 # The Python of the test that reads an artifact as docs/artifact.md says.
 $(PYTHON): scripts/python.sh scripts/requirements.txt

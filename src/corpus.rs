@@ -67,14 +67,7 @@ impl Corpus {
     ) -> Result<Self> {
         let longest = config.max_position_embeddings.min(16_384);
         let seq_len = options.seq_len.unwrap_or(longest);
-        if seq_len == 0 {
-            return Err(Error::usage("--seq-len must be at least 1"));
-        }
-        let share = options.holdout;
-        if !(0.0..1.0).contains(&share) {
-            let what = format!("--holdout {share} must be at least 0 and below 1");
-            return Err(Error::usage(what));
-        }
+        check(seq_len, options)?;
         let (text, uuids) = match source {
             CorpusSource::Tokens(path) => (read_tokens(path)?, Vec::new()),
             CorpusSource::Text(paths) => {
@@ -83,6 +76,15 @@ impl Corpus {
                 (text, uuid_document(&tokenizer, options)?)
             }
         };
+        Self::cut(&text, uuids, seq_len, options)
+    }
+
+    /// Cuts documents and UUIDs into blocks of at most `seq_len` tokens and draws the held-out ones.
+    ///
+    /// # Errors
+    /// No tokens, or more than 2^32; a block length of 0; a hold-out share outside 0 <= F < 1.
+    pub fn cut(text: &[Vec<u32>], uuids: Vec<u32>, seq_len: usize, options: &CorpusOptions) -> Result<Self> {
+        check(seq_len, options)?;
         if text.iter().all(Vec::is_empty) {
             return Err(Error::failed("the input has no tokens")
                 .hint("give at least one non-empty document (and a --max-tokens above 0)"));
@@ -94,10 +96,10 @@ impl Corpus {
             seq_len,
             seed: options.seed,
         };
-        let text_blocks = corpus.add_documents(&text, 0)?;
+        let text_blocks = corpus.add_documents(text, 0)?;
         let uuid_blocks = corpus.add_documents(std::slice::from_ref(&uuids), text_blocks.end)?;
         for (kind, blocks) in [text_blocks, uuid_blocks].into_iter().enumerate() {
-            corpus.hold_out(blocks, kind as u64, share);
+            corpus.hold_out(blocks, kind as u64, options.holdout);
         }
         corpus.held_out.sort_unstable();
         Ok(corpus)
@@ -230,6 +232,20 @@ pub struct Origin {
     pub model: ModelManifest,
     /// The calibration text.
     pub calibration: CorpusManifest,
+}
+
+/// Fails for a block length or a hold-out share out of range.
+fn check(seq_len: usize, options: &CorpusOptions) -> Result<()> {
+    if seq_len == 0 {
+        return Err(Error::usage("--seq-len must be at least 1"));
+    }
+    let share = options.holdout;
+    match (0.0..1.0).contains(&share) {
+        true => Ok(()),
+        false => Err(Error::usage(format!(
+            "--holdout {share} must be at least 0 and below 1"
+        ))),
+    }
 }
 
 /// Independent random streams of one seed, so that no draw shifts another.

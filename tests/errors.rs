@@ -178,6 +178,8 @@ fn configs_that_are_not_supported() {
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}} | `dynamic` | default, linear
         {"rope_scaling": {"type": "linear"}} | `rope_scaling.factor` is missing |
         {"rope_scaling": {"type": "linear", "factor": -1}} | out of range |
+        {"rope_scaling": {"type": "linear", "factor": 1e-39}} | rope settings | `rope_scaling`
+        {"rope_scaling": {"type": "yarn", "factor": 2, "attention_factor": 1e39}} | rope settings | `rope_scaling`
         {"rope_scaling": null, "rope_parameters": {"full_attention": {"rope_type": "default"}}} | `full_attention` | one rope for all
         {"rope_theta": 0} | rope_theta 0 |
         {"layer_types": ["full_attention", "chunked_attention"]} | chunked_attention | supported:
@@ -190,6 +192,7 @@ fn configs_that_are_not_supported() {
         {"num_key_value_heads": 3} | not a multiple of num_key_value_heads 3 |
         {"head_dim": null, "hidden_size": 18} | hidden_size 18 is not a multiple |
         {"num_hidden_layers": 1099511627776} | `num_hidden_layers` = 1099511627776 |
+        {"num_attention_heads": 2147483648} | `num_attention_heads` = 2147483648 |
         {"num_hidden_layers": 100000} | num_hidden_layers 100000 |
         {"num_hidden_layers": 0} | `num_hidden_layers` is 0 |
         {"num_hidden_layers": "two"} | `num_hidden_layers` |

@@ -1,6 +1,6 @@
 //! `kvsmith eval`: measures what methods lose against full attention.
 
-mod needles;
+pub mod needles;
 
 use std::path::PathBuf;
 

@@ -6,14 +6,15 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::fields::{Fields, read_json, token_ids};
-use super::rope::RopeConfig;
+use super::rope::{Rope, RopeConfig};
 use super::sizes::Sizes;
 use crate::error::{Error, Result};
 
 /// `model_type` values that the decoder runs.
 pub const SUPPORTED_MODELS: [&str; 4] = ["llama", "mistral", "qwen2", "qwen3"];
 const MAX_LAYERS: usize = 4096;
-const MAX_HEAD_DIM: usize = 4096;
+/// Most channels of a head.
+pub const MAX_HEAD_DIM: usize = 4096;
 const SUPPORTED_LAYERS: [&str; 2] = ["full_attention", "sliding_attention"];
 
 /// The settings in a checkpoint's `config.json`; only those that decide the forward pass are serialised.
@@ -126,6 +127,8 @@ impl ModelConfig {
             )));
         }
         let windows = windows(&c, model_type, n_layers)?;
+        let rope = RopeConfig::parse(&c, max_position_embeddings)?;
+        Rope::new(&rope, head_dim).check()?;
         Ok(Self {
             model_type: model_type.to_owned(),
             hidden_size,
@@ -146,7 +149,7 @@ impl ModelConfig {
             mlp_bias: model_type == "llama" && c.bool_or("mlp_bias", false)?,
             qk_norm: model_type == "qwen3",
             max_position_embeddings,
-            rope: RopeConfig::parse(&c, max_position_embeddings)?,
+            rope,
             windows,
             bos_token_id: token_ids(map.get("bos_token_id"), "bos_token_id")?
                 .first()

@@ -36,8 +36,8 @@ pub struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    /// Largest plausible size in a config; a larger one means a damaged file.
-    const MAX_SIZE: u64 = 1 << 31;
+    /// Largest plausible size in a config, as in manifests; a larger one means a damaged file.
+    const MAX_SIZE: u64 = (1 << 31) - 1;
 
     /// Returns a field's value unless it is missing or null.
     pub fn present(&self, name: &str) -> Option<&'a Value> {

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::ModelConfig;
+use super::config::{MAX_HEAD_DIM, ModelConfig};
 use super::rope::{Rope, RopeConfig};
 use super::sizes::Sizes;
 use crate::error::{Error, Result};
@@ -36,14 +36,14 @@ impl ModelManifest {
         serde_json::from_value(fields).map_err(|e| Error::failed(format!("internal: model manifest: {e}")))
     }
 
-    /// Checks the sizes and windows of a manifest that was read from a file.
+    /// Checks the sizes, windows and rotary embedding of a manifest that was read from a file.
     pub fn check(&self) -> Result<()> {
         self.sizes.check()?;
         let valid = self.windows.len() == self.sizes.n_layers && !self.windows.contains(&Some(0));
-        match valid {
-            true => Ok(()),
-            false => Err(Error::failed("`model.windows` is not valid")),
+        if !valid {
+            return Err(Error::failed("`model.windows` is not valid"));
         }
+        Rope::new(&self.rope, self.sizes.head_dim.min(MAX_HEAD_DIM)).check()
     }
 
     /// Computes the model's rotary embedding.

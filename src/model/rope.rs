@@ -280,6 +280,9 @@ fn yarn(s: &Fields, factor: f64, max_position: usize) -> Result<RopeScaling> {
     })
 }
 
+/// Largest frequency or factor; models have at most a few.
+const LARGEST: f32 = 1e6;
+
 /// The rotary embedding of a model: angular frequencies and the factor on cos and sin.
 #[derive(Clone, Debug)]
 pub struct Rope {
@@ -309,6 +312,19 @@ impl Rope {
         Self {
             inv_freq: scaled.iter().map(|w| *w as f32).collect(),
             attention_factor: attention_factor as f32,
+        }
+    }
+
+    /// Fails if the settings give frequencies or a factor beyond any model's, which would make angles that are not
+    /// finite.
+    pub fn check(&self) -> Result<()> {
+        let values = self.inv_freq.iter().chain([&self.attention_factor]);
+        match values.into_iter().find(|x| x.is_nan() || x.abs() > LARGEST) {
+            None => Ok(()),
+            Some(x) => Err(Error::failed(format!(
+                "the rope settings give a frequency or factor of {x:e}, which is out of range"
+            ))
+            .hint("compare `rope_theta` and `rope_scaling` in config.json with those of the model's source")),
         }
     }
 

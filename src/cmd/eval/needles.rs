@@ -16,7 +16,7 @@ use crate::runner::eval::{Evaluation, Question};
 const SLACK: usize = 8;
 
 /// A line of a needle file.
-enum NeedleLine {
+pub enum NeedleLine {
     /// A single question.
     Needle(Needle),
     /// The questions of a conversation, one per turn.
@@ -24,7 +24,7 @@ enum NeedleLine {
 }
 
 /// A single question, whose answer each method decodes by itself.
-struct Needle {
+pub struct Needle {
     prompt: Vec<u32>,
     answer: Answer,
 }
@@ -214,7 +214,10 @@ impl Needle {
 }
 
 /// Reads every line of a needle file.
-fn read(path: &Path, decoder: &Decoder, tokenizer: Option<&Tokenizer>) -> Result<Vec<NeedleLine>> {
+///
+/// # Errors
+/// A file that cannot be read or has no line; a line that is no needle of this model.
+pub fn read(path: &Path, decoder: &Decoder, tokenizer: Option<&Tokenizer>) -> Result<Vec<NeedleLine>> {
     let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, "read", &e))?;
     let lines = text.lines().enumerate().filter(|(_, l)| !l.trim().is_empty());
     let lines = lines.map(|(i, line)| {

@@ -1,0 +1,91 @@
+//! An artifact with changes, its digests made right again: what opens and verifies can be shown and decoded with.
+#![no_main]
+
+use std::sync::LazyLock;
+
+use kvsmith::artifact::{Artifact, HeadReport};
+use kvsmith::kv::packed::Center;
+use kvsmith::kv::{Budget, KvType};
+use kvsmith::method::declaration::Ask;
+use kvsmith::method::params::MethodParams;
+use kvsmith::method::registry::METHODS;
+use kvsmith::method::sections::SECTIONS;
+use kvsmith::model::Decoder;
+use kvsmith::runner::{Options, Session};
+use kvsmith_fuzz::{Folder, Input, TensorFile, decoder, edit, made, one_thread};
+use libfuzzer_sys::fuzz_target;
+
+struct Base {
+    folder: Folder,
+    file: TensorFile,
+    decoder: Decoder,
+}
+
+static BASE: LazyLock<Base> = LazyLock::new(|| {
+    one_thread();
+    let folder = made(&["calibrate INPUT --size 4 --wrope-position 16 -o DIR/a.safetensors"]);
+    let file = TensorFile::read(&folder.read("a.safetensors"));
+    let decoder = decoder();
+    Base {
+        folder,
+        file,
+        decoder,
+    }
+});
+
+fuzz_target!(|data: &[u8]| {
+    let base = &*BASE;
+    let mut input = Input::new(data);
+    let (how, method) = (input.byte(), input.byte());
+    let mut file = base.file.clone();
+    while input.change() {
+        match input.byte() % 4 {
+            0 => file.edit(&mut input),
+            _ => file.metadata.iter_mut().for_each(|m| edit(m, &mut input)),
+        }
+    }
+    // Few inputs keep the old digests.
+    if how % 16 != 1 {
+        file.reseal();
+    }
+    let path = base.folder.write("b.safetensors", &file.bytes());
+    let Ok(artifact) = Artifact::open(&path, SECTIONS) else {
+        return;
+    };
+    for section in artifact.sections() {
+        let layers = section.quality.iter().enumerate();
+        let reports: Vec<HeadReport> = layers
+            .flat_map(|(layer, heads)| {
+                let heads = heads.iter().enumerate();
+                heads.map(move |(head, report)| HeadReport { layer, head, report })
+            })
+            .collect();
+        let _ = (section.kind.describe(&section), section.kind.table(&reports));
+    }
+    let config = &base.decoder.config;
+    // Decoding takes as long as a hundred checks.
+    if artifact.verify().is_err() || artifact.sizes != config.sizes() || how < 240 {
+        return;
+    }
+    let ask = Ask {
+        artifact: Some(&artifact),
+        rope: &base.decoder.rope,
+        head_dim: config.head_dim,
+        params: &MethodParams::default(),
+        seed: 0,
+    };
+    let Ok(method) = METHODS[usize::from(method) % METHODS.len()].prepare(&ask) else {
+        return;
+    };
+    let options = Options {
+        sinks: 1,
+        window: 1,
+        budget: Budget::Count(2),
+        kv: KvType::F32,
+        packed: Center::Median.into(),
+    };
+    let mut session = Session::on_cpu(&base.decoder, method.as_ref(), options, 16).expect("a session");
+    let _ = session
+        .prefill(&[3, 1, 4, 1, 5, 9, 2, 6])
+        .and_then(|_| session.step(5));
+});

@@ -1,0 +1,27 @@
+//! Documents of a text file, tokenised: `.txt` if the first byte is `t`, else `.jsonl`.
+#![no_main]
+
+use std::sync::LazyLock;
+
+use kvsmith::corpus::read_documents;
+use kvsmith::model::tokenizer::Tokenizer;
+use kvsmith_fuzz::{Folder, config, model};
+use libfuzzer_sys::fuzz_target;
+
+static BASE: LazyLock<(Folder, Tokenizer)> = LazyLock::new(|| {
+    let tokenizer = Tokenizer::open(&model(), &config()).expect("a tokenizer");
+    (Folder::new(), tokenizer)
+});
+
+fuzz_target!(|data: &[u8]| {
+    let (folder, tokenizer) = &*BASE;
+    let path = match data {
+        [b't', text @ ..] => folder.write("a.txt", text),
+        _ => folder.write("a.jsonl", data),
+    };
+    for text in read_documents(&path).into_iter().flatten() {
+        let ids = tokenizer.encode_prefix(&text, 16).expect("ids");
+        assert!(ids.len() <= 16);
+        tokenizer.decode(&ids).expect("text");
+    }
+});

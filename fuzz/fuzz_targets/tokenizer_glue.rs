@@ -1,0 +1,53 @@
+//! `tokenizer.json`: opened, then text encoded and the ids decoded.
+#![no_main]
+
+use std::sync::LazyLock;
+
+use kvsmith::model::ModelConfig;
+use kvsmith::model::tokenizer::{TextStream, Tokenizer};
+use kvsmith_fuzz::{Folder, config, json};
+use libfuzzer_sys::fuzz_target;
+use serde_json::Value;
+
+struct Base {
+    folder: Folder,
+    config: ModelConfig,
+    tokenizers: Vec<Value>,
+}
+
+static BASE: LazyLock<Base> = LazyLock::new(|| {
+    let bases = include_str!("../tokenizers.jsonl").lines();
+    let tokenizers = bases
+        .map(|line| serde_json::from_str(line).expect("valid JSON"))
+        .collect();
+    let folder = Folder::new();
+    folder.write(
+        "tokenizer_config.json",
+        br#"{"add_bos_token": true, "bos_token": "a"}"#,
+    );
+    Base {
+        folder,
+        config: config(),
+        tokenizers,
+    }
+});
+
+fuzz_target!(|data: &[u8]| {
+    let base = &*BASE;
+    base.folder.write("tokenizer.json", &json(data, &base.tokenizers));
+    let Ok(tokenizer) = Tokenizer::open(base.folder.dir(), &base.config) else {
+        return;
+    };
+    for text in ["", "a b", "The caf\u{e9} is \u{1f600}\u{301}  open.\n<s>12"] {
+        let Ok(ids) = tokenizer.encode(text) else {
+            continue;
+        };
+        let _ = tokenizer.decode(&ids);
+        let _ = tokenizer.encode_raw(text);
+        let mut stream = TextStream::new(Some(&tokenizer));
+        for id in ids.into_iter().chain([0, 7, u32::MAX]) {
+            let _ = stream.push(id);
+        }
+        let _ = stream.finish();
+    }
+});
