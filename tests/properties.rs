@@ -123,7 +123,7 @@ fn a2ats_selects_what_the_definition_says() {
 fn random_chol(rng: &mut ChaCha8Rng, d: usize) -> Array2<f32> {
     let samples = matrix(rng, 2 * d, d).dot(&matrix(rng, d, d)).mapv(f64::from);
     let h = samples.t().dot(&samples) / (2 * d * d) as f64 + Array2::<f64>::eye(d) * 1e-3;
-    cholesky(h.view()).unwrap().mapv(|v| v as f32)
+    cholesky(h.view()).unwrap().unwrap().mapv(|v| v as f32)
 }
 
 /// Every row of `z` times L^-1, by substitution.
@@ -217,7 +217,7 @@ fn scores_are_products_with_the_codewords_in_key_space() {
         let codebook = matrix(&mut rng, 50, d);
         let q_pre = matrix(&mut rng, r, d);
         let rope = plain_rope(d);
-        let inverse = invert_lower(chol.mapv(f64::from).view()).unwrap();
+        let inverse = invert_lower(chol.mapv(f64::from).view()).unwrap().unwrap();
         let head =
             HeadCodebook::new(codebook.clone(), Array1::zeros(d), chol.clone(), &rope, position).unwrap();
         let scores = head.scores(q_pre.view());
@@ -530,7 +530,7 @@ fn retrieval(rope: &str, metric: &str) {
             let group = s![head * r..(head + 1) * r, n - 1, ..];
             let q = queries.slice(group);
             let scores = codebooks.head(layer, head).scores(q);
-            let inverse = invert_lower(chol.view()).unwrap();
+            let inverse = invert_lower(chol.view()).unwrap().unwrap();
             let table = decoder.rope.table(256..257);
             for (q, scores) in q.rows().into_iter().zip(scores.rows()) {
                 let mut qt = q.to_vec();
