@@ -5,10 +5,11 @@
 use std::sync::LazyLock;
 
 use kvsmith::model::chat::{ChatTemplate, Message};
-use kvsmith_fuzz::Folder;
+use kvsmith_fuzz::{Folder, share_counters};
 use libfuzzer_sys::fuzz_target;
 
 static FOLDERS: LazyLock<[Folder; 2]> = LazyLock::new(|| {
+    share_counters();
     let [plain, json] = [Folder::new(), Folder::new()];
     plain.write(
         "tokenizer_config.json",

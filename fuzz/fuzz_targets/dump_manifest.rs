@@ -3,11 +3,10 @@
 
 use std::sync::LazyLock;
 
-use kvsmith::dump::moments::Moments;
 use kvsmith::dump::{Dump, State};
-use kvsmith_fuzz::{Folder, Input, TensorFile, edit, made, one_thread};
+use kvsmith_fuzz::{Folder, Input, TensorFile, digest, edit, made, one_thread, seal};
 use libfuzzer_sys::fuzz_target;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 const FILES: [&str; 4] = [
     "tokens.safetensors",
@@ -38,6 +37,7 @@ static BASE: LazyLock<Base> = LazyLock::new(|| {
 fuzz_target!(|data: &[u8]| {
     let base = &*BASE;
     let mut input = Input::new(data);
+    let how = input.byte();
     let mut manifest = base.manifest.clone();
     let mut files = base.files.clone();
     while input.change() {
@@ -48,8 +48,23 @@ fuzz_target!(|data: &[u8]| {
             _ => files[at].edit(&mut input),
         }
     }
-    for (name, file) in FILES.iter().zip(&files) {
-        base.folder.write(&format!("dump/{name}"), &file.bytes());
+    for (name, file) in FILES.iter().zip(&mut files) {
+        if how % 8 != 0 {
+            file.reseal();
+        }
+        let bytes = file.bytes();
+        if let Some(of) = manifest.get_mut("files").and_then(Value::as_object_mut)
+            && how % 8 != 1
+        {
+            of.insert(
+                (*name).to_string(),
+                json!({ "bytes": bytes.len(), "sha256": digest(&bytes) }),
+            );
+        }
+        base.folder.write(&format!("dump/{name}"), &bytes);
+    }
+    if how % 8 != 2 {
+        seal(&mut manifest, "manifest_sha256");
     }
     base.folder
         .write("dump/manifest.json", manifest.to_string().as_bytes());
@@ -60,7 +75,7 @@ fuzz_target!(|data: &[u8]| {
         (dump.kept.len(), dump.block_start.last()),
         (dump.n, Some(&(dump.n as u32)))
     );
-    let _ = Moments::read(&dump.moments_path(), dump.sizes);
+    let _ = dump.moments();
     for i in 0..dump.sizes.n_layers.min(FILES.len()) {
         let Ok(layer) = dump.layer(i) else {
             return;

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 
 use kvsmith::model::ModelConfig;
 use kvsmith::model::tokenizer::{TextStream, Tokenizer};
-use kvsmith_fuzz::{Folder, config, json};
+use kvsmith_fuzz::{Folder, config, json, share_counters};
 use libfuzzer_sys::fuzz_target;
 use serde_json::Value;
 
@@ -16,6 +16,7 @@ struct Base {
 }
 
 static BASE: LazyLock<Base> = LazyLock::new(|| {
+    share_counters();
     let bases = include_str!("../tokenizers.jsonl").lines();
     let tokenizers = bases
         .map(|line| serde_json::from_str(line).expect("valid JSON"))
