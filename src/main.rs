@@ -7,7 +7,7 @@ use kvsmith::cli::{self, Cli};
 use kvsmith::error::Kind;
 use kvsmith::progress::say;
 use kvsmith::stats::linalg;
-use kvsmith::{interrupt, mapped};
+use kvsmith::{interrupt, mapped, unfinished};
 
 fn main() -> ExitCode {
     linalg::without_openblas_threads();
@@ -23,6 +23,7 @@ fn main() -> ExitCode {
     };
     interrupt::install();
     mapped::install();
+    unfinished::install();
     match cli::run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {

@@ -1,7 +1,7 @@
-//! Temporary files that must go if the program ends without dropping its values: on a second Ctrl-C, or in a signal
-//! handler.
+//! Temporary files that must go if the program ends without dropping its values: on a second Ctrl-C, by a fault, or
+//! because there is no memory.
 
-use std::ffi::CString;
+use std::ffi::{CString, c_int};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
@@ -11,6 +11,15 @@ static FILES: Slots<CString> = Slots::new();
 
 /// The entry of a file that is not finished yet.
 pub type Unfinished = Slot<CString>;
+
+/// Removes the listed files if the program aborts, as it does without memory; called once by `main`.
+pub fn install() {
+    extern "C" fn on_abort(_: c_int) {
+        remove_all();
+    }
+    // SAFETY: the handler calls only what a signal handler may call; the program aborts when it returns.
+    unsafe { libc::signal(libc::SIGABRT, on_abort as *const () as libc::sighandler_t) };
+}
 
 /// Lists a file until the entry is dropped.
 pub fn list(path: &Path) -> Unfinished {
