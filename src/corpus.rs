@@ -68,6 +68,13 @@ impl Corpus {
         let longest = config.max_position_embeddings.min(16_384);
         let seq_len = options.seq_len.unwrap_or(longest);
         check(seq_len, options)?;
+        if options.uuid_tokens > MAX_UUID_TOKENS {
+            let what = format!(
+                "--uuid-tokens {} is more than {MAX_UUID_TOKENS}",
+                options.uuid_tokens
+            );
+            return Err(Error::usage(what).hint("some ten thousands are enough"));
+        }
         let (text, uuids) = match source {
             CorpusSource::Tokens(path) => (read_tokens(path)?, Vec::new()),
             CorpusSource::Text(paths) => {
@@ -247,6 +254,9 @@ fn check(seq_len: usize, options: &CorpusOptions) -> Result<()> {
         ))),
     }
 }
+
+/// The most tokens of random UUIDs: they are made in memory.
+const MAX_UUID_TOKENS: usize = 1 << 24;
 
 /// Independent random streams of one seed, so that no draw shifts another.
 const UUID_STREAM: u64 = 1;

@@ -622,6 +622,7 @@ fn wrong_use() {
         dump --model MODEL -o out --tokens t --wrope-position 18446744073709551615 | --wrope-position
         dump --model MODEL -o out --text t.txt --max-tokens 18446744073709551615 | --max-tokens
         dump --model MODEL -o out --text t.txt --uuid-tokens 18446744073709551615 | --uuid-tokens
+        calibrate --model MODEL -o out --text t.txt --uuid-tokens 4294967295 | --uuid-tokens
         run --model MODEL --tokens t --method guess | guess
         run --model MODEL --tokens t --device tpu | tpu
         run --model MODEL --tokens t --temperature=-1 | --temperature
