@@ -111,6 +111,22 @@ fn every_damaged_artifact_is_refused() {
     assert!(LARGEST.load(Ordering::Relaxed) < LIMIT);
 }
 
+/// Quality reports that cannot be shown are found when the file is checked.
+#[test]
+fn reports_of_other_types_are_refused() {
+    let (scratch, _) = artifact();
+    let [art, edited] = ["art", "edited"].map(|name| scratch.path(name));
+    for (section, key) in [("a2ats", "inertia"), ("sign", "keys"), ("lfps", "rows")] {
+        for value in [json!("x"), json!(null), json!([]), json!({})] {
+            resealed(&art, &edited, |manifest| {
+                manifest["quality"][section][1][0][key] = value.clone();
+            });
+            let error = check(&edited).unwrap_err().to_string();
+            assert!(error.contains("quality"), "{section}.{key}: {error}");
+        }
+    }
+}
+
 /// A small dump with everything in it.
 fn dump(scratch: &Scratch) -> String {
     let model = checkpoint("llama_default");

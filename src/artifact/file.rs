@@ -10,7 +10,7 @@ use serde_json::json;
 
 use super::manifest::AGAIN;
 use super::section::{CONSTANT, check_finite, check_observed};
-use super::{FORMAT, Manifest, Report, SectionKind, SectionManifest, parse, short};
+use super::{FORMAT, HeadReport, Manifest, Report, SectionKind, SectionManifest, parse, short};
 use crate::error::{Error, Result};
 use crate::model::Sizes;
 use crate::store::{self, Element, Spec, Store, seal_holds};
@@ -195,7 +195,7 @@ pub struct SectionView<'a> {
     pub quality: &'a [Vec<Report>],
 }
 
-impl SectionView<'_> {
+impl<'a> SectionView<'a> {
     /// Reads the hyper-parameters.
     ///
     /// # Errors
@@ -254,7 +254,17 @@ impl SectionView<'_> {
             .hint("the file is damaged; make it again")
     }
 
-    /// Checks the digests and values of all tensors.
+    /// Lists the quality reports of all heads.
+    pub fn reports(&self) -> Vec<HeadReport<'a>> {
+        let layers = self.quality.iter().enumerate();
+        let heads = layers.flat_map(|(layer, heads)| {
+            let heads = heads.iter().enumerate();
+            heads.map(move |(head, report)| HeadReport { layer, head, report })
+        });
+        heads.collect()
+    }
+
+    /// Checks the digests and values of all tensors, and that the quality reports are what they should be.
     fn verify(&self) -> Result<()> {
         for spec in self.specs {
             if self.artifact.store.digest(&spec.name).as_ref() != self.manifest.sha256.get(&spec.name) {
@@ -263,6 +273,9 @@ impl SectionView<'_> {
             let bytes = self.artifact.store.checked(spec)?;
             check_finite(spec, bytes, 0).map_err(|e| self.damaged(e))?;
         }
+        // What can be used can be shown, too.
+        self.kind.table(&self.reports()).map_err(|e| self.damaged(e))?;
+        self.kind.describe(self)?;
         self.kind.check(self)
     }
 }

@@ -76,15 +76,10 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
 
 /// Lists the quality reports of a section that were asked for.
 fn reports<'a>(section: &SectionView<'a>, args: &Args) -> Vec<HeadReport<'a>> {
-    let layers = section.quality.iter().enumerate();
-    let heads = layers.flat_map(|(layer, heads)| {
-        let heads = heads.iter().enumerate();
-        heads.map(move |(head, report)| HeadReport { layer, head, report })
-    });
     let asked = |of: &HeadReport| {
         args.layer.is_none_or(|layer| layer == of.layer) && args.head.is_none_or(|head| head == of.head)
     };
-    heads.filter(asked).collect()
+    section.reports().into_iter().filter(asked).collect()
 }
 
 /// Builds the document of `--json`.
