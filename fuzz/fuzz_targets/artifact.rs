@@ -70,7 +70,7 @@ fuzz_target!(|data: &[u8]| {
     let ask = Ask {
         artifact: Some(&artifact),
         rope: &base.decoder.rope,
-        head_dim: config.head_dim,
+        sizes: config.sizes(),
         params: &MethodParams::default(),
         seed: 0,
     };
