@@ -124,9 +124,12 @@ impl Error {
         self
     }
 
-    /// Puts `context: ` in front of the message.
+    /// Puts `context: ` in front of the message, unless the user stopped the work.
     #[must_use]
     pub fn context(mut self, context: impl fmt::Display) -> Self {
+        if self.kind == Kind::Interrupted {
+            return self;
+        }
         self.message = format!("{context}: {}", self.message);
         self
     }
