@@ -4,8 +4,8 @@
 use std::sync::LazyLock;
 
 use kvsmith::artifact::{Artifact, pack};
+use kvsmith::disk::Output;
 use kvsmith::method::sections::SECTIONS;
-use kvsmith::store::Output;
 use kvsmith_fuzz::{Folder, Input, TensorFile, edit, made, one_thread};
 use libfuzzer_sys::fuzz_target;
 

@@ -102,7 +102,13 @@ fn section() -> Section {
 }
 
 fn open(folder: &Folder) -> Result<WorkFolder> {
-    WorkFolder::open(&folder.path("work"), &json!("a run"), true, &[section()], SIZES.n_layers)
+    WorkFolder::open(
+        &folder.path("work"),
+        &json!("a run"),
+        true,
+        &[section()],
+        SIZES.n_layers,
+    )
 }
 
 struct Base {
