@@ -27,7 +27,7 @@ pub fn install() {
             std::thread::sleep(GRACE);
             end()
         };
-        // Without another thread, this one waits and hears no second signal.
+        // If no thread can be started, this one waits, and a second signal has no effect.
         if std::thread::Builder::new().spawn(late).is_err() {
             late();
         }
@@ -51,7 +51,7 @@ pub fn install() {
 fn end() -> ! {
     unfinished::remove_all();
     say(&format!("error: {}", Error::interrupted()));
-    // SAFETY: the call ends the process. `exit` would run the end of C libraries while threads still use them.
+    // SAFETY: the call ends the process. `exit` would run the exit handlers of C libraries while threads still use them.
     unsafe { libc::_exit(Error::interrupted().exit_code().into()) }
 }
 

@@ -79,7 +79,8 @@ pub fn install() {
     }
 }
 
-/// Ends the program with an error if the fault is in a mapped file; else what happened before [`install`] happens.
+/// Ends the program with an error if the fault is in a mapped file. Otherwise it restores the handling of before
+/// [`install`] and returns, so that the access is repeated and faults again under that.
 extern "C" fn on_bus(_: c_int, info: *mut libc::siginfo_t, _: *mut c_void) {
     static ENTERED: AtomicBool = AtomicBool::new(false);
     // Threads that read the same file fault together; the first of them ends the program.

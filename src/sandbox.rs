@@ -2,8 +2,8 @@
 //!
 //! The process is a fork that runs no other program, so it serves every user of the library alike: the `kvsmith`
 //! binary, tests, bindings. A fork has only the thread that made it; the work may allocate, which C libraries allow
-//! in forks of multithreaded processes, and should it wait for a lock that another thread held, the time limit
-//! ends it.
+//! in forks of multithreaded processes. Should it wait for a lock that another thread held, it takes no processor time;
+//! the parent then ends it by the clock, after [`PATIENCE`] times the limit.
 
 use std::fs;
 use std::io::{self, PipeReader, PipeWriter, Read, Write, pipe};
@@ -19,7 +19,7 @@ use crate::interrupt;
 /// Bytes of stack for the work. Only the part in use takes memory.
 const STACK: usize = 1 << 28;
 
-/// How many times its processor time the work may take on a busy machine.
+/// By the clock, the work may take this many times its limit of processor time.
 const PATIENCE: u32 = 3;
 
 /// First byte of what the process sends when the work has succeeded; the length of the rest follows in eight bytes.
@@ -58,7 +58,7 @@ pub fn run(limits: Limits, work: impl FnOnce() -> Outcome + Send) -> Result<Vec<
 }
 
 fn none(e: io::Error) -> Error {
-    Error::failed(format!("no process for it: {e}"))
+    Error::failed(format!("cannot start a process for it: {e}"))
 }
 
 fn crashed() -> Error {
@@ -88,7 +88,8 @@ fn in_fork(limits: Limits, work: impl FnOnce() -> Outcome) -> Result<Vec<u8>> {
         return Err(endless());
     }
     let mb = limits.memory_bytes >> 20;
-    let what = format!("it takes more than {mb} MB of memory or nests too deeply");
+    let what =
+        format!("it broke off, most likely because it takes more than {mb} MB of memory or nests too deeply");
     Err(Error::failed(what))
 }
 
@@ -170,7 +171,7 @@ fn work_and_exit(mut pipe: PipeWriter, limits: Limits, work: impl FnOnce() -> Ou
     };
     let len = (bytes.len() as u64).to_le_bytes();
     for part in [&[kind][..], &len, &bytes] {
-        // Without the whole, the parent takes the work for ended.
+        // If a write fails, the parent sees an incomplete message and reports that the work broke off.
         let _ = pipe.write_all(part);
     }
     // SAFETY: ends the process without running anything that belongs to its parent.

@@ -18,14 +18,14 @@ const MAX_LINE: u64 = 1 << 20;
 /// Starts the file `path`, which appears when it is complete.
 ///
 /// # Errors
-/// It is one of the `inputs`, files or folders, of the command or lies in one of these folders; it exists and was not
-/// written by kvsmith, or it was and `--overwrite` is not given: exit code 2. It cannot be written.
+/// Exit code 2: `path` is one of the command's `inputs`, or a file directly in an input folder; it is a file, not empty,
+/// that kvsmith did not write; it is a result of kvsmith and `--overwrite` is missing. Exit code 1: it cannot be written.
 pub fn create(path: &Path, inputs: &[&Path], global: &Global) -> Result<Output> {
     check(path, inputs, global)?;
     Output::create(path)
 }
 
-/// Checks that the folder `path` of flag `flag` may be filled: it is not one of the `inputs`, nor the folder of one.
+/// Checks that the folder `path` of flag `flag` is not itself one of the `inputs`.
 ///
 /// # Errors
 /// It is: exit code 2.
@@ -39,7 +39,7 @@ pub fn check_folder(flag: &str, path: &Path, inputs: &[&Path]) -> Result<()> {
     }
 }
 
-/// Checks that the output `path` does not lie in the folder `work` of flag --work, which is not there to stay.
+/// Checks that the output `path` does not lie directly in the folder `work` of flag --work.
 ///
 /// # Errors
 /// It does: exit code 2.
@@ -50,7 +50,8 @@ pub fn check_outside(path: &Path, work: &Path) -> Result<()> {
         false => Ok(()),
         true => {
             let error = Error::usage(format!("{} lies in the --work folder", path.display()));
-            Err(error.hint("choose another place: a finished run removes its --work folder"))
+            Err(error
+                .hint("choose another place: --work is for temporary files, which a finished run removes"))
         }
     }
 }

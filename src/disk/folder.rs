@@ -25,7 +25,7 @@ pub struct FolderKind {
 /// A folder that one run fills; locked while it is open.
 ///
 /// Its mark lists the files that the run may write. None of them was there before, so that whatever has one of
-/// these names is the run's own; nothing else is ever removed.
+/// these names is the run's own. Only these files and the mark are ever removed.
 pub struct Folder {
     path: PathBuf,
     kind: &'static FolderKind,
@@ -203,8 +203,8 @@ impl Folder {
         }
     }
 
-    /// Replaces the mark by the last file of a complete folder, in one step. A process that is killed before that leaves
-    /// this file as the mark, so it has members `kind` and `files` too.
+    /// Writes the folder's last file over the mark, then renames the mark to `name`. A process that is killed between the
+    /// two leaves the last file under the mark's name, so that file must have the members `kind` and `files` too.
     ///
     /// # Errors
     /// The file cannot be written.

@@ -171,10 +171,10 @@ fn create_temp(folder: &Path) -> io::Result<NamedTempFile> {
     }
 }
 
-/// Removes the unfinished files of processes that are dead for certain: nobody holds their lock, and locks are
-/// seen by all who could: the file is of this system since it was started, or the disk is its own.
+/// Removes the unfinished files of processes that are dead for certain: nobody holds the lock of such a file, and a lock
+/// would be visible here, because the file was written by this system since its last start, or lies on a local file system.
 ///
-/// Best effort: a file that stays costs space alone.
+/// Best effort: a file that stays only costs space. Where the system has no id of its start, nothing is removed.
 fn remove_abandoned(folder: &Path) {
     let Some(system) = system() else {
         return;
