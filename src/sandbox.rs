@@ -3,7 +3,7 @@
 //! The process is a fork that runs no other program, so it serves every user of the library alike: the `kvsmith`
 //! binary, tests, bindings. A fork has only the thread that made it; the work may allocate, which C libraries allow
 //! in forks of multithreaded processes. Should it wait for a lock that another thread held, it takes no processor time;
-//! the parent then ends it by the clock, after [`PATIENCE`] times the limit.
+//! the parent then ends it by the clock, after three times the limit.
 
 use std::fs;
 use std::io::{self, PipeReader, PipeWriter, Read, Write, pipe};
