@@ -18,18 +18,18 @@ use crate::unfinished;
 /// A file that is mapped for reading.
 pub struct Mapped {
     /// Dropped first, so that no address outside a map is listed.
-    _entry: Slot<Entry>,
+    _entry: Slot<ListedMap>,
     map: Mmap,
 }
 
 /// What the handler has to know of a map.
-struct Entry {
+struct ListedMap {
     addresses: Range<usize>,
     /// What is printed if the file cannot be read.
     message: String,
 }
 
-static MAPS: Slots<Entry> = Slots::new();
+static MAPS: Slots<ListedMap> = Slots::new();
 
 impl Mapped {
     /// Maps a file; `path` names it in errors.
@@ -38,7 +38,7 @@ impl Mapped {
         // access beyond the end of a file that was cut ends the program: by the handler or, without it, by the signal.
         let map = unsafe { Mmap::map(file) }?;
         let start = map.as_ptr() as usize;
-        let entry = Entry {
+        let entry = ListedMap {
             addresses: start..start + map.len(),
             message: format!(
                 "error: cannot read {}: it was cut short, or its disk failed, while it was in use\n\
@@ -92,7 +92,7 @@ extern "C" fn on_bus(_: c_int, info: *mut libc::siginfo_t, _: *mut c_void) {
     let address = unsafe { (*info).si_addr() } as usize;
     let mut maps = MAPS.take();
     match maps.find(|entry| entry.addresses.contains(&address)) {
-        Some(Entry { message, .. }) => {
+        Some(ListedMap { message, .. }) => {
             unfinished::remove_all();
             // SAFETY: the bytes are a string's; a signal handler may make both calls.
             unsafe {

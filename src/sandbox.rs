@@ -28,9 +28,9 @@ const DONE: u8 = 1;
 /// First byte when the work has failed.
 const FAILED: u8 = 2;
 
-/// Limits of the work.
+/// What the work may take.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
+pub struct Allowance {
     /// Bytes of memory beyond what the process has when the work starts, and beyond its stack.
     pub memory_bytes: usize,
     /// Seconds of processor time.
@@ -47,7 +47,7 @@ pub type Outcome = std::result::Result<Vec<u8>, String>;
 /// # Errors
 /// The text of the work's own error; work that panics, exceeds a limit or crashes; an interrupt, which ends it
 /// at once; no process or memory for it.
-pub fn run(limits: Limits, work: impl FnOnce() -> Outcome + Send) -> Result<Vec<u8>> {
+pub fn run(limits: Allowance, work: impl FnOnce() -> Outcome + Send) -> Result<Vec<u8>> {
     thread::scope(|scope| {
         let thread = thread::Builder::new().stack_size(STACK);
         let handle = thread
@@ -70,7 +70,7 @@ fn endless() -> Error {
 }
 
 /// Forks this thread, which becomes the whole of the new process, and waits for it.
-fn in_fork(limits: Limits, work: impl FnOnce() -> Outcome) -> Result<Vec<u8>> {
+fn in_fork(limits: Allowance, work: impl FnOnce() -> Outcome) -> Result<Vec<u8>> {
     let (child, reader) = fork(limits, work)?;
     let sent = receive(reader, Duration::from_secs(limits.seconds.into()) * PATIENCE);
     let status = reap(child, sent.is_err());
@@ -94,7 +94,7 @@ fn in_fork(limits: Limits, work: impl FnOnce() -> Outcome) -> Result<Vec<u8>> {
 }
 
 /// Starts the process; returns its id and where its result comes from.
-fn fork(limits: Limits, work: impl FnOnce() -> Outcome) -> Result<(libc::pid_t, PipeReader)> {
+fn fork(limits: Allowance, work: impl FnOnce() -> Outcome) -> Result<(libc::pid_t, PipeReader)> {
     /// Held until the writing end is closed here, so that no other fork inherits it and keeps the pipe open.
     static FORKING: Mutex<()> = Mutex::new(());
     let _lock = FORKING.lock().unwrap_or_else(PoisonError::into_inner);
@@ -156,7 +156,7 @@ fn reap(child: libc::pid_t, killed: bool) -> libc::c_int {
 }
 
 /// The life of the new process.
-fn work_and_exit(mut pipe: PipeWriter, limits: Limits, work: impl FnOnce() -> Outcome) -> ! {
+fn work_and_exit(mut pipe: PipeWriter, limits: Allowance, work: impl FnOnce() -> Outcome) -> ! {
     // What the runtime says about a crash is nobody's concern.
     // SAFETY: stderr is not used as an owned descriptor.
     unsafe { libc::close(libc::STDERR_FILENO) };
@@ -179,7 +179,7 @@ fn work_and_exit(mut pipe: PipeWriter, limits: Limits, work: impl FnOnce() -> Ou
 }
 
 /// Limits this process: memory, processor time, no core dump, and no life beyond its parent's.
-fn set_limits(limits: Limits) -> io::Result<()> {
+fn set_limits(limits: Allowance) -> io::Result<()> {
     let mapped = fs::read_to_string("/proc/self/statm").ok();
     let pages: Option<u64> = mapped.and_then(|text| text.split(' ').next()?.parse().ok());
     // SAFETY: `limit` is a plain struct that `getrlimit` fills; the other calls take numbers.

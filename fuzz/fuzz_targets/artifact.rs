@@ -3,7 +3,7 @@
 
 use std::sync::LazyLock;
 
-use kvsmith::artifact::{Artifact, HeadReport};
+use kvsmith::artifact::Artifact;
 use kvsmith::kv::packed::Center;
 use kvsmith::kv::{Budget, KvType};
 use kvsmith::method::declaration::Ask;
@@ -53,18 +53,11 @@ fuzz_target!(|data: &[u8]| {
         return;
     };
     for section in artifact.sections() {
-        let layers = section.quality.iter().enumerate();
-        let reports: Vec<HeadReport> = layers
-            .flat_map(|(layer, heads)| {
-                let heads = heads.iter().enumerate();
-                heads.map(move |(head, report)| HeadReport { layer, head, report })
-            })
-            .collect();
-        let _ = (section.kind.describe(&section), section.kind.table(&reports));
+        let _ = (section.kind.describe(&section), section.kind.table(&section.reports()));
     }
     let config = &base.decoder.config;
     // Decoding takes as long as a hundred checks.
-    if artifact.verify().is_err() || artifact.sizes != config.sizes() || how < 240 {
+    if artifact.verify().is_err() || artifact.sizes != config.sizes() || how < 252 {
         return;
     }
     let ask = Ask {

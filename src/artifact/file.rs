@@ -233,13 +233,9 @@ impl<'a> SectionView<'a> {
 
     /// Lists layer and KV head of the heads whose calibration keys were all equal.
     pub fn constant_heads(&self) -> Vec<(usize, usize)> {
-        let layers = self.quality.iter().enumerate();
-        let heads = layers.flat_map(|(layer, heads)| {
-            let heads = heads.iter().enumerate();
-            heads.map(move |(head, report)| (layer, head, report))
-        });
-        let constant = heads.filter(|(_, _, report)| report.contains_key(CONSTANT));
-        constant.map(|(layer, head, _)| (layer, head)).collect()
+        let heads = self.reports().into_iter();
+        let constant = heads.filter(|head| head.report.contains_key(CONSTANT));
+        constant.map(|head| (head.layer, head.head)).collect()
     }
 
     /// Names the KV head with this number in the section's tensors.

@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use super::fields::read_json;
 use crate::error::{Error, Kind, Result};
-use crate::sandbox::{self, Limits};
+use crate::sandbox::{self, Allowance};
 
 /// A message of a conversation, as templates see it.
 #[derive(Clone, Debug, Serialize)]
@@ -101,7 +101,7 @@ impl ChatTemplate {
         content_bytes: usize,
         work: impl FnOnce() -> std::result::Result<String, String> + Send,
     ) -> Result<String> {
-        let limits = Limits {
+        let limits = Allowance {
             memory_bytes: content_bytes.saturating_mul(COPIES).saturating_add(MEMORY),
             seconds: SECONDS,
         };

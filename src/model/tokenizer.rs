@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use super::config::ModelConfig;
 use super::fields::read_json;
 use crate::error::{Error, Kind, Result};
-use crate::sandbox::{self, Limits};
+use crate::sandbox::{self, Allowance};
 use crate::store::to_bytes;
 
 /// What to do about a tokenizer.json that does not work.
@@ -67,7 +67,7 @@ fn guarded<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> std::result::Resu
 
 /// What a tokenizer.json has besides its vocabulary.
 #[derive(Deserialize)]
-struct Parts {
+struct HandledParts {
     #[serde(default)]
     added_tokens: Vec<Value>,
     #[serde(default)]
@@ -83,12 +83,12 @@ struct Parts {
 /// Loads a tokenizer.json with an empty vocabulary in a process with limits. The vocabulary itself is a plain list: it
 /// takes memory as its bytes do, and most of the time.
 fn rehearse(file: &[u8]) -> Result<()> {
-    let limits = Limits {
+    let limits = Allowance {
         memory_bytes: MEMORY,
         seconds: SECONDS,
     };
     let load = || {
-        let parts: Parts = serde_json::from_slice(file)?;
+        let parts: HandledParts = serde_json::from_slice(file)?;
         if growth(&parts.decoder) > GROWTH {
             return Err(format!("its decoder makes texts more than {GROWTH} times longer").into());
         }
@@ -112,7 +112,7 @@ fn limited(
     work: impl FnOnce() -> std::result::Result<Vec<u32>, String> + Send,
 ) -> Result<Vec<u32>> {
     let seconds = u32::try_from(bytes / SPEED).unwrap_or(u32::MAX);
-    let limits = Limits {
+    let limits = Allowance {
         memory_bytes: bytes.saturating_mul(SPREAD).saturating_add(MEMORY),
         seconds: seconds.saturating_add(SECONDS),
     };

@@ -250,22 +250,25 @@ impl LayerSetting<'_> {
     }
 }
 
-/// Times every combination; `attends` tells `bench attend` from `bench retrieve`.
-pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
-    check(&args.methods, args.ranking, global.device)?;
-    let cuda = match global.device {
+/// Opens the GPU if the steps are to run on one.
+fn open_cuda(args: &LayerArgs, device: DeviceFlag) -> Result<Option<Cuda>> {
+    match device {
         DeviceFlag::Wgpu => {
-            return Err(
-                Error::device("`bench` of decode steps cannot run on device `wgpu`")
-                    .hint("use --device cpu or --device cuda"),
-            );
+            let error = Error::device("`bench` of decode steps cannot run on device `wgpu`");
+            Err(error.hint("use --device cpu or --device cuda"))
         }
         DeviceFlag::Cuda => {
             float(args.caches.kv)?;
-            Some(Cuda::open()?)
+            Cuda::open().map(Some)
         }
-        _ => None,
-    };
+        _ => Ok(None),
+    }
+}
+
+/// Times every combination; `attends` tells `bench attend` from `bench retrieve`.
+pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
+    check(&args.methods, args.ranking, global.device)?;
+    let cuda = open_cuda(args, global.device)?;
     let driver = cuda.as_ref().map(Cuda::driver);
     let settings = settings(args, attends, global.seed);
     let free = match driver {
