@@ -50,6 +50,7 @@ const MODELS: [Sizes; 3] = [
 struct Counted {
     choices: usize,
     rows: usize,
+    visible: usize,
     full: usize,
     index: usize,
 }
@@ -91,6 +92,7 @@ fn count(trace: &str, method: &str, sizes: &Sizes, prompt: usize, budget: f64) -
         let counted = &mut layers[layer];
         counted.choices += 1;
         counted.rows += seen - n + chosen;
+        counted.visible += seen;
         counted.full += usize::from(chosen == n);
         if most < n {
             match index_bytes(method, sizes, [first, n, seen, chosen]) {
@@ -155,7 +157,10 @@ fn the_counters_are_those_of_the_trace() {
             }
             assert_eq!(json["kv_bytes_read"], rows * row + ranked * key, "{what}");
             let index = json["index_bytes_read"].as_u64().unwrap() as usize;
-            assert_eq!(json["bytes_read"], rows * row + ranked * key + index, "{what}");
+            let bytes = rows * row + ranked * key + index;
+            assert_eq!(json["bytes_read"], bytes, "{what}");
+            let share = bytes as f64 / (row * sum(|c| c.visible)) as f64;
+            assert_eq!(json["bytes_read_fraction"], json!(share), "{what}");
             if known {
                 assert_eq!(index, sum(|c| c.index), "{what}");
             } else {
@@ -219,4 +224,5 @@ fn a_layer_in_which_nothing_is_chosen_is_named() {
     ));
     let json = none.json();
     assert_eq!((&json["choices"], &json["bytes_read"]), (&json!(0), &json!(0)));
+    assert_eq!(json["bytes_read_fraction"], Value::Null);
 }

@@ -3,7 +3,7 @@
 
 use std::sync::LazyLock;
 
-use kvsmith::cmd::eval::needles;
+use kvsmith::cmd::eval::needles::Reader;
 use kvsmith::model::Decoder;
 use kvsmith::model::tokenizer::Tokenizer;
 use kvsmith_fuzz::{Folder, model, one_thread};
@@ -29,5 +29,10 @@ static BASE: LazyLock<Base> = LazyLock::new(|| {
 fuzz_target!(|data: &[u8]| {
     let base = &*BASE;
     let path = base.folder.write("needles.jsonl", data);
-    let _ = needles::read(&path, &base.decoder, Some(&base.tokenizer));
+    let reader = Reader {
+        decoder: &base.decoder,
+        tokenizer: Some(&base.tokenizer),
+        decode_prompt: 16,
+    };
+    let _ = reader.read(&path);
 });

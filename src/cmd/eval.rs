@@ -1,6 +1,9 @@
 //! `kvsmith eval`: measures what methods lose against full attention.
 
+mod blocks;
 pub mod needles;
+mod reads;
+mod rows;
 
 use std::path::PathBuf;
 
@@ -9,15 +12,17 @@ use serde_json::{Value, json};
 use super::args::Global;
 use super::reading::{Reading, parse_budget};
 use super::{device_for, forward_on, merge, open_model, print, print_json};
-use crate::artifact::Artifact;
-use crate::corpus::{self, Corpus};
 use crate::error::{Error, Kind, Result};
 use crate::flags::{parse_count, parse_positive_count};
 use crate::kv::Budget;
 use crate::method::Method;
-use crate::method::registry::{MethodName, constant_bytes};
+use crate::method::registry::MethodName;
 use crate::model::Decoder;
-use crate::runner::eval::{Evaluation, Variant, VariantReport, decoded, turns_of};
+use crate::model::tokenizer::Tokenizer;
+use crate::runner::eval::{Bootstrap, Evaluation, FEWEST, Variant};
+use blocks::Blocks;
+use needles::{NeedleLine, Reader};
+use rows::Rows;
 
 /// Arguments of `eval`.
 #[derive(clap::Args, Debug)]
@@ -33,15 +38,25 @@ pub struct Args {
     #[arg(long, value_name = "FILE.json")]
     tokens: Option<PathBuf>,
     /// Questions instead of text: JSON lines {prompt, answer} or {prompt_tokens, answer_tokens}, or
-    /// conversations of such turns, {turns: [..]}
+    /// conversations of such turns, {turns: [..]}; `question` is fed after the prompt, token by token, and
+    /// `answers` lists several answers, of which the share found is the score
     #[arg(long, value_name = "F.jsonl")]
     needles: Option<PathBuf>,
+    /// Last tokens of a needle's prompt that are fed one by one if its line has no `question`; 0: the answer's first
+    /// token comes out of exact attention
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = parse_count, requires = "needles")]
+    decode_prompt: usize,
     /// Methods to hold against full attention
     #[arg(long, value_name = "A,B", value_delimiter = ',', required = true, value_enum)]
     methods: Vec<MethodName>,
-    /// Budgets of each method: fractions of the context, or numbers of positions
+    /// Budgets of each method: fractions of the context, or numbers of positions; the static set, the index and
+    /// keys that are read to rank come on top
     #[arg(long, value_name = "X,Y", value_delimiter = ',', default_value = "0.06", value_parser = parse_budget)]
     budgets: Vec<Budget>,
+    /// Shares of the bytes of all visible keys and values, all that a step reads counted; the budget of each
+    /// method is found on the first block or line
+    #[arg(long, value_name = "F,G", value_delimiter = ',', value_parser = parse_share, conflicts_with = "budgets")]
+    reads: Vec<f64>,
     /// Last tokens of each turn that are fed one by one
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = parse_positive_count)]
     decode: usize,
@@ -74,38 +89,59 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let artifact = args.reading.open(&decoder, log)?;
     let method = |name: &MethodName| args.reading.method(*name, artifact.as_ref(), &decoder, global);
     let methods: Vec<Box<dyn Method>> = args.methods.iter().map(method).collect::<Result<_>>()?;
-    let variants = methods.iter().flat_map(|method| {
-        args.budgets.iter().map(|budget| Variant {
-            method: method.as_ref(),
-            budget: *budget,
-        })
-    });
     let options = args
         .reading
         .options(Budget::Fraction(1.0), artifact.as_ref(), device.as_ref())?;
-    let mut evaluation = Evaluation::new(
-        forward_on(device.as_ref(), &decoder, global)?,
-        variants.collect(),
-        options,
-    );
-    let (found, stopped) = match &args.needles {
-        Some(path) => needles::run(path, &args.model, &decoder, &mut evaluation, log)?,
-        None => blocks(args, global, &decoder, &mut evaluation)?,
+    let evaluation = |budgets: &[(usize, Budget)]| -> Result<Evaluation<'_>> {
+        let variant = |(method, budget): &(usize, Budget)| Variant {
+            method: methods[*method].as_ref(),
+            budget: *budget,
+        };
+        let forward = forward_on(device.as_ref(), &decoder, global)?;
+        let variants = budgets.iter().map(variant).collect();
+        Ok(Evaluation::new(forward, variants, options))
     };
-    let pairs = args
-        .methods
-        .iter()
-        .flat_map(|name| args.budgets.iter().map(|budget| (*name, *budget)));
-    let rows: Vec<Value> = pairs
-        .zip(&evaluation.reports)
-        .map(|((name, budget), report)| row(args, name, budget, report, artifact.as_ref()))
-        .collect::<Result<_>>()?;
+    let tokenizer = tokenizer(args, &decoder)?;
+    let material = Material::open(args, global, &decoder, tokenizer.as_ref())?;
+    let plan = match args.reads.is_empty() {
+        true => fixed(args),
+        false => {
+            log.note("finding the budgets that read these shares of the bytes, on the first block or line");
+            reads::find(methods.len(), &args.reads, &mut |budgets| {
+                let mut evaluation = evaluation(budgets)?;
+                material.sample(args, &mut evaluation)?;
+                Ok((0..budgets.len())
+                    .map(|i| evaluation.bytes_fraction(i).unwrap_or(1.0))
+                    .collect())
+            })?
+            .into_iter()
+            .map(Planned::from)
+            .collect()
+        }
+    };
+    let budgets: Vec<_> = plan.iter().filter_map(|p| Some((p.method, p.budget?))).collect();
+    let mut evaluation = evaluation(&budgets)?;
+    let (found, stopped) = material.evaluate(args, global, &mut evaluation)?;
+    let intervals = Bootstrap::new(material.units(&evaluation), global.seed);
+    if intervals.is_none() {
+        log.note(&format!(
+            "no confidence intervals: they need at least {FEWEST} blocks of text or lines of questions"
+        ));
+    }
+    let table = Rows {
+        args,
+        plan: &plan,
+        evaluation: &evaluation,
+        artifact: artifact.as_ref(),
+        intervals: intervals.as_ref(),
+    };
+    let rows = table.rows()?;
     if global.json {
-        let mut out = json!({ "device": device.name(), "rows": rows });
+        let mut out = json!({ "device": device.name(), "rows": rows, "differences": table.differences() });
         merge(&mut out, &found);
         print_json(&out)?;
     } else {
-        print(&table(&rows, args.needles.is_some()))?;
+        print(&rows::text(&rows, args.needles.is_some()))?;
     }
     match stopped {
         true => Err(Error::interrupted()),
@@ -122,165 +158,104 @@ fn is_stopped(result: Result<()>, done: usize) -> Result<bool> {
     }
 }
 
-/// Evaluates text or tokens block by block; returns how much was evaluated, and whether the user stopped it.
-fn blocks(
-    args: &Args,
-    global: &Global,
-    decoder: &Decoder,
-    evaluation: &mut Evaluation,
-) -> Result<(Value, bool)> {
-    let log = global.log();
-    let source = match &args.tokens {
-        Some(path) => corpus::CorpusSource::Tokens(path.clone()),
-        None => corpus::CorpusSource::Text(args.text.clone()),
-    };
-    let options = corpus::CorpusOptions {
-        seq_len: args.seq_len,
-        max_tokens: args.max_tokens,
-        uuid_tokens: args.uuid_tokens,
-        holdout: 0.0,
-        seed: global.seed,
-    };
-    let corpus = Corpus::load(&args.model, &decoder.config, &source, &options)?;
-    decoder.check_ids(&corpus.ids)?;
-    let usable: Vec<_> = (0..corpus.n_blocks())
-        .map(|b| corpus.block(b))
-        .filter(|b| b.len() / args.turns > 1)
-        .collect();
-    if usable.is_empty() {
-        return Err(match args.turns {
-            1 => Error::failed("no block has more than one token").hint("give more text"),
-            n => Error::failed(format!("no block has two tokens for each of {n} turns"))
-                .hint("give longer documents, or fewer --turns"),
-        });
+/// Parses a share of the bytes.
+fn parse_share(text: &str) -> std::result::Result<f64, String> {
+    match text.parse() {
+        Ok(share) if share > 0.0 && share < 1.0 => Ok(share),
+        _ => Err("expected a fraction between 0 and 1".to_owned()),
     }
-    let turns = |n: usize| turns_of(n, args.turns).map(|turn| decoded(turn.len(), args.decode));
-    let steps: usize = usable.iter().flat_map(|b| turns(b.len())).sum();
-    log.note(&format!(
-        "evaluating {} tokens in {} blocks, {steps} of them decoded",
-        corpus.n_tokens(),
-        usable.len()
-    ));
-    let progress = log.progress(steps as u64, "steps");
-    let (mut done, mut finished, mut stopped) = (0, 0, false);
-    for (i, block) in usable.iter().enumerate() {
-        progress.stage(format!("block {} of {}", i + 1, usable.len()));
-        let ids = &corpus.ids[block.clone()];
-        let result = evaluation.block(ids, args.turns, args.decode, &mut || {
-            done += 1;
-            progress.advance(1);
-        });
-        stopped = is_stopped(result, done)?;
-        if stopped {
-            break;
-        }
-        finished += 1;
-    }
-    drop(progress);
-    let found =
-        json!({ "tokens": corpus.n_tokens(), "blocks": finished, "turns": args.turns, "steps": done });
-    Ok((found, stopped))
 }
 
-/// Returns the row of one method and budget.
-fn row(
-    args: &Args,
-    name: MethodName,
-    budget: Budget,
-    report: &VariantReport,
-    artifact: Option<&Artifact>,
-) -> Result<Value> {
-    let on_text = args.needles.is_none();
-    let shares = report.shares();
-    let mut row = json!({
-        "method": name.as_str(),
-        "budget": budget.value(),
-        "needle_accuracy": report.answers.accuracy(),
-        "kv_read_fraction": shares.read,
-        "exact_dot_fraction": shares.products,
-        "bypass_fraction": shares.bypassed,
-        "index_bits_per_token": report.index_bits_per_token(),
-        "constant_bytes": constant_bytes(name, artifact)?,
-    });
-    if on_text {
-        merge(&mut row, &json!(report.whole()));
-        row["by_turn"] = json!(report.turns);
-    } else {
-        merge(
-            &mut row,
-            &json!({ "recall": null, "mass": null, "output_error": null, "kl": null }),
-        );
-        row["needle_accuracy_by_turn"] = json!(report.answers);
-    }
-    if args.per_head && on_text {
-        let heads = report.heads.iter().enumerate().flat_map(|(layer, heads)| {
-            heads.iter().enumerate().map(move |(head, of)| {
-                let mut row = json!({ "layer": layer, "kv_head": head });
-                merge(&mut row, &json!(of));
-                row
-            })
-        });
-        row["per_head"] = heads.collect();
-    }
-    Ok(row)
+/// A row that is to be measured.
+#[derive(Clone, Copy, Debug)]
+struct Planned {
+    /// Index of the method among those asked for.
+    method: usize,
+    /// The budget; `None` if no budget meets `reads`.
+    budget: Option<Budget>,
+    /// The share of the bytes to be read, and the share read on the sample.
+    reads: Option<[f64; 2]>,
 }
 
-/// Writes the rows as a table.
-fn table(rows: &[Value], needles: bool) -> String {
-    let measured: &[(&str, &str)] = match needles {
-        true => &[("needle_accuracy", "needles")],
-        false => &[
-            ("recall", "recall"),
-            ("mass", "mass"),
-            ("output_error", "error"),
-            ("kl", "KL nats"),
-        ],
-    };
-    let mut out = format!("{:<10} {:>7}", "method", "budget");
-    for (_, title) in measured {
-        out += &format!(" {title:>8}");
-    }
-    out += &format!(" {:>7} {:>7} {:>10}\n", "reads", "dots", "index bits");
-    let keys: Vec<&str> = measured.iter().map(|(key, _)| *key).collect();
-    for row in rows {
-        let name = row["method"].as_str().unwrap_or("");
-        let place = format!("{name:<10} {:>7}", number(row, "budget"));
-        out += &line(&place, row, &keys);
-        out += &format!(
-            " {:>6.1}% {:>6.1}% {:>10.1}\n",
-            100.0 * number(row, "kv_read_fraction"),
-            100.0 * number(row, "exact_dot_fraction"),
-            number(row, "index_bits_per_token")
-        );
-        let turns = turn_rows(row);
-        for (i, turn) in turns.iter().enumerate().filter(|_| turns.len() > 1) {
-            let place = format!("  turn {}", i + 1);
-            out += &(line(&place, turn, &keys) + "\n");
-        }
-        for head in row["per_head"].as_array().into_iter().flatten() {
-            let place = format!("  layer {} head {}", head["layer"], head["kv_head"]);
-            out += &(line(&place, head, &["recall", "mass", "output_error"]) + "\n");
+impl From<reads::Found> for Planned {
+    fn from(found: reads::Found) -> Self {
+        Self {
+            method: found.method,
+            budget: found.budget,
+            reads: Some([found.target, found.share]),
         }
     }
-    out
 }
 
-/// Lists the turns of a row, each in the form of a row.
-fn turn_rows(row: &Value) -> Vec<Value> {
-    let needles = row["needle_accuracy_by_turn"].as_array();
-    let needles = needles.map(|turns| turns.iter().map(|x| json!({ "needle_accuracy": x })).collect());
-    needles
-        .or_else(|| row["by_turn"].as_array().cloned())
-        .unwrap_or_default()
+/// Plans each method with each of the given budgets.
+fn fixed(args: &Args) -> Vec<Planned> {
+    let planned = |method| {
+        args.budgets.iter().map(move |budget| Planned {
+            method,
+            budget: Some(*budget),
+            reads: None,
+        })
+    };
+    (0..args.methods.len()).flat_map(planned).collect()
 }
 
-/// Reads a number of a row, or of a part of one; 0 where it was not measured.
-fn number(row: &Value, key: &str) -> f64 {
-    row[key].as_f64().unwrap_or(0.0)
+/// What methods are evaluated on.
+enum Material<'a> {
+    Text(Blocks),
+    Needles(Vec<NeedleLine>, Reader<'a>),
 }
 
-/// Writes the numbers under `keys` of a row, or of a part of one, after its `place`.
-fn line(place: &str, part: &Value, keys: &[&str]) -> String {
-    let numbers = keys.iter().map(|key| format!(" {:>8.4}", number(part, key)));
-    format!("{place:<18}") + &numbers.collect::<String>()
+impl<'a> Material<'a> {
+    /// Reads the text or the needles.
+    fn open(
+        args: &Args,
+        global: &Global,
+        decoder: &'a Decoder,
+        tokenizer: Option<&'a Tokenizer>,
+    ) -> Result<Self> {
+        let Some(path) = &args.needles else {
+            return Ok(Self::Text(Blocks::open(args, decoder, global.seed)?));
+        };
+        let reader = Reader {
+            decoder,
+            tokenizer,
+            decode_prompt: args.decode_prompt,
+        };
+        let lines = needles::open(path, reader, global.log())?;
+        Ok(Self::Needles(lines, reader))
+    }
+
+    /// Evaluates the first block or line.
+    fn sample(&self, args: &Args, evaluation: &mut Evaluation) -> Result<()> {
+        match self {
+            Self::Text(blocks) => blocks.sample(args, evaluation),
+            Self::Needles(lines, reader) => match lines.first() {
+                Some(line) => line.ask(evaluation, *reader),
+                None => Ok(()),
+            },
+        }
+    }
+
+    /// Evaluates everything; returns how much was evaluated, and whether the user stopped it.
+    fn evaluate(&self, args: &Args, global: &Global, evaluation: &mut Evaluation) -> Result<(Value, bool)> {
+        match self {
+            Self::Text(blocks) => blocks.evaluate(args, evaluation, global.log()),
+            Self::Needles(lines, reader) => needles::run(lines, *reader, evaluation, global.log()),
+        }
+    }
+
+    /// Counts what was evaluated that does not depend on anything else that was.
+    fn units(&self, evaluation: &Evaluation) -> usize {
+        match self {
+            Self::Text(_) => evaluation.reports.first().map_or(0, |report| report.blocks()),
+            Self::Needles(..) => evaluation.full.lines(),
+        }
+    }
+}
+
+/// Opens the model's tokenizer if needles are given and the model has one.
+fn tokenizer(args: &Args, decoder: &Decoder) -> Result<Option<Tokenizer>> {
+    let exists = args.needles.is_some() && args.model.join("tokenizer.json").exists();
+    let tokenizer = exists.then(|| Tokenizer::open(&args.model, &decoder.config));
+    tokenizer.transpose()
 }

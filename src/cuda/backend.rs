@@ -176,6 +176,7 @@ impl<'a> CudaBackend<'a> {
                 let bytes = layer.index.step_bytes(&set).map(|bytes| heads * bytes as u64);
                 *counts += Counts {
                     choices: heads,
+                    visible: heads * set.visible().len() as u64,
                     index_bytes: bytes,
                     ..Counts::NONE
                 };

@@ -6,6 +6,7 @@
 //! choice can be compared with the true probabilities. Where a block or a conversation has several turns,
 //! each trajectory runs every later prompt over its own cache.
 
+mod bootstrap;
 mod judge;
 mod report;
 mod trajectories;
@@ -22,8 +23,12 @@ use crate::kv::sample::greedy;
 use crate::kv::{Budget, StaticSet};
 use crate::method::Method;
 use crate::model::Forward;
-pub use judge::{Mean, Metrics, divergence};
-pub use report::{Answers, TurnMetrics, VariantReport};
+pub use bootstrap::{Bootstrap, FEWEST};
+use judge::Prediction;
+pub use judge::{Mean, Metrics, StepLoss};
+pub use report::{
+    Accuracy, Answers, Asked, Group, LayerErrors, Losses, PositionLosses, StepMetrics, VariantReport,
+};
 use trajectories::{HeadStep, StepInput, Trajectories};
 
 /// A method with a budget.
@@ -34,13 +39,43 @@ pub struct Variant<'a> {
     pub budget: Budget,
 }
 
+/// What is fed before an answer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Asking {
+    /// What is fed at once: at least one token.
+    pub prompt: Vec<u32>,
+    /// What is then fed one by one, in decode steps; exact attention does not answer it in the method's place.
+    pub question: Vec<u32>,
+}
+
 /// A turn of a conversation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Question {
-    /// What is fed at once.
-    pub prompt: Vec<u32>,
+    /// What is fed.
+    pub asking: Asking,
     /// What should come next.
     pub answer: Vec<u32>,
+}
+
+/// A reply, judged while it grows.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Verdict {
+    /// Share of the answers that it has.
+    pub score: f64,
+    /// Whether further tokens cannot change the score.
+    pub is_final: bool,
+}
+
+/// A single question, which each variant answers by itself.
+pub struct Needle<'a> {
+    /// What is fed.
+    pub asking: &'a Asking,
+    /// What its result is counted with.
+    pub group: &'a Group,
+    /// Most tokens of a reply.
+    pub most: usize,
+    /// Judges a reply.
+    pub judge: &'a dyn Fn(&[u32]) -> Result<Verdict>,
 }
 
 /// Divides `n` tokens into `turns` equal parts, one per turn.
@@ -88,16 +123,18 @@ impl<'a> Evaluation<'a> {
             return Err(Error::failed("a turn of one token has nothing to decode").hint("give more text"));
         }
         let mut fed = self.trajectories(ids.len(), true);
+        self.begin(turns);
         for (turn, range) in turns_of(ids.len(), turns).enumerate() {
-            let ids = &ids[range];
-            let (prompt, rest) = ids.split_at(ids.len() - decoded(ids.len(), decode));
-            fed.prompt(self.forward.as_ref(), prompt)?;
-            for id in rest {
+            let steps = decoded(range.len(), decode);
+            let first = range.end - steps;
+            fed.prompt(self.forward.as_ref(), &ids[range.start..first])?;
+            for (place, at) in (first..range.end).enumerate() {
                 interrupt::check()?;
-                let ids = vec![*id; self.variants.len() + 1];
-                let logits = self.step(&mut fed, &ids, turn)?;
-                for (report, own) in self.reports.iter_mut().zip(&logits[1..]) {
-                    report.add_kl(turn, divergence(logits[0].view(), own.view()));
+                let fork = vec![ids[at]; self.variants.len() + 1];
+                let logits = self.step(&mut fed, &fork, turn)?;
+                let next = ids.get(at + 1).map(|id| *id as usize);
+                for (report, loss) in self.reports.iter_mut().zip(losses(&logits, [turn, place], next)) {
+                    report.add_loss(loss);
                 }
                 done();
             }
@@ -106,33 +143,53 @@ impl<'a> Evaluation<'a> {
         Ok(())
     }
 
-    /// Evaluates a needle: the prompt is prefilled, then each variant decodes greedily, at most `most` tokens, until
-    /// `found` says whether the answer is right.
-    pub fn needle(
-        &mut self,
-        prompt: &[u32],
-        most: usize,
-        found: &dyn Fn(&[u32]) -> Result<Option<bool>>,
-    ) -> Result<()> {
-        let mut fed = self.trajectories(prompt.len(), false);
-        let mut logits = fed.prompt(self.forward.as_ref(), prompt)?;
+    /// Starts a block or a line of questions in every report.
+    fn begin(&mut self, turns: usize) {
+        self.full.begin_line();
+        self.reports.iter_mut().for_each(|report| report.begin(turns));
+    }
+
+    /// Feeds what comes before an answer: the prompt at once, the question in decode steps. Returns the logits after it.
+    fn ask(&mut self, fed: &mut Trajectories, asking: &Asking, turn: usize) -> Result<Vec<Array1<f32>>> {
+        let mut logits = fed.prompt(self.forward.as_ref(), &asking.prompt)?;
+        for id in &asking.question {
+            interrupt::check()?;
+            logits = self.step(fed, &vec![*id; logits.len()], turn)?;
+        }
+        Ok(logits)
+    }
+
+    /// Evaluates a needle: each variant decodes greedily after the question, until its reply is judged.
+    ///
+    /// # Errors
+    /// An empty prompt; activations that are not finite; an interrupt.
+    pub fn needle(&mut self, needle: &Needle) -> Result<()> {
+        let fed = needle.asking.prompt.len() + needle.asking.question.len();
+        let mut fed = self.trajectories(fed, false);
+        self.begin(1);
+        let mut logits = self.ask(&mut fed, needle.asking, 0)?;
         let mut said = vec![Vec::new(); logits.len()];
-        let mut verdicts = vec![None; logits.len()];
-        for step in 0..most.max(1) {
+        let none = Verdict {
+            score: 0.0,
+            is_final: false,
+        };
+        let mut verdicts = vec![none; logits.len()];
+        let most = needle.most.max(1);
+        for step in 0..most {
             interrupt::check()?;
             for ((verdict, said), logits) in verdicts.iter_mut().zip(&mut said).zip(&logits) {
                 said.push(greedy(logits.view())?);
-                if verdict.is_none() {
-                    *verdict = found(said)?;
+                if !verdict.is_final {
+                    *verdict = (needle.judge)(said)?;
                 }
             }
-            if step + 1 >= most.max(1) || verdicts.iter().all(Option::is_some) {
+            if step + 1 == most || verdicts.iter().all(|verdict| verdict.is_final) {
                 break;
             }
             let ids: Vec<u32> = said.iter().filter_map(|s| s.last().copied()).collect();
             logits = self.step(&mut fed, &ids, 0)?;
         }
-        self.answer(0, verdicts.iter().map(|verdict| *verdict == Some(true)));
+        self.answer(0, needle.group, verdicts.iter().map(|verdict| verdict.score));
         self.close(&fed);
         Ok(())
     }
@@ -142,13 +199,15 @@ impl<'a> Evaluation<'a> {
     ///
     /// # Errors
     /// An empty prompt; activations that are not finite; an interrupt.
-    pub fn conversation(&mut self, questions: &[Question]) -> Result<()> {
-        let length = |q: &Question| q.prompt.len() + q.answer.len();
+    pub fn conversation(&mut self, questions: &[Question], group: &Group) -> Result<()> {
+        let length = |q: &Question| q.asking.prompt.len() + q.asking.question.len() + q.answer.len();
         let mut fed = self.trajectories(questions.iter().map(length).sum(), false);
+        self.begin(questions.len());
         let mut unfed = None;
         for (turn, question) in questions.iter().enumerate() {
-            let ids: Vec<u32> = unfed.into_iter().chain(question.prompt.iter().copied()).collect();
-            let mut logits = fed.prompt(self.forward.as_ref(), &ids)?;
+            let mut asking = question.asking.clone();
+            asking.prompt.splice(..0, unfed);
+            let mut logits = self.ask(&mut fed, &asking, turn)?;
             let mut right = vec![true; logits.len()];
             for (i, id) in question.answer.iter().enumerate() {
                 interrupt::check()?;
@@ -161,7 +220,11 @@ impl<'a> Evaluation<'a> {
                 }
             }
             unfed = question.answer.last().copied();
-            self.answer(turn, right.into_iter());
+            self.answer(
+                turn,
+                group,
+                right.into_iter().map(|right| f64::from(u8::from(right))),
+            );
         }
         self.close(&fed);
         Ok(())
@@ -172,11 +235,25 @@ impl<'a> Evaluation<'a> {
         Trajectories::new(config, &self.variants, &self.options, capacity, judged)
     }
 
-    fn answer(&mut self, turn: usize, mut right: impl Iterator<Item = bool>) {
-        self.full.add(turn, right.next() == Some(true));
-        for (report, right) in self.reports.iter_mut().zip(right) {
-            report.answers.add(turn, right);
+    /// Adds the scores of a question, that of full attention first.
+    fn answer(&mut self, turn: usize, group: &Group, mut scores: impl Iterator<Item = f64>) {
+        let asked = |score: f64| Asked {
+            turn,
+            group: group.clone(),
+            score,
+        };
+        self.full.add(asked(scores.next().unwrap_or(0.0)));
+        for (report, score) in self.reports.iter_mut().zip(scores) {
+            report.answers.add(asked(score));
         }
+    }
+
+    /// Returns the bytes that a variant's decode steps read, over those of all visible keys and values.
+    pub fn bytes_fraction(&self, variant: usize) -> Option<f64> {
+        let head_dim = self.forward.decoder().config.head_dim;
+        self.reports[variant]
+            .counts
+            .bytes_fraction(self.options.kv, head_dim)
     }
 
     /// Feeds one token to each trajectory, the full one first; shadows choose along that. Returns the logits after
@@ -203,7 +280,11 @@ impl<'a> Evaluation<'a> {
                 .map(|(c, (head, out))| head.step(&input, c, out))
                 .collect();
             for (v, (shares, report)) in shares.iter_mut().zip(reports.iter_mut()).enumerate() {
-                shares.add_layer(steps.iter().map(|s| &s.chosen[v]), &set, group);
+                let chosen = steps.iter().map(|step| &step.chosen[v]);
+                shares.add_layer(chosen.clone().map(|(choice, _)| choice), &set, group);
+                for (choice, index_bytes) in chosen {
+                    report.counts.add(choice, Some(*index_bytes), &set, group);
+                }
                 for (c, step) in steps.iter().enumerate() {
                     if let Some(metrics) = step.metrics.get(v) {
                         report.add_metrics(layer, c, turn, *metrics);
@@ -233,4 +314,20 @@ impl<'a> Evaluation<'a> {
             }
         }
     }
+}
+
+/// Returns what each variant lost in a step; `logits` are those of every trajectory, the full one first.
+fn losses(logits: &[Array1<f32>], [turn, place]: [usize; 2], next: Option<usize>) -> Vec<StepLoss> {
+    let predictions: Vec<Prediction> = logits.par_iter().map(|row| Prediction::new(row.view())).collect();
+    let Some((full, own)) = predictions.split_first() else {
+        return Vec::new();
+    };
+    let loss = |own: &Prediction| StepLoss {
+        turn,
+        place,
+        kl: full.divergence(own),
+        same_top: full.top == own.top,
+        surprise: next.map(|id| full.log_probability(id) - own.log_probability(id)),
+    };
+    own.par_iter().map(loss).collect()
 }

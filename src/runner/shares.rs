@@ -1,5 +1,6 @@
 //! How much of the visible context decode steps read and compute.
 
+use std::iter::Sum;
 use std::ops::AddAssign;
 
 use crate::kv::{KvType, StaticSet};
@@ -68,6 +69,8 @@ fn attended(choice: &Choice, set: &StaticSet, group: usize) -> usize {
 pub struct Counts {
     /// Choices: one per step and KV head.
     pub choices: u64,
+    /// Positions that were visible to these choices.
+    pub visible: u64,
     /// K and V rows attended, static set included.
     pub rows: u64,
     /// Keys that were read to rank and then not attended.
@@ -84,6 +87,7 @@ impl Counts {
     /// Counters before the first step.
     pub const NONE: Self = Self {
         choices: 0,
+        visible: 0,
         rows: 0,
         ranked_keys: 0,
         full: 0,
@@ -97,6 +101,7 @@ impl Counts {
         let rows = attended(choice, set, group);
         *self += Self {
             choices: 1,
+            visible: set.visible().len() as u64,
             rows: rows as u64,
             ranked_keys: choice.ranked_rows as u64,
             full: u64::from(bypassed == 0 && rows == set.visible().len()),
@@ -110,15 +115,44 @@ impl Counts {
         let [row, key] = [kv.bytes_per_position(head_dim), kv.bytes_per_key(head_dim)];
         self.rows * row as u64 + self.ranked_keys * key as u64
     }
+
+    /// Returns all bytes read, those of the index included, unless the device does not tell these.
+    pub fn bytes(&self, kv: KvType, head_dim: usize) -> Option<u64> {
+        self.index_bytes.map(|index| index + self.kv_bytes(kv, head_dim))
+    }
+
+    /// Returns [`Counts::bytes`] over the bytes of all visible keys and values in the same cache; `None` without a
+    /// choice too.
+    pub fn bytes_fraction(&self, kv: KvType, head_dim: usize) -> Option<f64> {
+        let visible = self.visible * kv.bytes_per_position(head_dim) as u64;
+        let read = self.bytes(kv, head_dim).filter(|_| visible > 0);
+        read.map(|read| read as f64 / visible as f64)
+    }
+}
+
+impl Default for Counts {
+    fn default() -> Self {
+        Self::NONE
+    }
 }
 
 impl AddAssign for Counts {
     fn add_assign(&mut self, other: Self) {
         self.choices += other.choices;
+        self.visible += other.visible;
         self.rows += other.rows;
         self.ranked_keys += other.ranked_keys;
         self.full += other.full;
         self.bypassed_heads += other.bypassed_heads;
         self.index_bytes = self.index_bytes.zip(other.index_bytes).map(|(a, b)| a + b);
+    }
+}
+
+impl Sum for Counts {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Self::NONE, |mut sum, one| {
+            sum += one;
+            sum
+        })
     }
 }

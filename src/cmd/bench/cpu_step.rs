@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::kv::lines::AlignedVec;
 use crate::method::Step;
 use crate::method::bench::TimedLayer;
-use crate::runner::attend;
+use crate::runner::{Counts, attend};
 
 /// A scattered read takes one in this many rows.
 const APART: usize = 16;
@@ -79,6 +79,8 @@ pub struct CpuSteps<'a> {
     steps: usize,
     /// Bytes that the last step read.
     pub bytes: usize,
+    /// What it read, by kind, without what ranks by true probabilities.
+    counts: Counts,
     /// Exact scores that its retrieval computed.
     scored: usize,
 }
@@ -101,6 +103,7 @@ impl<'a> CpuSteps<'a> {
             setting,
             steps: 0,
             bytes: 0,
+            counts: Counts::NONE,
             scored: 0,
         };
         // The first step of a method may build state that later steps only extend.
@@ -135,10 +138,25 @@ impl<'a> CpuSteps<'a> {
             }
             std::hint::black_box((&chosen, &head.out));
             let reads = head.retriever.reads(&step, &chosen);
-            (setting.read_bytes(&reads, &chosen), chosen.products)
+            let mut counts = Counts::NONE;
+            counts.add(&chosen, Some(reads.index_bytes), &set, setting.group);
+            (setting.read_bytes(&reads, &chosen), counts, chosen.products)
         });
-        (self.bytes, self.scored) = read.reduce(|| (0, 0), |a, b| (a.0 + b.0, a.1 + b.1));
+        let none = || (0, Counts::NONE, 0);
+        (self.bytes, self.counts, self.scored) = read.reduce(none, |mut a, b| {
+            a.1 += b.1;
+            (a.0 + b.0, a.1, a.2 + b.2)
+        });
         Ok(start.elapsed().as_secs_f64())
+    }
+
+    /// Returns the bytes that the last step read over those of all keys and values; of the rows only those that were
+    /// read to choose, unless the chosen ones were attended.
+    pub fn bytes_fraction(&self) -> Option<f64> {
+        let LayerSetting { caches, layer, .. } = self.setting;
+        let rows = if self.setting.attends { self.counts.rows } else { 0 };
+        let counts = Counts { rows, ..self.counts };
+        counts.bytes_fraction(caches.kv, layer.head_dim)
     }
 
     /// Returns the share of all scores that the last step's retrieval computed exactly.

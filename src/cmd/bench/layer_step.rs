@@ -177,11 +177,15 @@ impl LayerSetting<'_> {
         self.caches.kv.bytes_per_position(self.layer.head_dim)
     }
 
+    /// Counts the bytes of all keys and values of one layer.
+    fn visible_bytes(&self) -> usize {
+        self.position_bytes() * self.layer.sequences * self.layer.kv_heads * self.layer.context
+    }
+
     /// Counts the bytes of the cached rows of one layer; 0 if none is read.
     fn row_bytes(&self) -> usize {
-        let heads = self.layer.sequences * self.layer.kv_heads;
         match self.holds_rows() {
-            true => self.position_bytes() * heads * self.layer.context,
+            true => self.visible_bytes(),
             false => 0,
         }
     }
@@ -299,7 +303,9 @@ pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
             Some(driver) => {
                 let mut steps = cuda_step::CudaSteps::new(driver, &setting)?;
                 let times = measure(args.runs, || steps.run())?;
-                ("cuda", times, setting.moved_bytes(), json!({}))
+                let bytes = setting.moved_bytes();
+                let share = bytes as f64 / setting.visible_bytes() as f64;
+                ("cuda", times, bytes, json!({ "bytes_read_fraction": share }))
             }
             None => {
                 let row = setting.key_bytes();
@@ -309,7 +315,10 @@ pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
                 let mut steps = cpu_step::CpuSteps::new(&setting)?;
                 let times = measure(args.runs, || steps.run())?;
                 let share = steps.scored_share();
-                let more = json!({ "scored_share": share, "scattered_loop_gbytes_per_s": rate });
+                let more = json!({
+                    "scored_share": share, "scattered_loop_gbytes_per_s": rate,
+                    "bytes_read_fraction": steps.bytes_fraction(),
+                });
                 ("cpu", times, steps.bytes, more)
             }
         };

@@ -23,7 +23,7 @@ use crate::method::registry::MethodName;
 use crate::model::ModelConfig;
 use crate::model::fields::read_json;
 use crate::progress::size;
-use crate::runner::{Backend, Options};
+use crate::runner::{Backend, Counts, Options};
 
 /// Steps that are launched before the host waits for the device.
 const STEPS: usize = 10;
@@ -201,10 +201,13 @@ impl ModelSetting<'_> {
         })?;
         let times = Times::from(times);
         let read = backend.shares(steps)?.read;
+        let counts: Counts = backend.counts()?.into_iter().sum();
+        let share = counts.bytes_fraction(caches.kv, self.config.head_dim);
         let moved = weights as f64 + read * (backend.position_bytes() * self.context) as f64;
         let rate = self.batch as f64 / times.median;
         let mut more = json!({
-            "adapter": driver.adapter(), "tokens_per_s": rate, "kv_read_fraction": read, "bytes": moved,
+            "adapter": driver.adapter(), "tokens_per_s": rate, "kv_read_fraction": read,
+            "bytes_read_fraction": share, "bytes": moved,
         });
         let (rates, said) = against_read_loop(moved, times.median, bandwidth);
         merge(&mut more, &rates);

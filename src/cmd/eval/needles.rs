@@ -10,28 +10,37 @@ use crate::error::{Error, Result};
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
 use crate::progress::Log;
-use crate::runner::eval::{Evaluation, Question};
+use crate::runner::eval::{Asking, Evaluation, Group, Needle, Question, Verdict};
 
 /// Tokens that a reply may have beyond the length of the answer, since some tokens have no text.
 const SLACK: usize = 8;
 
+/// Tokens that may stand between two answers of a reply.
+const BETWEEN: usize = 4;
+
 /// A line of a needle file.
-pub enum NeedleLine {
-    /// A single question.
-    Needle(Needle),
+pub struct NeedleLine {
+    group: Group,
+    questions: Questions,
+}
+
+enum Questions {
+    /// A single question, which each method answers by itself.
+    Single { asking: Asking, answers: Answers },
     /// The questions of a conversation, one per turn.
     Conversation(Vec<Question>),
 }
 
-/// A single question, whose answer each method decodes by itself.
-pub struct Needle {
-    prompt: Vec<u32>,
-    answer: Answer,
-}
-
-enum Answer {
+/// What the reply to a single question must have.
+enum Answers {
+    /// It must begin with this text.
     Text(String),
+    /// It must begin with these tokens.
     Ids(Vec<u32>),
+    /// It should have each of these texts, as words of their own; within so many tokens.
+    Texts(Vec<String>, usize),
+    /// It should have each of these sequences of tokens.
+    IdLists(Vec<Vec<u32>>),
 }
 
 /// A prompt with its answer, as they are written in a line or in a turn.
@@ -40,15 +49,38 @@ enum Answer {
 enum Pair {
     Text {
         prompt: String,
-        answer: String,
+        question: Option<String>,
+        answer: Option<String>,
+        answers: Option<Vec<String>>,
     },
     Ids {
         #[serde(rename = "prompt_tokens")]
         prompt: Vec<u32>,
+        #[serde(rename = "question_tokens")]
+        question: Option<Vec<u32>>,
         #[serde(rename = "answer_tokens")]
-        answer: Vec<u32>,
+        answer: Option<Vec<u32>>,
+        #[serde(rename = "answers_tokens")]
+        answers: Option<Vec<Vec<u32>>>,
     },
 }
+
+/// A model for which lines are read.
+#[derive(Clone, Copy)]
+pub struct Reader<'a> {
+    /// The model.
+    pub decoder: &'a Decoder,
+    /// Its tokenizer, which lines with text need.
+    pub tokenizer: Option<&'a Tokenizer>,
+    /// Tokens at the end of a prompt that are its question if it names none.
+    pub decode_prompt: usize,
+}
+
+/// What every turn must have.
+const FILLED: &str = "every prompt, question and answer must have at least one token";
+
+/// The forms that a line may have.
+const FORMS: &str = "{\"prompt\": .., \"answer\": ..}, {\"prompt_tokens\": [..], \"answer_tokens\": [..]} or {\"turns\": [..]} with such turns; \"question\" or \"question_tokens\" may follow the prompt, and \"answers\" or \"answers_tokens\" list several answers";
 
 impl Pair {
     /// Reads a pair from a JSON object.
@@ -57,208 +89,354 @@ impl Pair {
     /// It has neither form, or no prompt or no answer.
     fn parse(value: &Value) -> Result<Self> {
         let pair = Self::deserialize(value).ok().filter(|_| value.is_object());
-        let pair = pair.ok_or_else(|| Error::failed("there is no prompt with its answer").hint(FORMS))?;
-        let empty = match &pair {
-            Self::Text { prompt, answer } => prompt.is_empty() || answer.trim().is_empty(),
-            Self::Ids { prompt, answer } => prompt.is_empty() || answer.is_empty(),
-        };
-        match empty {
-            true => Err(Error::failed("the prompt or the answer is empty").hint(FILLED)),
-            false => Ok(pair),
-        }
-    }
-
-    /// Encodes a turn; the `first` begins a document.
-    fn question(self, first: bool, tokenizer: Option<&Tokenizer>) -> Result<Question> {
-        let question = match self {
-            Self::Ids { prompt, answer } => Question { prompt, answer },
-            Self::Text { prompt, answer } => {
-                let tokenizer = needed(tokenizer)?;
-                let prompt = match first {
-                    true => tokenizer.encode(&prompt)?,
-                    false => tokenizer.encode_raw(&prompt)?,
-                };
-                let answer = tokenizer.encode_raw(&answer)?;
-                Question { prompt, answer }
+        let none = || Error::failed("there is no prompt with its answer").hint(FORMS);
+        let pair = pair.ok_or_else(none)?;
+        let (given, empty) = match &pair {
+            Self::Text {
+                prompt,
+                question,
+                answer,
+                answers,
+            } => {
+                let texts = answer.iter().chain(answers.iter().flatten());
+                let blank = |text: &String| text.trim().is_empty();
+                let empty = prompt.is_empty() || question.as_ref().is_some_and(String::is_empty);
+                let no_answer = answers.as_ref().is_some_and(Vec::is_empty);
+                (
+                    [answer.is_some(), answers.is_some()],
+                    empty || no_answer || texts.into_iter().any(blank),
+                )
+            }
+            Self::Ids {
+                prompt,
+                question,
+                answer,
+                answers,
+            } => {
+                let lists = answer.iter().chain(answers.iter().flatten());
+                let empty = prompt.is_empty() || question.as_ref().is_some_and(Vec::is_empty);
+                let no_answer = answers.as_ref().is_some_and(Vec::is_empty);
+                (
+                    [answer.is_some(), answers.is_some()],
+                    empty || no_answer || lists.into_iter().any(Vec::is_empty),
+                )
             }
         };
-        match question.prompt.is_empty() || question.answer.is_empty() {
-            true => Err(Error::failed("the prompt or the answer has no tokens").hint(FILLED)),
-            false => Ok(question),
+        match given {
+            [false, false] => Err(none()),
+            [true, true] => Err(Error::failed("there are `answer` and `answers`").hint(FORMS)),
+            _ if empty => Err(Error::failed("the prompt, the question or an answer is empty").hint(FILLED)),
+            _ => Ok(pair),
         }
     }
 }
 
-/// What every turn must have.
-const FILLED: &str = "every prompt and every answer must have at least one token";
+impl Reader<'_> {
+    fn needed(&self) -> Result<&Tokenizer> {
+        self.tokenizer.ok_or_else(|| {
+            Error::failed("the model has no tokenizer.json for a prompt of text")
+                .hint("give prompt_tokens and answer_tokens")
+        })
+    }
 
-/// The forms that a line may have.
-const FORMS: &str = "{\"prompt\": .., \"answer\": ..}, {\"prompt_tokens\": [..], \"answer_tokens\": [..]} or {\"turns\": [..]} with such turns";
+    /// Divides what is fed: without a question of its own the prompt's last tokens are one, all but its first at most.
+    fn asking(&self, mut prompt: Vec<u32>, question: Option<Vec<u32>>) -> Result<Asking> {
+        if prompt.is_empty() || question.as_ref().is_some_and(Vec::is_empty) {
+            return Err(Error::failed("the prompt or the question has no tokens").hint(FILLED));
+        }
+        let question = question.unwrap_or_else(|| {
+            let first = prompt.len() - self.decode_prompt.min(prompt.len() - 1);
+            prompt.split_off(first)
+        });
+        self.decoder.check_ids(&prompt)?;
+        self.decoder.check_ids(&question)?;
+        Ok(Asking { prompt, question })
+    }
 
-fn needed(tokenizer: Option<&Tokenizer>) -> Result<&Tokenizer> {
-    tokenizer.ok_or_else(|| {
-        Error::failed("the model has no tokenizer.json for a prompt of text")
-            .hint("give prompt_tokens and answer_tokens")
-    })
-}
+    /// Encodes what is fed; the `first` turn begins a document.
+    fn encoded(&self, prompt: &str, question: Option<&str>, first: bool) -> Result<Asking> {
+        let tokenizer = self.needed()?;
+        let prompt = match first {
+            true => tokenizer.encode(prompt)?,
+            false => tokenizer.encode_raw(prompt)?,
+        };
+        let question = question.map(|text| tokenizer.encode_raw(text)).transpose()?;
+        self.asking(prompt, question)
+    }
 
-impl NeedleLine {
+    /// Reads a single question.
+    fn single(&self, pair: Pair) -> Result<Questions> {
+        let (asking, answers) = match pair {
+            Pair::Text {
+                prompt,
+                question,
+                answer,
+                answers,
+            } => {
+                let asking = self.encoded(&prompt, question.as_deref(), true)?;
+                let trimmed = |text: String| text.trim().to_string();
+                let answers = match answers {
+                    Some(texts) => {
+                        let texts: Vec<String> = texts.into_iter().map(trimmed).collect();
+                        let encode = |text: &String| self.needed()?.encode_raw(text);
+                        let ids: Vec<Vec<u32>> = texts.iter().map(encode).collect::<Result<_>>()?;
+                        Answers::Texts(texts, ids.iter().map(|ids| ids.len() + BETWEEN).sum())
+                    }
+                    None => Answers::Text(trimmed(answer.unwrap_or_default())),
+                };
+                (asking, answers)
+            }
+            Pair::Ids {
+                prompt,
+                question,
+                answer,
+                answers,
+            } => {
+                let asking = self.asking(prompt, question)?;
+                let answers = match answers {
+                    Some(lists) => Answers::IdLists(lists),
+                    None => Answers::Ids(answer.unwrap_or_default()),
+                };
+                (asking, answers)
+            }
+        };
+        Ok(Questions::Single { asking, answers })
+    }
+
+    /// Reads the turns of a conversation, all of text or all of ids.
+    fn conversation(&self, turns: &[Value]) -> Result<Questions> {
+        let mut of_text = None;
+        let mut turn = |i: usize, value: &Value| -> Result<Question> {
+            let pair = Pair::parse(value)?;
+            let is_text = matches!(pair, Pair::Text { .. });
+            if *of_text.get_or_insert(is_text) != is_text {
+                return Err(
+                    Error::failed("turns of text and of token ids in one conversation")
+                        .hint("give all turns of a line as text, or all as token ids"),
+                );
+            }
+            let (asking, answer) = match pair {
+                Pair::Text {
+                    prompt,
+                    question,
+                    answer: Some(answer),
+                    ..
+                } => (
+                    self.encoded(&prompt, question.as_deref(), i == 0)?,
+                    self.needed()?.encode_raw(&answer)?,
+                ),
+                Pair::Ids {
+                    prompt,
+                    question,
+                    answer: Some(answer),
+                    ..
+                } => (self.asking(prompt, question)?, answer),
+                _ => {
+                    return Err(Error::failed("a turn has several answers")
+                        .hint("give each turn one `answer`; lines without turns may have `answers`"));
+                }
+            };
+            if answer.is_empty() {
+                return Err(Error::failed("the answer has no tokens").hint(FILLED));
+            }
+            self.decoder.check_ids(&answer)?;
+            Ok(Question { asking, answer })
+        };
+        let turns = turns.iter().enumerate();
+        turns
+            .map(|(i, value)| turn(i, value).map_err(|e| e.context(format!("turn {}", i + 1))))
+            .collect::<Result<_>>()
+            .map(Questions::Conversation)
+    }
+
     /// Reads a line.
     ///
     /// # Errors
     /// It has another form, an empty part, or an id outside the vocabulary.
-    fn parse(line: &str, decoder: &Decoder, tokenizer: Option<&Tokenizer>) -> Result<Self> {
+    fn line(&self, line: &str) -> Result<NeedleLine> {
         let value: Value = serde_json::from_str(line)
             .map_err(|e| Error::failed(format!("not a JSON object: {e}")).hint(FORMS))?;
-        if let Some(turns) = value.get("turns") {
-            let pair = ["prompt", "answer", "prompt_tokens", "answer_tokens"];
-            if let Some(key) = pair.iter().find(|key| value.get(**key).is_some()) {
-                return Err(Error::failed(format!("the line has `turns` and `{key}`")).hint(FORMS));
-            }
-            let turns = turns.as_array().filter(|turns| !turns.is_empty());
-            let turns = turns.ok_or_else(|| Error::failed("`turns` has no turn").hint(FORMS))?;
-            return Ok(Self::Conversation(conversation(turns, decoder, tokenizer)?));
-        }
-        let needle = match Pair::parse(&value)? {
-            Pair::Ids { prompt, answer } => Needle {
-                prompt,
-                answer: Answer::Ids(answer),
-            },
-            Pair::Text { prompt, answer } => Needle {
-                prompt: needed(tokenizer)?.encode(&prompt)?,
-                answer: Answer::Text(answer.trim().to_string()),
-            },
+        let group = Group {
+            task: value["task"].as_str().map(str::to_owned),
+            length: value["length"].as_u64(),
         };
-        if needle.prompt.is_empty() {
-            return Err(Error::failed("the prompt or the answer is empty").hint(FILLED));
-        }
-        decoder.check_ids(&needle.prompt)?;
-        Ok(Self::Needle(needle))
+        let questions = match value.get("turns") {
+            Some(turns) => {
+                let others = [
+                    "prompt",
+                    "answer",
+                    "answers",
+                    "prompt_tokens",
+                    "answer_tokens",
+                    "answers_tokens",
+                ];
+                if let Some(key) = others.iter().find(|key| value.get(**key).is_some()) {
+                    return Err(Error::failed(format!("the line has `turns` and `{key}`")).hint(FORMS));
+                }
+                let turns = turns.as_array().filter(|turns| !turns.is_empty());
+                let turns = turns.ok_or_else(|| Error::failed("`turns` has no turn").hint(FORMS))?;
+                self.conversation(turns)?
+            }
+            None => self.single(Pair::parse(&value)?)?,
+        };
+        Ok(NeedleLine { group, questions })
     }
 
+    /// Reads every line of a needle file.
+    ///
+    /// # Errors
+    /// A file that cannot be read or has no line; a line that is no needle of this model.
+    pub fn read(&self, path: &Path) -> Result<Vec<NeedleLine>> {
+        let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, "read", &e))?;
+        let lines = text.lines().enumerate().filter(|(_, l)| !l.trim().is_empty());
+        let lines = lines.map(|(i, line)| {
+            let place = || format!("{}, line {}", path.display(), i + 1);
+            self.line(line).map_err(|e| e.context(place()))
+        });
+        let lines: Vec<NeedleLine> = lines.collect::<Result<_>>()?;
+        match lines.is_empty() {
+            true => Err(Error::failed(format!("{} has no line", path.display())).hint(FORMS)),
+            false => Ok(lines),
+        }
+    }
+}
+
+impl NeedleLine {
     /// Counts the questions.
     fn questions(&self) -> usize {
-        match self {
-            Self::Needle(_) => 1,
-            Self::Conversation(turns) => turns.len(),
+        match &self.questions {
+            Questions::Single { .. } => 1,
+            Questions::Conversation(turns) => turns.len(),
         }
     }
 
     /// Counts the tokens of prompts and given answers.
     fn len(&self) -> usize {
-        match self {
-            Self::Needle(needle) => needle.prompt.len(),
-            Self::Conversation(turns) => turns.iter().map(|q| q.prompt.len() + q.answer.len()).sum(),
+        let fed = |asking: &Asking| asking.prompt.len() + asking.question.len();
+        match &self.questions {
+            Questions::Single { asking, .. } => fed(asking),
+            Questions::Conversation(turns) => turns.iter().map(|q| fed(&q.asking) + q.answer.len()).sum(),
+        }
+    }
+
+    /// Asks the questions along every trajectory.
+    pub(super) fn ask(&self, evaluation: &mut Evaluation, reader: Reader) -> Result<()> {
+        match &self.questions {
+            Questions::Conversation(turns) => evaluation.conversation(turns, &self.group),
+            Questions::Single { asking, answers } => evaluation.needle(&Needle {
+                asking,
+                group: &self.group,
+                most: answers.most(),
+                judge: &|said| answers.judge(said, reader),
+            }),
         }
     }
 }
 
-/// Reads the turns of a conversation, all of text or all of ids.
-fn conversation(turns: &[Value], decoder: &Decoder, tokenizer: Option<&Tokenizer>) -> Result<Vec<Question>> {
-    let mut of_text = None;
-    let mut turn = |i: usize, value: &Value| -> Result<Question> {
-        let pair = Pair::parse(value)?;
-        let is_text = matches!(pair, Pair::Text { .. });
-        if *of_text.get_or_insert(is_text) != is_text {
-            return Err(
-                Error::failed("turns of text and of token ids in one conversation")
-                    .hint("give all turns of a line as text, or all as token ids"),
-            );
-        }
-        let question = pair.question(i == 0, tokenizer)?;
-        decoder.check_ids(&question.prompt)?;
-        decoder.check_ids(&question.answer)?;
-        Ok(question)
-    };
-    turns
-        .iter()
-        .enumerate()
-        .map(|(i, value)| turn(i, value).map_err(|e| e.context(format!("turn {}", i + 1))))
-        .collect()
-}
-
-impl Needle {
-    /// Tells whether the reply starts with the answer; `None` while it is too short to tell.
-    fn found(&self, said: &[u32], tokenizer: Option<&Tokenizer>) -> Result<Option<bool>> {
-        match (&self.answer, tokenizer) {
-            (Answer::Text(answer), Some(tokenizer)) => {
-                let text = tokenizer.decode(said)?;
-                let text = text.trim_start().trim_end_matches('\u{fffd}');
-                Ok(match text.starts_with(answer) {
-                    true => Some(true),
-                    false if answer.starts_with(text.trim_end()) => None,
-                    false => Some(false),
-                })
+impl Answers {
+    /// Returns the most tokens that a reply may have.
+    fn most(&self) -> usize {
+        SLACK
+            + match self {
+                Self::Text(text) => text.len(),
+                Self::Ids(ids) => ids.len(),
+                Self::Texts(_, tokens) => *tokens,
+                Self::IdLists(lists) => lists.iter().map(|ids| ids.len() + BETWEEN).sum(),
             }
-            (Answer::Ids(answer), _) => {
-                let n = said.len().min(answer.len());
-                Ok(match said[..n] == answer[..n] {
-                    false => Some(false),
-                    true if n == answer.len() => Some(true),
-                    true => None,
-                })
-            }
-            (Answer::Text(_), None) => Ok(Some(false)),
-        }
     }
 
-    /// Asks the question along every trajectory.
-    fn ask(&self, evaluation: &mut Evaluation, tokenizer: Option<&Tokenizer>) -> Result<()> {
-        let own = match &self.answer {
-            Answer::Text(text) => text.len(),
-            Answer::Ids(ids) => ids.len(),
+    /// Judges the tokens of a reply so far.
+    fn judge(&self, said: &[u32], reader: Reader) -> Result<Verdict> {
+        let text = || match reader.tokenizer {
+            Some(tokenizer) => tokenizer.decode(said),
+            None => Ok(String::new()),
         };
-        let found = |said: &[u32]| self.found(said, tokenizer);
-        evaluation.needle(&self.prompt, own + SLACK, &found)
+        let ended = said
+            .last()
+            .is_some_and(|id| reader.decoder.config.is_stop_token(*id));
+        Ok(match self {
+            Self::Text(answer) => {
+                let text = text()?;
+                let text = text.trim_start().trim_end_matches('\u{fffd}');
+                let found = text.starts_with(answer);
+                Verdict::from_start(found, answer.starts_with(text.trim_end()))
+            }
+            Self::Ids(answer) => {
+                let n = said.len().min(answer.len());
+                let agrees = said[..n] == answer[..n];
+                Verdict::from_start(agrees && n == answer.len(), agrees)
+            }
+            Self::Texts(answers, _) => {
+                let text = text()?;
+                let found = answers.iter().filter_map(|answer| word_end(&text, answer));
+                // What follows could still make a longer word of the last one.
+                let complete = found.clone().all(|end| end < text.len());
+                Verdict::from_share(found.count(), answers.len(), complete, ended)
+            }
+            Self::IdLists(answers) => {
+                let holds = |ids: &&Vec<u32>| said.windows(ids.len()).any(|part| part == &ids[..]);
+                Verdict::from_share(answers.iter().filter(holds).count(), answers.len(), true, ended)
+            }
+        })
     }
 }
 
-/// Reads every line of a needle file.
-///
-/// # Errors
-/// A file that cannot be read or has no line; a line that is no needle of this model.
-pub fn read(path: &Path, decoder: &Decoder, tokenizer: Option<&Tokenizer>) -> Result<Vec<NeedleLine>> {
-    let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, "read", &e))?;
-    let lines = text.lines().enumerate().filter(|(_, l)| !l.trim().is_empty());
-    let lines = lines.map(|(i, line)| {
-        NeedleLine::parse(line, decoder, tokenizer)
-            .map_err(|e| e.context(format!("{}, line {}", path.display(), i + 1)))
-    });
-    let lines: Vec<NeedleLine> = lines.collect::<Result<_>>()?;
-    match lines.is_empty() {
-        true => Err(Error::failed(format!("{} has no line", path.display())).hint(FORMS)),
-        false => Ok(lines),
+/// Returns where a text first has `word` with no letter or digit beside it; the end of it, in bytes.
+fn word_end(text: &str, word: &str) -> Option<usize> {
+    let joins = |c: Option<char>| c.is_some_and(char::is_alphanumeric);
+    let ends = text
+        .match_indices(word)
+        .map(|(start, _)| (start, start + word.len()));
+    ends.filter(|(start, end)| {
+        !joins(text[..*start].chars().next_back()) && !joins(text[*end..].chars().next())
+    })
+    .map(|(_, end)| end)
+    .next()
+}
+
+impl Verdict {
+    /// Judges a reply that must begin with its answer, of which it has all (`found`) or nothing wrong yet (`agrees`).
+    fn from_start(found: bool, agrees: bool) -> Self {
+        Self {
+            score: f64::from(u8::from(found)),
+            is_final: found || !agrees,
+        }
+    }
+
+    /// Judges a reply with `found` of `n` answers.
+    fn from_share(found: usize, n: usize, complete: bool, ended: bool) -> Self {
+        Self {
+            score: found as f64 / n as f64,
+            is_final: ended || (found == n && complete),
+        }
     }
 }
 
-/// Asks every line of a needle file; returns how many were asked and answered, and whether the user stopped it.
+/// Reads the needles of a file for a model.
+pub(super) fn open(path: &Path, reader: Reader, log: Log) -> Result<Vec<NeedleLine>> {
+    let lines = reader.read(path)?;
+    let longest = lines.iter().map(NeedleLine::len).max().unwrap_or(0);
+    let context = reader.decoder.config.max_position_embeddings;
+    if longest > context {
+        log.warn(&format!(
+            "prompts of up to {longest} tokens are longer than the model's context of {context}"
+        ));
+    }
+    Ok(lines)
+}
+
+/// Asks every line; returns how many were asked and answered, and whether the user stopped it.
 pub(super) fn run(
-    path: &Path,
-    model: &Path,
-    decoder: &Decoder,
+    lines: &[NeedleLine],
+    reader: Reader,
     evaluation: &mut Evaluation,
     log: Log,
 ) -> Result<(Value, bool)> {
-    let exists = model.join("tokenizer.json").exists();
-    let tokenizer = exists.then(|| Tokenizer::open(model, &decoder.config));
-    let tokenizer = tokenizer.transpose()?;
-    let tokenizer = tokenizer.as_ref();
-    let lines = read(path, decoder, tokenizer)?;
-    let longest = lines.iter().map(NeedleLine::len).max().unwrap_or(0);
-    if longest > decoder.config.max_position_embeddings {
-        log.warn(&format!(
-            "prompts of up to {longest} tokens are longer than the model's context of {}",
-            decoder.config.max_position_embeddings
-        ));
-    }
     let questions: usize = lines.iter().map(NeedleLine::questions).sum();
     let progress = log.progress(questions as u64, "needles");
     let mut stopped = false;
-    for line in &lines {
-        let result = match line {
-            NeedleLine::Needle(needle) => needle.ask(evaluation, tokenizer),
-            NeedleLine::Conversation(turns) => evaluation.conversation(turns),
-        };
+    for line in lines {
+        let result = line.ask(evaluation, reader);
         stopped = is_stopped(result, evaluation.full.asked())?;
         if stopped {
             break;
@@ -266,10 +444,32 @@ pub(super) fn run(
         progress.advance(line.questions() as u64);
     }
     drop(progress);
+    let full = &evaluation.full;
     let found = json!({
-        "needles": evaluation.full.asked(),
-        "full_needle_accuracy": evaluation.full.accuracy(),
-        "full_needle_accuracy_by_turn": evaluation.full,
+        "needles": full.asked(),
+        "full_needle_accuracy": full.accuracy(),
+        "full_needle_accuracy_by_turn": full.by_turn(),
+        "full_by_task": full.by_task(),
     });
     Ok((found, stopped))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_are_words_of_their_own() {
+        for (text, word, end) in [
+            (" 12345, 678", "678", Some(11)),
+            (" 12345, 678", "2345", None),
+            (" 12345, 678", "12345", Some(6)),
+            ("xylophone phone", "phone", Some(15)),
+            ("phones", "phone", None),
+            ("caf\u{e9}", "caf", None),
+            ("", "a", None),
+        ] {
+            assert_eq!(word_end(text, word), end, "{text} {word}");
+        }
+    }
 }

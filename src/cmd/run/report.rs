@@ -33,10 +33,7 @@ impl Ran<'_> {
 
     /// Adds up the layers.
     fn total(&self) -> Counts {
-        self.layers.iter().fold(Counts::NONE, |mut sum, layer| {
-            sum += *layer;
-            sum
-        })
+        self.layers.iter().copied().sum()
     }
 
     /// Returns the bytes of the rows and keys read.
@@ -47,7 +44,14 @@ impl Ran<'_> {
 
     /// Returns the bytes read, index included, unless the device does not tell those of the index.
     fn bytes(&self) -> Option<u64> {
-        self.total().index_bytes.map(|index| index + self.kv_bytes())
+        let Conversation { kv, turns, .. } = self.conversation;
+        self.total().bytes(*kv, turns.config().head_dim)
+    }
+
+    /// Returns the bytes read over those of all visible keys and values.
+    fn bytes_fraction(&self) -> Option<f64> {
+        let Conversation { kv, turns, .. } = self.conversation;
+        self.total().bytes_fraction(*kv, turns.config().head_dim)
     }
 
     /// Names the method that chose in a layer: `full` where every choice was of everything.
@@ -65,12 +69,19 @@ impl Ran<'_> {
             Some(bytes) => format!("{} with the index", size(bytes as usize)),
             None => format!("{} beside the index", size(self.kv_bytes() as usize)),
         };
+        let share = self.bytes_fraction().map_or(String::new(), |share| {
+            format!(
+                " ({:.1} % of the bytes of all visible keys and values)",
+                100.0 * share
+            )
+        });
         let others = self.layers.iter().enumerate();
         let others = others.filter(|(_, layer)| self.name(layer) != self.method.as_str());
         let others: Vec<String> = others.map(|(i, _)| i.to_string()).collect();
         let full: u64 = (0..self.layers.len()).map(|layer| self.bypasses(layer)).sum();
         let (rows, choices) = (total.rows, total.choices);
-        let mut text = format!("{rows} rows and {read} read, everything in {full} of {choices} choices");
+        let mut text =
+            format!("{rows} rows and {read} read{share}, everything in {full} of {choices} choices");
         if !others.is_empty() {
             text += &format!(", full attention in layers {}", others.join(", "));
         }
@@ -101,6 +112,7 @@ impl Ran<'_> {
             "kv_bytes_read": self.kv_bytes(),
             "index_bytes_read": total.index_bytes,
             "bytes_read": self.bytes(),
+            "bytes_read_fraction": self.bytes_fraction(),
             "bypasses": (0..self.layers.len()).map(|layer| self.bypasses(layer)).sum::<u64>(),
             "bypassed_heads": total.bypassed_heads,
             "fallbacks": self.conversation.fallbacks,

@@ -123,19 +123,65 @@ impl<'a> Judge<'a> {
     }
 }
 
-/// Computes KL(p || q) of the softmax of two rows of logits, in nats.
-///
-/// # Numerics
-/// f64; never below zero.
-pub fn divergence(p: ArrayView1<f32>, q: ArrayView1<f32>) -> f64 {
-    let lse = |x: ArrayView1<f32>| {
-        let max = x.fold(f32::NEG_INFINITY, |m, v| m.max(*v));
-        f64::from(max) + x.iter().map(|v| f64::from(v - max).exp()).sum::<f64>().ln()
-    };
-    let (lp, lq) = (lse(p), lse(q));
-    let terms = p.iter().zip(q).map(|(p, q)| {
-        let log_p = f64::from(*p) - lp;
-        log_p.exp() * (log_p - (f64::from(*q) - lq))
-    });
-    terms.sum::<f64>().max(0.0)
+/// What one decode step of a variant lost against full attention.
+#[derive(Clone, Copy, Debug)]
+pub struct StepLoss {
+    /// Turn of the block, from 0.
+    pub turn: usize,
+    /// Number of the step in its turn, from 0.
+    pub place: usize,
+    /// KL(full || variant) of the next token, in nats.
+    pub kl: f64,
+    /// Whether both have the same most likely token.
+    pub same_top: bool,
+    /// By how many nats the text's next token is less likely than with full attention; `None` at the end of the text.
+    pub surprise: Option<f64>,
+}
+
+/// The logarithms of the softmax of a row of logits, and the most likely token.
+pub(super) struct Prediction<'a> {
+    logits: ArrayView1<'a, f32>,
+    /// Logarithm of the sum of exponentials.
+    lse: f64,
+    /// The most likely token, the lower one on ties.
+    pub top: usize,
+}
+
+impl<'a> Prediction<'a> {
+    /// Takes in logits, `[vocab]`.
+    ///
+    /// # Numerics
+    /// f64.
+    pub fn new(logits: ArrayView1<'a, f32>) -> Self {
+        let (mut top, mut max) = (0, f32::NEG_INFINITY);
+        for (i, logit) in logits.iter().enumerate() {
+            if *logit > max {
+                (top, max) = (i, *logit);
+            }
+        }
+        let sum: f64 = logits.iter().map(|v| f64::from(v - max).exp()).sum();
+        Self {
+            logits,
+            lse: f64::from(max) + sum.ln(),
+            top,
+        }
+    }
+
+    /// Returns the logarithm of the probability of a token.
+    pub fn log_probability(&self, token: usize) -> f64 {
+        f64::from(self.logits[token]) - self.lse
+    }
+
+    /// Computes KL(self || other), in nats.
+    ///
+    /// # Numerics
+    /// f64; never below zero.
+    pub fn divergence(&self, other: &Prediction) -> f64 {
+        let pairs = self.logits.iter().zip(&other.logits);
+        let terms = pairs.map(|(p, q)| {
+            let log_p = f64::from(*p) - self.lse;
+            log_p.exp() * (log_p - (f64::from(*q) - other.lse))
+        });
+        terms.sum::<f64>().max(0.0)
+    }
 }

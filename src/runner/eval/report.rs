@@ -1,52 +1,181 @@
-//! The results of an evaluation, by variant and by turn.
+//! The results of an evaluation: per variant, by block, by turn, by position and by task.
+
+use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use super::judge::{Mean, Metrics};
+use super::bootstrap::quantile;
+use super::judge::{Mean, Metrics, StepLoss};
 use crate::model::ModelConfig;
-use crate::runner::Shares;
+use crate::runner::{Counts, Shares};
 
-/// Per turn: how many questions were asked, and the share answered.
-#[derive(Clone, Debug, Default, Serialize)]
-pub struct Answers(Vec<Mean>);
+/// How many decode steps of a turn the first entry of `by_position` has; every later one ends at twice the position.
+const FIRST_STEPS: usize = 16;
+
+/// A question that was asked.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Asked {
+    /// Turn of its conversation, from 0.
+    pub turn: usize,
+    /// What it belongs to, as the file says.
+    pub group: Group,
+    /// Share of its answers that were found: 0 or 1 if it has one.
+    pub score: f64,
+}
+
+/// The questions that are counted together.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct Group {
+    /// Name of the task.
+    pub task: Option<String>,
+    /// Tokens that the prompt was made for.
+    pub length: Option<u64>,
+}
+
+/// The answers of one trajectory, by line of the file.
+#[derive(Clone, Debug, Default)]
+pub struct Answers {
+    lines: Vec<Vec<Asked>>,
+}
+
+/// The share of questions that were answered.
+#[derive(Clone, Debug, Serialize)]
+pub struct Accuracy {
+    #[serde(flatten)]
+    group: Group,
+    questions: usize,
+    accuracy: f64,
+}
 
 impl Answers {
-    pub(super) fn add(&mut self, turn: usize, right: bool) {
-        *at_turn(&mut self.0, turn) += f64::from(right).into();
+    pub(super) fn begin_line(&mut self) {
+        self.lines.push(Vec::new());
     }
 
-    fn total(&self) -> Mean {
-        let mut total = Mean::default();
-        self.0.iter().for_each(|turn| total += *turn);
-        total
+    pub(super) fn add(&mut self, asked: Asked) {
+        if let Some(line) = self.lines.last_mut() {
+            line.push(asked);
+        }
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Asked> {
+        self.lines.iter().flatten()
+    }
+
+    /// Counts the lines of which a question was asked.
+    pub fn lines(&self) -> usize {
+        self.lines.iter().filter(|line| !line.is_empty()).count()
     }
 
     /// Counts the questions asked.
     pub fn asked(&self) -> usize {
-        self.total().count
+        self.all().count()
     }
 
-    /// Returns the share of them answered; `None` without a question.
+    /// Returns the mean score; `None` without a question.
     pub fn accuracy(&self) -> Option<f64> {
-        (self.asked() > 0).then(|| self.total().into())
+        mean_score(self.all()).map(|mean| mean.into())
+    }
+
+    /// Returns the mean score of some lines.
+    pub fn accuracy_of(&self, lines: &[usize]) -> f64 {
+        mean_score(lines.iter().flat_map(|line| &self.lines[*line])).map_or(0.0, f64::from)
+    }
+
+    /// Returns the mean score per turn.
+    pub fn by_turn(&self) -> Vec<f64> {
+        let turns = self.all().map(|asked| asked.turn + 1).max().unwrap_or(0);
+        let of = |turn: usize| mean_score(self.all().filter(|asked| asked.turn == turn));
+        (0..turns).map(|turn| of(turn).map_or(0.0, f64::from)).collect()
+    }
+
+    /// Returns the mean score per task and length; nothing if the file names neither.
+    pub fn by_task(&self) -> Vec<Accuracy> {
+        let mut groups: BTreeMap<&Group, Mean> = BTreeMap::new();
+        for asked in self.all().filter(|asked| asked.group != Group::default()) {
+            *groups.entry(&asked.group).or_default() += asked.score.into();
+        }
+        let accuracy = |(group, mean): (&Group, Mean)| Accuracy {
+            group: group.clone(),
+            questions: mean.count,
+            accuracy: mean.into(),
+        };
+        groups.into_iter().map(accuracy).collect()
     }
 }
 
-/// Returns the entry of a turn; makes it if there is none yet.
-fn at_turn<T: Default + Clone>(turns: &mut Vec<T>, turn: usize) -> &mut T {
-    if turns.len() <= turn {
-        turns.resize(turn + 1, T::default());
-    }
-    &mut turns[turn]
+fn mean_score<'a>(asked: impl Iterator<Item = &'a Asked>) -> Option<Mean> {
+    let mut mean = Mean::default();
+    asked.for_each(|asked| mean += asked.score.into());
+    (mean.count > 0).then_some(mean)
 }
 
-/// The metrics of one turn, over all layers and heads.
+/// What decode steps along a variant's own trajectory lost against full attention.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
-pub struct TurnMetrics {
+pub struct Losses {
+    /// Mean KL(full || variant) of the next token, in nats.
+    pub kl: f64,
+    /// Its median over the steps.
+    pub kl_median: f64,
+    /// Its 99th percentile.
+    pub kl_p99: f64,
+    /// Share of steps with the same most likely token.
+    pub top1_equal: f64,
+    /// Perplexity of the text over that with full attention.
+    pub perplexity_ratio: f64,
+}
+
+impl Losses {
+    /// Computes the losses of some steps; 0 of none.
+    fn of<'a>(steps: impl Iterator<Item = &'a StepLoss> + Clone) -> Self {
+        let mut kl: Vec<f64> = steps.clone().map(|step| step.kl).collect();
+        let mean = |values: &mut dyn Iterator<Item = f64>| {
+            let mut mean = Mean::default();
+            values.for_each(|value| mean += value.into());
+            f64::from(mean)
+        };
+        Self {
+            kl: mean(&mut steps.clone().map(|step| step.kl)),
+            kl_median: quantile(&mut kl, 0.5),
+            kl_p99: quantile(&mut kl, 0.99),
+            top1_equal: mean(&mut steps.clone().map(|step| f64::from(u8::from(step.same_top)))),
+            perplexity_ratio: mean(&mut steps.filter_map(|step| step.surprise)).exp(),
+        }
+    }
+}
+
+/// The metrics of some steps, over all layers and heads.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct StepMetrics {
+    /// Of the choices along the full trajectory.
     #[serde(flatten)]
-    choices: Metrics,
-    /// KL(full || variant) of the next token, in nats.
-    kl: Mean,
+    pub choices: Metrics,
+    /// Of the next token along the own one.
+    #[serde(flatten)]
+    pub losses: Losses,
+}
+
+/// The losses of the steps of every turn that lie between two positions.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct PositionLosses {
+    /// First step of a turn, from 1.
+    first: usize,
+    /// Last step.
+    last: usize,
+    steps: usize,
+    #[serde(flatten)]
+    losses: Losses,
+}
+
+/// How the error of the attention's output is spread over the layers.
+#[derive(Clone, Debug, Serialize)]
+pub struct LayerErrors {
+    /// Mean over steps and KV heads, per layer.
+    output_error_by_layer: Vec<f64>,
+    /// Its median over the layers.
+    output_error_median: f64,
+    /// The fewest layers that make up half of the mean's sum, the largest error first.
+    output_error_layers: Vec<usize>,
 }
 
 /// The results of one variant on all blocks.
@@ -54,10 +183,14 @@ pub struct TurnMetrics {
 pub struct VariantReport {
     /// Per layer and KV head.
     pub heads: Vec<Vec<Metrics>>,
-    /// Per turn of a block.
-    pub turns: Vec<TurnMetrics>,
+    /// Per block and turn: the choices along the full trajectory.
+    choices: Vec<Vec<Metrics>>,
+    /// Per block: the steps of all turns.
+    losses: Vec<Vec<StepLoss>>,
     /// The answers to needles.
     pub answers: Answers,
+    /// What was read.
+    pub counts: Counts,
     /// Decode steps, those of needles included.
     steps: usize,
     /// Sum over decode steps of the mean over layers.
@@ -77,14 +210,90 @@ impl VariantReport {
         }
     }
 
+    /// Counts the blocks of which a step was decoded.
+    pub fn blocks(&self) -> usize {
+        self.losses.iter().filter(|steps| !steps.is_empty()).count()
+    }
+
     /// Adds up all turns of all blocks.
-    pub fn whole(&self) -> TurnMetrics {
-        let mut all = TurnMetrics::default();
-        for turn in &self.turns {
-            all.choices += turn.choices;
-            all.kl += turn.kl;
+    pub fn whole(&self) -> StepMetrics {
+        let all: Vec<usize> = (0..self.losses.len()).collect();
+        self.of_blocks(&all)
+    }
+
+    /// Adds up all turns of some blocks; a block that is given twice counts twice.
+    pub fn of_blocks(&self, blocks: &[usize]) -> StepMetrics {
+        let mut choices = Metrics::default();
+        let turns = blocks.iter().flat_map(|block| &self.choices[*block]);
+        turns.for_each(|turn| choices += *turn);
+        StepMetrics {
+            choices,
+            losses: Losses::of(blocks.iter().flat_map(|block| &self.losses[*block])),
         }
-        all
+    }
+
+    /// Returns the mean KL of some blocks.
+    pub fn kl_of_blocks(&self, blocks: &[usize]) -> f64 {
+        let mut mean = Mean::default();
+        let steps = blocks.iter().flat_map(|block| &self.losses[*block]);
+        steps.for_each(|step| mean += step.kl.into());
+        mean.into()
+    }
+
+    /// Returns the metrics of each turn.
+    pub fn by_turn(&self) -> Vec<StepMetrics> {
+        let turns = self.choices.iter().map(Vec::len).max().unwrap_or(0);
+        let of = |turn: usize| {
+            let mut choices = Metrics::default();
+            let blocks = self.choices.iter().filter_map(|block| block.get(turn));
+            blocks.for_each(|block| choices += *block);
+            let steps = self.losses.iter().flatten();
+            let losses = Losses::of(steps.filter(|step| step.turn == turn));
+            StepMetrics { choices, losses }
+        };
+        (0..turns).map(of).collect()
+    }
+
+    /// Returns the losses by the step's place in its turn: steps 1 to 16, 17 to 32, 33 to 64, and so on.
+    pub fn by_position(&self) -> Vec<PositionLosses> {
+        let longest = self.losses.iter().flatten().map(|step| step.place + 1).max();
+        let (mut out, mut first) = (Vec::new(), 1);
+        while first <= longest.unwrap_or(0) {
+            let last = (2 * (first - 1)).max(FIRST_STEPS);
+            let steps = self.losses.iter().flatten();
+            let steps = steps.filter(|step| (first..=last).contains(&(step.place + 1)));
+            out.push(PositionLosses {
+                first,
+                last,
+                steps: steps.clone().count(),
+                losses: Losses::of(steps),
+            });
+            first = last + 1;
+        }
+        out
+    }
+
+    /// Returns how the error of the attention's output is spread over the layers.
+    pub fn layer_errors(&self) -> LayerErrors {
+        let layer = |heads: &Vec<Metrics>| {
+            let mut mean = Mean::default();
+            heads.iter().for_each(|head| mean += head.output_error);
+            f64::from(mean)
+        };
+        let errors: Vec<f64> = self.heads.iter().map(layer).collect();
+        let mut order: Vec<usize> = (0..errors.len()).collect();
+        order.sort_by(|a, b| errors[*b].total_cmp(&errors[*a]));
+        let (half, mut sum) = (errors.iter().sum::<f64>() / 2.0, 0.0);
+        order.retain(|layer| {
+            let needed = sum < half;
+            sum += errors[*layer];
+            needed
+        });
+        LayerErrors {
+            output_error_median: quantile(&mut errors.clone(), 0.5),
+            output_error_by_layer: errors,
+            output_error_layers: order,
+        }
     }
 
     /// Returns the means over all decode steps and layers.
@@ -97,10 +306,19 @@ impl VariantReport {
         8.0 * self.index_bytes / self.positions.max(1.0)
     }
 
+    /// Starts a block or a line of questions.
+    pub(super) fn begin(&mut self, turns: usize) {
+        self.choices.push(vec![Metrics::default(); turns]);
+        self.losses.push(Vec::new());
+        self.answers.begin_line();
+    }
+
     /// Adds the metrics of one KV head in one step along the full trajectory.
     pub(super) fn add_metrics(&mut self, layer: usize, kv_head: usize, turn: usize, metrics: Metrics) {
         self.heads[layer][kv_head] += metrics;
-        at_turn(&mut self.turns, turn).choices += metrics;
+        if let Some(block) = self.choices.last_mut() {
+            block[turn] += metrics;
+        }
     }
 
     /// Adds a step; `sum` is its sum over layers.
@@ -109,9 +327,11 @@ impl VariantReport {
         self.steps += 1;
     }
 
-    /// Adds the KL of the next token after a step.
-    pub(super) fn add_kl(&mut self, turn: usize, kl: f64) {
-        at_turn(&mut self.turns, turn).kl += kl.into();
+    /// Adds what a step lost.
+    pub(super) fn add_loss(&mut self, loss: StepLoss) {
+        if let Some(block) = self.losses.last_mut() {
+            block.push(loss);
+        }
     }
 
     /// Adds an index of one KV head at the end of a block or needle of `positions` positions.

@@ -43,8 +43,8 @@ pub(super) struct HeadTrajectories {
 pub(super) struct HeadStep {
     /// Per variant, if choices are judged.
     pub metrics: Vec<Metrics>,
-    /// Per variant: its choice along its own trajectory.
-    pub chosen: Vec<Choice>,
+    /// Per variant: its choice along its own trajectory, and the bytes of the index that it read.
+    pub chosen: Vec<(Choice, usize)>,
 }
 
 /// What the KV heads of a layer have in common in one decode step.
@@ -200,8 +200,7 @@ impl HeadTrajectories {
         for (v, (head, variant)) in self.own.iter_mut().zip(input.variants).enumerate() {
             let token = Token::of(input.rows, c, input.group, v + 1);
             let output = out.index_axis_mut(Axis(0), v + 1);
-            let (choice, _) = head.step(&token, input.step, input.set, variant.budget, output);
-            chosen.push(choice);
+            chosen.push(head.step(&token, input.step, input.set, variant.budget, output));
         }
         HeadStep { metrics, chosen }
     }

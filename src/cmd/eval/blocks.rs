@@ -1,0 +1,87 @@
+//! The text of `eval`, block by block.
+
+use std::ops::Range;
+
+use serde_json::{Value, json};
+
+use super::{Args, is_stopped};
+use crate::corpus::{Corpus, CorpusOptions, CorpusSource};
+use crate::error::{Error, Result};
+use crate::model::Decoder;
+use crate::progress::Log;
+use crate::runner::eval::{Evaluation, decoded, turns_of};
+
+/// Text or tokens in blocks, each with a token to decode in every turn at least.
+pub struct Blocks {
+    corpus: Corpus,
+    usable: Vec<Range<usize>>,
+}
+
+impl Blocks {
+    /// Reads the text or the tokens.
+    ///
+    /// # Errors
+    /// A file that cannot be read; an id outside the vocabulary; no block that is long enough.
+    pub fn open(args: &Args, decoder: &Decoder, seed: u64) -> Result<Self> {
+        let source = match &args.tokens {
+            Some(path) => CorpusSource::Tokens(path.clone()),
+            None => CorpusSource::Text(args.text.clone()),
+        };
+        let options = CorpusOptions {
+            seq_len: args.seq_len,
+            max_tokens: args.max_tokens,
+            uuid_tokens: args.uuid_tokens,
+            holdout: 0.0,
+            seed,
+        };
+        let corpus = Corpus::load(&args.model, &decoder.config, &source, &options)?;
+        decoder.check_ids(&corpus.ids)?;
+        let blocks = (0..corpus.n_blocks()).map(|b| corpus.block(b));
+        let usable: Vec<_> = blocks.filter(|b| b.len() / args.turns > 1).collect();
+        if usable.is_empty() {
+            return Err(match args.turns {
+                1 => Error::failed("no block has more than one token").hint("give more text"),
+                n => Error::failed(format!("no block has two tokens for each of {n} turns"))
+                    .hint("give longer documents, or fewer --turns"),
+            });
+        }
+        Ok(Self { corpus, usable })
+    }
+
+    /// Evaluates the first block.
+    pub fn sample(&self, args: &Args, evaluation: &mut Evaluation) -> Result<()> {
+        let ids = &self.corpus.ids[self.usable[0].clone()];
+        evaluation.block(ids, args.turns, args.decode, &mut || {})
+    }
+
+    /// Evaluates every block; returns how much was evaluated, and whether the user stopped it.
+    pub fn evaluate(&self, args: &Args, evaluation: &mut Evaluation, log: Log) -> Result<(Value, bool)> {
+        let Self { corpus, usable } = self;
+        let turns = |n: usize| turns_of(n, args.turns).map(|turn| decoded(turn.len(), args.decode));
+        let steps: usize = usable.iter().flat_map(|b| turns(b.len())).sum();
+        log.note(&format!(
+            "evaluating {} tokens in {} blocks, {steps} of them decoded",
+            corpus.n_tokens(),
+            usable.len()
+        ));
+        let progress = log.progress(steps as u64, "steps");
+        let (mut done, mut finished, mut stopped) = (0, 0, false);
+        for (i, block) in usable.iter().enumerate() {
+            progress.stage(format!("block {} of {}", i + 1, usable.len()));
+            let ids = &corpus.ids[block.clone()];
+            let result = evaluation.block(ids, args.turns, args.decode, &mut || {
+                done += 1;
+                progress.advance(1);
+            });
+            stopped = is_stopped(result, done)?;
+            if stopped {
+                break;
+            }
+            finished += 1;
+        }
+        drop(progress);
+        let found =
+            json!({ "tokens": corpus.n_tokens(), "blocks": finished, "turns": args.turns, "steps": done });
+        Ok((found, stopped))
+    }
+}

@@ -1,0 +1,202 @@
+//! The budgets with which methods read given shares of the bytes.
+
+use crate::error::Result;
+use crate::kv::Budget;
+
+/// A share counts as met if it differs by at most this fraction of it.
+const TOLERANCE: f64 = 0.01;
+
+/// Most rounds of a search; each evaluates the sample once for all methods and shares.
+const ROUNDS: usize = 8;
+
+/// The smallest fraction tried: a budget of one position in every context.
+const LEAST: f64 = 1e-9;
+
+/// The budget of one method for one share of the bytes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Found {
+    /// Index of the method.
+    pub method: usize,
+    /// The share that was asked for.
+    pub target: f64,
+    /// The budget; `None` if even the smallest one reads more.
+    pub budget: Option<Budget>,
+    /// The share that it reads on the sample; the least that the method reads if there is no budget.
+    pub share: f64,
+}
+
+/// A budget, as a fraction of the context, and the share of the bytes that it reads.
+#[derive(Clone, Copy)]
+struct Point {
+    budget: f64,
+    share: f64,
+}
+
+/// The search for one method and share.
+struct Search {
+    method: usize,
+    target: f64,
+    /// A budget that reads at most the target, unless the smallest one reads more.
+    low: Point,
+    /// A budget that reads at least the target.
+    high: Point,
+    best: Point,
+    /// Whether the last guess came much closer than the one before.
+    is_fast: bool,
+}
+
+impl Search {
+    fn new(method: usize, target: f64, least: f64) -> Self {
+        let point = |budget, share| Point { budget, share };
+        let (low, high) = (point(LEAST, least), point(1.0, 1.0));
+        let mut search = Self {
+            method,
+            target,
+            low,
+            high,
+            best: low,
+            is_fast: true,
+        };
+        if search.miss(high) < search.miss(low) {
+            search.best = high;
+        }
+        search
+    }
+
+    /// Returns how far a point is from the target, as a fraction of it.
+    fn miss(&self, point: Point) -> f64 {
+        (point.share / self.target - 1.0).abs()
+    }
+
+    fn is_reachable(&self) -> bool {
+        self.low.share <= self.target * (1.0 + TOLERANCE)
+    }
+
+    fn is_done(&self) -> bool {
+        !self.is_reachable() || self.miss(self.best) <= TOLERANCE
+    }
+
+    /// Returns the next budget to try: where a line between the ends meets the target, or the middle on a logarithmic
+    /// scale if lines do not lead there.
+    fn guess(&self) -> f64 {
+        let Self { low, high, .. } = self;
+        let part = (self.target - low.share) / (high.share - low.share).max(f64::MIN_POSITIVE);
+        match self.is_fast {
+            true => low.budget + part.clamp(0.0, 1.0) * (high.budget - low.budget),
+            false => (low.budget * high.budget).sqrt(),
+        }
+    }
+
+    fn take(&mut self, point: Point) {
+        let (before, now) = (self.miss(self.best), self.miss(point));
+        self.is_fast = !self.is_fast || now < before / 2.0;
+        if now < before {
+            self.best = point;
+        }
+        match point.share <= self.target {
+            true => self.low = point,
+            false => self.high = point,
+        }
+    }
+
+    fn found(&self) -> Found {
+        Found {
+            method: self.method,
+            target: self.target,
+            budget: self.is_reachable().then_some(Budget::Fraction(self.best.budget)),
+            share: self.best.share,
+        }
+    }
+}
+
+/// Finds, for each of `methods` methods and each of `targets`, the budget that reads that share of the bytes.
+/// `sample` returns the shares that methods, by index, read with budgets on a sample.
+///
+/// # Errors
+/// Those of `sample`.
+pub fn find(
+    methods: usize,
+    targets: &[f64],
+    sample: &mut dyn FnMut(&[(usize, Budget)]) -> Result<Vec<f64>>,
+) -> Result<Vec<Found>> {
+    let smallest: Vec<_> = (0..methods).map(|m| (m, Budget::Fraction(LEAST))).collect();
+    let least = sample(&smallest)?;
+    let mut searches: Vec<Search> = least
+        .iter()
+        .enumerate()
+        .flat_map(|(method, least)| {
+            targets
+                .iter()
+                .map(move |target| Search::new(method, *target, *least))
+        })
+        .collect();
+    for _ in 0..ROUNDS {
+        let mut open: Vec<&mut Search> = searches.iter_mut().filter(|search| !search.is_done()).collect();
+        if open.is_empty() {
+            break;
+        }
+        let guesses: Vec<f64> = open.iter().map(|search| search.guess()).collect();
+        let budgets = open.iter().zip(&guesses);
+        let budgets: Vec<_> = budgets
+            .map(|(search, guess)| (search.method, Budget::Fraction(*guess)))
+            .collect();
+        let shares = sample(&budgets)?;
+        for ((search, budget), share) in open.iter_mut().zip(guesses).zip(shares) {
+            search.take(Point { budget, share });
+        }
+    }
+    Ok(searches.iter().map(Search::found).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Searches with methods that read `reads(budget)`; returns what was found and how often was sampled.
+    fn search(reads: &[fn(f64) -> f64], targets: &[f64]) -> (Vec<Found>, usize) {
+        let mut rounds = 0;
+        let found = find(reads.len(), targets, &mut |budgets| {
+            rounds += 1;
+            Ok(budgets
+                .iter()
+                .map(|(m, budget)| reads[*m](budget.value()))
+                .collect())
+        });
+        (found.expect("no error"), rounds)
+    }
+
+    #[test]
+    fn shares_are_met_where_they_can_be() {
+        // An index of 4 %; hardly more than the budget; savings that grow; everything, always.
+        let reads: [fn(f64) -> f64; 4] = [
+            |x| 0.04 + 0.96 * x,
+            |x| 0.01 + x,
+            |x| 0.01 + 0.99 * x * x.sqrt(),
+            |_| 1.0,
+        ];
+        let (found, rounds) = search(&reads, &[0.03, 0.05, 0.2]);
+        assert!(rounds <= 9, "{rounds} samples");
+        for found in found {
+            let (method, target) = (found.method, found.target);
+            let can = method != 3 && (method, target) != (0, 0.03);
+            assert_eq!(found.budget.is_some(), can, "method {method}, {target}");
+            if let Some(budget) = found.budget {
+                assert_eq!(reads[method](budget.value()), found.share);
+                assert!((found.share / target - 1.0).abs() <= TOLERANCE, "{found:?}");
+            }
+        }
+    }
+
+    /// Positions are whole: what no budget meets is met as well as one position allows.
+    #[test]
+    fn the_nearest_budget_serves_where_none_is_exact() {
+        let steps: fn(f64) -> f64 = |x| 0.02 + (x * 50.0).floor().max(1.0) / 50.0;
+        let (found, _) = search(&[steps], &[0.075]);
+        let share = found[0].share;
+        assert!(
+            (share - 0.08).abs() < 1e-9 || (share - 0.06).abs() < 1e-9,
+            "{share}"
+        );
+        assert!(found[0].budget.is_some());
+    }
+}

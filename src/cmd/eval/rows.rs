@@ -1,0 +1,317 @@
+//! What `eval` prints: a row per method and budget, and the differences between methods.
+
+use serde_json::{Map, Value, json};
+
+use super::super::merge;
+use super::{Args, Planned};
+use crate::artifact::Artifact;
+use crate::error::Result;
+use crate::method::registry::constant_bytes;
+use crate::runner::eval::{Bootstrap, Evaluation, StepMetrics, VariantReport};
+
+/// A metric of some blocks of text.
+type TextMetric = (&'static str, fn(&StepMetrics) -> f64);
+
+/// The metrics of text that have intervals.
+const TEXT_METRICS: [TextMetric; 8] = [
+    ("recall", |of| of.choices.recall.into()),
+    ("mass", |of| of.choices.mass.into()),
+    ("output_error", |of| of.choices.output_error.into()),
+    ("kl", |of| of.losses.kl),
+    ("kl_median", |of| of.losses.kl_median),
+    ("kl_p99", |of| of.losses.kl_p99),
+    ("top1_equal", |of| of.losses.top1_equal),
+    ("perplexity_ratio", |of| of.losses.perplexity_ratio),
+];
+
+/// The results in the order of the plan.
+pub struct Rows<'a> {
+    /// The arguments of the command.
+    pub args: &'a Args,
+    /// Every row; those with a budget were evaluated.
+    pub plan: &'a [Planned],
+    /// One report per row with a budget.
+    pub evaluation: &'a Evaluation<'a>,
+    /// The artifact, if one is used.
+    pub artifact: Option<&'a Artifact>,
+    /// Resamples of blocks or lines, if there are enough of them.
+    pub intervals: Option<&'a Bootstrap>,
+}
+
+impl Rows<'_> {
+    /// Returns the rows.
+    pub fn rows(&self) -> Result<Vec<Value>> {
+        let mut reports = (0..self.evaluation.reports.len()).map(Some);
+        let row =
+            |planned: &Planned| self.row(planned, planned.budget.and_then(|_| reports.next().flatten()));
+        self.plan.iter().map(row).collect()
+    }
+
+    fn row(&self, planned: &Planned, variant: Option<usize>) -> Result<Value> {
+        let name = self.args.methods[planned.method];
+        let mut row = json!({
+            "method": name.as_str(),
+            "budget": planned.budget.map(|budget| budget.value()),
+        });
+        if let Some([target, sampled]) = planned.reads {
+            row["reads_target"] = json!(target);
+            row["reads_sample"] = json!(sampled);
+        }
+        let Some(variant) = variant else {
+            return Ok(row);
+        };
+        let report = &self.evaluation.reports[variant];
+        let shares = report.shares();
+        let more = json!({
+            "needle_accuracy": report.answers.accuracy(),
+            "bytes_read_fraction": self.evaluation.bytes_fraction(variant),
+            "kv_read_fraction": shares.read,
+            "exact_dot_fraction": shares.products,
+            "bypass_fraction": shares.bypassed,
+            "index_bits_per_token": report.index_bits_per_token(),
+            "constant_bytes": constant_bytes(name, self.artifact)?,
+            "intervals": self.intervals(report),
+        });
+        merge(&mut row, &more);
+        match self.args.needles.is_some() {
+            true => {
+                let none = json!({ "recall": null, "mass": null, "output_error": null, "kl": null });
+                merge(&mut row, &none);
+                row["needle_accuracy_by_turn"] = json!(report.answers.by_turn());
+                row["by_task"] = json!(report.answers.by_task());
+            }
+            false => {
+                merge(&mut row, &json!(report.whole()));
+                merge(&mut row, &json!(report.layer_errors()));
+                row["by_turn"] = json!(report.by_turn());
+                row["by_position"] = json!(report.by_position());
+            }
+        }
+        if self.args.per_head && self.args.needles.is_none() {
+            row["per_head"] = per_head(report);
+        }
+        Ok(row)
+    }
+
+    /// Returns the 95 % interval of each metric; null with too few blocks or lines.
+    fn intervals(&self, report: &VariantReport) -> Value {
+        let Some(bootstrap) = self.intervals else {
+            return Value::Null;
+        };
+        if self.args.needles.is_some() {
+            let accuracy = bootstrap.interval(|lines| report.answers.accuracy_of(lines));
+            return json!({ "needle_accuracy": accuracy });
+        }
+        let intervals = bootstrap.intervals(|blocks| {
+            let metrics = report.of_blocks(blocks);
+            TEXT_METRICS.map(|(_, of)| of(&metrics))
+        });
+        let named = TEXT_METRICS.iter().zip(intervals);
+        let named: Map<String, Value> = named
+            .map(|((key, _), interval)| ((*key).to_owned(), json!(interval)))
+            .collect();
+        Value::Object(named)
+    }
+
+    /// Lists each two methods at the same budget or share, with the difference of their results.
+    pub fn differences(&self) -> Vec<Value> {
+        let mut out = Vec::new();
+        let evaluated: Vec<&Planned> = self.plan.iter().filter(|p| p.budget.is_some()).collect();
+        for (a, left) in evaluated.iter().enumerate() {
+            for (b, right) in evaluated.iter().enumerate().skip(a + 1) {
+                if self.is_comparable(left, right) {
+                    out.push(self.difference([a, b], left, right));
+                }
+            }
+        }
+        out
+    }
+
+    /// Tells whether two rows belong to different methods and to the same share or budget.
+    fn is_comparable(&self, a: &Planned, b: &Planned) -> bool {
+        let share = |p: &Planned| p.reads.map(|[target, _]| target);
+        a.method != b.method && share(a) == share(b) && (a.reads.is_some() || a.budget == b.budget)
+    }
+
+    fn difference(&self, variants: [usize; 2], left: &Planned, right: &Planned) -> Value {
+        let [a, b] = variants.map(|variant| &self.evaluation.reports[variant]);
+        let name = |p: &Planned| self.args.methods[p.method].as_str();
+        let (key, of): (_, fn(&VariantReport, &[usize]) -> f64) = match self.args.needles.is_some() {
+            true => ("needle_accuracy", |report, lines| {
+                report.answers.accuracy_of(lines)
+            }),
+            false => ("kl", |report, blocks| report.kl_of_blocks(blocks)),
+        };
+        let units = match self.args.needles.is_some() {
+            true => self.evaluation.full.lines(),
+            false => a.blocks(),
+        };
+        let difference = |units: &[usize]| of(a, units) - of(b, units);
+        let all: Vec<usize> = (0..units).collect();
+        json!({
+            "methods": [name(left), name(right)],
+            "budget": left.reads.is_none().then(|| left.budget.map(|budget| budget.value())),
+            "reads_target": left.reads.map(|[target, _]| target),
+            "metric": key,
+            "difference": difference(&all),
+            "interval": self.intervals.map(|bootstrap| bootstrap.interval(difference)),
+        })
+    }
+}
+
+/// Lists the metrics of each layer and KV head.
+fn per_head(report: &VariantReport) -> Value {
+    let heads = report.heads.iter().enumerate().flat_map(|(layer, heads)| {
+        heads.iter().enumerate().map(move |(head, of)| {
+            let mut row = json!({ "layer": layer, "kv_head": head });
+            merge(&mut row, &json!(of));
+            row
+        })
+    });
+    heads.collect()
+}
+
+/// A column of a table: its title, its width, and what a row has there.
+type Column = (&'static str, usize, fn(&Value) -> String);
+
+/// The columns on text.
+const ON_TEXT: [Column; 8] = [
+    ("bytes", 7, |row| share(row, "bytes_read_fraction")),
+    ("KL nats", 8, |row| decimal(row, "kl")),
+    ("95 %", 16, |row| interval(row, "kl")),
+    ("top-1", 7, |row| share(row, "top1_equal")),
+    ("perpl.", 7, |row| decimal(row, "perplexity_ratio")),
+    ("recall", 7, |row| decimal(row, "recall")),
+    ("mass", 7, |row| decimal(row, "mass")),
+    ("error", 7, |row| decimal(row, "output_error")),
+];
+
+/// The columns on needles.
+const ON_NEEDLES: [Column; 3] = [
+    ("bytes", 7, |row| share(row, "bytes_read_fraction")),
+    ("needles", 8, |row| decimal(row, "needle_accuracy")),
+    ("95 %", 16, |row| interval(row, "needle_accuracy")),
+];
+
+/// The columns that say how much was read and where it was lost.
+const DETAILS: [Column; 5] = [
+    ("rows", 7, |row| share(row, "kv_read_fraction")),
+    ("dots", 7, |row| share(row, "exact_dot_fraction")),
+    ("index bits", 10, |row| {
+        format!("{:.1}", number(row, "index_bits_per_token"))
+    }),
+    ("KL median", 10, |row| decimal(row, "kl_median")),
+    ("KL 99 %", 10, |row| decimal(row, "kl_p99")),
+];
+
+/// Writes the rows as tables.
+pub fn text(rows: &[Value], needles: bool) -> String {
+    let (main, details): (&[Column], &[Column]) = match needles {
+        true => (&ON_NEEDLES, &DETAILS[..3]),
+        false => (&ON_TEXT, &DETAILS),
+    };
+    let mut out = heading(main);
+    for row in rows {
+        let least = row["reads_sample"].as_f64().filter(|_| row["budget"].is_null());
+        if let Some(least) = least {
+            let target = 100.0 * number(row, "reads_target");
+            out += &format!(
+                "{}  reads {:.1}% at least, not {target:.1}%\n",
+                place(row),
+                100.0 * least
+            );
+            continue;
+        }
+        out += &line(&place(row), row, main);
+        let turns = turn_rows(row);
+        for (i, turn) in turns.iter().enumerate().filter(|_| turns.len() > 1) {
+            out += &line(&format!("  turn {}", i + 1), turn, main);
+        }
+        let spans = list(row, "by_position");
+        for span in spans.iter().filter(|_| spans.len() > 3) {
+            out += &line(&format!("  steps {}-{}", span["first"], span["last"]), span, main);
+        }
+        for task in list(row, "by_task") {
+            let length = task["length"].as_u64().map_or(String::new(), |n| format!(" {n}"));
+            let place = format!("  {}{length}", task["task"].as_str().unwrap_or("other"));
+            out += &line(&place, &json!({ "needle_accuracy": task["accuracy"] }), main);
+        }
+        for head in list(row, "per_head") {
+            out += &line(
+                &format!("  layer {} head {}", head["layer"], head["kv_head"]),
+                head,
+                main,
+            );
+        }
+    }
+    out += "\n";
+    out += &heading(details);
+    for row in rows.iter().filter(|row| !row["budget"].is_null()) {
+        out += &line(&place(row), row, details);
+    }
+    out
+}
+
+/// Width of the place in front of the columns.
+const PLACE: usize = 18;
+
+fn heading(columns: &[Column]) -> String {
+    let titles = columns
+        .iter()
+        .map(|(title, width, _)| format!(" {title:>width$}"));
+    let place = format!("{:<10} {:>7}", "method", "budget");
+    format!("{place:<PLACE$}{}\n", titles.collect::<String>())
+}
+
+/// Names a row by method and budget.
+fn place(row: &Value) -> String {
+    let budget = match row["budget"].as_f64() {
+        Some(budget) if budget <= 1.0 => format!("{budget:.4}"),
+        Some(budget) => format!("{budget}"),
+        None => "-".to_owned(),
+    };
+    format!("{:<10} {budget:>7}", row["method"].as_str().unwrap_or(""))
+}
+
+/// Writes what a row, or a part of one, has in each column.
+fn line(place: &str, part: &Value, columns: &[Column]) -> String {
+    let cells = columns
+        .iter()
+        .map(|(_, width, cell)| format!(" {:>width$}", cell(part)));
+    let line = format!("{place:<PLACE$}{}", cells.collect::<String>());
+    format!("{}\n", line.trim_end())
+}
+
+/// Lists the turns of a row, each in the form of a row.
+fn turn_rows(row: &Value) -> Vec<Value> {
+    let needles = row["needle_accuracy_by_turn"].as_array();
+    let needles = needles.map(|turns| turns.iter().map(|x| json!({ "needle_accuracy": x })).collect());
+    needles.unwrap_or_else(|| list(row, "by_turn").to_vec())
+}
+
+fn list<'a>(row: &'a Value, key: &str) -> &'a [Value] {
+    row[key].as_array().map_or(&[], Vec::as_slice)
+}
+
+/// Reads a number of a row, or of a part of one; 0 where it was not measured.
+fn number(row: &Value, key: &str) -> f64 {
+    row[key].as_f64().unwrap_or(0.0)
+}
+
+/// Writes a number; nothing where it was not measured.
+fn decimal(row: &Value, key: &str) -> String {
+    row[key].as_f64().map_or(String::new(), |x| format!("{x:.4}"))
+}
+
+fn share(row: &Value, key: &str) -> String {
+    row[key]
+        .as_f64()
+        .map_or(String::new(), |x| format!("{:.1}%", 100.0 * x))
+}
+
+fn interval(row: &Value, key: &str) -> String {
+    match [&row["intervals"][key][0], &row["intervals"][key][1]].map(Value::as_f64) {
+        [Some(low), Some(high)] => format!("{low:.4}-{high:.4}"),
+        _ => String::new(),
+    }
+}

@@ -1,0 +1,376 @@
+//! `eval` at equal bytes, its losses and intervals, and questions that are fed token by token.
+
+mod common;
+
+use common::*;
+use kvsmith::kv::packed::Center;
+use kvsmith::kv::{Budget, KvType};
+use kvsmith::method::registry::MethodName;
+use kvsmith::model::Decoder;
+use kvsmith::runner::{Options, Session};
+use ndarray::Array1;
+use serde_json::{Value, json};
+
+const NAME: &str = "llama_default";
+
+/// Evaluates documents of these lengths.
+struct Eval {
+    scratch: Scratch,
+    documents: Vec<Vec<u32>>,
+    files: String,
+}
+
+impl Eval {
+    fn new(lengths: &[usize]) -> Self {
+        let scratch = Scratch::new();
+        let model = scratch.model("model", NAME);
+        let texts = scratch.tokens("texts.json", &documents(&[80, 80], 1));
+        let artifact = scratch.make(
+            "art",
+            &format!("calibrate --model {model} --tokens {texts} --size 8"),
+        );
+        Self {
+            documents: documents(lengths, 2),
+            files: format!("--model {model} --artifact {artifact} --sinks 1 --window 3"),
+            scratch,
+        }
+    }
+
+    #[track_caller]
+    fn text(&self, options: &str) -> Outcome {
+        let tokens = self.scratch.tokens("eval.json", &self.documents);
+        kvsmith(&format!("eval {} --tokens {tokens} {options}", self.files))
+    }
+
+    #[track_caller]
+    fn needles(&self, lines: &[Value], options: &str) -> Value {
+        let text: Vec<String> = lines.iter().map(Value::to_string).collect();
+        let file = self.scratch.write("needles.jsonl", text.join("\n"));
+        kvsmith(&format!("eval {} --needles {file} --json {options}", self.files)).json()
+    }
+}
+
+fn rows(json: &Value) -> &[Value] {
+    json["rows"].as_array().unwrap()
+}
+
+/// A session of a method on the CPU with an f32 cache.
+fn logits(
+    decoder: &Decoder,
+    name: MethodName,
+    budget: Budget,
+    prompt: &[u32],
+    rest: &[u32],
+) -> Vec<Array1<f64>> {
+    let method = prepared(name, None, decoder);
+    let options = Options {
+        sinks: 1,
+        window: 3,
+        budget,
+        kv: KvType::F32,
+        packed: Center::Median.into(),
+    };
+    let mut session = Session::on_cpu(decoder, method.as_ref(), options, 200).unwrap();
+    let first = session.prefill(prompt).unwrap();
+    let steps = rest.iter().map(|id| session.step(*id).unwrap());
+    let all: Vec<_> = std::iter::once(first).chain(steps).collect();
+    all.iter().map(|row| row.mapv(f64::from)).collect()
+}
+
+fn log_softmax(row: &Array1<f64>) -> Array1<f64> {
+    let sum: f64 = row.iter().map(|v| v.exp()).sum();
+    row.mapv(|v| v - sum.ln())
+}
+
+fn top(row: &Array1<f64>) -> u32 {
+    let best = |a: (usize, f64), b: (usize, &f64)| if *b.1 > a.1 { (b.0, *b.1) } else { a };
+    row.iter().enumerate().fold((0, f64::NEG_INFINITY), best).0 as u32
+}
+
+/// The `share` quantile by linear interpolation.
+fn quantile(values: &[f64], share: f64) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let place = share * (sorted.len() - 1) as f64;
+    let (low, high) = (sorted[place.floor() as usize], sorted[place.ceil() as usize]);
+    low + place.fract() * (high - low)
+}
+
+#[test]
+fn losses_are_those_of_the_definition() {
+    let eval = Eval::new(&[60, 45]);
+    let decoder = Decoder::open(&golden(NAME)).unwrap();
+    let json = eval
+        .text("--methods streaming --budgets 0.1 --decode 20 --json")
+        .json();
+    let row = &rows(&json)[0];
+    let (mut kl, mut same, mut surprise) = (Vec::new(), 0, Vec::new());
+    for ids in &eval.documents {
+        let (prompt, rest) = ids.split_at(ids.len() - 20);
+        let full = logits(&decoder, method("full"), Budget::Fraction(1.0), prompt, rest);
+        let own = logits(&decoder, method("streaming"), Budget::Fraction(0.1), prompt, rest);
+        for (i, (full, own)) in full.iter().zip(&own).skip(1).enumerate() {
+            let (p, q) = (log_softmax(full), log_softmax(own));
+            kl.push(p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>());
+            same += usize::from(top(full) == top(own));
+            if let Some(next) = rest.get(i + 1) {
+                surprise.push(p[*next as usize] - q[*next as usize]);
+            }
+        }
+    }
+    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
+    for (key, expected) in [
+        ("kl", mean(&kl)),
+        ("kl_median", quantile(&kl, 0.5)),
+        ("kl_p99", quantile(&kl, 0.99)),
+        ("top1_equal", same as f64 / 40.0),
+        ("perplexity_ratio", mean(&surprise).exp()),
+    ] {
+        let actual = number(row, key);
+        assert!(
+            (actual - expected).abs() < 1e-5 + 1e-3 * expected,
+            "{key}: {actual} {expected}"
+        );
+    }
+    assert!(number(row, "kl_p99") > number(row, "kl") && number(row, "kl") > number(row, "kl_median"));
+    // Steps 1 to 16, and the rest.
+    let spans = row["by_position"].as_array().unwrap();
+    let names: Vec<_> = spans
+        .iter()
+        .map(|s| (s["first"].clone(), s["steps"].clone()))
+        .collect();
+    assert_eq!(names, [(json!(1), json!(32)), (json!(17), json!(8))]);
+    let first: Vec<f64> = kl[..16].iter().chain(&kl[20..36]).copied().collect();
+    assert!((number(&spans[0], "kl") / mean(&first) - 1.0).abs() < 1e-3);
+    // Layers whose error makes up half of the sum.
+    let layers: Vec<f64> = row["output_error_by_layer"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|x| x.as_f64().unwrap())
+        .collect();
+    let most = if layers[0] > layers[1] { 0 } else { 1 };
+    assert_eq!(row["output_error_layers"], json!([most]));
+    assert!((mean(&layers) - number(row, "output_error")).abs() < 1e-9);
+    assert!((number(row, "output_error_median") - mean(&layers)).abs() < 1e-9);
+}
+
+#[test]
+fn budgets_are_found_that_read_the_shares() {
+    let eval = Eval::new(&[180, 170]);
+    let methods = [
+        "full",
+        "topk",
+        "quest",
+        "a2ats",
+        "selfindex",
+        "lfps",
+        "ctkvr",
+        "streaming",
+    ];
+    let json = eval
+        .text(&format!(
+            "--methods {} --reads 0.1,0.3,0.6 --decode 30 --json",
+            methods.join(",")
+        ))
+        .json();
+    let pairs = methods
+        .iter()
+        .flat_map(|m| [0.1, 0.3, 0.6].map(|share| (*m, share)));
+    let (mut met, mut refused) = (0, 0);
+    for (row, (name, target)) in rows(&json).iter().zip(pairs) {
+        assert_eq!(
+            (&row["method"], &row["reads_target"]),
+            (&json!(name), &json!(target))
+        );
+        let sampled = number(row, "reads_sample");
+        if row["budget"].is_null() {
+            // Even one position reads more.
+            assert!(sampled > target, "{row}");
+            assert_eq!(row["bytes_read_fraction"], Value::Null);
+            refused += 1;
+            continue;
+        }
+        met += 1;
+        assert_ne!(name, "full");
+        // A position is 0.6 % of the context, a page of quest has 16, and ctkvr ranks whole lists.
+        let step = match name {
+            "quest" => 16.0 / 165.0,
+            "ctkvr" => 5.0 / 165.0,
+            _ => 1.0 / 165.0,
+        };
+        assert!((sampled - target).abs() < 0.01 * target + step, "{row}");
+        // The first block is measured again with the rest.
+        let reached = number(row, "bytes_read_fraction");
+        assert!((reached - target).abs() < 0.05 + step, "{row}");
+    }
+    assert!(met > 12 && refused >= 3, "{met} {refused}");
+    // Reading more loses less, and the oracle of the same share loses less than the last positions.
+    let kl = |name: &str, target: f64| {
+        let of = |row: &&Value| row["method"] == json!(name) && row["reads_target"] == json!(target);
+        number(rows(&json).iter().find(of).unwrap(), "kl")
+    };
+    assert!(kl("topk", 0.6) < kl("topk", 0.1));
+    assert!(kl("topk", 0.3) < kl("streaming", 0.3));
+    // The text says what cannot be met.
+    let text = eval.text("--methods full,topk --reads 0.3 --decode 5").stdout;
+    assert!(text.contains("reads 100.0% at least, not 30.0%"), "{text}");
+    assert!(
+        text.contains("bytes") && text.lines().all(|line| line.len() <= 92),
+        "{text}"
+    );
+}
+
+#[test]
+fn intervals_come_with_twenty_blocks() {
+    let few = Eval::new(&[30; 19]).text("--methods topk,streaming --budgets 2 --decode 4 --json");
+    assert!(few.stderr.contains("at least 20 blocks"), "{}", few.stderr);
+    let json = few.json();
+    assert_eq!(rows(&json)[0]["intervals"], Value::Null);
+    assert_eq!(json["differences"][0]["interval"], Value::Null);
+
+    let eval = Eval::new(&[30; 24]);
+    let options = "--methods topk,streaming,random --budgets 2,4 --decode 4 --json";
+    let json = eval.text(options).json();
+    let width = |interval: &Value| interval[1].as_f64().unwrap() - interval[0].as_f64().unwrap();
+    for row in rows(&json) {
+        for (key, interval) in row["intervals"].as_object().unwrap() {
+            let value = number(row, key);
+            let [low, high] = [0, 1].map(|i| interval[i].as_f64().unwrap());
+            assert!(low <= value && value <= high, "{key}: {value} {interval}");
+        }
+        assert!(width(&row["intervals"]["kl"]) > 0.0, "{row}");
+    }
+    // Three pairs of methods at two budgets each.
+    let differences = json["differences"].as_array().unwrap();
+    assert_eq!(differences.len(), 6);
+    for of in differences {
+        let kl = |i: usize| {
+            let same = |row: &&Value| row["method"] == of["methods"][i] && row["budget"] == of["budget"];
+            number(rows(&json).iter().find(same).unwrap(), "kl")
+        };
+        assert!((number(of, "difference") - (kl(0) - kl(1))).abs() < 1e-12, "{of}");
+        let [low, high] = [0, 1].map(|i| of["interval"][i].as_f64().unwrap());
+        assert!(low <= kl(0) - kl(1) && kl(0) - kl(1) <= high, "{of}");
+    }
+    assert_eq!(
+        json,
+        eval.text(options).json(),
+        "the same seed gives the same intervals"
+    );
+    // A method against itself differs by nothing, however wide its own interval.
+    let twice = eval
+        .text("--methods topk,topk --budgets 2 --decode 4 --json")
+        .json();
+    assert_eq!(
+        twice["differences"],
+        json!([{
+            "methods": ["topk", "topk"], "budget": 2.0, "reads_target": null, "metric": "kl",
+            "difference": 0.0, "interval": [0.0, 0.0],
+        }])
+    );
+}
+
+#[test]
+fn questions_are_fed_in_decode_steps() {
+    let eval = Eval::new(&[]);
+    let decoder = Decoder::open(&golden(NAME)).unwrap();
+    let ids = golden_ids(NAME, "ids");
+    let (prompt, question) = ids.split_at(ids.len() - 6);
+    let budget = Budget::Count(2);
+    // What a method says after steps; after a prompt alone the first token is that of full attention.
+    let after_steps = logits(&decoder, method("streaming"), budget, prompt, question);
+    let own = top(after_steps.last().unwrap());
+    let exact = top(logits(&decoder, method("full"), budget, &ids, &[])
+        .last()
+        .unwrap());
+    assert_ne!(own, exact, "the method answers as full attention does");
+    let line = |own_question: bool, answer: u32| match own_question {
+        true => json!({ "prompt_tokens": prompt, "question_tokens": question, "answer_tokens": [answer] }),
+        false => json!({ "prompt_tokens": ids, "answer_tokens": [answer] }),
+    };
+    let ask = |own_question: bool, options: &str| {
+        let lines = [line(own_question, own), line(own_question, exact)];
+        let json = eval.needles(&lines, &format!("--methods streaming --budgets 2 {options}"));
+        assert_eq!(json["full_needle_accuracy"], json!(0.5));
+        let row = &rows(&json)[0];
+        (number(row, "needle_accuracy"), number(row, "bytes_read_fraction"))
+    };
+    for (own_question, options) in [
+        (true, ""),
+        (true, "--decode-prompt 0"),
+        (false, "--decode-prompt 6"),
+    ] {
+        let (accuracy, bytes) = ask(own_question, options);
+        assert_eq!(accuracy, 0.5, "{options}");
+        assert!(bytes > 0.0 && bytes < 0.5, "{options}: {bytes}");
+    }
+    // The right answer is the method's own with a question, and that of full attention without.
+    let right = |options: &str| {
+        let lines = [line(false, own), line(false, own)];
+        number(
+            &rows(&eval.needles(&lines, &format!("--methods streaming --budgets 2 {options}")))[0],
+            "needle_accuracy",
+        )
+    };
+    assert_eq!(right("--decode-prompt 6"), 1.0);
+    assert_eq!(right("--decode-prompt 0"), 0.0);
+    // A prompt keeps a token, however long the question is.
+    let short = json!({ "prompt_tokens": [3, 4], "answer_tokens": [5] });
+    assert_eq!(eval.needles(&[short], "--methods topk")["needles"], json!(1));
+    // In every turn of a conversation too.
+    let turn = json!({ "prompt_tokens": prompt, "question_tokens": question, "answer_tokens": [own] });
+    let json = eval.needles(&[json!({ "turns": [turn] })], "--methods streaming --budgets 2");
+    assert_eq!(
+        (&json["full_needle_accuracy"], &rows(&json)[0]["needle_accuracy"]),
+        (&json!(0.0), &json!(1.0))
+    );
+}
+
+#[test]
+fn several_answers_score_by_the_share_found() {
+    let eval = Eval::new(&[]);
+    let (ids, said) = (golden_ids(NAME, "ids"), golden_ids(NAME, "greedy"));
+    let line = |answers: &[&[u32]], task: &str, length: usize| json!({ "prompt_tokens": ids, "answers_tokens": answers, "task": task, "length": length });
+    let absent = [said[0] ^ 1, said[0] ^ 1, said[0] ^ 1];
+    let lines = [
+        line(&[&said[1..3], &said[3..4]], "values", 2048),
+        line(&[&said[1..3], &absent], "values", 2048),
+        line(&[&said[..1], &said[2..3], &absent, &absent], "words", 4096),
+    ];
+    let json = eval.needles(&lines, "--methods topk --budgets 1.0");
+    assert_eq!(json["full_needle_accuracy"], json!(2.0 / 3.0));
+    let by_task = json!([
+        { "task": "values", "length": 2048, "questions": 2, "accuracy": 0.75 },
+        { "task": "words", "length": 4096, "questions": 1, "accuracy": 0.5 },
+    ]);
+    assert_eq!(json["full_by_task"], by_task);
+    assert_eq!(rows(&json)[0]["by_task"], by_task);
+    let bad = |line: &str, error: &str| {
+        let file = eval.scratch.write("bad.jsonl", line);
+        kvsmith(&format!("eval {} --needles {file} --methods topk", eval.files)).fails(1, error, "");
+    };
+    bad(
+        "{\"prompt_tokens\": [3], \"answer_tokens\": [4], \"answers_tokens\": [[4]]}",
+        "`answer` and `answers`",
+    );
+    bad("{\"prompt_tokens\": [3], \"answers_tokens\": []}", "is empty");
+    bad("{\"prompt_tokens\": [3], \"answers_tokens\": [[]]}", "is empty");
+    bad(
+        "{\"prompt_tokens\": [3], \"question_tokens\": [], \"answer_tokens\": [4]}",
+        "is empty",
+    );
+    bad(
+        "{\"turns\": [{\"prompt_tokens\": [3], \"answers_tokens\": [[4]]}]}",
+        "several answers",
+    );
+    let both = kvsmith(&format!(
+        "eval {} --tokens x.json --methods topk --reads 0.1 --budgets 0.1",
+        eval.files
+    ));
+    both.fails(2, "--reads", "");
+    for share in ["0", "1", "1.5", "-0.1", "x"] {
+        let options = format!("--tokens x.json --methods topk --reads={share}");
+        kvsmith(&format!("eval {} {options}", eval.files)).fails(2, "between 0 and 1", "");
+    }
+}
