@@ -54,7 +54,8 @@ pub struct Args {
     /// How decode steps choose what they read (default: the first of a2ats, selfindex and lfps that the artifact is for, else full)
     #[arg(long, value_enum)]
     method: Option<MethodName>,
-    /// Positions chosen per KV head and step: a fraction of the context (up to 1) or a whole number
+    /// Positions chosen per KV head and step: a fraction of the context (up to 1) or a whole number. Sinks and
+    /// window, the index, and keys that a method reads to rank them come on top
     #[arg(long, value_name = "X", default_value = "0.06", value_parser = parse_budget)]
     budget: Budget,
     /// Most tokens to generate
