@@ -160,15 +160,31 @@ DEVICE double total_of(const double* parts, u32 blocks, u32 stride, u32 i) {
     return block_total(sum);
 }
 
-// Sums both tables over a block's candidates: parts `[b,h,blocks,2]`.
-KERNEL(256, 1, lfps_sums, const float* tables, const double* factors, const u32* spans, double* parts, u32 capacity) {
+// The positions `[from,to)` of which mean, deviation and kurtosis are taken: with `all` every visible position that is
+// no sink, else the candidates.
+struct Population {
+    u32 from, to;
+
+    DEVICE bool has(u32 p) const { return p >= from && p < to; }
+    DEVICE u32 size() const { return to - from; }
+};
+
+DEVICE Population population_of(const u32* span, u32 sinks, u32 all) {
+    if (!all) return {span[0] + span[1], span[2]};
+    return {smaller(span[0] > sinks ? span[0] : sinks, span[3]), span[3]};
+}
+
+// Sums both tables over a block's part of the population: parts `[b,h,blocks,2]`.
+KERNEL(256, 1, lfps_sums, const float* tables, const double* factors, const u32* spans, double* parts, u32 capacity,
+       u32 sinks, u32 all) {
     u32 head = blockIdx.z * gridDim.y + blockIdx.y;
     const u32* span = spans + 4 * blockIdx.z;
+    Population population = population_of(span, sinks, all);
     Tables own = tables_of(tables, factors, span, head, capacity);
     double vertical = 0, slash = 0;
     for (u32 i = threadIdx.x; i < SCAN; i += 256) {
         u32 p = blockIdx.x * SCAN + i;
-        if (p < span[0] + span[1] || p >= span[2]) continue;
+        if (!population.has(p)) continue;
         vertical += own.by_position(p), slash += own.by_distance(p);
     }
     vertical = block_sum(vertical), slash = block_sum(slash);
@@ -179,16 +195,17 @@ KERNEL(256, 1, lfps_sums, const float* tables, const double* factors, const u32*
 // Sums the second and fourth powers of the deviations from the means, which follow from parts `[b,h,blocks,2]`: moments
 // `[b,h,blocks,4]`.
 KERNEL(256, 1, lfps_moments, const float* tables, const double* factors, const u32* spans, const double* parts,
-       double* moments, u32 capacity) {
+       double* moments, u32 capacity, u32 sinks, u32 all) {
     u32 head = blockIdx.z * gridDim.y + blockIdx.y;
     const u32* span = spans + 4 * blockIdx.z;
+    Population population = population_of(span, sinks, all);
     Tables own = tables_of(tables, factors, span, head, capacity);
     parts += (u64)head * gridDim.x * 2;
-    double n = span[2] - span[0] - span[1], sums[4] = {};
+    double n = population.size(), sums[4] = {};
     double vertical = total_of(parts, gridDim.x, 2, 0) / n, slash = total_of(parts, gridDim.x, 2, 1) / n;
     for (u32 i = threadIdx.x; i < SCAN; i += 256) {
         u32 p = blockIdx.x * SCAN + i;
-        if (p < span[0] + span[1] || p >= span[2]) continue;
+        if (!population.has(p)) continue;
         double v = own.by_position(p) - vertical, s = own.by_distance(p) - slash;
         v *= v, s *= s;
         sums[0] += v, sums[1] += v * v, sums[2] += s, sums[3] += s * s;
@@ -210,10 +227,10 @@ DEVICE double kurtosis(double m2, double m4) {
 // Computes thresholds `[b,h,4]`: for each table, the value above which an entry makes a candidate; then the tables'
 // means. With `balanced`, the table with the larger kurtosis has the lower threshold.
 KERNEL(256, 1, lfps_thresholds, const double* constants, const u32* spans, const double* parts, const double* moments,
-       double* thresholds, u32 blocks, u32 balanced) {
+       double* thresholds, u32 blocks, u32 balanced, u32 sinks, u32 all) {
     u32 head = blockIdx.z * gridDim.y + blockIdx.y;
     const u32* span = spans + 4 * blockIdx.z;
-    double n = span[2] - span[0] - span[1], means[2], powers[4];
+    double n = population_of(span, sinks, all).size(), means[2], powers[4];
     if (n == 0) n = 1;
 UNROLL
     for (u32 i = 0; i < 2; i++) means[i] = total_of(parts + (u64)head * blocks * 2, blocks, 2, i) / n;

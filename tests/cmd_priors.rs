@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use common::*;
 use kvsmith::artifact::Artifact;
 use kvsmith::dump::{Dump, State};
+use kvsmith::method::lfps::Population;
 use kvsmith::method::lfps::priors::{
     ALPHAS, GAMMAS, LAGS, Priors, SCALARS, SLASH, THETAS, VERT, slash_bucket, slash_width,
 };
@@ -190,8 +191,9 @@ fn mass(weights: &[f64], at: &[usize]) -> f64 {
     at.iter().map(|i| weights[*i]).sum()
 }
 
-/// Which of the places `0..n` the candidates and their neighbours are.
-fn expanded(v: &[f64], s: &[f64], alpha: f64) -> Vec<bool> {
+/// Which of the places `0..n` the candidates and their neighbours are; mean, deviation and kurtosis are those of the first
+/// `population` places.
+fn expanded(v: &[f64], s: &[f64], alpha: f64, population: usize) -> Vec<bool> {
     let kurtosis = |x: &[f64]| {
         let m = mean(x);
         let central = |e: i32| mean(&x.iter().map(|v| (v - m).powi(e)).collect::<Vec<_>>());
@@ -201,11 +203,14 @@ fn expanded(v: &[f64], s: &[f64], alpha: f64) -> Vec<bool> {
             central(4) / central(2).powi(2)
         }
     };
-    let (kv, ks) = (kurtosis(v), kurtosis(s));
-    let tau_v = mean(v) + alpha * std(v) * 2.0 * ks / (kv + ks);
-    let tau_s = mean(s) + alpha * std(s) * 2.0 * kv / (kv + ks);
+    let [[mean_v, std_v, kv], [mean_s, std_s, ks]] = [v, s].map(|x| match &x[..population] {
+        [] => [0.0, 0.0, 3.0],
+        x => [mean(x), std(x), kurtosis(x)],
+    });
+    let tau_v = mean_v + alpha * std_v * 2.0 * ks / (kv + ks);
+    let tau_s = mean_s + alpha * std_s * 2.0 * kv / (kv + ks);
     let candidate = |i: usize| v[i] > tau_v || s[i] > tau_s;
-    let (n, mean_v, mean_s) = (v.len(), mean(v), mean(s));
+    let n = v.len();
     (0..n)
         .map(|j| {
             let near = (0..n).any(|i| (-1..=2).contains(&(j as i64 - i as i64)) && candidate(i));
@@ -299,8 +304,8 @@ fn check_static(naive: &Naive, slash: &[f32], vert: &[f32], scalar: &dyn Fn(&str
     }
 }
 
-/// Compares what looks back.
-fn check_dynamic(naive: &Naive, scalar: &dyn Fn(&str) -> f64, what: &str) {
+/// Compares what looks back; with `window`, the thresholds are those of the positions before the last so many.
+fn check_dynamic(naive: &Naive, window: usize, scalar: &dyn Fn(&str) -> f64, what: &str) {
     let anchors = naive.anchors();
     let tolerance = tolerance(naive);
     let close = |name: &str, a: f64, e: f64| {
@@ -351,7 +356,7 @@ fn check_dynamic(naive: &Naive, scalar: &dyn Fn(&str) -> f64, what: &str) {
         .collect();
     let kept = ALPHAS.map(|alpha| {
         let share = |(own, best, (v, s)): &(Vec<f64>, Vec<usize>, Tables)| {
-            let found = expanded(v, s, alpha);
+            let found = expanded(v, s, alpha, v.len().saturating_sub(window));
             let inside: Vec<usize> = best.iter().copied().filter(|i| found[*i]).collect();
             mass(own, &inside) / mass(own, best)
         };
@@ -428,6 +433,52 @@ fn a_trained_model_agrees_too() {
 }
 
 #[test]
+fn alpha_belongs_to_the_population_of_the_thresholds() {
+    let scratch = Scratch::new();
+    let data = root().join("calib-data").display().to_string();
+    let command = format!(
+        "dump --model {data}/model --text {data}/text.txt --max-tokens 400 --uuid-tokens 0 --seq-len 320 \
+         --wrope-position 140 --queries --dtype f32"
+    );
+    let path = scratch.make("dump", &command);
+    let dump = Dump::open(path.as_ref()).unwrap();
+    let make = |name: &str, options: &str| scratch.make(name, &format!("priors --dump {path} {options}"));
+    let of = |out: &str| {
+        check_all(&dump, out, out, 2);
+        let artifact = Artifact::open(out.as_ref(), SECTIONS).unwrap();
+        let recorded = artifact.section("lfps").unwrap().manifest.params["population"].clone();
+        let priors = Priors::load(&artifact).unwrap();
+        let alphas: Vec<f32> = (0..8).map(|i| priors.head(i / 4, i % 4).alpha).collect();
+        (recorded, priors.population, alphas)
+    };
+    let candidates = make("candidates.st", "--lfps-population candidates");
+    let (default, all) = (make("default.st", ""), make("all.st", "--lfps-population all"));
+    assert_eq!(std::fs::read(&default).unwrap(), std::fs::read(&all).unwrap());
+    let (all, candidates) = (of(&all), of(&candidates));
+    assert_eq!((&all.0, all.1), (&json!("all"), Population::All));
+    assert_eq!(
+        (&candidates.0, candidates.1),
+        (&json!("candidates"), Population::Candidates)
+    );
+    assert_ne!(all.2, candidates.2);
+
+    // A section of the time before there was a choice.
+    let earlier = scratch.path("earlier.st");
+    with_manifest(&default, &earlier, |manifest| {
+        let section = manifest["sections"]["lfps"].as_object_mut().unwrap();
+        section.remove("population").unwrap();
+        section.remove("population_window").unwrap();
+    });
+    let earlier = Artifact::open(earlier.as_ref(), SECTIONS).unwrap();
+    assert_eq!(Priors::load(&earlier).unwrap().population, Population::All);
+    let odd = scratch.path("odd.st");
+    with_manifest(&default, &odd, |manifest| {
+        manifest["sections"]["lfps"]["population"] = json!("some");
+    });
+    kvsmith(&format!("inspect {odd}")).fails(1, "`sections.lfps.population` is not valid", "make the section again");
+}
+
+#[test]
 fn long_blocks_fill_every_kind_of_bucket() {
     let scratch = Scratch::new();
     // Rows from 1,024 on rather than from the middle, offsets beyond 512, i/p down to 2^-4.
@@ -444,6 +495,10 @@ fn check_all(dump: &Dump, out: &str, name: &str, layers: usize) {
     let (slash, vert) = (read("lfps.slash", SLASH), read("lfps.vert", VERT));
     let scalars = read("lfps.scalars", SCALARS.len());
     let priors = Priors::load(&artifact).unwrap();
+    let window = match priors.population {
+        Population::All => 0,
+        Population::Candidates => 64,
+    };
     let quality = artifact.section("lfps").unwrap().quality;
     let r = h / dump.sizes.n_kv_heads;
     for at in 0..h * l.min(layers) {
@@ -458,7 +513,7 @@ fn check_all(dump: &Dump, out: &str, name: &str, layers: usize) {
             &vert[at * VERT..(at + 1) * VERT],
         );
         check_static(&naive, slash, vert, &scalar, &what);
-        check_dynamic(&naive, &scalar, &what);
+        check_dynamic(&naive, window, &scalar, &what);
 
         let prior = priors.head(at / h, at % h);
         assert_eq!((&prior.slash[..], &prior.vert[..]), (slash, vert));
@@ -602,6 +657,28 @@ fn a_dump_without_queries_is_refused() {
     assert_eq!(scratch.list(""), ["dump", "tokens.json"]);
 }
 
+fn hex(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// Edits the manifest of a section file, and seals it again.
+fn with_manifest(path: &str, to: &str, edit: impl Fn(&mut Value)) {
+    let bytes = std::fs::read(path).unwrap();
+    let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let mut json: Value = serde_json::from_slice(&bytes[8..header]).unwrap();
+    let text = json["__metadata__"]["kvsmith"].as_str().unwrap();
+    let mut manifest: Value = serde_json::from_str(text).unwrap();
+    manifest.as_object_mut().unwrap().remove("manifest_sha256");
+    edit(&mut manifest);
+    let seal = hex(manifest.to_string().as_bytes());
+    manifest["manifest_sha256"] = json!(seal);
+    json["__metadata__"]["kvsmith"] = json!(manifest.to_string());
+    let mut text = json.to_string();
+    text += &" ".repeat(text.len().next_multiple_of(8) - text.len());
+    let length = (text.len() as u64).to_le_bytes();
+    std::fs::write(to, [&length, text.as_bytes(), &bytes[header..]].concat()).unwrap();
+}
+
 /// Replaces one value of a tensor, and makes every digest fit again.
 fn with_value(path: &str, to: &str, tensor: &str, at: usize, value: f32) {
     let mut tensors = read_tensors(path);
@@ -610,7 +687,6 @@ fn with_value(path: &str, to: &str, tensor: &str, at: usize, value: f32) {
     let mut json: Value = serde_json::from_slice(&bytes[8..header]).unwrap();
     let text = json["__metadata__"]["kvsmith"].as_str().unwrap();
     let mut manifest: Value = serde_json::from_str(text).unwrap();
-    let hex = |bytes: &[u8]| -> String { Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect() };
     let data = &mut tensors.get_mut(tensor).unwrap().bytes;
     data[4 * at..4 * at + 4].copy_from_slice(&value.to_le_bytes());
     manifest["sections"]["lfps"]["sha256"][tensor] = json!(hex(data));

@@ -46,7 +46,7 @@ use marks::marks;
 pub use params::LfpsParams;
 use priors::Priors;
 pub use table::Table;
-pub use threshold::{OFFSETS, Threshold};
+pub use threshold::{OFFSETS, Population, Threshold};
 
 /// The declaration of `lfps`.
 pub static METHOD: Declaration = Declaration {
@@ -69,6 +69,7 @@ impl LfpsMethod {
     /// # Errors
     /// No prompt rows and no priors: the tables would stay empty.
     pub fn new(params: &LfpsParams, artifact: Option<&Artifact>) -> Result<Self> {
+        let mut params = *params;
         let artifact = artifact.filter(|a| a.has(priors::SECTION));
         if artifact.is_none() && params.lfps_rows == 0 {
             return Err(
@@ -76,10 +77,10 @@ impl LfpsMethod {
                     .hint("`kvsmith calibrate` makes one"),
             );
         }
-        Ok(Self {
-            params: *params,
-            priors: artifact.map(Priors::load).transpose()?,
-        })
+        let priors = artifact.map(Priors::load).transpose()?;
+        let calibrated = priors.as_ref().map(|priors| priors.population);
+        params.lfps_population = params.lfps_population.or(calibrated);
+        Ok(Self { params, priors })
     }
 
     /// Returns the empty state of a KV head.
@@ -189,9 +190,14 @@ impl Lfps {
     /// Returns the candidates of query head `a`.
     fn candidates(&mut self, a: usize, step: &Step) -> Places {
         let (c, t) = (step.candidates.clone(), step.visible.end - 1);
+        let population = match self.params.population() {
+            Population::All => self.rest(&step.visible),
+            Population::Candidates => c.clone(),
+        };
         let head = &mut self.heads[a];
-        let vertical = head.vertical.entries(c.clone(), false);
-        let slash = head.slash.entries(t + 1 - c.end..t + 1 - c.start, true);
+        let distances = |positions: &Range<usize>| t + 1 - positions.end..t + 1 - positions.start;
+        let slash = head.slash.entries(distances(&c), distances(&population), true);
+        let vertical = head.vertical.entries(c.clone(), population, false);
         let rule = self.params.lfps_threshold;
         let mut places = Places::from(marks(
             &vertical,

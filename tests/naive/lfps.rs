@@ -1,7 +1,7 @@
 //! LFPS.
 
 use kvsmith::kv::packed::Center;
-use kvsmith::method::lfps::{Lfps, LfpsMethod, LfpsParams, Threshold};
+use kvsmith::method::lfps::{Lfps, LfpsMethod, LfpsParams, Population, Threshold};
 
 use super::head::cases;
 use super::*;
@@ -15,6 +15,7 @@ pub fn check() {
             lfps_alpha: pick(rng, &[None, Some(0.0), Some(0.5)]),
             lfps_theta: pick(rng, &[0.85, 0.85, 0.6, 1.0]),
             lfps_threshold: pick(rng, &[Threshold::Kurtosis, Threshold::MeanStd]),
+            lfps_population: pick(rng, &[None, Some(Population::All), Some(Population::Candidates)]),
             ..LfpsParams::default()
         };
         let program = LfpsMethod::new(&params, None).unwrap().head(place);
@@ -213,9 +214,10 @@ impl NaiveLfps {
         Ok(estimates)
     }
 
-    /// Eq. 7-9 with every limit moved by a share.
-    fn marked(&self, tables: [&[f64]; 2], moved: f64) -> BTreeSet<usize> {
-        let [[mean_v, sd_v, kurt_v], [mean_s, sd_s, kurt_s]] = tables.map(moments);
+    /// Eq. 7-9 with every limit moved by a share: `tables` at the candidates, and `population`, of which mean, deviation
+    /// and kurtosis are taken.
+    fn marked(&self, tables: [&[f64]; 2], population: [&[f64]; 2], moved: f64) -> BTreeSet<usize> {
+        let [[mean_v, sd_v, kurt_v], [mean_s, sd_s, kurt_s]] = population.map(moments);
         let alpha = self.params.lfps_alpha.unwrap_or(0.2);
         let (share_v, share_s) = match self.params.lfps_threshold {
             Threshold::MeanStd => (1.0, 1.0),
@@ -245,14 +247,19 @@ impl NaiveLfps {
         let step = history.step();
         let tables = self.tables(history, a, history.events.len() - 1);
         let get = |table: &[f64], i: usize| table.get(i).copied().unwrap_or(0.0);
-        let vertical: Vec<f64> = (step.candidates.clone())
-            .map(|p| get(&tables.vertical, p))
-            .collect();
-        let slash: Vec<f64> = (step.candidates.clone())
-            .map(|p| get(&tables.slash, step.t - p))
-            .collect();
+        let both = |positions: &[usize]| -> [Vec<f64>; 2] {
+            let vertical = positions.iter().map(|p| get(&tables.vertical, *p));
+            let slash = positions.iter().map(|p| get(&tables.slash, step.t - p));
+            [vertical.collect(), slash.collect()]
+        };
+        let candidates: Vec<usize> = step.candidates.clone().collect();
+        let population = match self.params.lfps_population {
+            Some(Population::Candidates) => both(&candidates),
+            _ => both(&history.non_sinks(step.t)),
+        };
+        let [vertical, slash] = both(&candidates);
         let with = |moved| -> BTreeSet<usize> {
-            let marked = self.marked([&vertical, &slash], moved);
+            let marked = self.marked([&vertical, &slash], population.each_ref().map(|t| &t[..]), moved);
             let recent = (step.t + 1).saturating_sub(5)..step.t + 1;
             (marked.iter().map(|i| step.candidates.start + i))
                 .chain(recent.filter(|p| step.candidates.contains(p)))
@@ -268,7 +275,7 @@ impl NaiveLfps {
             let [mean, sd, _] = moments(x);
             mean > 0.0 && sd < 1e-5 * mean
         };
-        if flat(&vertical) || flat(&slash) {
+        if population.iter().any(|table| flat(table)) {
             marks.certain.clear();
             marks.possible = step.candidates.clone().collect();
         }

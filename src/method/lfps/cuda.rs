@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::kv::cuda::attend::{Attention, LayerRows, Rest};
 use crate::kv::cuda::{Limits, Positions, SCAN, Selection, Shape};
 use crate::method::lfps as method;
-use crate::method::lfps::{QueryHead, Threshold};
+use crate::method::lfps::{Population, QueryHead, Threshold};
 
 /// Positions per block when candidates are marked and scored.
 const SCORED: usize = 256;
@@ -90,6 +90,8 @@ pub struct Lfps<'d> {
     theta: f64,
     /// Whether the table with the larger kurtosis has the lower threshold.
     is_balanced: bool,
+    /// The positions of which the thresholds take mean and deviation.
+    population: Population,
     /// `[b,h,2,capacity]`, still without the factors `[b,h,2]`: by position, and by distance.
     pub tables: Buffer<'d, f32>,
     /// The tables' factors.
@@ -124,6 +126,7 @@ impl<'d> Lfps<'d> {
             limits: *limits,
             theta: params.lfps_theta,
             is_balanced: params.lfps_threshold == Threshold::Kurtosis,
+            population: params.population(),
             tables: Buffer::zeros(driver, "tables of attention", h * 2 * shape.capacity)?,
             factors: Buffer::of(driver, "factors of tables", &vec![1.0; h * 2])?,
             constants: Buffer::zeros(driver, "constants of heads", h * CONSTANTS)?,
@@ -242,12 +245,15 @@ impl<'d> Lfps<'d> {
         let (parts, moments) = (space.parts.ptr(), space.moments.ptr());
         let capacity = self.shape.capacity;
         let grid = self.grid(SCAN, self.query_heads());
+        let (sinks, all) = (self.sinks(), usize::from(self.population == Population::All));
         kernels::LfpsSums {
             tables,
             factors,
             spans,
             parts,
             capacity,
+            sinks,
+            all,
         }
         .launch(self.driver, grid)?;
         kernels::LfpsMoments {
@@ -257,6 +263,8 @@ impl<'d> Lfps<'d> {
             parts,
             moments,
             capacity,
+            sinks,
+            all,
         }
         .launch(self.driver, grid)?;
         kernels::LfpsThresholds {
@@ -266,6 +274,8 @@ impl<'d> Lfps<'d> {
             moments,
             thresholds: space.thresholds.ptr(),
             blocks: grid[0],
+            sinks,
+            all,
             balanced: usize::from(self.is_balanced),
         }
         .launch(self.driver, [1, grid[1], grid[2]])

@@ -15,7 +15,9 @@ pub(super) struct Entries<'a> {
     pub factor: f64,
     /// The indices of the candidates' entries.
     pub range: Range<usize>,
-    /// The sums of the first four powers of the candidates' values.
+    /// The indices of the entries of which mean, deviation and kurtosis are taken.
+    pub population: Range<usize>,
+    /// The sums of the first four powers of the population's values.
     pub powers: [f64; 4],
     /// Whether the last candidate comes first.
     pub is_reversed: bool,
@@ -53,18 +55,23 @@ impl Entries<'_> {
 
     /// Returns the entry of candidate `i`.
     pub fn get(&self, i: usize) -> f64 {
-        let value = self.values.get(self.place(i)).copied().unwrap_or(0.0);
+        self.at(self.place(i))
+    }
+
+    /// Returns the entry with an index.
+    fn at(&self, index: usize) -> f64 {
+        let value = self.values.get(index).copied().unwrap_or(0.0);
         f64::from(value) * self.factor
     }
 
-    /// Returns mean, deviation and kurtosis: from the sums of powers, or in two passes if these cancel out.
+    /// Returns mean, deviation and kurtosis of the population: from the sums of powers, or in two passes if these cancel out.
     pub fn shape(&self) -> TableStats {
-        let (n, mut factor) = (self.range.len() as f64, 1.0);
+        let (n, mut factor) = (self.population.len() as f64, 1.0);
         let means = self.powers.map(|sum| {
             factor *= self.factor;
             sum * factor / n
         });
-        let all = || (0..self.range.len()).map(|i| self.get(i)).collect::<Vec<f64>>();
+        let all = || self.population.clone().map(|i| self.at(i)).collect::<Vec<f64>>();
         TableStats::of_powers(means).unwrap_or_else(|| TableStats::of(&all()))
     }
 }
@@ -137,7 +144,7 @@ mod tests {
             (0..5000).for_each(|i| table.add(i, value(i)));
             table.decay(0.3);
             let all: Vec<f64> = (7..4000).map(|i| table.get(i)).collect();
-            let (expected, shape) = (TableStats::of(&all), table.entries(7..4000, false).shape());
+            let (expected, shape) = (TableStats::of(&all), table.entries(50..60, 7..4000, false).shape());
             for (x, y) in parts(&shape).into_iter().zip(parts(&expected)) {
                 assert!((x - y).abs() <= 1e-9 * y.abs(), "{case}: {x} {y}");
             }

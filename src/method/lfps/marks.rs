@@ -182,8 +182,8 @@ mod tests {
                     let v = values(n - missing, 1 + case as u32, coarse);
                     let s = values(n - missing / 2, 100 + case as u32, coarse);
                     let (mut v, mut s) = (table_of(&v, start, factor), table_of(&s, start / 2, factor));
-                    let vertical = v.entries(start..start + n, false);
-                    let slash = s.entries(start / 2..start / 2 + n, true);
+                    let vertical = v.entries(start..start + n, start..start + n, false);
+                    let slash = s.entries(start / 2..start / 2 + n, 0..start + n, true);
                     [0.0, 0.2, 1.3]
                         .iter()
                         .for_each(|alpha| check(&vertical, &slash, *alpha));
@@ -203,7 +203,7 @@ mod tests {
             [0.5, 1.0, 1.5, 1.0],
         ] {
             let (mut a, mut b) = (table_of(&some, 0, 0.7), table_of(&odd, 0, 0.7));
-            let (a, b) = (a.entries(0..4, false), b.entries(0..4, true));
+            let (a, b) = (a.entries(0..4, 0..4, false), b.entries(0..4, 0..4, true));
             for alpha in [0.0, 0.2] {
                 check(&a, &b, alpha);
                 check(&b, &a, alpha);

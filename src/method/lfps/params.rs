@@ -1,6 +1,6 @@
 //! The parameters of lfps, as flags.
 
-use super::threshold::Threshold;
+use super::threshold::{Population, Threshold};
 
 /// The parameters of lfps.
 #[derive(Clone, Copy, Debug, clap::Args)]
@@ -21,6 +21,17 @@ pub struct LfpsParams {
     /// lfps: how the thresholds are set
     #[arg(long, value_enum, default_value_t = Threshold::Kurtosis)]
     pub lfps_threshold: Threshold,
+    /// lfps: positions whose scores give the thresholds' mean and deviation: every one but the sinks, or the candidates
+    /// alone (default: as calibrated, else all)
+    #[arg(long, value_enum)]
+    pub lfps_population: Option<Population>,
+}
+
+impl LfpsParams {
+    /// Returns the positions over which the thresholds' mean and deviation are taken.
+    pub fn population(&self) -> Population {
+        self.lfps_population.unwrap_or_default()
+    }
 }
 
 impl Default for LfpsParams {
@@ -31,6 +42,7 @@ impl Default for LfpsParams {
             lfps_alpha: None,
             lfps_theta: 0.85,
             lfps_threshold: Threshold::Kurtosis,
+            lfps_population: None,
         }
     }
 }

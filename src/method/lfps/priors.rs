@@ -14,7 +14,7 @@ mod section;
 
 use std::sync::Arc;
 
-use super::threshold::OFFSETS;
+use super::threshold::{OFFSETS, Population};
 use crate::artifact::Artifact;
 use crate::error::Result;
 pub use section::LfpsSection;
@@ -23,6 +23,9 @@ pub use section::LfpsSection;
 pub const SECTION: &str = "lfps";
 /// First positions, which every step attends and no table contains.
 pub const SINKS: usize = 4;
+/// Last positions that are no candidates when alpha is measured with [`Population::Candidates`]; the default of
+/// `--window`.
+pub const WINDOW: usize = 64;
 /// Rows before an anchor that fill its tables.
 pub const HISTORY: usize = 32;
 /// Values of the decay, in the order in which ties are decided.
@@ -179,6 +182,8 @@ impl HeadPrior {
 
 /// The priors of every query head.
 pub struct Priors {
+    /// The positions of which calibration took the thresholds' mean and deviation.
+    pub population: Population,
     n_heads: usize,
     heads: Vec<Arc<HeadPrior>>,
 }
@@ -197,6 +202,7 @@ impl Priors {
             .map(|((slash, vert), scalars)| Arc::new(HeadPrior::new(slash, vert, *scalars)))
             .collect();
         Ok(Self {
+            population: section::population(&section.manifest.params)?,
             n_heads: artifact.sizes.n_heads,
             heads,
         })

@@ -83,15 +83,21 @@ impl Table {
         (&self.values, self.factor)
     }
 
-    /// Returns the entries of a range of indices, with the sums of their powers.
-    pub(super) fn entries(&mut self, range: Range<usize>, is_reversed: bool) -> Entries<'_> {
-        self.sums.follow(&range, &self.values);
+    /// Returns the entries of a range of indices, with the sums of the powers of a population's.
+    pub(super) fn entries(
+        &mut self,
+        range: Range<usize>,
+        population: Range<usize>,
+        is_reversed: bool,
+    ) -> Entries<'_> {
+        self.sums.follow(&population, &self.values);
         Entries {
             values: &self.values,
             maxima: &self.maxima,
             factor: self.factor,
             powers: self.sums.powers,
             range,
+            population,
             is_reversed,
         }
     }
@@ -190,7 +196,7 @@ mod tests {
             }
             // Ends that move forth and back, a little or a lot.
             let range = next(3)..n - next(if step % 20 == 0 { 500 } else { 50 });
-            let powers = table.entries(range.clone(), false).powers;
+            let powers = table.entries(0..1, range.clone(), false).powers;
             let bound = (range.len() + 32 + 8 * table.sums.changes) as f64 * f64::EPSILON / 2.0;
             followed += usize::from(table.sums.changes > 0);
             let (values, _) = table.parts();
@@ -214,9 +220,9 @@ mod tests {
     fn a_nan_is_in_the_sums() {
         let mut table = Table::default();
         (0..300).for_each(|i| table.add(i, 1.0));
-        assert!(table.entries(0..300, false).powers[0] == 300.0);
+        assert!(table.entries(0..1, 0..300, false).powers[0] == 300.0);
         table.add(7, f64::NAN);
-        assert!(table.entries(0..300, false).powers.iter().all(|p| p.is_nan()));
+        assert!(table.entries(0..1, 0..300, false).powers.iter().all(|p| p.is_nan()));
         assert!(table.maxima[0] == f32::INFINITY);
     }
 }

@@ -1,5 +1,7 @@
 //! The candidates that the tables propose: thresholds and neighbours, arXiv 2506.15704, Eq. 7-9.
 
+use serde::{Deserialize, Serialize};
+
 /// How the thresholds of the tables are set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Threshold {
@@ -9,6 +11,17 @@ pub enum Threshold {
     MeanStd,
     /// As many candidates as the paper reports for this length and alpha.
     Budget,
+}
+
+/// The positions over which mean, deviation and kurtosis of a table are taken.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Population {
+    /// Every visible position that is no sink, the window included.
+    #[default]
+    All,
+    /// The candidates: visible positions outside the static set.
+    Candidates,
 }
 
 /// The neighbours that become candidates together with a position, if a table has them above its mean.

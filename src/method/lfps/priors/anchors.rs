@@ -6,10 +6,10 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::super::constants::{GAMMA, LOCAL};
-use super::super::threshold::{TableStats, balanced, expanded};
+use super::super::threshold::{Population, TableStats, balanced, expanded};
 use super::fit::{SampledHead, softmax};
 use super::sample::Tile;
-use super::{ALPHAS, GAMMAS, HISTORY, LAGS, MIN_TOP_K, SHARE, TOP_DIVISOR};
+use super::{ALPHAS, GAMMAS, HISTORY, LAGS, MIN_TOP_K, SHARE, TOP_DIVISOR, WINDOW};
 use crate::compute::attention::visible;
 use crate::compute::simd;
 
@@ -92,6 +92,8 @@ struct AnchorWeights {
     seen: Vec<Range<usize>>,
     /// Positions that the anchor sees, sinks included.
     n_visible: usize,
+    /// The number of non-sinks, from the first, of which the thresholds take mean and deviation.
+    population: usize,
 }
 
 impl AnchorWeights {
@@ -109,11 +111,16 @@ impl AnchorWeights {
             softmax(&mut line[own.clone()]);
             seen.push(own);
         }
+        let n = seen[HISTORY].len();
         Self {
             weights,
             width: span.len(),
             seen,
             n_visible: visible(p, head.window).len(),
+            population: match head.population {
+                Population::All => n,
+                Population::Candidates => n.saturating_sub(WINDOW),
+            },
         }
     }
 
@@ -180,7 +187,9 @@ impl AnchorWeights {
         let (vertical, slash) = (wide(vertical), wide(slash));
         let k = (self.n_visible / TOP_DIVISOR).max(MIN_TOP_K).min(weights.len());
         let best = top(weights, k);
-        let (of_vertical, of_slash) = (TableStats::of(&vertical), TableStats::of(&slash));
+        let population = ..self.population;
+        let of_vertical = TableStats::of(&vertical[population]);
+        let of_slash = TableStats::of(&slash[population]);
         let weight = |i: &u32| f64::from(weights[*i as usize]);
         let all: f64 = best.iter().map(weight).sum();
         ALPHAS.map(|alpha| {

@@ -7,6 +7,7 @@ use rayon::prelude::*;
 use serde_json::{Map, Value};
 
 use super::super::constants::LOCAL;
+use super::super::threshold::Population;
 use super::anchors::{self, Dynamic};
 use super::sample::{Sample, Tile};
 use super::section::{self, LfpsSection};
@@ -28,6 +29,8 @@ const SUM_TILE: usize = 256;
 /// on the number of threads.
 pub(super) struct PriorsFit {
     pub sample: Sample,
+    /// The positions of which the thresholds take mean and deviation.
+    pub population: Population,
 }
 
 impl Fit for PriorsFit {
@@ -36,7 +39,7 @@ impl Fit for PriorsFit {
     }
 
     fn params(&self) -> Result<Map<String, Value>> {
-        section::manifest()
+        section::manifest(self.population)
     }
 
     fn query_rows(&self) -> &[usize] {
@@ -61,6 +64,7 @@ impl Fit for PriorsFit {
                     queries: queries.view(),
                     sample: &self.sample,
                     window: states.window,
+                    population: self.population,
                 };
                 let at = |e: Error| e.context(format!("priors of query head {query_head}"));
                 fits.push(fit_head(&head).map_err(at)?);
@@ -118,6 +122,8 @@ pub(super) struct SampledHead<'a> {
     pub queries: ArrayView2<'a, f32>,
     pub sample: &'a Sample,
     pub window: Option<usize>,
+    /// The positions of which the thresholds take mean and deviation.
+    pub population: Population,
 }
 
 impl SampledHead<'_> {
@@ -349,6 +355,7 @@ mod tests {
                 queries: queries.view(),
                 sample: &sample,
                 window,
+                population: Population::All,
             };
             let rows = TileSums::of(&head, &sample.tiles[0]).rows;
             assert_eq!(rows.len(), 7);

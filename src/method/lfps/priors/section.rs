@@ -1,6 +1,6 @@
 //! The section `lfps`: the priors of every query head.
 
-use clap::ArgMatches;
+use clap::{ArgMatches, Args, Command, FromArgMatches};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -8,8 +8,8 @@ use super::super::constants::{GAMMA, LOCAL};
 use super::fit::PriorsFit;
 use super::sample::Sample;
 use super::{
-    ALPHAS, EXACT, GAMMAS, HISTORY, LAGS, MIN_TOP_K, OFFSETS, RELATIVE, SECTION, SHARE, SINKS,
-    STRUCTURAL_END, THETAS, TOP_DIVISOR, anchors, sample, slash_start,
+    ALPHAS, EXACT, GAMMAS, HISTORY, LAGS, MIN_TOP_K, OFFSETS, Population, RELATIVE, SECTION, SHARE, SINKS,
+    STRUCTURAL_END, THETAS, TOP_DIVISOR, WINDOW, anchors, sample, slash_start,
 };
 use crate::artifact::{
     Column, Facts, Fit, FitInput, HeadReport, SectionKind, SectionView, object, share, table,
@@ -19,6 +19,11 @@ use crate::model::Sizes;
 use crate::progress::Log;
 use crate::store::Spec;
 
+/// The parameter that names the population of the thresholds.
+const POPULATION: &str = "population";
+/// The parameters that sections of earlier versions lack.
+const LATER: [&str; 2] = [POPULATION, "population_window"];
+
 /// Mean mass per offset bucket.
 pub const SLASH: &str = "lfps.slash";
 /// Mean mass per structural bucket.
@@ -26,8 +31,29 @@ pub const VERT: &str = "lfps.vert";
 /// The named scalars.
 pub const SCALARS: &str = "lfps.scalars";
 
+/// The flags of the fit.
+#[derive(Clone, Copy, Debug, Default, clap::Args)]
+#[group(skip)]
+pub struct PriorsParams {
+    /// Positions whose scores give the mean and deviation of lfps's thresholds: every one but the sinks, or the candidates
+    /// alone
+    #[arg(long, value_enum, default_value_t = Population::All)]
+    pub lfps_population: Population,
+}
+
+/// Reads the population of the thresholds from the section's parameters. A section without it was made before there
+/// was a choice, and by [`Population::All`].
+pub fn population(params: &Map<String, Value>) -> Result<Population> {
+    let recorded = params.get(POPULATION).map(Population::deserialize);
+    let invalid = |_| {
+        Error::failed(format!("`sections.lfps.{POPULATION}` is not valid"))
+            .hint("make the section again with this version of kvsmith")
+    };
+    recorded.transpose().map_err(invalid).map(Option::unwrap_or_default)
+}
+
 /// The section's parameters in the manifest.
-pub fn manifest() -> Result<Map<String, Value>> {
+pub fn manifest(population: Population) -> Result<Map<String, Value>> {
     object(&json!({
         "sinks": SINKS,
         "rope_space": "post",
@@ -51,6 +77,8 @@ pub fn manifest() -> Result<Map<String, Value>> {
         "alpha_share": SHARE,
         "k_share": SHARE,
         "threshold": "kurt_balanced",
+        "population": population,
+        "population_window": WINDOW,
         "expansion": OFFSETS,
         "thetas": THETAS,
         "lags": LAGS,
@@ -117,16 +145,25 @@ impl SectionKind for LfpsSection {
         }
     }
 
-    fn fit(&self, _: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>> {
+    fn flags(&self, command: Command) -> Command {
+        PriorsParams::augment_args(command)
+    }
+
+    fn fit(&self, flags: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>> {
+        let params = PriorsParams::from_arg_matches(flags).map_err(|e| Error::usage(e.to_string()))?;
         let sample = Sample::new(input.block_start, input.kept);
         warn_if_short(&sample, input.log);
-        Ok(Box::new(PriorsFit { sample }))
+        Ok(Box::new(PriorsFit {
+            sample,
+            population: params.lfps_population,
+        }))
     }
 
     /// Parameters of another version are refused, whose buckets or scalars may mean something else.
     fn specs(&self, params: &Map<String, Value>, sizes: Sizes) -> Result<Vec<Spec>> {
-        for (name, value) in manifest()? {
-            if params.get(&name) != Some(&value) {
+        for (name, value) in manifest(population(params)?)? {
+            let is_earlier = LATER.contains(&&name[..]) && !params.contains_key(&name);
+            if params.get(&name) != Some(&value) && !is_earlier {
                 return Err(Error::failed(format!("`sections.lfps.{name}` is not valid"))
                     .hint("make the section again with this version of kvsmith"));
             }
