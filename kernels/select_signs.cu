@@ -7,6 +7,9 @@
 #include "common.h"
 #include "scan.h"
 
+// PER_FULL: positions of the budget per full-precision token that is chosen first, as in src/method/selfindex/choose.rs.
+constexpr u32 PER_FULL = 38;
+
 // Computes the score of a row; adds byte by byte, in the order of the CPU.
 DEVICE float sign_score(const u32* row, const float* table, u32 words) {
     float sum = 0;
@@ -22,8 +25,8 @@ UNROLL
 }
 
 // Builds the score tables for the mean of the group's queries `[b,h,d]`. Then chooses the full-precision tokens that
-// are taken first: of full `[b,g,FULL]`, full_count `[b,g]` many, those with the best scores, within two fifths of
-// the budget; first `[b,g,FULL]` gets these positions, and 0xffffffff for the others. Clears the histograms of
+// are taken first: of full `[b,g,FULL]`, full_count `[b,g]` many, those with the best scores, one for every PER_FULL
+// of the budget; first `[b,g,FULL]` gets these positions, and 0xffffffff for the others. Clears the histograms of
 // best.cu.
 KERNEL_SHARED(256, 1, 16 * 32 * 4, sign_tables, const float* queries, const float* centroids, const u32* signs,
        const u32* full, const u32* full_count, const u32* spans, const u32* budgets, float* tables, u32* first,
@@ -57,7 +60,7 @@ KERNEL_SHARED(256, 1, 16 * 32 * 4, sign_tables, const float* queries, const floa
     // The positions are ascending, so the lower index is the lower position.
     u32 rank = 0;
     for (u32 j = 0; j < count; j++) rank += orders[j] > orders[i] || (orders[j] == orders[i] && j < i);
-    first[at * FULL + i] = visible && rank < (u32)((u64)budgets[blockIdx.z] * 2 / 5) ? full[i] : 0xffffffffu;
+    first[at * FULL + i] = visible && rank < budgets[blockIdx.z] / PER_FULL ? full[i] : 0xffffffffu;
 }
 
 // Computes the sort keys of the candidates and their first histogram. A block covers SCAN positions.

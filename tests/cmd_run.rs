@@ -255,6 +255,30 @@ fn random_choice_is_fixed_by_the_seed() {
     assert_ne!(trace(2), first);
 }
 
+/// A cache that holds its rows as they are keeps no full-precision tokens, so that none come first.
+#[test]
+fn full_precision_tokens_are_those_of_the_2_bit_cache() {
+    let data = root().join("calib-data").display().to_string();
+    let scratch = Scratch::new();
+    let text = std::fs::read_to_string(format!("{data}/heldout.txt")).unwrap();
+    let prompt = scratch.path("prompt.txt");
+    std::fs::write(&prompt, text.chars().take(6000).collect::<String>()).unwrap();
+    let trace = |options: &str| {
+        let path = scratch.path("trace");
+        kvsmith(&format!(
+            "run --model {data}/model --prompt-file {prompt} --max-new 6 --ignore-eos --window 16 --budget 160 --json \
+             --method selfindex --overwrite --trace {path} {options}"
+        ))
+        .ok();
+        std::fs::read_to_string(path).unwrap()
+    };
+    for kv in ["f32", "f16", "bf16"] {
+        let [some, none] = ["", "--sign-full 0"].map(|options| trace(&format!("--kv {kv} {options}")));
+        assert_eq!(some, none, "{kv}");
+    }
+    assert_ne!(trace("--kv 2bit"), trace("--kv 2bit --sign-full 0"));
+}
+
 /// Numbers of any size in a flag end in tokens or in a usage error.
 #[test]
 fn extreme_flags() {

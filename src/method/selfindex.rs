@@ -29,12 +29,11 @@ use super::cuda::CudaMethod;
 use super::declaration::Declaration;
 use super::{Choice, Method, Place, Prompt, Ranking, Reads, Retriever, Step, everything};
 use crate::artifact::Artifact;
-use crate::compute::attention::visible;
 use crate::error::{Error, Result};
 use crate::kv::KvType;
 use crate::kv::lines::AlignedVec;
 pub use crate::kv::packed::Center;
-use crate::kv::packed::{FULL, Layout, REFIT, best_scored, compressed, extend_signs, last_query, sign_bytes};
+use crate::kv::packed::{FULL, Layout, REFIT, compressed, extend_signs, sign_bytes};
 use choose::PatternScores;
 pub use fit::{centroids, pattern};
 use groups::sign;
@@ -177,10 +176,7 @@ impl SelfIndexMethod {
     pub fn head(&self, place: &Place) -> SelfIndex {
         let row = place.layer * self.n_kv_heads + place.kv_head;
         let calibrated = self.calibrated.as_ref().map(|c| c.row(row).to_vec());
-        SelfIndex {
-            most_full: self.full,
-            ..SelfIndex::new(place, self.center, self.source, calibrated)
-        }
+        SelfIndex::new(place, self.center, self.source, calibrated)
     }
 }
 
@@ -207,14 +203,14 @@ pub struct SelfIndex {
     center: Center,
     source: CentroidSource,
     calibrated: Option<Vec<f32>>,
-    most_full: usize,
     centre: Vec<f32>,
     sums: PatternSums,
     /// `[d/4,16,4]`.
     centroids: Vec<f32>,
     /// The signs of every position, in bytes; empty if the cache holds them.
     signs: AlignedVec<u8>,
-    /// The positions that are chosen first, ascending: those with the best scores of the last prompt query.
+    /// The positions that the 2-bit cache has in half precision, ascending, of which some are chosen first; none in a
+    /// cache that rounds nothing.
     full: Vec<u32>,
     ranking: Ranking,
 }
@@ -228,7 +224,6 @@ impl SelfIndex {
             center,
             source,
             centroids: calibrated.clone().unwrap_or_else(|| signs(d)),
-            most_full: FULL,
             calibrated,
             centre: vec![0.0; d],
             sums: PatternSums::new(d),
@@ -264,11 +259,6 @@ impl Retriever for SelfIndex {
                 self.centre = self.center.of_channels(rows);
                 self.signs.clear();
             }
-            let seen = visible(n - 1, self.place.model_window);
-            let old = self.full.iter().map(|p| *p as usize);
-            let candidates = old.chain(prompt.first..n).filter(|p| seen.contains(p));
-            let query = last_query(prompt.q_rope);
-            self.full = best_scored(&query, candidates, prompt.keys, self.most_full);
             extend_signs(&mut self.signs, rows, &self.centre);
         }
         if !matches!(self.source, CentroidSource::Offline | CentroidSource::Signs) {

@@ -103,9 +103,10 @@ impl Reference {
         let last = queries.index_axis(Axis(1), queries.dim().1 - 1);
         let query = last.mean_axis(Axis(0)).unwrap().to_vec();
         let seen = StaticSet::at(n - 1, case.limits.model_window, 0, 0).visible();
-        packed.prompt(keys, values, &query, seen);
+        packed.prompt(keys, values, &query, seen.clone());
+        // The cache has the full-precision tokens.
         let place = Place {
-            kv: KvType::F32,
+            kv: KvType::TwoBit,
             ..case.place(0)
         };
         let params = selfindex::SelfIndexParams {
@@ -122,8 +123,8 @@ impl Reference {
                 .unwrap()
                 .head(&place),
         };
-        let mut kv = KvHead::new(KvType::F32, d, n, Center::Median);
-        kv.extend(keys, values);
+        let mut kv = KvHead::new(KvType::TwoBit, d, n, layout);
+        kv.prompt(keys, values, &query, seen);
         index.prefill(&Prompt {
             first: 0,
             k_pre: keys.reborrow(),

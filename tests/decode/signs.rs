@@ -22,6 +22,8 @@ pub fn cases() -> Vec<Case> {
     vec![
         case("llama", [1, 2, 4, 128], 5000, share(0.06)),
         case("batch", [3, 1, 5, 64], 700, share(0.1)),
+        // All of the full-precision tokens come first.
+        case("large_budget", [1, 1, 4, 64], 3000, share(0.9)),
         case("d80", [1, 2, 1, 80], 500, share(0.2)),
         case("d96", [1, 1, 16, 96], 2500, share(0.05)),
         // The last byte of a row has one group.
@@ -87,7 +89,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
                 d,
             };
             let keys = &keys[at * shape.capacity..(at + 1) * shape.capacity];
-            check_keys(&exact, keys, set.candidates.clone(), &full[at], budget * 2 / 5);
+            check_keys(&exact, keys, set.candidates.clone(), &full[at], budget / 38);
             assert_eq!(
                 chosen[at],
                 best(keys, set.candidates, budget),

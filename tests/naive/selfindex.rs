@@ -1,5 +1,6 @@
 //! Self-Indexing KVCache: centroids of sign patterns.
 
+use kvsmith::kv::KvType;
 use kvsmith::kv::packed::Center;
 use kvsmith::method::Ranking;
 use kvsmith::method::selfindex::{CentroidSource, SelfIndex};
@@ -26,7 +27,10 @@ pub fn check() {
         let program = SelfIndex::new(place, center, source, calibrated.clone()).ranking(ranking);
         (program, NaiveSelfIndex::new(center, source, calibrated))
     };
-    cases(500, make, |_| ());
+    let mut shared = 0;
+    cases(500, make, |model: &NaiveSelfIndex| shared += model.shared);
+    println!("{shared} steps that take full-precision tokens first");
+    assert!(shared > 20, "{shared}");
 }
 
 /// Positions in full precision.
@@ -41,6 +45,8 @@ struct NaiveSelfIndex {
     full: BTreeSet<usize>,
     /// Whether the 64th and the 65th position were ever too close to tell.
     close: bool,
+    /// Steps in which some of them are chosen first.
+    shared: usize,
 }
 
 /// The centre of one channel.
@@ -93,6 +99,14 @@ pub fn full_after(history: &History, turn: &Turn, before: &BTreeSet<usize>) -> (
     (scored.into_iter().take(FULL).map(|(_, p)| p).collect(), close)
 }
 
+/// The same for the cache at hand: one that rounds nothing keeps none of them.
+fn kept_after(history: &History, turn: &Turn, before: &BTreeSet<usize>) -> (BTreeSet<usize>, bool) {
+    match history.place.kv {
+        KvType::TwoBit => full_after(history, turn, before),
+        _ => (BTreeSet::new(), false),
+    }
+}
+
 impl NaiveSelfIndex {
     fn new(center: Center, source: CentroidSource, calibrated: Option<Vec<f32>>) -> Self {
         Self {
@@ -101,6 +115,7 @@ impl NaiveSelfIndex {
             calibrated,
             full: BTreeSet::new(),
             close: false,
+            shared: 0,
         }
     }
 
@@ -110,7 +125,7 @@ impl NaiveSelfIndex {
         let mut rows = Vec::new();
         let mut full = BTreeSet::new();
         for turn in history.turns() {
-            full = full_after(history, turn, &full).0;
+            full = kept_after(history, turn, &full).0;
             let fit = turn.first < 128;
             let first = if fit { 0 } else { turn.first };
             let others: Vec<usize> = (first..turn.end()).filter(|p| !full.contains(p)).collect();
@@ -186,7 +201,7 @@ impl Model for NaiveSelfIndex {
     type Program = SelfIndex;
 
     fn prompted(&mut self, history: &History, _: &SelfIndex) -> Result<(), String> {
-        let (full, close) = full_after(history, history.turn(), &self.full);
+        let (full, close) = kept_after(history, history.turn(), &self.full);
         self.full = full;
         self.close |= close;
         Ok(())
@@ -208,8 +223,9 @@ impl Model for NaiveSelfIndex {
         let all: Vec<Item> = step.candidates.clone().map(item).collect();
         let (full, _): (Vec<Item>, Vec<Item>) =
             all.iter().copied().partition(|i| self.full.contains(&i.position));
-        // Two fifths of the budget are for the best of the full ones, the rest for the best of all others.
-        let share = (2 * step.budget / 5).min(full.len());
+        // One position of 38 is for the best of the full ones, the rest for the best of all others.
+        let share = (step.budget / 38).min(full.len());
+        self.shared += usize::from(share > 0);
         let chosen = step.chosen();
         let mut ranked: Vec<Item> = full
             .iter()

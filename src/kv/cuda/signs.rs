@@ -7,8 +7,7 @@ use crate::compute::cuda::fill::{Random, fill};
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 
-/// Most full-precision tokens per KV head: a 2-bit cache keeps them in f16, and selfindex chooses among
-/// them first.
+/// Most full-precision tokens per KV head: a 2-bit cache keeps them in f16, and selfindex chooses some of them first.
 pub const FULL: usize = 64;
 
 /// The signs of one layer's cached keys on the device.

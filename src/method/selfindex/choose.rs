@@ -21,6 +21,8 @@ use rounded::Rounded;
 const BYTES: usize = PATTERNS * PATTERNS;
 /// With fewer candidates than this, all are scored exactly.
 const LEAST: usize = 2048;
+/// Positions of the budget per full-precision token that is chosen first: the paper's 64 of 7.5 % of 32K positions.
+const PER_FULL: usize = 38;
 /// Rows whose exact scores are summed at the same time.
 const AT_ONCE: usize = 4;
 
@@ -108,10 +110,10 @@ impl PatternScores {
     }
 
     /// Chooses `budget` of the rows of signs `rows` `[n,d/8]`, fewer than n, and returns them in ascending order: the
-    /// best of `full` (ascending) first, within two fifths of the budget (64 of 160 in the paper's LongBench runs),
-    /// then the best of the others, the lower row on ties.
+    /// best of `full` (ascending) first, one for every [`PER_FULL`] of the budget, then the best of the others, the lower
+    /// row on ties.
     pub fn choose(&self, rows: &[u8], full: Vec<u32>, budget: usize, how: Ranking) -> Vec<u32> {
-        let most = budget.saturating_mul(2) / 5;
+        let most = budget / PER_FULL;
         let mut fixed = full;
         if fixed.len() > most {
             let scored = fixed.into_iter().map(|p| (self.of(self.row(rows, p)), p));

@@ -55,7 +55,7 @@ impl<'d> SelfIndex<'d> {
         })
     }
 
-    /// Chooses for rotated queries `[b,h,d]`: the best full-precision tokens within two fifths of the budget, then the
+    /// Chooses for rotated queries `[b,h,d]`: the best full-precision tokens, one for every 38 of the budget, then the
     /// best of all other positions.
     ///
     /// # Numerics

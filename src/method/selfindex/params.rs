@@ -25,7 +25,7 @@ pub struct SelfIndexParams {
     /// selfindex and --kv 2bit: what signs are taken around (default: as in the artifact, else median)
     #[arg(long, value_enum)]
     pub center: Option<Center>,
-    /// selfindex and --kv 2bit: most positions in full precision, which selfindex attends first
+    /// --kv 2bit: most positions in full precision, of which selfindex attends one for every 38 of its budget first
     #[arg(long, value_name = "N", default_value_t = FULL, value_parser = crate::flags::parse_count)]
     pub sign_full: usize,
     /// --kv 2bit: quantise keys as values are, without their signs (ablation)

@@ -25,7 +25,7 @@ fn ranked(scores: &PatternScores, rows: &[u8], full: &[u32], budget: usize) -> V
     let scored = |p: u32| (scores.of(scores.row(rows, p)), p);
     let mut first: Vec<(f32, u32)> = full.iter().map(|p| scored(*p)).collect();
     first.sort_by(order);
-    first.truncate(budget * 2 / 5);
+    first.truncate(budget / 38);
     let mut out: Vec<u32> = first.iter().map(|(_, p)| *p).collect();
     let mut others: Vec<(f32, u32)> = (0..n).filter(|p| !out.contains(p)).map(scored).collect();
     others.sort_by(order);

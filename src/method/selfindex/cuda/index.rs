@@ -22,6 +22,7 @@ struct SignIndex<'d> {
     /// `None` if the cache holds them.
     signs: Option<Signs<'d>>,
     index: SelfIndex<'d>,
+    /// That of an index with its own signs, whose cache rounds nothing and keeps no full-precision tokens.
     layout: Layout,
     /// `Some` if centroids come from the prompt, with the artifact's centroids to add, `[g,d/4,16,4]`.
     fit: Option<Option<Buffer<'d, f32>>>,
@@ -29,7 +30,7 @@ struct SignIndex<'d> {
 
 impl CudaMethod for SelfIndexMethod {
     fn serves(&self, needs: &CudaNeeds) -> bool {
-        !needs.later_prompts && self.layout().full <= FULL
+        !needs.later_prompts && (!needs.packed || self.layout().full <= FULL)
     }
 
     fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
@@ -50,7 +51,10 @@ impl CudaMethod for SelfIndexMethod {
             Ok(SignIndex {
                 signs,
                 index,
-                layout: self.layout(),
+                layout: Layout {
+                    full: 0,
+                    ..self.layout()
+                },
                 fit,
             })
         })
