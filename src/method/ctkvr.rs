@@ -14,12 +14,13 @@ pub mod cuda;
 pub mod params;
 
 use std::collections::VecDeque;
+use std::ops::Range;
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use ndarray::{Array2, ArrayView2, Axis, s};
 
-use super::best::{Places, best_positions, largest};
+use super::best::{Places, best_positions, by_score, largest};
 use super::cuda::CudaMethod;
 use super::declaration::Declaration;
 use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything, softmax};
@@ -156,6 +157,14 @@ impl Ctkvr {
         union.ascending(c.start as u32)
     }
 
+    /// Returns the list of a centroid whose query gives `positions` (ascending, within `range`) these weights.
+    fn list(&self, positions: &[u32], weights: &[f32], range: Range<usize>, len: usize) -> Vec<u32> {
+        match self.params.ct_expand {
+            1 => heaviest(positions, weights, len),
+            _ => with_successors(positions, weights, range, len),
+        }
+    }
+
     /// Returns whether this step becomes a centroid.
     fn is_update(&self, step: &Step) -> bool {
         self.params.ct_update > 0 && step.step.is_multiple_of(self.params.ct_update)
@@ -163,7 +172,8 @@ impl Ctkvr {
 
     /// Makes a centroid of a step whose `positions` have these softmax weights.
     fn update(&mut self, step: &Step, positions: &[u32], weights: &[f32]) {
-        let list = heaviest(positions, weights, self.list_len(step.visible.len()));
+        let len = self.list_len(step.visible.len());
+        let list = self.list(positions, weights, step.candidates.clone(), len);
         let capacity = self.capacity(step.visible.end).max(self.centroids.len());
         self.push(step.q_rope, list, capacity);
     }
@@ -193,6 +203,30 @@ fn unit_rows(q: ArrayView2<f32>) -> Vec<f32> {
 fn heaviest(positions: &[u32], weights: &[f32], count: usize) -> Vec<u32> {
     let places = largest(weights, count).into_iter();
     places.map(|i| positions[i as usize]).collect()
+}
+
+/// Returns as many positions as [`heaviest`], ascending: the heaviest half of these; then the successors of that half within
+/// `range`, the heaviest position's first, as far as they are new and there is room; then the next heaviest.
+fn with_successors(positions: &[u32], weights: &[f32], range: Range<usize>, count: usize) -> Vec<u32> {
+    let mut ranked: Vec<(f32, u32)> = largest(weights, count)
+        .into_iter()
+        .map(|i| (weights[i as usize], positions[i as usize]))
+        .collect();
+    ranked.sort_unstable_by(by_score);
+    let (half, others) = ranked.split_at(ranked.len().div_ceil(2));
+    let mut list = Places::new(range.len());
+    half.iter()
+        .for_each(|(_, p)| list.insert(*p as usize - range.start));
+    let mut room = others.len();
+    let successors = half.iter().map(|(_, p)| p + 1);
+    for p in successors.chain(others.iter().map(|(_, p)| *p)) {
+        let is_new = range.contains(&(p as usize)) && !list.contains(p as usize - range.start);
+        if room > 0 && is_new {
+            list.insert(p as usize - range.start);
+            room -= 1;
+        }
+    }
+    list.ascending(range.start as u32)
 }
 
 impl Retriever for Ctkvr {
@@ -232,8 +266,8 @@ impl Retriever for Ctkvr {
             for (&i, weights) in tile.iter().zip(weights.rows()) {
                 let listed = own(i).start.max(sinks)..own(i).end.min(window);
                 let positions: Vec<u32> = listed.clone().map(|p| p as u32).collect();
-                let row: Vec<f32> = listed.map(|p| weights[p - seen.start]).collect();
-                let list = heaviest(&positions, &row, self.list_len(own(i).len()));
+                let row: Vec<f32> = listed.clone().map(|p| weights[p - seen.start]).collect();
+                let list = self.list(&positions, &row, listed, self.list_len(own(i).len()));
                 self.push(prompt.q_rope.slice(s![.., i, ..]), list, capacity);
             }
         }
@@ -303,6 +337,53 @@ impl Retriever for Ctkvr {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kv::{Budget, KvType};
+
+    #[test]
+    fn successors_take_the_place_of_the_lighter_half() {
+        let positions = [10, 11, 12, 15, 20, 21, 29];
+        let weights = [0.1, 0.5, 0.2, 0.4, 0.3, 0.05, 0.6];
+        let list = |count| with_successors(&positions, &weights, 10..30, count);
+        // 29 and 11; 30 is out of range, 12 is not.
+        assert_eq!(list(3), [11, 12, 29]);
+        // 29, 11 and 15, then 12 and 16.
+        assert_eq!(list(5), [11, 12, 15, 16, 29]);
+        // 29, 11 and 15, then 12, 16, and the next heaviest.
+        assert_eq!(list(6), [11, 12, 15, 16, 20, 29]);
+        // All of them, by name: the heaviest four, 12, 16 and 21.
+        assert_eq!(list(9), [11, 12, 15, 16, 20, 21, 29]);
+        assert_eq!(list(1), [29]);
+        assert!(list(0).is_empty());
+        assert!(with_successors(&[], &[], 5..5, 4).is_empty());
+    }
+
+    #[test]
+    fn the_cap_follows_the_type_of_the_cache() {
+        let capacity = |kv| {
+            let place = Place {
+                layer: 0,
+                kv_head: 0,
+                group: 4,
+                head_dim: 64,
+                model_window: None,
+                sinks: 4,
+                window: 64,
+                budget: Budget::Count(256),
+                kv,
+            };
+            let index = Ctkvr::new(&place, &CtkvrParams::default());
+            let capacity = index.capacity(16384);
+            // A list of 640 positions and four queries of 64 channels.
+            let bytes = capacity * (640 * 4 + 4 * 64 * 2);
+            let cache = 16384 * kv.bytes_per_position(64);
+            assert!(10 * bytes <= cache && 10 * (bytes + 3072) > cache, "{kv:?} {bytes}");
+            capacity
+        };
+        assert_eq!(capacity(KvType::F32), 273);
+        assert_eq!(capacity(KvType::Bf16), 136);
+        assert_eq!(capacity(KvType::F16), 136);
+        assert_eq!(capacity(KvType::TwoBit), 29);
+    }
 
     #[test]
     fn rows_that_become_centroids() {

@@ -59,7 +59,8 @@ pub struct CtkvrParams {
     /// ctkvr: a step in so many becomes a centroid; 0 = none does
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub ct_update: usize,
-    /// ctkvr: most bytes of the index, as a share of the KV cache
+    /// ctkvr: most bytes of the index, as a share of the KV cache in its type (--kv): bf16 leaves room for half as many
+    /// centroids as f32
     #[arg(long, value_name = "F", default_value_t = 0.1, value_parser = crate::flags::share)]
     pub ct_cap: f64,
     /// ctkvr: which prompt queries become centroids
@@ -68,6 +69,9 @@ pub struct CtkvrParams {
     /// ctkvr: length of a list, in budgets
     #[arg(long, value_name = "F", default_value_t = LIST_PER_BUDGET, value_parser = list_per_budget)]
     pub ct_list: f64,
+    /// ctkvr: 2 = half of a list are the positions after its heaviest ones, at equal length (CPU only)
+    #[arg(long, value_name = "1|2", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=2))]
+    pub ct_expand: u8,
     /// ctkvr: a later prompt's queries become no centroids (ablation)
     #[arg(long)]
     pub ct_keep: bool,
@@ -82,6 +86,7 @@ impl Default for CtkvrParams {
             ct_cap: 0.1,
             ct_choose: Choose::Last,
             ct_list: LIST_PER_BUDGET,
+            ct_expand: 1,
             ct_keep: false,
         }
     }
