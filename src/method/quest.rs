@@ -4,6 +4,10 @@
 //! query with any of these keys is at most the sum over channels of the larger product. Pages are ranked
 //! by the sum of their bounds over the query group, and whole pages are chosen.
 //!
+//! Pages stay whole, so that a step may choose fewer positions than its budget: up to 15 fewer where the budget is no
+//! multiple of 16, none at all with a budget below 16, and as many fewer as sinks and window take from the chosen pages
+//! at either end of the candidates.
+//!
 //! Where we differ from the paper: it ranks per query head, we rank per KV head, so that the budget
 //! bounds the keys that are read.
 
