@@ -231,8 +231,8 @@ pub fn groups() -> Vec<Group> {
         Group {
             name: "methods",
             title: "Methods and budgets",
-            about: "`topk` is the ceiling of every method at its budget. The four papers each report their method \
-                    closer to full attention than Quest at a like share of reads.",
+            about: "`topk` is the ceiling of the mass that a choice of its budget can cover, not of quality. The four \
+                    papers each report their method closer to full attention than Quest at a like share of reads.",
             on: both,
             methods: METHODS,
             budgets: BUDGETS,

@@ -111,7 +111,7 @@ fn length_table(lengths: &Value) -> String {
         row.and_then(|r| r["needle_accuracy"].as_f64())
             .unwrap_or(f64::NAN)
     };
-    let mut out = "## Needles by length\n\nGreedy answers at a budget of 6 %; `topk` is the ceiling of what a method can choose.\n\n"
+    let mut out = "## Needles by length\n\nGreedy answers at a budget of 6 %; `topk` is the ceiling of the mass that a choice can cover, not of the answers.\n\n"
         .to_string();
     if let Some(longest) = lengths.last() {
         let full = longest["full"].as_f64().unwrap_or(f64::NAN);

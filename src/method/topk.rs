@@ -1,5 +1,8 @@
 //! The oracle: the positions with the largest true softmax probability, summed over the query
 //! heads of the group. It reads every key; these reads are not counted, because it is a reference.
+//!
+//! No choice within the budget covers more mass. That bounds neither output error nor KL nor answers, which depend on the
+//! values too: a choice with less mass may come closer to full attention.
 
 pub mod cuda;
 
@@ -19,7 +22,7 @@ use crate::error::Result;
 /// The declaration of `topk`.
 pub static METHOD: Declaration = Declaration {
     name: "topk",
-    help: "The oracle: the positions with the largest true probability",
+    help: "The oracle: the positions with the largest true probability, the most mass (not always the best quality) of a budget",
     section: None,
     prepare: |_| Ok(Box::new(Alike(TopK))),
     bench: Some(&TopK),
