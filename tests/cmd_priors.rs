@@ -681,6 +681,11 @@ fn with_manifest(path: &str, to: &str, edit: impl Fn(&mut Value)) {
 
 /// Replaces one value of a tensor, and makes every digest fit again.
 fn with_value(path: &str, to: &str, tensor: &str, at: usize, value: f32) {
+    with_bytes(path, to, tensor, at, value.to_le_bytes());
+}
+
+/// The same with the bytes of any element of four.
+fn with_bytes(path: &str, to: &str, tensor: &str, at: usize, value: [u8; 4]) {
     let mut tensors = read_tensors(path);
     let bytes = std::fs::read(path).unwrap();
     let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
@@ -688,8 +693,9 @@ fn with_value(path: &str, to: &str, tensor: &str, at: usize, value: f32) {
     let text = json["__metadata__"]["kvsmith"].as_str().unwrap();
     let mut manifest: Value = serde_json::from_str(text).unwrap();
     let data = &mut tensors.get_mut(tensor).unwrap().bytes;
-    data[4 * at..4 * at + 4].copy_from_slice(&value.to_le_bytes());
-    manifest["sections"]["lfps"]["sha256"][tensor] = json!(hex(data));
+    data[4 * at..4 * at + 4].copy_from_slice(&value);
+    let (section, _) = tensor.split_once('.').unwrap();
+    manifest["sections"][section]["sha256"][tensor] = json!(hex(data));
     manifest.as_object_mut().unwrap().remove("manifest_sha256");
     let seal = hex(manifest.to_string().as_bytes());
     manifest["manifest_sha256"] = json!(seal);
@@ -701,6 +707,59 @@ fn with_value(path: &str, to: &str, tensor: &str, at: usize, value: f32) {
     let mut out = [&bytes[..8], text.as_bytes(), &bytes[header..]].concat();
     out[start..start + data.len()].copy_from_slice(data);
     std::fs::write(to, out).unwrap();
+}
+
+/// What docs/artifact.md says that no method reads may change without changing a choice.
+#[test]
+fn what_describes_a_head_is_not_read() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_default");
+    let tokens = scratch.tokens("tokens.json", &documents(&[150, 90], 5));
+    let calibrate = format!("calibrate --model {model} --tokens {tokens} --size 8");
+    let artifact = scratch.make("art", &calibrate);
+    let prompt = scratch.tokens("prompt.json", &documents(&[120], 7));
+    let traces = |artifact: &str| {
+        ["a2ats", "selfindex", "lfps"].map(|method| {
+            let path = scratch.path("trace");
+            kvsmith(&format!(
+                "run --model {model} --artifact {artifact} --tokens {prompt} --method {method} --max-new 12 --ignore-eos \
+                 --budget 20 --window 8 --overwrite --trace {path}"
+            ))
+            .ok();
+            std::fs::read_to_string(path).unwrap()
+        })
+    };
+    let expected = traces(&artifact);
+    let page = std::fs::read_to_string(root().join("docs/artifact.md")).unwrap();
+    let said = |name: &str| {
+        let of = |line: &&str| line.starts_with('|') && line.contains(&format!("`{name}`"));
+        let line = page.lines().find(of).unwrap();
+        assert!(line.contains("no method reads"), "{line}");
+    };
+    let changed = scratch.path("changed");
+    for tensor in ["sign.count", "sign.alpha", "sign.mean_pre", "a2ats.count", "lfps.vert"] {
+        said(tensor);
+    }
+    for (tensor, at, value) in [
+        ("sign.alpha", 3, 7.5f32.to_le_bytes()),
+        ("sign.mean_pre", 5, (-7.5f32).to_le_bytes()),
+    ] {
+        with_bytes(&artifact, &changed, tensor, at, value);
+        assert_eq!(traces(&changed), expected, "{tensor}");
+    }
+    let silent = ["sink_mean", "sink_std", "sink_q05", "sink_q95", "rho_std", "k_fraction"];
+    for name in silent.into_iter().chain(["persist_1", "persist_8", "persist_32"]) {
+        said(name);
+        let scalar = SCALARS.iter().position(|s| *s == name).unwrap();
+        with_value(&artifact, &changed, "lfps.scalars", scalar, 0.77);
+        assert_eq!(traces(&changed), expected, "{name}");
+    }
+    // Others are read.
+    with_value(&artifact, &changed, "lfps.slash", 0, -1.0);
+    kvsmith(&format!(
+        "run --model {model} --artifact {changed} --tokens {prompt} --method lfps --max-new 2"
+    ))
+    .fails(1, "not a share", "");
 }
 
 #[test]

@@ -27,7 +27,7 @@ pub const CODEBOOK: &str = "a2ats.codebook";
 pub const MEAN: &str = "a2ats.mean";
 /// Cholesky factor of the queries' second moment.
 pub const CHOL: &str = "a2ats.chol";
-/// Keys per codeword.
+/// Keys per codeword; describes the head, no method reads it.
 pub const COUNT: &str = "a2ats.count";
 
 /// Below this many keys per codeword a codebook fits its text more than other text.

@@ -115,27 +115,28 @@ pub fn slash_width(bucket: usize) -> usize {
 pub struct HeadPrior {
     /// Mean mass per offset bucket: `[NB]`, see [`slash_bucket`].
     pub slash: Vec<f32>,
-    /// Mean mass per structural bucket: `[NV]`, positions 4..63, then shares of the current position.
+    /// Mean mass per structural bucket: `[NV]`, positions 4..63, then shares of the current position, which describe the
+    /// head and which no method reads.
     pub vert: Vec<f32>,
     /// Share of the vertical table.
     pub lambda: f32,
-    /// Mean mass of the full softmax on the sinks.
+    /// Mean mass of the full softmax on the sinks; describes the head, no method reads it.
     pub sink_mean: f32,
     /// Mean of the true log mass of the non-sinks less its log-normal estimate.
     pub glob_bias: f32,
     /// Mean over rows of the scores' variance over the query's squared norm.
     pub rho0: f32,
-    /// Its standard deviation over rows.
+    /// Its standard deviation over rows; describes the head, no method reads it.
     pub rho_std: f32,
     /// Decay of the tables.
     pub gamma: f32,
     /// Factor of the thresholds.
     pub alpha: f32,
-    /// Mean share of the non-sink positions that hold 95 % of their mass.
+    /// Mean share of the non-sink positions that hold 95 % of their mass; describes the head, no method reads it.
     pub k_fraction: f32,
     /// Share of rows with a sparsity above each of [`THETAS`].
     pub p_bypass: [f32; THETAS.len()],
-    /// Overlap of top sets at each of [`LAGS`].
+    /// Overlap of top sets at each of [`LAGS`]; describes the head, no method reads it.
     pub persist: [f32; LAGS.len()],
 }
 

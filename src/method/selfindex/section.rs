@@ -15,11 +15,11 @@ use crate::store::Spec;
 
 /// Mean of the channels that have a pattern.
 pub const CENTROID: &str = "sign.centroid";
-/// Keys per pattern.
+/// Keys per pattern; describes the head, no method reads it.
 pub const COUNT: &str = "sign.count";
-/// 99.9th percentile of the centred key's magnitude.
+/// 99.9th percentile of the centred key's magnitude; describes the head, no method reads it.
 pub const ALPHA: &str = "sign.alpha";
-/// Mean key before rotation.
+/// Mean key before rotation; describes the head, no method reads it.
 pub const MEAN_PRE: &str = "sign.mean_pre";
 
 /// The part of the section's parameters that is read.

@@ -114,7 +114,8 @@ const COLUMNS: [Column<PriorsQuality>; 8] = [
     Column::new("same after 32", share, |q| mean(&q.persist_32)),
 ];
 const LEGEND: &str = "(means over the query heads; bypassed = share of rows with a sparsity above 0.85;
-95 % mass in = that share of the positions; same after 32 = overlap of the best 2 %)\n";
+95 % mass in = that share of the positions; same after 32 = overlap of the best 2 %; no method reads rows, sink mass and
+these two, which describe the heads)\n";
 
 /// Warns where the text is too short for priors, which then say nothing.
 fn warn_if_short(sample: &Sample, log: Log) {
