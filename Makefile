@@ -1,14 +1,17 @@
 # make demo   build, calibrate the bundled model, inspect the artifact, generate with it
 # make test   every test; make check: format, lints and documentation
 # make fuzz   random inputs to everything that is read, FUZZ_SECONDS=60 for each target (docs/fuzzing.md)
+# make real   fetch a real model and texts (140 MB) and check them against transformers (docs/real.md)
 # make cuda   fetch a CUDA compiler (271 MB) where there is none, for the kernels and their test
 
 CARGO ?= cargo
 KVSMITH = target/release/kvsmith
 DEMO = target/demo
 PYTHON = target/python/bin/python
+REAL = target/real
+REAL_PYTHON = $(REAL)/python/bin/python
 
-.PHONY: all demo test check fuzz setup vulkan cuda golden clean results gpu-kit gpu-check
+.PHONY: all demo test check fuzz setup vulkan cuda golden clean results real gpu-kit gpu-check
 
 all: setup
 	$(CARGO) build --release --locked
@@ -29,14 +32,20 @@ demo: all
 cuda:
 	@sh scripts/cuda.sh target/cuda
 
-test: setup vulkan $(PYTHON)
+test: setup vulkan target/python/complete
 	@sh scripts/cuda.sh target/cuda || echo "note: no CUDA compiler: the tests that need one will be ignored" >&2
 	$(CARGO) test --locked
-	KVSMITH_PYTHON=$(abspath $(PYTHON)) $(CARGO) test --locked --test docs -- --ignored
+	KVSMITH_PYTHON=$(abspath $(PYTHON)) $(CARGO) test --locked --test docs --test tasks -- --ignored
 
 # docs/results.md with its numbers and pictures; about 25 minutes on 2 cores.
 results: all
 	$(CARGO) run --release --locked --example results -- $(KVSMITH) target/results
+
+# A real model in $(REAL)/model and texts in $(REAL)/text, checked; what is there is not fetched again.
+real: all $(REAL)/python/complete
+	@sh scripts/real.sh $(REAL)
+	KVSMITH_REAL=$(abspath $(REAL)) KVSMITH_PYTHON=$(abspath $(REAL_PYTHON)) \
+		$(CARGO) test --locked --test real -- --ignored
 
 # What `make gpu-check` runs, in one folder for a machine without Rust.
 gpu-kit: setup cuda
@@ -54,9 +63,13 @@ check: setup
 fuzz: setup
 	@sh scripts/fuzz.sh target/fuzz
 
-# The Python of the test that reads an artifact as docs/artifact.md says.
-$(PYTHON): scripts/python.sh scripts/requirements.txt
-	@sh scripts/python.sh target/python
+# The Python of the tests that read an artifact as docs/artifact.md says, and make tasks.
+target/python/complete: scripts/python.sh scripts/requirements.txt
+	@sh scripts/python.sh target/python scripts/requirements.txt
+
+# The Python that makes the real model.
+$(REAL)/python/complete: scripts/python.sh scripts/real-requirements.txt
+	@sh scripts/python.sh $(REAL)/python scripts/real-requirements.txt
 
 clean:
 	$(CARGO) clean

@@ -1,8 +1,9 @@
 #!/bin/sh
-# Makes a virtual environment in $1 with what scripts/requirements.txt names.
+# Makes a virtual environment in $1 with what the file $2 names.
 set -eu
 
 target=$1
+requirements=$2
 rm -rf "$target"
 # Half an environment would look like a whole one the next time.
 trap '[ -e "$target/complete" ] || rm -rf "$target"' EXIT
@@ -19,5 +20,5 @@ if ! python3 -m venv "$target" >/dev/null 2>&1; then
         exit 1
     fi
 fi
-"$target/bin/python" -m pip install --quiet --disable-pip-version-check -r scripts/requirements.txt
+"$target/bin/python" -m pip install --quiet --disable-pip-version-check -r "$requirements"
 touch "$target/complete"

@@ -223,6 +223,28 @@ pub fn number(row: &Value, key: &str) -> f64 {
     row[key].as_f64().unwrap_or_else(|| panic!("{key}: {row}"))
 }
 
+/// Writes tasks of a text with `scripts/tasks.py` and the Python that `KVSMITH_PYTHON` names; returns the file's text.
+#[track_caller]
+pub fn make_tasks(out: &str, haystack: &Path, arguments: &str) -> String {
+    let python = std::env::var_os("KVSMITH_PYTHON").expect("KVSMITH_PYTHON names a Python");
+    let mut command = Command::new(python);
+    command
+        .arg(root().join("scripts/tasks.py"))
+        .arg("--haystack")
+        .arg(haystack);
+    let output = command
+        .args(arguments.split_whitespace())
+        .args(["-o", out])
+        .output()
+        .unwrap();
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    std::fs::read_to_string(out).unwrap()
+}
+
 /// A temporary folder, removed when dropped.
 pub struct Scratch(tempfile::TempDir);
 

@@ -1,0 +1,214 @@
+"""Make tasks in the style of RULER (arXiv 2404.06654) from a held-out text, as JSON lines.
+
+    python3 tasks.py --haystack HELDOUT.txt --lengths 2048,4096,8192 --per-task 10 --seed 7 -o OUT.jsonl
+                     [--tasks single,multikey,multivalue,tracking,words] [--tokenizer MODEL/tokenizer.json]
+
+A line is {"task", "length", "seed", "index", "prompt", "question"} with "answer", which begins the continuation of
+prompt and question, or with "answers", each of which occurs in it. Prompt and question with room for a reply of
+RESERVE tokens have at most `length` tokens, and without it at least 97 % of that.
+
+    single      the secret code of a name, in a sentence among those of the haystack
+    multikey    the same with the codes of KEYS names, of which one is asked for
+    multivalue  a name has VALUES codes, and all are asked for
+    tracking    a variable is set to a number and each of CHAIN - 1 others to the one before; all are asked for
+    words       words of the haystack in random order, most of them RARELY and COMMON of them OFTEN; those are asked for
+
+Tokens are counted with the package `tokenizers` if --tokenizer is given, else estimated: 1.45 for each word and one
+more for each digit. The same arguments give the same bytes. Without --tokenizer the standard library is enough.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import sys
+
+RESERVE = 40
+KEYS = 4
+VALUES = 4
+CHAIN = 4
+COMMON = 4
+RARELY, OFTEN = 3, 30
+NAMES = """Abner Beatrix Casimir Dorothea Eskil Fenella Gideon Hedwig Isidor Jocasta Konrad Lavinia Mortimer Nerissa
+Osbert Philippa Quentin Rosamund Sigmund Tabitha Ulrich Verena Wilfred Xanthe Yorick Zelda""".split()
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def fail(error, hint):
+    sys.exit(f"error: {error}\nhint: {hint}")
+
+
+class Draw:
+    """Draws that depend on the key alone; of the module `random` they use what every version of Python does alike."""
+
+    def __init__(self, *key):
+        self.uniform = random.Random(" ".join(map(str, key))).random
+
+    def below(self, n):
+        return int(self.uniform() * n)
+
+    def sample(self, items, n):
+        items = list(items)
+        return [items.pop(self.below(len(items))) for _ in range(n)]
+
+    def different(self, n, make):
+        """n different values of `make`, in the order of their first draws."""
+        values = {}
+        while len(values) < n:
+            values[make()] = None
+        return list(values)
+
+    def codes(self, n):
+        """n different numbers of five digits."""
+        return self.different(n, lambda: str(10000 + self.below(90000)))
+
+
+def largest(text, most, tokens, count):
+    """text(n) for the largest n up to `most` with at most `tokens` tokens."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if count(text(middle)) <= tokens:
+            low = middle
+        else:
+            high = middle - 1
+    return text(low)
+
+
+class Haystack:
+    """The sentences and the words of a text, and how its tokens are counted."""
+
+    def __init__(self, text, count):
+        parts = (part for line in text.splitlines() for part in re.split(r"(?<=[.?!])\s+", line))
+        sentences = [part.split() for part in parts if part.endswith((".", "?", "!"))]
+        self.sentences = [words for words in sentences if 5 <= len(words) <= 40]
+        self.words = sorted(set(re.findall(r"\b[a-z]{4,9}\b", text)))
+        self.count = count
+        if len(self.sentences) < 100 or len(self.words) < 1000:
+            fail("the haystack is too small", "it needs 100 sentences of prose and 1,000 different words")
+
+    def hide(self, draw, facts, tokens):
+        """Consecutive sentences with the facts between them, in their order, in at most `tokens` tokens."""
+        start = draw.below(len(self.sentences))
+        places = sorted(draw.uniform() for _ in facts)
+
+        def text(words):
+            taken = []
+            while words > 0:
+                sentence = self.sentences[(start + len(taken)) % len(self.sentences)]
+                taken.append(" ".join(sentence[:words]))
+                words -= len(sentence)
+            for place, fact in reversed(list(zip(places, facts))):
+                taken.insert(int(place * len(taken)), fact)
+            return " ".join(taken)
+
+        # Every word has a token at least.
+        return largest(text, tokens, tokens, self.count)
+
+
+def ask(haystack, draw, tokens, facts, question):
+    return haystack.hide(draw, facts, tokens - haystack.count(question)), question
+
+
+def single(haystack, draw, tokens, keys=1):
+    names, values = draw.sample(NAMES, keys), draw.codes(keys)
+    facts = [f"The secret code of {name} is {value}." for name, value in zip(names, values)]
+    asked = draw.below(keys)
+    return *ask(haystack, draw, tokens, facts, f"\n\nThe secret code of {names[asked]} is"), f" {values[asked]}"
+
+
+def multikey(haystack, draw, tokens):
+    return single(haystack, draw, tokens, KEYS)
+
+
+def multivalue(haystack, draw, tokens):
+    [name], values = draw.sample(NAMES, 1), draw.codes(VALUES)
+    facts = [f"One of the secret codes of {name} is {value}." for value in values]
+    return *ask(haystack, draw, tokens, facts, f"\n\nThe {VALUES} secret codes of {name} are"), values
+
+
+def tracking(haystack, draw, tokens):
+    variables = draw.different(CHAIN, lambda: "".join(LETTERS[draw.below(26)] for _ in range(3)))
+    [value] = draw.codes(1)
+    links = [value, *(f"VAR {name}" for name in variables)]
+    facts = [f"VAR {name} = {link}." for name, link in zip(variables, links)]
+    question = f"\n\nThe {CHAIN} variables that have the value {value} are: VAR"
+    return *ask(haystack, draw, tokens, facts, question), variables
+
+
+def words(haystack, draw, tokens):
+    # Of two answers neither is a part of the other, nor of another word.
+    common, others = [], draw.sample(haystack.words, len(haystack.words))
+    while len(common) < COMMON:
+        word = others.pop()
+        common.append(word)
+        others = [other for other in others if word not in other and other not in word]
+    places = {word: [draw.uniform() for _ in range(OFTEN if word in common else RARELY)] for word in common + others}
+
+    def text(n):
+        placed = sorted((place, word) for word in common + others[:n] for place in places[word])
+        return f"A list of words: {', '.join(word for _, word in placed)}."
+
+    question = f"\n\nThe {COMMON} words that occur most often in this list are:"
+    prompt = largest(text, len(others), tokens - haystack.count(question), haystack.count)
+    return prompt, question, common
+
+
+TASKS = {make.__name__: make for make in (single, multikey, multivalue, tracking, words)}
+
+
+def counter(tokenizer):
+    """A function that counts the tokens of a text."""
+    if tokenizer is None:
+        return lambda text: round(1.45 * len(text.split())) + sum(c.isdigit() for c in text)
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        fail("the Python package tokenizers is missing", "pip install tokenizers, or leave out --tokenizer")
+    opened = Tokenizer.from_file(tokenizer)
+    return lambda text: len(opened.encode(text, add_special_tokens=False).ids)
+
+
+def numbers(text):
+    return [int(number) for number in text.split(",")]
+
+
+def names(text):
+    chosen = text.split(",")
+    if unknown := set(chosen) - TASKS.keys():
+        raise argparse.ArgumentTypeError(f"no such task: {', '.join(sorted(unknown))}")
+    return chosen
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--haystack", required=True)
+    parser.add_argument("--lengths", type=numbers, default=[2048, 4096, 8192])
+    parser.add_argument("--per-task", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tasks", type=names, default=list(TASKS))
+    parser.add_argument("--tokenizer")
+    parser.add_argument("-o", "--output", required=True)
+    arguments = parser.parse_args()
+    with open(arguments.haystack, encoding="utf-8") as file:
+        haystack = Haystack(file.read(), counter(arguments.tokenizer))
+    part = arguments.output + ".part"
+    with open(part, "w", encoding="utf-8") as file:
+        for task in arguments.tasks:
+            for length in arguments.lengths:
+                for index in range(arguments.per_task):
+                    draw = Draw(arguments.seed, task, length, index)
+                    prompt, question, answer = TASKS[task](haystack, draw, length - RESERVE)
+                    found = haystack.count(prompt + question)
+                    if not 0.97 * length <= found + RESERVE <= length:
+                        fail(f"{task} cannot have {length} tokens, but {found}", "try another length or a larger haystack")
+                    line = {"task": task, "length": length, "seed": arguments.seed, "index": index,
+                            "prompt": prompt, "question": question,
+                            "answers" if isinstance(answer, list) else "answer": answer}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    os.replace(part, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+//! The model that `make real` makes against transformers, its texts and tasks of them.
+
+mod common;
+
+use std::collections::{HashMap, HashSet};
+use std::path::{Path, PathBuf};
+
+use common::golden::{generate, options};
+use common::{Scratch, json_lines, make_tasks, method, number, prepared, root};
+use kvsmith::kv::KvType;
+use kvsmith::model::chat::{ChatTemplate, Message};
+use kvsmith::model::tokenizer::Tokenizer;
+use kvsmith::model::{Decoder, ModelConfig};
+use kvsmith::runner::Session;
+use kvsmith::store::hex;
+use serde::Deserialize;
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+/// What transformers computed, `tests/fixtures/real/smollm2.json`.
+#[derive(Deserialize)]
+struct Fixture {
+    weights_sha256: String,
+    prompts: Vec<Prompt>,
+    encodings: Vec<Encoding>,
+    chats: Vec<Chat>,
+}
+
+#[derive(Deserialize)]
+struct Prompt {
+    text: String,
+    ids: Vec<u32>,
+    /// Logits after the prompt by token id: the largest, and those of fixed ids.
+    logits: HashMap<usize, f32>,
+    best: u32,
+    greedy: Vec<u32>,
+}
+
+#[derive(Deserialize)]
+struct Encoding {
+    text: String,
+    ids: Vec<u32>,
+}
+
+#[derive(Deserialize)]
+struct Chat {
+    messages: Vec<Value>,
+    add_generation_prompt: bool,
+    text: String,
+}
+
+fn fixture() -> Fixture {
+    let text = std::fs::read_to_string(root().join("tests/fixtures/real/smollm2.json")).unwrap();
+    serde_json::from_str(&text).unwrap()
+}
+
+/// The folder of the model.
+fn model() -> PathBuf {
+    let folder = std::env::var_os("KVSMITH_REAL").expect("KVSMITH_REAL names what `make real` made");
+    PathBuf::from(folder).join("model")
+}
+
+/// The SHA-256 of a file.
+fn digest(path: &Path) -> String {
+    hex(&Sha256::digest(std::fs::read(path).unwrap()))
+}
+
+fn tokenizer() -> Tokenizer {
+    Tokenizer::open(&model(), &ModelConfig::load(&model()).unwrap()).unwrap()
+}
+
+#[test]
+#[ignore = "needs a real model; `make real` makes it and runs this test"]
+fn weights_are_those_of_transformers() {
+    let weights = model().join("model.safetensors");
+    assert_eq!(digest(&weights), fixture().weights_sha256);
+}
+
+#[test]
+#[ignore = "needs a real model; `make real` makes it and runs this test"]
+fn logits_and_greedy_tokens_are_those_of_transformers() {
+    let decoder = Decoder::open(&model()).unwrap();
+    for prompt in fixture().prompts {
+        assert_eq!(prompt.greedy.len(), 24);
+        let full = prepared(method("full"), None, &decoder);
+        let mut session = Session::on_cpu(&decoder, full.as_ref(), options("1.0", KvType::F32), 64).unwrap();
+        let (tokens, logits) = generate(&mut session, &prompt.ids, prompt.greedy.len());
+        let largest = prompt.logits.values().fold(0.0f32, |m, x| m.max(x.abs()));
+        let off = prompt
+            .logits
+            .iter()
+            .map(|(id, expected)| (logits[0][*id] - expected).abs());
+        let off = off.fold(0.0, f32::max) / largest;
+        println!(
+            "{} tokens: logits off by {off:.1e} of the largest",
+            prompt.ids.len()
+        );
+        assert!(off < TOLERANCE, "logits off by {off} of the largest");
+        assert_eq!(tokens, prompt.greedy);
+        assert_eq!(tokens[0], prompt.best);
+    }
+}
+
+/// Largest error of a logit, as a share of the largest logit. Both sides compute in f32 in different orders.
+const TOLERANCE: f32 = 1e-4;
+
+#[test]
+#[ignore = "needs a real model; `make real` makes it and runs this test"]
+fn token_ids_are_those_of_transformers() {
+    let tokenizer = tokenizer();
+    let fixture = fixture();
+    let prompts = fixture.prompts.iter().map(|prompt| (&prompt.text, &prompt.ids));
+    let texts = fixture.encodings.iter().map(|row| (&row.text, &row.ids));
+    for (text, ids) in texts.chain(prompts) {
+        assert_eq!(&tokenizer.encode(text).unwrap(), ids, "{text:?}");
+    }
+}
+
+#[test]
+#[ignore = "needs a real model; `make real` makes it and runs this test"]
+fn chats_are_those_of_transformers() {
+    let template = ChatTemplate::open(&model()).unwrap().expect("a chat template");
+    for chat in fixture().chats {
+        let message = |message: &Value| Message {
+            role: match message["role"].as_str() {
+                Some("system") => "system",
+                Some("user") => "user",
+                Some("assistant") => "assistant",
+                other => panic!("{other:?}"),
+            },
+            content: message["content"].as_str().unwrap().to_owned(),
+        };
+        let messages: Vec<Message> = chat.messages.iter().map(message).collect();
+        let text = template.render(&messages, chat.add_generation_prompt).unwrap();
+        assert_eq!(text, chat.text);
+    }
+}
+
+#[test]
+#[ignore = "needs a real model; `make real` makes it and runs this test"]
+fn texts_are_as_listed_and_held_out_ones_apart() {
+    let folder = model().with_file_name("text");
+    let manifest = std::fs::read_to_string(folder.join("manifest.json")).unwrap();
+    let manifest: Value = serde_json::from_str(&manifest).unwrap();
+    let text = |name: &str| std::fs::read_to_string(folder.join(name)).unwrap();
+    assert_eq!(manifest["files"].as_object().unwrap().len(), 5);
+    for (name, facts) in manifest["files"].as_object().unwrap() {
+        assert_eq!(facts["sha256"], digest(&folder.join(name)), "{name}");
+        let tokens = tokenizer().encode(&text(name)).unwrap().len();
+        println!("{name}: {tokens} tokens");
+        assert!(tokens >= 60_000, "{name}: {tokens} tokens");
+    }
+    for domain in ["handbook", "python"] {
+        let calib = text(&format!("{domain}-calib.txt"));
+        let calib: HashSet<&str> = calib.lines().collect();
+        let heldout = text(&format!("{domain}-heldout.txt"));
+        let long: Vec<&str> = heldout.lines().filter(|line| line.len() > 100).collect();
+        let both = long.iter().filter(|line| calib.contains(**line)).count();
+        assert!(
+            both * 100 < long.len(),
+            "{domain}: {both} of {} paragraphs are in both",
+            long.len()
+        );
+    }
+}
+
+#[test]
+#[ignore = "needs a real model; `make real` makes it and runs this test"]
+fn tasks_have_the_length_that_was_asked_for() {
+    let (folder, scratch, tokenizer) = (model(), Scratch::new(), tokenizer());
+    let haystack = folder.with_file_name("text").join("handbook-calib.txt");
+    let file = folder.join("tokenizer.json");
+    let arguments = format!("--lengths 1024,8192 --per-task 2 --tokenizer {}", file.display());
+    let lines = make_tasks(&scratch.path("tasks.jsonl"), &haystack, &arguments);
+    for line in json_lines(&lines) {
+        let text = ["prompt", "question"]
+            .map(|part| line[part].as_str().unwrap())
+            .concat();
+        let tokens = tokenizer.encode(&text).unwrap().len() as f64;
+        let length = number(&line, "length");
+        let share = (tokens + 40.0) / length;
+        assert!(
+            (0.97..=1.0).contains(&share),
+            "{}: {tokens} tokens for {length}",
+            line["task"]
+        );
+    }
+}
