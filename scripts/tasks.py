@@ -10,7 +10,8 @@ RESERVE tokens have at most `length` tokens, and without it at least 97 % of tha
     single      the secret code of a name, in a sentence among those of the haystack
     multikey    the same with the codes of KEYS names, of which one is asked for
     multivalue  a name has VALUES codes, and all are asked for
-    tracking    a variable is set to a number and each of CHAIN - 1 others to the one before; all are asked for
+    tracking    a variable is set to a number and copied to another, that to the next, CHAIN in all; the question says
+                the number and the first variable, the others are asked for
     words       words of the haystack in random order, most of them RARELY and COMMON of them OFTEN; those are asked for
 
 Tokens are counted with the package `tokenizers` if --tokenizer is given, else estimated: 1.45 for each word and one
@@ -29,7 +30,7 @@ KEYS = 4
 VALUES = 4
 CHAIN = 4
 COMMON = 4
-RARELY, OFTEN = 3, 30
+RARELY, OFTEN = 2, 30
 NAMES = """Abner Beatrix Casimir Dorothea Eskil Fenella Gideon Hedwig Isidor Jocasta Konrad Lavinia Mortimer Nerissa
 Osbert Philippa Quentin Rosamund Sigmund Tabitha Ulrich Verena Wilfred Xanthe Yorick Zelda""".split()
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -129,17 +130,20 @@ def multivalue(haystack, draw, tokens):
 
 
 def tracking(haystack, draw, tokens):
-    variables = draw.different(CHAIN, lambda: "".join(LETTERS[draw.below(26)] for _ in range(3)))
+    first, *rest = draw.different(CHAIN, lambda: "".join(LETTERS[draw.below(26)] for _ in range(3)))
     [value] = draw.codes(1)
-    links = [value, *(f"VAR {name}" for name in variables)]
-    facts = [f"VAR {name} = {link}." for name, link in zip(variables, links)]
-    question = f"\n\nThe {CHAIN} variables that have the value {value} are: VAR"
-    return *ask(haystack, draw, tokens, facts, question), variables
+    links = zip([first, *rest], rest)
+    facts = [f"VAR {first} = {value}.", *(f"VAR {one} is copied to VAR {other}." for one, other in links)]
+    question = f"\n\nThe value {value} went from one to the next: VAR {first} is copied to VAR"
+    return *ask(haystack, draw, tokens, facts, question), rest
 
 
 def words(haystack, draw, tokens):
-    # Of two answers neither is a part of the other, nor of another word.
-    common, others = [], draw.sample(haystack.words, len(haystack.words))
+    head = "A list of words: "
+    question = f'\n\nThe {COMMON} words that occur most often in this list are "'
+    # No answer is a part of another, of another word or of what stands around the list.
+    others = [word for word in haystack.words if word not in head + question]
+    common, others = [], draw.sample(others, len(others))
     while len(common) < COMMON:
         word = others.pop()
         common.append(word)
@@ -148,9 +152,8 @@ def words(haystack, draw, tokens):
 
     def text(n):
         placed = sorted((place, word) for word in common + others[:n] for place in places[word])
-        return f"A list of words: {', '.join(word for _, word in placed)}."
+        return f"{head}{', '.join(word for _, word in placed)}."
 
-    question = f"\n\nThe {COMMON} words that occur most often in this list are:"
     prompt = largest(text, len(others), tokens - haystack.count(question), haystack.count)
     return prompt, question, common
 

@@ -40,7 +40,7 @@ fn tasks_depend_on_the_seed_alone_and_hold_their_answers() {
         for (i, answer) in answers.iter().enumerate() {
             let expected = match task {
                 "words" => 30,
-                // All variables but the last are named in two assignments.
+                // All variables but the last are named twice.
                 "tracking" if i + 1 < answers.len() => 2,
                 _ => 1,
             };
