@@ -475,7 +475,11 @@ fn alpha_belongs_to_the_population_of_the_thresholds() {
     with_manifest(&default, &odd, |manifest| {
         manifest["sections"]["lfps"]["population"] = json!("some");
     });
-    kvsmith(&format!("inspect {odd}")).fails(1, "`sections.lfps.population` is not valid", "make the section again");
+    kvsmith(&format!("inspect {odd}")).fails(
+        1,
+        "`sections.lfps.population` is not valid",
+        "make the section again",
+    );
 }
 
 #[test]
@@ -737,7 +741,13 @@ fn what_describes_a_head_is_not_read() {
         assert!(line.contains("no method reads"), "{line}");
     };
     let changed = scratch.path("changed");
-    for tensor in ["sign.count", "sign.alpha", "sign.mean_pre", "a2ats.count", "lfps.vert"] {
+    for tensor in [
+        "sign.count",
+        "sign.alpha",
+        "sign.mean_pre",
+        "a2ats.count",
+        "lfps.vert",
+    ] {
         said(tensor);
     }
     for (tensor, at, value) in [
@@ -747,7 +757,14 @@ fn what_describes_a_head_is_not_read() {
         with_bytes(&artifact, &changed, tensor, at, value);
         assert_eq!(traces(&changed), expected, "{tensor}");
     }
-    let silent = ["sink_mean", "sink_std", "sink_q05", "sink_q95", "rho_std", "k_fraction"];
+    let silent = [
+        "sink_mean",
+        "sink_std",
+        "sink_q05",
+        "sink_q95",
+        "rho_std",
+        "k_fraction",
+    ];
     for name in silent.into_iter().chain(["persist_1", "persist_8", "persist_32"]) {
         said(name);
         let scalar = SCALARS.iter().position(|s| *s == name).unwrap();

@@ -376,7 +376,10 @@ mod tests {
             // A list of 640 positions and four queries of 64 channels.
             let bytes = capacity * (640 * 4 + 4 * 64 * 2);
             let cache = 16384 * kv.bytes_per_position(64);
-            assert!(10 * bytes <= cache && 10 * (bytes + 3072) > cache, "{kv:?} {bytes}");
+            assert!(
+                10 * bytes <= cache && 10 * (bytes + 3072) > cache,
+                "{kv:?} {bytes}"
+            );
             capacity
         };
         assert_eq!(capacity(KvType::F32), 273);

@@ -76,9 +76,12 @@ pub fn cases() -> Vec<Case> {
         }),
         case("of_candidates", f32, [1, 2, 4, 64], 700, share(0.06))
             .with(|s| s.params.lfps_population = Some(Population::Candidates)),
-        lead(case("sliding_of_candidates", f32, [2, 1, 4, 64], 500, share(0.1)), 0)
-            .model_window(300)
-            .with(|s| s.params.lfps_population = Some(Population::Candidates)),
+        lead(
+            case("sliding_of_candidates", f32, [2, 1, 4, 64], 500, share(0.1)),
+            0,
+        )
+        .model_window(300)
+        .with(|s| s.params.lfps_population = Some(Population::Candidates)),
     ]
 }
 

@@ -28,7 +28,10 @@ pub fn check() {
         near_ties += model.near_ties;
     });
     println!("{expanded} lists with successors, {near_ties} of them near ties");
-    assert!(expanded > 1000 && near_ties * 4 < expanded, "{expanded} {near_ties}");
+    assert!(
+        expanded > 1000 && near_ties * 4 < expanded,
+        "{expanded} {near_ties}"
+    );
 }
 
 /// How far a cosine may be off: one channel of a centroid may round to the other f16.

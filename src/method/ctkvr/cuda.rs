@@ -76,7 +76,9 @@ impl<'d> CtkvrWorkspace<'d> {
     /// Sizes or lists that the kernels do not support; out of memory.
     pub fn new(at: OnDevice<'d>, limits: &Limits, params: &CtkvrParams) -> Result<Self> {
         if params.ct_expand > 1 {
-            return Err(Error::failed("CUDA: lists have no successors; --ct-expand must be 1"));
+            return Err(Error::failed(
+                "CUDA: lists have no successors; --ct-expand must be 1",
+            ));
         }
         let (driver, shape) = (at.driver, at.shape.checked()?);
         let sizes = cpu::Ctkvr::new(&at.place(0, 0, limits), params);

@@ -144,7 +144,10 @@ mod tests {
             (0..5000).for_each(|i| table.add(i, value(i)));
             table.decay(0.3);
             let all: Vec<f64> = (7..4000).map(|i| table.get(i)).collect();
-            let (expected, shape) = (TableStats::of(&all), table.entries(50..60, 7..4000, false).shape());
+            let (expected, shape) = (
+                TableStats::of(&all),
+                table.entries(50..60, 7..4000, false).shape(),
+            );
             for (x, y) in parts(&shape).into_iter().zip(parts(&expected)) {
                 assert!((x - y).abs() <= 1e-9 * y.abs(), "{case}: {x} {y}");
             }

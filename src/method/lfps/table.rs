@@ -222,7 +222,13 @@ mod tests {
         (0..300).for_each(|i| table.add(i, 1.0));
         assert!(table.entries(0..1, 0..300, false).powers[0] == 300.0);
         table.add(7, f64::NAN);
-        assert!(table.entries(0..1, 0..300, false).powers.iter().all(|p| p.is_nan()));
+        assert!(
+            table
+                .entries(0..1, 0..300, false)
+                .powers
+                .iter()
+                .all(|p| p.is_nan())
+        );
         assert!(table.maxima[0] == f32::INFINITY);
     }
 }

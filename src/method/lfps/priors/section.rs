@@ -49,7 +49,10 @@ pub fn population(params: &Map<String, Value>) -> Result<Population> {
         Error::failed(format!("`sections.lfps.{POPULATION}` is not valid"))
             .hint("make the section again with this version of kvsmith")
     };
-    recorded.transpose().map_err(invalid).map(Option::unwrap_or_default)
+    recorded
+        .transpose()
+        .map_err(invalid)
+        .map(Option::unwrap_or_default)
 }
 
 /// The section's parameters in the manifest.
