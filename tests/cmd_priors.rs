@@ -448,7 +448,7 @@ fn alpha_belongs_to_the_population_of_the_thresholds() {
         let artifact = Artifact::open(out.as_ref(), SECTIONS).unwrap();
         let recorded = artifact.section("lfps").unwrap().manifest.params["population"].clone();
         let priors = Priors::load(&artifact).unwrap();
-        let alphas: Vec<f32> = (0..8).map(|i| priors.head(i / 4, i % 4).alpha).collect();
+        let alphas: Vec<f32> = (0..16).map(|i| priors.head(i / 4, i % 4).alpha).collect();
         (recorded, priors.population, alphas)
     };
     let candidates = make("candidates.st", "--lfps-population candidates");
