@@ -9,7 +9,7 @@ RESERVE tokens have at most `length` tokens, and without it at least 97 % of tha
 
     single      the secret code of a name, in a sentence among those of the haystack
     multikey    the same with the codes of KEYS names, of which one is asked for
-    multivalue  a name has VALUES codes, and all are asked for
+    multivalue  a name has VALUES codes; the question says the first, the others are asked for
     tracking    a variable is set to a number and copied to another, that to the next, CHAIN in all; the question says
                 the number and the first variable, the others are asked for
     words       words of the haystack in random order, most of them RARELY and COMMON of them OFTEN; those are asked for
@@ -126,7 +126,8 @@ def multikey(haystack, draw, tokens):
 def multivalue(haystack, draw, tokens):
     [name], values = draw.sample(NAMES, 1), draw.codes(VALUES)
     facts = [f"One of the secret codes of {name} is {value}." for value in values]
-    return *ask(haystack, draw, tokens, facts, f"\n\nThe {VALUES} secret codes of {name} are"), values
+    question = f"\n\nThe {VALUES} secret codes of {name} are {values[0]},"
+    return *ask(haystack, draw, tokens, facts, question), values[1:]
 
 
 def tracking(haystack, draw, tokens):
