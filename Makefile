@@ -2,6 +2,7 @@
 # make test   every test; make check: format, lints and documentation
 # make fuzz   random inputs to everything that is read, FUZZ_SECONDS=60 for each target (docs/fuzzing.md)
 # make real   fetch a real model and texts (140 MB) and check them against transformers (docs/real.md)
+# make real-eval   what every method loses on that model, at equal bytes read
 # make cuda   fetch a CUDA compiler (271 MB) where there is none, for the kernels and their test
 
 CARGO ?= cargo
@@ -11,7 +12,7 @@ PYTHON = target/python/bin/python
 REAL = target/real
 REAL_PYTHON = $(REAL)/python/bin/python
 
-.PHONY: all demo test check fuzz setup vulkan cuda golden clean results real gpu-kit gpu-check
+.PHONY: all demo test check fuzz setup vulkan cuda golden clean results real real-eval gpu-kit gpu-check
 
 all: setup
 	$(CARGO) build --release --locked
@@ -46,6 +47,10 @@ real: all $(REAL)/python/complete
 	@sh scripts/real.sh $(REAL)
 	KVSMITH_REAL=$(abspath $(REAL)) KVSMITH_PYTHON=$(abspath $(REAL_PYTHON)) \
 		$(CARGO) test --locked --test real -- --ignored
+
+# Every method on the real model at equal bytes read; an hour or two on 2 cores, and goes on where it stopped.
+real-eval: real
+	$(REAL_PYTHON) scripts/real_eval.py $(KVSMITH) $(REAL)
 
 # What `make gpu-check` runs, in one folder for a machine without Rust.
 gpu-kit: setup cuda

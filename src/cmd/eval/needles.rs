@@ -16,7 +16,7 @@ use crate::runner::eval::{Asking, Evaluation, Group, Needle, Question, Verdict};
 const SLACK: usize = 8;
 
 /// Tokens that may stand between two answers of a reply.
-const BETWEEN: usize = 4;
+const BETWEEN: usize = 8;
 
 /// A line of a needle file.
 pub struct NeedleLine {

@@ -1,0 +1,164 @@
+"""Measure every method on the real model of `make real`, at equal bytes read, on held-out text and tasks.
+
+    python real_eval.py KVSMITH REAL [--reads 0.05,0.1,0.2] [--methods A,B] [--blocks 24] [--per-task 10]
+
+Calibrates on the calibration texts of REAL, then evaluates on each held-out text and on tasks of three lengths.
+Writes REAL/eval/NAME.json, the document of `kvsmith eval --json` with the command that made it, and prints tables in
+Markdown. What is there from the same command and the same program is not measured again, so a run that was stopped goes on.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+METHODS = "topk,a2ats,selfindex,lfps,ctkvr,quest,snapkv,h2o,streaming"
+TEXTS = ("handbook", "python", "uuid")
+LENGTHS = (2048, 4096, 8192)
+# Nothing is fitted to the text, the seed or the lines that are reported.
+SEED = 20261
+BLOCK = 4096
+CALIBRATION = "--max-tokens 131072 --seq-len 8192"
+
+
+def run(command, **options):
+    done = subprocess.run(command, check=False, **options)
+    if done.returncode:
+        sys.exit(f"error: exit code {done.returncode} of {shlex.join(map(str, command))}\nhint: run it alone; this command goes on where it stopped")
+    return done
+
+
+def write(path, text):
+    """Give a file its content at once."""
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+class Study:
+    def __init__(self, arguments):
+        self.kvsmith = arguments.kvsmith
+        self.real = arguments.real
+        self.out = arguments.real / "eval"
+        self.out.mkdir(exist_ok=True)
+        with open(self.kvsmith, "rb") as file:
+            self.program = hashlib.file_digest(file, "sha256").hexdigest()
+        self.common = ["--methods", arguments.methods, "--reads", arguments.reads, "--kv", "bf16", "--json"]
+        self.blocks, self.per_task = arguments.blocks, arguments.per_task
+
+    def calibrated(self):
+        """Return the artifact; make it if this program did not."""
+        artifact, made_by = self.out / "artifact.safetensors", self.out / "artifact.json"
+        texts = [str(self.real / "text" / f"{name}-calib.txt") for name in TEXTS[:2]]
+        command = ["calibrate", "--model", str(self.real / "model"), "--text", *texts, *CALIBRATION.split()]
+        recipe = json.dumps({"program": self.program, "command": command})
+        if not (artifact.exists() and made_by.exists() and made_by.read_text() == recipe):
+            # A work folder of another program or command is refused, and named with what to delete.
+            work = ["--work", str(self.out / "work"), "--resume", "--overwrite", "-o", str(artifact)]
+            run([self.kvsmith, *command, *work])
+            write(made_by, recipe)
+        return artifact
+
+    def tasks(self, length):
+        """Return a file of tasks of one length; its budgets are found for that length."""
+        path = self.out / f"tasks-{length}-{self.per_task}.jsonl"
+        if not path.exists():
+            text = self.real / "text" / "handbook-heldout.txt"
+            script = Path(__file__).with_name("tasks.py")
+            part = path.with_suffix(".part")
+            run([sys.executable, script, "--haystack", text, "--lengths", str(length), "--per-task", str(self.per_task),
+                 "--seed", str(SEED), "--tokenizer", self.real / "model" / "tokenizer.json", "-o", part])
+            os.replace(part, path)
+        return path
+
+    def evaluate(self, name, options):
+        """Return what `eval` says with these options."""
+        artifact = self.calibrated()
+        command = ["eval", "--model", str(self.real / "model"), "--artifact", str(artifact), *self.common, *options]
+        path = self.out / f"{name}.json"
+        if path.exists():
+            known = json.loads(path.read_text(encoding="utf-8"))
+            if known["program"] == self.program and known["options"] == command:
+                return known
+        print(f"measuring {name}", file=sys.stderr)
+        document = json.loads(run([self.kvsmith, *command], stdout=subprocess.PIPE).stdout)
+        document |= {"program": self.program, "options": command}
+        write(path, json.dumps(document, indent=1) + "\n")
+        return document
+
+
+def percent(value):
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def with_interval(row, key, digits):
+    interval = (row.get("intervals") or {}).get(key)
+    if row.get(key) is None:
+        return ""
+    text = f"{row[key]:.{digits}f}"
+    return f"{text} ({interval[0]:.{digits}f} to {interval[1]:.{digits}f})" if interval else text
+
+
+def table(document, columns):
+    """Print the rows, and what a method reads at least where it cannot read so little."""
+    print("| bytes | method | budget | read | " + " | ".join(columns) + " |")
+    print("|---" * (4 + len(columns)) + "|")
+    rows = sorted(document["rows"], key=lambda row: row["reads_target"])
+    for row in rows:
+        start = f"| {percent(row['reads_target'])} | `{row['method']}` "
+        if row["budget"] is None:
+            print(f"{start}| | at least {percent(row['reads_sample'])} |" + " |" * len(columns))
+            continue
+        cells = [of(row) for of in columns.values()]
+        print(f"{start}| {row['budget']:.4f} | {percent(row['bytes_read_fraction'])} | " + " | ".join(cells) + " |")
+    print()
+
+
+TEXT_COLUMNS = {
+    "KL, nats (95 %)": lambda row: with_interval(row, "kl", 4),
+    "median": lambda row: f"{row['kl_median']:.4f}",
+    "99th percentile": lambda row: f"{row['kl_p99']:.3f}",
+    "equal top-1": lambda row: percent(row["top1_equal"]),
+    "perplexity": lambda row: with_interval(row, "perplexity_ratio", 3),
+    "recall": lambda row: f"{row['recall']:.3f}",
+    "mass": lambda row: f"{row['mass']:.3f}",
+    "index bits": lambda row: f"{row['index_bits_per_token']:.0f}",
+}
+
+
+def task_columns(document):
+    def score(task):
+        return lambda row: next(f"{of['accuracy']:.2f}" for of in row["by_task"] if of["task"] == task)
+
+    tasks = {task["task"]: score(task["task"]) for task in document["full_by_task"]}
+    return {"all (95 %)": lambda row: with_interval(row, "needle_accuracy", 2)} | tasks
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kvsmith", type=Path)
+    parser.add_argument("real", type=Path)
+    parser.add_argument("--reads", default="0.05,0.1,0.2")
+    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--blocks", type=int, default=24)
+    parser.add_argument("--per-task", type=int, default=10)
+    arguments = parser.parse_args()
+    study = Study(arguments)
+    for name in TEXTS:
+        tokens = ["--seq-len", str(BLOCK), "--max-tokens", str(BLOCK * study.blocks), "--decode", "64"]
+        document = study.evaluate(name, ["--text", str(study.real / "text" / f"{name}-heldout.txt"), *tokens])
+        print(f"## {name}: {document['blocks']} blocks of {BLOCK} tokens, {document['steps']} steps\n")
+        table(document, TEXT_COLUMNS)
+    for length in LENGTHS:
+        document = study.evaluate(f"tasks-{length}", ["--needles", str(study.tasks(length))])
+        full = ", ".join(f"{task['task']} {task['accuracy']:.2f}" for task in document["full_by_task"])
+        print(f"## Tasks of {length} tokens\n\nFull attention: {document['full_needle_accuracy']:.2f} ({full}).\n")
+        table(document, task_columns(document))
+
+
+if __name__ == "__main__":
+    main()
