@@ -19,10 +19,11 @@ use crate::method::Method;
 use crate::method::registry::MethodName;
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
+use crate::progress::Log;
 use crate::runner::eval::{Bootstrap, Evaluation, FEWEST, Variant};
 use blocks::Blocks;
 use needles::{NeedleLine, Reader};
-use rows::Rows;
+use rows::Measurements;
 
 /// Arguments of `eval`.
 #[derive(clap::Args, Debug)]
@@ -103,22 +104,12 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     };
     let tokenizer = tokenizer(args, &decoder)?;
     let material = Material::open(args, global, &decoder, tokenizer.as_ref())?;
-    let plan = match args.reads.is_empty() {
-        true => fixed(args),
-        false => {
-            log.note("finding the budgets that read these shares of the bytes, on the first block or line");
-            reads::find(methods.len(), &args.reads, &mut |budgets| {
-                let mut evaluation = evaluation(budgets)?;
-                material.sample(args, &mut evaluation)?;
-                Ok((0..budgets.len())
-                    .map(|i| evaluation.bytes_fraction(i).unwrap_or(1.0))
-                    .collect())
-            })?
-            .into_iter()
-            .map(Planned::from)
-            .collect()
-        }
-    };
+    let plan = plan(args, log, &mut |budgets| {
+        let mut evaluation = evaluation(budgets)?;
+        material.sample(args, &mut evaluation)?;
+        let share = |variant: usize| evaluation.bytes_fraction(variant).unwrap_or(1.0);
+        Ok((0..budgets.len()).map(share).collect())
+    })?;
     let budgets: Vec<_> = plan.iter().filter_map(|p| Some((p.method, p.budget?))).collect();
     let mut evaluation = evaluation(&budgets)?;
     let (found, stopped) = material.evaluate(args, global, &mut evaluation)?;
@@ -128,7 +119,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
             "no confidence intervals: they need at least {FEWEST} blocks of text or lines of questions"
         ));
     }
-    let table = Rows {
+    let table = Measurements {
         args,
         plan: &plan,
         evaluation: &evaluation,
@@ -187,8 +178,13 @@ impl From<reads::Found> for Planned {
     }
 }
 
-/// Plans each method with each of the given budgets.
-fn fixed(args: &Args) -> Vec<Planned> {
+/// Plans each method with each budget, or with the budgets that read the shares asked for.
+fn plan(args: &Args, log: Log, read: &mut reads::ReadShares) -> Result<Vec<Planned>> {
+    if !args.reads.is_empty() {
+        log.note("finding the budgets that read these shares of the bytes, on the first block or line");
+        let found = reads::find(args.methods.len(), &args.reads, read)?;
+        return Ok(found.into_iter().map(Planned::from).collect());
+    }
     let planned = |method| {
         args.budgets.iter().map(move |budget| Planned {
             method,
@@ -196,7 +192,7 @@ fn fixed(args: &Args) -> Vec<Planned> {
             reads: None,
         })
     };
-    (0..args.methods.len()).flat_map(planned).collect()
+    Ok((0..args.methods.len()).flat_map(planned).collect())
 }
 
 /// What methods are evaluated on.

@@ -26,13 +26,13 @@ pub struct NeedleLine {
 
 enum Questions {
     /// A single question, which each method answers by itself.
-    Single { asking: Asking, answers: Answers },
+    Single { asking: Asking, answers: Expected },
     /// The questions of a conversation, one per turn.
     Conversation(Vec<Question>),
 }
 
 /// What the reply to a single question must have.
-enum Answers {
+enum Expected {
     /// It must begin with this text.
     Text(String),
     /// It must begin with these tokens.
@@ -46,7 +46,7 @@ enum Answers {
 /// A prompt with its answer, as they are written in a line or in a turn.
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum Pair {
+enum WrittenQuestion {
     Text {
         prompt: String,
         question: Option<String>,
@@ -82,7 +82,7 @@ const FILLED: &str = "every prompt, question and answer must have at least one t
 /// The forms that a line may have.
 const FORMS: &str = "{\"prompt\": .., \"answer\": ..}, {\"prompt_tokens\": [..], \"answer_tokens\": [..]} or {\"turns\": [..]} with such turns; \"question\" or \"question_tokens\" may follow the prompt, and \"answers\" or \"answers_tokens\" list several answers";
 
-impl Pair {
+impl WrittenQuestion {
     /// Reads a pair from a JSON object.
     ///
     /// # Errors
@@ -165,9 +165,9 @@ impl Reader<'_> {
     }
 
     /// Reads a single question.
-    fn single(&self, pair: Pair) -> Result<Questions> {
+    fn single(&self, pair: WrittenQuestion) -> Result<Questions> {
         let (asking, answers) = match pair {
-            Pair::Text {
+            WrittenQuestion::Text {
                 prompt,
                 question,
                 answer,
@@ -180,13 +180,13 @@ impl Reader<'_> {
                         let texts: Vec<String> = texts.into_iter().map(trimmed).collect();
                         let encode = |text: &String| self.needed()?.encode_raw(text);
                         let ids: Vec<Vec<u32>> = texts.iter().map(encode).collect::<Result<_>>()?;
-                        Answers::Texts(texts, ids.iter().map(|ids| ids.len() + BETWEEN).sum())
+                        Expected::Texts(texts, ids.iter().map(|ids| ids.len() + BETWEEN).sum())
                     }
-                    None => Answers::Text(trimmed(answer.unwrap_or_default())),
+                    None => Expected::Text(trimmed(answer.unwrap_or_default())),
                 };
                 (asking, answers)
             }
-            Pair::Ids {
+            WrittenQuestion::Ids {
                 prompt,
                 question,
                 answer,
@@ -194,8 +194,8 @@ impl Reader<'_> {
             } => {
                 let asking = self.asking(prompt, question)?;
                 let answers = match answers {
-                    Some(lists) => Answers::IdLists(lists),
-                    None => Answers::Ids(answer.unwrap_or_default()),
+                    Some(lists) => Expected::IdLists(lists),
+                    None => Expected::Ids(answer.unwrap_or_default()),
                 };
                 (asking, answers)
             }
@@ -207,8 +207,8 @@ impl Reader<'_> {
     fn conversation(&self, turns: &[Value]) -> Result<Questions> {
         let mut of_text = None;
         let mut turn = |i: usize, value: &Value| -> Result<Question> {
-            let pair = Pair::parse(value)?;
-            let is_text = matches!(pair, Pair::Text { .. });
+            let pair = WrittenQuestion::parse(value)?;
+            let is_text = matches!(pair, WrittenQuestion::Text { .. });
             if *of_text.get_or_insert(is_text) != is_text {
                 return Err(
                     Error::failed("turns of text and of token ids in one conversation")
@@ -216,7 +216,7 @@ impl Reader<'_> {
                 );
             }
             let (asking, answer) = match pair {
-                Pair::Text {
+                WrittenQuestion::Text {
                     prompt,
                     question,
                     answer: Some(answer),
@@ -225,7 +225,7 @@ impl Reader<'_> {
                     self.encoded(&prompt, question.as_deref(), i == 0)?,
                     self.needed()?.encode_raw(&answer)?,
                 ),
-                Pair::Ids {
+                WrittenQuestion::Ids {
                     prompt,
                     question,
                     answer: Some(answer),
@@ -277,7 +277,7 @@ impl Reader<'_> {
                 let turns = turns.ok_or_else(|| Error::failed("`turns` has no turn").hint(FORMS))?;
                 self.conversation(turns)?
             }
-            None => self.single(Pair::parse(&value)?)?,
+            None => self.single(WrittenQuestion::parse(&value)?)?,
         };
         Ok(NeedleLine { group, questions })
     }
@@ -333,7 +333,7 @@ impl NeedleLine {
     }
 }
 
-impl Answers {
+impl Expected {
     /// Returns the most tokens that a reply may have.
     fn most(&self) -> usize {
         SLACK

@@ -110,13 +110,13 @@ impl Search {
 }
 
 /// Returns the shares of the bytes that methods, by index, read with budgets on a sample.
-type Sample<'a> = dyn FnMut(&[(usize, Budget)]) -> Result<Vec<f64>> + 'a;
+pub type ReadShares<'a> = dyn FnMut(&[(usize, Budget)]) -> Result<Vec<f64>> + 'a;
 
 /// Finds, for each of `methods` methods and each of `targets`, the budget that reads that share of the bytes.
 ///
 /// # Errors
 /// Those of `sample`.
-pub fn find(methods: usize, targets: &[f64], sample: &mut Sample) -> Result<Vec<Found>> {
+pub fn find(methods: usize, targets: &[f64], sample: &mut ReadShares) -> Result<Vec<Found>> {
     let smallest: Vec<_> = (0..methods).map(|m| (m, Budget::Fraction(LEAST))).collect();
     let least = sample(&smallest)?;
     let mut searches: Vec<Search> = least

@@ -25,7 +25,7 @@ const TEXT_METRICS: [TextMetric; 8] = [
 ];
 
 /// The results in the order of the plan.
-pub struct Rows<'a> {
+pub struct Measurements<'a> {
     /// The arguments of the command.
     pub args: &'a Args,
     /// Every row; those with a budget were evaluated.
@@ -38,7 +38,7 @@ pub struct Rows<'a> {
     pub intervals: Option<&'a Bootstrap>,
 }
 
-impl Rows<'_> {
+impl Measurements<'_> {
     /// Returns the rows.
     pub fn rows(&self) -> Result<Vec<Value>> {
         let mut reports = (0..self.evaluation.reports.len()).map(Some);
@@ -172,10 +172,10 @@ fn per_head(report: &VariantReport) -> Value {
 }
 
 /// A column of a table: its title, its width, and what a row has there.
-type Column = (&'static str, usize, fn(&Value) -> String);
+type EvalColumn = (&'static str, usize, fn(&Value) -> String);
 
 /// The columns on text.
-const ON_TEXT: [Column; 8] = [
+const ON_TEXT: [EvalColumn; 8] = [
     ("bytes", 7, |row| share(row, "bytes_read_fraction")),
     ("KL nats", 8, |row| decimal(row, "kl")),
     ("95 %", 16, |row| interval(row, "kl")),
@@ -187,14 +187,14 @@ const ON_TEXT: [Column; 8] = [
 ];
 
 /// The columns on needles.
-const ON_NEEDLES: [Column; 3] = [
+const ON_NEEDLES: [EvalColumn; 3] = [
     ("bytes", 7, |row| share(row, "bytes_read_fraction")),
     ("needles", 8, |row| decimal(row, "needle_accuracy")),
     ("95 %", 16, |row| interval(row, "needle_accuracy")),
 ];
 
 /// The columns that say how much was read and where it was lost.
-const DETAILS: [Column; 5] = [
+const DETAILS: [EvalColumn; 5] = [
     ("rows", 7, |row| share(row, "kv_read_fraction")),
     ("dots", 7, |row| share(row, "exact_dot_fraction")),
     ("index bits", 10, |row| {
@@ -206,7 +206,7 @@ const DETAILS: [Column; 5] = [
 
 /// Writes the rows as tables.
 pub fn text(rows: &[Value], needles: bool) -> String {
-    let (main, details): (&[Column], &[Column]) = match needles {
+    let (main, details): (&[EvalColumn], &[EvalColumn]) = match needles {
         true => (&ON_NEEDLES, &DETAILS[..3]),
         false => (&ON_TEXT, &DETAILS),
     };
@@ -255,7 +255,7 @@ pub fn text(rows: &[Value], needles: bool) -> String {
 /// Width of the place in front of the columns.
 const PLACE: usize = 18;
 
-fn heading(columns: &[Column]) -> String {
+fn heading(columns: &[EvalColumn]) -> String {
     let titles = columns
         .iter()
         .map(|(title, width, _)| format!(" {title:>width$}"));
@@ -274,7 +274,7 @@ fn place(row: &Value) -> String {
 }
 
 /// Writes what a row, or a part of one, has in each column.
-fn line(place: &str, part: &Value, columns: &[Column]) -> String {
+fn line(place: &str, part: &Value, columns: &[EvalColumn]) -> String {
     let cells = columns
         .iter()
         .map(|(_, width, cell)| format!(" {:>width$}", cell(part)));
