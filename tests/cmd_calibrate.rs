@@ -109,6 +109,98 @@ fn the_ablation_by_hand() {
 }
 
 #[test]
+fn one_dump_serves_every_position() {
+    for name in ["llama_default", "llama_yarn", "qwen2_bias"] {
+        let scratch = Scratch::new();
+        let model = checkpoint(name);
+        let tokens = scratch.tokens("tokens.json", &documents(&[70, 50, 60], 1));
+        let input = format!("--model {model} --tokens {tokens}");
+        let make = |name: &str, command: String| read(&scratch.make(name, &command));
+        let dump = |name: &str, options: &str| {
+            let command = format!("dump --dtype f32 {options} {input}");
+            scratch.make(name, &command)
+        };
+        // Neither queries nor a second pass of the model are needed for another position.
+        let (one, with_queries) = (dump("one", ""), dump("with-queries", "--queries"));
+        let own = scratch.make("own", &format!("moments --rope standard --dump {with_queries}"));
+        let mut sections = Vec::new();
+        for position in [0, 9, 300, 2048] {
+            let other = dump("other", &format!("--wrope-position {position}"));
+            let expected = make("expected", format!("codebook --size 9 --dump {other}"));
+            for source in [
+                format!("--dump {one}"),
+                format!("--dump {other}"),
+                format!("--dump {with_queries} --moments {own}"),
+            ] {
+                let section = format!("codebook --size 9 --wrope-position {position} {source}");
+                assert!(make("section", section) == expected, "{name} {position} {source}");
+            }
+            let moments = format!("moments --wrope-position {position} --dump {with_queries}");
+            assert!(
+                make("moments", moments) == read(&format!("{other}/moments.safetensors")),
+                "{name} {position}"
+            );
+            let direct = format!("calibrate --size 9 --wrope-position {position} {input}");
+            let direct = read_tensors(scratch.make("direct", &direct));
+            for (tensor, by_hand) in read_tensors(scratch.path("section")) {
+                assert!(direct[&tensor] == by_hand, "{name} {position} {tensor}");
+            }
+            sections.push(expected);
+        }
+        for i in 0..4 {
+            assert!(!sections[..i].contains(&sections[i]), "{name}: section {i}");
+        }
+    }
+}
+
+/// Moments as earlier builds wrote them: of one position alone.
+#[test]
+fn moments_of_one_position_serve_no_other() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_yarn");
+    let tokens = scratch.tokens("tokens.json", &documents(&[70, 50, 60], 1));
+    let dump = scratch.make(
+        "dump",
+        &format!("dump --wrope-position 9 --model {model} --tokens {tokens}"),
+    );
+    let codebook = |options: &str| format!("codebook --size 9 --dump {dump} {options}");
+    let expected = read(&scratch.make("expected", &codebook("")));
+    let path = format!("{dump}/moments.safetensors");
+    let older = scratch.path("older");
+    resealed(&path, &older, |manifest| {
+        let digests = manifest["sha256"].as_object_mut().unwrap();
+        digests.retain(|name, _| ["sum_qq", "count"].contains(&name.as_str()));
+    });
+    remove_tensors(&older, &["sum_qq_pre", "sum_qq_rope"]);
+    let given = format!("--moments {older}");
+    for source in [given.clone(), format!("{given} --wrope-position 9")] {
+        assert!(
+            read(&scratch.make("section", &codebook(&source))) == expected,
+            "{source}"
+        );
+    }
+    let out = scratch.path("out");
+    for source in ["", given.as_str()] {
+        // The dump itself, too, as an earlier build left it.
+        std::fs::copy(&older, &path).unwrap();
+        reseal_dump(&dump, |manifest| {
+            manifest["files"]["moments.safetensors"] =
+                json!(kvsmith::store::file_digest(Path::new(&path)).unwrap());
+        });
+        assert!(
+            read(&scratch.make("section", &codebook(source))) == expected,
+            "{source}"
+        );
+        kvsmith(&codebook(&format!("{source} --wrope-position 10 -o {out}"))).fails(
+            1,
+            "the moments are for position 9 alone, not for position 10",
+            "kvsmith moments --wrope-position",
+        );
+    }
+    assert!(!Path::new(&out).exists());
+}
+
+#[test]
 fn the_seed_alone_makes_a_difference() {
     let scratch = Scratch::new();
     let model = checkpoint("qwen2_sliding");

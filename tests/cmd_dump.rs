@@ -71,7 +71,9 @@ fn the_folder_is_that_of_the_contract() {
                 shapes(&read_tensors(format!("{out}/moments.safetensors"))),
                 [
                     format!("count U64 [{layers}, {g}]"),
-                    format!("sum_qq F64 [{layers}, {g}, {d}, {d}]")
+                    format!("sum_qq F64 [{layers}, {g}, {d}, {d}]"),
+                    format!("sum_qq_pre F64 [{layers}, {g}, {d}, {d}]"),
+                    format!("sum_qq_rope F64 [{layers}, {g}, {d}, {d}]"),
                 ]
             );
         }
@@ -270,13 +272,14 @@ fn moments_are_sums_of_rotated_queries() {
             let kept: Vec<usize> = (0..held_out.len()).filter(|i| held_out[*i] == 0).collect();
             assert!(kept.len() < held_out.len());
             let moments = read_tensors(format!("{out}/moments.safetensors"));
-            let (sums, counts) = (moments["sum_qq"].f64s(), moments["count"].u64s());
+            let own = tokens_of(&out)["position"].u32s();
+            let counts = moments["count"].u64s();
             assert!(
                 counts.into_iter().all(|n| n == (kept.len() * h / g) as u64),
                 "{name}"
             );
             let (frequencies, factor) = frequencies(name, d);
-            let rotate = |q: ArrayView1<f32>| {
+            let rotate = |q: ArrayView1<f32>, position: usize| {
                 let mut rotated = Array1::zeros(d);
                 for (i, w) in frequencies.iter().enumerate() {
                     // The model takes the angle in f32.
@@ -287,32 +290,63 @@ fn moments_are_sums_of_rotated_queries() {
                 }
                 rotated
             };
-            for (layer, sums) in sums.chunks(g * d * d).enumerate() {
-                let q = read_tensors(format!("{out}/layer-{layer:05}.safetensors"))["q_pre"].f32s();
-                let q = ArrayView3::from_shape((h, held_out.len(), d), &q).unwrap();
-                // A2ATS, arXiv 2502.12665, Eq. 10 and 13, in f64.
-                let mut exact = Array3::<f64>::zeros((g, d, d));
-                for (head, q) in q.outer_iter().enumerate() {
-                    for i in &kept {
-                        let qt = rotate(q.row(*i));
-                        let mut exact = exact.index_axis_mut(Axis(0), head / (h / g));
-                        exact += &(&qt.view().insert_axis(Axis(1)) * &qt.view().insert_axis(Axis(0)));
+            let at_b = |q: ArrayView1<f32>, _: usize| rotate(q, position);
+            let before = |q: ArrayView1<f32>, _: usize| q.mapv(f64::from);
+            let at_own = |q: ArrayView1<f32>, row: usize| rotate(q, own[row] as usize);
+            type Rotate<'a> = &'a dyn Fn(ArrayView1<f32>, usize) -> Array1<f64>;
+            let tensors: [(&str, Rotate); 3] = [
+                ("sum_qq", &at_b),
+                ("sum_qq_pre", &before),
+                ("sum_qq_rope", &at_own),
+            ];
+            for (tensor, rotated) in tensors {
+                for (layer, sums) in moments[tensor].f64s().chunks(g * d * d).enumerate() {
+                    let q = read_tensors(format!("{out}/layer-{layer:05}.safetensors"))["q_pre"].f32s();
+                    let q = ArrayView3::from_shape((h, held_out.len(), d), &q).unwrap();
+                    // A2ATS, arXiv 2502.12665, Eq. 10 and 13, in f64.
+                    let mut exact = Array3::<f64>::zeros((g, d, d));
+                    for (head, q) in q.outer_iter().enumerate() {
+                        for i in &kept {
+                            let qt = rotated(q.row(*i), *i);
+                            let mut exact = exact.index_axis_mut(Axis(0), head / (h / g));
+                            exact += &(&qt.view().insert_axis(Axis(1)) * &qt.view().insert_axis(Axis(0)));
+                        }
                     }
-                }
-                for (head, (sum, exact)) in sums.chunks(d * d).zip(exact.outer_iter()).enumerate() {
-                    let exact = exact.as_slice().unwrap();
-                    let norm = |x: &[f64]| x.iter().map(|v| v * v).sum::<f64>().sqrt();
-                    let difference: Vec<f64> = sum.iter().zip(exact).map(|(a, b)| a - b).collect();
-                    // Up to 256 products are summed in f32: 256 x 2^-24 at the very most.
-                    let error = norm(&difference) / norm(exact);
-                    assert!(
-                        error < 1.6e-5,
-                        "{name} position {position} layer {layer} head {head}: {error}"
-                    );
+                    for (head, (sum, exact)) in sums.chunks(d * d).zip(exact.outer_iter()).enumerate() {
+                        let exact = exact.as_slice().unwrap();
+                        let norm = |x: &[f64]| x.iter().map(|v| v * v).sum::<f64>().sqrt();
+                        let difference: Vec<f64> = sum.iter().zip(exact).map(|(a, b)| a - b).collect();
+                        // Up to 256 products are summed in f32: 256 x 2^-24 at the very most.
+                        let error = norm(&difference) / norm(exact);
+                        assert!(
+                            error < 1.6e-5,
+                            "{name} position {position} {tensor} layer {layer} head {head}: {error}"
+                        );
+                    }
                 }
             }
         }
     }
+}
+
+/// The sums before rotation do not depend on the position, so that runs over other text merge whatever theirs was.
+#[test]
+fn only_one_sum_depends_on_the_position() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_yarn");
+    let tokens = scratch.tokens("tokens.json", &documents(&[50, 30], 7));
+    let moments = |position: usize| {
+        let options = format!("--tokens {tokens} --wrope-position {position}");
+        let out = dump(&scratch, &model, &format!("at-{position}"), &options);
+        read_tensors(format!("{out}/moments.safetensors"))
+    };
+    let (mut near, mut far) = (moments(3), moments(2048));
+    assert_ne!(near.remove("sum_qq"), far.remove("sum_qq"));
+    assert_eq!(
+        near.keys().collect::<Vec<_>>(),
+        ["count", "sum_qq_pre", "sum_qq_rope"]
+    );
+    assert_eq!(near, far);
 }
 
 #[test]

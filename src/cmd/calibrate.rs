@@ -19,7 +19,7 @@ use crate::method::sections::SECTIONS;
 use crate::model::Decoder;
 use crate::model::forward::Layers;
 use crate::progress::{Log, Progress, size};
-use crate::stats::moments::{LayerMoments, Position};
+use crate::stats::moments::{LayerMoments, Position, QuerySums};
 use crate::store;
 use crate::work::WorkFolder;
 
@@ -240,10 +240,10 @@ impl CalibrationRun<'_> {
         let rows = &self.query_rows;
         let mut keys = Array3::zeros((c.n_kv_heads, self.corpus.n_tokens(), c.head_dim));
         let mut queries = Array3::zeros((c.n_heads, rows.len(), c.head_dim));
-        let mut moments = LayerMoments::new(c.n_kv_heads, c.head_dim);
+        let mut sums = QuerySums::new(c.n_kv_heads, c.head_dim);
         capture.layer(progress, &mut |block, states| {
             let (q_pre, kept) = (states.q_pre.view(), &self.kept[block.clone()]);
-            moments.add(self.device, q_pre, kept, &self.decoder.rope, self.position)?;
+            sums.add(self.device, q_pre, kept, &self.decoder.rope)?;
             let first = rows.partition_point(|row| *row < block.start);
             let within = rows[first..].iter().take_while(|row| **row < block.end);
             for (i, row) in (first..).zip(within) {
@@ -256,7 +256,7 @@ impl CalibrationRun<'_> {
         Ok(Captured {
             keys,
             queries,
-            moments,
+            moments: sums.at(self.position, &self.decoder.rope),
         })
     }
 

@@ -12,7 +12,7 @@ use crate::dump::{Dump, State};
 use crate::error::Result;
 use crate::flags::parse_count;
 use crate::interrupt;
-use crate::stats::moments::LayerMoments;
+use crate::stats::moments::QuerySums;
 
 /// Arguments of `moments`.
 #[derive(clap::Args, Debug)]
@@ -47,32 +47,23 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         interrupt::check()?;
         progress.stage(format!("layer {} of {}", i + 1, s.n_layers));
         let states = dump.layer(i)?;
-        let mut sums = LayerMoments::new(s.n_kv_heads, s.head_dim);
+        let mut sums = QuerySums::new(s.n_kv_heads, s.head_dim);
         for block in dump.block_start.windows(2) {
             let rows = block[0] as usize..block[1] as usize;
             let mut q_pre = Array3::zeros((s.n_heads, rows.len(), s.head_dim));
             for (head, mut q) in q_pre.outer_iter_mut().enumerate() {
                 q.assign(&states.read(State::QPre, head, rows.start, rows.len())?);
             }
-            sums.add(device.as_ref(), q_pre.view(), &dump.kept[rows], &rope, position)?;
+            sums.add(device.as_ref(), q_pre.view(), &dump.kept[rows], &rope)?;
         }
         layers.push(sums);
         progress.advance(1);
     }
     drop(progress);
-    Moments {
-        layers,
-        position,
-        origin: dump.origin,
-    }
-    .write(output)?;
-    let place = match position.windowed() {
-        Some(b) => format!("position {b}"),
-        None => "the queries' own positions".to_string(),
-    };
+    Moments::new(layers, position, dump.origin).write(output)?;
     finish(
         global,
-        &format!("wrote {} for {place}", args.output.display()),
+        &format!("wrote {} for {position}", args.output.display()),
         &json!({ "moments": args.output.display().to_string(), "wrope_position": position.windowed(), "device": device.name() }),
     )
 }

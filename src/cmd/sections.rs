@@ -15,9 +15,13 @@ use crate::compute::device::Device;
 use crate::dump::moments::Moments;
 use crate::dump::{Dump, State};
 use crate::error::{Error, Result};
+use crate::flags::parse_count;
 use crate::method::sections::SECTIONS;
 use crate::progress::{Log, Progress, Verbosity};
 use crate::stats::moments::Position;
+
+/// Name of the flag for the position of the moments.
+const WROPE_POSITION: &str = "wrope-position";
 
 type ParseResult<T> = std::result::Result<T, clap::Error>;
 
@@ -59,6 +63,7 @@ pub struct SectionCommand {
     kind: &'static dyn SectionKind,
     dump: PathBuf,
     moments: Option<PathBuf>,
+    wrope_position: Option<usize>,
     output: PathBuf,
     flags: ArgMatches,
 }
@@ -89,8 +94,19 @@ fn describe(kind: &dyn SectionKind) -> Command {
         true => "Dump folder made with --queries (values may be there too, but are not read)",
         false => "Dump folder",
     };
-    let moments = "Moments for another WRoPE position, or for standard RoPE (default: the dump's own)";
-    let moments = facts.reads_moments.then(|| file("moments", "FILE").help(moments));
+    let moments = || {
+        let help = "Moments of the dump's queries, such as those for standard RoPE (default: the dump's own)";
+        let position = "Relative position that the codebooks are for (default: that of the moments)";
+        [
+            file("moments", "FILE").help(help),
+            Arg::new(WROPE_POSITION)
+                .long(WROPE_POSITION)
+                .value_name("P")
+                .value_parser(parse_count)
+                .help(position),
+        ]
+    };
+    let moments = facts.reads_moments.then(moments).into_iter().flatten();
     let command = Command::new(facts.command)
         .arg(file("dump", "DIR").help(dump).required(true))
         .args(moments)
@@ -111,10 +127,13 @@ impl FromArgMatches for SectionCommand {
         let kind = SECTIONS.iter().find(|kind| kind.facts().command == name);
         let kind = *kind.ok_or_else(unknown)?;
         let file = |name: &str| flags.get_one::<PathBuf>(name).cloned();
+        let moments = kind.facts().reads_moments;
+        let position = || flags.get_one::<usize>(WROPE_POSITION).copied();
         Ok(Self {
             kind,
             dump: file("dump").ok_or_else(missing)?,
-            moments: kind.facts().reads_moments.then(|| file("moments")).flatten(),
+            moments: moments.then(|| file("moments")).flatten(),
+            wrope_position: moments.then(position).flatten(),
             output: file("output").ok_or_else(missing)?,
             flags: flags.clone(),
         })
@@ -172,24 +191,31 @@ impl SectionCommand {
         )
     }
 
-    /// Reads the moments that were given, or the dump's; `None` if the fit does not need them.
+    /// Reads the moments that were given, or the dump's, and takes them at the position asked for; `None` if the fit does
+    /// not need them.
     fn moments(&self, dump: &Dump) -> Result<Option<Moments>> {
         if !self.kind.facts().reads_moments {
             return Ok(None);
         }
-        let Some(path) = &self.moments else {
-            return dump.moments().map(Some);
+        let moments = match &self.moments {
+            None => dump.moments()?,
+            Some(path) => {
+                let moments = Moments::read(path, dump.sizes)?;
+                if moments.origin != dump.origin {
+                    return Err(Error::failed(format!(
+                        "{} was not taken from {}",
+                        path.display(),
+                        self.dump.display()
+                    ))
+                    .hint("give the moments of the same dump"));
+                }
+                moments
+            }
         };
-        let moments = Moments::read(path, dump.sizes)?;
-        if moments.origin != dump.origin {
-            return Err(Error::failed(format!(
-                "{} was not taken from {}",
-                path.display(),
-                self.dump.display()
-            ))
-            .hint("give the moments of the same dump"));
+        match self.wrope_position {
+            Some(b) => moments.at(Position::Windowed(b)).map(Some),
+            None => Ok(Some(moments)),
         }
-        Ok(Some(moments))
     }
 }
 

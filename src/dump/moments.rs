@@ -11,13 +11,16 @@ use crate::corpus::Origin;
 use crate::disk::Output;
 use crate::error::{Error, Result};
 use crate::model::Sizes;
-use crate::stats::moments::{LayerMoments, Position};
+use crate::stats::moments::{LayerMoments, Position, QuerySums};
 use crate::store::{self, Spec, Store, Tensor};
 
 /// The query moments of all layers and their origin.
 pub struct Moments {
-    /// One entry per layer.
+    /// The moments at `position`, one entry per layer.
     pub layers: Vec<LayerMoments>,
+    /// The sums from which the moments at other positions follow, one entry per layer; files of earlier builds
+    /// lack them.
+    sums: Option<Vec<QuerySums>>,
     /// The position that the queries were rotated to.
     pub position: Position,
     /// The model and the text.
@@ -25,6 +28,12 @@ pub struct Moments {
 }
 
 const KIND: &str = "moments";
+/// Sums over queries rotated to the position of the file.
+const SUM: &str = "sum_qq";
+/// Sums over queries before rotation.
+const PRE: &str = "sum_qq_pre";
+/// Sums over queries rotated to their own positions.
+const ROPE: &str = "sum_qq_rope";
 
 #[derive(Serialize, Deserialize)]
 struct MomentsManifest {
@@ -39,16 +48,52 @@ struct MomentsManifest {
 }
 
 impl Moments {
-    /// Writes `sum_qq` f64 `[layers,g,d,d]` and `count` u64 `[layers,g]`.
+    /// Computes the moments at a position from the sums of every layer.
+    pub fn new(sums: Vec<QuerySums>, position: Position, origin: Origin) -> Self {
+        let rope = origin.model.rope();
+        Self {
+            layers: sums.iter().map(|sums| sums.at(position, &rope)).collect(),
+            sums: Some(sums),
+            position,
+            origin,
+        }
+    }
+
+    /// Returns the moments at another position.
+    ///
+    /// # Errors
+    /// The file holds those of its own position alone.
+    pub fn at(self, position: Position) -> Result<Self> {
+        if position == self.position {
+            return Ok(self);
+        }
+        match self.sums {
+            Some(sums) => Ok(Self::new(sums, position, self.origin)),
+            None => Err(Error::failed(format!(
+                "the moments are for {} alone, not for {position}",
+                self.position
+            ))
+            .hint(
+                "an earlier version made them; take them again with `kvsmith moments --wrope-position`, or make the dump again",
+            )),
+        }
+    }
+
+    /// Writes `sum_qq`, `sum_qq_pre` and `sum_qq_rope`, f64 `[layers,g,d,d]`, and `count`, u64 `[layers,g]`.
     pub fn write(&self, output: Output) -> Result<()> {
         let sizes = self.origin.model.sizes;
         let (l, g, d) = (sizes.n_layers, sizes.n_kv_heads, sizes.head_dim);
-        let sums = self.layers.iter().flat_map(|l| l.sum_qq.iter().copied());
         let counts = self.layers.iter().flat_map(|l| l.count.iter().copied());
-        let tensors = [
-            Tensor::new("sum_qq", &[l, g, d, d], &sums.collect::<Vec<f64>>()),
-            Tensor::new("count", &[l, g], &counts.collect::<Vec<u64>>()),
-        ];
+        let mut tensors = vec![Tensor::new("count", &[l, g], &counts.collect::<Vec<u64>>())];
+        let mut put = |name: &str, sums: &mut dyn Iterator<Item = &Array3<f64>>| {
+            let values: Vec<f64> = sums.flat_map(|sum| sum.iter().copied()).collect();
+            tensors.push(Tensor::new(name, &[l, g, d, d], &values));
+        };
+        put(SUM, &mut self.layers.iter().map(|layer| &layer.sum_qq));
+        if let Some(sums) = &self.sums {
+            put(PRE, &mut sums.iter().map(|sums| &sums.pre));
+            put(ROPE, &mut sums.iter().map(|sums| &sums.rope));
+        }
         let manifest = MomentsManifest {
             kind: KIND.to_string(),
             sha256: tensors
@@ -78,29 +123,44 @@ impl Moments {
             let error = Error::failed(format!("{} is not a moments file", path.display()));
             return Err(error.hint("give a file made by `kvsmith dump` or `kvsmith moments` of this version"));
         };
-        let sums: Vec<f64> = store.read("sum_qq", &[l, g, d, d])?;
-        let counts: Vec<u64> = store.read("count", &[l, g])?;
         let intact = |spec: &Spec| store.digest(&spec.name).as_ref() == manifest.sha256.get(&spec.name);
         if manifest.kind != KIND || !sealed || !store.specs().all(intact) {
             let error = Error::failed(format!("{} does not have its digests", path.display()));
             return Err(error.hint("the file is damaged; make it again"));
         }
-        if let Some(i) = sums.iter().position(|v| !v.is_finite()) {
-            return Err(Error::failed(format!(
-                "{}: `sum_qq` has a value that is not finite (element {i})",
-                path.display()
-            ))
-            .hint("make the dump again; if this happens again, the model overflows"));
-        }
-        let layer = |(sums, counts): (&[f64], &[u64])| -> Result<LayerMoments> {
-            Ok(LayerMoments {
-                sum_qq: Array3::from_shape_vec((g, d, d), sums.to_vec())?,
-                count: counts.to_vec(),
-            })
+        let read = |name: &str| -> Result<Vec<Array3<f64>>> {
+            let sums: Vec<f64> = store.read(name, &[l, g, d, d])?;
+            if let Some(i) = sums.iter().position(|v| !v.is_finite()) {
+                return Err(Error::failed(format!(
+                    "{}: `{name}` has a value that is not finite (element {i})",
+                    path.display()
+                ))
+                .hint("make the dump again; if this happens again, the model overflows"));
+            }
+            let layers = sums.chunks_exact(g * d * d);
+            layers
+                .map(|sums| Ok(Array3::from_shape_vec((g, d, d), sums.to_vec())?))
+                .collect()
         };
-        let layers = sums.chunks_exact(g * d * d).zip(counts.chunks_exact(g));
+        let counts: Vec<u64> = store.read("count", &[l, g])?;
+        let counts = || counts.chunks_exact(g).map(<[u64]>::to_vec);
+        let layers = read(SUM)?.into_iter().zip(counts());
+        let layers = layers.map(|(sum_qq, count)| LayerMoments { sum_qq, count });
+        // Either of the two says that the file is of a version that writes both.
+        let sums = match store
+            .specs()
+            .any(|spec| [PRE, ROPE].contains(&spec.name.as_str()))
+        {
+            false => None,
+            true => {
+                let sums = read(PRE)?.into_iter().zip(read(ROPE)?).zip(counts());
+                let sums = sums.map(|((pre, rope), count)| QuerySums { pre, rope, count });
+                Some(sums.collect())
+            }
+        };
         Ok(Self {
-            layers: layers.map(layer).collect::<Result<_>>()?,
+            layers: layers.collect(),
+            sums,
             position: manifest.wrope_position,
             origin: manifest.origin,
         })

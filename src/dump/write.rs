@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::model::forward::Layers;
 use crate::progress::{Log, size};
-use crate::stats::moments::{LayerMoments, Position};
+use crate::stats::moments::{Position, QuerySums};
 use crate::store::{self, FileDigest, Spec, Tensor, Writer};
 
 /// Runs the model over the corpus and fills the dump folder.
@@ -42,21 +42,16 @@ pub fn write(
     write_tokens(corpus, new.output(TOKENS)?)?;
 
     let kept = corpus.kept();
-    let position = Position::Windowed(options.wrope_position);
-    let mut moments = Moments {
-        layers: Vec::with_capacity(sizes.n_layers),
-        position,
-        origin,
-    };
+    let mut moments = Vec::with_capacity(sizes.n_layers);
     let progress = log.progress((n * sizes.n_layers) as u64, "tokens x layers");
     let mut capture = Capture::start(layers, corpus)?;
     for i in 0..sizes.n_layers {
         progress.stage(format!("layer {} of {}", i + 1, sizes.n_layers));
         let writer = Writer::new(new.output(&layer_file(i))?, &specs, None)?;
-        let mut sums = LayerMoments::new(sizes.n_kv_heads, sizes.head_dim);
+        let mut sums = QuerySums::new(sizes.n_kv_heads, sizes.head_dim);
         capture.layer(&progress, &mut |rows, states| {
             let (q_pre, kept) = (states.q_pre.view(), &kept[rows.clone()]);
-            sums.add(device, q_pre, kept, &decoder.rope, position)?;
+            sums.add(device, q_pre, kept, &decoder.rope)?;
             let put = |name, x: &Array3<f32>| put_rows(&writer, name, x.view(), rows.start, n, options.dtype);
             put("k_pre", &states.k_pre)?;
             if options.queries {
@@ -68,8 +63,9 @@ pub fn write(
             Ok(())
         })?;
         writer.finish()?;
-        moments.layers.push(sums);
+        moments.push(sums);
     }
+    let moments = Moments::new(moments, Position::Windowed(options.wrope_position), origin);
     moments.write(new.output(MOMENTS)?)?;
     let manifest = DumpManifest {
         format: FORMAT,

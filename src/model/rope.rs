@@ -5,7 +5,7 @@
 use std::f64::consts::PI;
 use std::ops::Range;
 
-use ndarray::Array2;
+use ndarray::{Array2, ArrayViewMut1};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -388,6 +388,17 @@ impl RopeTable {
             let (a, b) = (lo[i], hi[i]);
             lo[i] = a * cos[i] - b * sin[i];
             hi[i] = b * cos[i] + a * sin[i];
+        }
+    }
+
+    /// Rotates a vector of d sums in place by the `row`-th position of the table, in f64.
+    pub fn rotate_f64(&self, mut x: ArrayViewMut1<f64>, row: usize) {
+        let at = row * self.half;
+        for i in 0..self.half {
+            let (cos, sin) = (f64::from(self.cos[at + i]), f64::from(self.sin[at + i]));
+            let (a, b) = (x[i], x[i + self.half]);
+            x[i] = a * cos - b * sin;
+            x[i + self.half] = b * cos + a * sin;
         }
     }
 }

@@ -4,11 +4,14 @@
 //! A2ATS, arXiv 2502.12665, Eq. 10 and 13: H = E[qt^T qt] with qt = q R_b. The paper's ablation without
 //! windowed RoPE takes the moment of the rotated queries instead.
 
-use ndarray::{Array3, ArrayView3, s};
+use std::fmt;
+
+use ndarray::{Array3, ArrayView3, Axis, s};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::compute::device::Device;
+use crate::compute::layout::elements_mut;
 use crate::error::Result;
 use crate::model::rope::Rope;
 
@@ -35,6 +38,15 @@ impl Position {
     }
 }
 
+impl fmt::Display for Position {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Self::Windowed(b) => write!(f, "position {b}"),
+            Self::Own => f.write_str("the queries' own positions"),
+        }
+    }
+}
+
 impl From<Position> for Option<usize> {
     fn from(position: Position) -> Self {
         position.windowed()
@@ -47,7 +59,7 @@ impl From<Option<u32>> for Position {
     }
 }
 
-/// The second moments of one layer as raw sums and counts, which merge by addition.
+/// The second moments of one layer, as a fit reads them: raw sums and counts.
 #[derive(Clone, Debug)]
 pub struct LayerMoments {
     /// Sum of qt^T qt over kept rows and the query heads of each group: `[g,d,d]`.
@@ -56,11 +68,24 @@ pub struct LayerMoments {
     pub count: Vec<u64>,
 }
 
-impl LayerMoments {
+/// The sums over one layer's queries from which the second moments at every position follow; they merge by addition.
+#[derive(Clone, Debug)]
+pub struct QuerySums {
+    /// Sum of q^T q before rotation, over kept rows and the query heads of each group: `[g,d,d]`.
+    pub pre: Array3<f64>,
+    /// The same sum with each query rotated to its own position: `[g,d,d]`.
+    pub rope: Array3<f64>,
+    /// Number of query vectors in each sum: `[g]`.
+    pub count: Vec<u64>,
+}
+
+impl QuerySums {
     /// Makes empty sums for g KV heads of d channels.
     pub fn new(n_kv_heads: usize, head_dim: usize) -> Self {
+        let empty = Array3::zeros((n_kv_heads, head_dim, head_dim));
         Self {
-            sum_qq: Array3::zeros((n_kv_heads, head_dim, head_dim)),
+            pre: empty.clone(),
+            rope: empty,
             count: vec![0; n_kv_heads],
         }
     }
@@ -78,31 +103,56 @@ impl LayerMoments {
         q_pre: ArrayView3<f32>,
         kept: &[bool],
         rope: &Rope,
-        position: Position,
     ) -> Result<()> {
         let (h, _, d) = q_pre.dim();
         let g = self.count.len();
         let r = h / g;
-        let table = match position {
-            Position::Windowed(b) => rope.table(b..b + 1),
-            Position::Own => rope.table(0..kept.len()),
-        };
+        let table = rope.table(0..kept.len());
         let rows: Vec<usize> = (0..kept.len()).filter(|i| kept[*i]).collect();
         for rows in rows.chunks(ROWS) {
-            let mut q_rope = vec![0.0; h * rows.len() * d];
-            let heads = q_rope.par_chunks_exact_mut(rows.len() * d).enumerate();
-            heads.for_each(|(head, q_rope)| {
-                for (q, row) in q_rope.chunks_exact_mut(d).zip(rows) {
+            let mut queries = vec![0.0; h * rows.len() * d];
+            let heads = queries.par_chunks_exact_mut(rows.len() * d).enumerate();
+            heads.for_each(|(head, queries)| {
+                for (q, row) in queries.chunks_exact_mut(d).zip(rows) {
                     let from = q_pre.slice(s![head, *row, ..]);
                     q.iter_mut().zip(from).for_each(|(q, from)| *q = *from);
-                    table.rotate(q, position.windowed().map_or(*row, |_| 0));
                 }
             });
-            let q_rope = Array3::from_shape_vec((g, r * rows.len(), d), q_rope)?;
-            self.sum_qq += &device.second_moment(q_rope.view())?;
+            let mut queries = Array3::from_shape_vec((g, r * rows.len(), d), queries)?;
+            self.pre += &device.second_moment(queries.view())?;
+            let vectors = elements_mut(&mut queries).par_chunks_exact_mut(d).enumerate();
+            vectors.for_each(|(i, q)| table.rotate(q, rows[i % rows.len()]));
+            self.rope += &device.second_moment(queries.view())?;
         }
         let vectors = (r * rows.len()) as u64;
         self.count.iter_mut().for_each(|count| *count += vectors);
         Ok(())
+    }
+
+    /// Returns the second moments of the queries rotated to a position.
+    ///
+    /// # Numerics
+    /// The sum before rotation is rotated in f64, by the cosines and sines that rotate f32 queries.
+    ///
+    /// # Source
+    /// With qt = q R_b, the sum of qt^T qt is R_b^T S R_b, where S is the sum of q^T q: linear in S, so one S serves
+    /// every position. Ours; the paper rotates the queries.
+    pub fn at(&self, position: Position, rope: &Rope) -> LayerMoments {
+        let sum_qq = match position {
+            Position::Own => self.rope.clone(),
+            Position::Windowed(b) => {
+                let table = rope.table(b..b + 1);
+                let mut sums = self.pre.clone();
+                for axis in [Axis(2), Axis(1)] {
+                    let vectors = sums.lanes_mut(axis).into_iter();
+                    vectors.for_each(|vector| table.rotate_f64(vector, 0));
+                }
+                sums
+            }
+        };
+        LayerMoments {
+            sum_qq,
+            count: self.count.clone(),
+        }
     }
 }

@@ -419,6 +419,26 @@ pub fn resealed(path: &str, to: &str, edit: impl FnOnce(&mut Value)) {
     std::fs::write(to, safetensors(&text, &bytes[header..])).unwrap();
 }
 
+/// Takes tensors out of a file whose metadata stay as they are.
+pub fn remove_tensors(path: &str, names: &[&str]) {
+    let bytes = std::fs::read(path).unwrap();
+    let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let mut header: BTreeMap<String, Value> = serde_json::from_slice(&bytes[8..start]).unwrap();
+    for name in names {
+        header.remove(*name).unwrap();
+    }
+    let mut data = Vec::new();
+    for (name, info) in &mut header {
+        if name != "__metadata__" {
+            let at = |i: usize| start + info["data_offsets"][i].as_u64().unwrap() as usize;
+            let first = data.len();
+            data.extend_from_slice(&bytes[at(0)..at(1)]);
+            info["data_offsets"] = json!([first, data.len()]);
+        }
+    }
+    std::fs::write(path, safetensors(&json!(header).to_string(), &data)).unwrap();
+}
+
 /// Edits the manifest of a dump, with its digest and that of the tokens made right again.
 pub fn reseal_dump(dump: &str, edit: impl FnOnce(&mut Value)) {
     let hex = |bytes: &[u8]| -> String { Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect() };
