@@ -125,7 +125,7 @@ fn one_dump_serves_every_position() {
         let own = scratch.make("own", &format!("moments --rope standard --dump {with_queries}"));
         let mut sections = Vec::new();
         for position in [0, 9, 300, 2048] {
-            let other = dump("other", &format!("--wrope-position {position}"));
+            let other = dump(&format!("at-{position}"), &format!("--wrope-position {position}"));
             let expected = make("expected", format!("codebook --size 9 --dump {other}"));
             for source in [
                 format!("--dump {one}"),
