@@ -19,6 +19,7 @@ LLAMA3_ROPE = {
 # layers, hidden, intermediate, query heads, KV heads, head_dim, vocabulary, tied embeddings
 SHAPES = {
     "tiny": (4, 256, 1024, 8, 2, 32, 4096, True),
+    "135m": (30, 576, 1536, 9, 3, 64, 49152, True),
     "1b": (16, 2048, 8192, 32, 8, 64, 128256, True),
     "8b": (32, 4096, 14336, 32, 8, 128, 128256, False),
 }
@@ -72,15 +73,28 @@ class Weights:
             left -= file.write(round_of[: min(left, len(round_of))])
 
 
+def shape_of(text):
+    """A named shape, or its numbers with tied embeddings."""
+    if text in SHAPES:
+        return SHAPES[text]
+    numbers = tuple(int(number) for number in text.split(","))
+    if len(numbers) != 7 or min(numbers) < 1:
+        raise ValueError(text)
+    return (*numbers, True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument(
+        "shape", type=shape_of, metavar="SHAPE",
+        help=f"{', '.join(SHAPES)}, or layers,hidden,intermediate,heads,kv_heads,head_dim,vocabulary",
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, default=4096, help="length of the random tokens.json")
     parser.add_argument("--layers", type=int, help="other number of layers")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    shape = SHAPES[args.shape]
+    shape = args.shape
     if args.layers:
         shape = (args.layers, *shape[1:])
     layers, hidden, inter, heads, kv_heads, dim, vocab, tied = shape

@@ -2,8 +2,8 @@
 //!
 //! The modules, from the ground up; each uses those above it in this list and none below:
 //!
-//! 1. [`error`], [`interrupt`], [`mapped`], [`unfinished`], [`progress`], [`sandbox`], [`flags`], [`float`], [`weight`]: the
-//!    ground;
+//! 1. [`error`], [`interrupt`], [`mapped`], [`unfinished`], [`progress`], [`sandbox`], [`flags`], [`float`], [`heap`],
+//!    [`weight`]: the ground;
 //! 2. [`disk`]: everything that is written, and what protects it; [`store`]: safetensors files;
 //! 3. [`compute`]: arithmetic kernels and the devices that run them;
 //! 4. [`kv`]: the key-value cache, the budget and the static set;
@@ -28,6 +28,7 @@ pub mod dump;
 pub mod error;
 pub mod flags;
 pub mod float;
+pub mod heap;
 pub mod interrupt;
 pub mod kv;
 pub mod mapped;

@@ -3,7 +3,7 @@
 mod common;
 
 use common::*;
-use kvsmith::artifact::{Artifact, Fit, HeadDone, LayerPart, LayerStates, Section, SectionKind};
+use kvsmith::artifact::{Artifact, Fit, FitText, HeadDone, LayerPart, LayerStates, Section, SectionKind};
 use kvsmith::compute::cpu::Cpu;
 use kvsmith::error::Result;
 use kvsmith::method::declaration::Ask;
@@ -253,6 +253,10 @@ impl Fit for Given {
 
     fn params(&self) -> Result<Map<String, Value>> {
         Ok(self.params.clone())
+    }
+
+    fn working_bytes(&self, _: &FitText) -> usize {
+        0
     }
 
     fn layer(&self, _: &LayerStates, _: HeadDone) -> Result<LayerPart> {

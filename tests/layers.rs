@@ -12,6 +12,7 @@ use source::{Module, Tree};
 const FLOORS: [&[&str]; 12] = [
     &[
         "error",
+        "heap",
         "interrupt",
         "mapped",
         "slots",

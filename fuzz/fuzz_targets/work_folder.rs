@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 
 use clap::ArgMatches;
 use kvsmith::artifact::{
-    Facts, Fit, FitInput, HeadDone, HeadReport, LayerPart, LayerStates, Section, SectionKind, SectionView,
+    Facts, Fit, FitInput, FitText, HeadDone, HeadReport, LayerPart, LayerStates, Section, SectionKind, SectionView,
 };
 use kvsmith::compute::cpu::Cpu;
 use kvsmith::error::Result;
@@ -81,6 +81,10 @@ impl Fit for Small {
 
     fn params(&self) -> Result<Map<String, Value>> {
         Ok(Map::new())
+    }
+
+    fn working_bytes(&self, _: &FitText) -> usize {
+        0
     }
 
     fn layer(&self, _: &LayerStates, _: HeadDone) -> Result<LayerPart> {

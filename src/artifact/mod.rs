@@ -15,7 +15,9 @@ mod write;
 pub use file::{Artifact, SectionView};
 pub use layer::LayerStates;
 pub use manifest::{FORMAT, Manifest, Report, SectionManifest, object, parse};
-pub use section::{Facts, Fit, FitInput, HeadDone, LayerPart, LayerParts, Section, SectionKind, Sections};
+pub use section::{
+    Facts, Fit, FitInput, FitText, HeadDone, LayerPart, LayerParts, Section, SectionKind, Sections,
+};
 pub use table::{Column, HeadReport, share, table, worst_heads};
 pub use write::{pack, write};
 

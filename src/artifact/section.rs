@@ -114,11 +114,40 @@ pub trait Fit {
         &[]
     }
 
+    /// Returns the bytes of memory that the fit of a layer takes, besides the layer's states and the results.
+    fn working_bytes(&self, text: &FitText) -> usize;
+
     /// Fits one layer.
     ///
     /// # Errors
     /// The states cannot be read, the device fails, or the section cannot hold a value.
     fn layer(&self, states: &LayerStates, done: HeadDone) -> Result<LayerPart>;
+}
+
+/// The sizes of a calibration, from which the memory of a fit follows.
+pub struct FitText<'a> {
+    /// Rows of the text.
+    pub n: usize,
+    /// Rows that take part in the fit.
+    pub n_kept: usize,
+    /// Rows of the longest block.
+    pub longest_block: usize,
+    /// Sizes of the model.
+    pub sizes: Sizes,
+    /// The device of the calibration.
+    pub device: &'a dyn Device,
+    /// Threads of the CPU.
+    pub threads: usize,
+}
+
+impl FitText<'_> {
+    /// Returns the bytes of `heads` heads' keys, divided into kept and held-out rows, while they are read.
+    pub fn split_bytes(&self, heads: usize) -> usize {
+        let rows = self.n * size_of::<usize>();
+        let keys = self.n * self.sizes.head_dim * size_of::<f32>();
+        // The head that is read is in memory twice.
+        rows + (heads + 1) * keys
+    }
 }
 
 /// Called after each KV head that was fitted, with a line for `-v` if there is something to say.

@@ -1,26 +1,29 @@
 //! `kvsmith calibrate`: makes an artifact from a checkpoint and text; each layer is fitted while its states are in
 //! memory.
 
+mod plan;
+
 use std::path::{Path, PathBuf};
 
 use ndarray::{Array3, Axis, s};
 use serde_json::json;
 
+use self::plan::MemoryPlan;
 use super::sections::{SectionFlags, fit_layer};
 use super::{check_wrope_position, finish, layers_on, load_corpus, model_manifest, open_model, output};
-use crate::artifact::{self, Fit, FitInput, LayerParts, LayerStates, Section};
+use crate::artifact::{self, Fit, FitInput, FitText, LayerParts, LayerStates, Section};
 use crate::capture::Capture;
 use crate::cmd::args::{Global, Input, RopeKind};
 use crate::compute::device::Device;
 use crate::corpus::{Corpus, Origin};
 use crate::error::{Error, Kind, Result};
 use crate::flags::parse_count;
+use crate::heap;
 use crate::method::sections::SECTIONS;
 use crate::model::Decoder;
 use crate::model::forward::Layers;
-use crate::progress::{Log, Progress, size};
+use crate::progress::{Log, Progress};
 use crate::stats::moments::{LayerMoments, Position, QuerySums};
-use crate::store;
 use crate::work::WorkFolder;
 
 /// Arguments of `calibrate`.
@@ -62,6 +65,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
 }
 
 fn calibrate(args: &Args, global: &Global) -> Result<()> {
+    heap::return_large_allocations();
     let log = global.log();
     let device = global.open_device()?;
     note_cpu_parts(device.as_ref(), log);
@@ -104,7 +108,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
         fits,
         log,
     };
-    calibration.plan(&sections);
+    calibration.plan(&sections)?;
     let layers = layers_on(device.as_ref(), &decoder, global)?;
     calibration.run(layers.as_ref(), work.as_ref(), &mut sections)?;
     artifact::write(output, origin, sections)?;
@@ -202,12 +206,15 @@ impl CalibrationRun<'_> {
         while capture.next_layer < sizes.n_layers {
             let layer = capture.next_layer;
             let states = self.capture(&mut capture, &progress)?;
+            heap::trim();
             let parts = self.fit(layer, &states, &progress)?;
             if let Some(work) = work {
                 let last = capture.next_layer == sizes.n_layers;
                 work.save(layer, &parts, &capture.hidden, last)?;
             }
             add_layer(sections, parts)?;
+            drop(states);
+            heap::trim();
         }
         Ok(())
     }
@@ -296,23 +303,19 @@ impl CalibrationRun<'_> {
     }
 
     /// Notes how much memory the run needs, and the size of the artifact.
-    fn plan(&self, sections: &[Section]) {
-        let c = &self.decoder.config;
-        let n = self.corpus.n_tokens();
-        let longest = self.corpus.longest_block();
-        let per_token = c.hidden_size + c.n_kv_heads * c.head_dim;
-        let per_row = 2 * c.n_heads * c.head_dim + 3 * c.n_kv_heads * c.head_dim + c.hidden_size;
-        let mlp = longest.min(2048) * (2 * c.intermediate_size + 2 * c.hidden_size);
-        let fit = 3 * n * c.head_dim;
-        let file = store::total_bytes(sections.iter().flat_map(|s| &s.specs));
-        // The queries that fits read are kept while a layer is captured and fitted.
-        let kept = n * per_token + self.query_rows.len() * c.n_heads * c.head_dim;
-        let memory = 4 * (kept + (longest * per_row + mlp).max(fit)) + file;
-        self.log.note(&format!(
-            "plan: about {} of memory besides the pages of one layer, {} artifact",
-            size(memory),
-            size(file)
-        ));
+    fn plan(&self, sections: &[Section]) -> Result<()> {
+        let text = FitText {
+            n: self.corpus.n_tokens(),
+            n_kept: self.kept.iter().filter(|kept| **kept).count(),
+            longest_block: self.corpus.longest_block(),
+            sizes: self.decoder.config.sizes(),
+            device: self.device,
+            threads: rayon::current_num_threads(),
+        };
+        let plan = MemoryPlan::new(self.decoder, &text, self.query_rows.len(), &self.fits, sections);
+        let pages = self.decoder.layer(0)?.bytes();
+        self.log.note(&plan.note(pages));
+        Ok(())
     }
 }
 

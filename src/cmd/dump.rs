@@ -15,6 +15,7 @@ use crate::dump::{self, DumpOptions};
 use crate::error::Result;
 use crate::flags::{parse_count, parse_float};
 use crate::float::Float;
+use crate::heap;
 
 /// Arguments of `dump`.
 #[derive(clap::Args, Debug)]
@@ -43,6 +44,7 @@ pub struct Args {
 
 /// Runs `dump`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
+    heap::return_large_allocations();
     let log = global.log();
     let device = global.open_model_device("dump")?;
     let start = Instant::now();

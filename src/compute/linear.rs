@@ -192,6 +192,11 @@ impl PackedInputs {
     }
 }
 
+/// Returns the floats of `rows` packed input rows of `width` channels.
+pub fn packed_floats(rows: usize, width: usize) -> usize {
+    rows.next_multiple_of(SIDE) * width.next_multiple_of(SIDE)
+}
+
 /// The buffers of one worker.
 struct LinearScratch {
     /// Widened weights of some output channels, `[TILE]`.

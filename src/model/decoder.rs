@@ -14,7 +14,7 @@ use super::rope::{Rope, RopeTable};
 use super::weights::Checkpoint;
 use crate::compute::attention;
 use crate::compute::layout::{elements, elements_mut};
-use crate::compute::linear::{Linear, widen};
+use crate::compute::linear::{Linear, packed_floats, widen};
 use crate::compute::simd;
 use crate::error::{Error, Result};
 use crate::weight::Weight;
@@ -155,6 +155,31 @@ impl Decoder {
             up: linear("mlp.up_proj", c.intermediate_size, hidden, c.mlp_bias)?,
             down: linear("mlp.down_proj", hidden, c.intermediate_size, c.mlp_bias)?,
         })
+    }
+
+    /// Returns the bytes of memory that a block of `rows` rows takes on its way through a layer on the CPU, besides its
+    /// hidden states.
+    pub fn block_bytes(&self, rows: usize) -> usize {
+        let c = &self.config;
+        let (q, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
+        let (hidden, inter) = (c.hidden_size, c.intermediate_size);
+        let chunk = rows.min(ROWS);
+        // Floats of a projection's inputs, which are copied, padded, for the products.
+        let inputs = |width| packed_floats(chunk, width);
+        let states = rows * (q + 2 * kv);
+        let table = rows * c.head_dim;
+        let project = states + chunk * (hidden + q) + inputs(hidden);
+        // The rotated keys, the queries of which the moments are taken, and the rotations of both.
+        let tap = states + rows * kv + 2 * table + chunk * q;
+        let attend = states + rows * (kv + q) + table;
+        let products = [
+            chunk * hidden + inputs(q),
+            chunk * (2 * hidden + 2 * inter) + inputs(hidden),
+            chunk * (2 * hidden + inter) + inputs(inter),
+        ];
+        let finish = rows * q + table + products.into_iter().max().unwrap_or(0);
+        let floats = [project, tap, attend, finish].into_iter().max().unwrap_or(0);
+        floats * size_of::<f32>()
     }
 
     /// Looks up the embeddings of `ids`: `[n, hidden]`.
@@ -321,6 +346,12 @@ impl Layer {
         ]
         .map(|l| &l.weight)
         .to_vec()
+    }
+
+    /// Returns the bytes of the projections' weights in the checkpoint.
+    pub fn bytes(&self) -> usize {
+        let weights = self.weights().into_iter();
+        weights.map(|w| w.rows() * w.cols() * w.dtype().bytes()).sum()
     }
 
     /// Gives the layer's file pages back to the system.

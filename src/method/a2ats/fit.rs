@@ -7,7 +7,7 @@ use ndarray::{Array3, ArrayView2, ArrayView3, Axis};
 use serde_json::{Map, Value};
 
 use super::section::{A2atsSection, CHOL, CODEBOOK, COUNT, CodebookQuality, FitMetric, FitParams, MEAN};
-use crate::artifact::{Fit, HeadDone, LayerPart, LayerStates, SectionKind, object};
+use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, SectionKind, object};
 use crate::compute::device::{Points, Statistic};
 use crate::error::{Error, Result};
 use crate::interrupt;
@@ -22,6 +22,18 @@ impl Fit for FitParams {
 
     fn params(&self) -> Result<Map<String, Value>> {
         self.manifest()
+    }
+
+    fn working_bytes(&self, text: &FitText) -> usize {
+        let (d, float) = (text.sizes.head_dim, size_of::<f32>());
+        let device = self.kind().device(text.device);
+        let heads = device.heads_at_once(text.n_kept, d, self.size);
+        let heads = heads.clamp(1, text.sizes.n_kv_heads);
+        // Per row two assignments, the codes before and after a pass, and the rows ordered by them; per codeword its
+        // place in two codebooks, in the means and in two sets of panels.
+        let clusters = text.n_kept * 11 * float + 5 * self.size * d * float;
+        let clustering = heads * (text.n * d * float + clusters);
+        text.split_bytes(heads).max(clustering)
     }
 
     fn layer(&self, states: &LayerStates, done: HeadDone) -> Result<LayerPart> {

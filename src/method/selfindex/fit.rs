@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use super::groups::{GROUP, PATTERNS};
 use super::section::{ALPHA, CENTROID, COUNT, MEAN_PRE, SignQuality, SignSection};
 use super::sums::PatternSums;
-use crate::artifact::{Fit, HeadDone, LayerPart, LayerStates, SectionKind, object};
+use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, SectionKind, object};
 use crate::compute::cpu::row_mean;
 use crate::compute::device::{SignSums, Statistic};
 use crate::error::{Error, Result};
@@ -50,6 +50,12 @@ impl Fit for SignFit {
             "rope_space": "post",
             "alpha_percentile": 99.9,
         }))
+    }
+
+    fn working_bytes(&self, text: &FitText) -> usize {
+        let device = self.kind().device(text.device);
+        let heads = device.heads_at_once(text.n_kept, text.sizes.head_dim, 0);
+        text.split_bytes(heads.clamp(1, text.sizes.n_kv_heads))
     }
 
     fn layer(&self, states: &LayerStates, done: HeadDone) -> Result<LayerPart> {

@@ -9,10 +9,10 @@ use serde_json::{Map, Value};
 use super::super::constants::LOCAL;
 use super::super::threshold::Population;
 use super::anchors::{self, Dynamic};
-use super::sample::{Sample, Tile};
+use super::sample::{Sample, TILE, Tile};
 use super::section::{self, LfpsSection};
 use super::{EXACT, RELATIVE, SCALARS, SINKS, SLASH, STRUCTURAL_END, THETAS, VERT, slash_start};
-use crate::artifact::{Fit, HeadDone, LayerPart, LayerStates, Report, SectionKind};
+use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, Report, SectionKind};
 use crate::compute::attention::visible;
 use crate::compute::{gemm, simd};
 use crate::error::{Error, Result};
@@ -44,6 +44,15 @@ impl Fit for PriorsFit {
 
     fn query_rows(&self) -> &[usize] {
         &self.sample.rows
+    }
+
+    fn working_bytes(&self, text: &FitText) -> usize {
+        let (d, float) = (text.sizes.head_dim, size_of::<f32>());
+        let keys = text.n * (d * float + size_of::<usize>());
+        let queries = self.sample.rows.len() * d * float;
+        // Scores of a tile of rows with all positions of a block, and its rotations.
+        let scores = text.threads * TILE * text.longest_block * float;
+        keys + queries + scores + text.longest_block * d * float
     }
 
     fn layer(&self, states: &LayerStates, done: HeadDone) -> Result<LayerPart> {

@@ -12,7 +12,7 @@ pub const MAX_ANCHORS: usize = 64;
 /// The first position of a block that is sampled; in a block shorter than twice that, the middle.
 const FIRST: usize = 1024;
 /// Rows per tile.
-const TILE: usize = 64;
+pub(super) const TILE: usize = 64;
 
 /// The rows of a calibration text from which the priors are computed; the same for every head.
 #[derive(Clone, Debug)]
