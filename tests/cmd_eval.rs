@@ -675,6 +675,26 @@ fn needles_of_text() {
     );
 }
 
+/// Budgets of one method share the index of the first prompt where it is the same; nobody may see that they do.
+#[test]
+fn a_budget_beside_others_gives_what_it_gives_alone() {
+    let model = Model::new("llama_default", &[120]);
+    let names: Vec<&str> = METHODS.iter().map(|method| method.as_str()).collect();
+    let rows = |budgets: &str| -> Vec<Value> {
+        let methods = names.join(",");
+        let json = model.eval(&format!(
+            "--methods {methods} --budgets {budgets} --turns 2 --decode 20 --sinks 1 --window 3 --kv bf16"
+        ));
+        json["rows"].as_array().unwrap().clone()
+    };
+    let (both, few, many) = (rows("4,24"), rows("4"), rows("24"));
+    let alone = few.into_iter().zip(many).flat_map(|(few, many)| [few, many]);
+    for (row, alone) in both.iter().zip(alone) {
+        assert_eq!(*row, alone);
+    }
+    assert_eq!(both.len(), 2 * names.len());
+}
+
 #[test]
 fn threads_change_nothing() {
     let model = Model::new("qwen2_sliding", &[60, 40]);

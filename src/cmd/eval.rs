@@ -94,9 +94,10 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         .reading
         .options(Budget::Fraction(1.0), artifact.as_ref(), device.as_ref())?;
     let evaluation = |budgets: &[(usize, Budget)]| -> Result<Evaluation<'_>> {
-        let variant = |(method, budget): &(usize, Budget)| Variant {
-            method: methods[*method].as_ref(),
-            budget: *budget,
+        let variant = |&(number, budget): &(usize, Budget)| Variant {
+            method: methods[number].as_ref(),
+            number,
+            budget,
         };
         let forward = forward_on(device.as_ref(), &decoder, global)?;
         let variants = budgets.iter().map(variant).collect();

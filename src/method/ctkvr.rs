@@ -328,6 +328,11 @@ impl Retriever for Ctkvr {
         self.update(step, &positions[candidates], &largest);
     }
 
+    /// The lists are as long as the budget asks.
+    fn depends_on_budget(&self) -> bool {
+        true
+    }
+
     fn state_bytes(&self) -> usize {
         let of = |c: &Centroid| c.queries.capacity() * 2 + c.list.capacity() * 4;
         self.centroids.iter().map(of).sum()

@@ -22,6 +22,9 @@ pub static METHOD: Declaration = Declaration {
     bench: None,
 };
 
+/// Rows of a prompt whose weights are computed together.
+const ROWS: usize = 64;
+
 /// The accumulated attention of one KV head.
 #[derive(Clone)]
 pub struct H2o {
@@ -45,11 +48,13 @@ impl Retriever for H2o {
     fn prefill(&mut self, prompt: &Prompt) {
         let (r, m, _) = prompt.q_rope.dim();
         self.weights.resize(prompt.keys.nrows(), 0.0);
-        for i in 0..m {
+        for first in (0..m).step_by(ROWS) {
             for a in 0..r {
-                let (seen, weights) = prompt.weights(a, i, self.window);
-                let sums = self.weights[seen].iter_mut();
-                sums.zip(weights).for_each(|(sum, w)| *sum += f64::from(w));
+                let (seen, weights) = prompt.weights_of(a, first..m.min(first + ROWS), self.window);
+                for row in weights.rows() {
+                    let sums = self.weights[seen.clone()].iter_mut();
+                    sums.zip(row).for_each(|(sum, w)| *sum += f64::from(*w));
+                }
             }
         }
     }

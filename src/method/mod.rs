@@ -26,11 +26,12 @@ mod union;
 
 use std::ops::Range;
 
-use ndarray::{ArrayView2, ArrayView3, s};
+use ndarray::{Array2, ArrayView2, ArrayView3, s};
 
 use self::cuda::CudaMethod;
 use crate::compute::attention::{Partial, visible};
-use crate::compute::layout::elements;
+use crate::compute::gemm;
+use crate::compute::layout::{elements, elements_mut};
 use crate::compute::simd;
 use crate::kv::{Budget, KvHead, KvType};
 
@@ -119,6 +120,35 @@ impl Prompt<'_> {
         let keys = self.keys.slice(s![seen.clone(), ..]);
         let scores = keys.outer_iter().map(|key| simd::dot(&query, elements(&key)));
         (seen, scores.collect())
+    }
+
+    /// Returns a range of positions, and the softmax weights of some rows of query head `a` over it, `[rows,positions]`;
+    /// zero where a row does not see the position.
+    fn weights_of(
+        &self,
+        a: usize,
+        rows: Range<usize>,
+        model_window: Option<usize>,
+    ) -> (Range<usize>, Array2<f32>) {
+        let seen = |i: usize| visible(self.first + i, model_window);
+        let span = seen(rows.start).start..self.first + rows.end;
+        let scale = 1.0 / (self.keys.ncols() as f32).sqrt();
+        let queries = self.q_rope.slice(s![a, rows.clone(), ..]).mapv(|x| x * scale);
+        let mut weights = Array2::zeros((rows.len(), span.len()));
+        gemm(
+            weights.view_mut(),
+            false,
+            queries.view(),
+            self.keys.slice(s![span.clone(), ..]).t(),
+        );
+        for (mut row, i) in weights.rows_mut().into_iter().zip(rows) {
+            let row = elements_mut(&mut row);
+            let (start, end) = (seen(i).start - span.start, seen(i).end - span.start);
+            softmax(&mut row[start..end]);
+            row[..start].fill(0.0);
+            row[end..].fill(0.0);
+        }
+        (span, weights)
     }
 
     /// Returns the positions that row `i` of query head `a` sees, and its softmax weights over them.
@@ -265,6 +295,11 @@ pub trait Retriever: Fork + Send + Sync {
     /// Learns from the attention weights `[r, positions]` of a step. The positions include the static set; a bypassed
     /// query head has zeros.
     fn observe(&mut self, _step: &Step, _positions: &[u32], _weights: ArrayView2<f32>) {}
+
+    /// Returns whether the index depends on the budget of the run ([`Place::budget`]), not the choice alone.
+    fn depends_on_budget(&self) -> bool {
+        false
+    }
 
     /// Returns the bytes of the index that grow with the context.
     fn state_bytes(&self) -> usize {

@@ -35,6 +35,8 @@ use trajectories::{HeadStep, StepInput, Trajectories};
 pub struct Variant<'a> {
     /// The method.
     pub method: &'a dyn Method,
+    /// Number of the method; variants with the same number differ in their budgets alone.
+    pub number: usize,
     /// What it may choose.
     pub budget: Budget,
 }

@@ -25,6 +25,8 @@ pub(super) struct Trajectories {
     pub steps: usize,
     /// Whether shadows choose along the full trajectory.
     judged: bool,
+    /// Per variant: the first variant of the same method.
+    leaders: Vec<usize>,
 }
 
 /// One KV head along every trajectory.
@@ -85,7 +87,9 @@ impl Trajectories {
             }
         };
         let layer = |layer: usize| (0..c.n_kv_heads).map(|head| new(layer, head)).collect();
+        let leader = |of: &Variant| variants.iter().position(|v| v.number == of.number);
         Self {
+            leaders: variants.iter().filter_map(leader).collect(),
             heads: (0..c.n_layers).map(layer).collect(),
             len: 0,
             steps: 0,
@@ -98,9 +102,9 @@ impl Trajectories {
     /// trajectory, the full one first.
     pub fn prompt(&mut self, forward: &dyn Forward, ids: &[u32]) -> Result<Vec<Array1<f32>>> {
         let windows = &forward.decoder().config.windows;
-        let heads = &mut self.heads;
+        let (heads, leaders) = (&mut self.heads, &self.leaders);
         let full = forward.prompt(ids, self.len, &mut |layer, rows| {
-            prefill_full(&mut heads[layer], rows, windows[layer])
+            prefill_full(&mut heads[layer], rows, windows[layer], leaders)
         })?;
         let variants = self.heads[0][0].shadows.len().max(self.heads[0][0].own.len());
         let mut logits = vec![full];
@@ -123,7 +127,12 @@ impl Trajectories {
 }
 
 /// Adds a prompt's rows to one layer of the full trajectory; returns what the prompt attends.
-fn prefill_full(heads: &mut [HeadTrajectories], rows: Rows, model_window: Option<usize>) -> Context {
+fn prefill_full(
+    heads: &mut [HeadTrajectories],
+    rows: Rows,
+    model_window: Option<usize>,
+    leaders: &[usize],
+) -> Context {
     let exact: Vec<&KvHead> = heads.iter().map(|h| &h.exact).collect();
     let stored: Option<Vec<&KvHead>> = heads.iter().map(|h| h.stored.as_ref()).collect();
     // Methods see earlier positions as rounded by the variants' caches.
@@ -140,21 +149,28 @@ fn prefill_full(heads: &mut [HeadTrajectories], rows: Rows, model_window: Option
             kv_head: c,
             model_window,
         };
-        head.prefill(&rows(&context), &rows(rounded.as_ref().unwrap_or(&context)));
+        let seen = rounded.as_ref().unwrap_or(&context);
+        head.prefill(&rows(&context), &rows(seen), leaders);
     });
     context
 }
 
 impl HeadTrajectories {
-    /// Adds a prompt to the full trajectory; `seen` has earlier rows as the variants' caches hold them.
-    fn prefill(&mut self, exact: &PromptRows, seen: &PromptRows) {
+    /// Adds a prompt to the full trajectory; `seen` has earlier rows as the variants' caches hold them. After the first
+    /// prompt a variant copies the index of its leader, if indexes do not depend on the budget.
+    fn prefill(&mut self, exact: &PromptRows, seen: &PromptRows, leaders: &[usize]) {
+        let is_first = self.exact.is_empty();
         exact.cache(&mut self.exact);
         if let Some(stored) = &mut self.stored {
             seen.cache(stored);
         }
         let kv = self.stored.as_ref().unwrap_or(&self.exact);
-        for shadow in &mut self.shadows {
-            shadow.prefill(&seen.view(kv));
+        for (v, &leader) in leaders.iter().enumerate() {
+            let shadow = &self.shadows[v];
+            match leader < v && is_first && !shadow.depends_on_budget() {
+                true => self.shadows[v] = self.shadows[leader].fork(),
+                false => self.shadows[v].prefill(&seen.view(kv)),
+            }
         }
     }
 
