@@ -1,6 +1,7 @@
 """Measure every method on the real model of `make real`, at equal bytes read, on held-out text and tasks.
 
-    python real_eval.py KVSMITH REAL [--reads 0.05,0.1,0.2] [--methods A,B] [--blocks 24] [--per-task 10]
+    python real_eval.py KVSMITH REAL [--reads 0.05,0.1,0.2] [--methods A,B] [--texts A,B] [--blocks 24] [--decode 64]
+        [--lengths N,M] [--per-task 10]
 
 Calibrates on the calibration texts of REAL, then evaluates on each held-out text and on tasks of three lengths.
 Writes REAL/eval/NAME.json, the document of `kvsmith eval --json` with the command that made it, and prints tables in
@@ -48,7 +49,7 @@ class Study:
         with open(self.kvsmith, "rb") as file:
             self.program = hashlib.file_digest(file, "sha256").hexdigest()
         self.common = ["--methods", arguments.methods, "--reads", arguments.reads, "--kv", "bf16", "--json"]
-        self.blocks, self.per_task = arguments.blocks, arguments.per_task
+        self.per_task = arguments.per_task
 
     def calibrated(self):
         """Return the artifact; make it if this program did not."""
@@ -144,16 +145,19 @@ def main():
     parser.add_argument("real", type=Path)
     parser.add_argument("--reads", default="0.05,0.1,0.2")
     parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--blocks", type=int, default=24)
-    parser.add_argument("--per-task", type=int, default=10)
+    parser.add_argument("--texts", default=",".join(TEXTS), help="held-out texts; empty for none")
+    parser.add_argument("--blocks", type=int, default=24, help=f"blocks of {BLOCK} tokens of each text")
+    parser.add_argument("--decode", type=int, default=64, help="steps of each block")
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="lengths of tasks; empty for none")
+    parser.add_argument("--per-task", type=int, default=10, help="questions of each task and length")
     arguments = parser.parse_args()
     study = Study(arguments)
-    for name in TEXTS:
-        tokens = ["--seq-len", str(BLOCK), "--max-tokens", str(BLOCK * study.blocks), "--decode", "64"]
+    for name in filter(None, arguments.texts.split(",")):
+        tokens = ["--seq-len", str(BLOCK), "--max-tokens", str(BLOCK * arguments.blocks), "--decode", str(arguments.decode)]
         document = study.evaluate(name, ["--text", str(study.real / "text" / f"{name}-heldout.txt"), *tokens])
         print(f"## {name}: {document['blocks']} blocks of {BLOCK} tokens, {document['steps']} steps\n")
         table(document, TEXT_COLUMNS)
-    for length in LENGTHS:
+    for length in map(int, filter(None, arguments.lengths.split(","))):
         document = study.evaluate(f"tasks-{length}", ["--needles", str(study.tasks(length))])
         full = ", ".join(f"{task['task']} {task['accuracy']:.2f}" for task in document["full_by_task"])
         print(f"## Tasks of {length} tokens\n\nFull attention: {document['full_needle_accuracy']:.2f} ({full}).\n")

@@ -43,6 +43,8 @@ struct Search {
     best: Point,
     /// Whether the last guess came much closer than the one before.
     is_fast: bool,
+    /// Guesses that read as much as a budget tried before.
+    repeats: usize,
 }
 
 impl Search {
@@ -56,6 +58,7 @@ impl Search {
             high,
             best: low,
             is_fast: true,
+            repeats: 0,
         };
         if search.miss(high) < search.miss(low) {
             search.best = high;
@@ -73,7 +76,7 @@ impl Search {
     }
 
     fn is_done(&self) -> bool {
-        !self.is_reachable() || self.miss(self.best) <= TOLERANCE
+        !self.is_reachable() || self.repeats > 1 || self.miss(self.best) <= TOLERANCE
     }
 
     /// Returns the next budget to try: where a line between the ends meets the target, or the middle on a logarithmic
@@ -89,7 +92,9 @@ impl Search {
 
     fn take(&mut self, point: Point) {
         let (before, now) = (self.miss(self.best), self.miss(point));
-        self.is_fast = !self.is_fast || now < before / 2.0;
+        let is_repeated = [self.low.share, self.high.share].contains(&point.share);
+        self.repeats += usize::from(is_repeated);
+        self.is_fast = (!self.is_fast || now < before / 2.0) && !is_repeated;
         if now < before {
             self.best = point;
         }
