@@ -17,16 +17,17 @@ fn read(path: &str) -> Vec<u8> {
 #[test]
 fn it_equals_the_chain_by_hand() {
     // Several blocks, a sharded checkpoint, and an only block of which the end is held out.
-    for (name, lengths, options) in [
-        ("llama_default", &[70, 25, 60][..], "--seq-len 40"),
-        ("llama_llama3", &[150, 90], "--holdout 0.5"),
-        ("qwen3_norm", &[90], "--holdout 0.1"),
+    for (name, lengths, options, positions) in [
+        ("llama_default", &[70, 25, 60][..], "--seq-len 40", "window"),
+        ("llama_llama3", &[150, 90], "--holdout 0.5", "buckets"),
+        ("qwen2_sliding", &[70, 90], "--seq-len 60", "buckets"),
+        ("qwen3_norm", &[90], "--holdout 0.1", "window"),
     ] {
         let scratch = Scratch::new();
         let model = checkpoint(name);
         let tokens = scratch.tokens("tokens.json", &documents(lengths, 1));
         let input = format!("--model {model} --tokens {tokens} {options} --seed 5 --wrope-position 300");
-        let fit = "--size 9 --iterations 6";
+        let fit = format!("--size 9 --iterations 6 --positions {positions}");
         let path = |file: &str| scratch.path(file);
         let direct = scratch.make("direct", &format!("calibrate {input} {fit}"));
 
@@ -106,6 +107,48 @@ fn the_ablation_by_hand() {
             assert!(codebooks[i] != codebooks[j], "settings {i} and {j} agree");
         }
     }
+}
+
+/// The section of `--positions buckets` in a manifest.
+#[test]
+fn buckets_are_in_the_manifest() {
+    let scratch = Scratch::new();
+    let model = checkpoint("qwen2_sliding");
+    let tokens = scratch.tokens("tokens.json", &documents(&[60], 1));
+    let calibrate = format!("calibrate --model {model} --tokens {tokens} --size 8 --holdout 0");
+    let params = |name: &str, options: &str| {
+        let made = scratch.make(name, &format!("{calibrate} {options}"));
+        let artifact = kvsmith::artifact::Artifact::open(Path::new(&made), SECTIONS).unwrap();
+        (read(&made), artifact.manifest.sections["a2ats"].params.clone())
+    };
+    let (window, own) = params("window", "--positions window");
+    let (default, _) = params("default", "");
+    assert!(window == default, "the default is one position");
+    assert!(!own.contains_key("distance_buckets"));
+    let (_, params) = params("buckets", "--seq-len 80 --positions buckets");
+    assert!(!params.contains_key("wrope_position"));
+    assert_eq!(params["rope_space"], "pre");
+    let buckets = &params["distance_buckets"];
+    // A geometric series from 80 / 32 to the longest block.
+    assert_eq!(buckets["edges"], json!([0, 2, 3, 6, 10, 16, 28, 47, 80]));
+    // Pairs at each distance of one block of 60: 60 at distance 0, 59 at 1. Layers 1 and 2 have a window of 12.
+    let pairs = |distances: std::ops::Range<u64>, window: u64| -> u64 {
+        distances.filter(|x| *x < window.min(60)).map(|x| 60 - x).sum()
+    };
+    let edges: Vec<u64> = serde_json::from_value(buckets["edges"].clone()).unwrap();
+    for (layer, window) in [60, 12, 12].into_iter().enumerate() {
+        let all = pairs(0..60, window) as f64;
+        let expected: Vec<f64> = edges
+            .windows(2)
+            .map(|e| pairs(e[0]..e[1], window) as f64 / all)
+            .collect();
+        assert_eq!(buckets["weights"][layer], json!(expected));
+    }
+    let out = scratch.path("other");
+    kvsmith(&format!(
+        "{calibrate} --positions buckets --rope standard -o {out}"
+    ))
+    .fails(2, "--positions buckets", "--rope standard");
 }
 
 #[test]
@@ -191,11 +234,16 @@ fn moments_of_one_position_serve_no_other() {
             read(&scratch.make("section", &codebook(source))) == expected,
             "{source}"
         );
-        kvsmith(&codebook(&format!("{source} --wrope-position 10 -o {out}"))).fails(
-            1,
-            "the moments are for position 9 alone, not for position 10",
-            "kvsmith moments --wrope-position",
-        );
+        for (options, wanted) in [
+            ("--wrope-position 10", "position 10"),
+            ("--positions buckets", "buckets of distances"),
+        ] {
+            kvsmith(&codebook(&format!("{source} {options} -o {out}"))).fails(
+                1,
+                &format!("the moments are for position 9 alone, not for {wanted}"),
+                "kvsmith moments --wrope-position",
+            );
+        }
     }
     assert!(!Path::new(&out).exists());
 }

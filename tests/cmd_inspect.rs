@@ -132,6 +132,96 @@ fn text_names_what_matters() {
     );
 }
 
+/// Buckets of distances: what is shown of them, and what is refused.
+#[test]
+fn buckets_are_shown_and_checked() {
+    let scratch = Scratch::new();
+    let model = checkpoint("qwen2_sliding");
+    let tokens = scratch.tokens("tokens.json", &documents(&[60, 50], 1));
+    let command =
+        format!("calibrate --size 4 --positions buckets --seq-len 64 --model {model} --tokens {tokens}");
+    let artifact = scratch.make("art.safetensors", &command);
+    let shown = kvsmith(&format!("inspect --verify --model {model} {artifact}"))
+        .ok()
+        .stdout;
+    let edges = "distances in buckets from 0, 2, 3, 5, 9, 14, 24, 39, 64";
+    assert!(shown.contains(edges), "{shown}");
+    let edited = scratch.path("edited");
+    let row = |weight: f64, buckets: usize| vec![weight; buckets];
+    let good = json!([0, 2, 3, 5, 9, 14, 24, 39, 64]);
+    let even = json!([row(0.125, 8), row(0.125, 8), row(0.125, 8)]);
+    for (key, value, culprit) in [
+        ("edges", json!([0, 2, 3, 5, 9, 14, 14, 39, 64]), "edges"),
+        ("edges", json!([0, 2, 3, 9, 5, 14, 24, 39, 64]), "edges"),
+        ("edges", json!([1, 2, 3, 5, 9, 14, 24, 39, 64]), "edges"),
+        ("edges", json!([0, 2, 3, 5, 9, 14, 24, 39]), "sections.a2ats"),
+        (
+            "edges",
+            json!([0, 2, 3, 5, 9, 14, 24, 39, 64, 65]),
+            "sections.a2ats",
+        ),
+        (
+            "edges",
+            json!([0, 2, 3, 5, 9, 14, 24, 39, f64::NAN]),
+            "sections.a2ats",
+        ),
+        (
+            "edges",
+            json!([0, 2, 3, 5, 9, 14, 24, 39, 1u64 << 32]),
+            "sections.a2ats",
+        ),
+        ("edges", json!([-1, 2, 3, 5, 9, 14, 24, 39, 64]), "sections.a2ats"),
+        ("edges", json!(null), "sections.a2ats"),
+        ("weights", json!([row(0.125, 8), row(0.125, 8)]), "weights"),
+        (
+            "weights",
+            json!([row(0.125, 8), row(0.125, 8), row(0.1, 8)]),
+            "weights",
+        ),
+        (
+            "weights",
+            json!([row(0.125, 8), row(0.125, 8), row(0.125, 7)]),
+            "sections.a2ats",
+        ),
+        (
+            "weights",
+            json!([
+                row(0.125, 8),
+                row(0.125, 8),
+                [1.5, -0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+            ]),
+            "weights",
+        ),
+        (
+            "weights",
+            json!([row(0.125, 8), row(0.125, 8), row(f64::INFINITY, 8)]),
+            "sections.a2ats",
+        ),
+    ] {
+        resealed(&artifact, &edited, |manifest| {
+            manifest["sections"]["a2ats"]["distance_buckets"][key] = value.clone();
+        });
+        kvsmith(&format!("inspect {edited}")).fails(1, culprit, "again");
+    }
+    for (key, value) in [("edges", good), ("weights", even)] {
+        resealed(&artifact, &edited, |manifest| {
+            manifest["sections"]["a2ats"]["distance_buckets"][key] = value.clone();
+        });
+        kvsmith(&format!("inspect --verify {edited}")).ok();
+    }
+    // Neither a position nor buckets, and both.
+    for position in [None, Some(json!(2048)), Some(json!(null))] {
+        resealed(&artifact, &edited, |manifest| {
+            let section = manifest["sections"]["a2ats"].as_object_mut().unwrap();
+            match position.clone() {
+                None => section.remove("distance_buckets"),
+                Some(position) => section.insert("wrope_position".to_owned(), position),
+            };
+        });
+        kvsmith(&format!("inspect {edited}")).fails(1, "wrope_position", "again");
+    }
+}
+
 #[test]
 fn only_verify_reads_the_data() {
     let (scratch, artifact) = artifact();

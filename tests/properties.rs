@@ -16,7 +16,7 @@ use kvsmith::float::Float;
 use kvsmith::kv::StaticSet;
 use kvsmith::kv::packed::Center;
 use kvsmith::kv::{KvHead, KvType, RowStore};
-use kvsmith::method::a2ats::{A2ats, CHOL, CODEBOOK, Codebooks, HeadCodebook, MEAN, Quotas};
+use kvsmith::method::a2ats::{A2ats, BUCKETS, CHOL, CODEBOOK, Codebooks, Edges, HeadCodebook, MEAN, Quotas};
 use kvsmith::method::sections::SECTIONS;
 use kvsmith::method::{Retriever, Step};
 use kvsmith::model::Decoder;
@@ -237,6 +237,65 @@ fn scores_are_products_with_the_codewords_in_key_space() {
                     "d {d}: {score} {exact}"
                 );
             }
+        }
+    }
+}
+
+/// Scores of keys that are codewords themselves, in every bucket, against the scaled products of attention: query and
+/// key at their own positions, averaged over the positions that the bucket has.
+#[test]
+fn scores_in_buckets_are_mean_scores_of_attention() {
+    let mut rng = ChaCha8Rng::seed_from_u64(30);
+    let edges = Edges([0, 1, 2, 10, 30, 64, 100, 101, 300]);
+    for (d, r) in [(4, 1), (16, 3), (64, 2)] {
+        let (n, rope, at) = (6, plain_rope(d), 400);
+        let chol = random_chol(&mut rng, d);
+        let wide = chol.mapv(f64::from);
+        let keys = matrix(&mut rng, n, d);
+        // Far from the origin, so that a bucket without the mean's part would be off by more than its scores differ.
+        let mean = matrix(&mut rng, 1, d).row(0).mapv(|v| 5.0 * v);
+        let codebook = (keys.mapv(f64::from).dot(&wide) - mean.mapv(f64::from)).mapv(|v| v as f32);
+        let head = HeadCodebook::with_buckets(codebook, mean, chol, &rope, edges).unwrap();
+        let q_pre = matrix(&mut rng, r, d);
+        // In position order, as a choice takes them.
+        let buckets: Vec<usize> = (0..BUCKETS).rev().collect();
+        let scores = head.scores_in(q_pre.view(), &buckets);
+        let table = rope.table(0..at + 1);
+        let rotated = |x: ndarray::ArrayView1<f32>, position: usize| {
+            let mut x = x.to_vec();
+            table.rotate(&mut x, position);
+            Array1::from(x).mapv(f64::from)
+        };
+        for (query, scores) in q_pre.rows().into_iter().zip(scores.rows()) {
+            let at_own = rotated(query, at);
+            let exact = buckets.iter().flat_map(|bucket| {
+                let distances = edges.0[*bucket] as usize..edges.0[bucket + 1] as usize;
+                let share = 1.0 / distances.len() as f64;
+                keys.rows()
+                    .into_iter()
+                    .map(move |key| (key, distances.clone(), share))
+            });
+            let exact: Vec<f64> = exact
+                .map(|(key, distances, share)| {
+                    distances
+                        .map(|distance| at_own.dot(&rotated(key, at - distance)) * share)
+                        .sum()
+                })
+                .collect();
+            // Scores are up to a constant of the query.
+            let constant = exact[0] - f64::from(scores[0]);
+            let size = query.dot(&query).sqrt() as f64 * (d as f64).sqrt() * 10.0;
+            for (i, (score, exact)) in scores.iter().zip(&exact).enumerate() {
+                let off = (f64::from(*score) + constant - exact).abs();
+                assert!(
+                    off < 1e-4 * size,
+                    "d {d}, {i}: {score} + {constant} is not {exact}"
+                );
+            }
+            let spread = exact
+                .iter()
+                .fold(0.0f64, |most, x| most.max((x - exact[0]).abs()));
+            assert!(spread > 1e-2 * size, "{spread}");
         }
     }
 }

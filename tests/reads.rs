@@ -19,6 +19,8 @@ struct Sizes {
     d: usize,
     /// Per layer.
     windows: &'static [Option<usize>],
+    /// Where the a2ats codebooks have queries stand.
+    positions: &'static str,
 }
 
 const MODELS: [Sizes; 3] = [
@@ -28,6 +30,7 @@ const MODELS: [Sizes; 3] = [
         r: 2,
         d: 16,
         windows: &[None, None],
+        positions: "window",
     },
     Sizes {
         name: "qwen2_sliding",
@@ -35,6 +38,7 @@ const MODELS: [Sizes; 3] = [
         r: 2,
         d: 8,
         windows: &[None, Some(12), Some(12)],
+        positions: "buckets",
     },
     Sizes {
         name: "mistral_sliding",
@@ -42,6 +46,7 @@ const MODELS: [Sizes; 3] = [
         r: 4,
         d: 16,
         windows: &[Some(16), Some(16)],
+        positions: "window",
     },
 ];
 
@@ -64,7 +69,7 @@ fn index_bytes(method: &str, sizes: &Sizes, [start, n, seen, chosen]: [usize; 4]
         "quest" => 2 * 4 * d * ((start + n).div_ceil(16) - start / 16),
         "snapkv" => 4 * chosen,
         "h2o" => 8 * n,
-        // 8 codewords, and a code per candidate: too few of them for lists.
+        // 8 codewords, once for all buckets, and a code per candidate: too few of them for lists.
         "a2ats" => 2 * 8 * d + 2 * n,
         "selfindex" => seen * d / 8,
         "lfps" => r * 2 * 4 * seen.div_ceil(16),
@@ -115,7 +120,10 @@ fn the_counters_are_those_of_the_trace() {
         let texts = scratch.tokens("texts.json", &documents(&[60, 60], 1));
         let art = scratch.make(
             "art",
-            &format!("calibrate --model {model} --tokens {texts} --size 8"),
+            &format!(
+                "calibrate --model {model} --tokens {texts} --size 8 --seq-len 60 --positions {}",
+                sizes.positions
+            ),
         );
         for (method, budget, kv) in METHODS.iter().flat_map(|m| {
             let kinds = [("0.2", "f32"), ("5", "bf16"), ("1.0", "f16"), ("3", "2bit")];

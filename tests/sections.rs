@@ -24,6 +24,8 @@ fn fit(kind: &dyn SectionKind) -> Box<dyn Fit> {
         seed: 1,
         position: Position::Windowed(7),
         block_start: &[0, 4000, 9000],
+        seq_len: 5000,
+        windows: &[None; 3],
         kept: &[true; 9000],
         log: Log {
             verbosity: Verbosity::Quiet,

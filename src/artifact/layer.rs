@@ -8,7 +8,7 @@ use crate::compute::device::Device;
 use crate::error::{Error, Result};
 use crate::model::Sizes;
 use crate::model::rope::Rope;
-use crate::stats::moments::LayerMoments;
+use crate::stats::moments::{LayerMoments, QuerySums};
 
 /// Reads rows of one head, `[rows,d]`.
 type ReadHead<'a> = &'a dyn Fn(usize) -> Result<Array2<f32>>;
@@ -29,6 +29,8 @@ pub struct LayerStates<'a> {
     pub queries: ReadHead<'a>,
     /// The query moments, if the section reads them.
     pub moments: Option<&'a LayerMoments>,
+    /// The sums from which the moments under other rotations follow, if the fit reads them.
+    pub sums: Option<&'a QuerySums>,
     /// The first row of each block, and then n.
     pub block_start: &'a [u32],
     /// Which rows take part in the fit, `[n]`; the others are held out.
@@ -45,6 +47,15 @@ impl LayerStates<'_> {
     pub fn moments(&self) -> Result<&LayerMoments> {
         self.moments
             .ok_or_else(|| Error::failed("internal: a section reads moments that it did not ask for"))
+    }
+
+    /// Returns the sums over the queries of the layer.
+    ///
+    /// # Errors
+    /// The fit does not say that it reads them.
+    pub fn sums(&self) -> Result<&QuerySums> {
+        self.sums
+            .ok_or_else(|| Error::failed("internal: a fit reads sums that it did not ask for"))
     }
 
     /// Counts the rows that take part in the fit.

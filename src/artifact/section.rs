@@ -95,8 +95,12 @@ pub struct FitInput<'a> {
     pub position: Position,
     /// The first row of each block, and then n.
     pub block_start: &'a [u32],
+    /// Most rows per block.
+    pub seq_len: usize,
     /// Which rows take part in the fit, `[n]`; the others are held out.
     pub kept: &'a [bool],
+    /// The sliding window of every layer.
+    pub windows: &'a [Option<usize>],
     /// Takes warnings.
     pub log: Log,
 }
@@ -112,6 +116,11 @@ pub trait Fit {
     /// The rows of the text whose queries the fit reads, ascending.
     fn query_rows(&self) -> &[usize] {
         &[]
+    }
+
+    /// Returns whether the fit reads the sums over queries before rotation, besides or in place of the moments.
+    fn reads_pre_sums(&self) -> bool {
+        false
     }
 
     /// Returns the bytes of memory that the fit of a layer takes, besides the layer's states and the results.

@@ -85,7 +85,9 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
         seed: global.seed,
         position,
         block_start: &corpus.block_start,
+        seq_len: corpus.seq_len,
         kept: &kept,
+        windows: &decoder.config.windows,
         log,
     })?;
     let origin = Origin {
@@ -192,6 +194,7 @@ struct Captured {
     /// Queries of `query_rows` before rotation, `[h,rows,d]`.
     queries: Array3<f32>,
     moments: LayerMoments,
+    sums: QuerySums,
 }
 
 impl CalibrationRun<'_> {
@@ -264,6 +267,7 @@ impl CalibrationRun<'_> {
             keys,
             queries,
             moments: sums.at(self.position, &self.decoder.rope),
+            sums,
         })
     }
 
@@ -285,6 +289,7 @@ impl CalibrationRun<'_> {
                     Ok(queries.select(Axis(0), &query_rows))
                 },
                 moments: Some(&captured.moments),
+                sums: Some(&captured.sums),
                 block_start: &self.corpus.block_start,
                 kept: self.kept,
                 rope: &self.decoder.rope,

@@ -165,7 +165,9 @@ impl SectionCommand {
                 seed: global.seed,
                 position: moments.as_ref().map_or(own, |moments| moments.position),
                 block_start: &dump.block_start,
+                seq_len: dump.origin.calibration.seq_len,
                 kept: &dump.kept,
+                windows: &dump.origin.model.windows,
                 log: global.log(),
             },
         )?;
@@ -229,6 +231,8 @@ fn fit_dump(
 ) -> Result<Section> {
     let (sizes, model) = (dump.sizes, &dump.origin.model);
     let rope = model.rope();
+    let sums = moments.filter(|_| fit.reads_pre_sums()).map(Moments::sums);
+    let sums = sums.transpose()?;
     let mut section = Section::new(fit, sizes, device)?;
     let progress = log.progress((sizes.n_layers * sizes.n_kv_heads) as u64, "heads");
     for layer in 0..sizes.n_layers {
@@ -245,6 +249,7 @@ fn fit_dump(
                 Ok(all.select(Axis(0), fit.query_rows()))
             },
             moments: moments.map(|moments| &moments.layers[layer]),
+            sums: sums.map(|sums| &sums[layer]),
             block_start: &dump.block_start,
             kept: &dump.kept,
             rope: &rope,

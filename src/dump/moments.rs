@@ -69,14 +69,23 @@ impl Moments {
         }
         match self.sums {
             Some(sums) => Ok(Self::new(sums, position, self.origin)),
-            None => Err(Error::failed(format!(
-                "the moments are for {} alone, not for {position}",
-                self.position
-            ))
-            .hint(
-                "an earlier version made them; take them again with `kvsmith moments --wrope-position`, or make the dump again",
-            )),
+            None => Err(self.only_at_its_position(&position.to_string())),
         }
+    }
+
+    /// Returns the sums of every layer, from which the moments under any rotation follow.
+    ///
+    /// # Errors
+    /// The file holds the moments of its own position alone.
+    pub fn sums(&self) -> Result<&[QuerySums]> {
+        let missing = || self.only_at_its_position("buckets of distances");
+        self.sums.as_deref().ok_or_else(missing)
+    }
+
+    fn only_at_its_position(&self, wanted: &str) -> Error {
+        Error::failed(format!("the moments are for {} alone, not for {wanted}", self.position)).hint(
+            "an earlier version made them; take them again with `kvsmith moments --wrope-position`, or make the dump again",
+        )
     }
 
     /// Writes `sum_qq`, `sum_qq_pre` and `sum_qq_rope`, f64 `[layers,g,d,d]`, and `count`, u64 `[layers,g]`.

@@ -6,6 +6,9 @@
 //! of its codeword with the query rotated to position b. Selected keys are attended exactly, with
 //! ordinary rotation at their true positions.
 //!
+//! Ours is `--positions buckets`: the query is rotated by the mean rotation of the bucket of distances that a key is in,
+//! and codewords in buckets are ranked in place of codewords.
+//!
 //! The paper's ablations are included: standard RoPE instead of windowed RoPE (keys and queries at their own
 //! positions), and the Euclidean metric instead of the queries' metric.
 //!
@@ -13,6 +16,7 @@
 //! empty clusters are reseeded, and the budget bounds the union over the query group.
 
 mod bench;
+mod buckets;
 mod codebook;
 pub mod cuda;
 mod fit;
@@ -30,12 +34,16 @@ use super::declaration::{Ask, Declaration};
 use super::{Choice, Method, Place, Prompt, Ranking, Reads, Retriever, Step, everything};
 use crate::error::{Error, Result};
 use crate::kv::lines::grow;
+use buckets::Run;
+pub use buckets::{BUCKETS, DistanceBuckets, Edges};
 pub use codebook::{Codebooks, HeadCodebook};
 pub use params::A2atsParams;
 use postings::{Postings, read_bytes};
-use quotas::choose_listed;
 pub use quotas::{Bound, Quotas, choose};
-pub use section::{A2atsSection, CHOL, CODEBOOK, COUNT, FitInit, FitMetric, FitParams, MEAN, SECTION};
+use quotas::{choose_in_runs, choose_listed};
+pub use section::{
+    A2atsSection, CHOL, CODEBOOK, COUNT, FitInit, FitMetric, FitParams, MEAN, Positions, Rotation, SECTION,
+};
 
 /// The declaration of `a2ats`.
 pub static METHOD: Declaration = Declaration {
@@ -69,8 +77,9 @@ impl Method for A2atsMethod {
         Box::new(A2ats::new(codebook, self.params.topk_per_query_head))
     }
 
+    /// The kernels rank codewords, not codewords in buckets.
     fn cuda(&self) -> Option<&dyn CudaMethod> {
-        Some(self)
+        (!self.codebooks.has_buckets()).then_some(self as _)
     }
 }
 
@@ -81,7 +90,8 @@ pub struct A2ats {
     /// The share of the visible context that each query head chooses; replaces the budget.
     per_query_head: Option<f64>,
     codes: Vec<u16>,
-    postings: Postings,
+    /// The candidates of each bucket, the farthest first.
+    postings: Vec<Postings>,
     ranking: Ranking,
 }
 
@@ -90,7 +100,7 @@ impl A2ats {
     pub fn new(codebook: Arc<HeadCodebook>, per_query_head: Option<f64>) -> Self {
         Self {
             per_query_head,
-            postings: Postings::new(codebook.size()),
+            postings: vec![Postings::new(codebook.size()); codebook.buckets()],
             codebook,
             codes: Vec::new(),
             ranking: Ranking::default(),
@@ -112,7 +122,7 @@ impl A2ats {
 
     /// Encodes keys, given before and after rotation, `[m,d]`.
     fn take_in(&mut self, k_pre: ArrayView2<f32>, k_rope: ArrayView2<f32>) {
-        let codes = match self.codebook.is_windowed() {
+        let codes = match self.codebook.is_pre_rope() {
             true => self.codebook.encode(k_pre),
             false => self.codebook.encode(k_rope),
         };
@@ -133,10 +143,16 @@ impl Retriever for A2ats {
         if !self.ranks(step) {
             return everything(step).into();
         }
-        let scores = match self.codebook.is_windowed() {
-            true => self.codebook.scores(step.q_pre),
-            false => self.codebook.scores(step.q_rope),
+        let runs = self.codebook.runs(step.visible.end, &step.candidates);
+        let (Some(farthest), codes) = (runs.first(), &self.codes) else {
+            return Choice::default();
         };
+        let q = match self.codebook.is_pre_rope() {
+            true => step.q_pre,
+            false => step.q_rope,
+        };
+        let buckets: Vec<usize> = runs.iter().map(|run| run.bucket).collect();
+        let scores = self.codebook.scores_in(q, &buckets);
         let bound = match self.per_query_head {
             Some(share) => Bound::PerQueryHead((share * step.visible.len() as f64).floor() as u64),
             None => Bound::Union(step.budget),
@@ -144,14 +160,23 @@ impl Retriever for A2ats {
         let scores = scores.view();
         match self.ranking {
             Ranking::Fast => {
-                self.postings.cover(&step.candidates, &self.codes);
-                choose_listed(scores, &mut self.postings, &self.codes, bound).into()
+                let first = self.postings.len() - 1 - farthest.bucket;
+                let postings = &mut self.postings[first..first + runs.len()];
+                for (postings, run) in postings.iter_mut().zip(&runs) {
+                    postings.cover(&run.positions, codes);
+                }
+                choose_listed(scores, postings, codes, bound).into()
             }
             Ranking::Plain => {
-                let codes = &self.codes[step.candidates.clone()];
-                let mut counts = vec![0; self.codebook.size()];
-                codes.iter().for_each(|code| counts[usize::from(*code)] += 1);
-                choose(scores, &counts, codes, step.candidates.start as u32, bound).into()
+                let size = self.codebook.size();
+                let mut counts = vec![0; runs.len() * size];
+                for (run, counts) in runs.iter().zip(counts.chunks_exact_mut(size)) {
+                    let codes = codes[run.positions.clone()].iter();
+                    codes.for_each(|code| counts[usize::from(*code)] += 1);
+                }
+                let of = |run: &Run| (run.positions.start as u32, &codes[run.positions.clone()]);
+                let runs: Vec<_> = runs.iter().map(of).collect();
+                choose_in_runs(scores, &counts, &runs, bound).into()
             }
         }
     }
@@ -161,15 +186,20 @@ impl Retriever for A2ats {
     }
 
     fn reads(&self, step: &Step, choice: &Choice) -> Reads {
-        let (n, size) = (step.candidates.len(), self.codebook.size());
-        let codes = match self.ranking {
-            Ranking::Fast => read_bytes(n, size, choice.positions.len()),
-            Ranking::Plain => 2 * n,
-        };
-        Reads::index(2 * size * step.q_pre.ncols() + codes)
+        let size = self.codebook.size();
+        let runs = self.codebook.runs(step.visible.end, &step.candidates);
+        let codes = runs.into_iter().map(|Run { positions, .. }| {
+            let before = |end: usize| choice.positions.partition_point(|p| (*p as usize) < end);
+            let chosen = before(positions.end) - before(positions.start);
+            match self.ranking {
+                Ranking::Fast => read_bytes(positions.len(), size, chosen),
+                Ranking::Plain => 2 * positions.len(),
+            }
+        });
+        Reads::index(2 * size * step.q_pre.ncols() + codes.sum::<usize>())
     }
 
     fn state_bytes(&self) -> usize {
-        self.codes.capacity() * 2 + self.postings.bytes()
+        self.codes.capacity() * 2 + self.postings.iter().map(Postings::bytes).sum::<usize>()
     }
 }

@@ -344,6 +344,28 @@ impl Rope {
         RopeTable { cos, sin, half }
     }
 
+    /// Computes the mean rotations over ranges of distances: row i of the table is the mean of R_p over p in
+    /// `edges[i]..edges[i + 1]`, which turns a pair of channels and shortens it.
+    ///
+    /// # Numerics
+    /// f64 of unrounded angles, rounded to f32 at the end. [`Rope::table`] rounds every angle to f32.
+    ///
+    /// # Source
+    /// Ours. R_p turns the pair of frequency w by e^{ipw}; the geometric series of these from l to u - 1 over u - l is
+    /// m = e^{i (l + u - 1) w / 2} sin((u - l) w / 2) / ((u - l) sin(w / 2)), and 1 for w = 0.
+    pub fn mean_table(&self, edges: &[u32]) -> RopeTable {
+        let half = self.inv_freq.len();
+        let (mut cos, mut sin) = (Vec::new(), Vec::new());
+        for range in edges.windows(2) {
+            for w in &self.inv_freq {
+                let (re, im) = mean_rotation(f64::from(*w), range[0].into(), range[1].into());
+                cos.push(re as f32 * self.attention_factor);
+                sin.push(im as f32 * self.attention_factor);
+            }
+        }
+        RopeTable { cos, sin, half }
+    }
+
     /// Rotates rows `[n,d]` by their positions within their blocks; `block_start` holds the first row of
     /// each block, then n.
     ///
@@ -365,7 +387,20 @@ impl Rope {
     }
 }
 
-/// Cosines and sines of consecutive positions, multiplied by the attention factor.
+/// Returns the mean of e^{ipw} over the whole numbers p from `low` to below `high`: its real and its imaginary part.
+fn mean_rotation(w: f64, low: f64, high: f64) -> (f64, f64) {
+    let (n, half) = (high - low, (w / 2.0).sin());
+    // Of a whole number of turns per position, every term of the series is 1.
+    let scale = match half == 0.0 {
+        true => 1.0,
+        false => (n * w / 2.0).sin() / (n * half),
+    };
+    let (sin, cos) = ((low + high - 1.0) * w / 2.0).sin_cos();
+    (scale * cos, scale * sin)
+}
+
+/// Cosines and sines of consecutive positions, or their means over ranges of distances, multiplied by the attention
+/// factor.
 #[derive(Clone)]
 pub struct RopeTable {
     cos: Vec<f32>,
@@ -426,6 +461,59 @@ mod tests {
         let y = rotated(&rope(1e4, 4), &[1.0, 2.0, 3.0, 4.0], 3);
         for (a, b) in y.iter().zip([-1.413353, 1.879118, -2.828857, 4.058191]) {
             assert!((a - b).abs() < 2e-6, "{a} {b}");
+        }
+    }
+
+    #[test]
+    fn mean_rotations_are_the_means() {
+        // A full turn to within rounding, a pair that is not rotated, and what models have.
+        let rope = Rope {
+            inv_freq: vec![2.0 * PI as f32, 1.0, 0.3, 1e-3, 1e-7, 0.0],
+            attention_factor: 1.25,
+        };
+        for edges in [[0, 1, 2], [0, 3, 64], [5, 6, 1000], [64, 65, 16_384]] {
+            let means = rope.mean_table(&edges);
+            for (row, range) in edges.windows(2).enumerate() {
+                let n = f64::from(range[1] - range[0]);
+                for (i, w) in rope.inv_freq.iter().enumerate() {
+                    let (mut cos, mut sin) = (0.0, 0.0);
+                    for p in range[0]..range[1] {
+                        let angle = f64::from(p) * f64::from(*w);
+                        cos += 1.25 * angle.cos() / n;
+                        sin += 1.25 * angle.sin() / n;
+                    }
+                    let at = at(row, i, &means);
+                    for (actual, exact) in [(means.cos[at], cos), (means.sin[at], sin)] {
+                        // Two roundings to f32.
+                        let off = (f64::from(actual) - exact).abs();
+                        assert!(off < 2f64.powi(-22), "{range:?} {w}: {actual} {exact}");
+                    }
+                }
+                assert_eq!(
+                    (means.cos[at(row, 5, &means)], means.sin[at(row, 5, &means)]),
+                    (1.25, 0.0)
+                );
+            }
+        }
+    }
+
+    /// The place of pair `i` in a row of a table.
+    fn at(row: usize, i: usize, table: &RopeTable) -> usize {
+        row * table.half + i
+    }
+
+    #[test]
+    fn a_range_of_one_distance_is_its_rotation() {
+        let rope = rope(1e4, 16);
+        let means = rope.mean_table(&[0, 1, 2, 300, 301]);
+        for (row, p) in [(0, 0), (1, 1), (3, 300)] {
+            let exact = rope.table(p..p + 1);
+            for i in 0..8 {
+                // The angle in f32.
+                let bound = 2f32.powi(-24) * (p as f32 + 4.0);
+                assert!((means.cos[at(row, i, &means)] - exact.cos[i]).abs() <= bound);
+                assert!((means.sin[at(row, i, &means)] - exact.sin[i]).abs() <= bound);
+            }
         }
     }
 

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::compute::device::Device;
 use crate::compute::layout::elements_mut;
 use crate::error::Result;
-use crate::model::rope::Rope;
+use crate::model::rope::{Rope, RopeTable};
 
 /// Rows of a block that are rotated and sent to the device at once.
 const ROWS: usize = 2048;
@@ -140,19 +140,91 @@ impl QuerySums {
     pub fn at(&self, position: Position, rope: &Rope) -> LayerMoments {
         let sum_qq = match position {
             Position::Own => self.rope.clone(),
-            Position::Windowed(b) => {
-                let table = rope.table(b..b + 1);
-                let mut sums = self.pre.clone();
-                for axis in [Axis(2), Axis(1)] {
-                    let vectors = sums.lanes_mut(axis).into_iter();
-                    vectors.for_each(|vector| table.rotate_f64(vector, 0));
-                }
-                sums
-            }
+            Position::Windowed(b) => self.rotated(&rope.table(b..b + 1), 0),
         };
         LayerMoments {
             sum_qq,
             count: self.count.clone(),
         }
+    }
+
+    /// Returns the weighted mean of the second moments of the queries under each rotation of a table.
+    ///
+    /// # Numerics
+    /// As [`QuerySums::at`].
+    ///
+    /// # Source
+    /// Ours: with qt = q R_u in bucket u of distances and the bucket's weight p_u, E[qt^T qt] is the sum over u of
+    /// p_u R_u^T S R_u.
+    pub fn over(&self, rotations: &RopeTable, weights: &[f64]) -> LayerMoments {
+        let mut sum_qq = Array3::zeros(self.pre.dim());
+        for (row, weight) in weights.iter().enumerate() {
+            sum_qq.scaled_add(*weight, &self.rotated(rotations, row));
+        }
+        LayerMoments {
+            sum_qq,
+            count: self.count.clone(),
+        }
+    }
+
+    /// Returns R^T S R for the `row`-th rotation R of a table, `[g,d,d]`.
+    fn rotated(&self, table: &RopeTable, row: usize) -> Array3<f64> {
+        let mut sums = self.pre.clone();
+        for axis in [Axis(2), Axis(1)] {
+            let vectors = sums.lanes_mut(axis).into_iter();
+            vectors.for_each(|vector| table.rotate_f64(vector, row));
+        }
+        sums
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compute::cpu::Cpu;
+    use crate::model::rope::{RopeConfig, RopeScaling};
+    use crate::testing::values;
+
+    /// The moment of buckets against queries that are rotated to every distance of a bucket and averaged.
+    #[test]
+    fn moments_of_buckets_are_those_of_mean_queries() {
+        let (h, g, m, d) = (4, 2, 11, 8);
+        let config = RopeConfig {
+            theta: 1e4,
+            scaling: RopeScaling::Default,
+        };
+        let rope = Rope::new(&config, d);
+        let queries = Array3::from_shape_vec((h, m, d), values(h * m * d, 5)).unwrap();
+        let kept: Vec<bool> = (0..m).map(|i| i % 4 != 1).collect();
+        let mut sums = QuerySums::new(g, d);
+        sums.add(&Cpu, queries.view(), &kept, &rope).unwrap();
+        let (edges, weights) = ([0, 1, 30, 400], [0.5, 0.2, 0.3]);
+        let found = sums.over(&rope.mean_table(&edges), &weights);
+        let mut exact = Array3::<f64>::zeros((g, d, d));
+        for (range, weight) in edges.windows(2).zip(weights) {
+            let table = rope.table(range[0] as usize..range[1] as usize);
+            let n = (range[1] - range[0]) as usize;
+            for (head, row) in (0..h).flat_map(|head| (0..m).map(move |row| (head, row))) {
+                let mut mean = vec![0.0; d];
+                for distance in 0..n {
+                    let mut q = queries.slice(s![head, row, ..]).to_vec();
+                    table.rotate(&mut q, distance);
+                    mean.iter_mut()
+                        .zip(q)
+                        .for_each(|(mean, q)| *mean += f64::from(q) / n as f64);
+                }
+                for (i, j) in (0..d).flat_map(|i| (0..d).map(move |j| (i, j))) {
+                    exact[[head / (h / g), i, j]] +=
+                        f64::from(u8::from(kept[row])) * weight * mean[i] * mean[j];
+                }
+            }
+        }
+        // Angles of up to 400 and 18 products of values below 1 in f32.
+        let bound = 18.0 * 400.0 * 2f64.powi(-24);
+        for (found, exact) in found.sum_qq.iter().zip(&exact) {
+            assert!((found - exact).abs() < bound, "{found} {exact}");
+        }
+        assert!(exact.iter().any(|v| v.abs() > 100.0 * bound));
+        assert_eq!(found.count, [2 * 8; 2]);
     }
 }

@@ -1,10 +1,12 @@
-//! A2ATS: scores of codewords.
+//! A2ATS: scores of codewords, at one position or by buckets of distances.
 
+use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use kvsmith::kv::packed::Center;
 use kvsmith::method::Ranking;
-use kvsmith::method::a2ats::{A2ats, HeadCodebook};
+use kvsmith::method::a2ats::{A2ats, BUCKETS, Edges, HeadCodebook};
 use ndarray::{Array1, Array2};
 
 use super::head::{cases, wide};
@@ -12,13 +14,36 @@ use super::*;
 use crate::common::plain_rope;
 use crate::common::random::noise;
 
-/// Codewords, their metric and the position that queries are rotated to.
+/// The distances to which queries are rotated.
+enum Distances {
+    /// One for every key.
+    At(usize),
+    /// Those of the bucket that a key is in.
+    Buckets(Edges),
+}
+
+impl Distances {
+    /// The bucket of a distance, and the distances over which its query is the mean.
+    fn of(&self, distance: usize) -> (usize, Range<usize>) {
+        match self {
+            Self::At(b) => (0, *b..*b + 1),
+            Self::Buckets(Edges(edges)) => {
+                let edge = |i: usize| edges[i] as usize;
+                let found = (0..BUCKETS).find(|i| distance < edge(i + 1));
+                let bucket = found.unwrap_or(BUCKETS - 1);
+                (bucket, edge(bucket)..edge(bucket + 1))
+            }
+        }
+    }
+}
+
+/// Codewords, their metric and the distances that queries are rotated to.
 pub struct NaiveA2ats {
     codebook: Matrix,
     mean: Vec<f64>,
     /// L, lower.
     chol: Matrix,
-    rotated_to: usize,
+    distances: Distances,
     /// The program's, for the codes of keys that lie between two codewords.
     head: Arc<HeadCodebook>,
 }
@@ -60,15 +85,18 @@ impl NaiveA2ats {
         Ok(code)
     }
 
-    /// y with L y^T = (q R_b)^T, so that a codeword's score is y C^z.
-    fn rotated_and_solved(&self, q: &[f64]) -> Vec<f64> {
+    /// y with L y^T = qt^T, so that a codeword's score is y (C^z + mean); qt is the mean of q R_b over the distances b.
+    fn rotated_and_solved(&self, q: &[f64], distances: Range<usize>) -> Vec<f64> {
         let d = q.len();
-        let mut qt = q.to_vec();
-        for i in 0..d / 2 {
-            let angle = self.rotated_to as f64 * 1e4f64.powf(-2.0 * i as f64 / d as f64);
-            let (x, y) = (q[i], q[i + d / 2]);
-            qt[i] = x * angle.cos() - y * angle.sin();
-            qt[i + d / 2] = y * angle.cos() + x * angle.sin();
+        let mut qt = vec![0.0; d];
+        let share = 1.0 / distances.len() as f64;
+        for b in distances {
+            for i in 0..d / 2 {
+                let angle = b as f64 * 1e4f64.powf(-2.0 * i as f64 / d as f64);
+                let (x, y) = (q[i], q[i + d / 2]);
+                qt[i] += share * (x * angle.cos() - y * angle.sin());
+                qt[i + d / 2] += share * (y * angle.cos() + x * angle.sin());
+            }
         }
         let mut y = vec![0.0; d];
         for i in 0..d {
@@ -102,15 +130,32 @@ impl Model for NaiveA2ats {
         let mut near_tie = false;
         let mut lists = Vec::new();
         for q in &step.q_pre {
-            let y = self.rotated_and_solved(q);
-            let scores: Vec<f64> = self.codebook.iter().map(|c| dot(&y, c)).collect();
-            // The rotation and the solution lose a few units more.
-            let bound = self.codebook.iter().map(|c| dot_bound(&y, c)).fold(0.0, f64::max) * 4.0;
-            near_tie |= has_near_tie(&scores, bound);
-            let of = |position: usize| Ranked {
-                score: scores[codes[position]],
-                tie: codes[position],
-                position,
+            let mut bound = 0.0f64;
+            // The mean adds this to the scores of the farthest candidates, and the program takes it off all scores.
+            let farthest = self.distances.of(step.t - step.candidates.start).1;
+            let constant = dot(&self.rotated_and_solved(q, farthest), &self.mean);
+            // By bucket: the scores of all codewords.
+            let mut scores: BTreeMap<usize, Vec<f64>> = BTreeMap::new();
+            for position in step.candidates.clone() {
+                let (bucket, distances) = self.distances.of(step.t - position);
+                scores.entry(bucket).or_insert_with(|| {
+                    let y = self.rotated_and_solved(q, distances);
+                    let mean = dot(&y, &self.mean) - constant;
+                    // The rotation and the solution lose a few units more.
+                    let bounds = self.codebook.iter().map(|c| dot_bound(&y, c));
+                    bound = bounds.fold(bound, f64::max).max(2.0 * mean.abs() * UNIT);
+                    self.codebook.iter().map(|c| dot(&y, c) + mean).collect()
+                });
+            }
+            let all: Vec<f64> = scores.values().flatten().copied().collect();
+            near_tie |= has_near_tie(&all, bound * 4.0);
+            let of = |position: usize| {
+                let (bucket, code) = (self.distances.of(step.t - position).0, codes[position]);
+                Ranked {
+                    score: scores[&bucket][code],
+                    tie: (BUCKETS - bucket) * self.codebook.len() + code,
+                    position,
+                }
             };
             lists.push(step.candidates.clone().map(of).collect());
         }
@@ -127,16 +172,29 @@ impl Model for NaiveA2ats {
 pub fn check() {
     let make = |rng: &mut ChaCha8Rng, place: &Place, _: Center| {
         let m = rng.gen_range(1..40);
-        let rotated_to = pick(rng, &[0, 100, 2048]);
-        let model = random_codebook(place.head_dim, rotated_to, || noise(rng), m);
+        let distances = match rng.gen_bool(0.4) {
+            true => Distances::Buckets(random_edges(rng)),
+            false => Distances::At(pick(rng, &[0, 100, 2048])),
+        };
+        let model = random_codebook(place.head_dim, distances, || noise(rng), m);
         let ranking = pick(rng, &[Ranking::Fast, Ranking::Plain]);
         (A2ats::new(model.head.clone(), None).ranking(ranking), model)
     };
     cases::<NaiveA2ats>(500, make, |_| ());
 }
 
+/// Edges of which some are among the distances of a case.
+fn random_edges(rng: &mut ChaCha8Rng) -> Edges {
+    let widest = pick(rng, &[1, 5, 30]);
+    let mut edges = [0; BUCKETS + 1];
+    for i in 0..BUCKETS {
+        edges[i + 1] = edges[i] + rng.gen_range(1..=widest);
+    }
+    Edges(edges)
+}
+
 /// A random codebook with the program's form of it.
-fn random_codebook(d: usize, rotated_to: usize, mut normal: impl FnMut() -> f32, m: usize) -> NaiveA2ats {
+fn random_codebook(d: usize, distances: Distances, mut normal: impl FnMut() -> f32, m: usize) -> NaiveA2ats {
     let mut codebook = Array2::from_shape_simple_fn((m, d), || 2.0 * normal());
     if m > 2 {
         let row = codebook.row(0).to_owned();
@@ -150,11 +208,17 @@ fn random_codebook(d: usize, rotated_to: usize, mut normal: impl FnMut() -> f32,
         std::cmp::Ordering::Greater => spread * normal(),
     });
     let rope = plain_rope(d);
+    let naive = (wide(codebook.view()), wide(chol.view()));
+    let means = mean.iter().map(|v| f64::from(*v)).collect();
+    let head = match &distances {
+        Distances::At(b) => HeadCodebook::new(codebook, mean, chol, &rope, *b),
+        Distances::Buckets(edges) => HeadCodebook::with_buckets(codebook, mean, chol, &rope, *edges),
+    };
     NaiveA2ats {
-        codebook: wide(codebook.view()),
-        mean: mean.iter().map(|v| f64::from(*v)).collect(),
-        chol: wide(chol.view()),
-        rotated_to,
-        head: Arc::new(HeadCodebook::new(codebook, mean, chol, &rope, rotated_to).unwrap()),
+        codebook: naive.0,
+        mean: means,
+        chol: naive.1,
+        distances,
+        head: Arc::new(head.unwrap()),
     }
 }

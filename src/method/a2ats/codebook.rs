@@ -1,17 +1,20 @@
 //! Calibrated codebooks, which encode keys and score queries.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use ndarray::{Array1, Array2, Array3, ArrayView2, Axis};
+use ndarray::{Array1, Array2, Array3, ArrayView2, Axis, s};
 use rayon::prelude::*;
 
-use super::section::{CHOL, CODEBOOK, FitParams, MEAN, SECTION};
+use super::buckets::{BUCKETS, Edges, Run};
+use super::section::{CHOL, CODEBOOK, FitParams, MEAN, Rotation, SECTION};
 use crate::artifact::Artifact;
 use crate::compute::codewords::Codewords;
 use crate::error::{Error, Result};
 use crate::model::rope::{Rope, RopeTable};
 use crate::stats::kmeans::Codebook;
 use crate::stats::linalg;
+use crate::stats::moments::Position;
 use crate::stats::whiten::whiten;
 
 /// The codebooks of every head.
@@ -29,8 +32,28 @@ pub struct HeadCodebook {
     chol: Array2<f32>,
     /// L^-1, so that a step multiplies instead of solving.
     chol_inverse: Array2<f64>,
-    /// R_b; `None` if keys and queries are rotated to their own positions.
-    wrope: Option<RopeTable>,
+    rotation: QueryRotation,
+}
+
+/// How queries are rotated for a score.
+#[derive(Clone)]
+enum QueryRotation {
+    /// Keys and queries are given at their own positions.
+    Own,
+    /// To one relative position: R_b.
+    Windowed(RopeTable),
+    /// By the mean rotation of the bucket of distances that a key is in; a row of the table per bucket.
+    Buckets(Edges, RopeTable),
+}
+
+impl QueryRotation {
+    fn new(rotation: &Rotation, rope: &Rope) -> Self {
+        match rotation {
+            Rotation::At(Position::Own) => Self::Own,
+            Rotation::At(Position::Windowed(b)) => Self::Windowed(rope.table(*b..b + 1)),
+            Rotation::Buckets(buckets) => Self::Buckets(buckets.edges, buckets.edges.rotations(rope)),
+        }
+    }
 }
 
 /// The codebook of one KV head in the form that a GPU reads.
@@ -50,9 +73,9 @@ impl Codebooks {
     pub fn load(artifact: &Artifact, rope: &Rope) -> Result<Self> {
         let section = artifact.checked_section(SECTION)?;
         let FitParams {
-            size: m, position, ..
+            size: m, rotation, ..
         } = section.params()?;
-        let table = position.windowed().map(|b| rope.table(b..b + 1));
+        let rotation = QueryRotation::new(&rotation, rope);
         let d = artifact.sizes.head_dim;
         let n = artifact.sizes.n_layers * artifact.sizes.n_kv_heads;
         let codebook = Array3::from_shape_vec((n, m, d), section.widened(CODEBOOK)?)?;
@@ -61,7 +84,7 @@ impl Codebooks {
         let head = |i: usize| {
             let own = |x: &Array3<f32>| x.index_axis(Axis(0), i).to_owned();
             let mean = mean.row(i).to_owned();
-            let head = HeadCodebook::with_rotation(own(&codebook), mean, own(&chol), table.clone())?;
+            let head = HeadCodebook::with_rotation(own(&codebook), mean, own(&chol), rotation.clone())?;
             Ok(Arc::new(head))
         };
         let heads = (0..n).into_par_iter().map(head).collect::<Result<_>>()?;
@@ -74,6 +97,11 @@ impl Codebooks {
     /// Returns the codebook of a head.
     pub fn head(&self, layer: usize, kv_head: usize) -> &Arc<HeadCodebook> {
         &self.heads[layer * self.n_kv_heads + kv_head]
+    }
+
+    /// Returns whether queries are rotated by the bucket of distances that a key is in.
+    pub fn has_buckets(&self) -> bool {
+        self.heads.iter().any(|head| head.buckets() > 1)
     }
 }
 
@@ -90,15 +118,29 @@ impl HeadCodebook {
         wrope_position: usize,
     ) -> Result<Self> {
         let table = rope.table(wrope_position..wrope_position + 1);
-        Self::with_rotation(codebook, mean, chol, Some(table))
+        Self::with_rotation(codebook, mean, chol, QueryRotation::Windowed(table))
     }
 
-    /// Makes a codebook for queries that `wrope` rotates; without it they are given rotated.
+    /// Makes a codebook like [`HeadCodebook::new`] for scores by the bucket of distances that a key is in.
+    ///
+    /// # Errors
+    /// The factor is singular.
+    pub fn with_buckets(
+        codebook: Array2<f32>,
+        mean: Array1<f32>,
+        chol: Array2<f32>,
+        rope: &Rope,
+        edges: Edges,
+    ) -> Result<Self> {
+        let rotation = QueryRotation::Buckets(edges, edges.rotations(rope));
+        Self::with_rotation(codebook, mean, chol, rotation)
+    }
+
     fn with_rotation(
         codebook: Array2<f32>,
         mean: Array1<f32>,
         chol: Array2<f32>,
-        wrope: Option<RopeTable>,
+        rotation: QueryRotation,
     ) -> Result<Self> {
         let chol_inverse = linalg::invert_lower(chol.mapv(f64::from).view())?
             .ok_or_else(|| Error::failed("a Cholesky factor is singular").hint("make the section again"))?;
@@ -108,17 +150,37 @@ impl HeadCodebook {
             mean,
             chol,
             chol_inverse,
-            wrope,
+            rotation,
         })
     }
 
-    /// Returns whether keys and queries are given before rotation (windowed RoPE).
-    pub fn is_windowed(&self) -> bool {
-        self.wrope.is_some()
+    /// Returns whether keys and queries are given before rotation, and not at their own positions.
+    pub fn is_pre_rope(&self) -> bool {
+        !matches!(self.rotation, QueryRotation::Own)
     }
 
-    /// Encodes keys `[n,d]`, given before rotation with windowed RoPE, else after: argmin of (k - c) H (k - c)^T, the
-    /// lowest index on ties.
+    /// Returns the number of buckets of distances; 1 if a score does not depend on the distance.
+    pub fn buckets(&self) -> usize {
+        match &self.rotation {
+            QueryRotation::Buckets(..) => BUCKETS,
+            _ => 1,
+        }
+    }
+
+    /// Divides candidates into those of each bucket, ascending, for the query of the last of `end` positions. Buckets
+    /// without candidates are left out, and what is left is a range of buckets; a head without buckets has one run.
+    pub fn runs(&self, end: usize, candidates: &Range<usize>) -> Vec<Run> {
+        match &self.rotation {
+            QueryRotation::Buckets(edges, _) => edges.runs(end, candidates),
+            _ => vec![Run {
+                bucket: 0,
+                positions: candidates.clone(),
+            }],
+        }
+    }
+
+    /// Encodes keys `[n,d]`, given before rotation unless they are at their own positions: argmin of
+    /// (k - c) H (k - c)^T, the lowest index on ties.
     ///
     /// # Source
     /// Eq. 20, in whitened coordinates.
@@ -130,34 +192,62 @@ impl HeadCodebook {
         codes.into_iter().map(|c| c as u16).collect()
     }
 
-    /// Returns the score of every codeword for each query head, `[r,M]`, up to a constant per query.
+    /// Returns the score of every codeword for each query head, `[r,M]`, up to a constant per query; of a head without
+    /// buckets. See [`HeadCodebook::scores_in`].
+    pub fn scores(&self, q: ArrayView2<f32>) -> Array2<f32> {
+        self.scores_in(q, &[0])
+    }
+
+    /// Returns the score of every codeword for each query head in each of k buckets, `[r,k M]`, up to a constant per
+    /// query. A head without buckets has bucket 0 alone.
     ///
     /// # Shapes
-    /// q `[r,d]`, before rotation with windowed RoPE, else after.
+    /// q `[r,d]`, before rotation if [`HeadCodebook::is_pre_rope`], else after.
     ///
     /// # Numerics
-    /// y = qt L^-T in f64, then f32 products: see [`Codewords::products`].
+    /// y = qt L^-T in f64, then f32 products: see [`Codewords::products`]. The mean that z lacks would add y mean^T to
+    /// every score of a bucket; by how much this differs from the first bucket's is computed in f64 and added in f32.
     ///
     /// # Source
     /// Eq. 12 (qt = q R_b) and Eq. 21, with C = C^z L^-1 folded into the query.
-    pub fn scores(&self, q: ArrayView2<f32>) -> Array2<f32> {
-        let mut y = Array2::<f32>::zeros(q.dim());
-        for (query, mut y) in q.rows().into_iter().zip(y.rows_mut()) {
-            let qt = self.rotated_query(query.to_vec());
-            y.assign(&self.chol_inverse.dot(&qt).mapv(|v| v as f32));
+    pub fn scores_in(&self, q: ArrayView2<f32>, buckets: &[usize]) -> Array2<f32> {
+        let ((r, d), k, size) = (q.dim(), buckets.len(), self.size());
+        let mut y = Array2::<f32>::zeros((r * k, d));
+        let mut offsets = Vec::with_capacity(r * k);
+        for (i, mut y) in y.rows_mut().into_iter().enumerate() {
+            let qt = self.rotated_query(q.row(i / k).to_vec(), buckets[i % k]);
+            let exact = self.chol_inverse.dot(&qt);
+            y.assign(&exact.mapv(|v| v as f32));
+            offsets.push(exact.dot(&self.mean.mapv(f64::from)));
         }
-        self.codewords.products(y.view())
+        let products = self.codewords.products(y.view());
+        if k == 1 {
+            return products;
+        }
+        let mut scores = Array2::zeros((r, k * size));
+        for (i, products) in products.rows().into_iter().enumerate() {
+            let offset = (offsets[i] - offsets[i - i % k]) as f32;
+            let of_bucket = i % k * size..(i % k + 1) * size;
+            scores
+                .slice_mut(s![i / k, of_bucket])
+                .assign(&(&products + offset));
+        }
+        scores
     }
 
-    /// Returns a query q R_b in f64; with standard RoPE it is given rotated.
-    fn rotated_query(&self, mut query: Vec<f32>) -> Array1<f64> {
-        if let Some(table) = &self.wrope {
-            table.rotate(&mut query, 0);
+    /// Returns a query rotated for a bucket, q R, in f64; with standard RoPE it is given rotated.
+    fn rotated_query(&self, mut query: Vec<f32>, bucket: usize) -> Array1<f64> {
+        match &self.rotation {
+            QueryRotation::Own => {}
+            QueryRotation::Windowed(table) | QueryRotation::Buckets(_, table) => {
+                table.rotate(&mut query, bucket)
+            }
         }
         query.into_iter().map(f64::from).collect()
     }
 
-    /// Returns the constants of this head for a GPU: the rotation and L^-1 in one matrix for queries, L for keys.
+    /// Returns the constants of this head, which has no buckets, for a GPU: the rotation and L^-1 in one matrix for
+    /// queries, L for keys.
     pub fn constants(&self) -> HeadConstants<'_> {
         let d = self.chol.nrows();
         // Column j is the rotated j-th unit vector.
@@ -165,7 +255,7 @@ impl HeadCodebook {
         for j in 0..d {
             let mut unit = vec![0.0; d];
             unit[j] = 1.0;
-            rotation.column_mut(j).assign(&self.rotated_query(unit));
+            rotation.column_mut(j).assign(&self.rotated_query(unit, 0));
         }
         HeadConstants {
             codebook: self.codebook.centroids().view(),

@@ -1,18 +1,21 @@
 //! Fits of codebooks to calibration keys.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use half::f16;
 use ndarray::{Array3, ArrayView2, ArrayView3, Axis};
 use serde_json::{Map, Value};
 
-use super::section::{A2atsSection, CHOL, CODEBOOK, COUNT, CodebookQuality, FitMetric, FitParams, MEAN};
+use super::section::{
+    A2atsSection, CHOL, CODEBOOK, COUNT, CodebookQuality, FitMetric, FitParams, MEAN, Rotation,
+};
 use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, SectionKind, object};
 use crate::compute::device::{Points, Statistic};
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::stats::kmeans::{self, KMeansFit};
-use crate::stats::moments::Position;
+use crate::stats::moments::{LayerMoments, Position};
 use crate::stats::whiten::Metric;
 
 impl Fit for FitParams {
@@ -36,11 +39,22 @@ impl Fit for FitParams {
         text.split_bytes(heads).max(clustering)
     }
 
+    fn reads_pre_sums(&self) -> bool {
+        matches!(self.rotation, Rotation::Buckets(_))
+    }
+
     fn layer(&self, states: &LayerStates, done: HeadDone) -> Result<LayerPart> {
         let mut part = LayerPart::default();
+        let moments = match &self.rotation {
+            Rotation::At(_) => Cow::Borrowed(states.moments()?),
+            Rotation::Buckets(buckets) => {
+                let rotations = buckets.edges.rotations(states.rope);
+                Cow::Owned(states.sums()?.over(&rotations, &buckets.weights[states.layer]))
+            }
+        };
         for heads in states.head_runs(self.size) {
             interrupt::check()?;
-            HeadRun::new(states, heads, self)?.fit(&mut part, done)?;
+            HeadRun::new(states, heads, self, &moments)?.fit(&mut part, done)?;
         }
         Ok(part)
     }
@@ -62,8 +76,12 @@ struct HeadRun<'a> {
 
 impl<'a> HeadRun<'a> {
     /// Computes the metric of every head.
-    fn new(states: &'a LayerStates, heads: Range<usize>, params: &'a FitParams) -> Result<Self> {
-        let moments = states.moments()?;
+    fn new(
+        states: &'a LayerStates,
+        heads: Range<usize>,
+        params: &'a FitParams,
+        moments: &LayerMoments,
+    ) -> Result<Self> {
         let metric = |head: usize| match params.metric {
             FitMetric::QueryAware if moments.count[head] == 0 => {
                 Err(Error::failed("no query of this head was observed")
@@ -86,7 +104,7 @@ impl<'a> HeadRun<'a> {
 
     /// Fits the codebooks and adds them to the layer's part.
     fn fit(self, part: &mut LayerPart, done: HeadDone) -> Result<()> {
-        let rotated = self.params.position == Position::Own;
+        let rotated = self.params.rotation == Rotation::At(Position::Own);
         let [fitted, held_out] = self.states.split(self.heads.clone(), rotated)?;
         // Eq. 15: z = k L; then centred.
         let mut points = self.states.device.points(fitted)?;

@@ -22,25 +22,54 @@ pub enum Bound {
 /// # Shapes
 /// scores `[r,M]`; counts `[M]`, the tokens of each codeword.
 pub fn choose(scores: ArrayView2<f32>, counts: &[u32], codes: &[u16], first: u32, bound: Bound) -> Vec<u32> {
+    choose_in_runs(scores, counts, &[(first, codes)], bound)
+}
+
+/// Makes the choice of [`choose`] among the tokens of k runs of positions, each with scores of its own: what ranks is a
+/// codeword in a run, numbered run by run, so that the earlier run wins a tie.
+///
+/// # Shapes
+/// scores `[r,k M]`; counts `[k M]`; runs `[k]`, ascending, each with the position of its first code.
+pub(super) fn choose_in_runs(
+    scores: ArrayView2<f32>,
+    counts: &[u32],
+    runs: &[(u32, &[u16])],
+    bound: Bound,
+) -> Vec<u32> {
+    let size = counts.len() / runs.len();
     match quotas(scores, counts, bound) {
-        Ok(quotas) => quotas.positions(codes, first),
-        Err(budget) => {
-            let first_of = |c: usize| (first..).zip(codes).find(|(_, code)| usize::from(**code) == c);
-            best_of_union(scores, counts, budget, |c| first_of(c).map(|(p, _)| p))
+        Ok(quotas) => {
+            let runs = quotas.by_run(size).zip(runs);
+            runs.flat_map(|(quotas, (first, codes))| quotas.positions(codes, *first))
+                .collect()
         }
+        Err(budget) => best_of_union(scores, counts, budget, |c| {
+            let (first, codes) = runs[c / size];
+            let place = codes.iter().position(|code| usize::from(*code) == c % size);
+            place.map(|place| first + place as u32)
+        }),
     }
 }
 
-/// Makes the same choice as [`choose`] among the tokens of `postings`; `codes` are those of all positions.
+/// Makes the same choice as [`choose_in_runs`] among the tokens of `postings`, one per run; `codes` are those of all
+/// positions.
 pub(super) fn choose_listed(
     scores: ArrayView2<f32>,
-    postings: &mut Postings,
+    postings: &mut [Postings],
     codes: &[u16],
     bound: Bound,
 ) -> Vec<u32> {
-    match quotas(scores, postings.counts(), bound) {
-        Ok(quotas) => postings.positions(quotas, codes),
-        Err(budget) => best_of_union(scores, postings.counts(), budget, |c| postings.first_of(c, codes)),
+    let counts = postings.iter().map(Postings::counts).collect::<Vec<_>>().concat();
+    let size = counts.len() / postings.len();
+    match quotas(scores, &counts, bound) {
+        Ok(quotas) => {
+            let runs = quotas.by_run(size).zip(postings);
+            runs.flat_map(|(quotas, postings)| postings.positions(quotas, codes))
+                .collect()
+        }
+        Err(budget) => best_of_union(scores, &counts, budget, |c| {
+            postings[c / size].first_of(c % size, codes)
+        }),
     }
 }
 
@@ -52,7 +81,8 @@ fn quotas(scores: ArrayView2<f32>, counts: &[u32], bound: Bound) -> Result<Quota
     }
 }
 
-/// The number of tokens of each codeword in the union of the query heads' top-k.
+/// The number of tokens of each codeword in the union of the query heads' top-k. Where a score depends on the bucket of
+/// distances too, a codeword here is a codeword in a bucket.
 ///
 /// For query head a let R_a(c) be the number of tokens in codewords ranked above c (by score, the
 /// lower codeword first on ties), rho(c) = min over a of R_a(c), and o(j) the rank of token j by
@@ -97,6 +127,11 @@ impl Quotas {
             take[*c] = taken(*rho, counts[*c], k) as u32;
         }
         Self { take }
+    }
+
+    /// Divides the quotas into those of each run of `size` codewords.
+    fn by_run(&self, size: usize) -> impl Iterator<Item = Self> {
+        self.take.chunks(size).map(|take| Self { take: take.to_vec() })
     }
 
     /// Returns the number of tokens taken.

@@ -2,9 +2,10 @@
 
 use clap::{ArgMatches, Args, Command, FromArgMatches};
 use half::f16;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value, json};
 
+use super::buckets::DistanceBuckets;
 use crate::artifact::{
     Column, Facts, Fit, FitInput, HeadReport, SectionKind, SectionView, object, parse, share, table,
     worst_heads,
@@ -52,6 +53,72 @@ pub enum FitMetric {
     Plain,
 }
 
+/// Where a query stands, relative to a key, when the key is scored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Positions {
+    /// The paper's: at one position for every key.
+    #[default]
+    Window,
+    /// By the mean rotation of the bucket of distances that the key is in.
+    Buckets,
+}
+
+/// How queries are rotated, in the metric and in scores.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "RotationManifest", into = "RotationManifest")]
+pub enum Rotation {
+    /// As those of the moments: keys are taken before rotation for a fixed relative position, and at their own
+    /// positions otherwise.
+    At(Position),
+    /// By the mean rotation of the bucket of distances that a key is in; keys are taken before rotation.
+    Buckets(DistanceBuckets),
+}
+
+/// What the manifest has of a rotation: one of the two. Without `wrope_position`, a reader that knows no buckets
+/// refuses the section.
+#[derive(Serialize, Deserialize)]
+struct RotationManifest {
+    #[serde(
+        default,
+        skip_serializing_if = "Option::is_none",
+        deserialize_with = "present"
+    )]
+    wrope_position: Option<Position>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    distance_buckets: Option<DistanceBuckets>,
+}
+
+/// Reads a position that is there; null is one of them.
+fn present<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Option<Position>, D::Error> {
+    Position::deserialize(deserializer).map(Some)
+}
+
+impl From<Rotation> for RotationManifest {
+    fn from(rotation: Rotation) -> Self {
+        let (wrope_position, distance_buckets) = match rotation {
+            Rotation::At(position) => (Some(position), None),
+            Rotation::Buckets(buckets) => (None, Some(buckets)),
+        };
+        Self {
+            wrope_position,
+            distance_buckets,
+        }
+    }
+}
+
+impl TryFrom<RotationManifest> for Rotation {
+    type Error = &'static str;
+
+    fn try_from(manifest: RotationManifest) -> std::result::Result<Self, Self::Error> {
+        match (manifest.wrope_position, manifest.distance_buckets) {
+            (Some(position), None) => Ok(Self::At(position)),
+            (None, Some(buckets)) => Ok(Self::Buckets(buckets)),
+            (None, None) => Err("missing field `wrope_position`"),
+            (Some(_), Some(_)) => Err("`wrope_position` and `distance_buckets` exclude each other"),
+        }
+    }
+}
+
 /// Hyper-parameters of a codebook fit: the flags, and what the manifest has of them.
 #[derive(Clone, Debug, clap::Args, Serialize, Deserialize)]
 #[group(skip)]
@@ -72,14 +139,17 @@ pub struct FitParams {
     /// The distance in which keys are clustered
     #[arg(long, value_enum, default_value_t = FitMetric::QueryAware)]
     pub metric: FitMetric,
+    /// Where queries stand, relative to a key: at the WRoPE position, or at the mean of one of eight buckets of distances
+    #[arg(long, value_enum, default_value_t = Positions::Window)]
+    #[serde(skip)]
+    pub positions: Positions,
     /// Seeds k-means, per layer and head.
     #[arg(skip)]
     pub seed: u64,
-    /// Where the moments' queries were rotated to; keys are taken before rotation for a fixed relative
-    /// position, and at their own positions otherwise.
-    #[arg(skip = Position::Own)]
-    #[serde(rename = "wrope_position", deserialize_with = "Position::deserialize")]
-    pub position: Position,
+    /// How queries are rotated.
+    #[arg(skip = Rotation::At(Position::Own))]
+    #[serde(flatten)]
+    pub rotation: Rotation,
 }
 
 impl FitParams {
@@ -87,9 +157,9 @@ impl FitParams {
     pub fn manifest(&self) -> Result<Map<String, Value>> {
         let mut manifest = object(self)?;
         manifest.extend(object(&json!({
-            "rope_space": match self.position {
-                Position::Windowed(_) => "pre",
-                Position::Own => "post",
+            "rope_space": match self.rotation {
+                Rotation::At(Position::Own) => "post",
+                Rotation::At(Position::Windowed(_)) | Rotation::Buckets(_) => "pre",
             },
             "eps": EPS,
             "h_pool": "kv-head-sum",
@@ -213,14 +283,32 @@ impl SectionKind for A2atsSection {
 
     fn fit(&self, flags: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>> {
         let mut params = FitParams::from_arg_matches(flags).map_err(|e| Error::usage(e.to_string()))?;
-        (params.seed, params.position) = (input.seed, input.position);
+        params.seed = input.seed;
+        params.rotation = match (params.positions, input.position) {
+            (Positions::Window, position) => Rotation::At(position),
+            (Positions::Buckets, Position::Windowed(_)) => {
+                let (start, kept) = (input.block_start, input.kept);
+                Rotation::Buckets(DistanceBuckets::new(input.seq_len, start, kept, input.windows))
+            }
+            (Positions::Buckets, Position::Own) => {
+                return Err(Error::usage(
+                    "--positions buckets is for keys before rotation, not for standard RoPE",
+                )
+                .hint("leave out --rope standard, or moments that were made with it"));
+            }
+        };
         let kept = input.kept.iter().filter(|kept| **kept).count();
         params.check(kept, input.log)?;
         Ok(Box::new(params))
     }
 
     fn specs(&self, params: &Map<String, Value>, sizes: Sizes) -> Result<Vec<Spec>> {
-        let m = parse::<FitParams>("sections.a2ats", params)?.size;
+        let FitParams {
+            size: m, rotation, ..
+        } = parse("sections.a2ats", params)?;
+        if let Rotation::Buckets(buckets) = rotation {
+            buckets.check(sizes.n_layers)?;
+        }
         if !(1..=MAX_SIZE).contains(&m) {
             return Err(Error::failed("`sections.a2ats.codebook_size` is not valid"));
         }
@@ -261,12 +349,13 @@ impl SectionKind for A2atsSection {
 
     fn describe(&self, section: &SectionView) -> Result<String> {
         let p: FitParams = section.params()?;
+        let rotation = match &p.rotation {
+            Rotation::At(position) => format!("WRoPE position {}", json!(position)),
+            Rotation::Buckets(buckets) => format!("distances in buckets from {}", buckets.edges),
+        };
         Ok(format!(
-            "{} codewords per KV head, at most {} k-means passes, WRoPE position {}, seed {}",
-            p.size,
-            p.iterations,
-            json!(p.position),
-            p.seed
+            "{} codewords per KV head, at most {} k-means passes, {rotation}, seed {}",
+            p.size, p.iterations, p.seed
         ))
     }
 

@@ -23,7 +23,7 @@ struct CodeIndex<'d> {
     codebooks: Codebooks<'d>,
     state: A2ats<'d>,
     /// Whether codes are of keys before rotation.
-    is_windowed: bool,
+    is_pre_rope: bool,
     encoder: SharedPrompt<Encoder<'d>>,
 }
 
@@ -33,7 +33,7 @@ impl CudaMethod for A2atsMethod {
         let share = self.params.topk_per_query_head;
         each_layer(limits, |layer, limits| {
             let heads = (0..at.shape.kv_heads).map(|head| self.codebooks.head(layer, head));
-            let is_windowed = heads.clone().all(|head| head.is_windowed());
+            let is_pre_rope = heads.clone().all(|head| head.is_pre_rope());
             let constants: Vec<_> = heads.map(|head| head.constants()).collect();
             let codebooks = Codebooks::new(at.driver, &constants)?;
             let limits = Limits {
@@ -44,7 +44,7 @@ impl CudaMethod for A2atsMethod {
             Ok(CodeIndex {
                 codebooks,
                 state,
-                is_windowed,
+                is_pre_rope,
                 encoder: encoder.clone(),
             })
         })
@@ -54,7 +54,7 @@ impl CudaMethod for A2atsMethod {
 impl CodeIndex<'_> {
     /// Returns the rows that are encoded or scored: before rotation with windowed RoPE, else after.
     fn rows<'a>(&self, rows: Rotated<'a>) -> &'a Buffer<'a, f32> {
-        if self.is_windowed { rows.pre } else { rows.rope }
+        if self.is_pre_rope { rows.pre } else { rows.rope }
     }
 }
 
@@ -121,7 +121,7 @@ pub(in crate::method::a2ats) fn random<'d>(at: OnDevice<'d>, contents: &Contents
         Ok(CodeIndex {
             codebooks,
             state,
-            is_windowed: true,
+            is_pre_rope: true,
             encoder: encoder.clone(),
         })
     })
