@@ -38,7 +38,7 @@ def encode(tensors, layer, head, keys):
 
 
 def scores(tensors, layer, head, queries, inv_freq, position):
-    """Score of every codeword for queries before rotation: [r, d] to [r, M]."""
+    """Score of every codeword for queries before rotation: [r, d] to [r, M]; without buckets of distances."""
     half = queries.shape[1] // 2
     angle = position * inv_freq
     low, high = queries[:, :half], queries[:, half:]

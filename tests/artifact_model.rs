@@ -163,6 +163,33 @@ fn other_sizes_are_refused_in_every_section() {
     }
 }
 
+/// Kernels rank codewords, not codewords in buckets: a run on a GPU has such an index on the CPU.
+#[test]
+fn only_codebooks_without_buckets_have_a_gpu_index() {
+    let files = Files::new("llama_default");
+    let Files { model, texts, .. } = &files;
+    let decoder = Decoder::open(model.as_ref()).unwrap();
+    for (positions, expected) in [("window", true), ("buckets", false)] {
+        let calibrate =
+            format!("calibrate --model {model} --tokens {texts} --size 8 --positions {positions}");
+        let art = files.scratch.make(positions, &calibrate);
+        let artifact = Artifact::open(art.as_ref(), SECTIONS).unwrap();
+        let ask = Ask {
+            artifact: Some(&artifact),
+            rope: &decoder.rope,
+            sizes: decoder.config.sizes(),
+            params: &MethodParams::default(),
+            seed: 0,
+        };
+        let method = METHODS.iter().find(|name| name.as_str() == "a2ats").unwrap();
+        assert_eq!(
+            method.prepare(&ask).unwrap().cuda().is_some(),
+            expected,
+            "{positions}"
+        );
+    }
+}
+
 /// Sizes in the manifest that are not those of the tensors, and tensors of another shape.
 #[test]
 fn sizes_that_contradict_the_tensors_are_refused() {

@@ -175,7 +175,7 @@ mod tests {
     #[test]
     fn every_candidate_is_in_the_run_of_its_distance() {
         let edges = Edges([0, 1, 3, 4, 9, 20, 21, 40, 60]);
-        for end in [1, 2, 5, 22, 41, 59, 60, 61, 200] {
+        for end in [1usize, 2, 5, 22, 41, 59, 60, 61, 200] {
             for (start, stop) in [(0, end), (3, end.saturating_sub(2)), (end / 2, end - 1), (4, 4)] {
                 let candidates = start..stop.max(start);
                 let mut next = candidates.start;
