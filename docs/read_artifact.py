@@ -4,8 +4,8 @@
 Usage: read_artifact.py ART.safetensors [keys.json]
 
 With keys.json ({"layer", "head", "keys", "queries", "rope_inv_freq", "query_head", "offsets"}) it prints
-the code of each key, the score of each query and key, and the LFPS prior of the query head: its
-scalars and its mean attention mass at each offset, as JSON.
+the code of each key, the score of each query and key in each bucket of distances (one without buckets), and
+the LFPS prior of the query head: its scalars and its mean attention mass at each offset, as JSON.
 """
 
 import hashlib
@@ -37,16 +37,23 @@ def encode(tensors, layer, head, keys):
     return ((z[:, None, :] - codebook[None]) ** 2).sum(-1).argmin(-1)
 
 
-def scores(tensors, layer, head, queries, inv_freq, position):
-    """Score of every codeword for queries before rotation: [r, d] to [r, M]; without buckets of distances."""
+def turns(params, inv_freq):
+    """What a query's pairs of channels are multiplied by, per bucket of distances: [8, d/2]; [1, d/2] without buckets."""
+    if "distance_buckets" not in params:
+        return np.exp(1j * params["wrope_position"] * inv_freq)[None]
+    edges = params["distance_buckets"]["edges"]
+    means = [np.exp(1j * np.outer(np.arange(low, high), inv_freq)).mean(0) for low, high in zip(edges, edges[1:])]
+    return np.array(means)
+
+
+def scores(tensors, layer, head, queries, turns):
+    """Score of every codeword for queries before rotation, in every bucket: [r, d] to [buckets, r, M]."""
     half = queries.shape[1] // 2
-    angle = position * inv_freq
-    low, high = queries[:, :half], queries[:, half:]
-    rotated = np.concatenate(
-        [low * np.cos(angle) - high * np.sin(angle), high * np.cos(angle) + low * np.sin(angle)], 1
-    )
-    y = np.linalg.solve(tensors["a2ats.chol"][layer, head].astype(np.float64), rotated.T).T
-    return y @ tensors["a2ats.codebook"][layer, head].astype(np.float64).T
+    pairs = (queries[:, :half] + 1j * queries[:, half:]) * turns[:, None]
+    rotated = np.concatenate([pairs.real, pairs.imag], -1)
+    chol = tensors["a2ats.chol"][layer, head].astype(np.float64)
+    y = np.linalg.solve(chol, rotated.swapaxes(1, 2)).swapaxes(1, 2)
+    return y @ (tensors["a2ats.codebook"][layer, head].astype(np.float64) + tensors["a2ats.mean"][layer, head]).T
 
 
 def prior(tensors, params, layer, query_head, offsets):
@@ -70,12 +77,10 @@ def main():
     given = json.load(open(sys.argv[2], encoding="utf-8"))
     layer, head = given["layer"], given["head"]
     codes = encode(tensors, layer, head, np.array(given["keys"], np.float64))
-    position = manifest["sections"]["a2ats"]["wrope_position"]
-    table = scores(
-        tensors, layer, head, np.array(given["queries"], np.float64), np.array(given["rope_inv_freq"]), position
-    )
+    factors = turns(manifest["sections"]["a2ats"], np.array(given["rope_inv_freq"]))
+    table = scores(tensors, layer, head, np.array(given["queries"], np.float64), factors)
     scalars, slash = prior(tensors, manifest["sections"]["lfps"], layer, given["query_head"], given["offsets"])
-    print(json.dumps({"scalars": scalars, "slash": slash, "codes": codes.tolist(), "scores": table[:, codes].tolist()}))
+    print(json.dumps({"scalars": scalars, "slash": slash, "codes": codes.tolist(), "scores": table[:, :, codes].tolist()}))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,11 @@ use serde_json::{Value, json};
 #[test]
 #[ignore = "needs Python with numpy and safetensors; `make test` makes one and runs this test"]
 fn python_reads_the_artifact() {
+    ["window", "buckets"].into_iter().for_each(python_reads);
+}
+
+/// Compares the program with the script on an artifact with these `--positions`.
+fn python_reads(positions: &str) {
     let python = std::env::var("KVSMITH_PYTHON").expect("KVSMITH_PYTHON names a Python");
     let dir = tempfile::tempdir().unwrap();
     let art = dir.path().join("art.safetensors");
@@ -32,6 +37,8 @@ fn python_reads_the_artifact() {
             "24",
             "--wrope-position",
             "64",
+            "--positions",
+            positions,
             "--model",
         ])
         .arg(&model)
@@ -77,18 +84,23 @@ fn python_reads_the_artifact() {
     let codebooks = Codebooks::load(&artifact, &decoder.rope).unwrap();
     let head = codebooks.head(0, 0);
     let codes = head.encode(keys);
-    let table = head.scores(queries);
-    for (j, code) in codes.iter().enumerate() {
-        assert_eq!(answer["codes"][j], json!(code), "key {j}");
-        for a in 0..table.nrows() {
-            let (ours, theirs) = (
-                f64::from(table[[a, *code as usize]]),
-                answer["scores"][a][j].as_f64().unwrap(),
-            );
-            let size = f64::from(table.row(a).fold(0.0f32, |m, x| m.max(x.abs())));
+    assert_eq!(answer["codes"], json!(codes));
+    let buckets: Vec<usize> = (0..head.buckets()).collect();
+    assert_eq!(answer["scores"].as_array().unwrap().len(), buckets.len());
+    let table = head.scores_in(queries, &buckets);
+    for (a, row) in table.rows().into_iter().enumerate() {
+        // Up to a constant per query.
+        let theirs = |bucket: usize, j: usize| answer["scores"][bucket][a][j].as_f64().unwrap();
+        let ours = |bucket: usize, j: usize| f64::from(row[bucket * head.size() + usize::from(codes[j])]);
+        let size = f64::from(row.fold(0.0f32, |m, x| m.max(x.abs())));
+        for (bucket, j) in buckets
+            .iter()
+            .flat_map(|b| (0..codes.len()).map(move |j| (*b, j)))
+        {
+            let (ours, theirs) = (ours(bucket, j) - ours(0, 0), theirs(bucket, j) - theirs(0, 0));
             assert!(
                 (ours - theirs).abs() < 1e-4 * size,
-                "query {a} key {j}: {ours} {theirs}"
+                "query {a} bucket {bucket} key {j}: {ours} {theirs}"
             );
         }
     }
