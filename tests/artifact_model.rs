@@ -15,7 +15,12 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 /// Sections with the method that reads each.
-const READERS: [(&str, &str); 3] = [("a2ats", "a2ats"), ("sign", "selfindex"), ("lfps", "lfps")];
+const READERS: [(&str, &str); 4] = [
+    ("a2ats", "a2ats"),
+    ("sign", "selfindex"),
+    ("lfps", "lfps"),
+    ("wpq", "wpq"),
+];
 
 /// A golden checkpoint with its prompt.
 struct Files {
@@ -249,6 +254,10 @@ fn values_that_are_not_finite_are_refused() {
         ("lfps.slash", &wide[..], "lfps", 3),
         ("lfps.vert", &narrow[..], "lfps", 3),
         ("lfps.scalars", &wide[..], "lfps", 3),
+        ("wpq.codebook", &half[..], "wpq", 1),
+        ("wpq.mean", &wide[..], "wpq", 1),
+        ("wpq.chol", &narrow[..], "wpq", 1),
+        ("wpq.rotation", &wide[..], "wpq", 1),
     ] {
         with_values(&art, &crafted, tensor, value);
         let culprit = format!("tensor `{tensor}` has a value that is not finite in layer 1, head {head}");
@@ -257,7 +266,7 @@ fn values_that_are_not_finite_are_refused() {
             .fails(1, &culprit, "damaged");
         kvsmith(&format!("inspect --verify {crafted}")).fails(1, &culprit, "damaged");
     }
-    for section in ["a2ats", "sign"] {
+    for section in ["a2ats", "sign", "wpq"] {
         resealed(&art, &crafted, |manifest| {
             manifest["quality"][section][1][0]["keys"] = json!(0)
         });

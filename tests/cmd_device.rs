@@ -133,8 +133,12 @@ fn the_chain_by_hand_is_the_same(device: &str) {
     let codebook = scratch.make("a2ats", &codebook);
     let signs = scratch.make("signs", &format!("signs {on}"));
     let priors = scratch.make("priors", &format!("priors --dump {dump}"));
+    let wpq = scratch.make("wpq", &format!("wpq {on} --seed 3"));
     let model = root().join("calib-data/model");
-    let pack = format!("pack {signs} {priors} {codebook} --model {}", model.display());
+    let pack = format!(
+        "pack {signs} {priors} {wpq} {codebook} --model {}",
+        model.display()
+    );
     scratch.make("packed", &pack);
     let (direct, packed) = (read_tensors(path("direct")), read_tensors(path("packed")));
     for (name, tensor) in &direct {

@@ -189,15 +189,16 @@ fn commands_refuse_a_damaged_dump() {
         (
             "layer-00001",
             "k_pre",
-            &["codebook --size 4", "signs", "priors", "moments"][..],
+            &["codebook --size 4", "signs", "priors", "wpq", "moments"][..],
         ),
         ("layer-00000", "q_pre", &["priors", "moments"]),
         (
             "tokens",
             "held_out",
-            &["codebook --size 4", "signs", "priors", "moments"],
+            &["codebook --size 4", "signs", "priors", "wpq", "moments"],
         ),
         ("moments", "sum_qq", &["codebook --size 4"]),
+        ("moments", "sum_qq_rope", &["wpq"]),
     ] {
         let path = format!("{dump}/{file}.safetensors");
         let bytes = std::fs::read(&path).unwrap();

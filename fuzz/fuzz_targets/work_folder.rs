@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 
 use clap::ArgMatches;
 use kvsmith::artifact::{
-    Facts, Fit, FitInput, FitText, HeadDone, HeadReport, LayerPart, LayerStates, Section, SectionKind, SectionView,
+    Facts, Fit, FitInput, FitText, HeadDone, HeadReport, LayerPart, LayerStates, MomentsRead, Section, SectionKind, SectionView,
 };
 use kvsmith::compute::cpu::Cpu;
 use kvsmith::error::Result;
@@ -41,7 +41,7 @@ impl SectionKind for Small {
             command: "small",
             about: "",
             stage: "",
-            reads_moments: false,
+            moments: MomentsRead::Nothing,
             reads_queries: false,
             cpu_only: true,
         }

@@ -16,7 +16,8 @@ pub use file::{Artifact, SectionView};
 pub use layer::LayerStates;
 pub use manifest::{FORMAT, Manifest, Report, SectionManifest, object, parse};
 pub use section::{
-    Facts, Fit, FitInput, FitText, HeadDone, LayerPart, LayerParts, Section, SectionKind, Sections,
+    Facts, Fit, FitInput, FitText, HeadDone, LayerPart, LayerParts, MomentsRead, Section, SectionKind,
+    Sections,
 };
 pub use table::{Column, HeadReport, share, table, worst_heads};
 pub use write::{pack, write};

@@ -20,6 +20,17 @@ use crate::store::{Element, Spec, to_bytes};
 /// The sections that an artifact may have, in the order in which calibration makes them.
 pub type Sections = &'static [&'static dyn SectionKind];
 
+/// Which query moments a fit reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MomentsRead {
+    /// None.
+    Nothing,
+    /// Those at the position that the user chose.
+    Chosen,
+    /// Those with each query at its own position.
+    Own,
+}
+
 /// The fixed facts of a section.
 #[derive(Debug)]
 pub struct Facts {
@@ -31,8 +42,8 @@ pub struct Facts {
     pub about: &'static str,
     /// What `calibrate` calls the section while it works on it.
     pub stage: &'static str,
-    /// Whether the fit reads the query moments.
-    pub reads_moments: bool,
+    /// Which query moments the fit reads.
+    pub moments: MomentsRead,
     /// Whether the fit reads queries, those of [`Fit::query_rows`].
     pub reads_queries: bool,
     /// Whether the fit runs on the CPU whatever the device.
@@ -47,6 +58,11 @@ pub trait SectionKind: Debug + Sync {
     /// Adds the flags of the fit to a command.
     fn flags(&self, command: Command) -> Command {
         command
+    }
+
+    /// Returns whether `calibrate` makes the section with these flags.
+    fn is_wanted(&self, _flags: &ArgMatches) -> bool {
+        true
     }
 
     /// Prepares the fit from the flags that were given; warns where the text is too short for it.

@@ -11,7 +11,7 @@ use serde_json::json;
 use self::plan::MemoryPlan;
 use super::sections::{SectionFlags, fit_layer};
 use super::{check_wrope_position, finish, layers_on, load_corpus, model_manifest, open_model, output};
-use crate::artifact::{self, Fit, FitInput, FitText, LayerParts, LayerStates, Section};
+use crate::artifact::{self, Fit, FitInput, FitText, LayerParts, LayerStates, MomentsRead, Section};
 use crate::capture::Capture;
 use crate::cmd::args::{Global, Input, RopeKind};
 use crate::compute::device::Device;
@@ -193,7 +193,10 @@ struct Captured {
     keys: Array3<f32>,
     /// Queries of `query_rows` before rotation, `[h,rows,d]`.
     queries: Array3<f32>,
+    /// At the position asked for.
     moments: LayerMoments,
+    /// With each query at its own position.
+    own_moments: LayerMoments,
     sums: QuerySums,
 }
 
@@ -267,6 +270,7 @@ impl CalibrationRun<'_> {
             keys,
             queries,
             moments: sums.at(self.position, &self.decoder.rope),
+            own_moments: sums.at(Position::Own, &self.decoder.rope),
             sums,
         })
     }
@@ -288,7 +292,11 @@ impl CalibrationRun<'_> {
                     let queries = captured.queries.index_axis(Axis(0), head);
                     Ok(queries.select(Axis(0), &query_rows))
                 },
-                moments: Some(&captured.moments),
+                moments: match kind.facts().moments {
+                    MomentsRead::Nothing => None,
+                    MomentsRead::Chosen => Some(&captured.moments),
+                    MomentsRead::Own => Some(&captured.own_moments),
+                },
                 sums: Some(&captured.sums),
                 block_start: &self.corpus.block_start,
                 kept: self.kept,

@@ -8,7 +8,7 @@ use ndarray::Axis;
 use serde_json::json;
 
 use super::{finish, output};
-use crate::artifact::{self, Fit, FitInput, LayerPart, LayerStates, Section, SectionKind};
+use crate::artifact::{self, Fit, FitInput, LayerPart, LayerStates, MomentsRead, Section, SectionKind};
 use crate::cmd::args::Global;
 use crate::compute::cpu::Cpu;
 use crate::compute::device::Device;
@@ -30,9 +30,10 @@ type ParseResult<T> = std::result::Result<T, clap::Error>;
 pub struct SectionFlags(ArgMatches);
 
 impl SectionFlags {
-    /// Prepares the fit of every section.
+    /// Prepares the fit of every section that is wanted.
     pub fn fits(&self, input: &FitInput) -> Result<Vec<Box<dyn Fit>>> {
-        SECTIONS.iter().map(|kind| kind.fit(&self.0, input)).collect()
+        let wanted = SECTIONS.iter().filter(|kind| kind.is_wanted(&self.0));
+        wanted.map(|kind| kind.fit(&self.0, input)).collect()
     }
 }
 
@@ -106,7 +107,10 @@ fn describe(kind: &dyn SectionKind) -> Command {
                 .help(position),
         ]
     };
-    let moments = facts.reads_moments.then(moments).into_iter().flatten();
+    let moments = (facts.moments == MomentsRead::Chosen)
+        .then(moments)
+        .into_iter()
+        .flatten();
     let command = Command::new(facts.command)
         .arg(file("dump", "DIR").help(dump).required(true))
         .args(moments)
@@ -127,7 +131,7 @@ impl FromArgMatches for SectionCommand {
         let kind = SECTIONS.iter().find(|kind| kind.facts().command == name);
         let kind = *kind.ok_or_else(unknown)?;
         let file = |name: &str| flags.get_one::<PathBuf>(name).cloned();
-        let moments = kind.facts().reads_moments;
+        let moments = kind.facts().moments == MomentsRead::Chosen;
         let position = || flags.get_one::<usize>(WROPE_POSITION).copied();
         Ok(Self {
             kind,
@@ -196,8 +200,10 @@ impl SectionCommand {
     /// Reads the moments that were given, or the dump's, and takes them at the position asked for; `None` if the fit does
     /// not need them.
     fn moments(&self, dump: &Dump) -> Result<Option<Moments>> {
-        if !self.kind.facts().reads_moments {
-            return Ok(None);
+        match self.kind.facts().moments {
+            MomentsRead::Nothing => return Ok(None),
+            MomentsRead::Own => return dump.moments()?.at(Position::Own).map(Some),
+            MomentsRead::Chosen => {}
         }
         let moments = match &self.moments {
             None => dump.moments()?,

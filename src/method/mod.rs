@@ -23,6 +23,7 @@ pub mod snapkv;
 pub mod streaming;
 pub mod topk;
 mod union;
+pub mod wpq;
 
 use std::ops::Range;
 

@@ -9,7 +9,7 @@ use super::bench::Bench;
 use super::declaration::{Ask, Declaration};
 use super::{
     Method, Place, Retriever, a2ats, ctkvr, full, h2o, lfps, quest, random, selfindex, snapkv, streaming,
-    topk,
+    topk, wpq,
 };
 use crate::artifact::Artifact;
 use crate::error::Result;
@@ -27,6 +27,7 @@ pub static METHODS: &[MethodName] = &[
     MethodName(&selfindex::METHOD),
     MethodName(&lfps::METHOD),
     MethodName(&ctkvr::METHOD),
+    MethodName(&wpq::METHOD),
 ];
 
 /// Full attention, which also runs wherever a method does not choose.

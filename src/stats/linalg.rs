@@ -81,6 +81,20 @@ pub fn eigenvalues(a: ArrayView2<f64>) -> Result<Option<Vec<f64>>> {
     Ok(a.eigh(UPLO::Lower).ok().map(|(values, _)| values.to_vec()))
 }
 
+/// The eigenvalues of a symmetric matrix, ascending, and the eigenvectors as columns.
+pub type Eigen = (Vec<f64>, Array2<f64>);
+
+/// Computes eigenvalues and eigenvectors of a symmetric matrix; `None` if LAPACK does not converge.
+///
+/// # Errors
+/// There is too little memory for LAPACK.
+pub fn eigen(a: ArrayView2<f64>) -> Result<Option<Eigen>> {
+    let _alone = lapack()?;
+    Ok(a.eigh(UPLO::Lower)
+        .ok()
+        .map(|(values, vectors)| (values.to_vec(), vectors)))
+}
+
 /// Inverts a lower triangular matrix; `None` if it is singular.
 ///
 /// # Errors

@@ -3,4 +3,5 @@
 pub mod kmeans;
 pub mod linalg;
 pub mod moments;
+pub mod seeds;
 pub mod whiten;

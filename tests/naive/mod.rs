@@ -10,6 +10,7 @@ pub mod inputs;
 pub mod lfps;
 pub mod quantiser;
 pub mod selfindex;
+pub mod wpq;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -19,7 +20,7 @@ use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
 /// The check of each method against its naive model; that of a new method belongs here.
-const CHECKS: [(&str, fn()); 11] = [
+const CHECKS: [(&str, fn()); 12] = [
     ("full", baselines::check_full),
     ("topk", baselines::check_topk),
     ("random", baselines::check_random),
@@ -31,6 +32,7 @@ const CHECKS: [(&str, fn()); 11] = [
     ("selfindex", selfindex::check),
     ("lfps", lfps::check),
     ("ctkvr", ctkvr::check),
+    ("wpq", wpq::check),
 ];
 
 /// Checks a method against its naive model on random histories.

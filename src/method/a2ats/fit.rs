@@ -16,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::stats::kmeans::{self, KMeansFit};
 use crate::stats::moments::{LayerMoments, Position};
+use crate::stats::seeds::head_seed;
 use crate::stats::whiten::Metric;
 
 impl Fit for FitParams {
@@ -212,15 +213,4 @@ fn entropy_bits(count: &[u32]) -> f64 {
     let n: f64 = count.iter().map(|c| f64::from(*c)).sum();
     let used = count.iter().filter(|c| **c > 0);
     used.map(|c| f64::from(*c) / n).map(|p| -p * p.log2()).sum()
-}
-
-/// Derives the seed of a head, so that the order of fitting does not matter (splitmix64).
-fn head_seed(seed: u64, layer: usize, head: usize) -> u64 {
-    let mut x = seed
-        .wrapping_add((layer as u64) << 32)
-        .wrapping_add(head as u64)
-        .wrapping_add(0x9e37_79b9_7f4a_7c15);
-    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
 }

@@ -7,8 +7,8 @@ use serde_json::{Map, Value, json};
 
 use super::buckets::DistanceBuckets;
 use crate::artifact::{
-    Column, Facts, Fit, FitInput, HeadReport, SectionKind, SectionView, object, parse, share, table,
-    worst_heads,
+    Column, Facts, Fit, FitInput, HeadReport, MomentsRead, SectionKind, SectionView, object, parse, share,
+    table, worst_heads,
 };
 use crate::error::{Error, Result};
 use crate::flags::{parse_count, share_or_zero};
@@ -271,7 +271,7 @@ impl SectionKind for A2atsSection {
             command: "codebook",
             about: "Fit the A2ATS codebooks of a dump",
             stage: "codebooks",
-            reads_moments: true,
+            moments: MomentsRead::Chosen,
             reads_queries: false,
             cpu_only: false,
         }

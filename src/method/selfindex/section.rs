@@ -7,7 +7,9 @@ use serde_json::{Map, Value};
 
 use super::fit::SignFit;
 use super::groups::{GROUP, PATTERNS, SECTION};
-use crate::artifact::{Column, Facts, Fit, FitInput, HeadReport, SectionKind, SectionView, parse, table};
+use crate::artifact::{
+    Column, Facts, Fit, FitInput, HeadReport, MomentsRead, SectionKind, SectionView, parse, table,
+};
 use crate::error::{Error, Result};
 use crate::kv::packed::Center;
 use crate::model::Sizes;
@@ -73,7 +75,7 @@ impl SectionKind for SignSection {
             command: "signs",
             about: "Build the sign-pattern centroids of a dump",
             stage: "signs",
-            reads_moments: false,
+            moments: MomentsRead::Nothing,
             reads_queries: false,
             cpu_only: false,
         }

@@ -12,7 +12,7 @@ use super::{
     STRUCTURAL_END, THETAS, TOP_DIVISOR, WINDOW, anchors, sample, slash_start,
 };
 use crate::artifact::{
-    Column, Facts, Fit, FitInput, HeadReport, SectionKind, SectionView, object, share, table,
+    Column, Facts, Fit, FitInput, HeadReport, MomentsRead, SectionKind, SectionView, object, share, table,
 };
 use crate::error::{Error, Result};
 use crate::model::Sizes;
@@ -143,7 +143,7 @@ impl SectionKind for LfpsSection {
             command: "priors",
             about: "Take the LFPS priors of a dump that has queries",
             stage: "priors",
-            reads_moments: false,
+            moments: MomentsRead::Nothing,
             reads_queries: true,
             cpu_only: true,
         }

@@ -1,0 +1,107 @@
+//! Whitened product quantisation: codes of rotated keys in the metric of the queries. Ours.
+//!
+//! Calibration: H is the second moment of the rotated queries of a KV head's group, L its Cholesky factor. The
+//! Euclidean distance of whitened keys `(k - mean) L` is the error of the queries' scores. Their principal components are
+//! dealt to groups of channels, so that every group has its share of the large ones, and the keys of each group are
+//! clustered to 16 or 256 words. A key is then one word per group.
+//!
+//! Decoding: a query gives a score to every word of every group, and the score of a key is the sum over its words: an
+//! estimate of the true one. A KV head attends the keys with the largest estimated probability, summed over the query
+//! heads of its group.
+
+mod codebook;
+mod fit;
+mod scores;
+mod section;
+
+use std::sync::Arc;
+
+use ndarray::{ArrayView2, s};
+
+use super::declaration::{Ask, Declaration};
+use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything};
+use crate::error::{Error, Result};
+use crate::kv::lines::grow;
+pub use codebook::{HeadCodebook, HeadCodebooks};
+use scores::{choose, estimate, static_scores};
+pub use section::{CHOL, CODEBOOK, MEAN, ROTATION, SECTION, WpqSection};
+
+/// The declaration of `wpq`.
+pub static METHOD: Declaration = Declaration {
+    name: "wpq",
+    help: "Estimated attention of product-quantised keys in the metric of the queries (ours)",
+    section: Some(SECTION),
+    prepare,
+    bench: None,
+};
+
+fn prepare(ask: &Ask) -> Result<Box<dyn Method>> {
+    let with = ask.artifact.filter(|artifact| artifact.has(SECTION));
+    let artifact = with.ok_or_else(|| {
+        Error::usage("--method wpq needs --artifact with the section `wpq`")
+            .hint("make one with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`")
+    })?;
+    Ok(Box::new(HeadCodebooks::load(artifact)?))
+}
+
+impl Method for HeadCodebooks {
+    fn head(&self, place: &Place) -> Box<dyn Retriever> {
+        Box::new(Wpq::new(Arc::clone(self.of(place.layer, place.kv_head))))
+    }
+}
+
+/// The index of one KV head: the codes of each key.
+#[derive(Clone)]
+pub struct Wpq {
+    codebook: Arc<HeadCodebook>,
+    /// `[n, bytes per key]`.
+    codes: Vec<u8>,
+}
+
+impl Wpq {
+    /// Makes an empty head.
+    pub fn new(codebook: Arc<HeadCodebook>) -> Self {
+        Self {
+            codebook,
+            codes: Vec::new(),
+        }
+    }
+
+    fn take_in(&mut self, k_rope: ArrayView2<f32>) {
+        let codes = self.codebook.encode(k_rope);
+        grow(&mut self.codes, codes.len()).extend(codes);
+    }
+}
+
+impl Retriever for Wpq {
+    fn prefill(&mut self, prompt: &Prompt) {
+        self.take_in(prompt.keys.slice(s![prompt.first.., ..]));
+    }
+
+    fn append(&mut self, _: ArrayView2<f32>, k_rope: ArrayView2<f32>) {
+        self.take_in(k_rope);
+    }
+
+    fn select(&mut self, step: &Step) -> Choice {
+        if step.is_exact() {
+            return everything(step).into();
+        }
+        let (c, width) = (step.candidates.clone(), self.codebook.width());
+        let codes = &self.codes[c.start * width..c.end * width];
+        let scores = estimate(&self.codebook.scores(step.q_rope), codes);
+        let chosen = choose(scores, static_scores(step), step.budget);
+        chosen
+            .into_iter()
+            .map(|p| p + c.start as u32)
+            .collect::<Vec<u32>>()
+            .into()
+    }
+
+    fn reads(&self, step: &Step, _: &Choice) -> Reads {
+        Reads::index(step.candidates.len() * self.codebook.width() + self.codebook.bytes())
+    }
+
+    fn state_bytes(&self) -> usize {
+        self.codes.capacity()
+    }
+}

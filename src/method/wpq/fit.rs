@@ -1,0 +1,215 @@
+//! The fit of product quantisers to calibration keys.
+
+use half::f16;
+use ndarray::{Array1, Array2, Array3, ArrayView2, ArrayView3, Axis, s};
+use serde_json::{Map, Value};
+
+use super::codebook::{channels, product, project};
+use super::section::{CHOL, CODEBOOK, MEAN, ROTATION, WpqParams, WpqQuality, WpqSection};
+use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, SectionKind, object};
+use crate::compute::cpu::row_mean;
+use crate::compute::device::Points;
+use crate::error::{Error, Result};
+use crate::interrupt;
+use crate::stats::kmeans::{self, Init, KMeansFit, KMeansParams};
+use crate::stats::linalg;
+use crate::stats::seeds::head_seed;
+use crate::stats::whiten::Metric;
+
+/// The advice for values that the section cannot hold.
+const OUTLIERS: &str = "the keys or queries of this head have extreme outliers; check the model and the text";
+
+/// The fit of the section.
+pub(super) struct WpqFit {
+    pub params: WpqParams,
+}
+
+impl Fit for WpqFit {
+    fn kind(&self) -> &'static dyn SectionKind {
+        &WpqSection
+    }
+
+    fn params(&self) -> Result<Map<String, Value>> {
+        self.params.manifest()
+    }
+
+    fn working_bytes(&self, text: &FitText) -> usize {
+        let (d, float, m) = (text.sizes.head_dim, size_of::<f32>(), self.params.groups());
+        let rows = text.n * d * float;
+        // Beside the rows, those of every group; per row and group two assignments, the codes before and after a pass,
+        // and the rows ordered by them.
+        let clusters = text.n_kept * m * 11 * float;
+        text.split_bytes(1).max(2 * rows + clusters)
+    }
+
+    fn layer(&self, states: &LayerStates, done: HeadDone) -> Result<LayerPart> {
+        let mut part = LayerPart::default();
+        for head in 0..states.sizes.n_kv_heads {
+            interrupt::check()?;
+            let fit = HeadFit::new(&self.params, states, head);
+            let quality = fit.and_then(|fit| fit.run(&mut part));
+            let quality =
+                quality.map_err(|e| e.context(format!("layer {}, KV head {head}", states.layer)))?;
+            let left = 100.0 * quality.unexplained().unwrap_or(0.0);
+            part.quality.push(object(&quality)?);
+            done(head, Some(format!("{left:.1} % of the variance left")));
+        }
+        Ok(part)
+    }
+}
+
+/// The fit of one KV head.
+struct HeadFit<'a> {
+    params: &'a WpqParams,
+    states: &'a LayerStates<'a>,
+    head: usize,
+    metric: Metric,
+    mean: Array1<f32>,
+    /// Principal directions as columns, `[d,d]`.
+    rotation: Array2<f32>,
+    /// Keys of the fit and held-out keys, in the channels of the groups, `[m,n,dim]`.
+    rows: [Array3<f32>; 2],
+}
+
+impl<'a> HeadFit<'a> {
+    /// Computes metric, mean and directions, and projects the keys.
+    fn new(params: &'a WpqParams, states: &'a LayerStates, head: usize) -> Result<Self> {
+        let moments = states.moments()?;
+        if moments.count[head] == 0 {
+            return Err(Error::failed("no query of this head was observed")
+                .hint("make the dump again, from text of which not all is held out"));
+        }
+        let metric =
+            Metric::new(moments.sum_qq.index_axis(Axis(0), head)).map_err(|e| e.or_hint(OUTLIERS))?;
+        let keys = states.split(head..head + 1, true)?;
+        let [kept, held_out] = keys.map(|keys| keys.index_axis_move(Axis(0), 0));
+        let mean = row_mean(kept.view());
+        let [kept, held_out] = [kept, held_out].map(|keys| keys - &mean);
+        let rotation = directions(states, kept.view(), &metric)?;
+        let projection = project(&metric.chol, &rotation, params.groups());
+        let rows = [kept, held_out].map(|keys| grouped(&keys, &projection, params.groups()));
+        Ok(Self {
+            params,
+            states,
+            head,
+            metric,
+            mean,
+            rotation,
+            rows,
+        })
+    }
+
+    /// Clusters the keys of every group and adds the head to the layer's part.
+    fn run(self, part: &mut LayerPart) -> Result<WpqQuality> {
+        let [kept, held_out] = self.rows;
+        let (m, n, dim) = kept.dim();
+        let (params, states) = (self.params, self.states);
+        let mut points = states.device.points(kept)?;
+        let variance = points.square_sum()?.iter().sum::<f64>() / n as f64;
+        if !variance.is_finite() {
+            return Err(Error::failed("a whitened key is not finite").hint(OUTLIERS));
+        }
+        let seed = |group| head_seed(params.seed, states.layer, self.head * m + group);
+        let seeds: Vec<u64> = (0..m).map(seed).collect();
+        let kmeans = KMeansParams {
+            size: params.words.min(n),
+            iterations: params.iterations,
+            min_gain: 0.0,
+            init: Init::KMeansPlusPlus,
+            seed: params.seed,
+        };
+        let fits = kmeans::cluster(points.as_mut(), &kmeans, &seeds, &mut |_, _| interrupt::flow())?;
+        let stored = stored(&fits, params.words, dim)?;
+        let (inertia, unused_codewords) = assigned(points.as_mut(), stored.view())?;
+        drop(points);
+        let held_out_inertia = match held_out.len_of(Axis(1)) {
+            0 => None,
+            n => {
+                let mut points = states.device.points(held_out)?;
+                Some(assigned(points.as_mut(), stored.view())?.0 / n as f64)
+            }
+        };
+        part.put(
+            CODEBOOK,
+            &stored.mapv(f16::from_f32).into_iter().collect::<Vec<_>>(),
+        );
+        part.put(MEAN, &self.mean.to_vec());
+        part.put(CHOL, &self.metric.chol.into_iter().collect::<Vec<_>>());
+        part.put(ROTATION, &self.rotation.into_iter().collect::<Vec<_>>());
+        let passes = fits.iter().map(|fit| fit.inertia.len().saturating_sub(1));
+        Ok(WpqQuality {
+            inertia: inertia / n as f64,
+            held_out_inertia,
+            variance,
+            iterations: passes.max().unwrap_or(0),
+            unused_codewords,
+            condition: self.metric.condition,
+            eps: self.metric.eps,
+            keys: n,
+        })
+    }
+}
+
+/// Returns the principal directions of centred keys `[n,d]` in the metric as columns, the largest variance first,
+/// `[d,d]`. The entry of largest magnitude is positive in each, so that there is one answer.
+///
+/// # Numerics
+/// The second moment of the keys is whitened and decomposed in f64.
+fn directions(states: &LayerStates, keys: ArrayView2<f32>, metric: &Metric) -> Result<Array2<f32>> {
+    let moment = states.device.second_moment(keys.insert_axis(Axis(0)))?;
+    let chol = metric.chol.mapv(f64::from);
+    let whitened = chol.t().dot(&moment.index_axis(Axis(0), 0)).dot(&chol);
+    let whitened = (&whitened + &whitened.t()) * 0.5;
+    if !whitened.iter().all(|v| v.is_finite()) {
+        return Err(Error::failed("the second moment of the keys is not finite").hint(OUTLIERS));
+    }
+    let (_, vectors) = linalg::eigen(whitened.view())?
+        .ok_or_else(|| Error::failed("the eigenvectors of the whitened keys did not converge"))?;
+    let d = vectors.nrows();
+    let mut out = Array2::zeros((d, d));
+    for (i, mut column) in out.columns_mut().into_iter().enumerate() {
+        let vector = vectors.column(d - 1 - i);
+        let largest = vector
+            .iter()
+            .fold(0.0f64, |a, v| if v.abs() > a.abs() { *v } else { a });
+        column.assign(&vector.mapv(|v| (v * largest.signum()) as f32));
+    }
+    Ok(out)
+}
+
+/// Projects centred keys `[n,d]` to the channels of every group, `[m,n,dim]`.
+fn grouped(centred: &Array2<f32>, projection: &Array2<f32>, groups: usize) -> Array3<f32> {
+    let z = product(centred.view(), projection.view());
+    let dim = projection.ncols() / groups;
+    let mut out = Array3::zeros((groups, centred.nrows(), dim));
+    for (group, mut out) in out.outer_iter_mut().enumerate() {
+        out.assign(&z.slice(s![.., channels(group, dim)]));
+    }
+    out
+}
+
+/// Returns the words rounded to f16 as they are stored, `[m,words,dim]`; the report is about these. Where a fit has
+/// fewer, its first word fills the rest: on ties the lower number is nearest.
+fn stored(fits: &[KMeansFit], words: usize, dim: usize) -> Result<Array3<f32>> {
+    let mut stored = Array3::zeros((fits.len(), words, dim));
+    for (mut stored, fit) in stored.outer_iter_mut().zip(fits) {
+        for (word, mut to) in stored.outer_iter_mut().enumerate() {
+            let from = if word < fit.codebook.nrows() { word } else { 0 };
+            to.assign(&fit.codebook.row(from).mapv(|v| f16::from_f32(v).to_f32()));
+        }
+    }
+    if stored.iter().any(|v: &f32| !v.is_finite()) {
+        return Err(Error::failed("a codeword is outside the range of f16").hint(OUTLIERS));
+    }
+    Ok(stored)
+}
+
+/// Assigns the rows of every group to its words, `[m,words,dim]`. Returns the sum of the squared errors over all groups,
+/// and the number of words that no row is nearest to.
+fn assigned(points: &mut dyn Points, words: ArrayView3<f32>) -> Result<(f64, usize)> {
+    points.assign(words)?;
+    let groups = points.assignment()?;
+    let counts = groups.iter().flat_map(|group| &group.counts);
+    let unused = counts.filter(|count| **count == 0).count();
+    Ok((groups.iter().map(|group| group.inertia).sum(), unused))
+}

@@ -1,0 +1,233 @@
+//! The section `wpq`: a product quantiser per KV head.
+
+use clap::builder::PossibleValuesParser;
+use clap::{ArgMatches, Args, Command, FromArgMatches};
+use half::f16;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+use super::fit::WpqFit;
+use crate::artifact::{
+    Column, Facts, Fit, FitInput, HeadReport, MomentsRead, SectionKind, SectionView, object, parse, share,
+    table, worst_heads,
+};
+use crate::error::{Error, Result};
+use crate::flags::parse_count;
+use crate::model::Sizes;
+use crate::stats::whiten::EPS;
+use crate::store::Spec;
+
+/// Name of the section in an artifact.
+pub const SECTION: &str = "wpq";
+
+/// Words of each group, in the coordinates of its channels.
+pub const CODEBOOK: &str = "wpq.codebook";
+/// Mean of the rotated keys.
+pub const MEAN: &str = "wpq.mean";
+/// Cholesky factor of the rotated queries' second moment.
+pub const CHOL: &str = "wpq.chol";
+/// Principal directions of the whitened keys, as columns, the largest variance first.
+pub const ROTATION: &str = "wpq.rotation";
+
+/// The value of `--wpq-bits` that leaves the section out.
+const NONE: &str = "none";
+
+/// The parameters of a fit: what the manifest has of them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct WpqParams {
+    /// Bits of a key's code.
+    pub bits: usize,
+    /// Words of each group: 16 or 256.
+    pub words: usize,
+    /// Most k-means passes.
+    pub iterations: usize,
+    /// Seeds k-means, per layer, head and group.
+    pub seed: u64,
+}
+
+impl WpqParams {
+    /// Returns the number of groups, m.
+    pub fn groups(&self) -> usize {
+        self.bits / self.words.trailing_zeros().max(1) as usize
+    }
+
+    /// Returns the channels of each group for keys of `d`; the last channel may stay empty in some groups.
+    pub fn group_dim(&self, d: usize) -> usize {
+        d.div_ceil(self.groups())
+    }
+
+    /// Returns the section's parameters in the manifest.
+    pub fn manifest(&self) -> Result<Map<String, Value>> {
+        let mut manifest = object(self)?;
+        manifest.extend(object(&json!({
+            "groups": self.groups(),
+            "rope_space": "post",
+            "eps": EPS,
+            "h_pool": "kv-head-sum",
+            "h_normalisation": "rms",
+        }))?);
+        Ok(manifest)
+    }
+
+    fn is_valid(&self) -> bool {
+        [16, 32, 64].contains(&self.bits) && [16, 256].contains(&self.words)
+    }
+}
+
+/// The flags of the fit.
+#[derive(Clone, Debug, clap::Args)]
+#[group(skip)]
+struct WpqFlags {
+    /// wpq: bits of a key's code; none: no section
+    #[arg(long, value_name = "BITS", default_value = "64", value_parser = PossibleValuesParser::new(["16", "32", "64", NONE]))]
+    wpq_bits: String,
+    /// wpq: words of each group of channels; a code has a 4-bit or an 8-bit number of a word for each group
+    #[arg(long, value_name = "N", default_value = "256", value_parser = PossibleValuesParser::new(["16", "256"]))]
+    wpq_words: String,
+    /// wpq: most k-means passes
+    #[arg(long, value_name = "N", default_value_t = 25, value_parser = parse_count)]
+    wpq_iterations: usize,
+}
+
+impl WpqFlags {
+    /// Returns the parameters of the fit; `None` if no section is wanted.
+    fn params(&self, seed: u64) -> Option<WpqParams> {
+        Some(WpqParams {
+            bits: self.wpq_bits.parse().ok()?,
+            words: self.wpq_words.parse().ok()?,
+            iterations: self.wpq_iterations,
+            seed,
+        })
+    }
+}
+
+/// The quality report of a KV head, as docs/artifact.md defines it.
+#[derive(Serialize, Deserialize)]
+pub(super) struct WpqQuality {
+    pub inertia: f64,
+    pub held_out_inertia: Option<f64>,
+    pub variance: f64,
+    pub iterations: usize,
+    pub unused_codewords: usize,
+    pub condition: f64,
+    pub eps: f64,
+    pub keys: usize,
+}
+
+impl WpqQuality {
+    /// Share of the variance of held-out keys (of calibration keys if none) that is left as error.
+    pub fn unexplained(&self) -> Option<f64> {
+        let error = self.held_out_inertia.unwrap_or(self.inertia);
+        (self.variance > 0.0).then(|| error / self.variance)
+    }
+}
+
+const COLUMNS: [Column<WpqQuality>; 5] = [
+    Column::new("inertia", |v| format!("{v:.3}"), |q| Some(q.inertia)),
+    Column::new("held out", |v| format!("{v:.3}"), |q| q.held_out_inertia),
+    Column::new("of variance", share, WpqQuality::unexplained),
+    Column::new(
+        "unused",
+        |v| format!("{v:.0}"),
+        |q| Some(q.unused_codewords as f64),
+    ),
+    Column::new("condition", |v| format!("{v:.1e}"), |q| Some(q.condition)),
+];
+const LEGEND: &str = "(means over the KV heads; inertia = squared error per key in the metric of the queries)
+
+worst heads (share of the variance left on held-out keys)
+";
+
+/// The declaration of the section.
+#[derive(Debug)]
+pub struct WpqSection;
+
+impl SectionKind for WpqSection {
+    fn facts(&self) -> &'static Facts {
+        &Facts {
+            name: SECTION,
+            command: "wpq",
+            about: "Fit the product quantisers of a dump",
+            stage: "product quantisers",
+            moments: MomentsRead::Own,
+            reads_queries: false,
+            cpu_only: false,
+        }
+    }
+
+    fn flags(&self, command: Command) -> Command {
+        WpqFlags::augment_args(command)
+    }
+
+    fn is_wanted(&self, flags: &ArgMatches) -> bool {
+        flags
+            .get_one::<String>("wpq_bits")
+            .is_none_or(|bits| bits != NONE)
+    }
+
+    fn fit(&self, flags: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>> {
+        let flags = WpqFlags::from_arg_matches(flags).map_err(|e| Error::usage(e.to_string()))?;
+        let params = flags.params(input.seed).ok_or_else(|| {
+            Error::usage("--wpq-bits none makes no section")
+                .hint("give the bits of a key's code: 16, 32 or 64")
+        })?;
+        Ok(Box::new(WpqFit { params }))
+    }
+
+    fn specs(&self, params: &Map<String, Value>, sizes: Sizes) -> Result<Vec<Spec>> {
+        let p: WpqParams = parse("sections.wpq", params)?;
+        if !p.is_valid() {
+            return Err(Error::failed(
+                "`sections.wpq` has `bits` or `words` that are not valid",
+            ));
+        }
+        let (l, g, d) = (sizes.n_layers, sizes.n_kv_heads, sizes.head_dim);
+        Ok(vec![
+            Spec::new::<f16>(CODEBOOK, &[l, g, p.groups(), p.words, p.group_dim(d)]),
+            Spec::new::<f32>(MEAN, &[l, g, d]),
+            Spec::new::<f32>(CHOL, &[l, g, d, d]),
+            Spec::new::<f32>(ROTATION, &[l, g, d, d]),
+        ])
+    }
+
+    /// L is lower triangular with a positive diagonal, and the directions have length 1.
+    fn check(&self, section: &SectionView) -> Result<()> {
+        let d = section.artifact.sizes.head_dim;
+        let is_factor = |l: &[f32]| {
+            let row = |i: usize| &l[i * d..(i + 1) * d];
+            (0..d).all(|i| row(i)[i] > 0.0 && row(i)[i + 1..].iter().all(|v| *v == 0.0))
+        };
+        let is_rotation = |v: &[f32]| {
+            let square = |i: usize| (0..d).map(|j| f64::from(v[j * d + i]).powi(2)).sum::<f64>();
+            (0..d).all(|i| (square(i) - 1.0).abs() < 1e-4)
+        };
+        let heads = |tensor, is_right: &dyn Fn(&[f32]) -> bool, what: &str| -> Result<()> {
+            let values = section.read::<f32>(tensor)?;
+            match values.chunks_exact(d * d).position(|head| !is_right(head)) {
+                None => Ok(()),
+                Some(head) => {
+                    let head = section.kv_head(head);
+                    Err(section.damaged(format!("`{tensor}` of {head} {what}")))
+                }
+            }
+        };
+        heads(CHOL, &is_factor, "is not a Cholesky factor")?;
+        heads(ROTATION, &is_rotation, "has a column whose length is not 1")
+    }
+
+    fn describe(&self, section: &SectionView) -> Result<String> {
+        let p: WpqParams = section.params()?;
+        Ok(format!(
+            "{} bits per key: {} groups of {} words, at most {} k-means passes, seed {}",
+            p.bits,
+            p.groups(),
+            p.words,
+            p.iterations,
+            p.seed
+        ))
+    }
+
+    fn table(&self, reports: &[HeadReport]) -> Result<String> {
+        Ok(table(&COLUMNS, reports)? + LEGEND + &worst_heads(reports, WpqQuality::unexplained)?)
+    }
+}
