@@ -380,7 +380,7 @@ fn constant_heads_are_marked_and_attended_in_full() {
         "calibrate --model {model} --tokens {texts} --size 8 -o {out}"
     ))
     .ok();
-    for section in ["a2ats", "sign", "lfps"] {
+    for (section, _) in READERS {
         let warning = format!("warning: section `{section}`, layer 1, KV head 1: all keys are equal");
         assert!(made.stderr.contains(&warning), "{}", made.stderr);
     }
@@ -389,13 +389,13 @@ fn constant_heads_are_marked_and_attended_in_full() {
         .stdout;
     assert_eq!(
         shown.matches("constant     layer/KV head 1/1: ").count(),
-        3,
+        READERS.len(),
         "{shown}"
     );
     let rows = kvsmith(&format!("inspect --json {out}")).json();
     let marked = |row: &&Value| row["constant"] == json!(true);
     let rows = rows["rows"].as_array().unwrap().clone();
-    assert_eq!(rows.iter().filter(marked).count(), 3);
+    assert_eq!(rows.iter().filter(marked).count(), READERS.len());
     files.tokens = files.scratch.tokens("long.json", &documents(&[80], 3));
     let trace = files.scratch.path("trace");
     for (_, method) in READERS {

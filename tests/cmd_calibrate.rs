@@ -7,6 +7,7 @@ use std::process::Child;
 use std::time::Duration;
 
 use common::*;
+use kvsmith::artifact::Artifact;
 use kvsmith::method::sections::SECTIONS;
 use serde_json::{Value, json};
 
@@ -41,9 +42,10 @@ fn it_equals_the_chain_by_hand() {
             );
             let signs = make("signs", format!("signs --dump {dump}"));
             let priors = make("priors", format!("priors --dump {dump}"));
+            let wpq = make("wpq", format!("wpq --dump {dump} --seed 5"));
             let packed = path("packed");
             let json = kvsmith(&format!(
-                "pack {signs} {priors} {section} --model {model} --overwrite -o {packed} --json"
+                "pack {signs} {priors} {wpq} {section} --model {model} --overwrite -o {packed} --json"
             ));
             assert!(
                 json.json()["sections"]
@@ -55,6 +57,52 @@ fn it_equals_the_chain_by_hand() {
         }
         kvsmith(&format!("inspect --verify --model {model} {direct}")).ok();
     }
+}
+
+/// Codes of every size make runs; `none` leaves the section out.
+#[test]
+fn product_quantisers_of_every_size() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_default");
+    let tokens = scratch.tokens("tokens.json", &documents(&[300], 1));
+    let input = format!("--model {model} --tokens {tokens} --size 8");
+    for (options, groups) in [
+        ("--wpq-bits 16", 2),
+        ("--wpq-bits 32", 4),
+        ("--wpq-bits 64", 8),
+        ("--wpq-bits 16 --wpq-words 16", 4),
+        ("--wpq-bits 64 --wpq-words 16", 16),
+    ] {
+        let art = scratch.make("art", &format!("calibrate {input} {options}"));
+        let params = &Artifact::open(Path::new(&art), SECTIONS)
+            .unwrap()
+            .manifest
+            .sections["wpq"]
+            .params;
+        assert_eq!(params["groups"], json!(groups), "{options}");
+        let eval =
+            format!("eval --model {model} --artifact {art} --tokens {tokens} --max-tokens 300 --decode 4");
+        let json = kvsmith(&format!(
+            "{eval} --methods wpq,random --budgets 20 --sinks 1 --window 4 --json"
+        ))
+        .json();
+        let recall = |row: usize| json["rows"][row]["recall"].as_f64().unwrap();
+        assert!(
+            recall(0) > 2.0 * recall(1),
+            "{options}: {} {}",
+            recall(0),
+            recall(1)
+        );
+    }
+    let without = scratch.make("without", &format!("calibrate {input} --wpq-bits none"));
+    assert!(!Artifact::open(Path::new(&without), SECTIONS).unwrap().has("wpq"));
+    kvsmith(&format!(
+        "run --model {model} --artifact {without} --tokens {tokens} --method wpq --max-new-tokens 1"
+    ))
+    .fails(2, "section `wpq`", "calibrate");
+    let dump = scratch.make("dump", &format!("dump --model {model} --tokens {tokens}"));
+    let out = scratch.path("none");
+    kvsmith(&format!("wpq --dump {dump} --wpq-bits none -o {out}")).fails(2, "no section", "64");
 }
 
 #[test]
@@ -81,9 +129,7 @@ fn the_ablation_by_hand() {
                     assert!(tensor.bytes == by_hand[&name].bytes, "{rope} {metric}: {name}");
                 }
             }
-            let manifest = kvsmith::artifact::Artifact::open(Path::new(&direct), SECTIONS)
-                .unwrap()
-                .manifest;
+            let manifest = Artifact::open(Path::new(&direct), SECTIONS).unwrap().manifest;
             let params = &manifest.sections["a2ats"].params;
             let b = if rope == "windowed" {
                 json!(30)
@@ -118,7 +164,7 @@ fn buckets_are_in_the_manifest() {
     let calibrate = format!("calibrate --model {model} --tokens {tokens} --size 8 --holdout 0");
     let params = |name: &str, options: &str| {
         let made = scratch.make(name, &format!("{calibrate} {options}"));
-        let artifact = kvsmith::artifact::Artifact::open(Path::new(&made), SECTIONS).unwrap();
+        let artifact = Artifact::open(Path::new(&made), SECTIONS).unwrap();
         (read(&made), artifact.manifest.sections["a2ats"].params.clone())
     };
     let (window, own) = params("window", "--positions window");

@@ -47,10 +47,10 @@ fn part(specs: &[Spec]) -> LayerPart {
 
 #[test]
 fn names_are_the_sections_own() {
-    let mut names = BTreeSet::new();
+    let (mut names, mut commands) = (BTreeSet::new(), BTreeSet::new());
     for kind in SECTIONS {
         assert!(names.insert(kind.name()), "{}", kind.name());
-        assert!(names.insert(kind.facts().command), "{}", kind.facts().command);
+        assert!(commands.insert(kind.facts().command), "{}", kind.facts().command);
         let section = Section::new(fit(*kind).as_ref(), SIZES, &Cpu).unwrap();
         for spec in &section.specs {
             assert_eq!(spec.name.split('.').next(), Some(kind.name()));

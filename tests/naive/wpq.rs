@@ -158,7 +158,7 @@ pub fn check() {
         let model = random_quantiser(place.head_dim, m, size, || noise(rng));
         (Wpq::new(model.head.clone()), model)
     };
-    cases::<NaiveWpq>(300, make, |_| ());
+    cases::<NaiveWpq>(100, make, |_| ());
 }
 
 /// A random quantiser with the program's form of it; some words of a group are equal.
