@@ -35,12 +35,12 @@ impl NaiveWpq {
     fn projected(&self, k: &[f64]) -> (Vec<f64>, f64) {
         let d = k.len();
         let (mut out, mut size) = (vec![0.0; d], vec![0.0; d]);
-        for c in 0..d {
-            let x = k[c] - self.mean[c];
+        for (c, (k, mean)) in k.iter().zip(&self.mean).enumerate() {
+            let x = k - mean;
             for i in 0..d {
                 let entry: f64 = (0..d).map(|e| self.chol[c][e] * self.rotation[e][i]).sum();
                 out[i] += x * entry;
-                size[i] += (k[c].abs() + self.mean[c].abs()) * entry.abs();
+                size[i] += (k.abs() + mean.abs()) * entry.abs();
             }
         }
         let off: f64 = size.iter().map(|s| ((d + 8) as f64 * UNIT * s).powi(2)).sum();
