@@ -97,7 +97,7 @@ fn product_quantisers_of_every_size() {
     let without = scratch.make("without", &format!("calibrate {input} --wpq-bits none"));
     assert!(!Artifact::open(Path::new(&without), SECTIONS).unwrap().has("wpq"));
     kvsmith(&format!(
-        "run --model {model} --artifact {without} --tokens {tokens} --method wpq --max-new-tokens 1"
+        "run --model {model} --artifact {without} --tokens {tokens} --method wpq --max-new 1"
     ))
     .fails(2, "section `wpq`", "calibrate");
     let dump = scratch.make("dump", &format!("dump --model {model} --tokens {tokens}"));
