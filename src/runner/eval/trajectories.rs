@@ -165,7 +165,8 @@ impl HeadTrajectories {
             seen.cache(stored);
         }
         let kv = self.stored.as_ref().unwrap_or(&self.exact);
-        for (v, &leader) in leaders.iter().enumerate() {
+        // Without judging there are no shadows in later turns.
+        for (v, &leader) in leaders.iter().enumerate().take(self.shadows.len()) {
             let shadow = &self.shadows[v];
             match leader < v && is_first && !shadow.depends_on_budget() {
                 true => self.shadows[v] = self.shadows[leader].fork(),
