@@ -133,7 +133,7 @@ fn the_chain_by_hand_is_the_same(device: &str) {
     let codebook = scratch.make("a2ats", &codebook);
     let signs = scratch.make("signs", &format!("signs {on}"));
     let priors = scratch.make("priors", &format!("priors --dump {dump}"));
-    let wpq = scratch.make("wpq", &format!("wpq {on} --seed 3"));
+    let wpq = scratch.make("wpq", &format!("wpq {on} --moments {moments} --seed 3"));
     let model = root().join("calib-data/model");
     let pack = format!(
         "pack {signs} {priors} {wpq} {codebook} --model {}",

@@ -95,25 +95,17 @@ fn describe(kind: &dyn SectionKind) -> Command {
         true => "Dump folder made with --queries (values may be there too, but are not read)",
         false => "Dump folder",
     };
-    let moments = || {
-        let help = "Moments of the dump's queries, such as those for standard RoPE (default: the dump's own)";
-        let position = "Relative position that the codebooks are for (default: that of the moments)";
-        [
-            file("moments", "FILE").help(help),
-            Arg::new(WROPE_POSITION)
-                .long(WROPE_POSITION)
-                .value_name("P")
-                .value_parser(parse_count)
-                .help(position),
-        ]
-    };
-    let moments = (facts.moments == MomentsRead::Chosen)
-        .then(moments)
-        .into_iter()
-        .flatten();
+    let moments = "Moments of the dump's queries, such as those of another device (default: the dump's own)";
+    let moments = file("moments", "FILE").help(moments);
+    let position = Arg::new(WROPE_POSITION)
+        .long(WROPE_POSITION)
+        .value_name("P")
+        .value_parser(parse_count)
+        .help("Relative position that the codebooks are for (default: that of the moments)");
     let command = Command::new(facts.command)
         .arg(file("dump", "DIR").help(dump).required(true))
-        .args(moments)
+        .args((facts.moments != MomentsRead::Nothing).then_some(moments))
+        .args((facts.moments == MomentsRead::Chosen).then_some(position))
         .arg(
             file("output", "FILE")
                 .short('o')
@@ -131,13 +123,14 @@ impl FromArgMatches for SectionCommand {
         let kind = SECTIONS.iter().find(|kind| kind.facts().command == name);
         let kind = *kind.ok_or_else(unknown)?;
         let file = |name: &str| flags.get_one::<PathBuf>(name).cloned();
-        let moments = kind.facts().moments == MomentsRead::Chosen;
-        let position = || flags.get_one::<usize>(WROPE_POSITION).copied();
+        let read = kind.facts().moments;
+        let moments = (read != MomentsRead::Nothing).then(|| file("moments"));
+        let position = (read == MomentsRead::Chosen).then(|| flags.get_one(WROPE_POSITION).copied());
         Ok(Self {
             kind,
             dump: file("dump").ok_or_else(missing)?,
-            moments: moments.then(|| file("moments")).flatten(),
-            wrope_position: moments.then(position).flatten(),
+            moments: moments.flatten(),
+            wrope_position: position.flatten(),
             output: file("output").ok_or_else(missing)?,
             flags: flags.clone(),
         })
@@ -200,10 +193,9 @@ impl SectionCommand {
     /// Reads the moments that were given, or the dump's, and takes them at the position asked for; `None` if the fit does
     /// not need them.
     fn moments(&self, dump: &Dump) -> Result<Option<Moments>> {
-        match self.kind.facts().moments {
-            MomentsRead::Nothing => return Ok(None),
-            MomentsRead::Own => return dump.moments()?.at(Position::Own).map(Some),
-            MomentsRead::Chosen => {}
+        let read = self.kind.facts().moments;
+        if read == MomentsRead::Nothing {
+            return Ok(None);
         }
         let moments = match &self.moments {
             None => dump.moments()?,
@@ -220,9 +212,10 @@ impl SectionCommand {
                 moments
             }
         };
-        match self.wrope_position {
-            Some(b) => moments.at(Position::Windowed(b)).map(Some),
-            None => Ok(Some(moments)),
+        match (read, self.wrope_position) {
+            (MomentsRead::Own, _) => moments.at(Position::Own).map(Some),
+            (_, Some(b)) => moments.at(Position::Windowed(b)).map(Some),
+            (_, None) => Ok(Some(moments)),
         }
     }
 }

@@ -12,6 +12,9 @@ const ROUNDS: usize = 8;
 /// The smallest fraction tried: a budget of one position in every context.
 const LEAST: f64 = 1e-9;
 
+/// Where the logarithmic scale of a search begins: below, budgets seldom differ by a position.
+const FLOOR: f64 = 1e-3;
+
 /// The budget of one method for one share of the bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Found {
@@ -86,7 +89,7 @@ impl Search {
         let part = (self.target - low.share) / (high.share - low.share).max(f64::MIN_POSITIVE);
         match self.is_fast {
             true => low.budget + part.clamp(0.0, 1.0) * (high.budget - low.budget),
-            false => (low.budget * high.budget).sqrt(),
+            false => (low.budget.max(FLOOR) * high.budget.max(FLOOR)).sqrt(),
         }
     }
 
@@ -188,6 +191,22 @@ mod tests {
                 assert!((found.share / target - 1.0).abs() <= TOLERANCE, "{found:?}");
             }
         }
+    }
+
+    /// A method that ranks whole lists reads the same with all small budgets.
+    #[test]
+    fn shares_are_met_above_a_flat_start() {
+        let lists: fn(f64) -> f64 = |x| 0.12 + 5.0 * (x - 0.02).clamp(0.0, 0.1) + 0.3 * x;
+        let flat: fn(f64) -> f64 = |x| if x < 0.02 { 0.12 } else { lists_share(x) };
+        let (found, _) = search(&[lists, flat], &[0.3]);
+        for found in found {
+            assert!((found.share / 0.3 - 1.0).abs() < 0.05, "{found:?}");
+        }
+    }
+
+    /// The share that steps of half a percent of the context read.
+    fn lists_share(x: f64) -> f64 {
+        0.12 + (3.0 * x * 200.0).floor().min(120.0) / 200.0
     }
 
     /// Positions are whole: what no budget meets is met as well as one position allows.
