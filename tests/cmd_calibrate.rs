@@ -70,8 +70,9 @@ fn product_quantisers_of_every_size() {
         ("--wpq-bits 16", 2),
         ("--wpq-bits 32", 4),
         ("--wpq-bits 64", 8),
-        ("--wpq-bits 16 --wpq-words 16", 4),
-        ("--wpq-bits 64 --wpq-words 16", 16),
+        ("--wpq-bits 16 --wpq-stages 1 --wpq-words 256", 2),
+        ("--wpq-bits 64 --wpq-stages 2 --wpq-words 256", 4),
+        ("--wpq-bits 64 --wpq-stages 1", 16),
     ] {
         let art = scratch.make("art", &format!("calibrate {input} {options}"));
         let params = &Artifact::open(Path::new(&art), SECTIONS)

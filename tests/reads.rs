@@ -72,8 +72,8 @@ fn index_bytes(method: &str, sizes: &Sizes, [start, n, seen, chosen]: [usize; 4]
         // 8 codewords, once for all buckets, and a code per candidate: too few of them for lists.
         "a2ats" => 2 * 8 * d + 2 * n,
         "selfindex" => seen * d / 8,
-        // 8 groups of 256 words, the map of the query and the mean, and 8 bytes per candidate.
-        "wpq" => 8 * n + (2 * 256 + 4 * d) * 8 * d.div_ceil(8) + 4 * d,
+        // Twice 8 groups of 16 words, the map of the query and the mean; 4 bytes per candidate, and as many per refined one.
+        "wpq" => 4 * (n + n.min(4 * chosen)) + (2 * 2 * 16 + 4 * d) * 8 * d.div_ceil(8) + 4 * d,
         "lfps" => r * 2 * 4 * seen.div_ceil(16),
         _ => return None,
     })

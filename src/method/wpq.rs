@@ -3,12 +3,15 @@
 //! Calibration: H is the second moment of the rotated queries of a KV head's group, L its Cholesky factor. The
 //! Euclidean distance of whitened keys `(k - mean) L` is the error of the queries' scores. Their principal components are
 //! dealt to groups of channels, so that every group has its share of the large ones, and the keys of each group are
-//! clustered to 16 or 256 words. A key is then one word per group.
+//! clustered to 16 or 256 words. A key is then one word per group; with two stages, what the words leave of it has words
+//! of its own.
 //!
 //! Decoding: a query gives a score to every word of every group, and the score of a key is the sum over its words: an
 //! estimate of the true one. A KV head attends the keys with the largest estimated probability, summed over the query
-//! heads of its group.
+//! heads of its group. With two stages, all keys are scored by the words of the first, and the best of these by both.
 
+mod bench;
+mod choose;
 mod codebook;
 mod fit;
 mod scores;
@@ -22,8 +25,8 @@ use super::declaration::{Ask, Declaration};
 use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything};
 use crate::error::{Error, Result};
 use crate::kv::lines::grow;
+use choose::{choose, refined, static_scores};
 pub use codebook::{HeadCodebook, HeadCodebooks};
-use scores::{choose, estimate, static_scores};
 pub use section::{CHOL, CODEBOOK, MEAN, ROTATION, SECTION, WpqSection};
 
 /// The declaration of `wpq`.
@@ -32,7 +35,7 @@ pub static METHOD: Declaration = Declaration {
     help: "Estimated attention of product-quantised keys in the metric of the queries (ours)",
     section: Some(SECTION),
     prepare,
-    bench: None,
+    bench: Some(&bench::WpqBench),
 };
 
 fn prepare(ask: &Ask) -> Result<Box<dyn Method>> {
@@ -54,22 +57,23 @@ impl Method for HeadCodebooks {
 #[derive(Clone)]
 pub struct Wpq {
     codebook: Arc<HeadCodebook>,
-    /// `[n, bytes per key]`.
-    codes: Vec<u8>,
+    /// Per stage `[n,width]`.
+    codes: Vec<Vec<u8>>,
 }
 
 impl Wpq {
     /// Makes an empty head.
     pub fn new(codebook: Arc<HeadCodebook>) -> Self {
         Self {
+            codes: vec![Vec::new(); codebook.stages()],
             codebook,
-            codes: Vec::new(),
         }
     }
 
     fn take_in(&mut self, k_rope: ArrayView2<f32>) {
-        let codes = self.codebook.encode(k_rope);
-        grow(&mut self.codes, codes.len()).extend(codes);
+        for (codes, new) in self.codes.iter_mut().zip(self.codebook.encode(k_rope)) {
+            grow(codes, new.len()).extend(new);
+        }
     }
 }
 
@@ -87,21 +91,20 @@ impl Retriever for Wpq {
             return everything(step).into();
         }
         let (c, width) = (step.candidates.clone(), self.codebook.width());
-        let codes = &self.codes[c.start * width..c.end * width];
-        let scores = estimate(&self.codebook.scores(step.q_rope), codes);
-        let chosen = choose(scores, static_scores(step), step.budget);
-        chosen
-            .into_iter()
-            .map(|p| p + c.start as u32)
-            .collect::<Vec<u32>>()
-            .into()
+        let rows = c.start * width..c.end * width;
+        let codes: Vec<&[u8]> = self.codes.iter().map(|codes| &codes[rows.clone()]).collect();
+        let words = self.codebook.scores(step.q_rope);
+        let chosen = choose(&words, &codes, width, &static_scores(step), step.budget).into_iter();
+        chosen.map(|p| p + c.start as u32).collect::<Vec<u32>>().into()
     }
 
     fn reads(&self, step: &Step, _: &Choice) -> Reads {
-        Reads::index(step.candidates.len() * self.codebook.width() + self.codebook.bytes())
+        let n = step.candidates.len();
+        let keys = n + (self.codes.len() - 1) * refined(step.budget, n);
+        Reads::index(keys * self.codebook.width() + self.codebook.bytes())
     }
 
     fn state_bytes(&self) -> usize {
-        self.codes.capacity()
+        self.codes.iter().map(Vec::capacity).sum()
     }
 }

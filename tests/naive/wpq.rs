@@ -4,16 +4,16 @@ use std::sync::Arc;
 
 use kvsmith::kv::packed::Center;
 use kvsmith::method::wpq::{HeadCodebook, Wpq};
-use ndarray::{Array1, Array2, Array3};
+use ndarray::{Array1, Array2, Array4};
 
 use super::head::{cases, wide};
 use super::*;
 use crate::common::random::noise;
 
-/// A quantiser, one word per group.
+/// A quantiser: one word per group and stage.
 pub struct NaiveWpq {
-    /// `[m][words][dim]`.
-    words: Vec<Matrix>,
+    /// `[stages][m][words][dim]`.
+    stages: Vec<Vec<Matrix>>,
     mean: Vec<f64>,
     /// L, lower.
     chol: Matrix,
@@ -23,10 +23,21 @@ pub struct NaiveWpq {
     head: Arc<HeadCodebook>,
 }
 
+/// The scores of the words of one stage for a query, as far as they are known.
+struct Table {
+    /// `[m][words]`.
+    entries: Matrix,
+    /// How far each may be off.
+    bounds: Matrix,
+}
+
+/// An estimated score, and how far it may be off.
+type Estimate = (f64, f64);
+
 impl NaiveWpq {
     /// The channels of a group: principal directions j, j + m, j + 2 m and so on.
     fn group(&self, all: &[f64], j: usize) -> Vec<f64> {
-        let (m, dim) = (self.words.len(), self.words[0][0].len());
+        let (m, dim) = (self.stages[0].len(), self.stages[0][0][0].len());
         let at = |i: usize| all.get(j + i * m).copied().unwrap_or(0.0);
         (0..dim).map(at).collect()
     }
@@ -47,31 +58,27 @@ impl NaiveWpq {
         (out, off.sqrt())
     }
 
-    /// The number of each group's word, of those of the program where two words are equally near.
-    fn code(&self, k: &[f64]) -> Result<Vec<usize>, String> {
+    /// The number of each group's word, per stage; of those of the program where two words are equally near.
+    fn code(&self, k: &[f64]) -> Result<Vec<Vec<usize>>, String> {
         let (z, off) = self.projected(k);
+        let m = self.stages[0].len();
+        let mut left: Matrix = (0..m).map(|j| self.group(&z, j)).collect();
         let row = Array2::from_shape_vec((1, k.len()), k.iter().map(|x| *x as f32).collect()).unwrap();
-        let bytes = self.head.encode(row.view());
-        let per_byte = self.words.len() / bytes.len();
-        let number = |j: usize| {
-            usize::from(bytes[j / per_byte]) >> (j % per_byte * 8 / per_byte) & (self.words[j].len() - 1)
-        };
-        let of = |j: usize| {
-            let (z, words) = (self.group(&z, j), &self.words[j]);
-            let distance = |c: &Vec<f64>| z.iter().zip(c).map(|(x, y)| (x - y).powi(2)).sum::<f64>();
-            let distances: Vec<f64> = words.iter().map(distance).collect();
-            let least = distances.iter().copied().fold(f64::INFINITY, f64::min);
-            let first = distances.iter().position(|x| *x == least).unwrap();
-            let size = dot(&z, &z) + words.iter().map(|c| dot(c, c)).fold(0.0, f64::max);
-            let slack = 4.0 * off * (least.sqrt() + off) + 8.0 * (k.len() + 4) as f64 * UNIT * size;
-            match number(j) {
-                own if own == first => Ok(own),
-                own if words[own] == words[first] => Err(format!("word {own} instead of its equal {first}")),
-                own if distances[own] <= least + slack => Ok(own),
-                own => Err(format!("word {own} instead of {first}")),
+        let mut codes = Vec::new();
+        for (words, bytes) in self.stages.iter().zip(self.head.encode(row.view())) {
+            let per_byte = m / bytes.len();
+            let number = |j: usize| {
+                usize::from(bytes[j / per_byte]) >> (j % per_byte * 8 / per_byte) & (words[j].len() - 1)
+            };
+            let mut code = Vec::new();
+            for (j, (left, words)) in left.iter_mut().zip(words).enumerate() {
+                let own = nearest(left, words, number(j), off)?;
+                left.iter_mut().zip(&words[own]).for_each(|(x, y)| *x -= y);
+                code.push(own);
             }
-        };
-        (0..self.words.len()).map(of).collect()
+            codes.push(code);
+        }
+        Ok(codes)
     }
 
     /// V^T L^-1 q^T.
@@ -87,7 +94,8 @@ impl NaiveWpq {
             .collect()
     }
 
-    fn codes(&self, history: &History) -> Result<Vec<Vec<usize>>, String> {
+    /// Per position and stage.
+    fn codes(&self, history: &History) -> Result<Vec<Vec<Vec<usize>>>, String> {
         let mut codes = Vec::new();
         for event in &history.events {
             match event {
@@ -101,6 +109,101 @@ impl NaiveWpq {
         }
         Ok(codes)
     }
+
+    /// The table of each stage for a query.
+    fn tables(&self, q: &[f64]) -> Vec<Table> {
+        let (y, root) = (self.query(q), (q.len() as f64).sqrt());
+        let of = |words: &Vec<Matrix>| {
+            let group = |(j, words): (usize, &Matrix)| {
+                let y = self.group(&y, j);
+                // The map of the query is a product of two matrices.
+                let of = |w: &Vec<f64>| (dot(&y, w) / root, 4.0 * dot_bound(&y, w) / root);
+                words.iter().map(of).unzip()
+            };
+            let (entries, bounds) = words.iter().enumerate().map(group).unzip();
+            let table = Table { entries, bounds };
+            if words[0].len() == 16 {
+                table.rounded()
+            } else {
+                table
+            }
+        };
+        self.stages.iter().map(of).collect()
+    }
+
+    /// The estimated score of a key from its codes in some stages.
+    fn estimate(&self, q: &[f64], tables: &[Table], codes: &[Vec<usize>]) -> Estimate {
+        let mut sum = (score(q, &self.mean), score_bound(q, &self.mean));
+        for (table, codes) in tables.iter().zip(codes) {
+            for (j, code) in codes.iter().enumerate() {
+                sum.0 += table.entries[j][*code];
+                sum.1 += table.bounds[j][*code];
+            }
+        }
+        sum
+    }
+}
+
+impl Table {
+    /// The entries rounded to 256 values of the widest group; one between two of them may be either.
+    fn rounded(self) -> Self {
+        let least = |row: &Vec<f64>| row.iter().copied().fold(f64::INFINITY, f64::min);
+        let range = |row: &Vec<f64>| row.iter().copied().fold(f64::NEG_INFINITY, f64::max) - least(row);
+        let step = self.entries.iter().map(range).fold(0.0, f64::max) / 255.0;
+        let (mut entries, mut bounds) = (self.entries.clone(), self.bounds);
+        for (row, bounds) in entries.iter_mut().zip(&mut bounds) {
+            let (from, most) = (least(row), bounds.iter().copied().fold(0.0, f64::max));
+            for (x, bound) in row.iter_mut().zip(bounds) {
+                let steps = (*x - from) / step;
+                let margin = 0.5 - (steps - steps.round()).abs();
+                // Step and least entry are rounded, too.
+                let off = (*bound + most) / step + 1e-4;
+                *x = from + step * steps.round();
+                *bound = most + 256.0 * UNIT * step + if margin <= off { step } else { 0.0 };
+            }
+        }
+        Self { entries, bounds }
+    }
+}
+
+/// The nearest of some words, or the program's if it may be: the residual z is off by no more than `off`.
+fn nearest(z: &[f64], words: &Matrix, own: usize, off: f64) -> Result<usize, String> {
+    let distance = |c: &Vec<f64>| z.iter().zip(c).map(|(x, y)| (x - y).powi(2)).sum::<f64>();
+    let distances: Vec<f64> = words.iter().map(distance).collect();
+    let least = distances.iter().copied().fold(f64::INFINITY, f64::min);
+    let first = distances.iter().position(|x| *x == least).unwrap();
+    let size = dot(z, z) + words.iter().map(|c| dot(c, c)).fold(0.0, f64::max);
+    let slack = 4.0 * off * (least.sqrt() + off) + 8.0 * (z.len() + 4) as f64 * UNIT * size;
+    match own {
+        own if own == first => Ok(own),
+        own if words[own] == words[first] => Err(format!("word {own} instead of its equal {first}")),
+        own if distances[own] <= least + slack => Ok(own),
+        own => Err(format!("word {own} instead of {first}")),
+    }
+}
+
+/// Probabilities summed over the query heads, of positions whose estimated scores are known per query head.
+fn items(seen: &[usize], estimates: &[Vec<Estimate>], classes: &[usize]) -> Vec<Item> {
+    let item = |&position: &usize| Item {
+        position,
+        score: 0.0,
+        bound: 1e-36,
+        class: classes[position],
+    };
+    let mut items: Vec<Item> = seen.iter().map(item).collect();
+    for estimates in estimates {
+        let scores: Vec<f64> = estimates.iter().map(|(score, _)| *score).collect();
+        let sum = log_sum_exp(&scores);
+        let largest = scores.iter().map(|s| s.abs()).fold(0.0, f64::max);
+        let weights: Vec<f64> = scores.iter().map(|score| (score - sum).exp()).collect();
+        let off = weights.iter().zip(estimates).map(|(w, (_, bound))| w * bound);
+        let off = off.sum::<f64>() + 64.0 * UNIT * largest + 1e-6;
+        for ((item, weight), (_, bound)) in items.iter_mut().zip(weights).zip(estimates) {
+            item.score += weight;
+            item.bound += weight * 4.0 * (bound + off);
+        }
+    }
+    items
 }
 
 impl Model for NaiveWpq {
@@ -109,65 +212,75 @@ impl Model for NaiveWpq {
     fn chose(&mut self, history: &History) -> Verdict {
         let step = history.step();
         let codes = self.codes(history)?;
-        let classes = classes(codes.iter());
         let seen: Vec<usize> = step.visible.clone().collect();
-        let item = |&position: &usize| Item {
-            position,
-            score: 0.0,
-            bound: 1e-36,
-            class: classes[position],
+        let tables: Vec<Vec<Table>> = step.q_rope.iter().map(|q| self.tables(q)).collect();
+        // The estimates from as many stages as each position has.
+        let estimates = |stages: &dyn Fn(usize) -> usize| -> Vec<Vec<Estimate>> {
+            let of = |(q, tables): (&Vec<f64>, &Vec<Table>)| {
+                let of = |p: &usize| match step.candidates.contains(p) {
+                    true => self.estimate(q, tables, &codes[*p][..stages(*p)]),
+                    false => (score(q, &step.keys[*p]), score_bound(q, &step.keys[*p])),
+                };
+                seen.iter().map(of).collect()
+            };
+            step.q_rope.iter().zip(&tables).map(of).collect()
         };
-        let mut items: Vec<Item> = seen.iter().map(item).collect();
-        for q in &step.q_rope {
-            let (y, root) = (self.query(q), (q.len() as f64).sqrt());
-            let mut bound = score_bound(q, &self.mean);
-            let mut scores = Vec::new();
-            for &p in &seen {
-                if !step.candidates.contains(&p) {
-                    bound = bound.max(score_bound(q, &step.keys[p]));
-                    scores.push(score(q, &step.keys[p]));
-                    continue;
-                }
-                let groups = codes[p].iter().enumerate();
-                let words = groups.map(|(j, code)| (self.group(&y, j), &self.words[j][*code]));
-                let (sums, bounds): (Vec<f64>, Vec<f64>) =
-                    words.map(|(y, w)| (dot(&y, w), dot_bound(&y, w))).unzip();
-                // The map of the query is a product of two matrices.
-                bound = bound.max(4.0 * bounds.iter().sum::<f64>() / root);
-                scores.push(score(q, &self.mean) + sums.iter().sum::<f64>() / root);
-            }
-            let sum = log_sum_exp(&scores);
-            let share =
-                4.0 * (bound + 64.0 * UNIT * scores.iter().map(|s| s.abs()).fold(0.0, f64::max)) + 1e-6;
-            for (item, score) in items.iter_mut().zip(scores) {
-                let weight = (score - sum).exp();
-                item.score += weight;
-                item.bound += share * weight;
-            }
+        let first = classes(codes.iter().map(|codes| &codes[..1]));
+        let mut ranked = items(&seen, &estimates(&|_| 1), &first);
+        ranked.retain(|item| step.candidates.contains(&item.position));
+        if self.stages.len() == 1 {
+            check_best(&ranked, &step.chosen(), step.budget)?;
+            return Ok(Agreement::Same);
         }
-        items.retain(|item| step.candidates.contains(&item.position));
-        check_best(&items, &step.chosen(), step.budget)?;
-        Ok(Agreement::Same)
+        ranked.sort_by(|a, b| b.score.total_cmp(&a.score).then(a.position.cmp(&b.position)));
+        let (refined, left) = ranked.split_at(ranked.len().min(4 * step.budget));
+        let is_close = |a: &Item, b: &Item| a.class != b.class && a.score - b.score <= a.bound + b.bound;
+        let unsure = refined.iter().any(|a| left.iter().any(|b| is_close(a, b)));
+        let refined: BTreeSet<usize> = refined.iter().map(|item| item.position).collect();
+        let stages = |p: usize| if refined.contains(&p) { 2 } else { 1 };
+        let both = classes(codes.iter());
+        let mut ranked = items(&seen, &estimates(&stages), &both);
+        ranked.retain(|item| refined.contains(&item.position));
+        match (check_best(&ranked, &step.chosen(), step.budget), unsure) {
+            (Ok(()), _) => Ok(Agreement::Same),
+            (Err(_), true) => Ok(Agreement::NearTie),
+            (Err(e), false) => Err(e),
+        }
     }
 }
 
 /// Checks random histories with random quantisers.
 pub fn check() {
     let make = |rng: &mut ChaCha8Rng, place: &Place, _: Center| {
-        let (m, size) = pick(rng, &[(2, 256), (8, 256), (4, 16), (16, 16)]);
-        let model = random_quantiser(place.head_dim, m, size, || noise(rng));
+        let of = &[
+            (1, 2, 256),
+            (1, 8, 256),
+            (2, 2, 256),
+            (1, 4, 16),
+            (1, 16, 16),
+            (2, 8, 16),
+            (2, 2, 16),
+        ];
+        let model = random_quantiser(place.head_dim, pick(rng, of), || noise(rng));
         (Wpq::new(model.head.clone()), model)
     };
     cases::<NaiveWpq>(100, make, |_| ());
 }
 
-/// A random quantiser with the program's form of it; some words of a group are equal.
-fn random_quantiser(d: usize, m: usize, size: usize, mut normal: impl FnMut() -> f32) -> NaiveWpq {
+/// A random quantiser of `[stages, m, words]` with the program's form of it; some words of a group are equal.
+fn random_quantiser(
+    d: usize,
+    (stages, m, size): (usize, usize, usize),
+    mut normal: impl FnMut() -> f32,
+) -> NaiveWpq {
     let dim = d.div_ceil(m);
-    let mut words = Array3::from_shape_simple_fn((m, size, dim), || 2.0 * normal());
-    for mut group in words.outer_iter_mut() {
-        let row = group.row(1).to_owned();
-        group.row_mut(size - 1).assign(&row);
+    let mut words = Array4::zeros((stages, m, size, dim));
+    for (stage, mut words) in words.outer_iter_mut().enumerate() {
+        words.mapv_inplace(|_: f32| 2.0 / (1 + 2 * stage) as f32 * normal());
+        for mut group in words.outer_iter_mut() {
+            let row = group.row(1).to_owned();
+            group.row_mut(size - 1).assign(&row);
+        }
     }
     let mean = Array1::from_shape_simple_fn(d, &mut normal);
     let spread = 0.3 / (d as f32).sqrt();
@@ -183,10 +296,13 @@ fn random_quantiser(d: usize, m: usize, size: usize, mut normal: impl FnMut() ->
         f32::from(u8::from(i == j)) - 2.0 * axis[i] * axis[j] / square
     });
     NaiveWpq {
-        words: words.outer_iter().map(|group| wide(group.view())).collect(),
+        stages: words
+            .outer_iter()
+            .map(|words| words.outer_iter().map(wide).collect())
+            .collect(),
         mean: mean.iter().map(|v| f64::from(*v)).collect(),
         chol: wide(chol.view()),
         rotation: wide(rotation.view()),
-        head: Arc::new(HeadCodebook::new(words, mean.view(), &chol, &rotation).unwrap()),
+        head: Arc::new(HeadCodebook::new(words.view(), mean.view(), chol.view(), rotation.view()).unwrap()),
     }
 }

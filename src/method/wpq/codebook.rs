@@ -3,21 +3,21 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, Axis, s};
+use ndarray::{
+    Array1, Array2, Array3, Array5, ArrayView1, ArrayView2, ArrayView3, ArrayView4, ArrayViewMut2, Axis, s,
+};
 use rayon::prelude::*;
 
+use super::scores::{WordScores, WordTable};
 use super::section::{CHOL, CODEBOOK, MEAN, ROTATION, SECTION, WpqParams};
 use crate::artifact::Artifact;
 use crate::compute::gemm;
-use crate::compute::layout::elements;
 use crate::error::{Error, Result};
 use crate::stats::kmeans::Codebook;
 use crate::stats::linalg;
 
 /// Rows that one task projects.
 const ROWS: usize = 1024;
-/// Numbers that a byte of a code can have.
-pub(super) const BYTES: usize = 256;
 
 /// The quantisers of every head.
 pub struct HeadCodebooks {
@@ -27,10 +27,7 @@ pub struct HeadCodebooks {
 
 /// The quantiser of one KV head.
 pub struct HeadCodebook {
-    /// Words of each group, `[words,dim]`.
-    groups: Vec<Codebook>,
-    /// Bits of a word's number: 4 or 8.
-    word_bits: usize,
+    stages: Vec<Stage>,
     mean: Array1<f32>,
     /// Maps centred keys to the channels of all groups: `[d,m dim]`.
     projection: Array2<f32>,
@@ -38,12 +35,10 @@ pub struct HeadCodebook {
     query_map: Array2<f32>,
 }
 
-/// The scores of one step's queries with all words.
-pub(super) struct WordScores {
-    /// The score of each value of each byte of a code, `[width,256,r]`.
-    pub bytes: Vec<f32>,
-    /// The score of the mean key, `[r]`.
-    pub mean: Vec<f32>,
+/// The words of one stage: those of keys, or of what the stage before leaves of them.
+struct Stage {
+    /// Words of each group, `[words,dim]`.
+    groups: Vec<Codebook>,
 }
 
 /// Returns the channels of a group.
@@ -52,7 +47,7 @@ pub(super) fn channels(group: usize, dim: usize) -> Range<usize> {
 }
 
 /// Returns the product of the Cholesky factor L and the principal directions V, dealt to the groups: `[d,m dim]`.
-pub(super) fn project(chol: &Array2<f32>, rotation: &Array2<f32>, groups: usize) -> Array2<f32> {
+pub(super) fn project(chol: ArrayView2<f32>, rotation: ArrayView2<f32>, groups: usize) -> Array2<f32> {
     deal(&chol.mapv(f64::from).dot(&rotation.mapv(f64::from)), groups)
 }
 
@@ -89,16 +84,15 @@ impl HeadCodebooks {
         let params: WpqParams = section.params()?;
         let (d, m) = (artifact.sizes.head_dim, params.groups());
         let n = artifact.sizes.n_layers * artifact.sizes.n_kv_heads;
-        let words = (n * m, params.words, params.group_dim(d));
-        let words = Array3::from_shape_vec(words, section.widened(CODEBOOK)?)?;
+        let shape = (n, params.stages, m, params.words, params.group_dim(d));
+        let words = Array5::from_shape_vec(shape, section.widened(CODEBOOK)?)?;
         let mean = Array2::from_shape_vec((n, d), section.read(MEAN)?)?;
         let square =
             |tensor| -> Result<Array3<f32>> { Ok(Array3::from_shape_vec((n, d, d), section.read(tensor)?)?) };
         let (chol, rotation) = (square(CHOL)?, square(ROTATION)?);
         let head = |i: usize| {
-            let own = |x: &Array3<f32>| x.index_axis(Axis(0), i).to_owned();
-            let words = words.slice(s![i * m..(i + 1) * m, .., ..]).to_owned();
-            HeadCodebook::new(words, mean.row(i), &own(&chol), &own(&rotation)).map(Arc::new)
+            let [chol, rotation] = [&chol, &rotation].map(|x| x.index_axis(Axis(0), i));
+            HeadCodebook::new(words.index_axis(Axis(0), i), mean.row(i), chol, rotation).map(Arc::new)
         };
         Ok(Self {
             n_kv_heads: artifact.sizes.n_kv_heads,
@@ -113,63 +107,58 @@ impl HeadCodebooks {
 }
 
 impl HeadCodebook {
-    /// Makes a quantiser of words `[m,words,dim]`, 16 or 256 per group, the mean `[d]`, the Cholesky factor and the
-    /// principal directions `[d,d]`.
+    /// Makes a quantiser of the words of every stage, `[stages,m,words,dim]`, 16 or 256 words per group, the mean `[d]`, the
+    /// Cholesky factor and the principal directions `[d,d]`.
     ///
     /// # Errors
     /// The factor is singular.
     pub fn new(
-        words: Array3<f32>,
+        words: ArrayView4<f32>,
         mean: ArrayView1<f32>,
-        chol: &Array2<f32>,
-        rotation: &Array2<f32>,
+        chol: ArrayView2<f32>,
+        rotation: ArrayView2<f32>,
     ) -> Result<Self> {
-        let (m, size, _) = words.dim();
+        let m = words.len_of(Axis(1));
         let inverse = linalg::invert_lower(chol.mapv(f64::from).view())?
             .ok_or_else(|| Error::failed("a Cholesky factor is singular").hint("make the section again"))?;
         // With z = (k - mean) L V, q (k - mean)^T = q L^-T V z^T.
         let query_map = inverse.t().dot(&rotation.mapv(f64::from));
+        let group = |words: ArrayView2<f32>| Codebook::new(words.to_owned());
+        let stage = |words: ArrayView3<f32>| Stage {
+            groups: words.outer_iter().map(group).collect(),
+        };
         Ok(Self {
-            groups: words
-                .outer_iter()
-                .map(|words| Codebook::new(words.to_owned()))
-                .collect(),
-            word_bits: size.trailing_zeros() as usize,
+            stages: words.outer_iter().map(stage).collect(),
             mean: mean.to_owned(),
             projection: project(chol, rotation, m),
             query_map: deal(&query_map, m),
         })
     }
 
-    /// Returns the bytes of a key's code.
+    /// Returns the number of stages, one or two.
+    pub fn stages(&self) -> usize {
+        self.stages.len()
+    }
+
+    /// Returns the bytes of a key's code in one stage.
     pub fn width(&self) -> usize {
-        self.groups.len() * self.word_bits / 8
+        self.stages[0].width()
     }
 
     /// Returns the bytes that every step reads whatever the context: the words in half precision, the query's map and the
     /// mean.
     pub fn bytes(&self) -> usize {
-        let words: usize = self.groups.iter().map(|group| group.centroids().len()).sum();
+        let groups = self.stages.iter().flat_map(|stage| &stage.groups);
+        let words: usize = groups.map(|group| group.centroids().len()).sum();
         2 * words + 4 * (self.query_map.len() + self.mean.len())
     }
 
-    /// Encodes rotated keys, `[n,d]`: the numbers of the nearest words in the order of the groups, of 4-bit numbers the
-    /// first of a pair in the low bits. The lowest number wins ties. `[n,width]`.
-    pub fn encode(&self, k_rope: ArrayView2<f32>) -> Vec<u8> {
-        let (n, width, per_byte) = (k_rope.nrows(), self.width(), 8 / self.word_bits);
-        let z = product((&k_rope - &self.mean).view(), self.projection.view());
-        let mut out = vec![0; n * width];
-        let (mut codes, mut distances) = (vec![0; n], vec![0.0; n]);
-        for (j, group) in self.groups.iter().enumerate() {
-            let own = z.slice(s![.., channels(j, group.centroids().ncols())]);
-            group.nearest(own, &mut codes, &mut distances);
-            let bytes = out.iter_mut().skip(j / per_byte).step_by(width);
-            let shift = j % per_byte * self.word_bits;
-            bytes
-                .zip(&codes)
-                .for_each(|(byte, code)| *byte |= (*code as u8) << shift);
-        }
-        out
+    /// Encodes rotated keys, `[n,d]`. The code of a stage has the numbers of the nearest words in the order of the groups, of
+    /// 4-bit numbers the first of a pair in the low bits. The lowest number wins ties. Per stage `[n,width]`.
+    pub fn encode(&self, k_rope: ArrayView2<f32>) -> Vec<Vec<u8>> {
+        let mut left = product((&k_rope - &self.mean).view(), self.projection.view());
+        let stages = self.stages.iter();
+        stages.map(|stage| stage.encode(&mut left)).collect()
     }
 
     /// Scores all words for the queries of a step, q_rope `[r,d]`, divided by the square root of d.
@@ -177,27 +166,57 @@ impl HeadCodebook {
     /// # Numerics
     /// f32.
     pub(super) fn scores(&self, q_rope: ArrayView2<f32>) -> WordScores {
-        let (r, d) = q_rope.dim();
-        let scale = 1.0 / (d as f32).sqrt();
+        let scale = 1.0 / (q_rope.ncols() as f32).sqrt();
         let y = product(q_rope, self.query_map.view()) * scale;
-        let per_byte = 8 / self.word_bits;
-        let mut bytes = vec![0.0; self.width() * BYTES * r];
-        for (j, group) in self.groups.iter().enumerate() {
-            let (words, dim) = group.centroids().dim();
-            let scores = group.centroids().dot(&y.slice(s![.., channels(j, dim)]).t());
-            let scores = scores.as_standard_layout();
-            let scores = elements(&scores);
-            let shift = j % per_byte * self.word_bits;
-            let table = &mut bytes[j / per_byte * BYTES * r..][..BYTES * r];
-            for (byte, to) in table.chunks_exact_mut(r).enumerate() {
-                let word = byte >> shift & (words - 1);
-                let from = &scores[word * r..(word + 1) * r];
-                to.iter_mut().zip(from).for_each(|(to, from)| *to += from);
-            }
-        }
+        let of = |stage: &Stage| y.outer_iter().map(|y| stage.scores(y)).collect();
         WordScores {
-            bytes,
             mean: (q_rope.dot(&self.mean) * scale).to_vec(),
+            stages: self.stages.iter().map(of).collect(),
         }
+    }
+}
+
+impl Stage {
+    /// Returns the number of words per group.
+    fn words(&self) -> usize {
+        self.groups[0].centroids().nrows()
+    }
+
+    fn width(&self) -> usize {
+        self.groups.len() * self.words().trailing_zeros() as usize / 8
+    }
+
+    /// Encodes projected keys, `[n,m dim]`, and subtracts their words: `[n,width]`.
+    fn encode(&self, left: &mut Array2<f32>) -> Vec<u8> {
+        let (n, width, word_bits) = (left.nrows(), self.width(), self.words().trailing_zeros() as usize);
+        let per_byte = 8 / word_bits;
+        let mut out = vec![0; n * width];
+        let (mut codes, mut distances) = (vec![0; n], vec![0.0; n]);
+        for (j, group) in self.groups.iter().enumerate() {
+            let mut own = left.slice_mut(s![.., channels(j, group.centroids().ncols())]);
+            group.nearest(own.view(), &mut codes, &mut distances);
+            subtract(own.view_mut(), &codes, group.centroids().view());
+            let bytes = out.iter_mut().skip(j / per_byte).step_by(width);
+            let shift = j % per_byte * word_bits;
+            bytes
+                .zip(&codes)
+                .for_each(|(byte, code)| *byte |= (*code as u8) << shift);
+        }
+        out
+    }
+
+    /// Returns the words' products with a projected query y, `[m dim]`.
+    fn scores(&self, y: ArrayView1<f32>) -> WordTable {
+        let own = |j: usize, group: &Codebook| y.slice_move(s![channels(j, group.centroids().ncols())]);
+        let groups = self.groups.iter().enumerate();
+        let products = groups.flat_map(|(j, group)| group.centroids().dot(&own(j, group)));
+        WordTable::new(products.collect(), self.words())
+    }
+}
+
+/// Subtracts from each row the centroid that its code names.
+pub(super) fn subtract(mut rows: ArrayViewMut2<f32>, codes: &[u32], centroids: ArrayView2<f32>) {
+    for (mut row, code) in rows.outer_iter_mut().zip(codes) {
+        row -= &centroids.row(*code as usize);
     }
 }

@@ -1,14 +1,13 @@
 //! The fit of product quantisers to calibration keys.
 
 use half::f16;
-use ndarray::{Array1, Array2, Array3, ArrayView2, ArrayView3, Axis, s};
+use ndarray::{Array1, Array2, Array3, ArrayView2, Axis, s};
 use serde_json::{Map, Value};
 
-use super::codebook::{channels, product, project};
+use super::codebook::{channels, product, project, subtract};
 use super::section::{CHOL, CODEBOOK, MEAN, ROTATION, WpqParams, WpqQuality, WpqSection};
 use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, SectionKind, object};
 use crate::compute::cpu::row_mean;
-use crate::compute::device::Points;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::stats::kmeans::{self, Init, KMeansFit, KMeansParams};
@@ -86,7 +85,7 @@ impl<'a> HeadFit<'a> {
         let mean = row_mean(kept.view());
         let [kept, held_out] = [kept, held_out].map(|keys| keys - &mean);
         let rotation = directions(states, kept.view(), &metric)?;
-        let projection = project(&metric.chol, &rotation, params.groups());
+        let projection = project(metric.chol.view(), rotation.view(), params.groups());
         let rows = [kept, held_out].map(|keys| grouped(&keys, &projection, params.groups()));
         Ok(Self {
             params,
@@ -99,17 +98,46 @@ impl<'a> HeadFit<'a> {
         })
     }
 
-    /// Clusters the keys of every group and adds the head to the layer's part.
-    fn run(self, part: &mut LayerPart) -> Result<WpqQuality> {
-        let [kept, held_out] = self.rows;
-        let (m, n, dim) = kept.dim();
-        let (params, states) = (self.params, self.states);
-        let mut points = states.device.points(kept)?;
-        let variance = points.square_sum()?.iter().sum::<f64>() / n as f64;
+    /// Clusters the keys of every group, and what is left of them in the second stage, and adds the head to the layer's part.
+    fn run(mut self, part: &mut LayerPart) -> Result<WpqQuality> {
+        let (_, n, _) = self.rows[0].dim();
+        let variance = self.rows[0].iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / n as f64;
         if !variance.is_finite() {
             return Err(Error::failed("a whitened key is not finite").hint(OUTLIERS));
         }
-        let seed = |group| head_seed(params.seed, states.layer, self.head * m + group);
+        let (mut words, mut last) = (Vec::new(), StageDone::default());
+        for stage in 0..self.params.stages {
+            let done = self.stage(stage, &mut words)?;
+            last = StageDone {
+                iterations: done.iterations.max(last.iterations),
+                unused_codewords: done.unused_codewords + last.unused_codewords,
+                ..done
+            };
+        }
+        part.put(CODEBOOK, &words);
+        part.put(MEAN, &self.mean.to_vec());
+        part.put(CHOL, &self.metric.chol.into_iter().collect::<Vec<_>>());
+        part.put(ROTATION, &self.rotation.into_iter().collect::<Vec<_>>());
+        let held_out = self.rows[1].len_of(Axis(1));
+        let [inertia, held_out_inertia] = last.inertia;
+        Ok(WpqQuality {
+            inertia: inertia / n as f64,
+            held_out_inertia: (held_out > 0).then(|| held_out_inertia / held_out as f64),
+            variance,
+            iterations: last.iterations,
+            unused_codewords: last.unused_codewords,
+            condition: self.metric.condition,
+            eps: self.metric.eps,
+            keys: n,
+        })
+    }
+
+    /// Clusters what is left of the keys, appends the words as they are stored, and subtracts them.
+    fn stage(&mut self, stage: usize, words: &mut Vec<f16>) -> Result<StageDone> {
+        let (m, n, dim) = self.rows[0].dim();
+        let (params, states) = (self.params, self.states);
+        let first = (self.head * params.stages + stage) * m;
+        let seed = |group| head_seed(params.seed, states.layer, first + group);
         let seeds: Vec<u64> = (0..m).map(seed).collect();
         let kmeans = KMeansParams {
             size: params.words.min(n),
@@ -118,36 +146,48 @@ impl<'a> HeadFit<'a> {
             init: Init::KMeansPlusPlus,
             seed: params.seed,
         };
+        let mut points = states.device.points(self.rows[0].clone())?;
         let fits = kmeans::cluster(points.as_mut(), &kmeans, &seeds, &mut |_, _| interrupt::flow())?;
         let stored = stored(&fits, params.words, dim)?;
-        let (inertia, unused_codewords) = assigned(points.as_mut(), stored.view())?;
-        drop(points);
-        let held_out_inertia = match held_out.len_of(Axis(1)) {
-            0 => None,
-            n => {
-                let mut points = states.device.points(held_out)?;
-                Some(assigned(points.as_mut(), stored.view())?.0 / n as f64)
-            }
-        };
-        part.put(
-            CODEBOOK,
-            &stored.mapv(f16::from_f32).into_iter().collect::<Vec<_>>(),
-        );
-        part.put(MEAN, &self.mean.to_vec());
-        part.put(CHOL, &self.metric.chol.into_iter().collect::<Vec<_>>());
-        part.put(ROTATION, &self.rotation.into_iter().collect::<Vec<_>>());
+        words.extend(stored.iter().map(|v| f16::from_f32(*v)));
         let passes = fits.iter().map(|fit| fit.inertia.len().saturating_sub(1));
-        Ok(WpqQuality {
-            inertia: inertia / n as f64,
-            held_out_inertia,
-            variance,
+        let mut done = StageDone {
             iterations: passes.max().unwrap_or(0),
-            unused_codewords,
-            condition: self.metric.condition,
-            eps: self.metric.eps,
-            keys: n,
-        })
+            ..StageDone::default()
+        };
+        drop(fits);
+        for (i, rows) in self
+            .rows
+            .iter_mut()
+            .enumerate()
+            .filter(|(_, rows)| !rows.is_empty())
+        {
+            if i == 1 {
+                points = states.device.points(rows.clone())?;
+            }
+            points.assign(stored.view())?;
+            let groups = points.assignment()?;
+            done.inertia[i] = groups.iter().map(|group| group.inertia).sum();
+            if i == 0 {
+                let counts = groups.iter().flat_map(|group| &group.counts);
+                done.unused_codewords = counts.filter(|count| **count == 0).count();
+            }
+            for (j, rows) in rows.outer_iter_mut().enumerate() {
+                subtract(rows, &points.clusters(j)?.codes, stored.index_axis(Axis(0), j));
+            }
+        }
+        Ok(done)
     }
+}
+
+/// What a stage reports.
+#[derive(Default)]
+struct StageDone {
+    /// Sum of the squared errors of the keys of the fit, and of held-out keys.
+    inertia: [f64; 2],
+    iterations: usize,
+    /// Words that no key of the fit is nearest to.
+    unused_codewords: usize,
 }
 
 /// Returns the principal directions of centred keys `[n,d]` in the metric as columns, the largest variance first,
@@ -202,14 +242,4 @@ fn stored(fits: &[KMeansFit], words: usize, dim: usize) -> Result<Array3<f32>> {
         return Err(Error::failed("a codeword is outside the range of f16").hint(OUTLIERS));
     }
     Ok(stored)
-}
-
-/// Assigns the rows of every group to its words, `[m,words,dim]`. Returns the sum of the squared errors over all groups,
-/// and the number of words that no row is nearest to.
-fn assigned(points: &mut dyn Points, words: ArrayView3<f32>) -> Result<(f64, usize)> {
-    points.assign(words)?;
-    let groups = points.assignment()?;
-    let counts = groups.iter().flat_map(|group| &group.counts);
-    let unused = counts.filter(|count| **count == 0).count();
-    Ok((groups.iter().map(|group| group.inertia).sum(), unused))
 }

@@ -1,60 +1,111 @@
-//! The choice of a step from estimated attention.
+//! Estimated scores of keys: sums of table entries over the numbers of a code.
 
-use ndarray::Array2;
+use crate::compute::signs::{self, PATTERNS};
 
-use super::codebook::{BYTES, WordScores};
-use crate::compute::layout::elements_mut;
-use crate::compute::products::all_products;
-use crate::compute::simd;
-use crate::method::Step;
-use crate::method::best::largest;
+/// Number of values of a byte.
+const BYTES: usize = 256;
 
-/// Returns the exact scores of a step's queries with the static set, which is attended in any case: `[r,positions]`.
-pub(super) fn static_scores(step: &Step) -> Array2<f32> {
-    let outside = |p: &usize| !step.candidates.contains(p);
-    let positions: Vec<u32> = step.visible.clone().filter(outside).map(|p| p as u32).collect();
-    let scale = 1.0 / (step.q_rope.ncols() as f32).sqrt();
-    all_products(step.q_rope, scale, step.kv.keys(), &positions)
+/// The scores of one step's queries with all words.
+pub(super) struct WordScores {
+    /// The score of the mean key, `[r]`.
+    pub mean: Vec<f32>,
+    /// The scores of the words, per stage and query head.
+    pub stages: Vec<Vec<WordTable>>,
 }
 
-/// Estimates the scores of the keys with these codes, `[n,width]`: `[r,n]`.
-///
-/// # Numerics
-/// f32, the bytes in order.
-pub(super) fn estimate(words: &WordScores, codes: &[u8]) -> Array2<f32> {
-    let r = words.mean.len();
-    let width = words.bytes.len() / (BYTES * r);
-    let mut scores = Array2::zeros((r, codes.len() / width));
-    for (a, mut scores) in scores.rows_mut().into_iter().enumerate() {
-        let table: Vec<f32> = words.bytes.iter().skip(a).step_by(r).copied().collect();
-        for (score, code) in scores.iter_mut().zip(codes.chunks_exact(width)) {
-            let cells = code.iter().zip(table.chunks_exact(BYTES));
-            let sum = |sum, (byte, table): (&u8, &[f32])| sum + table[usize::from(*byte)];
-            *score = cells.fold(words.mean[a], sum);
-        }
-    }
-    scores
+/// The scores of the words of one stage for one query.
+pub(super) enum WordTable {
+    /// Groups of 16 words: entries rounded to u8 at a common step, of which a scan forms sums.
+    Rounded(Rounded),
+    /// Groups of 256 words: `[m,256]`.
+    Exact(Vec<f32>),
 }
 
-/// Chooses the `budget` candidates with the largest estimated probability, summed over the query heads; the lower place on
-/// ties.
-///
-/// # Shapes
-/// scores `[r,n]`, estimated; fixed `[r,positions]`, exact, of the static set.
-///
-/// # Numerics
-/// Probabilities in f32, their sum over query heads in f64.
-pub(super) fn choose(mut scores: Array2<f32>, mut fixed: Array2<f32>, budget: usize) -> Vec<u32> {
-    let mut mass = vec![0.0f64; scores.ncols()];
-    for (mut row, mut fixed) in scores.rows_mut().into_iter().zip(fixed.rows_mut()) {
-        let (row, fixed) = (elements_mut(&mut row), elements_mut(&mut fixed));
-        let max = simd::max(row).max(simd::max(fixed));
-        simd::exp_shifted(row, max);
-        simd::exp_shifted(fixed, max);
-        let sum = simd::sum(row) + simd::sum(fixed);
-        for (mass, x) in mass.iter_mut().zip(&*row) {
-            *mass += f64::from(*x) / sum;
+/// Entries `least + step q` with q from 0 to 255; `least` is summed over the groups.
+pub(super) struct Rounded {
+    tables: signs::Tables,
+    least: f32,
+    step: f32,
+}
+
+impl WordTable {
+    /// Makes a table of the scores of m groups, `[m,words]`.
+    pub fn new(scores: Vec<f32>, words: usize) -> Self {
+        match words {
+            PATTERNS => Self::Rounded(Rounded::of(scores.as_chunks().0)),
+            _ => Self::Exact(scores),
         }
     }
-    largest(&mass, budget)
+
+    /// Adds the sum of the entries of each code, `[n,width]`, to `out` `[n]`.
+    pub fn add(&self, codes: &[u8], out: &mut [f32]) {
+        match self {
+            Self::Rounded(rounded) => rounded.add(codes, out),
+            Self::Exact(table) => {
+                let width = table.len() / BYTES;
+                for (out, code) in out.iter_mut().zip(codes.chunks_exact(width)) {
+                    let cells = code.iter().zip(table.as_chunks::<BYTES>().0);
+                    *out += cells.map(|(byte, table)| table[usize::from(*byte)]).sum::<f32>();
+                }
+            }
+        }
+    }
+}
+
+impl Rounded {
+    /// Codes that are summed together; their sums stay in the cache.
+    const CHUNK: usize = 4096;
+
+    /// Rounds scores, `[m,16]`, to the nearest of 256 values of the widest group.
+    ///
+    /// # Numerics
+    /// An entry is off by at most half a step. Scores that are not finite give scores that mean nothing.
+    fn of(groups: &[[f32; PATTERNS]]) -> Self {
+        let least = |table: &[f32; PATTERNS]| table.iter().copied().fold(f32::INFINITY, f32::min);
+        let largest = |table: &[f32; PATTERNS]| table.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let ranges = groups.iter().map(|table| largest(table) - least(table));
+        let step = ranges.fold(0.0, f32::max) / 255.0;
+        let inverse = if step > 0.0 { 1.0 / step } else { 0.0 };
+        let tables: Vec<[u8; PATTERNS]> = groups
+            .iter()
+            .map(|table| table.map(|x| ((x - least(table)) * inverse).round() as u8))
+            .collect();
+        Self {
+            tables: signs::Tables::new(&tables),
+            least: groups.iter().map(least).sum(),
+            step,
+        }
+    }
+
+    fn add(&self, codes: &[u8], out: &mut [f32]) {
+        let width = codes.len() / out.len().max(1);
+        let mut sums = [0; Self::CHUNK];
+        for (codes, out) in codes
+            .chunks((Self::CHUNK * width).max(1))
+            .zip(out.chunks_mut(Self::CHUNK))
+        {
+            let sums = &mut sums[..out.len()];
+            self.tables.sums(codes, sums);
+            for (out, sum) in out.iter_mut().zip(sums) {
+                *out += self.least + self.step * f32::from(*sum);
+            }
+        }
+    }
+}
+
+impl WordScores {
+    /// Estimates the scores of n keys from the codes of their first stages, `[n,width]` each: `[r,n]`.
+    ///
+    /// # Numerics
+    /// f32, the stages in order.
+    pub fn estimate(&self, n: usize, codes: &[&[u8]]) -> Vec<Vec<f32>> {
+        let of = |(a, mean): (usize, &f32)| {
+            let mut out = vec![*mean; n];
+            for (stage, codes) in self.stages.iter().zip(codes) {
+                stage[a].add(codes, &mut out);
+            }
+            out
+        };
+        self.mean.iter().enumerate().map(of).collect()
+    }
 }

@@ -39,16 +39,18 @@ pub(super) struct WpqParams {
     pub bits: usize,
     /// Words of each group: 16 or 256.
     pub words: usize,
+    /// Stages, one or two: the second encodes what the first leaves of a key.
+    pub stages: usize,
     /// Most k-means passes.
     pub iterations: usize,
-    /// Seeds k-means, per layer, head and group.
+    /// Seeds k-means, per layer, head, stage and group.
     pub seed: u64,
 }
 
 impl WpqParams {
-    /// Returns the number of groups, m.
+    /// Returns the number of groups of a stage, m.
     pub fn groups(&self) -> usize {
-        self.bits / self.words.trailing_zeros().max(1) as usize
+        self.bits / self.stages.max(1) / self.words.trailing_zeros().max(1) as usize
     }
 
     /// Returns the channels of each group for keys of `d`; the last channel may stay empty in some groups.
@@ -70,7 +72,7 @@ impl WpqParams {
     }
 
     fn is_valid(&self) -> bool {
-        [16, 32, 64].contains(&self.bits) && [16, 256].contains(&self.words)
+        [16, 32, 64].contains(&self.bits) && [16, 256].contains(&self.words) && [1, 2].contains(&self.stages)
     }
 }
 
@@ -82,8 +84,12 @@ struct WpqFlags {
     #[arg(long, value_name = "BITS", default_value = "64", value_parser = PossibleValuesParser::new(["16", "32", "64", NONE]))]
     wpq_bits: String,
     /// wpq: words of each group of channels; a code has a 4-bit or an 8-bit number of a word for each group
-    #[arg(long, value_name = "N", default_value = "256", value_parser = PossibleValuesParser::new(["16", "256"]))]
+    #[arg(long, value_name = "N", default_value = "16", value_parser = PossibleValuesParser::new(["16", "256"]))]
     wpq_words: String,
+    /// wpq: stages of a code; with two, half of its bits encode what the other half leave of a key, and only the best keys
+    /// by the first half are scored by both
+    #[arg(long, value_name = "N", default_value = "2", value_parser = PossibleValuesParser::new(["1", "2"]))]
+    wpq_stages: String,
     /// wpq: most k-means passes
     #[arg(long, value_name = "N", default_value_t = 25, value_parser = parse_count)]
     wpq_iterations: usize,
@@ -95,6 +101,7 @@ impl WpqFlags {
         Some(WpqParams {
             bits: self.wpq_bits.parse().ok()?,
             words: self.wpq_words.parse().ok()?,
+            stages: self.wpq_stages.parse().ok()?,
             iterations: self.wpq_iterations,
             seed,
         })
@@ -178,12 +185,12 @@ impl SectionKind for WpqSection {
         let p: WpqParams = parse("sections.wpq", params)?;
         if !p.is_valid() {
             return Err(Error::failed(
-                "`sections.wpq` has `bits` or `words` that are not valid",
+                "`sections.wpq` has `bits`, `words` or `stages` that are not valid",
             ));
         }
         let (l, g, d) = (sizes.n_layers, sizes.n_kv_heads, sizes.head_dim);
         Ok(vec![
-            Spec::new::<f16>(CODEBOOK, &[l, g, p.groups(), p.words, p.group_dim(d)]),
+            Spec::new::<f16>(CODEBOOK, &[l, g, p.stages, p.groups(), p.words, p.group_dim(d)]),
             Spec::new::<f32>(MEAN, &[l, g, d]),
             Spec::new::<f32>(CHOL, &[l, g, d, d]),
             Spec::new::<f32>(ROTATION, &[l, g, d, d]),
@@ -218,8 +225,9 @@ impl SectionKind for WpqSection {
     fn describe(&self, section: &SectionView) -> Result<String> {
         let p: WpqParams = section.params()?;
         Ok(format!(
-            "{} bits per key: {} groups of {} words, at most {} k-means passes, seed {}",
+            "{} bits per key: {} of {} groups of {} words, at most {} k-means passes, seed {}",
             p.bits,
+            if p.stages == 1 { "one stage" } else { "two stages" },
             p.groups(),
             p.words,
             p.iterations,

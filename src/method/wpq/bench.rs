@@ -1,0 +1,47 @@
+//! Benchmarks of wpq on random words.
+
+use std::sync::Arc;
+
+use ndarray::{Array1, Array2, Array4};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::{HeadCodebook, Wpq};
+use crate::compute::signs::PATTERNS;
+use crate::error::Result;
+use crate::kv::KvType;
+use crate::method::bench::{Bench, Fill, NewHead, TimedLayer};
+use crate::method::params::MethodParams;
+
+/// Bytes of a key's code in each of two stages, as `calibrate` makes them by default.
+const WIDTH: usize = 4;
+
+/// Benchmarks on random words, without whitening.
+pub(super) struct WpqBench;
+
+impl Bench for WpqBench {
+    fn reads_rows(&self, _: KvType) -> bool {
+        false
+    }
+
+    fn index_bytes(&self, layer: &TimedLayer) -> usize {
+        layer.sequences * layer.kv_heads * layer.context * WIDTH
+    }
+
+    fn heads(&self, layer: &TimedLayer, _: &MethodParams) -> Result<Box<NewHead>> {
+        let codebook = Arc::new(codebook(layer)?);
+        Ok(Box::new(move |_, _| {
+            (Box::new(Wpq::new(Arc::clone(&codebook))), Fill::Keys)
+        }))
+    }
+}
+
+/// Makes a random quantiser.
+fn codebook(layer: &TimedLayer) -> Result<HeadCodebook> {
+    let (d, groups) = (layer.head_dim, 2 * WIDTH);
+    let mut rng = ChaCha8Rng::seed_from_u64(layer.seed);
+    let shape = (2, groups, PATTERNS, d.div_ceil(groups));
+    let words = Array4::from_shape_simple_fn(shape, || rng.r#gen::<f32>() * 2.0 - 1.0);
+    let eye = Array2::eye(d);
+    HeadCodebook::new(words.view(), Array1::zeros(d).view(), eye.view(), eye.view())
+}

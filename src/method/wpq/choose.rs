@@ -1,0 +1,108 @@
+//! The choice of a step from estimated attention.
+
+use ndarray::{Array2, ArrayView1};
+
+use super::scores::WordScores;
+use crate::compute::products::all_products;
+use crate::compute::simd;
+use crate::method::Step;
+use crate::method::best::largest;
+
+/// Keys that the second stage scores, per key of the budget.
+pub(super) const REFINED: usize = 4;
+
+/// Returns the exact scores of a step's queries with the static set, which is attended in any case: `[r,positions]`.
+pub(super) fn static_scores(step: &Step) -> Array2<f32> {
+    let outside = |p: &usize| !step.candidates.contains(p);
+    let positions: Vec<u32> = step.visible.clone().filter(outside).map(|p| p as u32).collect();
+    let scale = 1.0 / (step.q_rope.ncols() as f32).sqrt();
+    all_products(step.q_rope, scale, step.kv.keys(), &positions)
+}
+
+/// Returns the number of keys that the second stage scores.
+pub(super) fn refined(budget: usize, n: usize) -> usize {
+    n.min(budget.saturating_mul(REFINED))
+}
+
+/// Chooses the `budget` candidates with the largest estimated probability, summed over the query heads; the lower place on
+/// ties. With two stages, the best [`refined`] by the first are scored again with both, and chosen from.
+///
+/// # Shapes
+/// codes `[n,width]` per stage; fixed `[r,positions]`, the exact scores of the static set.
+///
+/// # Numerics
+/// Probabilities in f32, their denominators in f64.
+pub(super) fn choose(
+    words: &WordScores,
+    codes: &[&[u8]],
+    width: usize,
+    fixed: &Array2<f32>,
+    budget: usize,
+) -> Vec<u32> {
+    let n = codes[0].len() / width;
+    let first = words.estimate(n, &codes[..1]);
+    let mut all: Vec<Softmax> = fixed.outer_iter().map(Softmax::new).collect();
+    let mass = masses(&mut all, first.clone());
+    if codes.len() == 1 {
+        return largest(&mass, budget);
+    }
+    let places = largest(&mass, refined(budget, n));
+    for (all, first) in all.iter_mut().zip(&first) {
+        all.remove(places.iter().map(|p| first[*p as usize]).collect());
+    }
+    let gathered: Vec<Vec<u8>> = codes.iter().map(|codes| gather(codes, width, &places)).collect();
+    let gathered: Vec<&[u8]> = gathered.iter().map(Vec::as_slice).collect();
+    let mass = masses(&mut all, words.estimate(places.len(), &gathered));
+    let best = largest(&mass, budget).into_iter();
+    best.map(|i| places[i as usize]).collect()
+}
+
+/// Returns the codes, `[n,width]`, at some places.
+fn gather(codes: &[u8], width: usize, places: &[u32]) -> Vec<u8> {
+    let row = |p: &u32| &codes[*p as usize * width..][..width];
+    places.iter().flat_map(row).copied().collect()
+}
+
+/// Adds the scores `[r,n]` to the softmax of each query head; returns their probabilities, summed over the heads.
+fn masses(all: &mut [Softmax], scores: Vec<Vec<f32>>) -> Vec<f32> {
+    let mut mass = vec![0.0; scores.first().map_or(0, Vec::len)];
+    for (all, mut scores) in all.iter_mut().zip(scores) {
+        all.add(&mut scores);
+        simd::axpy((1.0 / all.sum) as f32, &scores, &mut mass);
+    }
+    mass
+}
+
+/// The denominator of a softmax: the sum of `exp(score - shift)`.
+struct Softmax {
+    shift: f32,
+    sum: f64,
+}
+
+impl Softmax {
+    fn new(scores: ArrayView1<f32>) -> Self {
+        let mut empty = Self {
+            shift: f32::NEG_INFINITY,
+            sum: 0.0,
+        };
+        empty.add(&mut scores.to_vec());
+        empty
+    }
+
+    /// Adds scores, and turns each into `exp(score - shift)` with the new shift, the largest score so far.
+    fn add(&mut self, scores: &mut [f32]) {
+        let shift = simd::max(scores).max(self.shift);
+        if shift > f32::NEG_INFINITY {
+            self.sum *= f64::from(self.shift - shift).exp();
+            self.shift = shift;
+            simd::exp_shifted(scores, shift);
+            self.sum += simd::sum(scores);
+        }
+    }
+
+    /// Removes scores that were added.
+    fn remove(&mut self, mut scores: Vec<f32>) {
+        simd::exp_shifted(&mut scores, self.shift);
+        self.sum = (self.sum - simd::sum(&scores)).max(0.0);
+    }
+}
