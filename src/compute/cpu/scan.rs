@@ -60,7 +60,7 @@ impl Panels {
 }
 
 /// The best and the second-best score of one row.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct BestTwo {
     /// The centroid with the highest score, the lowest number on ties; 0 if there are no centroids.
     pub(super) id: u32,
@@ -102,24 +102,57 @@ impl LaneBests {
         }
     }
 
+    #[expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]
+    #[inline(always)]
     fn finish(&self, ids: &[u32]) -> BestTwo {
-        let mut slot = u32::MAX;
-        let (mut score, mut second) = (f32::NEG_INFINITY, f32::NEG_INFINITY);
+        let score = largest(self.best);
+        let mut slots = [u32::MAX; PANEL];
         for l in 0..PANEL {
-            let (s, at) = (self.best[l], self.panel[l] * PANEL as u32 + l as u32);
-            if s > score || (s == score && at < slot) {
-                second = score.max(self.second[l]);
-                (score, slot) = (s, at);
+            let at = self.panel[l] * PANEL as u32 + l as u32;
+            slots[l] = if self.best[l] == score { at } else { u32::MAX };
+        }
+        let slot = least(slots);
+        let mut others = self.best;
+        for l in 0..PANEL {
+            others[l] = if slots[l] == slot {
+                self.second[l]
             } else {
-                second = second.max(s);
-            }
+                others[l]
+            };
         }
         BestTwo {
             id: ids.get(slot as usize).copied().unwrap_or(0),
             score,
-            second,
+            second: largest(others),
         }
     }
+}
+
+/// Returns the largest of the lanes, compared by halves.
+#[inline(always)]
+fn largest(mut lanes: [f32; PANEL]) -> f32 {
+    let mut width = PANEL / 2;
+    while width > 0 {
+        for l in 0..width {
+            let other = lanes[l + width];
+            lanes[l] = if other > lanes[l] { other } else { lanes[l] };
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// Returns the least of the lanes, compared by halves.
+#[inline(always)]
+fn least(mut lanes: [u32; PANEL]) -> u32 {
+    let mut width = PANEL / 2;
+    while width > 0 {
+        for l in 0..width {
+            lanes[l] = lanes[l].min(lanes[l + width]);
+        }
+        width /= 2;
+    }
+    lanes[0]
 }
 
 /// The buffers of one worker; `out` holds the results of its last scan.
@@ -176,8 +209,11 @@ fn scan_tiles<const R: usize, const FMA: bool>(
         }
     }
     out.clear();
-    let bests = lanes.iter().take(rows.len());
-    out.extend(bests.map(|lanes| lanes.finish(&panels.ids)));
+    out.resize(rows.len(), BestTwo::default());
+    // A loop, since a closure would be compiled without the instruction set.
+    for (out, lanes) in out.iter_mut().zip(lanes.iter()) {
+        *out = lanes.finish(&panels.ids);
+    }
 }
 
 #[expect(clippy::needless_range_loop, reason = "iterators keep it from vectorising")]
