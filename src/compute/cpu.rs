@@ -28,7 +28,7 @@ use super::gemm;
 use super::layout::elements;
 use crate::error::Result;
 use assign::{Assigned, absorb, reassign};
-pub(crate) use assign::{CHUNK, search};
+pub(crate) use assign::{CHUNK, distances_to, search};
 pub(crate) use scan::Panels;
 use scan::row;
 

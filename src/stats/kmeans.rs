@@ -28,7 +28,7 @@ use linfa::traits::{Fit, PredictInplace};
 use ndarray::{Array1, Array2, ArrayBase, ArrayView2, Axis, Data, Ix2};
 use rayon::prelude::*;
 
-use crate::compute::cpu::{CHUNK, Cpu, Panels, search};
+use crate::compute::cpu::{CHUNK, Cpu, Panels, distances_to, search};
 use crate::compute::device::{Assignment, Clusters, Device, Points};
 use crate::compute::layout::elements;
 use crate::error::Error;
@@ -174,21 +174,29 @@ impl Codebook {
     /// # Panics
     /// If the lengths differ, if `d` differs from the codebook's, or if the codebook is empty.
     pub fn nearest(&self, points: ArrayView2<f32>, codes: &mut [u32], distances: &mut [f32]) {
+        self.codes(points, codes);
+        assert_eq!(distances.len(), codes.len(), "distances of the points");
+        let dim = points.ncols();
+        let points = points.as_standard_layout();
+        let (x, centroids) = (elements(&points), elements(&self.centroids));
+        let out = codes.par_chunks(CHUNK).zip(distances.par_chunks_mut(CHUNK));
+        let chunks = x.par_chunks(CHUNK * dim).zip(out);
+        chunks.for_each(|(x, (codes, distances))| distances_to(x, dim, centroids, codes, distances));
+    }
+
+    /// Finds the nearest centroid of every row as [`Self::nearest`] does, without its distance.
+    ///
+    /// # Panics
+    /// If the lengths differ, if `d` differs from the codebook's, or if the codebook is empty.
+    pub fn codes(&self, points: ArrayView2<f32>, codes: &mut [u32]) {
         let (n, dim) = points.dim();
         assert!(!self.centroids.is_empty(), "a codebook without centroids");
         assert_eq!(dim, self.centroids.ncols(), "coordinates of points and centroids");
-        assert_eq!(
-            (codes.len(), distances.len()),
-            (n, n),
-            "codes and distances of the points"
-        );
+        assert_eq!(codes.len(), n, "codes of the points");
         let points = points.as_standard_layout();
-        let (x, centroids) = (elements(&points), elements(&self.centroids));
-        let out = codes.par_chunks_mut(CHUNK).zip(distances.par_chunks_mut(CHUNK));
-        let chunks = x.par_chunks(CHUNK * dim).zip(out);
-        chunks.for_each(|(x, (codes, distances))| {
-            search(x, dim, centroids, &self.panels, codes, distances);
-        });
+        let chunks = elements(&points).par_chunks(CHUNK * dim);
+        let chunks = chunks.zip(codes.par_chunks_mut(CHUNK));
+        chunks.for_each(|(x, codes)| search(x, &self.panels, codes));
     }
 }
 

@@ -108,21 +108,19 @@ pub(super) fn reassign(x: &[f32], dim: usize, rows: &mut [Assigned], centroids: 
     });
 }
 
-/// Finds the nearest centroid of each row of a chunk `x`, `[.., d]`, and its squared distance.
-pub(crate) fn search(
-    x: &[f32],
-    dim: usize,
-    centroids: &[f32],
-    panels: &Panels,
-    codes: &mut [u32],
-    distances: &mut [f32],
-) {
+/// Finds the nearest centroid of each row of a chunk `x`, `[.., d]`.
+pub(crate) fn search(x: &[f32], panels: &Panels, codes: &mut [u32]) {
     let mut scratch = ScanScratch::default();
     let rows: Vec<u32> = (0..codes.len() as u32).collect();
     scan(x, &rows, panels, &mut scratch);
-    let out = codes.iter_mut().zip(distances);
-    for ((x, best), (code, distance)) in x.chunks_exact(dim).zip(&scratch.out).zip(out) {
+    for (code, best) in codes.iter_mut().zip(&scratch.out) {
         *code = best.id;
-        *distance = squared_distance(x, row(centroids, best.id, dim));
+    }
+}
+
+/// Computes the squared distances of the rows of a chunk `x`, `[.., d]`, to the centroids that their codes name.
+pub(crate) fn distances_to(x: &[f32], dim: usize, centroids: &[f32], codes: &[u32], distances: &mut [f32]) {
+    for ((x, code), distance) in x.chunks_exact(dim).zip(codes).zip(distances) {
+        *distance = squared_distance(x, row(centroids, *code, dim));
     }
 }

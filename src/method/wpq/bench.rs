@@ -9,7 +9,6 @@ use rand_chacha::ChaCha8Rng;
 use super::{HeadCodebook, Wpq};
 use crate::compute::signs::PATTERNS;
 use crate::error::Result;
-use crate::kv::KvType;
 use crate::method::bench::{Bench, Fill, NewHead, TimedLayer};
 use crate::method::params::MethodParams;
 
@@ -20,10 +19,6 @@ const WIDTH: usize = 4;
 pub(super) struct WpqBench;
 
 impl Bench for WpqBench {
-    fn reads_rows(&self, _: KvType) -> bool {
-        false
-    }
-
     fn index_bytes(&self, layer: &TimedLayer) -> usize {
         layer.sequences * layer.kv_heads * layer.context * WIDTH
     }

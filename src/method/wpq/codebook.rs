@@ -156,6 +156,13 @@ impl HeadCodebook {
     /// Encodes rotated keys, `[n,d]`. The code of a stage has the numbers of the nearest words in the order of the groups, of
     /// 4-bit numbers the first of a pair in the low bits. The lowest number wins ties. Per stage `[n,width]`.
     pub fn encode(&self, k_rope: ArrayView2<f32>) -> Vec<Vec<u8>> {
+        let rows = k_rope.axis_chunks_iter(Axis(0), ROWS).into_par_iter();
+        let chunks: Vec<Vec<Vec<u8>>> = rows.map(|rows| self.encode_rows(rows)).collect();
+        let of = |stage: usize| chunks.iter().flat_map(|chunk| &chunk[stage]).copied();
+        (0..self.stages()).map(|stage| of(stage).collect()).collect()
+    }
+
+    fn encode_rows(&self, k_rope: ArrayView2<f32>) -> Vec<Vec<u8>> {
         let mut left = product((&k_rope - &self.mean).view(), self.projection.view());
         let stages = self.stages.iter();
         stages.map(|stage| stage.encode(&mut left)).collect()
@@ -191,10 +198,10 @@ impl Stage {
         let (n, width, word_bits) = (left.nrows(), self.width(), self.words().trailing_zeros() as usize);
         let per_byte = 8 / word_bits;
         let mut out = vec![0; n * width];
-        let (mut codes, mut distances) = (vec![0; n], vec![0.0; n]);
+        let mut codes = vec![0; n];
         for (j, group) in self.groups.iter().enumerate() {
             let mut own = left.slice_mut(s![.., channels(j, group.centroids().ncols())]);
-            group.nearest(own.view(), &mut codes, &mut distances);
+            group.codes(own.view(), &mut codes);
             subtract(own.view_mut(), &codes, group.centroids().view());
             let bytes = out.iter_mut().skip(j / per_byte).step_by(width);
             let shift = j % per_byte * word_bits;
@@ -217,6 +224,7 @@ impl Stage {
 /// Subtracts from each row the centroid that its code names.
 pub(super) fn subtract(mut rows: ArrayViewMut2<f32>, codes: &[u32], centroids: ArrayView2<f32>) {
     for (mut row, code) in rows.outer_iter_mut().zip(codes) {
-        row -= &centroids.row(*code as usize);
+        let centroid = centroids.row(*code as usize);
+        row.iter_mut().zip(centroid).for_each(|(x, c)| *x -= c);
     }
 }

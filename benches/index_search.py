@@ -1,0 +1,354 @@
+"""Compares indexes of keys at equal bytes read, outside kvsmith: what `wpq` is made of, and what was tried beside it.
+
+Two dumps of one model are needed: one to calibrate on, and one of other text with queries and values, in long blocks:
+
+    kvsmith dump --model MODEL --text calib.txt --seq-len 8192 --queries -o CALIB
+    kvsmith dump --model MODEL --text other.txt --seq-len 8192 --holdout 0 --queries --values -o OTHER
+    python benches/index_search.py CALIB OTHER --layers 3,9,15,21,27
+
+Every index chooses the positions that 12 late queries of each block attend, besides 4 sinks and the last 64. The error is
+that of the attention's output after the layer's output projection is left out: |o - o_full|^2 / |o_full|^2 over the query
+heads of a layer, averaged over steps, heads and layers. Needs numpy and faiss-cpu.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import faiss
+import numpy as np
+
+SINKS, WINDOW, STEPS, ITERATIONS = 4, 64, 12, 15
+SHARES = (0.05, 0.1)
+FRACTIONS = np.array([0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.15, 0.2])
+THRESHOLDS = 2.0 ** -np.arange(2, 16, 0.5)
+TYPES = {"F32": np.float32, "F64": np.float64, "U8": np.uint8, "U32": np.uint32, "U64": np.uint64}
+
+
+def tensors(path):
+    """Reads a safetensors file; bf16 becomes f32."""
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    out = {}
+    for name, tensor in json.loads(raw[8 : 8 + size]).items():
+        if name == "__metadata__":
+            continue
+        start, end = (8 + size + x for x in tensor["data_offsets"])
+        if tensor["dtype"] == "BF16":
+            wide = np.frombuffer(raw[start:end], np.uint16).astype(np.uint32) << 16
+            values = wide.view(np.float32)
+        else:
+            values = np.frombuffer(raw[start:end], TYPES[tensor["dtype"]])
+        out[name] = values.reshape(tensor["shape"])
+    return out
+
+
+def rotate(x, positions, theta):
+    """Applies RoPE in halves to rows [..., n, d]."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None] * theta ** (-np.arange(half) / half)
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def softmax(x):
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
+
+
+def kmeans(x, words, weights=None):
+    model = faiss.Kmeans(x.shape[1], words, niter=ITERATIONS, seed=1, min_points_per_centroid=1)
+    model.train(np.ascontiguousarray(x), weights=weights)
+    return model.centroids
+
+
+def nearest(x, words):
+    index = faiss.IndexFlatL2(words.shape[1])
+    index.add(np.ascontiguousarray(words))
+    return index.search(np.ascontiguousarray(x), 1)[1][:, 0]
+
+
+class Space:
+    """Coordinates z = (k - mean) L V of keys, in which products with y = q L^-T V are scores."""
+
+    def __init__(self, keys, moment, metric=True, principal=True):
+        d = keys.shape[1]
+        self.mean = keys.mean(0)
+        factor = np.eye(d)
+        if metric:
+            factor = np.linalg.cholesky(moment + 1e-6 * np.trace(moment) / d * np.eye(d))
+        z = (keys - self.mean).astype(np.float64) @ factor
+        if principal:
+            axes = np.linalg.eigh(z.T @ z)[1][:, ::-1]
+        else:
+            axes = np.linalg.qr(np.random.default_rng(1).normal(size=(d, d)))[0]
+        self.keys = (factor @ axes).astype(np.float32)
+        self.queries = (np.linalg.inv(factor).T @ axes / np.sqrt(d)).astype(np.float32)
+
+    def z(self, keys):
+        return (keys - self.mean) @ self.keys
+
+
+class Quantiser:
+    """Words of m groups in one or two stages; the second encodes what the first leaves."""
+
+    def __init__(self, space, keys, m, words, stages=1, weights=None):
+        self.space, self.m, self.stages = space, m, []
+        left = space.z(keys)
+        for _ in range(stages):
+            stage = [kmeans(left[:, j::m], words, weights) for j in range(m)]
+            self.stages.append(stage)
+            self.encode_stage(left, stage)
+        self.bits = [m * int(np.log2(words))] * stages
+        d = keys.shape[1]
+        self.fixed = 2 * words * d * stages + 4 * d * d
+
+    def encode_stage(self, left, stage):
+        codes = []
+        for j, words in enumerate(stage):
+            code = nearest(left[:, j :: self.m], words)
+            left[:, j :: self.m] -= words[code]
+            codes.append(code)
+        return codes
+
+    def encode(self, keys):
+        left = self.space.z(keys)
+        return [self.encode_stage(left, stage) for stage in self.stages]
+
+    def scores(self, q, codes):
+        """The estimates after each stage, [r, n] each."""
+        y = q @ self.space.queries
+        sums = np.repeat((q @ self.space.mean / np.sqrt(q.shape[1]))[:, None], len(codes[0][0]), 1)
+        out = []
+        for stage, code in zip(self.stages, codes):
+            for j, (words, numbers) in enumerate(zip(stage, code)):
+                sums = sums + (y[:, j :: self.m] @ words.T)[:, numbers]
+            out.append(sums)
+        return out
+
+
+class Signs:
+    """Self-Indexing's one-pass centroids: the mean of the keys that share the signs of four channels."""
+
+    def __init__(self, keys):
+        d = keys.shape[1]
+        self.bits, self.fixed = [d], 64 * d
+        centred = (keys - np.median(keys, 0)).reshape(len(keys), d // 4, 4)
+        self.patterns = ((centred > 0) * np.array([1, 2, 4, 8])).sum(-1)
+        self.centroids = np.zeros((d // 4, 16, 4), np.float32)
+        for j in range(d // 4):
+            counts = np.maximum(np.bincount(self.patterns[:, j], minlength=16), 1)
+            for c in range(4):
+                sums = np.bincount(self.patterns[:, j], centred[:, j, c], minlength=16)
+                self.centroids[j, :, c] = sums / counts
+
+    def scores(self, q, n):
+        groups = q.reshape(len(q), -1, 4)
+        tables = np.einsum("rjc,jpc->rjp", groups, self.centroids) / np.sqrt(q.shape[1])
+        return sum(tables[:, j, self.patterns[:n, j]] for j in range(tables.shape[1]))
+
+
+def indexes(keys, moment, weights):
+    """The calibrated indexes of a head, by name."""
+    space = Space(keys, moment)
+    no_metric = Space(keys, moment, metric=False)
+    no_principal = Space(keys, moment, principal=False)
+    out = {
+        "256 words, 8 groups": Quantiser(space, keys, 8, 256),
+        "256 words, 4 groups": Quantiser(space, keys, 4, 256),
+        "16 words, 16 groups": Quantiser(space, keys, 16, 16),
+        "16 words, 8 groups": Quantiser(space, keys, 8, 16),
+        "16 words, 8 groups, two stages": Quantiser(space, keys, 8, 16, 2),
+        "the same without the metric": Quantiser(no_metric, keys, 8, 16, 2),
+        "the same, random rotation": Quantiser(no_principal, keys, 8, 16, 2),
+        "256 words of all channels, two stages": Quantiser(space, keys, 1, 256, 2),
+    }
+    if weights is not None:
+        out["16 words, 8 groups, two stages, weighted"] = Quantiser(space, keys, 8, 16, 2, weights)
+    return out
+
+
+class Step:
+    """What one query group sees: exact attention, and what a choice of positions loses."""
+
+    def __init__(self, q, keys, values):
+        n, d = keys.shape
+        self.scores, self.values = q @ keys.T / np.sqrt(d), values
+        self.p = softmax(self.scores)
+        self.out = self.p @ values
+        self.static = np.r_[0:SINKS, n - WINDOW : n]
+        self.candidates = np.arange(SINKS, n - WINDOW)
+
+    def mass(self, estimate, pooled="softmax"):
+        """The estimated attention of the candidates, summed over the query heads."""
+        if pooled == "mean":
+            return estimate[:, self.candidates].sum(0)
+        mixed = estimate.copy()
+        mixed[:, self.static] = self.scores[:, self.static]
+        return softmax(mixed)[:, self.candidates].sum(0)
+
+    def losses(self, order, counts):
+        """The squared errors of the output with the first positions of an order, and the share that they have lost."""
+        p, values = self.p[:, self.static], self.values[self.static]
+        mass, out, done, losses = p.sum(1), p @ values, 0, []
+        for count in counts:
+            chosen = self.candidates[order[done:count]]
+            mass = mass + self.p[:, chosen].sum(1)
+            out = out + self.p[:, chosen] @ self.values[chosen]
+            done = max(done, count)
+            losses.append(((out / mass[:, None] - self.out) ** 2).sum())
+        return np.array(losses)
+
+    def refined(self, first, second, count, factor=4):
+        """The candidates by both stages: only the best by the first are scored by the second."""
+        rough = np.argsort(-self.mass(first), kind="stable")[: factor * count]
+        mixed = first.copy()
+        mixed[:, self.candidates[rough]] = second[:, self.candidates[rough]]
+        return rough[np.argsort(-self.mass(mixed)[rough], kind="stable")]
+
+
+class Table:
+    """Losses per variant and layer, and what a step reads."""
+
+    def __init__(self, n, d):
+        self.rows, self.thresholds, self.scale, self.reads = {}, {}, {}, {}
+        self.n, self.row = n, 4 * d
+
+    def add(self, layer, name, losses, bits, fixed, rescored=0.0):
+        self.rows.setdefault(name, {}).setdefault(layer, []).append(losses)
+        self.reads[name] = (sum(bits) / 8 / self.row + fixed / self.row / self.n, rescored)
+
+    def error(self, name, fraction):
+        curve = [np.mean(x, 0) / np.mean(self.scale[layer]) for layer, x in self.rows[name].items()]
+        return np.exp(np.interp(np.log(fraction), np.log(FRACTIONS), np.log(np.mean(curve, 0))))
+
+    def fraction(self, name, share):
+        index, rescored = self.reads[name]
+        return (share - (SINKS + WINDOW) / self.n - index) / (1 + rescored)
+
+    def at_threshold(self, name, fraction):
+        layers = self.thresholds[name]
+        error = np.mean([np.mean([x for x, _ in v], 0) / np.mean(self.scale[k]) for k, v in layers.items()], 0)
+        count = np.mean([np.mean([c for _, c in v], 0) for v in layers.values()], 0)
+        return np.exp(np.interp(np.log(fraction), np.log(count + 1e-9), np.log(error)))
+
+    def print(self):
+        heads = " | ".join(f"error at {share:.0%}" for share in SHARES)
+        print(f"| index | bits a key | {heads} |\n|---|---|" + "---|" * len(SHARES))
+        for name in self.rows:
+            index, _ = self.reads[name]
+            cells = []
+            for share in SHARES:
+                fraction = self.fraction(name, share)
+                cells.append(f"{self.error(name, fraction):.4f}" if fraction > FRACTIONS[0] else "cannot")
+                if name in self.thresholds and fraction > FRACTIONS[0]:
+                    cells[-1] += f" ({self.at_threshold(name, fraction):.4f})"
+            print(f"| {name} | {index * self.row * 8:.0f} | " + " | ".join(cells) + " |")
+
+
+def measure(table, layer, step, estimates, bits_and_fixed):
+    """Adds the losses of every index at one step."""
+    counts = (FRACTIONS * len(step.p[0])).astype(int)
+    table.scale.setdefault(layer, []).append((step.out**2).sum())
+
+    def add(name, order, bits, fixed, mass=None):
+        table.add(layer, name, step.losses(order, counts), bits, fixed)
+        if mass is not None:
+            kept = np.searchsorted(-mass[order], -THRESHOLDS, side="right")
+            found = step.losses(order, kept), kept / len(step.p[0])
+            table.thresholds.setdefault(name, {}).setdefault(layer, []).append(found)
+
+    def ranked(name, key, bits, fixed, is_mass=False):
+        add(name, np.argsort(-key, kind="stable"), bits, fixed, key if is_mass else None)
+
+    mass = step.mass(step.scores)
+    norms = np.linalg.norm(step.values[step.candidates], axis=1)
+    ranked("exact", mass, [], 0, True)
+    ranked("exact, times |v|", mass * norms, [], 0)
+    for name, stages in estimates.items():
+        bits, fixed = bits_and_fixed[name]
+        if len(stages) == 1:
+            mass = step.mass(stages[0])
+            ranked(name, mass, bits, fixed, True)
+            if name in ("signs", "16 words, 16 groups"):
+                ranked(f"{name}, mean query", step.mass(stages[0], "mean"), bits, fixed)
+            if name == "16 words, 16 groups":
+                ranked(f"{name}, times |v|", mass * norms, [bits[0] + 8], fixed)
+            continue
+        both = step.mass(stages[1])
+        ranked(f"{name}, all scored by both", both, bits, fixed, True)
+        losses = [step.losses(step.refined(*stages, k), [k])[0] for k in counts]
+        rescored = 4 * bits[1] / 8 / table.row
+        table.add(layer, f"{name}, the best 4 B by both", np.array(losses), bits[:1], fixed, rescored)
+
+
+def attention_of(keys, queries, blocks):
+    """The attention that each key gets from sampled queries of its block, mean 1 per block."""
+    out = np.zeros(keys.shape[0], np.float32)
+    for start, end in blocks:
+        rows = np.linspace((end - start) // 8, end - start - 1, 128).astype(int)
+        for q in queries[:, start:end]:
+            scores = q[rows] @ keys[start:end].T / np.sqrt(keys.shape[1])
+            scores[np.arange(end - start)[None] > rows[:, None]] = -np.inf
+            out[start:end] += softmax(scores).sum(0)
+        out[start:end] /= out[start:end].mean()
+    return out
+
+
+def blocks_of(tokens):
+    starts = [int(x) for x in tokens["block_start"]]
+    ends = starts[1:] + [len(tokens["position"])]
+    return [(a, b) for a, b in zip(starts, ends) if b > a]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("calib", type=Path, help="dump to calibrate on; with --queries for mass-weighted k-means")
+    parser.add_argument("other", type=Path, help="dump of other text, with --queries and --values")
+    parser.add_argument("--layers", required=True, help="layers to measure, such as 3,9,15")
+    parser.add_argument("--theta", type=float, default=100000.0, help="base of the rotary frequencies")
+    args = parser.parse_args()
+    calib, other = tensors(args.calib / "tokens.safetensors"), tensors(args.other / "tokens.safetensors")
+    moments = tensors(args.calib / "moments.safetensors")
+    positions, fit = calib["position"].astype(np.float32), calib["held_out"] == 0
+    length = max(b - a for a, b in blocks_of(other))
+    table = None
+    for layer in (int(x) for x in args.layers.split(",")):
+        own = tensors(args.calib / f"layer-{layer:05d}.safetensors")
+        theirs = tensors(args.other / f"layer-{layer:05d}.safetensors")
+        heads, _, d = own["k_pre"].shape
+        group = theirs["q_pre"].shape[0] // heads
+        table = table or Table(length, d)
+        for head in range(heads):
+            queries = slice(head * group, (head + 1) * group)
+            keys = rotate(own["k_pre"][head], positions, args.theta)
+            weights = None
+            if "q_pre" in own:
+                rotated = rotate(own["q_pre"][queries], positions, args.theta)
+                weights = attention_of(keys, rotated, blocks_of(calib))[fit]
+            moment = moments["sum_qq_rope"][layer, head] / moments["count"][layer, head]
+            calibrated = indexes(keys[fit], moment, weights)
+            for start, end in blocks_of(other):
+                if end - start < length:
+                    continue
+                at = other["position"][start:end].astype(np.float32)
+                k = rotate(theirs["k_pre"][head, start:end], at, args.theta)
+                q = rotate(theirs["q_pre"][queries, start:end], at, args.theta)
+                signs = Signs(k)
+                codes = {name: index.encode(k) for name, index in calibrated.items()}
+                known = {name: (index.bits, index.fixed) for name, index in calibrated.items()}
+                known["signs"] = (signs.bits, signs.fixed)
+                for t in np.linspace(length - 512, length - 1, STEPS).astype(int):
+                    n = t + 1
+                    estimates = {"signs": [signs.scores(q[:, t], n)]}
+                    for name, index in calibrated.items():
+                        cut = [[code[:n] for code in stage] for stage in codes[name]]
+                        estimates[name] = index.scores(q[:, t], cut)
+                    measure(table, layer, Step(q[:, t], k[:n], theirs["v"][head, start:end][:n]), estimates, known)
+        print(f"layer {layer} done", flush=True)
+    table.print()
+
+
+if __name__ == "__main__":
+    main()
