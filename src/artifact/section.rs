@@ -46,6 +46,8 @@ pub struct Facts {
     pub moments: MomentsRead,
     /// Whether the fit reads queries, those of [`Fit::query_rows`].
     pub reads_queries: bool,
+    /// Whether the fit reads values.
+    pub reads_values: bool,
     /// Whether the fit runs on the CPU whatever the device.
     pub cpu_only: bool,
 }
