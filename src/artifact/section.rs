@@ -91,6 +91,12 @@ pub trait SectionKind: Debug + Sync {
     /// Shows the quality reports as the table of `inspect`.
     fn table(&self, reports: &[HeadReport]) -> Result<String>;
 
+    /// Returns whether heads whose calibration keys are all equal are marked, to be attended in full by the method of the
+    /// section.
+    fn marks_constant_heads(&self) -> bool {
+        true
+    }
+
     /// Name in the manifest and prefix of the tensors.
     fn name(&self) -> &'static str {
         self.facts().name

@@ -284,6 +284,9 @@ pub(super) fn fit_layer(
             progress.line(&format!("layer {} head {head}: {line}", states.layer));
         }
     })?;
+    if !fit.kind().marks_constant_heads() {
+        return Ok(part);
+    }
     let (section, layer) = (fit.kind().name(), states.layer);
     let constant = states.constant_heads()?;
     part.mark_constant(&constant);

@@ -123,6 +123,10 @@ impl SectionKind for TailSection {
         }
     }
 
+    fn marks_constant_heads(&self) -> bool {
+        false
+    }
+
     fn fit(&self, _: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>> {
         let sample = Sample::new(input.block_start, input.kept);
         if sample.n_kept() == 0 {
