@@ -296,13 +296,10 @@ fn a_tail_changes_outputs_and_not_choices() {
     let is_paired = |pair: &&Value| pair["methods"] == json!(["topk", "topk+tail"]);
     assert_eq!(pairs.iter().filter(is_paired).count(), 2);
     // The flag is the suffix of every method, and a method gives beside others what it gives alone.
-    let alone = model.eval("--methods wpq,selfindex --budgets 0.1 --tail");
-    for (row, method) in alone["rows"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .zip(["wpq+tail", "selfindex+tail"])
-    {
+    let alone = model.eval("--methods wpq,selfindex,topk,quest --budgets 0.1,1.0 --tail");
+    let rows = alone["rows"].as_array().unwrap().iter().step_by(2);
+    for (row, method) in rows.zip(["wpq+tail", "selfindex+tail", "topk+tail"]) {
+        assert_eq!(row["method"], method);
         for key in ["kl", "output_error", "bytes_read_fraction", "constant_bytes"] {
             assert_eq!(row[key], of(method, 0.1)[key], "{method} {key}");
         }

@@ -82,6 +82,17 @@ pub struct Args {
     reading: Reading,
 }
 
+impl Args {
+    /// Returns a method of `--methods`, with a tail if `--tail` gives every method one.
+    fn named(&self, index: usize) -> Named {
+        let Named { method, tail } = self.methods[index];
+        Named {
+            method,
+            tail: tail || self.reading.tail(),
+        }
+    }
+}
+
 /// Runs `eval`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
@@ -90,12 +101,13 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let decoder = open_model(&args.model, log)?;
     let device = device_for(device, &decoder, global)?;
     let artifact = args.reading.open(&decoder, log)?;
-    let method = |named: &Named| {
-        let Named { method, tail } = *named;
+    let method = |index| {
+        let Named { method, tail } = args.named(index);
         args.reading
             .method(method, tail, artifact.as_ref(), &decoder, global)
     };
-    let methods: Vec<Box<dyn Method>> = args.methods.iter().map(method).collect::<Result<_>>()?;
+    let methods = (0..args.methods.len()).map(method);
+    let methods: Vec<Box<dyn Method>> = methods.collect::<Result<_>>()?;
     let options = args
         .reading
         .options(Budget::Fraction(1.0), artifact.as_ref(), device.as_ref())?;

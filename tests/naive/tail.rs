@@ -187,6 +187,7 @@ pub fn check_tail() {
 
 /// A tail of a single position without a shift is that position: nothing is lost. One of equal keys neither.
 pub fn check_exact_tails() {
+    let mut matters = 0;
     for (seed, alike) in (0..60).flat_map(|seed| [(seed, false), (seed, true)]) {
         let mut case = Case::new(seed);
         case.shifts.fill(Some(0.0));
@@ -223,9 +224,8 @@ pub fn check_exact_tails() {
                 lost = lost.max((own - full).abs());
             }
         }
-        assert!(
-            lost > 1e-4,
-            "seed {seed}: what was left out hardly matters ({lost})"
-        );
+        matters += usize::from(lost > 1e-2);
     }
+    // Else joining nothing would do as well.
+    assert!(matters > 60, "what was left out matters in {matters} cases");
 }

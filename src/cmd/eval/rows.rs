@@ -49,7 +49,7 @@ impl Measurements<'_> {
     }
 
     fn row(&self, planned: &Planned, variant: Option<usize>) -> Result<Value> {
-        let name = self.args.methods[planned.method];
+        let name = self.args.named(planned.method);
         let mut row = json!({
             "method": name.to_string(),
             "budget": planned.budget.map(|budget| budget.value()),
@@ -96,7 +96,7 @@ impl Measurements<'_> {
 
     /// Returns the bytes that a method needs whatever the context: those of its sections of the artifact.
     fn constant_bytes(&self, name: Named) -> Result<usize> {
-        let tail = self.artifact.filter(|_| name.tail || self.args.reading.tail());
+        let tail = self.artifact.filter(|_| name.tail);
         let tail = tail.map_or(Ok(0), tail::constant_bytes)?;
         Ok(tail + constant_bytes(name.method, self.artifact)?)
     }
@@ -143,7 +143,7 @@ impl Measurements<'_> {
 
     fn difference(&self, variants: [usize; 2], left: &Planned, right: &Planned) -> Value {
         let [a, b] = variants.map(|variant| &self.evaluation.reports[variant]);
-        let name = |p: &Planned| self.args.methods[p.method].to_string();
+        let name = |p: &Planned| self.args.named(p.method).to_string();
         let (key, of): (_, fn(&VariantReport, &[usize]) -> f64) = match self.args.needles.is_some() {
             true => ("needle_accuracy", |report, lines| {
                 report.answers.accuracy_of(lines)
