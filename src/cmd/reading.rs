@@ -130,13 +130,12 @@ impl Reading {
         }
     }
 
-    /// Tells whether every method has a tail.
+    /// Tells whether `--tail` gives every method a tail.
     pub(super) fn tail(&self) -> bool {
         self.tail
     }
 
-    /// Prepares a method for this model, with a tail if it is asked for here or by `--tail`; warns of heads that it does
-    /// not serve.
+    /// Prepares a method for this model, with or without a tail; warns of heads that it does not serve.
     pub(super) fn method(
         &self,
         name: MethodName,
@@ -153,7 +152,7 @@ impl Reading {
             seed: global.seed,
         };
         let mut method = name.prepare(&ask)?;
-        if tail || self.tail {
+        if tail {
             method = with_tail(method, &ask)?;
         }
         for text in in_full(method.as_ref()) {

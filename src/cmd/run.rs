@@ -106,7 +106,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let name = args.method.unwrap_or_else(|| default_method(artifact.as_ref()));
     let method = args
         .reading
-        .method(name, false, artifact.as_ref(), &decoder, global)?;
+        .method(name, args.reading.tail(), artifact.as_ref(), &decoder, global)?;
 
     let options = args
         .reading
