@@ -165,7 +165,8 @@ impl HeadTrajectories {
             seen.cache(stored);
         }
         let kv = self.stored.as_ref().unwrap_or(&self.exact);
-        for (v, &leader) in leaders.iter().enumerate() {
+        // Without judging there is no shadow after the first prompt.
+        for (v, &leader) in leaders.iter().enumerate().take(self.shadows.len()) {
             let (before, rest) = self.shadows.split_at_mut(v);
             let shadow = &mut rest[0];
             match before.get(leader) {
