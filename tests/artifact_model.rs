@@ -378,11 +378,12 @@ fn sections_refuse_layers_that_say_nothing() {
                 bytes.len() / spec.shape[1..].iter().product::<usize>(),
             );
             let infinity = match wide {
+                1 => vec![1],
                 2 => 0x7c00u16.to_le_bytes().to_vec(),
                 _ => f32::INFINITY.to_le_bytes().to_vec(),
             };
             bytes[at..at + infinity.len()].copy_from_slice(&infinity);
-            if spec.name.ends_with(".count") {
+            if wide == 1 || spec.name.ends_with(".count") {
                 started().add(part).unwrap();
                 continue;
             }

@@ -19,7 +19,6 @@ mod section;
 
 use std::ops::Range;
 
-use super::cuda::CudaMethod;
 use super::declaration::Ask;
 use super::{Method, Place, Retriever, Step};
 use crate::artifact::Artifact;
@@ -89,10 +88,6 @@ pub fn constant_bytes(artifact: &Artifact) -> Result<usize> {
 impl Method for WithTail {
     fn head(&self, place: &Place) -> Box<dyn Retriever> {
         self.method.head(place)
-    }
-
-    fn cuda(&self) -> Option<&dyn CudaMethod> {
-        None
     }
 
     fn full_heads(&self) -> &[(usize, usize)] {
