@@ -258,6 +258,7 @@ fn values_that_are_not_finite_are_refused() {
         ("wpq.mean", &wide[..], "wpq", 1),
         ("wpq.chol", &narrow[..], "wpq", 1),
         ("wpq.rotation", &wide[..], "wpq", 1),
+        ("tail.shift", &wide[..], "topk --tail", 3),
     ] {
         with_values(&art, &crafted, tensor, value);
         let culprit = format!("tensor `{tensor}` has a value that is not finite in layer 1, head {head}");
@@ -273,6 +274,48 @@ fn values_that_are_not_finite_are_refused() {
         let culprit = format!("section `{section}`: layer 1, KV head 0 was never observed");
         files.run(&crafted, "").fails(1, &culprit, "calibrate");
         kvsmith(&format!("inspect {crafted}")).fails(1, &culprit, "calibrate");
+    }
+}
+
+/// Shifts are among those that were tried, and stand where heads have a tail.
+#[test]
+fn tails_that_no_fit_gives_are_refused() {
+    let files = Files::new("llama_default");
+    let (art, crafted) = (files.calibrate(), files.scratch.path("crafted"));
+    let shift = |value: f32| value.to_le_bytes();
+    for (values, culprit) in [
+        (
+            [("tail.shift", &shift(0.25)[..]), ("tail.used", &[1])],
+            "has 0.25 where `tail.used` is 1",
+        ),
+        (
+            [("tail.shift", &shift(0.5)[..]), ("tail.used", &[0])],
+            "has 0.5 where `tail.used` is 0",
+        ),
+        (
+            [("tail.shift", &shift(0.0)[..]), ("tail.used", &[2])],
+            "`tail.used` has 2",
+        ),
+    ] {
+        let mut from = &art;
+        for (tensor, value) in values {
+            with_values(from, &crafted, tensor, value);
+            from = &crafted;
+        }
+        files
+            .run(&crafted, "--method topk --tail")
+            .fails(1, culprit, "damaged");
+        kvsmith(&format!("inspect --verify {crafted}")).fails(1, culprit, "damaged");
+    }
+    for (shifts, culprit) in [
+        (json!([]), "`sections.tail.shifts` is not valid"),
+        (json!([1.0, 0.5]), "`sections.tail.shifts` is not valid"),
+        (json!("all"), "sections.tail"),
+    ] {
+        resealed(&art, &crafted, |manifest| {
+            manifest["sections"]["tail"]["shifts"] = shifts
+        });
+        files.run(&crafted, "--method topk").fails(1, culprit, "");
     }
 }
 
@@ -335,11 +378,12 @@ fn sections_refuse_layers_that_say_nothing() {
                 bytes.len() / spec.shape[1..].iter().product::<usize>(),
             );
             let infinity = match wide {
+                1 => vec![1],
                 2 => 0x7c00u16.to_le_bytes().to_vec(),
                 _ => f32::INFINITY.to_le_bytes().to_vec(),
             };
             bytes[at..at + infinity.len()].copy_from_slice(&infinity);
-            if spec.name.ends_with(".count") {
+            if wide == 1 || spec.name.ends_with(".count") {
                 started().add(part).unwrap();
                 continue;
             }

@@ -43,9 +43,10 @@ fn it_equals_the_chain_by_hand() {
             let signs = make("signs", format!("signs --dump {dump}"));
             let priors = make("priors", format!("priors --dump {dump}"));
             let wpq = make("wpq", format!("wpq --dump {dump} --seed 5"));
+            let tail = make("tail", format!("tail --dump {dump} --seed 5"));
             let packed = path("packed");
             let json = kvsmith(&format!(
-                "pack {signs} {priors} {wpq} {section} --model {model} --overwrite -o {packed} --json"
+                "pack {signs} {tail} {priors} {wpq} {section} --model {model} --overwrite -o {packed} --json"
             ));
             assert!(
                 json.json()["sections"]

@@ -134,9 +134,10 @@ fn the_chain_by_hand_is_the_same(device: &str) {
     let signs = scratch.make("signs", &format!("signs {on}"));
     let priors = scratch.make("priors", &format!("priors --dump {dump}"));
     let wpq = scratch.make("wpq", &format!("wpq {on} --moments {moments} --seed 3"));
+    let tail = scratch.make("tail", &format!("tail --dump {dump} --seed 3"));
     let model = root().join("calib-data/model");
     let pack = format!(
-        "pack {signs} {priors} {wpq} {codebook} --model {}",
+        "pack {signs} {tail} {priors} {wpq} {codebook} --model {}",
         model.display()
     );
     scratch.make("packed", &pack);

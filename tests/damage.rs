@@ -191,7 +191,8 @@ fn commands_refuse_a_damaged_dump() {
             "k_pre",
             &["codebook --size 4", "signs", "priors", "wpq", "moments"][..],
         ),
-        ("layer-00000", "q_pre", &["priors", "moments"]),
+        ("layer-00000", "q_pre", &["priors", "tail", "moments"]),
+        ("layer-00000", "v", &["tail"]),
         (
             "tokens",
             "held_out",

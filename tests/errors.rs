@@ -520,6 +520,9 @@ fn dumps_and_sections_that_do_not_fit_together() {
 
     let moments = |dump: &str| kvsmith(&format!("moments --dump {} -o {}", path(dump), path("m")));
     moments("plain").fails(1, "plain has no queries", "--queries");
+    let tail = |dump: &str| kvsmith(&format!("tail --dump {} -o {}", path(dump), path("s")));
+    tail("plain").fails(1, "plain has no queries", "--queries");
+    tail("da").fails(1, "da has no values", "--queries --values");
     moments("nothing").fails(1, "does not hold a complete dump", "kvsmith dump");
     scratch.make("mb", &format!("moments --dump {}", path("db")));
     let foreign = format!("codebook --size 2 --dump {} --moments {}", path("da"), path("mb"));

@@ -42,8 +42,18 @@ fn main() -> ExitCode {
         golden_bits_of_the_two_bit_cache,
         golden_bytes_of_ctkvr_lists,
     ];
+    let tails: [(&str, fn()); 2] = [
+        ("tail", naive::tail::check_tail),
+        ("tail_exact", naive::tail::check_exact_tails),
+    ];
+    let tails = tails.map(|(name, check)| {
+        Trial::test(name, move || {
+            check();
+            Ok(())
+        })
+    });
     let methods = methods().map(|method| of_method(method.as_str()));
-    let trials = methods.chain(others).collect();
+    let trials = methods.chain(tails).chain(others).collect();
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use serde_json::{Value, json};
+use serde_json::Value;
 
 /// Methods of the overview.
 pub const METHODS: &str = "topk,a2ats,selfindex,lfps,ctkvr,quest,snapkv,streaming,random";

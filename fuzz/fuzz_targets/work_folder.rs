@@ -43,6 +43,7 @@ impl SectionKind for Small {
             stage: "",
             moments: MomentsRead::Nothing,
             reads_queries: false,
+            reads_values: false,
             cpu_only: true,
         }
     }

@@ -27,6 +27,8 @@ pub struct LayerStates<'a> {
     pub keys: ReadHead<'a>,
     /// Reads the rows of a query head that the fit asked for, before rotation.
     pub queries: ReadHead<'a>,
+    /// Reads all values of a KV head, `[n,d]`; empty unless the section's facts say that it reads them.
+    pub values: ReadHead<'a>,
     /// The query moments, if the section reads them.
     pub moments: Option<&'a LayerMoments>,
     /// The sums from which the moments under other rotations follow, if the fit reads them.

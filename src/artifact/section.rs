@@ -46,6 +46,8 @@ pub struct Facts {
     pub moments: MomentsRead,
     /// Whether the fit reads queries, those of [`Fit::query_rows`].
     pub reads_queries: bool,
+    /// Whether the fit reads values.
+    pub reads_values: bool,
     /// Whether the fit runs on the CPU whatever the device.
     pub cpu_only: bool,
 }
@@ -88,6 +90,12 @@ pub trait SectionKind: Debug + Sync {
 
     /// Shows the quality reports as the table of `inspect`.
     fn table(&self, reports: &[HeadReport]) -> Result<String>;
+
+    /// Returns whether heads whose calibration keys are all equal are marked, to be attended in full by the method of the
+    /// section.
+    fn marks_constant_heads(&self) -> bool {
+        true
+    }
 
     /// Name in the manifest and prefix of the tensors.
     fn name(&self) -> &'static str {

@@ -193,6 +193,8 @@ struct Captured {
     keys: Array3<f32>,
     /// Queries of `query_rows` before rotation, `[h,rows,d]`.
     queries: Array3<f32>,
+    /// Values, `[g,n,d]`; no head unless a fit reads them.
+    values: Array3<f32>,
     /// At the position asked for.
     moments: LayerMoments,
     /// With each query at its own position.
@@ -251,7 +253,8 @@ impl CalibrationRun<'_> {
         self.stage(progress, capture.next_layer, "capture");
         let c = &self.decoder.config;
         let rows = &self.query_rows;
-        let mut keys = Array3::zeros((c.n_kv_heads, self.corpus.n_tokens(), c.head_dim));
+        let rows_of = |heads: usize| Array3::zeros((heads, self.corpus.n_tokens(), c.head_dim));
+        let (mut keys, mut values) = (rows_of(c.n_kv_heads), rows_of(self.value_heads()));
         let mut queries = Array3::zeros((c.n_heads, rows.len(), c.head_dim));
         let mut sums = QuerySums::new(c.n_kv_heads, c.head_dim);
         capture.layer(progress, &mut |block, states| {
@@ -263,16 +266,26 @@ impl CalibrationRun<'_> {
                 let query = q_pre.slice(s![.., row - block.start, ..]);
                 queries.slice_mut(s![.., i, ..]).assign(&query);
             }
+            if !values.is_empty() {
+                values.slice_mut(s![.., block.clone(), ..]).assign(&states.v);
+            }
             keys.slice_mut(s![.., block, ..]).assign(&states.k_pre);
             Ok(())
         })?;
         Ok(Captured {
             keys,
             queries,
+            values,
             moments: sums.at(self.position, &self.decoder.rope),
             own_moments: sums.at(Position::Own, &self.decoder.rope),
             sums,
         })
+    }
+
+    /// Returns the number of KV heads whose values are kept: all of them if a fit reads values, else none.
+    fn value_heads(&self) -> usize {
+        let reads = self.fits.iter().any(|fit| fit.kind().facts().reads_values);
+        if reads { self.decoder.config.n_kv_heads } else { 0 }
     }
 
     /// Fits every section to one layer.
@@ -292,6 +305,7 @@ impl CalibrationRun<'_> {
                     let queries = captured.queries.index_axis(Axis(0), head);
                     Ok(queries.select(Axis(0), &query_rows))
                 },
+                values: &|head| Ok(captured.values.index_axis(Axis(0), head).to_owned()),
                 moments: match kind.facts().moments {
                     MomentsRead::Nothing => None,
                     MomentsRead::Chosen => Some(&captured.moments),

@@ -1,6 +1,7 @@
 //! `kvsmith eval`: measures what methods lose against full attention.
 
 mod blocks;
+mod named;
 pub mod needles;
 mod reads;
 mod rows;
@@ -16,12 +17,12 @@ use crate::error::{Error, Kind, Result};
 use crate::flags::{parse_count, parse_positive_count};
 use crate::kv::Budget;
 use crate::method::Method;
-use crate::method::registry::MethodName;
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
 use crate::progress::Log;
 use crate::runner::eval::{Bootstrap, Evaluation, FEWEST, Variant};
 use blocks::Blocks;
+use named::{Named, NamedParser};
 use needles::{NeedleLine, Reader};
 use rows::Measurements;
 
@@ -47,9 +48,10 @@ pub struct Args {
     /// token comes out of exact attention
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = parse_count, requires = "needles")]
     decode_prompt: usize,
-    /// Methods to hold against full attention
-    #[arg(long, value_name = "A,B", value_delimiter = ',', required = true, value_enum)]
-    methods: Vec<MethodName>,
+    /// Methods to hold against full attention; NAME+tail is a method that also estimates what it leaves out, by the
+    /// section `tail` of --artifact
+    #[arg(long, value_name = "A,B", value_delimiter = ',', required = true, value_parser = NamedParser)]
+    methods: Vec<Named>,
     /// Budgets of each method: fractions of the context, or numbers of positions; the static set, the index and
     /// keys that are read to rank come on top
     #[arg(long, value_name = "X,Y", value_delimiter = ',', default_value = "0.06", value_parser = parse_budget)]
@@ -80,6 +82,17 @@ pub struct Args {
     reading: Reading,
 }
 
+impl Args {
+    /// Returns a method of `--methods`, with a tail if `--tail` gives every method one.
+    fn named(&self, index: usize) -> Named {
+        let Named { method, tail } = self.methods[index];
+        Named {
+            method,
+            tail: tail || self.reading.tail(),
+        }
+    }
+}
+
 /// Runs `eval`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
@@ -88,15 +101,20 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let decoder = open_model(&args.model, log)?;
     let device = device_for(device, &decoder, global)?;
     let artifact = args.reading.open(&decoder, log)?;
-    let method = |name: &MethodName| args.reading.method(*name, artifact.as_ref(), &decoder, global);
-    let methods: Vec<Box<dyn Method>> = args.methods.iter().map(method).collect::<Result<_>>()?;
+    let method = |index| {
+        let Named { method, tail } = args.named(index);
+        args.reading
+            .method(method, tail, artifact.as_ref(), &decoder, global)
+    };
+    let methods = (0..args.methods.len()).map(method);
+    let methods: Vec<Box<dyn Method>> = methods.collect::<Result<_>>()?;
     let options = args
         .reading
         .options(Budget::Fraction(1.0), artifact.as_ref(), device.as_ref())?;
     let evaluation = |budgets: &[(usize, Budget)]| -> Result<Evaluation<'_>> {
-        let variant = |&(number, budget): &(usize, Budget)| Variant {
-            method: methods[number].as_ref(),
-            number,
+        let variant = |&(index, budget): &(usize, Budget)| Variant {
+            method: methods[index].as_ref(),
+            number: named::number(&args.methods, index),
             budget,
         };
         let forward = forward_on(device.as_ref(), &decoder, global)?;

@@ -13,6 +13,7 @@ use crate::method::declaration::Ask;
 use crate::method::params::MethodParams;
 use crate::method::registry::MethodName;
 use crate::method::sections::SECTIONS;
+use crate::method::tail::with_tail;
 use crate::model::Decoder;
 use crate::progress::Log;
 use crate::runner::Options;
@@ -49,6 +50,10 @@ pub(super) struct Reading {
     /// Element type of the KV cache (default: f32 on the CPU, bf16 on CUDA)
     #[arg(long, value_enum)]
     kv: Option<Kv>,
+    /// Estimate the positions that a step leaves out by their means; needs the section `tail` of --artifact, and runs on
+    /// the CPU
+    #[arg(long)]
+    tail: bool,
     #[command(flatten)]
     pub(super) methods: MethodParams,
     /// Use an artifact of another model, if its sizes fit
@@ -125,21 +130,31 @@ impl Reading {
         }
     }
 
-    /// Prepares a method for this model; warns of heads that it does not serve.
+    /// Tells whether `--tail` gives every method a tail.
+    pub(super) fn tail(&self) -> bool {
+        self.tail
+    }
+
+    /// Prepares a method for this model, with or without a tail; warns of heads that it does not serve.
     pub(super) fn method(
         &self,
         name: MethodName,
+        tail: bool,
         artifact: Option<&Artifact>,
         decoder: &Decoder,
         global: &Global,
     ) -> Result<Box<dyn Method>> {
-        let method = name.prepare(&Ask {
+        let ask = Ask {
             artifact,
             rope: &decoder.rope,
             sizes: decoder.config.sizes(),
             params: &self.methods,
             seed: global.seed,
-        })?;
+        };
+        let mut method = name.prepare(&ask)?;
+        if tail {
+            method = with_tail(method, &ask)?;
+        }
         for text in in_full(method.as_ref()) {
             global.log().warn(&format!("{}: {text}", name.as_str()));
         }

@@ -104,7 +104,9 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     }
     let artifact = args.reading.open(&decoder, log)?;
     let name = args.method.unwrap_or_else(|| default_method(artifact.as_ref()));
-    let method = args.reading.method(name, artifact.as_ref(), &decoder, global)?;
+    let method = args
+        .reading
+        .method(name, args.reading.tail(), artifact.as_ref(), &decoder, global)?;
 
     let options = args
         .reading

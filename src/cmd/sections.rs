@@ -1,4 +1,4 @@
-//! The commands that make one section from a dump (`codebook`, `signs`, `priors`), and the flags of all
+//! The commands that make one section from a dump (`codebook`, `signs`, `priors`, ...), and the flags of all
 //! sections. What differs between sections is in their declarations.
 
 use std::path::{Path, PathBuf};
@@ -91,9 +91,10 @@ fn describe(kind: &dyn SectionKind) -> Command {
         let arg = Arg::new(name).long(name).value_name(value);
         arg.value_parser(value_parser!(PathBuf))
     };
-    let dump = match facts.reads_queries {
-        true => "Dump folder made with --queries (values may be there too, but are not read)",
-        false => "Dump folder",
+    let dump = match (facts.reads_queries, facts.reads_values) {
+        (true, true) => "Dump folder made with --queries --values",
+        (true, false) => "Dump folder made with --queries (values may be there too, but are not read)",
+        (false, _) => "Dump folder",
     };
     let moments = "Moments of the dump's queries, such as those of another device (default: the dump's own)";
     let moments = file("moments", "FILE").help(moments);
@@ -153,6 +154,9 @@ impl SectionCommand {
         let dump = Dump::open(&self.dump)?;
         if facts.reads_queries {
             dump.check_queries()?;
+        }
+        if facts.reads_values {
+            dump.check_values()?;
         }
         let moments = self.moments(&dump)?;
         let own = Position::Windowed(dump.options.wrope_position);
@@ -247,6 +251,7 @@ fn fit_dump(
                 let all = file.read(State::QPre, head, 0, dump.n)?;
                 Ok(all.select(Axis(0), fit.query_rows()))
             },
+            values: &|head| file.read(State::V, head, 0, dump.n),
             moments: moments.map(|moments| &moments.layers[layer]),
             sums: sums.map(|sums| &sums[layer]),
             block_start: &dump.block_start,
@@ -272,6 +277,9 @@ pub(super) fn fit_layer(
             progress.line(&format!("layer {} head {head}: {line}", states.layer));
         }
     })?;
+    if !fit.kind().marks_constant_heads() {
+        return Ok(part);
+    }
     let (section, layer) = (fit.kind().name(), states.layer);
     let constant = states.constant_heads()?;
     part.mark_constant(&constant);

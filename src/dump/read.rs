@@ -105,6 +105,15 @@ impl Dump {
         }
     }
 
+    /// Fails if the dump does not keep the values.
+    pub fn check_values(&self) -> Result<()> {
+        match self.options.values {
+            true => Ok(()),
+            false => Err(Error::failed(format!("{} has no values", self.dir.display()))
+                .hint("make the dump with --queries --values")),
+        }
+    }
+
     /// Reads the query moments that were computed while dumping.
     ///
     /// # Errors

@@ -21,6 +21,7 @@ pub mod sections;
 pub mod selfindex;
 pub mod snapkv;
 pub mod streaming;
+pub mod tail;
 pub mod topk;
 mod union;
 pub mod wpq;
@@ -30,6 +31,7 @@ use std::ops::Range;
 use ndarray::{Array2, ArrayView2, ArrayView3, s};
 
 use self::cuda::CudaMethod;
+use self::tail::Tail;
 use crate::compute::attention::{Partial, visible};
 use crate::compute::gemm;
 use crate::compute::layout::{elements, elements_mut};
@@ -49,6 +51,11 @@ pub trait Method: Send + Sync {
     /// Lists layer and KV head of the heads that full attention serves in its place.
     fn full_heads(&self) -> &[(usize, usize)] {
         &[]
+    }
+
+    /// Returns the tail of a KV head whose steps estimate what they leave out; by default they do not.
+    fn tail(&self, _place: &Place) -> Option<Tail> {
+        None
     }
 }
 
@@ -294,7 +301,7 @@ pub trait Retriever: Fork + Send + Sync {
     }
 
     /// Learns from the attention weights `[r, positions]` of a step. The positions include the static set; a bypassed
-    /// query head has zeros.
+    /// query head has zeros. A tail has no part in them.
     fn observe(&mut self, _step: &Step, _positions: &[u32], _weights: ArrayView2<f32>) {}
 
     /// Returns whether the index depends on the budget of the run ([`Place::budget`]), not the choice alone.

@@ -3,8 +3,15 @@
 use super::a2ats::A2atsSection;
 use super::lfps::priors::LfpsSection;
 use super::selfindex::SignSection;
+use super::tail::TailSection;
 use super::wpq::WpqSection;
 use crate::artifact::Sections;
 
 /// Every section there is.
-pub const SECTIONS: Sections = &[&A2atsSection, &SignSection, &LfpsSection, &WpqSection];
+pub const SECTIONS: Sections = &[
+    &A2atsSection,
+    &SignSection,
+    &LfpsSection,
+    &WpqSection,
+    &TailSection,
+];

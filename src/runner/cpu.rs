@@ -3,7 +3,7 @@
 use ndarray::{Array1, Axis};
 use rayon::prelude::*;
 
-use super::head::{Head, Token, prefill_heads};
+use super::head::{Chooser, Head, Token, prefill_heads};
 use super::session::{Backend, StepAt};
 use super::shares::{Counts, Shares};
 use super::trace::Trace;
@@ -39,7 +39,7 @@ impl<'a> CpuBackend<'a> {
         let c = &forward.decoder().config;
         let head = |layer: usize, kv_head: usize| Head {
             kv: KvHead::new(options.kv, c.head_dim, capacity, options.packed),
-            retriever: method.head(&options.place(c, layer, kv_head)),
+            chooser: Chooser::new(method, &options.place(c, layer, kv_head)),
         };
         let layer = |layer: usize| (0..c.n_kv_heads).map(|kv_head| head(layer, kv_head)).collect();
         Self {
@@ -136,6 +136,6 @@ impl Backend for CpuBackend<'_> {
     }
 
     fn index_bytes(&self) -> usize {
-        self.heads().map(|h| h.retriever.state_bytes()).sum()
+        self.heads().map(|h| h.chooser.retriever.state_bytes()).sum()
     }
 }

@@ -35,7 +35,7 @@ use trajectories::{HeadStep, StepInput, Trajectories};
 pub struct Variant<'a> {
     /// The method.
     pub method: &'a dyn Method,
-    /// Number of the method; variants with the same number differ in their budgets alone.
+    /// Number of the method; variants with the same number differ in their budgets and tails alone, and have one index.
     pub number: usize,
     /// What it may choose.
     pub budget: Budget,
@@ -312,7 +312,7 @@ impl<'a> Evaluation<'a> {
     fn close(&mut self, fed: &Trajectories) {
         for (v, report) in self.reports.iter_mut().enumerate() {
             for head in fed.heads.iter().flatten() {
-                report.add_index(head.own[v].retriever.state_bytes(), fed.len);
+                report.add_index(head.own[v].chooser.retriever.state_bytes(), fed.len);
             }
         }
     }

@@ -1,18 +1,50 @@
 //! One KV head: it caches the rows of prompts and of tokens, and attends what its method chooses.
 
-use ndarray::{Array2, Array3, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut2, Axis, s};
+use ndarray::{Array2, Array3, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut1, ArrayViewMut2, Axis, s};
 use rayon::prelude::*;
 
-use crate::compute::attention;
+use crate::compute::attention::{self, Partial};
 use crate::kv::packed::last_query;
 use crate::kv::{Budget, KvHead, StaticSet};
-use crate::method::{Choice, Prompt, Retriever, Step};
+use crate::method::tail::Tail;
+use crate::method::{Choice, Method, Place, Prompt, Retriever, Step};
 use crate::model::forward::{Context, Rows};
 
 /// One KV head along one trajectory.
 pub(super) struct Head {
     pub kv: KvHead,
+    pub chooser: Chooser,
+}
+
+/// What a method keeps of one KV head: its index, and the tail if steps estimate what they leave out.
+pub(super) struct Chooser {
     pub retriever: Box<dyn Retriever>,
+    pub tail: Option<Tail>,
+}
+
+impl Chooser {
+    /// Makes the empty state of a head.
+    pub fn new(method: &dyn Method, place: &Place) -> Self {
+        Self {
+            retriever: method.head(place),
+            tail: method.tail(place),
+        }
+    }
+
+    /// Returns a copy for another trajectory.
+    pub fn fork(&self) -> Self {
+        Self {
+            retriever: self.retriever.fork(),
+            tail: self.tail.clone(),
+        }
+    }
+
+    /// Sums what the last position of a prompt sees, if there is a tail.
+    pub fn restart_tail(&mut self, kv: &KvHead, model_window: Option<usize>) {
+        if let Some(tail) = &mut self.tail {
+            tail.restart(kv, attention::visible(kv.len() - 1, model_window));
+        }
+    }
 }
 
 impl Head {
@@ -27,7 +59,7 @@ impl Head {
     ) -> (Choice, usize) {
         token.cache(&mut self.kv);
         let step = token.step(step, set, budget, &self.kv);
-        decode_head(token, &step, set, self.retriever.as_mut(), out)
+        decode_head(token, &step, set, &mut self.chooser, out)
     }
 }
 
@@ -43,7 +75,8 @@ pub(super) fn prefill_heads(mut heads: Vec<&mut Head>, rows: Rows, model_window:
             model_window,
         };
         prompt.cache(&mut head.kv);
-        head.retriever.prefill(&prompt.view(&head.kv));
+        head.chooser.retriever.prefill(&prompt.view(&head.kv));
+        head.chooser.restart_tail(&head.kv, model_window);
     });
     context
 }
@@ -138,56 +171,94 @@ impl<'a> Token<'a> {
     }
 }
 
-/// Runs one decode step of one KV head: the method takes in the key, chooses, and sees what was attended. Returns the
-/// choice and the bytes of the index that it read.
+/// Runs one decode step of one KV head: the method takes in the key, chooses, and sees what was attended; then the tail
+/// is joined. Returns the choice and the bytes of the index that it read, those of the tail included.
 pub(super) fn decode_head(
     token: &Token,
     step: &Step,
     set: &StaticSet,
-    retriever: &mut dyn Retriever,
-    out: ArrayViewMut2<f32>,
+    chooser: &mut Chooser,
+    mut out: ArrayViewMut2<f32>,
 ) -> (Choice, usize) {
+    let retriever = chooser.retriever.as_mut();
     retriever.append(token.k_pre.view(), token.k_rope.view());
     let choice = retriever.select(step);
-    let index_bytes = match retriever.ranks(step) {
+    let mut index_bytes = match retriever.ranks(step) {
         true => retriever.reads(step, &choice).index_bytes,
         false => 0,
     };
-    attend(step, set, &choice, retriever, out);
+    let lse = attend(step, set, &choice, retriever, out.view_mut());
+    if let Some(tail) = &mut chooser.tail {
+        index_bytes += join_tail(tail, step, &set.merge(&choice.positions), &lse, out);
+    }
     (choice, index_bytes)
 }
 
+/// Joins the outputs `[r,d]` of a step that attended some positions with the estimate of the others; `lse` is as
+/// [`attend`] returns it. Returns the bytes that were read for it.
+fn join_tail(
+    tail: &mut Tail,
+    step: &Step,
+    attended: &[u32],
+    lse: &[Option<f32>],
+    mut out: ArrayViewMut2<f32>,
+) -> usize {
+    if lse.iter().all(Option::is_none) {
+        return 0;
+    }
+    let Some((partials, bytes)) = tail.estimate(step, attended) else {
+        return 0;
+    };
+    for ((partial, lse), mut row) in partials.iter().zip(lse).zip(out.rows_mut()) {
+        if let (Some(partial), Some(lse)) = (partial, lse) {
+            join(&mut row, *lse, partial);
+        }
+    }
+    bytes
+}
+
+/// Joins a row of attention with the log-sum-exp `lse` and that over other positions.
+fn join(row: &mut ArrayViewMut1<f32>, lse: f32, other: &Partial) {
+    let mut joined = row.to_vec();
+    attention::merge(&mut joined, lse, other);
+    row.assign(&ArrayView1::from(&joined));
+}
+
 /// Attends the static set and what was chosen, out `[r,d]`; bypassed heads attend the sinks alone,
-/// joined with the result that their method gave.
+/// joined with the result that their method gave. Returns the log-sum-exp of each query head's scores, `[r]`; `None` for
+/// a bypassed head.
 pub(crate) fn attend(
     step: &Step,
     set: &StaticSet,
     choice: &Choice,
     retriever: &mut dyn Retriever,
     mut out: ArrayViewMut2<f32>,
-) {
+) -> Vec<Option<f32>> {
     let (keys, values) = (step.kv.keys(), step.kv.values());
     let positions = set.merge(&choice.positions);
     let own = |a: usize| choice.bypassed.get(a).and_then(Option::as_ref);
     let (r, d) = step.q_rope.dim();
     let attending: Vec<usize> = (0..r).filter(|a| own(*a).is_none()).collect();
     if attending.len() == r && !retriever.observes(step) {
-        attention::decode(step.q_rope, keys, values, &positions, out);
-        return;
+        let lse = attention::decode(step.q_rope, keys, values, &positions, out);
+        return lse.into_iter().map(Some).collect();
     }
     if attending.len() == r {
-        let (weights, _) = attention::decode_with_weights(step.q_rope, keys, values, &positions, out);
-        return retriever.observe(step, &positions, weights.view());
+        let (weights, lse) = attention::decode_with_weights(step.q_rope, keys, values, &positions, out);
+        retriever.observe(step, &positions, weights.view());
+        return lse.into_iter().map(Some).collect();
     }
     let mut weights = Array2::zeros((r, positions.len()));
     let mut rows = Array2::zeros((attending.len(), d));
     let queries = step.q_rope.select(Axis(0), &attending);
     // Where no head attends them, no row is read.
     let read = if attending.is_empty() { &[] } else { &positions[..] };
-    let (seen, _) = attention::decode_with_weights(queries.view(), keys, values, read, rows.view_mut());
+    let (seen, sums) = attention::decode_with_weights(queries.view(), keys, values, read, rows.view_mut());
+    let mut lse = vec![None; r];
     for (i, &a) in attending.iter().enumerate() {
         out.row_mut(a).assign(&rows.row(i));
         weights.row_mut(a).assign(&seen.row(i));
+        lse[a] = Some(sums[i]);
     }
     let sinks: Vec<u32> = set.sinks.clone().map(|p| p as u32).collect();
     for a in 0..r {
@@ -195,18 +266,16 @@ pub(crate) fn attend(
             let mut row = out.slice_mut(s![a..a + 1, ..]);
             let query = step.q_rope.slice(s![a..a + 1, ..]);
             let lse = attention::decode(query, keys, values, &sinks, row.view_mut());
-            let mut joined = row.row(0).to_vec();
-            attention::merge(&mut joined, lse[0], rest);
-            row.row_mut(0).assign(&ArrayView1::from(&joined));
+            join(&mut row.row_mut(0), lse[0], rest);
         }
     }
     retriever.observe(step, &positions, weights.view());
+    lse
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::compute::attention::Partial;
     use crate::kv::KvType;
     use crate::kv::packed::Center;
     use crate::testing::values;

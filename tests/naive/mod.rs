@@ -10,6 +10,7 @@ pub mod inputs;
 pub mod lfps;
 pub mod quantiser;
 pub mod selfindex;
+pub mod tail;
 pub mod wpq;
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -20,6 +20,8 @@ pub(super) struct MemoryPlan {
     pub hidden: usize,
     /// The keys of one layer.
     pub keys: usize,
+    /// The values of one layer, if a fit reads them.
+    pub values: usize,
     /// The queries of one layer that the fits read.
     pub queries: usize,
     /// The sections of all layers.
@@ -41,11 +43,14 @@ impl MemoryPlan {
     ) -> Self {
         let c = &decoder.config;
         let float = size_of::<f32>();
+        let keys = text.n * c.n_kv_heads * c.head_dim * float;
+        let reads_values = fits.iter().any(|fit| fit.kind().facts().reads_values);
         let fits = fits.iter().map(|fit| fit.working_bytes(text));
         Self {
             program: PROGRAM_BYTES + text.threads * THREAD_BYTES,
             hidden: text.n * c.hidden_size * float,
-            keys: text.n * c.n_kv_heads * c.head_dim * float,
+            keys,
+            values: if reads_values { keys } else { 0 },
             queries: query_rows * c.n_heads * c.head_dim * float,
             results: store::total_bytes(sections.iter().flat_map(|section| &section.specs)),
             capture: decoder.block_bytes(text.longest_block),
@@ -55,7 +60,7 @@ impl MemoryPlan {
 
     /// Returns the bytes that are needed at once: a layer is captured first and fitted then.
     pub fn total(&self) -> usize {
-        let kept = self.program + self.hidden + self.keys + self.queries + self.results;
+        let kept = self.program + self.hidden + self.keys + self.values + self.queries + self.results;
         kept + self.capture.max(self.fit)
     }
 

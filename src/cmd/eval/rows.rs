@@ -3,10 +3,11 @@
 use serde_json::{Map, Value, json};
 
 use super::super::merge;
-use super::{Args, Planned};
+use super::{Args, Named, Planned};
 use crate::artifact::Artifact;
 use crate::error::Result;
 use crate::method::registry::constant_bytes;
+use crate::method::tail;
 use crate::runner::eval::{Bootstrap, Evaluation, StepMetrics, VariantReport};
 
 /// A metric of some blocks of text.
@@ -48,9 +49,9 @@ impl Measurements<'_> {
     }
 
     fn row(&self, planned: &Planned, variant: Option<usize>) -> Result<Value> {
-        let name = self.args.methods[planned.method];
+        let name = self.args.named(planned.method);
         let mut row = json!({
-            "method": name.as_str(),
+            "method": name.to_string(),
             "budget": planned.budget.map(|budget| budget.value()),
         });
         if let Some([target, sampled]) = planned.reads {
@@ -69,7 +70,7 @@ impl Measurements<'_> {
             "exact_dot_fraction": shares.products,
             "bypass_fraction": shares.bypassed,
             "index_bits_per_token": report.index_bits_per_token(),
-            "constant_bytes": constant_bytes(name, self.artifact)?,
+            "constant_bytes": self.constant_bytes(name)?,
             "intervals": self.intervals(report),
         });
         merge(&mut row, &more);
@@ -91,6 +92,13 @@ impl Measurements<'_> {
             row["per_head"] = per_head(report);
         }
         Ok(row)
+    }
+
+    /// Returns the bytes that a method needs whatever the context: those of its sections of the artifact.
+    fn constant_bytes(&self, name: Named) -> Result<usize> {
+        let tail = self.artifact.filter(|_| name.tail);
+        let tail = tail.map_or(Ok(0), tail::constant_bytes)?;
+        Ok(tail + constant_bytes(name.method, self.artifact)?)
     }
 
     /// Returns the 95 % interval of each metric; null with too few blocks or lines.
@@ -135,7 +143,7 @@ impl Measurements<'_> {
 
     fn difference(&self, variants: [usize; 2], left: &Planned, right: &Planned) -> Value {
         let [a, b] = variants.map(|variant| &self.evaluation.reports[variant]);
-        let name = |p: &Planned| self.args.methods[p.method].as_str();
+        let name = |p: &Planned| self.args.named(p.method).to_string();
         let (key, of): (_, fn(&VariantReport, &[usize]) -> f64) = match self.args.needles.is_some() {
             true => ("needle_accuracy", |report, lines| {
                 report.answers.accuracy_of(lines)
@@ -253,13 +261,13 @@ pub fn text(rows: &[Value], needles: bool) -> String {
 }
 
 /// Width of the place in front of the columns.
-const PLACE: usize = 18;
+const PLACE: usize = 23;
 
 fn heading(columns: &[EvalColumn]) -> String {
     let titles = columns
         .iter()
         .map(|(title, width, _)| format!(" {title:>width$}"));
-    let place = format!("{:<10} {:>7}", "method", "budget");
+    let place = format!("{:<15} {:>7}", "method", "budget");
     format!("{place:<PLACE$}{}\n", titles.collect::<String>())
 }
 
@@ -270,7 +278,7 @@ fn place(row: &Value) -> String {
         Some(budget) => format!("{budget}"),
         None => "-".to_owned(),
     };
-    format!("{:<10} {budget:>7}", row["method"].as_str().unwrap_or(""))
+    format!("{:<15} {budget:>7}", row["method"].as_str().unwrap_or(""))
 }
 
 /// Writes what a row, or a part of one, has in each column.

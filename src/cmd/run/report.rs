@@ -154,6 +154,7 @@ impl Conversation<'_> {
             "ids": ids,
             "text": self.turns.tokenizer.as_ref().map_or(String::new(), |_| texts.join("\n")),
             "method": name.as_str(),
+            "tail": self.args.reading.tail(),
             "budget": self.args.budget.value(),
             "prompt_tokens": replies.iter().map(|r| r.prompt_tokens).sum::<usize>(),
             "prefill_s": prefill_s,

@@ -273,6 +273,7 @@ impl SectionKind for A2atsSection {
             stage: "codebooks",
             moments: MomentsRead::Chosen,
             reads_queries: false,
+            reads_values: false,
             cpu_only: false,
         }
     }

@@ -77,6 +77,7 @@ impl SectionKind for SignSection {
             stage: "signs",
             moments: MomentsRead::Nothing,
             reads_queries: false,
+            reads_values: false,
             cpu_only: false,
         }
     }

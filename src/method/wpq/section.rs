@@ -158,6 +158,7 @@ impl SectionKind for WpqSection {
             stage: "product quantisers",
             moments: MomentsRead::Own,
             reads_queries: false,
+            reads_values: false,
             cpu_only: false,
         }
     }

@@ -4,14 +4,14 @@ use ndarray::{Array1, Array2, Axis};
 use rayon::prelude::*;
 
 use super::super::Options;
-use super::super::head::{Head, PromptRows, Token, decode_head, prefill_heads};
+use super::super::head::{Chooser, Head, PromptRows, Token, decode_head, prefill_heads};
 use super::Variant;
 use super::judge::{Judge, Metrics};
 use crate::compute::attention;
 use crate::error::Result;
 use crate::kv::StaticSet;
 use crate::kv::{KvHead, KvType};
-use crate::method::{Choice, Retriever};
+use crate::method::Choice;
 use crate::model::ModelConfig;
 use crate::model::forward::{Context, Forward, Rows};
 
@@ -36,7 +36,7 @@ pub(super) struct HeadTrajectories {
     /// Cache of the full trajectory in the type of the variants' caches, if that is not f32.
     stored: Option<KvHead>,
     /// Per variant: its index along the full trajectory. Empty unless choices are judged.
-    shadows: Vec<Box<dyn Retriever>>,
+    shadows: Vec<Chooser>,
     /// Per variant: cache and index along its own trajectory; empty before the first prompt.
     pub own: Vec<Head>,
 }
@@ -77,7 +77,7 @@ impl Trajectories {
                     budget: variant.budget,
                     ..*options
                 };
-                variant.method.head(&options.place(c, layer, kv_head))
+                Chooser::new(variant.method, &options.place(c, layer, kv_head))
             };
             HeadTrajectories {
                 exact: kv(KvType::F32),
@@ -165,13 +165,17 @@ impl HeadTrajectories {
             seen.cache(stored);
         }
         let kv = self.stored.as_ref().unwrap_or(&self.exact);
-        // Without judging there are no shadows in later turns.
+        // Without judging there is no shadow after the first prompt.
         for (v, &leader) in leaders.iter().enumerate().take(self.shadows.len()) {
-            let shadow = &self.shadows[v];
-            match leader < v && is_first && !shadow.depends_on_budget() {
-                true => self.shadows[v] = self.shadows[leader].fork(),
-                false => self.shadows[v].prefill(&seen.view(kv)),
+            let (before, rest) = self.shadows.split_at_mut(v);
+            let shadow = &mut rest[0];
+            match before.get(leader) {
+                Some(leader) if is_first && !shadow.retriever.depends_on_budget() => {
+                    shadow.retriever = leader.retriever.fork();
+                }
+                _ => shadow.retriever.prefill(&seen.view(kv)),
             }
+            shadow.restart_tail(kv, seen.model_window);
         }
     }
 
@@ -180,7 +184,7 @@ impl HeadTrajectories {
         let kv = self.stored.as_mut().unwrap_or(&mut self.exact);
         let forks = self.shadows.iter().map(|shadow| Head {
             kv: kv.fork(),
-            retriever: shadow.fork(),
+            chooser: shadow.fork(),
         });
         self.own = forks.collect();
         if !judged {
@@ -209,7 +213,7 @@ impl HeadTrajectories {
             for (shadow, variant) in self.shadows.iter_mut().zip(input.variants) {
                 let step = token.step(input.step, input.set, variant.budget, kv);
                 let mut output = Array2::zeros(full.dim());
-                let (choice, _) = decode_head(&token, &step, input.set, shadow.as_mut(), output.view_mut());
+                let (choice, _) = decode_head(&token, &step, input.set, shadow, output.view_mut());
                 metrics.push(judge.measure(&choice, step.budget, output.view_mut()));
             }
         }

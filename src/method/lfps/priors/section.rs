@@ -145,6 +145,7 @@ impl SectionKind for LfpsSection {
             stage: "priors",
             moments: MomentsRead::Nothing,
             reads_queries: true,
+            reads_values: false,
             cpu_only: true,
         }
     }

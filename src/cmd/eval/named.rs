@@ -1,0 +1,94 @@
+//! The methods of `--methods`, each with a tail or without.
+
+use std::ffi::OsStr;
+use std::fmt;
+
+use clap::builder::{EnumValueParser, PossibleValue, TypedValueParser};
+
+use crate::method::registry::MethodName;
+
+/// What follows the name of a method with a tail.
+const SUFFIX: &str = "+tail";
+
+/// A method as `--methods` names it: `NAME` or `NAME+tail`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Named {
+    /// The method.
+    pub method: MethodName,
+    /// Whether its steps estimate what they leave out.
+    pub tail: bool,
+}
+
+impl fmt::Display for Named {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.method.as_str())?;
+        f.write_str(if self.tail { SUFFIX } else { "" })
+    }
+}
+
+/// Returns the index of the first entry with the method of entry `index`: those with one number share an index.
+pub fn number(methods: &[Named], index: usize) -> usize {
+    let same = |named: &Named| named.method == methods[index].method;
+    methods.iter().position(same).unwrap_or(index)
+}
+
+/// Parses a [`Named`]; lists the names of the methods in the help.
+#[derive(Clone, Copy, Debug)]
+pub struct NamedParser;
+
+impl TypedValueParser for NamedParser {
+    type Value = Named;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        arg: Option<&clap::Arg>,
+        value: &OsStr,
+    ) -> Result<Named, clap::Error> {
+        let parser = EnumValueParser::<MethodName>::new();
+        let stripped = value.to_str().and_then(|text| text.strip_suffix(SUFFIX));
+        if let Some(name) = stripped
+            && let Ok(method) = parser.parse_ref(command, arg, OsStr::new(name))
+        {
+            return Ok(Named { method, tail: true });
+        }
+        // The message of an unknown name has all that was given.
+        let method = parser.parse_ref(command, arg, value)?;
+        Ok(Named { method, tail: false })
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        let methods = crate::method::registry::METHODS.iter();
+        Some(Box::new(methods.filter_map(clap::ValueEnum::to_possible_value)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_may_have_a_tail() {
+        let command = clap::Command::new("test");
+        let parse = |text: &str| NamedParser.parse_ref(&command, None, OsStr::new(text));
+        let all: Vec<Named> = ["topk", "topk+tail", "lfps", "lfps+tail"]
+            .iter()
+            .map(|text| parse(text).unwrap())
+            .collect();
+        let shown: Vec<String> = all.iter().map(Named::to_string).collect();
+        assert_eq!(shown, ["topk", "topk+tail", "lfps", "lfps+tail"]);
+        let numbers: Vec<usize> = (0..4).map(|i| number(&all, i)).collect();
+        assert_eq!(numbers, [0, 0, 2, 2]);
+        for wrong in [
+            "+tail",
+            "topk+tails",
+            "topk+",
+            "tail",
+            "topk+tail+tail",
+            "topk +tail",
+        ] {
+            let error = parse(wrong).unwrap_err().to_string();
+            assert!(error.contains(wrong), "{error}");
+        }
+    }
+}

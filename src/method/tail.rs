@@ -1,0 +1,215 @@
+//! The tail: the positions that a step does not attend, estimated by their means. Ours.
+//!
+//! Let T be the visible positions that a step leaves out. With their mean key and mean value
+//!
+//! ```text
+//! k_T = mean of the keys in T      l_T = ln |T| + q . k_T / sqrt(d) + b
+//! v_T = mean of the values in T    o   = (e^l_S o_S + e^l_T v_T) / (e^l_S + e^l_T)
+//! ```
+//!
+//! where o_S and l_S are output and log-sum-exp of what was attended. The means need no read: they are the sums over
+//! everything visible, which the cache keeps, less what was attended. By Jensen's inequality l_T without b is never above
+//! the true log mass of T; the shift b of a query head makes up for it, or says that the head is better off without a
+//! tail. Calibration fits it: the artifact's section `tail`.
+
+mod choices;
+mod fit;
+mod sample;
+mod section;
+
+use std::ops::Range;
+
+use super::declaration::Ask;
+use super::{Method, Place, Retriever, Step};
+use crate::artifact::Artifact;
+use crate::compute::attention::{CachedRows, Partial};
+use crate::error::{Error, Result};
+use crate::kv::{KvHead, KvType};
+pub use section::{SECTION, SHIFT, TailSection, USED};
+
+/// The shifts of all query heads of a model.
+pub struct Shifts {
+    n_heads: usize,
+    /// `[L,h]`; `None` where calibration turned the tail off.
+    shifts: Vec<Option<f32>>,
+}
+
+impl Shifts {
+    /// Reads the section and checks its digests and values.
+    ///
+    /// # Errors
+    /// No section `tail`, or a damaged one.
+    pub fn load(artifact: &Artifact) -> Result<Self> {
+        let section = artifact.checked_section(SECTION)?;
+        let (shift, used) = (section.read::<f32>(SHIFT)?, section.read::<u8>(USED)?);
+        let shifts = shift.into_iter().zip(used);
+        Ok(Self {
+            n_heads: artifact.sizes.n_heads,
+            shifts: shifts.map(|(shift, used)| (used == 1).then_some(shift)).collect(),
+        })
+    }
+
+    /// Returns the shifts of a KV head's query heads, `[r]`.
+    fn of(&self, place: &Place) -> &[Option<f32>] {
+        let first = place.layer * self.n_heads + place.kv_head * place.group;
+        &self.shifts[first..first + place.group]
+    }
+}
+
+/// A method whose steps estimate what they leave out. On the CPU alone.
+struct WithTail {
+    method: Box<dyn Method>,
+    shifts: Shifts,
+}
+
+/// Adds the tail of the artifact to a prepared method.
+///
+/// # Errors
+/// No artifact, or none with a section `tail`; a damaged section.
+pub fn with_tail(method: Box<dyn Method>, ask: &Ask) -> Result<Box<dyn Method>> {
+    let with = ask.artifact.filter(|artifact| artifact.has(SECTION));
+    let artifact = with.ok_or_else(|| {
+        Error::usage("a tail needs --artifact with the section `tail`")
+            .hint("make one with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`, or leave out --tail and +tail")
+    })?;
+    artifact.check_sizes(ask.sizes)?;
+    let shifts = Shifts::load(artifact)?;
+    Ok(Box::new(WithTail { method, shifts }))
+}
+
+/// Returns the bytes that tails need whatever the context: those of the section.
+///
+/// # Errors
+/// No section `tail`.
+pub fn constant_bytes(artifact: &Artifact) -> Result<usize> {
+    Ok(artifact.section(SECTION)?.bytes())
+}
+
+impl Method for WithTail {
+    fn head(&self, place: &Place) -> Box<dyn Retriever> {
+        self.method.head(place)
+    }
+
+    fn full_heads(&self) -> &[(usize, usize)] {
+        self.method.full_heads()
+    }
+
+    fn tail(&self, place: &Place) -> Option<Tail> {
+        let shifts = self.shifts.of(place);
+        let is_used = shifts.iter().any(Option::is_some);
+        is_used.then(|| Tail::new(shifts.to_vec(), place.head_dim, place.kv))
+    }
+}
+
+/// The tail of one KV head along one trajectory.
+#[derive(Clone)]
+pub struct Tail {
+    /// Per query head; `None` has no tail.
+    shifts: Vec<Option<f32>>,
+    /// Element type of the cache.
+    kv: KvType,
+    sums: RowSums,
+}
+
+impl Tail {
+    /// Makes the tail of an empty cache of type `kv` with d channels; `shifts` has one entry per query head.
+    pub fn new(shifts: Vec<Option<f32>>, d: usize, kv: KvType) -> Self {
+        Self {
+            shifts,
+            kv,
+            sums: RowSums::new(d),
+        }
+    }
+
+    /// Sums the rows of `visible` positions anew; needed after every prompt, which may change how a cache holds earlier
+    /// rows.
+    pub fn restart(&mut self, cache: &KvHead, visible: Range<usize>) {
+        self.sums = RowSums::new(self.sums.keys.len());
+        self.sums.cover(cache, visible);
+    }
+
+    /// Estimates what a step leaves out that attends `attended` (ascending): per query head a partial result, `None`
+    /// without a tail. Returns the bytes read for it, too. `None` if the step attends everything visible.
+    ///
+    /// # Numerics
+    /// Sums and means in f64, from the rows as the cache gives them back.
+    pub fn estimate(&mut self, step: &Step, attended: &[u32]) -> Option<(Vec<Option<Partial>>, usize)> {
+        let left_out = step.visible.len().saturating_sub(attended.len());
+        if left_out == 0 {
+            return None;
+        }
+        let dropped = self.sums.cover(step.kv, step.visible.clone());
+        let [key, value] = self.sums.means_without(step.kv, attended, left_out);
+        let size = (left_out as f64).ln();
+        let scale = 1.0 / (key.len() as f64).sqrt();
+        let output: Vec<f32> = value.iter().map(|x| *x as f32).collect();
+        let queries = step.q_rope.rows().into_iter().zip(&self.shifts);
+        let partials = queries.map(|(query, shift)| {
+            let product: f64 = query.iter().zip(&key).map(|(q, k)| f64::from(*q) * k).sum();
+            shift.map(|shift| Partial {
+                output: output.clone(),
+                lse: (size + product * scale + f64::from(shift)) as f32,
+            })
+        });
+        let sums = 2 * key.len() * size_of::<f64>();
+        let bytes = sums + dropped * self.kv.bytes_per_position(key.len());
+        Some((partials.collect(), bytes))
+    }
+}
+
+/// Sums over the rows of a range of positions.
+#[derive(Clone)]
+struct RowSums {
+    positions: Range<usize>,
+    /// `[d]`.
+    keys: Vec<f64>,
+    /// `[d]`.
+    values: Vec<f64>,
+}
+
+impl RowSums {
+    fn new(d: usize) -> Self {
+        Self {
+            positions: 0..0,
+            keys: vec![0.0; d],
+            values: vec![0.0; d],
+        }
+    }
+
+    /// Extends the sums to `to`, whose ends only move forward; returns how many rows left them.
+    fn cover(&mut self, cache: &KvHead, to: Range<usize>) -> usize {
+        if to.start >= self.positions.end {
+            *self = Self::new(self.keys.len());
+            self.positions = to.start..to.start;
+        }
+        let dropped = self.positions.start..to.start;
+        for (sums, rows) in [(&mut self.keys, cache.keys()), (&mut self.values, cache.values())] {
+            add_rows(sums, 1.0, rows, self.positions.end..to.end);
+            add_rows(sums, -1.0, rows, dropped.clone());
+        }
+        self.positions = to;
+        dropped.len()
+    }
+
+    /// Returns the mean key and the mean value of the `left` positions that are not `attended`.
+    fn means_without(&self, cache: &KvHead, attended: &[u32], left: usize) -> [Vec<f64>; 2] {
+        let parts = [(&self.keys, cache.keys()), (&self.values, cache.values())];
+        parts.map(|(sums, rows)| {
+            let mut rest = sums.clone();
+            add_rows(&mut rest, -1.0, rows, attended.iter().map(|p| *p as usize));
+            rest.iter_mut().for_each(|x| *x /= left as f64);
+            rest
+        })
+    }
+}
+
+/// Adds `sign` times the rows of some positions to sums.
+fn add_rows(sums: &mut [f64], sign: f64, rows: &dyn CachedRows, positions: impl IntoIterator<Item = usize>) {
+    let mut scratch = vec![0.0; sums.len()];
+    for p in positions {
+        let row = rows.row(p, &mut scratch);
+        sums.iter_mut()
+            .zip(row)
+            .for_each(|(s, x)| *s += sign * f64::from(*x));
+    }
+}

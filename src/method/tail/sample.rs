@@ -1,0 +1,92 @@
+//! The calibration rows by which shifts are fitted, and those that report on them.
+
+use std::ops::Range;
+
+use super::choices::{SINKS, WINDOW};
+
+/// Most rows that a fit takes.
+pub const MAX_ROWS: usize = 512;
+/// Most held-out rows that are reported on.
+pub const MAX_HELD_OUT_ROWS: usize = 256;
+
+/// The rows of a calibration text whose queries are read; the same for every head.
+#[derive(Clone, Debug)]
+pub struct Sample {
+    /// Rows whose queries are needed, ascending.
+    pub rows: Vec<usize>,
+    /// Which of them take part in the fit; the others are held out.
+    pub kept: Vec<bool>,
+    /// The rows of each block.
+    pub blocks: Vec<Range<usize>>,
+}
+
+impl Sample {
+    /// Chooses at most [`MAX_ROWS`] kept rows and [`MAX_HELD_OUT_ROWS`] others, evenly spaced, from the second half of
+    /// every block, that see a position outside the static set where the model has no sliding window.
+    ///
+    /// `block_start` has the first row of each block and then n; `kept` marks the rows of the fit.
+    pub fn new(block_start: &[u32], kept: &[bool]) -> Self {
+        let ends = block_start.windows(2);
+        let blocks: Vec<Range<usize>> = ends.map(|w| w[0] as usize..w[1] as usize).collect();
+        let late = |block: &Range<usize>| {
+            let first = (block.len() / 2).max(SINKS + WINDOW);
+            (block.start + first).min(block.end)..block.end
+        };
+        let rows = blocks.iter().flat_map(late);
+        let (fitted, held_out): (Vec<usize>, Vec<usize>) = rows.partition(|row| kept[*row]);
+        let mut rows = evenly(&fitted, MAX_ROWS);
+        rows.extend(evenly(&held_out, MAX_HELD_OUT_ROWS));
+        rows.sort_unstable();
+        Self {
+            kept: rows.iter().map(|row| kept[*row]).collect(),
+            rows,
+            blocks,
+        }
+    }
+
+    /// Returns the block of a row.
+    pub fn block(&self, row: usize) -> Range<usize> {
+        self.blocks[self.blocks.partition_point(|b| b.end <= row)].clone()
+    }
+
+    /// Returns the length of the longest block.
+    pub fn longest_block(&self) -> usize {
+        self.blocks.iter().map(Range::len).max().unwrap_or(0)
+    }
+
+    /// Counts the rows of the fit.
+    pub fn n_kept(&self) -> usize {
+        self.kept.iter().filter(|kept| **kept).count()
+    }
+}
+
+/// Returns at most `most` of the items, evenly spaced: item j of m is number floor(j n / m) of n.
+fn evenly(items: &[usize], most: usize) -> Vec<usize> {
+    let m = items.len().min(most);
+    (0..m).map(|j| items[j * items.len() / m]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_late_in_their_block_and_see_a_candidate() {
+        // Blocks of 60 (too short), 100, 2,000 (the second half held out) and 69 rows.
+        let block_start = [0, 60, 160, 2160, 2229];
+        let mut kept = vec![true; 2229];
+        kept[1660..2160].fill(false);
+        let sample = Sample::new(&block_start, &kept);
+        let fitted: Vec<usize> = (128..160).chain(1160..1660).chain([2228]).collect();
+        let n = fitted.len();
+        let expected = (0..MAX_ROWS).map(|j| fitted[j * n / MAX_ROWS]);
+        let found = sample.rows.iter().zip(&sample.kept);
+        let of = |wanted: bool| found.clone().filter(move |(_, kept)| **kept == wanted);
+        assert!(of(true).map(|(row, _)| *row).eq(expected));
+        assert_eq!(of(false).count(), MAX_HELD_OUT_ROWS);
+        assert!(of(false).all(|(row, _)| (1660..2160).contains(row)));
+        assert!(sample.rows.is_sorted());
+        assert_eq!((sample.block(159), sample.block(160)), (60..160, 160..2160));
+        assert!(Sample::new(&[0, 68], &[true; 68]).rows.is_empty());
+    }
+}

@@ -1,0 +1,191 @@
+//! The section `tail`: a shift per query head.
+
+use clap::ArgMatches;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::choices::{RULES, SINKS, WINDOW};
+use super::fit::TailFit;
+use super::sample::{MAX_HELD_OUT_ROWS, MAX_ROWS, Sample};
+use crate::artifact::{
+    Column, Facts, Fit, FitInput, HeadReport, MomentsRead, SectionKind, SectionView, parse, share, table,
+    worst_heads,
+};
+use crate::error::{Error, Result};
+use crate::model::Sizes;
+use crate::store::Spec;
+
+/// Name of the section in an artifact.
+pub const SECTION: &str = "tail";
+
+/// The shift of each query head; 0 where it has no tail.
+pub const SHIFT: &str = "tail.shift";
+/// Whether each query head has a tail: 1, or 0.
+pub const USED: &str = "tail.used";
+
+/// The shifts that a fit tries, ascending.
+pub(super) const SHIFTS: [f64; 13] = [
+    -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0,
+];
+
+/// The parameters of a fit: what the manifest has of them.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct TailParams {
+    /// Names of the rules by which the fit chose positions.
+    rules: Vec<String>,
+    /// The shifts that were tried, ascending.
+    shifts: Vec<f64>,
+    sinks: usize,
+    window: usize,
+    max_rows: usize,
+    max_held_out_rows: usize,
+    /// Seeds the noise of the rules, per layer, KV head and row.
+    seed: u64,
+}
+
+impl TailParams {
+    pub fn new(seed: u64) -> Self {
+        Self {
+            rules: RULES.iter().map(|rule| rule.name.to_owned()).collect(),
+            shifts: SHIFTS.to_vec(),
+            sinks: SINKS,
+            window: WINDOW,
+            max_rows: MAX_ROWS,
+            max_held_out_rows: MAX_HELD_OUT_ROWS,
+            seed,
+        }
+    }
+}
+
+/// What is shown of the quality report of a KV head, as docs/artifact.md defines it: values per query head.
+#[derive(Deserialize)]
+struct TailQuality {
+    rows: usize,
+    shift: Vec<Option<f64>>,
+    ratio_static: Vec<f64>,
+    ratio_top_05: Vec<f64>,
+    ratio_top_20: Vec<f64>,
+    ratio_noisy_1_05: Vec<f64>,
+    ratio_noisy_2_05: Vec<f64>,
+    held_out_ratio_top_05: Option<Vec<f64>>,
+}
+
+impl TailQuality {
+    /// Returns the share of the query heads without a tail.
+    fn off(&self) -> Option<f64> {
+        let off = self.shift.iter().filter(|shift| shift.is_none()).count();
+        (!self.shift.is_empty()).then(|| off as f64 / self.shift.len() as f64)
+    }
+
+    /// Returns the mean shift of the query heads that have a tail.
+    fn mean_shift(&self) -> Option<f64> {
+        mean(&self.shift.iter().flatten().copied().collect::<Vec<_>>())
+    }
+}
+
+fn mean(values: &[f64]) -> Option<f64> {
+    (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
+}
+
+const COLUMNS: [Column<TailQuality>; 9] = [
+    Column::new("rows", |v| format!("{v:.0}"), |q| Some(q.rows as f64)),
+    Column::new("off", share, TailQuality::off),
+    Column::new("shift", |v| format!("{v:.2}"), TailQuality::mean_shift),
+    Column::new("static", share, |q| mean(&q.ratio_static)),
+    Column::new("top 5 %", share, |q| mean(&q.ratio_top_05)),
+    Column::new("held out", share, |q| mean(q.held_out_ratio_top_05.as_deref()?)),
+    Column::new("top 20 %", share, |q| mean(&q.ratio_top_20)),
+    Column::new("noise 1", share, |q| mean(&q.ratio_noisy_1_05)),
+    Column::new("noise 2", share, |q| mean(&q.ratio_noisy_2_05)),
+];
+const LEGEND: &str = "(tails: means over the query heads; off = share of them without a tail; the last columns: squared output error with the
+tail over that without, for the static set alone, the best 5 % (and on held-out rows) and 20 %, and the best 5 % by scores
+with noise of 1 and 2)
+
+worst heads (share without a tail)
+";
+
+/// The declaration of the section.
+#[derive(Debug)]
+pub struct TailSection;
+
+impl SectionKind for TailSection {
+    fn facts(&self) -> &'static Facts {
+        &Facts {
+            name: SECTION,
+            command: "tail",
+            about: "Fit the tails of a dump that has queries and values",
+            stage: "tails",
+            moments: MomentsRead::Nothing,
+            reads_queries: true,
+            reads_values: true,
+            cpu_only: true,
+        }
+    }
+
+    fn marks_constant_heads(&self) -> bool {
+        false
+    }
+
+    fn fit(&self, _: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>> {
+        let sample = Sample::new(input.block_start, input.kept);
+        if sample.n_kept() == 0 {
+            input.log.warn(&format!(
+                "the blocks are too short for tails: no head gets one; give documents of more than {} tokens or a longer --seq-len",
+                SINKS + WINDOW
+            ));
+        }
+        Ok(Box::new(TailFit {
+            sample,
+            seed: input.seed,
+        }))
+    }
+
+    fn specs(&self, params: &Map<String, Value>, sizes: Sizes) -> Result<Vec<Spec>> {
+        let params: TailParams = parse("sections.tail", params)?;
+        if params.shifts.is_empty() || !params.shifts.is_sorted() {
+            return Err(Error::failed("`sections.tail.shifts` is not valid")
+                .hint("make the section again with this version of kvsmith"));
+        }
+        let shape = [sizes.n_layers, sizes.n_heads];
+        Ok(vec![
+            Spec::new::<f32>(SHIFT, &shape),
+            Spec::new::<u8>(USED, &shape),
+        ])
+    }
+
+    /// A head has a tail or not, and its shift is one of those that were tried; 0 without a tail.
+    fn check(&self, section: &SectionView) -> Result<()> {
+        let params: TailParams = section.params()?;
+        let heads = section.read::<f32>(SHIFT)?.into_iter();
+        for (shift, used) in heads.zip(section.read::<u8>(USED)?) {
+            let was_tried = || params.shifts.iter().any(|s| *s as f32 == shift);
+            let is_valid = match used {
+                0 => shift == 0.0,
+                1 => was_tried(),
+                _ => return Err(section.damaged(format!("`{USED}` has {used}"))),
+            };
+            if !is_valid {
+                return Err(section.damaged(format!("`{SHIFT}` has {shift} where `{USED}` is {used}")));
+            }
+        }
+        Ok(())
+    }
+
+    fn describe(&self, section: &SectionView) -> Result<String> {
+        let params: TailParams = section.params()?;
+        let used = section.read::<u8>(USED)?;
+        let with = used.iter().filter(|used| **used == 1).count();
+        Ok(format!(
+            "a shift for {with} of {} query heads, at most {} rows, {} rules, seed {}",
+            used.len(),
+            params.max_rows,
+            params.rules.len(),
+            params.seed
+        ))
+    }
+
+    fn table(&self, reports: &[HeadReport]) -> Result<String> {
+        Ok(table(&COLUMNS, reports)? + LEGEND + &worst_heads(reports, TailQuality::off)?)
+    }
+}
