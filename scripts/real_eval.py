@@ -1,7 +1,7 @@
 """Measure every method on the real model of `make real`, at equal bytes read, on held-out text and tasks.
 
-    python real_eval.py KVSMITH REAL [--reads 0.05,0.1,0.2] [--methods A,B] [--texts A,B] [--blocks 24] [--decode 64]
-        [--lengths N,M] [--per-task 10]
+    python real_eval.py KVSMITH REAL [--reads 0.05,0.1,0.2] [--methods A,B] [--texts A,B] [--blocks 24] [--block 3072]
+        [--decode 64] [--lengths N,M] [--per-task 10] [--calibration 131072]
 
 Calibrates on the calibration texts of REAL, then evaluates on each held-out text and on tasks of three lengths.
 Writes REAL/eval/NAME.json, the document of `kvsmith eval --json` with the command that made it, and prints tables in
@@ -17,14 +17,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-METHODS = "topk,a2ats,selfindex,lfps,ctkvr,quest,snapkv,h2o,streaming"
+METHODS = "topk,wpq,wpq+tail,a2ats,selfindex,lfps,ctkvr,quest,snapkv,h2o,streaming"
 TEXTS = ("handbook", "python", "uuid")
 LENGTHS = (2048, 4096, 8192)
 # Nothing is fitted to the text, the seed or the lines that are reported.
 SEED = 20261
 # The shortest text has 73K tokens, and intervals need 20 blocks.
 BLOCK = 3072
-CALIBRATION = "--max-tokens 131072 --seq-len 8192"
+CALIBRATION = 131_072
 
 
 def run(command, **options):
@@ -51,12 +51,13 @@ class Study:
             self.program = hashlib.file_digest(file, "sha256").hexdigest()
         self.common = ["--methods", arguments.methods, "--reads", arguments.reads, "--kv", "bf16", "--json"]
         self.per_task = arguments.per_task
+        self.calibration = arguments.calibration
 
     def calibrated(self):
         """Return the artifact; make it if this program did not."""
         artifact, made_by = self.out / "artifact.safetensors", self.out / "artifact.json"
         texts = [str(self.real / "text" / f"{name}-calib.txt") for name in TEXTS[:2]]
-        command = ["calibrate", "--model", str(self.real / "model"), "--text", *texts, *CALIBRATION.split()]
+        command = ["calibrate", "--model", str(self.real / "model"), "--text", *texts, "--max-tokens", str(self.calibration), "--seq-len", "8192"]
         recipe = json.dumps({"program": self.program, "command": command})
         if not (artifact.exists() and made_by.exists() and made_by.read_text() == recipe):
             # A work folder of another program or command is refused, and named with what to delete.
@@ -147,16 +148,18 @@ def main():
     parser.add_argument("--reads", default="0.05,0.1,0.2")
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--texts", default=",".join(TEXTS), help="held-out texts; empty for none")
-    parser.add_argument("--blocks", type=int, default=24, help=f"blocks of {BLOCK} tokens of each text")
+    parser.add_argument("--blocks", type=int, default=24, help="blocks of each text")
+    parser.add_argument("--block", type=int, default=BLOCK, help="tokens of a block")
+    parser.add_argument("--calibration", type=int, default=CALIBRATION, help="tokens of text to calibrate on")
     parser.add_argument("--decode", type=int, default=64, help="steps of each block")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="lengths of tasks; empty for none")
     parser.add_argument("--per-task", type=int, default=10, help="questions of each task and length")
     arguments = parser.parse_args()
     study = Study(arguments)
     for name in filter(None, arguments.texts.split(",")):
-        tokens = ["--seq-len", str(BLOCK), "--max-tokens", str(BLOCK * arguments.blocks), "--decode", str(arguments.decode)]
+        tokens = ["--seq-len", str(arguments.block), "--max-tokens", str(arguments.block * arguments.blocks), "--decode", str(arguments.decode)]
         document = study.evaluate(name, ["--text", str(study.real / "text" / f"{name}-heldout.txt"), *tokens])
-        print(f"## {name}: {document['blocks']} blocks of {BLOCK} tokens, {document['steps']} steps\n")
+        print(f"## {name}: {document['blocks']} blocks of {arguments.block} tokens, {document['steps']} steps\n")
         table(document, TEXT_COLUMNS)
     for length in map(int, filter(None, arguments.lengths.split(","))):
         document = study.evaluate(f"tasks-{length}", ["--needles", str(study.tasks(length))])
