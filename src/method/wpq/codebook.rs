@@ -158,7 +158,7 @@ impl HeadCodebook {
     pub fn encode(&self, k_rope: ArrayView2<f32>) -> Vec<Vec<u8>> {
         let rows = k_rope.axis_chunks_iter(Axis(0), ROWS).into_par_iter();
         let chunks: Vec<Vec<Vec<u8>>> = rows.map(|rows| self.encode_rows(rows)).collect();
-        let of = |stage: usize| chunks.iter().flat_map(|chunk| &chunk[stage]).copied();
+        let of = |stage: usize| chunks.iter().flat_map(move |chunk| &chunk[stage]).copied();
         (0..self.stages()).map(|stage| of(stage).collect()).collect()
     }
 
