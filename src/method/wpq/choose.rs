@@ -59,8 +59,20 @@ pub(super) fn choose(
 
 /// Returns the codes, `[n,width]`, at some places.
 fn gather(codes: &[u8], width: usize, places: &[u32]) -> Vec<u8> {
-    let row = |p: &u32| &codes[*p as usize * width..][..width];
-    places.iter().flat_map(row).copied().collect()
+    fn rows<const W: usize>(codes: &[u8], places: &[u32]) -> Vec<u8> {
+        let codes: &[[u8; W]] = codes.as_chunks().0;
+        let rows: Vec<[u8; W]> = places.iter().map(|p| codes[*p as usize]).collect();
+        rows.into_flattened()
+    }
+    match width {
+        1 => rows::<1>(codes, places),
+        2 => rows::<2>(codes, places),
+        4 => rows::<4>(codes, places),
+        _ => {
+            let row = |p: &u32| &codes[*p as usize * width..][..width];
+            places.iter().flat_map(row).copied().collect()
+        }
+    }
 }
 
 /// Adds the scores `[r,n]` to the softmax of each query head; returns their probabilities, summed over the heads.
