@@ -62,7 +62,9 @@ impl<'d> WpqWorkspace<'d> {
             1 => (None, most),
             _ => {
                 let room = most.saturating_mul(REFINED).min(capacity);
-                (Some(Refined::new(driver, shape, room, most)?), room)
+                let refined = Refined::new(driver, shape, room, most)?;
+                let room = refined.best.shape.capacity;
+                (Some(refined), room)
             }
         };
         Ok(Self {
@@ -159,7 +161,7 @@ impl<'d> WpqWorkspace<'d> {
 }
 
 impl<'d> Refined<'d> {
-    /// Allocates space to refine up to `room` keys per KV head, and to choose up to `most` of them.
+    /// Allocates space to refine at least `room` keys per KV head, and to choose up to `most` of them.
     fn new(driver: &'d dyn Driver, shape: Shape, room: usize, most: usize) -> Result<Self> {
         let items = Shape {
             capacity: room,
