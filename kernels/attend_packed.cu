@@ -1,21 +1,7 @@
-// `attention` of src/compute/reference.rs for one token over the 2-bit cache of src/kv/packed.rs, dequantised on the
-// way to the tensor cores; see attend.h.
-//
-// Per KV head: signs as in select_signs.cu; bits of keys and values, `[capacity,d/4]` bytes, lowest bits first;
-// params `[capacity,groups]` with groups = ceil(d/32), an f16 scale in the low half and an f16 zero point in the high
-// half; centre and alpha `[d]`. The full-precision tokens, at positions full `[FULL]`, ascending, have their rows in
-// full_keys (less the centre) and full_values, `[FULL,d]` f16. Values beyond the range of f16 become its largest
-// number.
+// `attention` of src/compute/reference.rs for one token over the 2-bit cache, packed.h, dequantised on the way to the
+// tensor cores; see attend.h. Values beyond the range of f16 become its largest number.
 #include "attend.h"
-
-struct PackedArrays {
-    const u32* signs;
-    const u16 *key_bits, *value_bits;
-    const u32 *key_params, *value_params;
-    const float *centre, *alpha;
-    const u32 *full, *full_count;
-    const u16 *full_keys, *full_values;
-};
+#include "packed.h"
 
 DEVICE u16 to_half(float v) { return round_to<false>(fminf(fmaxf(v, -65504.0f), 65504.0f)); }
 
@@ -28,21 +14,10 @@ struct PackedRows {
     DEVICE float weight(u32 c) const { return c < d ? of.alpha[c] : 0.0f; }
     DEVICE float centre(u32 c) const { return c < d ? of.centre[c] : 0.0f; }
 
-    // Returns the index of a position among the full-precision tokens, or n_full.
-    DEVICE u32 find_full(u32 position) const {
-        u32 low = 0, high = n_full;
-        while (low < high) {
-            u32 middle = (low + high) / 2;
-            if (of.full[middle] < position) low = middle + 1;
-            else high = middle;
-        }
-        return low < n_full && of.full[low] == position ? low : n_full;
-    }
-
     // Dequantises a tile, two threads per row; beyond the last item it repeats the last.
     DEVICE void fill(u16* k, u16* v, const Attended& span, u32 start, u32 end) const {
         u32 row = threadIdx.x / 2, groups = (d + 31) / 32;
-        u32 p = span.position(smaller(start + row, end - 1)), slot = find_full(p);
+        u32 p = span.position(smaller(start + row, end - 1)), slot = of.find_full(p, n_full);
         for (u32 eighth = threadIdx.x % 2; eighth < D / 8; eighth += 2) {
             u32 c = eighth * 8, packed_k[4] = {}, packed_v[4] = {};
             if (c < d && slot < n_full) {

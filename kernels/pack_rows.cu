@@ -1,5 +1,5 @@
 // Quantises rows to 2 bits, with the same bits as src/kv/packed.rs: z = min x, s = (max x - min x) / 3 and
-// Q = round((x - z) / s) per 32 channels. attend_packed.cu describes the arrays.
+// Q = round((x - z) / s) per 32 channels. packed.h describes the arrays.
 #include "common.h"
 #include "tensor.h"
 

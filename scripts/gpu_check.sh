@@ -138,7 +138,7 @@ sanitize() {
     # shellcheck disable=SC2016
     each='for test in $2; do "$0" --tool $1 --error-exitcode 9 ./${test%%:*} cuda::${test#*:} --test-threads 1; [ $? != 9 ] || exit 9; done'
     run "$1" "$2" sh -c "$each" "$sanitizer" "$1" "backends:assign::1x64x64 backends:update::2x3x5 decode:attend::bf16::b2 \
-        decode:prefill::bf16::b1_g1_r1 decode:linear::bf16::m17 decode:a2ats::batch decode:topk::d40 decode:sample::v257 \
+        decode:prefill::bf16::b1_g1_r1 decode:linear::bf16::m17 decode:a2ats::batch decode:topk::d40 decode:wpq::d20 decode:sample::v257 \
         cuda_model:session::llama_d128" || return 0
     keep sanitizer.log
     if [ $code = 9 ]; then
@@ -194,7 +194,7 @@ else
     # Bandwidth, a decode step of one layer, and of a whole model; what does not fit the memory is left out.
     # shellcheck disable=SC2086
     {
-        bench attend 35 attend $layer --context $short,$long --batch $batches --methods full$more${more:+,selfindex} $runs
+        bench attend 35 attend $layer --context $short,$long --batch $batches --methods full$more${more:+,selfindex,wpq} $runs
         bench retrieve 25 retrieve $layer --context $long --batch $batches $runs
         bench decode-long 40 decode $model --context $long --batch $batches --methods full$more${more:+,selfindex} $runs
         bench decode-short 30 decode $model --context $short --batch $batches --methods full$more $runs

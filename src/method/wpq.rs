@@ -13,6 +13,7 @@
 mod bench;
 mod choose;
 mod codebook;
+pub mod cuda;
 mod fit;
 mod scores;
 mod section;
@@ -21,6 +22,7 @@ use std::sync::Arc;
 
 use ndarray::{ArrayView2, s};
 
+use super::cuda::CudaMethod;
 use super::declaration::{Ask, Declaration};
 use super::{Choice, Method, Place, Prompt, Reads, Retriever, Step, everything};
 use crate::error::{Error, Result};
@@ -50,6 +52,10 @@ fn prepare(ask: &Ask) -> Result<Box<dyn Method>> {
 impl Method for HeadCodebooks {
     fn head(&self, place: &Place) -> Box<dyn Retriever> {
         Box::new(Wpq::new(Arc::clone(self.of(place.layer, place.kv_head))))
+    }
+
+    fn cuda(&self) -> Option<&dyn CudaMethod> {
+        Some(self)
     }
 }
 

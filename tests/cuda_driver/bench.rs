@@ -37,18 +37,25 @@ fn decode_steps(driver: &Path, arguments: &str) -> Outcome {
 
 /// What a step of a whole model moves and how fast, for each batch and method.
 pub fn decode(driver: &Path) {
-    let arguments = "--context 200 --batch 1,2 --methods full,topk,a2ats,selfindex";
+    let arguments = "--context 200 --batch 1,2 --methods full,topk,a2ats,selfindex,wpq";
     let json = decode_steps(driver, arguments).json();
     let rows = rows(&json);
     let names: Vec<&str> = rows.iter().filter_map(|row| row["name"].as_str()).collect();
     assert_eq!(
         names,
-        ["decode full", "decode topk", "decode a2ats", "decode selfindex"].repeat(2)
+        [
+            "decode full",
+            "decode topk",
+            "decode a2ats",
+            "decode selfindex",
+            "decode wpq"
+        ]
+        .repeat(2)
     );
     // Two layers of 4/2 heads of 128, 16 channels within and 16 between them, 96 tokens, in bf16; keys and values.
     let weights = 2 * (2 * 16 * (8 * 128 + 4 * 128 + 3 * 16) + 96 * 16);
     let position = 2 * 2 * 2 * 128 * 2;
-    for (row, batch) in rows.iter().zip([1, 1, 1, 1, 2, 2, 2, 2]) {
+    for (row, batch) in rows.iter().zip([1, 1, 1, 1, 1, 2, 2, 2, 2, 2]) {
         let number = |name: &str| row[name].as_f64().filter(|v| v.is_finite() && *v > 0.0);
         let number = |name: &str| number(name).unwrap_or_else(|| panic!("{name} of {row}"));
         assert_eq!(

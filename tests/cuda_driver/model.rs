@@ -117,12 +117,17 @@ pub fn run_rounded(driver: &Path) {
     let read = sparse["kv_read_fraction"].as_f64().unwrap();
     assert!(read > 0.1 && read < 0.5, "{read}");
     // What the 2-bit cache of the CPU gives.
-    let packed = run("--device cuda --method selfindex --kv 2bit --precision f32");
-    let expected = run("--device cpu --method selfindex --kv 2bit");
-    assert_eq!(packed["ids"], expected["ids"]);
-    let (a, b) = (&packed["kv_bytes"], &expected["kv_bytes"]);
-    let ratio = a.as_f64().unwrap() / b.as_f64().unwrap();
-    assert!((0.9..1.1).contains(&ratio), "{a} {b}");
+    for method in ["selfindex", "wpq"] {
+        let packed = run(&format!(
+            "--device cuda --method {method} --kv 2bit --precision f32"
+        ));
+        let expected = run(&format!("--device cpu --method {method} --kv 2bit"));
+        assert_eq!(packed["ids"], expected["ids"], "{method}");
+        assert_eq!(packed["fallbacks"], object!([]), "{method}");
+        let (a, b) = (&packed["kv_bytes"], &expected["kv_bytes"]);
+        let ratio = a.as_f64().unwrap() / b.as_f64().unwrap();
+        assert!((0.9..1.1).contains(&ratio), "{method}: {a} {b}");
+    }
     // Sampling sees the same logits.
     let sampled = |device| {
         run(&format!(
@@ -210,7 +215,7 @@ pub fn chat(driver: &Path) {
         serde_json::to_string(&turns).unwrap(),
     )
     .unwrap();
-    for method in ["full", "topk", "a2ats", "selfindex", "lfps", "ctkvr"] {
+    for method in ["full", "topk", "a2ats", "selfindex", "lfps", "ctkvr", "wpq"] {
         let run = |device: &str| {
             json(
                 driver,
@@ -354,7 +359,7 @@ pub fn everything(driver: &Path) {
     };
     for kv in ["bf16", "host"] {
         let full = run(&format!("--method full --kv {kv}"));
-        for method in ["a2ats", "selfindex", "streaming"] {
+        for method in ["a2ats", "selfindex", "streaming", "wpq"] {
             let sparse = run(&format!("--method {method} --kv {kv}"));
             assert_eq!(sparse["ids"], full["ids"], "{method} {kv}");
             assert_eq!(sparse["kv_read_fraction"], 1.0, "{method} {kv}");

@@ -22,6 +22,7 @@ mod sample;
 mod signs;
 mod simple;
 mod topk;
+mod wpq;
 
 use std::process::ExitCode;
 
@@ -49,6 +50,7 @@ fn main() -> ExitCode {
             trials("lfps", lfps::cases(), lfps::check),
             trials("selfindex", signs::cases(), signs::check),
             trials("topk", topk::cases(), topk::check),
+            trials("wpq", wpq::cases(), wpq::check),
             trials("ctkvr", ctkvr::cases(), ctkvr::check),
             trials("simple", simple::cases(), simple::check),
         ]

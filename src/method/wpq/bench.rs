@@ -6,10 +6,11 @@ use ndarray::{Array1, Array2, Array4};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::{HeadCodebook, Wpq};
+use super::{HeadCodebook, Wpq, cuda};
 use crate::compute::signs::PATTERNS;
 use crate::error::Result;
-use crate::method::bench::{Bench, Fill, NewHead, TimedLayer};
+use crate::method::bench::{Bench, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
+use crate::method::cuda::{Indexes, OnDevice};
 use crate::method::params::MethodParams;
 
 /// Bytes of a key's code in each of two stages, as `calibrate` makes them by default.
@@ -19,22 +20,31 @@ const WIDTH: usize = 4;
 pub(super) struct WpqBench;
 
 impl Bench for WpqBench {
+    fn timed_on_cuda(&self) -> TimedOnCuda {
+        TimedOnCuda::LayerAndModel
+    }
+
     fn index_bytes(&self, layer: &TimedLayer) -> usize {
         layer.sequences * layer.kv_heads * layer.context * WIDTH
     }
 
     fn heads(&self, layer: &TimedLayer, _: &MethodParams) -> Result<Box<NewHead>> {
-        let codebook = Arc::new(codebook(layer)?);
+        let codebook = Arc::new(codebook(layer.head_dim, layer.seed)?);
         Ok(Box::new(move |_, _| {
             (Box::new(Wpq::new(Arc::clone(&codebook))), Fill::Keys)
         }))
     }
+
+    fn indexes<'d>(&self, at: OnDevice<'d>, contents: &Contents<'_>) -> Result<Indexes<'d>> {
+        let seed = contents.seeds.first().map_or(0, |seed| u64::from(*seed));
+        cuda::random(at, contents, &codebook(at.shape.head_dim, seed)?)
+    }
 }
 
 /// Makes a random quantiser.
-fn codebook(layer: &TimedLayer) -> Result<HeadCodebook> {
-    let (d, groups) = (layer.head_dim, 2 * WIDTH);
-    let mut rng = ChaCha8Rng::seed_from_u64(layer.seed);
+fn codebook(d: usize, seed: u64) -> Result<HeadCodebook> {
+    let groups = 2 * WIDTH;
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let shape = (2, groups, PATTERNS, d.div_ceil(groups));
     let words = Array4::from_shape_simple_fn(shape, || rng.r#gen::<f32>() * 2.0 - 1.0);
     let eye = Array2::eye(d);

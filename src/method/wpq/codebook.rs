@@ -140,6 +140,31 @@ impl HeadCodebook {
         self.stages.len()
     }
 
+    /// Returns the number of groups of a stage.
+    pub(super) fn groups(&self) -> usize {
+        self.stages[0].groups.len()
+    }
+
+    /// Returns the words of a group, `[words,dim]`.
+    pub(super) fn words(&self, stage: usize, group: usize) -> ArrayView2<'_, f32> {
+        self.stages[stage].groups[group].centroids().view()
+    }
+
+    /// Returns the mean of the keys, `[d]`.
+    pub(super) fn mean(&self) -> ArrayView1<'_, f32> {
+        self.mean.view()
+    }
+
+    /// Returns the map of centred keys to the channels of all groups, `[d,m dim]`.
+    pub(super) fn projection(&self) -> ArrayView2<'_, f32> {
+        self.projection.view()
+    }
+
+    /// Returns the map of queries to these channels, `[d,m dim]`.
+    pub(super) fn query_map(&self) -> ArrayView2<'_, f32> {
+        self.query_map.view()
+    }
+
     /// Returns the bytes of a key's code in one stage.
     pub fn width(&self) -> usize {
         self.stages[0].width()

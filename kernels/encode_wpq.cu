@@ -1,0 +1,99 @@
+// Product-quantised codes of keys: `HeadCodebook::encode` of src/method/wpq/codebook.rs, in f32.
+//
+// A stage has m groups of dim channels, a group WORDS words, 16 or 256: words `[g,stages,m,dim,WORDS]` f16, norms
+// `[g,stages,m,WORDS]` half of their squares. A code has the numbers of the nearest words in the order of the groups, in
+// width bytes per stage: of 4-bit numbers the first of a pair in the low bits. codes `[stages,b,g,capacity,width]`.
+//
+// A block projects ENCODED keys, so that it reads the map once for all of them. Then each warp takes one byte of one
+// code at a time: the lanes share out the words of its group, or with 16 words half a warp those of either group; as the
+// words of a channel lie side by side, the lanes read contiguous memory. What the first stage leaves of a key is computed
+// on the fly from the number of its word.
+#include "common.h"
+#include "scan.h"
+#include "tensor.h"
+
+// Keys per block, and keys whose sums a thread holds; most channels of a key, and of all groups of a stage.
+constexpr u32 ENCODED = 16, ENCODED_AT_ONCE = 8, KEY_CHANNELS = 128;
+
+// Finds the word with the smallest distance from z `[dim]`, the lower number on ties. Words are `[dim,WORDS]`; z is taken
+// less the word at `before`, if any. Lanes that share a group get the number of its word.
+template <u32 WORDS>
+DEVICE u32 nearest_word(const float* z, const u16* words, const float* norms, const u16* before, u32 dim) {
+    u64 best = 0;
+    for (u32 w = lane() % WORDS; w < WORDS; w += 32) {
+        float score = 0;
+        for (u32 e = 0; e < dim; e++) {
+            float x = before ? z[e] - widen<false>(before[e * WORDS]) : z[e];
+            score = fmaf(x, widen<false>(words[e * WORDS + w]), score);
+        }
+        u64 key = (u64)order_of(score - norms[w]) << 32 | (0xffffffffu - w);
+        if (key > best) best = key;
+    }
+    for (u32 step = smaller(WORDS, 32) / 2; step > 0; step /= 2) {
+        u64 other = __shfl_xor_sync(ALL_LANES, best, step);
+        if (other > best) best = other;
+    }
+    return 0xffffffffu - (u32)best;
+}
+
+// Projects the centred keys in x `[ENCODED,padded]`: z `[ENCODED,channels]`, with map `[padded,channels]`.
+DEVICE void project_keys(const float* x, const float* map, float* z, u32 count, u32 padded, u32 channels) {
+    u32 parts = (count + ENCODED_AT_ONCE - 1) / ENCODED_AT_ONCE;
+    for (u32 i = threadIdx.x; i < parts * channels; i += 256) {
+        u32 channel = i % channels, first = i / channels * ENCODED_AT_ONCE;
+        float sums[ENCODED_AT_ONCE] = {};
+        for (u32 j = 0; j < padded; j += 4) {
+            const float* column = map + j * channels + channel;
+            float a = column[0], b = column[channels], c = column[2 * channels], d = column[3 * channels];
+UNROLL
+            for (u32 e = 0; e < ENCODED_AT_ONCE; e++) {
+                float4 v = *(const float4*)&x[(first + e) * padded + j];
+                sums[e] = fmaf(v.w, d, fmaf(v.z, c, fmaf(v.y, b, fmaf(v.x, a, sums[e]))));
+            }
+        }
+UNROLL
+        for (u32 e = 0; e < ENCODED_AT_ONCE; e++) z[(first + e) * channels + channel] = sums[e];
+    }
+}
+
+// Encodes the last n keys `[b,g,n,d]`. key_maps `[g,padded,m dim]`, where padded is d rounded up to a multiple of 4 and the
+// rest zero; means `[g,d]`. lens `[b]` counts the keys already. blockIdx.y is the KV head, blockIdx.z the sequence.
+#define ENCODE_PARAMETERS                                                                                       \
+    const float *keys, const float *key_maps, const float *means, const u16 *words, const float *norms,         \
+        const u32 *lens, u8 *codes, u32 stages, u32 groups, u32 dim, u32 n, u32 d, u32 capacity
+template <u32 WORDS>
+DEVICE void encode_keys(ENCODE_PARAMETERS) {
+    SHARED(float, x, ENCODED * KEY_CHANNELS);
+    SHARED(float, z, ENCODED * KEY_CHANNELS);
+    u32 at = blockIdx.z * gridDim.y + blockIdx.y, first = blockIdx.x * ENCODED, count = smaller(ENCODED, n - first);
+    u32 padded = (d + 3) / 4 * 4, channels = groups * dim, width = WORDS == 16 ? groups / 2 : groups;
+    for (u32 i = threadIdx.x; i < ENCODED * padded; i += 256) {
+        u32 row = i / padded, c = i % padded;
+        bool there = row < count && c < d;
+        x[i] = there ? keys[((u64)at * n + first + row) * d + c] - means[blockIdx.y * d + c] : 0.0f;
+    }
+    __syncthreads();
+    project_keys(x, key_maps + (u64)blockIdx.y * padded * channels, z, count, padded, channels);
+    __syncthreads();
+    u64 to = (u64)at * capacity + lens[blockIdx.z] - n + first, stride = (u64)gridDim.y * gridDim.z * capacity;
+    for (u32 i = warp(); i < count * width; i += 8) {
+        u32 row = i / width, byte = i % width, group = WORDS == 16 ? 2 * byte + lane() / 16 : byte;
+        const u16* before = 0;
+        for (u32 stage = 0; stage < stages; stage++) {
+            u64 table = ((u64)blockIdx.y * stages + stage) * groups + group;
+            const u16* own = words + table * dim * WORDS;
+            const float* from = z + row * channels + group * dim;
+            u32 code = nearest_word<WORDS>(from, own, norms + table * WORDS, before, dim);
+            before = own + code;
+            if (WORDS == 16) code |= __shfl_xor_sync(ALL_LANES, code, 16) << 4;
+            if (lane() == 0) codes[(stage * stride + to + row) * width + byte] = (u8)code;
+        }
+    }
+}
+
+KERNEL(256, 2, encode_keys_16, ENCODE_PARAMETERS) {
+    encode_keys<16>(keys, key_maps, means, words, norms, lens, codes, stages, groups, dim, n, d, capacity);
+}
+KERNEL(256, 2, encode_keys_256, ENCODE_PARAMETERS) {
+    encode_keys<256>(keys, key_maps, means, words, norms, lens, codes, stages, groups, dim, n, d, capacity);
+}

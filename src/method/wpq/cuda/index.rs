@@ -1,0 +1,81 @@
+//! The index of a layer.
+
+use super::{Quantisers, Wpq, WpqWorkspace};
+use crate::error::{Error, Result};
+use crate::kv::StaticSet;
+use crate::kv::cuda::{Limits, Positions, Rotated, Selection};
+use crate::method::bench::Contents;
+use crate::method::cuda::{
+    ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, each_layer,
+};
+use crate::method::wpq::choose::refined;
+use crate::method::wpq::{HeadCodebook, HeadCodebooks};
+
+impl CudaMethod for HeadCodebooks {
+    fn serves(&self, needs: &CudaNeeds) -> bool {
+        !needs.rows_on_host
+    }
+
+    fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
+        let mut shared = ByWindow::new();
+        each_layer(limits, |layer, limits| {
+            let heads = (0..at.shape.kv_heads).map(|head| &**self.of(layer, head));
+            empty(at, limits, &mut shared, &heads.collect::<Vec<_>>())
+        })
+    }
+}
+
+/// Makes the empty index of a layer with these quantisers.
+fn empty<'d>(
+    at: OnDevice<'d>,
+    limits: &Limits,
+    shared: &mut ByWindow<WpqWorkspace<'d>>,
+    heads: &[&HeadCodebook],
+) -> Result<Wpq<'d>> {
+    let quantisers = Quantisers::new(at.driver, heads)?;
+    let sizes = quantisers.sizes;
+    let space = shared.of(limits, || WpqWorkspace::new(at.driver, at.shape, limits, sizes))?;
+    Wpq::new(at.driver, at.shape, limits, quantisers, space)
+}
+
+impl CudaIndex for Wpq<'_> {
+    fn extend(&self, chunk: &Chunk<'_>) -> Result<()> {
+        Wpq::extend(self, chunk.keys.rope, chunk.m, chunk.positions)
+    }
+
+    fn append(&self, keys: Rotated<'_>, positions: &Positions<'_>) -> Result<()> {
+        Wpq::extend(self, keys.rope, 1, positions)
+    }
+
+    fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>> {
+        let without = || Error::failed("CUDA: wpq needs the cache's rows on the device");
+        let cache = step.cache.ok_or_else(without)?;
+        Wpq::select(self, step.queries.rope, cache, step.positions).map(Some)
+    }
+
+    fn bytes(&self) -> usize {
+        Wpq::bytes(self)
+    }
+
+    fn step_bytes(&self, set: &StaticSet) -> Option<usize> {
+        let (n, sizes) = (set.candidates.len(), self.quantisers.sizes);
+        let budget = self.limits.budget.positions(set.visible().len());
+        let codes = n + (sizes.stages - 1) * refined(budget, n);
+        Some(codes * sizes.width() + sizes.bytes)
+    }
+}
+
+/// Makes indexes of random codes and of one random quantiser: [`Bench::indexes`](crate::method::bench::Bench::indexes).
+pub(in crate::method::wpq) fn random<'d>(
+    at: OnDevice<'d>,
+    contents: &Contents<'_>,
+    quantiser: &HeadCodebook,
+) -> Result<Indexes<'d>> {
+    let heads = vec![quantiser; at.shape.kv_heads];
+    let mut shared = ByWindow::new();
+    each_layer(contents.limits, |layer, limits| {
+        let index = empty(at, limits, &mut shared, &heads)?;
+        index.fill(contents.seeds[layer])?;
+        Ok(index)
+    })
+}

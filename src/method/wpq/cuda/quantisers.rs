@@ -1,0 +1,142 @@
+//! The quantisers of one layer on the GPU.
+
+use half::f16;
+use ndarray::{ArrayView2, Axis};
+
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::Driver;
+use crate::compute::signs::PATTERNS;
+use crate::error::{Error, Result};
+use crate::method::wpq::HeadCodebook;
+
+/// Most bits of a key's code.
+const MOST_BITS: usize = 64;
+
+/// The sizes of a quantiser.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sizes {
+    /// Stages, one or two.
+    pub stages: usize,
+    /// Groups of a stage, m.
+    pub groups: usize,
+    /// Channels of a group.
+    pub dim: usize,
+    /// Words of a group: 16 or 256.
+    pub words: usize,
+    /// Bytes that every step reads: [`HeadCodebook::bytes`].
+    pub(super) bytes: usize,
+}
+
+impl Sizes {
+    /// Returns the sizes of a head's quantiser.
+    pub fn of(head: &HeadCodebook) -> Self {
+        let (words, dim) = head.words(0, 0).dim();
+        Self {
+            stages: head.stages(),
+            groups: head.groups(),
+            dim,
+            words,
+            bytes: head.bytes(),
+        }
+    }
+
+    /// Returns the bytes of a code in one stage.
+    pub fn width(self) -> usize {
+        self.groups * self.word_bits() / 8
+    }
+
+    fn word_bits(self) -> usize {
+        self.words.trailing_zeros() as usize
+    }
+
+    /// Returns whether tables are rounded to 8 bits.
+    pub(super) fn is_rounded(self) -> bool {
+        self.words == PATTERNS
+    }
+
+    /// Returns the number of words of all groups and stages.
+    pub(super) fn entries(self) -> usize {
+        self.stages * self.groups * self.words
+    }
+
+    fn check(self) -> Result<()> {
+        let bits = self.stages * self.groups * self.word_bits();
+        let is_supported = [PATTERNS, 256].contains(&self.words)
+            && [1, 2].contains(&self.stages)
+            && bits <= MOST_BITS
+            && [1, 2, 4, 8].contains(&self.width())
+            && self.width() * 8 == self.groups * self.word_bits()
+            && self.groups * self.dim <= 128;
+        match is_supported {
+            true => Ok(()),
+            false => Err(Error::failed(format!(
+                "CUDA: product quantisers that are not supported: {self:?}"
+            ))
+            .hint("use --device cpu")),
+        }
+    }
+}
+
+/// The quantisers of one layer's KV heads.
+pub struct Quantisers<'d> {
+    /// Those of every head.
+    pub sizes: Sizes,
+    /// `[g,padded,m dim]`, padded being d rounded up to a multiple of 4, the rest zeros.
+    pub(super) key_maps: Buffer<'d, f32>,
+    /// `[g,m dim,d]`.
+    pub(super) query_maps: Buffer<'d, f32>,
+    /// `[g,d]`.
+    pub(super) means: Buffer<'d, f32>,
+    /// `[g,stages,m,dim,words]`.
+    pub(super) words: Buffer<'d, f16>,
+    /// Half of the squared norms, `[g,stages,m,words]`.
+    pub(super) norms: Buffer<'d, f32>,
+}
+
+impl<'d> Quantisers<'d> {
+    /// Uploads the quantiser of every KV head; words are rounded to f16, in which artifacts have them.
+    ///
+    /// # Errors
+    /// Sizes that differ or that the kernels do not support; out of memory.
+    pub fn new(driver: &'d dyn Driver, heads: &[&HeadCodebook]) -> Result<Self> {
+        let none = || Error::failed("CUDA: no product quantiser");
+        let sizes = Sizes::of(heads.first().ok_or_else(none)?);
+        sizes.check()?;
+        if let Some(other) = heads.iter().find(|head| Sizes::of(head) != sizes) {
+            return Err(Error::failed(format!(
+                "CUDA: product quantisers of {sizes:?} and {:?}",
+                Sizes::of(other)
+            )));
+        }
+        let (mut words, mut norms) = (Vec::new(), Vec::new());
+        let groups = |head| (0..sizes.stages).flat_map(move |s| (0..sizes.groups).map(move |j| (head, s, j)));
+        for (head, stage, group) in heads.iter().flat_map(groups) {
+            let rounded = head.words(stage, group).mapv(f16::from_f32);
+            words.extend(rounded.t().iter());
+            let half =
+                |word: ndarray::ArrayView1<f16>| word.fold(0.0, |sum, v| sum + v.to_f64().powi(2)) / 2.0;
+            norms.extend(rounded.outer_iter().map(|word| half(word) as f32));
+        }
+        let joined =
+            |of: fn(&HeadCodebook) -> Vec<f32>| heads.iter().flat_map(|head| of(head)).collect::<Vec<_>>();
+        Ok(Self {
+            sizes,
+            key_maps: Buffer::of(driver, "key maps", &joined(|head| padded(head.projection())))?,
+            query_maps: Buffer::of(
+                driver,
+                "query maps",
+                &joined(|head| head.query_map().t().iter().copied().collect()),
+            )?,
+            means: Buffer::of(driver, "means", &joined(|head| head.mean().to_vec()))?,
+            words: Buffer::of(driver, "words", &words)?,
+            norms: Buffer::of(driver, "norms of words", &norms)?,
+        })
+    }
+}
+
+/// Returns the rows of a matrix and zeros, up to a multiple of 4 rows.
+fn padded(matrix: ArrayView2<f32>) -> Vec<f32> {
+    let mut out: Vec<f32> = matrix.iter().copied().collect();
+    out.resize(matrix.len_of(Axis(0)).next_multiple_of(4) * matrix.ncols(), 0.0);
+    out
+}

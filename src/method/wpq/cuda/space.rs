@@ -1,0 +1,180 @@
+//! The buffers of a step, and the exact scores of the static set.
+
+use super::Sizes;
+use crate::compute::cuda::buffer::Buffer;
+use crate::compute::cuda::driver::Driver;
+use crate::compute::cuda::kernels;
+use crate::error::Result;
+use crate::kv::cuda::best::Best;
+use crate::kv::cuda::cache::LayerCache;
+use crate::kv::cuda::{Limits, Positions, SCAN, Shape};
+use crate::method::wpq::choose::REFINED;
+
+/// Query heads whose entries lie side by side, and numbers that turn sums of entries into scores, in `select_wpq.cu`.
+const QUAD: usize = 4;
+const LINE: usize = 5;
+
+/// The buffers of a step; shared by all layers with the same sliding window.
+pub struct WpqWorkspace<'d> {
+    driver: &'d dyn Driver,
+    /// `[b,g,r / 4,stages,m,words,4]`, of u16 or f32; those beyond the last query head stay zero.
+    pub(super) tables: Buffer<'d, u32>,
+    /// `[b,h,LINE]`.
+    pub(super) lines: Buffer<'d, f32>,
+    /// Part 0 is that of the static set, `[b,h,1 + blocks,2]`.
+    pub(super) parts: Buffer<'d, f32>,
+    /// The denominators of the softmax, `[b,h,2]`.
+    pub(super) totals: Buffer<'d, f32>,
+    /// Of two stages, chooses the keys to refine.
+    pub(super) best: Best<'d>,
+    /// `None` with one stage.
+    pub(super) refined: Option<Refined<'d>>,
+}
+
+/// The buffers of the second stage.
+pub(super) struct Refined<'d> {
+    /// How many keys to refine, `[b]`, and the span of their list, `[b,4]`.
+    pub wants: Buffer<'d, u32>,
+    pub spans: Buffer<'d, u32>,
+    /// `[b,h,room]`.
+    pub scores: Buffer<'d, f32>,
+    /// `[b,h,blocks,3]`.
+    pub parts: Buffer<'d, f32>,
+    /// Of sequences whose positions are indices of the list.
+    pub best: Best<'d>,
+}
+
+impl<'d> WpqWorkspace<'d> {
+    /// Allocates the buffers of a step.
+    ///
+    /// # Errors
+    /// Sizes that the kernels do not support; out of memory.
+    pub fn new(driver: &'d dyn Driver, shape: Shape, limits: &Limits, sizes: Sizes) -> Result<Self> {
+        let shape = shape.checked()?;
+        let (h, capacity) = (shape.query_heads(), shape.capacity);
+        let most = limits.most(capacity);
+        let entries = shape.heads() * shape.group.div_ceil(QUAD) * QUAD * sizes.entries();
+        let words = match sizes.is_rounded() {
+            true => entries / 2,
+            false => entries,
+        };
+        let (refined, listed) = match sizes.stages {
+            1 => (None, most),
+            _ => {
+                let room = most.saturating_mul(REFINED).min(capacity);
+                let refined = Refined::new(driver, shape, room, most)?;
+                let room = refined.best.shape.capacity;
+                (Some(refined), room)
+            }
+        };
+        Ok(Self {
+            driver,
+            tables: Buffer::zeros(driver, "tables of words", words)?,
+            lines: Buffer::zeros(driver, "scales of tables", h * LINE)?,
+            parts: Buffer::new(driver, "sums of weights", h * (1 + capacity.div_ceil(SCAN)) * 2)?,
+            totals: Buffer::new(driver, "sums of weights", h * 2)?,
+            best: Best::new(driver, shape, listed)?,
+            refined,
+        })
+    }
+
+    /// Computes the softmax of the static set alone.
+    pub(super) fn score_static(
+        &self,
+        queries: &Buffer<'_, f32>,
+        cache: &LayerCache<'_>,
+        positions: &Positions<'_>,
+    ) -> Result<()> {
+        let shape = &self.best.shape;
+        let (r, d, capacity, scale) = (shape.group, shape.head_dim, shape.capacity, shape.exponent());
+        let (queries, spans, parts) = (queries.ptr(), positions.spans.ptr(), self.parts.ptr());
+        let n_parts = 1 + self.best.selection.blocks;
+        match cache {
+            LayerCache::Plain(rows) => kernels::StaticScores {
+                queries,
+                keys: rows.keys.ptr().cast(),
+                spans,
+                parts,
+                scale,
+                kind: rows.kind(),
+                r,
+                d,
+                w: rows.shape.width(),
+                capacity,
+                n_parts,
+            }
+            .launch(self.driver, shape.grid(1)),
+            LayerCache::Packed(rows) => kernels::StaticScoresPacked {
+                queries,
+                signs: rows.signs.signs.ptr(),
+                key_bits: rows.bits[0].ptr().cast(),
+                key_params: rows.params[0].ptr().cast(),
+                centre: rows.signs.centre.ptr(),
+                alpha: rows.alpha.ptr(),
+                full: rows.signs.full.ptr(),
+                full_count: rows.signs.full_count.ptr(),
+                full_keys: rows.full[0].ptr().cast(),
+                spans,
+                parts,
+                scale,
+                r,
+                d,
+                pitch: rows.signs.pitch(),
+                capacity,
+                n_parts,
+                is_signed: usize::from(rows.is_signed),
+            }
+            .launch(self.driver, shape.grid(1)),
+        }
+    }
+
+    /// Copies the sort keys of every position after a step to the host, `[b,g,capacity]`: the bits of the probabilities
+    /// by the first stage with the sign bit set. Waits for the device.
+    pub fn keys(&self) -> Result<Vec<u32>> {
+        self.best.keys.read()
+    }
+
+    /// Copies the lists of refined keys and their sort keys to the host, per KV head; `None` with one stage. Waits for
+    /// the device.
+    pub fn refined(&self) -> Result<Option<Vec<(Vec<u32>, Vec<u32>)>>> {
+        let Some(refined) = &self.refined else {
+            return Ok(None);
+        };
+        let (lists, keys) = (self.best.selection.read()?, refined.best.keys.read()?);
+        let keys = keys.chunks_exact(refined.best.shape.capacity);
+        let pairs = lists.into_iter().zip(keys);
+        Ok(Some(
+            pairs
+                .map(|(list, keys)| {
+                    let keys = keys[..list.len()].to_vec();
+                    (list, keys)
+                })
+                .collect(),
+        ))
+    }
+
+    /// Copies the lines `[b,h,5]` and the tables of the last step to the host, as the kernels have them; waits for the
+    /// device.
+    pub fn tables(&self) -> Result<(Vec<f32>, Vec<u32>)> {
+        Ok((self.lines.read()?, self.tables.read()?))
+    }
+}
+
+impl<'d> Refined<'d> {
+    /// Allocates space to refine at least `room` keys per KV head, and to choose up to `most` of them.
+    fn new(driver: &'d dyn Driver, shape: Shape, room: usize, most: usize) -> Result<Self> {
+        let items = Shape {
+            capacity: room,
+            ..shape
+        };
+        let items = items.checked()?;
+        let (h, room) = (items.query_heads(), items.capacity);
+        Ok(Self {
+            wants: Buffer::zeros(driver, "budgets", items.sequences)?,
+            spans: Buffer::zeros(driver, "spans", items.sequences * 4)?,
+            scores: Buffer::new(driver, "scores of refined keys", h * room)?,
+            parts: Buffer::new(driver, "sums of weights", h * room.div_ceil(SCAN) * 3)?,
+            best: Best::new(driver, items, most)?,
+        })
+    }
+}
