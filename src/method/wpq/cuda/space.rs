@@ -10,6 +10,9 @@ use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::{Limits, Positions, SCAN, Shape};
 use crate::method::wpq::choose::REFINED;
 
+/// The refined positions of a KV head, and their sort keys.
+pub type RefinedKeys = (Vec<u32>, Vec<u32>);
+
 /// Query heads whose entries lie side by side, and numbers that turn sums of entries into scores, in `select_wpq.cu`.
 const QUAD: usize = 4;
 const LINE: usize = 5;
@@ -136,21 +139,18 @@ impl<'d> WpqWorkspace<'d> {
 
     /// Copies the lists of refined keys and their sort keys to the host, per KV head; `None` with one stage. Waits for
     /// the device.
-    pub fn refined(&self) -> Result<Option<Vec<(Vec<u32>, Vec<u32>)>>> {
+    pub fn refined(&self) -> Result<Option<Vec<RefinedKeys>>> {
         let Some(refined) = &self.refined else {
             return Ok(None);
         };
         let (lists, keys) = (self.best.selection.read()?, refined.best.keys.read()?);
         let keys = keys.chunks_exact(refined.best.shape.capacity);
         let pairs = lists.into_iter().zip(keys);
-        Ok(Some(
-            pairs
-                .map(|(list, keys)| {
-                    let keys = keys[..list.len()].to_vec();
-                    (list, keys)
-                })
-                .collect(),
-        ))
+        let cut = |(list, keys): (Vec<u32>, &[u32])| {
+            let keys = keys[..list.len()].to_vec();
+            (list, keys)
+        };
+        Ok(Some(pairs.map(cut).collect()))
     }
 
     /// Copies the lines `[b,h,5]` and the tables of the last step to the host, as the kernels have them; waits for the
