@@ -416,12 +416,13 @@ impl Head {
         };
         kv.prompt(keys, keys, query, 0..n);
         let mut index = CpuWpq::new(Arc::clone(&of));
+        let queries = Array3::zeros((case.shape.group, n, d));
         index.prefill(&Prompt {
             first: 0,
-            k_pre: keys,
-            q_rope: Array3::zeros((case.shape.group, n, d)).view(),
-            keys,
-            values: keys,
+            k_pre: keys.view(),
+            q_rope: queries.view(),
+            keys: keys.view(),
+            values: keys.view(),
             kv: &kv,
         });
         Self {
