@@ -31,6 +31,15 @@ pub struct WpqWorkspace<'d> {
     pub(super) refined: Option<Refined<'d>>,
 }
 
+/// The keys of a KV head that the second stage scored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RefinedKeys {
+    /// Their positions, ascending.
+    pub positions: Vec<u32>,
+    /// Their sort keys: the bits of the probabilities by both stages with the sign bit set.
+    pub keys: Vec<u32>,
+}
+
 /// The buffers of the second stage.
 pub(super) struct Refined<'d> {
     /// How many keys to refine, `[b]`, and the span of their list, `[b,4]`.
@@ -134,23 +143,20 @@ impl<'d> WpqWorkspace<'d> {
         self.best.keys.read()
     }
 
-    /// Copies the lists of refined keys and their sort keys to the host, per KV head; `None` with one stage. Waits for
-    /// the device.
-    pub fn refined(&self) -> Result<Option<Vec<(Vec<u32>, Vec<u32>)>>> {
+    /// Copies the refined keys of each KV head to the host; `None` with one stage. Waits for the device.
+    pub fn refined(&self) -> Result<Option<Vec<RefinedKeys>>> {
         let Some(refined) = &self.refined else {
             return Ok(None);
         };
         let (lists, keys) = (self.best.selection.read()?, refined.best.keys.read()?);
-        let keys = keys.chunks_exact(refined.best.shape.capacity);
-        let pairs = lists.into_iter().zip(keys);
-        Ok(Some(
-            pairs
-                .map(|(list, keys)| {
-                    let keys = keys[..list.len()].to_vec();
-                    (list, keys)
-                })
-                .collect(),
-        ))
+        let heads = lists
+            .into_iter()
+            .zip(keys.chunks_exact(refined.best.shape.capacity));
+        let head = |(positions, keys): (Vec<u32>, &[u32])| RefinedKeys {
+            keys: keys[..positions.len()].to_vec(),
+            positions,
+        };
+        Ok(Some(heads.map(head).collect()))
     }
 
     /// Copies the lines `[b,h,5]` and the tables of the last step to the host, as the kernels have them; waits for the
