@@ -11,7 +11,7 @@ use kvsmith::kv::cuda::attend::LayerRows;
 use kvsmith::kv::cuda::cache::LayerCache;
 use kvsmith::kv::packed::{Center, Layout, Packed};
 use kvsmith::kv::{Budget, KvHead};
-use kvsmith::method::wpq::cuda::{Quantisers, Sizes, Wpq, WpqWorkspace};
+use kvsmith::method::wpq::cuda::{Quantisers, RefinedKeys, Sizes, Wpq, WpqWorkspace};
 use kvsmith::method::wpq::{HeadCodebook, Wpq as CpuWpq};
 use kvsmith::method::{Prompt, Retriever};
 use ndarray::{Array1, Array2, Array3, Array4, ArrayView2};
@@ -416,12 +416,13 @@ impl Head {
         };
         kv.prompt(keys, keys, query, 0..n);
         let mut index = CpuWpq::new(Arc::clone(&of));
+        let queries = Array3::zeros((case.shape.group, n, d));
         index.prefill(&Prompt {
             first: 0,
-            k_pre: keys,
-            q_rope: Array3::zeros((case.shape.group, n, d)).view(),
-            keys,
-            values: keys,
+            k_pre: keys.view(),
+            q_rope: queries.view(),
+            keys: keys.view(),
+            values: keys.view(),
             kv: &kv,
         });
         Self {
@@ -562,8 +563,7 @@ struct Found<'a> {
     codes: Vec<Vec<Vec<usize>>>,
     /// Sort keys by the first stage.
     keys: &'a [u32],
-    /// The refined positions and their sort keys.
-    refined: Option<&'a (Vec<u32>, Vec<u32>)>,
+    refined: Option<&'a RefinedKeys>,
     chosen: &'a [u32],
 }
 
@@ -617,7 +617,10 @@ impl Found<'_> {
                 );
                 first
             }
-            Some((list, keys)) => {
+            Some(RefinedKeys {
+                positions: list,
+                keys,
+            }) => {
                 assert_eq!(
                     *list,
                     best(self.keys, candidates.clone(), 4 * budget),

@@ -16,7 +16,7 @@ use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::{Limits, Positions, SCAN, Selection, Shape};
 pub(super) use index::random;
 pub use quantisers::{Quantisers, Sizes};
-pub use space::WpqWorkspace;
+pub use space::{RefinedKeys, WpqWorkspace};
 
 /// Keys that a block of `encode_keys` takes.
 const ENCODED: usize = 16;

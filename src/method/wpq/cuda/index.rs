@@ -9,7 +9,7 @@ use crate::method::cuda::{
     ByWindow, Chunk, CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, each_layer,
 };
 use crate::method::wpq::choose::refined;
-use crate::method::wpq::{HeadCodebook, HeadCodebooks};
+use crate::method::wpq::codebook::{HeadCodebook, HeadCodebooks};
 
 impl CudaMethod for HeadCodebooks {
     fn serves(&self, needs: &CudaNeeds) -> bool {

@@ -7,7 +7,7 @@ use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
 use crate::compute::signs::PATTERNS;
 use crate::error::{Error, Result};
-use crate::method::wpq::HeadCodebook;
+use crate::method::wpq::codebook::HeadCodebook;
 
 /// Most bits of a key's code.
 const MOST_BITS: usize = 64;

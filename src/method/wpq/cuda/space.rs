@@ -10,9 +10,6 @@ use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::{Limits, Positions, SCAN, Shape};
 use crate::method::wpq::choose::REFINED;
 
-/// The refined positions of a KV head, and their sort keys.
-pub type RefinedKeys = (Vec<u32>, Vec<u32>);
-
 /// Query heads whose entries lie side by side, and numbers that turn sums of entries into scores, in `select_wpq.cu`.
 const QUAD: usize = 4;
 const LINE: usize = 5;
@@ -32,6 +29,15 @@ pub struct WpqWorkspace<'d> {
     pub(super) best: Best<'d>,
     /// `None` with one stage.
     pub(super) refined: Option<Refined<'d>>,
+}
+
+/// The keys of a KV head that the second stage scored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RefinedKeys {
+    /// Their positions, ascending.
+    pub positions: Vec<u32>,
+    /// Their sort keys: the bits of the probabilities by both stages with the sign bit set.
+    pub keys: Vec<u32>,
 }
 
 /// The buffers of the second stage.
@@ -137,20 +143,20 @@ impl<'d> WpqWorkspace<'d> {
         self.best.keys.read()
     }
 
-    /// Copies the lists of refined keys and their sort keys to the host, per KV head; `None` with one stage. Waits for
-    /// the device.
+    /// Copies the refined keys of each KV head to the host; `None` with one stage. Waits for the device.
     pub fn refined(&self) -> Result<Option<Vec<RefinedKeys>>> {
         let Some(refined) = &self.refined else {
             return Ok(None);
         };
         let (lists, keys) = (self.best.selection.read()?, refined.best.keys.read()?);
-        let keys = keys.chunks_exact(refined.best.shape.capacity);
-        let pairs = lists.into_iter().zip(keys);
-        let cut = |(list, keys): (Vec<u32>, &[u32])| {
-            let keys = keys[..list.len()].to_vec();
-            (list, keys)
+        let heads = lists
+            .into_iter()
+            .zip(keys.chunks_exact(refined.best.shape.capacity));
+        let head = |(positions, keys): (Vec<u32>, &[u32])| RefinedKeys {
+            keys: keys[..positions.len()].to_vec(),
+            positions,
         };
-        Ok(Some(pairs.map(cut).collect()))
+        Ok(Some(heads.map(head).collect()))
     }
 
     /// Copies the lines `[b,h,5]` and the tables of the last step to the host, as the kernels have them; waits for the
