@@ -216,7 +216,7 @@ fn budgets_are_found_that_read_the_shares() {
     let text = eval.text("--methods full,topk --reads 0.3 --decode 5").stdout;
     assert!(text.contains("reads 100.0% at least, not 30.0%"), "{text}");
     assert!(
-        text.contains("bytes") && text.lines().all(|line| line.len() <= 92),
+        text.contains("bytes") && text.lines().all(|line| line.len() <= 80),
         "{text}"
     );
 }

@@ -4,6 +4,11 @@
 //! 16 scores of a group rounded to u8, its table fits one vector register and a lookup is one byte shuffle. Rows
 //! are transposed in registers, so that the bytes of one column share a register. The sums are integers and the
 //! same on every instruction set.
+//!
+//! W registers with L lanes of 16 bytes hold 16 L rows of W bytes, W being 2, 4, 8 or 16. A perfect shuffle interleaves
+//! the lanes of register k with those of k + W / 2; in the binary number made of a byte's register and its place in the
+//! lane, that moves the first digit to the end. After four of them the register is the byte's column, and the row is
+//! read off what is left: byte `16 / W i + k` of lane l is of row `16 / W (L i + l) + k`.
 
 use multiversion::multiversion;
 use multiversion::target::match_target;
@@ -12,13 +17,13 @@ use multiversion::target::match_target;
 pub const PATTERNS: usize = 16;
 /// The most groups whose sums fit into 16 bits.
 pub const MOST_GROUPS: usize = 257;
-/// Bytes of a row that a kernel takes in one pass.
+/// Most bytes of a row that a kernel takes in one pass.
 const COLUMNS: usize = 16;
 /// Rows that are cut to [`COLUMNS`] bytes at a time.
 const TILE: usize = 256;
-/// Rows between the one that is read and the one that is prefetched: two pages of memory, since the hardware does not
-/// prefetch across pages.
-const AHEAD: usize = 512;
+/// Bytes between what is read and what is prefetched: two pages of memory, since the hardware does not prefetch across
+/// pages.
+const AHEAD: usize = 8192;
 /// Values of `out` beyond the last result that [`at_least`] may write.
 pub const ROOM: usize = 16;
 
@@ -56,8 +61,12 @@ impl Tables {
             "rows of the width of the tables"
         );
         out.fill(0);
-        if let ([pairs], COLUMNS) = (&self.pairs[..], self.width) {
-            return add_sums(pairs, rows.as_chunks().0, out);
+        match self.width {
+            2 => return self.add_rows::<2>(rows, out),
+            4 => return self.add_rows::<4>(rows, out),
+            8 => return self.add_rows::<8>(rows, out),
+            COLUMNS => return self.add_rows::<COLUMNS>(rows, out),
+            _ => (),
         }
         let mut tile = [[0; COLUMNS]; TILE];
         let rows = rows.chunks(TILE * self.width);
@@ -71,11 +80,18 @@ impl Tables {
             }
         }
     }
+
+    /// Adds the sums of rows of W bytes.
+    fn add_rows<const W: usize>(&self, rows: &[u8], out: &mut [u16]) {
+        if let Some(pairs) = self.pairs[0].first_chunk::<W>() {
+            add_sums(pairs, rows.as_chunks().0, out);
+        }
+    }
 }
 
-/// Adds the sums of `rows` `[n,16]` to `out` `[n]`.
+/// Adds the sums of `rows` `[n,W]` to `out` `[n]`.
 #[multiversion(targets("x86_64+avx512f+avx512bw", "x86_64+avx2", "aarch64+neon"))]
-fn add_sums(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
+fn add_sums<const W: usize>(pairs: &[Pair; W], rows: &[[u8; W]], out: &mut [u16]) {
     match_target! {
         // SAFETY: this arm is chosen only on machines with AVX-512 F and BW.
         "x86_64+avx512f+avx512bw" => unsafe { x86::with_avx512(pairs, rows, out) },
@@ -88,7 +104,7 @@ fn add_sums(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
 }
 
 /// Implements [`add_sums`] in plain Rust.
-fn plain(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
+fn plain<const W: usize>(pairs: &[Pair; W], rows: &[[u8; W]], out: &mut [u16]) {
     for (row, out) in rows.iter().zip(out) {
         let cells = row.iter().zip(pairs);
         let of = |(byte, [low, high]): (&u8, &Pair)| {
@@ -123,7 +139,7 @@ fn keep(sums: &[u16], from: usize, limit: u16, out: &mut [u32], mut len: usize) 
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{AHEAD, COLUMNS, PATTERNS, Pair, keep, plain};
+    use super::{AHEAD, PATTERNS, Pair, keep, plain};
 
     #[inline]
     fn table(of: &[u8; PATTERNS]) -> __m128i {
@@ -132,29 +148,34 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx512f,avx512bw")]
-    pub fn with_avx512(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
+    pub fn with_avx512<const W: usize>(pairs: &[Pair; W], rows: &[[u8; W]], out: &mut [u16]) {
         let low = _mm512_set1_epi8(15);
-        let order: [u16; 32] = std::array::from_fn(|i| (i % 4 * 8 + i / 4) as u16);
+        let (rows_of_register, rows_of_lane) = (64 / W, 16 / W);
+        let order: [u16; 32] = std::array::from_fn(|row| {
+            let (i, rest) = (row / rows_of_register, row % rows_of_register);
+            let (lane, k) = (rest / rows_of_lane, rest % rows_of_lane);
+            (lane * 8 + i * rows_of_lane + k) as u16
+        });
         // SAFETY: the array has 64 bytes.
         let order = unsafe { _mm512_loadu_si512(order.as_ptr().cast()) };
         let wide = |pair: &Pair| {
             let [a, b] = pair;
             [_mm512_broadcast_i32x4(table(a)), _mm512_broadcast_i32x4(table(b))]
         };
-        let mut tables = [[low; 2]; COLUMNS];
+        let mut tables = [[low; 2]; W];
         tables.iter_mut().zip(pairs).for_each(|(t, pair)| *t = wide(pair));
         let (blocks, rest) = rows.as_chunks::<64>();
         let (outs, _) = out.as_chunks_mut::<64>();
         for (block, out) in blocks.iter().zip(outs) {
-            let mut r = [low; COLUMNS];
+            let mut r = [low; W];
             for (i, r) in r.iter_mut().enumerate() {
-                // SAFETY: 16 loads of 64 bytes each out of 1024; a prefetch accesses nothing.
+                let register = block.as_flattened().as_ptr().wrapping_add(64 * i);
+                // SAFETY: W loads of 64 bytes each out of 64 W; a prefetch accesses nothing.
                 *r = unsafe {
-                    _mm_prefetch::<_MM_HINT_T0>(block.as_ptr().wrapping_add(4 * i + AHEAD).cast());
-                    _mm512_loadu_si512(block.as_ptr().add(4 * i).cast())
+                    _mm_prefetch::<_MM_HINT_T0>(register.wrapping_add(AHEAD).cast());
+                    _mm512_loadu_si512(register.cast())
                 };
             }
-            // Four perfect shuffles transpose 16 rows of 16 bytes in each quarter.
             let r = shuffle_512(shuffle_512(shuffle_512(shuffle_512(r))));
             // Sums of whole 16-bit lanes, and of their upper bytes alone.
             let (mut all, mut odd) = (_mm512_setzero_si512(), _mm512_setzero_si512());
@@ -166,7 +187,6 @@ mod x86 {
                 odd = _mm512_add_epi16(odd, upper);
             }
             let even = _mm512_sub_epi16(all, _mm512_slli_epi16::<8>(odd));
-            // Byte i of quarter l belongs to row 4 i + l.
             let first = _mm512_permutexvar_epi16(order, _mm512_unpacklo_epi16(even, odd));
             let last = _mm512_permutexvar_epi16(order, _mm512_unpackhi_epi16(even, odd));
             // SAFETY: two loads and two stores of 64 bytes each in 128.
@@ -183,7 +203,7 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx2")]
-    pub fn with_avx2(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
+    pub fn with_avx2<const W: usize>(pairs: &[Pair; W], rows: &[[u8; W]], out: &mut [u16]) {
         let low = _mm256_set1_epi8(15);
         let wide = |pair: &Pair| {
             let [a, b] = pair;
@@ -192,19 +212,20 @@ mod x86 {
                 _mm256_broadcastsi128_si256(table(b)),
             ]
         };
-        let mut tables = [[low; 2]; COLUMNS];
+        let mut tables = [[low; 2]; W];
         tables.iter_mut().zip(pairs).for_each(|(t, pair)| *t = wide(pair));
         let (blocks, rest) = rows.as_chunks::<32>();
         let (outs, _) = out.as_chunks_mut::<32>();
         for (block, out) in blocks.iter().zip(outs) {
-            let mut r = [low; COLUMNS];
+            let mut r = [low; W];
             for (i, r) in r.iter_mut().enumerate() {
-                // SAFETY: 16 loads of 32 bytes each out of 512; a prefetch accesses nothing.
+                let register = block.as_flattened().as_ptr().wrapping_add(32 * i);
+                // SAFETY: W loads of 32 bytes each out of 32 W; a prefetch accesses nothing.
                 *r = unsafe {
                     if i % 2 == 0 {
-                        _mm_prefetch::<_MM_HINT_T0>(block.as_ptr().wrapping_add(2 * i + AHEAD).cast());
+                        _mm_prefetch::<_MM_HINT_T0>(register.wrapping_add(AHEAD).cast());
                     }
-                    _mm256_loadu_si256(block.as_ptr().add(2 * i).cast())
+                    _mm256_loadu_si256(register.cast())
                 };
             }
             let r = shuffle_256(shuffle_256(shuffle_256(shuffle_256(r))));
@@ -219,15 +240,18 @@ mod x86 {
             let even = _mm256_sub_epi16(all, _mm256_slli_epi16::<8>(odd));
             let halves = [_mm256_unpacklo_epi16(even, odd), _mm256_unpackhi_epi16(even, odd)];
             for (half, out) in halves.into_iter().zip(out.as_chunks_mut::<16>().0) {
-                // Byte i of half l belongs to row 2 i + l.
                 let (a, b) = (_mm256_castsi256_si128(half), _mm256_extracti128_si256::<1>(half));
+                // The lanes alternate after 16 / W rows.
+                let sums = match W {
+                    16 => [_mm_unpacklo_epi16(a, b), _mm_unpackhi_epi16(a, b)],
+                    8 => [_mm_unpacklo_epi32(a, b), _mm_unpackhi_epi32(a, b)],
+                    4 => [_mm_unpacklo_epi64(a, b), _mm_unpackhi_epi64(a, b)],
+                    _ => [a, b],
+                };
                 // SAFETY: two loads and two stores of 16 bytes each in 32.
                 unsafe {
                     let out: *mut __m128i = out.as_mut_ptr().cast();
-                    for (i, sums) in [_mm_unpacklo_epi16(a, b), _mm_unpackhi_epi16(a, b)]
-                        .into_iter()
-                        .enumerate()
-                    {
+                    for (i, sums) in sums.into_iter().enumerate() {
                         let out = out.add(i);
                         _mm_storeu_si128(out, _mm_add_epi16(_mm_loadu_si128(out), sums));
                     }
@@ -238,34 +262,28 @@ mod x86 {
         plain(pairs, rest, &mut out[done..]);
     }
 
-    /// Interleaves the bytes of the first eight registers with those of the last eight, quarter by quarter.
+    /// Interleaves the bytes of the first half of the registers with those of the other, lane by lane.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
-    fn shuffle_512(r: [__m512i; COLUMNS]) -> [__m512i; COLUMNS] {
-        let of = |k: usize| {
-            [
-                _mm512_unpacklo_epi8(r[k], r[k + 8]),
-                _mm512_unpackhi_epi8(r[k], r[k + 8]),
-            ]
-        };
-        let [[a, b], [c, d], [e, f], [g, h]] = [of(0), of(1), of(2), of(3)];
-        let [[i, j], [k, l], [m, n], [o, p]] = [of(4), of(5), of(6), of(7)];
-        [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p]
+    fn shuffle_512<const W: usize>(r: [__m512i; W]) -> [__m512i; W] {
+        let mut out = r;
+        for k in 0..W / 2 {
+            out[2 * k] = _mm512_unpacklo_epi8(r[k], r[k + W / 2]);
+            out[2 * k + 1] = _mm512_unpackhi_epi8(r[k], r[k + W / 2]);
+        }
+        out
     }
 
-    /// Interleaves the bytes of the first eight registers with those of the last eight, half by half.
+    /// Interleaves the bytes of the first half of the registers with those of the other, lane by lane.
     #[inline]
     #[target_feature(enable = "avx2")]
-    fn shuffle_256(r: [__m256i; COLUMNS]) -> [__m256i; COLUMNS] {
-        let of = |k: usize| {
-            [
-                _mm256_unpacklo_epi8(r[k], r[k + 8]),
-                _mm256_unpackhi_epi8(r[k], r[k + 8]),
-            ]
-        };
-        let [[a, b], [c, d], [e, f], [g, h]] = [of(0), of(1), of(2), of(3)];
-        let [[i, j], [k, l], [m, n], [o, p]] = [of(4), of(5), of(6), of(7)];
-        [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p]
+    fn shuffle_256<const W: usize>(r: [__m256i; W]) -> [__m256i; W] {
+        let mut out = r;
+        for k in 0..W / 2 {
+            out[2 * k] = _mm256_unpacklo_epi8(r[k], r[k + W / 2]);
+            out[2 * k + 1] = _mm256_unpackhi_epi8(r[k], r[k + W / 2]);
+        }
+        out
     }
 
     /// [`super::at_least`].
@@ -295,20 +313,19 @@ mod x86 {
 mod arm {
     use std::arch::aarch64::*;
 
-    use super::{COLUMNS, Pair, plain};
+    use super::{Pair, plain};
 
     #[target_feature(enable = "neon")]
-    pub fn with_neon(pairs: &[Pair; COLUMNS], rows: &[[u8; COLUMNS]], out: &mut [u16]) {
+    pub fn with_neon<const W: usize>(pairs: &[Pair; W], rows: &[[u8; W]], out: &mut [u16]) {
         let low = vdupq_n_u8(15);
         let (blocks, rest) = rows.as_chunks::<16>();
         let (outs, _) = out.as_chunks_mut::<16>();
         for (block, out) in blocks.iter().zip(outs) {
-            let mut r = [low; COLUMNS];
-            for (r, row) in r.iter_mut().zip(block) {
-                // SAFETY: a row has 16 bytes.
-                *r = unsafe { vld1q_u8(row.as_ptr()) };
+            let mut r = [low; W];
+            for (r, register) in r.iter_mut().zip(block.as_flattened().as_chunks::<16>().0) {
+                // SAFETY: a register has 16 bytes.
+                *r = unsafe { vld1q_u8(register.as_ptr()) };
             }
-            // Four perfect shuffles transpose 16 rows of 16 bytes.
             let r = shuffle(shuffle(shuffle(shuffle(r))));
             let (mut first, mut last) = (vdupq_n_u16(0), vdupq_n_u16(0));
             for (r, [a, b]) in r.iter().zip(pairs) {
@@ -330,14 +347,16 @@ mod arm {
         plain(pairs, rest, &mut out[done..]);
     }
 
-    /// Interleaves the bytes of the first eight registers with those of the last eight.
+    /// Interleaves the bytes of the first half of the registers with those of the other.
     #[inline]
     #[target_feature(enable = "neon")]
-    fn shuffle(r: [uint8x16_t; COLUMNS]) -> [uint8x16_t; COLUMNS] {
-        let of = |k: usize| [vzip1q_u8(r[k], r[k + 8]), vzip2q_u8(r[k], r[k + 8])];
-        let [[a, b], [c, d], [e, f], [g, h]] = [of(0), of(1), of(2), of(3)];
-        let [[i, j], [k, l], [m, n], [o, p]] = [of(4), of(5), of(6), of(7)];
-        [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p]
+    fn shuffle<const W: usize>(r: [uint8x16_t; W]) -> [uint8x16_t; W] {
+        let mut out = r;
+        for k in 0..W / 2 {
+            out[2 * k] = vzip1q_u8(r[k], r[k + W / 2]);
+            out[2 * k + 1] = vzip2q_u8(r[k], r[k + W / 2]);
+        }
+        out
     }
 }
 
@@ -346,12 +365,12 @@ mod tests {
     use super::*;
     use crate::testing::numbers;
 
-    /// Adds the sums of rows `[n,16]` to `[n]`.
-    type Kernel = fn(&[Pair; COLUMNS], &[[u8; COLUMNS]], &mut [u16]);
+    /// Adds the sums of rows `[n,W]` to `[n]`.
+    type Kernel<const W: usize> = fn(&[Pair; W], &[[u8; W]], &mut [u16]);
 
     /// Returns every kernel that this machine can run.
-    fn kernels() -> Vec<Kernel> {
-        let mut out: Vec<Kernel> = vec![plain, add_sums];
+    fn kernels<const W: usize>() -> Vec<Kernel<W>> {
+        let mut out: Vec<Kernel<W>> = vec![plain, add_sums];
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") {
             // SAFETY: the machine has AVX2.
@@ -369,19 +388,27 @@ mod tests {
 
     #[test]
     fn every_kernel_gives_the_sums_of_the_tables() {
-        let values = bytes(32 * PATTERNS, 1);
+        sums_of_width::<2>();
+        sums_of_width::<4>();
+        sums_of_width::<8>();
+        sums_of_width::<COLUMNS>();
+    }
+
+    fn sums_of_width<const W: usize>() {
+        let values = bytes(2 * W * PATTERNS, 1);
         let groups: Vec<[u8; PATTERNS]> = values.as_chunks().0.to_vec();
-        let pairs = Tables::new(&groups).pairs[0];
+        let tables = Tables::new(&groups);
+        let pairs = tables.pairs[0].first_chunk::<W>().expect("a pair for each byte");
         for n in [0, 1, 15, 16, 31, 32, 33, 63, 64, 65, 127, 128, 200] {
-            let rows = bytes(n * COLUMNS, 2 + n as u32);
-            let rows = rows.as_chunks::<COLUMNS>().0;
+            let rows = bytes(n * W, 2 + n as u32);
+            let rows = rows.as_chunks::<W>().0;
             for kernel in kernels() {
                 let mut out = vec![7; n];
-                kernel(&pairs, rows, &mut out);
+                kernel(pairs, rows, &mut out);
                 for (row, sum) in rows.iter().zip(&out) {
                     let nibble = |g: usize| usize::from(row[g / 2] >> (4 * (g % 2)) & 15);
-                    let expected: u32 = (0..32).map(|g| u32::from(groups[g][nibble(g)])).sum();
-                    assert_eq!(u32::from(*sum), 7 + expected, "{n}");
+                    let expected: u32 = (0..2 * W).map(|g| u32::from(groups[g][nibble(g)])).sum();
+                    assert_eq!(u32::from(*sum), 7 + expected, "{n} of {W}");
                 }
             }
         }
@@ -389,7 +416,7 @@ mod tests {
 
     #[test]
     fn rows_of_every_width() {
-        for count in [1, 2, 3, 16, 20, 31, 32, 33, 64, 100, MOST_GROUPS] {
+        for count in [1, 2, 3, 4, 8, 16, 20, 31, 32, 33, 64, 100, MOST_GROUPS] {
             let (width, n) = (count.div_ceil(2), 2 * TILE + 77);
             // The largest sum is the largest that 16 bits hold.
             let mut groups: Vec<[u8; PATTERNS]> = bytes(count * PATTERNS, 3).as_chunks().0.to_vec();

@@ -88,6 +88,15 @@ pub fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
     }
 }
 
+/// Computes `y += a x + b` of integers x.
+#[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+pub fn add_line(x: &[u16], a: f32, b: f32, y: &mut [f32]) {
+    assert_eq!(x.len(), y.len(), "values of a sum");
+    for (y, x) in y.iter_mut().zip(x) {
+        *y += b + a * f32::from(*x);
+    }
+}
+
 /// Replaces `x[i]` by `exp(x[i] - shift)` and returns the sum in f32. A NaN stays a NaN.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn exp_shifted(x: &mut [f32], shift: f32) -> f32 {

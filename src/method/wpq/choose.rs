@@ -1,5 +1,7 @@
 //! The choice of a step from estimated attention.
 
+use std::cell::Cell;
+
 use ndarray::{Array2, ArrayView1};
 
 use super::scores::WordScores;
@@ -8,6 +10,8 @@ use crate::compute::simd;
 use crate::method::Step;
 use crate::method::best::largest;
 
+/// Scores whose exponentials are summed while they are in the cache.
+const CHUNK: usize = 4096;
 /// Keys that the second stage scores, per key of the budget.
 pub(super) const REFINED: usize = 4;
 
@@ -40,21 +44,41 @@ pub(super) fn choose(
     budget: usize,
 ) -> Vec<u32> {
     let n = codes[0].len() / width;
-    let first = words.estimate(n, &codes[..1]);
+    let mut scratch = SCRATCH.take();
+    let Scratch { scores, mass } = &mut scratch;
     let mut all: Vec<Softmax> = fixed.outer_iter().map(Softmax::new).collect();
-    let mass = masses(&mut all, first.clone());
+    words.estimate(n, width, &codes[..1], scores);
+    masses(&mut all, scores, mass);
+    let mut places;
     if codes.len() == 1 {
-        return largest(&mass, budget);
+        places = largest(mass, budget);
+    } else {
+        places = largest(mass, refined(budget, n));
+        for (all, first) in all.iter_mut().zip(&*scores) {
+            all.remove(first, &places);
+        }
+        let gathered: Vec<Vec<u8>> = codes.iter().map(|codes| gather(codes, width, &places)).collect();
+        let gathered: Vec<&[u8]> = gathered.iter().map(Vec::as_slice).collect();
+        words.estimate(places.len(), width, &gathered, scores);
+        masses(&mut all, scores, mass);
+        let best = largest(mass, budget).into_iter();
+        places = best.map(|i| places[i as usize]).collect();
     }
-    let places = largest(&mass, refined(budget, n));
-    for (all, first) in all.iter_mut().zip(&first) {
-        all.remove(places.iter().map(|p| first[*p as usize]).collect());
-    }
-    let gathered: Vec<Vec<u8>> = codes.iter().map(|codes| gather(codes, width, &places)).collect();
-    let gathered: Vec<&[u8]> = gathered.iter().map(Vec::as_slice).collect();
-    let mass = masses(&mut all, words.estimate(places.len(), &gathered));
-    let best = largest(&mass, budget).into_iter();
-    best.map(|i| places[i as usize]).collect()
+    SCRATCH.set(scratch);
+    places
+}
+
+/// What a step needs for a short time; kept, since fresh memory of this size costs more than what is computed there.
+#[derive(Default)]
+struct Scratch {
+    /// Estimated scores, then their exponentials, `[r,n]`.
+    scores: Vec<Vec<f32>>,
+    /// Estimated probabilities, `[n]`.
+    mass: Vec<f32>,
+}
+
+thread_local! {
+    static SCRATCH: Cell<Scratch> = Cell::default();
 }
 
 /// Returns the codes, `[n,width]`, at some places.
@@ -75,14 +99,15 @@ fn gather(codes: &[u8], width: usize, places: &[u32]) -> Vec<u8> {
     }
 }
 
-/// Adds the scores `[r,n]` to the softmax of each query head; returns their probabilities, summed over the heads.
-fn masses(all: &mut [Softmax], scores: Vec<Vec<f32>>) -> Vec<f32> {
-    let mut mass = vec![0.0; scores.first().map_or(0, Vec::len)];
-    for (all, mut scores) in all.iter_mut().zip(scores) {
-        all.add(&mut scores);
-        simd::axpy((1.0 / all.sum) as f32, &scores, &mut mass);
+/// Adds the scores `[r,n]` to the softmax of each query head and turns them into its exponentials; writes their
+/// probabilities, summed over the heads, to `mass`.
+fn masses(all: &mut [Softmax], scores: &mut [Vec<f32>], mass: &mut Vec<f32>) {
+    mass.clear();
+    mass.resize(scores.first().map_or(0, Vec::len), 0.0);
+    for (all, scores) in all.iter_mut().zip(scores) {
+        all.add(scores);
+        simd::axpy((1.0 / all.sum) as f32, scores, mass);
     }
-    mass
 }
 
 /// The denominator of a softmax: the sum of `exp(score - shift)`.
@@ -107,14 +132,16 @@ impl Softmax {
         if shift > f32::NEG_INFINITY {
             self.sum *= f64::from(self.shift - shift).exp();
             self.shift = shift;
-            simd::exp_shifted(scores, shift);
-            self.sum += simd::sum(scores);
+            for scores in scores.chunks_mut(CHUNK) {
+                simd::exp_shifted(scores, shift);
+                self.sum += simd::sum(scores);
+            }
         }
     }
 
-    /// Removes scores that were added.
-    fn remove(&mut self, mut scores: Vec<f32>) {
-        simd::exp_shifted(&mut scores, self.shift);
-        self.sum = (self.sum - simd::sum(&scores)).max(0.0);
+    /// Removes some of the exponentials of the scores that were added last.
+    fn remove(&mut self, exponentials: &[f32], places: &[u32]) {
+        let of = |p: &u32| f64::from(exponentials[*p as usize]);
+        self.sum = (self.sum - places.iter().map(of).sum::<f64>()).max(0.0);
     }
 }

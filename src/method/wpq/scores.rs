@@ -1,9 +1,12 @@
 //! Estimated scores of keys: sums of table entries over the numbers of a code.
 
 use crate::compute::signs::{self, PATTERNS};
+use crate::compute::simd;
 
 /// Number of values of a byte.
 const BYTES: usize = 256;
+/// Keys that are scored together; their sums stay in the cache.
+const CHUNK: usize = 4096;
 
 /// The scores of one step's queries with all words.
 pub(super) struct WordScores {
@@ -37,8 +40,8 @@ impl WordTable {
         }
     }
 
-    /// Adds the sum of the entries of each code, `[n,width]`, to `out` `[n]`.
-    pub fn add(&self, codes: &[u8], out: &mut [f32]) {
+    /// Adds the sum of the entries of each code, `[n,width]`, to `out` `[n]` with n at most [`CHUNK`].
+    fn add(&self, codes: &[u8], out: &mut [f32]) {
         match self {
             Self::Rounded(rounded) => rounded.add(codes, out),
             Self::Exact(table) => {
@@ -53,9 +56,6 @@ impl WordTable {
 }
 
 impl Rounded {
-    /// Codes that are summed together; their sums stay in the cache.
-    const CHUNK: usize = 4096;
-
     /// Rounds scores, `[m,16]`, to the nearest of 256 values of the widest group.
     ///
     /// # Numerics
@@ -78,34 +78,29 @@ impl Rounded {
     }
 
     fn add(&self, codes: &[u8], out: &mut [f32]) {
-        let width = codes.len() / out.len().max(1);
-        let mut sums = [0; Self::CHUNK];
-        for (codes, out) in codes
-            .chunks((Self::CHUNK * width).max(1))
-            .zip(out.chunks_mut(Self::CHUNK))
-        {
-            let sums = &mut sums[..out.len()];
-            self.tables.sums(codes, sums);
-            for (out, sum) in out.iter_mut().zip(sums) {
-                *out += self.least + self.step * f32::from(*sum);
-            }
-        }
+        let mut sums = [0; CHUNK];
+        let sums = &mut sums[..out.len()];
+        self.tables.sums(codes, sums);
+        simd::add_line(sums, self.step, self.least, out);
     }
 }
 
 impl WordScores {
-    /// Estimates the scores of n keys from the codes of their first stages, `[n,width]` each: `[r,n]`.
+    /// Writes the estimated scores of n keys to `out` `[r,n]`, from the codes of their first stages, `[n,width]` each.
     ///
     /// # Numerics
     /// f32, the stages in order.
-    pub fn estimate(&self, n: usize, codes: &[&[u8]]) -> Vec<Vec<f32>> {
-        let of = |(a, mean): (usize, &f32)| {
-            let mut out = vec![*mean; n];
-            for (stage, codes) in self.stages.iter().zip(codes) {
-                stage[a].add(codes, &mut out);
+    pub fn estimate(&self, n: usize, width: usize, codes: &[&[u8]], out: &mut Vec<Vec<f32>>) {
+        out.resize_with(self.mean.len(), Vec::new);
+        for ((a, mean), out) in self.mean.iter().enumerate().zip(out) {
+            out.clear();
+            out.resize(n, *mean);
+            for (i, out) in out.chunks_mut(CHUNK).enumerate() {
+                let rows = i * CHUNK * width..(i * CHUNK + out.len()) * width;
+                for (stage, codes) in self.stages.iter().zip(codes) {
+                    stage[a].add(&codes[rows.clone()], out);
+                }
             }
-            out
-        };
-        self.mean.iter().enumerate().map(of).collect()
+        }
     }
 }
