@@ -136,11 +136,12 @@ fn note_cpu_parts(device: &dyn Device, log: Log) {
     let model = device.cuda().is_none().then_some("model");
     let parts = model.into_iter().chain(stages);
     let parts: Vec<String> = parts.map(|part| format!("the {part}")).collect();
-    if !parts.is_empty() {
-        log.note(&format!(
-            "{} run on the CPU, everything else on the device",
-            parts.join(" and ")
-        ));
+    if let Some((last, others)) = parts.split_last() {
+        let parts = match others {
+            [] => last.clone(),
+            _ => format!("{} and {last}", others.join(", ")),
+        };
+        log.note(&format!("{parts} run on the CPU, everything else on the device"));
     }
 }
 
