@@ -1,11 +1,12 @@
 """Make tasks in the style of RULER (arXiv 2404.06654) from a held-out text, as JSON lines.
 
     python3 tasks.py --haystack HELDOUT.txt --lengths 2048,4096,8192 --per-task 10 --seed 7 -o OUT.jsonl
-                     [--tasks single,multikey,multivalue,tracking,words] [--tokenizer MODEL/tokenizer.json]
+                     [--tasks single,multikey,multivalue,tracking,words,turns] [--tokenizer MODEL/tokenizer.json]
 
 A line is {"task", "length", "seed", "index", "prompt", "question"} with "answer", which begins the continuation of
 prompt and question, or with "answers", each of which occurs in it. Prompt and question with room for a reply of
-RESERVE tokens have at most `length` tokens, and without it at least 97 % of that.
+RESERVE tokens have at most `length` tokens, and without it at least 97 % of that. A line of the task `turns` has "turns"
+instead, each with "prompt", "question" and "answer"; all of them together are as long.
 
     single      the secret code of a name, in a sentence among those of the haystack
     multikey    the same with the codes of KEYS names, of which one is asked for
@@ -13,6 +14,8 @@ RESERVE tokens have at most `length` tokens, and without it at least 97 % of tha
     tracking    a variable is set to a number and copied to another, that to the next, CHAIN in all; the question says
                 the number and the first variable, the others are asked for
     words       words of the haystack in random order, most of them RARELY and COMMON of them OFTEN; those are asked for
+    turns       the secret codes of TURNS names, asked for one after the other in a conversation: many questions about one
+                text, which a model has to read once
 
 Tokens are counted with the package `tokenizers` if --tokenizer is given, else estimated: 1.45 for each word and one
 more for each digit. The same arguments give the same bytes. Without --tokenizer the standard library is enough.
@@ -30,6 +33,7 @@ KEYS = 4
 VALUES = 4
 CHAIN = 4
 COMMON = 4
+TURNS = 8
 RARELY, OFTEN = 2, 30
 NAMES = """Abner Beatrix Casimir Dorothea Eskil Fenella Gideon Hedwig Isidor Jocasta Konrad Lavinia Mortimer Nerissa
 Osbert Philippa Quentin Rosamund Sigmund Tabitha Ulrich Verena Wilfred Xanthe Yorick Zelda""".split()
@@ -109,14 +113,19 @@ class Haystack:
 
 
 def ask(haystack, draw, tokens, facts, question):
-    return haystack.hide(draw, facts, tokens - haystack.count(question)), question
+    return {"prompt": haystack.hide(draw, facts, tokens - haystack.count(question)), "question": question}
+
+
+def secrets(draw, keys):
+    """A sentence for each of the names, the question about it, and the answer."""
+    named = zip(draw.sample(NAMES, keys), draw.codes(keys))
+    return [(f"The secret code of {name} is {value}.", f"\n\nThe secret code of {name} is", f" {value}") for name, value in named]
 
 
 def single(haystack, draw, tokens, keys=1):
-    names, values = draw.sample(NAMES, keys), draw.codes(keys)
-    facts = [f"The secret code of {name} is {value}." for name, value in zip(names, values)]
-    asked = draw.below(keys)
-    return *ask(haystack, draw, tokens, facts, f"\n\nThe secret code of {names[asked]} is"), f" {values[asked]}"
+    told = secrets(draw, keys)
+    _, question, answer = told[draw.below(keys)]
+    return ask(haystack, draw, tokens, [fact for fact, _, _ in told], question) | {"answer": answer}
 
 
 def multikey(haystack, draw, tokens):
@@ -127,7 +136,7 @@ def multivalue(haystack, draw, tokens):
     [name], values = draw.sample(NAMES, 1), draw.codes(VALUES)
     facts = [f"One of the secret codes of {name} is {value}." for value in values]
     question = f"\n\nThe {VALUES} secret codes of {name} are {values[0]},"
-    return *ask(haystack, draw, tokens, facts, question), values[1:]
+    return ask(haystack, draw, tokens, facts, question) | {"answers": values[1:]}
 
 
 def tracking(haystack, draw, tokens):
@@ -136,7 +145,7 @@ def tracking(haystack, draw, tokens):
     links = zip([first, *rest], rest)
     facts = [f"VAR {first} = {value}.", *(f"VAR {one} is copied to VAR {other}." for one, other in links)]
     question = f"\n\nThe value {value} went from one to the next: VAR {first} is copied to VAR"
-    return *ask(haystack, draw, tokens, facts, question), rest
+    return ask(haystack, draw, tokens, facts, question) | {"answers": rest}
 
 
 def words(haystack, draw, tokens):
@@ -156,10 +165,25 @@ def words(haystack, draw, tokens):
         return f"{head}{', '.join(word for _, word in placed)}."
 
     prompt = largest(text, len(others), tokens - haystack.count(question), haystack.count)
-    return prompt, question, common
+    return {"prompt": prompt, "question": question, "answers": common}
 
 
-TASKS = {make.__name__: make for make in (single, multikey, multivalue, tracking, words)}
+def turns(haystack, draw, tokens):
+    told = secrets(draw, TURNS)
+    asked = [(question, answer) for _, question, answer in draw.sample(told, TURNS)]
+    all_asked = ".".join(question + answer for question, answer in asked)
+    prompts = [haystack.hide(draw, [fact for fact, _, _ in told], tokens - haystack.count(all_asked)), *["."] * (TURNS - 1)]
+    return {"turns": [{"prompt": prompt, "question": question, "answer": answer}
+                      for prompt, (question, answer) in zip(prompts, asked)]}
+
+
+TASKS = {make.__name__: make for make in (single, multikey, multivalue, tracking, words, turns)}
+
+
+def fed(line):
+    """All that is fed before the last answer."""
+    *others, last = line.get("turns", [line])
+    return "".join(turn["prompt"] + turn["question"] + turn["answer"] for turn in others) + last["prompt"] + last["question"]
 
 
 def counter(tokenizer):
@@ -203,13 +227,11 @@ def main():
             for length in arguments.lengths:
                 for index in range(arguments.per_task):
                     draw = Draw(arguments.seed, task, length, index)
-                    prompt, question, answer = TASKS[task](haystack, draw, length - RESERVE)
-                    found = haystack.count(prompt + question)
+                    asked = TASKS[task](haystack, draw, length - RESERVE)
+                    found = haystack.count(fed(asked))
                     if not 0.97 * length <= found + RESERVE <= length:
                         fail(f"{task} cannot have {length} tokens, but {found}", "try another length or a larger haystack")
-                    line = {"task": task, "length": length, "seed": arguments.seed, "index": index,
-                            "prompt": prompt, "question": question,
-                            "answers" if isinstance(answer, list) else "answer": answer}
+                    line = {"task": task, "length": length, "seed": arguments.seed, "index": index} | asked
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
     os.replace(part, arguments.output)
 

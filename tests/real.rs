@@ -173,9 +173,17 @@ fn tasks_have_the_length_that_was_asked_for() {
     let arguments = format!("--lengths 1024,8192 --per-task 2 --tokenizer {}", file.display());
     let lines = make_tasks(&scratch.path("tasks.jsonl"), &haystack, &arguments);
     for line in json_lines(&lines) {
-        let text = ["prompt", "question"]
-            .map(|part| line[part].as_str().unwrap())
-            .concat();
+        let parts = ["prompt", "question", "answer"];
+        let text: String = match line["turns"].as_array() {
+            Some(turns) => turns
+                .iter()
+                .flat_map(|turn| parts.map(|part| turn[part].as_str().unwrap()))
+                .collect(),
+            None => parts[..2]
+                .iter()
+                .map(|part| line[*part].as_str().unwrap())
+                .collect(),
+        };
         let tokens = tokenizer.encode(&text).unwrap().len() as f64;
         let length = number(&line, "length");
         let share = (tokens + 40.0) / length;

@@ -5,6 +5,7 @@ mod common;
 use std::collections::HashSet;
 
 use common::{Scratch, json_lines, make_tasks, number, root};
+use serde_json::Value;
 
 #[test]
 #[ignore = "needs Python; `make test` finds one and runs this test"]
@@ -23,14 +24,18 @@ fn tasks_depend_on_the_seed_alone_and_hold_their_answers() {
     let prompts = |text: &str| {
         let lines = json_lines(text).into_iter();
         lines
-            .map(|line| line["prompt"].to_string())
+            .map(|line| first_turn(&line)["prompt"].to_string())
             .collect::<HashSet<String>>()
     };
     let seven = prompts(&text);
-    assert_eq!(seven.len(), 5 * 2 * 3, "every line has a prompt of its own");
+    assert_eq!(seven.len(), 6 * 2 * 3, "every line has a prompt of its own");
     assert!(seven.is_disjoint(&prompts(&make("c.jsonl", 8))));
 
     for line in json_lines(&text) {
+        if line["task"] == "turns" {
+            check_turns(&line);
+            continue;
+        }
         let [task, prompt, question] = ["task", "prompt", "question"].map(|key| line[key].as_str().unwrap());
         let answers: Vec<&str> = match (line["answer"].as_str(), line["answers"].as_array()) {
             (Some(answer), None) => vec![answer],
@@ -55,10 +60,42 @@ fn tasks_depend_on_the_seed_alone_and_hold_their_answers() {
             let sentence = format!("{}{}.", question.trim(), answers[0]);
             assert!(prompt.contains(&sentence), "{task}: no sentence `{sentence}`");
         }
-        let whole = format!("{prompt}{question}");
-        let digits = whole.chars().filter(char::is_ascii_digit).count() as f64;
-        let tokens = 1.45 * whole.split_whitespace().count() as f64 + digits;
-        let share = (tokens + 40.0) / number(&line, "length");
-        assert!((0.965..1.005).contains(&share), "{task}: {share} of the length");
+        check_length(&line, &format!("{prompt}{question}"));
     }
+}
+
+/// Returns the line itself, or the first of its turns.
+fn first_turn(line: &Value) -> &Value {
+    line["turns"].get(0).unwrap_or(line)
+}
+
+/// Eight questions about one text, each answered by one of its sentences.
+fn check_turns(line: &Value) {
+    let turns = line["turns"].as_array().unwrap();
+    assert_eq!(turns.len(), 8);
+    let text = |turn: &Value, key: &str| turn[key].as_str().unwrap().to_owned();
+    let haystack = text(&turns[0], "prompt");
+    let mut whole = String::new();
+    let mut asked = HashSet::new();
+    for turn in turns {
+        let [prompt, question, answer] = ["prompt", "question", "answer"].map(|key| text(turn, key));
+        let sentence = format!("{}{answer}.", question.trim());
+        assert_eq!(haystack.matches(&sentence).count(), 1, "{sentence}");
+        whole += &format!("{prompt}{question}{answer}");
+        asked.insert(question);
+    }
+    assert_eq!(asked.len(), 8, "every question is another one");
+    check_length(line, &whole);
+}
+
+/// Checks that what is fed has the tokens that the line says, by the script's estimate.
+fn check_length(line: &Value, whole: &str) {
+    let digits = whole.chars().filter(char::is_ascii_digit).count() as f64;
+    let tokens = 1.45 * whole.split_whitespace().count() as f64 + digits;
+    let share = (tokens + 40.0) / number(line, "length");
+    assert!(
+        (0.965..1.01).contains(&share),
+        "{}: {share} of the length",
+        line["task"]
+    );
 }
