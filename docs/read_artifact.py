@@ -3,9 +3,11 @@
 
 Usage: read_artifact.py ART.safetensors [keys.json]
 
-With keys.json ({"layer", "head", "keys", "queries", "rope_inv_freq", "query_head", "offsets"}) it prints
-the code of each key, the score of each query and key in each bucket of distances (one without buckets), and
-the LFPS prior of the query head: its scalars and its mean attention mass at each offset, as JSON.
+With keys.json ({"layer", "head", "keys", "queries", "keys_rope", "queries_rope", "rope_inv_freq", "query_head",
+"offsets"}) it prints, as JSON: the a2ats code of each key and the score of each query and key in each bucket of distances
+(one without buckets); the wpq code of each key, per stage and group, and the score of each query and key, from keys and
+queries after rotation; the LFPS prior of the query head, its scalars and its mean attention mass at each offset; and
+the shift of its tail, null without one.
 """
 
 import hashlib
@@ -56,6 +58,31 @@ def scores(tensors, layer, head, queries, turns):
     return y @ (tensors["a2ats.codebook"][layer, head].astype(np.float64) + tensors["a2ats.mean"][layer, head]).T
 
 
+def deal(u, groups):
+    """Channels of the groups: [n, d] to [n, m, ceil(d / m)], channel j + i m as channel i of group j."""
+    n, d = u.shape
+    width = -(-d // groups)
+    padded = np.pad(u, ((0, 0), (0, width * groups - d)))
+    return padded.reshape(n, width, groups).swapaxes(1, 2)
+
+
+def wpq(tensors, params, layer, head, keys, queries):
+    """Codes [stages, n, m] and scores [r, n] of rotated keys [n, d] for rotated queries [r, d]."""
+    chol, rotation, mean, words = (
+        tensors[f"wpq.{name}"][layer, head].astype(np.float64) for name in ("chol", "rotation", "mean", "codebook"))
+    left = deal((keys - mean) @ chol @ rotation, params["groups"])
+    y = deal(np.linalg.solve(chol, queries.T).T @ rotation, params["groups"])
+    codes, score = [], (queries @ mean)[:, None]
+    groups = np.arange(params["groups"])
+    for stage in words:
+        code = ((left[:, :, None] - stage[None]) ** 2).sum(-1).argmin(-1)
+        nearest = stage[groups, code]
+        codes.append(code.tolist())
+        score = score + np.einsum("rmc,nmc->rn", y, nearest)
+        left = left - nearest
+    return codes, score / np.sqrt(keys.shape[1])
+
+
 def prior(tensors, params, layer, query_head, offsets):
     """Scalars by name, and the mean mass at some offsets: that of their bucket over its width."""
     scalars = dict(zip(params["scalars"], tensors["lfps.scalars"][layer, query_head].tolist()))
@@ -80,7 +107,14 @@ def main():
     factors = turns(manifest["sections"]["a2ats"], np.array(given["rope_inv_freq"]))
     table = scores(tensors, layer, head, np.array(given["queries"], np.float64), factors)
     scalars, slash = prior(tensors, manifest["sections"]["lfps"], layer, given["query_head"], given["offsets"])
-    print(json.dumps({"scalars": scalars, "slash": slash, "codes": codes.tolist(), "scores": table[:, :, codes].tolist()}))
+    rotated = (np.array(given[name], np.float64) for name in ("keys_rope", "queries_rope"))
+    wpq_codes, wpq_scores = wpq(tensors, manifest["sections"]["wpq"], layer, head, *rotated)
+    tail = (layer, given["query_head"])
+    print(json.dumps({
+        "scalars": scalars, "slash": slash, "codes": codes.tolist(), "scores": table[:, :, codes].tolist(),
+        "wpq_codes": wpq_codes, "wpq_scores": wpq_scores.tolist(),
+        "tail": float(tensors["tail.shift"][tail]) if tensors["tail.used"][tail] else None,
+    }))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ use kvsmith::artifact::Artifact;
 use kvsmith::method::a2ats::Codebooks;
 use kvsmith::method::lfps::priors::{Priors, SCALARS};
 use kvsmith::method::sections::SECTIONS;
+use kvsmith::method::wpq::HeadCodebooks;
 use kvsmith::model::Decoder;
-use ndarray::{Axis, s};
+use kvsmith::model::decoder::rotated;
+use ndarray::{ArrayView2, Axis, s};
 use serde_json::{Value, json};
 
 #[test]
@@ -62,10 +64,16 @@ fn python_reads(positions: &str) {
     let inv_freq: Vec<f64> = (0..d / 2)
         .map(|i| theta.powf(-2.0 * i as f64 / d as f64))
         .collect();
+    let table = decoder.rope.table(0..ids.len());
+    let (k_rope, q_rope) = (rotated(&states.k_pre, &table), rotated(&states.q_pre, &table));
+    let keys_rope = k_rope.slice(s![0, ..40, ..]);
+    // A query of each head of the first group.
+    let group = decoder.config.n_heads / decoder.config.n_kv_heads;
+    let queries_rope = q_rope.slice(s![..group, 300, ..]);
     let given = dir.path().join("keys.json");
     let request = json!({
         "layer": 0, "head": 0, "keys": rows(keys), "queries": rows(queries), "rope_inv_freq": inv_freq,
-        "query_head": 3, "offsets": OFFSETS,
+        "keys_rope": rows(keys_rope), "queries_rope": rows(queries_rope), "query_head": 3, "offsets": OFFSETS,
     });
     std::fs::write(&given, request.to_string()).unwrap();
     let output = Command::new(python)
@@ -118,6 +126,34 @@ fn python_reads(positions: &str) {
     assert_eq!(scalars.as_object().unwrap().len(), SCALARS.len());
     assert_eq!(number(&scalars["lambda"]), prior.lambda);
     assert_eq!(number(&scalars["persist_32"]), prior.persist[2]);
+    check_wpq(&answer, &artifact, keys_rope, queries_rope);
+    let shift = &artifact.manifest.quality["tail"][0][3 / group]["shift"][3 % group];
+    assert_eq!(&answer["tail"], shift);
+}
+
+/// Compares codes with the program's, and scores with what they estimate.
+fn check_wpq(answer: &Value, artifact: &Artifact, keys: ArrayView2<f32>, queries: ArrayView2<f32>) {
+    let codebooks = HeadCodebooks::load(artifact).unwrap();
+    let codes = codebooks.of(0, 0).encode(keys);
+    assert_eq!(codes.len(), 2);
+    for (stage, codes) in codes.iter().enumerate() {
+        // Two groups of 16 words share a byte.
+        let numbers: Vec<u8> = codes.iter().flat_map(|byte| [byte & 15, byte >> 4]).collect();
+        let theirs = answer["wpq_codes"][stage].as_array().unwrap().iter();
+        let theirs: Vec<&Value> = theirs.flat_map(|row| row.as_array().unwrap()).collect();
+        assert_eq!(json!(theirs), json!(numbers), "stage {stage}");
+    }
+    let (mut error, mut spread) = (0.0, 0.0);
+    for (a, query) in queries.rows().into_iter().enumerate() {
+        let exact = keys.dot(&query) / (query.len() as f32).sqrt();
+        let mean = exact.mean().unwrap();
+        for (j, exact) in exact.iter().enumerate() {
+            let estimate = answer["wpq_scores"][a][j].as_f64().unwrap();
+            error += (estimate - f64::from(*exact)).powi(2);
+            spread += f64::from(exact - mean).powi(2);
+        }
+    }
+    assert!(error < 0.1 * spread, "{error} of {spread}");
 }
 
 /// Offsets at both ends of buckets, and beyond the last.

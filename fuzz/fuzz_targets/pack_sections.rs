@@ -9,15 +9,17 @@ use kvsmith::method::sections::SECTIONS;
 use kvsmith_fuzz::{Folder, Input, TensorFile, edit, made, one_thread};
 use libfuzzer_sys::fuzz_target;
 
-const NAMES: [&str; 3] = ["codebook", "signs", "priors"];
+const NAMES: [&str; 5] = ["codebook", "signs", "priors", "wpq", "tail"];
 
-static BASE: LazyLock<(Folder, [TensorFile; 3])> = LazyLock::new(|| {
+static BASE: LazyLock<(Folder, [TensorFile; 5])> = LazyLock::new(|| {
     one_thread();
     let folder = made(&[
-        "dump INPUT --queries --wrope-position 16 -o DIR/dump",
+        "dump INPUT --queries --values --wrope-position 16 -o DIR/dump",
         "codebook --dump DIR/dump --size 4 -o DIR/codebook",
         "signs --dump DIR/dump -o DIR/signs",
         "priors --dump DIR/dump -o DIR/priors",
+        "wpq --dump DIR/dump -o DIR/wpq",
+        "tail --dump DIR/dump -o DIR/tail",
     ]);
     let files = NAMES.map(|name| TensorFile::read(&folder.read(name)));
     (folder, files)
@@ -27,7 +29,7 @@ fuzz_target!(|data: &[u8]| {
     let (folder, files) = &*BASE;
     let mut input = Input::new(data);
     let mut parts = Vec::new();
-    let mut chosen: Vec<TensorFile> = (0..1 + input.byte() % 3)
+    let mut chosen: Vec<TensorFile> = (0..1 + input.byte() % 5)
         .map(|_| files[input.below(files.len())].clone())
         .collect();
     while input.change() {

@@ -167,6 +167,16 @@ pub fn max(x: &[f32]) -> f32 {
     best
 }
 
+/// Returns the largest of the integers; 0 of none.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2", "aarch64+neon"))]
+pub fn max_u16(x: &[u16]) -> u16 {
+    let mut max = 0;
+    for v in x {
+        max = max.max(*v);
+    }
+    max
+}
+
 /// Returns the sum and the sum of squares, in f64.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn sums(x: &[f32]) -> (f64, f64) {
@@ -262,6 +272,15 @@ mod tests {
                 "{n}"
             );
             assert_eq!(max(&a), a.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+            let whole: Vec<u16> = a.iter().map(|x| (1000.0 * (x + 1.0)) as u16).collect();
+            assert_eq!(max_u16(&whole), whole.iter().copied().max().unwrap_or(0));
+            let mut line = b.clone();
+            add_line(&whole, 0.5, -3.0, &mut line);
+            let expected = whole
+                .iter()
+                .zip(&b)
+                .map(|(x, y)| y + (-3.0 + 0.5 * f32::from(*x)));
+            assert_eq!(line, expected.collect::<Vec<f32>>());
             assert!(all_finite(&a));
         }
         assert!(!all_finite(&[0.0, f32::NAN]));

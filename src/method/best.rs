@@ -1,16 +1,25 @@
 //! The largest of many values, and sets of positions.
 
-use std::cmp::Ordering;
+use std::cmp::{Ordering, Reverse};
 
 use crate::compute::masks;
 
-/// Leading bits of a key by which values are counted: the counts fit the innermost cache.
-const COUNTED: u32 = 13;
+/// Values of a sample, roughly, between two of which the last value of a choice is sought.
+const SAMPLED: usize = 2048;
+/// The key of 0.
+const ZERO: u64 = 1 << 63;
+/// Shorter lists are not sampled.
+const LEAST_STRIDE: usize = 4;
 
 /// A number with an unsigned key in the order of its `total_cmp`.
-pub(super) trait Key: Copy {
+pub(super) trait Key: Copy + PartialOrd {
     /// Returns the key.
     fn key(self) -> u64;
+
+    /// Returns a bit per value, 64 in a word, the first in its lowest bit: whether it is at least `bound`.
+    fn at_least(values: &[Self], bound: Self) -> Vec<u64> {
+        words(values, |x| x >= bound)
+    }
 }
 
 impl Key for f64 {
@@ -25,48 +34,105 @@ impl Key for f32 {
         let bits = self.to_bits() as i32;
         u64::from((bits ^ ((bits >> 31) as u32 >> 1) as i32) as u32 ^ 1 << 31) << 32
     }
+
+    fn at_least(values: &[f32], bound: f32) -> Vec<u64> {
+        let mut bits = Vec::new();
+        masks::at_least(values, bound, &mut bits);
+        bits
+    }
+}
+
+/// Returns a bit per value, as [`Key::at_least`] does: whether it fulfils a condition.
+fn words<T: Copy>(values: &[T], condition: impl Fn(T) -> bool) -> Vec<u64> {
+    let word = |values: &[T]| {
+        let mut bytes = [0u8; masks::WORD];
+        bytes
+            .iter_mut()
+            .zip(values)
+            .for_each(|(byte, x)| *byte = u8::from(condition(*x)));
+        // The product moves the lowest bit of byte i to bit 56 + i.
+        let eight = |bytes: &[u8; 8]| u64::from_le_bytes(*bytes).wrapping_mul(0x0102_0408_1020_4080) >> 56;
+        let parts = bytes.as_chunks::<8>().0.iter().enumerate();
+        parts.fold(0, |word, (i, bytes)| word | eight(bytes) << (8 * i))
+    };
+    values.chunks(masks::WORD).map(word).collect()
+}
+
+/// Returns the bits of the values whose keys reach that of `bound`.
+fn reaching<T: Key>(values: &[T], bound: T) -> Vec<u64> {
+    // The two zeros and NaN have an order of their own.
+    let has_nan = values
+        .iter()
+        .fold(false, |any, x| any | x.partial_cmp(x).is_none());
+    let is_plain = bound.key() != ZERO && !has_nan;
+    match is_plain {
+        true => T::at_least(values, bound),
+        false => words(values, |x| x.key() >= bound.key()),
+    }
 }
 
 /// Returns the places of the `count` largest values, ascending; the lower place on ties.
+///
+/// Two values of a sample enclose the last one that is taken: those above both are taken, and those between them are
+/// ranked.
 pub(super) fn largest<T: Key>(values: &[T], count: usize) -> Vec<u32> {
-    if count == 0 || values.is_empty() {
+    if count == 0 {
         return Vec::new();
     }
-    let class = |x: &T| (x.key() >> (64 - COUNTED)) as usize;
-    let mut counts = vec![0u32; 1 << COUNTED];
-    values.iter().for_each(|x| counts[class(x)] += 1);
-    // The class of the last value; all values of the classes above are taken.
-    let mut above = 0;
-    let last = (0..counts.len()).rev().find(|c| {
-        let full = above + counts[*c] as usize >= count;
-        above += if full { 0 } else { counts[*c] as usize };
-        full
-    });
-    let last = last.unwrap_or(0);
-    // Without branches, which would be mispredicted; both have room for one more, which is written before it is counted.
-    let (mut out, mut close) = (vec![0; above + 1], vec![0; counts[last] as usize + 1]);
-    let (mut len, mut len_close) = (0, 0);
-    for (x, place) in values.iter().zip(0u32..) {
-        let class = class(x);
-        (out[len], close[len_close]) = (place, place);
-        len += usize::from(class > last);
-        len_close += usize::from(class == last);
+    if count >= values.len() {
+        return (0..values.len() as u32).collect();
     }
-    out.truncate(len);
-    close.truncate(len_close);
-    let left = count - above;
-    if left < close.len() {
-        let of = |place: u32| (values[place as usize].key(), place);
-        let mut keys: Vec<(u64, u32)> = close.into_iter().map(of).collect();
-        keys.select_nth_unstable_by(left, |a, b| b.0.cmp(&a.0).then(a.1.cmp(&b.1)));
-        keys.truncate(left);
-        close = keys.into_iter().map(|(_, place)| place).collect();
-        close.sort_unstable();
+    let [low, high] = bounds(values, count);
+    let mut taken = high.map_or_else(|| none(values), |bound| reaching(values, bound));
+    let mut close = low.map_or_else(|| all(values), |bound| reaching(values, bound));
+    if number_of(&taken) >= count || number_of(&close) < count {
+        (taken, close) = (none(values), all(values));
     }
-    // The sort is stable and finds the two ascending runs.
-    out.extend(close);
-    out.sort();
-    out
+    close
+        .iter_mut()
+        .zip(&taken)
+        .for_each(|(close, taken)| *close &= !taken);
+    let key = |place: u32| (values[place as usize].key(), place);
+    let mut keys: Vec<(u64, u32)> = masks::places(&close, 0).into_iter().map(key).collect();
+    let need = count - number_of(&taken);
+    keys.select_nth_unstable_by(need - 1, |a, b| b.0.cmp(&a.0).then(a.1.cmp(&b.1)));
+    for (_, place) in &keys[..need] {
+        taken[*place as usize / masks::WORD] |= 1 << (*place as usize % masks::WORD);
+    }
+    masks::places(&taken, 0)
+}
+
+/// Estimates, from a sample, a bound that more than `count` values reach, and one that fewer reach; `None` if it is beyond
+/// all values.
+fn bounds<T: Key>(values: &[T], count: usize) -> [Option<T>; 2] {
+    let stride = values.len() / SAMPLED;
+    if stride < LEAST_STRIDE {
+        return [None, None];
+    }
+    let mut sample: Vec<T> = values.iter().step_by(stride).copied().collect();
+    let expected = count / stride;
+    // Four standard deviations of the number of a random sample.
+    let margin = 4 * expected.isqrt() + 1;
+    let mut at = |rank: usize| {
+        (rank < sample.len()).then(|| *sample.select_nth_unstable_by_key(rank, |x| Reverse(x.key())).1)
+    };
+    [at(expected + margin), expected.checked_sub(margin).and_then(at)]
+}
+
+fn none<T>(values: &[T]) -> Vec<u64> {
+    vec![0; values.len().div_ceil(masks::WORD)]
+}
+
+fn all<T>(values: &[T]) -> Vec<u64> {
+    let mut bits = vec![u64::MAX; values.len().div_ceil(masks::WORD)];
+    if let (Some(last), rest @ 1..) = (bits.last_mut(), values.len() % masks::WORD) {
+        *last = (1 << rest) - 1;
+    }
+    bits
+}
+
+fn number_of(bits: &[u64]) -> usize {
+    bits.iter().map(|word| word.count_ones() as usize).sum()
 }
 
 /// Orders by falling score, then by position.
@@ -122,7 +188,7 @@ impl Places {
 
     /// Returns the number of places.
     pub fn len(&self) -> usize {
-        self.words.iter().map(|w| w.count_ones() as usize).sum()
+        number_of(&self.words)
     }
 
     /// Adds the places of another set with the same bound.
@@ -182,6 +248,41 @@ mod tests {
             }
         }
         assert_eq!(largest(&[1.0f32, 2.0], 5), [0, 1]);
+    }
+
+    #[test]
+    fn largest_of_long_lists() {
+        let n = 40_000;
+        let noise = |i: usize| ((i * 2_654_435_761) % 65_521) as f64 / 65_521.0;
+        let list = |of: &dyn Fn(usize) -> f64| (0..n).map(of).collect::<Vec<f64>>();
+        let stride = n / SAMPLED;
+        for values in [
+            list(&noise),
+            list(&|i| (20.0 * noise(i)).exp()),
+            list(&|i| i as f64),
+            list(&|i| -(i as f64)),
+            list(&|i| (i % 7) as f64),
+            list(&|_| 0.25),
+            // The sample has the largest values alone, or none of them.
+            list(&|i| noise(i) + f64::from(u8::from(i % stride == 0))),
+            list(&|i| noise(i) - f64::from(u8::from(i % stride == 0))),
+            list(&|i| if i % 3 == 0 { -0.0 } else { 0.0 }),
+            list(&|i| if i % 1000 == 7 { f64::NAN } else { noise(i) }),
+        ] {
+            for count in [1, 2, 60, 2_400, 9_600, 19_000, 30_000, n - 1, n] {
+                assert_eq!(largest(&values, count), ranked(&values, count), "{count}");
+                let single: Vec<f32> = values.iter().map(|x| *x as f32).collect();
+                let double: Vec<f64> = single.iter().map(|x| f64::from(*x)).collect();
+                assert_eq!(largest(&single, count), ranked(&double, count), "{count}");
+            }
+        }
+        let values = list(&noise);
+        for count in [60, 2_400, 30_000] {
+            let [low, high] =
+                bounds(&values, count).map(|bound| bound.map(|x| number_of(&reaching(&values, x))));
+            assert!(low.is_some_and(|n| n > count && n - count < 5_000), "{low:?}");
+            assert!(high.is_none_or(|n| n < count && count - n < 5_000), "{high:?}");
+        }
     }
 
     #[test]

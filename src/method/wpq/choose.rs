@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 use ndarray::{Array2, ArrayView1};
 
-use super::scores::WordScores;
+use super::scores::{Levels, WordScores};
 use crate::compute::products::all_products;
 use crate::compute::simd;
 use crate::method::Step;
@@ -45,22 +45,38 @@ pub(super) fn choose(
 ) -> Vec<u32> {
     let n = codes[0].len() / width;
     let mut scratch = SCRATCH.take();
-    let Scratch { scores, mass } = &mut scratch;
+    let Scratch {
+        levels,
+        scores,
+        mass,
+        gathered,
+    } = &mut scratch;
     let mut all: Vec<Softmax> = fixed.outer_iter().map(Softmax::new).collect();
-    words.estimate(n, width, &codes[..1], scores);
-    masses(&mut all, scores, mass);
+    scores.resize_with(all.len(), Vec::new);
+    for (a, (all, scores)) in all.iter_mut().zip(&mut *scores).enumerate() {
+        if words.levels(a, n, codes[0], levels) {
+            all.add_levels(levels, scores);
+        } else {
+            words.estimate(a, n, &codes[..1], scores);
+            all.add(scores);
+        }
+    }
+    masses(&all, scores, mass);
     let mut places;
     if codes.len() == 1 {
         places = largest(mass, budget);
     } else {
         places = largest(mass, refined(budget, n));
-        for (all, first) in all.iter_mut().zip(&*scores) {
-            all.remove(first, &places);
-        }
-        let gathered: Vec<Vec<u8>> = codes.iter().map(|codes| gather(codes, width, &places)).collect();
+        gathered.resize_with(codes.len(), Vec::new);
+        let stages = codes.iter().zip(&mut *gathered);
+        stages.for_each(|(codes, gathered)| gather(codes, width, &places, gathered));
         let gathered: Vec<&[u8]> = gathered.iter().map(Vec::as_slice).collect();
-        words.estimate(places.len(), width, &gathered, scores);
-        masses(&mut all, scores, mass);
+        for (a, (all, scores)) in all.iter_mut().zip(&mut *scores).enumerate() {
+            all.remove(scores, &places);
+            words.estimate(a, places.len(), &gathered, scores);
+            all.add(scores);
+        }
+        masses(&all, scores, mass);
         let best = largest(mass, budget).into_iter();
         places = best.map(|i| places[i as usize]).collect();
     }
@@ -71,42 +87,47 @@ pub(super) fn choose(
 /// What a step needs for a short time; kept, since fresh memory of this size costs more than what is computed there.
 #[derive(Default)]
 struct Scratch {
+    /// The estimated scores of one query head.
+    levels: Levels,
     /// Estimated scores, then their exponentials, `[r,n]`.
     scores: Vec<Vec<f32>>,
     /// Estimated probabilities, `[n]`.
     mass: Vec<f32>,
+    /// The codes of the refined keys, `[refined,width]` per stage.
+    gathered: Vec<Vec<u8>>,
 }
 
 thread_local! {
     static SCRATCH: Cell<Scratch> = Cell::default();
 }
 
-/// Returns the codes, `[n,width]`, at some places.
-fn gather(codes: &[u8], width: usize, places: &[u32]) -> Vec<u8> {
-    fn rows<const W: usize>(codes: &[u8], places: &[u32]) -> Vec<u8> {
+/// Writes the codes, `[n,width]`, at some places to `out`.
+fn gather(codes: &[u8], width: usize, places: &[u32], out: &mut Vec<u8>) {
+    fn rows<const W: usize>(codes: &[u8], places: &[u32], out: &mut [u8]) {
         let codes: &[[u8; W]] = codes.as_chunks().0;
-        let rows: Vec<[u8; W]> = places.iter().map(|p| codes[*p as usize]).collect();
-        rows.into_flattened()
+        let rows: &mut [[u8; W]] = out.as_chunks_mut().0;
+        rows.iter_mut()
+            .zip(places)
+            .for_each(|(row, p)| *row = codes[*p as usize]);
     }
+    out.resize(places.len() * width, 0);
     match width {
-        1 => rows::<1>(codes, places),
-        2 => rows::<2>(codes, places),
-        4 => rows::<4>(codes, places),
+        1 => rows::<1>(codes, places, out),
+        2 => rows::<2>(codes, places, out),
+        4 => rows::<4>(codes, places, out),
         _ => {
-            let row = |p: &u32| &codes[*p as usize * width..][..width];
-            places.iter().flat_map(row).copied().collect()
+            let rows = out.chunks_exact_mut(width).zip(places);
+            rows.for_each(|(row, p)| row.copy_from_slice(&codes[*p as usize * width..][..width]));
         }
     }
 }
 
-/// Adds the scores `[r,n]` to the softmax of each query head and turns them into its exponentials; writes their
-/// probabilities, summed over the heads, to `mass`.
-fn masses(all: &mut [Softmax], scores: &mut [Vec<f32>], mass: &mut Vec<f32>) {
+/// Writes the probabilities, summed over the query heads, to `mass`, from the exponentials that were added last, `[r,n]`.
+fn masses(all: &[Softmax], exponentials: &[Vec<f32>], mass: &mut Vec<f32>) {
     mass.clear();
-    mass.resize(scores.first().map_or(0, Vec::len), 0.0);
-    for (all, scores) in all.iter_mut().zip(scores) {
-        all.add(scores);
-        simd::axpy((1.0 / all.sum) as f32, scores, mass);
+    mass.resize(exponentials.first().map_or(0, Vec::len), 0.0);
+    for (all, exponentials) in all.iter().zip(exponentials) {
+        simd::axpy((1.0 / all.sum) as f32, exponentials, mass);
     }
 }
 
@@ -128,20 +149,50 @@ impl Softmax {
 
     /// Adds scores, and turns each into `exp(score - shift)` with the new shift, the largest score so far.
     fn add(&mut self, scores: &mut [f32]) {
-        let shift = simd::max(scores).max(self.shift);
-        if shift > f32::NEG_INFINITY {
-            self.sum *= f64::from(self.shift - shift).exp();
-            self.shift = shift;
+        if self.shift_to(simd::max(scores)) {
             for scores in scores.chunks_mut(CHUNK) {
-                simd::exp_shifted(scores, shift);
+                simd::exp_shifted(scores, self.shift);
                 self.sum += simd::sum(scores);
             }
         }
     }
 
+    /// Adds scores that are given by levels, and writes what [`Self::add`] makes of them to `out`.
+    fn add_levels(&mut self, levels: &mut Levels, out: &mut Vec<f32>) {
+        let scores = &mut levels.scores[..=usize::from(levels.highest)];
+        let is_shifted = self.shift_to(scores[scores.len() - 1]);
+        if is_shifted {
+            simd::exp_shifted(scores, self.shift);
+        }
+        out.clear();
+        levels.write(out);
+        if is_shifted {
+            let chunks = out.chunks(CHUNK);
+            chunks.for_each(|exponentials| self.sum += simd::sum(exponentials));
+        }
+    }
+
+    /// Makes `highest` the shift if it is larger than all scores so far; returns whether there is a shift.
+    fn shift_to(&mut self, highest: f32) -> bool {
+        let shift = highest.max(self.shift);
+        let is_shifted = shift > f32::NEG_INFINITY;
+        if is_shifted {
+            self.sum *= f64::from(self.shift - shift).exp();
+            self.shift = shift;
+        }
+        is_shifted
+    }
+
     /// Removes some of the exponentials of the scores that were added last.
     fn remove(&mut self, exponentials: &[f32], places: &[u32]) {
-        let of = |p: &u32| f64::from(exponentials[*p as usize]);
-        self.sum = (self.sum - places.iter().map(of).sum::<f64>()).max(0.0);
+        // Several partial sums, which do not wait for each other.
+        let mut sums = [0.0; 8];
+        let (blocks, rest) = places.as_chunks::<8>();
+        for places in blocks.iter().map(<[u32; 8]>::as_slice).chain([rest]) {
+            for (sum, place) in sums.iter_mut().zip(places) {
+                *sum += f64::from(exponentials[*place as usize]);
+            }
+        }
+        self.sum = (self.sum - sums.iter().sum::<f64>()).max(0.0);
     }
 }

@@ -5,6 +5,8 @@ use crate::compute::simd;
 
 /// Number of values of a byte.
 const BYTES: usize = 256;
+/// Number of values of a sum of rounded entries.
+const LEVELS: usize = 1 << 16;
 /// Keys that are scored together; their sums stay in the cache.
 const CHUNK: usize = 4096;
 
@@ -85,21 +87,57 @@ impl Rounded {
     }
 }
 
+/// The scores of many keys that have few different ones.
+#[derive(Default)]
+pub(super) struct Levels {
+    /// The level of each key.
+    pub of: Vec<u16>,
+    /// The highest of them.
+    pub highest: u16,
+    /// The scores of the levels up to the highest, ascending, with room for every other.
+    pub scores: Vec<f32>,
+}
+
+impl Levels {
+    /// Appends the score of every key to `out`.
+    pub fn write(&self, out: &mut Vec<f32>) {
+        // As many as a level can be, so that no index has to be checked.
+        if let Some(scores) = self.scores.first_chunk::<LEVELS>() {
+            out.extend(self.of.iter().map(|level| scores[usize::from(*level)]));
+        }
+    }
+}
+
 impl WordScores {
-    /// Writes the estimated scores of n keys to `out` `[r,n]`, from the codes of their first stages, `[n,width]` each.
+    /// Writes the estimated scores of n keys for query head `a` as levels, from the codes of the first stage, `[n,width]`;
+    /// returns whether it could, which takes groups of 16 words. The scores are those of [`Self::estimate`].
+    pub fn levels(&self, a: usize, n: usize, codes: &[u8], out: &mut Levels) -> bool {
+        let WordTable::Rounded(rounded) = &self.stages[0][a] else {
+            return false;
+        };
+        out.of.resize(n, 0);
+        rounded.tables.sums(codes, &mut out.of);
+        out.highest = simd::max_u16(&out.of);
+        out.scores.resize(LEVELS, 0.0);
+        for (score, level) in out.scores.iter_mut().zip(0..=out.highest) {
+            *score = self.mean[a] + (rounded.least + rounded.step * f32::from(level));
+        }
+        true
+    }
+
+    /// Writes the estimated scores of n keys for query head `a` to `out`, from the codes of their first stages, `[n,width]`
+    /// each.
     ///
     /// # Numerics
     /// f32, the stages in order.
-    pub fn estimate(&self, n: usize, width: usize, codes: &[&[u8]], out: &mut Vec<Vec<f32>>) {
-        out.resize_with(self.mean.len(), Vec::new);
-        for ((a, mean), out) in self.mean.iter().enumerate().zip(out) {
-            out.clear();
-            out.resize(n, *mean);
-            for (i, out) in out.chunks_mut(CHUNK).enumerate() {
+    pub fn estimate(&self, a: usize, n: usize, codes: &[&[u8]], out: &mut Vec<f32>) {
+        out.clear();
+        out.resize(n, self.mean[a]);
+        for (i, out) in out.chunks_mut(CHUNK).enumerate() {
+            for (stage, codes) in self.stages.iter().zip(codes) {
+                let width = codes.len() / n;
                 let rows = i * CHUNK * width..(i * CHUNK + out.len()) * width;
-                for (stage, codes) in self.stages.iter().zip(codes) {
-                    stage[a].add(&codes[rows.clone()], out);
-                }
+                stage[a].add(&codes[rows], out);
             }
         }
     }
