@@ -1,0 +1,104 @@
+"""Asks whether the codes of `wpq` can be a part of the cache itself: keys as 64 bits of codes and a 2-bit residual.
+
+    python benches/code_store.py CALIB OTHER --layers 3,9,15,21,27
+
+CALIB and OTHER are dumps as benches/index_search.py takes them. For the keys of OTHER it prints the bits of a key and the
+squared error of the scores of 12 queries of each block, over the variance of a query's scores, for
+
+    2, 3 and 4 bits     a channel, with the least value and the step in f16 for each 32 channels of a key
+    sign and 2 bits     2 for the magnitude over the channel's largest one, in the same way: what `--kv 2bit` holds
+    codes               of `wpq`, 64 bits
+    codes and 2 bits    for what they leave, in the channels of the key (k) or in those of the quantiser (z)
+
+Needs numpy and faiss-cpu.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+from index_search import STEPS, Quantiser, Space, blocks_of, rotate, tensors
+
+GROUP = 32
+
+
+def rounded(x, bits):
+    """Rows [n, d] at 2^bits levels between the least and the largest value of each GROUP channels, these in f16."""
+    groups = x.reshape(len(x), -1, GROUP)
+    low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
+    step = ((high - low) / (2**bits - 1)).astype(np.float16).astype(np.float32)
+    low = low.astype(np.float16).astype(np.float32)
+    levels = np.clip(np.rint((groups - low) / np.maximum(step, 1e-12)), 0, 2**bits - 1)
+    return (low + levels * step).reshape(x.shape)
+
+
+def signed(x, bits):
+    """A sign about the channel's median, and the magnitude over the channel's largest at 2^bits levels."""
+    centre = np.median(x, 0)
+    left = x - centre
+    scale = np.abs(left).max(0)
+    return centre + np.where(left > 0, 1, -1) * scale * rounded(np.abs(left) / scale, bits)
+
+
+def forms(keys, space, quantiser):
+    """Name, bits of a key, and keys as they are read back."""
+    d = keys.shape[1]
+    header = d // GROUP * 32
+    for bits in (2, 3, 4):
+        yield f"{bits} bits", bits * d + header, rounded(keys, bits)
+    yield "sign and 2 bits", 3 * d + header, signed(keys, 2)
+    left = space.z(keys)
+    of_codes = left.copy()
+    for stage in quantiser.stages:
+        quantiser.encode_stage(left, stage)
+    of_codes -= left
+    back = np.linalg.inv(space.keys)
+    coarse = of_codes @ back + space.mean
+    yield "codes", 64, coarse
+    size = 64 + 2 * d + header
+    yield "codes and 2 bits in k", size, coarse + rounded(keys - coarse, 2)
+    yield "codes and 2 bits in z", size, (of_codes + rounded(left, 2)) @ back + space.mean
+
+
+def errors(keys, read, queries):
+    """Mean squared error of scores over their variance, for queries [r, steps, d] of the last positions."""
+    scores = queries @ keys.T
+    return ((queries @ (read - keys).T).var(-1) / scores.var(-1)).mean()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("calib", type=Path)
+    parser.add_argument("other", type=Path)
+    parser.add_argument("--layers", required=True, help="layers to measure, such as 3,9,15")
+    parser.add_argument("--theta", type=float, default=100000.0, help="base of the rotary frequencies")
+    args = parser.parse_args()
+    calib, other = (tensors(path / "tokens.safetensors") for path in (args.calib, args.other))
+    moments = tensors(args.calib / "moments.safetensors")
+    fit = calib["held_out"] == 0
+    found, sizes = {}, {}
+    for layer in (int(x) for x in args.layers.split(",")):
+        own, theirs = (tensors(path / f"layer-{layer:05d}.safetensors") for path in (args.calib, args.other))
+        heads = own["k_pre"].shape[0]
+        group = theirs["q_pre"].shape[0] // heads
+        for head in range(heads):
+            keys = rotate(own["k_pre"][head], calib["position"].astype(np.float32), args.theta)[fit]
+            space = Space(keys, moments["sum_qq_rope"][layer, head] / moments["count"][layer, head])
+            quantiser = Quantiser(space, keys, 8, 16, stages=2)
+            for start, end in blocks_of(other):
+                at = other["position"][start:end].astype(np.float32)
+                k = rotate(theirs["k_pre"][head, start:end], at, args.theta)
+                q = rotate(theirs["q_pre"][head * group : (head + 1) * group, start:end], at, args.theta)
+                steps = np.linspace((end - start) // 2, end - start - 1, STEPS).astype(int)
+                for name, size, read in forms(k, space, quantiser):
+                    found.setdefault(name, []).append(errors(k, read, q[:, steps]))
+                    sizes[name] = size
+    print("| key | bits | error, mean | median | largest |\n|---|---|---|---|---|")
+    for name, values in found.items():
+        print(f"| {name} | {sizes[name]} | {np.mean(values):.5f} | {np.median(values):.5f} | {np.max(values):.4f} |")
+
+
+if __name__ == "__main__":
+    main()
