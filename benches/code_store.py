@@ -6,9 +6,11 @@ CALIB and OTHER are dumps as benches/index_search.py takes them. For the keys of
 squared error of the scores of 12 queries of each block, over the variance of a query's scores, for
 
     2, 3 and 4 bits     a channel, with the least value and the step in f16 for each 32 channels of a key
-    sign and 2 bits     2 for the magnitude over the channel's largest one, in the same way: what `--kv 2bit` holds
+    sign and 2 bits     a sign, and 2 bits for the magnitude divided by the channel's largest one, quantised in the
+                        same way: what `--kv 2bit` stores
     codes               of `wpq`, 64 bits
-    codes and 2 bits    for what they leave, in the channels of the key (k) or in those of the quantiser (z)
+    codes and 2 bits    the codes, and 2 bits a channel for the part of the key that they leave, in the channels of the key
+                        (k) or in those of the quantiser (z)
 
 Needs numpy and faiss-cpu.
 """

@@ -4,9 +4,9 @@
                      [--tasks single,multikey,multivalue,tracking,words,turns] [--tokenizer MODEL/tokenizer.json]
 
 A line is {"task", "length", "seed", "index", "prompt", "question"} with "answer", which begins the continuation of
-prompt and question, or with "answers", each of which occurs in it. Prompt and question with room for a reply of
-RESERVE tokens have at most `length` tokens, and without it at least 97 % of that. A line of the task `turns` has "turns"
-instead, each with "prompt", "question" and "answer"; all of them together are as long.
+prompt and question, or with "answers", each of which occurs in it. Prompt, question and RESERVE tokens of room for the reply
+together take between 97 % and 100 % of `length`. A line of the task `turns` has a list "turns" instead, each with "prompt",
+"question" and "answer"; its whole conversation counts.
 
     single      the secret code of a name, in a sentence among those of the haystack
     multikey    the same with the codes of KEYS names, of which one is asked for
