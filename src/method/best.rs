@@ -59,16 +59,19 @@ fn words<T: Copy>(values: &[T], condition: impl Fn(T) -> bool) -> Vec<u64> {
 }
 
 /// Returns the bits of the values whose keys reach that of `bound`.
-fn reaching<T: Key>(values: &[T], bound: T) -> Vec<u64> {
+fn reaching<T: Key>(values: &[T], bound: T, has_nan: bool) -> Vec<u64> {
     // The two zeros and NaN have an order of their own.
-    let has_nan = values
-        .iter()
-        .fold(false, |any, x| any | x.partial_cmp(x).is_none());
-    let is_plain = bound.key() != ZERO && !has_nan;
-    match is_plain {
-        true => T::at_least(values, bound),
-        false => words(values, |x| x.key() >= bound.key()),
+    match bound.key() == ZERO || has_nan {
+        true => words(values, |x| x.key() >= bound.key()),
+        false => T::at_least(values, bound),
     }
+}
+
+fn has_nan<T: Key>(values: &[T]) -> bool {
+    // Without an early end, which would keep it from vectorising.
+    values
+        .iter()
+        .fold(false, |any, x| any | x.partial_cmp(x).is_none())
 }
 
 /// Returns the places of the `count` largest values, ascending; the lower place on ties.
@@ -83,8 +86,9 @@ pub(super) fn largest<T: Key>(values: &[T], count: usize) -> Vec<u32> {
         return (0..values.len() as u32).collect();
     }
     let [low, high] = bounds(values, count);
-    let mut taken = high.map_or_else(|| none(values), |bound| reaching(values, bound));
-    let mut close = low.map_or_else(|| all(values), |bound| reaching(values, bound));
+    let has_nan = has_nan(values);
+    let mut taken = high.map_or_else(|| none(values), |bound| reaching(values, bound, has_nan));
+    let mut close = low.map_or_else(|| all(values), |bound| reaching(values, bound, has_nan));
     if number_of(&taken) >= count || number_of(&close) < count {
         (taken, close) = (none(values), all(values));
     }
@@ -279,7 +283,7 @@ mod tests {
         let values = list(&noise);
         for count in [60, 2_400, 30_000] {
             let [low, high] =
-                bounds(&values, count).map(|bound| bound.map(|x| number_of(&reaching(&values, x))));
+                bounds(&values, count).map(|bound| bound.map(|x| number_of(&reaching(&values, x, false))));
             assert!(low.is_some_and(|n| n > count && n - count < 5_000), "{low:?}");
             assert!(high.is_none_or(|n| n < count && count - n < 5_000), "{high:?}");
         }

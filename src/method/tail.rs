@@ -7,8 +7,8 @@
 //! v_T = mean of the values in T    o   = (e^l_S o_S + e^l_T v_T) / (e^l_S + e^l_T)
 //! ```
 //!
-//! where o_S and l_S are output and log-sum-exp of what was attended. The means need no read: they are the sums over
-//! everything visible, which the cache keeps, less what was attended. By Jensen's inequality l_T without b is never above
+//! where o_S and l_S are output and log-sum-exp of what was attended. The means need hardly any read: they are the sums
+//! over everything visible, which the cache keeps, less the rows that were just attended. By Jensen's inequality l_T without b is never above
 //! the true log mass of T; the shift b of a query head makes up for it, or says that the head is better off without a
 //! tail. Calibration fits it: the artifact's section `tail`.
 

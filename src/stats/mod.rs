@@ -3,5 +3,6 @@
 pub mod kmeans;
 pub mod linalg;
 pub mod moments;
+pub mod sampling;
 pub mod seeds;
 pub mod whiten;

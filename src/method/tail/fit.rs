@@ -50,7 +50,7 @@ impl Fit for TailFit {
 
     fn layer(&self, states: &LayerStates, done: HeadDone) -> Result<LayerPart> {
         let mut part = LayerPart::default();
-        let table = states.rope.table(0..self.sample.longest_block());
+        let table = states.rope.table(0..self.sample.blocks.longest());
         for kv_head in 0..states.sizes.n_kv_heads {
             interrupt::check()?;
             let rows = self.errors(states, &table, kv_head)?;
@@ -96,12 +96,19 @@ impl TailFit {
             ));
         }
         let heads = kv_head * r..(kv_head + 1) * r;
-        let queries = heads.map(|head| self.rotated((states.queries)(head)?, table));
+        let scale = 1.0 / (d as f32).sqrt();
+        let queries = heads.map(|head| {
+            let mut queries = (states.queries)(head)?;
+            self.sample
+                .blocks
+                .rotate(&mut queries, &self.sample.rows, table, scale)?;
+            Ok(queries)
+        });
         let queries: Vec<Array2<f32>> = queries.collect::<Result<_>>()?;
         let (keys, values) = (elements(&keys), elements(&values));
         let (window, seed) = (states.window, head_seed(self.seed, states.layer, kv_head));
         let of_row = |(i, row): (usize, &usize)| {
-            let block = self.sample.block(*row);
+            let block = self.sample.blocks.of(*row);
             let rows = block.start * d..(row + 1) * d;
             let row = Row {
                 set: StaticSet::at(row - block.start, window, SINKS, WINDOW),
@@ -113,19 +120,6 @@ impl TailFit {
             row.errors()
         };
         Ok(self.sample.rows.par_iter().enumerate().map(of_row).collect())
-    }
-
-    /// Rotates queries of the sampled rows to their positions within their blocks, and divides them by sqrt(d).
-    fn rotated(&self, mut queries: Array2<f32>, table: &RopeTable) -> Result<Array2<f32>> {
-        let scale = 1.0 / (queries.ncols() as f32).sqrt();
-        for (mut query, row) in queries.rows_mut().into_iter().zip(&self.sample.rows) {
-            let query = query
-                .as_slice_mut()
-                .ok_or_else(|| Error::failed("internal: rows to rotate are not contiguous"))?;
-            table.rotate(query, row - self.sample.block(*row).start);
-            simd::scale(query, scale);
-        }
-        Ok(queries)
     }
 
     /// Chooses the shift of query head `a` of the group.

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::choices::{SINKS, WINDOW};
+use crate::stats::sampling::{TextBlocks, evenly};
 
 /// Most rows that a fit takes.
 pub const MAX_ROWS: usize = 512;
@@ -16,8 +17,8 @@ pub struct Sample {
     pub rows: Vec<usize>,
     /// Which of them take part in the fit; the others are held out.
     pub kept: Vec<bool>,
-    /// The rows of each block.
-    pub blocks: Vec<Range<usize>>,
+    /// The blocks of the text.
+    pub blocks: TextBlocks,
 }
 
 impl Sample {
@@ -26,9 +27,8 @@ impl Sample {
     ///
     /// `block_start` has the first row of each block and then n; `kept` marks the rows of the fit.
     pub fn new(block_start: &[u32], kept: &[bool]) -> Self {
-        let ends = block_start.windows(2);
-        let blocks: Vec<Range<usize>> = ends.map(|w| w[0] as usize..w[1] as usize).collect();
-        let late = |block: &Range<usize>| {
+        let blocks = TextBlocks::new(block_start);
+        let late = |block: Range<usize>| {
             let first = (block.len() / 2).max(SINKS + WINDOW);
             (block.start + first).min(block.end)..block.end
         };
@@ -44,26 +44,10 @@ impl Sample {
         }
     }
 
-    /// Returns the block of a row.
-    pub fn block(&self, row: usize) -> Range<usize> {
-        self.blocks[self.blocks.partition_point(|b| b.end <= row)].clone()
-    }
-
-    /// Returns the length of the longest block.
-    pub fn longest_block(&self) -> usize {
-        self.blocks.iter().map(Range::len).max().unwrap_or(0)
-    }
-
     /// Counts the rows of the fit.
     pub fn n_kept(&self) -> usize {
         self.kept.iter().filter(|kept| **kept).count()
     }
-}
-
-/// Returns at most `most` of the items, evenly spaced: item j of m is number floor(j n / m) of n.
-fn evenly(items: &[usize], most: usize) -> Vec<usize> {
-    let m = items.len().min(most);
-    (0..m).map(|j| items[j * items.len() / m]).collect()
 }
 
 #[cfg(test)]
@@ -86,7 +70,6 @@ mod tests {
         assert_eq!(of(false).count(), MAX_HELD_OUT_ROWS);
         assert!(of(false).all(|(row, _)| (1660..2160).contains(row)));
         assert!(sample.rows.is_sorted());
-        assert_eq!((sample.block(159), sample.block(160)), (60..160, 160..2160));
         assert!(Sample::new(&[0, 68], &[true; 68]).rows.is_empty());
     }
 }

@@ -45,41 +45,17 @@ pub(super) fn choose(
 ) -> Vec<u32> {
     let n = codes[0].len() / width;
     let mut scratch = SCRATCH.take();
-    let Scratch {
-        levels,
-        scores,
-        mass,
-        gathered,
-    } = &mut scratch;
     let mut all: Vec<Softmax> = fixed.outer_iter().map(Softmax::new).collect();
-    scores.resize_with(all.len(), Vec::new);
-    for (a, (all, scores)) in all.iter_mut().zip(&mut *scores).enumerate() {
-        if words.levels(a, n, codes[0], levels) {
-            all.add_levels(levels, scores);
-        } else {
-            words.estimate(a, n, &codes[..1], scores);
-            all.add(scores);
+    scratch.first_stage(words, n, codes[0], &mut all);
+    let places = match codes {
+        [_] => largest(&scratch.mass, budget),
+        _ => {
+            let places = largest(&scratch.mass, refined(budget, n));
+            scratch.all_stages(words, codes, width, &places, &mut all);
+            let best = largest(&scratch.mass, budget).into_iter();
+            best.map(|i| places[i as usize]).collect()
         }
-    }
-    masses(&all, scores, mass);
-    let mut places;
-    if codes.len() == 1 {
-        places = largest(mass, budget);
-    } else {
-        places = largest(mass, refined(budget, n));
-        gathered.resize_with(codes.len(), Vec::new);
-        let stages = codes.iter().zip(&mut *gathered);
-        stages.for_each(|(codes, gathered)| gather(codes, width, &places, gathered));
-        let gathered: Vec<&[u8]> = gathered.iter().map(Vec::as_slice).collect();
-        for (a, (all, scores)) in all.iter_mut().zip(&mut *scores).enumerate() {
-            all.remove(scores, &places);
-            words.estimate(a, places.len(), &gathered, scores);
-            all.add(scores);
-        }
-        masses(&all, scores, mass);
-        let best = largest(mass, budget).into_iter();
-        places = best.map(|i| places[i as usize]).collect();
-    }
+    };
     SCRATCH.set(scratch);
     places
 }
@@ -95,6 +71,43 @@ struct Scratch {
     mass: Vec<f32>,
     /// The codes of the refined keys, `[refined,width]` per stage.
     gathered: Vec<Vec<u8>>,
+}
+
+impl Scratch {
+    /// Scores all n keys with the first stage.
+    fn first_stage(&mut self, words: &WordScores, n: usize, codes: &[u8], all: &mut [Softmax]) {
+        self.scores.resize_with(all.len(), Vec::new);
+        for (a, (all, scores)) in all.iter_mut().zip(&mut self.scores).enumerate() {
+            if words.levels(a, n, codes, &mut self.levels) {
+                all.add_levels(&mut self.levels, scores);
+            } else {
+                words.estimate(a, n, &[codes], scores);
+                all.add(scores);
+            }
+        }
+        masses(all, &self.scores, &mut self.mass);
+    }
+
+    /// Scores the keys at some places with all stages, in place of the first.
+    fn all_stages(
+        &mut self,
+        words: &WordScores,
+        codes: &[&[u8]],
+        width: usize,
+        places: &[u32],
+        all: &mut [Softmax],
+    ) {
+        self.gathered.resize_with(codes.len(), Vec::new);
+        let stages = codes.iter().zip(&mut self.gathered);
+        stages.for_each(|(codes, gathered)| gather(codes, width, places, gathered));
+        let gathered: Vec<&[u8]> = self.gathered.iter().map(Vec::as_slice).collect();
+        for (a, (all, scores)) in all.iter_mut().zip(&mut self.scores).enumerate() {
+            all.remove(scores, places);
+            words.estimate(a, places.len(), &gathered, scores);
+            all.add(scores);
+        }
+        masses(all, &self.scores, &mut self.mass);
+    }
 }
 
 thread_local! {

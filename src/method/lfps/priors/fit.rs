@@ -57,17 +57,19 @@ impl Fit for PriorsFit {
 
     fn layer(&self, states: &LayerStates, done: HeadDone) -> Result<LayerPart> {
         let mut part = LayerPart::default();
-        let table = states.rope.table(0..self.sample.longest_block());
+        let table = states.rope.table(0..self.sample.blocks.longest());
         let (r, scale) = (states.sizes.group(), 1.0 / (states.sizes.head_dim as f32).sqrt());
         for kv_head in 0..states.sizes.n_kv_heads {
             let mut keys = (states.keys)(kv_head)?;
             let rows: Vec<usize> = (0..keys.nrows()).collect();
-            self.rotate(&mut keys, &rows, &table, 1.0)?;
+            self.sample.blocks.rotate(&mut keys, &rows, &table, 1.0)?;
             let mut fits = Vec::with_capacity(r);
             for query_head in kv_head * r..(kv_head + 1) * r {
                 interrupt::check()?;
                 let mut queries = (states.queries)(query_head)?;
-                self.rotate(&mut queries, &self.sample.rows, &table, scale)?;
+                self.sample
+                    .blocks
+                    .rotate(&mut queries, &self.sample.rows, &table, scale)?;
                 let head = SampledHead {
                     keys: keys.view(),
                     queries: queries.view(),
@@ -92,21 +94,6 @@ impl Fit for PriorsFit {
 }
 
 impl PriorsFit {
-    /// Rotates rows of the text to their positions within their blocks, and scales them.
-    fn rotate(&self, x: &mut Array2<f32>, rows: &[usize], table: &RopeTable, scale: f32) -> Result<()> {
-        let blocks = &self.sample.blocks;
-        let d = x.ncols();
-        let x = x
-            .as_slice_mut()
-            .ok_or_else(|| Error::failed("internal: rows to rotate are not contiguous"))?;
-        x.par_chunks_exact_mut(d).zip(rows).for_each(|(x, row)| {
-            let block = blocks.partition_point(|b| b.end <= *row);
-            table.rotate(x, row - blocks[block].start);
-            simd::scale(x, scale);
-        });
-        Ok(())
-    }
-
     /// Makes the quality report of a KV head, with an array over its query heads for each quantity.
     fn report(&self, fits: &[HeadFit]) -> Report {
         let of = |i: usize| fits.iter().map(|fit| fit.scalars[i]).collect::<Value>();

@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use super::{HISTORY, SINKS};
+use crate::stats::sampling::{TextBlocks, evenly};
 
 /// Most rows of which single-row quantities are taken, over all blocks.
 pub const MAX_ROWS: usize = 4096;
@@ -19,8 +20,8 @@ pub(super) const TILE: usize = 64;
 pub struct Sample {
     /// Rows whose queries are needed, ascending.
     pub rows: Vec<usize>,
-    /// The rows of each block.
-    pub(super) blocks: Vec<Range<usize>>,
+    /// The blocks of the text.
+    pub(super) blocks: TextBlocks,
     /// The rows of which single-row quantities are taken, in tiles within one block.
     pub(super) tiles: Vec<Tile>,
     /// The anchors, each with the [`HISTORY`] rows before it; all of them are in `rows`.
@@ -43,10 +44,9 @@ impl Sample {
     ///
     /// `block_start` has the first row of each block and then n; `kept` marks the rows that may be chosen.
     pub fn new(block_start: &[u32], kept: &[bool]) -> Self {
-        let ends = block_start.windows(2);
-        let blocks: Vec<Range<usize>> = ends.map(|w| w[0] as usize..w[1] as usize).collect();
+        let blocks = TextBlocks::new(block_start);
         let (mut eligible, mut looks_back) = (Vec::new(), Vec::new());
-        for block in &blocks {
+        for block in blocks.iter() {
             let first = FIRST.min(block.len() / 2);
             let mut kept_before = 0;
             for p in SINKS..block.len() {
@@ -68,13 +68,12 @@ impl Sample {
         rows.sort_unstable();
         rows.dedup();
         let at = |row: usize| rows.partition_point(|r| *r < row);
-        let block_of = |row: usize| blocks[blocks.partition_point(|b| b.end <= row)].clone();
         let tile_of = |rows: &[usize]| Tile {
-            block: block_of(rows[0]),
+            block: blocks.of(rows[0]),
             at: rows.iter().map(|row| at(*row)).collect(),
         };
         let tiles = chosen
-            .chunk_by(|a, b| block_of(*a) == block_of(*b))
+            .chunk_by(|a, b| blocks.of(*a) == blocks.of(*b))
             .flat_map(|of_block| of_block.chunks(TILE))
             .map(tile_of)
             .collect();
@@ -97,17 +96,6 @@ impl Sample {
     pub fn n_anchors(&self) -> usize {
         self.anchors.len()
     }
-
-    /// Returns the length of the longest block.
-    pub(super) fn longest_block(&self) -> usize {
-        self.blocks.iter().map(Range::len).max().unwrap_or(0)
-    }
-}
-
-/// Returns at most `most` of the items, evenly spaced.
-fn evenly(items: &[usize], most: usize) -> Vec<usize> {
-    let m = items.len().min(most);
-    (0..m).map(|j| items[j * items.len() / m]).collect()
 }
 
 #[cfg(test)]
