@@ -9,7 +9,6 @@ use super::sample::Sample;
 use super::section::{SHIFT, SHIFTS, TailParams, TailSection, USED};
 use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, Report, SectionKind, object};
 use crate::compute::layout::elements;
-use crate::compute::simd;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::kv::StaticSet;

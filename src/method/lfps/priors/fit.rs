@@ -17,7 +17,6 @@ use crate::compute::attention::visible;
 use crate::compute::{gemm, simd};
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::model::rope::RopeTable;
 
 /// Scores whose exponentials are summed in f32 before they are added to a sum in f64.
 const SUM_TILE: usize = 256;
