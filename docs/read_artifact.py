@@ -71,7 +71,8 @@ def wpq(tensors, params, layer, head, keys, queries):
     chol, rotation, mean, words = (
         tensors[f"wpq.{name}"][layer, head].astype(np.float64) for name in ("chol", "rotation", "mean", "codebook"))
     left = deal((keys - mean) @ chol @ rotation, params["groups"])
-    y = deal(np.linalg.solve(chol, queries.T).T @ rotation, params["groups"])
+    query_map = np.linalg.solve(chol.T, rotation).astype(np.float16).astype(np.float64)
+    y = deal(queries @ query_map, params["groups"])
     codes, score = [], (queries @ mean)[:, None]
     groups = np.arange(params["groups"])
     for stage in words:

@@ -63,13 +63,17 @@ DEVICE u64 load_code(const u8* codes, u64 at, u32 width) {
 // ---- tables ----
 
 // Computes the projected query y `[channels + 1]` in shared memory, its product with the mean last. query_maps
-// `[g,channels,d]`, means `[g,d]`. Each warp has a channel.
-DEVICE void project_query(float* y, const float* query, const float* query_maps, const float* means, float scale,
+// `[g,channels,d]` in half precision, means `[g,d]`. Each warp has a channel.
+DEVICE void project_query(float* y, const float* query, const u16* query_maps, const float* means, float scale,
                           u32 channels, u32 d) {
+    const u16* map = query_maps + (u64)blockIdx.y * channels * d;
+    const float* mean = means + blockIdx.y * d;
     for (u32 i = warp(); i <= channels; i += 8) {
-        const float* row = i < channels ? query_maps + ((u64)blockIdx.y * channels + i) * d : means + blockIdx.y * d;
         float sum = 0;
-        for (u32 c = lane(); c < d; c += 32) sum = fmaf(row[c], query[c], sum);
+        for (u32 c = lane(); c < d; c += 32) {
+            float factor = i < channels ? widen<false>(map[i * d + c]) : mean[c];
+            sum = fmaf(factor, query[c], sum);
+        }
         sum = warp_sum(sum);
         if (lane() == 0) y[i] = sum * scale;
     }
@@ -127,7 +131,7 @@ DEVICE void begin_choice(const u32* spans, const u32* budgets, u32* histograms, 
 // Builds the tables of a query head, blockIdx.x, for queries `[b,h,d]`. The last four parameters but one serve
 // begin_choice; refined_histograms, wants and item_spans are null with one stage.
 #define TABLE_PARAMETERS                                                                                        \
-    const float *queries, const float *query_maps, const float *means, const u16 *words, const u32 *spans,      \
+    const float *queries, const u16 *query_maps, const float *means, const u16 *words, const u32 *spans,        \
         const u32 *budgets, void *tables, float *lines, u32 *histograms, OPTIONAL u32 *refined_histograms,      \
         OPTIONAL u32 *wants, OPTIONAL u32 *item_spans, float scale, u32 stages, u32 groups, u32 dim, u32 d
 template <class Tables>

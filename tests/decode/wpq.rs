@@ -86,7 +86,7 @@ struct Quantiser {
     /// `[stages,m,words,dim]`.
     words: Array4<f64>,
     mean: Vec<f64>,
-    /// L V, and L^-T V: `[d,d]`.
+    /// L V, and L^-T V rounded to half precision: `[d,d]`.
     key_map: Array2<f64>,
     query_map: Array2<f64>,
 }
@@ -128,7 +128,7 @@ impl Quantiser {
             words: words.mapv(f64::from),
             mean: mean.iter().map(|v| f64::from(*v)).collect(),
             key_map: wide_chol.dot(&wide_rotation),
-            query_map: solve_transposed(&wide_chol, wide_rotation),
+            query_map: solve_transposed(&wide_chol, wide_rotation).mapv(|v| f16::from_f64(v).to_f64()),
         }
     }
 

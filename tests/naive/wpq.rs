@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use half::f16;
 use kvsmith::kv::packed::Center;
 use kvsmith::method::wpq::{HeadCodebook, Wpq};
 use ndarray::{Array1, Array2, Array4};
@@ -19,6 +20,8 @@ pub struct NaiveWpq {
     chol: Matrix,
     /// V.
     rotation: Matrix,
+    /// L^-T V, rounded to half precision.
+    query_map: Matrix,
     /// The program's, for the codes of keys that lie between two words.
     head: Arc<HeadCodebook>,
 }
@@ -81,17 +84,13 @@ impl NaiveWpq {
         Ok(codes)
     }
 
-    /// V^T L^-1 q^T.
+    /// q L^-T V.
     fn query(&self, q: &[f64]) -> Vec<f64> {
-        let d = q.len();
-        let mut y = vec![0.0; d];
-        for i in 0..d {
-            let known: f64 = (0..i).map(|j| self.chol[i][j] * y[j]).sum();
-            y[i] = (q[i] - known) / self.chol[i][i];
+        let mut y = vec![0.0; q.len()];
+        for (q, row) in q.iter().zip(&self.query_map) {
+            y.iter_mut().zip(row).for_each(|(y, v)| *y += q * v);
         }
-        (0..d)
-            .map(|i| (0..d).map(|c| self.rotation[c][i] * y[c]).sum())
-            .collect()
+        y
     }
 
     /// Per position and stage.
@@ -303,6 +302,20 @@ fn random_quantiser(
         mean: mean.iter().map(|v| f64::from(*v)).collect(),
         chol: wide(chol.view()),
         rotation: wide(rotation.view()),
+        query_map: query_map(&wide(chol.view()), wide(rotation.view())),
         head: Arc::new(HeadCodebook::new(words.view(), mean.view(), chol.view(), rotation.view()).unwrap()),
     }
+}
+
+/// L^-T V, rounded to half precision.
+fn query_map(chol: &Matrix, mut v: Matrix) -> Matrix {
+    for i in (0..chol.len()).rev() {
+        let (row, solved) = v[i..].split_first_mut().unwrap();
+        for (factors, other) in chol[i + 1..].iter().zip(solved) {
+            row.iter_mut().zip(other).for_each(|(x, y)| *x -= factors[i] * *y);
+        }
+        row.iter_mut().for_each(|x| *x /= chol[i][i]);
+    }
+    let rounded = |row: Vec<f64>| row.into_iter().map(|v| f16::from_f64(v).to_f64()).collect();
+    v.into_iter().map(rounded).collect()
 }

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use half::f16;
 use ndarray::{
     Array1, Array2, Array3, Array5, ArrayView1, ArrayView2, ArrayView3, ArrayView4, ArrayViewMut2, Axis, s,
 };
@@ -31,7 +32,7 @@ pub struct HeadCodebook {
     mean: Array1<f32>,
     /// Maps centred keys to the channels of all groups: `[d,m dim]`.
     projection: Array2<f32>,
-    /// Maps a query to these channels, so that products stay: `[d,m dim]`.
+    /// Maps a query to these channels, so that products stay, rounded to half precision: `[d,m dim]`.
     query_map: Array2<f32>,
 }
 
@@ -111,7 +112,7 @@ impl HeadCodebook {
     /// Cholesky factor and the principal directions `[d,d]`.
     ///
     /// # Errors
-    /// The factor is singular.
+    /// The factor is singular, or so nearly that its inverse has no half precision.
     pub fn new(
         words: ArrayView4<f32>,
         mean: ArrayView1<f32>,
@@ -119,10 +120,14 @@ impl HeadCodebook {
         rotation: ArrayView2<f32>,
     ) -> Result<Self> {
         let m = words.len_of(Axis(1));
-        let inverse = linalg::invert_lower(chol.mapv(f64::from).view())?
-            .ok_or_else(|| Error::failed("a Cholesky factor is singular").hint("make the section again"))?;
-        // With z = (k - mean) L V, q (k - mean)^T = q L^-T V z^T.
+        let singular = || Error::failed("a Cholesky factor is singular").hint("make the section again");
+        let inverse = linalg::invert_lower(chol.mapv(f64::from).view())?.ok_or_else(singular)?;
+        // With z = (k - mean) L V, q (k - mean)^T = q L^-T V z^T. Every step reads this map whatever the context.
         let query_map = inverse.t().dot(&rotation.mapv(f64::from));
+        let query_map = query_map.mapv(|v| f16::from_f64(v).to_f64());
+        if query_map.iter().any(|v| !v.is_finite()) {
+            return Err(singular());
+        }
         let group = |words: ArrayView2<f32>| Codebook::new(words.to_owned());
         let stage = |words: ArrayView3<f32>| Stage {
             groups: words.outer_iter().map(group).collect(),
@@ -160,8 +165,8 @@ impl HeadCodebook {
         self.projection.view()
     }
 
-    /// Returns the map of queries to these channels, `[d,m dim]`.
-    pub(super) fn query_map(&self) -> ArrayView2<'_, f32> {
+    /// Returns the map of queries to these channels, rounded to half precision: `[d,m dim]`.
+    pub fn query_map(&self) -> ArrayView2<'_, f32> {
         self.query_map.view()
     }
 
@@ -170,12 +175,12 @@ impl HeadCodebook {
         self.stages[0].width()
     }
 
-    /// Returns the bytes that every step reads whatever the context: the words in half precision, the query's map and the
-    /// mean.
+    /// Returns the bytes that every step reads whatever the context: the words and the query's map in half precision, and
+    /// the mean.
     pub fn bytes(&self) -> usize {
         let groups = self.stages.iter().flat_map(|stage| &stage.groups);
         let words: usize = groups.map(|group| group.centroids().len()).sum();
-        2 * words + 4 * (self.query_map.len() + self.mean.len())
+        2 * (words + self.query_map.len()) + 4 * self.mean.len()
     }
 
     /// Encodes rotated keys, `[n,d]`. The code of a stage has the numbers of the nearest words in the order of the groups, of

@@ -127,7 +127,7 @@ impl<'d> Wpq<'d> {
         let refined = space.refined.as_ref();
         kernels::WordTables {
             queries: queries.ptr(),
-            query_maps: of.query_maps.ptr(),
+            query_maps: of.query_maps.ptr().cast(),
             means: of.means.ptr(),
             words: of.words.ptr().cast(),
             spans: positions.spans.ptr(),

@@ -84,7 +84,7 @@ pub struct Quantisers<'d> {
     /// `[g,padded,m dim]`, padded being d rounded up to a multiple of 4, the rest zeros.
     pub(super) key_maps: Buffer<'d, f32>,
     /// `[g,m dim,d]`.
-    pub(super) query_maps: Buffer<'d, f32>,
+    pub(super) query_maps: Buffer<'d, f16>,
     /// `[g,d]`.
     pub(super) means: Buffer<'d, f32>,
     /// `[g,stages,m,dim,words]`.
@@ -119,14 +119,14 @@ impl<'d> Quantisers<'d> {
         }
         let joined =
             |of: fn(&HeadCodebook) -> Vec<f32>| heads.iter().flat_map(|head| of(head)).collect::<Vec<_>>();
+        let of_queries: Vec<f16> = heads
+            .iter()
+            .flat_map(|head| head.query_map().t().mapv(f16::from_f32))
+            .collect();
         Ok(Self {
             sizes,
             key_maps: Buffer::of(driver, "key maps", &joined(|head| padded(head.projection())))?,
-            query_maps: Buffer::of(
-                driver,
-                "query maps",
-                &joined(|head| head.query_map().t().iter().copied().collect()),
-            )?,
+            query_maps: Buffer::of(driver, "query maps", &of_queries)?,
             means: Buffer::of(driver, "means", &joined(|head| head.mean().to_vec()))?,
             words: Buffer::of(driver, "words", &words)?,
             norms: Buffer::of(driver, "norms of words", &norms)?,
