@@ -62,25 +62,34 @@ struct Counted {
 
 /// Bytes of the index for a choice of `chosen` of `n` candidates from position `start` on, with `seen` visible
 /// positions; `None` where the trace does not tell.
-fn index_bytes(method: &str, sizes: &Sizes, [start, n, seen, chosen]: [usize; 4]) -> Option<usize> {
+fn index_bytes(method: &str, kv: &str, sizes: &Sizes, [start, n, seen, chosen]: [usize; 4]) -> Option<usize> {
     let Sizes { r, d, .. } = *sizes;
+    let float = if ["f16", "bf16"].contains(&kv) { 2 } else { 4 };
     Some(match method {
         "full" | "topk" | "random" | "streaming" => 0,
-        "quest" => 2 * 4 * d * ((start + n).div_ceil(16) - start / 16),
+        "quest" => 2 * float * d * ((start + n).div_ceil(16) - start / 16),
         "snapkv" => 4 * chosen,
         "h2o" => 8 * n,
         // 8 codewords, once for all buckets, and a code per candidate: too few of them for lists.
         "a2ats" => 2 * 8 * d + 2 * n,
-        "selfindex" => seen * d / 8,
+        // The signs, and 16 centroids for every 4 channels.
+        "selfindex" => seen * d / 8 + 16 * 4 * d,
         // Twice 8 groups of 16 words, the map of the query and the mean; 4 bytes per candidate, and as many per refined one.
-        "wpq" => 4 * (n + n.min(4 * chosen)) + (2 * 2 * 16 + 4 * d) * 8 * d.div_ceil(8) + 4 * d,
+        "wpq" => 4 * (n + n.min(4 * chosen)) + (2 * 2 * 16 + 2 * d) * 8 * d.div_ceil(8) + 4 * d,
         "lfps" => r * 2 * 4 * seen.div_ceil(16),
         _ => return None,
     })
 }
 
 /// Counts the lines of a trace, per layer.
-fn count(trace: &str, method: &str, sizes: &Sizes, prompt: usize, budget: f64) -> (Vec<Counted>, bool) {
+fn count(
+    trace: &str,
+    method: &str,
+    kv: &str,
+    sizes: &Sizes,
+    prompt: usize,
+    budget: f64,
+) -> (Vec<Counted>, bool) {
     let mut layers: Vec<Counted> = sizes.windows.iter().map(|_| Counted::default()).collect();
     let mut known = true;
     for line in json_lines(trace) {
@@ -102,7 +111,7 @@ fn count(trace: &str, method: &str, sizes: &Sizes, prompt: usize, budget: f64) -
         counted.visible += seen;
         counted.full += usize::from(chosen == n);
         if most < n {
-            match index_bytes(method, sizes, [first, n, seen, chosen]) {
+            match index_bytes(method, kv, sizes, [first, n, seen, chosen]) {
                 Some(bytes) => counted.index += bytes,
                 None => known = false,
             }
@@ -141,7 +150,7 @@ fn the_counters_are_those_of_the_trace() {
             let last = run.stderr.lines().last().unwrap_or_default().to_owned();
             let json = run.json();
             let text = std::fs::read_to_string(&trace).unwrap();
-            let (layers, known) = count(&text, method, sizes, prompt, budget.parse().unwrap());
+            let (layers, known) = count(&text, method, kv, sizes, prompt, budget.parse().unwrap());
             let sum = |of: fn(&Counted) -> usize| layers.iter().map(of).sum::<usize>();
             let [rows, full, choices] = [sum(|c| c.rows), sum(|c| c.full), sum(|c| c.choices)];
             assert_eq!(choices, (NEW - 1) * sizes.g * layers.len(), "{what}");

@@ -291,6 +291,14 @@ impl KvHead {
         }
     }
 
+    /// Returns the type of the rows; `None` for 2 bits.
+    pub fn float(&self) -> Option<Float> {
+        match self {
+            Self::Plain { keys, .. } => Some(keys.float),
+            Self::Packed(_) => None,
+        }
+    }
+
     /// Returns the keys with their signs; `None` for rows in a float type.
     pub fn signs(&self) -> Option<&SignRows> {
         match self {

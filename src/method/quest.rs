@@ -13,13 +13,16 @@
 
 use std::ops::Range;
 
-use ndarray::{ArrayView1, Axis};
+use ndarray::{Array2, ArrayView1, ArrayView2};
 
 use super::best::best_positions;
 use super::declaration::Declaration;
 use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
+use crate::compute::attention::CachedRows;
+use crate::compute::layout::elements;
+use crate::float::Float;
 use crate::kv::KvHead;
-use crate::kv::lines::grow;
+use crate::kv::rows::RowStore;
 
 /// The declaration of `quest`.
 pub static METHOD: Declaration = Declaration {
@@ -36,41 +39,54 @@ pub const PAGE: usize = 16;
 /// The page bounds of one KV head.
 #[derive(Clone, Default)]
 pub struct Quest {
-    d: usize,
-    /// For each page the d smallest values, then the d largest.
-    bounds: Vec<f32>,
+    /// For each full page the smallest value of every channel, then the largest, in the type of the cached rows, where
+    /// they are exact; in f32 for rows in 2 bits.
+    full: Option<RowStore>,
+    /// The bounds of the last page until it is full, `[2,d]`.
+    last: Array2<f32>,
     /// Positions that the bounds cover.
     len: usize,
+}
+
+/// Returns the type of the bounds.
+fn float(kv: &KvHead) -> Float {
+    kv.float().unwrap_or(Float::F32)
 }
 
 impl Quest {
     /// Extends the bounds to the end of the cache.
     fn update(&mut self, kv: &KvHead, d: usize) {
-        self.d = d;
+        let full = self.full.get_or_insert_with(|| RowStore::new(float(kv), d, 0));
         let mut scratch = vec![0.0; d];
         for position in self.len..kv.len() {
             let key = kv.keys().row(position, &mut scratch);
             if position.is_multiple_of(PAGE) {
-                let bounds = grow(&mut self.bounds, 2 * d);
-                bounds.extend_from_slice(key);
-                bounds.extend_from_slice(key);
-                continue;
+                self.last = Array2::from_shape_fn((2, d), |(_, channel)| key[channel]);
             }
-            let start = self.bounds.len() - 2 * d;
-            let (low, high) = self.bounds[start..].split_at_mut(d);
-            for ((low, high), k) in low.iter_mut().zip(high).zip(key) {
-                *low = low.min(*k);
-                *high = high.max(*k);
+            for (mut bounds, k) in self.last.columns_mut().into_iter().zip(key) {
+                bounds[0] = bounds[0].min(*k);
+                bounds[1] = bounds[1].max(*k);
+            }
+            if (position + 1).is_multiple_of(PAGE) {
+                full.extend(self.last.view());
             }
         }
         self.len = kv.len();
     }
 
-    /// Returns the bound of a query's scores with a page: the sum over channels of max(q low, q high).
-    fn bound(&self, page: usize, query: ArrayView1<f32>) -> f32 {
-        let (low, high) = self.bounds[2 * page * self.d..2 * (page + 1) * self.d].split_at(self.d);
-        let channels = query.iter().zip(low).zip(high);
-        channels.map(|((q, low), high)| (q * low).max(q * high)).sum()
+    /// Returns the bound of the scores of queries `[r,d]` with a page, summed over the queries: the sum over channels of
+    /// max(q low, q high). `scratch` has space for both rows.
+    fn bound(&self, page: usize, queries: ArrayView2<f32>, scratch: &mut [f32]) -> f32 {
+        let (low, high) = scratch.split_at_mut(queries.ncols());
+        let (low, high) = match &self.full {
+            Some(full) if 2 * page < full.len() => (full.row(2 * page, low), full.row(2 * page + 1, high)),
+            _ => elements(&self.last).split_at(queries.ncols()),
+        };
+        let of = |query: ArrayView1<f32>| -> f32 {
+            let channels = query.into_iter().zip(low).zip(high);
+            channels.map(|((q, low), high)| (q * low).max(q * high)).sum()
+        };
+        queries.outer_iter().map(of).sum()
     }
 }
 
@@ -78,8 +94,7 @@ impl Retriever for Quest {
     fn prefill(&mut self, prompt: &Prompt) {
         // A prompt may change which rows a 2-bit cache keeps in half precision.
         if prompt.kv.signs().is_some() {
-            self.bounds.clear();
-            self.len = 0;
+            *self = Self::default();
         }
         self.update(prompt.kv, prompt.k_pre.ncols());
     }
@@ -91,9 +106,9 @@ impl Retriever for Quest {
             return everything(step).into();
         }
         let pages = candidates.start / PAGE..candidates.end.div_ceil(PAGE);
-        let queries = step.q_rope.axis_iter(Axis(0));
-        let bound = |page| -> f32 { queries.clone().map(|q| self.bound(page, q)).sum() };
-        let ranked: Vec<(f32, u32)> = pages.map(|page| (bound(page), page as u32)).collect();
+        let mut scratch = vec![0.0; 2 * step.q_rope.ncols()];
+        let bounds = pages.map(|page| (self.bound(page, step.q_rope, &mut scratch), page as u32));
+        let ranked: Vec<(f32, u32)> = bounds.collect();
         let pages = best_positions(ranked, step.budget / PAGE).into_iter();
         let inside = pages.flat_map(|page| inside(page as usize, &candidates));
         inside.collect::<Vec<_>>().into()
@@ -102,11 +117,11 @@ impl Retriever for Quest {
     fn reads(&self, step: &Step, _: &Choice) -> Reads {
         let c = &step.candidates;
         let pages = c.end.div_ceil(PAGE) - c.start / PAGE;
-        Reads::index(2 * 4 * self.d * pages)
+        Reads::index(2 * float(step.kv).bytes() * step.q_rope.ncols() * pages)
     }
 
     fn state_bytes(&self) -> usize {
-        self.bounds.capacity() * 4
+        self.full.as_ref().map_or(0, RowStore::bytes) + self.last.len() * 4
     }
 }
 

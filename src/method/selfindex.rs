@@ -244,6 +244,11 @@ impl SelfIndex {
     }
 }
 
+/// Returns the bytes of the centroids of one KV head, 16 in f32 for every 4 channels.
+fn centroid_bytes(d: usize) -> usize {
+    4 * PATTERNS * d
+}
+
 impl Retriever for SelfIndex {
     fn prefill(&mut self, prompt: &Prompt) {
         let n = prompt.keys.nrows();
@@ -305,7 +310,8 @@ impl Retriever for SelfIndex {
     }
 
     fn reads(&self, step: &Step, _: &Choice) -> Reads {
-        Reads::index(step.visible.len() * sign_bytes(self.place.head_dim))
+        let d = self.place.head_dim;
+        Reads::index(step.visible.len() * sign_bytes(d) + centroid_bytes(d))
     }
 
     fn state_bytes(&self) -> usize {

@@ -15,7 +15,7 @@ use crate::method::bench::Contents;
 use crate::method::cuda::{
     CudaIndex, CudaMethod, CudaNeeds, CudaStep, Indexes, OnDevice, WholePrompt, each_layer,
 };
-use crate::method::selfindex::{Centroids, SelfIndexMethod};
+use crate::method::selfindex::{Centroids, SelfIndexMethod, centroid_bytes};
 
 /// The index of a layer.
 struct SignIndex<'d> {
@@ -113,7 +113,8 @@ impl CudaIndex for SignIndex<'_> {
     }
 
     fn step_bytes(&self, set: &StaticSet) -> Option<usize> {
-        Some(set.visible().len() * sign_bytes(self.index.best.shape.head_dim))
+        let d = self.index.best.shape.head_dim;
+        Some(set.visible().len() * sign_bytes(d) + centroid_bytes(d))
     }
 }
 
