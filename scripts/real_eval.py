@@ -1,7 +1,7 @@
 """Measure every method on the real model of `make real`, at equal bytes read, on held-out text and tasks.
 
     python real_eval.py KVSMITH REAL [--reads 0.05,0.1,0.2] [--methods A,B] [--texts A,B] [--blocks 24] [--block 3072]
-        [--decode 64] [--lengths N,M] [--per-task 10] [--calibration 131072]
+        [--decode 64] [--lengths N,M] [--tasks A,B] [--per-task 10] [--calibration 131072] [--uuid-tokens 16384]
 
 Calibrates on the calibration texts of REAL, then evaluates on each held-out text and on tasks of three lengths.
 Writes REAL/eval/NAME.json, the document of `kvsmith eval --json` with the command that made it, and prints tables in
@@ -20,11 +20,13 @@ from pathlib import Path
 METHODS = "topk,wpq,wpq+tail,a2ats,selfindex,lfps,ctkvr,quest,snapkv,h2o,streaming"
 TEXTS = ("handbook", "python", "uuid")
 LENGTHS = (2048, 4096, 8192)
+TASKS = "single,multikey,multivalue,tracking,words,turns"
 # Nothing is fitted to the text, the seed or the lines that are reported.
 SEED = 20261
 # The shortest text has 73K tokens, and intervals need 20 blocks.
 BLOCK = 3072
 CALIBRATION = 131_072
+UUIDS = 16_384
 
 
 def run(command, **options):
@@ -50,14 +52,14 @@ class Study:
         with open(self.kvsmith, "rb") as file:
             self.program = hashlib.file_digest(file, "sha256").hexdigest()
         self.common = ["--methods", arguments.methods, "--reads", arguments.reads, "--kv", "bf16", "--json"]
-        self.per_task = arguments.per_task
-        self.calibration = arguments.calibration
+        self.asked = ["--tasks", arguments.tasks, "--per-task", str(arguments.per_task)]
+        self.calibration = ["--max-tokens", str(arguments.calibration), "--uuid-tokens", str(arguments.uuid_tokens)]
 
     def calibrated(self):
         """Return the artifact; make it if this program did not."""
         artifact, made_by = self.out / "artifact.safetensors", self.out / "artifact.json"
         texts = [str(self.real / "text" / f"{name}-calib.txt") for name in TEXTS[:2]]
-        command = ["calibrate", "--model", str(self.real / "model"), "--text", *texts, "--max-tokens", str(self.calibration), "--seq-len", "8192"]
+        command = ["calibrate", "--model", str(self.real / "model"), "--text", *texts, *self.calibration, "--seq-len", "8192"]
         recipe = json.dumps({"program": self.program, "command": command})
         if not (artifact.exists() and made_by.exists() and made_by.read_text() == recipe):
             # A work folder of another program or command is refused, and named with what to delete.
@@ -68,13 +70,14 @@ class Study:
 
     def tasks(self, length):
         """Return a file of tasks of one length; its budgets are found for that length."""
-        path = self.out / f"tasks-{length}-{self.per_task}.jsonl"
+        of = hashlib.sha256(" ".join(self.asked).encode()).hexdigest()[:8]
+        path = self.out / f"tasks-{length}-{of}.jsonl"
         if not path.exists():
             text = self.real / "text" / "handbook-heldout.txt"
             script = Path(__file__).with_name("tasks.py")
             part = path.with_suffix(".part")
-            run([sys.executable, script, "--haystack", text, "--lengths", str(length), "--per-task", str(self.per_task),
-                 "--seed", str(SEED), "--tokenizer", self.real / "model" / "tokenizer.json", "-o", part])
+            run([sys.executable, script, "--haystack", text, "--lengths", str(length), *self.asked, "--seed", str(SEED),
+                 "--tokenizer", self.real / "model" / "tokenizer.json", "-o", part])
             os.replace(part, path)
         return path
 
@@ -151,8 +154,10 @@ def main():
     parser.add_argument("--blocks", type=int, default=24, help="blocks of each text")
     parser.add_argument("--block", type=int, default=BLOCK, help="tokens of a block")
     parser.add_argument("--calibration", type=int, default=CALIBRATION, help="tokens of text to calibrate on")
+    parser.add_argument("--uuid-tokens", type=int, default=UUIDS, help="tokens of random UUIDs to calibrate on")
     parser.add_argument("--decode", type=int, default=64, help="steps of each block")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="lengths of tasks; empty for none")
+    parser.add_argument("--tasks", default=TASKS, help="the tasks")
     parser.add_argument("--per-task", type=int, default=10, help="questions of each task and length")
     arguments = parser.parse_args()
     study = Study(arguments)
