@@ -12,6 +12,9 @@ const ROUNDS: usize = 8;
 /// The smallest fraction tried: a budget of one position in every context.
 const LEAST: f64 = 1e-9;
 
+/// The budgets of the first round.
+const STARTS: [f64; 5] = [LEAST, 0.02, 0.06, 0.15, 0.4];
+
 /// Where the logarithmic scale of a search begins: below, budgets seldom differ by a position.
 const FLOOR: f64 = 1e-3;
 
@@ -51,9 +54,15 @@ struct Search {
 }
 
 impl Search {
-    fn new(method: usize, target: f64, least: f64) -> Self {
-        let point = |budget, share| Point { budget, share };
-        let (low, high) = (point(LEAST, least), point(1.0, 1.0));
+    /// Starts between the two of the `known` points, ascending in their budgets, that the target lies between.
+    fn new(method: usize, target: f64, known: &[Point]) -> Self {
+        let above = known.iter().position(|point| point.share > target);
+        let low = known[above.unwrap_or(known.len()).max(1) - 1];
+        let all = Point {
+            budget: 1.0,
+            share: 1.0,
+        };
+        let high = above.map_or(all, |above| known[above.max(1)]);
         let mut search = Self {
             method,
             target,
@@ -125,15 +134,24 @@ pub type ReadShares<'a> = dyn FnMut(&[(usize, Budget)]) -> Result<Vec<f64>> + 'a
 /// # Errors
 /// Those of `sample`.
 pub fn find(methods: usize, targets: &[f64], sample: &mut ReadShares) -> Result<Vec<Found>> {
-    let smallest: Vec<_> = (0..methods).map(|m| (m, Budget::Fraction(LEAST))).collect();
-    let least = sample(&smallest)?;
-    let mut searches: Vec<Search> = least
-        .iter()
+    let starts = |method| STARTS.map(|budget| (method, Budget::Fraction(budget)));
+    let starts: Vec<_> = (0..methods).flat_map(starts).collect();
+    let shares = sample(&starts)?;
+    let known = shares.chunks(STARTS.len()).map(|shares| {
+        let points = STARTS.iter().zip(shares);
+        points
+            .map(|(budget, share)| Point {
+                budget: *budget,
+                share: *share,
+            })
+            .collect::<Vec<_>>()
+    });
+    let mut searches: Vec<Search> = known
         .enumerate()
-        .flat_map(|(method, least)| {
+        .flat_map(|(method, known)| {
             targets
                 .iter()
-                .map(move |target| Search::new(method, *target, *least))
+                .map(move |target| Search::new(method, *target, &known))
         })
         .collect();
     for _ in 0..ROUNDS {
@@ -181,7 +199,7 @@ mod tests {
             |_| 1.0,
         ];
         let (found, rounds) = search(&reads, &[0.03, 0.05, 0.2]);
-        assert!(rounds <= 9, "{rounds} samples");
+        assert!(rounds <= 4, "{rounds} samples");
         for found in found {
             let (method, target) = (found.method, found.target);
             let can = method != 3 && (method, target) != (0, 0.03);
