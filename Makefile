@@ -48,7 +48,7 @@ real: all $(REAL)/python/complete
 	KVSMITH_REAL=$(abspath $(REAL)) KVSMITH_PYTHON=$(abspath $(REAL_PYTHON)) \
 		$(CARGO) test --locked --test real -- --ignored
 
-# Every method on the real model at equal bytes read; an hour or two on 2 cores, and goes on where it stopped.
+# Every method on the real model at equal bytes read; about two hours on 2 cores, and goes on where it stopped.
 real-eval: real
 	$(REAL_PYTHON) scripts/real_eval.py $(KVSMITH) $(REAL)
 

@@ -1,9 +1,11 @@
 """Measure every method on the real model of `make real`, at equal bytes read, on held-out text and tasks.
 
     python real_eval.py KVSMITH REAL [--reads 0.05,0.1,0.2] [--methods A,B] [--texts A,B] [--blocks 24] [--block 3072]
-        [--decode 64] [--lengths N,M] [--tasks A,B] [--per-task 10] [--calibration 131072] [--uuid-tokens 16384]
+        [--decode 32] [--drift 512] [--lengths N,M] [--tasks A,B] [--per-task 4] [--calibration 65536]
+        [--uuid-tokens 8192]
 
-Calibrates on the calibration texts of REAL, then evaluates on each held-out text and on tasks of three lengths.
+Calibrates on the calibration texts of REAL, then evaluates on each held-out text, by generated position, and on tasks of
+three lengths.
 Writes REAL/eval/NAME.json, the document of `kvsmith eval --json` with the command that made it, and prints tables in
 Markdown. What is there from the same command and the same program is not measured again, so a run that was stopped goes on.
 """
@@ -25,8 +27,10 @@ TASKS = "single,multikey,multivalue,tracking,words,turns"
 SEED = 20261
 # The shortest text has 73K tokens, and intervals need 20 blocks.
 BLOCK = 3072
-CALIBRATION = 131_072
-UUIDS = 16_384
+CALIBRATION = 65_536
+UUIDS = 8_192
+# Blocks of the table by position: fewer than that have no intervals.
+DRIFT_BLOCKS = 20
 
 
 def run(command, **options):
@@ -51,7 +55,8 @@ class Study:
         self.out.mkdir(exist_ok=True)
         with open(self.kvsmith, "rb") as file:
             self.program = hashlib.file_digest(file, "sha256").hexdigest()
-        self.common = ["--methods", arguments.methods, "--reads", arguments.reads, "--kv", "bf16", "--json"]
+        self.methods = arguments.methods
+        self.reads = arguments.reads
         self.asked = ["--tasks", arguments.tasks, "--per-task", str(arguments.per_task)]
         self.calibration = ["--max-tokens", str(arguments.calibration), "--uuid-tokens", str(arguments.uuid_tokens)]
 
@@ -59,7 +64,7 @@ class Study:
         """Return the artifact; make it if this program did not."""
         artifact, made_by = self.out / "artifact.safetensors", self.out / "artifact.json"
         texts = [str(self.real / "text" / f"{name}-calib.txt") for name in TEXTS[:2]]
-        command = ["calibrate", "--model", str(self.real / "model"), "--text", *texts, *self.calibration, "--seq-len", "8192"]
+        command = ["calibrate", "--model", str(self.real / "model"), "--text", *texts, *self.calibration, "--seq-len", "8192", "--no-verdict"]
         recipe = json.dumps({"program": self.program, "command": command})
         if not (artifact.exists() and made_by.exists() and made_by.read_text() == recipe):
             # A work folder of another program or command is refused, and named with what to delete.
@@ -81,10 +86,11 @@ class Study:
             os.replace(part, path)
         return path
 
-    def evaluate(self, name, options):
+    def evaluate(self, name, options, reads=None):
         """Return what `eval` says with these options."""
         artifact = self.calibrated()
-        command = ["eval", "--model", str(self.real / "model"), "--artifact", str(artifact), *self.common, *options]
+        asked = ["--methods", self.methods, "--reads", reads or self.reads, "--kv", "bf16", "--json"]
+        command = ["eval", "--model", str(self.real / "model"), "--artifact", str(artifact), *asked, *options]
         path = self.out / f"{name}.json"
         if path.exists():
             known = json.loads(path.read_text(encoding="utf-8"))
@@ -136,6 +142,18 @@ TEXT_COLUMNS = {
 }
 
 
+def drift(document):
+    """Print the mean KL by the step's place in its block."""
+    rows = [row for row in document["rows"] if row["budget"] is not None]
+    spans = [f"steps {span['first']} to {span['last']}" for span in rows[0]["by_position"]]
+    print("| method | budget | read | " + " | ".join(spans) + " |")
+    print("|---" * (3 + len(spans)) + "|")
+    for row in rows:
+        cells = [f"{span['kl']:.4f}" for span in row["by_position"]]
+        print(f"| `{row['method']}` | {row['budget']:.4f} | {percent(row['bytes_read_fraction'])} | " + " | ".join(cells) + " |")
+    print()
+
+
 def task_columns(document):
     def score(task):
         return lambda row: next(f"{of['accuracy']:.2f}" for of in row["by_task"] if of["task"] == task)
@@ -155,10 +173,11 @@ def main():
     parser.add_argument("--block", type=int, default=BLOCK, help="tokens of a block")
     parser.add_argument("--calibration", type=int, default=CALIBRATION, help="tokens of text to calibrate on")
     parser.add_argument("--uuid-tokens", type=int, default=UUIDS, help="tokens of random UUIDs to calibrate on")
-    parser.add_argument("--decode", type=int, default=64, help="steps of each block")
+    parser.add_argument("--decode", type=int, default=32, help="steps of each block")
+    parser.add_argument("--drift", type=int, default=512, help="steps of each block of the table by position; 0 for none")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="lengths of tasks; empty for none")
     parser.add_argument("--tasks", default=TASKS, help="the tasks")
-    parser.add_argument("--per-task", type=int, default=10, help="questions of each task and length")
+    parser.add_argument("--per-task", type=int, default=4, help="questions of each task and length")
     arguments = parser.parse_args()
     study = Study(arguments)
     for name in filter(None, arguments.texts.split(",")):
@@ -166,6 +185,12 @@ def main():
         document = study.evaluate(name, ["--text", str(study.real / "text" / f"{name}-heldout.txt"), *tokens])
         print(f"## {name}: {document['blocks']} blocks of {arguments.block} tokens, {document['steps']} steps\n")
         table(document, TEXT_COLUMNS)
+    if arguments.drift:
+        tokens = ["--seq-len", str(arguments.block), "--max-tokens", str(arguments.block * DRIFT_BLOCKS)]
+        text = ["--text", str(study.real / "text" / "handbook-heldout.txt")]
+        document = study.evaluate("drift", [*text, *tokens, "--decode", str(arguments.drift)], "0.1")
+        print(f"## Mean KL by generated position: {document['blocks']} blocks of {arguments.block} tokens\n")
+        drift(document)
     for length in map(int, filter(None, arguments.lengths.split(","))):
         document = study.evaluate(f"tasks-{length}", ["--needles", str(study.tasks(length))])
         full = ", ".join(f"{task['task']} {task['accuracy']:.2f}" for task in document["full_by_task"])
