@@ -53,7 +53,8 @@ fn bytes_are_what_a_step_reads() {
         let rows = rows(&format!("bench {what} {common}"));
         rows.iter().map(|row| row["bytes"].as_u64().unwrap()).collect()
     };
-    let signs = 2 * 1000 * 8;
+    // The signs, and 16 centroids of f32 for every 4 channels.
+    let signs = 2 * (1000 * 8 + 16 * 64 * 4);
     let row = 2 * 64 * 2;
     let attended = 2 * 168 * row;
     // So many codewords that all codes are read, of the candidates.
@@ -73,8 +74,9 @@ fn bytes_are_what_a_step_reads() {
     // The plain ranking reads every code of the candidates.
     let plain = "retrieve --size 64 --methods a2ats,selfindex --ranking plain";
     assert_eq!(bytes(plain), [codewords + 2 * 932 * 2, signs]);
-    // Four bytes of each candidate and of the best 400, two stages of 16 words, the map of the query, and the mean.
-    let words = 2 * 16 * 64 * 2 + 64 * 64 * 4 + 64 * 4;
+    // Four bytes of each candidate and of the best 400, two stages of 16 words, the map of the query, both in half
+    // precision, and the mean.
+    let words = 2 * 16 * 64 * 2 + 64 * 64 * 2 + 64 * 4;
     let codes = 2 * (4 * (932 + 400) + words);
     assert_eq!(bytes("retrieve --methods wpq"), [codes]);
     assert_eq!(bytes("attend --methods wpq"), [codes + attended]);
