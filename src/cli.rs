@@ -4,7 +4,7 @@ use clap::{Parser, Subcommand};
 
 use crate::cmd::args::Global;
 use crate::cmd::sections::SectionCommand;
-use crate::cmd::{bench, calibrate, dump, eval, inspect, moments, pack, run};
+use crate::cmd::{bench, calibrate, dump, eval, inspect, moments, pack, run, verdict};
 use crate::error::{Error, Result};
 
 /// Calibrate, inspect and run sparse KV-cache retrieval for Hugging Face checkpoints.
@@ -31,6 +31,8 @@ pub enum Command {
     Section(SectionCommand),
     /// Merge section files into one artifact
     Pack(pack::Args),
+    /// Measure what each method loses with an artifact on its held-out text, and recommend one
+    Verdict(verdict::Args),
     /// Do all of it, layer by layer, without a dump on the disk
     Calibrate(calibrate::Args),
     /// Show what is in an artifact, and check it
@@ -71,6 +73,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Moments(args) => moments::run(args, global),
         Command::Section(section) => section.run(global),
         Command::Pack(args) => pack::run(args, global),
+        Command::Verdict(args) => verdict::run(args, global),
         Command::Calibrate(args) => calibrate::run(args, global),
         Command::Inspect(args) => inspect::run(args, global),
         Command::Run(args) => run::run(args, global),

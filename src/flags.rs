@@ -68,6 +68,15 @@ pub fn share(text: &str) -> Result<f64, String> {
     )
 }
 
+/// Parses a share x with 0 < x < 1.
+pub fn parse_share(text: &str) -> Result<f64, String> {
+    checked(
+        text,
+        |x| *x > 0.0 && *x < 1.0,
+        "expected a fraction between 0 and 1",
+    )
+}
+
 /// Parses a finite number of at least 0.
 pub fn not_negative(text: &str) -> Result<f64, String> {
     checked(

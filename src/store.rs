@@ -155,6 +155,11 @@ impl Writer {
         written.map_err(|e| Error::io(path, "write", &e))
     }
 
+    /// Returns the path of the file while it is not complete.
+    pub fn unfinished(&self) -> &Path {
+        self.output.unfinished()
+    }
+
     /// Renames the complete file to its final name.
     pub fn finish(self) -> Result<()> {
         self.output.persist().map(drop)
@@ -165,6 +170,15 @@ impl Writer {
     /// # Errors
     /// The check fails; the file is then removed.
     pub fn finish_checked(self, check: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+        self.check(check)?;
+        self.finish()
+    }
+
+    /// Checks the file under its temporary name.
+    ///
+    /// # Errors
+    /// The check fails.
+    pub fn check(&self, check: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
         check(self.output.unfinished()).map_err(|e| {
             let place = self.output.unfinished().display().to_string();
             let what = e
@@ -174,8 +188,7 @@ impl Writer {
             error.hint(
                 "the states of this model are not what a fit can use; see `kvsmith dump` and its values",
             )
-        })?;
-        self.finish()
+        })
     }
 }
 

@@ -30,7 +30,8 @@ fn it_equals_the_chain_by_hand() {
         let input = format!("--model {model} --tokens {tokens} {options} --seed 5 --wrope-position 300");
         let fit = format!("--size 9 --iterations 6 --positions {positions}");
         let path = |file: &str| scratch.path(file);
-        let direct = scratch.make("direct", &format!("calibrate {input} {fit}"));
+        let direct = scratch.make("direct", &format!("calibrate {input} {fit} --no-verdict"));
+        let judged = scratch.make("judged", &format!("calibrate {input} {fit} --verdict-steps 9"));
 
         let make = |name: &str, command: String| scratch.make(name, &command);
         let dump = make("dump", format!("dump --dtype f32 --queries --values {input}"));
@@ -56,6 +57,17 @@ fn it_equals_the_chain_by_hand() {
             );
             assert!(read(&direct) == read(&packed), "{name}: direct and packed differ");
         }
+        for text in [input.clone(), format!("--model {model} --seed 5 --dump {dump}")] {
+            // The position of the moments is no flag of `verdict`.
+            let text = text.replace(" --wrope-position 300", "");
+            let packed = path("packed");
+            let verdict = make("verdict", format!("verdict {packed} {text} --verdict-steps 9"));
+            assert!(
+                read(&judged) == read(&verdict),
+                "{name}: the verdicts differ, {text}"
+            );
+        }
+        assert!(read(&judged) != read(&direct), "{name}: no verdict");
         kvsmith(&format!("inspect --verify --model {model} {direct}")).ok();
     }
 }

@@ -67,7 +67,7 @@ impl Naive {
             window: dump.origin.model.windows[layer].unwrap_or(usize::MAX),
             size: 0.0,
         };
-        for block in dump.block_start.windows(2) {
+        for block in dump.corpus.block_start.windows(2) {
             let rows = block[0] as usize..block[1] as usize;
             let turned = |x| {
                 rows.clone()

@@ -94,7 +94,7 @@ fn the_section_is_what_its_definition_says() {
             }
             // Every block turns from position 0 and has its own centre.
             let mut centred: Vec<Vec<f64>> = Vec::new();
-            for block in dump.block_start.windows(2) {
+            for block in dump.corpus.block_start.windows(2) {
                 let start = block[0] as usize;
                 let rows: Vec<usize> = kept
                     .iter()

@@ -71,7 +71,7 @@ fn blocks(dump: &Dump, layer: usize, kv_head: usize) -> Vec<Block> {
             rows,
         }
     };
-    dump.block_start.windows(2).map(block).collect()
+    dump.corpus.block_start.windows(2).map(block).collect()
 }
 
 impl Block {
@@ -200,7 +200,7 @@ fn the_fit_is_that_of_the_definition() {
         );
         for layer in 0..dump.sizes.n_layers {
             for kv_head in 0..dump.sizes.n_kv_heads {
-                let report = json!(artifact.manifest.quality["tail"][layer][kv_head]);
+                let report = json!(artifact.manifest.quality.sections["tail"][layer][kv_head]);
                 let blocks = blocks(&dump, layer, kv_head);
                 let rows = |kept| blocks.iter().map(|b| b.sampled(kept).count()).sum::<usize>();
                 assert_eq!(report["rows"], rows(true));

@@ -127,7 +127,7 @@ fn python_reads(positions: &str) {
     assert_eq!(number(&scalars["lambda"]), prior.lambda);
     assert_eq!(number(&scalars["persist_32"]), prior.persist[2]);
     check_wpq(&answer, &artifact, keys_rope, queries_rope);
-    let shift = &artifact.manifest.quality["tail"][0][3 / group]["shift"][3 % group];
+    let shift = &artifact.manifest.quality.sections["tail"][0][3 / group]["shift"][3 % group];
     assert_eq!(&answer["tail"], shift);
 }
 

@@ -42,6 +42,9 @@ impl Artifact {
         let context = |e: Error| e.context(path.display());
         manifest.origin.model.check().map_err(context)?;
         let sizes = manifest.origin.model.sizes;
+        if let Some(verdict) = &manifest.quality.methods {
+            verdict.check(sizes).map_err(context)?;
+        }
         let mut kinds = BTreeMap::new();
         for (name, section) in &manifest.sections {
             let kind = known.iter().copied().find(|kind| kind.name() == name);
@@ -53,7 +56,7 @@ impl Artifact {
             for spec in &specs {
                 store.checked(spec)?;
             }
-            let complete = manifest.quality.get(name).is_some_and(|layers| {
+            let complete = manifest.quality.sections.get(name).is_some_and(|layers| {
                 layers.len() == sizes.n_layers && layers.iter().all(|heads| heads.len() == sizes.n_kv_heads)
             });
             if !complete {
@@ -61,7 +64,7 @@ impl Artifact {
                     "`quality.{name}` does not have one entry per layer and head"
                 ))));
             }
-            let layers = manifest.quality[name].iter().enumerate();
+            let layers = manifest.quality.sections[name].iter().enumerate();
             for (layer, reports) in layers {
                 check_observed(name, layer, reports).map_err(context)?;
             }
@@ -92,7 +95,7 @@ impl Artifact {
             kind: *kind,
             specs,
             manifest: &self.manifest.sections[name],
-            quality: &self.manifest.quality[name],
+            quality: &self.manifest.quality.sections[name],
         })
     }
 

@@ -6,6 +6,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
+use super::verdict::Verdict;
 use crate::corpus::Origin;
 use crate::error::{Error, Result};
 use crate::store;
@@ -33,8 +34,19 @@ pub struct Manifest {
     pub origin: Origin,
     /// Sections by name.
     pub sections: BTreeMap<String, SectionManifest>,
-    /// Quality reports by section: per layer, per KV head.
-    pub quality: BTreeMap<String, Vec<Vec<Report>>>,
+    /// How good the sections are, and what methods lose with them.
+    pub quality: Quality,
+}
+
+/// How good an artifact is.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Quality {
+    /// What methods lost on the held-out text, if that was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub methods: Option<Verdict>,
+    /// Reports by section: per layer, per KV head.
+    #[serde(flatten)]
+    pub sections: BTreeMap<String, Vec<Vec<Report>>>,
 }
 
 /// What the manifest says about one section.
@@ -62,7 +74,7 @@ impl Manifest {
             device: String::new(),
             origin,
             sections: BTreeMap::new(),
-            quality: BTreeMap::new(),
+            quality: Quality::default(),
         }
     }
 

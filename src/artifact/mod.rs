@@ -10,17 +10,19 @@ mod layer;
 mod manifest;
 mod section;
 mod table;
+mod verdict;
 mod write;
 
 pub use file::{Artifact, SectionView};
 pub use layer::LayerStates;
-pub use manifest::{FORMAT, Manifest, Report, SectionManifest, object, parse};
+pub use manifest::{FORMAT, Manifest, Quality, Report, SectionManifest, object, parse};
 pub use section::{
     Facts, Fit, FitInput, FitText, HeadDone, LayerPart, LayerParts, MomentsRead, Section, SectionKind,
     Sections,
 };
 pub use table::{Column, HeadReport, share, table, worst_heads};
-pub use write::{pack, write};
+pub use verdict::{HeadLosses, Measured, MethodLoss, USUAL_KL, Verdict};
+pub use write::{pack, write, write_judged, write_with_verdict};
 
 /// Shortens a digest for messages.
 pub fn short(digest: &str) -> &str {

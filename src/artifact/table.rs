@@ -8,7 +8,7 @@ use crate::error::Result;
 /// Heads listed as the worst.
 const WORST: usize = 5;
 /// Least width of a column.
-const WIDTH: usize = 9;
+const WIDTH: usize = 6;
 
 /// A quality report and the KV head that it is about.
 pub struct HeadReport<'a> {

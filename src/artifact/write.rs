@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Artifact, Manifest, Section, SectionKind};
+use super::{Artifact, Manifest, Section, SectionKind, Verdict};
 use crate::corpus::Origin;
 use crate::disk::Output;
 use crate::error::{Error, Result};
@@ -13,6 +13,61 @@ use crate::store::{self, Tensor};
 /// # Errors
 /// A section does not have the values that readers ask for; the disk is full.
 pub fn write(output: Output, origin: Origin, sections: Vec<Section>) -> Result<()> {
+    let (tensors, manifest, kinds) = complete(origin, sections);
+    finish(output, &tensors, manifest, &kinds)
+}
+
+/// Measures what methods lose with an artifact; see [`write_judged`].
+pub type Measure<'a> = dyn FnMut(&Artifact) -> Result<Verdict> + 'a;
+
+/// Does what [`write`] does, and adds the verdict that `measure` comes to; `draft`, an output of the same name, holds the
+/// artifact until then.
+pub fn write_judged(
+    output: Output,
+    draft: Output,
+    origin: Origin,
+    sections: Vec<Section>,
+    measure: &mut Measure,
+) -> Result<()> {
+    let (tensors, mut manifest, kinds) = complete(origin, sections);
+    let draft = store::fill(draft, &tensors, Some(&manifest.clone().seal()))?;
+    draft.check(|path| Artifact::open(path, &kinds)?.verify())?;
+    let artifact = Artifact::open(draft.unfinished(), &kinds)?;
+    manifest.quality.methods = Some(measure(&artifact)?);
+    drop((artifact, draft));
+    finish(output, &tensors, manifest, &kinds)
+}
+
+/// Writes an artifact again with a verdict in place of the one that it has.
+///
+/// # Errors
+/// A damaged file; the disk is full.
+pub fn write_with_verdict(output: Output, artifact: &Artifact, verdict: Verdict) -> Result<()> {
+    artifact.verify()?;
+    let mut manifest = artifact.manifest.clone();
+    manifest.quality.methods = Some(verdict);
+    let tensors = tensors_of(artifact)?;
+    let kinds: Vec<_> = artifact.sections().map(|section| section.kind).collect();
+    finish(output, &tensors, manifest, &kinds)
+}
+
+/// Reads all tensors of a file.
+fn tensors_of(artifact: &Artifact) -> Result<Vec<Tensor>> {
+    let specs = artifact.store.specs();
+    let tensor = |spec: &store::Spec| {
+        Ok(Tensor {
+            bytes: artifact.store.checked(spec)?.to_vec(),
+            spec: spec.clone(),
+        })
+    };
+    specs.map(tensor).collect()
+}
+
+/// Collects the tensors of sections, and what the manifest says of them.
+fn complete(
+    origin: Origin,
+    sections: Vec<Section>,
+) -> (Vec<Tensor>, Manifest, Vec<&'static dyn SectionKind>) {
     let kinds: Vec<_> = sections.iter().map(|section| section.kind).collect();
     let mut manifest = Manifest::new(origin);
     let mut tensors = Vec::new();
@@ -25,9 +80,9 @@ pub fn write(output: Output, origin: Origin, sections: Vec<Section>) -> Result<(
             tensors.push(tensor);
         }
         manifest.sections.insert(name.clone(), section.manifest);
-        manifest.quality.insert(name, section.quality);
+        manifest.quality.sections.insert(name, section.quality);
     }
-    finish(output, &tensors, manifest, &kinds)
+    (tensors, manifest, kinds)
 }
 
 /// Writes a file and gives it its name if it stands every check of a reader.
@@ -61,12 +116,10 @@ pub fn pack(output: Output, parts: &[Artifact]) -> Result<()> {
                 return Err(twice.hint("give one file per section"));
             }
         }
-        manifest.quality.extend(part.manifest.quality.clone());
-        for spec in part.store.specs() {
-            let bytes = part.store.checked(spec)?.to_vec();
-            let spec = spec.clone();
-            tensors.insert(spec.name.clone(), Tensor { spec, bytes });
-        }
+        let quality = part.manifest.quality.sections.clone();
+        manifest.quality.sections.extend(quality);
+        let own = tensors_of(part)?.into_iter();
+        tensors.extend(own.map(|tensor| (tensor.spec.name.clone(), tensor)));
     }
     let tensors: Vec<Tensor> = tensors.into_values().collect();
     let sections = parts.iter().flat_map(Artifact::sections);

@@ -102,7 +102,7 @@ fn unable(command: &str, device: &str) -> Error {
 #[derive(Args, Clone, Debug)]
 pub struct Input {
     /// Text files: .txt is one document, .jsonl one per line (field `text`)
-    #[arg(long, value_name = "FILE", num_args = 1.., required_unless_present = "tokens")]
+    #[arg(long, value_name = "FILE", num_args = 1..)]
     pub text: Vec<PathBuf>,
     /// Token ids instead of text: a JSON array of arrays, one per document
     #[arg(long, value_name = "FILE.json", conflicts_with = "text")]

@@ -10,12 +10,14 @@ use serde_json::json;
 
 use self::plan::MemoryPlan;
 use super::sections::{SectionFlags, fit_layer};
+use super::verdict::{self, Judging, VerdictFlags};
 use super::{check_wrope_position, finish, layers_on, load_corpus, model_manifest, open_model, output};
 use crate::artifact::{self, Fit, FitInput, FitText, LayerParts, LayerStates, MomentsRead, Section};
 use crate::capture::Capture;
 use crate::cmd::args::{Global, Input, RopeKind};
 use crate::compute::device::Device;
 use crate::corpus::{Corpus, Origin};
+use crate::disk::Output;
 use crate::error::{Error, Kind, Result};
 use crate::flags::parse_count;
 use crate::heap;
@@ -28,6 +30,7 @@ use crate::work::WorkFolder;
 
 /// Arguments of `calibrate`.
 #[derive(clap::Args, Debug)]
+#[command(group(clap::ArgGroup::new("source").args(["text", "tokens"]).required(true)))]
 pub struct Args {
     /// Folder of a Hugging Face checkpoint
     #[arg(long, value_name = "DIR")]
@@ -51,6 +54,11 @@ pub struct Args {
     rope: RopeKind,
     #[command(flatten)]
     sections: SectionFlags,
+    /// Do not measure what methods lose on the held-out text
+    #[arg(long)]
+    no_verdict: bool,
+    #[command(flatten)]
+    verdict: VerdictFlags,
 }
 
 /// Runs `calibrate`.
@@ -113,12 +121,35 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
     calibration.plan(&sections)?;
     let layers = layers_on(device.as_ref(), &decoder, global)?;
     calibration.run(layers.as_ref(), work.as_ref(), &mut sections)?;
-    artifact::write(output, origin, sections)?;
+    drop(layers);
+    let fitted = start.elapsed().as_secs_f64();
+    let judging = Judging {
+        flags: &args.verdict,
+        global,
+        device: device.as_ref(),
+        decoder: &decoder,
+        corpus: &corpus,
+    };
+    let mut usual = None;
+    match args.no_verdict || corpus.held_out.is_empty() || sections.is_empty() {
+        true => artifact::write(output, origin, sections)?,
+        false => {
+            let draft = Output::create(&args.output)?;
+            artifact::write_judged(output, draft, origin, sections, &mut |artifact| {
+                let verdict = judging.measure(artifact)?;
+                usual = verdict::summary(&verdict);
+                Ok(verdict)
+            })?;
+        }
+    }
     if let Some(work) = work {
         work.clear();
     }
     let seconds = start.elapsed().as_secs_f64();
-    let note = format!("wrote {} in {seconds:.1} s", args.output.display());
+    let mut note = format!("wrote {} in {seconds:.1} s", args.output.display());
+    if let Some(usual) = usual {
+        note += &format!(", {:.1} s of them for the verdict\n{usual}", seconds - fitted);
+    }
     let document = json!({
         "artifact": args.output.display().to_string(), "tokens": corpus.n_tokens(), "layers": sizes.n_layers,
         "seconds": seconds, "device": device.name(),

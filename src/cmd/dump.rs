@@ -19,6 +19,7 @@ use crate::heap;
 
 /// Arguments of `dump`.
 #[derive(clap::Args, Debug)]
+#[command(group(clap::ArgGroup::new("source").args(["text", "tokens"]).required(true)))]
 pub struct Args {
     /// Folder of a Hugging Face checkpoint
     #[arg(long, value_name = "DIR")]

@@ -1,7 +1,6 @@
 //! `kvsmith eval`: measures what methods lose against full attention.
 
 mod blocks;
-mod named;
 pub mod needles;
 mod reads;
 mod rows;
@@ -11,10 +10,11 @@ use std::path::PathBuf;
 use serde_json::{Value, json};
 
 use super::args::Global;
+use super::named::{self, Named, NamedParser};
 use super::reading::{Reading, parse_budget};
 use super::{device_for, forward_on, merge, open_model, print, print_json};
 use crate::error::{Error, Kind, Result};
-use crate::flags::{parse_count, parse_positive_count};
+use crate::flags::{parse_count, parse_positive_count, parse_share};
 use crate::kv::Budget;
 use crate::method::Method;
 use crate::model::Decoder;
@@ -22,7 +22,6 @@ use crate::model::tokenizer::Tokenizer;
 use crate::progress::Log;
 use crate::runner::eval::{Bootstrap, Evaluation, FEWEST, Variant};
 use blocks::Blocks;
-use named::{Named, NamedParser};
 use needles::{NeedleLine, Reader};
 use rows::Measurements;
 
@@ -165,14 +164,6 @@ fn is_stopped(result: Result<()>, done: usize) -> Result<bool> {
         // What was measured so far is still reported.
         Err(e) if e.kind() == Kind::Interrupted && done > 0 => Ok(true),
         other => other.map(|()| false),
-    }
-}
-
-/// Parses a share of the bytes.
-fn parse_share(text: &str) -> std::result::Result<f64, String> {
-    match text.parse() {
-        Ok(share) if share > 0.0 && share < 1.0 => Ok(share),
-        _ => Err("expected a fraction between 0 and 1".to_owned()),
     }
 }
 

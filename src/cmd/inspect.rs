@@ -1,5 +1,7 @@
 //! `kvsmith inspect`: shows what is in an artifact, and checks whether it is intact.
 
+mod losses;
+
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
@@ -60,7 +62,11 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     if global.json {
         return print_json(&summary_json(&artifact, args, &sections));
     }
-    let mut text = summary(&artifact, args)?;
+    let whole = args.layer.is_none() && args.head.is_none();
+    let verdict = artifact.manifest.quality.methods.as_ref().filter(|_| whole);
+    let mut text = verdict.map_or(String::new(), losses::recommendation);
+    text += &summary(&artifact, args)?;
+    text += &verdict.map_or(Ok(String::new()), |verdict| losses::table(verdict, &artifact))?;
     for (section, reports) in &sections {
         if args.layer.is_some() && args.head.is_some() {
             reports.iter().for_each(|head| text += &detail(section, head));
@@ -102,6 +108,7 @@ fn summary_json(artifact: &Artifact, args: &Args, sections: &[(SectionView, Vec<
         "device": manifest.device,
         "file_bytes": artifact.store.file_bytes(),
         "verified": args.verify,
+        "methods": manifest.quality.methods,
         "rows": rows.collect::<Vec<Value>>(),
     })
 }
@@ -111,44 +118,73 @@ fn summary(artifact: &Artifact, args: &Args) -> Result<String> {
     let manifest = &artifact.manifest;
     let (model, text) = (&manifest.origin.model, &manifest.origin.calibration);
     let sizes = model.sizes;
-    let mut out = format!(
-        "artifact     {}, {}, made by kvsmith {} on {}\n",
-        args.artifact.display(),
-        size(artifact.store.file_bytes()),
-        manifest.tool_version,
-        manifest.device,
+    // The path is the user's, and stays in one piece.
+    let mut out = format!("{:<INDENT$}{}\n", "artifact", args.artifact.display());
+    out += &paragraph(
+        "",
+        &format!(
+            "{}, made by kvsmith {} on {}",
+            size(artifact.store.file_bytes()),
+            manifest.tool_version,
+            manifest.device,
+        ),
     );
-    out += &format!(
-        "model        {}, {} layers, {} query and {} KV heads of {}, rope {}, fingerprint {}\n",
-        model.model_type,
-        sizes.n_layers,
-        sizes.n_heads,
-        sizes.n_kv_heads,
-        sizes.head_dim,
-        model.rope.scaling.name(),
-        short(&model.fingerprint),
+    out += &paragraph(
+        "model",
+        &format!(
+            "{}, {} layers, {} query and {} KV heads of {}, rope {}, fingerprint {}",
+            model.model_type,
+            sizes.n_layers,
+            sizes.n_heads,
+            sizes.n_kv_heads,
+            sizes.head_dim,
+            model.rope.scaling.name(),
+            short(&model.fingerprint),
+        ),
     );
-    out += &format!(
-        "calibration  {} tokens in {} blocks, {} held out, seed {}\n",
-        text.tokens, text.blocks, text.held_out_tokens, text.seed
+    out += &paragraph(
+        "calibration",
+        &format!(
+            "{} tokens in {} blocks, {} held out, seed {}",
+            text.tokens, text.blocks, text.held_out_tokens, text.seed
+        ),
     );
     for section in artifact.sections() {
-        out += &format!(
-            "section      {}, {}: {}\n",
-            section.kind.name(),
-            size(section.bytes()),
-            section.kind.describe(&section)?
-        );
+        let (name, bytes) = (section.kind.name(), size(section.bytes()));
+        let what = format!("{name}, {bytes}: {}", section.kind.describe(&section)?);
+        out += &paragraph("section", &what);
         let constant = section.constant_heads().into_iter();
         let constant: Vec<String> = constant.map(|(layer, head)| format!("{layer}/{head}")).collect();
         if !constant.is_empty() {
-            out += &format!(
-                "constant     layer/KV head {}: all keys are equal; attended in full\n",
-                constant.join(", ")
-            );
+            let heads = constant.join(", ");
+            let what = format!("layer/KV head {heads}: all keys are equal; attended in full");
+            out += &paragraph("constant", &what);
         }
     }
     Ok(out)
+}
+
+/// Width of the headings of paragraphs.
+const INDENT: usize = 13;
+/// Longest line.
+const COLUMNS: usize = 80;
+
+/// Writes words below each other under a heading, in lines of at most 80 characters.
+fn paragraph(heading: &str, text: &str) -> String {
+    let mut lines = vec![String::new()];
+    for word in text.split(' ') {
+        let last = lines.len() - 1;
+        let room = COLUMNS - INDENT;
+        match lines[last].is_empty() || lines[last].chars().count() + 1 + word.chars().count() <= room {
+            true if lines[last].is_empty() => lines[last] = word.to_owned(),
+            true => lines[last] += &format!(" {word}"),
+            false => lines.push(word.to_owned()),
+        }
+    }
+    let lines = lines.iter().enumerate();
+    let line =
+        |(i, line): (usize, &String)| format!("{:<INDENT$}{line}\n", if i == 0 { heading } else { "" });
+    lines.map(line).collect()
 }
 
 /// Lists every value of one head's report.

@@ -7,11 +7,13 @@ pub mod dump;
 pub mod eval;
 pub mod inspect;
 pub mod moments;
+mod named;
 mod output;
 pub mod pack;
 mod reading;
 pub mod run;
 pub mod sections;
+pub mod verdict;
 
 use std::path::Path;
 

@@ -48,7 +48,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         progress.stage(format!("layer {} of {}", i + 1, s.n_layers));
         let states = dump.layer(i)?;
         let mut sums = QuerySums::new(s.n_kv_heads, s.head_dim);
-        for block in dump.block_start.windows(2) {
+        for block in dump.corpus.block_start.windows(2) {
             let rows = block[0] as usize..block[1] as usize;
             let mut q_pre = Array3::zeros((s.n_heads, rows.len(), s.head_dim));
             for (head, mut q) in q_pre.outer_iter_mut().enumerate() {

@@ -7,9 +7,11 @@ mod turns;
 use std::path::{Path, PathBuf};
 
 use super::args::Global;
+use super::named::Named;
 use super::output::Lines;
 use super::reading::{Reading, in_full, parse_budget};
 use super::{device_for, open_model};
+use crate::artifact::{Artifact, Verdict};
 use crate::compute::device::Device;
 use crate::cuda::Body;
 use crate::cuda::backend::CudaBackend;
@@ -22,6 +24,7 @@ use crate::kv::sample::Sampler;
 use crate::method::Method;
 use crate::method::registry::{MethodName, default_method};
 use crate::model::Decoder;
+use crate::progress::Log;
 use crate::runner::{CpuBackend, Options, Session};
 use conversation::{Conversation, Reply};
 use turns::Turns;
@@ -51,13 +54,15 @@ pub struct Args {
     /// System message of the model's chat template
     #[arg(long, value_name = "T", requires = "chat", conflicts_with = "tokens")]
     system: Option<String>,
-    /// How decode steps choose what they read (default: the first of a2ats, selfindex and lfps that the artifact is for, else full)
+    /// How decode steps choose what they read (default: without --budget what the artifact's verdict recommends, else
+    /// the first of a2ats, selfindex, lfps and wpq that the artifact is for, else full)
     #[arg(long, value_enum)]
     method: Option<MethodName>,
     /// Positions chosen per KV head and step: a fraction of the context (up to 1) or a whole number. Sinks and
-    /// window, the index, and keys that a method reads to rank them come on top
-    #[arg(long, value_name = "X", default_value = "0.06", value_parser = parse_budget)]
-    budget: Budget,
+    /// window, the index, and keys that a method reads to rank them come on top (default: without --method what the
+    /// artifact's verdict recommends, else 0.06)
+    #[arg(long, value_name = "X", value_parser = parse_budget)]
+    budget: Option<Budget>,
     /// Most tokens to generate
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_count)]
     max_new: usize,
@@ -86,6 +91,51 @@ impl Args {
     }
 }
 
+/// The budget of a run without `--budget`.
+const BUDGET: Budget = Budget::Fraction(0.06);
+
+/// How a run chooses what it reads.
+#[derive(Clone, Copy)]
+struct Choice {
+    method: MethodName,
+    tail: bool,
+    budget: Budget,
+}
+
+impl Choice {
+    /// Takes what the flags say, or what the artifact's verdict recommends if they name neither method nor budget.
+    fn of(args: &Args, artifact: Option<&Artifact>, log: Log) -> Result<Self> {
+        let tail = args.reading.tail();
+        let verdict = artifact.and_then(|artifact| artifact.manifest.quality.methods.as_ref());
+        if let (None, None, Some((row, of))) = (args.method, args.budget, verdict.and_then(Verdict::usual)) {
+            let named = Named::parse(&row.method).ok_or_else(|| {
+                Error::failed(format!(
+                    "the artifact recommends the unknown method `{}`",
+                    row.method
+                ))
+                .hint("give --method; the artifact was made by another version of kvsmith")
+            })?;
+            log.note(&format!(
+                "method: {} with a budget of {}, as the artifact recommends ({:.1} % of the bytes in bf16, KL {:.4}); --method and --budget choose others",
+                row.method,
+                of.budget,
+                100.0 * row.bytes_read_fraction,
+                of.kl
+            ));
+            return Ok(Self {
+                method: named.method,
+                tail: tail || named.tail,
+                budget: Budget::Fraction(of.budget),
+            });
+        }
+        Ok(Self {
+            method: args.method.unwrap_or_else(|| default_method(artifact)),
+            tail,
+            budget: args.budget.unwrap_or(BUDGET),
+        })
+    }
+}
+
 /// Generated positions for which caches on the CPU reserve room; they grow when it is used up.
 const RESERVED: usize = 4096;
 
@@ -103,14 +153,13 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         log.warn("--top-p does nothing without --temperature");
     }
     let artifact = args.reading.open(&decoder, log)?;
-    let name = args.method.unwrap_or_else(|| default_method(artifact.as_ref()));
+    let choice = Choice::of(args, artifact.as_ref(), log)?;
     let method = args
         .reading
-        .method(name, args.reading.tail(), artifact.as_ref(), &decoder, global)?;
-
+        .method(choice.method, choice.tail, artifact.as_ref(), &decoder, global)?;
     let options = args
         .reading
-        .options(args.budget, artifact.as_ref(), device.as_ref())?;
+        .options(choice.budget, artifact.as_ref(), device.as_ref())?;
     let known = turns.known();
     // Before the weights are loaded, and dropped after the session that writes to it.
     let create = |path| Lines::create(path, &args.inputs(), global);
@@ -141,7 +190,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     };
     let stopped = conversation.run()?;
     conversation.session.finish_trace()?;
-    conversation.report(name, device.name())?;
+    conversation.report(choice, device.name())?;
     drop(conversation);
     lines.map_or(Ok(()), Lines::finish)?;
     match stopped {

@@ -165,7 +165,7 @@ impl SectionCommand {
             &FitInput {
                 seed: global.seed,
                 position: moments.as_ref().map_or(own, |moments| moments.position),
-                block_start: &dump.block_start,
+                block_start: &dump.corpus.block_start,
                 seq_len: dump.origin.calibration.seq_len,
                 kept: &dump.kept,
                 windows: &dump.origin.model.windows,
@@ -254,7 +254,7 @@ fn fit_dump(
             values: &|head| file.read(State::V, head, 0, dump.n),
             moments: moments.map(|moments| &moments.layers[layer]),
             sums: sums.map(|sums| &sums[layer]),
-            block_start: &dump.block_start,
+            block_start: &dump.corpus.block_start,
             kept: &dump.kept,
             rope: &rope,
         };

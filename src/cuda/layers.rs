@@ -139,6 +139,22 @@ impl BlockLayer for CudaLayer<'_> {
         self.model.decoder.check_finite(&self.layer, hidden.view())?;
         tap(&states)
     }
+
+    fn finish(&self, mut hidden: ArrayViewMut2<f32>, attended: ArrayView2<f32>) -> Result<()> {
+        let (driver, s) = (self.model.driver, &self.sizes);
+        let chunk = ROWS.min(hidden.nrows()).max(1);
+        let work = Workspace::new(driver, *s, self.model.precision, chunk)?;
+        let rows = Buffer::<f32>::new(driver, "hidden states", chunk * s.hidden)?;
+        let attended = attended.axis_chunks_iter(Axis(0), chunk);
+        for (mut part, attended) in hidden.axis_chunks_iter_mut(Axis(0), chunk).zip(attended) {
+            rows.write(elements(&part))?;
+            work.attended.write(elements(&attended))?;
+            work.finish(&self.weights, &rows, part.nrows())?;
+            let values = rows.read_part(0, part.len())?;
+            elements_mut(&mut part).copy_from_slice(&values);
+        }
+        self.model.decoder.check_finite(&self.layer, hidden.view())
+    }
 }
 
 impl Drop for CudaLayer<'_> {

@@ -28,8 +28,8 @@ pub struct Dump {
     pub n: usize,
     /// Which rows the fits use; the others are held out.
     pub kept: Vec<bool>,
-    /// First row of each block, then the number of rows.
-    pub block_start: Vec<u32>,
+    /// The tokens in their blocks.
+    pub corpus: Corpus,
     /// Which states the dump keeps, and how.
     pub options: DumpOptions,
     /// Length and digest of every file.
@@ -83,14 +83,14 @@ impl Dump {
                 .try_for_each(|spec| store.checked(spec).map(drop))?;
         }
         origin.model.check().map_err(|e| invalid(&e.to_string()))?;
-        let (kept, block_start) = read_blocks(&tokens, &origin.calibration).map_err(invalid)?;
+        let (kept, corpus) = read_blocks(&tokens, &origin.calibration).map_err(invalid)?;
         Ok(Self {
             dir: dir.to_path_buf(),
             sizes,
             origin,
             n,
             kept,
-            block_start,
+            corpus,
             options,
             files,
         })
@@ -159,7 +159,7 @@ fn open_intact(dir: &Path, name: &str, files: &BTreeMap<String, FileDigest>) -> 
 fn read_blocks(
     tokens: &Store,
     text: &CorpusManifest,
-) -> std::result::Result<(Vec<bool>, Vec<u32>), &'static str> {
+) -> std::result::Result<(Vec<bool>, Corpus), &'static str> {
     let values = |name: &str| tokens.bytes(name).map_or(0, |bytes| bytes.len() / 4);
     let read = |name: &str| tokens.read::<u32>(name, &[values(name)]);
     let wrong = "`calibration` does not fit tokens.safetensors";
@@ -182,7 +182,7 @@ fn read_blocks(
     };
     let kept = held_out.iter().map(|held_out| *held_out == 0).collect();
     match corpus.is_consistent() && corpus.manifest() == *text && corpus.kept() == kept {
-        true => Ok((kept, corpus.block_start)),
+        true => Ok((kept, corpus)),
         false => Err(wrong),
     }
 }

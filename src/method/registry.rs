@@ -43,6 +43,11 @@ impl MethodName {
         self.0.name
     }
 
+    /// Tells whether an artifact has the method's section.
+    pub fn is_calibrated(self, artifact: &Artifact) -> bool {
+        self.section(Some(artifact)).is_some()
+    }
+
     /// Returns how the method is benchmarked on random data, if it is.
     pub fn bench(self) -> Option<&'static dyn Bench> {
         self.0.bench

@@ -113,6 +113,10 @@ pub trait BlockLayer {
 
     /// Runs the whole layer, with exact attention, on `hidden` in place; `tap` sees the states.
     fn forward(&self, hidden: ArrayViewMut2<f32>, tap: &mut dyn FnMut(&States) -> Result<()>) -> Result<()>;
+
+    /// Runs the rest of the layer on `hidden`, `[m, hidden]`, in place, after any attention, whose output is `attended`,
+    /// `[m, h d]`.
+    fn finish(&self, hidden: ArrayViewMut2<f32>, attended: ArrayView2<f32>) -> Result<()>;
 }
 
 /// A model on the CPU.
@@ -248,6 +252,11 @@ impl BlockLayer for CpuLayer<'_> {
         // This check goes first: it names the faulty tensor, which an error of `tap` would not.
         self.decoder.check_finite(&self.layer, hidden.view())?;
         tapped
+    }
+
+    fn finish(&self, mut hidden: ArrayViewMut2<f32>, attended: ArrayView2<f32>) -> Result<()> {
+        self.layer.finish(hidden.view_mut(), attended);
+        self.decoder.check_finite(&self.layer, hidden.view())
     }
 }
 

@@ -8,6 +8,7 @@
 
 mod bootstrap;
 mod judge;
+mod layerwise;
 mod report;
 mod trajectories;
 
@@ -26,6 +27,7 @@ use crate::model::Forward;
 pub use bootstrap::{Bootstrap, FEWEST};
 use judge::Prediction;
 pub use judge::{Mean, Metrics, StepLoss};
+pub use layerwise::{Layerwise, Passage};
 pub use report::{
     Accuracy, Answers, Asked, Group, LayerErrors, Losses, PositionLosses, StepMetrics, VariantReport,
 };
@@ -61,7 +63,7 @@ pub struct Question {
 
 /// A reply, judged while it grows.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Verdict {
+pub struct Judgement {
     /// Share of the answers that it has.
     pub score: f64,
     /// Whether further tokens cannot change the score.
@@ -77,7 +79,7 @@ pub struct Needle<'a> {
     /// Most tokens of a reply.
     pub most: usize,
     /// Judges a reply.
-    pub judge: &'a dyn Fn(&[u32]) -> Result<Verdict>,
+    pub judge: &'a dyn Fn(&[u32]) -> Result<Judgement>,
 }
 
 /// Divides `n` tokens into `turns` equal parts, one per turn.
@@ -171,27 +173,31 @@ impl<'a> Evaluation<'a> {
         self.begin(1);
         let mut logits = self.ask(&mut fed, needle.asking, 0)?;
         let mut said = vec![Vec::new(); logits.len()];
-        let none = Verdict {
+        let none = Judgement {
             score: 0.0,
             is_final: false,
         };
-        let mut verdicts = vec![none; logits.len()];
+        let mut judgements = vec![none; logits.len()];
         let most = needle.most.max(1);
         for step in 0..most {
             interrupt::check()?;
-            for ((verdict, said), logits) in verdicts.iter_mut().zip(&mut said).zip(&logits) {
+            for ((judgement, said), logits) in judgements.iter_mut().zip(&mut said).zip(&logits) {
                 said.push(greedy(logits.view())?);
-                if !verdict.is_final {
-                    *verdict = (needle.judge)(said)?;
+                if !judgement.is_final {
+                    *judgement = (needle.judge)(said)?;
                 }
             }
-            if step + 1 == most || verdicts.iter().all(|verdict| verdict.is_final) {
+            if step + 1 == most || judgements.iter().all(|judgement| judgement.is_final) {
                 break;
             }
             let ids: Vec<u32> = said.iter().filter_map(|s| s.last().copied()).collect();
             logits = self.step(&mut fed, &ids, 0)?;
         }
-        self.answer(0, needle.group, verdicts.iter().map(|verdict| verdict.score));
+        self.answer(
+            0,
+            needle.group,
+            judgements.iter().map(|judgement| judgement.score),
+        );
         self.close(&fed);
         Ok(())
     }
@@ -281,18 +287,8 @@ impl<'a> Evaluation<'a> {
                 .enumerate()
                 .map(|(c, (head, out))| head.step(&input, c, out))
                 .collect();
-            for (v, (shares, report)) in shares.iter_mut().zip(reports.iter_mut()).enumerate() {
-                let chosen = steps.iter().map(|step| &step.chosen[v]);
-                shares.add_layer(chosen.clone().map(|(choice, _)| choice), &set, group);
-                for (choice, index_bytes) in chosen {
-                    report.counts.add(choice, Some(*index_bytes), &set, group);
-                }
-                for (c, step) in steps.iter().enumerate() {
-                    if let Some(metrics) = step.metrics.get(v) {
-                        report.add_metrics(layer, c, turn, *metrics);
-                    }
-                }
-            }
+            let steps: Vec<&HeadStep> = steps.iter().collect();
+            tally(reports, &mut shares, layer, turn, &set, group, &steps);
             Ok(())
         })?;
         if logits.len() != ids.len() {
@@ -313,6 +309,31 @@ impl<'a> Evaluation<'a> {
         for (v, report) in self.reports.iter_mut().enumerate() {
             for head in fed.heads.iter().flatten() {
                 report.add_index(head.own[v].chooser.retriever.state_bytes(), fed.len);
+            }
+        }
+    }
+}
+
+/// Adds the choices of a layer's KV heads in one step to the variants' reports, and to `shares`, the step's sums over
+/// layers.
+fn tally(
+    reports: &mut [VariantReport],
+    shares: &mut [Shares],
+    layer: usize,
+    turn: usize,
+    set: &StaticSet,
+    group: usize,
+    heads: &[&HeadStep],
+) {
+    for (v, (shares, report)) in shares.iter_mut().zip(reports.iter_mut()).enumerate() {
+        let chosen = heads.iter().map(|step| &step.chosen[v]);
+        shares.add_layer(chosen.clone().map(|(choice, _)| choice), set, group);
+        for (choice, index_bytes) in chosen {
+            report.counts.add(choice, Some(*index_bytes), set, group);
+        }
+        for (c, step) in heads.iter().enumerate() {
+            if let Some(metrics) = step.metrics.get(v) {
+                report.add_metrics(layer, c, turn, *metrics);
             }
         }
     }

@@ -39,10 +39,14 @@ impl Shares {
 
     /// Adds a step; `sum` is its sum over layers.
     pub(super) fn add_step(&mut self, sum: &Self, layers: usize) {
-        let step = sum.mean(layers);
-        self.read += step.read;
-        self.products += step.products;
-        self.bypassed += step.bypassed;
+        self.add(&sum.mean(layers));
+    }
+
+    /// Adds other shares.
+    pub(super) fn add(&mut self, other: &Self) {
+        self.read += other.read;
+        self.products += other.products;
+        self.bypassed += other.bypassed;
     }
 
     /// Divides a sum by its number of terms, `count`; zero without a term.

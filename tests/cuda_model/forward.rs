@@ -6,7 +6,7 @@ use kvsmith::cuda::layers::CudaLayers;
 use kvsmith::flags::Precision;
 use kvsmith::float::Float;
 use kvsmith::kv::KvType;
-use kvsmith::model::forward::Layers;
+use kvsmith::model::forward::{CpuLayers, Layers};
 use kvsmith::runner::{CpuBackend, Session};
 use ndarray::{Array2, Array3};
 
@@ -53,8 +53,26 @@ fn captured_states(driver: &dyn Driver, golden: &Golden) {
             assert_eq!(states.v, projected.v);
             Ok(())
         };
+        let (mut ours, mut theirs) = (hidden.clone(), hidden.clone());
         layer.forward(hidden.view_mut(), &mut tap).unwrap();
         assert!(seen);
+        // The rest of the layer after any attention, such as that of fewer positions.
+        let width = c.n_heads * c.head_dim;
+        let attended =
+            Array2::from_shape_fn((hidden.nrows(), width), |(i, j)| ((i * width + j) as f32).sin());
+        layer.finish(ours.view_mut(), attended.view()).unwrap();
+        let on_cpu = CpuLayers(&golden.decoder);
+        on_cpu
+            .open(i)
+            .unwrap()
+            .finish(theirs.view_mut(), attended.view())
+            .unwrap();
+        let size = theirs.iter().fold(0.0f32, |size, x| size.max(x.abs()));
+        let off = ours
+            .iter()
+            .zip(&theirs)
+            .fold(0.0f32, |off, (a, b)| off.max((a - b).abs()));
+        assert!(off < 1e-4 * size, "layer {i} finish: off by {off} of {size}");
     }
     let logits = golden.decoder.logits(hidden.row(golden.ids.len() - 1)).unwrap();
     let off = worst(&logits, &golden.logits().into());

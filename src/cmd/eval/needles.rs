@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
 use crate::progress::Log;
-use crate::runner::eval::{Asking, Evaluation, Group, Needle, Question, Verdict};
+use crate::runner::eval::{Asking, Evaluation, Group, Judgement, Needle, Question};
 
 /// Tokens that a reply may have beyond the length of the answer, since some tokens have no text.
 const SLACK: usize = 8;
@@ -346,7 +346,7 @@ impl Expected {
     }
 
     /// Judges the tokens of a reply so far.
-    fn judge(&self, said: &[u32], reader: Reader) -> Result<Verdict> {
+    fn judge(&self, said: &[u32], reader: Reader) -> Result<Judgement> {
         let text = || match reader.tokenizer {
             Some(tokenizer) => tokenizer.decode(said),
             None => Ok(String::new()),
@@ -359,23 +359,23 @@ impl Expected {
                 let text = text()?;
                 let text = text.trim_start().trim_end_matches('\u{fffd}');
                 let found = text.starts_with(answer);
-                Verdict::from_start(found, answer.starts_with(text.trim_end()))
+                Judgement::from_start(found, answer.starts_with(text.trim_end()))
             }
             Self::Ids(answer) => {
                 let n = said.len().min(answer.len());
                 let agrees = said[..n] == answer[..n];
-                Verdict::from_start(agrees && n == answer.len(), agrees)
+                Judgement::from_start(agrees && n == answer.len(), agrees)
             }
             Self::Texts(answers, _) => {
                 let text = text()?;
                 let found = answers.iter().filter_map(|answer| word_end(&text, answer));
                 // What follows could still make a longer word of the last one.
                 let complete = found.clone().all(|end| end < text.len());
-                Verdict::from_share(found.count(), answers.len(), complete, ended)
+                Judgement::from_share(found.count(), answers.len(), complete, ended)
             }
             Self::IdLists(answers) => {
                 let holds = |ids: &&Vec<u32>| said.windows(ids.len()).any(|part| part == &ids[..]);
-                Verdict::from_share(answers.iter().filter(holds).count(), answers.len(), true, ended)
+                Judgement::from_share(answers.iter().filter(holds).count(), answers.len(), true, ended)
             }
         })
     }
@@ -394,7 +394,7 @@ fn word_end(text: &str, word: &str) -> Option<usize> {
     .next()
 }
 
-impl Verdict {
+impl Judgement {
     /// Judges a reply that must begin with its answer, of which it has all (`found`) or nothing wrong yet (`agrees`).
     fn from_start(found: bool, agrees: bool) -> Self {
         Self {

@@ -2,6 +2,7 @@
 
 use serde_json::{Value, json};
 
+use super::Choice;
 use super::Conversation;
 use crate::cmd::{merge, print_json};
 use crate::error::Result;
@@ -123,12 +124,12 @@ impl Ran<'_> {
 
 impl Conversation<'_> {
     /// Notes the times of all turns and how much they read, and prints the document of `--json`.
-    pub fn report(&self, name: MethodName, device: &str) -> Result<()> {
+    pub fn report(&self, choice: Choice, device: &str) -> Result<()> {
         let Self { session, replies, .. } = self;
         let shares = session.shares()?;
         let ran = Ran {
             conversation: self,
-            method: name,
+            method: choice.method,
             layers: session.counts()?,
         };
         let ids: Vec<u32> = replies.iter().flat_map(|r| r.ids.iter().copied()).collect();
@@ -139,7 +140,7 @@ impl Conversation<'_> {
         let tokens_per_s = if steps > 0 { steps as f64 / decode_s } else { 0.0 };
         self.global.log().note(&format!(
             "{}: {} tokens, prefill {prefill_s:.2} s, decode {decode_s:.2} s ({tokens_per_s:.1} tokens/s), {:.1} % of the KV rows read, index {} beside {} of KV; {}",
-            name.as_str(),
+            choice.method.as_str(),
             ids.len(),
             100.0 * shares.read,
             size(session.index_bytes()),
@@ -153,9 +154,9 @@ impl Conversation<'_> {
         let mut result = json!({
             "ids": ids,
             "text": self.turns.tokenizer.as_ref().map_or(String::new(), |_| texts.join("\n")),
-            "method": name.as_str(),
-            "tail": self.args.reading.tail(),
-            "budget": self.args.budget.value(),
+            "method": choice.method.as_str(),
+            "tail": choice.tail,
+            "budget": choice.budget.value(),
             "prompt_tokens": replies.iter().map(|r| r.prompt_tokens).sum::<usize>(),
             "prefill_s": prefill_s,
             "decode_s": decode_s,

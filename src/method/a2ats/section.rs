@@ -255,7 +255,8 @@ const COLUMNS: [Column<CodebookQuality>; 7] = [
     Column::new("condition", |v| format!("{v:.1e}"), |q| Some(q.condition)),
     Column::new("passes", |v| format!("{v:.0}"), |q| Some(q.iterations as f64)),
 ];
-const LEGEND: &str = "(means over the KV heads; inertia = squared error per key in the metric of the queries)
+const LEGEND: &str = "(means over the KV heads; inertia = squared error per key in the metric of the
+queries)
 
 worst heads (share of the variance left on held-out keys)
 ";

@@ -92,15 +92,16 @@ const COLUMNS: [Column<TailQuality>; 9] = [
     Column::new("off", share, TailQuality::off),
     Column::new("shift", |v| format!("{v:.2}"), TailQuality::mean_shift),
     Column::new("static", share, |q| mean(&q.ratio_static)),
-    Column::new("top 5 %", share, |q| mean(&q.ratio_top_05)),
-    Column::new("held out", share, |q| mean(q.held_out_ratio_top_05.as_deref()?)),
-    Column::new("top 20 %", share, |q| mean(&q.ratio_top_20)),
+    Column::new("top 5%", share, |q| mean(&q.ratio_top_05)),
+    Column::new("held", share, |q| mean(q.held_out_ratio_top_05.as_deref()?)),
+    Column::new("top 20%", share, |q| mean(&q.ratio_top_20)),
     Column::new("noise 1", share, |q| mean(&q.ratio_noisy_1_05)),
     Column::new("noise 2", share, |q| mean(&q.ratio_noisy_2_05)),
 ];
-const LEGEND: &str = "(tails: means over the query heads; off = share of them without a tail; the last columns: squared output error with the
-tail over that without, for the static set alone, the best 5 % (and on held-out rows) and 20 %, and the best 5 % by scores
-with noise of 1 and 2)
+const LEGEND: &str = "(tails: means over the query heads; off = share of them without a tail; the last
+columns: squared output error with the tail over that without, for the static
+set alone, the best 5 % (held: on held-out rows) and 20 %, and the best 5 % by
+scores with noise of 1 and 2)
 
 worst heads (share without a tail)
 ";

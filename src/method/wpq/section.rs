@@ -140,7 +140,8 @@ const COLUMNS: [Column<WpqQuality>; 5] = [
     ),
     Column::new("condition", |v| format!("{v:.1e}"), |q| Some(q.condition)),
 ];
-const LEGEND: &str = "(product quantisers: means over the KV heads; inertia = squared error per key in the metric of the queries)
+const LEGEND: &str = "(product quantisers: means over the KV heads; inertia = squared error per key in
+the metric of the queries)
 
 worst heads (share of the variance left on held-out keys)
 ";

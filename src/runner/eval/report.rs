@@ -306,6 +306,32 @@ impl VariantReport {
         8.0 * self.index_bytes / self.positions.max(1.0)
     }
 
+    /// Adds the blocks of another report of the same variant.
+    pub(super) fn append(&mut self, other: Self) {
+        let Self {
+            heads,
+            choices,
+            losses,
+            answers,
+            counts,
+            steps,
+            shares,
+            index_bytes,
+            positions,
+        } = other;
+        for (sum, head) in self.heads.iter_mut().flatten().zip(heads.into_iter().flatten()) {
+            *sum += head;
+        }
+        self.choices.extend(choices);
+        self.losses.extend(losses);
+        self.answers.lines.extend(answers.lines);
+        self.counts += counts;
+        self.steps += steps;
+        self.shares.add(&shares);
+        self.index_bytes += index_bytes;
+        self.positions += positions;
+    }
+
     /// Starts a block or a line of questions.
     pub(super) fn begin(&mut self, turns: usize) {
         self.choices.push(vec![Metrics::default(); turns]);

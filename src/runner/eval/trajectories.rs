@@ -70,26 +70,10 @@ impl Trajectories {
         capacity: usize,
         judged: bool,
     ) -> Self {
-        let kv = |kind| KvHead::new(kind, c.head_dim, capacity, options.packed);
-        let new = |layer: usize, kv_head: usize| {
-            let state = |variant: &Variant| {
-                let options = Options {
-                    budget: variant.budget,
-                    ..*options
-                };
-                Chooser::new(variant.method, &options.place(c, layer, kv_head))
-            };
-            HeadTrajectories {
-                exact: kv(KvType::F32),
-                stored: (options.kv != KvType::F32).then(|| kv(options.kv)),
-                shadows: variants.iter().map(state).collect(),
-                own: Vec::new(),
-            }
-        };
+        let new = |layer, head| HeadTrajectories::new(c, variants, options, capacity, [layer, head]);
         let layer = |layer: usize| (0..c.n_kv_heads).map(|head| new(layer, head)).collect();
-        let leader = |of: &Variant| variants.iter().position(|v| v.number == of.number);
         Self {
-            leaders: variants.iter().filter_map(leader).collect(),
+            leaders: leaders(variants),
             heads: (0..c.n_layers).map(layer).collect(),
             len: 0,
             steps: 0,
@@ -155,10 +139,40 @@ fn prefill_full(
     context
 }
 
+/// Returns for each variant the first one of the same method.
+pub(super) fn leaders(variants: &[Variant]) -> Vec<usize> {
+    let leader = |of: &Variant| variants.iter().position(|v| v.number == of.number);
+    variants.iter().filter_map(leader).collect()
+}
+
 impl HeadTrajectories {
+    /// Makes empty caches of a layer's KV head with room for `capacity` positions.
+    pub fn new(
+        c: &ModelConfig,
+        variants: &[Variant],
+        options: &Options,
+        capacity: usize,
+        [layer, kv_head]: [usize; 2],
+    ) -> Self {
+        let kv = |kind| KvHead::new(kind, c.head_dim, capacity, options.packed);
+        let state = |variant: &Variant| {
+            let options = Options {
+                budget: variant.budget,
+                ..*options
+            };
+            Chooser::new(variant.method, &options.place(c, layer, kv_head))
+        };
+        Self {
+            exact: kv(KvType::F32),
+            stored: (options.kv != KvType::F32).then(|| kv(options.kv)),
+            shadows: variants.iter().map(state).collect(),
+            own: Vec::new(),
+        }
+    }
+
     /// Adds a prompt to the full trajectory; `seen` has earlier rows as the variants' caches hold them. After the first
     /// prompt a variant copies the index of its leader, if indexes do not depend on the budget.
-    fn prefill(&mut self, exact: &PromptRows, seen: &PromptRows, leaders: &[usize]) {
+    pub fn prefill(&mut self, exact: &PromptRows, seen: &PromptRows, leaders: &[usize]) {
         let is_first = self.exact.is_empty();
         exact.cache(&mut self.exact);
         if let Some(stored) = &mut self.stored {
@@ -180,7 +194,7 @@ impl HeadTrajectories {
     }
 
     /// Starts each variant's own trajectory after the first prompt; without judging, shadows end here.
-    fn branch(&mut self, judged: bool) {
+    pub fn branch(&mut self, judged: bool) {
         let kv = self.stored.as_mut().unwrap_or(&mut self.exact);
         let forks = self.shadows.iter().map(|shadow| Head {
             kv: kv.fork(),

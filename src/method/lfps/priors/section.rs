@@ -111,13 +111,14 @@ const COLUMNS: [Column<PriorsQuality>; 8] = [
     Column::new("lambda", |v| format!("{v:.2}"), |q| mean(&q.lambda)),
     Column::new("sink mass", share, |q| mean(&q.sink_mean)),
     Column::new("bypassed", share, |q| mean(&q.p_bypass)),
-    Column::new("95 % mass in", share, |q| mean(&q.k_fraction)),
+    Column::new("95 % in", share, |q| mean(&q.k_fraction)),
     Column::new("alpha", |v| format!("{v:.2}"), |q| mean(&q.alpha)),
     Column::new("gamma", |v| format!("{v:.3}"), |q| mean(&q.gamma)),
-    Column::new("same after 32", share, |q| mean(&q.persist_32)),
+    Column::new("same +32", share, |q| mean(&q.persist_32)),
 ];
-const LEGEND: &str = "(means over the query heads; bypassed = share of rows with a sparsity above 0.85;
-95 % mass in = that share of the positions; same after 32 = overlap of the best 2 %; no method reads rows, sink mass and
+const LEGEND: &str = "(means over the query heads; bypassed = share of rows with a sparsity above
+0.85; 95 % in = the share of the positions that has 95 % of the mass; same +32 =
+overlap of the best 2 % after 32 steps; no method reads rows, sink mass and
 these two, which describe the heads)\n";
 
 /// Warns where the text is too short for priors, which then say nothing.

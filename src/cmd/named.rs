@@ -19,6 +19,18 @@ pub struct Named {
     pub tail: bool,
 }
 
+impl Named {
+    /// Reads what [`Named`] is shown as; `None` for other text.
+    pub fn parse(text: &str) -> Option<Self> {
+        let stripped = text.strip_suffix(SUFFIX);
+        let method = <MethodName as clap::ValueEnum>::from_str(stripped.unwrap_or(text), false).ok()?;
+        Some(Self {
+            method,
+            tail: stripped.is_some(),
+        })
+    }
+}
+
 impl fmt::Display for Named {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.method.as_str())?;

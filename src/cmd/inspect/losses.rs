@@ -1,0 +1,184 @@
+//! The verdict of an artifact as text: what to use, what each method loses, and which heads are weak.
+
+use crate::artifact::{Artifact, Measured, MethodLoss, USUAL_KL, Verdict, parse, share};
+use crate::error::Result;
+
+/// The losses, in nats, for which a method is recommended.
+const LOSSES: [f64; 3] = [0.1, USUAL_KL, 0.01];
+
+/// Heads whose attention lies in the sinks and the window by this much have nothing to gain from an index.
+const SETTLED: f64 = 0.99;
+
+/// Heads whose sinks have this much of the attention of every query.
+const SUNK: f64 = 0.95;
+
+/// Heads listed as the weakest.
+const WORST: usize = 5;
+
+/// Heads listed by place.
+const LISTED: usize = 8;
+
+/// Says what to use for some losses.
+pub fn recommendation(verdict: &Verdict) -> String {
+    let usual = verdict.usual();
+    let mut out = String::new();
+    for loss in LOSSES {
+        let heading = if out.is_empty() { "recommended" } else { "" };
+        let what = match verdict.within(loss) {
+            Some((row, of)) => flags(row, of),
+            None => "no method measured; it needs more than was read".to_owned(),
+        };
+        let mark = if loss == USUAL_KL && verdict.within(loss).is_some() {
+            " *"
+        } else {
+            ""
+        };
+        out += &format!("{heading:<12} KL <= {loss:<5} {what}{mark}\n");
+    }
+    out += &match usual {
+        Some((_, of)) if of.kl <= USUAL_KL => {
+            format!("{:<12} * what `run` takes without --method and --budget\n", "")
+        }
+        Some((row, of)) => format!(
+            "{0:<12} `run` takes the least loss, a KL of {1}:\n{0:<12} {2}\n",
+            "",
+            of.kl,
+            flags(row, of)
+        ),
+        None => String::new(),
+    };
+    out
+}
+
+/// Names a row by the flags of `run`.
+fn flags(row: &MethodLoss, of: &Measured) -> String {
+    let (name, tail) = match row.method.strip_suffix("+tail") {
+        Some(name) => (name, " --tail"),
+        None => (row.method.as_str(), ""),
+    };
+    format!(
+        "--method {name}{tail} --budget {}, reads {:.1} %",
+        of.budget,
+        100.0 * row.bytes_read_fraction
+    )
+}
+
+/// Lists what every method lost, and the heads that are weak.
+pub fn table(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
+    let mut out = format!(
+        "\nmethods: {} held-out blocks, {} steps, {} cache, {} sinks, a window of {}\n",
+        verdict.blocks, verdict.steps, verdict.kv, verdict.sinks, verdict.window
+    );
+    out += "method          budget   read      KL  KL 50%  KL 99%   top-1  recall    mass\n";
+    let mut rows: Vec<&MethodLoss> = verdict.rows.iter().collect();
+    rows.sort_by(|a, b| a.reads_target.total_cmp(&b.reads_target));
+    for row in rows {
+        out += &match &row.measured {
+            Some(of) => format!(
+                "{:<15} {:.4} {:>5.1}% {:>7.4} {:>7.4} {:>7.3} {:>6.1}% {:>6.1}% {:>6.1}%\n",
+                row.method,
+                of.budget,
+                100.0 * row.bytes_read_fraction,
+                of.kl,
+                of.kl_median,
+                of.kl_p99,
+                100.0 * of.top1_equal,
+                100.0 * of.recall,
+                100.0 * of.mass
+            ),
+            None => format!(
+                "{:<15}      - reads {:.1} % at least, not {:.1} %\n",
+                row.method,
+                100.0 * row.bytes_read_fraction,
+                100.0 * row.reads_target
+            ),
+        };
+    }
+    out += &heads(verdict, artifact)?;
+    Ok(out)
+}
+
+/// Lists the heads that lose most with the recommended method, and those for which nothing is to be gained.
+fn heads(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
+    let mut out = String::new();
+    if let Some((row, of)) = verdict.usual() {
+        let mut ranked: Vec<(f64, usize, usize)> = Vec::new();
+        for (layer, errors) in of.heads.output_error.iter().enumerate() {
+            ranked.extend(
+                errors
+                    .iter()
+                    .enumerate()
+                    .map(|(head, error)| (*error, layer, head)),
+            );
+        }
+        ranked.sort_by(|a, b| b.0.total_cmp(&a.0));
+        out += &format!("\nweakest heads with {} --budget {}\n", row.method, of.budget);
+        for (error, layer, head) in ranked.into_iter().take(WORST) {
+            out += &format!(
+                "  layer {layer}  head {head}  output error {}, attended {} of the attention\n",
+                share(error),
+                share(of.heads.mass[layer][head])
+            );
+        }
+    }
+    let least = verdict.rows.iter().filter(|row| row.method == "streaming");
+    let least = least.filter_map(|row| row.measured.as_ref());
+    let least = least.min_by(|a, b| a.budget.total_cmp(&b.budget));
+    if let Some(of) = least {
+        let settled = places(&of.heads.mass, |mass| *mass >= SETTLED);
+        out += &list(
+            "nothing to gain: the first and last positions hold 99 %",
+            &settled,
+        );
+    }
+    if artifact.has("lfps") {
+        let sunk = sunk(artifact)?;
+        out += &list("sinks alone: they hold 95 % for every query head", &sunk);
+    }
+    Ok(out)
+}
+
+/// Lists layer and KV head of the heads whose sinks hold nearly everything for every query head.
+fn sunk(artifact: &Artifact) -> Result<Vec<(usize, usize)>> {
+    #[derive(serde::Deserialize)]
+    struct Sinks {
+        sink_mean: Vec<f64>,
+    }
+    let section = artifact.section("lfps")?;
+    let mut out = Vec::new();
+    for head in section.reports() {
+        let Sinks { sink_mean } = parse("quality.lfps", head.report)?;
+        if sink_mean.iter().all(|share| *share >= SUNK) {
+            out.push((head.layer, head.head));
+        }
+    }
+    Ok(out)
+}
+
+/// Lists layer and KV head of some heads.
+fn places(values: &[Vec<f64>], wanted: fn(&f64) -> bool) -> Vec<(usize, usize)> {
+    let layers = values.iter().enumerate();
+    let heads = layers.flat_map(|(layer, heads)| {
+        let heads = heads.iter().enumerate().filter(move |(_, value)| wanted(value));
+        heads.map(move |(head, _)| (layer, head))
+    });
+    heads.collect()
+}
+
+/// Counts heads and names the first ones, as layer/KV head.
+fn list(what: &str, heads: &[(usize, usize)]) -> String {
+    if heads.is_empty() {
+        return String::new();
+    }
+    let shown = heads
+        .iter()
+        .take(LISTED)
+        .map(|(layer, head)| format!("{layer}/{head}"));
+    let shown: Vec<String> = shown.collect();
+    let more = if heads.len() > LISTED { " .." } else { "" };
+    format!(
+        "{} heads, {what}:\n  layer/head {}{more}\n",
+        heads.len(),
+        shown.join(" ")
+    )
+}

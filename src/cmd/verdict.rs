@@ -1,0 +1,387 @@
+//! `kvsmith verdict`: measures what each method loses with an artifact on the text that was held out when it was made.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::json;
+
+use super::args::{Global, Input};
+use super::named::{self, Named, NamedParser};
+use super::{finish, layers_on, load_corpus, open_model, output};
+use crate::artifact::{self, Artifact, HeadLosses, Measured, MethodLoss, USUAL_KL, Verdict};
+use crate::compute::device::Device;
+use crate::corpus::Corpus;
+use crate::dump::Dump;
+use crate::error::{Error, Result};
+use crate::flags::{parse_positive_count, parse_share};
+use crate::kv::{Budget, KvType};
+use crate::method::Method;
+use crate::method::declaration::Ask;
+use crate::method::params::MethodParams;
+use crate::method::registry::{METHODS, MethodName};
+use crate::method::sections::SECTIONS;
+use crate::method::tail::with_tail;
+use crate::model::Decoder;
+use crate::progress::Log;
+use crate::runner::Options;
+use crate::runner::eval::{Layerwise, Metrics, Passage, Variant, VariantReport};
+
+/// Methods that are measured although they have no section of the artifact: the exact choice, one that calibrates on the
+/// prompt, and a plain window.
+const OTHERS: [&str; 3] = ["topk", "ctkvr", "streaming"];
+
+/// The method that ranks by exact scores.
+const ORACLE: &str = "topk";
+
+/// Budgets, as fractions of the context, whose reads are measured in order to find those that read given shares.
+const GRID: [f64; 9] = [0.0001, 0.01, 0.02, 0.04, 0.07, 0.11, 0.16, 0.22, 0.35];
+
+/// Steps in which these reads are measured: they change little from one to the next.
+const SAMPLED_STEPS: usize = 8;
+
+/// A share counts as reached if a budget reads at most this much more, as a fraction of it.
+const TOLERANCE: f64 = 0.02;
+
+/// The static set, as `run` has it by default.
+const SINKS: usize = 4;
+const WINDOW: usize = 64;
+
+/// The flags of the measurement, of `verdict` and `calibrate`.
+#[derive(clap::Args, Debug)]
+#[group(skip)]
+pub struct VerdictFlags {
+    /// Verdict: shares of the bytes of all visible keys and values that each method may read, in bf16
+    #[arg(long, value_name = "F,G", value_delimiter = ',', default_value = "0.05,0.1,0.2", value_parser = parse_share)]
+    verdict_reads: Vec<f64>,
+    /// Verdict: last tokens of each held-out block that are fed one by one
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = parse_positive_count)]
+    verdict_steps: usize,
+    /// Verdict: methods to measure; NAME+tail is a method with a tail (default: those with a section in the artifact,
+    /// and topk, ctkvr and streaming)
+    #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = NamedParser)]
+    verdict_methods: Vec<Named>,
+}
+
+/// Arguments of `verdict`.
+#[derive(clap::Args, Debug)]
+#[command(group(clap::ArgGroup::new("source").args(["text", "tokens", "dump"]).required(true)))]
+pub struct Args {
+    /// Artifact, or section file
+    #[arg(value_name = "ART")]
+    artifact: PathBuf,
+    /// The model that it was made from
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// Dump folder that it was made from, in place of the text
+    #[arg(long, value_name = "DIR")]
+    dump: Option<PathBuf>,
+    #[command(flatten)]
+    input: Input,
+    /// Artifact to write
+    #[arg(short, long, value_name = "ART2.safetensors")]
+    output: PathBuf,
+    #[command(flatten)]
+    flags: VerdictFlags,
+}
+
+/// Runs `verdict`.
+pub fn run(args: &Args, global: &Global) -> Result<()> {
+    let log = global.log();
+    let device = global.open_model_device("verdict")?;
+    let inputs: Vec<&Path> = args
+        .input
+        .files()
+        .chain(args.dump.as_deref())
+        .chain([args.artifact.as_path(), &args.model])
+        .collect();
+    let output = output::create(&args.output, &inputs, global)?;
+    let artifact = Artifact::open(&args.artifact, SECTIONS)?;
+    let decoder = open_model(&args.model, log)?;
+    let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
+    artifact.check_model(&fingerprint, decoder.config.sizes())?;
+    let corpus = match &args.dump {
+        Some(dir) => Dump::open(dir)?.corpus,
+        None => load_corpus(&args.model, &decoder, &args.input, global)?,
+    };
+    if corpus.manifest() != artifact.manifest.origin.calibration {
+        return Err(Error::failed(format!(
+            "{} was made from another text",
+            args.artifact.display()
+        ))
+        .hint("give the same text, --max-tokens, --seq-len, --uuid-tokens, --holdout and --seed as then, or the dump"));
+    }
+    let start = std::time::Instant::now();
+    let verdict = Judging {
+        flags: &args.flags,
+        global,
+        device: device.as_ref(),
+        decoder: &decoder,
+        corpus: &corpus,
+    }
+    .measure(&artifact)?;
+    let document = json!({
+        "artifact": args.output.display().to_string(), "device": device.name(),
+        "seconds": start.elapsed().as_secs_f64(), "methods": verdict,
+    });
+    artifact::write_with_verdict(output, &artifact, verdict)?;
+    finish(global, &format!("wrote {}", args.output.display()), &document)
+}
+
+/// What a verdict is measured with.
+pub struct Judging<'a> {
+    /// The flags.
+    pub flags: &'a VerdictFlags,
+    /// The options of every command.
+    pub global: &'a Global,
+    /// Where the model runs.
+    pub device: &'a dyn Device,
+    /// The model.
+    pub decoder: &'a Decoder,
+    /// The calibration text.
+    pub corpus: &'a Corpus,
+}
+
+impl Judging<'_> {
+    fn log(&self) -> Log {
+        self.global.log()
+    }
+
+    /// Returns the texts to measure on: each held-out block up to its last held-out token.
+    ///
+    /// # Errors
+    /// Nothing is held out, or no part of two tokens.
+    fn passages(&self) -> Result<Vec<Passage>> {
+        let passage = |&(block, first, end): &(usize, usize, usize)| {
+            let start = self.corpus.block(block).start;
+            let steps = self.flags.verdict_steps.min(end - first).min(end - 1);
+            let ids = self.corpus.ids[start..start + end].to_vec();
+            (steps > 0).then_some(Passage { ids, steps })
+        };
+        let passages: Vec<Passage> = self.corpus.held_out.iter().filter_map(passage).collect();
+        match passages.is_empty() {
+            false => Ok(passages),
+            true => Err(
+                Error::failed("no text was held out, on which methods could be measured")
+                    .hint("calibrate with --holdout above 0, or with --no-verdict"),
+            ),
+        }
+    }
+
+    /// Lists the methods to measure.
+    fn methods(&self, artifact: &Artifact) -> Vec<Named> {
+        if !self.flags.verdict_methods.is_empty() {
+            return self.flags.verdict_methods.clone();
+        }
+        let is_usual =
+            |method: &&MethodName| method.is_calibrated(artifact) || OTHERS.contains(&method.as_str());
+        let named = |method: &MethodName| Named {
+            method: *method,
+            tail: false,
+        };
+        METHODS.iter().filter(is_usual).map(named).collect()
+    }
+
+    /// Measures every method with an artifact.
+    ///
+    /// # Errors
+    /// No held-out text; activations that are not finite; an interrupt.
+    pub fn measure(&self, artifact: &Artifact) -> Result<Verdict> {
+        let (passages, named) = (self.passages()?, self.methods(artifact));
+        let params = MethodParams::default();
+        let ask = Ask {
+            artifact: Some(artifact),
+            rope: &self.decoder.rope,
+            sizes: self.decoder.config.sizes(),
+            params: &params,
+            seed: self.global.seed,
+        };
+        let prepare = |named: &Named| {
+            let method = named.method.prepare(&ask)?;
+            if named.tail {
+                with_tail(method, &ask)
+            } else {
+                Ok(method)
+            }
+        };
+        let methods: Vec<Box<dyn Method>> = named.iter().map(prepare).collect::<Result<_>>()?;
+        let variant = |(method, budget): (usize, f64)| Variant {
+            method: methods[method].as_ref(),
+            number: named::number(&named, method),
+            budget: Budget::Fraction(budget),
+        };
+        let layers = layers_on(self.device, self.decoder, self.global)?;
+        let layerwise = Layerwise {
+            layers: layers.as_ref(),
+            options: Options {
+                sinks: SINKS,
+                window: WINDOW,
+                budget: Budget::Fraction(1.0),
+                kv: KvType::Bf16,
+                packed: params.selfindex.layout(Some(artifact))?,
+            },
+        };
+        let steps: usize = passages.iter().map(|passage| passage.steps).sum();
+        let names: Vec<String> = named.iter().map(Named::to_string).collect();
+        self.log().note(&format!(
+            "verdict: {} on {} held-out blocks, {steps} decode steps",
+            names.join(", "),
+            passages.len()
+        ));
+        let n_layers = self.decoder.config.n_layers;
+        let progress = self.log().progress(2 * n_layers as u64, "layers");
+        let mut done = |layer: usize| {
+            progress.stage(format!("verdict, layer {} of {n_layers}", layer + 1));
+            progress.advance(1);
+        };
+        let sample = Passage {
+            steps: passages[0].steps.min(SAMPLED_STEPS),
+            ..passages[0].clone()
+        };
+        let grid: Vec<_> = (0..methods.len())
+            .flat_map(|m| GRID.map(|budget| (m, budget)))
+            .collect();
+        let variants: Vec<Variant> = grid.into_iter().map(variant).collect();
+        let reads = layerwise.reads(&sample, &variants, &mut done)?;
+        let reads: Vec<f64> = reads.into_iter().map(|share| share.unwrap_or(1.0)).collect();
+        let planned: Vec<Planned> = reads
+            .chunks(GRID.len())
+            .enumerate()
+            .flat_map(|(method, reads)| {
+                let targets = self.flags.verdict_reads.iter();
+                targets.map(move |target| Planned::new(method, *target, reads))
+            })
+            .collect();
+        let budgets = planned.iter().filter_map(|p| Some((p.method, p.budget?)));
+        let variants: Vec<Variant> = budgets.map(variant).collect();
+        let mut reports = layerwise.evaluate(&passages, &variants, &mut done)?.into_iter();
+        let rows = planned.iter().map(|planned| {
+            let report = planned.budget.and_then(|budget| Some((budget, reports.next()?)));
+            let head_dim = self.decoder.config.head_dim;
+            let read = report
+                .as_ref()
+                .and_then(|(_, report)| report.counts.bytes_fraction(KvType::Bf16, head_dim));
+            MethodLoss {
+                method: names[planned.method].clone(),
+                oracle: named[planned.method].method.as_str() == ORACLE,
+                reads_target: planned.target,
+                bytes_read_fraction: rounded(read.unwrap_or(planned.least)),
+                measured: report.map(|(budget, report)| measured(budget, &report)),
+            }
+        });
+        Ok(Verdict {
+            blocks: passages.len(),
+            steps,
+            sinks: SINKS,
+            window: WINDOW,
+            kv: KvType::Bf16.as_str().to_owned(),
+            rows: rows.collect(),
+        })
+    }
+}
+
+/// The budget of one method for one share of the bytes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Planned {
+    /// Index of the method.
+    method: usize,
+    target: f64,
+    /// `None` if even the smallest budget reads more.
+    budget: Option<f64>,
+    /// What the smallest budget reads.
+    least: f64,
+}
+
+impl Planned {
+    /// Finds the budget that reads `target`, given what those of [`GRID`] read: on the line between two of them, the
+    /// largest of all if none reads so much.
+    fn new(method: usize, target: f64, reads: &[f64]) -> Self {
+        let least = reads[0];
+        let budget = match reads.iter().position(|read| *read >= target) {
+            None => GRID.last().copied(),
+            Some(0) => (least <= target * (1.0 + TOLERANCE)).then_some(GRID[0]),
+            Some(i) => {
+                let part = (target - reads[i - 1]) / (reads[i] - reads[i - 1]);
+                Some(GRID[i - 1] + part * (GRID[i] - GRID[i - 1]))
+            }
+        };
+        // Four digits can be typed again.
+        let budget = budget.map(|budget| (budget * 1e4).round().max(1.0) / 1e4);
+        Self {
+            method,
+            target,
+            budget,
+            least,
+        }
+    }
+}
+
+/// Collects what a report has.
+fn measured(budget: f64, report: &VariantReport) -> Measured {
+    let whole = report.whole();
+    let heads = |of: fn(&Metrics) -> f64| {
+        let layer = |heads: &Vec<_>| heads.iter().map(|head| rounded(of(head))).collect();
+        report.heads.iter().map(layer).collect()
+    };
+    let losses = whole.losses;
+    Measured {
+        budget,
+        kl: rounded(losses.kl),
+        kl_median: rounded(losses.kl_median),
+        kl_p99: rounded(losses.kl_p99),
+        top1_equal: rounded(losses.top1_equal),
+        perplexity_ratio: rounded(losses.perplexity_ratio),
+        recall: rounded(whole.choices.recall.into()),
+        mass: rounded(whole.choices.mass.into()),
+        output_error: rounded(whole.choices.output_error.into()),
+        index_bits_per_token: rounded(report.index_bits_per_token()),
+        heads: HeadLosses {
+            recall: heads(|head| head.recall.into()),
+            mass: heads(|head| head.mass.into()),
+            output_error: heads(|head| head.output_error.into()),
+        },
+    }
+}
+
+/// Rounds to five significant digits, so that the last bits of sums, which order and threads decide, are not stored.
+fn rounded(x: f64) -> f64 {
+    format!("{x:.4e}").parse().unwrap_or(x)
+}
+
+/// Says in a line what a run without `--method` and `--budget` will take.
+pub fn summary(verdict: &Verdict) -> Option<String> {
+    let (row, of) = verdict.usual()?;
+    let within = match of.kl <= USUAL_KL {
+        true => format!("the cheapest with a KL of at most {USUAL_KL}"),
+        false => format!("the least loss; none has a KL of at most {USUAL_KL}"),
+    };
+    Some(format!(
+        "recommended: --method {} --budget {}, which reads {:.1} % of the bytes and loses {:.4} nats ({within})",
+        row.method,
+        of.budget,
+        100.0 * row.bytes_read_fraction,
+        of.kl
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn budgets_lie_between_those_that_were_measured() {
+        let reads = GRID.map(|budget| 0.03 + budget);
+        let of = |target| Planned::new(2, target, &reads).budget;
+        assert_eq!(of(0.02), None);
+        assert_eq!(of(0.03), Some(0.0001));
+        assert_eq!(of(0.1), Some(0.07));
+        assert_eq!(of(0.085), Some(0.055));
+        // A method whose reads end early takes what it can get.
+        assert_eq!(Planned::new(0, 0.2, &[0.05; GRID.len()]).budget, Some(0.35));
+    }
+
+    #[test]
+    fn five_digits_stay() {
+        assert_eq!(rounded(0.123_456_78), 0.12346);
+        assert_eq!(rounded(0.0), 0.0);
+        assert_eq!(rounded(12_345_678.0), 12_346_000.0);
+    }
+}

@@ -1,0 +1,396 @@
+//! Evaluation layer by layer: every step of every block passes through one layer before the first passes through the
+//! next.
+//!
+//! The text is given, so the states of a step in one layer need those of the same and of earlier steps in the layer
+//! before, and nothing else. In memory are the weights of one layer, the hidden states of the blocks, those of each
+//! variant's steps, and the caches of the KV heads at work. The results are those of [`Evaluation::block`], which needs
+//! the whole model and every cache at once.
+//!
+//! [`Evaluation::block`]: super::Evaluation::block
+
+use ndarray::{Array1, Array2, Array3, Array4, ArrayView3, Axis, concatenate, s};
+use rayon::prelude::*;
+
+use super::trajectories::{HeadStep, HeadTrajectories, StepInput, leaders};
+use super::{Variant, VariantReport, losses, tally};
+use crate::error::{Error, Result};
+use crate::interrupt;
+use crate::kv::StaticSet;
+use crate::model::decoder::rotated;
+use crate::model::forward::{Context, Layers, Rows};
+use crate::model::rope::RopeTable;
+use crate::model::{Decoder, States};
+use crate::runner::head::PromptRows;
+use crate::runner::{Options, Shares};
+
+/// A text whose last tokens are fed one by one.
+#[derive(Clone, Debug)]
+pub struct Passage {
+    /// The text, from position 0 on.
+    pub ids: Vec<u32>,
+    /// How many of its last tokens are fed one by one; the others are the prompt, at least one.
+    pub steps: usize,
+}
+
+impl Passage {
+    /// Returns the length of the prompt.
+    fn first(&self) -> usize {
+        self.ids.len() - self.steps
+    }
+
+    fn check(&self) -> Result<()> {
+        match self.steps > 0 && self.steps < self.ids.len() {
+            true => Ok(()),
+            false => Err(Error::failed(format!(
+                "{} tokens have no {} steps after a prompt",
+                self.ids.len(),
+                self.steps
+            ))
+            .hint("give longer blocks")),
+        }
+    }
+}
+
+/// An evaluation whose layers are opened one at a time; the budget of `options` is not used.
+pub struct Layerwise<'a> {
+    /// The model.
+    pub layers: &'a dyn Layers,
+    /// What bounds a step's reads.
+    pub options: Options,
+}
+
+/// The state of one passage between two layers.
+struct Run<'p> {
+    passage: &'p Passage,
+    /// Input of the next layer along the full trajectory, `[n, hidden]`.
+    full: Array2<f32>,
+    /// Input of the next layer along those of the variants, `[variants steps, hidden]`; `None` if variants only choose
+    /// along the full trajectory.
+    own: Option<Array2<f32>>,
+    /// Per step and variant: the sum over layers.
+    shares: Vec<Vec<Shares>>,
+    /// Per variant.
+    reports: Vec<VariantReport>,
+}
+
+/// The results of one KV head of a layer.
+struct HeadRun {
+    steps: Vec<HeadStep>,
+    /// Attention's output, `[steps,trajectories,r,d]`.
+    outputs: Array4<f32>,
+    /// Per variant: the bytes of its index after the last step.
+    index_bytes: Vec<usize>,
+}
+
+impl Layerwise<'_> {
+    fn decoder(&self) -> &Decoder {
+        self.layers.decoder()
+    }
+
+    /// Measures what variants lose along their own trajectories; `done` is called after each layer.
+    ///
+    /// # Errors
+    /// A passage without a prompt or a step; activations that are not finite; an interrupt.
+    pub fn evaluate(
+        &self,
+        passages: &[Passage],
+        variants: &[Variant],
+        done: &mut dyn FnMut(usize),
+    ) -> Result<Vec<VariantReport>> {
+        if variants.is_empty() {
+            return Ok(Vec::new());
+        }
+        let mut runs = self.start(passages, variants, true)?;
+        self.run(&mut runs, variants, done)?;
+        let mut reports = vec![VariantReport::new(&self.decoder().config); variants.len()];
+        for run in runs {
+            for (sum, report) in reports.iter_mut().zip(self.close(run)?) {
+                sum.append(report);
+            }
+        }
+        Ok(reports)
+    }
+
+    /// Returns the shares of the bytes that variants read if they choose along the full trajectory; `None` for a variant
+    /// that tells no bytes.
+    ///
+    /// # Errors
+    /// Those of [`Layerwise::evaluate`].
+    pub fn reads(
+        &self,
+        passage: &Passage,
+        variants: &[Variant],
+        done: &mut dyn FnMut(usize),
+    ) -> Result<Vec<Option<f64>>> {
+        let mut runs = self.start(std::slice::from_ref(passage), variants, false)?;
+        self.run(&mut runs, variants, done)?;
+        let head_dim = self.decoder().config.head_dim;
+        let share = |report: &VariantReport| report.counts.bytes_fraction(self.options.kv, head_dim);
+        Ok(runs
+            .iter()
+            .flat_map(|run| run.reports.iter().map(share))
+            .collect())
+    }
+
+    /// Embeds the tokens of every passage.
+    fn start<'p>(&self, passages: &'p [Passage], variants: &[Variant], own: bool) -> Result<Vec<Run<'p>>> {
+        let run = |passage: &'p Passage| {
+            passage.check()?;
+            let full = self.decoder().embed(&passage.ids)?;
+            let steps = full.slice(s![passage.first().., ..]);
+            let own = own.then(|| concatenate(Axis(0), &vec![steps; variants.len()]));
+            let mut report = VariantReport::new(&self.decoder().config);
+            report.begin(1);
+            Ok(Run {
+                passage,
+                own: own.transpose()?,
+                shares: vec![vec![Shares::default(); variants.len()]; passage.steps],
+                reports: vec![report; variants.len()],
+                full,
+            })
+        };
+        passages.iter().map(run).collect()
+    }
+
+    /// Runs every layer on every passage.
+    fn run(&self, runs: &mut [Run], variants: &[Variant], done: &mut dyn FnMut(usize)) -> Result<()> {
+        let (config, rope) = (&self.decoder().config, &self.decoder().rope);
+        for index in 0..config.n_layers {
+            let layer = self.layers.open(index)?;
+            for run in runs.iter_mut() {
+                interrupt::check()?;
+                let own = run
+                    .own
+                    .as_ref()
+                    .map(|own| layer.project(own.view()))
+                    .transpose()?;
+                let table = rope.table(0..run.passage.ids.len());
+                let input = LayerInput {
+                    of: self,
+                    index,
+                    variants,
+                    table: &table,
+                    first: run.passage.first(),
+                    steps: run.passage.steps,
+                    own: own.as_ref(),
+                };
+                let mut heads = Vec::new();
+                layer.forward(run.full.view_mut(), &mut |states| {
+                    let each = (0..config.n_kv_heads).into_par_iter();
+                    heads = each.map(|c| input.head(states, c)).collect();
+                    Ok(())
+                })?;
+                input.count(&heads, run);
+                if let Some(own) = &mut run.own {
+                    layer.finish(own.view_mut(), attended(&heads).view())?;
+                }
+            }
+            done(index);
+        }
+        Ok(())
+    }
+
+    /// Adds what each step of a passage lost, by its logits.
+    fn close(&self, run: Run) -> Result<Vec<VariantReport>> {
+        let Run {
+            passage,
+            full,
+            own,
+            shares,
+            mut reports,
+        } = run;
+        let own = own.ok_or_else(|| Error::failed("internal: no trajectories of the variants"))?;
+        let n_layers = self.decoder().config.n_layers;
+        for (step, shares) in shares.iter().enumerate() {
+            interrupt::check()?;
+            let at = passage.first() + step;
+            let of = |v: usize| own.row(v * passage.steps + step);
+            let rows = (0..reports.len()).map(of);
+            let logits: Vec<Array1<f32>> = std::iter::once(full.row(at))
+                .chain(rows)
+                .map(|row| self.decoder().logits(row))
+                .collect::<Result<_>>()?;
+            let next = passage.ids.get(at + 1).map(|id| *id as usize);
+            for (report, loss) in reports.iter_mut().zip(losses(&logits, [0, step], next)) {
+                report.add_loss(loss);
+            }
+            for (report, shares) in reports.iter_mut().zip(shares) {
+                report.add_step(shares, n_layers);
+            }
+        }
+        Ok(reports)
+    }
+}
+
+/// One layer of one passage.
+struct LayerInput<'a> {
+    of: &'a Layerwise<'a>,
+    index: usize,
+    variants: &'a [Variant<'a>],
+    /// The rotations of all positions.
+    table: &'a RopeTable,
+    /// Length of the prompt.
+    first: usize,
+    steps: usize,
+    /// The states along the variants' trajectories, `variants steps` rows.
+    own: Option<&'a States>,
+}
+
+impl LayerInput<'_> {
+    fn group(&self) -> usize {
+        self.of.decoder().config.group()
+    }
+
+    fn window(&self) -> Option<usize> {
+        self.of.decoder().config.windows[self.index]
+    }
+
+    fn set(&self, step: usize) -> StaticSet {
+        let Options { sinks, window, .. } = self.of.options;
+        StaticSet::at(self.first + step, self.window(), sinks, window)
+    }
+
+    /// Runs KV head `c`: its prompt, then all steps.
+    fn head(&self, states: &States, c: usize) -> HeadRun {
+        let (config, r) = (&self.of.decoder().config, self.group());
+        let queries = s![c * r..(c + 1) * r, .., ..];
+        let (q_pre, k_pre) = (
+            states.q_pre.slice(queries).to_owned(),
+            states.k_pre.slice(s![c..c + 1, .., ..]).to_owned(),
+        );
+        let v = states.v.slice(s![c..c + 1, .., ..]);
+        let (q_rope, k_rope) = (rotated(&q_pre, self.table), rotated(&k_pre, self.table));
+        let prompt = |x: ArrayView3<f32>| x.slice(s![.., ..self.first, ..]).to_owned();
+        let mut head = HeadTrajectories::new(
+            config,
+            self.variants,
+            &self.of.options,
+            self.first + self.steps,
+            [self.index, c],
+        );
+        let context = Context {
+            q_rope: prompt(q_rope.view()),
+            keys: prompt(k_rope.view()),
+            values: prompt(v),
+        };
+        let new_keys = prompt(k_pre.view());
+        let rows = || PromptRows {
+            k_pre: &new_keys,
+            context: &context,
+            kv_head: 0,
+            model_window: self.window(),
+        };
+        head.prefill(&rows(), &rows(), &leaders(self.variants));
+        head.branch(self.own.is_some());
+        let d = config.head_dim;
+        let mut outputs = Array4::zeros((self.steps, self.variants.len() + 1, r, d));
+        let mut steps = Vec::new();
+        for (step, out) in outputs.outer_iter_mut().enumerate() {
+            let (at, set) = (self.first + step, self.set(step));
+            let own = |x: &Array3<f32>, from: usize, heads: usize| {
+                let rows = s![from..from + heads, step..;self.steps, ..];
+                x.slice(rows).to_owned()
+            };
+            let joined = |full: ArrayView3<f32>, own: Option<Array3<f32>>| {
+                let full = full.slice(s![.., at..at + 1, ..]).to_owned();
+                match own {
+                    Some(own) => join(&full, &own),
+                    None => repeat(&full, self.variants.len() + 1),
+                }
+            };
+            let turned = |mut x: Array3<f32>| {
+                self.turn(&mut x, at);
+                x
+            };
+            let q = self.own.map(|states| own(&states.q_pre, c * r, r));
+            let k = self.own.map(|states| own(&states.k_pre, c, 1));
+            let rows = Rows {
+                q_rope: joined(q_rope.view(), q.clone().map(turned)),
+                k_rope: joined(k_rope.view(), k.clone().map(turned)),
+                q_pre: joined(q_pre.view(), q),
+                k_pre: joined(k_pre.view(), k),
+                v: joined(v, self.own.map(|states| own(&states.v, c, 1))),
+            };
+            let input = StepInput {
+                rows: &rows,
+                group: r,
+                step,
+                set: &set,
+                variants: self.variants,
+            };
+            steps.push(head.step(&input, 0, out));
+        }
+        HeadRun {
+            steps,
+            outputs,
+            index_bytes: head
+                .own
+                .iter()
+                .map(|own| own.chooser.retriever.state_bytes())
+                .collect(),
+        }
+    }
+
+    /// Rotates every row to position `at`.
+    fn turn(&self, x: &mut Array3<f32>, at: usize) {
+        for mut row in x.lanes_mut(Axis(2)) {
+            if let Some(row) = row.as_slice_mut() {
+                self.table.rotate(row, at);
+            }
+        }
+    }
+
+    /// Adds the choices of all heads to the reports.
+    fn count(&self, heads: &[HeadRun], run: &mut Run) {
+        for (step, shares) in run.shares.iter_mut().enumerate() {
+            let each: Vec<&HeadStep> = heads.iter().map(|head| &head.steps[step]).collect();
+            tally(
+                &mut run.reports,
+                shares,
+                self.index,
+                0,
+                &self.set(step),
+                self.group(),
+                &each,
+            );
+        }
+        for head in heads {
+            for (report, bytes) in run.reports.iter_mut().zip(&head.index_bytes) {
+                report.add_index(*bytes, self.first + self.steps);
+            }
+        }
+    }
+}
+
+/// Joins the rows of the full trajectory, `[heads,1,d]`, and those of the variants, `[heads,variants,d]`.
+fn join(full: &Array3<f32>, own: &Array3<f32>) -> Array3<f32> {
+    let (heads, variants, d) = own.dim();
+    let mut rows = Array3::zeros((heads, variants + 1, d));
+    rows.slice_mut(s![.., ..1, ..]).assign(full);
+    rows.slice_mut(s![.., 1.., ..]).assign(own);
+    rows
+}
+
+/// Repeats rows `[heads,1,d]`: `[heads,times,d]`.
+fn repeat(full: &Array3<f32>, times: usize) -> Array3<f32> {
+    let (heads, _, d) = full.dim();
+    let mut rows = Array3::zeros((heads, times, d));
+    rows.assign(&full.broadcast((heads, times, d)).unwrap_or(full.view()));
+    rows
+}
+
+/// Returns the attention's output along the variants' trajectories, `[variants steps, h d]`.
+fn attended(heads: &[HeadRun]) -> Array2<f32> {
+    let (steps, trajectories, r, d) = heads[0].outputs.dim();
+    let width = r * d;
+    let mut out = Array2::zeros(((trajectories - 1) * steps, heads.len() * width));
+    for (c, head) in heads.iter().enumerate() {
+        for (step, of_step) in head.outputs.outer_iter().enumerate() {
+            for (v, of_variant) in of_step.outer_iter().skip(1).enumerate() {
+                let mut to = out.slice_mut(s![v * steps + step, c * width..(c + 1) * width]);
+                to.iter_mut().zip(of_variant).for_each(|(to, x)| *to = *x);
+            }
+        }
+    }
+    out
+}
