@@ -3,6 +3,7 @@
 # make fuzz   random inputs to everything that is read, FUZZ_SECONDS=60 for each target (docs/fuzzing.md)
 # make real   fetch a real model and texts (140 MB) and check them against transformers (docs/real.md)
 # make real-eval   what every method loses on that model, at equal bytes read
+# make study   whether calibration pays on that model: beside indexes without data, by domain and by amount of text
 # make cuda   fetch a CUDA compiler (271 MB) where there is none, for the kernels and their test
 
 CARGO ?= cargo
@@ -12,7 +13,7 @@ PYTHON = target/python/bin/python
 REAL = target/real
 REAL_PYTHON = $(REAL)/python/bin/python
 
-.PHONY: all demo test check fuzz setup vulkan cuda golden clean results real real-eval gpu-kit gpu-check
+.PHONY: all demo test check fuzz setup vulkan cuda golden clean results real real-eval study gpu-kit gpu-check
 
 all: setup
 	$(CARGO) build --release --locked
@@ -51,6 +52,10 @@ real: all $(REAL)/python/complete
 # Every method on the real model at equal bytes read; about two hours on 2 cores, and goes on where it stopped.
 real-eval: real
 	$(REAL_PYTHON) scripts/real_eval.py $(KVSMITH) $(REAL)
+
+# Whether calibration pays, on that model; about four hours on 2 cores, and goes on where it stopped.
+study: real
+	$(REAL_PYTHON) scripts/study.py $(KVSMITH) $(REAL)
 
 # What `make gpu-check` runs, in one folder for a machine without Rust.
 gpu-kit: setup cuda

@@ -186,7 +186,7 @@ def main():
         print(f"## {name}: {document['blocks']} blocks of {arguments.block} tokens, {document['steps']} steps\n")
         table(document, TEXT_COLUMNS)
     if arguments.drift:
-        tokens = ["--seq-len", str(arguments.block), "--max-tokens", str(arguments.block * DRIFT_BLOCKS)]
+        tokens = ["--seq-len", str(arguments.block), "--max-tokens", str(arguments.block * min(arguments.blocks, DRIFT_BLOCKS))]
         text = ["--text", str(study.real / "text" / "handbook-heldout.txt")]
         document = study.evaluate("drift", [*text, *tokens, "--decode", str(arguments.drift)], "0.1")
         print(f"## Mean KL by generated position: {document['blocks']} blocks of {arguments.block} tokens\n")

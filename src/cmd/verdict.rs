@@ -122,8 +122,12 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         "artifact": args.output.display().to_string(), "device": device.name(),
         "seconds": start.elapsed().as_secs_f64(), "methods": verdict,
     });
+    let mut note = format!("wrote {}", args.output.display());
+    if let Some(usual) = summary(&verdict) {
+        note += &format!("\n{usual}");
+    }
     artifact::write_with_verdict(output, &artifact, verdict)?;
-    finish(global, &format!("wrote {}", args.output.display()), &document)
+    finish(global, &note, &document)
 }
 
 /// What a verdict is measured with.

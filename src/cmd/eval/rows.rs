@@ -84,6 +84,8 @@ impl Measurements<'_> {
             false => {
                 merge(&mut row, &json!(report.whole()));
                 merge(&mut row, &json!(report.layer_errors()));
+                let blocks = 0..report.blocks();
+                row["kl_by_block"] = blocks.map(|block| report.kl_of_blocks(&[block])).collect();
                 row["by_turn"] = json!(report.by_turn());
                 row["by_position"] = json!(report.by_position());
             }

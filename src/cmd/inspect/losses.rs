@@ -71,12 +71,19 @@ pub fn table(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
     );
     out += "method          budget   read      KL  KL 50%  KL 99%   top-1  recall    mass\n";
     let mut rows: Vec<&MethodLoss> = verdict.rows.iter().collect();
-    rows.sort_by(|a, b| a.reads_target.total_cmp(&b.reads_target));
+    let loss = |row: &MethodLoss| row.measured.as_ref().map_or(f64::INFINITY, |of| of.kl);
+    rows.sort_by(|a, b| {
+        let target = a.reads_target.total_cmp(&b.reads_target);
+        target
+            .then(b.oracle.cmp(&a.oracle))
+            .then(loss(a).total_cmp(&loss(b)))
+    });
     for row in rows {
+        let name = format!("{}{}", row.method, if row.oracle { " (bound)" } else { "" });
         out += &match &row.measured {
             Some(of) => format!(
                 "{:<15} {:.4} {:>5.1}% {:>7.4} {:>7.4} {:>7.3} {:>6.1}% {:>6.1}% {:>6.1}%\n",
-                row.method,
+                name,
                 of.budget,
                 100.0 * row.bytes_read_fraction,
                 of.kl,
@@ -127,13 +134,13 @@ fn heads(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
     if let Some(of) = least {
         let settled = places(&of.heads.mass, |mass| *mass >= SETTLED);
         out += &list(
-            "nothing to gain: the first and last positions hold 99 %",
+            "nothing to gain (the first and last positions hold 99 %)",
             &settled,
         );
     }
     if artifact.has("lfps") {
         let sunk = sunk(artifact)?;
-        out += &list("sinks alone: they hold 95 % for every query head", &sunk);
+        out += &list("sinks alone (they hold 95 % for every query head)", &sunk);
     }
     Ok(out)
 }
@@ -177,7 +184,7 @@ fn list(what: &str, heads: &[(usize, usize)]) -> String {
     let shown: Vec<String> = shown.collect();
     let more = if heads.len() > LISTED { " .." } else { "" };
     format!(
-        "{} heads, {what}:\n  layer/head {}{more}\n",
+        "KV heads with {what}: {}\n  layer/head {}{more}\n",
         heads.len(),
         shown.join(" ")
     )
