@@ -20,7 +20,7 @@ pub fn write(output: Output, origin: Origin, sections: Vec<Section>) -> Result<(
 /// Measures what methods lose with an artifact; see [`write_judged`].
 pub type Measure<'a> = dyn FnMut(&Artifact) -> Result<Verdict> + 'a;
 
-/// Does what [`write`] does, and adds the verdict that `measure` comes to; `draft`, an output of the same name, holds the
+/// Does what [`write()`] does, and adds the verdict that `measure` comes to; `draft`, an output of the same name, holds the
 /// artifact until then.
 pub fn write_judged(
     output: Output,
