@@ -17,7 +17,8 @@ show inspect "$out/demo.safetensors" --verify --model $model
 say "The prompt holds a list of words in random order and ends with its first ones again."
 echo "A model that recalls the list goes on: goodness common bowels place walls sound seat ashamed ..."
 show run --model $model --prompt-file calib-data/demo-prompt.txt --max-new 48 --method full
-show run --model $model --prompt-file calib-data/demo-prompt.txt --max-new 48 --method lfps \
-    --artifact "$out/demo.safetensors" --budget 0.06
+say "Without --method and --budget, run takes what the artifact recommends:"
+show run --model $model --prompt-file calib-data/demo-prompt.txt --max-new 48 \
+    --artifact "$out/demo.safetensors"
 show run --model $model --prompt-file calib-data/demo-prompt.txt --max-new 48 --method a2ats \
     --artifact "$out/demo.safetensors" --budget 0.06
