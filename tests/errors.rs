@@ -434,7 +434,7 @@ fn fit_options_that_cannot_work() {
     let tokens = scratch.tokens("tokens.json", &documents(&[40], 1));
     let out = scratch.path("out");
     const CASES: &str = "
-        --size 39               | 1 | 38 calibration tokens are too few for a codebook of 39 | smaller --size (1 or less)
+        --size 39               | 1 | 38 calibration tokens are too few for a codebook of 39 | smaller --size (2 or less)
                                 | 1 | too few for a codebook of 4096 | smaller --size
         --size 0                | 2 | --size 0       |
         --size 65536            | 2 | --size 65536   |

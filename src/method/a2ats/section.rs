@@ -31,8 +31,9 @@ pub const CHOL: &str = "a2ats.chol";
 /// Keys per codeword; describes the head, no method reads it.
 pub const COUNT: &str = "a2ats.count";
 
-/// Below this many keys per codeword a codebook fits its text more than other text.
-const FEW_KEYS: f64 = 20.0;
+/// Keys per codeword below which a codebook is said to fit its own text better than other text. It always does, the more the
+/// fewer the keys; the default text, of which blocks are held out, and the default size have 15.8.
+const FEW_KEYS: f64 = 15.0;
 
 /// How k-means starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
@@ -190,7 +191,7 @@ impl FitParams {
         }
         if kept < size {
             let message = format!("{kept} calibration tokens are too few for a codebook of {size}");
-            let most = (kept / 20).max(1);
+            let most = ((kept as f64 / FEW_KEYS) as usize).max(1);
             let hint = format!("give more text, or a smaller --size ({most} or less)");
             return Err(Error::failed(message).hint(hint));
         }
