@@ -2,6 +2,7 @@
 # make test   every test; make check: format, lints and documentation
 # make fuzz   random inputs to everything that is read, FUZZ_SECONDS=60 for each target (docs/fuzzing.md)
 # make real   fetch a real model and texts (140 MB) and check them against transformers (docs/real.md)
+# make results     docs/results.md and docs/small.md: what the methods lose, and which claims of the papers hold
 # make real-eval   what every method loses on that model, at equal bytes read
 # make study   whether calibration pays on that model: beside indexes without data, by domain and by amount of text
 # make cuda   fetch a CUDA compiler (271 MB) where there is none, for the kernels and their test
@@ -39,15 +40,16 @@ test: setup vulkan target/python/complete
 	$(CARGO) test --locked
 	KVSMITH_PYTHON=$(abspath $(PYTHON)) $(CARGO) test --locked --test docs --test tasks -- --ignored
 
-# docs/results.md with its numbers and pictures; about 25 minutes on 2 cores.
-results: all
-	$(CARGO) run --release --locked --example results -- $(KVSMITH) target/results
-
 # A real model in $(REAL)/model and texts in $(REAL)/text, checked; what is there is not fetched again.
 real: all $(REAL)/python/complete
 	@sh scripts/real.sh $(REAL)
 	KVSMITH_REAL=$(abspath $(REAL)) KVSMITH_PYTHON=$(abspath $(REAL_PYTHON)) \
 		$(CARGO) test --locked --test real -- --ignored
+
+# docs/results.md from the real model, docs/small.md from the bundled one; goes on where it stopped.
+results: real
+	$(REAL_PYTHON) scripts/results.py $(KVSMITH) $(REAL) docs/results.md
+	$(CARGO) run --release --locked --example small -- $(KVSMITH) target/small
 
 # Every method on the real model at equal bytes read; about two hours on 2 cores, and goes on where it stopped.
 real-eval: real
@@ -67,6 +69,7 @@ gpu-check: gpu-kit
 
 check: setup
 	$(CARGO) fmt --check
+	$(CARGO) fmt --check --manifest-path fuzz/Cargo.toml
 	$(CARGO) clippy --locked --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps
 

@@ -53,7 +53,10 @@ fuzz_target!(|data: &[u8]| {
         return;
     };
     for section in artifact.sections() {
-        let _ = (section.kind.describe(&section), section.kind.table(&section.reports()));
+        let _ = (
+            section.kind.describe(&section),
+            section.kind.table(&section.reports()),
+        );
     }
     let config = &base.decoder.config;
     // Decoding takes as long as a hundred checks.

@@ -6,7 +6,8 @@ use std::sync::LazyLock;
 
 use clap::ArgMatches;
 use kvsmith::artifact::{
-    Facts, Fit, FitInput, FitText, HeadDone, HeadReport, LayerPart, LayerStates, MomentsRead, Section, SectionKind, SectionView,
+    Facts, Fit, FitInput, FitText, HeadDone, HeadReport, LayerPart, LayerStates, MomentsRead, Section,
+    SectionKind, SectionView,
 };
 use kvsmith::compute::cpu::Cpu;
 use kvsmith::error::Result;

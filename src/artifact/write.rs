@@ -18,10 +18,10 @@ pub fn write(output: Output, origin: Origin, sections: Vec<Section>) -> Result<(
 }
 
 /// Measures what methods lose with an artifact; see [`write_judged`].
-pub type Measure<'a> = dyn FnMut(&Artifact) -> Result<Verdict> + 'a;
+pub type Measure<'a> = dyn FnMut(&Artifact) -> Option<Verdict> + 'a;
 
-/// Does what [`write()`] does, and adds the verdict that `measure` comes to; `draft`, an output of the same name, holds the
-/// artifact until then.
+/// Does what [`write()`] does, and adds the verdict that `measure` comes to, if it comes to one; `draft`, an output of the
+/// same name, holds the artifact until then.
 pub fn write_judged(
     output: Output,
     draft: Output,
@@ -33,7 +33,7 @@ pub fn write_judged(
     let draft = store::fill(draft, &tensors, Some(&manifest.clone().seal()))?;
     draft.check(|path| Artifact::open(path, &kinds)?.verify())?;
     let artifact = Artifact::open(draft.unfinished(), &kinds)?;
-    manifest.quality.methods = Some(measure(&artifact)?);
+    manifest.quality.methods = measure(&artifact);
     drop((artifact, draft));
     finish(output, &tensors, manifest, &kinds)
 }

@@ -64,6 +64,7 @@ pub struct Args {
 /// Runs `calibrate`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     calibrate(args, global).map_err(|e| match (e.kind(), &args.work) {
+        _ if e.advice().is_some() => e,
         (Kind::Interrupted, Some(_)) => {
             e.hint("the same command with --resume goes on after the last finished layer")
         }
@@ -130,31 +131,42 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
         decoder: &decoder,
         corpus: &corpus,
     };
-    let mut usual = None;
-    match args.no_verdict || corpus.held_out.is_empty() || sections.is_empty() {
-        true => artifact::write(output, origin, sections)?,
+    let judged = match args.no_verdict || corpus.held_out.is_empty() || sections.is_empty() {
+        true => artifact::write(output, origin, sections).map(|()| None)?,
         false => {
+            let mut judged = None;
             let draft = Output::create(&args.output)?;
             artifact::write_judged(output, draft, origin, sections, &mut |artifact| {
-                let verdict = judging.measure(artifact)?;
-                usual = verdict::summary(&verdict);
-                Ok(verdict)
+                judged.insert(judging.measure(artifact)).as_ref().ok().cloned()
             })?;
+            judged
         }
-    }
+    };
     if let Some(work) = work {
         work.clear();
     }
     let seconds = start.elapsed().as_secs_f64();
+    let verdict_seconds = judged.is_some().then_some(seconds - fitted);
+    // The fits took long: what they gave is written, whatever became of the verdict.
+    let verdict = judged.transpose().map_err(|e| without_verdict(e, args))?;
     let mut note = format!("wrote {} in {seconds:.1} s", args.output.display());
-    if let Some(usual) = usual {
-        note += &format!(", {:.1} s of them for the verdict\n{usual}", seconds - fitted);
+    if let (Some(usual), Some(of)) = (verdict.as_ref().and_then(verdict::summary), verdict_seconds) {
+        note += &format!(", {of:.1} s of them for the verdict\n{usual}");
     }
     let document = json!({
         "artifact": args.output.display().to_string(), "tokens": corpus.n_tokens(), "layers": sizes.n_layers,
-        "seconds": seconds, "device": device.name(),
+        "seconds": seconds, "verdict_seconds": verdict_seconds, "device": device.name(),
     });
     finish(global, &note, &document)
+}
+
+/// Adds to the error of a verdict that the artifact is there without one.
+fn without_verdict(e: Error, args: &Args) -> Error {
+    let advice = e.advice().map(|advice| format!("; {advice}")).unwrap_or_default();
+    e.hint(format!(
+        "{} is complete but for the verdict, which `kvsmith verdict` adds{advice}",
+        args.output.display()
+    ))
 }
 
 /// Notes which parts run on the CPU although there is a GPU.

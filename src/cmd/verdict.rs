@@ -13,6 +13,7 @@ use crate::corpus::Corpus;
 use crate::dump::Dump;
 use crate::error::{Error, Result};
 use crate::flags::{parse_positive_count, parse_share};
+use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType};
 use crate::method::Method;
 use crate::method::declaration::Ask;
@@ -41,10 +42,6 @@ const SAMPLED_STEPS: usize = 8;
 /// A share counts as reached if a budget reads at most this much more, as a fraction of it.
 const TOLERANCE: f64 = 0.02;
 
-/// The static set, as `run` has it by default.
-const SINKS: usize = 4;
-const WINDOW: usize = 64;
-
 /// The flags of the measurement, of `verdict` and `calibrate`.
 #[derive(clap::Args, Debug)]
 #[group(skip)]
@@ -72,7 +69,7 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// Dump folder that it was made from, in place of the text
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["seq_len", "max_tokens", "uuid_tokens", "holdout"])]
     dump: Option<PathBuf>,
     #[command(flatten)]
     input: Input,

@@ -4,6 +4,11 @@ use std::ops::Range;
 
 use crate::compute::attention;
 
+/// First positions of the set unless `--sinks` says otherwise.
+pub const SINKS: usize = 4;
+/// Last positions of the set unless `--window` says otherwise.
+pub const WINDOW: usize = 64;
+
 /// The positions that every step attends, and the candidates to choose from.
 ///
 /// The set has the first `sinks` and the last `window` positions, as far as the model's own sliding

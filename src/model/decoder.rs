@@ -367,6 +367,15 @@ pub fn rotated(x: &Array3<f32>, table: &RopeTable) -> Array3<f32> {
     y
 }
 
+/// Returns a copy of `[heads, m, d]` with every row rotated by the position at index `at` of the table.
+pub fn rotated_to(x: &Array3<f32>, table: &RopeTable, at: usize) -> Array3<f32> {
+    let mut y = x.clone();
+    for mut vector in y.lanes_mut(Axis(2)) {
+        table.rotate(elements_mut(&mut vector), at);
+    }
+    y
+}
+
 /// Rotates `[heads, m, d]` in place; row i by the i-th position of the table.
 pub fn rotate(x: &mut Array3<f32>, table: &RopeTable) {
     x.axis_iter_mut(Axis(0)).into_par_iter().for_each(|mut head| {

@@ -7,10 +7,8 @@
 use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayViewMut2, ArrayViewMut3, Axis, s};
 use rayon::prelude::*;
 
-use super::decoder::{Decoder, Layer, States, rotate, rotated};
-use super::rope::RopeTable;
+use super::decoder::{Decoder, Layer, States, rotate, rotated, rotated_to};
 use crate::compute::attention;
-use crate::compute::layout::elements_mut;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::kv::KvHead;
@@ -185,8 +183,8 @@ impl Forward for CpuForward<'_> {
         for (index, layer) in self.layers.iter().enumerate() {
             let states = layer.project(hidden.view());
             let rows = Rows {
-                q_rope: at_first(&states.q_pre, &table),
-                k_rope: at_first(&states.k_pre, &table),
+                q_rope: rotated_to(&states.q_pre, &table, 0),
+                k_rope: rotated_to(&states.k_pre, &table, 0),
                 q_pre: states.q_pre,
                 k_pre: states.k_pre,
                 v: states.v,
@@ -264,13 +262,4 @@ impl Drop for CpuLayer<'_> {
     fn drop(&mut self) {
         self.layer.release();
     }
-}
-
-/// Returns a copy with every vector rotated by the first position of the table.
-fn at_first(x: &Array3<f32>, table: &RopeTable) -> Array3<f32> {
-    let mut y = x.clone();
-    for mut vector in y.lanes_mut(Axis(2)) {
-        table.rotate(elements_mut(&mut vector), 0);
-    }
-    y
 }

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use super::constants::{GAMMA, LEAST_BYPASS};
 use super::params::LfpsParams;
-use super::priors::{self, HeadPrior};
+use super::priors::HeadPrior;
 use super::table::Table;
 use crate::compute::attention::AHEAD;
+use crate::kv::static_set::SINKS;
 use crate::method::Place;
 
 /// The constants of a query head.
@@ -45,8 +46,7 @@ impl QueryHead {
         let of =
             |own: fn(&HeadPrior) -> f32, default: f64| prior.as_ref().map_or(default, |p| f64::from(own(p)));
         // The calibrated rate holds for the number of sinks that calibration had.
-        let seldom =
-            |p: &Arc<HeadPrior>| sinks == priors::SINKS && p.bypass_rate(params.lfps_theta) < LEAST_BYPASS;
+        let seldom = |p: &Arc<HeadPrior>| sinks == SINKS && p.bypass_rate(params.lfps_theta) < LEAST_BYPASS;
         Self {
             vertical: Table::default(),
             slash: Table::default(),

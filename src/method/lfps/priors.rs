@@ -17,15 +17,11 @@ use std::sync::Arc;
 use super::threshold::{OFFSETS, Population};
 use crate::artifact::Artifact;
 use crate::error::Result;
+use crate::kv::static_set::SINKS;
 pub use section::LfpsSection;
 
 /// Name of the section in an artifact.
 pub const SECTION: &str = "lfps";
-/// First positions, which every step attends and no table contains.
-pub const SINKS: usize = 4;
-/// Last positions that are no candidates when alpha is measured with [`Population::Candidates`]; the default of
-/// `--window`.
-pub const WINDOW: usize = 64;
 /// Rows before an anchor that fill its tables.
 pub const HISTORY: usize = 32;
 /// Values of the decay, in the order in which ties are decided.

@@ -7,11 +7,6 @@ use crate::compute::simd;
 use crate::kv::{Budget, StaticSet};
 use crate::method::best::largest;
 
-/// First positions that every choice has: the default of `--sinks`.
-pub const SINKS: usize = 4;
-/// Last positions that every choice has: the default of `--window`.
-pub const WINDOW: usize = 64;
-
 /// A rule by which a group of query heads chooses positions besides the static set.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {

@@ -4,7 +4,7 @@ use ndarray::Array2;
 use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 
-use super::choices::{Errors, RULES, Row, SINKS, WINDOW};
+use super::choices::{Errors, RULES, Row};
 use super::sample::Sample;
 use super::section::{SHIFT, SHIFTS, TailParams, TailSection, USED};
 use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, Report, SectionKind, object};
@@ -12,6 +12,7 @@ use crate::compute::layout::elements;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::kv::StaticSet;
+use crate::kv::static_set::{SINKS, WINDOW};
 use crate::model::rope::RopeTable;
 use crate::stats::seeds::head_seed;
 

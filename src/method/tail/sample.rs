@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::choices::{SINKS, WINDOW};
+use crate::kv::static_set::{SINKS, WINDOW};
 use crate::stats::sampling::{TextBlocks, evenly};
 
 /// Most rows that a fit takes.

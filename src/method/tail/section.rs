@@ -4,7 +4,7 @@ use clap::ArgMatches;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::choices::{RULES, SINKS, WINDOW};
+use super::choices::RULES;
 use super::fit::TailFit;
 use super::sample::{MAX_HELD_OUT_ROWS, MAX_ROWS, Sample};
 use crate::artifact::{
@@ -12,6 +12,7 @@ use crate::artifact::{
     worst_heads,
 };
 use crate::error::{Error, Result};
+use crate::kv::static_set::{SINKS, WINDOW};
 use crate::model::Sizes;
 use crate::store::Spec;
 

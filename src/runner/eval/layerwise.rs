@@ -16,7 +16,7 @@ use super::{Variant, VariantReport, losses, tally};
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::kv::StaticSet;
-use crate::model::decoder::rotated;
+use crate::model::decoder::{rotated, rotated_to};
 use crate::model::forward::{Context, Layers, Rows};
 use crate::model::rope::RopeTable;
 use crate::model::{Decoder, States};
@@ -298,15 +298,12 @@ impl LayerInput<'_> {
                     None => repeat(&full, self.variants.len() + 1),
                 }
             };
-            let turned = |mut x: Array3<f32>| {
-                self.turn(&mut x, at);
-                x
-            };
+            let turned = |x: &Array3<f32>| rotated_to(x, self.table, at);
             let q = self.own.map(|states| own(&states.q_pre, c * r, r));
             let k = self.own.map(|states| own(&states.k_pre, c, 1));
             let rows = Rows {
-                q_rope: joined(q_rope.view(), q.clone().map(turned)),
-                k_rope: joined(k_rope.view(), k.clone().map(turned)),
+                q_rope: joined(q_rope.view(), q.as_ref().map(turned)),
+                k_rope: joined(k_rope.view(), k.as_ref().map(turned)),
                 q_pre: joined(q_pre.view(), q),
                 k_pre: joined(k_pre.view(), k),
                 v: joined(v, self.own.map(|states| own(&states.v, c, 1))),
@@ -328,15 +325,6 @@ impl LayerInput<'_> {
                 .iter()
                 .map(|own| own.chooser.retriever.state_bytes())
                 .collect(),
-        }
-    }
-
-    /// Rotates every row to position `at`.
-    fn turn(&self, x: &mut Array3<f32>, at: usize) {
-        for mut row in x.lanes_mut(Axis(2)) {
-            if let Some(row) = row.as_slice_mut() {
-                self.table.rotate(row, at);
-            }
         }
     }
 

@@ -9,9 +9,10 @@ use super::super::constants::{GAMMA, LOCAL};
 use super::super::threshold::{Population, TableStats, balanced, expanded};
 use super::fit::{SampledHead, softmax};
 use super::sample::Tile;
-use super::{ALPHAS, GAMMAS, HISTORY, LAGS, MIN_TOP_K, SHARE, TOP_DIVISOR, WINDOW};
+use super::{ALPHAS, GAMMAS, HISTORY, LAGS, MIN_TOP_K, SHARE, TOP_DIVISOR};
 use crate::compute::attention::visible;
 use crate::compute::simd;
+use crate::kv::static_set::WINDOW;
 
 /// The smallest mass whose logarithm is taken; smaller ones count as this.
 pub const MASS_FLOOR: f64 = 1e-6;

@@ -11,12 +11,13 @@ use super::super::threshold::Population;
 use super::anchors::{self, Dynamic};
 use super::sample::{Sample, TILE, Tile};
 use super::section::{self, LfpsSection};
-use super::{EXACT, RELATIVE, SCALARS, SINKS, SLASH, STRUCTURAL_END, THETAS, VERT, slash_start};
+use super::{EXACT, RELATIVE, SCALARS, SLASH, STRUCTURAL_END, THETAS, VERT, slash_start};
 use crate::artifact::{Fit, FitText, HeadDone, LayerPart, LayerStates, Report, SectionKind};
 use crate::compute::attention::visible;
 use crate::compute::{gemm, simd};
 use crate::error::{Error, Result};
 use crate::interrupt;
+use crate::kv::static_set::SINKS;
 
 /// Scores whose exponentials are summed in f32 before they are added to a sum in f64.
 const SUM_TILE: usize = 256;

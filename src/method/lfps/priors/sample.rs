@@ -3,7 +3,8 @@
 
 use std::ops::Range;
 
-use super::{HISTORY, SINKS};
+use super::HISTORY;
+use crate::kv::static_set::SINKS;
 use crate::stats::sampling::{TextBlocks, evenly};
 
 /// Most rows of which single-row quantities are taken, over all blocks.

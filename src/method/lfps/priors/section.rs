@@ -8,13 +8,14 @@ use super::super::constants::{GAMMA, LOCAL};
 use super::fit::PriorsFit;
 use super::sample::Sample;
 use super::{
-    ALPHAS, EXACT, GAMMAS, HISTORY, LAGS, MIN_TOP_K, OFFSETS, Population, RELATIVE, SECTION, SHARE, SINKS,
-    STRUCTURAL_END, THETAS, TOP_DIVISOR, WINDOW, anchors, sample, slash_start,
+    ALPHAS, EXACT, GAMMAS, HISTORY, LAGS, MIN_TOP_K, OFFSETS, Population, RELATIVE, SECTION, SHARE,
+    STRUCTURAL_END, THETAS, TOP_DIVISOR, anchors, sample, slash_start,
 };
 use crate::artifact::{
     Column, Facts, Fit, FitInput, HeadReport, MomentsRead, SectionKind, SectionView, object, share, table,
 };
 use crate::error::{Error, Result};
+use crate::kv::static_set::{SINKS, WINDOW};
 use crate::model::Sizes;
 use crate::progress::Log;
 use crate::store::Spec;
