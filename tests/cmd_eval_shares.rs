@@ -374,3 +374,88 @@ fn several_answers_score_by_the_share_found() {
         kvsmith(&format!("eval {} {options}", eval.files)).fails(2, "between 0 and 1", "");
     }
 }
+
+/// Artifacts beside each other, and budgets of single methods, give what they give alone.
+#[test]
+fn artifacts_are_held_against_each_other() {
+    let eval = Eval::new(&[90, 90]);
+    let texts = eval.scratch.tokens("texts.json", &documents(&[80, 80], 5));
+    let model = eval.scratch.path("model");
+    let make = |name: &str, options: &str| {
+        let command = format!("calibrate --model {model} --tokens {texts} --size 8 --no-verdict {options}");
+        eval.scratch.make(name, &command)
+    };
+    let (second, third) = (make("second", ""), make("third", "--wpq-bits none --seed 3"));
+    let first = eval.scratch.path("art");
+    let alone = |artifact: &str, options: &str| {
+        let files = eval.files.replace(&first, artifact);
+        let tokens = eval.scratch.tokens("eval.json", &eval.documents);
+        let json = kvsmith(&format!(
+            "eval {files} --tokens {tokens} --decode 9 --json {options}"
+        ))
+        .json();
+        rows(&json).to_vec()
+    };
+    let json = eval
+        .text(&format!(
+            "--decode 9 --json --methods topk,wpq,a2ats,wpq+tail --budgets 5,wpq=9 --against {second},{third}"
+        ))
+        .json();
+    let mut expected = Vec::new();
+    for (method, budgets, artifacts) in [
+        ("topk", "5", vec![&first]),
+        ("wpq", "5,9", vec![&first, &second]),
+        ("a2ats", "5", vec![&first, &second, &third]),
+        ("wpq+tail", "5", vec![&first, &second]),
+    ] {
+        for artifact in artifacts {
+            for row in alone(artifact, &format!("--methods {method} --budgets {budgets}")) {
+                expected.push((artifact, row));
+            }
+        }
+    }
+    assert_eq!(rows(&json).len(), expected.len());
+    for (row, (artifact, alone)) in rows(&json).iter().zip(expected) {
+        assert_eq!(row["artifact"], *artifact.as_str());
+        for key in [
+            "method",
+            "budget",
+            "recall",
+            "bytes_read_fraction",
+            "constant_bytes",
+        ] {
+            assert_eq!(row[key], alone[key], "{key} of {}", row["method"]);
+        }
+        // Products with more rows round otherwise: 1e-6 seen.
+        for key in ["kl", "perplexity_ratio", "mass", "output_error"] {
+            let (one, other) = (number(row, key), number(&alone, key));
+            assert!((one - other).abs() <= 1e-5 * other, "{key} {one}, alone {other}");
+        }
+    }
+    let compared = json["differences"].as_array().unwrap();
+    let pair = compared
+        .iter()
+        .find(|pair| pair["methods"] == json!(["a2ats", "a2ats"]))
+        .unwrap();
+    assert_eq!(pair["artifacts"], json!([first, second]));
+
+    let shown = eval
+        .text(&format!("--decode 9 --methods wpq,topk --against {second}"))
+        .ok()
+        .stdout;
+    assert!(
+        shown.contains("wpq [2] ") && shown.contains(&format!("[2] {second}")),
+        "{shown}"
+    );
+
+    eval.text("--methods topk --budgets 3,lfps=4")
+        .fails(2, "`lfps`", "");
+    eval.text("--methods topk,lfps --budgets lfps=4")
+        .fails(2, "none for `topk`", "");
+    let unknown = eval.text("--methods topk --budgets nearest=4");
+    assert!(
+        unknown.code == Some(2) && unknown.stderr.contains("no method `nearest`"),
+        "{}",
+        unknown.stderr
+    );
+}

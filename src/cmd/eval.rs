@@ -2,6 +2,7 @@
 
 mod blocks;
 pub mod needles;
+mod plan;
 mod reads;
 mod rows;
 
@@ -10,19 +11,20 @@ use std::path::PathBuf;
 use serde_json::{Value, json};
 
 use super::args::Global;
-use super::named::{self, Named, NamedParser};
-use super::reading::{Reading, parse_budget};
+use super::named::{Named, NamedParser};
+use super::reading::Reading;
 use super::{device_for, forward_on, merge, open_model, print, print_json};
+use crate::artifact::Artifact;
 use crate::error::{Error, Kind, Result};
 use crate::flags::{parse_count, parse_positive_count, parse_share};
 use crate::kv::Budget;
 use crate::method::Method;
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
-use crate::progress::Log;
 use crate::runner::eval::{Bootstrap, Evaluation, FEWEST, Variant};
 use blocks::Blocks;
 use needles::{NeedleLine, Reader};
+use plan::{BudgetOf, Entry};
 use rows::Measurements;
 
 /// Arguments of `eval`.
@@ -51,10 +53,10 @@ pub struct Args {
     /// section `tail` of --artifact
     #[arg(long, value_name = "A,B", value_delimiter = ',', required = true, value_parser = NamedParser)]
     methods: Vec<Named>,
-    /// Budgets of each method: fractions of the context, or numbers of positions; the static set, the index and
-    /// keys that are read to rank come on top
-    #[arg(long, value_name = "X,Y", value_delimiter = ',', default_value = "0.06", value_parser = parse_budget)]
-    budgets: Vec<Budget>,
+    /// Budgets of each method, or NAME=X for the method NAME alone: fractions of the context, or numbers of
+    /// positions; the static set, the index and keys that are read to rank come on top
+    #[arg(long, value_name = "X,Y", value_delimiter = ',', default_value = "0.06", value_parser = BudgetOf::parse)]
+    budgets: Vec<BudgetOf>,
     /// Shares of the bytes of all visible keys and values, all that a step reads counted; the budget of each
     /// method is found on the first block or line
     #[arg(long, value_name = "F,G", value_delimiter = ',', value_parser = parse_share, conflicts_with = "budgets")]
@@ -77,18 +79,17 @@ pub struct Args {
     /// Tokens of random UUIDs to add
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = parse_count)]
     uuid_tokens: usize,
+    /// Further artifacts: each method with a section there is measured with them too, on the same steps
+    #[arg(long, value_name = "ART2,ART3", value_delimiter = ',', requires = "artifact")]
+    against: Vec<PathBuf>,
     #[command(flatten)]
     reading: Reading,
 }
 
 impl Args {
-    /// Returns a method of `--methods`, with a tail if `--tail` gives every method one.
-    fn named(&self, index: usize) -> Named {
-        let Named { method, tail } = self.methods[index];
-        Named {
-            method,
-            tail: tail || self.reading.tail(),
-        }
+    /// Returns the files of the artifacts, that of `--artifact` first.
+    fn artifacts(&self) -> impl Iterator<Item = &PathBuf> {
+        self.reading.artifact().into_iter().chain(&self.against)
     }
 }
 
@@ -99,21 +100,32 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     args.reading.check(device.as_ref())?;
     let decoder = open_model(&args.model, log)?;
     let device = device_for(device, &decoder, global)?;
-    let artifact = args.reading.open(&decoder, log)?;
-    let method = |index| {
-        let Named { method, tail } = args.named(index);
-        args.reading
-            .method(method, tail, artifact.as_ref(), &decoder, global)
+    let artifacts = args
+        .artifacts()
+        .map(|path| args.reading.open(path, &decoder, log));
+    let artifacts: Vec<Artifact> = artifacts.collect::<Result<_>>()?;
+    let entries = plan::entries(args, &artifacts);
+    let method = |entry: &Entry| {
+        let Named { method, tail } = entry.named;
+        let artifact = artifacts.get(entry.artifact);
+        args.reading.method(method, tail, artifact, &decoder, global)
     };
-    let methods = (0..args.methods.len()).map(method);
-    let methods: Vec<Box<dyn Method>> = methods.collect::<Result<_>>()?;
-    let options = args
-        .reading
-        .options(Budget::Fraction(1.0), artifact.as_ref(), device.as_ref())?;
+    let methods: Vec<Box<dyn Method>> = entries.iter().map(method).collect::<Result<_>>()?;
+    let options = |artifact| {
+        let whole = Budget::Fraction(1.0);
+        args.reading.options(whole, artifact, device.as_ref())
+    };
+    for other in artifacts.iter().skip(1) {
+        if options(Some(other))?.packed != options(artifacts.first())?.packed {
+            return Err(Error::usage("the artifacts have signs about different centres")
+                .hint("choose one by --sign-center"));
+        }
+    }
+    let options = options(artifacts.first())?;
     let evaluation = |budgets: &[(usize, Budget)]| -> Result<Evaluation<'_>> {
         let variant = |&(index, budget): &(usize, Budget)| Variant {
             method: methods[index].as_ref(),
-            number: named::number(&args.methods, index),
+            number: plan::number(&entries, index),
             budget,
         };
         let forward = forward_on(device.as_ref(), &decoder, global)?;
@@ -122,13 +134,13 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     };
     let tokenizer = tokenizer(args, &decoder)?;
     let material = Material::open(args, global, &decoder, tokenizer.as_ref())?;
-    let plan = plan(args, log, &mut |budgets| {
+    let plan = plan::rows(args, &entries, log, &mut |budgets| {
         let mut evaluation = evaluation(budgets)?;
         material.sample(args, &mut evaluation)?;
         let share = |variant: usize| evaluation.bytes_fraction(variant).unwrap_or(1.0);
         Ok((0..budgets.len()).map(share).collect())
     })?;
-    let budgets: Vec<_> = plan.iter().filter_map(|p| Some((p.method, p.budget?))).collect();
+    let budgets: Vec<_> = plan.iter().filter_map(|p| Some((p.entry, p.budget?))).collect();
     let mut evaluation = evaluation(&budgets)?;
     let (found, stopped) = material.evaluate(args, global, &mut evaluation)?;
     let intervals = Bootstrap::new(material.units(&evaluation), global.seed);
@@ -141,7 +153,8 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         args,
         plan: &plan,
         evaluation: &evaluation,
-        artifact: artifact.as_ref(),
+        entries: &entries,
+        artifacts: &artifacts,
         intervals: intervals.as_ref(),
     };
     let rows = table.rows()?;
@@ -165,44 +178,6 @@ fn is_stopped(result: Result<()>, done: usize) -> Result<bool> {
         Err(e) if e.kind() == Kind::Interrupted && done > 0 => Ok(true),
         other => other.map(|()| false),
     }
-}
-
-/// A row that is to be measured.
-#[derive(Clone, Copy, Debug)]
-struct Planned {
-    /// Index of the method among those asked for.
-    method: usize,
-    /// The budget; `None` if no budget meets `reads`.
-    budget: Option<Budget>,
-    /// The share of the bytes to be read, and the share read on the sample.
-    reads: Option<[f64; 2]>,
-}
-
-impl From<reads::Found> for Planned {
-    fn from(found: reads::Found) -> Self {
-        Self {
-            method: found.method,
-            budget: found.budget,
-            reads: Some([found.target, found.share]),
-        }
-    }
-}
-
-/// Plans each method with each budget, or with the budgets that read the shares asked for.
-fn plan(args: &Args, log: Log, read: &mut reads::ReadShares) -> Result<Vec<Planned>> {
-    if !args.reads.is_empty() {
-        log.note("finding the budgets that read these shares of the bytes, on the first block or line");
-        let found = reads::find(args.methods.len(), &args.reads, read)?;
-        return Ok(found.into_iter().map(Planned::from).collect());
-    }
-    let planned = |method| {
-        args.budgets.iter().map(move |budget| Planned {
-            method,
-            budget: Some(*budget),
-            reads: None,
-        })
-    };
-    Ok((0..args.methods.len()).flat_map(planned).collect())
 }
 
 /// What methods are evaluated on.

@@ -1,12 +1,13 @@
 //! The options of methods and caches that `run` and `eval` share, and the artifact that both read.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::args::Global;
 use crate::artifact::Artifact;
 use crate::compute::device::Device;
 use crate::error::{Error, Result};
 use crate::flags::{parse_count, parse_positive_count};
+use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType};
 use crate::method::Method;
 use crate::method::declaration::Ask;
@@ -42,10 +43,10 @@ pub(super) struct Reading {
     #[arg(long, value_name = "ART.safetensors")]
     artifact: Option<PathBuf>,
     /// First positions that are always read
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = parse_count)]
+    #[arg(long, value_name = "N", default_value_t = SINKS, value_parser = parse_count)]
     sinks: usize,
     /// Last positions that are always read, the current one included
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = parse_positive_count)]
+    #[arg(long, value_name = "N", default_value_t = WINDOW, value_parser = parse_positive_count)]
     window: usize,
     /// Element type of the KV cache (default: f32 on the CPU, bf16 on CUDA)
     #[arg(long, value_enum)]
@@ -62,11 +63,8 @@ pub(super) struct Reading {
 }
 
 impl Reading {
-    /// Opens the artifact, if one is given, and checks that it fits the model.
-    pub(super) fn open(&self, decoder: &Decoder, log: Log) -> Result<Option<Artifact>> {
-        let Some(path) = &self.artifact else {
-            return Ok(None);
-        };
+    /// Opens an artifact and checks that it fits the model.
+    pub(super) fn open(&self, path: &Path, decoder: &Decoder, log: Log) -> Result<Artifact> {
         let artifact = Artifact::open(path, SECTIONS)?;
         let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
         if let Err(e) = artifact.check_model(&fingerprint, decoder.config.sizes()) {
@@ -80,7 +78,7 @@ impl Reading {
             }
             log.warn(&format!("{e}; used all the same because of --force"));
         }
-        Ok(Some(artifact))
+        Ok(artifact)
     }
 
     /// Returns the options of a session.

@@ -152,7 +152,8 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     if args.top_p < 1.0 && args.temperature == 0.0 {
         log.warn("--top-p does nothing without --temperature");
     }
-    let artifact = args.reading.open(&decoder, log)?;
+    let open = |path: &PathBuf| args.reading.open(path, &decoder, log);
+    let artifact = args.reading.artifact().map(open).transpose()?;
     let choice = Choice::of(args, artifact.as_ref(), log)?;
     let method = args
         .reading

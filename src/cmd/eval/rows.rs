@@ -1,9 +1,12 @@
 //! What `eval` prints: a row per method and budget, and the differences between methods.
 
+use std::path::{Path, PathBuf};
+
 use serde_json::{Map, Value, json};
 
 use super::super::merge;
-use super::{Args, Named, Planned};
+use super::plan::{Entry, Planned};
+use super::{Args, Named};
 use crate::artifact::Artifact;
 use crate::error::Result;
 use crate::method::registry::constant_bytes;
@@ -33,8 +36,10 @@ pub struct Measurements<'a> {
     pub plan: &'a [Planned],
     /// One report per row with a budget.
     pub evaluation: &'a Evaluation<'a>,
-    /// The artifact, if one is used.
-    pub artifact: Option<&'a Artifact>,
+    /// The methods that are measured.
+    pub entries: &'a [Entry],
+    /// The artifacts given.
+    pub artifacts: &'a [Artifact],
     /// Resamples of blocks or lines, if there are enough of them.
     pub intervals: Option<&'a Bootstrap>,
 }
@@ -49,11 +54,14 @@ impl Measurements<'_> {
     }
 
     fn row(&self, planned: &Planned, variant: Option<usize>) -> Result<Value> {
-        let name = self.args.named(planned.method);
+        let name = self.named(planned);
         let mut row = json!({
             "method": name.to_string(),
             "budget": planned.budget.map(|budget| budget.value()),
         });
+        if let Some(artifact) = self.artifact_of(planned) {
+            row["artifact"] = json!(artifact);
+        }
         if let Some([target, sampled]) = planned.reads {
             row["reads_target"] = json!(target);
             row["reads_sample"] = json!(sampled);
@@ -70,7 +78,7 @@ impl Measurements<'_> {
             "exact_dot_fraction": shares.products,
             "bypass_fraction": shares.bypassed,
             "index_bits_per_token": report.index_bits_per_token(),
-            "constant_bytes": self.constant_bytes(name)?,
+            "constant_bytes": self.constant_bytes(planned)?,
             "intervals": self.intervals(report),
         });
         merge(&mut row, &more);
@@ -97,10 +105,29 @@ impl Measurements<'_> {
     }
 
     /// Returns the bytes that a method needs whatever the context: those of its sections of the artifact.
-    fn constant_bytes(&self, name: Named) -> Result<usize> {
-        let tail = self.artifact.filter(|_| name.tail);
+    fn constant_bytes(&self, planned: &Planned) -> Result<usize> {
+        let (name, artifact) = (
+            self.named(planned),
+            self.artifacts.get(self.entries[planned.entry].artifact),
+        );
+        let tail = artifact.filter(|_| name.tail);
         let tail = tail.map_or(Ok(0), tail::constant_bytes)?;
-        Ok(tail + constant_bytes(name.method, self.artifact)?)
+        Ok(tail + constant_bytes(name.method, artifact)?)
+    }
+
+    fn named(&self, planned: &Planned) -> Named {
+        self.entries[planned.entry].named
+    }
+
+    /// Returns the file of a row's artifact where there are several.
+    fn artifact_of(&self, planned: &Planned) -> Option<&Path> {
+        let index = self.entries[planned.entry].artifact;
+        let path = self
+            .args
+            .artifacts()
+            .nth(index)
+            .filter(|_| self.artifacts.len() > 1);
+        path.map(PathBuf::as_path)
     }
 
     /// Returns the 95 % interval of each metric; null with too few blocks or lines.
@@ -137,15 +164,15 @@ impl Measurements<'_> {
         out
     }
 
-    /// Tells whether two rows belong to different methods and to the same share or budget.
+    /// Tells whether two rows belong to different methods or artifacts and to the same share or budget.
     fn is_comparable(&self, a: &Planned, b: &Planned) -> bool {
         let share = |p: &Planned| p.reads.map(|[target, _]| target);
-        a.method != b.method && share(a) == share(b) && (a.reads.is_some() || a.budget == b.budget)
+        a.entry != b.entry && share(a) == share(b) && (a.reads.is_some() || a.budget == b.budget)
     }
 
     fn difference(&self, variants: [usize; 2], left: &Planned, right: &Planned) -> Value {
         let [a, b] = variants.map(|variant| &self.evaluation.reports[variant]);
-        let name = |p: &Planned| self.args.named(p.method).to_string();
+        let name = |p: &Planned| self.named(p).to_string();
         let (key, of): (_, fn(&VariantReport, &[usize]) -> f64) = match self.args.needles.is_some() {
             true => ("needle_accuracy", |report, lines| {
                 report.answers.accuracy_of(lines)
@@ -158,14 +185,18 @@ impl Measurements<'_> {
         };
         let difference = |units: &[usize]| of(a, units) - of(b, units);
         let all: Vec<usize> = (0..units).collect();
-        json!({
+        let mut out = json!({
             "methods": [name(left), name(right)],
             "budget": left.reads.is_none().then(|| left.budget.map(|budget| budget.value())),
             "reads_target": left.reads.map(|[target, _]| target),
             "metric": key,
             "difference": difference(&all),
             "interval": self.intervals.map(|bootstrap| bootstrap.interval(difference)),
-        })
+        });
+        if self.artifacts.len() > 1 {
+            out["artifacts"] = json!([left, right].map(|of| self.artifact_of(of)));
+        }
+        out
     }
 }
 
@@ -220,6 +251,8 @@ pub fn text(rows: &[Value], needles: bool) -> String {
         true => (&ON_NEEDLES, &DETAILS[..3]),
         false => (&ON_TEXT, &DETAILS),
     };
+    let files = files(rows);
+    let place = |row| place(row, &files);
     let mut out = heading(main);
     for row in rows {
         let least = row["reads_sample"].as_f64().filter(|_| row["budget"].is_null());
@@ -259,7 +292,21 @@ pub fn text(rows: &[Value], needles: bool) -> String {
     for row in rows.iter().filter(|row| !row["budget"].is_null()) {
         out += &line(&place(row), row, details);
     }
-    out
+    for (i, file) in files.iter().enumerate() {
+        out += &format!("\n[{}] {file}", i + 1);
+    }
+    out + if files.is_empty() { "" } else { "\n" }
+}
+
+/// Lists the artifacts that the rows name, in their order.
+fn files(rows: &[Value]) -> Vec<&str> {
+    let mut files: Vec<&str> = Vec::new();
+    for file in rows.iter().filter_map(|row| row["artifact"].as_str()) {
+        if !files.contains(&file) {
+            files.push(file);
+        }
+    }
+    files
 }
 
 /// Width of the place in front of the columns; with them a line has at most 80.
@@ -273,14 +320,20 @@ fn heading(columns: &[EvalColumn]) -> String {
     format!("{place:<PLACE$}{}\n", titles.collect::<String>())
 }
 
-/// Names a row by method and budget.
-fn place(row: &Value) -> String {
+/// Names a row by method, number of its artifact where there are several, and budget.
+fn place(row: &Value, files: &[&str]) -> String {
     let budget = match row["budget"].as_f64() {
         Some(budget) if budget <= 1.0 => format!("{budget:.4}"),
         Some(budget) => format!("{budget}"),
         None => "-".to_owned(),
     };
-    format!("{:<14} {budget:>7}", row["method"].as_str().unwrap_or(""))
+    let method = row["method"].as_str().unwrap_or("");
+    let number = files.iter().position(|file| row["artifact"] == *file);
+    let name = match number {
+        Some(index) => format!("{method} [{}]", index + 1),
+        None => method.to_owned(),
+    };
+    format!("{name:<14} {budget:>7}")
 }
 
 /// Writes what a row, or a part of one, has in each column.

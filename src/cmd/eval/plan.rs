@@ -1,0 +1,135 @@
+//! What `eval` measures: methods, the artifacts that they read, and budgets.
+
+use super::super::named::Named;
+use super::super::reading::parse_budget;
+use super::{Args, reads};
+use crate::artifact::Artifact;
+use crate::error::{Error, Result};
+use crate::kv::Budget;
+use crate::method::tail;
+use crate::progress::Log;
+
+/// A method with an artifact.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Entry {
+    /// The method as `--methods` names it.
+    asked: Named,
+    /// The same, with a tail if `--tail` gives every method one.
+    pub named: Named,
+    /// Index of the artifact among those given.
+    pub artifact: usize,
+}
+
+/// Lists each method with the first artifact, or without one, then with those of the others that it reads.
+pub fn entries(args: &Args, artifacts: &[Artifact]) -> Vec<Entry> {
+    let mut entries = Vec::new();
+    for asked in &args.methods {
+        let named = Named {
+            tail: asked.tail || args.reading.tail(),
+            ..*asked
+        };
+        let is_calibrated = |artifact: &Artifact| named.method.is_calibrated(artifact);
+        // Without a section of its own, a method reads an artifact for its tail alone.
+        let needs_section = artifacts.first().is_some_and(is_calibrated);
+        let reads = |artifact: &Artifact| {
+            (needs_section || named.tail)
+                && (!needs_section || is_calibrated(artifact))
+                && (!named.tail || artifact.has(tail::SECTION))
+        };
+        let others = artifacts.iter().enumerate().skip(1);
+        let read = others
+            .filter(|(_, artifact)| reads(artifact))
+            .map(|(index, _)| index);
+        entries.extend(std::iter::once(0).chain(read).map(|artifact| Entry {
+            asked: *asked,
+            named,
+            artifact,
+        }));
+    }
+    entries
+}
+
+/// Returns the index of the first entry with the method and the artifact of entry `index`: those with one number share an
+/// index.
+pub fn number(entries: &[Entry], index: usize) -> usize {
+    let of = |entry: &Entry| (entry.named.method, entry.artifact);
+    let own = of(&entries[index]);
+    entries.iter().position(|entry| of(entry) == own).unwrap_or(index)
+}
+
+/// A budget of `--budgets`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BudgetOf {
+    /// The method that it is for; `None` for all of them.
+    method: Option<Named>,
+    budget: Budget,
+}
+
+impl BudgetOf {
+    /// Reads a budget, or `NAME=` and a budget.
+    pub fn parse(text: &str) -> std::result::Result<Self, String> {
+        let (method, budget) = match text.split_once('=') {
+            None => (None, text),
+            Some((name, budget)) => {
+                let named = Named::parse(name).ok_or_else(|| format!("there is no method `{name}`"))?;
+                (Some(named), budget)
+            }
+        };
+        let budget = parse_budget(budget)?;
+        Ok(Self { method, budget })
+    }
+
+    fn is_for(self, method: Named) -> bool {
+        self.method.is_none_or(|own| own == method)
+    }
+}
+
+/// A row that is to be measured.
+#[derive(Clone, Copy, Debug)]
+pub struct Planned {
+    /// Index of the method and artifact among the entries.
+    pub entry: usize,
+    /// The budget; `None` if no budget meets `reads`.
+    pub budget: Option<Budget>,
+    /// The share of the bytes to be read, and the share read on the sample.
+    pub reads: Option<[f64; 2]>,
+}
+
+/// Plans each entry with each of its budgets, or with the budgets that read the shares asked for.
+///
+/// # Errors
+/// A method without a budget, or a budget without a method; those of `read`.
+pub fn rows(args: &Args, entries: &[Entry], log: Log, read: &mut reads::ReadShares) -> Result<Vec<Planned>> {
+    if !args.reads.is_empty() {
+        log.note("finding the budgets that read these shares of the bytes, on the first block or line");
+        let found = reads::find(entries.len(), &args.reads, read)?;
+        let row = |found: &reads::Found| Planned {
+            entry: found.method,
+            budget: found.budget,
+            reads: Some([found.target, found.share]),
+        };
+        return Ok(found.iter().map(row).collect());
+    }
+    let unused = |budget: &&BudgetOf| !args.methods.iter().any(|method| budget.is_for(*method));
+    if let Some(method) = args.budgets.iter().find(unused).and_then(|budget| budget.method) {
+        return Err(Error::usage(format!(
+            "--budgets has a budget for `{method}`, which --methods does not name"
+        ))
+        .hint("name it in --methods too"));
+    }
+    let mut plan = Vec::new();
+    for (index, entry) in entries.iter().enumerate() {
+        let own = args.budgets.iter().filter(|budget| budget.is_for(entry.asked));
+        let before = plan.len();
+        plan.extend(own.map(|of| Planned {
+            entry: index,
+            budget: Some(of.budget),
+            reads: None,
+        }));
+        if plan.len() == before {
+            return Err(Error::usage(format!("--budgets has none for `{}`", entry.asked))
+                .hint("a budget without NAME= is for every method"));
+        }
+    }
+    Ok(plan)
+}
