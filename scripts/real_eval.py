@@ -14,10 +14,11 @@ import argparse
 import hashlib
 import json
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+from lab import TEXT_COLUMNS, digest, percent, run, table, with_interval, write
 
 METHODS = "topk,wpq,wpq+tail,a2ats,selfindex,lfps,ctkvr,quest,snapkv,h2o,streaming"
 TEXTS = ("handbook", "python", "uuid")
@@ -33,28 +34,13 @@ UUIDS = 8_192
 DRIFT_BLOCKS = 20
 
 
-def run(command, **options):
-    done = subprocess.run(command, check=False, **options)
-    if done.returncode:
-        sys.exit(f"error: exit code {done.returncode} of {shlex.join(map(str, command))}\nhint: run it alone; this command goes on where it stopped")
-    return done
-
-
-def write(path, text):
-    """Give a file its content at once."""
-    part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
-
-
 class Study:
     def __init__(self, arguments):
         self.kvsmith = arguments.kvsmith
         self.real = arguments.real
         self.out = arguments.real / "eval"
         self.out.mkdir(exist_ok=True)
-        with open(self.kvsmith, "rb") as file:
-            self.program = hashlib.file_digest(file, "sha256").hexdigest()
+        self.program = digest(self.kvsmith)
         self.methods = arguments.methods
         self.reads = arguments.reads
         self.asked = ["--tasks", arguments.tasks, "--per-task", str(arguments.per_task)]
@@ -103,45 +89,6 @@ class Study:
         return document
 
 
-def percent(value):
-    return "" if value is None else f"{100 * value:.1f} %"
-
-
-def with_interval(row, key, digits):
-    interval = (row.get("intervals") or {}).get(key)
-    if row.get(key) is None:
-        return ""
-    text = f"{row[key]:.{digits}f}"
-    return f"{text} ({interval[0]:.{digits}f} to {interval[1]:.{digits}f})" if interval else text
-
-
-def table(document, columns):
-    """Print the rows, and what a method reads at least where it cannot read so little."""
-    print("| bytes | method | budget | read | " + " | ".join(columns) + " |")
-    print("|---" * (4 + len(columns)) + "|")
-    rows = sorted(document["rows"], key=lambda row: row["reads_target"])
-    for row in rows:
-        start = f"| {percent(row['reads_target'])} | `{row['method']}` "
-        if row["budget"] is None:
-            print(f"{start}| | at least {percent(row['reads_sample'])} |" + " |" * len(columns))
-            continue
-        cells = [of(row) for of in columns.values()]
-        print(f"{start}| {row['budget']:.4f} | {percent(row['bytes_read_fraction'])} | " + " | ".join(cells) + " |")
-    print()
-
-
-TEXT_COLUMNS = {
-    "KL, nats (95 %)": lambda row: with_interval(row, "kl", 4),
-    "median": lambda row: f"{row['kl_median']:.4f}",
-    "99th percentile": lambda row: f"{row['kl_p99']:.3f}",
-    "equal top-1": lambda row: percent(row["top1_equal"]),
-    "perplexity": lambda row: with_interval(row, "perplexity_ratio", 3),
-    "recall": lambda row: f"{row['recall']:.3f}",
-    "mass": lambda row: f"{row['mass']:.3f}",
-    "index bits": lambda row: f"{row['index_bits_per_token']:.0f}",
-}
-
-
 def drift(document):
     """Print the mean KL by the step's place in its block."""
     rows = [row for row in document["rows"] if row["budget"] is not None]
@@ -184,7 +131,7 @@ def main():
         tokens = ["--seq-len", str(arguments.block), "--max-tokens", str(arguments.block * arguments.blocks), "--decode", str(arguments.decode)]
         document = study.evaluate(name, ["--text", str(study.real / "text" / f"{name}-heldout.txt"), *tokens])
         print(f"## {name}: {document['blocks']} blocks of {arguments.block} tokens, {document['steps']} steps\n")
-        table(document, TEXT_COLUMNS)
+        print(table(document, TEXT_COLUMNS))
     if arguments.drift:
         tokens = ["--seq-len", str(arguments.block), "--max-tokens", str(arguments.block * min(arguments.blocks, DRIFT_BLOCKS))]
         text = ["--text", str(study.real / "text" / "handbook-heldout.txt")]
@@ -195,7 +142,7 @@ def main():
         document = study.evaluate(f"tasks-{length}", ["--needles", str(study.tasks(length))])
         full = ", ".join(f"{task['task']} {task['accuracy']:.2f}" for task in document["full_by_task"])
         print(f"## Tasks of {length} tokens\n\nFull attention: {document['full_needle_accuracy']:.2f} ({full}).\n")
-        table(document, task_columns(document))
+        print(table(document, task_columns(document)))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Ask whether calibration pays, on the real model of `make real` and held-out text: against an index that knows nothing of
 the model, against one that is fitted to the prompt alone, across domains, and by how much text there is.
 
-    python study.py KVSMITH REAL [--tokens 32768] [--blocks 12] [--block 4096] [--decode 32] [--only A,B]
+    python study.py KVSMITH REAL [--tokens 40960] [--most 131072] [--blocks 20] [--block 3072] [--decode 24]
+        [--only A,B]
 
 Everything is measured at the same budgets, those with which the calibrated artifact reads 10 % of the bytes; an index that
-is put in the place of another has its size, so that the bytes are equal too. Writes REAL/study/*.json and prints tables in
+is put in the place of another has its size, so that the bytes are equal too. Writes REAL/lab/*.json and prints tables in
 Markdown. What is there from the same command and the same program is not done again, so a run that was stopped goes on.
 All of it takes about four hours on 2 cores.
 """
@@ -12,40 +13,18 @@ All of it takes about four hours on 2 cores.
 import argparse
 import hashlib
 import json
-import os
-import random
-import shlex
 import struct
-import subprocess
-import sys
-import uuid
 from pathlib import Path
 
 import numpy as np
 from safetensors import safe_open
-from tokenizers import Tokenizer
+
+from lab import HELD_OUT, MIXED, SEED, Lab, paired, write
 
 READS = "0.1"
 METHODS = ("a2ats", "selfindex", "lfps", "wpq")
-HELD_OUT = ("handbook", "python")
-SEED = 20262
-RESAMPLES = 2000
 # The mean magnitude of a standard normal variable: the levels of its quantiser of one bit (Lloyd-Max).
 LEVEL = np.sqrt(2 / np.pi)
-
-
-def run(command, **options):
-    done = subprocess.run(list(map(str, command)), check=False, **options)
-    if done.returncode:
-        sys.exit(f"error: exit code {done.returncode} of {shlex.join(map(str, command))}\nhint: run it alone; this command goes on where it stopped")
-    return done
-
-
-def write(path, data):
-    """Give a file its content at once."""
-    part = path.with_suffix(".part")
-    part.write_bytes(data if isinstance(data, bytes) else data.encode())
-    os.replace(part, path)
 
 
 def read_artifact(path):
@@ -114,124 +93,65 @@ def without_data(tensors, manifest, draw):
     manifest["sections"]["wpq"] |= {"stages": 1, "groups": 16}
 
 
-class Study:
+class Study(Lab):
     def __init__(self, arguments):
-        self.kvsmith, self.real, self.arguments = arguments.kvsmith, arguments.real, arguments
-        self.out = arguments.real / "study"
-        self.out.mkdir(exist_ok=True)
-        with open(self.kvsmith, "rb") as file:
-            self.program = hashlib.file_digest(file, "sha256").hexdigest()
-        self.tokenizer = Tokenizer.from_file(str(arguments.real / "model" / "tokenizer.json"))
-        self.budgets = {}
+        super().__init__(arguments.kvsmith, arguments.real)
+        self.arguments, self.budgets = arguments, {}
 
-    def text(self, name):
-        """Return a text for calibration."""
-        if name == "bible":
-            return (Path(__file__).parent.parent / "calib-data" / "text.txt").read_text(encoding="utf-8")
-        if name == "uuid":
-            draw = random.Random(SEED)
-            return " ".join(str(uuid.UUID(int=draw.getrandbits(128))) for _ in range(8000))
-        return (self.real / "text" / f"{name}-calib.txt").read_text(encoding="utf-8")
+    def held_out(self, domain):
+        return self.blocks(domain, self.arguments.block, self.arguments.blocks)
 
-    def ids(self, text, most):
-        return self.tokenizer.encode(text[: 16 * most], add_special_tokens=False).ids[:most]
-
-    def tokens(self, name, documents):
-        path = self.out / f"{name}.tokens.json"
-        write(path, json.dumps(documents))
-        return path
-
-    def blocks(self, domain):
-        """Return the blocks of a held-out text."""
-        size, count = self.arguments.block, self.arguments.blocks
-        text = (self.real / "text" / f"{domain}-heldout.txt").read_text(encoding="utf-8")
-        ids = self.ids(text, size * count)
-        return [ids[at : at + size] for at in range(0, len(ids) - size + 1, size)]
-
-    def made(self, path, recipe):
-        """Tell whether a file is the result of this recipe and this program."""
-        note = path.with_suffix(".made")
-        return path.exists() and note.exists() and note.read_text() == recipe
-
-    def calibrated(self, name, texts, tokens, block=8192):
-        """Return the artifact of a number of tokens, in equal parts of some texts."""
-        path = self.out / f"{name}.safetensors"
-        documents = [self.ids(self.text(text), tokens // len(texts)) for text in texts]
-        command = ["calibrate", "--model", self.real / "model", "--tokens", self.tokens(name, documents), "--seq-len", block,
-                   "--size", 1024, "--holdout", 0.1, "--no-verdict"]
-        recipe = json.dumps([self.program, hashlib.sha256(json.dumps(documents).encode()).hexdigest(), list(map(str, command))])
-        if not self.made(path, recipe):
-            print(f"calibrating {name}", file=sys.stderr)
-            run([self.kvsmith, *command, "-o", path, "--overwrite", "-q"])
-            write(path.with_suffix(".made"), recipe)
-        return path
-
-    def edited(self, name, base, change):
-        """Return the artifact `base` after a change, a function of tensors, manifest and a source of random numbers."""
+    def edited(self, name, base, change, sections):
+        """Return some sections of the artifact `base` after a change, a function of tensors, manifest and a source of random numbers."""
         path = self.out / f"{name}.safetensors"
         tensors, manifest = read_artifact(base)
+        tensors = {name: tensor for name, tensor in tensors.items() if name.split(".")[0] in sections}
+        manifest["sections"] = {name: section for name, section in manifest["sections"].items() if name in sections}
+        manifest["quality"] = {name: report for name, report in manifest["quality"].items() if name in sections}
         change(tensors, manifest, np.random.default_rng(SEED))
         write(path, artifact_bytes(tensors, manifest))
         return path
 
     def of_prompt(self, domain, block, ids):
         """Return the artifact of a block's own prompt, which no step that is measured is part of."""
-        path = self.out / f"prompt-{domain}-{block}.safetensors"
         prompt = ids[: -self.arguments.decode]
-        command = ["calibrate", "--model", self.real / "model", "--tokens", self.tokens(path.stem, [prompt]), "--seq-len",
-                   len(prompt), "--size", 1024, "--holdout", 0, "--no-verdict"]
-        recipe = json.dumps([self.program, prompt, list(map(str, command))])
-        if not self.made(path, recipe):
-            run([self.kvsmith, *command, "-o", path, "--overwrite", "-q"])
-            write(path.with_suffix(".made"), recipe)
-        return path
+        return self.fitted(f"prompt-{domain}-{block}", [prompt], ["--seq-len", len(prompt), "--holdout", 0])
 
-    def losses(self, name, artifact, domain, methods, blocks=None, flags=()):
-        """Return the KL of each block by method, at the budgets of the calibrated artifact."""
-        documents = self.blocks(domain) if blocks is None else blocks
+    def losses(self, name, artifacts, domain, methods, documents=None, flags=()):
+        """Return, by label and method, the KL of each block and the share of the bytes read, at the calibrated artifact's budgets.
+
+        `artifacts` has paths by label; all are measured on the same steps, against one run of full attention.
+        """
+        documents = self.held_out(domain) if documents is None else documents
         text = self.tokens(f"{name}-{domain}", documents)
-        found = {}
-        for method in methods:
-            path = self.out / f"{name}-{domain}-{method}.json"
-            command = ["eval", "--model", self.real / "model", "--artifact", artifact, "--tokens", text, "--max-tokens",
-                       10**9, "--seq-len", self.arguments.block, "--decode", self.arguments.decode, "--kv", "bf16", "--methods",
-                       method, "--budgets", self.budgets[method], *flags, "--json"]
-            recipe = json.dumps([self.program, hashlib.sha256(Path(artifact).read_bytes()).hexdigest(), documents, list(map(str, command))])
-            if not self.made(path, recipe):
-                print(f"measuring {name}, {domain}, {method}", file=sys.stderr)
-                write(path, run([self.kvsmith, *command, "-q"], stdout=subprocess.PIPE).stdout)
-                write(path.with_suffix(".made"), recipe)
-            row = json.loads(path.read_text())["rows"][0]
-            found[method] = (np.array(row["kl_by_block"]), row["bytes_read_fraction"])
+        first, *others = artifacts.values()
+        against = ["--against", ",".join(map(str, others))] if others else []
+        budgets = ",".join(f"{method}={self.budgets[method]}" for method in methods)
+        options = ["--artifact", first, *against, "--tokens", text, "--max-tokens", 10**9,
+                   "--seq-len", self.arguments.block, "--decode", self.arguments.decode, "--methods",
+                   ",".join(methods), "--budgets", budgets, *flags]
+        document = self.eval(f"{name}-{domain}", options, [text, *artifacts.values()])
+        labels = {str(of): label for label, of in artifacts.items()}
+        found = {label: {} for label in artifacts}
+        for row in document["rows"]:
+            label = labels[row.get("artifact", str(first))]
+            found[label][row["method"]] = (np.array(row["kl_by_block"]), row["bytes_read_fraction"])
         return found
 
     def find_budgets(self, artifact):
         """Find the budgets with which the calibrated artifact reads 10 % of the bytes."""
-        path = self.out / "budgets.json"
-        text = self.tokens("budgets", self.blocks(HELD_OUT[0])[:1])
-        command = ["eval", "--model", self.real / "model", "--artifact", artifact, "--tokens", text, "--seq-len",
-                   self.arguments.block, "--decode", 8, "--kv", "bf16", "--methods", ",".join(METHODS), "--reads", READS, "--json"]
-        recipe = json.dumps([self.program, list(map(str, command))])
-        if not self.made(path, recipe):
-            write(path, run([self.kvsmith, *command, "-q"], stdout=subprocess.PIPE).stdout)
-            write(path.with_suffix(".made"), recipe)
-        for row in json.loads(path.read_text())["rows"]:
-            # What cannot read so little is measured with a small budget.
-            self.budgets[row["method"]] = round(row["budget"] or 0.02, 4)
-
-
-def paired(losses, reference):
-    """Return the mean difference of two means over blocks and its 95 % interval, by the bootstrap."""
-    draw = np.random.default_rng(SEED)
-    difference = losses - reference
-    means = difference[draw.integers(len(difference), size=(RESAMPLES, len(difference)))].mean(1)
-    return difference.mean(), *np.percentile(means, [2.5, 97.5])
+        text = self.tokens("budgets", self.held_out(HELD_OUT[0])[:1])
+        options = ["--artifact", artifact, "--tokens", text, "--seq-len", self.arguments.block,
+                   "--decode", 8, "--methods", ",".join(METHODS), "--reads", READS]
+        for row in self.eval("budgets", options, [text, artifact])["rows"]:
+            # What cannot read so little is measured with the budget that `run` has by default.
+            self.budgets[row["method"]] = round(row["budget"] or 0.06, 4)
 
 
 def table(title, rows, reference):
     """Print the mean KL of every row and its difference from the reference; each value is a list of losses by block."""
     print(f"### {title}\n")
-    print("| index | KL, nats | less than the calibrated one by (95 %, paired) | read |")
+    print("| index | KL, nats | less than the first row by (95 %, paired) | read |")
     print("|---|---|---|---|")
     for name, (losses, read) in rows:
         if losses is reference:
@@ -244,51 +164,54 @@ def table(title, rows, reference):
 
 def pays(study, main, arguments):
     """Beside each calibrated index, others of the same size."""
-    edits = {
-        "random codewords": ("random", random_words, ("a2ats", "wpq")),
-        "no data: random rotation, one bit a channel": ("nodata", without_data, ("wpq",)),
+    artifacts = {
+        "calibrated": main,
+        "random codewords": study.edited("random", main, random_words, ("a2ats", "wpq")),
+        "no data: random rotation, one bit a channel": study.edited("nodata", main, without_data, ("wpq",)),
     }
+    flags = ("--sign-centroids", "one-pass", "--lfps-prior", "0")
+    papers = {"selfindex": "centroids of the prompt alone (the paper)", "lfps": "no priors (the paper)"}
     for domain in HELD_OUT:
-        calibrated = study.losses("main", main, domain, METHODS)
-        rows = {method: [("calibrated", calibrated[method])] for method in METHODS}
-        for what, (name, change, methods) in edits.items():
-            other = study.losses(name, study.edited(name, main, change), domain, methods)
-            for method in methods:
-                rows[method].append((what, other[method]))
-        documents = study.blocks(domain)
-        own = [study.losses(f"prompt-{i}", study.of_prompt(domain, i, ids), domain, ("a2ats", "wpq"), [ids]) for i, ids in enumerate(documents)]
+        documents = study.held_out(domain)
+        found = study.losses("pays", artifacts, domain, METHODS)
+        own = study.losses("papers", {"papers": main}, domain, tuple(papers), flags=flags)["papers"]
+        each = [study.of_prompt(domain, i, ids) for i, ids in enumerate(documents)]
+        each = [study.losses(f"prompt-{i}", {"": of}, domain, ("a2ats", "wpq"), [ids])[""] for i, (of, ids) in enumerate(zip(each, documents))]
+        rows = {method: [("calibrated", found["calibrated"][method])] for method in METHODS}
         for method in ("a2ats", "wpq"):
-            losses = np.concatenate([of[method][0] for of in own])
-            rows[method].append(("fitted to the prompt", (losses, np.mean([of[method][1] for of in own]))))
-        one_pass = study.losses("onepass", main, domain, ("selfindex",), flags=("--sign-centroids", "one-pass"))
-        rows["selfindex"].append(("centroids of the prompt alone (the paper)", one_pass["selfindex"]))
-        off = study.losses("noprior", main, domain, ("lfps",), flags=("--lfps-prior", "0"))
-        rows["lfps"].append(("no priors (the paper)", off["lfps"]))
+            rows[method].append(("random codewords", found["random codewords"][method]))
+            losses = np.concatenate([of[method][0] for of in each])
+            rows[method].append(("fitted to the prompt", (losses, np.mean([of[method][1] for of in each]))))
+        without = "no data: random rotation, one bit a channel"
+        rows["wpq"].append((without, found[without]["wpq"]))
+        for method, label in papers.items():
+            rows[method].append((label, own[method]))
         for method in METHODS:
-            table(f"`{method}`, {domain}: {len(documents)} blocks", rows[method], calibrated[method][0])
+            table(f"`{method}`, {domain}: {len(documents)} blocks", rows[method], rows[method][0][1][0])
 
 
 def domains(study, main, arguments):
     """Calibrated on one kind of text, measured on another."""
-    artifacts = [("handbook and Python", main)]
-    artifacts += [(name, study.calibrated(f"of-{name}", [name], arguments.tokens)) for name in ("handbook", "python", "bible", "uuid")]
+    artifacts = {"handbook, Python and UUIDs": main}
+    artifacts |= {name: study.calibrated(f"of-{name}", {name: 1}, arguments.tokens) for name in ("handbook", "python", "bible", "uuid")}
     across(study, "domains", artifacts)
 
 
 def lengths(study, main, arguments):
     """Calibrated on less or more text, and on shorter blocks."""
-    artifacts = [(f"{arguments.tokens} tokens", main)]
-    artifacts += [(f"{n} tokens", study.calibrated(f"tokens-{n}", HELD_OUT, n)) for n in (8192, 131072)]
-    artifacts.append((f"{arguments.tokens} tokens in blocks of 2048", study.calibrated("blocks-2048", HELD_OUT, arguments.tokens, 2048)))
+    artifacts = {f"{arguments.tokens} tokens": main}
+    artifacts |= {f"{n} tokens": study.calibrated(f"tokens-{n}", MIXED, n) for n in (8192, arguments.most)}
+    artifacts[f"{arguments.tokens} tokens in blocks of 2048"] = study.calibrated("blocks-2048", MIXED, arguments.tokens, ["--seq-len", 2048])
     across(study, "lengths", artifacts)
 
 
 def across(study, title, artifacts):
     for domain in HELD_OUT:
-        found = [(name, study.losses(path.stem, path, domain, METHODS)) for name, path in artifacts]
+        found = study.losses(title, artifacts, domain, METHODS)
+        first = next(iter(artifacts))
         for method in METHODS:
-            rows = [(name, of[method]) for name, of in found]
-            table(f"{title}: `{method}` on {domain}", rows, rows[0][1][0])
+            rows = [(label, of[method]) for label, of in found.items()]
+            table(f"{title}: `{method}` on {domain}", rows, found[first][method][0])
 
 
 PARTS = {"pays": pays, "domains": domains, "lengths": lengths}
@@ -298,14 +221,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kvsmith", type=Path)
     parser.add_argument("real", type=Path)
-    parser.add_argument("--tokens", type=int, default=32768, help="tokens of calibration")
-    parser.add_argument("--blocks", type=int, default=12, help="blocks of each held-out text")
-    parser.add_argument("--block", type=int, default=4096, help="tokens of a block")
-    parser.add_argument("--decode", type=int, default=32, help="steps of each block")
+    parser.add_argument("--tokens", type=int, default=40_960, help="tokens of calibration")
+    parser.add_argument("--most", type=int, default=131_072, help="tokens of the longest calibration")
+    parser.add_argument("--blocks", type=int, default=20, help="blocks of each held-out text")
+    parser.add_argument("--block", type=int, default=3072, help="tokens of a block")
+    parser.add_argument("--decode", type=int, default=24, help="steps of each block")
     parser.add_argument("--only", default=",".join(PARTS), help="the parts to run")
     arguments = parser.parse_args()
     study = Study(arguments)
-    base = study.calibrated("main", HELD_OUT, arguments.tokens)
+    base = study.calibrated("main", MIXED, arguments.tokens)
     study.find_budgets(base)
     print("Budgets: " + ", ".join(f"`{method}` {budget}" for method, budget in study.budgets.items()) + "\n")
     for part in arguments.only.split(","):

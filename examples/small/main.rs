@@ -1,4 +1,4 @@
-//! Measures every method on the bundled model and writes `docs/results.md`, the JSON behind it and its
+//! Measures every method on the bundled model and writes `docs/small.md`, the JSON behind it and its
 //! pictures. `make results` runs it.
 
 mod groups;
@@ -38,7 +38,7 @@ fn main() -> Result<(), Error> {
     let work = PathBuf::from(args.next().ok_or("a scratch folder is the second argument")?);
     std::fs::create_dir_all(&work)?;
     let lab = Lab { program, work };
-    let numbers = Path::new("docs/results/results.json");
+    let numbers = Path::new("docs/small/small.json");
     let before = || -> Result<BTreeMap<String, Value>, Error> {
         Ok(serde_json::from_str(&std::fs::read_to_string(numbers)?)?)
     };
@@ -56,11 +56,11 @@ fn main() -> Result<(), Error> {
         Some(names) => lab.measure_all(names.split(',').map(str::to_string), before()?)?,
     };
     let base = lab.artifact(BASE)?;
-    std::fs::create_dir_all("docs/results")?;
+    std::fs::create_dir_all("docs/small")?;
     let data = serde_json::to_string_pretty(&results)?;
     std::fs::write(numbers, data + "\n")?;
     pictures::all(&results, &base)?;
-    std::fs::write("docs/results.md", page(&results))?;
+    std::fs::write("docs/small.md", page(&results))?;
     Ok(())
 }
 
@@ -96,7 +96,7 @@ impl Lab {
         let path = self.work.join(format!("{stem}{name}.safetensors"));
         if !path.exists() {
             self.run(&format!(
-                "calibrate -q --overwrite --model {MODEL} --text {text} --wrope-position 1024 {options} -o {}",
+                "calibrate -q --overwrite --no-verdict --model {MODEL} --text {text} --wrope-position 1024 {options} -o {}",
                 path.display()
             ))?;
         }
@@ -200,7 +200,7 @@ impl Lab {
         let mut options = format!(
             "eval -q --json --model {MODEL} --methods {} --budgets {} {}",
             case.methods.unwrap_or(group.methods),
-            case.budgets.unwrap_or(group.budgets),
+            group.budgets,
             case.eval
         );
         if !case.calibrate.is_empty() {
@@ -216,7 +216,6 @@ impl Lab {
                 On::Text => format!("--text {HELD_OUT}"),
                 On::TextInTurns => format!("--text {HELD_OUT} --turns 8 --decode 32"),
                 On::Needles => format!("--needles {NEEDLES}"),
-                On::LongNeedles => format!("--needles {}", self.needles_of(2000)?.display()),
                 On::Conversations => format!("--needles {CONVERSATIONS}"),
             };
             let out: Value = serde_json::from_slice(&self.run(&format!("{options} {input}"))?)?;
@@ -283,6 +282,6 @@ fn nearest_cosine(a: &[Vec<f64>], b: &[Vec<f64>]) -> f64 {
 }
 
 /// A path as the pictures need it.
-fn in_results(name: &str) -> PathBuf {
-    Path::new("docs/results").join(name)
+fn in_folder(name: &str) -> PathBuf {
+    Path::new("docs/small").join(name)
 }

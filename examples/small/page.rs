@@ -1,4 +1,4 @@
-//! `docs/results.md`.
+//! `docs/small.md`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -11,14 +11,14 @@ use crate::{BY_LENGTH, SIMILARITY};
 /// The page.
 pub fn page(results: &BTreeMap<String, Value>) -> String {
     let mut out = String::from(
-        "# What the methods lose\n\n\
-         Made by `make results` from the bundled model and its held-out text, needles and conversations; the numbers are in\n\
-         [results/results.json](results/results.json). The model has 2.2M parameters and a context of 2,048, so \
+        "# A small model\n\n\
+         Made by `make results` from the bundled model and its held-out text, needles and conversations, which every checkout\n\
+         has; [results.md](results.md) has a model that people use. The numbers are in [small/small.json](small/small.json). The model has 2.2M parameters and a context of 2,048, so \
          `--wrope-position`\nis 1024 and the figures say how the methods compare on its heads, not on yours: run `kvsmith eval` \
          for those.\nRecall is the share of the exact top-k, mass the true probability attended, error the relative L2 error of \
          the\nattention output (these three along the full-attention trajectory), KL that of the next token along the method's \
          own.\n\n\
-         ![recall](results/recall.svg)\n![KL](results/kl.svg)\n![needles](results/needles.svg)\n\n",
+         ![recall](small/recall.svg)\n![KL](small/kl.svg)\n![needles](small/needles.svg)\n\n",
     );
     for group in groups() {
         let Some(cases) = results.get(group.name).and_then(Value::as_array) else {
@@ -61,7 +61,7 @@ pub fn page(results: &BTreeMap<String, Value>) -> String {
     out += &length_table(results.get(BY_LENGTH).unwrap_or(&Value::Null));
     out += &similarity_table(results.get(SIMILARITY).unwrap_or(&Value::Null));
     out += "## Pictures\n\n\
-            ![second moment](results/moment.svg)\n![slash profile](results/slash.svg)\n![codeword usage](results/usage.svg)\n";
+            ![second moment](small/moment.svg)\n![slash profile](small/slash.svg)\n![codeword usage](small/usage.svg)\n";
     out
 }
 

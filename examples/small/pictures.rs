@@ -1,4 +1,4 @@
-//! The pictures of `docs/results.md`.
+//! The pictures of `docs/small.md`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,7 +10,7 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use serde_json::Value;
 
-use crate::{Error, in_results};
+use crate::{Error, in_folder};
 
 const SIZE: (u32, u32) = (720, 420);
 const COLOURS: [RGBColor; 9] = [
@@ -110,7 +110,7 @@ fn chart(
     lines: &[Line],
     linear: Option<SeriesLabelPosition>,
 ) -> Result<(), Error> {
-    let path = in_results(file);
+    let path = in_folder(file);
     let area = SVGBackend::new(&path, SIZE).into_drawing_area();
     area.fill(&WHITE)?;
     let points = || lines.iter().flat_map(|(_, p)| p);
@@ -163,7 +163,7 @@ fn moment(artifact: &Artifact) -> Result<(), Error> {
     let layer = sizes.n_layers / 2;
     let l = &chol[layer * sizes.n_kv_heads * d * d..][..d * d];
     let entry = |i: usize, j: usize| -> f32 { (0..d).map(|k| l[i * d + k] * l[j * d + k]).sum() };
-    let path = in_results("moment.svg");
+    let path = in_folder("moment.svg");
     let area = SVGBackend::new(&path, (560, 560)).into_drawing_area();
     area.fill(&WHITE)?;
     let title = format!("second moment of the queries, layer {layer}, KV head 0 (log of the magnitude)");
