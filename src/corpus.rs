@@ -1,25 +1,26 @@
 //! The calibration input: documents and random UUIDs, cut into blocks, some of which are held out.
 
+mod documents;
+
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
-use crate::interrupt;
 use crate::model::tokenizer::Tokenizer;
 use crate::model::{ModelConfig, ModelManifest};
 use crate::store::{hex, to_bytes};
+pub use documents::TextFiles;
 
 /// The files that hold the documents.
 #[derive(Clone, Debug)]
 pub enum CorpusSource {
-    /// `.txt` files (one document each) and `.jsonl` files (one document per line, field `text`).
-    Text(Vec<PathBuf>),
+    /// Files of text.
+    Text(TextFiles),
     /// A JSON array of arrays of token ids, one per document, used as they are.
     Tokens(PathBuf),
 }
@@ -77,9 +78,9 @@ impl Corpus {
         }
         let (text, uuids) = match source {
             CorpusSource::Tokens(path) => (read_tokens(path)?, Vec::new()),
-            CorpusSource::Text(paths) => {
+            CorpusSource::Text(files) => {
                 let tokenizer = Tokenizer::open(model_dir, config)?;
-                let text = tokenise(&tokenizer, paths, options.max_tokens)?;
+                let text = files.tokenise(model_dir, &tokenizer, options.max_tokens)?;
                 (text, uuid_document(&tokenizer, options)?)
             }
         };
@@ -261,64 +262,6 @@ const MAX_UUID_TOKENS: usize = 1 << 24;
 /// Independent random streams of one seed, so that no draw shifts another.
 const UUID_STREAM: u64 = 1;
 const HOLD_OUT_STREAM: u64 = 2;
-
-/// Tokenises the documents of the files, in order, up to `max_tokens` tokens in all.
-fn tokenise(tokenizer: &Tokenizer, paths: &[PathBuf], max_tokens: usize) -> Result<Vec<Vec<u32>>> {
-    let mut documents = Vec::new();
-    let mut left = max_tokens;
-    for path in paths {
-        if left == 0 {
-            break;
-        }
-        interrupt::check()?;
-        let mut texts = read_documents(path)?;
-        texts.retain(|text| !text.is_empty());
-        let made = tokenizer.encode_documents(&texts, left);
-        let made = made.map_err(|e| e.context(path.display()))?;
-        left -= made.iter().map(Vec::len).sum::<usize>();
-        documents.extend(made);
-    }
-    Ok(documents)
-}
-
-/// What a line of a `.jsonl` file must be.
-const LINES: &str = "each line of a .jsonl file is an object like {\"text\": \"a document\"}";
-
-/// Reads the documents of a `.txt` or `.jsonl` file.
-pub fn read_documents(path: &Path) -> Result<Vec<String>> {
-    let read = || -> Result<String> {
-        let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", &e))?;
-        let text = String::from_utf8(bytes).map_err(|e| {
-            let byte = e.utf8_error().valid_up_to();
-            Error::failed(format!("{} is not UTF-8 text (byte {byte})", path.display()))
-                .hint("convert it to UTF-8, for example with iconv")
-        })?;
-        // Some editors start a file with a byte order mark.
-        Ok(text.strip_prefix('\u{feff}').map(str::to_owned).unwrap_or(text))
-    };
-    let document = |line: &str| {
-        let value: Value = serde_json::from_str(line)
-            .map_err(|e| Error::failed(format!("not valid JSON: {e}")).hint(LINES))?;
-        let text = value["text"].as_str().map(str::to_string);
-        text.ok_or_else(|| Error::failed("there is no text in field `text`").hint(LINES))
-    };
-    match path.extension().and_then(|e| e.to_str()) {
-        Some("txt") => Ok(vec![read()?]),
-        Some("jsonl") => read()?
-            .lines()
-            .enumerate()
-            .filter(|(_, line)| !line.trim().is_empty())
-            .map(|(i, line)| {
-                let place = format!("{} line {}", path.display(), i + 1);
-                document(line).map_err(|e| e.context(place))
-            })
-            .collect(),
-        _ => Err(
-            Error::failed(format!("{}: unknown kind of text file", path.display()))
-                .hint("--text takes .txt (one document) or .jsonl (one document per line, field `text`)"),
-        ),
-    }
-}
 
 /// Reads a JSON array of arrays of token ids, one per document.
 pub fn read_tokens(path: &Path) -> Result<Vec<Vec<u32>>> {

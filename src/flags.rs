@@ -1,22 +1,73 @@
 //! Flag values that several commands and methods share: numbers within a range, devices, precision.
 
+use std::borrow::Cow;
+use std::ffi::OsStr;
 use std::str::FromStr;
 
 use clap::ValueEnum;
+use clap::builder::{PossibleValue, TypedValueParser};
 
 use crate::float::Float;
 
+/// Writes a number as Rust reads it: without spaces around it, `6%` as 0.06, `8K` as 8192 and `1M` as 1048576.
+pub fn plain(text: &str) -> Cow<'_, str> {
+    let text = text.trim();
+    let scaled = |units: &[char], by: f64| {
+        let x: f64 = text.strip_suffix(units)?.trim_end().parse().ok()?;
+        Some(Cow::Owned((x * by).to_string()))
+    };
+    // Divided rather than multiplied, a percentage is the number that its digits would give.
+    let share = || {
+        let x: f64 = text.strip_suffix('%')?.trim_end().parse().ok()?;
+        Some(Cow::Owned((x / 100.0).to_string()))
+    };
+    share()
+        .or_else(|| scaled(&['K', 'k'], 1024.0))
+        .or_else(|| scaled(&['M', 'm'], 1024.0 * 1024.0))
+        .unwrap_or(Cow::Borrowed(text))
+}
+
 /// Parses a number that `fits`; `expected` is the message otherwise.
 fn checked<T: FromStr>(text: &str, fits: impl Fn(&T) -> bool, expected: &str) -> Result<T, String> {
-    let number = text.parse().ok().filter(fits);
+    let number = plain(text).parse().ok().filter(fits);
     number.ok_or_else(|| expected.to_owned())
 }
 
 /// Parses a number of tokens, positions or passes; these are stored as u32.
 pub fn parse_count(text: &str) -> Result<usize, String> {
-    let number = text.parse::<u32>();
+    let number = plain(text).parse::<u32>();
     let expected = |_| format!("expected a whole number from 0 to {}", u32::MAX);
     number.map(|n| n as usize).map_err(expected)
+}
+
+/// Parses a number as [`parse_count`] does, or `all`.
+pub fn parse_count_or_all(text: &str) -> Result<usize, String> {
+    match text.trim() {
+        "all" => Ok(u32::MAX as usize),
+        text => parse_count(text).map_err(|e| format!("{e}, or `all`")),
+    }
+}
+
+/// Parses with another parser what is left without spaces at the ends, such as those after a comma.
+#[derive(Clone, Debug)]
+pub struct Trimmed<P>(pub P);
+
+impl<P: TypedValueParser> TypedValueParser for Trimmed<P> {
+    type Value = P::Value;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        arg: Option<&clap::Arg>,
+        value: &OsStr,
+    ) -> Result<P::Value, clap::Error> {
+        let trimmed = value.to_str().map(|text| OsStr::new(text.trim()));
+        self.0.parse_ref(command, arg, trimmed.unwrap_or(value))
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        self.0.possible_values()
+    }
 }
 
 /// Parses a number as [`parse_count`] does, of at least 1.
@@ -103,6 +154,29 @@ impl Precision {
         match self {
             Self::F32 => Float::F32,
             Self::Auto => kind,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_may_have_units() {
+        assert_eq!(parse_count("8K"), Ok(8192));
+        assert_eq!(parse_count(" 1.5k "), Ok(1536));
+        assert_eq!(parse_count("1M"), Ok(1 << 20));
+        assert_eq!(parse_count_or_all(" all"), Ok(u32::MAX as usize));
+        assert_eq!(parse_count_or_all("7"), Ok(7));
+        assert_eq!(share("6%"), Ok(0.06));
+        assert_eq!(share("29 %"), Ok(0.29));
+        assert_eq!(share(" 1"), Ok(1.0));
+        for wrong in ["6%", "1.5", "1.0001K", "K", "8KB", "-1", "5M M", "8G", "1e99K"] {
+            assert!(parse_count(wrong).is_err(), "{wrong}");
+        }
+        for wrong in ["0%", "101%", "%", "2K", "nan%", ""] {
+            assert!(share(wrong).is_err(), "{wrong}");
         }
     }
 }

@@ -413,8 +413,7 @@ fn text_files() {
             "",
         ),
         ("d.txt", b"good \xff bad", "d.txt is not UTF-8 text (byte 5)", ""),
-        ("e.md", b"text", "e.md: unknown kind of text file", ".jsonl"),
-        ("f", b"text", "f: unknown kind of text file", ".jsonl"),
+        ("e.parquet", b"PAR1", "e.parquet is a Parquet file", "JSON lines"),
         ("g.txt", b"", "the input has no tokens", "non-empty"),
         ("h.jsonl", b"\n", "the input has no tokens", "non-empty"),
     ] {

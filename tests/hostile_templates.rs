@@ -242,7 +242,7 @@ fn templates_of_several_threads() {
     let endless = folder("{% for i in range(90000) %}{% set y = range(99999) | sum %}{% endfor %}");
     let plain = folder("{{ messages[0].content }}");
     let messages = [Message {
-        role: "user",
+        role: "user".into(),
         content: "hello".repeat(100_000),
     }];
     std::thread::scope(|scope| {

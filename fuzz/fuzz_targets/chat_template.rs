@@ -33,8 +33,8 @@ fuzz_target!(|data: &[u8]| {
     let Ok(Some(template)) = ChatTemplate::open(folder.dir()) else {
         return;
     };
-    let message = |role, content: &str| Message {
-        role,
+    let message = |role: &'static str, content: &str| Message {
+        role: role.into(),
         content: content.to_string(),
     };
     let mut messages = vec![

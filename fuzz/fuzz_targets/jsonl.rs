@@ -3,7 +3,7 @@
 
 use std::sync::LazyLock;
 
-use kvsmith::corpus::read_documents;
+use kvsmith::corpus::TextFiles;
 use kvsmith::model::tokenizer::Tokenizer;
 use kvsmith_fuzz::{Folder, config, model};
 use libfuzzer_sys::fuzz_target;
@@ -19,9 +19,9 @@ fuzz_target!(|data: &[u8]| {
         [b't', text @ ..] => folder.write("a.txt", text),
         _ => folder.write("a.jsonl", data),
     };
-    for text in read_documents(&path).into_iter().flatten() {
-        let ids = tokenizer.encode_prefix(&text, 16).expect("ids");
-        assert!(ids.len() <= 16);
+    let files = TextFiles { paths: vec![path], field: None };
+    for ids in files.tokenise(&model(), tokenizer, 64).into_iter().flatten() {
+        assert!(ids.len() <= 64);
         tokenizer.decode(&ids).expect("text");
     }
 });

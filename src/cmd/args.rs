@@ -3,11 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use clap::builder::{PathBufValueParser, TypedValueParser};
 
 use crate::compute;
-use crate::corpus;
+use crate::corpus::{self, TextFiles};
 use crate::error::{Error, Result};
-use crate::flags::{DeviceFlag, Precision, parse_count};
+use crate::flags::{DeviceFlag, Precision, parse_count, parse_count_or_all};
+use crate::model::folder;
 use crate::progress::{Log, Verbosity};
 use crate::stats::moments::Position;
 
@@ -98,20 +100,53 @@ fn unable(command: &str, device: &str) -> Error {
         .hint("use --device cpu or --device auto")
 }
 
+/// Parses the folder of a model, or the id of one in the hub's cache.
+pub fn model_folder() -> impl TypedValueParser<Value = PathBuf> {
+    PathBufValueParser::new().map(folder::find)
+}
+
+/// The flags for text.
+#[derive(Args, Clone, Debug)]
+#[group(skip)]
+pub struct Text {
+    /// Text: files (one document each), .jsonl files (one per line), either with .gz, folders of these, or - for stdin
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    text: Vec<PathBuf>,
+    /// Field of a JSON line that has its text (default: `text`, else the chat in `messages` by the model's template)
+    #[arg(long, value_name = "NAME", requires = "text")]
+    text_field: Option<String>,
+}
+
+impl Text {
+    /// Returns where documents are read from.
+    pub fn files(&self) -> TextFiles {
+        TextFiles {
+            paths: self.text.clone(),
+            field: self.text_field.clone(),
+        }
+    }
+
+    /// Lists the files and folders; stdin is none.
+    pub fn paths(&self) -> impl Iterator<Item = &Path> {
+        let paths = self.text.iter().map(PathBuf::as_path);
+        paths.filter(|path| *path != Path::new("-"))
+    }
+}
+
 /// The flags for calibration text, of `dump` and `calibrate`.
 #[derive(Args, Clone, Debug)]
 pub struct Input {
-    /// Text files: .txt is one document, .jsonl one per line (field `text`)
-    #[arg(long, value_name = "FILE", num_args = 1..)]
-    pub text: Vec<PathBuf>,
+    /// Where text comes from.
+    #[command(flatten)]
+    pub text: Text,
     /// Token ids instead of text: a JSON array of arrays, one per document
     #[arg(long, value_name = "FILE.json", conflicts_with = "text")]
     pub tokens: Option<PathBuf>,
     /// Longest block (default: 16384, or the model's longest context if that is less)
     #[arg(long, value_name = "N", value_parser = parse_count)]
     pub seq_len: Option<usize>,
-    /// Most tokens of text
-    #[arg(long, value_name = "N", default_value_t = 65_536, value_parser = parse_count)]
+    /// Most tokens of text, or `all`
+    #[arg(long, value_name = "N", default_value_t = 65_536, value_parser = parse_count_or_all)]
     pub max_tokens: usize,
     /// Tokens of random UUIDs to add (none with --tokens)
     #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = parse_count)]
@@ -126,13 +161,13 @@ impl Input {
     pub fn source(&self) -> corpus::CorpusSource {
         match &self.tokens {
             Some(path) => corpus::CorpusSource::Tokens(path.clone()),
-            None => corpus::CorpusSource::Text(self.text.clone()),
+            None => corpus::CorpusSource::Text(self.text.files()),
         }
     }
 
     /// Lists the files that the documents come from.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
-        self.text.iter().chain(&self.tokens).map(PathBuf::as_path)
+        self.text.paths().chain(self.tokens.as_deref())
     }
 
     /// Returns how the documents are cut into blocks and which part is held out.

@@ -14,7 +14,7 @@ use super::verdict::{self, Judging, VerdictFlags};
 use super::{check_wrope_position, finish, layers_on, load_corpus, model_manifest, open_model, output};
 use crate::artifact::{self, Fit, FitInput, FitText, LayerParts, LayerStates, MomentsRead, Section};
 use crate::capture::Capture;
-use crate::cmd::args::{Global, Input, RopeKind};
+use crate::cmd::args::{Global, Input, RopeKind, model_folder};
 use crate::compute::device::Device;
 use crate::corpus::{Corpus, Origin};
 use crate::disk::Output;
@@ -32,8 +32,8 @@ use crate::work::WorkFolder;
 #[derive(clap::Args, Debug)]
 #[command(group(clap::ArgGroup::new("source").args(["text", "tokens"]).required(true)))]
 pub struct Args {
-    /// Folder of a Hugging Face checkpoint
-    #[arg(long, value_name = "DIR")]
+    /// Folder of a Hugging Face checkpoint, or the id of one in the hub's cache, such as Qwen/Qwen3-0.6B
+    #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
     #[command(flatten)]
     input: Input,

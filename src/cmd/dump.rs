@@ -9,7 +9,7 @@ use serde_json::json;
 use super::{
     check_wrope_position, device_for, finish, layers_on, load_corpus, model_manifest, open_model, output,
 };
-use crate::cmd::args::{Global, Input};
+use crate::cmd::args::{Global, Input, model_folder};
 use crate::corpus::Origin;
 use crate::dump::{self, DumpOptions};
 use crate::error::Result;
@@ -21,8 +21,8 @@ use crate::heap;
 #[derive(clap::Args, Debug)]
 #[command(group(clap::ArgGroup::new("source").args(["text", "tokens"]).required(true)))]
 pub struct Args {
-    /// Folder of a Hugging Face checkpoint
-    #[arg(long, value_name = "DIR")]
+    /// Folder of a Hugging Face checkpoint, or the id of one in the hub's cache, such as Qwen/Qwen3-0.6B
+    #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
     #[command(flatten)]
     input: Input,

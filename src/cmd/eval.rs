@@ -10,13 +10,13 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
-use super::args::Global;
+use super::args::{Global, Text, model_folder};
 use super::named::{Named, NamedParser};
 use super::reading::Reading;
 use super::{device_for, forward_on, merge, open_model, print, print_json};
 use crate::artifact::Artifact;
 use crate::error::{Error, Kind, Result};
-use crate::flags::{parse_count, parse_positive_count, parse_share};
+use crate::flags::{parse_count, parse_count_or_all, parse_positive_count, parse_share};
 use crate::kv::Budget;
 use crate::method::Method;
 use crate::model::Decoder;
@@ -31,12 +31,11 @@ use rows::Measurements;
 #[derive(clap::Args, Debug)]
 #[command(group(clap::ArgGroup::new("source").args(["text", "tokens", "needles"]).required(true)))]
 pub struct Args {
-    /// Folder of a Hugging Face checkpoint
-    #[arg(long, value_name = "DIR")]
+    /// Folder of a Hugging Face checkpoint, or the id of one in the hub's cache, such as Qwen/Qwen3-0.6B
+    #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
-    /// Text files: .txt is one document, .jsonl one per line (field `text`)
-    #[arg(long, value_name = "FILE", num_args = 1..)]
-    text: Vec<PathBuf>,
+    #[command(flatten)]
+    text: Text,
     /// Token ids instead of text: a JSON array of arrays, one per document
     #[arg(long, value_name = "FILE.json")]
     tokens: Option<PathBuf>,
@@ -73,8 +72,8 @@ pub struct Args {
     /// Longest block (default: 16384, or the model's longest context if that is less)
     #[arg(long, value_name = "N", value_parser = parse_count)]
     seq_len: Option<usize>,
-    /// Most tokens of text
-    #[arg(long, value_name = "N", default_value_t = 65_536, value_parser = parse_count)]
+    /// Most tokens of text, or `all`
+    #[arg(long, value_name = "N", default_value_t = 65_536, value_parser = parse_count_or_all)]
     max_tokens: usize,
     /// Tokens of random UUIDs to add
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = parse_count)]

@@ -111,6 +111,13 @@ fn load_corpus(dir: &Path, decoder: &Decoder, input: &Input, global: &Global) ->
         corpus.n_blocks(),
         corpus.seq_len
     ));
+    let text = corpus.n_tokens().saturating_sub(input.uuid_tokens);
+    if input.tokens.is_none() && text < input.max_tokens && input.max_tokens < u32::MAX as usize {
+        log.note(&format!(
+            "the text has {text} tokens, fewer than --max-tokens {}",
+            input.max_tokens
+        ));
+    }
     if held_out * 4 > corpus.n_tokens() {
         log.note("whole blocks are held out, which is much of a short text; see --holdout and --seq-len");
     }

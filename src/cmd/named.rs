@@ -58,14 +58,14 @@ impl TypedValueParser for NamedParser {
         value: &OsStr,
     ) -> Result<Named, clap::Error> {
         let parser = EnumValueParser::<MethodName>::new();
-        let stripped = value.to_str().and_then(|text| text.strip_suffix(SUFFIX));
-        if let Some(name) = stripped
+        let text = value.to_str().map(str::trim);
+        if let Some(name) = text.and_then(|text| text.strip_suffix(SUFFIX))
             && let Ok(method) = parser.parse_ref(command, arg, OsStr::new(name))
         {
             return Ok(Named { method, tail: true });
         }
         // The message of an unknown name has all that was given.
-        let method = parser.parse_ref(command, arg, value)?;
+        let method = parser.parse_ref(command, arg, text.map_or(value, OsStr::new))?;
         Ok(Named { method, tail: false })
     }
 

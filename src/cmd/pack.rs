@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::{finish, model_manifest, open_model, output};
 use crate::artifact::{self, Artifact};
-use crate::cmd::args::Global;
+use crate::cmd::args::{Global, model_folder};
 use crate::error::Result;
 use crate::method::sections::SECTIONS;
 
@@ -17,7 +17,7 @@ pub struct Args {
     #[arg(required = true, value_name = "SECTION_FILE")]
     sections: Vec<PathBuf>,
     /// The model that they were made from
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
     /// Artifact to write
     #[arg(short, long, value_name = "ART.safetensors")]

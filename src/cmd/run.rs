@@ -6,7 +6,7 @@ mod turns;
 
 use std::path::{Path, PathBuf};
 
-use super::args::Global;
+use super::args::{Global, model_folder};
 use super::named::Named;
 use super::output::Lines;
 use super::reading::{Reading, in_full, parse_budget};
@@ -36,8 +36,8 @@ use turns::Turns;
     clap::ArgGroup::new("source").args(["prompt", "prompt_file", "tokens", "chat"]).required(true).multiple(true)
 ))]
 pub struct Args {
-    /// Folder of a Hugging Face checkpoint
-    #[arg(long, value_name = "DIR")]
+    /// Folder of a Hugging Face checkpoint, or the id of one in the hub's cache, such as Qwen/Qwen3-0.6B
+    #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
     /// Prompt text
     #[arg(long, value_name = "T", group = "input")]

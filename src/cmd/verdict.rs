@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::json;
 
-use super::args::{Global, Input};
+use super::args::{Global, Input, model_folder};
 use super::named::{self, Named, NamedParser};
 use super::{finish, layers_on, load_corpus, open_model, output};
 use crate::artifact::{self, Artifact, HeadLosses, Measured, MethodLoss, USUAL_KL, Verdict};
@@ -66,7 +66,7 @@ pub struct Args {
     #[arg(value_name = "ART")]
     artifact: PathBuf,
     /// The model that it was made from
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
     /// Dump folder that it was made from, in place of the text
     #[arg(long, value_name = "DIR", conflicts_with_all = ["seq_len", "max_tokens", "uuid_tokens", "holdout"])]

@@ -3,6 +3,7 @@
 use std::str::FromStr;
 
 use crate::error::Error;
+use crate::flags::plain;
 
 /// The value X of `--budget`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -36,10 +37,14 @@ impl FromStr for Budget {
 
     fn from_str(text: &str) -> Result<Self, Error> {
         let wrong = || {
-            Error::usage(format!("budget `{text}` is not valid"))
-                .hint("a fraction of the context (0 < X <= 1), or a whole number of positions above 1")
+            Error::usage(format!("budget `{text}` is not valid")).hint(
+                "a fraction of the context (0 < X <= 1, or 6%, or all), or a whole number of positions above 1",
+            )
         };
-        let x: f64 = text.parse().map_err(|_| wrong())?;
+        let x: f64 = match text.trim() {
+            "all" => 1.0,
+            text => plain(text).parse().map_err(|_| wrong())?,
+        };
         if x > 0.0 && x <= 1.0 {
             Ok(Self::Fraction(x))
         } else if x > 1.0 && x.fract() == 0.0 && x < 1e15 {
@@ -62,6 +67,9 @@ mod tests {
         assert_eq!(positions("1", 10), Some(10));
         assert_eq!(positions("1.0", 10), Some(10));
         assert_eq!(positions("2", 10), Some(2));
+        assert_eq!(positions("3%", 1000), Some(30));
+        assert_eq!(positions("1K", 5000), Some(1024));
+        assert_eq!(positions(" all ", 10), Some(10));
         assert_eq!(positions("4096", 10), Some(4096));
         for bad in ["0", "-1", "1.5", "nan", "inf", "x", "", "1e20"] {
             assert!(bad.parse::<Budget>().is_err(), "{bad}");

@@ -8,6 +8,7 @@
 
 pub mod jinja;
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 use minijinja::value::Value;
@@ -20,8 +21,8 @@ use crate::sandbox::{self, Allowance};
 /// A message of a conversation, as templates see it.
 #[derive(Clone, Debug, Serialize)]
 pub struct Message {
-    /// `system`, `user` or `assistant`.
-    pub role: &'static str,
+    /// `system`, `user`, `assistant` or another role that the template knows.
+    pub role: Cow<'static, str>,
     /// Text of the message.
     pub content: String,
 }

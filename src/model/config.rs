@@ -6,6 +6,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::fields::{Fields, read_json, token_ids};
+use super::folder;
 use super::rope::{Rope, RopeConfig};
 use super::sizes::Sizes;
 use crate::error::{Error, Result};
@@ -75,14 +76,7 @@ impl ModelConfig {
     /// A missing or malformed file; an unsupported architecture, rope or layer type (the message lists
     /// the supported ones); sizes that contradict each other.
     pub fn load(dir: &Path) -> Result<Self> {
-        if !dir.is_dir() {
-            let what = match dir.exists() {
-                true => "is not a folder",
-                false => "does not exist",
-            };
-            return Err(Error::failed(format!("model folder {} {what}", dir.display()))
-                .hint("--model takes the folder of a Hugging Face checkpoint (with config.json in it)"));
-        }
+        folder::check(dir)?;
         let path = dir.join("config.json");
         const CHECK: &str =
             "the file is damaged or of a model that is not supported; compare it with the published one";

@@ -8,6 +8,7 @@ pub mod chat;
 pub mod config;
 pub mod decoder;
 pub mod fields;
+pub mod folder;
 pub mod forward;
 pub mod manifest;
 pub mod rope;

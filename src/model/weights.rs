@@ -15,6 +15,7 @@ use sha2::{Digest, Sha256};
 
 use super::config::ModelConfig;
 use super::fields::read_json;
+use super::folder;
 use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::mapped::Mapped;
@@ -51,13 +52,14 @@ impl Checkpoint {
         } else if index.is_file() {
             checkpoint.add_index(dir, &index)?;
         } else {
-            let error = Error::failed(format!(
+            let neither = format!(
                 "{} has neither model.safetensors nor model.safetensors.index.json",
                 dir.display()
-            ));
-            return Err(match dir.join("pytorch_model.bin").is_file() {
-                true => error.hint("convert pytorch_model.bin to safetensors first"),
-                false => error.hint("give the folder of a Hugging Face checkpoint, with its weights"),
+            );
+            return Err(match folder::foreign(dir) {
+                Some((what, hint)) => Error::failed(format!("{neither}, but {what}")).hint(hint),
+                None => Error::failed(neither)
+                    .hint("give the folder of a Hugging Face checkpoint, with its weights"),
             });
         }
         Ok(checkpoint)

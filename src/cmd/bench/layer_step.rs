@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use clap::builder::EnumValueParser;
 use serde_json::json;
 
 use super::kmeans::parse_size;
@@ -13,7 +14,7 @@ use crate::cmd::args::Global;
 use crate::cmd::merge;
 use crate::compute::cuda::Cuda;
 use crate::error::{Error, Result};
-use crate::flags::{DeviceFlag, at_least_one};
+use crate::flags::{DeviceFlag, Trimmed, at_least_one, plain};
 use crate::float::Float;
 use crate::interrupt;
 use crate::kv::{Budget, KvType, StaticSet};
@@ -44,6 +45,7 @@ pub struct LayerArgs {
         value_name = "M,..",
         value_delimiter = ',',
         default_value = "full,a2ats,selfindex",
+        value_parser = Trimmed(EnumValueParser::<MethodName>::new()),
         help = methods_help()
     )]
     methods: Vec<MethodName>,
@@ -84,6 +86,7 @@ pub fn float(kv: KvType) -> Result<Float> {
 
 /// Parses the query heads, KV heads and channels of a layer: a model's, or numbers as in 32/8x128.
 fn parse_shape(text: &str) -> std::result::Result<[usize; 3], String> {
+    let text = text.trim();
     let numbers = || {
         let (n_heads, rest) = text.split_once('/')?;
         let (kv_heads, head_dim) = rest.split_once('x')?;
@@ -106,19 +109,14 @@ fn parse_shape(text: &str) -> std::result::Result<[usize; 3], String> {
 
 /// Parses a number of positions, as in 8192, 8K or 1M.
 pub(super) fn parse_context(text: &str) -> std::result::Result<usize, String> {
-    let (digits, unit) = match text.as_bytes().last() {
-        Some(b'K' | b'k') => (&text[..text.len() - 1], 1 << 10),
-        Some(b'M' | b'm') => (&text[..text.len() - 1], 1 << 20),
-        _ => (text, 1),
-    };
-    let n = digits.parse::<usize>().ok().and_then(|n| n.checked_mul(unit));
+    let n = plain(text).parse::<usize>().ok();
     n.filter(|n| (1..=16 << 20).contains(n))
         .ok_or_else(|| "expected a number of positions from 1 to 16M".to_owned())
 }
 
 /// Parses a number of sequences.
 fn parse_batch(text: &str) -> std::result::Result<usize, String> {
-    match text.parse() {
+    match plain(text).parse() {
         Ok(n @ 1..=65_535) => Ok(n),
         _ => Err("expected a whole number from 1 to 65535".to_owned()),
     }

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use clap::builder::{EnumValueParser, PossibleValuesParser};
 use serde_json::json;
 
 use super::cuda_step;
@@ -15,7 +16,7 @@ use crate::compute::cuda::driver::Driver;
 use crate::cuda::Body;
 use crate::cuda::backend::CudaBackend;
 use crate::error::{Error, Kind, Result};
-use crate::flags::{DeviceFlag, at_least_one};
+use crate::flags::{DeviceFlag, Trimmed, at_least_one};
 use crate::interrupt;
 use crate::kv::packed::Center;
 use crate::method::bench::{Bench, TimedOnCuda};
@@ -38,7 +39,7 @@ pub struct ModelArgs {
         value_name = "S,..",
         value_delimiter = ',',
         default_value = "llama-3.1-8b",
-        value_parser = ["llama-3.1-8b", "qwen2.5-14b", "mistral-7b"]
+        value_parser = Trimmed(PossibleValuesParser::new(["llama-3.1-8b", "qwen2.5-14b", "mistral-7b"]))
     )]
     shapes: Vec<String>,
     /// A model's config.json instead
@@ -52,6 +53,7 @@ pub struct ModelArgs {
         value_name = "M,..",
         value_delimiter = ',',
         default_value = "full,a2ats",
+        value_parser = Trimmed(EnumValueParser::<MethodName>::new()),
         help = methods_help()
     )]
     methods: Vec<MethodName>,

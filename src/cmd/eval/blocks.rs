@@ -28,7 +28,7 @@ impl Blocks {
     pub fn open(args: &Args, decoder: &Decoder, seed: u64) -> Result<Self> {
         let source = match &args.tokens {
             Some(path) => CorpusSource::Tokens(path.clone()),
-            None => CorpusSource::Text(args.text.clone()),
+            None => CorpusSource::Text(args.text.files()),
         };
         let options = CorpusOptions {
             seq_len: args.seq_len,

@@ -68,7 +68,7 @@ pub struct BudgetOf {
 impl BudgetOf {
     /// Reads a budget, or `NAME=` and a budget.
     pub fn parse(text: &str) -> std::result::Result<Self, String> {
-        let (method, budget) = match text.split_once('=') {
+        let (method, budget) = match text.trim().split_once('=') {
             None => (None, text),
             Some((name, budget)) => {
                 let named = Named::parse(name).ok_or_else(|| format!("there is no method `{name}`"))?;

@@ -24,6 +24,37 @@ pub struct Turns<'a> {
     source: TurnSource,
 }
 
+/// What stands for stdin in `--prompt` and `--prompt-file`.
+const STDIN: &str = "-";
+
+/// Reads the prompt of `--prompt` or `--prompt-file`; one newline at the end of a file or of stdin is not part of it.
+fn prompt(args: &Args) -> Result<Option<String>> {
+    let path = match (&args.prompt, &args.prompt_file) {
+        (Some(text), _) if text == STDIN => Path::new(STDIN),
+        (Some(text), _) => return Ok(Some(text.clone())),
+        (None, Some(path)) => path,
+        (None, None) => return Ok(None),
+    };
+    let read = match path == Path::new(STDIN) {
+        true if args.chat => {
+            return Err(Error::usage(
+                "with --chat, stdin has the later messages, so it cannot have the prompt too",
+            )
+            .hint("give the first message in --prompt or --prompt-file, or leave it out"));
+        }
+        true => std::io::read_to_string(std::io::stdin().lock()),
+        false => std::fs::read_to_string(path),
+    };
+    let mut text = read.map_err(|e| Error::io(path, "read", &e))?;
+    if text.ends_with('\n') {
+        text.pop();
+        if text.ends_with('\r') {
+            text.pop();
+        }
+    }
+    Ok(Some(text))
+}
+
 /// The source of the turns.
 enum TurnSource {
     /// Token ids, all of them known at the start.
@@ -50,10 +81,7 @@ impl<'a> Turns<'a> {
         if let Some(path) = &args.tokens {
             return Self::of_tokens(path, args, decoder, log);
         }
-        let text = match &args.prompt_file {
-            Some(path) => Some(std::fs::read_to_string(path).map_err(|e| Error::io(path, "read", &e))?),
-            None => args.prompt.clone(),
-        };
+        let text = prompt(args)?;
         let tokenizer = Tokenizer::open(&args.model, &decoder.config)?;
         let source = if args.chat {
             TurnSource::Text {
@@ -169,7 +197,7 @@ impl Style {
         match (ChatTemplate::open(&args.model).map_err(by_ids)?, &args.system) {
             (Some(template), system) => {
                 let system = system.clone().map(|content| Message {
-                    role: "system",
+                    role: "system".into(),
                     content,
                 });
                 Ok(Self::Script(Box::new(Script {
@@ -219,12 +247,12 @@ impl Script {
         let mut messages = self.messages.clone();
         if let Some(reply) = reply {
             messages.push(Message {
-                role: "assistant",
+                role: "assistant".into(),
                 content: tokenizer.decode(reply.without_stop_token())?,
             });
         }
         messages.push(Message {
-            role: "user",
+            role: "user".into(),
             content: user,
         });
         let whole = self.template.render(&messages, true).map_err(by_ids)?;

@@ -1,0 +1,291 @@
+//! The documents of `--text`: files, folders and stdin.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use flate2::read::MultiGzDecoder;
+use serde_json::Value;
+
+use crate::error::{Error, Result};
+use crate::interrupt;
+use crate::model::chat::{ChatTemplate, Message};
+use crate::model::tokenizer::Tokenizer;
+
+/// The name that stands for stdin.
+const STDIN: &str = "-";
+
+/// The field of a line that has its text, unless another one is named.
+const FIELD: &str = "text";
+
+/// Most bytes of a compressed file's text.
+const MOST_BYTES: u64 = 1 << 32;
+
+/// Extensions of the files that are taken from a folder, before `.gz` if there is one.
+const IN_FOLDERS: [&str; 4] = ["txt", "md", "jsonl", "ndjson"];
+
+/// What `--text` takes.
+const KINDS: &str = "--text takes text files (one document each), .jsonl (one per line), either with .gz, folders of these, and - for stdin";
+
+/// Where documents are read from.
+#[derive(Clone, Debug, Default)]
+pub struct TextFiles {
+    /// Files, folders, and `-` for stdin.
+    pub paths: Vec<PathBuf>,
+    /// The field of a line of JSON that has its text; `None`: `text`, or else the chat in `messages`.
+    pub field: Option<String>,
+}
+
+/// A document as it is read.
+#[derive(Debug, PartialEq)]
+enum Document {
+    Text(String),
+    /// Messages, each with role and content, which the model's template makes a text of.
+    Chat(Vec<[String; 2]>),
+}
+
+impl TextFiles {
+    /// Tokenises the documents in order, up to `max_tokens` tokens in all; chats by the template of the model in
+    /// `model_dir`.
+    ///
+    /// # Errors
+    /// A file that cannot be read or is no text; a line without text; a folder without text files.
+    pub fn tokenise(
+        &self,
+        model_dir: &Path,
+        tokenizer: &Tokenizer,
+        max_tokens: usize,
+    ) -> Result<Vec<Vec<u32>>> {
+        let (mut documents, mut left) = (Vec::new(), max_tokens);
+        let mut template = None;
+        for path in self.files()? {
+            if left == 0 {
+                break;
+            }
+            interrupt::check()?;
+            let read = self.documents(&path)?;
+            let made = match read.iter().any(Document::is_chat) {
+                false => {
+                    let texts: Vec<String> = read.into_iter().map(Document::text).collect();
+                    tokenizer.encode_documents(&texts, left)
+                }
+                true => {
+                    if template.is_none() {
+                        template = Some(chat_template(model_dir).map_err(|e| e.context(path.display()))?);
+                    }
+                    template
+                        .iter()
+                        .try_fold(Vec::new(), |_, template| chats(&read, template, tokenizer, left))
+                }
+            };
+            let made = made.map_err(|e| e.context(path.display()))?;
+            left -= made.iter().map(Vec::len).sum::<usize>();
+            documents.extend(made);
+        }
+        Ok(documents)
+    }
+
+    /// Lists the files, those of a folder and its folders in the order of their names.
+    fn files(&self) -> Result<Vec<PathBuf>> {
+        let mut files = Vec::new();
+        for path in &self.paths {
+            if path.is_dir() {
+                let before = files.len();
+                add_folder(path, &mut files)?;
+                if files.len() == before {
+                    return Err(Error::failed(format!("folder {} has no text file", path.display())).hint(
+                        "from folders .txt, .md, .jsonl and .ndjson are taken, each with .gz too; name other files one by one",
+                    ));
+                }
+            } else {
+                files.push(path.clone());
+            }
+        }
+        Ok(files)
+    }
+
+    /// Reads the documents of a file that are not empty.
+    fn documents(&self, path: &Path) -> Result<Vec<Document>> {
+        let text = text_of(path)?;
+        let is_lines = matches!(kind(path), Some("jsonl" | "ndjson"))
+            || path == Path::new(STDIN) && self.field.is_some();
+        if !is_lines {
+            let documents = vec![Document::Text(text)];
+            return Ok(documents
+                .into_iter()
+                .filter(|document| !document.is_empty())
+                .collect());
+        }
+        let lines = text
+            .lines()
+            .enumerate()
+            .filter(|(_, line)| !line.trim().is_empty());
+        let place = |i: usize| format!("{} line {}", path.display(), i + 1);
+        let read = lines.map(|(i, line)| self.line(line).map_err(|e| e.context(place(i))));
+        let read: Vec<Document> = read.collect::<Result<_>>()?;
+        Ok(read.into_iter().filter(|document| !document.is_empty()).collect())
+    }
+
+    /// Reads a line of JSON.
+    fn line(&self, line: &str) -> Result<Document> {
+        const LINES: &str =
+            "each line is an object like {\"text\": \"a document\"}; --text-field names another field";
+        let value: Value = serde_json::from_str(line)
+            .map_err(|e| Error::failed(format!("not valid JSON: {e}")).hint(LINES))?;
+        let field = self.field.as_deref().unwrap_or(FIELD);
+        if let Some(text) = value[field].as_str() {
+            return Ok(Document::Text(text.to_owned()));
+        }
+        match value["messages"].as_array().filter(|_| self.field.is_none()) {
+            Some(messages) => messages
+                .iter()
+                .map(message)
+                .collect::<Result<_>>()
+                .map(Document::Chat),
+            None => Err(Error::failed(format!("there is no text in field `{field}`")).hint(LINES)),
+        }
+    }
+}
+
+impl Document {
+    fn is_chat(&self) -> bool {
+        matches!(self, Self::Chat(_))
+    }
+
+    fn is_empty(&self) -> bool {
+        match self {
+            Self::Text(text) => text.is_empty(),
+            Self::Chat(messages) => messages.is_empty(),
+        }
+    }
+
+    /// Returns the text of a document that is no chat.
+    fn text(self) -> String {
+        match self {
+            Self::Text(text) => text,
+            Self::Chat(_) => String::new(),
+        }
+    }
+}
+
+/// Reads a message of a chat.
+fn message(value: &Value) -> Result<[String; 2]> {
+    let part = |name: &str| {
+        value[name].as_str().map(str::to_owned).ok_or_else(|| {
+            Error::failed(format!("a message has no text in `{name}`"))
+                .hint("`messages` is a list of objects like {\"role\": \"user\", \"content\": \"some text\"}")
+        })
+    };
+    Ok([part("role")?, part("content")?])
+}
+
+/// Opens the template that makes a text of chats.
+fn chat_template(model_dir: &Path) -> Result<ChatTemplate> {
+    ChatTemplate::open(model_dir)?.ok_or_else(|| {
+        Error::failed("a document is a chat (`messages`), but the model has no chat template")
+            .hint("give lines with a text, or the folder of a chat model")
+    })
+}
+
+/// Tokenises documents some of which are chats, up to `limit` tokens.
+fn chats(
+    read: &[Document],
+    template: &ChatTemplate,
+    tokenizer: &Tokenizer,
+    limit: usize,
+) -> Result<Vec<Vec<u32>>> {
+    let (mut documents, mut left) = (Vec::new(), limit);
+    for document in read {
+        if left == 0 {
+            break;
+        }
+        interrupt::check()?;
+        let mut ids = match document {
+            Document::Text(text) => tokenizer.encode_prefix(text, left)?,
+            Document::Chat(messages) => {
+                let message = |[role, content]: &[String; 2]| Message {
+                    role: role.clone().into(),
+                    content: content.clone(),
+                };
+                let messages: Vec<Message> = messages.iter().map(message).collect();
+                // The template writes the special tokens itself.
+                tokenizer.encode_raw(&template.render(&messages, false)?)?
+            }
+        };
+        ids.truncate(left);
+        left -= ids.len();
+        documents.push(ids);
+    }
+    Ok(documents)
+}
+
+/// Returns what a file is, by its name: the extension, or the one before `.gz`.
+fn kind(path: &Path) -> Option<&str> {
+    let name = path.file_name()?.to_str()?;
+    let name = name.strip_suffix(".gz").unwrap_or(name);
+    Path::new(name).extension()?.to_str()
+}
+
+/// Adds the text files of a folder and of the folders in it, in the order of their names.
+fn add_folder(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
+    interrupt::check()?;
+    let failed = |e| Error::io(folder, "read", &e);
+    let entries = std::fs::read_dir(folder).map_err(failed)?;
+    let mut paths: Vec<PathBuf> = entries
+        .map(|entry| entry.map(|entry| entry.path()))
+        .collect::<std::io::Result<_>>()
+        .map_err(failed)?;
+    paths.sort();
+    let is_hidden = |path: &PathBuf| {
+        path.file_name()
+            .is_some_and(|name| name.as_encoded_bytes().starts_with(b"."))
+    };
+    for path in paths.into_iter().filter(|path| !is_hidden(path)) {
+        // A link may lead back to where it is.
+        if path.is_dir() && !path.is_symlink() {
+            add_folder(&path, files)?;
+        } else if path.is_file() && kind(&path).is_some_and(|kind| IN_FOLDERS.contains(&kind)) {
+            files.push(path);
+        }
+    }
+    Ok(())
+}
+
+/// Reads a file, or stdin, as text.
+fn text_of(path: &Path) -> Result<String> {
+    let mut bytes = Vec::new();
+    let failed = |e| Error::io(path, "read", &e);
+    if path == Path::new(STDIN) {
+        std::io::stdin().lock().read_to_end(&mut bytes).map_err(failed)?;
+    } else if path.extension().is_some_and(|e| e == "gz") {
+        let file = File::open(path).map_err(failed)?;
+        let read = MultiGzDecoder::new(file)
+            .take(MOST_BYTES + 1)
+            .read_to_end(&mut bytes);
+        read.map_err(|e| {
+            Error::failed(format!("{} cannot be decompressed: {e}", path.display()))
+                .hint("the file is damaged, or no gzip file")
+        })?;
+        if bytes.len() as u64 > MOST_BYTES {
+            return Err(
+                Error::failed(format!("{} has more than 4 GiB of text", path.display()))
+                    .hint("split it; a part is enough to calibrate on"),
+            );
+        }
+    } else {
+        bytes = std::fs::read(path).map_err(failed)?;
+    }
+    let shown = path.display();
+    if bytes.starts_with(b"PAR1") {
+        return Err(Error::failed(format!("{shown} is a Parquet file")).hint(
+            "convert it to JSON lines: pandas.read_parquet(\"F.parquet\").to_json(\"F.jsonl\", orient=\"records\", lines=True)",
+        ));
+    }
+    let text = String::from_utf8(bytes).map_err(|e| {
+        let byte = e.utf8_error().valid_up_to();
+        Error::failed(format!("{shown} is not UTF-8 text (byte {byte})"))
+            .hint(format!("convert it to UTF-8, for example with iconv; {KINDS}"))
+    })?;
+    // Some editors start a file with a byte order mark.
+    Ok(text.strip_prefix('\u{feff}').map(str::to_owned).unwrap_or(text))
+}

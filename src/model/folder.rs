@@ -1,0 +1,238 @@
+//! The folder of a checkpoint: a path, or the id of a model in the cache of the Hugging Face hub. Nothing is downloaded.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use super::fields::read_json;
+use crate::error::{Error, Result};
+
+/// What `--model` takes.
+const TAKES: &str = "--model takes the folder of a Hugging Face checkpoint (with config.json in it), or the id of a model in the \
+                     hub's cache, such as Qwen/Qwen3-0.6B";
+
+/// Finds the folder that `--model` means: the path itself, the snapshot of a model's folder in the hub's cache, or that of
+/// a hub id (`org/name`, `org/name@revision`). Whatever is not found stays as it is, for [`check`] to explain.
+pub fn find(given: PathBuf) -> PathBuf {
+    if given.is_dir() {
+        let is_cached = !given.join("config.json").exists() && given.join("snapshots").is_dir();
+        return match is_cached.then(|| snapshot(&given, None)).flatten() {
+            Some(dir) => dir,
+            None => given,
+        };
+    }
+    let found = given.to_str().and_then(HubId::parse).and_then(|id| {
+        let folder = hub_cache()?.join(id.folder());
+        snapshot(&folder, id.revision)
+    });
+    found.unwrap_or(given)
+}
+
+/// The id of a model on the hub.
+struct HubId<'a> {
+    name: &'a str,
+    revision: Option<&'a str>,
+}
+
+impl<'a> HubId<'a> {
+    /// Reads `name`, `org/name` or either with `@revision`; `None` for what can only be a path.
+    fn parse(text: &'a str) -> Option<Self> {
+        let (name, revision) = match text.split_once('@') {
+            Some((name, revision)) => (name, Some(revision)),
+            None => (text, None),
+        };
+        let is_part = |part: &str| {
+            let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+            !part.is_empty() && !part.starts_with('.') && part.chars().all(is_plain)
+        };
+        let is_id = name.split('/').count() <= 2 && name.split('/').all(is_part);
+        (is_id && revision.is_none_or(is_part)).then_some(Self { name, revision })
+    }
+
+    /// Names the model's folder in the cache.
+    fn folder(&self) -> String {
+        format!("models--{}", self.name.replace('/', "--"))
+    }
+}
+
+/// Returns the hub's cache, as its own tools find it: `HF_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME` or the home folder.
+fn hub_cache() -> Option<PathBuf> {
+    let variable = |name: &str| {
+        std::env::var_os(name)
+            .filter(|value| !value.is_empty())
+            .map(PathBuf::from)
+    };
+    let cache = || variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));
+    variable("HF_HUB_CACHE").or_else(|| {
+        let home = variable("HF_HOME").or_else(|| Some(cache()?.join("huggingface")));
+        Some(home?.join("hub"))
+    })
+}
+
+/// Returns the snapshot of a revision, else that of `main`, else the only one or the latest.
+fn snapshot(model: &Path, revision: Option<&str>) -> Option<PathBuf> {
+    let snapshots = model.join("snapshots");
+    let named = |revision: &str| {
+        let commit = std::fs::read_to_string(model.join("refs").join(revision)).ok();
+        let dir = snapshots.join(commit.as_deref().map_or(revision, str::trim));
+        dir.is_dir().then_some(dir)
+    };
+    if let Some(revision) = revision {
+        return named(revision);
+    }
+    named("main").or_else(|| {
+        let entries = std::fs::read_dir(&snapshots).ok()?;
+        let folders = entries
+            .flatten()
+            .map(|entry| entry.path())
+            .filter(|path| path.is_dir());
+        folders.max_by_key(|dir| (dir.metadata().and_then(|of| of.modified()).ok(), dir.clone()))
+    })
+}
+
+/// Fails if `dir` cannot be the folder of a checkpoint that this program runs, and says what it is instead.
+///
+/// # Errors
+/// No folder; a file or a folder of another format; quantised weights.
+pub fn check(dir: &Path) -> Result<()> {
+    let shown = dir.display();
+    if dir.is_file() {
+        return Err(match other_format(dir) {
+            Some((what, hint)) => Error::failed(format!("model {shown} is {what}")).hint(hint),
+            None => Error::failed(format!("model folder {shown} is not a folder")).hint(TAKES),
+        });
+    }
+    if !dir.exists() {
+        return Err(absent(dir));
+    }
+    if !dir.join("config.json").exists() {
+        return match foreign(dir) {
+            Some((what, hint)) => Err(Error::failed(format!("model folder {shown} has {what}")).hint(hint)),
+            // The error of the missing file names it.
+            None => Ok(()),
+        };
+    }
+    let config = read_json(&dir.join("config.json"))?;
+    let quantised = config.get("quantization_config").filter(|value| !value.is_null());
+    match quantised {
+        Some(how) => Err(quantisation(dir, how["quant_method"].as_str())),
+        None => Ok(()),
+    }
+}
+
+/// Makes the error for quantised weights.
+fn quantisation(dir: &Path, method: Option<&str>) -> Error {
+    let name = match method.unwrap_or("a method without a name") {
+        "awq" => "AWQ",
+        "gptq" => "GPTQ",
+        "bitsandbytes" => "bitsandbytes",
+        "fp8" | "fbgemm_fp8" => "FP8",
+        other => other,
+    };
+    Error::failed(format!("the weights in {} are quantised ({name})", dir.display()))
+        .hint("give the checkpoint in f32, f16 or bf16 from which it was made; an artifact for it serves the quantised model too")
+}
+
+/// Says why there is no folder of this name.
+fn absent(dir: &Path) -> Error {
+    let absent = format!("model folder {} does not exist", dir.display());
+    let Some(id) = dir
+        .to_str()
+        .and_then(HubId::parse)
+        .filter(|id| id.name.contains('/'))
+    else {
+        return Error::failed(absent).hint(TAKES);
+    };
+    let cache = hub_cache().map_or(String::new(), |cache| {
+        format!(", nor is it in the hub's cache at {}", cache.display())
+    });
+    let revision = id
+        .revision
+        .map_or(String::new(), |of| format!(" --revision {of}"));
+    Error::failed(format!("{absent}{cache}")).hint(format!(
+        "kvsmith downloads nothing: `hf download {}{revision}` does, or give a folder",
+        id.name
+    ))
+}
+
+/// A file of another format and what to do with it.
+type Foreign = (&'static str, &'static str);
+
+const GGUF: Foreign = (
+    "weights in GGUF",
+    "give the Hugging Face folder of the model (config.json and .safetensors), from which the GGUF file was made",
+);
+const PICKLE: Foreign = (
+    "weights in PyTorch's .bin or .pth format",
+    "convert pytorch_model.bin to safetensors first: AutoModelForCausalLM.from_pretrained(..).save_pretrained(..) does",
+);
+const ADAPTER: Foreign = (
+    "a PEFT adapter without the weights of its model",
+    "merge it first: PeftModel.from_pretrained(..).merge_and_unload().save_pretrained(..)",
+);
+
+/// Recognises a file that is given in place of a folder.
+fn other_format(path: &Path) -> Option<Foreign> {
+    let mut start = [0; 4];
+    let is_read = File::open(path)
+        .and_then(|mut file| file.read_exact(&mut start))
+        .is_ok();
+    let extension = path.extension().and_then(|e| e.to_str()).unwrap_or("");
+    match (&start, extension) {
+        (b"GGUF", _) if is_read => Some(("a GGUF file", GGUF.1)),
+        (_, "gguf") => Some(("a GGUF file", GGUF.1)),
+        (b"PK\x03\x04", "pth" | "pt" | "bin") | (_, "pth" | "pt") => Some(("a PyTorch file", PICKLE.1)),
+        (_, "safetensors") => Some((
+            "one file of a checkpoint",
+            "give the folder that it is in, with config.json",
+        )),
+        _ => None,
+    }
+}
+
+/// Recognises weights of another format in a folder.
+pub fn foreign(dir: &Path) -> Option<Foreign> {
+    let entries = std::fs::read_dir(dir).ok()?;
+    let names: Vec<String> = entries
+        .flatten()
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .collect();
+    let any = |is: &dyn Fn(&str) -> bool| names.iter().any(|name| is(name));
+    let is_pickle = |name: &str| {
+        name.ends_with(".pth")
+            || name.ends_with(".pt")
+            || name.starts_with("pytorch_model") && name.ends_with(".bin")
+    };
+    if any(&|name| name == "adapter_config.json") {
+        Some(ADAPTER)
+    } else if any(&|name| name.ends_with(".gguf")) {
+        Some(GGUF)
+    } else if any(&is_pickle) {
+        Some(PICKLE)
+    } else {
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_told_from_paths() {
+        let id = |text: &str| HubId::parse(text).map(|id| (id.folder(), id.revision.map(str::to_owned)));
+        assert_eq!(
+            id("meta-llama/Llama-3.1-8B"),
+            Some(("models--meta-llama--Llama-3.1-8B".to_owned(), None))
+        );
+        assert_eq!(
+            id("gpt2@v1.0"),
+            Some(("models--gpt2".to_owned(), Some("v1.0".to_owned())))
+        );
+        for path in [
+            "./model", "../model", "/model", "a/b/c", "a//b", "", "a b", "org/", "a/b@", "~/model",
+        ] {
+            assert_eq!(id(path), None, "{path}");
+        }
+    }
+}

@@ -1,0 +1,340 @@
+//! What a newcomer types first: models by their id, text of any kind, prompts from stdin, numbers with units, and
+//! checkpoints of other formats.
+
+mod common;
+
+use std::io::Write as _;
+use std::path::Path;
+use std::process::Stdio;
+
+use common::*;
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use kvsmith::dump::Dump;
+use serde_json::{Value, json};
+
+/// Runs the program with some text on stdin.
+#[track_caller]
+fn fed(arguments: &str, text: &str) -> Outcome {
+    let mut command = command(arguments);
+    command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    child.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    Outcome::of(child.wait_with_output().unwrap())
+}
+
+/// A model with a tokenizer of characters.
+fn model(scratch: &Scratch) -> String {
+    let model = scratch.model("model", "llama_default");
+    scratch.write("model/tokenizer.json", tokenizer(Value::Null));
+    model
+}
+
+/// The documents of a dump.
+fn dumped(dir: &str) -> Vec<Vec<u32>> {
+    let corpus = Dump::open(Path::new(dir)).unwrap().corpus;
+    (0..corpus.n_blocks())
+        .map(|b| corpus.ids[corpus.block(b)].to_vec())
+        .collect()
+}
+
+#[test]
+fn a_model_is_found_in_the_hubs_cache() {
+    let scratch = Scratch::new();
+    let prompt = scratch.tokens("prompt.json", &documents(&[20], 1));
+    let commit = "models--tiny--llama/snapshots/0a1b";
+    let folders = ["models--tiny--llama/refs", commit, "models--lone/snapshots/ff00"];
+    for folder in folders {
+        std::fs::create_dir_all(scratch.path(folder)).unwrap();
+    }
+    for (folder, from) in [
+        (commit, "llama_default"),
+        ("models--lone/snapshots/ff00", "qwen2_bias"),
+    ] {
+        copy_dir(&golden(from), Path::new(&scratch.path(folder)));
+    }
+    scratch.write("models--tiny--llama/refs/main", "0a1b\n");
+    scratch.write("models--tiny--llama/refs/v1", "0a1b");
+    let run = |model: &str, variable: &str, value: &str| {
+        let mut command = command(&format!(
+            "run --model {model} --tokens {prompt} --max-new 4 --json"
+        ));
+        for name in ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"] {
+            command.env_remove(name);
+        }
+        Outcome::of(command.env(variable, value).output().unwrap())
+    };
+    let ids = |outcome: Outcome| outcome.json()["ids"].clone();
+    let cache = scratch.path("");
+    let own = ids(run(&checkpoint("llama_default"), "HF_HUB_CACHE", &cache));
+    for model in [
+        "tiny/llama",
+        "tiny/llama@v1",
+        "tiny/llama@0a1b",
+        &scratch.path("models--tiny--llama"),
+    ] {
+        assert_eq!(ids(run(model, "HF_HUB_CACHE", &cache)), own, "{model}");
+    }
+    let other = ids(run(&checkpoint("qwen2_bias"), "HF_HUB_CACHE", &cache));
+    assert_eq!(ids(run("lone", "HF_HUB_CACHE", &cache)), other);
+
+    // The other places of the cache.
+    let scratch = Scratch::new();
+    let hub = scratch.path("home/hub/models--tiny--llama/snapshots");
+    std::fs::create_dir_all(&hub).unwrap();
+    copy_dir(&golden("llama_default"), Path::new(&format!("{hub}/0a1b")));
+    assert_eq!(ids(run("tiny/llama", "HF_HOME", &scratch.path("home"))), own);
+    std::fs::create_dir_all(scratch.path(".cache")).unwrap();
+    std::fs::rename(scratch.path("home"), scratch.path(".cache/huggingface")).unwrap();
+    assert_eq!(ids(run("tiny/llama", "HOME", &scratch.path(""))), own);
+    assert_eq!(
+        ids(run("tiny/llama", "XDG_CACHE_HOME", &scratch.path(".cache"))),
+        own
+    );
+
+    let none = run("tiny/other", "HF_HUB_CACHE", &scratch.path(""));
+    none.fails(
+        1,
+        "tiny/other does not exist, nor is it in the hub's cache",
+        "`hf download tiny/other`",
+    );
+    let none = run("tiny/llama@v2", "HF_HOME", &scratch.path(".cache/huggingface"));
+    none.fails(1, "tiny/llama@v2", "`hf download tiny/llama --revision v2`");
+    run("./missing", "HF_HUB_CACHE", &scratch.path("")).fails(1, "./missing does not exist", "config.json");
+}
+
+#[test]
+fn other_formats_are_named() {
+    let scratch = Scratch::new();
+    let tokens = scratch.tokens("tokens.json", &documents(&[20], 1));
+    let run = |model: &str| kvsmith(&format!("run --model {model} --tokens {tokens}"));
+    let folder = |name: &str, files: &[&str]| {
+        std::fs::create_dir(scratch.path(name)).unwrap();
+        for file in files {
+            scratch.write(&format!("{name}/{file}"), "x");
+        }
+        scratch.path(name)
+    };
+    run(&scratch.write("model-q4.gguf", "GGUF....")).fails(1, "is a GGUF file", "Hugging Face folder");
+    run(&scratch.write("renamed", "GGUF....")).fails(1, "is a GGUF file", "Hugging Face folder");
+    run(&scratch.write("weights.pth", "PK\x03\x04..")).fails(1, "is a PyTorch file", "safetensors");
+    run(&scratch.write("model.safetensors", "..")).fails(
+        1,
+        "one file of a checkpoint",
+        "the folder that it is in",
+    );
+    run(&folder("gguf", &["a-q4.gguf", "README.md"])).fails(1, "has weights in GGUF", "Hugging Face folder");
+    run(&folder(
+        "adapter",
+        &["adapter_config.json", "adapter_model.safetensors"],
+    ))
+    .fails(1, "PEFT adapter", "merge_and_unload");
+    run(&folder("meta", &["consolidated.00.pth", "params.json"])).fails(1, ".pth format", "save_pretrained");
+
+    let text = scratch.write("text.parquet", "PAR1....");
+    let model = model(&scratch);
+    let dump = format!("dump --model {model} -o {}", scratch.path("dump"));
+    kvsmith(&format!("{dump} --text {text}")).fails(1, "is a Parquet file", "to_json");
+
+    for (method, name) in [
+        ("awq", "AWQ"),
+        ("gptq", "GPTQ"),
+        ("bitsandbytes", "bitsandbytes"),
+        ("fp8", "FP8"),
+        ("mxfp4", "mxfp4"),
+    ] {
+        let how = json!({ "quant_method": method, "bits": 4 });
+        edit_json(
+            &format!("{model}/config.json"),
+            &json!({ "quantization_config": how }),
+        );
+        run(&model).fails(1, &format!("quantised ({name})"), "from which it was made");
+    }
+    std::fs::rename(
+        format!("{model}/model.safetensors"),
+        format!("{model}/model.gguf"),
+    )
+    .unwrap();
+    edit_json(
+        &format!("{model}/config.json"),
+        &json!({ "quantization_config": null }),
+    );
+    run(&model).fails(1, "but weights in GGUF", "Hugging Face folder");
+}
+
+#[test]
+fn text_of_every_kind_is_read() {
+    let scratch = Scratch::new();
+    let model = model(&scratch);
+    let texts = [
+        "a first document.",
+        "the second one, zipped.",
+        "third",
+        "a fourth, of a field",
+        "0 the last one",
+    ];
+    let ids: Vec<Vec<u32>> = texts.iter().map(|text| character_ids(text)).collect();
+    let dump = |name: &str, text: &str, stdin: &str| {
+        let out = scratch.path(name);
+        fed(
+            &format!("dump --model {model} --uuid-tokens 0 --text {text} -o {out}"),
+            stdin,
+        )
+        .ok();
+        dumped(&out)
+    };
+    std::fs::create_dir_all(scratch.path("texts/b/deeper")).unwrap();
+    scratch.write("texts/a.md", texts[0]);
+    scratch.write("texts/picture.png", b"\xff\xfe");
+    scratch.write("texts/.hidden.txt", "not this one");
+    let zipped = |text: &str| {
+        let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
+        encoder.write_all(text.as_bytes()).unwrap();
+        encoder.finish().unwrap()
+    };
+    scratch.write("texts/b/b.txt.gz", zipped(texts[1]));
+    scratch.write(
+        "texts/b/deeper/c.jsonl.gz",
+        zipped(&json!({ "text": texts[2] }).to_string()),
+    );
+    let folder = scratch.path("texts");
+    assert_eq!(dump("folder", &folder, ""), ids[..3]);
+
+    let plain = scratch.write("NOTES", texts[0]);
+    assert_eq!(dump("plain", &plain, ""), ids[..1]);
+    assert_eq!(dump("stdin", "-", texts[4]), ids[4..]);
+    let line = json!({ "body": texts[3], "text": 5 }).to_string();
+    let lines = scratch.write("fields.ndjson", &line);
+    assert_eq!(
+        dump("field", &format!("{lines} --text-field body"), ""),
+        ids[3..4]
+    );
+    assert_eq!(dump("lines", "- --text-field body", &line), ids[3..4]);
+    assert_eq!(
+        dump("both", &format!("{plain} {lines} --text-field body"), ""),
+        [ids[0].clone(), ids[3].clone()]
+    );
+
+    let fails = |text: &str, culprit: &str, hint: &str| {
+        kvsmith(&format!(
+            "dump --model {model} --text {text} -o {}",
+            scratch.path("none")
+        ))
+        .fails(1, culprit, hint);
+    };
+    fails(
+        &lines,
+        "fields.ndjson line 1: there is no text in field `text`",
+        "--text-field",
+    );
+    fails(
+        &scratch.write("cut.gz", &zipped(texts[1])[..20]),
+        "cut.gz cannot be decompressed",
+        "damaged",
+    );
+    std::fs::create_dir(scratch.path("empty")).unwrap();
+    fails(&scratch.path("empty"), "has no text file", ".jsonl");
+    fails(&scratch.path("texts/picture.png"), "not UTF-8", "stdin");
+    assert!(!Path::new(&scratch.path("none")).exists());
+}
+
+/// Chats become text by the model's template, whose special tokens are not added twice.
+#[test]
+fn chats_are_text_too() {
+    let scratch = Scratch::new();
+    let model = model(&scratch);
+    let chat =
+        json!({ "messages": [{ "role": "user", "content": "ask" }, { "role": "tool", "content": "find" }] });
+    let chats = scratch.write("chats.jsonl", format!("{chat}\n{}\n", json!({ "text": "plain" })));
+    let out = scratch.path("dump");
+    let dump = format!("dump --model {model} --uuid-tokens 0 --text {chats} -o {out}");
+    kvsmith(&dump).fails(1, "no chat template", "lines with a text");
+    scratch.write(
+        "model/chat_template.jinja",
+        "<s>{% for m in messages %}{{ m.role }} {{ m.content }}.{% endfor %}",
+    );
+    kvsmith(&dump).ok();
+    let rendered = [vec![1], character_ids("user ask.tool find.")].concat();
+    assert_eq!(dumped(&out), [rendered, character_ids("plain")]);
+    let odd = scratch.write(
+        "odd.jsonl",
+        json!({ "messages": [{ "role": "user", "content": [1] }] }).to_string(),
+    );
+    kvsmith(&dump.replace(&chats, &odd).replace(&out, &scratch.path("other"))).fails(
+        1,
+        "odd.jsonl line 1: a message has no text in `content`",
+        "messages",
+    );
+}
+
+#[test]
+fn prompts_come_from_stdin_too() {
+    let scratch = Scratch::new();
+    let model = model(&scratch);
+    let run = |prompt: &str, stdin: &str| {
+        let outcome = fed(
+            &format!("run --model {model} {prompt} --max-new 3 --ignore-eos --json"),
+            stdin,
+        );
+        outcome.json()["text"].clone()
+    };
+    let file = |text: &str| format!("--prompt-file {}", scratch.write("prompt.txt", text));
+    let own = run(&file("hello"), "");
+    assert_eq!(run("--prompt hello", ""), own);
+    for text in ["hello", "hello\n", "hello\r\n"] {
+        assert_eq!(run("--prompt -", text), own, "{text:?}");
+        assert_eq!(run("--prompt-file -", text), own, "{text:?}");
+        assert_eq!(run(&file(text), ""), own, "{text:?}");
+    }
+    // One newline goes, no more.
+    assert_eq!(run("--prompt -", "hello\n\n"), run(&file("hello\n\n"), ""));
+    let both = fed(&format!("run --model {model} --prompt - --chat"), "hello\n");
+    both.fails(2, "stdin has the later messages", "--prompt-file");
+}
+
+#[test]
+fn numbers_have_units_and_a_short_text_is_said() {
+    let scratch = Scratch::new();
+    let model = model(&scratch);
+    let text = scratch.write("text.txt", "a text of some words, over and over. ".repeat(30));
+    let dump = |name: &str, options: &str| {
+        let out = scratch.path(name);
+        let outcome = kvsmith(&format!(
+            "dump --model {model} --uuid-tokens 0 --text {text} {options} -o {out}"
+        ))
+        .ok();
+        (dumped(&out), outcome.stderr)
+    };
+    let (ids, said) = dump("kilo", "--max-tokens 1K --seq-len 0.5K");
+    let lengths: Vec<usize> = ids.iter().map(Vec::len).collect();
+    assert_eq!(lengths, [512, 512]);
+    assert!(!said.contains("fewer than"), "{said}");
+    let (all, said) = dump("all", "--max-tokens all");
+    assert_eq!(all.concat().len(), 37 * 30);
+    assert!(!said.contains("fewer than"), "{said}");
+    let (_, said) = dump("short", "--max-tokens 2K");
+    assert!(
+        said.contains("the text has 1110 tokens, fewer than --max-tokens 2048"),
+        "{said}"
+    );
+
+    let tokens = scratch.tokens("tokens.json", &documents(&[60], 2));
+    let mut eval = command(&format!(
+        "eval --model {model} --tokens {tokens} --decode 9 --json"
+    ));
+    let rows = eval
+        .args(["--methods", "topk, streaming", "--budgets", "20%, all,5"])
+        .output()
+        .unwrap();
+    let rows = Outcome::of(rows).json()["rows"].clone();
+    let budgets: Vec<f64> = rows
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|row| number(row, "budget"))
+        .collect();
+    assert_eq!(budgets, [0.2, 1.0, 5.0, 0.2, 1.0, 5.0]);
+}
