@@ -1,6 +1,9 @@
 //! The command line: its subcommands, and the function that runs each.
 
-use clap::{Parser, Subcommand};
+use std::ffi::OsString;
+
+use clap::parser::ValueSource;
+use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::cmd::args::Global;
 use crate::cmd::sections::SectionCommand;
@@ -17,6 +20,40 @@ pub struct Cli {
     /// Options of every command.
     #[command(flatten)]
     pub global: Global,
+}
+
+impl Cli {
+    /// Reads a command line and notes which flags were given.
+    ///
+    /// # Errors
+    /// Wrong use; a request for help or the version.
+    pub fn read(arguments: impl IntoIterator<Item = OsString>) -> std::result::Result<Self, clap::Error> {
+        let command = Self::command();
+        let matches = command.clone().try_get_matches_from(arguments)?;
+        let mut cli = Self::from_arg_matches(&matches)?;
+        cli.global.given = given(&command, &matches);
+        Ok(cli)
+    }
+}
+
+/// Lists the flags of a command line, those of the subcommands included, without their dashes.
+fn given(command: &clap::Command, matches: &ArgMatches) -> Vec<String> {
+    let is_given = |arg: &&clap::Arg| {
+        let id = arg.get_id().as_str();
+        matches.try_contains_id(id).is_ok_and(|has| has)
+            && matches.value_source(id) == Some(ValueSource::CommandLine)
+    };
+    let flags = command
+        .get_arguments()
+        .filter(is_given)
+        .filter_map(|arg| arg.get_long());
+    let mut given: Vec<String> = flags.map(str::to_owned).collect();
+    if let Some((name, below)) = matches.subcommand()
+        && let Some(command) = command.find_subcommand(name)
+    {
+        given.extend(self::given(command, below));
+    }
+    given
 }
 
 /// The subcommands, in pipeline order.

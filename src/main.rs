@@ -2,7 +2,6 @@
 
 use std::process::ExitCode;
 
-use clap::Parser;
 use kvsmith::cli::{self, Cli};
 use kvsmith::error::Kind;
 use kvsmith::progress::say;
@@ -11,7 +10,7 @@ use kvsmith::{interrupt, mapped, unfinished};
 
 fn main() -> ExitCode {
     linalg::without_openblas_threads();
-    let cli = match Cli::try_parse() {
+    let cli = match Cli::read(std::env::args_os()) {
         Ok(cli) => cli,
         Err(e) => {
             // Help and version are no errors; anything else is wrong use.

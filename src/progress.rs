@@ -2,8 +2,10 @@
 
 use std::borrow::Cow;
 use std::io::{IsTerminal, Write};
+use std::sync::Mutex;
+use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 /// Writes a line to stderr, fit for a terminal; a failed write is ignored, since there is nowhere to report it.
 pub fn say(text: &str) {
@@ -89,15 +91,26 @@ impl Log {
         }
         // A thread moves the bar; nobody sees a hidden one.
         if !bar.is_hidden() {
-            bar.enable_steady_tick(std::time::Duration::from_millis(250));
+            bar.enable_steady_tick(Duration::from_millis(250));
         }
-        Progress { bar }
+        let lines = (bar.is_hidden() && self.verbosity > Verbosity::Quiet).then(Mutex::default);
+        Progress {
+            bar,
+            lines,
+            unit: unit.to_owned(),
+        }
     }
 }
 
-/// A progress bar; dropping it removes it from the screen.
+/// How often a line tells the progress where no bar is shown.
+const EVERY: Duration = Duration::from_secs(10);
+
+/// A progress bar, which dropping removes from the screen; without a terminal, a line every ten seconds.
 pub struct Progress {
     bar: ProgressBar,
+    /// Where there is no bar: when the last line came, since the start.
+    lines: Option<Mutex<Duration>>,
+    unit: String,
 }
 
 impl Progress {
@@ -109,6 +122,30 @@ impl Progress {
     /// Adds finished units of work.
     pub fn advance(&self, units: u64) {
         self.bar.inc(units);
+        // Another thread that is at it writes the line.
+        if let Some(Ok(mut last)) = self.lines.as_ref().map(Mutex::try_lock) {
+            let elapsed = self.bar.elapsed();
+            if elapsed >= *last + EVERY {
+                *last = elapsed;
+                say(&self.status(elapsed));
+            }
+        }
+    }
+
+    /// Tells how far the work is, and how long the rest will take at the same rate.
+    fn status(&self, elapsed: Duration) -> String {
+        let (done, all) = (self.bar.position(), self.bar.length().unwrap_or(0));
+        let left = elapsed.as_secs_f64() * all.saturating_sub(done) as f64 / done.max(1) as f64;
+        let stage = self.bar.message();
+        let what = if stage.is_empty() { "done" } else { &stage };
+        format!(
+            "{what}: {} of {} {}, {} elapsed, {} left",
+            HumanCount(done),
+            HumanCount(all),
+            self.unit,
+            HumanDuration(elapsed),
+            HumanDuration(Duration::from_secs_f64(left))
+        )
     }
 
     /// Prints a line without disturbing the bar.
@@ -120,5 +157,25 @@ impl Progress {
 impl Drop for Progress {
     fn drop(&mut self) {
         self.bar.finish_and_clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_tells_how_far_the_work_is() {
+        let log = Log {
+            verbosity: Verbosity::Normal,
+        };
+        let progress = log.progress(4000, "states");
+        progress.stage("layer 1 of 4: capture".to_owned());
+        progress.advance(1000);
+        let said = progress.status(Duration::from_secs(20));
+        assert_eq!(
+            said,
+            "layer 1 of 4: capture: 1,000 of 4,000 states, 20 seconds elapsed, 60 seconds left"
+        );
     }
 }

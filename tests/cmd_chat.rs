@@ -145,14 +145,21 @@ fn tokens_without_turns() {
     );
     // The first turn fits into the context of 512, the second does not.
     let tokens = scratch.tokens("turns.json", &documents(&[300, 208], 1));
-    let warned = kvsmith(&format!(
-        "run --chat --model {model} --tokens {tokens} --max-new 5 --ignore-eos -q"
-    ))
-    .ok();
+    let run = format!("run --chat --model {model} --tokens {tokens} --max-new 5 --ignore-eos -q");
+    let warned = kvsmith(&format!("{run} --beyond-context")).ok();
     assert_eq!(
         warned.stderr,
         "warning: 518 positions are more than the model's context of 512\n"
     );
+    // The turn before is reported all the same.
+    let refused = kvsmith(&format!("{run} --json"));
+    assert!(
+        refused.code == Some(1) && refused.stderr.contains("the conversation has 513 tokens"),
+        "{}",
+        refused.stderr
+    );
+    let turns: Value = serde_json::from_str(&refused.stdout).unwrap();
+    assert_eq!(turns["turns"].as_array().map(Vec::len), Some(1), "{turns}");
     // Checked before the first turn.
     let tokens = scratch.tokens("turns.json", &[vec![5, 6], vec![96]]);
     kvsmith(&format!("run --chat --model {model} --tokens {tokens}")).fails(1, "token id 96", "");

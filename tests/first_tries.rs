@@ -1,5 +1,5 @@
 //! What a newcomer types first: models by their id, text of any kind, prompts from stdin, numbers with units, and
-//! checkpoints of other formats.
+//! checkpoints of other formats; and what a command says that would otherwise do nothing in silence.
 
 mod common;
 
@@ -337,4 +337,100 @@ fn numbers_have_units_and_a_short_text_is_said() {
         .map(|row| number(row, "budget"))
         .collect();
     assert_eq!(budgets, [0.2, 1.0, 5.0, 0.2, 1.0, 5.0]);
+}
+
+#[test]
+fn a_prompt_beyond_the_context_is_refused() {
+    let scratch = Scratch::new();
+    let model = scratch.model("model", "llama_default");
+    edit_json(
+        &format!("{model}/config.json"),
+        &json!({ "max_position_embeddings": 40 }),
+    );
+    let run = |length: usize, options: &str| {
+        let tokens = scratch.tokens("prompt.json", &documents(&[length], 1));
+        kvsmith(&format!(
+            "run --model {model} --tokens {tokens} --max-new 2 --ignore-eos {options}"
+        ))
+    };
+    run(41, "").fails(
+        1,
+        "the prompt has 41 tokens, more than the model's context of 40",
+        "--beyond-context",
+    );
+    let said = run(41, "--beyond-context").ok().stderr;
+    assert!(said.contains("warning: 43 positions"), "{said}");
+    let said = run(39, "").ok().stderr;
+    assert!(
+        said.contains("warning: 41 positions") && said.contains("tokens a second"),
+        "{said}"
+    );
+    assert!(!run(38, "").ok().stderr.contains("warning"));
+}
+
+/// The warnings of a command.
+fn warnings(outcome: Outcome) -> Vec<String> {
+    let said = outcome.ok().stderr;
+    said.lines()
+        .filter_map(|line| line.strip_prefix("warning: "))
+        .map(str::to_owned)
+        .collect()
+}
+
+#[test]
+fn what_does_nothing_is_said() {
+    let scratch = Scratch::new();
+    let model = model(&scratch);
+    let tokens = scratch.tokens("prompt.json", &documents(&[90], 1));
+    let run = |options: &str| {
+        warnings(kvsmith(&format!(
+            "run --model {model} --tokens {tokens} --max-new 2 {options}"
+        )))
+    };
+    assert_eq!(run("--method topk --budget 5"), [""; 0]);
+    assert_eq!(run("--method lfps --lfps-theta 0.9"), [""; 0]);
+    assert_eq!(run("--method topk --kv 2bit --sign-full 3"), [""; 0]);
+    assert_eq!(
+        run("--method topk --lfps-theta 0.9 --ct-probes 3 --sign-full 3"),
+        [
+            "--sign-full does nothing here: it is for method selfindex",
+            "--lfps-theta does nothing here: it is for method lfps",
+            "--ct-probes does nothing here: it is for method ctkvr",
+        ]
+    );
+    assert_eq!(
+        run("--budget 5"),
+        ["--budget does nothing here: full attention reads everything"]
+    );
+
+    let eval = |options: &str| {
+        warnings(kvsmith(&format!(
+            "eval --model {model} --tokens {tokens} --decode 4 {options}"
+        )))
+    };
+    let nothing = "in every layer the sinks and the window hold all positions that a step sees, so that there is nothing to \
+                   choose; give longer text or a smaller --window";
+    assert_eq!(eval("--methods topk,streaming --window 16"), [""; 0]);
+    assert_eq!(eval("--methods topk --window 86"), [nothing]);
+    assert_eq!(
+        eval("--methods topk --window 16 --ct-probes 3"),
+        ["--ct-probes does nothing here: it is for method ctkvr"]
+    );
+    let layered = checkpoint("qwen2_sliding");
+    let said = warnings(kvsmith(&format!(
+        "eval --model {layered} --tokens {tokens} --decode 4 --methods topk --window 64"
+    )));
+    assert!(said.len() == 1 && said[0].starts_with("in layers "), "{said:?}");
+
+    let prompt = |options: &str| {
+        warnings(kvsmith(&format!(
+            "run --model {model} --prompt hello --max-new 2 {options}"
+        )))
+    };
+    assert_eq!(prompt(""), [""; 0]);
+    scratch.write("model/chat_template.jinja", "{{ messages[0].content }}");
+    assert_eq!(
+        prompt(""),
+        ["the model has a chat template, which a prompt without --chat does not go through"]
+    );
 }

@@ -40,6 +40,9 @@ pub struct Global {
     /// Print more on stderr
     #[arg(short, long, global = true)]
     pub verbose: bool,
+    /// The flags that the command line has, without their dashes.
+    #[arg(skip)]
+    pub given: Vec<String>,
 }
 
 impl Global {

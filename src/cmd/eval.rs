@@ -19,6 +19,7 @@ use crate::error::{Error, Kind, Result};
 use crate::flags::{parse_count, parse_count_or_all, parse_positive_count, parse_share};
 use crate::kv::Budget;
 use crate::method::Method;
+use crate::method::registry::MethodName;
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
 use crate::runner::eval::{Bootstrap, Evaluation, FEWEST, Variant};
@@ -99,6 +100,8 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     args.reading.check(device.as_ref())?;
     let decoder = open_model(&args.model, log)?;
     let device = device_for(device, &decoder, global)?;
+    let named: Vec<MethodName> = args.methods.iter().map(|named| named.method).collect();
+    args.reading.warn_of_unused(&named, global);
     let artifacts = args
         .artifacts()
         .map(|path| args.reading.open(path, &decoder, log));

@@ -11,7 +11,7 @@ use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType};
 use crate::method::Method;
 use crate::method::declaration::Ask;
-use crate::method::params::MethodParams;
+use crate::method::params::{MethodParams, flags_of_methods};
 use crate::method::registry::MethodName;
 use crate::method::sections::SECTIONS;
 use crate::method::tail::with_tail;
@@ -131,6 +131,19 @@ impl Reading {
     /// Tells whether `--tail` gives every method a tail.
     pub(super) fn tail(&self) -> bool {
         self.tail
+    }
+
+    /// Warns of flags of methods other than those that run; a 2-bit cache takes those of `selfindex`.
+    pub(super) fn warn_of_unused(&self, methods: &[MethodName], global: &Global) {
+        for (method, flags) in flags_of_methods() {
+            let runs = methods.iter().any(|own| own.as_str() == method)
+                || method == "selfindex" && self.kv == Some(Kv::TwoBit);
+            for flag in flags.iter().filter(|flag| !runs && global.given.contains(flag)) {
+                global
+                    .log()
+                    .warn(&format!("--{flag} does nothing here: it is for method {method}"));
+            }
+        }
     }
 
     /// Prepares a method for this model, with or without a tail; warns of heads that it does not serve.

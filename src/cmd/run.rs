@@ -22,7 +22,7 @@ use crate::flags::{not_negative, parse_count, share};
 use crate::kv::Budget;
 use crate::kv::sample::Sampler;
 use crate::method::Method;
-use crate::method::registry::{MethodName, default_method};
+use crate::method::registry::{FULL, MethodName, default_method};
 use crate::model::Decoder;
 use crate::progress::Log;
 use crate::runner::{CpuBackend, Options, Session};
@@ -66,6 +66,9 @@ pub struct Args {
     /// Most tokens to generate
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_count)]
     max_new: usize,
+    /// Go on beyond the longest context that the model was made for, where its answers get worse
+    #[arg(long)]
+    beyond_context: bool,
     /// Do not stop at the model's stop tokens
     #[arg(long)]
     ignore_eos: bool,
@@ -155,6 +158,10 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let open = |path: &PathBuf| args.reading.open(path, &decoder, log);
     let artifact = args.reading.artifact().map(open).transpose()?;
     let choice = Choice::of(args, artifact.as_ref(), log)?;
+    args.reading.warn_of_unused(&[choice.method], global);
+    if choice.method == FULL && args.budget.is_some() {
+        log.warn("--budget does nothing here: full attention reads everything");
+    }
     let method = args
         .reading
         .method(choice.method, choice.tail, artifact.as_ref(), &decoder, global)?;
@@ -189,15 +196,16 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         sampler: Sampler::new(args.temperature, args.top_p, global.seed),
         replies: Vec::new(),
     };
-    let stopped = conversation.run()?;
+    let end = conversation.run();
+    if end.is_err() && conversation.replies.is_empty() {
+        return end;
+    }
+    // What earlier turns gave is reported, however the conversation ended.
     conversation.session.finish_trace()?;
     conversation.report(choice, device.name())?;
     drop(conversation);
     lines.map_or(Ok(()), Lines::finish)?;
-    match stopped {
-        true => Err(Error::interrupted()),
-        false => Ok(()),
-    }
+    end
 }
 
 /// Opens a session on a device; `known` tokens of prompts are already known. With a GPU, caches and selection are on

@@ -241,7 +241,7 @@ impl<'a> CudaBackend<'a> {
 }
 
 impl Backend for CudaBackend<'_> {
-    fn prompt(&mut self, ids: &[u32], first: usize) -> Result<Array1<f32>> {
+    fn prompt(&mut self, ids: &[u32], first: usize, done: &mut dyn FnMut(usize)) -> Result<Array1<f32>> {
         let body = &self.model.body;
         body.check_prompt(ids)?;
         let packed = self.options.kv == KvType::TwoBit;
@@ -260,6 +260,7 @@ impl Backend for CudaBackend<'_> {
         let mut pass = PromptPass::new(body, ids, room, context, &indexes)?;
         for number in 0..self.layers.len() {
             self.prompt_layer(number, &mut pass)?;
+            done(number);
         }
         let first = self.layers.first().map(|layer| layer.index.as_ref());
         self.model.end_prompt(&pass, first)

@@ -287,7 +287,7 @@ fn extend(heads: &mut [KvHead], keys: &[f32], values: &[f32], n: usize) -> Resul
 }
 
 impl Backend for HostBackend<'_> {
-    fn prompt(&mut self, ids: &[u32], first: usize) -> Result<Array1<f32>> {
+    fn prompt(&mut self, ids: &[u32], first: usize, done: &mut dyn FnMut(usize)) -> Result<Array1<f32>> {
         let body = &self.model.body;
         body.check_prompt(ids)?;
         let n = first + ids.len();
@@ -302,6 +302,7 @@ impl Backend for HostBackend<'_> {
         let mut pass = PromptPass::new(body, ids, room, Some(context), &indexes)?;
         for number in 0..self.layers.len() {
             self.prompt_layer(number, &mut pass)?;
+            done(number);
         }
         let first = self.layers.first().map(|layer| layer.index.as_ref());
         self.model.end_prompt(&pass, first)

@@ -1,5 +1,7 @@
 //! The parameters of all methods, as flags.
 
+use clap::Command;
+
 use super::a2ats::params::A2atsParams;
 use super::ctkvr::params::CtkvrParams;
 use super::lfps::params::LfpsParams;
@@ -21,4 +23,19 @@ pub struct MethodParams {
     /// See [`crate::method::ctkvr`].
     #[command(flatten)]
     pub ctkvr: CtkvrParams,
+}
+
+/// Lists the methods that have flags of their own, each with the names of these.
+pub fn flags_of_methods() -> [(&'static str, Vec<String>); 4] {
+    fn flags<P: clap::Args>() -> Vec<String> {
+        let command = P::augment_args(Command::new("parameters"));
+        let named = command.get_arguments().filter_map(|arg| arg.get_long());
+        named.map(str::to_owned).collect()
+    }
+    [
+        ("a2ats", flags::<A2atsParams>()),
+        ("selfindex", flags::<SelfIndexParams>()),
+        ("lfps", flags::<LfpsParams>()),
+        ("ctkvr", flags::<CtkvrParams>()),
+    ]
 }

@@ -78,6 +78,11 @@ impl ChatTemplate {
         Ok(Some(template))
     }
 
+    /// Tells whether the model in `dir` has a template, which may be unusable.
+    pub fn exists(dir: &Path) -> bool {
+        find_template(dir).is_ok_and(|found| found.is_some())
+    }
+
     /// Returns the file that holds the template.
     pub fn path(&self) -> &Path {
         &self.path

@@ -74,11 +74,13 @@ impl<'a> Session<'a> {
 }
 
 impl Backend for CpuBackend<'_> {
-    fn prompt(&mut self, ids: &[u32], first: usize) -> Result<Array1<f32>> {
+    fn prompt(&mut self, ids: &[u32], first: usize, done: &mut dyn FnMut(usize)) -> Result<Array1<f32>> {
         let windows = &self.forward.decoder().config.windows;
         let heads = &mut self.heads;
         self.forward.prompt(ids, first, &mut |layer, rows| {
-            prefill_heads(heads[layer].iter_mut().collect(), rows, windows[layer])
+            let context = prefill_heads(heads[layer].iter_mut().collect(), rows, windows[layer]);
+            done(layer);
+            context
         })
     }
 

@@ -256,6 +256,27 @@ impl<'a> Evaluation<'a> {
         }
     }
 
+    /// Counts the layers of the model.
+    pub fn n_layers(&self) -> usize {
+        self.forward.decoder().config.n_layers
+    }
+
+    /// Lists the layers in which the static set has all that a step sees, in a context of `n` positions.
+    pub fn without_choice(&self, n: usize) -> Vec<usize> {
+        let windows = self.forward.decoder().config.windows.iter().enumerate();
+        let Options { sinks, window, .. } = self.options;
+        let is_full = |model_window: &Option<usize>| {
+            n > 0
+                && StaticSet::at(n - 1, *model_window, sinks, window)
+                    .candidates
+                    .is_empty()
+        };
+        windows
+            .filter(|(_, of)| is_full(of))
+            .map(|(layer, _)| layer)
+            .collect()
+    }
+
     /// Returns the bytes that a variant's decode steps read, over those of all visible keys and values.
     pub fn bytes_fraction(&self, variant: usize) -> Option<f64> {
         let head_dim = self.forward.decoder().config.head_dim;

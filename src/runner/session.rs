@@ -21,11 +21,11 @@ pub struct StepAt {
 /// A model with its caches on some device.
 pub trait Backend {
     /// Runs a prompt with exact attention. Its first token is at position `first`; earlier positions are in the
-    /// caches. Returns the logits after its last token: `[vocab]`.
+    /// caches. Returns the logits after its last token: `[vocab]`; `done` is called with the number of each layer.
     ///
     /// # Errors
     /// An empty prompt, an id outside the vocabulary, activations that are not finite, an interrupt.
-    fn prompt(&mut self, ids: &[u32], first: usize) -> Result<Array1<f32>>;
+    fn prompt(&mut self, ids: &[u32], first: usize, done: &mut dyn FnMut(usize)) -> Result<Array1<f32>>;
 
     /// Feeds one token with sparse attention.
     fn step(&mut self, id: u32, at: StepAt, trace: Option<&mut Trace<'_>>) -> Result<()>;
@@ -78,7 +78,15 @@ impl<'a> Session<'a> {
     /// # Errors
     /// As [`Backend::prompt`].
     pub fn prefill(&mut self, ids: &[u32]) -> Result<Array1<f32>> {
-        let logits = self.backend.prompt(ids, self.positions)?;
+        self.prefill_watched(ids, &mut |_| {})
+    }
+
+    /// Does what [`Session::prefill`] does; `done` is called with the number of each layer.
+    ///
+    /// # Errors
+    /// As [`Backend::prompt`].
+    pub fn prefill_watched(&mut self, ids: &[u32], done: &mut dyn FnMut(usize)) -> Result<Array1<f32>> {
+        let logits = self.backend.prompt(ids, self.positions, done)?;
         self.positions += ids.len();
         Ok(logits)
     }

@@ -67,6 +67,7 @@ impl Blocks {
             corpus.n_tokens(),
             usable.len()
         ));
+        warn_without_choice(evaluation, usable.iter().map(Range::len).max().unwrap_or(0), log);
         let progress = log.progress(steps as u64, "steps");
         let (mut done, mut finished, mut stopped) = (0, 0, false);
         for (i, block) in usable.iter().enumerate() {
@@ -87,4 +88,21 @@ impl Blocks {
             json!({ "tokens": corpus.n_tokens(), "blocks": finished, "turns": args.turns, "steps": done });
         Ok((found, stopped))
     }
+}
+
+/// Warns of layers in which every position is in the static set, so that a method has nothing to choose.
+fn warn_without_choice(evaluation: &Evaluation, longest: usize, log: Log) {
+    let layers = evaluation.without_choice(longest);
+    if layers.is_empty() {
+        return;
+    }
+    let all = if layers.len() == evaluation.n_layers() {
+        "every layer".to_owned()
+    } else {
+        let named: Vec<String> = layers.iter().map(usize::to_string).collect();
+        format!("layers {}", named.join(", "))
+    };
+    log.warn(&format!(
+        "in {all} the sinks and the window hold all positions that a step sees, so that there is nothing to choose; give longer text or a smaller --window"
+    ));
 }

@@ -6,7 +6,7 @@ use super::Args;
 use super::turns::Turns;
 use crate::cmd::args::Global;
 use crate::cmd::print;
-use crate::error::{Kind, Result};
+use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::kv::KvType;
 use crate::kv::sample::Sampler;
@@ -56,23 +56,20 @@ pub(super) struct Conversation<'a> {
 }
 
 impl Conversation<'_> {
-    /// Runs turn after turn until there are no more; returns whether the user stopped it.
-    pub fn run(&mut self) -> Result<bool> {
-        loop {
-            match self.turn() {
-                Ok(None) => return Ok(false),
-                Ok(Some(reply)) => {
-                    let stopped = reply.stopped;
-                    self.replies.push(reply);
-                    if stopped {
-                        return Ok(true);
-                    }
-                }
-                // The replies of earlier turns are still reported.
-                Err(e) if e.kind() == Kind::Interrupted && !self.replies.is_empty() => return Ok(true),
-                Err(e) => return Err(e),
+    /// Runs turn after turn until there are no more.
+    ///
+    /// # Errors
+    /// A turn that cannot be run, after which `replies` has those of the turns before; an interrupt, after which the last of
+    /// them may be incomplete.
+    pub fn run(&mut self) -> Result<()> {
+        while let Some(reply) = self.turn()? {
+            let stopped = reply.stopped;
+            self.replies.push(reply);
+            if stopped {
+                return Err(Error::interrupted());
             }
         }
+        Ok(())
     }
 
     /// Feeds the next turn and lets the model reply; `None` at the end.
@@ -94,11 +91,22 @@ impl Conversation<'_> {
             }
         }
         let config = self.turns.config();
-        let total = (self.session.positions() + ids.len()).saturating_add(self.args.max_new);
-        if total > config.max_position_embeddings {
+        let context = config.max_position_embeddings;
+        let fed = self.session.positions() + ids.len();
+        let total = fed.saturating_add(self.args.max_new);
+        if fed > context && !self.args.beyond_context {
+            let what = match self.replies.is_empty() {
+                true => format!("the prompt has {fed} tokens, more than the model's context of {context}"),
+                false => {
+                    format!("the conversation has {fed} tokens, more than the model's context of {context}")
+                }
+            };
+            return Err(Error::failed(what)
+                .hint("shorten it, or give --beyond-context, with which the answers may be worthless"));
+        }
+        if total > context {
             log.warn(&format!(
-                "{total} positions are more than the model's context of {}",
-                config.max_position_embeddings
+                "{total} positions are more than the model's context of {context}"
             ));
         }
         let chat = self.args.chat;
@@ -134,9 +142,23 @@ impl Conversation<'_> {
         };
         let mut stream = TextStream::new(self.turns.tokenizer.as_ref());
         let start = Instant::now();
-        let logits = self.session.prefill(prompt)?;
+        let progress = self
+            .global
+            .log()
+            .progress(self.turns.config().n_layers as u64, "layers");
+        progress.stage(format!("prefill, {} tokens", prompt.len()));
+        let logits = self
+            .session
+            .prefill_watched(prompt, &mut |_| progress.advance(1))?;
+        drop(progress);
         let mut next = self.sampler.next(logits.view())?;
         let prefill_s = start.elapsed().as_secs_f64();
+        if !self.args.chat {
+            self.global.log().note(&format!(
+                "prefilled in {prefill_s:.2} s, {:.0} tokens a second",
+                prompt.len() as f64 / prefill_s
+            ));
+        }
         let start = Instant::now();
         let mut ids = Vec::new();
         let (mut ended, mut stopped) = (false, false);

@@ -90,6 +90,9 @@ impl<'a> Turns<'a> {
                 lines: StdinLines::open()?,
             }
         } else {
+            if ChatTemplate::exists(&args.model) {
+                log.warn("the model has a chat template, which a prompt without --chat does not go through");
+            }
             let ids = tokenizer.encode(&text.unwrap_or_default())?;
             if ids.is_empty() {
                 return Err(no_tokens().hint("give some text"));
