@@ -7,7 +7,7 @@ use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::cmd::args::Global;
 use crate::cmd::sections::SectionCommand;
-use crate::cmd::{bench, calibrate, dump, eval, inspect, moments, pack, run, verdict};
+use crate::cmd::{bench, calibrate, dump, eval, inspect, moments, pack, print_failure, run, verdict};
 use crate::error::{Error, Result};
 
 /// Calibrate, inspect and run sparse KV-cache retrieval for Hugging Face checkpoints.
@@ -32,8 +32,17 @@ impl Cli {
         let matches = command.clone().try_get_matches_from(arguments)?;
         let mut cli = Self::from_arg_matches(&matches)?;
         cli.global.given = given(&command, &matches);
+        cli.global.command = words(&matches).join(" ");
         Ok(cli)
     }
+}
+
+/// Lists the words of the subcommand.
+fn words(matches: &ArgMatches) -> Vec<&str> {
+    let Some((word, below)) = matches.subcommand() else {
+        return Vec::new();
+    };
+    std::iter::once(word).chain(words(below)).collect()
 }
 
 /// Lists the flags of a command line, those of the subcommands included, without their dashes.
@@ -85,8 +94,17 @@ pub enum Command {
 /// The most threads; a larger number is taken for a mistake.
 const MAX_THREADS: usize = 1024;
 
-/// Runs the subcommand.
-pub fn run(cli: Cli) -> Result<()> {
+/// Runs the subcommand; with `--json`, an error is a document on stdout too.
+pub fn run(cli: &Cli) -> Result<()> {
+    let outcome = start(cli);
+    if let Err(e) = &outcome {
+        // The error itself is what counts.
+        let _ = print_failure(&cli.global, e);
+    }
+    outcome
+}
+
+fn start(cli: &Cli) -> Result<()> {
     let threads = match cli.global.threads {
         Some(n) if !(1..=MAX_THREADS).contains(&n) => {
             return Err(Error::usage(format!(

@@ -23,7 +23,7 @@ fn main() -> ExitCode {
     interrupt::install();
     mapped::install();
     unfinished::install();
-    match cli::run(cli) {
+    match cli::run(&cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
             if e.kind() != Kind::Closed {

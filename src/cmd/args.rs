@@ -1,6 +1,8 @@
 //! Arguments that several commands share.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use clap::Args;
 use clap::builder::{PathBufValueParser, TypedValueParser};
@@ -43,6 +45,12 @@ pub struct Global {
     /// The flags that the command line has, without their dashes.
     #[arg(skip)]
     pub given: Vec<String>,
+    /// The subcommand, `bench kmeans` for one of two words.
+    #[arg(skip)]
+    pub command: String,
+    /// Whether the document of `--json` has been printed.
+    #[arg(skip)]
+    pub printed: Arc<AtomicBool>,
 }
 
 impl Global {

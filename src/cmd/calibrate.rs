@@ -157,7 +157,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
         "artifact": args.output.display().to_string(), "tokens": corpus.n_tokens(), "layers": sizes.n_layers,
         "seconds": seconds, "verdict_seconds": verdict_seconds, "device": device.name(),
     });
-    finish(global, &note, &document)
+    finish(global, &note, &args.output, &document)
 }
 
 /// Adds to the error of a verdict that the artifact is there without one.

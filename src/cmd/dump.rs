@@ -86,5 +86,5 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         "dump": args.output.display().to_string(), "tokens": corpus.n_tokens(), "layers": decoder.config.n_layers,
         "seconds": seconds, "device": device.name(),
     });
-    finish(global, &note, &document)
+    finish(global, &note, &args.output, &document)
 }

@@ -163,7 +163,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     if global.json {
         let mut out = json!({ "device": device.name(), "rows": rows, "differences": table.differences() });
         merge(&mut out, &found);
-        print_json(&out)?;
+        print_json(global, &out)?;
     } else {
         print(&rows::text(&rows, args.needles.is_some()))?;
     }

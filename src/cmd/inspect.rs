@@ -60,7 +60,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         .map(|section| (section, reports(&section, args)))
         .collect();
     if global.json {
-        return print_json(&summary_json(&artifact, args, &sections));
+        return print_json(global, &summary_json(&artifact, args, &sections));
     }
     let whole = args.layer.is_none() && args.head.is_none();
     let verdict = artifact.manifest.quality.methods.as_ref().filter(|_| whole);

@@ -16,8 +16,9 @@ pub mod sections;
 pub mod verdict;
 
 use std::path::Path;
+use std::sync::atomic::Ordering;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::artifact::short;
 use crate::compute::cpu::Cpu;
@@ -33,11 +34,21 @@ use crate::model::{Decoder, ModelManifest};
 use crate::progress::{Log, harmless, size};
 use args::{Global, Input};
 
-/// Prints the one JSON document of `--json`. Control characters that JSON leaves as they are, such as U+009B, are
-/// written as escapes too.
-fn print_json(value: &Value) -> Result<()> {
+/// The version of the documents of `--json`; members may be added to one version, but none changes its meaning.
+const SCHEMA: u32 = 1;
+
+/// Prints the one document of `--json`: what every document has, and `members`. Control characters that JSON leaves as they
+/// are, such as U+009B, are written as escapes too.
+fn print_json(global: &Global, members: &Value) -> Result<()> {
+    let mut document = json!({
+        "schema": SCHEMA,
+        "command": global.command,
+        "version": env!("CARGO_PKG_VERSION"),
+    });
+    merge(&mut document, members);
+    global.printed.store(true, Ordering::Relaxed);
     let mut text = String::new();
-    for c in value.to_string().chars() {
+    for c in document.to_string().chars() {
         match c.is_control() {
             true => text += &format!("\\u{:04x}", u32::from(c)),
             false => text.push(c),
@@ -60,13 +71,29 @@ fn print(text: &str) -> Result<()> {
         .map_err(|e| Error::stdout(&e))
 }
 
-/// Notes what a command has written, and prints its document of `--json`.
-fn finish(global: &Global, note: &str, document: &Value) -> Result<()> {
-    global.log().note(note);
-    match global.json {
-        true => print_json(document),
-        false => Ok(()),
+/// Prints the document of a command that failed, unless it has printed one: an interrupted one may have told what it had.
+///
+/// # Errors
+/// Stdout is full or closed.
+pub fn print_failure(global: &Global, error: &Error) -> Result<()> {
+    if !global.json || global.printed.load(Ordering::Relaxed) {
+        return Ok(());
     }
+    let document = json!({ "error": {
+        "message": error.to_string(), "hint": error.advice(), "exit_code": error.exit_code(),
+    }});
+    print_json(global, &document)
+}
+
+/// Notes what a command has written, and prints its document of `--json`.
+fn finish(global: &Global, note: &str, output: &Path, members: &Value) -> Result<()> {
+    global.log().note(note);
+    if !global.json {
+        return Ok(());
+    }
+    let mut document = json!({ "output": output.display().to_string() });
+    merge(&mut document, members);
+    print_json(global, &document)
 }
 
 /// Adds the members of an object to another.

@@ -64,6 +64,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     finish(
         global,
         &format!("wrote {} for {position}", args.output.display()),
+        &args.output,
         &json!({ "moments": args.output.display().to_string(), "wrope_position": position.windowed(), "device": device.name() }),
     )
 }

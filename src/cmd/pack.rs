@@ -48,6 +48,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     finish(
         global,
         &format!("wrote {}", args.output.display()),
+        &args.output,
         &json!({ "artifact": args.output.display().to_string(), "sections": names, "device": "cpu" }),
     )
 }

@@ -190,6 +190,7 @@ impl SectionCommand {
         finish(
             global,
             &format!("wrote {}", self.output.display()),
+            &self.output,
             &json!({ "section": self.output.display().to_string(), "device": device.name() }),
         )
     }

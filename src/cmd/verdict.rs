@@ -124,7 +124,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         note += &format!("\n{usual}");
     }
     artifact::write_with_verdict(output, &artifact, verdict)?;
-    finish(global, &note, &document)
+    finish(global, &note, &args.output, &document)
 }
 
 /// What a verdict is measured with.

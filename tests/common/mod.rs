@@ -156,7 +156,10 @@ impl Outcome {
             "expected hint `{hint}`, got: {}",
             self.stderr
         );
-        assert_eq!(self.stdout, "", "a failure prints no result");
+        if !self.stdout.is_empty() {
+            let document: Value = serde_json::from_str(&self.stdout).expect("a failure prints no result");
+            assert_eq!(document["error"]["exit_code"], code, "a failure prints no result");
+        }
     }
 }
 

@@ -180,7 +180,7 @@ impl ModelSetting<'_> {
     }
 
     /// Times the steps and adds the result.
-    fn add(&self, driver: &dyn Driver, bandwidth: f64, results: &mut Results) -> Result<()> {
+    fn add(&self, driver: &dyn Driver, bandwidth: f64, results: &mut Results<'_>) -> Result<()> {
         let (args, caches) = (self.args, &self.args.caches);
         let options = Options {
             sinks: SINKS,

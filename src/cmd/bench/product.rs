@@ -26,19 +26,19 @@ pub fn seconds(work: impl FnOnce()) -> f64 {
 const SIZE: usize = 2048;
 
 /// A benchmark of kernels on the CPU whose results are compared with the plain product of square matrices.
-pub struct Comparison {
+pub struct Comparison<'a> {
     x: Array2<f32>,
     out: Array2<f32>,
     runs: usize,
-    results: Results,
+    results: Results<'a>,
 }
 
-impl Comparison {
+impl<'a> Comparison<'a> {
     /// Starts `bench <name>` without a result.
     ///
     /// # Errors
     /// A GPU was asked for.
-    pub fn new(name: &str, runs: usize, global: &Global) -> Result<Self> {
+    pub fn new(name: &str, runs: usize, global: &'a Global) -> Result<Self> {
         if !matches!(global.device, DeviceFlag::Auto | DeviceFlag::Cpu) {
             let error = Error::device(format!("`bench {name}` runs on the CPU alone"));
             return Err(error.hint("use --device cpu"));

@@ -52,16 +52,16 @@ pub fn measure<T>(runs: usize, mut once: impl FnMut() -> Result<T>) -> Result<Ve
 }
 
 /// The results of a benchmark: printed one by one, or together as the document of `--json`.
-pub struct Results {
-    json: bool,
+pub struct Results<'a> {
+    global: &'a Global,
     rows: Vec<Value>,
 }
 
-impl Results {
+impl<'a> Results<'a> {
     /// Starts without a result.
-    pub fn new(global: &Global) -> Self {
+    pub fn new(global: &'a Global) -> Self {
         Self {
-            json: global.json,
+            global,
             rows: Vec::new(),
         }
     }
@@ -86,7 +86,7 @@ impl Results {
         });
         merge(&mut row, more);
         self.rows.push(row);
-        match self.json {
+        match self.global.json {
             true => Ok(()),
             false => print(&format!("{name} ({shape}): {says}\n")),
         }
@@ -104,8 +104,8 @@ impl Results {
 
     /// Prints the document of `--json` with the results up to an error, and passes the error on.
     pub fn finish_after(self, outcome: Result<()>) -> Result<()> {
-        if self.json && (outcome.is_ok() || !self.rows.is_empty()) {
-            print_json(&json!({ "rows": self.rows }))?;
+        if self.global.json && (outcome.is_ok() || !self.rows.is_empty()) {
+            print_json(self.global, &json!({ "rows": self.rows }))?;
         }
         outcome
     }

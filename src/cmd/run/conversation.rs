@@ -14,6 +14,18 @@ use crate::model::tokenizer::TextStream;
 use crate::progress::size;
 use crate::runner::Session;
 
+/// Why a reply ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Stop {
+    /// At a stop token of the model, which is its last one.
+    Stop,
+    /// At the most tokens that were asked for.
+    Length,
+    /// The user stopped it.
+    Interrupted,
+}
+
 /// The model's reply in one turn.
 #[derive(serde::Serialize)]
 pub(super) struct Reply {
@@ -23,18 +35,19 @@ pub(super) struct Reply {
     pub prompt_tokens: usize,
     pub prefill_s: f64,
     pub decode_s: f64,
-    /// Whether a stop token ended it.
-    #[serde(skip)]
-    pub ended: bool,
-    /// Whether the user stopped it.
-    #[serde(skip)]
-    pub stopped: bool,
+    #[serde(rename = "stop_reason")]
+    pub stop: Stop,
 }
 
 impl Reply {
+    /// Tells whether a stop token ended it.
+    pub fn ended(&self) -> bool {
+        self.stop == Stop::Stop
+    }
+
     /// Returns the tokens without the stop token that ended them.
     pub fn without_stop_token(&self) -> &[u32] {
-        &self.ids[..self.ids.len() - usize::from(self.ended)]
+        &self.ids[..self.ids.len() - usize::from(self.ended())]
     }
 }
 
@@ -63,9 +76,9 @@ impl Conversation<'_> {
     /// them may be incomplete.
     pub fn run(&mut self) -> Result<()> {
         while let Some(reply) = self.turn()? {
-            let stopped = reply.stopped;
+            let stop = reply.stop;
             self.replies.push(reply);
-            if stopped {
+            if stop == Stop::Interrupted {
                 return Err(Error::interrupted());
             }
         }
@@ -84,7 +97,7 @@ impl Conversation<'_> {
         if let Some(reply) = last
             && let Some(id) = reply.ids.last()
         {
-            if reply.ended && ids.first() == Some(id) {
+            if reply.ended() && ids.first() == Some(id) {
                 prompt_tokens -= 1;
             } else {
                 ids.insert(0, *id);
@@ -161,16 +174,19 @@ impl Conversation<'_> {
         }
         let start = Instant::now();
         let mut ids = Vec::new();
-        let (mut ended, mut stopped) = (false, false);
+        let mut stop = Stop::Length;
         while ids.len() < self.args.max_new {
             ids.push(next);
             show(&stream.push(next)?)?;
-            ended = !self.args.ignore_eos && self.turns.config().is_stop_token(next);
-            if ended || ids.len() == self.args.max_new {
+            if !self.args.ignore_eos && self.turns.config().is_stop_token(next) {
+                stop = Stop::Stop;
                 break;
             }
-            stopped = interrupt::requested();
-            if stopped {
+            if ids.len() == self.args.max_new {
+                break;
+            }
+            if interrupt::requested() {
+                stop = Stop::Interrupted;
                 break;
             }
             next = self.session.next(next, &mut self.sampler)?;
@@ -183,8 +199,7 @@ impl Conversation<'_> {
             prompt_tokens: prompt.len(),
             prefill_s,
             decode_s: start.elapsed().as_secs_f64(),
-            ended,
-            stopped,
+            stop,
         })
     }
 }

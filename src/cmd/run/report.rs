@@ -158,6 +158,7 @@ impl Conversation<'_> {
             "tail": choice.tail,
             "budget": choice.budget.value(),
             "prompt_tokens": replies.iter().map(|r| r.prompt_tokens).sum::<usize>(),
+            "stop_reason": replies.last().map(|reply| reply.stop),
             "prefill_s": prefill_s,
             "decode_s": decode_s,
             "tokens_per_s": tokens_per_s,
@@ -172,6 +173,6 @@ impl Conversation<'_> {
         if self.args.chat {
             result["turns"] = json!(replies);
         }
-        print_json(&result)
+        print_json(self.global, &result)
     }
 }

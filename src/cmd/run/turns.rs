@@ -265,7 +265,7 @@ impl Script {
         };
         let mut ids = tokenizer.encode_raw(&text)?;
         // The model wrote no space before its stop token, so one from the template is dropped.
-        let stop = reply.filter(|r| r.ended).and_then(|r| r.ids.last());
+        let stop = reply.filter(|r| r.ended()).and_then(|r| r.ids.last());
         if stop.is_some() && ids.first() != stop {
             let closer = tokenizer.encode_raw(text.trim_start())?;
             if closer.first() == stop {

@@ -1,0 +1,253 @@
+//! The documents of `--json` are those that docs/json.md describes.
+
+mod common;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use common::*;
+use serde_json::{Value, json};
+
+/// The keys of docs/json.md by command, each with its types.
+fn described() -> BTreeMap<String, BTreeMap<String, String>> {
+    let page = std::fs::read_to_string(root().join("docs/json.md")).unwrap();
+    let mut commands: BTreeMap<String, BTreeMap<String, String>> = BTreeMap::new();
+    let mut current: Vec<&str> = Vec::new();
+    for line in page.lines() {
+        if let Some(title) = line.strip_prefix("## ") {
+            current = title.split(", ").collect();
+        }
+        let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+        if let ["", key, types, _, ""] = cells[..]
+            && let Some(key) = key.strip_prefix('`').and_then(|key| key.strip_suffix('`'))
+        {
+            for command in &current {
+                let keys = commands.entry((*command).to_owned()).or_default();
+                let before = keys.insert(key.to_owned(), types.to_owned());
+                assert_eq!(before, None, "{command} has {key} twice");
+            }
+        }
+    }
+    commands
+}
+
+fn type_of(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "boolean",
+        Value::Number(_) => "number",
+        Value::String(_) => "string",
+        Value::Array(_) => "list",
+        Value::Object(_) => "object",
+    }
+}
+
+/// The keys of an object with the types of their values; those of the objects in a list as `list[].key`.
+fn found(document: &Value, lists: &[&str]) -> BTreeMap<String, BTreeSet<&'static str>> {
+    let mut out: BTreeMap<String, BTreeSet<&'static str>> = BTreeMap::new();
+    for (key, value) in document.as_object().unwrap() {
+        out.entry(key.clone()).or_default().insert(type_of(value));
+        for row in value
+            .as_array()
+            .filter(|_| lists.contains(&key.as_str()))
+            .into_iter()
+            .flatten()
+        {
+            for (name, value) in row.as_object().unwrap() {
+                out.entry(format!("{key}[].{name}"))
+                    .or_default()
+                    .insert(type_of(value));
+            }
+        }
+    }
+    out
+}
+
+/// Compares the documents of a command, taken together, with its section of the page.
+fn compare(command: &str, documents: &[Value]) {
+    let page = described();
+    let (common, own) = (&page["Every command"], &page[command]);
+    let lists: Vec<&str> = own
+        .keys()
+        .filter_map(|key| key.split_once("[]."))
+        .map(|(list, _)| list)
+        .collect();
+    // Rows of these have more keys, which depend on the section or the benchmark.
+    let is_open = command.starts_with("bench") || command == "inspect";
+    let mut seen = BTreeSet::new();
+    for document in documents {
+        assert_eq!(document["schema"], 1);
+        assert_eq!(document["command"], command);
+        assert_eq!(document["version"], env!("CARGO_PKG_VERSION"));
+        for (key, types) in found(document, &lists) {
+            let Some(described) = own.get(&key).or_else(|| common.get(&key)) else {
+                assert!(
+                    is_open && key.contains("[]."),
+                    "{command} prints `{key}`, which the page does not have"
+                );
+                continue;
+            };
+            for of in types {
+                let is_described = described.split(" or ").any(|name| name == of);
+                assert!(
+                    is_described,
+                    "`{key}` of {command} is {of}, on the page {described}"
+                );
+            }
+            seen.insert(key);
+        }
+    }
+    let missing: Vec<&String> = own.keys().filter(|key| !seen.contains(*key)).collect();
+    assert!(missing.is_empty(), "{command} does not print {missing:?}");
+    let writes = !is_open && !["run", "eval"].contains(&command);
+    assert_eq!(seen.contains("output"), writes, "{command}");
+    assert!(
+        command.starts_with("bench") || seen.contains("device"),
+        "{command}"
+    );
+}
+
+#[test]
+fn every_command_prints_what_the_page_says() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_default");
+    let tokens = scratch.tokens("tokens.json", &documents(&[60; 4], 1));
+    let prompt = scratch.tokens("prompt.json", &documents(&[40], 2));
+    let needles =
+        json!({ "prompt_tokens": documents(&[40], 3)[0], "answer_tokens": [7], "task": "one", "length": 40 });
+    let needles = scratch.write("needles.jsonl", needles.to_string());
+    let path = |name: &str| scratch.path(name);
+    let json = |command: &str| kvsmith(&format!("{command} --json -q")).json();
+    let dump = path("dump");
+    compare(
+        "dump",
+        &[json(&format!(
+            "dump --model {model} --tokens {tokens} --queries --values --holdout 0.3 -o {dump}"
+        ))],
+    );
+    let moments =
+        |options: &str, name: &str| json(&format!("moments --dump {dump} {options} -o {}", path(name)));
+    compare(
+        "moments",
+        &[
+            moments("--wrope-position 9", "moments"),
+            moments("--rope standard", "own"),
+        ],
+    );
+    for (command, options) in [
+        ("codebook", "--size 8"),
+        ("signs", ""),
+        ("priors", ""),
+        ("wpq", ""),
+        ("tail", ""),
+    ] {
+        compare(
+            command,
+            &[json(&format!(
+                "{command} --dump {dump} {options} -o {}",
+                path(command)
+            ))],
+        );
+    }
+    let (plain, art) = (path("plain"), path("art"));
+    let sections = [path("codebook"), path("signs"), path("wpq")].join(" ");
+    compare(
+        "pack",
+        &[json(&format!("pack {sections} --model {model} -o {plain}"))],
+    );
+    compare(
+        "verdict",
+        &[json(&format!(
+            "verdict {plain} --model {model} --dump {dump} -o {}",
+            path("judged")
+        ))],
+    );
+    let calibrate = format!("calibrate --model {model} --tokens {tokens} --size 8 --holdout 0.3");
+    let without = json(&format!("{calibrate} --no-verdict -o {}", path("without")));
+    compare("calibrate", &[json(&format!("{calibrate} -o {art}")), without]);
+    compare(
+        "inspect",
+        &[json(&format!("inspect {art}")), json(&format!("inspect {plain}"))],
+    );
+    let run = format!("run --model {model} --artifact {art} --max-new 3");
+    let chat = json(&format!("{run} --chat --tokens {tokens}"));
+    compare(
+        "run",
+        &[json(&format!("{run} --tokens {prompt} --ignore-eos")), chat],
+    );
+    let eval = format!("eval --model {model} --artifact {art} --methods topk,wpq --decode 5");
+    let many = scratch.tokens("many.json", &documents(&[12; 20], 4));
+    compare(
+        "eval",
+        &[
+            json(&format!(
+                "{eval} --tokens {tokens} --per-head --against {}",
+                path("without")
+            )),
+            json(&format!("{eval} --tokens {tokens} --reads 0.01,0.9")),
+            json(&format!(
+                "{eval} --tokens {many} --sinks 1 --window 2 --budgets 2"
+            )),
+            json(&format!("{eval} --needles {needles}")),
+        ],
+    );
+}
+
+#[test]
+fn every_benchmark_prints_what_the_page_says() {
+    for (name, options) in [
+        ("kmeans", "--n 300 --dim 8 --size 4"),
+        ("encode", "--n 300 --dim 24 --size 50"),
+        (
+            "prefill",
+            "--tokens 64 --heads 2 --kv-heads 1 --head-dim 32 --hidden 64 --intermediate 64",
+        ),
+        ("retrieve", "--shapes 4/2x32 --context 1K --methods a2ats,lfps"),
+        ("attend", "--shapes 4/2x32 --context 1K --methods full,selfindex"),
+    ] {
+        let document = kvsmith(&format!("bench {name} --device cpu --runs 1 {options} --json -q")).json();
+        compare(&format!("bench {name}"), &[document]);
+    }
+}
+
+#[test]
+fn failures_are_documents_too() {
+    let scratch = Scratch::new();
+    let model = checkpoint("llama_default");
+    let tokens = scratch.tokens("tokens.json", &documents(&[20], 1));
+    let page = described();
+    for (command, code) in [
+        (
+            format!("run --model {} --tokens {tokens}", scratch.path("none")),
+            1,
+        ),
+        (format!("run --model {model} --tokens {tokens} --threads 0"), 2),
+        ("bench encode --device cuda".to_owned(), 3),
+    ] {
+        let failed = kvsmith(&format!("{command} --json"));
+        assert_eq!(failed.code, Some(code), "{command}: {}", failed.stderr);
+        let document: Value = serde_json::from_str(&failed.stdout).unwrap();
+        assert_eq!(document["schema"], 1);
+        let error = &document["error"];
+        assert_eq!(error["exit_code"], code);
+        let message = error["message"].as_str().unwrap();
+        assert!(
+            failed.stderr.contains(&format!("error: {message}\n")),
+            "{command}: {}",
+            failed.stderr
+        );
+        match error["hint"].as_str() {
+            Some(hint) => assert!(failed.stderr.contains(&format!("hint: {hint}\n"))),
+            None => assert!(!failed.stderr.contains("hint: ")),
+        }
+        let keys: Vec<String> = error
+            .as_object()
+            .unwrap()
+            .keys()
+            .map(|key| format!("error.{key}"))
+            .collect();
+        let described: Vec<&String> = page["A failure"].keys().filter(|key| key.contains('.')).collect();
+        assert_eq!(keys.iter().collect::<Vec<_>>(), described);
+        // Without --json stdout stays empty.
+        assert_eq!(kvsmith(&command).stdout, "");
+    }
+}
