@@ -16,8 +16,11 @@ REAL_PYTHON = $(REAL)/python/bin/python
 
 .PHONY: all demo test check fuzz setup vulkan cuda golden clean results real real-eval study gpu-kit gpu-check
 
+# `kvsmith --version` tells the commit.
+RELEASE = KVSMITH_COMMIT="$$(git rev-parse --short HEAD 2>/dev/null || echo unknown)" $(CARGO)
+
 all: setup
-	$(CARGO) build --release --locked
+	$(RELEASE) build --release --locked
 
 # What a fresh machine with only Rust lacks; says what to install where it may not do so itself.
 setup:
@@ -49,7 +52,7 @@ real: all $(REAL)/python/complete
 # docs/results.md from the real model, docs/small.md from the bundled one; goes on where it stopped.
 results: real
 	$(REAL_PYTHON) scripts/results.py $(KVSMITH) $(REAL) docs/results.md
-	$(CARGO) run --release --locked --example small -- $(KVSMITH) target/small
+	$(RELEASE) run --release --locked --example small -- $(KVSMITH) target/small
 
 # Every method on the real model at equal bytes read; about two hours on 2 cores, and goes on where it stopped.
 real-eval: real

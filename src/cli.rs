@@ -7,12 +7,15 @@ use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::cmd::args::Global;
 use crate::cmd::sections::SectionCommand;
-use crate::cmd::{bench, calibrate, dump, eval, inspect, moments, pack, print_failure, run, verdict};
+use crate::cmd::{
+    bench, calibrate, completions, dump, eval, inspect, moments, pack, print_failure, run, verdict,
+};
+use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 
 /// Calibrate, inspect and run sparse KV-cache retrieval for Hugging Face checkpoints.
 #[derive(Parser, Debug)]
-#[command(name = "kvsmith", version, arg_required_else_help = true)]
+#[command(name = "kvsmith", version, long_version = long_version(), arg_required_else_help = true)]
 pub struct Cli {
     /// What to do.
     #[command(subcommand)]
@@ -20,6 +23,47 @@ pub struct Cli {
     /// Options of every command.
     #[command(flatten)]
     pub global: Global,
+}
+
+/// Tells which build this is, and what it can use of this machine.
+fn long_version() -> String {
+    let commit = option_env!("KVSMITH_COMMIT").unwrap_or("unknown");
+    let features = cpu_features();
+    let features = if features.is_empty() {
+        "baseline".to_owned()
+    } else {
+        features.join(" ")
+    };
+    let kernels = match kernels::are_built_in() {
+        true => "compiled in for compute capabilities 8.0 and 9.0",
+        false => "compiled by NVRTC when the program runs",
+    };
+    format!(
+        "{}\ncommit: {commit}\ncpu: {} {features}\ncuda kernels: {kernels}",
+        env!("CARGO_PKG_VERSION"),
+        std::env::consts::ARCH
+    )
+}
+
+/// Lists the vector instructions of the processor that some loop has a version for.
+fn cpu_features() -> Vec<&'static str> {
+    #[cfg(target_arch = "x86_64")]
+    let features = [
+        ("avx2", std::arch::is_x86_feature_detected!("avx2")),
+        ("fma", std::arch::is_x86_feature_detected!("fma")),
+        ("f16c", std::arch::is_x86_feature_detected!("f16c")),
+        ("avx512f", std::arch::is_x86_feature_detected!("avx512f")),
+        ("avx512bw", std::arch::is_x86_feature_detected!("avx512bw")),
+        ("avx512dq", std::arch::is_x86_feature_detected!("avx512dq")),
+        ("avx512bf16", std::arch::is_x86_feature_detected!("avx512bf16")),
+    ];
+    #[cfg(not(target_arch = "x86_64"))]
+    let features: [(&str, bool); 0] = [];
+    features
+        .into_iter()
+        .filter(|(_, has)| *has)
+        .map(|(name, _)| name)
+        .collect()
 }
 
 impl Cli {
@@ -89,6 +133,10 @@ pub enum Command {
     Eval(eval::Args),
     /// Measure speed
     Bench(bench::Args),
+    /// Print the completions of a shell
+    Completions(completions::Args),
+    /// Print the manual page
+    Man,
 }
 
 /// The most threads; a larger number is taken for a mistake.
@@ -134,5 +182,7 @@ fn start(cli: &Cli) -> Result<()> {
         Command::Run(args) => run::run(args, global),
         Command::Eval(args) => eval::run(args, global),
         Command::Bench(args) => bench::run(args, global),
+        Command::Completions(args) => completions::run(args, Cli::command()),
+        Command::Man => completions::man(&Cli::command()),
     }
 }

@@ -137,6 +137,15 @@ pub fn not_negative(text: &str) -> Result<f64, String> {
     )
 }
 
+/// Parses a finite number of at least 1.
+pub fn at_least_1(text: &str) -> Result<f64, String> {
+    checked(
+        text,
+        |x: &f64| x.is_finite() && *x >= 1.0,
+        "expected a number of at least 1",
+    )
+}
+
 /// How the inputs of products with 16-bit weights are rounded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Precision {

@@ -463,3 +463,46 @@ fn an_artifact_of_other_sizes_is_refused() {
     let inspect = format!("inspect --verify --model {model} {crafted}");
     kvsmith(&inspect).fails(1, "other sizes", "calibrate");
 }
+
+#[test]
+fn a_stop_text_ends_the_reply() {
+    let model = Model::new("llama_default");
+    let tokenizer = tokenizer(Value::Null);
+    model.scratch.write("model/tokenizer.json", tokenizer);
+    let whole = model.run("--max-new 30");
+    let text = whole["text"].as_str().unwrap();
+    assert_eq!(whole["stop_reason"], "length");
+    // A stop text without spaces, which would divide the arguments.
+    let stop = (3..text.len() - 2).filter_map(|at| text.get(at..at + 2));
+    let stop = stop.filter(|stop| !stop.contains(' ')).next_back().unwrap();
+    let first = text.find(stop).unwrap();
+    let ended = model.run(&format!("--max-new 30 --stop {stop} --stop nothing-like-it"));
+    assert_eq!(ended["text"], text[..first]);
+    assert_eq!(ended["stop_reason"], "stop");
+    let ids = ended["ids"].as_array().unwrap();
+    assert_eq!(ids[..], whole["ids"].as_array().unwrap()[..ids.len()]);
+    let shown = kvsmith(&format!(
+        "run {} --ignore-eos --max-new 30 --stop {stop}",
+        model.files
+    ))
+    .ok();
+    assert_eq!(shown.stdout, format!("{}\n", &text[..first]));
+    std::fs::remove_file(model.scratch.path("model/tokenizer.json")).unwrap();
+    kvsmith(&format!("run {} --stop x", model.files)).fails(2, "--stop needs", "tokenizer.json");
+}
+
+#[test]
+fn flags_of_the_sampler_act() {
+    let model = Model::new("llama_default");
+    let ids = |options: &str| model.run(&format!("--max-new 12 {options}"))["ids"].clone();
+    let greedy = ids("");
+    assert_eq!(ids("--temperature 2 --top-k 1"), greedy);
+    assert_eq!(ids("--temperature 2 --min-p 0.999"), greedy);
+    assert_ne!(ids("--temperature 5"), greedy);
+    assert_ne!(ids("--repetition-penalty 100"), greedy);
+    let warned = kvsmith(&format!("run {} --max-new 1 --top-k 3 --min-p 0.1", model.files)).ok();
+    for flag in ["--top-k", "--min-p"] {
+        let warning = format!("{flag} does nothing without --temperature");
+        assert!(warned.stderr.contains(&warning), "{}", warned.stderr);
+    }
+}

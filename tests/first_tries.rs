@@ -434,3 +434,44 @@ fn what_does_nothing_is_said() {
         ["the model has a chat template, which a prompt without --chat does not go through"]
     );
 }
+
+#[test]
+fn the_program_describes_itself() {
+    let version = kvsmith("--version").ok().stdout;
+    for part in [env!("CARGO_PKG_VERSION"), "commit: ", "cpu: ", "cuda kernels: "] {
+        assert!(version.contains(part), "{version}");
+    }
+    assert_eq!(
+        kvsmith("-V").ok().stdout,
+        format!("kvsmith {}\n", env!("CARGO_PKG_VERSION"))
+    );
+    for shell in ["bash", "zsh", "fish"] {
+        let script = kvsmith(&format!("completions {shell}")).ok().stdout;
+        assert!(
+            script.contains("verdict") && script.contains("lfps-theta"),
+            "{shell}"
+        );
+    }
+    let page = kvsmith("man").ok().stdout;
+    for part in [
+        ".TH kvsmith ",
+        ".TH kvsmith-calibrate ",
+        ".TH kvsmith-bench-kmeans ",
+    ] {
+        assert!(page.contains(part), "{part}");
+    }
+    // Options stand under headings, the same ones in every command.
+    let help = kvsmith("eval --help").ok().stdout;
+    for heading in [
+        "Text:",
+        "Artifact and cache:",
+        "Method lfps:",
+        "Method ctkvr:",
+        "Every command:",
+    ] {
+        assert!(help.lines().any(|line| line == heading), "{heading}");
+    }
+    for line in kvsmith("--help").ok().stdout.lines() {
+        assert!(line.chars().count() <= 100, "{line}");
+    }
+}

@@ -17,6 +17,7 @@ use crate::stats::moments::Position;
 
 /// Options of every command.
 #[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Every command")]
 pub struct Global {
     /// Where to compute; an explicit device never falls back to another
     #[arg(long, global = true, value_enum, default_value_t = DeviceFlag::Auto)]
@@ -119,6 +120,7 @@ pub fn model_folder() -> impl TypedValueParser<Value = PathBuf> {
 /// The flags for text.
 #[derive(Args, Clone, Debug)]
 #[group(skip)]
+#[command(next_help_heading = "Text")]
 pub struct Text {
     /// Text: files (one document each), .jsonl files (one per line), either with .gz, folders of these, or - for stdin
     #[arg(long, value_name = "FILE", num_args = 1..)]
@@ -146,6 +148,7 @@ impl Text {
 
 /// The flags for calibration text, of `dump` and `calibrate`.
 #[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Text")]
 pub struct Input {
     /// Where text comes from.
     #[command(flatten)]

@@ -3,6 +3,7 @@
 pub mod args;
 pub mod bench;
 pub mod calibrate;
+pub mod completions;
 pub mod dump;
 pub mod eval;
 pub mod inspect;

@@ -38,6 +38,7 @@ enum Kv {
 /// The options of methods and caches that `run` and `eval` share.
 #[derive(clap::Args, Debug)]
 #[group(skip)]
+#[command(next_help_heading = "Artifact and cache")]
 pub(super) struct Reading {
     /// What `kvsmith calibrate` made for this model
     #[arg(long, value_name = "ART.safetensors")]

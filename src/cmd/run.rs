@@ -2,6 +2,7 @@
 
 mod conversation;
 mod report;
+mod stop;
 mod turns;
 
 use std::path::{Path, PathBuf};
@@ -18,9 +19,9 @@ use crate::cuda::backend::CudaBackend;
 use crate::cuda::forward::CudaForward;
 use crate::cuda::host::HostBackend;
 use crate::error::{Error, Result};
-use crate::flags::{not_negative, parse_count, share};
+use crate::flags::{at_least_1, at_least_one, not_negative, parse_count, share, share_or_zero};
 use crate::kv::Budget;
-use crate::kv::sample::Sampler;
+use crate::kv::sample::{Sampler, Sampling};
 use crate::method::Method;
 use crate::method::registry::{FULL, MethodName, default_method};
 use crate::model::Decoder;
@@ -78,14 +79,37 @@ pub struct Args {
     /// Sampling temperature; 0 is greedy
     #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = not_negative)]
     temperature: f64,
-    /// Sample from the smallest set of tokens with this much probability
+    /// Draw from at most so many of the most probable tokens
+    #[arg(long, value_name = "K", value_parser = at_least_one)]
+    top_k: Option<usize>,
+    /// Draw from the smallest set of tokens with this much probability
     #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = share)]
     top_p: f64,
+    /// Draw from tokens with at least this share of the probability of the most probable one
+    #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = share_or_zero)]
+    min_p: f64,
+    /// Divide positive logits of tokens that came before by this, and multiply negative ones; 1 = no penalty
+    #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = at_least_1)]
+    repetition_penalty: f64,
+    /// End a reply before this text; may be given more than once
+    #[arg(long, value_name = "TEXT", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    stop: Vec<String>,
     #[command(flatten)]
     reading: Reading,
 }
 
 impl Args {
+    /// Returns how tokens are chosen.
+    fn sampling(&self) -> Sampling {
+        Sampling {
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+        }
+    }
+
     /// Lists the files and folders that are read.
     fn inputs(&self) -> Vec<&Path> {
         let files = [&self.prompt_file, &self.tokens].into_iter().flatten();
@@ -152,8 +176,16 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let device = device_for(device, &decoder, global)?;
     let on_cpu = (on_gpu && device.cuda().is_none()).then_some("the model runs on the CPU");
     let turns = Turns::open(args, &decoder, log)?;
-    if args.top_p < 1.0 && args.temperature == 0.0 {
-        log.warn("--top-p does nothing without --temperature");
+    for flag in ["top-k", "top-p", "min-p"] {
+        if args.temperature == 0.0 && global.given.iter().any(|given| given == flag) {
+            log.warn(&format!("--{flag} does nothing without --temperature"));
+        }
+    }
+    if !args.stop.is_empty() && turns.tokenizer.is_none() {
+        return Err(
+            Error::usage("--stop needs the text of the tokens, but the model has no tokenizer.json")
+                .hint("leave --stop out, or add the model's tokenizer.json"),
+        );
     }
     let open = |path: &PathBuf| args.reading.open(path, &decoder, log);
     let artifact = args.reading.artifact().map(open).transpose()?;
@@ -193,7 +225,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         full_heads: method.full_heads(),
         session,
         turns,
-        sampler: Sampler::new(args.temperature, args.top_p, global.seed),
+        sampler: Sampler::new(args.sampling(), global.seed),
         replies: Vec::new(),
     };
     let end = conversation.run();

@@ -45,14 +45,15 @@ const TOLERANCE: f64 = 0.02;
 /// The flags of the measurement, of `verdict` and `calibrate`.
 #[derive(clap::Args, Debug)]
 #[group(skip)]
+#[command(next_help_heading = "Verdict")]
 pub struct VerdictFlags {
-    /// Verdict: shares of the bytes of all visible keys and values that each method may read, in bf16
+    /// Shares of the bytes of all visible keys and values that each method may read, in bf16
     #[arg(long, value_name = "F,G", value_delimiter = ',', default_value = "0.05,0.1,0.2", value_parser = parse_share)]
     verdict_reads: Vec<f64>,
-    /// Verdict: last tokens of each held-out block that are fed one by one
+    /// Last tokens of each held-out block that are fed one by one
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = parse_positive_count)]
     verdict_steps: usize,
-    /// Verdict: methods to measure; NAME+tail is a method with a tail (default: those with a section in the artifact,
+    /// Methods to measure; NAME+tail is a method with a tail (default: those with a section in the artifact,
     /// and topk, ctkvr and streaming)
     #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = NamedParser)]
     verdict_methods: Vec<Named>,

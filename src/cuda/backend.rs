@@ -275,7 +275,10 @@ impl Backend for CudaBackend<'_> {
     }
 
     fn next(&self, sampler: &mut Sampler) -> Result<u32> {
-        self.model.next(sampler)
+        match sampler.is_plain() {
+            true => self.model.next(sampler),
+            false => sampler.next(self.model.logits()?.view()),
+        }
     }
 
     fn shares(&self, steps: usize) -> Result<Shares> {

@@ -5,7 +5,7 @@ use kvsmith::cuda::Body;
 use kvsmith::cuda::backend::CudaBackend;
 use kvsmith::flags::Precision;
 use kvsmith::kv::KvType;
-use kvsmith::kv::sample::Sampler;
+use kvsmith::kv::sample::{Sampler, Sampling};
 use kvsmith::runner::{Backend, Session};
 
 use super::Check;
@@ -109,8 +109,28 @@ fn full(driver: &dyn Driver, golden: &Golden) {
     assert_eq!(session.positions(), twin.positions());
     assert_eq!(session.shares().unwrap().read, 1.0);
     // The choice on the device is that on the host.
-    for temperature in [0.0, 0.8] {
-        let sampler = || Sampler::new(temperature, 0.9, 5);
+    let nucleus = |temperature| Sampling {
+        temperature,
+        top_p: 0.9,
+        ..Sampling::default()
+    };
+    // The last two are drawn on the host.
+    let (few, penalised) = (
+        Sampling {
+            top_k: Some(3),
+            ..nucleus(1.5)
+        },
+        Sampling {
+            repetition_penalty: 1.5,
+            ..nucleus(0.0)
+        },
+    );
+    for sampling in [nucleus(0.0), nucleus(0.8), few, penalised] {
+        let sampler = || {
+            let mut sampler = Sampler::new(sampling, 5);
+            sampler.observe(&golden.ids);
+            sampler
+        };
         let next = session.next(9, &mut sampler()).unwrap();
         assert_eq!(next, twin.next(9, &mut sampler()).unwrap());
     }

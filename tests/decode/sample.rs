@@ -3,7 +3,7 @@
 use kvsmith::compute::cuda::buffer::Buffer;
 use kvsmith::compute::cuda::driver::Driver;
 use kvsmith::cuda::sample::TokenChoice;
-use kvsmith::kv::sample::Sampler;
+use kvsmith::kv::sample::{Sampler, Sampling};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -79,7 +79,16 @@ pub fn check(driver: &dyn Driver, case: &Case) {
             logits[3] = f32::NEG_INFINITY;
         }
         let seed = rng.r#gen();
-        let sampler = || Sampler::new(case.temperature, case.top_p, seed);
+        let sampler = || {
+            Sampler::new(
+                Sampling {
+                    temperature: case.temperature,
+                    top_p: case.top_p,
+                    ..Sampling::default()
+                },
+                seed,
+            )
+        };
         let (mut on_host, mut on_device) = (sampler(), sampler());
         let expected: Vec<u32> = logits
             .chunks(case.vocab)
@@ -92,7 +101,7 @@ pub fn check(driver: &dyn Driver, case: &Case) {
         let ids = Buffer::of(driver, "ids", &vec![7u32; rows + 1]).unwrap();
         let choice = TokenChoice::new(driver, rows, case.vocab).unwrap();
         choice.largest(&device, rows, &ids).unwrap();
-        let mut greedy = Sampler::new(0.0, 1.0, 0);
+        let mut greedy = Sampler::new(Sampling::default(), 0);
         let largest: Vec<u32> = logits
             .chunks(case.vocab)
             .map(|row| greedy.next(row.into()).unwrap())

@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use super::Args;
+use super::stop::StopText;
 use super::turns::Turns;
 use crate::cmd::args::Global;
 use crate::cmd::print;
@@ -19,7 +20,11 @@ use crate::runner::Session;
 #[serde(rename_all = "lowercase")]
 pub(super) enum Stop {
     /// At a stop token of the model, which is its last one.
-    Stop,
+    #[serde(rename = "stop")]
+    Token,
+    /// Before a text of `--stop`.
+    #[serde(rename = "stop")]
+    Text,
     /// At the most tokens that were asked for.
     Length,
     /// The user stopped it.
@@ -42,7 +47,7 @@ pub(super) struct Reply {
 impl Reply {
     /// Tells whether a stop token ended it.
     pub fn ended(&self) -> bool {
-        self.stop == Stop::Stop
+        self.stop == Stop::Token
     }
 
     /// Returns the tokens without the stop token that ended them.
@@ -164,6 +169,7 @@ impl Conversation<'_> {
             .session
             .prefill_watched(prompt, &mut |_| progress.advance(1))?;
         drop(progress);
+        self.sampler.observe(prompt);
         let mut next = self.sampler.next(logits.view())?;
         let prefill_s = start.elapsed().as_secs_f64();
         if !self.args.chat {
@@ -175,11 +181,17 @@ impl Conversation<'_> {
         let start = Instant::now();
         let mut ids = Vec::new();
         let mut stop = Stop::Length;
+        let mut text = StopText::new(&self.args.stop);
         while ids.len() < self.args.max_new {
             ids.push(next);
-            show(&stream.push(next)?)?;
+            self.sampler.observe(&[next]);
+            show(&text.push(&stream.push(next)?))?;
+            if text.is_found() {
+                stop = Stop::Text;
+                break;
+            }
             if !self.args.ignore_eos && self.turns.config().is_stop_token(next) {
-                stop = Stop::Stop;
+                stop = Stop::Token;
                 break;
             }
             if ids.len() == self.args.max_new {
@@ -191,11 +203,13 @@ impl Conversation<'_> {
             }
             next = self.session.next(next, &mut self.sampler)?;
         }
-        show(&stream.finish()?)?;
+        show(&text.push(&stream.finish()?))?;
+        let (rest, text) = text.finish();
+        show(&rest)?;
         show("\n")?;
         Ok(Reply {
             ids,
-            text: stream.text().to_string(),
+            text,
             prompt_tokens: prompt.len(),
             prefill_s,
             decode_s: start.elapsed().as_secs_f64(),

@@ -3,8 +3,9 @@
 /// The parameters of a2ats.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[group(skip)]
+#[command(next_help_heading = "Method a2ats")]
 pub struct A2atsParams {
-    /// a2ats: the paper's form, each query head's best F of the context, whatever --budget says
+    /// The paper's form, each query head's best F of the context, whatever --budget says
     #[arg(long, value_name = "F", value_parser = crate::flags::share)]
     pub topk_per_query_head: Option<f64>,
 }

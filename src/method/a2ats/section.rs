@@ -123,6 +123,7 @@ impl TryFrom<RotationManifest> for Rotation {
 /// Hyper-parameters of a codebook fit: the flags, and what the manifest has of them.
 #[derive(Clone, Debug, clap::Args, Serialize, Deserialize)]
 #[group(skip)]
+#[command(next_help_heading = "Section a2ats")]
 pub struct FitParams {
     /// Codewords per KV head
     #[arg(long, value_name = "M", default_value_t = 4096, value_parser = parse_count)]

@@ -49,30 +49,31 @@ impl Choose {
 /// The parameters of ctkvr.
 #[derive(Clone, Debug, clap::Args)]
 #[group(skip)]
+#[command(next_help_heading = "Method ctkvr")]
 pub struct CtkvrParams {
-    /// ctkvr: centroids, C (default: one per 16 positions, at least C' and at most 2048)
+    /// Centroids, C (default: one per 16 positions, at least C' and at most 2048)
     #[arg(long, value_name = "C", value_parser = crate::flags::at_least_one)]
     pub ct_centroids: Option<usize>,
-    /// ctkvr: centroids whose lists a step recalls, C'
+    /// Centroids whose lists a step recalls, C'
     #[arg(long, value_name = "C", default_value_t = 4, value_parser = crate::flags::at_least_one)]
     pub ct_probes: usize,
-    /// ctkvr: a step in so many becomes a centroid; 0 = none does
+    /// A step in so many becomes a centroid; 0 = none does
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub ct_update: usize,
-    /// ctkvr: most bytes of the index, as a share of the KV cache in its type (--kv): bf16 leaves room for half as many
+    /// Most bytes of the index, as a share of the KV cache in its type (--kv): bf16 leaves room for half as many
     /// centroids as f32
     #[arg(long, value_name = "F", default_value_t = 0.1, value_parser = crate::flags::share)]
     pub ct_cap: f64,
-    /// ctkvr: which prompt queries become centroids
+    /// Which prompt queries become centroids
     #[arg(long, value_enum, default_value_t = Choose::Last)]
     pub ct_choose: Choose,
-    /// ctkvr: length of a list, in budgets
+    /// Length of a list, in budgets
     #[arg(long, value_name = "F", default_value_t = LIST_PER_BUDGET, value_parser = list_per_budget)]
     pub ct_list: f64,
-    /// ctkvr: 2 = half of a list are the positions after its heaviest ones, at equal length (CPU only)
+    /// 2 = half of a list are the positions after its heaviest ones, at equal length (CPU only)
     #[arg(long, value_name = "1|2", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=2))]
     pub ct_expand: u8,
-    /// ctkvr: a later prompt's queries become no centroids (ablation)
+    /// A later prompt's queries become no centroids (ablation)
     #[arg(long)]
     pub ct_keep: bool,
 }

@@ -5,23 +5,24 @@ use super::threshold::{Population, Threshold};
 /// The parameters of lfps.
 #[derive(Clone, Copy, Debug, clap::Args)]
 #[group(skip)]
+#[command(next_help_heading = "Method lfps")]
 pub struct LfpsParams {
-    /// lfps: last prompt queries that fill the tables; 0 = calibrated priors alone
+    /// Last prompt queries that fill the tables; 0 = calibrated priors alone
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = crate::flags::parse_count)]
     pub lfps_rows: usize,
-    /// lfps: weight of the calibrated priors, in prompt queries
+    /// Weight of the calibrated priors, in prompt queries
     #[arg(long, value_name = "N", default_value_t = 8.0, value_parser = crate::flags::not_negative)]
     pub lfps_prior: f64,
-    /// lfps: threshold above the mean, in deviations; more = fewer candidates (default: as calibrated, else 0.2)
+    /// Threshold above the mean, in deviations; more = fewer candidates (default: as calibrated, else 0.2)
     #[arg(long, value_name = "A", value_parser = crate::flags::not_negative)]
     pub lfps_alpha: Option<f64>,
-    /// lfps: share of the sinks above which a head is answered without the cache; 1 = never
+    /// Share of the sinks above which a head is answered without the cache; 1 = never
     #[arg(long, value_name = "F", default_value_t = 0.85, value_parser = crate::flags::share)]
     pub lfps_theta: f64,
-    /// lfps: how the thresholds are set
+    /// How the thresholds are set
     #[arg(long, value_enum, default_value_t = Threshold::Kurtosis)]
     pub lfps_threshold: Threshold,
-    /// lfps: positions whose scores give the thresholds' mean and deviation: every one but the sinks, or the candidates
+    /// Positions whose scores give the thresholds' mean and deviation: every one but the sinks, or the candidates
     /// alone (default: as calibrated, else all)
     #[arg(long, value_enum)]
     pub lfps_population: Option<Population>,

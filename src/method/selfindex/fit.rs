@@ -29,6 +29,7 @@ pub fn pattern(x: &[f32]) -> usize {
 /// The fit of the section, with its flags.
 #[derive(clap::Args)]
 #[group(skip)]
+#[command(next_help_heading = "Section sign")]
 pub(super) struct SignFit {
     /// What the sign patterns are taken around
     #[arg(long, value_enum, default_value_t = Center::Median)]

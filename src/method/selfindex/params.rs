@@ -18,8 +18,9 @@ pub enum CentroidSource {
 /// The parameters of selfindex and of the 2-bit cache.
 #[derive(Clone, Debug, clap::Args)]
 #[group(skip)]
+#[command(next_help_heading = "Method selfindex, and 2-bit caches")]
 pub struct SelfIndexParams {
-    /// selfindex: where centroids come from (default: hybrid with an artifact, else one-pass)
+    /// Where centroids come from (default: hybrid with an artifact, else one-pass)
     #[arg(long, value_enum)]
     pub sign_centroids: Option<CentroidSource>,
     /// selfindex and --kv 2bit: what signs are taken around (default: as in the artifact, else median)

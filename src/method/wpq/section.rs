@@ -79,6 +79,7 @@ impl WpqParams {
 /// The flags of the fit.
 #[derive(Clone, Debug, clap::Args)]
 #[group(skip)]
+#[command(next_help_heading = "Section wpq")]
 struct WpqFlags {
     /// wpq: bits of a key's code; none: no section
     #[arg(long, value_name = "BITS", default_value = "64", value_parser = PossibleValuesParser::new(["16", "32", "64", NONE]))]

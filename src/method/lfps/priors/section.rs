@@ -35,6 +35,7 @@ pub const SCALARS: &str = "lfps.scalars";
 /// The flags of the fit.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 #[group(skip)]
+#[command(next_help_heading = "Section lfps")]
 pub struct PriorsParams {
     /// Positions whose scores give the mean and deviation of lfps's thresholds: every one but the sinks, or the candidates
     /// alone
