@@ -473,8 +473,8 @@ fn a_stop_text_ends_the_reply() {
     let text = whole["text"].as_str().unwrap();
     assert_eq!(whole["stop_reason"], "length");
     // A stop text without spaces, which would divide the arguments.
-    let stop = (3..text.len() - 2).filter_map(|at| text.get(at..at + 2));
-    let stop = stop.filter(|stop| !stop.contains(' ')).next_back().unwrap();
+    let mut pairs = (3..text.len() - 2).filter_map(|at| text.get(at..at + 2));
+    let stop = pairs.rfind(|pair| !pair.contains(' ')).unwrap();
     let first = text.find(stop).unwrap();
     let ended = model.run(&format!("--max-new 30 --stop {stop} --stop nothing-like-it"));
     assert_eq!(ended["text"], text[..first]);

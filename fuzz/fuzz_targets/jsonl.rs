@@ -19,7 +19,10 @@ fuzz_target!(|data: &[u8]| {
         [b't', text @ ..] => folder.write("a.txt", text),
         _ => folder.write("a.jsonl", data),
     };
-    let files = TextFiles { paths: vec![path], field: None };
+    let files = TextFiles {
+        paths: vec![path],
+        field: None,
+    };
     for ids in files.tokenise(&model(), tokenizer, 64).into_iter().flatten() {
         assert!(ids.len() <= 64);
         tokenizer.decode(&ids).expect("text");
