@@ -123,7 +123,7 @@ pub enum Command {
     Pack(pack::Args),
     /// Measure what each method loses with an artifact on its held-out text, and recommend one
     Verdict(verdict::Args),
-    /// Do all of it, layer by layer, without a dump on the disk
+    /// Make an artifact from a model and text: all the steps above, layer by layer, without writing a dump
     Calibrate(calibrate::Args),
     /// Show what is in an artifact, and check it
     Inspect(inspect::Args),
@@ -133,7 +133,7 @@ pub enum Command {
     Eval(eval::Args),
     /// Measure speed
     Bench(bench::Args),
-    /// Print the completions of a shell
+    /// Print a completion script for a shell
     Completions(completions::Args),
     /// Print the manual page
     Man,

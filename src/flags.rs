@@ -146,13 +146,13 @@ pub fn at_least_1(text: &str) -> Result<f64, String> {
     )
 }
 
-/// How the inputs of products with 16-bit weights are rounded.
+/// The type of what is multiplied with 16-bit weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Precision {
-    /// To the weights' type, for the tensor cores.
+    /// Rounded to the type of the weights, so that the tensor cores can be used.
     #[default]
     Auto,
-    /// Not at all.
+    /// Kept in f32.
     F32,
 }
 

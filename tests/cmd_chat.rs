@@ -370,6 +370,13 @@ fn stop_tokens_are_fed_once() {
     }
 }
 
+/// A conversation whose second turn failed has told its first one; takes that from the outcome.
+#[track_caller]
+fn first_turn_is_told(outcome: &mut Outcome) {
+    let told: Value = serde_json::from_str(&std::mem::take(&mut outcome.stdout)).unwrap();
+    assert_eq!(told["turns"].as_array().map(Vec::len), Some(1), "{told}");
+}
+
 #[test]
 fn templates_that_rewrite_earlier_turns() {
     let chat = Chat::new(&[("<|im_start|>", 50), ("<|im_end|>", 51)]);
@@ -398,7 +405,8 @@ fn templates_that_rewrite_earlier_turns() {
 
     // One that leaves replies out says nothing about what follows them.
     chat.template("{% for m in messages if m.role == 'user' %}{{ m.content }}.{% endfor %}");
-    let lost = chat.run("--chat --json", "hello\nand then\n");
+    let mut lost = chat.run("--chat --json", "hello\nand then\n");
+    first_turn_is_told(&mut lost);
     lost.fails(1, "last reply exactly once", "--tokens");
     assert!(lost.stderr.contains("tokenizer_config.json"), "{}", lost.stderr);
 }
@@ -580,7 +588,9 @@ fn lines_of_stdin_without_a_template() {
         .json();
     assert_eq!(told["turns"].as_array().unwrap().len(), 1);
 
-    chat.run("--chat --json", b"hello\n\xff\n").fails(1, "stdin", "");
+    let mut unreadable = chat.run("--chat --json", b"hello\n\xff\n");
+    first_turn_is_told(&mut unreadable);
+    unreadable.fails(1, "stdin", "");
 }
 
 #[test]

@@ -22,7 +22,7 @@ pub struct Global {
     /// Where to compute; an explicit device never falls back to another
     #[arg(long, global = true, value_enum, default_value_t = DeviceFlag::Auto)]
     pub device: DeviceFlag,
-    /// On a GPU: what happens to the inputs of products with 16-bit weights
+    /// On a GPU: the type of what is multiplied with 16-bit weights
     #[arg(long, global = true, value_enum, default_value_t = Precision::Auto)]
     pub precision: Precision,
     /// Threads to use (default: all cores)
@@ -156,16 +156,16 @@ pub struct Input {
     /// Token ids instead of text: a JSON array of arrays, one per document
     #[arg(long, value_name = "FILE.json", conflicts_with = "text")]
     pub tokens: Option<PathBuf>,
-    /// Longest block (default: 16384, or the model's longest context if that is less)
+    /// Maximum length of a block, in tokens (default: 16384, or the model's context if that is less)
     #[arg(long, value_name = "N", value_parser = parse_count)]
     pub seq_len: Option<usize>,
-    /// Most tokens of text, or `all`
+    /// Maximum number of tokens of text, or `all`
     #[arg(long, value_name = "N", default_value_t = 65_536, value_parser = parse_count_or_all)]
     pub max_tokens: usize,
     /// Tokens of random UUIDs to add (none with --tokens)
     #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = parse_count)]
     pub uuid_tokens: usize,
-    /// Share of the blocks that is kept out of every fit, to report quality on
+    /// Share (0 to 1) of the blocks that is kept out of every fit, to report quality on
     #[arg(long, value_name = "F", default_value_t = 0.05)]
     pub holdout: f64,
 }

@@ -35,8 +35,6 @@ pub struct Args {
     /// Folder of a Hugging Face checkpoint, or the id of one in the hub's cache, such as Qwen/Qwen3-0.6B
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
-    #[command(flatten)]
-    input: Input,
     /// Artifact to write
     #[arg(short, long, value_name = "ART.safetensors")]
     output: PathBuf,
@@ -52,11 +50,13 @@ pub struct Args {
     /// Rotation that the codebooks are for
     #[arg(long, value_enum, default_value_t = RopeKind::Windowed)]
     rope: RopeKind,
-    #[command(flatten)]
-    sections: SectionFlags,
     /// Do not measure what methods lose on the held-out text
     #[arg(long)]
     no_verdict: bool,
+    #[command(flatten)]
+    input: Input,
+    #[command(flatten)]
+    sections: SectionFlags,
     #[command(flatten)]
     verdict: VerdictFlags,
 }

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 /// Arguments of `completions`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// The shell
+    /// Shell to make it for
     #[arg(value_name = "SHELL", value_enum)]
     shell: Shell,
 }

@@ -24,8 +24,6 @@ pub struct Args {
     /// Folder of a Hugging Face checkpoint, or the id of one in the hub's cache, such as Qwen/Qwen3-0.6B
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
-    #[command(flatten)]
-    input: Input,
     /// Folder to write
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
@@ -41,6 +39,8 @@ pub struct Args {
     /// Relative position at which the query moments are taken
     #[arg(long, value_name = "P", default_value_t = 2048, value_parser = parse_count)]
     wrope_position: usize,
+    #[command(flatten)]
+    input: Input,
 }
 
 /// Runs `dump`.

@@ -35,8 +35,6 @@ pub struct Args {
     /// Folder of a Hugging Face checkpoint, or the id of one in the hub's cache, such as Qwen/Qwen3-0.6B
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
-    #[command(flatten)]
-    text: Text,
     /// Token ids instead of text: a JSON array of arrays, one per document
     #[arg(long, value_name = "FILE.json")]
     tokens: Option<PathBuf>,
@@ -45,8 +43,8 @@ pub struct Args {
     /// `answers` lists several answers, of which the share found is the score
     #[arg(long, value_name = "F.jsonl")]
     needles: Option<PathBuf>,
-    /// Last tokens of a needle's prompt that are fed one by one if its line has no `question`; 0: the answer's first
-    /// token comes out of exact attention
+    /// Last tokens of a needle's prompt that are fed one by one if its line has no `question`; 0 = none,
+    /// so that the answer's first token is computed with exact attention
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = parse_count, requires = "needles")]
     decode_prompt: usize,
     /// Methods to hold against full attention; NAME+tail is a method that also estimates what it leaves out, by the
@@ -54,11 +52,11 @@ pub struct Args {
     #[arg(long, value_name = "A,B", value_delimiter = ',', required = true, value_parser = NamedParser)]
     methods: Vec<Named>,
     /// Budgets of each method, or NAME=X for the method NAME alone: fractions of the context, or numbers of
-    /// positions; the static set, the index and keys that are read to rank come on top
+    /// positions; the static set, the index and keys that are read only to rank are extra
     #[arg(long, value_name = "X,Y", value_delimiter = ',', default_value = "0.06", value_parser = BudgetOf::parse)]
     budgets: Vec<BudgetOf>,
-    /// Shares of the bytes of all visible keys and values, all that a step reads counted; the budget of each
-    /// method is found on the first block or line
+    /// In place of --budgets: shares of the bytes of all visible keys and values that a step may read, index included,
+    /// such as 0.05,0.1; the budget of each method is searched for on the first block or line
     #[arg(long, value_name = "F,G", value_delimiter = ',', value_parser = parse_share, conflicts_with = "budgets")]
     reads: Vec<f64>,
     /// Last tokens of each turn that are fed one by one
@@ -70,10 +68,10 @@ pub struct Args {
     /// Report each layer and KV head
     #[arg(long)]
     per_head: bool,
-    /// Longest block (default: 16384, or the model's longest context if that is less)
+    /// Maximum length of a block, in tokens (default: 16384, or the model's context if that is less)
     #[arg(long, value_name = "N", value_parser = parse_count)]
     seq_len: Option<usize>,
-    /// Most tokens of text, or `all`
+    /// Maximum number of tokens of text, or `all`
     #[arg(long, value_name = "N", default_value_t = 65_536, value_parser = parse_count_or_all)]
     max_tokens: usize,
     /// Tokens of random UUIDs to add
@@ -82,6 +80,8 @@ pub struct Args {
     /// Further artifacts: each method with a section there is measured with them too, on the same steps
     #[arg(long, value_name = "ART2,ART3", value_delimiter = ',', requires = "artifact")]
     against: Vec<PathBuf>,
+    #[command(flatten)]
+    text: Text,
     #[command(flatten)]
     reading: Reading,
 }

@@ -56,11 +56,11 @@ pub(super) struct Reading {
     /// the CPU
     #[arg(long)]
     tail: bool,
-    #[command(flatten)]
-    pub(super) methods: MethodParams,
     /// Use an artifact of another model, if its sizes fit
     #[arg(long)]
     force: bool,
+    #[command(flatten)]
+    pub(super) methods: MethodParams,
 }
 
 impl Reading {

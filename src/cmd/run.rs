@@ -55,16 +55,16 @@ pub struct Args {
     /// System message of the model's chat template
     #[arg(long, value_name = "T", requires = "chat", conflicts_with = "tokens")]
     system: Option<String>,
-    /// How decode steps choose what they read (default: without --budget what the artifact's verdict recommends, else
-    /// the first of a2ats, selfindex, lfps and wpq that the artifact is for, else full)
+    /// How decode steps choose what they read (default: if neither --method nor --budget is given, what the artifact
+    /// recommends; else the first of a2ats, selfindex, lfps and wpq that has a section in the artifact; else full)
     #[arg(long, value_enum)]
     method: Option<MethodName>,
-    /// Positions chosen per KV head and step: a fraction of the context (up to 1) or a whole number. Sinks and
-    /// window, the index, and keys that a method reads to rank them come on top (default: without --method what the
-    /// artifact's verdict recommends, else 0.06)
+    /// Positions chosen per KV head and step: a fraction of the context (6% or 0.06; 1 or `all` = everything) or, above
+    /// 1, a number of positions. Sinks, window, index and keys that are read only to rank are extra (default: if
+    /// neither --method nor --budget is given, what the artifact recommends; else 0.06)
     #[arg(long, value_name = "X", value_parser = parse_budget)]
     budget: Option<Budget>,
-    /// Most tokens to generate
+    /// Maximum number of tokens to generate
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_count)]
     max_new: usize,
     /// Go on beyond the longest context that the model was made for, where its answers get worse
@@ -79,7 +79,7 @@ pub struct Args {
     /// Sampling temperature; 0 is greedy
     #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = not_negative)]
     temperature: f64,
-    /// Draw from at most so many of the most probable tokens
+    /// Draw from at most so many of the most probable tokens (default: no limit)
     #[arg(long, value_name = "K", value_parser = at_least_one)]
     top_k: Option<usize>,
     /// Draw from the smallest set of tokens with this much probability

@@ -72,11 +72,11 @@ pub struct Args {
     /// Dump folder that it was made from, in place of the text
     #[arg(long, value_name = "DIR", conflicts_with_all = ["seq_len", "max_tokens", "uuid_tokens", "holdout"])]
     dump: Option<PathBuf>,
-    #[command(flatten)]
-    input: Input,
     /// Artifact to write
     #[arg(short, long, value_name = "ART2.safetensors")]
     output: PathBuf,
+    #[command(flatten)]
+    input: Input,
     #[command(flatten)]
     flags: VerdictFlags,
 }

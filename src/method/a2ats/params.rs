@@ -5,7 +5,7 @@
 #[group(skip)]
 #[command(next_help_heading = "Method a2ats")]
 pub struct A2atsParams {
-    /// The paper's form, each query head's best F of the context, whatever --budget says
+    /// Choose as the paper does: each query head's best F of the context, whatever --budget says (default: off)
     #[arg(long, value_name = "F", value_parser = crate::flags::share)]
     pub topk_per_query_head: Option<f64>,
 }

@@ -129,7 +129,7 @@ pub struct FitParams {
     #[arg(long, value_name = "M", default_value_t = 4096, value_parser = parse_count)]
     #[serde(rename = "codebook_size")]
     pub size: usize,
-    /// Most k-means passes
+    /// Maximum number of k-means passes
     #[arg(long, value_name = "N", default_value_t = 25, value_parser = parse_count)]
     pub iterations: usize,
     /// End once a pass lowers the objective by less than this share; 0 goes on until no key changes its codeword

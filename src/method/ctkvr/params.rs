@@ -55,22 +55,22 @@ pub struct CtkvrParams {
     #[arg(long, value_name = "C", value_parser = crate::flags::at_least_one)]
     pub ct_centroids: Option<usize>,
     /// Centroids whose lists a step recalls, C'
-    #[arg(long, value_name = "C", default_value_t = 4, value_parser = crate::flags::at_least_one)]
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = crate::flags::at_least_one)]
     pub ct_probes: usize,
-    /// A step in so many becomes a centroid; 0 = none does
+    /// The query of every Nth decode step becomes a centroid; 0 = none
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub ct_update: usize,
-    /// Most bytes of the index, as a share of the KV cache in its type (--kv): bf16 leaves room for half as many
+    /// Maximum size of the index, as a share (0 to 1) of the KV cache in its type (--kv): bf16 leaves room for half as many
     /// centroids as f32
     #[arg(long, value_name = "F", default_value_t = 0.1, value_parser = crate::flags::share)]
     pub ct_cap: f64,
     /// Which prompt queries become centroids
     #[arg(long, value_enum, default_value_t = Choose::Last)]
     pub ct_choose: Choose,
-    /// Length of a list, in budgets
+    /// Length of a list, as a multiple of the budget
     #[arg(long, value_name = "F", default_value_t = LIST_PER_BUDGET, value_parser = list_per_budget)]
     pub ct_list: f64,
-    /// 2 = half of a list are the positions after its heaviest ones, at equal length (CPU only)
+    /// 2 = half of each list holds the positions that follow its heaviest ones; the length stays the same (CPU only)
     #[arg(long, value_name = "1|2", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=2))]
     pub ct_expand: u8,
     /// A later prompt's queries become no centroids (ablation)

@@ -13,10 +13,10 @@ pub struct LfpsParams {
     /// Weight of the calibrated priors, in prompt queries
     #[arg(long, value_name = "N", default_value_t = 8.0, value_parser = crate::flags::not_negative)]
     pub lfps_prior: f64,
-    /// Threshold above the mean, in deviations; more = fewer candidates (default: as calibrated, else 0.2)
+    /// Threshold above the mean, in standard deviations; more = fewer candidates (default: as calibrated, else 0.2)
     #[arg(long, value_name = "A", value_parser = crate::flags::not_negative)]
     pub lfps_alpha: Option<f64>,
-    /// Share of the sinks above which a head is answered without the cache; 1 = never
+    /// If the sinks hold more than this share of a query head's attention, answer it without reading the cache; 1 = never
     #[arg(long, value_name = "F", default_value_t = 0.85, value_parser = crate::flags::share)]
     pub lfps_theta: f64,
     /// How the thresholds are set

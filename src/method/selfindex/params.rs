@@ -26,7 +26,8 @@ pub struct SelfIndexParams {
     /// selfindex and --kv 2bit: what signs are taken around (default: as in the artifact, else median)
     #[arg(long, value_enum)]
     pub center: Option<Center>,
-    /// --kv 2bit: most positions in full precision, of which selfindex attends one for every 38 of its budget first
+    /// --kv 2bit: maximum number of positions kept in f16; for every 38 positions of its budget, selfindex attends one of
+    /// these first
     #[arg(long, value_name = "N", default_value_t = FULL, value_parser = crate::flags::parse_count)]
     pub sign_full: usize,
     /// --kv 2bit: quantise keys as values are, without their signs (ablation)

@@ -41,7 +41,7 @@ pub(super) struct WpqParams {
     pub words: usize,
     /// Stages, one or two: the second encodes what the first leaves of a key.
     pub stages: usize,
-    /// Most k-means passes.
+    /// Maximum number of k-means passes.
     pub iterations: usize,
     /// Seeds k-means, per layer, head, stage and group.
     pub seed: u64,
