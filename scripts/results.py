@@ -29,8 +29,8 @@ tokens, text and questions that nothing was fitted to. **Nothing was measured fo
 on heads of 128 channels, or beyond 8,192 tokens**, where the papers measured: a claim that does not hold here may hold there.
 For your model, ask `kvsmith verdict` or `kvsmith eval`.
 
-`make results` makes this page in about 90 minutes on two cores and goes on where it was stopped ([real.md](real.md) says what
-it fetches). The numbers are in [results/real.json](results/real.json); a tiny model that is part of the repository has a page
+`make results` makes this page and goes on where it was stopped ([real.md](real.md) says what it fetches); on two cores that did
+other work too it took 100 minutes. The numbers are in [results/real.json](results/real.json); a tiny model that is part of the repository has a page
 of its own, [small.md](small.md).
 
 All methods run with their defaults, but `a2ats` has 1,024 codewords; the caches are in bf16. One artifact serves all: 32,768 tokens of
