@@ -121,9 +121,9 @@ pub enum Command {
     Section(SectionCommand),
     /// Merge section files into one artifact
     Pack(pack::Args),
-    /// Measure what each method loses with an artifact on its held-out text, and recommend one
+    /// Measure what each method loses on an artifact's held-out text, and recommend one
     Verdict(verdict::Args),
-    /// Make an artifact from a model and text: all the steps above, layer by layer, without writing a dump
+    /// Make an artifact from a model and text, layer by layer, without a dump on the disk
     Calibrate(calibrate::Args),
     /// Show what is in an artifact, and check it
     Inspect(inspect::Args),
