@@ -239,7 +239,7 @@ fn one_signal_ends_a_long_prefill() {
     let before = scratch.list("");
     let trace = scratch.path("trace");
     let mut child = start(&format!(
-        "run --threads 1 --model {model} --tokens {tokens} --trace {trace}"
+        "run --threads 1 --model {model} --tokens {tokens} --trace {trace} --beyond-context"
     ));
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
     assert!(lines.any(|line| line.unwrap().starts_with("prefill: 600000 tokens")));

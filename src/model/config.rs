@@ -80,8 +80,9 @@ impl ModelConfig {
         let path = dir.join("config.json");
         const CHECK: &str =
             "the file is damaged or of a model that is not supported; compare it with the published one";
-        let mut config =
-            Self::parse(&read_json(&path)?).map_err(|e| e.context(path.display()).or_hint(CHECK))?;
+        let value = read_json(&path)?;
+        folder::check_weights(dir, &value)?;
+        let mut config = Self::parse(&value).map_err(|e| e.context(path.display()).or_hint(CHECK))?;
         let generation = dir.join("generation_config.json");
         if generation.is_file() {
             let value = read_json(&generation)?;

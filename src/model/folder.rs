@@ -4,7 +4,8 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use super::fields::read_json;
+use serde_json::Value;
+
 use crate::error::{Error, Result};
 
 /// What `--model` takes.
@@ -93,7 +94,7 @@ fn snapshot(model: &Path, revision: Option<&str>) -> Option<PathBuf> {
 /// Fails if `dir` cannot be the folder of a checkpoint that this program runs, and says what it is instead.
 ///
 /// # Errors
-/// No folder; a file or a folder of another format; quantised weights.
+/// No folder; a file or a folder of another format.
 pub fn check(dir: &Path) -> Result<()> {
     let shown = dir.display();
     if dir.is_file() {
@@ -112,7 +113,14 @@ pub fn check(dir: &Path) -> Result<()> {
             None => Ok(()),
         };
     }
-    let config = read_json(&dir.join("config.json"))?;
+    Ok(())
+}
+
+/// Fails if `config`, the content of config.json, says that the weights are quantised.
+///
+/// # Errors
+/// Quantised weights.
+pub fn check_weights(dir: &Path, config: &Value) -> Result<()> {
     let quantised = config.get("quantization_config").filter(|value| !value.is_null());
     match quantised {
         Some(how) => Err(quantisation(dir, how["quant_method"].as_str())),
