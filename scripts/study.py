@@ -2,7 +2,7 @@
 the model, against one that is fitted to the prompt alone, across domains, and by how much text there is.
 
     python study.py KVSMITH REAL [--tokens 40960] [--most 131072] [--blocks 20] [--block 3072] [--decode 24]
-        [--only A,B]
+        [--domains A,B] [--only A,B]
 
 Everything is measured at the same budgets, those with which the calibrated artifact reads 10 % of the bytes; an index that
 is put in the place of another has its size, so that the bytes are equal too. Writes REAL/lab/*.json and prints tables in
@@ -193,7 +193,7 @@ def pays(study, main, arguments):
 def domains(study, main, arguments):
     """Calibrated on one kind of text, measured on another."""
     artifacts = {"handbook, Python and UUIDs": main}
-    artifacts |= {name: study.calibrated(f"of-{name}", {name: 1}, arguments.tokens) for name in ("handbook", "python", "bible", "uuid")}
+    artifacts |= {name: study.calibrated(f"of-{name}", {name: 1}, arguments.tokens) for name in arguments.domains.split(",")}
     across(study, "domains", artifacts)
 
 
@@ -226,6 +226,7 @@ def main():
     parser.add_argument("--blocks", type=int, default=20, help="blocks of each held-out text")
     parser.add_argument("--block", type=int, default=3072, help="tokens of a block")
     parser.add_argument("--decode", type=int, default=24, help="steps of each block")
+    parser.add_argument("--domains", default="handbook,python,bible,uuid", help="kinds of text to calibrate on alone")
     parser.add_argument("--only", default=",".join(PARTS), help="the parts to run")
     arguments = parser.parse_args()
     study = Study(arguments)

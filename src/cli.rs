@@ -8,7 +8,8 @@ use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 use crate::cmd::args::Global;
 use crate::cmd::sections::SectionCommand;
 use crate::cmd::{
-    bench, calibrate, completions, dump, eval, inspect, moments, pack, print_failure, run, verdict,
+    bench, calibrate, completions, dump, eval, inspect, moments, pack, plan, print_failure, print_refusal,
+    run, verdict,
 };
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
@@ -72,13 +73,51 @@ impl Cli {
     /// # Errors
     /// Wrong use; a request for help or the version.
     pub fn read(arguments: impl IntoIterator<Item = OsString>) -> std::result::Result<Self, clap::Error> {
-        let command = Self::command();
+        let command = Self::described();
         let matches = command.clone().try_get_matches_from(arguments)?;
         let mut cli = Self::from_arg_matches(&matches)?;
         cli.global.given = given(&command, &matches);
         cli.global.command = words(&matches).join(" ");
         Ok(cli)
     }
+}
+
+/// Commands whose work is done on the CPU: their help leaves out what chooses a device, though they accept it.
+const ON_CPU: [&str; 5] = ["priors", "pack", "inspect", "completions", "man"];
+
+impl Cli {
+    /// Describes the command line; help shows the options for devices only where they act.
+    fn described() -> clap::Command {
+        let mut command = Self::command();
+        for id in ["device", "precision"] {
+            let options = command.get_arguments();
+            let found = options.filter(|option| option.get_id() == id).cloned().next();
+            if let Some(option) = found {
+                let hidden = option.hide(true);
+                command = ON_CPU.into_iter().fold(command, |command, name| {
+                    command.mut_subcommand(name, |below| below.arg(hidden.clone()))
+                });
+            }
+        }
+        command
+    }
+}
+
+/// Prints why a command line could not be read; also as a document on stdout if it asks for `--json`.
+pub fn refuse(arguments: &[OsString], e: &clap::Error) {
+    // If the terminal is gone, there is nobody to tell.
+    let _ = e.print();
+    if !e.use_stderr() || !arguments.iter().any(|argument| argument == "--json") {
+        return;
+    }
+    let text = e.render().to_string();
+    let first = text.split("\n\n").next().unwrap_or_default();
+    let message = first.strip_prefix("error: ").unwrap_or(first).trim_end();
+    let command = Cli::described();
+    let words = arguments.iter().skip(1).filter_map(|argument| argument.to_str());
+    let known = words.filter(|word| command.find_subcommand(word).is_some());
+    let error = Error::usage(message).hint("see `kvsmith --help`, or --help behind the command");
+    let _ = print_refusal(known.take(1).next().unwrap_or_default(), &error);
 }
 
 /// Lists the words of the subcommand.
@@ -125,6 +164,8 @@ pub enum Command {
     Verdict(verdict::Args),
     /// Make an artifact from a model and text, layer by layer, without a dump on the disk
     Calibrate(calibrate::Args),
+    /// Say what a calibration would take in time, memory and disk, and what a run would
+    Plan(plan::Args),
     /// Show what is in an artifact, and check it
     Inspect(inspect::Args),
     /// Generate text with exact or sparse attention
@@ -178,11 +219,12 @@ fn start(cli: &Cli) -> Result<()> {
         Command::Pack(args) => pack::run(args, global),
         Command::Verdict(args) => verdict::run(args, global),
         Command::Calibrate(args) => calibrate::run(args, global),
+        Command::Plan(args) => plan::run(args, global),
         Command::Inspect(args) => inspect::run(args, global),
         Command::Run(args) => run::run(args, global),
         Command::Eval(args) => eval::run(args, global),
         Command::Bench(args) => bench::run(args, global),
-        Command::Completions(args) => completions::run(args, Cli::command()),
-        Command::Man => completions::man(&Cli::command()),
+        Command::Completions(args) => completions::run(args, Cli::described()),
+        Command::Man => completions::man(&Cli::described()),
     }
 }

@@ -1,5 +1,6 @@
 //! The `kvsmith` program: parses the command line, runs one subcommand, reports its error.
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 use kvsmith::cli::{self, Cli};
@@ -10,14 +11,13 @@ use kvsmith::{interrupt, mapped, unfinished};
 
 fn main() -> ExitCode {
     linalg::without_openblas_threads();
-    let cli = match Cli::read(std::env::args_os()) {
+    let arguments: Vec<OsString> = std::env::args_os().collect();
+    let cli = match Cli::read(arguments.iter().cloned()) {
         Ok(cli) => cli,
         Err(e) => {
+            cli::refuse(&arguments, &e);
             // Help and version are no errors; anything else is wrong use.
-            let code = if e.use_stderr() { 2 } else { 0 };
-            // If the terminal is gone, there is nobody to tell.
-            let _ = e.print();
-            return ExitCode::from(code);
+            return ExitCode::from(if e.use_stderr() { 2 } else { 0 });
         }
     };
     interrupt::install();

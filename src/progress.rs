@@ -37,9 +37,21 @@ pub fn size(bytes: usize) -> String {
     }
 }
 
+/// Formats seconds for people: `0.42 s`, `17 s`, `4.2 min`, `3.5 h`.
+pub fn duration(seconds: f64) -> String {
+    match seconds {
+        ..10.0 => format!("{seconds:.2} s"),
+        ..120.0 => format!("{seconds:.0} s"),
+        ..7200.0 => format!("{:.1} min", seconds / 60.0),
+        _ => format!("{:.1} h", seconds / 3600.0),
+    }
+}
+
 /// How much the program prints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verbosity {
+    /// Nothing.
+    Silent,
     /// Only warnings and errors (`-q`).
     Quiet,
     /// Notes and progress.
@@ -70,14 +82,16 @@ impl Log {
         }
     }
 
-    /// Prints a warning, whatever the verbosity.
+    /// Prints a warning, also under `-q`.
     pub fn warn(&self, text: &str) {
-        say(&format!("warning: {text}"));
+        if self.verbosity > Verbosity::Silent {
+            say(&format!("warning: {text}"));
+        }
     }
 
     /// Starts a progress bar over `total` units; it shows only on a terminal.
     pub fn progress(&self, total: u64, unit: &str) -> Progress {
-        let target = if self.verbosity == Verbosity::Quiet || !std::io::stderr().is_terminal() {
+        let target = if self.verbosity <= Verbosity::Quiet || !std::io::stderr().is_terminal() {
             ProgressDrawTarget::hidden()
         } else {
             ProgressDrawTarget::stderr()
@@ -117,6 +131,12 @@ impl Progress {
     /// Shows what is being done, left of the bar.
     pub fn stage(&self, text: String) {
         self.bar.set_message(text);
+    }
+
+    /// Shows which layer is at work, counted from 0, and at what.
+    pub fn layer(&self, layer: usize, n_layers: usize, what: &str) {
+        let last = n_layers.saturating_sub(1);
+        self.stage(format!("layer {layer} (0-{last}): {what}"));
     }
 
     /// Adds finished units of work.
@@ -170,12 +190,12 @@ mod tests {
             verbosity: Verbosity::Normal,
         };
         let progress = log.progress(4000, "states");
-        progress.stage("layer 1 of 4: capture".to_owned());
+        progress.layer(1, 4, "capture");
         progress.advance(1000);
         let said = progress.status(Duration::from_secs(20));
         assert_eq!(
             said,
-            "layer 1 of 4: capture: 1,000 of 4,000 states, 20 seconds elapsed, 60 seconds left"
+            "layer 1 (0-3): capture: 1,000 of 4,000 states, 20 seconds elapsed, 60 seconds left"
         );
     }
 }

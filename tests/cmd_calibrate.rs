@@ -398,7 +398,7 @@ impl Run {
         let work = self.scratch.path("work");
         let resumed = kvsmith(&self.arguments("resumed", &format!("--work {work} --resume"))).ok();
         assert!(
-            resumed.stderr.contains("going on after layer "),
+            resumed.stderr.contains("going on at layer "),
             "{}",
             resumed.stderr
         );
@@ -562,7 +562,7 @@ fn a_work_folder_with_other_content_is_refused() {
         resume().fails(1, "state.json is damaged", "remove");
     }
     std::fs::write(&mark, content).unwrap();
-    assert!(resume().ok().stderr.contains("going on after layer 2"));
+    assert!(resume().ok().stderr.contains("going on at layer 2"));
 }
 
 #[test]

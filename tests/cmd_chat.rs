@@ -2,9 +2,12 @@
 
 mod common;
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
 
 use common::*;
 use kvsmith::method::registry::METHODS;
@@ -634,4 +637,121 @@ fn an_interrupt_while_waiting_tells_what_was_said() {
     assert_eq!(told["turns"].as_array().unwrap().len(), 1);
     assert_eq!(ids_of(&told["ids"]).len(), 3);
     drop(stdin);
+}
+
+#[test]
+fn commands_in_a_chat() {
+    let chat = Chat::new(&[("<|im_start|>", 50), ("<|im_end|>", 51)]);
+    chat.template(CHATML);
+    let run = |stdin: &str| chat.run("--chat --json --ignore-eos", stdin).ok();
+    let fresh = run("and then\nhello\n").json();
+    let told = run("/stats\nhello\n/help\n/stats\n/reset\nand then\nhello\n/exit\nnever read\n");
+    let stderr = told.stderr.clone();
+    let told = told.json();
+    // What came after the reset knows nothing of what was before; the document is that of the last conversation.
+    let turns = |of: &Value| -> Vec<[Value; 2]> {
+        let turns = of["turns"].as_array().unwrap().iter();
+        turns
+            .map(|turn| ["ids", "prompt_tokens"].map(|key| turn[key].clone()))
+            .collect()
+    };
+    assert_eq!(turns(&told), turns(&fresh));
+    assert_eq!(turns(&told).len(), 2);
+    for said in [
+        "/reset  forget",
+        "full: 0 tokens",
+        "full: 12 tokens",
+        "a new conversation",
+    ] {
+        assert!(stderr.contains(said), "{said}: {stderr}");
+    }
+    // A slash begins text too.
+    let path = run("/etc/hosts and more\n").json();
+    assert_eq!(path["turns"].as_array().unwrap().len(), 1);
+}
+
+/// A program whose terminal is ours.
+struct Terminal {
+    child: Child,
+    keys: std::fs::File,
+    /// What the terminal shows.
+    screen: Arc<Mutex<String>>,
+}
+
+impl Terminal {
+    fn start(arguments: &str) -> Self {
+        let (mut ours, mut theirs) = (0, 0);
+        let none = std::ptr::null_mut();
+        // SAFETY: both numbers are written; the rest takes defaults.
+        let opened = unsafe { libc::openpty(&mut ours, &mut theirs, none, none.cast(), none.cast()) };
+        assert_eq!(opened, 0);
+        // SAFETY: nothing else owns the two.
+        let (ours, theirs) = unsafe { (OwnedFd::from_raw_fd(ours), OwnedFd::from_raw_fd(theirs)) };
+        let mut command = command(arguments);
+        command
+            .stdin(theirs.try_clone().unwrap())
+            .stderr(theirs)
+            .stdout(Stdio::piped());
+        // SAFETY: both functions may be called between fork and exec.
+        unsafe {
+            command.pre_exec(
+                || match libc::setsid() < 0 || libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 {
+                    true => Err(std::io::Error::last_os_error()),
+                    false => Ok(()),
+                },
+            )
+        };
+        let child = command.spawn().unwrap();
+        drop(command);
+        let keys = std::fs::File::from(ours);
+        let (mut shown, screen) = (keys.try_clone().unwrap(), Arc::new(Mutex::new(String::new())));
+        let writer = screen.clone();
+        std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            // Reading fails when the program is gone.
+            while let Ok(n @ 1..) = shown.read(&mut bytes) {
+                *writer.lock().unwrap() += &String::from_utf8_lossy(&bytes[..n]);
+            }
+        });
+        Self { child, keys, screen }
+    }
+
+    /// Types keys and waits until the screen shows a text.
+    fn types(&mut self, keys: &str, until: &str) {
+        self.keys.write_all(keys.as_bytes()).unwrap();
+        let start = std::time::Instant::now();
+        while !self.screen.lock().unwrap().contains(until) {
+            let screen = self.screen.lock().unwrap().clone();
+            assert!(
+                start.elapsed().as_secs() < 60,
+                "no {until:?} after {keys:?}: {screen:?}"
+            );
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+    }
+}
+
+#[test]
+fn a_person_edits_lines_and_calls_them_back() {
+    let chat = Chat::new(&[("<|im_start|>", 50), ("<|im_end|>", 51)]);
+    chat.template(CHATML);
+    let run = format!(
+        "run --model {} --max-new 4 --chat --json --ignore-eos",
+        chat.model
+    );
+    let mut terminal = Terminal::start(&run);
+    terminal.types("", "> ");
+    // "helo", a step to the left, "l".
+    terminal.types("helo\x1b[Dl\r", "turn 1:");
+    terminal.types("\x1b[A\r", "turn 2:");
+    terminal.types("/hlep\r", "no command /hlep");
+    terminal.types("/exit\r", "KV rows read");
+    let told = Outcome::of(terminal.child.wait_with_output().unwrap());
+    let told: Value = serde_json::from_str(&told.stdout).unwrap();
+    let asked = chat
+        .run("--chat --json --ignore-eos --max-new 4", "hello\nhello\n")
+        .json();
+    for turn in 0..2 {
+        assert_eq!(told["turns"][turn]["ids"], asked["turns"][turn]["ids"], "{turn}");
+    }
 }

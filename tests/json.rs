@@ -98,7 +98,7 @@ fn compare(command: &str, documents: &[Value]) {
     }
     let missing: Vec<&String> = own.keys().filter(|key| !seen.contains(*key)).collect();
     assert!(missing.is_empty(), "{command} does not print {missing:?}");
-    let writes = !is_open && !["run", "eval"].contains(&command);
+    let writes = !is_open && !["run", "eval", "plan"].contains(&command);
     assert_eq!(seen.contains("output"), writes, "{command}");
     assert!(
         command.starts_with("bench") || seen.contains("device"),
@@ -162,6 +162,13 @@ fn every_command_prints_what_the_page_says() {
         ))],
     );
     let calibrate = format!("calibrate --model {model} --tokens {tokens} --size 8 --holdout 0.3");
+    let timed = checkpoint("llama_d128");
+    let planned = |options: &str| {
+        json(&format!(
+            "plan --model {timed} --tokens {tokens} --size 8 {options}"
+        ))
+    };
+    compare("plan", &[planned(""), planned("--no-probe")]);
     let without = json(&format!("{calibrate} --no-verdict -o {}", path("without")));
     compare("calibrate", &[json(&format!("{calibrate} -o {art}")), without]);
     compare(
@@ -222,11 +229,14 @@ fn failures_are_documents_too() {
         ),
         (format!("run --model {model} --tokens {tokens} --threads 0"), 2),
         ("bench encode --device cuda".to_owned(), 3),
+        (format!("run --model {model} --no-such-flag"), 2),
+        ("eval --budgets".to_owned(), 2),
     ] {
         let failed = kvsmith(&format!("{command} --json"));
         assert_eq!(failed.code, Some(code), "{command}: {}", failed.stderr);
         let document: Value = serde_json::from_str(&failed.stdout).unwrap();
         assert_eq!(document["schema"], 1);
+        assert_eq!(document["command"], command.split(" -").next().unwrap());
         let error = &document["error"];
         assert_eq!(error["exit_code"], code);
         let message = error["message"].as_str().unwrap();
@@ -236,7 +246,11 @@ fn failures_are_documents_too() {
             failed.stderr
         );
         match error["hint"].as_str() {
-            Some(hint) => assert!(failed.stderr.contains(&format!("hint: {hint}\n"))),
+            // Those of the command line are in its own words on stderr.
+            Some(hint) if !hint.contains("--help") => {
+                assert!(failed.stderr.contains(&format!("hint: {hint}\n")));
+            }
+            Some(_) => assert!(failed.stderr.contains("--help")),
             None => assert!(!failed.stderr.contains("hint: ")),
         }
         let keys: Vec<String> = error

@@ -43,6 +43,9 @@ pub struct Global {
     /// Print more on stderr
     #[arg(short, long, global = true)]
     pub verbose: bool,
+    /// Whether not even warnings are printed, as while a command measures itself.
+    #[arg(skip)]
+    pub silent: bool,
     /// The flags that the command line has, without their dashes.
     #[arg(skip)]
     pub given: Vec<String>,
@@ -57,9 +60,10 @@ pub struct Global {
 impl Global {
     /// Returns the log at the level asked for.
     pub fn log(&self) -> Log {
-        let verbosity = match (self.quiet, self.verbose) {
-            (true, _) => Verbosity::Quiet,
-            (_, true) => Verbosity::Verbose,
+        let verbosity = match (self.silent, self.quiet, self.verbose) {
+            (true, ..) => Verbosity::Silent,
+            (_, true, _) => Verbosity::Quiet,
+            (.., true) => Verbosity::Verbose,
             _ => Verbosity::Normal,
         };
         Log { verbosity }
@@ -171,6 +175,21 @@ pub struct Input {
 }
 
 impl Input {
+    /// Tells whether there is text.
+    pub fn is_given(&self) -> bool {
+        self.tokens.is_some() || !self.text.text.is_empty()
+    }
+
+    /// Returns the input of a file of token ids in blocks of `seq_len`.
+    pub fn of_tokens(&self, tokens: PathBuf, seq_len: usize, holdout: f64) -> Self {
+        let mut input = self.clone();
+        input.text.text.clear();
+        input.tokens = Some(tokens);
+        input.seq_len = Some(seq_len);
+        input.holdout = holdout;
+        input
+    }
+
     /// Returns where the documents come from.
     pub fn source(&self) -> corpus::CorpusSource {
         match &self.tokens {

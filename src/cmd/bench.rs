@@ -14,6 +14,11 @@ mod timed;
 
 use clap::Subcommand;
 
+pub(super) use cpu_step::{CpuSteps, bandwidth};
+pub(super) use layer_step::{Caches, LayerSetting};
+pub(super) use product::seconds;
+pub(super) use report::{free_bytes, random_matrix, random_points};
+
 use crate::cmd::args::Global;
 use crate::error::Result;
 

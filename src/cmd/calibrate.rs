@@ -1,14 +1,16 @@
 //! `kvsmith calibrate`: makes an artifact from a checkpoint and text; each layer is fitted while its states are in
 //! memory.
 
-mod plan;
+pub mod plan;
+pub mod stages;
 
 use std::path::{Path, PathBuf};
 
 use ndarray::{Array3, Axis, s};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use self::plan::MemoryPlan;
+use self::stages::{CAPTURE, Stages};
 use super::sections::{SectionFlags, fit_layer};
 use super::verdict::{self, Judging, VerdictFlags};
 use super::{check_wrope_position, finish, layers_on, load_corpus, model_manifest, open_model, output};
@@ -22,19 +24,16 @@ use crate::error::{Error, Kind, Result};
 use crate::flags::parse_count;
 use crate::heap;
 use crate::method::sections::SECTIONS;
-use crate::model::Decoder;
 use crate::model::forward::Layers;
+use crate::model::{Decoder, ModelConfig};
 use crate::progress::{Log, Progress};
 use crate::stats::moments::{LayerMoments, Position, QuerySums};
 use crate::work::WorkFolder;
 
 /// Arguments of `calibrate`.
-#[derive(clap::Args, Debug)]
+#[derive(clap::Args, Clone, Debug)]
 #[command(group(clap::ArgGroup::new("source").args(["text", "tokens"]).required(true)))]
 pub struct Args {
-    /// Folder of a Hugging Face checkpoint, or the id of one in the hub's cache, such as Qwen/Qwen3-0.6B
-    #[arg(long, value_name = "DIR", value_parser = model_folder())]
-    model: PathBuf,
     /// Artifact to write
     #[arg(short, long, value_name = "ART.safetensors")]
     output: PathBuf,
@@ -44,61 +43,124 @@ pub struct Args {
     /// Go on after the last finished layer in --work
     #[arg(long, requires = "work")]
     resume: bool,
+    /// Do nothing but say what it would take, as `kvsmith plan` does
+    #[arg(long, conflicts_with = "resume")]
+    plan: bool,
+    #[command(flatten)]
+    settings: Settings,
+}
+
+/// What decides the artifact of a calibration.
+#[derive(clap::Args, Clone, Debug)]
+#[group(skip)]
+pub struct Settings {
+    /// Folder of a Hugging Face checkpoint, or the id of one in the hub's cache, such as Qwen/Qwen3-0.6B
+    #[arg(long, value_name = "DIR", value_parser = model_folder())]
+    pub model: PathBuf,
     /// Relative position at which the query moments are taken
     #[arg(long, value_name = "P", default_value_t = 2048, value_parser = parse_count)]
-    wrope_position: usize,
+    pub wrope_position: usize,
     /// Rotation that the codebooks are for
     #[arg(long, value_enum, default_value_t = RopeKind::Windowed)]
-    rope: RopeKind,
+    pub rope: RopeKind,
     /// Do not measure what methods lose on the held-out text
     #[arg(long)]
-    no_verdict: bool,
+    pub no_verdict: bool,
+    /// The text.
     #[command(flatten)]
-    input: Input,
+    pub input: Input,
+    /// The flags of the fits.
     #[command(flatten)]
-    sections: SectionFlags,
+    pub sections: SectionFlags,
+    /// The flags of the verdict.
     #[command(flatten)]
-    verdict: VerdictFlags,
+    pub verdict: VerdictFlags,
+}
+
+impl Settings {
+    /// Prepares the fits for a text.
+    ///
+    /// # Errors
+    /// Flags out of range, too little text.
+    pub fn fits(
+        &self,
+        config: &ModelConfig,
+        text: &Corpus,
+        kept: &[bool],
+        seed: u64,
+        log: Log,
+    ) -> Result<Vec<Box<dyn Fit>>> {
+        self.sections.fits(&FitInput {
+            seed,
+            position: self.rope.position(self.wrope_position),
+            block_start: &text.block_start,
+            seq_len: text.seq_len,
+            kept,
+            windows: &config.windows,
+            log,
+        })
+    }
 }
 
 /// Runs `calibrate`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
-    calibrate(args, global).map_err(|e| match (e.kind(), &args.work) {
+    if args.plan {
+        return super::plan::show(&args.settings, global);
+    }
+    let made = calibrate(args, global).map_err(|e| match (e.kind(), &args.work) {
         _ if e.advice().is_some() => e,
         (Kind::Interrupted, Some(_)) => {
             e.hint("the same command with --resume goes on after the last finished layer")
         }
         (Kind::Interrupted, None) => e.hint("with --work DIR a stopped run can go on"),
         _ => e,
-    })
+    })?;
+    finish(global, &made.note, &args.output, &made.document)
 }
 
-fn calibrate(args: &Args, global: &Global) -> Result<()> {
+/// What a calibration reports.
+struct Made {
+    note: String,
+    document: Value,
+    stages: Stages,
+    /// Methods and budgets that the verdict measured.
+    variants: usize,
+}
+
+/// Returns how long the stages of a calibration took whose artifact nobody keeps, and how many methods and budgets its
+/// verdict measured.
+///
+/// # Errors
+/// Those of a calibration.
+pub fn time_stages(settings: Settings, output: &Path, global: &Global) -> Result<(Stages, usize)> {
+    let args = Args {
+        output: output.to_owned(),
+        work: None,
+        resume: false,
+        plan: false,
+        settings,
+    };
+    calibrate(&args, global).map(|made| (made.stages, made.variants))
+}
+
+fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     heap::return_large_allocations();
-    let log = global.log();
+    let (log, settings) = (global.log(), &args.settings);
     let device = global.open_device()?;
     note_cpu_parts(device.as_ref(), log);
     let start = std::time::Instant::now();
-    let inputs: Vec<&Path> = args.input.files().chain([args.model.as_path()]).collect();
+    let inputs: Vec<&Path> = settings.input.files().chain([settings.model.as_path()]).collect();
     if let Some(work) = &args.work {
         output::check_folder("--work", work, &inputs)?;
         output::check_outside(&args.output, work)?;
     }
     let output = output::create(&args.output, &inputs, global)?;
-    let decoder = open_model(&args.model, log)?;
-    check_wrope_position(args.wrope_position, &decoder, log);
-    let corpus = load_corpus(&args.model, &decoder, &args.input, global)?;
+    let decoder = open_model(&settings.model, log)?;
+    check_wrope_position(settings.wrope_position, &decoder.config, log);
+    let corpus = load_corpus(&settings.model, &decoder.config, &settings.input, global)?;
     let kept = corpus.kept();
-    let position = args.rope.position(args.wrope_position);
-    let fits = args.sections.fits(&FitInput {
-        seed: global.seed,
-        position,
-        block_start: &corpus.block_start,
-        seq_len: corpus.seq_len,
-        kept: &kept,
-        windows: &decoder.config.windows,
-        log,
-    })?;
+    let position = settings.rope.position(settings.wrope_position);
+    let fits = settings.fits(&decoder.config, &corpus, &kept, global.seed, log)?;
     let origin = Origin {
         model: model_manifest(&decoder, log)?,
         calibration: corpus.manifest(),
@@ -121,23 +183,24 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
     };
     calibration.plan(&sections)?;
     let layers = layers_on(device.as_ref(), &decoder, global)?;
-    calibration.run(layers.as_ref(), work.as_ref(), &mut sections)?;
+    let mut stages = calibration.run(layers.as_ref(), work.as_ref(), &mut sections)?;
     drop(layers);
     let fitted = start.elapsed().as_secs_f64();
     let judging = Judging {
-        flags: &args.verdict,
+        flags: &settings.verdict,
         global,
         device: device.as_ref(),
         decoder: &decoder,
         corpus: &corpus,
     };
-    let judged = match args.no_verdict || corpus.held_out.is_empty() || sections.is_empty() {
+    let judged = match settings.no_verdict || corpus.held_out.is_empty() || sections.is_empty() {
         true => artifact::write(output, origin, sections).map(|()| None)?,
         false => {
             let mut judged = None;
             let draft = Output::create(&args.output)?;
             artifact::write_judged(output, draft, origin, sections, &mut |artifact| {
-                judged.insert(judging.measure(artifact)).as_ref().ok().cloned()
+                let outcome = judging.measure(artifact, &mut stages);
+                judged.insert(outcome).as_ref().ok().cloned()
             })?;
             judged
         }
@@ -150,14 +213,23 @@ fn calibrate(args: &Args, global: &Global) -> Result<()> {
     // The fits took long: what they gave is written, whatever became of the verdict.
     let verdict = judged.transpose().map_err(|e| without_verdict(e, args))?;
     let mut note = format!("wrote {} in {seconds:.1} s", args.output.display());
-    if let (Some(usual), Some(of)) = (verdict.as_ref().and_then(verdict::summary), verdict_seconds) {
-        note += &format!(", {of:.1} s of them for the verdict\n{usual}");
+    note += &format!(": {}", stages.text());
+    if let Some(usual) = verdict.as_ref().and_then(verdict::summary) {
+        note += &format!("\n{usual}");
     }
     let document = json!({
         "artifact": args.output.display().to_string(), "tokens": corpus.n_tokens(), "layers": sizes.n_layers,
         "seconds": seconds, "verdict_seconds": verdict_seconds, "device": device.name(),
+        "stages": stages.json(),
     });
-    finish(global, &note, &args.output, &document)
+    Ok(Made {
+        note,
+        document,
+        stages,
+        variants: verdict.map_or(0, |verdict| {
+            verdict.rows.iter().filter(|row| row.measured.is_some()).count()
+        }),
+    })
 }
 
 /// Adds to the error of a verdict that the artifact is there without one.
@@ -208,8 +280,20 @@ fn open_work(
     WorkFolder::open(dir, &identity, args.resume, sections, n_layers).map(Some)
 }
 
+/// Returns the sizes of a calibration.
+pub fn fit_text<'a>(config: &ModelConfig, corpus: &Corpus, device: &'a dyn Device) -> FitText<'a> {
+    FitText {
+        n: corpus.n_tokens(),
+        n_kept: corpus.kept().iter().filter(|kept| **kept).count(),
+        longest_block: corpus.longest_block(),
+        sizes: config.sizes(),
+        device,
+        threads: rayon::current_num_threads(),
+    }
+}
+
 /// Lists the rows whose queries any fit reads, ascending.
-fn query_rows(fits: &[Box<dyn Fit>]) -> Vec<usize> {
+pub fn query_rows(fits: &[Box<dyn Fit>]) -> Vec<usize> {
     let mut rows: Vec<usize> = fits.iter().flat_map(|fit| fit.query_rows()).copied().collect();
     rows.sort_unstable();
     rows.dedup();
@@ -247,8 +331,14 @@ struct Captured {
 }
 
 impl CalibrationRun<'_> {
-    /// Captures and fits layer by layer, starting after the layers that `work` has.
-    fn run(&self, layers: &dyn Layers, work: Option<&WorkFolder>, sections: &mut [Section]) -> Result<()> {
+    /// Captures and fits layer by layer, starting after the layers that `work` has; returns how long each stage took.
+    fn run(
+        &self,
+        layers: &dyn Layers,
+        work: Option<&WorkFolder>,
+        sections: &mut [Section],
+    ) -> Result<Stages> {
+        let mut stages = Stages::default();
         let sizes = self.decoder.config.sizes();
         let mut capture = self.start(layers, work, sections)?;
         let remaining = sizes.n_layers - capture.next_layer;
@@ -257,9 +347,9 @@ impl CalibrationRun<'_> {
         let progress = self.log.progress((remaining * per_layer) as u64, "states");
         while capture.next_layer < sizes.n_layers {
             let layer = capture.next_layer;
-            let states = self.capture(&mut capture, &progress)?;
+            let states = stages.time(CAPTURE, || self.capture(&mut capture, &progress))?;
             heap::trim();
-            let parts = self.fit(layer, &states, &progress)?;
+            let parts = self.fit(layer, &states, &progress, &mut stages)?;
             if let Some(work) = work {
                 let last = capture.next_layer == sizes.n_layers;
                 work.save(layer, &parts, &capture.hidden, last)?;
@@ -268,7 +358,7 @@ impl CalibrationRun<'_> {
             drop(states);
             heap::trim();
         }
-        Ok(())
+        Ok(stages)
     }
 
     /// Starts the capture at the first layer, or after the last one that `work` has.
@@ -285,7 +375,7 @@ impl CalibrationRun<'_> {
         };
         let done = finished.len();
         self.log
-            .note(&format!("going on after layer {done} of {}", c.n_layers));
+            .note(&format!("going on at layer {done} (0-{})", c.n_layers - 1));
         for parts in finished {
             add_layer(sections, parts)?;
         }
@@ -333,8 +423,14 @@ impl CalibrationRun<'_> {
     }
 
     /// Fits every section to one layer.
-    fn fit(&self, layer: usize, captured: &Captured, progress: &Progress) -> Result<LayerParts> {
-        let fit = |fit: &dyn Fit| {
+    fn fit(
+        &self,
+        layer: usize,
+        captured: &Captured,
+        progress: &Progress,
+        stages: &mut Stages,
+    ) -> Result<LayerParts> {
+        let mut fit = |fit: &dyn Fit| {
             let kind = fit.kind();
             self.stage(progress, layer, kind.facts().stage);
             let at = |row: &usize| self.query_rows.partition_point(|r| r < row);
@@ -361,7 +457,9 @@ impl CalibrationRun<'_> {
                 rope: &self.decoder.rope,
             };
             let units = self.corpus.n_tokens() as u64;
-            let part = fit_layer(fit, &states, progress, units, self.log)?;
+            let part = stages.time(kind.facts().stage, || {
+                fit_layer(fit, &states, progress, units, self.log)
+            })?;
             Ok((kind.name(), part))
         };
         self.fits.iter().map(|of| fit(of.as_ref())).collect()
@@ -370,20 +468,19 @@ impl CalibrationRun<'_> {
     /// Shows what is being done in the progress bar.
     fn stage(&self, progress: &Progress, layer: usize, what: &str) {
         let n_layers = self.decoder.config.n_layers;
-        progress.stage(format!("layer {} of {n_layers}: {what}", layer + 1));
+        progress.layer(layer, n_layers, what);
     }
 
     /// Notes how much memory the run needs, and the size of the artifact.
     fn plan(&self, sections: &[Section]) -> Result<()> {
-        let text = FitText {
-            n: self.corpus.n_tokens(),
-            n_kept: self.kept.iter().filter(|kept| **kept).count(),
-            longest_block: self.corpus.longest_block(),
-            sizes: self.decoder.config.sizes(),
-            device: self.device,
-            threads: rayon::current_num_threads(),
-        };
-        let plan = MemoryPlan::new(self.decoder, &text, self.query_rows.len(), &self.fits, sections);
+        let text = fit_text(&self.decoder.config, self.corpus, self.device);
+        let plan = MemoryPlan::new(
+            &self.decoder.config,
+            &text,
+            self.query_rows.len(),
+            &self.fits,
+            sections,
+        );
         let pages = self.decoder.layer(0)?.bytes();
         self.log.note(&plan.note(pages));
         Ok(())

@@ -54,8 +54,8 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let decoder = open_model(&args.model, log)?;
     let new = dump::NewDump::create(&args.output, decoder.config.n_layers)?;
     let device = device_for(device, &decoder, global)?;
-    check_wrope_position(args.wrope_position, &decoder, log);
-    let corpus = load_corpus(&args.model, &decoder, &args.input, global)?;
+    check_wrope_position(args.wrope_position, &decoder.config, log);
+    let corpus = load_corpus(&args.model, &decoder.config, &args.input, global)?;
     let origin = Origin {
         model: model_manifest(&decoder, log)?,
         calibration: corpus.manifest(),

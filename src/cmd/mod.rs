@@ -11,6 +11,7 @@ pub mod moments;
 mod named;
 mod output;
 pub mod pack;
+pub mod plan;
 mod reading;
 pub mod run;
 pub mod sections;
@@ -31,7 +32,7 @@ use crate::cuda::layers::CudaLayers;
 use crate::error::{Error, Result};
 use crate::flags;
 use crate::model::forward::{CpuForward, CpuLayers, Forward, Layers};
-use crate::model::{Decoder, ModelManifest};
+use crate::model::{Decoder, ModelConfig, ModelManifest};
 use crate::progress::{Log, harmless, size};
 use args::{Global, Input};
 
@@ -41,13 +42,17 @@ const SCHEMA: u32 = 1;
 /// Prints the one document of `--json`: what every document has, and `members`. Control characters that JSON leaves as they
 /// are, such as U+009B, are written as escapes too.
 fn print_json(global: &Global, members: &Value) -> Result<()> {
+    global.printed.store(true, Ordering::Relaxed);
+    print_document(&global.command, members)
+}
+
+fn print_document(command: &str, members: &Value) -> Result<()> {
     let mut document = json!({
         "schema": SCHEMA,
-        "command": global.command,
+        "command": command,
         "version": env!("CARGO_PKG_VERSION"),
     });
     merge(&mut document, members);
-    global.printed.store(true, Ordering::Relaxed);
     let mut text = String::new();
     for c in document.to_string().chars() {
         match c.is_control() {
@@ -80,10 +85,21 @@ pub fn print_failure(global: &Global, error: &Error) -> Result<()> {
     if !global.json || global.printed.load(Ordering::Relaxed) {
         return Ok(());
     }
-    let document = json!({ "error": {
+    print_json(global, &failure(error))
+}
+
+fn failure(error: &Error) -> Value {
+    json!({ "error": {
         "message": error.to_string(), "hint": error.advice(), "exit_code": error.exit_code(),
-    }});
-    print_json(global, &document)
+    }})
+}
+
+/// Prints the document of `--json` for a command line that could not be read.
+///
+/// # Errors
+/// Stdout is full or closed.
+pub fn print_refusal(command: &str, error: &Error) -> Result<()> {
+    print_document(command, &failure(error))
 }
 
 /// Notes what a command has written, and prints its document of `--json`.
@@ -128,10 +144,10 @@ fn model_manifest(decoder: &Decoder, log: Log) -> Result<ModelManifest> {
 }
 
 /// Reads the calibration input and logs its length.
-fn load_corpus(dir: &Path, decoder: &Decoder, input: &Input, global: &Global) -> Result<Corpus> {
+fn load_corpus(dir: &Path, config: &ModelConfig, input: &Input, global: &Global) -> Result<Corpus> {
     let log = global.log();
-    let corpus = Corpus::load(dir, &decoder.config, &input.source(), &input.options(global.seed))?;
-    decoder.check_ids(&corpus.ids)?;
+    let corpus = Corpus::load(dir, config, &input.source(), &input.options(global.seed))?;
+    config.check_ids(&corpus.ids)?;
     let held_out: usize = corpus.held_out.iter().map(|(_, i, j)| j - i).sum();
     log.note(&format!(
         "input: {} tokens in {} blocks of at most {}, {held_out} of them held out",
@@ -150,18 +166,18 @@ fn load_corpus(dir: &Path, decoder: &Decoder, input: &Input, global: &Global) ->
         log.note("whole blocks are held out, which is much of a short text; see --holdout and --seq-len");
     }
     let longest = corpus.longest_block();
-    if longest > decoder.config.max_position_embeddings {
+    if longest > config.max_position_embeddings {
         log.warn(&format!(
             "blocks of {longest} tokens are longer than the model's context of {}; lower --seq-len",
-            decoder.config.max_position_embeddings
+            config.max_position_embeddings
         ));
     }
     Ok(corpus)
 }
 
 /// Warns if the query moments are taken at a relative position outside the model's context.
-fn check_wrope_position(position: usize, decoder: &Decoder, log: Log) {
-    let context = decoder.config.max_position_embeddings;
+fn check_wrope_position(position: usize, config: &ModelConfig, log: Log) {
+    let context = config.max_position_embeddings;
     if position >= context {
         log.warn(&format!(
             "--wrope-position {position} is outside the model's context of {context}; half of the context is a good choice"

@@ -45,7 +45,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let mut layers = Vec::with_capacity(s.n_layers);
     for i in 0..s.n_layers {
         interrupt::check()?;
-        progress.stage(format!("layer {} of {}", i + 1, s.n_layers));
+        progress.layer(i, s.n_layers, "moments");
         let states = dump.layer(i)?;
         let mut sums = QuerySums::new(s.n_kv_heads, s.head_dim);
         for block in dump.corpus.block_start.windows(2) {

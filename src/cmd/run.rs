@@ -1,6 +1,7 @@
 //! `kvsmith run`: generates text with exact or sparse attention, from one prompt or in turns.
 
 mod conversation;
+mod lines;
 mod report;
 mod stop;
 mod turns;
@@ -9,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use super::args::{Global, model_folder};
 use super::named::Named;
-use super::output::Lines;
+use super::output;
 use super::reading::{Reading, in_full, parse_budget};
 use super::{device_for, open_model};
 use crate::artifact::{Artifact, Verdict};
@@ -27,7 +28,7 @@ use crate::method::registry::{FULL, MethodName, default_method};
 use crate::model::Decoder;
 use crate::progress::Log;
 use crate::runner::{CpuBackend, Options, Session};
-use conversation::{Conversation, Reply};
+use conversation::{Conversation, End, Reply};
 use turns::Turns;
 
 /// Arguments of `run`.
@@ -175,7 +176,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let on_gpu = device.cuda().is_some();
     let device = device_for(device, &decoder, global)?;
     let on_cpu = (on_gpu && device.cuda().is_none()).then_some("the model runs on the CPU");
-    let turns = Turns::open(args, &decoder, log)?;
+    let mut turns = Turns::open(args, &decoder, log)?;
     for flag in ["top-k", "top-p", "min-p"] {
         if args.temperature == 0.0 && global.given.iter().any(|given| given == flag) {
             log.warn(&format!("--{flag} does nothing without --temperature"));
@@ -200,44 +201,53 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let options = args
         .reading
         .options(choice.budget, artifact.as_ref(), device.as_ref())?;
-    let known = turns.known();
     // Before the weights are loaded, and dropped after the session that writes to it.
-    let create = |path| Lines::create(path, &args.inputs(), global);
+    let create = |path| output::Lines::create(path, &args.inputs(), global);
     let mut lines = args.trace.as_ref().map(|path| create(path)).transpose()?;
-    let (mut session, fallback) = open_session(
-        args,
-        global,
-        device.as_ref(),
-        &decoder,
-        method.as_ref(),
-        options,
-        known,
-    )?;
-    let of_device = [on_cpu, fallback].into_iter().flatten().map(str::to_owned);
-    if let Some(lines) = &mut lines {
-        session.trace(std::io::BufWriter::new(lines));
+    loop {
+        let known = turns.known();
+        let (mut session, fallback) = open_session(
+            args,
+            global,
+            device.as_ref(),
+            &decoder,
+            method.as_ref(),
+            options,
+            known,
+        )?;
+        let of_device = [on_cpu, fallback].into_iter().flatten().map(str::to_owned);
+        if let Some(lines) = &mut lines {
+            session.trace(std::io::BufWriter::new(lines));
+        }
+        let mut conversation = Conversation {
+            args,
+            global,
+            kv: options.kv,
+            fallbacks: of_device.chain(in_full(method.as_ref())).collect(),
+            choice,
+            full_heads: method.full_heads(),
+            session,
+            turns: &mut turns,
+            sampler: Sampler::new(args.sampling(), global.seed),
+            replies: Vec::new(),
+        };
+        let end = conversation.run();
+        conversation.session.finish_trace()?;
+        if matches!(end, Ok(End::Reset)) {
+            conversation.note()?;
+            log.note("a new conversation");
+            continue;
+        }
+        // What earlier turns gave is reported, however the conversation ended.
+        if end.is_ok() || !conversation.replies.is_empty() {
+            conversation.report(device.name())?;
+        }
+        drop(conversation);
+        return match end {
+            Ok(_) => lines.map_or(Ok(()), output::Lines::finish),
+            Err(e) => Err(e),
+        };
     }
-    let mut conversation = Conversation {
-        args,
-        global,
-        kv: options.kv,
-        fallbacks: of_device.chain(in_full(method.as_ref())).collect(),
-        full_heads: method.full_heads(),
-        session,
-        turns,
-        sampler: Sampler::new(args.sampling(), global.seed),
-        replies: Vec::new(),
-    };
-    let end = conversation.run();
-    if end.is_err() && conversation.replies.is_empty() {
-        return end;
-    }
-    // What earlier turns gave is reported, however the conversation ended.
-    conversation.session.finish_trace()?;
-    conversation.report(choice, device.name())?;
-    drop(conversation);
-    lines.map_or(Ok(()), Lines::finish)?;
-    end
 }
 
 /// Opens a session on a device; `known` tokens of prompts are already known. With a GPU, caches and selection are on

@@ -26,10 +26,15 @@ const WROPE_POSITION: &str = "wrope-position";
 type ParseResult<T> = std::result::Result<T, clap::Error>;
 
 /// The flags of the fits of all sections.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct SectionFlags(ArgMatches);
 
 impl SectionFlags {
+    /// Returns the codewords of a codebook, of which a text needs as many tokens.
+    pub fn codewords(&self) -> usize {
+        self.0.get_one("size").copied().unwrap_or_default()
+    }
+
     /// Prepares the fit of every section that is wanted.
     pub fn fits(&self, input: &FitInput) -> Result<Vec<Box<dyn Fit>>> {
         let wanted = SECTIONS.iter().filter(|kind| kind.is_wanted(&self.0));
@@ -240,7 +245,7 @@ fn fit_dump(
     let mut section = Section::new(fit, sizes, device)?;
     let progress = log.progress((sizes.n_layers * sizes.n_kv_heads) as u64, "heads");
     for layer in 0..sizes.n_layers {
-        progress.stage(format!("layer {} of {}", layer + 1, sizes.n_layers));
+        progress.layer(layer, sizes.n_layers, fit.kind().facts().stage);
         let file = dump.layer(layer)?;
         let states = LayerStates {
             layer,

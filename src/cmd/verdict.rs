@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use serde_json::json;
 
 use super::args::{Global, Input, model_folder};
+use super::calibrate::stages::{BUDGETS, Stages, VERDICT};
 use super::named::{self, Named, NamedParser};
 use super::{finish, layers_on, load_corpus, open_model, output};
 use crate::artifact::{self, Artifact, HeadLosses, Measured, MethodLoss, USUAL_KL, Verdict};
@@ -43,7 +44,7 @@ const SAMPLED_STEPS: usize = 8;
 const TOLERANCE: f64 = 0.02;
 
 /// The flags of the measurement, of `verdict` and `calibrate`.
-#[derive(clap::Args, Debug)]
+#[derive(clap::Args, Clone, Debug)]
 #[group(skip)]
 #[command(next_help_heading = "Verdict")]
 pub struct VerdictFlags {
@@ -57,6 +58,18 @@ pub struct VerdictFlags {
     /// and topk, ctkvr and streaming)
     #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = NamedParser)]
     verdict_methods: Vec<Named>,
+}
+
+impl VerdictFlags {
+    /// Counts the shares of the bytes.
+    pub fn shares(&self) -> usize {
+        self.verdict_reads.len()
+    }
+
+    /// Counts the steps per held-out block.
+    pub fn steps(&self) -> usize {
+        self.verdict_steps
+    }
 }
 
 /// Arguments of `verdict`.
@@ -98,7 +111,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     artifact.check_model(&fingerprint, decoder.config.sizes())?;
     let corpus = match &args.dump {
         Some(dir) => Dump::open(dir)?.corpus,
-        None => load_corpus(&args.model, &decoder, &args.input, global)?,
+        None => load_corpus(&args.model, &decoder.config, &args.input, global)?,
     };
     if corpus.manifest() != artifact.manifest.origin.calibration {
         return Err(Error::failed(format!(
@@ -115,7 +128,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         decoder: &decoder,
         corpus: &corpus,
     }
-    .measure(&artifact)?;
+    .measure(&artifact, &mut Stages::default())?;
     let document = json!({
         "artifact": args.output.display().to_string(), "device": device.name(),
         "seconds": start.elapsed().as_secs_f64(), "methods": verdict,
@@ -182,11 +195,11 @@ impl Judging<'_> {
         METHODS.iter().filter(is_usual).map(named).collect()
     }
 
-    /// Measures every method with an artifact.
+    /// Measures every method with an artifact; `stages` gets the time.
     ///
     /// # Errors
     /// No held-out text; activations that are not finite; an interrupt.
-    pub fn measure(&self, artifact: &Artifact) -> Result<Verdict> {
+    pub fn measure(&self, artifact: &Artifact, stages: &mut Stages) -> Result<Verdict> {
         let (passages, named) = (self.passages()?, self.methods(artifact));
         let params = MethodParams::default();
         let ask = Ask {
@@ -231,7 +244,7 @@ impl Judging<'_> {
         let n_layers = self.decoder.config.n_layers;
         let progress = self.log().progress(2 * n_layers as u64, "layers");
         let mut done = |layer: usize| {
-            progress.stage(format!("verdict, layer {} of {n_layers}", layer + 1));
+            progress.layer(layer, n_layers, "verdict");
             progress.advance(1);
         };
         let sample = Passage {
@@ -242,7 +255,7 @@ impl Judging<'_> {
             .flat_map(|m| GRID.map(|budget| (m, budget)))
             .collect();
         let variants: Vec<Variant> = grid.into_iter().map(variant).collect();
-        let reads = layerwise.reads(&sample, &variants, &mut done)?;
+        let reads = stages.time(BUDGETS, || layerwise.reads(&sample, &variants, &mut done))?;
         let reads: Vec<f64> = reads.into_iter().map(|share| share.unwrap_or(1.0)).collect();
         let planned: Vec<Planned> = reads
             .chunks(GRID.len())
@@ -254,7 +267,8 @@ impl Judging<'_> {
             .collect();
         let budgets = planned.iter().filter_map(|p| Some((p.method, p.budget?)));
         let variants: Vec<Variant> = budgets.map(variant).collect();
-        let mut reports = layerwise.evaluate(&passages, &variants, &mut done)?.into_iter();
+        let reports = stages.time(VERDICT, || layerwise.evaluate(&passages, &variants, &mut done))?;
+        let mut reports = reports.into_iter();
         let rows = planned.iter().map(|planned| {
             let report = planned.budget.and_then(|budget| Some((budget, reports.next()?)));
             let head_dim = self.decoder.config.head_dim;

@@ -77,7 +77,7 @@ pub fn is_layer_file(name: &str) -> bool {
 }
 
 /// Describes the tensors of one layer's file.
-fn layer_specs(sizes: Sizes, n: usize, options: &DumpOptions) -> Vec<Spec> {
+pub fn layer_specs(sizes: Sizes, n: usize, options: &DumpOptions) -> Vec<Spec> {
     let (h, g, d) = (sizes.n_heads, sizes.n_kv_heads, sizes.head_dim);
     let dtype = match options.dtype {
         Float::F32 => Dtype::F32,

@@ -46,7 +46,7 @@ pub fn write(
     let progress = log.progress((n * sizes.n_layers) as u64, "tokens x layers");
     let mut capture = Capture::start(layers, corpus)?;
     for i in 0..sizes.n_layers {
-        progress.stage(format!("layer {} of {}", i + 1, sizes.n_layers));
+        progress.layer(i, sizes.n_layers, "capture");
         let writer = Writer::new(new.output(&layer_file(i))?, &specs, None)?;
         let mut sums = QuerySums::new(sizes.n_kv_heads, sizes.head_dim);
         capture.layer(&progress, &mut |rows, states| {

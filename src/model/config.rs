@@ -153,6 +153,18 @@ impl ModelConfig {
         })
     }
 
+    /// Fails unless every id is in the vocabulary.
+    pub fn check_ids(&self, ids: &[u32]) -> Result<()> {
+        match ids.iter().position(|id| *id as usize >= self.vocab_size) {
+            None => Ok(()),
+            Some(i) => Err(Error::failed(format!(
+                "token id {} (at {i}) is outside the model's vocabulary of {}",
+                ids[i], self.vocab_size
+            ))
+            .hint("the tokens or the tokenizer belong to another model")),
+        }
+    }
+
     /// Returns the number of query heads per KV head, r = h / g.
     pub fn group(&self) -> usize {
         self.n_heads / self.n_kv_heads

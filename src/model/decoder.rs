@@ -157,31 +157,6 @@ impl Decoder {
         })
     }
 
-    /// Returns the bytes of memory that a block of `rows` rows takes on its way through a layer on the CPU, besides its
-    /// hidden states.
-    pub fn block_bytes(&self, rows: usize) -> usize {
-        let c = &self.config;
-        let (q, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
-        let (hidden, inter) = (c.hidden_size, c.intermediate_size);
-        let chunk = rows.min(ROWS);
-        // Floats of a projection's inputs, which are copied, padded, for the products.
-        let inputs = |width| packed_floats(chunk, width);
-        let states = rows * (q + 2 * kv);
-        let table = rows * c.head_dim;
-        let project = states + chunk * (hidden + q) + inputs(hidden);
-        // The rotated keys, the queries of which the moments are taken, and the rotations of both.
-        let tap = states + rows * kv + 2 * table + chunk * q;
-        let attend = states + rows * (kv + q) + table;
-        let products = [
-            chunk * hidden + inputs(q),
-            chunk * (2 * hidden + 2 * inter) + inputs(hidden),
-            chunk * (2 * hidden + inter) + inputs(inter),
-        ];
-        let finish = rows * q + table + products.into_iter().max().unwrap_or(0);
-        let floats = [project, tap, attend, finish].into_iter().max().unwrap_or(0);
-        floats * size_of::<f32>()
-    }
-
     /// Looks up the embeddings of `ids`: `[n, hidden]`.
     ///
     /// # Errors
@@ -205,14 +180,7 @@ impl Decoder {
 
     /// Fails unless every id is in the vocabulary.
     pub fn check_ids(&self, ids: &[u32]) -> Result<()> {
-        match ids.iter().position(|id| *id as usize >= self.config.vocab_size) {
-            None => Ok(()),
-            Some(i) => Err(Error::failed(format!(
-                "token id {} (at {i}) is outside the model's vocabulary of {}",
-                ids[i], self.config.vocab_size
-            ))
-            .hint("the tokens or the tokenizer belong to another model")),
-        }
+        self.config.check_ids(ids)
     }
 
     /// Computes the next token's logits from the hidden state of one position: `[vocab]`.
@@ -255,6 +223,30 @@ impl Decoder {
                 .hint("the model overflows f32")
         })
     }
+}
+
+/// Returns the bytes of memory that a block of `rows` rows takes on its way through a layer on the CPU, besides its
+/// hidden states.
+pub fn block_bytes(c: &ModelConfig, rows: usize) -> usize {
+    let (q, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
+    let (hidden, inter) = (c.hidden_size, c.intermediate_size);
+    let chunk = rows.min(ROWS);
+    // Floats of a projection's inputs, which are copied, padded, for the products.
+    let inputs = |width| packed_floats(chunk, width);
+    let states = rows * (q + 2 * kv);
+    let table = rows * c.head_dim;
+    let project = states + chunk * (hidden + q) + inputs(hidden);
+    // The rotated keys, the queries of which the moments are taken, and the rotations of both.
+    let tap = states + rows * kv + 2 * table + chunk * q;
+    let attend = states + rows * (kv + q) + table;
+    let products = [
+        chunk * hidden + inputs(q),
+        chunk * (2 * hidden + 2 * inter) + inputs(hidden),
+        chunk * (2 * hidden + inter) + inputs(inter),
+    ];
+    let finish = rows * q + table + products.into_iter().max().unwrap_or(0);
+    let floats = [project, tap, attend, finish].into_iter().max().unwrap_or(0);
+    floats * size_of::<f32>()
 }
 
 impl Layer {

@@ -141,7 +141,26 @@ pub const SINKS: usize = 4;
 /// Last positions that are always attended, as many as in `run` by default.
 pub const WINDOW: usize = 64;
 
-impl LayerSetting<'_> {
+impl<'a> LayerSetting<'a> {
+    /// Returns the steps of one method with default parameters that choose and attend.
+    pub fn attending(
+        caches: &'a Caches,
+        layer: TimedLayer,
+        group: usize,
+        method: MethodName,
+        bench: &'static dyn Bench,
+    ) -> Self {
+        Self {
+            caches,
+            lfps: lfps::LfpsParams::default(),
+            layer,
+            group,
+            method,
+            bench,
+            attends: true,
+        }
+    }
+
     /// Returns the static set of the last position.
     pub fn static_set(&self) -> StaticSet {
         StaticSet::at(self.layer.context - 1, None, SINKS, WINDOW)

@@ -1,7 +1,8 @@
 //! How much memory a calibration needs.
 
 use crate::artifact::{Fit, FitText, Section};
-use crate::model::Decoder;
+use crate::model::ModelConfig;
+use crate::model::decoder::block_bytes;
 use crate::progress::size;
 use crate::store;
 
@@ -13,7 +14,7 @@ const THREAD_BYTES: usize = 1 << 20;
 /// The most memory that a calibration on the CPU holds at once, in bytes: its own, anonymous memory (`RssAnon` in
 /// `/proc/PID/status`). The mapped pages of one layer's weights come on top; the system can take these back.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct MemoryPlan {
+pub struct MemoryPlan {
     /// The program and the buffers of its threads.
     pub program: usize,
     /// The hidden states of all tokens.
@@ -35,13 +36,12 @@ pub(super) struct MemoryPlan {
 impl MemoryPlan {
     /// Plans a calibration whose fits read the queries of `query_rows` rows.
     pub fn new(
-        decoder: &Decoder,
+        c: &ModelConfig,
         text: &FitText,
         query_rows: usize,
         fits: &[Box<dyn Fit>],
         sections: &[Section],
     ) -> Self {
-        let c = &decoder.config;
         let float = size_of::<f32>();
         let keys = text.n * c.n_kv_heads * c.head_dim * float;
         let reads_values = fits.iter().any(|fit| fit.kind().facts().reads_values);
@@ -53,7 +53,7 @@ impl MemoryPlan {
             values: if reads_values { keys } else { 0 },
             queries: query_rows * c.n_heads * c.head_dim * float,
             results: store::total_bytes(sections.iter().flat_map(|section| &section.specs)),
-            capture: decoder.block_bytes(text.longest_block),
+            capture: block_bytes(c, text.longest_block),
             fit: fits.max().unwrap_or(0),
         }
     }

@@ -2,9 +2,9 @@
 
 use std::time::Instant;
 
-use super::Args;
 use super::stop::StopText;
-use super::turns::Turns;
+use super::turns::{Turn, Turns};
+use super::{Args, Choice};
 use crate::cmd::args::Global;
 use crate::cmd::print;
 use crate::error::{Error, Result};
@@ -29,6 +29,15 @@ pub(super) enum Stop {
     Length,
     /// The user stopped it.
     Interrupted,
+}
+
+/// Why a conversation ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// There are no more turns.
+    Input,
+    /// The user begins a new one.
+    Reset,
 }
 
 /// The model's reply in one turn.
@@ -57,46 +66,53 @@ impl Reply {
 }
 
 /// Prompts and replies in turns on one cache; a run without --chat has one turn.
-pub(super) struct Conversation<'a> {
+pub(super) struct Conversation<'a, 'd> {
     pub args: &'a Args,
     pub global: &'a Global,
     /// Type of the cache.
     pub kv: KvType,
     /// What could not run as asked for, and what ran instead.
     pub fallbacks: Vec<String>,
+    pub choice: Choice,
     /// Layer and KV head of the heads that the method does not serve.
     pub full_heads: &'a [(usize, usize)],
     pub session: Session<'a>,
-    pub turns: Turns<'a>,
+    pub turns: &'a mut Turns<'d>,
     pub sampler: Sampler,
     /// One per turn so far.
     pub replies: Vec<Reply>,
 }
 
-impl Conversation<'_> {
-    /// Runs turn after turn until there are no more.
+impl Conversation<'_, '_> {
+    /// Runs turn after turn until there are no more, or a new conversation begins.
     ///
     /// # Errors
     /// A turn that cannot be run, after which `replies` has those of the turns before; an interrupt, after which the last of
     /// them may be incomplete.
-    pub fn run(&mut self) -> Result<()> {
-        while let Some(reply) = self.turn()? {
+    pub fn run(&mut self) -> Result<End> {
+        loop {
+            let ids = match self.turns.next(self.replies.last())? {
+                Turn::Feed(ids) => ids,
+                Turn::Stats => {
+                    self.note()?;
+                    continue;
+                }
+                Turn::Reset => return Ok(End::Reset),
+                Turn::End => return Ok(End::Input),
+            };
+            let reply = self.turn(ids)?;
             let stop = reply.stop;
             self.replies.push(reply);
             if stop == Stop::Interrupted {
                 return Err(Error::interrupted());
             }
         }
-        Ok(())
     }
 
-    /// Feeds the next turn and lets the model reply; `None` at the end.
-    fn turn(&mut self) -> Result<Option<Reply>> {
+    /// Feeds a turn and lets the model reply.
+    fn turn(&mut self, mut ids: Vec<u32>) -> Result<Reply> {
         let log = self.global.log();
         let last = self.replies.last();
-        let Some(mut ids) = self.turns.next(last)? else {
-            return Ok(None);
-        };
         let mut prompt_tokens = ids.len();
         // The last token of a reply is fed with the next prompt, unless that starts with it as a stop token.
         if let Some(reply) = last
@@ -148,7 +164,7 @@ impl Conversation<'_> {
                 reply.decode_s
             ));
         }
-        Ok(Some(reply))
+        Ok(reply)
     }
 
     /// Runs the prompt and decodes until a stop token, the limit or an interrupt, showing the text.

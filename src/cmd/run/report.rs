@@ -2,22 +2,20 @@
 
 use serde_json::{Value, json};
 
-use super::Choice;
-use super::Conversation;
+use super::{Conversation, Reply};
 use crate::cmd::{merge, print_json};
 use crate::error::Result;
-use crate::method::registry::{FULL, MethodName};
+use crate::method::registry::FULL;
 use crate::progress::size;
 use crate::runner::Counts;
 
 /// What a run's decode steps read, by layer.
-struct Ran<'a> {
-    conversation: &'a Conversation<'a>,
-    method: MethodName,
+struct Ran<'r, 'a, 'd> {
+    conversation: &'r Conversation<'a, 'd>,
     layers: Vec<Counts>,
 }
 
-impl Ran<'_> {
+impl Ran<'_, '_, '_> {
     /// Lists the KV heads of a layer that full attention served in the method's place.
     fn full_heads(&self, layer: usize) -> Vec<usize> {
         let heads = self.conversation.full_heads.iter();
@@ -59,7 +57,7 @@ impl Ran<'_> {
     fn name(&self, layer: &Counts) -> &'static str {
         match layer.full == layer.choices {
             true => FULL.as_str(),
-            false => self.method.as_str(),
+            false => self.conversation.choice.method.as_str(),
         }
     }
 
@@ -77,7 +75,7 @@ impl Ran<'_> {
             )
         });
         let others = self.layers.iter().enumerate();
-        let others = others.filter(|(_, layer)| self.name(layer) != self.method.as_str());
+        let others = others.filter(|(_, layer)| self.name(layer) != self.conversation.choice.method.as_str());
         let others: Vec<String> = others.map(|(i, _)| i.to_string()).collect();
         let full: u64 = (0..self.layers.len()).map(|layer| self.bypasses(layer)).sum();
         let (rows, choices) = (total.rows, total.choices);
@@ -122,34 +120,69 @@ impl Ran<'_> {
     }
 }
 
-impl Conversation<'_> {
-    /// Notes the times of all turns and how much they read, and prints the document of `--json`.
-    pub fn report(&self, choice: Choice, device: &str) -> Result<()> {
-        let Self { session, replies, .. } = self;
-        let shares = session.shares()?;
-        let ran = Ran {
-            conversation: self,
-            method: choice.method,
-            layers: session.counts()?,
-        };
-        let ids: Vec<u32> = replies.iter().flat_map(|r| r.ids.iter().copied()).collect();
-        let prefill_s: f64 = replies.iter().fold(0.0, |sum, r| sum + r.prefill_s);
+/// How long the turns of a conversation took.
+struct Times {
+    prefill_s: f64,
+    decode_s: f64,
+    tokens: usize,
+    tokens_per_s: f64,
+}
+
+impl Times {
+    fn of(replies: &[Reply]) -> Self {
         let decode_s: f64 = replies.iter().fold(0.0, |sum, r| sum + r.decode_s);
         // The first token of a reply comes from the prefill, each other one from a decode step.
         let steps: usize = replies.iter().map(|r| r.ids.len().saturating_sub(1)).sum();
-        let tokens_per_s = if steps > 0 { steps as f64 / decode_s } else { 0.0 };
+        Self {
+            prefill_s: replies.iter().fold(0.0, |sum, r| sum + r.prefill_s),
+            decode_s,
+            tokens: replies.iter().map(|r| r.ids.len()).sum(),
+            tokens_per_s: if steps > 0 { steps as f64 / decode_s } else { 0.0 },
+        }
+    }
+}
+
+impl<'a, 'd> Conversation<'a, 'd> {
+    /// Counts what the conversation has read.
+    fn ran(&self) -> Result<Ran<'_, 'a, 'd>> {
+        Ok(Ran {
+            conversation: self,
+            layers: self.session.counts()?,
+        })
+    }
+
+    /// Notes the times of all turns and how much they read.
+    pub fn note(&self) -> Result<()> {
+        let (session, times) = (&self.session, Times::of(&self.replies));
         self.global.log().note(&format!(
-            "{}: {} tokens, prefill {prefill_s:.2} s, decode {decode_s:.2} s ({tokens_per_s:.1} tokens/s), {:.1} % of the KV rows read, index {} beside {} of KV; {}",
-            choice.method.as_str(),
-            ids.len(),
-            100.0 * shares.read,
+            "{}: {} tokens, prefill {:.2} s, decode {:.2} s ({:.1} tokens/s), {:.1} % of the KV rows read, index {} beside {} of KV; {}",
+            self.choice.method.as_str(),
+            times.tokens,
+            times.prefill_s,
+            times.decode_s,
+            times.tokens_per_s,
+            100.0 * session.shares()?.read,
             size(session.index_bytes()),
             size(session.kv_bytes()),
-            ran.text(),
+            self.ran()?.text(),
         ));
+        Ok(())
+    }
+
+    /// Notes what [`Conversation::note`] does, and prints the document of `--json`.
+    pub fn report(&self, device: &str) -> Result<()> {
+        self.note()?;
         if !self.global.json {
             return Ok(());
         }
+        let Self {
+            session,
+            replies,
+            choice,
+            ..
+        } = self;
+        let (shares, times) = (session.shares()?, Times::of(replies));
+        let ids: Vec<u32> = replies.iter().flat_map(|r| r.ids.iter().copied()).collect();
         let texts: Vec<&str> = replies.iter().map(|r| r.text.as_str()).collect();
         let mut result = json!({
             "ids": ids,
@@ -159,9 +192,9 @@ impl Conversation<'_> {
             "budget": choice.budget.value(),
             "prompt_tokens": replies.iter().map(|r| r.prompt_tokens).sum::<usize>(),
             "stop_reason": replies.last().map(|reply| reply.stop),
-            "prefill_s": prefill_s,
-            "decode_s": decode_s,
-            "tokens_per_s": tokens_per_s,
+            "prefill_s": times.prefill_s,
+            "decode_s": times.decode_s,
+            "tokens_per_s": times.tokens_per_s,
             "kv_read_fraction": shares.read,
             "exact_dot_fraction": shares.products,
             "bypass_fraction": shares.bypassed,
@@ -169,7 +202,7 @@ impl Conversation<'_> {
             "kv_bytes": session.kv_bytes(),
             "device": device,
         });
-        merge(&mut result, &ran.json());
+        merge(&mut result, &self.ran()?.json());
         if self.args.chat {
             result["turns"] = json!(replies);
         }

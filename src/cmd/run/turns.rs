@@ -1,15 +1,12 @@
 //! The input of a run, turn by turn: token ids as they are given, or text, put into the model's chat template if it
 //! has one.
 
-use std::io::{BufRead, IsTerminal, Write};
 use std::path::Path;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
-use std::time::Duration;
 
+use super::lines::{Line, Lines};
 use super::{Args, Reply};
 use crate::corpus::read_tokens;
 use crate::error::{Error, Result};
-use crate::interrupt;
 use crate::model::chat::{ChatTemplate, Message};
 use crate::model::tokenizer::Tokenizer;
 use crate::model::{Decoder, ModelConfig};
@@ -55,6 +52,18 @@ fn prompt(args: &Args) -> Result<Option<String>> {
     Ok(Some(text))
 }
 
+/// What comes next in a run.
+pub(super) enum Turn {
+    /// These ids are fed and answered.
+    Feed(Vec<u32>),
+    /// The user asks how the conversation goes.
+    Stats,
+    /// The user begins a new conversation.
+    Reset,
+    /// The end of the input.
+    End,
+}
+
 /// The source of the turns.
 enum TurnSource {
     /// Token ids, all of them known at the start.
@@ -62,7 +71,7 @@ enum TurnSource {
     /// A first message if one was given, then the lines of stdin.
     Text {
         first: Option<String>,
-        lines: StdinLines,
+        lines: Lines,
         style: Style,
     },
 }
@@ -87,7 +96,7 @@ impl<'a> Turns<'a> {
             TurnSource::Text {
                 first: text,
                 style: Style::open(args, log)?,
-                lines: StdinLines::open()?,
+                lines: Lines::open()?,
             }
         } else {
             if ChatTemplate::exists(&args.model) {
@@ -147,29 +156,40 @@ impl<'a> Turns<'a> {
         }
     }
 
-    /// Returns the ids of the next turn, or `None` at the end. `reply` is the reply to the turn before, if there was one.
-    pub fn next(&mut self, reply: Option<&Reply>) -> Result<Option<Vec<u32>>> {
-        while let Some(ids) = self.following(reply)? {
-            if !ids.is_empty() {
-                self.decoder.check_ids(&ids)?;
-                return Ok(Some(ids));
+    /// Returns what comes next. `reply` is the reply to the turn before, if there was one.
+    pub(super) fn next(&mut self, reply: Option<&Reply>) -> Result<Turn> {
+        loop {
+            match self.following(reply)? {
+                Turn::Feed(ids) if ids.is_empty() => self.log.note("a turn without tokens was passed over"),
+                Turn::Feed(ids) => {
+                    self.decoder.check_ids(&ids)?;
+                    return Ok(Turn::Feed(ids));
+                }
+                other => return Ok(other),
             }
-            self.log.note("a turn without tokens was passed over");
         }
-        Ok(None)
     }
 
-    fn following(&mut self, reply: Option<&Reply>) -> Result<Option<Vec<u32>>> {
+    fn following(&mut self, reply: Option<&Reply>) -> Result<Turn> {
         let (first, lines, style) = match &mut self.source {
-            TurnSource::Ids(documents) => return Ok(documents.next()),
+            TurnSource::Ids(documents) => return Ok(documents.next().map_or(Turn::End, Turn::Feed)),
             TurnSource::Text { first, lines, style } => (first, lines, style),
         };
-        let text = match first.take().filter(|text| !text.is_empty()) {
-            Some(text) => Some(text),
-            None => lines.next()?,
+        let line = match first.take().filter(|text| !text.is_empty()) {
+            Some(text) => Line::Message(text),
+            None => lines.next(self.log)?,
         };
-        let (Some(text), Some(tokenizer)) = (text, &self.tokenizer) else {
-            return Ok(None);
+        let text = match line {
+            Line::Message(text) => text,
+            Line::Stats => return Ok(Turn::Stats),
+            Line::Reset => {
+                style.reset();
+                return Ok(Turn::Reset);
+            }
+            Line::End => return Ok(Turn::End),
+        };
+        let Some(tokenizer) = &self.tokenizer else {
+            return Ok(Turn::End);
         };
         match style {
             Style::Script(script) => script.ids(text, reply, tokenizer, self.log),
@@ -182,7 +202,7 @@ impl<'a> Turns<'a> {
             }
             Style::Plain { first: false } => tokenizer.encode_raw(&text),
         }
-        .map(Some)
+        .map(Turn::Feed)
     }
 }
 
@@ -196,6 +216,17 @@ fn by_ids(e: Error) -> Error {
 }
 
 impl Style {
+    /// Forgets the conversation; a system message stays.
+    fn reset(&mut self) {
+        match self {
+            Self::Script(script) => {
+                script.messages.retain(|message| message.role == "system");
+                script.rendered.clear();
+            }
+            Self::Plain { first } => *first = true,
+        }
+    }
+
     fn open(args: &Args, log: Log) -> Result<Self> {
         match (ChatTemplate::open(&args.model).map_err(by_ids)?, &args.system) {
             (Some(template), system) => {
@@ -306,59 +337,5 @@ impl Script {
             log.warn("the chat template rewrites earlier turns; the cache keeps what was said");
         }
         Ok(rest.to_string())
-    }
-}
-
-/// The lines of stdin, read by a thread so that Ctrl-C ends the wait for one.
-struct StdinLines {
-    lines: Receiver<std::io::Result<String>>,
-    /// Whether a person types them.
-    terminal: bool,
-}
-
-/// Makes the error for input that cannot be read.
-fn unreadable(e: &std::io::Error) -> Error {
-    Error::failed(format!("cannot read stdin: {e}")).hint("turns are lines of UTF-8 text")
-}
-
-impl StdinLines {
-    fn open() -> Result<Self> {
-        let (sender, lines) = sync_channel(0);
-        let read = move || {
-            for line in std::io::stdin().lock().lines() {
-                let failed = line.is_err();
-                if sender.send(line).is_err() || failed {
-                    break;
-                }
-            }
-        };
-        std::thread::Builder::new()
-            .spawn(read)
-            .map_err(|e| unreadable(&e))?;
-        Ok(Self {
-            lines,
-            terminal: std::io::stdin().is_terminal(),
-        })
-    }
-
-    /// Waits for the next line that is not empty; `None` at the end.
-    fn next(&self) -> Result<Option<String>> {
-        self.prompt();
-        loop {
-            interrupt::check()?;
-            match self.lines.recv_timeout(Duration::from_millis(50)) {
-                Ok(Ok(line)) if line.is_empty() => self.prompt(),
-                Ok(Ok(line)) => return Ok(Some(line)),
-                Ok(Err(e)) => return Err(unreadable(&e)),
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return Ok(None),
-            }
-        }
-    }
-
-    fn prompt(&self) {
-        if self.terminal {
-            let _ = write!(std::io::stderr(), "> ");
-        }
     }
 }

@@ -1,0 +1,234 @@
+//! `kvsmith plan`: what a calibration and a run would take, before any weight is read.
+
+mod probe;
+mod serving;
+
+use std::path::Path;
+
+use serde_json::json;
+
+use super::args::Global;
+use super::calibrate::plan::MemoryPlan;
+use super::calibrate::stages::Stages;
+use super::calibrate::{Settings, fit_text, query_rows};
+use super::{load_corpus, merge, print, print_json};
+use crate::artifact::Section;
+use crate::cmd::bench::free_bytes;
+use crate::corpus::Corpus;
+use crate::dump::{self, DumpOptions};
+use crate::error::Result;
+use crate::float::Float;
+use crate::model::ModelConfig;
+use crate::progress::{duration, size};
+use crate::store;
+use serving::Serving;
+
+/// Arguments of `plan`.
+#[derive(clap::Args, Debug)]
+pub struct Args {
+    /// Measure nothing: no times, no contexts from which methods pay
+    #[arg(long)]
+    no_probe: bool,
+    #[command(flatten)]
+    settings: Settings,
+}
+
+/// Runs `plan`.
+pub fn run(args: &Args, global: &Global) -> Result<()> {
+    plan(&args.settings, !args.no_probe, global)
+}
+
+/// Does what `plan` does with the settings of a calibration.
+///
+/// # Errors
+/// Those of a calibration before its first layer.
+pub fn show(settings: &Settings, global: &Global) -> Result<()> {
+    plan(settings, true, global)
+}
+
+fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
+    let log = global.log();
+    let device = global.open_device()?;
+    let config = ModelConfig::load(&settings.model)?;
+    let corpus = corpus(settings, &config, global)?;
+    let kept = corpus.kept();
+    let fits = settings.fits(&config, &corpus, &kept, global.seed, log)?;
+    let section =
+        |fit: &Box<dyn crate::artifact::Fit>| Section::new(fit.as_ref(), config.sizes(), device.as_ref());
+    let sections: Vec<Section> = fits.iter().map(section).collect::<Result<_>>()?;
+    let text = fit_text(&config, &corpus, device.as_ref());
+    let memory = MemoryPlan::new(&config, &text, query_rows(&fits).len(), &fits, &sections);
+    let weights = Weights::of(&config, &settings.model);
+    let budgets = match settings.no_verdict || corpus.held_out.is_empty() {
+        true => 0,
+        false => settings.verdict.shares() * (fits.len() + OTHER_METHODS),
+    };
+    let disk = Disk::of(&config, &corpus, memory.results, budgets);
+    let stages = match probe {
+        true => Some(probe::stages(settings, &config, &corpus, global)?),
+        false => None,
+    };
+    let serving = Serving::of(&config, weights.bytes, probe, global)?;
+    let held_out: usize = corpus.held_out.iter().map(|(_, i, j)| j - i).sum();
+    if global.json {
+        let mut document = json!({
+            "device": device.name(),
+            "weights_bytes": weights.bytes,
+            "weights_found": weights.read,
+            "tokens": corpus.n_tokens(),
+            "blocks": corpus.n_blocks(),
+            "held_out_tokens": held_out,
+            "memory_bytes": memory.total(),
+            "layer_weights_bytes": weights.layer,
+            "memory_free_bytes": free_bytes(),
+            "artifact_bytes": disk.artifact,
+            "work_bytes": disk.work,
+            "dump_bytes": disk.dump,
+            "stages": stages.as_ref().map(Stages::json),
+            "seconds": stages.as_ref().map(Stages::total),
+        });
+        merge(&mut document, &serving.json());
+        return print_json(global, &document);
+    }
+    let mut out = format!(
+        "model      {}, {} layers, {} query and {} KV heads of {}\n           {} of weights{}\n",
+        config.model_type,
+        config.n_layers,
+        config.n_heads,
+        config.n_kv_heads,
+        config.head_dim,
+        size(weights.bytes),
+        if weights.read {
+            ""
+        } else {
+            ", if they are bf16 (the folder has none)"
+        }
+    );
+    out += &format!(
+        "text       {} tokens in {} blocks of at most {}, {held_out} held out{}\n",
+        corpus.n_tokens(),
+        corpus.n_blocks(),
+        corpus.seq_len,
+        if settings.input.is_given() {
+            ""
+        } else {
+            "\n           (no text given: as much as --max-tokens and --uuid-tokens say)"
+        }
+    );
+    out += "\ncalibrate\n";
+    out += &format!(
+        "  memory   {}, and {} of mapped weights; {} are free\n",
+        size(memory.total()),
+        size(weights.layer),
+        size(free_bytes())
+    );
+    out += &format!(
+        "  disk     artifact {}; with --work at most {} more until it is done\n           (a dump with --queries --values: {})\n",
+        size(disk.artifact),
+        size(disk.work),
+        size(disk.dump)
+    );
+    match &stages {
+        Some(stages) => {
+            out += &format!("  time     {}\n", duration(stages.total()));
+            for (name, seconds) in stages.iter() {
+                out += &format!("           {name:<20} {}\n", duration(seconds));
+            }
+        }
+        None => out += "  time     not measured (--no-probe)\n",
+    }
+    out += &serving.text();
+    print(&out)
+}
+
+/// Reads the text, or makes one of the lengths that the flags name.
+fn corpus(settings: &Settings, config: &ModelConfig, global: &Global) -> Result<Corpus> {
+    if settings.input.is_given() {
+        return load_corpus(&settings.model, config, &settings.input, global);
+    }
+    let mut options = settings.input.options(global.seed);
+    let seq_len = *options
+        .seq_len
+        .get_or_insert(config.max_position_embeddings.min(16_384));
+    let text = vec![vec![0; options.max_tokens.min(1 << 28)]];
+    let uuids = vec![0; options.uuid_tokens.min(1 << 28)];
+    Corpus::cut(&text, uuids, seq_len, &options)
+}
+
+/// The sizes of the weights.
+struct Weights {
+    /// Of the whole model.
+    bytes: usize,
+    /// Of the projections of one layer.
+    layer: usize,
+    /// Whether `bytes` are those of files.
+    read: bool,
+}
+
+impl Weights {
+    fn of(c: &ModelConfig, dir: &Path) -> Self {
+        let (q, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
+        let layer = c.hidden_size * (2 * q + 2 * kv + 3 * c.intermediate_size);
+        let embeddings = if c.tie_word_embeddings { 1 } else { 2 };
+        let all = c.n_layers * layer + embeddings * c.vocab_size * c.hidden_size;
+        let files = std::fs::read_dir(dir).into_iter().flatten().flatten();
+        let weights = files.filter(|file| file.path().extension().is_some_and(|of| of == "safetensors"));
+        // Files of the hub's cache are links.
+        let sizes = weights.filter_map(|file| std::fs::metadata(file.path()).ok());
+        let stored: u64 = sizes.map(|of| of.len()).sum();
+        match stored as usize {
+            0 => Self {
+                bytes: 2 * all,
+                layer: 2 * layer,
+                read: false,
+            },
+            bytes => Self {
+                bytes,
+                layer: (bytes as f64 * layer as f64 / all as f64) as usize,
+                read: true,
+            },
+        }
+    }
+}
+
+/// The bytes of what calibration leaves on the disk.
+struct Disk {
+    artifact: usize,
+    /// The most that the work folder holds at once.
+    work: usize,
+    dump: usize,
+}
+
+/// Bytes of the manifest: what is there in any case, the reports of a KV head and of a query head, and what a method loses
+/// with one budget, in all and in a head.
+const MANIFEST: [usize; 5] = [6500, 800, 450, 60, 25];
+/// Methods of the verdict that have no section.
+const OTHER_METHODS: usize = 3;
+
+impl Disk {
+    fn of(config: &ModelConfig, corpus: &Corpus, results: usize, budgets: usize) -> Self {
+        let sizes = config.sizes();
+        let n = corpus.n_tokens();
+        let hidden = n * config.hidden_size * size_of::<f32>();
+        let options = DumpOptions {
+            queries: true,
+            values: true,
+            dtype: Float::Bf16,
+            wrope_position: 0,
+        };
+        let layer = store::total_bytes(&dump::layer_specs(sizes, n, &options));
+        // Three sums of squares per head, in f64.
+        let moments = 3 * 8 * sizes.n_layers * sizes.n_kv_heads * sizes.head_dim.pow(2);
+        let [fixed, kv_head, query_head, budget, head_budget] = MANIFEST;
+        let kv_heads = sizes.n_layers * sizes.n_kv_heads;
+        let query_heads = sizes.n_layers * sizes.n_heads;
+        let reports = fixed + kv_heads * kv_head + query_heads * query_head;
+        let artifact = results + reports + budgets * (budget + kv_heads * head_budget);
+        Self {
+            artifact,
+            // The new hidden states are complete before the old ones go.
+            work: artifact + 2 * hidden,
+            dump: sizes.n_layers * layer + moments + n * size_of::<u32>(),
+        }
+    }
+}

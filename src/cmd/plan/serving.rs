@@ -1,0 +1,286 @@
+//! What a run would take: the bytes of the cache, the context that fits, and from which context on a method is faster than
+//! full attention on this machine.
+
+use clap::ValueEnum;
+use indicatif::HumanCount;
+use serde_json::{Value, json};
+
+use crate::cmd::args::Global;
+use crate::cmd::bench::{Caches, CpuSteps, LayerSetting, bandwidth, free_bytes};
+use crate::error::Result;
+use crate::interrupt;
+use crate::kv::{Budget, KvType};
+use crate::method::Ranking;
+use crate::method::bench::TimedLayer;
+use crate::method::registry::MethodName;
+use crate::model::ModelConfig;
+use crate::progress::size;
+
+/// Methods that are timed, beside full attention.
+const METHODS: [&str; 4] = ["a2ats", "selfindex", "lfps", "wpq"];
+/// Contexts at which steps are timed.
+const CONTEXTS: [usize; 2] = [4096, 16_384];
+/// Timed steps, of which the fastest counts: other work on the machine only adds.
+const RUNS: usize = 10;
+/// A method pays where a step with full attention takes at least so many times as long.
+const PAYS: f64 = 1.1;
+/// The longest context that is told.
+const LONGEST: f64 = (16 << 20) as f64;
+
+/// The costs of a run on the CPU.
+pub struct Serving {
+    /// Layers with full and with sliding-window attention.
+    layers: [usize; 2],
+    /// By type of the cache.
+    caches: Vec<Cache>,
+    /// Seconds to read the weights once; `None` if nothing was measured.
+    weights_s: Option<f64>,
+    methods: Vec<Timed>,
+}
+
+/// A type of the cache.
+struct Cache {
+    kv: KvType,
+    /// Bytes of a token in the layers that keep all tokens.
+    token: usize,
+    /// Bytes that the layers with a sliding window keep at most.
+    windows: usize,
+    /// Tokens that fit into the free memory beside the weights.
+    fits: usize,
+}
+
+/// A method's steps in the layers with full attention: at `n` positions they take `base + slope n` seconds.
+#[derive(Clone, Copy)]
+struct Line {
+    base: f64,
+    slope: f64,
+}
+
+impl Line {
+    /// Passes through two times, of the contexts that are timed.
+    fn through([short, long]: [f64; 2]) -> Self {
+        let slope = ((long - short) / (CONTEXTS[1] - CONTEXTS[0]) as f64).max(0.0);
+        Self {
+            base: (short - slope * CONTEXTS[0] as f64).max(0.0),
+            slope,
+        }
+    }
+
+    fn at(self, context: f64) -> f64 {
+        self.base + self.slope * context
+    }
+
+    /// Returns the context from which on `full` takes [`PAYS`] times as long, both with `common` seconds more.
+    fn pays(self, full: Self, common: f64) -> Option<f64> {
+        let ahead = PAYS * (common + self.base) - common - full.base;
+        let gain = full.slope - PAYS * self.slope;
+        match (ahead <= 0.0, gain > 0.0) {
+            (true, _) => Some(0.0),
+            (false, true) => Some(ahead / gain).filter(|context| *context <= LONGEST),
+            (false, false) => None,
+        }
+    }
+}
+
+/// A method with its times.
+struct Timed {
+    name: &'static str,
+    line: Line,
+    /// From which context on its steps are faster than those of full attention.
+    pays: Option<f64>,
+}
+
+impl Serving {
+    /// Computes the bytes; measures the times if `probe` says so and the shape can be timed.
+    pub fn of(config: &ModelConfig, weights_bytes: usize, probe: bool, global: &Global) -> Result<Self> {
+        let sliding: Vec<usize> = config.windows.iter().flatten().copied().collect();
+        let full = config.n_layers - sliding.len();
+        let free = free_bytes().saturating_sub(weights_bytes);
+        let cache = |kv: KvType| {
+            let position = config.n_kv_heads * kv.bytes_per_position(config.head_dim);
+            let (token, windows) = (full * position, sliding.iter().sum::<usize>() * position);
+            Cache {
+                kv,
+                token,
+                windows,
+                fits: free.saturating_sub(windows) / token.max(1),
+            }
+        };
+        let mut serving = Self {
+            layers: [full, sliding.len()],
+            caches: [KvType::F32, KvType::Bf16, KvType::TwoBit].map(cache).into(),
+            weights_s: None,
+            methods: Vec::new(),
+        };
+        if probe && full > 0 && config.head_dim.is_multiple_of(32) {
+            let weights_s = weights_bytes as f64 / (1e9 * bandwidth(RUNS));
+            serving.weights_s = Some(weights_s);
+            serving.methods = timed(config, full, weights_s, global)?;
+        }
+        Ok(serving)
+    }
+
+    /// Returns the members for `--json`.
+    pub fn json(&self) -> Value {
+        let cache = |of: &Cache| {
+            json!({
+                "kv": of.kv.as_str(), "bytes_per_token": of.token, "window_bytes": of.windows, "longest_context": of.fits,
+            })
+        };
+        let method = |of: &Timed| {
+            json!({
+                "method": of.name,
+                "step_seconds": CONTEXTS.map(|n| of.line.at(n as f64)),
+                "pays_from": of.pays.map(|context| context.ceil() as usize),
+            })
+        };
+        json!({
+            "full_layers": self.layers[0], "window_layers": self.layers[1],
+            "caches": self.caches.iter().map(cache).collect::<Vec<_>>(),
+            "weights_seconds": self.weights_s, "contexts": CONTEXTS,
+            "methods": self.methods.iter().map(method).collect::<Vec<_>>(),
+        })
+    }
+
+    /// Describes them in a few lines.
+    pub fn text(&self) -> String {
+        let [full, sliding] = self.layers;
+        let mut out =
+            format!("\nrun\n  layers   {full} with full attention, {sliding} with a sliding window\n");
+        for of in &self.caches {
+            out += &format!(
+                "  cache    {:<5} {} a token; {} tokens fit beside the weights\n",
+                of.kv.as_str(),
+                size(of.token),
+                HumanCount(of.fits as u64)
+            );
+            if of.windows > 0 {
+                out += &format!(
+                    "           and at most {} in the layers with a window\n",
+                    size(of.windows)
+                );
+            }
+        }
+        let Some(weights) = self.weights_s else {
+            return out;
+        };
+        out += &format!(
+            "  step     {:.1} ms to read the weights, and for attention (bf16, budget 6%):\n",
+            1e3 * weights
+        );
+        out += &format!(
+            "           {:<10} {:>9} {:>9}  at least {PAYS} times as fast\n",
+            "", "4K", "16K"
+        );
+        for of in &self.methods {
+            let [short, long] = CONTEXTS.map(|n| format!("{:.1} ms", 1e3 * of.line.at(n as f64)));
+            let pays = match of.pays {
+                _ if of.name == "full" => String::new(),
+                Some(context) if context <= 1.0 => "at any context".to_owned(),
+                Some(context) => format!("from {} tokens on", HumanCount(context.ceil() as u64)),
+                None => "nowhere below 16M tokens".to_owned(),
+            };
+            out += format!("           {:<10} {short:>9} {long:>9}  {pays}", of.name).trim_end();
+            out += "\n";
+        }
+        out
+    }
+}
+
+/// Times the methods in one layer.
+fn timed(config: &ModelConfig, layers: usize, weights_s: f64, global: &Global) -> Result<Vec<Timed>> {
+    let caches = Caches {
+        batch: vec![1],
+        budget: Budget::Fraction(0.06),
+        kv: KvType::Bf16,
+        size: 4096,
+    };
+    let mut lines = Vec::new();
+    for name in ["full"].into_iter().chain(METHODS) {
+        let method = MethodName::from_str(name, false).ok();
+        let Some((method, bench)) = method.and_then(|method| Some((method, method.bench()?))) else {
+            continue;
+        };
+        let mut times = [0.0; 2];
+        for (time, context) in times.iter_mut().zip(CONTEXTS) {
+            interrupt::check()?;
+            let layer = TimedLayer {
+                sequences: 1,
+                kv_heads: config.n_kv_heads,
+                head_dim: config.head_dim,
+                context,
+                codewords: caches.size,
+                ranking: Ranking::default(),
+                seed: global.seed,
+            };
+            let setting = LayerSetting::attending(&caches, layer, config.group(), method, bench);
+            let mut steps = CpuSteps::new(&setting)?;
+            steps.run()?;
+            let mut fastest = f64::INFINITY;
+            for _ in 0..RUNS {
+                fastest = steps.run()?.min(fastest);
+            }
+            *time = layers as f64 * fastest;
+        }
+        lines.push((name, Line::through(times)));
+    }
+    let full = lines.first().map_or(
+        Line {
+            base: 0.0,
+            slope: 0.0,
+        },
+        |(_, line)| *line,
+    );
+    let timed = |(name, line): (&'static str, Line)| Timed {
+        name,
+        line,
+        pays: line.pays(full, weights_s),
+    };
+    Ok(lines.into_iter().map(timed).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_method_pays_where_its_line_is_low_enough() {
+        let full = Line {
+            base: 0.0,
+            slope: 2.0,
+        };
+        let method = Line {
+            base: 10.0,
+            slope: 1.0,
+        };
+        // 2 n = 1.1 (10 + n) at n = 11 / 0.9.
+        let from = method.pays(full, 0.0).unwrap();
+        assert!((from - 11.0 / 0.9).abs() < 1e-9);
+        // Weights that both read put it off: 100 + 2 n = 1.1 (110 + n).
+        let later = method.pays(full, 100.0).unwrap();
+        assert!((later - 21.0 / 0.9).abs() < 1e-9);
+        assert_eq!(full.pays(full, 0.0), None);
+        let free = Line {
+            base: 0.0,
+            slope: 0.0,
+        };
+        assert_eq!(
+            free.pays(
+                Line {
+                    base: 1.0,
+                    slope: 0.0
+                },
+                0.0
+            ),
+            Some(0.0)
+        );
+    }
+
+    #[test]
+    fn lines_pass_through_what_was_measured() {
+        let line = Line::through([5.0, 17.0]);
+        assert!((line.at(4096.0) - 5.0).abs() < 1e-9 && (line.at(16_384.0) - 17.0).abs() < 1e-9);
+        // Noise gives no line that falls.
+        assert_eq!(Line::through([5.0, 4.0]).at(1e6), 5.0);
+    }
+}

@@ -1,0 +1,127 @@
+//! The lines of a chat: from a person at a terminal, with editing and a history, or from a file or a pipe.
+
+use std::io::{BufRead, IsTerminal};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::time::Duration;
+
+use rustyline::config::Behavior;
+use rustyline::error::ReadlineError;
+use rustyline::{Config, DefaultEditor};
+
+use crate::error::{Error, Result};
+use crate::interrupt;
+use crate::progress::Log;
+
+/// What `/help` prints.
+const HELP: &str = "\
+/help   this list
+/stats  how much was read, and how fast
+/reset  forget the conversation and begin a new one
+/exit   end (or Ctrl-D)
+Everything else goes to the model. Ctrl-C ends a reply, and the program.";
+
+/// A line of a chat.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Line {
+    /// For the model.
+    Message(String),
+    /// `/stats`.
+    Stats,
+    /// `/reset`.
+    Reset,
+    /// `/exit`, or no more lines.
+    End,
+}
+
+/// Where the lines come from.
+pub(super) enum Lines {
+    /// A person types them.
+    Typed(Box<DefaultEditor>),
+    /// Read by a thread, so that Ctrl-C ends the wait for one.
+    Piped(Receiver<std::io::Result<String>>),
+}
+
+impl Lines {
+    pub(super) fn open() -> Result<Self> {
+        if std::io::stdin().is_terminal() {
+            // On the terminal itself: stdout has the replies alone.
+            let config = Config::builder()
+                .behavior(Behavior::PreferTerm)
+                .auto_add_history(true)
+                .build();
+            let editor = DefaultEditor::with_config(config).map_err(|e| unreadable(&e.to_string()))?;
+            return Ok(Self::Typed(Box::new(editor)));
+        }
+        let (sender, lines) = sync_channel(0);
+        let read = move || {
+            for line in std::io::stdin().lock().lines() {
+                let failed = line.is_err();
+                if sender.send(line).is_err() || failed {
+                    break;
+                }
+            }
+        };
+        std::thread::Builder::new()
+            .spawn(read)
+            .map_err(|e| unreadable(&e.to_string()))?;
+        Ok(Self::Piped(lines))
+    }
+
+    /// Waits for the next line that asks for something.
+    ///
+    /// # Errors
+    /// Input that cannot be read; an interrupt.
+    pub(super) fn next(&mut self, log: Log) -> Result<Line> {
+        loop {
+            let Some(text) = self.read()? else {
+                return Ok(Line::End);
+            };
+            match text.trim_end() {
+                "" => {}
+                "/help" => log.note(HELP),
+                "/stats" => return Ok(Line::Stats),
+                "/reset" => return Ok(Line::Reset),
+                "/exit" => return Ok(Line::End),
+                word if self.is_slip(word) => log.note(&format!("no command {word}; /help lists them")),
+                _ => return Ok(Line::Message(text)),
+            }
+        }
+    }
+
+    /// Tells whether a person has mistyped a command: one word that begins with the only slash in it.
+    fn is_slip(&self, text: &str) -> bool {
+        let name = text.strip_prefix('/').unwrap_or_default();
+        let is_word = !name.is_empty() && name.chars().all(|c| c.is_ascii_lowercase());
+        is_word && matches!(self, Self::Typed(_))
+    }
+
+    /// Waits for the next line; `None` at the end.
+    fn read(&mut self) -> Result<Option<String>> {
+        let lines = match self {
+            Self::Piped(lines) => lines,
+            Self::Typed(editor) => {
+                interrupt::check()?;
+                return match editor.readline("> ") {
+                    Ok(line) => Ok(Some(line)),
+                    Err(ReadlineError::Eof) => Ok(None),
+                    Err(ReadlineError::Interrupted) => Err(Error::interrupted()),
+                    Err(e) => Err(unreadable(&e.to_string())),
+                };
+            }
+        };
+        loop {
+            interrupt::check()?;
+            match lines.recv_timeout(Duration::from_millis(50)) {
+                Ok(Ok(line)) => return Ok(Some(line)),
+                Ok(Err(e)) => return Err(unreadable(&e.to_string())),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return Ok(None),
+            }
+        }
+    }
+}
+
+/// Makes the error for input that cannot be read.
+fn unreadable(e: &str) -> Error {
+    Error::failed(format!("cannot read stdin: {e}")).hint("turns are lines of UTF-8 text")
+}
