@@ -1,5 +1,7 @@
 //! The needles of `eval`: single questions, and conversations of several.
 
+mod expected;
+
 use std::path::Path;
 
 use serde::Deserialize;
@@ -10,13 +12,8 @@ use crate::error::{Error, Result};
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
 use crate::progress::Log;
-use crate::runner::eval::{Asking, Evaluation, Group, Judgement, Needle, Question};
-
-/// Tokens that a reply may have beyond the length of the answer, since some tokens have no text.
-const SLACK: usize = 8;
-
-/// Tokens that may stand between two answers of a reply.
-const BETWEEN: usize = 8;
+use crate::runner::eval::{Asking, Evaluation, Group, Needle, Question};
+use expected::{BETWEEN, Expected};
 
 /// A line of a needle file.
 pub struct NeedleLine {
@@ -29,18 +26,6 @@ enum Questions {
     Single { asking: Asking, answers: Expected },
     /// The questions of a conversation, one per turn.
     Conversation(Vec<Question>),
-}
-
-/// What the reply to a single question must have.
-enum Expected {
-    /// It must begin with this text.
-    Text(String),
-    /// It must begin with these tokens.
-    Ids(Vec<u32>),
-    /// It should have each of these texts, as words of their own; within so many tokens.
-    Texts(Vec<String>, usize),
-    /// It should have each of these sequences of tokens.
-    IdLists(Vec<Vec<u32>>),
 }
 
 /// A prompt with its answer, as they are written in a line or in a turn.
@@ -333,85 +318,6 @@ impl NeedleLine {
     }
 }
 
-impl Expected {
-    /// Returns the most tokens that a reply may have.
-    fn most(&self) -> usize {
-        SLACK
-            + match self {
-                Self::Text(text) => text.len(),
-                Self::Ids(ids) => ids.len(),
-                Self::Texts(_, tokens) => *tokens,
-                Self::IdLists(lists) => lists.iter().map(|ids| ids.len() + BETWEEN).sum(),
-            }
-    }
-
-    /// Judges the tokens of a reply so far.
-    fn judge(&self, said: &[u32], reader: Reader) -> Result<Judgement> {
-        let text = || match reader.tokenizer {
-            Some(tokenizer) => tokenizer.decode(said),
-            None => Ok(String::new()),
-        };
-        let ended = said
-            .last()
-            .is_some_and(|id| reader.decoder.config.is_stop_token(*id));
-        Ok(match self {
-            Self::Text(answer) => {
-                let text = text()?;
-                let text = text.trim_start().trim_end_matches('\u{fffd}');
-                let found = text.starts_with(answer);
-                Judgement::from_start(found, answer.starts_with(text.trim_end()))
-            }
-            Self::Ids(answer) => {
-                let n = said.len().min(answer.len());
-                let agrees = said[..n] == answer[..n];
-                Judgement::from_start(agrees && n == answer.len(), agrees)
-            }
-            Self::Texts(answers, _) => {
-                let text = text()?;
-                let found = answers.iter().filter_map(|answer| word_end(&text, answer));
-                // What follows could still make a longer word of the last one.
-                let complete = found.clone().all(|end| end < text.len());
-                Judgement::from_share(found.count(), answers.len(), complete, ended)
-            }
-            Self::IdLists(answers) => {
-                let holds = |ids: &&Vec<u32>| said.windows(ids.len()).any(|part| part == &ids[..]);
-                Judgement::from_share(answers.iter().filter(holds).count(), answers.len(), true, ended)
-            }
-        })
-    }
-}
-
-/// Returns where a text first has `word` with no letter or digit beside it; the end of it, in bytes.
-fn word_end(text: &str, word: &str) -> Option<usize> {
-    let joins = |c: Option<char>| c.is_some_and(char::is_alphanumeric);
-    let ends = text
-        .match_indices(word)
-        .map(|(start, _)| (start, start + word.len()));
-    ends.filter(|(start, end)| {
-        !joins(text[..*start].chars().next_back()) && !joins(text[*end..].chars().next())
-    })
-    .map(|(_, end)| end)
-    .next()
-}
-
-impl Judgement {
-    /// Judges a reply that must begin with its answer, of which it has all (`found`) or nothing wrong yet (`agrees`).
-    fn from_start(found: bool, agrees: bool) -> Self {
-        Self {
-            score: f64::from(u8::from(found)),
-            is_final: found || !agrees,
-        }
-    }
-
-    /// Judges a reply with `found` of `n` answers.
-    fn from_share(found: usize, n: usize, complete: bool, ended: bool) -> Self {
-        Self {
-            score: found as f64 / n as f64,
-            is_final: ended || (found == n && complete),
-        }
-    }
-}
-
 /// Reads the needles of a file for a model.
 pub(super) fn open(path: &Path, reader: Reader, log: Log) -> Result<Vec<NeedleLine>> {
     let lines = reader.read(path)?;
@@ -452,24 +358,4 @@ pub(super) fn run(
         "full_by_task": full.by_task(),
     });
     Ok((found, stopped))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn answers_are_words_of_their_own() {
-        for (text, word, end) in [
-            (" 12345, 678", "678", Some(11)),
-            (" 12345, 678", "2345", None),
-            (" 12345, 678", "12345", Some(6)),
-            ("xylophone phone", "phone", Some(15)),
-            ("phones", "phone", None),
-            ("caf\u{e9}", "caf", None),
-            ("", "a", None),
-        ] {
-            assert_eq!(word_end(text, word), end, "{text} {word}");
-        }
-    }
 }
