@@ -110,10 +110,7 @@ impl SelfIndexMethod {
             .hint("choose another --method"));
         }
         let section = artifact.filter(|a| a.has(SECTION));
-        let source = params.sign_centroids.unwrap_or(match section {
-            Some(_) => CentroidSource::Hybrid,
-            None => CentroidSource::OnePass,
-        });
+        let source = params.sign_centroids;
         let center = params.center(artifact)?;
         let calibrated = match source {
             CentroidSource::OnePass | CentroidSource::Signs => None,

@@ -20,9 +20,9 @@ pub enum CentroidSource {
 #[group(skip)]
 #[command(next_help_heading = "Method selfindex, and 2-bit caches")]
 pub struct SelfIndexParams {
-    /// Where centroids come from (default: hybrid with an artifact, else one-pass)
-    #[arg(long, value_enum)]
-    pub sign_centroids: Option<CentroidSource>,
+    /// Where centroids come from; offline and hybrid need an artifact
+    #[arg(long, value_enum, default_value_t = CentroidSource::OnePass)]
+    pub sign_centroids: CentroidSource,
     /// selfindex and --kv 2bit: what signs are taken around (default: as in the artifact, else median)
     #[arg(long, value_enum)]
     pub center: Option<Center>,
@@ -38,7 +38,7 @@ pub struct SelfIndexParams {
 impl Default for SelfIndexParams {
     fn default() -> Self {
         Self {
-            sign_centroids: None,
+            sign_centroids: CentroidSource::OnePass,
             center: None,
             sign_full: FULL,
             plain_keys: false,
