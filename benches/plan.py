@@ -30,9 +30,8 @@ def documents(tokens, longest, vocabulary, rng):
     """Random documents of different lengths, the longest first."""
     lengths, left = [longest], tokens - longest
     while left > 0:
-        length = min(left, longest, 20 + int(rng.expovariate(5 / longest)))
-        lengths.append(length)
-        left -= length
+        lengths.append(min(left, rng.randint(longest // 4, longest)))
+        left -= lengths[-1]
     return [[rng.randrange(3, vocabulary) for _ in range(n)] for n in lengths]
 
 

@@ -90,8 +90,8 @@ impl Cli {
     fn described() -> clap::Command {
         let mut command = Self::command();
         for id in ["device", "precision"] {
-            let options = command.get_arguments();
-            let found = options.filter(|option| option.get_id() == id).cloned().next();
+            let is_it = |option: &&clap::Arg| option.get_id() == id;
+            let found = command.get_arguments().find(is_it).cloned();
             if let Some(option) = found {
                 let hidden = option.hide(true);
                 command = ON_CPU.into_iter().fold(command, |command, name| {

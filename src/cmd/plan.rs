@@ -1,5 +1,6 @@
 //! `kvsmith plan`: what a calibration and a run would take, before any weight is read.
 
+mod line;
 mod probe;
 mod serving;
 
@@ -12,7 +13,7 @@ use super::calibrate::plan::MemoryPlan;
 use super::calibrate::stages::Stages;
 use super::calibrate::{Settings, fit_text, query_rows};
 use super::{load_corpus, merge, print, print_json};
-use crate::artifact::Section;
+use crate::artifact::{Fit, Section};
 use crate::cmd::bench::free_bytes;
 use crate::corpus::Corpus;
 use crate::dump::{self, DumpOptions};
@@ -53,9 +54,9 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
     let corpus = corpus(settings, &config, global)?;
     let kept = corpus.kept();
     let fits = settings.fits(&config, &corpus, &kept, global.seed, log)?;
-    let section =
-        |fit: &Box<dyn crate::artifact::Fit>| Section::new(fit.as_ref(), config.sizes(), device.as_ref());
-    let sections: Vec<Section> = fits.iter().map(section).collect::<Result<_>>()?;
+    let section = |fit: &dyn Fit| Section::new(fit, config.sizes(), device.as_ref());
+    let sections = fits.iter().map(|fit| section(fit.as_ref()));
+    let sections: Vec<Section> = sections.collect::<Result<_>>()?;
     let text = fit_text(&config, &corpus, device.as_ref());
     let memory = MemoryPlan::new(&config, &text, query_rows(&fits).len(), &fits, &sections);
     let weights = Weights::of(&config, &settings.model);
@@ -65,7 +66,7 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
     };
     let disk = Disk::of(&config, &corpus, memory.results, budgets);
     let stages = match probe {
-        true => Some(probe::stages(settings, &config, &corpus, global)?),
+        true => Some(probe::stages(settings, &config, &corpus, &fits, global)?),
         false => None,
     };
     let serving = Serving::of(&config, weights.bytes, probe, global)?;

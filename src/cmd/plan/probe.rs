@@ -6,15 +6,18 @@
 
 use std::path::Path;
 
-use ndarray::Array2;
+use ndarray::{Array2, Array3};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::json;
 
+use super::line::Line;
+use crate::artifact::Fit;
 use crate::cmd::args::Global;
 use crate::cmd::bench::{random_matrix, random_points, seconds};
 use crate::cmd::calibrate::stages::{BUDGETS, CAPTURE, Stages, VERDICT};
 use crate::cmd::calibrate::{Settings, time_stages};
+use crate::cmd::load_corpus;
 use crate::compute::attention;
 use crate::compute::cpu::Cpu;
 use crate::compute::linear::Linear;
@@ -29,46 +32,69 @@ use crate::stats::moments::QuerySums;
 use crate::store::{self, Tensor};
 use crate::weight::Weight;
 
-/// Rows for which the projections of a layer are timed.
-const PROJECTED: usize = 512;
+/// Rows of two blocks whose way through a layer is timed: what a block takes besides attention lies on a line.
+const BLOCKS: [usize; 2] = [64, 512];
 /// Rows for which attention is timed.
-const ATTENDED: usize = 1024;
+const ATTENDED: usize = 2048;
 /// The longest block of the small calibration, unless the codebooks need more.
 const BLOCK: usize = 4096;
 
-/// Estimates the seconds of every stage.
+/// Estimates the seconds of every stage of a calibration with these fits.
 ///
 /// # Errors
 /// A temporary file that cannot be written; what the small calibration fails with.
-pub fn stages(settings: &Settings, config: &ModelConfig, corpus: &Corpus, global: &Global) -> Result<Stages> {
+pub fn stages(
+    settings: &Settings,
+    config: &ModelConfig,
+    corpus: &Corpus,
+    fits: &[Box<dyn Fit>],
+    global: &Global,
+) -> Result<Stages> {
     let forward = ForwardTime::measure(config)?;
     let mut stages = Stages::default();
     let blocks = (0..corpus.n_blocks()).map(|block| corpus.block(block).len());
-    stages.add(CAPTURE, blocks.map(|rows| forward.block(rows)).sum());
+    stages.add(CAPTURE, blocks.map(|rows| forward.capture(rows)).sum());
     let small = Small::measure(settings, config, global)?;
     let heads = (config.n_layers * config.n_kv_heads) as f64 / small.heads as f64;
-    let kept = corpus.kept().iter().filter(|kept| **kept).count();
-    for (name, _) in small
-        .long
-        .iter()
-        .filter(|(name, _)| ![CAPTURE, BUDGETS, VERDICT].contains(name))
-    {
-        stages.add(name, heads * small.at(name, kept));
+    for fit in fits {
+        let stage = fit.kind().facts().stage;
+        stages.add(stage, heads * small.at(stage, work(fit.as_ref(), corpus)));
     }
     let passages: Vec<usize> = corpus.held_out.iter().map(|&(_, _, end)| end).collect();
     if let (false, Some(first)) = (settings.no_verdict, passages.first()) {
-        stages.add(BUDGETS, heads * small.at(BUDGETS, *first) + forward.block(*first));
-        let steps = settings.verdict.steps() as f64 * small.variants as f64 * forward.row;
-        let of = |end: &usize| heads * small.at(VERDICT, *end) + forward.block(*end) + steps;
-        stages.add(VERDICT, passages.iter().map(of).sum());
+        let of = |stage: &str, end: usize| heads * small.at(stage, end as f64) + forward.block(end);
+        stages.add(BUDGETS, of(BUDGETS, *first));
+        let steps = (settings.verdict.steps() * small.variants) as f64 * forward.row();
+        stages.add(
+            VERDICT,
+            passages.iter().map(|end| of(VERDICT, *end) + steps).sum(),
+        );
     }
     Ok(stages)
 }
 
+/// Returns what the time of a fit grows with: the pairs of a query that it reads and a key before it; without queries, the
+/// rows that it uses.
+fn work(fit: &dyn Fit, corpus: &Corpus) -> f64 {
+    let position = |row: &usize| {
+        let block = corpus
+            .block_start
+            .partition_point(|start| *start as usize <= *row)
+            - 1;
+        (row - corpus.block_start[block] as usize + 1) as f64
+    };
+    match fit.query_rows() {
+        [] => corpus.kept().iter().filter(|kept| **kept).count() as f64,
+        rows => rows.iter().map(position).sum(),
+    }
+}
+
 /// The time of the model on the CPU.
 struct ForwardTime {
-    /// Seconds of all layers for a row, besides attention.
-    row: f64,
+    /// Seconds of a block's rows in one layer, besides attention.
+    layer: Line,
+    /// Of these, seconds until queries, keys and values are there: all that the last layer is for.
+    states: Line,
     /// Seconds of one layer's attention for a query and a key that it sees.
     pair: f64,
     windows: Vec<Option<usize>>,
@@ -78,19 +104,6 @@ impl ForwardTime {
     fn measure(c: &ModelConfig) -> Result<Self> {
         let layer = random_layer(c)?;
         let rope = Rope::new(&c.rope, c.head_dim);
-        let mut hidden = random_matrix(PROJECTED, c.hidden_size, 1);
-        let attended = Array2::zeros((PROJECTED, c.n_heads * c.head_dim));
-        let mut sums = QuerySums::new(c.n_kv_heads, c.head_dim);
-        let mut rows = || {
-            let states = layer.project(hidden.view());
-            layer.finish(hidden.view_mut(), attended.view());
-            sums.add(&Cpu, states.q_pre.view(), &[true; PROJECTED], &rope)
-        };
-        // The first pass reads the weights from their file.
-        rows()?;
-        let mut outcome = Ok(());
-        let row = seconds(|| outcome = rows()) / PROJECTED as f64;
-        outcome?;
         let states = |heads, seed| random_points(heads, ATTENDED, c.head_dim, seed);
         let (q, k, v) = (
             states(c.n_heads, 1),
@@ -99,21 +112,59 @@ impl ForwardTime {
         );
         let mut out = Array2::zeros((ATTENDED, c.n_heads * c.head_dim));
         let attend = || attention::causal(q.view(), k.view(), v.view(), 0, None, out.view_mut());
+        let pair = seconds(attend) / pairs(ATTENDED, None);
+        let mut sums = QuerySums::new(c.n_kv_heads, c.head_dim);
+        let mut whole = |rows: usize| {
+            let mut hidden = random_matrix(rows, c.hidden_size, 1);
+            let mut outcome = Ok(());
+            let mut kept = Vec::new();
+            let seconds = seconds(|| {
+                layer.forward(&rope, hidden.view_mut(), |states, _| {
+                    outcome = sums.add(&Cpu, states.q_pre.view(), &vec![true; rows], &rope);
+                    // A calibration keeps what its fits read.
+                    kept = [&states.q_pre, &states.k_pre, &states.v]
+                        .map(Array3::clone)
+                        .into();
+                });
+            });
+            std::hint::black_box(&kept);
+            outcome.map(|()| seconds - pair * pairs(rows, None))
+        };
+        // The first pass reads the weights from their file.
+        whole(BLOCKS[0])?;
+        let times = [whole(BLOCKS[0])?, whole(BLOCKS[1])?];
+        let project = |rows: usize| {
+            let hidden = random_matrix(rows, c.hidden_size, 1);
+            seconds(|| drop(std::hint::black_box(layer.project(hidden.view()))))
+        };
+        let rows = BLOCKS.map(|rows| rows as f64);
         Ok(Self {
-            row: row * c.n_layers as f64,
-            pair: seconds(attend) / pairs(ATTENDED, None),
+            layer: Line::through(rows, times),
+            states: Line::through(rows, BLOCKS.map(project)),
+            pair,
             windows: c.windows.clone(),
         })
     }
 
     /// Returns the seconds of a block's way through all layers.
     fn block(&self, rows: usize) -> f64 {
-        let attention: f64 = self
-            .windows
-            .iter()
-            .map(|window| self.pair * pairs(rows, *window))
-            .sum();
-        self.row * rows as f64 + attention
+        self.layers(rows, self.windows.len())
+    }
+
+    /// Returns the seconds of a block in a capture, for which the last layer is not run to its end.
+    fn capture(&self, rows: usize) -> f64 {
+        self.layers(rows, self.windows.len() - 1) + self.states.at(rows as f64)
+    }
+
+    fn layers(&self, rows: usize, count: usize) -> f64 {
+        let windows = self.windows.iter().take(count);
+        let attention: f64 = windows.map(|window| self.pair * pairs(rows, *window)).sum();
+        count as f64 * self.layer.at(rows as f64) + attention
+    }
+
+    /// Returns the seconds of one more row in all layers, besides attention.
+    fn row(&self) -> f64 {
+        self.windows.len() as f64 * self.layer.slope
     }
 }
 
@@ -171,17 +222,21 @@ fn noise(rows: usize, cols: usize) -> Array2<f32> {
     out
 }
 
-/// The stages of two calibrations of a small model with one layer.
+/// Two calibrations of a small model with one layer, on two blocks each, one of them held out.
 struct Small {
     /// KV heads of the layer.
     heads: usize,
-    /// On two blocks of `rows` tokens, one of them held out.
-    long: Stages,
-    /// On two blocks of half as many.
-    short: Stages,
-    rows: usize,
-    /// Methods and budgets that its verdict measures.
+    /// On blocks of half the length, then of the whole.
+    runs: [SmallRun; 2],
+    /// Methods and budgets of the verdict.
     variants: usize,
+}
+
+/// One of them.
+struct SmallRun {
+    stages: Stages,
+    /// By stage: what its time grows with.
+    work: Stages,
 }
 
 impl Small {
@@ -196,35 +251,48 @@ impl Small {
         let model = folder.path().join("model");
         std::fs::create_dir(&model).map_err(failed)?;
         write_model(&model, config, heads, 2 * rows)?;
-        let time = |rows: usize| {
+        let small = ModelConfig::load(&model)?;
+        let mut global = global.clone();
+        global.silent = true;
+        let mut variants = 0;
+        let mut time = |rows: usize| {
             let tokens = folder.path().join("tokens.json");
             let ids: Vec<Vec<usize>> = vec![(0..rows).collect(), (rows..2 * rows).collect()];
             std::fs::write(&tokens, json!(ids).to_string()).map_err(failed)?;
             let mut of = settings.clone();
             of.model.clone_from(&model);
             of.input = of.input.of_tokens(tokens, rows, 0.5);
+            let corpus = load_corpus(&model, &small, &of.input, &global)?;
+            let fits = of.fits(&small, &corpus, &corpus.kept(), global.seed, global.log())?;
+            let mut grows = Stages::default();
+            for fit in &fits {
+                grows.add(fit.kind().facts().stage, work(fit.as_ref(), &corpus));
+            }
+            for stage in [BUDGETS, VERDICT] {
+                grows.add(stage, rows as f64);
+            }
             let output = folder.path().join(format!("{rows}.safetensors"));
-            let mut global = global.clone();
-            global.silent = true;
-            time_stages(of, &output, &global)
+            let (stages, measured) = time_stages(of, &output, &global)?;
+            variants = measured;
+            Ok::<_, Error>(SmallRun { stages, work: grows })
         };
-        let ((long, variants), (short, _)) = (time(rows)?, time(rows / 2)?);
         Ok(Self {
             heads,
-            long,
-            short,
-            rows,
+            runs: [time(rows / 2)?, time(rows)?],
             variants,
         })
     }
 
-    /// Returns the seconds of a stage for `rows` rows: on the line through the two that were measured.
-    fn at(&self, stage: &str, rows: usize) -> f64 {
-        let (long, short) = (self.long.get(stage), self.short.get(stage));
-        let half = self.rows as f64 / 2.0;
-        // Noise could make the line fall, or start below zero.
-        let slope = ((long - short) / half).clamp(0.0, long / self.rows as f64);
-        (long + slope * (rows as f64 - self.rows as f64)).max(0.0)
+    /// Returns the seconds of a stage at another amount of what it grows with.
+    fn at(&self, stage: &str, work: f64) -> f64 {
+        let [short, long] = &self.runs;
+        let of = |run: &SmallRun| (run.work.get(stage), run.stages.get(stage));
+        let ((x0, t0), (x1, t1)) = (of(short), of(long));
+        // As many queries may be drawn from both.
+        match x1 > x0 {
+            true => Line::through([x0, x1], [t0, t1]).at(work),
+            false => t1 * work / x1.max(1.0),
+        }
     }
 }
 
@@ -260,4 +328,18 @@ fn write_model(dir: &Path, c: &ModelConfig, kv_heads: usize, vocabulary: usize) 
         matrix(&of("mlp.down_proj"), d, inner),
     ];
     store::write(Output::create(&dir.join("model.safetensors"))?, &tensors, None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pairs_are_those_that_attention_computes() {
+        for (rows, window) in [(7, None), (7, Some(3)), (7, Some(7)), (7, Some(20)), (1, Some(1))] {
+            let sees = |row: usize| (row + 1).min(window.unwrap_or(rows));
+            let sum: usize = (0..rows).map(sees).sum();
+            assert_eq!(pairs(rows, window), sum as f64, "{rows} {window:?}");
+        }
+    }
 }

@@ -5,6 +5,7 @@ use clap::ValueEnum;
 use indicatif::HumanCount;
 use serde_json::{Value, json};
 
+use super::line::Line;
 use crate::cmd::args::Global;
 use crate::cmd::bench::{Caches, CpuSteps, LayerSetting, bandwidth, free_bytes};
 use crate::error::Result;
@@ -49,40 +50,19 @@ struct Cache {
     fits: usize,
 }
 
-/// A method's steps in the layers with full attention: at `n` positions they take `base + slope n` seconds.
-#[derive(Clone, Copy)]
-struct Line {
-    base: f64,
-    slope: f64,
-}
-
-impl Line {
-    /// Passes through two times, of the contexts that are timed.
-    fn through([short, long]: [f64; 2]) -> Self {
-        let slope = ((long - short) / (CONTEXTS[1] - CONTEXTS[0]) as f64).max(0.0);
-        Self {
-            base: (short - slope * CONTEXTS[0] as f64).max(0.0),
-            slope,
-        }
-    }
-
-    fn at(self, context: f64) -> f64 {
-        self.base + self.slope * context
-    }
-
-    /// Returns the context from which on `full` takes [`PAYS`] times as long, both with `common` seconds more.
-    fn pays(self, full: Self, common: f64) -> Option<f64> {
-        let ahead = PAYS * (common + self.base) - common - full.base;
-        let gain = full.slope - PAYS * self.slope;
-        match (ahead <= 0.0, gain > 0.0) {
-            (true, _) => Some(0.0),
-            (false, true) => Some(ahead / gain).filter(|context| *context <= LONGEST),
-            (false, false) => None,
-        }
+/// Returns the context from which on steps with the times `full` take [`PAYS`] times as long as those with `times`, both with
+/// `common` seconds more; `None` if there is none up to [`LONGEST`].
+fn pays(times: Line, full: Line, common: f64) -> Option<f64> {
+    let ahead = PAYS * (common + times.base) - common - full.base;
+    let gain = full.slope - PAYS * times.slope;
+    match (ahead <= 0.0, gain > 0.0) {
+        (true, _) => Some(0.0),
+        (false, true) => Some(ahead / gain).filter(|context| *context <= LONGEST),
+        (false, false) => None,
     }
 }
 
-/// A method with its times.
+/// A method with the times of its steps in the layers with full attention.
 struct Timed {
     name: &'static str,
     line: Line,
@@ -222,7 +202,7 @@ fn timed(config: &ModelConfig, layers: usize, weights_s: f64, global: &Global) -
             }
             *time = layers as f64 * fastest;
         }
-        lines.push((name, Line::through(times)));
+        lines.push((name, Line::through(CONTEXTS.map(|n| n as f64), times)));
     }
     let full = lines.first().map_or(
         Line {
@@ -234,7 +214,7 @@ fn timed(config: &ModelConfig, layers: usize, weights_s: f64, global: &Global) -
     let timed = |(name, line): (&'static str, Line)| Timed {
         name,
         line,
-        pays: line.pays(full, weights_s),
+        pays: pays(line, full, weights_s),
     };
     Ok(lines.into_iter().map(timed).collect())
 }
@@ -254,18 +234,19 @@ mod tests {
             slope: 1.0,
         };
         // 2 n = 1.1 (10 + n) at n = 11 / 0.9.
-        let from = method.pays(full, 0.0).unwrap();
+        let from = pays(method, full, 0.0).unwrap();
         assert!((from - 11.0 / 0.9).abs() < 1e-9);
         // Weights that both read put it off: 100 + 2 n = 1.1 (110 + n).
-        let later = method.pays(full, 100.0).unwrap();
+        let later = pays(method, full, 100.0).unwrap();
         assert!((later - 21.0 / 0.9).abs() < 1e-9);
-        assert_eq!(full.pays(full, 0.0), None);
+        assert_eq!(pays(full, full, 0.0), None);
         let free = Line {
             base: 0.0,
             slope: 0.0,
         };
         assert_eq!(
-            free.pays(
+            pays(
+                free,
                 Line {
                     base: 1.0,
                     slope: 0.0
@@ -274,13 +255,5 @@ mod tests {
             ),
             Some(0.0)
         );
-    }
-
-    #[test]
-    fn lines_pass_through_what_was_measured() {
-        let line = Line::through([5.0, 17.0]);
-        assert!((line.at(4096.0) - 5.0).abs() < 1e-9 && (line.at(16_384.0) - 17.0).abs() < 1e-9);
-        // Noise gives no line that falls.
-        assert_eq!(Line::through([5.0, 4.0]).at(1e6), 5.0);
     }
 }
