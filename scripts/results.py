@@ -122,7 +122,7 @@ class Results(Lab):
         signs = {"full": [], "plain": ["--plain-keys"], "signs": ["--sign-centroids", "signs"], "all-2bit": ["--sign-full", 0]}
         return {
             "base": of("base", "topk,a2ats,selfindex,lfps,ctkvr,wpq", [], [self.main, *others, few]),
-            "one": of("one", "selfindex,lfps,ctkvr", ["--sign-centroids", "one-pass", "--lfps-prior", 0, "--ct-choose", "even"]),
+            "one": of("one", "selfindex,lfps,ctkvr", ["--sign-centroids", "hybrid", "--lfps-prior", 0, "--ct-choose", "even"]),
             "two": of("two", "selfindex,lfps,ctkvr", ["--sign-centroids", "signs", "--lfps-theta", 1, "--ct-choose", "random"]),
             "three": of("three", "lfps,ctkvr", ["--lfps-rows", 0, "--ct-choose", "first"]),
             "four": of("four", "ctkvr", ["--ct-probes", 2]),
@@ -178,7 +178,7 @@ def claims(text, long, ablations):
         losses = [by_block(where, name, share=share) for name in (method, "quest")]
         found.append((named[method], f"`{method}` loses less than `quest` at {share:.0%} of the bytes".replace("%", " %"), *losses))
     ours = [
-        ("centroids of signs from calibration lose less than those of the prompt", full[0], of("one", "selfindex")),
+        ("centroids of signs from calibration and the prompt (`--sign-centroids hybrid`) lose less than those of the prompt", of("one", "selfindex"), full[0]),
         ("calibrated priors of lfps lose less than none", full[1], of("one", "lfps")),
         ("eight buckets of distances lose less than one position (`a2ats --positions buckets`)", codebook("windowed", "buckets"), both),
         ("`wpq` loses less than `selfindex` at 10 % of the bytes", by_block(long, "wpq", share=0.1), by_block(long, "selfindex", share=0.1)),

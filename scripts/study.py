@@ -173,7 +173,7 @@ def pays(study, main, arguments):
     papers = {"selfindex": "centroids of the prompt alone (the paper)", "lfps": "no priors (the paper)"}
     for domain in HELD_OUT:
         documents = study.held_out(domain)
-        found = study.losses("pays", artifacts, domain, METHODS)
+        found = study.losses("pays", artifacts, domain, METHODS, flags=("--sign-centroids", "hybrid"))
         own = study.losses("papers", {"papers": main}, domain, tuple(papers), flags=flags)["papers"]
         each = [study.of_prompt(domain, i, ids) for i, ids in enumerate(documents)]
         each = [study.losses(f"prompt-{i}", {"": of}, domain, ("a2ats", "wpq"), [ids])[""] for i, (of, ids) in enumerate(zip(each, documents))]

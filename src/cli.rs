@@ -164,7 +164,7 @@ pub enum Command {
     Verdict(verdict::Args),
     /// Make an artifact from a model and text, layer by layer, without a dump on the disk
     Calibrate(calibrate::Args),
-    /// Say what a calibration would take in time, memory and disk, and what a run would
+    /// Estimate the time, memory and disk of a calibration, and what a run costs
     Plan(plan::Args),
     /// Show what is in an artifact, and check it
     Inspect(inspect::Args),

@@ -72,7 +72,7 @@ fuzz_target!(|data: &[u8]| {
         return;
     };
     assert_eq!(
-        (dump.kept.len(), dump.block_start.last()),
+        (dump.kept.len(), dump.corpus.block_start.last()),
         (dump.n, Some(&(dump.n as u32)))
     );
     let _ = dump.moments();

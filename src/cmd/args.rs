@@ -169,7 +169,8 @@ pub struct Input {
     /// Tokens of random UUIDs to add (none with --tokens)
     #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = parse_count)]
     pub uuid_tokens: usize,
-    /// Share (0 to 1) of the blocks that is kept out of every fit, to report quality on
+    /// Share (0 to 1) of the blocks, at least one of each kind, that is kept out of every fit, to report quality on; of a
+    /// single block, its end
     #[arg(long, value_name = "F", default_value_t = 0.05)]
     pub holdout: f64,
 }

@@ -27,7 +27,7 @@ use serving::Serving;
 /// Arguments of `plan`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// Measure nothing: no times, no contexts from which methods pay
+    /// Measure nothing on this machine, and leave out all times
     #[arg(long)]
     no_probe: bool,
     #[command(flatten)]
@@ -69,7 +69,12 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
         true => Some(probe::stages(settings, &config, &corpus, &fits, global)?),
         false => None,
     };
-    let serving = Serving::of(&config, weights.bytes, probe, global)?;
+    let serving = Serving::of(
+        &config,
+        weights.bytes,
+        probe.then(|| settings.sections.codewords()),
+        global,
+    )?;
     let held_out: usize = corpus.held_out.iter().map(|(_, i, j)| j - i).sum();
     if global.json {
         let mut document = json!({
@@ -106,9 +111,9 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
         }
     );
     out += &format!(
-        "text       {} tokens in {} blocks of at most {}, {held_out} held out{}\n",
+        "text       {} tokens in {} of at most {}, {held_out} held out{}\n",
         corpus.n_tokens(),
-        corpus.n_blocks(),
+        counted(corpus.n_blocks(), "block"),
         corpus.seq_len,
         if settings.input.is_given() {
             ""
@@ -118,7 +123,7 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
     );
     out += "\ncalibrate\n";
     out += &format!(
-        "  memory   {}, and {} of mapped weights; {} are free\n",
+        "  memory   {}, plus {} for a layer's weights (mapped); {} are free\n",
         size(memory.total()),
         size(weights.layer),
         size(free_bytes())
@@ -140,6 +145,11 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
     }
     out += &serving.text();
     print(&out)
+}
+
+/// Writes a number of things.
+fn counted(n: usize, what: &str) -> String {
+    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
 }
 
 /// Reads the text, or makes one of the lengths that the flags name.

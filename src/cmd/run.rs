@@ -50,10 +50,10 @@ pub struct Args {
     /// Prompt as token ids: a JSON array with one array (with --chat, one per turn)
     #[arg(long, value_name = "F", group = "input")]
     tokens: Option<PathBuf>,
-    /// Go on in turns on one cache: user messages are lines of stdin, after the prompt if one is given
+    /// Hold a conversation on one cache: each line of stdin is a user message; the prompt, if given, is the first
     #[arg(long)]
     chat: bool,
-    /// System message of the model's chat template
+    /// With --chat: system message of the model's chat template
     #[arg(long, value_name = "T", requires = "chat", conflicts_with = "tokens")]
     system: Option<String>,
     /// How decode steps choose what they read (default: if neither --method nor --budget is given, what the artifact

@@ -18,7 +18,7 @@ use crate::model::ModelConfig;
 use crate::progress::size;
 
 /// Methods that are timed, beside full attention.
-const METHODS: [&str; 4] = ["a2ats", "selfindex", "lfps", "wpq"];
+const METHODS: [&str; 5] = ["a2ats", "selfindex", "lfps", "ctkvr", "wpq"];
 /// Contexts at which steps are timed.
 const CONTEXTS: [usize; 2] = [4096, 16_384];
 /// Timed steps, of which the fastest counts: other work on the machine only adds.
@@ -32,6 +32,8 @@ const LONGEST: f64 = (16 << 20) as f64;
 pub struct Serving {
     /// Layers with full and with sliding-window attention.
     layers: [usize; 2],
+    /// The longest context that the model was made for.
+    context: usize,
     /// By type of the cache.
     caches: Vec<Cache>,
     /// Seconds to read the weights once; `None` if nothing was measured.
@@ -50,29 +52,38 @@ struct Cache {
     fits: usize,
 }
 
-/// Returns the context from which on steps with the times `full` take [`PAYS`] times as long as those with `times`, both with
-/// `common` seconds more; `None` if there is none up to [`LONGEST`].
+/// Rounds to two digits: times vary.
+fn rounded(context: f64) -> u64 {
+    let unit = 10f64.powf(context.log10().floor() - 1.0).max(1.0);
+    ((context / unit).ceil() * unit) as u64
+}
+
+/// Returns the context from which on, however long it gets, steps with the times `full` take [`PAYS`] times as long as those
+/// with `times`, both with `common` seconds more; `None` if there is none up to [`LONGEST`].
 fn pays(times: Line, full: Line, common: f64) -> Option<f64> {
-    let ahead = PAYS * (common + times.base) - common - full.base;
+    let behind = PAYS * (common + times.base) - common - full.base;
     let gain = full.slope - PAYS * times.slope;
-    match (ahead <= 0.0, gain > 0.0) {
-        (true, _) => Some(0.0),
-        (false, true) => Some(ahead / gain).filter(|context| *context <= LONGEST),
-        (false, false) => None,
-    }
+    let from = if behind <= 0.0 { 0.0 } else { behind / gain };
+    Some(from).filter(|from| gain >= 0.0 && *from <= LONGEST)
 }
 
 /// A method with the times of its steps in the layers with full attention.
 struct Timed {
     name: &'static str,
-    line: Line,
+    /// At the contexts that are timed.
+    times: [f64; 2],
     /// From which context on its steps are faster than those of full attention.
     pays: Option<f64>,
 }
 
 impl Serving {
-    /// Computes the bytes; measures the times if `probe` says so and the shape can be timed.
-    pub fn of(config: &ModelConfig, weights_bytes: usize, probe: bool, global: &Global) -> Result<Self> {
+    /// Computes the bytes; measures the times if codewords of a2ats are given and the shape can be timed.
+    pub fn of(
+        config: &ModelConfig,
+        weights_bytes: usize,
+        codewords: Option<usize>,
+        global: &Global,
+    ) -> Result<Self> {
         let sliding: Vec<usize> = config.windows.iter().flatten().copied().collect();
         let full = config.n_layers - sliding.len();
         let free = free_bytes().saturating_sub(weights_bytes);
@@ -88,14 +99,18 @@ impl Serving {
         };
         let mut serving = Self {
             layers: [full, sliding.len()],
+            context: config.max_position_embeddings,
             caches: [KvType::F32, KvType::Bf16, KvType::TwoBit].map(cache).into(),
             weights_s: None,
             methods: Vec::new(),
         };
-        if probe && full > 0 && config.head_dim.is_multiple_of(32) {
+        if let Some(codewords) = codewords
+            && full > 0
+            && config.head_dim.is_multiple_of(32)
+        {
             let weights_s = weights_bytes as f64 / (1e9 * bandwidth(RUNS));
             serving.weights_s = Some(weights_s);
-            serving.methods = timed(config, full, weights_s, global)?;
+            serving.methods = timed(config, full, codewords, weights_s, global)?;
         }
         Ok(serving)
     }
@@ -110,12 +125,12 @@ impl Serving {
         let method = |of: &Timed| {
             json!({
                 "method": of.name,
-                "step_seconds": CONTEXTS.map(|n| of.line.at(n as f64)),
+                "step_seconds": of.times,
                 "pays_from": of.pays.map(|context| context.ceil() as usize),
             })
         };
         json!({
-            "full_layers": self.layers[0], "window_layers": self.layers[1],
+            "model_context": self.context, "full_layers": self.layers[0], "window_layers": self.layers[1],
             "caches": self.caches.iter().map(cache).collect::<Vec<_>>(),
             "weights_seconds": self.weights_s, "contexts": CONTEXTS,
             "methods": self.methods.iter().map(method).collect::<Vec<_>>(),
@@ -145,35 +160,41 @@ impl Serving {
             return out;
         };
         out += &format!(
-            "  step     {:.1} ms to read the weights, and for attention (bf16, budget 6%):\n",
+            "  step     {:.1} ms to read the weights, and the time of attention (bf16, budget 6%):\n",
             1e3 * weights
         );
         out += &format!(
-            "           {:<10} {:>9} {:>9}  at least {PAYS} times as fast\n",
-            "", "4K", "16K"
+            "           {:<10} {:>9} {:>9}  whole step {PAYS} times as fast as full\n",
+            "", "at 4K", "at 16K"
         );
         for of in &self.methods {
-            let [short, long] = CONTEXTS.map(|n| format!("{:.1} ms", 1e3 * of.line.at(n as f64)));
+            let [short, long] = of.times.map(|seconds| format!("{:.1} ms", 1e3 * seconds));
             let pays = match of.pays {
                 _ if of.name == "full" => String::new(),
                 Some(context) if context <= 1.0 => "at any context".to_owned(),
-                Some(context) => format!("from {} tokens on", HumanCount(context.ceil() as u64)),
-                None => "nowhere below 16M tokens".to_owned(),
+                Some(context) => format!("from about {} tokens on", HumanCount(rounded(context))),
+                None => "not at long contexts".to_owned(),
             };
             out += format!("           {:<10} {short:>9} {long:>9}  {pays}", of.name).trim_end();
             out += "\n";
         }
-        out
+        out + "           (the fastest of a few steps; other work on the machine changes them)\n"
     }
 }
 
 /// Times the methods in one layer.
-fn timed(config: &ModelConfig, layers: usize, weights_s: f64, global: &Global) -> Result<Vec<Timed>> {
+fn timed(
+    config: &ModelConfig,
+    layers: usize,
+    codewords: usize,
+    weights_s: f64,
+    global: &Global,
+) -> Result<Vec<Timed>> {
     let caches = Caches {
         batch: vec![1],
         budget: Budget::Fraction(0.06),
         kv: KvType::Bf16,
-        size: 4096,
+        size: codewords,
     };
     let mut lines = Vec::new();
     for name in ["full"].into_iter().chain(METHODS) {
@@ -202,18 +223,14 @@ fn timed(config: &ModelConfig, layers: usize, weights_s: f64, global: &Global) -
             }
             *time = layers as f64 * fastest;
         }
-        lines.push((name, Line::through(CONTEXTS.map(|n| n as f64), times)));
+        lines.push((name, times, Line::through(CONTEXTS.map(|n| n as f64), times)));
     }
-    let full = lines.first().map_or(
-        Line {
-            base: 0.0,
-            slope: 0.0,
-        },
-        |(_, line)| *line,
-    );
-    let timed = |(name, line): (&'static str, Line)| Timed {
+    let full = lines
+        .first()
+        .map_or(Line::through([0.0, 1.0], [0.0; 2]), |of| of.2);
+    let timed = |(name, times, line)| Timed {
         name,
-        line,
+        times,
         pays: pays(line, full, weights_s),
     };
     Ok(lines.into_iter().map(timed).collect())
@@ -240,6 +257,8 @@ mod tests {
         let later = pays(method, full, 100.0).unwrap();
         assert!((later - 21.0 / 0.9).abs() < 1e-9);
         assert_eq!(pays(full, full, 0.0), None);
+        // Ahead at short contexts alone.
+        assert_eq!(pays(full, method, 0.0), None);
         let free = Line {
             base: 0.0,
             slope: 0.0,
