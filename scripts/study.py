@@ -7,7 +7,7 @@ the model, against one that is fitted to the prompt alone, across domains, and b
 Everything is measured at the same budgets, those with which the calibrated artifact reads 10 % of the bytes; an index that
 is put in the place of another has its size, so that the bytes are equal too. Writes REAL/lab/*.json and prints tables in
 Markdown. What is there from the same command and the same program is not done again, so a run that was stopped goes on.
-All of it takes about four hours on 2 cores.
+All of it takes about five hours on 2 cores.
 """
 
 import argparse
