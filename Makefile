@@ -58,7 +58,7 @@ results: real
 real-eval: real
 	$(REAL_PYTHON) scripts/real_eval.py $(KVSMITH) $(REAL)
 
-# Whether calibration pays, on that model; about four hours on 2 cores, and goes on where it stopped.
+# Whether calibration pays, on that model; about five hours on 2 cores, and goes on where it stopped.
 study: real
 	$(REAL_PYTHON) scripts/study.py $(KVSMITH) $(REAL)
 
