@@ -102,6 +102,8 @@ fn stages_are_those_of_the_calibration() {
     let flags = format!("calibrate --model {model} --tokens {tokens} --size 16 -o {art}");
     let plan = kvsmith(&format!("{flags} --plan --json")).ok();
     assert!(!Path::new(&art).exists(), "a plan writes nothing");
+    let shown = kvsmith(&format!("{flags} --plan -q")).ok().stdout;
+    assert!(shown.lines().all(|line| line.chars().count() <= 80), "{shown}");
     // The small calibration that is timed says nothing.
     assert!(!plan.stderr.contains("recommended"), "{}", plan.stderr);
     let (plan, made) = (plan.json(), kvsmith(&format!("{flags} --json")).json());

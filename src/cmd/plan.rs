@@ -123,13 +123,13 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
     );
     out += "\ncalibrate\n";
     out += &format!(
-        "  memory   {}, plus {} for a layer's weights (mapped); {} are free\n",
+        "  memory   {}, plus {} for a layer's weights; {} are free\n",
         size(memory.total()),
         size(weights.layer),
         size(free_bytes())
     );
     out += &format!(
-        "  disk     artifact {}; with --work at most {} more until it is done\n           (a dump with --queries --values: {})\n",
+        "  disk     artifact {}; --work takes at most {} more\n           (a dump with --queries --values: {})\n",
         size(disk.artifact),
         size(disk.work),
         size(disk.dump)

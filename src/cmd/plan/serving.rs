@@ -142,6 +142,10 @@ impl Serving {
         let [full, sliding] = self.layers;
         let mut out =
             format!("\nrun\n  layers   {full} with full attention, {sliding} with a sliding window\n");
+        out += &format!(
+            "  context  {} tokens, says the model\n",
+            HumanCount(self.context as u64)
+        );
         for of in &self.caches {
             out += &format!(
                 "  cache    {:<5} {} a token; {} tokens fit beside the weights\n",
@@ -160,7 +164,7 @@ impl Serving {
             return out;
         };
         out += &format!(
-            "  step     {:.1} ms to read the weights, and the time of attention (bf16, budget 6%):\n",
+            "  step     {:.1} ms to read the weights, plus attention (bf16, budget 6%):\n",
             1e3 * weights
         );
         out += &format!(
