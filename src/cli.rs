@@ -218,7 +218,10 @@ fn start(cli: &Cli) -> Result<()> {
         Command::Section(section) => section.run(global),
         Command::Pack(args) => pack::run(args, global),
         Command::Verdict(args) => verdict::run(args, global),
-        Command::Calibrate(args) => calibrate::run(args, global),
+        Command::Calibrate(args) => match args.planned() {
+            Some(settings) => plan::show(settings, global),
+            None => calibrate::run(args, global),
+        },
         Command::Plan(args) => plan::run(args, global),
         Command::Inspect(args) => inspect::run(args, global),
         Command::Run(args) => run::run(args, global),

@@ -77,6 +77,13 @@ pub struct Settings {
     pub verdict: VerdictFlags,
 }
 
+impl Args {
+    /// Returns the settings of a calibration that is only to be planned.
+    pub fn planned(&self) -> Option<&Settings> {
+        self.plan.then_some(&self.settings)
+    }
+}
+
 impl Settings {
     /// Prepares the fits for a text.
     ///
@@ -104,9 +111,6 @@ impl Settings {
 
 /// Runs `calibrate`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
-    if args.plan {
-        return super::plan::show(&args.settings, global);
-    }
     let made = calibrate(args, global).map_err(|e| match (e.kind(), &args.work) {
         _ if e.advice().is_some() => e,
         (Kind::Interrupted, Some(_)) => {

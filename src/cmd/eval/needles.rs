@@ -117,6 +117,18 @@ impl WrittenQuestion {
 }
 
 impl Reader<'_> {
+    /// Returns the text of a reply; none without a tokenizer.
+    fn text(&self, said: &[u32]) -> Result<String> {
+        let decode = |tokenizer: &Tokenizer| tokenizer.decode(said);
+        self.tokenizer.map_or_else(|| Ok(String::new()), decode)
+    }
+
+    /// Tells whether a reply has come to its stop token.
+    fn ends(&self, said: &[u32]) -> bool {
+        let last = said.last();
+        last.is_some_and(|id| self.decoder.config.is_stop_token(*id))
+    }
+
     fn needed(&self) -> Result<&Tokenizer> {
         self.tokenizer.ok_or_else(|| {
             Error::failed("the model has no tokenizer.json for a prompt of text")
@@ -312,7 +324,7 @@ impl NeedleLine {
                 asking,
                 group: &self.group,
                 most: answers.most(),
-                judge: &|said| answers.judge(said, reader),
+                judge: &|said| answers.judge(said, || reader.text(said), reader.ends(said)),
             }),
         }
     }

@@ -1,6 +1,5 @@
 //! What the reply to a question must have, and how it is judged.
 
-use super::Reader;
 use crate::error::Result;
 use crate::runner::eval::Judgement;
 
@@ -34,15 +33,13 @@ impl Expected {
             }
     }
 
-    /// Judges the tokens of a reply so far.
-    pub(super) fn judge(&self, said: &[u32], reader: Reader) -> Result<Judgement> {
-        let text = || match reader.tokenizer {
-            Some(tokenizer) => tokenizer.decode(said),
-            None => Ok(String::new()),
-        };
-        let ended = said
-            .last()
-            .is_some_and(|id| reader.decoder.config.is_stop_token(*id));
+    /// Judges the tokens of a reply so far, of which `text` makes the text; `ended` says that the last one ends it.
+    pub(super) fn judge(
+        &self,
+        said: &[u32],
+        text: impl Fn() -> Result<String>,
+        ended: bool,
+    ) -> Result<Judgement> {
         Ok(match self {
             Self::Text(answer) => {
                 let text = text()?;
