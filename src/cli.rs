@@ -116,7 +116,7 @@ pub fn refuse(arguments: &[OsString], e: &clap::Error) {
     let command = Cli::described();
     let words = arguments.iter().skip(1).filter_map(|argument| argument.to_str());
     let known = words.filter(|word| command.find_subcommand(word).is_some());
-    let error = Error::usage(message).hint("see `kvsmith --help`, or --help behind the command");
+    let error = Error::usage(message).hint("see `kvsmith --help` and `kvsmith COMMAND --help`");
     let _ = print_refusal(known.take(1).next().unwrap_or_default(), &error);
 }
 
