@@ -13,6 +13,7 @@ use crate::cmd::{
 };
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
+use crate::method::sections::SECTIONS;
 
 /// Calibrate, inspect and run sparse KV-cache retrieval for Hugging Face checkpoints.
 #[derive(Parser, Debug)]
@@ -83,19 +84,23 @@ impl Cli {
 }
 
 /// Commands whose work is done on the CPU: their help leaves out what chooses a device, though they accept it.
-const ON_CPU: [&str; 5] = ["priors", "pack", "inspect", "completions", "man"];
+/// Sections that are fitted on the CPU are among them.
+const ON_CPU: [&str; 4] = ["pack", "inspect", "completions", "man"];
 
 impl Cli {
     /// Describes the command line; help shows the options for devices only where they act.
     fn described() -> clap::Command {
         let mut command = Self::command();
+        let sections = SECTIONS.iter().map(|kind| kind.facts());
+        let sections = sections.filter(|facts| facts.cpu_only).map(|facts| facts.command);
+        let on_cpu: Vec<&str> = ON_CPU.into_iter().chain(sections).collect();
         for id in ["device", "precision"] {
             let is_it = |option: &&clap::Arg| option.get_id() == id;
             let found = command.get_arguments().find(is_it).cloned();
             if let Some(option) = found {
                 let hidden = option.hide(true);
-                command = ON_CPU.into_iter().fold(command, |command, name| {
-                    command.mut_subcommand(name, |below| below.arg(hidden.clone()))
+                command = on_cpu.iter().fold(command, |command, name| {
+                    command.mut_subcommand(*name, |below| below.arg(hidden.clone()))
                 });
             }
         }
@@ -114,10 +119,10 @@ pub fn refuse(arguments: &[OsString], e: &clap::Error) {
     let first = text.split("\n\n").next().unwrap_or_default();
     let message = first.strip_prefix("error: ").unwrap_or(first).trim_end();
     let command = Cli::described();
-    let words = arguments.iter().skip(1).filter_map(|argument| argument.to_str());
-    let known = words.filter(|word| command.find_subcommand(word).is_some());
+    let mut words = arguments.iter().skip(1).filter_map(|argument| argument.to_str());
+    let known = words.find(|word| command.find_subcommand(word).is_some());
     let error = Error::usage(message).hint("see `kvsmith --help` and `kvsmith COMMAND --help`");
-    let _ = print_refusal(known.take(1).next().unwrap_or_default(), &error);
+    let _ = print_refusal(known.unwrap_or_default(), &error);
 }
 
 /// Lists the words of the subcommand.

@@ -159,6 +159,11 @@ impl Corpus {
         self.ids.len()
     }
 
+    /// Counts the held-out tokens.
+    pub fn n_held_out(&self) -> usize {
+        self.held_out.iter().map(|(_, first, end)| end - first).sum()
+    }
+
     /// Counts the tokens of the longest block.
     pub fn longest_block(&self) -> usize {
         let lengths = (0..self.n_blocks()).map(|b| self.block(b).len());
@@ -202,7 +207,7 @@ impl Corpus {
             tokens: self.n_tokens(),
             blocks: self.n_blocks(),
             held_out: self.held_out.clone(),
-            held_out_tokens: self.held_out.iter().map(|(_, i, j)| j - i).sum(),
+            held_out_tokens: self.n_held_out(),
             ids_sha256: digest(&self.ids),
             block_start_sha256: digest(&self.block_start),
             seq_len: self.seq_len,

@@ -475,3 +475,34 @@ fn the_program_describes_itself() {
         assert!(line.chars().count() <= 100, "{line}");
     }
 }
+
+/// Help shows the choice of a device where there is one, and all commands accept it.
+#[test]
+fn devices_are_in_the_help_of_commands_that_use_them() {
+    let on_cpu = ["priors", "tail", "pack", "inspect", "completions", "man"];
+    let on_devices = [
+        "dump",
+        "moments",
+        "codebook",
+        "signs",
+        "wpq",
+        "verdict",
+        "calibrate",
+        "plan",
+        "run",
+        "eval",
+        "bench",
+    ];
+    for (commands, shown) in [(&on_cpu[..], false), (&on_devices[..], true)] {
+        for command in commands {
+            let help = kvsmith(&format!("{command} --help")).ok().stdout;
+            for option in ["--device", "--precision"] {
+                assert_eq!(help.contains(option), shown, "{command} {option}");
+            }
+        }
+    }
+    for command in on_cpu {
+        let given = kvsmith(&format!("{command} --device cpu"));
+        assert!(!given.stderr.contains("--device"), "{command}: {}", given.stderr);
+    }
+}

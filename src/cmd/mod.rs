@@ -148,7 +148,7 @@ fn load_corpus(dir: &Path, config: &ModelConfig, input: &Input, global: &Global)
     let log = global.log();
     let corpus = Corpus::load(dir, config, &input.source(), &input.options(global.seed))?;
     config.check_ids(&corpus.ids)?;
-    let held_out: usize = corpus.held_out.iter().map(|(_, i, j)| j - i).sum();
+    let held_out = corpus.n_held_out();
     log.note(&format!(
         "input: {} tokens in {} blocks of at most {}, {held_out} of them held out",
         corpus.n_tokens(),

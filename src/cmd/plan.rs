@@ -9,9 +9,9 @@ use std::path::Path;
 use serde_json::json;
 
 use super::args::Global;
+use super::calibrate::Settings;
 use super::calibrate::plan::MemoryPlan;
 use super::calibrate::stages::Stages;
-use super::calibrate::{Settings, fit_text, query_rows};
 use super::{load_corpus, merge, print, print_json};
 use crate::artifact::{Fit, Section};
 use crate::cmd::bench::free_bytes;
@@ -57,14 +57,16 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
     let section = |fit: &dyn Fit| Section::new(fit, config.sizes(), device.as_ref());
     let sections = fits.iter().map(|fit| section(fit.as_ref()));
     let sections: Vec<Section> = sections.collect::<Result<_>>()?;
-    let text = fit_text(&config, &corpus, device.as_ref());
-    let memory = MemoryPlan::new(&config, &text, query_rows(&fits).len(), &fits, &sections);
+    let memory = MemoryPlan::new(&config, &corpus, device.as_ref(), &fits, &sections);
     let weights = Weights::of(&config, &settings.model);
     let budgets = match settings.no_verdict || corpus.held_out.is_empty() {
         true => 0,
         false => settings.verdict.shares() * (fits.len() + OTHER_METHODS),
     };
     let disk = Disk::of(&config, &corpus, memory.results, budgets);
+    if probe && device.cuda().is_some() {
+        log.note("the model's pass is timed on the CPU, although it will run on the device");
+    }
     let stages = match probe {
         true => Some(probe::stages(settings, &config, &corpus, &fits, global)?),
         false => None,
@@ -75,7 +77,7 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
         probe.then(|| settings.sections.codewords()),
         global,
     )?;
-    let held_out: usize = corpus.held_out.iter().map(|(_, i, j)| j - i).sum();
+    let held_out = corpus.n_held_out();
     if global.json {
         let mut document = json!({
             "device": device.name(),

@@ -245,7 +245,12 @@ pub fn block_bytes(c: &ModelConfig, rows: usize) -> usize {
         chunk * (2 * hidden + inter) + inputs(inter),
     ];
     let finish = rows * q + table + products.into_iter().max().unwrap_or(0);
-    let floats = [project, tap, attend, finish].into_iter().max().unwrap_or(0);
+    // Nothing reads the output of the last layer.
+    let passes = match c.n_layers {
+        1 => vec![project, tap],
+        _ => vec![project, tap, attend, finish],
+    };
+    let floats = passes.into_iter().max().unwrap_or(0);
     floats * size_of::<f32>()
 }
 

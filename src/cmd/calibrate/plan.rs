@@ -1,6 +1,8 @@
 //! How much memory a calibration needs.
 
 use crate::artifact::{Fit, FitText, Section};
+use crate::compute::device::Device;
+use crate::corpus::Corpus;
 use crate::model::ModelConfig;
 use crate::model::decoder::block_bytes;
 use crate::progress::size;
@@ -11,6 +13,14 @@ const PROGRAM_BYTES: usize = 2 << 20;
 /// The buffers of a thread.
 const THREAD_BYTES: usize = 1 << 20;
 
+/// Lists the rows whose queries any fit reads, ascending.
+pub fn query_rows(fits: &[Box<dyn Fit>]) -> Vec<usize> {
+    let mut rows: Vec<usize> = fits.iter().flat_map(|fit| fit.query_rows()).copied().collect();
+    rows.sort_unstable();
+    rows.dedup();
+    rows
+}
+
 /// The most memory that a calibration on the CPU holds at once, in bytes: its own, anonymous memory (`RssAnon` in
 /// `/proc/PID/status`). The mapped pages of one layer's weights come on top; the system can take these back.
 #[derive(Debug, PartialEq, Eq)]
@@ -19,49 +29,59 @@ pub struct MemoryPlan {
     pub program: usize,
     /// The hidden states of all tokens.
     pub hidden: usize,
-    /// The keys of one layer.
-    pub keys: usize,
-    /// The values of one layer, if a fit reads them.
-    pub values: usize,
-    /// The queries of one layer that the fits read.
-    pub queries: usize,
+    /// The keys of one layer, its values if a fit reads them, and the queries that the fits read.
+    pub states: usize,
     /// The sections of all layers.
     pub results: usize,
-    /// The longest block on its way through a layer.
+    /// The most that a block on its way through a layer takes together with the states of the blocks up to it.
     pub capture: usize,
     /// The fit that takes the most.
     pub fit: usize,
 }
 
 impl MemoryPlan {
-    /// Plans a calibration whose fits read the queries of `query_rows` rows.
+    /// Plans the calibration of a model with these fits and sections.
     pub fn new(
         c: &ModelConfig,
-        text: &FitText,
-        query_rows: usize,
+        corpus: &Corpus,
+        device: &dyn Device,
         fits: &[Box<dyn Fit>],
         sections: &[Section],
     ) -> Self {
+        let text = FitText {
+            n: corpus.n_tokens(),
+            n_kept: corpus.n_tokens() - corpus.n_held_out(),
+            longest_block: corpus.longest_block(),
+            sizes: c.sizes(),
+            device,
+            threads: rayon::current_num_threads(),
+        };
+        let query_rows = query_rows(fits);
         let float = size_of::<f32>();
-        let keys = text.n * c.n_kv_heads * c.head_dim * float;
-        let reads_values = fits.iter().any(|fit| fit.kind().facts().reads_values);
-        let fits = fits.iter().map(|fit| fit.working_bytes(text));
+        let (query, key) = (c.n_heads * c.head_dim * float, c.n_kv_heads * c.head_dim * float);
+        let value = match fits.iter().any(|fit| fit.kind().facts().reads_values) {
+            true => key,
+            false => 0,
+        };
+        let states = |rows: usize| {
+            let queries = query_rows.partition_point(|row| *row < rows);
+            rows * (key + value) + queries * query
+        };
+        // Memory for the states of later blocks is not touched yet.
+        let block = |i: usize| states(corpus.block(i).end) + block_bytes(c, corpus.block(i).len());
         Self {
             program: PROGRAM_BYTES + text.threads * THREAD_BYTES,
             hidden: text.n * c.hidden_size * float,
-            keys,
-            values: if reads_values { keys } else { 0 },
-            queries: query_rows * c.n_heads * c.head_dim * float,
+            states: states(text.n),
             results: store::total_bytes(sections.iter().flat_map(|section| &section.specs)),
-            capture: block_bytes(c, text.longest_block),
-            fit: fits.max().unwrap_or(0),
+            capture: (0..corpus.n_blocks()).map(block).max().unwrap_or(0),
+            fit: fits.iter().map(|fit| fit.working_bytes(&text)).max().unwrap_or(0),
         }
     }
 
     /// Returns the bytes that are needed at once: a layer is captured first and fitted then.
     pub fn total(&self) -> usize {
-        let kept = self.program + self.hidden + self.keys + self.values + self.queries + self.results;
-        kept + self.capture.max(self.fit)
+        self.program + self.hidden + self.results + self.capture.max(self.states + self.fit)
     }
 
     /// Describes the plan in a line.

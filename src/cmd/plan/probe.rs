@@ -4,6 +4,7 @@
 //! calibration of a small model with one layer and heads of the model's shape: once on blocks of some length, once on
 //! blocks of half of it, so that what grows with the text can be told from what does not.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use ndarray::{Array2, Array3};
@@ -84,7 +85,7 @@ fn work(fit: &dyn Fit, corpus: &Corpus) -> f64 {
         (row - corpus.block_start[block] as usize + 1) as f64
     };
     match fit.query_rows() {
-        [] => corpus.kept().iter().filter(|kept| **kept).count() as f64,
+        [] => (corpus.n_tokens() - corpus.n_held_out()) as f64,
         rows => rows.iter().map(position).sum(),
     }
 }
@@ -236,7 +237,7 @@ struct Small {
 struct SmallRun {
     stages: Stages,
     /// By stage: what its time grows with.
-    work: Stages,
+    work: BTreeMap<&'static str, f64>,
 }
 
 impl Small {
@@ -264,13 +265,10 @@ impl Small {
             of.input = of.input.of_tokens(tokens, rows, 0.5);
             let corpus = load_corpus(&model, &small, &of.input, &global)?;
             let fits = of.fits(&small, &corpus, &corpus.kept(), global.seed, global.log())?;
-            let mut grows = Stages::default();
-            for fit in &fits {
-                grows.add(fit.kind().facts().stage, work(fit.as_ref(), &corpus));
-            }
-            for stage in [BUDGETS, VERDICT] {
-                grows.add(stage, rows as f64);
-            }
+            let of_fit = |fit: &dyn Fit| (fit.kind().facts().stage, work(fit, &corpus));
+            let of_fits = fits.iter().map(|fit| of_fit(fit.as_ref()));
+            let of_verdict = [BUDGETS, VERDICT].map(|stage| (stage, rows as f64));
+            let grows = of_fits.chain(of_verdict).collect();
             let output = folder.path().join(format!("{rows}.safetensors"));
             let (stages, measured) = time_stages(of, &output, &global)?;
             variants = measured;
@@ -286,7 +284,12 @@ impl Small {
     /// Returns the seconds of a stage at another amount of what it grows with.
     fn at(&self, stage: &str, work: f64) -> f64 {
         let [short, long] = &self.runs;
-        let of = |run: &SmallRun| (run.work.get(stage), run.stages.get(stage));
+        let of = |run: &SmallRun| {
+            (
+                run.work.get(stage).copied().unwrap_or_default(),
+                run.stages.get(stage),
+            )
+        };
         let ((x0, t0), (x1, t1)) = (of(short), of(long));
         // As many queries may be drawn from both.
         match x1 > x0 {

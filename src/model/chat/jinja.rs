@@ -166,7 +166,7 @@ fn tojson(value: Value, options: Kwargs) -> Rendered<String> {
     })
 }
 
-/// Escapes every non-ASCII character as `\uXXXX`; in JSON such characters occur only within strings.
+/// Escapes every non-ASCII character as `\u` and four hexadecimal digits; in JSON such characters occur only within strings.
 fn ascii(json: &str) -> String {
     let escape = |unit: &mut u16| format!("\\u{unit:04x}");
     let one = |c: char| match c {

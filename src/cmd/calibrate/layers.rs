@@ -1,0 +1,216 @@
+//! The pass over the layers: each is captured, then fitted while its states are in memory.
+
+use ndarray::{Array3, Axis, s};
+
+use super::plan::MemoryPlan;
+use super::stages::{CAPTURE, Stages};
+use crate::artifact::{Fit, LayerParts, LayerStates, MomentsRead, Section};
+use crate::capture::Capture;
+use crate::cmd::sections::fit_layer;
+use crate::compute::device::Device;
+use crate::corpus::Corpus;
+use crate::error::{Error, Result};
+use crate::heap;
+use crate::model::Decoder;
+use crate::model::forward::Layers;
+use crate::progress::{Log, Progress};
+use crate::stats::moments::{LayerMoments, Position, QuerySums};
+use crate::work::WorkFolder;
+
+/// A run of calibration: the model, the text and the fits.
+pub(super) struct CalibrationRun<'a> {
+    pub device: &'a dyn Device,
+    pub decoder: &'a Decoder,
+    pub corpus: &'a Corpus,
+    /// Which rows of the text the fits use.
+    pub kept: &'a [bool],
+    /// The position that the query moments rotate queries to.
+    pub position: Position,
+    pub fits: Vec<Box<dyn Fit>>,
+    /// The rows whose queries any fit reads, ascending.
+    pub query_rows: Vec<usize>,
+    pub log: Log,
+}
+
+/// The states of one layer, as far as the fits read them.
+struct Captured {
+    /// Keys before rotation, `[g,n,d]`.
+    keys: Array3<f32>,
+    /// Queries of `query_rows` before rotation, `[h,rows,d]`.
+    queries: Array3<f32>,
+    /// Values, `[g,n,d]`; no head unless a fit reads them.
+    values: Array3<f32>,
+    /// At the position asked for.
+    moments: LayerMoments,
+    /// With each query at its own position.
+    own_moments: LayerMoments,
+    sums: QuerySums,
+}
+
+impl CalibrationRun<'_> {
+    /// Captures and fits layer by layer, starting after the layers that `work` has; returns how long each stage took.
+    pub fn run(
+        &self,
+        layers: &dyn Layers,
+        work: Option<&WorkFolder>,
+        sections: &mut [Section],
+    ) -> Result<Stages> {
+        let mut stages = Stages::default();
+        let sizes = self.decoder.config.sizes();
+        let mut capture = self.start(layers, work, sections)?;
+        let remaining = sizes.n_layers - capture.next_layer;
+        // A unit is a token captured, or a key fitted for a section.
+        let per_layer = self.corpus.n_tokens() * (1 + sections.len() * sizes.n_kv_heads);
+        let progress = self.log.progress((remaining * per_layer) as u64, "states");
+        while capture.next_layer < sizes.n_layers {
+            let layer = capture.next_layer;
+            let states = stages.time(CAPTURE, || self.capture(&mut capture, &progress))?;
+            heap::trim();
+            let parts = self.fit(layer, &states, &progress, &mut stages)?;
+            if let Some(work) = work {
+                let last = capture.next_layer == sizes.n_layers;
+                work.save(layer, &parts, &capture.hidden, last)?;
+            }
+            add_layer(sections, parts)?;
+            drop(states);
+            heap::trim();
+        }
+        Ok(stages)
+    }
+
+    /// Starts the capture at the first layer, or after the last one that `work` has.
+    fn start<'a>(
+        &'a self,
+        layers: &'a dyn Layers,
+        work: Option<&WorkFolder>,
+        sections: &mut [Section],
+    ) -> Result<Capture<'a>> {
+        let c = &self.decoder.config;
+        let resumed = work.map(|w| w.load([self.corpus.n_tokens(), c.hidden_size]));
+        let Some((hidden, finished)) = resumed.transpose()?.flatten() else {
+            return Capture::start(layers, self.corpus);
+        };
+        let done = finished.len();
+        self.log
+            .note(&format!("going on at layer {done} (0-{})", c.n_layers - 1));
+        for parts in finished {
+            add_layer(sections, parts)?;
+        }
+        Ok(Capture::at(layers, self.corpus, hidden, done))
+    }
+
+    /// Runs the next layer of the model and keeps the states that the fits read.
+    fn capture(&self, capture: &mut Capture, progress: &Progress) -> Result<Captured> {
+        self.stage(progress, capture.next_layer, "capture");
+        let c = &self.decoder.config;
+        let rows = &self.query_rows;
+        let rows_of = |heads: usize| Array3::zeros((heads, self.corpus.n_tokens(), c.head_dim));
+        let (mut keys, mut values) = (rows_of(c.n_kv_heads), rows_of(self.value_heads()));
+        let mut queries = Array3::zeros((c.n_heads, rows.len(), c.head_dim));
+        let mut sums = QuerySums::new(c.n_kv_heads, c.head_dim);
+        capture.layer(progress, &mut |block, states| {
+            let (q_pre, kept) = (states.q_pre.view(), &self.kept[block.clone()]);
+            sums.add(self.device, q_pre, kept, &self.decoder.rope)?;
+            let first = rows.partition_point(|row| *row < block.start);
+            let within = rows[first..].iter().take_while(|row| **row < block.end);
+            for (i, row) in (first..).zip(within) {
+                let query = q_pre.slice(s![.., row - block.start, ..]);
+                queries.slice_mut(s![.., i, ..]).assign(&query);
+            }
+            if !values.is_empty() {
+                values.slice_mut(s![.., block.clone(), ..]).assign(&states.v);
+            }
+            keys.slice_mut(s![.., block, ..]).assign(&states.k_pre);
+            Ok(())
+        })?;
+        Ok(Captured {
+            keys,
+            queries,
+            values,
+            moments: sums.at(self.position, &self.decoder.rope),
+            own_moments: sums.at(Position::Own, &self.decoder.rope),
+            sums,
+        })
+    }
+
+    /// Returns the number of KV heads whose values are kept: all of them if a fit reads values, else none.
+    fn value_heads(&self) -> usize {
+        let reads = self.fits.iter().any(|fit| fit.kind().facts().reads_values);
+        if reads { self.decoder.config.n_kv_heads } else { 0 }
+    }
+
+    /// Fits every section to one layer.
+    fn fit(
+        &self,
+        layer: usize,
+        captured: &Captured,
+        progress: &Progress,
+        stages: &mut Stages,
+    ) -> Result<LayerParts> {
+        let mut fit = |fit: &dyn Fit| {
+            let kind = fit.kind();
+            self.stage(progress, layer, kind.facts().stage);
+            let at = |row: &usize| self.query_rows.partition_point(|r| r < row);
+            let query_rows: Vec<usize> = fit.query_rows().iter().map(at).collect();
+            let states = LayerStates {
+                layer,
+                sizes: self.decoder.config.sizes(),
+                window: self.decoder.config.windows[layer],
+                device: kind.device(self.device),
+                keys: &|head| Ok(captured.keys.index_axis(Axis(0), head).to_owned()),
+                queries: &|head| {
+                    let queries = captured.queries.index_axis(Axis(0), head);
+                    Ok(queries.select(Axis(0), &query_rows))
+                },
+                values: &|head| Ok(captured.values.index_axis(Axis(0), head).to_owned()),
+                moments: match kind.facts().moments {
+                    MomentsRead::Nothing => None,
+                    MomentsRead::Chosen => Some(&captured.moments),
+                    MomentsRead::Own => Some(&captured.own_moments),
+                },
+                sums: Some(&captured.sums),
+                block_start: &self.corpus.block_start,
+                kept: self.kept,
+                rope: &self.decoder.rope,
+            };
+            let units = self.corpus.n_tokens() as u64;
+            let part = stages.time(kind.facts().stage, || {
+                fit_layer(fit, &states, progress, units, self.log)
+            })?;
+            Ok((kind.name(), part))
+        };
+        self.fits.iter().map(|of| fit(of.as_ref())).collect()
+    }
+
+    /// Shows what is being done in the progress bar.
+    fn stage(&self, progress: &Progress, layer: usize, what: &str) {
+        let n_layers = self.decoder.config.n_layers;
+        progress.layer(layer, n_layers, what);
+    }
+
+    /// Notes how much memory the run needs, and the size of the artifact.
+    pub fn plan(&self, sections: &[Section]) -> Result<()> {
+        let plan = MemoryPlan::new(
+            &self.decoder.config,
+            self.corpus,
+            self.device,
+            &self.fits,
+            sections,
+        );
+        let pages = self.decoder.layer(0)?.bytes();
+        self.log.note(&plan.note(pages));
+        Ok(())
+    }
+}
+
+/// Adds a layer to every section.
+fn add_layer(sections: &mut [Section], mut parts: LayerParts) -> Result<()> {
+    for section in sections {
+        let name = section.kind.name();
+        let part = parts
+            .remove(name)
+            .ok_or_else(|| Error::failed(format!("internal: a layer has no part for section `{name}`")))?;
+        section.add(part)?;
+    }
+    Ok(())
+}
