@@ -12,7 +12,7 @@ use super::args::Global;
 use super::calibrate::Settings;
 use super::calibrate::plan::MemoryPlan;
 use super::calibrate::stages::Stages;
-use super::{load_corpus, merge, print, print_json};
+use super::{check_wrope_position, load_corpus, merge, print, print_json};
 use crate::artifact::{Fit, Section};
 use crate::cmd::bench::free_bytes;
 use crate::corpus::Corpus;
@@ -51,6 +51,7 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
     let log = global.log();
     let device = global.open_device()?;
     let config = ModelConfig::load(&settings.model)?;
+    check_wrope_position(settings.wrope_position, &config, log);
     let corpus = corpus(settings, &config, global)?;
     let kept = corpus.kept();
     let fits = settings.fits(&config, &corpus, &kept, global.seed, log)?;
