@@ -105,6 +105,14 @@ impl Settings {
             log,
         })
     }
+
+    /// Counts the methods and budgets that the verdict will measure, 0 without one.
+    pub fn verdict_budgets(&self, fits: &[Box<dyn Fit>], text: &Corpus) -> usize {
+        match self.no_verdict || text.held_out.is_empty() {
+            true => 0,
+            false => self.verdict.budgets(fits.len()),
+        }
+    }
 }
 
 /// Runs `calibrate`.
@@ -183,7 +191,8 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
         fits,
         log,
     };
-    calibration.plan(&sections)?;
+    let budgets = settings.verdict_budgets(&calibration.fits, &corpus);
+    calibration.plan(&sections, budgets * settings.verdict.steps())?;
     let layers = layers_on(device.as_ref(), &decoder, global)?;
     let mut stages = calibration.run(layers.as_ref(), work.as_ref(), &mut sections)?;
     drop(layers);

@@ -58,12 +58,10 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
     let section = |fit: &dyn Fit| Section::new(fit, config.sizes(), device.as_ref());
     let sections = fits.iter().map(|fit| section(fit.as_ref()));
     let sections: Vec<Section> = sections.collect::<Result<_>>()?;
-    let memory = MemoryPlan::new(&config, &corpus, device.as_ref(), &fits, &sections);
     let weights = Weights::of(&config, &settings.model);
-    let budgets = match settings.no_verdict || corpus.held_out.is_empty() {
-        true => 0,
-        false => settings.verdict.shares() * (fits.len() + OTHER_METHODS),
-    };
+    let budgets = settings.verdict_budgets(&fits, &corpus);
+    let verdict_rows = budgets * settings.verdict.steps();
+    let memory = MemoryPlan::new(&config, &corpus, device.as_ref(), &fits, &sections, verdict_rows);
     let disk = Disk::of(&config, &corpus, memory.results, budgets);
     if probe && device.cuda().is_some() {
         log.note("the model's pass is timed on the CPU, although it will run on the device");
@@ -216,8 +214,6 @@ struct Disk {
 /// Bytes of the manifest: what is there in any case, the reports of a KV head and of a query head, and what a method loses
 /// with one budget, in all and in a head.
 const MANIFEST: [usize; 5] = [6500, 800, 450, 60, 25];
-/// Methods of the verdict that have no section.
-const OTHER_METHODS: usize = 3;
 
 impl Disk {
     fn of(config: &ModelConfig, corpus: &Corpus, results: usize, budgets: usize) -> Self {

@@ -61,9 +61,13 @@ pub struct VerdictFlags {
 }
 
 impl VerdictFlags {
-    /// Counts the shares of the bytes.
-    pub fn shares(&self) -> usize {
-        self.verdict_reads.len()
+    /// Counts the budgets of all methods for an artifact of `n_sections` sections.
+    pub fn budgets(&self, n_sections: usize) -> usize {
+        let methods = match self.verdict_methods.len() {
+            0 => n_sections + OTHERS.len(),
+            named => named,
+        };
+        methods * self.verdict_reads.len()
     }
 
     /// Counts the steps per held-out block.

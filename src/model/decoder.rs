@@ -226,8 +226,8 @@ impl Decoder {
 }
 
 /// Returns the bytes of memory that a block of `rows` rows takes on its way through a layer on the CPU, besides its
-/// hidden states.
-pub fn block_bytes(c: &ModelConfig, rows: usize) -> usize {
+/// hidden states; `finished` says whether the layer's output is computed too.
+pub fn block_bytes(c: &ModelConfig, rows: usize, finished: bool) -> usize {
     let (q, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
     let (hidden, inter) = (c.hidden_size, c.intermediate_size);
     let chunk = rows.min(ROWS);
@@ -245,10 +245,9 @@ pub fn block_bytes(c: &ModelConfig, rows: usize) -> usize {
         chunk * (2 * hidden + inter) + inputs(inter),
     ];
     let finish = rows * q + table + products.into_iter().max().unwrap_or(0);
-    // Nothing reads the output of the last layer.
-    let passes = match c.n_layers {
-        1 => vec![project, tap],
-        _ => vec![project, tap, attend, finish],
+    let passes = match finished {
+        true => vec![project, tap, attend, finish],
+        false => vec![project, tap],
     };
     let floats = passes.into_iter().max().unwrap_or(0);
     floats * size_of::<f32>()

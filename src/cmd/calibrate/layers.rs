@@ -189,13 +189,14 @@ impl CalibrationRun<'_> {
     }
 
     /// Notes how much memory the run needs, and the size of the artifact.
-    pub fn plan(&self, sections: &[Section]) -> Result<()> {
+    pub fn plan(&self, sections: &[Section], verdict_rows: usize) -> Result<()> {
         let plan = MemoryPlan::new(
             &self.decoder.config,
             self.corpus,
             self.device,
             &self.fits,
             sections,
+            verdict_rows,
         );
         let pages = self.decoder.layer(0)?.bytes();
         self.log.note(&plan.note(pages));

@@ -37,16 +37,20 @@ pub struct MemoryPlan {
     pub capture: usize,
     /// The fit that takes the most.
     pub fit: usize,
+    /// The verdict, which runs the model again after everything else is written.
+    pub verdict: usize,
 }
 
 impl MemoryPlan {
-    /// Plans the calibration of a model with these fits and sections.
+    /// Plans the calibration of a model with these fits and sections; the verdict feeds `verdict_rows` tokens one by one
+    /// per held-out block, those of all variants together.
     pub fn new(
         c: &ModelConfig,
         corpus: &Corpus,
         device: &dyn Device,
         fits: &[Box<dyn Fit>],
         sections: &[Section],
+        verdict_rows: usize,
     ) -> Self {
         let text = FitText {
             n: corpus.n_tokens(),
@@ -68,7 +72,17 @@ impl MemoryPlan {
             rows * (key + value) + queries * query
         };
         // Memory for the states of later blocks is not touched yet.
-        let block = |i: usize| states(corpus.block(i).end) + block_bytes(c, corpus.block(i).len());
+        let block =
+            |i: usize| states(corpus.block(i).end) + block_bytes(c, corpus.block(i).len(), c.n_layers > 1);
+        let verdict = match verdict_rows {
+            0 => 0,
+            rows => {
+                let ends = || corpus.held_out.iter().map(|&(_, _, end)| end);
+                let hidden = ends().map(|end| end + rows).sum::<usize>() * c.hidden_size * float;
+                let own = rows * 2 * (query + key);
+                hidden + own + ends().map(|end| block_bytes(c, end, true)).max().unwrap_or(0)
+            }
+        };
         Self {
             program: PROGRAM_BYTES + text.threads * THREAD_BYTES,
             hidden: text.n * c.hidden_size * float,
@@ -76,12 +90,14 @@ impl MemoryPlan {
             results: store::total_bytes(sections.iter().flat_map(|section| &section.specs)),
             capture: (0..corpus.n_blocks()).map(block).max().unwrap_or(0),
             fit: fits.iter().map(|fit| fit.working_bytes(&text)).max().unwrap_or(0),
+            verdict,
         }
     }
 
-    /// Returns the bytes that are needed at once: a layer is captured first and fitted then.
+    /// Returns the bytes that are needed at once: a layer is captured, then fitted; the verdict comes last.
     pub fn total(&self) -> usize {
-        self.program + self.hidden + self.results + self.capture.max(self.states + self.fit)
+        let fitted = self.hidden + self.results + self.capture.max(self.states + self.fit);
+        self.program + fitted.max(self.verdict)
     }
 
     /// Describes the plan in a line.
