@@ -1,10 +1,11 @@
-# make demo   build, calibrate the bundled model, inspect the artifact, generate with it
+# make demo   build, calibrate the bundled model, generate with it, time the methods, write a report
 # make test   every test; make check: format, lints and documentation
 # make fuzz   random inputs to everything that is read, FUZZ_SECONDS=60 for each target (docs/fuzzing.md)
 # make real   fetch a real model and texts (140 MB) and check them against transformers (docs/real.md)
 # make results     docs/results.md and docs/small.md: what the methods lose, and which claims of the papers hold
 # make real-eval   what every method loses on that model, at equal bytes read
 # make study   whether calibration pays on that model: beside indexes without data, by domain and by amount of text
+# make static   a program that carries OpenBLAS inside (Linux; libgfortran-12-dev beside what `make demo` needs)
 # make cuda   fetch a CUDA compiler (271 MB) where there is none, for the kernels and their test
 
 CARGO ?= cargo
@@ -14,13 +15,17 @@ PYTHON = target/python/bin/python
 REAL = target/real
 REAL_PYTHON = $(REAL)/python/bin/python
 
-.PHONY: all demo test check fuzz setup vulkan cuda golden clean results real real-eval study gpu-kit gpu-check
+.PHONY: all static demo test check fuzz setup vulkan chromium cuda golden clean results real real-eval study gpu-kit gpu-check
 
 # `kvsmith --version` tells the commit.
 RELEASE = KVSMITH_COMMIT="$$(git rev-parse --short HEAD 2>/dev/null || echo unknown)" $(CARGO)
 
 all: setup
 	$(RELEASE) build --release --locked
+
+# Nothing but the C library is needed where this program runs.
+static: setup
+	$(RELEASE) build --release --locked $$(sh scripts/static_flags.sh)
 
 # What a fresh machine with only Rust lacks; says what to install where it may not do so itself.
 setup:
@@ -30,6 +35,10 @@ setup:
 vulkan:
 	@sh scripts/vulkan.sh
 
+# A browser for the tests of reports.
+chromium:
+	@sh scripts/chromium.sh
+
 demo: all
 	@sh scripts/demo.sh $(KVSMITH) $(DEMO)
 
@@ -38,7 +47,7 @@ demo: all
 cuda:
 	@sh scripts/cuda.sh target/cuda
 
-test: setup vulkan target/python/complete
+test: setup vulkan chromium target/python/complete
 	@sh scripts/cuda.sh target/cuda || echo "note: no CUDA compiler: the tests that need one will be ignored" >&2
 	$(CARGO) test --locked
 	KVSMITH_PYTHON=$(abspath $(PYTHON)) $(CARGO) test --locked --test docs --test tasks -- --ignored

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The whole pipeline on the bundled model: calibrate, inspect, generate from one prompt with three methods.
+# The whole pipeline on the bundled model: calibrate, inspect, generate with full and with sparse attention, report.
 set -eu
 
 kvsmith=$1
@@ -10,15 +10,17 @@ mkdir -p "$out"
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 show() { say "\$ kvsmith $*"; "$kvsmith" "$@"; }
 
-# Positions beyond the model's context of 2048 do not occur, so the fixed distance is half of it.
-show calibrate --model $model --text calib-data/text.txt --max-tokens 49152 --uuid-tokens 8192 \
+# Positions beyond the model's context of 2048 do not occur, so the WRoPE position is half of it.
+show calibrate --model $model --text calib-data/text.txt --max-tokens 32K --uuid-tokens 6K \
     --size 1024 --wrope-position 1024 --overwrite -o "$out/demo.safetensors"
 show inspect "$out/demo.safetensors" --verify --model $model
-say "The prompt holds a list of words in random order and ends with its first ones again."
-echo "A model that recalls the list goes on: goodness common bowels place walls sound seat ashamed ..."
+say "The prompt is a list of words in random order, followed by its first words again."
+echo "A model that recalls the list continues: goodness common bowels place walls sound seat ashamed ..."
 show run --model $model --prompt-file calib-data/demo-prompt.txt --max-new 48 --method full
-say "Without --method and --budget, run takes what the artifact recommends:"
+say "Without --method and --budget, run uses what the artifact recommends:"
 show run --model $model --prompt-file calib-data/demo-prompt.txt --max-new 48 \
     --artifact "$out/demo.safetensors"
-show run --model $model --prompt-file calib-data/demo-prompt.txt --max-new 48 --method a2ats \
-    --artifact "$out/demo.safetensors" --budget 0.06
+say "What this is for: one layer of Llama-3.1-8B decodes one token at 32K context."
+show bench attend --shapes llama-3.1-8b --context 32K --methods full,a2ats,selfindex,wpq --device cpu
+show report "$out/demo.safetensors" --overwrite -o "$out/report.html"
+say "Open $out/report.html in a browser to see what each method loses, and where."

@@ -37,6 +37,13 @@ fn rows_have_the_keys_of_the_contract() {
         let rate = number("bytes") / number("median_s") * 1e-9;
         assert!((rate / number("gbytes_per_s") - 1.0).abs() < 1e-9, "{row}");
     }
+    for of_shape in rows.chunks(3) {
+        assert!(of_shape[0]["speedup_over_full"].is_null());
+        for row in &of_shape[1..] {
+            let speedup = number(&of_shape[0], "median_s") / number(row, "median_s");
+            assert_eq!(number(row, "speedup_over_full"), speedup, "{row}");
+        }
+    }
     let names: Vec<&str> = rows
         .iter()
         .take(3)
