@@ -231,7 +231,7 @@ impl Lab {
     }
 }
 
-/// Adds to a row the needle accuracy of another run of its case, and that of full attention.
+/// Adds to a row the needle accuracy of another run of the same case, and that of full attention.
 fn join(row: &mut Value, new: &Value, out: &Value) {
     if new["needle_accuracy"].is_number() {
         for key in ["needle_accuracy", "needle_accuracy_by_turn"] {

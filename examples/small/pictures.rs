@@ -28,7 +28,7 @@ const COLOURS: [RGBColor; 9] = [
 /// A named line.
 type Line = (String, Vec<(f64, f64)>);
 
-/// Draws all of them.
+/// Draws all pictures.
 pub fn all(results: &BTreeMap<String, Value>, artifact: &Path) -> Result<(), Error> {
     let methods = &results["methods"][0]["rows"];
     let reads = by_method(methods, "kv_read_fraction", "recall");
