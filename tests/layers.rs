@@ -1,5 +1,5 @@
-//! Which module may import which: the floors of ARCHITECTURE.md, lowest first. A file imports from its own floor and from
-//! lower floors. `cargo test --test layers -- --nocapture` prints figures about the source tree.
+//! Which module may import which: the floors of ARCHITECTURE.md, lowest first. A file imports from its own floor and
+//! from lower floors. `cargo test --test layers -- --nocapture` prints figures about the source tree.
 
 mod source;
 
