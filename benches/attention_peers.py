@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Compares `kvsmith bench attend` with PyTorch's scaled_dot_product_attention on the same shapes, in one run.
 
-Needs torch and a release build of kvsmith. Run by hand, on a GPU or (with --device cpu) on the CPU:
+Needs torch and a release build of kvsmith. Run it by hand, on a GPU or (with --device cpu) on the CPU:
 
     python benches/attention_peers.py --kvsmith target/release/kvsmith --context 8K,128K --batch 1,4,16
 
-Each row is one decode step of one layer: one query per query head, over all cached positions for PyTorch and for
-`full`, over the static set and what the method chooses for the others, retrieval included. The contenders take turns
-in every round. Keys and values are rotated through copies, so that no cache holds them from one step to the next. The
-table shows medians over the rounds, and how many times PyTorch's time is kvsmith's.
+Each row is one decode step of one layer, with one query per query head. PyTorch and `full` attend all cached positions. The
+other methods attend the static set and the positions that they choose; their retrieval is included. The contenders take
+turns in every round. Steps rotate through copies of the keys and values, so that no cache of the processor holds them from
+one step to the next. The table shows medians over the rounds, and PyTorch's time divided by kvsmith's.
 """
 
 import argparse
@@ -29,17 +29,17 @@ TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kvsmith", default="target/release/kvsmith", help="the binary")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(MODELS))
-    parser.add_argument("--context", default="8K,32K,128K")
-    parser.add_argument("--batch", default="1,4,16")
-    parser.add_argument("--budget", default="0.06")
-    parser.add_argument("--methods", default="full,a2ats,selfindex")
-    parser.add_argument("--kv", default="bf16", choices=sorted(TYPES))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--runs", type=int, default=20, help="timed runs in each round")
-    parser.add_argument("--steps", type=int, default=20, help="steps of PyTorch between two waits")
-    parser.add_argument("--threads", type=int, help="of the CPU, for both")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu", help="where both run")
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(MODELS), help="model whose heads are used")
+    parser.add_argument("--context", default="8K,32K,128K", help="context lengths, in tokens")
+    parser.add_argument("--batch", default="1,4,16", help="numbers of sequences")
+    parser.add_argument("--budget", default="0.06", help="budget of the methods, as in `kvsmith bench attend`")
+    parser.add_argument("--methods", default="full,a2ats,selfindex", help="methods of kvsmith to time")
+    parser.add_argument("--kv", default="bf16", choices=sorted(TYPES), help="type of the cache")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
+    parser.add_argument("--runs", type=int, default=20, help="timed runs per round")
+    parser.add_argument("--steps", type=int, default=20, help="PyTorch steps between two synchronisations")
+    parser.add_argument("--threads", type=int, help="CPU threads, for both")
     parser.add_argument("--json", help="write the rows to this file")
     return parser.parse_args()
 
@@ -62,8 +62,8 @@ class Peer:
         def draw(*shape):
             return torch.randn(*shape, device=args.device, dtype=kind)
 
-        # The group's queries as heads of one query, or as one head's queries: the same numbers, and PyTorch takes
-        # different ways to them. The faster one counts.
+        # The queries of a group, as heads with one query each or as the queries of one head. The numbers are the same,
+        # but PyTorch computes them differently. The faster form counts.
         query = draw(batch, heads, 1, channels)
         self.forms = [(query, True), (query.view(batch, kv_heads, heads // kv_heads, channels), False)]
         self.rows = [
@@ -83,7 +83,7 @@ class Peer:
             torch.cuda.synchronize()
 
     def seconds(self, runs):
-        """The median of one step in its faster form; the first run warms up."""
+        """Returns the median time of one step in its faster form; the first run warms up."""
         return min(self.form_seconds(form, runs) for form in self.forms)
 
     def form_seconds(self, form, runs):
@@ -99,7 +99,7 @@ class Peer:
 
 
 def ours(args, context, batch):
-    """Seconds of one step per method."""
+    """Returns the rows of `kvsmith bench attend`, by method."""
     command = [args.kvsmith, "bench", "attend", "--json", "-q", "--device", args.device, "--shapes", args.shape]
     command += ["--context", context, "--batch", batch, "--budget", args.budget, "--methods", args.methods]
     command += ["--kv", args.kv, "--runs", str(args.runs)]
@@ -125,7 +125,7 @@ def main():
                 peer = Peer(args, heads, kv_heads, channels, positions(context), int(batch))
                 with torch.inference_mode():
                     peers.append(peer.seconds(args.runs))
-                # Its memory is needed by the other.
+                # Frees its memory for kvsmith.
                 del peer
                 if args.device == "cuda":
                     torch.cuda.empty_cache()

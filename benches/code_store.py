@@ -1,16 +1,17 @@
-"""Asks whether the codes of `wpq` can be a part of the cache itself: keys as 64 bits of codes and a 2-bit residual.
+"""Measures whether the codes of `wpq` can be part of the cache itself: keys as 64 bits of codes and a 2-bit residual.
 
     python benches/code_store.py CALIB OTHER --layers 3,9,15,21,27
 
-CALIB and OTHER are dumps as benches/index_search.py takes them. For the keys of OTHER it prints the bits of a key and the
-squared error of the scores of 12 queries of each block, over the variance of a query's scores, for
+CALIB and OTHER are dumps as for benches/index_search.py. For several forms of the keys of OTHER, the script prints the bits per
+key and the error: the squared error of the scores of 12 queries per block, divided by the variance of the scores of a query.
+The forms are:
 
-    2, 3 and 4 bits     a channel, with the least value and the step in f16 for each 32 channels of a key
-    sign and 2 bits     a sign, and 2 bits for the magnitude divided by the channel's largest one, quantised in the
-                        same way: what `--kv 2bit` stores
-    codes               of `wpq`, 64 bits
-    codes and 2 bits    the codes, and 2 bits a channel for the part of the key that they leave, in the channels of the key
-                        (k) or in those of the quantiser (z)
+    2, 3 and 4 bits     bits per channel, with the smallest value and the step in f16 for every 32 channels of a key
+    sign and 2 bits     a sign, and 2 bits for the magnitude divided by the largest magnitude of the channel, quantised
+                        in the same way; `--kv 2bit` stores this form
+    codes               the codes of `wpq`, 64 bits
+    codes and 2 bits    the codes, and 2 bits per channel for the residual of the key, in the channels of the key (k) or
+                        in those of the quantiser (z)
 
 Needs numpy and faiss-cpu.
 """
@@ -27,7 +28,7 @@ GROUP = 32
 
 
 def rounded(x, bits):
-    """Rows [n, d] at 2^bits levels between the least and the largest value of each GROUP channels, these in f16."""
+    """Rounds rows [n, d] to 2^bits levels between the smallest and the largest value of every GROUP channels, in f16."""
     groups = x.reshape(len(x), -1, GROUP)
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     step = ((high - low) / (2**bits - 1)).astype(np.float16).astype(np.float32)
@@ -37,7 +38,7 @@ def rounded(x, bits):
 
 
 def signed(x, bits):
-    """A sign about the channel's median, and the magnitude over the channel's largest at 2^bits levels."""
+    """Rounds rows [n, d] to signs about the channel's median and magnitudes, relative to its largest, at 2^bits levels."""
     centre = np.median(x, 0)
     left = x - centre
     scale = np.abs(left).max(0)
@@ -45,7 +46,7 @@ def signed(x, bits):
 
 
 def forms(keys, space, quantiser):
-    """Name, bits of a key, and keys as they are read back."""
+    """Yields each form: its name, bits per key, and the keys as they are read back."""
     d = keys.shape[1]
     header = d // GROUP * 32
     for bits in (2, 3, 4):
@@ -65,15 +66,15 @@ def forms(keys, space, quantiser):
 
 
 def errors(keys, read, queries):
-    """Mean squared error of scores over their variance, for queries [r, steps, d] of the last positions."""
+    """Returns the mean squared error of the scores of queries [r, steps, d], divided by the variance of the scores."""
     scores = queries @ keys.T
     return ((queries @ (read - keys).T).var(-1) / scores.var(-1)).mean()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("calib", type=Path)
-    parser.add_argument("other", type=Path)
+    parser.add_argument("calib", type=Path, help="dump to calibrate on")
+    parser.add_argument("other", type=Path, help="dump of other text, with --queries")
     parser.add_argument("--layers", required=True, help="layers to measure, such as 3,9,15")
     parser.add_argument("--theta", type=float, default=100000.0, help="base of the rotary frequencies")
     args = parser.parse_args()
@@ -97,7 +98,7 @@ def main():
                 for name, size, read in forms(k, space, quantiser):
                     found.setdefault(name, []).append(errors(k, read, q[:, steps]))
                     sizes[name] = size
-    print("| key | bits | error, mean | median | largest |\n|---|---|---|---|---|")
+    print("| form | bits per key | error, mean | median | largest |\n|---|---|---|---|---|")
     for name, values in found.items():
         print(f"| {name} | {sizes[name]} | {np.mean(values):.5f} | {np.median(values):.5f} | {np.max(values):.4f} |")
 

@@ -1,14 +1,14 @@
-"""Compares indexes of keys at equal bytes read, outside kvsmith: what `wpq` is made of, and what was tried beside it.
+"""Compares indexes of keys at equal bytes read, outside kvsmith: the parts of `wpq`, and the alternatives that were tried.
 
-Two dumps of one model are needed: one to calibrate on, and one of other text with queries and values, in long blocks:
+Needs two dumps of one model: one to calibrate on, and one of other text, with queries and values, in long blocks:
 
     kvsmith dump --model MODEL --text calib.txt --seq-len 8192 --queries -o CALIB
     kvsmith dump --model MODEL --text other.txt --seq-len 8192 --holdout 0 --queries --values -o OTHER
     python benches/index_search.py CALIB OTHER --layers 3,9,15,21,27
 
-Every index chooses the positions that 12 late queries of each block attend, besides 4 sinks and the last 64. The error is
-that of the attention's output after the layer's output projection is left out: |o - o_full|^2 / |o_full|^2 over the query
-heads of a layer, averaged over steps, heads and layers. Needs numpy and faiss-cpu.
+Every index chooses the positions that 12 late queries of each block attend, besides 4 sinks and a window of 64. The error is
+that of the attention output, without the layer's output projection: |o - o_full|^2 / |o_full|^2 over the query heads of a
+layer, averaged over steps, heads and layers. Needs numpy and faiss-cpu.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def nearest(x, words):
 
 
 class Space:
-    """Coordinates z = (k - mean) L V of keys, in which products with y = q L^-T V are scores."""
+    """Coordinates z = (k - mean) L V of keys. Products with y = q L^-T V are scores in them."""
 
     def __init__(self, keys, moment, metric=True, principal=True):
         d = keys.shape[1]
@@ -91,7 +91,7 @@ class Space:
 
 
 class Quantiser:
-    """Words of m groups in one or two stages; the second encodes what the first leaves."""
+    """Words of m groups in one or two stages; the second stage encodes the residual of the first."""
 
     def __init__(self, space, keys, m, words, stages=1, weights=None):
         self.space, self.m, self.stages = space, m, []
@@ -117,7 +117,7 @@ class Quantiser:
         return [self.encode_stage(left, stage) for stage in self.stages]
 
     def scores(self, q, codes):
-        """The estimates after each stage, [r, n] each."""
+        """Returns the estimated scores after each stage, [r, n] each."""
         y = q @ self.space.queries
         sums = np.repeat((q @ self.space.mean / np.sqrt(q.shape[1]))[:, None], len(codes[0][0]), 1)
         out = []
@@ -150,7 +150,7 @@ class Signs:
 
 
 def indexes(keys, moment, weights):
-    """The calibrated indexes of a head, by name."""
+    """Returns the calibrated indexes of a head, by name."""
     space = Space(keys, moment)
     no_metric = Space(keys, moment, metric=False)
     no_principal = Space(keys, moment, principal=False)
@@ -170,7 +170,7 @@ def indexes(keys, moment, weights):
 
 
 class Step:
-    """What one query group sees: exact attention, and what a choice of positions loses."""
+    """One step of one query group: its exact attention, and the loss of a choice of positions."""
 
     def __init__(self, q, keys, values):
         n, d = keys.shape
@@ -181,7 +181,7 @@ class Step:
         self.candidates = np.arange(SINKS, n - WINDOW)
 
     def mass(self, estimate, pooled="softmax"):
-        """The estimated attention of the candidates, summed over the query heads."""
+        """Returns the estimated attention of the candidates, summed over the query heads."""
         if pooled == "mean":
             return estimate[:, self.candidates].sum(0)
         mixed = estimate.copy()
@@ -189,7 +189,7 @@ class Step:
         return softmax(mixed)[:, self.candidates].sum(0)
 
     def losses(self, order, counts):
-        """The squared errors of the output with the first positions of an order, and the share that they have lost."""
+        """Returns the squared error of the output for each count, with the first `count` positions of an order chosen."""
         p, values = self.p[:, self.static], self.values[self.static]
         mass, out, done, losses = p.sum(1), p @ values, 0, []
         for count in counts:
@@ -201,7 +201,7 @@ class Step:
         return np.array(losses)
 
     def refined(self, first, second, count, factor=4):
-        """The candidates by both stages: only the best by the first are scored by the second."""
+        """Returns the candidates ranked by both stages; the second scores only the best of the first."""
         rough = np.argsort(-self.mass(first), kind="stable")[: factor * count]
         mixed = first.copy()
         mixed[:, self.candidates[rough]] = second[:, self.candidates[rough]]
@@ -209,7 +209,7 @@ class Step:
 
 
 class Table:
-    """Losses per variant and layer, and what a step reads."""
+    """The losses per index and layer, and what a step reads."""
 
     def __init__(self, n, d):
         self.rows, self.thresholds, self.scale, self.reads = {}, {}, {}, {}
@@ -235,7 +235,7 @@ class Table:
 
     def print(self):
         heads = " | ".join(f"error at {share:.0%}" for share in SHARES)
-        print(f"| index | bits a key | {heads} |\n|---|---|" + "---|" * len(SHARES))
+        print(f"| index | bits per key | {heads} |\n|---|---|" + "---|" * len(SHARES))
         for name in self.rows:
             index, _ = self.reads[name]
             cells = []
@@ -284,7 +284,7 @@ def measure(table, layer, step, estimates, bits_and_fixed):
 
 
 def attention_of(keys, queries, blocks):
-    """The attention that each key gets from sampled queries of its block, mean 1 per block."""
+    """Returns the attention that each key gets from sampled queries of its block, with a mean of 1 per block."""
     out = np.zeros(keys.shape[0], np.float32)
     for start, end in blocks:
         rows = np.linspace((end - start) // 8, end - start - 1, 128).astype(int)
@@ -304,7 +304,7 @@ def blocks_of(tokens):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("calib", type=Path, help="dump to calibrate on; with --queries for mass-weighted k-means")
+    parser.add_argument("calib", type=Path, help="dump to calibrate on; made with --queries, it also gives mass-weighted k-means")
     parser.add_argument("other", type=Path, help="dump of other text, with --queries and --values")
     parser.add_argument("--layers", required=True, help="layers to measure, such as 3,9,15")
     parser.add_argument("--theta", type=float, default=100000.0, help="base of the rotary frequencies")

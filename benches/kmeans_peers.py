@@ -1,24 +1,24 @@
 #!/usr/bin/env python3
 """Compares `kvsmith bench kmeans` with faiss and scikit-learn on the same points.
 
-Needs numpy, safetensors, faiss-cpu and scikit-learn, and a release build of kvsmith. Run by hand:
+Needs numpy, safetensors, faiss-cpu and scikit-learn, and a release build of kvsmith. Run it by hand:
 
     python benches/kmeans_peers.py --kvsmith target/release/kvsmith --threads 2
 
-The contenders take turns in every round, so that what else the machine does hits all of them; each
-round has its own seed. Objectives are computed here, in float64, from the codebooks returned; the
-table shows medians over the rounds. The exit status is 1 if ours is more than 3 % above
-scikit-learn's or more than 1 % above faiss's.
+The contenders take turns in every round, so that other work on the machine affects all of them. Each
+round has its own seed. The script computes the objectives in float64 from the codebooks returned. The
+table shows medians over the rounds. The exit status is 1 if the objective of kvsmith is more than 3 %
+above that of scikit-learn or more than 1 % above that of faiss.
 
-kvsmith starts from plain k-means++, one candidate per centroid, as A2ATS does. So does the
-`scikit-learn` row. The `sklearn-greedy` row is scikit-learn as it comes: it keeps the best of
-2 + ln(M) candidates per centroid, which is slower and pays where there are about as many natural
-clusters as centroids. That is how `mixture` is made at its smallest size, and there greedy seeding
-is about 5 % ahead of every plain one; on `mixture` it is shown but not judged. Points like whitened
-keys have no such structure, and on `whitened` it is judged as well. faiss starts from random points,
-its default, and does not subsample here.
+kvsmith starts from plain k-means++, with one candidate per centroid, as A2ATS does. So does the row
+`scikit-learn`. The row `sklearn-greedy` is scikit-learn with its defaults. It keeps the best of
+2 + ln(M) candidates per centroid, which is slower but helps if there are about as many natural
+clusters as centroids. The smallest `mixture` is made in this way, and there greedy seeding is about
+5 % better than plain seeding; on `mixture` it is shown but not judged. Points like whitened keys have
+no such structure, so greedy seeding is judged on `whitened` too. faiss starts from random points, its
+default, and does not subsample here.
 
-With `--device cuda` (or wgpu) kvsmith runs there as well, as one more row; its peers stay on the CPU.
+With `--device cuda` (or wgpu) kvsmith also runs there, in an additional row. Its peers stay on the CPU.
 """
 
 import argparse
@@ -32,14 +32,14 @@ import tempfile
 import time
 
 def limit(kind, name):
-    """The largest objective ratio that passes, if this contender is judged on these points."""
+    """Returns the largest objective ratio that passes; None if this contender is not judged on these points."""
     limits = {"faiss": 1.01, "scikit-learn": 1.03}
     if kind == "whitened":
         limits["sklearn-greedy"] = 1.03
     return limits.get(name)
 
 
-# n d M beyond which scikit-learn takes minutes, mostly to seed.
+# Product n d M above which scikit-learn takes minutes, mostly for seeding.
 SKLEARN_WORK = 2**32
 
 
@@ -55,19 +55,19 @@ def arguments():
         help="points, dimension, centroids; may be repeated "
         "(default: 8192,64,256 and 20480,128,1024 and 81920,128,4096)",
     )
-    parser.add_argument("--device", action="append", choices=["wgpu", "cuda"], default=[])
-    parser.add_argument("--kind", choices=["mixture", "whitened"], action="append")
-    parser.add_argument("--iterations", type=int, default=25)
+    parser.add_argument("--device", action="append", choices=["wgpu", "cuda"], default=[], help="run kvsmith there too")
+    parser.add_argument("--kind", choices=["mixture", "whitened"], action="append", help="kind of points (default: both)")
+    parser.add_argument("--iterations", type=int, default=25, help="passes over the points")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sklearn", choices=["auto", "always", "never"], default="auto")
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the points and of the first round")
+    parser.add_argument("--sklearn", choices=["auto", "always", "never"], default="auto", help="auto: only on small cases")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     return parser.parse_args()
 
 
 def make_points(np, kind, n, d, seed):
-    """Centred float32 points: a round mixture, or a decaying spectrum as whitened keys have it."""
+    """Makes centred float32 points: a round mixture, or points with a decaying spectrum, like whitened keys."""
     rng = np.random.default_rng(seed)
     if kind == "mixture":
         centres = rng.standard_normal((max(2, n // 40), d))
@@ -81,7 +81,7 @@ def make_points(np, kind, n, d, seed):
 
 
 def objective(np, x, codebook):
-    """Sum of squared distances to the nearest centroid, in float64."""
+    """Returns the sum of squared distances to the nearest centroid, in float64."""
     c = codebook.astype(np.float64)
     half = (c * c).sum(1) / 2
     total = 0.0
@@ -109,7 +109,7 @@ def run_kvsmith(args, points_file, size, folder, seed, device):
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     cpu = cpu_seconds(resource.RUSAGE_CHILDREN) - cpu
     row = json.loads(done.stdout)["rows"][0]
-    # The CPU time covers all runs of the command and the reading of the file.
+    # The CPU time covers all runs of the command and reading the file.
     return load_file(codebook_file)["codebook"], row["median_s"], cpu / row["runs"]
 
 
@@ -165,7 +165,7 @@ def run_sklearn(args, x, size, seed, greedy):
 
 
 def compare(np, args, kind, n, d, size):
-    """Runs all contenders on one set of points; returns a row for each, ours first."""
+    """Runs all contenders on one set of points; returns a row for each, that of kvsmith first."""
     from safetensors.numpy import save_file
 
     x = make_points(np, kind, n, d, args.seed)
@@ -208,7 +208,7 @@ def compare(np, args, kind, n, d, size):
             "max_s": max(row["wall"]),
             "runs": len(row["wall"]),
             "cpu_s": statistics.median(row["cpu"]),
-            # Of the turns of one round, taken back to back.
+            # Ratios within a round, whose turns follow each other directly.
             "time_ratio": statistics.median(b / a for a, b in zip(ours["wall"], row["wall"])),
         }
         for name, row in rows.items()
@@ -217,7 +217,7 @@ def compare(np, args, kind, n, d, size):
 
 def main():
     args = arguments()
-    # Before numpy loads its BLAS.
+    # Must be set before numpy loads its BLAS.
     for name in ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"]:
         os.environ[name] = str(args.threads)
     import numpy as np
@@ -225,7 +225,7 @@ def main():
     cases = args.case or ["8192,64,256", "20480,128,1024", "81920,128,4096"]
     results, worse = [], []
     print(f"threads {args.threads}, iterations {args.iterations}, rounds {args.rounds}")
-    print("objective: ours / theirs, below 1 is better for us; time: theirs / ours, above 1 likewise")
+    print("objective: kvsmith / peer, kvsmith is better below 1; time: peer / kvsmith, kvsmith is better above 1")
     head = f"{'points':28} {'who':15} {'objective':>12} {'ratio':>8}"
     print(head + f" {'median s':>9} {'cpu s':>8} {'time':>7}")
     for kind in args.kind or ["mixture", "whitened"]:

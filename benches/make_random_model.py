@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write a Hugging Face llama checkpoint with random bf16 weights in the shape of a real model.
 
-For measuring memory and speed without a download; the weights mean nothing. Needs Python alone, and for the 16 GB of
-an 8B model as long as the disk does. Example: python3 benches/make_random_model.py 1b /tmp/random-1b
+The model serves to measure memory and speed without a download; its output is meaningless. The script needs only Python.
+Writing the 16 GB of an 8B model is limited by the disk. Example: python3 benches/make_random_model.py 1b /tmp/random-1b
 """
 
 import argparse
@@ -23,7 +23,7 @@ SHAPES = {
     "1b": (16, 2048, 8192, 32, 8, 64, 128256, True),
     "8b": (32, 4096, 14336, 32, 8, 128, 128256, False),
 }
-# Normal numbers drawn: a prime, so that rows which repeat them begin at another one each.
+# Normal numbers drawn. A prime, so that rows, which repeat these numbers, each begin at a different one.
 DRAWN = 2_097_169
 
 
@@ -47,7 +47,7 @@ def tensors(shape):
 
 
 def bf16(values):
-    """Little-endian bf16 of floats, cut off."""
+    """Returns floats as little-endian bf16, truncated."""
     wide = array("f", values).tobytes()
     out = bytearray(len(wide) // 2)
     out[0::2], out[1::2] = wide[2::4], wide[3::4]
@@ -55,7 +55,7 @@ def bf16(values):
 
 
 class Weights:
-    """Bytes of matrices of variance 1 / inputs: the same normal numbers again and again, from a random one on."""
+    """Writes matrices of variance 1 / inputs, which repeat the same normal numbers from a random start."""
 
     def __init__(self, rng):
         self.rng = rng
@@ -65,7 +65,7 @@ class Weights:
     def write(self, file, rows, cols):
         if cols not in self.scaled:
             scale = 1.0 / math.sqrt(cols)
-            # Twice, so that a whole round can be taken from anywhere.
+            # Stored twice, so that a whole round can start anywhere.
             self.scaled[cols] = memoryview(bf16([v * scale for v in self.normal]) * 2)
         left, first = 2 * rows * cols, 2 * self.rng.randrange(DRAWN)
         round_of = self.scaled[cols][first : first + 2 * DRAWN]
@@ -74,7 +74,7 @@ class Weights:
 
 
 def shape_of(text):
-    """A named shape, or its numbers with tied embeddings."""
+    """Returns a named shape, or one given by its numbers, with tied embeddings."""
     if text in SHAPES:
         return SHAPES[text]
     numbers = tuple(int(number) for number in text.split(","))
@@ -89,10 +89,10 @@ def main():
         "shape", type=shape_of, metavar="SHAPE",
         help=f"{', '.join(SHAPES)}, or layers,hidden,intermediate,heads,kv_heads,head_dim,vocabulary",
     )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokens", type=int, default=4096, help="length of the random tokens.json")
-    parser.add_argument("--layers", type=int, help="other number of layers")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("folder", type=Path, help="folder to write")
+    parser.add_argument("--tokens", type=int, default=4096, help="number of random tokens in tokens.json")
+    parser.add_argument("--layers", type=int, help="number of layers, in place of that of the shape")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers")
     args = parser.parse_args()
     shape = args.shape
     if args.layers:

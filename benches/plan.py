@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Compare what `kvsmith plan` says of memory, disk and time with what `kvsmith calibrate` takes, on random weights.
+"""Compare the memory, disk and time that `kvsmith plan` predicts with what `kvsmith calibrate` takes, on random weights.
 
-Samples RssAnon (the program's own memory) in /proc/PID/status; Linux alone. The time means something on an idle machine
-alone. Example: python3 benches/plan.py target/release/kvsmith
+Samples RssAnon (the program's own memory) in /proc/PID/status, so it runs only on Linux. Times are meaningful only on an idle
+machine. Example: python3 benches/plan.py target/release/kvsmith
 """
 
 import argparse
@@ -27,7 +27,7 @@ RUNS = [
 
 
 def documents(tokens, longest, vocabulary, rng):
-    """Random documents of different lengths, the longest first."""
+    """Return random documents of different lengths, the longest first."""
     lengths, left = [longest], tokens - longest
     while left > 0:
         lengths.append(min(left, rng.randint(longest // 4, longest)))
@@ -36,7 +36,7 @@ def documents(tokens, longest, vocabulary, rng):
 
 
 def calibrate(command):
-    """Run the command; its document and the most memory of its own, in bytes."""
+    """Run the command; return its document and the peak of its own memory, in bytes."""
     child = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     peak = 0
     while child.poll() is None:
@@ -59,9 +59,9 @@ def row(what, planned, taken, unit):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("program", type=Path)
-    parser.add_argument("--only", default="", help="runs whose name has this")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("program", type=Path, help="the kvsmith program")
+    parser.add_argument("--only", default="", help="only runs whose name contains this text")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     args = parser.parse_args()
     print("| run | | planned | taken | off by |\n|---|---|---|---|---|")
     for name, shape, tokens, longest, codewords in RUNS:

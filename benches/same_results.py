@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Runs two builds of kvsmith over the same commands and compares everything that they leave behind, byte for byte.
+"""Runs two builds of kvsmith on the same commands and compares all their output, byte for byte.
 
-Needs Python alone. Both programs run on the CPU, on the bundled model and on the fixtures of tests/fixtures:
+Needs only Python. Both programs run on the CPU, on the bundled model and on the fixtures of tests/fixtures:
 
     python benches/same_results.py --against OLD_PROGRAM [--program target/release/kvsmith]
 
-Compared are the exit code, stdout, stderr, and every file written: artifacts, sections, moments, dumps, traces. Left out
-are measured times and memory, by name: TIMES and TIMES_IN_TEXT below. The exit code is 1 if anything else differs, or if a
-command fails with both that is not there to fail.
+The script compares the exit code, stdout, stderr and every file written: artifacts, sections, moments, dumps and traces. It
+ignores measured times and memory, which TIMES and TIMES_IN_TEXT below name. The exit code is 1 if anything else differs, or
+if a command that should succeed fails with both programs.
 
---quick takes a part of the commands, --only those whose name matches a pattern (with those that they need).
---self-test shows that differences are found: it compares one program with itself under other options.
+--quick runs a part of the commands, --only those whose name matches a pattern, and the commands that they need.
+--self-test shows that the script finds differences: it compares one program with itself under different options.
 """
 
 import argparse
@@ -29,20 +29,20 @@ import time
 from dataclasses import dataclass, field
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# Members of JSON documents on stdout that are measured.
+# Measured members of the JSON documents on stdout.
 TIMES = [
     "prefill_s", "decode_s", "tokens_per_s", "seconds", "median_s", "min_s", "max_s", "upload_s", "seed_s", "pass_s", "gflops",
     "gbytes_per_s", "peak_bytes", "read_loop_gbytes_per_s", "scattered_loop_gbytes_per_s", "bandwidth_share", "gemm_gflops",
     "gemm_share",
 ]
-# What is measured in texts for people, and the random part of temporary names, with what stands there instead.
+# Measured values in text output and random parts of temporary names, each with its replacement.
 TIMES_IN_TEXT = [
     (r"\b\d+\.\d+ s\b", "_ s"), (r"\(\d+(\.\d+)? tokens/s\)", "(_ tokens/s)"), (r"\b\d+\.\d+ GB/s", "_ GB/s"),
     (r"/\.kvsmith-\w+\.part", "/.kvsmith-_.part"),
 ]
 METHODS = ["full", "topk", "random", "streaming", "quest", "snapkv", "a2ats", "selfindex", "lfps", "ctkvr"]
 GOLDEN = sorted(os.listdir(os.path.join(ROOT, "tests/fixtures/golden")))
-# Every path is relative to the folder that a program runs in, so that messages name the same paths.
+# Paths are relative to the folder in which a program runs, so that messages name the same paths.
 LINKS = {"model": "calib-data/model", "data": "calib-data", "golden": "tests/fixtures/golden"}
 TEXT = "--text data/text.txt --seq-len 1024"
 
@@ -55,9 +55,9 @@ class Case:
     stdin: str = ""
     # Whether later cases read what it writes.
     makes: bool = False
-    # Most bytes of a file that it writes: more is an error.
+    # Largest file that the command may write, in bytes; 0: no limit.
     limit: int = 0
-    # What it ends with; None: whatever it is with the older program.
+    # Expected exit code; None: that of the older program.
     code: int | None = 0
 
 
@@ -71,7 +71,7 @@ class Outcome:
 
 
 def calibration():
-    """The artifact of the bundled model, the chain by hand, and small artifacts of every kind of model."""
+    """Makes the artifact of the bundled model, the same step by step, and small artifacts of every kind of model."""
     calibrate = f"calibrate --model model {TEXT} --wrope-position 1024 --json"
     yield Case("calibrate", f"{calibrate} --max-tokens 8192 --uuid-tokens 2048 --size 256 -v -o art.st", quick=True, makes=True)
     small = f"{calibrate} --max-tokens 3072 --uuid-tokens 0 --size 64"
@@ -79,7 +79,7 @@ def calibration():
     yield Case("calibrate, standard RoPE, nothing held out", f"{small} --rope standard --holdout 0 -o standard.st")
     yield Case("calibrate, few passes, least gain, one thread", f"{small} --iterations 4 --min-gain 0.01 --threads 1 -o few.st")
     yield Case("calibrate with a work folder", f"{small} --work work -o worked.st")
-    # The artifact is too large for its limit, the files of the work folder are not.
+    # The artifact exceeds the limit; the files of the work folder do not.
     stopped = f"{calibrate} --max-tokens 1024 --uuid-tokens 0 --size 800 --work stopped -o resumed.st"
     yield Case("calibrate, stopped", stopped, makes=True, limit=850_000, code=1)
     yield Case("calibrate, resumed", f"{stopped} --resume")
@@ -173,7 +173,7 @@ def evaluation():
 
 
 def benchmarks():
-    """What `bench` says besides times."""
+    """Compares what `bench` prints besides times."""
     yield Case("bench kmeans", "bench kmeans --n 4096 --dim 32 --size 64 --iterations 8 --runs 1 --json -o codebook.st", makes=True)
     yield Case("bench kmeans, heads", "bench kmeans --heads 3 --n 1000 --dim 20 --size 17 --seed 4 --runs 1 --json -o heads.st", True)
     yield Case("bench kmeans of points", "bench kmeans --points points.st --size 8 --runs 1 --json -o fitted.st")
@@ -217,13 +217,13 @@ def failures():
         "bench kmeans --points art.st", "bench encode --size 70000", "bench prefill --heads 3 --kv-heads 2", "bench decode --device cpu",
     ]
     for command in commands:
-        # --quick does not make everything that these read.
+        # --quick does not make all files that these commands read.
         quick = not re.search(r"dump-|-f32|-bf16|qwen2_bias.st|codebook.st", command)
         yield Case(f"kvsmith {command}".strip(), command, quick, code=None)
 
 
 def write_inputs(folder):
-    """What commands read besides the repository's files."""
+    """Writes the inputs that are not files of the repository."""
     for name, target in LINKS.items():
         os.symlink(os.path.join(ROOT, target), os.path.join(folder, name))
     ids = lambda n, start: [(i * i + 7 * i + start) % 90 + 3 for i in range(n)]
@@ -250,7 +250,7 @@ def write_inputs(folder):
 
 
 def damage(folder):
-    """Broken forms of the artifact."""
+    """Writes broken forms of the artifact."""
     good = read(os.path.join(folder, "art.st"))
     flipped = bytearray(good)
     flipped[-1] ^= 1
@@ -270,7 +270,7 @@ def write(path, data):
 
 
 def listing(folder):
-    """Every file below a folder, links not followed, with what tells that it was written."""
+    """Returns every file below a folder, without following links, with values that change when it is written."""
     found = {}
     for base, _, names in os.walk(folder):
         for name in names:
@@ -281,16 +281,16 @@ def listing(folder):
 
 
 def execute(program, case, folder):
-    # A trace replaces another only if it is told to, which older programs cannot be.
+    # A trace replaces another only with --overwrite, which older programs do not have.
     for trace in re.findall(r"--trace (t\.jsonl)", case.command):
         if os.path.exists(os.path.join(folder, trace)):
             os.remove(os.path.join(folder, trace))
     before = listing(folder)
-    # Usage texts name the program as it was called.
+    # Usage texts contain the name by which the program was called.
     command = ["kvsmith", *shlex.split(case.command)]
     pipe = subprocess.PIPE
     limit = lambda: case.limit and resource.setrlimit(resource.RLIMIT_FSIZE, (case.limit, case.limit))
-    # The signal of that limit stays ignored, so that it is an error of the file.
+    # The signal of this limit stays ignored, so that exceeding it is a file error.
     process = subprocess.Popen(
         command, executable=program, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe, preexec_fn=limit, restore_signals=False
     )
@@ -301,7 +301,7 @@ def execute(program, case, folder):
 
 
 def without_times(text, folder):
-    """Output without what is measured, and without the folder that it was made in."""
+    """Returns output without measured values and without the name of its folder."""
     text = text.decode("utf-8", "replace").replace(folder, "")
     text = re.sub(rf'("(?:{"|".join(TIMES)})": ?)[-+.0-9eE]+', r"\1_", text)
     if not text.startswith("{"):
@@ -311,7 +311,7 @@ def without_times(text, folder):
 
 
 def member(old, new, path=""):
-    """The first member of two JSON values that differs."""
+    """Returns the first member in which two JSON values differ."""
     if type(old) is type(new) is dict and list(old) == list(new):
         return next((found for key in old if (found := member(old[key], new[key], f"{path}.{key}"))), None)
     if type(old) is type(new) is list and len(old) == len(new):
@@ -325,12 +325,12 @@ def shortened(value):
 
 
 def text_difference(old, new):
-    """Where two texts differ first: in a member of JSON, or in a line."""
+    """Returns where two texts first differ: a member of JSON, or a line."""
     for i, (a, b) in enumerate(itertools.zip_longest(old.splitlines(), new.splitlines())):
         if a == b:
             continue
         try:
-            # What was left out is no JSON.
+            # The replacement of a measured value is not JSON.
             found = member(*(json.loads(re.sub(r'": ?_', '": 0', line or "")) for line in (a, b)))
         except json.JSONDecodeError:
             found = None
@@ -344,7 +344,7 @@ def bytes_difference(old, new):
 
 
 def tensors(data):
-    """The manifest of a safetensors file, and each tensor's bytes."""
+    """Returns the manifest of a safetensors file, and the bytes of each tensor."""
     size = struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8 : 8 + size])
     manifest = json.loads(header.pop("__metadata__", {}).get("kvsmith", "{}"))
@@ -353,7 +353,7 @@ def tensors(data):
 
 
 def file_difference(old, new):
-    """Where two files differ first: in a tensor, in the manifest, in a line."""
+    """Returns where two files first differ: a tensor, the manifest, or a line."""
     try:
         (manifest, was), (other, now) = tensors(old), tensors(new)
         for name in [*was, *now]:
@@ -362,7 +362,7 @@ def file_difference(old, new):
                 if a[:2] == b[:2]:
                     return f"tensor {name}, {bytes_difference(a[2], b[2])}"
                 return f"tensor {name}: {a[:2]} is now {b[:2]}"
-        # Says only that there is a difference.
+        # Moved to the end: the seal only says that there is a difference.
         for seal in (manifest, other):
             seal["manifest_sha256"] = seal.pop("manifest_sha256", "")
         found = member(manifest, other)
@@ -376,7 +376,7 @@ def file_difference(old, new):
 
 
 def difference(folders, outcomes):
-    """What differs first between two runs, in words; `None` if nothing does."""
+    """Describes the first difference between two runs; `None` if there is none."""
     old, new = outcomes
     if old.code != new.code:
         return f"exit code {old.code} is now {new.code}: {new.stderr.decode('utf-8', 'replace').strip()[-200:]}"
@@ -395,11 +395,11 @@ def difference(folders, outcomes):
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--program", default="target/release/kvsmith", help="the build to judge")
-    parser.add_argument("--against", help="the build that it must agree with")
-    parser.add_argument("--quick", action="store_true", help="a part of the commands")
-    parser.add_argument("--only", metavar="PATTERN", help="commands whose name matches, and those that they need")
-    parser.add_argument("--self-test", action="store_true", help="show that differences are found")
+    parser.add_argument("--program", default="target/release/kvsmith", help="the build to check")
+    parser.add_argument("--against", help="the build with which it must agree")
+    parser.add_argument("--quick", action="store_true", help="run only a part of the commands")
+    parser.add_argument("--only", metavar="PATTERN", help="run only commands whose name matches, and those that they need")
+    parser.add_argument("--self-test", action="store_true", help="show that the script finds differences")
     args = parser.parse_args()
     if not args.self_test and not args.against:
         parser.error("--against is needed")
@@ -407,7 +407,7 @@ def arguments():
 
 
 def compare(programs, folders, args):
-    """Runs every case with both programs; the exit code."""
+    """Runs every case with both programs; returns the exit code."""
     cases = [*calibration(), *inspection(), *runs(), *evaluation(), *benchmarks(), *failures()]
     if args.quick:
         cases = [case for case in cases if case.quick]
@@ -429,7 +429,7 @@ def compare(programs, folders, args):
     return int(bad > 0)
 
 
-# Where a difference has to be found, between which two commands; "nowhere" where there is none.
+# Where the script must find a difference, and between which two commands; "nowhere" if there is none.
 PAIRS = [
     ("art.st, tensor a2ats.codebook, byte", f"calibrate --model model {TEXT} --max-tokens 1024 --uuid-tokens 0 --size 16 --seed {{0|1}} -o art.st"),
     ("art.st, manifest.sections.a2ats", f"calibrate --model model {TEXT} --max-tokens 1024 --uuid-tokens 0 --size 2 --iterations {{90|91}} -o art.st"),
@@ -446,7 +446,7 @@ PAIRS = [
 
 
 def self_test(program, folders):
-    """Compares a program with itself under options that differ; the exit code."""
+    """Compares a program with itself under different options; returns the exit code."""
     bad = 0
     for expected, command in PAIRS:
         sides = [re.sub(r"\{(.*)\|(.*)\}", choice, command) for choice in (r"\1", r"\2")]
@@ -454,7 +454,7 @@ def self_test(program, folders):
         found = difference(folders, outcomes) or "nowhere"
         good = found.startswith(expected)
         if expected == "nowhere":
-            # Times do differ, and are left out.
+            # Times must differ, so that ignoring them is tested.
             good &= outcomes[0].stdout != outcomes[1].stdout
         bad += not good
         print(f"{'found ' if good else 'MISSED'} {expected}  <-  {command}  ->  {found}", flush=True)

@@ -1,4 +1,4 @@
-"""What the scripts that measure the real model share: commands that are run once, and intervals."""
+"""Shared parts of the scripts that measure the real model: commands that run only once, tables and intervals."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 SEED = 20262
 RESAMPLES = 2000
 HELD_OUT = ("handbook", "python")
-# Parts of a calibration text.
+# Share of each text in the calibration mixture.
 MIXED = {"handbook": 0.4, "python": 0.4, "uuid": 0.2}
 
 
@@ -24,12 +24,12 @@ def run(command, **options):
     """Run a command; stop the script if it fails."""
     done = subprocess.run(list(map(str, command)), check=False, **options)
     if done.returncode:
-        sys.exit(f"error: exit code {done.returncode} of {shlex.join(map(str, command))}\nhint: run it alone; this command goes on where it stopped")
+        sys.exit(f"error: exit code {done.returncode} of {shlex.join(map(str, command))}\nhint: run it alone; the script continues where it stopped")
     return done
 
 
 def write(path, data):
-    """Give a file its content at once."""
+    """Write a file atomically."""
     part = path.with_suffix(".part")
     part.write_bytes(data if isinstance(data, bytes) else data.encode())
     os.replace(part, path)
@@ -41,7 +41,7 @@ def digest(path):
 
 
 class Lab:
-    """Runs commands on what `make real` made, each once: what is there from the same command, program and input stays."""
+    """Runs commands on what `make real` made, and reuses results of the same command, program and inputs."""
 
     def __init__(self, kvsmith, real):
         self.kvsmith, self.real = Path(kvsmith).absolute(), Path(real)
@@ -51,7 +51,7 @@ class Lab:
         self.tokenizer = Tokenizer.from_file(str(self.real / "model" / "tokenizer.json"))
 
     def once(self, path, command, inputs=(), printed=False):
-        """Make a file by a command that writes it, or prints it; `inputs` are files that the result depends on."""
+        """Make a file with a command that writes or prints it, unless it is up to date; the result depends on the files `inputs`."""
         note = self.out / f"{path.relative_to(self.out)}.made".replace("/", "-")
         recipe = json.dumps([self.program, list(map(str, command)), [digest(of) for of in inputs]])
         if path.exists() and note.exists() and note.read_text() == recipe:
@@ -65,13 +65,13 @@ class Lab:
         return path
 
     def eval(self, name, options, inputs, kv="bf16"):
-        """Return what `eval` says with these options."""
+        """Return the document that `eval` prints with these options."""
         options = ["eval", "--model", self.real / "model", "--kv", kv, *options, "--json"]
         path = self.once(self.out / f"{name}.json", options, inputs, printed=True)
         return json.loads(path.read_text(encoding="utf-8"))
 
     def text(self, name):
-        """Return a text for calibration."""
+        """Return the calibration text of this name."""
         if name == "bible":
             return (Path(__file__).parent.parent / "calib-data" / "text.txt").read_text(encoding="utf-8")
         if name == "uuid":
@@ -88,18 +88,18 @@ class Lab:
         return path
 
     def blocks(self, domain, size, count):
-        """Return the first blocks of a held-out text."""
+        """Return the first `count` blocks of `size` tokens of a held-out text."""
         text = (self.real / "text" / f"{domain}-heldout.txt").read_text(encoding="utf-8")
         ids = self.ids(text, size * count)
         return [ids[at : at + size] for at in range(0, len(ids) - size + 1, size)]
 
     def calibrated(self, name, parts, tokens, options=()):
-        """Return the artifact of a number of tokens; `parts` has the share of each text."""
+        """Return the artifact calibrated on `tokens` tokens; `parts` gives the share of each text."""
         documents = [self.ids(self.text(text), int(share * tokens)) for text, share in parts.items()]
         return self.fitted(name, documents, ["--holdout", 0.1, *(options or ["--seq-len", 8192])])
 
     def fitted(self, name, documents, options):
-        """Return the artifact of some documents, with 1,024 codewords for a2ats."""
+        """Return the artifact calibrated on these documents, with 1,024 codewords for a2ats."""
         path, text = self.out / f"{name}.safetensors", self.tokens(name, documents)
         command = ["calibrate", "--model", self.real / "model", "--tokens", text, "--max-tokens", 10**9, "--size", 1024,
                    *options, "--no-verdict", "-o", path, "--overwrite"]
@@ -107,7 +107,7 @@ class Lab:
 
 
 def paired(losses, reference):
-    """Return the mean of a difference over blocks and its 95 % interval, by the bootstrap."""
+    """Return the mean over blocks of losses - reference, and its 95 % bootstrap interval."""
     draw = np.random.default_rng(SEED)
     difference = np.asarray(losses) - np.asarray(reference)
     means = difference[draw.integers(len(difference), size=(RESAMPLES, len(difference)))].mean(1)
@@ -127,7 +127,7 @@ def with_interval(row, key, digits):
 
 
 def table(document, columns):
-    """Return the rows in Markdown, and what a method reads at least where it cannot read so little."""
+    """Return the rows in Markdown; a row without a budget shows the least that its method reads."""
     lines = ["| bytes | method | budget | read | " + " | ".join(columns) + " |", "|---" * (4 + len(columns)) + "|"]
     rows = sorted(document["rows"], key=lambda row: row["reads_target"])
     for row in rows:

@@ -4,10 +4,10 @@
         [--decode 32] [--drift 512] [--lengths N,M] [--tasks A,B] [--per-task 4] [--calibration 65536]
         [--uuid-tokens 8192]
 
-Calibrates on the calibration texts of REAL, then evaluates on each held-out text, by generated position, and on tasks of
-three lengths.
-Writes REAL/eval/NAME.json, the document of `kvsmith eval --json` with the command that made it, and prints tables in
-Markdown. What is there from the same command and the same program is not measured again, so a run that was stopped goes on.
+REAL is the folder that `make real` made. The script calibrates on its calibration texts, then evaluates on each held-out
+text, by generated position, and on tasks of three lengths. It prints tables in Markdown and writes REAL/eval/NAME.json: the
+document of `kvsmith eval --json`, with the command that made it. It reuses every result that the same program made with the
+same command, so a stopped run continues.
 """
 
 import argparse
@@ -24,13 +24,13 @@ METHODS = "topk,wpq,wpq+tail,a2ats,selfindex,lfps,ctkvr,quest,snapkv,h2o,streami
 TEXTS = ("handbook", "python", "uuid")
 LENGTHS = (2048, 4096, 8192)
 TASKS = "single,multikey,multivalue,tracking,words,turns"
-# Nothing is fitted to the text, the seed or the lines that are reported.
+# Nothing was fitted to the reported texts and tasks, or with this seed.
 SEED = 20261
 # The shortest text has 73K tokens, and intervals need 20 blocks.
 BLOCK = 3072
 CALIBRATION = 65_536
 UUIDS = 8_192
-# Blocks of the table by position: fewer than that have no intervals.
+# Blocks of the table by position: fewer blocks have no intervals.
 DRIFT_BLOCKS = 20
 
 
@@ -47,20 +47,20 @@ class Study:
         self.calibration = ["--max-tokens", str(arguments.calibration), "--uuid-tokens", str(arguments.uuid_tokens)]
 
     def calibrated(self):
-        """Return the artifact; make it if this program did not."""
+        """Return the artifact; make it unless this program already did."""
         artifact, made_by = self.out / "artifact.safetensors", self.out / "artifact.json"
         texts = [str(self.real / "text" / f"{name}-calib.txt") for name in TEXTS[:2]]
         command = ["calibrate", "--model", str(self.real / "model"), "--text", *texts, *self.calibration, "--seq-len", "8192", "--no-verdict"]
         recipe = json.dumps({"program": self.program, "command": command})
         if not (artifact.exists() and made_by.exists() and made_by.read_text() == recipe):
-            # A work folder of another program or command is refused, and named with what to delete.
+            # kvsmith refuses a work folder of another program or command, and says what to delete.
             work = ["--work", str(self.out / "work"), "--resume", "--overwrite", "-o", str(artifact)]
             run([self.kvsmith, *command, *work])
             write(made_by, recipe)
         return artifact
 
     def tasks(self, length):
-        """Return a file of tasks of one length; its budgets are found for that length."""
+        """Return a file of tasks of one length, because budgets are searched for per length."""
         of = hashlib.sha256(" ".join(self.asked).encode()).hexdigest()[:8]
         path = self.out / f"tasks-{length}-{of}.jsonl"
         if not path.exists():
@@ -73,7 +73,7 @@ class Study:
         return path
 
     def evaluate(self, name, options, reads=None):
-        """Return what `eval` says with these options."""
+        """Return the document that `eval` prints with these options."""
         artifact = self.calibrated()
         asked = ["--methods", self.methods, "--reads", reads or self.reads, "--kv", "bf16", "--json"]
         command = ["eval", "--model", str(self.real / "model"), "--artifact", str(artifact), *asked, *options]
@@ -90,7 +90,7 @@ class Study:
 
 
 def drift(document):
-    """Print the mean KL by the step's place in its block."""
+    """Print the mean KL by the place of the step in its block."""
     rows = [row for row in document["rows"] if row["budget"] is not None]
     spans = [f"steps {span['first']} to {span['last']}" for span in rows[0]["by_position"]]
     print("| method | budget | read | " + " | ".join(spans) + " |")
@@ -111,20 +111,20 @@ def task_columns(document):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kvsmith", type=Path)
-    parser.add_argument("real", type=Path)
-    parser.add_argument("--reads", default="0.05,0.1,0.2")
-    parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--texts", default=",".join(TEXTS), help="held-out texts; empty for none")
-    parser.add_argument("--blocks", type=int, default=24, help="blocks of each text")
-    parser.add_argument("--block", type=int, default=BLOCK, help="tokens of a block")
+    parser.add_argument("kvsmith", type=Path, help="the program")
+    parser.add_argument("real", type=Path, help="the folder that `make real` made")
+    parser.add_argument("--reads", default="0.05,0.1,0.2", help="shares of the bytes that a step may read")
+    parser.add_argument("--methods", default=METHODS, help="methods to evaluate")
+    parser.add_argument("--texts", default=",".join(TEXTS), help="held-out texts to evaluate on; empty = none")
+    parser.add_argument("--blocks", type=int, default=24, help="maximum number of blocks per text")
+    parser.add_argument("--block", type=int, default=BLOCK, help="tokens per block")
     parser.add_argument("--calibration", type=int, default=CALIBRATION, help="tokens of text to calibrate on")
     parser.add_argument("--uuid-tokens", type=int, default=UUIDS, help="tokens of random UUIDs to calibrate on")
-    parser.add_argument("--decode", type=int, default=32, help="steps of each block")
-    parser.add_argument("--drift", type=int, default=512, help="steps of each block of the table by position; 0 for none")
-    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="lengths of tasks; empty for none")
-    parser.add_argument("--tasks", default=TASKS, help="the tasks")
-    parser.add_argument("--per-task", type=int, default=4, help="questions of each task and length")
+    parser.add_argument("--decode", type=int, default=32, help="decode steps per block")
+    parser.add_argument("--drift", type=int, default=512, help="decode steps per block for the table by position; 0 = no such table")
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="lengths of the tasks, in tokens; empty = no tasks")
+    parser.add_argument("--tasks", default=TASKS, help="tasks to make and evaluate on")
+    parser.add_argument("--per-task", type=int, default=4, help="lines per task and length")
     arguments = parser.parse_args()
     study = Study(arguments)
     for name in filter(None, arguments.texts.split(",")):

@@ -1,9 +1,9 @@
-"""Measure on the real model what every method loses and which claims of the papers hold, and write docs/results.md.
+"""Measure what every method loses on the real model, decide which claims of the papers hold, and write docs/results.md.
 
     python results.py KVSMITH REAL PAGE
 
-REAL is what `make real` made. Writes PAGE, and beside it results/real.json with the numbers behind it. What is in REAL/lab
-from the same command and the same program is not measured again, so a run that was stopped goes on.
+REAL is the folder that `make real` made. The script writes PAGE and, beside it, results/real.json with the numbers of the
+page. It reuses every result in REAL/lab that the same program made with the same command, so a stopped run continues.
 """
 
 import argparse
@@ -18,38 +18,45 @@ from lab import MIXED, TEXT_COLUMNS, Lab, paired, percent, run, table, write
 METHODS = "topk,wpq,selfindex,lfps,ctkvr,a2ats,quest,snapkv,h2o,streaming"
 PAPERS = ("a2ats", "selfindex", "lfps", "ctkvr")
 TOKENS = 40_960
-# Nothing is fitted to these texts, blocks and questions.
+# Nothing was fitted to these texts, blocks and questions.
 BLOCKS = 20
 TASK_SEED = 20263
 
 HEADER = """# What the methods lose
 
-Measured on SmolLM2-135M-Instruct: 135M parameters, 3 KV heads of 64 channels in each of 30 layers, contexts of 2,048 to 8,192
-tokens, text and questions that nothing was fitted to. **Nothing was measured for quality on a model of 1B parameters or more,
-on heads of 128 channels, or beyond 8,192 tokens**, where the papers measured: a claim that does not hold here may hold there.
-For your model, ask `kvsmith verdict` or `kvsmith eval`.
+Measured on SmolLM2-135M-Instruct: 135M parameters, 30 layers with 3 KV heads of 64 channels each, contexts of 2,048 to
+8,192 tokens, on text and questions to which nothing was fitted. **No quality was measured on a model of 1B parameters
+or more, on heads of 128 channels, or beyond 8,192 tokens**, which is where the papers measured. A claim that fails here
+may hold there. To measure your model, run `kvsmith verdict` or `kvsmith eval`.
 
-`make results` makes this page and goes on where it was stopped ([real.md](real.md) says what it fetches); on two cores that did
-other work too it took 100 minutes. The numbers are in [results/real.json](results/real.json); a tiny model that is part of the repository has a page
-of its own, [small.md](small.md).
+`make results` writes this page and continues where it was stopped. [real.md](real.md) lists what it fetches. On two
+cores that also did other work it took 100 minutes. The numbers behind this page are in
+[results/real.json](results/real.json). [small.md](small.md) measures the tiny model that comes with the repository.
 
-All methods run with their defaults, but `a2ats` has 1,024 codewords; the caches are in bf16. One artifact serves all: 32,768 tokens of
-the calibration texts and 8,192 of random UUIDs. *Read* is the share of the bytes of all visible keys and values that a step
-reads, index included; the ranking of `topk`, which no index can have, is not counted. A row without a budget was not
-measured: the method reads at least the share that is shown. Intervals are of 95 %, from resamples of the blocks or texts.
+All methods run with their defaults, except that `a2ats` has 1,024 codewords. The caches are in bf16. All methods use
+one artifact, calibrated on 32,768 tokens of the calibration texts and 8,192 tokens of random UUIDs.
 
-"""
+How to read the tables:
 
-CLAIMS = """Two ways of reading the cache, one of which should lose less; both on the same blocks and steps. *Confirmed* and *contradicted*
-say that the 95 % interval of the difference between them does not contain 0; *undecided* says that it does. Differences
-between two forms of one method are measured on 20 blocks of 2,048 tokens of Python's documentation at a budget of 6 % of the
-positions, differences between methods on the prose of the next sections at equal bytes. No correction for their number is made:
-of forty claims without any difference behind them, two would be decided all the same.
+- KL, the Kullback-Leibler divergence of the next token from full attention, is in nats.
+- *Read* is the share of the bytes of all visible keys and values that a step reads, index included. The exact ranking
+  of `topk`, which no index can have, is not counted.
+- A row without a budget was not measured, because the method reads at least the share shown.
+- Intervals are 95 % intervals from resamples of the blocks or texts.
 
 """
 
-QUESTIONS = """Each of 25 texts hides the codes of eight names and asks for all of them, one after the other: the task `turns` of
-`scripts/tasks.py`, 200 questions."""
+CLAIMS = """Each claim says that one way of reading the cache loses less than another. Both are measured on the same blocks and
+steps. The difference is the second loss minus the first. A claim is *confirmed* if the 95 % interval of the difference
+lies above 0, *contradicted* if it lies below 0, and *undecided* if it contains 0. Two forms of one method are compared
+on 20 blocks of 2,048 tokens of Python's documentation, at a budget of 6 % of the positions. Different methods are
+compared on the prose of the next sections, at equal bytes. The intervals are not corrected for the number of claims: of
+forty claims with no real difference, two would be decided by chance.
+
+"""
+
+QUESTIONS = """Each of 25 texts hides the codes of eight names and asks for all of them, one after the other. This is the task `turns`
+of `scripts/tasks.py`, with 200 questions."""
 
 
 class Results(Lab):
@@ -58,7 +65,7 @@ class Results(Lab):
         self.main = self.calibrated("main", MIXED, TOKENS)
 
     def measure(self, name, documents, methods, options, artifacts=None, kv="bf16"):
-        """Evaluate methods on blocks; all artifacts on the same steps."""
+        """Evaluate methods on blocks, with all artifacts on the same steps."""
         text = self.tokens(name, documents)
         first, *others = artifacts or [self.main]
         against = ["--against", ",".join(map(str, others))] if others else []
@@ -67,18 +74,18 @@ class Results(Lab):
         return self.eval(name, options, [text, first, *others], kv)
 
     def texts(self):
-        """Every method at two shares of the bytes."""
+        """Evaluate every method at two shares of the bytes."""
         return self.measure("text", self.blocks("handbook", 3072, BLOCKS), METHODS, ["--reads", "0.1,0.2", "--decode", 24])
 
     def long(self):
-        """What can read so little, at the longest context of the model."""
+        """Evaluate the methods that can read 10 % of the bytes, at the longest context of the model."""
         half = BLOCKS // 2
         documents = self.blocks("handbook", 8192, half)
         documents += self.blocks("python", 8192, BLOCKS - len(documents))
         return self.measure("long", documents, "topk,wpq,selfindex,lfps,a2ats,quest,snapkv,streaming", ["--reads", "0.1", "--decode", 16])
 
     def questions(self):
-        """Eight questions about each of 25 texts."""
+        """Ask eight questions about each of 25 texts."""
         path = self.out / "questions.jsonl"
         run([sys.executable, Path(__file__).with_name("tasks.py"), "--haystack", self.real / "text" / "handbook-heldout.txt",
              "--lengths", "4096", "--tasks", "turns", "--per-task", "25", "--seed", TASK_SEED,
@@ -87,7 +94,7 @@ class Results(Lab):
         return self.eval("questions", options, [path, self.main])
 
     def codebooks(self):
-        """The codebooks of a2ats with each combination of rotation and metric, from one dump."""
+        """Fit the codebooks of a2ats with each other combination of rotation and metric, and with buckets, from one dump."""
         dump, moments = self.out / "dump", self.out / "moments-standard.safetensors"
         text = self.out / "main.tokens.json"
         manifest = dump / "manifest.json"
@@ -107,7 +114,7 @@ class Results(Lab):
         ]
 
     def ablations(self):
-        """Every part of the methods that has a claim or a figure of its own, at the papers' usual budget."""
+        """Evaluate every part of a method that a claim is about, at the papers' usual budget."""
         documents = self.blocks("python", 2048, BLOCKS)
         others = self.codebooks()
         dump = self.out / "dump"
@@ -142,7 +149,7 @@ def by_block(document, method, artifact=None, share=None):
 
 
 def claims(text, long, ablations):
-    """List what is claimed: source, words, and the losses by block of what should lose less and of what should lose more."""
+    """List the claims: source, wording, and the losses by block of the form that should lose less and of the other form."""
     base = ablations["base"]
 
     def of(name, method, artifact=None):
@@ -155,35 +162,35 @@ def claims(text, long, ablations):
     a2ats, signs, lfps, ctkvr = "A2ATS", "Self-Indexing", "LFPS", "CTkvr"
     both, neither = codebook("windowed", "query-aware"), codebook("standard", "plain")
     found = [
-        (a2ats, "windowed RoPE alone loses less than neither of its two ideas", codebook("windowed", "plain"), neither),
-        (a2ats, "the metric of the queries alone loses more than neither", neither, codebook("standard", "query-aware")),
-        (a2ats, "with windowed RoPE, the metric of the queries loses less than the plain one", both, codebook("windowed", "plain")),
-        (a2ats, "both ideas lose less than neither", both, neither),
-        (signs, "in a 2-bit cache, signs in the quantiser lose less than none there", of("2bit-full", "selfindex"), of("2bit-plain", "selfindex")),
-        (signs, "in a 2-bit cache, centroids lose less than signs alone", of("2bit-full", "selfindex"), of("2bit-signs", "selfindex")),
-        (signs, "in a 2-bit cache, some tokens in full precision lose less than none", of("2bit-full", "selfindex"), of("2bit-all-2bit", "selfindex")),
-        (signs, "in a bf16 cache, centroids lose less than signs alone", full[0], of("two", "selfindex")),
-        (lfps, "a bypass of heads at theta 0.85 loses no more than none", full[1], of("two", "lfps")),
-        (lfps, "tables that saw the prompt lose less than empty ones", full[1], of("three", "lfps")),
-        (ctkvr, "the last queries of the prompt as centroids lose less than evenly spaced ones", full[2], of("one", "ctkvr")),
-        (ctkvr, "evenly spaced ones lose less than random ones", of("one", "ctkvr"), of("two", "ctkvr")),
-        (ctkvr, "random ones lose less than the first ones", of("two", "ctkvr"), of("three", "ctkvr")),
-        (ctkvr, "four centroids looked up lose less than two", full[2], of("four", "ctkvr")),
-        (ctkvr, "over eight turns, centroids that follow the steps lose less than those of the first prompt", of("turns", "ctkvr"), of("turns-still", "ctkvr")),
+        (a2ats, "windowed RoPE with the plain metric loses less than standard RoPE with the plain metric", codebook("windowed", "plain"), neither),
+        (a2ats, "standard RoPE with the plain metric loses less than standard RoPE with the query-aware metric", neither, codebook("standard", "query-aware")),
+        (a2ats, "with windowed RoPE, the query-aware metric loses less than the plain metric", both, codebook("windowed", "plain")),
+        (a2ats, "windowed RoPE with the query-aware metric loses less than standard RoPE with the plain metric", both, neither),
+        (signs, "in a 2-bit cache, keys quantised with their signs lose less than keys quantised without them", of("2bit-full", "selfindex"), of("2bit-plain", "selfindex")),
+        (signs, "in a 2-bit cache, scores from centroids lose less than scores from signs alone", of("2bit-full", "selfindex"), of("2bit-signs", "selfindex")),
+        (signs, "in a 2-bit cache, some full-precision tokens lose less than none", of("2bit-full", "selfindex"), of("2bit-all-2bit", "selfindex")),
+        (signs, "in a bf16 cache, scores from centroids lose less than scores from signs alone", full[0], of("two", "selfindex")),
+        (lfps, "bypassing heads at theta 0.85 loses no more than bypassing none", full[1], of("two", "lfps")),
+        (lfps, "tables filled from the prompt and the priors lose less than tables filled from the priors alone", full[1], of("three", "lfps")),
+        (ctkvr, "query centroids from the last queries of the prompt lose less than those from evenly spaced queries", full[2], of("one", "ctkvr")),
+        (ctkvr, "query centroids from evenly spaced queries lose less than those from random queries", of("one", "ctkvr"), of("two", "ctkvr")),
+        (ctkvr, "query centroids from random queries lose less than those from the first queries", of("two", "ctkvr"), of("three", "ctkvr")),
+        (ctkvr, "recalling the lists of four query centroids loses less than recalling two", full[2], of("four", "ctkvr")),
+        (ctkvr, "over eight turns, query centroids that decode steps replace lose less than those of the first prompt alone", of("turns", "ctkvr"), of("turns-still", "ctkvr")),
     ]
     named = {"a2ats": a2ats, "selfindex": signs, "lfps": lfps, "ctkvr": ctkvr}
     for method in PAPERS:
-        # ctkvr reads more than 10 %.
+        # ctkvr cannot read as little as 10 %.
         where, share = (text, 0.2) if method == "ctkvr" else (long, 0.1)
         losses = [by_block(where, name, share=share) for name in (method, "quest")]
         found.append((named[method], f"`{method}` loses less than `quest` at {share:.0%} of the bytes".replace("%", " %"), *losses))
     ours = [
-        ("centroids of signs from calibration and the prompt (`--sign-centroids hybrid`) lose less than those of the prompt", of("one", "selfindex"), full[0]),
-        ("calibrated priors of lfps lose less than none", full[1], of("one", "lfps")),
-        ("eight buckets of distances lose less than one position (`a2ats --positions buckets`)", codebook("windowed", "buckets"), both),
+        ("centroids of signs from the prompt and the calibration (`hybrid`) lose less than those from the prompt alone", of("one", "selfindex"), full[0]),
+        ("calibrated priors of `lfps` lose less than no priors", full[1], of("one", "lfps")),
+        ("eight buckets of distances lose less than one WRoPE position (`a2ats`, `--positions buckets`)", codebook("windowed", "buckets"), both),
         ("`wpq` loses less than `selfindex` at 10 % of the bytes", by_block(long, "wpq", share=0.1), by_block(long, "selfindex", share=0.1)),
-        ("`wpq` with 32 bits a key loses less than signs with 64, at equal budgets", of("base", "wpq", "wpq-32"), full[0]),
-        ("`wpq` loses less than the exact choice of as many positions", of("base", "wpq"), of("base", "topk")),
+        ("`wpq` with 32 bits per key loses less than `selfindex` with 64, at equal budgets", of("base", "wpq", "wpq-32"), full[0]),
+        ("`wpq` loses less than `topk`, the exact choice, at equal budgets", of("base", "wpq"), of("base", "topk")),
     ]
     return found + [("ours", *claim) for claim in ours]
 
@@ -202,10 +209,10 @@ def judged(claims):
 
 
 def claim_table(rows):
-    lines = ["| source | claim | here | KL of the one, of the other | difference (95 %, paired) |", "|---|---|---|---|---|"]
+    lines = ["| source | claim | here | KL of the first, of the second | difference (95 %, paired) |", "|---|---|---|---|---|"]
     for row in rows:
         if "kl" not in row:
-            lines.append(f"| {row['source']} | {row['claim']} | {row['verdict']}: one of them cannot read so little | | |")
+            lines.append(f"| {row['source']} | {row['claim']} | {row['verdict']}: one of the two cannot read so little | | |")
             continue
         less, more = row["kl"]
         low, high = row["interval"]
@@ -215,7 +222,7 @@ def claim_table(rows):
 
 def question_table(document):
     against = {pair["methods"][1]: pair for pair in document["differences"] if pair["methods"][0] == "topk"}
-    lines = ["| method | budget | read | right (95 %) | points less than `topk` (95 %, paired) |", "|---|---|---|---|---|"]
+    lines = ["| method | budget | read | right (95 %) | points below `topk` (95 %, paired) |", "|---|---|---|---|---|"]
     for row in document["rows"]:
         if row["budget"] is None:
             lines.append(f"| `{row['method']}` | | at least {percent(row['reads_sample'])} | | |")
@@ -233,7 +240,7 @@ KEPT = ("method", "artifact", "budget", "reads_target", "reads_sample", "bytes_r
 
 
 def kept(document):
-    """Return what the page is made from, without paths of this machine."""
+    """Return the numbers from which the page is made, without paths of this machine."""
     rows = []
     for row in document["rows"]:
         row = {key: row[key] for key in KEPT if row.get(key) is not None}
@@ -246,9 +253,9 @@ def kept(document):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kvsmith", type=Path)
-    parser.add_argument("real", type=Path)
-    parser.add_argument("page", type=Path)
+    parser.add_argument("kvsmith", type=Path, help="the program")
+    parser.add_argument("real", type=Path, help="the folder that `make real` made")
+    parser.add_argument("page", type=Path, help="the page to write")
     arguments = parser.parse_args()
     results = Results(arguments.kvsmith, arguments.real)
     text, long, questions, ablations = results.texts(), results.long(), results.questions(), results.ablations()

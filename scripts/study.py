@@ -1,13 +1,15 @@
-"""Ask whether calibration pays, on the real model of `make real` and held-out text: against an index that knows nothing of
-the model, against one that is fitted to the prompt alone, across domains, and by how much text there is.
+"""Measure on the real model and held-out text whether calibration pays.
+
+Compares calibrated indexes with indexes that know nothing of the model and with indexes fitted to the prompt alone.
+Also measures calibration on other kinds of text, and on less or more text.
 
     python study.py KVSMITH REAL [--tokens 40960] [--most 131072] [--blocks 20] [--block 3072] [--decode 24]
         [--domains A,B] [--only A,B]
 
-Everything is measured at the same budgets, those with which the calibrated artifact reads 10 % of the bytes; an index that
-is put in the place of another has its size, so that the bytes are equal too. Writes REAL/lab/*.json and prints tables in
-Markdown. What is there from the same command and the same program is not done again, so a run that was stopped goes on.
-All of it takes about five hours on 2 cores.
+REAL is the folder that `make real` made. All measurements use the budgets with which the calibrated artifact reads 10 % of the
+bytes. An index that replaces another has the same size, so the bytes are equal too. The script writes REAL/lab/*.json and
+prints tables in Markdown. It reuses every result that the same program made with the same command, so a stopped run
+continues. Everything together takes about five hours on 2 cores.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from lab import HELD_OUT, MIXED, SEED, Lab, paired, write
 
 READS = "0.1"
 METHODS = ("a2ats", "selfindex", "lfps", "wpq")
-# The mean magnitude of a standard normal variable: the levels of its quantiser of one bit (Lloyd-Max).
+# The mean magnitude of a standard normal variable: the level of its one-bit Lloyd-Max quantiser.
 LEVEL = np.sqrt(2 / np.pi)
 
 
@@ -34,7 +36,7 @@ def read_artifact(path):
 
 
 def artifact_bytes(tensors, manifest):
-    """Return the file of tensors and manifest, with its digests, as docs/artifact.md describes it."""
+    """Return the bytes of an artifact with these tensors and this manifest, as docs/artifact.md describes it."""
     names = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(np.uint32): "U32", np.dtype(np.uint64): "U64", np.dtype(np.uint8): "U8"}
     for section in manifest["sections"].values():
         for name in section["sha256"]:
@@ -58,7 +60,7 @@ def artifact_bytes(tensors, manifest):
 
 
 def random_words(tensors, manifest, draw):
-    """Replace all codewords by normal ones with the same variance in every channel."""
+    """Replace all codewords by normal random ones with the same variance in every channel."""
     for name in ("a2ats.codebook", "wpq.codebook"):
         words = tensors[name].astype(np.float64)
         spread = words.std(axis=-2, keepdims=True)
@@ -66,10 +68,10 @@ def random_words(tensors, manifest, draw):
 
 
 def without_data(tensors, manifest, draw):
-    """Replace wpq by a quantiser that knows nothing but the size of a head's keys: a random rotation and one bit a channel.
+    """Replace wpq by a quantiser that knows only the scale of a head's keys: a random rotation and one bit per channel.
 
-    16 groups of 4 channels with the 16 patterns of signs, at the levels of Lloyd and Max for a normal variable: 64 bits,
-    as the calibrated one. Needs heads of 64 channels.
+    Its 16 groups of 4 channels have the 16 sign patterns as words, at the Lloyd-Max level of a normal variable. It takes
+    64 bits per key, like the calibrated quantiser. Needs heads of 64 channels.
     """
     chol, words = tensors["wpq.chol"], tensors["wpq.codebook"].astype(np.float64)
     layers, heads, d, _ = chol.shape
@@ -102,7 +104,7 @@ class Study(Lab):
         return self.blocks(domain, self.arguments.block, self.arguments.blocks)
 
     def edited(self, name, base, change, sections):
-        """Return some sections of the artifact `base` after a change, a function of tensors, manifest and a source of random numbers."""
+        """Return an artifact of some sections of `base`, edited by `change(tensors, manifest, random generator)`."""
         path = self.out / f"{name}.safetensors"
         tensors, manifest = read_artifact(base)
         tensors = {name: tensor for name, tensor in tensors.items() if name.split(".")[0] in sections}
@@ -113,14 +115,14 @@ class Study(Lab):
         return path
 
     def of_prompt(self, domain, block, ids):
-        """Return the artifact of a block's own prompt, which no step that is measured is part of."""
+        """Return the artifact calibrated on a block's own prompt, which excludes the measured steps."""
         prompt = ids[: -self.arguments.decode]
         return self.fitted(f"prompt-{domain}-{block}", [prompt], ["--seq-len", len(prompt), "--holdout", 0])
 
     def losses(self, name, artifacts, domain, methods, documents=None, flags=()):
-        """Return, by label and method, the KL of each block and the share of the bytes read, at the calibrated artifact's budgets.
+        """Return, by label and method, the KL of each block and the share of the bytes read, at the budgets found.
 
-        `artifacts` has paths by label; all are measured on the same steps, against one run of full attention.
+        `artifacts` gives paths by label. All are measured on the same steps, against one run of full attention.
         """
         documents = self.held_out(domain) if documents is None else documents
         text = self.tokens(f"{name}-{domain}", documents)
@@ -144,12 +146,12 @@ class Study(Lab):
         options = ["--artifact", artifact, "--tokens", text, "--seq-len", self.arguments.block,
                    "--decode", 8, "--methods", ",".join(METHODS), "--reads", READS]
         for row in self.eval("budgets", options, [text, artifact])["rows"]:
-            # What cannot read so little is measured with the budget that `run` has by default.
+            # A method that cannot read so little is measured with the default budget of `run`.
             self.budgets[row["method"]] = round(row["budget"] or 0.06, 4)
 
 
 def table(title, rows, reference):
-    """Print the mean KL of every row and its difference from the reference; each value is a list of losses by block."""
+    """Print the mean KL of every row and how much less than the reference it loses; `reference` holds losses by block."""
     print(f"### {title}\n")
     print("| index | KL, nats | less than the first row by (95 %, paired) | read |")
     print("|---|---|---|---|")
@@ -163,7 +165,7 @@ def table(title, rows, reference):
 
 
 def pays(study, main, arguments):
-    """Beside each calibrated index, others of the same size."""
+    """Compare each calibrated index with others of the same size."""
     artifacts = {
         "calibrated": main,
         "random codewords": study.edited("random", main, random_words, ("a2ats", "wpq")),
@@ -191,14 +193,14 @@ def pays(study, main, arguments):
 
 
 def domains(study, main, arguments):
-    """Calibrated on one kind of text, measured on another."""
+    """Calibrate on one kind of text, and measure on another."""
     artifacts = {"handbook, Python and UUIDs": main}
     artifacts |= {name: study.calibrated(f"of-{name}", {name: 1}, arguments.tokens) for name in arguments.domains.split(",")}
     across(study, "domains", artifacts)
 
 
 def lengths(study, main, arguments):
-    """Calibrated on less or more text, and on shorter blocks."""
+    """Calibrate on less or more text, and on shorter blocks."""
     artifacts = {f"{arguments.tokens} tokens": main}
     artifacts |= {f"{n} tokens": study.calibrated(f"tokens-{n}", MIXED, n) for n in (8192, arguments.most)}
     artifacts[f"{arguments.tokens} tokens in blocks of 2048"] = study.calibrated("blocks-2048", MIXED, arguments.tokens, ["--seq-len", 2048])
@@ -219,15 +221,15 @@ PARTS = {"pays": pays, "domains": domains, "lengths": lengths}
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kvsmith", type=Path)
-    parser.add_argument("real", type=Path)
-    parser.add_argument("--tokens", type=int, default=40_960, help="tokens of calibration")
+    parser.add_argument("kvsmith", type=Path, help="the program")
+    parser.add_argument("real", type=Path, help="the folder that `make real` made")
+    parser.add_argument("--tokens", type=int, default=40_960, help="tokens to calibrate on")
     parser.add_argument("--most", type=int, default=131_072, help="tokens of the longest calibration")
-    parser.add_argument("--blocks", type=int, default=20, help="blocks of each held-out text")
-    parser.add_argument("--block", type=int, default=3072, help="tokens of a block")
-    parser.add_argument("--decode", type=int, default=24, help="steps of each block")
-    parser.add_argument("--domains", default="handbook,python,bible,uuid", help="kinds of text to calibrate on alone")
-    parser.add_argument("--only", default=",".join(PARTS), help="the parts to run")
+    parser.add_argument("--blocks", type=int, default=20, help="maximum number of blocks per held-out text")
+    parser.add_argument("--block", type=int, default=3072, help="tokens per block")
+    parser.add_argument("--decode", type=int, default=24, help="decode steps per block")
+    parser.add_argument("--domains", default="handbook,python,bible,uuid", help="texts to calibrate on one at a time")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts to run")
     arguments = parser.parse_args()
     study = Study(arguments)
     base = study.calibrated("main", MIXED, arguments.tokens)

@@ -3,22 +3,23 @@
     python3 tasks.py --haystack HELDOUT.txt --lengths 2048,4096,8192 --per-task 10 --seed 7 -o OUT.jsonl
                      [--tasks single,multikey,multivalue,tracking,words,turns] [--tokenizer MODEL/tokenizer.json]
 
-A line is {"task", "length", "seed", "index", "prompt", "question"} with "answer", which begins the continuation of
-prompt and question, or with "answers", each of which occurs in it. Prompt, question and RESERVE tokens of room for the reply
-together take between 97 % and 100 % of `length`. A line of the task `turns` has a list "turns" instead, each with "prompt",
-"question" and "answer"; its whole conversation counts.
+A line has "task", "length", "seed", "index", "prompt" and "question". It also has "answer", with which a correct
+continuation begins, or "answers", each of which a correct continuation contains. Prompt, question and RESERVE tokens for the
+reply together take between 97 % and 100 % of "length". A line of the task `turns` instead has a list "turns" of objects with
+"prompt", "question" and "answer"; for this task the length is that of the whole conversation.
 
-    single      the secret code of a name, in a sentence among those of the haystack
-    multikey    the same with the codes of KEYS names, of which one is asked for
-    multivalue  a name has VALUES codes; the question says the first, the others are asked for
-    tracking    a variable is set to a number and copied to another, that to the next, CHAIN in all; the question says
-                the number and the first variable, the others are asked for
-    words       words of the haystack in random order, most of them RARELY and COMMON of them OFTEN; those are asked for
-    turns       the secret codes of TURNS names, asked for one after the other in a conversation: many questions about one
-                text, which a model has to read once
+    single      one sentence of the text gives the secret code of a name; the question asks for the code
+    multikey    the text gives the codes of KEYS names; the question asks for one of them
+    multivalue  the text gives VALUES codes of one name; the question states the first and asks for the others
+    tracking    a variable is set to a number and copied to a second one, which is copied to a third, CHAIN variables in
+                all; the question states the number and the first variable and asks for the others
+    words       words of the haystack in random order: COMMON words occur OFTEN times, all others RARELY times; the question
+                asks for the COMMON words
+    turns       the text gives the secret codes of TURNS names; a conversation asks for all of them, one after the other, so
+                the model reads one text for many questions
 
-Tokens are counted with the package `tokenizers` if --tokenizer is given, else estimated: 1.45 for each word and one
-more for each digit. The same arguments give the same bytes. Without --tokenizer the standard library is enough.
+With --tokenizer, the package `tokenizers` counts the tokens. Without it, the count is estimated as 1.45 tokens per word and
+one more per digit, and the standard library is enough. The same arguments give the same bytes.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def fail(error, hint):
 
 
 class Draw:
-    """Draws that depend on the key alone; of the module `random` they use what every version of Python does alike."""
+    """Random draws that depend only on the key and are the same in every version of Python."""
 
     def __init__(self, *key):
         self.uniform = random.Random(" ".join(map(str, key))).random
@@ -58,19 +59,19 @@ class Draw:
         return [items.pop(self.below(len(items))) for _ in range(n)]
 
     def different(self, n, make):
-        """n different values of `make`, in the order of their first draws."""
+        """Return n different values of `make`, in the order of their first draws."""
         values = {}
         while len(values) < n:
             values[make()] = None
         return list(values)
 
     def codes(self, n):
-        """n different numbers of five digits."""
+        """Return n different numbers of five digits."""
         return self.different(n, lambda: str(10000 + self.below(90000)))
 
 
 def largest(text, most, tokens, count):
-    """text(n) for the largest n up to `most` with at most `tokens` tokens."""
+    """Return text(n) for the largest n up to `most` that gives at most `tokens` tokens."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -82,7 +83,7 @@ def largest(text, most, tokens, count):
 
 
 class Haystack:
-    """The sentences and the words of a text, and how its tokens are counted."""
+    """The sentences and words of a text, and the function that counts tokens."""
 
     def __init__(self, text, count):
         parts = (part for line in text.splitlines() for part in re.split(r"(?<=[.?!])\s+", line))
@@ -94,7 +95,7 @@ class Haystack:
             fail("the haystack is too small", "it needs 100 sentences of prose and 1,000 different words")
 
     def hide(self, draw, facts, tokens):
-        """Consecutive sentences with the facts between them, in their order, in at most `tokens` tokens."""
+        """Return consecutive sentences with the facts in order between them, in at most `tokens` tokens."""
         start = draw.below(len(self.sentences))
         places = sorted(draw.uniform() for _ in facts)
 
@@ -108,7 +109,7 @@ class Haystack:
                 taken.insert(int(place * len(taken)), fact)
             return " ".join(taken)
 
-        # Every word has a token at least.
+        # Every word has at least one token.
         return largest(text, tokens, tokens, self.count)
 
 
@@ -117,7 +118,7 @@ def ask(haystack, draw, tokens, facts, question):
 
 
 def secrets(draw, keys):
-    """A sentence for each of the names, the question about it, and the answer."""
+    """Return a sentence for each of `keys` names, the question about it, and the answer."""
     named = zip(draw.sample(NAMES, keys), draw.codes(keys))
     return [(f"The secret code of {name} is {value}.", f"\n\nThe secret code of {name} is", f" {value}") for name, value in named]
 
@@ -151,7 +152,7 @@ def tracking(haystack, draw, tokens):
 def words(haystack, draw, tokens):
     head = "A list of words: "
     question = f'\n\nThe {COMMON} words that occur most often in this list are "'
-    # No answer is a part of another, of another word or of what stands around the list.
+    # No answer is part of another answer, of another word or of the text around the list.
     others = [word for word in haystack.words if word not in head + question]
     common, others = [], draw.sample(others, len(others))
     while len(common) < COMMON:
@@ -181,13 +182,13 @@ TASKS = {make.__name__: make for make in (single, multikey, multivalue, tracking
 
 
 def fed(line):
-    """All that is fed before the last answer."""
+    """Return everything that is fed before the last answer."""
     *others, last = line.get("turns", [line])
     return "".join(turn["prompt"] + turn["question"] + turn["answer"] for turn in others) + last["prompt"] + last["question"]
 
 
 def counter(tokenizer):
-    """A function that counts the tokens of a text."""
+    """Return a function that counts the tokens of a text."""
     if tokenizer is None:
         return lambda text: round(1.45 * len(text.split())) + sum(c.isdigit() for c in text)
     try:
@@ -210,14 +211,14 @@ def names(text):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--haystack", required=True)
-    parser.add_argument("--lengths", type=numbers, default=[2048, 4096, 8192])
-    parser.add_argument("--per-task", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tasks", type=names, default=list(TASKS))
-    parser.add_argument("--tokenizer")
-    parser.add_argument("-o", "--output", required=True)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--haystack", required=True, help="the text in which facts are hidden")
+    parser.add_argument("--lengths", type=numbers, default=[2048, 4096, 8192], help="lengths of the lines, in tokens")
+    parser.add_argument("--per-task", type=int, default=10, help="lines per task and length")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random draws")
+    parser.add_argument("--tasks", type=names, default=list(TASKS), help="tasks to make (default: all)")
+    parser.add_argument("--tokenizer", help="tokenizer.json that counts the tokens")
+    parser.add_argument("-o", "--output", required=True, help="the file to write")
     arguments = parser.parse_args()
     with open(arguments.haystack, encoding="utf-8") as file:
         haystack = Haystack(file.read(), counter(arguments.tokenizer))

@@ -1,7 +1,6 @@
 //! The calibration pass: all blocks go through one layer before the first goes through the next.
 //!
-//! In memory are the hidden states of all tokens and the weights of one layer, whatever the size of the
-//! model.
+//! Memory holds the hidden states of all tokens and the weights of one layer, however many layers the model has.
 
 use std::ops::Range;
 
@@ -14,7 +13,7 @@ use crate::model::States;
 use crate::model::forward::Layers;
 use crate::progress::Progress;
 
-/// A calibration pass, stopped between two layers.
+/// A calibration pass between two layers: the hidden states so far, and the layer to run next.
 pub struct Capture<'a> {
     layers: &'a dyn Layers,
     corpus: &'a Corpus,
@@ -43,7 +42,7 @@ impl<'a> Capture<'a> {
 
     /// Runs the next layer; `tap` gets each block's range of rows and its pre-RoPE states.
     ///
-    /// The last layer is not run to its end, since nothing reads its output.
+    /// Of the last layer, only the projections are computed, since nothing reads its output.
     ///
     /// # Errors
     /// An error of `tap`; activations that are not finite; an interrupt.

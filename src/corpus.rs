@@ -124,7 +124,8 @@ impl Corpus {
         Ok(first..self.block_start.len() - 1)
     }
 
-    /// Holds out max(1, round(share x blocks)) of `blocks`, but never all; of a single block, its last part.
+    /// Holds out max(1, round(share x blocks)) of `blocks`, but never all of them. Of a single block, it holds out that
+    /// share of the positions, the last ones.
     fn hold_out(&mut self, blocks: Range<usize>, kind: u64, share: f64) {
         if share == 0.0 || blocks.is_empty() {
             return;
@@ -261,10 +262,11 @@ fn check(seq_len: usize, options: &CorpusOptions) -> Result<()> {
     }
 }
 
-/// The most tokens of random UUIDs: they are made in memory.
+/// The most tokens of random UUIDs, limited because the UUIDs are made in memory.
 const MAX_UUID_TOKENS: usize = 1 << 24;
 
-/// Independent random streams of one seed, so that no draw shifts another.
+/// Numbers of the random streams derived from one seed. The streams are independent: drawing more from one does not
+/// change the other.
 const UUID_STREAM: u64 = 1;
 const HOLD_OUT_STREAM: u64 = 2;
 

@@ -34,7 +34,7 @@ pub struct Error {
     hint: Option<String>,
 }
 
-/// The hint of a failure that no input should lead to.
+/// The hint for a failure that no input should be able to cause.
 pub const DEFECT: &str = "this may be a defect of kvsmith; please report it with the command and its output";
 
 /// The crate's result type.

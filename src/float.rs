@@ -26,7 +26,7 @@ impl Float {
         }
     }
 
-    /// Returns the number by which CUDA kernels know the type.
+    /// Returns the number that stands for the type in the CUDA kernels.
     pub fn number(self) -> usize {
         self as usize
     }
@@ -39,7 +39,7 @@ impl Float {
             Self::Bf16 => widen_bf16(bytes, out),
             Self::F16 => match bytemuck::try_cast_slice::<u8, f16>(bytes) {
                 Ok(values) => values.convert_to_f32_slice(out),
-                // A tensor may begin anywhere in its file.
+                // The bytes are not aligned: a tensor may begin at any offset of its file.
                 Err(_) => {
                     for (o, b) in out.iter_mut().zip(bytes.chunks_exact(2)) {
                         *o = f16::from_le_bytes([b[0], b[1]]).to_f32();

@@ -11,11 +11,11 @@ use crate::unfinished;
 
 static STOP: AtomicBool = AtomicBool::new(false);
 
-/// How long the running work may take to its next safe point.
+/// How long the running work may take to reach its next safe point before the program ends.
 const GRACE: Duration = Duration::from_secs(3);
 
-/// Installs the handler of SIGINT, SIGTERM and SIGHUP, and ignores SIGXFSZ, so that a write beyond the limit of file
-/// sizes is an error like any other; called once by `main`.
+/// Installs the handler of SIGINT, SIGTERM and SIGHUP, and ignores SIGXFSZ, so that a write beyond the file size limit
+/// is reported like any other error; called once by `main`.
 ///
 /// A signal that the parent process told this one to ignore stays ignored, as `nohup` expects.
 pub fn install() {
@@ -27,7 +27,7 @@ pub fn install() {
             std::thread::sleep(GRACE);
             end()
         };
-        // If no thread can be started, this one waits, and a second signal has no effect.
+        // If no thread can be started, this thread waits instead, and a second signal has no effect.
         if std::thread::Builder::new().spawn(late).is_err() {
             late();
         }

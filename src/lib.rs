@@ -4,16 +4,16 @@
 //!
 //! 1. [`error`], [`interrupt`], [`mapped`], [`unfinished`], [`progress`], [`sandbox`], [`flags`], [`float`], [`heap`],
 //!    [`weight`]: the ground;
-//! 2. [`disk`]: everything that is written, and what protects it; [`store`]: safetensors files;
+//! 2. [`disk`]: every change that the program makes on a disk; [`store`]: safetensors files;
 //! 3. [`compute`]: arithmetic kernels and the devices that run them;
 //! 4. [`kv`]: the key-value cache, the budget and the static set;
 //! 5. [`model`]: a checkpoint folder, its tokenizer and the decoder forward pass;
 //! 6. [`stats`]: query second moments, whitening, k-means;
 //! 7. [`corpus`], [`capture`] and [`dump`]: calibration text in blocks, and the pre-RoPE states of its tokens;
 //! 8. [`artifact`]: the packaged file; [`work`]: what a stopped calibration needs to go on;
-//! 9. [`method`]: the retrieval methods, one file or folder per paper, with what each calibrates;
+//! 9. [`method`]: the retrieval methods, one file or folder per paper, each with its calibration;
 //! 10. [`runner`]: prefill and sparse decode, and what methods lose;
-//! 11. [`cuda`]: the same on an NVIDIA GPU;
+//! 11. [`cuda`]: the model, prompts and decode steps on an NVIDIA GPU;
 //! 12. [`cmd`] and [`cli`]: the subcommands.
 
 pub mod artifact;

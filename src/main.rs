@@ -16,7 +16,7 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(e) => {
             cli::refuse(&arguments, &e);
-            // Help and version are no errors; anything else is wrong use.
+            // Help and version are not errors; anything else is wrong use.
             return ExitCode::from(if e.use_stderr() { 2 } else { 0 });
         }
     };

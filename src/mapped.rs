@@ -22,10 +22,10 @@ pub struct Mapped {
     map: Mmap,
 }
 
-/// What the handler has to know of a map.
+/// What the signal handler needs to know about a map.
 struct ListedMap {
     addresses: Range<usize>,
-    /// What is printed if the file cannot be read.
+    /// The message that is printed if the file cannot be read.
     message: String,
 }
 
@@ -35,7 +35,8 @@ impl Mapped {
     /// Maps a file; `path` names it in errors.
     pub fn new(file: &File, path: &Path) -> io::Result<Self> {
         // SAFETY: the mapping is read-only, and bytes that another program changes are plain data to every reader. An
-        // access beyond the end of a file that was cut ends the program: by the handler or, without it, by the signal.
+        // access beyond the end of a truncated file ends the program: through the handler or, if none is installed,
+        // through the signal.
         let map = unsafe { Mmap::map(file) }?;
         let start = map.as_ptr() as usize;
         let entry = ListedMap {
@@ -59,7 +60,7 @@ impl Deref for Mapped {
     }
 }
 
-/// What happened on SIGBUS before [`install`].
+/// The action that SIGBUS had before [`install`].
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// Installs the handler of SIGBUS; called once by `main`.
@@ -79,8 +80,8 @@ pub fn install() {
     }
 }
 
-/// Ends the program with an error if the fault is in a mapped file. Otherwise it restores the handling of before
-/// [`install`] and returns, so that the access is repeated and faults again under that.
+/// Ends the program with an error if the fault is in a mapped file. Otherwise it restores the action that SIGBUS had
+/// before [`install`] and returns, so that the access is repeated and faults under that action.
 extern "C" fn on_bus(_: c_int, info: *mut libc::siginfo_t, _: *mut c_void) {
     static ENTERED: AtomicBool = AtomicBool::new(false);
     // Threads that read the same file fault together; the first of them ends the program.

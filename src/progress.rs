@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// Writes a line to stderr, fit for a terminal; a failed write is ignored, since there is nowhere to report it.
+/// Writes a line to stderr with its control characters escaped; a failed write is ignored, since there is nowhere to
+/// report it.
 pub fn say(text: &str) {
     let _ = writeln!(std::io::stderr(), "{}", harmless(text));
 }
@@ -105,7 +106,7 @@ impl Log {
         if let Ok(style) = ProgressStyle::with_template(&template) {
             bar.set_style(style.progress_chars("=> "));
         }
-        // A thread moves the bar; nobody sees a hidden one.
+        // The steady tick needs a thread, which a hidden bar does without.
         if !bar.is_hidden() {
             bar.enable_steady_tick(Duration::from_millis(250));
         }
@@ -118,13 +119,13 @@ impl Log {
     }
 }
 
-/// How often a line tells the progress where no bar is shown.
+/// How often a line reports the progress if no bar is shown.
 const EVERY: Duration = Duration::from_secs(10);
 
-/// A progress bar, which dropping removes from the screen; without a terminal, a line every ten seconds.
+/// A progress bar, which disappears from the screen when it is dropped; without a terminal, a line every ten seconds.
 pub struct Progress {
     bar: ProgressBar,
-    /// Where there is no bar: when the last line came, since the start.
+    /// If no bar is shown: when the last line was printed, as the time since the start.
     lines: Option<Mutex<Duration>>,
     unit: String,
 }
@@ -135,7 +136,7 @@ impl Progress {
         self.bar.set_message(text);
     }
 
-    /// Shows which layer is at work, counted from 0, and at what.
+    /// Shows which layer (counted from 0) is being processed, and what is done to it.
     pub fn layer(&self, layer: usize, n_layers: usize, what: &str) {
         let last = n_layers.saturating_sub(1);
         self.stage(format!("layer {layer} (0-{last}): {what}"));
@@ -144,7 +145,7 @@ impl Progress {
     /// Adds finished units of work.
     pub fn advance(&self, units: u64) {
         self.bar.inc(units);
-        // Another thread that is at it writes the line.
+        // If another thread holds the lock, that thread prints the line.
         if let Some(Ok(mut last)) = self.lines.as_ref().map(Mutex::try_lock) {
             let elapsed = self.bar.elapsed();
             if elapsed >= *last + EVERY {
@@ -154,7 +155,7 @@ impl Progress {
         }
     }
 
-    /// Tells how far the work is, and how long the rest will take at the same rate.
+    /// Describes how much of the work is done, and how long the rest will take at the same rate.
     fn status(&self, elapsed: Duration) -> String {
         let (done, all) = (self.bar.position(), self.bar.length().unwrap_or(0));
         let left = elapsed.as_secs_f64() * all.saturating_sub(done) as f64 / done.max(1) as f64;

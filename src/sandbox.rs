@@ -1,9 +1,10 @@
-//! Work on hostile input in a process of its own, with limits on memory and time.
+//! Work on untrusted input in a separate process, with limits on memory and time.
 //!
-//! The process is a fork that runs no other program, so it serves every user of the library alike: the `kvsmith`
-//! binary, tests, bindings. A fork has only the thread that made it; the work may allocate, which C libraries allow
-//! in forks of multithreaded processes. Should it wait for a lock that another thread held, it takes no processor time;
-//! the parent then ends it by the clock, after three times the limit.
+//! The process is a fork that executes no other program, so every user of the library can have it: the `kvsmith`
+//! binary, tests, bindings. A fork contains only the thread that made it. The work may allocate memory, which C
+//! libraries allow in a fork of a multithreaded process. If the work waits for a lock that another thread held at the
+//! time of the fork, it uses no processor time; the parent then ends it once three times the limit have passed on the
+//! clock.
 
 use std::fs;
 use std::io::{self, PipeReader, PipeWriter, Read, Write, pipe};
@@ -19,16 +20,17 @@ use crate::interrupt;
 /// Bytes of stack for the work. Only the part in use takes memory.
 const STACK: usize = 1 << 28;
 
-/// By the clock, the work may take this many times its limit of processor time.
+/// Factor between the limit of processor time and the time on the clock that the work may take.
 const PATIENCE: u32 = 3;
 
-/// First byte of what the process sends when the work has succeeded; the length of the rest follows in eight bytes.
+/// First byte that the process sends when the work has succeeded; the length of the result follows in eight bytes, then
+/// the result.
 const DONE: u8 = 1;
 
-/// First byte when the work has failed.
+/// First byte that the process sends when the work has failed; the length of the message and the message follow.
 const FAILED: u8 = 2;
 
-/// What the work may take.
+/// The limits on the work.
 #[derive(Clone, Copy, Debug)]
 pub struct Allowance {
     /// Bytes of memory beyond what the process has when the work starts, and beyond its stack.
@@ -40,13 +42,14 @@ pub struct Allowance {
 /// What the work returns: bytes, or what went wrong.
 pub type Outcome = std::result::Result<Vec<u8>, String>;
 
-/// Does `work` in another process with these limits; returns its bytes.
+/// Does `work` in another process within `limits`; returns the bytes that the work returns.
 ///
-/// Memory is limited where `/proc` tells how much is mapped already: on Linux. Elsewhere only time is.
+/// Memory is limited only where `/proc` tells how much is already mapped, that is on Linux; elsewhere, only time is
+/// limited.
 ///
 /// # Errors
-/// The text of the work's own error; work that panics, exceeds a limit or crashes; an interrupt, which ends it
-/// at once; no process or memory for it.
+/// The text of the work's own error; work that panics, exceeds a limit or crashes; an interrupt, which ends the work at
+/// once; a process or thread that cannot be started.
 pub fn run(limits: Allowance, work: impl FnOnce() -> Outcome + Send) -> Result<Vec<u8>> {
     thread::scope(|scope| {
         let thread = thread::Builder::new().stack_size(STACK);
@@ -69,7 +72,7 @@ fn endless() -> Error {
     Error::failed("it does not come to an end")
 }
 
-/// Forks this thread, which becomes the whole of the new process, and waits for it.
+/// Forks and waits for the new process, which consists of a copy of this thread alone.
 fn in_fork(limits: Allowance, work: impl FnOnce() -> Outcome) -> Result<Vec<u8>> {
     let (child, reader) = fork(limits, work)?;
     let sent = receive(reader, Duration::from_secs(limits.seconds.into()) * PATIENCE);
@@ -83,7 +86,7 @@ fn in_fork(limits: Allowance, work: impl FnOnce() -> Outcome) -> Result<Vec<u8>>
             _ => Err(Error::failed(String::from_utf8_lossy(bytes))),
         };
     }
-    // The system kills what has used up its processor time.
+    // The system kills a process that has used up its processor time.
     if libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL {
         return Err(endless());
     }
@@ -93,7 +96,7 @@ fn in_fork(limits: Allowance, work: impl FnOnce() -> Outcome) -> Result<Vec<u8>>
     Err(Error::failed(what))
 }
 
-/// Starts the process; returns its id and where its result comes from.
+/// Starts the process; returns its id and the pipe through which it sends its result.
 fn fork(limits: Allowance, work: impl FnOnce() -> Outcome) -> Result<(libc::pid_t, PipeReader)> {
     /// Held until the writing end is closed here, so that no other fork inherits it and keeps the pipe open.
     static FORKING: Mutex<()> = Mutex::new(());
@@ -118,7 +121,7 @@ fn fork(limits: Allowance, work: impl FnOnce() -> Outcome) -> Result<(libc::pid_
     }
 }
 
-/// Returns all that the process sends until it ends.
+/// Returns everything that the process sends until it ends.
 fn receive(mut pipe: PipeReader, patience: Duration) -> Result<Vec<u8>> {
     let (start, mut bytes, mut buffer) = (Instant::now(), Vec::new(), vec![0; 1 << 16]);
     loop {
@@ -140,7 +143,7 @@ fn receive(mut pipe: PipeReader, patience: Duration) -> Result<Vec<u8>> {
     }
 }
 
-/// Waits for the end of a child, and brings it about if the child is to be `killed`; returns its status.
+/// Waits until a child has ended, after killing it if `killed` is set; returns its status.
 fn reap(child: libc::pid_t, killed: bool) -> libc::c_int {
     // SAFETY: the child has not been waited for, so that its id is its own.
     unsafe {
@@ -155,9 +158,9 @@ fn reap(child: libc::pid_t, killed: bool) -> libc::c_int {
     }
 }
 
-/// The life of the new process.
+/// Runs in the new process: sets the limits, does the work, sends the outcome and exits.
 fn work_and_exit(mut pipe: PipeWriter, limits: Allowance, work: impl FnOnce() -> Outcome) -> ! {
-    // What the runtime says about a crash is nobody's concern.
+    // The Rust runtime's messages about a crash are of no use to the user.
     // SAFETY: stderr is not used as an owned descriptor.
     unsafe { libc::close(libc::STDERR_FILENO) };
     let outcome = catch_unwind(AssertUnwindSafe(|| {
@@ -178,7 +181,7 @@ fn work_and_exit(mut pipe: PipeWriter, limits: Allowance, work: impl FnOnce() ->
     unsafe { libc::_exit(0) }
 }
 
-/// Limits this process: memory, processor time, no core dump, and no life beyond its parent's.
+/// Limits this process's memory and processor time, disables core dumps, and makes the process end with its parent.
 fn set_limits(limits: Allowance) -> io::Result<()> {
     let mapped = fs::read_to_string("/proc/self/statm").ok();
     let pages: Option<u64> = mapped.and_then(|text| text.split(' ').next()?.parse().ok());

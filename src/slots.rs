@@ -3,20 +3,20 @@
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// A list whose values belong to whoever takes them out: their owners, or a signal handler that ends the program.
+/// A list whose values can be taken out by their owners, or by a signal handler that ends the program.
 ///
 /// It has no lock, so the handler never waits for the code that it interrupted.
 pub struct Slots<T> {
     head: AtomicPtr<Node<T>>,
 }
 
-/// A place in a list; it stays when its value is taken out, and is used again.
+/// A place in a list. It stays in the list when its value is taken out, and is then used for another value.
 struct Node<T> {
     value: AtomicPtr<T>,
     next: *mut Self,
 }
 
-/// A value in a list; dropping this takes it out.
+/// The handle of a value in a list; dropping it takes the value out and frees it.
 pub struct Slot<T: Send + 'static> {
     place: &'static AtomicPtr<T>,
     value: *mut T,
@@ -46,7 +46,7 @@ impl<T: Send + 'static> Slots<T> {
         Slot { place, value }
     }
 
-    /// Takes all values out for good: nothing frees them, as a signal handler may not.
+    /// Takes all values out for good. They are never freed, because a signal handler may not free memory.
     pub fn take(&'static self) -> impl Iterator<Item = &'static T> {
         let values = self
             .places()
@@ -109,7 +109,7 @@ mod tests {
         let mut found: Vec<&String> = LIST.take().collect();
         found.sort();
         assert_eq!(found, ["b", "c"]);
-        // Their owners find nothing, and leave what has come to the same places.
+        // The owners of `b` and `c` find their values gone, and leave alone what is now in the same places.
         let _d = put("d");
         drop((b, c));
         assert_eq!(LIST.take().collect::<Vec<_>>(), ["d"]);

@@ -21,7 +21,7 @@ use crate::mapped::Mapped;
 /// Key of kvsmith's JSON in `__metadata__`.
 pub const METADATA_KEY: &str = "kvsmith";
 
-// Values are copied between memory and files as they are.
+// Values are copied between memory and files without conversion.
 const _: () = assert!(cfg!(target_endian = "little"), "tensors are little-endian");
 
 /// An element type of kvsmith's tensors.
@@ -89,8 +89,8 @@ pub fn total_bytes<'a>(specs: impl IntoIterator<Item = &'a Spec>) -> usize {
     bytes.fold(0, usize::saturating_add)
 }
 
-/// Builds the canonical header of `specs`: tensors of wide types first (so that data are aligned), then
-/// by name.
+/// Builds the canonical header of `specs`: tensors of wider types come first, which keeps all data aligned, and tensors
+/// of equally wide types are sorted by name.
 ///
 /// Returns the file's first bytes, the offset in the file of each tensor's data, and the file's length.
 fn header(specs: &[Spec], metadata: Option<&str>) -> Result<(Vec<u8>, BTreeMap<String, usize>, usize)> {
@@ -155,7 +155,7 @@ impl Writer {
         written.map_err(|e| Error::io(path, "write", &e))
     }
 
-    /// Returns the path of the file while it is not complete.
+    /// Returns the temporary path that the file has until it is complete.
     pub fn unfinished(&self) -> &Path {
         self.output.unfinished()
     }
@@ -165,7 +165,7 @@ impl Writer {
         self.output.persist().map(drop)
     }
 
-    /// Finishes the file if it stands a check under its temporary name.
+    /// Finishes the file if `check` accepts it under its temporary name.
     ///
     /// # Errors
     /// The check fails; the file is then removed.
@@ -221,7 +221,7 @@ pub fn write(output: Output, tensors: &[Tensor], metadata: Option<&str>) -> Resu
     fill(output, tensors, metadata)?.finish()
 }
 
-/// Writes whole tensors and the metadata into `output`, which is then to be finished.
+/// Writes whole tensors and the metadata into `output`; the caller then finishes the file.
 pub fn fill(output: Output, tensors: &[Tensor], metadata: Option<&str>) -> Result<Writer> {
     let specs: Vec<Spec> = tensors.iter().map(|t| t.spec.clone()).collect();
     let writer = Writer::new(output, &specs, metadata)?;
@@ -315,7 +315,7 @@ impl Store {
     /// Parses kvsmith's JSON in the header.
     ///
     /// # Errors
-    /// The header has no such JSON, or it is not an object.
+    /// The header has no such JSON, or the JSON is not an object.
     pub fn manifest(&self) -> Result<Value> {
         let text = self.metadata.as_ref().ok_or_else(|| {
             Error::failed(format!("{} was not written by kvsmith", self.path.display()))
@@ -374,7 +374,7 @@ impl Store {
 /// Returns the length of a file and its sha256, in hexadecimal.
 ///
 /// # Errors
-/// It cannot be read.
+/// The file cannot be read.
 pub fn file_digest(path: &Path) -> Result<FileDigest> {
     let failed = |e: std::io::Error| Error::io(path, "read", &e);
     let mut file = File::open(path).map_err(failed)?;
@@ -403,14 +403,15 @@ pub struct FileDigest {
 /// Key of a manifest's own digest.
 const SEAL: &str = "manifest_sha256";
 
-/// Adds the digest of a JSON object to it, which finds damage and mix-ups.
+/// Adds to a JSON object its own digest, which reveals damage and mix-ups.
 pub fn seal(manifest: &mut Value) {
     manifest[SEAL] = json!(hex(&Sha256::digest(manifest.to_string().as_bytes())));
 }
 
 /// Tells whether a manifest's text has the digest that it states.
 ///
-/// The text itself is hashed, without the member of the digest, so that no reader has to write JSON as we do.
+/// The text itself is hashed, without the member that holds the digest, so that a reader need not write JSON exactly as
+/// kvsmith does.
 pub fn seal_holds(text: &str, manifest: &Value) -> bool {
     let Some(digest) = manifest.get(SEAL).and_then(Value::as_str) else {
         return false;

@@ -1,6 +1,6 @@
-//! Numbers for tests that need many, but none in particular.
+//! Arbitrary numbers for tests.
 
-/// A linear congruential generator; its upper bits are the better ones.
+/// Returns a linear congruential generator; its upper bits are more random than its lower bits.
 pub fn numbers(seed: u32) -> impl FnMut() -> u32 {
     let mut state = seed;
     move || {
@@ -9,7 +9,7 @@ pub fn numbers(seed: u32) -> impl FnMut() -> u32 {
     }
 }
 
-/// Numbers in [-1, 1).
+/// Returns `n` numbers in [-1, 1).
 pub fn values(n: usize, seed: u32) -> Vec<f32> {
     let mut next = numbers(seed);
     (0..n)

@@ -1,5 +1,5 @@
-//! Temporary files that must go if the program ends without dropping its values: on a second Ctrl-C, by a fault, or
-//! because there is no memory.
+//! Temporary files to remove if the program ends without dropping its values: on a second Ctrl-C, on a fault, or for
+//! lack of memory.
 
 use std::ffi::{CString, c_int};
 use std::os::unix::ffi::OsStrExt;
@@ -9,10 +9,10 @@ use crate::slots::{Slot, Slots};
 
 static FILES: Slots<CString> = Slots::new();
 
-/// The entry of a file that is not finished yet.
+/// The list entry of an unfinished file.
 pub type Unfinished = Slot<CString>;
 
-/// Removes the listed files if the program aborts, as it does without memory; called once by `main`.
+/// Makes an abort, which is how the program ends for lack of memory, remove the listed files; called once by `main`.
 pub fn install() {
     extern "C" fn on_abort(_: c_int) {
         remove_all();
@@ -23,11 +23,11 @@ pub fn install() {
 
 /// Lists a file until the entry is dropped.
 pub fn list(path: &Path) -> Unfinished {
-    // The path of a file that exists has no zero byte.
+    // The path of an existing file contains no zero byte.
     FILES.put(CString::new(path.as_os_str().as_bytes()).unwrap_or_default())
 }
 
-/// Removes all listed files; a signal handler may call this, and the program has to end afterwards.
+/// Removes all listed files. A signal handler may call this function; the program has to end afterwards.
 pub fn remove_all() {
     for path in FILES.take() {
         // SAFETY: the path is a C string. If the file is gone already, nothing happens.

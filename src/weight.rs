@@ -127,7 +127,7 @@ impl Weight {
         }
     }
 
-    /// Tells the system that rows are read in no order, so that it does not read ahead.
+    /// Tells the system that rows are read in random order, so that it does not read ahead.
     pub fn scattered(&self) {
         let len = self.rows * self.cols * self.dtype.bytes();
         let _ = self.file.map.advise_range(Advice::Random, self.start, len);

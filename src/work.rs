@@ -1,5 +1,5 @@
-//! The folder that lets a stopped calibration go on: a file per finished layer, and the hidden
-//! states after the last of them.
+//! The folder from which a stopped calibration resumes: one file per finished layer, and the hidden states after the
+//! last finished layer.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ use crate::store::{self, Spec, Store, Tensor, Writer, hex};
 pub struct WorkFolder {
     folder: Folder,
     identity: String,
-    /// Name of each section, and its tensors of one layer.
+    /// Each section's name, and the tensors of one of its layers.
     sections: Vec<(&'static str, Vec<Spec>)>,
 }
 
@@ -38,7 +38,7 @@ struct WorkManifest<T> {
 #[derive(Serialize, Deserialize)]
 struct FinishedLayer {
     layer: usize,
-    /// Reports per section, in the order that the identity fixes, and KV head.
+    /// The quality reports: per section, in the order that the identity fixes, and per KV head.
     quality: Vec<Vec<Report>>,
 }
 
@@ -47,7 +47,7 @@ struct HiddenStates {
     next_layer: usize,
 }
 
-/// Work folders.
+/// How work folders are named and marked, and which files they hold.
 static KIND: FolderKind = FolderKind {
     name: "work folder",
     mark: "state.json",
@@ -55,14 +55,15 @@ static KIND: FolderKind = FolderKind {
 };
 
 const HIDDEN: &str = "hidden.safetensors";
-/// Rows of hidden states that are written together.
+/// Rows of hidden states per write.
 const ROWS: usize = 1024;
 
 impl WorkFolder {
     /// Opens the folder for a run with this `identity` on a model with `n_layers` layers.
     ///
     /// # Errors
-    /// It holds another run, this one while `resume` is not set, or files of others; or another process works in it.
+    /// The folder holds another run, or this run although `resume` is not set, or files that no run of kvsmith wrote;
+    /// or another process uses the folder.
     pub fn open(
         dir: &Path,
         identity: &Value,
@@ -71,7 +72,7 @@ impl WorkFolder {
         n_layers: usize,
     ) -> Result<Self> {
         let identity = hex(&Sha256::digest(identity.to_string().as_bytes()));
-        // The hidden states are removed first: without them, a run starts anew.
+        // The hidden states come first, so that they are removed first: without them, a run starts from the beginning.
         let files: Vec<String> = [HIDDEN.to_owned()]
             .into_iter()
             .chain((0..n_layers).map(layer_file))
@@ -127,7 +128,7 @@ impl WorkFolder {
         }
     }
 
-    /// Returns the text of the manifest of a file with these digests.
+    /// Returns the text of the manifest of a file whose tensors have these digests.
     fn manifest(&self, sha256: BTreeMap<String, String>, content: impl Serialize) -> String {
         let identity = self.identity.clone();
         let manifest = WorkManifest {
@@ -140,7 +141,7 @@ impl WorkFolder {
         manifest.to_string()
     }
 
-    /// Saves the input of `next_layer`, row block by row block.
+    /// Saves the input of `next_layer`, a few rows at a time.
     fn save_hidden(&self, hidden: &Array2<f32>, next_layer: usize) -> Result<()> {
         let blocks = || {
             let chunks = hidden.axis_chunks_iter(Axis(0), ROWS);
@@ -161,7 +162,7 @@ impl WorkFolder {
         writer.finish()
     }
 
-    /// Opens a file of this run and checks its digests; returns what its manifest holds besides.
+    /// Opens a file of this run and checks its digests; returns it with the rest of its manifest.
     fn read<T: DeserializeOwned>(&self, path: &Path) -> Result<(Store, T)> {
         let store = Store::open(path).map_err(|e| e.hint(self.advice()))?;
         let manifest = store.manifest()?;
@@ -180,7 +181,7 @@ impl WorkFolder {
         Ok((store, content))
     }
 
-    /// Makes the error for a file that is not what this run wrote.
+    /// Makes the error for a file that differs from what this run wrote.
     fn damaged(&self, path: &Path) -> Error {
         Error::failed(format!("{} is damaged or does not belong here", path.display())).hint(self.advice())
     }
@@ -192,7 +193,8 @@ impl WorkFolder {
         )
     }
 
-    /// Reads the hidden states before the next layer and the finished layers of a stopped run, if it got that far.
+    /// Reads the hidden states before the next layer, and the finished layers, of a stopped run; `None` if the run
+    /// stopped before it had saved hidden states.
     pub fn load(&self, shape: [usize; 2]) -> Result<Option<(Array2<f32>, Vec<LayerParts>)>> {
         let path = self.folder.file(HIDDEN);
         if !path.is_file() {
@@ -226,11 +228,11 @@ impl WorkFolder {
 
     /// Counts the layers of the model.
     fn n_layers(&self) -> usize {
-        // All files but the hidden states are layers.
+        // Every file except the hidden states is that of a layer.
         self.folder.files().len() - 1
     }
 
-    /// Removes what a finished run does not need any more.
+    /// Removes the folder's files, which a finished run no longer needs.
     pub fn clear(self) {
         self.folder.remove();
     }

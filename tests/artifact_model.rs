@@ -1,4 +1,4 @@
-//! An artifact against the model it is used with: sizes, values, and heads that say nothing.
+//! An artifact against the model it is used with: sizes, values, and heads whose keys were all equal or never seen.
 
 mod common;
 

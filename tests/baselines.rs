@@ -1,4 +1,4 @@
-//! The baselines against their definitions, naively in f64.
+//! The baselines against their definitions, computed naively in f64.
 
 use kvsmith::compute::attention::visible;
 use kvsmith::compute::reference::dot;

@@ -1,4 +1,4 @@
-//! `bench`: what their JSON says, and what they refuse.
+//! `bench`: what the documents of `--json` say, and which flags are refused.
 
 mod common;
 

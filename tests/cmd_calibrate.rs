@@ -1,4 +1,4 @@
-//! `calibrate`: the same bytes as the chain by hand, for any thread count, stopped and resumed or not.
+//! `calibrate`: the same bytes as running its steps as single commands, with any number of threads, resumed or not.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! Calibration with `--device`: the bundled model on every device there is, against the CPU. A device that
-//! is not there shows as ignored, with the reason; that asking for it fails is a test of its own.
+//! Calibration with `--device`: the bundled model on every available device, against the CPU. A device that is not
+//! available shows as ignored, with the reason; a separate test checks that asking for it fails.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! `dump` and `moments`: the dump folder of the contract, its content and the input rules.
+//! `dump` and `moments`: the dump folder, its content, and which inputs are accepted.
 
 mod common;
 

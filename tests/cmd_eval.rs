@@ -1,4 +1,4 @@
-//! `eval`: its metrics against naive ones, and what must hold of them.
+//! `eval`: its metrics against naive computations, and the properties that they must have.
 
 mod common;
 

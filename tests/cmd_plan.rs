@@ -1,4 +1,4 @@
-//! `plan` against what `calibrate` and `dump` then take, and `calibrate --plan`.
+//! `plan` against the memory and disk that `calibrate` and `dump` then take, and `calibrate --plan`.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! `priors`: every bucket and scalar against its definition, naively in f64.
+//! `priors`: every bucket and scalar against its definition, computed naively in f64.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! `signs`: sign-pattern centroids against their definition, naively in f64.
+//! `signs`: sign-pattern centroids against their definition, computed naively in f64.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! Tails: the fit against its definition in f64, and what `run` and `eval` make of a tail.
+//! Tails: the fit against its definition in f64, and how `run` and `eval` use a tail.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! `verdict`: what `eval` measures on the held-out text, layer by layer; what `run` and `inspect` make of it.
+//! `verdict`: equal to what `eval` measures on the held-out text, and how `run` and `inspect` use it.
 
 mod common;
 

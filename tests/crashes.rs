@@ -1,6 +1,6 @@
-//! A process that is killed, or finds the disk full, at any change that it makes on the disk (`src/disk/mod.rs`): no file
-//! that was there is lost, none is half written, and the same command then gives the bytes of a run that nobody
-//! stopped, and leaves nothing else.
+//! A process that is killed, or finds the disk full, at any change that it makes on the disk (`src/disk/mod.rs`): no
+//! existing file is lost, and no file is half written. The same command then gives the same bytes as a run that was not
+//! stopped, and leaves nothing else behind.
 
 mod common;
 

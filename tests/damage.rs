@@ -1,5 +1,5 @@
-//! Files with flipped bits, cut ends and garbage: always an error or a clean success, never a panic
-//! and never a huge allocation.
+//! Files with flipped bits, truncated files and garbage: always an error or a clean success, never a panic and never a
+//! huge allocation.
 
 mod common;
 

@@ -1,4 +1,5 @@
-//! `docs/artifact.md` is enough to read the file from Python: its reader agrees with the program.
+//! The documentation against the program: `docs/artifact.md` is enough to read an artifact from Python, and what the
+//! pages name exists.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! What goes wrong must say so: exit code, culprit, hint, and nothing left behind.
+//! Every failure says so: exit code, what caused it, a hint, and nothing left behind.
 
 mod common;
 

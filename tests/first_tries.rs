@@ -1,5 +1,5 @@
 //! What a newcomer types first: models by their id, text of any kind, prompts from stdin, numbers with units, and
-//! checkpoints of other formats; and what a command says that would otherwise do nothing in silence.
+//! checkpoints of other formats; and messages where a command would otherwise silently do nothing.
 
 mod common;
 

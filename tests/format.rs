@@ -1,4 +1,4 @@
-//! Artifacts of earlier versions: each is read as it was, or refused with the command that makes it again.
+//! Artifacts of earlier versions: each is read as before, or refused with the command that makes it again.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! What the wgpu device does where an adapter fails or is asked too much: errors, never panics and never
-//! numbers. Without an adapter the tests show as ignored.
+//! The wgpu device when an adapter fails or is asked for too much: it returns errors, never panics and never returns
+//! numbers. Without an adapter, the tests show as ignored.
 
 mod common;
 

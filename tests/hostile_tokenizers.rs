@@ -1,4 +1,4 @@
-//! Files `tokenizer.json` that ask for endless work or memory, or that the library panics over: each ends soon, with an
+//! `tokenizer.json` files that ask for endless work or memory, or on which the library panics: each ends soon, with an
 //! error or with a result, and takes little memory.
 
 mod common;

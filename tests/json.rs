@@ -1,4 +1,4 @@
-//! The documents of `--json` are those that docs/json.md describes.
+//! The documents of `--json` are as docs/json.md describes them.
 
 mod common;
 

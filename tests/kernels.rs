@@ -1,7 +1,7 @@
-//! The CUDA kernels compile without a warning, fit the chips that they are launched on, and are those that `build.rs`
-//! read in their sources.
+//! The CUDA kernels compile without a warning, fit the GPUs that they are launched on, and are the kernels that
+//! `build.rs` found in their sources.
 //!
-//! What needs the nvcc that `build.rs` found shows as ignored where there is none.
+//! Tests that need the nvcc that `build.rs` found show as ignored if there is none.
 
 #[path = "../build/mod.rs"]
 mod build;

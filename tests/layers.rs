@@ -1,5 +1,5 @@
-//! Who may import whom: the floors of the house, ground first, as in ARCHITECTURE.md. A file imports from its own floor
-//! and from lower ones. `cargo test --test layers -- --nocapture` prints the figures of the tree.
+//! Which module may import which: the floors of ARCHITECTURE.md, lowest first. A file imports from its own floor and
+//! from lower floors. `cargo test --test layers -- --nocapture` prints figures about the source tree.
 
 mod source;
 

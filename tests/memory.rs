@@ -1,4 +1,4 @@
-//! `calibrate` takes the memory that its plan says, and no more with every layer.
+//! `calibrate` takes the memory that its plan states, and does not take more with every layer.
 
 #![cfg(target_os = "linux")]
 

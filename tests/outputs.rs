@@ -1,4 +1,4 @@
-//! No command replaces an input, a file that is not kvsmith's or, without `--overwrite`, a result.
+//! No command replaces an input, a file that is not kvsmith's or, without `--overwrite`, a result of kvsmith.
 
 mod common;
 

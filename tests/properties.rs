@@ -1,4 +1,4 @@
-//! What must hold whatever the numbers: each fast form against a naive one.
+//! Properties that hold for any numbers: each fast implementation against a naive one.
 
 mod common;
 

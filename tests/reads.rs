@@ -1,4 +1,4 @@
-//! What `run` says that it read: the same as a count of its trace.
+//! What `run` reports to have read equals a count of its trace.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! The model that `make real` makes against transformers, its texts and tasks of them.
+//! The model that `make real` prepares, against transformers; its texts, and the tasks made from them.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! Faults that were found once and must not come back.
+//! Defects that were found once and must not come back.
 
 mod common;
 

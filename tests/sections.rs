@@ -1,4 +1,4 @@
-//! Every declared section is what commands and files expect of it.
+//! Every declared section has the properties that commands and files expect of it.
 
 use std::collections::BTreeSet;
 

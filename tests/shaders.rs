@@ -1,4 +1,4 @@
-//! The WGSL shaders without an adapter: naga finds them valid, and within what every adapter offers.
+//! The WGSL shaders, without an adapter: naga accepts them, and they stay within the limits that every adapter offers.
 
 #[path = "../build/mod.rs"]
 mod build;

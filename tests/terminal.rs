@@ -1,4 +1,4 @@
-//! What files say is not obeyed by a terminal: control characters are printed as escapes.
+//! A terminal does not obey what files say: control characters are printed as escapes.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! What is measured: the tables of the page, with the papers' figures and what is held against them.
+//! The tables of the page: what is measured for each, and the papers' figures that it is compared with.
 
 use serde_json::Value;
 
@@ -12,7 +12,7 @@ pub const BASE: &str = "--size 1024 --max-tokens 65536";
 pub struct Group {
     pub name: &'static str,
     pub title: &'static str,
-    /// What the paper says, and what is held against it.
+    /// What the table measures, and what the paper reports.
     pub about: &'static str,
     /// What it is measured on, text first.
     pub on: &'static [On],
@@ -21,9 +21,9 @@ pub struct Group {
     pub cases: Vec<Case>,
     /// Columns of the table.
     pub columns: &'static [&'static str],
-    /// Says of the measured values whether the paper's ordering holds.
+    /// Says whether the paper's ordering holds for the measured values.
     pub verdict: fn(&[Measured]) -> String,
-    /// Why something may not be reproduced here.
+    /// Why a result of the paper may not be reproduced here.
     pub why: &'static str,
 }
 
@@ -32,7 +32,7 @@ pub struct Group {
 pub enum On {
     /// Held-out text.
     Text,
-    /// The same in blocks of eight turns.
+    /// Held-out text in blocks of eight turns.
     TextInTurns,
     /// All needles.
     Needles,
@@ -46,7 +46,7 @@ pub struct Case {
     pub calibrate: &'static str,
     /// Options of `eval`.
     pub eval: &'static str,
-    /// Instead of the group's.
+    /// Methods to measure in place of the group's.
     pub methods: Option<&'static str>,
 }
 
@@ -57,7 +57,7 @@ pub struct Measured<'a> {
 }
 
 impl Measured<'_> {
-    /// The number at `key`; NaN where there is none.
+    /// Returns the number at `key`; NaN if there is none.
     pub fn get(&self, key: &str) -> f64 {
         self.row[key].as_f64().unwrap_or(f64::NAN)
     }
@@ -73,7 +73,7 @@ fn case(label: &'static str, calibrate: &'static str, eval: &'static str) -> Cas
 }
 
 impl Case {
-    /// The same with another method than the group's.
+    /// Returns the case with its own methods in place of the group's.
     fn with(self, methods: &'static str) -> Self {
         Self {
             methods: Some(methods),
@@ -82,14 +82,14 @@ impl Case {
     }
 }
 
-/// The value of `key` of the first row whose case is `label`.
+/// Returns the value at `key` in the first row of the case `label`.
 fn of(rows: &[Measured], label: &str, key: &str) -> f64 {
     rows.iter()
         .find(|m| m.case == label)
         .map_or(f64::NAN, |m| m.get(key))
 }
 
-/// A sentence on whether something holds.
+/// Returns a sentence that says whether the result `what` was reproduced.
 pub fn told(holds: bool, what: &str) -> String {
     match holds {
         true => format!("Reproduced here: {what}."),
@@ -97,7 +97,7 @@ pub fn told(holds: bool, what: &str) -> String {
     }
 }
 
-/// Whether the centroids that follow a conversation are worth it.
+/// Says whether the query centroids that decode steps replace lose less, as the paper reports.
 fn following(rows: &[Measured]) -> String {
     let accuracy = |case: &str| of(rows, case, "needle_accuracy");
     let fall = |case: &str| {
@@ -110,37 +110,39 @@ fn following(rows: &[Measured]) -> String {
     [
         told(
             more("update alone", "neither") && of(rows, "update alone", "kl") < of(rows, "neither", "kl"),
-            "the update alone answers more needles than neither, and lowers the KL",
+            "with the update alone, the method answers more needles and has a lower KL than with neither",
         ),
         told(
             fall("update alone") < fall("neither"),
             &format!(
-                "with the update the eighth turn loses less against the first ({} points, {} without)",
+                "with the update, needle accuracy falls less from the first to the eighth turn (by {} points; \
+                 without the update, by {} points)",
                 points(fall("update alone")),
                 points(fall("neither"))
             ),
         ),
         told(
             more("both", "later prompts alone"),
-            "the update answers more needles where later prompts bring centroids too",
+            "with the update, the method answers more needles if later prompts bring centroids too",
         ),
     ]
     .join(" ")
 }
 
 /// Why the group of all methods has no verdict.
-const EQUAL_BUDGETS: &str = "These rows have equal budgets, not equal reads: the static set, the index and keys that are read to \
-     rank come on top, and differ. The papers each report their method closer to full attention than Quest at a like share of \
-     reads; [results.md](results.md) compares at equal bytes, on a model that people use.";
+const EQUAL_BUDGETS: &str = "These rows have equal budgets, not equal reads. Every step also reads the static set, the index \
+     and the keys that the method reads only to rank them, which differ between methods. Each paper reports that its method is \
+     closer to full attention than Quest at a similar share of reads. [results.md](results.md) compares the methods at equal \
+     bytes.";
 
-/// Every group, in the order of the page.
+/// Returns every group, in the order of the page.
 pub fn groups() -> Vec<Group> {
     let both: &[On] = &[On::Text, On::Needles];
     vec![
         Group {
             name: "methods",
             title: "Methods and budgets",
-            about: "`topk` is the ceiling of the mass that a choice of its budget can cover, not of quality.",
+            about: "`topk` covers the most mass that any choice with its budget can cover. It is not an upper bound on quality.",
             on: both,
             methods: METHODS,
             budgets: BUDGETS,
@@ -161,10 +163,10 @@ pub fn groups() -> Vec<Group> {
         Group {
             name: "ctkvr_turns",
             title: "ctkvr: centroids that follow the conversation",
-            about: "Eight turns on one cache: 32 conversations with a question a turn, and the held-out text in turns of 32 \
-                    steps. Centroids come from the first prompt; decode steps (the paper's update) and later prompts (ours) \
-                    may replace them. Paper (rounds 1, 2, 4, 6, 8): with the update 100, 95.8, 94.4, 94.2, 94.0 %, without 100, \
-                    90.0, 88.5, 86.3, 85.7 %.",
+            about: "The cases have eight turns on one cache: 32 conversations with one question per turn, and the held-out text \
+                    in turns of 32 steps. Query centroids come from the first prompt. Decode steps (the paper's update) and \
+                    later prompts (ours) may replace them. The paper reports, for rounds 1, 2, 4, 6 and 8, 100, 95.8, 94.4, \
+                    94.2 and 94.0 % with the update, and 100, 90.0, 88.5, 86.3 and 85.7 % without it.",
             on: &[On::TextInTurns, On::Conversations],
             methods: "ctkvr",
             budgets: "0.06",
@@ -183,10 +185,10 @@ pub fn groups() -> Vec<Group> {
                 "kv_read_fraction",
                 "index_bits_per_token",
             ],
-            why: "A step's list is made of what that step recalled, a prompt query's of all keys; and the latest steps are \
-                  the centroids most like the next one. Their lists overlap, so fewer rows are ranked, and nothing that was \
-                  not recalled comes back. Each later prompt has more queries (about 200) than there are centroids (at most \
-                  128) and replaces all of them.",
+            why: "A decode step makes its list only from the positions that it recalled, a prompt query from all keys. The latest \
+                  steps are also the centroids most similar to the next query. Their lists overlap, so fewer rows are ranked, and \
+                  a position that was not recalled never comes back. Each later prompt has more queries (about 200) than there are \
+                  centroids (at most 128), and replaces all of them.",
             verdict: following,
         },
     ]

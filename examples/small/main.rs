@@ -1,5 +1,5 @@
-//! Measures every method on the bundled model and writes `docs/small.md`, the JSON behind it and its
-//! pictures. `make results` runs it.
+//! Measures every method on the bundled model; writes `docs/small.md`, the JSON with its numbers and its
+//! pictures. `make results` runs this program.
 
 mod groups;
 mod page;
@@ -28,7 +28,7 @@ const CONVERSATIONS: &str = "calib-data/conversations.jsonl";
 /// Lengths of prompts in the needle file; each prompt is near one of them.
 const LENGTHS: [u64; 3] = [512, 1024, 2000];
 
-/// Tables that are no [`Group`].
+/// Tables that are not made from a [`Group`].
 const BY_LENGTH: &str = "needles_by_length";
 const SIMILARITY: &str = "codebook_similarity";
 
@@ -50,9 +50,9 @@ fn main() -> Result<(), Error> {
                 .chain([BY_LENGTH, SIMILARITY]);
             lab.measure_all(names.map(str::to_string), BTreeMap::new())?
         }
-        // The page and the pictures again, from the numbers that are there.
+        // Writes the page and the pictures again from the existing numbers.
         Some("page") => before()?,
-        // Some tables again, by their names in the JSON.
+        // Measures some tables again, given by their names in the JSON.
         Some(names) => lab.measure_all(names.split(',').map(str::to_string), before()?)?,
     };
     let base = lab.artifact(BASE)?;
@@ -81,12 +81,12 @@ impl Lab {
         }
     }
 
-    /// The artifact of these options, made once.
+    /// Returns the artifact calibrated with these options; makes it only once.
     fn artifact(&self, options: &str) -> Result<PathBuf, Error> {
         self.artifact_of(TEXT, &format!("--uuid-tokens 8192 {options}"))
     }
 
-    /// The artifact of these options and this text, made once.
+    /// Returns the artifact calibrated with these options on this text; makes it only once.
     fn artifact_of(&self, text: &str, options: &str) -> Result<PathBuf, Error> {
         let name: String = options
             .chars()
@@ -103,7 +103,7 @@ impl Lab {
         Ok(path)
     }
 
-    /// Writes the needles whose prompts are near a length; gives back where.
+    /// Writes the needles whose prompts are near a length; returns the file.
     fn needles_of(&self, length: u64) -> Result<PathBuf, Error> {
         let mut lines = String::new();
         for line in std::fs::read_to_string(NEEDLES)?.lines() {
@@ -122,7 +122,7 @@ impl Lab {
         Ok(path)
     }
 
-    /// Needle accuracy at a budget of 6 %, for prompts of each length.
+    /// Measures needle accuracy at a budget of 6 %, for prompts of each length.
     fn by_length(&self) -> Result<Value, Error> {
         let mut rows = Vec::new();
         for length in LENGTHS {
@@ -142,8 +142,8 @@ impl Lab {
         Ok(Value::Array(rows))
     }
 
-    /// Eq. 7 of A2ATS per layer: how much alike are the codebooks of two texts, of keys before and after
-    /// rotation.
+    /// Computes Eq. 7 of A2ATS per layer: the similarity of the codebooks of two texts, of keys before and
+    /// after rotation.
     fn similarity(&self) -> Result<Value, Error> {
         let mut rows = Vec::new();
         for rope in ["windowed", "standard"] {
@@ -169,7 +169,7 @@ impl Lab {
         Ok(Value::Array(rows))
     }
 
-    /// Measures these tables; the others stay as they are.
+    /// Measures these tables; keeps the others of `results`.
     fn measure_all(
         &self,
         names: impl Iterator<Item = String>,
@@ -195,7 +195,7 @@ impl Lab {
         Ok(results)
     }
 
-    /// The rows of a case; what needles say joins what text says.
+    /// Returns the rows of a case; results on needles join those on text.
     fn measure(&self, group: &Group, case: &Case) -> Result<Value, Error> {
         let mut options = format!(
             "eval -q --json --model {MODEL} --methods {} --budgets {} {}",
@@ -231,7 +231,7 @@ impl Lab {
     }
 }
 
-/// Adds to a row what another run of its case says of needles, and full attention there.
+/// Adds to a row the needle accuracy of another run of the same case, and that of full attention.
 fn join(row: &mut Value, new: &Value, out: &Value) {
     if new["needle_accuracy"].is_number() {
         for key in ["needle_accuracy", "needle_accuracy_by_turn"] {
@@ -244,15 +244,15 @@ fn join(row: &mut Value, new: &Value, out: &Value) {
     drop_single_turns(row);
 }
 
-/// Leaves out what a row says by turn where there is one turn, which is the whole.
+/// Removes the values by turn from a row with a single turn, where they repeat the totals.
 fn drop_single_turns(row: &mut Value) {
     if let Some(row) = row.as_object_mut() {
         row.retain(|key, value| !(key.ends_with("by_turn") && value.as_array().is_some_and(|t| t.len() < 2)));
     }
 }
 
-/// Codewords in key space, per layer and KV head; for the plain metric that is where they are stored, but
-/// for the mean.
+/// Codewords in key space, per layer and KV head. With the plain metric they are stored there, minus the
+/// mean.
 type Codebooks = Vec<Vec<Vec<Vec<f64>>>>;
 
 fn codebook(artifact: &Artifact) -> Result<Codebooks, kvsmith::error::Error> {
@@ -273,7 +273,7 @@ fn codebook(artifact: &Artifact) -> Result<Codebooks, kvsmith::error::Error> {
         .collect())
 }
 
-/// Mean over `a` of the largest cosine with any of `b`.
+/// Returns the mean, over the vectors of `a`, of the largest cosine with a vector of `b`.
 fn nearest_cosine(a: &[Vec<f64>], b: &[Vec<f64>]) -> f64 {
     let dot = |x: &[f64], y: &[f64]| x.iter().zip(y).map(|(x, y)| x * y).sum::<f64>();
     let cosine = |x: &[f64], y: &[f64]| dot(x, y) / (dot(x, x) * dot(y, y)).sqrt().max(f64::MIN_POSITIVE);
@@ -281,7 +281,7 @@ fn nearest_cosine(a: &[Vec<f64>], b: &[Vec<f64>]) -> f64 {
     a.iter().map(best).sum::<f64>() / a.len() as f64
 }
 
-/// A path as the pictures need it.
+/// Returns the path of a picture.
 fn in_folder(name: &str) -> PathBuf {
     Path::new("docs/small").join(name)
 }

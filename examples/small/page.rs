@@ -8,16 +8,22 @@ use serde_json::{Value, json};
 use crate::groups::{METHODS, Measured, groups, told};
 use crate::{BY_LENGTH, SIMILARITY};
 
-/// The page.
+/// Writes the page from the results.
 pub fn page(results: &BTreeMap<String, Value>) -> String {
     let mut out = String::from(
         "# A small model\n\n\
-         Made by `make results` from the bundled model and its held-out text, needles and conversations, which every checkout\n\
-         has; [results.md](results.md) has a model that people use. The numbers are in [small/small.json](small/small.json). The model has 2.2M parameters and a context of 2,048, so \
-         `--wrope-position`\nis 1024 and the figures say how the methods compare on its heads, not on yours: run `kvsmith eval` \
-         for those.\nRecall is the share of the exact top-k, mass the true probability attended, error the relative L2 error of \
-         the\nattention output (these three along the full-attention trajectory), KL that of the next token along the method's \
-         own.\n\n\
+         `make results` writes this page from the bundled model and its held-out text, needles and conversations, which are in\n\
+         every checkout. The numbers are in [small/small.json](small/small.json). The model has only 2.2M parameters and a\n\
+         context of 2,048 tokens, so `--wrope-position` is 1024. The figures compare the methods on the heads of this model, not\n\
+         on yours. Run `kvsmith eval` to measure your model; [results.md](results.md) has a model that people use.\n\n\
+         What the columns mean:\n\n\
+         - `recall`: share of the positions of `topk` that the method chose\n\
+         - `mass`: true probability of the positions attended\n\
+         - `output_error`: relative L2 error of the attention output\n\
+         - `kl`: KL (Kullback-Leibler divergence) of the next token from full attention, in nats\n\
+         - `needle_accuracy`: share of questions answered\n\n\
+         `kl` and the answers follow the method's own trajectory, the first three columns that of full attention.\n\
+         [json.md](json.md) explains the other columns.\n\n\
          ![recall](small/recall.svg)\n![KL](small/kl.svg)\n![needles](small/needles.svg)\n\n",
     );
     for group in groups() {
@@ -65,7 +71,7 @@ pub fn page(results: &BTreeMap<String, Value>) -> String {
     out
 }
 
-/// What a group says of each turn, where it has several.
+/// Writes the results of a group by turn, if it has several turns.
 fn turn_table(rows: &[Measured]) -> String {
     let series = |m: &Measured, metric: &str| -> Vec<f64> {
         let turns = match metric {
@@ -111,7 +117,8 @@ fn length_table(lengths: &Value) -> String {
         row.and_then(|r| r["needle_accuracy"].as_f64())
             .unwrap_or(f64::NAN)
     };
-    let mut out = "## Needles by length\n\nGreedy answers at a budget of 6 %; `topk` is the ceiling of the mass that a choice can cover, not of the answers.\n\n"
+    let mut out = "## Needles by length\n\nShare of needles that greedy decoding answers at a budget of 6 %, by length of the \
+         prompt. `topk` covers the most mass, but it is not an upper bound on the answers.\n\n"
         .to_string();
     if let Some(longest) = lengths.last() {
         let full = longest["full"].as_f64().unwrap_or(f64::NAN);
@@ -155,10 +162,14 @@ fn similarity_table(rows: &Value) -> String {
     let (before, after) = (of("windowed"), of("standard"));
     let holds = before.iter().zip(&after).all(|(b, a)| b > a);
     let mut out = format!(
-        "## Codebooks of two inputs\n\nEq. 7 of A2ATS: mean largest cosine between the codewords of two texts (plain metric, 256 \
-         codewords, 20,000 tokens each). Paper: above 0.9 before rotation for most layers, about 0.85 after.\n\n{}\n\n\
-         | layer | before rotation | after |\n|---|---|---|\n",
-        told(holds, "codebooks are more alike before rotation, in every layer")
+        "## Codebooks of two inputs\n\nThe similarity of the codebooks of two texts is the mean, over the codewords of one text, of \
+         the largest cosine with a codeword of the other, averaged over both directions (Eq. 7 of A2ATS; plain metric, 256 \
+         codewords, 20,000 tokens per text). The paper reports more than 0.9 before rotation for most layers, and about 0.85 after it.\n\n{}\n\n\
+         | layer | before rotation | after rotation |\n|---|---|---|\n",
+        told(
+            holds,
+            "codebooks are more similar before rotation, in every layer"
+        )
     );
     for (layer, (b, a)) in before.iter().zip(&after).enumerate() {
         let _ = writeln!(out, "| {layer} | {b:.3} | {a:.3} |");

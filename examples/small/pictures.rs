@@ -28,7 +28,7 @@ const COLOURS: [RGBColor; 9] = [
 /// A named line.
 type Line = (String, Vec<(f64, f64)>);
 
-/// Draws all of them.
+/// Draws all pictures.
 pub fn all(results: &BTreeMap<String, Value>, artifact: &Path) -> Result<(), Error> {
     let methods = &results["methods"][0]["rows"];
     let reads = by_method(methods, "kv_read_fraction", "recall");
@@ -86,7 +86,7 @@ pub fn all(results: &BTreeMap<String, Value>, artifact: &Path) -> Result<(), Err
     chart("usage.svg", "codeword, by use", "keys", &lines, None)
 }
 
-/// A line per method, in the order of the rows.
+/// Returns a line per method, in the order of the rows.
 fn by_method(rows: &Value, x: &str, y: &str) -> Vec<Line> {
     let mut lines: Vec<Line> = Vec::new();
     for row in rows.as_array().into_iter().flatten() {
@@ -102,7 +102,7 @@ fn by_method(rows: &Value, x: &str, y: &str) -> Vec<Line> {
     lines
 }
 
-/// A chart of lines; on logarithmic axes, unless the place of the legend says that they are linear.
+/// Draws a chart of lines. `linear` is the place of the legend on linear axes; `None` draws logarithmic axes.
 fn chart(
     file: &str,
     x: &str,
@@ -153,7 +153,7 @@ fn chart(
     Ok(())
 }
 
-/// The second moment of the queries of one head, as its Cholesky factor tells it.
+/// Draws the second moment of the queries of one head, computed from its Cholesky factor.
 fn moment(artifact: &Artifact) -> Result<(), Error> {
     let sizes = artifact.sizes;
     let d = sizes.head_dim;

@@ -28,14 +28,14 @@ pub struct Artifact {
 }
 
 impl Artifact {
-    /// Opens a file whose sections are among `known` and checks its header: canonical form, manifest
-    /// digest, and that every section has exactly its tensors in the right types and shapes. Tensor
+    /// Opens a file whose sections are among `known` and checks its header: that it has the canonical form, that the
+    /// manifest has its digest, and that every section has exactly its tensors, with the right types and shapes. Tensor
     /// data are not read.
     pub fn open(path: &Path, known: &[&'static dyn SectionKind]) -> Result<Self> {
         Self::read(path, known).map_err(|e| e.or_hint("the file is damaged; make it again"))
     }
 
-    /// Does what [`Artifact::open`] says; errors may lack a hint.
+    /// Does what [`Artifact::open`] describes; errors may lack a hint.
     fn read(path: &Path, known: &[&'static dyn SectionKind]) -> Result<Self> {
         let store = Store::open(path)?;
         let manifest = read_manifest(&store)?;
@@ -99,7 +99,7 @@ impl Artifact {
         })
     }
 
-    /// Tells whether there is such a section.
+    /// Tells whether the file has the named section.
     pub fn has(&self, section: &str) -> bool {
         self.kinds.contains_key(section)
     }
@@ -118,7 +118,7 @@ impl Artifact {
     /// Finds a section and checks the digests and values of its tensors.
     ///
     /// # Errors
-    /// The artifact does not have it, or it is damaged.
+    /// The artifact does not have the section, or the section is damaged.
     pub fn checked_section(&self, name: &str) -> Result<SectionView<'_>> {
         let section = self.section(name)?;
         section.verify()?;
@@ -202,7 +202,7 @@ impl<'a> SectionView<'a> {
     /// Reads the hyper-parameters.
     ///
     /// # Errors
-    /// One that is missing or has another type.
+    /// A hyper-parameter is missing or has another type.
     pub fn params<T: DeserializeOwned>(&self) -> Result<T> {
         let what = format!("sections.{}", self.kind.name());
         parse(&what, &self.manifest.params)
@@ -241,13 +241,13 @@ impl<'a> SectionView<'a> {
         constant.map(|head| (head.layer, head.head)).collect()
     }
 
-    /// Names the KV head with this number in the section's tensors.
+    /// Names the KV head that has this number when the heads of all layers are counted in order.
     pub fn kv_head(&self, number: usize) -> String {
         let heads = self.artifact.sizes.n_kv_heads;
         format!("layer {}, KV head {}", number / heads, number % heads)
     }
 
-    /// Makes the error for values that no fit gives.
+    /// Makes the error for values that no fit can produce.
     pub fn damaged(&self, what: impl std::fmt::Display) -> Error {
         Error::failed(format!("{}: {what}", self.artifact.store.path().display()))
             .hint("the file is damaged; make it again")
@@ -272,7 +272,7 @@ impl<'a> SectionView<'a> {
             let bytes = self.artifact.store.checked(spec)?;
             check_finite(spec, bytes, 0).map_err(|e| self.damaged(e))?;
         }
-        // What can be used can be shown, too.
+        // A section that can be used must also be one that `inspect` can show.
         self.kind.table(&self.reports()).map_err(|e| self.damaged(e))?;
         self.kind.describe(self)?;
         self.kind.check(self)

@@ -25,7 +25,7 @@ pub struct LayerStates<'a> {
     pub device: &'a dyn Device,
     /// Reads all rows of a KV head before rotation, `[n,d]`.
     pub keys: ReadHead<'a>,
-    /// Reads the rows of a query head that the fit asked for, before rotation.
+    /// Reads the rows of a query head that the fit asked for (`Fit::query_rows`), before rotation.
     pub queries: ReadHead<'a>,
     /// Reads all values of a KV head, `[n,d]`; empty unless the section's facts say that it reads them.
     pub values: ReadHead<'a>,
@@ -33,7 +33,7 @@ pub struct LayerStates<'a> {
     pub moments: Option<&'a LayerMoments>,
     /// The sums from which the moments under other rotations follow, if the fit reads them.
     pub sums: Option<&'a QuerySums>,
-    /// The first row of each block, and then n.
+    /// The first row of each block, then n.
     pub block_start: &'a [u32],
     /// Which rows take part in the fit, `[n]`; the others are held out.
     pub kept: &'a [bool],
@@ -65,7 +65,7 @@ impl LayerStates<'_> {
         self.kept.iter().filter(|kept| **kept).count()
     }
 
-    /// Divides the KV heads into runs that the device fits at once, with `size` centroids per head.
+    /// Divides the KV heads into ranges of heads that the device can fit together, with `size` centroids per head.
     pub fn head_runs(&self, size: usize) -> impl Iterator<Item = Range<usize>> {
         let (g, d) = (self.sizes.n_kv_heads, self.sizes.head_dim);
         let at_once = self.device.heads_at_once(self.n_kept(), d, size).max(1);
@@ -74,8 +74,8 @@ impl LayerStates<'_> {
             .map(move |first| first..g.min(first + at_once))
     }
 
-    /// Reads the kept and the held-out rows of some heads, `[b,kept,d]` and `[b,n - kept,d]`, at their own
-    /// positions if `rotated`.
+    /// Reads the kept and the held-out keys of a range of KV heads, `[b,kept,d]` and `[b,n - kept,d]`, rotated to their
+    /// own positions if `rotated` is set.
     pub fn split(&self, heads: Range<usize>, rotated: bool) -> Result<[Array3<f32>; 2]> {
         let rows = |wanted: bool| -> Vec<usize> {
             (0..self.kept.len()).filter(|i| self.kept[*i] == wanted).collect()
@@ -97,8 +97,8 @@ impl LayerStates<'_> {
         Ok(out)
     }
 
-    /// Lists the KV heads whose keys before rotation are all equal, such as pruned ones: no choice among them means
-    /// anything.
+    /// Lists the KV heads whose keys before rotation are all equal, such as pruned heads: choosing among equal keys
+    /// means nothing.
     pub fn constant_heads(&self) -> Result<Vec<usize>> {
         let mut constant = Vec::new();
         for head in 0..self.sizes.n_kv_heads {
@@ -110,7 +110,7 @@ impl LayerStates<'_> {
         Ok(constant)
     }
 
-    /// Lists the range of kept rows of each block.
+    /// Lists, for each block, the range of its kept rows.
     pub fn kept_blocks(&self) -> Vec<Range<usize>> {
         let mut end = 0;
         let blocks = self.block_start.windows(2).map(|block| {

@@ -1,4 +1,4 @@
-//! The manifest of an artifact: JSON with sorted keys in the header, under a digest of its own.
+//! The manifest of an artifact: JSON with sorted keys in the file's header, sealed with its own digest.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -52,15 +52,15 @@ pub struct Quality {
 /// What the manifest says about one section.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SectionManifest {
-    /// Where it was fitted.
+    /// The device that fitted the section.
     pub device: String,
-    /// The hardware and the driver of a GPU.
+    /// The hardware and the driver, if the device is a GPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub adapter: Option<String>,
     /// Digest of each tensor's data, once they are known.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub sha256: BTreeMap<String, String>,
-    /// Its hyper-parameters, whose meaning the section's declaration knows.
+    /// The hyper-parameters of the section; the section's declaration knows their meaning.
     #[serde(flatten)]
     pub params: Map<String, Value>,
 }
@@ -78,7 +78,7 @@ impl Manifest {
         }
     }
 
-    /// Writes the text for the header, sealed with its digest; `device` follows from the sections.
+    /// Returns the text for the header, sealed with its digest; `device` is derived from the sections.
     pub fn seal(mut self) -> String {
         let devices = self.sections.values().map(|s| s.device.as_str());
         let others: BTreeSet<&str> = devices.filter(|name| *name != "cpu").collect();
@@ -92,7 +92,7 @@ impl Manifest {
     }
 }
 
-/// Writes something as a JSON object of the manifest.
+/// Converts a value to a JSON object for the manifest.
 pub fn object<T: Serialize>(value: &T) -> Result<Map<String, Value>> {
     match serde_json::to_value(value) {
         Ok(Value::Object(object)) => Ok(object),
@@ -101,7 +101,7 @@ pub fn object<T: Serialize>(value: &T) -> Result<Map<String, Value>> {
     }
 }
 
-/// Reads a JSON object of the manifest, called `what` in the message if it is not valid.
+/// Reads a JSON object of the manifest; `what` names the object in the error if it is not valid.
 pub fn parse<T: DeserializeOwned>(what: &str, object: &Map<String, Value>) -> Result<T> {
     T::deserialize(object).map_err(|e| Error::failed(format!("`{what}` is not valid: {e}")).hint(AGAIN))
 }

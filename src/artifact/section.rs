@@ -1,4 +1,4 @@
-//! The declaration of a section, and a section that is being made.
+//! The declaration of a section, and a section under construction.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -23,11 +23,11 @@ pub type Sections = &'static [&'static dyn SectionKind];
 /// Which query moments a fit reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MomentsRead {
-    /// None.
+    /// No moments.
     Nothing,
-    /// Those at the position that the user chose.
+    /// The moments at the position that the user chose.
     Chosen,
-    /// Those with each query at its own position.
+    /// The moments with each query rotated to its own position.
     Own,
 }
 
@@ -44,7 +44,7 @@ pub struct Facts {
     pub stage: &'static str,
     /// Which query moments the fit reads.
     pub moments: MomentsRead,
-    /// Whether the fit reads queries, those of [`Fit::query_rows`].
+    /// Whether the fit reads queries, namely the rows of [`Fit::query_rows`].
     pub reads_queries: bool,
     /// Whether the fit reads values.
     pub reads_values: bool,
@@ -67,7 +67,7 @@ pub trait SectionKind: Debug + Sync {
         true
     }
 
-    /// Prepares the fit from the flags that were given; warns where the text is too short for it.
+    /// Prepares the fit from the given flags; warns if the text is too short for it.
     ///
     /// # Errors
     /// Flags out of range, too few rows.
@@ -82,7 +82,7 @@ pub trait SectionKind: Debug + Sync {
     /// Checks the values of the tensors.
     ///
     /// # Errors
-    /// Values that no fit gives.
+    /// Values that no fit can produce.
     fn check(&self, section: &SectionView) -> Result<()>;
 
     /// Describes the fit in a few words, for the summary of `inspect`.
@@ -91,8 +91,8 @@ pub trait SectionKind: Debug + Sync {
     /// Shows the quality reports as the table of `inspect`.
     fn table(&self, reports: &[HeadReport]) -> Result<String>;
 
-    /// Returns whether heads whose calibration keys are all equal are marked, to be attended in full by the method of the
-    /// section.
+    /// Returns whether the section marks heads whose calibration keys are all equal, so that its method attends these
+    /// heads in full.
     fn marks_constant_heads(&self) -> bool {
         true
     }
@@ -111,13 +111,13 @@ pub trait SectionKind: Debug + Sync {
     }
 }
 
-/// What is known before the first layer.
+/// What a fit knows before the first layer.
 pub struct FitInput<'a> {
     /// Seeds every random choice.
     pub seed: u64,
-    /// Where the queries of the moments are rotated to.
+    /// The position to which the queries of the moments are rotated.
     pub position: Position,
-    /// The first row of each block, and then n.
+    /// The first row of each block, then n.
     pub block_start: &'a [u32],
     /// Most rows per block.
     pub seq_len: usize,
@@ -125,7 +125,7 @@ pub struct FitInput<'a> {
     pub kept: &'a [bool],
     /// The sliding window of every layer.
     pub windows: &'a [Option<usize>],
-    /// Takes warnings.
+    /// Receives warnings.
     pub log: Log,
 }
 
@@ -142,7 +142,8 @@ pub trait Fit {
         &[]
     }
 
-    /// Returns whether the fit reads the sums over queries before rotation, besides or in place of the moments.
+    /// Returns whether the fit reads the sums over queries before rotation, in addition to the moments or in place of
+    /// them.
     fn reads_pre_sums(&self) -> bool {
         false
     }
@@ -174,22 +175,22 @@ pub struct FitText<'a> {
 }
 
 impl FitText<'_> {
-    /// Returns the bytes of `heads` heads' keys, divided into kept and held-out rows, while they are read.
+    /// Returns the peak bytes of reading the keys of `heads` heads into kept and held-out rows.
     pub fn split_bytes(&self, heads: usize) -> usize {
         let rows = self.n * size_of::<usize>();
         let keys = self.n * self.sizes.head_dim * size_of::<f32>();
-        // The head that is read is in memory twice.
+        // The head that is being read is in memory twice.
         rows + (heads + 1) * keys
     }
 }
 
-/// Called after each KV head that was fitted, with a line for `-v` if there is something to say.
+/// Called after each fitted KV head, with the head's index and, if there is something to say, a line for `-v`.
 pub type HeadDone<'a> = &'a mut dyn FnMut(usize, Option<String>);
 
-/// The entry in the report of a head whose keys are all equal; other heads do not have it.
+/// The entry that marks the report of a head whose keys are all equal; reports of other heads lack it.
 pub(super) const CONSTANT: &str = "constant";
 
-/// The part of a section that one layer makes.
+/// One layer's part of a section.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LayerPart {
     /// Little-endian data by tensor name.
@@ -216,11 +217,11 @@ impl LayerPart {
     }
 }
 
-/// A section in the making; it is complete once every layer was added.
+/// A section under construction; it is complete once every layer has been added.
 pub struct Section {
     /// Its declaration.
     pub kind: &'static dyn SectionKind,
-    /// What the manifest says about it; digests follow when it is written.
+    /// What the manifest says about the section; the digests are added when it is written.
     pub manifest: SectionManifest,
     /// Its tensors, layer axis in front.
     pub specs: Vec<Spec>,
@@ -231,7 +232,7 @@ pub struct Section {
 }
 
 impl Section {
-    /// Makes a section without layers, which is fitted on `device` or on the CPU if its fit needs that.
+    /// Makes a section without layers, to be fitted on `device`, or on the CPU if the fit runs there only.
     pub fn new(fit: &dyn Fit, sizes: Sizes, device: &dyn Device) -> Result<Self> {
         let (kind, params) = (fit.kind(), fit.params()?);
         let device = kind.device(device);
@@ -286,7 +287,7 @@ impl Section {
     }
 }
 
-/// Fails if a tensor of layers from number `first` on, whose second axis is heads, has a value that is not finite.
+/// Fails if a tensor with axes (layer, head, ...) has a value that is not finite. `bytes` begins at layer `first`.
 pub(super) fn check_finite(spec: &Spec, bytes: &[u8], first: usize) -> Result<()> {
     let finite = |bytes: &[u8]| match spec.dtype {
         Dtype::F16 => values::<f16>(bytes).all(f16::is_finite),
@@ -312,7 +313,7 @@ fn values<T: Element>(bytes: &[u8]) -> impl Iterator<Item = T> {
     values.map(bytemuck::pod_read_unaligned)
 }
 
-/// Fails if a head's report says that the fit saw no key.
+/// Fails if the report of a head says that the fit saw no keys of it.
 pub(super) fn check_observed(section: &str, layer: usize, reports: &[Report]) -> Result<()> {
     match reports
         .iter()

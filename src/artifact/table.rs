@@ -5,9 +5,9 @@ use serde::de::DeserializeOwned;
 use super::{Report, parse};
 use crate::error::Result;
 
-/// Heads listed as the worst.
+/// How many heads are listed as the worst.
 const WORST: usize = 5;
-/// Least width of a column.
+/// Smallest width of a column.
 const WIDTH: usize = 6;
 
 /// A quality report and the KV head that it is about.
@@ -34,7 +34,7 @@ impl<R> Column<R> {
     }
 }
 
-/// Shows the mean of every column over the heads of each layer; a dash without values.
+/// Shows the mean of every column over the heads of each layer; a dash stands for a layer without values.
 ///
 /// # Errors
 /// A report that is not an `R`.
@@ -60,7 +60,7 @@ pub fn table<R: DeserializeOwned>(columns: &[Column<R>], reports: &[HeadReport])
     Ok(out)
 }
 
-/// Lists the heads with the largest shares.
+/// Lists the heads for which `of` is largest, as percentages.
 ///
 /// # Errors
 /// A report that is not an `R`.
@@ -76,7 +76,7 @@ pub fn worst_heads<R: DeserializeOwned>(reports: &[HeadReport], of: fn(&R) -> Op
     Ok(ranked.iter().take(WORST).map(line).collect())
 }
 
-/// Writes a share as a percentage.
+/// Formats a share as a percentage.
 pub fn share(value: f64) -> String {
     format!("{:.1} %", 100.0 * value)
 }

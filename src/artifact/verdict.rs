@@ -5,7 +5,8 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::model::Sizes;
 
-/// The divergence, in nats, that the method of a run without `--method` and `--budget` stays below, if one does.
+/// A run without `--method` and `--budget` takes the cheapest method whose mean KL divergence is at most this, in nats;
+/// if there is none, the method with the smallest divergence.
 pub const USUAL_KL: f64 = 0.03;
 
 /// What methods lost on held-out text: `quality.methods`.
@@ -21,7 +22,7 @@ pub struct Verdict {
     pub window: usize,
     /// Type of the cache, as a value of `--kv`.
     pub kv: String,
-    /// Per method and share of the bytes.
+    /// The losses per method and share of the bytes.
     pub rows: Vec<MethodLoss>,
 }
 
@@ -30,42 +31,44 @@ pub struct Verdict {
 pub struct MethodLoss {
     /// Name of the method, `NAME+tail` with a tail.
     pub method: String,
-    /// Whether it ranks by exact scores, which no method can: a bound for the others.
+    /// Whether the method ranks by exact scores without paying for them, which no real method can: a bound for the
+    /// others.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub oracle: bool,
-    /// The share of the bytes of all visible keys and values that was asked for.
+    /// The requested share of the bytes of all visible keys and values.
     pub reads_target: f64,
-    /// The share that was read, everything counted; where nothing was measured, the least that the method can read.
+    /// The share of the bytes that was read, everything counted; if nothing was measured, the least that the method can
+    /// read.
     pub bytes_read_fraction: f64,
-    /// What was measured; nothing if the method cannot read so little.
+    /// The measurements; `None` if the method cannot read so few bytes.
     #[serde(flatten)]
     pub measured: Option<Measured>,
 }
 
-/// The means over all steps.
+/// Measurements of one method, most of them means over all steps.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Measured {
     /// The budget, a fraction of the context.
     pub budget: f64,
     /// KL(full || method) of the next token, in nats.
     pub kl: f64,
-    /// Its median over the steps.
+    /// Median of the KL over the steps.
     pub kl_median: f64,
-    /// Its 99th percentile.
+    /// 99th percentile of the KL over the steps.
     pub kl_p99: f64,
     /// Share of steps with the same most likely token.
     pub top1_equal: f64,
     /// Perplexity of the text over that with full attention.
     pub perplexity_ratio: f64,
-    /// Share of the exact choice of the same size that was chosen.
+    /// Share of the oracle's choice of the same size that the method chose too.
     pub recall: f64,
-    /// Probability of what was attended.
+    /// True probability of everything that was attended.
     pub mass: f64,
     /// Relative error of attention's output.
     pub output_error: f64,
     /// Bits of the index per position and KV head.
     pub index_bits_per_token: f64,
-    /// The same of each head.
+    /// Recall, mass and output error of each KV head.
     pub heads: HeadLosses,
 }
 
@@ -81,7 +84,7 @@ pub struct HeadLosses {
 }
 
 impl Verdict {
-    /// Fails if the verdict has values that no measurement gives, or is of another model.
+    /// Fails if the verdict has values that no measurement can give, or belongs to a model of other sizes.
     pub(super) fn check(&self, sizes: Sizes) -> Result<()> {
         let share = |x: f64| (0.0..=1.0 + 1e-6).contains(&x);
         let loss = |x: f64| x.is_finite() && x >= 0.0;
@@ -113,13 +116,13 @@ impl Verdict {
         }
     }
 
-    /// Lists what was measured, oracles left out.
+    /// Lists the rows with measurements, without oracles.
     fn choices(&self) -> impl Iterator<Item = (&MethodLoss, &Measured)> {
         let rows = self.rows.iter().filter(|row| !row.oracle);
         rows.filter_map(|row| Some((row, row.measured.as_ref()?)))
     }
 
-    /// Returns the row that read the fewest bytes of those with at most this mean divergence, in nats.
+    /// Returns, of the rows with at most this mean divergence (in nats), the one that read the fewest bytes.
     pub fn within(&self, kl: f64) -> Option<(&MethodLoss, &Measured)> {
         let enough = self.choices().filter(|(_, of)| of.kl <= kl);
         enough.min_by(|(a, x), (b, y)| {
@@ -128,8 +131,8 @@ impl Verdict {
         })
     }
 
-    /// Returns the row that a run without `--method` and `--budget` takes: the cheapest within [`USUAL_KL`], else the one
-    /// that lost least.
+    /// Returns the row that a run without `--method` and `--budget` follows: the cheapest row within [`USUAL_KL`],
+    /// otherwise the row with the smallest divergence.
     pub fn usual(&self) -> Option<(&MethodLoss, &Measured)> {
         let least = || self.choices().min_by(|(_, x), (_, y)| x.kl.total_cmp(&y.kl));
         self.within(USUAL_KL).or_else(least)

@@ -11,17 +11,17 @@ use crate::store::{self, Tensor};
 /// Writes one or more complete sections with their manifest.
 ///
 /// # Errors
-/// A section does not have the values that readers ask for; the disk is full.
+/// A section whose values readers would refuse; the disk is full.
 pub fn write(output: Output, origin: Origin, sections: Vec<Section>) -> Result<()> {
     let (tensors, manifest, kinds) = complete(origin, sections);
     finish(output, &tensors, manifest, &kinds)
 }
 
-/// Measures what methods lose with an artifact; see [`write_judged`].
+/// A function that measures what methods lose with an artifact; see [`write_judged`].
 pub type Measure<'a> = dyn FnMut(&Artifact) -> Option<Verdict> + 'a;
 
-/// Does what [`write()`] does, and adds the verdict that `measure` comes to, if it comes to one; `draft`, an output of the
-/// same name, holds the artifact until then.
+/// Does what [`write()`] does, and adds the verdict if `measure` returns one. `measure` reads the artifact from
+/// `draft`, an unfinished output of the same name, which is then dropped.
 pub fn write_judged(
     output: Output,
     draft: Output,
@@ -38,7 +38,7 @@ pub fn write_judged(
     finish(output, &tensors, manifest, &kinds)
 }
 
-/// Writes an artifact again with a verdict in place of the one that it has.
+/// Writes an artifact again with `verdict` in place of its own verdict.
 ///
 /// # Errors
 /// A damaged file; the disk is full.
@@ -63,7 +63,7 @@ fn tensors_of(artifact: &Artifact) -> Result<Vec<Tensor>> {
     specs.map(tensor).collect()
 }
 
-/// Collects the tensors of sections, and what the manifest says of them.
+/// Collects the tensors of sections and builds their manifest.
 fn complete(
     origin: Origin,
     sections: Vec<Section>,
@@ -85,7 +85,7 @@ fn complete(
     (tensors, manifest, kinds)
 }
 
-/// Writes a file and gives it its name if it stands every check of a reader.
+/// Writes a file and renames it to its final name if it passes every check that a reader makes.
 fn finish(
     output: Output,
     tensors: &[Tensor],
@@ -127,7 +127,7 @@ pub fn pack(output: Output, parts: &[Artifact]) -> Result<()> {
     finish(output, &tensors, manifest, &kinds)
 }
 
-/// Fails if two section files do not go together.
+/// Fails if two section files were not made from the same model and calibration.
 fn check_same_origin(first: &Artifact, part: &Artifact) -> Result<()> {
     let (a, b) = (&first.manifest, &part.manifest);
     for (key, same) in [

@@ -143,7 +143,7 @@ impl Text {
         }
     }
 
-    /// Lists the files and folders; stdin is none.
+    /// Lists the files and folders, without stdin.
     pub fn paths(&self) -> impl Iterator<Item = &Path> {
         let paths = self.text.iter().map(PathBuf::as_path);
         paths.filter(|path| *path != Path::new("-"))
@@ -181,7 +181,7 @@ impl Input {
         self.tokens.is_some() || !self.text.text.is_empty()
     }
 
-    /// Returns the input of a file of token ids in blocks of `seq_len`.
+    /// Returns this input with the token ids of a file, in blocks of `seq_len`, in place of its text.
     pub fn of_tokens(&self, tokens: PathBuf, seq_len: usize, holdout: f64) -> Self {
         let mut input = self.clone();
         input.text.text.clear();

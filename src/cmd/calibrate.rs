@@ -106,7 +106,7 @@ impl Settings {
         })
     }
 
-    /// Counts the methods and budgets that the verdict will measure, 0 without one.
+    /// Counts the combinations of method and budget that the verdict will measure; 0 without a verdict.
     pub fn verdict_budgets(&self, fits: &[Box<dyn Fit>], text: &Corpus) -> usize {
         match self.no_verdict || text.held_out.is_empty() {
             true => 0,
@@ -133,12 +133,12 @@ struct Made {
     note: String,
     document: Value,
     stages: Stages,
-    /// Methods and budgets that the verdict measured.
+    /// Number of combinations of method and budget that the verdict measured.
     variants: usize,
 }
 
-/// Returns how long the stages of a calibration took whose artifact nobody keeps, and how many methods and budgets its
-/// verdict measured.
+/// Runs a calibration whose artifact nobody keeps; returns how long its stages took, and how many combinations of
+/// method and budget its verdict measured.
 ///
 /// # Errors
 /// Those of a calibration.
@@ -221,7 +221,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     }
     let seconds = start.elapsed().as_secs_f64();
     let verdict_seconds = judged.is_some().then_some(seconds - fitted);
-    // The fits took long: what they gave is written, whatever became of the verdict.
+    // The fits took long, so their artifact is written even if the verdict failed.
     let verdict = judged.transpose().map_err(|e| without_verdict(e, args))?;
     let mut note = format!("wrote {} in {seconds:.1} s", args.output.display());
     note += &format!(": {}", stages.text());
@@ -243,7 +243,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     })
 }
 
-/// Adds to the error of a verdict that the artifact is there without one.
+/// Adds to a verdict's error that the artifact was written without a verdict.
 fn without_verdict(e: Error, args: &Args) -> Error {
     let advice = e.advice().map(|advice| format!("; {advice}")).unwrap_or_default();
     e.hint(format!(
@@ -271,7 +271,7 @@ fn note_cpu_parts(device: &dyn Device, log: Log) {
     }
 }
 
-/// Opens the work folder, from which a stopped run can go on, if one is asked for.
+/// Opens the work folder, from which a stopped run can be resumed, if one is asked for.
 fn open_work(
     args: &Args,
     global: &Global,

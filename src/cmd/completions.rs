@@ -25,7 +25,7 @@ pub fn run(args: &Args, mut command: Command) -> Result<()> {
     print(&String::from_utf8_lossy(&script))
 }
 
-/// Runs `man`: a page with all commands, each behind the whole program.
+/// Runs `man`: prints the page of the program, followed by the pages of all commands.
 ///
 /// # Errors
 /// Stdout is full or closed.

@@ -87,7 +87,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// Returns the files of the artifacts, that of `--artifact` first.
+    /// Returns the files of the artifacts, beginning with that of `--artifact`.
     fn artifacts(&self) -> impl Iterator<Item = &PathBuf> {
         self.reading.artifact().into_iter().chain(&self.against)
     }
@@ -227,7 +227,7 @@ impl<'a> Material<'a> {
         }
     }
 
-    /// Counts what was evaluated that does not depend on anything else that was.
+    /// Counts the independent units of what was evaluated: blocks of text, or lines of questions.
     fn units(&self, evaluation: &Evaluation) -> usize {
         match self {
             Self::Text(_) => evaluation.reports.first().map_or(0, |report| report.blocks()),

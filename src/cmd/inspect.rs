@@ -80,7 +80,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     print(&harmless(&text))
 }
 
-/// Lists the quality reports of a section that were asked for.
+/// Lists the quality reports of a section that the flags ask for.
 fn reports<'a>(section: &SectionView<'a>, args: &Args) -> Vec<HeadReport<'a>> {
     let asked = |of: &HeadReport| {
         args.layer.is_none_or(|layer| layer == of.layer) && args.head.is_none_or(|head| head == of.head)
@@ -118,7 +118,7 @@ fn summary(artifact: &Artifact, args: &Args) -> Result<String> {
     let manifest = &artifact.manifest;
     let (model, text) = (&manifest.origin.model, &manifest.origin.calibration);
     let sizes = model.sizes;
-    // The path is the user's, and stays in one piece.
+    // The path is the user's, and is not broken into lines.
     let mut out = format!("{:<INDENT$}{}\n", "artifact", args.artifact.display());
     out += &paragraph(
         "",
@@ -169,7 +169,7 @@ const INDENT: usize = 13;
 /// Longest line.
 const COLUMNS: usize = 80;
 
-/// Writes words below each other under a heading, in lines of at most 80 characters.
+/// Formats words in a paragraph beside a heading, in lines of at most 80 characters.
 fn paragraph(heading: &str, text: &str) -> String {
     let mut lines = vec![String::new()];
     for word in text.split(' ') {

@@ -1,4 +1,4 @@
-//! The subcommands, one file each: checks the arguments, calls the modules below, reports the result.
+//! The subcommands, one file each: a command checks its arguments, calls the modules below, and reports the result.
 
 pub mod args;
 pub mod bench;
@@ -36,11 +36,11 @@ use crate::model::{Decoder, ModelConfig, ModelManifest};
 use crate::progress::{Log, harmless, size};
 use args::{Global, Input};
 
-/// The version of the documents of `--json`; members may be added to one version, but none changes its meaning.
+/// The version of the documents of `--json`; within a version, members may be added, but none changes its meaning.
 const SCHEMA: u32 = 1;
 
-/// Prints the one document of `--json`: what every document has, and `members`. Control characters that JSON leaves as they
-/// are, such as U+009B, are written as escapes too.
+/// Prints the one document of `--json`: what every document has, and `members`. Control characters that JSON leaves
+/// unescaped, such as U+009B, are escaped too.
 fn print_json(global: &Global, members: &Value) -> Result<()> {
     global.printed.store(true, Ordering::Relaxed);
     print_document(&global.command, members)
@@ -63,8 +63,8 @@ fn print_document(command: &str, members: &Value) -> Result<()> {
     print(&(text + "\n"))
 }
 
-/// Prints to stdout, which may be full or closed. What a terminal would obey is escaped on a terminal alone: a file
-/// or a pipe gets the text as it is.
+/// Prints to stdout, which may be full or closed. Control characters are escaped only if stdout is a terminal, which
+/// would obey them: a file or a pipe gets the text as it is.
 fn print(text: &str) -> Result<()> {
     use std::io::{IsTerminal, Write};
     let mut out = std::io::stdout().lock();
@@ -77,7 +77,8 @@ fn print(text: &str) -> Result<()> {
         .map_err(|e| Error::stdout(&e))
 }
 
-/// Prints the document of a command that failed, unless it has printed one: an interrupted one may have told what it had.
+/// Prints the document of a command that failed, unless the command has printed one: an interrupted command may already
+/// have reported its results.
 ///
 /// # Errors
 /// Stdout is full or closed.
@@ -185,8 +186,8 @@ fn check_wrope_position(position: usize, config: &ModelConfig, log: Log) {
     }
 }
 
-/// Tells whether the device is a GPU that can run the model. A GPU that cannot is an error if it was asked for by
-/// name; with `--device auto` the model then runs on the CPU.
+/// Tells whether the device is a GPU that can run the model. A GPU that cannot run it is an error if it was asked for
+/// by name; with `--device auto`, the model then runs on the CPU.
 fn can_run(device: &dyn Device, decoder: &Decoder, global: &Global) -> Result<bool> {
     if device.cuda().is_none() {
         return Ok(false);

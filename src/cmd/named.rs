@@ -20,7 +20,7 @@ pub struct Named {
 }
 
 impl Named {
-    /// Reads what [`Named`] is shown as; `None` for other text.
+    /// Parses the text form of a [`Named`]; `None` for other text.
     pub fn parse(text: &str) -> Option<Self> {
         let stripped = text.strip_suffix(SUFFIX);
         let method = <MethodName as clap::ValueEnum>::from_str(stripped.unwrap_or(text), false).ok()?;
@@ -38,7 +38,8 @@ impl fmt::Display for Named {
     }
 }
 
-/// Returns the index of the first entry with the method of entry `index`: those with one number share an index.
+/// Returns the index of the first entry with the method of entry `index`: entries with the same number share a
+/// retrieval index.
 pub fn number(methods: &[Named], index: usize) -> usize {
     let same = |named: &Named| named.method == methods[index].method;
     methods.iter().position(same).unwrap_or(index)
@@ -64,7 +65,7 @@ impl TypedValueParser for NamedParser {
         {
             return Ok(Named { method, tail: true });
         }
-        // The message of an unknown name has all that was given.
+        // The error for an unknown name shows the whole text, suffix included.
         let method = parser.parse_ref(command, arg, text.map_or(value, OsStr::new))?;
         Ok(Named { method, tail: false })
     }

@@ -12,10 +12,10 @@ use crate::disk::Output;
 use crate::error::{Error, Result};
 use crate::store::Store;
 
-/// Longest line of a trace that is looked at to recognise it.
+/// Longest line of a file that is read to recognise a trace.
 const MAX_LINE: u64 = 1 << 20;
 
-/// Starts the file `path`, which appears when it is complete.
+/// Starts the file `path`, which appears under this name when it is complete.
 ///
 /// # Errors
 /// Exit code 2: `path` is one of the command's `inputs`, or a file directly in an input folder; it is a file, not empty,
@@ -28,7 +28,7 @@ pub fn create(path: &Path, inputs: &[&Path], global: &Global) -> Result<Output> 
 /// Checks that the folder `path` of flag `flag` is not itself one of the `inputs`.
 ///
 /// # Errors
-/// It is: exit code 2.
+/// The folder is an input: exit code 2.
 pub fn check_folder(flag: &str, path: &Path, inputs: &[&Path]) -> Result<()> {
     match inputs.iter().find(|input| is_same(input, path)) {
         None => Ok(()),
@@ -42,7 +42,7 @@ pub fn check_folder(flag: &str, path: &Path, inputs: &[&Path]) -> Result<()> {
 /// Checks that the output `path` does not lie directly in the folder `work` of flag --work.
 ///
 /// # Errors
-/// It does: exit code 2.
+/// The output lies in the folder: exit code 2.
 pub fn check_outside(path: &Path, work: &Path) -> Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new("."));
@@ -56,7 +56,7 @@ pub fn check_outside(path: &Path, work: &Path) -> Result<()> {
     }
 }
 
-/// Tells whether two paths are of the same file or folder, which is there.
+/// Tells whether two paths lead to the same existing file or folder.
 fn is_same(a: &Path, b: &Path) -> bool {
     let id = |path: &Path| path.metadata().map(|found| (found.dev(), found.ino())).ok();
     id(a).is_some_and(|a| Some(a) == id(b))
@@ -139,7 +139,7 @@ impl Lines {
         }
     }
 
-    /// Gives a complete file its name.
+    /// Gives a complete file its final name.
     pub fn finish(self) -> Result<()> {
         match self {
             Self::File(output) => output.finish(&[]),

@@ -148,12 +148,12 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
     print(&out)
 }
 
-/// Writes a number of things.
+/// Writes a number with what it counts.
 fn counted(n: usize, what: &str) -> String {
     format!("{n} {what}{}", if n == 1 { "" } else { "s" })
 }
 
-/// Reads the text, or makes one of the lengths that the flags name.
+/// Reads the text; without text, makes a stand-in of the lengths that the flags give.
 fn corpus(settings: &Settings, config: &ModelConfig, global: &Global) -> Result<Corpus> {
     if settings.input.is_given() {
         return load_corpus(&settings.model, config, &settings.input, global);
@@ -169,11 +169,11 @@ fn corpus(settings: &Settings, config: &ModelConfig, global: &Global) -> Result<
 
 /// The sizes of the weights.
 struct Weights {
-    /// Of the whole model.
+    /// Bytes of all weights of the model.
     bytes: usize,
-    /// Of the projections of one layer.
+    /// Bytes of the weights of one layer's projections.
     layer: usize,
-    /// Whether `bytes` are those of files.
+    /// Whether `bytes` is the size of existing files.
     read: bool,
 }
 
@@ -185,7 +185,7 @@ impl Weights {
         let all = c.n_layers * layer + embeddings * c.vocab_size * c.hidden_size;
         let files = std::fs::read_dir(dir).into_iter().flatten().flatten();
         let weights = files.filter(|file| file.path().extension().is_some_and(|of| of == "safetensors"));
-        // Files of the hub's cache are links.
+        // Files in the hub's cache are links, which `metadata` follows.
         let sizes = weights.filter_map(|file| std::fs::metadata(file.path()).ok());
         let stored: u64 = sizes.map(|of| of.len()).sum();
         match stored as usize {
@@ -203,7 +203,7 @@ impl Weights {
     }
 }
 
-/// The bytes of what calibration leaves on the disk.
+/// The bytes that calibration leaves on the disk.
 struct Disk {
     artifact: usize,
     /// The most that the work folder holds at once.
@@ -211,8 +211,8 @@ struct Disk {
     dump: usize,
 }
 
-/// Bytes of the manifest: what is there in any case, the reports of a KV head and of a query head, and what a method loses
-/// with one budget, in all and in a head.
+/// Bytes of parts of the manifest: the fixed part, the report of a KV head, the report of a query head, and what a
+/// method loses with one budget, in total and per head.
 const MANIFEST: [usize; 5] = [6500, 800, 450, 60, 25];
 
 impl Disk {
@@ -236,7 +236,7 @@ impl Disk {
         let artifact = results + reports + budgets * (budget + kv_heads * head_budget);
         Self {
             artifact,
-            // The new hidden states are complete before the old ones go.
+            // The new hidden states are complete before the old ones are removed.
             work: artifact + 2 * hidden,
             dump: sizes.n_layers * layer + moments + n * size_of::<u32>(),
         }

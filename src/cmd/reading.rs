@@ -108,7 +108,7 @@ impl Reading {
         self.artifact.as_ref()
     }
 
-    /// Fails if the device cannot have the caches that were asked for.
+    /// Fails if the device cannot hold the caches that were asked for.
     pub(super) fn check(&self, device: &dyn Device) -> Result<()> {
         if self.on_host() && device.cuda().is_none() {
             return Err(Error::usage("--kv host is for --device cuda")
@@ -134,7 +134,7 @@ impl Reading {
         self.tail
     }
 
-    /// Warns of flags of methods other than those that run; a 2-bit cache takes those of `selfindex`.
+    /// Warns of flags that belong to methods that do not run; a 2-bit cache uses the flags of `selfindex`.
     pub(super) fn warn_of_unused(&self, methods: &[MethodName], global: &Global) {
         for (method, flags) in flags_of_methods() {
             let runs = methods.iter().any(|own| own.as_str() == method)
@@ -147,7 +147,7 @@ impl Reading {
         }
     }
 
-    /// Prepares a method for this model, with or without a tail; warns of heads that it does not serve.
+    /// Prepares a method for this model, with or without a tail; warns of heads that the method does not serve.
     pub(super) fn method(
         &self,
         name: MethodName,
@@ -174,7 +174,7 @@ impl Reading {
     }
 }
 
-/// Says of each head that a method does not serve what takes its place.
+/// Says, for each head that a method does not serve, what takes the method's place.
 pub(super) fn in_full(method: &dyn Method) -> impl Iterator<Item = String> + '_ {
     let heads = method.full_heads().iter();
     heads.map(|(layer, head)| {

@@ -111,7 +111,7 @@ impl Args {
         }
     }
 
-    /// Lists the files and folders that are read.
+    /// Lists the files and folders that the command reads.
     fn inputs(&self) -> Vec<&Path> {
         let files = [&self.prompt_file, &self.tokens].into_iter().flatten();
         let files = files.chain(self.reading.artifact()).chain([&self.model]);
@@ -131,7 +131,8 @@ struct Choice {
 }
 
 impl Choice {
-    /// Takes what the flags say, or what the artifact's verdict recommends if they name neither method nor budget.
+    /// Returns what the flags ask for, or what the artifact's verdict recommends if they name neither method nor
+    /// budget.
     fn of(args: &Args, artifact: Option<&Artifact>, log: Log) -> Result<Self> {
         let tail = args.reading.tail();
         let verdict = artifact.and_then(|artifact| artifact.manifest.quality.methods.as_ref());
@@ -201,7 +202,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let options = args
         .reading
         .options(choice.budget, artifact.as_ref(), device.as_ref())?;
-    // Before the weights are loaded, and dropped after the session that writes to it.
+    // Opened before the weights are loaded, and dropped after the session that writes to it.
     let create = |path| output::Lines::create(path, &args.inputs(), global);
     let mut lines = args.trace.as_ref().map(|path| create(path)).transpose()?;
     loop {
@@ -238,7 +239,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
             log.note("a new conversation");
             continue;
         }
-        // What earlier turns gave is reported, however the conversation ended.
+        // The replies so far are reported, however the conversation ended.
         if end.is_ok() || !conversation.replies.is_empty() {
             conversation.report(device.name())?;
         }
@@ -250,8 +251,8 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     }
 }
 
-/// Opens a session on a device; `known` tokens of prompts are already known. With a GPU, caches and selection are on
-/// it if the method can run there, else on the CPU; that is the second value.
+/// Opens a session on a device, for prompts of which `known` tokens are known already. With a GPU, caches and selection
+/// are on it if the method can run there; otherwise they are on the CPU, which the second value then says.
 fn open_session<'a>(
     args: &Args,
     global: &Global,

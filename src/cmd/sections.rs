@@ -30,7 +30,7 @@ type ParseResult<T> = std::result::Result<T, clap::Error>;
 pub struct SectionFlags(ArgMatches);
 
 impl SectionFlags {
-    /// Returns the codewords of a codebook, of which a text needs as many tokens.
+    /// Returns the number of codewords of a codebook; a text must have at least as many tokens.
     pub fn codewords(&self) -> usize {
         self.0.get_one("size").copied().unwrap_or_default()
     }
@@ -269,7 +269,7 @@ fn fit_dump(
     Ok(section)
 }
 
-/// Fits one layer of a section; each head advances the progress by `units` and has its line under `-v`.
+/// Fits one layer of a section; each head advances the progress by `units` and, under `-v`, prints its line.
 pub(super) fn fit_layer(
     fit: &dyn Fit,
     states: &LayerStates,

@@ -34,13 +34,13 @@ const OTHERS: [&str; 3] = ["topk", "ctkvr", "streaming"];
 /// The method that ranks by exact scores.
 const ORACLE: &str = "topk";
 
-/// Budgets, as fractions of the context, whose reads are measured in order to find those that read given shares.
+/// Budgets, as fractions of the context, whose reads are measured to find the budgets that read given shares.
 const GRID: [f64; 9] = [0.0001, 0.01, 0.02, 0.04, 0.07, 0.11, 0.16, 0.22, 0.35];
 
-/// Steps in which these reads are measured: they change little from one to the next.
+/// Steps in which these reads are measured; they change little from step to step.
 const SAMPLED_STEPS: usize = 8;
 
-/// A share counts as reached if a budget reads at most this much more, as a fraction of it.
+/// A share counts as reached if a budget reads at most this much more than the share, as a fraction of the share.
 const TOLERANCE: f64 = 0.02;
 
 /// The flags of the measurement, of `verdict` and `calibrate`.
@@ -61,7 +61,7 @@ pub struct VerdictFlags {
 }
 
 impl VerdictFlags {
-    /// Counts the budgets of all methods for an artifact of `n_sections` sections.
+    /// Counts the combinations of method and budget for an artifact of `n_sections` sections.
     pub fn budgets(&self, n_sections: usize) -> usize {
         let methods = match self.verdict_methods.len() {
             0 => n_sections + OTHERS.len(),
@@ -151,7 +151,7 @@ pub struct Judging<'a> {
     pub flags: &'a VerdictFlags,
     /// The options of every command.
     pub global: &'a Global,
-    /// Where the model runs.
+    /// The device that runs the model.
     pub device: &'a dyn Device,
     /// The model.
     pub decoder: &'a Decoder,
@@ -167,7 +167,7 @@ impl Judging<'_> {
     /// Returns the texts to measure on: each held-out block up to its last held-out token.
     ///
     /// # Errors
-    /// Nothing is held out, or no part of two tokens.
+    /// Nothing is held out, or no held-out part leaves a prompt and a step.
     fn passages(&self) -> Result<Vec<Passage>> {
         let passage = |&(block, first, end): &(usize, usize, usize)| {
             let start = self.corpus.block(block).start;
@@ -199,7 +199,7 @@ impl Judging<'_> {
         METHODS.iter().filter(is_usual).map(named).collect()
     }
 
-    /// Measures every method with an artifact; `stages` gets the time.
+    /// Measures every method with an artifact; adds the time it takes to `stages`.
     ///
     /// # Errors
     /// No held-out text; activations that are not finite; an interrupt.
@@ -304,15 +304,15 @@ struct Planned {
     /// Index of the method.
     method: usize,
     target: f64,
-    /// `None` if even the smallest budget reads more.
+    /// The budget; `None` if even the smallest budget reads more.
     budget: Option<f64>,
-    /// What the smallest budget reads.
+    /// The share that the smallest budget reads.
     least: f64,
 }
 
 impl Planned {
-    /// Finds the budget that reads `target`, given what those of [`GRID`] read: on the line between two of them, the
-    /// largest of all if none reads so much.
+    /// Finds the budget that reads `target`, given what the budgets of [`GRID`] read: by linear interpolation between
+    /// two of them, or the largest budget if none reads that much.
     fn new(method: usize, target: f64, reads: &[f64]) -> Self {
         let least = reads[0];
         let budget = match reads.iter().position(|read| *read >= target) {
@@ -323,7 +323,7 @@ impl Planned {
                 Some(GRID[i - 1] + part * (GRID[i] - GRID[i - 1]))
             }
         };
-        // Four digits can be typed again.
+        // Four decimals are few enough for a user to type.
         let budget = budget.map(|budget| (budget * 1e4).round().max(1.0) / 1e4);
         Self {
             method,
@@ -334,7 +334,7 @@ impl Planned {
     }
 }
 
-/// Collects what a report has.
+/// Collects the measurements of a report.
 fn measured(budget: f64, report: &VariantReport) -> Measured {
     let whole = report.whole();
     let heads = |of: fn(&Metrics) -> f64| {
@@ -361,7 +361,7 @@ fn measured(budget: f64, report: &VariantReport) -> Measured {
     }
 }
 
-/// Rounds to five significant digits, so that the last bits of sums, which order and threads decide, are not stored.
+/// Rounds to five significant digits, so that the last bits of sums, which depend on order and threads, are not stored.
 fn rounded(x: f64) -> f64 {
     format!("{x:.4e}").parse().unwrap_or(x)
 }
@@ -394,7 +394,7 @@ mod tests {
         assert_eq!(of(0.03), Some(0.0001));
         assert_eq!(of(0.1), Some(0.07));
         assert_eq!(of(0.085), Some(0.055));
-        // A method whose reads end early takes what it can get.
+        // A method whose reads stop growing below the share gets the largest budget.
         assert_eq!(Planned::new(0, 0.2, &[0.05; GRID.len()]).budget, Some(0.35));
     }
 

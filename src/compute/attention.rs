@@ -1,4 +1,4 @@
-//! Softmax attention on the CPU: blocked causal attention of a prompt, and a decode step over chosen
+//! Softmax attention on the CPU: blocked causal attention of a prompt, and attention of a decode step over the chosen
 //! positions.
 
 mod causal;
@@ -20,12 +20,13 @@ pub(crate) use lanes::widen_f16;
 pub(crate) use rows::{AHEAD, prefetch, widened_add, widened_scores};
 pub use rows::{CachedRows, GroupQueries, OutputSums, Run};
 
-/// Returns the positions visible to the token at `t`: the last `window` ones, its own included; `None` = all.
+/// Returns the positions visible to the token at position `t`: the last `window` positions up to and including `t`;
+/// `None` = all up to `t`.
 pub fn visible(t: usize, window: Option<usize>) -> Range<usize> {
     window.map_or(0, |w| (t + 1).saturating_sub(w))..t + 1
 }
 
-/// The attention over a part of the keys, which [`merge`] joins with that over other parts.
+/// Attention over a part of the keys. [`merge`] joins it with the attention over another part.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Partial {
     /// The softmax-weighted sum of the part's values: `[d]`.
@@ -34,11 +35,12 @@ pub struct Partial {
     pub lse: f32,
 }
 
-/// Joins the attention over two disjoint sets of keys, `out` with the log-sum-exp `lse` and `other`, into `out`, and
-/// returns the joint log-sum-exp. That of an empty set is negative infinity; it contributes nothing.
+/// Merges the attention over two disjoint sets of keys and returns the joint log-sum-exp. `out`, with the log-sum-exp
+/// `lse`, is the first set's attention and receives the result; `other` is the second set's. An empty set has a
+/// log-sum-exp of negative infinity and contributes nothing.
 ///
 /// # Numerics
-/// The two weights in f64.
+/// The two weights are computed in f64.
 ///
 /// # Source
 /// `o = sum w_A o_A / sum w_A`, `w_A = exp(LSE_A - max LSE)`.

@@ -1,6 +1,7 @@
-//! Matrix products in blocks of at most [`SIDE`] by [`SIDE`] values, which stay in the caches.
+//! Matrix products in blocks of at most [`SIDE`] by [`SIDE`] values, which fit into the caches.
 //!
-//! The left factor and the result are rows of [`SIDE`] values; the right factor is stored in panels of [`PANEL`] columns.
+//! The left factor and the result are stored as rows of [`SIDE`] values, the right factor as panels of [`PANEL`]
+//! columns.
 
 use multiversion::multiversion;
 use multiversion::target::match_target;
@@ -9,11 +10,11 @@ use super::attention::lanes::fused;
 
 /// Rows of the right factor, and columns of the result, in one block.
 pub const SIDE: usize = 128;
-/// Columns of a panel of the right factor.
+/// Columns per panel of the right factor.
 pub const PANEL: usize = 32;
-/// Panels of a block.
+/// Panels per block.
 pub const PANELS: usize = SIDE / PANEL;
-/// The left factor has a multiple of this number of rows.
+/// The number of rows of the left factor is a multiple of this.
 pub const TILE: usize = 12;
 /// Rows and columns that are transposed in one step.
 const LANES: usize = 16;
@@ -41,15 +42,15 @@ impl PanelLine {
 /// Computes `c = a b`, or `c += a b` with `add`.
 ///
 /// # Shapes
-/// a `[n, depth]`, n a multiple of [`TILE`] and depth at most [`SIDE`]; b `[panels, SIDE, PANEL]`, of which the first
-/// `depth` lines of each panel are read; c `[n, panels PANEL]`. The other values of the rows of c stay as they are.
+/// a `[n, depth]`, n a multiple of [`TILE`] and depth at most [`SIDE`]; b `[panels, SIDE, PANEL]`, of which only the
+/// first `depth` lines of each panel are read; c `[n, panels PANEL]`. Values of c beyond these columns stay unchanged.
 ///
 /// # Numerics
-/// f32. Each sum starts at zero and takes fused multiply-adds in the order of the depth; with `add` it is then added to
-/// c. The same bits on every instruction set.
+/// f32. Each sum starts at zero and takes fused multiply-adds in order along the depth; with `add`, the sum is then
+/// added to c. The bits are the same on every instruction set.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2+fma", "aarch64+neon"))]
 pub fn multiply(a: &[Row], depth: usize, b: &[PanelLine], panels: usize, c: &mut [Row], add: bool) {
-    // Rows per tile: as many as the vector registers hold beside a line.
+    // Rows per tile: as many as fit into the vector registers beside one line of the panel.
     match_target! {
         "x86_64+avx512f+avx512vl" => multiply_tiles::<12, true>(a, depth, b, panels, c, add),
         "x86_64+avx2+fma" => multiply_tiles::<3, true>(a, depth, b, panels, c, add),
@@ -102,11 +103,11 @@ fn multiply_tile<const R: usize, const FMA: bool>(a: &[Row; R], b: &[PanelLine])
 /// Returns `x y + sum`, rounded once.
 #[inline(always)]
 pub(crate) fn multiply_add<const FMA: bool>(x: f32, y: f32, sum: f32) -> f32 {
-    // Without the instruction, `mul_add` is a function call.
+    // Without the instruction, `mul_add` would be a function call.
     if FMA { x.mul_add(y, sum) } else { fused(x, y, sum) }
 }
 
-/// Transposes rows into the columns of a panel: `lines[i][j] = rows[j][i]` for every line.
+/// Transposes rows into the columns of a panel: `lines[i][j] = rows[j][i]`.
 ///
 /// # Shapes
 /// rows `[PANEL, SIDE]`, lines `[n, PANEL]`, n at most [`SIDE`].
@@ -119,7 +120,8 @@ pub fn transpose(rows: &[Row; PANEL], lines: &mut [PanelLine]) {
             for (x, row) in x.iter_mut().zip(rows) {
                 *x = row.0.as_chunks::<LANES>().0[block];
             }
-            // Each riffle exchanges one bit of the row's index with one of the column's; four exchange them all.
+            // Each riffle exchanges one bit of the row index with one bit of the column index; four riffles exchange
+            // all bits.
             riffle(&x, &mut y);
             riffle(&y, &mut x);
             riffle(&x, &mut y);
@@ -172,7 +174,7 @@ mod tests {
         }
     }
 
-    /// Computes the sums one by one, to the bits that [`multiply`] promises.
+    /// Computes the sums one by one, with the bits that [`multiply`] promises.
     fn expected(a: &[Row], depth: usize, b: &[PanelLine], panels: usize, c: &mut [Row], add: bool) {
         for (a, c) in a.iter().zip(c) {
             for j in 0..panels * PANEL {

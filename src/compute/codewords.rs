@@ -8,19 +8,19 @@ use super::attention::widen_f16;
 use super::blocks::{PANEL, PanelLine};
 use super::layout::elements_mut;
 
-/// Queries that are multiplied with a panel in one pass.
+/// Queries that are multiplied with a panel in one pass over it.
 const QUERIES: usize = 4;
 
-/// Codewords in panels of [`PANEL`], coordinate by coordinate: `[panels,d]` lines.
+/// Codewords in panels of [`PANEL`], stored coordinate by coordinate: `[panels,d]` lines.
 #[derive(Clone, Debug)]
 enum CodewordPanels {
     /// In half precision.
     Half(Vec<PanelLine<f16>>),
-    /// In single precision, if f16 does not hold every value exactly.
+    /// In single precision, used if f16 does not hold every value exactly.
     Single(Vec<PanelLine<f32>>),
 }
 
-/// A codebook `[M,d]`, kept in half precision if that is exact.
+/// A codebook `[M,d]`, kept in half precision if that loses nothing.
 #[derive(Clone, Debug)]
 pub struct Codewords {
     size: usize,
@@ -154,7 +154,7 @@ mod tests {
             (65, 3, 0),
         ] {
             let any = Array2::from_shape_simple_fn((size, d), &mut next);
-            // Halves of every size, the smallest included.
+            // Half-precision values of every magnitude, the smallest included.
             let half = any.mapv(|x| f16::from_f32(x * x * x * 1e-3).to_f32());
             let queries = Array2::from_shape_simple_fn((r, d), &mut next);
             for (codewords, bytes) in [(&any, 4), (&half, 2)] {

@@ -1,18 +1,17 @@
 //! The CPU as a [`Device`].
 //!
-//! Clustering runs on one fused kernel that scores a tile of rows against a panel of centroids and keeps
-//! the best and the runner-up, so the `n x M` matrix never exists. Two shortcuts make it fast, and
-//! neither changes what the plain algorithm computes:
+//! Clustering runs on one fused kernel, which scores a tile of rows against a panel of centroids and keeps only each
+//! row's best and second-best centroid, so the `n x M` matrix never exists. Two shortcuts make it fast, and neither
+//! changes what the plain algorithm computes:
 //!
-//! - **The last batch of seeds is the first assignment**, so k-means++ costs little more than a random
-//!   start.
-//! - **Only moved centroids are compared again.** A centroid whose rows stayed the same does not move, and
-//!   a row whose own score is still above that of its runner-up is compared with the moved centroids only
-//!   (Kaukoranta, Fränti and Nevalainen 2000, "A fast exact GLA based on code vector activity detection").
-//!   The codes are those of a full search, bit for bit.
+//! - **The last batch of seeds is the first assignment**, so k-means++ costs little more than a random start.
+//! - **Only moved centroids are compared again.** A centroid whose rows stayed the same does not move. A row whose own
+//!   centroid still scores above its runner-up is compared only with the centroids that moved (Kaukoranta, Fränti and
+//!   Nevalainen 2000, "A fast exact GLA based on code vector activity detection"). The codes are those of a full
+//!   search, bit for bit.
 //!
-//! Results are the same bytes for any number of threads, and on all machines that have a fused
-//! multiply-add: rows are independent, and every sum has a fixed order.
+//! Results are the same bytes for any number of threads, and on all machines that have a fused multiply-add: rows are
+//! independent of each other, and every sum has a fixed order.
 
 mod assign;
 pub(crate) mod scan;
@@ -32,11 +31,11 @@ pub(crate) use assign::{CHUNK, distances_to, search};
 pub(crate) use scan::Panels;
 use scan::row;
 
-/// Rows that are summed in f32 before they are added to the f64 sums.
+/// Rows that are summed in f32 before the result is added to the f64 sums.
 const MOMENT_ROWS: usize = 256;
 /// Rows that one task whitens.
 const WHITEN_ROWS: usize = 1024;
-/// Most bytes of rows that are clustered at once, unless one head has more.
+/// The most bytes of rows to cluster at once; a single larger head is clustered alone.
 const AT_ONCE_BYTES: usize = 1 << 30;
 /// Channels that share a sign pattern.
 const GROUP: usize = 4;
@@ -52,7 +51,7 @@ impl Device for Cpu {
         "cpu"
     }
 
-    /// One head per thread, so that threads wait for each other less; a gigabyte of rows at most.
+    /// One head per thread, so that threads rarely wait for each other, within `AT_ONCE_BYTES` of rows.
     fn heads_at_once(&self, n: usize, d: usize, _size: usize) -> usize {
         let fitting = AT_ONCE_BYTES / (n * d * size_of::<f32>()).max(1);
         rayon::current_num_threads().min(fitting).max(1)
@@ -92,10 +91,10 @@ struct CpuPoints {
 /// The clusters of one head.
 #[derive(Default)]
 struct CpuClusters {
-    /// `[M,d]`; fewer while seeding goes on.
+    /// `[M,d]`; fewer rows while seeding.
     centroids: Vec<f32>,
     rows: Vec<Assigned>,
-    /// The centroids whose rows have changed since they were moved last.
+    /// Which centroids have gained or lost rows since they were last moved.
     dirty: Vec<bool>,
 }
 
@@ -223,7 +222,8 @@ impl Points for CpuPoints {
             let r = &mut head.rows[*row as usize];
             head.dirty[r.code as usize] = true;
             head.dirty[*code as usize] = true;
-            // The bounds of the row no longer hold: an infinite rival makes the next pass search all centroids.
+            // The row's bounds no longer hold. An infinite rival makes the next pass compare the row with all
+            // centroids.
             (r.code, r.rival) = (*code, f32::INFINITY);
         }
         Ok(())
@@ -263,7 +263,8 @@ pub fn row_mean(x: ArrayView2<f32>) -> Array1<f32> {
     sum.mapv(|s| (s / x.nrows().max(1) as f64) as f32)
 }
 
-/// Returns the value of a rank in each channel of `x`, `[n,d]`; zeros if there are too few rows.
+/// Returns the value of the given rank in each channel of `x`, `[n,d]`, after `of` is applied to every value; zeros if
+/// there are too few rows.
 fn ranked(x: ArrayView2<f32>, rank: usize, of: impl Fn(f32) -> f32 + Sync) -> Vec<f32> {
     if rank >= x.nrows() {
         return vec![0.0; x.ncols()];
@@ -275,7 +276,7 @@ fn ranked(x: ArrayView2<f32>, rank: usize, of: impl Fn(f32) -> f32 + Sync) -> Ve
     x.axis_iter(Axis(1)).into_par_iter().map(value).collect()
 }
 
-/// Sums the rows of `x`, `[n,d]`, by sign pattern: [`super::reference::sign_sums`]. Sums in f64, in row order.
+/// Sums the rows of `x`, `[n,d]`, by sign pattern: [`super::reference::sign_sums`]. Sums are f64, in row order.
 pub fn sign_sums(x: ArrayView2<f32>) -> SignSums {
     let groups: Vec<([f64; PATTERNS * GROUP], [u64; PATTERNS])> = (0..x.ncols() / GROUP)
         .into_par_iter()
@@ -298,7 +299,7 @@ pub fn sign_sums(x: ArrayView2<f32>) -> SignSums {
     }
 }
 
-/// Moves the dirty centroids to the means of their rows and returns which of them changed.
+/// Moves the dirty centroids to the means of their rows, and returns which of them changed.
 fn move_centroids(
     x: &[f32],
     dim: usize,
@@ -341,7 +342,7 @@ pub(super) fn count_codes(codes: impl Iterator<Item = u32>, size: usize) -> Vec<
     counts
 }
 
-/// Sorts rows by their centroids: those of centroid c are `members[starts[c]..starts[c + 1]]`, ascending.
+/// Sorts rows by centroid: the rows of centroid c are `members[starts[c]..starts[c + 1]]`, ascending.
 pub(super) fn group_by_code(codes: impl Iterator<Item = u32> + Clone, size: usize) -> (Vec<usize>, Vec<u32>) {
     let mut starts = vec![0];
     for count in count_codes(codes.clone(), size) {

@@ -1,12 +1,11 @@
 //! NVIDIA GPUs as a [`Device`].
 //!
-//! The kernels are `kernels/*.cu`; each operation is a few launches over all heads at once. Rows, codes and
-//! distances stay on the GPU. The trait [`Driver`] has everything that is used of CUDA: [`nvidia::Nvidia`]
-//! implements it for a GPU, and the tests implement it by running the same kernels on the CPU
-//! (`kernels/emulate.h`).
+//! The kernels are `kernels/*.cu`; each operation is a few launches over all heads at once. Rows, codes and distances
+//! stay on the GPU. The trait [`Driver`] covers everything that is used of CUDA: [`nvidia::Nvidia`] implements it for a
+//! GPU, and the tests implement it by running the same kernels on the CPU (`kernels/emulate.h`).
 //!
-//! Sums do not depend on the order in which threads run: rows are added as 64-bit integers, and the other sums
-//! have a fixed order.
+//! Sums do not depend on the order in which threads run: rows are added as 64-bit integers, and all other sums have a
+//! fixed order.
 
 pub mod buffer;
 pub(crate) mod clusters;
@@ -27,7 +26,7 @@ use buffer::Buffer;
 use driver::Driver;
 use points::CudaPoints;
 
-/// Rows whose products one block of `second_moment` sums.
+/// Rows that one block of `second_moment` sums.
 const MOMENT_ROWS: usize = 2048;
 
 /// A GPU that runs the kernels.
@@ -49,7 +48,7 @@ impl Cuda {
         self.driver.as_ref()
     }
 
-    /// Makes a device of a driver.
+    /// Makes a device from a driver.
     pub fn new(driver: Box<dyn Driver>) -> Self {
         Self { driver }
     }
@@ -68,7 +67,7 @@ impl Device for Cuda {
         Some(self.driver())
     }
 
-    /// As many as nine tenths of the free memory hold, and a grid can have.
+    /// As many heads as fit into nine tenths of the free memory and into one grid.
     fn heads_at_once(&self, n: usize, d: usize, size: usize) -> usize {
         let free = self.driver.free_bytes().unwrap_or(0) as usize / 10 * 9;
         (free / clusters::head_bytes(n, width(d), size).max(1)).clamp(1, 65_535)
@@ -105,7 +104,8 @@ impl Device for Cuda {
     }
 }
 
-/// Floats of a row on the device: whole 16-byte loads in f16, and whole steps of the tensor cores.
+/// Returns the number of floats per row on the device: d rounded up, so that a row in f16 consists of whole 16-byte
+/// loads and whole steps of the tensor cores.
 pub(crate) fn width(d: usize) -> usize {
     d.next_multiple_of(16)
 }

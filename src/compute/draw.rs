@@ -1,16 +1,16 @@
-//! k-means++ draws on the host, for the devices whose distances the host has too.
+//! The k-means++ draws on the host, for devices that keep a copy of the distances there.
 
 use super::cpu::scan::squared_distance;
 
-/// The running sums of distances, from which rows are drawn in proportion to them.
+/// The running sums of the distances. Rows are drawn from it with probabilities proportional to their distances.
 pub struct Wheel {
     sums: Vec<f64>,
-    /// Whether all distances are zero or their sum is not finite: then rows are drawn uniformly, and all are kept.
+    /// Whether all distances are zero or their sum is not finite. Rows are then drawn uniformly, and all are kept.
     even: bool,
 }
 
 impl Wheel {
-    /// Sums up at least one distance.
+    /// Sums up the distances, of which there must be at least one.
     pub fn new(distances: &[f32]) -> Self {
         let sums = distances.iter().scan(0.0, |sum, distance| {
             *sum += f64::from(*distance);
@@ -21,7 +21,7 @@ impl Wheel {
         Self { sums, even }
     }
 
-    /// Returns the row that a uniform number of [0,1) selects.
+    /// Returns the row that a uniform number in [0,1) selects.
     fn row(&self, u: f64) -> u32 {
         let last = self.sums.len() - 1;
         let row = match self.even {
@@ -31,8 +31,8 @@ impl Wheel {
         row.min(last) as u32
     }
 
-    /// Returns all rows that [`draw_rows`] may consider, in its order: it keeps `batch` of them and rejects at most
-    /// `batch` before the last one.
+    /// Returns all rows that [`draw_rows`] may consider, in the order in which it considers them: it keeps at most
+    /// `batch` rows and rejects at most `batch` before the last one it considers.
     pub fn candidates(&self, batch: usize, uniforms: &[f64]) -> impl Iterator<Item = u32> {
         let (step, count) = if self.even { (1, batch) } else { (2, 2 * batch) };
         let uniforms = uniforms.iter().step_by(step).take(count);

@@ -1,15 +1,15 @@
 //! Any GPU as a [`Device`], through wgpu: Vulkan, Metal or Direct3D 12.
 //!
-//! Rows stay in buffers of the adapter, each with as many rows of one head as a binding may hold. The kernels
-//! are `shaders/<stem>.wgsl`, one per function of [`super::reference`]. They compute in f32; for sums in f64
-//! they return partial sums of up to 256 rows. WGSL lets a compiler fuse and reorder arithmetic and does not
-//! specify subgroups, so the kernels rely on neither.
+//! Rows stay in buffers of the adapter; each buffer holds as many rows of one head as a binding may have. The kernels
+//! are `shaders/<stem>.wgsl`, one per function of [`super::reference`]. They compute in f32; where a sum must be f64,
+//! they return partial sums of up to 256 rows for the host to add. WGSL lets a compiler fuse and reorder arithmetic and
+//! does not specify subgroups, so the kernels rely on neither.
 //!
 //! The host keeps the codes, the distances and the centroids: after each assignment it reads 12 bytes per row,
 //! sorts the rows by centroid, and sends the new centroids back.
 //!
-//! A value that is not finite may turn into any other: WGSL lets a compiler assume that there are none.
-//! Only [`Points::square_sum`] is sure to find them, by their bits.
+//! A value that is not finite may come out as any other value: WGSL lets a compiler assume that there are no such
+//! values. Only [`Points::square_sum`], which looks at the bits, is sure to find them.
 
 mod clusters;
 mod context;
@@ -24,16 +24,16 @@ use context::GpuContext;
 pub use context::GpuLimits;
 use points::GpuPoints;
 
-/// Rows that are summed in f32 before they are added to the f64 sums: a block of the shaders.
+/// Rows that the shaders sum in f32 before the host adds the result to the f64 sums.
 const BLOCK: usize = 256;
 /// Rows, centroids or channels per tile of the shaders.
 const TILE: usize = 64;
 /// Threads per workgroup.
 const THREADS: usize = 256;
-/// Bytes of rows and clusters that [`Device::heads_at_once`] aims for: little memory for a GPU, and enough work to
-/// keep it busy.
+/// Bytes of rows and clusters that [`Device::heads_at_once`] aims for: little memory for a GPU, but enough work to keep
+/// it busy.
 const AT_ONCE_BYTES: usize = 1 << 29;
-/// Most heads at once, as each needs its own dispatches.
+/// The most heads at once, because each head needs dispatches of its own.
 const AT_ONCE: usize = 64;
 
 /// An adapter of wgpu.
@@ -42,15 +42,15 @@ pub struct Gpu {
 }
 
 impl Gpu {
-    /// Opens the fastest adapter, to use it within `limits` and its own.
+    /// Opens the fastest adapter, and uses it within both `limits` and the adapter's own limits.
     ///
     /// # Errors
-    /// There is no loader, driver or adapter, or a shader does not compile.
+    /// There is no Vulkan loader, driver or adapter; a shader does not compile.
     pub fn open(limits: GpuLimits) -> Result<Self> {
         GpuContext::open(limits).map(|context| Self { context })
     }
 
-    /// Returns whether the adapter is a processor that emulates a GPU.
+    /// Returns whether the adapter is a CPU that emulates a GPU.
     pub fn is_software(&self) -> bool {
         self.context.software
     }
@@ -71,7 +71,7 @@ impl Device for Gpu {
     }
 
     fn heads_at_once(&self, n: usize, d: usize, size: usize) -> usize {
-        // The rows count twice, for they are copied while they are whitened.
+        // The rows count twice because whitening copies them.
         let head = 4 * (2 * d * n + 2 * d * size + 3 * n);
         (AT_ONCE_BYTES / head.max(1)).clamp(1, AT_ONCE)
     }
@@ -82,7 +82,7 @@ impl Device for Gpu {
         if m * d == 0 {
             return Ok(sums);
         }
-        // As many rows as fit into one buffer, and their sums into another.
+        // As many rows as fit into one buffer, as long as their block sums fit into another.
         let blocks = self.context.capacity(4 * d * d)?;
         let rows = rows_per_buffer(&self.context, 4 * d)?.min(blocks.saturating_mul(BLOCK));
         for start in (0..m).step_by(rows) {
@@ -125,7 +125,7 @@ impl Gpu {
     }
 }
 
-/// Returns how many rows of this size fit into a buffer, in whole blocks if one fits.
+/// Returns how many rows of `bytes` bytes fit into a buffer, rounded down to whole blocks if at least one block fits.
 fn rows_per_buffer(context: &GpuContext, bytes: usize) -> Result<usize> {
     let rows = context.capacity(bytes)?;
     Ok(if rows < BLOCK { rows } else { rows / BLOCK * BLOCK })

@@ -1,4 +1,4 @@
-//! Arrays in standard layout, row by row without gaps, as slices.
+//! Returns arrays in standard layout (row by row without gaps) as slices.
 
 use ndarray::{ArrayBase, Data, DataMut, Dimension};
 

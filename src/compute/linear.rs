@@ -1,4 +1,4 @@
-//! Projections by checkpoint weights, which stay in their stored type.
+//! Projections by checkpoint weights, which stay in the type that the checkpoint stores.
 
 use std::ops::Range;
 
@@ -11,13 +11,13 @@ use super::{pieces, simd};
 use crate::float::Float;
 use crate::weight::Weight;
 
-/// Output channels of one task if there are few input rows.
+/// Output channels per task if there are few input rows.
 const FEW_CHANNELS: usize = 128;
-/// Most output channels of one task.
+/// The most output channels per task.
 const CHANNELS: usize = 504;
-/// Blocks of [`SIDE`] input rows of one task.
+/// Blocks of [`SIDE`] input rows per task.
 const SIDES: usize = 2;
-/// Up to this number of input rows, each row of the weight is widened and multiplied on its own.
+/// With at most this many input rows, each row of the weight is widened and multiplied on its own.
 const FEW: usize = 4;
 
 /// A projection: `y = x W^T + b`.
@@ -35,9 +35,9 @@ impl Linear {
     /// x `[m, in]` (rows contiguous), out `[m, out]`.
     ///
     /// # Numerics
-    /// f32 products and sums of the exactly widened weights. With more than four rows, sums over 128 input channels
-    /// each take fused multiply-adds; these sums are added in order, and then the bias. The same bits on every
-    /// instruction set, and whatever the other rows are.
+    /// f32 products and sums, with weights widened exactly. With more than four input rows, each sum over 128 input
+    /// channels takes fused multiply-adds; these sums are added in order, and then the bias. The bits of a row are the
+    /// same on every instruction set and do not depend on the other rows.
     pub fn forward(&self, x: ArrayView2<f32>, mut out: ArrayViewMut2<f32>) {
         if x.nrows() <= FEW {
             self.forward_few(x, out);
@@ -59,7 +59,7 @@ impl Linear {
         });
     }
 
-    /// Computes the output channels from `first` on for the blocks of input rows from number `side` on.
+    /// Computes the output channels from `first` on, for the blocks of input rows from block number `side` on.
     fn multiply(
         &self,
         x: &PackedInputs,
@@ -70,7 +70,7 @@ impl Linear {
     ) {
         let (m, n) = out.dim();
         let k = self.weight.cols();
-        // Whole tiles, and whole panels to transpose.
+        // Whole tiles for the products, and whole panels for the transposition.
         let stride = n.next_multiple_of(TILE).next_multiple_of(PANEL);
         scratch.sums.resize(m.div_ceil(SIDE) * stride, Row::ZERO);
         for (b, start) in (0..k).step_by(SIDE).enumerate() {
@@ -103,7 +103,7 @@ impl Linear {
         }
     }
 
-    /// Transposes sums, a row per output channel from `first` on, into rows of outputs, and adds the bias.
+    /// Transposes sums, stored as one row per output channel from `first` on, into rows of outputs, and adds the bias.
     fn turn(&self, rows: &[Row; PANEL], first: usize, lines: &mut [PanelLine], mut out: ArrayViewMut2<f32>) {
         transpose(rows, lines);
         let (m, n) = out.dim();
@@ -116,7 +116,7 @@ impl Linear {
         }
     }
 
-    /// Returns the stored bytes of some weights of an output channel.
+    /// Returns the stored bytes of the weights `terms` of an output channel.
     fn part(&self, channel: usize, terms: Range<usize>) -> &[u8] {
         let size = self.weight.dtype().bytes();
         &self.weight.row_bytes(channel, 1)[terms.start * size..terms.end * size]
@@ -139,7 +139,7 @@ impl Linear {
                     let row = p * FEW_CHANNELS + j;
                     let bytes = self.weight.row_bytes(row, 1);
                     let bias = self.bias.as_ref().map_or(0.0, |b| b[row]);
-                    // bf16 needs no widened copy if the bytes are aligned.
+                    // bf16 needs no widened copy if its bytes are aligned.
                     let bf16 = match self.weight.dtype() {
                         Float::Bf16 => bytemuck::try_cast_slice::<u8, u16>(bytes).ok(),
                         _ => None,
@@ -155,9 +155,9 @@ impl Linear {
     }
 }
 
-/// Input rows transposed into the columns of panels, shared by all tasks.
+/// The input rows, transposed into the columns of panels. All tasks share them.
 struct PackedInputs {
-    /// Blocks of [`SIDE`] input channels.
+    /// Number of blocks of [`SIDE`] input channels.
     blocks: usize,
     /// `[blocks of SIDE input rows, blocks, PANELS, SIDE]`.
     lines: Vec<PanelLine>,
@@ -186,24 +186,24 @@ impl PackedInputs {
         Self { blocks, lines }
     }
 
-    /// Returns the panels of one block of channels and one block of input rows: `[PANELS, SIDE]`.
+    /// Returns the panels of one block of input channels and one block of input rows: `[PANELS, SIDE]`.
     fn block(&self, channels: usize, side: usize) -> &[PanelLine] {
         &self.lines[(side * self.blocks + channels) * PANELS * SIDE..][..PANELS * SIDE]
     }
 }
 
-/// Returns the floats of `rows` packed input rows of `width` channels.
+/// Returns how many floats `rows` input rows of `width` channels take when packed.
 pub fn packed_floats(rows: usize, width: usize) -> usize {
     rows.next_multiple_of(SIDE) * width.next_multiple_of(SIDE)
 }
 
 /// The buffers of one worker.
 struct LinearScratch {
-    /// Widened weights of some output channels, `[TILE]`.
+    /// The widened weights of a tile of output channels, `[TILE]`.
     tile: Vec<Row>,
-    /// Sums, a row per output channel, for each block of input rows.
+    /// The sums, one row per output channel, for each block of input rows.
     sums: Vec<Row>,
-    /// Outputs of a block of input rows, `[SIDE]`.
+    /// The outputs of a block of input rows, `[SIDE]`.
     lines: Vec<PanelLine>,
 }
 
@@ -271,7 +271,7 @@ mod tests {
                         .zip(weights.row(j))
                         .map(|(x, w)| f64::from(*x) * f64::from(*w));
                     let (sum, size) = terms.fold((bias, bias.abs()), |(s, a), t| (s + t, a + t.abs()));
-                    // A term is rounded once as a product, and at most as often as there are sums; the bias comes last.
+                    // A term is rounded once as a product and at most once per later addition; the bias is added last.
                     let bound = (k as f64 + 2.0) * 2f64.powi(-24) * size;
                     assert!(
                         (f64::from(*y) - sum).abs() <= bound,

@@ -1,25 +1,25 @@
-//! Comparisons of many values with a threshold, as bits, and sums of powers of the values.
+//! Compares many values with a threshold, as bit masks, and sums powers of values.
 
 use multiversion::multiversion;
 
 use super::attention::prefetch;
 
-/// Values per word of bits.
+/// Values per 64-bit word of a mask.
 pub const WORD: usize = 64;
-/// Values of a block, of which the maximum is kept.
+/// Values per block; the maximum of every block is kept.
 pub const BLOCK: usize = 16;
-/// Blocks per word of bits.
+/// Blocks per word of a mask.
 const BLOCKS: usize = WORD / BLOCK;
-/// Blocks that are prefetched ahead of the one that is read: more than rows of a cache, which have several cache lines
-/// each.
+/// How many blocks ahead of the current block to prefetch. This is more than for cached rows, because a row has several
+/// cache lines and a block only one.
 pub const LINES_AHEAD: usize = 24;
-/// Set bits of a word that are listed without a branch; most words have fewer.
+/// How many set bits of a word are listed without a branch; most words have fewer.
 const SELDOM_MORE: usize = 4;
-/// Partial sums of a sum.
+/// Partial sums of every sum.
 const LANES: usize = 16;
 
-/// Writes the bits of `values >= threshold` to `out`, the first value in the lowest bit of the first word; bits beyond
-/// the last value are zero. A NaN is below every threshold.
+/// Writes the mask `values >= threshold` to `out`. The first value is the lowest bit of the first word; bits beyond the
+/// last value are zero. A NaN is below every threshold.
 pub fn at_least(values: &[f32], threshold: f32, out: &mut Vec<u64>) {
     out.clear();
     out.extend(values.chunks(WORD).map(|word| {
@@ -28,8 +28,8 @@ pub fn at_least(values: &[f32], threshold: f32, out: &mut Vec<u64>) {
     }));
 }
 
-/// Writes the same bits as [`at_least`], and reads only the blocks of [`BLOCK`] values whose maximum, or a bound of it,
-/// reaches the threshold.
+/// Writes the same mask as [`at_least`], but reads only the blocks of [`BLOCK`] values whose entry in `maxima` reaches
+/// the threshold. An entry is the block's maximum or an upper bound of it.
 pub fn at_least_in_blocks(values: &[f32], maxima: &[f32], threshold: f32, out: &mut Vec<u64>) {
     at_least(maxima, threshold, out);
     let blocks = places(out, 0);
@@ -49,14 +49,14 @@ pub fn at_least_in_blocks(values: &[f32], maxima: &[f32], threshold: f32, out: &
     }
 }
 
-/// Lists the indices of the set bits plus `first`, ascending.
+/// Returns `first` plus the index of each set bit, ascending.
 #[multiversion(targets("x86_64+avx2+bmi1+popcnt", "aarch64+neon"))]
 pub fn places(bits: &[u64], first: u32) -> Vec<u32> {
     let count: u32 = bits.iter().map(|word| word.count_ones()).sum();
     let mut out = vec![0; count as usize + SELDOM_MORE];
     let (mut len, mut start) = (0, first);
     for word in bits {
-        // A branch on the few bits that most words have would be mispredicted.
+        // Most words have only a few set bits, and a branch on their number would be mispredicted.
         let (mut left, end) = (*word, len + word.count_ones() as usize);
         for place in &mut out[len..len + SELDOM_MORE] {
             *place = start.wrapping_add(left.trailing_zeros());
@@ -75,10 +75,10 @@ pub fn places(bits: &[u64], first: u32) -> Vec<u32> {
     out
 }
 
-/// Returns the bits of at most a block of values.
+/// Returns the mask of at most one block of values.
 #[inline(always)]
 fn bits_of(values: &[f32], threshold: f32) -> u64 {
-    // Compilers do not move the result of a vector comparison into bits by themselves.
+    // Compilers do not turn the result of a vector comparison into bits by themselves.
     #[cfg(target_arch = "x86_64")]
     if let ([a, b, c, d], []) = values.as_chunks::<4>() {
         use std::arch::x86_64::{_mm_cmpge_ps, _mm_loadu_ps, _mm_movemask_ps, _mm_set1_ps};
@@ -128,7 +128,7 @@ mod tests {
         let value = |i: usize| ((i * 2_654_435_761) % 1000) as f32 / 64.0;
         for n in [0, 1, 15, 16, 17, 63, 64, 65, 128, 200, 1000] {
             let mut values: Vec<f32> = (0..n).map(value).collect();
-            // Sums of such small fractions are exact in f64.
+            // Sums of such fractions with few bits are exact in f64.
             let powers = powers(&values);
             for (i, power) in powers.iter().enumerate() {
                 let exact: f64 = values.iter().map(|x| f64::from(*x).powi(i as i32 + 1)).sum();

@@ -1,11 +1,10 @@
-//! Arithmetic kernels: the naive f64 references that define each operation, and its forms for the CPU and
-//! for GPUs.
+//! Arithmetic kernels: the naive f64 references that define each operation, and the implementations on CPUs and GPUs.
 //!
-//! [`device`] has the trait that calibration runs on; [`cpu`], [`gpu`] (any GPU, through wgpu) and [`cuda`]
-//! implement it.
+//! [`device`] has the trait that calibration runs on; [`cpu`], [`gpu`] (any GPU, through wgpu) and [`cuda`] implement
+//! it.
 //!
-//! Every parallel kernel cuts its work into pieces whose sizes do not depend on the number of threads, and one
-//! thread computes each piece: the results are the same bytes for any number of threads.
+//! Every parallel kernel cuts its work into pieces whose sizes do not depend on the number of threads, and one thread
+//! computes each piece. The results therefore have the same bytes for any number of threads.
 
 pub mod attention;
 pub mod blocks;
@@ -30,7 +29,7 @@ use crate::flags;
 
 /// Opens a device for calibration; `auto` takes an NVIDIA GPU if there is one, else the CPU.
 ///
-/// `tell` gets the reason why there is no GPU, or where its kernels come from.
+/// Calls `tell` with the reason why there is no GPU, or with where the GPU's kernels come from.
 ///
 /// # Errors
 /// The requested device is not available.
@@ -64,8 +63,8 @@ fn open_cuda(tell: &dyn Fn(&str)) -> Result<Box<dyn device::Device>> {
 /// a `[m,k]`, b `[k,n]`, out `[m,n]`; any strides, so a transposed view costs nothing.
 ///
 /// # Numerics
-/// f32 products and sums; the order of the sum depends on the shapes and on the machine (its
-/// instruction set and cache sizes) alone, not on threads or load.
+/// f32 products and sums. The order of each sum depends only on the shapes and on the machine (its instruction set and
+/// cache sizes), not on threads or load.
 pub fn gemm(mut out: ArrayViewMut2<f32>, accumulate: bool, a: ArrayView2<f32>, b: ArrayView2<f32>) {
     let (m, k) = a.dim();
     let n = b.ncols();

@@ -1,15 +1,15 @@
-//! Dot products of cached rows with the queries of a group.
+//! Dot products of cached rows with the queries of a query group.
 
 use ndarray::{Array2, ArrayView2};
 
 use super::attention::{CachedRows, GroupQueries, Run};
 use super::layout::elements_mut;
 
-/// Rows whose products are computed in one call of the kernels.
+/// Rows per call of the kernels.
 pub(crate) const TILE: usize = 256;
 
-/// Calls `each` with the index of every position (they ascend) and the products `[r]` of its row with `scale` times the
-/// queries `[r,d]`.
+/// Calls `each` once per position with the index of the position in the ascending list and the products `[r]` of its
+/// row with `scale` times the queries `[r,d]`.
 ///
 /// # Numerics
 /// See [`CachedRows::scores`].
@@ -36,8 +36,8 @@ pub fn products(
     }
 }
 
-/// Returns the products of `scale` times the queries `[r,d]` with the rows of all positions (they ascend):
-/// `[r, positions]`.
+/// Returns the products of `scale` times the queries `[r,d]` with the rows at all (ascending) positions: `[r,
+/// positions]`.
 ///
 /// # Numerics
 /// See [`CachedRows::scores`].

@@ -1,7 +1,7 @@
-//! The contract of each operation as a naive function in f64.
+//! The contract of each operation, as a naive function in f64.
 //!
-//! The kernels of this crate are tested against these functions; nothing else calls them. Inputs
-//! are f32, as for the kernels; the arithmetic is f64.
+//! The kernels of this crate are tested against these functions; nothing else calls them. Inputs are f32, as for the
+//! kernels; the arithmetic is f64.
 
 use super::attention::visible;
 use super::device::{SignSums, Statistic};
@@ -12,7 +12,7 @@ use ndarray::{Array1, Array2, Array3, ArrayView1, ArrayView2, ArrayView3, s};
 /// Computes softmax attention of one query over the rows `positions`.
 ///
 /// # Shapes
-/// q `[d]`, k and v `[n,d]`; result `[d]`. No position gives zeros.
+/// q `[d]`, k and v `[n,d]`; result `[d]`, zeros if there are no positions.
 pub fn attention(
     q: ArrayView1<f32>,
     k: ArrayView2<f32>,
@@ -57,8 +57,8 @@ pub fn causal(
     out
 }
 
-/// Finds the centroid with the smallest squared distance to `x`, the lowest index on ties, and returns
-/// its index and the distance.
+/// Finds the centroid with the smallest squared distance to `x`, and returns its index and the distance. The lowest
+/// index wins a tie.
 ///
 /// # Shapes
 /// x `[d]`, centroids `[M,d]`.
@@ -96,7 +96,7 @@ pub fn second_moment(q_rope: ArrayView3<f32>) -> Array3<f64> {
     sum
 }
 
-/// Returns the rows in the metric of the queries, x L.
+/// Returns the rows in the metric of the queries, `x L`.
 ///
 /// # Shapes
 /// x `[n,d]`, chol `[d,d]`; result `[n,d]`.
@@ -127,8 +127,8 @@ pub fn channel_statistic(x: ArrayView2<f32>, what: Statistic) -> Array1<f64> {
     x.columns().into_iter().map(of).collect()
 }
 
-/// Sums and counts the rows by sign pattern, for each group of four channels: bit e of a pattern is set where
-/// `x[4 g + e] > 0`.
+/// Sums and counts the rows by sign pattern, for each group of four channels. Bit e of the pattern of group g is set
+/// where `x[4 g + e] > 0`.
 ///
 /// # Shapes
 /// x `[n,d]`, d a multiple of 4.
@@ -171,15 +171,15 @@ pub fn means(x: ArrayView2<f32>, codes: &[u32], centroids: ArrayView2<f32>) -> A
     sums
 }
 
-/// Draws up to `batch` rows with probabilities proportional to their squared distances to the nearest
-/// centroid, and counts the uniform numbers used.
+/// Draws up to `batch` rows with probabilities proportional to their squared distances to the nearest centroid, and
+/// counts the uniform numbers used.
 ///
-/// `distances` are those before the batch. A candidate is the first row whose running sum of distances
-/// exceeds the next uniform number times their total (the last row if none does). It is kept if the number
-/// after that, times its distance, is below the smallest of its distance and its distances to the rows
-/// drawn in this batch; so every row is drawn by its present distance. The batch ends early after
-/// `batch + 1` rejections. If all distances are zero, or their sum is not finite, the candidates are the
-/// rows `floor(u n)`, with one number each, and all are kept.
+/// `distances` are the distances before the batch. A candidate is the first row whose running sum of distances exceeds
+/// the next uniform number times the total distance (the last row if none does). The candidate is kept if the following
+/// uniform number, times the candidate's distance, is below the smallest of its distance and its distances to the rows
+/// drawn in this batch. Every row is thus drawn in proportion to its present distance. The batch ends early after
+/// `batch + 1` rejections. If all distances are zero, or their sum is not finite, the candidates are the rows `floor(u
+/// n)`, which use one uniform number each, and all are kept.
 ///
 /// # Shapes
 /// x `[n,d]`, distances `[n]`; result: rows in the order drawn.
@@ -216,13 +216,14 @@ pub fn draw(x: ArrayView2<f32>, distances: &[f32], batch: usize, uniforms: &[f64
     (drawn, used)
 }
 
-/// Selects tokens within a budget as A2ATS does: the union of the query heads' top-k tokens for the largest
-/// k whose union has at most `budget`; if even k = 1 has more, the best of that union by highest score.
+/// Selects tokens within a budget as A2ATS does: takes the union of the query heads' top-k tokens for the largest k at
+/// which the union has at most `budget` tokens. If the union has more even for k = 1, takes its tokens with the highest
+/// scores.
 ///
-/// Tokens rank by (score descending, codeword, position); the result is ascending positions.
+/// Tokens rank by (score descending, codeword, position); the result is in ascending order of position.
 ///
 /// # Shapes
-/// scores `[r,M]`; `codes` holds the codeword of each candidate, the first at position `first`.
+/// scores `[r,M]`; `codes` holds the codeword of each candidate, and the first candidate is at position `first`.
 pub fn select(scores: ArrayView2<f32>, codes: &[u16], first: u32, budget: usize) -> Vec<u32> {
     let rank = |row: ArrayView1<f32>| {
         let mut order: Vec<usize> = (0..codes.len()).collect();

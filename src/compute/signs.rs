@@ -1,14 +1,15 @@
 //! Sums of table entries over sign patterns: the first pass of a scan of sign bytes.
 //!
-//! A byte of a row holds the sign patterns of two groups of four channels, the first in the low bits. With the
-//! 16 scores of a group rounded to u8, its table fits one vector register and a lookup is one byte shuffle. Rows
-//! are transposed in registers, so that the bytes of one column share a register. The sums are integers and the
-//! same on every instruction set.
+//! Each byte of a row holds the sign patterns of two groups of four channels, the first group in the low bits. With the
+//! 16 scores of a group rounded to u8, the group's table fits into one vector register, and a lookup is one byte
+//! shuffle. Rows are transposed in registers, so that the bytes of one column share a register. The sums are integers
+//! and therefore the same on every instruction set.
 //!
-//! W registers with L lanes of 16 bytes hold 16 L rows of W bytes, W being 2, 4, 8 or 16. A perfect shuffle interleaves
-//! the lanes of register k with those of k + W / 2; in the binary number made of a byte's register and its place in the
-//! lane, that moves the first digit to the end. After four of them the register is the byte's column, and the row is
-//! read off what is left: byte `16 / W i + k` of lane l is of row `16 / W (L i + l) + k`.
+//! W registers with L lanes of 16 bytes hold 16 L rows of W bytes, where W is 2, 4, 8 or 16. A perfect shuffle
+//! interleaves the lanes of register k with those of register k + W / 2. Take the binary number made of a byte's
+//! register number followed by its place in the lane: a perfect shuffle moves the leading digit of this number to the
+//! end. After four shuffles the register number is the byte's column, and the remaining digits give its row: byte `16 /
+//! W i + k` of lane l belongs to row `16 / W (L i + l) + k`.
 
 use multiversion::multiversion;
 use multiversion::target::match_target;
@@ -17,23 +18,23 @@ use multiversion::target::match_target;
 pub const PATTERNS: usize = 16;
 /// The most groups whose sums fit into 16 bits.
 pub const MOST_GROUPS: usize = 257;
-/// Most bytes of a row that a kernel takes in one pass.
+/// The most bytes of a row that a kernel takes in one pass.
 const COLUMNS: usize = 16;
-/// Rows that are cut to [`COLUMNS`] bytes at a time.
+/// Rows that are cut to pieces of [`COLUMNS`] bytes at a time.
 const TILE: usize = 256;
-/// Bytes between what is read and what is prefetched: two pages of memory, since the hardware does not prefetch across
-/// pages.
+/// How many bytes ahead of the current read to prefetch: two pages of memory, because the hardware does not prefetch
+/// across pages.
 const AHEAD: usize = 8192;
-/// Values of `out` beyond the last result that [`at_least`] may write.
+/// How many values of `out` beyond the last result [`at_least`] may overwrite.
 pub const ROOM: usize = 16;
 
-/// The tables of the two groups of a byte: low and high bits.
+/// The tables of the two groups of a byte: first the group in the low bits, then the one in the high bits.
 type Pair = [[u8; PATTERNS]; 2];
 
 /// The tables of all groups, packed for the kernels.
 pub struct Tables {
     width: usize,
-    /// `[w / 16,16]`, the last padded with tables of zeros.
+    /// `[w / 16,16]`, padded at the end with tables of zeros.
     pairs: Vec<[Pair; COLUMNS]>,
 }
 
@@ -53,7 +54,7 @@ impl Tables {
         Self { width, pairs }
     }
 
-    /// Writes the sum of each row of sign bytes, `rows` `[n,w]`, to `out` `[n]`.
+    /// Writes the sum of the table entries of each row of sign bytes, `rows` `[n,w]`, to `out` `[n]`.
     pub fn sums(&self, rows: &[u8], out: &mut [u16]) {
         assert_eq!(
             rows.len(),
@@ -81,7 +82,7 @@ impl Tables {
         }
     }
 
-    /// Adds the sums of rows of W bytes.
+    /// Adds the sums of rows of W bytes to `out`.
     fn add_rows<const W: usize>(&self, rows: &[u8], out: &mut [u16]) {
         if let Some(pairs) = self.pairs[0].first_chunk::<W>() {
             add_sums(pairs, rows.as_chunks().0, out);
@@ -114,9 +115,10 @@ fn plain<const W: usize>(pairs: &[Pair; W], rows: &[[u8; W]], out: &mut [u16]) {
     }
 }
 
-/// Writes the sums of at least `limit` as `sum << 16 | index`, by ascending index, and returns their number.
+/// Writes every sum of at least `limit` to `out` as `sum << 16 | index`, by ascending index, and returns their number.
 ///
-/// There are at most 65536 sums, and `out` has [`ROOM`] values more: a sum is written before it is compared.
+/// There are at most 65536 sums. `out` must have [`ROOM`] values more than there are sums, because a sum is written
+/// before it is compared.
 #[multiversion(targets("x86_64+avx512f"))]
 pub fn at_least(sums: &[u16], limit: u16, out: &mut [u32]) -> usize {
     match_target! {
@@ -126,7 +128,8 @@ pub fn at_least(sums: &[u16], limit: u16, out: &mut [u32]) -> usize {
     }
 }
 
-/// Appends the results of [`at_least`] for the sums from `from` on to the first `len`, and returns the new length.
+/// Continues [`at_least`] for the sums from index `from` on, appending after the first `len` results, and returns the
+/// new length.
 fn keep(sums: &[u16], from: usize, limit: u16, out: &mut [u32], mut len: usize) -> usize {
     for (place, sum) in sums.iter().enumerate().skip(from) {
         out[len] = u32::from(*sum) << 16 | place as u32;
@@ -135,7 +138,7 @@ fn keep(sums: &[u16], from: usize, limit: u16, out: &mut [u32], mut len: usize) 
     len
 }
 
-/// Interleaves the lanes of the first half of the registers with those of the other half: one perfect shuffle.
+/// Interleaves the lanes of the first half of the registers with those of the second half: one perfect shuffle.
 macro_rules! interleave {
     ($registers:ident, $low:ident, $high:ident) => {{
         let mut out = $registers;
@@ -158,7 +161,7 @@ mod tests {
     use super::*;
     use crate::testing::numbers;
 
-    /// Adds the sums of rows `[n,W]` to `[n]`.
+    /// A function that adds the sums of rows `[n,W]` to `[n]`.
     type Kernel<const W: usize> = fn(&[Pair; W], &[[u8; W]], &mut [u16]);
 
     /// Returns every kernel that this machine can run.
@@ -211,7 +214,7 @@ mod tests {
     fn rows_of_every_width() {
         for count in [1, 2, 3, 4, 8, 16, 20, 31, 32, 33, 64, 100, MOST_GROUPS] {
             let (width, n) = (count.div_ceil(2), 2 * TILE + 77);
-            // The largest sum is the largest that 16 bits hold.
+            // These tables reach the largest sum that 16 bits hold.
             let mut groups: Vec<[u8; PATTERNS]> = bytes(count * PATTERNS, 3).as_chunks().0.to_vec();
             groups.iter_mut().for_each(|table| table[15] = 255);
             let mut rows = bytes(n * width, 4);

@@ -1,13 +1,13 @@
-//! Loops over slices, compiled for several instruction sets, of which one is chosen at run time.
+//! Loops over slices, compiled for several instruction sets; the best one is chosen at run time.
 //!
-//! They use no fused multiply-add and add in a fixed order, so that each gives the same bits on every
-//! instruction set. They panic if slices that belong together differ in length.
+//! The loops use no fused multiply-add and add in a fixed order, so each gives the same bits on every instruction set.
+//! They panic if slices that belong together differ in length.
 
 use multiversion::multiversion;
 
 /// Partial sums of a reduction.
 const LANES: usize = 16;
-/// Partial sums of a dot product: four registers of the widest instruction set.
+/// Partial sums of a dot product; they fill four registers of the widest instruction set.
 const WIDE: usize = 64;
 
 /// Returns the dot product.
@@ -42,7 +42,7 @@ pub fn dot_bf16(a: &[u16], b: &[f32]) -> f32 {
     fold(acc) + short_dot(&tail[..tail_a.len()], tail_b)
 }
 
-/// Returns the dot product of a few values, added in order.
+/// Returns the dot product of short slices, added in order.
 #[inline(always)]
 fn short_dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sum = 0.0;
@@ -88,7 +88,7 @@ pub fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
     }
 }
 
-/// Computes `y += a x + b` of integers x.
+/// Computes `y += a x + b` for integers x.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn add_line(x: &[u16], a: f32, b: f32, y: &mut [f32]) {
     assert_eq!(x.len(), y.len(), "values of a sum");
@@ -97,7 +97,7 @@ pub fn add_line(x: &[u16], a: f32, b: f32, y: &mut [f32]) {
     }
 }
 
-/// Replaces `x[i]` by `exp(x[i] - shift)` and returns the sum in f32. A NaN stays a NaN.
+/// Replaces `x[i]` by `exp(x[i] - shift)`, and returns their sum in f32. A NaN stays a NaN.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn exp_shifted(x: &mut [f32], shift: f32) -> f32 {
     for v in x.iter_mut() {
@@ -122,14 +122,14 @@ pub fn exp_shifted(x: &mut [f32], shift: f32) -> f32 {
 pub fn exp(x: f32) -> f32 {
     const LN2_HI: f32 = 0.693_359_4;
     const LN2_LO: f32 = -2.121_944_4e-4;
-    /// Adding this rounds to an integer, which the low bits then hold.
+    /// Adding this constant rounds to an integer, which the low bits of the sum then hold.
     const ROUND: f32 = 12_582_912.0;
     let clamped = x.clamp(-87.3, 88.7);
     let rounded = clamped * std::f32::consts::LOG2_E + ROUND;
     let n = rounded - ROUND;
     let e = (rounded.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
     let r = (clamped - n * LN2_HI) - n * LN2_LO;
-    // Taylor coefficients suffice: |r| <= ln(2)/2, so the first term left out is below 4e-8.
+    // Taylor coefficients suffice: |r| <= ln(2)/2, so the first omitted term is below 4e-8.
     let mut p = 1.0 / 5040.0;
     p = p * r + 1.0 / 720.0;
     p = p * r + 1.0 / 120.0;
@@ -137,7 +137,7 @@ pub fn exp(x: f32) -> f32 {
     p = p * r + 1.0 / 6.0;
     p = p * r + 0.5;
     p = p * r * r + r + 1.0;
-    // Two factors, since 2^128 is not a finite f32.
+    // Scaling takes two factors, because 2^128 is not a finite f32.
     let half = e >> 1;
     let scale = |e: i32| f32::from_bits((e.wrapping_add(127) as u32) << 23);
     let y = p * scale(half) * scale(e.wrapping_sub(half));
@@ -150,7 +150,7 @@ pub fn exp(x: f32) -> f32 {
     }
 }
 
-/// Returns the largest value; NaN is passed over, an empty slice gives negative infinity.
+/// Returns the largest value, ignoring NaN; an empty slice gives negative infinity.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn max(x: &[f32]) -> f32 {
     let (chunks, rest) = x.as_chunks::<LANES>();
@@ -167,7 +167,7 @@ pub fn max(x: &[f32]) -> f32 {
     best
 }
 
-/// Returns the largest of the integers; 0 of none.
+/// Returns the largest of the integers; 0 if there are none.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn max_u16(x: &[u16]) -> u16 {
     let mut max = 0;
@@ -177,7 +177,7 @@ pub fn max_u16(x: &[u16]) -> u16 {
     max
 }
 
-/// Returns the sum and the sum of squares, in f64.
+/// Returns the sum of the values and the sum of their squares, in f64.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn sums(x: &[f32]) -> (f64, f64) {
     let (chunks, rest) = x.as_chunks::<LANES>();
@@ -244,7 +244,7 @@ mod tests {
             let x = i as f32 * 0.01;
             let expected = f64::from(x).exp();
             let error = (f64::from(exp(x)) - expected).abs() / expected;
-            // Below the smallest normal number the result has fewer bits; -87.3 keeps out of there.
+            // Below the smallest normal number the result would have fewer bits; the limit of -87.3 stays above it.
             assert!(error < 2e-7, "{x}: {error}");
         }
         assert_eq!(exp(-1000.0), 0.0);

@@ -15,13 +15,13 @@ use crate::model::tokenizer::Tokenizer;
 /// The name that stands for stdin.
 const STDIN: &str = "-";
 
-/// The field of a line that has its text, unless another one is named.
+/// The field of a JSON line that holds its text, unless the user names another field.
 const FIELD: &str = "text";
 
-/// Most bytes of a compressed file's text.
+/// Most bytes that a compressed file may have when decompressed.
 const MOST_BYTES: u64 = 1 << 32;
 
-/// Extensions of the files that are taken from a folder, before `.gz` if there is one.
+/// Extensions of the files that are taken from a folder; a `.gz` after the extension is ignored.
 const IN_FOLDERS: [&str; 4] = ["txt", "md", "jsonl", "ndjson"];
 
 /// What `--text` takes.
@@ -32,24 +32,24 @@ const KINDS: &str = "--text takes text files (one document each), .jsonl (one pe
 pub struct TextFiles {
     /// Files, folders, and `-` for stdin.
     pub paths: Vec<PathBuf>,
-    /// The field of a line of JSON that has its text; `None`: `text`, or else the chat in `messages`.
+    /// The field of a JSON line that holds its text; `None`: `text`, or else the chat in `messages`.
     pub field: Option<String>,
 }
 
-/// A document as it is read.
+/// A document as it was read.
 #[derive(Debug, PartialEq)]
 enum Document {
     Text(String),
-    /// Messages, each with role and content, which the model's template makes a text of.
+    /// Messages, each with a role and content; the model's template turns them into one text.
     Chat(Vec<[String; 2]>),
 }
 
 impl TextFiles {
-    /// Tokenises the documents in order, up to `max_tokens` tokens in all; chats by the template of the model in
-    /// `model_dir`.
+    /// Tokenises the documents in order, up to `max_tokens` tokens in total; chats are written out by the template of
+    /// the model in `model_dir`.
     ///
     /// # Errors
-    /// A file that cannot be read or is no text; a line without text; a folder without text files.
+    /// A file that cannot be read or is not text; a line without text; a folder without text files.
     pub fn tokenise(
         &self,
         model_dir: &Path,
@@ -85,7 +85,7 @@ impl TextFiles {
         Ok(documents)
     }
 
-    /// Lists the files, those of a folder and its folders in the order of their names.
+    /// Lists the files; those of a folder and its subfolders come in the order of their names.
     fn files(&self) -> Result<Vec<PathBuf>> {
         let mut files = Vec::new();
         for path in &self.paths {
@@ -104,7 +104,7 @@ impl TextFiles {
         Ok(files)
     }
 
-    /// Reads the documents of a file that are not empty.
+    /// Reads the documents of a file, without empty ones.
     fn documents(&self, path: &Path) -> Result<Vec<Document>> {
         let text = text_of(path)?;
         let is_lines = matches!(kind(path), Some("jsonl" | "ndjson"))
@@ -126,7 +126,7 @@ impl TextFiles {
         Ok(read.into_iter().filter(|document| !document.is_empty()).collect())
     }
 
-    /// Reads a line of JSON.
+    /// Parses a line of JSON.
     fn line(&self, line: &str) -> Result<Document> {
         const LINES: &str =
             "each line is an object like {\"text\": \"a document\"}; --text-field names another field";
@@ -159,7 +159,7 @@ impl Document {
         }
     }
 
-    /// Returns the text of a document that is no chat.
+    /// Returns the text of a document that is not a chat.
     fn text(self) -> String {
         match self {
             Self::Text(text) => text,
@@ -168,7 +168,7 @@ impl Document {
     }
 }
 
-/// Reads a message of a chat.
+/// Parses a message of a chat.
 fn message(value: &Value) -> Result<[String; 2]> {
     let part = |name: &str| {
         value[name].as_str().map(str::to_owned).ok_or_else(|| {
@@ -179,7 +179,7 @@ fn message(value: &Value) -> Result<[String; 2]> {
     Ok([part("role")?, part("content")?])
 }
 
-/// Opens the template that makes a text of chats.
+/// Opens the template that turns chats into text.
 fn chat_template(model_dir: &Path) -> Result<ChatTemplate> {
     ChatTemplate::open(model_dir)?.ok_or_else(|| {
         Error::failed("a document is a chat (`messages`), but the model has no chat template")
@@ -187,7 +187,7 @@ fn chat_template(model_dir: &Path) -> Result<ChatTemplate> {
     })
 }
 
-/// Tokenises documents some of which are chats, up to `limit` tokens.
+/// Tokenises documents of which some are chats, up to `limit` tokens.
 fn chats(
     read: &[Document],
     template: &ChatTemplate,
@@ -219,14 +219,14 @@ fn chats(
     Ok(documents)
 }
 
-/// Returns what a file is, by its name: the extension, or the one before `.gz`.
+/// Returns the kind of a file, which its name tells: the extension, without a final `.gz`.
 fn kind(path: &Path) -> Option<&str> {
     let name = path.file_name()?.to_str()?;
     let name = name.strip_suffix(".gz").unwrap_or(name);
     Path::new(name).extension()?.to_str()
 }
 
-/// Adds the text files of a folder and of the folders in it, in the order of their names.
+/// Adds the text files of a folder and its subfolders in the order of their names.
 fn add_folder(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     interrupt::check()?;
     let failed = |e| Error::io(folder, "read", &e);
@@ -241,7 +241,7 @@ fn add_folder(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
             .is_some_and(|name| name.as_encoded_bytes().starts_with(b"."))
     };
     for path in paths.into_iter().filter(|path| !is_hidden(path)) {
-        // A link may lead back to where it is.
+        // A symbolic link to a folder is not followed, since it may lead back to a folder above it.
         if path.is_dir() && !path.is_symlink() {
             add_folder(&path, files)?;
         } else if path.is_file() && kind(&path).is_some_and(|kind| IN_FOLDERS.contains(&kind)) {

@@ -1,7 +1,7 @@
 //! The backend with caches and indexes on the device.
 //!
-//! A prompt goes through the layers one after the other, in chunks of rows; each layer attends its own cache. A step is
-//! one run of launches, from the ids to the logits, in which the host waits for nothing.
+//! A prompt passes the layers one after the other, in chunks of rows; each layer attends its own cache. A step is one
+//! run of launches, from the ids to the logits, during which the host waits for nothing.
 
 use ndarray::Array1;
 
@@ -24,17 +24,17 @@ use crate::method::bench::{Bench, Contents};
 use crate::method::cuda::{CudaIndex, CudaNeeds, CudaStep, Indexes, OnDevice, TALLIES};
 use crate::runner::{Backend, Counts, Options, Shares, StepAt, Trace};
 
-/// A model with its caches and indexes on the device: one sequence for a session, or several that
-/// [`CudaBackend::feed`] and [`CudaBackend::advance`] take on together.
+/// A model with its caches and indexes on the device. It holds one sequence for a session, or several sequences that
+/// [`CudaBackend::feed`] and [`CudaBackend::advance`] continue together.
 pub struct CudaBackend<'a> {
     model: DeviceModel<'a>,
     options: Options,
     at: OnDevice<'a>,
     layers: Vec<LayerState<'a>>,
     attention: Attention<'a>,
-    /// The sums of [`CudaIndex::tally`] over steps, `[layers,TALLIES]`.
+    /// The sums of [`CudaIndex::tally`] over all steps, `[layers,TALLIES]`.
     tallies: Buffer<'a, f64>,
-    /// Per layer: the counters that the host knows without the device.
+    /// For each layer, the counters that the host knows without asking the device.
     counts: Vec<Counts>,
     /// The recorded launches of a step.
     recording: Option<Recording<'a>>,
@@ -47,7 +47,7 @@ struct LayerState<'d> {
 }
 
 impl<'d> LayerState<'d> {
-    /// Returns layer `number` as a prompt needs it.
+    /// Returns layer `number` in the form that a prompt needs.
     fn for_prompt(&self, number: usize) -> PromptLayer<'_, 'd> {
         PromptLayer {
             number,
@@ -58,7 +58,8 @@ impl<'d> LayerState<'d> {
 }
 
 impl<'a> CudaBackend<'a> {
-    /// Tells whether a method's caches and selection can be on the device; `turns` means more than one prompt.
+    /// Returns whether the method's caches and selection can be on the device. `turns` says whether there may be more
+    /// than one prompt.
     pub fn can(method: &dyn Method, options: &Options, turns: bool) -> bool {
         let packed = options.kv == KvType::TwoBit;
         let needs = CudaNeeds {
@@ -73,7 +74,7 @@ impl<'a> CudaBackend<'a> {
     /// Makes empty caches for `sequences` sequences of up to `capacity` positions each.
     ///
     /// # Errors
-    /// Less memory than they need: how much that is, and what would fit.
+    /// The device has less free memory than the caches need; the error says how much they need and what would fit.
     pub fn new(
         body: Body<'a>,
         method: &dyn Method,
@@ -85,8 +86,8 @@ impl<'a> CudaBackend<'a> {
         Self::with(body, options, sequences, capacity, indexes)
     }
 
-    /// Makes caches of `context` random positions and indexes of random contents, with room for `steps` more positions;
-    /// for a benchmark.
+    /// For a benchmark: makes caches of `context` random positions and indexes of random contents, with room for
+    /// `steps` more positions.
     ///
     /// # Errors
     /// As [`CudaBackend::new`].
@@ -162,8 +163,8 @@ impl<'a> CudaBackend<'a> {
         pass.end_layer(&self.model, &layer.for_prompt(number))
     }
 
-    /// Runs decode step number `step` of every sequence, from the ids on the device to the logits and the next ids;
-    /// waits for nothing.
+    /// Runs decode step number `step` of every sequence, from the ids on the device to the logits and the next ids.
+    /// Waits for nothing.
     ///
     /// # Errors
     /// The caches are full.
@@ -183,7 +184,7 @@ impl<'a> CudaBackend<'a> {
             }
         }
         let recordable = self.layers.iter().all(|l| l.index.is_recordable());
-        // What a trace reads cannot be recorded.
+        // A trace reads results during the step, which a recording cannot do.
         if trace.is_some() || !recordable {
             return self.launch_step(step, trace);
         }
@@ -193,7 +194,7 @@ impl<'a> CudaBackend<'a> {
         self.recording.as_ref().map_or(Ok(()), Recording::replay)
     }
 
-    /// The launches of a step: the same for every step, unless an index is not recordable.
+    /// Makes the launches of a step. They are the same for every step unless an index is not recordable.
     fn launch_step(&self, step: usize, trace: Option<&mut Trace<'_>>) -> Result<()> {
         let (model, work, tracing) = (&self.model, &self.model.space.work, trace.is_some());
         model.windows.positions.iter().try_for_each(|p| p.begin(1))?;
@@ -221,7 +222,8 @@ impl<'a> CudaBackend<'a> {
         })
     }
 
-    /// Feeds one token per sequence in decode step number `step`; [`CudaBackend::choices`] has what follows.
+    /// Feeds one token per sequence in decode step number `step`. [`CudaBackend::choices`] then returns the greedy next
+    /// tokens.
     pub fn feed(&mut self, ids: &[u32], step: usize, trace: Option<&mut Trace<'_>>) -> Result<()> {
         self.model.send(ids)?;
         self.advance(step, trace)
@@ -289,7 +291,7 @@ impl Backend for CudaBackend<'_> {
             sum.bypassed += layer[2];
         }
         let mean = sum.mean(steps * self.layers.len());
-        // What ranks by true probabilities takes every product.
+        // An oracle ranks by true probabilities and therefore computes every product.
         Ok(match self.layers.iter().any(|l| l.index.is_oracle()) {
             true => Shares {
                 products: 1.0,
@@ -322,16 +324,16 @@ impl Backend for CudaBackend<'_> {
     }
 }
 
-/// Makes the indexes of a method's layers.
+/// Makes the method's index for every layer.
 ///
 /// # Errors
-/// A method without an index on the device; no memory.
+/// The method has no index on the device; out of memory.
 pub(super) fn indexes<'d>(method: &dyn Method, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>> {
     let without = || Error::failed("CUDA: a method without an index on the device");
     method.cuda().ok_or_else(without)?.indexes(at, limits)
 }
 
-/// Checks before any allocation that the caches fit.
+/// Checks, before anything is allocated, that the caches fit into the free memory.
 fn check_room(driver: &dyn Driver, shape: &Shape, options: &Options, layers: usize) -> Result<()> {
     let each = shape.heads() * layers * bytes_per_position(shape, options.kv);
     let (need, free) = ((each * shape.capacity) as u64, driver.free_bytes()?);

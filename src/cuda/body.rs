@@ -1,4 +1,4 @@
-//! A whole model's weights on the device, with the embedding and the output projection.
+//! The weights of a whole model on the device, with the embedding and the output projection.
 
 use super::finite::FiniteCheck;
 use super::sizes::LayerSizes;
@@ -18,7 +18,7 @@ use crate::model::rope::Rope;
 use crate::model::{Decoder, Layer, ModelConfig};
 use crate::weight::Weight;
 
-/// A whole model's weights on the device.
+/// The weights of a whole model on the device.
 pub struct Body<'a> {
     pub(crate) driver: &'a dyn Driver,
     /// The checkpoint; `None` for random weights.
@@ -27,7 +27,7 @@ pub struct Body<'a> {
     pub(crate) rope: Rope,
     pub(crate) precision: Precision,
     pub(crate) layers: Vec<LayerWeights<'a>>,
-    /// `None` where the embedding is the output projection.
+    /// `None` if the output projection serves as the embedding.
     embedding: Option<Linear<'a>>,
     /// Weight of the norm after the layers.
     norm: Buffer<'a, f32>,
@@ -39,7 +39,7 @@ impl<'a> Body<'a> {
     /// Copies all weights of a checkpoint to the device.
     ///
     /// # Errors
-    /// Less memory than they need; a model whose attention the kernels do not support.
+    /// Less free memory than the weights need; a model whose attention the kernels do not support.
     pub fn load(driver: &'a dyn Driver, decoder: &'a Decoder, precision: Precision) -> Result<Self> {
         let config = decoder.config.clone();
         let sizes = LayerSizes::of(&config);
@@ -59,7 +59,7 @@ impl<'a> Body<'a> {
         for view in &views {
             interrupt::check()?;
             layers.push(LayerWeights::upload(driver, view)?);
-            // What is on the device is not needed in the page cache.
+            // The page cache need not keep what is on the device now.
             view.release();
         }
         let joined = |weight: &Weight| {
@@ -79,8 +79,8 @@ impl<'a> Body<'a> {
         })
     }
 
-    /// Makes random weights in bf16 in the sizes of a model, with one matrix as embedding and output projection; for a
-    /// benchmark.
+    /// For a benchmark: makes random bf16 weights in the sizes of a model, with one matrix as both embedding and output
+    /// projection.
     ///
     /// # Errors
     /// As [`Body::load`].
@@ -105,19 +105,19 @@ impl<'a> Body<'a> {
         })
     }
 
-    /// Returns the bytes of the weights of [`Body::random`], all of which a step reads.
+    /// Returns the bytes of the weights that [`Body::random`] makes. A step reads all of them.
     pub fn random_bytes(config: &ModelConfig) -> usize {
         let s = LayerSizes::of(config);
         let layer = s.hidden * (s.qkv() + s.attended() + 3 * s.intermediate);
         2 * (config.n_layers * layer + config.vocab_size * s.hidden)
     }
 
-    /// Returns the sizes of its layers.
+    /// Returns the sizes of the model's layers.
     pub fn sizes(&self) -> LayerSizes {
         LayerSizes::of(&self.config)
     }
 
-    /// Returns the type of rows that are attended and not kept: that of the weights, or f32.
+    /// Returns the type of rows that a prompt attends but no cache keeps: the type of the weights, or f32.
     pub(crate) fn row_type(&self) -> Float {
         let kind = self.layers.first().map(|l| l.qkv.weight.kind);
         kind.map_or(Float::F32, |kind| self.precision.attended(kind))
@@ -128,7 +128,7 @@ impl<'a> Body<'a> {
         Workspace::new(self.driver, self.sizes(), self.precision, rows)
     }
 
-    /// Checks that a prompt has tokens, and that all are in the vocabulary.
+    /// Checks that a prompt has tokens and that all of them are in the vocabulary.
     pub(crate) fn check_prompt(&self, ids: &[u32]) -> Result<()> {
         check_prompt(ids)?;
         self.check_ids(ids)
@@ -143,7 +143,7 @@ impl<'a> Body<'a> {
         }
     }
 
-    /// Embeds `n` ids: `[n, hidden]`.
+    /// Embeds `n` ids into `hidden`, `[n, hidden]`.
     pub(crate) fn embed(&self, ids: &Buffer<'_, u32>, n: usize, hidden: &Buffer<'_, f32>) -> Result<()> {
         let table = &self.embedding.as_ref().unwrap_or(&self.head).weight;
         kernels::EmbedRows {
@@ -156,7 +156,7 @@ impl<'a> Body<'a> {
         .launch(self.driver, [n, 1, 1])
     }
 
-    /// Computes the logits of `rows` rows of hidden states, `[rows, vocab]`; `finite` notes whether they are finite.
+    /// Computes the logits, `[rows, vocab]`, of `rows` rows of hidden states. `finite` notes whether they are finite.
     pub(crate) fn logits(
         &self,
         work: &Workspace<'_>,
@@ -171,10 +171,10 @@ impl<'a> Body<'a> {
     }
 }
 
-/// Checks before any copy that a model fits.
+/// Checks, before anything is copied, that a model fits.
 ///
 /// # Errors
-/// Less free memory than `bytes`.
+/// The free memory is less than `bytes`.
 fn check_room(driver: &dyn Driver, bytes: usize) -> Result<()> {
     let free = driver.free_bytes()?;
     if bytes as u64 <= free {

@@ -18,7 +18,7 @@ impl<'d> LayerContext<'d> {
     /// Allocates space for `n` positions.
     ///
     /// # Errors
-    /// A model whose attention the kernels do not support; no memory.
+    /// A model whose attention the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, sizes: &LayerSizes, float: Float, n: usize) -> Result<Self> {
         let shape = sizes.shape(1, n).checked()?;
         Ok(Self {

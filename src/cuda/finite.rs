@@ -7,7 +7,7 @@ use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
 
-/// The first layer whose output is not finite, noted on the device.
+/// A note, on the device, of the first layer whose output is not finite.
 pub struct FiniteCheck<'d> {
     driver: &'d dyn Driver,
     noted: Buffer<'d, u32>,
@@ -22,7 +22,7 @@ impl<'d> FiniteCheck<'d> {
         })
     }
 
-    /// Checks the `n` numbers after layer `layer` on the device; the logits count as one more layer.
+    /// Checks the `n` numbers that layer `layer` put out, on the device. The logits count as one more layer.
     pub fn look(&self, x: &Buffer<'_, f32>, n: usize, layer: usize) -> Result<()> {
         let blocks = blocks_for(self.driver, n);
         kernels::NoteNotFinite {
@@ -34,7 +34,7 @@ impl<'d> FiniteCheck<'d> {
         .launch(self.driver, [blocks, 1, 1])
     }
 
-    /// Fails if a layer is noted, naming the weights at fault; waits for the device.
+    /// Fails if a layer is noted; the error names the weights at fault. Waits for the device.
     pub fn check(&self, body: &Body<'_>) -> Result<()> {
         let noted = self.noted.read()?[0];
         if noted == 0 {

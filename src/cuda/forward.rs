@@ -23,16 +23,16 @@ use crate::interrupt;
 use crate::model::Decoder;
 use crate::model::forward::{Attend, Cache, Context, Forward, Rows, check_prompt};
 
-/// Rows for which a workspace is kept between steps.
+/// The most rows for which a workspace is kept from step to step.
 const KEPT_ROWS: usize = 16;
 
 /// A model on the device.
 pub struct CudaForward<'a> {
     body: Body<'a>,
     decoder: &'a Decoder,
-    /// Element type of the rows that prompts attend.
+    /// Element type of the keys and values that a prompt attends.
     float: Float,
-    /// Buffers of a step.
+    /// The buffers of a decode step.
     step: Mutex<StepSpace<'a>>,
 }
 
@@ -40,7 +40,7 @@ impl<'a> CudaForward<'a> {
     /// Copies all weights to the device.
     ///
     /// # Errors
-    /// Less memory than they need; a model whose attention the kernels do not support.
+    /// Less free memory than the weights need; a model whose attention the kernels do not support.
     pub fn new(driver: &'a dyn Driver, decoder: &'a Decoder, precision: Precision) -> Result<Self> {
         let body = Body::load(driver, decoder, precision)?;
         Ok(Self {
@@ -51,7 +51,7 @@ impl<'a> CudaForward<'a> {
         })
     }
 
-    /// Computes the queries, keys and values of a prompt chunk by chunk, for the caches.
+    /// Computes the queries, keys and values of a prompt chunk by chunk, and returns them for the caches.
     fn prompt_rows(&self, weights: &LayerWeights<'_>, pass: &Pass<'_>) -> Result<Rows> {
         let (s, m) = (self.body.sizes(), pass.m);
         let heads = |heads| Array3::zeros((heads, m, s.head_dim));
@@ -78,7 +78,8 @@ impl<'a> CudaForward<'a> {
         Ok(rows)
     }
 
-    /// Attends the keys and values that the caches returned, and finishes the layer for the rows from `skipped` on.
+    /// Attends the keys and values that the caches returned, and runs the rest of the layer for the rows from `skipped`
+    /// on.
     fn attend_prompt(
         &self,
         weights: &LayerWeights<'_>,
@@ -118,7 +119,7 @@ struct Pass<'d> {
     first: usize,
     m: usize,
     work: Workspace<'d>,
-    /// `[m, hidden]`.
+    /// The hidden states, `[m, hidden]`.
     hidden: Buffer<'d, f32>,
     rotation: Rotation<'d>,
     context: LayerContext<'d>,
@@ -165,7 +166,7 @@ impl Forward for CudaForward<'_> {
                 return Err(self.decoder.diagnose(&layer.weights(), &place));
             }
             let context = cache(index, rows);
-            // Of the last layer, only the last position is read.
+            // Only the last position of the last layer's output is needed.
             let skipped = if index + 1 == body.layers.len() { m - 1 } else { 0 };
             self.attend_prompt(weights, &mut pass, &context, skipped)?;
             let left = (m - skipped) * s.hidden;
@@ -227,7 +228,7 @@ impl Forward for CudaForward<'_> {
     }
 }
 
-/// Writes rows `first..first + n` of every head of `x` `[heads,m,d]` as `[heads,n,d]`.
+/// Copies rows `first..first + n` of every head of `x`, `[heads,m,d]`, to the device as `[heads,n,d]`.
 fn put(x: &Array3<f32>, to: &Buffer<'_, f32>, first: usize, n: usize) -> Result<()> {
     let rows = x.slice(s![.., first..first + n, ..]);
     to.write(elements(&rows.as_standard_layout()))

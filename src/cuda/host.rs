@@ -1,8 +1,9 @@
 //! The backend with caches in host memory, for contexts larger than the GPU's memory: `--kv host`.
 //!
-//! The index is on the device and chooses there. For each layer the queries, the new key and value and the chosen
-//! positions are copied to the CPU, which attends those positions. Meanwhile the device attends its copy of the static
-//! set, and then merges the two results. A prompt has one layer's rows on the device at a time.
+//! The index is on the device, and positions are chosen there. For each layer, the queries, the new key and value, and
+//! the chosen positions are copied to the CPU, which attends the chosen positions. Meanwhile the device attends its own
+//! copy of the static set; afterwards it merges the two results. During a prompt, the device holds the rows of one
+//! layer at a time.
 
 mod static_set;
 
@@ -28,25 +29,26 @@ use crate::method::{Choice, Method};
 use crate::runner::{Backend, Counts, Options, Shares, StepAt, Trace};
 use static_set::{StaticAttention, put_rows};
 
-/// A model and its indexes on the device, with the caches in the machine's memory.
+/// A model and its indexes on the device, with the caches in host memory.
 pub struct HostBackend<'a> {
     model: DeviceModel<'a>,
     options: Options,
     shape: Shape,
     layers: Vec<HostLayer<'a>>,
     static_set: StaticAttention<'a>,
-    /// Shares summed over steps and layers.
+    /// The shares, summed over steps and layers.
     shares: Shares,
-    /// Per layer.
+    /// The counters of each layer.
     counts: Vec<Counts>,
 }
 
 /// The cache and the index of one layer.
 struct HostLayer<'d> {
-    /// Per KV head.
+    /// The cache of each KV head.
     heads: Vec<KvHead>,
     index: Box<dyn CudaIndex + 'd>,
-    /// The static set's rows on the device. A layer with a sliding window has none: the CPU attends all it reads.
+    /// The rows of the static set, on the device. `None` in a layer with a sliding window, where the CPU attends
+    /// everything that is attended.
     static_rows: Option<LayerRows<'d>>,
 }
 
@@ -57,7 +59,8 @@ fn kind(options: &Options) -> Result<Float> {
 }
 
 impl<'a> HostBackend<'a> {
-    /// Tells whether a method's index can be on the device without the rows; `turns` means more than one prompt.
+    /// Returns whether the method's index can be on the device while the cached rows are not. `turns` says whether
+    /// there may be more than one prompt.
     pub fn can(method: &dyn Method, options: &Options, turns: bool) -> bool {
         let needs = CudaNeeds {
             packed: false,
@@ -68,10 +71,11 @@ impl<'a> HostBackend<'a> {
         has_index && options.kv.float().is_some()
     }
 
-    /// Makes empty caches, with space for `expected` positions from the start, and indexes for up to `capacity`.
+    /// Makes empty caches with space for `expected` positions from the start, and indexes for up to `capacity`
+    /// positions.
     ///
     /// # Errors
-    /// No memory for the index.
+    /// Out of memory for an index.
     pub fn new(
         body: Body<'a>,
         method: &dyn Method,
@@ -135,21 +139,21 @@ impl<'a> HostBackend<'a> {
     }
 }
 
-/// What is copied to the CPU of one layer in a step.
+/// The data of one layer that a step copies to the CPU.
 struct Arrived {
-    /// `[g,d]`.
+    /// The new keys, `[g,d]`.
     keys: Vec<f32>,
-    /// `[g,d]`.
+    /// The new values, `[g,d]`.
     values: Vec<f32>,
-    /// `[h,d]`.
+    /// The queries, `[h,d]`.
     queries: Vec<f32>,
     /// The chosen positions of each KV head.
     chosen: Vec<Vec<u32>>,
 }
 
 impl HostLayer<'_> {
-    /// Chooses in decode step number `step`, and fetches the choice and the last position's rows; meanwhile the device
-    /// attends the static set.
+    /// Chooses positions in decode step number `step`, and fetches the choice and the last position's queries, keys and
+    /// values. Meanwhile the device attends the static set.
     fn fetch(
         &self,
         work: &Workspace<'_>,
@@ -179,7 +183,7 @@ impl HostLayer<'_> {
         if let (Some(selection), Some(lists)) = (selection, &mut lists) {
             parts.extend(selection.parts(lists));
         }
-        // Runs from the copies on, while the CPU attends the others.
+        // The device attends the static set once the copies are queued, while the CPU attends the other positions.
         work.driver.fetch(&mut parts, &mut || match &self.static_rows {
             Some(rows) => {
                 let StaticAttention {
@@ -201,7 +205,8 @@ impl HostLayer<'_> {
         })
     }
 
-    /// Appends the last position to the caches and fills its attention output; returns what each KV head chose.
+    /// Appends the last position to the caches and fills its attention output. Returns the positions that each KV head
+    /// chose.
     fn attend(
         &mut self,
         work: &Workspace<'_>,
@@ -227,7 +232,8 @@ impl HostLayer<'_> {
     }
 }
 
-/// Computes the attention of queries `[h,d]` over some positions of each KV head: `[h,d + 1]`, the log-sum-exp last.
+/// Computes the attention of queries `[h,d]` over the listed positions of each KV head: `[h,d + 1]`, with the
+/// log-sum-exp last.
 fn attend_on_cpu(heads: &[KvHead], queries: &[f32], lists: &[Vec<u32>], d: usize) -> Result<Vec<f32>> {
     let h = queries.len() / d;
     let r = h / heads.len().max(1);
@@ -255,7 +261,7 @@ fn attend_on_cpu(heads: &[KvHead], queries: &[f32], lists: &[Vec<u32>], d: usize
     Ok(out)
 }
 
-/// Copies the cached rows of earlier positions into the prompt's context.
+/// Copies the cached rows of earlier positions into the context of the prompt.
 fn put_cached(pass: &mut PromptPass<'_>, heads: &[KvHead]) -> Result<()> {
     let room = pass.work.rows;
     for start in (0..pass.first).step_by(room) {

@@ -1,5 +1,5 @@
-//! The forward pass of calibration text with one layer's weights on the device at a time, for models larger than the
-//! GPU's memory.
+//! The forward pass of calibration text with the weights of only one layer on the device at a time, for models larger
+//! than the GPU's memory.
 
 use ndarray::{Array3, ArrayView2, ArrayViewMut2, Axis, s};
 
@@ -16,7 +16,7 @@ use crate::flags::Precision;
 use crate::model::forward::{BlockLayer, Layers};
 use crate::model::{Decoder, Layer, States};
 
-/// See [`Layers`].
+/// The [`Layers`] of a model on an NVIDIA GPU. Each layer is copied to the device when it is opened.
 pub struct CudaLayers<'a> {
     driver: &'a dyn Driver,
     decoder: &'a Decoder,
@@ -24,7 +24,7 @@ pub struct CudaLayers<'a> {
 }
 
 impl<'a> CudaLayers<'a> {
-    /// Checks the model; weights are copied when a layer is opened.
+    /// Checks the model. No weights are copied until a layer is opened.
     ///
     /// # Errors
     /// A model whose attention the kernels do not support.
@@ -54,7 +54,7 @@ impl Layers for CudaLayers<'_> {
     }
 }
 
-/// A layer on the device; dropping it releases its file's pages.
+/// A layer on the device. Dropping it releases the pages of its weights' file.
 struct CudaLayer<'a> {
     model: &'a CudaLayers<'a>,
     layer: Layer,
@@ -63,7 +63,8 @@ struct CudaLayer<'a> {
 }
 
 impl CudaLayer<'_> {
-    /// Computes queries, keys and values of hidden states `[m, hidden]`; runs the rest of the layer if these change.
+    /// Computes queries, keys and values of hidden states `[m, hidden]`. Also runs the rest of the layer if the hidden
+    /// states are to change.
     fn run(&self, mut hidden: Hidden<'_>) -> Result<States> {
         let (driver, s) = (self.model.driver, &self.sizes);
         let m = hidden.view().nrows();
@@ -107,7 +108,7 @@ impl CudaLayer<'_> {
     }
 }
 
-/// Hidden states that a layer only reads, or replaces by its output.
+/// Hidden states that a layer either only reads or replaces by its output.
 enum Hidden<'h> {
     Read(ArrayView2<'h, f32>),
     Changed(ArrayViewMut2<'h, f32>),
@@ -135,7 +136,7 @@ impl BlockLayer for CudaLayer<'_> {
         tap: &mut dyn FnMut(&States) -> Result<()>,
     ) -> Result<()> {
         let states = self.run(Hidden::Changed(hidden.view_mut()))?;
-        // The culprit of a NaN is named rather than what the tap found of it.
+        // A NaN is reported with the weights that caused it, before the tap can find it in the states.
         self.model.decoder.check_finite(&self.layer, hidden.view())?;
         tap(&states)
     }
@@ -163,7 +164,7 @@ impl Drop for CudaLayer<'_> {
     }
 }
 
-/// Reads `n` rows of every head, `[heads,n,d]`, into `out` `[heads,m,d]` from row `first` on.
+/// Copies `n` rows of every head, `[heads,n,d]`, from the device into `out`, `[heads,m,d]`, from row `first` on.
 pub(crate) fn fetch(from: &Buffer<'_, f32>, out: &mut Array3<f32>, first: usize, n: usize) -> Result<()> {
     let (heads, _, d) = out.dim();
     let values = from.read_part(0, heads * n * d)?;

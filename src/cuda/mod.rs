@@ -1,9 +1,10 @@
-//! The forward pass on an NVIDIA GPU: the same as [`crate::model::decoder`].
+//! The forward pass on an NVIDIA GPU; it computes the same as [`crate::model::decoder`].
 //!
-//! [`LayerWeights`] are one layer's weights on the device, in the type that the checkpoint stores; [`Workspace`] is
-//! the buffers of rows in a layer. Sessions run on [`backend::CudaBackend`], with the caches on the device, or on
-//! [`host::HostBackend`], with the caches in host memory. [`forward::CudaForward`] runs prompts and tokens for caches
-//! on the CPU, and [`layers::CudaLayers`] runs calibration text with one layer's weights on the device at a time.
+//! [`LayerWeights`] are one layer's weights on the device, in the type that the checkpoint stores; [`Workspace`] holds
+//! the buffers that the rows of a layer need. Sessions run on [`backend::CudaBackend`], with the caches on the device,
+//! or on [`host::HostBackend`], with the caches in host memory. [`forward::CudaForward`] runs prompts and tokens for
+//! caches on the CPU, and [`layers::CudaLayers`] runs calibration text with one layer's weights on the device at a
+//! time.
 
 pub mod backend;
 mod body;
@@ -29,10 +30,10 @@ pub use sizes::LayerSizes;
 pub use weights::LayerWeights;
 pub use work::{Rotation, RowPositions, Workspace};
 
-/// Rows of a prompt's chunk.
+/// Most rows per chunk of a prompt.
 pub const ROWS: usize = 4096;
 
-/// Returns the number of blocks for a kernel that loops over n numbers in strides of the whole grid.
+/// Returns the number of blocks for a kernel whose threads loop over n numbers in strides of the whole grid.
 fn blocks_for(driver: &dyn Driver, n: usize) -> usize {
     n.div_ceil(256).min(32 * driver.multiprocessors())
 }

@@ -1,4 +1,4 @@
-//! A model on the device with the buffers of its sessions, whose caches may be on the device or on the host.
+//! A model on the device with the buffers of its sessions, whose caches may be on the device or in host memory.
 
 use ndarray::Array1;
 
@@ -25,7 +25,7 @@ impl<'a> DeviceModel<'a> {
     /// Makes the buffers for a model whose layers have caches of this shape.
     ///
     /// # Errors
-    /// No memory.
+    /// Out of memory.
     pub fn new(body: Body<'a>, shape: Shape, options: &Options) -> Result<Self> {
         Ok(Self {
             rotation: Rotation::new(body.driver, &body.rope, 0, shape.capacity)?,
@@ -35,8 +35,8 @@ impl<'a> DeviceModel<'a> {
         })
     }
 
-    /// Ends a prompt that has passed all layers: sets the positions, and returns the logits after it, `[vocab]`.
-    /// `index` is that of the first layer, which frees the buffers of all.
+    /// Ends a prompt that has passed all layers: sets the positions, and returns the logits of the prompt's last
+    /// position, `[vocab]`. `index` is the index of the first layer; it frees the prompt buffers of all layers.
     pub fn end_prompt(
         &mut self,
         pass: &PromptPass<'_>,
@@ -58,7 +58,7 @@ impl<'a> DeviceModel<'a> {
         Ok(Array1::from(logits))
     }
 
-    /// Chooses the next token of the only sequence; waits for the device.
+    /// Chooses the next token of a session's only sequence; waits for the device.
     pub fn next(&self, sampler: &mut Sampler) -> Result<u32> {
         let Self { body, space, .. } = self;
         if !sampler.is_greedy() {
@@ -78,7 +78,8 @@ impl<'a> DeviceModel<'a> {
     }
 
     /// Launches decode step number `step`, from the ids on the device to the logits and the greedy choices. `attend`
-    /// fills the attention output of a layer and returns what each KV head chose, which only a trace needs.
+    /// fills the attention output of a layer and returns the positions that each KV head chose, which only a trace
+    /// needs.
     pub fn step(
         &self,
         step: usize,

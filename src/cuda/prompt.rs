@@ -16,35 +16,35 @@ use crate::kv::cuda::{Positions, Shape};
 use crate::kv::packed::Layout;
 use crate::method::cuda::{Chunk, CudaIndex, WholePrompt};
 
-/// A prompt of one sequence, which passes each layer in chunks of rows.
+/// A prompt of one sequence. It passes each layer in chunks of rows.
 pub(super) struct PromptPass<'d> {
     /// Position of its first token.
     pub first: usize,
     /// Number of its tokens.
     pub m: usize,
     pub work: Workspace<'d>,
-    /// `[m, hidden]`.
+    /// The hidden states, `[m, hidden]`.
     hidden: Buffer<'d, f32>,
-    /// Buffers for rows in f32, if an index or the 2-bit cache needs them.
+    /// Buffers for rows in f32; present if an index or the 2-bit cache needs them.
     prompts: Option<Prompts<'d>>,
-    /// The keys and values that a layer attends, if no cache on the device holds them in a float type.
+    /// The keys and values that a layer attends; present if no cache on the device holds them in a float type.
     context: Option<LayerContext<'d>>,
 }
 
-/// The sizes of a prompt's buffers.
+/// The sizes that determine a prompt's buffers.
 #[derive(Clone, Copy)]
 pub(super) struct PromptRoom {
     /// Position of its first token.
     pub first: usize,
-    /// Most rows of a chunk.
+    /// Most rows per chunk.
     pub rows: usize,
-    /// Shape of a layer's cache.
+    /// The shape of one layer's cache.
     pub shape: Shape,
     /// Whether the cache is in 2 bits.
     pub packed: bool,
 }
 
-/// A layer as a prompt needs it.
+/// A layer in the form that a prompt needs.
 pub(super) struct PromptLayer<'s, 'd> {
     pub number: usize,
     pub index: &'s (dyn CudaIndex + 'd),
@@ -56,7 +56,7 @@ impl<'d> PromptPass<'d> {
     /// Embeds a prompt, and allocates its buffers and those of the indexes.
     ///
     /// # Errors
-    /// No memory.
+    /// Out of memory.
     pub fn new(
         body: &Body<'d>,
         ids: &[u32],
@@ -84,12 +84,12 @@ impl<'d> PromptPass<'d> {
         })
     }
 
-    /// Removes the rows of the previous layer.
+    /// Removes the previous layer's keys and values from the context.
     pub fn begin_layer(&mut self) -> Result<()> {
         self.context.as_mut().map_or(Ok(()), LayerContext::clear)
     }
 
-    /// Returns the hidden states of rows `start..start + n`.
+    /// Returns rows `start..start + n` of the hidden states.
     pub fn rows(&self, start: usize, n: usize) -> Buffer<'_, f32> {
         let width = self.work.sizes.hidden;
         self.hidden.part(start * width, n * width)
@@ -103,7 +103,7 @@ impl<'d> PromptPass<'d> {
         }
     }
 
-    /// Packs the prompt, all of which has passed the layer, into the layer's 2-bit cache.
+    /// Packs the whole prompt into the layer's 2-bit cache, once all of it has passed the layer.
     ///
     /// # Errors
     /// More full-precision tokens than there is room for.
@@ -120,7 +120,7 @@ impl<'d> PromptPass<'d> {
         rows.ok_or_else(no_rows)
     }
 
-    /// Appends the `n` keys and values that were projected last to the context, or to the cache if there is no context.
+    /// Appends the `n` keys and values that were projected last to the context or, if there is none, to the cache.
     pub fn append(&mut self, cache: Option<(&LayerCache<'d>, &Positions<'d>)>, n: usize) -> Result<()> {
         let (keys, values) = (&self.work.k_rope, &self.work.v);
         match (&mut self.context, cache) {
@@ -130,8 +130,8 @@ impl<'d> PromptPass<'d> {
         }
     }
 
-    /// Runs all rows through a layer and into its context or cache; `store` sees the keys and values of each chunk.
-    /// Afterwards the layer's positions are those of the whole prompt.
+    /// Runs all rows through a layer and appends their keys and values to its context or cache. `store` sees the keys
+    /// and values of each chunk. Afterwards the layer's positions count the whole prompt.
     pub fn run(
         &mut self,
         model: &mut DeviceModel<'d>,
@@ -160,7 +160,7 @@ impl<'d> PromptPass<'d> {
                 positions,
             })?;
             store(work, n)?;
-            // Of the last layer, only the last position is read.
+            // Only the last position of the last layer's output is needed.
             if !is_last || start + n == self.m {
                 rows.attend_prompt(&work.q_rope, at, n, weights.window, &work.attended)?;
                 let hidden = self.rows(start, n);
@@ -172,7 +172,7 @@ impl<'d> PromptPass<'d> {
         Ok(())
     }
 
-    /// Adds the prompt, all of which has passed the layer, to the layer's index.
+    /// Adds the whole prompt to the layer's index, once all of it has passed the layer.
     pub fn end_layer(&self, model: &DeviceModel<'d>, layer: &PromptLayer<'_, 'd>) -> Result<()> {
         layer.index.end_of_prompt(&WholePrompt {
             rows: self.attended(layer)?,

@@ -1,4 +1,4 @@
-//! The next token from logits on the device: [`Sampler::next`].
+//! The choice of the next token from logits on the device: see [`Sampler::next`].
 
 use crate::compute::cuda::buffer::Buffer;
 use crate::compute::cuda::driver::Driver;
@@ -6,20 +6,21 @@ use crate::compute::cuda::kernels;
 use crate::error::Result;
 use crate::kv::sample::Sampler;
 
-/// Logits per block, and most blocks per row, of the kernels that read each logit once.
+/// Logits per block of the kernels that read each logit once; `MOST_BLOCKS` is the most blocks per row.
 const PER_BLOCK: usize = 4096;
 const MOST_BLOCKS: usize = 64;
-/// Bins of a histogram of masses.
+/// Bins of a histogram of probabilities.
 const BINS: usize = 2048;
 
-/// Chooses and draws tokens from the first rows of logits `[rows,vocab]`.
+/// Chooses or draws tokens from the first rows of logits `[rows,vocab]`.
 pub struct TokenChoice<'d> {
     driver: &'d dyn Driver,
     vocab: usize,
-    /// The largest logit of each block and its id, `[rows,blocks]`.
+    /// The largest logit of each block, `[rows,blocks]`.
     tops: Buffer<'d, f32>,
+    /// The id of each of these logits, `[rows,blocks]`.
     places: Buffer<'d, u32>,
-    /// Histograms of probabilities, `[rows,blocks,2048]`, in multiples of 2^-44 of the largest.
+    /// Histograms of the probabilities, `[rows,blocks,2048]`, in units of 2^-44 of the largest probability.
     masses: Buffer<'d, u64>,
 }
 
@@ -61,13 +62,14 @@ impl<'d> TokenChoice<'d> {
         .launch(self.driver, [rows, 1, 1])
     }
 
-    /// Draws from each row by temperature and nucleus, with a number from 0 to 1 for each.
+    /// Draws a token from each row by temperature and nucleus, using one uniform number from 0 to 1 per row.
     ///
     /// # Shapes
-    /// logits `[rows,vocab]`, uniforms `[rows]`, ids `[rows]`; before the call ids are the greedy choices.
+    /// logits `[rows,vocab]`, uniforms `[rows]`, ids `[rows]`; before the call, ids holds the greedy choices.
     ///
     /// # Numerics
-    /// Probabilities are multiples of 2^-44 of the largest one, and their sums exact; the host sums them in f64.
+    /// Probabilities are rounded to multiples of 2^-44 of the largest one, so that their sums are exact.
+    /// [`Sampler::next`], on the host, sums them in f64 instead.
     pub fn draw(
         &self,
         logits: &Buffer<'_, f32>,

@@ -4,7 +4,7 @@ use crate::error::Result;
 use crate::kv::cuda::Shape;
 use crate::model::ModelConfig;
 
-/// The sizes of a model's layers, which are the same for all of them.
+/// The sizes of a model's layers; all layers have the same.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerSizes {
     /// Width of the residual stream.
@@ -58,7 +58,7 @@ impl LayerSizes {
         (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
     }
 
-    /// Returns the width of the keys, which is that of the values.
+    /// Returns the width of the keys, which is also the width of the values.
     pub(crate) fn kv(&self) -> usize {
         self.n_kv_heads * self.head_dim
     }

@@ -11,13 +11,13 @@ use crate::error::Result;
 pub(crate) struct StepSpace<'d> {
     pub rows: usize,
     pub work: Workspace<'d>,
-    /// `[rows, hidden]`.
+    /// The hidden states, `[rows, hidden]`.
     pub hidden: Buffer<'d, f32>,
-    /// `[rows, vocab]`.
+    /// The logits, `[rows, vocab]`.
     pub logits: Buffer<'d, f32>,
-    /// `[rows]`.
+    /// The ids of the next tokens, `[rows]`.
     pub ids: Buffer<'d, u32>,
-    /// `[1]`: the number from 0 to 1 that an id is drawn with.
+    /// The uniform number from 0 to 1 with which the next id is drawn, `[1]`.
     pub uniforms: Buffer<'d, f64>,
     pub choice: TokenChoice<'d>,
     pub finite: FiniteCheck<'d>,
@@ -39,7 +39,7 @@ impl<'d> StepSpace<'d> {
         })
     }
 
-    /// Computes logits and the greedy choice of the first rows of hidden states.
+    /// Computes the logits and the greedy choice for the first rows of hidden states.
     pub fn finish(
         &self,
         body: &Body<'d>,

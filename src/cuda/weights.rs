@@ -20,7 +20,7 @@ pub struct LayerWeights<'d> {
     pub(crate) mlp_norm: Buffer<'d, f32>,
     pub(crate) gate_up: Linear<'d>,
     pub(crate) down: Linear<'d>,
-    /// Visible positions, the current one included; `None` = all.
+    /// Number of visible positions, including the current one; `None` = all.
     pub window: Option<usize>,
 }
 
@@ -28,7 +28,7 @@ impl<'d> LayerWeights<'d> {
     /// Copies a layer to the device.
     ///
     /// # Errors
-    /// No memory.
+    /// Out of memory.
     pub fn upload(driver: &'d dyn Driver, layer: &Layer) -> Result<Self> {
         let joined = |linears: &[&linear::Linear]| upload(driver, linears);
         let vector = |values: &[f32]| Buffer::of(driver, "norms", values);
@@ -46,10 +46,10 @@ impl<'d> LayerWeights<'d> {
         })
     }
 
-    /// Makes random weights in bf16, for a benchmark.
+    /// For a benchmark: makes random bf16 weights.
     ///
     /// # Errors
-    /// No memory.
+    /// Out of memory.
     pub fn random(driver: &'d dyn Driver, s: &LayerSizes, window: Option<usize>, seed: u32) -> Result<Self> {
         let matrix = |rows, cols, seed| random(driver, rows, cols, seed);
         let ones = || Buffer::of(driver, "norms", &vec![1.0; s.hidden]);
@@ -67,12 +67,12 @@ impl<'d> LayerWeights<'d> {
     }
 }
 
-/// Returns the bytes of a weight as the checkpoint stores it.
+/// Returns the number of bytes that the checkpoint stores for a weight.
 pub(crate) fn stored_bytes(weight: &Weight) -> usize {
     weight.rows() * weight.cols() * weight.dtype().bytes()
 }
 
-/// Makes a projection of random numbers in bf16.
+/// Makes a projection of random bf16 numbers.
 pub(crate) fn random<'d>(driver: &'d dyn Driver, rows: usize, cols: usize, seed: u32) -> Result<Linear<'d>> {
     Ok(Linear {
         weight: Matrix::random(driver, Float::Bf16, rows, cols, seed)?,
@@ -80,7 +80,8 @@ pub(crate) fn random<'d>(driver: &'d dyn Driver, rows: usize, cols: usize, seed:
     })
 }
 
-/// Copies projections of the same inputs to the device as one, their rows one after the other.
+/// Copies several projections of the same inputs to the device as one projection, by putting their rows one after the
+/// other.
 pub(crate) fn upload<'d>(driver: &'d dyn Driver, linears: &[&linear::Linear]) -> Result<Linear<'d>> {
     let Some(first) = linears.first() else {
         return Err(Error::failed("CUDA: no weights to join"));
@@ -93,7 +94,7 @@ pub(crate) fn upload<'d>(driver: &'d dyn Driver, linears: &[&linear::Linear]) ->
         if weight.dtype() == kind {
             bytes.extend_from_slice(weight.row_bytes(0, weight.rows()));
         } else {
-            // Projections of several types become one of the first one's.
+            // Projections of different types all take the type of the first one.
             let (from, to) = (weight.dtype().name(), kind.name());
             if kind != Float::F32 {
                 let names = [first.weight.name(), weight.name()];

@@ -1,23 +1,23 @@
-//! The positions of a model's layers, which layers with the same sliding window share.
+//! The positions of a model's layers; layers with the same sliding window share them.
 
 use crate::compute::cuda::driver::Driver;
 use crate::error::Result;
 use crate::kv::cuda::{Limits, Positions, Shape};
 use crate::runner::Options;
 
-/// The positions of a model's layers, one set for each different sliding window.
+/// The positions of a model's layers, one set per different sliding window.
 pub(super) struct Windows<'d> {
-    /// The positions for each sliding window.
+    /// The positions of each different sliding window.
     pub positions: Vec<Positions<'d>>,
-    /// Per layer, the index of its positions in `positions`.
+    /// For each layer, the index of its positions in `positions`.
     of_layer: Vec<usize>,
 }
 
 impl<'d> Windows<'d> {
-    /// Makes the positions of empty caches; `windows` has the sliding window of every layer.
+    /// Makes the positions of empty caches; `windows` holds the sliding window of every layer.
     ///
     /// # Errors
-    /// No memory.
+    /// Out of memory.
     pub fn new(
         driver: &'d dyn Driver,
         shape: Shape,
@@ -61,7 +61,7 @@ impl<'d> Windows<'d> {
         &self.positions[self.of_layer[layer]]
     }
 
-    /// Returns the positions of a layer.
+    /// Returns the positions of a layer, for changes.
     pub fn of_mut(&mut self, layer: usize) -> &mut Positions<'d> {
         &mut self.positions[self.of_layer[layer]]
     }

@@ -1,4 +1,4 @@
-//! The parts of a layer besides attention: norms, projections, rotation and the MLP, with their buffers.
+//! The parts of a layer other than attention (norms, projections, rotation and the MLP), with their buffers.
 
 use super::blocks_for;
 use super::sizes::LayerSizes;
@@ -12,7 +12,7 @@ use crate::flags::Precision;
 use crate::kv::cuda::{Positions, Rotated};
 use crate::model::rope::{Rope, RopeTable};
 
-/// The positions of rows in their sequences.
+/// The positions of rows within their sequences.
 #[derive(Clone, Copy)]
 pub enum RowPositions<'s, 'd> {
     /// Row i of each sequence has position `first + i * apart`.
@@ -22,23 +22,23 @@ pub enum RowPositions<'s, 'd> {
         /// Distance between the positions of neighbouring rows.
         apart: usize,
     },
-    /// The last positions of these caches, which already count the rows.
+    /// The last positions of the caches, which already count the rows.
     Last(&'s Positions<'d>),
 }
 
-/// The cosines and sines of rotary embeddings, for a range of positions.
+/// The cosines and sines of the rotary embedding for a range of positions.
 pub struct Rotation<'d> {
     pub(crate) cosines: Buffer<'d, f32>,
     pub(crate) sines: Buffer<'d, f32>,
-    /// The position of the table's first row.
+    /// The position of the first row of the table.
     pub(crate) first: usize,
 }
 
 impl<'d> Rotation<'d> {
-    /// Computes those of `n` positions from `first` on.
+    /// Computes the table for `n` positions from `first` on.
     ///
     /// # Errors
-    /// No memory.
+    /// Out of memory.
     pub fn new(driver: &'d dyn Driver, rope: &Rope, first: usize, n: usize) -> Result<Self> {
         let table: RopeTable = rope.table(first..first + n);
         let [cosines, sines] = table.parts();
@@ -50,31 +50,31 @@ impl<'d> Rotation<'d> {
     }
 }
 
-/// The buffers in which up to `rows` rows are processed, one layer after the other.
+/// The buffers for processing up to `rows` rows, which all layers use one after the other.
 pub struct Workspace<'d> {
     pub(crate) driver: &'d dyn Driver,
     pub(crate) sizes: LayerSizes,
-    /// Most rows.
+    /// The most rows.
     pub(crate) rows: usize,
-    /// `[rows, hidden]`.
+    /// The hidden states after the RMS norm, `[rows, hidden]`.
     pub(crate) normed: Buffer<'d, f32>,
-    /// `[rows, (h + 2 g) d]`.
+    /// The joined queries, keys and values, `[rows, (h + 2 g) d]`.
     pub(crate) qkv: Buffer<'d, f32>,
-    /// `[b,h,m,d]`.
+    /// The queries before rotation, `[b,h,m,d]`.
     pub q_pre: Buffer<'d, f32>,
-    /// `[b,h,m,d]`.
+    /// The queries after rotation, `[b,h,m,d]`.
     pub q_rope: Buffer<'d, f32>,
-    /// `[b,g,m,d]`.
+    /// The keys before rotation, `[b,g,m,d]`.
     pub k_pre: Buffer<'d, f32>,
-    /// `[b,g,m,d]`.
+    /// The keys after rotation, `[b,g,m,d]`.
     pub k_rope: Buffer<'d, f32>,
-    /// `[b,g,m,d]`.
+    /// The values, `[b,g,m,d]`.
     pub v: Buffer<'d, f32>,
-    /// `[rows, h d]`.
+    /// The attention output, `[rows, h d]`.
     pub attended: Buffer<'d, f32>,
-    /// `[rows, 2 intermediate]`.
+    /// The joined gate and up projections, `[rows, 2 intermediate]`.
     pub(crate) gate_up: Buffer<'d, f32>,
-    /// `[rows, intermediate]`.
+    /// The input of the down projection, `[rows, intermediate]`.
     pub(crate) activated: Buffer<'d, f32>,
     pub(crate) products: Products<'d>,
 }
@@ -83,7 +83,7 @@ impl<'d> Workspace<'d> {
     /// Allocates the buffers for up to `rows` rows.
     ///
     /// # Errors
-    /// No memory.
+    /// Out of memory.
     pub fn new(driver: &'d dyn Driver, sizes: LayerSizes, precision: Precision, rows: usize) -> Result<Self> {
         let (kv, ffn) = (sizes.n_kv_heads * sizes.head_dim, sizes.intermediate);
         let buffer = |width: usize| Buffer::new(driver, "activations", rows * width);
@@ -121,7 +121,8 @@ impl<'d> Workspace<'d> {
         }
     }
 
-    /// Computes queries, keys and values of `rows` rows of hidden states, `[b m, hidden]`, with m rows per sequence.
+    /// Computes queries, keys and values of `rows` rows of hidden states, `[b m, hidden]`, where each sequence has m
+    /// rows.
     pub fn project(
         &self,
         weights: &LayerWeights<'_>,
@@ -164,7 +165,7 @@ impl<'d> Workspace<'d> {
         .launch(self.driver, [blocks, 1, 1])
     }
 
-    /// Adds the attention output, `attended`, and the MLP to `rows` rows of hidden states.
+    /// Adds the projected attention output (from `attended`) and then the MLP's output to `rows` rows of hidden states.
     pub fn finish(&self, weights: &LayerWeights<'_>, hidden: &Buffer<'_, f32>, rows: usize) -> Result<()> {
         self.multiply(&weights.o, &self.attended, rows, hidden, true)?;
         self.norm(hidden, &weights.mlp_norm, &self.normed, rows)?;

@@ -18,19 +18,19 @@ pub struct FolderKind {
     pub name: &'static str,
     /// The file that marks the folder as one of this kind.
     pub mark: &'static str,
-    /// Tells whether a file of this name can be one of the folder's.
+    /// Tells whether a file of this name can belong to such a folder.
     pub holds: fn(&str) -> bool,
 }
 
 /// A folder that one run fills; locked while it is open.
 ///
-/// Its mark lists the files that the run may write. None of them was there before, so that whatever has one of
-/// these names is the run's own. Only these files and the mark are ever removed.
+/// Its mark lists the files that the run may write. None of these files existed when the run claimed the folder, so a
+/// file with one of these names is the run's own. Only these files and the mark are ever removed.
 pub struct Folder {
     path: PathBuf,
     kind: &'static FolderKind,
     content: FolderMark,
-    /// The locked mark. The lock ends with the run, however it ends.
+    /// The locked mark. The lock ends with the process, however that ends.
     lock: File,
 }
 
@@ -38,7 +38,7 @@ pub struct Folder {
 #[derive(Serialize)]
 struct FolderMark {
     kind: String,
-    /// The process that made the folder, for people who find it.
+    /// The id of the process that made the folder, for people who find the folder.
     process: u32,
     /// Whether the folder itself was made for the run.
     made: bool,
@@ -48,7 +48,7 @@ struct FolderMark {
 }
 
 impl FolderMark {
-    /// Reads a mark, or the last file of a folder in its place: see [`Folder::complete`].
+    /// Parses a mark, or the folder's last file if it stands in the mark's place: see [`Folder::complete`].
     fn parse(text: &[u8]) -> Option<Self> {
         let content: Value = serde_json::from_slice(text).ok()?;
         let files = match &content["files"] {
@@ -70,10 +70,12 @@ impl FolderMark {
 }
 
 impl Folder {
-    /// Claims a folder for a run that writes `files`, or takes up one with a mark.
+    /// Claims a folder for a run that writes `files`, or takes over a folder that has a mark; tells whether the folder
+    /// is newly claimed.
     ///
     /// # Errors
-    /// Another process works in it, it holds a file of such a name that is not a run's, or it cannot be written.
+    /// Another process uses the folder, the folder holds a file with one of these names that no run wrote, or it cannot
+    /// be written.
     pub fn claim(
         path: &Path,
         kind: &'static FolderKind,
@@ -88,7 +90,7 @@ impl Folder {
         claimed
     }
 
-    /// Claims a folder that is there; `made` tells whether it was made for this run.
+    /// Claims an existing folder; `made` tells whether it was made for this run.
     fn claim_made(
         path: &Path,
         kind: &'static FolderKind,
@@ -96,7 +98,7 @@ impl Folder {
         run: &Value,
         made: bool,
     ) -> Result<(Self, bool)> {
-        // Whoever else claims or leaves the folder now is soon done.
+        // Another process that claims or leaves the folder at this moment will soon be done.
         for _ in 0..3 {
             if let Some(folder) = Self::take_up(path, kind)? {
                 return Ok((folder, false));
@@ -133,7 +135,7 @@ impl Folder {
         Err(in_use(path))
     }
 
-    /// Takes up a folder that has a mark.
+    /// Takes over a folder that has a mark; `None` if it has none.
     fn take_up(path: &Path, kind: &'static FolderKind) -> Result<Option<Self>> {
         let mark = path.join(kind.mark);
         let lock = match File::options().read(true).write(true).open(&mark) {
@@ -189,7 +191,7 @@ impl Folder {
 
     /// Removes the files of the run, and then the folder, if that was made for it and nothing else is in it.
     ///
-    /// Best effort, in an order that can be taken up again at any point: the mark goes after all files.
+    /// Best effort. The mark is removed after all files, so that a removal that broke off can be resumed at any point.
     pub fn remove(&self) {
         let files = self.content.files.iter().map(String::as_str);
         for name in files.chain([self.kind.mark]) {
@@ -203,8 +205,9 @@ impl Folder {
         }
     }
 
-    /// Writes the folder's last file over the mark, then renames the mark to `name`. A process that is killed between the
-    /// two leaves the last file under the mark's name, so that file must have the members `kind` and `files` too.
+    /// Writes the folder's last file over the mark, then renames the mark to `name`. A process that is killed between
+    /// these two steps leaves the last file under the mark's name, so this file must have the members `kind` and
+    /// `files` too.
     ///
     /// # Errors
     /// The file cannot be written.

@@ -1,9 +1,9 @@
 //! Every change that the program makes on a disk, in one place: output files that appear when they are complete,
 //! and folders that a run fills.
 //!
-//! Debug builds can stop or starve themselves at any of these changes, which is how the tests go through all of
-//! them: `KVSMITH_DISK_FAULT=kill:7` kills the process at the eighth change (half of it done, if it is a write), and
-//! `full:7` fails that change and every later one that needs space.
+//! In debug builds, tests can make any of these changes fail. `KVSMITH_DISK_FAULT=kill:7` kills the process at the
+//! eighth change (with half of it done, if it is a write), and `full:7` fails this change and every later change that
+//! needs disk space.
 
 mod folder;
 mod output;
@@ -21,7 +21,7 @@ pub use output::Output;
 /// # Errors
 /// The disk is full, or fails.
 pub fn write_all_at(file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
-    // A kill in the middle of a write leaves a part of it; if that fails, less of it.
+    // A planned kill in the middle of a write leaves half of the bytes, or fewer if writing these fails.
     fault::growth(|| drop(file.write_all_at(&bytes[..bytes.len() / 2], at)))?;
     file.write_all_at(bytes, at)
 }
@@ -47,13 +47,13 @@ fn allocate(file: &File, len: usize) -> io::Result<()> {
     }
 }
 
-/// A full disk is noticed while writing.
+/// Sets a file's length without reserving space: a full disk is then noticed while writing.
 #[cfg(not(target_os = "linux"))]
 fn allocate(file: &File, len: usize) -> io::Result<()> {
     file.set_len(len as u64)
 }
 
-/// Makes a folder and those above it; tells whether it was not there before.
+/// Makes a folder and its parents; tells whether the folder is new.
 fn make_folder(path: &Path) -> io::Result<bool> {
     let made = !path.exists();
     fault::growth(|| {})?;
@@ -61,7 +61,7 @@ fn make_folder(path: &Path) -> io::Result<bool> {
     Ok(made)
 }
 
-/// Removes a file that kvsmith wrote, if it is there.
+/// Removes a file that kvsmith wrote, if it exists.
 fn remove_file(path: &Path) -> io::Result<()> {
     fault::point(|| {});
     match std::fs::remove_file(path) {
@@ -70,13 +70,13 @@ fn remove_file(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Removes a folder that kvsmith made, if nothing is left in it.
+/// Removes a folder that kvsmith made, if it is empty.
 fn remove_folder(path: &Path) -> io::Result<()> {
     fault::point(|| {});
     std::fs::remove_dir(path)
 }
 
-/// Gives a file another name, and makes that last.
+/// Renames a file such that the new name outlasts a power failure.
 fn rename(from: &Path, to: &Path) -> io::Result<()> {
     fault::point(|| {});
     std::fs::rename(from, to)?;
@@ -98,14 +98,14 @@ fn folder_of(path: &Path) -> &Path {
     }
 }
 
-/// The faults that tests ask for.
+/// The faults that tests ask for with `KVSMITH_DISK_FAULT`.
 #[cfg(debug_assertions)]
 mod fault {
     use std::io;
     use std::sync::OnceLock;
     use std::sync::atomic::{AtomicU64, Ordering};
 
-    /// What goes wrong, and at which change.
+    /// Which fault happens, and at which change.
     struct Plan {
         kill: bool,
         at: u64,
@@ -124,7 +124,8 @@ mod fault {
         PLAN.get_or_init(read).as_ref()
     }
 
-    /// Counts a change; at the planned one, does a part of it and kills the process.
+    /// Counts a change. At the planned change it runs `part` and kills the process, or, from that change on, returns
+    /// true for a full disk.
     pub fn point(part: impl FnOnce()) -> bool {
         let Some(plan) = plan() else {
             return false;
@@ -138,7 +139,7 @@ mod fault {
         !plan.kill && done >= plan.at
     }
 
-    /// Counts a change that needs space.
+    /// Counts a change that needs disk space; fails if the disk is to be full.
     pub fn growth(part: impl FnOnce()) -> io::Result<()> {
         match point(part) {
             true => Err(io::Error::from_raw_os_error(libc::ENOSPC)),
@@ -147,7 +148,7 @@ mod fault {
     }
 }
 
-/// No faults in release builds.
+/// In release builds, there are no faults.
 #[cfg(not(debug_assertions))]
 mod fault {
     pub fn point(_: impl FnOnce()) {}

@@ -1,4 +1,4 @@
-//! An output file, and what is left of one when its process is killed.
+//! An output file, and the removal of unfinished files whose process was killed.
 
 use std::ffi::OsStr;
 use std::fs::{File, Permissions};
@@ -12,22 +12,22 @@ use super::{fault, folder_of, sync_folder, write_all_at};
 use crate::error::{Error, Result};
 use crate::unfinished::{self, Unfinished};
 
-/// Prefix of the names of unfinished files; the system that runs and the process follow.
+/// Prefix of the names of unfinished files, before the id of the running system and that of the process.
 pub const TEMP_PREFIX: &str = ".kvsmith-";
 /// Suffix of the names of unfinished files.
 pub const TEMP_SUFFIX: &str = ".part";
 
 /// An output file that gets its name only when it is complete.
 ///
-/// It is created before long work starts, so that a path that cannot be written fails at once. Until it is complete
-/// it has a temporary name and a lock, which ends with the process: what killed processes leave is removed by
-/// the next one that writes to the folder.
+/// It is created before long work starts, so that a path that cannot be written fails at once. Until the file is
+/// complete, it has a temporary name and a lock, which ends with the process. The next process that writes to the
+/// folder removes files that killed processes left.
 pub struct Output {
     path: PathBuf,
     temp: NamedTempFile,
     /// Bytes written so far.
     len: u64,
-    /// Removes the file if the program ends in a hurry.
+    /// Removes the file if the program ends without dropping its values.
     unfinished: Unfinished,
 }
 
@@ -114,7 +114,7 @@ impl Output {
         Ok(file)
     }
 
-    /// Brings the content to the disk and sets the permissions of the final file.
+    /// Writes the content through to the disk and sets the permissions of the final file.
     fn complete(self) -> io::Result<(NamedTempFile, Unfinished)> {
         let Self {
             path,
@@ -152,7 +152,7 @@ impl Write for Output {
     }
 }
 
-/// Creates a locked file with a name that says who writes it.
+/// Creates a locked file whose name states the system and the process that write it.
 fn create_temp(folder: &Path) -> io::Result<NamedTempFile> {
     let system = system().unwrap_or_default();
     let prefix = format!("{TEMP_PREFIX}{system}-{}-", std::process::id());
@@ -162,19 +162,20 @@ fn create_temp(folder: &Path) -> io::Result<NamedTempFile> {
             .prefix(&prefix)
             .suffix(TEMP_SUFFIX)
             .tempfile_in(folder)?;
-        // A file system without locks: nobody can prove that the owner is dead, so nobody removes the file.
+        // On a file system without locks, no process can prove that the owner is dead, so no process removes the file.
         let unlockable = temp.as_file().lock().is_err();
-        // Another process may have taken the file for abandoned before it was locked.
+        // Before the file was locked, another process may have removed it as abandoned.
         if unlockable || temp.as_file().metadata()?.nlink() > 0 {
             return Ok(temp);
         }
     }
 }
 
-/// Removes the unfinished files of processes that are dead for certain: nobody holds the lock of such a file, and a lock
-/// would be visible here, because the file was written by this system since its last start, or lies on a local file system.
+/// Removes the unfinished files of processes that are certainly dead: no process holds the lock of such a file, and a
+/// lock would be visible here, because this system wrote the file since it last started, or because the file lies on a
+/// local file system.
 ///
-/// Best effort: a file that stays only costs space. Where the system has no id of its start, nothing is removed.
+/// Best effort: a file that stays only costs space. On a system without a boot id, nothing is removed.
 fn remove_abandoned(folder: &Path) {
     let Some(system) = system() else {
         return;
@@ -195,7 +196,7 @@ fn remove_abandoned(folder: &Path) {
     }
 }
 
-/// Returns the system that an unfinished file's name states; `None` for other names.
+/// Returns the id of the system in an unfinished file's name; `None` for other names.
 fn owner_of(name: &OsStr) -> Option<&str> {
     let name = name.to_str()?.strip_prefix(TEMP_PREFIX)?;
     let mut parts = name.strip_suffix(TEMP_SUFFIX)?.splitn(3, '-');
@@ -204,7 +205,7 @@ fn owner_of(name: &OsStr) -> Option<&str> {
     parts.next().is_some().then_some(system)
 }
 
-/// Identifies the running system: another computer, or this one started again, has another id.
+/// Identifies the running system; another computer has another id, and so has this computer after a restart.
 fn system() -> Option<String> {
     let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     Some(id.chars().filter(char::is_ascii_hexdigit).take(12).collect())

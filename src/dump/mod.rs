@@ -1,4 +1,4 @@
-//! The dump folder: captured states of every layer, the tokens that they are from, and query moments.
+//! The dump folder: captured states of every layer, their tokens, and the query moments.
 
 pub mod moments;
 mod read;
@@ -19,7 +19,7 @@ use crate::store::{FileDigest, Spec};
 
 /// Version of the folder's format.
 pub const FORMAT: u64 = 1;
-/// Name of the file that only a complete dump has.
+/// Name of the file that completes a dump.
 pub const MANIFEST: &str = "manifest.json";
 /// Name of the file of the tokens.
 pub const TOKENS: &str = "tokens.safetensors";
@@ -35,7 +35,7 @@ pub struct DumpOptions {
     pub values: bool,
     /// Element type of the states.
     pub dtype: Float,
-    /// Relative position of the query moments.
+    /// The WRoPE position of the query moments.
     pub wrope_position: usize,
 }
 
@@ -45,7 +45,7 @@ struct DumpManifest {
     format: u64,
     kind: String,
     tool_version: String,
-    /// Where the model ran.
+    /// The device that ran the model.
     device: String,
     /// Length and digest of every other file.
     files: BTreeMap<String, FileDigest>,
@@ -55,7 +55,7 @@ struct DumpManifest {
     options: DumpOptions,
 }
 
-/// Dump folders that are not complete.
+/// How unfinished dump folders are named and marked, and which files they hold.
 static UNFINISHED: FolderKind = FolderKind {
     name: "dump",
     mark: "unfinished.json",
@@ -67,7 +67,7 @@ pub fn layer_file(layer: usize) -> String {
     format!("layer-{layer:05}.safetensors")
 }
 
-/// Tells whether [`layer_file`] gives this name.
+/// Tells whether a name is one that [`layer_file`] gives.
 pub fn is_layer_file(name: &str) -> bool {
     let number = name
         .strip_prefix("layer-")

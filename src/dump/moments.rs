@@ -1,4 +1,4 @@
-//! The moments file: the query moments of all layers, computed while dumping or again later.
+//! The moments file: the query moments of all layers, computed during the dump or later.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -62,7 +62,7 @@ impl Moments {
     /// Returns the moments at another position.
     ///
     /// # Errors
-    /// The file holds those of its own position alone.
+    /// The file holds only the moments at its own position.
     pub fn at(self, position: Position) -> Result<Self> {
         if position == self.position {
             return Ok(self);
@@ -76,7 +76,7 @@ impl Moments {
     /// Returns the sums of every layer, from which the moments under any rotation follow.
     ///
     /// # Errors
-    /// The file holds the moments of its own position alone.
+    /// The file holds only the moments at its own position.
     pub fn sums(&self) -> Result<&[QuerySums]> {
         let missing = || self.only_at_its_position("buckets of distances");
         self.sums.as_deref().ok_or_else(missing)
@@ -155,7 +155,7 @@ impl Moments {
         let counts = || counts.chunks_exact(g).map(<[u64]>::to_vec);
         let layers = read(SUM)?.into_iter().zip(counts());
         let layers = layers.map(|(sum_qq, count)| LayerMoments { sum_qq, count });
-        // Either of the two says that the file is of a version that writes both.
+        // Versions that write one of these tensors write both.
         let sums = match store
             .specs()
             .any(|spec| [PRE, ROPE].contains(&spec.name.as_str()))

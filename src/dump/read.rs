@@ -75,7 +75,7 @@ impl Dump {
         sizes.check().map_err(|e| invalid(&e.to_string()))?;
         let tokens = open_intact(dir, TOKENS, &files)?;
         let n = tokens.bytes("held_out").map_or(0, <[u8]>::len);
-        // Sizes that are not those of the files would have their say in allocations.
+        // Checked here, because later allocations depend on these sizes.
         for layer in 0..sizes.n_layers {
             let store = Store::open(&dir.join(layer_file(layer)))?;
             layer_specs(sizes, n, &options)
@@ -114,7 +114,7 @@ impl Dump {
         }
     }
 
-    /// Reads the query moments that were computed while dumping.
+    /// Reads the query moments that were computed during the dump.
     ///
     /// # Errors
     /// The file is not the one that the dump was made with.
@@ -145,7 +145,7 @@ impl Dump {
     }
 }
 
-/// Opens a file of a dump if it has its digest.
+/// Opens a file of a dump and checks its digest.
 fn open_intact(dir: &Path, name: &str, files: &BTreeMap<String, FileDigest>) -> Result<Store> {
     let path = dir.join(name);
     if Some(&store::file_digest(&path)?) != files.get(name) {
@@ -155,7 +155,7 @@ fn open_intact(dir: &Path, name: &str, files: &BTreeMap<String, FileDigest>) -> 
     Store::open(&path)
 }
 
-/// Reads which rows are kept and where blocks start, which must be as the manifest says.
+/// Reads which rows are kept and where blocks start, and checks both against the manifest.
 fn read_blocks(
     tokens: &Store,
     text: &CorpusManifest,

@@ -24,7 +24,7 @@ use crate::store::{self, FileDigest, Spec, Tensor, Writer};
 /// Runs the model over the corpus and fills the dump folder.
 ///
 /// # Errors
-/// The disk is too small for it, or the model fails.
+/// The disk has too little space for the dump, or the model fails.
 pub fn write(
     layers: &dyn Layers,
     device: &dyn Device,
@@ -89,7 +89,7 @@ impl NewDump {
     /// Claims a folder for the dump of a model with `n_layers` layers.
     ///
     /// # Errors
-    /// It holds a dump, or files with the names of a dump's, or cannot be written.
+    /// The folder holds a dump or files with the names of a dump's files, or cannot be written.
     pub fn create(dir: &Path, n_layers: usize) -> Result<Self> {
         if dir.as_os_str().is_empty() {
             return Err(Error::usage("-o needs the name of a folder").hint("give a name with -o"));
@@ -107,7 +107,7 @@ impl NewDump {
         let claim = || Folder::claim(dir, &UNFINISHED, files.clone(), &Value::Null);
         let (mut folder, is_new) = claim()?;
         if !is_new {
-            // What a killed process left.
+            // Removes the files that a killed process left.
             folder.remove();
             drop(folder);
             folder = claim()?.0;
@@ -169,7 +169,7 @@ fn check_space(dir: &Path, specs: &[Spec], n_layers: usize) -> Result<()> {
     Ok(())
 }
 
-/// Returns the bytes that this user can still write on the file system of `dir`, if it tells.
+/// Returns the bytes that this user can still write on the file system of `dir`, if the system tells.
 pub fn free_bytes(dir: &Path) -> Option<u64> {
     use std::os::unix::ffi::OsStrExt;
     let path = std::ffi::CString::new(dir.as_os_str().as_bytes()).ok()?;
@@ -228,7 +228,7 @@ mod tests {
         let specs = vec![Spec::new::<f32>("x", &[2, 5, 3])];
         let writer = Writer::new(Output::create(&path).unwrap(), &specs, None).unwrap();
         let value = |head: usize, row: usize, channel: usize| (100 * head + 10 * row + channel + 1) as f32;
-        // Channels on the leading axis in memory.
+        // In memory, the channels are the leading axis.
         let x = Array3::from_shape_fn((3, 2, 4), |(c, head, row)| value(head, row + 1, c));
         put_rows(&writer, "x", x.view().permuted_axes([1, 2, 0]), 1, 5, Float::F32).unwrap();
         writer.finish().unwrap();

@@ -350,8 +350,8 @@ impl Packed {
         self.keep_full(full, keys, values, start);
     }
 
-    /// Keeps the positions `full`, rows of `keys` and `values`, in half precision; those before `first` are
-    /// kept already.
+    /// Keeps the rows of the positions `full` in half precision. `keys` and `values` hold the rows of all positions; a
+    /// position before `first` already has its half-precision rows, which stay.
     fn keep_full(&mut self, full: Vec<u32>, keys: ArrayView2<f32>, values: ArrayView2<f32>, first: usize) {
         let d = self.keys.d;
         let room = full.len() * d;

@@ -17,7 +17,7 @@ use crate::float::Float;
 pub struct RowStore {
     float: Float,
     d: usize,
-    /// The first rows, shared with forks: their store, and how many of its rows count.
+    /// The first rows, shared with forks: the store that holds them, and how many of its rows belong to this store.
     shared: Option<(Arc<RowStore>, usize)>,
     data: Data,
 }
@@ -45,7 +45,7 @@ impl RowStore {
         }
     }
 
-    /// Returns a store that starts with the rows so far; both stores share these from here on.
+    /// Returns a new store that starts with the rows of this store; both stores share these rows from here on.
     pub fn fork(&mut self) -> Self {
         if self.own_len() > 0 {
             let rows = self.len();
@@ -96,7 +96,8 @@ impl RowStore {
             .split_at(run.now.partition_point(|p| (*p as usize) < shared))
     }
 
-    /// Calls `f` with `positions`, all of own rows, counted from the first own row.
+    /// Calls `f` with `positions`, which must all be of own rows, counted from the first own row. `next` is passed on
+    /// only if the store has no shared rows.
     fn own(&self, positions: &[u32], next: &[u32], f: impl FnOnce(&Run)) {
         let shared = self.shared_len() as u32;
         if shared == 0 {
@@ -251,7 +252,7 @@ impl KvHead {
         }
     }
 
-    /// Returns a cache that starts with the rows so far; rows in a float type are shared, 2-bit rows copied.
+    /// Returns a cache that starts with the rows of this cache; rows in a float type are shared, 2-bit rows are copied.
     pub fn fork(&mut self) -> Self {
         match self {
             Self::Plain { keys, values } => Self::Plain {

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 pub struct Sampling {
     /// Divisor of the logits; 0 takes the largest.
     pub temperature: f64,
-    /// Draw from at most so many of the most probable tokens.
+    /// Draw from at most this many of the most probable tokens.
     pub top_k: Option<usize>,
     /// Draw from the fewest most probable tokens with at least this share of the probability.
     pub top_p: f64,
@@ -25,7 +25,7 @@ pub struct Sampling {
 }
 
 impl Default for Sampling {
-    /// Greedy.
+    /// Returns greedy sampling.
     fn default() -> Self {
         Self {
             temperature: 0.0,
@@ -41,7 +41,7 @@ impl Default for Sampling {
 pub struct Sampler {
     sampling: Sampling,
     rng: ChaCha8Rng,
-    /// The tokens to which the penalty applies, if there is one.
+    /// The tokens to which the repetition penalty applies, if there is a penalty.
     seen: BTreeSet<u32>,
 }
 
@@ -60,7 +60,7 @@ impl Sampler {
         self.sampling.temperature == 0.0
     }
 
-    /// Says whether temperature and nucleus are all that it does, as a GPU can.
+    /// Says whether the sampler does nothing but temperature and nucleus (`top_p`), which a GPU can do too.
     pub fn is_plain(&self) -> bool {
         let Sampling {
             top_k,
@@ -76,17 +76,17 @@ impl Sampler {
         self.sampling.temperature
     }
 
-    /// Returns the least share of probability in the nucleus.
+    /// Returns the smallest probability that the nucleus must reach (`top_p`).
     pub fn top_p(&self) -> f64 {
         self.sampling.top_p
     }
 
-    /// Draws a number in [0, 1); each draw of a token uses one.
+    /// Draws a number in [0, 1); drawing a token takes one number.
     pub fn uniform(&mut self) -> f64 {
         self.rng.r#gen()
     }
 
-    /// Takes in tokens of the prompt or the reply, to which a penalty applies from now on.
+    /// Records tokens of the prompt or the reply, to which the repetition penalty applies from now on.
     pub fn observe(&mut self, ids: &[u32]) {
         if self.sampling.repetition_penalty != 1.0 {
             self.seen.extend(ids);

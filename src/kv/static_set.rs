@@ -11,8 +11,8 @@ pub const WINDOW: usize = 64;
 
 /// The positions that every step attends, and the candidates to choose from.
 ///
-/// The set has the first `sinks` and the last `window` positions, as far as the model's own sliding
-/// window shows them.
+/// The set has the first `sinks` and the last `window` positions, as far as they are within the model's own sliding
+/// window.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StaticSet {
     /// The first positions in the set.

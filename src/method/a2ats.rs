@@ -1,19 +1,19 @@
 //! A2ATS: retrieval by codebook scores of windowed-RoPE queries, arXiv 2502.12665.
 //!
-//! Calibration: keys before rotation are whitened by the Cholesky factor of the queries' second
-//! moment at one relative position b, and clustered; the distance to a codeword is then the error of the
-//! queries' scores. Decoding: a key is represented by one codeword index, and the score of a far key is that
-//! of its codeword with the query rotated to position b. Selected keys are attended exactly, with
-//! ordinary rotation at their true positions.
+//! Calibration: keys before rotation are whitened by the Cholesky factor of the queries' second moment at one relative
+//! position b, and then clustered. The distance of a key to a codeword is then the error of the queries' scores.
+//! Decoding: each key is represented by the number of a codeword, and the score of a far key is the score of its
+//! codeword with the query rotated to position b. Selected keys are attended exactly, with ordinary rotation at their
+//! true positions.
 //!
-//! Ours is `--positions buckets`: the query is rotated by the mean rotation of the bucket of distances that a key is in,
-//! and codewords in buckets are ranked in place of codewords.
+//! Ours is `--positions buckets`: distances are divided into buckets, the query is rotated by the mean rotation over
+//! the bucket that a key is in, and pairs of codeword and bucket are ranked in place of codewords.
 //!
 //! The paper's ablations are included: standard RoPE instead of windowed RoPE (keys and queries at their own
 //! positions), and the Euclidean metric instead of the queries' metric.
 //!
-//! Where we differ from the authors' code: f32 and f64 throughout (there bf16), z is centred,
-//! empty clusters are reseeded, and the budget bounds the union over the query group.
+//! Where we differ from the authors' code: everything is in f32 and f64 (theirs: bf16), z is centred, empty clusters
+//! are reseeded, and the budget bounds the union over the query group.
 
 mod bench;
 mod buckets;
@@ -77,20 +77,20 @@ impl Method for A2atsMethod {
         Box::new(A2ats::new(codebook, self.params.topk_per_query_head))
     }
 
-    /// The kernels rank codewords, not codewords in buckets.
+    /// The kernels rank codewords alone, not pairs of codeword and bucket.
     fn cuda(&self) -> Option<&dyn CudaMethod> {
         (!self.codebooks.has_buckets()).then_some(self as _)
     }
 }
 
-/// The index of one KV head: the code of each key.
+/// The index of one KV head: the code of every key.
 #[derive(Clone)]
 pub struct A2ats {
     codebook: Arc<HeadCodebook>,
-    /// The share of the visible context that each query head chooses; replaces the budget.
+    /// The share of the visible context that each query head chooses; if set, it replaces the budget.
     per_query_head: Option<f64>,
     codes: Vec<u16>,
-    /// The candidates of each bucket, the farthest first.
+    /// The candidates of each bucket, the farthest bucket first.
     postings: Vec<Postings>,
     ranking: Ranking,
 }
@@ -107,7 +107,7 @@ impl A2ats {
         }
     }
 
-    /// Makes a head with these codes.
+    /// Makes a head that already has these codes.
     pub fn with_codes(codebook: Arc<HeadCodebook>, codes: Vec<u16>) -> Self {
         Self {
             codes,
@@ -115,12 +115,12 @@ impl A2ats {
         }
     }
 
-    /// Returns the head with this ranking.
+    /// Returns the head with this ranking in place of its own.
     pub fn ranking(self, ranking: Ranking) -> Self {
         Self { ranking, ..self }
     }
 
-    /// Encodes keys, given before and after rotation, `[m,d]`.
+    /// Encodes and appends keys, given before and after rotation, `[m,d]`.
     fn take_in(&mut self, k_pre: ArrayView2<f32>, k_rope: ArrayView2<f32>) {
         let codes = match self.codebook.is_pre_rope() {
             true => self.codebook.encode(k_pre),

@@ -9,14 +9,14 @@ use crate::error::{Error, Result};
 use crate::kv::KvType;
 use crate::kv::cuda::Limits;
 
-/// What can be timed on an NVIDIA GPU. On the CPU, one layer always can.
+/// What can be timed on an NVIDIA GPU. On the CPU, a single layer can always be timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TimedOnCuda {
-    /// Nothing.
+    /// Neither a layer nor a model.
     Nothing,
     /// A whole model.
     Model,
-    /// One layer, and a whole model.
+    /// A single layer, and a whole model.
     LayerAndModel,
 }
 
@@ -39,25 +39,25 @@ pub struct TimedLayer {
     pub seed: u64,
 }
 
-/// What is added to a head's index before its steps are timed.
+/// What remains to be added to a head's index before its steps are timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fill {
     /// Nothing: the index is filled already, or there is none.
     Nothing,
     /// The keys, chunk by chunk.
     Keys,
-    /// A prompt of which this number of last queries is known.
+    /// A prompt of which only this many last queries are known.
     Prompt(usize),
 }
 
-/// Makes a KV head with random data from the generator, and says what is still to be added to it.
+/// Makes a KV head with random data from the generator, and returns what remains to be added to it.
 pub type NewHead = dyn Fn(&Place, &mut ChaCha8Rng) -> (Box<dyn Retriever>, Fill) + Send + Sync;
 
-/// What random indexes on an NVIDIA GPU are made from, one per layer.
+/// What random indexes on an NVIDIA GPU are made from; one index per layer.
 pub struct Contents<'a> {
-    /// Limits of each layer.
+    /// The limits of each layer.
     pub limits: &'a [Limits],
-    /// Seed of each layer.
+    /// The seed of each layer.
     pub seeds: &'a [u32],
     /// Codewords per KV head.
     pub codewords: usize,
@@ -70,12 +70,12 @@ pub trait Bench: Sync {
         TimedOnCuda::Nothing
     }
 
-    /// Returns whether a step chooses what it attends.
+    /// Returns whether a step of the method chooses what it attends.
     fn retrieves(&self) -> bool {
         true
     }
 
-    /// Returns whether it has [`Ranking::Plain`].
+    /// Returns whether the method implements [`Ranking::Plain`].
     fn has_plain_ranking(&self) -> bool {
         false
     }
@@ -85,7 +85,7 @@ pub trait Bench: Sync {
         true
     }
 
-    /// Returns the bytes that a step on a GPU reads of a layer's index.
+    /// Returns the bytes of a layer's index that a step on a GPU reads.
     fn index_bytes(&self, _layer: &TimedLayer) -> usize {
         0
     }
@@ -99,7 +99,7 @@ pub trait Bench: Sync {
     /// Makes random indexes on an NVIDIA GPU.
     ///
     /// # Errors
-    /// A method without a GPU index; sizes that the kernels do not support; out of memory.
+    /// The method has no GPU index; sizes that the kernels do not support; out of memory.
     fn indexes<'d>(&self, _at: OnDevice<'d>, _contents: &Contents<'_>) -> Result<Indexes<'d>> {
         Err(Error::failed("CUDA: a method without an index on the device"))
     }

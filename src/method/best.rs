@@ -4,19 +4,20 @@ use std::cmp::{Ordering, Reverse};
 
 use crate::compute::masks;
 
-/// Values of a sample, roughly, between two of which the last value of a choice is sought.
+/// The approximate size of the sample. Two of its values enclose the last value of a choice.
 const SAMPLED: usize = 2048;
 /// The key of 0.
 const ZERO: u64 = 1 << 63;
-/// Shorter lists are not sampled.
+/// A list is sampled only if the sample then takes at most one in this many values.
 const LEAST_STRIDE: usize = 4;
 
-/// A number with an unsigned key in the order of its `total_cmp`.
+/// A number with an unsigned integer key that sorts as `total_cmp` does.
 pub(super) trait Key: Copy + PartialOrd {
     /// Returns the key.
     fn key(self) -> u64;
 
-    /// Returns a bit per value, 64 in a word, the first in its lowest bit: whether it is at least `bound`.
+    /// Returns one bit per value, 64 bits to a word with the first value in the lowest bit: whether the value is at
+    /// least `bound`.
     fn at_least(values: &[Self], bound: Self) -> Vec<u64> {
         words(values, |x| x >= bound)
     }
@@ -42,7 +43,7 @@ impl Key for f32 {
     }
 }
 
-/// Returns a bit per value, as [`Key::at_least`] does: whether it fulfils a condition.
+/// Returns one bit per value, laid out as in [`Key::at_least`]: whether the value fulfils a condition.
 fn words<T: Copy>(values: &[T], condition: impl Fn(T) -> bool) -> Vec<u64> {
     let word = |values: &[T]| {
         let mut bytes = [0u8; masks::WORD];
@@ -58,9 +59,9 @@ fn words<T: Copy>(values: &[T], condition: impl Fn(T) -> bool) -> Vec<u64> {
     values.chunks(masks::WORD).map(word).collect()
 }
 
-/// Returns the bits of the values whose keys reach that of `bound`.
+/// Returns one bit per value: whether its key is at least the key of `bound`.
 fn reaching<T: Key>(values: &[T], bound: T, has_nan: bool) -> Vec<u64> {
-    // The two zeros and NaN have an order of their own.
+    // The two zeros, and NaN, compare differently as floats than as keys.
     match bound.key() == ZERO || has_nan {
         true => words(values, |x| x.key() >= bound.key()),
         false => T::at_least(values, bound),
@@ -68,16 +69,16 @@ fn reaching<T: Key>(values: &[T], bound: T, has_nan: bool) -> Vec<u64> {
 }
 
 fn has_nan<T: Key>(values: &[T]) -> bool {
-    // Without an early end, which would keep it from vectorising.
+    // No early exit, which would prevent vectorisation.
     values
         .iter()
         .fold(false, |any, x| any | x.partial_cmp(x).is_none())
 }
 
-/// Returns the places of the `count` largest values, ascending; the lower place on ties.
+/// Returns the places of the `count` largest values, ascending. The lower place wins a tie.
 ///
-/// Two values of a sample enclose the last one that is taken: those above both are taken, and those between them are
-/// ranked.
+/// Two values of a sample enclose the last value that is taken. Values above both are taken, and values between them
+/// are ranked.
 pub(super) fn largest<T: Key>(values: &[T], count: usize) -> Vec<u32> {
     if count == 0 {
         return Vec::new();
@@ -106,8 +107,8 @@ pub(super) fn largest<T: Key>(values: &[T], count: usize) -> Vec<u32> {
     masks::places(&taken, 0)
 }
 
-/// Estimates, from a sample, a bound that more than `count` values reach, and one that fewer reach; `None` if it is beyond
-/// all values.
+/// Estimates two bounds from a sample: one that more than `count` values reach, and one that fewer than `count` reach.
+/// `None` stands for a bound that all values reach in the first place, and that no value reaches in the second.
 fn bounds<T: Key>(values: &[T], count: usize) -> [Option<T>; 2] {
     let stride = values.len() / SAMPLED;
     if stride < LEAST_STRIDE {
@@ -115,7 +116,7 @@ fn bounds<T: Key>(values: &[T], count: usize) -> [Option<T>; 2] {
     }
     let mut sample: Vec<T> = values.iter().step_by(stride).copied().collect();
     let expected = count / stride;
-    // Four standard deviations of the number of a random sample.
+    // Four standard deviations of how many of the `count` values a random sample contains.
     let margin = 4 * expected.isqrt() + 1;
     let mut at = |rank: usize| {
         (rank < sample.len()).then(|| *sample.select_nth_unstable_by_key(rank, |x| Reverse(x.key())).1)
@@ -139,12 +140,12 @@ fn number_of(bits: &[u64]) -> usize {
     bits.iter().map(|word| word.count_ones() as usize).sum()
 }
 
-/// Orders by falling score, then by position.
+/// Orders by falling score, then by rising position.
 pub(super) fn by_score<S: Key>(a: &(S, u32), b: &(S, u32)) -> Ordering {
     b.0.key().cmp(&a.0.key()).then(a.1.cmp(&b.1))
 }
 
-/// Returns the positions of the `count` best, ascending; the lower position on ties.
+/// Returns the positions of the `count` best, ascending. The lower position wins a tie.
 pub(super) fn best_positions<S: Key>(mut scored: Vec<(S, u32)>, count: usize) -> Vec<u32> {
     if count < scored.len() {
         scored.select_nth_unstable_by(count, by_score);
@@ -267,7 +268,7 @@ mod tests {
             list(&|i| -(i as f64)),
             list(&|i| (i % 7) as f64),
             list(&|_| 0.25),
-            // The sample has the largest values alone, or none of them.
+            // The sample consists of the largest values only, or contains none of them.
             list(&|i| noise(i) + f64::from(u8::from(i % stride == 0))),
             list(&|i| noise(i) - f64::from(u8::from(i % stride == 0))),
             list(&|i| if i % 3 == 0 { -0.0 } else { 0.0 }),

@@ -1,13 +1,13 @@
-//! CTkvr: look up what similar past queries attended, arXiv 2512.15550.
+//! CTkvr: looks up what similar past queries attended, arXiv 2512.15550.
 //!
-//! The last C prompt queries become centroids; each has a list of the keys with the largest softmax
-//! weights. A decode step recalls the lists of the C' centroids most similar to its query, ranks their union
-//! by exact scores, attends the best, and becomes a centroid itself in place of the oldest.
+//! The last C prompt queries become centroids; each has a list of the keys with its largest softmax weights. A decode
+//! step recalls the lists of the C' centroids most similar to its query, ranks the union of these lists by exact
+//! scores, attends the best positions, and becomes a centroid itself in place of the oldest one.
 //!
-//! Where we differ from the paper, or decide what it leaves open: scores are scaled and causal; the static set
-//! is removed from the lists after the softmax; positions that leave the window after the lists were built are
-//! ranked for 256 steps (`fresh`), so that new lists can include them; the index is limited to a share of the
-//! cache; the queries of a later prompt become centroids with lists over all keys.
+//! Where we differ from the paper, or decide what it leaves open: scores are scaled and causal; the static set is
+//! removed from the lists after the softmax; positions that leave the window after the lists were built are ranked for
+//! 256 steps (fresh positions), so that new lists can include them; the index is limited to a share of the cache; the
+//! queries of a later prompt become centroids with lists over all keys.
 
 mod bench;
 pub mod cuda;
@@ -30,9 +30,9 @@ use crate::compute::products::all_products;
 use crate::compute::{gemm, simd};
 pub use params::{Choose, CtkvrParams};
 
-/// Steps for which a position is ranked by every query after it has left the window.
+/// For how many steps every query ranks a position after it has left the window.
 pub const FRESH: usize = 256;
-/// Most centroids by default, at one per [`TOKENS_PER_CENTROID`] tokens.
+/// The most centroids by default; there is one per [`TOKENS_PER_CENTROID`] tokens.
 const MOST_CENTROIDS: usize = 2048;
 /// Prompt tokens per centroid.
 const TOKENS_PER_CENTROID: usize = 16;
@@ -58,12 +58,12 @@ impl Method for CtkvrParams {
     }
 }
 
-/// A past query with the positions that it attended most.
+/// A past query with a list of the positions that it attended most.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Centroid {
-    /// The group's queries, each of length one: `[r,d]`.
+    /// The queries of the group, each scaled to length one: `[r,d]`.
     pub queries: Vec<f16>,
-    /// Positions, ascending.
+    /// The list of positions, ascending.
     pub list: Vec<u32>,
 }
 
@@ -72,11 +72,11 @@ pub struct Centroid {
 pub struct Ctkvr {
     place: Place,
     params: CtkvrParams,
-    /// Oldest first.
+    /// The centroids, oldest first.
     centroids: VecDeque<Centroid>,
-    /// The lists were built from the positions below this one.
+    /// The lists cover the positions below this one; later positions are fresh.
     indexed: usize,
-    /// Bytes of centroids and lists that the last ranking read.
+    /// Bytes of centroids and lists that the last step's ranking read.
     read_bytes: usize,
 }
 
@@ -97,8 +97,8 @@ impl Ctkvr {
         (self.params.ct_list * self.place.budget.positions(n).min(n) as f64).ceil() as usize
     }
 
-    /// Returns the number of centroids, C, for a cache of `n` positions: the requested number within the cap on the
-    /// index, at least one.
+    /// Returns the number of centroids, C, for a cache of `n` positions: the requested number, reduced to stay within
+    /// the cap on the index, but at least one.
     pub fn capacity(&self, n: usize) -> usize {
         let (r, d) = (self.place.group, self.place.head_dim);
         let by_length = (n / TOKENS_PER_CENTROID)
@@ -111,7 +111,8 @@ impl Ctkvr {
         wanted.min((allowed / bytes as f64) as usize).max(1)
     }
 
-    /// Returns the rows of a prompt of `m` that become centroids, ascending; the cache then has `n` positions.
+    /// Returns the rows, ascending, that become centroids of a prompt of `m` rows, after which the cache has `n`
+    /// positions.
     pub fn centroid_rows(&self, m: usize, n: usize) -> Vec<usize> {
         self.params.ct_choose.rows(m, self.capacity(n))
     }
@@ -121,8 +122,8 @@ impl Ctkvr {
         self.centroids.iter().map(|c| &c.list[..])
     }
 
-    /// Returns the centroids most similar to the queries `[r,d]`, by the largest cosine over the group, the older
-    /// one on ties; ascending.
+    /// Returns the indices, ascending, of the centroids most similar to the queries `[r,d]`. Similarity is the largest
+    /// cosine over the group; the older centroid wins a tie.
     ///
     /// # Source
     /// Algorithm 2: `cos(Qc, q)`, the maximum over the group, the top C'.
@@ -140,8 +141,7 @@ impl Ctkvr {
         best_positions(ranked, self.params.ct_probes)
     }
 
-    /// Returns the candidates that a step ranks, ascending: the union of the recalled lists and of the positions that
-    /// left the window recently.
+    /// Returns the candidates that a step ranks, ascending: the union of the recalled lists and the fresh positions.
     fn union(&mut self, step: &Step) -> Vec<u32> {
         let c = &step.candidates;
         let mut union = Places::new(c.len());
@@ -157,7 +157,8 @@ impl Ctkvr {
         union.ascending(c.start as u32)
     }
 
-    /// Returns the list of a centroid whose query gives `positions` (ascending, within `range`) these weights.
+    /// Returns the list, of length `len`, for a centroid whose query gives these weights to `positions`, which are
+    /// ascending and within `range`.
     fn list(&self, positions: &[u32], weights: &[f32], range: Range<usize>, len: usize) -> Vec<u32> {
         match self.params.ct_expand {
             1 => heaviest(positions, weights, len),
@@ -170,7 +171,7 @@ impl Ctkvr {
         self.params.ct_update > 0 && step.step.is_multiple_of(self.params.ct_update)
     }
 
-    /// Makes a centroid of a step whose `positions` have these softmax weights.
+    /// Makes a centroid of a step whose query gives these softmax weights to `positions`.
     fn update(&mut self, step: &Step, positions: &[u32], weights: &[f32]) {
         let len = self.list_len(step.visible.len());
         let list = self.list(positions, weights, step.candidates.clone(), len);
@@ -178,7 +179,7 @@ impl Ctkvr {
         self.push(step.q_rope, list, capacity);
     }
 
-    /// Makes a centroid of queries `[r,d]`, and removes the oldest ones beyond `capacity`.
+    /// Adds queries `[r,d]` with their list as the newest centroid, and removes the oldest centroids beyond `capacity`.
     fn push(&mut self, q: ArrayView2<f32>, list: Vec<u32>, capacity: usize) {
         let queries = unit_rows(q).into_iter().map(f16::from_f32).collect();
         self.centroids.push_back(Centroid { queries, list });
@@ -188,7 +189,7 @@ impl Ctkvr {
     }
 }
 
-/// Returns the rows divided by their lengths; a zero row stays zero.
+/// Returns the rows, each divided by its length; a row of zeros stays zero.
 fn unit_rows(q: ArrayView2<f32>) -> Vec<f32> {
     let mut out = Vec::with_capacity(q.len());
     for row in q.rows() {
@@ -199,14 +200,15 @@ fn unit_rows(q: ArrayView2<f32>) -> Vec<f32> {
     out
 }
 
-/// Returns the `count` positions with the largest weights, ascending; the lower position on ties.
+/// Returns the `count` positions with the largest weights, ascending. The lower position wins a tie.
 fn heaviest(positions: &[u32], weights: &[f32], count: usize) -> Vec<u32> {
     let places = largest(weights, count).into_iter();
     places.map(|i| positions[i as usize]).collect()
 }
 
-/// Returns as many positions as [`heaviest`], ascending: the heaviest half of these; then the successors of that half within
-/// `range`, the heaviest position's first, as far as they are new and there is room; then the next heaviest.
+/// Returns as many positions as [`heaviest`], ascending: first the heavier half of those that [`heaviest`] returns;
+/// then the successors of this half, the heaviest position's first, as far as they lie within `range`, are new and
+/// there is room; then the next heaviest positions.
 fn with_successors(positions: &[u32], weights: &[f32], range: Range<usize>, count: usize) -> Vec<u32> {
     let mut ranked: Vec<(f32, u32)> = largest(weights, count)
         .into_iter()
@@ -243,7 +245,7 @@ impl Retriever for Ctkvr {
         let scale = 1.0 / (d as f32).sqrt();
         for tile in self.centroid_rows(m, n).chunks(TILE) {
             let (first_row, last_row) = (prompt.first + tile[0], prompt.first + tile[tile.len() - 1]);
-            // From the first position that the first row sees to the last row.
+            // From the first position that the first row sees up to the last row's own position.
             let seen = visible(first_row, self.place.model_window).start..last_row + 1;
             let model_window = self.place.model_window;
             let own = |i: usize| visible(prompt.first + i, model_window);
@@ -271,7 +273,8 @@ impl Retriever for Ctkvr {
                 self.push(prompt.q_rope.slice(s![.., i, ..]), list, capacity);
             }
         }
-        // After a short later prompt older centroids remain, whose lists lack the new positions: these stay fresh.
+        // After a later prompt that is too short to replace all centroids, older centroids remain whose lists lack the
+        // new positions. The new positions then stay fresh.
         if prompt.first == 0 || m >= capacity {
             self.indexed = window;
         }
@@ -285,7 +288,7 @@ impl Retriever for Ctkvr {
         let union = self.union(step);
         let scale = 1.0 / (d as f32).sqrt();
         let mut scores = all_products(step.q_rope, scale, step.kv.keys(), &union);
-        // A' of Algorithm 2: softmax over the union alone, the maximum over the group.
+        // A' of Algorithm 2: a softmax over the union alone, then the maximum over the group.
         let mut weights = vec![0.0f32; union.len()];
         for mut row in scores.axis_iter_mut(Axis(0)) {
             let row = elements_mut(&mut row);
@@ -308,7 +311,7 @@ impl Retriever for Ctkvr {
         Reads::ranked(self.read_bytes, choice)
     }
 
-    /// If the budget covers everything, nothing is ranked, and the weights of the attention are used instead.
+    /// If the budget covers all candidates, nothing is ranked, and the weights come from the attention instead.
     fn observes(&self, step: &Step) -> bool {
         step.is_exact() && self.is_update(step)
     }
@@ -328,7 +331,7 @@ impl Retriever for Ctkvr {
         self.update(step, &positions[candidates], &largest);
     }
 
-    /// The lists are as long as the budget asks.
+    /// The length of the lists depends on the budget.
     fn depends_on_budget(&self) -> bool {
         true
     }
@@ -349,13 +352,13 @@ mod tests {
         let positions = [10, 11, 12, 15, 20, 21, 29];
         let weights = [0.1, 0.5, 0.2, 0.4, 0.3, 0.05, 0.6];
         let list = |count| with_successors(&positions, &weights, 10..30, count);
-        // 29 and 11; 30 is out of range, 12 is not.
+        // 29 and 11 are the heavier half. The successor of 29, 30, is out of range; that of 11, 12, is not.
         assert_eq!(list(3), [11, 12, 29]);
-        // 29, 11 and 15, then 12 and 16.
+        // 29, 11 and 15, then their successors 12 and 16.
         assert_eq!(list(5), [11, 12, 15, 16, 29]);
-        // 29, 11 and 15, then 12, 16, and the next heaviest.
+        // 29, 11 and 15, then their successors 12 and 16, then the next heaviest.
         assert_eq!(list(6), [11, 12, 15, 16, 20, 29]);
-        // All of them, by name: the heaviest four, 12, 16 and 21.
+        // All seven positions would fit: the heaviest four, then their successors 12, 16 and 21.
         assert_eq!(list(9), [11, 12, 15, 16, 20, 21, 29]);
         assert_eq!(list(1), [29]);
         assert!(list(0).is_empty());
@@ -378,7 +381,7 @@ mod tests {
             };
             let index = Ctkvr::new(&place, &CtkvrParams::default());
             let capacity = index.capacity(16384);
-            // A list of 640 positions and four queries of 64 channels.
+            // The bytes of a list of 640 positions and of four queries of 64 channels.
             let bytes = capacity * (640 * 4 + 4 * 64 * 2);
             let cache = 16384 * kv.bytes_per_position(64);
             assert!(

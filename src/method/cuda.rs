@@ -1,4 +1,4 @@
-//! Methods on an NVIDIA GPU: a [`CudaMethod`] makes a [`CudaIndex`] for every layer of a session.
+//! Methods on an NVIDIA GPU: a [`CudaMethod`] makes one [`CudaIndex`] per layer of a session.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -15,14 +15,14 @@ use crate::kv::cuda::prompt::{Prompts, Queries};
 use crate::kv::cuda::{Limits, Positions, Rotated, Selection, Shape};
 use crate::kv::{KvType, StaticSet};
 
-/// What a session requires of a method's index.
+/// What a session requires of a method's index on the GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct CudaNeeds {
-    /// The cache is in 2 bits.
+    /// Whether the cache is in 2 bits.
     pub packed: bool,
-    /// There may be more than one prompt.
+    /// Whether there may be more than one prompt.
     pub later_prompts: bool,
-    /// The cached rows are in host memory.
+    /// Whether the cached rows are in host memory.
     pub rows_on_host: bool,
 }
 
@@ -33,7 +33,7 @@ impl CudaNeeds {
     }
 }
 
-/// The device of a session's indexes, and the shape of its cache.
+/// The device that a session's indexes are on, and the shape of its cache.
 #[derive(Clone, Copy)]
 pub struct OnDevice<'d> {
     /// The GPU.
@@ -45,7 +45,7 @@ pub struct OnDevice<'d> {
 }
 
 impl OnDevice<'_> {
-    /// Returns the place of a KV head of a layer with these limits.
+    /// Returns the place of a KV head in a layer with these limits.
     pub(super) fn place(&self, layer: usize, kv_head: usize, limits: &Limits) -> Place {
         Place {
             layer,
@@ -61,10 +61,10 @@ impl OnDevice<'_> {
     }
 }
 
-/// Number of sums of [`CudaIndex::tally`].
+/// The number of sums that [`CudaIndex::tally`] adds to.
 pub const TALLIES: usize = 7;
 
-/// The index of every layer.
+/// The indexes of a session, one per layer.
 pub type Indexes<'d> = Vec<Box<dyn CudaIndex + 'd>>;
 
 /// Makes the index of every layer from the layer's number and limits.
@@ -78,7 +78,7 @@ pub(super) fn each_layer<'d, I: CudaIndex + 'd>(
 
 /// A method that can choose on an NVIDIA GPU.
 pub trait CudaMethod {
-    /// Returns whether its index supports what a session needs; by default everything.
+    /// Returns whether the method's index supports what a session needs; by default it supports everything.
     fn serves(&self, _needs: &CudaNeeds) -> bool {
         true
     }
@@ -90,7 +90,7 @@ pub trait CudaMethod {
     fn indexes<'d>(&self, at: OnDevice<'d>, limits: &[Limits]) -> Result<Indexes<'d>>;
 }
 
-/// A chunk of a prompt: its last rows so far.
+/// A chunk of a prompt; its rows are the last ones so far.
 pub struct Chunk<'a> {
     /// Queries of the rows, `[b,h,m,d]`.
     pub queries: Rotated<'a>,
@@ -98,23 +98,24 @@ pub struct Chunk<'a> {
     pub keys: Rotated<'a>,
     /// Number of rows, m.
     pub m: usize,
-    /// The rotated keys and values of all positions.
+    /// The rotated keys and values of all positions so far.
     pub rows: &'a LayerRows<'a>,
-    /// Positions of the layer, with these rows.
+    /// The positions of the layer, which already count these rows.
     pub positions: &'a Positions<'a>,
 }
 
-/// A prompt after a layer has processed all of it.
+/// A prompt, all of which has passed a layer.
 pub struct WholePrompt<'a> {
-    /// Its rows, after those of earlier prompts.
+    /// The prompt's keys and values, after those of earlier prompts.
     pub rows: &'a LayerRows<'a>,
-    /// The cache on the device that now holds the rows.
+    /// The cache on the device that holds these rows now.
     pub cache: Option<&'a LayerCache<'a>>,
-    /// The queries of its last chunk.
+    /// The queries of the prompt's last chunk.
     pub queries: Queries<'a>,
-    /// Buffers for prompt rows in f32, if the index [`wants_prompts`](CudaIndex::wants_prompts) or the cache does.
+    /// Buffers of prompt rows in f32; present if the index [`wants_prompts`](CudaIndex::wants_prompts) or the cache
+    /// needs them.
     pub prompts: Option<&'a Prompts<'a>>,
-    /// Positions of the layer.
+    /// The positions of the layer.
     pub positions: &'a Positions<'a>,
 }
 
@@ -124,14 +125,14 @@ pub struct CudaStep<'a> {
     pub number: usize,
     /// The last position's queries, `[b,h,1,d]`.
     pub queries: Rotated<'a>,
-    /// The cache on the device, with the last position.
+    /// The cache on the device, which already holds the last position; `None` if the rows are in host memory.
     pub cache: Option<&'a LayerCache<'a>>,
-    /// Positions of the layer.
+    /// The positions of the layer.
     pub positions: &'a Positions<'a>,
 }
 
 impl<'a> CudaStep<'a> {
-    /// Returns the cache's rows, for a method that ranks by them.
+    /// Returns the cached rows, for a method that ranks by them.
     ///
     /// # Errors
     /// The rows are in 2 bits, or in host memory.
@@ -143,8 +144,8 @@ impl<'a> CudaStep<'a> {
 
 /// The index of one layer, for all its KV heads.
 pub trait CudaIndex {
-    /// Allocates buffers for a prompt at these positions, in chunks of up to this number of rows. Called on the index of
-    /// the first layer, for all layers.
+    /// Allocates buffers for a prompt at the positions `prompt`, processed in chunks of up to `rows` rows. Called on
+    /// the index of the first layer only, on behalf of all layers.
     ///
     /// # Errors
     /// Out of memory.
@@ -152,10 +153,11 @@ pub trait CudaIndex {
         Ok(())
     }
 
-    /// Frees the buffers of [`CudaIndex::begin_prompt`]. Called on the index of the first layer, after all layers.
+    /// Frees the buffers of [`CudaIndex::begin_prompt`]. Called on the index of the first layer only, after all layers
+    /// are done.
     fn end_prompt(&self) {}
 
-    /// Returns whether [`CudaIndex::end_of_prompt`] needs the rows of a prompt as f32.
+    /// Returns whether [`CudaIndex::end_of_prompt`] needs the rows of a prompt in f32.
     fn wants_prompts(&self) -> bool {
         false
     }
@@ -175,17 +177,18 @@ pub trait CudaIndex {
         Ok(())
     }
 
-    /// Chooses what the last position attends; `None` means everything.
+    /// Chooses the positions that the last position attends; `None` means all visible positions.
     fn select(&self, step: &CudaStep<'_>) -> Result<Option<&Selection<'_>>>;
 
-    /// Learns from the attention over what was chosen; may correct its result.
+    /// Learns from the attention over the chosen positions; may correct the attention's output.
     fn observe(&self, _step: &CudaStep<'_>, _attention: &Attention<'_>) -> Result<()> {
         Ok(())
     }
 
-    /// Adds to `sums` `[TALLIES]` the layer's means over its heads for this step: the share of rows read, and where the
-    /// method counts them the shares of exact products and of bypassed query heads. Then the sums over its heads of the
-    /// rows attended, the keys ranked and not attended, the choices of everything, and the query heads bypassed.
+    /// Adds this step's figures to `sums` `[TALLIES]`. First come three means over the layer's heads: the share of rows
+    /// read and, where the method counts them, the shares of exact products and of bypassed query heads. Then come four
+    /// sums over the layer's heads: rows attended, keys ranked but not attended, choices of everything visible, and
+    /// query heads bypassed.
     fn tally(
         &self,
         at: OnDevice<'_>,
@@ -204,29 +207,29 @@ pub trait CudaIndex {
         .launch(at.driver, [1, 1, 1])
     }
 
-    /// Returns whether every step makes the same launches.
+    /// Returns whether every step makes the same launches, so that they can be recorded.
     fn is_recordable(&self) -> bool {
         true
     }
 
-    /// Returns whether it computes every query-key product to choose.
+    /// Returns whether the index computes every query-key product in order to choose.
     fn is_oracle(&self) -> bool {
         false
     }
 
-    /// Returns the bytes that grow with the context.
+    /// Returns the bytes of the index that grow with the context.
     fn bytes(&self) -> usize {
         0
     }
 
-    /// Returns the bytes of the index that one KV head's step with this static set reads; `None` if only the device
-    /// knows.
+    /// Returns the bytes of the index that a step of one KV head with this static set reads; `None` if only the device
+    /// knows them.
     fn step_bytes(&self, _set: &StaticSet) -> Option<usize> {
         (self.bytes() == 0).then_some(0)
     }
 }
 
-/// What layers with the same sliding window share.
+/// Values that layers with the same sliding window share.
 pub(super) struct ByWindow<T>(Vec<(Option<usize>, Rc<T>)>);
 
 impl<T> ByWindow<T> {
@@ -235,7 +238,7 @@ impl<T> ByWindow<T> {
         Self(Vec::new())
     }
 
-    /// Returns what layers with this window share; the first call makes it.
+    /// Returns the value that layers with this sliding window share; the first call for a window makes it.
     pub fn of(&mut self, limits: &Limits, make: impl FnOnce() -> Result<T>) -> Result<Rc<T>> {
         let window = limits.model_window;
         if let Some((_, known)) = self.0.iter().find(|(other, _)| *other == window) {
@@ -247,10 +250,10 @@ impl<T> ByWindow<T> {
     }
 }
 
-/// Buffers for prompts that all layers share; they exist while a prompt is processed.
+/// Buffers for prompts that all layers share. They exist only while a prompt is processed.
 pub(super) type SharedPrompt<T> = Rc<RefCell<Option<T>>>;
 
-/// Calls `work` with the buffers of the present prompt.
+/// Calls `work` with the buffers of the current prompt.
 ///
 /// # Errors
 /// No prompt has begun.

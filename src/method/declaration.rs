@@ -1,4 +1,4 @@
-//! How a method is declared: its name, its help and what it is made of.
+//! How a method declares itself: its name, its help and the functions that make it.
 
 use super::Method;
 use super::bench::Bench;
@@ -14,11 +14,11 @@ pub struct Declaration {
     pub name: &'static str,
     /// One line of help, with the paper.
     pub help: &'static str,
-    /// The artifact section that it reads, if any.
+    /// The artifact section that the method reads, if any.
     pub section: Option<&'static str>,
-    /// Prepares the method for a model; reads its section of the artifact.
+    /// Prepares the method for a model, reading its section of the artifact.
     pub prepare: fn(&Ask) -> Result<Box<dyn Method>>,
-    /// How it is benchmarked on random data; `None` if it is not.
+    /// How the method is benchmarked on random data; `None` if it is not.
     pub bench: Option<&'static dyn Bench>,
 }
 
@@ -33,6 +33,6 @@ pub struct Ask<'a> {
     pub sizes: Sizes,
     /// The parameters of the run.
     pub params: &'a MethodParams,
-    /// Seed of random choices.
+    /// The seed of random choices.
     pub seed: u64,
 }

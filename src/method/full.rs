@@ -1,4 +1,4 @@
-//! Exact attention: every visible position, whatever the budget.
+//! Exact attention: attends every visible position, whatever the budget.
 
 use super::bench::{Bench, Contents, Fill, NewHead, TimedLayer, TimedOnCuda};
 use super::cuda::{CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, each_layer};

@@ -1,8 +1,7 @@
 //! H2O: the positions that queries attended most so far, arXiv 2306.14048.
 //!
-//! Every position accumulates the softmax weights that all queries of the prompt and of the steps so far
-//! gave it, summed over the query group. A step chooses the candidates with the largest sums, the lower
-//! position on ties.
+//! Every position accumulates the softmax weights that it got from all queries so far, of the prompt and of the steps,
+//! summed over the query group. A step chooses the candidates with the largest sums. The lower position wins a tie.
 //!
 //! Where we differ from the paper: it evicts all other positions for good and spends half of its budget on recent
 //! ones; here nothing is evicted and the window is outside the budget, so that methods are compared at equal reads.
@@ -22,7 +21,7 @@ pub static METHOD: Declaration = Declaration {
     bench: None,
 };
 
-/// Rows of a prompt whose weights are computed together.
+/// Rows of a prompt whose softmax weights are computed together.
 const ROWS: usize = 64;
 
 /// The accumulated attention of one KV head.
@@ -30,7 +29,7 @@ const ROWS: usize = 64;
 pub struct H2o {
     /// The model's own sliding window.
     window: Option<usize>,
-    /// Sum of the weights that each position received.
+    /// The sum of the weights that each position has got.
     weights: Vec<f64>,
 }
 

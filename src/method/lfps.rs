@@ -1,14 +1,15 @@
-//! LFPS: learn where a head looks from where it looked, arXiv 2506.15704.
+//! LFPS: learns where a head will look from where it has looked, arXiv 2506.15704.
 //!
-//! Every query head keeps two decayed tables of its attention: vertical, by position, and slash, by the
-//! distance from the query. The positions that either table marks, and their neighbours, are candidates;
-//! only these are scored exactly, the best are attended, and their weights are added to the tables. A head
-//! that gives nearly all of its attention to the sinks is bypassed: its output is estimated without the cache.
+//! Every query head keeps two decayed tables of its attention: the vertical table, by position, and the slash table, by
+//! distance from the query. The positions that either table marks, and their neighbours, are candidates. Only the
+//! candidates are scored exactly; the best of them are attended, and their weights are added to the tables. A head that
+//! gives nearly all of its attention to the sinks is bypassed: its output is estimated without reading the rest of the
+//! cache.
 //!
-//! The paper's equations are reconstructed from its prose. Our decisions: the slash table is kept by
-//! distance, so that nothing is shifted; the tables learn from all attended positions but the sinks, the
-//! window included; the final sets of a group are the largest top-k whose union fits the budget; the last
-//! rows of a later prompt update the tables as decode steps do.
+//! The paper's equations are reconstructed from its prose. Our decisions: the slash table is kept by distance, so that
+//! nothing is shifted; the tables learn from all attended positions except the sinks, the window included; the final
+//! sets of a group are the largest top-k sets whose union fits the budget; the last rows of a later prompt update the
+//! tables as decode steps do.
 
 mod bench;
 mod bypass;
@@ -64,10 +65,10 @@ pub struct LfpsMethod {
 }
 
 impl LfpsMethod {
-    /// Reads the priors, if the artifact has them.
+    /// Reads the priors if the artifact has them.
     ///
     /// # Errors
-    /// No prompt rows and no priors: the tables would stay empty.
+    /// The parameters take no prompt rows and there are no priors: the tables would stay empty.
     pub fn new(params: &LfpsParams, artifact: Option<&Artifact>) -> Result<Self> {
         let mut params = *params;
         let artifact = artifact.filter(|a| a.has(priors::SECTION));
@@ -125,14 +126,15 @@ impl Lfps {
         &self.heads
     }
 
-    /// Returns the sums of the keys and of the values that the last position sees besides the sinks, `[d]` each; empty
-    /// before a prompt.
+    /// Returns the sum of the keys and the sum of the values over all non-sinks that the last position sees, `[d]`
+    /// each; both are empty before a prompt.
     pub fn sums(&self) -> [&[f64]; 2] {
         [&self.mean.keys, &self.mean.values]
     }
 
-    /// Fills the tables from a first prompt of which only the last queries are known, at least those that the tables
-    /// learn from. `last.first` is the position of the first known query; keys and values are those of all positions.
+    /// Fills the tables from a first prompt whose last queries alone are known; these must include the queries that the
+    /// tables learn from. `last.first` is the position of the first known query; keys and values are those of all
+    /// positions.
     pub fn fill(&mut self, last: &Prompt) {
         self.take_in(last, true);
     }
@@ -142,8 +144,8 @@ impl Lfps {
         visible.start.max(self.place.sinks).min(visible.end)..visible.end
     }
 
-    /// Tests every query head for the bypass; returns the bypassed heads' results and the positions that the test read
-    /// besides the sinks.
+    /// Tests every query head for the bypass. Returns the results of the bypassed heads, and the positions besides the
+    /// sinks that the test read.
     fn bypass(&mut self, step: &Step) -> (Vec<Option<Partial>>, Range<usize>) {
         let rest = self.rest(&step.visible);
         let local = rest.start.max(rest.end.saturating_sub(LOCAL))..rest.end;
@@ -170,7 +172,7 @@ impl Lfps {
             let (sink, local) = (log_sum_exp(&scores(&sinks)), log_sum_exp(&scores(&local)));
             let parts = q.iter().zip(&self.mean.keys).map(|(q, k)| f64::from(*q) * k / n);
             let (norm, mean) = (squared_norm(q), parts.sum::<f64>());
-            // The log of E[exp x] for a normal x.
+            // ln n plus the log of E[exp x] for a normal x, plus the calibrated correction.
             let global = n.ln() + scale * mean + head.constants.rho * norm / 2.0 + head.constants.bias;
             let (share, rest) = sparsity(sink, global, local);
             if share > self.params.lfps_theta {
@@ -221,7 +223,7 @@ impl Lfps {
             for i in rows.clone() {
                 let (seen, mut scores) = prompt.scores(a, i, self.place.model_window);
                 let rest = self.rest(&seen);
-                // Over the non-sinks alone, which the sinks' weights would otherwise make vanish.
+                // The softmax is over the non-sinks alone; with the sinks, their weights would nearly vanish.
                 let weights = &mut scores[rest.start - seen.start..];
                 if weights.is_empty() {
                     continue;
@@ -239,7 +241,7 @@ impl Lfps {
             }
         }
         self.observe_variance(prompt);
-        // A prompt may change which rows a 2-bit cache holds in half precision.
+        // A prompt may change which rows a 2-bit cache keeps as full-precision tokens, so the sums start anew.
         if prompt.kv.signs().is_some() {
             self.mean = RunningMean::default();
         }
@@ -247,7 +249,7 @@ impl Lfps {
         self.mean.cover(rest, prompt.kv, prompt.keys.ncols());
     }
 
-    /// Measures the variance of the last prompt query's scores.
+    /// Measures the variance of the scores of the last prompt query, per query head.
     fn observe_variance(&mut self, prompt: &Prompt) {
         let last = prompt.q_rope.len_of(Axis(1)) - 1;
         for (a, head) in self.heads.iter_mut().enumerate() {
@@ -287,7 +289,7 @@ impl Retriever for Lfps {
         }
         let tested = self.heads.iter().filter(|h| h.constants.is_tested).count();
         let mut products = tested * (local.len() + step.candidates.start - step.visible.start);
-        // Each row is read once for all heads that want it.
+        // Each key is read once for all heads that want it.
         let active: Vec<usize> = (0..r).filter(|a| !self.heads[*a].bypassed).collect();
         let wanted: Vec<Places> = active.iter().map(|a| self.candidates(*a, step)).collect();
         products += wanted.iter().map(Places::len).sum::<usize>();
@@ -296,7 +298,7 @@ impl Retriever for Lfps {
         let start = step.candidates.start;
         let union = union.ascending(start as u32);
         let read = union.len();
-        // If all candidates are chosen, their scores are not needed.
+        // If all proposed candidates fit the budget, their scores are not needed.
         let positions = if read <= step.budget {
             union
         } else {
@@ -316,7 +318,7 @@ impl Retriever for Lfps {
         };
         let all = self.heads.iter().all(|h| h.bypassed);
         Choice {
-            // If every head is bypassed, only the local keys of the test have been read.
+            // If every head is bypassed, only the keys of the local estimate have been read.
             ranked_rows: if all { local.len() } else { read - positions.len() },
             products,
             positions,
@@ -325,7 +327,8 @@ impl Retriever for Lfps {
     }
 
     fn reads(&self, step: &Step, choice: &Choice) -> Reads {
-        // Of two tables of f32 per query head the largest of every 16 entries; few others are read.
+        // The maximum of every 16 entries is read, from two f32 tables per query head; few single entries are read
+        // besides.
         let heads = self.heads.iter().filter(|head| !head.bypassed).count();
         let tables = 2 * 4 * heads * step.visible.len().div_ceil(16);
         Reads::ranked(tables, choice)

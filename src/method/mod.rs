@@ -1,8 +1,8 @@
 //! Retrieval methods: which positions a decode step attends besides the static set.
 //!
-//! The runner keeps the static set (sinks and window), the budget and the softmax; a method only chooses. This file
-//! has the traits of a method and their arguments. Each method declares itself in its own file, and [`registry`]
-//! lists them all.
+//! The runner owns the static set (sinks and window), the budget and the softmax; a method only chooses positions. This
+//! file has the traits of a method and their arguments. Each method declares itself in its own file, and [`registry`]
+//! lists all of them.
 
 pub mod a2ats;
 pub mod bench;
@@ -43,23 +43,23 @@ pub trait Method: Send + Sync {
     /// Returns the empty state of a KV head.
     fn head(&self, place: &Place) -> Box<dyn Retriever>;
 
-    /// Returns the method on an NVIDIA GPU, if it has one.
+    /// Returns the method's implementation on an NVIDIA GPU, if it has one.
     fn cuda(&self) -> Option<&dyn CudaMethod> {
         None
     }
 
-    /// Lists layer and KV head of the heads that full attention serves in its place.
+    /// Lists, as (layer, KV head), the heads that full attention serves in place of the method.
     fn full_heads(&self) -> &[(usize, usize)] {
         &[]
     }
 
-    /// Returns the tail of a KV head whose steps estimate what they leave out; by default they do not.
+    /// Returns the tail of a KV head; by default, steps do not estimate what they leave out, so there is none.
     fn tail(&self, _place: &Place) -> Option<Tail> {
         None
     }
 }
 
-/// A function that makes heads: a method without a GPU index.
+/// A function that makes heads is a method without a GPU index.
 impl<R: Retriever + 'static, F: Fn(&Place) -> R + Send + Sync> Method for F {
     fn head(&self, place: &Place) -> Box<dyn Retriever> {
         Box::new(self(place))
@@ -96,7 +96,7 @@ pub struct Place {
     pub sinks: usize,
     /// Number of last positions that are always attended.
     pub window: usize,
-    /// How many other positions may be chosen.
+    /// How many positions beyond the static set may be chosen.
     pub budget: Budget,
     /// Element type of the cache.
     pub kv: KvType,
@@ -104,22 +104,22 @@ pub struct Place {
 
 /// The rows of a prompt, for one KV head.
 pub struct Prompt<'a> {
-    /// Position of the first row; above zero in later turns.
+    /// Position of the first row; above zero for later prompts.
     pub first: usize,
     /// Keys before rotation: `[m,d]`.
     pub k_pre: ArrayView2<'a, f32>,
     /// Queries after rotation: `[r,m,d]`.
     pub q_rope: ArrayView3<'a, f32>,
-    /// Rotated keys of every position, `[first + m, d]`; those before `first` as the cache holds them.
+    /// Rotated keys of every position, `[first + m, d]`; keys before `first` are as the cache gives them back.
     pub keys: ArrayView2<'a, f32>,
     /// Values of every position, `[first + m, d]`.
     pub values: ArrayView2<'a, f32>,
-    /// The cache of this head, with the new rows.
+    /// The cache of this head, which already holds the new rows.
     pub kv: &'a KvHead,
 }
 
 impl Prompt<'_> {
-    /// Returns the positions that row `i` of query head `a` sees, and its scaled scores with them.
+    /// Returns the positions that row `i` of the prompt sees, and the scaled scores of query head `a` with them.
     fn scores(&self, a: usize, i: usize, model_window: Option<usize>) -> (Range<usize>, Vec<f32>) {
         let seen = visible(self.first + i, model_window);
         let scale = 1.0 / (self.keys.ncols() as f32).sqrt();
@@ -130,8 +130,8 @@ impl Prompt<'_> {
         (seen, scores.collect())
     }
 
-    /// Returns a range of positions, and the softmax weights of some rows of query head `a` over it, `[rows,positions]`;
-    /// zero where a row does not see the position.
+    /// Returns a range of positions, and the softmax weights of some rows of query head `a` over that range,
+    /// `[rows,positions]`. A weight is zero where a row does not see the position.
     fn weights_of(
         &self,
         a: usize,
@@ -159,7 +159,7 @@ impl Prompt<'_> {
         (span, weights)
     }
 
-    /// Returns the positions that row `i` of query head `a` sees, and its softmax weights over them.
+    /// Returns the positions that row `i` of the prompt sees, and the softmax weights of query head `a` over them.
     fn weights(&self, a: usize, i: usize, model_window: Option<usize>) -> (Range<usize>, Vec<f32>) {
         let (seen, mut scores) = self.scores(a, i, model_window);
         softmax(&mut scores);
@@ -178,9 +178,9 @@ fn softmax(scores: &mut [f32]) {
 pub struct Step<'a> {
     /// Index of the step, from 0.
     pub step: usize,
-    /// The positions visible to the current token; its own is the last.
+    /// The positions visible to the current token, whose own position is the last.
     pub visible: Range<usize>,
-    /// The positions that may be chosen: those visible outside the static set.
+    /// The positions that may be chosen: the visible ones outside the static set.
     pub candidates: Range<usize>,
     /// The most positions that may be chosen, B.
     pub budget: usize,
@@ -188,12 +188,12 @@ pub struct Step<'a> {
     pub q_pre: ArrayView2<'a, f32>,
     /// Queries after rotation: `[r,d]`.
     pub q_rope: ArrayView2<'a, f32>,
-    /// The cache of this head, with the current token.
+    /// The cache of this head, which already holds the current token.
     pub kv: &'a KvHead,
 }
 
 impl Step<'_> {
-    /// Returns whether the budget covers all candidates; every method then equals full attention.
+    /// Returns whether the budget covers all candidates. Every method then equals full attention.
     pub fn is_exact(&self) -> bool {
         self.budget >= self.candidates.len()
     }
@@ -208,8 +208,8 @@ pub struct Choice {
     pub ranked_rows: usize,
     /// Number of exact query-key products computed for ranking, over all query heads.
     pub products: usize,
-    /// For each bypassed query head, its estimated attention over all positions but the sinks. The runner attends the
-    /// sinks and joins the two. Empty, or one entry per query head.
+    /// For each bypassed query head, its estimated attention over all positions except the sinks. The runner attends
+    /// the sinks and merges the two. Empty if no head is bypassed, else one entry per query head.
     pub bypassed: Vec<Option<Partial>>,
 }
 
@@ -222,10 +222,10 @@ impl From<Vec<u32>> for Choice {
     }
 }
 
-/// What one KV head reads in a step to choose, besides what it then attends.
+/// What one KV head reads in a step in order to choose, besides what it then attends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reads {
-    /// Bytes of the index that are read.
+    /// Number of bytes of the index that are read.
     pub index_bytes: usize,
     /// Number of cached keys that are ranked exactly.
     pub keys: usize,
@@ -234,7 +234,7 @@ pub struct Reads {
 }
 
 impl Reads {
-    /// Returns the reads of an index of `bytes`, and no keys.
+    /// Returns the reads of `bytes` bytes of an index and no keys.
     pub fn index(bytes: usize) -> Self {
         Self {
             index_bytes: bytes,
@@ -242,7 +242,7 @@ impl Reads {
         }
     }
 
-    /// Returns the reads of an index, and of the keys that a choice ranked.
+    /// Returns the reads of an index and of the keys that a choice ranked.
     pub fn ranked(index_bytes: usize, choice: &Choice) -> Self {
         Self {
             index_bytes,
@@ -262,7 +262,7 @@ pub enum Ranking {
     Plain,
 }
 
-/// Copies a [`Retriever`]; implemented for all that are `Clone`.
+/// Copies a [`Retriever`]; implemented for every retriever that is `Clone`.
 pub trait Fork {
     /// Returns a copy for another trajectory.
     fn fork(&self) -> Box<dyn Retriever>;
@@ -276,35 +276,35 @@ impl<R: Retriever + Clone + 'static> Fork for R {
 
 /// The retrieval state of one KV head of one layer.
 pub trait Retriever: Fork + Send + Sync {
-    /// Adds the rows of a prompt to the index, in the first turn or a later one.
+    /// Adds the rows of a prompt, the first or a later one, to the index.
     fn prefill(&mut self, _prompt: &Prompt) {}
 
-    /// Adds the key of a generated token before it is attended, `[1,d]` before and after rotation.
+    /// Adds the key of a generated token, `[1,d]` before and after rotation, before a step attends it.
     fn append(&mut self, _k_pre: ArrayView2<f32>, _k_rope: ArrayView2<f32>) {}
 
     /// Chooses the positions that a step attends besides the static set.
     fn select(&mut self, step: &Step) -> Choice;
 
-    /// Returns whether a step ranks candidates; one whose budget covers them all need not.
+    /// Returns whether the step ranks candidates, which a step whose budget covers all of them need not do.
     fn ranks(&self, step: &Step) -> bool {
         !step.is_exact()
     }
 
-    /// Returns what `choice` read, in a step that ranks; by default nothing.
+    /// Returns what the step read to make `choice`, if it ranked candidates; by default nothing.
     fn reads(&self, _step: &Step, _choice: &Choice) -> Reads {
         Reads::default()
     }
 
-    /// Returns whether [`Retriever::observe`] wants the attention of this step; called after `select`.
+    /// Returns whether [`Retriever::observe`] needs the attention of this step. Called after `select`.
     fn observes(&self, _step: &Step) -> bool {
         false
     }
 
-    /// Learns from the attention weights `[r, positions]` of a step. The positions include the static set; a bypassed
-    /// query head has zeros. A tail has no part in them.
+    /// Learns from the attention weights `[r, positions]` of a step. The positions include the static set. A bypassed
+    /// query head has weights of zero, and the tail's weight is not counted.
     fn observe(&mut self, _step: &Step, _positions: &[u32], _weights: ArrayView2<f32>) {}
 
-    /// Returns whether the index depends on the budget of the run ([`Place::budget`]), not the choice alone.
+    /// Returns whether the index itself, and not only the choice, depends on the budget of the run ([`Place::budget`]).
     fn depends_on_budget(&self) -> bool {
         false
     }
@@ -315,7 +315,7 @@ pub trait Retriever: Fork + Send + Sync {
     }
 }
 
-/// Returns all candidates, for a budget that covers them.
+/// Returns all candidates, for a step whose budget covers them.
 fn everything(step: &Step) -> Vec<u32> {
     step.candidates.clone().map(|p| p as u32).collect()
 }

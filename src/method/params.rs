@@ -25,7 +25,7 @@ pub struct MethodParams {
     pub ctkvr: CtkvrParams,
 }
 
-/// Lists the methods that have flags of their own, each with the names of these.
+/// Lists the methods that have flags of their own, each with the names of its flags.
 pub fn flags_of_methods() -> [(&'static str, Vec<String>); 4] {
     fn flags<P: clap::Args>() -> Vec<String> {
         let command = P::augment_args(Command::new("parameters"));

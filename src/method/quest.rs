@@ -1,15 +1,15 @@
 //! Quest: pages of 16 keys, ranked by an upper bound of their scores, arXiv 2406.10774.
 //!
-//! A page keeps the smallest and the largest value of each channel of its rotated keys; the score of a
-//! query with any of these keys is at most the sum over channels of the larger product. Pages are ranked
-//! by the sum of their bounds over the query group, and whole pages are chosen.
+//! A page keeps the smallest and the largest value of each channel of its rotated keys. The score of a query with any
+//! key of the page is at most the sum over channels of the larger of the query's products with these two values. Pages
+//! are ranked by the sum of their bounds over the query group, and whole pages are chosen.
 //!
-//! Pages stay whole, so that a step may choose fewer positions than its budget: up to 15 fewer where the budget is no
-//! multiple of 16, none at all with a budget below 16, and as many fewer as sinks and window take from the chosen pages
-//! at either end of the candidates.
+//! Pages stay whole, so a step may choose fewer positions than its budget: up to 15 fewer if the budget is not a
+//! multiple of 16, none at all if the budget is below 16, and, where a chosen page reaches into the sinks or the
+//! window, fewer by the positions it shares with them.
 //!
-//! Where we differ from the paper: it ranks per query head, we rank per KV head, so that the budget
-//! bounds the keys that are read.
+//! Where we differ from the paper: it ranks per query head; we rank per KV head, so that the budget bounds the keys
+//! that are read.
 
 use std::ops::Range;
 
@@ -39,22 +39,22 @@ pub const PAGE: usize = 16;
 /// The page bounds of one KV head.
 #[derive(Clone, Default)]
 pub struct Quest {
-    /// For each full page the smallest value of every channel, then the largest, in the type of the cached rows, where
-    /// they are exact; in f32 for rows in 2 bits.
+    /// For each full page, the smallest value of every channel, then the largest. They are stored in the type of the
+    /// cached rows, in which they are exact, or in f32 if the rows are in 2 bits.
     full: Option<RowStore>,
-    /// The bounds of the last page until it is full, `[2,d]`.
+    /// The bounds of the last page while it is not full, `[2,d]`.
     last: Array2<f32>,
-    /// Positions that the bounds cover.
+    /// Number of positions that the bounds cover.
     len: usize,
 }
 
-/// Returns the type of the bounds.
+/// Returns the type in which the bounds are stored.
 fn float(kv: &KvHead) -> Float {
     kv.float().unwrap_or(Float::F32)
 }
 
 impl Quest {
-    /// Extends the bounds to the end of the cache.
+    /// Extends the bounds up to the end of the cache.
     fn update(&mut self, kv: &KvHead, d: usize) {
         let full = self.full.get_or_insert_with(|| RowStore::new(float(kv), d, 0));
         let mut scratch = vec![0.0; d];
@@ -74,8 +74,8 @@ impl Quest {
         self.len = kv.len();
     }
 
-    /// Returns the bound of the scores of queries `[r,d]` with a page, summed over the queries: the sum over channels of
-    /// max(q low, q high). `scratch` has space for both rows.
+    /// Returns the bound of the scores of queries `[r,d]` with a page, summed over the queries. A query's bound is the
+    /// sum over channels of max(q low, q high). `scratch` has space for both rows of a page's bounds.
     fn bound(&self, page: usize, queries: ArrayView2<f32>, scratch: &mut [f32]) -> f32 {
         let (low, high) = scratch.split_at_mut(queries.ncols());
         let (low, high) = match &self.full {
@@ -92,7 +92,7 @@ impl Quest {
 
 impl Retriever for Quest {
     fn prefill(&mut self, prompt: &Prompt) {
-        // A prompt may change which rows a 2-bit cache keeps in half precision.
+        // A prompt may change which rows a 2-bit cache keeps as full-precision tokens, so the bounds start anew.
         if prompt.kv.signs().is_some() {
             *self = Self::default();
         }
@@ -125,7 +125,7 @@ impl Retriever for Quest {
     }
 }
 
-/// Returns the candidates within a page.
+/// Returns the candidates that lie within a page.
 fn inside(page: usize, candidates: &Range<usize>) -> Range<u32> {
     let start = (page * PAGE).max(candidates.start);
     let end = ((page + 1) * PAGE).min(candidates.end);

@@ -21,7 +21,7 @@ pub static METHOD: Declaration = Declaration {
     bench: None,
 };
 
-/// The seed of a run's draws.
+/// The method with the seed of a run's draws.
 struct Seed(u64);
 
 impl Method for Seed {
@@ -34,7 +34,7 @@ impl Method for Seed {
     }
 }
 
-/// Uniform draws, determined by seed, layer, head and step.
+/// Uniform draws that depend only on seed, layer, head and step.
 #[derive(Clone)]
 pub struct RandomDraws {
     seed: u64,

@@ -1,4 +1,4 @@
-//! The methods by name. A new one has a line in [`METHODS`].
+//! The methods by name. A new method needs one line in [`METHODS`].
 
 use std::fmt;
 
@@ -14,7 +14,7 @@ use super::{
 use crate::artifact::Artifact;
 use crate::error::Result;
 
-/// All methods in the order of the help. The first one with a section in the artifact is the default.
+/// All methods, in the order of the help. The default is the first method whose section the artifact has.
 pub static METHODS: &[MethodName] = &[
     MethodName(&full::METHOD),
     MethodName(&topk::METHOD),
@@ -30,20 +30,20 @@ pub static METHODS: &[MethodName] = &[
     MethodName(&wpq::METHOD),
 ];
 
-/// Full attention, which also runs wherever a method does not choose.
+/// Full attention, which also serves the steps and heads in which a method does not choose.
 pub static FULL: MethodName = MethodName(&full::METHOD);
 
-/// One of [`METHODS`], as the command line names it.
+/// One of [`METHODS`], named as on the command line.
 #[derive(Clone, Copy)]
 pub struct MethodName(&'static Declaration);
 
 impl MethodName {
-    /// Returns its name on the command line and in results.
+    /// Returns the method's name on the command line and in results.
     pub fn as_str(self) -> &'static str {
         self.0.name
     }
 
-    /// Tells whether an artifact has the method's section.
+    /// Returns whether an artifact has the method's section.
     pub fn is_calibrated(self, artifact: &Artifact) -> bool {
         self.section(Some(artifact)).is_some()
     }
@@ -53,11 +53,11 @@ impl MethodName {
         self.0.bench
     }
 
-    /// Prepares the method for a model. Where its section of the artifact marks a head as constant, full attention
-    /// takes its place.
+    /// Prepares the method for a model. Full attention takes its place in every head that its section of the artifact
+    /// marks as constant.
     ///
     /// # Errors
-    /// An artifact of other sizes; whatever the method needs and does not find.
+    /// The artifact is for a model of other sizes; something that the method needs is missing.
     pub fn prepare(self, ask: &Ask) -> Result<Box<dyn Method>> {
         if let Some(artifact) = ask.artifact {
             artifact.check_sizes(ask.sizes)?;
@@ -76,16 +76,16 @@ impl MethodName {
         })
     }
 
-    /// Returns the name of the method's section, and the artifact if it has that section.
+    /// Returns the artifact and the name of the method's section, if the artifact has that section.
     fn section(self, artifact: Option<&Artifact>) -> Option<(&Artifact, &'static str)> {
         let named = artifact.zip(self.0.section);
         named.filter(|(artifact, section)| artifact.has(section))
     }
 }
 
-/// A method that full attention replaces in some heads, on the CPU alone.
+/// A method that full attention replaces in some heads; on the CPU only.
 struct FullIn {
-    /// Layer and KV head of each.
+    /// The replaced heads as (layer, KV head).
     heads: Vec<(usize, usize)>,
     method: Box<dyn Method>,
 }
@@ -127,7 +127,7 @@ impl ValueEnum for MethodName {
     }
 }
 
-/// Returns the default method: the first with a section in the artifact, else full attention.
+/// Returns the default method: the first one whose section the artifact has, else full attention.
 pub fn default_method(artifact: Option<&Artifact>) -> MethodName {
     let calibrated = METHODS.iter().find(|method| method.section(artifact).is_some());
     calibrated.copied().unwrap_or(FULL)

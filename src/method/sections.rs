@@ -7,7 +7,7 @@ use super::tail::TailSection;
 use super::wpq::WpqSection;
 use crate::artifact::Sections;
 
-/// Every section there is.
+/// All sections.
 pub const SECTIONS: Sections = &[
     &A2atsSection,
     &SignSection,

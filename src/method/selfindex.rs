@@ -1,18 +1,18 @@
 //! Self-Indexing KVCache: sign patterns as index and as storage, arXiv 2603.14224.
 //!
-//! Calibration: rotated keys are centred in each block with the block's own centre, the signs of four
-//! neighbouring channels form one of 16 patterns, and the centroid of a pattern is the mean of the channels
-//! that have it: the average of what one pass over the prompt of each block would build.
+//! Calibration: rotated keys are centred in each block with the block's own centre. The signs of four neighbouring
+//! channels form one of 16 patterns, and the centroid of a pattern is the mean of these channels over the keys that
+//! have the pattern. This gives the average of what one pass over a prompt would build from each block.
 //!
-//! Decoding: the mean query of the group gives a score to every pattern of every group of channels, the score
-//! of a key is the sum over its patterns, and the best keys are attended. The centroids come from one pass
-//! over the prompt, from calibration, or from both.
+//! Decoding: the mean query of the group gives a score to every pattern of every group of channels. The score of a key
+//! is the sum of the scores of its patterns, and the keys with the best scores are attended. The centroids come from
+//! one pass over the prompt, from calibration, or from both.
 //!
-//! Where we differ from the authors' code: there is one rule for zeros (a bit is set for x > 0); a pattern
-//! that no key has gets plus or minus the mean magnitude of its channels instead of 0/0; all rows are in
-//! position order, so generated tokens compete for the budget once they leave the window, and do not displace
-//! prompt tokens from a list of fixed length; scores are f32. A later prompt is added to the sums of the
-//! centroids; the centre stays, unless fewer than 128 positions were cached before.
+//! Where we differ from the authors' code: there is one rule for zeros (a bit is set for x > 0); a pattern that no key
+//! has gets plus or minus the mean magnitude of its channels instead of 0/0; all rows are in position order, so
+//! generated tokens compete for the budget once they leave the window and do not displace prompt tokens from a list of
+//! fixed length; scores are f32. A later prompt is added to the sums of the centroids; the centre stays unless fewer
+//! than 128 positions were cached before that prompt.
 
 mod bench;
 mod choose;
@@ -59,7 +59,7 @@ pub static METHOD: Declaration = Declaration {
 };
 
 impl SelfIndexParams {
-    /// Returns how the 2-bit cache stores its rows.
+    /// Returns the layout in which the 2-bit cache stores its rows.
     pub fn layout(&self, artifact: Option<&Artifact>) -> Result<Layout> {
         Ok(Layout {
             center: self.center(artifact)?,
@@ -82,7 +82,7 @@ impl SelfIndexParams {
 pub enum Centroids {
     /// Centroids that are fixed before the prompt.
     Fixed(Vec<f32>),
-    /// Centroids of the prompt; these, if any, count as [`PSEUDO_COUNT`] more keys.
+    /// Centroids of the prompt. The given centroids, if any, count as [`PSEUDO_COUNT`] additional keys.
     Prompt(Option<Vec<f32>>),
 }
 
@@ -100,8 +100,8 @@ impl SelfIndexMethod {
     /// Resolves the parameters, and reads the artifact's section if its centroids are used.
     ///
     /// # Errors
-    /// The number of channels is not a multiple of four; calibrated centroids are requested without a section, or with
-    /// another centre than theirs.
+    /// The number of channels is not a multiple of four; calibrated centroids are requested, but the artifact has no
+    /// section or the section has another centre.
     pub fn new(params: &SelfIndexParams, artifact: Option<&Artifact>, head_dim: usize) -> Result<Self> {
         if !head_dim.is_multiple_of(GROUP) {
             return Err(Error::failed(format!(
@@ -187,7 +187,7 @@ impl Method for SelfIndexMethod {
     }
 }
 
-/// Returns the centroids of plain signs, `[d/4,16,4]`: 1 for a set bit, -1 for a clear one.
+/// Returns the centroids that stand for plain signs, `[d/4,16,4]`: 1 for a set bit, -1 for a clear one.
 fn signs(d: usize) -> Vec<f32> {
     let of = |i: usize| sign(i / GROUP % PATTERNS, i % GROUP) as f32;
     (0..d * PATTERNS).map(of).collect()
@@ -202,18 +202,19 @@ pub struct SelfIndex {
     calibrated: Option<Vec<f32>>,
     centre: Vec<f32>,
     sums: PatternSums,
-    /// `[d/4,16,4]`.
+    /// The centroids, `[d/4,16,4]`.
     centroids: Vec<f32>,
-    /// The signs of every position, in bytes; empty if the cache holds them.
+    /// The signs of every position as bytes; empty if the cache holds them.
     signs: AlignedVec<u8>,
-    /// The positions that the 2-bit cache has in half precision, ascending, of which some are chosen first; none in a
-    /// cache that rounds nothing.
+    /// The full-precision tokens of the 2-bit cache, ascending, some of which are chosen first. Empty for a cache of
+    /// another type, which rounds nothing.
     full: Vec<u32>,
     ranking: Ranking,
 }
 
 impl SelfIndex {
-    /// Makes an empty head; `calibrated` are its centroids `[d/4,16,4]`, unless they come from one pass.
+    /// Makes an empty head. `calibrated` holds its centroids `[d/4,16,4]`, unless they come from one pass over the
+    /// prompt.
     pub fn new(place: &Place, center: Center, source: CentroidSource, calibrated: Option<Vec<f32>>) -> Self {
         let d = place.head_dim;
         Self {
@@ -230,7 +231,7 @@ impl SelfIndex {
         }
     }
 
-    /// Returns the head with this ranking.
+    /// Returns the head with this ranking in place of its own.
     pub fn ranking(self, ranking: Ranking) -> Self {
         Self { ranking, ..self }
     }
@@ -241,7 +242,7 @@ impl SelfIndex {
     }
 }
 
-/// Returns the bytes of the centroids of one KV head, 16 in f32 for every 4 channels.
+/// Returns the bytes of the centroids of one KV head: 16 centroids of f32 values for every 4 channels.
 fn centroid_bytes(d: usize) -> usize {
     4 * PATTERNS * d
 }
@@ -249,7 +250,7 @@ fn centroid_bytes(d: usize) -> usize {
 impl Retriever for SelfIndex {
     fn prefill(&mut self, prompt: &Prompt) {
         let n = prompt.keys.nrows();
-        // While few positions are cached, the statistics are computed again from all of them.
+        // While few positions are cached, a prompt computes the statistics again from all of them.
         let refit = prompt.first < REFIT;
         let first = if refit { 0 } else { prompt.first };
         let rows = prompt.keys.slice(s![first.., ..]);

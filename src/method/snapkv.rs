@@ -1,8 +1,8 @@
 //! SnapKV: a choice made once, by the attention of the last prompt queries, arXiv 2404.14469.
 //!
-//! After prefill every prompt position has a vote: its softmax weights summed over the last 32 queries and
-//! over the query group, then averaged over 7 neighbours. The best positions are chosen at the first decode
-//! step and kept until the next prompt; generated tokens are read only while they are in the window.
+//! After prefill, every prompt position has a vote: its softmax weights, summed over the last 32 queries and over the
+//! query group, and then averaged over 7 neighbouring positions. The best positions are chosen at the first decode step
+//! and kept until the next prompt. Generated tokens are attended only while they are in the window.
 
 use super::declaration::Declaration;
 use super::{Choice, Place, Prompt, Reads, Retriever, Step, everything};
@@ -17,9 +17,9 @@ pub static METHOD: Declaration = Declaration {
     bench: None,
 };
 
-/// Prompt queries that vote.
+/// How many last prompt queries vote.
 pub const QUERIES: usize = 32;
-/// Neighbouring positions that are averaged.
+/// How many neighbouring positions are averaged.
 pub const POOL: usize = 7;
 
 /// The choice of one KV head.
@@ -62,7 +62,7 @@ impl Retriever for SnapKv {
         }
         let votes = &self.votes;
         let chosen = self.chosen.get_or_insert_with(|| {
-            // Positions generated before the choice have no votes.
+            // Positions that were generated before the choice have no votes.
             let vote = |p: u32| votes.get(p as usize).copied().unwrap_or(0.0);
             let mut order: Vec<u32> = step.candidates.clone().map(|p| p as u32).collect();
             order.sort_unstable_by(|a, b| vote(*b).total_cmp(&vote(*a)).then(a.cmp(b)));
@@ -83,7 +83,7 @@ impl Retriever for SnapKv {
     }
 }
 
-/// Averages over the `POOL` neighbours around each position, with zeros beyond the ends.
+/// Averages over the `POOL` positions around each position; votes beyond the ends count as zero.
 fn pooled(votes: &[f32]) -> Vec<f32> {
     (0..votes.len())
         .map(|i| {

@@ -1,4 +1,4 @@
-//! The most recent positions: the window, made longer by the budget.
+//! The most recent positions: in effect the window, made longer by the budget.
 //!
 //! # Source
 //! Attention sinks with a window, StreamingLLM (arXiv 2309.17453).

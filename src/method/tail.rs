@@ -1,16 +1,17 @@
 //! The tail: the positions that a step does not attend, estimated by their means. Ours.
 //!
-//! Let T be the visible positions that a step leaves out. With their mean key and mean value
+//! Let T be the visible positions that a step leaves out. Their mean key and mean value, k_T and v_T, give
 //!
 //! ```text
 //! k_T = mean of the keys in T      l_T = ln |T| + q . k_T / sqrt(d) + b
 //! v_T = mean of the values in T    o   = (e^l_S o_S + e^l_T v_T) / (e^l_S + e^l_T)
 //! ```
 //!
-//! where o_S and l_S are output and log-sum-exp of what was attended. The means need hardly any read: they are the sums
-//! over everything visible, which the cache keeps, less the rows that were just attended. By Jensen's inequality l_T without b is never above
-//! the true log mass of T; the shift b of a query head makes up for it, or says that the head is better off without a
-//! tail. Calibration fits it: the artifact's section `tail`.
+//! where o_S and l_S are the output and the log-sum-exp of the attended positions. The means cost hardly any reads:
+//! they come from the sums over everything visible, which the cache keeps, minus the rows that were just attended. By
+//! Jensen's inequality, l_T without b is never above the true log mass of T. The shift b of a query head makes up for
+//! the difference. Calibration fits the shift, or finds that the head is better off without a tail, and stores it in
+//! the artifact's section `tail`.
 
 mod choices;
 mod fit;
@@ -30,7 +31,7 @@ pub use section::{SECTION, SHIFT, TailSection, USED};
 /// The shifts of all query heads of a model.
 pub struct Shifts {
     n_heads: usize,
-    /// `[L,h]`; `None` where calibration turned the tail off.
+    /// The shift of each query head, `[L,h]`; `None` where calibration turned the tail off.
     shifts: Vec<Option<f32>>,
 }
 
@@ -38,7 +39,7 @@ impl Shifts {
     /// Reads the section and checks its digests and values.
     ///
     /// # Errors
-    /// No section `tail`, or a damaged one.
+    /// The artifact has no section `tail`, or a damaged one.
     pub fn load(artifact: &Artifact) -> Result<Self> {
         let section = artifact.checked_section(SECTION)?;
         let (shift, used) = (section.read::<f32>(SHIFT)?, section.read::<u8>(USED)?);
@@ -56,16 +57,16 @@ impl Shifts {
     }
 }
 
-/// A method whose steps estimate what they leave out. On the CPU alone.
+/// A method whose steps estimate what they leave out; on the CPU only.
 struct WithTail {
     method: Box<dyn Method>,
     shifts: Shifts,
 }
 
-/// Adds the tail of the artifact to a prepared method.
+/// Adds the artifact's tails to a prepared method.
 ///
 /// # Errors
-/// No artifact, or none with a section `tail`; a damaged section.
+/// There is no artifact, or it has no section `tail`; the section is damaged.
 pub fn with_tail(method: Box<dyn Method>, ask: &Ask) -> Result<Box<dyn Method>> {
     let with = ask.artifact.filter(|artifact| artifact.has(SECTION));
     let artifact = with.ok_or_else(|| {
@@ -80,7 +81,7 @@ pub fn with_tail(method: Box<dyn Method>, ask: &Ask) -> Result<Box<dyn Method>> 
 /// Returns the bytes that tails need whatever the context: those of the section.
 ///
 /// # Errors
-/// No section `tail`.
+/// The artifact has no section `tail`.
 pub fn constant_bytes(artifact: &Artifact) -> Result<usize> {
     Ok(artifact.section(SECTION)?.bytes())
 }
@@ -104,7 +105,7 @@ impl Method for WithTail {
 /// The tail of one KV head along one trajectory.
 #[derive(Clone)]
 pub struct Tail {
-    /// Per query head; `None` has no tail.
+    /// The shift of each query head; `None` if the head has no tail.
     shifts: Vec<Option<f32>>,
     /// Element type of the cache.
     kv: KvType,
@@ -121,15 +122,16 @@ impl Tail {
         }
     }
 
-    /// Sums the rows of `visible` positions anew; needed after every prompt, which may change how a cache holds earlier
-    /// rows.
+    /// Sums the rows of the `visible` positions anew. Needed after every prompt, since a prompt may change how a cache
+    /// holds earlier rows.
     pub fn restart(&mut self, cache: &KvHead, visible: Range<usize>) {
         self.sums = RowSums::new(self.sums.keys.len());
         self.sums.cover(cache, visible);
     }
 
-    /// Estimates what a step leaves out that attends `attended` (ascending): per query head a partial result, `None`
-    /// without a tail. Returns the bytes read for it, too. `None` if the step attends everything visible.
+    /// Estimates what a step that attends `attended` (ascending) leaves out: a partial result per query head, or `None`
+    /// for a head without a tail. Also returns the bytes read for the estimate. Returns `None` if the step attends
+    /// everything visible.
     ///
     /// # Numerics
     /// Sums and means in f64, from the rows as the cache gives them back.
@@ -157,13 +159,13 @@ impl Tail {
     }
 }
 
-/// Sums over the rows of a range of positions.
+/// The sums of the rows over a range of positions.
 #[derive(Clone)]
 struct RowSums {
     positions: Range<usize>,
-    /// `[d]`.
+    /// The sum of the keys, `[d]`.
     keys: Vec<f64>,
-    /// `[d]`.
+    /// The sum of the values, `[d]`.
     values: Vec<f64>,
 }
 
@@ -176,7 +178,7 @@ impl RowSums {
         }
     }
 
-    /// Extends the sums to `to`, whose ends only move forward; returns how many rows left them.
+    /// Moves the sums to the range `to`, whose ends may only move forward. Returns how many rows left the sums.
     fn cover(&mut self, cache: &KvHead, to: Range<usize>) -> usize {
         if to.start >= self.positions.end {
             *self = Self::new(self.keys.len());
@@ -191,7 +193,7 @@ impl RowSums {
         dropped.len()
     }
 
-    /// Returns the mean key and the mean value of the `left` positions that are not `attended`.
+    /// Returns the mean key and the mean value of the `left` covered positions that are not in `attended`.
     fn means_without(&self, cache: &KvHead, attended: &[u32], left: usize) -> [Vec<f64>; 2] {
         let parts = [(&self.keys, cache.keys()), (&self.values, cache.values())];
         parts.map(|(sums, rows)| {
@@ -203,7 +205,7 @@ impl RowSums {
     }
 }
 
-/// Adds `sign` times the rows of some positions to sums.
+/// Adds `sign` times the rows at some positions to sums.
 fn add_rows(sums: &mut [f64], sign: f64, rows: &dyn CachedRows, positions: impl IntoIterator<Item = usize>) {
     let mut scratch = vec![0.0; sums.len()];
     for p in positions {

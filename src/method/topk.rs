@@ -1,8 +1,8 @@
-//! The oracle: the positions with the largest true softmax probability, summed over the query
-//! heads of the group. It reads every key; these reads are not counted, because it is a reference.
+//! The oracle: the positions with the largest true softmax probability, summed over the query heads of the group. It
+//! reads every key, but these reads are not counted, because it is a reference.
 //!
-//! No choice within the budget covers more mass. That bounds neither output error nor KL nor answers, which depend on the
-//! values too: a choice with less mass may come closer to full attention.
+//! No other choice within the budget covers more mass. This bounds neither the output error nor KL nor answers, which
+//! also depend on the values: a choice with less mass may come closer to full attention.
 
 pub mod cuda;
 

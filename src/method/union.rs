@@ -2,20 +2,21 @@
 
 use super::best::{Key, Places, best_positions};
 
-/// The least number of ranks that are sorted at a time.
+/// The smallest number of ranks that are sorted at a time.
 const RANKS: usize = 64;
 
-/// Returns the union of each list's best k positions, ascending, for the largest k whose union has at most
-/// `budget`; if even k = 1 has more, the best of that union by highest score. The lower position wins a tie.
+/// Returns the union of each list's best k positions, ascending, for the largest k whose union has at most `budget`
+/// positions. If the union has more even for k = 1, returns the positions with the highest scores in it. The lower
+/// position wins a tie.
 pub(super) fn union_within(lists: &[Vec<(f32, u32)>], budget: usize) -> Vec<u32> {
     let Some(high) = lists.iter().flatten().map(|(_, p)| *p).max() else {
         return Vec::new();
     };
-    // Keys ascend by falling score, then by position.
+    // Keys are ascending by falling score, then by rising position.
     let key = |(score, p): &(f32, u32)| !(score.key() >> 32) << 32 | u64::from(*p);
     let mut keys: Vec<Vec<u64>> = lists.iter().map(|list| list.iter().map(key).collect()).collect();
     let longest = lists.iter().map(Vec::len).max().unwrap_or(0);
-    // This number of ranks fits in any case.
+    // This many ranks fit in any case.
     let at_once = (budget / lists.len()).max(RANKS);
     let mut chosen = Places::new(high as usize + 1);
     let mut count = 0;
@@ -32,7 +33,7 @@ pub(super) fn union_within(lists: &[Vec<(f32, u32)>], budget: usize) -> Vec<u32>
             }
         }
         count += new.len();
-        // A rank that does not fit is left out as a whole.
+        // A rank that does not fit entirely is left out entirely.
         if count > budget {
             if rank == 0 {
                 return best_of(lists, new, budget);
@@ -44,7 +45,7 @@ pub(super) fn union_within(lists: &[Vec<(f32, u32)>], budget: usize) -> Vec<u32>
     chosen.ascending(0)
 }
 
-/// Sorts the next `n` keys into the places from `at` on; the keys before are in theirs.
+/// Sorts the next `n` keys into the places from `at` on; the keys before `at` are in place already.
 fn sort_next(keys: &mut [u64], at: usize, n: usize) {
     let Some(mut rest) = keys.get_mut(at..) else {
         return;
@@ -56,7 +57,7 @@ fn sort_next(keys: &mut [u64], at: usize, n: usize) {
     rest.sort_unstable();
 }
 
-/// Returns the `count` positions with the highest scores in any list, ascending.
+/// Returns the `count` positions with the highest scores in any of the lists, ascending.
 fn best_of(lists: &[Vec<(f32, u32)>], positions: Vec<u32>, count: usize) -> Vec<u32> {
     let score = |p: u32| {
         let scores = lists.iter().flatten().filter(|(_, other)| *other == p);
@@ -72,7 +73,7 @@ mod tests {
 
     /// Finds the same union by sorting all lists.
     fn naive(mut lists: Vec<Vec<(f32, u32)>>, budget: usize) -> Vec<u32> {
-        // A position joins the union at the least rank that it has in any list.
+        // A position joins the union at the smallest rank that it has in any list.
         let mut joins: Vec<(u32, usize)> = Vec::new();
         for list in &mut lists {
             list.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
@@ -82,7 +83,7 @@ mod tests {
         joins.dedup_by_key(|(p, _)| *p);
         let mut ranks: Vec<usize> = joins.iter().map(|(_, rank)| *rank).collect();
         ranks.sort_unstable();
-        // The first rank that would not fit: all of its positions stay out.
+        // The first rank that would not fit; all of its positions stay out.
         let limit = ranks.get(budget).copied().unwrap_or(usize::MAX);
         if limit > 0 {
             let fits = joins.into_iter().filter(|(_, rank)| *rank < limit);
@@ -107,7 +108,7 @@ mod tests {
         let mut number = numbers(1);
         let mut next = |n: u32| (number() >> 8) % n;
         for case in 0..3000 {
-            // Some long enough for several batches of ranks.
+            // Some lists are long enough for several batches of ranks.
             let longest = if case % 100 == 0 { 1000 } else { 60 };
             let (heads, n, coarse) = (next(6), 1 + next(longest), 1 + next(9));
             let list = |next: &mut dyn FnMut(u32) -> u32| -> Vec<(f32, u32)> {

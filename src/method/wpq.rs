@@ -1,14 +1,15 @@
 //! Whitened product quantisation: codes of rotated keys in the metric of the queries. Ours.
 //!
-//! Calibration: H is the second moment of the rotated queries of a KV head's group, L its Cholesky factor. The
-//! Euclidean distance of whitened keys `(k - mean) L` is the error of the queries' scores. Their principal components are
-//! dealt to groups of channels, so that every group has its share of the large ones, and the keys of each group are
-//! clustered to 16 or 256 words. A key is then one word per group; with two stages, what the words leave of it has words
-//! of its own.
+//! Calibration: H is the second moment of the rotated queries of a KV head's group, and L its Cholesky factor. The
+//! Euclidean distance of whitened keys `(k - mean) L` is the error of the queries' scores. The principal components of
+//! the whitened keys are dealt to groups of channels, so that every group gets its share of the large ones, and the
+//! keys are clustered into 16 or 256 words in each group. A key's code is then one word per group; with two stages, the
+//! remainder that these words leave of a key is clustered into words of its own.
 //!
-//! Decoding: a query gives a score to every word of every group, and the score of a key is the sum over its words: an
-//! estimate of the true one. A KV head attends the keys with the largest estimated probability, summed over the query
-//! heads of its group. With two stages, all keys are scored by the words of the first, and the best of these by both.
+//! Decoding: a query gives a score to every word of every group. The sum over a key's words estimates the score of the
+//! key. A KV head attends the keys with the largest estimated probability, summed over the query heads of its group.
+//! With two stages, all keys are scored by the words of the first stage, and the best of these keys by the words of
+//! both.
 
 mod bench;
 mod choose;
@@ -59,11 +60,11 @@ impl Method for HeadCodebooks {
     }
 }
 
-/// The index of one KV head: the codes of each key.
+/// The index of one KV head: the code of every key.
 #[derive(Clone)]
 pub struct Wpq {
     codebook: Arc<HeadCodebook>,
-    /// Per stage `[n,width]`.
+    /// The codes of each stage, `[n,width]`.
     codes: Vec<Vec<u8>>,
 }
 

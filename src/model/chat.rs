@@ -1,10 +1,10 @@
 //! The chat template of a checkpoint: turns a conversation into one text.
 //!
 //! Templates are Jinja and expect the environment that transformers offers, which [`jinja`] rebuilds. They come with
-//! the model and are not trusted. The engine counts instructions, but one instruction may take any memory and time
-//! (`x ~ x`, `|indent(10**9)`), its operators cannot be wrapped with checks as its filters can, and the nesting of
-//! values and syntax is bounded only by the stack. So templates are compiled and rendered in a process with limits,
-//! which bound what nobody has thought of, too: [`sandbox`].
+//! the model and are not trusted. The engine limits the number of instructions, but this does not bound memory and
+//! time: a single instruction may take any amount (`x ~ x`, `|indent(10**9)`), operators cannot be wrapped with checks
+//! as filters can, and only the stack bounds the nesting of values and syntax. Templates are therefore compiled and
+//! rendered in a process with limits ([`sandbox`]), which also bound what nobody has thought of.
 
 pub mod jinja;
 
@@ -38,16 +38,16 @@ pub struct ChatTemplate {
 /// Most bytes of a template; real ones have about ten thousand.
 const LONGEST: usize = 1 << 17;
 
-/// Bytes of memory for a template, beyond [`COPIES`] of the messages.
+/// Bytes of memory for a template, in addition to [`COPIES`] times the messages.
 const MEMORY: usize = 1 << 28;
 
 /// Seconds of processor time for a template.
 const SECONDS: u32 = 2;
 
-/// How often templates may have the text of the messages in memory.
+/// How many copies of the messages' text a template may hold in memory.
 const COPIES: usize = 6;
 
-/// What to do about a template that does not work.
+/// The hint for a template that does not work.
 const UNUSABLE: &str = "without --chat the prompt is taken as it is; --tokens takes turns as token ids";
 
 impl ChatTemplate {
@@ -88,7 +88,7 @@ impl ChatTemplate {
         &self.path
     }
 
-    /// Renders a conversation, special tokens included; with `add_generation_prompt`, up to where the
+    /// Renders a conversation, special tokens included; with `add_generation_prompt`, the text ends where the
     /// assistant's reply starts.
     ///
     /// # Errors
@@ -141,7 +141,7 @@ fn find_template(dir: &Path) -> Result<Option<(PathBuf, String)>> {
     Ok(None)
 }
 
-/// Reads `chat_template` of a JSON file: a string, or a list whose entry named `default` is taken.
+/// Reads `chat_template` of a JSON file: a string, or a list, of which the entry named `default` is taken.
 fn in_json(path: &Path) -> Result<Option<String>> {
     let value = read_json(path)?;
     let named = |template: &serde_json::Value| {

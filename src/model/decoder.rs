@@ -214,8 +214,8 @@ impl Decoder {
         }
     }
 
-    /// Makes the error for values at `place` that are not finite: it names the first of `weights` with such
-    /// a value, else blames the model.
+    /// Makes the error for values at `place` that are not finite: it names the first of `weights` that has such a
+    /// value, and otherwise blames the model.
     pub fn diagnose(&self, weights: &[&Weight], place: &str) -> Error {
         let faulty = weights.iter().find_map(|w| w.check_finite().err());
         faulty.unwrap_or_else(|| {
@@ -225,18 +225,18 @@ impl Decoder {
     }
 }
 
-/// Returns the bytes of memory that a block of `rows` rows takes on its way through a layer on the CPU, besides its
+/// Returns the bytes of memory that a block of `rows` rows takes while it passes a layer on the CPU, in addition to its
 /// hidden states; `finished` says whether the layer's output is computed too.
 pub fn block_bytes(c: &ModelConfig, rows: usize, finished: bool) -> usize {
     let (q, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
     let (hidden, inter) = (c.hidden_size, c.intermediate_size);
     let chunk = rows.min(ROWS);
-    // Floats of a projection's inputs, which are copied, padded, for the products.
+    // Floats of a projection's inputs, of which the matrix product makes a padded copy.
     let inputs = |width| packed_floats(chunk, width);
     let states = rows * (q + 2 * kv);
     let table = rows * c.head_dim;
     let project = states + chunk * (hidden + q) + inputs(hidden);
-    // The rotated keys, the queries of which the moments are taken, and the rotations of both.
+    // The rotated keys, the queries of which the moments are computed, and the rotation tables of both.
     let tap = states + rows * kv + 2 * table + chunk * q;
     let attend = states + rows * (kv + q) + table;
     let products = [

@@ -12,8 +12,9 @@ use crate::error::{Error, Result};
 const TAKES: &str = "--model takes the folder of a Hugging Face checkpoint (with config.json in it), or the id of a model in the \
                      hub's cache, such as Qwen/Qwen3-0.6B";
 
-/// Finds the folder that `--model` means: the path itself, the snapshot of a model's folder in the hub's cache, or that of
-/// a hub id (`org/name`, `org/name@revision`). Whatever is not found stays as it is, for [`check`] to explain.
+/// Finds the folder that `--model` means: the path itself, the snapshot of a model's folder in the hub's cache, or the
+/// snapshot of a hub id (`org/name`, `org/name@revision`). A path that is none of these is returned unchanged;
+/// [`check`] then says what is wrong with it.
 pub fn find(given: PathBuf) -> PathBuf {
     if given.is_dir() {
         let is_cached = !given.join("config.json").exists() && given.join("snapshots").is_dir();
@@ -36,7 +37,7 @@ struct HubId<'a> {
 }
 
 impl<'a> HubId<'a> {
-    /// Reads `name`, `org/name` or either with `@revision`; `None` for what can only be a path.
+    /// Parses `name` or `org/name`, with or without `@revision`; `None` for text that can only be a path.
     fn parse(text: &'a str) -> Option<Self> {
         let (name, revision) = match text.split_once('@') {
             Some((name, revision)) => (name, Some(revision)),
@@ -56,7 +57,8 @@ impl<'a> HubId<'a> {
     }
 }
 
-/// Returns the hub's cache, as its own tools find it: `HF_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME` or the home folder.
+/// Returns the hub's cache, found as the hub's own tools find it: by `HF_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME` or the
+/// home folder.
 fn hub_cache() -> Option<PathBuf> {
     let variable = |name: &str| {
         std::env::var_os(name)
@@ -70,7 +72,7 @@ fn hub_cache() -> Option<PathBuf> {
     })
 }
 
-/// Returns the snapshot of a revision, else that of `main`, else the only one or the latest.
+/// Returns the snapshot of the given revision; without a revision, that of `main`, or else the latest.
 fn snapshot(model: &Path, revision: Option<&str>) -> Option<PathBuf> {
     let snapshots = model.join("snapshots");
     let named = |revision: &str| {
@@ -91,7 +93,7 @@ fn snapshot(model: &Path, revision: Option<&str>) -> Option<PathBuf> {
     })
 }
 
-/// Fails if `dir` cannot be the folder of a checkpoint that this program runs, and says what it is instead.
+/// Fails if `dir` cannot be the folder of a checkpoint that this program runs; the error says what it is instead.
 ///
 /// # Errors
 /// No folder; a file or a folder of another format.
@@ -109,7 +111,7 @@ pub fn check(dir: &Path) -> Result<()> {
     if !dir.join("config.json").exists() {
         return match foreign(dir) {
             Some((what, hint)) => Err(Error::failed(format!("model folder {shown} has {what}")).hint(hint)),
-            // The error of the missing file names it.
+            // Reading config.json fails later, with an error that names the file.
             None => Ok(()),
         };
     }

@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use crate::error::{Error, Result};
 
-/// Largest frequency or factor; models have at most a few.
+/// Largest frequency or factor that is accepted; those of real models are at most a few units.
 const LARGEST: f32 = 1e6;
 
 /// The rotary embedding of a model: angular frequencies and the factor on cos and sin.
@@ -77,13 +77,14 @@ impl Rope {
     }
 
     /// Computes the mean rotations over ranges of distances: row i of the table is the mean of R_p over p in
-    /// `edges[i]..edges[i + 1]`, which turns a pair of channels and shortens it.
+    /// `edges[i]..edges[i + 1]`, which rotates every pair of channels and shortens it.
     ///
     /// # Numerics
     /// f64 of unrounded angles, rounded to f32 at the end. [`Rope::table`] rounds every angle to f32.
     ///
     /// # Source
-    /// Ours. R_p turns the pair of frequency w by e^{ipw}; the geometric series of these from l to u - 1 over u - l is
+    /// Ours. R_p multiplies a pair of channels of frequency w, taken as a complex number, by e^{ipw}. The mean of these
+    /// factors over p from l to u - 1 is, as a geometric series,
     /// m = e^{i (l + u - 1) w / 2} sin((u - l) w / 2) / ((u - l) sin(w / 2)), and 1 for w = 0.
     pub fn mean_table(&self, edges: &[u32]) -> RopeTable {
         let half = self.inv_freq.len();
@@ -119,10 +120,11 @@ impl Rope {
     }
 }
 
-/// Returns the mean of e^{ipw} over the whole numbers p from `low` to below `high`: its real and its imaginary part.
+/// Returns the mean of e^{ipw} over the whole numbers p from `low` to below `high`: its real part and its imaginary
+/// part.
 fn mean_rotation(w: f64, low: f64, high: f64) -> (f64, f64) {
     let (n, half) = (high - low, (w / 2.0).sin());
-    // Of a whole number of turns per position, every term of the series is 1.
+    // If a position makes a whole number of turns, every term of the series is 1.
     let scale = match half == 0.0 {
         true => 1.0,
         false => (n * w / 2.0).sin() / (n * half),
@@ -198,7 +200,7 @@ mod tests {
 
     #[test]
     fn mean_rotations_are_the_means() {
-        // A full turn to within rounding, a pair that is not rotated, and what models have.
+        // A full turn to within rounding, a pair that is not rotated, and frequencies that models have.
         let rope = Rope {
             inv_freq: vec![std::f32::consts::TAU, 1.0, 0.3, 1e-3, 1e-7, 0.0],
             attention_factor: 1.25,
@@ -229,7 +231,7 @@ mod tests {
         }
     }
 
-    /// The place of pair `i` in a row of a table.
+    /// Returns the index of pair `i` in a row of a table.
     fn at(row: usize, i: usize, table: &RopeTable) -> usize {
         row * table.half + i
     }

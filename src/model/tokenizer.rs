@@ -1,9 +1,10 @@
 //! The model's tokenizer (`tokenizer.json`) and its rules for special tokens.
 //!
-//! The file comes with the model and is not trusted. The library panics over some files, and over others it asks for any
-//! memory and time: a table's length is taken as it stands, and normalizers and post-processors may multiply the text.
-//! So everything but the vocabulary is tried first in a process with limits, and texts are tokenised in one:
-//! [`sandbox`]. Ids become text in this process, step by step; decoders that multiply text are refused.
+//! The file comes with the model and is not trusted. The library panics on some files, and takes any amount of memory
+//! and time on others: it believes the length that a table states, and normalizers and post-processors may multiply the
+//! text. So everything but the vocabulary is first loaded in a process with limits ([`sandbox`]), and texts are
+//! tokenised in such a process. Ids become text in the program's own process, step by step; decoders that multiply text
+//! are refused.
 
 use std::cell::Cell;
 use std::panic::{self, AssertUnwindSafe};
@@ -19,25 +20,25 @@ use crate::error::{Error, Kind, Result};
 use crate::sandbox::{self, Allowance};
 use crate::store::to_bytes;
 
-/// What to do about a tokenizer.json that does not work.
+/// The hint for a tokenizer.json that does not work.
 const BROKEN: &str = "fetch the model's tokenizer.json again, or give token ids with --tokens";
 
-/// Bytes of memory for the library, beyond [`SPREAD`] times the text.
+/// Bytes of memory for the library, in addition to [`SPREAD`] times the text.
 const MEMORY: usize = 1 << 28;
 
 /// Bytes of memory per byte of text; ordinary tokenizers take up to 200.
 const SPREAD: usize = 512;
 
-/// Bytes of text that have a second of processor time, beyond [`SECONDS`]; ordinary tokenizers take a million.
+/// Bytes of text per second of processor time, in addition to [`SECONDS`]; ordinary tokenizers manage a million.
 const SPEED: usize = 50_000;
 
-/// Seconds of processor time for any text.
+/// Seconds of processor time that any text gets.
 const SECONDS: u32 = 2;
 
-/// Bytes of short documents that share a process.
+/// Bytes of short documents that are tokenised in one process.
 const BATCH: usize = 1 << 20;
 
-/// How many times longer a decoder may make a text.
+/// By what factor a decoder may lengthen a text.
 const GROWTH: usize = 16;
 
 thread_local! {
@@ -45,7 +46,7 @@ thread_local! {
     static GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls the tokenizer library, which panics over some files that it has parsed; returns the reason if it fails.
+/// Calls the tokenizer library, which panics on some files that it has parsed; returns the reason if it fails.
 fn guarded<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> std::result::Result<T, String> {
     static SILENT: Once = Once::new();
     SILENT.call_once(|| {
@@ -80,8 +81,8 @@ struct HandledParts {
     decoder: Value,
 }
 
-/// Loads a tokenizer.json with an empty vocabulary in a process with limits. The vocabulary itself is a plain list: it
-/// takes memory as its bytes do, and most of the time.
+/// Loads a tokenizer.json with an empty vocabulary in a process with limits. The vocabulary can be left out: it is a
+/// plain list, whose memory is in proportion to its bytes, and loading it takes most of the time.
 fn rehearse(file: &[u8]) -> Result<()> {
     let limits = Allowance {
         memory_bytes: MEMORY,
@@ -124,7 +125,7 @@ fn limited(
     Ok(bytemuck::pod_collect_to_vec(&ids))
 }
 
-/// Bounds how many times longer a decoder makes a text.
+/// Bounds the factor by which a decoder lengthens a text.
 fn growth(decoder: &Value) -> usize {
     let own = match (&decoder["type"], &decoder["content"]) {
         (kind, Value::String(content)) if kind == "Replace" => {
@@ -217,12 +218,12 @@ impl Tokenizer {
         limited(text.len(), || self.ids(text, false))
     }
 
-    /// Tokenises only as much of a document as its first `limit` tokens need, and returns these.
+    /// Tokenises only as much of a document as its first `limit` tokens need, and returns these tokens.
     pub fn encode_prefix(&self, text: &str, limit: usize) -> Result<Vec<u32>> {
         limited(text.len(), || self.prefix(text, limit))
     }
 
-    /// Tokenises documents up to `limit` tokens in all; returns the ids of each that has a part in them.
+    /// Tokenises documents up to `limit` tokens in total; returns the ids of each document that contributes to them.
     pub fn encode_documents(&self, documents: &[String], limit: usize) -> Result<Vec<Vec<u32>>> {
         let (mut done, mut left) = (Vec::new(), limit);
         while left > 0 && done.len() < documents.len() {
@@ -247,7 +248,7 @@ impl Tokenizer {
         Ok(done)
     }
 
-    /// Tokenises documents up to `limit` tokens in all; lists the ids of each behind their number.
+    /// Tokenises documents up to `limit` tokens in total; lists, per document, the number of its ids and then the ids.
     fn list(&self, documents: &[String], limit: usize) -> std::result::Result<Vec<u32>, String> {
         let (mut listed, mut left) = (Vec::new(), limit);
         for document in documents {
@@ -280,7 +281,7 @@ impl Tokenizer {
                 end += 1;
             }
             let mut ids = self.whole(&text[..end])?;
-            // The last tokens before the cut may differ from the whole text's, so 64 more are demanded.
+            // The last tokens before the cut may differ from those of the whole text, so 64 more tokens are required.
             if end == text.len() || ids.len() >= limit + 64 {
                 ids.truncate(limit);
                 return Ok(ids);
@@ -305,7 +306,7 @@ pub struct TextStream<'a> {
     ids: Vec<u32>,
     /// Number of ids whose text has been returned.
     done: usize,
-    /// First id that is decoded again with each piece, since some tokenizers join neighbouring tokens.
+    /// First id that is decoded again with each piece, since decoders may join neighbouring tokens.
     context: usize,
     text: String,
 }

@@ -1,4 +1,4 @@
-//! Caches and selection on the CPU, beside a model on any device.
+//! Caches and selection on the CPU, for a model on any device.
 
 use ndarray::{Array1, Axis};
 use rayon::prelude::*;
@@ -18,18 +18,18 @@ use crate::model::forward::{CpuForward, Forward};
 pub struct CpuBackend<'a> {
     forward: Box<dyn Forward + 'a>,
     options: Options,
-    /// Per layer.
+    /// The KV heads of each layer.
     heads: Vec<Vec<Head>>,
-    /// Sum over decode steps of the mean over layers.
+    /// The shares of each decode step, averaged over layers and summed over steps.
     shares: Shares,
-    /// Per layer.
+    /// What was read, per layer.
     counts: Vec<Counts>,
-    /// After the last decode step.
+    /// The logits after the last decode step.
     logits: Array1<f32>,
 }
 
 impl<'a> CpuBackend<'a> {
-    /// Empty caches with room for `capacity` positions; they grow beyond.
+    /// Makes a backend whose caches are empty and have space for `capacity` positions; they grow beyond it.
     pub fn new(
         forward: Box<dyn Forward + 'a>,
         method: &dyn Method,
@@ -58,7 +58,7 @@ impl<'a> CpuBackend<'a> {
 }
 
 impl<'a> Session<'a> {
-    /// A session with model, caches and selection on the CPU, and room for `capacity` positions.
+    /// Makes a session with model, caches and selection on the CPU, and space for `capacity` positions.
     ///
     /// # Errors
     /// Weights that cannot be read.

@@ -1,10 +1,10 @@
 //! Measures what methods lose against full attention: several methods and budgets, compared with one exact run.
 //!
-//! A block is prefilled once, with exact attention. Its last tokens are then fed one by one along several
-//! trajectories at the same time: the first attends everything, each of the others what its method
-//! chooses. In addition every method has a shadow, which chooses along the full trajectory, so that its
-//! choice can be compared with the true probabilities. Where a block or a conversation has several turns,
-//! each trajectory runs every later prompt over its own cache.
+//! A block is prefilled once, with exact attention. Its last tokens are then fed one by one along several trajectories
+//! at the same time: the first trajectory attends everything, each of the others attends what its method chooses. In
+//! addition, every method has a shadow, which chooses along the full trajectory, so that its choice can be compared
+//! with the true probabilities. If a block or a conversation has several turns, each trajectory runs every later prompt
+//! over its own cache.
 
 mod bootstrap;
 mod judge;
@@ -37,34 +37,36 @@ use trajectories::{HeadStep, StepInput, Trajectories};
 pub struct Variant<'a> {
     /// The method.
     pub method: &'a dyn Method,
-    /// Number of the method; variants with the same number differ in their budgets and tails alone, and have one index.
+    /// Number of the method; variants with the same number differ only in budget and tail, and share the index of the
+    /// first prompt.
     pub number: usize,
-    /// What it may choose.
+    /// How many positions the method may choose.
     pub budget: Budget,
 }
 
-/// What is fed before an answer.
+/// The tokens that are fed before an answer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Asking {
-    /// What is fed at once: at least one token.
+    /// Tokens that are fed at once: at least one.
     pub prompt: Vec<u32>,
-    /// What is then fed one by one, in decode steps; exact attention does not answer it in the method's place.
+    /// Tokens that are then fed one by one, in decode steps: the exact attention of the prompt must not answer the
+    /// question in the method's place.
     pub question: Vec<u32>,
 }
 
 /// A turn of a conversation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Question {
-    /// What is fed.
+    /// The tokens that are fed.
     pub asking: Asking,
-    /// What should come next.
+    /// The tokens that should come next.
     pub answer: Vec<u32>,
 }
 
-/// A reply, judged while it grows.
+/// The judgement of a reply that is still growing.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Judgement {
-    /// Share of the answers that it has.
+    /// Share of the expected answers that the reply contains.
     pub score: f64,
     /// Whether further tokens cannot change the score.
     pub is_final: bool,
@@ -72,9 +74,9 @@ pub struct Judgement {
 
 /// A single question, which each variant answers by itself.
 pub struct Needle<'a> {
-    /// What is fed.
+    /// The tokens that are fed.
     pub asking: &'a Asking,
-    /// What its result is counted with.
+    /// The questions with which its result is counted.
     pub group: &'a Group,
     /// Most tokens of a reply.
     pub most: usize,
@@ -87,8 +89,8 @@ pub fn turns_of(n: usize, turns: usize) -> impl Iterator<Item = Range<usize>> {
     (0..turns).map(move |turn| turn * n / turns..(turn + 1) * n / turns)
 }
 
-/// Counts the last tokens of a turn of `n` that are fed one by one: at most `decode`; the prompt keeps
-/// at least one.
+/// Returns how many of the last tokens of a turn of `n` tokens are fed one by one: `decode`, and at least one; the
+/// prompt keeps at least one token.
 pub fn decoded(n: usize, decode: usize) -> usize {
     decode.clamp(1, n.max(2) - 1)
 }
@@ -98,9 +100,9 @@ pub struct Evaluation<'a> {
     forward: Box<dyn Forward + 'a>,
     variants: Vec<Variant<'a>>,
     options: Options,
-    /// Per variant.
+    /// The report of each variant.
     pub reports: Vec<VariantReport>,
-    /// Needles that full attention was asked.
+    /// The answers of full attention to the needles.
     pub full: Answers,
 }
 
@@ -163,7 +165,8 @@ impl<'a> Evaluation<'a> {
         Ok(logits)
     }
 
-    /// Evaluates a needle: each variant decodes greedily after the question, until its reply is judged.
+    /// Evaluates a needle: each variant decodes greedily after the question, until the judgement of its reply is final
+    /// or the reply has its most tokens.
     ///
     /// # Errors
     /// An empty prompt; activations that are not finite; an interrupt.
@@ -203,7 +206,8 @@ impl<'a> Evaluation<'a> {
     }
 
     /// Evaluates a conversation. Every trajectory is fed the right answers; a turn counts as answered if each token of
-    /// its answer is the greedy choice. As in a session, the last token of an answer is fed with the next prompt.
+    /// its answer is the greedy choice. As in a session, the last token of an answer is fed together with the next
+    /// prompt.
     ///
     /// # Errors
     /// An empty prompt; activations that are not finite; an interrupt.
@@ -243,7 +247,7 @@ impl<'a> Evaluation<'a> {
         Trajectories::new(config, &self.variants, &self.options, capacity, judged)
     }
 
-    /// Adds the scores of a question, that of full attention first.
+    /// Adds the scores of a question; the first score is that of full attention.
     fn answer(&mut self, turn: usize, group: &Group, mut scores: impl Iterator<Item = f64>) {
         let asked = |score: f64| Asked {
             turn,
@@ -261,7 +265,8 @@ impl<'a> Evaluation<'a> {
         self.forward.decoder().config.n_layers
     }
 
-    /// Lists the layers in which the static set has all that a step sees, in a context of `n` positions.
+    /// Lists the layers in which, in a context of `n` positions, the static set covers everything that a step sees, so
+    /// that there is nothing to choose.
     pub fn without_choice(&self, n: usize) -> Vec<usize> {
         let windows = self.forward.decoder().config.windows.iter().enumerate();
         let Options { sinks, window, .. } = self.options;
@@ -285,8 +290,8 @@ impl<'a> Evaluation<'a> {
             .bytes_fraction(self.options.kv, head_dim)
     }
 
-    /// Feeds one token to each trajectory, the full one first; shadows choose along that. Returns the logits after
-    /// the token, `[vocab]` for each trajectory.
+    /// Feeds one token to each trajectory, the full trajectory first; shadows choose along the full trajectory. Returns
+    /// the logits after the token, `[vocab]` for each trajectory.
     fn step(&mut self, fed: &mut Trajectories, ids: &[u32], turn: usize) -> Result<Vec<Array1<f32>>> {
         let mut shares = vec![Shares::default(); self.variants.len()];
         let (variants, reports, options) = (&self.variants, &mut self.reports, &self.options);
@@ -325,7 +330,7 @@ impl<'a> Evaluation<'a> {
         Ok(logits)
     }
 
-    /// Adds the indexes of a finished block to the reports.
+    /// Adds the index sizes of a finished block to the reports.
     fn close(&mut self, fed: &Trajectories) {
         for (v, report) in self.reports.iter_mut().enumerate() {
             for head in fed.heads.iter().flatten() {
@@ -360,7 +365,7 @@ fn tally(
     }
 }
 
-/// Returns what each variant lost in a step; `logits` are those of every trajectory, the full one first.
+/// Returns what each variant lost in a step; `logits` holds the logits of every trajectory, the full trajectory first.
 fn losses(logits: &[Array1<f32>], [turn, place]: [usize; 2], next: Option<usize>) -> Vec<StepLoss> {
     let predictions: Vec<Prediction> = logits.par_iter().map(|row| Prediction::new(row.view())).collect();
     let Some((full, own)) = predictions.split_first() else {

@@ -1,4 +1,4 @@
-//! One KV head: it caches the rows of prompts and of tokens, and attends what its method chooses.
+//! One KV head: caches the rows of prompts and tokens, and attends what its method chooses.
 
 use ndarray::{Array2, Array3, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut1, ArrayViewMut2, Axis, s};
 use rayon::prelude::*;
@@ -16,7 +16,7 @@ pub(super) struct Head {
     pub chooser: Chooser,
 }
 
-/// What a method keeps of one KV head: its index, and the tail if steps estimate what they leave out.
+/// What a method keeps for one KV head: its index, and the tail if steps estimate what they leave out.
 pub(super) struct Chooser {
     pub retriever: Box<dyn Retriever>,
     pub tail: Option<Tail>,
@@ -31,7 +31,7 @@ impl Chooser {
         }
     }
 
-    /// Returns a copy for another trajectory.
+    /// Returns a copy for a new trajectory.
     pub fn fork(&self) -> Self {
         Self {
             retriever: self.retriever.fork(),
@@ -39,7 +39,7 @@ impl Chooser {
         }
     }
 
-    /// Sums what the last position of a prompt sees, if there is a tail.
+    /// Restarts the sums of the tail, if there is one, with what the last position of a prompt sees.
     pub fn restart_tail(&mut self, kv: &KvHead, model_window: Option<usize>) {
         if let Some(tail) = &mut self.tail {
             tail.restart(kv, attention::visible(kv.len() - 1, model_window));
@@ -48,7 +48,8 @@ impl Chooser {
 }
 
 impl Head {
-    /// Feeds one token, out `[r,d]`; returns the choice and the bytes of the index that it read.
+    /// Feeds one token and writes the attention output, `[r,d]`; returns the choice and the bytes of the index that it
+    /// read.
     pub fn step(
         &mut self,
         token: &Token,
@@ -108,7 +109,7 @@ impl<'a> PromptRows<'a> {
         )
     }
 
-    /// Puts the new rows into a cache.
+    /// Appends the new rows to a cache.
     pub fn cache(&self, kv: &mut KvHead) {
         let (keys, values) = self.attended();
         let seen = attention::visible(keys.nrows() - 1, self.model_window);
@@ -152,12 +153,12 @@ impl<'a> Token<'a> {
         }
     }
 
-    /// Puts key and value into a cache.
+    /// Appends the key and the value to a cache.
     pub fn cache(&self, kv: &mut KvHead) {
         kv.extend(self.k_rope.view(), self.v.view());
     }
 
-    /// Describes the step to a method; the cache holds the token already.
+    /// Describes the step to a method; the cache already holds the token.
     pub fn step<'b>(&'b self, step: usize, set: &StaticSet, budget: Budget, kv: &'b KvHead) -> Step<'b> {
         Step {
             step,
@@ -171,8 +172,8 @@ impl<'a> Token<'a> {
     }
 }
 
-/// Runs one decode step of one KV head: the method takes in the key, chooses, and sees what was attended; then the tail
-/// is joined. Returns the choice and the bytes of the index that it read, those of the tail included.
+/// Runs one decode step of one KV head: the method records the key, chooses, and sees what was attended; then the tail
+/// is joined. Returns the choice and the bytes of the index that were read, those of the tail included.
 pub(super) fn decode_head(
     token: &Token,
     step: &Step,
@@ -194,8 +195,8 @@ pub(super) fn decode_head(
     (choice, index_bytes)
 }
 
-/// Joins the outputs `[r,d]` of a step that attended some positions with the estimate of the others; `lse` is as
-/// [`attend`] returns it. Returns the bytes that were read for it.
+/// Joins the outputs `[r,d]` of a step, which attended some of the positions, with the estimate of the others; `lse` is
+/// what [`attend`] returns. Returns the bytes that were read for the estimate.
 fn join_tail(
     tail: &mut Tail,
     step: &Step,
@@ -217,16 +218,16 @@ fn join_tail(
     bytes
 }
 
-/// Joins a row of attention with the log-sum-exp `lse` and that over other positions.
+/// Joins an attention output `row`, whose log-sum-exp is `lse`, with a partial result over other positions.
 fn join(row: &mut ArrayViewMut1<f32>, lse: f32, other: &Partial) {
     let mut joined = row.to_vec();
     attention::merge(&mut joined, lse, other);
     row.assign(&ArrayView1::from(&joined));
 }
 
-/// Attends the static set and what was chosen, out `[r,d]`; bypassed heads attend the sinks alone,
-/// joined with the result that their method gave. Returns the log-sum-exp of each query head's scores, `[r]`; `None` for
-/// a bypassed head.
+/// Attends the static set and the chosen positions, and writes the output, `[r,d]`. Bypassed heads attend the sinks
+/// alone, joined with the partial result of their method. Returns the log-sum-exp of each query head's scores, `[r]`;
+/// `None` for a bypassed head.
 pub(crate) fn attend(
     step: &Step,
     set: &StaticSet,
@@ -251,7 +252,7 @@ pub(crate) fn attend(
     let mut weights = Array2::zeros((r, positions.len()));
     let mut rows = Array2::zeros((attending.len(), d));
     let queries = step.q_rope.select(Axis(0), &attending);
-    // Where no head attends them, no row is read.
+    // If no head attends the positions, their rows are not read.
     let read = if attending.is_empty() { &[] } else { &positions[..] };
     let (seen, sums) = attention::decode_with_weights(queries.view(), keys, values, read, rows.view_mut());
     let mut lse = vec![None; r];
@@ -280,7 +281,7 @@ mod tests {
     use crate::kv::packed::Center;
     use crate::testing::values;
 
-    /// Keeps what it is told.
+    /// A method that records what it is told.
     #[derive(Clone)]
     struct Witness {
         observes: bool,
@@ -346,7 +347,7 @@ mod tests {
                 .into_iter()
                 .all(|row| (row.sum() - 1.0).abs() < 1e-6)
         );
-        // A head that was bypassed attended the sinks alone, of which nothing is told.
+        // A bypassed head attended the sinks alone, and its method is not told of that.
         let rest = Partial {
             output: vec![0.5; d],
             lse: 0.0,

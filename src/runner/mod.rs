@@ -24,7 +24,7 @@ pub struct Options {
     pub sinks: usize,
     /// Last positions that are always attended, the current one included.
     pub window: usize,
-    /// What the method may choose besides.
+    /// How many other positions the method may choose.
     pub budget: Budget,
     /// Element type of the cache.
     pub kv: KvType,

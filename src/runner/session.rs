@@ -14,7 +14,7 @@ use crate::kv::sample::Sampler;
 pub struct StepAt {
     /// Position of the token that is fed.
     pub position: usize,
-    /// Decode steps before it.
+    /// Number of decode steps before this step.
     pub step: usize,
 }
 
@@ -107,7 +107,7 @@ impl<'a> Session<'a> {
         self.feed(id, |backend| backend.next(sampler))
     }
 
-    /// Runs one step and reads what follows; counts the step unless this fails.
+    /// Runs one step and reads its result with `read`; counts the step unless either fails.
     fn feed<T>(&mut self, id: u32, read: impl FnOnce(&(dyn Backend + 'a)) -> Result<T>) -> Result<T> {
         let at = StepAt {
             position: self.positions,
@@ -125,10 +125,10 @@ impl<'a> Session<'a> {
         self.trace = Some(Trace::new(sink));
     }
 
-    /// Writes out what is left of the trace, if there is one.
+    /// Flushes the trace, if there is one.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// The trace cannot be written.
     pub fn finish_trace(&mut self) -> Result<()> {
         self.trace.as_mut().map_or(Ok(()), Trace::finish)
     }

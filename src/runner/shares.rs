@@ -77,18 +77,18 @@ pub struct Counts {
     pub visible: u64,
     /// K and V rows attended, static set included.
     pub rows: u64,
-    /// Keys that were read to rank and then not attended.
+    /// Keys that were read to rank positions and then not attended.
     pub ranked_keys: u64,
-    /// Choices of everything visible.
+    /// Choices that take everything visible.
     pub full: u64,
     /// Query heads that bypassed their selection.
     pub bypassed_heads: u64,
-    /// Bytes of the index; `None` if the device does not tell.
+    /// Bytes of the index; `None` if the device does not report them.
     pub index_bytes: Option<u64>,
 }
 
 impl Counts {
-    /// Counters before the first step.
+    /// Counts before the first step.
     pub const NONE: Self = Self {
         choices: 0,
         visible: 0,
@@ -120,13 +120,13 @@ impl Counts {
         self.rows * row as u64 + self.ranked_keys * key as u64
     }
 
-    /// Returns all bytes read, those of the index included, unless the device does not tell these.
+    /// Returns all bytes read, those of the index included; `None` if the device does not report the index's bytes.
     pub fn bytes(&self, kv: KvType, head_dim: usize) -> Option<u64> {
         self.index_bytes.map(|index| index + self.kv_bytes(kv, head_dim))
     }
 
-    /// Returns [`Counts::bytes`] over the bytes of all visible keys and values in the same cache; `None` without a
-    /// choice too.
+    /// Returns [`Counts::bytes`] over the bytes of all visible keys and values in the same cache; `None` also if there
+    /// was no choice.
     pub fn bytes_fraction(&self, kv: KvType, head_dim: usize) -> Option<f64> {
         let visible = self.visible * kv.bytes_per_position(head_dim) as u64;
         let read = self.bytes(kv, head_dim).filter(|_| visible > 0);

@@ -32,7 +32,7 @@ impl<'a> Trace<'a> {
         Ok(())
     }
 
-    /// Writes out what is still buffered.
+    /// Flushes the lines that are still buffered.
     pub fn finish(&mut self) -> Result<()> {
         self.sink.flush().map_err(failed)
     }

@@ -209,8 +209,8 @@ impl Codebook {
 /// assignment to the initial centroids) and the inertia summed over the heads.
 ///
 /// # Numerics
-/// See the [module](self). The same input, device and seed give the same bytes, whatever other heads
-/// are fitted along.
+/// See the [module](self). The same input, device and seed give the same bytes, whichever other heads are fitted at the
+/// same time.
 ///
 /// # Errors
 /// [`KMeansError`]: an impossible size, too few points, initial centroids of another shape, `Break` from
@@ -328,7 +328,7 @@ pub fn fit(
         .ok_or_else(|| KMeansError::Device(Error::failed("no points")))
 }
 
-/// The fit behind linfa's trait: without callback, returning only the codebook.
+/// The fit behind linfa's trait: without a callback, and returning only the codebook.
 impl<D: Data<Elem = f32>, T> Fit<ArrayBase<D, Ix2>, T, KMeansError> for KMeansParams {
     type Object = Codebook;
 

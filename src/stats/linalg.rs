@@ -10,10 +10,10 @@ use ndarray_linalg::{Cholesky, Eigh, SolveTriangular, UPLO};
 
 use crate::error::{Error, Result};
 
-/// Starts the program anew with OpenBLAS limited to one thread, unless it is already; `main` calls this first.
+/// Restarts the program with OpenBLAS limited to one thread, unless it already is; `main` calls this first.
 ///
-/// OpenBLAS starts a thread per core when it is loaded, which is before `main`; only the environment prevents that.
-/// Nothing uses these threads, and where memory is limited they never end, and let the program not end either.
+/// OpenBLAS starts a thread per core when it is loaded, which is before `main`, so only the environment can prevent it.
+/// Nothing uses these threads; under a memory limit, they never end and keep the program from ending.
 pub fn without_openblas_threads() {
     const VARIABLE: &str = "OPENBLAS_NUM_THREADS";
     if std::env::var_os(VARIABLE).is_some_and(|threads| threads == "1") {
@@ -27,20 +27,21 @@ pub fn without_openblas_threads() {
     if let Some(name) = arguments.next() {
         anew.arg0(name);
     }
-    // This returns only if it fails; the program then runs beside these threads.
+    // `exec` returns only if it fails; the program then runs with these threads.
     let _ = anew.args(arguments).env(VARIABLE, "1").exec();
 }
 
-/// More than OpenBLAS allocates at its first call, and keeps; it tries for ever if it does not get it.
+/// More bytes than OpenBLAS allocates at its first call and keeps. OpenBLAS retries for ever if it does not get its
+/// memory, so [`lapack`] first tries whether there is as much.
 const BUFFER_BYTES: usize = 160 << 20;
 
-/// Gives access to LAPACK, to one caller at a time, so that it needs one buffer.
+/// Gives access to LAPACK to one caller at a time, so that LAPACK needs one buffer only.
 ///
-/// It is limited to one thread: results must not depend on the number of cores, and kvsmith's own threads use all cores
-/// already.
+/// LAPACK is limited to one thread: results must not depend on the number of cores, and kvsmith's own threads use all
+/// cores already.
 ///
 /// # Errors
-/// There is no memory for its buffer.
+/// There is no memory for LAPACK's buffer.
 fn lapack() -> Result<MutexGuard<'static, bool>> {
     unsafe extern "C" {
         fn openblas_set_num_threads(threads: std::ffi::c_int);

@@ -14,7 +14,7 @@ use crate::model::rope::RopeTable;
 pub struct TextBlocks(Vec<Range<usize>>);
 
 impl TextBlocks {
-    /// Takes the first row of each block, and then n.
+    /// Makes the blocks from the first row of each block, followed by n.
     pub fn new(block_start: &[u32]) -> Self {
         let ends = block_start.windows(2);
         Self(ends.map(|w| w[0] as usize..w[1] as usize).collect())
@@ -30,7 +30,7 @@ impl TextBlocks {
         self.0.iter().cloned()
     }
 
-    /// Rotates `x` `[n,d]`, some rows of the text, to their positions within their blocks, and scales them.
+    /// Rotates `x` `[n,d]`, the rows `rows` of the text, to their positions within their blocks, and scales them.
     ///
     /// # Errors
     /// Rows that are not contiguous.

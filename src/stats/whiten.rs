@@ -94,7 +94,7 @@ impl Metric {
 /// f32; fixed chunks of rows, so the result does not depend on the number of threads.
 ///
 /// # Source
-/// Eq. 15. The mean is kvsmith's: it shifts all scores of a query equally, so rankings stay, and it
+/// Eq. 15. The mean is kvsmith's addition: it shifts all scores of a query equally, so rankings do not change, and it
 /// keeps a large key bias out of the f32 distances and the f16 codebook.
 pub fn whiten(keys: ArrayView2<f32>, chol: ArrayView2<f32>, mean: ArrayView1<f32>) -> Array2<f32> {
     let mut out = Array2::zeros(keys.dim());
@@ -152,8 +152,8 @@ mod tests {
 
     #[test]
     fn the_ridge_grows_until_the_factorisation_succeeds() {
-        // An indefinite matrix, as rounding can make of a rank-deficient one: smallest eigenvalue
-        // about -3e-5 of the RMS.
+        // An indefinite matrix, such as rounding can make of a rank-deficient one: its smallest eigenvalue is about
+        // -3e-5 of the RMS.
         let mut h = Array2::from_elem((4, 4), 1.0);
         h[[3, 3]] -= 1.2e-4;
         let metric = Metric::new(h.view()).unwrap();

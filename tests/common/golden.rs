@@ -31,7 +31,7 @@ impl Golden {
         }
     }
 
-    /// `[heads,n,d]`.
+    /// Reads a tensor, `[heads,n,d]`.
     pub fn tensor(&self, name: &str, heads: usize) -> Array3<f32> {
         let shape = [heads, self.ids.len(), self.decoder.config.head_dim];
         Array3::from_shape_vec(shape, self.store.read(name, &shape).unwrap()).unwrap()
@@ -52,7 +52,7 @@ impl Golden {
     }
 }
 
-/// The name and the folder of every golden model.
+/// Lists the name and the folder of every golden model.
 pub fn all() -> Vec<(String, PathBuf)> {
     let named = all_golden().map(|dir| {
         let name = dir.file_name().unwrap().to_string_lossy().into_owned();
@@ -71,7 +71,7 @@ pub fn options(budget: &str, kv: KvType) -> Options {
     }
 }
 
-/// The first `n` greedy tokens after a prompt, and the logits before each.
+/// Returns the first `n` greedy tokens after a prompt, and the logits before each token.
 pub fn generate(session: &mut Session, ids: &[u32], n: usize) -> (Vec<u32>, Vec<Array1<f32>>) {
     let mut logits = vec![session.prefill(ids).unwrap()];
     let mut out = Vec::new();
@@ -85,7 +85,7 @@ pub fn generate(session: &mut Session, ids: &[u32], n: usize) -> (Vec<u32>, Vec<
     }
 }
 
-/// The largest difference.
+/// Returns the largest absolute difference.
 pub fn worst(a: &Array1<f32>, b: &Array1<f32>) -> f32 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }

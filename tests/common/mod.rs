@@ -25,7 +25,7 @@ use sha2::{Digest, Sha256};
 
 pub use model::*;
 
-/// Tests for libtest-mimic, named after their functions.
+/// Makes tests for libtest-mimic, named after their functions.
 macro_rules! trials {
     ($($check:ident),+ $(,)?) => {
         [$(libtest_mimic::Trial::test(stringify!($check), || {
@@ -36,7 +36,7 @@ macro_rules! trials {
 }
 pub(crate) use trials;
 
-/// The repository, or the folder that `KVSMITH_ROOT` names.
+/// Returns the repository, or the folder that `KVSMITH_ROOT` names.
 pub fn root() -> PathBuf {
     let root = std::env::var_os("KVSMITH_ROOT");
     root.unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into()).into()
@@ -46,12 +46,12 @@ pub fn golden(name: &str) -> PathBuf {
     root().join("tests/fixtures/golden").join(name)
 }
 
-/// The path of a golden checkpoint, for a command line.
+/// Returns the path of a golden checkpoint, for a command line.
 pub fn checkpoint(name: &str) -> String {
     golden(name).display().to_string()
 }
 
-/// Every golden checkpoint, by name.
+/// Lists every golden checkpoint, by name.
 pub fn all_golden() -> impl Iterator<Item = PathBuf> {
     let mut dirs: Vec<PathBuf> = std::fs::read_dir(root().join("tests/fixtures/golden"))
         .unwrap()
@@ -63,7 +63,7 @@ pub fn all_golden() -> impl Iterator<Item = PathBuf> {
     dirs.into_iter()
 }
 
-/// The larger of the relative L2 error and the largest error over the largest value.
+/// Returns the larger of the relative L2 error and the largest error over the largest value.
 pub fn relative_error<S, T, D>(actual: &ArrayBase<S, D>, expected: &ArrayBase<T, D>) -> f64
 where
     S: Data<Elem = f32>,
@@ -84,7 +84,7 @@ where
     l2.sqrt().max(worst / largest)
 }
 
-/// A copy of a folder of plain files.
+/// Copies a folder of plain files.
 pub fn copy_dir(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).unwrap();
     for entry in std::fs::read_dir(from).unwrap() {
@@ -103,7 +103,8 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// What the program left behind; its error, if it ended with code 1, has a hint that is about this error.
+    /// Returns what the program left behind; checks that its error, if it ended with code 1, has a hint about this
+    /// error.
     #[track_caller]
     pub fn of(output: std::process::Output) -> Self {
         let outcome = Self {
@@ -119,21 +120,21 @@ impl Outcome {
         outcome
     }
 
-    /// The same, having checked that it succeeded.
+    /// Returns this outcome after checking that the program succeeded.
     #[track_caller]
     pub fn ok(self) -> Self {
         assert_eq!(self.code, Some(0), "{}", self.stderr);
         self
     }
 
-    /// The one JSON document on stdout of a run that succeeded.
+    /// Returns the one JSON document on stdout of a run that succeeded.
     #[track_caller]
     pub fn json(self) -> Value {
         serde_json::from_str(&self.ok().stdout).unwrap()
     }
 
-    /// Checks that it failed with `code`, that its `error:` has `culprit` and its `hint:` has
-    /// `hint` (no check of the hint if that is empty).
+    /// Checks that the program failed with `code`, that its `error:` has `culprit` and its `hint:` has `hint` (the hint
+    /// is not checked if `hint` is empty).
     #[track_caller]
     pub fn fails(&self, code: i32, culprit: &str, hint: &str) {
         let line = |prefix: &str| {
@@ -163,12 +164,12 @@ impl Outcome {
     }
 }
 
-/// The program, or the one that `KVSMITH_BIN` names, with `arguments`, which are separated by spaces.
+/// Returns the command of the program, or of the one that `KVSMITH_BIN` names, with `arguments` separated by spaces.
 pub fn command(arguments: &str) -> Command {
     let program = std::env::var_os("KVSMITH_BIN");
     let mut command = Command::new(program.unwrap_or_else(|| env!("CARGO_BIN_EXE_kvsmith").into()));
     command.args(arguments.split_whitespace());
-    // A test run in the background may have been told to ignore these; the program would go on so.
+    // A test run in the background may have been told to ignore these signals, and the program would inherit that.
     // SAFETY: `signal` may be called between fork and exec.
     unsafe {
         command.pre_exec(|| {
@@ -196,20 +197,20 @@ pub fn start(arguments: &str) -> Child {
         .unwrap()
 }
 
-/// Sends a signal to a child that was not waited for.
+/// Sends a signal to a child that has not been waited for.
 pub fn send(child: &Child, signal: i32) {
     // SAFETY: its id is still its own.
     unsafe { libc::kill(child.id() as i32, signal) };
 }
 
-/// The JSON documents of a text, one a line.
+/// Parses the JSON documents of a text, one per line.
 pub fn json_lines(text: &str) -> Vec<Value> {
     text.lines()
         .map(|line| serde_json::from_str(line).unwrap())
         .collect()
 }
 
-/// The rows of a table in a text: a line each, its columns between bars.
+/// Returns the rows of a table in a text: one row per line, with its columns between bars.
 #[track_caller]
 pub fn table<const N: usize>(text: &str) -> Vec<[&str; N]> {
     let mut rows = Vec::new();
@@ -220,13 +221,14 @@ pub fn table<const N: usize>(text: &str) -> Vec<[&str; N]> {
     rows
 }
 
-/// A number of a JSON object.
+/// Returns a number of a JSON object.
 #[track_caller]
 pub fn number(row: &Value, key: &str) -> f64 {
     row[key].as_f64().unwrap_or_else(|| panic!("{key}: {row}"))
 }
 
-/// Writes tasks of a text with `scripts/tasks.py` and the Python that `KVSMITH_PYTHON` names; returns the file's text.
+/// Writes tasks made from a text with `scripts/tasks.py` and the Python that `KVSMITH_PYTHON` names; returns the file's
+/// text.
 #[track_caller]
 pub fn make_tasks(out: &str, haystack: &Path, arguments: &str) -> String {
     let python = std::env::var_os("KVSMITH_PYTHON").expect("KVSMITH_PYTHON names a Python");
@@ -256,7 +258,7 @@ impl Scratch {
         Self(tempfile::tempdir().unwrap())
     }
 
-    /// The path of `name` in the folder.
+    /// Returns the path of `name` in the folder.
     pub fn path(&self, name: &str) -> String {
         self.0.path().join(name).display().to_string()
     }
@@ -266,7 +268,7 @@ impl Scratch {
         self.path(name)
     }
 
-    /// Runs a command that succeeds and writes the file or folder `name`; its path.
+    /// Runs a command that must succeed and writes the file or folder `name`; returns its path.
     #[track_caller]
     pub fn make(&self, name: &str, command: &str) -> String {
         let out = self.path(name);
@@ -274,19 +276,19 @@ impl Scratch {
         out
     }
 
-    /// A file for `--tokens`.
+    /// Writes a file for `--tokens`.
     pub fn tokens(&self, name: &str, documents: &[Vec<u32>]) -> String {
         self.write(name, json!(documents).to_string())
     }
 
-    /// A copy of a golden checkpoint.
+    /// Copies a golden checkpoint.
     pub fn model(&self, name: &str, from: &str) -> String {
         let to = self.path(name);
         copy_dir(&golden(from), Path::new(&to));
         to
     }
 
-    /// Names in a folder, sorted.
+    /// Lists the names in a folder, sorted.
     pub fn list(&self, name: &str) -> Vec<String> {
         let entries = std::fs::read_dir(self.path(name)).unwrap();
         let mut names: Vec<String> = entries
@@ -297,19 +299,19 @@ impl Scratch {
     }
 }
 
-/// Random documents of these lengths, within the vocabulary of the golden checkpoints.
+/// Returns random documents of these lengths, within the vocabulary of the golden checkpoints.
 pub fn documents(lengths: &[usize], seed: u64) -> Vec<Vec<u32>> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let mut document = |n: &usize| (0..*n).map(|_| rng.gen_range(3..96)).collect();
     lengths.iter().map(&mut document).collect()
 }
 
-/// A u32 tensor of a golden checkpoint: `ids` or `greedy`.
+/// Returns a u32 tensor of a golden checkpoint: `ids` or `greedy`.
 pub fn golden_ids(name: &str, tensor: &str) -> Vec<u32> {
     read_tensors(golden(name).join("golden.safetensors"))[tensor].u32s()
 }
 
-/// Changes the fields of a JSON file: null removes one.
+/// Changes the fields of a JSON file; null removes a field.
 pub fn edit_json(path: &str, fields: &Value) {
     let mut value: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
     let map = value.as_object_mut().unwrap();
@@ -391,7 +393,7 @@ pub fn write_tensors(path: impl AsRef<Path>, tensors: &RawTensors) {
     std::fs::write(path, safetensors(&json!(header).to_string(), &data)).unwrap();
 }
 
-/// The bytes of a safetensors file with this header.
+/// Returns the bytes of a safetensors file with this header.
 pub fn safetensors(header: &str, data: &[u8]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()
 }
@@ -404,7 +406,7 @@ pub fn edit_tensors(model: &str, edit: impl FnOnce(&mut RawTensors)) {
     write_tensors(&path, &tensors);
 }
 
-/// Copies an artifact with an edited manifest, whose digest fits again.
+/// Copies an artifact with an edited manifest and a matching digest.
 pub fn resealed(path: &str, to: &str, edit: impl FnOnce(&mut Value)) {
     let bytes = std::fs::read(path).unwrap();
     let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
@@ -422,7 +424,7 @@ pub fn resealed(path: &str, to: &str, edit: impl FnOnce(&mut Value)) {
     std::fs::write(to, safetensors(&text, &bytes[header..])).unwrap();
 }
 
-/// Takes tensors out of a file whose metadata stay as they are.
+/// Removes tensors from a file and leaves its metadata as they are.
 pub fn remove_tensors(path: &str, names: &[&str]) {
     let bytes = std::fs::read(path).unwrap();
     let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
@@ -442,7 +444,7 @@ pub fn remove_tensors(path: &str, names: &[&str]) {
     std::fs::write(path, safetensors(&json!(header).to_string(), &data)).unwrap();
 }
 
-/// Edits the manifest of a dump, with its digest and that of the tokens made right again.
+/// Edits the manifest of a dump, and corrects its digest and that of the tokens.
 pub fn reseal_dump(dump: &str, edit: impl FnOnce(&mut Value)) {
     let hex = |bytes: &[u8]| -> String { Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect() };
     let path = format!("{dump}/manifest.json");
@@ -458,7 +460,7 @@ pub fn reseal_dump(dump: &str, edit: impl FnOnce(&mut Value)) {
 /// Characters of [`tokenizer`], from id 3 on.
 pub const ALPHABET: &str = "abcdefghijklmnopqrstuvwxyz0123456789 ,.-";
 
-/// A tokenizer.json with one token per character: 0 unknown, 1 `<s>`, 2 `</s>`, then [`ALPHABET`].
+/// Returns a tokenizer.json with one token per character: 0 unknown, 1 `<s>`, 2 `</s>`, then [`ALPHABET`].
 pub fn tokenizer(post_processor: Value) -> String {
     let specials = ["<unk>", "<s>", "</s>"];
     let characters = ALPHABET.chars().map(String::from);
@@ -483,7 +485,7 @@ pub fn tokenizer(post_processor: Value) -> String {
     .to_string()
 }
 
-/// The ids that [`tokenizer`] gives `text`, without special tokens.
+/// Returns the ids that [`tokenizer`] gives `text`, without special tokens.
 pub fn character_ids(text: &str) -> Vec<u32> {
     let id = |c: char| ALPHABET.chars().position(|a| a == c).map_or(0, |i| i as u32 + 3);
     text.chars().map(id).collect()

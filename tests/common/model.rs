@@ -1,4 +1,4 @@
-//! What tests take from kvsmith itself: methods by name, states of models.
+//! What tests use of kvsmith itself: methods by name, states of models.
 
 use kvsmith::artifact::Artifact;
 use kvsmith::method::Method;
@@ -10,18 +10,18 @@ use kvsmith::model::decoder::rotated;
 use kvsmith::model::rope::{Rope, RopeConfig, RopeScaling};
 use ndarray::Array3;
 
-/// Every method.
+/// Lists every method.
 pub fn methods() -> impl Iterator<Item = MethodName> {
     METHODS.iter().copied()
 }
 
-/// The method of this name.
+/// Finds the method of this name.
 pub fn method(name: &str) -> MethodName {
     let found = methods().find(|m| m.as_str() == name);
     found.unwrap_or_else(|| panic!("no method {name}"))
 }
 
-/// A method of a model, with the default parameters.
+/// Prepares a method for a model, with the default parameters.
 pub fn prepared(name: MethodName, artifact: Option<&Artifact>, decoder: &Decoder) -> Box<dyn Method> {
     let ask = Ask {
         artifact,
@@ -33,13 +33,13 @@ pub fn prepared(name: MethodName, artifact: Option<&Artifact>, decoder: &Decoder
     name.prepare(&ask).unwrap()
 }
 
-/// The names of all methods, as a flag lists them.
+/// Returns the names of all methods, as a flag lists them.
 pub fn method_list() -> String {
     let names: Vec<&str> = methods().map(|method| method.as_str()).collect();
     names.join(",")
 }
 
-/// A rope without scaling.
+/// Makes a rope without scaling.
 pub fn plain_rope(d: usize) -> Rope {
     let config = RopeConfig {
         theta: 1e4,
@@ -57,7 +57,7 @@ pub struct Captured {
     pub v: Array3<f32>,
 }
 
-/// The states of every layer along a document.
+/// Computes the states of every layer along a document.
 pub fn captured(decoder: &Decoder, ids: &[u32]) -> Vec<Captured> {
     let mut hidden = decoder.embed(ids).unwrap();
     let table = decoder.rope.table(0..ids.len());

@@ -4,7 +4,7 @@ use ndarray::Array2;
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
-/// About normal: the sum of twelve uniform numbers.
+/// Draws a roughly normal number: the sum of twelve uniform numbers.
 pub fn normal(rng: &mut ChaCha8Rng) -> f32 {
     (0..12).map(|_| rng.r#gen::<f32>()).sum::<f32>() - 6.0
 }
@@ -13,12 +13,12 @@ pub fn normals(rng: &mut ChaCha8Rng, count: usize) -> Vec<f32> {
     (0..count).map(|_| normal(rng)).collect()
 }
 
-/// About normal: the sum of four uniform numbers, scaled to unit variance.
+/// Draws a roughly normal number: the sum of four uniform numbers, scaled to unit variance.
 pub fn noise(rng: &mut ChaCha8Rng) -> f32 {
     (0..4).map(|_| rng.gen_range(-1.0..1.0f32)).sum::<f32>() * 0.75f32.sqrt()
 }
 
-/// Entries of [`noise`].
+/// Draws a matrix of [`noise`].
 pub fn matrix(rng: &mut ChaCha8Rng, rows: usize, columns: usize) -> Array2<f32> {
     Array2::from_shape_simple_fn((rows, columns), || noise(rng))
 }

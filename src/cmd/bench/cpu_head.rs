@@ -11,20 +11,20 @@ use crate::kv::packed::{Center, Layout};
 use crate::method::bench::{Fill, NewHead};
 use crate::method::{Place, Prompt, Retriever};
 
-/// Rows that are drawn at a time.
+/// Rows that are drawn together.
 const CHUNK: usize = 4096;
-/// Queries of a head, which its steps use in turn.
+/// Number of queries of a head; its steps use them in turn.
 const QUERIES: usize = 8;
 /// Factor on random queries, so that the scaled scores of random keys have a standard deviation of 3.
 const SHARPNESS: f32 = 9.0;
-/// Share of a query that all queries of its head have in common. The cosine of two queries is about its square.
+/// Weight of the part that all queries of a head have in common. The cosine of two queries is about its square.
 const OWN: f32 = 0.95;
 
 /// One KV head of one sequence.
 pub struct BenchHead {
     pub kv: KvHead,
     pub retriever: Box<dyn Retriever>,
-    /// Before and after rotation, `[r,d]`: the same here.
+    /// The queries, `[r,d]` each, which serve as queries before and after rotation.
     pub queries: Vec<Array2<f32>>,
     pub out: Array2<f32>,
 }
@@ -34,7 +34,7 @@ pub fn uniform(rng: &mut ChaCha8Rng, n: usize, d: usize) -> Array2<f32> {
     Array2::from_shape_simple_fn((n, d), || rng.r#gen::<f32>() * 2.0 - 1.0)
 }
 
-/// Draws a query of every query head, `[r,d]`, most of it `own`.
+/// Draws a query for every query head, `[r,d]`, most of which is `own`, the part that all queries of the head share.
 fn query(rng: &mut ChaCha8Rng, own: &Array2<f32>) -> Array2<f32> {
     let new = uniform(rng, own.nrows(), own.ncols());
     (own * OWN + new * (1.0 - OWN * OWN).sqrt()) * SHARPNESS
@@ -60,7 +60,7 @@ impl BenchHead {
         let holds_rows = setting.holds_rows();
         let room = if holds_rows { n } else { 0 };
         let mut kv = KvHead::new(place.kv, d, room, Layout::from(Center::Median));
-        // The keys of a prompt for the method.
+        // The keys of the prompt that the method gets.
         let mut prompted = Vec::new();
         if holds_rows || fill == Fill::Keys {
             for first in (0..n).step_by(CHUNK) {
@@ -89,7 +89,7 @@ impl BenchHead {
                 first: n - rows.min(n),
                 k_pre: keys.view(),
                 q_rope: q_rope.view(),
-                // The cache has the values; no method needs them here.
+                // The values are in the cache; no method reads them here.
                 values: keys.view(),
                 keys: keys.view(),
                 kv: &kv,

@@ -79,9 +79,9 @@ pub struct CpuSteps<'a> {
     steps: usize,
     /// Bytes that the last step read.
     pub bytes: usize,
-    /// What it read, by kind, without what ranks by true probabilities.
+    /// Counts of what the last step read, without the keys that the oracle reads.
     counts: Counts,
-    /// Exact scores that its retrieval computed.
+    /// Number of exact scores that the last step's retrieval computed.
     scored: usize,
 }
 
@@ -150,8 +150,8 @@ impl<'a> CpuSteps<'a> {
         Ok(start.elapsed().as_secs_f64())
     }
 
-    /// Returns the bytes that the last step read over those of all keys and values; of the rows only those that were
-    /// read to choose, unless the chosen ones were attended.
+    /// Returns the bytes that the last step read over those of all keys and values. Unless the chosen positions were
+    /// attended, only the rows that were read to choose count.
     pub fn bytes_fraction(&self) -> Option<f64> {
         let LayerSetting { caches, layer, .. } = self.setting;
         let rows = if self.setting.attends { self.counts.rows } else { 0 };

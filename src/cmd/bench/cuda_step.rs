@@ -18,13 +18,13 @@ use crate::method::cuda::{CudaIndex, CudaStep, OnDevice};
 
 /// Least number of steps that are timed together.
 const STEPS: usize = 20;
-/// Bytes that the plain loop reads, many times the second-level cache of any GPU, and how often before the device is
-/// waited for.
+/// Bytes that the plain loop reads, many times the second-level cache of any GPU; and how often it reads them before
+/// the host waits for the device.
 const READ_BYTES: usize = 2 << 30;
 const READS: usize = 4;
 
-/// Measures a loop that only reads, in GB/s of the device's clock; over half of the free memory if that is less than
-/// 2 GiB.
+/// Measures a loop that only reads, in GB/s by the device's clock; it reads half of the free memory if that is less
+/// than 2 GiB.
 pub fn bandwidth(driver: &dyn Driver, runs: usize) -> Result<f64> {
     let bytes = READ_BYTES.min(driver.free_bytes()? as usize / 2);
     let reading = ReadLoop::new(driver, bytes)?;
@@ -113,7 +113,7 @@ impl<'d> CudaSteps<'d> {
         })
     }
 
-    /// Runs some steps; returns the seconds of one.
+    /// Runs some steps; returns the seconds per step.
     pub fn run(&mut self) -> Result<f64> {
         if self.recording.is_none() {
             let record = || (0..self.steps).try_for_each(|step| self.step(step));

@@ -23,7 +23,7 @@ pub struct EncodeArgs {
     runs: usize,
 }
 
-/// What to do about sizes that are too large.
+/// The hint for sizes that are too large.
 const SMALLER: &str = "give less --n, --dim or --size";
 
 /// Runs `bench encode`.
@@ -34,7 +34,7 @@ pub fn run(args: &EncodeArgs, global: &Global) -> Result<()> {
         return Err(Error::usage(format!("--n {n} x --dim {d} x --size {size} is too large")).hint(SMALLER));
     }
     let shape = format!("{n} x {d}, {size} codewords");
-    // The keys and the codebook, which has a second form; codes and distances.
+    // The keys, and the codebook in two forms; then codes and distances.
     let need = 4.0 * (n as f64 + 2.0 * size as f64) * d as f64 + 8.0 * n as f64;
     check_memory(&shape, need, free_bytes(), SMALLER)?;
     let mut comparison = Comparison::new("encode", args.runs, global)?;

@@ -71,7 +71,8 @@ impl KMeansArgs {
         if values.is_none_or(|v| v > MAX_VALUES) {
             return Err(Error::usage(format!("{shape} is too large")).hint(hint));
         }
-        // The points, twice, and a code, a distance and their bounds each; the centroids before and after a pass.
+        // Two copies of the points; a code, a distance and bounds for each point; the centroids before and after a
+        // pass.
         let each = n as f64 * (8.0 * d as f64 + 24.0) + 8.0 * self.size as f64 * d as f64;
         check_memory(&shape, heads as f64 * each, free_bytes(), hint)
     }
@@ -135,7 +136,7 @@ fn report(
     let last = fits.last().expect("at least one run");
     let assignments: usize = last.heads.iter().map(|fit| fit.inertia.len()).sum();
     let inertia: f64 = last.heads.iter().filter_map(|fit| fit.inertia.last()).sum();
-    // Nominal: each assignment counts every point with every centroid, even those that are skipped.
+    // Nominal operations: each assignment counts every point with every centroid, even pairs that are skipped.
     let flop = 2.0 * (n * d) as f64 * size as f64 * assignments as f64;
     let times = Times::from(fits.iter().map(|fit| fit.total).collect::<Vec<f64>>());
     let gflops = flop / times.median * 1e-9;
@@ -165,16 +166,16 @@ fn report(
     results.finish()
 }
 
-/// One fit of all heads, in as many groups as the device needs, and its seconds.
+/// One fit of all heads, in as many groups as the device needs, and the seconds of its parts.
 #[derive(Default)]
 struct TimedFit {
     heads: Vec<KMeansFit>,
     total: f64,
-    /// Upload of the points.
+    /// Seconds of uploading the points.
     upload: f64,
-    /// Seeding and the first assignment.
+    /// Seconds of seeding and the first assignment.
     seed: f64,
-    /// Each pass, over all heads.
+    /// Seconds of each pass, over all heads.
     passes: Vec<f64>,
 }
 

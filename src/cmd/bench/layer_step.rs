@@ -23,7 +23,7 @@ use crate::method::params::MethodParams;
 use crate::method::registry::MethodName;
 use crate::method::{Choice, Ranking, Reads, lfps};
 
-/// Bytes that are read in turn, more than the processor's caches hold.
+/// Least bytes of all copies of a layer's data, which steps read in turn; the processor's caches hold less.
 pub const ROTATED_BYTES: usize = 256 << 20;
 
 #[derive(clap::Args, Debug)]
@@ -217,8 +217,8 @@ impl<'a> LayerSetting<'a> {
         ROTATED_BYTES.div_ceil(self.copy_bytes().max(1)).clamp(2, 64)
     }
 
-    /// Counts the bytes of all copies and of the queries of the prompts that a thread per core draws, as an f64, in
-    /// which no product overflows. The flags' limits keep all other sizes below 2^64.
+    /// Counts the bytes of all copies and of the prompts' queries, which one thread per core draws; as an f64, in which
+    /// no product overflows. The flags' limits keep all other sizes below 2^64.
     fn bytes(&self) -> f64 {
         let queries = self.group * self.lfps.lfps_rows.min(self.layer.context);
         let drawn = 4.0 * (queries * self.layer.head_dim * rayon::current_num_threads()) as f64;
@@ -312,7 +312,7 @@ pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
         .log()
         .note(&format!("a plain read loop: {bandwidth:.1} GB/s"));
     let mut results = Results::new(global);
-    // GB/s of scattered reads, by the bytes of a row.
+    // GB/s of scattered reads, keyed by the bytes of a row.
     let mut scattered = BTreeMap::new();
     // Median seconds of full attention, by shape.
     let mut full = BTreeMap::new();

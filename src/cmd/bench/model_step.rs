@@ -72,7 +72,7 @@ fn methods_help() -> String {
     format!("How steps choose what they read: {}", methods(on_cuda).join(", "))
 }
 
-/// Times every combination; one that does not fit is left out with a warning.
+/// Times every combination; a combination that does not fit into memory is left out with a warning.
 pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     if matches!(global.device, DeviceFlag::Cpu | DeviceFlag::Wgpu) {
         return Err(Error::device("`bench decode` needs an NVIDIA GPU")
@@ -85,7 +85,7 @@ pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
         );
     }
     float(args.caches.kv)?;
-    // Small numbers are added to the seed.
+    // The top bit stays clear, since small numbers are added to the seed.
     let settings = settings(args, global.seed as u32 & (u32::MAX >> 1))?;
     for setting in &settings {
         setting.check()?;
@@ -161,7 +161,7 @@ impl ModelSetting<'_> {
         )
     }
 
-    /// Checks that no GPU could lack the memory by so much that sizes overflow.
+    /// Fails if the data are larger than the memory of any GPU, so that later sizes cannot overflow.
     fn check(&self) -> Result<()> {
         let (c, caches) = (&self.config, &self.args.caches);
         let [layers, hidden, inner, d] =

@@ -41,7 +41,7 @@ pub struct PrefillArgs {
     runs: usize,
 }
 
-/// What to do about sizes that are too large.
+/// The hint for sizes that are too large.
 const SMALLER: &str = "give less --tokens, --hidden, --intermediate, --heads or --head-dim";
 
 impl PrefillArgs {
@@ -83,7 +83,8 @@ impl PrefillArgs {
             ))
             .hint(SMALLER));
         }
-        // Of a projection: weights, inputs and their packed form, outputs. Of attention: queries, keys, values, outputs.
+        // A projection takes weights, inputs and their packed form, and outputs; attention takes queries, keys, values
+        // and outputs.
         let n = longest as f64;
         let project = |(_, input, output): (_, usize, usize)| {
             let (input, output) = (input as f64, output as f64);
@@ -139,7 +140,8 @@ fn project(
     })
 }
 
-/// Times the causal attention of a prompt. About half of the products with keys are masked; only the others count.
+/// Times the causal attention of a prompt. About half of the products with keys are masked; only the others count as
+/// operations.
 fn attend(comparison: &mut Comparison, tokens: usize, args: &PrefillArgs, seed: u64) -> Result<()> {
     let (h, g, d) = (args.heads, args.kv_heads, args.head_dim);
     let states = |heads, more| random_points(heads, tokens, d, seed.wrapping_add(more));

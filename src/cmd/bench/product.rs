@@ -34,7 +34,7 @@ pub struct Comparison<'a> {
 }
 
 impl<'a> Comparison<'a> {
-    /// Starts `bench <name>` without a result.
+    /// Starts the results of `bench <name>`.
     ///
     /// # Errors
     /// A GPU was asked for.
@@ -64,8 +64,8 @@ impl<'a> Comparison<'a> {
         2.0 * (SIZE as f64).powi(3) / time * 1e-9
     }
 
-    /// Times a kernel of `flop` operations. It takes turns with the plain product, so that whatever else the machine
-    /// does slows both.
+    /// Times a kernel of `flop` operations. Its runs alternate with runs of the plain product, so that other work on
+    /// the machine slows both.
     pub fn add(&mut self, name: &str, shape: &str, flop: f64, mut kernel: impl FnMut()) -> Result<()> {
         let both = measure(self.runs, || Ok((seconds(&mut kernel), self.plain_rate())))?;
         let (times, rates): (Vec<f64>, Vec<f64>) = both.into_iter().unzip();

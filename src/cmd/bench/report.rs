@@ -58,7 +58,7 @@ pub struct Results<'a> {
 }
 
 impl<'a> Results<'a> {
-    /// Starts without a result.
+    /// Starts with no results.
     pub fn new(global: &'a Global) -> Self {
         Self {
             global,
@@ -66,7 +66,7 @@ impl<'a> Results<'a> {
         }
     }
 
-    /// Adds a result; `more` has the members that only this benchmark gives, `says` the numbers in words.
+    /// Adds a result; `more` has the members that only this benchmark gives, and `says` gives the numbers in words.
     pub fn add(
         &mut self,
         [name, shape, device]: [&str; 3],
@@ -111,8 +111,8 @@ impl<'a> Results<'a> {
     }
 }
 
-/// Compares reading `bytes` in some seconds with the `bandwidth` of a plain read loop, in GB/s: as members of a result
-/// and in words.
+/// Compares the rate of reading `bytes` in some seconds with `bandwidth`, that of a plain read loop in GB/s: as members
+/// of a result and in words.
 pub fn against_read_loop(bytes: f64, seconds: f64, bandwidth: f64) -> (Value, String) {
     let rate = bytes / seconds * 1e-9;
     let share = rate / bandwidth;
@@ -125,7 +125,7 @@ pub fn against_read_loop(bytes: f64, seconds: f64, bandwidth: f64) -> (Value, St
     )
 }
 
-/// Correlated normal channels of unequal scale, like whitened keys, `[b,n,d]`.
+/// Draws independent, roughly normal channels whose scale falls from the first to the last, `[b,n,d]`.
 pub fn random_points(heads: usize, n: usize, d: usize, seed: u64) -> Array3<f32> {
     let mut points = Array3::zeros((heads, n, d));
     let each = points.axis_iter_mut(Axis(0)).into_par_iter().enumerate();
@@ -133,7 +133,7 @@ pub fn random_points(heads: usize, n: usize, d: usize, seed: u64) -> Array3<f32>
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         rng.set_stream(head as u64);
         for ((_, c), value) in points.indexed_iter_mut() {
-            // Sum of uniforms: close enough to normal for timing.
+            // A sum of uniform numbers is close enough to normal for timing.
             let sum: f32 = (0..4).map(|_| rng.r#gen::<f32>() - 0.5).sum();
             *value = sum / (1.0 + c as f32 / 16.0);
         }
@@ -141,7 +141,7 @@ pub fn random_points(heads: usize, n: usize, d: usize, seed: u64) -> Array3<f32>
     points
 }
 
-/// The points of one head, `[n,d]`.
+/// Draws the points of one head, `[n,d]`.
 pub fn random_matrix(n: usize, d: usize, seed: u64) -> Array2<f32> {
     random_points(1, n, d, seed).index_axis_move(Axis(0), 0)
 }
@@ -154,10 +154,10 @@ pub fn free_bytes() -> usize {
     };
     // SAFETY: the call only fills the struct.
     unsafe { libc::getrlimit(libc::RLIMIT_AS, &mut limit) };
-    // What is no limit is the largest number.
+    // An unlimited address space is reported as the largest number.
     let limit = usize::try_from(limit.rlim_cur).unwrap_or(usize::MAX);
     let free = proc_bytes("/proc/meminfo", "MemAvailable:").unwrap_or(usize::MAX);
-    // Allocations are smaller in any case.
+    // No allocation can be larger than this.
     free.min(limit).min(isize::MAX as usize)
 }
 
@@ -167,7 +167,7 @@ pub fn check_memory(what: &str, need: f64, free: usize, hint: &str) -> Result<()
     if need <= free as f64 {
         return Ok(());
     }
-    // What is beyond the largest number is shown as that.
+    // A need beyond the largest number is shown as that number.
     let (need, free) = (size(need as usize), size(free));
     Err(Error::usage(format!("{what}: the data need {need}, and {free} are free")).hint(hint))
 }

@@ -54,7 +54,7 @@ pub fn ranking_help() -> String {
     format!("How {two} look for the best positions on the CPU")
 }
 
-/// Checks that every method can be timed there and in that way.
+/// Checks that every method can be timed on the device and with the ranking asked for.
 pub fn check(asked: &[MethodName], ranking: Ranking, device: DeviceFlag) -> Result<()> {
     let is_cuda = device == DeviceFlag::Cuda;
     let supported = |bench: &dyn Bench| on_cuda(bench) || on_cpu_alone(bench) && !is_cuda;

@@ -24,7 +24,7 @@ pub(super) struct CalibrationRun<'a> {
     pub corpus: &'a Corpus,
     /// Which rows of the text the fits use.
     pub kept: &'a [bool],
-    /// The position that the query moments rotate queries to.
+    /// The position to which queries are rotated for the query moments.
     pub position: Position,
     pub fits: Vec<Box<dyn Fit>>,
     /// The rows whose queries any fit reads, ascending.
@@ -38,11 +38,11 @@ struct Captured {
     keys: Array3<f32>,
     /// Queries of `query_rows` before rotation, `[h,rows,d]`.
     queries: Array3<f32>,
-    /// Values, `[g,n,d]`; no head unless a fit reads them.
+    /// Values, `[g,n,d]`; without heads unless a fit reads values.
     values: Array3<f32>,
-    /// At the position asked for.
+    /// Moments at the position asked for.
     moments: LayerMoments,
-    /// With each query at its own position.
+    /// Moments with each query at its own position.
     own_moments: LayerMoments,
     sums: QuerySums,
 }
@@ -59,7 +59,7 @@ impl CalibrationRun<'_> {
         let sizes = self.decoder.config.sizes();
         let mut capture = self.start(layers, work, sections)?;
         let remaining = sizes.n_layers - capture.next_layer;
-        // A unit is a token captured, or a key fitted for a section.
+        // A unit of progress is a captured token, or a key that was fitted for a section.
         let per_layer = self.corpus.n_tokens() * (1 + sections.len() * sizes.n_kv_heads);
         let progress = self.log.progress((remaining * per_layer) as u64, "states");
         while capture.next_layer < sizes.n_layers {
@@ -182,7 +182,7 @@ impl CalibrationRun<'_> {
         self.fits.iter().map(|of| fit(of.as_ref())).collect()
     }
 
-    /// Shows what is being done in the progress bar.
+    /// Shows in the progress bar what is being done.
     fn stage(&self, progress: &Progress, layer: usize, what: &str) {
         let n_layers = self.decoder.config.n_layers;
         progress.layer(layer, n_layers, what);

@@ -8,9 +8,9 @@ use crate::model::decoder::block_bytes;
 use crate::progress::size;
 use crate::store;
 
-/// The program itself and LAPACK's buffer.
+/// Bytes of the program itself and of LAPACK's buffer.
 const PROGRAM_BYTES: usize = 2 << 20;
-/// The buffers of a thread.
+/// Bytes of the buffers of one thread.
 const THREAD_BYTES: usize = 1 << 20;
 
 /// Lists the rows whose queries any fit reads, ascending.
@@ -33,17 +33,17 @@ pub struct MemoryPlan {
     pub states: usize,
     /// The sections of all layers.
     pub results: usize,
-    /// The most that a block on its way through a layer takes together with the states of the blocks up to it.
+    /// The most that a block takes on its way through a layer, together with the states of all blocks up to it.
     pub capture: usize,
-    /// The fit that takes the most.
+    /// The memory of the fit that takes the most.
     pub fit: usize,
-    /// The verdict, which runs the model again after everything else is written.
+    /// The memory of the verdict, which runs the model again after everything else is written.
     pub verdict: usize,
 }
 
 impl MemoryPlan {
-    /// Plans the calibration of a model with these fits and sections; the verdict feeds `verdict_rows` tokens one by one
-    /// per held-out block, those of all variants together.
+    /// Plans the calibration of a model with these fits and sections. The verdict feeds `verdict_rows` tokens one by
+    /// one per held-out block, counted over all variants.
     pub fn new(
         c: &ModelConfig,
         corpus: &Corpus,
@@ -71,7 +71,7 @@ impl MemoryPlan {
             let queries = query_rows.partition_point(|row| *row < rows);
             rows * (key + value) + queries * query
         };
-        // Memory for the states of later blocks is not touched yet.
+        // Memory for the states of later blocks is reserved but not in use yet.
         let block =
             |i: usize| states(corpus.block(i).end) + block_bytes(c, corpus.block(i).len(), c.n_layers > 1);
         let verdict = match verdict_rows {
@@ -94,7 +94,7 @@ impl MemoryPlan {
         }
     }
 
-    /// Returns the bytes that are needed at once: a layer is captured, then fitted; the verdict comes last.
+    /// Returns the bytes that are needed at once: each layer is captured and then fitted, and the verdict comes last.
     pub fn total(&self) -> usize {
         let fitted = self.hidden + self.results + self.capture.max(self.states + self.fit);
         self.program + fitted.max(self.verdict)

@@ -24,7 +24,7 @@ impl Stages {
         }
     }
 
-    /// Does work of a stage.
+    /// Does `work`, and adds the time it takes to a stage.
     pub fn time<T>(&mut self, name: &'static str, work: impl FnOnce() -> T) -> T {
         let start = Instant::now();
         let out = work();
@@ -37,19 +37,19 @@ impl Stages {
         self.0.iter().copied()
     }
 
-    /// Returns the seconds of a stage, 0 for one that is not there.
+    /// Returns the seconds of a stage; 0 for a stage that is not in the list.
     pub fn get(&self, name: &str) -> f64 {
         self.iter()
             .find(|stage| stage.0 == name)
             .map_or(0.0, |stage| stage.1)
     }
 
-    /// Adds up all of them.
+    /// Adds up the seconds of all stages.
     pub fn total(&self) -> f64 {
         self.iter().fold(0.0, |sum, (_, seconds)| sum + seconds)
     }
 
-    /// Describes all of them: `capture 3.1 s, codebooks 8.4 s`.
+    /// Describes all stages: `capture 3.1 s, codebooks 8.4 s`.
     pub fn text(&self) -> String {
         let said = self
             .iter()
@@ -57,7 +57,7 @@ impl Stages {
         said.collect::<Vec<_>>().join(", ")
     }
 
-    /// Returns them for `--json`.
+    /// Returns the stages for `--json`.
     pub fn json(&self) -> Value {
         let stage = |(name, seconds)| json!({ "name": name, "seconds": seconds });
         self.iter().map(stage).collect()

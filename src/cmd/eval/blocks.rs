@@ -11,10 +11,10 @@ use crate::model::Decoder;
 use crate::progress::Log;
 use crate::runner::eval::{Evaluation, decoded, turns_of};
 
-/// Most steps of each turn in which the shares of the bytes are measured.
+/// Most steps of each turn in which shares of the bytes are sampled.
 const SAMPLED_STEPS: usize = 32;
 
-/// Text or tokens in blocks, each with a token to decode in every turn at least.
+/// Text or tokens in blocks; each block has at least one token to decode in every turn.
 pub struct Blocks {
     corpus: Corpus,
     usable: Vec<Range<usize>>,
@@ -51,7 +51,7 @@ impl Blocks {
         Ok(Self { corpus, usable })
     }
 
-    /// Evaluates the first block, in fewer steps: what a step reads changes little from one to the next.
+    /// Evaluates the first block with fewer steps, since what a step reads changes little from step to step.
     pub fn sample(&self, args: &Args, evaluation: &mut Evaluation) -> Result<()> {
         let ids = &self.corpus.ids[self.usable[0].clone()];
         evaluation.block(ids, args.turns, args.decode.min(SAMPLED_STEPS), &mut || {})

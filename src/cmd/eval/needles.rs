@@ -28,7 +28,7 @@ enum Questions {
     Conversation(Vec<Question>),
 }
 
-/// A prompt with its answer, as they are written in a line or in a turn.
+/// A prompt with its answer, as written in a line or in a turn.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum WrittenQuestion {
@@ -57,21 +57,21 @@ pub struct Reader<'a> {
     pub decoder: &'a Decoder,
     /// Its tokenizer, which lines with text need.
     pub tokenizer: Option<&'a Tokenizer>,
-    /// Tokens at the end of a prompt that are its question if it names none.
+    /// How many tokens at the end of a prompt are its question if it has no question of its own.
     pub decode_prompt: usize,
 }
 
-/// What every turn must have.
+/// The hint for a part without tokens.
 const FILLED: &str = "every prompt, question and answer must have at least one token";
 
 /// The forms that a line may have.
 const FORMS: &str = "{\"prompt\": .., \"answer\": ..}, {\"prompt_tokens\": [..], \"answer_tokens\": [..]} or {\"turns\": [..]} with such turns; \"question\" or \"question_tokens\" may follow the prompt, and \"answers\" or \"answers_tokens\" list several answers";
 
 impl WrittenQuestion {
-    /// Reads a pair from a JSON object.
+    /// Parses a question from a JSON object.
     ///
     /// # Errors
-    /// It has neither form, or no prompt or no answer.
+    /// The value has neither form, or no prompt or no answer.
     fn parse(value: &Value) -> Result<Self> {
         let pair = Self::deserialize(value).ok().filter(|_| value.is_object());
         let none = || Error::failed("there is no prompt with its answer").hint(FORMS);
@@ -117,13 +117,13 @@ impl WrittenQuestion {
 }
 
 impl Reader<'_> {
-    /// Returns the text of a reply; none without a tokenizer.
+    /// Returns the text of a reply; empty without a tokenizer.
     fn text(&self, said: &[u32]) -> Result<String> {
         let decode = |tokenizer: &Tokenizer| tokenizer.decode(said);
         self.tokenizer.map_or_else(|| Ok(String::new()), decode)
     }
 
-    /// Tells whether a reply has come to its stop token.
+    /// Tells whether a reply ends with a stop token.
     fn ends(&self, said: &[u32]) -> bool {
         let last = said.last();
         last.is_some_and(|id| self.decoder.config.is_stop_token(*id))
@@ -136,7 +136,8 @@ impl Reader<'_> {
         })
     }
 
-    /// Divides what is fed: without a question of its own the prompt's last tokens are one, all but its first at most.
+    /// Divides the fed tokens into prompt and question. Without a question of its own, the prompt's last tokens become
+    /// the question, but never its first token.
     fn asking(&self, mut prompt: Vec<u32>, question: Option<Vec<u32>>) -> Result<Asking> {
         if prompt.is_empty() || question.as_ref().is_some_and(Vec::is_empty) {
             return Err(Error::failed("the prompt or the question has no tokens").hint(FILLED));
@@ -150,7 +151,7 @@ impl Reader<'_> {
         Ok(Asking { prompt, question })
     }
 
-    /// Encodes what is fed; the `first` turn begins a document.
+    /// Tokenises what is fed; the `first` turn begins a document.
     fn encoded(&self, prompt: &str, question: Option<&str>, first: bool) -> Result<Asking> {
         let tokenizer = self.needed()?;
         let prompt = match first {
@@ -249,7 +250,7 @@ impl Reader<'_> {
     /// Reads a line.
     ///
     /// # Errors
-    /// It has another form, an empty part, or an id outside the vocabulary.
+    /// The line has another form, an empty part, or an id outside the vocabulary.
     fn line(&self, line: &str) -> Result<NeedleLine> {
         let value: Value = serde_json::from_str(line)
             .map_err(|e| Error::failed(format!("not a JSON object: {e}")).hint(FORMS))?;
@@ -282,7 +283,7 @@ impl Reader<'_> {
     /// Reads every line of a needle file.
     ///
     /// # Errors
-    /// A file that cannot be read or has no line; a line that is no needle of this model.
+    /// A file that cannot be read or has no lines; a line that is not a needle for this model.
     pub fn read(&self, path: &Path) -> Result<Vec<NeedleLine>> {
         let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, "read", &e))?;
         let lines = text.lines().enumerate().filter(|(_, l)| !l.trim().is_empty());

@@ -14,13 +14,13 @@ use crate::progress::Log;
 pub struct Entry {
     /// The method as `--methods` names it.
     asked: Named,
-    /// The same, with a tail if `--tail` gives every method one.
+    /// The method, with a tail if `--tail` gives every method a tail.
     pub named: Named,
     /// Index of the artifact among those given.
     pub artifact: usize,
 }
 
-/// Lists each method with the first artifact, or without one, then with those of the others that it reads.
+/// Lists each method with the first artifact (or none), then with each further artifact that it reads.
 pub fn entries(args: &Args, artifacts: &[Artifact]) -> Vec<Entry> {
     let mut entries = Vec::new();
     for asked in &args.methods {
@@ -29,7 +29,7 @@ pub fn entries(args: &Args, artifacts: &[Artifact]) -> Vec<Entry> {
             ..*asked
         };
         let is_calibrated = |artifact: &Artifact| named.method.is_calibrated(artifact);
-        // Without a section of its own, a method reads an artifact for its tail alone.
+        // A method without a section of its own reads an artifact for its tail only.
         let needs_section = artifacts.first().is_some_and(is_calibrated);
         let reads = |artifact: &Artifact| {
             (needs_section || named.tail)
@@ -49,8 +49,8 @@ pub fn entries(args: &Args, artifacts: &[Artifact]) -> Vec<Entry> {
     entries
 }
 
-/// Returns the index of the first entry with the method and the artifact of entry `index`: those with one number share an
-/// index.
+/// Returns the index of the first entry that has the method and the artifact of entry `index`: entries with the same
+/// number share a retrieval index.
 pub fn number(entries: &[Entry], index: usize) -> usize {
     let of = |entry: &Entry| (entry.named.method, entry.artifact);
     let own = of(&entries[index]);
@@ -60,13 +60,13 @@ pub fn number(entries: &[Entry], index: usize) -> usize {
 /// A budget of `--budgets`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BudgetOf {
-    /// The method that it is for; `None` for all of them.
+    /// The method to which the budget applies; `None` for all methods.
     method: Option<Named>,
     budget: Budget,
 }
 
 impl BudgetOf {
-    /// Reads a budget, or `NAME=` and a budget.
+    /// Parses a budget, or `NAME=` and a budget.
     pub fn parse(text: &str) -> std::result::Result<Self, String> {
         let (method, budget) = match text.trim().split_once('=') {
             None => (None, text),
@@ -95,10 +95,10 @@ pub struct Planned {
     pub reads: Option<[f64; 2]>,
 }
 
-/// Plans each entry with each of its budgets, or with the budgets that read the shares asked for.
+/// Plans each entry with each of its budgets, or with the budgets that read the requested shares.
 ///
 /// # Errors
-/// A method without a budget, or a budget without a method; those of `read`.
+/// A method without a budget; a budget without a method; an error of `read`.
 pub fn rows(args: &Args, entries: &[Entry], log: Log, read: &mut reads::ReadShares) -> Result<Vec<Planned>> {
     if !args.reads.is_empty() {
         log.note("finding the budgets that read these shares of the bytes, on the first block or line");

@@ -3,7 +3,7 @@
 use crate::error::Result;
 use crate::kv::Budget;
 
-/// A share counts as met if it differs by at most this fraction of it.
+/// A share counts as met if what is read differs from it by at most this fraction of the share.
 const TOLERANCE: f64 = 0.01;
 
 /// Most rounds of a search; each evaluates the sample once for all methods and shares.
@@ -15,7 +15,7 @@ const LEAST: f64 = 1e-9;
 /// The budgets of the first round.
 const STARTS: [f64; 5] = [LEAST, 0.02, 0.06, 0.15, 0.4];
 
-/// Where the logarithmic scale of a search begins: below, budgets seldom differ by a position.
+/// Where the logarithmic scale of a search begins; budgets below it seldom differ by a position.
 const FLOOR: f64 = 1e-3;
 
 /// The budget of one method for one share of the bytes.
@@ -27,7 +27,7 @@ pub struct Found {
     pub target: f64,
     /// The budget; `None` if even the smallest one reads more.
     pub budget: Option<Budget>,
-    /// The share that it reads on the sample; the least that the method reads if there is no budget.
+    /// The share that the budget reads on the sample; without a budget, the least share that the method reads.
     pub share: f64,
 }
 
@@ -42,19 +42,19 @@ struct Point {
 struct Search {
     method: usize,
     target: f64,
-    /// A budget that reads at most the target, unless the smallest one reads more.
+    /// A budget that reads at most the target, or the smallest budget if even that reads more.
     low: Point,
     /// A budget that reads at least the target.
     high: Point,
     best: Point,
-    /// Whether the last guess came much closer than the one before.
+    /// Whether the last guess came much closer to the target than the guess before.
     is_fast: bool,
-    /// Guesses that read as much as a budget tried before.
+    /// Number of guesses that read as much as a budget tried before.
     repeats: usize,
 }
 
 impl Search {
-    /// Starts between the two of the `known` points, ascending in their budgets, that the target lies between.
+    /// Starts between two neighbours among the `known` points, which ascend by budget: those that enclose the target.
     fn new(method: usize, target: f64, known: &[Point]) -> Self {
         let above = known.iter().position(|point| point.share > target);
         let low = known[above.unwrap_or(known.len()).max(1) - 1];
@@ -78,7 +78,7 @@ impl Search {
         search
     }
 
-    /// Returns how far a point is from the target, as a fraction of it.
+    /// Returns how far a point is from the target, as a fraction of the target.
     fn miss(&self, point: Point) -> f64 {
         (point.share / self.target - 1.0).abs()
     }
@@ -91,8 +91,8 @@ impl Search {
         !self.is_reachable() || self.repeats > 1 || self.miss(self.best) <= TOLERANCE
     }
 
-    /// Returns the next budget to try: where a line between the ends meets the target, or the middle on a logarithmic
-    /// scale if lines do not lead there.
+    /// Returns the next budget to try: where the line between both ends meets the target or, if lines converge too
+    /// slowly, the middle of both ends on a logarithmic scale.
     fn guess(&self) -> f64 {
         let Self { low, high, .. } = self;
         let part = (self.target - low.share) / (high.share - low.share).max(f64::MIN_POSITIVE);
@@ -126,13 +126,13 @@ impl Search {
     }
 }
 
-/// Returns the shares of the bytes that methods, by index, read with budgets on a sample.
+/// A function that returns the shares of the bytes that methods, given by index, read with budgets on a sample.
 pub type ReadShares<'a> = dyn FnMut(&[(usize, Budget)]) -> Result<Vec<f64>> + 'a;
 
 /// Finds, for each of `methods` methods and each of `targets`, the budget that reads that share of the bytes.
 ///
 /// # Errors
-/// Those of `sample`.
+/// An error of `sample`.
 pub fn find(methods: usize, targets: &[f64], sample: &mut ReadShares) -> Result<Vec<Found>> {
     let starts = |method| STARTS.map(|budget| (method, Budget::Fraction(budget)));
     let starts: Vec<_> = (0..methods).flat_map(starts).collect();
@@ -176,7 +176,7 @@ pub fn find(methods: usize, targets: &[f64], sample: &mut ReadShares) -> Result<
 mod tests {
     use super::*;
 
-    /// Searches with methods that read `reads(budget)`; returns what was found and how often was sampled.
+    /// Searches with methods that read `reads(budget)`; returns what was found and how often the sample was evaluated.
     fn search(reads: &[fn(f64) -> f64], targets: &[f64]) -> (Vec<Found>, usize) {
         let mut rounds = 0;
         let found = find(reads.len(), targets, &mut |budgets| {
@@ -191,7 +191,7 @@ mod tests {
 
     #[test]
     fn shares_are_met_where_they_can_be() {
-        // An index of 4 %; hardly more than the budget; savings that grow; everything, always.
+        // An index of 4 %; hardly more than the budget; a share that grows faster than the budget; always everything.
         let reads: [fn(f64) -> f64; 4] = [
             |x| 0.04 + 0.96 * x,
             |x| 0.01 + x,
@@ -211,7 +211,7 @@ mod tests {
         }
     }
 
-    /// A method that ranks whole lists reads the same with all small budgets.
+    /// A method that ranks whole lists reads the same share with all small budgets.
     #[test]
     fn shares_are_met_above_a_flat_start() {
         let lists: fn(f64) -> f64 = |x| 0.12 + 5.0 * (x - 0.02).clamp(0.0, 0.1) + 0.3 * x;
@@ -222,12 +222,12 @@ mod tests {
         }
     }
 
-    /// The share that steps of half a percent of the context read.
+    /// Returns the share of a method whose reads grow in steps of half a percent of the context.
     fn lists_share(x: f64) -> f64 {
         0.12 + (3.0 * x * 200.0).floor().min(120.0) / 200.0
     }
 
-    /// Positions are whole: what no budget meets is met as well as one position allows.
+    /// Positions are whole numbers, so a share that no budget meets exactly is met as closely as one position allows.
     #[test]
     fn the_nearest_budget_serves_where_none_is_exact() {
         let steps: fn(f64) -> f64 = |x| 0.02 + (x * 50.0).floor().max(1.0) / 50.0;

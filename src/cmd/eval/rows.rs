@@ -13,7 +13,7 @@ use crate::method::registry::constant_bytes;
 use crate::method::tail;
 use crate::runner::eval::{Bootstrap, Evaluation, StepMetrics, VariantReport};
 
-/// A metric of some blocks of text.
+/// A metric over some blocks of text, with its name.
 type TextMetric = (&'static str, fn(&StepMetrics) -> f64);
 
 /// The metrics of text that have intervals.
@@ -32,7 +32,7 @@ const TEXT_METRICS: [TextMetric; 8] = [
 pub struct Measurements<'a> {
     /// The arguments of the command.
     pub args: &'a Args,
-    /// Every row; those with a budget were evaluated.
+    /// Every row; the rows with a budget were evaluated.
     pub plan: &'a [Planned],
     /// One report per row with a budget.
     pub evaluation: &'a Evaluation<'a>,
@@ -119,7 +119,7 @@ impl Measurements<'_> {
         self.entries[planned.entry].named
     }
 
-    /// Returns the file of a row's artifact where there are several.
+    /// Returns the file of a row's artifact if there are several artifacts.
     fn artifact_of(&self, planned: &Planned) -> Option<&Path> {
         let index = self.entries[planned.entry].artifact;
         let path = self
@@ -150,7 +150,7 @@ impl Measurements<'_> {
         Value::Object(named)
     }
 
-    /// Lists each two methods at the same budget or share, with the difference of their results.
+    /// Lists every pair of methods at the same budget or share, with the difference of their results.
     pub fn differences(&self) -> Vec<Value> {
         let mut out = Vec::new();
         let evaluated: Vec<&Planned> = self.plan.iter().filter(|p| p.budget.is_some()).collect();
@@ -212,7 +212,7 @@ fn per_head(report: &VariantReport) -> Value {
     heads.collect()
 }
 
-/// A column of a table: its title, its width, and what a row has there.
+/// A column of a table: its title, its width, and what it shows of a row.
 type EvalColumn = (&'static str, usize, fn(&Value) -> String);
 
 /// The columns on text.
@@ -298,7 +298,7 @@ pub fn text(rows: &[Value], needles: bool) -> String {
     out + if files.is_empty() { "" } else { "\n" }
 }
 
-/// Lists the artifacts that the rows name, in their order.
+/// Lists the artifacts that the rows name, in the order of the rows.
 fn files(rows: &[Value]) -> Vec<&str> {
     let mut files: Vec<&str> = Vec::new();
     for file in rows.iter().filter_map(|row| row["artifact"].as_str()) {
@@ -309,7 +309,7 @@ fn files(rows: &[Value]) -> Vec<&str> {
     files
 }
 
-/// Width of the place in front of the columns; with them a line has at most 80.
+/// Width of a row's name in front of the columns; with the columns, a line has at most 80 characters.
 const PLACE: usize = 22;
 
 fn heading(columns: &[EvalColumn]) -> String {
@@ -320,7 +320,7 @@ fn heading(columns: &[EvalColumn]) -> String {
     format!("{place:<PLACE$}{}\n", titles.collect::<String>())
 }
 
-/// Names a row by method, number of its artifact where there are several, and budget.
+/// Names a row by its method, the number of its artifact if there are several, and its budget.
 fn place(row: &Value, files: &[&str]) -> String {
     let budget = match row["budget"].as_f64() {
         Some(budget) if budget <= 1.0 => format!("{budget:.4}"),
@@ -336,7 +336,7 @@ fn place(row: &Value, files: &[&str]) -> String {
     format!("{name:<14} {budget:>7}")
 }
 
-/// Writes what a row, or a part of one, has in each column.
+/// Formats what a row, or a part of a row, has in each column.
 fn line(place: &str, part: &Value, columns: &[EvalColumn]) -> String {
     let cells = columns
         .iter()
@@ -356,12 +356,12 @@ fn list<'a>(row: &'a Value, key: &str) -> &'a [Value] {
     row[key].as_array().map_or(&[], Vec::as_slice)
 }
 
-/// Reads a number of a row, or of a part of one; 0 where it was not measured.
+/// Reads a number of a row, or of a part of a row; 0 if it was not measured.
 fn number(row: &Value, key: &str) -> f64 {
     row[key].as_f64().unwrap_or(0.0)
 }
 
-/// Writes a number; nothing where it was not measured.
+/// Formats a number; empty if it was not measured.
 fn decimal(row: &Value, key: &str) -> String {
     row[key].as_f64().map_or(String::new(), |x| format!("{x:.4}"))
 }

@@ -6,16 +6,16 @@ use crate::error::Result;
 /// The losses, in nats, for which a method is recommended.
 const LOSSES: [f64; 3] = [0.1, USUAL_KL, 0.01];
 
-/// Heads whose attention lies in the sinks and the window by this much have nothing to gain from an index.
+/// A head with at least this share of its attention in the sinks and the window has nothing to gain from an index.
 const SETTLED: f64 = 0.99;
 
-/// Heads whose sinks have this much of the attention of every query.
+/// A query head whose sinks have at least this share of its attention, on average, attends little else.
 const SUNK: f64 = 0.95;
 
-/// Heads listed as the weakest.
+/// How many heads are listed as the weakest.
 const WORST: usize = 5;
 
-/// Heads listed by place.
+/// How many heads are listed by layer and KV head.
 const LISTED: usize = 8;
 
 /// Says what to use for some losses.
@@ -162,7 +162,7 @@ fn sunk(artifact: &Artifact) -> Result<Vec<(usize, usize)>> {
     Ok(out)
 }
 
-/// Lists layer and KV head of some heads.
+/// Lists layer and KV head of the heads whose values are wanted.
 fn places(values: &[Vec<f64>], wanted: fn(&f64) -> bool) -> Vec<(usize, usize)> {
     let layers = values.iter().enumerate();
     let heads = layers.flat_map(|(layer, heads)| {

@@ -1,16 +1,17 @@
-//! Times that are measured twice and asked for elsewhere.
+//! Times that are measured at two sizes and estimated at others.
 
-/// A time that grows with something: `base + slope x`.
+/// A time that grows linearly with x: `base + slope x`.
 #[derive(Clone, Copy)]
 pub struct Line {
-    /// At 0.
+    /// Seconds at x = 0.
     pub base: f64,
-    /// Of one more.
+    /// Seconds per unit of x.
     pub slope: f64,
 }
 
 impl Line {
-    /// Passes through two times; noise makes it neither fall nor start below zero.
+    /// Returns the line through two times; if noise would make it fall, or start below zero, it is made flat or starts
+    /// at zero.
     pub fn through([x0, x1]: [f64; 2], [t0, t1]: [f64; 2]) -> Self {
         let slope = ((t1 - t0) / (x1 - x0)).clamp(0.0, t1 / x1);
         Self {
@@ -33,7 +34,7 @@ mod tests {
     fn lines_pass_through_what_was_measured() {
         let line = Line::through([64.0, 512.0], [2.0, 9.0]);
         assert!((line.at(64.0) - 2.0).abs() < 1e-9 && (line.at(512.0) - 9.0).abs() < 1e-9);
-        // Noise: neither a falling line nor one that starts below zero.
+        // With noise, a line neither falls nor starts below zero.
         assert_eq!(Line::through([1.0, 2.0], [5.0, 4.0]).at(9.0), 4.0);
         assert_eq!(Line::through([1.0, 2.0], [1.0, 4.0]).at(4.0), 8.0);
     }

@@ -1,8 +1,8 @@
-//! How long a calibration would take on this machine, from a few seconds of the same work.
+//! How long a calibration would take on this machine, estimated from a few seconds of the same work.
 //!
-//! The model's pass is timed on one layer with random weights of the model's shape. Fits and verdict are timed by a
-//! calibration of a small model with one layer and heads of the model's shape: once on blocks of some length, once on
-//! blocks of half of it, so that what grows with the text can be told from what does not.
+//! The model's pass is timed on one layer with random weights of the model's shape. Fits and verdict are timed by
+//! calibrating a small model with one layer and heads of the model's shape: once on blocks of some length, and once on
+//! blocks of half that length, to tell the time that grows with the text from the time that does not.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -33,7 +33,8 @@ use crate::stats::moments::QuerySums;
 use crate::store::{self, Tensor};
 use crate::weight::Weight;
 
-/// Rows of two blocks whose way through a layer is timed: what a block takes besides attention lies on a line.
+/// Rows of the two blocks whose pass through a layer is timed; without attention, the time of a block is linear in its
+/// rows.
 const BLOCKS: [usize; 2] = [64, 512];
 /// Rows for which attention is timed.
 const ATTENDED: usize = 2048;
@@ -43,7 +44,7 @@ const BLOCK: usize = 4096;
 /// Estimates the seconds of every stage of a calibration with these fits.
 ///
 /// # Errors
-/// A temporary file that cannot be written; what the small calibration fails with.
+/// A temporary file that cannot be written; a failure of the small calibration.
 pub fn stages(
     settings: &Settings,
     config: &ModelConfig,
@@ -74,8 +75,8 @@ pub fn stages(
     Ok(stages)
 }
 
-/// Returns what the time of a fit grows with: the pairs of a query that it reads and a key before it; without queries, the
-/// rows that it uses.
+/// Returns the amount of work that the time of a fit grows with: the pairs of a query that it reads and a key up to
+/// that query's position; for a fit without queries, the rows that it uses.
 fn work(fit: &dyn Fit, corpus: &Corpus) -> f64 {
     let position = |row: &usize| {
         let block = corpus
@@ -92,11 +93,12 @@ fn work(fit: &dyn Fit, corpus: &Corpus) -> f64 {
 
 /// The time of the model on the CPU.
 struct ForwardTime {
-    /// Seconds of a block's rows in one layer, besides attention.
+    /// Seconds that a block takes in one layer, besides attention, by its rows.
     layer: Line,
-    /// Of these, seconds until queries, keys and values are there: all that the last layer is for.
+    /// The part of these seconds until queries, keys and values are computed, which is all that a capture needs of the
+    /// last layer.
     states: Line,
-    /// Seconds of one layer's attention for a query and a key that it sees.
+    /// Seconds of one layer's attention per pair of a query and a key that it sees.
     pair: f64,
     windows: Vec<Option<usize>>,
 }
@@ -122,7 +124,7 @@ impl ForwardTime {
             let seconds = seconds(|| {
                 layer.forward(&rope, hidden.view_mut(), |states, _| {
                     outcome = sums.add(&Cpu, states.q_pre.view(), &vec![true; rows], &rope);
-                    // A calibration keeps what its fits read.
+                    // A calibration keeps a copy of the states that its fits read.
                     kept = [&states.q_pre, &states.k_pre, &states.v]
                         .map(Array3::clone)
                         .into();
@@ -131,7 +133,7 @@ impl ForwardTime {
             std::hint::black_box(&kept);
             outcome.map(|()| seconds - pair * pairs(rows, None))
         };
-        // The first pass reads the weights from their file.
+        // The first pass also reads the weights from their file.
         whole(BLOCKS[0])?;
         let times = [whole(BLOCKS[0])?, whole(BLOCKS[1])?];
         let project = |rows: usize| {
@@ -147,12 +149,12 @@ impl ForwardTime {
         })
     }
 
-    /// Returns the seconds of a block's way through all layers.
+    /// Returns the seconds that a block takes through all layers.
     fn block(&self, rows: usize) -> f64 {
         self.layers(rows, self.windows.len())
     }
 
-    /// Returns the seconds of a block in a capture, for which the last layer is not run to its end.
+    /// Returns the seconds that a block takes in a capture, which computes only the states of the last layer.
     fn capture(&self, rows: usize) -> f64 {
         self.layers(rows, self.windows.len() - 1) + self.states.at(rows as f64)
     }
@@ -169,7 +171,7 @@ impl ForwardTime {
     }
 }
 
-/// Counts the pairs of a query and a key that it sees, in a block.
+/// Counts the pairs of a query and a key that it sees in a block.
 fn pairs(rows: usize, window: Option<usize>) -> f64 {
     let full = window.unwrap_or(rows).min(rows);
     let (full, rows) = (full as f64, rows as f64);
@@ -208,7 +210,8 @@ fn random_layer(c: &ModelConfig) -> Result<Layer> {
     })
 }
 
-/// Makes weights that keep the size of what they multiply: rows of the same numbers, each of which begins at another one.
+/// Makes random weights that keep the scale of what they multiply. All rows read the same numbers, from different
+/// starts.
 fn noise(rows: usize, cols: usize) -> Array2<f32> {
     let mut rng = ChaCha8Rng::seed_from_u64(rows as u64);
     let scale = 1.7 / (cols as f32).sqrt();
@@ -223,20 +226,20 @@ fn noise(rows: usize, cols: usize) -> Array2<f32> {
     out
 }
 
-/// Two calibrations of a small model with one layer, on two blocks each, one of them held out.
+/// Two calibrations of a small model with one layer, each on two blocks, one of which is held out.
 struct Small {
     /// KV heads of the layer.
     heads: usize,
-    /// On blocks of half the length, then of the whole.
+    /// The calibration on blocks of half the length, then that on blocks of the whole length.
     runs: [SmallRun; 2],
-    /// Methods and budgets of the verdict.
+    /// Number of combinations of method and budget in the verdict.
     variants: usize,
 }
 
-/// One of them.
+/// One calibration of the small model.
 struct SmallRun {
     stages: Stages,
-    /// By stage: what its time grows with.
+    /// By stage: the amount of work that its time grows with.
     work: BTreeMap<&'static str, f64>,
 }
 
@@ -281,7 +284,7 @@ impl Small {
         })
     }
 
-    /// Returns the seconds of a stage at another amount of what it grows with.
+    /// Returns the seconds of a stage with another amount of work.
     fn at(&self, stage: &str, work: f64) -> f64 {
         let [short, long] = &self.runs;
         let of = |run: &SmallRun| {
@@ -291,7 +294,7 @@ impl Small {
             )
         };
         let ((x0, t0), (x1, t1)) = (of(short), of(long));
-        // As many queries may be drawn from both.
+        // Both runs may read equally many queries; no line passes through two equal amounts.
         match x1 > x0 {
             true => Line::through([x0, x1], [t0, t1]).at(work),
             false => t1 * work / x1.max(1.0),

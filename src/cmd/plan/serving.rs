@@ -1,5 +1,5 @@
-//! What a run would take: the bytes of the cache, the context that fits, and from which context on a method is faster than
-//! full attention on this machine.
+//! What a run would take: the bytes of the cache, the longest context that fits, and the context from which a method is
+//! faster than full attention on this machine.
 
 use clap::ValueEnum;
 use indicatif::HumanCount;
@@ -21,11 +21,11 @@ use crate::progress::size;
 const METHODS: [&str; 5] = ["a2ats", "selfindex", "lfps", "ctkvr", "wpq"];
 /// Contexts at which steps are timed.
 const CONTEXTS: [usize; 2] = [4096, 16_384];
-/// Timed steps, of which the fastest counts: other work on the machine only adds.
+/// Number of timed steps, of which the fastest counts: other work on the machine only makes a step slower.
 const RUNS: usize = 10;
-/// A method pays where a step with full attention takes at least so many times as long.
+/// A method pays if a step with full attention takes at least this many times as long.
 const PAYS: f64 = 1.1;
-/// The longest context that is told.
+/// The longest context that is reported.
 const LONGEST: f64 = (16 << 20) as f64;
 
 /// The costs of a run on the CPU.
@@ -34,9 +34,9 @@ pub struct Serving {
     layers: [usize; 2],
     /// The longest context that the model was made for.
     context: usize,
-    /// By type of the cache.
+    /// The types of the cache.
     caches: Vec<Cache>,
-    /// Seconds to read the weights once; `None` if nothing was measured.
+    /// Seconds to read the weights once; `None` if nothing was timed.
     weights_s: Option<f64>,
     methods: Vec<Timed>,
 }
@@ -44,22 +44,22 @@ pub struct Serving {
 /// A type of the cache.
 struct Cache {
     kv: KvType,
-    /// Bytes of a token in the layers that keep all tokens.
+    /// Bytes per token in the layers that keep all tokens.
     token: usize,
-    /// Bytes that the layers with a sliding window keep at most.
+    /// Most bytes that the layers with a sliding window keep.
     windows: usize,
-    /// Tokens that fit into the free memory beside the weights.
+    /// Tokens that fit into the free memory, next to the weights.
     fits: usize,
 }
 
-/// Rounds to two digits: times vary.
+/// Rounds to two significant digits, since times vary.
 fn rounded(context: f64) -> u64 {
     let unit = 10f64.powf(context.log10().floor() - 1.0).max(1.0);
     ((context / unit).ceil() * unit) as u64
 }
 
-/// Returns the context from which on, however long it gets, steps with the times `full` take [`PAYS`] times as long as those
-/// with `times`, both with `common` seconds more; `None` if there is none up to [`LONGEST`].
+/// Returns the shortest context from which, in all longer ones too, steps with the times `full` take at least [`PAYS`]
+/// times as long as steps with `times`, if both take `common` seconds more; `None` if there is none up to [`LONGEST`].
 fn pays(times: Line, full: Line, common: f64) -> Option<f64> {
     let behind = PAYS * (common + times.base) - common - full.base;
     let gain = full.slope - PAYS * times.slope;
@@ -70,14 +70,14 @@ fn pays(times: Line, full: Line, common: f64) -> Option<f64> {
 /// A method with the times of its steps in the layers with full attention.
 struct Timed {
     name: &'static str,
-    /// At the contexts that are timed.
+    /// Seconds of a step at each of the timed contexts.
     times: [f64; 2],
-    /// From which context on its steps are faster than those of full attention.
+    /// The context from which its steps are faster than those of full attention.
     pays: Option<f64>,
 }
 
 impl Serving {
-    /// Computes the bytes; measures the times if codewords of a2ats are given and the shape can be timed.
+    /// Computes the bytes; measures the times if the number of a2ats codewords is given and the shape can be timed.
     pub fn of(
         config: &ModelConfig,
         weights_bytes: usize,
@@ -137,7 +137,7 @@ impl Serving {
         })
     }
 
-    /// Describes them in a few lines.
+    /// Describes the costs in a few lines.
     pub fn text(&self) -> String {
         let [full, sliding] = self.layers;
         let mut out =
@@ -257,11 +257,11 @@ mod tests {
         // 2 n = 1.1 (10 + n) at n = 11 / 0.9.
         let from = pays(method, full, 0.0).unwrap();
         assert!((from - 11.0 / 0.9).abs() < 1e-9);
-        // Weights that both read put it off: 100 + 2 n = 1.1 (110 + n).
+        // Reading the weights, which both do, moves the point to longer contexts: 100 + 2 n = 1.1 (110 + n).
         let later = pays(method, full, 100.0).unwrap();
         assert!((later - 21.0 / 0.9).abs() < 1e-9);
         assert_eq!(pays(full, full, 0.0), None);
-        // Ahead at short contexts alone.
+        // A method that is faster at short contexts only.
         assert_eq!(pays(full, method, 0.0), None);
         let free = Line {
             base: 0.0,

@@ -19,15 +19,15 @@ use crate::runner::Session;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Stop {
-    /// At a stop token of the model, which is its last one.
+    /// At a stop token of the model, which is the last token of the reply.
     #[serde(rename = "stop")]
     Token,
     /// Before a text of `--stop`.
     #[serde(rename = "stop")]
     Text,
-    /// At the most tokens that were asked for.
+    /// At the maximum number of tokens.
     Length,
-    /// The user stopped it.
+    /// At an interrupt by the user.
     Interrupted,
 }
 
@@ -36,7 +36,7 @@ pub(super) enum Stop {
 pub(super) enum End {
     /// There are no more turns.
     Input,
-    /// The user begins a new one.
+    /// The user begins a new conversation.
     Reset,
 }
 
@@ -54,12 +54,12 @@ pub(super) struct Reply {
 }
 
 impl Reply {
-    /// Tells whether a stop token ended it.
+    /// Tells whether a stop token ended the reply.
     pub fn ended(&self) -> bool {
         self.stop == Stop::Token
     }
 
-    /// Returns the tokens without the stop token that ended them.
+    /// Returns the tokens without the stop token that ended the reply.
     pub fn without_stop_token(&self) -> &[u32] {
         &self.ids[..self.ids.len() - usize::from(self.ended())]
     }
@@ -71,7 +71,7 @@ pub(super) struct Conversation<'a, 'd> {
     pub global: &'a Global,
     /// Type of the cache.
     pub kv: KvType,
-    /// What could not run as asked for, and what ran instead.
+    /// What could not run as requested, and what ran instead.
     pub fallbacks: Vec<String>,
     pub choice: Choice,
     /// Layer and KV head of the heads that the method does not serve.
@@ -79,7 +79,7 @@ pub(super) struct Conversation<'a, 'd> {
     pub session: Session<'a>,
     pub turns: &'a mut Turns<'d>,
     pub sampler: Sampler,
-    /// One per turn so far.
+    /// The replies of the turns so far, one per turn.
     pub replies: Vec<Reply>,
 }
 
@@ -87,8 +87,8 @@ impl Conversation<'_, '_> {
     /// Runs turn after turn until there are no more, or a new conversation begins.
     ///
     /// # Errors
-    /// A turn that cannot be run, after which `replies` has those of the turns before; an interrupt, after which the last of
-    /// them may be incomplete.
+    /// A turn that cannot be run: `replies` then holds the replies of the turns before it. An interrupt: the last reply
+    /// may then be incomplete.
     pub fn run(&mut self) -> Result<End> {
         loop {
             let ids = match self.turns.next(self.replies.last())? {
@@ -114,7 +114,8 @@ impl Conversation<'_, '_> {
         let log = self.global.log();
         let last = self.replies.last();
         let mut prompt_tokens = ids.len();
-        // The last token of a reply is fed with the next prompt, unless that starts with it as a stop token.
+        // The last token of a reply is fed with the next prompt, unless it is a stop token and the prompt already
+        // begins with it.
         if let Some(reply) = last
             && let Some(id) = reply.ids.last()
         {

@@ -23,7 +23,7 @@ Everything else goes to the model. Ctrl-C ends a reply, and the program.";
 /// A line of a chat.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Line {
-    /// For the model.
+    /// A message for the model.
     Message(String),
     /// `/stats`.
     Stats,
@@ -33,18 +33,18 @@ pub(super) enum Line {
     End,
 }
 
-/// Where the lines come from.
+/// The source of the lines.
 pub(super) enum Lines {
     /// A person types them.
     Typed(Box<DefaultEditor>),
-    /// Read by a thread, so that Ctrl-C ends the wait for one.
+    /// Read by a thread, so that Ctrl-C can end the wait for a line.
     Piped(Receiver<std::io::Result<String>>),
 }
 
 impl Lines {
     pub(super) fn open() -> Result<Self> {
         if std::io::stdin().is_terminal() {
-            // On the terminal itself: stdout has the replies alone.
+            // The editor writes to the terminal itself, since stdout carries replies only.
             let config = Config::builder()
                 .behavior(Behavior::PreferTerm)
                 .auto_add_history(true)
@@ -67,7 +67,7 @@ impl Lines {
         Ok(Self::Piped(lines))
     }
 
-    /// Waits for the next line that asks for something.
+    /// Waits for the next line that the conversation must handle; answers `/help` and mistyped commands itself.
     ///
     /// # Errors
     /// Input that cannot be read; an interrupt.
@@ -88,7 +88,7 @@ impl Lines {
         }
     }
 
-    /// Tells whether a person has mistyped a command: one word that begins with the only slash in it.
+    /// Tells whether a person has mistyped a command: a line of one lower-case word after a slash.
     fn is_slip(&self, text: &str) -> bool {
         let name = text.strip_prefix('/').unwrap_or_default();
         let is_word = !name.is_empty() && name.chars().all(|c| c.is_ascii_lowercase());

@@ -23,7 +23,7 @@ impl Ran<'_, '_, '_> {
         own.map(|(_, head)| *head).collect()
     }
 
-    /// Counts the choices of everything that the method itself made in a layer.
+    /// Counts how often the method itself chose everything in a layer.
     fn bypasses(&self, layer: usize) -> u64 {
         let Counts { choices, full, .. } = self.layers[layer];
         let heads = self.conversation.turns.config().n_kv_heads as u64;
@@ -41,7 +41,7 @@ impl Ran<'_, '_, '_> {
         self.total().kv_bytes(*kv, turns.config().head_dim)
     }
 
-    /// Returns the bytes read, index included, unless the device does not tell those of the index.
+    /// Returns the bytes read, index included; `None` if the device does not report the bytes of the index.
     fn bytes(&self) -> Option<u64> {
         let Conversation { kv, turns, .. } = self.conversation;
         self.total().bytes(*kv, turns.config().head_dim)
@@ -53,7 +53,7 @@ impl Ran<'_, '_, '_> {
         self.total().bytes_fraction(*kv, turns.config().head_dim)
     }
 
-    /// Names the method that chose in a layer: `full` where every choice was of everything.
+    /// Names the method that chose in a layer; `full` if every choice was of everything.
     fn name(&self, layer: &Counts) -> &'static str {
         match layer.full == layer.choices {
             true => FULL.as_str(),
@@ -131,7 +131,7 @@ struct Times {
 impl Times {
     fn of(replies: &[Reply]) -> Self {
         let decode_s: f64 = replies.iter().fold(0.0, |sum, r| sum + r.decode_s);
-        // The first token of a reply comes from the prefill, each other one from a decode step.
+        // The first token of a reply comes from the prefill, and each further token from a decode step.
         let steps: usize = replies.iter().map(|r| r.ids.len().saturating_sub(1)).sum();
         Self {
             prefill_s: replies.iter().fold(0.0, |sum, r| sum + r.prefill_s),

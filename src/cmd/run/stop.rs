@@ -1,11 +1,11 @@
 //! The texts of `--stop`: a reply ends before the first of them.
 
-/// Passes the text of a reply on, up to a stop text; holds back what may become one.
+/// A filter that passes on the text of a reply up to a stop text, and holds back text that may begin a stop text.
 pub struct StopText<'a> {
     stops: &'a [String],
-    /// What was passed on.
+    /// The text that was passed on.
     shown: String,
-    /// What may become a stop text.
+    /// The text held back, which may begin a stop text.
     held: String,
     found: bool,
 }
@@ -21,7 +21,7 @@ impl<'a> StopText<'a> {
         }
     }
 
-    /// Takes in more text; returns what can be shown.
+    /// Takes in more text; returns the text that can be shown.
     pub fn push(&mut self, text: &str) -> String {
         if self.found {
             return String::new();
@@ -40,7 +40,7 @@ impl<'a> StopText<'a> {
         text
     }
 
-    /// Returns the bytes that cannot be a part of a stop text.
+    /// Returns how many bytes of the held text, from its start, cannot belong to a stop text.
     fn settled(&self) -> usize {
         let may_begin = |at: usize| {
             let rest = &self.held[at..];
@@ -55,7 +55,7 @@ impl<'a> StopText<'a> {
         self.found
     }
 
-    /// Returns the rest that can be shown at the end of the reply, and the whole text that was.
+    /// Returns the rest of the text that can be shown at the end of the reply, and all text shown.
     pub fn finish(mut self) -> (String, String) {
         let rest = if self.found {
             String::new()
@@ -71,7 +71,7 @@ impl<'a> StopText<'a> {
 mod tests {
     use super::*;
 
-    /// What is shown of some pieces, piece by piece, and in all.
+    /// Returns what is shown of a reply in pieces: piece by piece, and in total.
     fn shown(stops: &[&str], pieces: &[&str]) -> (Vec<String>, String) {
         let stops: Vec<String> = stops.iter().map(|stop| (*stop).to_owned()).collect();
         let mut filter = StopText::new(&stops);

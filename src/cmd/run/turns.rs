@@ -16,7 +16,7 @@ use crate::progress::Log;
 pub struct Turns<'a> {
     decoder: &'a Decoder,
     log: Log,
-    /// `None` if the model has none.
+    /// The model's tokenizer; `None` if it has none.
     pub tokenizer: Option<Tokenizer>,
     source: TurnSource,
 }
@@ -80,7 +80,7 @@ enum TurnSource {
 enum Style {
     /// Rendered by a chat template.
     Script(Box<Script>),
-    /// Unchanged; `first` until a message has begun the document.
+    /// Taken unchanged; `first` holds until a message has begun the document.
     Plain { first: bool },
 }
 
@@ -210,7 +210,7 @@ fn no_tokens() -> Error {
     Error::failed("the prompt has no tokens").hint("give at least one token")
 }
 
-/// Adds to an error of a chat template how to do without one.
+/// Adds to an error of a chat template a hint on how to do without a template.
 fn by_ids(e: Error) -> Error {
     e.or_hint("without --chat the prompt is taken as it is; --tokens takes turns as token ids")
 }
@@ -258,9 +258,9 @@ impl Style {
 ///
 /// The cache holds the rendered text up to a reply, and then the tokens of the reply. The next turn feeds what the
 /// template writes after the reply: the end of its turn, the new message and the beginning of the next reply. Templates
-/// may change the reply itself (many trim it), so this part is found with a second rendering, which has a mark in place
-/// of the reply; the text after the mark is fed. Some templates also change earlier turns, as those do that strip the
-/// reasoning from replies. The cache keeps those turns as they were, and a warning says so.
+/// may change the reply itself (many trim it), so this text is found with a second rendering, which has a mark in place
+/// of the reply; the text after the mark is fed. Some templates also change earlier turns, such as those that strip the
+/// reasoning from replies. The cache keeps these turns as they were, and a warning says so.
 struct Script {
     template: ChatTemplate,
     messages: Vec<Message>,
@@ -295,7 +295,7 @@ impl Script {
             None => whole.clone(),
         };
         let mut ids = tokenizer.encode_raw(&text)?;
-        // The model wrote no space before its stop token, so one from the template is dropped.
+        // The model wrote no space before its stop token, so a space that the template writes there is dropped.
         let stop = reply.filter(|r| r.ended()).and_then(|r| r.ids.last());
         if stop.is_some() && ids.first() != stop {
             let closer = tokenizer.encode_raw(text.trim_start())?;

@@ -10,7 +10,7 @@ use super::visible;
 use crate::compute::blocks::{PANEL, PANELS, PanelLine, Row, SIDE, TILE, multiply, transpose};
 use crate::compute::{pieces, simd};
 
-/// Query rows of one task: positions times query heads of the group.
+/// Query rows per task: positions times the query heads of a group.
 const QUERY_TILE: usize = 480;
 
 /// Computes causal grouped-query attention of consecutive queries, with an optional sliding window.
@@ -21,9 +21,9 @@ const QUERY_TILE: usize = 480;
 /// With a `window` of W a query at position t sees the positions t-W+1..=t.
 ///
 /// # Numerics
-/// f32; the softmax is taken over blocks of 128 keys from position 0 on, with a running maximum. Scores are summed over
-/// blocks of 128 channels, each from zero, and outputs over the blocks of keys. The same bits on every instruction set,
-/// and whatever the other queries are. A NaN in the inputs gives NaN.
+/// f32; the softmax is computed over blocks of 128 keys from position 0 on, with a running maximum. Scores are summed
+/// in blocks of 128 channels, each block starting from zero; outputs are summed block by block of keys. The bits of a
+/// row are the same on every instruction set and do not depend on the other queries. A NaN in the inputs gives NaN.
 pub fn causal(
     q: ArrayView3<f32>,
     k: ArrayView3<f32>,
@@ -42,7 +42,7 @@ pub fn causal(
             tasks.push((c, tile * rows, part));
         }
     }
-    // Late tiles see the most keys: they come first, so that the threads finish together.
+    // Late tiles see the most keys. They are scheduled first, so that the threads finish at about the same time.
     tasks.reverse();
     let tasks = tasks.into_par_iter();
     tasks.for_each_init(CausalScratch::default, |scratch, (c, start, part)| {
@@ -78,18 +78,18 @@ struct Task {
 }
 
 impl Task {
-    /// Returns the number of query rows, ordered by position, rounded up to whole tiles.
+    /// Returns the number of query rows, rounded up to whole tiles. Rows are ordered by position.
     fn stacked(&self) -> usize {
         (self.r * self.m).next_multiple_of(TILE)
     }
 
-    /// Returns the blocks of channels.
+    /// Returns the ranges of channels, at most [`SIDE`] channels each.
     fn sides(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let d = self.d;
         (0..d).step_by(SIDE).map(move |start| start..d.min(start + SIDE))
     }
 
-    /// Returns the blocks of keys that some row sees; they begin at multiples of [`SIDE`].
+    /// Returns the blocks of keys that at least one row sees. Blocks begin at multiples of [`SIDE`].
     fn blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let (begin, end) = (visible(self.first, self.window).start, self.first + self.m);
         let starts = (begin / SIDE * SIDE..end).step_by(SIDE);
@@ -109,8 +109,8 @@ impl Task {
         block.len() == SIDE && last.start <= block.start && block.end <= self.first + 1
     }
 
-    /// Returns the groups of rows that are multiplied together, each with the number of keys of the block up to the last
-    /// one that a row of it sees; rows that see no key are left out.
+    /// Returns the groups of rows that are multiplied together. Each comes with the number of the block's keys to
+    /// multiply, which ends at the last key that a row of the group sees. Groups whose rows see no key are left out.
     fn groups(&self, block: &Range<usize>) -> Vec<(Range<usize>, usize)> {
         let stacked = self.stacked();
         let size = if self.sees_all(block) { stacked } else { TILE };
@@ -123,26 +123,27 @@ impl Task {
     }
 }
 
-/// The buffers of one worker; those with channels have a run of rows or panels for each block of channels.
+/// The buffers of one worker. Buffers whose shape begins with `sides` have one run of rows or panels per block of
+/// channels.
 #[derive(Default)]
 struct CausalScratch {
     /// Scaled queries, `[sides, stacked]`.
     q: Vec<Row>,
-    /// The scores, and then the weights, of a block of keys, `[stacked]`.
+    /// The scores of a block of keys, and later their softmax weights, `[stacked]`.
     scores: Vec<Row>,
-    /// `[sides, stacked]`.
+    /// The unnormalised outputs, `[sides, stacked]`.
     out: Vec<Row>,
     seen: Vec<Seen>,
-    /// Keys as columns, `[sides, PANELS, SIDE]`.
+    /// The keys of a block, transposed into columns, `[sides, PANELS, SIDE]`.
     keys: Vec<PanelLine>,
-    /// `[sides, PANELS, SIDE]`.
+    /// The values of a block, `[sides, PANELS, SIDE]`.
     values: Vec<PanelLine>,
 }
 
 impl CausalScratch {
     fn start(&mut self, task: &Task, q: ArrayView3<f32>) {
         let (stacked, sides) = (task.stacked(), task.sides().count());
-        // The softmax takes powers of two instead of e.
+        // The softmax computes powers of two instead of powers of e, so log2(e) goes into the scale.
         let scale = std::f32::consts::LOG2_E / (task.d as f32).sqrt();
         self.q.clear();
         self.q.resize(sides * stacked, Row::ZERO);
@@ -162,7 +163,7 @@ impl CausalScratch {
         self.values.resize(sides * PANELS * SIDE, PanelLine::ZERO);
     }
 
-    /// Copies a block of keys and values into the order in which products read them.
+    /// Copies a block of keys and values into the layout that the matrix products read.
     fn load(&mut self, task: &Task, k: ArrayView2<f32>, v: ArrayView2<f32>, block: &Range<usize>) {
         let mut rows = [Row::ZERO; PANEL];
         for (b, side) in task.sides().enumerate() {
@@ -182,7 +183,7 @@ impl CausalScratch {
         }
     }
 
-    /// Adds the attention over a block to the outputs.
+    /// Adds the attention over one block of keys to the outputs.
     fn attend(&mut self, task: &Task, block: &Range<usize>) {
         let stacked = task.stacked();
         let groups = task.groups(block);
@@ -226,10 +227,10 @@ impl CausalScratch {
     }
 }
 
-/// Copies values to the start of `to`.
+/// Copies the elements of `from` to the start of `to`.
 fn copy<const N: usize>(from: ArrayView1<f32>, to: &mut [f32; N]) {
     match from.as_slice() {
-        // A copy of known length needs no call.
+        // A copy of a length known at compile time needs no function call.
         Some(from) if from.len() == N => to.copy_from_slice(from),
         Some(from) => to[..from.len()].copy_from_slice(from),
         None => to.iter_mut().zip(from).for_each(|(to, x)| *to = *x),

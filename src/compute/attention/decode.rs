@@ -7,23 +7,24 @@ use super::lanes::LANES;
 use super::rows::{CachedRows, GroupQueries, OutputSums, Run};
 use crate::compute::simd;
 
-/// Positions whose weights and values are summed in f32 before they are added to a sum in f64.
+/// Positions whose weights and weighted values are summed in f32 before the result is added to an f64 sum.
 const TILE: usize = 256;
-/// Positions of one task; their scores stay in the second-level cache.
+/// Positions per task. Their scores fit into the second-level cache.
 const PIECE: usize = 32 * TILE;
 
 /// Computes the attention of a decode step over `positions` (ascending) for the r query heads of one KV head.
 ///
-/// Returns the log-sum-exp of the scaled scores of each query head; negative infinity for no position.
+/// Returns the log-sum-exp of the scaled scores of each query head, which is negative infinity if there are no
+/// positions.
 ///
 /// # Shapes
 /// q `[r,d]` rotated; out `[r,d]`.
 ///
 /// # Numerics
-/// Scores and exponentials are f32; sums over positions are f32 for up to 256 of them and f64 beyond. Pieces of
-/// 8192 positions have a softmax each and are joined in f64 by their weights. Multiply-adds are fused: the same
-/// bytes for any number of threads and on every instruction set. Each row of keys and values is read from
-/// memory once for the whole group. No position gives zeros.
+/// Scores and exponentials are f32. Sums over positions are f32 within runs of 256 positions and f64 across runs. Each
+/// piece of 8192 positions has its own softmax; the pieces are joined in f64 by their weights. Multiply-adds are fused,
+/// so the result has the same bytes for any number of threads and on every instruction set. Each row of keys and values
+/// is read from memory once for the whole group. With no positions, the output is zeros.
 pub fn decode(
     q: ArrayView2<f32>,
     keys: &dyn CachedRows,
@@ -34,7 +35,7 @@ pub fn decode(
     attend(q, keys, values, positions, None, out)
 }
 
-/// Computes [`decode`], and returns the softmax weights `[r, positions]` too.
+/// Computes [`decode`], and also returns the softmax weights `[r, positions]`.
 pub fn decode_with_weights(
     q: ArrayView2<f32>,
     keys: &dyn CachedRows,
@@ -47,7 +48,7 @@ pub fn decode_with_weights(
     (weights, lse)
 }
 
-/// Computes [`decode`] piece by piece, and fills `weights` if they are given.
+/// Computes [`decode`] piece by piece, and fills `weights` if it is given.
 fn attend(
     q: ArrayView2<f32>,
     keys: &dyn CachedRows,
@@ -94,18 +95,18 @@ fn attend(
     lse
 }
 
-/// The attention over a piece of the positions.
+/// The attention over one piece of the positions.
 struct PieceAttention {
     /// The largest score of each head.
     max: Vec<f32>,
-    /// The sum over the scores of exp(score - max), of each head.
+    /// The sum of `exp(score - max)` over the piece's scores, per head.
     sum: Vec<f64>,
-    /// The values weighted by the softmax of the piece, `[r,d]`.
+    /// The values weighted by the piece's own softmax, `[r,d]`.
     total: Array2<f64>,
 }
 
 impl PieceAttention {
-    /// Attends the first [`PIECE`] of `positions`, with shape `(r,d)`, and writes the weights to `kept`.
+    /// Attends the first [`PIECE`] of `positions` for r heads of d channels, and writes their weights to `kept`.
     fn attend(
         queries: &GroupQueries,
         (r, d): (usize, usize),
@@ -123,7 +124,8 @@ impl PieceAttention {
         let (mut max, mut sum) = (Vec::with_capacity(r), Vec::with_capacity(r));
         for row in weights.chunks_mut(n) {
             let largest = simd::max(row);
-            // If every score is minus infinity, so is their maximum, and all weights must come out as zero.
+            // If every score is minus infinity, so is the maximum. The clamp then makes all weights zero instead of
+            // NaN.
             let shift = largest.max(f32::MIN);
             let tiles = row.chunks_mut(TILE);
             let total: f64 = tiles.map(|tile| f64::from(simd::exp_shifted(tile, shift))).sum();

@@ -1,7 +1,8 @@
-//! The loops of a decode step over rows of keys and values. Every row is read once for a group of query heads, and
-//! its products with them are formed in registers.
+//! The loops of a decode step over rows of keys and values. Each row is read once for a group of query heads, and its
+//! products with all of their queries are formed in registers.
 //!
-//! The lanes fix the order of every sum, whatever the size of the tiles: the same bits on every instruction set.
+//! The lanes alone fix the order of every sum, whatever the tile size, so the results have the same bits on every
+//! instruction set.
 
 use half::{bf16, f16};
 use multiversion::multiversion;
@@ -12,12 +13,12 @@ use super::lanes::{Avx2, Avx512};
 use super::lanes::{LANES, Plain, Simd};
 use super::rows::{Coming, GroupQueries, OutputSums, Run, prefetch};
 
-/// Query heads that share a tile.
+/// Query heads that are processed together in one tile.
 pub const GROUP: usize = 4;
-/// Rows that stay in the first-level cache while all heads and all channels are worked through.
+/// Rows that stay in the first-level cache while all heads and channels are processed.
 const BLOCK: usize = 32;
 
-/// A type in which values are stored.
+/// A type in which keys and values are stored.
 pub trait Widen: Copy + Sync {
     /// Widens values to f32, exactly.
     fn widen<S: Simd>(simd: S, from: &[Self; LANES]) -> S::Vector;
@@ -46,7 +47,7 @@ impl Widen for f16 {
 
 /// Rows that the kernels read in chunks of [`LANES`] channels.
 pub trait ChunkedRows: Copy {
-    /// Whether two chunks share scales, so that they are widened together.
+    /// Whether every two chunks share one set of scales, so that chunks are widened in pairs.
     const PAIRS: bool;
     /// A row.
     type Row: Copy;
@@ -59,10 +60,11 @@ pub trait ChunkedRows: Copy {
     /// Prefetches a row.
     fn prefetch(self, position: u32);
 
-    /// Widens N chunks of a row from number `at` on, exactly; with [`ChunkedRows::PAIRS`], `at` is even if N is.
+    /// Widens N chunks of a row, starting at chunk number `at`, exactly. With [`ChunkedRows::PAIRS`], `at` must be even
+    /// if N is.
     ///
     /// # Safety
-    /// The row has these chunks.
+    /// The row has the chunks `at..at + N`.
     unsafe fn widen<S: Simd, const N: usize>(self, simd: S, row: Self::Row, at: usize) -> [S::Vector; N];
 }
 
@@ -71,7 +73,7 @@ pub trait ChunkedRows: Copy {
 pub struct StoredRows<'a, E> {
     /// `[n, chunks, LANES]`.
     pub rows: &'a [[E; LANES]],
-    /// Chunks of a row.
+    /// Chunks per row.
     pub chunks: usize,
 }
 
@@ -98,15 +100,15 @@ impl<'a, E: Widen> ChunkedRows for StoredRows<'a, E> {
     unsafe fn widen<S: Simd, const N: usize>(self, simd: S, row: Self::Row, at: usize) -> [S::Vector; N] {
         let mut wide = [simd.splat(0.0); N];
         for (i, wide) in wide.iter_mut().enumerate() {
-            // SAFETY: the caller guarantees that the row has these chunks. With bounds checks the pointers do not stay in registers,
-            // and the loop takes twice the time.
+            // SAFETY: the caller guarantees that the row has these chunks. With bounds checks, the pointers do not stay
+            // in registers and the loop takes twice as long.
             *wide = E::widen(simd, unsafe { row.get_unchecked(at + i) });
         }
         wide
     }
 }
 
-/// Prefetches the next of the coming rows.
+/// Prefetches the next row of `coming`, if there is one.
 #[inline(always)]
 fn prefetch_next(rows: impl ChunkedRows, coming: &mut Coming) {
     if let Some(&position) = coming.next() {
@@ -114,7 +116,7 @@ fn prefetch_next(rows: impl ChunkedRows, coming: &mut Coming) {
     }
 }
 
-/// Returns no coming rows, where another pass has prefetched them.
+/// Returns no coming rows, for a pass over rows that an earlier pass has already prefetched.
 fn nothing<'a>() -> Coming<'a> {
     [].iter().chain(&[])
 }
@@ -136,7 +138,7 @@ pub fn scores<K: ChunkedRows>(queries: &GroupQueries, rows: K, run: &Run, out: &
     }
 }
 
-/// Computes [`scores`] in tiles of `FEW` rows for one or two heads and of `MANY` rows for three or four.
+/// Computes [`scores`] in tiles of `FEW` rows for one or two heads, and of `MANY` rows for three or four heads.
 #[inline(always)]
 pub fn scores_of<S: Simd, K: ChunkedRows, const FEW: usize, const MANY: usize>(
     simd: S,
@@ -195,7 +197,7 @@ fn score_heads<S: Simd, K: ChunkedRows, const J: usize, const R: usize>(
     }
 }
 
-/// Returns the scores of J keys for R heads, that of head a and key j at `a J + j`; J R is at most [`LANES`].
+/// Returns the scores of J keys for R heads. The score of head a and key j is at `a J + j`; J R is at most [`LANES`].
 #[inline(always)]
 fn score_tile<S: Simd, K: ChunkedRows, const J: usize, const R: usize>(
     simd: S,
@@ -226,7 +228,7 @@ fn score_tile<S: Simd, K: ChunkedRows, const J: usize, const R: usize>(
     simd.sums(&all)
 }
 
-/// Adds the products of N chunks to the sums.
+/// Adds the products of N chunks of each key with the queries to the sums.
 #[inline(always)]
 fn score_chunks<S: Simd, K: ChunkedRows, const J: usize, const R: usize, const N: usize>(
     simd: S,
@@ -323,7 +325,7 @@ fn add_heads<S: Simd, V: ChunkedRows, const R: usize, const CHUNKS: usize>(
     }
 }
 
-/// Adds the weighted rows to the chunks from `at` on of the sums of R heads.
+/// Adds weighted rows to the sums of R heads, for the `CHUNKS` chunks from chunk number `at` on.
 #[inline(always)]
 fn add_tile<S: Simd, V: ChunkedRows, const R: usize, const CHUNKS: usize>(
     simd: S,

@@ -1,16 +1,16 @@
-//! Arithmetic on sixteen f32 lanes in the registers of each instruction set.
+//! Arithmetic on sixteen f32 lanes, in the registers of each instruction set.
 //!
-//! Loops over arrays of sixteen values take three to ten times as long, because the compiler does not keep several
-//! arrays in registers.
+//! Plain loops over arrays of sixteen values take three to ten times as long, because the compiler does not keep
+//! several arrays in registers.
 
 use half::{bf16, f16};
 
-/// Values of a vector.
+/// Values per vector.
 pub const LANES: usize = 16;
 
 /// An instruction set's arithmetic on vectors of [`LANES`] values, with the same bits on every instruction set.
 ///
-/// A value of an implementing type proves that the machine has its instructions.
+/// A value of an implementing type proves that the machine has the instructions of that type.
 pub trait Simd: Copy {
     /// A vector in registers.
     type Vector: Copy;
@@ -46,10 +46,10 @@ pub trait Simd: Copy {
 
     fn add(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
 
-    /// Changes the sign of the lanes whose bits are set.
+    /// Flips the sign of each lane whose bit in `lanes` is set.
     fn flip(self, v: Self::Vector, lanes: u16) -> Self::Vector;
 
-    /// Returns `Q step + zero`, rounded twice, for the sixteen 2-bit numbers Q of `codes`.
+    /// Returns `Q step + zero`, rounded twice, for each of the sixteen 2-bit numbers Q in `codes`.
     #[inline(always)]
     fn two_bits(self, codes: u32, step: f32, zero: f32) -> Self::Vector {
         let mut wide = [0.0; LANES];
@@ -64,7 +64,7 @@ pub trait Simd: Copy {
         pair.map(widen_f16)
     }
 
-    /// Returns the sum of the lanes of each vector, added by halves.
+    /// Returns the sum of the lanes of each vector. Lanes are added by halves.
     #[inline(always)]
     fn sums(self, vectors: &[Self::Vector; LANES]) -> [f32; LANES] {
         let mut sums = [0.0; LANES];
@@ -81,7 +81,7 @@ pub trait Simd: Copy {
     }
 }
 
-/// Returns the value of an f16, without a branch.
+/// Returns the value of an f16, computed without a branch.
 #[inline(always)]
 pub fn widen_f16(x: f16) -> f32 {
     /// 2^112: the difference between the exponents of f16 and f32.
@@ -92,10 +92,11 @@ pub fn widen_f16(x: f16) -> f32 {
     f32::from_bits((f32::from_bits(rest) * SHIFT).to_bits() | special | sign)
 }
 
-/// Returns `a b + c`, rounded once, on machines without the instruction.
+/// Returns `a b + c`, rounded once, on machines without a fused multiply-add instruction.
 #[inline(always)]
 pub(crate) fn fused(a: f32, b: f32, c: f32) -> f32 {
-    // The product is exact in f64. If the sum is not, its last bit is set, so that the rounding to f32 is right.
+    // The product is exact in f64. If the f64 sum is inexact, its last bit is set (round to odd), so that the final
+    // rounding to f32 is right.
     let (product, c) = (f64::from(a) * f64::from(b), f64::from(c));
     let sum = product + c;
     let back = sum - product;
@@ -111,7 +112,7 @@ pub(crate) fn fused(a: f32, b: f32, c: f32) -> f32 {
     f64::from_bits(bits) as f32
 }
 
-/// Loops over arrays; with `FUSED` the machine has the instruction of [`f32::mul_add`].
+/// Arithmetic as loops over arrays. With `FUSED`, the machine has the instruction behind [`f32::mul_add`].
 #[derive(Clone, Copy)]
 pub struct Plain<const FUSED: bool>;
 

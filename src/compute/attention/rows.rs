@@ -8,15 +8,15 @@ use ndarray::ArrayView2;
 use super::kernels::{self, StoredRows};
 use super::lanes::LANES;
 
-/// Rows that are widened together, if the kernels cannot read them as they are stored.
+/// Rows that are widened together if the kernels cannot read the rows as they are stored.
 const BLOCK: usize = 32;
 
-/// Rows between the one that is read and the one that is prefetched.
+/// How many rows ahead of the current row to prefetch.
 pub const AHEAD: usize = 8;
 
-/// The queries of one KV head's group, in the order in which the kernels read them.
+/// The queries of one query group, in the order in which the kernels read them.
 pub struct GroupQueries {
-    /// Chunks of [`LANES`] channels, the last padded.
+    /// Chunks of [`LANES`] channels per query; the last one is padded.
     pub(super) chunks: usize,
     /// `[groups of GROUP heads, chunks, heads of the group, LANES]`, padded with zeros.
     pub(super) packed: Vec<[f32; LANES]>,
@@ -41,7 +41,7 @@ impl GroupQueries {
     }
 }
 
-/// Positions that are read now, and those that are read after them.
+/// The positions of the rows to read now, and of those to read next.
 pub struct Run<'a> {
     /// Read now, ascending.
     pub now: &'a [u32],
@@ -49,8 +49,8 @@ pub struct Run<'a> {
     pub next: &'a [u32],
 }
 
-/// The positions of the rows to prefetch. One row is prefetched with every row that is read: prefetched all at once,
-/// rows would wait for each other and delay the arithmetic.
+/// The positions of the rows to prefetch. One row is prefetched per row read: if all were prefetched at once, the
+/// prefetches would wait for each other and delay the arithmetic.
 pub type Coming<'a> = Chain<Iter<'a, u32>, Iter<'a, u32>>;
 
 impl<'a> Run<'a> {
@@ -60,7 +60,7 @@ impl<'a> Run<'a> {
         Self { now, next }
     }
 
-    /// Returns the positions of the rows to prefetch while the present ones are read, one with each.
+    /// Returns the positions to prefetch while the `now` rows are read, one per row read.
     pub fn coming(&self) -> Coming<'a> {
         let now = self.now.get(AHEAD..).unwrap_or_default();
         let next = self
@@ -70,7 +70,7 @@ impl<'a> Run<'a> {
         now.iter().chain(next)
     }
 
-    /// Cuts the run into blocks, each with the index of its first position.
+    /// Cuts the run into blocks; each comes with the index of its first position in `now`.
     fn blocks(&self) -> impl Iterator<Item = (usize, Run<'a>)> {
         let Self { now, next } = *self;
         (0..now.len()).step_by(BLOCK).map(move |at| {
@@ -81,7 +81,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Prefetches the cache lines of values.
+/// Prefetches the cache lines that hold `values`.
 #[inline(always)]
 pub fn prefetch<T>(values: &[T]) {
     #[cfg(target_arch = "x86_64")]
@@ -99,7 +99,7 @@ pub fn prefetch<T>(values: &[T]) {
 
 /// Weighted sums of rows, for r sets of weights.
 pub struct OutputSums<'a> {
-    /// Weights per row, r.
+    /// The number of weights per row, which is the number of query heads.
     pub r: usize,
     /// `[r, chunks, LANES]`.
     pub values: &'a mut [[f32; LANES]],
@@ -113,25 +113,25 @@ pub trait CachedRows: Sync {
     /// Returns the row of `position` as f32; `scratch` (d values) may hold a converted copy.
     fn row<'a>(&'a self, position: usize, scratch: &'a mut [f32]) -> &'a [f32];
 
-    /// Writes the products of the rows with the queries to `out`, `[r, stride]`, a column for each position.
+    /// Writes the dot products of the run's rows with the queries to `out`, `[r, stride]`, one column per position.
     ///
     /// # Numerics
-    /// f32: fused multiply-adds into [`LANES`] partial sums, which are added by halves.
+    /// f32: fused multiply-adds into [`LANES`] partial sums, which are then added by halves.
     fn scores(&self, queries: &GroupQueries, run: &Run, out: &mut [f32], stride: usize) {
         widened_scores(self, queries, run, out, stride);
     }
 
-    /// Adds the weighted rows to `sums`; `weights` is `[r, stride]`, with a column for each position.
+    /// Adds the run's rows, weighted, to `sums`; `weights` is `[r, stride]`, one column per position.
     ///
     /// # Numerics
-    /// f32: fused multiply-adds, position by position.
+    /// f32: fused multiply-adds, one position after the other.
     fn add(&self, weights: &[f32], stride: usize, run: &Run, sums: &mut OutputSums) {
         widened_add(self, weights, stride, run, sums);
     }
 }
 
-/// Widens the rows of a run to f32, block by block; `each` gets the index of a block's first position, its rows and
-/// their run.
+/// Widens the rows of a run to f32, block by block. `each` gets the index of the block's first position, the widened
+/// rows, and the block's run.
 fn widen_blocks<R: CachedRows + ?Sized>(
     rows: &R,
     run: &Run,
@@ -151,7 +151,7 @@ fn widen_blocks<R: CachedRows + ?Sized>(
     }
 }
 
-/// Computes [`CachedRows::scores`] of rows that the kernels cannot read as they are stored.
+/// Computes [`CachedRows::scores`] for rows that the kernels cannot read as they are stored.
 pub fn widened_scores<R: CachedRows + ?Sized>(
     rows: &R,
     queries: &GroupQueries,
@@ -164,7 +164,7 @@ pub fn widened_scores<R: CachedRows + ?Sized>(
     });
 }
 
-/// Computes [`CachedRows::add`] of rows that the kernels cannot read as they are stored.
+/// Computes [`CachedRows::add`] for rows that the kernels cannot read as they are stored.
 pub fn widened_add<R: CachedRows + ?Sized>(
     rows: &R,
     weights: &[f32],

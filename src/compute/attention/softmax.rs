@@ -5,41 +5,42 @@ use multiversion::target::match_target;
 
 use crate::compute::blocks::{Row, SIDE, multiply_add};
 
-/// Partial sums of a row of weights.
+/// Partial sums per row of weights.
 const LANES: usize = 16;
-/// Powers of two with a smaller exponent count as zero.
+/// Powers of two with an exponent below this are taken as zero.
 const LEAST: f32 = -126.0;
 
-/// The running softmax of a row, in powers of two.
+/// The state of the running softmax of one row, in powers of two.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
 pub struct Seen {
-    /// Partial sums of the weights, which are relative to `max`.
+    /// Partial sums of the weights, relative to `max`.
     sums: [f32; LANES],
     max: f32,
-    /// The factor that brings earlier weights to the present maximum.
+    /// The factor that rescales earlier weights to the current maximum.
     pub rescale: f32,
 }
 
 impl Seen {
-    /// The softmax of no scores.
+    /// The state before any score.
     pub const NOTHING: Self = Self {
         sums: [0.0; LANES],
         max: f32::NEG_INFINITY,
         rescale: 1.0,
     };
 
-    /// Returns the sum of all weights.
+    /// Returns the sum of all weights so far.
     pub fn sum(&self) -> f32 {
         self.sums.iter().sum()
     }
 }
 
-/// Turns scores into weights relative to the largest score so far, `2^(score - max)`; minus infinity has no weight.
+/// Turns scores into weights relative to the largest score so far, `2^(score - max)`. A score of minus infinity gets
+/// weight zero.
 ///
 /// # Numerics
-/// f32; a power has a relative error below 2e-7 and is zero below 2^-126. The weight of a NaN is NaN. The same bits on
-/// every instruction set.
+/// f32; a power has a relative error below 2e-7 and is zero below 2^-126. The weight of a NaN is NaN. The bits are the
+/// same on every instruction set.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2+fma", "aarch64+neon"))]
 pub fn weigh(scores: &mut [Row], seen: &mut [Seen]) {
     match_target! {
@@ -57,7 +58,7 @@ fn weigh_rows<const FMA: bool>(scores: &mut [Row], seen: &mut [Seen]) {
         let max = largest(line);
         seen.rescale = 1.0;
         if max > seen.max {
-            // Zero if there was no score before.
+            // Zero if this row had no score before.
             seen.rescale = exp2::<FMA>(seen.max - max);
             seen.max = max;
             for l in 0..LANES {
@@ -80,7 +81,7 @@ fn weigh_rows<const FMA: bool>(scores: &mut [Row], seen: &mut [Seen]) {
     }
 }
 
-/// Returns the largest value; NaN is passed over.
+/// Returns the largest value, ignoring NaN.
 #[inline(always)]
 fn largest(line: &[[f32; LANES]]) -> f32 {
     let larger = |a: f32, b: f32| if a > b { a } else { b };
@@ -95,7 +96,7 @@ fn largest(line: &[[f32; LANES]]) -> f32 {
     larger(larger(four[0], four[2]), larger(four[1], four[3]))
 }
 
-/// Returns 2^x for x up to 0 with a relative error below 2e-7; zero below [`LEAST`]; a NaN stays a NaN.
+/// Returns 2^x for x <= 0 with a relative error below 2e-7; zero for x below [`LEAST`]; NaN for NaN.
 #[inline(always)]
 fn exp2<const FMA: bool>(x: f32) -> f32 {
     /// ln(2)^k / k! from k = 7 on down: |r| <= 1/2, so the first term left out is below 6e-9.
@@ -108,9 +109,9 @@ fn exp2<const FMA: bool>(x: f32) -> f32 {
         2.402_265e-1,
         std::f32::consts::LN_2,
     ];
-    /// Adding this rounds to an integer, which the low bits then hold.
+    /// Adding this constant rounds to an integer, which the low bits of the sum then hold.
     const ROUND: f32 = 12_582_912.0;
-    // Not `max`, which would lose a NaN.
+    // Not `f32::max`, which would drop a NaN.
     let y = if x < LEAST { LEAST } else { x };
     let rounded = y + ROUND;
     let r = y - (rounded - ROUND);
@@ -124,7 +125,7 @@ fn exp2<const FMA: bool>(x: f32) -> f32 {
     if x < LEAST { 0.0 } else { power }
 }
 
-/// Brings the weighted sums of each row to its present maximum.
+/// Rescales the weighted sums of each row to the row's current maximum.
 #[multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2", "aarch64+neon"))]
 pub fn rescale(rows: &mut [Row], seen: &[Seen]) {
     for (row, seen) in rows.iter_mut().zip(seen) {
@@ -136,7 +137,7 @@ pub fn rescale(rows: &mut [Row], seen: &[Seen]) {
     }
 }
 
-/// Sets all scores but those at `visible` to minus infinity.
+/// Sets all scores outside `visible` to minus infinity.
 pub fn mask(row: &mut Row, visible: std::ops::Range<usize>) {
     row.0[..visible.start.min(SIDE)].fill(f32::NEG_INFINITY);
     row.0[visible.end.min(SIDE)..].fill(f32::NEG_INFINITY);
@@ -169,7 +170,8 @@ mod tests {
         values.as_chunks::<SIDE>().0.iter().map(|x| Row(*x)).collect()
     }
 
-    /// Three blocks of scores, some of them hidden, against the softmax over all of them in f64.
+    /// Compares the running softmax of three blocks of scores, some of them hidden, with the f64 softmax over all
+    /// scores.
     #[test]
     fn running_weights_are_those_of_all_scores() {
         let n = 5;
@@ -192,7 +194,8 @@ mod tests {
             let all = || (0..3).flat_map(|b| scores[b][r].0.into_iter().map(f64::from));
             let max = all().fold(f64::NEG_INFINITY, f64::max);
             let sum: f64 = all().map(|x| (x - max).exp2()).sum();
-            // Two rescalings and a difference of at most 40 rounded to 2^-24 of it, all in powers of two.
+            // The weights are rescaled twice, and a difference of at most 40 is rounded to 2^-24 of itself, all in
+            // powers of two.
             let bound = 3.0 * 2e-7 + 40.0 * 2f64.powi(-24) + 4.0 * 2f64.powi(-24);
             let weights = (0..3).flat_map(|b| blocks[b][r].0);
             for (weight, score) in weights.zip(all()) {

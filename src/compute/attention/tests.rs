@@ -8,12 +8,12 @@ use super::lanes::{LANES, Plain, Simd, fused, widen_f16};
 use super::*;
 use crate::testing::numbers;
 
-/// Numbers of every size that a sum may meet; a few are not finite.
+/// Returns bit patterns of floats of every magnitude that a sum may meet; a few are not finite.
 fn bits(seed: u32) -> impl Iterator<Item = u32> {
     std::iter::repeat_with(numbers(seed)).map(|state| state ^ state >> 15)
 }
 
-/// From -1 to 1.
+/// Returns n values from -1 to 1.
 fn values(n: usize, seed: u32) -> Vec<f32> {
     let value = |x: u32| (x >> 8) as f32 / (1 << 23) as f32 - 1.0;
     bits(seed).take(n).map(value).collect()
@@ -29,7 +29,7 @@ fn fused_is_mul_add() {
     let mut next = || random.next().unwrap_or(0);
     for i in 0..2_000_000 {
         let [a, b, mut c] = [next(), next(), next()].map(f32::from_bits);
-        // Sums that nearly cancel, or that end half way between two numbers.
+        // Sums that nearly cancel, or that lie halfway between two floats.
         if i % 2 == 0 {
             c = f32::from_bits((-a * b).to_bits().wrapping_add(next() % 5).wrapping_sub(2));
         }
@@ -39,7 +39,7 @@ fn fused_is_mul_add() {
         let (got, expected) = (fused(a, b, c), a.mul_add(b, c));
         assert!(same(got, expected), "{a:e} {b:e} {c:e}: {got:e} {expected:e}");
     }
-    // Exactly half way but for a bit far below.
+    // Exactly halfway between two floats, but for one bit far below.
     let (a, b, c) = (1.0 + 2f32.powi(-12), 2f32.powi(-24) * (1.0 - 2f32.powi(-12)), 1.0);
     assert_eq!(fused(a, b, c), 1.0);
     assert_eq!(
@@ -55,7 +55,7 @@ fn every_f16_is_widened_exactly() {
     }
 }
 
-/// Some rows and what reads them.
+/// Some rows, and the queries and weights that are applied to them.
 struct Case<E> {
     r: usize,
     chunks: usize,
@@ -89,7 +89,7 @@ impl<E: Widen> Case<E> {
         }
     }
 
-    /// Scores and sums, value by value.
+    /// Returns the expected scores and sums, computed value by value.
     fn expected(&self) -> (Vec<f32>, Vec<f32>) {
         let (n, width) = (self.positions.len(), self.chunks * LANES);
         let (mut scores, mut sums) = (vec![0.0; self.r * n], vec![0.25f32; self.r * width]);
@@ -147,7 +147,7 @@ impl<E: Widen> Case<E> {
         }
     }
 
-    /// The kernels with the registers and the tiles given.
+    /// Checks the kernels with the given instruction set and tile sizes.
     fn check_with<S: Simd, const FEW: usize, const MANY: usize, const CHUNKS: usize>(&self, simd: S) {
         let n = self.positions.len();
         self.check(
@@ -201,7 +201,7 @@ impl<E: Widen> Case<E> {
     }
 }
 
-/// Rows of d values, padded with zeros to whole chunks.
+/// Returns rows of d values, padded with zeros to whole chunks.
 fn padded(q: &[f32], d: usize) -> Vec<f32> {
     let pad = d.div_ceil(LANES) * LANES - d;
     q.chunks(d)
@@ -227,7 +227,7 @@ fn every_instruction_set_and_tile_gives_the_same_bits() {
     }
 }
 
-/// Rows in f32 of any width, read through [`CachedRows::row`] alone.
+/// Rows in f32 of any width, which are read only through [`CachedRows::row`].
 struct Wide(Array2<f32>);
 
 impl CachedRows for Wide {
@@ -273,7 +273,8 @@ fn threads_and_pieces_change_nothing_beyond_rounding() {
         };
         let scores: Vec<f64> = positions.iter().map(score).collect();
         let sum: f64 = scores.iter().map(|s| s.exp()).sum();
-        // Scores below 5 with d + 4 roundings, exponentials to 2e-7, sums of 256 in f32.
+        // Scores below 5 with d + 4 roundings each, exponentials with a relative error of 2e-7, sums of 256 terms in
+        // f32.
         let bound = (5.0 * (d as f64 + 4.0) + 20.0 + 256.0) * 2f64.powi(-24);
         for (w, s) in one.1.row(a).iter().zip(&scores) {
             let exact = s.exp() / sum;
@@ -301,7 +302,7 @@ fn what_is_not_finite_in_a_decode_step_shows_unless_it_weighs_nothing() {
         (out, weights, lse)
     };
     let all: Vec<u32> = (0..n as u32).collect();
-    // Whole pieces and a part of one.
+    // Whole pieces and a part of a piece.
     let mut keys = of(14);
     keys.slice_mut(s![..9000, 3]).fill(f32::NEG_INFINITY);
     let (out, weights, lse) = run(&keys, &all);
@@ -369,7 +370,7 @@ fn what_is_not_finite_in_a_prompt_shows_where_it_is_seen() {
         let mut out = Array2::zeros((m, d));
         causal(q.view(), k.view(), v.view(), 0, None, out.view_mut());
         for (t, row) in out.rows().into_iter().enumerate() {
-            // A score of minus infinity weighs nothing.
+            // A score of minus infinity has no weight.
             let hidden = t < 150 || special * q[[0, t, 3]] == f32::NEG_INFINITY;
             assert_eq!(row.iter().all(|x| x.is_finite()), hidden, "{special}: {t}");
         }

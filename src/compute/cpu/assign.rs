@@ -1,4 +1,4 @@
-//! The assignment of rows to centroids, and the bounds that tell which rows need a full search again.
+//! The assignment of rows to centroids, and the bounds that tell which rows need another full search.
 
 use rayon::prelude::*;
 
@@ -14,14 +14,14 @@ pub(super) struct Assigned {
     pub code: u32,
     /// The score of that centroid.
     pub score: f32,
-    /// No other centroid that has stayed in place since has a higher score.
+    /// An upper bound on the score of every other centroid that has stayed in place since the bound was set.
     pub rival: f32,
-    /// The squared distance to that centroid.
+    /// The squared distance to the centroid.
     pub distance: f32,
 }
 
 impl Assigned {
-    /// A row without a centroid.
+    /// A row that has no centroid yet.
     pub const NOWHERE: Self = Self {
         code: 0,
         score: f32::NEG_INFINITY,
@@ -29,7 +29,7 @@ impl Assigned {
         distance: f32::INFINITY,
     };
 
-    /// Takes the best of some other centroids into account.
+    /// Moves the row to the best of some other centroids if that one scores higher, and updates the bound.
     fn challenge(&mut self, best: &BestTwo) {
         if best.score > self.score || (best.score == self.score && best.id < self.code) {
             self.rival = self.score.max(best.second);
@@ -40,7 +40,8 @@ impl Assigned {
     }
 }
 
-/// Assigns rows to the new centroids `fresh`, numbered from `first`, if these are nearer than their own.
+/// Assigns rows to the new centroids `fresh`, numbered from `first`, where these are nearer than the row's own
+/// centroid.
 pub(super) fn absorb(x: &[f32], dim: usize, rows: &mut [Assigned], fresh: &[f32], first: u32) {
     let ids = (first..first + (fresh.len() / dim) as u32).collect();
     let panels = Panels::pack(fresh, dim, first, ids);
@@ -58,11 +59,11 @@ pub(super) fn absorb(x: &[f32], dim: usize, rows: &mut [Assigned], fresh: &[f32]
     });
 }
 
-/// Assigns every row to its nearest centroid, given which centroids moved since the last time.
+/// Assigns every row to its nearest centroid; `moved` says which centroids have moved since the last assignment.
 ///
-/// The result is that of scanning all centroids for all rows, bit for bit. A row's own centroid is still the best of
-/// those that stayed in place if it stayed too, or if its new score is above `rival`; such a row is compared with the
-/// moved centroids only.
+/// The result is that of a full search for every row, bit for bit. If a row's own centroid stayed in place, or moved
+/// but still scores above `rival`, no centroid that stayed in place is better, and the row is compared with the moved
+/// centroids only.
 pub(super) fn reassign(x: &[f32], dim: usize, rows: &mut [Assigned], centroids: &[f32], moved: &[bool]) {
     let ids = 0..moved.len() as u32;
     let all = Panels::pack(centroids, dim, 0, ids.clone().collect());
@@ -76,7 +77,7 @@ pub(super) fn reassign(x: &[f32], dim: usize, rows: &mut [Assigned], centroids: 
             if own_moved {
                 r.score = score(x, row(centroids, r.code, dim), all.bias(r.code as usize));
             }
-            // A centroid that stayed in place has won its ties before; one that moved may lose them now.
+            // A centroid that stayed in place has already won its ties; a moved centroid may lose a tie now.
             let safe = r.score > r.rival || (r.score == r.rival && !own_moved);
             if safe {
                 &mut against_moved
@@ -94,7 +95,8 @@ pub(super) fn reassign(x: &[f32], dim: usize, rows: &mut [Assigned], centroids: 
         for (&i, best) in against_moved.iter().zip(&scratch.out) {
             let r = &mut rows[i as usize];
             if moved[r.code as usize] {
-                // The row's own centroid is one of the moved: their best is the best of all.
+                // The row's own centroid is among the moved ones, so the best of the moved centroids is the best of
+                // all.
                 (r.code, r.score, r.rival) = (best.id, best.score, r.rival.max(best.second));
             } else {
                 r.challenge(best);

@@ -1,14 +1,14 @@
-//! The kernel behind k-means and encoding: the best and the second-best centroid of each row.
+//! The kernel behind k-means and encoding: finds the best and the second-best centroid of each row.
 //!
-//! The scores of a tile of rows with a panel of centroids are formed in the vector registers and folded into the
-//! rows' running results, without being stored. The loops are plain Rust over fixed-size arrays, compiled once per
-//! instruction set. They use indices: with iterators, the compiler does not keep the tile in registers and the loops
-//! take ten times as long.
+//! The scores of a tile of rows against a panel of centroids are formed in the vector registers and folded into the
+//! rows' running results without being stored. The loops are plain Rust over fixed-size arrays, compiled once per
+//! instruction set. They use indices on purpose: with iterators, the compiler does not keep the tile in registers and
+//! the loops take ten times as long.
 //!
 //! # Numerics
 //!
 //! A score starts at `-||c||²/2`, summed in f64 and rounded, and takes one f32 multiply-add per coordinate, in order.
-//! It depends on the row and the centroid alone, not on the other rows of the tile or centroids of the panel.
+//! It depends only on the row and the centroid, not on the other rows of the tile or the other centroids of the panel.
 
 use multiversion::multiversion;
 use multiversion::target::match_target;
@@ -20,20 +20,21 @@ pub(super) fn row(x: &[f32], i: u32, dim: usize) -> &[f32] {
     &x[i as usize * dim..][..dim]
 }
 
-/// Centroids in panels of [`PANEL`], coordinate by coordinate, as the kernel reads them.
+/// Centroids in panels of [`PANEL`], stored coordinate by coordinate, as the kernel reads them.
 #[derive(Clone, Debug)]
 pub(crate) struct Panels {
     dim: usize,
     /// `[panels, d]`, the last panel padded with zeros.
     data: Vec<PanelLine>,
-    /// `-||c||²/2` per slot, `[panels]`; minus infinity in the padding, so that it never wins.
+    /// `-||c||²/2` per slot, `[panels]`; minus infinity in the padding, so that a padding slot never wins.
     biases: Vec<PanelLine>,
-    /// The number of the centroid in each slot, ascending, `[slots]` without padding.
+    /// The number of the centroid in each slot, ascending, `[slots]`; padding has no entry.
     pub(super) ids: Vec<u32>,
 }
 
 impl Panels {
-    /// Packs the centroids with the numbers `ids`, ascending; the first row of `centroids` has the number `first`.
+    /// Packs the centroids whose numbers are `ids` (ascending). The first row of `centroids` is centroid number
+    /// `first`.
     pub fn pack(centroids: &[f32], dim: usize, first: u32, ids: Vec<u32>) -> Self {
         let count = ids.len().div_ceil(PANEL);
         let mut data = vec![PanelLine::ZERO; count * dim];
@@ -62,14 +63,14 @@ impl Panels {
 /// The best and the second-best score of one row.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct BestTwo {
-    /// The centroid with the highest score, the lowest number on ties; 0 if there are no centroids.
+    /// The centroid with the highest score; the lowest number wins a tie; 0 if there are no centroids.
     pub(super) id: u32,
     pub(super) score: f32,
     /// The highest score among the other centroids.
     pub(super) second: f32,
 }
 
-/// The running result of one row: the best and the second-best score in each lane of the panels so far.
+/// The running result of one row: the best and the second-best score in each lane over the panels so far.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 struct LaneBests {
@@ -128,7 +129,7 @@ impl LaneBests {
     }
 }
 
-/// Returns the largest of the lanes, compared by halves.
+/// Returns the largest of the lanes, reduced by halves.
 #[inline(always)]
 fn largest(mut lanes: [f32; PANEL]) -> f32 {
     let mut width = PANEL / 2;
@@ -142,7 +143,7 @@ fn largest(mut lanes: [f32; PANEL]) -> f32 {
     lanes[0]
 }
 
-/// Returns the least of the lanes, compared by halves.
+/// Returns the smallest of the lanes, reduced by halves.
 #[inline(always)]
 fn least(mut lanes: [u32; PANEL]) -> u32 {
     let mut width = PANEL / 2;
@@ -155,7 +156,7 @@ fn least(mut lanes: [u32; PANEL]) -> u32 {
     lanes[0]
 }
 
-/// The buffers of one worker; `out` holds the results of its last scan.
+/// The buffers of one worker. `out` holds the results of the last scan.
 #[derive(Default)]
 pub(super) struct ScanScratch {
     packed: Vec<f32>,
@@ -163,10 +164,11 @@ pub(super) struct ScanScratch {
     pub(super) out: Vec<BestTwo>,
 }
 
-/// Scores the rows `rows` of `x` against all panels and puts the best two of each row into `scratch.out`.
+/// Scores the rows of `x` listed in `rows` against all panels, and puts the best two centroids of each row into
+/// `scratch.out`.
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2+fma", "aarch64+neon"))]
 pub(super) fn scan(x: &[f32], rows: &[u32], panels: &Panels, scratch: &mut ScanScratch) {
-    // Rows per tile: as many as the vector registers hold beside a line of the panel.
+    // Rows per tile: as many as fit into the vector registers beside one line of the panel.
     match_target! {
         "x86_64+avx512f" => scan_tiles::<12, true>(x, rows, panels, scratch),
         "x86_64+avx2+fma" => scan_tiles::<3, true>(x, rows, panels, scratch),
@@ -210,7 +212,7 @@ fn scan_tiles<const R: usize, const FMA: bool>(
     }
     out.clear();
     out.resize(rows.len(), BestTwo::default());
-    // A loop, since a closure would be compiled without the instruction set.
+    // A loop, because a closure would not be compiled for the instruction set.
     for (out, lanes) in out.iter_mut().zip(lanes.iter()) {
         *out = lanes.finish(&panels.ids);
     }
@@ -252,13 +254,13 @@ fn score_one<const FMA: bool>(x: &[f32], c: &[f32], bias: f32) -> f32 {
         .fold(bias, |score, (&x, &c)| multiply_add::<FMA>(x, c, score))
 }
 
-/// Returns `x c + sum`, rounded once with `FMA` and twice without: there `mul_add` is a function call.
+/// Returns `x c + sum`, rounded once with `FMA` and twice without it, where `mul_add` would be a function call.
 #[inline(always)]
 fn multiply_add<const FMA: bool>(x: f32, c: f32, sum: f32) -> f32 {
     if FMA { x.mul_add(c, sum) } else { x * c + sum }
 }
 
-/// Returns the squared distance `sum (a - b)²`, taken in 16 partial sums.
+/// Returns the squared distance `sum (a - b)²`, summed in 16 partial sums.
 #[multiversion(targets("x86_64+avx512f", "x86_64+avx2+fma", "aarch64+neon"))]
 pub(crate) fn squared_distance(a: &[f32], b: &[f32]) -> f32 {
     const LANES: usize = 16;
@@ -299,7 +301,7 @@ mod tests {
             assert_eq!(bits(&scratch), expected);
             scan_tiles::<12, true>(&x, &rows, &panels, &mut scratch);
             assert_eq!(bits(&scratch), expected);
-            // On every instruction set, scan and score agree with each other.
+            // `scan` and `score` agree bit for bit on every instruction set.
             scan(&x, &rows, &panels, &mut scratch);
             for (&i, best) in rows.iter().zip(&scratch.out) {
                 let x = row(&x, i, dim);

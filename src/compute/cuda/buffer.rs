@@ -1,4 +1,4 @@
-//! Typed memory of the device.
+//! Typed arrays in device memory.
 
 use std::marker::PhantomData;
 
@@ -7,12 +7,12 @@ use bytemuck::{Pod, Zeroable};
 use super::driver::{Address, Arg, Driver, Part};
 use crate::error::{Error, Result};
 
-/// An array on the device; freed when dropped.
+/// An array in device memory, freed when dropped.
 pub struct Buffer<'d, T> {
     driver: &'d dyn Driver,
     address: Address,
     len: usize,
-    /// Whether dropping it frees the memory.
+    /// Whether dropping the buffer frees the memory.
     owned: bool,
     values: PhantomData<T>,
 }
@@ -37,7 +37,7 @@ impl<'b, T> Ptr<'b, T> {
         self.address
     }
 
-    /// Returns the same address with another type, for a kernel that reads the bytes as that type.
+    /// Returns the same address with another element type, for a kernel that reads the bytes as that type.
     pub fn cast<U>(self) -> Ptr<'b, U> {
         Ptr {
             address: self.address,
@@ -64,7 +64,7 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
     /// # Errors
     /// Out of memory.
     pub fn new(driver: &'d dyn Driver, what: &str, len: usize) -> Result<Self> {
-        // Even an empty buffer has an address.
+        // Even an empty buffer needs an address.
         let bytes = (len * size_of::<T>()).max(1);
         let Some(address) = driver.allocate(bytes)? else {
             let mib = |bytes: u64| bytes.div_ceil(1 << 20);
@@ -99,7 +99,7 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
         }
     }
 
-    /// Copies values to the device.
+    /// Allocates a buffer and copies `values` into it.
     pub fn of(driver: &'d dyn Driver, what: &str, values: &[T]) -> Result<Self> {
         let buffer = Self::new(driver, what, values.len())?;
         buffer.write(values)?;
@@ -137,7 +137,7 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
         }
     }
 
-    /// Sets the first values.
+    /// Overwrites the first `values.len()` values.
     pub fn write(&self, values: &[T]) -> Result<()> {
         assert!(values.len() <= self.len, "more values than the buffer has");
         match values {
@@ -146,7 +146,7 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
         }
     }
 
-    /// Sets the first values after all earlier launches, without waiting for the copy.
+    /// Overwrites the first `values.len()` values after all earlier launches, without waiting for the copy.
     pub fn send(&self, values: &[T]) -> Result<()> {
         assert!(values.len() <= self.len, "more values than the buffer has");
         match values {
@@ -155,7 +155,7 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
         }
     }
 
-    /// Returns the first values as a part of a [`Driver::fetch`] into `values`.
+    /// Returns the copy of the first `values.len()` values into `values`, as a part of a [`Driver::fetch`].
     pub fn to<'v>(&self, values: &'v mut [T]) -> Part<'v> {
         assert!(values.len() <= self.len, "more values than the buffer has");
         Part {

@@ -1,4 +1,4 @@
-//! The clusters of the rows on the GPU: seeding, assignment and the Lloyd pass.
+//! The clusters of the rows on the GPU: seeding, assignment and Lloyd passes.
 
 mod fast;
 
@@ -12,42 +12,48 @@ use crate::error::Result;
 use fast::Fast;
 pub(crate) use fast::shared_bytes as search_bytes;
 
-/// Rows and centroids of a tile of `nearest_listed` and `nearest_fast`.
+/// Rows, and centroids, per tile of `nearest_listed` and `nearest_fast`.
 const TILE: usize = 128;
-/// Distances per partial sum, in `draw` and in `inertia`.
+/// Distances per partial sum: in `draw` this many, in `inertia` `INERTIA_RUN`.
 const DRAW_RUN: usize = 1024;
 const INERTIA_RUN: usize = 4096;
-/// Rows of a block that has a warp per row.
+/// Rows per block of a kernel that has one warp per row.
 const WARPS: usize = 8;
 
-/// The clusters of all heads. Buffers are per head: `[b,..]`.
+/// The clusters of all heads. The first axis of every buffer is the head, `[b,..]`; the comments give the shape per
+/// head.
 pub(super) struct Clustering<'d> {
-    /// Centroids of each head, M.
+    /// Centroids per head, M.
     pub size: usize,
-    /// Bits of the largest magnitude of the rows.
+    /// The bits of the largest magnitude of the rows.
     largest: Buffer<'d, u32>,
-    /// `[M,w]`, and `-||c||²/2` of each, `[M]`.
+    /// `[M,w]`.
     centroids: Buffer<'d, f32>,
+    /// `-||c||²/2`, `[M]`.
     biases: Buffer<'d, f32>,
-    /// First index and number of the centroids that a search considers.
+    /// The first index and the number of the centroids that a search considers.
     ranges: Buffer<'d, u32>,
-    /// `[n]`: the code, the next code, the squared distance and, while seeding, the score.
+    /// The code of each row, `[n]`.
     codes: Buffer<'d, u32>,
+    /// The code of each row after the running search, `[n]`.
     next: Buffer<'d, u32>,
+    /// The squared distance of each row to its centroid, `[n]`.
     distances: Buffer<'d, f32>,
+    /// While seeding, the score of each row's centroid, `[n]`.
     scores: Buffer<'d, f32>,
-    /// Whether a code changed.
+    /// Whether a code has changed.
     changed: Buffer<'d, u32>,
     fast: Option<Fast<'d>>,
-    /// Number of centroids drawn so far, per head.
+    /// The number of centroids drawn so far, per head.
     drawn: Vec<usize>,
 }
 
-/// Returns the most bytes that one head of n rows of `w` floats and `size` centroids takes on the device.
+/// Returns the most device memory, in bytes, that one head with n rows of `w` floats and `size` centroids takes.
 pub(super) fn head_bytes(n: usize, w: usize, size: usize) -> usize {
-    // x beside either its whitened copy or the f16 rows and what is known of each row.
+    // The rows, and beside them either their whitened copy or their f16 copy with the buffers that have entries per
+    // row.
     let row = 4 * w + (4 * w).max(2 * w + 36);
-    // f32, f16 and fixed point, the biases and the counts.
+    // Centroids in f32, in f16 and in fixed point, the biases and the counts.
     let centroid = (4 + 2 + 8) * w + 16;
     n * row + size.next_multiple_of(TILE) * centroid + 4096
 }
@@ -96,7 +102,7 @@ impl<'d> Clustering<'d> {
         self.changed.write(&vec![1; rows.b])
     }
 
-    /// Draws rows as new centroids, and moves the rows that are nearer to one of them; waits for the device once.
+    /// Draws rows as new centroids, and assigns to them the rows that they are nearest to; waits for the device once.
     pub fn draw(&mut self, rows: &PointRows, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
         let (driver, n) = (rows.driver, rows.n);
         rows.check("batches", batch.len(), rows.b)?;
@@ -253,7 +259,7 @@ impl<'d> Clustering<'d> {
         self.ranges.write(bytemuck::cast_slice(ranges))
     }
 
-    /// Copies the rows `fresh`, `[b,most]`, to the centroids in range.
+    /// Copies the rows whose numbers are in `fresh`, `[b,most]`, to the centroids in range.
     fn place(&self, rows: &PointRows, fresh: &Buffer<u32>, most: usize) -> Result<()> {
         let blocks = (most * rows.w).div_ceil(256);
         kernels::PlaceCentroids {
@@ -276,7 +282,7 @@ impl<'d> Clustering<'d> {
         self.take_over(rows, true)
     }
 
-    /// Computes the biases of the centroids in range, at most `most` per head.
+    /// Computes the biases of the centroids in range, of which there are at most `most` per head.
     fn find_biases(&self, rows: &PointRows, most: usize) -> Result<()> {
         kernels::CentroidBiases {
             centroids: self.centroids.ptr(),
@@ -288,8 +294,8 @@ impl<'d> Clustering<'d> {
         .launch(rows.driver, rows.grid([most.div_ceil(WARPS), 1]))
     }
 
-    /// Writes to `next` the nearest of the centroids in range, at most `most` per head; with `challenge`, only for rows
-    /// that are nearer to one of them than to their present centroid.
+    /// Writes the nearest of the centroids in range (at most `most` per head) of each row to `next`. With `challenge`,
+    /// only rows that are nearer to one of them than to their present centroid change.
     fn search(&self, rows: &PointRows, most: usize, challenge: bool) -> Result<()> {
         self.find_biases(rows, most)?;
         let scores = challenge.then(|| self.scores.ptr());
@@ -333,7 +339,7 @@ impl<'d> Clustering<'d> {
         .launch(rows.driver, rows.grid([n.div_ceil(TILE), 1]))
     }
 
-    /// Copies `next` to the codes, and updates the distances where a code changed, or of `all` rows.
+    /// Copies `next` to the codes, and updates the distances of the rows whose code changed, or of all rows with `all`.
     fn take_over(&self, rows: &PointRows, all: bool) -> Result<()> {
         kernels::TakeOver {
             x: rows.x.ptr(),

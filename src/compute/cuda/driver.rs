@@ -1,4 +1,4 @@
-//! What the device needs of CUDA: memory, copies and launches, in order.
+//! The operations of CUDA that the device needs: memory, copies and launches, executed in order.
 
 use std::time::Instant;
 
@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 /// An address in the device's memory.
 pub type Address = u64;
 
-/// Memory of a device and kernels that run on it, one after the other.
+/// A device's memory and the kernels that run on it, one after the other.
 pub trait Driver: Send + Sync {
     /// Names the hardware and the driver, for the log and the manifest.
     fn adapter(&self) -> String;
@@ -24,10 +24,10 @@ pub trait Driver: Send + Sync {
     /// Returns the bytes of free memory.
     fn free_bytes(&self) -> Result<u64>;
 
-    /// Allocates `bytes` of memory, at least one; `None` if so much is not free.
+    /// Allocates `bytes` bytes (at least one); `None` if that much memory is not free.
     fn allocate(&self, bytes: usize) -> Result<Option<Address>>;
 
-    /// Frees memory of [`Driver::allocate`].
+    /// Frees memory that [`Driver::allocate`] returned.
     fn free(&self, address: Address);
 
     /// Copies bytes to the device.
@@ -36,11 +36,11 @@ pub trait Driver: Send + Sync {
     /// Copies bytes from the device after all earlier launches.
     fn read(&self, from: Address, bytes: &mut [u8]) -> Result<()>;
 
-    /// Copies parts from the device after all earlier launches. Calls `meanwhile` during the copies, which do not
-    /// wait for its launches.
+    /// Copies parts from the device after all earlier launches. Calls `meanwhile` during the copies; the copies do not
+    /// wait for the launches that `meanwhile` starts.
     ///
     /// # Errors
-    /// A failed copy; an earlier launch that failed; those of `meanwhile`.
+    /// A copy failed; an earlier launch failed; any error of `meanwhile`.
     fn fetch(&self, parts: &mut [Part<'_>], meanwhile: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         for part in parts {
             self.read(part.from, part.bytes)?;
@@ -59,10 +59,11 @@ pub trait Driver: Send + Sync {
     /// Counts the multiprocessors.
     fn multiprocessors(&self) -> usize;
 
-    /// Counts the blocks of a kernel that the device runs at the same time, with so much dynamic shared memory each.
+    /// Returns how many blocks of a kernel the device runs at the same time, if each block gets `shared_bytes` of
+    /// dynamic shared memory.
     ///
     /// # Errors
-    /// More shared memory than a block may have.
+    /// `shared_bytes` is more than a block may have.
     fn blocks_at_once(&self, kernel: &'static Kernel, shared_bytes: usize) -> Result<usize>;
 
     /// Starts a kernel of `kernels/` after all earlier launches; while recording, notes the launch instead.
@@ -75,13 +76,13 @@ pub trait Driver: Send + Sync {
     /// memory no more than it declares. The structs of [`super::kernels`] do all of this but the sizes.
     unsafe fn launch(&self, kernel: &'static str, shape: Launch, args: &[Arg]) -> Result<()>;
 
-    /// Records the launches from here on, until [`Driver::recorded`], instead of starting them; false if it cannot.
-    /// Copies and clears are errors until then.
+    /// Starts recording: until [`Driver::recorded`], launches are recorded instead of started, and copies and clears
+    /// are errors. Returns false if the driver cannot record.
     fn record(&self) -> Result<bool> {
         Ok(false)
     }
 
-    /// Ends recording, and returns the number that [`Driver::replay`] takes.
+    /// Ends the recording, and returns the number by which [`Driver::replay`] knows it.
     ///
     /// # Errors
     /// Nothing was recorded.
@@ -89,10 +90,10 @@ pub trait Driver: Send + Sync {
         Err(Error::failed("CUDA: no launches were recorded"))
     }
 
-    /// Starts all launches of a recording.
+    /// Starts all launches of a recording, in order.
     ///
     /// # Errors
-    /// An unknown number.
+    /// The number is unknown.
     fn replay(&self, recording: u64) -> Result<()> {
         Err(Error::failed(format!("CUDA: no recording {recording}")))
     }
@@ -102,24 +103,24 @@ pub trait Driver: Send + Sync {
         let _ = recording;
     }
 
-    /// Measures the seconds that the device takes for what `work` launches; waits for it.
+    /// Runs `work`, waits for its launches, and returns the seconds that the device took for them.
     ///
     /// # Errors
-    /// Those of `work`; a launch that failed.
+    /// Any error of `work`; a launch failed.
     fn timed(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
         let start = Instant::now();
         work()?;
         Ok(start.elapsed().as_secs_f64())
     }
 
-    /// Starts a product of the vendor's library after all earlier launches; false if there is no library.
+    /// Starts a product by the vendor's library after all earlier launches; returns false if there is no such library.
     fn multiply(&self, product: &Product) -> Result<bool> {
         let _ = product;
         Ok(false)
     }
 }
 
-/// A range of device memory, and the host memory it is copied to.
+/// A range of device memory, and the host memory that it is copied to.
 #[derive(Debug)]
 pub struct Part<'v> {
     /// The source on the device.
@@ -128,7 +129,8 @@ pub struct Part<'v> {
     pub bytes: &'v mut [u8],
 }
 
-/// `out = x W^T`, or `out += x W^T`, of 16-bit matrices with sums and results in f32, row after row.
+/// `out = x W^T`, or `out += x W^T`. x and W are 16-bit matrices, sums and results are f32, and all matrices are
+/// row-major.
 #[derive(Clone, Copy, Debug)]
 pub struct Product {
     /// `[m,k]`.
@@ -141,11 +143,11 @@ pub struct Product {
     pub m: usize,
     /// Rows of W.
     pub n: usize,
-    /// Length of the sums.
+    /// Length of the sums, which is the number of columns of x and W.
     pub k: usize,
     /// Whether x and W are bf16; else f16.
     pub is_bfloat: bool,
-    /// Whether to add to out.
+    /// Whether to add to `out` instead of overwriting it.
     pub accumulate: bool,
 }
 
@@ -156,17 +158,18 @@ pub struct Recording<'d> {
 }
 
 impl<'d> Recording<'d> {
-    /// Records the launches of `launches`; `None` if the driver cannot record, in which case they are started.
+    /// Records the launches that `launches` makes; `None` if the driver cannot record, in which case they have been
+    /// started.
     ///
     /// # Errors
-    /// What `launches` returns.
+    /// Any error of `launches`; the recording fails.
     pub fn of(driver: &'d dyn Driver, launches: impl FnOnce() -> Result<()>) -> Result<Option<Self>> {
         let noted = driver.record()?;
         let result = launches();
         if !noted {
             return result.map(|()| None);
         }
-        // Ended even after an error, so that later launches start again.
+        // The recording is ended even after an error, so that later launches start again.
         let recording = driver.recorded().map(|number| Self { driver, number });
         result?;
         recording.map(Some)
@@ -198,14 +201,14 @@ pub struct Launch {
 /// An argument of a kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct Arg {
-    /// Its value, in the low bytes.
+    /// The value of the argument, in the low bytes.
     pub value: u64,
-    /// 4 or 8.
+    /// The size of the argument in bytes, 4 or 8.
     pub bytes: usize,
 }
 
 impl Arg {
-    /// A u32; a launch with 2^32 or more fails.
+    /// A u32; a launch with a value of 2^32 or more fails.
     pub fn u32(value: usize) -> Self {
         Self {
             value: value as u64,

@@ -1,4 +1,4 @@
-//! For benchmarks: buffers of random numbers, and a loop that only reads.
+//! For benchmarks: fills buffers with random numbers, and measures a loop that only reads memory.
 
 use super::buffer::Buffer;
 use super::driver::Driver;
@@ -6,18 +6,18 @@ use super::kernels;
 use crate::error::Result;
 use crate::float::Float;
 
-/// Random numbers for a benchmark.
+/// Kinds of random numbers for a benchmark.
 #[derive(Clone, Copy, Debug)]
 pub enum Random {
-    /// Of a float type, from -1 to 1.
+    /// Numbers of a float type, from -1 to 1.
     Float(Float),
-    /// u16 below a bound.
+    /// u16 numbers below this bound.
     Below(usize),
     /// All bits of a u32.
     Bits,
 }
 
-/// Fills `n` values from the start of a buffer.
+/// Fills the first `n` values of a buffer with random numbers.
 pub fn fill<T: bytemuck::Pod>(
     driver: &dyn Driver,
     buffer: &Buffer<'_, T>,
@@ -51,10 +51,10 @@ pub struct ReadLoop<'d> {
 }
 
 impl<'d> ReadLoop<'d> {
-    /// Over this much memory.
+    /// Makes a loop over `bytes` of device memory.
     ///
     /// # Errors
-    /// No memory.
+    /// Out of memory.
     pub fn new(driver: &'d dyn Driver, bytes: usize) -> Result<Self> {
         let memory = Buffer::new(driver, "memory to read", bytes.div_ceil(16) * 4)?;
         fill(driver, &memory, memory.len(), Random::Bits, 1)?;
@@ -67,7 +67,7 @@ impl<'d> ReadLoop<'d> {
         })
     }
 
-    /// Starts reading.
+    /// Starts the loop.
     pub fn run(&self) -> Result<()> {
         kernels::ReadAll {
             from: self.memory.ptr().cast(),

@@ -1,8 +1,9 @@
-//! The kernels of `kernels/*.cu`: compiled by `build.rs` where there was an nvcc, their source, and their launches.
+//! The kernels of `kernels/*.cu`: their machine code (if `build.rs` found an nvcc), their source, and their launches.
 //!
-//! `build.rs` reads the declarations and writes [`ALL`] and, for every kernel, a struct whose fields are the kernel's
-//! parameters: a missing argument or one of another type does not compile. Sizes, and how long buffers are, are the
-//! caller's to get right, as the comment above the kernel says; they are not checked, so launches stay in this crate.
+//! `build.rs` reads the kernel declarations and writes [`ALL`] and, for every kernel, a struct whose fields are the
+//! kernel's parameters: a missing argument, or one of the wrong type, does not compile. Sizes and buffer lengths are
+//! not checked. The caller must choose them as the comment above the kernel says, which is why launches stay within
+//! this crate.
 
 use std::ffi::c_void;
 
@@ -14,28 +15,28 @@ use crate::float::Float;
 include!(concat!(env!("OUT_DIR"), "/kernel_images.rs"));
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
-/// All kernels as one source without `#include`s of ours.
+/// The source of all kernels in one text, with our own `#include`s already replaced by the files.
 pub const SOURCE: &str = include_str!(concat!(env!("OUT_DIR"), "/kernels.cu"));
 
 /// A kernel as its source declares it.
 #[derive(Debug)]
 pub struct Kernel {
-    /// Its name.
+    /// The name.
     pub name: &'static str,
-    /// Threads of a block.
+    /// Threads per block.
     pub threads: u32,
-    /// Blocks that are to share a multiprocessor.
+    /// Blocks that should run on one multiprocessor at the same time.
     pub blocks: u32,
-    /// Most bytes of dynamic shared memory of a block.
+    /// The most dynamic shared memory that a block may ask for, in bytes.
     pub shared_bytes: usize,
-    /// Bytes of each argument.
+    /// The size of each argument in bytes.
     pub argument_bytes: &'static [usize],
 }
 
-/// Starts a kernel; nothing for an empty grid.
+/// Starts a kernel. Does nothing if the grid is empty.
 ///
 /// # Safety
-/// As for [`Driver::launch`]; the number of threads and the shared memory are taken care of.
+/// As for [`Driver::launch`], except that this function sets the number of threads and checks the shared memory.
 unsafe fn start(
     driver: &dyn Driver,
     kernel: &Kernel,
@@ -67,18 +68,19 @@ unsafe fn start(
     unsafe { driver.launch(name, shape, arguments) }
 }
 
-/// Whether kernels were compiled when this program was built.
+/// Returns whether the kernels were compiled when this program was built.
 pub fn are_built_in() -> bool {
     !IMAGES.is_empty()
 }
 
-/// What was compiled for a chip of this compute capability: machine code for 8.0 and 9.0, which the later chips of
+/// Returns the built-in image for a chip of this compute capability: machine code for 8.0 and 9.0, which later chips of
 /// the same generation run too, and PTX for later generations.
 pub fn image(capability: (i32, i32)) -> Option<&'static [u8]> {
     newest(IMAGES, capability)
 }
 
-/// The newest of `images` that is no newer than the chip, as 10 times major plus minor.
+/// Returns the newest of `images` that is no newer than the chip. An image's number is 10 times the major version plus
+/// the minor version.
 fn newest<'i>(images: &[(i32, &'i [u8])], (major, minor): (i32, i32)) -> Option<&'i [u8]> {
     let older = images.iter().filter(|(chip, _)| *chip <= 10 * major + minor);
     older.max_by_key(|(chip, _)| *chip).map(|(_, image)| *image)
@@ -89,7 +91,7 @@ mod tests {
     use super::*;
     use crate::compute::cuda::driver::Address;
 
-    /// A device that does nothing.
+    /// A driver that does nothing.
     struct Idle;
 
     impl Driver for Idle {

@@ -1,4 +1,4 @@
-//! Products with checkpoint weights, which stay on the device in their stored type.
+//! Products with checkpoint weights, which stay on the device in the type that the checkpoint stores.
 
 use super::buffer::Buffer;
 use super::driver::{Driver, Product};
@@ -7,27 +7,27 @@ use super::kernels;
 use crate::error::{Error, Result};
 use crate::float::Float;
 
-/// Rows of x that `linear_few_*` takes, at most.
+/// The most rows of x that the kernels `linear_few_*` take.
 pub const FEW: usize = 16;
-/// Rows of W that share a warp there.
+/// Rows of W per warp in `linear_few_*`.
 const FEW_ROWS: usize = 4;
-/// Warps per processor that keep the memory busy there.
+/// Warps per multiprocessor that keep the memory busy in `linear_few_*`.
 const WARPS_EACH: usize = 16;
-/// Channels that a warp has there, at least, before a row is split.
+/// In `linear_few_*`, a row is split further only while each warp has more channels than this.
 const SHORTEST: usize = 1024;
-/// Rows and columns of a block's tile on the tensor cores, and in f32.
+/// Rows and columns of a block's tile on the tensor cores; `FLOAT_TILE` is its counterpart in f32.
 const TILE: usize = 128;
 const FLOAT_TILE: usize = 64;
 
 /// A weight `[n,k]` on the device, in its stored type.
 pub struct Matrix<'d> {
-    /// Stored type.
+    /// The stored type.
     pub(crate) kind: Float,
     /// Output channels, n.
     pub(crate) rows: usize,
     /// Input channels, k.
     pub(crate) cols: usize,
-    /// Stored bytes.
+    /// The stored bytes.
     pub(crate) values: Buffer<'d, u8>,
 }
 
@@ -35,7 +35,7 @@ impl<'d> Matrix<'d> {
     /// Copies a weight of `rows` times `cols` values to the device, little-endian and row after row.
     ///
     /// # Errors
-    /// Another number of bytes; sizes that the kernels do not support; no memory.
+    /// `bytes` has another length; the kernels do not support the sizes; out of memory.
     pub fn new(driver: &'d dyn Driver, kind: Float, rows: usize, cols: usize, bytes: &[u8]) -> Result<Self> {
         if rows == 0 || cols == 0 || rows.max(cols) > 1 << 30 {
             return Err(Error::failed(format!("CUDA: a weight of {rows} x {cols}")));
@@ -59,7 +59,7 @@ impl<'d> Matrix<'d> {
     /// Makes a weight of random numbers from -1 to 1, for a benchmark.
     ///
     /// # Errors
-    /// No memory.
+    /// Out of memory.
     pub fn random(driver: &'d dyn Driver, kind: Float, rows: usize, cols: usize, seed: u32) -> Result<Self> {
         let values = Buffer::new(driver, "weights", rows * cols * kind.bytes())?;
         fill(driver, &values, rows * cols, Random::Float(kind), seed)?;
@@ -80,7 +80,7 @@ pub struct Linear<'d> {
     pub bias: Option<Buffer<'d, f32>>,
 }
 
-/// Computes products with weights, and holds the buffer for rounded inputs; one for all weights.
+/// Computes products with weights, and holds the buffer for rounded inputs, which all weights share.
 pub struct Products<'d> {
     driver: &'d dyn Driver,
     exact: bool,
@@ -88,10 +88,10 @@ pub struct Products<'d> {
 }
 
 impl<'d> Products<'d> {
-    /// Allocates space for inputs of up to `most` numbers, m times k. With `exact` nothing is rounded below f32.
+    /// Allocates space for inputs of up to `most` numbers (m times k). With `exact`, no input is rounded below f32.
     ///
     /// # Errors
-    /// No memory.
+    /// Out of memory.
     pub fn new(driver: &'d dyn Driver, exact: bool, most: usize) -> Result<Self> {
         let most = if exact { 0 } else { most };
         Ok(Self {
@@ -107,12 +107,12 @@ impl<'d> Products<'d> {
     /// x `[m,k]`, each out `[m,n]`; with `accumulate` the results are added to what is there.
     ///
     /// # Numerics
-    /// Weights are widened exactly and sums are f32, in an order that depends on the device and the shapes alone.
-    /// Unless exact, more than [`FEW`] rows are rounded to the type of 16-bit weights, to the nearest even; beyond
-    /// f16's range to infinity.
+    /// Weights are widened exactly, and sums are f32, in an order that depends only on the device and the shapes.
+    /// Unless `exact` is set, inputs of more than [`FEW`] rows are rounded to the type of 16-bit weights, to nearest
+    /// even; numbers beyond the range of f16 become infinite.
     ///
     /// # Errors
-    /// Sizes that do not fit each other; a launch that failed.
+    /// The sizes do not fit each other; a launch failed.
     pub fn forward(
         &self,
         x: &Buffer<'_, f32>,
@@ -120,7 +120,7 @@ impl<'d> Products<'d> {
         projections: &[(&Linear<'_>, &Buffer<'_, f32>)],
         accumulate: bool,
     ) -> Result<()> {
-        // The type of what `self.rounded` holds.
+        // The type to which `self.rounded` is rounded at present.
         let mut rounded = None;
         for (linear, out) in projections {
             linear.check(x, m, out)?;
@@ -138,7 +138,7 @@ impl<'d> Products<'d> {
         Ok(())
     }
 
-    /// Computes one projection of the rounded inputs on the tensor cores: by the vendor's library where there is one.
+    /// Computes one projection of the rounded inputs on the tensor cores, by the vendor's library if there is one.
     fn multiply_rounded(
         &self,
         linear: &Linear<'_>,
@@ -187,7 +187,7 @@ impl<'d> Products<'d> {
         let (n, k, kind) = (weight.rows, weight.cols, weight.kind);
         let (values, bias) = (weight.values.ptr(), linear.bias.as_ref().map(Buffer::ptr));
         let accumulate = usize::from(accumulate);
-        // The arguments of both kernels, and one that only one has.
+        // The arguments that both kernels take, and `split`, which only one of them takes.
         macro_rules! arguments {
             ($kernel:ident $(, $more:ident)?) => {
                 kernels::$kernel {
@@ -214,7 +214,7 @@ impl<'d> Products<'d> {
         arguments!(LinearFew, split).launch(driver, kind, [warps.div_ceil(8 / split), 1, 1])
     }
 
-    /// Rounds the first `n` numbers to 16 bits.
+    /// Rounds the first `n` numbers to the 16-bit type `kind`.
     fn round(&self, x: &Buffer<'_, f32>, n: usize, kind: Float) -> Result<()> {
         if n > self.rounded.len() {
             let most = self.rounded.len();
@@ -230,7 +230,7 @@ impl<'d> Products<'d> {
     }
 }
 
-/// Returns the grid of a kernel whose blocks have a square tile of `m` x `n` results each.
+/// Returns the grid of a kernel whose blocks each compute a square tile of the `m` x `n` results.
 fn tiles(m: usize, n: usize, side: usize) -> [usize; 3] {
     [m.div_ceil(side) * n.div_ceil(side), 1, 1]
 }
@@ -239,7 +239,7 @@ impl Linear<'_> {
     fn check(&self, x: &Buffer<'_, f32>, m: usize, out: &Buffer<'_, f32>) -> Result<()> {
         let (n, k) = (self.weight.rows, self.weight.cols);
         let bias = self.bias.as_ref().map_or(n, Buffer::len);
-        // Rows are counted in u32, and so are tiles.
+        // The kernels count rows and tiles in 32 bits.
         let fits = m <= 1 << 24 && m.div_ceil(FLOAT_TILE) * n.div_ceil(FLOAT_TILE) <= i32::MAX as usize;
         if !fits || x.len() < m * k || out.len() < m * n || bias != n {
             return Err(Error::failed(format!(

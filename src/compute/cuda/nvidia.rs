@@ -1,7 +1,7 @@
 //! The [`Driver`] of a real GPU: CUDA's driver library, found at run time.
 //!
-//! cudarc panics where a library is missing, so that is asked first. Everything goes through one context and
-//! its default stream: copies wait for the launches before them, and report what went wrong there.
+//! cudarc panics if a library is missing, so its presence is checked first. All work goes through one context and its
+//! default stream: copies wait for the launches before them, and report the errors of these launches.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString};
@@ -25,12 +25,12 @@ mod products;
 mod recording;
 mod staging;
 
-/// What is said to do where CUDA cannot be had.
+/// The hint of errors that say that CUDA is not available.
 const HINT: &str = "install NVIDIA's driver (`nvidia-smi` shows whether it works), or use --device cpu";
-/// The oldest compute capability that the kernels run on: asynchronous copies, m16n8k16 products.
+/// The oldest compute capability that the kernels run on: they need asynchronous copies and m16n8k16 products.
 const OLDEST: (i32, i32) = (8, 0);
 
-/// Shared memory that every GPU gives to a block without being asked, in bytes.
+/// The shared memory, in bytes, that a block may use on every GPU without opting in.
 const SHARED_UNASKED: usize = 48 << 10;
 
 /// The first GPU.
@@ -40,11 +40,11 @@ pub struct Nvidia {
     module: CUmodule,
     functions: HashMap<&'static str, Function>,
     adapter: String,
-    /// Most shared memory of a block.
+    /// The most shared memory of a block, in bytes.
     shared_bytes: usize,
     has_fast_search: bool,
     multiprocessors: usize,
-    /// Opened before the caches take the memory; `None` if kvsmith's kernels multiply.
+    /// Opened before the caches take the memory; `None` if kvsmith's own kernels multiply.
     products: Option<Products>,
     recordings: Mutex<Recordings>,
     staging: Staging,
@@ -54,7 +54,7 @@ pub struct Nvidia {
 #[derive(Clone, Copy)]
 struct Function {
     handle: CUfunction,
-    /// Shared memory of its own arrays, in bytes.
+    /// The static shared memory of the kernel, in bytes.
     own_bytes: usize,
 }
 
@@ -68,7 +68,7 @@ impl Nvidia {
     /// Opens the first GPU and loads the kernels.
     ///
     /// # Errors
-    /// No driver, no GPU, one that is too old, kernels that cannot be had for it: exit code 3.
+    /// There is no driver or no GPU, the GPU is too old, or there are no kernels for it: exit code 3.
     pub fn open() -> Result<Self> {
         // SAFETY: looks for the library and closes it again.
         if !unsafe { sys::is_culib_present() } {
@@ -122,14 +122,14 @@ impl Nvidia {
         Ok(gpu)
     }
 
-    /// Leaves the tensor cores alone: every score in f32.
+    /// Turns the search on the tensor cores off, so that every score is computed in f32.
     #[must_use]
     pub fn without_tensor_cores(mut self) -> Self {
         self.has_fast_search = false;
         self
     }
 
-    /// Loads the kernels, those built in or, where there are none, compiled now.
+    /// Loads the kernels: the built-in ones or, if there are none, kernels compiled now.
     fn load(&mut self, capability: (i32, i32)) -> Result<()> {
         self.enter()?;
         // SAFETY: what is loaded is a whole fat binary of nvcc, aligned, or machine code that NVRTC made.
@@ -137,7 +137,8 @@ impl Nvidia {
         let built_in = kernels::image(capability).map(load);
         let loaded = match built_in {
             Some(Ok(module)) => Ok(module),
-            // An older driver refuses what a newer nvcc made; its own NVRTC makes something else.
+            // An older driver refuses the image of a newer nvcc. The driver's own NVRTC can compile one that it
+            // accepts.
             Some(Err(e)) => match compile::compile(capability) {
                 Ok(image) => load(&image),
                 Err(_) => Err(e),
@@ -191,10 +192,10 @@ impl Nvidia {
         lock.map_err(|_| Error::failed("CUDA: an earlier launch ended badly"))
     }
 
-    /// Returns a kernel whose blocks get this much dynamic shared memory.
+    /// Returns the handle of a kernel whose blocks get `shared_bytes` of dynamic shared memory.
     ///
     /// # Errors
-    /// More than this GPU gives to a block.
+    /// `shared_bytes` is more than this GPU gives to a block.
     fn function(&self, name: &str, shared_bytes: usize) -> Result<CUfunction> {
         let function = self.functions.get(name);
         let function = function.ok_or_else(|| Error::failed(format!("CUDA: no kernel {name}")))?;
@@ -208,10 +209,10 @@ impl Nvidia {
         Ok(function.handle)
     }
 
-    /// Makes the context the one of this thread, for a copy or a clear.
+    /// Makes the context current on this thread, for a copy or a clear.
     ///
     /// # Errors
-    /// Launches are being recorded: the copy would run now, and what was recorded before it later.
+    /// Launches are being recorded: the copy would run now, but the launches recorded before it only later.
     fn enter_to_copy(&self) -> Result<()> {
         if self.recordings()?.is_noting() {
             return Err(Error::failed("CUDA: a copy while launches are recorded"));
@@ -219,7 +220,7 @@ impl Nvidia {
         self.enter()
     }
 
-    /// Makes the context the one of this thread.
+    /// Makes the context current on this thread.
     fn enter(&self) -> Result<()> {
         // SAFETY: the context lives as long as `self`.
         unsafe { result::ctx::set_current(self.context) }.map_err(|e| failed("the GPU does not open", e))
@@ -382,21 +383,22 @@ impl Driver for Nvidia {
     fn multiply(&self, product: &Product) -> Result<bool> {
         self.enter()?;
         match &self.products {
-            // What is recorded are kernels alone.
+            // Only kernels can be recorded, so a product is not started by the library while recording.
             Some(products) if !self.recordings()?.is_noting() => products.multiply(product).map(|()| true),
             _ => Ok(false),
         }
     }
 }
 
-/// Lets blocks of a kernel have so many bytes of dynamic shared memory, and as many of them as fit share a multiprocessor.
+/// Lets the blocks of a kernel have `bytes` of dynamic shared memory, and as many of these blocks as possible share a
+/// multiprocessor.
 fn prefer_shared(function: CUfunction, bytes: usize) -> Result<()> {
     let attributes = [
         (
             CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
             bytes as i32,
         ),
-        // In percent: all of the first-level cache that can be shared memory.
+        // In percent: use as much of the first-level cache as shared memory as is allowed.
         (
             CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
             100,
@@ -410,7 +412,7 @@ fn prefer_shared(function: CUfunction, bytes: usize) -> Result<()> {
     Ok(())
 }
 
-/// A point in the order of launches whose time the device notes.
+/// A point in the order of launches whose time the device records (a CUDA event).
 struct Mark(CUevent);
 
 impl Mark {
@@ -419,13 +421,13 @@ impl Mark {
         event.map(Self).map_err(|e| failed("no event", e))
     }
 
-    /// Puts the mark behind all earlier launches.
+    /// Records the mark after all earlier launches.
     fn set(&self) -> Result<()> {
         // SAFETY: the event was created in `new`; the null stream is the one everything goes through.
         unsafe { result::event::record(self.0, std::ptr::null_mut()) }.map_err(|e| failed("no event", e))
     }
 
-    /// Waits for the mark, and returns the seconds since an earlier one.
+    /// Waits for the mark, and returns the seconds from an `earlier` mark to it.
     fn seconds_since(&self, earlier: &Self) -> Result<f64> {
         // SAFETY: both events were created in `new`.
         unsafe { result::event::synchronize(self.0) }.map_err(|e| failed("a timed launch failed", e))?;
@@ -463,7 +465,7 @@ fn attribute(device: CUdevice, attribute: CUdevice_attribute) -> Result<i32> {
         .map_err(|e| failed("no facts about the GPU", e))
 }
 
-/// The CUDA version of the driver, as in 13.0.
+/// Returns the CUDA version of the driver, such as 13.0.
 fn version() -> Result<String> {
     let mut version = 0;
     // SAFETY: writes a number to where the pointer points.

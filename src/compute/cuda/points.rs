@@ -1,4 +1,4 @@
-//! Points on the GPU: operations that change or describe their rows. Clusters are in [`super::clusters`].
+//! Points on the GPU: operations that change or describe the rows. The clusters are in [`super::clusters`].
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use crate::compute::device::{Assignment, Clusters, Drawn, Points, SignSums, Stat
 use crate::compute::layout::elements;
 use crate::error::{Error, Result};
 
-/// Values whose squares one block sums.
+/// Values per block of the kernel that sums squares.
 const SQUARES: usize = 1 << 16;
 
 /// The rows of some heads, `[b,n,w]` on the device.
@@ -22,18 +22,18 @@ pub(super) struct PointRows<'d> {
     pub b: usize,
     pub n: usize,
     pub d: usize,
-    /// d rounded up to [`width`], the rest zeros.
+    /// The row width: d rounded up by [`width`]. The padding is zero.
     pub w: usize,
     pub x: Buffer<'d, f32>,
 }
 
 impl<'d> PointRows<'d> {
-    /// Returns the grid of `[x, z]` blocks for every head.
+    /// Returns the grid of `[x, z]` blocks for each head; the heads lie along y.
     pub fn grid(&self, [x, z]: [usize; 2]) -> [usize; 3] {
         [x, self.b, z]
     }
 
-    /// Returns the rows for the kernels that prompts and indexes use too.
+    /// Returns the rows in the form that the kernels shared with prompts and indexes take.
     pub fn heads(&self) -> HeadRows<'_> {
         HeadRows {
             driver: self.driver,
@@ -51,7 +51,7 @@ impl<'d> PointRows<'d> {
         Ok(out)
     }
 
-    /// Fails unless there are as many values as a kernel reads: `expected`.
+    /// Fails if `found`, the number of values, is not the number that a kernel reads, `expected`.
     pub fn check(&self, what: &str, found: usize, expected: usize) -> Result<()> {
         match found == expected {
             true => Ok(()),
@@ -81,7 +81,7 @@ impl<'d> PointRows<'d> {
         self.unpadded(out.read()?)
     }
 
-    /// Removes the padding of rows: w values become d.
+    /// Removes the padding of rows: of every w values, the first d stay.
     pub fn unpadded(&self, values: Vec<f32>) -> Result<Array2<f32>> {
         let rows = values.len() / self.w;
         let all = Array2::from_shape_vec((rows, self.w), values)?;
@@ -99,7 +99,7 @@ impl<'d> PointRows<'d> {
     }
 }
 
-/// See [`Points`].
+/// The [`Points`] of a [`super::Cuda`] device.
 pub(super) struct CudaPoints<'d> {
     rows: PointRows<'d>,
     clusters: Option<Clustering<'d>>,
@@ -134,7 +134,7 @@ impl<'d> CudaPoints<'d> {
         }
     }
 
-    /// Returns clusters of `size` centroids; buffers of the same size are used again.
+    /// Returns the rows, and clusters of `size` centroids; present buffers of the same size are reused.
     fn start(&mut self, size: usize) -> Result<(&PointRows<'d>, &mut Clustering<'d>)> {
         if self.clusters.as_ref().is_none_or(|c| c.size != size) {
             self.clusters = None;
@@ -175,7 +175,7 @@ impl Points for CudaPoints<'_> {
     fn channel_statistic(&mut self, range: Range<usize>, what: Statistic) -> Result<Array2<f32>> {
         let rows = &self.rows;
         let out = Buffer::<f32>::zeros(rows.driver, "channel statistics", rows.b * rows.w)?;
-        // A rank beyond the rows gives zeros.
+        // If the rank is beyond the rows, `out` keeps its zeros.
         rows.heads().channel_statistic(range, what, &out)?;
         rows.unpadded(out.read()?)
     }
@@ -211,7 +211,7 @@ impl Points for CudaPoints<'_> {
 
     fn sign_sums(&mut self) -> Result<Vec<SignSums>> {
         let rows = &self.rows;
-        // Four channels have 16 patterns, and a pattern has four sums.
+        // Four channels have 16 patterns, and each pattern has four sums.
         let (patterns, sums) = (rows.d / 4 * 16, rows.d / 4 * 64);
         let largest = rows.largest()?;
         let fixed = Buffer::<u64>::zeros(rows.driver, "sign sums", rows.b * sums)?;

@@ -1,4 +1,4 @@
-//! What k-means, prompts and indexes compute of the rows of several heads.
+//! Operations on the rows of several heads that k-means, prompts and indexes share.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use super::kernels;
 use crate::compute::device::Statistic;
 use crate::error::Result;
 
-/// Rows whose signs one block sums.
+/// Rows per block of the kernel `sign_sums`.
 const SIGN_ROWS: usize = 4096;
 
 /// Rows of some heads on the device, `[heads,n,w]`.
@@ -37,7 +37,8 @@ impl HeadRows<'_> {
         .launch(self.driver, [blocks, self.heads, 1])
     }
 
-    /// Rounds the rows, scaled by their head's largest magnitude, to f16 `[heads,n,w]`, with two norms of each row.
+    /// Scales the rows by a power of two that follows from their head's largest magnitude, rounds them to f16,
+    /// `[heads,n,w]`, and computes two norms of each row.
     pub fn halve(
         &self,
         largest: &Buffer<'_, u32>,
@@ -96,8 +97,8 @@ impl HeadRows<'_> {
         .launch(self.driver, grid)
     }
 
-    /// Adds the first `d` channels of rows of each sign pattern in fixed point: sums `[heads,d/4,16,4]` and counts
-    /// `[heads,d/4,16]`.
+    /// Adds the first `d` channels of the rows of each sign pattern, in fixed point, to the sums `[heads,d/4,16,4]`,
+    /// and counts the rows, `[heads,d/4,16]`.
     pub fn sign_sums(
         &self,
         d: usize,

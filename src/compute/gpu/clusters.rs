@@ -1,4 +1,4 @@
-//! Clusters of the rows on the adapter: seeding, assignment, Lloyd passes.
+//! Clusters of the rows on the adapter: seeding, assignment and Lloyd passes.
 
 use std::ops::Range;
 
@@ -11,20 +11,20 @@ use super::points::{GpuPoints, Slab};
 use super::{BLOCK, THREADS, TILE, kernels};
 use crate::error::{Error, Result};
 
-/// The clusters of one head, with the codes and distances that the adapter found last.
+/// The clusters of one head, with the codes and distances of the adapter's last assignment.
 #[derive(Default)]
 pub(super) struct GpuClusters {
-    /// `[M,d]`; fewer while seeding goes on.
+    /// `[M,d]`; fewer rows while seeding.
     pub centroids: Vec<f32>,
     pub codes: Vec<u32>,
     pub distances: Vec<f32>,
-    /// Whether a row has changed its centroid since the centroids were moved last.
+    /// Whether a row's centroid has changed since the centroids were last moved.
     pub changed: bool,
     size: usize,
     panels: Vec<Panel>,
 }
 
-/// Centroids that share a buffer.
+/// Consecutive centroids that share a buffer.
 struct Panel {
     /// The numbers of the centroids.
     range: Range<usize>,
@@ -38,24 +38,24 @@ struct Panel {
 #[repr(C)]
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 struct Owner {
-    /// Its number plus 1; 0 for none.
+    /// The number of the centroid plus 1; 0 for no centroid.
     centroid: u32,
     score: f32,
     distance: f32,
 }
 
-/// The rows of a slab sorted by centroid and cut into ranges of at most [`BLOCK`].
+/// The rows of a slab, sorted by centroid and cut into ranges of at most [`BLOCK`] rows of the same centroid.
 struct Segments {
-    /// Rows of the slab.
+    /// The rows of the slab, sorted by centroid.
     members: Vec<u32>,
-    /// Ranges of `members`.
+    /// Start and end of each segment in `members`.
     ranges: Vec<[u32; 2]>,
-    /// The centroid of each range.
+    /// The centroid of each segment.
     centroids: Vec<u32>,
 }
 
 impl Segments {
-    /// Sorts rows by code, those of a centroid ascending, and cuts them.
+    /// Sorts the rows by code, ascending within a centroid, and cuts them into segments.
     fn new(codes: &[u32], size: usize) -> Self {
         let (starts, members) = group_by_code(codes.iter().copied(), size);
         let (mut ranges, mut centroids) = (Vec::new(), Vec::new());
@@ -90,12 +90,12 @@ impl GpuClusters {
         })
     }
 
-    /// Takes over the centroids and distances that the shader found for some rows.
+    /// Stores the centroids and distances that the shader found for the given rows.
     fn take(&mut self, rows: Range<usize>, owners: &[Owner]) -> Result<()> {
         for (i, owner) in rows.zip(owners) {
             let code = owner.centroid.wrapping_sub(1);
             if code as usize >= self.size {
-                // The shader never writes this: the dispatch did not run, or not to its end.
+                // The shader never writes this value, so the dispatch did not run, or not to its end.
                 return Err(Error::device("the adapter left rows without a centroid"));
             }
             self.changed |= self.codes[i] != code;
@@ -106,7 +106,7 @@ impl GpuClusters {
 }
 
 impl GpuPoints<'_> {
-    /// Makes room for `size` centroids of each head.
+    /// Makes room on the adapter for `size` centroids per head.
     pub fn allocate(&mut self, size: usize) -> Result<()> {
         let (_, n, d) = self.dim();
         let context = self.context;
@@ -137,7 +137,7 @@ impl GpuPoints<'_> {
         })
     }
 
-    /// Assigns the rows of some heads to the host's centroids.
+    /// Assigns the rows of the selected heads to the centroids that the host holds.
     pub fn assign_anew(&mut self, which: &[bool]) -> Result<()> {
         let d = self.dim().2;
         let all = self.heads.iter().zip(which);
@@ -145,8 +145,8 @@ impl GpuPoints<'_> {
         self.challenge(&all.collect::<Vec<_>>(), true)
     }
 
-    /// Sends the centroids `fresh[head]` and assigns to them the rows that they are nearest to; with `anew` the rows
-    /// have no centroid before.
+    /// Sends the centroids `fresh[head]` to the adapter, and assigns to them the rows that they are nearer to than the
+    /// row's present centroid. With `anew`, the rows have no present centroid.
     pub fn challenge(&mut self, fresh: &[Range<usize>], anew: bool) -> Result<()> {
         let d = self.dim().2;
         let context = self.context;
@@ -189,7 +189,7 @@ impl GpuPoints<'_> {
         })
     }
 
-    /// Moves the centroids of some heads to the means of their rows.
+    /// Moves the centroids of the selected heads to the means of their rows.
     pub fn move_centroids(&mut self, which: &[bool]) -> Result<()> {
         let d = self.dim().2;
         let slabs: Vec<&Slab> = self.slabs.iter().filter(|slab| which[slab.head]).collect();
@@ -256,7 +256,7 @@ impl GpuPoints<'_> {
         })
     }
 
-    /// Returns the wanted rows of each head, `[rows,d]` each.
+    /// Returns the wanted rows of each head, `[rows,d]` per head.
     pub fn gather(&self, wanted: &[Vec<u32>]) -> Result<Vec<Vec<f32>>> {
         let d = self.dim().2;
         let mut out: Vec<Vec<f32>> = wanted.iter().map(|rows| vec![0.0; rows.len() * d]).collect();
@@ -268,7 +268,7 @@ impl GpuPoints<'_> {
             let (at, members): (_, Vec<u32>) =
                 here.map(|(at, row)| (at, row - slab.rows.start as u32)).unzip();
             places.push(at);
-            // Segments of one row each.
+            // Each segment is one row, so that its sum is the row itself.
             segments.push(Segments {
                 ranges: (0..members.len() as u32).map(|i| [i, i + 1]).collect(),
                 centroids: Vec::new(),
@@ -285,7 +285,7 @@ impl GpuPoints<'_> {
     }
 }
 
-/// Compares the centroids of part of a panel with the owners of the rows of a slab.
+/// Lets the centroids in `part` of a panel challenge the present owners of the rows of a slab.
 fn meet(batch: &mut Batch, slab: &Slab, owners: &wgpu::Buffer, panel: &Panel, part: Range<usize>, d: usize) {
     if part.is_empty() {
         return;

@@ -1,4 +1,4 @@
-//! The adapter, its buffers and dispatches, and reading back.
+//! The adapter, its buffers and dispatches, and reading results back.
 //!
 //! Everything that can fail in a driver happens in [`GpuContext::work`], within error scopes: a validation
 //! error, a lack of memory or a lost device becomes an [`Error`], never a panic and never zeros that look
@@ -19,27 +19,27 @@ const NO_ADAPTER: &str = "install the Vulkan driver of your GPU (Debian, Ubuntu:
                           mesa-vulkan-drivers, which also has one for machines without a GPU), or use \
                           --device cpu";
 
-/// Multiply-adds of one submission: about a tenth of a second on a slow GPU, less than the time after which
-/// drivers take a GPU for hung.
+/// The most multiply-adds per submission: about a tenth of a second on a slow GPU, well below the time after which
+/// drivers consider a GPU hung.
 const SUBMISSION: u64 = 1 << 34;
 
-/// The most that fits into one binding and one dispatch; larger work is cut into pieces.
+/// The sizes that fit into one binding and one dispatch; larger work is cut into pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GpuLimits {
-    /// Bytes of one storage buffer.
+    /// The most bytes of one storage buffer.
     pub buffer_bytes: u64,
-    /// Workgroups of one dispatch.
+    /// The most workgroups of one dispatch.
     pub groups: u32,
 }
 
 impl GpuLimits {
-    /// No limits but those of the adapter.
+    /// No limits beyond the adapter's own.
     pub const NONE: Self = Self {
         buffer_bytes: u64::MAX,
         groups: u32::MAX,
     };
 
-    /// Returns the limits that the adapter's own leave.
+    /// Returns the smaller of each of these limits and the adapter's own limits.
     fn within(self, own: &wgpu::Limits) -> Self {
         let own_bytes = own.max_storage_buffer_binding_size.min(own.max_buffer_size);
         Self {
@@ -49,7 +49,7 @@ impl GpuLimits {
     }
 }
 
-/// A failure that was reported outside of a call: a lost device or an error outside of the scopes.
+/// A failure that was reported outside of any call: a lost device, or an error outside of the error scopes.
 type Fault = Arc<Mutex<Option<String>>>;
 
 /// An open adapter.
@@ -57,7 +57,7 @@ pub(super) struct GpuContext {
     pub device: wgpu::Device,
     queue: wgpu::Queue,
     pub adapter: String,
-    /// Whether the adapter is this machine's processor.
+    /// Whether the adapter is this machine's CPU.
     pub software: bool,
     pub limits: GpuLimits,
     kernels: Kernels,
@@ -68,7 +68,7 @@ impl GpuContext {
     /// Opens the fastest adapter and compiles the shaders.
     pub fn open(limits: GpuLimits) -> Result<Self> {
         let mut instance = wgpu::InstanceDescriptor::new_without_display_handle();
-        // The same calls in every build, whatever validation layers are installed.
+        // Makes the same calls in every build, whatever validation layers are installed.
         instance.flags = wgpu::InstanceFlags::empty();
         let request = wgpu::RequestAdapterOptions {
             power_preference: wgpu::PowerPreference::HighPerformance,
@@ -100,7 +100,7 @@ impl GpuContext {
         })
     }
 
-    /// Runs allocations and dispatches; `doing` completes "wgpu cannot ..." in the message of a failure.
+    /// Runs allocations and dispatches in `f`; `doing` completes "wgpu cannot ..." in the message of a failure.
     pub fn work<T>(&self, doing: &str, f: impl FnOnce(&mut Batch) -> Result<T>) -> Result<T> {
         scoped(&self.device, &self.fault, doing, || {
             let mut batch = Batch {
@@ -115,7 +115,7 @@ impl GpuContext {
         .map_err(|e| e.context(&self.adapter))
     }
 
-    /// Allocates a storage buffer of zeros; inside of [`GpuContext::work`].
+    /// Allocates a storage buffer of zeros. To be called inside [`GpuContext::work`].
     pub fn buffer(&self, bytes: u64) -> Result<wgpu::Buffer> {
         if bytes > self.limits.buffer_bytes {
             let (found, most) = (bytes, self.limits.buffer_bytes);
@@ -137,7 +137,7 @@ impl GpuContext {
         })
     }
 
-    /// Allocates a storage buffer with these values; inside of [`GpuContext::work`].
+    /// Allocates a storage buffer with these values. To be called inside [`GpuContext::work`].
     pub fn upload<T: Pod>(&self, values: &[T]) -> Result<wgpu::Buffer> {
         let buffer = self.buffer(size_of_val(values) as u64)?;
         self.write(&buffer, 0, values);
@@ -151,10 +151,10 @@ impl GpuContext {
             .write_buffer(buffer, offset, bytemuck::cast_slice(values));
     }
 
-    /// Returns how many values of `bytes` bytes fit into a buffer.
+    /// Returns how many values of `bytes` bytes each fit into a buffer.
     ///
     /// # Errors
-    /// Not even one fits.
+    /// Not even one value fits.
     pub fn capacity(&self, bytes: usize) -> Result<usize> {
         match self.limits.buffer_bytes / bytes.max(1) as u64 {
             0 => self.buffer(bytes as u64).map(|_| 0),
@@ -172,11 +172,11 @@ pub(super) struct Batch<'a> {
 }
 
 impl Batch<'_> {
-    /// Runs an entry point of [`super::kernels`], which fills in the arguments, on `groups` workgroups, in several
-    /// dispatches where the adapter takes fewer.
+    /// Runs an entry point of [`super::kernels`], which fills in the arguments, on `groups` workgroups. Splits them
+    /// into several dispatches if the adapter takes fewer per dispatch.
     ///
-    /// `params` are those of the shader after `first_group`, `buffers` have the numbers of their bindings, and `cost` is
-    /// the multiply-adds of a workgroup.
+    /// `params` are the shader's parameters after `first_group`, each buffer comes with the number of its binding, and
+    /// `cost` is the number of multiply-adds per workgroup.
     pub fn run(
         &mut self,
         entry: usize,
@@ -198,7 +198,7 @@ impl Batch<'_> {
             let count = affordable.min(groups - first);
             let mut words = vec![first as u32];
             words.extend(params.iter().map(|p| *p as u32));
-            // A uniform buffer is a multiple of 16 bytes.
+            // The size of a uniform buffer is a multiple of 16 bytes.
             words.resize(words.len().next_multiple_of(4), 0);
             let usage = BufferUsages::UNIFORM | BufferUsages::COPY_DST;
             let uniform = self.context.allocate((words.len() * 4) as u64, usage);
@@ -238,7 +238,7 @@ impl Batch<'_> {
         self.cost = 0;
     }
 
-    /// Submits the recorded commands, waits for them, and reads buffers.
+    /// Submits the recorded commands, waits for them, and reads the buffers back.
     pub fn read<'b, T: Pod>(
         &mut self,
         buffers: impl IntoIterator<Item = &'b wgpu::Buffer>,
@@ -256,7 +256,7 @@ impl Batch<'_> {
         for copy in &copies {
             let sender = sender.clone();
             copy.map_async(wgpu::MapMode::Read, .., move |result| {
-                // The receiver is gone only if reading has failed before.
+                // The receiver is gone only if an earlier read failed.
                 let _ = sender.send(result);
             });
         }
@@ -278,7 +278,7 @@ impl GpuContext {
     /// Waits until all submissions are done.
     fn wait(&self) -> Result<()> {
         let poll = || self.device.poll(wgpu::PollType::wait_indefinitely());
-        // wgpu panics if the driver reports a lost device while it waits.
+        // wgpu panics if the driver reports a lost device during the wait.
         match catch_unwind(AssertUnwindSafe(poll)) {
             Ok(Ok(_)) => Ok(()),
             Ok(Err(e)) => Err(Error::device(e.to_string())),
@@ -298,7 +298,7 @@ fn scoped<T>(device: &wgpu::Device, fault: &Fault, doing: &str, f: impl FnOnce()
     if let Some(why) = fault.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
         return Err(failed(why.clone()).hint("use --device cpu"));
     }
-    // Memory first: the other errors follow from the missing buffer.
+    // Out of memory first: the other errors follow from the missing buffer.
     caught.reverse();
     match caught.into_iter().flatten().next() {
         Some(wgpu::Error::OutOfMemory { .. }) => {
@@ -309,7 +309,8 @@ fn scoped<T>(device: &wgpu::Device, fault: &Fault, doing: &str, f: impl FnOnce()
     }
 }
 
-/// Makes the error for a machine without an adapter; wgpu's own message lists every backend that was not built in.
+/// Makes the error for a machine without an adapter. wgpu's own message would also list every backend that was not
+/// built in.
 fn no_adapter(e: &wgpu::RequestAdapterError) -> Error {
     let why = match e {
         wgpu::RequestAdapterError::NotFound { .. } => "found no driver or no device".to_owned(),
@@ -318,7 +319,7 @@ fn no_adapter(e: &wgpu::RequestAdapterError) -> Error {
     Error::device(format!("no adapter for wgpu: {why}")).hint(NO_ADAPTER)
 }
 
-/// Records a lost device and errors outside of the scopes.
+/// Stores the first report of a lost device or of an error outside of the error scopes.
 fn watch(device: &wgpu::Device) -> Fault {
     let fault = Fault::default();
     let note = |fault: &Fault, what: String| {
@@ -339,14 +340,14 @@ fn watch(device: &wgpu::Device) -> Fault {
     fault
 }
 
-/// Returns name, backend and driver of an adapter.
+/// Returns the name, the backend and the driver of an adapter.
 fn describe(info: &wgpu::AdapterInfo) -> String {
     let driver = [info.driver.as_str(), info.driver_info.as_str()];
     let driver: Vec<&str> = driver.into_iter().filter(|s| !s.is_empty()).collect();
     format!("{}, {}, {}", info.name, info.backend, driver.join(" "))
 }
 
-/// Joins the lines of a message; those of wgpu are trees.
+/// Joins the lines of a message; wgpu's messages are multi-line trees.
 fn one_line(message: &str) -> String {
     let lines = message.lines().map(str::trim).filter(|line| !line.is_empty());
     lines.collect::<Vec<_>>().join(": ")

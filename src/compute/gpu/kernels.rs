@@ -1,5 +1,5 @@
-//! The shaders, `shaders/<stem>.wgsl`: `build.rs` reads their entry points and writes for each a struct whose fields are
-//! its parameters and its buffers.
+//! The shaders, `shaders/<stem>.wgsl`. `build.rs` reads their entry points and writes a struct for each, whose fields
+//! are the parameters and the buffers of the entry point.
 
 use super::context::Batch;
 
@@ -9,7 +9,7 @@ include!(concat!(env!("OUT_DIR"), "/shaders.rs"));
 pub(super) struct Kernels(pub Vec<wgpu::ComputePipeline>);
 
 impl Kernels {
-    /// Compiles all of them; errors go to the error scopes.
+    /// Compiles all entry points; compilation errors go to the error scopes.
     pub fn compile(device: &wgpu::Device) -> Self {
         let compile = |&(source, name): &(&'static str, &str)| {
             let module = device.create_shader_module(wgpu::ShaderModuleDescriptor {

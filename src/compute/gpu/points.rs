@@ -11,20 +11,20 @@ use super::context::{Batch, GpuContext};
 use super::{BLOCK, THREADS, TILE, flat, kernels, rows_per_buffer};
 use crate::error::Result;
 
-/// Bits of a digit of the radix select.
+/// Bits per digit of the radix select.
 const DIGIT: u32 = 4;
-/// Values of a digit.
+/// Number of different digits.
 const DIGITS: usize = 1 << DIGIT;
-/// Channels of which one workgroup counts the digits.
+/// Channels whose digits one workgroup counts.
 const COUNTED_CHANNELS: usize = 64;
-/// Words of a partial sum per sign pattern: four sums and a count.
+/// Words per sign pattern in a partial result: four sums and a count.
 const PATTERN_WORDS: usize = 5;
 
 /// [`Points`] in buffers of an adapter.
 pub(super) struct GpuPoints<'a> {
     pub(super) context: &'a GpuContext,
     dim: (usize, usize, usize),
-    /// The rows of head 0, then those of head 1, and so on.
+    /// The slabs of head 0, then those of head 1, and so on.
     pub(super) slabs: Vec<Slab>,
     pub(super) heads: Vec<GpuClusters>,
 }
@@ -32,7 +32,7 @@ pub(super) struct GpuPoints<'a> {
 /// Consecutive rows of one head.
 pub(super) struct Slab {
     pub head: usize,
-    /// The numbers of the rows within the head.
+    /// The range of the slab's rows within the head.
     pub rows: Range<usize>,
     /// `[rows,d]`.
     pub x: wgpu::Buffer,
@@ -41,7 +41,7 @@ pub(super) struct Slab {
 }
 
 impl Slab {
-    /// Returns the part of `rows` that lies in this slab, counted from its first row.
+    /// Returns the part of `rows` that lies in this slab, relative to the slab's first row.
     fn part(&self, rows: &Range<usize>) -> Range<usize> {
         let start = rows.start.max(self.rows.start);
         let end = rows.end.min(self.rows.end).max(start);
@@ -50,7 +50,7 @@ impl Slab {
 }
 
 impl<'a> GpuPoints<'a> {
-    /// Sends the rows, `[b,n,d]`, to the adapter.
+    /// Copies the rows, `[b,n,d]`, to the adapter.
     pub fn new(context: &'a GpuContext, x: ArrayView3<f32>) -> Result<Self> {
         let (b, n, d) = x.dim();
         let size = rows_per_buffer(context, 4 * d.max(3))?;
@@ -78,8 +78,8 @@ impl<'a> GpuPoints<'a> {
         })
     }
 
-    /// Returns the sum of each channel over a range of rows, `[b,d]`, or of its squares with `squares`: blocks in f32,
-    /// then f64.
+    /// Returns the sum of each channel over a range of rows, `[b,d]`; with `squares`, the sum of the squares. Blocks of
+    /// rows are summed in f32, and the blocks in f64.
     fn sums(&self, rows: Range<usize>, squares: bool) -> Result<Array2<f64>> {
         let (b, _, d) = self.dim;
         let mut sums = Array2::<f64>::zeros((b, d));
@@ -112,7 +112,7 @@ impl<'a> GpuPoints<'a> {
         Ok(sums)
     }
 
-    /// Returns the value of a rank in each channel among a range of rows, `[b,d]`.
+    /// Returns the value of the given rank in each channel over a range of rows, `[b,d]`.
     fn ranked(&self, rows: Range<usize>, rank: usize, magnitudes: bool) -> Result<Array2<f32>> {
         let (b, _, d) = self.dim;
         let found: Vec<Vec<[u32; 2]>> = self.context.work("rank channels", |batch| {
@@ -146,7 +146,7 @@ impl<'a> GpuPoints<'a> {
     }
 }
 
-/// Counts the values of one digit over a range of rows of one head.
+/// Counts the values of one digit, per channel, over a range of rows of one head.
 fn count_digit(
     batch: &mut Batch,
     slabs: &[&Slab],
@@ -294,8 +294,8 @@ impl Points for GpuPoints<'_> {
         self.challenge(&fresh, true)
     }
 
-    /// The host draws, by its copy of the distances. All candidates follow from the uniform numbers alone, so they are
-    /// fetched together.
+    /// Draws on the host, from its copy of the distances. The candidates depend on the uniform numbers and the
+    /// distances alone, so all candidate rows are fetched at once.
     fn draw(&mut self, batch: &[usize], uniforms: &[Vec<f64>]) -> Result<Vec<Drawn>> {
         let d = self.dim.2;
         let wheels: Vec<Wheel> = self.heads.iter().map(|h| Wheel::new(&h.distances)).collect();
@@ -333,7 +333,7 @@ impl Points for GpuPoints<'_> {
         self.assign_anew(&all)
     }
 
-    /// A head in which no row changed its centroid is left out.
+    /// Heads in which no row has changed its centroid are left out.
     fn update(&mut self) -> Result<()> {
         let which: Vec<bool> = self.heads.iter().map(|head| head.changed).collect();
         self.move_centroids(&which)?;

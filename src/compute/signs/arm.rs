@@ -1,4 +1,4 @@
-//! Sums with NEON.
+//! Sums of table entries with NEON.
 
 use std::arch::aarch64::*;
 
@@ -36,7 +36,7 @@ pub fn with_neon<const W: usize>(pairs: &[Pair; W], rows: &[[u8; W]], out: &mut 
     plain(pairs, rest, &mut out[done..]);
 }
 
-/// Interleaves the bytes of the first half of the registers with those of the other.
+/// Interleaves the bytes of the first half of the registers with those of the second half.
 #[inline]
 #[target_feature(enable = "neon")]
 fn shuffle<const W: usize>(r: [uint8x16_t; W]) -> [uint8x16_t; W] {

@@ -1,4 +1,4 @@
-//! Sums and comparisons with AVX-512 and AVX2.
+//! Sums of table entries, and comparisons of the sums, with AVX-512 and AVX2.
 
 use std::arch::x86_64::*;
 
@@ -40,7 +40,7 @@ pub fn with_avx512<const W: usize>(pairs: &[Pair; W], rows: &[[u8; W]], out: &mu
             };
         }
         let r = shuffle_512(shuffle_512(shuffle_512(shuffle_512(r))));
-        // Sums of whole 16-bit lanes, and of their upper bytes alone.
+        // `all` sums whole 16-bit lanes, `odd` only their upper bytes.
         let (mut all, mut odd) = (_mm512_setzero_si512(), _mm512_setzero_si512());
         for (r, [first, second]) in r.iter().zip(&tables) {
             let a = _mm512_shuffle_epi8(*first, _mm512_and_si512(*r, low));
@@ -104,7 +104,7 @@ pub fn with_avx2<const W: usize>(pairs: &[Pair; W], rows: &[[u8; W]], out: &mut 
         let halves = [_mm256_unpacklo_epi16(even, odd), _mm256_unpackhi_epi16(even, odd)];
         for (half, out) in halves.into_iter().zip(out.as_chunks_mut::<16>().0) {
             let (a, b) = (_mm256_castsi256_si128(half), _mm256_extracti128_si256::<1>(half));
-            // The lanes alternate after 16 / W rows.
+            // Each run of 16 / W rows lies in one lane, and the next run in the other.
             let sums = match W {
                 16 => [_mm_unpacklo_epi16(a, b), _mm_unpackhi_epi16(a, b)],
                 8 => [_mm_unpacklo_epi32(a, b), _mm_unpackhi_epi32(a, b)],
@@ -125,21 +125,21 @@ pub fn with_avx2<const W: usize>(pairs: &[Pair; W], rows: &[[u8; W]], out: &mut 
     plain(pairs, rest, &mut out[done..]);
 }
 
-/// Interleaves the bytes of the first half of the registers with those of the other, lane by lane.
+/// Interleaves the bytes of the first half of the registers with those of the second half, lane by lane.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn shuffle_512<const W: usize>(r: [__m512i; W]) -> [__m512i; W] {
     interleave!(r, _mm512_unpacklo_epi8, _mm512_unpackhi_epi8)
 }
 
-/// Interleaves the bytes of the first half of the registers with those of the other, lane by lane.
+/// Interleaves the bytes of the first half of the registers with those of the second half, lane by lane.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn shuffle_256<const W: usize>(r: [__m256i; W]) -> [__m256i; W] {
     interleave!(r, _mm256_unpacklo_epi8, _mm256_unpackhi_epi8)
 }
 
-/// [`super::at_least`].
+/// Implements [`super::at_least`].
 #[target_feature(enable = "avx512f")]
 pub fn at_least(sums: &[u16], limit: u16, out: &mut [u32]) -> usize {
     let mut place = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -9,13 +9,13 @@ use crate::kv::cuda::attend::{Attention, LayerRows};
 use crate::kv::cuda::{Limits, Positions, Shape};
 use crate::runner::Options;
 
-/// The attention over the static set on the device. Each layer has a copy of its rows: the sinks, then the window as a
-/// ring buffer.
+/// The attention over the static set on the device. Each layer keeps a copy of the static set's rows there: first the
+/// sinks, then the window as a ring buffer.
 pub(super) struct StaticAttention<'d> {
     pub attention: Attention<'d>,
-    /// Positions that end with the row that is written next.
+    /// Positions whose last one is the row that is written next.
     pub writing: Positions<'d>,
-    /// Positions of all rows.
+    /// Positions that cover all filled rows.
     pub reading: Positions<'d>,
     /// The CPU's attention outputs with their log-sum-exps, `[h,d + 1]`.
     pub others: Buffer<'d, f32>,
@@ -27,7 +27,7 @@ impl<'d> StaticAttention<'d> {
     /// Allocates the buffers for caches of this shape.
     ///
     /// # Errors
-    /// Sizes that the kernels do not support; no memory.
+    /// Sizes that the kernels do not support; out of memory.
     pub fn new(driver: &'d dyn Driver, shape: Shape, options: &Options) -> Result<Self> {
         let [sinks, window] = [options.sinks, options.window].map(|n| n.min(shape.capacity));
         let shape = Shape {
@@ -61,7 +61,7 @@ impl<'d> StaticAttention<'d> {
         }
     }
 
-    /// Begins the step of the token at position t.
+    /// Begins the step whose token is at position t.
     pub fn advance(&mut self, t: usize) -> Result<()> {
         self.writing.set(&[self.slot(t) as u32 + 1])?;
         let rows = (t + 1).min(self.rows());
@@ -69,7 +69,7 @@ impl<'d> StaticAttention<'d> {
         self.reading.begin(0)
     }
 
-    /// Fills the rows of a layer with the static set of its cache, which has `n` positions.
+    /// Fills the rows of a layer with the static set of a cache that has `n` positions.
     pub fn fill(
         &mut self,
         rows: &LayerRows<'_>,
@@ -87,7 +87,7 @@ impl<'d> StaticAttention<'d> {
     }
 }
 
-/// Sends the cached rows at some positions, `[g,positions,d]`, to the keys and values of a workspace.
+/// Copies the cached rows at the given positions, `[g,positions,d]`, to the keys and values of a workspace.
 pub(super) fn put_rows(heads: &[KvHead], positions: &[usize], work: &Workspace<'_>) -> Result<()> {
     let mut scratch = vec![0.0; work.sizes.head_dim];
     for (to, is_key) in [(&work.k_rope, true), (&work.v, false)] {

@@ -48,7 +48,7 @@ impl<'d> LayerRows<'d> {
         Ok(())
     }
 
-    /// Returns the bytes of a key and a value.
+    /// Returns the bytes of one padded key and one padded value.
     pub fn bytes_per_position(&self) -> usize {
         2 * self.shape.width() * self.float.bytes()
     }
@@ -114,7 +114,7 @@ impl<'d> LayerRows<'d> {
         prefill::attend(self.driver, queries, self, piece, out)
     }
 
-    /// Returns the number by which kernels know the rows' type.
+    /// Returns the number that stands for the rows' type in the kernels.
     pub(crate) fn kind(&self) -> usize {
         self.float.number()
     }
@@ -126,8 +126,8 @@ fn float_bytes(shape: &Shape) -> usize {
     4 * (r * w + TILE * (w + 1) + r * TILE)
 }
 
-/// Returns how many blocks share each KV head: as many as let all blocks of the launch run at once, on a device that
-/// runs `places` blocks at a time. One more would run alone, after all others.
+/// Returns how many blocks share each KV head on a device that runs `places` blocks at a time: as many as let all
+/// blocks of the launch run at once. With one block more, that block would run alone, after all others.
 pub fn parts(places: usize, heads: usize, tiles: usize) -> usize {
     (places / heads.max(1)).min(tiles).max(1)
 }
@@ -147,7 +147,7 @@ impl Source {
         Self::Packed,
     ];
 
-    /// Counts the blocks of its kernel that the device runs at the same time.
+    /// Counts the blocks of the source's kernel that the device runs at the same time.
     fn places(self, driver: &dyn Driver, shape: &Shape) -> Result<usize> {
         let (kernel, shared_bytes) = match self {
             Self::Rows(Float::F32) => (kernels::AttendFloat::KERNEL, float_bytes(shape)),
@@ -164,9 +164,9 @@ impl Source {
     }
 }
 
-/// The attention of some query heads to all rows except the sinks, given as one (estimated) result.
+/// The attention of some query heads to all rows except the sinks, estimated as one partial result per query head.
 pub(crate) struct Rest<'b> {
-    /// The query heads for which it holds, `[b,h]`, u32.
+    /// Marks (non-zero) of the query heads that have such a result, `[b,h]`, u32.
     pub marked: Ptr<'b, u32>,
     /// Log-sum-exp over the rows, `[b,h]`, f32.
     pub lse: Ptr<'b, f32>,
@@ -176,8 +176,8 @@ pub(crate) struct Rest<'b> {
     pub sinks: usize,
 }
 
-/// A selection as kernels take it: positions `[b,g,most]`, their number `[b,g]`, and `most`; `None` attends
-/// everything visible.
+/// A selection as kernels take it: positions `[b,g,most]`, their number `[b,g]`, and `most`; with `None`, a step
+/// attends everything visible.
 type Lists<'b> = (Option<Ptr<'b, u32>>, Option<Ptr<'b, u32>>, usize);
 
 fn lists_of<'b>(chosen: Option<&'b Selection<'_>>) -> Lists<'b> {
@@ -190,7 +190,7 @@ fn lists_of<'b>(chosen: Option<&'b Selection<'_>>) -> Lists<'b> {
 pub struct Attention<'d> {
     driver: &'d dyn Driver,
     shape: Shape,
-    /// Most blocks that share a KV head, by what they read.
+    /// Most blocks that share a KV head, per [`Source`].
     parts: [usize; Source::ALL.len()],
     /// Padded queries, `[b,h,w]`.
     queries: Buffer<'d, f32>,
@@ -255,7 +255,7 @@ impl<'d> Attention<'d> {
         let (outs, sums, scale) = (self.outs.ptr(), self.sums.ptr(), self.shape.exponent());
         let (r, capacity) = (self.shape.group, self.shape.capacity);
         let (driver, grid) = (self.driver, self.shape.grid(parts));
-        // The arguments of both kernels, and one that only one has.
+        // The arguments that both kernels take, and one that only one of them takes.
         macro_rules! arguments {
             ($kernel:ident $(, $more:ident)?) => {
                 kernels::$kernel {
@@ -346,7 +346,7 @@ impl<'d> Attention<'d> {
             w,
         }
         .launch(self.driver, [(n * w).div_ceil(256), 1, 1])?;
-        // No more blocks than there are tiles.
+        // There are no more blocks than tiles.
         let limits = &positions.limits;
         let most = match chosen {
             Some(chosen) => chosen.most + limits.sinks + limits.window,
@@ -373,8 +373,8 @@ impl<'d> Attention<'d> {
         .launch(self.driver, [n, 1, 1])
     }
 
-    /// After [`Attention::attend`]: replaces the output of the marked heads by their attention to the sinks,
-    /// merged with `rest`.
+    /// Replaces, after [`Attention::attend`], the output of the marked heads by their attention to the sinks, merged
+    /// with `rest`.
     ///
     /// # Numerics
     /// f32 throughout; the merging weights are f64.
@@ -421,7 +421,7 @@ impl<'d> Attention<'d> {
         .launch(self.driver, [(n * d).div_ceil(256), 1, 1])
     }
 
-    /// Merges the outputs with those over other positions, `[b,h,d + 1]` with the log-sum-exp last, into rows
+    /// Merges the outputs with partial results over other positions, `[b,h,d + 1]` with the log-sum-exp last, into rows
     /// `[b,h d]`.
     pub fn join_rows(&self, others: &Buffer<'_, f32>, rows: &Buffer<'_, f32>) -> Result<()> {
         let (n, w, d) = (self.shape.query_heads(), self.shape.width(), self.shape.head_dim);

@@ -6,7 +6,7 @@ use crate::compute::cuda::driver::Driver;
 use crate::compute::cuda::kernels;
 use crate::error::Result;
 
-/// Bins of a histogram of sort keys, and histograms per KV head.
+/// Bins of a histogram of sort keys, and passes of a choice; a KV head has one histogram per pass.
 const BINS: usize = 2048;
 const PASSES: usize = 3;
 
@@ -16,9 +16,9 @@ pub(crate) struct Best<'d> {
     pub shape: Shape,
     /// Sort keys `[b,g,capacity]`: integers in the order of the scores.
     pub keys: Buffer<'d, u32>,
-    /// `[b,g,3,BINS]`; the kernel that writes the keys fills the first.
+    /// Histograms, `[b,g,3,BINS]`; the kernel that writes the sort keys fills the first histogram of each KV head.
     pub histograms: Buffer<'d, u32>,
-    /// What each pass found, `[b,g,3,4]`.
+    /// What each pass found: `[b,g,3,4]`.
     found: Buffer<'d, u32>,
     pub selection: Selection<'d>,
 }
@@ -42,7 +42,7 @@ impl<'d> Best<'d> {
         self.histograms.ptr_at(at * PASSES * BINS)
     }
 
-    /// Chooses by the present keys and first histograms.
+    /// Chooses by the current sort keys and the first histograms, which must be filled.
     pub fn choose(&self, positions: &Positions<'_>) -> Result<&Selection<'d>> {
         let to = &self.selection;
         let lists = [to.lists.ptr(), to.listed.ptr()];
@@ -50,7 +50,7 @@ impl<'d> Best<'d> {
         Ok(to)
     }
 
-    /// Chooses within these spans `[b,4]` and budgets `[b]` of at least 1, into lists `[b,g,most]` and their
+    /// Chooses within the given spans `[b,4]` and budgets `[b]` (at least 1); writes lists `[b,g,most]` and their
     /// lengths `[b,g]`.
     pub fn choose_into(
         &self,

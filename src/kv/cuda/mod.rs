@@ -112,7 +112,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Returns limits with only a window, for attention that chooses nothing.
+    /// Returns limits with a window only, for attention that chooses nothing.
     pub fn last(window: usize) -> Self {
         Self {
             sinks: 0,
@@ -140,7 +140,7 @@ pub struct Positions<'d> {
     pub(crate) spans: Buffer<'d, u32>,
     /// Budgets, `[b]`.
     pub budgets: Buffer<'d, u32>,
-    /// The lengths as the host counts them.
+    /// The lengths, as counted on the host.
     known: Vec<usize>,
 }
 
@@ -247,7 +247,7 @@ impl<'d> Positions<'d> {
             Budget::Count(n) => (0.0, n.min(self.shape.capacity)),
         };
         let b = self.shape.sequences;
-        // Larger numbers mean the same as the capacity.
+        // A number above the capacity means the same as the capacity.
         let bounded = |n: usize| n.min(self.shape.capacity);
         kernels::BeginStep {
             lens: self.lens.ptr(),
@@ -287,7 +287,8 @@ pub struct Selection<'d> {
     pub(crate) listed: Buffer<'d, u32>,
     /// Sums of each block of a scan, `[b,g,blocks,17]`.
     pub(crate) totals: Buffer<'d, u32>,
-    /// `[b,g]`: how many keys got an exact product, the chosen ones included; `None` if the method takes none.
+    /// How many keys got an exact product, the chosen keys included: `[b,g]`; `None` if the method computes no exact
+    /// products.
     pub ranked: Option<Buffer<'d, u32>>,
     pub(crate) most: usize,
     pub(crate) blocks: usize,

@@ -60,7 +60,7 @@ pub fn attend(
     let (keys, values) = (rows.keys.ptr(), rows.values.ptr());
     let (scale, r, capacity) = (shape.exponent(), shape.group, shape.capacity);
     let (queries, out, head_at) = (queries.ptr(), out.ptr(), piece.sequence * shape.kv_heads);
-    // The arguments of a kernel, and those that only one has.
+    // The arguments that both kernels take, and those that only one of them takes.
     macro_rules! arguments {
         ($kernel:ident $(, $more:ident)?) => {
             kernels::$kernel {

@@ -221,7 +221,7 @@ impl<'d> Prompts<'d> {
         }
     }
 
-    /// Splits the KV heads of all non-empty sequences into runs of at most `at_once` heads.
+    /// Splits the KV heads of all non-empty sequences into ranges of at most `at_once` heads.
     fn parts(&self, positions: &Positions<'_>) -> Vec<Heads> {
         let (g, at_once) = (self.shape.kv_heads, self.at_once);
         let mut parts = Vec::new();
@@ -236,7 +236,7 @@ impl<'d> Prompts<'d> {
         parts
     }
 
-    /// Widens the keys or the values in `of` to `x`; with `centred`, less its centre.
+    /// Widens the cached keys or values `of` to f32 in `x`; with `centred`, subtracts its centre.
     fn widen(
         &self,
         rows: &LayerRows<'_>,
@@ -272,7 +272,7 @@ impl<'d> Prompts<'d> {
         }
     }
 
-    /// Stores a statistic of every channel of `x` as per-channel values, `[b,g,d]`; zeros become `instead`.
+    /// Stores a statistic of every channel of `x` as per-channel values, `[b,g,d]`, with `instead` in place of zeros.
     fn fit(&self, heads: Heads, what: Statistic, to: &Buffer<'_, f32>, instead: f32) -> Result<()> {
         self.rows(heads)
             .channel_statistic(0..heads.n, what, &self.statistic)?;
@@ -295,7 +295,7 @@ impl<'d> Prompts<'d> {
         self.best.histograms.zero()
     }
 
-    /// Scores the visible positions, as sort keys for the choice of full-precision tokens.
+    /// Writes the scores of the visible positions as sort keys, for the choice of full-precision tokens.
     fn score(&self, queries: Queries<'_>, heads: Heads) -> Result<()> {
         let shape = &self.shape;
         let (r, d) = (shape.group, shape.head_dim);
@@ -328,7 +328,7 @@ impl<'d> Prompts<'d> {
         )
     }
 
-    /// Clears the full-precision rows in `x`, which do not count for statistics.
+    /// Clears the full-precision rows in `x`, since statistics leave them out.
     fn clear_full(&self, heads: Heads, signs: &Signs<'_>) -> Result<()> {
         kernels::ClearRows {
             x: self.x.ptr(),

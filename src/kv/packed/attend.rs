@@ -68,11 +68,11 @@ fn parts<'a>(run: &Run<'a>, full: &FullRows) -> impl Iterator<Item = (usize, Run
 #[derive(Clone, Copy)]
 pub(super) struct Keys<'a> {
     rows: &'a SignRows,
-    /// `[chunks, LANES]`.
+    /// The largest centred magnitude per channel, `[chunks, LANES]`.
     alpha: &'a [[f32; LANES]],
-    /// `[chunks, LANES]`.
+    /// The centre per channel, `[chunks, LANES]`.
     centre: &'a [[f32; LANES]],
-    /// Bits to set in the signs of a chunk: none, or all if keys are stored without signs.
+    /// Bits to set in the signs of every chunk: none, or all of them if keys are stored without signs.
     unsigned: u16,
 }
 
@@ -95,7 +95,7 @@ impl<'a> Keys<'a> {
 
 impl<'a> ChunkedRows for Keys<'a> {
     const PAIRS: bool = true;
-    /// Bytes of magnitudes and of signs.
+    /// The bytes of a row's magnitudes, and those of its signs.
     type Row = (&'a [u8], &'a [u8]);
 
     #[inline(always)]

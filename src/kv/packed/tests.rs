@@ -232,7 +232,7 @@ fn short_prompts_are_held_as_well_as_long_ones() {
         let mut end = 0;
         for m in lengths {
             end += m;
-            // Earlier rows as read from the cache.
+            // Earlier rows, as read back from the cache.
             let mut known = all.slice(s![..end, ..]).to_owned();
             let mut scratch = vec![0.0; d];
             for (p, mut row) in known.rows_mut().into_iter().take(end - m).enumerate() {
@@ -244,7 +244,7 @@ fn short_prompts_are_held_as_well_as_long_ones() {
     };
     let long = after(&[1000]);
     assert!(long < 0.1, "{long}");
-    // One token more than keeps half precision; a conversation that starts with a word or two.
+    // One token more than half precision has room for; conversations that start with a few tokens.
     for lengths in [
         &[65][..],
         &[66],
@@ -277,8 +277,8 @@ fn the_ablations_hold_what_they_say() {
     let (signed, signs) = held(0, true);
     let (plain, same) = held(0, false);
     assert_eq!(signs, same, "the index does not change");
-    // Two bits over the whole range, instead of two for the magnitude and one for the sign: steps up to twice
-    // as large, so up to four times the squared error.
+    // A key stored without signs has two bits for its whole range, instead of two bits for the magnitude and one for
+    // the sign: its steps are up to twice as large, so the squared error is up to four times as large.
     assert!(plain > 1.5 * signed && plain < 6.0 * signed, "{plain} {signed}");
     let (some, _) = held(64, true);
     assert!(some < signed, "{some} {signed}");

@@ -6,7 +6,7 @@ use super::QUANT_GROUP;
 use crate::compute::attention::prefetch;
 use crate::kv::lines::AlignedVec;
 
-/// A smaller step counts as zero: the values of the group are equal.
+/// A smaller step counts as zero: the values of the group are taken as equal.
 const LEAST_STEP: f32 = 1e-8;
 
 /// Rows in 2 bits per value, with a scale and a zero point in f16 per [`QUANT_GROUP`] channels.
@@ -63,7 +63,7 @@ impl TwoBit {
     pub(super) fn prefetch(&self, row: usize) {
         let row = self.row(row);
         prefetch(row);
-        // A row that does not start on a cache line may reach into one more.
+        // A row that does not start on a cache line may reach into one more line.
         prefetch(&row[row.len() - 1..]);
     }
 

@@ -33,7 +33,7 @@ impl Bench for A2atsBench {
         false
     }
 
-    /// The codes, and the codebooks, which all sequences share.
+    /// Counts the codes, and the codebooks once for all sequences.
     fn index_bytes(&self, layer: &TimedLayer) -> usize {
         2 * layer.kv_heads * (layer.sequences * layer.context + layer.codewords * layer.head_dim)
     }

@@ -1,6 +1,6 @@
 //! Buckets of distances between a query and a key, each with one mean rotation of the query.
 //!
-//! Ours, not the paper's: windowed RoPE scores every key as if it were at one distance b.
+//! Ours, not the paper's: windowed RoPE scores every key as if it were at one fixed distance b from the query.
 
 use std::fmt;
 use std::ops::Range;
@@ -12,20 +12,21 @@ use crate::model::rope::{Rope, RopeTable};
 
 /// Number of buckets.
 pub const BUCKETS: usize = 8;
-/// Where the second bucket begins, for texts of at least `FIRST_SHARE` times this length: the default window, so that
-/// seven buckets are for candidates.
+/// The end of the first bucket, for texts of at least `FIRST_SHARE` times this length. It equals the default window, so
+/// that the other seven buckets are for candidates.
 const FIRST: usize = 64;
-/// Shorter texts have the first edge at their length over this.
+/// In shorter texts, the first bucket ends at the text's length divided by this.
 const FIRST_SHARE: usize = 32;
-/// The largest end of the last bucket.
+/// The largest possible end of the last bucket.
 const MOST: usize = 1 << 30;
 
-/// The edges of the buckets: bucket i has the distances `edges[i]..edges[i + 1]`; the last one also all beyond.
+/// The edges of the buckets: bucket i holds the distances `edges[i]..edges[i + 1]`; the last bucket also holds all
+/// larger distances.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Edges(pub [u32; BUCKETS + 1]);
 
-/// The buckets of a section: what the manifest has of them.
+/// The buckets of a section, as the manifest stores them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DistanceBuckets {
     /// The edges, ascending from 0.
@@ -34,10 +35,10 @@ pub struct DistanceBuckets {
     pub weights: Vec<[f64; BUCKETS]>,
 }
 
-/// Candidates in one bucket.
+/// The candidates that lie in one bucket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// The bucket, 0 if there are none.
+    /// The bucket; 0 if the head has no buckets.
     pub bucket: usize,
     /// The positions.
     pub positions: Range<usize>,
@@ -64,16 +65,17 @@ impl Edges {
         Self(edges)
     }
 
-    /// Computes the mean rotation of every bucket; the last one's is that of its distances up to the last edge.
+    /// Computes the mean rotation of every bucket. For the last bucket, it is the mean over the distances up to the
+    /// last edge.
     pub fn rotations(&self, rope: &Rope) -> RopeTable {
         rope.mean_table(&self.0)
     }
 
-    /// Divides candidates into those of each bucket, ascending, for the query of the last of `end` positions. Buckets
-    /// without candidates are left out.
+    /// Divides the candidates by bucket, for the query at position `end - 1`. The runs are in ascending order of
+    /// position; buckets without candidates are left out.
     pub fn runs(&self, end: usize, candidates: &Range<usize>) -> Vec<Run> {
         let place = |bucket: usize| {
-            // Distance 0 is position end - 1.
+            // Distance 0 is at position `end - 1`.
             let first = match bucket == BUCKETS - 1 {
                 true => 0,
                 false => end.saturating_sub(self.0[bucket + 1] as usize),
@@ -101,10 +103,10 @@ impl Edges {
 }
 
 impl DistanceBuckets {
-    /// Makes the buckets of a calibration, whose blocks have at most `seq_len` tokens.
+    /// Makes the buckets of a calibration whose blocks have at most `seq_len` tokens.
     ///
-    /// A bucket's weight is its share of the pairs of a kept query and a key that it sees: the metric then is the mean
-    /// over these pairs, as a uniform choice among the visible positions would meet them.
+    /// The weight of a bucket is its share of all pairs of a kept query and a key that the query sees. The metric is
+    /// then the mean over these pairs, which is what a uniform choice among the visible positions would meet.
     ///
     /// # Shapes
     /// `block_start` has the first row of each block, then n; `kept` `[n]`; `windows` has each layer's sliding window.
@@ -132,7 +134,7 @@ impl DistanceBuckets {
         }
     }
 
-    /// Fails for edges or weights that no calibration of a model with `n_layers` layers makes.
+    /// Fails if no calibration of a model with `n_layers` layers could have made the edges or weights.
     pub fn check(&self, n_layers: usize) -> Result<()> {
         let Edges(edges) = &self.edges;
         if edges[0] != 0 || !edges.windows(2).all(|pair| pair[0] < pair[1]) {
@@ -156,7 +158,7 @@ impl DistanceBuckets {
 mod tests {
     use super::*;
 
-    /// The bucket of a distance, by a look at every edge.
+    /// Returns the bucket of a distance by comparing it with every edge.
     fn bucket(edges: &Edges, distance: usize) -> usize {
         let is_in = |i: &usize| distance < edges.0[i + 1] as usize;
         (0..BUCKETS).find(is_in).unwrap_or(BUCKETS - 1)

@@ -35,14 +35,14 @@ pub struct HeadCodebook {
     rotation: QueryRotation,
 }
 
-/// How queries are rotated for a score.
+/// How a query is rotated before it is scored.
 #[derive(Clone)]
 enum QueryRotation {
-    /// Keys and queries are given at their own positions.
+    /// Not at all: keys and queries are already rotated at their own positions.
     Own,
-    /// To one relative position: R_b.
+    /// To one fixed relative position: R_b.
     Windowed(RopeTable),
-    /// By the mean rotation of the bucket of distances that a key is in; a row of the table per bucket.
+    /// By the mean rotation of the bucket that the key's distance is in. The table has one row per bucket.
     Buckets(Edges, RopeTable),
 }
 
@@ -58,7 +58,7 @@ impl QueryRotation {
 
 /// The codebook of one KV head in the form that a GPU reads.
 pub struct HeadConstants<'a> {
-    /// C^z, `[M,d]`, values that fit f16.
+    /// C^z, `[M,d]`; all values are exact in f16.
     pub codebook: ArrayView2<'a, f32>,
     /// Maps a query to y = q R_b L^-T: `[d,d]`, y_i = sum_j map_ij q_j.
     pub query_map: Array2<f32>,
@@ -99,14 +99,14 @@ impl Codebooks {
         &self.heads[layer * self.n_kv_heads + kv_head]
     }
 
-    /// Returns whether queries are rotated by the bucket of distances that a key is in.
+    /// Returns whether a query's rotation depends on the bucket that the key's distance is in.
     pub fn has_buckets(&self) -> bool {
         self.heads.iter().any(|head| head.buckets() > 1)
     }
 }
 
 impl HeadCodebook {
-    /// Makes a codebook of C^z `[M,d]`, the mean `[d]` and the Cholesky factor `[d,d]`.
+    /// Makes a codebook from C^z `[M,d]`, the mean `[d]` and the Cholesky factor `[d,d]`.
     ///
     /// # Errors
     /// The factor is singular.
@@ -121,7 +121,7 @@ impl HeadCodebook {
         Self::with_rotation(codebook, mean, chol, QueryRotation::Windowed(table))
     }
 
-    /// Makes a codebook like [`HeadCodebook::new`] for scores by the bucket of distances that a key is in.
+    /// Makes a codebook like [`HeadCodebook::new`], whose scores depend on the bucket that the key's distance is in.
     ///
     /// # Errors
     /// The factor is singular.
@@ -154,12 +154,13 @@ impl HeadCodebook {
         })
     }
 
-    /// Returns whether keys and queries are given before rotation, and not at their own positions.
+    /// Returns whether keys and queries are given before rotation; otherwise they are given rotated at their own
+    /// positions.
     pub fn is_pre_rope(&self) -> bool {
         !matches!(self.rotation, QueryRotation::Own)
     }
 
-    /// Returns the number of buckets of distances; 1 if a score does not depend on the distance.
+    /// Returns the number of buckets; 1 if a score does not depend on the distance.
     pub fn buckets(&self) -> usize {
         match &self.rotation {
             QueryRotation::Buckets(..) => BUCKETS,
@@ -167,8 +168,9 @@ impl HeadCodebook {
         }
     }
 
-    /// Divides candidates into those of each bucket, ascending, for the query of the last of `end` positions. Buckets
-    /// without candidates are left out, and what is left is a range of buckets; a head without buckets has one run.
+    /// Divides the candidates by bucket, for the query at position `end - 1`. The runs are in ascending order of
+    /// position; buckets without candidates are left out, and the remaining buckets are consecutive. A head without
+    /// buckets has one run.
     pub fn runs(&self, end: usize, candidates: &Range<usize>) -> Vec<Run> {
         match &self.rotation {
             QueryRotation::Buckets(edges, _) => edges.runs(end, candidates),
@@ -179,8 +181,8 @@ impl HeadCodebook {
         }
     }
 
-    /// Encodes keys `[n,d]`, given before rotation unless they are at their own positions: argmin of
-    /// (k - c) H (k - c)^T, the lowest index on ties.
+    /// Encodes keys `[n,d]`, given before rotation if [`HeadCodebook::is_pre_rope`], else after: the argmin of (k - c)
+    /// H (k - c)^T over the codewords c. The lowest number wins a tie.
     ///
     /// # Source
     /// Eq. 20, in whitened coordinates.
@@ -192,21 +194,22 @@ impl HeadCodebook {
         codes.into_iter().map(|c| c as u16).collect()
     }
 
-    /// Returns the score of every codeword for each query head, `[r,M]`, up to a constant per query; of a head without
+    /// Returns the score of every codeword for each query head, `[r,M]`, up to a constant per query, for a head without
     /// buckets. See [`HeadCodebook::scores_in`].
     pub fn scores(&self, q: ArrayView2<f32>) -> Array2<f32> {
         self.scores_in(q, &[0])
     }
 
-    /// Returns the score of every codeword for each query head in each of k buckets, `[r,k M]`, up to a constant per
-    /// query. A head without buckets has bucket 0 alone.
+    /// Returns the score of every codeword for each query head in each of the k given buckets, `[r,k M]`, up to a
+    /// constant per query. A head without buckets has only bucket 0.
     ///
     /// # Shapes
     /// q `[r,d]`, before rotation if [`HeadCodebook::is_pre_rope`], else after.
     ///
     /// # Numerics
-    /// y = qt L^-T in f64, then f32 products: see [`Codewords::products`]. The mean that z lacks would add y mean^T to
-    /// every score of a bucket; by how much this differs from the first bucket's is computed in f64 and added in f32.
+    /// y = qt L^-T in f64, then products in f32: see [`Codewords::products`]. z lacks the mean, which would add y
+    /// mean^T to every score of a bucket. The difference of this term from its value in the first given bucket is
+    /// computed in f64 and added in f32.
     ///
     /// # Source
     /// Eq. 12 (qt = q R_b) and Eq. 21, with C = C^z L^-1 folded into the query.
@@ -235,7 +238,8 @@ impl HeadCodebook {
         scores
     }
 
-    /// Returns a query rotated for a bucket, q R, in f64; with standard RoPE it is given rotated.
+    /// Returns a query rotated for a bucket, q R, in f64. With standard RoPE, the query is already rotated and stays as
+    /// it is.
     fn rotated_query(&self, mut query: Vec<f32>, bucket: usize) -> Array1<f64> {
         match &self.rotation {
             QueryRotation::Own => {}
@@ -246,11 +250,11 @@ impl HeadCodebook {
         query.into_iter().map(f64::from).collect()
     }
 
-    /// Returns the constants of this head, which has no buckets, for a GPU: the rotation and L^-1 in one matrix for
-    /// queries, L for keys.
+    /// Returns the constants of this head, which must not have buckets, for a GPU. The rotation and L^-1 are combined
+    /// into one matrix for queries; L is the matrix for keys.
     pub fn constants(&self) -> HeadConstants<'_> {
         let d = self.chol.nrows();
-        // Column j is the rotated j-th unit vector.
+        // Column j is the j-th unit vector, rotated.
         let mut rotation = Array2::<f64>::zeros((d, d));
         for j in 0..d {
             let mut unit = vec![0.0; d];

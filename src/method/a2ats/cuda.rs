@@ -22,18 +22,18 @@ pub const MOST_CODEWORDS: usize = kernels::RankCodewords::KERNEL.shared_bytes / 
 /// The codebooks of one layer.
 pub struct Codebooks<'d> {
     pub(crate) size: usize,
-    /// `[g,M,w]`, w being d rounded up to a multiple of 16, the rest zeros.
+    /// `[g,M,w]`, where w is d rounded up to a multiple of 16; the padding is zero.
     pub(crate) codebook: Buffer<'d, f16>,
     /// Half of the squared norms, `[g,M]`.
     pub(crate) norms: Buffer<'d, f32>,
-    /// The same for the search: see [`Norms`].
+    /// The halves of the squared norms in the form that the search needs, and their bounds: see [`Norms`].
     pub(crate) biases: Buffer<'d, f32>,
     pub(crate) bounds: Buffer<'d, f32>,
-    /// `[g,d,d]`.
+    /// The maps of queries, `[g,d,d]`.
     query_maps: Buffer<'d, f32>,
-    /// L, which maps a key to z: z_i = sum_j k_j L_ji - mean_i; `[g,d,d]`.
+    /// The factors L, which map a key to z: z_i = sum_j k_j L_ji - mean_i; `[g,d,d]`.
     pub(crate) factors: Buffer<'d, f32>,
-    /// `[g,d]`.
+    /// The whitened means, `[g,d]`.
     pub(crate) means: Buffer<'d, f32>,
 }
 
@@ -85,11 +85,11 @@ pub struct A2ats<'d> {
     pub(crate) shape: Shape,
     pub(crate) size: usize,
     per_query_head: bool,
-    /// The codes of every position, `[b,g,capacity]`.
+    /// The code of every position, `[b,g,capacity]`.
     pub codes: Buffer<'d, u16>,
-    /// Candidates per codeword at the last step, `[b,g,M]`.
+    /// Number of candidates per codeword in the last step, `[b,g,M]`.
     pub counts: Buffer<'d, u32>,
-    /// The range of candidates that are counted, `[b,g,2]`.
+    /// The range of candidates that `counts` covers, `[b,g,2]`.
     counted: Buffer<'d, u32>,
     /// Whitened queries or keys, `[b,h,d]`.
     mapped: Buffer<'d, f32>,
@@ -105,7 +105,7 @@ pub struct A2ats<'d> {
 }
 
 impl<'d> A2ats<'d> {
-    /// Makes an empty layer. With `per_query_head` the budget is per query head.
+    /// Makes an empty layer. With `per_query_head`, each query head has a budget of its own.
     ///
     /// # Errors
     /// Sizes that the kernels do not support; out of memory.
@@ -137,13 +137,13 @@ impl<'d> A2ats<'d> {
         })
     }
 
-    /// Forgets every code, for new sequences.
+    /// Forgets all codes, to begin new sequences.
     pub fn clear(&self) -> Result<()> {
         self.counted.zero()?;
         self.counts.zero()
     }
 
-    /// Fills in random codes, for a benchmark.
+    /// Fills the codes with random numbers, for a benchmark.
     pub fn fill(&self, seed: u32) -> Result<()> {
         self.clear()?;
         let random = Random::Below(self.size);
@@ -155,10 +155,10 @@ impl<'d> A2ats<'d> {
         2 * self.codes.len()
     }
 
-    /// Encodes the keys of the last position, `[b,g,d]`, which `positions` already counts.
+    /// Encodes the keys of the last position, `[b,g,d]`; `positions` already counts that position.
     ///
     /// # Numerics
-    /// f32; the lower codeword on ties.
+    /// f32; the lower codeword wins a tie.
     pub fn append(
         &self,
         keys: &Buffer<'_, f32>,
@@ -186,10 +186,10 @@ impl<'d> A2ats<'d> {
         .launch(self.driver, self.shape.grid(1))
     }
 
-    /// Chooses for queries `[b,h,d]`, before rotation with windowed RoPE, else after.
+    /// Chooses for queries `[b,h,d]`, given before rotation with windowed RoPE, else after.
     ///
     /// # Numerics
-    /// Scores in f32; ties as on the CPU: the lower codeword, then the lower position.
+    /// Scores in f32. Ties are as on the CPU: the lower codeword wins, then the lower position.
     pub fn select(
         &self,
         queries: &Buffer<'_, f32>,
@@ -220,7 +220,7 @@ impl<'d> A2ats<'d> {
         Ok(&self.selection)
     }
 
-    /// Decides how many positions of each codeword are taken.
+    /// Decides how many positions of each codeword to take.
     fn take(&self, positions: &Positions<'_>) -> Result<()> {
         let (shape, r, size) = (&self.shape, self.shape.group, self.size);
         let budgets = positions.budgets.ptr();
@@ -251,7 +251,7 @@ impl<'d> A2ats<'d> {
         .launch(self.driver, self.shape.grid(1), 4 * size)
     }
 
-    /// Lists the positions that are taken.
+    /// Lists the positions to take.
     fn list(&self, positions: &Positions<'_>) -> Result<()> {
         let (to, spans) = (&self.selection, positions.spans.ptr());
         let (codes, marks, totals) = (self.codes.ptr(), self.marks.ptr(), to.totals.ptr());
@@ -280,7 +280,7 @@ impl<'d> A2ats<'d> {
         .launch(self.driver, self.shape.grid(to.blocks))
     }
 
-    /// Computes the products of `r` whitened rows per KV head with its codewords.
+    /// Computes the products of `r` whitened rows per KV head with the codewords of that head.
     fn score(&self, codebooks: &Codebooks<'_>, r: usize) -> Result<()> {
         let d = self.shape.head_dim;
         let grid = self.shape.grid(self.size.div_ceil(64));

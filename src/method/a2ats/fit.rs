@@ -1,4 +1,4 @@
-//! Fits of codebooks to calibration keys.
+//! The fit of codebooks to calibration keys.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -33,8 +33,8 @@ impl Fit for FitParams {
         let device = self.kind().device(text.device);
         let heads = device.heads_at_once(text.n_kept, d, self.size);
         let heads = heads.clamp(1, text.sizes.n_kv_heads);
-        // Per row two assignments, the codes before and after a pass, and the rows ordered by them; per codeword its
-        // place in two codebooks, in the means and in two sets of panels.
+        // Each row has two assignments, its codes before and after a pass, and its place in the order by code. Each
+        // codeword has a place in two codebooks, in the means and in two sets of panels.
         let clusters = text.n_kept * 11 * float + 5 * self.size * d * float;
         let clustering = heads * (text.n * d * float + clusters);
         text.split_bytes(heads).max(clustering)
@@ -61,17 +61,17 @@ impl Fit for FitParams {
     }
 }
 
-/// The advice for values that the section cannot hold.
+/// The hint of errors about values that the section cannot hold.
 const OUTLIERS: &str = "the keys or queries of this head have extreme outliers; check the model and the text";
 
-/// Heads that are fitted together by Eq. 13 and 15-17: metric, whitening, clustering. Codebooks stay in whitened
+/// Heads that are fitted together by Eq. 13 and 15-17: metric, whitening, clustering. The codebooks stay in whitened
 /// coordinates.
 struct HeadRun<'a> {
     states: &'a LayerStates<'a>,
     params: &'a FitParams,
     heads: Range<usize>,
     metrics: Vec<Metric>,
-    /// The metrics' factors, `[b,d,d]`.
+    /// The Cholesky factors of the metrics, `[b,d,d]`.
     chol: Array3<f32>,
 }
 
@@ -107,7 +107,7 @@ impl<'a> HeadRun<'a> {
     fn fit(self, part: &mut LayerPart, done: HeadDone) -> Result<()> {
         let rotated = self.params.rotation == Rotation::At(Position::Own);
         let [fitted, held_out] = self.states.split(self.heads.clone(), rotated)?;
-        // Eq. 15: z = k L; then centred.
+        // Eq. 15: z = k L, which is then centred.
         let mut points = self.states.device.points(fitted)?;
         let (_, n, _) = points.dim();
         points.whiten(self.chol.view())?;
@@ -146,7 +146,7 @@ impl<'a> HeadRun<'a> {
         Ok(())
     }
 
-    /// Returns the sum of the squares of each head's values; it is finite if all values are.
+    /// Returns the sum of the squares of each head's values, which is finite only if all values are.
     fn square_sums(&self, points: &mut dyn Points) -> Result<Vec<f64>> {
         let squares = points.square_sum()?;
         match squares.iter().position(|sum| !sum.is_finite()) {
@@ -155,7 +155,7 @@ impl<'a> HeadRun<'a> {
         }
     }
 
-    /// Makes the error for head `i` of the run if the section cannot hold its values.
+    /// Makes the error that the section cannot hold the values of head `i` of the run.
     fn outliers(&self, i: usize, what: &str) -> Error {
         let error = Error::failed(what).hint(OUTLIERS);
         at(self.states, self.heads.start + i, error)
@@ -169,7 +169,8 @@ impl<'a> HeadRun<'a> {
         Ok(kmeans::cluster(points, &self.params.kmeans(), &seeds, &mut flow)?)
     }
 
-    /// Returns the codebooks rounded to f16 as they are stored, `[b,M,d]`; the report is about these.
+    /// Returns the codebooks as they are stored, rounded to f16, `[b,M,d]`. The quality report is about these
+    /// codebooks.
     fn stored(&self, fits: &[KMeansFit]) -> Result<Array3<f32>> {
         let d = self.states.sizes.head_dim;
         let mut stored = Array3::zeros((fits.len(), self.params.size, d));
@@ -182,8 +183,8 @@ impl<'a> HeadRun<'a> {
         Ok(stored)
     }
 
-    /// Returns the mean squared distance of each head's held-out keys, `[b,n,d]`, to the stored codebooks; `None`
-    /// without keys.
+    /// Returns the mean squared distance of each head's held-out keys, `[b,n,d]`, to the nearest stored codeword;
+    /// `None` if there are no held-out keys.
     fn held_out_inertia(
         &self,
         keys: Array3<f32>,
@@ -203,12 +204,12 @@ impl<'a> HeadRun<'a> {
     }
 }
 
-/// Adds layer and head to an error.
+/// Adds the layer and the head to an error.
 fn at(states: &LayerStates, head: usize, e: Error) -> Error {
     e.context(format!("layer {}, KV head {head}", states.layer))
 }
 
-/// Returns the entropy of the codewords' use in bits.
+/// Returns the entropy, in bits, of how often the codewords are used.
 fn entropy_bits(count: &[u32]) -> f64 {
     let n: f64 = count.iter().map(|c| f64::from(*c)).sum();
     let used = count.iter().filter(|c| **c > 0);

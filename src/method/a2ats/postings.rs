@@ -1,4 +1,4 @@
-//! The candidates by codeword: their numbers, and lists of their positions.
+//! The candidates, grouped by codeword: their counts, and lists of their positions.
 
 use std::ops::Range;
 
@@ -6,11 +6,12 @@ use super::quotas::Quotas;
 use crate::kv::lines::grow;
 use crate::method::best::Places;
 
-/// Positions per chunk: together with the index of the next chunk they are half a cache line.
+/// Positions per chunk: together with the index of the next chunk they fill half a cache line.
 const CHUNK: usize = 7;
-/// With fewer candidates per codeword the codes are scanned, for most of the lists' chunks would be empty.
+/// With fewer candidates per codeword than this, the codes are scanned, because most of a list's chunks would be nearly
+/// empty.
 const LEAST_PER_CODEWORD: usize = 4;
-/// If more than one in this number of candidates is chosen, the codes are scanned.
+/// If more than one in this many candidates is chosen, the codes are scanned.
 const SCANNED_SHARE: usize = 3;
 
 /// Some positions of one codeword, and the index of the next chunk.
@@ -26,17 +27,17 @@ const EMPTY: ListChunk = ListChunk {
     next: 0,
 };
 
-/// The list of one codeword.
+/// The list of one codeword's positions.
 #[derive(Clone, Copy, Default)]
 struct List {
     first: u32,
     last: u32,
-    /// Positions at the start of the first chunk that are no longer candidates.
+    /// How many positions at the start of the first chunk are no longer candidates.
     skip: u32,
     count: u32,
 }
 
-/// Lists of ascending positions in linked chunks, so that a growing list is not moved.
+/// Lists of ascending positions in linked chunks, so that a list need not be moved when it grows.
 #[derive(Clone, Default)]
 struct LinkedLists {
     heads: Vec<List>,
@@ -45,8 +46,8 @@ struct LinkedLists {
 }
 
 impl LinkedLists {
-    /// Makes the lists of `codes` `[n]`, of which `codes[0]` is at position `first`; `counts` `[M]` are the tokens of
-    /// each codeword. The chunks of a list are consecutive.
+    /// Makes the lists from the codes `[n]`; `codes[0]` is at position `first`, and `counts` `[M]` is the number of
+    /// tokens of each codeword. The chunks of a list are consecutive.
     fn new(codes: &[u16], first: usize, counts: &[u32]) -> Self {
         let mut chunks = 0u32;
         let mut head = |count: &u32| {
@@ -108,7 +109,7 @@ impl LinkedLists {
         }
     }
 
-    /// Calls `each` with the first `count` positions of a list, which has at least that number.
+    /// Calls `each` with the first `count` positions of a list, which must have at least `count`.
     fn first(&self, code: usize, count: usize, mut each: impl FnMut(u32)) {
         let head = &self.heads[code];
         let (mut chunk, mut skip, mut left) = (head.first, head.skip as usize, count);
@@ -122,12 +123,13 @@ impl LinkedLists {
     }
 }
 
-/// Returns whether `chosen` of `n` candidates of `size` codewords are read from lists instead of scanning the codes.
+/// Returns whether a choice of `chosen` of `n` candidates, with `size` codewords, reads lists instead of scanning the
+/// codes.
 fn is_listed(n: usize, size: usize, chosen: usize) -> bool {
     n >= LEAST_PER_CODEWORD * size && chosen * SCANNED_SHARE <= n
 }
 
-/// Returns the bytes of codes or lists that a choice of `chosen` of `n` candidates reads.
+/// Returns the bytes of codes or lists that such a choice reads.
 pub fn read_bytes(n: usize, size: usize, chosen: usize) -> usize {
     match is_listed(n, size, chosen) {
         true => chosen.div_ceil(CHUNK) * size_of::<ListChunk>(),
@@ -135,14 +137,14 @@ pub fn read_bytes(n: usize, size: usize, chosen: usize) -> usize {
     }
 }
 
-/// The candidates by codeword.
+/// The candidates, grouped by codeword.
 #[derive(Clone)]
 pub(super) struct Postings {
-    /// The positions of the candidates.
+    /// The range of the candidates' positions.
     range: Range<usize>,
-    /// Candidates per codeword, `[M]`.
+    /// Number of candidates per codeword, `[M]`.
     counts: Vec<u32>,
-    /// Made when a choice reads them for the first time.
+    /// The lists; made when a choice first reads them.
     lists: Option<LinkedLists>,
 }
 
@@ -169,7 +171,7 @@ impl Postings {
         self.lists.as_ref().map_or(0, of)
     }
 
-    /// Brings counts and lists up to `candidates`; `codes` are those of all positions.
+    /// Updates counts and lists to cover `candidates`; `codes` holds the codes of all positions.
     pub fn cover(&mut self, candidates: &Range<usize>, codes: &[u16]) {
         let old = self.range.clone();
         if candidates.start < old.start || candidates.end < old.end || candidates.start > old.end {
@@ -192,7 +194,7 @@ impl Postings {
         self.range = candidates.clone();
     }
 
-    /// Returns the candidates that `quotas` take, ascending; `codes` are those of all positions.
+    /// Returns the candidates that the quotas take, ascending; `codes` holds the codes of all positions.
     pub fn positions(&mut self, quotas: Quotas, codes: &[u16]) -> Vec<u32> {
         let (n, chosen) = (self.range.len(), quotas.total());
         if !is_listed(n, self.counts.len(), chosen) {
@@ -227,7 +229,7 @@ mod tests {
     use super::*;
     use crate::testing::numbers;
 
-    /// Makes codes that use some codewords more often than others, and the last one never.
+    /// Makes codes that use some codewords more often than others, and never use the last one.
     fn codes(n: usize, size: usize, seed: u32) -> Vec<u16> {
         let mut number = numbers(seed);
         let mut next = || (number() >> 8) as usize;
@@ -263,7 +265,7 @@ mod tests {
             expected.sort_unstable();
             assert_eq!(postings.positions(Quotas::from(take), codes), expected, "{step}");
             assert!(postings.lists.is_some());
-            // As in decoding, with and without a sliding window, and back now and then.
+            // The range moves as in decoding, with and without a sliding window, and now and then back.
             match step % 500 {
                 499 => (start, end) = (0, 300 + step as usize / 4),
                 i if i < 200 => end += 1,
@@ -278,7 +280,7 @@ mod tests {
     #[test]
     fn a_list_that_runs_empty_starts_anew() {
         let mut postings = Postings::new(2);
-        // Codeword 1 has 7, none, and 8 positions in turn.
+        // In turn, codeword 1 has 7, no, and 8 positions.
         let codes: Vec<u16> = [vec![1; 7], vec![0; 30], vec![1; 8], vec![0; 60]].concat();
         for start in 0..60 {
             let range = start..start + 45;
@@ -289,7 +291,7 @@ mod tests {
                 ones
             );
         }
-        // As many chunks as were ever in use at once, and one.
+        // No more chunks than were ever in use at once, plus one.
         assert!(postings.lists.unwrap().chunks.len() <= 10);
     }
 }

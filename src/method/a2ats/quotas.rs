@@ -1,32 +1,33 @@
-//! The number of tokens of each codeword that a choice takes.
+//! How many tokens of each codeword a choice takes.
 
 use ndarray::ArrayView2;
 
 use super::postings::Postings;
 use crate::method::best::best_positions;
 
-/// Classes of scores in which tokens are counted, so that only some codewords are sorted.
+/// Number of classes into which scores are sorted. Tokens are counted per class, so that only some codewords need to be
+/// sorted.
 const CLASSES: usize = 1024;
 
-/// The bound of a choice.
+/// What limits a choice.
 #[derive(Clone, Copy, Debug)]
 pub enum Bound {
-    /// The union over the query heads has at most this number of tokens.
+    /// The union over the query heads has at most this many tokens.
     Union(usize),
-    /// Each query head takes this number of tokens.
+    /// Each query head takes this many tokens.
     PerQueryHead(u64),
 }
 
 /// Returns the positions of the tokens with the best codewords, ascending; `codes[0]` is at position `first`.
 ///
 /// # Shapes
-/// scores `[r,M]`; counts `[M]`, the tokens of each codeword.
+/// scores `[r,M]`; counts `[M]`, the number of tokens of each codeword.
 pub fn choose(scores: ArrayView2<f32>, counts: &[u32], codes: &[u16], first: u32, bound: Bound) -> Vec<u32> {
     choose_in_runs(scores, counts, &[(first, codes)], bound)
 }
 
-/// Makes the choice of [`choose`] among the tokens of k runs of positions, each with scores of its own: what ranks is a
-/// codeword in a run, numbered run by run, so that the earlier run wins a tie.
+/// Makes the choice of [`choose`] among the tokens of k runs of positions, where each run has scores of its own. Pairs
+/// of run and codeword are ranked, numbered run by run, so that the earlier run wins a tie.
 ///
 /// # Shapes
 /// scores `[r,k M]`; counts `[k M]`; runs `[k]`, ascending, each with the position of its first code.
@@ -51,8 +52,8 @@ pub(super) fn choose_in_runs(
     }
 }
 
-/// Makes the same choice as [`choose_in_runs`] among the tokens of `postings`, one per run; `codes` are those of all
-/// positions.
+/// Makes the same choice as [`choose_in_runs`] among the tokens of `postings`, which has one entry per run; `codes`
+/// holds the codes of all positions.
 pub(super) fn choose_listed(
     scores: ArrayView2<f32>,
     postings: &mut [Postings],
@@ -73,7 +74,7 @@ pub(super) fn choose_listed(
     }
 }
 
-/// Returns the quotas within a bound, or the budget if not even k = 1 fits.
+/// Returns the quotas within a bound; if not even k = 1 fits the budget, returns the budget as the error.
 fn quotas(scores: ArrayView2<f32>, counts: &[u32], bound: Bound) -> Result<Quotas, usize> {
     match bound {
         Bound::PerQueryHead(k) => Ok(Quotas::of(&ranks(scores, counts, k), counts, k)),
@@ -81,13 +82,12 @@ fn quotas(scores: ArrayView2<f32>, counts: &[u32], bound: Bound) -> Result<Quota
     }
 }
 
-/// The number of tokens of each codeword in the union of the query heads' top-k. Where a score depends on the bucket of
-/// distances too, a codeword here is a codeword in a bucket.
+/// The number of tokens of each codeword that are in the union of the query heads' top-k sets. If scores also depend on
+/// the bucket of distances, read "codeword" as "pair of bucket and codeword".
 ///
-/// For query head a let R_a(c) be the number of tokens in codewords ranked above c (by score, the
-/// lower codeword first on ties), rho(c) = min over a of R_a(c), and o(j) the rank of token j by
-/// position within its codeword. The union of the top-k sets is { j : rho(code_j) + o(j) < k }, so
-/// its size follows from the counts alone.
+/// For query head a, let R_a(c) be the number of tokens whose codewords rank above c (by score; the lower codeword wins
+/// a tie), rho(c) = min over a of R_a(c), and o(j) the rank of token j by position within its codeword. The union of
+/// the top-k sets is { j : rho(code_j) + o(j) < k }, so its size follows from the counts alone.
 ///
 /// # Source
 /// Ours; the paper and its code score every token and take the union of the lists.
@@ -103,11 +103,11 @@ impl Quotas {
     /// scores `[r,M]`, counts `[M]`.
     pub fn within(scores: ArrayView2<f32>, counts: &[u32], budget: usize) -> Option<Self> {
         let total: u64 = counts.iter().map(|c| u64::from(*c)).sum();
-        // A union of top-k sets has at least k tokens.
+        // A union of top-k sets has at least k tokens, so k is at most the budget.
         let most = total.min(budget as u64);
         let ranks = ranks(scores, counts, most);
         let size = |k: u64| -> u64 { ranks.iter().map(|(c, rho)| taken(*rho, counts[*c], k)).sum() };
-        // size() grows with k: bisect for the last k that fits.
+        // The size grows with k, so a bisection finds the last k that fits.
         let (mut fits, mut too_many) = (0, most + 1);
         while too_many - fits > 1 {
             let k = (fits + too_many) / 2;
@@ -129,7 +129,7 @@ impl Quotas {
         Self { take }
     }
 
-    /// Divides the quotas into those of each run of `size` codewords.
+    /// Divides the quotas into those of each run, which has `size` codewords.
     fn by_run(&self, size: usize) -> impl Iterator<Item = Self> {
         self.take.chunks(size).map(|take| Self { take: take.to_vec() })
     }
@@ -139,7 +139,7 @@ impl Quotas {
         self.take.iter().map(|t| *t as usize).sum()
     }
 
-    /// Returns the codewords with tokens that are taken, and their numbers of tokens.
+    /// Returns the codewords of which tokens are taken, each with the number of tokens taken.
     pub fn takes(&self) -> impl Iterator<Item = (usize, usize)> {
         let takes = self.take.iter().map(|t| *t as usize).enumerate();
         takes.filter(|(_, take)| *take > 0)
@@ -166,7 +166,7 @@ impl From<Vec<u32>> for Quotas {
     }
 }
 
-/// Returns the codewords with rho below `most`, and their rho: see [`Quotas`].
+/// Returns the codewords whose rho is below `most`, each with its rho: see [`Quotas`].
 ///
 /// # Shapes
 /// scores `[r,M]`, counts `[M]`.
@@ -186,8 +186,8 @@ fn ranks(scores: ArrayView2<f32>, counts: &[u32], most: u64) -> Vec<(usize, u64)
     ranked.filter(|(_, rho)| *rho != u64::MAX).collect()
 }
 
-/// Returns the best codewords that have tokens, by score, the lower codeword first on ties: all of them, or enough
-/// to have `most` tokens.
+/// Returns the best codewords that have tokens, by score; the lower codeword wins a tie. Returns all of them, or as
+/// many of the best as together have `most` tokens.
 fn best_codewords(row: &[f32], counts: &[u32], most: u64) -> Vec<usize> {
     let used = (0..counts.len()).filter(|c| counts[*c] > 0);
     let mut order: Vec<usize> = match classes(row, counts) {
@@ -210,8 +210,8 @@ fn best_codewords(row: &[f32], counts: &[u32], most: u64) -> Vec<usize> {
     order
 }
 
-/// Sorts scores into equal intervals between the smallest and the largest, the best last; `None` if a score is not
-/// finite or all are equal.
+/// Sorts scores into classes, which are equal intervals between the smallest and the largest score; the last class is
+/// the best. `None` if a score is not finite or all scores are equal.
 fn classes(row: &[f32], counts: &[u32]) -> Option<Vec<u16>> {
     let (mut low, mut high, mut is_finite) = (f32::INFINITY, f32::NEG_INFINITY, true);
     for (x, count) in row.iter().zip(counts) {
@@ -225,13 +225,13 @@ fn classes(row: &[f32], counts: &[u32]) -> Option<Vec<u16>> {
     (is_finite && scale.is_finite() && scale > 0.0).then(|| row.iter().map(class).collect())
 }
 
-/// Returns how many of a codeword's `count` tokens are in the union of the top-k.
+/// Returns how many of a codeword's `count` tokens are in the union of the top-k sets.
 fn taken(rho: u64, count: u32, k: u64) -> u64 {
     k.saturating_sub(rho).min(u64::from(count))
 }
 
-/// Returns the best `budget` of the query heads' single best tokens, by their highest scores; `first_of` returns the
-/// first token of a codeword.
+/// Returns the best `budget` tokens, by their highest scores, among each query head's single best token. `first_of`
+/// returns the first token of a codeword.
 fn best_of_union(
     scores: ArrayView2<f32>,
     counts: &[u32],
@@ -247,7 +247,7 @@ fn best_of_union(
             best.push((highest, p));
         }
     }
-    // A position has the same highest score for every query head.
+    // Equal positions have equal highest scores, whichever query head they come from.
     best.sort_unstable_by_key(|(_, p)| *p);
     best.dedup_by_key(|(_, p)| *p);
     best_positions(best, budget)

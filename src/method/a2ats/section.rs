@@ -28,11 +28,12 @@ pub const CODEBOOK: &str = "a2ats.codebook";
 pub const MEAN: &str = "a2ats.mean";
 /// Cholesky factor of the queries' second moment.
 pub const CHOL: &str = "a2ats.chol";
-/// Keys per codeword; describes the head, no method reads it.
+/// Number of keys per codeword; describes the head, no method reads it.
 pub const COUNT: &str = "a2ats.count";
 
-/// Keys per codeword below which a codebook is said to fit its own text better than other text. It always does, the more the
-/// fewer the keys; the default text, of which blocks are held out, and the default size have 15.8.
+/// With fewer keys per codeword than this, a warning says that the codebook fits its own text better than other text.
+/// It always does, and the more so the fewer the keys; the default text (of which blocks are held out) and the default
+/// size have 15.8.
 const FEW_KEYS: f64 = 15.0;
 
 /// How k-means starts.
@@ -75,8 +76,8 @@ pub enum Rotation {
     Buckets(DistanceBuckets),
 }
 
-/// What the manifest has of a rotation: one of the two. Without `wrope_position`, a reader that knows no buckets
-/// refuses the section.
+/// A rotation as the manifest stores it: exactly one of the two fields is present. A reader that knows no buckets
+/// refuses a section without `wrope_position`.
 #[derive(Serialize, Deserialize)]
 struct RotationManifest {
     #[serde(
@@ -89,7 +90,7 @@ struct RotationManifest {
     distance_buckets: Option<DistanceBuckets>,
 }
 
-/// Reads a position that is there; null is one of them.
+/// Reads a position from a field that is present; null is a valid position.
 fn present<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Option<Position>, D::Error> {
     Position::deserialize(deserializer).map(Some)
 }
@@ -155,7 +156,7 @@ pub struct FitParams {
 }
 
 impl FitParams {
-    /// Returns the section's parameters in the manifest.
+    /// Returns the section's parameters for the manifest.
     pub fn manifest(&self) -> Result<Map<String, Value>> {
         let mut manifest = object(self)?;
         manifest.extend(object(&json!({
@@ -170,7 +171,7 @@ impl FitParams {
         Ok(manifest)
     }
 
-    /// Returns the parameters of k-means; seeds are per head.
+    /// Returns the parameters of k-means; each head has a seed of its own.
     pub fn kmeans(&self) -> KMeansParams {
         KMeansParams {
             size: self.size,
@@ -183,7 +184,7 @@ impl FitParams {
         }
     }
 
-    /// Fails if the codebook cannot be fitted on `kept` keys; warns if they are few.
+    /// Fails if no codebook can be fitted to `kept` keys; warns if the keys are few.
     fn check(&self, kept: usize, log: Log) -> Result<()> {
         let size = self.size;
         if !(1..=MAX_SIZE).contains(&size) {
@@ -233,7 +234,8 @@ impl CodebookQuality {
         )
     }
 
-    /// Share of the variance of held-out keys (of calibration keys if none) that is left as error.
+    /// Returns the share of the variance of held-out keys (of calibration keys if there are none) that remains as
+    /// error.
     fn unexplained(&self) -> Option<f64> {
         let error = self.held_out_inertia.unwrap_or(self.inertia);
         (self.variance > 0.0).then(|| error / self.variance)
@@ -325,7 +327,8 @@ impl SectionKind for A2atsSection {
         ])
     }
 
-    /// L is lower triangular with a positive diagonal, counts add up to the kept keys.
+    /// Checks that L is lower triangular with a positive diagonal, and that the counts add up to the number of kept
+    /// keys.
     fn check(&self, section: &SectionView) -> Result<()> {
         let chol = section.read::<f32>(CHOL)?;
         let d = section.artifact.sizes.head_dim;

@@ -1,11 +1,11 @@
-//! Benchmarks of ctkvr after a random prompt.
+//! Benchmarks of ctkvr, whose index is filled by a random prompt.
 
 use super::{Ctkvr, CtkvrParams};
 use crate::error::Result;
 use crate::method::bench::{Bench, Fill, NewHead, TimedLayer};
 use crate::method::params::MethodParams;
 
-/// Benchmarks after a random prompt.
+/// Benchmarks whose index is filled by a random prompt.
 pub(super) struct CtkvrBench;
 
 impl Bench for CtkvrBench {

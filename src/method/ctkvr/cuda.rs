@@ -1,8 +1,8 @@
-//! ctkvr on the GPU: a ring of past queries with the positions that they attended; a step chooses from the lists of the
-//! most similar ones.
+//! ctkvr on the GPU: a ring of past queries with lists of the positions that they attended. A step chooses from the
+//! lists of the past queries most similar to its own.
 //!
-//! The contract is [`crate::method::ctkvr`]. The list of a prompt's query is made from all positions that it sees, the
-//! list of a step's query from the positions that the step ranked.
+//! The contract is [`crate::method::ctkvr`]. The list of a prompt's query is made from all positions that the query
+//! sees; the list of a step's query is made from the positions that the step ranked.
 
 mod index;
 pub mod prompt;
@@ -20,7 +20,7 @@ use crate::method::cuda::OnDevice;
 use crate::method::topk::cuda::{BestByWeight, Weighed};
 pub use prompt::Lists;
 
-/// Centroids per block of `recall_centroids`, and entries of a list per block.
+/// Centroids per block of `recall_centroids`; `PIECE` is the number of list entries per block.
 const RECALLED: usize = 64;
 const PIECE: usize = 1024;
 
@@ -29,48 +29,57 @@ pub struct Ctkvr<'d> {
     driver: &'d dyn Driver,
     shape: Shape,
     limits: Limits,
-    /// `[b,g,slots,r,d]`, f16.
+    /// The queries of the centroids in f16, `[b,g,slots,r,d]`.
     pub centroids: Buffer<'d, u16>,
-    /// Positions of each centroid, `[b,g,slots,longest]`.
+    /// The list of each centroid, `[b,g,slots,longest]`.
     pub lists: Buffer<'d, u32>,
-    /// Lengths of the lists, `[b,g,slots]`.
+    /// The length of each list, `[b,g,slots]`.
     pub lens: Buffer<'d, u32>,
-    /// `[b,4]`: slot of the oldest centroid, number of centroids, first position that no list covers, number of steps.
+    /// Per sequence: slot of the oldest centroid, number of centroids, first position that the lists do not cover,
+    /// number of steps; `[b,4]`.
     pub ring: Buffer<'d, u32>,
     space: Rc<CtkvrWorkspace<'d>>,
 }
 
-/// The buffers of a step; shared by all layers with the same sliding window.
+/// The buffers of a step; all layers with the same sliding window share them.
 pub struct CtkvrWorkspace<'d> {
-    /// An empty head, which computes the numbers of centroids and of positions per list.
+    /// An empty head on the CPU, used to compute the number of centroids and the length of a list.
     sizes: cpu::Ctkvr,
-    /// Most centroids, positions of a list, positions of a union, and lists that a step recalls.
+    /// The most centroids.
     slots: usize,
+    /// The most positions in a list.
     longest: usize,
+    /// The most positions in a union of lists.
     room: usize,
+    /// The most lists that a step recalls.
     probes: usize,
-    /// `[capacity + 1,2]`: number of centroids and length of a list, by positions in the cache.
+    /// For each number of cached positions, the number of centroids and the length of a list, `[capacity + 1,2]`.
     limits: Buffer<'d, u32>,
-    /// `[b,g,slots]` and `[b,g,probes]`.
+    /// The similarity of each centroid as a sort key, `[b,g,slots]`.
     cosines: Buffer<'d, u32>,
+    /// The recalled centroids, `[b,g,probes]`.
     recalled: Buffer<'d, u32>,
-    /// `[b,g,capacity]`; zeros between steps.
+    /// Which positions are in the union, `[b,g,capacity]`; zeros between steps.
     marks: Buffer<'d, u8>,
     totals: Buffer<'d, u32>,
-    /// `[b,g,room]`, `[b,g]`, `[b,g,4]` and `[2,b,g]`.
+    /// The positions of the union, `[b,g,room]`.
     items: Buffer<'d, u32>,
+    /// The number of these positions, `[b,g]`.
     counts: Buffer<'d, u32>,
+    /// The span of these positions, `[b,g,4]`.
     item_spans: Buffer<'d, u32>,
+    /// How many of these positions the step and a new list take, `[2,b,g]`.
     wants: Buffer<'d, u32>,
-    /// Every KV head is a sequence of `room` positions.
+    /// Ranks the union; each KV head counts as a sequence of `room` positions.
     weights: BestByWeight<'d>,
-    /// The list of a new centroid, `[b,g,longest]`, and its length, `[b,g]`.
+    /// The list of a new centroid, `[b,g,longest]`.
     chosen: Buffer<'d, u32>,
+    /// The length of this list, `[b,g]`.
     chosen_count: Buffer<'d, u32>,
 }
 
 impl<'d> CtkvrWorkspace<'d> {
-    /// Allocates the buffers of a step; the bytes of the cache bound the index.
+    /// Allocates the buffers of a step. The bytes of the cache limit the size of the index.
     ///
     /// # Errors
     /// Sizes or lists that the kernels do not support; out of memory.
@@ -154,11 +163,11 @@ impl<'d> Ctkvr<'d> {
         })
     }
 
-    /// Chooses for rotated queries `[b,h,d]`, and makes a centroid of them if the step is due for one; `rows` hold the
-    /// current token.
+    /// Chooses for rotated queries `[b,h,d]`, and makes a centroid of the queries if this step is one that becomes a
+    /// centroid. `rows` must already hold the current token.
     ///
     /// # Numerics
-    /// f32; the older centroid and the lower position on ties.
+    /// f32; the older centroid and the lower position win a tie.
     ///
     /// # Source
     /// Algorithm 2.
@@ -197,7 +206,7 @@ impl<'d> Ctkvr<'d> {
         Ok(to)
     }
 
-    /// Returns the bytes of shared memory for a group's queries.
+    /// Returns the bytes of shared memory that a group's queries take.
     fn query_bytes(&self) -> usize {
         4 * self.shape.group * self.shape.head_dim
     }
@@ -227,7 +236,7 @@ impl<'d> Ctkvr<'d> {
         .launch(self.driver, self.shape.grid(space.slots.div_ceil(256)))
     }
 
-    /// Lists the positions that are ranked: the recalled lists and the fresh positions.
+    /// Lists the positions to rank: the recalled lists and the fresh positions.
     fn unite(&self, positions: &Positions<'_>) -> Result<()> {
         let (space, capacity) = (&self.space, self.shape.capacity);
         kernels::MarkUnion {
@@ -271,7 +280,7 @@ impl<'d> Ctkvr<'d> {
         .launch(self.driver, self.shape.grid(blocks))
     }
 
-    /// Makes a centroid of the step's queries if the step is due for one, and counts the step.
+    /// Makes a centroid of the step's queries if this step is one that becomes a centroid, and counts the step.
     fn update(&self, queries: &Buffer<'_, f32>, positions: &Positions<'_>) -> Result<()> {
         let (space, shape) = (&self.space, &self.shape);
         let every = space.sizes.params.ct_update.min(u32::MAX as usize);

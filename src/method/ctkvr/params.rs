@@ -7,7 +7,7 @@ use rand_chacha::ChaCha8Rng;
 /// Length of a list by default, in budgets.
 const LIST_PER_BUDGET: f64 = 2.5;
 
-/// Parses the length of a list in budgets; what is ranked must fill one.
+/// Parses the length of a list as a multiple of the budget; a step must rank at least one budget of positions.
 fn list_per_budget(text: &str) -> std::result::Result<f64, String> {
     match text.parse::<f64>() {
         Ok(x) if x.is_finite() && x >= 1.0 => Ok(x),

@@ -1,11 +1,11 @@
-//! Benchmarks of lfps after a random prompt.
+//! Benchmarks of lfps, whose tables are filled by a random prompt.
 
 use super::LfpsMethod;
 use crate::error::Result;
 use crate::method::bench::{Bench, Fill, NewHead, TimedLayer};
 use crate::method::params::MethodParams;
 
-/// Benchmarks after a random prompt.
+/// Benchmarks whose tables are filled by a random prompt.
 pub(super) struct LfpsBench;
 
 impl Bench for LfpsBench {

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::kv::KvHead;
 
-/// The sums of keys and values over a moving range of positions.
+/// The running sums of keys and values over a range of positions that moves.
 #[derive(Clone, Default)]
 pub(super) struct RunningMean {
     range: Range<usize>,
@@ -15,7 +15,7 @@ pub(super) struct RunningMean {
 }
 
 impl RunningMean {
-    /// Moves the sums to `range`.
+    /// Moves the range of the sums to `range`.
     pub(super) fn cover(&mut self, range: Range<usize>, kv: &KvHead, d: usize) {
         let mut scratch = vec![0.0; d];
         let (start, end) = (self.range.start, self.range.end);
@@ -50,10 +50,10 @@ pub(super) fn log_sum_exp(x: &[f64]) -> f64 {
     max + x.iter().map(|v| (v - max).exp()).sum::<f64>().ln()
 }
 
-/// Estimates the sinks' share of the attention, and returns it with the log mass of the other positions.
+/// Returns the sinks' share of the attention, and the log mass of the other positions, both estimated.
 ///
 /// # Source
-/// Eq. 6: the larger of a global (log-normal) and a local estimate of the others' log mass.
+/// Eq. 6: the other positions' log mass is the larger of a global (log-normal) and a local estimate.
 pub fn sparsity(sink: f64, global: f64, local: f64) -> (f64, f64) {
     let rest = global.max(local);
     (1.0 / (1.0 + (rest - sink).exp()), rest)

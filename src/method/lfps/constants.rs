@@ -1,8 +1,8 @@
-//! Constants of the method.
+//! Constants of lfps.
 
-/// Decay per step if none is calibrated.
+/// The decay per step if none is calibrated.
 pub const GAMMA: f64 = 0.95;
-/// The number of most recent positions in the local estimate; they are always candidates.
+/// The number of most recent positions that make the local estimate; they are always candidates.
 pub const LOCAL: usize = 5;
-/// A head whose calibrated bypass rate is below this is not tested.
+/// A head is not tested for the bypass if its calibrated bypass rate is below this.
 pub(super) const LEAST_BYPASS: f32 = 0.02;

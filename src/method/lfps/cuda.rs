@@ -1,5 +1,5 @@
-//! lfps on the GPU: candidates from the tables, exact scores of these alone, and updates of the tables from what was
-//! attended: `kernels/select_lfps.cu`.
+//! lfps on the GPU (`kernels/select_lfps.cu`): candidates from the tables, exact scores of the candidates alone, and
+//! updates of the tables from what was attended.
 
 mod tables;
 
@@ -14,38 +14,42 @@ use crate::kv::cuda::{Limits, Positions, SCAN, Selection, Shape};
 use crate::method::lfps as method;
 use crate::method::lfps::{Population, QueryHead, Threshold};
 
-/// Positions per block when candidates are marked and scored.
+/// Positions per block of the kernels that mark and score candidates.
 const SCORED: usize = 256;
-/// Attended positions per block when these are scored.
+/// Positions per block of the kernels that score attended positions.
 const ATTENDED: usize = 64;
-/// Constants per query head.
+/// Number of constants per query head.
 const CONSTANTS: usize = 6;
 /// Values that `lfps_limit` writes per KV head.
 const CHOICE: usize = 2 + crate::kv::cuda::MOST_GROUP;
 
-/// The buffers of a step; shared by all layers with the same sliding window.
+/// The buffers of a step; all layers with the same sliding window share them.
 pub struct LfpsWorkspace<'d> {
-    /// `[b,h,blocks,2]`, `[b,h,blocks,4]` and `[b,h,4]`.
+    /// The sums of both tables over each block of positions, `[b,h,blocks,2]`.
     parts: Buffer<'d, f64>,
+    /// The sums of the second and fourth powers of their deviations, `[b,h,blocks,4]`.
     moments: Buffer<'d, f64>,
+    /// The thresholds of both tables, then their means, `[b,h,4]`.
     thresholds: Buffer<'d, f64>,
     /// Whether a head was bypassed in the last step, `[b,h]`.
     pub bypassed: Buffer<'d, u32>,
-    /// The log mass of the non-sinks, `[b,h]`.
+    /// The log mass of the non-sinks by the bypass test, `[b,h]`.
     rest: Buffer<'d, f32>,
-    /// `[b,g,4]`: keys read to rank, products, bypassed heads, positions of the local estimate.
+    /// Per KV head: keys read to rank, products, bypassed heads, positions of the local estimate; `[b,g,4]`.
     counters: Buffer<'d, u32>,
-    /// `[b,h,capacity]`: integers in the order of scores; `[b,h,blocks]`: number of candidates.
+    /// The scores of the candidates as integers that sort as the scores do, `[b,h,capacity]`.
     scores: Buffer<'d, u32>,
+    /// The number of candidates per block, `[b,h,blocks]`.
     counts: Buffer<'d, u32>,
-    /// `[b,g,capacity]`: the best rank of a position in any head.
+    /// The best rank that each position has in any query head, `[b,g,capacity]`.
     joins: Buffer<'d, u32>,
-    /// `[b,h,capacity]`, twice for sorting, and `[b,h]`.
+    /// The candidates to sort, `[b,h,capacity]`, in two copies between which the sort alternates.
     entries: [Buffer<'d, u64>; 2],
+    /// The number of candidates of each query head, `[b,h]`.
     listed: Buffer<'d, u32>,
-    /// `[b,g,CHOICE]`.
+    /// The result of `lfps_limit`, `[b,g,CHOICE]`.
     choice: Buffer<'d, u32>,
-    /// `[b,h,room]`.
+    /// Scores and then weights of the attended positions, `[b,h,room]`.
     attended: Buffer<'d, f32>,
     room: usize,
     selection: Selection<'d>,
@@ -82,23 +86,23 @@ impl<'d> LfpsWorkspace<'d> {
     }
 }
 
-/// The tables and constants of one layer's query heads.
+/// The tables and the constants of one layer's query heads.
 pub struct Lfps<'d> {
     driver: &'d dyn Driver,
     shape: Shape,
     limits: Limits,
     theta: f64,
-    /// Whether the table with the larger kurtosis has the lower threshold.
+    /// Whether the thresholds are balanced: the table with the larger kurtosis gets the lower one.
     is_balanced: bool,
-    /// The positions of which the thresholds take mean and deviation.
+    /// The positions over which the thresholds' mean and deviation are taken.
     population: Population,
-    /// `[b,h,2,capacity]`, still without the factors `[b,h,2]`: by position, and by distance.
+    /// The tables by position and by distance, `[b,h,2,capacity]`, before multiplication by `factors`.
     pub tables: Buffer<'d, f32>,
-    /// The tables' factors.
+    /// The common factors of the tables, `[b,h,2]`.
     pub factors: Buffer<'d, f64>,
-    /// `[b,h,CONSTANTS]`.
+    /// The constants of each query head, `[b,h,CONSTANTS]`.
     constants: Buffer<'d, f64>,
-    /// `[b,g,2,d]`: sums of the keys and of the values of the visible non-sinks.
+    /// The sums of the keys and of the values of the visible non-sinks, `[b,g,2,d]`.
     sums: Buffer<'d, f64>,
     space: Rc<LfpsWorkspace<'d>>,
 }
@@ -107,7 +111,7 @@ impl<'d> Lfps<'d> {
     /// Makes empty tables.
     ///
     /// # Errors
-    /// Sizes or a rule that the kernels do not support; out of memory.
+    /// Sizes or a threshold rule that the kernels do not support; out of memory.
     pub fn new(
         driver: &'d dyn Driver,
         shape: Shape,
@@ -135,7 +139,7 @@ impl<'d> Lfps<'d> {
         })
     }
 
-    /// Copies the state after a prompt from the CPU, one per KV head of every sequence.
+    /// Copies the state after a prompt from the CPU; `heads` has one entry per KV head of every sequence.
     ///
     /// # Errors
     /// The number of heads differs, or a table exceeds the capacity.
@@ -173,11 +177,12 @@ impl<'d> Lfps<'d> {
         self.sums.write(&sums)
     }
 
-    /// Chooses for rotated queries `[b,h,d]`: tests every head for the bypass, and takes the best candidates of the
-    /// other heads' tables, up to the same rank for all heads of a group. `rows` hold the current token.
+    /// Chooses for rotated queries `[b,h,d]`. Tests every head for the bypass; for the other heads, takes the best
+    /// candidates that their tables propose, up to a rank that is the same for all heads of a group. `rows` must
+    /// already hold the current token.
     ///
     /// # Numerics
-    /// Tables, thresholds and the bypass in f64, scores in f32; the lower position on ties.
+    /// Tables, thresholds and the bypass in f64, scores in f32; the lower position wins a tie.
     pub fn select(
         &self,
         queries: &Buffer<'_, f32>,
@@ -192,7 +197,7 @@ impl<'d> Lfps<'d> {
         Ok(&self.space.selection)
     }
 
-    /// Returns a grid with a block per `positions` positions, for each of `heads` heads of each sequence.
+    /// Returns a grid with one block per `positions` positions, for each of the `heads` heads of each sequence.
     fn grid(&self, positions: usize, heads: usize) -> [usize; 3] {
         let blocks = self.shape.capacity.div_ceil(positions);
         [blocks, heads, self.shape.sequences]
@@ -307,7 +312,7 @@ impl<'d> Lfps<'d> {
         .launch(self.driver, grid, self.query_bytes())
     }
 
-    /// Returns the bytes of shared memory for a group's queries.
+    /// Returns the bytes of shared memory that a group's queries take.
     fn query_bytes(&self) -> usize {
         4 * self.shape.group * self.shape.width()
     }
@@ -377,11 +382,12 @@ impl<'d> Lfps<'d> {
         .launch(self.driver, grid)
     }
 
-    /// Completes a step after the attention over what [`Lfps::select`] chose. A bypassed head gets its attention over
-    /// the sinks joined with the mean of the other values; the tables of the other heads learn the attention weights.
+    /// Completes a step after the attention over the positions that [`Lfps::select`] chose. The result of a bypassed
+    /// head becomes its attention over the sinks, joined with the mean of the other values. The tables of the other
+    /// heads learn from the attention weights.
     ///
     /// # Numerics
-    /// Weights over the non-sinks from scores in f32, summed in f64.
+    /// Weights over the non-sinks, from scores in f32, summed in f64.
     pub fn observe(
         &self,
         queries: &Buffer<'_, f32>,
@@ -438,8 +444,8 @@ impl<'d> Lfps<'d> {
         .launch(self.driver, grid)
     }
 
-    /// Adds the shares of a step to `sums` `[3]`, means over heads: rows read, products computed to rank, and bypassed
-    /// query heads.
+    /// Adds this step's shares, as means over heads, to `sums` `[3]`: rows read, products computed to rank, and
+    /// bypassed query heads.
     pub fn tally(&self, positions: &Positions<'_>, sums: &Buffer<'_, f64>) -> Result<()> {
         let shape = &self.shape;
         kernels::LfpsTally {
@@ -454,7 +460,7 @@ impl<'d> Lfps<'d> {
         .launch(self.driver, [1, 1, 1])
     }
 
-    /// Returns the bytes that grow with the context.
+    /// Returns the bytes of the index that grow with the context.
     pub fn bytes(&self) -> usize {
         self.tables.len() * size_of::<f32>()
     }

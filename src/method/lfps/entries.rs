@@ -1,4 +1,4 @@
-//! The entries of a table over the candidates of a step.
+//! The entries of a table at the candidates of a step.
 
 use std::ops::Range;
 
@@ -8,23 +8,23 @@ use crate::compute::masks::{BLOCK, WORD, at_least_in_blocks};
 
 /// The entries of a table at the candidates; entries beyond the end of the table are zero.
 pub(super) struct Entries<'a> {
-    /// All entries of the table, before the common factor.
+    /// All entries of the table, before multiplication by the common factor.
     pub values: &'a [f32],
-    /// An upper bound for each block of [`BLOCK`] values.
+    /// An upper bound of each block of [`BLOCK`] values.
     pub maxima: &'a [f32],
     pub factor: f64,
-    /// The indices of the candidates' entries.
+    /// The range of entries that belong to the candidates.
     pub range: Range<usize>,
-    /// The indices of the entries of which mean, deviation and kurtosis are taken.
+    /// The range of entries over which mean, deviation and kurtosis are taken.
     pub population: Range<usize>,
     /// The sums of the first four powers of the population's values.
     pub powers: [f64; 4],
-    /// Whether the last candidate comes first.
+    /// Whether the entries are in reverse order of the candidates.
     pub is_reversed: bool,
 }
 
 impl Entries<'_> {
-    /// Returns a bit per candidate, set if its entry is above a threshold of at least 0.
+    /// Returns one bit per candidate, set if its entry is above the threshold, which must be at least 0.
     pub fn above(&self, threshold: f64) -> Vec<u64> {
         let limit = least_above(threshold, self.factor);
         let (first, len) = (self.range.start / WORD * WORD, self.values.len());
@@ -58,13 +58,14 @@ impl Entries<'_> {
         self.at(self.place(i))
     }
 
-    /// Returns the entry with an index.
+    /// Returns the entry at an index of the table.
     fn at(&self, index: usize) -> f64 {
         let value = self.values.get(index).copied().unwrap_or(0.0);
         f64::from(value) * self.factor
     }
 
-    /// Returns mean, deviation and kurtosis of the population: from the sums of powers, or in two passes if these cancel out.
+    /// Returns the mean, deviation and kurtosis of the population: from the sums of powers or, where these cancel out,
+    /// in two passes over the entries.
     pub fn shape(&self) -> TableStats {
         let (n, mut factor) = (self.population.len() as f64, 1.0);
         let means = self.powers.map(|sum| {
@@ -76,8 +77,8 @@ impl Entries<'_> {
     }
 }
 
-/// Returns the smallest f32 whose product with `factor` is above `limit`. For a limit that is not finite it is NaN,
-/// which no value reaches.
+/// Returns the smallest f32 whose product with `factor` is above `limit`; NaN, which no value reaches, if the limit is
+/// not finite.
 fn least_above(limit: f64, factor: f64) -> f32 {
     let is_above = |x: f32| f64::from(x) * factor > limit;
     if !limit.is_finite() {
@@ -93,7 +94,7 @@ fn least_above(limit: f64, factor: f64) -> f32 {
     x
 }
 
-/// Drops the first `by` bits, less than a word, and keeps the next `n`.
+/// Drops the first `by` bits (less than a word) and keeps the `n` bits after them.
 pub(super) fn shift_down(bits: &mut Vec<u64>, by: usize, n: usize) {
     bits.resize(bits.len().max(n.div_ceil(WORD)), 0);
     if by > 0 {
@@ -112,7 +113,7 @@ pub(super) fn shift_down(bits: &mut Vec<u64>, by: usize, n: usize) {
 fn reverse(bits: &mut Vec<u64>, n: usize) {
     bits.reverse();
     bits.iter_mut().for_each(|word| *word = word.reverse_bits());
-    // The unused bits of the last word are at the front now.
+    // The unused bits of the last word have moved to the front.
     shift_down(bits, bits.len() * WORD - n, n);
 }
 
@@ -127,7 +128,7 @@ mod tests {
         let wave = |i: usize| 1.0 + (i as f64 * 0.7).sin();
         let rows: [&dyn Fn(usize) -> f64; 4] = [
             &wave,
-            // Few large ones, as in a table of attention.
+            // Few large entries, as in a table of attention.
             &|i| {
                 if i % 97 == 0 {
                     50.0 * wave(i)
@@ -135,7 +136,7 @@ mod tests {
                     1e-3 * wave(i)
                 }
             },
-            // All alike, so that powers say little.
+            // Entries nearly alike, so that the sums of powers cancel out.
             &|i| 1e3 + wave(i),
             &|_| 0.1,
         ];

@@ -15,15 +15,15 @@ use crate::method::Place;
 pub struct Constants {
     /// Decay per step.
     pub gamma: f64,
-    /// Share of an update that goes to the vertical table.
+    /// The share of an update that goes to the vertical table; the rest goes to the slash table.
     pub lambda: f64,
-    /// Threshold above the mean, in deviations.
+    /// How many deviations above its mean a table's threshold is.
     pub alpha: f64,
-    /// Variance of the scaled scores over the squared length of the query.
+    /// The variance of the scaled scores, divided by the squared length of the query.
     pub rho: f64,
-    /// Correction that is added to the global estimate of the log mass.
+    /// A correction that is added to the global estimate of the log mass.
     pub bias: f64,
-    /// Whether the bypass is tested at all.
+    /// Whether the head is tested for the bypass at all.
     pub is_tested: bool,
 }
 
@@ -32,9 +32,9 @@ pub struct Constants {
 pub struct QueryHead {
     /// Sv: the attention by position.
     pub vertical: Table,
-    /// R: the attention by distance; position i has the entry t - i at step t.
+    /// R: the attention by distance. At step t, position i has the entry t - i.
     pub slash: Table,
-    /// The constants; a prompt sets rho.
+    /// The constants; a prompt changes rho.
     pub constants: Constants,
     pub(super) prior: Option<Arc<HeadPrior>>,
     /// Whether the last step was bypassed.
@@ -45,7 +45,7 @@ impl QueryHead {
     pub(super) fn new(params: &LfpsParams, prior: Option<Arc<HeadPrior>>, sinks: usize) -> Self {
         let of =
             |own: fn(&HeadPrior) -> f32, default: f64| prior.as_ref().map_or(default, |p| f64::from(own(p)));
-        // The calibrated rate holds for the number of sinks that calibration had.
+        // The calibrated rate is valid only for the number of sinks that calibration had.
         let seldom = |p: &Arc<HeadPrior>| sinks == SINKS && p.bypass_rate(params.lfps_theta) < LEAST_BYPASS;
         Self {
             vertical: Table::default(),
@@ -63,7 +63,7 @@ impl QueryHead {
         }
     }
 
-    /// Decays the tables and adds the weights of the query at position `t`; they sum to one without the sinks.
+    /// Decays the tables, and adds the weights of the query at position `t`, which sum to one over the non-sinks.
     ///
     /// # Source
     /// Eq. 10, with `lambda` in place of 1/2.
@@ -82,7 +82,7 @@ impl QueryHead {
         }
     }
 
-    /// Adds the weights of a row of the first prompt, without a decay.
+    /// Adds the weights of a row of the first prompt, without any decay.
     pub(super) fn learn(&mut self, t: usize, weights: impl Iterator<Item = (usize, f64)>) {
         for (i, w) in weights {
             self.vertical.add(i, w);
@@ -91,7 +91,7 @@ impl QueryHead {
     }
 
     /// Scales the tables, which hold the sums over `rows` rows of a prompt, to the fixed point of the decay, and adds
-    /// the prior; `n` positions are in the cache.
+    /// the prior. The cache has `n` positions.
     ///
     /// # Source
     /// Eq. 4: both tables together sum to 1 / (1 - gamma), and all rows have the same weight. The prior has the weight

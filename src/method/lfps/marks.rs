@@ -1,7 +1,7 @@
-//! The candidates of a step as bits, found from few entries of the tables.
+//! The candidates of a step as bits, found by reading only few entries of the tables.
 //!
-//! The thresholds come from sums over whole tables, which every change updates ([`super::Table`]). The sums add in the
-//! order of the changes, so they are the same on every machine.
+//! The thresholds come from sums over whole tables, which are updated with every change of an entry ([`super::Table`]).
+//! The sums add in the order of the changes, so they are the same on every machine.
 
 use std::cell::OnceCell;
 
@@ -9,7 +9,7 @@ use super::entries::{Entries, shift_down};
 use super::threshold::{Threshold, thresholds};
 use crate::compute::masks::{LINES_AHEAD, WORD, places};
 
-/// If fewer than one in this number of candidates is a neighbour, neighbours are compared with the means one by one.
+/// If fewer than one in this many candidates is a neighbour, neighbours are compared with the means one by one.
 const FEW: usize = 16;
 
 /// The entries of both tables at the candidates.
@@ -17,12 +17,12 @@ struct Both<'a> {
     vertical: &'a Entries<'a>,
     slash: &'a Entries<'a>,
     means: (f64, f64),
-    /// The bits of the entries above the mean in either table; computed when all candidates need them.
+    /// The bits of the entries above the mean in either table; computed once they are needed for all candidates.
     above_means: OnceCell<Vec<u64>>,
 }
 
 impl Both<'_> {
-    /// Returns the bits of the entries above a threshold in either table.
+    /// Returns the bits of the candidates whose entry in either table is above that table's threshold.
     fn above(&self, (vertical, slash): (f64, f64)) -> Vec<u64> {
         let mut bits = self.vertical.above(vertical);
         let others = self.slash.above(slash);
@@ -30,10 +30,11 @@ impl Both<'_> {
         bits
     }
 
-    /// Returns the bits above a threshold in either table, with their neighbours above a mean: [`super::OFFSETS`].
+    /// Returns the bits above a threshold in either table, and the bits of their neighbours ([`super::OFFSETS`]) that
+    /// are above a mean.
     fn marks(&self, thresholds: (f64, f64)) -> Vec<u64> {
         let mut marks = self.above(thresholds);
-        // Marked entries are above a mean, since no threshold is below its mean.
+        // Marked entries need no comparison with the means, since no threshold is below its table's mean.
         let mut neighbours = reached(&marks, self.vertical.range.len());
         neighbours.iter_mut().zip(&marks).for_each(|(n, m)| *n &= !m);
         if count(&neighbours) < self.vertical.range.len() / FEW && self.above_means.get().is_none() {
@@ -46,7 +47,7 @@ impl Both<'_> {
         marks
     }
 
-    /// Clears the bits of the entries that are above the mean of neither table.
+    /// Clears the bits of the candidates whose entries are not above the mean of either table.
     fn keep_above_means(&self, bits: &mut [u64]) {
         let listed = places(bits, 0);
         for (at, &i) in listed.iter().enumerate() {
@@ -68,11 +69,11 @@ fn count(bits: &[u64]) -> usize {
     bits.iter().map(|word| word.count_ones() as usize).sum()
 }
 
-/// Returns the first `n` bits together with those of their neighbours: [`super::OFFSETS`].
+/// Returns the first `n` bits together with the bits of their neighbours: [`super::OFFSETS`].
 fn reached(marks: &[u64], n: usize) -> Vec<u64> {
     let in_word = |here: &u64| here | here >> 1 | here << 1 | here << 2;
     let mut out: Vec<u64> = marks.iter().map(in_word).collect();
-    // Neighbours in the next or the previous word.
+    // Neighbours may lie in the next or in the previous word.
     for (out, after) in out.iter_mut().zip(marks.iter().skip(1)) {
         *out |= after << (WORD - 1);
     }
@@ -114,7 +115,7 @@ mod tests {
 
     const RULES: [Threshold; 3] = [Threshold::Kurtosis, Threshold::MeanStd, Threshold::Budget];
 
-    /// Entries like those of a head: most are small, few large, some equal.
+    /// Makes entries like those of a head: most are small, few are large, some are equal.
     fn values(n: usize, seed: u32, coarse: bool) -> Vec<f32> {
         let mut number = numbers(seed);
         let mut next = || (number() >> 8) as f32 / (1 << 24) as f32;
@@ -125,7 +126,7 @@ mod tests {
         (0..n).map(|_| value(next())).collect()
     }
 
-    /// A table of these entries times `factor`, after `start` others.
+    /// Makes a table of these entries times `factor`, after `start` other entries.
     fn table_of(values: &[f32], start: usize, factor: f64) -> Table {
         let mut table = Table::default();
         (0..start).for_each(|i| table.add(i, 1.0 + i as f64));
@@ -135,7 +136,7 @@ mod tests {
         table
     }
 
-    /// Marks candidate by candidate, with the shapes that the tables give.
+    /// Marks candidate by candidate, with the means and deviations that the tables give.
     fn plain(
         vertical: &Entries,
         slash: &Entries,

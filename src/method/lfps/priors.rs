@@ -1,11 +1,11 @@
-//! Priors of query heads, calibrated before any prompt: the artifact's section `lfps`.
+//! The priors of query heads, calibrated before any prompt: the artifact's section `lfps`.
 //!
-//! Captured queries and keys are rotated at their true positions, and every quantity is taken over
-//! rows of softmax weights of the non-sink positions alone (4 and up), which sum to one.
+//! Captured queries and keys are rotated at their true positions. Every quantity is taken over rows of softmax weights
+//! of the non-sinks alone (positions 4 and up), which sum to one.
 //!
 //! # Source
-//! LFPS, arXiv 2506.15704, for tables, thresholds, expansion and the bypass test; their calibration is ours,
-//! for the paper has no offline stage.
+//! LFPS, arXiv 2506.15704, for tables, thresholds, expansion and the bypass test. Their calibration is ours, because
+//! the paper has no offline stage.
 
 mod anchors;
 mod fit;
@@ -22,39 +22,39 @@ pub use section::LfpsSection;
 
 /// Name of the section in an artifact.
 pub const SECTION: &str = "lfps";
-/// Rows before an anchor that fill its tables.
+/// The rows before an anchor that fill its tables.
 pub const HISTORY: usize = 32;
-/// Values of the decay, in the order in which ties are decided.
+/// The values of the decay that are tried; on ties the earlier one wins.
 pub const GAMMAS: [f64; 6] = [0.95, 0.80, 0.85, 0.90, 0.97, 0.99];
-/// Values of the threshold's alpha, ascending.
+/// The values of the threshold's alpha that are tried, ascending.
 pub const ALPHAS: [f64; 10] = [0.05, 0.10, 0.15, 0.20, 0.25, 0.30, 0.35, 0.40, 0.45, 0.50];
-/// Values of theta for which the bypass rate is kept.
+/// The values of theta for which the bypass rate is kept.
 pub const THETAS: [f64; 6] = [0.70, 0.75, 0.80, 0.85, 0.90, 0.95];
-/// Lags of the overlap of top sets.
+/// The lags, in rows, at which the overlap of top sets is measured.
 pub const LAGS: [usize; 3] = [1, 8, 32];
-/// Share of the top-k mass that alpha must keep, and of all mass for `k_fraction`.
+/// The share of the top-k mass that alpha must keep; also the share of all mass that `k_fraction` is about.
 const SHARE: f64 = 0.95;
-/// A top set has one position in this number.
+/// A top set has one in this many positions.
 const TOP_DIVISOR: usize = 50;
-/// The smallest k of the top-k by which alpha is chosen.
+/// The smallest k of the top-k sets by which alpha is chosen.
 const MIN_TOP_K: usize = 64;
 
-/// Offsets with a bucket of their own.
+/// The number of offsets, from 0, that have a bucket each.
 const EXACT: usize = 512;
-/// Buckets per doubling of the offset beyond them.
+/// Buckets per doubling of the offset beyond these.
 const PER_OCTAVE: usize = 8;
-/// log2 of the nominal end of the last bucket, which has all larger offsets too.
+/// log2 of the nominal end of the last bucket, which also holds all larger offsets.
 const END_LOG2: usize = 20;
-/// Offset buckets, NB.
+/// Number of offset buckets, NB.
 pub const SLASH: usize = EXACT + PER_OCTAVE * (END_LOG2 - EXACT.ilog2() as usize);
-/// Positions from here on have buckets by their share of the current position.
+/// Positions from here on are put into buckets by their share of the current position.
 const STRUCTURAL_END: usize = 64;
-/// Buckets of that share.
+/// Number of buckets for these shares.
 const RELATIVE: usize = 8;
-/// Structural buckets, NV.
+/// Number of structural buckets, NV.
 pub const VERT: usize = STRUCTURAL_END - SINKS + RELATIVE;
 
-/// Names of a head's scalars, in order.
+/// The names of a head's scalars, in the order in which they are stored.
 pub const SCALARS: [&str; 23] = [
     "lambda",
     "sink_mean",
@@ -81,8 +81,8 @@ pub const SCALARS: [&str; 23] = [
     "persist_32",
 ];
 
-/// Returns the bucket of an offset: 0..511 exact, then eight buckets of equal width per doubling up to 2^20;
-/// the last bucket has all larger offsets too.
+/// Returns the bucket of an offset. Offsets 0..511 have a bucket each; beyond, each doubling up to 2^20 has eight
+/// buckets of equal width. The last bucket also holds all larger offsets.
 pub fn slash_bucket(delta: usize) -> usize {
     if delta < EXACT {
         return delta;
@@ -101,7 +101,7 @@ fn slash_start(bucket: usize) -> usize {
     (EXACT << octave) + within * ((EXACT / PER_OCTAVE) << octave)
 }
 
-/// Returns the number of offsets of a bucket; of the last one those up to 2^20.
+/// Returns the number of offsets in a bucket; for the last bucket, only offsets below 2^20 count.
 pub fn slash_width(bucket: usize) -> usize {
     slash_start(bucket + 1) - slash_start(bucket)
 }
@@ -111,33 +111,33 @@ pub fn slash_width(bucket: usize) -> usize {
 pub struct HeadPrior {
     /// Mean mass per offset bucket: `[NB]`, see [`slash_bucket`].
     pub slash: Vec<f32>,
-    /// Mean mass per structural bucket: `[NV]`, positions 4..63, then shares of the current position, which describe the
-    /// head and which no method reads.
+    /// Mean mass per structural bucket, `[NV]`: first one bucket each for positions 4..63, then buckets by share of the
+    /// current position. The latter describe the head; no method reads them.
     pub vert: Vec<f32>,
-    /// Share of the vertical table.
+    /// The vertical table's share of an update.
     pub lambda: f32,
     /// Mean mass of the full softmax on the sinks; describes the head, no method reads it.
     pub sink_mean: f32,
-    /// Mean of the true log mass of the non-sinks less its log-normal estimate.
+    /// Mean of the true log mass of the non-sinks minus its log-normal estimate.
     pub glob_bias: f32,
-    /// Mean over rows of the scores' variance over the query's squared norm.
+    /// Mean over rows of the variance of the scores, divided by the squared norm of the query.
     pub rho0: f32,
-    /// Its standard deviation over rows; describes the head, no method reads it.
+    /// Standard deviation over rows of the quantity in `rho0`; describes the head, no method reads it.
     pub rho_std: f32,
-    /// Decay of the tables.
+    /// Decay of the tables per step.
     pub gamma: f32,
-    /// Factor of the thresholds.
+    /// Factor of the deviation in the thresholds.
     pub alpha: f32,
     /// Mean share of the non-sink positions that hold 95 % of their mass; describes the head, no method reads it.
     pub k_fraction: f32,
-    /// Share of rows with a sparsity above each of [`THETAS`].
+    /// Share of rows whose sparsity exceeds each of [`THETAS`].
     pub p_bypass: [f32; THETAS.len()],
     /// Overlap of top sets at each of [`LAGS`]; describes the head, no method reads it.
     pub persist: [f32; LAGS.len()],
 }
 
 impl HeadPrior {
-    /// Makes a prior from its row of each tensor.
+    /// Makes a prior from one head's row of each tensor.
     fn new(slash: &[f32], vert: &[f32], scalars: [f32; SCALARS.len()]) -> Self {
         let [lambda, sink_mean, _, _, _, _, _, _, rest @ ..] = scalars;
         let [glob_bias, rho0, rho_std, gamma, alpha, k_fraction, rest @ ..] = rest;
@@ -157,14 +157,14 @@ impl HeadPrior {
         }
     }
 
-    /// Returns the share of rows whose sparsity exceeded `theta`, for the largest of [`THETAS`] that is not above it;
-    /// 1 if `theta` is below all of them.
+    /// Returns the share of rows whose sparsity exceeded the largest of [`THETAS`] that is not above `theta`; 1 if
+    /// `theta` is below all of them.
     pub fn bypass_rate(&self, theta: f64) -> f32 {
         let below = THETAS.partition_point(|t| *t <= theta + 1e-9);
         below.checked_sub(1).map_or(1.0, |i| self.p_bypass[i])
     }
 
-    /// Returns the mean mass at an offset: that of its bucket, spread evenly.
+    /// Returns the mean mass at an offset: the mass of its bucket, spread evenly over the bucket.
     pub fn slash_at(&self, delta: usize) -> f32 {
         let bucket = slash_bucket(delta);
         self.slash[bucket] / slash_width(bucket) as f32
@@ -179,7 +179,7 @@ impl HeadPrior {
 
 /// The priors of every query head.
 pub struct Priors {
-    /// The positions of which calibration took the thresholds' mean and deviation.
+    /// The positions over which calibration took the thresholds' mean and deviation.
     pub population: Population,
     n_heads: usize,
     heads: Vec<Arc<HeadPrior>>,

@@ -7,20 +7,20 @@ use crate::compute::attention::prefetch;
 use crate::compute::masks::{BLOCK, powers};
 use crate::kv::lines::AlignedVec;
 
-/// A common factor below this is multiplied into the entries.
+/// Once the common factor falls below this, it is multiplied into the entries.
 const LEAST_FACTOR: f64 = 1e-20;
-/// Changes of entries after which the sums of powers are recomputed.
+/// After this many changes of entries, the sums of powers are recomputed.
 const MOST_CHANGES: usize = 1 << 18;
-/// Steps by which an end of the range may move without the sums of powers being recomputed.
+/// The furthest that either end of the range may move without the sums of powers being recomputed.
 const MOST_MOVED: usize = 64;
 
-/// A table of decayed sums with a common factor, so that a decay changes one number.
+/// A table of decayed sums. All entries share a common factor, so that a decay changes a single number.
 #[derive(Clone, Debug)]
 pub struct Table {
-    /// The entries before the common factor; a block of them is a cache line.
+    /// The entries before multiplication by the common factor. A block of them is one cache line.
     values: AlignedVec<f32>,
     factor: f64,
-    /// An upper bound for each block of [`BLOCK`] values.
+    /// An upper bound of each block of [`BLOCK`] values.
     maxima: Vec<f32>,
     sums: PowerSums,
 }
@@ -37,12 +37,12 @@ impl Default for Table {
 }
 
 impl Table {
-    /// Returns the entry `i`; zero beyond the end.
+    /// Returns entry `i`; zero beyond the end.
     pub fn get(&self, i: usize) -> f64 {
         self.values.get(i).map_or(0.0, |v| f64::from(*v) * self.factor)
     }
 
-    /// Multiplies every entry.
+    /// Multiplies every entry by `gamma`.
     pub fn decay(&mut self, gamma: f64) {
         self.factor *= gamma;
         if self.factor < LEAST_FACTOR {
@@ -55,7 +55,7 @@ impl Table {
         }
     }
 
-    /// Adds to the entry `i`; the table grows to hold it.
+    /// Adds `x` to entry `i`; the table grows to hold it if needed.
     pub fn add(&mut self, i: usize, x: f64) {
         let len = self.values.len();
         if i >= len {
@@ -72,18 +72,18 @@ impl Table {
         }
     }
 
-    /// Prefetches the entry `i`.
+    /// Prefetches entry `i`.
     pub(super) fn prefetch(&self, i: usize) {
         prefetch(self.values.get(i..=i).unwrap_or_default());
         prefetch(self.maxima.get(i / BLOCK..=i / BLOCK).unwrap_or_default());
     }
 
-    /// Returns the entries before the common factor, and the factor.
+    /// Returns the entries before multiplication by the common factor, and the factor.
     pub fn parts(&self) -> (&[f32], f64) {
         (&self.values, self.factor)
     }
 
-    /// Returns the entries of a range of indices, with the sums of the powers of a population's.
+    /// Returns the entries in `range`, with the sums of the powers of the entries in the population.
     pub(super) fn entries(
         &mut self,
         range: Range<usize>,
@@ -118,9 +118,9 @@ impl Table {
 struct PowerSums {
     range: Range<usize>,
     powers: [f64; 4],
-    /// The largest values of the sums since they were computed.
+    /// The largest value that each sum has had since the sums were last recomputed.
     most: [f64; 4],
-    /// Changes since the sums were computed.
+    /// The number of changes since the sums were last recomputed.
     changes: usize,
 }
 
@@ -137,11 +137,12 @@ impl PowerSums {
         self.changes += 1;
     }
 
-    /// Moves the sums to `range`, or recomputes them if it is far away or cancellation has cost too much accuracy.
+    /// Moves the sums to `range`. Recomputes them if the range is far away, or if cancellation has cost too much
+    /// accuracy.
     fn follow(&mut self, range: &Range<usize>, values: &[f32]) {
         let old = self.range.clone();
         let (starts, ends) = (ends_of(old.start, range.start), ends_of(old.end, range.end));
-        // The old range is so long that its start does not pass its end.
+        // The old range is so long that its moved start cannot pass its end.
         let is_near = starts.len().max(ends.len()) <= MOST_MOVED && old.len() > 2 * MOST_MOVED;
         if is_near {
             for i in starts.chain(ends) {
@@ -163,7 +164,7 @@ impl PowerSums {
     }
 }
 
-/// Returns the range between two ends.
+/// Returns the range between an old and a new end of a range.
 fn ends_of(a: usize, b: usize) -> Range<usize> {
     a.min(b)..a.max(b)
 }
@@ -173,11 +174,13 @@ mod tests {
     use super::*;
     use crate::testing::numbers;
 
-    /// Whatever comes, goes and decays: maxima bound their blocks, and sums are close to exact ones.
+    /// Checks, whatever is added, removed and decayed, that maxima bound their blocks and sums stay close to exact
+    /// sums.
     ///
-    /// A sum of n values has n / 16 + 24 roundings. Each change has five: one each of a third or fourth power of what
-    /// comes and what goes, one of their difference, which is at most the larger one, and one of the sum, all at most
-    /// those of the largest sum there was, which is at most 1.25 times the present one.
+    /// A sum of n values has n / 16 + 24 roundings. Each change has five roundings: one each for a third or fourth
+    /// power of the value that comes and of the value that goes, one for their difference, which is at most the larger
+    /// of the two powers, and one for the sum. Each is at most a rounding of the largest sum so far, which is at most
+    /// 1.25 times the present sum.
     #[test]
     fn sums_and_maxima_follow_every_change() {
         let mut number = numbers(5);
@@ -194,7 +197,7 @@ mod tests {
             if step == 200 {
                 table.add(5, 1e6);
             }
-            // Ends that move forth and back, a little or a lot.
+            // Ends that move back and forth, a little or a lot.
             let range = next(3)..n - next(if step % 20 == 0 { 500 } else { 50 });
             let powers = table.entries(0..1, range.clone(), false).powers;
             let bound = (range.len() + 32 + 8 * table.sums.changes) as f64 * f64::EPSILON / 2.0;
@@ -205,7 +208,7 @@ mod tests {
             }
             let values = &values[range.start.min(values.len())..range.end.min(values.len())];
             for (k, power) in powers.iter().enumerate() {
-                // Sums of few values: exact but for some 2^-50.
+                // Sums of few values are exact up to a few multiples of 2^-50.
                 let exact: f64 = values.iter().map(|x| f64::from(*x).powi(k as i32 + 1)).sum();
                 assert!(
                     (power - exact).abs() <= bound * exact + exact * 1e-13,

@@ -1,4 +1,4 @@
-//! The candidates that the tables propose: thresholds and neighbours, arXiv 2506.15704, Eq. 7-9.
+//! Determines the candidates that the tables propose: thresholds and neighbours, arXiv 2506.15704, Eq. 7-9.
 
 use serde::{Deserialize, Serialize};
 
@@ -24,19 +24,20 @@ pub enum Population {
     Candidates,
 }
 
-/// The neighbours that become candidates together with a position, if a table has them above its mean.
+/// Offsets of the neighbours of a position. A neighbour becomes a candidate with the position if a table has it above
+/// its mean.
 pub const OFFSETS: [isize; 4] = [-1, 0, 1, 2];
-/// The largest share of exact scores that the paper reports, by alpha and context (its Table 4).
+/// The largest share of exact scores that the paper reports, by alpha and context length (its Table 4).
 const SHARES: [(f64, [f64; 6]); 4] = [
     (0.1, [0.080, 0.062, 0.050, 0.043, 0.026, 0.020]),
     (0.2, [0.060, 0.046, 0.041, 0.034, 0.020, 0.017]),
     (0.3, [0.048, 0.041, 0.037, 0.030, 0.017, 0.014]),
     (0.4, [0.042, 0.036, 0.032, 0.025, 0.015, 0.012]),
 ];
-/// The context of the first column as a power of two; each further column doubles it.
+/// The context length of the first column, as a power of two; each further column doubles the length.
 const FIRST_LOG2: f64 = 12.0;
 
-/// Interpolates the paper's share for a context of `n`, linearly in log2 n and alpha.
+/// Interpolates the paper's share for a context of `n` positions, linearly in log2 n and in alpha.
 fn paper_share(n: usize, alpha: f64) -> f64 {
     let between = |x: f64, len: usize| {
         let x = x.clamp(0.0, (len - 1) as f64);
@@ -49,17 +50,17 @@ fn paper_share(n: usize, alpha: f64) -> f64 {
     at(row) * (1.0 - y) + at(row + 1) * y
 }
 
-/// Mean, deviation and kurtosis of a table's entries.
+/// The mean, deviation and kurtosis of a table's entries.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TableStats {
     pub(super) mean: f64,
     pub(super) deviation: f64,
-    /// m4 / m2^2; that of a normal distribution, 3, where all values are equal.
+    /// m4 / m2^2, or 3 (the kurtosis of a normal distribution) if all values are equal.
     pub(super) kurtosis: f64,
 }
 
 impl TableStats {
-    /// Takes the shape of values in two passes.
+    /// Computes the statistics of values in two passes.
     pub(super) fn of(values: &[f64]) -> Self {
         let n = values.len().max(1) as f64;
         let mean = values.iter().sum::<f64>() / n;
@@ -72,15 +73,15 @@ impl TableStats {
         Self::new(mean, m2 / n, m4 / n)
     }
 
-    /// Takes the shape of values from the means of their first four powers; `None` where too little is left of
-    /// these in the central moments.
+    /// Computes the statistics of values from the means of their first four powers; `None` if the central moments come
+    /// out so small that cancellation has left them too inaccurate.
     ///
     /// # Numerics
-    /// Relative to the second and fourth moment the errors of the means count 100 and 10^4 times at most.
+    /// Relative to the second and the fourth moment, the errors of the means count at most 100 and 10^4 times.
     pub(super) fn of_powers([mean, p2, p3, p4]: [f64; 4]) -> Option<Self> {
         let m2 = p2 - mean * mean;
         let m4 = p4 - 4.0 * mean * p3 + 6.0 * mean * mean * p2 - 3.0 * mean.powi(4);
-        // The comparisons are false for a NaN.
+        // Every comparison with NaN is false, so NaN gives `None`.
         (m2 > 1e-2 * p2 && m4 > 1e-4 * p4).then(|| Self::new(mean, m2, m4))
     }
 
@@ -93,7 +94,7 @@ impl TableStats {
         }
     }
 
-    /// Returns the value this many deviations above the mean.
+    /// Returns the value that lies `deviations` standard deviations above the mean.
     fn above(self, deviations: f64) -> f64 {
         self.mean + deviations * self.deviation
     }
@@ -102,7 +103,7 @@ impl TableStats {
 /// Returns the thresholds of the vertical and the slash table; the table with the larger kurtosis has the lower one.
 ///
 /// # Source
-/// Eq. 8, of which the paper's text is not known in full; this form is ours.
+/// Eq. 8, whose wording in the paper is not fully known; this form is ours.
 pub(super) fn balanced(vertical: TableStats, slash: TableStats, alpha: f64) -> (f64, f64) {
     let both = vertical.kurtosis + slash.kurtosis;
     (
@@ -111,7 +112,8 @@ pub(super) fn balanced(vertical: TableStats, slash: TableStats, alpha: f64) -> (
     )
 }
 
-/// Chooses the thresholds of the vertical and the slash table; `count` returns the number of candidates of a pair.
+/// Chooses the thresholds of the vertical and the slash table. `count` returns the number of candidates that a pair of
+/// thresholds gives.
 ///
 /// # Source
 /// Eq. 7 and 8.
@@ -129,8 +131,8 @@ pub(super) fn thresholds(
         Threshold::MeanStd => even(alpha),
         Threshold::Budget => {
             let wanted = ((paper_share(n_visible, alpha) * n_visible as f64) as usize).max(1);
-            // More deviations give fewer candidates: bisect for the smallest number that fits. None of n
-            // values is more than sqrt(n) deviations above their mean.
+            // More deviations give fewer candidates, so a bisection finds the smallest number of deviations that fits.
+            // None of n values is more than sqrt(n) deviations above their mean.
             let (mut low, mut high) = (0.0, (n_visible as f64).sqrt() + 1.0);
             if count(even(low)) <= wanted {
                 return even(low);
@@ -148,7 +150,7 @@ pub(super) fn thresholds(
     }
 }
 
-/// Marks the positions above a threshold, with their neighbours above a mean.
+/// Marks the positions above a threshold, and those of their neighbours that are above a mean.
 ///
 /// # Source
 /// Eq. 9.

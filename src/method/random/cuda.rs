@@ -1,4 +1,4 @@
-//! Uniform draws for the GPU: drawn on the host, the same positions as on the CPU.
+//! Uniform draws for the GPU: the host draws the same positions as on the CPU.
 
 use super::{RandomDraws, Seed};
 use crate::compute::cuda::driver::Driver;
@@ -8,7 +8,7 @@ use crate::method::cuda::{CudaIndex, CudaMethod, CudaStep, Indexes, OnDevice, ea
 
 /// The draws of one layer: see [`crate::method::random`].
 pub struct Draws<'d> {
-    /// The draws of each KV head of a sequence.
+    /// The draws of each KV head.
     heads: Vec<RandomDraws>,
     selection: Selection<'d>,
 }
@@ -33,7 +33,7 @@ impl<'d> Draws<'d> {
         })
     }
 
-    /// Draws for decode step number `step`, from 0.
+    /// Draws for decode step number `step`, counted from 0.
     pub fn select(&self, step: usize, positions: &Positions<'_>) -> Result<&Selection<'d>> {
         let mut lists = Vec::new();
         for (set, budget) in positions.sets() {

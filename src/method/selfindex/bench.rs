@@ -21,7 +21,7 @@ impl Bench for SelfIndexBench {
         true
     }
 
-    /// The signs of 2-bit rows are the index.
+    /// In 2-bit rows, the signs are the index.
     fn reads_rows(&self, kv: KvType) -> bool {
         kv == KvType::TwoBit
     }

@@ -1,9 +1,9 @@
-//! The choice of a step: a scan of rounded scores decides most keys, and exact scores decide the others.
+//! The choice of a step. A scan of rounded scores decides most keys, and exact scores decide the others.
 //!
-//! A key's score is a sum of one table entry per group of channels. With the entries rounded to u8 at one common
-//! step, a scan ([`rounded`]) gives each key an integer, and two keys whose integers differ by more than
-//! [`Rounded::gap`] are in the order of their exact scores. The integer of the last key within the budget therefore
-//! decides all keys but those close to it, and only these are scored exactly.
+//! A key's score is a sum of one table entry per group of channels. With all entries rounded to u8 at one common step,
+//! a scan ([`rounded`]) gives each key an integer. If the integers of two keys differ by more than [`Rounded::gap`],
+//! they are in the order of the keys' exact scores. The integer of the last key within the budget therefore decides all
+//! keys whose integers are not close to it; only the close ones are scored exactly.
 
 mod rounded;
 
@@ -17,23 +17,24 @@ use crate::method::Ranking;
 use crate::method::best::{best_positions, by_score};
 use rounded::Rounded;
 
-/// Number of values of a byte of signs.
+/// Number of values of a byte of signs, that is, of two patterns.
 const BYTES: usize = PATTERNS * PATTERNS;
 /// With fewer candidates than this, all are scored exactly.
 const LEAST: usize = 2048;
-/// Positions of the budget per full-precision token that is chosen first: the paper's 64 of 7.5 % of 32K positions.
+/// One full-precision token is chosen first per this many positions of the budget: the paper's 64 of 7.5 % of 32K
+/// positions.
 const PER_FULL: usize = 38;
-/// Rows whose exact scores are summed at the same time.
+/// Rows whose exact scores are summed together.
 const AT_ONCE: usize = 4;
 
-/// The scores of all sign patterns for the mean query of the group.
+/// The scores of all sign patterns under the mean query of the group.
 ///
 /// # Source
 /// Eq. 8.
 pub(super) struct PatternScores {
     /// The score of each pattern of a group of channels, `[d/4,16]`.
     groups: Vec<[f32; PATTERNS]>,
-    /// The score of each value of a byte of signs, `[d/8,256]`: the sum over its two groups.
+    /// The score of each value of a byte of signs, `[d/8,256]`: the sum of the scores of its two patterns.
     bytes: Vec<f32>,
 }
 
@@ -66,7 +67,7 @@ impl PatternScores {
         Self { groups, bytes }
     }
 
-    /// Returns the bytes of a row of signs.
+    /// Returns the number of bytes of a row of signs.
     fn width(&self) -> usize {
         self.bytes.len() / BYTES
     }
@@ -74,7 +75,7 @@ impl PatternScores {
     /// Returns the score of one row of signs.
     ///
     /// # Numerics
-    /// f32, the bytes in order.
+    /// f32, summed byte by byte in order.
     fn of(&self, row: &[u8]) -> f32 {
         let cells = row.iter().zip(self.bytes.chunks_exact(BYTES));
         cells.map(|(byte, table)| table[usize::from(*byte)]).sum()
@@ -89,7 +90,7 @@ impl PatternScores {
             for p in coming.by_ref().take(AT_ONCE) {
                 prefetch(self.row(rows, *p));
             }
-            // Several rows at the same time, each summed in its order.
+            // Several rows are summed together, each in its own order.
             let [a, b, c, d] = places.map(|p| self.row(rows, p));
             let cells = a.iter().zip(b).zip(c.iter().zip(d));
             let mut sums = [-0.0f32; AT_ONCE];
@@ -109,9 +110,9 @@ impl PatternScores {
         &rows[p as usize * self.width()..(p as usize + 1) * self.width()]
     }
 
-    /// Chooses `budget` of the rows of signs `rows` `[n,d/8]`, fewer than n, and returns them in ascending order: the
-    /// best of `full` (ascending) first, one for every [`PER_FULL`] of the budget, then the best of the others, the lower
-    /// row on ties.
+    /// Chooses `budget` of the rows of signs `rows` `[n,d/8]` (fewer than n) and returns them in ascending order. The
+    /// best of `full` (ascending) come first, one for every [`PER_FULL`] positions of the budget, then the best of the
+    /// other rows. The lower row wins a tie.
     pub fn choose(&self, rows: &[u8], full: Vec<u32>, budget: usize, how: Ranking) -> Vec<u32> {
         let most = budget / PER_FULL;
         let mut fixed = full;
@@ -129,13 +130,13 @@ impl PatternScores {
         if fixed.is_empty() {
             return others;
         }
-        // The sort is stable and finds the two ascending runs.
+        // The sort is stable, and detects the two ascending runs.
         fixed.extend(others);
         fixed.sort();
         fixed
     }
 
-    /// Chooses the best `need` rows that are not `fixed` (ascending) by the exact scores of all rows.
+    /// Chooses the best `need` rows that are not in `fixed` (ascending), by the exact scores of all rows.
     fn plain(&self, rows: &[u8], fixed: &[u32], need: usize) -> Vec<u32> {
         let places = rows.chunks_exact(self.width()).zip(0..);
         let mut scored: Vec<(f32, u32)> = places.map(|(row, p)| (self.of(row), p)).collect();
@@ -144,7 +145,7 @@ impl PatternScores {
         best_positions(scored, need)
     }
 
-    /// Chooses the same rows as [`Self::plain`] by rounded scores; `None` for few rows, and if the scores cannot be
+    /// Chooses the same rows as [`Self::plain`] by rounded scores; `None` if there are few rows or the scores cannot be
     /// rounded.
     fn scan(&self, rows: &[u8], fixed: &[u32], need: usize) -> Option<Vec<u32>> {
         let n = rows.len() / self.width().max(1);
@@ -160,7 +161,8 @@ impl PatternScores {
             last = last_sum(&kept, need);
         }
         let last = last?;
-        // Above this range fewer than `need` rows are as good; below it `need` rows are better.
+        // For a row above this range, fewer than `need` rows are as good, so it is chosen. For a row below it, `need`
+        // rows are better, so it is not.
         let close = last.saturating_sub(rounded.gap)..=last.saturating_add(rounded.gap);
         let (above, within) = part(&kept, &close);
         let scored = self.of_all(rows, &within);
@@ -169,7 +171,7 @@ impl PatternScores {
             .select_nth_unstable_by(need - above - 1, by_score)
             .1;
         let mut chosen: Vec<bool> = scored.iter().map(|s| by_score(s, &worst).is_le()).collect();
-        // For the rows after the last one within the range.
+        // A sentinel, read for the rows after the last row within the range.
         chosen.push(false);
         let mut out = vec![0; kept.len()];
         let (mut len, mut at) = (0, 0);
@@ -184,11 +186,11 @@ impl PatternScores {
     }
 }
 
-/// Returns the number of sums above `close`, and the positions of the sums within it.
+/// Returns the number of sums above `close`, and the positions of the sums within `close`.
 fn part(kept: &[(u32, u32)], close: &RangeInclusive<u32>) -> (usize, Vec<u32>) {
     let mut within = vec![0; kept.len()];
     let (mut above, mut len) = (0, 0);
-    // Without branches, which would be mispredicted.
+    // Written without branches, which would be mispredicted.
     for (p, sum) in kept {
         within[len] = *p;
         above += usize::from(sum > close.end());
@@ -198,7 +200,7 @@ fn part(kept: &[(u32, u32)], close: &RangeInclusive<u32>) -> (usize, Vec<u32>) {
     (above, within)
 }
 
-/// Returns the largest sum that at least `need` of the kept rows reach.
+/// Returns the largest sum that at least `need` of the kept rows reach or exceed.
 fn last_sum(kept: &[(u32, u32)], need: usize) -> Option<u32> {
     let most = kept.iter().map(|(_, sum)| *sum).max()?;
     let mut counts = vec![0usize; most as usize + 1];

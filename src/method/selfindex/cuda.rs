@@ -13,11 +13,11 @@ pub(super) use index::random;
 
 /// The centroids of one layer, and the buffers of a step.
 pub struct SelfIndex<'d> {
-    /// `[b,g,d/4,16,4]`; a prompt may give them.
+    /// The centroids, `[b,g,d/4,16,4]`; they may come from a prompt.
     pub centroids: Buffer<'d, f32>,
-    /// `[b,g,2 pitch,16]`.
+    /// The score tables of a step, `[b,g,2 pitch,16]`.
     tables: Buffer<'d, f32>,
-    /// `[b,g,FULL]`.
+    /// The full-precision tokens that are chosen first, `[b,g,FULL]`.
     first: Buffer<'d, u32>,
     best: Best<'d>,
 }
@@ -40,7 +40,7 @@ impl<'d> SelfIndex<'d> {
         Ok(index)
     }
 
-    /// Makes a layer whose centroids come from a prompt.
+    /// Makes a layer whose centroids will come from a prompt.
     ///
     /// # Errors
     /// Sizes that the kernels do not support; out of memory.
@@ -55,11 +55,11 @@ impl<'d> SelfIndex<'d> {
         })
     }
 
-    /// Chooses for rotated queries `[b,h,d]`: the best full-precision tokens, one for every 38 of the budget, then the
-    /// best of all other positions.
+    /// Chooses for rotated queries `[b,h,d]`: the best full-precision tokens, one for every 38 positions of the budget,
+    /// then the best of all other positions.
     ///
     /// # Numerics
-    /// Scores in f32; the lower position on ties.
+    /// Scores in f32; the lower position wins a tie.
     pub fn select(
         &self,
         queries: &Buffer<'_, f32>,
@@ -101,8 +101,8 @@ impl<'d> SelfIndex<'d> {
         best.choose(positions)
     }
 
-    /// Copies the sort keys of every position after a step to the host, `[b,g,capacity]`: in the order of scores, and
-    /// the largest for full-precision tokens. Waits for the device.
+    /// Copies the sort keys of every position after a step to the host, `[b,g,capacity]`. They sort as the scores do;
+    /// the full-precision tokens chosen first have the largest key. Waits for the device.
     pub fn keys(&self) -> Result<Vec<u32>> {
         self.best.keys.read()
     }

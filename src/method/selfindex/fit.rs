@@ -19,7 +19,7 @@ use crate::kv::packed::Center;
 /// Returns the sign pattern of four channels: bit e is set where `x[e] > 0`.
 ///
 /// # Source
-/// Section 3.1; the paper's order of bits is not known, and every order gives the same results if tables and codes
+/// Section 3.1. The paper's order of bits is not known; every order gives the same results as long as tables and codes
 /// share it.
 pub fn pattern(x: &[f32]) -> usize {
     let bits = x.iter().enumerate();
@@ -93,7 +93,7 @@ impl SignFit {
             let centre = points.channel_statistic(block.clone(), statistic)?;
             points.subtract(block, centre.view())?;
         }
-        // The smallest value that at least 99.9 % of the magnitudes do not exceed.
+        // The rank of the smallest value that at least 99.9 % of the magnitudes do not exceed.
         let rank = (n * 999).div_ceil(1000).saturating_sub(1);
         let alpha = points.channel_statistic(0..n, Statistic::RankedMagnitude(rank))?;
         let sums = points.sign_sums()?;
@@ -119,8 +119,8 @@ impl SignFit {
     }
 }
 
-/// Returns centroids `[d/4,16,4]` and counts `[d/4,16]` of centred keys. An empty pattern gets plus or minus the mean
-/// magnitude of its channels.
+/// Returns the centroids `[d/4,16,4]` and the counts `[d/4,16]` of centred keys. A pattern that no key has gets plus or
+/// minus the mean magnitude of its channels.
 ///
 /// # Source
 /// Eq. 4.
@@ -130,7 +130,7 @@ pub fn centroids(sums: SignSums) -> (Vec<f16>, Vec<u64>) {
     (values.collect(), sums.counts)
 }
 
-/// Returns the mean over channels of the entropy of the sign bit, from the counts of the patterns, `[d/4,16]`.
+/// Returns the entropy of the sign bit in bits, as a mean over channels, from the counts of the patterns, `[d/4,16]`.
 fn sign_entropy_bits(counts: &[u64], n: usize) -> f64 {
     let entropy = |p: f64| if p > 0.0 { -p * p.log2() } else { 0.0 };
     let groups = counts.chunks(PATTERNS);
@@ -145,7 +145,7 @@ fn sign_entropy_bits(counts: &[u64], n: usize) -> f64 {
     channels_of.map(|p| entropy(p) + entropy(1.0 - p)).sum::<f64>() / channels
 }
 
-/// Returns the mean over groups of the entropy of the pattern.
+/// Returns the entropy of the pattern in bits, as a mean over groups of channels.
 fn pattern_entropy_bits(counts: &[u64]) -> f64 {
     let groups = counts.chunks(PATTERNS);
     let n = groups.len().max(1) as f64;

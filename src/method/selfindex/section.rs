@@ -15,22 +15,22 @@ use crate::kv::packed::Center;
 use crate::model::Sizes;
 use crate::store::Spec;
 
-/// Mean of the channels that have a pattern.
+/// Mean, per pattern, of the four channels over the keys that have the pattern.
 pub const CENTROID: &str = "sign.centroid";
-/// Keys per pattern; describes the head, no method reads it.
+/// Number of keys per pattern; describes the head, no method reads it.
 pub const COUNT: &str = "sign.count";
 /// 99.9th percentile of the centred key's magnitude; describes the head, no method reads it.
 pub const ALPHA: &str = "sign.alpha";
 /// Mean key before rotation; describes the head, no method reads it.
 pub const MEAN_PRE: &str = "sign.mean_pre";
 
-/// The part of the section's parameters that is read.
+/// The parameters of the section that are read again.
 #[derive(Deserialize)]
 struct CenterParams {
     center: String,
 }
 
-/// Returns the centre that a section's signs were taken around.
+/// Returns the centre around which a section's signs were taken.
 pub fn calibrated_center(params: &Map<String, Value>) -> Result<Center> {
     let params: CenterParams = parse("sections.sign", params)?;
     Center::from_str(&params.center, false).map_err(|_| Error::failed("`sections.sign.center` is not valid"))
@@ -102,7 +102,7 @@ impl SectionKind for SignSection {
         ])
     }
 
-    /// Scales are not negative, counts add up to the kept keys.
+    /// Checks that scales are not negative, and that the counts of each group add up to the number of kept keys.
     fn check(&self, section: &SectionView) -> Result<()> {
         let d = section.artifact.sizes.head_dim;
         if let Some(i) = section.read::<f32>(ALPHA)?.iter().position(|v| *v < 0.0) {
@@ -111,7 +111,7 @@ impl SectionKind for SignSection {
         }
         let kept = section.kept_keys();
         let counts: Vec<u64> = section.read(COUNT)?;
-        // A sum of any numbers may overflow.
+        // A sum of arbitrary numbers may overflow.
         let differs = |group: &[u64]| group.iter().try_fold(0u64, |a, b| a.checked_add(*b)) != Some(kept);
         if let Some(i) = counts.chunks(PATTERNS).position(differs) {
             let head = section.kv_head(i / (d / GROUP));

@@ -4,14 +4,14 @@ use super::fit::pattern;
 use super::groups::{GROUP, PATTERNS, PSEUDO_COUNT, sign};
 use crate::compute::device::SignSums;
 
-/// The sums of a pass over keys.
+/// The sums that a pass over keys collects.
 #[derive(Clone)]
 pub(super) struct PatternSums {
-    /// `[d/4,16,4]`.
+    /// Sums of the channels by pattern, `[d/4,16,4]`.
     sums: Vec<f64>,
-    /// `[d/4,16]`.
+    /// Number of keys by pattern, `[d/4,16]`.
     pub(super) counts: Vec<u64>,
-    /// Sums of the magnitudes, `[d]`.
+    /// Sums of the channels' magnitudes, `[d]`.
     magnitude: Vec<f64>,
     keys: u64,
 }
@@ -39,8 +39,8 @@ impl PatternSums {
         self.keys += 1;
     }
 
-    /// Returns the centroids, `[d/4,16,4]`. A `prior` counts as [`PSEUDO_COUNT`] keys of each pattern; without one, an
-    /// empty pattern gets plus or minus the mean magnitude of its channels.
+    /// Returns the centroids, `[d/4,16,4]`. A centroid of `prior` counts as [`PSEUDO_COUNT`] keys of its pattern.
+    /// Without a prior, a pattern that no key has gets plus or minus the mean magnitude of its channels.
     pub(super) fn centroids(&self, prior: Option<&[f32]>) -> Vec<f64> {
         let cell = |i: usize| {
             let (cell, e) = (i / GROUP, i % GROUP);

@@ -17,7 +17,7 @@ pub struct Streaming<'d> {
 }
 
 impl<'d> Streaming<'d> {
-    /// Allocates the buffers of a step, which all layers of a shape share.
+    /// Allocates the buffers of a step, which all layers of the same shape share.
     ///
     /// # Errors
     /// Sizes that the kernels do not support; out of memory.
@@ -30,7 +30,7 @@ impl<'d> Streaming<'d> {
         })
     }
 
-    /// Chooses the last candidates before the window.
+    /// Chooses the last candidates, those right before the window.
     pub fn select(&self, positions: &Positions<'_>) -> Result<&Selection<'d>> {
         let (shape, to) = (&self.shape, &self.selection);
         kernels::ListRecent {

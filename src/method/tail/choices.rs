@@ -1,4 +1,5 @@
-//! Choices that stand for those of the methods, and how far a step of each is from full attention with any shift.
+//! Rules that stand for the choices of the methods, and the distance of a step under each rule from full attention, for
+//! any shift of the tail.
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -10,15 +11,15 @@ use crate::method::best::largest;
 /// A rule by which a group of query heads chooses positions besides the static set.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {
-    /// Its name in the manifest and in quality reports.
+    /// The name in the manifest and in quality reports.
     pub name: &'static str,
-    /// Share of the visible context; `None` chooses nothing.
+    /// The share of the visible context that the rule chooses; `None` chooses nothing.
     budget: Option<f64>,
-    /// Standard deviation of the normal noise on scores: how well an index knows them.
+    /// Standard deviation of the normal noise that is added to scores: how imprecisely an index knows them.
     noise: f64,
 }
 
-/// The rules of every fit.
+/// The rules that every fit uses.
 pub const RULES: [Rule; 5] = [
     Rule::new("static", None, 0.0),
     Rule::new("top_05", Some(0.05), 0.0),
@@ -35,7 +36,7 @@ impl Rule {
 
 /// The error of one query's output under one choice, as a function of the tail's shift.
 ///
-/// With a = o_S - o, c = v_T - o_S and the tail's weight w, the output with the tail is off by a + w c.
+/// With a = o_S - o, c = v_T - o_S and the tail's weight w, the error of the output with the tail is a + w c.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Errors {
     /// |a|^2 / |o|^2: the error without a tail.
@@ -44,45 +45,46 @@ pub struct Errors {
     cross: f64,
     /// |c|^2 / |o|^2.
     square: f64,
-    /// l_T - l_S without a shift.
+    /// l_T - l_S, for a shift of 0.
     gap: f64,
 }
 
 impl Errors {
-    /// Returns the squared error of the output over the squared norm of the exact one; `None` is no tail.
+    /// Returns the squared error of the output, divided by the squared norm of the exact output; `None` means no tail.
     pub fn at(&self, shift: Option<f64>) -> f64 {
         let weight = shift.map_or(0.0, |shift| 1.0 / (1.0 + (-(self.gap + shift)).exp()));
-        // Rounding may take what is zero below it.
+        // Rounding may make a value of zero negative.
         (self.off + weight * (2.0 * self.cross + weight * self.square)).max(0.0)
     }
 }
 
-/// One row of the text, as the query heads of one KV head see it.
+/// One row of the text as the query heads of one KV head see it.
 pub struct Row<'a> {
-    /// The static set and the candidates, within the block.
+    /// The static set and the candidates, as positions within the block.
     pub set: StaticSet,
-    /// Rotated keys of the block up to the row, `[n,d]`.
+    /// Rotated keys of the block up to and including the row, `[n,d]`.
     pub keys: &'a [f32],
     /// Values of the same positions, `[n,d]`.
     pub values: &'a [f32],
-    /// Rotated queries over sqrt(d), `[r]` of `[d]`.
+    /// Rotated queries divided by sqrt(d): r slices of length d.
     pub queries: Vec<&'a [f32]>,
-    /// Seeds the noise.
+    /// The seed of the noise.
     pub seed: u64,
 }
 
-/// Full attention of one query.
+/// The full attention of one query.
 struct Exact {
-    /// e^(score - largest score) of every visible position.
+    /// e^(score - largest score) for every visible position.
     weights: Vec<f64>,
-    /// score - largest score.
+    /// score - largest score, for every visible position.
     scores: Vec<f64>,
     /// The output, `[d]`.
     output: Vec<f64>,
 }
 
 impl Row<'_> {
-    /// Returns the errors of every rule and query head, `[rules][r]`. A choice that leaves nothing out has none.
+    /// Returns the errors of every rule and query head, `[rules][r]`. A choice that leaves nothing out has errors of
+    /// zero.
     ///
     /// # Numerics
     /// Products in f32, everything else in f64.
@@ -105,7 +107,7 @@ impl Row<'_> {
         &rows[position * d..(position + 1) * d]
     }
 
-    /// Sums the weighted values of some positions, `[d]`.
+    /// Returns the weighted sum of the values at some positions, `[d]`.
     fn sum(&self, positions: &[usize], weight: impl Fn(usize) -> f64) -> Vec<f64> {
         let mut sum = vec![0.0; self.queries[0].len()];
         for p in positions {
@@ -133,12 +135,13 @@ impl Row<'_> {
         }
     }
 
-    /// Draws a standard normal number per candidate, the same for all query heads: an index errs about keys.
+    /// Draws a standard normal number per candidate. It is the same for all query heads, since an index errs about
+    /// keys.
     fn noise(&self) -> Vec<f64> {
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         let n = self.set.candidates.len();
         let mut noise = Vec::with_capacity(n + 1);
-        // Box and Muller: two at a time.
+        // The Box-Muller method draws two numbers at a time.
         while noise.len() < n {
             let radius = (-2.0 * (1.0 - rng.r#gen::<f64>()).ln()).sqrt();
             let (sin, cos) = (std::f64::consts::TAU * rng.r#gen::<f64>()).sin_cos();
@@ -147,7 +150,8 @@ impl Row<'_> {
         noise
     }
 
-    /// Returns the static set and the candidates with the largest probability by noisy scores, summed over the group.
+    /// Returns the static set and the candidates with the largest probability by noisy scores, summed over the query
+    /// group.
     fn attended(&self, rule: &Rule, exact: &[Exact], noise: &[f64]) -> Vec<usize> {
         let (visible, candidates) = (self.set.visible(), self.set.candidates.clone());
         let positions = |budget| Budget::Fraction(budget).positions(visible.len());
@@ -169,13 +173,13 @@ impl Row<'_> {
         sinks.chain(chosen).chain(self.set.window.clone()).collect()
     }
 
-    /// Returns the errors of one query that attends some positions; `rest` has the sum of all visible values, and how
-    /// many positions are left out.
+    /// Returns the errors of one query that attends the given positions. `rest` holds the sum of all visible values,
+    /// and the number of positions that are left out.
     fn errors_of(&self, exact: &Exact, attended: &[usize], (total, left): &(Vec<f64>, usize)) -> Errors {
         let start = self.set.visible().start;
         let mass: f64 = attended.iter().map(|p| exact.weights[p - start]).sum();
         let norm: f64 = exact.output.iter().map(|x| x * x).sum();
-        // Without a tail, an output or a weight that is not rounded to zero, no shift changes anything.
+        // If nothing is left out, or if the output or the attended mass rounds to zero, no shift changes anything.
         if *left == 0 || norm <= 0.0 || mass <= 0.0 {
             return Errors::default();
         }

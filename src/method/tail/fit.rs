@@ -16,10 +16,11 @@ use crate::kv::static_set::{SINKS, WINDOW};
 use crate::model::rope::RopeTable;
 use crate::stats::seeds::head_seed;
 
-/// The fit of the section.
+/// The fit of the section `tail`.
 ///
-/// A shift is taken if it lowers the sum over the rules of the error's ratio to that without a tail, and no rule's error
-/// is above that without a tail; the best of those, the lowest on ties, is the head's.
+/// For each rule, the ratio of a shift is the error with that shift divided by the error without a tail. Shifts for
+/// which any rule's ratio exceeds 1 are excluded. Of the others, a query head gets the shift with the smallest sum of
+/// ratios over the rules, if this sum is lower than without a tail; the lowest shift wins a tie.
 pub(super) struct TailFit {
     pub sample: Sample,
     pub seed: u64,
@@ -42,7 +43,8 @@ impl Fit for TailFit {
         let (d, r, float) = (text.sizes.head_dim, text.sizes.group(), size_of::<f32>());
         let rows = 2 * text.n * d * float + r * self.sample.rows.len() * d * float;
         let rotations = text.longest_block * d * float;
-        // Of a row: weights, scores and products of a head at a time, noise, factors, masses and positions.
+        // Of one row: the weights, scores and products of one head at a time, and the noise, factors, masses and
+        // positions.
         let row = text.longest_block * (2 * r + 10) * size_of::<f64>();
         let errors = self.sample.rows.len() * r * RULES.len() * size_of::<Errors>();
         rows + rotations + text.threads * row + errors
@@ -71,7 +73,7 @@ impl Fit for TailFit {
     }
 }
 
-/// The shift of one query head, and what it does: per rule the summed error with it over that without a tail.
+/// The shift of one query head, and for each rule the summed error with this shift divided by that without a tail.
 struct HeadFit {
     shift: Option<f64>,
     ratios: [f64; RULES.len()],
@@ -122,7 +124,7 @@ impl TailFit {
         Ok(self.sample.rows.par_iter().enumerate().map(of_row).collect())
     }
 
-    /// Chooses the shift of query head `a` of the group.
+    /// Chooses the shift of query head `a` of the query group.
     fn fit_head(&self, rows: &[Vec<Vec<Errors>>], a: usize) -> HeadFit {
         let ratios = |shift: Option<f64>, kept: bool| -> [f64; RULES.len()] {
             let sampled = rows.iter().zip(&self.sample.kept);
@@ -147,7 +149,7 @@ impl TailFit {
         }
     }
 
-    /// Makes the quality report of a KV head, with an array over its query heads for each quantity.
+    /// Makes the quality report of a KV head; each quantity is an array over its query heads.
     fn report(&self, fits: &[HeadFit]) -> Report {
         let kept = self.sample.n_kept();
         let held_out = self.sample.rows.len() - kept;
@@ -173,7 +175,7 @@ impl TailFit {
     }
 }
 
-/// Divides the error with a tail by that without; 1 where neither is an error.
+/// Divides the error with a tail by the error without one; 1 if both are zero.
 fn ratio(with: f64, without: f64) -> f64 {
     match without > 0.0 {
         true => with / without,

@@ -1,13 +1,13 @@
-//! The calibration rows by which shifts are fitted, and those that report on them.
+//! The calibration rows to which shifts are fitted, and the held-out rows on which their quality is reported.
 
 use std::ops::Range;
 
 use crate::kv::static_set::{SINKS, WINDOW};
 use crate::stats::sampling::{TextBlocks, evenly};
 
-/// Most rows that a fit takes.
+/// The most rows that a fit takes.
 pub const MAX_ROWS: usize = 512;
-/// Most held-out rows that are reported on.
+/// The most held-out rows on which quality is reported.
 pub const MAX_HELD_OUT_ROWS: usize = 256;
 
 /// The rows of a calibration text whose queries are read; the same for every head.
@@ -15,17 +15,18 @@ pub const MAX_HELD_OUT_ROWS: usize = 256;
 pub struct Sample {
     /// Rows whose queries are needed, ascending.
     pub rows: Vec<usize>,
-    /// Which of them take part in the fit; the others are held out.
+    /// Whether each row takes part in the fit; the other rows are held out.
     pub kept: Vec<bool>,
     /// The blocks of the text.
     pub blocks: TextBlocks,
 }
 
 impl Sample {
-    /// Chooses at most [`MAX_ROWS`] kept rows and [`MAX_HELD_OUT_ROWS`] others, evenly spaced, from the second half of
-    /// every block, that see a position outside the static set where the model has no sliding window.
+    /// Chooses at most [`MAX_ROWS`] kept rows and at most [`MAX_HELD_OUT_ROWS`] other rows, evenly spaced among the
+    /// rows in the second half of every block that see a position outside the static set if the model has no sliding
+    /// window.
     ///
-    /// `block_start` has the first row of each block and then n; `kept` marks the rows of the fit.
+    /// `block_start` holds the first row of each block and then n; `kept` marks the rows of the fit.
     pub fn new(block_start: &[u32], kept: &[bool]) -> Self {
         let blocks = TextBlocks::new(block_start);
         let late = |block: Range<usize>| {

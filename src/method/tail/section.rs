@@ -21,7 +21,7 @@ pub const SECTION: &str = "tail";
 
 /// The shift of each query head; 0 where it has no tail.
 pub const SHIFT: &str = "tail.shift";
-/// Whether each query head has a tail: 1, or 0.
+/// Whether each query head has a tail: 1 or 0.
 pub const USED: &str = "tail.used";
 
 /// The shifts that a fit tries, ascending.
@@ -29,10 +29,10 @@ pub(super) const SHIFTS: [f64; 13] = [
     -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0,
 ];
 
-/// The parameters of a fit: what the manifest has of them.
+/// The parameters of a fit, as the manifest stores them.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct TailParams {
-    /// Names of the rules by which the fit chose positions.
+    /// The names of the rules by which the fit chose positions.
     rules: Vec<String>,
     /// The shifts that were tried, ascending.
     shifts: Vec<f64>,
@@ -40,7 +40,7 @@ pub(super) struct TailParams {
     window: usize,
     max_rows: usize,
     max_held_out_rows: usize,
-    /// Seeds the noise of the rules, per layer, KV head and row.
+    /// The seed of the rules' noise, per layer, KV head and row.
     seed: u64,
 }
 
@@ -58,7 +58,7 @@ impl TailParams {
     }
 }
 
-/// What is shown of the quality report of a KV head, as docs/artifact.md defines it: values per query head.
+/// The values of a KV head's quality report that are shown, one per query head; docs/artifact.md defines the report.
 #[derive(Deserialize)]
 struct TailQuality {
     rows: usize,
@@ -156,7 +156,7 @@ impl SectionKind for TailSection {
         ])
     }
 
-    /// A head has a tail or not, and its shift is one of those that were tried; 0 without a tail.
+    /// Checks that each head has a tail or none, and that its shift is one of those tried, or 0 if it has no tail.
     fn check(&self, section: &SectionView) -> Result<()> {
         let params: TailParams = section.params()?;
         let heads = section.read::<f32>(SHIFT)?.into_iter();

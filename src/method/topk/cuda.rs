@@ -20,28 +20,28 @@ const SPAN: usize = 256;
 
 /// Buffers for choosing the positions whose keys have the largest softmax weights.
 pub(crate) struct BestByWeight<'d> {
-    /// `[b,h,capacity]`.
+    /// The scores, `[b,h,capacity]`.
     scores: Buffer<'d, f32>,
-    /// `[b,h,blocks,2]`: the largest score of a block, and the sum of the exponentials below it.
+    /// For each block, the largest score and the sum of `exp(score - largest)`: `[b,h,blocks,2]`.
     parts: Buffer<'d, f32>,
     pub best: Best<'d>,
 }
 
 /// Queries, and the keys that are ranked by their softmax weights.
 pub(crate) struct Weighed<'a> {
-    /// `[b,h,w]`.
+    /// The queries, `[b,h,w]`.
     pub queries: Ptr<'a, f32>,
     /// The keys of the first sequence.
     pub keys: Ptr<'a, c_void>,
-    /// The positions that are ranked, `[b,g,capacity]`; `None` ranks all.
+    /// The positions to rank, `[b,g,capacity]`; `None` ranks all.
     pub items: Option<Ptr<'a, u32>>,
     /// Spans, `[b,4]`: see [`Positions::spans`].
     pub spans: Ptr<'a, u32>,
     /// The layout of the keys.
     pub rows: &'a LayerRows<'a>,
-    /// Whether all sequences rank the keys of the first.
+    /// Whether all sequences rank the keys of the first sequence.
     pub share_rows: bool,
-    /// Whether a key ranks by its largest weight over the query group instead of the sum of its weights.
+    /// Whether a key ranks by its largest weight in the query group instead of the sum of its weights.
     pub by_largest: bool,
 }
 
@@ -56,7 +56,7 @@ impl<'d> BestByWeight<'d> {
         })
     }
 
-    /// Writes the sort keys by which [`Best`] then chooses.
+    /// Writes the sort keys by which [`Best`] then chooses positions.
     pub fn rank(&self, of: &Weighed<'_>) -> Result<()> {
         let (best, shape) = (&self.best, &self.best.shape);
         let (r, w) = (shape.group, shape.width());
@@ -95,7 +95,7 @@ impl<'d> BestByWeight<'d> {
     }
 }
 
-/// Exact top-k; its buffers are shared by all layers of a shape.
+/// Exact top-k; all layers of the same shape share its buffers.
 pub struct TopK<'d>(BestByWeight<'d>);
 
 impl<'d> TopK<'d> {
@@ -109,11 +109,11 @@ impl<'d> TopK<'d> {
         BestByWeight::new(driver, shape, most).map(Self)
     }
 
-    /// Chooses for rotated queries `[b,h,d]` the candidates with the largest softmax weights over all visible
-    /// positions, summed over the query group; `rows` hold the current token.
+    /// Chooses, for rotated queries `[b,h,d]`, the candidates with the largest softmax weights over all visible
+    /// positions, summed over the query group. `rows` must already hold the current token.
     ///
     /// # Numerics
-    /// f32; the lower position on ties.
+    /// f32; the lower position wins a tie.
     pub fn select(
         &self,
         queries: &Buffer<'_, f32>,
@@ -132,8 +132,8 @@ impl<'d> TopK<'d> {
         self.0.best.choose(positions)
     }
 
-    /// Copies the sort keys of every position after a step to the host, `[b,g,capacity]`: the bits of the weights with
-    /// the sign bit set, zero for positions that are not candidates. Waits for the device.
+    /// Copies the sort keys of every position after a step to the host, `[b,g,capacity]`: the bits of the weight with
+    /// the sign bit set, or zero for a position that is no candidate. Waits for the device.
     pub fn keys(&self) -> Result<Vec<u32>> {
         self.0.best.keys.read()
     }

@@ -13,7 +13,7 @@ use crate::method::bench::{Bench, Contents, Fill, NewHead, TimedLayer, TimedOnCu
 use crate::method::cuda::{Indexes, OnDevice};
 use crate::method::params::MethodParams;
 
-/// Bytes of a key's code in each of two stages, as `calibrate` makes them by default.
+/// Bytes of a key's code per stage, for the two stages that `calibrate` makes by default.
 const WIDTH: usize = 4;
 
 /// Benchmarks on random words, without whitening.

@@ -10,12 +10,12 @@ use crate::compute::simd;
 use crate::method::Step;
 use crate::method::best::largest;
 
-/// Scores whose exponentials are summed while they are in the cache.
+/// Scores per step of a sum of exponentials, so that they are still in the cache when they are summed.
 const CHUNK: usize = 4096;
-/// Keys that the second stage scores, per key of the budget.
+/// How many keys the second stage scores per key of the budget.
 pub(super) const REFINED: usize = 4;
 
-/// Returns the exact scores of a step's queries with the static set, which is attended in any case: `[r,positions]`.
+/// Returns the exact scores of a step's queries with the static set, which the step attends anyway: `[r,positions]`.
 pub(super) fn static_scores(step: &Step) -> Array2<f32> {
     let outside = |p: &usize| !step.candidates.contains(p);
     let positions: Vec<u32> = step.visible.clone().filter(outside).map(|p| p as u32).collect();
@@ -28,8 +28,9 @@ pub(super) fn refined(budget: usize, n: usize) -> usize {
     n.min(budget.saturating_mul(REFINED))
 }
 
-/// Chooses the `budget` candidates with the largest estimated probability, summed over the query heads; the lower place on
-/// ties. With two stages, the best [`refined`] by the first are scored again with both, and chosen from.
+/// Chooses the `budget` candidates with the largest estimated probability, summed over the query heads. The lower place
+/// wins a tie. With two stages, the best [`refined`] candidates by the first stage are scored again by both, and the
+/// choice is made among them.
 ///
 /// # Shapes
 /// codes `[n,width]` per stage; fixed `[r,positions]`, the exact scores of the static set.
@@ -60,21 +61,22 @@ pub(super) fn choose(
     places
 }
 
-/// What a step needs for a short time; kept, since fresh memory of this size costs more than what is computed there.
+/// Buffers that a step needs briefly. They are kept, because allocating this much memory anew costs more than the
+/// computation on it.
 #[derive(Default)]
 struct Scratch {
-    /// The estimated scores of one query head.
+    /// The estimated scores of one query head, as levels.
     levels: Levels,
-    /// Estimated scores, then their exponentials, `[r,n]`.
+    /// The estimated scores, and later their exponentials, `[r,n]`.
     scores: Vec<Vec<f32>>,
-    /// Estimated probabilities, `[n]`.
+    /// The estimated probabilities, summed over the query heads, `[n]`.
     mass: Vec<f32>,
     /// The codes of the refined keys, `[refined,width]` per stage.
     gathered: Vec<Vec<u8>>,
 }
 
 impl Scratch {
-    /// Scores all n keys with the first stage.
+    /// Scores all n keys by the first stage.
     fn first_stage(&mut self, words: &WordScores, n: usize, codes: &[u8], all: &mut [Softmax]) {
         self.scores.resize_with(all.len(), Vec::new);
         for (a, (all, scores)) in all.iter_mut().zip(&mut self.scores).enumerate() {
@@ -88,7 +90,7 @@ impl Scratch {
         masses(all, &self.scores, &mut self.mass);
     }
 
-    /// Scores the keys at some places with all stages, in place of the first.
+    /// Scores the keys at some places by all stages, and replaces their scores by the first stage.
     fn all_stages(
         &mut self,
         words: &WordScores,
@@ -114,7 +116,7 @@ thread_local! {
     static SCRATCH: Cell<Scratch> = Cell::default();
 }
 
-/// Writes the codes, `[n,width]`, at some places to `out`.
+/// Writes the codes, `[n,width]`, of the keys at some places to `out`.
 fn gather(codes: &[u8], width: usize, places: &[u32], out: &mut Vec<u8>) {
     fn rows<const W: usize>(codes: &[u8], places: &[u32], out: &mut [u8]) {
         let codes: &[[u8; W]] = codes.as_chunks().0;
@@ -135,7 +137,8 @@ fn gather(codes: &[u8], width: usize, places: &[u32], out: &mut Vec<u8>) {
     }
 }
 
-/// Writes the probabilities, summed over the query heads, to `mass`, from the exponentials that were added last, `[r,n]`.
+/// Writes the probabilities, summed over the query heads, to `mass`; they come from the exponentials that were added
+/// last, `[r,n]`.
 fn masses(all: &[Softmax], exponentials: &[Vec<f32>], mass: &mut Vec<f32>) {
     mass.clear();
     mass.resize(exponentials.first().map_or(0, Vec::len), 0.0);
@@ -144,7 +147,7 @@ fn masses(all: &[Softmax], exponentials: &[Vec<f32>], mass: &mut Vec<f32>) {
     }
 }
 
-/// The denominator of a softmax: the sum of `exp(score - shift)`.
+/// A softmax's denominator: the sum of `exp(score - shift)`.
 struct Softmax {
     shift: f32,
     sum: f64,
@@ -160,7 +163,7 @@ impl Softmax {
         empty
     }
 
-    /// Adds scores, and turns each into `exp(score - shift)` with the new shift, the largest score so far.
+    /// Adds scores, and replaces each by `exp(score - shift)`. The new shift is the largest score so far.
     fn add(&mut self, scores: &mut [f32]) {
         if self.shift_to(simd::max(scores)) {
             for scores in scores.chunks_mut(CHUNK) {
@@ -170,7 +173,7 @@ impl Softmax {
         }
     }
 
-    /// Adds scores that are given by levels, and writes what [`Self::add`] makes of them to `out`.
+    /// Adds scores that are given as levels, and writes to `out` what [`Self::add`] would leave in their place.
     fn add_levels(&mut self, levels: &mut Levels, out: &mut Vec<f32>) {
         let scores = &mut levels.scores[..=usize::from(levels.highest)];
         let is_shifted = self.shift_to(scores[scores.len() - 1]);
@@ -185,7 +188,7 @@ impl Softmax {
         }
     }
 
-    /// Makes `highest` the shift if it is larger than all scores so far; returns whether there is a shift.
+    /// Makes `highest` the shift if it is larger than all scores so far. Returns whether there is a shift.
     fn shift_to(&mut self, highest: f32) -> bool {
         let shift = highest.max(self.shift);
         let is_shifted = shift > f32::NEG_INFINITY;
@@ -196,9 +199,9 @@ impl Softmax {
         is_shifted
     }
 
-    /// Removes some of the exponentials of the scores that were added last.
+    /// Removes the exponentials at some places from the sum; the exponentials are those that were added last.
     fn remove(&mut self, exponentials: &[f32], places: &[u32]) {
-        // Several partial sums, which do not wait for each other.
+        // Several partial sums, so that no addition waits for the one before it.
         let mut sums = [0.0; 8];
         let (blocks, rest) = places.as_chunks::<8>();
         for places in blocks.iter().map(<[u32; 8]>::as_slice).chain([rest]) {

@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::stats::kmeans::Codebook;
 use crate::stats::linalg;
 
-/// Rows that one task projects.
+/// Rows per task of a projection.
 const ROWS: usize = 1024;
 
 /// The quantisers of every head.
@@ -32,13 +32,14 @@ pub struct HeadCodebook {
     mean: Array1<f32>,
     /// Maps centred keys to the channels of all groups: `[d,m dim]`.
     projection: Array2<f32>,
-    /// Maps a query to these channels, so that products stay, rounded to half precision: `[d,m dim]`.
+    /// Maps a query to the same channels such that its products with keys are preserved; rounded to half precision:
+    /// `[d,m dim]`.
     query_map: Array2<f32>,
 }
 
-/// The words of one stage: those of keys, or of what the stage before leaves of them.
+/// The words of one stage, which stand for keys or for what the stage before leaves of keys.
 struct Stage {
-    /// Words of each group, `[words,dim]`.
+    /// The words of each group, `[words,dim]`.
     groups: Vec<Codebook>,
 }
 
@@ -47,12 +48,13 @@ pub(super) fn channels(group: usize, dim: usize) -> Range<usize> {
     group * dim..(group + 1) * dim
 }
 
-/// Returns the product of the Cholesky factor L and the principal directions V, dealt to the groups: `[d,m dim]`.
+/// Returns the product of the Cholesky factor L and the principal directions V, with its columns dealt to the groups:
+/// `[d,m dim]`.
 pub(super) fn project(chol: ArrayView2<f32>, rotation: ArrayView2<f32>, groups: usize) -> Array2<f32> {
     deal(&chol.mapv(f64::from).dot(&rotation.mapv(f64::from)), groups)
 }
 
-/// Deals columns to m groups: channel i of group j is column j + i m, and zero if there is none.
+/// Deals columns to m groups: channel i of group j is column j + i m, or zero if there is no such column.
 fn deal(columns: &Array2<f64>, groups: usize) -> Array2<f32> {
     let (rows, d) = columns.dim();
     let dim = d.div_ceil(groups);
@@ -67,7 +69,7 @@ fn deal(columns: &Array2<f64>, groups: usize) -> Array2<f32> {
 /// Returns the product of rows with a matrix.
 ///
 /// # Numerics
-/// f32; fixed chunks of rows, so the result does not depend on the number of threads.
+/// f32. Rows are processed in fixed chunks, so the result does not depend on the number of threads.
 pub(super) fn product(rows: ArrayView2<f32>, by: ArrayView2<f32>) -> Array2<f32> {
     let mut out = Array2::zeros((rows.nrows(), by.ncols()));
     let rows = rows.axis_chunks_iter(Axis(0), ROWS);
@@ -108,11 +110,11 @@ impl HeadCodebooks {
 }
 
 impl HeadCodebook {
-    /// Makes a quantiser of the words of every stage, `[stages,m,words,dim]`, 16 or 256 words per group, the mean `[d]`, the
-    /// Cholesky factor and the principal directions `[d,d]`.
+    /// Makes a quantiser from the words of every stage, `[stages,m,words,dim]` with 16 or 256 words per group, the mean
+    /// `[d]`, the Cholesky factor `[d,d]` and the principal directions `[d,d]`.
     ///
     /// # Errors
-    /// The factor is singular, or so nearly that its inverse has no half precision.
+    /// The factor is singular, or so close to it that its inverse does not fit half precision.
     pub fn new(
         words: ArrayView4<f32>,
         mean: ArrayView1<f32>,
@@ -122,7 +124,7 @@ impl HeadCodebook {
         let m = words.len_of(Axis(1));
         let singular = || Error::failed("a Cholesky factor is singular").hint("make the section again");
         let inverse = linalg::invert_lower(chol.mapv(f64::from).view())?.ok_or_else(singular)?;
-        // With z = (k - mean) L V, q (k - mean)^T = q L^-T V z^T. Every step reads this map whatever the context.
+        // With z = (k - mean) L V, q (k - mean)^T = q L^-T V z^T. Every step reads this map, whatever the context.
         let query_map = inverse.t().dot(&rotation.mapv(f64::from));
         let query_map = query_map.mapv(|v| f16::from_f64(v).to_f64());
         if query_map.iter().any(|v| !v.is_finite()) {
@@ -165,26 +167,27 @@ impl HeadCodebook {
         self.projection.view()
     }
 
-    /// Returns the map of queries to these channels, rounded to half precision: `[d,m dim]`.
+    /// Returns the map of queries to the same channels, rounded to half precision: `[d,m dim]`.
     pub fn query_map(&self) -> ArrayView2<'_, f32> {
         self.query_map.view()
     }
 
-    /// Returns the bytes of a key's code in one stage.
+    /// Returns the number of bytes of a key's code per stage.
     pub fn width(&self) -> usize {
         self.stages[0].width()
     }
 
-    /// Returns the bytes that every step reads whatever the context: the words and the query's map in half precision, and
-    /// the mean.
+    /// Returns the number of bytes that every step reads whatever the context: the words and the query map in half
+    /// precision, and the mean.
     pub fn bytes(&self) -> usize {
         let groups = self.stages.iter().flat_map(|stage| &stage.groups);
         let words: usize = groups.map(|group| group.centroids().len()).sum();
         2 * (words + self.query_map.len()) + 4 * self.mean.len()
     }
 
-    /// Encodes rotated keys, `[n,d]`. The code of a stage has the numbers of the nearest words in the order of the groups, of
-    /// 4-bit numbers the first of a pair in the low bits. The lowest number wins ties. Per stage `[n,width]`.
+    /// Encodes rotated keys, `[n,d]`. Returns one array `[n,width]` per stage. A code holds the numbers of the nearest
+    /// words in the order of the groups; of two 4-bit numbers in a byte, the first is in the low bits. The lowest
+    /// number wins a tie.
     pub fn encode(&self, k_rope: ArrayView2<f32>) -> Vec<Vec<u8>> {
         let rows = k_rope.axis_chunks_iter(Axis(0), ROWS).into_par_iter();
         let chunks: Vec<Vec<Vec<u8>>> = rows.map(|rows| self.encode_rows(rows)).collect();
@@ -198,7 +201,7 @@ impl HeadCodebook {
         stages.map(|stage| stage.encode(&mut left)).collect()
     }
 
-    /// Scores all words for the queries of a step, q_rope `[r,d]`, divided by the square root of d.
+    /// Scores all words for the queries of a step, q_rope `[r,d]`. Scores are divided by the square root of d.
     ///
     /// # Numerics
     /// f32.
@@ -223,7 +226,7 @@ impl Stage {
         self.groups.len() * self.words().trailing_zeros() as usize / 8
     }
 
-    /// Encodes projected keys, `[n,m dim]`, and subtracts their words: `[n,width]`.
+    /// Encodes projected keys, `[n,m dim]`, as `[n,width]`, and subtracts their words from them.
     fn encode(&self, left: &mut Array2<f32>) -> Vec<u8> {
         let (n, width, word_bits) = (left.nrows(), self.width(), self.words().trailing_zeros() as usize);
         let per_byte = 8 / word_bits;
@@ -242,7 +245,7 @@ impl Stage {
         out
     }
 
-    /// Returns the words' products with a projected query y, `[m dim]`.
+    /// Returns the products of the words with a projected query y, `[m dim]`.
     fn scores(&self, y: ArrayView1<f32>) -> WordTable {
         let own = |j: usize, group: &Codebook| y.slice_move(s![channels(j, group.centroids().ncols())]);
         let groups = self.groups.iter().enumerate();

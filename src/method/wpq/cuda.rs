@@ -1,4 +1,4 @@
-//! wpq on the GPU: codes of keys, and the best of their estimated probabilities within the budget.
+//! wpq on the GPU: codes of keys, and the keys with the largest estimated probabilities within the budget.
 
 mod index;
 mod quantisers;
@@ -18,7 +18,7 @@ pub(super) use index::random;
 pub use quantisers::{Quantisers, Sizes};
 pub use space::{RefinedKeys, WpqWorkspace};
 
-/// Keys that a block of `encode_keys` takes.
+/// Keys per block of `encode_keys`.
 const ENCODED: usize = 16;
 
 /// The codes of one layer's keys.
@@ -27,13 +27,13 @@ pub struct Wpq<'d> {
     shape: Shape,
     limits: Limits,
     quantisers: Quantisers<'d>,
-    /// `[stages,b,g,capacity,width]`.
+    /// The codes of every position, `[stages,b,g,capacity,width]`.
     pub codes: Buffer<'d, u8>,
     space: Rc<WpqWorkspace<'d>>,
 }
 
 impl<'d> Wpq<'d> {
-    /// Makes an empty layer; its workspace has the same shape and quantisers of the same sizes.
+    /// Makes an empty layer. The workspace must be for the same shape and for quantisers of the same sizes.
     ///
     /// # Errors
     /// Sizes that the kernels do not support; out of memory.
@@ -57,9 +57,9 @@ impl<'d> Wpq<'d> {
         })
     }
 
-    /// Fills in random codes, for a benchmark.
+    /// Fills the codes with random numbers, for a benchmark.
     pub fn fill(&self, seed: u32) -> Result<()> {
-        // Capacities are multiples of 8.
+        // Codes are whole u32s, since capacities are multiples of 8.
         fill(self.driver, &self.codes, self.codes.len() / 4, Random::Bits, seed)
     }
 
@@ -68,10 +68,10 @@ impl<'d> Wpq<'d> {
         self.codes.len()
     }
 
-    /// Encodes the rotated keys of the last `n` positions, `[b,g,n,d]`, which `positions` already counts.
+    /// Encodes the rotated keys of the last `n` positions, `[b,g,n,d]`; `positions` already counts these positions.
     ///
     /// # Numerics
-    /// f32; the lowest number on ties.
+    /// f32; the lowest number wins a tie.
     pub fn extend(&self, keys: &Buffer<'_, f32>, n: usize, positions: &Positions<'_>) -> Result<()> {
         let (of, sizes) = (&self.quantisers, self.quantisers.sizes);
         kernels::EncodeKeys {
@@ -92,10 +92,10 @@ impl<'d> Wpq<'d> {
         .launch(self.driver, sizes.words, self.shape.grid(n.div_ceil(ENCODED)))
     }
 
-    /// Chooses for rotated queries `[b,h,d]`; `cache` holds the current token.
+    /// Chooses for rotated queries `[b,h,d]`; `cache` must already hold the current token.
     ///
     /// # Numerics
-    /// Estimates and probabilities in f32; the lower position on ties.
+    /// Estimates and probabilities in f32; the lower position wins a tie.
     pub fn select(
         &self,
         queries: &Buffer<'_, f32>,
@@ -121,7 +121,7 @@ impl<'d> Wpq<'d> {
         }
     }
 
-    /// Scores the words for the queries.
+    /// Scores the words for the queries of the step.
     fn build_tables(&self, queries: &Buffer<'_, f32>, positions: &Positions<'_>) -> Result<()> {
         let (of, space, sizes) = (&self.quantisers, &self.space, self.quantisers.sizes);
         let refined = space.refined.as_ref();
@@ -151,7 +151,7 @@ impl<'d> Wpq<'d> {
         self.space.tables.ptr().cast()
     }
 
-    /// Writes the sort keys of all candidates, by the first stage.
+    /// Writes the sort keys of all candidates, from the first stage.
     fn rank(&self, positions: &Positions<'_>) -> Result<()> {
         let (space, sizes, shape) = (&self.space, self.quantisers.sizes, &self.shape);
         let (codes, tables, lines) = (self.codes.ptr(), self.tables(), space.lines.ptr());
@@ -192,7 +192,7 @@ impl<'d> Wpq<'d> {
         .launch(self.driver, sizes.words, grid)
     }
 
-    /// Writes the sort keys of the keys to refine, by both stages.
+    /// Writes the sort keys of the keys to refine, from both stages.
     fn refine(&self, refined: &space::Refined<'d>) -> Result<()> {
         let (space, sizes, shape) = (&self.space, self.quantisers.sizes, &self.shape);
         let (items, room) = (&space.best.selection, refined.best.shape.capacity);
@@ -227,7 +227,7 @@ impl<'d> Wpq<'d> {
         .launch(self.driver, grid)
     }
 
-    /// Chooses from the refined keys, and names their positions.
+    /// Chooses among the refined keys, and returns the positions of the chosen ones.
     fn choose_refined<'s>(
         &self,
         refined: &'s space::Refined<'d>,

@@ -15,10 +15,10 @@ use crate::stats::linalg;
 use crate::stats::seeds::head_seed;
 use crate::stats::whiten::Metric;
 
-/// The advice for values that the section cannot hold.
+/// The hint of errors about values that the section cannot hold.
 const OUTLIERS: &str = "the keys or queries of this head have extreme outliers; check the model and the text";
 
-/// The fit of the section.
+/// The fit of the section `wpq`.
 pub(super) struct WpqFit {
     pub params: WpqParams,
 }
@@ -35,8 +35,8 @@ impl Fit for WpqFit {
     fn working_bytes(&self, text: &FitText) -> usize {
         let (d, float, m) = (text.sizes.head_dim, size_of::<f32>(), self.params.groups());
         let rows = text.n * d * float;
-        // Beside the rows, those of every group; per row and group two assignments, the codes before and after a pass,
-        // and the rows ordered by them.
+        // Besides the rows, the rows of every group. Each row has, per group, two assignments, its codes before and
+        // after a pass, and its place in the order by code.
         let clusters = text.n_kept * m * 11 * float;
         text.split_bytes(1).max(2 * rows + clusters)
     }
@@ -64,14 +64,14 @@ struct HeadFit<'a> {
     head: usize,
     metric: Metric,
     mean: Array1<f32>,
-    /// Principal directions as columns, `[d,d]`.
+    /// The principal directions as columns, `[d,d]`.
     rotation: Array2<f32>,
-    /// Keys of the fit and held-out keys, in the channels of the groups, `[m,n,dim]`.
+    /// The keys of the fit and the held-out keys, each in the channels of the groups, `[m,n,dim]`.
     rows: [Array3<f32>; 2],
 }
 
 impl<'a> HeadFit<'a> {
-    /// Computes metric, mean and directions, and projects the keys.
+    /// Computes the metric, the mean and the directions, and projects the keys.
     fn new(params: &'a WpqParams, states: &'a LayerStates, head: usize) -> Result<Self> {
         let moments = states.moments()?;
         if moments.count[head] == 0 {
@@ -98,7 +98,8 @@ impl<'a> HeadFit<'a> {
         })
     }
 
-    /// Clusters the keys of every group, and what is left of them in the second stage, and adds the head to the layer's part.
+    /// Clusters the keys of every group and, in the second stage, what the first leaves of them, and adds the head to
+    /// the layer's part.
     fn run(mut self, part: &mut LayerPart) -> Result<WpqQuality> {
         let (_, n, _) = self.rows[0].dim();
         let variance = self.rows[0].iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / n as f64;
@@ -132,7 +133,7 @@ impl<'a> HeadFit<'a> {
         })
     }
 
-    /// Clusters what is left of the keys, appends the words as they are stored, and subtracts them.
+    /// Clusters what is left of the keys, appends the words as they are stored, and subtracts each key's words from it.
     fn stage(&mut self, stage: usize, words: &mut Vec<f16>) -> Result<StageDone> {
         let (m, n, dim) = self.rows[0].dim();
         let (params, states) = (self.params, self.states);
@@ -180,18 +181,18 @@ impl<'a> HeadFit<'a> {
     }
 }
 
-/// What a stage reports.
+/// The figures that a stage reports.
 #[derive(Default)]
 struct StageDone {
-    /// Sum of the squared errors of the keys of the fit, and of held-out keys.
+    /// Sum of the squared errors of the keys of the fit, and of the held-out keys.
     inertia: [f64; 2],
     iterations: usize,
-    /// Words that no key of the fit is nearest to.
+    /// Number of words that no key of the fit is nearest to.
     unused_codewords: usize,
 }
 
-/// Returns the principal directions of centred keys `[n,d]` in the metric as columns, the largest variance first,
-/// `[d,d]`. The entry of largest magnitude is positive in each, so that there is one answer.
+/// Returns the principal directions, in the metric, of centred keys `[n,d]`: one per column, the largest variance
+/// first, `[d,d]`. In each direction, the entry with the largest magnitude is positive, so that the answer is unique.
 ///
 /// # Numerics
 /// The second moment of the keys is whitened and decomposed in f64.
@@ -228,8 +229,9 @@ fn grouped(centred: &Array2<f32>, projection: &Array2<f32>, groups: usize) -> Ar
     out
 }
 
-/// Returns the words rounded to f16 as they are stored, `[m,words,dim]`; the report is about these. Where a fit has
-/// fewer, its first word fills the rest: on ties the lower number is nearest.
+/// Returns the words as they are stored, rounded to f16, `[m,words,dim]`. The quality report is about these words. If a
+/// fit has fewer words, copies of its first word fill the rest; no key gets their numbers, because the lowest number
+/// wins a tie.
 fn stored(fits: &[KMeansFit], words: usize, dim: usize) -> Result<Array3<f32>> {
     let mut stored = Array3::zeros((fits.len(), words, dim));
     for (mut stored, fit) in stored.outer_iter_mut().zip(fits) {

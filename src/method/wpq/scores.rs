@@ -5,28 +5,28 @@ use crate::compute::simd;
 
 /// Number of values of a byte.
 const BYTES: usize = 256;
-/// Number of values of a sum of rounded entries.
+/// Number of values that a sum of rounded entries may have.
 const LEVELS: usize = 1 << 16;
-/// Keys that are scored together; their sums stay in the cache.
+/// Keys that are scored together, so that their sums stay in the cache.
 const CHUNK: usize = 4096;
 
-/// The scores of one step's queries with all words.
+/// The scores of all words for the queries of one step.
 pub(super) struct WordScores {
     /// The score of the mean key, `[r]`.
     pub mean: Vec<f32>,
-    /// The scores of the words, per stage and query head.
+    /// The scores of the words, by stage and query head.
     pub stages: Vec<Vec<WordTable>>,
 }
 
 /// The scores of the words of one stage for one query.
 pub(super) enum WordTable {
-    /// Groups of 16 words: entries rounded to u8 at a common step, of which a scan forms sums.
+    /// For groups of 16 words: entries rounded to u8 at a common step, which a scan sums.
     Rounded(Rounded),
-    /// Groups of 256 words: `[m,256]`.
+    /// For groups of 256 words: the scores, `[m,256]`.
     Exact(Vec<f32>),
 }
 
-/// Entries `least + step q` with q from 0 to 255; `least` is summed over the groups.
+/// Entries `least + step q` with q from 0 to 255. The field `least` is the sum of all groups' least entries.
 pub(super) struct Rounded {
     tables: signs::Tables,
     least: f32,
@@ -34,7 +34,7 @@ pub(super) struct Rounded {
 }
 
 impl WordTable {
-    /// Makes a table of the scores of m groups, `[m,words]`.
+    /// Makes a table from the scores of m groups, `[m,words]`.
     pub fn new(scores: Vec<f32>, words: usize) -> Self {
         match words {
             PATTERNS => Self::Rounded(Rounded::of(scores.as_chunks().0)),
@@ -42,7 +42,7 @@ impl WordTable {
         }
     }
 
-    /// Adds the sum of the entries of each code, `[n,width]`, to `out` `[n]` with n at most [`CHUNK`].
+    /// Adds the sum of the entries of each code, `[n,width]`, to `out` `[n]`, where n is at most [`CHUNK`].
     fn add(&self, codes: &[u8], out: &mut [f32]) {
         match self {
             Self::Rounded(rounded) => rounded.add(codes, out),
@@ -58,10 +58,10 @@ impl WordTable {
 }
 
 impl Rounded {
-    /// Rounds scores, `[m,16]`, to the nearest of 256 values of the widest group.
+    /// Rounds scores, `[m,16]`. The common step divides the range of the widest group into 255 steps.
     ///
     /// # Numerics
-    /// An entry is off by at most half a step. Scores that are not finite give scores that mean nothing.
+    /// An entry is off by at most half a step. If a score is not finite, the estimated scores are meaningless.
     fn of(groups: &[[f32; PATTERNS]]) -> Self {
         let least = |table: &[f32; PATTERNS]| table.iter().copied().fold(f32::INFINITY, f32::min);
         let largest = |table: &[f32; PATTERNS]| table.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -87,21 +87,21 @@ impl Rounded {
     }
 }
 
-/// The scores of many keys that have few different ones.
+/// The scores of many keys that take only few different values, the levels.
 #[derive(Default)]
 pub(super) struct Levels {
     /// The level of each key.
     pub of: Vec<u16>,
-    /// The highest of them.
+    /// The highest level of any key.
     pub highest: u16,
-    /// The scores of the levels up to the highest, ascending, with room for every other.
+    /// The score of each level up to the highest, ascending, with room for all other levels.
     pub scores: Vec<f32>,
 }
 
 impl Levels {
     /// Appends the score of every key to `out`.
     pub fn write(&self, out: &mut Vec<f32>) {
-        // As many as a level can be, so that no index has to be checked.
+        // There is one score for every possible level, so that no index has to be checked.
         if let Some(scores) = self.scores.first_chunk::<LEVELS>() {
             out.extend(self.of.iter().map(|level| scores[usize::from(*level)]));
         }
@@ -109,8 +109,9 @@ impl Levels {
 }
 
 impl WordScores {
-    /// Writes the estimated scores of n keys for query head `a` as levels, from the codes of the first stage, `[n,width]`;
-    /// returns whether it could, which takes groups of 16 words. The scores are those of [`Self::estimate`].
+    /// Writes the estimated scores of n keys for query head `a` as levels, from the codes of the first stage,
+    /// `[n,width]`. Returns false if it cannot, which is so unless groups have 16 words. The scores are those of
+    /// [`Self::estimate`].
     pub fn levels(&self, a: usize, n: usize, codes: &[u8], out: &mut Levels) -> bool {
         let WordTable::Rounded(rounded) = &self.stages[0][a] else {
             return false;
@@ -125,8 +126,8 @@ impl WordScores {
         true
     }
 
-    /// Writes the estimated scores of n keys for query head `a` to `out`, from the codes of their first stages, `[n,width]`
-    /// each.
+    /// Writes the estimated scores of n keys for query head `a` to `out`, from the codes of the first `codes.len()`
+    /// stages, `[n,width]` each.
     ///
     /// # Numerics
     /// f32, the stages in order.

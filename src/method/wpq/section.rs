@@ -20,30 +20,30 @@ use crate::store::Spec;
 /// Name of the section in an artifact.
 pub const SECTION: &str = "wpq";
 
-/// Words of each group, in the coordinates of its channels.
+/// The words of each group, in the coordinates of the group's channels.
 pub const CODEBOOK: &str = "wpq.codebook";
 /// Mean of the rotated keys.
 pub const MEAN: &str = "wpq.mean";
 /// Cholesky factor of the rotated queries' second moment.
 pub const CHOL: &str = "wpq.chol";
-/// Principal directions of the whitened keys, as columns, the largest variance first.
+/// Principal directions of the whitened keys as columns, the largest variance first.
 pub const ROTATION: &str = "wpq.rotation";
 
 /// The value of `--wpq-bits` that leaves the section out.
 const NONE: &str = "none";
 
-/// The parameters of a fit: what the manifest has of them.
+/// The parameters of a fit, as the manifest stores them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct WpqParams {
     /// Bits of a key's code.
     pub bits: usize,
     /// Words of each group: 16 or 256.
     pub words: usize,
-    /// Stages, one or two: the second encodes what the first leaves of a key.
+    /// Number of stages, one or two. The second encodes what the first leaves of a key.
     pub stages: usize,
     /// Maximum number of k-means passes.
     pub iterations: usize,
-    /// Seeds k-means, per layer, head, stage and group.
+    /// The seed of k-means, per layer, head, stage and group.
     pub seed: u64,
 }
 
@@ -53,12 +53,13 @@ impl WpqParams {
         self.bits / self.stages.max(1) / self.words.trailing_zeros().max(1) as usize
     }
 
-    /// Returns the channels of each group for keys of `d`; the last channel may stay empty in some groups.
+    /// Returns the number of channels per group for keys of `d` channels. In some groups, the last channel may stay
+    /// empty.
     pub fn group_dim(&self, d: usize) -> usize {
         d.div_ceil(self.groups())
     }
 
-    /// Returns the section's parameters in the manifest.
+    /// Returns the section's parameters for the manifest.
     pub fn manifest(&self) -> Result<Map<String, Value>> {
         let mut manifest = object(self)?;
         manifest.extend(object(&json!({
@@ -123,7 +124,8 @@ pub(super) struct WpqQuality {
 }
 
 impl WpqQuality {
-    /// Share of the variance of held-out keys (of calibration keys if none) that is left as error.
+    /// Returns the share of the variance of held-out keys (of calibration keys if there are none) that remains as
+    /// error.
     pub fn unexplained(&self) -> Option<f64> {
         let error = self.held_out_inertia.unwrap_or(self.inertia);
         (self.variance > 0.0).then(|| error / self.variance)
@@ -200,7 +202,7 @@ impl SectionKind for WpqSection {
         ])
     }
 
-    /// L is lower triangular with a positive diagonal, and the directions have length 1.
+    /// Checks that L is lower triangular with a positive diagonal, and that the directions have length 1.
     fn check(&self, section: &SectionView) -> Result<()> {
         let d = section.artifact.sizes.head_dim;
         let is_factor = |l: &[f32]| {

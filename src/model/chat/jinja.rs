@@ -1,6 +1,6 @@
 //! The template engine: Jinja with the environment that transformers offers.
 //!
-//! Nothing here bounds the memory, stack and time of a template; [`crate::sandbox`] does.
+//! Nothing here bounds the memory, stack and time that a template takes; [`crate::sandbox`] does.
 
 use std::ffi::CString;
 use std::io::{self, Write};
@@ -21,13 +21,13 @@ const FUEL: u64 = 1_000_000;
 /// Bytes that a rendering may have beyond 16 times the bytes of the messages.
 const SLACK: usize = 1 << 17;
 
-/// Most characters of an error message, which templates may write.
+/// Most characters of an error message, since templates can raise errors with a text of their own.
 const LONGEST_ERROR: usize = 1000;
 
 /// Compiles a template.
 ///
 /// # Errors
-/// What is wrong with its syntax.
+/// The text of a syntax error.
 pub fn compile(source: &str, tokens: &[(String, Value)]) -> Result<Environment<'static>, String> {
     let compiled = || {
         let mut environment = environment()?;
@@ -43,7 +43,7 @@ pub fn compile(source: &str, tokens: &[(String, Value)]) -> Result<Environment<'
 /// Renders a conversation with a compiled template.
 ///
 /// # Errors
-/// Why it fails: an error of the template, too many instructions or too much text.
+/// The text of the failure: an error of the template, too many instructions or too much text.
 pub fn render(
     environment: &Environment,
     messages: &[Message],
@@ -96,7 +96,8 @@ fn environment() -> Rendered<Environment<'static>> {
     Ok(environment)
 }
 
-/// Replaces the tags that mark the assistant's text for training, which have no effect here.
+/// Replaces the tags that mark the assistant's text for training by a condition that is always true, so that they have
+/// no effect.
 fn without_generation_tags(source: &str) -> String {
     let (mut out, mut rest) = (String::new(), source);
     while let Some(start) = rest.find("{%")

@@ -1,4 +1,4 @@
-//! Confidence intervals by the bootstrap: blocks of text, or lines of questions, are drawn again with replacement.
+//! Confidence intervals by the bootstrap: blocks of text, or lines of questions, are resampled with replacement.
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -10,15 +10,15 @@ pub const FEWEST: usize = 20;
 /// Number of resamples.
 const RESAMPLES: usize = 1000;
 
-/// Resamples of `n` units. Statistics that are computed on the same resamples are paired: the interval of a difference
-/// does not have the variance that the units give both sides.
+/// Resamples of `n` units. Statistics computed on the same resamples are paired: variance that the units give to both
+/// statistics does not widen the interval of their difference.
 pub struct Bootstrap {
     /// Per resample, `n` indices of units.
     resamples: Vec<Vec<usize>>,
 }
 
 impl Bootstrap {
-    /// Draws resamples of `n` units; `None` for less than [`FEWEST`].
+    /// Draws resamples of `n` units; `None` for fewer than [`FEWEST`].
     pub fn new(n: usize, seed: u64) -> Option<Self> {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mut resample = || (0..n).map(|_| rng.gen_range(0..n)).collect();
@@ -33,7 +33,7 @@ impl Bootstrap {
         interval
     }
 
-    /// Does so for several statistics.
+    /// Returns these percentiles for several statistics, all on the same resamples.
     pub fn intervals<const N: usize>(
         &self,
         statistics: impl Fn(&[usize]) -> [f64; N] + Sync,
@@ -47,8 +47,8 @@ impl Bootstrap {
     }
 }
 
-/// Returns the `share` quantile of values, by linear interpolation between the two nearest; 0 without a value. The
-/// values are reordered.
+/// Returns the `share` quantile of values, by linear interpolation between the two nearest values; 0 if there are none.
+/// The values are reordered.
 pub fn quantile(values: &mut [f64], share: f64) -> f64 {
     if values.is_empty() {
         return 0.0;
@@ -78,7 +78,7 @@ mod tests {
         assert_eq!(of(&mut [], 0.5), 0.0);
     }
 
-    /// The mean of n values that spread by sigma is known to 1.96 sigma / sqrt(n).
+    /// The mean of n values with standard deviation sigma is known to within 1.96 sigma / sqrt(n).
     #[test]
     fn the_interval_of_a_mean_is_that_of_the_normal_law() {
         let mut rng = ChaCha8Rng::seed_from_u64(1);

@@ -9,7 +9,7 @@ use serde::Serialize;
 use crate::kv::StaticSet;
 use crate::method::Choice;
 
-/// A mean, as its sum and the number of values; zero without a value.
+/// A mean, kept as its sum and the number of values; zero if there are no values.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 #[serde(into = "f64")]
 pub struct Mean {
@@ -40,9 +40,9 @@ impl AddAssign for Mean {
 /// The metrics of choices, as means over steps.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Metrics {
-    /// Share of the oracle's choice at the same budget.
+    /// Share of the oracle's choice at the same budget that the method chose too.
     pub recall: Mean,
-    /// True probability on what is attended, static set included, mean over the query group.
+    /// True probability of everything attended, static set included, averaged over the query group.
     pub mass: Mean,
     /// Relative L2 error of the group's attention output.
     pub output_error: Mean,
@@ -59,11 +59,11 @@ impl AddAssign for Metrics {
 /// The exact attention of one step of one KV head, against which choices are measured.
 pub(super) struct Judge<'a> {
     set: &'a StaticSet,
-    /// True probabilities of what is visible, `[r,n]`.
+    /// True probabilities of the visible positions, `[r,n]`.
     weights: ArrayView2<'a, f32>,
     /// Exact output, `[r,d]`.
     output: ArrayView2<'a, f32>,
-    /// Candidates by their sum over the group, the largest first, the lower position on ties.
+    /// Candidates by their probability summed over the query group, the largest first; the lower position on ties.
     ranked: Vec<u32>,
 }
 
@@ -143,12 +143,12 @@ pub(super) struct Prediction<'a> {
     logits: ArrayView1<'a, f32>,
     /// Logarithm of the sum of exponentials.
     lse: f64,
-    /// The most likely token, the lower one on ties.
+    /// The most likely token, the lower id on ties.
     pub top: usize,
 }
 
 impl<'a> Prediction<'a> {
-    /// Takes in logits, `[vocab]`.
+    /// Prepares a row of logits, `[vocab]`.
     ///
     /// # Numerics
     /// f64.

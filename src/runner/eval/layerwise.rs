@@ -1,9 +1,9 @@
 //! Evaluation layer by layer: every step of every block passes through one layer before the first passes through the
 //! next.
 //!
-//! The text is given, so the states of a step in one layer need those of the same and of earlier steps in the layer
-//! before, and nothing else. In memory are the weights of one layer, the hidden states of the blocks, those of each
-//! variant's steps, and the caches of the KV heads at work. The results are those of [`Evaluation::block`], which needs
+//! The text is given, so the states of a step in one layer depend only on the states of this step and of earlier steps
+//! in the layer before. Memory holds the weights of one layer, the hidden states of the blocks and of each variant's
+//! steps, and the caches of the KV heads being processed. The results are those of [`Evaluation::block`], which needs
 //! the whole model and every cache at once.
 //!
 //! [`Evaluation::block`]: super::Evaluation::block
@@ -28,7 +28,7 @@ use crate::runner::{Options, Shares};
 pub struct Passage {
     /// The text, from position 0 on.
     pub ids: Vec<u32>,
-    /// How many of its last tokens are fed one by one; the others are the prompt, at least one.
+    /// How many of its last tokens are fed one by one; the others, at least one, are the prompt.
     pub steps: usize,
 }
 
@@ -64,8 +64,8 @@ struct Run<'p> {
     passage: &'p Passage,
     /// Input of the next layer along the full trajectory, `[n, hidden]`.
     full: Array2<f32>,
-    /// Input of the next layer along those of the variants, `[variants steps, hidden]`; `None` if variants only choose
-    /// along the full trajectory.
+    /// Input of the next layer along the variants' own trajectories, `[variants steps, hidden]`; `None` if variants
+    /// only choose along the full trajectory.
     own: Option<Array2<f32>>,
     /// Per step and variant: the sum over layers.
     shares: Vec<Vec<Shares>>,
@@ -111,8 +111,8 @@ impl Layerwise<'_> {
         Ok(reports)
     }
 
-    /// Returns the shares of the bytes that variants read if they choose along the full trajectory; `None` for a variant
-    /// that tells no bytes.
+    /// Returns the shares of the bytes that variants read if they choose along the full trajectory; `None` for a
+    /// variant whose bytes are not known.
     ///
     /// # Errors
     /// Those of [`Layerwise::evaluate`].
@@ -190,7 +190,7 @@ impl Layerwise<'_> {
         Ok(())
     }
 
-    /// Adds what each step of a passage lost, by its logits.
+    /// Computes from the logits what each step of a passage lost, and returns the reports with these losses.
     fn close(&self, run: Run) -> Result<Vec<VariantReport>> {
         let Run {
             passage,

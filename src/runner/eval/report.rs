@@ -9,7 +9,8 @@ use super::judge::{Mean, Metrics, StepLoss};
 use crate::model::ModelConfig;
 use crate::runner::{Counts, Shares};
 
-/// How many decode steps of a turn the first entry of `by_position` has; every later one ends at twice the position.
+/// Number of decode steps of a turn that the first entry of `by_position` covers; every later entry ends at twice the
+/// position where the entry before it ends.
 const FIRST_STEPS: usize = 16;
 
 /// A question that was asked.
@@ -17,18 +18,18 @@ const FIRST_STEPS: usize = 16;
 pub struct Asked {
     /// Turn of its conversation, from 0.
     pub turn: usize,
-    /// What it belongs to, as the file says.
+    /// The group to which the file assigns it.
     pub group: Group,
-    /// Share of its answers that were found: 0 or 1 if it has one.
+    /// Share of its expected answers that were found: 0 or 1 if it has one answer.
     pub score: f64,
 }
 
-/// The questions that are counted together.
+/// What questions that are counted together have in common.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Group {
     /// Name of the task.
     pub task: Option<String>,
-    /// Tokens that the prompt was made for.
+    /// Length, in tokens, that the prompt was made for.
     pub length: Option<u64>,
 }
 
@@ -62,7 +63,7 @@ impl Answers {
         self.lines.iter().flatten()
     }
 
-    /// Counts the lines of which a question was asked.
+    /// Counts the lines from which a question was asked.
     pub fn lines(&self) -> usize {
         self.lines.iter().filter(|line| !line.is_empty()).count()
     }
@@ -72,7 +73,7 @@ impl Answers {
         self.all().count()
     }
 
-    /// Returns the mean score; `None` without a question.
+    /// Returns the mean score; `None` if no question was asked.
     pub fn accuracy(&self) -> Option<f64> {
         mean_score(self.all()).map(|mean| mean.into())
     }
@@ -115,9 +116,9 @@ fn mean_score<'a>(asked: impl Iterator<Item = &'a Asked>) -> Option<Mean> {
 pub struct Losses {
     /// Mean KL(full || variant) of the next token, in nats.
     pub kl: f64,
-    /// Its median over the steps.
+    /// Median of the KL over the steps.
     pub kl_median: f64,
-    /// Its 99th percentile.
+    /// 99th percentile of the KL over the steps.
     pub kl_p99: f64,
     /// Share of steps with the same most likely token.
     pub top1_equal: f64,
@@ -126,7 +127,7 @@ pub struct Losses {
 }
 
 impl Losses {
-    /// Computes the losses of some steps; 0 of none.
+    /// Computes the losses of some steps; without steps, the perplexity ratio is 1 and everything else 0.
     fn of<'a>(steps: impl Iterator<Item = &'a StepLoss> + Clone) -> Self {
         let mut kl: Vec<f64> = steps.clone().map(|step| step.kl).collect();
         let mean = |values: &mut dyn Iterator<Item = f64>| {
@@ -147,20 +148,20 @@ impl Losses {
 /// The metrics of some steps, over all layers and heads.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct StepMetrics {
-    /// Of the choices along the full trajectory.
+    /// Metrics of the choices along the full trajectory.
     #[serde(flatten)]
     pub choices: Metrics,
-    /// Of the next token along the own one.
+    /// Losses of the next token along the variant's own trajectory.
     #[serde(flatten)]
     pub losses: Losses,
 }
 
-/// The losses of the steps of every turn that lie between two positions.
+/// The losses of those steps of all turns that lie in a range of steps within their turn.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct PositionLosses {
-    /// First step of a turn, from 1.
+    /// First step of the range, counted from 1 at the start of a turn.
     first: usize,
-    /// Last step.
+    /// Last step of the range.
     last: usize,
     steps: usize,
     #[serde(flatten)]
@@ -172,16 +173,16 @@ pub struct PositionLosses {
 pub struct LayerErrors {
     /// Mean over steps and KV heads, per layer.
     output_error_by_layer: Vec<f64>,
-    /// Its median over the layers.
+    /// Median of the layers' means.
     output_error_median: f64,
-    /// The fewest layers that make up half of the mean's sum, the largest error first.
+    /// The fewest layers whose errors make up half of the sum over all layers, the largest error first.
     output_error_layers: Vec<usize>,
 }
 
 /// The results of one variant on all blocks.
 #[derive(Clone, Debug, Default)]
 pub struct VariantReport {
-    /// Per layer and KV head.
+    /// Metrics per layer and KV head.
     pub heads: Vec<Vec<Metrics>>,
     /// Per block and turn: the choices along the full trajectory.
     choices: Vec<Vec<Metrics>>,
@@ -193,11 +194,11 @@ pub struct VariantReport {
     pub counts: Counts,
     /// Decode steps, those of needles included.
     steps: usize,
-    /// Sum over decode steps of the mean over layers.
+    /// The shares of each decode step, averaged over layers and summed over steps.
     shares: Shares,
     /// Bytes of the indexes at the end of each block or needle, summed over layers and KV heads.
     index_bytes: f64,
-    /// Positions of these indexes.
+    /// Positions of these indexes, summed in the same way.
     positions: f64,
 }
 
@@ -210,18 +211,18 @@ impl VariantReport {
         }
     }
 
-    /// Counts the blocks of which a step was decoded.
+    /// Counts the blocks in which a step was decoded.
     pub fn blocks(&self) -> usize {
         self.losses.iter().filter(|steps| !steps.is_empty()).count()
     }
 
-    /// Adds up all turns of all blocks.
+    /// Returns the metrics over all turns of all blocks.
     pub fn whole(&self) -> StepMetrics {
         let all: Vec<usize> = (0..self.losses.len()).collect();
         self.of_blocks(&all)
     }
 
-    /// Adds up all turns of some blocks; a block that is given twice counts twice.
+    /// Returns the metrics over all turns of some blocks; a block that is given twice counts twice.
     pub fn of_blocks(&self, blocks: &[usize]) -> StepMetrics {
         let mut choices = Metrics::default();
         let turns = blocks.iter().flat_map(|block| &self.choices[*block]);
@@ -254,7 +255,7 @@ impl VariantReport {
         (0..turns).map(of).collect()
     }
 
-    /// Returns the losses by the step's place in its turn: steps 1 to 16, 17 to 32, 33 to 64, and so on.
+    /// Returns the losses by the place of a step in its turn: steps 1 to 16, 17 to 32, 33 to 64, and so on.
     pub fn by_position(&self) -> Vec<PositionLosses> {
         let longest = self.losses.iter().flatten().map(|step| step.place + 1).max();
         let (mut out, mut first) = (Vec::new(), 1);
@@ -347,7 +348,7 @@ impl VariantReport {
         }
     }
 
-    /// Adds a step; `sum` is its sum over layers.
+    /// Adds the shares of a step; `sum` is their sum over layers.
     pub(super) fn add_step(&mut self, sum: &Shares, layers: usize) {
         self.shares.add_step(sum, layers);
         self.steps += 1;
@@ -360,7 +361,7 @@ impl VariantReport {
         }
     }
 
-    /// Adds an index of one KV head at the end of a block or needle of `positions` positions.
+    /// Adds the size of one KV head's index at the end of a block or needle of `positions` positions.
     pub(super) fn add_index(&mut self, bytes: usize, positions: usize) {
         self.index_bytes += bytes as f64;
         self.positions += positions as f64;

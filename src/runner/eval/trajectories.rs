@@ -1,4 +1,4 @@
-//! The trajectories of one block or conversation: the caches along the full one, and along each variant's own.
+//! The trajectories of one block or conversation: the caches along the full trajectory, and along each variant's own.
 
 use ndarray::{Array1, Array2, Axis};
 use rayon::prelude::*;
@@ -15,13 +15,13 @@ use crate::method::Choice;
 use crate::model::ModelConfig;
 use crate::model::forward::{Context, Forward, Rows};
 
-/// The full trajectory and one per variant.
+/// The full trajectory, and one trajectory per variant.
 pub(super) struct Trajectories {
     /// Per layer and KV head.
     pub heads: Vec<Vec<HeadTrajectories>>,
-    /// Positions fed.
+    /// Number of positions fed.
     pub len: usize,
-    /// How many of them in decode steps.
+    /// How many of these positions were fed in decode steps.
     pub steps: usize,
     /// Whether shadows choose along the full trajectory.
     judged: bool,
@@ -43,7 +43,7 @@ pub(super) struct HeadTrajectories {
 
 /// The results of one KV head in one decode step.
 pub(super) struct HeadStep {
-    /// Per variant, if choices are judged.
+    /// Per variant: its metrics, if choices are judged.
     pub metrics: Vec<Metrics>,
     /// Per variant: its choice along its own trajectory, and the bytes of the index that it read.
     pub chosen: Vec<(Choice, usize)>,
@@ -81,9 +81,9 @@ impl Trajectories {
         }
     }
 
-    /// Runs a prompt with exact attention along every trajectory. The first prompt is the same for all of them;
-    /// a later one attends each trajectory's own cache. Returns the logits after the prompt, `[vocab]` for each
-    /// trajectory, the full one first.
+    /// Runs a prompt with exact attention along every trajectory. The first prompt is the same for all trajectories; in
+    /// a later prompt, each trajectory attends its own cache. Returns the logits after the prompt, `[vocab]` for each
+    /// trajectory, the full trajectory first.
     pub fn prompt(&mut self, forward: &dyn Forward, ids: &[u32]) -> Result<Vec<Array1<f32>>> {
         let windows = &forward.decoder().config.windows;
         let (heads, leaders) = (&mut self.heads, &self.leaders);
@@ -119,7 +119,7 @@ fn prefill_full(
 ) -> Context {
     let exact: Vec<&KvHead> = heads.iter().map(|h| &h.exact).collect();
     let stored: Option<Vec<&KvHead>> = heads.iter().map(|h| h.stored.as_ref()).collect();
-    // Methods see earlier positions as rounded by the variants' caches.
+    // Methods see earlier positions as the variants' caches round them.
     let stored = stored.filter(|caches| !caches[0].is_empty());
     let rounded = stored.map(|caches| {
         let (q, k, v) = (rows.q_rope.clone(), rows.k_rope.clone(), rows.v.clone());
@@ -139,7 +139,7 @@ fn prefill_full(
     context
 }
 
-/// Returns for each variant the first one of the same method.
+/// Returns, for each variant, the first variant of the same method.
 pub(super) fn leaders(variants: &[Variant]) -> Vec<usize> {
     let leader = |of: &Variant| variants.iter().position(|v| v.number == of.number);
     variants.iter().filter_map(leader).collect()
@@ -170,8 +170,9 @@ impl HeadTrajectories {
         }
     }
 
-    /// Adds a prompt to the full trajectory; `seen` has earlier rows as the variants' caches hold them. After the first
-    /// prompt a variant copies the index of its leader, if indexes do not depend on the budget.
+    /// Adds a prompt to the full trajectory; `seen` holds earlier rows as the variants' caches round them. After the
+    /// first prompt, a variant copies the index of the first variant of its method (its leader), if indexes do not
+    /// depend on the budget.
     pub fn prefill(&mut self, exact: &PromptRows, seen: &PromptRows, leaders: &[usize]) {
         let is_first = self.exact.is_empty();
         exact.cache(&mut self.exact);
@@ -193,7 +194,7 @@ impl HeadTrajectories {
         }
     }
 
-    /// Starts each variant's own trajectory after the first prompt; without judging, shadows end here.
+    /// Starts each variant's own trajectory after the first prompt; drops the shadows if choices are not judged.
     pub fn branch(&mut self, judged: bool) {
         let kv = self.stored.as_mut().unwrap_or(&mut self.exact);
         let forks = self.shadows.iter().map(|shadow| Head {

@@ -1,4 +1,4 @@
-//! What the reply to a question must have, and how it is judged.
+//! What the reply to a question must contain, and how the reply is judged.
 
 use crate::error::Result;
 use crate::runner::eval::Judgement;
@@ -9,15 +9,15 @@ const SLACK: usize = 8;
 /// Tokens that may stand between two answers of a reply.
 pub(super) const BETWEEN: usize = 8;
 
-/// What the reply to a single question must have.
+/// What the reply to a single question must contain.
 pub(super) enum Expected {
-    /// It must begin with this text.
+    /// The reply must begin with this text.
     Text(String),
-    /// It must begin with these tokens.
+    /// The reply must begin with these tokens.
     Ids(Vec<u32>),
-    /// It should have each of these texts, as words of their own; within so many tokens.
+    /// The reply should have each of these texts, as separate words, within this number of tokens.
     Texts(Vec<String>, usize),
-    /// It should have each of these sequences of tokens.
+    /// The reply should have each of these sequences of tokens.
     IdLists(Vec<Vec<u32>>),
 }
 
@@ -33,7 +33,8 @@ impl Expected {
             }
     }
 
-    /// Judges the tokens of a reply so far, of which `text` makes the text; `ended` says that the last one ends it.
+    /// Judges the tokens of a reply so far. `text` turns the tokens into text; `ended` says that the last token ends
+    /// the reply.
     pub(super) fn judge(
         &self,
         said: &[u32],
@@ -55,7 +56,7 @@ impl Expected {
             Self::Texts(answers, _) => {
                 let text = text()?;
                 let found = answers.iter().filter_map(|answer| word_end(&text, answer));
-                // What follows could still make a longer word of the last one.
+                // Text that follows could still make the last word found a part of a longer word.
                 let complete = found.clone().all(|end| end < text.len());
                 Judgement::from_share(found.count(), answers.len(), complete, ended)
             }
@@ -67,7 +68,7 @@ impl Expected {
     }
 }
 
-/// Returns where a text first has `word` with no letter or digit beside it; the end of it, in bytes.
+/// Returns the end, in bytes, of the first occurrence of `word` in a text that has no letter or digit beside it.
 fn word_end(text: &str, word: &str) -> Option<usize> {
     let joins = |c: Option<char>| c.is_some_and(char::is_alphanumeric);
     let ends = text
@@ -81,7 +82,8 @@ fn word_end(text: &str, word: &str) -> Option<usize> {
 }
 
 impl Judgement {
-    /// Judges a reply that must begin with its answer, of which it has all (`found`) or nothing wrong yet (`agrees`).
+    /// Judges a reply that must begin with its answer: `found` if it has the whole answer, `agrees` if nothing in it is
+    /// wrong so far.
     fn from_start(found: bool, agrees: bool) -> Self {
         Self {
             score: f64::from(u8::from(found)),

@@ -19,7 +19,7 @@ impl Avx512 {
     }
 }
 
-/// Adds halves, quarters or pairs of two vectors and puts the sums of both side by side.
+/// Adds the halves, quarters or pairs within each of two vectors, and puts the sums of both vectors side by side.
 macro_rules! join {
     ($shuffle:ident, $low:literal, $high:literal, $a:expr, $b:expr) => {
         _mm512_add_ps($shuffle::<$low>($a, $b), $shuffle::<$high>($a, $b))
@@ -90,7 +90,8 @@ impl Simd for Avx512 {
         unsafe { _mm512_mask_xor_ps(v, lanes, v, _mm512_set1_ps(-0.0)) }
     }
 
-    /// A permutation looks the four values up; it reads the low four bits of each index, so the values repeat.
+    /// One permutation looks up all four values. It reads the low four bits of each index, so the table repeats the
+    /// values.
     #[inline(always)]
     fn two_bits(self, codes: u32, step: f32, zero: f32) -> __m512 {
         // SAFETY: see the impl.
@@ -109,7 +110,7 @@ impl Simd for Avx512 {
         unsafe { widen_pair(pair) }
     }
 
-    /// Joins vectors in pairs, so that every addition works on whole registers.
+    /// Joins the vectors in pairs, so that every addition uses whole registers.
     #[inline(always)]
     fn sums(self, v: &[__m512; LANES]) -> [f32; LANES] {
         // SAFETY: see the impl.
@@ -253,7 +254,7 @@ impl Simd for Avx2 {
         }
     }
 
-    /// As with AVX-512; the permutation reads the low three bits of each index.
+    /// As with AVX-512, but the permutation reads the low three bits of each index.
     #[inline(always)]
     fn two_bits(self, codes: u32, step: f32, zero: f32) -> [__m256; 2] {
         // SAFETY: see the impl.

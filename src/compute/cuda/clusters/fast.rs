@@ -6,34 +6,40 @@ use super::super::points::PointRows;
 use super::{Clustering, TILE, WARPS};
 use crate::error::Result;
 
-/// Bytes of a slab of `nearest_fast`, `[TILE,64]` of f16, and slabs of centroids in flight.
+/// Bytes of one slab of `nearest_fast`, `[TILE,64]` in f16. `STAGES` slabs of centroids are in flight.
 const SLAB_BYTES: usize = TILE * 64 * 2;
 const STAGES: usize = 4;
-/// The widest rows of `nearest_fast`.
+/// The largest row width w that `nearest_fast` takes.
 const FAST_WIDTH: usize = 256;
 const _: () = assert!(shared_bytes(FAST_WIDTH) == kernels::NearestFast::KERNEL.shared_bytes);
 
 /// The inputs and results of the search on the tensor cores.
 pub struct Fast<'d> {
-    /// `[n,w]` of f16, and two norms of each row.
+    /// The rows in f16, `[n,w]`.
     pub rows: Buffer<'d, u16>,
+    /// Two norms per row.
     pub norms: Buffer<'d, f32>,
-    /// `[capacity,w]` of f16, and the scaled biases.
+    /// The centroids in f16, `[capacity,w]`.
     pub centroids: Buffer<'d, u16>,
+    /// The scaled biases.
     pub biases: Buffer<'d, f32>,
     /// M rounded up to whole tiles.
     pub capacity: usize,
-    /// Three bounds over the centroids, and the bits of their largest magnitude.
+    /// Three bounds over the centroids.
     pub bounds: Buffer<'d, u32>,
+    /// The bits of the centroids' largest magnitude.
     pub largest: Buffer<'d, u32>,
-    /// Four candidates per row, the rows without candidates, and the number of those rows.
+    /// Four candidates per row.
     pub candidates: Buffer<'d, u64>,
+    /// The rows for which the candidates do not suffice.
     pub list: Buffer<'d, u32>,
+    /// The number of rows in `list`.
     pub listed: Buffer<'d, u32>,
 }
 
 impl<'d> Fast<'d> {
-    /// Returns `None` if the device or the width does not allow the search on tensor cores.
+    /// Makes the buffers, and rounds the rows to f16; `None` if the device or the row width does not allow the search
+    /// on the tensor cores.
     pub fn new(rows: &PointRows<'d>, size: usize, largest: &Buffer<'d, u32>) -> Result<Option<Self>> {
         let (driver, b, n, w) = (rows.driver, rows.b, rows.n, rows.w);
         let fits = w <= FAST_WIDTH && shared_bytes(w) <= driver.shared_bytes();
@@ -59,7 +65,7 @@ impl<'d> Fast<'d> {
 }
 
 impl Clustering<'_> {
-    /// Finds the candidates of each row among the centroids in range.
+    /// Finds the candidates of each row among the centroids in range, at most `most` per head.
     pub(super) fn find_candidates(
         &self,
         rows: &PointRows,
@@ -115,8 +121,8 @@ impl Clustering<'_> {
     }
 }
 
-/// Shared memory of a block of `nearest_fast` and `nearest_codewords`: the slabs of its rows, and those of centroids in
-/// flight.
+/// Returns the shared memory, in bytes, of a block of `nearest_fast` or `nearest_codewords`: the slabs of its rows and
+/// the slabs of centroids in flight.
 pub const fn shared_bytes(w: usize) -> usize {
     (w.div_ceil(64) + STAGES) * SLAB_BYTES
 }

@@ -1,4 +1,4 @@
-//! Compiling the kernels at run time, by NVRTC.
+//! Compiles the kernels at run time, by NVRTC.
 
 use std::ffi::{CString, c_char};
 
@@ -8,10 +8,10 @@ use cudarc::nvrtc::sys::{self, nvrtcProgram};
 use super::super::kernels;
 use crate::error::{Error, Result};
 
-/// Machine code of all kernels for a chip.
+/// Compiles all kernels to machine code for a chip of this compute capability.
 ///
 /// # Errors
-/// NVRTC is not there, or does not know the chip: exit code 3.
+/// NVRTC is missing, or does not know the chip: exit code 3.
 pub fn compile(capability: (i32, i32)) -> Result<Vec<u8>> {
     // SAFETY: looks for the library and closes it again.
     if !unsafe { sys::is_culib_present() } {
@@ -51,7 +51,7 @@ fn machine_code(program: nvrtcProgram, capability: (i32, i32)) -> Result<Vec<u8>
     unsafe { sys::nvrtcGetCUBINSize(program, &mut size) }
         .result()
         .map_err(|e| failed("has no machine code", e))?;
-    // Whole 64-bit words, as the driver reads them.
+    // The driver reads the image as 64-bit words, so it is stored in whole words.
     let mut words = vec![0u64; size.div_ceil(8)];
     // SAFETY: the words have room for `size` bytes.
     unsafe { sys::nvrtcGetCUBIN(program, words.as_mut_ptr().cast::<c_char>()) }

@@ -1,4 +1,4 @@
-//! Products by cuBLAS, where its library is found.
+//! Products by cuBLAS, if its library is found.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -11,7 +11,7 @@ use cudarc::cublas::sys::{
 use crate::compute::cuda::driver::Product;
 use crate::error::{Error, Result};
 
-/// An open library.
+/// The open cuBLAS library.
 pub struct Products {
     handle: cublasHandle_t,
 }
@@ -23,7 +23,7 @@ unsafe impl Send for Products {}
 unsafe impl Sync for Products {}
 
 impl Products {
-    /// Opens the library, or says why it is not used; kvsmith's kernels take its place.
+    /// Opens the library. The error says why it is not used; kvsmith's own kernels then take its place.
     pub fn open() -> std::result::Result<Self, String> {
         // SAFETY: looks for the library and closes it again.
         if !unsafe { sys::is_culib_present() } {
@@ -46,7 +46,7 @@ impl Products {
         };
         let (one, add) = (1.0f32, if product.accumulate { 1.0f32 } else { 0.0 });
         let at = |address: u64| address as *const c_void;
-        // Its matrices are column after column: what we store as out `[m,n]` is to it out^T = W x^T.
+        // cuBLAS's matrices are column-major: our row-major out `[m,n]` is, to cuBLAS, out^T = W x^T.
         // SAFETY: the addresses are those of live buffers with as many values, as `linear` checked.
         unsafe {
             result::gemm_ex(

@@ -1,4 +1,4 @@
-//! Launches that are noted once and started together: CUDA graphs.
+//! Launches that are recorded once and started together, as CUDA graphs.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -12,28 +12,28 @@ use super::failed;
 use crate::compute::cuda::driver::Launch;
 use crate::error::{Error, Result};
 
-/// The first version of the driver that has the functions used here.
+/// The first CUDA version of the driver that has the functions used here.
 const OLDEST: i32 = 12_000;
 
-/// A launch with everything it needs.
+/// A recorded launch with everything that it needs.
 pub struct Noted {
-    /// Its name, for errors.
+    /// The name of the kernel, for errors.
     pub kernel: &'static str,
     pub function: CUfunction,
     pub shape: Launch,
-    /// The arguments, in the low bytes.
+    /// The arguments; each value is in the low bytes.
     pub values: Vec<u64>,
 }
 
 impl Noted {
-    /// The driver copies each argument from where its pointer points, as many bytes as the kernel declares: the low
-    /// ones, both machines being little-endian.
+    /// Returns a pointer to each argument. The driver copies as many bytes from each pointer as the kernel declares;
+    /// these are the low bytes, since host and device are both little-endian.
     fn pointers(&mut self) -> Vec<*mut c_void> {
         let values = self.values.iter_mut();
         values.map(|v| ptr::from_mut(v).cast::<c_void>()).collect()
     }
 
-    /// Starts it now.
+    /// Starts the launch now.
     ///
     /// # Safety
     /// See [`Driver::launch`](crate::compute::cuda::driver::Driver::launch).
@@ -48,7 +48,8 @@ impl Noted {
     }
 }
 
-/// What is being noted, and what was. Each thread notes its own launches: others go on launching theirs.
+/// The recording in progress of each thread, and the finished recordings. Each thread records its own launches, while
+/// other threads go on starting theirs.
 #[derive(Default)]
 pub struct Recordings {
     noting: HashMap<ThreadId, Vec<Noted>>,
@@ -58,12 +59,12 @@ pub struct Recordings {
 
 struct Graph {
     graph: CUgraph,
-    /// Null until it is made.
+    /// Null until the graph is instantiated.
     started: CUgraphExec,
 }
 
 impl Recordings {
-    /// From here on this thread's launches are noted; false where the driver is too old.
+    /// Starts recording this thread's launches; returns false if the driver is too old.
     pub fn begin(&mut self) -> bool {
         let mut version = 0;
         // SAFETY: writes a number to where the pointer points.
@@ -74,12 +75,12 @@ impl Recordings {
         self.is_noting()
     }
 
-    /// Whether this thread's launches are noted.
+    /// Returns whether this thread's launches are being recorded.
     pub fn is_noting(&self) -> bool {
         self.noting.contains_key(&thread::current().id())
     }
 
-    /// Notes a launch, or gives it back to be started.
+    /// Records a launch; gives it back, to be started, if this thread is not recording.
     pub fn note(&mut self, launch: Noted) -> Option<Noted> {
         match self.noting.get_mut(&thread::current().id()) {
             Some(launches) => {
@@ -90,7 +91,7 @@ impl Recordings {
         }
     }
 
-    /// Ends this thread's noting: one launch after the other.
+    /// Ends this thread's recording, in which each launch depends on the one before it, and returns its number.
     pub fn end(&mut self, context: CUcontext) -> Result<u64> {
         let launches = self.noting.remove(&thread::current().id());
         let launches = launches.ok_or_else(|| Error::failed("CUDA: no launches were recorded"))?;
@@ -100,7 +101,7 @@ impl Recordings {
         Ok(self.next)
     }
 
-    /// Starts what was noted.
+    /// Starts the launches of a recording.
     pub fn replay(&self, number: u64) -> Result<()> {
         let graph = self.graphs.get(&number);
         let graph = graph.ok_or_else(|| Error::failed(format!("CUDA: no recording {number}")))?;
@@ -109,12 +110,12 @@ impl Recordings {
             .map_err(|e| failed("recorded launches did not start", e))
     }
 
-    /// Gives a recording back.
+    /// Frees a recording.
     pub fn forget(&mut self, number: u64) {
         self.graphs.remove(&number);
     }
 
-    /// Gives all back.
+    /// Frees all recordings.
     pub fn clear(&mut self) {
         self.graphs.clear();
     }

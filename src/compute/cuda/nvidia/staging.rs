@@ -1,4 +1,4 @@
-//! Copies through page-locked memory, which run while the host goes on.
+//! Copies through page-locked memory, which run while the host continues.
 
 use std::ffi::{c_uint, c_void};
 use std::ptr;
@@ -11,10 +11,10 @@ use super::failed;
 use crate::compute::cuda::driver::Part;
 use crate::error::{Error, Result};
 
-/// Most bytes of one piece on its way to the device.
+/// The most bytes of one piece of a copy to the device.
 const PIECE: usize = 4 << 20;
 
-/// Page-locked memory, and when its copies are done.
+/// Page-locked memory, with an event that tells when its copies are done.
 struct Pinned {
     at: *mut u8,
     bytes: usize,
@@ -25,7 +25,7 @@ struct Pinned {
 unsafe impl Send for Pinned {}
 
 impl Pinned {
-    /// `None` where the system locks no more memory.
+    /// Allocates page-locked memory; `None` if the system locks no more memory.
     fn new(bytes: usize) -> Result<Option<Self>> {
         let portable: c_uint = sys::CU_MEMHOSTALLOC_PORTABLE;
         // SAFETY: the memory is not read before it is written.
@@ -44,13 +44,13 @@ impl Pinned {
         Ok(Some(pinned))
     }
 
-    /// Notes that all copies so far are to be waited for.
+    /// Records the event after all copies so far.
     fn mark(&self) -> Result<()> {
         // SAFETY: the event was created in `new`; the null stream is the one everything goes through.
         unsafe { result::event::record(self.event, ptr::null_mut()) }.map_err(|e| failed("no event", e))
     }
 
-    /// Waits for what was marked; at once where nothing was.
+    /// Waits for the recorded event; returns at once if none was recorded.
     fn wait(&self) -> Result<()> {
         // SAFETY: as above.
         unsafe { result::event::synchronize(self.event) }
@@ -61,7 +61,7 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         if !self.event.is_null() {
-            // A copy that is still running must not lose its memory.
+            // The memory must outlive a copy that is still running.
             let _ = self.wait();
             // SAFETY: created in `new`, destroyed once.
             let _ = unsafe { result::event::destroy(self.event) };
@@ -71,17 +71,17 @@ impl Drop for Pinned {
     }
 }
 
-/// The memory that copies in each direction go through.
+/// The page-locked memory for copies in each direction.
 #[derive(Default)]
 pub struct Staging {
     arriving: Mutex<Option<Pinned>>,
-    /// Taken in turns.
+    /// Two pieces of memory, used in turns; the number says which was used last.
     leaving: Mutex<(usize, [Option<Pinned>; 2])>,
 }
 
 impl Staging {
-    /// See [`Driver::fetch`](crate::compute::cuda::driver::Driver::fetch); false where no memory can be locked, and then
-    /// nothing was done.
+    /// See [`Driver::fetch`](crate::compute::cuda::driver::Driver::fetch); returns false, and does nothing, if no
+    /// memory can be locked.
     pub fn fetch(&self, parts: &mut [Part<'_>], meanwhile: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
         let mut arriving = self.arriving.lock().map_err(|_| broken())?;
         let total = parts
@@ -115,7 +115,7 @@ impl Staging {
         Ok(true)
     }
 
-    /// See [`Driver::send`](crate::compute::cuda::driver::Driver::send); false where no memory can be locked.
+    /// See [`Driver::send`](crate::compute::cuda::driver::Driver::send); returns false if no memory can be locked.
     pub fn send(&self, to: u64, bytes: &[u8]) -> Result<bool> {
         let mut leaving = self.leaving.lock().map_err(|_| broken())?;
         let (turn, both) = &mut *leaving;
@@ -124,7 +124,7 @@ impl Staging {
             let Some(pinned) = at_least(&mut both[*turn], piece.len())? else {
                 return Ok(false);
             };
-            // Until what it was last used for has left.
+            // Waits until the last copy from this memory is done.
             pinned.wait()?;
             // SAFETY: within the memory, which nobody else has while the lock is held, and no copy reads any more.
             let room = unsafe { std::slice::from_raw_parts_mut(pinned.at, piece.len()) };
@@ -138,13 +138,13 @@ impl Staging {
         Ok(true)
     }
 
-    /// Gives all memory back.
+    /// Frees all page-locked memory.
     pub fn clear(&mut self) {
         *self = Self::default();
     }
 }
 
-/// The memory with room for `bytes`, made anew where it has less.
+/// Returns page-locked memory of at least `bytes` bytes, allocating it anew if the present memory is smaller.
 fn at_least(pinned: &mut Option<Pinned>, bytes: usize) -> Result<Option<&Pinned>> {
     if pinned.as_ref().is_none_or(|p| p.bytes < bytes) {
         drop(pinned.take());

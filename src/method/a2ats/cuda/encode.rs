@@ -1,4 +1,5 @@
-//! Encoding of a prompt's keys on the GPU: whitening, a search on the tensor cores, and the final choice in f32.
+//! Encodes a prompt's keys on the GPU: whitening, a search for candidate codewords on the tensor cores, and the final
+//! choice in f32.
 
 use half::f16;
 
@@ -12,28 +13,29 @@ use crate::compute::cuda::width;
 use crate::error::{Error, Result};
 use crate::kv::cuda::{Positions, Shape};
 
-/// Rows per tile of the search, and rows that share one read of all codewords.
+/// Rows per tile of the search; `LISTED` rows share one read of all codewords.
 const TILE: usize = 128;
 const LISTED: usize = 8;
 
-/// Buffers to encode the keys of a prompt; shared by all layers of a shape.
+/// The buffers for encoding the keys of a prompt; all layers of the same shape share them.
 pub struct Encoder<'d> {
     driver: &'d dyn Driver,
     shape: Shape,
-    /// Most rows of a KV head at once.
+    /// The most rows per KV head that are encoded at once.
     rows: usize,
-    /// `[b,g,rows,w]`: z, and the same in f16.
+    /// The whitened rows z, `[b,g,rows,w]`.
     z: Buffer<'d, f32>,
+    /// The whitened rows in f16, `[b,g,rows,w]`.
     halves: Buffer<'d, u16>,
-    /// `[b,g,rows,2]`: norms of a scaled row, and of its rounding error.
+    /// The norms of each scaled row and of its rounding error, `[b,g,rows,2]`.
     norms: Buffer<'d, f32>,
-    /// `[b,g]`: the bits of the largest magnitude.
+    /// The bits of the largest magnitude, `[b,g]`.
     largest: Buffer<'d, u32>,
-    /// `[b,g,rows]`: four codewords each.
+    /// Four candidate codewords per row, `[b,g,rows]`.
     candidates: Buffer<'d, u64>,
-    /// `[b,g,rows]`: rows of the last part that needed the scores of all codewords.
+    /// The rows of the last part that needed the scores of all codewords, `[b,g,rows]`.
     list: Buffer<'d, u32>,
-    /// `[b,g]`: how many those are.
+    /// The number of rows in `list`, `[b,g]`.
     pub listed: Buffer<'d, u32>,
 }
 
@@ -61,7 +63,7 @@ impl<'d> Encoder<'d> {
         })
     }
 
-    /// Computes z of the rows `first..first + n` of keys `[b,g,m,d]`, in f32 and f16.
+    /// Computes z for the rows `first..first + n` of keys `[b,g,m,d]`, in f32 and in f16.
     fn whiten(&self, keys: &Buffer<'_, f32>, of: &Codebooks<'_>, [first, n, m]: [usize; 3]) -> Result<()> {
         let (shape, d, w) = (&self.shape, self.shape.head_dim, width(self.shape.head_dim));
         let across = shape.sequences * w.div_ceil(64);
@@ -89,7 +91,7 @@ impl<'d> Encoder<'d> {
         rows.halve(&self.largest, &self.halves, &self.norms)
     }
 
-    /// Finds the candidate codewords of `n` rows.
+    /// Finds the candidate codewords of the first `n` whitened rows.
     fn search(&self, of: &Codebooks<'_>, n: usize) -> Result<()> {
         let w = width(self.shape.head_dim);
         kernels::NearestCodewords {
@@ -110,11 +112,11 @@ impl<'d> Encoder<'d> {
 }
 
 impl A2ats<'_> {
-    /// Encodes the keys of the last `m` positions, `[b,g,m,d]`, before rotation with windowed RoPE, else after;
-    /// `positions` already counts them.
+    /// Encodes the keys of the last `m` positions, `[b,g,m,d]`, given before rotation with windowed RoPE, else after.
+    /// `positions` already counts these positions.
     ///
     /// # Numerics
-    /// The codes of [`A2ats::append`], bit for bit: f32, the lower codeword on ties.
+    /// The codes are those of [`A2ats::append`], bit for bit: f32, the lower codeword wins a tie.
     ///
     /// # Errors
     /// The encoder has another shape.
@@ -141,8 +143,8 @@ impl A2ats<'_> {
         Ok(())
     }
 
-    /// Writes the codes of `n` of the last `m` positions, from `first` on: the best of their candidates, or of all
-    /// codewords where the candidates do not decide it.
+    /// Writes the codes of `n` of the last `m` positions, from the `first` of them on. A code is the best of the row's
+    /// candidates, or the best of all codewords where the candidates do not decide.
     fn settle(
         &self,
         codebooks: &Codebooks<'_>,
@@ -157,7 +159,7 @@ impl A2ats<'_> {
         let (list, listed) = (encoder.list.ptr(), encoder.listed.ptr());
         let (size, capacity) = (self.size, self.shape.capacity);
         encoder.listed.zero()?;
-        // The arguments of both kernels, and one that only one has.
+        // The arguments that both kernels take, and those that only one of them takes.
         macro_rules! arguments {
             ($kernel:ident $(, $more:ident)?) => {
                 kernels::$kernel {
@@ -185,13 +187,13 @@ impl A2ats<'_> {
     }
 }
 
-/// ||c||²/2 of each codeword, and its bounds for the search, for codewords `[g,size,w]`.
+/// ||c||²/2 of each codeword, and the bounds that the search needs, for codewords `[g,size,w]`.
 pub(crate) struct Norms {
-    /// `[g,size]`.
+    /// ||c||²/2, `[g,size]`.
     pub halves: Vec<f32>,
-    /// `[g,padded]`: the negated values, and minus infinity beyond the last codeword.
+    /// -||c||²/2, and minus infinity in the padding after the last codeword, `[g,padded]`.
     pub biases: Vec<f32>,
-    /// `[g,2]`: the largest norm, and the largest of `halves`.
+    /// The largest norm ||c||, and the largest of `halves`, `[g,2]`.
     pub bounds: Vec<f32>,
 }
 
@@ -202,7 +204,7 @@ impl Norms {
             let squares = |c: &[f16]| c.iter().map(|v| v.to_f64() * v.to_f64()).sum::<f64>();
             let own: Vec<f32> = head.chunks(w).map(|c| (squares(c) / 2.0) as f32).collect();
             let largest = own.iter().copied().fold(0.0, f32::max);
-            // Rounded up, as halves are to nearest.
+            // The norm is rounded up, because `halves` are rounded to nearest.
             bounds.extend([(2.0 * largest).sqrt() * 1.000_001, largest]);
             biases.extend(own.iter().map(|v| -v));
             biases.resize(biases.len().next_multiple_of(TILE), f32::NEG_INFINITY);

@@ -22,7 +22,7 @@ use crate::method::cuda::{
 struct CodeIndex<'d> {
     codebooks: Codebooks<'d>,
     state: A2ats<'d>,
-    /// Whether codes are of keys before rotation.
+    /// Whether the codes encode keys before rotation.
     is_pre_rope: bool,
     encoder: SharedPrompt<Encoder<'d>>,
 }
@@ -52,7 +52,7 @@ impl CudaMethod for A2atsMethod {
 }
 
 impl CodeIndex<'_> {
-    /// Returns the rows that are encoded or scored: before rotation with windowed RoPE, else after.
+    /// Returns the rows to encode or score: before rotation with windowed RoPE, else after.
     fn rows<'a>(&self, rows: Rotated<'a>) -> &'a Buffer<'a, f32> {
         if self.is_pre_rope { rows.pre } else { rows.rope }
     }
@@ -92,7 +92,7 @@ impl CudaIndex for CodeIndex<'_> {
         self.state.bytes()
     }
 
-    /// The codebook and the candidates' codes.
+    /// Counts the codebook and the codes of the candidates.
     fn step_bytes(&self, set: &StaticSet) -> Option<usize> {
         let A2ats { shape, size, .. } = &self.state;
         Some(2 * (size * shape.head_dim + set.candidates.len()))

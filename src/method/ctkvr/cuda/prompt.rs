@@ -1,4 +1,4 @@
-//! The centroids of a prompt: chosen queries, and for each the visible positions with the largest weights.
+//! The centroids of a prompt: chosen queries, and for each a list of the visible positions with the largest weights.
 
 use std::ops::Range;
 
@@ -11,28 +11,30 @@ use crate::kv::cuda::attend::LayerRows;
 use crate::kv::cuda::{Limits, Positions, Shape};
 use crate::method::topk::cuda::{BestByWeight, Weighed};
 
-/// Most scores that are held at once, unless one query has more, and most queries.
+/// The most scores that are held at once, unless a single query has more; `MOST_QUERIES` is the most queries.
 const MOST_SCORES: usize = 1 << 26;
 const MOST_QUERIES: usize = 32;
 
-/// Buffers to build the lists of a sequence's prompt; shared by all layers.
+/// The buffers that build the lists of a sequence's prompt; all layers share them.
 pub struct Lists<'d> {
     sequence: usize,
     prompt: Range<usize>,
-    /// Queries per pass, n.
+    /// The number of queries per pass, n.
     at_once: usize,
-    /// Rows of the queries, `[n]`, and the queries, `[n,h,d]`.
+    /// The rows of the queries in the prompt, `[n]`.
     at: Buffer<'d, u32>,
+    /// The queries, `[n,h,d]`.
     queries: Buffer<'d, f32>,
-    /// What each query sees and may list, `[n,4]`, and the length of its list, `[n]`.
+    /// The positions that each query sees and may list, `[n,4]`: see `span`.
     spans: Buffer<'d, u32>,
+    /// The length of each query's list, `[n]`.
     wants: Buffer<'d, u32>,
-    /// Every query counts as a sequence.
+    /// Ranks the positions; each query counts as a sequence.
     weights: BestByWeight<'d>,
 }
 
 impl<'d> Lists<'d> {
-    /// Allocates the buffers for the positions `prompt` of a sequence; `like` is the index of any layer.
+    /// Allocates the buffers for the positions `prompt` of a sequence; `like` is the index of any one layer.
     ///
     /// # Errors
     /// Out of memory.
@@ -44,7 +46,7 @@ impl<'d> Lists<'d> {
             sequences: at_once,
             ..*shape
         };
-        // Layers with a sliding window have no longer lists.
+        // Lists in layers with a sliding window are no longer than this.
         let longest = like.space.sizes.list_len(capacity).max(1);
         Ok(Self {
             sequence,
@@ -58,8 +60,8 @@ impl<'d> Lists<'d> {
         })
     }
 
-    /// Returns what the query at position `p` sees and may list: the first visible position, the number of positions
-    /// before the first listed one, the end of the listed ones, and the end of the visible ones.
+    /// Returns, for the query at position `p`: the first visible position, the number of visible positions before the
+    /// first one that may be listed, the end of the positions that may be listed, and the end of the visible positions.
     fn span(&self, p: usize, limits: &Limits) -> [u32; 4] {
         let own = visible(p, limits.model_window);
         let start = own.start.max(limits.sinks).min(own.end);
@@ -74,11 +76,11 @@ impl Ctkvr<'_> {
         lists.prompt.start == 0 || !self.space.sizes.params.ct_keep
     }
 
-    /// Adds the rotated queries `[h,m,d]` of the last `m` positions; `rows` hold all that they see. After the last ones
-    /// comes [`Ctkvr::end_of_prompt`].
+    /// Adds the rotated queries `[h,m,d]` of the last `m` positions; `rows` must hold all positions that they see.
+    /// After the last queries, [`Ctkvr::end_of_prompt`] must follow.
     ///
     /// # Numerics
-    /// f32; the lower position on ties.
+    /// f32; the lower position wins a tie.
     ///
     /// # Source
     /// Algorithm 1.
@@ -113,7 +115,7 @@ impl Ctkvr<'_> {
         Ok(())
     }
 
-    /// Returns the slot of the oldest centroid and the number of centroids before the prompt.
+    /// Returns the slot of the oldest centroid and the number of centroids, both before the prompt.
     fn ring_of(&self, lists: &Lists<'_>) -> Result<[usize; 2]> {
         if lists.prompt.start == 0 {
             return Ok([0, 0]);
@@ -122,7 +124,7 @@ impl Ctkvr<'_> {
         Ok([state[0] as usize, state[1] as usize])
     }
 
-    /// Copies the queries at `places` and their spans, and writes them as centroids from `slot` on.
+    /// Copies the queries at `places` and their spans, and stores the queries as centroids in the slots from `slot` on.
     fn take_queries(
         &self,
         queries: &Buffer<'_, f32>,
@@ -133,7 +135,7 @@ impl Ctkvr<'_> {
         let (shape, slots) = (&self.shape, self.space.slots);
         let at: Vec<u32> = places.iter().map(|p| (p - first) as u32).collect();
         lists.at.write(&at)?;
-        // Unused entries see nothing.
+        // Unused entries have a span in which nothing is visible.
         let mut spans = vec![[0; 4]; lists.at_once];
         let mut wants = vec![1; lists.at_once];
         for ((span, want), p) in spans.iter_mut().zip(&mut wants).zip(places) {
@@ -208,7 +210,8 @@ impl Ctkvr<'_> {
         let held = (count + new).min(most);
         state[0] = ((oldest + count + new - held) % slots) as u32;
         state[1] = held as u32;
-        // A short later prompt leaves what the older centroids have not seen to the fresh positions.
+        // After a later prompt that is too short to replace all centroids, the positions that the older centroids'
+        // lists lack stay fresh.
         if prompt.start == 0 || prompt.len() >= most {
             state[2] = prompt.end.saturating_sub(self.limits.window) as u32;
         }

@@ -18,12 +18,12 @@ use crate::method::cuda::{
 };
 use crate::method::lfps::{self as method, LfpsMethod, Threshold};
 
-/// The tables of a layer. After a prompt the CPU makes them, from its last queries and all cached rows.
+/// The tables of a layer. After a prompt, the CPU makes them from the prompt's last queries and all cached rows.
 struct TableIndex<'d> {
     lfps: Lfps<'d>,
     /// The empty state of each KV head.
     heads: Vec<method::Lfps>,
-    /// The last queries so far of every query head, at most `rows`.
+    /// For every query head, its last queries so far, at most `rows` of them.
     queries: RefCell<Vec<Vec<f32>>>,
     rows: usize,
 }
@@ -43,7 +43,7 @@ impl CudaMethod for LfpsMethod {
                 lfps: Lfps::new(at.driver, at.shape, limits, &self.params, space)?,
                 heads: (0..at.shape.kv_heads).map(head).collect(),
                 queries: RefCell::new(vec![Vec::new(); at.shape.kv_heads * at.shape.group]),
-                // The last query also gives the variance of the scores.
+                // At least one, because the last query also gives the variance of the scores.
                 rows: self.params.lfps_rows.max(1),
             })
         })
@@ -101,7 +101,8 @@ impl CudaIndex for TableIndex<'_> {
     }
 }
 
-/// Returns the state of a KV head after a prompt with these last queries `[r,w,d]` and cached keys and values `[n,d]`.
+/// Returns the state of a KV head after a prompt, given the prompt's last queries `[r,w,d]` and the cached keys and
+/// values `[n,d]`.
 fn filled(
     empty: &method::Lfps,
     queries: &[f32],
@@ -118,7 +119,7 @@ fn filled(
     let mut head = empty.clone();
     head.fill(&Prompt {
         first: n - w,
-        // The method reads rotated rows only.
+        // lfps reads rotated keys only.
         k_pre: ArrayView2::from_shape((0, d), &[])?,
         q_rope: ArrayView3::from_shape((r, w, d), queries)?,
         keys,

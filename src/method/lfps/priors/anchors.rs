@@ -1,5 +1,5 @@
-//! How well the tables of the 32 rows before a row predict its attention. Gives the split between the tables, their
-//! decay, the threshold, and how long top positions persist.
+//! Measures how well the tables made from the 32 rows before a row predict its attention. This gives the split between
+//! the two tables, their decay and the threshold, and how long top positions persist.
 
 use std::ops::Range;
 
@@ -14,21 +14,22 @@ use crate::compute::attention::visible;
 use crate::compute::simd;
 use crate::kv::static_set::WINDOW;
 
-/// The smallest mass whose logarithm is taken; smaller ones count as this.
+/// The smallest mass whose logarithm is taken; a smaller mass counts as this one.
 pub const MASS_FLOOR: f64 = 1e-6;
 
-/// The scalars of a head that are measured with a history of rows.
+/// The scalars of a head whose measurement needs the rows before an anchor.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Dynamic {
-    /// lv / (lv + ls), where lv and ls are the masses on the best 2 % of positions by each undecayed table.
+    /// lv / (lv + ls), where lv and ls are the masses that the vertical and the slash table, undecayed, capture with
+    /// their best 2 % of positions.
     pub lambda: f64,
-    /// The decay with the largest mean log mass on the best 2 % of positions by both tables together.
+    /// The decay with the largest mean log mass on the 2 % of positions that are best by both tables together.
     pub gamma: f64,
     /// The largest alpha whose candidates keep 95 % of the mass of the true top-k.
     pub alpha: f64,
-    /// Mean share of the non-sinks that hold 95 % of their mass.
+    /// Mean share of the non-sinks that hold 95 % of the non-sinks' mass.
     pub k_fraction: f64,
-    /// Mean overlap of the top 2 % at each lag.
+    /// Mean overlap of the top 2 % of positions at each lag.
     pub persist: [f64; LAGS.len()],
 }
 
@@ -74,26 +75,27 @@ pub(super) fn measure(head: &SampledHead) -> Dynamic {
 
 /// The measurements at one anchor.
 struct Measured {
-    /// Masses on the best positions by each table.
+    /// The masses on the positions that are best by each table.
     vertical: f64,
     slash: f64,
-    /// For each alpha the share of the top-k mass within the expanded candidates.
+    /// For each alpha, the share of the top-k mass that the expanded candidates hold.
     kept: [f64; ALPHAS.len()],
     k_fraction: f64,
     persist: [f64; LAGS.len()],
 }
 
-/// Softmax weights of an anchor and of the rows before it.
+/// The softmax weights of an anchor and of the rows before it.
 struct AnchorWeights {
-    /// `[33, span]`, oldest row first; zero at sinks and at positions that a row does not see.
+    /// The weights over the span, `[33, span]`, oldest row first; zero at sinks and at positions that a row does not
+    /// see.
     weights: Vec<f32>,
-    /// Positions of the span.
+    /// Number of positions of the span.
     width: usize,
-    /// The non-sinks that each row sees, within the span.
+    /// The non-sinks that each row sees, as a range within the span.
     seen: Vec<Range<usize>>,
-    /// Positions that the anchor sees, sinks included.
+    /// Number of positions that the anchor sees, sinks included.
     n_visible: usize,
-    /// The number of non-sinks, from the first, of which the thresholds take mean and deviation.
+    /// How many of the non-sinks, from the first on, give the thresholds' mean and deviation.
     population: usize,
 }
 
@@ -131,12 +133,12 @@ impl AnchorWeights {
         &self.weights[row * self.width..(row + 1) * self.width]
     }
 
-    /// Returns the non-sinks that the anchor sees.
+    /// Returns the non-sinks that the anchor sees, as a range within the span.
     fn own(&self) -> Range<usize> {
         self.seen[HISTORY].clone()
     }
 
-    /// Returns the vertical and the slash table before the anchor, at the positions that it sees.
+    /// Returns the vertical and the slash table as they are before the anchor, at the non-sinks that the anchor sees.
     ///
     /// # Source
     /// The tables of arXiv 2506.15704 (Eq. 4, 10) in offset form, filled with exact weights.
@@ -147,7 +149,8 @@ impl AnchorWeights {
             let factor = decay.powi(lag as i32 - 1) as f32;
             let line = self.line(lag);
             simd::axpy(factor, line, &mut vertical);
-            // The same offset is `lag` positions further on for the anchor.
+            // A position at some offset from the earlier row corresponds to the position `lag` further on for the
+            // anchor.
             if lag < width {
                 simd::axpy(factor, &line[..width - lag], &mut slash[lag..]);
             }
@@ -181,7 +184,7 @@ impl AnchorWeights {
         }
     }
 
-    /// Per alpha: the share of the mass of the true top-k that the expanded candidates have.
+    /// Returns, for each alpha, the share of the mass of the true top-k that the expanded candidates hold.
     fn kept(&self, weights: &[f32]) -> [f64; ALPHAS.len()] {
         let (vertical, slash) = self.tables(GAMMA);
         let wide = |table: Vec<f32>| -> Vec<f64> { table.into_iter().map(f64::from).collect() };
@@ -203,7 +206,7 @@ impl AnchorWeights {
         })
     }
 
-    /// Returns for each decay the log of the mass on the best positions by both tables together.
+    /// Returns, for each decay, the log of the mass on the positions that are best by both tables together.
     fn caught(&self, lambda: f64) -> [f64; GAMMAS.len()] {
         let weights = &self.line(0)[self.own()];
         GAMMAS.map(|gamma| {
@@ -217,7 +220,7 @@ impl AnchorWeights {
     }
 }
 
-/// Returns the size of the top set of n positions.
+/// Returns the size of the top set among n positions.
 fn top_size(n: usize) -> usize {
     (n / TOP_DIVISOR).max(1)
 }
@@ -233,7 +236,7 @@ fn top(values: &[f32], m: usize) -> Vec<u32> {
     places
 }
 
-/// Returns the smallest number of largest weights that hold 95 % of the sum.
+/// Returns how many of the largest weights it takes to hold 95 % of the sum.
 fn count_of_mass(weights: &[f32]) -> usize {
     let mut descending = weights.to_vec();
     descending.sort_unstable_by(|a, b| b.total_cmp(a));

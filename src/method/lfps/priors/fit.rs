@@ -1,4 +1,4 @@
-//! The priors of a layer: the quantities of single rows, and the result together with those of the anchors.
+//! The priors of a layer: the quantities of single rows, and the result of combining them with those of the anchors.
 
 use std::ops::Range;
 
@@ -19,17 +19,17 @@ use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::kv::static_set::SINKS;
 
-/// Scores whose exponentials are summed in f32 before they are added to a sum in f64.
+/// Scores whose exponentials are summed in f32 before the result is added to an f64 sum.
 const SUM_TILE: usize = 256;
 
-/// The fit of the section.
+/// The fit of the section `lfps`.
 ///
 /// # Numerics
 /// Scores and weights in f32, sums over positions and rows in f64, in an order that does not depend
 /// on the number of threads.
 pub(super) struct PriorsFit {
     pub sample: Sample,
-    /// The positions of which the thresholds take mean and deviation.
+    /// The positions over which the thresholds' mean and deviation are taken.
     pub population: Population,
 }
 
@@ -50,7 +50,7 @@ impl Fit for PriorsFit {
         let (d, float) = (text.sizes.head_dim, size_of::<f32>());
         let keys = text.n * (d * float + size_of::<usize>());
         let queries = self.sample.rows.len() * d * float;
-        // Scores of a tile of rows with all positions of a block, and its rotations.
+        // The scores of a tile of rows with all positions of a block, and the rotations of the block.
         let scores = text.threads * TILE * text.longest_block * float;
         keys + queries + scores + text.longest_block * d * float
     }
@@ -94,7 +94,7 @@ impl Fit for PriorsFit {
 }
 
 impl PriorsFit {
-    /// Makes the quality report of a KV head, with an array over its query heads for each quantity.
+    /// Makes the quality report of a KV head; each quantity is an array over its query heads.
     fn report(&self, fits: &[HeadFit]) -> Report {
         let of = |i: usize| fits.iter().map(|fit| fit.scalars[i]).collect::<Value>();
         let shown = SCALARS.iter().enumerate().filter_map(|(i, name)| match *name {
@@ -110,15 +110,15 @@ impl PriorsFit {
     }
 }
 
-/// The sampled queries of one query head, and the keys of its KV head.
+/// The sampled queries of one query head, with the keys of its KV head.
 pub(super) struct SampledHead<'a> {
     /// Rotated keys of the whole text: `[n,d]`.
     pub keys: ArrayView2<'a, f32>,
-    /// Rotated queries of `sample.rows`, over sqrt(d): `[rows,d]`.
+    /// Rotated queries of `sample.rows`, divided by sqrt(d): `[rows,d]`.
     pub queries: ArrayView2<'a, f32>,
     pub sample: &'a Sample,
     pub window: Option<usize>,
-    /// The positions of which the thresholds take mean and deviation.
+    /// The positions over which the thresholds' mean and deviation are taken.
     pub population: Population,
 }
 
@@ -129,12 +129,12 @@ impl SampledHead<'_> {
         rows.map(|row| row - tile.block.start).collect()
     }
 
-    /// Returns the positions that a row sees besides the sinks.
+    /// Returns the non-sinks that the row at position `p` sees.
     pub fn non_sinks(&self, p: usize) -> Range<usize> {
         visible(p, self.window).start.max(SINKS)..p + 1
     }
 
-    /// Returns the scores of a tile's rows with a span of positions of its block: `[rows, span]`, row by row.
+    /// Returns the scores of a tile's rows with a span of positions of the block: `[rows, span]`, row by row.
     pub fn scores(&self, tile: &Tile, span: Range<usize>) -> Vec<f32> {
         let queries = self.queries.select(Axis(0), &tile.at);
         let (first, end) = (tile.block.start + span.start, tile.block.start + span.end);
@@ -154,7 +154,7 @@ pub(super) fn softmax(x: &mut [f32]) -> f64 {
     f64::from(max) + sum.ln()
 }
 
-/// Returns the log-sum-exp of a few scores; negative infinity for none.
+/// Returns the log-sum-exp of a few scores; negative infinity if there are none.
 fn lse(x: &[f32]) -> f64 {
     let max = f64::from(simd::max(x));
     let sum: f64 = x.iter().map(|v| (f64::from(*v) - max).exp()).sum();
@@ -165,11 +165,13 @@ fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// The quantities of one row besides its mass per bucket.
+/// The quantities of one row, other than its mass per bucket.
 struct RowStats {
-    /// Log masses of the sinks, of all other positions, and of the most recent ones of these.
+    /// The log mass of the sinks.
     sink: f64,
+    /// The log mass of all other positions.
     rest: f64,
+    /// The log mass of the most recent of these other positions.
     local: f64,
     /// ln(number of non-sinks) + mean score: the log-normal estimate of `rest` without the variance.
     flat: f64,
@@ -179,7 +181,7 @@ struct RowStats {
     rho: f64,
 }
 
-/// The masses of a tile summed over its rows, and the quantities of each row.
+/// The masses of a tile, summed over its rows, and the quantities of each row.
 struct TileSums {
     slash: Vec<f64>,
     vert: Vec<f64>,
@@ -224,7 +226,7 @@ impl TileSums {
     }
 }
 
-/// Adds a row's weights to the buckets of their offsets; the last weight has offset 0.
+/// Adds a row's weights to the buckets of their offsets. The last weight has offset 0, the one before it offset 1.
 fn add_slash(slash: &mut [f64], weights: &[f32]) {
     for (sum, w) in slash[..EXACT].iter_mut().zip(weights.iter().rev()) {
         *sum += f64::from(*w);
@@ -243,8 +245,8 @@ fn add_slash(slash: &mut [f64], weights: &[f32]) {
     }
 }
 
-/// Adds a row's weights to the buckets of their positions i: 4..63 exact, then by i/p for the row's position p, where
-/// bucket b has 2^-(b+1) < i/p <= 2^-b and the last one all smaller ones.
+/// Adds a row's weights to the buckets of their positions i: one bucket each for positions 4..63, then by i/p, where p
+/// is the row's position. There, bucket b holds 2^-(b+1) < i/p <= 2^-b, and the last bucket all smaller shares.
 fn add_vert(vert: &mut [f64], weights: &[f32], positions: Range<usize>) {
     let (first, p) = (positions.start, positions.end - 1);
     for (i, w) in positions.take_while(|i| *i < STRUCTURAL_END).zip(weights) {
@@ -267,7 +269,7 @@ fn add_vert(vert: &mut [f64], weights: &[f32], positions: Range<usize>) {
 struct HeadFit {
     slash: Vec<f64>,
     vert: Vec<f64>,
-    /// In the order of [`SCALARS`].
+    /// The scalars in the order of [`SCALARS`].
     scalars: Vec<f64>,
 }
 
@@ -297,8 +299,7 @@ fn fit_head(head: &SampledHead) -> Result<HeadFit> {
 /// Computes the scalars in the order of [`SCALARS`].
 ///
 /// # Source
-/// Eq. 5, 6 and 11 to 14 of arXiv 2506.15704 for l_sink, l_glob, l_loc and spars; the correction
-/// `glob_bias` is ours.
+/// Eq. 5, 6 and 11 to 14 of arXiv 2506.15704 for l_sink, l_glob, l_loc and spars. The correction `glob_bias` is ours.
 fn scalars(rows: &[RowStats], dynamic: &Dynamic) -> Vec<f64> {
     let sink: Vec<f64> = rows.iter().map(|row| sigmoid(row.sink - row.rest)).collect();
     let (sink_mean, sink_std) = mean_std(&sink);
@@ -320,7 +321,7 @@ fn scalars(rows: &[RowStats], dynamic: &Dynamic) -> Vec<f64> {
     out
 }
 
-/// Returns mean and population standard deviation; zeros for no values.
+/// Returns the mean and the population standard deviation; zeros if there are no values.
 fn mean_std(x: &[f64]) -> (f64, f64) {
     let n = x.len().max(1) as f64;
     let mean = x.iter().sum::<f64>() / n;
@@ -328,7 +329,8 @@ fn mean_std(x: &[f64]) -> (f64, f64) {
     (mean, variance.sqrt())
 }
 
-/// Returns the smallest of ascending values that at least `percent` percent of them do not exceed; zero for no values.
+/// Returns the smallest of the ascending values that at least `percent` percent of them do not exceed; zero if there
+/// are no values.
 fn quantile(ascending: &[f64], percent: usize) -> f64 {
     let rank = (ascending.len() * percent).div_ceil(100);
     rank.checked_sub(1).map_or(0.0, |i| ascending[i])
@@ -340,7 +342,7 @@ mod tests {
 
     #[test]
     fn the_local_estimate_has_five_positions() {
-        // One block of 14, rows from 7 on; the score of position i is i/10, of every query.
+        // One block of 14 rows, of which rows from 7 on are sampled. Position i has the score i/10 under every query.
         let kept = [true; 14];
         let sample = Sample::new(&[0, 14], &kept);
         let keys = Array2::from_shape_fn((14, 1), |(i, _)| i as f32 / 10.0);

@@ -1,5 +1,5 @@
-//! The rows from which the priors are computed. They depend on the blocks alone, so they are known before any
-//! state is captured, and only their queries need to be kept.
+//! The rows from which the priors are computed. They depend only on the blocks, so they are known before any state is
+//! captured, and only the queries of these rows need to be kept.
 
 use std::ops::Range;
 
@@ -7,11 +7,11 @@ use super::HISTORY;
 use crate::kv::static_set::SINKS;
 use crate::stats::sampling::{TextBlocks, evenly};
 
-/// Most rows of which single-row quantities are taken, over all blocks.
+/// The most rows, over all blocks, that single-row quantities are taken from.
 pub const MAX_ROWS: usize = 4096;
-/// Most anchors: rows that are measured together with the rows before them.
+/// The most anchors. An anchor is a row that is measured together with the rows before it.
 pub const MAX_ANCHORS: usize = 64;
-/// The first position of a block that is sampled; in a block shorter than twice that, the middle.
+/// Rows are sampled from this position of their block on; in a block shorter than twice this, from the middle on.
 const FIRST: usize = 1024;
 /// Rows per tile.
 pub(super) const TILE: usize = 64;
@@ -23,7 +23,7 @@ pub struct Sample {
     pub rows: Vec<usize>,
     /// The blocks of the text.
     pub(super) blocks: TextBlocks,
-    /// The rows of which single-row quantities are taken, in tiles within one block.
+    /// The rows that single-row quantities are taken from, in tiles that each lie within one block.
     pub(super) tiles: Vec<Tile>,
     /// The anchors, each with the [`HISTORY`] rows before it; all of them are in `rows`.
     pub(super) anchors: Vec<Tile>,
@@ -39,11 +39,12 @@ pub(super) struct Tile {
 }
 
 impl Sample {
-    /// Chooses at most 4,096 of the kept rows that see a non-sink, from position min(1024, L/2) of their block on, and
-    /// as anchors at most 64 of those whose 32 predecessors are kept and see a non-sink too. Both are evenly spaced:
-    /// item j of m is number floor(j n / m) of n.
+    /// Chooses among the kept rows that see a non-sink and are at position min(1024, L/2) of their block or later,
+    /// where L is the length of the block. Single-row quantities use at most 4,096 of these rows. Anchors are at most
+    /// 64 of those whose 32 predecessors are also kept and see a non-sink. Both choices are evenly spaced: item j of m
+    /// is number floor(j n / m) of n.
     ///
-    /// `block_start` has the first row of each block and then n; `kept` marks the rows that may be chosen.
+    /// `block_start` holds the first row of each block and then n; `kept` marks the rows that may be chosen.
     pub fn new(block_start: &[u32], kept: &[bool]) -> Self {
         let blocks = TextBlocks::new(block_start);
         let (mut eligible, mut looks_back) = (Vec::new(), Vec::new());
@@ -88,7 +89,7 @@ impl Sample {
         }
     }
 
-    /// Returns the number of rows of which single-row quantities are taken.
+    /// Returns the number of rows that single-row quantities are taken from.
     pub fn n_rows(&self) -> usize {
         self.tiles.iter().map(|t| t.at.len()).sum()
     }
@@ -105,7 +106,7 @@ mod tests {
 
     #[test]
     fn rows_follow_the_rule() {
-        // Blocks of 3 (sinks alone), 100, 40 (not kept), 6,000 with a gap, and 30 rows.
+        // Blocks of 3 rows (sinks alone), 100, 40 (not kept), 6,000 with a gap, and 30 rows.
         let block_start = [0, 3, 103, 143, 6143, 6173];
         let mut kept = vec![true; 6173];
         kept[103..143].fill(false);
@@ -116,7 +117,7 @@ mod tests {
             at.map(|i| sample.rows[i]).collect()
         };
         let kept_range = |a: usize, b: usize| (a..b).filter(|i| kept[*i]).collect::<Vec<_>>();
-        // From L/2, from 1,024 and from L/2 again.
+        // From L/2, from 1,024 and again from L/2 on.
         let eligible = [
             kept_range(53, 103),
             kept_range(1167, 6143),
@@ -129,7 +130,8 @@ mod tests {
         assert_eq!(rows(&sample.tiles), expected);
         assert!(sample.tiles.iter().all(|t| t.at.len() <= 64));
 
-        // 32 kept rows before, none of them a sink: not within the first 36 rows nor after the gap.
+        // 32 kept rows before the row, none of them a sink: neither the first 36 rows of a block nor the 32 rows after
+        // the gap.
         let looks_back: Vec<usize> = eligible
             .iter()
             .copied()

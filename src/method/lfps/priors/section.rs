@@ -20,9 +20,9 @@ use crate::model::Sizes;
 use crate::progress::Log;
 use crate::store::Spec;
 
-/// The parameter that names the population of the thresholds.
+/// The parameter that says which positions give the thresholds' mean and deviation.
 const POPULATION: &str = "population";
-/// The parameters that sections of earlier versions lack.
+/// The parameters that sections written by earlier versions lack.
 const LATER: [&str; 2] = [POPULATION, "population_window"];
 
 /// Mean mass per offset bucket.
@@ -43,8 +43,8 @@ pub struct PriorsParams {
     pub lfps_population: Population,
 }
 
-/// Reads the population of the thresholds from the section's parameters. A section without it was made before there
-/// was a choice, and by [`Population::All`].
+/// Reads the population of the thresholds from the section's parameters. A section without this parameter was made
+/// before there was a choice, with [`Population::All`].
 pub fn population(params: &Map<String, Value>) -> Result<Population> {
     let recorded = params.get(POPULATION).map(Population::deserialize);
     let invalid = |_| {
@@ -57,7 +57,7 @@ pub fn population(params: &Map<String, Value>) -> Result<Population> {
         .map(Option::unwrap_or_default)
 }
 
-/// The section's parameters in the manifest.
+/// Returns the section's parameters for the manifest.
 pub fn manifest(population: Population) -> Result<Map<String, Value>> {
     object(&json!({
         "sinks": SINKS,
@@ -90,7 +90,7 @@ pub fn manifest(population: Population) -> Result<Map<String, Value>> {
     }))
 }
 
-/// What is shown of the quality report of a KV head, as docs/artifact.md defines it: values per query head.
+/// The values of a KV head's quality report that are shown, one per query head; docs/artifact.md defines the report.
 #[derive(Deserialize)]
 struct PriorsQuality {
     rows: usize,
@@ -103,7 +103,7 @@ struct PriorsQuality {
     persist_32: Vec<f64>,
 }
 
-/// Mean over the query heads of a KV head.
+/// Returns the mean over the query heads of a KV head.
 fn mean(values: &[f64]) -> Option<f64> {
     (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
 }
@@ -123,7 +123,7 @@ const LEGEND: &str = "(means over the query heads; bypassed = share of rows with
 overlap of the best 2 % after 32 steps; no method reads rows, sink mass and
 these two, which describe the heads)\n";
 
-/// Warns where the text is too short for priors, which then say nothing.
+/// Warns if the text is so short that the priors say nothing.
 fn warn_if_short(sample: &Sample, log: Log) {
     let missing = match (sample.n_rows(), sample.n_anchors()) {
         (0, _) => "all LFPS priors are",
@@ -167,7 +167,7 @@ impl SectionKind for LfpsSection {
         }))
     }
 
-    /// Parameters of another version are refused, whose buckets or scalars may mean something else.
+    /// Refuses parameters of another version, whose buckets or scalars may have another meaning.
     fn specs(&self, params: &Map<String, Value>, sizes: Sizes) -> Result<Vec<Spec>> {
         for (name, value) in manifest(population(params)?)? {
             let is_earlier = LATER.contains(&&name[..]) && !params.contains_key(&name);
@@ -184,12 +184,12 @@ impl SectionKind for LfpsSection {
         ])
     }
 
-    /// Values are finite, masses sum to one, probabilities are within 0 and 1.
+    /// Checks that values are finite, masses sum to one, and probabilities are from 0 to 1.
     fn check(&self, section: &SectionView) -> Result<()> {
         for (name, width) in [(SLASH, super::SLASH), (VERT, super::VERT)] {
             for mass in section.read::<f32>(name)?.chunks_exact(width) {
                 let sum: f64 = mass.iter().map(|m| f64::from(*m)).sum();
-                // The comparison is false for a NaN.
+                // Written so that a NaN fails the check: every comparison with NaN is false.
                 let whole = (sum - 1.0).abs() <= 1e-3;
                 if !whole || mass.iter().any(|m| *m < 0.0) {
                     return Err(section.damaged(format!("`{name}` is not a share of mass")));

@@ -3,34 +3,35 @@
 use super::super::groups::PATTERNS;
 use crate::compute::signs::{self, MOST_GROUPS};
 
-/// Rows of a scan that are summed and compared together; their sums stay in the cache.
+/// Rows of a scan that are summed and compared together, so that their sums stay in the cache.
 pub(super) const CHUNK: usize = 4096;
-/// The sample takes the first [`SAMPLED`] rows of every [`SAMPLE`] times that number.
+/// The sample takes the first [`SAMPLED`] rows of every [`SAMPLE`] times [`SAMPLED`] rows.
 pub(super) const SAMPLE: usize = 16;
-/// Consecutive rows of the sample.
+/// Consecutive rows per part of the sample.
 pub(super) const SAMPLED: usize = 256;
-/// The largest relative error of a rounding in f32.
+/// The largest relative error of one rounding in f32.
 const UNIT: f64 = 1.0 / (1u64 << 24) as f64;
 
 /// The rounded scores of the sign patterns.
 pub(super) struct Rounded {
     tables: signs::Tables,
-    /// Two keys whose sums differ by more than this are in the order of their scores.
+    /// If the sums of two keys differ by more than this, they are in the order of the keys' scores.
     pub gap: u32,
     /// The largest possible sum.
     most: usize,
 }
 
 impl Rounded {
-    /// Rounds scores `[groups,16]`; `None` if some are not finite, if no group has different scores, or if sums could
+    /// Rounds scores `[groups,16]`; `None` if some are not finite, if no group has scores that differ, or if sums could
     /// exceed 16 bits.
     ///
     /// # Numerics
-    /// An entry x of a group with least entry m is `m + step q + e`, with one step for all groups, so a sum of
-    /// entries is `sum m + step sum q + sum e`, where the sum of the e is between those of the least and of the
-    /// largest e of every group. In f32 a score takes at most one addition per byte to each of its entries: it
-    /// is within `w u / (1 - w u)` of that sum, times the sum of the largest magnitudes (u = 2^-24). Two sums of
-    /// q that differ by more than the two ranges, in steps, therefore tell the order of the scores.
+    /// An entry x of a group whose least entry is m equals `m + step q + e`, with one step for all groups. A sum of
+    /// entries is thus `sum m + step sum q + sum e`, where `sum e` lies between the sum over groups of the least e and
+    /// the sum over groups of the largest e. A score in f32 takes at most one addition per byte for each of its
+    /// entries, so it differs from the exact sum by at most `w u / (1 - w u)` times the sum of the largest magnitudes
+    /// (u = 2^-24). If two sums of q differ by more than these two ranges, measured in steps, they therefore tell the
+    /// order of the scores.
     pub fn of(groups: &[[f32; PATTERNS]]) -> Option<Self> {
         let wide = |table: &[f32; PATTERNS]| table.map(f64::from);
         let least = |table: &[f64; PATTERNS]| table.iter().copied().fold(f64::INFINITY, f64::min);
@@ -55,7 +56,7 @@ impl Rounded {
             })
             .collect();
         let w = groups.len().div_ceil(2) as f64 + 1.0;
-        // The last term covers the roundings in f64 here, a few per entry.
+        // The last term covers the few f64 roundings per entry in this function.
         let roundings = 2.0 * (w * UNIT / (1.0 - w * UNIT)) + 1e-12;
         let most_of = |table: &[u8; PATTERNS]| usize::from(table.iter().copied().max().unwrap_or(0));
         Some(Self {
@@ -65,8 +66,8 @@ impl Rounded {
         })
     }
 
-    /// Estimates from a sample a limit that most likely keeps a few more than all rows that could be among the `need`
-    /// best: four standard deviations below the sample's own limit.
+    /// Estimates, from a sample, a limit that most likely keeps all rows that could be among the best `need`, and a few
+    /// more: four standard deviations below the limit of the sample itself.
     pub fn likely_limit(&self, rows: &[u8], width: usize, need: usize) -> u16 {
         let mut counts = vec![0usize; self.most + 1];
         let mut sums = [0; SAMPLED];
@@ -85,8 +86,8 @@ impl Rounded {
         last.saturating_sub(self.gap.min(65_535) as u16)
     }
 
-    /// Returns the rows that have sums of at least `limit` and are not `fixed` (ascending): place and sum, by ascending
-    /// place.
+    /// Returns the place and the sum of each row whose sum is at least `limit` and that is not in `fixed` (ascending),
+    /// by ascending place.
     pub fn at_least(&self, rows: &[u8], width: usize, limit: u16, fixed: &[u32]) -> Vec<(u32, u32)> {
         let mut sums = [0; CHUNK];
         let (mut found, mut out) = (vec![0; CHUNK + signs::ROOM], Vec::new());
@@ -110,7 +111,7 @@ impl Rounded {
     }
 }
 
-/// Returns the largest index from which on the counts add up to at least `need`.
+/// Returns the largest index such that the counts from it on add up to at least `need`.
 pub(super) fn from_the_top(counts: &[usize], need: usize) -> Option<usize> {
     let mut seen = 0;
     counts.iter().rposition(|count| {

@@ -18,7 +18,7 @@ fn scores(d: usize, r: usize, seed: u32, edit: impl Fn(&mut Vec<f32>, &mut Vec<f
     PatternScores::new(queries.view(), &centroids)
 }
 
-/// Every row ranked by its score, those of `full` first.
+/// Returns every row, ranked by its score, with the best rows of `full` first.
 fn ranked(scores: &PatternScores, rows: &[u8], full: &[u32], budget: usize) -> Vec<u32> {
     let n = (rows.len() / scores.width()) as u32;
     let order = |a: &(f32, u32), b: &(f32, u32)| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1));
@@ -64,7 +64,7 @@ fn choices_are_those_of_a_full_ranking() {
 #[test]
 fn equal_and_nearly_equal_scores() {
     let n = CHUNK + 5;
-    // Whole numbers, so that many scores are equal; then all of them.
+    // Whole numbers, so that many scores are equal; then zeros, so that all are.
     let whole = scores(32, 2, 1, |queries, centroids| {
         queries.iter_mut().for_each(|q| *q = (4.0 * *q).round());
         centroids.iter_mut().for_each(|c| *c = c.signum());
@@ -72,12 +72,12 @@ fn equal_and_nearly_equal_scores() {
     check(&whole, &bytes(n * whole.width(), 2), true);
     let zero = scores(32, 2, 1, |queries, _| queries.fill(0.0));
     check(&zero, &bytes(n * zero.width(), 2), false);
-    // One group far larger than all others, which rounding then makes equal.
+    // One group is far larger than all others, which rounding then makes equal.
     let uneven = scores(128, 1, 3, |queries, _| {
         queries[..4].iter_mut().for_each(|q| *q *= 1e4)
     });
     check(&uneven, &bytes(n * uneven.width(), 2), true);
-    // Sums of both signs that cancel to less than their rounding.
+    // Sums of both signs, which cancel to less than their rounding errors.
     let flat = scores(128, 1, 3, |_, centroids| {
         centroids.iter_mut().for_each(|c| *c = 1e3 + *c * 1e-3);
     });
@@ -104,7 +104,7 @@ fn what_is_not_finite_is_ranked_as_it_is() {
 
 #[test]
 fn a_sample_that_misleads_costs_time_only() {
-    // The sampled rows are the worst of all, then the best.
+    // The sampled rows are the worst of all rows, then the best.
     let n = 2 * SAMPLE * SAMPLED;
     let scores = scores(128, 4, 11, |_, _| ());
     let rows = bytes(n * scores.width(), 12);
@@ -137,7 +137,7 @@ fn sums_that_differ_by_more_than_the_gap_tell_the_order() {
             .map(|(p, sum)| (*sum, scores.of(scores.row(&rows, *p))))
             .collect();
         by_sum.sort_by_key(|(sum, _)| *sum);
-        // The largest score so far, of sums that are lower by more than the gap.
+        // The largest score so far among sums that are lower by more than the gap.
         let (mut behind, mut largest) = (0, f32::NEG_INFINITY);
         for (sum, score) in &by_sum {
             while by_sum[behind].0 + rounded.gap < *sum {
@@ -150,7 +150,7 @@ fn sums_that_differ_by_more_than_the_gap_tell_the_order() {
     }
 }
 
-/// Every entry is rounded as badly as can be: the better row has the lower sum, by nearly the gap.
+/// Rounds every entry as badly as possible: the better row has the lower sum, by nearly the gap.
 #[test]
 fn the_worst_of_roundings_is_within_the_gap() {
     let d = 128;

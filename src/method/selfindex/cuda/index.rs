@@ -19,12 +19,14 @@ use crate::method::selfindex::{Centroids, SelfIndexMethod, centroid_bytes};
 
 /// The index of a layer.
 struct SignIndex<'d> {
-    /// `None` if the cache holds them.
+    /// The signs of every position; `None` if the cache holds them.
     signs: Option<Signs<'d>>,
     index: SelfIndex<'d>,
-    /// That of an index with its own signs, whose cache rounds nothing and keeps no full-precision tokens.
+    /// The layout that applies if the index has signs of its own. It keeps no full-precision tokens, because such a
+    /// cache rounds nothing.
     layout: Layout,
-    /// `Some` if centroids come from the prompt, with the artifact's centroids to add, `[g,d/4,16,4]`.
+    /// `Some` if the centroids come from the prompt; its content is the artifact's centroids to add to them,
+    /// `[g,d/4,16,4]`.
     fit: Option<Option<Buffer<'d, f32>>>,
 }
 
@@ -62,7 +64,7 @@ impl CudaMethod for SelfIndexMethod {
 }
 
 impl SignIndex<'_> {
-    /// Returns the signs of the index, or those of the cache.
+    /// Returns the signs that the index holds, or else those that the cache holds.
     fn signs<'s>(&'s self, cache: Option<&'s LayerCache<'_>>) -> Result<&'s Signs<'s>> {
         match (&self.signs, cache) {
             (Some(signs), _) => Ok(signs),
@@ -95,7 +97,7 @@ impl CudaIndex for SignIndex<'_> {
     }
 
     fn append(&self, keys: Rotated<'_>, positions: &Positions<'_>) -> Result<()> {
-        // A cache that holds the signs adds them itself.
+        // A cache that holds the signs appends them itself.
         match &self.signs {
             Some(signs) => signs.append(keys.rope, 1, positions),
             None => Ok(()),

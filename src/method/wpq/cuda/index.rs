@@ -25,7 +25,7 @@ impl CudaMethod for HeadCodebooks {
     }
 }
 
-/// Makes the empty index of a layer with these quantisers.
+/// Makes the empty index of a layer that uses these quantisers.
 fn empty<'d>(
     at: OnDevice<'d>,
     limits: &Limits,
@@ -65,7 +65,8 @@ impl CudaIndex for Wpq<'_> {
     }
 }
 
-/// Makes indexes of random codes and of one random quantiser: [`Bench::indexes`](crate::method::bench::Bench::indexes).
+/// Makes indexes of random codes that share one random quantiser:
+/// [`Bench::indexes`](crate::method::bench::Bench::indexes).
 pub(in crate::method::wpq) fn random<'d>(
     at: OnDevice<'d>,
     contents: &Contents<'_>,

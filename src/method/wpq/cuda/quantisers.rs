@@ -9,21 +9,21 @@ use crate::compute::signs::PATTERNS;
 use crate::error::{Error, Result};
 use crate::method::wpq::codebook::HeadCodebook;
 
-/// Most bits of a key's code.
+/// The most bits of a key's code.
 const MOST_BITS: usize = 64;
 
 /// The sizes of a quantiser.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sizes {
-    /// Stages, one or two.
+    /// Number of stages, one or two.
     pub stages: usize,
-    /// Groups of a stage, m.
+    /// Number of groups per stage, m.
     pub groups: usize,
-    /// Channels of a group.
+    /// Number of channels per group.
     pub dim: usize,
-    /// Words of a group: 16 or 256.
+    /// Number of words per group: 16 or 256.
     pub words: usize,
-    /// Bytes that every step reads: [`HeadCodebook::bytes`].
+    /// Number of bytes that every step reads: [`HeadCodebook::bytes`].
     pub(super) bytes: usize,
 }
 
@@ -40,7 +40,7 @@ impl Sizes {
         }
     }
 
-    /// Returns the bytes of a code in one stage.
+    /// Returns the number of bytes of a code per stage.
     pub fn width(self) -> usize {
         self.groups * self.word_bits() / 8
     }
@@ -49,12 +49,12 @@ impl Sizes {
         self.words.trailing_zeros() as usize
     }
 
-    /// Returns whether tables are rounded to 8 bits.
+    /// Returns whether score tables are rounded to 8 bits.
     pub(super) fn is_rounded(self) -> bool {
         self.words == PATTERNS
     }
 
-    /// Returns the number of words of all groups and stages.
+    /// Returns the number of words in all groups and stages.
     pub(super) fn entries(self) -> usize {
         self.stages * self.groups * self.words
     }
@@ -79,22 +79,22 @@ impl Sizes {
 
 /// The quantisers of one layer's KV heads.
 pub struct Quantisers<'d> {
-    /// Those of every head.
+    /// The sizes of every head's quantiser.
     pub sizes: Sizes,
-    /// `[g,padded,m dim]`, padded being d rounded up to a multiple of 4, the rest zeros.
+    /// The maps of keys, `[g,padded,m dim]`, where padded is d rounded up to a multiple of 4; the padding is zero.
     pub(super) key_maps: Buffer<'d, f32>,
-    /// `[g,m dim,d]`.
+    /// The maps of queries, `[g,m dim,d]`.
     pub(super) query_maps: Buffer<'d, f16>,
-    /// `[g,d]`.
+    /// The means of the keys, `[g,d]`.
     pub(super) means: Buffer<'d, f32>,
-    /// `[g,stages,m,dim,words]`.
+    /// The words, `[g,stages,m,dim,words]`.
     pub(super) words: Buffer<'d, f16>,
-    /// Half of the squared norms, `[g,stages,m,words]`.
+    /// Half of the squared norm of each word, `[g,stages,m,words]`.
     pub(super) norms: Buffer<'d, f32>,
 }
 
 impl<'d> Quantisers<'d> {
-    /// Uploads the quantiser of every KV head; words are rounded to f16, in which artifacts have them.
+    /// Copies the quantiser of every KV head to the device. Words are rounded to f16, as they are stored in artifacts.
     ///
     /// # Errors
     /// Sizes that differ or that the kernels do not support; out of memory.
@@ -134,7 +134,7 @@ impl<'d> Quantisers<'d> {
     }
 }
 
-/// Returns the rows of a matrix and zeros, up to a multiple of 4 rows.
+/// Returns the rows of a matrix, followed by rows of zeros up to a multiple of 4 rows.
 fn padded(matrix: ArrayView2<f32>) -> Vec<f32> {
     let mut out: Vec<f32> = matrix.iter().copied().collect();
     out.resize(matrix.len_of(Axis(0)).next_multiple_of(4) * matrix.ncols(), 0.0);

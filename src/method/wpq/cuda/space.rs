@@ -10,46 +10,48 @@ use crate::kv::cuda::cache::LayerCache;
 use crate::kv::cuda::{Limits, Positions, SCAN, Shape};
 use crate::method::wpq::choose::REFINED;
 
-/// Query heads whose entries lie side by side, and numbers that turn sums of entries into scores, in `select_wpq.cu`.
+/// Query heads whose table entries lie side by side in `select_wpq.cu`; `LINE` is how many numbers turn a sum of
+/// entries into a score.
 const QUAD: usize = 4;
 const LINE: usize = 5;
 
-/// The buffers of a step; shared by all layers with the same sliding window.
+/// The buffers of a step; all layers with the same sliding window share them.
 pub struct WpqWorkspace<'d> {
     driver: &'d dyn Driver,
-    /// `[b,g,r / 4,stages,m,words,4]`, of u16 or f32; those beyond the last query head stay zero.
+    /// The score tables, `[b,g,r / 4,stages,m,words,4]`, of u16 or f32. Entries beyond the last query head stay zero.
     pub(super) tables: Buffer<'d, u32>,
-    /// `[b,h,LINE]`.
+    /// The numbers that turn sums of entries into scores, `[b,h,LINE]`.
     pub(super) lines: Buffer<'d, f32>,
-    /// Part 0 is that of the static set, `[b,h,1 + blocks,2]`.
+    /// Partial sums of the softmax, `[b,h,1 + blocks,2]`; part 0 is that of the static set.
     pub(super) parts: Buffer<'d, f32>,
     /// The denominators of the softmax, `[b,h,2]`.
     pub(super) totals: Buffer<'d, f32>,
-    /// Of two stages, chooses the keys to refine.
+    /// Chooses positions; with two stages, the keys to refine.
     pub(super) best: Best<'d>,
-    /// `None` with one stage.
+    /// The buffers of the second stage; `None` with one stage.
     pub(super) refined: Option<Refined<'d>>,
 }
 
 /// The keys of a KV head that the second stage scored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RefinedKeys {
-    /// Their positions, ascending.
+    /// The positions of the keys, ascending.
     pub positions: Vec<u32>,
-    /// Their sort keys: the bits of the probabilities by both stages with the sign bit set.
+    /// The sort keys of these positions: the bits of the probability by both stages with the sign bit set.
     pub keys: Vec<u32>,
 }
 
 /// The buffers of the second stage.
 pub(super) struct Refined<'d> {
-    /// How many keys to refine, `[b]`, and the span of their list, `[b,4]`.
+    /// How many keys to refine, `[b]`.
     pub wants: Buffer<'d, u32>,
+    /// The span of the list of keys to refine, `[b,4]`.
     pub spans: Buffer<'d, u32>,
-    /// `[b,h,room]`.
+    /// The scores of the keys to refine, `[b,h,room]`.
     pub scores: Buffer<'d, f32>,
     /// `[b,h,blocks,3]`.
     pub parts: Buffer<'d, f32>,
-    /// Of sequences whose positions are indices of the list.
+    /// Chooses among the refined keys, whose positions are their places in the list.
     pub best: Best<'d>,
 }
 
@@ -87,7 +89,7 @@ impl<'d> WpqWorkspace<'d> {
         })
     }
 
-    /// Computes the softmax of the static set alone.
+    /// Computes the softmax of the static set alone, into part 0.
     pub(super) fn score_static(
         &self,
         queries: &Buffer<'_, f32>,
@@ -137,7 +139,7 @@ impl<'d> WpqWorkspace<'d> {
         }
     }
 
-    /// Copies the sort keys of every position after a step to the host, `[b,g,capacity]`: the bits of the probabilities
+    /// Copies the sort keys of every position after a step to the host, `[b,g,capacity]`: the bits of the probability
     /// by the first stage with the sign bit set. Waits for the device.
     pub fn keys(&self) -> Result<Vec<u32>> {
         self.best.keys.read()
@@ -159,15 +161,15 @@ impl<'d> WpqWorkspace<'d> {
         Ok(Some(heads.map(head).collect()))
     }
 
-    /// Copies the lines `[b,h,5]` and the tables of the last step to the host, as the kernels have them; waits for the
-    /// device.
+    /// Copies the lines `[b,h,5]` and the tables of the last step to the host, laid out as the kernels have them. Waits
+    /// for the device.
     pub fn tables(&self) -> Result<(Vec<f32>, Vec<u32>)> {
         Ok((self.lines.read()?, self.tables.read()?))
     }
 }
 
 impl<'d> Refined<'d> {
-    /// Allocates space to refine at least `room` keys per KV head, and to choose up to `most` of them.
+    /// Allocates space to refine up to at least `room` keys per KV head, and to choose up to `most` of them.
     fn new(driver: &'d dyn Driver, shape: Shape, room: usize, most: usize) -> Result<Self> {
         let items = Shape {
             capacity: room,
