@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::model::Sizes;
 
-/// A run without `--method` and `--budget` takes the cheapest method whose mean KL divergence is at most this, in nats;
-/// if there is none, the method with the smallest divergence.
+/// A run without `--method` and `--budget` uses the smallest share of the bytes at which a method's mean KL divergence is
+/// at most this, in nats, and there the method with the smallest divergence; if none is within it, the smallest of all.
 pub const USUAL_KL: f64 = 0.03;
 
 /// What methods lost on held-out text: `quality.methods`.
@@ -122,17 +122,21 @@ impl Verdict {
         rows.filter_map(|row| Some((row, row.measured.as_ref()?)))
     }
 
-    /// Returns, of the rows with at most this mean divergence (in nats), the one that read the fewest bytes.
+    /// Returns, of the rows with at most this mean divergence (in nats), the row with the smallest divergence at the
+    /// smallest target of bytes read.
+    ///
+    /// Rows of one target count as equally expensive: a method that reads a little less of the bytes than another is not
+    /// worth a multiple of the loss.
     pub fn within(&self, kl: f64) -> Option<(&MethodLoss, &Measured)> {
         let enough = self.choices().filter(|(_, of)| of.kl <= kl);
         enough.min_by(|(a, x), (b, y)| {
-            let bytes = a.bytes_read_fraction.total_cmp(&b.bytes_read_fraction);
-            bytes.then(x.kl.total_cmp(&y.kl))
+            let target = a.reads_target.total_cmp(&b.reads_target);
+            target.then(x.kl.total_cmp(&y.kl))
         })
     }
 
-    /// Returns the row that a run without `--method` and `--budget` follows: the cheapest row within [`USUAL_KL`],
-    /// otherwise the row with the smallest divergence.
+    /// Returns the row that a run without `--method` and `--budget` follows: the one within [`USUAL_KL`], otherwise the
+    /// row with the smallest divergence.
     pub fn usual(&self) -> Option<(&MethodLoss, &Measured)> {
         let least = || self.choices().min_by(|(_, x), (_, y)| x.kl.total_cmp(&y.kl));
         self.within(USUAL_KL).or_else(least)
@@ -148,7 +152,7 @@ mod tests {
         MethodLoss {
             method: method.to_owned(),
             oracle: method == "topk",
-            reads_target: 0.1,
+            reads_target: read,
             bytes_read_fraction: read,
             measured: Some(Measured {
                 budget: 0.05,
@@ -189,7 +193,7 @@ mod tests {
     };
 
     #[test]
-    fn the_cheapest_row_within_a_loss_is_recommended() {
+    fn the_smallest_loss_at_the_smallest_reads_is_recommended() {
         let none = MethodLoss {
             measured: None,
             ..row("a2ats", 0.01, 0.0)
@@ -214,6 +218,13 @@ mod tests {
         ]);
         assert_eq!(name(poor.usual()).as_deref(), Some("ctkvr"));
         assert_eq!(name(verdict(vec![none]).usual()), None);
+        // At one target, the smaller loss counts, not the last bytes.
+        let less = MethodLoss {
+            bytes_read_fraction: 0.087,
+            ..row("lfps", 0.1, 0.0195)
+        };
+        let close = verdict(vec![less, row("wpq", 0.1, 0.0088)]);
+        assert_eq!(name(close.within(0.03)).as_deref(), Some("wpq"));
     }
 
     #[test]
