@@ -1,6 +1,6 @@
-// `causal` of src/compute/reference.rs for m new rows over a cache: rotated queries `[h,m,d]` at positions first..first
-// + m; keys and values `[g,capacity,w]` of one sequence, starting at KV head `head_at` of the cache; out `[m,h d]`. A
-// `window` of 0 means none. Exponents are base 2: `scale` is log2(e) / sqrt(d).
+// `causal` of src/compute/reference.rs for m new rows over a cache: rotated queries `[h,m,d]` at positions
+// first..first + m; keys and values `[g,capacity,w]` of one sequence, starting at KV head `head_at` of the cache; out
+// `[m,h d]`. A `window` of 0 means none. Exponents are base 2: `scale` is log2(e) / sqrt(d).
 //
 // A block has some rows of one query head. blockIdx.x is the head, so that heads that share keys and values run side by
 // side. The last rows, which see the most positions, come first. Tiles of keys that no row of the block sees are

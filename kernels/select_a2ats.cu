@@ -191,8 +191,8 @@ DEVICE void best_of_union(u32* chosen, const u32* ranks, const u32* counts, cons
 }
 
 // Finds, per KV head, the largest k whose union has at most `budget` tokens (with `per_query_head`, k is the budget),
-// and marks the tokens that it takes. marks `[b,g,M]`: 0 if none of a codeword's tokens are taken, 1 if all are, and 2
-// + i if only its first tokens are; entry i of parts `[b,g,16,2]` then holds the codeword and the number of tokens.
+// and marks the tokens that it takes. marks `[b,g,M]`: 0 if none of a codeword's tokens are taken, 1 if all are, and
+// 2 + i if only its first tokens are; entry i of parts `[b,g,16,2]` then holds the codeword and the number of tokens.
 // Each of the block's eight warps tries one k at a time.
 KERNEL_SHARED(256, 1, MOST_CODEWORDS * 4, take_codewords, const u32* ranks, const u32* counts, const float* scores,
        const u16* codes, const u32* spans, const u32* budgets, u8* marks, u32* parts, u32 r, u32 size, u32 capacity,
