@@ -1,4 +1,4 @@
-// Reports on an assignment of rows to centroids (inertia, counts), and the host's changes to it.
+// Reports on an assignment of rows to centroids (inertia, counts), and applies the host's changes to it.
 #include "common.h"
 
 // Sums runs of 4096 distances per head in f64, in a fixed order: out `[b,runs]`.

@@ -10,7 +10,8 @@ struct PlainRows {
     DEVICE float weight(u32) const { return 1; }
     DEVICE float centre(u32) const { return 0; }
 
-    // Starts copying a tile; beyond the last item it repeats the last, whose scores attend_items ignores.
+    // Starts copying a tile. Beyond the last item it copies the last item again; attend_items ignores the scores of
+    // these copies.
     DEVICE void fill(u16* k, u16* v, const Attended& span, u32 start, u32 end) const {
         for (u32 i = threadIdx.x; i < ITEMS * (D / 8); i += 128) {
             u32 row = i / (D / 8), eighth = i % (D / 8);
@@ -40,8 +41,8 @@ KERNEL_SHARED(128, 2, ATTEND_BYTES(96), attend_bfloat_96, ATTEND_PARAMETERS) { A
 KERNEL_SHARED(128, 2, ATTEND_BYTES(128), attend_bfloat_128, ATTEND_PARAMETERS) { ATTEND(true, 128); }
 
 // Merges partial results by their log-sum-exps: out `[b,h,w]`, lse `[b,h]` in natural units; zeros and minus infinity
-// if nothing was attended. Each block has a query head. The weights of 256 parts at a time go to shared memory, then
-// each warp adds up every eighth of these parts, a lane up to four of the w <= 128 channels.
+// if nothing was attended. Each block has a query head. The weights of 256 parts at a time go to shared memory; then
+// each warp adds up every eighth of these parts, and each lane up to four of the w <= 128 channels.
 KERNEL(256, 2, merge_parts, const float* outs, const float* sums, float* out, float* lse, u32 parts, u32 r, u32 w) {
     SHARED(float, weights, 256);
     SHARED(float, warps, 2 * 8);
@@ -84,10 +85,10 @@ UNROLL
     if (threadIdx.x == 0) lse[blockIdx.x] = sum > 0 ? (top + log2f(sum)) * 0.693147180559945f : minus_infinity();
 }
 
-// Replaces the outputs of the query heads marked in `marked` `[b,h]` by their attention to the sinks, merged with an
-// estimate for all other visible rows: the mean of their values, with log-sum-exp rest `[b,h]`. sums `[b,g,2,d]` are
-// the sums of the keys and of the values of visible positions from `sinks` on. queries `[b,h,w]`, keys and values
-// `[b,g,capacity,w]`. Each block has a query head.
+// Replaces the outputs of the query heads that are set in `marked` `[b,h]`: their attention to the sinks is merged with
+// an estimate for all other visible rows, which is the mean of the values of these rows with the log-sum-exp rest
+// `[b,h]`. sums `[b,g,2,d]` are the sums of the keys and of the values of the visible positions from `sinks` on.
+// queries `[b,h,w]`, keys and values `[b,g,capacity,w]`. Each block has a query head.
 KERNEL(128, 1, join_rest, const float* queries, const void* keys, const void* values, const u32* spans,
        const u32* marked, const float* rest, const double* sums, float* out, float* lse, float scale, u32 kind, u32 g,
        u32 r, u32 d, u32 w, u32 capacity, u32 sinks) {

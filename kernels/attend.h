@@ -11,7 +11,7 @@
 
 // Positions per tile, and query rows per tile: a query group, padded.
 constexpr u32 ITEMS = 64, QUERIES = 16;
-// Bytes of dynamic shared memory of `attend`: two tiles each of keys and of values, with rows PITCH apart.
+// Bytes of dynamic shared memory of `attend`: two tiles each of keys and of values, with rows PITCH elements apart.
 #define ATTEND_BYTES(D) (2 * 2 * 64 * (D + 8) * 2)
 
 // The `total` positions that one KV head attends, in ascending order: `sinks` positions from `first` on, then those of
@@ -27,8 +27,8 @@ struct Attended {
     }
 };
 
-// Reads what a KV head attends. spans `[b,4]`: first, sinks, window_at, end of the window. lists `[b,g,most]`, listed
-// `[b,g]`; if listed is null, all positions between sinks and window are attended.
+// Reads which positions a KV head attends. spans `[b,4]`: first, sinks, window_at, end of the window. lists
+// `[b,g,most]`, listed `[b,g]`; if listed is null, all positions between sinks and window are attended.
 DEVICE Attended attended(const u32* spans, const u32* lists, const u32* listed, u32 most) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y;
     const u32* span = spans + 4 * blockIdx.z;
@@ -41,7 +41,7 @@ DEVICE Attended attended(const u32* spans, const u32* lists, const u32* listed, 
     return out;
 }
 
-// Returns this block's share of `total` items, in whole tiles except for the last.
+// Returns this block's share of `total` items; shares are whole tiles, except for the last.
 DEVICE void part_of(u32 total, u32& start, u32& end) {
     u32 tiles = (total + ITEMS - 1) / ITEMS, each = (tiles + gridDim.x - 1) / gridDim.x;
     start = smaller(blockIdx.x * each * ITEMS, total);
@@ -54,8 +54,8 @@ struct Running {
     float most[2], sum[2], out[D / 8][4];
 };
 
-// Elements from row to row of a tile in shared memory. In 16-byte pieces this is an odd number, so that the eight rows
-// that ldmatrix reads at once lie in different banks.
+// Elements from one row of a tile to the next in shared memory. In 16-byte pieces this is an odd number, so that the
+// eight rows that ldmatrix reads at once lie in different banks.
 template <u32 D>
 constexpr u32 PITCH = D + 8;
 
@@ -149,7 +149,7 @@ UNROLL
 }
 
 // Attends a block's share of the positions with 128 threads. `Store` fills tiles of K and V, `[ITEMS,PITCH]` each, and
-// gives, per channel, the relation of its keys to the true ones: k = centre + weight * stored.
+// tells, per channel, how its stored keys relate to the true ones: k = centre + weight * stored.
 template <class Store, u32 D>
 DEVICE void attend(const Store& store, u16* shared, const float* queries, const u32* spans, const u32* lists,
                    const u32* listed, float* outs, float* sums, float scale, u32 r, u32 most) {
@@ -210,7 +210,7 @@ UNROLL
     u32 stage = 0;
     for (u32 tile = start; tile < end; tile += ITEMS, stage ^= 1) {
         wait_for_copies<0>();
-        // The tile has arrived for all threads, and all have finished the one before, whose space is free again.
+        // The tile has arrived for all threads, and all have finished the previous one, whose space is free again.
         __syncthreads();
         u16* next = shared + (stage ^ 1) * 2 * TILE_OF;
         if (tile + ITEMS < end) store.fill(next, next + TILE_OF, span, tile + ITEMS, end);

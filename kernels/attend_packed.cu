@@ -1,5 +1,5 @@
-// `attention` of src/compute/reference.rs for one token over the 2-bit cache, packed.h, dequantised on the way to the
-// tensor cores; see attend.h. Values beyond the range of f16 become its largest number.
+// `attention` of src/compute/reference.rs for one token over the 2-bit cache of packed.h, whose rows are dequantised on
+// the way to the tensor cores; see attend.h. Values beyond the range of f16 become the largest f16.
 #include "attend.h"
 #include "packed.h"
 
@@ -14,7 +14,7 @@ struct PackedRows {
     DEVICE float weight(u32 c) const { return c < d ? of.alpha[c] : 0.0f; }
     DEVICE float centre(u32 c) const { return c < d ? of.centre[c] : 0.0f; }
 
-    // Dequantises a tile, two threads per row; beyond the last item it repeats the last.
+    // Dequantises a tile, two threads per row. Beyond the last item it dequantises the last item again.
     DEVICE void fill(u16* k, u16* v, const Attended& span, u32 start, u32 end) const {
         u32 row = threadIdx.x / 2, groups = (d + 31) / 32;
         u32 p = span.position(smaller(start + row, end - 1)), slot = of.find_full(p, n_full);

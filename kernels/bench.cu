@@ -1,4 +1,4 @@
-// For benchmarks: fills memory with random numbers, and only reads it.
+// For benchmarks: kernels that fill memory with random numbers, and that only read memory.
 #include "common.h"
 #include "tensor.h"
 

@@ -1,16 +1,17 @@
-// Chooses the positions with the best scores per KV head within a budget: those with the largest sort keys, the lower
-// position on ties, listed in ascending order. Sort keys are `[b,g,capacity]`; candidates lie between the sinks and
-// the window of spans `[b,4]`.
+// Chooses, per KV head and within a budget, the positions with the largest sort keys, that is, with the best scores.
+// The lower position wins a tie. The chosen positions are listed in ascending order. Sort keys are `[b,g,capacity]`;
+// candidates lie between the sinks and the window of spans `[b,4]`.
 //
 // The smallest key that is taken is found by a radix select of 11, 11 and 10 bits. histograms `[b,g,3,BINS]`, zeroed
-// before, count the keys that match the bits known so far by their next bits. found `[b,g,3,4]` holds, after each
-// pass, the bits known and how many of the keys that match them are still to be taken; the rest is zero.
+// before, count the keys that match the bits known so far, by their next bits. found `[b,g,3,4]` holds, after each
+// pass, the bits known and how many of the keys that match these bits are still to be taken; its other entries are
+// zero.
 #include "common.h"
 #include "scan.h"
 
 constexpr u32 BINS = 2048;
 
-// Adds a block's histogram in shared memory to that of all blocks.
+// Adds a block's histogram, in shared memory, to the histogram of all blocks.
 DEVICE void add_histogram(const u32* own, u32* histogram) {
     __syncthreads();
     for (u32 i = threadIdx.x; i < BINS; i += 256) {
@@ -34,7 +35,7 @@ DEVICE void find_bin(const u32* histogram, u32 want, u32& bin, u32& left) {
     bin = found[0], left = found[1];
 }
 
-// Fills the second histogram (pass 1) or the third (pass 2), from the keys in the bin that the pass before found.
+// Fills the second histogram (pass 1) or the third (pass 2) from the keys in the bin that the previous pass found.
 KERNEL(256, 1, narrow_keys, const u32* keys, const u32* spans, const u32* budgets, u32* histograms, u32* found,
        u32 pass, u32 capacity) {
     SHARED(u32, own, BINS);
@@ -59,7 +60,7 @@ KERNEL(256, 1, narrow_keys, const u32* keys, const u32* spans, const u32* budget
     add_histogram(own, histograms + pass * BINS);
 }
 
-// Returns the marks of a thread's eight positions: 1 for keys above the smallest taken key, 2 for that key.
+// Returns the marks of a thread's eight positions: 1 for keys above the smallest taken key, 2 for keys equal to it.
 DEVICE u64 marks_of_keys(const u32* keys, u32 least, u32 from, u32 start, u32 end) {
     u64 out = 0;
 UNROLL

@@ -1,5 +1,5 @@
-// `channel_statistic` of src/compute/reference.rs, and other kernels over whole channels. In the first two, a block of
-// 8 warps has 32 channels of one head, one per lane; each warp takes every eighth row.
+// `channel_statistic` of src/compute/reference.rs, and other kernels over whole channels. In the first two kernels, a
+// block of 8 warps handles 32 channels of one head, one per lane; each warp takes every eighth row.
 #include "common.h"
 
 // Computes the means of rows first..first + count, summed in f64 in a fixed order: out `[b,w]`.
@@ -25,8 +25,8 @@ DEVICE u32 sort_key(float v, u32 magnitude) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Finds the value of a given rank in each channel by radix select: each of four passes counts the values that match
-// the bits found so far by their next eight bits. rank < count; out `[b,w]`.
+// Finds the value of a given rank in each channel by radix select: each of four passes counts, by their next eight
+// bits, the values that match the bits found so far. rank < count; out `[b,w]`.
 KERNEL(256, 1, channel_ranked, const float* x, float* out, u32 n, u32 w, u32 first, u32 count, u32 rank,
        u32 magnitude) {
     SHARED(u32, histogram, 256 * 32);
@@ -83,8 +83,8 @@ KERNEL(256, 1, square_sums, const float* x, double* out, u64 size) {
     if (threadIdx.x == 0) out[blockIdx.y * gridDim.x + blockIdx.x] = sum;
 }
 
-// Finds the bits of each head's largest magnitude (they sort as magnitudes do): out `[b]`, zeroed before. rows
-// `[b,stride,w]`; only the rows in the head's range count, or the first n if `ranges` is null.
+// Finds the bits of each head's largest magnitude (the bits sort as the magnitudes do): out `[b]`, zeroed before. rows
+// `[b,stride,w]`; only the rows in the head's range count, or the first n rows if `ranges` is null.
 KERNEL(256, 1, largest, const float* rows, u32* out, OPTIONAL const u32* ranges, u32 n, u32 stride, u32 w) {
     u32 first = ranges ? ranges[2 * blockIdx.y] : 0, count = ranges ? ranges[2 * blockIdx.y + 1] : n;
     const float* at = rows + ((u64)blockIdx.y * stride + first) * w;

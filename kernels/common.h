@@ -17,11 +17,12 @@ typedef long long i64;
 #ifdef KVSMITH_EMULATE
 #include "emulate.h"
 #else
-// Declares a kernel with `threads` threads per block, `blocks` of which must fit on a multiprocessor. It must be at the
-// start of a line, where build/kernels.rs reads it.
+// Declares a kernel with `threads` threads per block, `blocks` of which must fit on a multiprocessor. The declaration
+// must be at the start of a line, because build/kernels.rs reads it there.
 #define KERNEL(threads, blocks, name, ...) \
     extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__)
-// Declares a kernel with at most `bytes` of DYNAMIC_SHARED, an expression of numbers, +, * and macros of these.
+// Declares a kernel with at most `bytes` of DYNAMIC_SHARED; `bytes` is an expression of numbers, +, * and macros of
+// these.
 #define KERNEL_SHARED(threads, blocks, bytes, name, ...) KERNEL(threads, blocks, name, __VA_ARGS__)
 // Unrolls the next loop. An array that only unrolled loops index stays in registers.
 #define UNROLL _Pragma("unroll")
@@ -69,7 +70,7 @@ DEVICE double block_sum(double v) {
     return sum;
 }
 
-// Returns a power of two; times this, a sum of n numbers up to `largest` (the bits of a float) is below 2^62.
+// Returns a power of two. A sum of n numbers up to `largest` (the bits of a float), multiplied by it, stays below 2^62.
 DEVICE double fixed_point(u32 largest, u32 n) {
     // largest < 2^(exponent - 126), n < 2^bits
     int exponent = (int)(largest >> 23);
@@ -78,6 +79,6 @@ DEVICE double fixed_point(u32 largest, u32 n) {
     return __longlong_as_double((i64)(power + 1023) << 52);
 }
 
-// Converts a number to a multiple of 1 / scale; values that are not finite become 0.
+// Converts a number to a multiple of 1 / scale. Values that are not finite become 0.
 DEVICE u64 to_fixed(float v, double scale) { return finite(v) ? (u64)__double2ll_rn(v * scale) : 0; }
 DEVICE double from_fixed(u64 v, double scale) { return (double)(i64)v / scale; }

@@ -1,11 +1,11 @@
-// The start of a decode step on the device: lengths, static set and budget; then the cache's new rows.
+// The start of a decode step on the device: lengths, static set and budget; also the storing of the cache's new rows.
 #include "common.h"
 #include "tensor.h"
 
-// Adds `tokens` to lens `[b]` and computes for the last token: spans `[b,4]`, which hold the first visible position,
-// the number of sinks, the first position of the window, and the end; budgets `[b]`, which is `count`, or if that is 0,
-// the share `fraction` of the visible positions, at least 1. model_window 0 means none. Same results as StaticSet::at
-// and Budget::positions.
+// Adds `tokens` to lens `[b]`, and computes for the last token: spans `[b,4]`, which hold the first visible position,
+// the number of sinks, the first position of the window, and the end; and budgets `[b]`. A budget is `count` or, if
+// `count` is 0, the share `fraction` of the visible positions, at least 1. A model_window of 0 means none. Same results
+// as StaticSet::at and Budget::positions.
 KERNEL(256, 1, begin_step, u32* lens, u32* spans, u32* budgets, double fraction, u32 count, u32 tokens, u32 sinks,
        u32 window, u32 model_window, u32 b) {
     u32 s = blockIdx.x * 256 + threadIdx.x;
@@ -19,8 +19,8 @@ KERNEL(256, 1, begin_step, u32* lens, u32* spans, u32* budgets, double fraction,
     budgets[s] = count > 0 ? count : share > 0 ? share : 1;
 }
 
-// Stores rows `[b,g,m,d]` as the last m of the cache `[b,g,capacity,w]`, in f32 (kind 0), f16 (1) or bf16 (2), with
-// zeros from channel d on. lens `[b]` counts them already.
+// Stores rows `[b,g,m,d]` as the last m rows of the cache `[b,g,capacity,w]`, in f32 (kind 0), f16 (1) or bf16 (2),
+// with zeros from channel d on. lens `[b]` already counts these rows.
 KERNEL(256, 1, append_rows, const float* rows, void* cache, const u32* lens, u32 kind, u32 m, u32 d, u32 w,
        u32 capacity) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
@@ -39,8 +39,8 @@ KERNEL(256, 1, pad_rows, const float* rows, float* out, u32 n, u32 d, u32 w) {
     if (i < (u64)n * w) out[i] = i % w < d ? rows[i / w * d + i % w] : 0.0f;
 }
 
-// Lists the last candidates before the window, as many as the budget allows: lists `[b,g,most]`, listed `[b,g]`.
-// blockIdx.y is the KV head, blockIdx.z the sequence.
+// Lists the last candidates, those right before the window, as many as the budget allows: lists `[b,g,most]`, listed
+// `[b,g]`. blockIdx.y is the KV head, blockIdx.z the sequence.
 KERNEL(256, 1, list_recent, const u32* spans, const u32* budgets, u32* lists, u32* listed, u32 most) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
     const u32* span = spans + 4 * blockIdx.z;

@@ -1,8 +1,8 @@
-// k-means++ draws: `draw` of src/compute/reference.rs. One block draws the batch of one head. Running sums of distances
-// are kept per run of 1024 distances; within a run, block_scan sums.
+// k-means++ draws: `draw` of src/compute/reference.rs. One block draws the batch of one head. Running sums are kept
+// once per run of 1024 distances; within a run, block_scan computes them.
 #include "common.h"
 
-// Over the four values of each of 256 threads: the sum of the lower threads' values, and the sum of all.
+// Scans the four values of each of 256 threads: returns the sum of the values of all lower threads, and the sum of all.
 struct Scan {
     double before, all;
 };
@@ -43,7 +43,8 @@ KERNEL(256, 1, distance_sums, const float* distances, double* out, u32 n) {
     if (threadIdx.x == 0) out[blockIdx.y * gridDim.x + blockIdx.x] = scan.all;
 }
 
-// Finds the first row of a run whose running sum exceeds `at`, `base` being the sum before the run; else its last row.
+// Finds the first row of a run whose running sum exceeds `at`, where `base` is the sum before the run. If there is
+// none, takes the last row of the run.
 DEVICE u32 find_row(const float* distances, u32 run, u32 n, double base, double at) {
     SHARED(u32, found, 1);
     double values[4];
@@ -83,9 +84,9 @@ DEVICE double nearest_fresh(const float* x, u32 w, u32 i, const u32* fresh, u32 
     return least;
 }
 
-// Draws each head's batch `[b]` of rows with uniforms `[b,n_uniforms]`. runs `[b,n_runs]` hold sums of runs and become
-// running sums. Results: fresh `[b,most]`, the rows drawn; ranges[2 head + 1], their number; used `[b]`, how many of
-// the uniform numbers were used.
+// Draws each head's batch of rows, batch `[b]`, with uniforms `[b,n_uniforms]`. runs `[b,n_runs]` hold the sums of the
+// runs and become running sums. Results: fresh `[b,most]`, the rows drawn; ranges[2 head + 1], the number of rows
+// drawn; used `[b]`, the number of uniform numbers used.
 KERNEL(256, 1, draw, const float* x, const float* distances, double* runs, const double* uniforms,
        const u32* batch, u32* fresh, u32* ranges, u32* used, u32 n, u32 w, u32 n_runs, u32 n_uniforms, u32 most) {
     u32 head = blockIdx.y;

@@ -1,13 +1,13 @@
 // Runs the kernels of this folder on a CPU, for tests: g++ -DKVSMITH_EMULATE -fsanitize=address,undefined.
 //
 // The threads of a block are fibers that take turns at barriers and shuffles; blocks run one after the other. Shared
-// memory is allocated per array, filled with NaN patterns, and guarded by the sanitizer, as are buffers. Every barrier
-// reverses the order in which warps and lanes take turns, so that a missing barrier changes results. A barrier that not
-// all threads reach ends the program.
+// memory is allocated per array, filled with NaN patterns, and, like buffers, guarded by the sanitizer. Every barrier
+// reverses the order in which warps and lanes take turns, so that a missing barrier changes results. A barrier that
+// only some of the threads reach ends the program.
 //
-// With KVSMITH_PERTURB the blocks of a launch run in another order each time, exponentials are off by up to two units in
-// the last place, and nearest_fast.cu passes its fragments between lanes; with -ffp-contract=fast products are fused into
-// sums. What GPUs may do as well must not change what tests compare exactly.
+// With KVSMITH_PERTURB the blocks of a launch run in another order each time, exponentials are off by up to two units
+// in the last place, and nearest_fast.cu passes its fragments between lanes; with -ffp-contract=fast, products are
+// fused into sums. GPUs may do all of this too, so it must not change what the tests compare exactly.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -97,7 +97,7 @@ struct Context {
 
 enum class State { Runs, AtWarp, AtBlock, Done };
 
-// An asynchronous copy of 16 bytes into shared memory (zeros if `from` is null), and its group.
+// An asynchronous copy of 16 bytes into shared memory (zeros if `from` is null), with the number of its group.
 struct Copy {
     void* to;
     const void* from;
@@ -121,7 +121,7 @@ inline unsigned n_threads;
 inline Dim block_index, grid_size, block_size;
 inline Context scheduler;
 inline size_t dynamic_bytes;
-// Most shared memory that a block may have, its own arrays included.
+// The most shared memory that a block may have, including its own arrays.
 inline size_t most_shared_bytes = SIZE_MAX;
 inline std::vector<std::pair<void*, size_t>> arrays;
 // Per warp, two alternating sets of slots through which its lanes pass values.
@@ -140,7 +140,7 @@ inline void enter() {
     wait(State::Done, 0);
 }
 
-// Says whether threads first..end are in `state`, all at one line; fails if only some of them are.
+// Says whether threads first..end are all in `state`, at the same line; fails if only some of them are.
 inline bool all_in(State state, unsigned first, unsigned end, const char* name) {
     unsigned count = 0, line = 0;
     for (unsigned i = first; i < end; i++) {
@@ -204,7 +204,7 @@ T* shared(size_t count) {
     return (T*)array.first;
 }
 
-// The values that the lanes of a warp passed; valid until the second exchange after this one.
+// The values that the lanes of a warp have passed; valid until the second exchange after this one.
 template <class T>
 struct Passed {
     const char (*slots)[MOST_PASSED];
@@ -234,7 +234,7 @@ inline void arrive(const Copy& copy) {
     copy.from ? memcpy(copy.to, copy.from, 16) : memset(copy.to, 0, 16);
 }
 
-// Copies of even threads arrive at once, those of odd threads only when they are waited for.
+// Copies of even threads arrive at once; copies of odd threads arrive only when they are waited for.
 inline void copy_16_bytes(void* to, const void* from) {
     if (((uintptr_t)to | (uintptr_t)from) % 16 != 0) fail("a copy of 16 bytes that is not aligned");
     Copy copy = {to, from, self->groups};
@@ -305,7 +305,8 @@ inline void launch(const std::string& name, Dim grid, unsigned block, size_t sha
     static uint64_t random = 1;
     random = random * 6364136223846793005ull + 1442695040888963407ull;
     start = (random >> 33) % blocks;
-    // Any step without a common divisor visits every block; blocks - 1 goes backwards.
+    // A step that has no common divisor with the number of blocks visits every block; a step of blocks - 1 goes
+    // backwards.
     for (step = random >> 40 & 1 ? blocks - 1 : (random >> 41) % blocks; std::gcd(step, blocks) != 1;) step++;
 #endif
     for (uint64_t i = 0; i < blocks; i++) {
@@ -366,7 +367,7 @@ inline unsigned __float_as_uint(float v) { return same_bits<unsigned>(v); }
 inline float __uint_as_float(unsigned v) { return same_bits<float>(v); }
 inline double __longlong_as_double(long long v) { return same_bits<double>(v); }
 #ifdef KVSMITH_PERTURB
-// Moves a number by up to two units in the last place, depending on its bits; 0, 1 and what is not finite stay.
+// Moves a number by up to two units in the last place, depending on its bits; 0, 1 and values that are not finite stay.
 template <class T, class Bits>
 T nudged(T v, Bits bits) {
     return v == 0 || v == 1 || !std::isfinite(v) ? v : same_bits<T>(bits + (Bits)((unsigned)bits * 2654435761u >> 16) % 5 - 2);

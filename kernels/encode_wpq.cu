@@ -1,22 +1,24 @@
 // Product-quantised codes of keys: `HeadCodebook::encode` of src/method/wpq/codebook.rs, in f32.
 //
-// A stage has m groups of dim channels, a group WORDS words, 16 or 256: words `[g,stages,m,dim,WORDS]` f16, norms
-// `[g,stages,m,WORDS]` half of their squares. A code has the numbers of the nearest words in the order of the groups, in
-// width bytes per stage: of 4-bit numbers the first of a pair in the low bits. codes `[stages,b,g,capacity,width]`.
+// A stage has m groups of dim channels, and a group has WORDS words, 16 or 256: words `[g,stages,m,dim,WORDS]` in f16,
+// norms `[g,stages,m,WORDS]`, half of the words' squared norms. A code holds the numbers of the nearest words in the
+// order of the groups, in width bytes per stage; of two 4-bit numbers in a byte, the first is in the low bits. codes
+// `[stages,b,g,capacity,width]`.
 //
 // A block projects ENCODED keys, so that it reads the map once for all of them. Then each warp takes one byte of one
-// code at a time: the lanes share out the words of its group, or with 16 words half a warp those of either group; as the
-// words of a channel lie side by side, the lanes read contiguous memory. What the first stage leaves of a key is computed
-// on the fly from the number of its word.
+// code at a time. The warp's lanes share the words of the byte's group; with 16 words a byte has two groups, and each
+// half of the warp shares the words of one of them. The words of a channel lie side by side, so the lanes read
+// contiguous memory. What the first stage leaves of a key is computed on the fly from the number of the key's word.
 #include "common.h"
 #include "scan.h"
 #include "tensor.h"
 
-// Keys per block, and keys whose sums a thread holds; most channels of a key, and of all groups of a stage.
+// Keys per block; keys whose sums a thread holds; the most channels of a key, and of all groups of a stage.
 constexpr u32 ENCODED = 16, ENCODED_AT_ONCE = 8, KEY_CHANNELS = 128;
 
-// Finds the word with the smallest distance from z `[dim]`, the lower number on ties. Words are `[dim,WORDS]`; z is taken
-// less the word at `before`, if any. Lanes that share a group get the number of its word.
+// Finds the word with the smallest distance from z `[dim]`. The lower number wins a tie. Words are `[dim,WORDS]`. If
+// `before` is given, the word it points to is subtracted from z first. All lanes that share a group get the number of
+// the nearest word.
 template <u32 WORDS>
 DEVICE u32 nearest_word(const float* z, const u16* words, const float* norms, const u16* before, u32 dim) {
     u64 best = 0;
@@ -36,7 +38,7 @@ DEVICE u32 nearest_word(const float* z, const u16* words, const float* norms, co
     return 0xffffffffu - (u32)best;
 }
 
-// Projects the centred keys in x `[ENCODED,padded]`: z `[ENCODED,channels]`, with map `[padded,channels]`.
+// Projects the centred keys in x `[ENCODED,padded]` by map `[padded,channels]`: z `[ENCODED,channels]`.
 DEVICE void project_keys(const float* x, const float* map, float* z, u32 count, u32 padded, u32 channels) {
     u32 parts = (count + ENCODED_AT_ONCE - 1) / ENCODED_AT_ONCE;
     for (u32 i = threadIdx.x; i < parts * channels; i += 256) {
@@ -56,8 +58,9 @@ UNROLL
     }
 }
 
-// Encodes the last n keys `[b,g,n,d]`. key_maps `[g,padded,m dim]`, where padded is d rounded up to a multiple of 4 and the
-// rest zero; means `[g,d]`. lens `[b]` counts the keys already. blockIdx.y is the KV head, blockIdx.z the sequence.
+// Encodes the last n keys `[b,g,n,d]`. key_maps `[g,padded,m dim]`, where padded is d rounded up to a multiple of 4 and
+// the padding is zero; means `[g,d]`. lens `[b]` already counts the keys. blockIdx.y is the KV head, blockIdx.z the
+// sequence.
 #define ENCODE_PARAMETERS                                                                                       \
     const float *keys, const float *key_maps, const float *means, const u16 *words, const float *norms,         \
         const u32 *lens, u8 *codes, u32 stages, u32 groups, u32 dim, u32 n, u32 d, u32 capacity

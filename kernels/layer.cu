@@ -1,5 +1,5 @@
-// The parts of a decoder layer besides its products and its attention, in f32, as in src/model/decoder.rs. Rows of all
-// sequences follow each other, one sequence after the other.
+// The parts of a decoder layer other than its products and its attention, in f32, as in src/model/decoder.rs. The rows
+// of all sequences are stored one sequence after the other.
 #include "common.h"
 #include "tensor.h"
 
@@ -31,9 +31,9 @@ KERNEL(256, 1, rms_rows, const float* x, const float* weight, float* out, u32 wi
 }
 
 // Splits rows `[b m,(h + 2 g) d]` of the joined q, k and v projection into heads `[b,heads,m,d]`. Queries and keys pass
-// an RMS norm if it has a weight `[d]`, and are written both as they are and rotated; null outputs are skipped. cosines
-// and sines are `[positions,d/2]`. Row i of a sequence is at position lens[sequence] - m + i, or first + i * apart if
-// lens is null. Each warp has a head's vector.
+// an RMS norm if it has a weight `[d]`, and are written both as they are and rotated; an output that is null is
+// skipped. cosines and sines are `[positions,d/2]`. Row i of a sequence is at position lens[sequence] - m + i, or, if
+// lens is null, at first + i * apart. Each warp has one head's vector.
 KERNEL(256, 1, split_heads, const float* flat, OPTIONAL const float* q_norm, OPTIONAL const float* k_norm,
        const float* cosines, const float* sines, OPTIONAL const u32* lens, float* q_pre, float* q_rope, float* k_pre,
        float* k_rope, float* v, u32 rows, u32 m, u32 h, u32 g, u32 d, u32 first, u32 apart, float eps) {
@@ -82,7 +82,7 @@ KERNEL(256, 1, silu_rows, const float* gate_up, float* out, u64 n, u32 width) {
     }
 }
 
-// Cuts rows of w channels to their first d.
+// Cuts rows of w channels to their first d channels.
 KERNEL(256, 1, narrow_rows, const float* rows, float* out, u64 n, u32 w, u32 d) {
     for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < n; i += (u64)gridDim.x * 256) {
         out[i] = rows[i / d * w + i % d];
@@ -110,11 +110,11 @@ KERNEL(256, 1, note_not_finite, const float* x, u64 n, u32* noted, u32 stage) {
     if (bad) atomicMax(noted, stage);
 }
 
-// Adds, as means over sequences and KV heads, to sum[0] the share of visible rows that is read, and to sum[1] the
-// share of keys that got an exact product; and as sums, to sum[3] the rows attended, to sum[4] the keys that got a
-// product and are not listed, and to sum[5] the KV heads that attend everything. spans and listed as in attend.h.
-// ranked `[b,g]`, or null: how many keys got a product, the listed ones included; such a key that is not listed counts
-// as half a row in sum[0].
+// Adds figures of a step to `sum`. As means over sequences and KV heads: to sum[0] the share of visible rows that is
+// read, and to sum[1] the share of keys that got an exact product. As sums: to sum[3] the rows attended, to sum[4] the
+// keys that got a product but are not listed, and to sum[5] the KV heads that attend everything. spans and listed are
+// as in attend.h. ranked `[b,g]`, or null, says how many keys got a product, including the listed ones; such a key that
+// is not listed counts as half a row in sum[0].
 KERNEL(32, 1, tally_rows, const u32* spans, OPTIONAL const u32* listed, OPTIONAL const u32* ranked, double* sum,
        u32 b, u32 g) {
     double share = 0, exact = 0, rows = 0, unlisted = 0, full = 0;

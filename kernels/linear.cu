@@ -5,16 +5,16 @@
 
 // ---- 16-bit inputs, on the tensor cores ----
 
-// Rows of x, and of W, per tile; channels per slab; slabs in flight; elements from row to row of a slab, an odd number
-// of 16-byte pieces.
+// Rows of x, and of W, per tile; channels per slab; slabs in flight; elements from one row of a slab to the next, which
+// is an odd number of 16-byte pieces.
 constexpr u32 LINEAR_TILE = 128, LINEAR_SLAB = 32, LINEAR_STAGES = 4, LINEAR_PITCH = LINEAR_SLAB + 8;
 // Bytes of dynamic shared memory: the slabs of both matrices in flight.
 #define LINEAR_BYTES (4 * 2 * 128 * (32 + 8) * 2)
-// Tiles of x that neighbouring blocks share, so that what they read stays in the L2 cache.
+// Tiles of x that neighbouring blocks share, so that the tiles they read stay in the L2 cache.
 constexpr u32 LINEAR_BAND = 16;
 
-// The part of each slab of a matrix `[n,k]` that a thread copies: eight channels of two rows, from row `first` on.
-// Beyond the last row it repeats the last, beyond the last channel it fills in zeros.
+// The part of each slab of a matrix `[n,k]` that one thread copies: eight channels of two rows, from row `first` on.
+// Beyond the last row it copies the last row again; beyond the last channel it fills in zeros.
 struct SlabCopy {
     const u16* rows[2];
     u32 to, channel, k;
@@ -65,7 +65,7 @@ DEVICE void linear_tile(u16* slabs, const u16* x, const u16* weight, const float
     u32 warp_row = warp() % 4 * 32, warp_column = warp() / 4 * 64;
     for (u32 slab = 0; slab < count; slab++) {
         wait_for_copies<LINEAR_STAGES - 2>();
-        // The slab has arrived for all threads, and all have finished the one before, whose space is free again.
+        // The slab has arrived for all threads, and all have finished the previous one, whose space is free again.
         __syncthreads();
         u32 next = slab + LINEAR_STAGES - 1;
         u16* to = slabs + next % LINEAR_STAGES * 2 * HALF;
@@ -120,7 +120,7 @@ KERNEL_SHARED(256, 2, LINEAR_BYTES, linear_bfloat, LINEAR_PARAMETERS(u16, u16)) 
     linear_tile<true>(slabs, x, weight, bias, out, m, n, k, accumulate);
 }
 
-// Rounds n numbers to f16 or bf16, to nearest even; beyond the range of f16 to infinity.
+// Rounds n numbers to f16 or bf16, to nearest even. Numbers beyond the range of f16 become infinite.
 KERNEL(256, 1, round_rows, const float* x, u16* out, u64 n, u32 bfloat) {
     u64 i = ((u64)blockIdx.x * 256 + threadIdx.x) * 2;
     if (i + 1 < n) {
@@ -208,7 +208,7 @@ KERNEL(256, 2, linear_float_bfloat, LINEAR_PARAMETERS(float, u16)) {
 // Rows of W that a warp processes together, so that it reads x once for all of them.
 constexpr u32 FEW_ROWS = 4;
 
-// Loads weights, which are read once, without caching them in L1, which is left to x.
+// Loads weights without caching them in L1: weights are read only once, and L1 is left to x.
 template <class T>
 DEVICE void load_weights(u32 (&out)[4], const T* at) {
 #ifdef TENSOR_CORES
@@ -240,9 +240,9 @@ UNROLL
     }
 }
 
-// Computes m <= M rows. `split` warps of a block share FEW_ROWS rows of W; each takes every split-th run of
-// 32 x PIECE x AHEAD channels. A lane loads AHEAD pieces of PIECE channels before it uses them; k is a multiple of
-// PIECE. Sums run over the lanes, then over the warps, in a fixed order; `sums` has `[8,M,FEW_ROWS]`.
+// Computes m <= M rows. `split` warps of a block share FEW_ROWS rows of W; each of them takes every split-th run of 32
+// x PIECE x AHEAD channels. A lane loads AHEAD pieces of PIECE channels before it uses them; k is a multiple of PIECE.
+// Sums run over the lanes and then over the warps, in a fixed order; `sums` is `[8,M,FEW_ROWS]`.
 template <class Weight, u32 M, u32 PIECE, u32 AHEAD>
 DEVICE void linear_few(float* sums, const float* x, const typename Weight::Stored* weight, const float* bias,
                        float* out, u32 m, u32 n, u32 k, u32 accumulate, u32 split) {
@@ -303,8 +303,8 @@ UNROLL
     }
 }
 
-// With one row, lanes read 16-bit W in pieces of 16 bytes. With more, reading x costs as much as reading W: pieces of
-// four channels make the lanes' reads of x contiguous.
+// With one row, lanes read 16-bit W in pieces of 16 bytes. With more rows, reading x costs as much as reading W, and
+// pieces of four channels make the lanes' reads of x contiguous.
 #define FEW(WEIGHT, M, PIECE, AHEAD)                                                                            \
     linear_few<WEIGHT, M, PIECE, AHEAD>(sums, x, weight, bias, out, m, n, k, accumulate, split)
 #define LINEAR_FEW(WEIGHT, PIECE, AHEAD)                                                                        \

@@ -1,16 +1,17 @@
-// `nearest` of src/compute/reference.rs, under the contract of `Points::assign`: the argmax of the score
-// x·c - ||c||²/2 in f32; the lowest index wins ties.
+// `nearest` of src/compute/reference.rs, under the contract of `Points::assign`: the argmax of the score x·c - ||c||²/2
+// in f32; the lowest index wins a tie.
 //
 // A score is `-||c||²/2`, summed in f64 and rounded, plus one f32 multiply-add per channel, in order, so it depends
 // only on the row and the centroid. `nearest_listed` computes all scores. `nearest_fast` (nearest_fast.cu) leaves up
 // to four candidates per row, among which `settle` finds the same winner; rows that it cannot settle are listed for
 // `nearest_listed`.
 //
-// Each head searches a range of centroids: first and count at ranges[2 head]. If `scores` (those of the present codes)
-// are given, a row changes its code only if a centroid scores strictly higher.
+// Each head searches a range of centroids, whose first index and number are ranges[2 head] and ranges[2 head + 1]. If
+// `scores` (the scores of the present codes) are given, a row changes its code only if a centroid scores strictly
+// higher.
 #include "common.h"
 
-// The candidates of a row that needs all scores, and those of a row that keeps its code.
+// Marks in place of candidates: for a row that needs all scores, and for a row that keeps its code.
 constexpr u64 UNSETTLED = 0xffffull, KEEPS = ~0ull;
 
 DEVICE float score(const float* x, const float* c, float bias, u32 w) {
@@ -38,8 +39,8 @@ KERNEL(256, 1, centroid_biases, const float* centroids, const u32* ranges, float
     if (lane() == 0) biases[at] = (float)(sum * -0.5);
 }
 
-// Scores 128 rows per block against the centroids in range, 128 at a time; a thread has 8 x 8 scores. The rows are the
-// listed[head] ones of `list`, or all n if list is null. next `[b,n]` gets their codes.
+// Scores 128 rows per block against the centroids in range, 128 centroids at a time; a thread has 8 x 8 scores. The
+// rows are the first listed[head] rows of `list`, or all n rows if list is null. next `[b,n]` gets their codes.
 KERNEL(256, 2, nearest_listed, const float* x, const float* centroids, const float* biases, const u32* ranges,
        OPTIONAL const u32* list, OPTIONAL const u32* listed, OPTIONAL float* scores, const u32* codes, u32* next,
        u32 n, u32 w, u32 size) {
@@ -54,7 +55,7 @@ KERNEL(256, 2, nearest_listed, const float* x, const float* centroids, const flo
     if (list) list += (u64)head * n;
     u32 ty = threadIdx.x / 16, tx = threadIdx.x % 16;
 
-    // Thread t loads half of a row's, and of a centroid's, 16 channels per slab: row and centroid t / 2 of the tile.
+    // Thread t loads half of 16 channels per slab, of row t / 2 and of centroid t / 2 of the tile.
     u32 loads = threadIdx.x / 2, half = threadIdx.x % 2 * 8;
     u32 row = smaller(start + loads, total - 1);
     const float* from = x + (u64)(list ? list[row] : row) * w + half;
@@ -99,7 +100,7 @@ UNROLL
                 }
             }
         }
-        // A thread meets its centroids in ascending order, so the first of equal scores wins.
+        // A thread meets its centroids in ascending order, so the first of several equal scores wins.
 UNROLL
         for (u32 j = 0; j < 8; j++) {
 UNROLL

@@ -55,13 +55,13 @@ UNROLL
         }
     }
 #else
-    // Read from the slabs, since passing fragments between emulated lanes would take several times as long.
+    // Fragments are read from the slabs, since passing them between emulated lanes would take several times as long.
     for (u32 i = 0; i < 2; i++) {
         for (u32 j = 0; j < 8; j++) {
             for (u32 e = 0; e < 4; e++) {
                 u32 row = row_at + i * 16 + lane() / 4 + e / 2 * 8;
                 u32 centroid = centroid_at + j * 8 + lane() % 4 * 2 + e % 2;
-                // Beyond the last centroid; skipped only to save time.
+                // There is no centroid here; skipped only to save time.
                 if (sum[i][j][e] == minus_infinity()) continue;
                 for (u32 k = 0; k < 16; k++) {
                     u32 eighth = step * 2 + k / 8;
@@ -98,8 +98,9 @@ KERNEL(256, 1, halve_rows, const float* x, const u32* largest, u16* halves, floa
     norms[2 * at + 1] = sqrtf(lost) * SLACK;
 }
 
-// Scales and rounds the centroids in range, numbered from 0 and padded to whole tiles: halves `[b,capacity,w]`, biases
-// `[b,capacity]`. bounds `[b,3]`, zeroed before, get the bits of C, S and B.
+// Scales and rounds the centroids in range, which are numbered from 0 and padded to whole tiles: halves
+// `[b,capacity,w]`, biases `[b,capacity]`. bounds `[b,3]`, zeroed before, get the bits of C, S and B of the head of
+// this file.
 KERNEL(256, 1, halve_centroids, const float* centroids, const u32* ranges, const u32* largest,
        const u32* largest_centroid, u16* halves, float* biases, u32* bounds, u32 w, u32 size, u32 capacity) {
     u32 head = blockIdx.y, first = ranges[2 * head], count = ranges[2 * head + 1];
@@ -135,7 +136,7 @@ KERNEL(256, 1, halve_centroids, const float* centroids, const u32* ranges, const
 
 // ---- the search ----
 
-// Starts copying a slab of rows first..first + TILE; beyond `end - 1` it repeats that row.
+// Starts copying a slab of rows first..first + TILE. Beyond row `end - 1` it copies that row again.
 DEVICE void copy_slab(u16* to, const u16* rows, u32 first, u32 end, u32 slab, u32 w) {
     u32 eighths = smaller(SLAB, w - slab * SLAB) / 8;
     for (u32 i = threadIdx.x; i < TILE * (SLAB / 8); i += 256) {
@@ -195,8 +196,8 @@ struct FoundOfRows {
     const u32* code;
 };
 
-// Searches 128 rows per block, from `start` on. The rows stay in shared memory; `count` centroids pass 128 at a time,
-// in slabs of 64 channels, three of which are in flight while one is used. Of the eight warps, four split the rows
+// Searches 128 rows per block, from `start` on. The rows stay in shared memory. `count` centroids pass by, 128 at a
+// time, in slabs of 64 channels; three slabs are in flight while one is used. Of the eight warps, four divide the rows
 // and two the centroids. There are n rows and `present` centroids of w channels; biases, which are multiplied by
 // `scale`, are padded to whole tiles.
 DEVICE FoundOfRows search(u16* shared, const u16* rows, const u16* centroids, const float* biases, float scale,
@@ -235,7 +236,7 @@ UNROLL
         }
         for (u32 slab = 0; slab < slabs; slab++) {
             wait_for_copies<STAGES - 2>();
-            // The slab has arrived for all threads, and all have finished the one before, whose space is free again.
+            // The slab has arrived for all threads, and all have finished the previous one, whose space is free again.
             __syncthreads();
             if (tile_ahead < tiles) {
                 u32 to = (stage + STAGES - 1) % STAGES;
@@ -276,7 +277,7 @@ UNROLL
     return {best, second, code};
 }
 
-// Returns the bound E of the head of this file; norms are those of the row.
+// Returns the bound E defined at the head of this file; norms are the norms of the row.
 DEVICE float bound_of(const float* norms, float most, float lost, float largest_bias, u32 w) {
     float sums = 5.0f * (w + 16) * 0x1p-24f * (norms[0] * most + largest_bias);
     return SLACK * (norms[0] * lost + norms[1] * (most + lost) + sums);

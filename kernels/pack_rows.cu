@@ -5,12 +5,13 @@
 
 // Channels that share a scale and a zero point; one per lane of a warp.
 constexpr u32 QUANT_GROUP = 32;
-// A smaller step counts as zero: the values of the group are equal.
+// A smaller step counts as zero, that is, the values of the group count as equal.
 constexpr float LEAST_STEP = 1e-8f;
 
-// Stores the last m rows `[b,g,m,w]`, of whose channels the first d are used: bits `[b,g,capacity,d/4]` bytes, params
-// `[b,g,capacity,groups]`. Keys have centre and alpha `[b,g,d]`, null for values; with is_signed only their magnitudes
-// are stored. lens `[b]` counts the rows already. Each warp has a group of a row; d is a multiple of 4.
+// Stores the last m rows `[b,g,m,w]`, of which the first d channels are used: bits `[b,g,capacity,d/4]` bytes, params
+// `[b,g,capacity,groups]`. For keys, centre and alpha are `[b,g,d]`; for values they are null. With is_signed, only the
+// magnitudes of keys are stored. lens `[b]` already counts the rows. Each warp has a group of a row; d is a multiple of
+// 4.
 KERNEL(256, 1, pack_rows, const float* rows, OPTIONAL const float* centre, OPTIONAL const float* alpha,
        const u32* lens, u8* bits, u32* params, u32 is_signed, u32 m, u32 d, u32 w, u32 capacity) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, groups = (d + QUANT_GROUP - 1) / QUANT_GROUP;

@@ -1,9 +1,9 @@
 // The rows of the 2-bit cache of src/kv/packed.rs.
 //
-// Per KV head: signs as in select_signs.cu; bits of keys and values, `[capacity,d/4]` bytes, lowest bits first;
-// params `[capacity,groups]` with groups = ceil(d/32), an f16 scale in the low half and an f16 zero point in the high
-// half; centre and alpha `[d]`. The full-precision tokens, at positions full `[FULL]`, ascending, have their rows in
-// full_keys (less the centre) and full_values, `[FULL,d]` f16.
+// Per KV head: signs as in select_signs.cu; bits of keys and values, `[capacity,d/4]` bytes, lowest bits first; params
+// `[capacity,groups]` with groups = ceil(d/32), an f16 scale in the low half and an f16 zero point in the high half;
+// centre and alpha `[d]`. The full-precision tokens are at the ascending positions full `[FULL]`; their rows are in
+// full_keys (minus the centre) and full_values, `[FULL,d]` f16.
 #pragma once
 #include "tensor.h"
 

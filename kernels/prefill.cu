@@ -1,19 +1,19 @@
 // `causal` of src/compute/reference.rs for m new rows over a cache: rotated queries `[h,m,d]` at positions
 // first..first + m; keys and values `[g,capacity,w]` of one sequence, starting at KV head `head_at` of the cache; out
-// `[m,h d]`. `window` 0 means none. Exponents are base 2: `scale` is log2(e) / sqrt(d).
+// `[m,h d]`. A `window` of 0 means none. Exponents are base 2: `scale` is log2(e) / sqrt(d).
 //
-// A block has some rows of one query head. blockIdx.x is the head, so that heads that share keys and values run side
-// by side; the last rows, which see the most positions, come first. Tiles of keys that no row of the block sees are
+// A block has some rows of one query head. blockIdx.x is the head, so that heads that share keys and values run side by
+// side. The last rows, which see the most positions, come first. Tiles of keys that no row of the block sees are
 // skipped, and positions are compared only in tiles that some row sees in part.
 #include "attend.h"
 
 // Rows per block, and per warp.
 constexpr u32 PREFILL_ROWS = 128, PREFILL_OWN = 32;
 
-// Which positions the rows of a block see, in tiles of KEYS positions.
+// Which positions the rows of a block see, counted in tiles of KEYS positions.
 template <u32 KEYS>
 struct Sight {
-    // First row, end of the rows, end of the positions; first position of the first tile; arguments of the kernel.
+    // First row, end of the rows, end of the positions; first position of the first tile; then arguments of the kernel.
     u32 row, rows_end, end, begin, first, window;
 
     DEVICE Sight(u32 rows, u32 m, u32 at, u32 width) {
@@ -27,8 +27,8 @@ struct Sight {
     // Returns the first position that position t sees.
     DEVICE u32 lowest(u32 t) const { return window > 0 && t + 1 > window ? t + 1 - window : 0; }
     DEVICE bool sees(u32 t, u32 position) const { return position <= t && position >= lowest(t); }
-    // Says whether any of the rows at positions low to high sees any of a tile's positions; whether all see all of
-    // them.
+    // Says whether any row at positions low to high sees any position of a tile, and whether all these rows see all
+    // positions of the tile.
     DEVICE bool any(u32 low, u32 high, u32 tile) const {
         return low < end && tile <= high && tile + KEYS > lowest(low);
     }
@@ -50,7 +50,7 @@ struct PrefillRun {
     float top[2][2], sum[2][2], out[2][D / 8][4];
 };
 
-// Adds q k^T of a warp's rows and a tile to scores.
+// Adds q k^T for a warp's rows and a tile of keys to scores.
 template <bool BFLOAT, u32 D, u32 KEYS>
 DEVICE void prefill_scores(float (&scores)[2][KEYS / 8][4], const u16* q, const u16* k) {
 UNROLL
@@ -74,7 +74,7 @@ UNROLL
 }
 
 // Turns the scores of rows 16 i + g + 8 half into weights relative to the new running maximum, and rescales the sums so
-// far. A factor of one is skipped, since it changes nothing.
+// far. Rescaling by a factor of one is skipped, since it changes nothing.
 template <u32 D, u32 KEYS>
 DEVICE void prefill_weights(PrefillRun<D>& run, float (&scores)[2][KEYS / 8][4], u32 i, u32 half,
                             float scale) {
@@ -102,7 +102,7 @@ UNROLL
     for (u32 n = 0; n < D / 8; n++) run.out[i][n][half * 2] *= keep, run.out[i][n][half * 2 + 1] *= keep;
 }
 
-// Adds weights v to out.
+// Adds the product of the weights and the values v to out.
 template <bool BFLOAT, u32 D, u32 KEYS>
 DEVICE void prefill_values(PrefillRun<D>& run, const float (&weights)[2][KEYS / 8][4], const u16* v) {
 UNROLL
@@ -129,8 +129,9 @@ UNROLL
     }
 }
 
-// Replaces the infinite values and NaN of a tile by zeros, since times a weight of zero they would reach rows that do not
-// see them, and marks the block's rows that do in refused `[PREFILL_ROWS]`. All threads of the block take part.
+// Replaces infinite values and NaN of a tile by zeros: times a weight of zero, they would otherwise reach rows that do
+// not see them. Marks the rows of the block that do see them in refused `[PREFILL_ROWS]`. All threads of the block take
+// part.
 template <bool BFLOAT, u32 D, u32 KEYS>
 DEVICE void prefill_clean(u16* v, u32* refused, const Sight<KEYS>& sight, u32 tile) {
     for (u32 i = threadIdx.x; i < KEYS * D / 2; i += 128) {
@@ -145,7 +146,8 @@ DEVICE void prefill_clean(u16* v, u32* refused, const Sight<KEYS>& sight, u32 ti
     __syncthreads();
 }
 
-// Starts copying a tile of keys and of values; beyond the last position it repeats the last, which no row sees there.
+// Starts copying a tile of keys and of values. Beyond the last position it copies the last one again, which no row sees
+// there.
 template <u32 D, u32 KEYS>
 DEVICE void prefill_fill(u16* k, u16* v, const u16* keys, const u16* values, u32 tile, u32 end) {
     for (u32 i = threadIdx.x; i < KEYS * (D / 8); i += 128) {
@@ -156,8 +158,8 @@ DEVICE void prefill_fill(u16* k, u16* v, const u16* keys, const u16* values, u32
     }
 }
 
-// Stores the weighted means of a warp's rows, from row `first` on; NaN for those in `refused`, which starts at the warp's
-// first row.
+// Stores the weighted means of a warp's rows, from row `first` on; NaN for the rows in `refused`, which starts at the
+// warp's first row.
 template <u32 D>
 DEVICE void prefill_leave(const PrefillRun<D>& run, const u32* refused, float* out, u32 first, u32 m, u32 d) {
 UNROLL
@@ -179,8 +181,8 @@ UNROLL
     }
 }
 
-// Attends a block's rows. Shared memory: the block's queries, then two tiles each of keys and of values; rows are PITCH
-// apart.
+// Attends a block's rows. Shared memory: the block's queries, then two tiles each of keys and of values, with rows
+// PITCH apart.
 #define PREFILL_BYTES(D, KEYS) ((128 + 2 * 2 * KEYS) * (D + 8) * 2)
 template <bool BFLOAT, u32 D, u32 KEYS>
 DEVICE void prefill(u16* shared, const float* queries, const u16* keys, const u16* values, float* out, float scale,
@@ -208,7 +210,7 @@ UNROLL
     u32 low = first + sight.row + warp() * PREFILL_OWN, high = low + PREFILL_OWN - 1, stage = 0;
     for (u32 tile = sight.begin; tile < sight.end; tile += KEYS, stage ^= 1) {
         wait_for_copies<0>();
-        // The tile has arrived for all threads, and all have finished the one before, whose space is free again.
+        // The tile has arrived for all threads, and all have finished the previous one, whose space is free again.
         __syncthreads();
         u16* next = tiles + (stage ^ 1) * 2 * TILE_OF;
         if (tile + KEYS < sight.end) {
@@ -270,7 +272,7 @@ KERNEL_SHARED(128, 2, PREFILL_BYTES(128, 64), prefill_bfloat_128, PREFILL_PARAME
     PREFILL(true, 128, 64);
 }
 
-// For GPUs that give a block less shared memory than two tiles of 64 rows of 128 channels need: tiles of 32.
+// For GPUs that give a block less shared memory than two tiles of 64 rows of 128 channels need: tiles of 32 rows.
 KERNEL_SHARED(128, 2, PREFILL_BYTES(128, 32), prefill_narrow_half_128, PREFILL_PARAMETERS(u16)) {
     PREFILL(false, 128, 32);
 }
@@ -283,7 +285,7 @@ KERNEL_SHARED(128, 2, PREFILL_BYTES(128, 32), prefill_narrow_bfloat_128, PREFILL
 // Rows per block and keys per tile; elements from row to row of weights.
 constexpr u32 PREFILL_SIDE = 64, PREFILL_WIDE = PREFILL_SIDE + 4;
 
-// Copies a tile of keys or values; beyond the last position it repeats the last, which no row sees there.
+// Copies a tile of keys or values. Beyond the last position it copies the last one again, which no row sees there.
 DEVICE void prefill_float_fill(float* rows, const float* from, u32 tile, u32 end, u32 w) {
     for (u32 i = threadIdx.x; i < PREFILL_SIDE * w / 4; i += 256) {
         u32 row = i / (w / 4), c = i % (w / 4) * 4;
@@ -311,8 +313,9 @@ UNROLL
     }
 }
 
-// Adds weights v to acc, for four rows, the first at position t, and channels b, b + 16, b + 32 and so on. In a tile that
-// some rows see in part (ALL is false) what a row does not see is left out: zero times an infinite value is NaN.
+// Adds the product of the weights and the values v to acc, for four rows, the first at position t, and for channels b,
+// b + 16, b + 32 and so on. In a tile that some rows see in part (ALL is false), positions that a row does not see are
+// left out, because zero times an infinite value is NaN.
 template <bool ALL>
 DEVICE void prefill_float_values(float (&acc)[4][8], const float* weights, const float* rows, u32 b, u32 w,
                                  const Sight<PREFILL_SIDE>& sight, u32 t, u32 tile) {
@@ -337,9 +340,10 @@ UNROLL
     }
 }
 
-// Attends 64 rows per block. Thread 16 a + b has rows 4 a to 4 a + 3 and, counted modulo 16, key b of each tile and
-// channel b of the output. Shared memory: queries `[64,w + 4]`, a tile of keys or values `[64,w + 4]`, weights
-// `[64,68]`. w <= 128 is a multiple of 16, so rows are an odd number of 16-byte pieces apart.
+// Attends 64 rows per block. Thread 16 a + b has rows 4 a to 4 a + 3, the keys of each tile whose number modulo 16 is
+// b, and the channels of the output whose number modulo 16 is b. Shared memory: queries `[64,w + 4]`, a tile of keys or
+// values `[64,w + 4]`, weights `[64,68]`. w <= 128 is a multiple of 16, so rows are an odd number of 16-byte pieces
+// apart.
 KERNEL_SHARED(256, 2, (2 * 64 * (128 + 4) + 64 * 68) * 4, prefill_float, PREFILL_PARAMETERS(float), u32 w) {
     DYNAMIC_SHARED(float, q);
     Sight<PREFILL_SIDE> sight(PREFILL_SIDE, m, first, window);

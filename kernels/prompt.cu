@@ -1,15 +1,15 @@
 // The sign centroids of src/method/selfindex.rs and the 2-bit cache of src/kv/packed.rs, from a first prompt's rows.
-// A launch covers some consecutive KV heads of one sequence: pointers point to the arrays of the first, blockIdx.y
-// counts from there. Rows x `[heads,n,w]` are f32.
+// A launch covers some consecutive KV heads of one sequence. Pointers point to the arrays of the first of these heads,
+// and blockIdx.y counts from it. Rows x `[heads,n,w]` are f32.
 #include "common.h"
 #include "scan.h"
 #include "tensor.h"
 
-// The number of keys as which a calibrated centroid counts.
+// How many keys a calibrated centroid counts as.
 constexpr double PSEUDO_COUNT = 32;
 
-// Widens rows `[heads,stride,pitch]` of type f32 (kind 0), f16 (1) or bf16 (2) to x, with zeros from channel d on; a
-// centre `[heads,d]`, unless null, is subtracted.
+// Widens rows `[heads,stride,pitch]` of type f32 (kind 0), f16 (1) or bf16 (2) to x, with zeros from channel d on.
+// Subtracts a centre `[heads,d]` unless it is null.
 KERNEL(256, 1, widen_rows, const void* rows, OPTIONAL const float* centre, float* x, u32 kind, u32 stride, u32 pitch,
        u32 n, u32 d, u32 w) {
     u64 i = (u64)blockIdx.x * 256 + threadIdx.x, row = i / w, at = blockIdx.y;
@@ -34,9 +34,9 @@ KERNEL(256, 1, store_channels, const float* from, float* to, float instead, u32 
     to[blockIdx.y * d + c] = v == 0 ? instead : v;
 }
 
-// Scores all visible positions by the mean of the group's last queries: sort keys for best.cu, `[heads,capacity]`,
-// and their first histogram. queries `[heads r,m,d]`, of whose m rows the last is used; spans `[4]` are the
-// sequence's. Four lanes share a position, a block covers SCAN.
+// Scores all visible positions by the mean of the group's last queries: sort keys for best.cu, `[heads,capacity]`, and
+// their first histogram. queries `[heads r,m,d]`, of whose m rows only the last is used; spans `[4]` are those of the
+// sequence. Four lanes share a position; a block covers SCAN positions.
 KERNEL(256, 1, query_keys, const float* queries, const float* x, const u32* spans, u32* keys, u32* histograms, u32 r,
        u32 m, u32 n, u32 d, u32 w, u32 capacity) {
     SHARED(float, query, 128);
@@ -68,28 +68,30 @@ KERNEL(256, 1, query_keys, const float* queries, const float* x, const u32* span
     add_histogram(own, histograms + (u64)at * 3 * BINS);
 }
 
-// Returns how many full-precision rows scale and centroids leave out: none if fewer than FULL other rows remain.
+// Returns how many full-precision rows the scale and the centroids leave out: none if fewer than FULL other rows
+// remain.
 DEVICE u32 left_out(const u32* full_count, u32 n) {
     u32 count = full_count[blockIdx.y];
     return n - count < FULL ? 0 : count;
 }
 
-// Zeroes the rows of full `[heads,FULL]` that statistics leave out. Each block has a row.
+// Zeroes the rows of full `[heads,FULL]` that the statistics leave out. Each block has a row.
 KERNEL(128, 1, clear_rows, float* x, const u32* full, const u32* full_count, u32 n, u32 w) {
     if (blockIdx.x >= left_out(full_count, n) || threadIdx.x >= w) return;
     x[((u64)blockIdx.y * n + full[blockIdx.y * FULL + blockIdx.x]) * w + threadIdx.x] = 0;
 }
 
-// Computes centroids `[heads,d/4,16,4]` from sums `[heads,d/4,16,4]` and counts `[heads,d/4,16]` of sign_sums, whose
-// input had zeros in the rows left out. A centroid is a mean; prior `[heads,d/4,16,4]`, unless null, counts as
-// PSEUDO_COUNT keys. Without prior, a pattern that no key has gets plus or minus its channels' mean magnitude.
+// Computes centroids `[heads,d/4,16,4]` from the sums `[heads,d/4,16,4]` and counts `[heads,d/4,16]` of sign_sums,
+// whose input had zeros in the rows that are left out. A centroid is a mean. prior `[heads,d/4,16,4]`, unless null,
+// counts as PSEUDO_COUNT keys. Without prior, a pattern that no key has gets plus or minus the mean magnitude of its
+// channels.
 KERNEL(256, 1, sign_centroids, const u64* sums, const u32* counts, const u32* largest, const u32* full_count,
        OPTIONAL const float* prior, float* centroids, u32 n, u32 d) {
     u32 i = blockIdx.x * 256 + threadIdx.x, e = i % 4, cell = i / 4, p = cell % 16, zeros = left_out(full_count, n);
     if (i >= d * 16) return;
     u64 first = (u64)blockIdx.y * d * 16;
     double scale = fixed_point(largest[blockIdx.y], n), sum = from_fixed(sums[first + i], scale), mean;
-    // The zeroed rows were counted under pattern 0.
+    // The zeroed rows were counted under pattern 0, from which they are taken off here.
     u32 count = counts[(u64)blockIdx.y * d * 4 + cell] - (p == 0 ? zeros : 0);
     if (prior) {
         mean = (PSEUDO_COUNT * prior[first + i] + sum) / (PSEUDO_COUNT + count);

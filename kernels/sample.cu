@@ -1,12 +1,14 @@
-// The next token from logits, as `Sampler::next` of src/kv/sample.rs: greedy, or drawn by temperature and nucleus.
+// The next token from logits, as in `Sampler::next` of src/kv/sample.rs: the greedy one, or one drawn by temperature
+// and nucleus.
 //
 // For a draw, probabilities are rounded to multiples of 2^-44 of the largest, so that their sums are exact in any
-// order; a token below half a step is never drawn. Nothing is sorted: to find where the cumulative mass reaches a
-// target, a histogram of the mass by the first 11 bits of the sort keys gives the first bits, one of the next 11 bits
-// the next, and one of the last 10 bits the key. Many blocks make the first histogram, one per row the others.
+// order; a token whose probability is below half of this step is never drawn. Nothing is sorted. To find where the
+// cumulative mass reaches a target, three histograms give the sort key there: the mass by the first 11 bits of the sort
+// keys gives the first bits, the mass by the next 11 bits the next, and the mass by the last 10 bits the rest. Many
+// blocks per row make the first histogram, and one block per row the other two.
 #include "scan.h"
 
-// Finds, over the block's 256 numbers, the largest and its place, the lowest on ties; thread 0 gets them.
+// Finds the largest of the block's 256 numbers and its place, the lowest place on ties; thread 0 gets both.
 DEVICE void largest_of_block(float& value, u32& place) {
     SHARED(float, values, 256);
     SHARED(u32, places, 256);
@@ -22,8 +24,8 @@ DEVICE void largest_of_block(float& value, u32& place) {
     value = values[threadIdx.x], place = places[threadIdx.x];
 }
 
-// Finds the largest of each block's share of rows `[rows,width]`, and its index, the lowest on ties: tops and places
-// `[rows,blocks]`. blockIdx.y is the row; the blocks along x take the numbers in turns.
+// Finds the largest number of each block's share of rows `[rows,width]` and its index, the lowest index on ties: tops
+// and places `[rows,blocks]`. blockIdx.y is the row; the blocks along x take the numbers in turns.
 KERNEL(256, 2, largest_of_parts, const float* x, float* tops, u32* places, u32 width) {
     x += (u64)blockIdx.y * width;
     float best = minus_infinity();
@@ -48,21 +50,22 @@ KERNEL(256, 2, largest_of_rows, const float* tops, const u32* places, u32* out, 
 // Bins of a histogram; threads of a block that searches one.
 constexpr u32 DRAW_BINS = 2048, DRAW_THREADS = 1024, DRAW_EACH = DRAW_BINS / DRAW_THREADS;
 
-// A place in the order of logits: the largest first; among equal ones, the lowest id first.
+// A place in the order of logits: larger logits come first, and of equal logits the one with the lowest id.
 struct DrawPlace {
     u32 key;    // sort key, see `order_of`
-    u32 rank;   // number among equal logits, from 1
+    u32 rank;   // number among equal logits, counted from 1
     u64 above;  // mass of the places before this one
 };
 
-// A histogram of masses in shared memory, in two halves: GPUs add 32-bit numbers there in one instruction, and 64-bit
-// numbers in a loop of compare-and-swap.
+// A histogram of masses in shared memory, split into low and high halves: GPUs add 32-bit numbers in shared memory in
+// one instruction, but 64-bit numbers in a loop of compare-and-swap.
 struct Masses {
     u32 *low, *high;
 
     DEVICE u64 operator[](u32 bin) const { return (u64)high[bin] << 32 | low[bin]; }
     DEVICE void set(u32 bin, u64 mass) const { low[bin] = (u32)mass, high[bin] = (u32)(mass >> 32); }
-    // Adds a mass; sums are exact in any order, since each addition that wraps the low half carries one.
+    // Adds a mass. Sums are exact in any order, since every addition that wraps the low half carries one into the high
+    // half.
     DEVICE void add(u32 bin, u64 mass) const {
         u32 part = (u32)mass, carried = 0;
         if (part > 0) carried = atomicAdd(low + bin, part) > 0xffffffffu - part;
@@ -71,7 +74,7 @@ struct Masses {
     }
 };
 
-// Returns exp((v - top) / temperature) in multiples of 2^-44.
+// Returns exp((v - top) / temperature) as a multiple of 2^-44.
 DEVICE u64 draw_weight(float v, double top, double temperature) {
     return (u64)__double2ll_rn(exp(((double)v - top) / temperature) * 17592186044416.0);
 }
@@ -111,7 +114,8 @@ DEVICE void masses_after(const float* x, u32 width, double top, double temperatu
     __syncthreads();
 }
 
-// Finds the bin at which `above` plus the masses from the last bin down reaches `target`, and the mass before this bin.
+// Finds the bin, from the last one down, at which `above` plus the masses so far reaches `target`, and the mass before
+// this bin.
 DEVICE void draw_bin(const Masses& bins, u64 target, u64 above, DrawPlace* found) {
     u64 mine = 0;
     u32 last = DRAW_BINS - 1 - DRAW_EACH * threadIdx.x;
@@ -125,7 +129,7 @@ DEVICE void draw_bin(const Masses& bins, u64 target, u64 above, DrawPlace* found
     __syncthreads();
 }
 
-// Finds the place at which the cumulative mass reaches `target`; `first` has the masses by the first bits.
+// Finds the place at which the cumulative mass reaches `target`; `first` holds the masses by the first bits.
 DEVICE DrawPlace draw_place(const float* x, u32 width, double top, double temperature, u64 target,
                             const Masses& first, const Masses& bins) {
     SHARED(DrawPlace, found, 1);

@@ -3,7 +3,7 @@
 #pragma once
 #include "common.h"
 
-// Positions that a block of the scan covers, eight per thread; most codewords of a KV head that are taken in part.
+// Positions that a block of the scan covers, eight per thread; the most codewords of a KV head that are taken in part.
 constexpr u32 SCAN = 2048, PARTS = 16;
 
 // Maps a float to an unsigned number that sorts as `f32::total_cmp` does: the sort key of a score.
@@ -15,7 +15,7 @@ DEVICE u32 order_of(float v) {
 // Inverts `order_of`.
 DEVICE float number_of(u32 key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
 
-// Sums over all lower threads of a block of `THREADS` threads.
+// Returns the sum over all lower threads of a block of `THREADS` threads.
 template <class T, u32 THREADS = 256>
 DEVICE T typed_sum_before(T v) {
     SHARED(T, warps, THREADS / 32);
@@ -34,8 +34,8 @@ DEVICE T typed_sum_before(T v) {
 
 DEVICE u32 sum_before(u32 v) { return typed_sum_before(v); }
 
-// Returns the mark of a thread's i-th position: 0 is not taken; 1 is taken; 2 + p is of kind p, of which only the
-// first few positions are taken.
+// Returns the mark of a thread's i-th position: 0 means not taken; 1 means taken; 2 + p means of kind p, of which only
+// the first few positions are taken.
 DEVICE u32 mark_at(u64 marks, u32 i) { return (u32)(marks >> (8 * i) & 255); }
 
 DEVICE u32 count_marks(u64 marks, u32 mark) {
@@ -45,7 +45,7 @@ UNROLL
     return count;
 }
 
-// Counts the block's marks into totals `[b,g,blocks,1 + PARTS]`: first mark 1, then every kind.
+// Counts the block's marks into totals `[b,g,blocks,1 + PARTS]`: first the marks of 1, then the marks of every kind.
 DEVICE void count_block(u64 mine, u32* totals) {
     SHARED(u32, sums, 1 + PARTS);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y;
@@ -61,8 +61,8 @@ DEVICE void count_block(u64 mine, u32* totals) {
     if (threadIdx.x <= PARTS) totals[((u64)at * gridDim.x + blockIdx.x) * (1 + PARTS) + threadIdx.x] = sums[threadIdx.x];
 }
 
-// Lists the block's taken positions in lists `[b,g,most]`, with their number in listed `[b,g]`; `from` is the thread's
-// first position. Of kind p, the first takes[p * stride] positions are taken; a zero ends the kinds.
+// Lists the block's taken positions in lists `[b,g,most]`, and writes their number to listed `[b,g]`; `from` is the
+// thread's first position. Of kind p, the first takes[p * stride] positions are taken; a zero ends the list of kinds.
 DEVICE void list_block(u64 mine, u32 from, const u32* takes, u32 stride, const u32* totals, u32* lists, u32* listed,
                        u32 most) {
     SHARED(u32, before, 1 + PARTS);

@@ -1,5 +1,5 @@
 // `second_moment` of src/compute/reference.rs. A block computes a tile of 64 x 64 products of one head over one run of
-// rows: sums of up to 256 rows in f32, then f64. add_runs adds the runs in order.
+// rows: up to 256 rows are summed in f32, and these sums are added in f64. add_runs adds the runs in order.
 #include "common.h"
 
 KERNEL(256, 2, second_moment, const float* q_rope, double* runs, u32 m, u32 d, u32 run_rows) {

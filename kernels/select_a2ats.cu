@@ -13,7 +13,7 @@
 #include "tensor.h"
 
 constexpr u32 NO_RANK = 0xffffffffu;
-// Most codewords of a KV head, which rank_codewords lists in shared memory.
+// The most codewords of a KV head: rank_codewords lists them in shared memory.
 #define MOST_CODEWORDS 12288
 
 // Multiplies rows by matrices `[g,d,d]`: out `[b,g,r,d]`, out_i = sum_j matrix_ij x_j. Each warp has a row of the
@@ -31,7 +31,7 @@ KERNEL(256, 1, map_rows, const float* x, const float* matrices, float* out, u32 
 }
 
 // Updates counts `[b,g,M]`, which cover the codes of the positions in counted `[b,g,2]`, to the present candidates:
-// adds and removes the difference, or starts over if the candidates moved back. codes `[b,g,capacity]`. Each block
+// adds and removes the difference, or starts over if the candidates have moved back. codes `[b,g,capacity]`. Each block
 // has a KV head.
 KERNEL(256, 1, count_candidates, const u16* codes, const u32* spans, u32* counts, u32* counted, u32 capacity,
        u32 size) {
@@ -51,8 +51,8 @@ KERNEL(256, 1, count_candidates, const u16* codes, const u32* spans, u32* counts
     if (threadIdx.x == 0) counted[2 * at] = start, counted[2 * at + 1] = end;
 }
 
-// Computes the products of rows y `[rows,d]`, in shared memory, with a codeword; zeros if it is null. Four lanes
-// share a codeword, and all four get the sums.
+// Computes the products of rows y `[rows,d]`, in shared memory, with a codeword; zeros if the codeword is null. Four
+// lanes share a codeword, and all four get the sums.
 template <u32 MOST>
 DEVICE void codeword_products(float (&sums)[MOST], const u16* codeword, const float* y, u32 rows, u32 d) {
 UNROLL
@@ -94,12 +94,12 @@ UNROLL
     }
 }
 
-// Computes ranks `[b,h,M]`: R_a(c) if it is below `budget`, else NO_RANK. Each block has a query head, blockIdx.y. It
-// finds by radix select the score down to which the codewords hold `budget` tokens, lists these codewords and counts
-// the tokens above each. Codewords without tokens are left out.
+// Computes ranks `[b,h,M]`: R_a(c) if it is below `budget`, else NO_RANK. Each block has a query head, blockIdx.y. By
+// radix select, it finds the lowest score such that the codewords down to this score hold `budget` tokens; it lists
+// these codewords and counts the tokens above each. Codewords without tokens are left out.
 KERNEL_SHARED(256, 1, 2 * MOST_CODEWORDS * 4, rank_codewords, const float* scores, const u32* counts,
        const u32* budgets, u32* ranks, u32 r, u32 size) {
-    DYNAMIC_SHARED(u32, listed);  // `[2,M]`: order and codeword of what is listed
+    DYNAMIC_SHARED(u32, listed);  // `[2,M]`: order and codeword of each listed codeword
     SHARED(u32, tokens, 256);
     SHARED(u32, found, 3);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, budget = budgets[blockIdx.z];
@@ -108,7 +108,7 @@ KERNEL_SHARED(256, 1, 2 * MOST_CODEWORDS * 4, rank_codewords, const float* score
     ranks += (u64)at * size;
     for (u32 c = threadIdx.x; c < size; c += 256) ranks[c] = NO_RANK;
     if (budget == 0) return;
-    // The smallest sort key that is listed, found from its highest digit down, and the tokens above it.
+    // The smallest sort key that is listed, found from its highest digit down, and the number of tokens above it.
     u32 prefix = 0, above = 0;
     for (int shift = 24; shift >= 0; shift -= 8) {
         tokens[threadIdx.x] = 0;
@@ -150,9 +150,9 @@ KERNEL_SHARED(256, 1, 2 * MOST_CODEWORDS * 4, rank_codewords, const float* score
 
 DEVICE u32 taken(u32 rho, u32 count, u32 k) { return rho == NO_RANK || k <= rho ? 0 : smaller(k - rho, count); }
 
-// Handles a budget that is smaller than the union of the query heads' best tokens: takes the best of this union by
-// their highest score; the lower position wins ties. chosen `[r]` gets their codewords, each of which gives its first
-// token.
+// Handles a budget that is smaller than the union of the query heads' best tokens: takes the best tokens of this union
+// by their highest score. The lower position wins a tie. chosen `[r]` gets the codewords of these tokens; each of these
+// codewords gives its first token.
 DEVICE void best_of_union(u32* chosen, const u32* ranks, const u32* counts, const float* scores, const u16* codes,
                           u32 start, u32 end, u32 budget, u32 r, u32 size) {
     SHARED(u32, tops, 16);
@@ -190,10 +190,10 @@ DEVICE void best_of_union(u32* chosen, const u32* ranks, const u32* counts, cons
     }
 }
 
-// Finds, per KV head, the largest k whose union has at most the budget (with `per_query_head`, k is the budget), and
-// marks what it takes. marks `[b,g,M]`: 0 for none of a codeword's tokens, 1 for all, 2 + i for the first tokens of
-// entry i of parts `[b,g,16,2]` (the codeword and how many tokens). Each of the block's eight warps tries one k at a
-// time.
+// Finds, per KV head, the largest k whose union has at most `budget` tokens (with `per_query_head`, k is the budget),
+// and marks the tokens that it takes. marks `[b,g,M]`: 0 if none of a codeword's tokens are taken, 1 if all are, and
+// 2 + i if only its first tokens are; entry i of parts `[b,g,16,2]` then holds the codeword and the number of tokens.
+// Each of the block's eight warps tries one k at a time.
 KERNEL_SHARED(256, 1, MOST_CODEWORDS * 4, take_codewords, const u32* ranks, const u32* counts, const float* scores,
        const u16* codes, const u32* spans, const u32* budgets, u8* marks, u32* parts, u32 r, u32 size, u32 capacity,
        u32 per_query_head) {
@@ -211,7 +211,8 @@ KERNEL_SHARED(256, 1, MOST_CODEWORDS * 4, take_codewords, const u32* ranks, cons
         rho[c] = least;
     }
     __syncthreads();
-    // k = fits keeps within the budget, k = too_many does not: a query head alone may not have more than the budget.
+    // k = fits stays within the budget, and k = too_many does not: even a single query head may not have more than the
+    // budget.
     u32 fits = per_query_head ? budget : 0, too_many = budget + 1;
     while (too_many - fits > 1) {
         u32 width = too_many - fits, step = (width + 8) / 9, k = fits + step * (warp() + 1);
@@ -255,7 +256,7 @@ KERNEL_SHARED(256, 1, MOST_CODEWORDS * 4, take_codewords, const u32* ranks, cons
     }
 }
 
-// Returns the marks of a thread's eight codes, a byte each; 0 for positions that are no candidates.
+// Returns the marks of a thread's eight codes, one byte each; 0 for positions that are not candidates.
 DEVICE u64 marks_of(const u16* codes, const u8* marks, u32 from, u32 start, u32 end) {
     if (from >= end) return 0;
     uint4 bits = *(const uint4*)&codes[from];
@@ -288,8 +289,8 @@ KERNEL(256, 1, list_taken, const u16* codes, const u8* marks, const u32* parts, 
     list_block(mine, from, parts + at * 2 * PARTS + 1, 2, totals, lists, listed, most);
 }
 
-// Encodes each head's new key, at the last position of lens `[b]`: given the scores z·c `[b,g,M]`, takes the codeword
-// with the largest z·c - norms[c], the lower one on ties. norms `[g,M]`: ||c||²/2.
+// Encodes each head's new key, which is at the last position of lens `[b]`. Given the scores z·c `[b,g,M]`, takes the
+// codeword with the largest z·c - norms[c]; the lower codeword wins a tie. norms `[g,M]`: ||c||²/2.
 KERNEL(256, 1, encode_last, const float* scores, const float* norms, const u32* lens, u16* codes, u32 size,
        u32 capacity) {
     SHARED(u64, best, 8);

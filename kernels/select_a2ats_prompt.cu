@@ -1,8 +1,8 @@
 // Encoding of keys: the code is the argmin over codewords c of ||z - c||² with z = k L - mean, in f32; the lower
-// codeword wins ties. A single key per head takes `whiten_last`, `codeword_scores` and `encode_last`; a prompt takes
-// the other kernels below and gets the same codes: f16 products on the tensor cores leave a few candidates per row
-// (see nearest_fast.cu), and the exact scores of `codeword_scores` decide among them. A row with too many candidates
-// is scored against all codewords.
+// codeword wins a tie. A single key per head uses `whiten_last`, `codeword_scores` and `encode_last`. A prompt uses the
+// other kernels below and gets the same codes: f16 products on the tensor cores leave a few candidates per row (see
+// nearest_fast.cu), and the exact scores of `codeword_scores` decide among them. A row with too many candidates is
+// scored against all codewords.
 //
 // Rows are `[b,g,n,w]`, where w is d rounded up to a multiple of 16; codebook `[g,M,w]` f16, norms `[g,M]` ||c||²/2.
 // blockIdx.y is the KV head, blockIdx.z the sequence.
@@ -32,7 +32,7 @@ KERNEL(256, 1, whiten_last, const float* keys, const float* factors, const float
 }
 
 // Computes z of n rows, from row `first` on, of keys `[b,g,m,d]`: out `[b,g,n,w]`. A block computes 64 rows x 64
-// channels, a thread 4 x 4. blockIdx.z is the tile of channels plus ceil(w / 64) times the sequence.
+// channels, a thread 4 x 4 of them. blockIdx.z is the tile of channels plus ceil(w / 64) times the sequence.
 KERNEL(256, 2, whiten_keys, const float* keys, const float* factors, const float* means, float* out, u32 first, u32 n,
        u32 m, u32 d, u32 w) {
     SHARED(float, rows, 16 * 68);
@@ -80,9 +80,9 @@ UNROLL
     }
 }
 
-// Finds the codewords that may be the nearest of each row: candidates `[b,g,n]` as `settle` reads them. rows and
-// norms are those of halve_rows; biases `[g,padded]` are -||c||²/2, minus infinity beyond the last codeword; bounds
-// `[g,2]` hold the largest ||c|| and the largest ||c||²/2. w <= 128.
+// Finds, for each row, the codewords that may be the nearest: candidates `[b,g,n]` in the form that `settle` reads.
+// rows and norms are those of halve_rows. biases `[g,padded]` are -||c||²/2, and minus infinity beyond the last
+// codeword; bounds `[g,2]` hold the largest ||c|| and the largest ||c||²/2. w <= 128.
 KERNEL_SHARED(256, 2, SEARCH_BYTES(2), nearest_codewords, const u16* rows, const float* norms, const u32* largest,
        const u16* codebook, const float* biases, const float* bounds, u64* candidates, u32 n, u32 w, u32 size,
        u32 padded) {
@@ -99,10 +99,10 @@ KERNEL_SHARED(256, 2, SEARCH_BYTES(2), nearest_codewords, const u16* rows, const
     candidates[(u64)at * n + row] = candidates_of(found.best + i, found.second + i, found.code + i, bound);
 }
 
-// Returns a sort key: the better of two codewords has the larger one.
+// Returns a sort key of a codeword: the better of two codewords has the larger sort key.
 DEVICE u64 code_order(float score, u32 code) { return (u64)order_of(score) << 32 | (0xffffffffu - code); }
 
-// Computes z·c in the order of `codeword_scores`: four partial sums, each of every fourth run of eight channels.
+// Computes z·c in the same order as `codeword_scores`: four partial sums, each of every fourth run of eight channels.
 DEVICE float codeword_score(const float* z, const u16* codeword, u32 d) {
     float sums[4] = {};
     for (u32 k = 0; k < d; k += 8) {
@@ -121,8 +121,8 @@ UNROLL
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// Encodes rows by their candidates into codes `[b,g,capacity]`: of the last m positions of lens `[b]`, those from
-// `first` on. Rows that need all scores are listed in list `[b,g,n]`, listed `[b,g]`, zeroed before.
+// Encodes rows, given their candidates, into codes `[b,g,capacity]`: of the last m positions of lens `[b]`, the rows
+// from `first` on. Rows that need all scores are listed in list `[b,g,n]` and listed `[b,g]`, zeroed before.
 KERNEL(256, 1, settle_codes, const float* z, const u16* codebook, const float* norms, const u64* candidates,
        const u32* lens, u16* codes, u32* list, u32* listed, u32 first, u32 n, u32 m, u32 size, u32 d, u32 w,
        u32 capacity) {
@@ -149,7 +149,7 @@ KERNEL(256, 1, settle_codes, const float* z, const u16* codebook, const float* n
     codes[(u64)at * capacity + lens[blockIdx.z] - m + first + row] = (u16)code;
 }
 
-// Encodes the listed rows by the scores of all codewords, eight rows per block.
+// Encodes the listed rows by their scores with all codewords, eight rows per block.
 KERNEL(256, 2, encode_listed, const float* z, const u16* codebook, const float* norms, const u32* list,
        const u32* listed, const u32* lens, u16* codes, u32 first, u32 n, u32 m, u32 size, u32 d, u32 w,
        u32 capacity) {

@@ -1,18 +1,18 @@
-// CTkvr, select and update of src/method/ctkvr.rs: finds the centroids most similar to the queries, builds the union
-// of their lists with the fresh positions (which left the window lately), and keeps the ring of centroids.
+// CTkvr, select and update of src/method/ctkvr.rs: finds the centroids most similar to the queries, builds the union of
+// their lists with the fresh positions (which left the window recently), and keeps the ring of centroids.
 // select_topk.cu and best.cu rank the union.
 //
 // centroids `[b,g,slots,r,d]` are f16 rows of unit length. lists `[b,g,slots,longest]` and lens `[b,g,slots]` hold
 // their positions, ascending. ring `[b,4]`: the slot of the oldest centroid, the number of centroids, the first
-// position that no list covers, and the decode steps. limits `[n,2]`: at a cache of n positions, the most centroids
-// and the length of a list. blockIdx.y is the KV head, blockIdx.z the sequence.
+// position that no list covers, and the number of decode steps. limits `[n,2]`: for a cache of n positions, the most
+// centroids and the length of a list. blockIdx.y is the KV head, blockIdx.z the sequence.
 #include "common.h"
 #include "scan.h"
 #include "tensor.h"
 
 // Centroids per block of recall_centroids; list entries that a block copies or marks.
 constexpr u32 RECALLED = 64, LIST_PIECE = 1024;
-// Number of steps for which a position that left the window is fresh: every query ranks it.
+// For how many steps a position that has left the window is fresh: every query ranks it.
 constexpr u32 FRESH = 256;
 
 // Divides rows of d numbers, `stride` apart, by their length: unit `[r,d]`; a zero row stays zero. Each warp has a row.
@@ -48,8 +48,8 @@ KERNEL_SHARED(256, 2, QUERY_BYTES, recall_centroids, const float* queries, const
     }
 }
 
-// Lists the slots of the `probes` best centroids, the older one on ties: recalled `[b,g,probes]`. Each thread has a
-// centroid.
+// Lists the slots of the `probes` best centroids: recalled `[b,g,probes]`. The older centroid wins a tie. Each thread
+// has a centroid.
 KERNEL(256, 2, rank_centroids, const u32* ring, const u32* cosines, u32* recalled, u32 probes, u32 slots) {
     SHARED(u32, tile, 256);
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
@@ -68,8 +68,8 @@ KERNEL(256, 2, rank_centroids, const u32* ring, const u32* cosines, u32* recalle
     if (i < count && rank < probes) recalled[(u64)at * probes + rank] = (oldest + i) % slots;
 }
 
-// Sets marks `[b,g,capacity]` for the positions that a step ranks: the candidates on the recalled lists, and those that
-// left the window lately. If the budget covers all candidates (at most `longest`), all are marked. Each block has
+// Sets marks `[b,g,capacity]` for the positions that a step ranks: the candidates on the recalled lists and the fresh
+// positions. If the budget covers all candidates (at most `longest`), all candidates are marked. Each block has
 // LIST_PIECE entries of each list. Threads that mark the same position write the same value.
 KERNEL(256, 2, mark_union, const u32* ring, const u32* recalled, const u32* lists, const u32* lens, const u32* spans,
        const u32* budgets, u8* marks, u32 probes, u32 slots, u32 longest, u32 capacity) {
@@ -101,9 +101,9 @@ KERNEL(256, 2, count_union, const u8* marks, u32* totals, u32 capacity) {
 }
 
 // Lists the marked positions in ascending order, items `[b,g,room]` and counts `[b,g]`, and clears the marks. The
-// ranking kernels treat each KV head's items as a sequence of their own, for which this gives item_spans `[b,g,4]`
-// and the numbers to take, wants `[2,b,g]`: the budget, then the length of a list. ranked `[b,g]`: how many keys are
-// ranked, 0 if all candidates are taken.
+// ranking kernels treat each KV head's items as a sequence of its own. For this sequence, item_spans `[b,g,4]` get its
+// span, and wants `[2,b,g]` how many items to take: first the budget, then the length of a list. ranked `[b,g]` gets
+// the number of keys that are ranked, 0 if all candidates are taken.
 KERNEL(256, 2, list_union, u8* marks, const u32* totals, const u32* spans, const u32* budgets, const u32* limits,
        u32* items, u32* counts, u32* item_spans, u32* wants, u32* ranked, u32 room, u32 capacity) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * SCAN + threadIdx.x * 8, none = 0;
@@ -114,7 +114,7 @@ KERNEL(256, 2, list_union, u8* marks, const u32* totals, const u32* spans, const
         *own = 0;
     }
     list_block(mine, from, &none, 1, totals, items, counts, room);
-    // Continues with the thread that wrote the count.
+    // Only the thread that wrote the count continues.
     if (blockIdx.x + 1 < gridDim.x || threadIdx.x < 255) return;
     const u32* span = spans + 4 * blockIdx.z;
     u32 count = counts[at], heads = gridDim.y * gridDim.z, budget = budgets[blockIdx.z];
@@ -124,8 +124,8 @@ KERNEL(256, 2, list_union, u8* marks, const u32* totals, const u32* spans, const
     ranked[at] = span[2] - span[0] - span[1] <= budget ? 0 : count;
 }
 
-// Replaces indices in lists `[b,g,most]`, listed `[b,g]` many, by the items `[b,g,room]` that they stand for. Clears
-// all histograms of best.cu except for the first.
+// Replaces the indices in lists `[b,g,most]`, of which there are listed `[b,g]`, by the items `[b,g,room]` with these
+// indices. Clears all histograms of best.cu except the first.
 KERNEL(256, 2, name_items, const u32* items, u32* lists, const u32* listed, u32* histograms, u32 room, u32 most) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
     if (i < listed[at]) lists[(u64)at * most + i] = items[(u64)at * room + lists[(u64)at * most + i]];
@@ -133,8 +133,8 @@ KERNEL(256, 2, name_items, const u32* items, u32* lists, const u32* listed, u32*
     for (u32 j = threadIdx.x; j < 2 * BINS; j += 256) histograms[((u64)at * 3 + 1) * BINS + j] = 0;
 }
 
-// Makes every `update`-th step a centroid: from its queries `[b,h,d]`, and with a list of the items whose indices are
-// chosen `[b,g,longest]`, chosen_count `[b,g]` many.
+// Makes every `update`-th step a centroid. Its queries are `[b,h,d]`, and its list consists of the items whose indices
+// are in chosen `[b,g,longest]`, of which there are chosen_count `[b,g]`.
 KERNEL_SHARED(256, 2, QUERY_BYTES, push_centroid, const float* queries, const u32* ring, const u32* items,
        const u32* chosen, const u32* chosen_count, u16* centroids, u32* lists, u32* lens, u32 update, u32 r, u32 d,
        u32 slots, u32 longest, u32 room) {
@@ -153,7 +153,8 @@ KERNEL_SHARED(256, 2, QUERY_BYTES, push_centroid, const float* queries, const u3
     for (u32 i = threadIdx.x; i < r * d; i += 256) centroids[to * r * d + i] = round_to<false>(unit[i]);
 }
 
-// Counts the step. If it made a centroid, counts this, or drops the oldest at the limit; update 0 makes none.
+// Counts the step. If the step made a centroid, counts the centroid or, at the limit, drops the oldest one. With
+// `update` 0, no step makes a centroid.
 KERNEL(256, 1, advance_ring, u32* ring, const u32* spans, const u32* limits, u32 update, u32 slots, u32 b) {
     u32 s = blockIdx.x * 256 + threadIdx.x;
     if (s >= b) return;
@@ -165,8 +166,8 @@ KERNEL(256, 1, advance_ring, u32* ring, const u32* spans, const u32* limits, u32
     state[3]++;
 }
 
-// Takes rows at[x] of a prompt's queries `[h,m,d]`: unchanged to out `[rows,h,d]`, and as centroids to the slots from
-// `slot` on. blockIdx.x is the row.
+// Takes rows at[x] of a prompt's queries `[h,m,d]`: copies them unchanged to out `[rows,h,d]`, and stores them as
+// centroids in the slots from `slot` on. blockIdx.x is the row.
 KERNEL_SHARED(256, 2, QUERY_BYTES, take_queries, const float* queries, const u32* at, float* out, u16* centroids,
        u32 slot, u32 m, u32 r, u32 d, u32 slots) {
     DYNAMIC_SHARED(float, unit);  // `[r,d]`
@@ -181,7 +182,7 @@ KERNEL_SHARED(256, 2, QUERY_BYTES, take_queries, const float* queries, const u32
     }
 }
 
-// Stores the lists of these rows: chosen `[rows,g,longest]`, chosen_count `[rows,g]`. blockIdx.z is the row.
+// Stores the lists of these centroids: chosen `[rows,g,longest]`, chosen_count `[rows,g]`. blockIdx.z is the row.
 KERNEL(256, 2, keep_lists, const u32* chosen, const u32* chosen_count, u32* lists, u32* lens, u32 slot, u32 slots,
        u32 longest) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, from = blockIdx.x * LIST_PIECE, n = chosen_count[at];

@@ -10,9 +10,10 @@
 #include "scan.h"
 #include "tensor.h"
 
-// LOCAL: number of most recent positions in the local estimate, as in src/method/lfps.rs. SCORED: positions per
-// scoring block. SORTERS: threads of a sorting block. CHOICE: numbers that describe a KV head's choice, namely the
-// first rank that is left out, how many positions are listed because even rank 0 is too many, and these positions.
+// LOCAL: number of most recent positions in the local estimate, as in src/method/lfps/constants.rs. SCORED: positions
+// per scoring block. SORTERS: threads per sorting block. CHOICE: how many numbers describe a KV head's choice, namely
+// the first rank that is left out; the number of positions that are listed because even rank 0 is too many; and these
+// positions.
 constexpr u32 LOCAL = 5, SCORED = 256, SORTERS = 512, CHOICE = 2 + 16, NONE = 0xffffffffu;
 constexpr u32 OF_HEAD = 6;
 
@@ -37,8 +38,8 @@ DEVICE double warp_score(const float* q, const void* keys, u64 row, double scale
     return scale * (double)warp_sum(sum);
 }
 
-// Computes the products of a key with its group's queries `[r,w]` with four lanes, each of which gets all. Every lane
-// of the warp must take part, even without a key.
+// Computes the products of a key with its group's queries `[r,w]` with four lanes; each lane gets all products. Every
+// lane of the warp must take part, even without a key.
 DEVICE void group_products(float (&out)[16], const float* q, const void* keys, u64 row, bool there, u32 kind, u32 r,
                            u32 w) {
 UNROLL
@@ -76,10 +77,10 @@ struct LogSum {
     DEVICE double log_of() const { return top + log(sum); }
 };
 
-// Updates the sums of the keys and values that are no sinks, `[b,g,2,d]`, to the last position, and tests the query
-// heads of a KV head for the bypass: bypassed `[b,h]`, and rest `[b,h]`, the log-sum-exp estimated for all rows
-// except sinks. counters `[b,g,4]`: keys read for ranking, products computed for ranking, heads bypassed, rows of the
-// local estimate; `lfps_marks` adds to the first two.
+// Updates the sums of the keys and values of the non-sinks, `[b,g,2,d]`, to the last position, and tests the query
+// heads of a KV head for the bypass: bypassed `[b,h]`, and rest `[b,h]`, the estimated log-sum-exp of all rows except
+// sinks. counters `[b,g,4]`: keys read for ranking, products computed for ranking, heads bypassed, rows of the local
+// estimate; `lfps_marks` adds to the first two.
 KERNEL(256, 1, lfps_begin, const float* queries, const void* keys, const void* values, const u32* spans,
        const u32* budgets, const double* constants, double* sums, u32* bypassed, float* rest, u32* counters,
        double scale, double theta, u32 kind, u32 r, u32 d, u32 w, u32 capacity, u32 sinks, u32 model_window) {
@@ -121,7 +122,7 @@ KERNEL(256, 1, lfps_begin, const float* queries, const void* keys, const void* v
                 mean += (double)q[c] * sums[c] / n;
             }
             norm = warp_sum(norm), mean = warp_sum(mean);
-            // E[exp x] of a normally distributed x.
+            // The log of n E[exp x] for a normally distributed x, plus the bias.
             double global = log(n) + scale * mean + own[3] * norm / 2 + own[4];
             double others = fmax(global, near.log_of());
             result = 1 / (1 + exp(others - sink.log_of())) > theta;
@@ -138,7 +139,7 @@ KERNEL(256, 1, lfps_begin, const float* queries, const void* keys, const void* v
     to[0] = 0, to[1] = counts[0] * (end - local + span[1]), to[2] = counts[1], to[3] = end - local;
 }
 
-// The entries of a query head's two tables for position p; t is the last position.
+// The entries of a query head's two tables for position p, where t is the last position.
 struct Tables {
     const float *vertical, *slash;
     double of_vertical, of_slash;
@@ -160,8 +161,8 @@ DEVICE double total_of(const double* parts, u32 blocks, u32 stride, u32 i) {
     return block_total(sum);
 }
 
-// The positions `[from,to)` of which mean, deviation and kurtosis are taken: with `all` every visible position that is
-// no sink, else the candidates.
+// The positions `[from,to)` over which mean, deviation and kurtosis are taken: with `all` every visible position that
+// is no sink, else the candidates.
 struct Population {
     u32 from, to;
 
@@ -224,8 +225,8 @@ DEVICE double kurtosis(double m2, double m4) {
     return out - out == 0 ? out : 3;
 }
 
-// Computes thresholds `[b,h,4]`: for each table, the value above which an entry makes a candidate; then the tables'
-// means. With `balanced`, the table with the larger kurtosis has the lower threshold.
+// Computes thresholds `[b,h,4]`: for each table, the value that an entry must exceed to make a candidate; then the
+// means of the tables. With `balanced`, the table with the larger kurtosis gets the lower threshold.
 KERNEL(256, 1, lfps_thresholds, const double* constants, const u32* spans, const double* parts, const double* moments,
        double* thresholds, u32 blocks, u32 balanced, u32 sinks, u32 all) {
     u32 head = blockIdx.z * gridDim.y + blockIdx.y;
@@ -245,10 +246,11 @@ UNROLL
     to[2] = means[0], to[3] = means[1];
 }
 
-// Decides which of a block's SCORED positions are candidates of which query heads, and scores them: scores
-// `[b,h,capacity]` as sort keys, 0 for no candidate; counts `[b,h,blocks]`. Resets joins `[b,g,capacity]`. queries
-// `[b,h,d]`. Position p is a candidate if an entry of a position from p - 2 to p + 1 exceeds its threshold and an
-// entry of p exceeds its mean, or if p is among the last LOCAL positions. Four lanes share a product.
+// Decides which of a block's SCORED positions are candidates of which query heads, and scores the candidates: scores
+// `[b,h,capacity]` as sort keys, 0 for a position that is no candidate; counts `[b,h,blocks]`. Resets joins
+// `[b,g,capacity]`. queries `[b,h,d]`. Position p is a candidate if, in either table, an entry of a position from p - 2
+// to p + 1 exceeds the threshold, and in either table the entry of p exceeds the mean, or if p is among the last LOCAL
+// positions. Four lanes share a product.
 KERNEL_SHARED(256, 1, QUERY_BYTES, lfps_marks, const float* queries, const void* keys, const u32* spans,
        const u32* budgets, const float* tables, const double* factors, const double* thresholds, const u32* bypassed,
        u32* scores, u32* joins, u32* counts, u32* counters, float scale, u32 kind, u32 r, u32 d, u32 w,
@@ -268,7 +270,7 @@ KERNEL_SHARED(256, 1, QUERY_BYTES, lfps_marks, const float* queries, const void*
     }
     if (threadIdx.x < 17) sums[threadIdx.x] = 0;
     for (u32 i = threadIdx.x; i < SCORED + 3; i += 256) {
-        // hot[i + 2] is for position i of the block.
+        // hot[i + 2] belongs to position i of the block.
         u32 other = start + i - 2, bits = 0;
         bool inside = start + i >= 2 && other >= from && other < to;
         for (u32 a = 0; a < r && inside; a++) {
@@ -343,9 +345,9 @@ KERNEL(256, 1, lfps_entries, const u32* scores, const u32* counts, u64* entries,
     if (blockIdx.x + 1 == gridDim.x && threadIdx.x == 0) listed[head] = earlier[0] + counts[blockIdx.x];
 }
 
-// Sorts the candidates of a query head: the highest score first, the lower position on ties. This is a stable radix
-// sort, 4 bits at a time from the lowest; `other` is as large as the entries. Then joins `[b,g,capacity]` gets the
-// best rank of every position in any query head of the group.
+// Sorts the candidates of a query head: the highest score comes first, and of equal scores the lower position. This is
+// a stable radix sort, 4 bits at a time from the lowest; `other` is as large as the entries. Then joins
+// `[b,g,capacity]` gets, for every position, its best rank in any query head of the group.
 KERNEL(512, 1, lfps_sort, u64* entries, u64* other, const u32* listed, u32* joins, u32 r, u32 capacity) {
     SHARED(u32, bins, 16 * SORTERS);  // `[16,SORTERS]`
     SHARED(u32, warps, SORTERS / 32);
@@ -389,7 +391,8 @@ UNROLL
     for (u32 i = t; i < n; i += SORTERS) atomicMin(&joins[(u32)entries[i]], i);
 }
 
-// Finds the largest union of top ranks within the budget, `union_within` of src/method/mod.rs: choice `[b,g,CHOICE]`.
+// Finds the largest union of top ranks within the budget, as `union_within` of src/method/union.rs: choice
+// `[b,g,CHOICE]`.
 KERNEL(256, 1, lfps_limit, const u64* entries, const u32* listed, const u32* joins, const u32* scores,
        const u32* budgets, u32* choice, u32 r, u32 capacity) {
     SHARED(u32, found, 2);
@@ -399,7 +402,7 @@ KERNEL(256, 1, lfps_limit, const u64* entries, const u32* listed, const u32* joi
     for (u32 a = 0; a < r; a++) longest = longest > listed[a] ? longest : listed[a];
     if (threadIdx.x == 0) found[0] = NONE;
     for (u32 first = 0; first < longest; first += 256) {
-        // Counts the positions whose best rank is the thread's.
+        // Counts the positions whose best rank is that of the thread.
         u32 rank = first + threadIdx.x, count = 0;
         for (u32 a = 0; a < r; a++) {
             if (rank >= listed[a]) continue;
@@ -423,7 +426,7 @@ KERNEL(256, 1, lfps_limit, const u64* entries, const u32* listed, const u32* joi
     u32* to = choice + at * CHOICE;
     to[0] = found[0], to[1] = 0;
     if (found[0] != 0) return;
-    // Even the heads' best positions are too many: takes those of them with the highest scores.
+    // Even the query heads' single best positions are too many: takes the ones with the highest scores.
     while (to[1] < budget) {
         u32 best = 0, place = NONE;
         for (u32 a = 0; a < r; a++) {
@@ -477,8 +480,8 @@ KERNEL(256, 1, lfps_list, const u32* joins, const u32* choice, const u32* spans,
     list_block(mine, from, none, 1, totals, lists, listed, most);
 }
 
-// Scores the attended positions that are no sinks, in exponents of base 2: scores `[b,h,room]`, in the order of the
-// list and then the window, minus infinity for a sink in the window. Each block has 64 positions; four lanes share a
+// Scores the attended positions that are no sinks, as exponents of base 2: scores `[b,h,room]`, in the order of the
+// list followed by the window; minus infinity for a sink in the window. Each block has 64 positions; four lanes share a
 // product.
 KERNEL_SHARED(256, 1, QUERY_BYTES, lfps_attended, const float* queries, const void* keys, const u32* spans,
        const u32* lists, const u32* listed, float* scores, float scale, u32 kind, u32 r, u32 d, u32 w, u32 capacity,
@@ -503,8 +506,8 @@ UNROLL
     }
 }
 
-// Decays the tables of each query head that was not bypassed, and adds the softmax weights of these scores. A factor
-// that becomes tiny is multiplied into the entries, as on the CPU.
+// Decays the tables of each query head that was not bypassed, and adds the softmax weights of these scores to them. A
+// common factor that becomes tiny is multiplied into the entries, as on the CPU.
 KERNEL(256, 1, lfps_update, const float* scores, const double* constants, const u32* bypassed, const u32* spans,
        const u32* lists, const u32* listed, float* tables, double* factors, u32 r, u32 capacity, u32 most, u32 room) {
     SHARED(float, tops, 8);
@@ -543,8 +546,9 @@ UNROLL
     }
 }
 
-// Adds the means of a step over sequences and heads to sums `[3]`: rows read, products computed for ranking, query
-// heads bypassed; as Totals::add of src/runner/mod.rs.
+// Adds a step's figures to sums `[7]`, as `CudaIndex::tally` of src/method/cuda.rs says: as means over sequences and
+// heads, the rows read, the products computed for ranking, and the query heads bypassed; as sums, the rows attended,
+// the keys ranked but not attended, the choices of everything, and the query heads bypassed.
 KERNEL(32, 1, lfps_tally, const u32* spans, const u32* listed, const u32* counters, double* sums, u32 b, u32 g, u32 r) {
     double read = 0, products = 0, bypassed = 0, rows = 0, unlisted = 0, full = 0, heads = 0;
     for (u32 i = lane(); i < b * g; i += 32) {

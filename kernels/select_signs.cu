@@ -1,16 +1,17 @@
 // Scores of candidates by their signs, up to the sort keys for best.cu: `select` of src/method/selfindex.rs. A score is
 // a sum over groups of four channels; each group has a score table of 16 entries, one for each sign pattern.
 //
-// signs `[b,g,capacity,pitch]`: bit i of byte B is the sign of channel 8 B + i; pitch is the bytes of a row, a multiple
-// of 4, and bits beyond the last channel are zero. centroids `[b,g,d/4,16,4]`. tables `[b,g,2 pitch,16]`, zero beyond
-// the last group. blockIdx.y is the KV head, blockIdx.z the sequence.
+// signs `[b,g,capacity,pitch]`: bit i of byte B is the sign of channel 8 B + i; pitch is the number of bytes per row, a
+// multiple of 4, and bits beyond the last channel are zero. centroids `[b,g,d/4,16,4]`. tables `[b,g,2 pitch,16]`, zero
+// beyond the last group. blockIdx.y is the KV head, blockIdx.z the sequence.
 #include "common.h"
 #include "scan.h"
 
-// PER_FULL: positions of the budget per full-precision token that is chosen first, as in src/method/selfindex/choose.rs.
+// PER_FULL: one full-precision token is chosen first per this many positions of the budget, as in
+// src/method/selfindex/choose.rs.
 constexpr u32 PER_FULL = 38;
 
-// Computes the score of a row; adds byte by byte, in the order of the CPU.
+// Computes the score of a row; adds byte by byte, in the same order as the CPU.
 DEVICE float sign_score(const u32* row, const float* table, u32 words) {
     float sum = 0;
     for (u32 w = 0; w < words; w++) {
@@ -25,9 +26,9 @@ UNROLL
 }
 
 // Builds the score tables for the mean of the group's queries `[b,h,d]`. Then chooses the full-precision tokens that
-// are taken first: of full `[b,g,FULL]`, full_count `[b,g]` many, those with the best scores, one for every PER_FULL
-// of the budget; first `[b,g,FULL]` gets these positions, and 0xffffffff for the others. Clears the histograms of
-// best.cu.
+// are taken first: of full `[b,g,FULL]`, of which there are full_count `[b,g]`, the ones with the best scores, one for
+// every PER_FULL positions of the budget. first `[b,g,FULL]` gets these positions, and 0xffffffff in the other entries.
+// Clears the histograms of best.cu.
 KERNEL_SHARED(256, 1, 16 * 32 * 4, sign_tables, const float* queries, const float* centroids, const u32* signs,
        const u32* full, const u32* full_count, const u32* spans, const u32* budgets, float* tables, u32* first,
        u32* histograms, u32 r, u32 d, u32 pitch, u32 capacity) {
@@ -92,8 +93,8 @@ KERNEL_SHARED(256, 1, 16 * 32 * 4, sign_keys, const u32* signs, const float* tab
     add_histogram(own, histograms + (u64)at * 3 * BINS);
 }
 
-// Stores the sign bits of the last m rows `[b,g,m,w]`, of whose channels the first d are used, relative to centre
-// `[b,g,d]`; zero counts as negative. lens `[b]` counts these rows already. Each thread makes one word.
+// Stores the sign bits of the last m rows `[b,g,m,w]`, of which the first d channels are used, relative to centre
+// `[b,g,d]`; zero counts as negative. lens `[b]` already counts these rows. Each thread makes one word.
 KERNEL(256, 1, append_signs, const float* rows, const float* centre, const u32* lens, u32* signs, u32 m, u32 d, u32 w,
        u32 pitch, u32 capacity) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y, i = blockIdx.x * 256 + threadIdx.x, words = pitch / 4;

@@ -2,8 +2,8 @@
 // position among all visible ones, summed over the query heads of the group, in f32. blockIdx.y is the KV head,
 // blockIdx.z the sequence. Exponents are base 2: `scale` is log2(e) / sqrt(d).
 //
-// The ranking of src/method/ctkvr.rs uses the same kernels: with items `[b,g,capacity]`, position i is the i-th item;
-// and the largest weight in the group may replace the sum.
+// The ranking of src/method/ctkvr.rs uses the same kernels, with two options: with items `[b,g,capacity]`, position i
+// stands for the i-th item; and the largest weight in the group may replace the sum.
 #include "common.h"
 #include "scan.h"
 #include "tensor.h"
@@ -72,8 +72,8 @@ UNROLL
     }
 }
 
-// Computes the sort keys of the candidates, from the sum of their weights in the group or the largest of them, and the
-// first histogram. A block covers SCAN positions; parts `[b,h,n_parts,2]`.
+// Computes the sort keys of the candidates, from the sum of their weights in the group or from the largest of these
+// weights, and the first histogram. A block covers SCAN positions; parts `[b,h,n_parts,2]`.
 KERNEL(256, 1, weight_keys, const float* scores, const float* parts, const u32* spans, u32* keys, u32* histograms,
        u32 r, u32 n_parts, u32 capacity, u32 largest) {
     SHARED(u32, own, BINS);

@@ -1,29 +1,31 @@
-// Whitened product quantisation: `choose` of src/method/wpq/choose.rs. blockIdx.y is the KV head, blockIdx.z the sequence;
-// r <= 16. Exponents are base 2: `scale` is log2(e) / sqrt(d). codes are those of encode_wpq.cu, spans `[b,4]` and budgets
-// `[b]` those of begin_step.
+// Whitened product quantisation: `choose` of src/method/wpq/choose.rs. blockIdx.y is the KV head, blockIdx.z the
+// sequence; r <= 16. Exponents are base 2: `scale` is log2(e) / sqrt(d). codes are those of encode_wpq.cu, spans
+// `[b,4]` and budgets `[b]` those of begin_step.
 //
-// A step takes one pass over the codes of the first stage for the denominators of the softmax and one for the
-// probabilities: estimates are computed in both, since they are cheaper to compute again from a code of a few bytes than to
-// store for each query head. best.cu chooses; with two stages it chooses the keys to refine first, whose estimates from
-// both stages are gathered once and kept, and then among those.
+// A step passes over the codes of the first stage twice: once for the denominators of the softmax, and once for the
+// probabilities. Both passes compute the estimates, because computing them again from a code of a few bytes is cheaper
+// than storing them for each query head. best.cu chooses. With two stages, it first chooses the keys to refine, whose
+// estimates from both stages are computed once and kept, and then chooses among these keys.
 //
-// - word_tables: a block per query head. The query's map, then the products with all words.
+// - word_tables: one block per query head applies the query's map and then computes the products with all words.
 // - static_scores.cu: the exact scores of the static set.
 // - word_parts: per block of SCAN candidates, the largest estimate and the sum of the exponentials.
-// - word_keys: the denominators from all parts, and the sum of the probabilities over the query heads.
-// - refined_parts, refined_keys: the same for the refined keys, whose first estimates leave the denominators.
+// - word_keys: the denominators from all parts, and the probabilities summed over the query heads.
+// - refined_parts, refined_keys: the same for the refined keys, whose first estimates are removed from the
+//   denominators.
 //
-// tables `[b,g,ceil(r/4),stages,m,WORDS,4]`: the entries of four query heads lie side by side, so that one read of shared
-// memory serves all four. Of 16 words they are integers of 16 bits, up to 255: four are added by one addition of 64 bits,
-// and entries of a table lie in different banks. Of 256 words they are f32. lines `[b,h,LINE]` turn sums of entries into
-// scores: the score of the mean key, then per stage the sum of the least entries and the step.
+// tables `[b,g,ceil(r/4),stages,m,WORDS,4]`: the entries of four query heads lie side by side, so that one read of
+// shared memory serves all four. With 16 words, the entries are 16-bit integers of at most 255: one 64-bit addition
+// adds four of them, and the entries of a table lie in different banks. With 256 words, the entries are f32. lines
+// `[b,h,LINE]` turn sums of entries into scores: they hold the score of the mean key, then per stage the sum of the
+// least entries and the step.
 #include "common.h"
 #include "scan.h"
 #include "tensor.h"
 
 constexpr u32 LINE = 5;
-// Query heads whose entries lie side by side; groups of all stages, of 16 words; keys refined per key of the budget, as in
-// src/method/wpq/choose.rs.
+// Query heads whose entries lie side by side; the most groups of 16 words in all stages; keys refined per key of the
+// budget, as in src/method/wpq/choose.rs.
 constexpr u32 QUAD = 4, SMALL_GROUPS = 16, REFINED = 4;
 
 // Tables of 16 words: a code has 4 bits per group.
@@ -62,8 +64,8 @@ DEVICE u64 load_code(const u8* codes, u64 at, u32 width) {
 
 // ---- tables ----
 
-// Computes the projected query y `[channels + 1]` in shared memory, its product with the mean last. query_maps
-// `[g,channels,d]` in half precision, means `[g,d]`. Each warp has a channel.
+// Computes the projected query y `[channels + 1]` in shared memory; its last element is the product with the mean.
+// query_maps `[g,channels,d]` in half precision, means `[g,d]`. Each warp has a channel.
 DEVICE void project_query(float* y, const float* query, const u16* query_maps, const float* means, float scale,
                           u32 channels, u32 d) {
     const u16* map = query_maps + (u64)blockIdx.y * channels * d;
@@ -79,7 +81,7 @@ DEVICE void project_query(float* y, const float* query, const u16* query_maps, c
     }
 }
 
-// Returns the product of word `i % WORDS` of group `i / WORDS`, counted over all stages, with y.
+// Returns the product with y of word `i % WORDS` of group `i / WORDS`, where groups are counted over all stages.
 template <u32 WORDS>
 DEVICE float word_product(const u16* words, const float* y, u32 i, u32 groups, u32 dim) {
     u32 group = i / WORDS;
@@ -89,8 +91,9 @@ DEVICE float word_product(const u16* words, const float* y, u32 i, u32 groups, u
     return sum;
 }
 
-// Rounds the products of 16 words, one per thread, to multiples of a step above the least of their group: of the widest
-// group of a stage 255 of them. Gives each thread its entry, and the line of its query head.
+// Rounds the products of the words, 16 per group and one per thread, to multiples of a step above the least product of
+// their group. In each stage, the step is 1/255 of the range of the widest group. Gives each thread its entry, and
+// fills the line of the query head.
 DEVICE u32 rounded_entry(float product, float* line, u32 stages, u32 groups) {
     SHARED(float, leasts, SMALL_GROUPS);
     SHARED(float, ranges, SMALL_GROUPS);
@@ -128,7 +131,7 @@ DEVICE void begin_choice(const u32* spans, const u32* budgets, u32* histograms, 
     item_spans[0] = item_spans[1] = 0, item_spans[2] = item_spans[3] = count;
 }
 
-// Builds the tables of a query head, blockIdx.x, for queries `[b,h,d]`. The last four parameters but one serve
+// Builds the tables of a query head, blockIdx.x, for queries `[b,h,d]`. The last four parameters but one are for
 // begin_choice; refined_histograms, wants and item_spans are null with one stage.
 #define TABLE_PARAMETERS                                                                                        \
     const float *queries, const u16 *query_maps, const float *means, const u16 *words, const u32 *spans,        \
@@ -169,13 +172,13 @@ KERNEL(256, 2, word_tables_256, TABLE_PARAMETERS) { build_tables<ExactTables>(TA
 
 // ---- scans ----
 
-// Copies the lines of r query heads to shared memory, zeros for the others.
+// Copies the lines of r query heads to shared memory, with zeros for the other heads.
 DEVICE void load_lines(float* to, const float* lines, u32 r) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y;
     for (u32 i = threadIdx.x; i < 16 * LINE; i += 256) to[i] = i < r * LINE ? lines[(u64)at * r * LINE + i] : 0.0f;
 }
 
-// Copies the tables of four query heads, the first `count` entries of `all`, to shared memory.
+// Copies the tables of four query heads to shared memory: the first `count` of the `all` entries.
 template <class Tables>
 DEVICE void load_tables(typename Tables::Four* to, const void* tables, u32 quad, u32 quads, u32 count, u32 all) {
     u32 at = blockIdx.z * gridDim.y + blockIdx.y;
@@ -185,7 +188,7 @@ DEVICE void load_tables(typename Tables::Four* to, const void* tables, u32 quad,
     __syncthreads();
 }
 
-// Adds the estimate of a stage to the scores of four query heads, whose lines these are.
+// Adds the estimate of a stage to the scores of four query heads; `line` holds the lines of these heads.
 template <class Tables>
 DEVICE void add_stage(float (&scores)[QUAD], const typename Tables::Four* table, u64 code, u32 groups,
                       const float* line, u32 stage) {
@@ -198,8 +201,8 @@ UNROLL
     }
 }
 
-// Computes the largest of the scores that a block's threads hold, per query head of four, and the sum of the exponentials
-// relative to it; minus infinity is none. Thread e gets those of head e.
+// Computes, for each of four query heads, the largest of the scores that a block's threads hold and the sum of the
+// exponentials relative to it; a score of minus infinity stands for none. Thread e gets both for head e.
 DEVICE void block_softmax(const float (&held)[8][QUAD], float& top, float& sum) {
     SHARED(float, tops, QUAD * 8);
     SHARED(float, sums, QUAD * 8);
@@ -228,8 +231,8 @@ UNROLL
     for (u32 i = 0; i < 8; i++) sum += sums[threadIdx.x * 8 + i];
 }
 
-// Estimates the scores of a block's candidates by the first stage: parts `[b,h,1 + blocks,2]`, from part 1 on the largest
-// score of a block and the sum of the exponentials relative to it.
+// Estimates the scores of a block's candidates by the first stage. From part 1 on, parts `[b,h,1 + blocks,2]` get the
+// largest score of each block and the sum of the exponentials relative to it.
 #define SCAN_PARAMETERS(PARTS)                                                                                  \
     const u8 *codes, const void *tables, const float *lines, const u32 *spans, PARTS, u32 stages, u32 groups,   \
         u32 width, u32 r, u32 capacity
@@ -278,7 +281,8 @@ KERNEL(256, 2, word_parts_256, SUM_PARAMETERS) {
     sum_words<ExactTables>(codes, tables, lines, spans, parts, stages, groups, width, r, capacity);
 }
 
-// Computes the largest score and the sum of the exponentials from parts `[n,stride]`, over a warp; every lane gets them.
+// Computes, over a warp, the largest score and the sum of the exponentials from parts `[n,stride]`; every lane gets
+// both.
 DEVICE void join_parts(const float* parts, u32 n, u32 stride, float& top, float& sum) {
     top = minus_infinity(), sum = 0;
     for (u32 i = lane(); i < n; i += 32) top = fmaxf(top, parts[i * stride]);
@@ -349,9 +353,10 @@ KERNEL(256, 2, word_keys_256, RANK_PARAMETERS) { rank_words<ExactTables>(RANK_AR
 
 // ---- refinement ----
 
-// Scores the keys of the lists items `[b,g,room]`, listed `[b,g]` many, by both stages: scores `[b,h,room]`; a block covers
-// SCAN of them. parts `[b,h,blocks,3]`: the largest of these scores, the sum of the exponentials relative to it, and the
-// sum of the exponentials of the first estimates relative to the largest score in totals. A code has at most 4 bytes.
+// Scores by both stages the keys in the lists items `[b,g,room]`, of which there are listed `[b,g]`: scores
+// `[b,h,room]`. A block covers SCAN of them. parts `[b,h,blocks,3]`: the largest of these scores, the sum of the
+// exponentials relative to it, and the sum of the exponentials of the first estimates relative to the largest score in
+// totals. A code has at most 4 bytes.
 #define REFINE_PARAMETERS                                                                                       \
     const u8 *codes, const void *tables, const float *lines, const float *totals, const u32 *items,             \
         const u32 *listed, float *scores, float *parts, u32 groups, u32 width, u32 r, u32 room, u32 capacity
@@ -402,7 +407,7 @@ UNROLL
             float own = warp_sum(gone[e]);
             if (lane() == 0) removed[e * 8 + warp()] = own;
         }
-        // Its barriers make the sums visible.
+        // Its barriers make the sums visible to all threads.
         block_softmax(held, top, sum);
         u32 a = first + threadIdx.x;
         if (threadIdx.x >= QUAD || a >= r) continue;
@@ -416,8 +421,8 @@ UNROLL
 KERNEL(256, 2, refined_parts_16, REFINE_PARAMETERS) { refine<RoundedTables>(REFINE_ARGUMENTS); }
 KERNEL(256, 2, refined_parts_256, REFINE_PARAMETERS) { refine<ExactTables>(REFINE_ARGUMENTS); }
 
-// Computes the sort keys of the refined keys, keys `[b,g,room]`, from the sum of their probabilities over the query heads,
-// and the first histogram.
+// Computes the sort keys of the refined keys, keys `[b,g,room]`, from the sum of their probabilities over the query
+// heads, and the first histogram.
 KERNEL(256, 2, refined_keys, const float* scores, const float* totals, const float* parts, const u32* item_spans,
        u32* keys, u32* histograms, u32 r, u32 room) {
     SHARED(float, tops, 16);

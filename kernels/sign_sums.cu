@@ -2,7 +2,7 @@
 // the additions does not matter. A lane has a group of four channels, a warp every eighth row.
 #include "common.h"
 
-// Adds to sums `[b,d/4,16,4]` and counts `[b,d/4,16]`, zeroed before; a block adds `run_rows` rows of 32 groups.
+// Adds to sums `[b,d/4,16,4]` and counts `[b,d/4,16]`, zeroed before. A block adds `run_rows` rows for 32 groups.
 KERNEL(256, 1, sign_sums, const float* x, u64* sums, u32* counts, const u32* largest, u32 n, u32 d, u32 w,
        u32 run_rows) {
     SHARED(u64, part, 16 * 4 * 32);

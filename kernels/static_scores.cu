@@ -1,9 +1,9 @@
-// The softmax of a step's queries over the static set alone: for a method that estimates the scores of all other
-// positions and adds theirs. blockIdx.y is the KV head, blockIdx.z the sequence; r <= 16. Exponents are base 2: `scale` is
-// log2(e) / sqrt(d). spans `[b,4]` are those of begin_step.
+// The softmax of a step's queries over the static set alone, for a method that estimates the scores of all other
+// positions and adds their part. blockIdx.y is the KV head, blockIdx.z the sequence; r <= 16. Exponents are base 2:
+// `scale` is log2(e) / sqrt(d). spans `[b,4]` are those of begin_step.
 //
-// parts `[b,h,n_parts,2]`: part 0 of each query head becomes the largest score and the sum of the exponentials relative to
-// it. As in select_topk.cu, four lanes share a position and take its key to all query heads of the group.
+// parts `[b,h,n_parts,2]`: part 0 of each query head becomes the largest score and the sum of the exponentials relative
+// to it. As in select_topk.cu, four lanes share a position and multiply its key with all query heads of the group.
 #include "common.h"
 #include "packed.h"
 #include "tensor.h"
@@ -40,7 +40,7 @@ UNROLL
     }
 };
 
-// Computes part 0; rows have w channels, from channel d on zeros, and w is a multiple of 8 up to 128.
+// Computes part 0. Rows have w channels, with zeros from channel d on; w is a multiple of 8, at most 128.
 template <class Keys>
 DEVICE void static_softmax(const Keys& keys, const float* queries, const u32* spans, float* parts, float scale, u32 r,
                            u32 d, u32 w, u32 n_parts) {
@@ -52,7 +52,7 @@ DEVICE void static_softmax(const Keys& keys, const float* queries, const u32* sp
     for (u32 j = threadIdx.x; j < r * w; j += 256) {
         q[j] = j % w < d ? queries[((u64)at * r + j / w) * d + j % w] * scale : 0.0f;
     }
-    // Of query heads warp() and warp() + 8.
+    // The results of query heads warp() and warp() + 8.
     float tops[2] = {minus_infinity(), minus_infinity()}, totals[2] = {};
     for (u32 start = 0; start < n; start += STATIC_TILE) {
         __syncthreads();

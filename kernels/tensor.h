@@ -1,5 +1,5 @@
-// Asynchronous copies into shared memory and products of 16-bit matrices on the tensor cores, and their substitutes in
-// the emulation, which pass the same fragments between lanes.
+// Asynchronous copies into shared memory, and products of 16-bit matrices on the tensor cores; also their substitutes
+// in the emulation, which pass the same fragments between lanes.
 #pragma once
 #include "common.h"
 
@@ -76,7 +76,7 @@ DEVICE void load_matrices(u32 (&out)[4], const u16* at) {
                  : "memory");
 }
 
-// Loads them transposed: thread 4 g + t gets the elements g of rows 2 t and 2 t + 1.
+// Loads the same matrices transposed: thread 4 g + t gets the elements g of rows 2 t and 2 t + 1 of each.
 DEVICE void load_matrices_transposed(u32 (&out)[4], const u16* at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])

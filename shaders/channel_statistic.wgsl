@@ -1,24 +1,24 @@
 // Statistics of each channel over a range of rows: `channel_statistic` in src/compute/reference.rs.
 //
-// `sums` adds blocks of 256 rows in f32, for the mean; the host adds the blocks in f64. A value of a given rank
-// is found by radix select, 4 bits at a time from the top, over integers that sort as the values do:
-// `histogram` counts, by their next digit, the values that share the digits found so far, and `pick` finds the
-// digit of the rank. Counts are integers, so the order of the additions does not matter.
+// `sums` adds blocks of 256 rows in f32, for the mean; the host adds the results of the blocks in f64. The value of a
+// given rank is found by radix select, 4 bits at a time from the top, over integers that sort as the values do.
+// `histogram` counts, by their next digit, the values that share the digits found so far; `pick` finds the digit of the
+// value with the given rank. Counts are integers, so the order of the additions does not matter.
 
 struct Params {
     first_group: u32,
-    // First row of the range, and number of rows.
+    // The first row of the range, and the number of rows.
     first_row: u32,
     rows: u32,
     d: u32,
-    // sums: 1 to sum squares. histogram: 1 to rank magnitudes.
+    // For `sums`: 1 to sum the squares. For `histogram`: 1 to rank the magnitudes.
     variant: u32,
-    // Lowest bit of the digit; mask of the bits above the digit.
+    // The lowest bit of the digit, and a mask of the bits above the digit.
     shift: u32,
     above: u32,
 }
 
-// The digits found so far and the rank among the values that share them.
+// The digits found so far, and the rank among the values that share these digits.
 struct Search {
     key: u32,
     rank: u32,
@@ -38,8 +38,8 @@ const BLOCK = 256u;
 const DIGITS = 16u;
 const CHANNELS = 64u;
 
-// One thread per block and channel. A block with a value that is not finite gets the bits of NaN, since
-// arithmetic in WGSL may assume that such values do not occur.
+// One thread per block and channel. A block with a value that is not finite gets the bits of NaN, because arithmetic in
+// WGSL may assume that there are no such values.
 @compute @workgroup_size(256)
 fn sums(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t: u32) {
     let index = (p.first_group + id.x) * 256u + t;
@@ -70,7 +70,7 @@ fn sort_key(value: f32) -> u32 {
 
 var<workgroup> local_counts: array<atomic<u32>, 1024>;
 
-// A workgroup counts a block of rows for 64 channels.
+// Each workgroup counts a block of rows for 64 channels.
 @compute @workgroup_size(256)
 fn histogram(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t: u32) {
     let group = p.first_group + id.x;
@@ -101,7 +101,7 @@ fn histogram(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_ind
     }
 }
 
-// One thread per channel; resets the counts to zero.
+// One thread per channel; it resets its counts to zero.
 @compute @workgroup_size(256)
 fn pick(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t: u32) {
     let channel = (p.first_group + id.x) * 256u + t;

@@ -1,8 +1,7 @@
 // Sums of rows, for the mean of the rows of each centroid: `means` in src/compute/reference.rs.
 //
-// Rows come sorted by centroid, in segments of up to 256 rows of the same centroid. One thread per segment and
-// channel sums in f32; the host adds the segments in f64. The sum of a segment of one row is that row, bit for
-// bit.
+// Rows come sorted by centroid, in segments of up to 256 rows of the same centroid. One thread per segment and channel
+// sums in f32; the host adds the sums of the segments in f64. The sum of a segment of one row is that row, bit for bit.
 
 struct Params {
     first_group: u32,
@@ -10,7 +9,7 @@ struct Params {
     d: u32,
 }
 
-// A range of `members`, which holds the sorted numbers of rows.
+// A segment's range of `members`, which holds the numbers of the rows sorted by centroid.
 struct Segment {
     start: u32,
     end: u32,

@@ -1,24 +1,24 @@
 // The nearest centroid of each row and the squared distance to it: `nearest` in src/compute/reference.rs.
 //
-// The nearest centroid has the highest score x.c - |c|^2 / 2. A workgroup scores 64 rows against 64 centroids
-// at a time, over 16 channels at a time in workgroup memory, 4 x 4 scores per thread. Only the best score of
-// each row is kept, so the `n x M` matrix is never stored. The centroids of a dispatch challenge the present
-// owner of each row, which has a lower number than they: only a strictly higher score wins.
+// The nearest centroid has the highest score x.c - |c|^2 / 2. A workgroup scores 64 rows against 64 centroids at a
+// time, over 16 channels at a time in workgroup memory, with 4 x 4 scores per thread. Only the best score of each row
+// is kept, so the `n x M` matrix is never stored. The centroids of a dispatch challenge the present owner of each row.
+// The owner has a lower number than these centroids, so only a strictly higher score wins.
 
 struct Params {
     first_group: u32,
     rows: u32,
     d: u32,
-    // Number of the first centroid in the buffer.
+    // The number of the first centroid in the buffer.
     base: u32,
-    // Range of the buffer's centroids that take part.
+    // The range of the buffer's centroids that take part.
     start: u32,
     end: u32,
 }
 
 // The best centroid of a row so far.
 struct Owner {
-    // Number of the centroid plus 1; 0 for none.
+    // The number of the centroid plus 1; 0 for no centroid.
     centroid: u32,
     score: f32,
     distance: f32,
@@ -42,7 +42,7 @@ const LOWEST = -3.40282347e+38;
 // A tile of rows and a tile of centroids, [DEPTH,TILE / 4], four rows or centroids per vector.
 var<workgroup> left: array<vec4<f32>, 256>;
 var<workgroup> right: array<vec4<f32>, 256>;
-// Best score and centroid of each of a row's 16 threads, [TILE,LANES].
+// The best score and centroid of each of a row's 16 threads, [TILE,LANES].
 var<workgroup> found_score: array<f32, 1024>;
 var<workgroup> found: array<u32, 1024>;
 
@@ -80,7 +80,7 @@ fn centroid_values(c: u32, k: u32) -> vec4<f32> {
     );
 }
 
-// Returns a centroid's bias, or beyond the last centroid a score that never wins.
+// Returns a centroid's bias or, beyond the last centroid, a score that never wins.
 fn bias(c: u32) -> f32 {
     if c < p.end {
         return biases[c];
@@ -88,7 +88,7 @@ fn bias(c: u32) -> f32 {
     return LOWEST;
 }
 
-// Best scores of four rows, and their centroids.
+// The best scores of four rows, and the centroids that have them.
 struct Best {
     score: vec4<f32>,
     at: vec4<u32>,
@@ -99,7 +99,7 @@ fn fold(best: Best, scores: vec4<f32>, c: u32) -> Best {
     return Best(select(best.score, scores, better), select(best.at, vec4<u32>(c), better));
 }
 
-// Finds the best of this thread's share of the centroids, in ascending order, for its four rows.
+// Finds the best of this thread's share of the centroids, taken in ascending order, for each of the thread's four rows.
 fn best_of_tile(row0: u32, t: u32) -> Best {
     var best = Best(vec4<f32>(LOWEST), vec4<u32>(p.start));
     for (var c0 = p.start; c0 < p.end; c0 += TILE) {
@@ -171,7 +171,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
         found[t] = winner;
     }
     workgroupBarrier();
-    // The distance to a new owner, sum (x - c)^2: each thread sums every 16th channel.
+    // The distance to a new owner, sum (x - c)^2. Each thread sums every 16th channel.
     for (var row = t / LANES; row < TILE; row += 256u / LANES) {
         var sum = 0.0;
         if found[row] != 0u {

@@ -1,7 +1,7 @@
 // Sum of q^T q over blocks of 256 rows: `second_moment` in src/compute/reference.rs.
 //
-// A workgroup sums a 64 x 64 tile of `[d,d]` over one block, 16 rows at a time in workgroup memory, 4 x 4
-// products per thread. The host adds the blocks in f64.
+// A workgroup sums a 64 x 64 tile of `[d,d]` over one block of rows, 16 rows at a time in workgroup memory, with 4 x 4
+// products per thread. The host adds the results of the blocks in f64.
 
 struct Params {
     first_group: u32,

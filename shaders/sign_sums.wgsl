@@ -1,8 +1,8 @@
 // Sums and counts per sign pattern of four channels (Self-Indexing KVCache, Eq. 4): `sign_sums` in
 // src/compute/reference.rs.
 //
-// One thread per block of 256 rows, group of channels and pattern, so that threads share nothing; the host adds
-// the blocks in f64.
+// One thread per block of 256 rows, group of channels and pattern, so that threads share nothing. The host adds the
+// results of the blocks in f64.
 
 struct Params {
     first_group: u32,

@@ -1,7 +1,7 @@
 // Whitens rows into the metric of the queries, x L (A2ATS, Eq. 15): `whiten` in src/compute/reference.rs.
 //
-// A workgroup computes a tile of 64 rows by 64 channels, over 16 terms of the sum at a time in workgroup memory,
-// 4 x 4 values per thread. Terms are summed in f32, in order.
+// A workgroup computes a tile of 64 rows by 64 channels, over 16 terms of the sum at a time in workgroup memory, with 4
+// x 4 values per thread. Terms are summed in f32, in order.
 
 struct Params {
     first_group: u32,

@@ -147,9 +147,9 @@ pub trait Points {
     /// Sets the centroids, `[b,M,d]`, and assigns every row to the nearest one: [`super::reference::nearest`].
     ///
     /// # Numerics
-    /// The code is the argmax of `x·c - ||c||²/2` in f32; the lowest index wins a tie. With `e = (d + 2) 2^-24 max_c
-    /// (||x|| ||c|| + ||c||²/2)`, the squared distance to the chosen centroid is at most `4 e` above the smallest.
-    /// Distances are `sum (x - c)²` to the chosen centroid, in f32.
+    /// The code is the argmax of `x·c - ||c||²/2` in f32; the lowest index wins a tie. With
+    /// `e = (d + 2) 2^-24 max_c (||x|| ||c|| + ||c||²/2)`, the squared distance to the chosen centroid is at most `4 e`
+    /// above the smallest. Distances are `sum (x - c)²` to the chosen centroid, in f32.
     fn assign(&mut self, centroids: ArrayView3<f32>) -> Result<()>;
 
     /// Runs one Lloyd pass: every centroid moves to the mean of its rows ([`super::reference::means`]; a centroid

@@ -36,8 +36,8 @@ pub fn products(
     }
 }
 
-/// Returns the products of `scale` times the queries `[r,d]` with the rows at all (ascending) positions: `[r,
-/// positions]`.
+/// Returns the products of `scale` times the queries `[r,d]` with the rows at all (ascending) positions:
+/// `[r, positions]`.
 ///
 /// # Numerics
 /// See [`CachedRows::scores`].

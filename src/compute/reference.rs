@@ -178,8 +178,8 @@ pub fn means(x: ArrayView2<f32>, codes: &[u32], centroids: ArrayView2<f32>) -> A
 /// the next uniform number times the total distance (the last row if none does). The candidate is kept if the following
 /// uniform number, times the candidate's distance, is below the smallest of its distance and its distances to the rows
 /// drawn in this batch. Every row is thus drawn in proportion to its present distance. The batch ends early after
-/// `batch + 1` rejections. If all distances are zero, or their sum is not finite, the candidates are the rows `floor(u
-/// n)`, which use one uniform number each, and all are kept.
+/// `batch + 1` rejections. If all distances are zero, or their sum is not finite, the candidates are the rows
+/// `floor(u n)`, which use one uniform number each, and all are kept.
 ///
 /// # Shapes
 /// x `[n,d]`, distances `[n]`; result: rows in the order drawn.

@@ -8,8 +8,8 @@
 //! W registers with L lanes of 16 bytes hold 16 L rows of W bytes, where W is 2, 4, 8 or 16. A perfect shuffle
 //! interleaves the lanes of register k with those of register k + W / 2. Take the binary number made of a byte's
 //! register number followed by its place in the lane: a perfect shuffle moves the leading digit of this number to the
-//! end. After four shuffles the register number is the byte's column, and the remaining digits give its row: byte `16 /
-//! W i + k` of lane l belongs to row `16 / W (L i + l) + k`.
+//! end. After four shuffles the register number is the byte's column, and the remaining digits give its row: byte
+//! `16 / W i + k` of lane l belongs to row `16 / W (L i + l) + k`.
 
 use multiversion::multiversion;
 use multiversion::target::match_target;

@@ -444,8 +444,7 @@ impl<'d> Lfps<'d> {
         .launch(self.driver, grid)
     }
 
-    /// Adds this step's shares, as means over heads, to `sums` `[3]`: rows read, products computed to rank, and
-    /// bypassed query heads.
+    /// Adds this step's figures to `sums` `[TALLIES]`: see [`CudaIndex::tally`](crate::method::cuda::CudaIndex::tally).
     pub fn tally(&self, positions: &Positions<'_>, sums: &Buffer<'_, f64>) -> Result<()> {
         let shape = &self.shape;
         kernels::LfpsTally {
