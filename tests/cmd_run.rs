@@ -506,3 +506,35 @@ fn flags_of_the_sampler_act() {
         assert!(warned.stderr.contains(&warning), "{}", warned.stderr);
     }
 }
+
+/// `wpq` quantises rotated keys, and `lfps` learns distances: neither knows what lies beyond the calibrated blocks.
+#[test]
+fn contexts_beyond_the_calibrated_blocks_get_a_warning() {
+    let scratch = Scratch::new();
+    let model = scratch.model("model", "llama_default");
+    let texts = scratch.tokens("texts.json", &documents(&[60, 60], 1));
+    let calibrate = format!("calibrate --model {model} --tokens {texts} --size 8 --seq-len 40");
+    let artifact = scratch.make("art", &calibrate);
+    let says = "was calibrated on blocks of at most 40 tokens and loses more at";
+    for (tokens, method, warns) in [
+        (30, "wpq", false),
+        (36, "wpq", true),
+        (36, "lfps", true),
+        (36, "a2ats", false),
+        (36, "topk", false),
+    ] {
+        let prompt = scratch.tokens(&format!("prompt-{tokens}.json"), &documents(&[tokens], 2));
+        let options = format!("--model {model} --artifact {artifact} --tokens {prompt}");
+        let run = kvsmith(&format!("run {options} --max-new 8 --method {method}")).ok();
+        assert_eq!(
+            run.stderr.contains(says),
+            warns,
+            "{method} at {tokens}: {}",
+            run.stderr
+        );
+    }
+    let eval = kvsmith(&format!(
+        "eval --model {model} --artifact {artifact} --tokens {texts} --decode 4 --methods wpq,topk"
+    ));
+    assert!(eval.ok().stderr.contains(&format!("wpq {says} 60")));
+}

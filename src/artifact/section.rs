@@ -50,6 +50,8 @@ pub struct Facts {
     pub reads_values: bool,
     /// Whether the fit runs on the CPU whatever the device.
     pub cpu_only: bool,
+    /// Whether the section knows only positions, or distances, within the blocks of the calibration.
+    pub position_bound: bool,
 }
 
 /// The declaration of a section: everything that commands and files need to know of it.

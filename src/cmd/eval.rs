@@ -136,6 +136,9 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     };
     let tokenizer = tokenizer(args, &decoder)?;
     let material = Material::open(args, global, &decoder, tokenizer.as_ref())?;
+    for artifact in &artifacts {
+        Reading::warn_beyond_calibration(&named, artifact, material.longest(), log);
+    }
     let plan = plan::rows(args, &entries, log, &mut |budgets| {
         let mut evaluation = evaluation(budgets)?;
         material.sample(args, &mut evaluation)?;
@@ -206,6 +209,14 @@ impl<'a> Material<'a> {
         };
         let lines = needles::open(path, reader, global.log())?;
         Ok(Self::Needles(lines, reader))
+    }
+
+    /// Counts the tokens of the longest block or line.
+    fn longest(&self) -> usize {
+        match self {
+            Self::Text(blocks) => blocks.longest(),
+            Self::Needles(lines, _) => needles::longest(lines),
+        }
     }
 
     /// Evaluates the first block or line.

@@ -147,6 +147,35 @@ impl Reading {
         }
     }
 
+    /// Warns if methods run at more positions than the blocks of the calibration had, and returns whether it did so. Their
+    /// sections know nothing of the positions beyond.
+    pub(super) fn warn_beyond_calibration(
+        methods: &[MethodName],
+        artifact: &Artifact,
+        positions: usize,
+        log: Log,
+    ) -> bool {
+        let bound = |method: &&MethodName| {
+            let section = method.section(Some(artifact)).map(|(_, name)| name);
+            let kind = SECTIONS.iter().find(|kind| Some(kind.name()) == section);
+            kind.is_some_and(|kind| kind.facts().position_bound)
+        };
+        let names: Vec<&str> = methods
+            .iter()
+            .filter(bound)
+            .map(|method| method.as_str())
+            .collect();
+        let calibrated = artifact.manifest.origin.calibration.seq_len;
+        let warns = !names.is_empty() && positions > calibrated;
+        if warns {
+            log.warn(&format!(
+                "{} was calibrated on blocks of at most {calibrated} tokens and loses more at {positions}; calibrate with --seq-len {positions} or more",
+                names.join(", ")
+            ));
+        }
+        warns
+    }
+
     /// Prepares a method for this model, with or without a tail; warns of heads that the method does not serve.
     pub(super) fn method(
         &self,

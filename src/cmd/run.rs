@@ -226,6 +226,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
             kv: options.kv,
             fallbacks: of_device.chain(in_full(method.as_ref())).collect(),
             choice,
+            artifact: artifact.as_ref(),
             full_heads: method.full_heads(),
             session,
             turns: &mut turns,

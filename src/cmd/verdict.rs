@@ -370,7 +370,9 @@ fn rounded(x: f64) -> f64 {
 pub fn summary(verdict: &Verdict) -> Option<String> {
     let (row, of) = verdict.usual()?;
     let within = match of.kl <= USUAL_KL {
-        true => format!("the smallest loss at the smallest share of the bytes with a KL of at most {USUAL_KL}"),
+        true => {
+            format!("the smallest loss at the smallest share of the bytes with a KL of at most {USUAL_KL}")
+        }
         false => format!("the smallest loss; none has a KL of at most {USUAL_KL}"),
     };
     Some(format!(

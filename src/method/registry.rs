@@ -77,7 +77,7 @@ impl MethodName {
     }
 
     /// Returns the artifact and the name of the method's section, if the artifact has that section.
-    fn section(self, artifact: Option<&Artifact>) -> Option<(&Artifact, &'static str)> {
+    pub fn section(self, artifact: Option<&Artifact>) -> Option<(&Artifact, &'static str)> {
         let named = artifact.zip(self.0.section);
         named.filter(|(artifact, section)| artifact.has(section))
     }

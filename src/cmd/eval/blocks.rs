@@ -51,6 +51,11 @@ impl Blocks {
         Ok(Self { corpus, usable })
     }
 
+    /// Counts the tokens of the longest block.
+    pub fn longest(&self) -> usize {
+        self.usable.iter().map(Range::len).max().unwrap_or(0)
+    }
+
     /// Evaluates the first block with fewer steps, since what a step reads changes little from step to step.
     pub fn sample(&self, args: &Args, evaluation: &mut Evaluation) -> Result<()> {
         let ids = &self.corpus.ids[self.usable[0].clone()];
@@ -67,7 +72,7 @@ impl Blocks {
             corpus.n_tokens(),
             usable.len()
         ));
-        warn_without_choice(evaluation, usable.iter().map(Range::len).max().unwrap_or(0), log);
+        warn_without_choice(evaluation, self.longest(), log);
         let progress = log.progress(steps as u64, "steps");
         let (mut done, mut finished, mut stopped) = (0, 0, false);
         for (i, block) in usable.iter().enumerate() {

@@ -331,10 +331,15 @@ impl NeedleLine {
     }
 }
 
+/// Counts the tokens of the longest line.
+pub(super) fn longest(lines: &[NeedleLine]) -> usize {
+    lines.iter().map(NeedleLine::len).max().unwrap_or(0)
+}
+
 /// Reads the needles of a file for a model.
 pub(super) fn open(path: &Path, reader: Reader, log: Log) -> Result<Vec<NeedleLine>> {
     let lines = reader.read(path)?;
-    let longest = lines.iter().map(NeedleLine::len).max().unwrap_or(0);
+    let longest = longest(&lines);
     let context = reader.decoder.config.max_position_embeddings;
     if longest > context {
         log.warn(&format!(

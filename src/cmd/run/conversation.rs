@@ -5,8 +5,10 @@ use std::time::Instant;
 use super::stop::StopText;
 use super::turns::{Turn, Turns};
 use super::{Args, Choice};
+use crate::artifact::Artifact;
 use crate::cmd::args::Global;
 use crate::cmd::print;
+use crate::cmd::reading::Reading;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::kv::KvType;
@@ -74,6 +76,8 @@ pub(super) struct Conversation<'a, 'd> {
     /// What could not run as requested, and what ran instead.
     pub fallbacks: Vec<String>,
     pub choice: Choice,
+    /// The artifact, until a warning was given that the conversation is longer than its calibration.
+    pub artifact: Option<&'a Artifact>,
     /// Layer and KV head of the heads that the method does not serve.
     pub full_heads: &'a [(usize, usize)],
     pub session: Session<'a>,
@@ -139,6 +143,9 @@ impl Conversation<'_, '_> {
             return Err(Error::failed(what)
                 .hint("shorten it, or give --beyond-context, with which the answers may be worthless"));
         }
+        let method = self.choice.method;
+        self.artifact
+            .take_if(|artifact| Reading::warn_beyond_calibration(&[method], artifact, total, log));
         if total > context {
             log.warn(&format!(
                 "{total} positions are more than the model's context of {context}"

@@ -280,6 +280,7 @@ impl SectionKind for A2atsSection {
             reads_queries: false,
             reads_values: false,
             cpu_only: false,
+            position_bound: false,
         }
     }
 

@@ -79,6 +79,7 @@ impl SectionKind for SignSection {
             reads_queries: false,
             reads_values: false,
             cpu_only: false,
+            position_bound: false,
         }
     }
 

@@ -122,6 +122,7 @@ impl SectionKind for TailSection {
             reads_queries: true,
             reads_values: true,
             cpu_only: true,
+            position_bound: false,
         }
     }
 

@@ -164,6 +164,7 @@ impl SectionKind for WpqSection {
             reads_queries: false,
             reads_values: false,
             cpu_only: false,
+            position_bound: true,
         }
     }
 

@@ -150,6 +150,7 @@ impl SectionKind for LfpsSection {
             reads_queries: true,
             reads_values: false,
             cpu_only: true,
+            position_bound: true,
         }
     }
 
