@@ -67,7 +67,8 @@ impl Blocks {
             corpus.n_tokens(),
             usable.len()
         ));
-        warn_without_choice(evaluation, usable.iter().map(Range::len).max().unwrap_or(0), log);
+        let longest = usable.iter().map(Range::len).max().unwrap_or(0);
+        warn_without_choice(evaluation, longest, log);
         let progress = log.progress(steps as u64, "steps");
         let (mut done, mut finished, mut stopped) = (0, 0, false);
         for (i, block) in usable.iter().enumerate() {
@@ -84,8 +85,10 @@ impl Blocks {
             finished += 1;
         }
         drop(progress);
-        let found =
-            json!({ "tokens": corpus.n_tokens(), "blocks": finished, "turns": args.turns, "steps": done });
+        let found = json!({
+            "tokens": corpus.n_tokens(), "blocks": finished, "longest_block": longest, "turns": args.turns,
+            "steps": done,
+        });
         Ok((found, stopped))
     }
 }
