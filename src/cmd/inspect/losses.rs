@@ -4,7 +4,7 @@ use crate::artifact::{Artifact, Measured, MethodLoss, USUAL_KL, Verdict, parse, 
 use crate::error::Result;
 
 /// The losses, in nats, for which a method is recommended.
-const LOSSES: [f64; 3] = [0.1, USUAL_KL, 0.01];
+pub(in crate::cmd) const LOSSES: [f64; 3] = [0.1, USUAL_KL, 0.01];
 
 /// Heads whose attention lies in the sinks and the window by this much have nothing to gain from an index.
 const SETTLED: f64 = 0.99;
