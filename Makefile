@@ -6,6 +6,7 @@
 # make real-eval   what every method loses on that model, at equal bytes read
 # make study   whether calibration pays on that model: beside indexes without data, by domain and by amount of text
 # make static   a program that carries OpenBLAS inside (Linux; libgfortran-12-dev beside what `make demo` needs)
+# make screenshots   docs/report-*.png, the page of the real model (after `make results study`)
 # make cuda   fetch a CUDA compiler (271 MB) where there is none, for the kernels and their test
 
 CARGO ?= cargo
@@ -13,9 +14,10 @@ KVSMITH = target/release/kvsmith
 DEMO = target/demo
 PYTHON = target/python/bin/python
 REAL = target/real
+LAB = $(REAL)/lab
 REAL_PYTHON = $(REAL)/python/bin/python
 
-.PHONY: all static demo test check fuzz setup vulkan chromium cuda golden clean results real real-eval study gpu-kit gpu-check
+.PHONY: all static demo test check fuzz setup vulkan chromium cuda golden clean results real real-eval study screenshots gpu-kit gpu-check
 
 # `kvsmith --version` tells the commit.
 RELEASE = KVSMITH_COMMIT="$$(git rev-parse --short HEAD 2>/dev/null || echo unknown)" $(CARGO)
@@ -70,6 +72,14 @@ real-eval: real
 # Whether calibration pays, on that model; about five hours on 2 cores, and goes on where it stopped.
 study: real
 	$(REAL_PYTHON) scripts/study.py $(KVSMITH) $(REAL)
+
+# The page of the real model, as pictures for the documentation; needs Chromium.
+screenshots: all
+	$(KVSMITH) verdict $(LAB)/main.safetensors --model $(REAL)/model --tokens $(LAB)/main.tokens.json \
+		--max-tokens all --holdout 0.1 --seq-len 8192 -o $(LAB)/report.safetensors --overwrite
+	$(KVSMITH) report $(LAB)/report.safetensors $(foreach name,text long questions,--eval $(LAB)/$(name).json) \
+		--against $(LAB)/of-bible.safetensors -o $(LAB)/report.html --overwrite
+	@sh scripts/screenshots.sh $(LAB)/report.html
 
 # What `make gpu-check` runs, in one folder for a machine without Rust.
 gpu-kit: setup cuda

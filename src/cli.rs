@@ -9,7 +9,7 @@ use crate::cmd::args::Global;
 use crate::cmd::sections::SectionCommand;
 use crate::cmd::{
     bench, calibrate, completions, dump, eval, inspect, moments, pack, plan, print_failure, print_refusal,
-    run, verdict,
+    report, run, verdict,
 };
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
@@ -85,7 +85,7 @@ impl Cli {
 
 /// Commands whose work is done on the CPU: their help leaves out what chooses a device, though they accept it.
 /// Sections that are fitted on the CPU are among them.
-const ON_CPU: [&str; 4] = ["pack", "inspect", "completions", "man"];
+const ON_CPU: [&str; 5] = ["pack", "inspect", "report", "completions", "man"];
 
 impl Cli {
     /// Describes the command line; help shows the options for devices only where they act.
@@ -173,6 +173,8 @@ pub enum Command {
     Plan(plan::Args),
     /// Show what is in an artifact, and check it
     Inspect(inspect::Args),
+    /// Write a page with what an artifact costs and loses
+    Report(report::Args),
     /// Generate text with exact or sparse attention
     Run(run::Args),
     /// Measure what methods lose against full attention
@@ -229,6 +231,7 @@ fn start(cli: &Cli) -> Result<()> {
         },
         Command::Plan(args) => plan::run(args, global),
         Command::Inspect(args) => inspect::run(args, global),
+        Command::Report(args) => report::run(args, global),
         Command::Run(args) => run::run(args, global),
         Command::Eval(args) => eval::run(args, global),
         Command::Bench(args) => bench::run(args, global),

@@ -421,6 +421,11 @@ pub fn seal_holds(text: &str, manifest: &Value) -> bool {
     rest.is_some_and(|(before, after)| hex(&Sha256::digest(format!("{before}{after}"))) == digest)
 }
 
+/// Returns the sha256 of a text.
+pub fn text_digest(text: &str) -> String {
+    hex(&Sha256::digest(text.as_bytes()))
+}
+
 /// Formats bytes in lower-case hexadecimal.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()

@@ -479,7 +479,15 @@ fn the_program_describes_itself() {
 /// Help shows the choice of a device where there is one, and all commands accept it.
 #[test]
 fn devices_are_in_the_help_of_commands_that_use_them() {
-    let on_cpu = ["priors", "tail", "pack", "inspect", "completions", "man"];
+    let on_cpu = [
+        "priors",
+        "tail",
+        "pack",
+        "inspect",
+        "report",
+        "completions",
+        "man",
+    ];
     let on_devices = [
         "dump",
         "moments",

@@ -175,6 +175,13 @@ fn every_command_prints_what_the_page_says() {
         "inspect",
         &[json(&format!("inspect {art}")), json(&format!("inspect {plain}"))],
     );
+    compare(
+        "report",
+        &[json(&format!(
+            "report {art} --against {plain} -o {}",
+            path("page.html")
+        ))],
+    );
     let run = format!("run --model {model} --artifact {art} --max-new 3");
     let chat = json(&format!("{run} --chat --tokens {tokens}"));
     compare(

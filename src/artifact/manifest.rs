@@ -78,6 +78,11 @@ impl Manifest {
         }
     }
 
+    /// Returns the digest of what the manifest says about its sections: with and without a verdict, it is the same.
+    pub fn sections_sha256(&self) -> String {
+        store::text_digest(&json!(self.sections).to_string())
+    }
+
     /// Returns the text for the header, sealed with its digest; `device` is derived from the sections.
     pub fn seal(mut self) -> String {
         let devices = self.sections.values().map(|s| s.device.as_str());

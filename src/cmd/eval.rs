@@ -22,6 +22,7 @@ use crate::method::Method;
 use crate::method::registry::MethodName;
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
+use crate::runner::Options;
 use crate::runner::eval::{Bootstrap, Evaluation, FEWEST, Variant};
 use blocks::Blocks;
 use needles::{NeedleLine, Reader};
@@ -166,6 +167,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     if global.json {
         let mut out = json!({ "device": device.name(), "rows": rows, "differences": table.differences() });
         merge(&mut out, &found);
+        merge(&mut out, &conditions(args, &decoder, &artifacts, &options)?);
         print_json(global, &out)?;
     } else {
         print(&rows::text(&rows, args.needles.is_some()))?;
@@ -174,6 +176,19 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         true => Err(Error::interrupted()),
         false => Ok(()),
     }
+}
+
+/// Describes what was measured, so that nobody takes it for another model or artifact.
+fn conditions(args: &Args, decoder: &Decoder, artifacts: &[Artifact], options: &Options) -> Result<Value> {
+    let files = args.artifacts().zip(artifacts);
+    let artifact = |(file, artifact): (&PathBuf, &Artifact)| json!({ "file": file, "sections_sha256": artifact.manifest.sections_sha256() });
+    Ok(json!({
+        "fingerprint": decoder.checkpoint.fingerprint(&decoder.config)?,
+        "artifacts": files.map(artifact).collect::<Vec<_>>(),
+        "kv": options.kv.as_str(),
+        "sinks": options.sinks,
+        "window": options.window,
+    }))
 }
 
 /// Tells whether the user stopped the work after `done` steps; a stop before the first step stays an error.

@@ -1,6 +1,6 @@
 //! `kvsmith inspect`: shows what is in an artifact, and checks whether it is intact.
 
-mod losses;
+pub(super) mod losses;
 
 use std::path::PathBuf;
 
@@ -60,7 +60,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         .map(|section| (section, reports(&section, args)))
         .collect();
     if global.json {
-        return print_json(global, &summary_json(&artifact, args, &sections));
+        return print_json(global, &document(&artifact, args.verify, &sections));
     }
     let whole = args.layer.is_none() && args.head.is_none();
     let verdict = artifact.manifest.quality.methods.as_ref().filter(|_| whole);
@@ -89,7 +89,11 @@ fn reports<'a>(section: &SectionView<'a>, args: &Args) -> Vec<HeadReport<'a>> {
 }
 
 /// Builds the document of `--json`.
-fn summary_json(artifact: &Artifact, args: &Args, sections: &[(SectionView, Vec<HeadReport>)]) -> Value {
+pub(super) fn document(
+    artifact: &Artifact,
+    verified: bool,
+    sections: &[(SectionView, Vec<HeadReport>)],
+) -> Value {
     let rows = sections.iter().flat_map(|(section, reports)| {
         reports.iter().map(|head| {
             let mut row = json!(head.report);
@@ -107,7 +111,7 @@ fn summary_json(artifact: &Artifact, args: &Args, sections: &[(SectionView, Vec<
         "tool_version": manifest.tool_version,
         "device": manifest.device,
         "file_bytes": artifact.store.file_bytes(),
-        "verified": args.verify,
+        "verified": verified,
         "methods": manifest.quality.methods,
         "rows": rows.collect::<Vec<Value>>(),
     })

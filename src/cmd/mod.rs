@@ -13,6 +13,7 @@ mod output;
 pub mod pack;
 pub mod plan;
 mod reading;
+pub mod report;
 pub mod run;
 pub mod sections;
 pub mod verdict;

@@ -96,7 +96,10 @@ fn check(path: &Path, inputs: &[&Path], global: &Global) -> Result<()> {
     }
 }
 
-/// Tells whether kvsmith wrote a file: an artifact, a section, moments, a codebook or a trace.
+/// What the pages of `report` begin with.
+pub const PAGE: &str = "<!doctype html><!-- made by kvsmith report -->";
+
+/// Tells whether kvsmith wrote a file: an artifact, a section, moments, a codebook, a page or a trace.
 fn is_result(path: &Path) -> bool {
     if let Ok(store) = Store::open(path) {
         let mut names = store.specs().map(|spec| spec.name.as_str());
@@ -107,6 +110,9 @@ fn is_result(path: &Path) -> bool {
         return false;
     };
     let read = BufReader::new(std::io::Read::take(file, MAX_LINE)).read_line(&mut line);
+    if line.trim_end() == PAGE {
+        return true;
+    }
     let row: Option<Value> = read.ok().and_then(|_| serde_json::from_str(&line).ok());
     let is_trace = |row: Value| {
         ["step", "layer", "kv_head", "positions"]

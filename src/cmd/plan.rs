@@ -2,7 +2,7 @@
 
 mod line;
 mod probe;
-mod serving;
+pub(super) mod serving;
 
 use std::path::Path;
 

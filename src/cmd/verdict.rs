@@ -32,7 +32,7 @@ use crate::runner::eval::{Layerwise, Metrics, Passage, Variant, VariantReport};
 const OTHERS: [&str; 3] = ["topk", "ctkvr", "streaming"];
 
 /// The method that ranks by exact scores.
-const ORACLE: &str = "topk";
+pub(super) const ORACLE: &str = "topk";
 
 /// Budgets, as fractions of the context, whose reads are measured to find the budgets that read given shares.
 const GRID: [f64; 9] = [0.0001, 0.01, 0.02, 0.04, 0.07, 0.11, 0.16, 0.22, 0.35];

@@ -48,6 +48,11 @@ impl MethodName {
         self.section(Some(artifact)).is_some()
     }
 
+    /// Tells whether there is a section for the method.
+    pub fn reads_section(self) -> bool {
+        self.0.section.is_some()
+    }
+
     /// Returns how the method is benchmarked on random data, if it is.
     pub fn bench(self) -> Option<&'static dyn Bench> {
         self.0.bench

@@ -72,7 +72,8 @@ impl Blocks {
             corpus.n_tokens(),
             usable.len()
         ));
-        warn_without_choice(evaluation, self.longest(), log);
+        let longest = self.longest();
+        warn_without_choice(evaluation, longest, log);
         let progress = log.progress(steps as u64, "steps");
         let (mut done, mut finished, mut stopped) = (0, 0, false);
         for (i, block) in usable.iter().enumerate() {
@@ -89,8 +90,10 @@ impl Blocks {
             finished += 1;
         }
         drop(progress);
-        let found =
-            json!({ "tokens": corpus.n_tokens(), "blocks": finished, "turns": args.turns, "steps": done });
+        let found = json!({
+            "tokens": corpus.n_tokens(), "blocks": finished, "longest_block": longest, "turns": args.turns,
+            "steps": done,
+        });
         Ok((found, stopped))
     }
 }

@@ -4,7 +4,7 @@ use crate::artifact::{Artifact, Measured, MethodLoss, USUAL_KL, Verdict, parse, 
 use crate::error::Result;
 
 /// The losses, in nats, for which a method is recommended.
-const LOSSES: [f64; 3] = [0.1, USUAL_KL, 0.01];
+pub(in crate::cmd) const LOSSES: [f64; 3] = [0.1, USUAL_KL, 0.01];
 
 /// A head with at least this share of its attention in the sinks and the window has nothing to gain from an index.
 const SETTLED: f64 = 0.99;

@@ -14,7 +14,7 @@ use crate::kv::{Budget, KvType};
 use crate::method::Ranking;
 use crate::method::bench::TimedLayer;
 use crate::method::registry::MethodName;
-use crate::model::ModelConfig;
+use crate::model::{ModelConfig, Sizes};
 use crate::progress::size;
 
 /// Methods that are timed, beside full attention.
@@ -50,6 +50,11 @@ struct Cache {
     windows: usize,
     /// Tokens that fit into the free memory, next to the weights.
     fits: usize,
+}
+
+/// Returns the bytes of a position in the cache of one layer.
+pub fn position_bytes(sizes: Sizes, kv: KvType) -> usize {
+    sizes.n_kv_heads * kv.bytes_per_position(sizes.head_dim)
 }
 
 /// Rounds to two significant digits, since times vary.
@@ -88,7 +93,7 @@ impl Serving {
         let full = config.n_layers - sliding.len();
         let free = free_bytes().saturating_sub(weights_bytes);
         let cache = |kv: KvType| {
-            let position = config.n_kv_heads * kv.bytes_per_position(config.head_dim);
+            let position = position_bytes(config.sizes(), kv);
             let (token, windows) = (full * position, sliding.iter().sum::<usize>() * position);
             Cache {
                 kv,
