@@ -647,7 +647,10 @@ fn expected(rows: &[Value], limit: f64) -> (&Value, bool) {
     };
     let key = |row: &&Value| {
         let target = row["reads_target"].as_f64();
-        (target.unwrap_or_else(|| number(row, "bytes_read_fraction")), number(row, "kl"))
+        (
+            target.unwrap_or_else(|| number(row, "bytes_read_fraction")),
+            number(row, "kl"),
+        )
     };
     let within = own().filter(|row| number(row, "kl") <= limit);
     match within.min_by(|a, b| key(a).partial_cmp(&key(b)).unwrap()) {
@@ -697,7 +700,10 @@ fn the_slider_recommends() {
         );
         assert_eq!(answer["line"], line);
         assert_eq!(
-            answer["text"].as_str().unwrap().starts_with("For a KL of at most"),
+            answer["text"]
+                .as_str()
+                .unwrap()
+                .starts_with("For a KL of at most"),
             is_within,
             "{answer}"
         );
