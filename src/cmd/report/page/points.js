@@ -96,8 +96,11 @@ async function copy(text, node, button) {
   setTimeout(() => { button.textContent = 'Copy'; }, 2000);
 }
 
+/** Tells how far the loss may be from that of other text. */
 function intervalText({ interval, pointer }) {
-  if (!interval) return null;
+  const [name] = pointer.split('#');
+  const steps = name === 'inspect' ? 'inspect#/methods' : `${name}#`;
+  if (!interval) return [' (mean over ', things(`${steps}/steps`, 'step'), ' of ', things(`${steps}/blocks`, 'block'), ': too few blocks for an interval)'];
   return [' (95 % interval up to ', shown(`${pointer}/intervals/kl/1`, nats), ')'];
 }
 
