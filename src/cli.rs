@@ -156,30 +156,30 @@ fn given(command: &clap::Command, matches: &ArgMatches) -> Vec<String> {
 /// The subcommands, in pipeline order.
 #[derive(Subcommand, Debug)]
 pub enum Command {
-    /// Run the model over text and write the captured states and the query moments
+    /// Run the model over text; write its keys and query moments
     Dump(dump::Args),
-    /// Take the query moments of a dump again, for another WRoPE position
+    /// Recompute a dump's query moments for another WRoPE position
     Moments(moments::Args),
     /// Make one section of a dump
     #[command(flatten)]
     Section(SectionCommand),
-    /// Merge section files into one artifact
+    /// Combine section files into one artifact
     Pack(pack::Args),
-    /// Measure what each method loses on an artifact's held-out text, and recommend one
+    /// Measure the methods on held-out text; recommend one
     Verdict(verdict::Args),
-    /// Make an artifact from a model and text, layer by layer, without a dump on the disk
+    /// Make an artifact from a model and text, without a dump on disk
     Calibrate(calibrate::Args),
-    /// Estimate the time, memory and disk of a calibration, and what a run costs
+    /// Estimate time, memory and disk of a calibration and of a run
     Plan(plan::Args),
-    /// Show what is in an artifact, and check it
+    /// Show and check the contents of an artifact
     Inspect(inspect::Args),
     /// Generate text with exact or sparse attention
     Run(run::Args),
-    /// Measure what methods lose against full attention
+    /// Measure the loss of methods against full attention
     Eval(eval::Args),
-    /// Measure speed
+    /// Measure the speed of single operations and of decode steps
     Bench(bench::Args),
-    /// Print a completion script for a shell
+    /// Print a shell completion script
     Completions(completions::Args),
     /// Print the manual page
     Man,

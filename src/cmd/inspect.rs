@@ -16,19 +16,19 @@ use crate::progress::{harmless, size};
 /// Arguments of `inspect`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// Artifact or section file
+    /// Artifact or section file to show
     #[arg(value_name = "ART")]
     artifact: PathBuf,
-    /// Only this layer
+    /// Show only this layer, counted from 0
     #[arg(long, value_name = "I")]
     layer: Option<usize>,
-    /// Only this KV head
+    /// Show only this KV head of each layer, counted from 0; together with --layer, show all values of that head
     #[arg(long, value_name = "C")]
     head: Option<usize>,
-    /// Check every digest and every value
+    /// Check all digests and values in the file
     #[arg(long)]
     verify: bool,
-    /// With --verify: check also that it was made for this model
+    /// With --verify: also check that the file was made for the model in this folder
     #[arg(long, value_name = "DIR", requires = "verify")]
     model: Option<PathBuf>,
 }

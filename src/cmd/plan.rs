@@ -27,7 +27,7 @@ use serving::Serving;
 /// Arguments of `plan`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// Measure nothing on this machine, and leave out all times
+    /// Skip the measurements on this machine, and report no times
     #[arg(long)]
     no_probe: bool,
     #[command(flatten)]

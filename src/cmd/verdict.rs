@@ -48,13 +48,13 @@ const TOLERANCE: f64 = 0.02;
 #[group(skip)]
 #[command(next_help_heading = "Verdict")]
 pub struct VerdictFlags {
-    /// Shares of the bytes of all visible keys and values that each method may read, in bf16
+    /// Shares of the bytes of all visible keys and values in bf16 (above 0, below 1) at which each method is measured
     #[arg(long, value_name = "F,G", value_delimiter = ',', default_value = "0.05,0.1,0.2", value_parser = parse_share)]
     verdict_reads: Vec<f64>,
-    /// Last tokens of each held-out block that are fed one by one
+    /// Number of tokens at the end of each held-out block that are decoded one by one
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = parse_positive_count)]
     verdict_steps: usize,
-    /// Methods to measure; NAME+tail is a method with a tail (default: those with a section in the artifact,
+    /// Methods to measure; NAME+tail adds a tail to the method (default: every method with a section in the artifact,
     /// and topk, ctkvr and streaming)
     #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = NamedParser)]
     verdict_methods: Vec<Named>,
@@ -80,16 +80,16 @@ impl VerdictFlags {
 #[derive(clap::Args, Debug)]
 #[command(group(clap::ArgGroup::new("source").args(["text", "tokens", "dump"]).required(true)))]
 pub struct Args {
-    /// Artifact, or section file
+    /// Artifact or section file to measure
     #[arg(value_name = "ART")]
     artifact: PathBuf,
-    /// The model that it was made from
+    /// The model from which the artifact was made: checkpoint folder, or id in the Hugging Face cache
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
-    /// Dump folder that it was made from, in place of the text
+    /// Dump folder from which the artifact was made, instead of the text
     #[arg(long, value_name = "DIR", conflicts_with_all = ["seq_len", "max_tokens", "uuid_tokens", "holdout"])]
     dump: Option<PathBuf>,
-    /// Artifact to write
+    /// Artifact file to write: the same artifact with the verdict
     #[arg(short, long, value_name = "ART2.safetensors")]
     output: PathBuf,
     #[command(flatten)]

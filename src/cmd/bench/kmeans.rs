@@ -20,34 +20,35 @@ use crate::store::{self, Store, Tensor};
 
 #[derive(clap::Args, Debug)]
 pub struct KMeansArgs {
-    /// Fit these points (tensor `x` f32 `[n,d]`) instead of random ones
+    /// Fit the points in this safetensors file (tensor `x` f32 `[n,d]`) instead of random points
     #[arg(long, value_name = "FILE")]
     points: Option<PathBuf>,
-    /// Write the codebook (tensor `codebook` f32 `[M,d]`)
+    /// Safetensors file to write the codebook to (tensor `codebook` f32 `[M,d]`)
     #[arg(short, long, value_name = "CODEBOOK")]
     output: Option<PathBuf>,
-    /// Heads of random points, each fitted on its own
+    /// Number of heads with random points; each gets its own fit
     #[arg(long, value_name = "B", default_value_t = 1, value_parser = at_least_one, conflicts_with = "points")]
     heads: usize,
-    /// Random points
+    /// Number of random points per head
     #[arg(long, value_name = "N", default_value_t = 81_920, value_parser = at_least_one, conflicts_with = "points")]
     n: usize,
-    /// Channels of the random points
+    /// Channels per random point
     #[arg(long, value_name = "D", default_value_t = 128, value_parser = at_least_one, conflicts_with = "points")]
     dim: usize,
-    /// Centroids
+    /// Number of centroids
     #[arg(long, value_name = "M", default_value_t = 4096, value_parser = parse_size)]
     size: usize,
-    /// Most passes
+    /// Maximum number of k-means passes
     #[arg(long, value_name = "N", default_value_t = 25)]
     iterations: usize,
-    /// End once a pass lowers the objective by less than this share
+    /// Stop when a pass lowers the mean squared distance by less than this share (at least 0, below 1; 0 = continue
+    /// until no point changes its centroid)
     #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = crate::flags::share_or_zero)]
     min_gain: f64,
-    /// How k-means starts
+    /// Choice of the initial centroids
     #[arg(long, value_enum, default_value_t = FitInit::KMeansPlusPlus)]
     init: FitInit,
-    /// Timed runs
+    /// Number of timed runs
     #[arg(long, value_name = "N", default_value_t = 3)]
     runs: usize,
 }

@@ -28,7 +28,7 @@ pub const ROTATED_BYTES: usize = 256 << 20;
 
 #[derive(clap::Args, Debug)]
 pub struct LayerArgs {
-    /// Attention shapes: llama-3.1-8b, qwen2.5-14b, mistral-7b, or query heads/KV heads x channels (32/8x128)
+    /// Attention shapes: llama-3.1-8b, qwen2.5-14b, mistral-7b, or query heads/KV heads x channels, such as 32/8x128
     #[arg(
         long,
         value_name = "S,..",
@@ -37,7 +37,7 @@ pub struct LayerArgs {
         value_parser = parse_shape
     )]
     shapes: Vec<[usize; 3]>,
-    /// Positions in the cache, in numbers or as 8K to 1M
+    /// Numbers of positions in the cache, up to 16M, such as 8192 or 8K
     #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "8K,32K,128K", value_parser = parse_context)]
     context: Vec<usize>,
     #[arg(
@@ -55,7 +55,7 @@ pub struct LayerArgs {
     lfps: lfps::LfpsParams,
     #[arg(long, value_enum, default_value_t, help = ranking_help())]
     ranking: Ranking,
-    /// Timed runs
+    /// Number of timed runs
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = at_least_one)]
     runs: usize,
 }
@@ -63,16 +63,16 @@ pub struct LayerArgs {
 /// The caches that steps read, and how much they choose.
 #[derive(clap::Args, Debug)]
 pub struct Caches {
-    /// Sequences
+    /// Numbers of sequences per step
     #[arg(long, value_name = "B,..", value_delimiter = ',', default_value = "1", value_parser = parse_batch)]
     pub batch: Vec<usize>,
-    /// What a method may choose, as in `run`
+    /// Budget per KV head and step, as in `kvsmith run`: a fraction of the context or, above 1, a number of positions
     #[arg(long, value_name = "X", default_value = "0.06")]
     pub budget: Budget,
-    /// Element type of the cache; 2bit on the CPU alone
+    /// Element type of the KV cache; 2bit is available on the CPU only
     #[arg(long, value_enum, value_name = "TYPE", default_value_t = KvType::Bf16)]
     pub kv: KvType,
-    /// Codewords of a2ats
+    /// Codewords per KV head for method a2ats
     #[arg(long, value_name = "M", default_value_t = 4096, value_parser = parse_size)]
     pub size: usize,
 }

@@ -33,7 +33,7 @@ const MOST_BYTES: f64 = 1e14;
 
 #[derive(clap::Args, Debug)]
 pub struct ModelArgs {
-    /// Models: llama-3.1-8b, qwen2.5-14b, mistral-7b
+    /// Models whose shapes are timed: llama-3.1-8b, qwen2.5-14b, mistral-7b
     #[arg(
         long,
         value_name = "S,..",
@@ -42,10 +42,10 @@ pub struct ModelArgs {
         value_parser = Trimmed(PossibleValuesParser::new(["llama-3.1-8b", "qwen2.5-14b", "mistral-7b"]))
     )]
     shapes: Vec<String>,
-    /// A model's config.json instead
+    /// Time the model described by this config.json instead
     #[arg(long, value_name = "FILE", conflicts_with = "shapes")]
     config: Option<PathBuf>,
-    /// Positions in the cache, in numbers or as 8K to 1M
+    /// Numbers of positions in the cache, up to 16M, such as 8192 or 8K
     #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "8K,128K", value_parser = parse_context)]
     context: Vec<usize>,
     #[arg(
@@ -59,7 +59,7 @@ pub struct ModelArgs {
     methods: Vec<MethodName>,
     #[command(flatten)]
     caches: Caches,
-    /// Timed runs of ten steps
+    /// Number of timed runs of ten steps each
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = at_least_one)]
     runs: usize,
 }

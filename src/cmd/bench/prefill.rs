@@ -15,28 +15,28 @@ use crate::weight::Weight;
 
 #[derive(clap::Args, Debug)]
 pub struct PrefillArgs {
-    /// Positions of the prompt, in numbers or as 2K
+    /// Numbers of prompt tokens, such as 2048 or 2K
     #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "512,2K", value_parser = parse_context)]
     tokens: Vec<usize>,
-    /// Query heads
+    /// Number of query heads
     #[arg(long, value_name = "H", default_value_t = 32, value_parser = at_least_one)]
     heads: usize,
-    /// Key/value heads
+    /// Number of KV heads
     #[arg(long, value_name = "G", default_value_t = 8, value_parser = at_least_one)]
     kv_heads: usize,
-    /// Channels of a head
+    /// Channels per head
     #[arg(long, value_name = "D", default_value_t = 128, value_parser = at_least_one)]
     head_dim: usize,
-    /// Channels between layers
+    /// Channels of the hidden state
     #[arg(long, value_name = "D", default_value_t = 4096, value_parser = at_least_one)]
     hidden: usize,
     /// Channels inside the MLP
     #[arg(long, value_name = "D", default_value_t = 14_336, value_parser = at_least_one)]
     intermediate: usize,
-    /// Type of the weights: f32, f16, bf16
+    /// Element type of the weights: f32, f16 or bf16
     #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = parse_float)]
     weights: Float,
-    /// Timed runs
+    /// Number of timed runs
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = at_least_one)]
     runs: usize,
 }

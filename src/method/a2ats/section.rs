@@ -38,7 +38,8 @@ const FEW_KEYS: f64 = 15.0;
 /// How k-means starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 pub enum FitInit {
-    /// Each next centroid is a key drawn by its squared distance to those chosen.
+    /// Draw each further centroid from the keys, with probability proportional to the squared distance to the nearest
+    /// centroid so far.
     #[value(name = "kmeans++")]
     #[serde(rename = "kmeans++")]
     KMeansPlusPlus,
@@ -48,19 +49,20 @@ pub enum FitInit {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FitMetric {
-    /// That of the queries' second moment, Eq. 13.
+    /// The metric of the queries' second moment (Eq. 13).
     QueryAware,
-    /// Euclidean.
+    /// The Euclidean distance.
     Plain,
 }
 
 /// Where a query stands, relative to a key, when the key is scored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Positions {
-    /// The paper's: at one position for every key.
+    /// Rotate queries to the WRoPE position for every key, as in the paper.
     #[default]
     Window,
-    /// By the mean rotation of the bucket of distances that the key is in.
+    /// Rotate queries by the mean rotation over the bucket of distances that contains the key; there are eight
+    /// buckets.
     Buckets,
 }
 
@@ -125,23 +127,24 @@ impl TryFrom<RotationManifest> for Rotation {
 #[group(skip)]
 #[command(next_help_heading = "Section a2ats")]
 pub struct FitParams {
-    /// Codewords per KV head
+    /// Number of codewords per KV head
     #[arg(long, value_name = "M", default_value_t = 4096, value_parser = parse_count)]
     #[serde(rename = "codebook_size")]
     pub size: usize,
     /// Maximum number of k-means passes
     #[arg(long, value_name = "N", default_value_t = 25, value_parser = parse_count)]
     pub iterations: usize,
-    /// End once a pass lowers the objective by less than this share; 0 goes on until no key changes its codeword
+    /// Stop when a pass lowers the mean squared distance by less than this share (at least 0, below 1; 0 = continue
+    /// until no key changes its codeword)
     #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = share_or_zero)]
     pub min_gain: f64,
-    /// How k-means starts
+    /// Choice of the initial centroids
     #[arg(long, value_enum, default_value_t = FitInit::KMeansPlusPlus)]
     pub init: FitInit,
-    /// The distance in which keys are clustered
+    /// Distance in which keys are clustered
     #[arg(long, value_enum, default_value_t = FitMetric::QueryAware)]
     pub metric: FitMetric,
-    /// Where queries stand, relative to a key: at the WRoPE position, or at the mean of one of eight buckets of distances
+    /// Rotation of a query when it is scored against codewords
     #[arg(long, value_enum, default_value_t = Positions::Window)]
     #[serde(skip)]
     pub positions: Positions,

@@ -31,7 +31,7 @@ pub fn pattern(x: &[f32]) -> usize {
 #[group(skip)]
 #[command(next_help_heading = "Section sign")]
 pub(super) struct SignFit {
-    /// What the sign patterns are taken around
+    /// Value that is subtracted from each channel of the keys before their signs are taken
     #[arg(long, value_enum, default_value_t = Center::Median)]
     center: Center,
 }

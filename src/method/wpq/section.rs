@@ -81,17 +81,18 @@ impl WpqParams {
 #[group(skip)]
 #[command(next_help_heading = "Section wpq")]
 struct WpqFlags {
-    /// wpq: bits of a key's code; none: no section
+    /// Bits per key of the wpq codes; none = make no section wpq
     #[arg(long, value_name = "BITS", default_value = "64", value_parser = PossibleValuesParser::new(["16", "32", "64", NONE]))]
     wpq_bits: String,
-    /// wpq: words of each group of channels; a code has a 4-bit or an 8-bit number of a word for each group
+    /// Number of words per group of directions; with 16 words, a code uses 4 bits per group and stage, with 256
+    /// words, 8 bits
     #[arg(long, value_name = "N", default_value = "16", value_parser = PossibleValuesParser::new(["16", "256"]))]
     wpq_words: String,
-    /// wpq: stages of a code; with two, half of its bits encode what the other half leave of a key, and only the best keys
-    /// by the first half are scored by both
+    /// Number of stages of a wpq code. With 2, one half of the bits encodes the key and the other half encodes the
+    /// error of the first; only the keys with the best scores by the first half are scored with both
     #[arg(long, value_name = "N", default_value = "2", value_parser = PossibleValuesParser::new(["1", "2"]))]
     wpq_stages: String,
-    /// wpq: most k-means passes
+    /// Maximum number of k-means passes for wpq
     #[arg(long, value_name = "N", default_value_t = 25, value_parser = parse_count)]
     wpq_iterations: usize,
 }

@@ -37,8 +37,7 @@ pub const SCALARS: &str = "lfps.scalars";
 #[group(skip)]
 #[command(next_help_heading = "Section lfps")]
 pub struct PriorsParams {
-    /// Positions whose scores give the mean and deviation of lfps's thresholds: every one but the sinks, or the candidates
-    /// alone
+    /// Positions whose table entries give the mean and deviation for the thresholds of method lfps
     #[arg(long, value_enum, default_value_t = Population::All)]
     pub lfps_population: Population,
 }
