@@ -37,7 +37,7 @@ fn long_version() -> String {
         features.join(" ")
     };
     let kernels = match kernels::are_built_in() {
-        true => "compiled in for compute capabilities 8.0 and 9.0",
+        true => "compiled in, for compute capabilities 8.0 and 9.0",
         false => "compiled by NVRTC when the program runs",
     };
     format!(
@@ -121,7 +121,7 @@ pub fn refuse(arguments: &[OsString], e: &clap::Error) {
     let command = Cli::described();
     let mut words = arguments.iter().skip(1).filter_map(|argument| argument.to_str());
     let known = words.find(|word| command.find_subcommand(word).is_some());
-    let error = Error::usage(message).hint("see `kvsmith --help` and `kvsmith COMMAND --help`");
+    let error = Error::usage(message).hint("see `kvsmith --help` or `kvsmith COMMAND --help`");
     let _ = print_refusal(known.unwrap_or_default(), &error);
 }
 
@@ -202,7 +202,7 @@ fn start(cli: &Cli) -> Result<()> {
     let threads = match cli.global.threads {
         Some(n) if !(1..=MAX_THREADS).contains(&n) => {
             return Err(Error::usage(format!(
-                "--threads {n} must be between 1 and {MAX_THREADS}"
+                "--threads {n} is out of range: expected 1 to {MAX_THREADS}"
             )));
         }
         Some(n) => n,
@@ -213,7 +213,7 @@ fn start(cli: &Cli) -> Result<()> {
         .build_global()
         .map_err(|e| {
             Error::failed(format!("cannot start the threads: {e}")).hint(
-                "use fewer --threads, or raise the limits of memory and processes (`ulimit -v`, `ulimit -u`)",
+                "use fewer --threads, or raise the memory and process limits (`ulimit -v`, `ulimit -u`)",
             )
         })?;
     let global = &cli.global;

@@ -86,7 +86,7 @@ pub fn share_or_zero(text: &str) -> Result<f64, String> {
     checked(
         text,
         |x| (0.0..1.0).contains(x),
-        "expected a number of at least 0 and below 1",
+        "expected a number of at least 0 and less than 1",
     )
 }
 
@@ -124,7 +124,7 @@ pub fn parse_share(text: &str) -> Result<f64, String> {
     checked(
         text,
         |x| *x > 0.0 && *x < 1.0,
-        "expected a fraction between 0 and 1",
+        "expected a fraction above 0 and below 1",
     )
 }
 

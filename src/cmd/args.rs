@@ -17,7 +17,7 @@ use crate::stats::moments::Position;
 
 /// Options of every command.
 #[derive(Args, Clone, Debug)]
-#[command(next_help_heading = "Every command")]
+#[command(next_help_heading = "Options of every command")]
 pub struct Global {
     /// Device for the computation. If the requested device is unavailable, kvsmith exits with code 3; it never falls
     /// back

@@ -121,9 +121,11 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let made = calibrate(args, global).map_err(|e| match (e.kind(), &args.work) {
         _ if e.advice().is_some() => e,
         (Kind::Interrupted, Some(_)) => {
-            e.hint("the same command with --resume goes on after the last finished layer")
+            e.hint("run the same command with --resume to continue after the last finished layer")
         }
-        (Kind::Interrupted, None) => e.hint("with --work DIR a stopped run can go on"),
+        (Kind::Interrupted, None) => {
+            e.hint("give --work DIR next time; an interrupted calibration can then be resumed")
+        }
         _ => e,
     })?;
     finish(global, &made.note, &args.output, &made.document)
@@ -248,7 +250,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
 fn without_verdict(e: Error, args: &Args) -> Error {
     let advice = e.advice().map(|advice| format!("; {advice}")).unwrap_or_default();
     e.hint(format!(
-        "{} is complete but for the verdict, which `kvsmith verdict` adds{advice}",
+        "{} is complete except for the verdict; run `kvsmith verdict` to add it{advice}",
         args.output.display()
     ))
 }
@@ -268,7 +270,9 @@ fn note_cpu_parts(device: &dyn Device, log: Log) {
             [] => last.clone(),
             _ => format!("{} and {last}", others.join(", ")),
         };
-        log.note(&format!("{parts} run on the CPU, everything else on the device"));
+        log.note(&format!(
+            "{parts} run on the CPU; everything else runs on the device"
+        ));
     }
 }
 

@@ -57,7 +57,7 @@ pub struct Args {
     #[arg(long, value_name = "X,Y", value_delimiter = ',', default_value = "0.06", value_parser = BudgetOf::parse)]
     budgets: Vec<BudgetOf>,
     /// Instead of --budgets: shares of the bytes of all visible keys and values that a step may read, index included,
-    /// such as 0.05,0.1. The matching budget of each method is searched on the first block or line
+    /// such as 0.05,0.1. kvsmith searches for the budget of each method on the first block or line
     #[arg(long, value_name = "F,G", value_delimiter = ',', value_parser = parse_share, conflicts_with = "budgets")]
     reads: Vec<f64>,
     /// Number of tokens at the end of each turn that are decoded one by one
@@ -122,8 +122,10 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     };
     for other in artifacts.iter().skip(1) {
         if options(Some(other))?.packed != options(artifacts.first())?.packed {
-            return Err(Error::usage("the artifacts have signs about different centres")
-                .hint("choose one by --sign-center"));
+            return Err(
+                Error::usage("the artifacts take signs relative to different centres")
+                    .hint("choose one centre with --center"),
+            );
         }
     }
     let options = options(artifacts.first())?;
@@ -151,7 +153,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let intervals = Bootstrap::new(material.units(&evaluation), global.seed);
     if intervals.is_none() {
         log.note(&format!(
-            "no confidence intervals: they need at least {FEWEST} blocks of text or lines of questions"
+            "no confidence intervals: at least {FEWEST} blocks of text or lines of questions are needed"
         ));
     }
     let table = Measurements {

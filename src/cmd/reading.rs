@@ -52,8 +52,8 @@ pub(super) struct Reading {
     /// Element type of the KV cache (default: f32 on the CPU, bf16 on CUDA)
     #[arg(long, value_enum)]
     kv: Option<Kv>,
-    /// Estimate the attention to positions that a step does not read from the mean of their keys and values; needs
-    /// the section `tail` of --artifact, and runs on the CPU
+    /// Estimate the attention to unread positions from the mean of their keys and values; needs the section `tail` of
+    /// --artifact, and runs on the CPU
     #[arg(long)]
     tail: bool,
     /// Use the artifact even if it was made for another model, as long as the sizes match
@@ -74,10 +74,10 @@ impl Reading {
             }
             if !self.force {
                 return Err(e.hint(
-                    "calibrate this model; --force uses the artifact all the same, since its sizes fit",
+                    "calibrate this model, or add --force to use the artifact anyway (its sizes match)",
                 ));
             }
-            log.warn(&format!("{e}; used all the same because of --force"));
+            log.warn(&format!("{e}; using the artifact anyway because of --force"));
         }
         Ok(artifact)
     }
@@ -111,8 +111,8 @@ impl Reading {
     /// Fails if the device cannot have the caches that were asked for.
     pub(super) fn check(&self, device: &dyn Device) -> Result<()> {
         if self.on_host() && device.cuda().is_none() {
-            return Err(Error::usage("--kv host is for --device cuda")
-                .hint("on the CPU every cache is in the machine's memory: use --kv bf16"));
+            return Err(Error::usage("--kv host is available with --device cuda only")
+                .hint("use --kv bf16; on the CPU, every cache is in the machine's memory"));
         }
         Ok(())
     }
@@ -140,9 +140,9 @@ impl Reading {
             let runs = methods.iter().any(|own| own.as_str() == method)
                 || method == "selfindex" && self.kv == Some(Kv::TwoBit);
             for flag in flags.iter().filter(|flag| !runs && global.given.contains(flag)) {
-                global
-                    .log()
-                    .warn(&format!("--{flag} does nothing here: it is for method {method}"));
+                global.log().warn(&format!(
+                    "--{flag} has no effect here: it applies to method {method} only"
+                ));
             }
         }
     }
@@ -178,9 +178,7 @@ impl Reading {
 pub(super) fn in_full(method: &dyn Method) -> impl Iterator<Item = String> + '_ {
     let heads = method.full_heads().iter();
     heads.map(|(layer, head)| {
-        format!(
-            "layer {layer}, KV head {head} was calibrated on keys that are all equal and is attended in full"
-        )
+        format!("layer {layer}, KV head {head}: all calibration keys are equal, so full attention is used")
     })
 }
 

@@ -143,13 +143,13 @@ impl Choice {
         if let (None, None, Some((row, of))) = (args.method, args.budget, verdict.and_then(Verdict::usual)) {
             let named = Named::parse(&row.method).ok_or_else(|| {
                 Error::failed(format!(
-                    "the artifact recommends the unknown method `{}`",
+                    "the artifact recommends method `{}`, which this version does not know",
                     row.method
                 ))
-                .hint("give --method; the artifact was made by another version of kvsmith")
+                .hint("give --method, or use the version of kvsmith that made the artifact")
             })?;
             log.note(&format!(
-                "method: {} with a budget of {}, as the artifact recommends ({:.1} % of the bytes in bf16, KL {:.4}); --method and --budget choose others",
+                "method: {} with budget {}, as recommended by the artifact (reads {:.1} % of the bytes in bf16, KL {:.4}); use --method and --budget to choose others",
                 row.method,
                 of.budget,
                 100.0 * row.bytes_read_fraction,
@@ -184,13 +184,13 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let mut turns = Turns::open(args, &decoder, log)?;
     for flag in ["top-k", "top-p", "min-p"] {
         if args.temperature == 0.0 && global.given.iter().any(|given| given == flag) {
-            log.warn(&format!("--{flag} does nothing without --temperature"));
+            log.warn(&format!("--{flag} has no effect without --temperature"));
         }
     }
     if !args.stop.is_empty() && turns.tokenizer.is_none() {
         return Err(
-            Error::usage("--stop needs the text of the tokens, but the model has no tokenizer.json")
-                .hint("leave --stop out, or add the model's tokenizer.json"),
+            Error::usage("--stop needs a tokenizer, but the model has no tokenizer.json")
+                .hint("remove --stop, or add the model's tokenizer.json"),
         );
     }
     let open = |path: &PathBuf| args.reading.open(path, &decoder, log);
@@ -198,7 +198,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let choice = Choice::of(args, artifact.as_ref(), log)?;
     args.reading.warn_of_unused(&[choice.method], global);
     if choice.method == FULL && args.budget.is_some() {
-        log.warn("--budget does nothing here: full attention reads everything");
+        log.warn("--budget has no effect here: full attention reads everything");
     }
     let method = args
         .reading
@@ -240,7 +240,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         conversation.session.finish_trace()?;
         if matches!(end, Ok(End::Reset)) {
             conversation.note()?;
-            log.note("a new conversation");
+            log.note("starting a new conversation");
             continue;
         }
         // What earlier turns gave is reported, however the conversation ended.

@@ -119,10 +119,10 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     };
     if corpus.manifest() != artifact.manifest.origin.calibration {
         return Err(Error::failed(format!(
-            "{} was made from another text",
+            "{} was calibrated on another text",
             args.artifact.display()
         ))
-        .hint("give the same text, --max-tokens, --seq-len, --uuid-tokens, --holdout and --seed as then, or the dump"));
+        .hint("give the same text, --max-tokens, --seq-len, --uuid-tokens, --holdout and --seed as in its calibration, or its dump"));
     }
     let start = std::time::Instant::now();
     let verdict = Judging {
@@ -179,8 +179,8 @@ impl Judging<'_> {
         match passages.is_empty() {
             false => Ok(passages),
             true => Err(
-                Error::failed("no text was held out, on which methods could be measured")
-                    .hint("calibrate with --holdout above 0, or with --no-verdict"),
+                Error::failed("no text was held out, so the methods cannot be measured")
+                    .hint("calibrate with --holdout above 0, or add --no-verdict"),
             ),
         }
     }
@@ -370,11 +370,11 @@ fn rounded(x: f64) -> f64 {
 pub fn summary(verdict: &Verdict) -> Option<String> {
     let (row, of) = verdict.usual()?;
     let within = match of.kl <= USUAL_KL {
-        true => format!("the cheapest with a KL of at most {USUAL_KL}"),
-        false => format!("the least loss; none has a KL of at most {USUAL_KL}"),
+        true => format!("fewest bytes with a KL of at most {USUAL_KL}"),
+        false => format!("smallest KL; none is at most {USUAL_KL}"),
     };
     Some(format!(
-        "recommended: --method {} --budget {}, which reads {:.1} % of the bytes and loses {:.4} nats ({within})",
+        "recommended: --method {} --budget {} reads {:.1} % of the bytes with a KL of {:.4} nats ({within})",
         row.method,
         of.budget,
         100.0 * row.bytes_read_fraction,

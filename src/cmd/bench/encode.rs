@@ -24,7 +24,7 @@ pub struct EncodeArgs {
 }
 
 /// What to do about sizes that are too large.
-const SMALLER: &str = "give less --n, --dim or --size";
+const SMALLER: &str = "reduce --n, --dim or --size";
 
 /// Runs `bench encode`.
 pub fn run(args: &EncodeArgs, global: &Global) -> Result<()> {

@@ -67,7 +67,7 @@ impl KMeansArgs {
     fn check(&self) -> Result<()> {
         let (heads, n, d) = (self.heads, self.n, self.dim);
         let shape = format!("--heads {heads} x --n {n} x --dim {d}");
-        let hint = "give less --heads, --n or --dim";
+        let hint = "reduce --heads, --n or --dim";
         let values = n.checked_mul(d).and_then(|v| v.checked_mul(heads));
         if values.is_none_or(|v| v > MAX_VALUES) {
             return Err(Error::usage(format!("{shape} is too large")).hint(hint));
@@ -119,7 +119,9 @@ fn read_points(path: &Path) -> Result<Array2<f32>> {
     let shape = store.specs().find(|s| s.name == "x").map(|s| s.shape.clone());
     let Some([n, d]) = shape.as_deref() else {
         let what = format!("{} has no tensor `x` of shape [n,d]", path.display());
-        return Err(Error::failed(what).hint("--points takes a safetensors file with such a tensor in f32"));
+        return Err(
+            Error::failed(what).hint("give --points a safetensors file that contains this tensor in f32")
+        );
     };
     let values = store.read::<f32>("x", &[*n, *d])?;
     Ok(Array2::from_shape_vec((*n, *d), values)?)
@@ -150,7 +152,7 @@ fn report(
         merge(&mut more, &json!({ "adapter": adapter }));
     }
     let says = format!(
-        "median {:.3} s of {} (min {:.3}, max {:.3}), seeding {seed:.3} s, a pass {pass:.4} s, \
+        "median {:.3} s over {} runs (min {:.3}, max {:.3}), seeding {seed:.3} s, {pass:.4} s per pass, \
          {gflops:.0} GFLOP/s nominal, inertia {inertia:.6e}",
         times.median,
         fits.len(),
@@ -196,7 +198,7 @@ impl TimedFit {
             timed.upload += since();
             let mut on_pass = |pass: usize, inertia: f64| {
                 let seconds = since();
-                log.detail(&format!("{pass:3} {seconds:8.4} s {inertia:.6e}"));
+                log.detail(&format!("pass {pass:3}: {seconds:8.4} s, inertia {inertia:.6e}"));
                 if pass == 0 {
                     timed.seed += seconds;
                 } else {

@@ -79,8 +79,7 @@ pub struct Caches {
 
 /// Returns the element type of cached rows on a GPU; fails for 2-bit rows.
 pub fn float(kv: KvType) -> Result<Float> {
-    let refused =
-        || Error::usage("`--kv 2bit`: `bench` has such rows on the CPU alone").hint("use --device cpu");
+    let refused = || Error::usage("`bench` supports --kv 2bit on the CPU only").hint("use --device cpu");
     kv.float().ok_or_else(refused)
 }
 
@@ -99,10 +98,15 @@ fn parse_shape(text: &str) -> std::result::Result<[usize; 3], String> {
     let [h, g, d] = match text {
         "llama-3.1-8b" | "mistral-7b" => [32, 8, 128],
         "qwen2.5-14b" => [40, 8, 128],
-        _ => numbers().ok_or("expected a model, or query heads/KV heads x channels as in 32/8x128")?,
+        _ => {
+            numbers().ok_or("expected a model name, or query heads/KV heads x channels, such as 32/8x128")?
+        }
     };
     if h == 0 || g == 0 || d == 0 || h % g != 0 || d % 32 != 0 || h.max(d) > 1024 {
-        return Err("query heads must come in groups, channels in 32s, at most 1024 of each".to_owned());
+        return Err(
+            "query heads must be a multiple of KV heads and channels a multiple of 32, at most 1024 of each"
+                .to_owned(),
+        );
     }
     Ok([h, g, d])
 }
@@ -275,7 +279,7 @@ impl<'a> LayerSetting<'a> {
 fn open_cuda(args: &LayerArgs, device: DeviceFlag) -> Result<Option<Cuda>> {
     match device {
         DeviceFlag::Wgpu => {
-            let error = Error::device("`bench` of decode steps cannot run on device `wgpu`");
+            let error = Error::device("`bench` cannot time decode steps on device `wgpu`");
             Err(error.hint("use --device cpu or --device cuda"))
         }
         DeviceFlag::Cuda => {
@@ -301,7 +305,7 @@ pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
             &setting.shape(),
             setting.bytes(),
             free,
-            "give less --context or --batch",
+            "reduce --context or --batch",
         )?;
     }
     let bandwidth = match driver {
@@ -310,7 +314,7 @@ pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
     };
     global
         .log()
-        .note(&format!("a plain read loop: {bandwidth:.1} GB/s"));
+        .note(&format!("read bandwidth of a plain loop: {bandwidth:.1} GB/s"));
     let mut results = Results::new(global);
     // GB/s of scattered reads, by the bytes of a row.
     let mut scattered = BTreeMap::new();

@@ -42,7 +42,7 @@ pub struct PrefillArgs {
 }
 
 /// What to do about sizes that are too large.
-const SMALLER: &str = "give less --tokens, --hidden, --intermediate, --heads or --head-dim";
+const SMALLER: &str = "reduce --tokens, --hidden, --intermediate, --heads or --head-dim";
 
 impl PrefillArgs {
     /// Lists the projections of a layer: name, input and output channels.
@@ -64,7 +64,7 @@ impl PrefillArgs {
         let (h, g, d) = (self.heads, self.kv_heads, self.head_dim);
         if !h.is_multiple_of(g) {
             return Err(Error::usage(format!(
-                "--heads {h} is no multiple of --kv-heads {g}"
+                "--heads {h} is not a multiple of --kv-heads {g}"
             )));
         }
         // The largest matrices: activations, and weights.

@@ -190,19 +190,19 @@ impl FitParams {
     fn check(&self, kept: usize, log: Log) -> Result<()> {
         let size = self.size;
         if !(1..=MAX_SIZE).contains(&size) {
-            let message = format!("--size {size} must be between 1 and {MAX_SIZE}");
+            let message = format!("--size {size} is out of range: expected 1 to {MAX_SIZE}");
             return Err(Error::usage(message));
         }
         if kept < size {
-            let message = format!("{kept} calibration tokens are too few for a codebook of {size}");
+            let message = format!("{kept} calibration tokens are too few for a codebook of {size} codewords");
             let most = ((kept as f64 / FEW_KEYS) as usize).max(1);
-            let hint = format!("give more text, or a smaller --size ({most} or less)");
+            let hint = format!("give more text, or use --size {most} or less");
             return Err(Error::failed(message).hint(hint));
         }
         let per = kept as f64 / size as f64;
         if per < FEW_KEYS {
             log.warn(&format!(
-                "{per:.1} keys per codeword ({kept} keys, {size} codewords); below {FEW_KEYS} a codebook fits its calibration text better than other text"
+                "only {per:.1} keys per codeword ({kept} keys, {size} codewords); with fewer than {FEW_KEYS}, a codebook fits its calibration text better than other text"
             ));
         }
         Ok(())
@@ -260,10 +260,10 @@ const COLUMNS: [Column<CodebookQuality>; 7] = [
     Column::new("condition", |v| format!("{v:.1e}"), |q| Some(q.condition)),
     Column::new("passes", |v| format!("{v:.0}"), |q| Some(q.iterations as f64)),
 ];
-const LEGEND: &str = "(means over the KV heads; inertia = squared error per key in the metric of the
-queries)
+const LEGEND: &str = "(means over each layer's KV heads; inertia = squared error per key in the metric
+of the queries; of variance = held-out inertia as a share of the keys' variance)
 
-worst heads (share of the variance left on held-out keys)
+worst heads (error on held-out keys as a share of the variance)
 ";
 
 /// The declaration of the section.
@@ -275,7 +275,7 @@ impl SectionKind for A2atsSection {
         &Facts {
             name: SECTION,
             command: "codebook",
-            about: "Fit the A2ATS codebooks of a dump",
+            about: "Fit A2ATS codebooks to the keys of a dump",
             stage: "codebooks",
             moments: MomentsRead::Chosen,
             reads_queries: false,
@@ -299,9 +299,9 @@ impl SectionKind for A2atsSection {
             }
             (Positions::Buckets, Position::Own) => {
                 return Err(Error::usage(
-                    "--positions buckets is for keys before rotation, not for standard RoPE",
+                    "--positions buckets needs keys before rotation; it does not work with standard RoPE",
                 )
-                .hint("leave out --rope standard, or moments that were made with it"));
+                .hint("omit --rope standard, and moments that were made with it"));
             }
         };
         let kept = input.kept.iter().filter(|kept| **kept).count();

@@ -101,7 +101,7 @@ impl SignFit {
             let (centroids, counts) = centroids(sums);
             if centroids.iter().any(|v| !v.is_finite()) {
                 return Err(Error::failed("a sign centroid is outside the range of f16")
-                    .hint("the keys of this head have extreme outliers"));
+                    .hint("the keys of this head have extreme outliers; check the model and the text"));
             }
             part.put(CENTROID, &centroids);
             part.put(COUNT, &counts);

@@ -142,10 +142,11 @@ const COLUMNS: [Column<WpqQuality>; 5] = [
     ),
     Column::new("condition", |v| format!("{v:.1e}"), |q| Some(q.condition)),
 ];
-const LEGEND: &str = "(product quantisers: means over the KV heads; inertia = squared error per key in
-the metric of the queries)
+const LEGEND: &str = "(product quantisers: means over each layer's KV heads; inertia = squared error
+per key in the metric of the queries; of variance = held-out inertia as a share
+of the keys' variance)
 
-worst heads (share of the variance left on held-out keys)
+worst heads (error on held-out keys as a share of the variance)
 ";
 
 /// The declaration of the section.
@@ -157,7 +158,7 @@ impl SectionKind for WpqSection {
         &Facts {
             name: SECTION,
             command: "wpq",
-            about: "Fit the product quantisers of a dump",
+            about: "Fit product quantisers (section wpq) to the keys of a dump",
             stage: "product quantisers",
             moments: MomentsRead::Own,
             reads_queries: false,
@@ -179,8 +180,8 @@ impl SectionKind for WpqSection {
     fn fit(&self, flags: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>> {
         let flags = WpqFlags::from_arg_matches(flags).map_err(|e| Error::usage(e.to_string()))?;
         let params = flags.params(input.seed).ok_or_else(|| {
-            Error::usage("--wpq-bits none makes no section")
-                .hint("give the bits of a key's code: 16, 32 or 64")
+            Error::usage("--wpq-bits none would make no section")
+                .hint("give the bits per key: --wpq-bits 16, 32 or 64")
         })?;
         Ok(Box::new(WpqFit { params }))
     }
