@@ -37,7 +37,7 @@ fn long_version() -> String {
         features.join(" ")
     };
     let kernels = match kernels::are_built_in() {
-        true => "compiled in for compute capabilities 8.0 and 9.0",
+        true => "compiled in, for compute capabilities 8.0 and 9.0",
         false => "compiled by NVRTC when the program runs",
     };
     format!(
@@ -121,7 +121,7 @@ pub fn refuse(arguments: &[OsString], e: &clap::Error) {
     let command = Cli::described();
     let mut words = arguments.iter().skip(1).filter_map(|argument| argument.to_str());
     let known = words.find(|word| command.find_subcommand(word).is_some());
-    let error = Error::usage(message).hint("see `kvsmith --help` and `kvsmith COMMAND --help`");
+    let error = Error::usage(message).hint("see `kvsmith --help` or `kvsmith COMMAND --help`");
     let _ = print_refusal(known.unwrap_or_default(), &error);
 }
 
@@ -156,32 +156,32 @@ fn given(command: &clap::Command, matches: &ArgMatches) -> Vec<String> {
 /// The subcommands, in pipeline order.
 #[derive(Subcommand, Debug)]
 pub enum Command {
-    /// Run the model over text and write the captured states and the query moments
+    /// Run the model over text; write its keys and query moments
     Dump(dump::Args),
-    /// Take the query moments of a dump again, for another WRoPE position
+    /// Recompute a dump's query moments for another WRoPE position
     Moments(moments::Args),
     /// Make one section of a dump
     #[command(flatten)]
     Section(SectionCommand),
-    /// Merge section files into one artifact
+    /// Combine section files into one artifact
     Pack(pack::Args),
-    /// Measure what each method loses on an artifact's held-out text, and recommend one
+    /// Measure the methods on held-out text; recommend one
     Verdict(verdict::Args),
-    /// Make an artifact from a model and text, layer by layer, without a dump on the disk
+    /// Make an artifact from a model and text, without a dump on disk
     Calibrate(calibrate::Args),
-    /// Estimate the time, memory and disk of a calibration, and what a run costs
+    /// Estimate time, memory and disk of a calibration and of a run
     Plan(plan::Args),
-    /// Show what is in an artifact, and check it
+    /// Show and check the contents of an artifact
     Inspect(inspect::Args),
     /// Write a page with what an artifact costs and loses
     Report(report::Args),
     /// Generate text with exact or sparse attention
     Run(run::Args),
-    /// Measure what methods lose against full attention
+    /// Measure the loss of methods against full attention
     Eval(eval::Args),
-    /// Measure speed
+    /// Measure the speed of single operations and of decode steps
     Bench(bench::Args),
-    /// Print a completion script for a shell
+    /// Print a shell completion script
     Completions(completions::Args),
     /// Print the manual page
     Man,
@@ -204,7 +204,7 @@ fn start(cli: &Cli) -> Result<()> {
     let threads = match cli.global.threads {
         Some(n) if !(1..=MAX_THREADS).contains(&n) => {
             return Err(Error::usage(format!(
-                "--threads {n} must be between 1 and {MAX_THREADS}"
+                "--threads {n} is out of range: expected 1 to {MAX_THREADS}"
             )));
         }
         Some(n) => n,
@@ -215,7 +215,7 @@ fn start(cli: &Cli) -> Result<()> {
         .build_global()
         .map_err(|e| {
             Error::failed(format!("cannot start the threads: {e}")).hint(
-                "use fewer --threads, or raise the limits of memory and processes (`ulimit -v`, `ulimit -u`)",
+                "use fewer --threads, or raise the memory and process limits (`ulimit -v`, `ulimit -u`)",
             )
         })?;
     let global = &cli.global;

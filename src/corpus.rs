@@ -71,10 +71,10 @@ impl Corpus {
         check(seq_len, options)?;
         if options.uuid_tokens > MAX_UUID_TOKENS {
             let what = format!(
-                "--uuid-tokens {} is more than {MAX_UUID_TOKENS}",
+                "--uuid-tokens {} is out of range: expected at most {MAX_UUID_TOKENS}",
                 options.uuid_tokens
             );
-            return Err(Error::usage(what).hint("some ten thousands are enough"));
+            return Err(Error::usage(what).hint("use a smaller number; a few tens of thousands are enough"));
         }
         let (text, uuids) = match source {
             CorpusSource::Tokens(path) => (read_tokens(path)?, Vec::new()),
@@ -94,8 +94,8 @@ impl Corpus {
     pub fn cut(text: &[Vec<u32>], uuids: Vec<u32>, seq_len: usize, options: &CorpusOptions) -> Result<Self> {
         check(seq_len, options)?;
         if text.iter().all(Vec::is_empty) {
-            return Err(Error::failed("the input has no tokens")
-                .hint("give at least one non-empty document (and a --max-tokens above 0)"));
+            return Err(Error::failed("the input contains no tokens")
+                .hint("give at least one non-empty document, and --max-tokens above 0"));
         }
         let mut corpus = Self {
             ids: Vec::new(),
@@ -257,7 +257,7 @@ fn check(seq_len: usize, options: &CorpusOptions) -> Result<()> {
     match (0.0..1.0).contains(&share) {
         true => Ok(()),
         false => Err(Error::usage(format!(
-            "--holdout {share} must be at least 0 and below 1"
+            "--holdout {share} is out of range: expected at least 0 and less than 1"
         ))),
     }
 }
@@ -275,7 +275,7 @@ pub fn read_tokens(path: &Path) -> Result<Vec<Vec<u32>>> {
     let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", &e))?;
     serde_json::from_slice(&bytes).map_err(|e| {
         Error::failed(format!("{}: {e}", path.display()))
-            .hint("--tokens takes a JSON array of arrays of token ids, one per document")
+            .hint("give --tokens a JSON array of arrays of token ids, one per document")
     })
 }
 
@@ -296,10 +296,10 @@ fn uuid_document(tokenizer: &Tokenizer, options: &CorpusOptions) -> Result<Vec<u
         }
         if ids.len() < count {
             let made = ids.len();
-            return Err(
-                Error::failed(format!("the tokenizer makes {made} tokens of {count} UUIDs"))
-                    .hint("it does not know their characters; use --uuid-tokens 0"),
-            );
+            return Err(Error::failed(format!(
+                "the tokenizer produces only {made} tokens from {count} UUIDs"
+            ))
+            .hint("the tokenizer does not know the characters of UUIDs; add --uuid-tokens 0"));
         }
         count *= 2;
     }

@@ -35,7 +35,7 @@ pub struct Error {
 }
 
 /// The hint for a failure that no input should be able to cause.
-pub const DEFECT: &str = "this may be a defect of kvsmith; please report it with the command and its output";
+pub const DEFECT: &str = "this may be a bug in kvsmith; please report it with the command and its output";
 
 /// The crate's result type.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -85,7 +85,7 @@ impl Error {
         match source.kind() {
             ErrorKind::BrokenPipe => Self::new(Kind::Closed, "stdout was closed"),
             _ => Self::failed(format!("cannot write to stdout: {source}"))
-                .hint("free some space, or redirect the output to another place"),
+                .hint("free some disk space, or redirect the output elsewhere"),
         }
     }
 
@@ -93,19 +93,19 @@ impl Error {
     pub fn io(path: &Path, doing: &str, source: &io::Error) -> Self {
         let error = Self::failed(format!("cannot {doing} {}: {source}", path.display()));
         let hint = match source.kind() {
-            ErrorKind::StorageFull => "free some space, or choose another place for the output",
-            ErrorKind::PermissionDenied => "check the permissions of the file and of its folder",
-            ErrorKind::NotFound => "check the path",
+            ErrorKind::StorageFull => "free some disk space, or write the output elsewhere",
+            ErrorKind::PermissionDenied => "check the permissions of the file and its folder",
+            ErrorKind::NotFound => "check that the path exists",
             ErrorKind::FileTooLarge => {
-                "raise the limit of file sizes (`ulimit -f`), or write to another file system"
+                "raise the file size limit (`ulimit -f`), or write to another file system"
             }
             ErrorKind::UnexpectedEof => {
-                "the file was cut short; let no other program write it, and start again"
+                "the file was truncated; make sure that no other program writes it, and start again"
             }
             _ if source.raw_os_error() == Some(libc::EFAULT) => {
-                "an input was cut short while it was copied; let no other program write it, and start again"
+                "an input file was truncated while it was read; make sure that no other program writes it, and start again"
             }
-            _ => "check that the path is what it should be, and that its disk works",
+            _ => "check that the path is correct and that its disk works",
         };
         error.hint(hint)
     }

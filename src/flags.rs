@@ -86,7 +86,7 @@ pub fn share_or_zero(text: &str) -> Result<f64, String> {
     checked(
         text,
         |x| (0.0..1.0).contains(x),
-        "expected a number of at least 0 and below 1",
+        "expected a number of at least 0 and less than 1",
     )
 }
 
@@ -100,13 +100,13 @@ pub fn parse_float(text: &str) -> Result<Float, String> {
 /// The device that does a command's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DeviceFlag {
-    /// The best device that can do the command.
+    /// An NVIDIA GPU if there is one that can run the command, else the CPU; never wgpu.
     Auto,
-    /// This machine's processor.
+    /// The CPU.
     Cpu,
-    /// Any GPU, through wgpu.
+    /// Any GPU with a Vulkan, Metal or DirectX 12 driver, through wgpu.
     Wgpu,
-    /// An NVIDIA GPU.
+    /// An NVIDIA GPU of compute capability 8.0 or later, through CUDA.
     Cuda,
 }
 
@@ -124,7 +124,7 @@ pub fn parse_share(text: &str) -> Result<f64, String> {
     checked(
         text,
         |x| *x > 0.0 && *x < 1.0,
-        "expected a fraction between 0 and 1",
+        "expected a fraction above 0 and below 1",
     )
 }
 
@@ -149,10 +149,10 @@ pub fn at_least_1(text: &str) -> Result<f64, String> {
 /// The type of what is multiplied with 16-bit weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Precision {
-    /// Rounded to the type of the weights, so that the tensor cores can be used.
+    /// Round them to the type of the weights, so that tensor cores can be used.
     #[default]
     Auto,
-    /// Kept in f32.
+    /// Keep them in f32.
     F32,
 }
 

@@ -38,7 +38,7 @@ pub fn install() {
         .collect();
     if let Err(e) = ctrlc::set_handler(handler) {
         say(&format!(
-            "warning: Ctrl-C will end the program without cleaning up: {e}"
+            "warning: Ctrl-C will end the program without removing temporary files: {e}"
         ));
     }
     for signal in ignored.into_iter().chain([libc::SIGXFSZ]) {

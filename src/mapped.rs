@@ -42,8 +42,8 @@ impl Mapped {
         let entry = ListedMap {
             addresses: start..start + map.len(),
             message: format!(
-                "error: cannot read {}: it was cut short, or its disk failed, while it was in use\n\
-                 hint: let no other program write the file while kvsmith reads it, and start again\n",
+                "error: cannot read {}: it was truncated, or its disk failed, while kvsmith was reading it\n\
+                 hint: make sure that no other program writes the file while kvsmith reads it, and start again\n",
                 harmless(&path.display().to_string())
             ),
         };

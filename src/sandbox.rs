@@ -61,15 +61,15 @@ pub fn run(limits: Allowance, work: impl FnOnce() -> Outcome + Send) -> Result<V
 }
 
 fn none(e: io::Error) -> Error {
-    Error::failed(format!("cannot start a process for it: {e}"))
+    Error::failed(format!("cannot start its process: {e}"))
 }
 
 fn crashed() -> Error {
-    Error::failed("its engine failed")
+    Error::failed("its library crashed")
 }
 
 fn endless() -> Error {
-    Error::failed("it does not come to an end")
+    Error::failed("it does not finish")
 }
 
 /// Forks and waits for the new process, which consists of a copy of this thread alone.
@@ -91,8 +91,9 @@ fn in_fork(limits: Allowance, work: impl FnOnce() -> Outcome) -> Result<Vec<u8>>
         return Err(endless());
     }
     let mb = limits.memory_bytes >> 20;
-    let what =
-        format!("it broke off, most likely because it takes more than {mb} MB of memory or nests too deeply");
+    let what = format!(
+        "it crashed, most likely because it needs more than {mb} MB of memory or is nested too deeply"
+    );
     Err(Error::failed(what))
 }
 

@@ -184,9 +184,11 @@ impl Writer {
             let what = e
                 .to_string()
                 .replace(&place, &self.output.path().display().to_string());
-            let error = Error::failed(format!("not written, it would not be valid: {what}"));
+            let error = Error::failed(format!(
+                "the file was not written, because it would be invalid: {what}"
+            ));
             error.hint(
-                "the states of this model are not what a fit can use; see `kvsmith dump` and its values",
+                "inspect the model's keys, queries and values with `kvsmith dump`; the fit cannot use them",
             )
         })
     }
@@ -247,7 +249,7 @@ impl Store {
     /// A missing file, or a header that does not describe exactly the file's data.
     pub fn open(path: &Path) -> Result<Self> {
         if path.is_dir() {
-            return Err(Error::failed(format!("{} is a folder", path.display())).hint("give a file"));
+            return Err(Error::failed(format!("{} is a folder", path.display())).hint("give a file instead"));
         }
         let file = File::open(path).map_err(|e| Error::io(path, "open", &e))?;
         let map = Mapped::new(&file, path).map_err(|e| Error::io(path, "read", &e))?;
@@ -256,14 +258,14 @@ impl Store {
                 "{} is not a valid safetensors file ({e})",
                 path.display()
             ))
-            .hint("the file is damaged or of another kind")
+            .hint("the file is damaged or of another kind; give another file, or recreate it")
         })?;
         let start = 8 + header;
         let (described, found) = (info.data_len(), map.len() - start);
         if found != described {
-            let what = format!("the header describes {described} bytes of tensors, the file has {found}");
+            let what = format!("the header describes {described} bytes of tensors, but the file has {found}");
             let error = Error::failed(what).context(path.display());
-            return Err(error.hint("the file is damaged or not complete"));
+            return Err(error.hint("the file is damaged or incomplete; recreate it"));
         }
         let metadata = info
             .metadata()
@@ -291,10 +293,11 @@ impl Store {
         if bytes == self.map[..self.header_len] {
             return Ok(());
         }
-        Err(
-            Error::failed(format!("{}: the header was altered", self.path.display()))
-                .hint("the file is damaged; make it again"),
-        )
+        Err(Error::failed(format!(
+            "{}: the header was modified after the file was written",
+            self.path.display()
+        ))
+        .hint("the file is damaged; recreate it"))
     }
 
     /// Returns the file's path.
@@ -319,13 +322,13 @@ impl Store {
     pub fn manifest(&self) -> Result<Value> {
         let text = self.metadata.as_ref().ok_or_else(|| {
             Error::failed(format!("{} was not written by kvsmith", self.path.display()))
-                .hint("expected a file made by `kvsmith calibrate`, `pack`, `codebook` or `moments`")
+                .hint("give a file made by `kvsmith calibrate`, `pack`, `codebook` or `moments`")
         })?;
         match serde_json::from_str(text) {
             Ok(value @ Value::Object(_)) => Ok(value),
             _ => Err(
                 Error::failed(format!("{}: its manifest is not valid JSON", self.path.display()))
-                    .hint("the file is damaged; make it again"),
+                    .hint("the file is damaged; recreate it"),
             ),
         }
     }
@@ -359,11 +362,14 @@ impl Store {
     /// Returns the data of a tensor, which must have the expected type and shape.
     pub fn checked(&self, expected: &Spec) -> Result<&[u8]> {
         let Spec { name, dtype, shape } = expected;
-        const OTHER: &str = "the file is damaged, or of another kind or version; make it again";
+        const OTHER: &str = "the file is damaged, or of another kind or version; recreate it";
         let missing = || Error::failed(format!("{} has no tensor `{name}`", self.path.display())).hint(OTHER);
         let (spec, a, b) = self.specs.get(name).ok_or_else(missing)?;
         if spec != expected {
-            let found = format!("tensor `{name}` is {:?} {:?}", spec.dtype, spec.shape);
+            let found = format!(
+                "tensor `{name}` has type and shape {:?} {:?}",
+                spec.dtype, spec.shape
+            );
             let error = Error::failed(format!("{found}, expected {dtype:?} {shape:?}"));
             return Err(error.context(self.path.display()).hint(OTHER));
         }

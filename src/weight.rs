@@ -34,8 +34,7 @@ impl Weight {
     /// A temporary file that cannot be written.
     pub fn from_values(values: ArrayView2<f32>, dtype: Float) -> Result<Self> {
         let failed = |e: std::io::Error| {
-            Error::failed(format!("cannot write a temporary file: {e}"))
-                .hint("TMPDIR names another folder for them")
+            Error::failed(format!("cannot write a temporary file: {e}")).hint("set TMPDIR to another folder")
         };
         let mut file = tempfile::tempfile().map_err(failed)?;
         let mut bytes = Vec::new();
@@ -99,11 +98,11 @@ impl Weight {
             self.dtype.read(self.row_bytes(r, 1), &mut row);
             if let Some(c) = row.iter().position(|v| !v.is_finite()) {
                 return Err(Error::failed(format!(
-                    "tensor `{}` has a value that is not finite (element {})",
+                    "tensor `{}` contains a NaN or infinite value (element {})",
                     self.name,
                     r * self.cols + c
                 ))
-                .hint("the checkpoint is damaged; fetch it again"));
+                .hint("the checkpoint is damaged; download it again"));
             }
         }
         Ok(())

@@ -80,16 +80,18 @@ impl WorkFolder {
         let (folder, is_new) = Folder::claim(dir, &KIND, files.clone(), &json!(identity))?;
         if !is_new && !resume {
             return Err(
-                Error::failed(format!("{} holds an unfinished run", dir.display()))
-                    .hint("add --resume to go on with it, or choose another --work folder"),
+                Error::failed(format!("{} contains an unfinished run", dir.display()))
+                    .hint("add --resume to continue it, or choose another --work folder"),
             );
         }
         if *folder.run() != json!(identity) || folder.files() != files {
             return Err(Error::failed(format!(
-                "{} holds a run with other inputs or options",
+                "{} contains a run with other inputs or options",
                 dir.display()
             ))
-            .hint("use the same model, text, seed and options as before, or choose another --work folder"));
+            .hint(
+                "use the same model, text, seed and options as that run, or choose another --work folder",
+            ));
         }
         let of = |section: &Section| (section.kind.name(), section.layer_specs());
         Ok(Self {

@@ -261,7 +261,7 @@ fn values_that_are_not_finite_are_refused() {
         ("tail.shift", &wide[..], "topk --tail", 3),
     ] {
         with_values(&art, &crafted, tensor, value);
-        let culprit = format!("tensor `{tensor}` has a value that is not finite in layer 1, head {head}");
+        let culprit = format!("tensor `{tensor}` contains a NaN or infinite value in layer 1, head {head}");
         files
             .run(&crafted, &format!("--method {method}"))
             .fails(1, &culprit, "damaged");
@@ -271,7 +271,7 @@ fn values_that_are_not_finite_are_refused() {
         resealed(&art, &crafted, |manifest| {
             manifest["quality"][section][1][0]["keys"] = json!(0)
         });
-        let culprit = format!("section `{section}`: layer 1, KV head 0 was never observed");
+        let culprit = format!("section `{section}`: no keys were observed for layer 1, KV head 0");
         files.run(&crafted, "").fails(1, &culprit, "calibrate");
         kvsmith(&format!("inspect {crafted}")).fails(1, &culprit, "calibrate");
     }
@@ -308,8 +308,8 @@ fn tails_that_no_fit_gives_are_refused() {
         kvsmith(&format!("inspect --verify {crafted}")).fails(1, culprit, "damaged");
     }
     for (shifts, culprit) in [
-        (json!([]), "`sections.tail.shifts` is not valid"),
-        (json!([1.0, 0.5]), "`sections.tail.shifts` is not valid"),
+        (json!([]), "`sections.tail.shifts` is invalid"),
+        (json!([1.0, 0.5]), "`sections.tail.shifts` is invalid"),
         (json!("all"), "sections.tail"),
     ] {
         resealed(&art, &crafted, |manifest| {
@@ -388,7 +388,7 @@ fn sections_refuse_layers_that_say_nothing() {
                 continue;
             }
             let expected = format!(
-                "tensor `{}` has a value that is not finite in layer 1, head {}",
+                "tensor `{}` contains a NaN or infinite value in layer 1, head {}",
                 spec.name,
                 heads - 1
             );
@@ -397,7 +397,7 @@ fn sections_refuse_layers_that_say_nothing() {
         let mut part = good.clone();
         part.quality[1].insert("keys".to_owned(), json!(0));
         let expected = format!(
-            "section `{}`: layer 1, KV head 1 was never observed",
+            "section `{}`: no keys were observed for layer 1, KV head 1",
             section.kind.name()
         );
         assert_eq!(refused(part), expected);
@@ -448,8 +448,7 @@ fn constant_heads_are_marked_and_attended_in_full() {
                 "--method {method} --budget 3 --sinks 1 --window 4 --kv {kv} --overwrite --trace {trace}"
             );
             let run = files.run(&out, &more);
-            let warning =
-                format!("warning: {method}: layer 1, KV head 1 was calibrated on keys that are all equal");
+            let warning = format!("warning: {method}: layer 1, KV head 1: all calibration keys are equal");
             assert!(run.stderr.contains(&warning), "{}", run.stderr);
             let json = run.json();
             assert_eq!(json["fallbacks"].as_array().unwrap().len(), 1, "{json}");
@@ -466,7 +465,7 @@ fn constant_heads_are_marked_and_attended_in_full() {
             }
         }
         let eval = files.eval(&out, &format!("--methods {method} --budgets 3"));
-        assert!(eval.stderr.contains("attended in full"), "{}", eval.stderr);
+        assert!(eval.stderr.contains("full attention is used"), "{}", eval.stderr);
         let error = &eval.json()["rows"][0]["output_error"];
         assert!(error.as_f64().unwrap().is_finite(), "{error}");
     }

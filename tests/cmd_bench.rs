@@ -164,7 +164,7 @@ fn encoding_is_set_against_a_product() {
         found[0]
     );
     kvsmith("bench encode --size 70000").fails(2, "too large", "");
-    kvsmith("bench encode --device cuda").fails(3, "CPU alone", "--device cpu");
+    kvsmith("bench encode --device cuda").fails(3, "CPU only", "--device cpu");
 }
 
 #[test]
@@ -200,9 +200,9 @@ fn a_layer_is_set_against_a_product() {
         }
         assert!(found[8]["shape"].as_str().expect("a shape").ends_with(kind));
     }
-    kvsmith("bench prefill --device cuda").fails(3, "CPU alone", "--device cpu");
-    kvsmith("bench prefill --device wgpu").fails(3, "CPU alone", "--device cpu");
-    kvsmith("bench prefill --heads 5 --kv-heads 2").fails(2, "no multiple", "");
+    kvsmith("bench prefill --device cuda").fails(3, "CPU only", "--device cpu");
+    kvsmith("bench prefill --device wgpu").fails(3, "CPU only", "--device cpu");
+    kvsmith("bench prefill --heads 5 --kv-heads 2").fails(2, "not a multiple", "");
     kvsmith("bench prefill --tokens 0").fails(2, "from 1 to 16M", "");
     kvsmith("bench prefill --tokens 16M").fails(2, "too large", "");
     kvsmith("bench prefill --hidden 1000000").fails(2, "too large", "");
@@ -229,7 +229,7 @@ fn a_fit_may_end_at_a_small_gain() {
         passes("--min-gain 0.5")
     );
     assert!(!passes("").contains(" 1 passes"), "{}", passes(""));
-    kvsmith("bench kmeans --min-gain 1").fails(2, "below 1", "");
+    kvsmith("bench kmeans --min-gain 1").fails(2, "less than 1", "");
 }
 
 /// Sizes whose products overflow or exceed the memory are refused before anything is allocated.

@@ -300,7 +300,7 @@ fn moments_of_one_position_serve_no_other() {
         ] {
             kvsmith(&codebook(&format!("{source} {options} -o {out}"))).fails(
                 1,
-                &format!("the moments are for position 9 alone, not for {wanted}"),
+                &format!("the moments are for position 9 only, not for {wanted}"),
                 "kvsmith moments --wrope-position",
             );
         }
@@ -398,7 +398,7 @@ impl Run {
         let work = self.scratch.path("work");
         let resumed = kvsmith(&self.arguments("resumed", &format!("--work {work} --resume"))).ok();
         assert!(
-            resumed.stderr.contains("going on at layer "),
+            resumed.stderr.contains("resuming at layer "),
             "{}",
             resumed.stderr
         );
@@ -416,7 +416,7 @@ fn a_killed_run_can_be_resumed() {
     // Nobody else may go on in its folder, nor this run by mistake.
     let work = run.scratch.path("work");
     let with = |options: &str| kvsmith(&run.arguments("out", &format!("--work {work} {options}")));
-    with("").fails(1, "holds an unfinished run", "--resume");
+    with("").fails(1, "contains an unfinished run", "--resume");
     for other in [
         "--seed 1",
         "--iterations 7",
@@ -425,7 +425,7 @@ fn a_killed_run_can_be_resumed() {
     ] {
         with(&format!("--resume {other}")).fails(
             1,
-            "holds a run with other inputs or options",
+            "contains a run with other inputs or options",
             "seed and options",
         );
     }
@@ -562,7 +562,7 @@ fn a_work_folder_with_other_content_is_refused() {
         resume().fails(1, "state.json is damaged", "remove");
     }
     std::fs::write(&mark, content).unwrap();
-    assert!(resume().ok().stderr.contains("going on at layer 2"));
+    assert!(resume().ok().stderr.contains("resuming at layer 2"));
 }
 
 #[test]
@@ -587,7 +587,7 @@ fn json_output() {
         "calibrate --model {model} --tokens {tokens} --size 4 -o {out} --json"
     ));
     assert!(
-        outcome.stderr.contains("warning: 14.2 keys per codeword"),
+        outcome.stderr.contains("warning: only 14.2 keys per codeword"),
         "{}",
         outcome.stderr
     );

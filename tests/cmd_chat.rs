@@ -131,7 +131,7 @@ fn tokens_without_turns() {
     let none = run(&[]).json();
     assert_eq!((&none["ids"], &none["turns"]), (&json!([]), &json!([])));
     let gaps = run(&[vec![], vec![5, 6], vec![], vec![7]]);
-    assert_eq!(gaps.stderr.matches("passed over").count(), 2, "{}", gaps.stderr);
+    assert_eq!(gaps.stderr.matches("skipped").count(), 2, "{}", gaps.stderr);
     let [gaps, dense] = [gaps, run(&[vec![5, 6], vec![7]])].map(Outcome::json);
     assert_eq!(gaps["turns"].as_array().unwrap().len(), 2);
     assert_eq!(gaps["ids"], dense["ids"]);
@@ -152,7 +152,7 @@ fn tokens_without_turns() {
     let warned = kvsmith(&format!("{run} --beyond-context")).ok();
     assert_eq!(
         warned.stderr,
-        "warning: 518 positions are more than the model's context of 512\n"
+        "warning: the tokens so far and --max-new add up to 518 positions, more than the model's context of 512 tokens\n"
     );
     // The turn before is reported all the same.
     let refused = kvsmith(&format!("{run} --json"));
@@ -467,7 +467,7 @@ fn broken_and_hostile_templates() {
         ),
         (
             "{% for i in range(10000) %}{% for j in range(10000) %}{% endfor %}{% endfor %}",
-            "does not come to an end",
+            "does not finish",
         ),
         (
             "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
@@ -475,7 +475,7 @@ fn broken_and_hostile_templates() {
         ),
         (
             "{% set s = 'x' * 50000 %}{% for i in range(1000) %}{{ s }}{% endfor %}",
-            "writes more than",
+            "exceeds the limit",
         ),
         ("{% include 'config.json' %}", "config.json"),
         (&chain("(", ")"), "recursion"),
@@ -744,7 +744,7 @@ fn a_person_edits_lines_and_calls_them_back() {
     // "helo", a step to the left, "l".
     terminal.types("helo\x1b[Dl\r", "turn 1:");
     terminal.types("\x1b[A\r", "turn 2:");
-    terminal.types("/hlep\r", "no command /hlep");
+    terminal.types("/hlep\r", "unknown command /hlep");
     terminal.types("/exit\r", "KV rows read");
     let told = Outcome::of(terminal.child.wait_with_output().unwrap());
     let told: Value = serde_json::from_str(&told.stdout).unwrap();

@@ -752,8 +752,12 @@ fn bad_input_is_named() {
         let file = model.scratch.write("bad.jsonl", text);
         kvsmith(&format!("eval {} --needles {file} --methods topk", model.files)).fails(code, error, "");
     };
-    needles("", 1, "has no line");
-    needles("{\"prompt_tokens\": [3]}", 1, "no prompt with its answer");
+    needles("", 1, "contains no questions");
+    needles(
+        "{\"prompt_tokens\": [3]}",
+        1,
+        "does not have a prompt and an answer",
+    );
     needles("{\"prompt_tokens\": [], \"answer_tokens\": [3]}", 1, "is empty");
     needles("{\"prompt_tokens\": [3], \"answer_tokens\": []}", 1, "is empty");
     needles(
@@ -765,9 +769,12 @@ fn bad_input_is_named() {
     needles("{\"prompt\": \"x\", \"answer\": \"y\"}", 1, "no tokenizer.json");
     let good = "{\"prompt_tokens\": [3, 4], \"answer_tokens\": [5]}";
     let talk = |turns: &str, error: &str| needles(&format!("{good}\n{{\"turns\": {turns}}}"), 1, error);
-    talk("[]", "line 2: `turns` has no turn");
-    talk("7", "line 2: `turns` has no turn");
-    talk("[7]", "line 2: turn 1: there is no prompt with its answer");
+    talk("[]", "line 2: `turns` is not a list of at least one turn");
+    talk("7", "line 2: `turns` is not a list of at least one turn");
+    talk(
+        "[7]",
+        "line 2: turn 1: the object does not have a prompt and an answer",
+    );
     talk(
         &format!("[{good}, {{\"prompt_tokens\": [3], \"answer_tokens\": []}}]"),
         "line 2: turn 2: the prompt, the question or an answer is empty",
@@ -778,11 +785,11 @@ fn bad_input_is_named() {
     );
     talk(
         &format!("[{good}, {{\"prompt\": \"x\", \"answer\": \"y\"}}]"),
-        "turn 2: turns of text and of token ids in one conversation",
+        "turn 2: the conversation mixes turns of text and turns of token ids",
     );
     talk(
         "[{\"prompt\": \"x\", \"answer_tokens\": [3]}]",
-        "turn 1: there is no prompt",
+        "turn 1: the object does not have a prompt",
     );
     talk(
         "[{\"prompt\": \"x\", \"answer\": \" \"}]",
@@ -790,7 +797,7 @@ fn bad_input_is_named() {
     );
     talk(
         "[{\"prompt\": \"x\", \"answer\": \"y\"}]",
-        "turn 1: the model has no tokenizer.json",
+        "turn 1: the prompt is text, but the model has no tokenizer.json",
     );
     talk("[{\"prompt_tokens\": [99999], \"answer_tokens\": [3]}]", "turn 1");
     talk("[{\"prompt_tokens\": [3], \"answer_tokens\": [99999]}]", "turn 1");
@@ -812,7 +819,7 @@ fn bad_input_is_named() {
     run(
         &format!("{tokens} --methods topk --turns 11"),
         1,
-        "each of 11 turns",
+        "each of the 11 turns",
     );
     run("--needles none.jsonl --methods topk --turns 2", 2, "--turns");
     let one = model.scratch.tokens("one.json", &[vec![3]]);

@@ -214,7 +214,10 @@ fn budgets_are_found_that_read_the_shares() {
     assert!(kl("topk", 0.3) < kl("streaming", 0.3));
     // The text says what cannot be met.
     let text = eval.text("--methods full,topk --reads 0.3 --decode 5").stdout;
-    assert!(text.contains("reads 100.0% at least, not 30.0%"), "{text}");
+    assert!(
+        text.contains("smallest budget reads 100.0%, above the target of 30.0%"),
+        "{text}"
+    );
     assert!(
         text.contains("bytes") && text.lines().all(|line| line.len() <= 80),
         "{text}"
@@ -371,7 +374,7 @@ fn several_answers_score_by_the_share_found() {
     both.fails(2, "--reads", "");
     for share in ["0", "1", "1.5", "-0.1", "x"] {
         let options = format!("--tokens x.json --methods topk --reads={share}");
-        kvsmith(&format!("eval {} {options}", eval.files)).fails(2, "between 0 and 1", "");
+        kvsmith(&format!("eval {} {options}", eval.files)).fails(2, "above 0 and below 1", "");
     }
 }
 
@@ -451,10 +454,10 @@ fn artifacts_are_held_against_each_other() {
     eval.text("--methods topk --budgets 3,lfps=4")
         .fails(2, "`lfps`", "");
     eval.text("--methods topk,lfps --budgets lfps=4")
-        .fails(2, "none for `topk`", "");
+        .fails(2, "no budget for method `topk`", "");
     let unknown = eval.text("--methods topk --budgets nearest=4");
     assert!(
-        unknown.code == Some(2) && unknown.stderr.contains("no method `nearest`"),
+        unknown.code == Some(2) && unknown.stderr.contains("unknown method `nearest`"),
         "{}",
         unknown.stderr
     );

@@ -96,8 +96,8 @@ fn layer_and_head_choose_rows() {
         }
     }
     for (options, culprit) in [
-        ("--layer 3", "--layer 3 does not exist"),
-        ("--head 2", "--head 2 does not exist"),
+        ("--layer 3", "--layer 3 is out of range"),
+        ("--head 2", "--head 2 is out of range"),
     ] {
         kvsmith(&format!("inspect {artifact} {options}")).fails(2, culprit, "");
     }
@@ -201,7 +201,7 @@ fn buckets_are_shown_and_checked() {
         resealed(&artifact, &edited, |manifest| {
             manifest["sections"]["a2ats"]["distance_buckets"][key] = value.clone();
         });
-        kvsmith(&format!("inspect {edited}")).fails(1, culprit, "again");
+        kvsmith(&format!("inspect {edited}")).fails(1, culprit, "recreate");
     }
     for (key, value) in [("edges", good), ("weights", even)] {
         resealed(&artifact, &edited, |manifest| {
@@ -218,7 +218,7 @@ fn buckets_are_shown_and_checked() {
                 Some(position) => section.insert("wrope_position".to_owned(), position),
             };
         });
-        kvsmith(&format!("inspect {edited}")).fails(1, "wrope_position", "again");
+        kvsmith(&format!("inspect {edited}")).fails(1, "wrope_position", "recreate");
     }
 }
 
@@ -234,13 +234,13 @@ fn only_verify_reads_the_data() {
         plain["rows"],
         kvsmith(&format!("inspect {artifact} --json")).json()["rows"]
     );
-    kvsmith(&format!("inspect {damaged} --verify")).fails(1, "does not have its digest", "make it again");
+    kvsmith(&format!("inspect {damaged} --verify")).fails(1, "does not match its digest", "recreate it");
     // The header alone is enough to tell that it was altered.
     bytes[last] ^= 1;
     let seed = bytes.windows(8).position(|w| w == b"\\\"seed\\\"").unwrap();
     bytes[seed + 9] ^= 1;
     let altered = scratch.write("altered", &bytes);
-    kvsmith(&format!("inspect {altered}")).fails(1, "altered: the manifest was altered", "make it again");
+    kvsmith(&format!("inspect {altered}")).fails(1, "altered: the manifest was modified", "recreate it");
 }
 
 #[test]
@@ -254,5 +254,9 @@ fn section_files_can_be_inspected_too() {
     assert_eq!(json["rows"].as_array().map(Vec::len), Some(4));
     kvsmith(&format!("inspect {dump}/moments.safetensors")).fails(1, "is not an artifact", "");
     kvsmith(&format!("inspect {model}/model.safetensors")).fails(1, "model.safetensors", "");
-    kvsmith(&format!("inspect {}", scratch.path("missing"))).fails(1, "missing", "check the path");
+    kvsmith(&format!("inspect {}", scratch.path("missing"))).fails(
+        1,
+        "missing",
+        "check that the path exists",
+    );
 }

@@ -478,7 +478,7 @@ fn alpha_belongs_to_the_population_of_the_thresholds() {
     kvsmith(&format!("inspect {odd}")).fails(
         1,
         "`sections.lfps.population` is not valid",
-        "make the section again",
+        "recreate the section",
     );
 }
 
@@ -656,7 +656,7 @@ fn a_dump_without_queries_is_refused() {
     let tokens = scratch.tokens("tokens.json", &documents(&[60], 1));
     let command = format!("dump --values --model {model} --tokens {tokens}");
     let (dump, out) = (scratch.make("dump", &command), scratch.path("out"));
-    kvsmith(&format!("priors --dump {dump} -o {out}")).fails(1, "has no queries", "--queries");
+    kvsmith(&format!("priors --dump {dump} -o {out}")).fails(1, "contains no queries", "--queries");
     kvsmith(&format!("priors --dump {} -o {out}", scratch.path("no"))).fails(1, "complete dump", "");
     assert_eq!(scratch.list(""), ["dump", "tokens.json"]);
 }
@@ -798,7 +798,7 @@ fn values_out_of_range_are_refused() {
             "lfps.slash",
             2,
             f32::NAN,
-            "`lfps.slash` has a value that is not finite in layer 0, head 0",
+            "`lfps.slash` contains a NaN or infinite value in layer 0, head 0",
         ),
         ("lfps.slash", 700, 0.5, "`lfps.slash` is not a share"),
         ("lfps.slash", 599, -1e-6, "`lfps.slash` is not a share"),
@@ -806,7 +806,7 @@ fn values_out_of_range_are_refused() {
             "lfps.vert",
             5,
             f32::INFINITY,
-            "`lfps.vert` has a value that is not finite in layer 0, head 0",
+            "`lfps.vert` contains a NaN or infinite value in layer 0, head 0",
         ),
         ("lfps.scalars", scalar("lambda"), 1.5, "lambda = 1.5"),
         ("lfps.scalars", scalar("gamma"), 1.0, "gamma = 1"),
@@ -816,7 +816,7 @@ fn values_out_of_range_are_refused() {
             "lfps.scalars",
             scalar("glob_bias"),
             f32::NAN,
-            "not finite in layer 0, head 1",
+            "NaN or infinite value in layer 0, head 1",
         ),
         (
             "lfps.scalars",
@@ -828,11 +828,11 @@ fn values_out_of_range_are_refused() {
             "lfps.scalars",
             scalar("persist_32"),
             f32::NAN,
-            "not finite in layer 0, head 1",
+            "NaN or infinite value in layer 0, head 1",
         ),
     ] {
         with_value(&out, &damaged, tensor, at, wrong);
-        kvsmith(&format!("inspect --verify {damaged}")).fails(1, culprit, "make it again");
+        kvsmith(&format!("inspect --verify {damaged}")).fails(1, culprit, "recreate it");
         assert!(Priors::load(&Artifact::open(damaged.as_ref(), SECTIONS).unwrap()).is_err());
     }
 }

@@ -502,7 +502,7 @@ fn flags_of_the_sampler_act() {
     assert_ne!(ids("--repetition-penalty 100"), greedy);
     let warned = kvsmith(&format!("run {} --max-new 1 --top-k 3 --min-p 0.1", model.files)).ok();
     for flag in ["--top-k", "--min-p"] {
-        let warning = format!("{flag} does nothing without --temperature");
+        let warning = format!("{flag} has no effect without --temperature");
         assert!(warned.stderr.contains(&warning), "{}", warned.stderr);
     }
 }

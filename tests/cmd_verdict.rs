@@ -133,7 +133,7 @@ fn a_run_takes_what_is_recommended() {
     let run = format!("run --model {model} --artifact {art} --tokens {prompt} --max-new 2 --json");
     let told = kvsmith(&run);
     assert!(
-        told.stderr.contains("as the artifact recommends"),
+        told.stderr.contains("as recommended by the artifact"),
         "{}",
         told.stderr
     );
@@ -143,7 +143,7 @@ fn a_run_takes_what_is_recommended() {
         (&json!(row.method), &json!(of.budget))
     );
     let chosen = kvsmith(&format!("{run} --budget 0.5"));
-    assert!(!chosen.stderr.contains("recommends"), "{}", chosen.stderr);
+    assert!(!chosen.stderr.contains("recommended"), "{}", chosen.stderr);
     assert_eq!(chosen.json()["method"], "a2ats");
     let chosen = kvsmith(&format!("{run} --method selfindex")).json();
     assert_eq!(

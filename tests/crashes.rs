@@ -216,7 +216,7 @@ fn a_disk_that_is_full_from_any_change_on() {
             let (code, stderr) = (outcome.code, outcome.stderr);
             let says =
                 |line: &str, text: &str| stderr.lines().any(|l| l.starts_with(line) && l.contains(text));
-            let told = says("error: ", "No space left on device") && says("hint: ", "free some space");
+            let told = says("error: ", "No space left on device") && says("hint: ", "free some disk space");
             assert!(code == Some(1) && told, "{what}: {stderr}");
             let mut left = files(&folder);
             // Finished layers stay for the next run.
@@ -296,7 +296,7 @@ fn one_process_per_work_folder() {
                 assert!(std::fs::read(out(i)).unwrap() == *expected);
                 finished += 1;
             } else {
-                outcome.fails(1, "another process works in", "choose another folder");
+                outcome.fails(1, "another process is using", "choose another folder");
                 assert!(!Path::new(&out(i)).exists());
                 refused += 1;
             }

@@ -5,7 +5,7 @@ mod common;
 use common::*;
 use serde_json::{Value, json};
 
-const REFETCH: &str = "fetch it again";
+const REFETCH: &str = "download it again";
 
 /// Runs `dump`, `calibrate` and `run` on a broken model: each must fail alike and leave nothing.
 #[track_caller]
@@ -66,13 +66,17 @@ fn missing_and_truncated_files() {
     let gone: Broken = (
         |m| std::fs::remove_dir_all(m).unwrap(),
         "does not exist",
-        "--model takes",
+        "give --model",
     );
     all_fail(
         "llama_default",
         &[
             gone,
-            (|m| delete(m, "config.json"), "config.json", "check the path"),
+            (
+                |m| delete(m, "config.json"),
+                "config.json",
+                "check that the path exists",
+            ),
             (|m| config(m, "{"), "not valid JSON", ""),
             (|m| config(m, "[]"), "a JSON object", ""),
             (|m| delete(m, WEIGHTS), neither, ""),
@@ -94,8 +98,8 @@ fn missing_and_truncated_files() {
 #[test]
 fn index_that_lies() {
     const CASES: &str = "
-        extra | model-00001-of-00002.safetensors          | holds `extra.weight`, but it does not
-        Q     | model-00001-of-00002.safetensors          | holds `model.layers.1.self_attn.q_proj.weight`
+        extra | model-00001-of-00002.safetensors          | contains `extra.weight`, but it does not
+        Q     | model-00001-of-00002.safetensors          | contains `model.layers.1.self_attn.q_proj.weight`
         Q     | model-00003-of-00003.safetensors          | model-00003-of-00003.safetensors, which does not exist
         Q     | ../model/model-00002-of-00002.safetensors | has no valid file name
     ";
@@ -208,7 +212,7 @@ fn configs_that_are_not_supported() {
 fn configs_that_contradict_the_weights() {
     const CASES: &str = r#"
         {"vocab_size": 97} | embed_tokens.weight` has shape [96, 16] | SAME
-        {"hidden_size": 20} | asks for [96, 20] | SAME
+        {"hidden_size": 20} | requires [96, 20] | SAME
         {"intermediate_size": 1073741824} | layers.0.mlp.gate_proj.weight` has shape [16, 16] | SAME
         {"num_attention_heads": 8} | layers.0.self_attn.q_proj.weight` has shape [64, 16] | SAME
         {"num_key_value_heads": 4} | layers.0.self_attn.k_proj.weight` has shape [32, 16] | SAME
@@ -217,7 +221,7 @@ fn configs_that_contradict_the_weights() {
         {"attention_bias": true} | no tensor `model.layers.0.self_attn.q_proj.bias` | SAME
         {"model_type": "qwen3"} | no tensor `model.layers.0.self_attn.q_norm.weight` | SAME
     "#;
-    let same = "config.json and the weights must belong to the same model";
+    let same = "use config.json and weights that belong to the same model";
     configs_fail("llama_default", &CASES.replace("SAME", same));
     let bias = r#"{"attention_bias": false} | layers.0.self_attn.q_proj.bias | `attention_bias`"#;
     configs_fail("llama_yarn", bias);
@@ -277,7 +281,7 @@ fn a_nan_in_the_weights_is_named() {
         model_fails(
             &scratch,
             &model,
-            &format!("tensor `{name}` has a value that is not finite"),
+            &format!("tensor `{name}` contains a NaN or infinite value"),
             REFETCH,
         );
     }
@@ -306,7 +310,7 @@ fn a_nan_matters_only_where_it_is_read() {
         poison(&model, "model.embed_tokens.weight", id * 16 + 3);
         model
     };
-    let culprit = "`model.embed_tokens.weight` has a value that is not finite in row 7";
+    let culprit = "`model.embed_tokens.weight` contains a NaN or infinite value in row 7";
     dump(&row(7), "d7").fails(1, culprit, REFETCH);
     run(&row(7)).fails(1, culprit, REFETCH);
     dump(&row(40), "d40").ok();
@@ -316,7 +320,7 @@ fn a_nan_matters_only_where_it_is_read() {
     dump(&model, "dump").ok();
     run(&model).fails(
         1,
-        "tensor `lm_head.weight` has a value that is not finite (element 100)",
+        "tensor `lm_head.weight` contains a NaN or infinite value (element 100)",
         REFETCH,
     );
 }
@@ -326,8 +330,8 @@ fn token_files() {
     let scratch = Scratch::new();
     let model = checkpoint("llama_default");
     const CASES: &str = r#"
-        outside  | [[1, 2, 95, 96]]  | token id 96 (at 3) is outside the model's vocabulary of 96 | another
-        huge     | [[4294967295, 1]] | token id 4294967295 (at 0) | another model
+        outside  | [[1, 2, 95, 96]]  | token id 96 (at index 3) is outside the model's vocabulary of 96 tokens | belong to this model
+        huge     | [[4294967295, 1]] | token id 4294967295 (at index 0) | belong to this model
         above    | [[4294967296]]    | | array of arrays
         negative | [[-1]]            | | array of arrays
         fraction | [[1.5]]           | | array of arrays
@@ -346,21 +350,29 @@ fn token_files() {
         }
     }
     for (name, content, of_run) in [
-        ("none", "[]", "must hold exactly one document"),
+        ("none", "[]", "must contain exactly one document"),
         ("empty", "[[]]", "the prompt has no tokens"),
     ] {
         let tokens = scratch.write(name, content);
         let out = scratch.path("out");
         for command in ["dump", "calibrate --size 2"] {
             let outcome = kvsmith(&format!("{command} -o {out} --model {model} --tokens {tokens}"));
-            outcome.fails(1, "the input has no tokens", "at least one non-empty document");
+            outcome.fails(
+                1,
+                "the input contains no tokens",
+                "at least one non-empty document",
+            );
         }
         kvsmith(&format!("run --model {model} --tokens {tokens}")).fails(1, of_run, "");
     }
     let two = scratch.write("two", "[[3], [4]]");
     kvsmith(&format!("run --model {model} --tokens {two}")).fails(1, "exactly one document", "");
     let missing = scratch.path("missing");
-    kvsmith(&format!("run --model {model} --tokens {missing}")).fails(1, "missing", "check the path");
+    kvsmith(&format!("run --model {model} --tokens {missing}")).fails(
+        1,
+        "missing",
+        "check that the path exists",
+    );
     assert!(!scratch.list("").contains(&"out".to_string()));
 }
 
@@ -391,7 +403,7 @@ fn text_files() {
     });
     std::fs::write(format!("{model}/tokenizer.json"), coarse.to_string()).unwrap();
     let uuids = format!("dump --model {model} -o {out} --uuid-tokens 99 --text {text}");
-    kvsmith(&uuids).fails(1, "makes 1 tokens of ", "--uuid-tokens 0");
+    kvsmith(&uuids).fails(1, "produces only 1 tokens from ", "--uuid-tokens 0");
     std::fs::write(format!("{model}/tokenizer.json"), tokenizer(Value::Null)).unwrap();
     for (name, content, culprit, hint) in [
         (
@@ -414,13 +426,13 @@ fn text_files() {
         ),
         ("d.txt", b"good \xff bad", "d.txt is not UTF-8 text (byte 5)", ""),
         ("e.parquet", b"PAR1", "e.parquet is a Parquet file", "JSON lines"),
-        ("g.txt", b"", "the input has no tokens", "non-empty"),
-        ("h.jsonl", b"\n", "the input has no tokens", "non-empty"),
+        ("g.txt", b"", "the input contains no tokens", "non-empty"),
+        ("h.jsonl", b"\n", "the input contains no tokens", "non-empty"),
     ] {
         dump(&scratch.write(name, content)).fails(1, culprit, hint);
     }
-    dump(&scratch.path("missing.txt")).fails(1, "missing.txt", "check the path");
-    dump(&format!("{text} --max-tokens 0")).fails(1, "the input has no tokens", "--max-tokens");
+    dump(&scratch.path("missing.txt")).fails(1, "missing.txt", "check that the path exists");
+    dump(&format!("{text} --max-tokens 0")).fails(1, "the input contains no tokens", "--max-tokens");
     let empty = scratch.write("empty.txt", "");
     kvsmith(&format!("run --model {model} --prompt-file {empty}")).fails(1, "the prompt has no tokens", "");
     assert!(!scratch.list("").contains(&"out".to_string()));
@@ -433,8 +445,8 @@ fn fit_options_that_cannot_work() {
     let tokens = scratch.tokens("tokens.json", &documents(&[40], 1));
     let out = scratch.path("out");
     const CASES: &str = "
-        --size 39               | 1 | 38 calibration tokens are too few for a codebook of 39 | smaller --size (2 or less)
-                                | 1 | too few for a codebook of 4096 | smaller --size
+        --size 39               | 1 | 38 calibration tokens are too few for a codebook of 39 codewords | use --size 2 or less
+                                | 1 | too few for a codebook of 4096 codewords | use --size 2 or less
         --size 0                | 2 | --size 0       |
         --size 65536            | 2 | --size 65536   |
         --size 2 --holdout 1    | 2 | --holdout 1    |
@@ -471,7 +483,7 @@ fn outputs_that_cannot_be_written_are_found_first() {
         (
             scratch.path("none/out"),
             "none/out: No such file",
-            "check the path",
+            "check that the path exists",
         ),
         (folder, "folder", ""),
         (device, "device: it is not a regular file", ""),
@@ -489,7 +501,7 @@ fn outputs_that_cannot_be_written_are_found_first() {
         }
     }
     let trace = |out: String| kvsmith(&format!("run --model {model} --tokens {tokens} --trace {out}"));
-    trace(scratch.path("none/out")).fails(1, "none/out: No such file", "check the path");
+    trace(scratch.path("none/out")).fails(1, "none/out: No such file", "check that the path exists");
     trace(scratch.path("folder")).fails(1, "folder", "");
     let nested = format!("{tokens}/out");
     kvsmith(&format!("dump --model {model} --tokens {tokens} -o {nested}")).fails(1, "tokens.json/out", "");
@@ -514,25 +526,25 @@ fn dumps_and_sections_that_do_not_fit_together() {
     }
     let again = format!("dump --model {model} --tokens {a} -o {}", path("da"));
     let before = scratch.list("da");
-    kvsmith(&again).fails(2, "already holds a dump", "choose another folder");
+    kvsmith(&again).fails(2, "already contains a dump", "choose another folder");
     assert_eq!(scratch.list("da"), before);
 
     let moments = |dump: &str| kvsmith(&format!("moments --dump {} -o {}", path(dump), path("m")));
-    moments("plain").fails(1, "plain has no queries", "--queries");
+    moments("plain").fails(1, "plain contains no queries", "--queries");
     let tail = |dump: &str| kvsmith(&format!("tail --dump {} -o {}", path(dump), path("s")));
-    tail("plain").fails(1, "plain has no queries", "--queries");
-    tail("da").fails(1, "da has no values", "--queries --values");
-    moments("nothing").fails(1, "does not hold a complete dump", "kvsmith dump");
+    tail("plain").fails(1, "plain contains no queries", "--queries");
+    tail("da").fails(1, "da contains no values", "--queries --values");
+    moments("nothing").fails(1, "does not contain a complete dump", "kvsmith dump");
     scratch.make("mb", &format!("moments --dump {}", path("db")));
     let foreign = format!("codebook --size 2 --dump {} --moments {}", path("da"), path("mb"));
-    kvsmith(&format!("{foreign} -o {}", path("s"))).fails(1, "mb was not taken from", "the same dump");
+    kvsmith(&format!("{foreign} -o {}", path("s"))).fails(1, "mb was not made from", "the same dump");
 
     for (dump, section) in [("da", "sa"), ("db", "sb")] {
         scratch.make(section, &format!("codebook --size 2 --dump {}", path(dump)));
     }
     let other = checkpoint("llama_d128");
     const CASES: &str = "
-        DIR/sa DIR/sb                   | model | differ in `calibration`          | from one dump
+        DIR/sa DIR/sb                   | model | different values of `calibration`          | from the same dump
         DIR/sa DIR/sa                   | model | section `a2ats` is given twice   |
         DIR/sa                          | other | sa was made for another model    |
         DIR/da/moments.safetensors      | model | moments.safetensors is not an artifact |
@@ -735,7 +747,7 @@ fn a_full_disk() {
         format!("moments --dump {dump} --overwrite -o {earlier}"),
         format!("pack {section} --model {model} --overwrite -o {earlier}"),
     ] {
-        kvsmith(&command).fails(1, "No space left on device", "free some space");
+        kvsmith(&command).fails(1, "No space left on device", "free some disk space");
         assert!(
             scratch.list("disk").iter().all(|f| f == "out" || f == "work"),
             "{:?}",

@@ -98,7 +98,7 @@ fn a_model_is_found_in_the_hubs_cache() {
     let none = run("tiny/other", "HF_HUB_CACHE", &scratch.path(""));
     none.fails(
         1,
-        "tiny/other does not exist, nor is it in the hub's cache",
+        "tiny/other does not exist, and the Hugging Face cache at",
         "`hf download tiny/other`",
     );
     let none = run("tiny/llama@v2", "HF_HOME", &scratch.path(".cache/huggingface"));
@@ -123,10 +123,14 @@ fn other_formats_are_named() {
     run(&scratch.write("weights.pth", "PK\x03\x04..")).fails(1, "is a PyTorch file", "safetensors");
     run(&scratch.write("model.safetensors", "..")).fails(
         1,
-        "one file of a checkpoint",
-        "the folder that it is in",
+        "a single file of a checkpoint",
+        "the folder that contains this file",
     );
-    run(&folder("gguf", &["a-q4.gguf", "README.md"])).fails(1, "has weights in GGUF", "Hugging Face folder");
+    run(&folder("gguf", &["a-q4.gguf", "README.md"])).fails(
+        1,
+        "contains weights in GGUF",
+        "Hugging Face folder",
+    );
     run(&folder(
         "adapter",
         &["adapter_config.json", "adapter_model.safetensors"],
@@ -162,7 +166,7 @@ fn other_formats_are_named() {
         &format!("{model}/config.json"),
         &json!({ "quantization_config": null }),
     );
-    run(&model).fails(1, "but weights in GGUF", "Hugging Face folder");
+    run(&model).fails(1, "but it contains weights in GGUF", "Hugging Face folder");
 }
 
 #[test]
@@ -227,7 +231,7 @@ fn text_of_every_kind_is_read() {
     };
     fails(
         &lines,
-        "fields.ndjson line 1: there is no text in field `text`",
+        "fields.ndjson line 1: field `text` is missing or contains no text",
         "--text-field",
     );
     fails(
@@ -236,7 +240,7 @@ fn text_of_every_kind_is_read() {
         "damaged",
     );
     std::fs::create_dir(scratch.path("empty")).unwrap();
-    fails(&scratch.path("empty"), "has no text file", ".jsonl");
+    fails(&scratch.path("empty"), "contains no text file", ".jsonl");
     fails(&scratch.path("texts/picture.png"), "not UTF-8", "stdin");
     assert!(!Path::new(&scratch.path("none")).exists());
 }
@@ -265,7 +269,7 @@ fn chats_are_text_too() {
     );
     kvsmith(&dump.replace(&chats, &odd).replace(&out, &scratch.path("other"))).fails(
         1,
-        "odd.jsonl line 1: a message has no text in `content`",
+        "odd.jsonl line 1: `content` of a message is missing or not a text",
         "messages",
     );
 }
@@ -292,7 +296,7 @@ fn prompts_come_from_stdin_too() {
     // One newline goes, no more.
     assert_eq!(run("--prompt -", "hello\n\n"), run(&file("hello\n\n"), ""));
     let both = fed(&format!("run --model {model} --prompt - --chat"), "hello\n");
-    both.fails(2, "stdin has the later messages", "--prompt-file");
+    both.fails(2, "stdin contains the later messages", "--prompt-file");
 }
 
 #[test]
@@ -317,7 +321,7 @@ fn numbers_have_units_and_a_short_text_is_said() {
     assert!(!said.contains("fewer than"), "{said}");
     let (_, said) = dump("short", "--max-tokens 2K");
     assert!(
-        said.contains("the text has 1110 tokens, fewer than --max-tokens 2048"),
+        said.contains("the text has only 1110 tokens, fewer than --max-tokens 2048"),
         "{said}"
     );
 
@@ -355,14 +359,18 @@ fn a_prompt_beyond_the_context_is_refused() {
     };
     run(41, "").fails(
         1,
-        "the prompt has 41 tokens, more than the model's context of 40",
+        "the prompt has 41 tokens, more than the model's context of 40 tokens",
         "--beyond-context",
     );
     let said = run(41, "--beyond-context").ok().stderr;
-    assert!(said.contains("warning: 43 positions"), "{said}");
+    assert!(
+        said.contains("warning: the tokens so far and --max-new add up to 43 positions"),
+        "{said}"
+    );
     let said = run(39, "").ok().stderr;
     assert!(
-        said.contains("warning: 41 positions") && said.contains("tokens a second"),
+        said.contains("warning: the tokens so far and --max-new add up to 41 positions")
+            && said.contains("prefill took "),
         "{said}"
     );
     assert!(!run(38, "").ok().stderr.contains("warning"));
@@ -393,14 +401,14 @@ fn what_does_nothing_is_said() {
     assert_eq!(
         run("--method topk --lfps-theta 0.9 --ct-probes 3 --sign-full 3"),
         [
-            "--sign-full does nothing here: it is for method selfindex",
-            "--lfps-theta does nothing here: it is for method lfps",
-            "--ct-probes does nothing here: it is for method ctkvr",
+            "--sign-full has no effect here: it applies to method selfindex only",
+            "--lfps-theta has no effect here: it applies to method lfps only",
+            "--ct-probes has no effect here: it applies to method ctkvr only",
         ]
     );
     assert_eq!(
         run("--budget 5"),
-        ["--budget does nothing here: full attention reads everything"]
+        ["--budget has no effect here: full attention reads everything"]
     );
 
     let eval = |options: &str| {
@@ -408,13 +416,13 @@ fn what_does_nothing_is_said() {
             "eval --model {model} --tokens {tokens} --decode 4 {options}"
         )))
     };
-    let nothing = "in every layer the sinks and the window hold all positions that a step sees, so that there is nothing to \
-                   choose; give longer text or a smaller --window";
+    let nothing = "in every layer, sinks and window cover every visible position, so methods have nothing to choose; give longer \
+                   text or a smaller --window";
     assert_eq!(eval("--methods topk,streaming --window 16"), [""; 0]);
     assert_eq!(eval("--methods topk --window 86"), [nothing]);
     assert_eq!(
         eval("--methods topk --window 16 --ct-probes 3"),
-        ["--ct-probes does nothing here: it is for method ctkvr"]
+        ["--ct-probes has no effect here: it applies to method ctkvr only"]
     );
     let layered = checkpoint("qwen2_sliding");
     let said = warnings(kvsmith(&format!(
@@ -431,7 +439,7 @@ fn what_does_nothing_is_said() {
     scratch.write("model/chat_template.jinja", "{{ messages[0].content }}");
     assert_eq!(
         prompt(""),
-        ["the model has a chat template, which a prompt without --chat does not go through"]
+        ["the model has a chat template, but without --chat the prompt is not formatted with it"]
     );
 }
 
@@ -467,7 +475,7 @@ fn the_program_describes_itself() {
         "Artifact and cache:",
         "Method lfps:",
         "Method ctkvr:",
-        "Every command:",
+        "Options of every command:",
     ] {
         assert!(help.lines().any(|line| line == heading), "{heading}");
     }

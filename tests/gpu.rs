@@ -79,7 +79,7 @@ fn too_small_a_buffer_is_an_error() {
         groups: 2,
     })
     .unwrap();
-    let culprit = "the adapter takes 4096";
+    let culprit = "the adapter supports at most 4096";
     // A row, the moments of one block, a factor.
     is_device_error(device.points(values(1, 3, 1025)).map(|_| ()), culprit);
     is_device_error(device.second_moment(values(1, 3, 33).view()), culprit);

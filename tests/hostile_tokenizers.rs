@@ -149,13 +149,13 @@ fn cases() -> Vec<(Value, &'static str)> {
         // Decoders that multiply it.
         (
             with(json!({ "decoder": sequence("decoders", &double, 5) })),
-            "its decoder makes texts",
+            "its decoder can make a text",
         ),
         (
             with(json!({ "decoder": {
                 "type": "Replace", "pattern": { "Regex": "." }, "content": "x".repeat(1000),
             } })),
-            "its decoder makes texts",
+            "its decoder can make a text",
         ),
         (
             with(
@@ -238,7 +238,7 @@ fn hostile_tokenizers_end_soon() {
             assert_eq!(culprit, "", "no error: {shown}");
             continue;
         };
-        let limits = ["MB of memory or nests too deeply", "does not come to an end"];
+        let limits = ["MB of memory or is nested too deeply", "does not finish"];
         let said = error.to_string();
         let expected = match culprit {
             "limit" => limits.into_iter().any(|limit| said.contains(limit)),

@@ -160,7 +160,7 @@ fn results_are_replaced_if_asked() {
             let is_input = command.contains(&format!("{result} "));
             let copy = files.scratch.path("copy");
             std::fs::copy(result, &copy).unwrap();
-            refused(&command, &copy, "", "exists already", "--overwrite");
+            refused(&command, &copy, "", "already exists", "--overwrite");
             if !is_input {
                 kvsmith(&format!("{command} {copy} --overwrite")).ok();
             }
@@ -189,7 +189,11 @@ fn a_replaced_file_keeps_its_mode_and_its_links() {
     symlink(&looping, &looping).unwrap();
     for link in [dangling, looping] {
         let outcome = kvsmith(&format!("{command} {link}"));
-        outcome.fails(1, "a symbolic link to nothing", "remove the link");
+        outcome.fails(
+            1,
+            "a symbolic link whose target does not exist",
+            "remove the link",
+        );
         assert!(std::fs::symlink_metadata(&link).unwrap().is_symlink());
     }
 }
@@ -210,7 +214,7 @@ fn traces_are_complete_or_not_there() {
         tensors.get_mut("model.norm.weight").unwrap().bytes.fill(0xff);
     });
     let outcome = kvsmith(&format!("{run} --overwrite --trace {}", files.trace));
-    outcome.fails(1, "not finite", "");
+    outcome.fails(1, "NaN or infinite", "");
     assert_eq!(std::fs::read(&files.trace).unwrap(), kept);
     let left = files
         .scratch
@@ -293,13 +297,13 @@ fn folders_of_others_stay() {
         (
             calibrate(&foreign, &inside),
             &foreign,
-            "lies in the --work folder",
-            "another place",
+            "is inside the --work folder",
+            "write the output elsewhere",
         ),
         (
             dump_to(dump),
             dump,
-            "already holds a dump",
+            "already contains a dump",
             "choose another folder",
         ),
         (
@@ -334,7 +338,7 @@ fn a_failed_dump_leaves_what_was_there() {
         tensors.get_mut(name).unwrap().bytes.fill(0xff);
     });
     let outcome = kvsmith(&format!("dump --model {model} --tokens {tokens} -o {folder}"));
-    outcome.fails(1, "not finite", "");
+    outcome.fails(1, "NaN or infinite", "");
     assert!(contents(&folder) == before);
 }
 

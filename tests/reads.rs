@@ -202,7 +202,7 @@ fn the_counters_are_those_of_the_trace() {
             let said = format!("{rows} rows and ");
             assert!(last.contains(&said), "{what}: {last}");
             assert!(
-                last.contains(&format!("everything in {full} of {choices} choices")),
+                last.contains(&format!("{full} of {choices} choices read everything")),
                 "{what}: {last}"
             );
         }

@@ -158,8 +158,8 @@ fn a_checkpoint_that_is_cut_while_it_is_mapped() {
             .unwrap();
         drop(writer);
         let outcome = ended(child);
-        outcome.fails(1, "model.safetensors", "let no other program write");
-        assert!(outcome.stderr.contains("cut short"), "{}", outcome.stderr);
+        outcome.fails(1, "model.safetensors", "make sure that no other program writes");
+        assert!(outcome.stderr.contains("truncated"), "{}", outcome.stderr);
         assert_eq!(scratch.list(""), before, "{command}");
     }
 }
@@ -189,7 +189,7 @@ fn a_section_that_is_cut_while_it_is_mapped() {
     writer.write_all(&text).unwrap();
     drop(writer);
     let outcome = ended(child);
-    outcome.fails(1, &section, "let no other program write");
+    outcome.fails(1, &section, "make sure that no other program writes");
     assert_eq!(scratch.list(""), before);
 }
 

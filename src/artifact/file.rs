@@ -32,7 +32,7 @@ impl Artifact {
     /// manifest has its digest, and that every section has exactly its tensors, with the right types and shapes. Tensor
     /// data are not read.
     pub fn open(path: &Path, known: &[&'static dyn SectionKind]) -> Result<Self> {
-        Self::read(path, known).map_err(|e| e.or_hint("the file is damaged; make it again"))
+        Self::read(path, known).map_err(|e| e.or_hint("the file is damaged; recreate it"))
     }
 
     /// Does what [`Artifact::open`] describes; errors may lack a hint.
@@ -50,7 +50,7 @@ impl Artifact {
             let kind = known.iter().copied().find(|kind| kind.name() == name);
             let kind = kind.ok_or_else(|| {
                 let error = Error::failed(format!("unknown section `{name}`"));
-                context(error.hint("the file was made by a newer version of kvsmith"))
+                context(error.hint("a newer version of kvsmith made the file; update kvsmith"))
             })?;
             let specs = kind.specs(&section.params, sizes).map_err(context)?;
             for spec in &specs {
@@ -61,7 +61,7 @@ impl Artifact {
             });
             if !complete {
                 return Err(context(Error::failed(format!(
-                    "`quality.{name}` does not have one entry per layer and head"
+                    "`quality.{name}` does not have exactly one entry per layer and head"
                 ))));
             }
             let layers = manifest.quality.sections[name].iter().enumerate();
@@ -76,7 +76,7 @@ impl Artifact {
             .find(|s| !expected.clone().any(|e| e.name == s.name))
         {
             return Err(context(Error::failed(format!(
-                "tensor `{}` belongs to no section",
+                "tensor `{}` does not belong to any section",
                 extra.name
             ))));
         }
@@ -142,13 +142,13 @@ impl Artifact {
                 n_kv_heads,
                 head_dim,
             } = s;
-            format!("{n_layers} layers, {n_heads} query and {n_kv_heads} KV heads of {head_dim}")
+            format!("{n_layers} layers, {n_heads} query and {n_kv_heads} KV heads of {head_dim} channels")
         });
         Err(Error::failed(format!(
-            "{} has other sizes than this model: {own}, this model has {model}",
+            "{} was made for a model of other sizes: the file has {own}, this model has {model}",
             self.store.path().display()
         ))
-        .hint("calibrate this model; an artifact with its fingerprint and other sizes is damaged"))
+        .hint("calibrate this model; if the fingerprints match, the artifact is damaged"))
     }
 
     /// Fails if the artifact was made for another model, by its fingerprint and by the sizes of its tensors.
@@ -158,12 +158,12 @@ impl Artifact {
             return self.check_sizes(sizes);
         }
         Err(Error::failed(format!(
-            "{} was made for another model (fingerprint {}, this model has {})",
+            "{} was made for another model: the file has fingerprint {}, this model has {}",
             self.store.path().display(),
             short(own),
             short(fingerprint)
         ))
-        .hint("calibrate this model, or give the model that the file was made for"))
+        .hint("calibrate this model, or pass the model for which the file was made"))
     }
 }
 
@@ -176,8 +176,10 @@ fn read_manifest(store: &Store) -> Result<Manifest> {
         return Err(Error::failed(format!("{path} is not an artifact of format {FORMAT}")).hint(AGAIN));
     }
     if !store.metadata().is_some_and(|text| seal_holds(text, &manifest)) {
-        return Err(Error::failed(format!("{path}: the manifest was altered"))
-            .hint("the file is damaged; make it again"));
+        return Err(Error::failed(format!(
+            "{path}: the manifest was modified after the file was written"
+        ))
+        .hint("the file is damaged; recreate it"));
     }
     Manifest::deserialize(manifest)
         .map_err(|e| Error::failed(format!("{path}: the manifest is not valid: {e}")).hint(AGAIN))
@@ -250,7 +252,7 @@ impl<'a> SectionView<'a> {
     /// Makes the error for values that no fit can produce.
     pub fn damaged(&self, what: impl std::fmt::Display) -> Error {
         Error::failed(format!("{}: {what}", self.artifact.store.path().display()))
-            .hint("the file is damaged; make it again")
+            .hint("the file is damaged; recreate it")
     }
 
     /// Lists the quality reports of all heads.
@@ -267,7 +269,7 @@ impl<'a> SectionView<'a> {
     fn verify(&self) -> Result<()> {
         for spec in self.specs {
             if self.artifact.store.digest(&spec.name).as_ref() != self.manifest.sha256.get(&spec.name) {
-                return Err(self.damaged(format!("tensor `{}` does not have its digest", spec.name)));
+                return Err(self.damaged(format!("tensor `{}` does not match its digest", spec.name)));
             }
             let bytes = self.artifact.store.checked(spec)?;
             check_finite(spec, bytes, 0).map_err(|e| self.damaged(e))?;

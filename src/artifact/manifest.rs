@@ -15,7 +15,7 @@ use crate::store;
 pub const FORMAT: u64 = 1;
 /// The hint for a file that this version does not read.
 pub(super) const AGAIN: &str =
-    "make it again with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`";
+    "recreate the file with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`";
 
 /// The quality report of one KV head.
 pub type Report = Map<String, Value>;

@@ -303,10 +303,10 @@ pub(super) fn check_finite(spec: &Spec, bytes: &[u8], first: usize) -> Result<()
     };
     let (layer, head) = (first + at / heads.max(1), at % heads.max(1));
     Err(Error::failed(format!(
-        "tensor `{}` has a value that is not finite in layer {layer}, head {head}",
+        "tensor `{}` contains a NaN or infinite value in layer {layer}, head {head}",
         spec.name
     ))
-    .hint("the states of this head are not finite or have extreme outliers; check the model and the text"))
+    .hint("the keys, queries or values of this head are not finite or have extreme outliers; check the model and the text"))
 }
 
 /// Reads little-endian values.
@@ -323,8 +323,8 @@ pub(super) fn check_observed(section: &str, layer: usize, reports: &[Report]) ->
     {
         None => Ok(()),
         Some(head) => Err(Error::failed(format!(
-            "section `{section}`: layer {layer}, KV head {head} was never observed"
+            "section `{section}`: no keys were observed for layer {layer}, KV head {head}"
         ))
-        .hint("calibrate with text from which not all is held out")),
+        .hint("calibrate with more text or a smaller --holdout, so that not everything is held out")),
     }
 }

@@ -112,7 +112,7 @@ impl Verdict {
         };
         match self.rows.iter().all(row) {
             true => Ok(()),
-            false => Err(Error::failed("`quality.methods` has a value that is not valid")),
+            false => Err(Error::failed("`quality.methods` contains an invalid value")),
         }
     }
 

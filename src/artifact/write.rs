@@ -138,11 +138,11 @@ fn check_same_origin(first: &Artifact, part: &Artifact) -> Result<()> {
     ] {
         if !same {
             return Err(Error::failed(format!(
-                "{} and {} differ in `{key}`",
+                "{} and {} have different values of `{key}`",
                 first.store.path().display(),
                 part.store.path().display()
             ))
-            .hint("pack takes sections made by one version from one dump"));
+            .hint("make all sections from the same dump with the same version of kvsmith"));
         }
     }
     Ok(())

@@ -17,30 +17,31 @@ use crate::stats::moments::Position;
 
 /// Options of every command.
 #[derive(Args, Clone, Debug)]
-#[command(next_help_heading = "Every command")]
+#[command(next_help_heading = "Options of every command")]
 pub struct Global {
-    /// Where to compute; an explicit device never falls back to another
+    /// Device for the computation. If the requested device is unavailable, kvsmith exits with code 3; it never falls
+    /// back
     #[arg(long, global = true, value_enum, default_value_t = DeviceFlag::Auto)]
     pub device: DeviceFlag,
-    /// On a GPU: the type of what is multiplied with 16-bit weights
+    /// On a GPU: type of the values that are multiplied with 16-bit weights
     #[arg(long, global = true, value_enum, default_value_t = Precision::Auto)]
     pub precision: Precision,
-    /// Threads to use (default: all cores)
+    /// Number of CPU threads, 1 to 1024 (default: all cores)
     #[arg(long, global = true, value_name = "N")]
     pub threads: Option<usize>,
-    /// Seed of every random choice
+    /// Seed for all random choices
     #[arg(long, global = true, value_name = "N", default_value_t = 0)]
     pub seed: u64,
-    /// Replace a result of kvsmith that has the name of an output
+    /// Replace an existing output file that kvsmith wrote; without this flag, an existing output is an error
     #[arg(long, global = true)]
     pub overwrite: bool,
-    /// Print exactly one JSON document on stdout
+    /// Print the result as one JSON document on stdout; messages go to stderr
     #[arg(long, global = true)]
     pub json: bool,
     /// Print only warnings and errors on stderr
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     pub quiet: bool,
-    /// Print more on stderr
+    /// Print more details on stderr
     #[arg(short, long, global = true)]
     pub verbose: bool,
     /// Whether not even warnings are printed, as while a command measures itself.
@@ -126,10 +127,12 @@ pub fn model_folder() -> impl TypedValueParser<Value = PathBuf> {
 #[group(skip)]
 #[command(next_help_heading = "Text")]
 pub struct Text {
-    /// Text: files (one document each), .jsonl files (one per line), either with .gz, folders of these, or - for stdin
+    /// Read text: plain-text files (one document each), .jsonl files (one document per line), either kind with .gz,
+    /// folders of such files, or - for stdin
     #[arg(long, value_name = "FILE", num_args = 1..)]
     text: Vec<PathBuf>,
-    /// Field of a JSON line that has its text (default: `text`, else the chat in `messages` by the model's template)
+    /// JSON field that contains the text of each line (default: `text`; if it is absent, the chat in `messages`,
+    /// rendered with the model's chat template)
     #[arg(long, value_name = "NAME", requires = "text")]
     text_field: Option<String>,
 }
@@ -157,20 +160,21 @@ pub struct Input {
     /// Where text comes from.
     #[command(flatten)]
     pub text: Text,
-    /// Token ids instead of text: a JSON array of arrays, one per document
+    /// Read token ids instead of text: a JSON array of arrays, one per document
     #[arg(long, value_name = "FILE.json", conflicts_with = "text")]
     pub tokens: Option<PathBuf>,
-    /// Maximum length of a block, in tokens (default: 16384, or the model's context if that is less)
+    /// Maximum block length in tokens; longer documents are cut into blocks (default: 16384, or the model's context
+    /// if it is shorter)
     #[arg(long, value_name = "N", value_parser = parse_count)]
     pub seq_len: Option<usize>,
-    /// Maximum number of tokens of text, or `all`
+    /// Maximum number of text tokens to read; `all` for no limit
     #[arg(long, value_name = "N", default_value_t = 65_536, value_parser = parse_count_or_all)]
     pub max_tokens: usize,
-    /// Tokens of random UUIDs to add (none with --tokens)
+    /// Number of tokens of random UUIDs to add to the text; with --tokens, none are added
     #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = parse_count)]
     pub uuid_tokens: usize,
-    /// Share (0 to 1) of the blocks, at least one of each kind, that is kept out of every fit, to report quality on; of a
-    /// single block, its end
+    /// Share of the blocks to hold out of every fit and use for quality reports (at least 0, below 1; 0 = none): at
+    /// least one block of text and one of UUIDs, or the end of the block if there is only one
     #[arg(long, value_name = "F", default_value_t = 0.05)]
     pub holdout: f64,
 }
@@ -219,9 +223,9 @@ impl Input {
 /// How keys and queries are rotated for retrieval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum RopeKind {
-    /// Keys before rotation, queries at one relative position.
+    /// Keys before rotation, and queries rotated to one relative position (WRoPE).
     Windowed,
-    /// Keys and queries at their own positions.
+    /// Keys and queries rotated to their own positions.
     Standard,
 }
 

@@ -31,17 +31,17 @@ pub struct Args {
 
 #[derive(Subcommand, Debug)]
 enum What {
-    /// Fit one codebook
+    /// Time the fit of a codebook with k-means
     Kmeans(kmeans::KMeansArgs),
-    /// Give keys their codewords, on the CPU
+    /// Time the search for the nearest codeword of keys, on the CPU
     Encode(encode::EncodeArgs),
-    /// Project and attend the positions of a prompt, one layer, on the CPU
+    /// Time the prompt products and attention of a layer, on the CPU
     Prefill(prefill::PrefillArgs),
-    /// Choose the positions of one decode step of one layer
+    /// Time one layer's choice of positions in a decode step
     Retrieve(layer_step::LayerArgs),
-    /// Choose and attend them
+    /// Time one layer's choice and attention in a decode step
     Attend(layer_step::LayerArgs),
-    /// Decode steps of a whole model with random weights, on an NVIDIA GPU
+    /// Time decode steps of a whole random model, on an NVIDIA GPU
     Decode(model_step::ModelArgs),
 }
 

@@ -32,16 +32,17 @@ use crate::work::WorkFolder;
 #[derive(clap::Args, Clone, Debug)]
 #[command(group(clap::ArgGroup::new("source").args(["text", "tokens"]).required(true)))]
 pub struct Args {
-    /// Artifact to write
+    /// Artifact file to write
     #[arg(short, long, value_name = "ART.safetensors")]
     output: PathBuf,
-    /// Folder for what a stopped run needs to go on: finished layers and the hidden states
+    /// Save finished layers and hidden states in this folder, so that --resume can continue an interrupted
+    /// calibration; kvsmith removes these files at the end
     #[arg(long, value_name = "DIR")]
     work: Option<PathBuf>,
-    /// Go on after the last finished layer in --work
+    /// Continue the interrupted calibration in --work after its last finished layer
     #[arg(long, requires = "work")]
     resume: bool,
-    /// Do nothing but say what it would take, as `kvsmith plan` does
+    /// Only estimate time, memory and disk space, as `kvsmith plan` does
     #[arg(long, conflicts_with = "resume")]
     plan: bool,
     #[command(flatten)]
@@ -52,16 +53,16 @@ pub struct Args {
 #[derive(clap::Args, Clone, Debug)]
 #[group(skip)]
 pub struct Settings {
-    /// Folder of a Hugging Face checkpoint, or the id of one in the hub's cache, such as Qwen/Qwen3-0.6B
+    /// Folder of a Hugging Face checkpoint, or the id of a model in the Hugging Face cache, such as Qwen/Qwen3-0.6B
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     pub model: PathBuf,
-    /// Relative position at which the query moments are taken
+    /// WRoPE position: relative position, in tokens, to which queries are rotated for their second moments
     #[arg(long, value_name = "P", default_value_t = 2048, value_parser = parse_count)]
     pub wrope_position: usize,
-    /// Rotation that the codebooks are for
+    /// Rotation of keys and queries for the codebooks
     #[arg(long, value_enum, default_value_t = RopeKind::Windowed)]
     pub rope: RopeKind,
-    /// Do not measure what methods lose on the held-out text
+    /// Do not measure the methods on the held-out text; the artifact then contains no recommendation
     #[arg(long)]
     pub no_verdict: bool,
     /// The text.
@@ -120,9 +121,11 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let made = calibrate(args, global).map_err(|e| match (e.kind(), &args.work) {
         _ if e.advice().is_some() => e,
         (Kind::Interrupted, Some(_)) => {
-            e.hint("the same command with --resume goes on after the last finished layer")
+            e.hint("run the same command with --resume to continue after the last finished layer")
         }
-        (Kind::Interrupted, None) => e.hint("with --work DIR a stopped run can go on"),
+        (Kind::Interrupted, None) => {
+            e.hint("give --work DIR next time; an interrupted calibration can then be resumed")
+        }
         _ => e,
     })?;
     finish(global, &made.note, &args.output, &made.document)
@@ -247,7 +250,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
 fn without_verdict(e: Error, args: &Args) -> Error {
     let advice = e.advice().map(|advice| format!("; {advice}")).unwrap_or_default();
     e.hint(format!(
-        "{} is complete but for the verdict, which `kvsmith verdict` adds{advice}",
+        "{} is complete except for the verdict; run `kvsmith verdict` to add it{advice}",
         args.output.display()
     ))
 }
@@ -267,7 +270,9 @@ fn note_cpu_parts(device: &dyn Device, log: Log) {
             [] => last.clone(),
             _ => format!("{} and {last}", others.join(", ")),
         };
-        log.note(&format!("{parts} run on the CPU, everything else on the device"));
+        log.note(&format!(
+            "{parts} run on the CPU; everything else runs on the device"
+        ));
     }
 }
 

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 /// Arguments of `completions`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// Shell to make it for
+    /// Shell to generate the script for
     #[arg(value_name = "SHELL", value_enum)]
     shell: Shell,
 }

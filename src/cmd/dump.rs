@@ -21,22 +21,22 @@ use crate::heap;
 #[derive(clap::Args, Debug)]
 #[command(group(clap::ArgGroup::new("source").args(["text", "tokens"]).required(true)))]
 pub struct Args {
-    /// Folder of a Hugging Face checkpoint, or the id of one in the hub's cache, such as Qwen/Qwen3-0.6B
+    /// Folder of a Hugging Face checkpoint, or the id of a model in the Hugging Face cache, such as Qwen/Qwen3-0.6B
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
-    /// Folder to write
+    /// Dump folder to write
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
-    /// Keep the queries too
+    /// Also write the queries
     #[arg(long)]
     queries: bool,
-    /// Keep the values too
+    /// Also write the values
     #[arg(long)]
     values: bool,
-    /// Element type of the states
+    /// Element type of the written keys, queries and values
     #[arg(long, default_value = "bf16", value_parser = PossibleValuesParser::new(["bf16", "f16", "f32"]).try_map(|name| parse_float(&name)))]
     dtype: Float,
-    /// Relative position at which the query moments are taken
+    /// WRoPE position: relative position, in tokens, to which queries are rotated for their second moments
     #[arg(long, value_name = "P", default_value_t = 2048, value_parser = parse_count)]
     wrope_position: usize,
     #[command(flatten)]

@@ -33,52 +33,55 @@ use rows::Measurements;
 #[derive(clap::Args, Debug)]
 #[command(group(clap::ArgGroup::new("source").args(["text", "tokens", "needles"]).required(true)))]
 pub struct Args {
-    /// Folder of a Hugging Face checkpoint, or the id of one in the hub's cache, such as Qwen/Qwen3-0.6B
+    /// Folder of a Hugging Face checkpoint, or the id of a model in the Hugging Face cache, such as Qwen/Qwen3-0.6B
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
-    /// Token ids instead of text: a JSON array of arrays, one per document
+    /// Read token ids instead of text: a JSON array of arrays, one per document
     #[arg(long, value_name = "FILE.json")]
     tokens: Option<PathBuf>,
-    /// Questions instead of text: JSON lines {prompt, answer} or {prompt_tokens, answer_tokens}, or
-    /// conversations of such turns, {turns: [..]}; `question` is fed after the prompt, token by token, and
-    /// `answers` lists several answers, of which the share found is the score
+    /// Ask questions instead of comparing texts: JSON lines {prompt, answer}, {prompt_tokens, answer_tokens}, or
+    /// conversations {turns: [..]} of such turns. A `question` is fed token by token after the prompt; with several
+    /// `answers`, the score is the share of the answers found
     #[arg(long, value_name = "F.jsonl")]
     needles: Option<PathBuf>,
-    /// Last tokens of a needle's prompt that are fed one by one if its line has no `question`; 0 = none,
-    /// so that the answer's first token is computed with exact attention
+    /// Number of tokens at the end of a needle's prompt that are fed one by one if its line has no `question`. With
+    /// 0, the first token of the answer comes from exact attention
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = parse_count, requires = "needles")]
     decode_prompt: usize,
-    /// Methods to hold against full attention; NAME+tail is a method that also estimates what it leaves out, by the
-    /// section `tail` of --artifact
+    /// Methods to compare with full attention. NAME+tail also estimates the attention to positions that are not read;
+    /// it needs the section `tail` of --artifact
     #[arg(long, value_name = "A,B", value_delimiter = ',', required = true, value_parser = NamedParser)]
     methods: Vec<Named>,
-    /// Budgets of each method, or NAME=X for the method NAME alone: fractions of the context, or numbers of
-    /// positions; the static set, the index and keys that are read only to rank are extra
+    /// Budgets to measure each method with; NAME=X applies to the method NAME only. A budget is a fraction of the
+    /// context (0.06 or 6%) or, above 1, a number of positions. The static set, the index and keys that are read only
+    /// to rank do not count
     #[arg(long, value_name = "X,Y", value_delimiter = ',', default_value = "0.06", value_parser = BudgetOf::parse)]
     budgets: Vec<BudgetOf>,
-    /// In place of --budgets: shares of the bytes of all visible keys and values that a step may read, index included,
-    /// such as 0.05,0.1; the budget of each method is searched for on the first block or line
+    /// Instead of --budgets: shares of the bytes of all visible keys and values that a step may read, index included,
+    /// such as 0.05,0.1. kvsmith searches for the budget of each method on the first block or line
     #[arg(long, value_name = "F,G", value_delimiter = ',', value_parser = parse_share, conflicts_with = "budgets")]
     reads: Vec<f64>,
-    /// Last tokens of each turn that are fed one by one
+    /// Number of tokens at the end of each turn that are decoded one by one
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = parse_positive_count)]
     decode: usize,
-    /// Equal turns that each block of text is cut into
+    /// Cut each block of text into this number of equal turns
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = parse_positive_count, conflicts_with = "needles")]
     turns: usize,
-    /// Report each layer and KV head
+    /// Also report each layer and KV head
     #[arg(long)]
     per_head: bool,
-    /// Maximum length of a block, in tokens (default: 16384, or the model's context if that is less)
+    /// Maximum block length in tokens; longer documents are cut into blocks (default: 16384, or the model's context
+    /// if it is shorter)
     #[arg(long, value_name = "N", value_parser = parse_count)]
     seq_len: Option<usize>,
-    /// Maximum number of tokens of text, or `all`
+    /// Maximum number of text tokens to read; `all` for no limit
     #[arg(long, value_name = "N", default_value_t = 65_536, value_parser = parse_count_or_all)]
     max_tokens: usize,
-    /// Tokens of random UUIDs to add
+    /// Number of tokens of random UUIDs to add to the text
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = parse_count)]
     uuid_tokens: usize,
-    /// Further artifacts: each method with a section there is measured with them too, on the same steps
+    /// More artifacts to compare with --artifact: each method is also measured with every artifact that has its
+    /// section, on the same steps
     #[arg(long, value_name = "ART2,ART3", value_delimiter = ',', requires = "artifact")]
     against: Vec<PathBuf>,
     #[command(flatten)]
@@ -120,8 +123,10 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     };
     for other in artifacts.iter().skip(1) {
         if options(Some(other))?.packed != options(artifacts.first())?.packed {
-            return Err(Error::usage("the artifacts have signs about different centres")
-                .hint("choose one by --sign-center"));
+            return Err(
+                Error::usage("the artifacts take signs relative to different centres")
+                    .hint("choose one centre with --center"),
+            );
         }
     }
     let options = options(artifacts.first())?;
@@ -152,7 +157,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let intervals = Bootstrap::new(material.units(&evaluation), global.seed);
     if intervals.is_none() {
         log.note(&format!(
-            "no confidence intervals: they need at least {FEWEST} blocks of text or lines of questions"
+            "no confidence intervals: at least {FEWEST} blocks of text or lines of questions are needed"
         ));
     }
     let table = Measurements {

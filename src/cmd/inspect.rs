@@ -16,19 +16,19 @@ use crate::progress::{harmless, size};
 /// Arguments of `inspect`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// Artifact or section file
+    /// Artifact or section file to show
     #[arg(value_name = "ART")]
     artifact: PathBuf,
-    /// Only this layer
+    /// Show only this layer, counted from 0
     #[arg(long, value_name = "I")]
     layer: Option<usize>,
-    /// Only this KV head
+    /// Show only this KV head of each layer, counted from 0; together with --layer, show all values of that head
     #[arg(long, value_name = "C")]
     head: Option<usize>,
-    /// Check every digest and every value
+    /// Check all digests and values in the file
     #[arg(long)]
     verify: bool,
-    /// With --verify: check also that it was made for this model
+    /// With --verify: also check that the file was made for the model in this folder
     #[arg(long, value_name = "DIR", requires = "verify")]
     model: Option<PathBuf>,
 }
@@ -44,7 +44,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     ];
     for (what, given, count) in asked {
         if let Some(i) = given.filter(|i| *i >= count) {
-            let message = format!("--{what} {i} does not exist: the artifact has {count}");
+            let message = format!("--{what} {i} is out of range: the artifact has {count}, numbered from 0");
             return Err(Error::usage(message));
         }
     }
@@ -75,7 +75,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         }
     }
     if args.verify {
-        text += "verified: every digest and every value\n";
+        text += "verified: all digests and values are correct\n";
     }
     print(&harmless(&text))
 }
@@ -136,7 +136,7 @@ fn summary(artifact: &Artifact, args: &Args) -> Result<String> {
     out += &paragraph(
         "model",
         &format!(
-            "{}, {} layers, {} query and {} KV heads of {}, rope {}, fingerprint {}",
+            "{}, {} layers, {} query and {} KV heads of {} channels, rope {}, fingerprint {}",
             model.model_type,
             sizes.n_layers,
             sizes.n_heads,
@@ -149,7 +149,7 @@ fn summary(artifact: &Artifact, args: &Args) -> Result<String> {
     out += &paragraph(
         "calibration",
         &format!(
-            "{} tokens in {} blocks, {} held out, seed {}",
+            "{} tokens in {} blocks, {} tokens held out, seed {}",
             text.tokens, text.blocks, text.held_out_tokens, text.seed
         ),
     );
@@ -161,7 +161,7 @@ fn summary(artifact: &Artifact, args: &Args) -> Result<String> {
         let constant: Vec<String> = constant.map(|(layer, head)| format!("{layer}/{head}")).collect();
         if !constant.is_empty() {
             let heads = constant.join(", ");
-            let what = format!("layer/KV head {heads}: all keys are equal; attended in full");
+            let what = format!("layer/KV head {heads}: all keys are equal, so full attention is used");
             out += &paragraph("constant", &what);
         }
     }

@@ -127,7 +127,7 @@ fn open_model(dir: &Path, log: Log) -> Result<Decoder> {
     let decoder = Decoder::open(dir)?;
     let c = &decoder.config;
     log.note(&format!(
-        "model: {}, {} layers, {} query and {} KV heads of {}, {} of weights",
+        "model: {}, {} layers, {} query and {} KV heads of {} channels, {} of weights",
         c.model_type,
         c.n_layers,
         c.n_heads,
@@ -152,7 +152,7 @@ fn load_corpus(dir: &Path, config: &ModelConfig, input: &Input, global: &Global)
     config.check_ids(&corpus.ids)?;
     let held_out = corpus.n_held_out();
     log.note(&format!(
-        "input: {} tokens in {} blocks of at most {}, {held_out} of them held out",
+        "input: {} tokens in {} blocks of at most {} tokens; {held_out} tokens are held out",
         corpus.n_tokens(),
         corpus.n_blocks(),
         corpus.seq_len
@@ -160,17 +160,17 @@ fn load_corpus(dir: &Path, config: &ModelConfig, input: &Input, global: &Global)
     let text = corpus.n_tokens().saturating_sub(input.uuid_tokens);
     if input.tokens.is_none() && text < input.max_tokens && input.max_tokens < u32::MAX as usize {
         log.note(&format!(
-            "the text has {text} tokens, fewer than --max-tokens {}",
+            "the text has only {text} tokens, fewer than --max-tokens {}",
             input.max_tokens
         ));
     }
     if held_out * 4 > corpus.n_tokens() {
-        log.note("whole blocks are held out, which is much of a short text; see --holdout and --seq-len");
+        log.note("more than a quarter of the tokens is held out, because whole blocks are; to hold out less, lower --holdout or --seq-len");
     }
     let longest = corpus.longest_block();
     if longest > config.max_position_embeddings {
         log.warn(&format!(
-            "blocks of {longest} tokens are longer than the model's context of {}; lower --seq-len",
+            "blocks of {longest} tokens are longer than the model's context of {} tokens; lower --seq-len",
             config.max_position_embeddings
         ));
     }
@@ -182,7 +182,7 @@ fn check_wrope_position(position: usize, config: &ModelConfig, log: Log) {
     let context = config.max_position_embeddings;
     if position >= context {
         log.warn(&format!(
-            "--wrope-position {position} is outside the model's context of {context}; half of the context is a good choice"
+            "--wrope-position {position} is outside the model's context of {context} tokens; half of the context is a good choice"
         ));
     }
 }

@@ -17,16 +17,16 @@ use crate::stats::moments::QuerySums;
 /// Arguments of `moments`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// Dump folder made with --queries
+    /// Dump folder; it must have been made with --queries
     #[arg(long, value_name = "DIR")]
     dump: PathBuf,
-    /// File to write
+    /// Moments file to write
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
-    /// Relative position (default: the dump's)
+    /// WRoPE position: relative position, in tokens, to which queries are rotated (default: the dump's)
     #[arg(long, value_name = "P", value_parser = parse_count)]
     wrope_position: Option<usize>,
-    /// Rotation of the queries: to that position, or to their own
+    /// Rotation of the queries: to the WRoPE position (windowed), or to their own positions (standard)
     #[arg(long, value_enum, default_value_t = RopeKind::Windowed)]
     rope: RopeKind,
 }

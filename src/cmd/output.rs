@@ -49,9 +49,10 @@ pub fn check_outside(path: &Path, work: &Path) -> Result<()> {
     match folder == work || is_same(folder, work) {
         false => Ok(()),
         true => {
-            let error = Error::usage(format!("{} lies in the --work folder", path.display()));
-            Err(error
-                .hint("choose another place: --work is for temporary files, which a finished run removes"))
+            let error = Error::usage(format!("{} is inside the --work folder", path.display()));
+            Err(error.hint(
+                "write the output elsewhere: --work is for temporary files, which a finished run removes",
+            ))
         }
     }
 }
@@ -87,12 +88,12 @@ fn check(path: &Path, inputs: &[&Path], global: &Global) -> Result<()> {
         return Ok(());
     }
     if !is_result(path) {
-        let error = Error::usage(format!("{shown} exists and was not written by kvsmith"));
+        let error = Error::usage(format!("{shown} already exists and was not written by kvsmith"));
         return Err(error.hint("choose another name, or remove the file yourself"));
     }
     match global.overwrite {
         true => Ok(()),
-        false => Err(Error::usage(format!("{shown} exists already")).hint("--overwrite replaces it")),
+        false => Err(Error::usage(format!("{shown} already exists")).hint("add --overwrite to replace it")),
     }
 }
 

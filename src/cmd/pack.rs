@@ -13,13 +13,13 @@ use crate::method::sections::SECTIONS;
 /// Arguments of `pack`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// Section files
+    /// Section files to combine, at most one per section
     #[arg(required = true, value_name = "SECTION_FILE")]
     sections: Vec<PathBuf>,
-    /// The model that they were made from
+    /// The model from which the sections were made: checkpoint folder, or id in the Hugging Face cache
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
-    /// Artifact to write
+    /// Artifact file to write
     #[arg(short, long, value_name = "ART.safetensors")]
     output: PathBuf,
 }

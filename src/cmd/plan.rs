@@ -27,7 +27,7 @@ use serving::Serving;
 /// Arguments of `plan`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// Measure nothing on this machine, and leave out all times
+    /// Skip the measurements on this machine, and report no times
     #[arg(long)]
     no_probe: bool,
     #[command(flatten)]
@@ -64,7 +64,9 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
     let memory = MemoryPlan::new(&config, &corpus, device.as_ref(), &fits, &sections, verdict_rows);
     let disk = Disk::of(&config, &corpus, memory.results, budgets);
     if probe && device.cuda().is_some() {
-        log.note("the model's pass is timed on the CPU, although it will run on the device");
+        log.note(
+            "the forward pass of the model is timed on the CPU, although calibration runs it on the device",
+        );
     }
     let stages = match probe {
         true => Some(probe::stages(settings, &config, &corpus, &fits, global)?),
@@ -98,7 +100,7 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
         return print_json(global, &document);
     }
     let mut out = format!(
-        "model      {}, {} layers, {} query and {} KV heads of {}\n           {} of weights{}\n",
+        "model      {}, {} layers, {} query and {} KV heads of {} channels\n           {} of weights{}\n",
         config.model_type,
         config.n_layers,
         config.n_heads,
@@ -108,29 +110,29 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
         if weights.read {
             ""
         } else {
-            ", if they are bf16 (the folder has none)"
+            " in bf16 (assumed: the folder contains no weights)"
         }
     );
     out += &format!(
-        "text       {} tokens in {} of at most {}, {held_out} held out{}\n",
+        "text       {} tokens in {} of at most {} tokens, {held_out} held out{}\n",
         corpus.n_tokens(),
         counted(corpus.n_blocks(), "block"),
         corpus.seq_len,
         if settings.input.is_given() {
             ""
         } else {
-            "\n           (no text given: as much as --max-tokens and --uuid-tokens say)"
+            "\n           (no text given: assumes --max-tokens and --uuid-tokens in full)"
         }
     );
     out += "\ncalibrate\n";
     out += &format!(
-        "  memory   {}, plus {} for a layer's weights; {} are free\n",
+        "  memory   {}, plus {} for one layer's weights; {} are free\n",
         size(memory.total()),
         size(weights.layer),
         size(free_bytes())
     );
     out += &format!(
-        "  disk     artifact {}; --work takes at most {} more\n           (a dump with --queries --values: {})\n",
+        "  disk     artifact {}; --work needs at most {} more\n           (a dump with --queries --values needs {})\n",
         size(disk.artifact),
         size(disk.work),
         size(disk.dump)

@@ -22,16 +22,16 @@ use crate::runner::Options;
 /// Where and how keys and values are held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Kv {
-    /// IEEE binary32
+    /// 32-bit floats.
     F32,
-    /// IEEE binary16
+    /// 16-bit floats (IEEE half precision).
     F16,
-    /// bfloat16
+    /// 16-bit floats (bfloat16).
     Bf16,
-    /// Signs, 2-bit magnitudes and 2-bit values, with 64 positions in f16 (Self-Indexing KVCache)
+    /// Signs, 2-bit magnitudes and 2-bit values, and up to 64 positions in f16 (Self-Indexing KVCache).
     #[value(name = "2bit")]
     TwoBit,
-    /// On CUDA: bfloat16 in the machine's memory; contexts may be larger than the GPU's
+    /// With CUDA: bfloat16 in the machine's memory, for contexts that do not fit in GPU memory.
     Host,
 }
 
@@ -40,23 +40,23 @@ enum Kv {
 #[group(skip)]
 #[command(next_help_heading = "Artifact and cache")]
 pub(super) struct Reading {
-    /// What `kvsmith calibrate` made for this model
+    /// Artifact of this model, made by `kvsmith calibrate`
     #[arg(long, value_name = "ART.safetensors")]
     artifact: Option<PathBuf>,
-    /// First positions that are always read
+    /// Number of first positions that every step reads
     #[arg(long, value_name = "N", default_value_t = SINKS, value_parser = parse_count)]
     sinks: usize,
-    /// Last positions that are always read, the current one included
+    /// Number of last positions that every step reads, including the current one
     #[arg(long, value_name = "N", default_value_t = WINDOW, value_parser = parse_positive_count)]
     window: usize,
     /// Element type of the KV cache (default: f32 on the CPU, bf16 on CUDA)
     #[arg(long, value_enum)]
     kv: Option<Kv>,
-    /// Estimate the positions that a step leaves out by their means; needs the section `tail` of --artifact, and runs on
-    /// the CPU
+    /// Estimate the attention to unread positions from the mean of their keys and values; needs the section `tail` of
+    /// --artifact, and runs on the CPU
     #[arg(long)]
     tail: bool,
-    /// Use an artifact of another model, if its sizes fit
+    /// Use the artifact even if it was made for another model, as long as the sizes match
     #[arg(long)]
     force: bool,
     #[command(flatten)]
@@ -74,10 +74,10 @@ impl Reading {
             }
             if !self.force {
                 return Err(e.hint(
-                    "calibrate this model; --force uses the artifact all the same, since its sizes fit",
+                    "calibrate this model, or add --force to use the artifact anyway (its sizes match)",
                 ));
             }
-            log.warn(&format!("{e}; used all the same because of --force"));
+            log.warn(&format!("{e}; using the artifact anyway because of --force"));
         }
         Ok(artifact)
     }
@@ -111,8 +111,8 @@ impl Reading {
     /// Fails if the device cannot hold the caches that were asked for.
     pub(super) fn check(&self, device: &dyn Device) -> Result<()> {
         if self.on_host() && device.cuda().is_none() {
-            return Err(Error::usage("--kv host is for --device cuda")
-                .hint("on the CPU every cache is in the machine's memory: use --kv bf16"));
+            return Err(Error::usage("--kv host is available with --device cuda only")
+                .hint("use --kv bf16; on the CPU, every cache is in the machine's memory"));
         }
         Ok(())
     }
@@ -140,9 +140,9 @@ impl Reading {
             let runs = methods.iter().any(|own| own.as_str() == method)
                 || method == "selfindex" && self.kv == Some(Kv::TwoBit);
             for flag in flags.iter().filter(|flag| !runs && global.given.contains(flag)) {
-                global
-                    .log()
-                    .warn(&format!("--{flag} does nothing here: it is for method {method}"));
+                global.log().warn(&format!(
+                    "--{flag} has no effect here: it applies to method {method} only"
+                ));
             }
         }
     }
@@ -207,9 +207,7 @@ impl Reading {
 pub(super) fn in_full(method: &dyn Method) -> impl Iterator<Item = String> + '_ {
     let heads = method.full_heads().iter();
     heads.map(|(layer, head)| {
-        format!(
-            "layer {layer}, KV head {head} was calibrated on keys that are all equal and is attended in full"
-        )
+        format!("layer {layer}, KV head {head}: all calibration keys are equal, so full attention is used")
     })
 }
 

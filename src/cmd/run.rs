@@ -38,61 +38,66 @@ use turns::Turns;
     clap::ArgGroup::new("source").args(["prompt", "prompt_file", "tokens", "chat"]).required(true).multiple(true)
 ))]
 pub struct Args {
-    /// Folder of a Hugging Face checkpoint, or the id of one in the hub's cache, such as Qwen/Qwen3-0.6B
+    /// Folder of a Hugging Face checkpoint, or the id of a model in the Hugging Face cache, such as Qwen/Qwen3-0.6B
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
-    /// Prompt text
+    /// Text of the prompt; - reads stdin
     #[arg(long, value_name = "T", group = "input")]
     prompt: Option<String>,
-    /// File with the prompt text
+    /// File with the text of the prompt; - reads stdin
     #[arg(long, value_name = "F", group = "input")]
     prompt_file: Option<PathBuf>,
-    /// Prompt as token ids: a JSON array with one array (with --chat, one per turn)
+    /// File with the token ids of the prompt: a JSON array that contains one array (with --chat, one array per turn)
     #[arg(long, value_name = "F", group = "input")]
     tokens: Option<PathBuf>,
-    /// Hold a conversation on one cache: each line of stdin is a user message; the prompt, if given, is the first
+    /// Hold a conversation on one KV cache: each line of stdin is a user message, and the prompt, if given, is the
+    /// first message
     #[arg(long)]
     chat: bool,
-    /// With --chat: system message of the model's chat template
+    /// With --chat: system message for the model's chat template
     #[arg(long, value_name = "T", requires = "chat", conflicts_with = "tokens")]
     system: Option<String>,
-    /// How decode steps choose what they read (default: if neither --method nor --budget is given, what the artifact
-    /// recommends; else the first of a2ats, selfindex, lfps and wpq that has a section in the artifact; else full)
+    /// Method that chooses the positions each decode step reads. Default without --method and --budget: the
+    /// artifact's recommendation, if it has one. Otherwise: the first of a2ats, selfindex, lfps and wpq with a
+    /// section in the artifact, else full
     #[arg(long, value_enum)]
     method: Option<MethodName>,
-    /// Positions chosen per KV head and step: a fraction of the context (6% or 0.06; 1 or `all` = everything) or, above
-    /// 1, a number of positions. Sinks, window, index and keys that are read only to rank are extra (default: if
-    /// neither --method nor --budget is given, what the artifact recommends; else 0.06)
+    /// Number of positions that the method may choose per KV head and step: a fraction of the context (0.06 or 6%; 1
+    /// or `all` reads everything) or, above 1, a number of positions. Sinks, window, index and keys that are read
+    /// only to rank do not count. Default without --method and --budget: the artifact's recommendation, if it has
+    /// one. Otherwise: 0.06
     #[arg(long, value_name = "X", value_parser = parse_budget)]
     budget: Option<Budget>,
-    /// Maximum number of tokens to generate
+    /// Maximum number of tokens to generate (with --chat, per reply)
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_count)]
     max_new: usize,
-    /// Go on beyond the longest context that the model was made for, where its answers get worse
+    /// Continue beyond the model's context (max_position_embeddings), where its answers get worse
     #[arg(long)]
     beyond_context: bool,
     /// Do not stop at the model's stop tokens
     #[arg(long)]
     ignore_eos: bool,
-    /// Write the selected positions, a JSON line per step, layer and KV head
+    /// Write the positions that the method chose to this file: one JSON line per step, layer and KV head
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// Sampling temperature; 0 is greedy
+    /// Sampling temperature; 0 always takes the most probable token
     #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = not_negative)]
     temperature: f64,
-    /// Draw from at most so many of the most probable tokens (default: no limit)
+    /// Sample from the K most probable tokens (default: no limit)
     #[arg(long, value_name = "K", value_parser = at_least_one)]
     top_k: Option<usize>,
-    /// Draw from the smallest set of tokens with this much probability
+    /// Sample from the smallest set of tokens whose total probability reaches P (above 0, at most 1; 1 = all tokens)
     #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = share)]
     top_p: f64,
-    /// Draw from tokens with at least this share of the probability of the most probable one
+    /// Sample only from tokens with at least P times the probability of the most probable token (at least 0, below 1;
+    /// 0 = all tokens)
     #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = share_or_zero)]
     min_p: f64,
-    /// Divide positive logits of tokens that came before by this, and multiply negative ones; 1 = no penalty
+    /// Penalise tokens that already occurred: divide their positive logits by X and multiply their negative logits by
+    /// X (at least 1; 1 = no penalty)
     #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = at_least_1)]
     repetition_penalty: f64,
-    /// End a reply before this text; may be given more than once
+    /// End a reply before this text; can be given more than once
     #[arg(long, value_name = "TEXT", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     stop: Vec<String>,
     #[command(flatten)]
@@ -139,13 +144,13 @@ impl Choice {
         if let (None, None, Some((row, of))) = (args.method, args.budget, verdict.and_then(Verdict::usual)) {
             let named = Named::parse(&row.method).ok_or_else(|| {
                 Error::failed(format!(
-                    "the artifact recommends the unknown method `{}`",
+                    "the artifact recommends method `{}`, which this version does not know",
                     row.method
                 ))
-                .hint("give --method; the artifact was made by another version of kvsmith")
+                .hint("give --method, or use the version of kvsmith that made the artifact")
             })?;
             log.note(&format!(
-                "method: {} with a budget of {}, as the artifact recommends ({:.1} % of the bytes in bf16, KL {:.4}); --method and --budget choose others",
+                "method: {} with budget {}, as recommended by the artifact (reads {:.1} % of the bytes in bf16, KL {:.4}); use --method and --budget to choose others",
                 row.method,
                 of.budget,
                 100.0 * row.bytes_read_fraction,
@@ -180,13 +185,13 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let mut turns = Turns::open(args, &decoder, log)?;
     for flag in ["top-k", "top-p", "min-p"] {
         if args.temperature == 0.0 && global.given.iter().any(|given| given == flag) {
-            log.warn(&format!("--{flag} does nothing without --temperature"));
+            log.warn(&format!("--{flag} has no effect without --temperature"));
         }
     }
     if !args.stop.is_empty() && turns.tokenizer.is_none() {
         return Err(
-            Error::usage("--stop needs the text of the tokens, but the model has no tokenizer.json")
-                .hint("leave --stop out, or add the model's tokenizer.json"),
+            Error::usage("--stop needs a tokenizer, but the model has no tokenizer.json")
+                .hint("remove --stop, or add the model's tokenizer.json"),
         );
     }
     let open = |path: &PathBuf| args.reading.open(path, &decoder, log);
@@ -194,7 +199,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let choice = Choice::of(args, artifact.as_ref(), log)?;
     args.reading.warn_of_unused(&[choice.method], global);
     if choice.method == FULL && args.budget.is_some() {
-        log.warn("--budget does nothing here: full attention reads everything");
+        log.warn("--budget has no effect here: full attention reads everything");
     }
     let method = args
         .reading
@@ -237,7 +242,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         conversation.session.finish_trace()?;
         if matches!(end, Ok(End::Reset)) {
             conversation.note()?;
-            log.note("a new conversation");
+            log.note("starting a new conversation");
             continue;
         }
         // The replies so far are reported, however the conversation ended.

@@ -97,17 +97,17 @@ fn describe(kind: &dyn SectionKind) -> Command {
         arg.value_parser(value_parser!(PathBuf))
     };
     let dump = match (facts.reads_queries, facts.reads_values) {
-        (true, true) => "Dump folder made with --queries --values",
-        (true, false) => "Dump folder made with --queries (values may be there too, but are not read)",
+        (true, true) => "Dump folder; it must have been made with --queries --values",
+        (true, false) => "Dump folder; it must have been made with --queries (values are not read)",
         (false, _) => "Dump folder",
     };
-    let moments = "Moments of the dump's queries, such as those of another device (default: the dump's own)";
+    let moments = "Moments file made from this dump, such as one made on another device (default: the dump's own moments)";
     let moments = file("moments", "FILE").help(moments);
     let position = Arg::new(WROPE_POSITION)
         .long(WROPE_POSITION)
         .value_name("P")
         .value_parser(parse_count)
-        .help("Relative position that the codebooks are for (default: that of the moments)");
+        .help("WRoPE position: relative position, in tokens, to which queries are rotated (default: the position of the moments)");
     let command = Command::new(facts.command)
         .arg(file("dump", "DIR").help(dump).required(true))
         .args((facts.moments != MomentsRead::Nothing).then_some(moments))
@@ -213,11 +213,11 @@ impl SectionCommand {
                 let moments = Moments::read(path, dump.sizes)?;
                 if moments.origin != dump.origin {
                     return Err(Error::failed(format!(
-                        "{} was not taken from {}",
+                        "{} was not made from {}",
                         path.display(),
                         self.dump.display()
                     ))
-                    .hint("give the moments of the same dump"));
+                    .hint("give a moments file that was made from the same dump"));
                 }
                 moments
             }
@@ -291,7 +291,7 @@ pub(super) fn fit_layer(
     part.mark_constant(&constant);
     for head in constant {
         progress.line(&format!(
-            "warning: section `{section}`, layer {layer}, KV head {head}: all keys are equal, so it is attended in full"
+            "warning: section `{section}`, layer {layer}, KV head {head}: all keys are equal, so full attention is used"
         ));
     }
     Ok(part)

@@ -48,13 +48,13 @@ const TOLERANCE: f64 = 0.02;
 #[group(skip)]
 #[command(next_help_heading = "Verdict")]
 pub struct VerdictFlags {
-    /// Shares of the bytes of all visible keys and values that each method may read, in bf16
+    /// Shares of the bytes of all visible keys and values in bf16 (above 0, below 1) at which each method is measured
     #[arg(long, value_name = "F,G", value_delimiter = ',', default_value = "0.05,0.1,0.2", value_parser = parse_share)]
     verdict_reads: Vec<f64>,
-    /// Last tokens of each held-out block that are fed one by one
+    /// Number of tokens at the end of each held-out block that are decoded one by one
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = parse_positive_count)]
     verdict_steps: usize,
-    /// Methods to measure; NAME+tail is a method with a tail (default: those with a section in the artifact,
+    /// Methods to measure; NAME+tail adds a tail to the method (default: every method with a section in the artifact,
     /// and topk, ctkvr and streaming)
     #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = NamedParser)]
     verdict_methods: Vec<Named>,
@@ -80,16 +80,16 @@ impl VerdictFlags {
 #[derive(clap::Args, Debug)]
 #[command(group(clap::ArgGroup::new("source").args(["text", "tokens", "dump"]).required(true)))]
 pub struct Args {
-    /// Artifact, or section file
+    /// Artifact or section file to measure
     #[arg(value_name = "ART")]
     artifact: PathBuf,
-    /// The model that it was made from
+    /// The model from which the artifact was made: checkpoint folder, or id in the Hugging Face cache
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
-    /// Dump folder that it was made from, in place of the text
+    /// Dump folder from which the artifact was made, instead of the text
     #[arg(long, value_name = "DIR", conflicts_with_all = ["seq_len", "max_tokens", "uuid_tokens", "holdout"])]
     dump: Option<PathBuf>,
-    /// Artifact to write
+    /// Artifact file to write: the same artifact with the verdict
     #[arg(short, long, value_name = "ART2.safetensors")]
     output: PathBuf,
     #[command(flatten)]
@@ -119,10 +119,10 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     };
     if corpus.manifest() != artifact.manifest.origin.calibration {
         return Err(Error::failed(format!(
-            "{} was made from another text",
+            "{} was calibrated on another text",
             args.artifact.display()
         ))
-        .hint("give the same text, --max-tokens, --seq-len, --uuid-tokens, --holdout and --seed as then, or the dump"));
+        .hint("give the same text, --max-tokens, --seq-len, --uuid-tokens, --holdout and --seed as in its calibration, or its dump"));
     }
     let start = std::time::Instant::now();
     let verdict = Judging {
@@ -179,8 +179,8 @@ impl Judging<'_> {
         match passages.is_empty() {
             false => Ok(passages),
             true => Err(
-                Error::failed("no text was held out, on which methods could be measured")
-                    .hint("calibrate with --holdout above 0, or with --no-verdict"),
+                Error::failed("no text was held out, so the methods cannot be measured")
+                    .hint("calibrate with --holdout above 0, or add --no-verdict"),
             ),
         }
     }
@@ -370,13 +370,11 @@ fn rounded(x: f64) -> f64 {
 pub fn summary(verdict: &Verdict) -> Option<String> {
     let (row, of) = verdict.usual()?;
     let within = match of.kl <= USUAL_KL {
-        true => {
-            format!("the smallest loss at the smallest share of the bytes with a KL of at most {USUAL_KL}")
-        }
-        false => format!("the smallest loss; none has a KL of at most {USUAL_KL}"),
+        true => format!("smallest KL at the smallest share of the bytes with a KL of at most {USUAL_KL}"),
+        false => format!("smallest KL; none is at most {USUAL_KL}"),
     };
     Some(format!(
-        "recommended: --method {} --budget {}, which reads {:.1} % of the bytes and loses {:.4} nats ({within})",
+        "recommended: --method {} --budget {} reads {:.1} % of the bytes with a KL of {:.4} nats ({within})",
         row.method,
         of.budget,
         100.0 * row.bytes_read_fraction,

@@ -52,7 +52,7 @@ fn open_cuda(tell: &dyn Fn(&str)) -> Result<Box<dyn device::Device>> {
     let cuda = cuda::Cuda::open()?;
     tell(match cuda::kernels::are_built_in() {
         true => "device: the CUDA kernels are built in",
-        false => "device: the CUDA kernels were compiled now, by NVRTC",
+        false => "device: the CUDA kernels were compiled at startup with NVRTC",
     });
     Ok(Box::new(cuda))
 }

@@ -25,7 +25,7 @@ const MOST_BYTES: u64 = 1 << 32;
 const IN_FOLDERS: [&str; 4] = ["txt", "md", "jsonl", "ndjson"];
 
 /// What `--text` takes.
-const KINDS: &str = "--text takes text files (one document each), .jsonl (one per line), either with .gz, folders of these, and - for stdin";
+const KINDS: &str = "--text accepts text files (one document each), .jsonl files (one document per line), either with .gz, folders of such files, and - for stdin";
 
 /// Where documents are read from.
 #[derive(Clone, Debug, Default)]
@@ -93,8 +93,8 @@ impl TextFiles {
                 let before = files.len();
                 add_folder(path, &mut files)?;
                 if files.len() == before {
-                    return Err(Error::failed(format!("folder {} has no text file", path.display())).hint(
-                        "from folders .txt, .md, .jsonl and .ndjson are taken, each with .gz too; name other files one by one",
+                    return Err(Error::failed(format!("folder {} contains no text file", path.display())).hint(
+                        "folders are searched for .txt, .md, .jsonl and .ndjson files, also with .gz; name other files one by one",
                     ));
                 }
             } else {
@@ -128,8 +128,7 @@ impl TextFiles {
 
     /// Parses a line of JSON.
     fn line(&self, line: &str) -> Result<Document> {
-        const LINES: &str =
-            "each line is an object like {\"text\": \"a document\"}; --text-field names another field";
+        const LINES: &str = "write each line as an object such as {\"text\": \"a document\"}, or name another field with --text-field";
         let value: Value = serde_json::from_str(line)
             .map_err(|e| Error::failed(format!("not valid JSON: {e}")).hint(LINES))?;
         let field = self.field.as_deref().unwrap_or(FIELD);
@@ -142,7 +141,7 @@ impl TextFiles {
                 .map(message)
                 .collect::<Result<_>>()
                 .map(Document::Chat),
-            None => Err(Error::failed(format!("there is no text in field `{field}`")).hint(LINES)),
+            None => Err(Error::failed(format!("field `{field}` is missing or contains no text")).hint(LINES)),
         }
     }
 }
@@ -172,8 +171,8 @@ impl Document {
 fn message(value: &Value) -> Result<[String; 2]> {
     let part = |name: &str| {
         value[name].as_str().map(str::to_owned).ok_or_else(|| {
-            Error::failed(format!("a message has no text in `{name}`"))
-                .hint("`messages` is a list of objects like {\"role\": \"user\", \"content\": \"some text\"}")
+            Error::failed(format!("`{name}` of a message is missing or not a text"))
+                .hint("write `messages` as a list of objects such as {\"role\": \"user\", \"content\": \"some text\"}")
         })
     };
     Ok([part("role")?, part("content")?])
@@ -182,8 +181,8 @@ fn message(value: &Value) -> Result<[String; 2]> {
 /// Opens the template that turns chats into text.
 fn chat_template(model_dir: &Path) -> Result<ChatTemplate> {
     ChatTemplate::open(model_dir)?.ok_or_else(|| {
-        Error::failed("a document is a chat (`messages`), but the model has no chat template")
-            .hint("give lines with a text, or the folder of a chat model")
+        Error::failed("the document is a chat (`messages`), but the model has no chat template")
+            .hint("give lines with a text instead, or the folder of a chat model")
     })
 }
 
@@ -264,12 +263,12 @@ fn text_of(path: &Path) -> Result<String> {
             .read_to_end(&mut bytes);
         read.map_err(|e| {
             Error::failed(format!("{} cannot be decompressed: {e}", path.display()))
-                .hint("the file is damaged, or no gzip file")
+                .hint("the file is damaged or not a gzip file; recreate it, or give the uncompressed file")
         })?;
         if bytes.len() as u64 > MOST_BYTES {
             return Err(
                 Error::failed(format!("{} has more than 4 GiB of text", path.display()))
-                    .hint("split it; a part is enough to calibrate on"),
+                    .hint("give a part of it; a part is enough for calibration"),
             );
         }
     } else {

@@ -342,7 +342,7 @@ fn check_room(driver: &dyn Driver, shape: &Shape, options: &Options, layers: usi
     }
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     Err(Error::gpu_memory(format_args!(
-        "a KV cache of {} positions needs {:.2} GiB, and {:.2} GiB are free: about {} positions would fit",
+        "a KV cache of {} positions needs {:.2} GiB, but only {:.2} GiB are free; about {} positions would fit",
         shape.capacity,
         gib(need),
         gib(free),

@@ -182,9 +182,9 @@ fn check_room(driver: &dyn Driver, bytes: usize) -> Result<()> {
     }
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     Err(Error::gpu_memory(format_args!(
-        "the model's weights need {:.1} GiB, and {:.1} GiB are free",
+        "the model's weights need {:.1} GiB, but only {:.1} GiB are free",
         gib(bytes as u64),
         gib(free)
     ))
-    .hint("end what else uses the GPU, take a smaller model, or use --device cpu"))
+    .hint("stop other programs that use the GPU, use a smaller model, or use --device cpu"))
 }

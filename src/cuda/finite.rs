@@ -43,10 +43,10 @@ impl<'d> FiniteCheck<'d> {
         self.noted.zero()?;
         let layer = (u32::MAX - noted) as usize;
         let Some(decoder) = body.decoder else {
-            return Err(
-                Error::failed(format!("the hidden states after layer {layer} are not finite"))
-                    .hint("the random weights overflow at these sizes"),
-            );
+            return Err(Error::failed(format!(
+                "the hidden states after layer {layer} contain NaN or infinite values"
+            ))
+            .hint("use a smaller model; random weights overflow at these sizes"));
         };
         if layer >= decoder.config.n_layers {
             return Err(decoder.diagnose(&[&decoder.head.weight], "the output logits"));

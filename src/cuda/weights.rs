@@ -102,7 +102,7 @@ pub(crate) fn upload<'d>(driver: &'d dyn Driver, linears: &[&linear::Linear]) ->
                     "CUDA: `{}` is {to} and `{}` {from}; they must have one type",
                     names[0], names[1]
                 ))
-                .hint("store the checkpoint in one type, or use --device cpu"));
+                .hint("convert the checkpoint to a single type, or use --device cpu"));
             }
             kind.write(&weight.to_vec(), &mut bytes);
         }

@@ -108,7 +108,7 @@ impl Folder {
                 .find(|name| path.join(name).symlink_metadata().is_ok())
             {
                 let what = format!(
-                    "{} holds a file `{name}` that is not a {}'s",
+                    "{} contains a file `{name}` that does not belong to a {}",
                     path.display(),
                     kind.name
                 );
@@ -157,7 +157,10 @@ impl Folder {
             content.kind == kind.name && content.files.iter().all(|name| (kind.holds)(name))
         });
         let content = content.ok_or_else(|| {
-            let error = Error::failed(format!("{} is damaged or not kvsmith's", mark.display()));
+            let error = Error::failed(format!(
+                "{} is damaged or was not written by kvsmith",
+                mark.display()
+            ));
             error.hint(format!(
                 "remove {} if it is an old {}, or choose another folder",
                 path.display(),
@@ -222,6 +225,6 @@ impl Folder {
 }
 
 fn in_use(path: &Path) -> Error {
-    Error::failed(format!("another process works in {}", path.display()))
-        .hint("wait for it, or choose another folder")
+    Error::failed(format!("another process is using {}", path.display()))
+        .hint("wait until it has finished, or choose another folder")
 }

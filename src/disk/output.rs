@@ -51,7 +51,7 @@ impl Output {
             Ok(path) => path,
             Err(_) if path.is_symlink() => {
                 let text = format!(
-                    "cannot write {}: it is a symbolic link to nothing",
+                    "cannot write {}: it is a symbolic link whose target does not exist",
                     path.display()
                 );
                 return Err(Error::failed(text).hint("remove the link, or choose another name"));

@@ -83,8 +83,8 @@ impl Moments {
     }
 
     fn only_at_its_position(&self, wanted: &str) -> Error {
-        Error::failed(format!("the moments are for {} alone, not for {wanted}", self.position)).hint(
-            "an earlier version made them; take them again with `kvsmith moments --wrope-position`, or make the dump again",
+        Error::failed(format!("the moments are for {} only, not for {wanted}", self.position)).hint(
+            "an earlier version of kvsmith made them; recompute them with `kvsmith moments --wrope-position`, or recreate the dump",
         )
     }
 
@@ -130,21 +130,21 @@ impl Moments {
             .is_some_and(|text| store::seal_holds(text, &manifest));
         let Ok(manifest) = MomentsManifest::deserialize(manifest) else {
             let error = Error::failed(format!("{} is not a moments file", path.display()));
-            return Err(error.hint("give a file made by `kvsmith dump` or `kvsmith moments` of this version"));
+            return Err(error.hint("give a file made by this version of `kvsmith dump` or `kvsmith moments`"));
         };
         let intact = |spec: &Spec| store.digest(&spec.name).as_ref() == manifest.sha256.get(&spec.name);
         if manifest.kind != KIND || !sealed || !store.specs().all(intact) {
-            let error = Error::failed(format!("{} does not have its digests", path.display()));
-            return Err(error.hint("the file is damaged; make it again"));
+            let error = Error::failed(format!("{} does not match its digests", path.display()));
+            return Err(error.hint("the file is damaged; recreate it"));
         }
         let read = |name: &str| -> Result<Vec<Array3<f64>>> {
             let sums: Vec<f64> = store.read(name, &[l, g, d, d])?;
             if let Some(i) = sums.iter().position(|v| !v.is_finite()) {
                 return Err(Error::failed(format!(
-                    "{}: `{name}` has a value that is not finite (element {i})",
+                    "{}: `{name}` contains a NaN or infinite value (element {i})",
                     path.display()
                 ))
-                .hint("make the dump again; if this happens again, the model overflows"));
+                .hint("recreate the dump; if the error persists, the model overflows"));
             }
             let layers = sums.chunks_exact(g * d * d);
             layers

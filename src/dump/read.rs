@@ -45,13 +45,13 @@ impl Dump {
         let path = dir.join(MANIFEST);
         if !path.is_file() {
             return Err(
-                Error::failed(format!("{} does not hold a complete dump", dir.display()))
-                    .hint("make one with `kvsmith dump`; an interrupted one has to be made again"),
+                Error::failed(format!("{} does not contain a complete dump", dir.display()))
+                    .hint("make a dump with `kvsmith dump`; an interrupted dump cannot be continued, start it again"),
             );
         }
         let invalid = |what: &str| {
             let error = Error::failed(format!("{}: {what}", path.display()));
-            error.hint("make the dump again with this version")
+            error.hint("recreate the dump with this version of kvsmith")
         };
         let manifest = read_json(&path)?;
         if manifest.get("format") != Some(&json!(FORMAT)) {
@@ -60,7 +60,7 @@ impl Dump {
         let sealed = store::seal_holds(&manifest.to_string(), &manifest);
         let manifest: DumpManifest = serde_json::from_value(manifest).map_err(|e| invalid(&e.to_string()))?;
         if !sealed {
-            return Err(invalid("the manifest was altered"));
+            return Err(invalid("the manifest was modified after the dump was written"));
         }
         let DumpManifest {
             origin,
@@ -69,7 +69,7 @@ impl Dump {
             ..
         } = manifest;
         if u32::try_from(options.wrope_position).is_err() {
-            return Err(invalid("`wrope_position` is not valid"));
+            return Err(invalid("`wrope_position` is invalid"));
         }
         let sizes = origin.model.sizes;
         sizes.check().map_err(|e| invalid(&e.to_string()))?;
@@ -100,8 +100,10 @@ impl Dump {
     pub fn check_queries(&self) -> Result<()> {
         match self.options.queries {
             true => Ok(()),
-            false => Err(Error::failed(format!("{} has no queries", self.dir.display()))
-                .hint("make the dump with --queries")),
+            false => Err(
+                Error::failed(format!("{} contains no queries", self.dir.display()))
+                    .hint("recreate the dump with --queries"),
+            ),
         }
     }
 
@@ -109,8 +111,10 @@ impl Dump {
     pub fn check_values(&self) -> Result<()> {
         match self.options.values {
             true => Ok(()),
-            false => Err(Error::failed(format!("{} has no values", self.dir.display()))
-                .hint("make the dump with --queries --values")),
+            false => Err(
+                Error::failed(format!("{} contains no values", self.dir.display()))
+                    .hint("recreate the dump with --queries --values"),
+            ),
         }
     }
 
@@ -149,8 +153,8 @@ impl Dump {
 fn open_intact(dir: &Path, name: &str, files: &BTreeMap<String, FileDigest>) -> Result<Store> {
     let path = dir.join(name);
     if Some(&store::file_digest(&path)?) != files.get(name) {
-        let error = Error::failed(format!("{} does not have its digest", path.display()));
-        return Err(error.hint("the file is damaged or of another dump; make the dump again"));
+        let error = Error::failed(format!("{} does not match its digest", path.display()));
+        return Err(error.hint("the file is damaged or belongs to another dump; recreate the dump"));
     }
     Store::open(&path)
 }
@@ -162,7 +166,7 @@ fn read_blocks(
 ) -> std::result::Result<(Vec<bool>, Corpus), &'static str> {
     let values = |name: &str| tokens.bytes(name).map_or(0, |bytes| bytes.len() / 4);
     let read = |name: &str| tokens.read::<u32>(name, &[values(name)]);
-    let wrong = "`calibration` does not fit tokens.safetensors";
+    let wrong = "`calibration` does not match tokens.safetensors";
     let (Ok(ids), Ok(block_start)) = (read("ids"), read("block_start")) else {
         return Err(wrong);
     };
@@ -171,7 +175,7 @@ fn read_blocks(
     let ascending = block_start.windows(2).all(|w| w[0] < w[1]);
     let ends = (block_start.first(), block_start.last().map(|last| *last as usize));
     if ends != (Some(&0), Some(n)) || !ascending {
-        return Err("tokens.safetensors has a `block_start` that does not fit its rows");
+        return Err("`block_start` in tokens.safetensors does not match its rows");
     }
     let corpus = Corpus {
         ids,
@@ -220,8 +224,8 @@ impl LayerDump {
             State::V => "v",
         };
         let start = self.store.data_start(name).ok_or_else(|| {
-            Error::failed(format!("the dump has no `{name}`"))
-                .hint("make the dump with --queries and --values")
+            Error::failed(format!("the dump contains no `{name}`"))
+                .hint("recreate the dump with --queries and --values")
         })?;
         let row = self.d * self.dtype.bytes();
         let mut bytes = vec![0; count * row];
@@ -232,11 +236,11 @@ impl LayerDump {
         self.dtype.read(&bytes, &mut values);
         if let Some(i) = values.iter().position(|v| !v.is_finite()) {
             return Err(Error::failed(format!(
-                "{}: `{name}` of head {head} has a value that is not finite in row {}",
+                "{}: `{name}` of head {head} contains a NaN or infinite value in row {}",
                 self.store.path().display(),
                 first + i / self.d
             ))
-            .hint("the dump is damaged, or its dtype is too narrow for this model; try --dtype f32"));
+            .hint("recreate the dump with --dtype f32; it is damaged, or its dtype has too small a range for this model"));
         }
         Ok(Array2::from_shape_vec((count, self.d), values)?)
     }

@@ -92,11 +92,13 @@ impl NewDump {
     /// The folder holds a dump or files with the names of a dump's files, or cannot be written.
     pub fn create(dir: &Path, n_layers: usize) -> Result<Self> {
         if dir.as_os_str().is_empty() {
-            return Err(Error::usage("-o needs the name of a folder").hint("give a name with -o"));
+            return Err(
+                Error::usage("-o does not name a folder").hint("give the name of a new folder with -o")
+            );
         }
         if dir.join(MANIFEST).exists() {
-            let error = Error::usage(format!("{} already holds a dump", dir.display()));
-            return Err(error.hint("remove it or choose another folder with -o"));
+            let error = Error::usage(format!("{} already contains a dump", dir.display()));
+            return Err(error.hint("remove it, or choose another folder with -o"));
         }
         let layers = (0..n_layers).map(layer_file);
         let files: Vec<String> = [TOKENS, MOMENTS]
@@ -157,13 +159,13 @@ fn check_space(dir: &Path, specs: &[Spec], n_layers: usize) -> Result<()> {
         && needed > u128::from(free)
     {
         return Err(Error::failed(format!(
-            "the dump needs {}, but {} has {} free",
+            "the dump needs {} of disk space, but {} has only {} free",
             size(usize::try_from(needed).unwrap_or(usize::MAX)),
             dir.display(),
             size(usize::try_from(free).unwrap_or(usize::MAX))
         ))
         .hint(
-            "use fewer tokens, --dtype bf16, no --queries, or `kvsmith calibrate`, which writes no states",
+            "use fewer tokens or --dtype bf16, omit --queries, or use `kvsmith calibrate`, which writes no dump",
         ));
     }
     Ok(())

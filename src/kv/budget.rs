@@ -37,8 +37,8 @@ impl FromStr for Budget {
 
     fn from_str(text: &str) -> Result<Self, Error> {
         let wrong = || {
-            Error::usage(format!("budget `{text}` is not valid")).hint(
-                "a fraction of the context (0 < X <= 1, or 6%, or all), or a whole number of positions above 1",
+            Error::usage(format!("budget `{text}` is invalid")).hint(
+                "a fraction of the context (above 0, at most 1; or a percentage such as 6%, or `all`), or a whole number of positions above 1",
             )
         };
         let x: f64 = match text.trim() {

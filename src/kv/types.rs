@@ -6,13 +6,13 @@ use crate::float::Float;
 /// Element type of cached keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum KvType {
-    /// IEEE binary32.
+    /// 32-bit floats.
     F32,
-    /// IEEE binary16.
+    /// 16-bit floats (IEEE half precision).
     F16,
-    /// bfloat16.
+    /// 16-bit floats (bfloat16).
     Bf16,
-    /// Signs, 2-bit magnitudes and 2-bit values, with 64 positions in f16 (Self-Indexing KVCache).
+    /// Signs, 2-bit magnitudes and 2-bit values, and up to 64 positions in f16 (Self-Indexing KVCache).
     #[value(name = "2bit")]
     TwoBit,
 }

@@ -48,7 +48,7 @@ pub use section::{
 /// The declaration of `a2ats`.
 pub static METHOD: Declaration = Declaration {
     name: "a2ats",
-    help: "Codebook scores of windowed-RoPE queries (A2ATS, arXiv 2502.12665)",
+    help: "Positions ranked by the score of their key's codeword under windowed RoPE (A2ATS, arXiv 2502.12665)",
     section: Some(SECTION),
     prepare,
     bench: Some(&bench::A2atsBench),
@@ -57,7 +57,7 @@ pub static METHOD: Declaration = Declaration {
 fn prepare(ask: &Ask) -> Result<Box<dyn Method>> {
     let artifact = ask.artifact.ok_or_else(|| {
         Error::usage("--method a2ats needs --artifact")
-            .hint("make one with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`")
+            .hint("make an artifact with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`")
     })?;
     Ok(Box::new(A2atsMethod {
         codebooks: Codebooks::load(artifact, ask.rope)?,

@@ -42,7 +42,7 @@ const TILE: usize = 32;
 /// The declaration of `ctkvr`.
 pub static METHOD: Declaration = Declaration {
     name: "ctkvr",
-    help: "What similar past queries attended (CTkvr, arXiv 2512.15550)",
+    help: "Positions that similar past queries attended (CTkvr, arXiv 2512.15550)",
     section: None,
     prepare: |ask| Ok(Box::new(ask.params.ctkvr.clone())),
     bench: Some(&bench::CtkvrBench),

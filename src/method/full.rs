@@ -12,7 +12,7 @@ use crate::kv::cuda::{Limits, Selection};
 /// The declaration of `full`.
 pub static METHOD: Declaration = Declaration {
     name: "full",
-    help: "Exact attention over everything visible",
+    help: "Full attention: exact attention to all visible positions",
     section: None,
     prepare: |_| Ok(Box::new(Alike(Full))),
     bench: Some(&Full),

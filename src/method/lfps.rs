@@ -52,7 +52,7 @@ pub use threshold::{OFFSETS, Population, Threshold};
 /// The declaration of `lfps`.
 pub static METHOD: Declaration = Declaration {
     name: "lfps",
-    help: "Candidates from where the head looked before (LFPS, arXiv 2506.15704)",
+    help: "Candidates from where the head attended before, ranked by exact scores (LFPS, arXiv 2506.15704)",
     section: Some(priors::SECTION),
     prepare: |ask| Ok(Box::new(LfpsMethod::new(&ask.params.lfps, ask.artifact)?)),
     bench: Some(&bench::LfpsBench),
@@ -74,8 +74,8 @@ impl LfpsMethod {
         let artifact = artifact.filter(|a| a.has(priors::SECTION));
         if artifact.is_none() && params.lfps_rows == 0 {
             return Err(
-                Error::usage("--lfps-rows 0 needs an artifact with the `lfps` section")
-                    .hint("`kvsmith calibrate` makes one"),
+                Error::usage("--lfps-rows 0 needs an artifact with the section `lfps`")
+                    .hint("make an artifact with `kvsmith calibrate`, and pass it with --artifact"),
             );
         }
         let priors = artifact.map(Priors::load).transpose()?;

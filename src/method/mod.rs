@@ -255,10 +255,10 @@ impl Reads {
 /// How a method searches for the best positions; both ways find the same ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Ranking {
-    /// The fastest way the method has, such as tables in registers or lists of positions.
+    /// The method's fastest algorithm, such as tables in registers or lists of positions.
     #[default]
     Fast,
-    /// One f32 score per position: the reference for the fast way.
+    /// One f32 score per position: the reference for `fast`.
     Plain,
 }
 

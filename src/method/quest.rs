@@ -27,7 +27,7 @@ use crate::kv::rows::RowStore;
 /// The declaration of `quest`.
 pub static METHOD: Declaration = Declaration {
     name: "quest",
-    help: "Pages of 16 keys by an upper bound of their scores (Quest, arXiv 2406.10774)",
+    help: "Pages of 16 positions, ranked by an upper bound on their scores (Quest, arXiv 2406.10774)",
     section: None,
     prepare: |_| Ok(Box::new(|_: &Place| Quest::default())),
     bench: None,

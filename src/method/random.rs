@@ -15,7 +15,7 @@ use super::{Choice, Method, Place, Retriever, Step};
 /// The declaration of `random`.
 pub static METHOD: Declaration = Declaration {
     name: "random",
-    help: "Positions drawn uniformly",
+    help: "Positions drawn uniformly at random",
     section: None,
     prepare: |ask| Ok(Box::new(Seed(ask.seed))),
     bench: None,

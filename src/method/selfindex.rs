@@ -46,7 +46,7 @@ use sums::PatternSums;
 /// The declaration of `selfindex`.
 pub static METHOD: Declaration = Declaration {
     name: "selfindex",
-    help: "Table scores of sign patterns (Self-Indexing KVCache, arXiv 2603.14224)",
+    help: "Positions ranked by the sign patterns of their keys, with a score table (Self-Indexing KVCache, arXiv 2603.14224)",
     section: Some(SECTION),
     prepare: |ask| {
         Ok(Box::new(SelfIndexMethod::new(
@@ -128,18 +128,18 @@ impl SelfIndexMethod {
     /// Reads the artifact's centroids of every head, `[heads,d/4,16,4]`.
     fn load(artifact: Option<&Artifact>, center: Center, head_dim: usize) -> Result<Array2<f32>> {
         let artifact = artifact.ok_or_else(|| {
-            Error::usage("--sign-centroids offline and hybrid need an artifact with the `sign` section")
-                .hint("`kvsmith calibrate` makes one")
+            Error::usage("--sign-centroids offline and hybrid need an artifact with the section `sign`")
+                .hint("make an artifact with `kvsmith calibrate`, and pass it with --artifact")
         })?;
         let section = artifact.section(SECTION)?;
         let theirs = calibrated_center(&section.manifest.params)?;
         if center != theirs {
             return Err(Error::usage(format!(
-                "--center {} does not go with centroids that were calibrated around the {}",
+                "--center {} does not match the centroids, which were calibrated relative to the {}",
                 center.as_str(),
                 theirs.as_str()
             ))
-            .hint("calibrate with this --center, or add --sign-centroids one-pass"));
+            .hint("calibrate with the same --center, or add --sign-centroids one-pass"));
         }
         let section = artifact.checked_section(SECTION)?;
         let heads = artifact.sizes.n_layers * artifact.sizes.n_kv_heads;

@@ -11,7 +11,7 @@ use crate::compute::simd;
 /// The declaration of `snapkv`.
 pub static METHOD: Declaration = Declaration {
     name: "snapkv",
-    help: "Chosen once after prefill by what the last queries attended (SnapKV, arXiv 2404.14469)",
+    help: "Positions that the last prompt queries attended most, chosen once after prefill (SnapKV, arXiv 2404.14469)",
     section: None,
     prepare: |_| Ok(Box::new(|place: &Place| SnapKv::new(place.model_window))),
     bench: None,

@@ -22,7 +22,7 @@ use crate::error::Result;
 /// The declaration of `topk`.
 pub static METHOD: Declaration = Declaration {
     name: "topk",
-    help: "The oracle: the positions with the largest true probability, the most mass (not always the best quality) of a budget",
+    help: "Oracle: the positions with the largest true attention probability; covers the most attention mass for a budget, but does not always give the best quality",
     section: None,
     prepare: |_| Ok(Box::new(Alike(TopK))),
     bench: Some(&TopK),

@@ -35,7 +35,7 @@ pub use section::{CHOL, CODEBOOK, MEAN, ROTATION, SECTION, WpqSection};
 /// The declaration of `wpq`.
 pub static METHOD: Declaration = Declaration {
     name: "wpq",
-    help: "Estimated attention of product-quantised keys in the metric of the queries (ours)",
+    help: "Positions ranked by estimated attention, from keys that are product-quantised in the metric of the queries (ours)",
     section: Some(SECTION),
     prepare,
     bench: Some(&bench::WpqBench),
@@ -45,7 +45,7 @@ fn prepare(ask: &Ask) -> Result<Box<dyn Method>> {
     let with = ask.artifact.filter(|artifact| artifact.has(SECTION));
     let artifact = with.ok_or_else(|| {
         Error::usage("--method wpq needs --artifact with the section `wpq`")
-            .hint("make one with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`")
+            .hint("make an artifact with `kvsmith calibrate --model DIR --text FILE -o ART.safetensors`")
     })?;
     Ok(Box::new(HeadCodebooks::load(artifact)?))
 }

@@ -48,7 +48,7 @@ const SECONDS: u32 = 2;
 const COPIES: usize = 6;
 
 /// The hint for a template that does not work.
-const UNUSABLE: &str = "without --chat the prompt is taken as it is; --tokens takes turns as token ids";
+const UNUSABLE: &str = "omit --chat to use the prompt as it is, or give the turns as token ids with --tokens";
 
 impl ChatTemplate {
     /// Compiles the chat template of the model in `dir`, if there is one: `chat_template.jinja`, else
@@ -62,7 +62,7 @@ impl ChatTemplate {
         };
         if source.len() > LONGEST {
             let what = format!(
-                "the chat template has {} bytes, more than {LONGEST}",
+                "the chat template has {} bytes, more than the limit of {LONGEST}",
                 source.len()
             );
             return Err(Error::failed(what).context(path.display()).hint(UNUSABLE));
@@ -151,7 +151,7 @@ fn in_json(path: &Path) -> Result<Option<String>> {
         serde_json::Value::Null => return Ok(None),
         serde_json::Value::Array(list) => (
             list.iter().find_map(named),
-            "no `chat_template` has the name `default`",
+            "`chat_template` has no entry named `default`",
         ),
         other => (
             other.as_str().map(String::from),

@@ -79,7 +79,7 @@ impl ModelConfig {
         folder::check(dir)?;
         let path = dir.join("config.json");
         const CHECK: &str =
-            "the file is damaged or of a model that is not supported; compare it with the published one";
+            "the file is damaged or the model is not supported; compare config.json with the published one";
         let value = read_json(&path)?;
         folder::check_weights(dir, &value)?;
         let mut config = Self::parse(&value).map_err(|e| e.context(path.display()).or_hint(CHECK))?;
@@ -158,10 +158,10 @@ impl ModelConfig {
         match ids.iter().position(|id| *id as usize >= self.vocab_size) {
             None => Ok(()),
             Some(i) => Err(Error::failed(format!(
-                "token id {} (at {i}) is outside the model's vocabulary of {}",
+                "token id {} (at index {i}) is outside the model's vocabulary of {} tokens",
                 ids[i], self.vocab_size
             ))
-            .hint("the tokens or the tokenizer belong to another model")),
+            .hint("use tokens and a tokenizer that belong to this model")),
         }
     }
 
@@ -267,15 +267,15 @@ fn windows(c: &Fields, model_type: &str, n_layers: usize) -> Result<Vec<Option<u
                 Some("full_attention") => Ok(None),
                 Some("sliding_attention") if window.is_some() => Ok(window),
                 Some("sliding_attention") => Err(Error::failed(format!(
-                    "layer {i} is `sliding_attention`, but the config switches no sliding window on"
+                    "layer {i} is `sliding_attention`, but config.json does not enable a sliding window"
                 ))
-                .hint("`sliding_window` must be set (for Qwen also `use_sliding_window`: true)")),
+                .hint("set `sliding_window` (for Qwen, also `use_sliding_window`: true)")),
                 Some(other) => Err(Error::failed(format!(
                     "layer type `{other}` (layer {i}) is not supported"
                 ))
                 .hint(format!("supported: {}", SUPPORTED_LAYERS.join(", ")))),
                 None => Err(Error::failed(
-                    "`layer_types` holds something that is not a string",
+                    "`layer_types` contains an entry that is not a string",
                 )),
             })
             .collect();

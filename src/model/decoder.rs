@@ -126,7 +126,7 @@ impl Decoder {
             let bias = name(&format!("{part}.bias"));
             if !has_bias && self.checkpoint.contains(&bias) {
                 return Err(Error::failed(format!(
-                    "the checkpoint has `{bias}`, but config.json says that there is no such bias"
+                    "the checkpoint contains `{bias}`, but config.json says that the model has no such bias"
                 ))
                 .hint("set `attention_bias` or `mlp_bias` in config.json if the model was trained with it"));
             }
@@ -169,10 +169,10 @@ impl Decoder {
             widen(&self.embedding, id as usize, 1, row);
             if !simd::all_finite(row) {
                 return Err(Error::failed(format!(
-                    "tensor `{}` has a value that is not finite in row {id}",
+                    "tensor `{}` contains a NaN or infinite value in row {id}",
                     self.embedding.name()
                 ))
-                .hint("the checkpoint is damaged; fetch it again"));
+                .hint("the checkpoint is damaged; download it again"));
             }
         }
         Ok(out)
@@ -219,8 +219,10 @@ impl Decoder {
     pub fn diagnose(&self, weights: &[&Weight], place: &str) -> Error {
         let faulty = weights.iter().find_map(|w| w.check_finite().err());
         faulty.unwrap_or_else(|| {
-            Error::failed(format!("{place} are not finite, though the weights are"))
-                .hint("the model overflows f32")
+            Error::failed(format!(
+                "{place} contain NaN or infinite values, although the weights are finite"
+            ))
+            .hint("check the checkpoint; its activations overflow f32")
         })
     }
 }

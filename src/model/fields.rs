@@ -11,7 +11,7 @@ pub fn read_json(path: &Path) -> Result<Value> {
     let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", &e))?;
     serde_json::from_slice(&bytes).map_err(|e| {
         Error::failed(format!("{} is not valid JSON: {e}", path.display()))
-            .hint("the file is damaged or of another kind; get it again from where it came")
+            .hint("the file is damaged or of another kind; download it again")
     })
 }
 
@@ -69,7 +69,7 @@ impl<'a> Fields<'a> {
     /// Reads a whole number of at least 1.
     pub fn size_opt(&self, name: &str) -> Result<Option<usize>> {
         match self.index_opt(name)? {
-            Some(0) => Err(Error::failed(format!("`{name}` is 0"))),
+            Some(0) => Err(Error::failed(format!("`{name}` is 0, but must be at least 1"))),
             other => Ok(other),
         }
     }

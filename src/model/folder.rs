@@ -9,8 +9,8 @@ use serde_json::Value;
 use crate::error::{Error, Result};
 
 /// What `--model` takes.
-const TAKES: &str = "--model takes the folder of a Hugging Face checkpoint (with config.json in it), or the id of a model in the \
-                     hub's cache, such as Qwen/Qwen3-0.6B";
+const TAKES: &str = "give --model the folder of a Hugging Face checkpoint (it contains config.json), or the id of a \
+                     model in the Hugging Face cache, such as Qwen/Qwen3-0.6B";
 
 /// Finds the folder that `--model` means: the path itself, the snapshot of a model's folder in the hub's cache, or the
 /// snapshot of a hub id (`org/name`, `org/name@revision`). A path that is none of these is returned unchanged;
@@ -110,7 +110,9 @@ pub fn check(dir: &Path) -> Result<()> {
     }
     if !dir.join("config.json").exists() {
         return match foreign(dir) {
-            Some((what, hint)) => Err(Error::failed(format!("model folder {shown} has {what}")).hint(hint)),
+            Some((what, hint)) => {
+                Err(Error::failed(format!("model folder {shown} contains {what}")).hint(hint))
+            }
             // Reading config.json fails later, with an error that names the file.
             None => Ok(()),
         };
@@ -132,7 +134,7 @@ pub fn check_weights(dir: &Path, config: &Value) -> Result<()> {
 
 /// Makes the error for quantised weights.
 fn quantisation(dir: &Path, method: Option<&str>) -> Error {
-    let name = match method.unwrap_or("a method without a name") {
+    let name = match method.unwrap_or("unknown method") {
         "awq" => "AWQ",
         "gptq" => "GPTQ",
         "bitsandbytes" => "bitsandbytes",
@@ -140,7 +142,7 @@ fn quantisation(dir: &Path, method: Option<&str>) -> Error {
         other => other,
     };
     Error::failed(format!("the weights in {} are quantised ({name})", dir.display()))
-        .hint("give the checkpoint in f32, f16 or bf16 from which it was made; an artifact for it serves the quantised model too")
+        .hint("give the f32, f16 or bf16 checkpoint from which it was made; an artifact of that checkpoint also serves the quantised model")
 }
 
 /// Says why there is no folder of this name.
@@ -154,13 +156,16 @@ fn absent(dir: &Path) -> Error {
         return Error::failed(absent).hint(TAKES);
     };
     let cache = hub_cache().map_or(String::new(), |cache| {
-        format!(", nor is it in the hub's cache at {}", cache.display())
+        format!(
+            ", and the Hugging Face cache at {} does not contain it",
+            cache.display()
+        )
     });
     let revision = id
         .revision
         .map_or(String::new(), |of| format!(" --revision {of}"));
     Error::failed(format!("{absent}{cache}")).hint(format!(
-        "kvsmith downloads nothing: `hf download {}{revision}` does, or give a folder",
+        "download it with `hf download {}{revision}` (kvsmith downloads nothing), or give the folder of a checkpoint",
         id.name
     ))
 }
@@ -170,15 +175,15 @@ type Foreign = (&'static str, &'static str);
 
 const GGUF: Foreign = (
     "weights in GGUF",
-    "give the Hugging Face folder of the model (config.json and .safetensors), from which the GGUF file was made",
+    "give the Hugging Face folder (config.json and .safetensors) from which the GGUF file was made",
 );
 const PICKLE: Foreign = (
     "weights in PyTorch's .bin or .pth format",
-    "convert pytorch_model.bin to safetensors first: AutoModelForCausalLM.from_pretrained(..).save_pretrained(..) does",
+    "convert pytorch_model.bin to safetensors first, with AutoModelForCausalLM.from_pretrained(..).save_pretrained(..)",
 );
 const ADAPTER: Foreign = (
     "a PEFT adapter without the weights of its model",
-    "merge it first: PeftModel.from_pretrained(..).merge_and_unload().save_pretrained(..)",
+    "merge it first, with PeftModel.from_pretrained(..).merge_and_unload().save_pretrained(..)",
 );
 
 /// Recognises a file that is given in place of a folder.
@@ -193,8 +198,8 @@ fn other_format(path: &Path) -> Option<Foreign> {
         (_, "gguf") => Some(("a GGUF file", GGUF.1)),
         (b"PK\x03\x04", "pth" | "pt" | "bin") | (_, "pth" | "pt") => Some(("a PyTorch file", PICKLE.1)),
         (_, "safetensors") => Some((
-            "one file of a checkpoint",
-            "give the folder that it is in, with config.json",
+            "a single file of a checkpoint",
+            "give the folder that contains this file and config.json",
         )),
         _ => None,
     }

@@ -204,7 +204,7 @@ impl Forward for CpuForward<'_> {
 /// Fails for a prompt without tokens.
 pub fn check_prompt(ids: &[u32]) -> Result<()> {
     match ids {
-        [] => Err(Error::failed("the prompt has no tokens").hint("give at least one token")),
+        [] => Err(Error::failed("the prompt has no tokens").hint("give a prompt with at least one token")),
         _ => Ok(()),
     }
 }

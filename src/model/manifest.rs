@@ -41,7 +41,7 @@ impl ModelManifest {
         self.sizes.check()?;
         let valid = self.windows.len() == self.sizes.n_layers && !self.windows.contains(&Some(0));
         if !valid {
-            return Err(Error::failed("`model.windows` is not valid"));
+            return Err(Error::failed("`model.windows` is invalid"));
         }
         Rope::new(&self.rope, self.sizes.head_dim.min(MAX_HEAD_DIM)).check()
     }

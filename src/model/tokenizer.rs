@@ -21,7 +21,7 @@ use crate::sandbox::{self, Allowance};
 use crate::store::to_bytes;
 
 /// The hint for a tokenizer.json that does not work.
-const BROKEN: &str = "fetch the model's tokenizer.json again, or give token ids with --tokens";
+const BROKEN: &str = "download the model's tokenizer.json again, or give token ids with --tokens";
 
 /// Bytes of memory for the library, in addition to [`SPREAD`] times the text.
 const MEMORY: usize = 1 << 28;
@@ -91,7 +91,7 @@ fn rehearse(file: &[u8]) -> Result<()> {
     let load = || {
         let parts: HandledParts = serde_json::from_slice(file)?;
         if growth(&parts.decoder) > GROWTH {
-            return Err(format!("its decoder makes texts more than {GROWTH} times longer").into());
+            return Err(format!("its decoder can make a text more than {GROWTH} times longer").into());
         }
         let whole = json!({
             "version": "1.0",
@@ -199,7 +199,7 @@ impl Tokenizer {
         };
         let unknown = || {
             Error::failed(format!("bos_token `{token}` is not in tokenizer.json"))
-                .hint("both files must be of one model; --tokens takes token ids instead of text")
+                .hint("use both files from the same model, or give token ids with --tokens instead of text")
         };
         let id = inner
             .token_to_id(token)
@@ -293,7 +293,7 @@ impl Tokenizer {
     /// Returns the text of generated `ids`, without special tokens.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         guarded(|| self.inner.decode(ids, true))
-            .map_err(|e| Error::failed(format!("the tokens cannot be turned into text: {e}")).hint(BROKEN))
+            .map_err(|e| Error::failed(format!("the tokens cannot be decoded to text: {e}")).hint(BROKEN))
     }
 }
 

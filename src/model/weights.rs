@@ -57,9 +57,9 @@ impl Checkpoint {
                 dir.display()
             );
             return Err(match folder::foreign(dir) {
-                Some((what, hint)) => Error::failed(format!("{neither}, but {what}")).hint(hint),
+                Some((what, hint)) => Error::failed(format!("{neither}, but it contains {what}")).hint(hint),
                 None => Error::failed(neither)
-                    .hint("give the folder of a Hugging Face checkpoint, with its weights"),
+                    .hint("give the folder of a Hugging Face checkpoint that contains weights"),
             });
         }
         Ok(checkpoint)
@@ -68,7 +68,7 @@ impl Checkpoint {
     fn add_index(&mut self, dir: &Path, index: &Path) -> Result<()> {
         let damaged = |what: String| {
             Error::failed(format!("{}{what}", index.display()))
-                .hint("the index is damaged or of another checkpoint; download it again")
+                .hint("the index is damaged or belongs to another checkpoint; download it again")
         };
         let value = read_json(index)?;
         let map = value["weight_map"]
@@ -91,7 +91,7 @@ impl Checkpoint {
             self.add_shard(&path)?;
             if let Some(missing) = tensors.iter().find(|t| !self.entries.contains_key(**t)) {
                 return Err(damaged(format!(
-                    " says that {file} holds `{missing}`, but it does not"
+                    " says that {file} contains `{missing}`, but it does not"
                 )));
             }
         }
@@ -103,14 +103,14 @@ impl Checkpoint {
         let map = Mapped::new(&file, path).map_err(|e| Error::io(path, "map", &e))?;
         let damaged = |what: String| {
             Error::failed(format!("{}: {what}", path.display()))
-                .hint("the file is damaged or its download is not complete; fetch it again")
+                .hint("the file is damaged or its download is incomplete; download it again")
         };
         let (header, metadata) = SafeTensors::read_metadata(&map)
             .map_err(|e| damaged(format!("not a valid safetensors file ({e})")))?;
         let data = 8 + header;
         let (described, found) = (metadata.data_len(), map.len() - data);
         if found != described {
-            let what = format!("the header describes {described} bytes of tensors, the file has {found}");
+            let what = format!("the header describes {described} bytes of tensors, but the file has {found}");
             return Err(damaged(what));
         }
         let shard = self.shards.len();
@@ -124,7 +124,9 @@ impl Checkpoint {
                 len: b - a,
             };
             if self.entries.insert(name.clone(), entry).is_some() {
-                return Err(damaged(format!("tensor `{name}` stands in an earlier shard too")));
+                return Err(damaged(format!(
+                    "tensor `{name}` also occurs in an earlier shard"
+                )));
             }
         }
         self.shards.push(Arc::new(Shard {
@@ -148,13 +150,13 @@ impl Checkpoint {
     /// Returns a view of tensor `name`, which must have exactly `shape` (one or two axes).
     pub fn weight(&self, name: &str, shape: &[usize]) -> Result<Weight> {
         let differs = |what: String| {
-            Error::failed(what).hint("config.json and the weights must belong to the same model")
+            Error::failed(what).hint("use config.json and weights that belong to the same model")
         };
         let entry = self.entries.get(name);
         let entry = entry.ok_or_else(|| differs(format!("the checkpoint has no tensor `{name}`")))?;
         if entry.shape != shape {
             return Err(differs(format!(
-                "tensor `{name}` has shape {:?}, but config.json asks for {shape:?}",
+                "tensor `{name}` has shape {:?}, but config.json requires {shape:?}",
                 entry.shape
             )));
         }

@@ -126,7 +126,10 @@ impl<'a> Evaluation<'a> {
     /// A turn of less than two tokens; activations that are not finite; an interrupt.
     pub fn block(&mut self, ids: &[u32], turns: usize, decode: usize, done: &mut dyn FnMut()) -> Result<()> {
         if ids.len() / turns.max(1) < 2 {
-            return Err(Error::failed("a turn of one token has nothing to decode").hint("give more text"));
+            return Err(
+                Error::failed("a turn has only one token, so there is nothing to decode")
+                    .hint("give longer documents"),
+            );
         }
         let mut fed = self.trajectories(ids.len(), true);
         self.begin(turns);

@@ -88,7 +88,7 @@ impl From<KMeansError> for Error {
             KMeansError::Interrupted(_) => Self::interrupted(),
             KMeansError::Device(e) => e,
             other => {
-                Self::failed(other.to_string()).hint("check the points, and their number against --size")
+                Self::failed(other.to_string()).hint("check the points for NaN or infinite values, and use a --size of at most the number of points")
             }
         }
     }

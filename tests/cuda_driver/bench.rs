@@ -106,5 +106,5 @@ pub fn decode_without_room(driver: &Path) {
     );
     assert_eq!(rows(&outcome.json()).len(), 1);
     let outcome = decode_steps(driver, "--context 1M --methods full");
-    outcome.fails(1, "out of GPU memory", "take a smaller --context");
+    outcome.fails(1, "out of GPU memory", "reduce --context");
 }

@@ -21,9 +21,9 @@ use libtest_mimic::{Arguments, Trial};
 const REFUSALS: [(&str, &str); 6] = [
     ("no_device", "finds no NVIDIA GPU"),
     ("none", "finds no NVIDIA GPU"),
-    ("stub", "the driver does not start"),
-    ("old_chip", "compute capability 7.5; 8.0 or later is needed"),
-    ("no_image", "not for this GPU"),
+    ("stub", "cannot start the driver"),
+    ("old_chip", "compute capability 7.5; kvsmith needs 8.0 or later"),
+    ("no_image", "do not support this GPU"),
     ("old_driver", "the driver is too old"),
 ];
 

@@ -202,7 +202,7 @@ pub fn host(driver: &Path) {
         driver,
         "run --model calib-data/model --prompt x --device cpu --kv host",
     );
-    wrong.fails(2, "--kv host is for --device cuda", "");
+    wrong.fails(2, "--kv host is available with --device cuda", "");
 }
 
 /// Turns continue the cache on the device.

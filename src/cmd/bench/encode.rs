@@ -9,22 +9,22 @@ use crate::stats::kmeans::{Codebook, MAX_SIZE};
 
 #[derive(clap::Args, Debug)]
 pub struct EncodeArgs {
-    /// Keys, in numbers or as 8K
+    /// Number of keys, such as 8192 or 8K
     #[arg(long, value_name = "N", default_value = "8K", value_parser = super::layer_step::parse_context)]
     n: usize,
-    /// Channels
+    /// Channels per key
     #[arg(long, value_name = "D", default_value_t = 128, value_parser = at_least_one)]
     dim: usize,
-    /// Codewords
+    /// Number of codewords
     #[arg(long, value_name = "M", default_value_t = 4096, value_parser = at_least_one)]
     size: usize,
-    /// Timed runs
+    /// Number of timed runs
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = at_least_one)]
     runs: usize,
 }
 
 /// The hint for sizes that are too large.
-const SMALLER: &str = "give less --n, --dim or --size";
+const SMALLER: &str = "reduce --n, --dim or --size";
 
 /// Runs `bench encode`.
 pub fn run(args: &EncodeArgs, global: &Global) -> Result<()> {

@@ -20,34 +20,35 @@ use crate::store::{self, Store, Tensor};
 
 #[derive(clap::Args, Debug)]
 pub struct KMeansArgs {
-    /// Fit these points (tensor `x` f32 `[n,d]`) instead of random ones
+    /// Fit the points in this safetensors file (tensor `x` f32 `[n,d]`) instead of random points
     #[arg(long, value_name = "FILE")]
     points: Option<PathBuf>,
-    /// Write the codebook (tensor `codebook` f32 `[M,d]`)
+    /// Safetensors file to write the codebook to (tensor `codebook` f32 `[M,d]`)
     #[arg(short, long, value_name = "CODEBOOK")]
     output: Option<PathBuf>,
-    /// Heads of random points, each fitted on its own
+    /// Number of heads with random points; each gets its own fit
     #[arg(long, value_name = "B", default_value_t = 1, value_parser = at_least_one, conflicts_with = "points")]
     heads: usize,
-    /// Random points
+    /// Number of random points per head
     #[arg(long, value_name = "N", default_value_t = 81_920, value_parser = at_least_one, conflicts_with = "points")]
     n: usize,
-    /// Channels of the random points
+    /// Channels per random point
     #[arg(long, value_name = "D", default_value_t = 128, value_parser = at_least_one, conflicts_with = "points")]
     dim: usize,
-    /// Centroids
+    /// Number of centroids
     #[arg(long, value_name = "M", default_value_t = 4096, value_parser = parse_size)]
     size: usize,
-    /// Most passes
+    /// Maximum number of k-means passes
     #[arg(long, value_name = "N", default_value_t = 25)]
     iterations: usize,
-    /// End once a pass lowers the objective by less than this share
+    /// Stop when a pass lowers the mean squared distance by less than this share (at least 0, below 1; 0 = continue
+    /// until no point changes its centroid)
     #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = crate::flags::share_or_zero)]
     min_gain: f64,
-    /// How k-means starts
+    /// Choice of the initial centroids
     #[arg(long, value_enum, default_value_t = FitInit::KMeansPlusPlus)]
     init: FitInit,
-    /// Timed runs
+    /// Number of timed runs
     #[arg(long, value_name = "N", default_value_t = 3)]
     runs: usize,
 }
@@ -66,7 +67,7 @@ impl KMeansArgs {
     fn check(&self) -> Result<()> {
         let (heads, n, d) = (self.heads, self.n, self.dim);
         let shape = format!("--heads {heads} x --n {n} x --dim {d}");
-        let hint = "give less --heads, --n or --dim";
+        let hint = "reduce --heads, --n or --dim";
         let values = n.checked_mul(d).and_then(|v| v.checked_mul(heads));
         if values.is_none_or(|v| v > MAX_VALUES) {
             return Err(Error::usage(format!("{shape} is too large")).hint(hint));
@@ -119,7 +120,9 @@ fn read_points(path: &Path) -> Result<Array2<f32>> {
     let shape = store.specs().find(|s| s.name == "x").map(|s| s.shape.clone());
     let Some([n, d]) = shape.as_deref() else {
         let what = format!("{} has no tensor `x` of shape [n,d]", path.display());
-        return Err(Error::failed(what).hint("--points takes a safetensors file with such a tensor in f32"));
+        return Err(
+            Error::failed(what).hint("give --points a safetensors file that contains this tensor in f32")
+        );
     };
     let values = store.read::<f32>("x", &[*n, *d])?;
     Ok(Array2::from_shape_vec((*n, *d), values)?)
@@ -150,7 +153,7 @@ fn report(
         merge(&mut more, &json!({ "adapter": adapter }));
     }
     let says = format!(
-        "median {:.3} s of {} (min {:.3}, max {:.3}), seeding {seed:.3} s, a pass {pass:.4} s, \
+        "median {:.3} s over {} runs (min {:.3}, max {:.3}), seeding {seed:.3} s, {pass:.4} s per pass, \
          {gflops:.0} GFLOP/s nominal, inertia {inertia:.6e}",
         times.median,
         fits.len(),
@@ -196,7 +199,7 @@ impl TimedFit {
             timed.upload += since();
             let mut on_pass = |pass: usize, inertia: f64| {
                 let seconds = since();
-                log.detail(&format!("{pass:3} {seconds:8.4} s {inertia:.6e}"));
+                log.detail(&format!("pass {pass:3}: {seconds:8.4} s, inertia {inertia:.6e}"));
                 if pass == 0 {
                     timed.seed += seconds;
                 } else {

@@ -28,7 +28,7 @@ pub const ROTATED_BYTES: usize = 256 << 20;
 
 #[derive(clap::Args, Debug)]
 pub struct LayerArgs {
-    /// Attention shapes: llama-3.1-8b, qwen2.5-14b, mistral-7b, or query heads/KV heads x channels (32/8x128)
+    /// Attention shapes: llama-3.1-8b, qwen2.5-14b, mistral-7b, or query heads/KV heads x channels, such as 32/8x128
     #[arg(
         long,
         value_name = "S,..",
@@ -37,7 +37,7 @@ pub struct LayerArgs {
         value_parser = parse_shape
     )]
     shapes: Vec<[usize; 3]>,
-    /// Positions in the cache, in numbers or as 8K to 1M
+    /// Numbers of positions in the cache, up to 16M, such as 8192 or 8K
     #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "8K,32K,128K", value_parser = parse_context)]
     context: Vec<usize>,
     #[arg(
@@ -55,7 +55,7 @@ pub struct LayerArgs {
     lfps: lfps::LfpsParams,
     #[arg(long, value_enum, default_value_t, help = ranking_help())]
     ranking: Ranking,
-    /// Timed runs
+    /// Number of timed runs
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = at_least_one)]
     runs: usize,
 }
@@ -63,24 +63,23 @@ pub struct LayerArgs {
 /// The caches that steps read, and how much they choose.
 #[derive(clap::Args, Debug)]
 pub struct Caches {
-    /// Sequences
+    /// Numbers of sequences per step
     #[arg(long, value_name = "B,..", value_delimiter = ',', default_value = "1", value_parser = parse_batch)]
     pub batch: Vec<usize>,
-    /// What a method may choose, as in `run`
+    /// Budget per KV head and step, as in `kvsmith run`: a fraction of the context or, above 1, a number of positions
     #[arg(long, value_name = "X", default_value = "0.06")]
     pub budget: Budget,
-    /// Element type of the cache; 2bit on the CPU alone
+    /// Element type of the KV cache; 2bit is available on the CPU only
     #[arg(long, value_enum, value_name = "TYPE", default_value_t = KvType::Bf16)]
     pub kv: KvType,
-    /// Codewords of a2ats
+    /// Codewords per KV head for method a2ats
     #[arg(long, value_name = "M", default_value_t = 4096, value_parser = parse_size)]
     pub size: usize,
 }
 
 /// Returns the element type of cached rows on a GPU; fails for 2-bit rows.
 pub fn float(kv: KvType) -> Result<Float> {
-    let refused =
-        || Error::usage("`--kv 2bit`: `bench` has such rows on the CPU alone").hint("use --device cpu");
+    let refused = || Error::usage("`bench` supports --kv 2bit on the CPU only").hint("use --device cpu");
     kv.float().ok_or_else(refused)
 }
 
@@ -99,10 +98,15 @@ fn parse_shape(text: &str) -> std::result::Result<[usize; 3], String> {
     let [h, g, d] = match text {
         "llama-3.1-8b" | "mistral-7b" => [32, 8, 128],
         "qwen2.5-14b" => [40, 8, 128],
-        _ => numbers().ok_or("expected a model, or query heads/KV heads x channels as in 32/8x128")?,
+        _ => {
+            numbers().ok_or("expected a model name, or query heads/KV heads x channels, such as 32/8x128")?
+        }
     };
     if h == 0 || g == 0 || d == 0 || h % g != 0 || d % 32 != 0 || h.max(d) > 1024 {
-        return Err("query heads must come in groups, channels in 32s, at most 1024 of each".to_owned());
+        return Err(
+            "query heads must be a multiple of KV heads and channels a multiple of 32, at most 1024 of each"
+                .to_owned(),
+        );
     }
     Ok([h, g, d])
 }
@@ -275,7 +279,7 @@ impl<'a> LayerSetting<'a> {
 fn open_cuda(args: &LayerArgs, device: DeviceFlag) -> Result<Option<Cuda>> {
     match device {
         DeviceFlag::Wgpu => {
-            let error = Error::device("`bench` of decode steps cannot run on device `wgpu`");
+            let error = Error::device("`bench` cannot time decode steps on device `wgpu`");
             Err(error.hint("use --device cpu or --device cuda"))
         }
         DeviceFlag::Cuda => {
@@ -301,7 +305,7 @@ pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
             &setting.shape(),
             setting.bytes(),
             free,
-            "give less --context or --batch",
+            "reduce --context or --batch",
         )?;
     }
     let bandwidth = match driver {
@@ -310,7 +314,7 @@ pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
     };
     global
         .log()
-        .note(&format!("a plain read loop: {bandwidth:.1} GB/s"));
+        .note(&format!("read bandwidth of a plain loop: {bandwidth:.1} GB/s"));
     let mut results = Results::new(global);
     // GB/s of scattered reads, keyed by the bytes of a row.
     let mut scattered = BTreeMap::new();

@@ -33,7 +33,7 @@ const MOST_BYTES: f64 = 1e14;
 
 #[derive(clap::Args, Debug)]
 pub struct ModelArgs {
-    /// Models: llama-3.1-8b, qwen2.5-14b, mistral-7b
+    /// Models whose shapes are timed: llama-3.1-8b, qwen2.5-14b, mistral-7b
     #[arg(
         long,
         value_name = "S,..",
@@ -42,10 +42,10 @@ pub struct ModelArgs {
         value_parser = Trimmed(PossibleValuesParser::new(["llama-3.1-8b", "qwen2.5-14b", "mistral-7b"]))
     )]
     shapes: Vec<String>,
-    /// A model's config.json instead
+    /// Time the model described by this config.json instead
     #[arg(long, value_name = "FILE", conflicts_with = "shapes")]
     config: Option<PathBuf>,
-    /// Positions in the cache, in numbers or as 8K to 1M
+    /// Numbers of positions in the cache, up to 16M, such as 8192 or 8K
     #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "8K,128K", value_parser = parse_context)]
     context: Vec<usize>,
     #[arg(
@@ -59,7 +59,7 @@ pub struct ModelArgs {
     methods: Vec<MethodName>,
     #[command(flatten)]
     caches: Caches,
-    /// Timed runs of ten steps
+    /// Number of timed runs of ten steps each
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = at_least_one)]
     runs: usize,
 }
@@ -69,19 +69,19 @@ fn on_cuda(bench: &dyn Bench) -> bool {
 }
 
 fn methods_help() -> String {
-    format!("How steps choose what they read: {}", methods(on_cuda).join(", "))
+    format!("Methods to time: {}", methods(on_cuda).join(", "))
 }
 
 /// Times every combination; a combination that does not fit into memory is left out with a warning.
 pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     if matches!(global.device, DeviceFlag::Cpu | DeviceFlag::Wgpu) {
         return Err(Error::device("`bench decode` needs an NVIDIA GPU")
-            .hint("use --device cuda; on the CPU `run` says how many tokens a second a checkpoint gives"));
+            .hint("use --device cuda; on the CPU, use `kvsmith run`, which prints the tokens per second of a checkpoint"));
     }
     if let Some(name) = without(&args.methods, on_cuda) {
         return Err(
             Error::usage(format!("`bench decode` does not time method `{name}`"))
-                .hint(format!("--methods takes {}", listed(&methods(on_cuda)))),
+                .hint(format!("--methods accepts {}", listed(&methods(on_cuda)))),
         );
     }
     float(args.caches.kv)?;
@@ -94,7 +94,7 @@ pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     let driver = gpu.driver();
     let bandwidth = cuda_step::bandwidth(driver, args.runs)?;
     let log = global.log();
-    log.note(&format!("a plain read loop: {bandwidth:.1} GB/s"));
+    log.note(&format!("read bandwidth of a plain loop: {bandwidth:.1} GB/s"));
     let mut results = Results::new(global);
     let mut left_out = None;
     let outcome = settings.iter().try_for_each(|setting| {
@@ -110,7 +110,7 @@ pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
     });
     match left_out {
         Some(e) if outcome.is_ok() && results.is_empty() => {
-            Err(e.hint("take a smaller --context or --batch, or --kv bf16"))
+            Err(e.hint("reduce --context or --batch, or use --kv bf16"))
         }
         _ => results.finish_after(outcome),
     }
@@ -175,8 +175,8 @@ impl ModelSetting<'_> {
             return Ok(());
         }
         let need = size(need as usize);
-        let what = format!("{}: the data need {need}, more than any GPU has", self.shape());
-        Err(Error::usage(what).hint("give less --context, --batch or --runs, or a smaller model"))
+        let what = format!("{}: the data needs {need}, more than any GPU has", self.shape());
+        Err(Error::usage(what).hint("reduce --context, --batch or --runs, or use a smaller model"))
     }
 
     /// Times the steps and adds the result.
@@ -214,8 +214,9 @@ impl ModelSetting<'_> {
         let (rates, said) = against_read_loop(moved, times.median, bandwidth);
         merge(&mut more, &rates);
         let [median, min, max] = [times.median, times.min, times.max].map(|seconds| 1e3 * seconds);
-        let says =
-            format!("median {median:.3} ms a step (min {min:.3}, max {max:.3}), {rate:.1} tokens/s, {said}");
+        let says = format!(
+            "median {median:.3} ms per step (min {min:.3}, max {max:.3}), {rate:.1} tokens/s, {said}"
+        );
         let name = format!("decode {}", self.method.as_str());
         results.add([&name, &self.shape(), "cuda"], &times, &more, &says)
     }

@@ -15,34 +15,34 @@ use crate::weight::Weight;
 
 #[derive(clap::Args, Debug)]
 pub struct PrefillArgs {
-    /// Positions of the prompt, in numbers or as 2K
+    /// Numbers of prompt tokens, such as 2048 or 2K
     #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "512,2K", value_parser = parse_context)]
     tokens: Vec<usize>,
-    /// Query heads
+    /// Number of query heads
     #[arg(long, value_name = "H", default_value_t = 32, value_parser = at_least_one)]
     heads: usize,
-    /// Key/value heads
+    /// Number of KV heads
     #[arg(long, value_name = "G", default_value_t = 8, value_parser = at_least_one)]
     kv_heads: usize,
-    /// Channels of a head
+    /// Channels per head
     #[arg(long, value_name = "D", default_value_t = 128, value_parser = at_least_one)]
     head_dim: usize,
-    /// Channels between layers
+    /// Channels of the hidden state
     #[arg(long, value_name = "D", default_value_t = 4096, value_parser = at_least_one)]
     hidden: usize,
     /// Channels inside the MLP
     #[arg(long, value_name = "D", default_value_t = 14_336, value_parser = at_least_one)]
     intermediate: usize,
-    /// Type of the weights: f32, f16, bf16
+    /// Element type of the weights: f32, f16 or bf16
     #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = parse_float)]
     weights: Float,
-    /// Timed runs
+    /// Number of timed runs
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = at_least_one)]
     runs: usize,
 }
 
 /// The hint for sizes that are too large.
-const SMALLER: &str = "give less --tokens, --hidden, --intermediate, --heads or --head-dim";
+const SMALLER: &str = "reduce --tokens, --hidden, --intermediate, --heads or --head-dim";
 
 impl PrefillArgs {
     /// Lists the projections of a layer: name, input and output channels.
@@ -64,7 +64,7 @@ impl PrefillArgs {
         let (h, g, d) = (self.heads, self.kv_heads, self.head_dim);
         if !h.is_multiple_of(g) {
             return Err(Error::usage(format!(
-                "--heads {h} is no multiple of --kv-heads {g}"
+                "--heads {h} is not a multiple of --kv-heads {g}"
             )));
         }
         // The largest matrices: activations, and weights.

@@ -40,7 +40,7 @@ impl<'a> Comparison<'a> {
     /// A GPU was asked for.
     pub fn new(name: &str, runs: usize, global: &'a Global) -> Result<Self> {
         if !matches!(global.device, DeviceFlag::Auto | DeviceFlag::Cpu) {
-            let error = Error::device(format!("`bench {name}` runs on the CPU alone"));
+            let error = Error::device(format!("`bench {name}` runs on the CPU only"));
             return Err(error.hint("use --device cpu"));
         }
         Ok(Self {
@@ -74,7 +74,7 @@ impl<'a> Comparison<'a> {
         let share = rate / plain;
         let more = json!({ "gflops": rate, "gemm_gflops": plain, "gemm_share": share });
         let says = format!(
-            "{:.2} ms, {rate:.0} GFLOP/s, {:.0} % of a plain product's {plain:.0}",
+            "{:.2} ms, {rate:.0} GFLOP/s, {:.0} % of the {plain:.0} GFLOP/s of a plain matrix product",
             times.median * 1e3,
             share * 100.0
         );

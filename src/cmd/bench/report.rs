@@ -121,7 +121,10 @@ pub fn against_read_loop(bytes: f64, seconds: f64, bandwidth: f64) -> (Value, St
     });
     (
         more,
-        format!("{rate:.1} GB/s, {:.0} % of a plain read loop", 100.0 * share),
+        format!(
+            "{rate:.1} GB/s, {:.0} % of the bandwidth of a plain read loop",
+            100.0 * share
+        ),
     )
 }
 
@@ -169,7 +172,7 @@ pub fn check_memory(what: &str, need: f64, free: usize, hint: &str) -> Result<()
     }
     // A need beyond the largest number is shown as that number.
     let (need, free) = (size(need as usize), size(free));
-    Err(Error::usage(format!("{what}: the data need {need}, and {free} are free")).hint(hint))
+    Err(Error::usage(format!("{what}: the data needs {need}, but only {free} are free")).hint(hint))
 }
 
 /// Reads an amount of memory from a file of `/proc`, in bytes; `None` where the system does not tell.

@@ -40,18 +40,18 @@ fn on_cpu_alone(bench: &dyn Bench) -> bool {
 pub fn methods_help() -> String {
     let attend_alone = methods(|bench| on_cuda(bench) && !bench.retrieves());
     let of = |name: &&str| match attend_alone.contains(name) {
-        true => format!("{name} (attend alone)"),
+        true => format!("{name} (`bench attend` only)"),
         false => (*name).to_owned(),
     };
     let both: Vec<String> = methods(on_cuda).iter().map(of).collect();
     let more = listed(&methods(on_cpu_alone));
-    format!("What to time: {}; on the CPU {more} too", both.join(", "))
+    format!("Methods to time: {}; on the CPU also {more}", both.join(", "))
 }
 
 /// Writes the help of `--ranking`.
 pub fn ranking_help() -> String {
     let two = listed(&methods(Bench::has_plain_ranking));
-    format!("How {two} look for the best positions on the CPU")
+    format!("Algorithm with which {two} find the best positions on the CPU")
 }
 
 /// Checks that every method can be timed on the device and with the ranking asked for.
@@ -61,20 +61,20 @@ pub fn check(asked: &[MethodName], ranking: Ranking, device: DeviceFlag) -> Resu
     if let Some(name) = without(asked, supported) {
         let (both, more) = (listed(&methods(on_cuda)), listed(&methods(on_cpu_alone)));
         return Err(Error::usage(format!("`bench` does not time method `{name}`"))
-            .hint(format!("--methods takes {both}; on the CPU {more} too")));
+            .hint(format!("--methods accepts {both}; on the CPU also {more}")));
     }
     if ranking == Ranking::Fast {
         return Ok(());
     }
     if let Some(name) = without(asked, Bench::has_plain_ranking) {
         let two = methods(Bench::has_plain_ranking).join(", ");
-        return Err(
-            Error::usage(format!("`--ranking plain`: method `{name}` has one ranking"))
-                .hint(format!("give --methods {two} or both")),
-        );
+        return Err(Error::usage(format!(
+            "`--ranking plain`: method `{name}` has only one ranking algorithm"
+        ))
+        .hint(format!("use only the methods {two} with --ranking plain")));
     }
     match is_cuda {
-        true => Err(Error::device("`--ranking plain` is for the CPU").hint("use --device cpu")),
+        true => Err(Error::device("`--ranking plain` is available on the CPU only").hint("use --device cpu")),
         false => Ok(()),
     }
 }

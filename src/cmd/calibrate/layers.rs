@@ -92,7 +92,7 @@ impl CalibrationRun<'_> {
         };
         let done = finished.len();
         self.log
-            .note(&format!("going on at layer {done} (0-{})", c.n_layers - 1));
+            .note(&format!("resuming at layer {done} (0-{})", c.n_layers - 1));
         for parts in finished {
             add_layer(sections, parts)?;
         }

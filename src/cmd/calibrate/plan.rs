@@ -103,7 +103,7 @@ impl MemoryPlan {
     /// Describes the plan in a line.
     pub fn note(&self, layer_pages: usize) -> String {
         format!(
-            "plan: about {} of memory besides {} of mapped pages (one layer's weights, which the system can take back), {} artifact",
+            "plan: about {} of memory, plus {} of mapped pages for one layer's weights (which the system can reclaim); artifact {}",
             size(self.total()),
             size(layer_pages),
             size(self.results)

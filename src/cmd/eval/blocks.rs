@@ -43,9 +43,12 @@ impl Blocks {
         let usable: Vec<_> = blocks.filter(|b| b.len() / args.turns > 1).collect();
         if usable.is_empty() {
             return Err(match args.turns {
-                1 => Error::failed("no block has more than one token").hint("give more text"),
-                n => Error::failed(format!("no block has two tokens for each of {n} turns"))
-                    .hint("give longer documents, or fewer --turns"),
+                1 => Error::failed("no block of the text has more than one token")
+                    .hint("give longer documents"),
+                n => Error::failed(format!(
+                    "no block of the text has at least two tokens for each of the {n} turns"
+                ))
+                .hint("give longer documents, or reduce --turns"),
             });
         }
         Ok(Self { corpus, usable })
@@ -68,7 +71,7 @@ impl Blocks {
         let turns = |n: usize| turns_of(n, args.turns).map(|turn| decoded(turn.len(), args.decode));
         let steps: usize = usable.iter().flat_map(|b| turns(b.len())).sum();
         log.note(&format!(
-            "evaluating {} tokens in {} blocks, {steps} of them decoded",
+            "evaluating {} tokens in {} blocks; {steps} of these tokens are decoded one by one",
             corpus.n_tokens(),
             usable.len()
         ));
@@ -111,6 +114,6 @@ fn warn_without_choice(evaluation: &Evaluation, longest: usize, log: Log) {
         format!("layers {}", named.join(", "))
     };
     log.warn(&format!(
-        "in {all} the sinks and the window hold all positions that a step sees, so that there is nothing to choose; give longer text or a smaller --window"
+        "in {all}, sinks and window cover every visible position, so methods have nothing to choose; give longer text or a smaller --window"
     ));
 }

@@ -62,10 +62,10 @@ pub struct Reader<'a> {
 }
 
 /// The hint for a part without tokens.
-const FILLED: &str = "every prompt, question and answer must have at least one token";
+const FILLED: &str = "give at least one token for every prompt, question and answer";
 
 /// The forms that a line may have.
-const FORMS: &str = "{\"prompt\": .., \"answer\": ..}, {\"prompt_tokens\": [..], \"answer_tokens\": [..]} or {\"turns\": [..]} with such turns; \"question\" or \"question_tokens\" may follow the prompt, and \"answers\" or \"answers_tokens\" list several answers";
+const FORMS: &str = "expected {\"prompt\": .., \"answer\": ..}, {\"prompt_tokens\": [..], \"answer_tokens\": [..]} or {\"turns\": [..]} with a list of such objects; \"question\" or \"question_tokens\" is optional, and \"answers\" or \"answers_tokens\" lists several answers";
 
 impl WrittenQuestion {
     /// Parses a question from a JSON object.
@@ -74,7 +74,7 @@ impl WrittenQuestion {
     /// The value has neither form, or no prompt or no answer.
     fn parse(value: &Value) -> Result<Self> {
         let pair = Self::deserialize(value).ok().filter(|_| value.is_object());
-        let none = || Error::failed("there is no prompt with its answer").hint(FORMS);
+        let none = || Error::failed("the object does not have a prompt and an answer").hint(FORMS);
         let pair = pair.ok_or_else(none)?;
         let (given, empty) = match &pair {
             Self::Text {
@@ -109,7 +109,7 @@ impl WrittenQuestion {
         };
         match given {
             [false, false] => Err(none()),
-            [true, true] => Err(Error::failed("there are `answer` and `answers`").hint(FORMS)),
+            [true, true] => Err(Error::failed("the object has both `answer` and `answers`").hint(FORMS)),
             _ if empty => Err(Error::failed("the prompt, the question or an answer is empty").hint(FILLED)),
             _ => Ok(pair),
         }
@@ -131,8 +131,8 @@ impl Reader<'_> {
 
     fn needed(&self) -> Result<&Tokenizer> {
         self.tokenizer.ok_or_else(|| {
-            Error::failed("the model has no tokenizer.json for a prompt of text")
-                .hint("give prompt_tokens and answer_tokens")
+            Error::failed("the prompt is text, but the model has no tokenizer.json")
+                .hint("give prompt_tokens and answer_tokens instead of text")
         })
     }
 
@@ -209,7 +209,7 @@ impl Reader<'_> {
             let is_text = matches!(pair, WrittenQuestion::Text { .. });
             if *of_text.get_or_insert(is_text) != is_text {
                 return Err(
-                    Error::failed("turns of text and of token ids in one conversation")
+                    Error::failed("the conversation mixes turns of text and turns of token ids")
                         .hint("give all turns of a line as text, or all as token ids"),
                 );
             }
@@ -230,8 +230,8 @@ impl Reader<'_> {
                     ..
                 } => (self.asking(prompt, question)?, answer),
                 _ => {
-                    return Err(Error::failed("a turn has several answers")
-                        .hint("give each turn one `answer`; lines without turns may have `answers`"));
+                    return Err(Error::failed("the turn has several answers")
+                        .hint("give each turn one `answer`; only lines without turns may have `answers`"));
                 }
             };
             if answer.is_empty() {
@@ -269,10 +269,11 @@ impl Reader<'_> {
                     "answers_tokens",
                 ];
                 if let Some(key) = others.iter().find(|key| value.get(**key).is_some()) {
-                    return Err(Error::failed(format!("the line has `turns` and `{key}`")).hint(FORMS));
+                    return Err(Error::failed(format!("the line has both `turns` and `{key}`")).hint(FORMS));
                 }
                 let turns = turns.as_array().filter(|turns| !turns.is_empty());
-                let turns = turns.ok_or_else(|| Error::failed("`turns` has no turn").hint(FORMS))?;
+                let turns = turns
+                    .ok_or_else(|| Error::failed("`turns` is not a list of at least one turn").hint(FORMS))?;
                 self.conversation(turns)?
             }
             None => self.single(WrittenQuestion::parse(&value)?)?,
@@ -293,7 +294,7 @@ impl Reader<'_> {
         });
         let lines: Vec<NeedleLine> = lines.collect::<Result<_>>()?;
         match lines.is_empty() {
-            true => Err(Error::failed(format!("{} has no line", path.display())).hint(FORMS)),
+            true => Err(Error::failed(format!("{} contains no questions", path.display())).hint(FORMS)),
             false => Ok(lines),
         }
     }
@@ -343,7 +344,7 @@ pub(super) fn open(path: &Path, reader: Reader, log: Log) -> Result<Vec<NeedleLi
     let context = reader.decoder.config.max_position_embeddings;
     if longest > context {
         log.warn(&format!(
-            "prompts of up to {longest} tokens are longer than the model's context of {context}"
+            "some prompts are longer than the model's context of {context} tokens (longest: {longest} tokens)"
         ));
     }
     Ok(lines)

@@ -71,7 +71,7 @@ impl BudgetOf {
         let (method, budget) = match text.trim().split_once('=') {
             None => (None, text),
             Some((name, budget)) => {
-                let named = Named::parse(name).ok_or_else(|| format!("there is no method `{name}`"))?;
+                let named = Named::parse(name).ok_or_else(|| format!("unknown method `{name}`"))?;
                 (Some(named), budget)
             }
         };
@@ -101,7 +101,7 @@ pub struct Planned {
 /// A method without a budget; a budget without a method; an error of `read`.
 pub fn rows(args: &Args, entries: &[Entry], log: Log, read: &mut reads::ReadShares) -> Result<Vec<Planned>> {
     if !args.reads.is_empty() {
-        log.note("finding the budgets that read these shares of the bytes, on the first block or line");
+        log.note("searching the budgets that read the shares of --reads, on the first block or line");
         let found = reads::find(entries.len(), &args.reads, read)?;
         let row = |found: &reads::Found| Planned {
             entry: found.method,
@@ -113,9 +113,9 @@ pub fn rows(args: &Args, entries: &[Entry], log: Log, read: &mut reads::ReadShar
     let unused = |budget: &&BudgetOf| !args.methods.iter().any(|method| budget.is_for(*method));
     if let Some(method) = args.budgets.iter().find(unused).and_then(|budget| budget.method) {
         return Err(Error::usage(format!(
-            "--budgets has a budget for `{method}`, which --methods does not name"
+            "--budgets has a budget for `{method}`, which is not in --methods"
         ))
-        .hint("name it in --methods too"));
+        .hint("add the method to --methods, or remove its budget"));
     }
     let mut plan = Vec::new();
     for (index, entry) in entries.iter().enumerate() {
@@ -127,8 +127,11 @@ pub fn rows(args: &Args, entries: &[Entry], log: Log, read: &mut reads::ReadShar
             reads: None,
         }));
         if plan.len() == before {
-            return Err(Error::usage(format!("--budgets has none for `{}`", entry.asked))
-                .hint("a budget without NAME= is for every method"));
+            return Err(
+                Error::usage(format!("--budgets has no budget for method `{}`", entry.asked)).hint(
+                    "add NAME=X for this method, or a budget without NAME=, which applies to every method",
+                ),
+            );
         }
     }
     Ok(plan)

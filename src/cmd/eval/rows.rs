@@ -219,7 +219,7 @@ type EvalColumn = (&'static str, usize, fn(&Value) -> String);
 const ON_TEXT: [EvalColumn; 6] = [
     ("bytes", 7, |row| share(row, "bytes_read_fraction")),
     ("KL nats", 8, |row| decimal(row, "kl")),
-    ("95 %", 16, |row| interval(row, "kl")),
+    ("95 % interval", 16, |row| interval(row, "kl")),
     ("recall", 7, |row| decimal(row, "recall")),
     ("mass", 7, |row| decimal(row, "mass")),
     ("error", 7, |row| decimal(row, "output_error")),
@@ -229,7 +229,7 @@ const ON_TEXT: [EvalColumn; 6] = [
 const ON_NEEDLES: [EvalColumn; 3] = [
     ("bytes", 7, |row| share(row, "bytes_read_fraction")),
     ("needles", 8, |row| decimal(row, "needle_accuracy")),
-    ("95 %", 16, |row| interval(row, "needle_accuracy")),
+    ("95 % interval", 16, |row| interval(row, "needle_accuracy")),
 ];
 
 /// The columns that say how much was read, and more of what was lost.
@@ -241,8 +241,8 @@ const DETAILS: [EvalColumn; 7] = [
     }),
     ("top-1", 7, |row| share(row, "top1_equal")),
     ("perpl.", 7, |row| decimal(row, "perplexity_ratio")),
-    ("KL 50 %", 8, |row| decimal(row, "kl_median")),
-    ("KL 99 %", 8, |row| decimal(row, "kl_p99")),
+    ("KL p50", 8, |row| decimal(row, "kl_median")),
+    ("KL p99", 8, |row| decimal(row, "kl_p99")),
 ];
 
 /// Writes the rows as tables.
@@ -259,7 +259,7 @@ pub fn text(rows: &[Value], needles: bool) -> String {
         if let Some(least) = least {
             let target = 100.0 * number(row, "reads_target");
             out += &format!(
-                "{}  reads {:.1}% at least, not {target:.1}%\n",
+                "{}  smallest budget reads {:.1}%, above the target of {target:.1}%\n",
                 place(row),
                 100.0 * least
             );

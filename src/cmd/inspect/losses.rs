@@ -26,7 +26,7 @@ pub fn recommendation(verdict: &Verdict) -> String {
         let heading = if out.is_empty() { "recommended" } else { "" };
         let what = match verdict.within(loss) {
             Some((row, of)) => flags(row, of),
-            None => "no method measured; it needs more than was read".to_owned(),
+            None => "no measured budget reaches this; raise --verdict-reads".to_owned(),
         };
         let mark = if loss == USUAL_KL && verdict.within(loss).is_some() {
             " *"
@@ -37,10 +37,10 @@ pub fn recommendation(verdict: &Verdict) -> String {
     }
     out += &match usual {
         Some((_, of)) if of.kl <= USUAL_KL => {
-            format!("{:<12} * what `run` takes without --method and --budget\n", "")
+            format!("{:<12} * used by `run` without --method and --budget\n", "")
         }
         Some((row, of)) => format!(
-            "{0:<12} `run` takes the least loss, a KL of {1}:\n{0:<12} {2}\n",
+            "{0:<12} by default, `run` uses the smallest KL, {1}:\n{0:<12} {2}\n",
             "",
             of.kl,
             flags(row, of)
@@ -66,10 +66,10 @@ fn flags(row: &MethodLoss, of: &Measured) -> String {
 /// Lists what every method lost, and the heads that are weak.
 pub fn table(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
     let mut out = format!(
-        "\nmethods: {} held-out blocks, {} steps, {} cache, {} sinks, a window of {}\n",
+        "\nmethods: {} held-out blocks, {} steps, {} cache, {} sinks, window of {}\n",
         verdict.blocks, verdict.steps, verdict.kv, verdict.sinks, verdict.window
     );
-    out += "method          budget   read      KL  KL 50%  KL 99%   top-1  recall    mass\n";
+    out += "method          budget   read      KL  KL p50  KL p99   top-1  recall    mass\n";
     let mut rows: Vec<&MethodLoss> = verdict.rows.iter().collect();
     let loss = |row: &MethodLoss| row.measured.as_ref().map_or(f64::INFINITY, |of| of.kl);
     rows.sort_by(|a, b| {
@@ -94,7 +94,7 @@ pub fn table(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
                 100.0 * of.mass
             ),
             None => format!(
-                "{:<15}      - reads {:.1} % at least, not {:.1} %\n",
+                "{:<15}      - smallest budget reads {:.1} %, above the target of {:.1} %\n",
                 row.method,
                 100.0 * row.bytes_read_fraction,
                 100.0 * row.reads_target
@@ -119,10 +119,13 @@ fn heads(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
             );
         }
         ranked.sort_by(|a, b| b.0.total_cmp(&a.0));
-        out += &format!("\nweakest heads with {} --budget {}\n", row.method, of.budget);
+        out += &format!(
+            "\nheads with the largest output error, with {} --budget {}\n",
+            row.method, of.budget
+        );
         for (error, layer, head) in ranked.into_iter().take(WORST) {
             out += &format!(
-                "  layer {layer}  head {head}  output error {}, attended {} of the attention\n",
+                "  layer {layer}  head {head}  output error {}, read {} of the attention mass\n",
                 share(error),
                 share(of.heads.mass[layer][head])
             );
@@ -134,13 +137,16 @@ fn heads(verdict: &Verdict, artifact: &Artifact) -> Result<String> {
     if let Some(of) = least {
         let settled = places(&of.heads.mass, |mass| *mass >= SETTLED);
         out += &list(
-            "nothing to gain (the first and last positions hold 99 %)",
+            "with no gain (first and last positions get 99 % of attention)",
             &settled,
         );
     }
     if artifact.has("lfps") {
         let sunk = sunk(artifact)?;
-        out += &list("sinks alone (they hold 95 % for every query head)", &sunk);
+        out += &list(
+            "attending to sinks alone (95 % of attention in every query head)",
+            &sunk,
+        );
     }
     Ok(out)
 }
@@ -184,7 +190,7 @@ fn list(what: &str, heads: &[(usize, usize)]) -> String {
     let shown: Vec<String> = shown.collect();
     let more = if heads.len() > LISTED { " .." } else { "" };
     format!(
-        "KV heads with {what}: {}\n  layer/head {}{more}\n",
+        "KV heads {what}: {}\n  layer/head {}{more}\n",
         heads.len(),
         shown.join(" ")
     )

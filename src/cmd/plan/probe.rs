@@ -247,7 +247,7 @@ impl Small {
     fn measure(settings: &Settings, config: &ModelConfig, global: &Global) -> Result<Self> {
         let failed = |e: std::io::Error| {
             Error::failed(format!("cannot write a temporary folder: {e}"))
-                .hint("TMPDIR names another place for it, --no-probe does without")
+                .hint("set TMPDIR to a writable folder, or add --no-probe")
         };
         let folder = tempfile::tempdir().map_err(failed)?;
         let heads = config.n_kv_heads.min(rayon::current_num_threads());

@@ -148,19 +148,19 @@ impl Serving {
         let mut out =
             format!("\nrun\n  layers   {full} with full attention, {sliding} with a sliding window\n");
         out += &format!(
-            "  context  {} tokens, says the model\n",
+            "  context  {} tokens (the model's maximum)\n",
             HumanCount(self.context as u64)
         );
         for of in &self.caches {
             out += &format!(
-                "  cache    {:<5} {} a token; {} tokens fit beside the weights\n",
+                "  cache    {:<5} {} per token; {} tokens fit beside the weights\n",
                 of.kv.as_str(),
                 size(of.token),
                 HumanCount(of.fits as u64)
             );
             if of.windows > 0 {
                 out += &format!(
-                    "           and at most {} in the layers with a window\n",
+                    "           plus at most {} in the layers with a sliding window\n",
                     size(of.windows)
                 );
             }
@@ -169,7 +169,7 @@ impl Serving {
             return out;
         };
         out += &format!(
-            "  step     {:.1} ms to read the weights, plus attention (bf16, budget 6%):\n",
+            "  step     {:.1} ms to read the weights, plus attention (bf16, budget 6 %):\n",
             1e3 * weights
         );
         out += &format!(
@@ -187,7 +187,7 @@ impl Serving {
             out += format!("           {:<10} {short:>9} {long:>9}  {pays}", of.name).trim_end();
             out += "\n";
         }
-        out + "           (the fastest of a few steps; other work on the machine changes them)\n"
+        out + "           (fastest of a few steps; other load on the machine changes them)\n"
     }
 }
 

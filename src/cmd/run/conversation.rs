@@ -135,20 +135,24 @@ impl Conversation<'_, '_> {
         let total = fed.saturating_add(self.args.max_new);
         if fed > context && !self.args.beyond_context {
             let what = match self.replies.is_empty() {
-                true => format!("the prompt has {fed} tokens, more than the model's context of {context}"),
+                true => {
+                    format!("the prompt has {fed} tokens, more than the model's context of {context} tokens")
+                }
                 false => {
-                    format!("the conversation has {fed} tokens, more than the model's context of {context}")
+                    format!(
+                        "the conversation has {fed} tokens, more than the model's context of {context} tokens"
+                    )
                 }
             };
             return Err(Error::failed(what)
-                .hint("shorten it, or give --beyond-context, with which the answers may be worthless"));
+                .hint("shorten it, or add --beyond-context (answers may then be worthless)"));
         }
         let method = self.choice.method;
         self.artifact
             .take_if(|artifact| Reading::warn_beyond_calibration(&[method], artifact, total, log));
         if total > context {
             log.warn(&format!(
-                "{total} positions are more than the model's context of {context}"
+                "the tokens so far and --max-new add up to {total} positions, more than the model's context of {context} tokens"
             ));
         }
         let chat = self.args.chat;
@@ -165,7 +169,7 @@ impl Conversation<'_, '_> {
         reply.prompt_tokens = prompt_tokens;
         if chat {
             log.note(&format!(
-                "turn {}: {prompt_tokens} tokens in {:.2} s, {} tokens out in {:.2} s",
+                "turn {}: prompt of {prompt_tokens} tokens in {:.2} s, reply of {} tokens in {:.2} s",
                 self.replies.len() + 1,
                 reply.prefill_s,
                 reply.ids.len(),
@@ -198,7 +202,7 @@ impl Conversation<'_, '_> {
         let prefill_s = start.elapsed().as_secs_f64();
         if !self.args.chat {
             self.global.log().note(&format!(
-                "prefilled in {prefill_s:.2} s, {:.0} tokens a second",
+                "prefill took {prefill_s:.2} s ({:.0} tokens/s)",
                 prompt.len() as f64 / prefill_s
             ));
         }

@@ -14,11 +14,11 @@ use crate::progress::Log;
 
 /// What `/help` prints.
 const HELP: &str = "\
-/help   this list
-/stats  how much was read, and how fast
-/reset  forget the conversation and begin a new one
-/exit   end (or Ctrl-D)
-Everything else goes to the model. Ctrl-C ends a reply, and the program.";
+/help   show this list
+/stats  show times and how much of the cache was read
+/reset  forget the conversation and start a new one
+/exit   end the program (or Ctrl-D)
+Any other line is a message to the model. Ctrl-C ends the reply and the program.";
 
 /// A line of a chat.
 #[derive(Debug, PartialEq, Eq)]
@@ -82,7 +82,9 @@ impl Lines {
                 "/stats" => return Ok(Line::Stats),
                 "/reset" => return Ok(Line::Reset),
                 "/exit" => return Ok(Line::End),
-                word if self.is_slip(word) => log.note(&format!("no command {word}; /help lists them")),
+                word if self.is_slip(word) => {
+                    log.note(&format!("unknown command {word}; /help lists the commands"))
+                }
                 _ => return Ok(Line::Message(text)),
             }
         }
@@ -123,5 +125,5 @@ impl Lines {
 
 /// Makes the error for input that cannot be read.
 fn unreadable(e: &str) -> Error {
-    Error::failed(format!("cannot read stdin: {e}")).hint("turns are lines of UTF-8 text")
+    Error::failed(format!("cannot read stdin: {e}")).hint("give one message per line, as UTF-8 text")
 }

@@ -65,8 +65,8 @@ impl Ran<'_, '_, '_> {
     fn text(&self) -> String {
         let total = self.total();
         let read = match self.bytes() {
-            Some(bytes) => format!("{} with the index", size(bytes as usize)),
-            None => format!("{} beside the index", size(self.kv_bytes() as usize)),
+            Some(bytes) => format!("{} including the index", size(bytes as usize)),
+            None => format!("{} not counting the index", size(self.kv_bytes() as usize)),
         };
         let share = self.bytes_fraction().map_or(String::new(), |share| {
             format!(
@@ -80,7 +80,7 @@ impl Ran<'_, '_, '_> {
         let full: u64 = (0..self.layers.len()).map(|layer| self.bypasses(layer)).sum();
         let (rows, choices) = (total.rows, total.choices);
         let mut text =
-            format!("{rows} rows and {read} read{share}, everything in {full} of {choices} choices");
+            format!("{rows} rows and {read} read{share}; {full} of {choices} choices read everything");
         if !others.is_empty() {
             text += &format!(", full attention in layers {}", others.join(", "));
         }
@@ -155,7 +155,7 @@ impl<'a, 'd> Conversation<'a, 'd> {
     pub fn note(&self) -> Result<()> {
         let (session, times) = (&self.session, Times::of(&self.replies));
         self.global.log().note(&format!(
-            "{}: {} tokens, prefill {:.2} s, decode {:.2} s ({:.1} tokens/s), {:.1} % of the KV rows read, index {} beside {} of KV; {}",
+            "{}: {} tokens, prefill {:.2} s, decode {:.2} s ({:.1} tokens/s), {:.1} % of the KV rows read, index {}, KV cache {}; {}",
             self.choice.method.as_str(),
             times.tokens,
             times.prefill_s,

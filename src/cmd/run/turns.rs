@@ -35,9 +35,11 @@ fn prompt(args: &Args) -> Result<Option<String>> {
     let read = match path == Path::new(STDIN) {
         true if args.chat => {
             return Err(Error::usage(
-                "with --chat, stdin has the later messages, so it cannot have the prompt too",
+                "with --chat, stdin contains the later messages, so it cannot contain the prompt",
             )
-            .hint("give the first message in --prompt or --prompt-file, or leave it out"));
+            .hint(
+                "give the first message as text with --prompt or as a file with --prompt-file, or omit it",
+            ));
         }
         true => std::io::read_to_string(std::io::stdin().lock()),
         false => std::fs::read_to_string(path),
@@ -100,11 +102,13 @@ impl<'a> Turns<'a> {
             }
         } else {
             if ChatTemplate::exists(&args.model) {
-                log.warn("the model has a chat template, which a prompt without --chat does not go through");
+                log.warn(
+                    "the model has a chat template, but without --chat the prompt is not formatted with it",
+                );
             }
             let ids = tokenizer.encode(&text.unwrap_or_default())?;
             if ids.is_empty() {
-                return Err(no_tokens().hint("give some text"));
+                return Err(no_tokens().hint("give a prompt with text in it"));
             }
             decoder.check_ids(&ids)?;
             TurnSource::Ids(vec![ids].into_iter())
@@ -121,13 +125,13 @@ impl<'a> Turns<'a> {
         let documents = read_tokens(path)?;
         if !args.chat && documents.len() != 1 {
             return Err(
-                Error::failed(format!("{} must hold exactly one document", path.display()))
-                    .hint("with --chat each document is a turn"),
+                Error::failed(format!("{} must contain exactly one document", path.display()))
+                    .hint("give one array of token ids inside the outer array, or add --chat, with which each array is a turn"),
             );
         }
         let exists = args.model.join("tokenizer.json").exists();
         let opened = exists.then(|| Tokenizer::open(&args.model, &decoder.config));
-        let warn = |e| log.warn(&format!("{e}; the text is not shown"));
+        let warn = |e| log.warn(&format!("{e}; only token ids are generated, no text is shown"));
         let tokenizer = opened.and_then(|opened| opened.map_err(warn).ok());
         for ids in &documents {
             if ids.is_empty() && !args.chat {
@@ -160,7 +164,7 @@ impl<'a> Turns<'a> {
     pub(super) fn next(&mut self, reply: Option<&Reply>) -> Result<Turn> {
         loop {
             match self.following(reply)? {
-                Turn::Feed(ids) if ids.is_empty() => self.log.note("a turn without tokens was passed over"),
+                Turn::Feed(ids) if ids.is_empty() => self.log.note("skipped a turn without tokens"),
                 Turn::Feed(ids) => {
                     self.decoder.check_ids(&ids)?;
                     return Ok(Turn::Feed(ids));
@@ -212,7 +216,7 @@ fn no_tokens() -> Error {
 
 /// Adds to an error of a chat template a hint on how to do without a template.
 fn by_ids(e: Error) -> Error {
-    e.or_hint("without --chat the prompt is taken as it is; --tokens takes turns as token ids")
+    e.or_hint("omit --chat to use the prompt as it is, or give the turns as token ids with --tokens")
 }
 
 impl Style {
@@ -242,12 +246,12 @@ impl Style {
                 })))
             }
             (None, Some(_)) => Err(Error::usage(format!(
-                "--system needs a chat template, and {} has none",
+                "--system needs a chat template, but {} has none",
                 args.model.display()
             ))
             .hint("put the text into the first message instead")),
             (None, None) => {
-                log.warn("the model has no chat template; turns follow one another as plain text");
+                log.warn("the model has no chat template; turns are concatenated as plain text");
                 Ok(Self::Plain { first: true })
             }
         }
@@ -327,14 +331,14 @@ impl Script {
                 "{}: the chat template does not show the assistant's last reply exactly once",
                 self.template.path().display()
             ))
-            .hint("this conversation cannot go on; --tokens takes turns as token ids"));
+            .hint("use --tokens to give the turns as token ids; this conversation cannot continue"));
         };
         let shown = whole
             .strip_prefix(&self.rendered)
             .and_then(|tail| tail.strip_suffix(rest));
         if shown.map(str::trim) != Some(reply) && !self.warned {
             self.warned = true;
-            log.warn("the chat template rewrites earlier turns; the cache keeps what was said");
+            log.warn("the chat template rewrites earlier turns; the cache keeps them as they were generated");
         }
         Ok(rest.to_string())
     }

@@ -69,11 +69,11 @@ impl<'d, T: Pod + Zeroable> Buffer<'d, T> {
         let Some(address) = driver.allocate(bytes)? else {
             let mib = |bytes: u64| bytes.div_ceil(1 << 20);
             return Err(Error::gpu_memory(format_args!(
-                "{what} need {} MiB, and {} MiB are free",
+                "{what} need {} MiB, but only {} MiB are free",
                 mib(bytes as u64),
                 mib(driver.free_bytes()?)
             ))
-            .hint("end what else uses the GPU, give fewer tokens, or use --device cpu"));
+            .hint("stop other programs that use the GPU, give fewer tokens, or use --device cpu"));
         };
         Ok(Self {
             driver,

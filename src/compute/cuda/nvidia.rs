@@ -26,7 +26,7 @@ mod recording;
 mod staging;
 
 /// The hint of errors that say that CUDA is not available.
-const HINT: &str = "install NVIDIA's driver (`nvidia-smi` shows whether it works), or use --device cpu";
+const HINT: &str = "install the NVIDIA driver (`nvidia-smi` shows whether it works), or use --device cpu";
 /// The oldest compute capability that the kernels run on: they need asynchronous copies and m16n8k16 products.
 const OLDEST: (i32, i32) = (8, 0);
 
@@ -72,17 +72,18 @@ impl Nvidia {
     pub fn open() -> Result<Self> {
         // SAFETY: looks for the library and closes it again.
         if !unsafe { sys::is_culib_present() } {
-            return Err(Error::device("CUDA: there is no NVIDIA driver (libcuda)").hint(HINT));
+            return Err(Error::device("CUDA: no NVIDIA driver (libcuda) found").hint(HINT));
         }
         result::init().map_err(|e| match e.0 {
             CUresult::CUDA_ERROR_NO_DEVICE => no_gpu(),
-            _ => failed("the driver does not start", e).hint(HINT),
+            _ => failed("cannot start the driver", e).hint(HINT),
         })?;
-        if result::device::get_count().map_err(|e| failed("no list of GPUs", e))? == 0 {
+        if result::device::get_count().map_err(|e| failed("cannot list the GPUs", e))? == 0 {
             return Err(no_gpu());
         }
-        let device = result::device::get(0).map_err(|e| failed("no first GPU", e))?;
-        let name = result::device::get_name(device).map_err(|e| failed("no name of the GPU", e))?;
+        let device = result::device::get(0).map_err(|e| failed("cannot open the first GPU", e))?;
+        let name =
+            result::device::get_name(device).map_err(|e| failed("cannot read the name of the GPU", e))?;
         let fact = |which| attribute(device, which);
         let major = fact(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = fact(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
@@ -90,14 +91,14 @@ impl Nvidia {
         let capability = (major, minor);
         if capability < OLDEST {
             return Err(Error::device(format!(
-                "CUDA: {name} has compute capability {major}.{minor}; 8.0 or later is needed"
+                "CUDA: {name} has compute capability {major}.{minor}; kvsmith needs 8.0 or later"
             ))
             .hint("use --device wgpu or --device cpu"));
         }
         let adapter = format!("{name}, compute capability {major}.{minor}, CUDA {}", version()?);
         // SAFETY: the device is the one that the driver just gave.
         let context =
-            unsafe { result::primary_ctx::retain(device) }.map_err(|e| failed("the GPU does not open", e))?;
+            unsafe { result::primary_ctx::retain(device) }.map_err(|e| failed("cannot open the GPU", e))?;
         let mut gpu = Self {
             device,
             context,
@@ -147,16 +148,14 @@ impl Nvidia {
         };
         self.module = loaded.map_err(|e| {
             let why = match e.0 {
-                CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => {
-                    "the kernels that are built in are not for this GPU"
-                }
+                CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => "the built-in kernels do not support this GPU",
                 CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION | CUresult::CUDA_ERROR_INVALID_IMAGE => {
                     "the driver is too old for the kernels"
                 }
-                _ => "the kernels do not load",
+                _ => "cannot load the kernels",
             };
             let version = self.adapter.as_str();
-            failed(&format!("{why} ({version})"), e).hint("update NVIDIA's driver, or use --device cpu")
+            failed(&format!("{why} ({version})"), e).hint("update the NVIDIA driver, or use --device cpu")
         })?;
         let optin = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         self.shared_bytes = attribute(self.device, optin)?.max(0) as usize;
@@ -180,7 +179,7 @@ impl Nvidia {
         let own = CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
         // SAFETY: the function is one of the module.
         let own = unsafe { result::function::get_function_attribute(handle, own) }
-            .map_err(|e| failed("no facts about a kernel", e))?;
+            .map_err(|e| failed("cannot read the properties of a kernel", e))?;
         Ok(Function {
             handle,
             own_bytes: own.max(0) as usize,
@@ -223,7 +222,7 @@ impl Nvidia {
     /// Makes the context current on this thread.
     fn enter(&self) -> Result<()> {
         // SAFETY: the context lives as long as `self`.
-        unsafe { result::ctx::set_current(self.context) }.map_err(|e| failed("the GPU does not open", e))
+        unsafe { result::ctx::set_current(self.context) }.map_err(|e| failed("cannot open the GPU", e))
     }
 }
 
@@ -260,7 +259,8 @@ impl Driver for Nvidia {
 
     fn free_bytes(&self) -> Result<u64> {
         self.enter()?;
-        let (free, _) = result::mem_get_info().map_err(|e| failed("no count of free memory", e))?;
+        let (free, _) =
+            result::mem_get_info().map_err(|e| failed("cannot read the amount of free memory", e))?;
         Ok(free as u64)
     }
 
@@ -270,7 +270,7 @@ impl Driver for Nvidia {
         match unsafe { result::malloc_sync(bytes) } {
             Ok(address) => Ok(Some(address)),
             Err(DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => Ok(None),
-            Err(e) => Err(failed("no memory", e)),
+            Err(e) => Err(failed("cannot allocate memory", e)),
         }
     }
 
@@ -316,7 +316,7 @@ impl Driver for Nvidia {
     fn zero(&self, at: Address, bytes: usize) -> Result<()> {
         self.enter_to_copy()?;
         // SAFETY: the buffer behind the address has at least as many bytes.
-        unsafe { result::memset_d8_sync(at, 0, bytes) }.map_err(|e| failed("memory was not cleared", e))
+        unsafe { result::memset_d8_sync(at, 0, bytes) }.map_err(|e| failed("cannot clear memory", e))
     }
 
     fn multiprocessors(&self) -> usize {
@@ -331,7 +331,7 @@ impl Driver for Nvidia {
         let each = unsafe {
             result::occupancy::max_active_block_per_multiprocessor(function, threads, shared_bytes)
         };
-        let each = each.map_err(|e| failed("no facts about a kernel", e))?;
+        let each = each.map_err(|e| failed("cannot read the properties of a kernel", e))?;
         Ok(self.multiprocessors * each.max(1) as usize)
     }
 
@@ -407,7 +407,7 @@ fn prefer_shared(function: CUfunction, bytes: usize) -> Result<()> {
     for (attribute, value) in attributes {
         // SAFETY: the function is one of a loaded module.
         unsafe { result::function::set_function_attribute(function, attribute, value) }
-            .map_err(|e| failed("no shared memory", e))?;
+            .map_err(|e| failed("cannot set the shared memory of a kernel", e))?;
     }
     Ok(())
 }
@@ -418,13 +418,14 @@ struct Mark(CUevent);
 impl Mark {
     fn new() -> Result<Self> {
         let event = result::event::create(CUevent_flags::CU_EVENT_DEFAULT);
-        event.map(Self).map_err(|e| failed("no event", e))
+        event.map(Self).map_err(|e| failed("cannot create an event", e))
     }
 
     /// Records the mark after all earlier launches.
     fn set(&self) -> Result<()> {
         // SAFETY: the event was created in `new`; the null stream is the one everything goes through.
-        unsafe { result::event::record(self.0, std::ptr::null_mut()) }.map_err(|e| failed("no event", e))
+        unsafe { result::event::record(self.0, std::ptr::null_mut()) }
+            .map_err(|e| failed("cannot create an event", e))
     }
 
     /// Waits for the mark, and returns the seconds from an `earlier` mark to it.
@@ -433,7 +434,7 @@ impl Mark {
         unsafe { result::event::synchronize(self.0) }.map_err(|e| failed("a timed launch failed", e))?;
         // SAFETY: as above.
         let milliseconds = unsafe { result::event::elapsed(earlier.0, self.0) };
-        let milliseconds = milliseconds.map_err(|e| failed("no time of an event", e))?;
+        let milliseconds = milliseconds.map_err(|e| failed("cannot read the time of an event", e))?;
         Ok(f64::from(milliseconds) * 1e-3)
     }
 }
@@ -462,7 +463,7 @@ fn failed(what: &str, e: DriverError) -> Error {
 fn attribute(device: CUdevice, attribute: CUdevice_attribute) -> Result<i32> {
     // SAFETY: the device is one that the driver gave.
     unsafe { result::device::get_attribute(device, attribute) }
-        .map_err(|e| failed("no facts about the GPU", e))
+        .map_err(|e| failed("cannot read the properties of the GPU", e))
 }
 
 /// Returns the CUDA version of the driver, such as 13.0.
@@ -471,6 +472,6 @@ fn version() -> Result<String> {
     // SAFETY: writes a number to where the pointer points.
     unsafe { sys::cuDriverGetVersion(&mut version) }
         .result()
-        .map_err(|e| failed("no version of the driver", e))?;
+        .map_err(|e| failed("cannot read the version of the driver", e))?;
     Ok(format!("{}.{}", version / 1000, version % 1000 / 10))
 }

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 
 /// The hint for a machine without an adapter.
 const NO_ADAPTER: &str = "install the Vulkan driver of your GPU (Debian, Ubuntu: apt-get install libvulkan1 \
-                          mesa-vulkan-drivers, which also has one for machines without a GPU), or use \
+                          mesa-vulkan-drivers, which includes a driver for machines without a GPU), or use \
                           --device cpu";
 
 /// The most multiply-adds per submission: about a tenth of a second on a slow GPU, well below the time after which
@@ -119,7 +119,8 @@ impl GpuContext {
     pub fn buffer(&self, bytes: u64) -> Result<wgpu::Buffer> {
         if bytes > self.limits.buffer_bytes {
             let (found, most) = (bytes, self.limits.buffer_bytes);
-            let error = format!("a buffer of {found} bytes is needed, the adapter takes {most}");
+            let error =
+                format!("a buffer of {found} bytes is needed, but the adapter supports at most {most} bytes");
             return Err(Error::device(error).hint("use --device cpu"));
         }
         Ok(self.allocate(
@@ -262,7 +263,9 @@ impl Batch<'_> {
         }
         drop(sender);
         context.wait()?;
-        let failed = |what: &dyn std::fmt::Display| Error::device(format!("reading back failed: {what}"));
+        let failed = |what: &dyn std::fmt::Display| {
+            Error::device(format!("reading results back from the GPU failed: {what}"))
+        };
         for _ in &copies {
             receiver.recv().map_err(|e| failed(&e))?.map_err(|e| failed(&e))?;
         }
@@ -282,7 +285,7 @@ impl GpuContext {
         match catch_unwind(AssertUnwindSafe(poll)) {
             Ok(Ok(_)) => Ok(()),
             Ok(Err(e)) => Err(Error::device(e.to_string())),
-            Err(_) => Err(Error::device("the driver failed while it worked")),
+            Err(_) => Err(Error::device("the GPU driver failed")),
         }
     }
 }
@@ -302,7 +305,7 @@ fn scoped<T>(device: &wgpu::Device, fault: &Fault, doing: &str, f: impl FnOnce()
     caught.reverse();
     match caught.into_iter().flatten().next() {
         Some(wgpu::Error::OutOfMemory { .. }) => {
-            Err(failed("out of memory".to_owned()).hint("free memory of the device, or use --device cpu"))
+            Err(failed("out of memory".to_owned()).hint("free GPU memory, or use --device cpu"))
         }
         Some(e) => Err(failed(one_line(&e.to_string())).hint("use --device cpu")),
         None => result,
@@ -313,10 +316,10 @@ fn scoped<T>(device: &wgpu::Device, fault: &Fault, doing: &str, f: impl FnOnce()
 /// built in.
 fn no_adapter(e: &wgpu::RequestAdapterError) -> Error {
     let why = match e {
-        wgpu::RequestAdapterError::NotFound { .. } => "found no driver or no device".to_owned(),
+        wgpu::RequestAdapterError::NotFound { .. } => "there is no driver or no device".to_owned(),
         other => one_line(&other.to_string()),
     };
-    Error::device(format!("no adapter for wgpu: {why}")).hint(NO_ADAPTER)
+    Error::device(format!("wgpu found no adapter: {why}")).hint(NO_ADAPTER)
 }
 
 /// Stores the first report of a lost device or of an error outside of the error scopes.

@@ -49,14 +49,14 @@ impl Shape {
     pub fn checked(mut self) -> Result<Self> {
         if self.group == 0 || self.group > MOST_GROUP {
             return Err(Error::failed(format!(
-                "CUDA: {} query heads per KV head; 1 to {MOST_GROUP} are supported",
+                "CUDA: the model has {} query heads per KV head; 1 to {MOST_GROUP} are supported",
                 self.group
             ))
             .hint("use --device cpu"));
         }
         if self.head_dim == 0 || self.head_dim > 128 {
             return Err(Error::failed(format!(
-                "CUDA: a head dimension of {}; 1 to 128 are supported",
+                "CUDA: the model has a head dimension of {}; 1 to 128 are supported",
                 self.head_dim
             ))
             .hint("use --device cpu"));
@@ -275,8 +275,10 @@ pub struct Rotated<'a> {
 }
 
 fn full(capacity: usize) -> Error {
-    Error::failed(format!("the GPU's cache has room for {capacity} positions"))
-        .hint("give fewer tokens, or use --device cpu")
+    Error::failed(format!(
+        "the KV cache on the GPU has room for {capacity} positions only"
+    ))
+    .hint("give fewer tokens, or use --device cpu")
 }
 
 /// The chosen positions of each KV head, ascending, between the sinks and the window.

@@ -8,9 +8,9 @@ use super::FULL;
 /// How the centre of a channel is computed; signs are taken relative to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Center {
-    /// The lower median: half of the signs are positive.
+    /// The channel's lower median: about half of the signs are positive.
     Median,
-    /// The mean.
+    /// The channel's mean.
     Mean,
 }
 

@@ -143,7 +143,7 @@ impl HeadCodebook {
         rotation: QueryRotation,
     ) -> Result<Self> {
         let chol_inverse = linalg::invert_lower(chol.mapv(f64::from).view())?
-            .ok_or_else(|| Error::failed("a Cholesky factor is singular").hint("make the section again"))?;
+            .ok_or_else(|| Error::failed("a Cholesky factor is singular").hint("recreate the section"))?;
         Ok(Self {
             codewords: Codewords::new(codebook.view()),
             codebook: Codebook::new(codebook),

@@ -83,13 +83,15 @@ impl<'a> HeadRun<'a> {
         params: &'a FitParams,
         moments: &LayerMoments,
     ) -> Result<Self> {
-        let metric = |head: usize| match params.metric {
+        let metric = |head: usize| {
+            match params.metric {
             FitMetric::QueryAware if moments.count[head] == 0 => {
-                Err(Error::failed("no query of this head was observed")
-                    .hint("take the moments again, from text of which not all is held out"))
+                Err(Error::failed("no queries of this head were observed")
+                    .hint("recompute the moments from more text or with a smaller --holdout, so that not everything is held out"))
             }
             FitMetric::QueryAware => Metric::new(moments.sum_qq.index_axis(Axis(0), head)),
             FitMetric::Plain => Ok(Metric::euclidean(states.sizes.head_dim)),
+        }
         };
         let in_place = |head| metric(head).map_err(|e| at(states, head, e).or_hint(OUTLIERS));
         let metrics = heads.clone().map(in_place).collect::<Result<Vec<_>>>()?;
@@ -151,7 +153,7 @@ impl<'a> HeadRun<'a> {
         let squares = points.square_sum()?;
         match squares.iter().position(|sum| !sum.is_finite()) {
             None => Ok(squares),
-            Some(i) => Err(self.outliers(i, "a whitened key is not finite")),
+            Some(i) => Err(self.outliers(i, "a whitened key is NaN or infinite")),
         }
     }
 

@@ -39,7 +39,8 @@ const FEW_KEYS: f64 = 15.0;
 /// How k-means starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 pub enum FitInit {
-    /// Each next centroid is a key drawn by its squared distance to those chosen.
+    /// Draw each further centroid from the keys, with probability proportional to the squared distance to the nearest
+    /// centroid so far.
     #[value(name = "kmeans++")]
     #[serde(rename = "kmeans++")]
     KMeansPlusPlus,
@@ -49,19 +50,20 @@ pub enum FitInit {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FitMetric {
-    /// That of the queries' second moment, Eq. 13.
+    /// The metric of the queries' second moment (Eq. 13).
     QueryAware,
-    /// Euclidean.
+    /// The Euclidean distance.
     Plain,
 }
 
 /// Where a query stands, relative to a key, when the key is scored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Positions {
-    /// The paper's: at one position for every key.
+    /// Rotate queries to the WRoPE position for every key, as in the paper.
     #[default]
     Window,
-    /// By the mean rotation of the bucket of distances that the key is in.
+    /// Rotate queries by the mean rotation over the bucket of distances that contains the key; there are eight
+    /// buckets.
     Buckets,
 }
 
@@ -126,23 +128,24 @@ impl TryFrom<RotationManifest> for Rotation {
 #[group(skip)]
 #[command(next_help_heading = "Section a2ats")]
 pub struct FitParams {
-    /// Codewords per KV head
+    /// Number of codewords per KV head
     #[arg(long, value_name = "M", default_value_t = 4096, value_parser = parse_count)]
     #[serde(rename = "codebook_size")]
     pub size: usize,
     /// Maximum number of k-means passes
     #[arg(long, value_name = "N", default_value_t = 25, value_parser = parse_count)]
     pub iterations: usize,
-    /// End once a pass lowers the objective by less than this share; 0 goes on until no key changes its codeword
+    /// Stop when a pass lowers the mean squared distance by less than this share (at least 0, below 1; 0 = continue
+    /// until no key changes its codeword)
     #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = share_or_zero)]
     pub min_gain: f64,
-    /// How k-means starts
+    /// Choice of the initial centroids
     #[arg(long, value_enum, default_value_t = FitInit::KMeansPlusPlus)]
     pub init: FitInit,
-    /// The distance in which keys are clustered
+    /// Distance in which keys are clustered
     #[arg(long, value_enum, default_value_t = FitMetric::QueryAware)]
     pub metric: FitMetric,
-    /// Where queries stand, relative to a key: at the WRoPE position, or at the mean of one of eight buckets of distances
+    /// Rotation of a query when it is scored against codewords
     #[arg(long, value_enum, default_value_t = Positions::Window)]
     #[serde(skip)]
     pub positions: Positions,
@@ -188,19 +191,19 @@ impl FitParams {
     fn check(&self, kept: usize, log: Log) -> Result<()> {
         let size = self.size;
         if !(1..=MAX_SIZE).contains(&size) {
-            let message = format!("--size {size} must be between 1 and {MAX_SIZE}");
+            let message = format!("--size {size} is out of range: expected 1 to {MAX_SIZE}");
             return Err(Error::usage(message));
         }
         if kept < size {
-            let message = format!("{kept} calibration tokens are too few for a codebook of {size}");
+            let message = format!("{kept} calibration tokens are too few for a codebook of {size} codewords");
             let most = ((kept as f64 / FEW_KEYS) as usize).max(1);
-            let hint = format!("give more text, or a smaller --size ({most} or less)");
+            let hint = format!("give more text, or use --size {most} or less");
             return Err(Error::failed(message).hint(hint));
         }
         let per = kept as f64 / size as f64;
         if per < FEW_KEYS {
             log.warn(&format!(
-                "{per:.1} keys per codeword ({kept} keys, {size} codewords); below {FEW_KEYS} a codebook fits its calibration text better than other text"
+                "only {per:.1} keys per codeword ({kept} keys, {size} codewords); with fewer than {FEW_KEYS}, a codebook fits its calibration text better than other text"
             ));
         }
         Ok(())
@@ -259,10 +262,10 @@ const COLUMNS: [Column<CodebookQuality>; 7] = [
     Column::new("condition", |v| format!("{v:.1e}"), |q| Some(q.condition)),
     Column::new("passes", |v| format!("{v:.0}"), |q| Some(q.iterations as f64)),
 ];
-const LEGEND: &str = "(means over the KV heads; inertia = squared error per key in the metric of the
-queries)
+const LEGEND: &str = "(means over each layer's KV heads; inertia = squared error per key in the metric
+of the queries; of variance = held-out inertia as a share of the keys' variance)
 
-worst heads (share of the variance left on held-out keys)
+worst heads (error on held-out keys as a share of the variance)
 ";
 
 /// The declaration of the section.
@@ -274,7 +277,7 @@ impl SectionKind for A2atsSection {
         &Facts {
             name: SECTION,
             command: "codebook",
-            about: "Fit the A2ATS codebooks of a dump",
+            about: "Fit A2ATS codebooks to the keys of a dump",
             stage: "codebooks",
             moments: MomentsRead::Chosen,
             reads_queries: false,
@@ -299,9 +302,9 @@ impl SectionKind for A2atsSection {
             }
             (Positions::Buckets, Position::Own) => {
                 return Err(Error::usage(
-                    "--positions buckets is for keys before rotation, not for standard RoPE",
+                    "--positions buckets needs keys before rotation; it does not work with standard RoPE",
                 )
-                .hint("leave out --rope standard, or moments that were made with it"));
+                .hint("omit --rope standard, and moments that were made with it"));
             }
         };
         let kept = input.kept.iter().filter(|kept| **kept).count();

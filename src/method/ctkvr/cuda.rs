@@ -86,7 +86,7 @@ impl<'d> CtkvrWorkspace<'d> {
     pub fn new(at: OnDevice<'d>, limits: &Limits, params: &CtkvrParams) -> Result<Self> {
         if params.ct_expand > 1 {
             return Err(Error::failed(
-                "CUDA: lists have no successors; --ct-expand must be 1",
+                "CUDA: --ct-expand 2 is not supported, use --ct-expand 1",
             ));
         }
         let (driver, shape) = (at.driver, at.shape.checked()?);

@@ -18,13 +18,13 @@ fn list_per_budget(text: &str) -> std::result::Result<f64, String> {
 /// Which prompt queries become centroids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Choose {
-    /// The last, as in the paper.
+    /// The last queries of the prompt, as in the paper.
     Last,
-    /// Evenly spaced over the prompt (ablation).
+    /// Queries evenly spaced over the prompt (ablation).
     Even,
-    /// The first (ablation).
+    /// The first queries of the prompt (ablation).
     First,
-    /// Drawn, the same for every head (ablation).
+    /// Queries drawn at random, the same for every head (ablation).
     Random,
 }
 
@@ -51,29 +51,30 @@ impl Choose {
 #[group(skip)]
 #[command(next_help_heading = "Method ctkvr")]
 pub struct CtkvrParams {
-    /// Centroids, C (default: one per 16 positions, at least C' and at most 2048)
+    /// Number of query centroids (default: one per 16 positions, at least --ct-probes and at most 2048)
     #[arg(long, value_name = "C", value_parser = crate::flags::at_least_one)]
     pub ct_centroids: Option<usize>,
-    /// Centroids whose lists a step recalls, C'
+    /// Number of query centroids whose lists a step recalls
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = crate::flags::at_least_one)]
     pub ct_probes: usize,
-    /// The query of every Nth decode step becomes a centroid; 0 = none
+    /// Turn the query of every Nth decode step into a query centroid; 0 = never
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub ct_update: usize,
-    /// Maximum size of the index, as a share (0 to 1) of the KV cache in its type (--kv): bf16 leaves room for half as many
-    /// centroids as f32
+    /// Maximum size of the index, as a share (above 0, at most 1) of the KV cache in its own type (--kv): with bf16,
+    /// half as many query centroids fit as with f32
     #[arg(long, value_name = "F", default_value_t = 0.1, value_parser = crate::flags::share)]
     pub ct_cap: f64,
-    /// Which prompt queries become centroids
+    /// Prompt queries that become query centroids
     #[arg(long, value_enum, default_value_t = Choose::Last)]
     pub ct_choose: Choose,
-    /// Length of a list, as a multiple of the budget
+    /// Length of each query centroid's list, as a multiple of the budget (at least 1)
     #[arg(long, value_name = "F", default_value_t = LIST_PER_BUDGET, value_parser = list_per_budget)]
     pub ct_list: f64,
-    /// 2 = half of each list holds the positions that follow its heaviest ones; the length stays the same (CPU only)
+    /// Contents of each list: 1 = the heaviest positions; 2 = the heavier half of them, followed by the positions
+    /// right after these. The length stays the same; 2 runs on the CPU only
     #[arg(long, value_name = "1|2", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=2))]
     pub ct_expand: u8,
-    /// A later prompt's queries become no centroids (ablation)
+    /// Keep the query centroids of the first prompt: queries of later prompts do not become centroids (ablation)
     #[arg(long)]
     pub ct_keep: bool,
 }

@@ -7,23 +7,25 @@ use super::threshold::{Population, Threshold};
 #[group(skip)]
 #[command(next_help_heading = "Method lfps")]
 pub struct LfpsParams {
-    /// Last prompt queries that fill the tables; 0 = calibrated priors alone
+    /// Number of last prompt queries that fill the tables; 0 = start from the calibrated priors alone
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = crate::flags::parse_count)]
     pub lfps_rows: usize,
-    /// Weight of the calibrated priors, in prompt queries
+    /// Weight of the calibrated priors, expressed as a number of prompt queries (at least 0)
     #[arg(long, value_name = "N", default_value_t = 8.0, value_parser = crate::flags::not_negative)]
     pub lfps_prior: f64,
-    /// Threshold above the mean, in standard deviations; more = fewer candidates (default: as calibrated, else 0.2)
+    /// Distance of the threshold above the mean, in standard deviations (at least 0); a larger value gives fewer
+    /// candidates (default: the calibrated value, else 0.2)
     #[arg(long, value_name = "A", value_parser = crate::flags::not_negative)]
     pub lfps_alpha: Option<f64>,
-    /// If the sinks hold more than this share of a query head's attention, answer it without reading the cache; 1 = never
+    /// Skip the cache for a query head when the sinks receive more than this estimated share of its attention (above
+    /// 0, at most 1; 1 = never skip)
     #[arg(long, value_name = "F", default_value_t = 0.85, value_parser = crate::flags::share)]
     pub lfps_theta: f64,
-    /// How the thresholds are set
+    /// Rule that sets the thresholds of the tables
     #[arg(long, value_enum, default_value_t = Threshold::Kurtosis)]
     pub lfps_threshold: Threshold,
-    /// Positions whose scores give the thresholds' mean and deviation: every one but the sinks, or the candidates
-    /// alone (default: as calibrated, else all)
+    /// Positions whose table entries give the mean and deviation for the thresholds (default: as calibrated, else
+    /// all)
     #[arg(long, value_enum)]
     pub lfps_population: Option<Population>,
 }

@@ -5,11 +5,11 @@ use serde::{Deserialize, Serialize};
 /// How the thresholds of the tables are set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Threshold {
-    /// Mean + alpha deviations, weighted so that the table with the larger kurtosis has the lower one.
+    /// Mean + alpha deviations, weighted so that the table with the larger kurtosis gets the lower threshold.
     Kurtosis,
     /// Mean + alpha deviations.
     MeanStd,
-    /// As many candidates as the paper reports for this length and alpha.
+    /// The threshold that gives the share of candidates the paper reports for this length and alpha.
     Budget,
 }
 
@@ -17,10 +17,10 @@ pub enum Threshold {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Population {
-    /// Every visible position that is no sink, the window included.
+    /// All visible positions except the sinks; the window is included.
     #[default]
     All,
-    /// The candidates: visible positions outside the static set.
+    /// The candidates: visible positions outside the static set (sinks and window).
     Candidates,
 }
 

@@ -31,7 +31,7 @@ pub fn pattern(x: &[f32]) -> usize {
 #[group(skip)]
 #[command(next_help_heading = "Section sign")]
 pub(super) struct SignFit {
-    /// What the sign patterns are taken around
+    /// Value that is subtracted from each channel of the keys before their signs are taken
     #[arg(long, value_enum, default_value_t = Center::Median)]
     center: Center,
 }
@@ -101,7 +101,7 @@ impl SignFit {
             let (centroids, counts) = centroids(sums);
             if centroids.iter().any(|v| !v.is_finite()) {
                 return Err(Error::failed("a sign centroid is outside the range of f16")
-                    .hint("the keys of this head have extreme outliers"));
+                    .hint("the keys of this head have extreme outliers; check the model and the text"));
             }
             part.put(CENTROID, &centroids);
             part.put(COUNT, &counts);

@@ -5,13 +5,13 @@ use crate::kv::packed::{Center, FULL};
 /// Where the centroids come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum CentroidSource {
-    /// One pass over the prompt, as in the paper.
+    /// From one pass over the prompt, as in the paper.
     OnePass,
-    /// The artifact alone.
+    /// From the artifact alone.
     Offline,
-    /// The prompt's, with the artifact's as 32 keys more.
+    /// From the prompt, with the artifact's centroids counted as 32 additional keys.
     Hybrid,
-    /// None: a channel counts by its sign alone (ablation).
+    /// No centroids: only the sign of each channel counts (ablation).
     Signs,
 }
 
@@ -20,17 +20,18 @@ pub enum CentroidSource {
 #[group(skip)]
 #[command(next_help_heading = "Method selfindex, and 2-bit caches")]
 pub struct SelfIndexParams {
-    /// Where centroids come from; offline and hybrid need an artifact
+    /// Source of the centroids; offline and hybrid need an artifact with the section `sign`
     #[arg(long, value_enum, default_value_t = CentroidSource::OnePass)]
     pub sign_centroids: CentroidSource,
-    /// selfindex and --kv 2bit: what signs are taken around (default: as in the artifact, else median)
+    /// For selfindex and --kv 2bit: value that is subtracted from each channel of the keys before their signs are
+    /// taken (default: as in the artifact, else median)
     #[arg(long, value_enum)]
     pub center: Option<Center>,
-    /// --kv 2bit: maximum number of positions kept in f16; for every 38 positions of its budget, selfindex attends one of
-    /// these first
+    /// For --kv 2bit: maximum number of positions that are also kept in f16. For every 38 positions of its budget,
+    /// selfindex attends one of these first
     #[arg(long, value_name = "N", default_value_t = FULL, value_parser = crate::flags::parse_count)]
     pub sign_full: usize,
-    /// --kv 2bit: quantise keys as values are, without their signs (ablation)
+    /// For --kv 2bit: quantise keys like values, without their signs (ablation)
     #[arg(long)]
     pub plain_keys: bool,
 }

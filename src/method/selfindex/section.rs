@@ -62,7 +62,7 @@ const COLUMNS: [Column<SignQuality>; 3] = [
         |q| Some(q.empty_patterns as f64),
     ),
 ];
-const LEGEND: &str = "(means over the KV heads; at most 1 bit per sign, 4 per pattern)\n";
+const LEGEND: &str = "(means over each layer's KV heads; at most 1 bit per sign, 4 bits per pattern)\n";
 
 /// The declaration of the section.
 #[derive(Debug)]
@@ -73,7 +73,7 @@ impl SectionKind for SignSection {
         &Facts {
             name: SECTION,
             command: "signs",
-            about: "Build the sign-pattern centroids of a dump",
+            about: "Compute the sign-pattern centroids of a dump's keys",
             stage: "signs",
             moments: MomentsRead::Nothing,
             reads_queries: false,
@@ -123,7 +123,7 @@ impl SectionKind for SignSection {
 
     fn describe(&self, section: &SectionView) -> Result<String> {
         let center = calibrated_center(&section.manifest.params)?;
-        Ok(format!("signs around the {} of each block", center.as_str()))
+        Ok(format!("signs relative to the {} of each block", center.as_str()))
     }
 
     fn table(&self, reports: &[HeadReport]) -> Result<String> {

@@ -99,12 +99,13 @@ const COLUMNS: [Column<TailQuality>; 9] = [
     Column::new("noise 1", share, |q| mean(&q.ratio_noisy_1_05)),
     Column::new("noise 2", share, |q| mean(&q.ratio_noisy_2_05)),
 ];
-const LEGEND: &str = "(tails: means over the query heads; off = share of them without a tail; the last
-columns: squared output error with the tail over that without, for the static
-set alone, the best 5 % (held: on held-out rows) and 20 %, and the best 5 % by
-scores with noise of 1 and 2)
+const LEGEND: &str = "(tails: means over each layer's query heads; off = share of query heads without
+a tail; last columns: squared output error with the tail as a share of the error
+without it, if a step reads the static set alone, the best 5 % (held: on
+held-out rows) or 20 % of the positions, or the best 5 % by scores with noise of
+1 and 2)
 
-worst heads (share without a tail)
+worst heads (share of query heads without a tail)
 ";
 
 /// The declaration of the section.
@@ -116,7 +117,7 @@ impl SectionKind for TailSection {
         &Facts {
             name: SECTION,
             command: "tail",
-            about: "Fit the tails of a dump that has queries and values",
+            about: "Fit the tails (for --tail) to a dump with queries and values",
             stage: "tails",
             moments: MomentsRead::Nothing,
             reads_queries: true,
@@ -134,7 +135,7 @@ impl SectionKind for TailSection {
         let sample = Sample::new(input.block_start, input.kept);
         if sample.n_kept() == 0 {
             input.log.warn(&format!(
-                "the blocks are too short for tails: no head gets one; give documents of more than {} tokens or a longer --seq-len",
+                "the blocks are too short for tails, so no head gets one; give documents of more than {} tokens, or a larger --seq-len",
                 SINKS + WINDOW
             ));
         }
@@ -147,8 +148,8 @@ impl SectionKind for TailSection {
     fn specs(&self, params: &Map<String, Value>, sizes: Sizes) -> Result<Vec<Spec>> {
         let params: TailParams = parse("sections.tail", params)?;
         if params.shifts.is_empty() || !params.shifts.is_sorted() {
-            return Err(Error::failed("`sections.tail.shifts` is not valid")
-                .hint("make the section again with this version of kvsmith"));
+            return Err(Error::failed("`sections.tail.shifts` is invalid")
+                .hint("recreate the section with this version of kvsmith"));
         }
         let shape = [sizes.n_layers, sizes.n_heads];
         Ok(vec![

@@ -122,7 +122,7 @@ impl HeadCodebook {
         rotation: ArrayView2<f32>,
     ) -> Result<Self> {
         let m = words.len_of(Axis(1));
-        let singular = || Error::failed("a Cholesky factor is singular").hint("make the section again");
+        let singular = || Error::failed("a Cholesky factor is singular").hint("recreate the section");
         let inverse = linalg::invert_lower(chol.mapv(f64::from).view())?.ok_or_else(singular)?;
         // With z = (k - mean) L V, q (k - mean)^T = q L^-T V z^T. Every step reads this map, whatever the context.
         let query_map = inverse.t().dot(&rotation.mapv(f64::from));

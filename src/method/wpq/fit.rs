@@ -51,7 +51,10 @@ impl Fit for WpqFit {
                 quality.map_err(|e| e.context(format!("layer {}, KV head {head}", states.layer)))?;
             let left = 100.0 * quality.unexplained().unwrap_or(0.0);
             part.quality.push(object(&quality)?);
-            done(head, Some(format!("{left:.1} % of the variance left")));
+            done(
+                head,
+                Some(format!("{left:.1} % of the variance remains as error")),
+            );
         }
         Ok(part)
     }
@@ -75,8 +78,8 @@ impl<'a> HeadFit<'a> {
     fn new(params: &'a WpqParams, states: &'a LayerStates, head: usize) -> Result<Self> {
         let moments = states.moments()?;
         if moments.count[head] == 0 {
-            return Err(Error::failed("no query of this head was observed")
-                .hint("make the dump again, from text of which not all is held out"));
+            return Err(Error::failed("no queries of this head were observed")
+                .hint("recreate the dump from more text or with a smaller --holdout, so that not everything is held out"));
         }
         let metric =
             Metric::new(moments.sum_qq.index_axis(Axis(0), head)).map_err(|e| e.or_hint(OUTLIERS))?;
@@ -104,7 +107,7 @@ impl<'a> HeadFit<'a> {
         let (_, n, _) = self.rows[0].dim();
         let variance = self.rows[0].iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / n as f64;
         if !variance.is_finite() {
-            return Err(Error::failed("a whitened key is not finite").hint(OUTLIERS));
+            return Err(Error::failed("a whitened key is NaN or infinite").hint(OUTLIERS));
         }
         let (mut words, mut last) = (Vec::new(), StageDone::default());
         for stage in 0..self.params.stages {

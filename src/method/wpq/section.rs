@@ -82,17 +82,18 @@ impl WpqParams {
 #[group(skip)]
 #[command(next_help_heading = "Section wpq")]
 struct WpqFlags {
-    /// wpq: bits of a key's code; none: no section
+    /// Bits per key of the wpq codes; none = make no section wpq
     #[arg(long, value_name = "BITS", default_value = "64", value_parser = PossibleValuesParser::new(["16", "32", "64", NONE]))]
     wpq_bits: String,
-    /// wpq: words of each group of channels; a code has a 4-bit or an 8-bit number of a word for each group
+    /// Number of words per group of directions; with 16 words, a code uses 4 bits per group and stage, with 256
+    /// words, 8 bits
     #[arg(long, value_name = "N", default_value = "16", value_parser = PossibleValuesParser::new(["16", "256"]))]
     wpq_words: String,
-    /// wpq: stages of a code; with two, half of its bits encode what the other half leave of a key, and only the best keys
-    /// by the first half are scored by both
+    /// Number of stages of a wpq code. With 2, one half of the bits encodes the key and the other half encodes the
+    /// error of the first; only the keys with the best scores by the first half are scored with both
     #[arg(long, value_name = "N", default_value = "2", value_parser = PossibleValuesParser::new(["1", "2"]))]
     wpq_stages: String,
-    /// wpq: most k-means passes
+    /// Maximum number of k-means passes for wpq
     #[arg(long, value_name = "N", default_value_t = 25, value_parser = parse_count)]
     wpq_iterations: usize,
 }
@@ -143,10 +144,11 @@ const COLUMNS: [Column<WpqQuality>; 5] = [
     ),
     Column::new("condition", |v| format!("{v:.1e}"), |q| Some(q.condition)),
 ];
-const LEGEND: &str = "(product quantisers: means over the KV heads; inertia = squared error per key in
-the metric of the queries)
+const LEGEND: &str = "(product quantisers: means over each layer's KV heads; inertia = squared error
+per key in the metric of the queries; of variance = held-out inertia as a share
+of the keys' variance)
 
-worst heads (share of the variance left on held-out keys)
+worst heads (error on held-out keys as a share of the variance)
 ";
 
 /// The declaration of the section.
@@ -158,7 +160,7 @@ impl SectionKind for WpqSection {
         &Facts {
             name: SECTION,
             command: "wpq",
-            about: "Fit the product quantisers of a dump",
+            about: "Fit product quantisers (section wpq) to the keys of a dump",
             stage: "product quantisers",
             moments: MomentsRead::Own,
             reads_queries: false,
@@ -181,8 +183,8 @@ impl SectionKind for WpqSection {
     fn fit(&self, flags: &ArgMatches, input: &FitInput) -> Result<Box<dyn Fit>> {
         let flags = WpqFlags::from_arg_matches(flags).map_err(|e| Error::usage(e.to_string()))?;
         let params = flags.params(input.seed).ok_or_else(|| {
-            Error::usage("--wpq-bits none makes no section")
-                .hint("give the bits of a key's code: 16, 32 or 64")
+            Error::usage("--wpq-bits none would make no section")
+                .hint("give the bits per key: --wpq-bits 16, 32 or 64")
         })?;
         Ok(Box::new(WpqFit { params }))
     }

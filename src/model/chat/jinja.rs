@@ -63,7 +63,7 @@ pub fn render(
     };
     let template = environment.get_template("template");
     match template.and_then(|template| template.render_captured_to(context, &mut out).map(drop)) {
-        Err(_) if out.full => Err(format!("it writes more than {} bytes", out.limit)),
+        Err(_) if out.full => Err(format!("its output exceeds the limit of {} bytes", out.limit)),
         Err(e) => Err(unusable(&e)),
         Ok(()) => String::from_utf8(out.text).map_err(|e| e.to_string()),
     }
@@ -71,7 +71,7 @@ pub fn render(
 
 fn unusable(e: &minijinja::Error) -> String {
     match e.kind() {
-        ErrorKind::OutOfFuel => "it does not come to an end".to_string(),
+        ErrorKind::OutOfFuel => "it does not finish".to_string(),
         _ => e.to_string().chars().take(LONGEST_ERROR).collect(),
     }
 }

@@ -218,7 +218,7 @@ fn rope_type<'a>(s: &Fields<'a>, name: &str) -> Result<&'a str> {
         (Some(a), Some(b)) if a != b => {
             return Err(
                 Error::failed(format!("`{name}` says both `rope_type`: {a} and `type`: {b}"))
-                    .hint("remove the one that the model was not trained with"),
+                    .hint("remove the type with which the model was not trained"),
             );
         }
         (Some(v), _) | (None, Some(v)) => v,

@@ -42,11 +42,11 @@ impl Passage {
         match self.steps > 0 && self.steps < self.ids.len() {
             true => Ok(()),
             false => Err(Error::failed(format!(
-                "{} tokens have no {} steps after a prompt",
+                "a block of {} tokens is too short for {} decode steps after a prompt",
                 self.ids.len(),
                 self.steps
             ))
-            .hint("give longer blocks")),
+            .hint("give longer blocks, or fewer decode steps")),
         }
     }
 }

@@ -16,9 +16,9 @@ pub fn compile(capability: (i32, i32)) -> Result<Vec<u8>> {
     // SAFETY: looks for the library and closes it again.
     if !unsafe { sys::is_culib_present() } {
         return Err(Error::device(
-            "CUDA: this program was built without an nvcc, and there is no NVRTC (libnvrtc) to compile its kernels",
+            "CUDA: kvsmith was built without nvcc, and NVRTC (libnvrtc) is not available to compile the kernels",
         )
-        .hint("build kvsmith where nvcc is (`make cuda all` fetches one), install NVRTC, or use --device cpu"));
+        .hint("build kvsmith with nvcc (`make cuda all` fetches one), install NVRTC, or use --device cpu"));
     }
     let source = CString::new(kernels::SOURCE).map_err(|e| Error::device(e.to_string()))?;
     let program =
@@ -62,5 +62,5 @@ fn machine_code(program: nvrtcProgram, capability: (i32, i32)) -> Result<Vec<u8>
 
 fn failed(what: &str, e: NvrtcError) -> Error {
     Error::device(format!("CUDA: NVRTC {what} ({:?})", e.0))
-        .hint("build kvsmith where nvcc is (`make cuda all` fetches one), or use --device cpu")
+        .hint("build kvsmith with nvcc (`make cuda all` fetches one), or use --device cpu")
 }

@@ -293,7 +293,8 @@ fn fit_head(head: &SampledHead) -> Result<HeadFit> {
     if slash.iter().chain(&vert).chain(&scalars).all(|v| v.is_finite()) {
         return Ok(HeadFit { slash, vert, scalars });
     }
-    Err(Error::failed("a score is not finite").hint("the queries or keys of this head have extreme outliers"))
+    Err(Error::failed("a score is NaN or infinite")
+        .hint("the keys or queries of this head have extreme outliers; check the model and the text"))
 }
 
 /// Computes the scalars in the order of [`SCALARS`].

@@ -37,8 +37,7 @@ pub const SCALARS: &str = "lfps.scalars";
 #[group(skip)]
 #[command(next_help_heading = "Section lfps")]
 pub struct PriorsParams {
-    /// Positions whose scores give the mean and deviation of lfps's thresholds: every one but the sinks, or the candidates
-    /// alone
+    /// Positions whose table entries give the mean and deviation for the thresholds of method lfps
     #[arg(long, value_enum, default_value_t = Population::All)]
     pub lfps_population: Population,
 }
@@ -49,7 +48,7 @@ pub fn population(params: &Map<String, Value>) -> Result<Population> {
     let recorded = params.get(POPULATION).map(Population::deserialize);
     let invalid = |_| {
         Error::failed(format!("`sections.lfps.{POPULATION}` is not valid"))
-            .hint("make the section again with this version of kvsmith")
+            .hint("recreate the section with this version of kvsmith")
     };
     recorded
         .transpose()
@@ -118,10 +117,10 @@ const COLUMNS: [Column<PriorsQuality>; 8] = [
     Column::new("gamma", |v| format!("{v:.3}"), |q| mean(&q.gamma)),
     Column::new("same +32", share, |q| mean(&q.persist_32)),
 ];
-const LEGEND: &str = "(means over the query heads; bypassed = share of rows with a sparsity above
-0.85; 95 % in = the share of the positions that has 95 % of the mass; same +32 =
-overlap of the best 2 % after 32 steps; no method reads rows, sink mass and
-these two, which describe the heads)\n";
+const LEGEND: &str = "(means over each layer's query heads; bypassed = share of rows with a sparsity
+above 0.85; 95 % in = share of the positions that hold 95 % of the attention;
+same +32 = overlap of the best 2 % of positions after 32 steps; rows, sink mass,
+95 % in and same +32 describe the heads, no method uses them)\n";
 
 /// Warns if the text is so short that the priors say nothing.
 fn warn_if_short(sample: &Sample, log: Log) {
@@ -131,7 +130,7 @@ fn warn_if_short(sample: &Sample, log: Log) {
         _ => return,
     };
     log.warn(&format!(
-        "the blocks are too short for LFPS: {missing} neutral; give longer documents or a longer --seq-len"
+        "the blocks are too short for LFPS, so {missing} neutral; give longer documents or a larger --seq-len"
     ));
 }
 
@@ -144,7 +143,7 @@ impl SectionKind for LfpsSection {
         &Facts {
             name: SECTION,
             command: "priors",
-            about: "Take the LFPS priors of a dump that has queries",
+            about: "Measure the LFPS priors from a dump with queries",
             stage: "priors",
             moments: MomentsRead::Nothing,
             reads_queries: true,
@@ -174,7 +173,7 @@ impl SectionKind for LfpsSection {
             let is_earlier = LATER.contains(&&name[..]) && !params.contains_key(&name);
             if params.get(&name) != Some(&value) && !is_earlier {
                 return Err(Error::failed(format!("`sections.lfps.{name}` is not valid"))
-                    .hint("make the section again with this version of kvsmith"));
+                    .hint("recreate the section with this version of kvsmith"));
             }
         }
         let (l, h) = (sizes.n_layers, sizes.n_heads);
