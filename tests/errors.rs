@@ -409,13 +409,13 @@ fn text_files() {
         (
             "a.jsonl",
             &b"{\"text\": \"x\"}\n\n{\"body\": \"y\"}"[..],
-            "a.jsonl line 3: there is no text",
+            "a.jsonl line 3: field `text` is missing or not a string",
             "",
         ),
         (
             "b.jsonl",
             b"{\"text\": 3}",
-            "b.jsonl line 1: there is no text",
+            "b.jsonl line 1: field `text` is missing or not a string",
             "",
         ),
         (

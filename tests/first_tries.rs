@@ -231,7 +231,7 @@ fn text_of_every_kind_is_read() {
     };
     fails(
         &lines,
-        "fields.ndjson line 1: field `text` is missing or contains no text",
+        "fields.ndjson line 1: field `text` is missing or not a string",
         "--text-field",
     );
     fails(
@@ -269,7 +269,7 @@ fn chats_are_text_too() {
     );
     kvsmith(&dump.replace(&chats, &odd).replace(&out, &scratch.path("other"))).fails(
         1,
-        "odd.jsonl line 1: `content` of a message is missing or not a text",
+        "odd.jsonl line 1: `content` of a message is missing or not a string",
         "messages",
     );
 }

@@ -141,7 +141,7 @@ impl TextFiles {
                 .map(message)
                 .collect::<Result<_>>()
                 .map(Document::Chat),
-            None => Err(Error::failed(format!("field `{field}` is missing or contains no text")).hint(LINES)),
+            None => Err(Error::failed(format!("field `{field}` is missing or not a string")).hint(LINES)),
         }
     }
 }
@@ -171,7 +171,7 @@ impl Document {
 fn message(value: &Value) -> Result<[String; 2]> {
     let part = |name: &str| {
         value[name].as_str().map(str::to_owned).ok_or_else(|| {
-            Error::failed(format!("`{name}` of a message is missing or not a text"))
+            Error::failed(format!("`{name}` of a message is missing or not a string"))
                 .hint("write `messages` as a list of objects such as {\"role\": \"user\", \"content\": \"some text\"}")
         })
     };
