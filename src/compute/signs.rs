@@ -24,6 +24,7 @@ const COLUMNS: usize = 16;
 const TILE: usize = 256;
 /// How many bytes ahead of the current read to prefetch: two pages of memory, because the hardware does not prefetch
 /// across pages.
+#[cfg(target_arch = "x86_64")]
 const AHEAD: usize = 8192;
 /// How many values of `out` beyond the last result [`at_least`] may overwrite.
 pub const ROOM: usize = 16;
