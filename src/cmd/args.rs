@@ -173,8 +173,8 @@ pub struct Input {
     /// Number of tokens of random UUIDs to add to the text; with --tokens, none are added
     #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = parse_count)]
     pub uuid_tokens: usize,
-    /// Share of the blocks to hold out of every fit and use for quality reports (at least 0, below 1; 0 = none): at
-    /// least one block of text and one of UUIDs, or the end of the block if there is only one
+    /// Share of the blocks that no fit sees and on which quality is measured (at least 0, below 1; 0 = none). Above 0,
+    /// at least one block of text and one of UUIDs are held out, or the end of the only block of a kind
     #[arg(long, value_name = "F", default_value_t = 0.05)]
     pub holdout: f64,
 }

@@ -52,8 +52,8 @@ pub(super) struct Reading {
     /// Element type of the KV cache (default: f32 on the CPU, bf16 on CUDA)
     #[arg(long, value_enum)]
     kv: Option<Kv>,
-    /// Estimate the attention to unread positions from the mean of their keys and values; needs the section `tail` of
-    /// --artifact, and runs on the CPU
+    /// Add an estimate of the attention to the positions that a step does not read: from the mean of their keys and
+    /// values, and a correction from the section `tail` of --artifact. It runs on the CPU
     #[arg(long)]
     tail: bool,
     /// Use the artifact even if it was made for another model, as long as the sizes match

@@ -57,15 +57,15 @@ pub struct Args {
     /// With --chat: system message for the model's chat template
     #[arg(long, value_name = "T", requires = "chat", conflicts_with = "tokens")]
     system: Option<String>,
-    /// Method that chooses the positions each decode step reads. Default without --method and --budget: the
-    /// artifact's recommendation, if it has one. Otherwise: the first of a2ats, selfindex, lfps and wpq with a
-    /// section in the artifact, else full
+    /// Method that chooses the positions each decode step reads. Without --method and --budget, both come from the
+    /// artifact's recommendation, if it has one. In every other case the default is the first of a2ats, selfindex,
+    /// lfps and wpq with a section in the artifact, else full
     #[arg(long, value_enum)]
     method: Option<MethodName>,
     /// Number of positions that the method may choose per KV head and step: a fraction of the context (0.06 or 6%; 1
     /// or `all` reads everything) or, above 1, a number of positions. Sinks, window, index and keys that are read
-    /// only to rank do not count. Default without --method and --budget: the artifact's recommendation, if it has
-    /// one. Otherwise: 0.06
+    /// only to rank do not count. Without --method and --budget, both come from the artifact's recommendation, if it
+    /// has one. In every other case the default is 0.06
     #[arg(long, value_name = "X", value_parser = parse_budget)]
     budget: Option<Budget>,
     /// Maximum number of tokens to generate (with --chat, per reply)

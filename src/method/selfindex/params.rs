@@ -27,8 +27,8 @@ pub struct SelfIndexParams {
     /// taken (default: as in the artifact, else median)
     #[arg(long, value_enum)]
     pub center: Option<Center>,
-    /// For --kv 2bit: maximum number of positions that are also kept in f16. For every 38 positions of its budget,
-    /// selfindex attends one of these first
+    /// For --kv 2bit: maximum number of positions that are also kept in f16. selfindex always attends some of them:
+    /// one for every 38 positions of its budget, before the ranked positions
     #[arg(long, value_name = "N", default_value_t = FULL, value_parser = crate::flags::parse_count)]
     pub sign_full: usize,
     /// For --kv 2bit: quantise keys like values, without their signs (ablation)
