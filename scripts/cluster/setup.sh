@@ -1,5 +1,5 @@
 #!/bin/sh
-# Sees to Slurm's daemons for `make cluster-test`. Debian's packages start no service without a configuration.
+# Sees to Slurm's daemons for `make cluster-test`. Debian's start nothing of Slurm without a configuration in /etc.
 set -eu
 
 PATH=$PATH:/usr/sbin
