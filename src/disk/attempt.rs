@@ -1,15 +1,12 @@
 //! Folders that appear under their name by one rename, when they are complete.
 
+use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use super::output::{TEMP_PREFIX, TEMP_SUFFIX, is_own_disk, owner_of, system};
 use super::{Folder, FolderKind, fault, folder_of, make_folder, remove_folder, sync_folder};
 use crate::error::{Error, Result};
-
-/// Age from which an empty folder of an attempt was certainly left by a killed process.
-const LEFT: Duration = Duration::from_secs(60);
 
 /// Names a folder for an attempt at the folder `dir`: beside it, under a name that no other attempt has. Makes the
 /// folder above `dir`, and removes attempts of killed processes.
@@ -60,7 +57,9 @@ fn remove_abandoned(above: &Path, kind: &'static FolderKind) {
         match Folder::take_up(&path, kind) {
             Ok(Some(folder)) => {
                 folder.remove();
-                let _ = remove_folder(&path);
+                drop(folder);
+                // What is left are unfinished files, which the mark does not list.
+                remove_unmarked(&path, kind);
             }
             // Killed before the folder had its mark, or after it was complete.
             Ok(None) => remove_unmarked(&path, kind),
@@ -69,16 +68,17 @@ fn remove_abandoned(above: &Path, kind: &'static FolderKind) {
     }
 }
 
-/// Removes an attempt's folder without a mark, if nobody has changed it for a minute and only files of its kind are in
+/// Removes an attempt's folder without a mark, unless a process holds one of its files or a file of another kind is in
 /// it.
 fn remove_unmarked(path: &Path, kind: &'static FolderKind) {
-    let age = path.metadata().and_then(|found| found.modified());
-    if !age.is_ok_and(|changed| changed.elapsed().is_ok_and(|age| age > LEFT)) {
-        return;
-    }
     let entries = || std::fs::read_dir(path).into_iter().flatten().flatten();
-    let is_own = |name: &str| (kind.holds)(name) || owner_of(name.as_ref()).is_some();
-    if entries().all(|entry| entry.file_name().to_str().is_some_and(is_own)) {
+    let is_left = |entry: std::fs::DirEntry| {
+        let name = entry.file_name();
+        let is_own = name.to_str().is_some_and(|name| (kind.holds)(name)) || owner_of(&name).is_some();
+        let file = File::options().read(true).write(true).open(entry.path());
+        is_own && file.is_ok_and(|file| file.try_lock().is_ok())
+    };
+    if entries().all(is_left) {
         for entry in entries() {
             let _ = super::remove_file(&entry.path());
         }

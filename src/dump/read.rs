@@ -383,7 +383,7 @@ fn again(manifest: &DumpManifest, shard: &str) -> String {
         "make it with `kvsmith dump --model DIR TEXT{}{} --dtype {} --wrope-position {wrope_position} --seq-len {} --seed {} --shard {shard} -o DIR`, and the same model and text as for the others",
         flag(queries, " --queries"),
         flag(values, " --values"),
-        dtype.name(),
+        dtype.name().to_lowercase(),
         text.seq_len,
         text.seed,
     )

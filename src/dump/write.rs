@@ -183,8 +183,16 @@ impl NewDump {
     /// # Errors
     /// The folder of `dir` cannot be written.
     pub fn attempt(dir: &Path, n_layers: usize) -> Result<Self> {
-        let attempt = disk::attempt(dir, &UNFINISHED)?;
-        let (folder, _) = Folder::claim(&attempt, &UNFINISHED, files(n_layers), &Value::Null)?;
+        let claim = || {
+            Folder::claim(
+                &disk::attempt(dir, &UNFINISHED)?,
+                &UNFINISHED,
+                files(n_layers),
+                &Value::Null,
+            )
+        };
+        // Before it has its mark, another process may take a new folder for one that was left, and remove it.
+        let (folder, _) = claim().or_else(|_| claim())?;
         Ok(Self {
             folder,
             place: Some(dir.to_path_buf()),
