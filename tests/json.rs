@@ -98,7 +98,7 @@ fn compare(command: &str, documents: &[Value]) {
     }
     let missing: Vec<&String> = own.keys().filter(|key| !seen.contains(*key)).collect();
     assert!(missing.is_empty(), "{command} does not print {missing:?}");
-    let writes = !is_open && !["run", "eval", "plan"].contains(&command);
+    let writes = !is_open && !["run", "eval", "plan", "status"].contains(&command);
     assert_eq!(seen.contains("output"), writes, "{command}");
     assert!(
         command.starts_with("bench") || seen.contains("device"),
@@ -148,6 +148,8 @@ fn every_command_prints_what_the_page_says() {
             ))],
         );
     }
+    compare("merge", &[json(&format!("merge {dump} -o {}", path("merged")))]);
+    compare("status", &[json(&format!("status {}", path("")))]);
     let (plain, art) = (path("plain"), path("art"));
     let sections = [path("codebook"), path("signs"), path("wpq")].join(" ");
     compare(

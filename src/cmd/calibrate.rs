@@ -169,7 +169,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     }
     let output = output::create(&args.output, &inputs, global)?;
     let decoder = open_model(&settings.model, log)?;
-    check_wrope_position(settings.wrope_position, &decoder.config, log);
+    check_wrope_position(settings.wrope_position, &decoder.config, global);
     let corpus = load_corpus(&settings.model, &decoder.config, &settings.input, global)?;
     let kept = corpus.kept();
     let position = settings.rope.position(settings.wrope_position);

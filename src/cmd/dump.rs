@@ -76,7 +76,7 @@ fn dump(args: &Args, global: &Global, shard: Option<(usize, usize, &mut Task)>) 
         Some(_) => None,
     };
     let device = device_for(device, &decoder, global)?;
-    check_wrope_position(args.wrope_position, &decoder.config, log);
+    check_wrope_position(args.wrope_position, &decoder.config, global);
     let mut corpus = load_corpus(&args.model, &decoder.config, &args.input, global)?;
     let mut job = DumpJob {
         origin: Origin {

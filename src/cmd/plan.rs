@@ -51,7 +51,7 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
     let log = global.log();
     let device = global.open_device()?;
     let config = ModelConfig::load(&settings.model)?;
-    check_wrope_position(settings.wrope_position, &config, log);
+    check_wrope_position(settings.wrope_position, &config, global);
     let corpus = corpus(settings, &config, global)?;
     let kept = corpus.kept();
     let fits = settings.fits(&config, &corpus, &kept, global.seed, log)?;
