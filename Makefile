@@ -5,6 +5,7 @@
 # make results     docs/results.md and docs/small.md: what the methods lose, and which claims of the papers hold
 # make real-eval   what every method loses on that model, at equal bytes read
 # make study   whether calibration pays on that model: beside indexes without data, by domain and by amount of text
+# make cluster-test   the scripts of docs/cluster.md on a Slurm that runs on this machine meanwhile; less than three minutes
 # make static   a program that carries OpenBLAS inside (Linux; libgfortran-12-dev beside what `make demo` needs)
 # make screenshots   docs/report-*.png, the page of the real model (after `make results study`)
 # make cuda   fetch a CUDA compiler (271 MB) where there is none, for the kernels and their test
@@ -17,7 +18,8 @@ REAL = target/real
 LAB = $(REAL)/lab
 REAL_PYTHON = $(REAL)/python/bin/python
 
-.PHONY: all static demo test check fuzz setup vulkan chromium cuda golden clean results real real-eval study screenshots gpu-kit gpu-check
+.PHONY: all static demo test check fuzz setup vulkan chromium cuda golden clean results real real-eval study screenshots gpu-kit gpu-check \
+	cluster-test
 
 # `kvsmith --version` tells the commit.
 RELEASE = KVSMITH_COMMIT="$$(git rev-parse --short HEAD 2>/dev/null || echo unknown)" $(CARGO)
@@ -89,6 +91,14 @@ gpu-kit: setup cuda
 gpu-check: gpu-kit
 	@sh scripts/gpu_check.sh target/gpu-kit
 
+# scripts/cluster on a real Slurm, which is skipped where there is none, and against the schemas of the oldest Kubernetes
+# that will do and of a new one.
+cluster-test: all target/kubernetes/complete
+	target/kubernetes/bin/kubernetes-validate --strict --quiet --kubernetes-version 1.29 scripts/cluster/kubernetes.yaml
+	target/kubernetes/bin/kubernetes-validate --strict --quiet --kubernetes-version 1.37 scripts/cluster/kubernetes.yaml
+	@sh scripts/cluster/setup.sh
+	@sh scripts/cluster/test.sh $(KVSMITH) target/cluster
+
 check: setup
 	$(CARGO) fmt --check
 	$(CARGO) fmt --check --manifest-path fuzz/Cargo.toml
@@ -101,6 +111,10 @@ fuzz: setup
 # The Python of the tests that read an artifact as docs/artifact.md says, and make tasks.
 target/python/complete: scripts/python.sh scripts/requirements.txt
 	@sh scripts/python.sh target/python scripts/requirements.txt
+
+# The Python that checks scripts/cluster/kubernetes.yaml.
+target/kubernetes/complete: scripts/python.sh scripts/cluster/requirements.txt
+	@sh scripts/python.sh target/kubernetes scripts/cluster/requirements.txt
 
 # The Python that makes the real model.
 $(REAL)/python/complete: scripts/python.sh scripts/real-requirements.txt

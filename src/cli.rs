@@ -8,8 +8,8 @@ use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 use crate::cmd::args::Global;
 use crate::cmd::sections::SectionCommand;
 use crate::cmd::{
-    bench, calibrate, completions, dump, eval, inspect, moments, pack, plan, print_failure, print_refusal,
-    report, run, verdict,
+    bench, calibrate, completions, dump, eval, inspect, merge, moments, pack, plan, print_failure,
+    print_refusal, report, run, status, verdict,
 };
 use crate::compute::cuda::kernels;
 use crate::error::{Error, Result};
@@ -85,7 +85,15 @@ impl Cli {
 
 /// Commands whose work is done on the CPU: their help leaves out what chooses a device, though they accept it.
 /// Sections that are fitted on the CPU are among them.
-const ON_CPU: [&str; 5] = ["pack", "inspect", "report", "completions", "man"];
+const ON_CPU: [&str; 7] = [
+    "merge",
+    "status",
+    "pack",
+    "inspect",
+    "report",
+    "completions",
+    "man",
+];
 
 impl Cli {
     /// Describes the command line; help shows the options for devices only where they act.
@@ -160,11 +168,15 @@ pub enum Command {
     Dump(dump::Args),
     /// Recompute a dump's query moments for another WRoPE position
     Moments(moments::Args),
+    /// Add up the query moments of the shards of a dump
+    Merge(merge::Args),
     /// Make one section of a dump
     #[command(flatten)]
     Section(SectionCommand),
     /// Combine section files into one artifact
     Pack(pack::Args),
+    /// Show which parts of a sharded calibration are there
+    Status(status::Args),
     /// Measure the methods on held-out text; recommend one
     Verdict(verdict::Args),
     /// Make an artifact from a model and text, without a dump on disk
@@ -222,8 +234,10 @@ fn start(cli: &Cli) -> Result<()> {
     match &cli.command {
         Command::Dump(args) => dump::run(args, global),
         Command::Moments(args) => moments::run(args, global),
+        Command::Merge(args) => merge::run(args, global),
         Command::Section(section) => section.run(global),
         Command::Pack(args) => pack::run(args, global),
+        Command::Status(args) => status::run(args, global),
         Command::Verdict(args) => verdict::run(args, global),
         Command::Calibrate(args) => match args.planned() {
             Some(settings) => plan::show(settings, global),

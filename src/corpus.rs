@@ -176,6 +176,54 @@ impl Corpus {
         self.block_start[i] as usize..self.block_start[i + 1] as usize
     }
 
+    /// Returns the `index`-th of `count` ranges of consecutive blocks, of about as many tokens each; none is empty. The
+    /// ranges depend on the text and `count` alone.
+    ///
+    /// # Errors
+    /// There are fewer blocks than ranges.
+    pub fn shard(&self, index: usize, count: usize) -> Result<Range<usize>> {
+        let blocks = self.n_blocks();
+        if index >= count || count > blocks {
+            let error = Error::usage(format!(
+                "cannot take shard {index}/{count}: the text has {blocks} blocks"
+            ));
+            return Err(error.hint(format!(
+                "use at most {blocks} shards, numbered from 0, or a smaller --seq-len, which makes more blocks"
+            )));
+        }
+        let starts = (0..=count).scan(0, |next, shard| {
+            // Twice the tokens before the ideal cut; a block goes to the side on which its middle lies.
+            let ideal = 2 * (shard as u128 * self.n_tokens() as u128) / count as u128;
+            let middle =
+                |block: usize| u128::from(self.block_start[block]) + u128::from(self.block_start[block + 1]);
+            let first = (0..blocks).position(|block| middle(block) >= ideal);
+            // Every shard gets a block, and leaves one to each later shard.
+            let start = match shard {
+                0 => 0,
+                _ => first.unwrap_or(blocks).clamp(*next, blocks - (count - shard)),
+            };
+            *next = start + 1;
+            Some(if shard == count { blocks } else { start })
+        });
+        let starts: Vec<usize> = starts.collect();
+        Ok(starts[index]..starts[index + 1])
+    }
+
+    /// Returns a range of consecutive blocks as a text of its own.
+    pub fn part(&self, blocks: Range<usize>) -> Self {
+        let starts = &self.block_start[blocks.start..=blocks.end];
+        let held_out = self.held_out.iter().filter(|(block, ..)| blocks.contains(block));
+        Self {
+            ids: self.ids[starts[0] as usize..starts[blocks.len()] as usize].to_vec(),
+            block_start: starts.iter().map(|start| start - starts[0]).collect(),
+            held_out: held_out
+                .map(|(block, first, end)| (block - blocks.start, *first, *end))
+                .collect(),
+            seq_len: self.seq_len,
+            seed: self.seed,
+        }
+    }
+
     /// Tells whether the held-out ranges are disjoint, in order, and within their blocks.
     pub fn is_consistent(&self) -> bool {
         let within = |&(block, first, end): &(usize, usize, usize)| {

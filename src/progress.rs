@@ -112,6 +112,9 @@ impl Log {
         if !bar.is_hidden() {
             bar.enable_steady_tick(Duration::from_millis(250));
         }
+        if let Ok(mut current) = CURRENT.lock() {
+            *current = Some(bar.clone());
+        }
         let lines = (bar.is_hidden() && self.verbosity > Verbosity::Quiet).then(Mutex::default);
         Progress {
             bar,
@@ -119,6 +122,15 @@ impl Log {
             unit: unit.to_owned(),
         }
     }
+}
+
+/// The bar that was started last.
+static CURRENT: Mutex<Option<ProgressBar>> = Mutex::new(None);
+
+/// Returns how many units of the work that was started last are done, and how many there are.
+pub fn current() -> Option<(u64, u64)> {
+    let bar = CURRENT.lock().ok()?.clone()?;
+    Some((bar.position(), bar.length()?))
 }
 
 /// How often a line reports the progress if no bar is shown.

@@ -1,6 +1,7 @@
 //! An opened artifact or section file.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 
 use half::f16;
@@ -9,7 +10,7 @@ use serde::de::DeserializeOwned;
 use serde_json::json;
 
 use super::manifest::AGAIN;
-use super::section::{CONSTANT, check_finite, check_observed};
+use super::section::{CONSTANT, check_finite, check_observed, part_specs};
 use super::{FORMAT, HeadReport, Manifest, Report, SectionKind, SectionManifest, parse, short};
 use crate::error::{Error, Result};
 use crate::model::Sizes;
@@ -23,6 +24,8 @@ pub struct Artifact {
     pub manifest: Manifest,
     /// Sizes of the model.
     pub sizes: Sizes,
+    /// The layers that the file has: all of them, unless it was opened as a part.
+    pub layers: Range<usize>,
     /// Declaration and tensors of each section, by name.
     kinds: BTreeMap<String, (&'static dyn SectionKind, Vec<Spec>)>,
 }
@@ -31,11 +34,26 @@ impl Artifact {
     /// Opens a file whose sections are among `known` and checks its header: that it has the canonical form, that the
     /// manifest has its digest, and that every section has exactly its tensors, with the right types and shapes. Tensor
     /// data are not read.
+    ///
+    /// # Errors
+    /// A check fails, or the file has only a part of the layers.
     pub fn open(path: &Path, known: &[&'static dyn SectionKind]) -> Result<Self> {
+        let artifact = Self::open_part(path, known)?;
+        if artifact.manifest.layers.is_none() {
+            return Ok(artifact);
+        }
+        let Range { start, end } = artifact.layers;
+        let (shown, all) = (path.display(), artifact.sizes.n_layers);
+        let error = Error::failed(format!("{shown} has only layers {start}..{end} of {all}"));
+        Err(error.hint("join it with the files of the other layers by `kvsmith pack`"))
+    }
+
+    /// Does what [`Artifact::open`] does, also for a file that has only a part of the layers.
+    pub fn open_part(path: &Path, known: &[&'static dyn SectionKind]) -> Result<Self> {
         Self::read(path, known).map_err(|e| e.or_hint("the file is damaged; recreate it"))
     }
 
-    /// Does what [`Artifact::open`] describes; errors may lack a hint.
+    /// Does what [`Artifact::open_part`] describes; errors may lack a hint.
     fn read(path: &Path, known: &[&'static dyn SectionKind]) -> Result<Self> {
         let store = Store::open(path)?;
         let manifest = read_manifest(&store)?;
@@ -45,6 +63,12 @@ impl Artifact {
         if let Some(verdict) = &manifest.quality.methods {
             verdict.check(sizes).map_err(context)?;
         }
+        let layers = manifest.layers.clone().unwrap_or(0..sizes.n_layers);
+        let is_part =
+            layers.start < layers.end && layers.end <= sizes.n_layers && layers.len() < sizes.n_layers;
+        if manifest.layers.is_some() && !(is_part && manifest.quality.methods.is_none()) {
+            return Err(context(Error::failed("`layers` is not valid")));
+        }
         let mut kinds = BTreeMap::new();
         for (name, section) in &manifest.sections {
             let kind = known.iter().copied().find(|kind| kind.name() == name);
@@ -52,20 +76,20 @@ impl Artifact {
                 let error = Error::failed(format!("unknown section `{name}`"));
                 context(error.hint("a newer version of kvsmith made the file; update kvsmith"))
             })?;
-            let specs = kind.specs(&section.params, sizes).map_err(context)?;
+            let specs = part_specs(kind.specs(&section.params, sizes).map_err(context)?, layers.len());
             for spec in &specs {
                 store.checked(spec)?;
             }
-            let complete = manifest.quality.sections.get(name).is_some_and(|layers| {
-                layers.len() == sizes.n_layers && layers.iter().all(|heads| heads.len() == sizes.n_kv_heads)
+            let complete = manifest.quality.sections.get(name).is_some_and(|reports| {
+                reports.len() == layers.len() && reports.iter().all(|heads| heads.len() == sizes.n_kv_heads)
             });
             if !complete {
                 return Err(context(Error::failed(format!(
                     "`quality.{name}` does not have exactly one entry per layer and head"
                 ))));
             }
-            let layers = manifest.quality.sections[name].iter().enumerate();
-            for (layer, reports) in layers {
+            let reports = layers.clone().zip(&manifest.quality.sections[name]);
+            for (layer, reports) in reports {
                 check_observed(name, layer, reports).map_err(context)?;
             }
             kinds.insert(name.clone(), (kind, specs));
@@ -84,6 +108,7 @@ impl Artifact {
             store,
             manifest,
             sizes,
+            layers,
             kinds,
         })
     }
@@ -246,7 +271,8 @@ impl<'a> SectionView<'a> {
     /// Names the KV head that has this number when the heads of all layers are counted in order.
     pub fn kv_head(&self, number: usize) -> String {
         let heads = self.artifact.sizes.n_kv_heads;
-        format!("layer {}, KV head {}", number / heads, number % heads)
+        let layer = self.artifact.layers.start + number / heads;
+        format!("layer {layer}, KV head {}", number % heads)
     }
 
     /// Makes the error for values that no fit can produce.
@@ -257,7 +283,7 @@ impl<'a> SectionView<'a> {
 
     /// Lists the quality reports of all heads.
     pub fn reports(&self) -> Vec<HeadReport<'a>> {
-        let layers = self.quality.iter().enumerate();
+        let layers = self.artifact.layers.clone().zip(self.quality);
         let heads = layers.flat_map(|(layer, heads)| {
             let heads = heads.iter().enumerate();
             heads.map(move |(head, report)| HeadReport { layer, head, report })
@@ -272,7 +298,7 @@ impl<'a> SectionView<'a> {
                 return Err(self.damaged(format!("tensor `{}` does not match its digest", spec.name)));
             }
             let bytes = self.artifact.store.checked(spec)?;
-            check_finite(spec, bytes, 0).map_err(|e| self.damaged(e))?;
+            check_finite(spec, bytes, self.artifact.layers.start).map_err(|e| self.damaged(e))?;
         }
         // A section that can be used must also be one that `inspect` can show.
         self.kind.table(&self.reports()).map_err(|e| self.damaged(e))?;

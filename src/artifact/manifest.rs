@@ -1,6 +1,7 @@
 //! The manifest of an artifact: JSON with sorted keys in the file's header, sealed with its own digest.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -32,6 +33,9 @@ pub struct Manifest {
     /// The model and the text.
     #[serde(flatten)]
     pub origin: Origin,
+    /// The layers that the file has, if they are not all of them: a part, which `pack` joins with others.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layers: Option<Range<usize>>,
     /// Sections by name.
     pub sections: BTreeMap<String, SectionManifest>,
     /// How good the sections are, and what methods lose with them.
@@ -73,6 +77,7 @@ impl Manifest {
             tool_version: env!("CARGO_PKG_VERSION").to_string(),
             device: String::new(),
             origin,
+            layers: None,
             sections: BTreeMap::new(),
             quality: Quality::default(),
         }

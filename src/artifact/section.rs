@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
+use std::ops::Range;
 
 use clap::{ArgMatches, Command};
 use half::f16;
@@ -228,10 +229,12 @@ impl LayerPart {
     }
 }
 
-/// A section under construction; it is complete once every layer has been added.
+/// A section under construction; it is complete once each of its layers has been added.
 pub struct Section {
     /// Its declaration.
     pub kind: &'static dyn SectionKind,
+    /// The layers that it has: all of them, or a part that `pack` joins with others.
+    pub layers: Range<usize>,
     /// What the manifest says about the section; the digests are added when it is written.
     pub manifest: SectionManifest,
     /// Its tensors, layer axis in front.
@@ -245,11 +248,17 @@ pub struct Section {
 impl Section {
     /// Makes a section without layers, to be fitted on `device`, or on the CPU if the fit runs there only.
     pub fn new(fit: &dyn Fit, sizes: Sizes, device: &dyn Device) -> Result<Self> {
+        Self::of_layers(fit, sizes, 0..sizes.n_layers, device)
+    }
+
+    /// Does what [`Section::new`] does for some of the layers.
+    pub fn of_layers(fit: &dyn Fit, sizes: Sizes, layers: Range<usize>, device: &dyn Device) -> Result<Self> {
         let (kind, params) = (fit.kind(), fit.params()?);
         let device = kind.device(device);
-        let specs = kind.specs(&params, sizes)?;
+        let specs = part_specs(kind.specs(&params, sizes)?, layers.len());
         Ok(Self {
             kind,
+            layers,
             manifest: SectionManifest {
                 device: device.name().to_string(),
                 adapter: device.adapter(),
@@ -264,9 +273,7 @@ impl Section {
 
     /// Describes the tensors of one layer, with a leading axis of 1.
     pub fn layer_specs(&self) -> Vec<Spec> {
-        let mut specs = self.specs.clone();
-        specs.iter_mut().for_each(|spec| spec.shape[0] = 1);
-        specs
+        part_specs(self.specs.clone(), 1)
     }
 
     /// Adds the next layer.
@@ -283,7 +290,7 @@ impl Section {
                     spec.name
                 )));
             }
-            check_finite(spec, &bytes, self.quality.len())?;
+            check_finite(spec, &bytes, self.layers.start + self.quality.len())?;
             data.extend(bytes);
         }
         if let Some(name) = part.tensors.keys().next() {
@@ -292,10 +299,17 @@ impl Section {
                 self.kind.name()
             )));
         }
-        check_observed(self.kind.name(), self.quality.len(), &part.quality)?;
+        let layer = self.layers.start + self.quality.len();
+        check_observed(self.kind.name(), layer, &part.quality)?;
         self.quality.push(part.quality);
         Ok(())
     }
+}
+
+/// Describes the same tensors for a part of the layers.
+pub(super) fn part_specs(mut specs: Vec<Spec>, layers: usize) -> Vec<Spec> {
+    specs.iter_mut().for_each(|spec| spec.shape[0] = layers);
+    specs
 }
 
 /// Fails if a tensor with axes (layer, head, ...) has a value that is not finite. `bytes` begins at layer `first`.

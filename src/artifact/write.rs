@@ -1,8 +1,9 @@
 //! Writes sections with their manifest, and merges section files.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
-use super::{Artifact, Manifest, Section, SectionKind, Verdict};
+use super::{Artifact, Manifest, Section, SectionKind, SectionView, Verdict};
 use crate::corpus::Origin;
 use crate::disk::Output;
 use crate::error::{Error, Result};
@@ -70,6 +71,9 @@ fn complete(
 ) -> (Vec<Tensor>, Manifest, Vec<&'static dyn SectionKind>) {
     let kinds: Vec<_> = sections.iter().map(|section| section.kind).collect();
     let mut manifest = Manifest::new(origin);
+    let n_layers = manifest.origin.model.sizes.n_layers;
+    let parts = sections.iter().map(|section| section.layers.clone());
+    manifest.layers = parts.into_iter().find(|layers| layers.len() < n_layers);
     let mut tensors = Vec::new();
     for mut section in sections {
         let name = section.kind.name().to_string();
@@ -93,38 +97,119 @@ fn finish(
     kinds: &[&'static dyn SectionKind],
 ) -> Result<()> {
     let writer = store::fill(output, tensors, Some(&manifest.seal()))?;
-    writer.finish_checked(|path| Artifact::open(path, kinds)?.verify())
+    writer.finish_checked(|path| Artifact::open_part(path, kinds)?.verify())
 }
 
-/// Merges section files that were made from the same model and the same calibration.
+/// Merges section files that were made from the same model and the same calibration; joins those that have only a part of
+/// a section's layers.
 ///
 /// # Errors
-/// Sections that differ in origin, a section given twice, a damaged file.
+/// Sections that differ in origin, layers that are missing or given twice, a damaged file.
 pub fn pack(output: Output, parts: &[Artifact]) -> Result<()> {
     let Some(first) = parts.first() else {
         return Err(Error::usage("no section file given"));
     };
     let mut manifest = Manifest::new(first.manifest.origin.clone());
     manifest.tool_version.clone_from(&first.manifest.tool_version);
-    let mut tensors: BTreeMap<String, Tensor> = BTreeMap::new();
+    let mut sections: BTreeMap<&str, Vec<SectionView>> = BTreeMap::new();
     for part in parts {
         part.verify()?;
         check_same_origin(first, part)?;
-        for (name, section) in &part.manifest.sections {
-            if manifest.sections.insert(name.clone(), section.clone()).is_some() {
-                let twice = Error::failed(format!("section `{name}` is given twice"));
-                return Err(twice.hint("give one file per section"));
-            }
+        for section in part.sections() {
+            sections.entry(section.kind.name()).or_default().push(section);
         }
-        let quality = part.manifest.quality.sections.clone();
-        manifest.quality.sections.extend(quality);
-        let own = tensors_of(part)?.into_iter();
-        tensors.extend(own.map(|tensor| (tensor.spec.name.clone(), tensor)));
     }
-    let tensors: Vec<Tensor> = tensors.into_values().collect();
-    let sections = parts.iter().flat_map(Artifact::sections);
-    let kinds: Vec<_> = sections.map(|section| section.kind).collect();
+    let (mut tensors, mut kinds) = (Vec::new(), Vec::new());
+    for (name, mut views) in sections {
+        views.sort_by_key(|view| view.artifact.layers.start);
+        check_layers(name, &views, first.sizes.n_layers)?;
+        let own = join(&views)?;
+        let mut section = views[0].manifest.clone();
+        let digests = own
+            .iter()
+            .map(|tensor| (tensor.spec.name.clone(), tensor.digest()));
+        section.sha256 = digests.collect();
+        manifest.sections.insert(name.to_owned(), section);
+        let quality = views.iter().flat_map(|view| view.quality).cloned();
+        manifest
+            .quality
+            .sections
+            .insert(name.to_owned(), quality.collect());
+        tensors.extend(own);
+        kinds.push(views[0].kind);
+    }
     finish(output, &tensors, manifest, &kinds)
+}
+
+/// Fails unless the parts of a section, sorted by layer, have every layer once, and were made with the same options.
+fn check_layers(name: &str, parts: &[SectionView], n_layers: usize) -> Result<()> {
+    let (mut next, path) = (0, |of: &SectionView| {
+        of.artifact.store.path().display().to_string()
+    });
+    for (i, part) in parts.iter().enumerate() {
+        let layers = &part.artifact.layers;
+        if layers.start < next {
+            let [a, b] = [&parts[i - 1], part].map(path);
+            let twice = match layers.len() == n_layers {
+                true => format!("section `{name}` is given twice: {a}, {b}"),
+                false => format!(
+                    "layer {} of section `{name}` is given twice: {a}, {b}",
+                    layers.start
+                ),
+            };
+            return Err(Error::failed(twice).hint("give every layer of a section once"));
+        }
+        if layers.start > next {
+            return Err(missing(name, next..layers.start));
+        }
+        next = layers.end;
+        let (a, b) = (&parts[0].manifest, part.manifest);
+        if (&a.params, &a.device, &a.adapter) != (&b.params, &b.device, &b.adapter) {
+            let error = Error::failed(format!(
+                "{} and {} have different options or devices of section `{name}`",
+                path(&parts[0]),
+                path(part)
+            ));
+            return Err(
+                error.hint("make all parts of a section with the same options, on the same kind of device")
+            );
+        }
+    }
+    match next < n_layers {
+        true => Err(missing(name, next..n_layers)),
+        false => Ok(()),
+    }
+}
+
+/// Makes the error for layers that no file has.
+fn missing(name: &str, layers: Range<usize>) -> Error {
+    let Range { start, end } = layers;
+    Error::failed(format!("layers {start}..{end} of section `{name}` are missing")).hint(format!(
+        "make them with --layers {start}..{end}, and the same dump and options as for the other layers"
+    ))
+}
+
+/// Joins the tensors of the parts of a section, in the order of the layers.
+fn join(parts: &[SectionView]) -> Result<Vec<Tensor>> {
+    let specs = parts[0].specs.iter();
+    let tensor = |spec: &store::Spec| {
+        let mut joined = Tensor {
+            spec: spec.clone(),
+            bytes: Vec::new(),
+        };
+        joined.spec.shape[0] = 0;
+        for part in parts {
+            let own = part
+                .specs
+                .iter()
+                .find(|own| own.name == spec.name)
+                .unwrap_or(spec);
+            joined.bytes.extend_from_slice(part.artifact.store.checked(own)?);
+            joined.spec.shape[0] += own.shape[0];
+        }
+        Ok(joined)
+    };
+    specs.map(tensor).collect()
 }
 
 /// Fails if two section files were not made from the same model and calibration.

@@ -4,14 +4,16 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use serde_json::json;
+use serde_json::{Value, json};
 
+use super::share::{Share, environment, parse_share_of};
+use super::task::Task;
 use super::{
     check_wrope_position, device_for, finish, layers_on, load_corpus, model_manifest, open_model, output,
 };
 use crate::cmd::args::{Global, Input, model_folder};
-use crate::corpus::Origin;
-use crate::dump::{self, DumpOptions};
+use crate::corpus::{Corpus, Origin};
+use crate::dump::{self, DumpJob, DumpOptions, NewDump, Shard};
 use crate::error::Result;
 use crate::flags::{parse_count, parse_float};
 use crate::float::Float;
@@ -39,12 +41,28 @@ pub struct Args {
     /// WRoPE position: relative position, in tokens, to which queries are rotated for their second moments
     #[arg(long, value_name = "P", default_value_t = 2048, value_parser = parse_count)]
     wrope_position: usize,
+    /// Dump only a part of the text, for one of many machines: shard I of N, from 0, with the same blocks whatever the
+    /// machine. auto takes I and N from a Slurm job array; auto/N takes I from Slurm or from a Kubernetes Indexed Job.
+    /// If the shard is already there, nothing is done
+    #[arg(long, value_name = "I/N", value_parser = parse_share_of)]
+    shard: Option<Share>,
     #[command(flatten)]
     input: Input,
 }
 
 /// Runs `dump`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
+    let Some(shard) = args.shard else {
+        return dump(args, global, None);
+    };
+    let (index, count) = shard.resolve("--shard", &environment)?;
+    let mut task = Task::new(&args.output, "dump", format!("{index}/{count}"));
+    let outcome = dump(args, global, Some((index, count, &mut task)));
+    task.end(outcome)
+}
+
+/// Dumps the whole text, or shard `index` of `count`.
+fn dump(args: &Args, global: &Global, shard: Option<(usize, usize, &mut Task)>) -> Result<()> {
     heap::return_large_allocations();
     let log = global.log();
     let device = global.open_model_device("dump")?;
@@ -52,39 +70,70 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let inputs: Vec<&Path> = args.input.files().chain([args.model.as_path()]).collect();
     output::check_folder("-o", &args.output, &inputs)?;
     let decoder = open_model(&args.model, log)?;
-    let new = dump::NewDump::create(&args.output, decoder.config.n_layers)?;
+    let n_layers = decoder.config.n_layers;
+    let mut new = match &shard {
+        None => Some(NewDump::create(&args.output, n_layers)?),
+        Some(_) => None,
+    };
     let device = device_for(device, &decoder, global)?;
     check_wrope_position(args.wrope_position, &decoder.config, log);
-    let corpus = load_corpus(&args.model, &decoder.config, &args.input, global)?;
-    let origin = Origin {
-        model: model_manifest(&decoder, log)?,
-        calibration: corpus.manifest(),
+    let mut corpus = load_corpus(&args.model, &decoder.config, &args.input, global)?;
+    let mut job = DumpJob {
+        origin: Origin {
+            model: model_manifest(&decoder, log)?,
+            calibration: corpus.manifest(),
+        },
+        options: DumpOptions {
+            queries: args.queries,
+            values: args.values,
+            dtype: args.dtype,
+            wrope_position: args.wrope_position,
+        },
+        shard: None,
     };
-    let options = DumpOptions {
-        queries: args.queries,
-        values: args.values,
-        dtype: args.dtype,
-        wrope_position: args.wrope_position,
-    };
-    let layers = layers_on(device.as_ref(), &decoder, global)?;
-    dump::write(
-        layers.as_ref(),
-        device.as_ref(),
-        &corpus,
-        origin,
-        new,
-        &options,
-        log,
-    )?;
+    if let Some((index, count, task)) = shard {
+        let blocks = corpus.shard(index, count)?;
+        corpus = corpus.part(blocks.clone());
+        log.note(&format!(
+            "shard {index}/{count}: blocks {} to {}, {} tokens",
+            blocks.start,
+            blocks.end - 1,
+            corpus.n_tokens()
+        ));
+        job.shard = Some(Shard { index, count, blocks });
+        if dump::is_done(&args.output, &job, device.name())? {
+            return finish(
+                global,
+                &format!("{} is already complete", args.output.display()),
+                &args.output,
+                &document(args, &corpus, n_layers, 0.0, device.name(), true),
+            );
+        }
+        new = Some(NewDump::attempt(&args.output, n_layers)?);
+        task.begin();
+    }
+    if let Some(new) = new {
+        let layers = layers_on(device.as_ref(), &decoder, global)?;
+        dump::write(layers.as_ref(), device.as_ref(), &corpus, job, new, log)?;
+    }
     let seconds = start.elapsed().as_secs_f64();
     let note = format!(
         "wrote {} in {seconds:.1} s ({:.0} tokens/s)",
         args.output.display(),
         corpus.n_tokens() as f64 / seconds
     );
-    let document = json!({
-        "dump": args.output.display().to_string(), "tokens": corpus.n_tokens(), "layers": decoder.config.n_layers,
-        "seconds": seconds, "device": device.name(),
-    });
-    finish(global, &note, &args.output, &document)
+    finish(
+        global,
+        &note,
+        &args.output,
+        &document(args, &corpus, n_layers, seconds, device.name(), false),
+    )
+}
+
+/// The members of the command's document of `--json`.
+fn document(args: &Args, text: &Corpus, n_layers: usize, seconds: f64, device: &str, skipped: bool) -> Value {
+    json!({
+        "dump": args.output.display().to_string(), "tokens": text.n_tokens(), "layers": n_layers,
+        "seconds": seconds, "device": device, "skipped": skipped,
+    })
 }

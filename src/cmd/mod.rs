@@ -7,6 +7,7 @@ pub mod completions;
 pub mod dump;
 pub mod eval;
 pub mod inspect;
+pub mod merge;
 pub mod moments;
 mod named;
 mod output;
@@ -16,9 +17,12 @@ mod reading;
 pub mod report;
 pub mod run;
 pub mod sections;
+mod share;
+pub mod status;
+mod task;
 pub mod verdict;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
 use serde_json::{Value, json};
@@ -113,6 +117,11 @@ fn finish(global: &Global, note: &str, output: &Path, members: &Value) -> Result
     let mut document = json!({ "output": output.display().to_string() });
     merge(&mut document, members);
     print_json(global, &document)
+}
+
+/// Borrows paths.
+fn paths(owned: &[PathBuf]) -> Vec<&Path> {
+    owned.iter().map(PathBuf::as_path).collect()
 }
 
 /// Adds the members of an object to another.

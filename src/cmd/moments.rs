@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use ndarray::Array3;
 use serde_json::json;
 
-use super::{finish, output};
+use super::{finish, output, paths};
 use crate::cmd::args::{Global, RopeKind};
 use crate::dump::moments::Moments;
 use crate::dump::{Dump, State};
@@ -17,9 +17,9 @@ use crate::stats::moments::QuerySums;
 /// Arguments of `moments`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// Dump folder; it must have been made with --queries
-    #[arg(long, value_name = "DIR")]
-    dump: PathBuf,
+    /// Dump folder, or the folders of all shards of a dump; made with --queries
+    #[arg(long, value_name = "DIR", num_args = 1.., required = true)]
+    dump: Vec<PathBuf>,
     /// Moments file to write
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
@@ -38,7 +38,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     dump.check_queries()?;
     let b = args.wrope_position.unwrap_or(dump.options.wrope_position);
     let position = args.rope.position(b);
-    let output = output::create(&args.output, &[&args.dump], global)?;
+    let output = output::create(&args.output, &paths(&args.dump), global)?;
     let s = dump.sizes;
     let rope = dump.origin.model.rope();
     let progress = global.log().progress(s.n_layers as u64, "layers");
@@ -54,7 +54,9 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
             for (head, mut q) in q_pre.outer_iter_mut().enumerate() {
                 q.assign(&states.read(State::QPre, head, rows.start, rows.len())?);
             }
-            sums.add(device.as_ref(), q_pre.view(), &dump.kept[rows], &rope)?;
+            let kept = &dump.kept[rows];
+            let block = QuerySums::of_block(device.as_ref(), s.n_kv_heads, q_pre.view(), kept, &rope)?;
+            sums.add(&block);
         }
         layers.push(sums);
         progress.advance(1);

@@ -13,7 +13,7 @@ use crate::method::sections::SECTIONS;
 /// Arguments of `pack`.
 #[derive(clap::Args, Debug)]
 pub struct Args {
-    /// Section files to combine, at most one per section
+    /// Section files to combine: one per section, or several that have different layers of it
     #[arg(required = true, value_name = "SECTION_FILE")]
     sections: Vec<PathBuf>,
     /// The model from which the sections were made: checkpoint folder, or id in the Hugging Face cache
@@ -35,7 +35,10 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         .map(PathBuf::as_path)
         .collect();
     let output = output::create(&args.output, &inputs, global)?;
-    let parts = args.sections.iter().map(|path| Artifact::open(path, SECTIONS));
+    let parts = args
+        .sections
+        .iter()
+        .map(|path| Artifact::open_part(path, SECTIONS));
     let parts: Vec<Artifact> = parts.collect::<Result<_>>()?;
     let decoder = open_model(&args.model, log)?;
     let model = model_manifest(&decoder, log)?;
@@ -44,7 +47,12 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     }
     artifact::pack(output, &parts)?;
     let sections = parts.iter().flat_map(Artifact::sections);
-    let names: Vec<&str> = sections.map(|section| section.kind.name()).collect();
+    let mut names: Vec<&str> = Vec::new();
+    for section in sections {
+        if !names.contains(&section.kind.name()) {
+            names.push(section.kind.name());
+        }
+    }
     finish(
         global,
         &format!("wrote {}", args.output.display()),

@@ -7,21 +7,29 @@ use clap::{Arg, ArgMatches, Command, FromArgMatches, value_parser};
 use ndarray::Axis;
 use serde_json::json;
 
+use super::share::{LayerShare, environment, parse_layers};
+use super::task::Task;
 use super::{finish, output};
-use crate::artifact::{self, Fit, FitInput, LayerPart, LayerStates, MomentsRead, Section, SectionKind};
+use crate::artifact::{
+    self, Artifact, Fit, FitInput, LayerPart, LayerStates, MomentsRead, Section, SectionKind, SectionManifest,
+};
 use crate::cmd::args::Global;
 use crate::compute::cpu::Cpu;
 use crate::compute::device::Device;
+use crate::corpus::Origin;
 use crate::dump::moments::Moments;
-use crate::dump::{Dump, State};
+use crate::dump::{Dump, LayerDump, State};
 use crate::error::{Error, Result};
 use crate::flags::parse_count;
 use crate::method::sections::SECTIONS;
+use crate::model::rope::Rope;
 use crate::progress::{Log, Progress, Verbosity};
-use crate::stats::moments::Position;
+use crate::stats::moments::{LayerMoments, Position, QuerySums};
 
 /// Name of the flag for the position of the moments.
 const WROPE_POSITION: &str = "wrope-position";
+/// Name of the flag for the layers to fit.
+const LAYERS: &str = "layers";
 
 type ParseResult<T> = std::result::Result<T, clap::Error>;
 
@@ -67,7 +75,8 @@ impl FromArgMatches for SectionFlags {
 #[derive(Debug)]
 pub struct SectionCommand {
     kind: &'static dyn SectionKind,
-    dump: PathBuf,
+    dump: Vec<PathBuf>,
+    layers: Option<LayerShare>,
     moments: Option<PathBuf>,
     wrope_position: Option<usize>,
     output: PathBuf,
@@ -97,10 +106,17 @@ fn describe(kind: &dyn SectionKind) -> Command {
         arg.value_parser(value_parser!(PathBuf))
     };
     let dump = match (facts.reads_queries, facts.reads_values) {
-        (true, true) => "Dump folder; it must have been made with --queries --values",
-        (true, false) => "Dump folder; it must have been made with --queries (values are not read)",
-        (false, _) => "Dump folder",
+        (true, true) => "Dump folder, or the folders of all shards of a dump; made with --queries --values",
+        (true, false) => {
+            "Dump folder, or the folders of all shards of a dump; made with --queries (values are not read)"
+        }
+        (false, _) => "Dump folder, or the folders of all shards of a dump",
     };
+    let layers = Arg::new(LAYERS)
+        .long(LAYERS)
+        .value_name("A..B")
+        .value_parser(parse_layers)
+        .help("Fit only layers A to B - 1, for one of many machines; `pack` joins the parts. J/M takes the J-th of M equal parts, from 0; auto and auto/M take J from a Slurm job array or a Kubernetes Indexed Job. If the part is already there, nothing is done");
     let moments = "Moments file made from this dump, such as one made on another device (default: the dump's own moments)";
     let moments = file("moments", "FILE").help(moments);
     let position = Arg::new(WROPE_POSITION)
@@ -109,7 +125,8 @@ fn describe(kind: &dyn SectionKind) -> Command {
         .value_parser(parse_count)
         .help("WRoPE position: relative position, in tokens, to which queries are rotated (default: the position of the moments)");
     let command = Command::new(facts.command)
-        .arg(file("dump", "DIR").help(dump).required(true))
+        .arg(file("dump", "DIR").help(dump).required(true).num_args(1..))
+        .arg(layers)
         .args((facts.moments != MomentsRead::Nothing).then_some(moments))
         .args((facts.moments == MomentsRead::Chosen).then_some(position))
         .arg(
@@ -134,7 +151,8 @@ impl FromArgMatches for SectionCommand {
         let position = (read == MomentsRead::Chosen).then(|| flags.get_one(WROPE_POSITION).copied());
         Ok(Self {
             kind,
-            dump: file("dump").ok_or_else(missing)?,
+            dump: flags.get_many("dump").ok_or_else(missing)?.cloned().collect(),
+            layers: flags.get_one(LAYERS).cloned(),
             moments: moments.flatten(),
             wrope_position: position.flatten(),
             output: file("output").ok_or_else(missing)?,
@@ -151,6 +169,17 @@ impl FromArgMatches for SectionCommand {
 impl SectionCommand {
     /// Runs the command.
     pub fn run(&self, global: &Global) -> Result<()> {
+        let Some(layers) = &self.layers else {
+            return self.fit(global, None);
+        };
+        let part = layers.number(&environment)?;
+        let mut task = Task::new(&self.output, self.kind.facts().command, part);
+        let outcome = self.fit(global, Some((layers, &mut task)));
+        task.end(outcome)
+    }
+
+    /// Fits the section to all layers, or to those of a task.
+    fn fit(&self, global: &Global, share: Option<(&LayerShare, &mut Task)>) -> Result<()> {
         let facts = self.kind.facts();
         let device: Box<dyn Device> = match facts.cpu_only {
             true => global.cpu_only(facts.command).map(|()| Box::new(Cpu))?,
@@ -164,12 +193,11 @@ impl SectionCommand {
             dump.check_values()?;
         }
         let moments = self.moments(&dump)?;
-        let own = Position::Windowed(dump.options.wrope_position);
         let fit = self.kind.fit(
             &self.flags,
             &FitInput {
                 seed: global.seed,
-                position: moments.as_ref().map_or(own, |moments| moments.position),
+                position: moments.position(&dump),
                 block_start: &dump.corpus.block_start,
                 seq_len: dump.origin.calibration.seq_len,
                 kept: &dump.kept,
@@ -177,76 +205,168 @@ impl SectionCommand {
                 log: global.log(),
             },
         )?;
+        let n_layers = dump.sizes.n_layers;
+        let layers = share
+            .as_ref()
+            .map(|(layers, _)| layers.resolve(n_layers, &environment));
+        let layers = layers.transpose()?.unwrap_or(0..n_layers);
+        let mut section = Section::of_layers(fit.as_ref(), dump.sizes, layers, device.as_ref())?;
+        let shown = self.output.display();
+        let document = |skipped: bool| json!({ "section": shown.to_string(), "device": device.name(), "skipped": skipped });
+        if self.layers.is_some() && is_done(&self.output, &dump.origin, &section)? {
+            let note = format!("{shown} is already complete");
+            return finish(global, &note, &self.output, &document(true));
+        }
         let inputs: Vec<&Path> = self
             .moments
             .iter()
-            .chain([&self.dump])
+            .chain(&self.dump)
             .map(PathBuf::as_path)
             .collect();
         let output = output::create(&self.output, &inputs, global)?;
-        let section = fit_dump(
+        if let Some((_, task)) = share {
+            task.set_part(format!("{}..{}", section.layers.start, section.layers.end));
+            task.begin();
+        }
+        fit_dump(
             fit.as_ref(),
+            &mut section,
             &dump,
-            moments.as_ref(),
+            &moments,
             device.as_ref(),
             global.log(),
         )?;
         artifact::write(output, dump.origin, vec![section])?;
-        finish(
-            global,
-            &format!("wrote {}", self.output.display()),
-            &self.output,
-            &json!({ "section": self.output.display().to_string(), "device": device.name() }),
-        )
+        finish(global, &format!("wrote {shown}"), &self.output, &document(false))
     }
 
-    /// Reads the moments that were given, or the dump's, and takes them at the position asked for; `None` if the fit does
-    /// not need them.
-    fn moments(&self, dump: &Dump) -> Result<Option<Moments>> {
+    /// Finds where the moments come from: the file that was given, or the dump.
+    fn moments(&self, dump: &Dump) -> Result<MomentsSource> {
         let read = self.kind.facts().moments;
-        if read == MomentsRead::Nothing {
-            return Ok(None);
-        }
+        let position = match (read, self.wrope_position) {
+            (MomentsRead::Nothing, _) => return Ok(MomentsSource::Nothing),
+            (MomentsRead::Own, _) => Some(Position::Own),
+            (MomentsRead::Chosen, b) => b.map(Position::Windowed),
+        };
         let moments = match &self.moments {
+            None if dump.is_sharded() => {
+                let own = Position::Windowed(dump.options.wrope_position);
+                return Ok(MomentsSource::Blocks(position.unwrap_or(own)));
+            }
             None => dump.moments()?,
             Some(path) => {
                 let moments = Moments::read(path, dump.sizes)?;
-                if moments.origin != dump.origin {
-                    return Err(Error::failed(format!(
-                        "{} was not made from {}",
-                        path.display(),
-                        self.dump.display()
-                    ))
-                    .hint("give a moments file that was made from the same dump"));
+                if moments.origin != dump.origin || moments.shard.is_some() {
+                    let error = Error::failed(format!("{} was not made from this dump", path.display()));
+                    return Err(error.hint("give a moments file that was made from the same dump"));
                 }
                 moments
             }
         };
-        match (read, self.wrope_position) {
-            (MomentsRead::Own, _) => moments.at(Position::Own).map(Some),
-            (_, Some(b)) => moments.at(Position::Windowed(b)).map(Some),
-            (_, None) => Ok(Some(moments)),
+        match position {
+            Some(position) => moments.at(position).map(MomentsSource::File),
+            None => Ok(MomentsSource::File(moments)),
         }
     }
 }
 
-/// Fits a section to the states of a dump.
+/// Where a fit's query moments come from.
+enum MomentsSource {
+    /// The fit reads none.
+    Nothing,
+    /// A file with those of all layers.
+    File(Moments),
+    /// The sums of every block, which the shards of a dump have beside the states; taken at this position.
+    Blocks(Position),
+}
+
+impl MomentsSource {
+    /// Returns the position to which the queries are rotated; that of the dump if the fit reads no moments.
+    fn position(&self, dump: &Dump) -> Position {
+        match self {
+            Self::Nothing => Position::Windowed(dump.options.wrope_position),
+            Self::File(moments) => moments.position,
+            Self::Blocks(position) => *position,
+        }
+    }
+
+    /// Returns the moments of a layer, and the sums from which those under other rotations follow if `with_sums` is set.
+    fn of_layer(
+        &self,
+        layer: usize,
+        states: &LayerDump,
+        with_sums: bool,
+        rope: &Rope,
+    ) -> Result<(Option<LayerMoments>, Option<QuerySums>)> {
+        match self {
+            Self::Nothing => Ok((None, None)),
+            Self::File(moments) => {
+                let sums = with_sums.then(|| moments.sums()).transpose()?;
+                Ok((
+                    Some(moments.layers[layer].clone()),
+                    sums.map(|sums| sums[layer].clone()),
+                ))
+            }
+            Self::Blocks(position) => {
+                let sums = states.sums()?;
+                Ok((Some(sums.at(*position, rope)), Some(sums)))
+            }
+        }
+    }
+}
+
+/// Tells whether `path` is the complete file of this section and these layers.
+///
+/// # Errors
+/// The file is another one, or damaged.
+fn is_done(path: &Path, origin: &Origin, section: &Section) -> Result<bool> {
+    if !path.exists() {
+        return Ok(false);
+    }
+    let found = Artifact::open_part(path, SECTIONS)?;
+    found.verify()?;
+    let manifest = &found.manifest;
+    let params = |of: &SectionManifest| (of.device.clone(), of.adapter.clone(), of.params.clone());
+    let own = manifest.sections.get(section.kind.name()).map(params);
+    let same = [
+        ("model", manifest.origin.model == origin.model),
+        ("text", manifest.origin.calibration == origin.calibration),
+        (
+            "version of kvsmith",
+            manifest.tool_version == env!("CARGO_PKG_VERSION"),
+        ),
+        ("layers", found.layers == section.layers),
+        (
+            "section, options or device",
+            own == Some(params(&section.manifest)),
+        ),
+    ];
+    match same.iter().find(|(_, same)| !same) {
+        None => Ok(true),
+        Some((what, _)) => {
+            let error = Error::usage(format!("{} exists, and its {what} differs", path.display()));
+            Err(error.hint("remove it, or choose another name with -o"))
+        }
+    }
+}
+
+/// Fits the layers of a section to the states of a dump.
 fn fit_dump(
     fit: &dyn Fit,
+    section: &mut Section,
     dump: &Dump,
-    moments: Option<&Moments>,
+    moments: &MomentsSource,
     device: &dyn Device,
     log: Log,
-) -> Result<Section> {
+) -> Result<()> {
     let (sizes, model) = (dump.sizes, &dump.origin.model);
     let rope = model.rope();
-    let sums = moments.filter(|_| fit.reads_pre_sums()).map(Moments::sums);
-    let sums = sums.transpose()?;
-    let mut section = Section::new(fit, sizes, device)?;
-    let progress = log.progress((sizes.n_layers * sizes.n_kv_heads) as u64, "heads");
-    for layer in 0..sizes.n_layers {
+    let layers = section.layers.clone();
+    let progress = log.progress((layers.len() * sizes.n_kv_heads) as u64, "heads");
+    for layer in layers {
         progress.layer(layer, sizes.n_layers, fit.kind().facts().stage);
         let file = dump.layer(layer)?;
+        let (moments, sums) = moments.of_layer(layer, &file, fit.reads_pre_sums(), &rope)?;
         let states = LayerStates {
             layer,
             sizes,
@@ -258,15 +378,15 @@ fn fit_dump(
                 Ok(all.select(Axis(0), fit.query_rows()))
             },
             values: &|head| file.read(State::V, head, 0, dump.n),
-            moments: moments.map(|moments| &moments.layers[layer]),
-            sums: sums.map(|sums| &sums[layer]),
+            moments: moments.as_ref(),
+            sums: sums.as_ref(),
             block_start: &dump.corpus.block_start,
             kept: &dump.kept,
             rope: &rope,
         };
         section.add(fit_layer(fit, &states, &progress, 1, log)?)?;
     }
-    Ok(section)
+    Ok(())
 }
 
 /// Fits one layer of a section; each head advances the progress by `units` and, under `-v`, prints its line.

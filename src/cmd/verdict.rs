@@ -7,7 +7,7 @@ use serde_json::json;
 use super::args::{Global, Input, model_folder};
 use super::calibrate::stages::{BUDGETS, Stages, VERDICT};
 use super::named::{self, Named, NamedParser};
-use super::{finish, layers_on, load_corpus, open_model, output};
+use super::{finish, layers_on, load_corpus, open_model, output, paths};
 use crate::artifact::{self, Artifact, HeadLosses, Measured, MethodLoss, USUAL_KL, Verdict};
 use crate::compute::device::Device;
 use crate::corpus::Corpus;
@@ -86,9 +86,9 @@ pub struct Args {
     /// The model from which the artifact was made: checkpoint folder, or id in the Hugging Face cache
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     model: PathBuf,
-    /// Dump folder from which the artifact was made, instead of the text
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["seq_len", "max_tokens", "uuid_tokens", "holdout"])]
-    dump: Option<PathBuf>,
+    /// Dump folder from which the artifact was made, or the folders of all its shards, instead of the text
+    #[arg(long, value_name = "DIR", num_args = 1.., conflicts_with_all = ["seq_len", "max_tokens", "uuid_tokens", "holdout"])]
+    dump: Vec<PathBuf>,
     /// Artifact file to write: the same artifact with the verdict
     #[arg(short, long, value_name = "ART2.safetensors")]
     output: PathBuf,
@@ -105,7 +105,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let inputs: Vec<&Path> = args
         .input
         .files()
-        .chain(args.dump.as_deref())
+        .chain(paths(&args.dump))
         .chain([args.artifact.as_path(), &args.model])
         .collect();
     let output = output::create(&args.output, &inputs, global)?;
@@ -113,9 +113,9 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let decoder = open_model(&args.model, log)?;
     let fingerprint = decoder.checkpoint.fingerprint(&decoder.config)?;
     artifact.check_model(&fingerprint, decoder.config.sizes())?;
-    let corpus = match &args.dump {
-        Some(dir) => Dump::open(dir)?.corpus,
-        None => load_corpus(&args.model, &decoder.config, &args.input, global)?,
+    let corpus = match &args.dump[..] {
+        [_, ..] => Dump::open(&args.dump)?.corpus,
+        [] => load_corpus(&args.model, &decoder.config, &args.input, global)?,
     };
     if corpus.manifest() != artifact.manifest.origin.calibration {
         return Err(Error::failed(format!(

@@ -136,7 +136,7 @@ impl Folder {
     }
 
     /// Takes over a folder that has a mark; `None` if it has none.
-    fn take_up(path: &Path, kind: &'static FolderKind) -> Result<Option<Self>> {
+    pub(super) fn take_up(path: &Path, kind: &'static FolderKind) -> Result<Option<Self>> {
         let mark = path.join(kind.mark);
         let lock = match File::options().read(true).write(true).open(&mark) {
             Ok(file) => file,
@@ -204,6 +204,13 @@ impl Folder {
         }
         sync_folder(&self.file(self.kind.mark));
         if self.content.made {
+            let _ = remove_folder(&self.path);
+        }
+    }
+
+    /// Removes a folder that the mark has left: its last file `name` stands in the mark's place. Best effort.
+    pub fn remove_completed(&self, name: &str) {
+        if remove_file(&self.file(name)).is_ok() {
             let _ = remove_folder(&self.path);
         }
     }

@@ -5,6 +5,7 @@
 //! eighth change (with half of it done, if it is a write), and `full:7` fails this change and every later change that
 //! needs disk space.
 
+mod attempt;
 mod folder;
 mod output;
 
@@ -13,6 +14,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+pub use attempt::{attempt, rename_folder};
 pub use folder::{Folder, FolderKind};
 pub use output::Output;
 

@@ -197,7 +197,7 @@ fn remove_abandoned(folder: &Path) {
 }
 
 /// Returns the id of the system in an unfinished file's name; `None` for other names.
-fn owner_of(name: &OsStr) -> Option<&str> {
+pub(super) fn owner_of(name: &OsStr) -> Option<&str> {
     let name = name.to_str()?.strip_prefix(TEMP_PREFIX)?;
     let mut parts = name.strip_suffix(TEMP_SUFFIX)?.splitn(3, '-');
     let (system, process) = (parts.next()?, parts.next()?);
@@ -206,14 +206,14 @@ fn owner_of(name: &OsStr) -> Option<&str> {
 }
 
 /// Identifies the running system; another computer has another id, and so has this computer after a restart.
-fn system() -> Option<String> {
+pub(super) fn system() -> Option<String> {
     let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     Some(id.chars().filter(char::is_ascii_hexdigit).take(12).collect())
 }
 
 /// Tells whether a folder lies on a file system that no other computer can use.
 #[cfg(target_os = "linux")]
-fn is_own_disk(folder: &Path) -> bool {
+pub(super) fn is_own_disk(folder: &Path) -> bool {
     use std::os::unix::ffi::OsStrExt;
     // ext2 to ext4, XFS, Btrfs, tmpfs, overlayfs, F2FS, ZFS: include/uapi/linux/magic.h of Linux, and OpenZFS.
     const OWN: [u64; 7] = [
@@ -237,7 +237,7 @@ fn is_own_disk(folder: &Path) -> bool {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn is_own_disk(_: &Path) -> bool {
+pub(super) fn is_own_disk(_: &Path) -> bool {
     false
 }
 

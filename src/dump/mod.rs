@@ -5,12 +5,14 @@ mod read;
 mod write;
 
 use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Range;
 
 use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 
-pub use self::read::{Dump, LayerDump, State};
-pub use self::write::{NewDump, write};
+pub use self::read::{Dump, DumpSummary, LayerDump, State, summary};
+pub use self::write::{DumpJob, NewDump, is_done, write};
 use crate::corpus::Origin;
 use crate::disk::FolderKind;
 use crate::float::Float;
@@ -27,7 +29,7 @@ pub const TOKENS: &str = "tokens.safetensors";
 pub const MOMENTS: &str = "moments.safetensors";
 
 /// Which states a dump keeps, and how.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DumpOptions {
     /// Keep `q_pre`.
     pub queries: bool,
@@ -49,17 +51,38 @@ struct DumpManifest {
     device: String,
     /// Length and digest of every other file.
     files: BTreeMap<String, FileDigest>,
+    /// The model and the whole text, also in the dump of a shard.
     #[serde(flatten)]
     origin: Origin,
     #[serde(flatten)]
     options: DumpOptions,
+    /// The part of the text that this folder has; absent if it has all of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    shard: Option<Shard>,
+}
+
+/// The part of a text that one task of several dumps.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Shard {
+    /// Number of the shard, from 0.
+    pub index: usize,
+    /// Number of shards.
+    pub count: usize,
+    /// Its blocks, as numbered in the whole text.
+    pub blocks: Range<usize>,
+}
+
+impl fmt::Display for Shard {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{}/{}", self.index, self.count)
+    }
 }
 
 /// How unfinished dump folders are named and marked, and which files they hold.
 static UNFINISHED: FolderKind = FolderKind {
     name: "dump",
     mark: "unfinished.json",
-    holds: |name| [TOKENS, MOMENTS].contains(&name) || is_layer_file(name),
+    holds: |name| [TOKENS, MOMENTS, MANIFEST].contains(&name) || is_layer_file(name),
 };
 
 /// Names a layer's file.
@@ -76,7 +99,22 @@ pub fn is_layer_file(name: &str) -> bool {
     layer.is_some_and(|layer| layer_file(layer) == name)
 }
 
-/// Describes the tensors of one layer's file.
+/// Names of the sums over the queries of each block, in the layers' files of a shard: before rotation, and rotated to
+/// their own positions, f64 `[blocks,g,d,d]`; and of the numbers of queries, u64 `[blocks,g]`.
+const BLOCK_SUMS: [&str; 3] = ["sum_qq_pre", "sum_qq_rope", "count"];
+
+/// Describes the sums of one layer's file of a shard of `blocks` blocks.
+pub fn sum_specs(sizes: Sizes, blocks: usize) -> Vec<Spec> {
+    let (g, d) = (sizes.n_kv_heads, sizes.head_dim);
+    let [pre, rope, count] = BLOCK_SUMS;
+    vec![
+        Spec::new::<f64>(pre, &[blocks, g, d, d]),
+        Spec::new::<f64>(rope, &[blocks, g, d, d]),
+        Spec::new::<u64>(count, &[blocks, g]),
+    ]
+}
+
+/// Describes the states of one layer's file.
 pub fn layer_specs(sizes: Sizes, n: usize, options: &DumpOptions) -> Vec<Spec> {
     let (h, g, d) = (sizes.n_heads, sizes.n_kv_heads, sizes.head_dim);
     let dtype = match options.dtype {

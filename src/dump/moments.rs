@@ -7,6 +7,7 @@ use ndarray::Array3;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
+use super::Shard;
 use crate::corpus::Origin;
 use crate::disk::Output;
 use crate::error::{Error, Result};
@@ -23,8 +24,10 @@ pub struct Moments {
     sums: Option<Vec<QuerySums>>,
     /// The position that the queries were rotated to.
     pub position: Position,
-    /// The model and the text.
+    /// The model and the whole text.
     pub origin: Origin,
+    /// The part of the text whose queries were summed; `None` for all of it.
+    pub shard: Option<Shard>,
 }
 
 const KIND: &str = "moments";
@@ -45,6 +48,9 @@ struct MomentsManifest {
     wrope_position: Position,
     #[serde(flatten)]
     origin: Origin,
+    /// The part of the text, if it is not all of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    shard: Option<Shard>,
 }
 
 impl Moments {
@@ -56,6 +62,7 @@ impl Moments {
             sums: Some(sums),
             position,
             origin,
+            shard: None,
         }
     }
 
@@ -68,7 +75,10 @@ impl Moments {
             return Ok(self);
         }
         match self.sums {
-            Some(sums) => Ok(Self::new(sums, position, self.origin)),
+            Some(sums) => Ok(Self {
+                shard: self.shard,
+                ..Self::new(sums, position, self.origin)
+            }),
             None => Err(self.only_at_its_position(&position.to_string())),
         }
     }
@@ -111,6 +121,7 @@ impl Moments {
                 .collect(),
             wrope_position: self.position,
             origin: self.origin.clone(),
+            shard: self.shard.clone(),
         };
         let mut manifest = json!(manifest);
         store::seal(&mut manifest);
@@ -172,6 +183,7 @@ impl Moments {
             sums,
             position: manifest.wrope_position,
             origin: manifest.origin,
+            shard: manifest.shard,
         })
     }
 }

@@ -2,29 +2,37 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use ndarray::Array2;
+use ndarray::{Array2, Array3};
 use serde_json::json;
 
 use super::moments::Moments;
-use super::{DumpManifest, DumpOptions, FORMAT, MANIFEST, MOMENTS, TOKENS, layer_file, layer_specs};
+use super::{
+    BLOCK_SUMS, DumpManifest, DumpOptions, FORMAT, MANIFEST, MOMENTS, Shard, TOKENS, layer_file, layer_specs,
+    sum_specs,
+};
 use crate::corpus::{Corpus, CorpusManifest, Origin};
 use crate::error::{Error, Result};
 use crate::float::Float;
+use crate::interrupt;
 use crate::model::Sizes;
 use crate::model::fields::read_json;
+use crate::progress::Progress;
+use crate::stats::moments::QuerySums;
 use crate::store::{self, FileDigest, Store};
 
-/// A complete dump folder, opened for reading.
+/// A complete dump, opened for reading: one folder, or the folders of all its shards.
 pub struct Dump {
-    dir: PathBuf,
+    /// The folders in the order of their blocks.
+    parts: Vec<Part>,
     /// The model and the text.
     pub origin: Origin,
     /// Sizes of the model.
     pub sizes: Sizes,
-    /// Rows of every state tensor.
+    /// Rows of every state tensor, over all shards.
     pub n: usize,
     /// Which rows the fits use; the others are held out.
     pub kept: Vec<bool>,
@@ -32,78 +40,64 @@ pub struct Dump {
     pub corpus: Corpus,
     /// Which states the dump keeps, and how.
     pub options: DumpOptions,
-    /// Length and digest of every file.
-    files: BTreeMap<String, FileDigest>,
+}
+
+/// One folder of a dump.
+struct Part {
+    dir: PathBuf,
+    manifest: DumpManifest,
+    /// Its own tokens: those of the shard.
+    ids: Vec<u32>,
+    block_start: Vec<u32>,
+    held_out: Vec<u8>,
 }
 
 impl Dump {
-    /// Opens a dump and checks its manifest and tokens.
+    /// Opens a dump and checks its manifests and tokens. `dirs` is its folder, or the folders of all its shards in any
+    /// order.
     ///
     /// # Errors
-    /// There is no complete dump, or its files contradict each other.
-    pub fn open(dir: &Path) -> Result<Self> {
-        let path = dir.join(MANIFEST);
-        if !path.is_file() {
-            return Err(
-                Error::failed(format!("{} does not contain a complete dump", dir.display()))
-                    .hint("make a dump with `kvsmith dump`; an interrupted dump cannot be continued, start it again"),
-            );
-        }
-        let invalid = |what: &str| {
-            let error = Error::failed(format!("{}: {what}", path.display()));
-            error.hint("recreate the dump with this version of kvsmith")
-        };
-        let manifest = read_json(&path)?;
-        if manifest.get("format") != Some(&json!(FORMAT)) {
-            return Err(invalid(&format!("not a dump of format {FORMAT}")));
-        }
-        let sealed = store::seal_holds(&manifest.to_string(), &manifest);
-        let manifest: DumpManifest = serde_json::from_value(manifest).map_err(|e| invalid(&e.to_string()))?;
-        if !sealed {
-            return Err(invalid("the manifest was modified after the dump was written"));
-        }
-        let DumpManifest {
-            origin,
-            options,
-            files,
-            ..
-        } = manifest;
-        if u32::try_from(options.wrope_position).is_err() {
-            return Err(invalid("`wrope_position` is invalid"));
-        }
-        let sizes = origin.model.sizes;
-        sizes.check().map_err(|e| invalid(&e.to_string()))?;
-        let tokens = open_intact(dir, TOKENS, &files)?;
-        let n = tokens.bytes("held_out").map_or(0, <[u8]>::len);
-        // Checked here, because later allocations depend on these sizes.
-        for layer in 0..sizes.n_layers {
-            let store = Store::open(&dir.join(layer_file(layer)))?;
-            layer_specs(sizes, n, &options)
-                .iter()
-                .try_for_each(|spec| store.checked(spec).map(drop))?;
-        }
-        origin.model.check().map_err(|e| invalid(&e.to_string()))?;
-        let (kept, corpus) = read_blocks(&tokens, &origin.calibration).map_err(invalid)?;
+    /// There is no complete dump, its files contradict each other, or the shards are not those of one dump.
+    pub fn open<P: AsRef<Path>>(dirs: &[P]) -> Result<Self> {
+        let parts = dirs.iter().map(|dir| Part::open(dir.as_ref()));
+        let mut parts: Vec<Part> = parts.collect::<Result<_>>()?;
+        parts.sort_by_key(|part| part.manifest.shard.as_ref().map(|shard| shard.index));
+        check_shards(&parts)?;
+        let first = parts
+            .first()
+            .ok_or_else(|| Error::usage("no dump folder given"))?;
+        let (origin, options) = (first.manifest.origin.clone(), first.manifest.options);
+        let (kept, corpus) = join_blocks(&parts, &origin.calibration).map_err(|what| first.invalid(what))?;
         Ok(Self {
-            dir: dir.to_path_buf(),
-            sizes,
+            sizes: origin.model.sizes,
+            n: kept.len(),
+            parts,
             origin,
-            n,
             kept,
             corpus,
             options,
-            files,
         })
+    }
+
+    /// Names the dump in messages.
+    fn shown(&self) -> String {
+        match &self.parts[..] {
+            [one] => one.dir.display().to_string(),
+            parts => format!("the dump of {} shards", parts.len()),
+        }
+    }
+
+    /// Returns whether the dump is in shards, whose layer files have the sums of every block.
+    pub fn is_sharded(&self) -> bool {
+        self.parts.iter().any(|part| part.manifest.shard.is_some())
     }
 
     /// Fails if the dump does not keep the queries.
     pub fn check_queries(&self) -> Result<()> {
         match self.options.queries {
             true => Ok(()),
-            false => Err(
-                Error::failed(format!("{} contains no queries", self.dir.display()))
-                    .hint("recreate the dump with --queries"),
-            ),
+            false => Err(Error::failed(format!("{} contains no queries", self.shown()))
+                .hint("recreate the dump with --queries")),
         }
     }
 
@@ -111,42 +105,188 @@ impl Dump {
     pub fn check_values(&self) -> Result<()> {
         match self.options.values {
             true => Ok(()),
-            false => Err(
-                Error::failed(format!("{} contains no values", self.dir.display()))
-                    .hint("recreate the dump with --queries --values"),
-            ),
+            false => Err(Error::failed(format!("{} contains no values", self.shown()))
+                .hint("recreate the dump with --queries --values")),
         }
     }
 
-    /// Reads the query moments that were computed during the dump.
+    /// Reads the query moments of a dump in one folder, which were computed with it.
     ///
     /// # Errors
     /// The file is not the one that the dump was made with.
     pub fn moments(&self) -> Result<Moments> {
-        open_intact(&self.dir, MOMENTS, &self.files)?;
-        Moments::read(&self.dir.join(MOMENTS), self.sizes)
+        let part = &self.parts[0];
+        part.open_intact(MOMENTS)?;
+        Moments::read(&part.dir.join(MOMENTS), self.sizes)
     }
 
     /// Opens the states of one layer.
     ///
     /// # Errors
-    /// The file is not the one that the dump was made with.
+    /// A file is not the one that the dump was made with.
     pub fn layer(&self, layer: usize) -> Result<LayerDump> {
         let name = layer_file(layer);
-        let path = self.dir.join(&name);
-        let store = open_intact(&self.dir, &name, &self.files)?;
-        for spec in layer_specs(self.sizes, self.n, &self.options) {
-            store.checked(&spec)?;
-        }
-        let file = File::open(&path).map_err(|e| Error::io(&path, "open", &e))?;
+        let mut first = 0;
+        let mut open = |part: &Part| {
+            let store = part.open_intact(&name)?;
+            part.check_layer(&store)?;
+            let path = part.dir.join(&name);
+            let file = File::open(&path).map_err(|e| Error::io(&path, "open", &e))?;
+            let rows = first..first + part.ids.len();
+            first = rows.end;
+            Ok(LayerFile {
+                store,
+                file,
+                rows,
+                blocks: part.block_start.len() - 1,
+            })
+        };
         Ok(LayerDump {
-            store,
-            file,
-            n: self.n,
-            d: self.sizes.head_dim,
+            files: self.parts.iter().map(&mut open).collect::<Result<_>>()?,
+            sizes: self.sizes,
             dtype: self.options.dtype,
         })
     }
+
+    /// Returns the sums over the queries of every layer, from the sums of every block.
+    ///
+    /// # Errors
+    /// The dump is not in shards; a file is not the one that the dump was made with.
+    pub fn sums(&self, progress: &Progress) -> Result<Vec<QuerySums>> {
+        let layer = |layer| {
+            interrupt::check()?;
+            progress.layer(layer, self.sizes.n_layers, "moments");
+            let sums = self.layer(layer)?.sums()?;
+            progress.advance(1);
+            Ok(sums)
+        };
+        (0..self.sizes.n_layers).map(layer).collect()
+    }
+}
+
+impl Part {
+    /// Opens a folder and checks its manifest and tokens, each for itself.
+    fn open(dir: &Path) -> Result<Self> {
+        let manifest = read_manifest(dir)?;
+        let path = dir.join(MANIFEST);
+        let invalid = |what: &str| {
+            let error = Error::failed(format!("{}: {what}", path.display()));
+            error.hint("recreate the dump with this version of kvsmith")
+        };
+        let sizes = manifest.origin.model.sizes;
+        sizes.check().map_err(|e| invalid(&e.to_string()))?;
+        let tokens = open_intact(dir, TOKENS, &manifest.files)?;
+        let n = tokens.bytes("held_out").map_or(0, <[u8]>::len);
+        let numbers = |name: &str| {
+            let count = tokens.bytes(name).map_or(0, |bytes| bytes.len() / 4);
+            tokens.read::<u32>(name, &[count])
+        };
+        let wrong = |_| invalid("tokens.safetensors is invalid");
+        let part = Self {
+            dir: dir.to_path_buf(),
+            ids: numbers("ids").map_err(wrong)?,
+            block_start: numbers("block_start").map_err(wrong)?,
+            held_out: tokens.read("held_out", &[n]).map_err(wrong)?,
+            manifest,
+        };
+        let ends = (
+            part.block_start.first(),
+            part.block_start.last().map(|last| *last as usize),
+        );
+        let ascending = part.block_start.windows(2).all(|w| w[0] < w[1]);
+        if ends != (Some(&0), Some(part.ids.len())) || part.ids.len() != n || !ascending {
+            return Err(invalid(
+                "`block_start` in tokens.safetensors does not match its rows",
+            ));
+        }
+        // Checked here, because later allocations depend on these sizes.
+        for layer in 0..sizes.n_layers {
+            part.check_layer(&Store::open(&dir.join(layer_file(layer)))?)?;
+        }
+        part.manifest
+            .origin
+            .model
+            .check()
+            .map_err(|e| invalid(&e.to_string()))?;
+        Ok(part)
+    }
+
+    /// Checks which tensors the file of a layer has.
+    fn check_layer(&self, store: &Store) -> Result<()> {
+        let sizes = self.manifest.origin.model.sizes;
+        let mut specs = layer_specs(sizes, self.ids.len(), &self.manifest.options);
+        if self.manifest.shard.is_some() {
+            specs.extend(sum_specs(sizes, self.block_start.len() - 1));
+        }
+        specs.iter().try_for_each(|spec| store.checked(spec).map(drop))
+    }
+
+    fn open_intact(&self, name: &str) -> Result<Store> {
+        open_intact(&self.dir, name, &self.manifest.files)
+    }
+
+    fn invalid(&self, what: &str) -> Error {
+        let error = Error::failed(format!("{}: {what}", self.dir.join(MANIFEST).display()));
+        error.hint("recreate the dump with this version of kvsmith")
+    }
+}
+
+/// Reads the manifest of a complete dump, or of one of its shards.
+///
+/// # Errors
+/// There is no complete dump, or its manifest is not valid.
+pub(super) fn read_manifest(dir: &Path) -> Result<DumpManifest> {
+    let path = dir.join(MANIFEST);
+    if !path.is_file() {
+        return Err(
+            Error::failed(format!("{} does not contain a complete dump", dir.display())).hint(
+                "make a dump with `kvsmith dump`; an interrupted dump cannot be continued, start it again",
+            ),
+        );
+    }
+    let invalid = |what: &str| {
+        let error = Error::failed(format!("{}: {what}", path.display()));
+        error.hint("recreate the dump with this version of kvsmith")
+    };
+    let manifest = read_json(&path)?;
+    if manifest.get("format") != Some(&json!(FORMAT)) {
+        return Err(invalid(&format!("not a dump of format {FORMAT}")));
+    }
+    let sealed = store::seal_holds(&manifest.to_string(), &manifest);
+    let manifest: DumpManifest = serde_json::from_value(manifest).map_err(|e| invalid(&e.to_string()))?;
+    if !sealed {
+        return Err(invalid("the manifest was modified after the dump was written"));
+    }
+    if u32::try_from(manifest.options.wrope_position).is_err() {
+        return Err(invalid("`wrope_position` is invalid"));
+    }
+    Ok(manifest)
+}
+
+/// What a dump folder says about itself.
+pub struct DumpSummary {
+    /// The model and the whole text.
+    pub origin: Origin,
+    /// Which states the dump keeps, and how.
+    pub options: DumpOptions,
+    /// The part of the text that it has; `None` for all of it.
+    pub shard: Option<Shard>,
+    /// Bytes of all its files.
+    pub bytes: u64,
+}
+
+/// Reads what a complete dump folder says about itself; its other files are not read.
+///
+/// # Errors
+/// There is no complete dump, or its manifest is not valid.
+pub fn summary(dir: &Path) -> Result<DumpSummary> {
+    let manifest = read_manifest(dir)?;
+    Ok(DumpSummary {
+        bytes: manifest.files.values().map(|file| file.bytes).sum(),
+        origin: manifest.origin,
+        options: manifest.options,
+        shard: manifest.shard,
+    })
 }
 
 /// Opens a file of a dump and checks its digest.
@@ -159,23 +299,118 @@ fn open_intact(dir: &Path, name: &str, files: &BTreeMap<String, FileDigest>) -> 
     Store::open(&path)
 }
 
-/// Reads which rows are kept and where blocks start, and checks both against the manifest.
-fn read_blocks(
-    tokens: &Store,
+/// Checks that folders, sorted by shard, are one dump, or all shards of one dump.
+fn check_shards(parts: &[Part]) -> Result<()> {
+    let [first, others @ ..] = parts else {
+        return Ok(());
+    };
+    let Some(shard) = &first.manifest.shard else {
+        let Some(other) = others.first() else {
+            return Ok(());
+        };
+        let error = Error::failed(format!(
+            "{} and {} are not shards of one dump",
+            first.dir.display(),
+            other.dir.display()
+        ));
+        return Err(error.hint("give one dump folder, or all folders of `kvsmith dump --shard I/N`"));
+    };
+    for other in others {
+        let (a, b) = (&first.manifest, &other.manifest);
+        let count = |manifest: &DumpManifest| manifest.shard.as_ref().map(|shard| shard.count);
+        for (what, same) in [
+            ("the model", a.origin.model == b.origin.model),
+            ("the text", a.origin.calibration == b.origin.calibration),
+            ("the version of kvsmith", a.tool_version == b.tool_version),
+            ("the device", a.device == b.device),
+            (
+                "--queries, --values, --dtype or --wrope-position",
+                a.options == b.options,
+            ),
+            ("the number of shards", count(a) == count(b)),
+        ] {
+            if !same {
+                let error = Error::failed(format!(
+                    "{} and {} are of different dumps: {what} differs",
+                    first.dir.display(),
+                    other.dir.display()
+                ));
+                return Err(error.hint(again(b, "SHARD")));
+            }
+        }
+    }
+    let indices = parts
+        .iter()
+        .flat_map(|part| &part.manifest.shard)
+        .map(|of| of.index);
+    let indices: Vec<usize> = indices.collect();
+    if let Some(i) = indices.windows(2).position(|pair| pair[0] == pair[1]) {
+        let [a, b] = [&parts[i].dir, &parts[i + 1].dir].map(|dir| dir.display());
+        let error = Error::failed(format!(
+            "{a} and {b} are both shard {}/{}",
+            indices[i], shard.count
+        ));
+        return Err(error.hint("give each shard once"));
+    }
+    let missing: Vec<usize> = (0..shard.count)
+        .filter(|index| !indices.contains(index))
+        .collect();
+    let Some(index) = missing.first() else {
+        return Ok(());
+    };
+    let named: Vec<String> = missing.iter().take(8).map(ToString::to_string).collect();
+    let more = if missing.len() > named.len() { ", .." } else { "" };
+    let error = Error::failed(format!(
+        "{} of {} shards of the dump are missing: {}{more}",
+        missing.len(),
+        shard.count,
+        named.join(", ")
+    ));
+    Err(error.hint(again(&first.manifest, &format!("{index}/{}", shard.count))))
+}
+
+/// Says how to make a shard again.
+fn again(manifest: &DumpManifest, shard: &str) -> String {
+    let DumpOptions {
+        queries,
+        values,
+        dtype,
+        wrope_position,
+    } = manifest.options;
+    let text = &manifest.origin.calibration;
+    let flag = |given: bool, flag: &'static str| if given { flag } else { "" };
+    format!(
+        "make it with `kvsmith dump --model DIR TEXT{}{} --dtype {} --wrope-position {wrope_position} --seq-len {} --seed {} --shard {shard} -o DIR`, and the same model and text as for the others",
+        flag(queries, " --queries"),
+        flag(values, " --values"),
+        dtype.name().to_lowercase(),
+        text.seq_len,
+        text.seed,
+    )
+}
+
+/// Joins the tokens of all parts, and checks them against the manifest.
+fn join_blocks(
+    parts: &[Part],
     text: &CorpusManifest,
 ) -> std::result::Result<(Vec<bool>, Corpus), &'static str> {
-    let values = |name: &str| tokens.bytes(name).map_or(0, |bytes| bytes.len() / 4);
-    let read = |name: &str| tokens.read::<u32>(name, &[values(name)]);
-    let wrong = "`calibration` does not match tokens.safetensors";
-    let (Ok(ids), Ok(block_start)) = (read("ids"), read("block_start")) else {
-        return Err(wrong);
-    };
-    let n = ids.len();
-    let held_out: Vec<u8> = tokens.read("held_out", &[n]).map_err(|_| wrong)?;
-    let ascending = block_start.windows(2).all(|w| w[0] < w[1]);
-    let ends = (block_start.first(), block_start.last().map(|last| *last as usize));
-    if ends != (Some(&0), Some(n)) || !ascending {
-        return Err("`block_start` in tokens.safetensors does not match its rows");
+    let (mut ids, mut block_start, mut held_out) = (Vec::new(), vec![0], Vec::new());
+    for part in parts {
+        let blocks = block_start.len() - 1..block_start.len() + part.block_start.len() - 2;
+        if part
+            .manifest
+            .shard
+            .as_ref()
+            .is_some_and(|shard| shard.blocks != blocks)
+        {
+            return Err("`shard` does not match tokens.safetensors");
+        }
+        let first = u32::try_from(ids.len()).map_err(|_| "the shards have more than 2^32 tokens")?;
+        let starts = part.block_start[1..].iter().map(|start| start.checked_add(first));
+        let starts: Option<Vec<u32>> = starts.collect();
+        block_start.extend(starts.ok_or("the shards have more than 2^32 tokens")?);
+        ids.extend_from_slice(&part.ids);
+        held_out.extend_from_slice(&part.held_out);
     }
     let corpus = Corpus {
         ids,
@@ -184,10 +419,10 @@ fn read_blocks(
         seq_len: text.seq_len,
         seed: text.seed,
     };
-    let kept = held_out.iter().map(|held_out| *held_out == 0).collect();
+    let kept: Vec<bool> = held_out.iter().map(|held_out| *held_out == 0).collect();
     match corpus.is_consistent() && corpus.manifest() == *text && corpus.kept() == kept {
         true => Ok((kept, corpus)),
-        false => Err(wrong),
+        false => Err("`calibration` does not match tokens.safetensors"),
     }
 }
 
@@ -204,12 +439,20 @@ pub enum State {
 
 /// The states of one layer, which are read head by head.
 pub struct LayerDump {
+    files: Vec<LayerFile>,
+    sizes: Sizes,
+    dtype: Float,
+}
+
+/// The file of a layer in one folder.
+struct LayerFile {
     /// The header of the file, which tells where the tensors are.
     store: Store,
     file: File,
-    n: usize,
-    d: usize,
-    dtype: Float,
+    /// Its rows among those of all folders.
+    rows: Range<usize>,
+    /// Number of its blocks.
+    blocks: usize,
 }
 
 impl LayerDump {
@@ -218,6 +461,47 @@ impl LayerDump {
     /// # Errors
     /// The dump does not keep this state, or a value is not finite.
     pub fn read(&self, state: State, head: usize, first: usize, count: usize) -> Result<Array2<f32>> {
+        let d = self.sizes.head_dim;
+        let mut values = vec![0.0; count * d];
+        for file in &self.files {
+            let rows = file.rows.start.max(first)..file.rows.end.min(first + count);
+            if !rows.is_empty() {
+                let own = rows.start - file.rows.start..rows.end - file.rows.start;
+                let values = &mut values[(rows.start - first) * d..(rows.end - first) * d];
+                file.read(state, head, own, self.dtype, values)?;
+            }
+        }
+        Ok(Array2::from_shape_vec((count, d), values)?)
+    }
+
+    /// Adds up the sums over the queries of all blocks, in their order.
+    ///
+    /// # Errors
+    /// The files are not those of shards; a sum is not finite.
+    pub fn sums(&self) -> Result<QuerySums> {
+        let Sizes {
+            n_kv_heads: g,
+            head_dim: d,
+            ..
+        } = self.sizes;
+        let mut sums = QuerySums::new(g, d);
+        for file in &self.files {
+            file.add_sums(&mut sums)?;
+        }
+        Ok(sums)
+    }
+}
+
+impl LayerFile {
+    /// Reads rows of one head of a state.
+    fn read(
+        &self,
+        state: State,
+        head: usize,
+        rows: Range<usize>,
+        dtype: Float,
+        values: &mut [f32],
+    ) -> Result<()> {
         let name = match state {
             State::KPre => "k_pre",
             State::QPre => "q_pre",
@@ -227,21 +511,55 @@ impl LayerDump {
             Error::failed(format!("the dump contains no `{name}`"))
                 .hint("recreate the dump with --queries and --values")
         })?;
-        let row = self.d * self.dtype.bytes();
-        let mut bytes = vec![0; count * row];
+        let d = values.len() / rows.len();
+        let row = d * dtype.bytes();
+        let mut bytes = vec![0; rows.len() * row];
         self.file
-            .read_exact_at(&mut bytes, (start + (head * self.n + first) * row) as u64)
+            .read_exact_at(
+                &mut bytes,
+                (start + (head * self.rows.len() + rows.start) * row) as u64,
+            )
             .map_err(|e| Error::io(self.store.path(), "read", &e))?;
-        let mut values = vec![0.0; count * self.d];
-        self.dtype.read(&bytes, &mut values);
+        dtype.read(&bytes, values);
         if let Some(i) = values.iter().position(|v| !v.is_finite()) {
             return Err(Error::failed(format!(
                 "{}: `{name}` of head {head} contains a NaN or infinite value in row {}",
                 self.store.path().display(),
-                first + i / self.d
+                rows.start + i / d
             ))
             .hint("recreate the dump with --dtype f32; it is damaged, or its dtype has too small a range for this model"));
         }
-        Ok(Array2::from_shape_vec((count, self.d), values)?)
+        Ok(())
+    }
+
+    /// Adds the sums of every block.
+    fn add_sums(&self, sums: &mut QuerySums) -> Result<()> {
+        let (g, d, _) = sums.pre.dim();
+        let [pre, rope, count] = BLOCK_SUMS;
+        let blocks = self.blocks;
+        let read = |name: &str| self.store.read::<f64>(name, &[blocks, g, d, d]);
+        let (pre, rope) = (read(pre)?, read(rope)?);
+        let counts: Vec<u64> = self.store.read(count, &[blocks, g])?;
+        if pre.iter().chain(&rope).any(|v| !v.is_finite()) {
+            let what = format!(
+                "{}: a sum over queries is NaN or infinite",
+                self.store.path().display()
+            );
+            return Err(
+                Error::failed(what).hint("recreate the shard; if the error persists, the model overflows")
+            );
+        }
+        let of = |values: &[f64], i: usize| {
+            let values = values[i * g * d * d..(i + 1) * g * d * d].to_vec();
+            Array3::from_shape_vec((g, d, d), values)
+        };
+        for i in 0..blocks {
+            sums.add(&QuerySums {
+                pre: of(&pre, i)?,
+                rope: of(&rope, i)?,
+                count: counts[i * g..(i + 1) * g].to_vec(),
+            });
+        }
+        Ok(())
     }
 }

@@ -1,27 +1,30 @@
 //! Writes a dump: runs the model over the text once, layer by layer.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use ndarray::{Array3, ArrayView3, Axis};
 use serde_json::{Value, json};
 
 use super::moments::Moments;
+use super::read::read_manifest;
 use super::{
-    DumpManifest, DumpOptions, FORMAT, MANIFEST, MOMENTS, TOKENS, UNFINISHED, layer_file, layer_specs,
+    BLOCK_SUMS, DumpManifest, DumpOptions, FORMAT, MANIFEST, MOMENTS, Shard, TOKENS, UNFINISHED, layer_file,
+    layer_specs, sum_specs,
 };
 use crate::capture::Capture;
 use crate::compute::device::Device;
 use crate::corpus::{Corpus, Origin};
-use crate::disk::{Folder, Output};
+use crate::disk::{self, Folder, Output};
 use crate::error::{Error, Result};
 use crate::float::Float;
+use crate::model::fields::read_json;
 use crate::model::forward::Layers;
 use crate::progress::{Log, size};
 use crate::stats::moments::{Position, QuerySums};
 use crate::store::{self, FileDigest, Spec, Tensor, Writer};
 
-/// Runs the model over the corpus and fills the dump folder.
+/// Runs the model over the corpus, which is the whole text or the blocks of `job.shard`, and fills the dump folder.
 ///
 /// # Errors
 /// The disk has too little space for the dump, or the model fails.
@@ -29,15 +32,18 @@ pub fn write(
     layers: &dyn Layers,
     device: &dyn Device,
     corpus: &Corpus,
-    origin: Origin,
+    job: DumpJob,
     new: NewDump,
-    options: &DumpOptions,
     log: Log,
 ) -> Result<()> {
     let decoder = layers.decoder();
     let sizes = decoder.config.sizes();
     let n = corpus.n_tokens();
-    let specs = layer_specs(sizes, n, options);
+    let options = &job.options;
+    let mut specs = layer_specs(sizes, n, options);
+    if job.shard.is_some() {
+        specs.extend(sum_specs(sizes, corpus.n_blocks()));
+    }
     check_space(new.folder.path(), &specs, sizes.n_layers)?;
     write_tokens(corpus, new.output(TOKENS)?)?;
 
@@ -49,9 +55,14 @@ pub fn write(
         progress.layer(i, sizes.n_layers, "capture");
         let writer = Writer::new(new.output(&layer_file(i))?, &specs, None)?;
         let mut sums = QuerySums::new(sizes.n_kv_heads, sizes.head_dim);
+        let mut blocks = 0..corpus.n_blocks();
         capture.layer(&progress, &mut |rows, states| {
             let (q_pre, kept) = (states.q_pre.view(), &kept[rows.clone()]);
-            sums.add(device, q_pre, kept, &decoder.rope)?;
+            let block = QuerySums::of_block(device, sizes.n_kv_heads, q_pre, kept, &decoder.rope)?;
+            sums.add(&block);
+            if let Some(i) = blocks.next().filter(|_| job.shard.is_some()) {
+                put_sums(&writer, i, &block)?;
+            }
             let put = |name, x: &Array3<f32>| put_rows(&writer, name, x.view(), rows.start, n, options.dtype);
             put("k_pre", &states.k_pre)?;
             if options.queries {
@@ -65,7 +76,8 @@ pub fn write(
         writer.finish()?;
         moments.push(sums);
     }
-    let moments = Moments::new(moments, Position::Windowed(options.wrope_position), origin);
+    let mut moments = Moments::new(moments, Position::Windowed(options.wrope_position), job.origin);
+    moments.shard = job.shard;
     moments.write(new.output(MOMENTS)?)?;
     let manifest = DumpManifest {
         format: FORMAT,
@@ -74,14 +86,63 @@ pub fn write(
         device: device.name().to_string(),
         files: new.digests()?,
         origin: moments.origin,
-        options: *options,
+        options: job.options,
+        shard: moments.shard,
     };
     new.complete(&manifest)
+}
+
+/// What decides a dump.
+#[derive(Clone, Debug)]
+pub struct DumpJob {
+    /// The model and the whole text.
+    pub origin: Origin,
+    /// Which states the dump keeps, and how.
+    pub options: DumpOptions,
+    /// The part of the text to dump; `None` for all of it.
+    pub shard: Option<Shard>,
+}
+
+/// Tells whether `dir` is the complete dump of this job.
+///
+/// # Errors
+/// The folder holds another dump.
+pub fn is_done(dir: &Path, job: &DumpJob, device: &str) -> Result<bool> {
+    if !dir.join(MANIFEST).exists() {
+        return Ok(false);
+    }
+    let found = read_manifest(dir)?;
+    let same = [
+        ("model", found.origin.model == job.origin.model),
+        ("text", found.origin.calibration == job.origin.calibration),
+        (
+            "version of kvsmith",
+            found.tool_version == env!("CARGO_PKG_VERSION"),
+        ),
+        ("device", found.device == device),
+        (
+            "--queries, --values, --dtype or --wrope-position",
+            found.options == job.options,
+        ),
+        ("shard", found.shard == job.shard),
+    ];
+    match same.iter().find(|(_, same)| !same) {
+        None => Ok(true),
+        Some((what, _)) => {
+            let error = Error::failed(format!(
+                "{} contains another dump: its {what} differs",
+                dir.display()
+            ));
+            Err(error.hint("remove it, or choose another folder with -o"))
+        }
+    }
 }
 
 /// A dump folder that is not complete yet; dropping it removes what was written.
 pub struct NewDump {
     folder: Folder,
+    /// The place of a complete shard, to which its folder is then renamed.
+    place: Option<PathBuf>,
     complete: bool,
 }
 
@@ -100,12 +161,7 @@ impl NewDump {
             let error = Error::usage(format!("{} already contains a dump", dir.display()));
             return Err(error.hint("remove it, or choose another folder with -o"));
         }
-        let layers = (0..n_layers).map(layer_file);
-        let files: Vec<String> = [TOKENS, MOMENTS]
-            .map(str::to_owned)
-            .into_iter()
-            .chain(layers)
-            .collect();
+        let files = files(n_layers);
         let claim = || Folder::claim(dir, &UNFINISHED, files.clone(), &Value::Null);
         let (mut folder, is_new) = claim()?;
         if !is_new {
@@ -116,6 +172,30 @@ impl NewDump {
         }
         Ok(Self {
             folder,
+            place: None,
+            complete: false,
+        })
+    }
+
+    /// Claims a folder under a temporary name beside `dir` for a shard. The folder gets its name by one rename when it
+    /// is complete: several attempts at one shard, on one machine or on several, do not disturb each other.
+    ///
+    /// # Errors
+    /// The folder of `dir` cannot be written.
+    pub fn attempt(dir: &Path, n_layers: usize) -> Result<Self> {
+        let claim = || {
+            Folder::claim(
+                &disk::attempt(dir, &UNFINISHED)?,
+                &UNFINISHED,
+                files(n_layers),
+                &Value::Null,
+            )
+        };
+        // Before it has its mark, another process may take a new folder for one that was left, and remove it.
+        let (folder, _) = claim().or_else(|_| claim())?;
+        Ok(Self {
+            folder,
+            place: Some(dir.to_path_buf()),
             complete: false,
         })
     }
@@ -139,15 +219,52 @@ impl NewDump {
         store::seal(&mut manifest);
         let text = serde_json::to_vec_pretty(&manifest).map_err(|e| Error::failed(e.to_string()))?;
         self.folder.complete(MANIFEST, &text)?;
-        self.complete = true;
-        Ok(())
+        let Some(place) = &self.place else {
+            self.complete = true;
+            return Ok(());
+        };
+        match disk::rename_folder(self.folder.path(), place) {
+            Ok(()) => {
+                self.complete = true;
+                Ok(())
+            }
+            // Another attempt was faster: what is there must be the same.
+            Err(_) if same_content(place, &manifest) => Ok(()),
+            Err(e) => Err(Error::io(place, "write", &e)),
+        }
     }
+}
+
+/// Tells whether a complete dump has the same files as this manifest says, byte for byte.
+fn same_content(dir: &Path, manifest: &Value) -> bool {
+    read_json(&dir.join(MANIFEST)).is_ok_and(|there| there == *manifest)
+}
+
+/// Lists the files of a dump, besides its manifest.
+fn files(n_layers: usize) -> Vec<String> {
+    let first = [TOKENS, MOMENTS].map(str::to_owned).into_iter();
+    first.chain((0..n_layers).map(layer_file)).collect()
+}
+
+/// Writes the sums of the `i`-th block of a shard.
+fn put_sums(writer: &Writer, i: usize, block: &QuerySums) -> Result<()> {
+    let [pre, rope, count] = BLOCK_SUMS;
+    for (name, sum) in [(pre, &block.pre), (rope, &block.rope)] {
+        let bytes = store::to_bytes(&sum.iter().copied().collect::<Vec<f64>>());
+        writer.put(name, i * bytes.len(), &bytes)?;
+    }
+    let bytes = store::to_bytes(&block.count);
+    writer.put(count, i * bytes.len(), &bytes)
 }
 
 impl Drop for NewDump {
     fn drop(&mut self) {
         if !self.complete {
             self.folder.remove();
+            // The complete folder of a slower attempt has its manifest in place of the mark.
+            if self.place.is_some() {
+                self.folder.remove_completed(MANIFEST);
+            }
         }
     }
 }

@@ -90,23 +90,24 @@ impl QuerySums {
         }
     }
 
-    /// Adds the queries of a block.
+    /// Sums the queries of one block.
     ///
     /// # Shapes
     /// q_pre `[h,m,d]`, all rows of the block; `kept` says for each of the m rows whether it counts.
     ///
     /// # Numerics
     /// Those of [`Device::second_moment`]; the result does not depend on the number of threads.
-    pub fn add(
-        &mut self,
+    pub fn of_block(
         device: &dyn Device,
+        n_kv_heads: usize,
         q_pre: ArrayView3<f32>,
         kept: &[bool],
         rope: &Rope,
-    ) -> Result<()> {
+    ) -> Result<Self> {
         let (h, _, d) = q_pre.dim();
-        let g = self.count.len();
+        let g = n_kv_heads;
         let r = h / g;
+        let mut sums = Self::new(g, d);
         let table = rope.table(0..kept.len());
         let rows: Vec<usize> = (0..kept.len()).filter(|i| kept[*i]).collect();
         for rows in rows.chunks(ROWS) {
@@ -119,14 +120,25 @@ impl QuerySums {
                 }
             });
             let mut queries = Array3::from_shape_vec((g, r * rows.len(), d), queries)?;
-            self.pre += &device.second_moment(queries.view())?;
+            sums.pre += &device.second_moment(queries.view())?;
             let vectors = elements_mut(&mut queries).par_chunks_exact_mut(d).enumerate();
             vectors.for_each(|(i, q)| table.rotate(q, rows[i % rows.len()]));
-            self.rope += &device.second_moment(queries.view())?;
+            sums.rope += &device.second_moment(queries.view())?;
         }
-        let vectors = (r * rows.len()) as u64;
-        self.count.iter_mut().for_each(|count| *count += vectors);
-        Ok(())
+        sums.count.fill((r * rows.len()) as u64);
+        Ok(sums)
+    }
+
+    /// Adds the sums of another block.
+    ///
+    /// # Numerics
+    /// Sums over many blocks are added in the order of the blocks, wherever each block was summed: the last bits
+    /// therefore do not depend on how a text was divided among machines.
+    pub fn add(&mut self, block: &Self) {
+        self.pre += &block.pre;
+        self.rope += &block.rope;
+        let counts = self.count.iter_mut().zip(&block.count);
+        counts.for_each(|(count, more)| *count += more);
     }
 
     /// Returns the second moments of the queries rotated to a position.
@@ -196,8 +208,7 @@ mod tests {
         let rope = Rope::new(&config, d);
         let queries = Array3::from_shape_vec((h, m, d), values(h * m * d, 5)).unwrap();
         let kept: Vec<bool> = (0..m).map(|i| i % 4 != 1).collect();
-        let mut sums = QuerySums::new(g, d);
-        sums.add(&Cpu, queries.view(), &kept, &rope).unwrap();
+        let sums = QuerySums::of_block(&Cpu, g, queries.view(), &kept, &rope).unwrap();
         let (edges, weights) = ([0, 1, 30, 400], [0.5, 0.2, 0.3]);
         let found = sums.over(&rope.mean_table(&edges), &weights);
         let mut exact = Array3::<f64>::zeros((g, d, d));

@@ -110,7 +110,14 @@ impl CalibrationRun<'_> {
         let mut sums = QuerySums::new(c.n_kv_heads, c.head_dim);
         capture.layer(progress, &mut |block, states| {
             let (q_pre, kept) = (states.q_pre.view(), &self.kept[block.clone()]);
-            sums.add(self.device, q_pre, kept, &self.decoder.rope)?;
+            let rope = &self.decoder.rope;
+            sums.add(&QuerySums::of_block(
+                self.device,
+                c.n_kv_heads,
+                q_pre,
+                kept,
+                rope,
+            )?);
             let first = rows.partition_point(|row| *row < block.start);
             let within = rows[first..].iter().take_while(|row| **row < block.end);
             for (i, row) in (first..).zip(within) {

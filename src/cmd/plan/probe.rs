@@ -157,7 +157,9 @@ impl ForwardTime {
             let mut kept = Vec::new();
             let seconds = seconds(|| {
                 layer.forward(&rope, hidden.view_mut(), |states, _| {
-                    outcome = sums.add(&Cpu, states.q_pre.view(), &vec![true; rows], &rope);
+                    let (g, all) = (c.n_kv_heads, vec![true; rows]);
+                    let block = QuerySums::of_block(&Cpu, g, states.q_pre.view(), &all, &rope);
+                    outcome = block.map(|block| sums.add(&block));
                     // A calibration keeps a copy of the states that its fits read.
                     kept = [&states.q_pre, &states.k_pre, &states.v]
                         .map(Array3::clone)
