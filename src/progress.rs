@@ -27,9 +27,11 @@ pub fn harmless(text: &str) -> Cow<'_, str> {
     Cow::Owned(text.chars().map(escaped).collect())
 }
 
-/// Formats a number of bytes for people: `812 bytes`, `23.0 KB`, `4.33 MB`, `2.47 GB`.
+/// Formats a number of bytes for people: `812 bytes`, `23.0 KB`, `4.33 MB`, `2.47 GB`, `7.86 TB`.
 pub fn size(bytes: usize) -> String {
-    if bytes >= 1_000_000_000 {
+    if bytes >= 1_000_000_000_000 {
+        format!("{:.2} TB", bytes as f64 / 1e12)
+    } else if bytes >= 1_000_000_000 {
         format!("{:.2} GB", bytes as f64 / 1e9)
     } else if bytes < 1000 {
         format!("{bytes} bytes")

@@ -41,21 +41,22 @@ fn type_of(value: &Value) -> &'static str {
     }
 }
 
-/// The keys of an object with the types of their values; those of the objects in a list as `list[].key`.
-fn found(document: &Value, lists: &[&str]) -> BTreeMap<String, BTreeSet<&'static str>> {
+/// The keys of an object with the types of their values. Those of an inner object are `object.key`, and those of the
+/// objects in a list `list[].key`, where the page describes any such keys.
+fn found(document: &Value, described: &BTreeMap<String, String>) -> BTreeMap<String, BTreeSet<&'static str>> {
     let mut out: BTreeMap<String, BTreeSet<&'static str>> = BTreeMap::new();
-    for (key, value) in document.as_object().unwrap() {
-        out.entry(key.clone()).or_default().insert(type_of(value));
-        for row in value
-            .as_array()
-            .filter(|_| lists.contains(&key.as_str()))
-            .into_iter()
-            .flatten()
-        {
-            for (name, value) in row.as_object().unwrap() {
-                out.entry(format!("{key}[].{name}"))
-                    .or_default()
-                    .insert(type_of(value));
+    let mut open = vec![(String::new(), document)];
+    while let Some((prefix, object)) = open.pop() {
+        for (key, value) in object.as_object().unwrap() {
+            let key = format!("{prefix}{key}");
+            out.entry(key.clone()).or_default().insert(type_of(value));
+            let (own, rows) = (format!("{key}."), format!("{key}[]."));
+            let describes = |prefix: &String| described.keys().any(|key| key.starts_with(prefix));
+            if value.is_object() && describes(&own) {
+                open.push((own, value));
+            } else if describes(&rows) {
+                let values = value.as_array().into_iter().flatten();
+                open.extend(values.map(|value| (rows.clone(), value)));
             }
         }
     }
@@ -66,11 +67,6 @@ fn found(document: &Value, lists: &[&str]) -> BTreeMap<String, BTreeSet<&'static
 fn compare(command: &str, documents: &[Value]) {
     let page = described();
     let (common, own) = (&page["Every command"], &page[command]);
-    let lists: Vec<&str> = own
-        .keys()
-        .filter_map(|key| key.split_once("[]."))
-        .map(|(list, _)| list)
-        .collect();
     // Rows of these have more keys, which depend on the section or the benchmark.
     let is_open = command.starts_with("bench") || command == "inspect";
     let mut seen = BTreeSet::new();
@@ -78,7 +74,7 @@ fn compare(command: &str, documents: &[Value]) {
         assert_eq!(document["schema"], 1);
         assert_eq!(document["command"], command);
         assert_eq!(document["version"], env!("CARGO_PKG_VERSION"));
-        for (key, types) in found(document, &lists) {
+        for (key, types) in found(document, own) {
             let Some(described) = own.get(&key).or_else(|| common.get(&key)) else {
                 assert!(
                     is_open && key.contains("[]."),
@@ -170,7 +166,16 @@ fn every_command_prints_what_the_page_says() {
             "plan --model {timed} --tokens {tokens} --size 8 {options}"
         ))
     };
-    compare("plan", &[planned(""), planned("--no-probe")]);
+    let shards = |options: &str| planned(&format!("--shards auto {options}"));
+    compare(
+        "plan",
+        &[
+            planned(""),
+            planned("--no-probe"),
+            shards(""),
+            shards("--no-probe --tasks-at-once 2"),
+        ],
+    );
     let without = json(&format!("{calibrate} --no-verdict -o {}", path("without")));
     compare("calibrate", &[json(&format!("{calibrate} -o {art}")), without]);
     compare(

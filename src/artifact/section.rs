@@ -145,6 +145,11 @@ pub trait Fit {
         &[]
     }
 
+    /// Returns how many times the fit of a layer reads the keys of each head.
+    fn key_reads(&self) -> usize {
+        1
+    }
+
     /// Returns whether the fit reads the sums over queries before rotation, in addition to the moments or in place of
     /// them.
     fn reads_pre_sums(&self) -> bool {
@@ -175,6 +180,10 @@ pub struct FitText<'a> {
     pub device: &'a dyn Device,
     /// Threads of the CPU.
     pub threads: usize,
+    /// Bytes that reading a head takes besides its rows as f32: those of its file.
+    pub read_bytes: usize,
+    /// Bytes that reading the queries of a head takes besides the rows that the fit asks for.
+    pub query_read_bytes: usize,
 }
 
 impl FitText<'_> {
@@ -183,7 +192,7 @@ impl FitText<'_> {
         let rows = self.n * size_of::<usize>();
         let keys = self.n * self.sizes.head_dim * size_of::<f32>();
         // The head that is being read is in memory twice.
-        rows + (heads + 1) * keys
+        rows + (heads + 1) * keys + self.read_bytes
     }
 }
 

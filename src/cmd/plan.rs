@@ -3,6 +3,7 @@
 mod line;
 mod probe;
 pub(super) mod serving;
+mod shards;
 
 use std::path::Path;
 
@@ -23,6 +24,7 @@ use crate::model::ModelConfig;
 use crate::progress::{duration, size};
 use crate::store;
 use serving::Serving;
+use shards::{Job, ShardFlags, ShardPlan};
 
 /// Arguments of `plan`.
 #[derive(clap::Args, Debug)]
@@ -32,11 +34,13 @@ pub struct Args {
     no_probe: bool,
     #[command(flatten)]
     settings: Settings,
+    #[command(flatten)]
+    shards: ShardFlags,
 }
 
 /// Runs `plan`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
-    plan(&args.settings, !args.no_probe, global)
+    plan(&args.settings, !args.no_probe, Some(&args.shards), global)
 }
 
 /// Does what `plan` does with the settings of a calibration.
@@ -44,10 +48,10 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
 /// # Errors
 /// Those of a calibration before its first layer.
 pub fn show(settings: &Settings, global: &Global) -> Result<()> {
-    plan(settings, true, global)
+    plan(settings, true, None, global)
 }
 
-fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
+fn plan(settings: &Settings, probe: bool, shards: Option<&ShardFlags>, global: &Global) -> Result<()> {
     let log = global.log();
     let device = global.open_device()?;
     let config = ModelConfig::load(&settings.model)?;
@@ -68,10 +72,27 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
             "the forward pass of the model is timed on the CPU, although calibration runs it on the device",
         );
     }
-    let stages = match probe {
-        true => Some(probe::stages(settings, &config, &corpus, &fits, global)?),
+    let times = match probe {
+        true => Some(probe::times(settings, &config, &corpus, &fits, global)?),
         false => None,
     };
+    let stages = times.as_ref().map(|times| &times.stages);
+    let job = Job {
+        config: &config,
+        corpus: &corpus,
+        device: device.as_ref(),
+        fits: &fits,
+        sections: &sections,
+        memory: &memory,
+        weights: &weights,
+        artifacts: [
+            Some(Disk::of(&config, &corpus, memory.results, 0).artifact),
+            (budgets > 0).then_some(disk.artifact),
+        ],
+        times: times.as_ref(),
+    };
+    let shards = shards.map(|flags| ShardPlan::of(flags, &job));
+    let shards = shards.transpose()?.flatten();
     let serving = Serving::of(
         &config,
         weights.bytes,
@@ -93,8 +114,9 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
             "artifact_bytes": disk.artifact,
             "work_bytes": disk.work,
             "dump_bytes": disk.dump,
-            "stages": stages.as_ref().map(Stages::json),
-            "seconds": stages.as_ref().map(Stages::total),
+            "stages": stages.map(Stages::json),
+            "seconds": stages.map(Stages::total),
+            "shards": shards.as_ref().map(ShardPlan::json),
         });
         merge(&mut document, &serving.json());
         return print_json(global, &document);
@@ -137,7 +159,7 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
         size(disk.work),
         size(disk.dump)
     );
-    match &stages {
+    match stages {
         Some(stages) => {
             out += &format!("  time     {}\n", duration(stages.total()));
             for (name, seconds) in stages.iter() {
@@ -146,6 +168,7 @@ fn plan(settings: &Settings, probe: bool, global: &Global) -> Result<()> {
         }
         None => out += "  time     not measured (--no-probe)\n",
     }
+    out += &shards.as_ref().map(ShardPlan::text).unwrap_or_default();
     out += &serving.text();
     print(&out)
 }
@@ -175,6 +198,8 @@ struct Weights {
     bytes: usize,
     /// Bytes of the weights of one layer's projections.
     layer: usize,
+    /// Bytes that a pass over a text reads: all but the output projection, unless the embedding is the same matrix.
+    pass: usize,
     /// Whether `bytes` is the size of existing files.
     read: bool,
 }
@@ -184,7 +209,11 @@ impl Weights {
         let (q, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
         let layer = c.hidden_size * (2 * q + 2 * kv + 3 * c.intermediate_size);
         let embeddings = if c.tie_word_embeddings { 1 } else { 2 };
-        let all = c.n_layers * layer + embeddings * c.vocab_size * c.hidden_size;
+        let embedding = c.vocab_size * c.hidden_size;
+        let (pass, all) = (
+            c.n_layers * layer + embedding,
+            c.n_layers * layer + embeddings * embedding,
+        );
         let files = std::fs::read_dir(dir).into_iter().flatten().flatten();
         let weights = files.filter(|file| file.path().extension().is_some_and(|of| of == "safetensors"));
         // Files in the hub's cache are links, which `metadata` follows.
@@ -194,11 +223,13 @@ impl Weights {
             0 => Self {
                 bytes: 2 * all,
                 layer: 2 * layer,
+                pass: 2 * pass,
                 read: false,
             },
             bytes => Self {
                 bytes,
                 layer: (bytes as f64 * layer as f64 / all as f64) as usize,
+                pass: (bytes as f64 * pass as f64 / all as f64) as usize,
                 read: true,
             },
         }

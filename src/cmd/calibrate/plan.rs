@@ -59,6 +59,8 @@ impl MemoryPlan {
             sizes: c.sizes(),
             device,
             threads: rayon::current_num_threads(),
+            read_bytes: 0,
+            query_read_bytes: 0,
         };
         let query_rows = query_rows(fits);
         let float = size_of::<f32>();

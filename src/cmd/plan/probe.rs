@@ -11,6 +11,7 @@ use ndarray::{Array2, Array3};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::json;
+use sha2::{Digest, Sha256};
 
 use super::line::Line;
 use crate::artifact::Fit;
@@ -41,21 +42,50 @@ const ATTENDED: usize = 2048;
 /// The longest block of the small calibration, unless the codebooks need more.
 const BLOCK: usize = 4096;
 
-/// Estimates the seconds of every stage of a calibration with these fits.
+/// Bytes whose digest is timed.
+const DIGESTED: usize = 32 << 20;
+
+/// The times of a calibration on this machine.
+pub struct Times {
+    /// The seconds of every stage.
+    pub stages: Stages,
+    /// The seconds of every block of the text in the stage that runs the model.
+    pub blocks: Vec<f64>,
+    /// Seconds to compute the digest of a byte.
+    digest: f64,
+}
+
+impl Times {
+    /// Returns the seconds to compute the digest of so many bytes.
+    pub fn digest_seconds(&self, bytes: usize) -> f64 {
+        self.digest * bytes as f64
+    }
+}
+
+/// Returns the seconds to compute the digest of a byte.
+fn digest_time() -> f64 {
+    let bytes = vec![0x5a; DIGESTED];
+    seconds(|| {
+        std::hint::black_box(Sha256::digest(&bytes));
+    }) / DIGESTED as f64
+}
+
+/// Estimates the seconds of every stage of a calibration with these fits, and of parts of it.
 ///
 /// # Errors
 /// A temporary file that cannot be written; a failure of the small calibration.
-pub fn stages(
+pub fn times(
     settings: &Settings,
     config: &ModelConfig,
     corpus: &Corpus,
     fits: &[Box<dyn Fit>],
     global: &Global,
-) -> Result<Stages> {
+) -> Result<Times> {
     let forward = ForwardTime::measure(config)?;
     let mut stages = Stages::default();
     let blocks = (0..corpus.n_blocks()).map(|block| corpus.block(block).len());
-    stages.add(CAPTURE, blocks.map(|rows| forward.capture(rows)).sum());
+    let blocks: Vec<f64> = blocks.map(|rows| forward.capture(rows)).collect();
+    stages.add(CAPTURE, blocks.iter().sum());
     let small = Small::measure(settings, config, global)?;
     let heads = (config.n_layers * config.n_kv_heads) as f64 / small.heads as f64;
     for fit in fits {
@@ -72,7 +102,11 @@ pub fn stages(
             passages.iter().map(|end| of(VERDICT, *end) + steps).sum(),
         );
     }
-    Ok(stages)
+    Ok(Times {
+        stages,
+        blocks,
+        digest: digest_time(),
+    })
 }
 
 /// Returns the amount of work that the time of a fit grows with: the pairs of a query that it reads and a key up to

@@ -59,6 +59,11 @@ impl Fit for SignFit {
         text.split_bytes(heads.clamp(1, text.sizes.n_kv_heads))
     }
 
+    /// For the mean before rotation, and for the patterns after it.
+    fn key_reads(&self) -> usize {
+        2
+    }
+
     fn layer(&self, states: &LayerStates, done: HeadDone) -> Result<LayerPart> {
         let mut part = LayerPart::default();
         for heads in states.head_runs(0) {

@@ -41,7 +41,7 @@ impl Fit for TailFit {
 
     fn working_bytes(&self, text: &FitText) -> usize {
         let (d, r, float) = (text.sizes.head_dim, text.sizes.group(), size_of::<f32>());
-        let rows = 2 * text.n * d * float + r * self.sample.rows.len() * d * float;
+        let rows = 2 * text.n * d * float + r * self.sample.rows.len() * d * float + text.query_read_bytes;
         let rotations = text.longest_block * d * float;
         // Of one row: the weights, scores and products of one head at a time, and the noise, factors, masses and
         // positions.

@@ -49,7 +49,7 @@ impl Fit for PriorsFit {
     fn working_bytes(&self, text: &FitText) -> usize {
         let (d, float) = (text.sizes.head_dim, size_of::<f32>());
         let keys = text.n * (d * float + size_of::<usize>());
-        let queries = self.sample.rows.len() * d * float;
+        let queries = self.sample.rows.len() * d * float + text.query_read_bytes;
         // The scores of a tile of rows with all positions of a block, and the rotations of the block.
         let scores = text.threads * TILE * text.longest_block * float;
         keys + queries + scores + text.longest_block * d * float
