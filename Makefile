@@ -93,11 +93,13 @@ gpu-check: gpu-kit
 
 # scripts/cluster on a real Slurm, which is skipped where there is none, and against the schemas of the oldest Kubernetes
 # that will do and of a new one.
-cluster-test: all target/kubernetes/complete
+# It runs the program that the tests run.
+cluster-test: setup target/kubernetes/complete
+	$(CARGO) build --locked
 	target/kubernetes/bin/kubernetes-validate --strict --quiet --kubernetes-version 1.29 scripts/cluster/kubernetes.yaml
 	target/kubernetes/bin/kubernetes-validate --strict --quiet --kubernetes-version 1.37 scripts/cluster/kubernetes.yaml
 	@sh scripts/cluster/setup.sh
-	@sh scripts/cluster/test.sh $(KVSMITH) target/cluster
+	@sh scripts/cluster/test.sh target/debug/kvsmith target/cluster
 
 check: setup
 	$(CARGO) fmt --check

@@ -153,12 +153,12 @@ states() { scontrol -o show job "$1" | sed 's/.* JobState=\([A-Z_]*\).*/\1/' | s
 # A task is killed, a node is lost, a daemon is restarted.
 trouble() {
     task tokens/1
-    sleep 1
+    sleep 0.3
     kill -KILL "$pid" || fail "token shard 1 ended too soon to be killed"
     say "killed the task of token shard 1 on $node"
 
     task tokens/4
-    sleep 1
+    sleep 0.3
     # As in a power cut, nothing may live to report the end of anything else.
     for signal in STOP STOP KILL; do
         # shellcheck disable=SC2046
