@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 
 use self::layers::CalibrationRun;
-use self::plan::query_rows;
+use self::plan::{JudgedRows, query_rows};
 use self::stages::Stages;
 use super::sections::SectionFlags;
 use super::verdict::{self, Judging, VerdictFlags};
@@ -107,11 +107,15 @@ impl Settings {
         })
     }
 
-    /// Counts the combinations of method and budget that the verdict will measure; 0 without a verdict.
-    pub fn verdict_budgets(&self, fits: &[Box<dyn Fit>], text: &Corpus) -> usize {
-        match self.no_verdict || text.held_out.is_empty() {
+    /// Counts what the verdict will decode.
+    pub fn judged_rows(&self, fits: &[Box<dyn Fit>], text: &Corpus) -> JudgedRows {
+        let variants = match self.no_verdict || text.held_out.is_empty() {
             true => 0,
             false => self.verdict.budgets(fits.len()),
+        };
+        JudgedRows {
+            variants,
+            steps: self.verdict.steps(),
         }
     }
 }
@@ -194,8 +198,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
         fits,
         log,
     };
-    let budgets = settings.verdict_budgets(&calibration.fits, &corpus);
-    calibration.plan(&sections, budgets * settings.verdict.steps())?;
+    calibration.plan(&sections, settings.judged_rows(&calibration.fits, &corpus))?;
     let layers = layers_on(device.as_ref(), &decoder, global)?;
     let mut stages = calibration.run(layers.as_ref(), work.as_ref(), &mut sections)?;
     drop(layers);
