@@ -191,6 +191,7 @@ impl Status {
             .map(|(name, phase)| (name.clone(), phase.json()));
         json!({
             "shards": self.shards.json(), "sections": sections.collect::<BTreeMap<_, _>>(), "problems": self.problems,
+            "device": "cpu",
         })
     }
 
