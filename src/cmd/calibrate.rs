@@ -25,7 +25,7 @@ use crate::flags::parse_count;
 use crate::heap;
 use crate::method::sections::SECTIONS;
 use crate::model::ModelConfig;
-use crate::progress::Log;
+use crate::progress::{COLUMNS, Log, wrapped};
 use crate::work::WorkFolder;
 
 /// Arguments of `calibrate`.
@@ -227,7 +227,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     // The fits took long, so their artifact is written even if the verdict failed.
     let verdict = judged.transpose().map_err(|e| without_verdict(e, args))?;
     let mut note = format!("wrote {} in {seconds:.1} s", args.output.display());
-    note += &format!(": {}", stages.text());
+    note += &format!("\n{}", wrapped(&format!("  {}", stages.text()), COLUMNS));
     if let Some(usual) = verdict.as_ref().and_then(verdict::summary) {
         note += &format!("\n{usual}");
     }

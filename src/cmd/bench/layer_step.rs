@@ -350,13 +350,16 @@ pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
         merge(&mut more, &rates);
         more["bytes"] = json!(bytes);
         let [median, min, max] = [times.median, times.min, times.max].map(|seconds| 1e6 * seconds);
-        let mut says = format!("median {median:.1} us (min {min:.1}, max {max:.1}), {said}");
+        let mut says = vec![
+            format!("median {median:.1} us (min {min:.1}, max {max:.1})"),
+            said,
+        ];
         if !setting.bench.retrieves() {
             full.insert(setting.shape(), times.median);
         } else if let Some(full) = full.get(&setting.shape()) {
             let speedup = full / times.median;
             more["speedup_over_full"] = json!(speedup);
-            says += &format!("; {speedup:.1} times as fast as full attention");
+            says.push(format!("{speedup:.1} times as fast as full attention"));
         }
         results.add([&setting.name(), &setting.shape(), device], &times, &more, &says)
     });

@@ -214,9 +214,11 @@ impl ModelSetting<'_> {
         let (rates, said) = against_read_loop(moved, times.median, bandwidth);
         merge(&mut more, &rates);
         let [median, min, max] = [times.median, times.min, times.max].map(|seconds| 1e3 * seconds);
-        let says = format!(
-            "median {median:.3} ms per step (min {min:.3}, max {max:.3}), {rate:.1} tokens/s, {said}"
-        );
+        let says = [
+            format!("median {median:.3} ms per step (min {min:.3}, max {max:.3})"),
+            format!("{rate:.1} tokens/s"),
+            said,
+        ];
         let name = format!("decode {}", self.method.as_str());
         results.add([&name, &self.shape(), "cuda"], &times, &more, &says)
     }
