@@ -40,6 +40,7 @@ use groups::sign;
 pub use groups::{GROUP, PATTERNS, PSEUDO_COUNT, SECTION};
 pub use params::{CentroidSource, SelfIndexParams};
 pub use section::SignSection;
+pub(super) use section::weak_heads;
 use section::{CENTROID, calibrated_center};
 use sums::PatternSums;
 

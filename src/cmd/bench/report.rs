@@ -66,7 +66,8 @@ impl<'a> Results<'a> {
         }
     }
 
-    /// Adds a result; `more` has the members that only this benchmark gives, and `says` gives the numbers in words, each of its texts on a line of its own.
+    /// Adds a result; `more` has the members that only this benchmark gives, and `says` gives the numbers in words, one
+    /// fact per line.
     pub fn add(
         &mut self,
         [name, shape, device]: [&str; 3],

@@ -19,6 +19,7 @@ use crate::artifact::Artifact;
 use crate::error::Result;
 use crate::kv::static_set::SINKS;
 pub use section::LfpsSection;
+pub(in crate::method) use section::weak_heads;
 
 /// Name of the section in an artifact.
 pub const SECTION: &str = "lfps";
