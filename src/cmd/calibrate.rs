@@ -174,6 +174,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     let kept = corpus.kept();
     let position = settings.rope.position(settings.wrope_position);
     let fits = settings.fits(&decoder.config, &corpus, &kept, global.seed, log)?;
+    warn_of_unused(settings, &fits, global);
     let origin = Origin {
         model: model_manifest(&decoder, log)?,
         calibration: corpus.manifest(),
@@ -244,6 +245,23 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
             verdict.rows.iter().filter(|row| row.measured.is_some()).count()
         }),
     })
+}
+
+/// Warns of flags for a verdict or a section that is not made.
+fn warn_of_unused(settings: &Settings, fits: &[Box<dyn Fit>], global: &Global) {
+    let makes = |section: &str| fits.iter().any(|fit| fit.kind().name() == section);
+    for flag in &global.given {
+        if settings.no_verdict && flag.starts_with("verdict-") {
+            global
+                .log()
+                .warn(&format!("--{flag} has no effect with --no-verdict"));
+        }
+        if flag.starts_with("wpq-") && flag != "wpq-bits" && !makes("wpq") {
+            global
+                .log()
+                .warn(&format!("--{flag} has no effect with --wpq-bits none"));
+        }
+    }
 }
 
 /// Adds to a verdict's error that the artifact was written without a verdict.

@@ -19,7 +19,7 @@ use crate::error::{Error, Kind, Result};
 use crate::flags::{parse_count, parse_count_or_all, parse_positive_count, parse_share};
 use crate::kv::Budget;
 use crate::method::Method;
-use crate::method::registry::MethodName;
+use crate::method::registry::{FULL, MethodName};
 use crate::model::Decoder;
 use crate::model::tokenizer::Tokenizer;
 use crate::runner::Options;
@@ -97,6 +97,26 @@ impl Args {
     }
 }
 
+impl Args {
+    /// Warns of flags of `eval` that have no effect.
+    fn warn_of_unused(&self, global: &Global) {
+        let (log, given) = (global.log(), |flag: &str| {
+            global.given.iter().any(|given| given == flag)
+        });
+        if self.methods.iter().all(|named| named.method == FULL) {
+            for flag in ["budgets", "reads"].into_iter().filter(|flag| given(flag)) {
+                log.warn(&format!(
+                    "--{flag} has no effect here: full attention reads everything"
+                ));
+            }
+        }
+        if self.needles.is_none() && given("decode-prompt") {
+            log.warn("--decode-prompt has no effect without --needles");
+        }
+        self.text.warn_of_field(log);
+    }
+}
+
 /// Runs `eval`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let log = global.log();
@@ -106,6 +126,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let device = device_for(device, &decoder, global)?;
     let named: Vec<MethodName> = args.methods.iter().map(|named| named.method).collect();
     args.reading.warn_of_unused(&named, global);
+    args.warn_of_unused(global);
     let artifacts = args
         .artifacts()
         .map(|path| args.reading.open(path, &decoder, log));

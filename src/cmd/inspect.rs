@@ -10,8 +10,9 @@ use super::{model_manifest, open_model, print, print_json};
 use crate::artifact::{Artifact, HeadReport, SectionView, short};
 use crate::cmd::args::Global;
 use crate::error::{Error, Result};
-use crate::method::sections::SECTIONS;
-use crate::progress::{harmless, size};
+use crate::method::sections::{SECTIONS, weak_heads};
+use crate::model::folder;
+use crate::progress::{COLUMNS, harmless, size, wrapped};
 
 /// Arguments of `inspect`.
 #[derive(clap::Args, Debug)]
@@ -23,8 +24,8 @@ pub struct Args {
     #[arg(long, value_name = "I")]
     layer: Option<usize>,
     /// Show only this KV head of each layer, counted from 0; together with --layer, show all values of that head
-    #[arg(long, value_name = "C")]
     /// and what each method loses there
+    #[arg(long, value_name = "C")]
     head: Option<usize>,
     /// Check all digests and values in the file
     #[arg(long)]
@@ -37,6 +38,7 @@ pub struct Args {
 /// Runs `inspect`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     global.cpu_only("inspect")?;
+    folder::check_artifact(&args.artifact)?;
     let artifact = Artifact::open(&args.artifact, SECTIONS)?;
     let sizes = artifact.sizes;
     let asked = [
@@ -68,22 +70,22 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     let mut text = verdict.map_or(String::new(), losses::recommendation);
     text += &summary(&artifact, args)?;
     text += &verdict.map_or(Ok(String::new()), |verdict| losses::table(verdict, &artifact))?;
-    for (section, reports) in &sections {
-        if args.layer.is_some() && args.head.is_some() {
     if let (Some(layer), Some(head), Some(verdict)) =
         (args.layer, args.head, &artifact.manifest.quality.methods)
     {
         text += &losses::of_head(verdict, layer, head);
     }
+    for (section, reports) in &sections {
+        if args.layer.is_some() && args.head.is_some() {
             reports.iter().for_each(|head| text += &detail(section, head));
             continue;
         }
         if global.verbose || args.layer.is_some() {
             text += &section.kind.table(reports)?;
         }
+        text += &weak_heads(section, reports)?;
     }
     if args.verify {
-        text += &weak_heads(section, reports)?;
         text += "verified: all digests and values are correct\n";
     }
     print(&harmless(&text))

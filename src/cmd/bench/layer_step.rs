@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::kmeans::parse_size;
 use super::report::{Results, Times, against_read_loop, check_memory, free_bytes, measure};
-use super::timed::{check, methods_help, ranking_help};
+use super::timed::{check, methods_help, ranking_help, warn_of_unused};
 use super::{cpu_step, cuda_step};
 use crate::cmd::args::Global;
 use crate::cmd::merge;
@@ -44,7 +44,7 @@ pub struct LayerArgs {
         long,
         value_name = "M,..",
         value_delimiter = ',',
-        default_value = "full,a2ats,selfindex",
+        default_value = "full,a2ats,selfindex,wpq",
         value_parser = Trimmed(EnumValueParser::<MethodName>::new()),
         help = methods_help()
     )]
@@ -293,6 +293,7 @@ fn open_cuda(args: &LayerArgs, device: DeviceFlag) -> Result<Option<Cuda>> {
 /// Times every combination; `attends` tells `bench attend` from `bench retrieve`.
 pub fn run(args: &LayerArgs, attends: bool, global: &Global) -> Result<()> {
     check(&args.methods, args.ranking, global.device)?;
+    warn_of_unused(&args.methods, args.caches.kv == KvType::TwoBit, global);
     let cuda = open_cuda(args, global.device)?;
     let driver = cuda.as_ref().map(Cuda::driver);
     let settings = settings(args, attends, global.seed);

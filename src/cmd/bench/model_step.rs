@@ -8,7 +8,7 @@ use serde_json::json;
 use super::cuda_step;
 use super::layer_step::{Caches, SINKS, WINDOW, float, parse_context};
 use super::report::{Results, Times, against_read_loop, measure};
-use super::timed::{listed, methods, without};
+use super::timed::{listed, methods, warn_of_unused, without};
 use crate::cmd::args::Global;
 use crate::cmd::merge;
 use crate::compute::cuda::Cuda;
@@ -85,6 +85,7 @@ pub fn run(args: &ModelArgs, global: &Global) -> Result<()> {
         );
     }
     float(args.caches.kv)?;
+    warn_of_unused(&args.methods, false, global);
     // The top bit stays clear, since small numbers are added to the seed.
     let settings = settings(args, global.seed as u32 & (u32::MAX >> 1))?;
     for setting in &settings {
