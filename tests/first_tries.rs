@@ -584,6 +584,37 @@ fn the_program_describes_itself() {
     for line in kvsmith("--help").ok().stdout.lines() {
         assert!(line.chars().count() <= 100, "{line}");
     }
+    // Nothing but the request for help is left over for a list without a heading.
+    for (command, headings) in [
+        ("run", &["Input", "Method", "Generation", "Output"][..]),
+        ("eval", &["Input", "Measurement"]),
+        ("calibrate", &["Input", "Work", "Verdict", "Output"]),
+    ] {
+        let help = kvsmith(&format!("{command} --help")).ok().stdout;
+        for heading in headings {
+            let heading = format!("{heading}:");
+            assert!(
+                help.lines().any(|line| line == heading),
+                "{command} {heading} {help}"
+            );
+        }
+        let options = help.lines().skip_while(|line| *line != "Options:").skip(1);
+        let options = options.take_while(|line| line.is_empty() || line.starts_with(' '));
+        let flags: Vec<&str> = options
+            .map(str::trim)
+            .filter(|line| line.starts_with('-'))
+            .collect();
+        assert_eq!(flags, ["-h, --help"], "{command}");
+        assert!(help.contains("--model <MODEL>"), "{command}: {help}");
+        let raw = help.split('<').skip(1).filter_map(|rest| rest.split_once('>'));
+        for (name, _) in raw {
+            assert!(!name.contains('_'), "{command}: <{name}>");
+        }
+    }
+    // What `bench` lists, it times.
+    let help = kvsmith("bench attend --help").ok().stdout;
+    assert!(help.contains("[default: full,a2ats,selfindex,wpq]"), "{help}");
+    assert!(!help.contains("snapkv"), "{help}");
 }
 
 /// Help shows the choice of a device where there is one, and all commands accept it.

@@ -46,6 +46,7 @@ pub struct LayerArgs {
         value_delimiter = ',',
         default_value = "full,a2ats,selfindex,wpq",
         value_parser = Trimmed(EnumValueParser::<MethodName>::new()),
+        hide_possible_values = true,
         help = methods_help()
     )]
     methods: Vec<MethodName>,

@@ -54,6 +54,7 @@ pub struct ModelArgs {
         value_delimiter = ',',
         default_value = "full,a2ats",
         value_parser = Trimmed(EnumValueParser::<MethodName>::new()),
+        hide_possible_values = true,
         help = methods_help()
     )]
     methods: Vec<MethodName>,

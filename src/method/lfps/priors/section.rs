@@ -38,7 +38,7 @@ pub const SCALARS: &str = "lfps.scalars";
 #[group(skip)]
 #[command(next_help_heading = "Section lfps")]
 pub struct PriorsParams {
-    /// Positions whose table entries give the mean and deviation for the thresholds of method lfps
+    /// Positions over which lfps computes the mean and deviation for its thresholds
     #[arg(long, value_enum, default_value_t = Population::All)]
     pub lfps_population: Population,
 }
