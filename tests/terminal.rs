@@ -83,7 +83,7 @@ fn everything_fits_into_80_columns() {
         ("inspect art -v", "noise 2"),
         ("inspect art --layer 1 --head 0", "output error"),
         (
-            "run --model model --tokens prompt.json --artifact art --method a2ats --max-new 40 --ignore-eos",
+            "run --model model --tokens prompt.json --artifact art --method a2ats --max-new 20 --ignore-eos",
             "elapsed, ",
         ),
         (
