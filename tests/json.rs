@@ -41,36 +41,30 @@ fn type_of(value: &Value) -> &'static str {
     }
 }
 
-/// The keys of an object with the types of their values; those of the objects in a list as `list[].key`.
-fn found(document: &Value, lists: &[&str]) -> BTreeMap<String, BTreeSet<&'static str>> {
-    let mut out: BTreeMap<String, BTreeSet<&'static str>> = BTreeMap::new();
-    for (key, value) in document.as_object().unwrap() {
-        out.entry(key.clone()).or_default().insert(type_of(value));
-        for row in value
-            .as_array()
-            .filter(|_| lists.contains(&key.as_str()))
-            .into_iter()
-            .flatten()
-        {
-            for (name, value) in row.as_object().unwrap() {
-                out.entry(format!("{key}[].{name}"))
-                    .or_default()
-                    .insert(type_of(value));
+type Types = BTreeMap<String, BTreeSet<&'static str>>;
+
+/// Adds the keys of an object, after a prefix, with the types of their values; those of the objects in a list as
+/// `list[].key` and those of an object as `object.key`, if the page describes any of them.
+fn add(object: &Value, prefix: &str, described: &BTreeMap<String, String>, out: &mut Types) {
+    let is_described = |within: &str| described.keys().any(|key| key.starts_with(within));
+    for (key, value) in object.as_object().unwrap() {
+        let name = format!("{prefix}{key}");
+        out.entry(name.clone()).or_default().insert(type_of(value));
+        let (of_list, of_object) = (format!("{name}[]."), format!("{name}."));
+        match value {
+            Value::Array(items) if is_described(&of_list) => {
+                items.iter().for_each(|item| add(item, &of_list, described, out));
             }
+            Value::Object(_) if is_described(&of_object) => add(value, &of_object, described, out),
+            _ => {}
         }
     }
-    out
 }
 
 /// Compares the documents of a command, taken together, with its section of the page.
 fn compare(command: &str, documents: &[Value]) {
     let page = described();
     let (common, own) = (&page["Every command"], &page[command]);
-    let lists: Vec<&str> = own
-        .keys()
-        .filter_map(|key| key.split_once("[]."))
-        .map(|(list, _)| list)
-        .collect();
     // Rows of these have more keys, which depend on the section or the benchmark.
     let is_open = command.starts_with("bench") || command == "inspect";
     let mut seen = BTreeSet::new();
@@ -78,7 +72,9 @@ fn compare(command: &str, documents: &[Value]) {
         assert_eq!(document["schema"], 1);
         assert_eq!(document["command"], command);
         assert_eq!(document["version"], env!("CARGO_PKG_VERSION"));
-        for (key, types) in found(document, &lists) {
+        let mut found = Types::new();
+        add(document, "", own, &mut found);
+        for (key, types) in found {
             let Some(described) = own.get(&key).or_else(|| common.get(&key)) else {
                 assert!(
                     is_open && key.contains("[]."),
