@@ -92,8 +92,20 @@ fn a_model_is_found_in_the_hubs_cache() {
     run(&cache, "HF_HUB_CACHE", &cache).fails(
         1,
         "is not the folder of a checkpoint",
-        "it contains 2 models; give one of them: --model lone, tiny/llama",
+        "give --model a checkpoint in it: lone, tiny/llama",
     );
+    let paths = format!("in it: {0}models--lone, {0}models--tiny--llama", cache);
+    run(&cache, "HF_HOME", "/nowhere").fails(1, "is not the folder of a checkpoint", &paths);
+    // Outside the hub's layout, a lone checkpoint is named, not taken.
+    std::fs::create_dir_all(scratch.path("own")).unwrap();
+    copy_dir(&golden("llama_default"), Path::new(&scratch.path("own/model")));
+    let own_folder = scratch.path("own");
+    run(&own_folder, "HF_HUB_CACHE", &cache).fails(
+        1,
+        "it has no config.json",
+        &format!("in it: {own_folder}/model"),
+    );
+    std::fs::remove_dir_all(&own_folder).unwrap();
 
     // The other places of the cache.
     let scratch = Scratch::new();

@@ -71,7 +71,7 @@ pub struct Args {
     /// Number of positions that the method may choose per KV head and step: a fraction of the context (0.06 or 6%; 1
     /// or `all` reads everything) or, above 1, a number of positions. Sinks, window, index and keys that are read
     /// only to rank do not count. Without --method and --budget, both come from the artifact's recommendation, if it
-    /// has one. In every other case the default is 0.06
+    /// has one. Without a recommendation, or if only --method is given: 0.06
     #[arg(help_heading = "Method", long, value_name = "X", value_parser = parse_budget)]
     budget: Option<Budget>,
     /// Maximum number of tokens to generate (with --chat, per reply)

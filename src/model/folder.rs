@@ -17,7 +17,7 @@ const TAKES: &str = "give --model the folder of a Hugging Face checkpoint (it co
 /// [`check`] then says what is wrong with it.
 pub fn find(given: PathBuf) -> PathBuf {
     if given.is_dir() {
-        return match &models(&given)[..] {
+        return match &models(&given, false)[..] {
             [(_, dir)] => dir.clone(),
             _ => given,
         };
@@ -29,10 +29,10 @@ pub fn find(given: PathBuf) -> PathBuf {
     found.unwrap_or(given)
 }
 
-/// Lists the models that a folder without config.json contains, each with its name and its folder: the folder of a
-/// model in the hub's cache has one, the cache itself, or the folder above it, has those that were downloaded, and
-/// another folder, such as `snapshots`, has those in its folders.
-fn models(dir: &Path) -> Vec<(String, PathBuf)> {
+/// Lists the models that a folder without config.json contains, each with what `--model` takes for it and its folder: the
+/// folder of a model in the hub's cache has one, the cache itself, or the folder above it, has those that were
+/// downloaded, and `snapshots` has the versions of one. Of other folders, the checkpoints in them count if `any` is true.
+fn models(dir: &Path, any: bool) -> Vec<(String, PathBuf)> {
     if dir.join("config.json").exists() {
         return Vec::new();
     }
@@ -58,11 +58,18 @@ fn models(dir: &Path) -> Vec<(String, PathBuf)> {
     } else {
         dir.to_owned()
     };
+    let is_hub = hub_cache().is_some_and(|hub| hub == cache);
     let mut out = Vec::new();
     for folder in folders(&cache) {
         if let Some(id) = name(&folder).strip_prefix("models--") {
-            out.extend(snapshot(&folder, None).map(|found| (id.replace("--", "/"), found)));
-        } else if folder.join("config.json").exists() {
+            // An id is looked up in the hub's cache, a path anywhere.
+            let named = if is_hub {
+                id.replace("--", "/")
+            } else {
+                folder.display().to_string()
+            };
+            out.extend(snapshot(&folder, None).map(|found| (named, found)));
+        } else if (any || name(dir) == "snapshots") && folder.join("config.json").exists() {
             out.push((folder.display().to_string(), folder));
         }
     }
@@ -192,7 +199,7 @@ fn no_checkpoint(dir: &Path) -> Error {
         "{} is not the folder of a checkpoint: it has no config.json",
         dir.display()
     ));
-    let models = models(dir);
+    let models = models(dir, true);
     if models.is_empty() {
         return error.hint(TAKES);
     }
@@ -202,8 +209,7 @@ fn no_checkpoint(dir: &Path) -> Error {
         more => format!(" and {more} more"),
     };
     error.hint(format!(
-        "it contains {} models; give one of them: --model {}{more}",
-        models.len(),
+        "give --model a checkpoint in it: {}{more}",
         names.join(", ")
     ))
 }
