@@ -41,9 +41,9 @@ pub use params::A2atsParams;
 use postings::{Postings, read_bytes};
 pub use quotas::{Bound, Quotas, choose};
 use quotas::{choose_in_runs, choose_listed};
-pub(super) use section::weak_heads;
 pub use section::{
     A2atsSection, CHOL, CODEBOOK, COUNT, FitInit, FitMetric, FitParams, MEAN, Positions, Rotation, SECTION,
+    weak_heads,
 };
 
 /// The declaration of `a2ats`.

@@ -39,9 +39,8 @@ pub use fit::{centroids, pattern};
 use groups::sign;
 pub use groups::{GROUP, PATTERNS, PSEUDO_COUNT, SECTION};
 pub use params::{CentroidSource, SelfIndexParams};
-pub use section::SignSection;
-pub(super) use section::weak_heads;
 use section::{CENTROID, calibrated_center};
+pub use section::{SignSection, weak_heads};
 use sums::PatternSums;
 
 /// The declaration of `selfindex`.

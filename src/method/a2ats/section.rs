@@ -12,7 +12,7 @@ use crate::artifact::{
 };
 use crate::error::{Error, Result};
 use crate::flags::{parse_count, share_or_zero};
-use crate::method::sections::worst_of;
+use crate::method::weak::worst_of;
 use crate::model::Sizes;
 use crate::progress::Log;
 use crate::stats::kmeans::{Init, KMeansParams, MAX_SIZE};
@@ -276,7 +276,7 @@ const LISTED: usize = 5;
 
 /// Lists the heads whose keys are approximated worst, and those that leave many codewords without keys or with few:
 /// their entropy is that of an even spread over much fewer codewords.
-pub(in crate::method) fn weak_heads(section: &SectionView, reports: &[HeadReport]) -> Result<String> {
+pub fn weak_heads(section: &SectionView, reports: &[HeadReport]) -> Result<String> {
     let worst = "a2ats, worst heads (error on held-out keys as a share of the variance)";
     let mut out = worst_of(worst, reports, CodebookQuality::unexplained)?;
     let size = section.params::<FitParams>()?.size as f64;

@@ -68,7 +68,7 @@ const COLUMNS: [Column<SignQuality>; 3] = [
 const LEGEND: &str = "(means over each layer's KV heads; at most 1 bit per sign, 4 bits per pattern)\n";
 
 /// Lists the heads with sign patterns that no calibration key has.
-pub(in crate::method) fn weak_heads(reports: &[HeadReport], head_dim: usize) -> Result<String> {
+pub fn weak_heads(reports: &[HeadReport], head_dim: usize) -> Result<String> {
     let mut empty = Vec::new();
     for head in reports {
         let quality: SignQuality = parse("quality.sign", head.report)?;

@@ -12,7 +12,7 @@ use crate::artifact::{
 };
 use crate::error::{Error, Result};
 use crate::kv::static_set::{SINKS, WINDOW};
-use crate::method::sections::worst_of;
+use crate::method::weak::worst_of;
 use crate::model::Sizes;
 use crate::store::Spec;
 
@@ -107,7 +107,7 @@ held-out rows) or 20 % of the positions, or the best 5 % by scores with noise of
 ";
 
 /// Lists the heads with query heads that have no tail.
-pub(in crate::method) fn weak_heads(reports: &[HeadReport]) -> Result<String> {
+pub fn weak_heads(reports: &[HeadReport]) -> Result<String> {
     let heading = "tail, heads without an estimate (share of their query heads)";
     worst_of(heading, reports, TailQuality::off)
 }

@@ -13,7 +13,7 @@ use crate::artifact::{
 };
 use crate::error::{Error, Result};
 use crate::flags::parse_count;
-use crate::method::sections::worst_of;
+use crate::method::weak::worst_of;
 use crate::model::Sizes;
 use crate::stats::whiten::EPS;
 use crate::store::Spec;
@@ -151,7 +151,7 @@ of the keys' variance)
 ";
 
 /// Lists the heads whose keys are approximated worst.
-pub(in crate::method) fn weak_heads(reports: &[HeadReport]) -> Result<String> {
+pub fn weak_heads(reports: &[HeadReport]) -> Result<String> {
     let heading = "wpq, worst heads (error on held-out keys as a share of the variance)";
     worst_of(heading, reports, WpqQuality::unexplained)
 }

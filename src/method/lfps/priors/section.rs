@@ -16,7 +16,7 @@ use crate::artifact::{
 };
 use crate::error::{Error, Result};
 use crate::kv::static_set::{SINKS, WINDOW};
-use crate::method::sections::worst_of;
+use crate::method::weak::worst_of;
 use crate::model::Sizes;
 use crate::progress::Log;
 use crate::store::Spec;
