@@ -27,7 +27,7 @@ RELEASE = KVSMITH_COMMIT="$$(git rev-parse --short HEAD 2>/dev/null || echo unkn
 all: setup
 	$(RELEASE) build --release --locked
 
-# Nothing but the C library is needed where this program runs.
+# Only the C library and libgcc_s.so.1 are needed where this program runs.
 static: setup
 	$(RELEASE) build --release --locked $$(sh scripts/static_flags.sh)
 

@@ -146,6 +146,19 @@ impl Text {
         }
     }
 
+    /// Warns if --text-field is given, but no text has lines of JSON. A folder may contain anything.
+    pub fn warn_of_field(&self, log: Log) {
+        let is_plain = |path: &PathBuf| {
+            let name = path.display().to_string();
+            let name = name.strip_suffix(".gz").unwrap_or(&name);
+            let is_lines = name == "-" || name.ends_with(".jsonl") || name.ends_with(".ndjson");
+            !is_lines && !path.is_dir()
+        };
+        if self.text_field.is_some() && self.text.iter().all(is_plain) {
+            log.warn("--text-field has no effect: it applies to .jsonl and .ndjson files and to stdin only");
+        }
+    }
+
     /// Lists the files and folders, without stdin.
     pub fn paths(&self) -> impl Iterator<Item = &Path> {
         let paths = self.text.iter().map(PathBuf::as_path);

@@ -25,7 +25,7 @@ use crate::flags::parse_count;
 use crate::heap;
 use crate::method::sections::SECTIONS;
 use crate::model::ModelConfig;
-use crate::progress::Log;
+use crate::progress::{COLUMNS, Log, wrapped};
 use crate::work::WorkFolder;
 
 /// Arguments of `calibrate`.
@@ -37,13 +37,13 @@ pub struct Args {
     output: PathBuf,
     /// Save finished layers and hidden states in this folder, so that --resume can continue an interrupted
     /// calibration; kvsmith removes these files at the end
-    #[arg(long, value_name = "DIR")]
+    #[arg(help_heading = "Work", long, value_name = "DIR")]
     work: Option<PathBuf>,
     /// Continue the interrupted calibration in --work after its last finished layer
-    #[arg(long, requires = "work")]
+    #[arg(help_heading = "Work", long, requires = "work")]
     resume: bool,
     /// Only estimate time, memory and disk space, as `kvsmith plan` does
-    #[arg(long, conflicts_with = "resume")]
+    #[arg(help_heading = "Work", long, conflicts_with = "resume")]
     plan: bool,
     #[command(flatten)]
     settings: Settings,
@@ -56,14 +56,15 @@ pub struct Settings {
     /// Folder of a Hugging Face checkpoint, or the id of a model in the Hugging Face cache, such as Qwen/Qwen3-0.6B
     #[arg(long, value_name = "DIR", value_parser = model_folder())]
     pub model: PathBuf,
-    /// WRoPE position: relative position, in tokens, to which queries are rotated for their second moments
-    #[arg(long, value_name = "P", default_value_t = 2048, value_parser = parse_count)]
+    /// For a2ats: fixed distance, in tokens, between query and key at which keys are scored; use half of the context
+    /// for models of up to 2048 tokens
+    #[arg(help_heading = "Section a2ats", long, value_name = "P", default_value_t = 2048, value_parser = parse_count)]
     pub wrope_position: usize,
-    /// Rotation of keys and queries for the codebooks
-    #[arg(long, value_enum, default_value_t = RopeKind::Windowed)]
+    /// For a2ats: rotation of keys and queries
+    #[arg(help_heading = "Section a2ats", long, value_enum, default_value_t = RopeKind::Windowed)]
     pub rope: RopeKind,
     /// Do not measure the methods on the held-out text; the artifact then contains no recommendation
-    #[arg(long)]
+    #[arg(help_heading = "Verdict", long)]
     pub no_verdict: bool,
     /// The text.
     #[command(flatten)]
@@ -178,6 +179,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     let kept = corpus.kept();
     let position = settings.rope.position(settings.wrope_position);
     let fits = settings.fits(&decoder.config, &corpus, &kept, global.seed, log)?;
+    warn_of_unused(settings, &fits, global);
     let origin = Origin {
         model: model_manifest(&decoder, log)?,
         calibration: corpus.manifest(),
@@ -230,7 +232,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     // The fits took long, so their artifact is written even if the verdict failed.
     let verdict = judged.transpose().map_err(|e| without_verdict(e, args))?;
     let mut note = format!("wrote {} in {seconds:.1} s", args.output.display());
-    note += &format!(": {}", stages.text());
+    note += &format!("\n{}", wrapped(&format!("  {}", stages.text()), COLUMNS));
     if let Some(usual) = verdict.as_ref().and_then(verdict::summary) {
         note += &format!("\n{usual}");
     }
@@ -247,6 +249,23 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
             verdict.rows.iter().filter(|row| row.measured.is_some()).count()
         }),
     })
+}
+
+/// Warns of flags for a verdict or a section that is not made.
+fn warn_of_unused(settings: &Settings, fits: &[Box<dyn Fit>], global: &Global) {
+    let makes = |section: &str| fits.iter().any(|fit| fit.kind().name() == section);
+    for flag in &global.given {
+        if settings.no_verdict && flag.starts_with("verdict-") {
+            global
+                .log()
+                .warn(&format!("--{flag} has no effect with --no-verdict"));
+        }
+        if flag.starts_with("wpq-") && flag != "wpq-bits" && !makes("wpq") {
+            global
+                .log()
+                .warn(&format!("--{flag} has no effect with --wpq-bits none"));
+        }
+    }
 }
 
 /// Adds to a verdict's error that the artifact was written without a verdict.

@@ -157,6 +157,7 @@ fn model_manifest(decoder: &Decoder, log: Log) -> Result<ModelManifest> {
 /// Reads the calibration input and logs its length.
 fn load_corpus(dir: &Path, config: &ModelConfig, input: &Input, global: &Global) -> Result<Corpus> {
     let log = global.log();
+    input.text.warn_of_field(log);
     let corpus = Corpus::load(dir, config, &input.source(), &input.options(global.seed))?;
     config.check_ids(&corpus.ids)?;
     let held_out = corpus.n_held_out();

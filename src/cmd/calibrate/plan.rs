@@ -124,10 +124,10 @@ impl MemoryPlan {
         self.program + fitted.max(self.verdict)
     }
 
-    /// Describes the plan in a line.
+    /// Describes the plan, one fact per line.
     pub fn note(&self, layer_pages: usize) -> String {
         format!(
-            "plan: about {} of memory, plus {} of mapped pages for one layer's weights (which the system can reclaim); artifact {}",
+            "plan: about {} of memory\n      {} of mapped weights, which the system can reclaim\n      {} for the artifact",
             size(self.total()),
             size(layer_pages),
             size(self.results)
