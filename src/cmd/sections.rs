@@ -264,8 +264,8 @@ impl SectionCommand {
             }
         };
         match position {
-            Some(position) => moments.at(position).map(MomentsSource::File),
-            None => Ok(MomentsSource::File(moments)),
+            Some(position) => Ok(MomentsSource::File(Box::new(moments.at(position)?))),
+            None => Ok(MomentsSource::File(Box::new(moments))),
         }
     }
 }
@@ -275,7 +275,7 @@ enum MomentsSource {
     /// The fit reads none.
     Nothing,
     /// A file with those of all layers.
-    File(Moments),
+    File(Box<Moments>),
     /// The sums of every block, which the shards of a dump have beside the states; taken at this position.
     Blocks(Position),
 }

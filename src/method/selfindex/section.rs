@@ -79,7 +79,7 @@ pub fn weak_heads(reports: &[HeadReport], head_dim: usize) -> Result<String> {
     if empty.is_empty() {
         return Ok(String::new());
     }
-    empty.sort_by(|a, b| b.0.cmp(&a.0));
+    empty.sort_by_key(|head| std::cmp::Reverse(head.0));
     let all = head_dim / GROUP * PATTERNS;
     let mut out = format!("\nsign, heads with patterns that no key has (of {all} patterns)\n");
     for (count, head) in empty.into_iter().take(LISTED) {
