@@ -35,7 +35,7 @@ fn model(scratch: &Scratch) -> String {
 
 /// The documents of a dump.
 fn dumped(dir: &str) -> Vec<Vec<u32>> {
-    let corpus = Dump::open(Path::new(dir)).unwrap().corpus;
+    let corpus = Dump::open(&[dir]).unwrap().corpus;
     (0..corpus.n_blocks())
         .map(|b| corpus.ids[corpus.block(b)].to_vec())
         .collect()

@@ -92,7 +92,7 @@ fn dump(args: &Args, global: &Global, shard: Option<(usize, usize, &mut Task)>) 
         shard: None,
     };
     if let Some((index, count, task)) = shard {
-        let blocks = corpus.shard(index, count)?;
+        let blocks = corpus.shards(count)?.swap_remove(index);
         corpus = corpus.part(blocks.clone());
         log.note(&format!(
             "shard {index}/{count}: blocks {} to {}, {} tokens",

@@ -100,9 +100,13 @@ impl MemoryPlan {
             _ => {
                 let rows = held_out().map(|&(_, first, end)| end + judged.of(first..end));
                 let hidden = rows.sum::<usize>() * c.hidden_size * float;
+                // On every thread, a head: its queries three times, its keys four times, its values, and what its
+                // caches and indices take.
+                let heads = text.threads.min(c.n_kv_heads) * (3 * c.group() + 8);
                 // One block passes a layer at a time.
                 let block = |&(_, first, end): &(usize, usize, usize)| {
-                    judged.of(first..end) * 2 * (query + key) + block_bytes(c, end, true)
+                    let own = judged.of(first..end) * 2 * (query + key);
+                    own + block_bytes(c, end, true) + heads * end * c.head_dim * float
                 };
                 hidden + held_out().map(block).max().unwrap_or(0)
             }
