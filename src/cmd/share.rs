@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use crate::dump::MAX_SHARDS;
 use crate::error::{Error, Result};
 
 /// One of several equal tasks.
@@ -39,7 +40,7 @@ pub fn parse_share_of(text: &str) -> std::result::Result<Share, String> {
         (_, Some(0)) => Err(expected()),
         ("auto", count) => Ok(Share::Auto(count)),
         (index, Some(count)) => match index.parse() {
-            Ok(index) if index < count => Ok(Share::Of { index, count }),
+            Ok(index) if index < count && count <= MAX_SHARDS => Ok(Share::Of { index, count }),
             _ => Err(expected()),
         },
         _ => Err(expected()),
