@@ -33,8 +33,8 @@ use crate::work::WorkFolder;
 #[command(group(clap::ArgGroup::new("source").args(["text", "tokens"]).required(true)))]
 pub struct Args {
     /// Artifact file to write
-    #[arg(short, long, value_name = "ART.safetensors")]
-    output: PathBuf,
+    #[arg(short, long, value_name = "ART.safetensors", required_unless_present = "plan")]
+    output: Option<PathBuf>,
     /// Save finished layers and hidden states in this folder, so that --resume can continue an interrupted
     /// calibration; kvsmith removes these files at the end
     #[arg(help_heading = "Work", long, value_name = "DIR")]
@@ -78,6 +78,11 @@ pub struct Settings {
 }
 
 impl Args {
+    /// Returns the artifact to write; only a plan has none.
+    fn output(&self) -> &Path {
+        self.output.as_deref().unwrap_or(Path::new(""))
+    }
+
     /// Returns the settings of a calibration that is only to be planned.
     pub fn planned(&self) -> Option<&Settings> {
         self.plan.then_some(&self.settings)
@@ -133,7 +138,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         }
         _ => e,
     })?;
-    finish(global, &made.note, &args.output, &made.document)
+    finish(global, &made.note, args.output(), &made.document)
 }
 
 /// What a calibration reports.
@@ -152,7 +157,7 @@ struct Made {
 /// Those of a calibration.
 pub fn time_stages(settings: Settings, output: &Path, global: &Global) -> Result<(Stages, usize)> {
     let args = Args {
-        output: output.to_owned(),
+        output: Some(output.to_owned()),
         work: None,
         resume: false,
         plan: false,
@@ -170,9 +175,9 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     let inputs: Vec<&Path> = settings.input.files().chain([settings.model.as_path()]).collect();
     if let Some(work) = &args.work {
         output::check_folder("--work", work, &inputs)?;
-        output::check_outside(&args.output, work)?;
+        output::check_outside(args.output(), work)?;
     }
-    let output = output::create(&args.output, &inputs, global)?;
+    let output = output::create(args.output(), &inputs, global)?;
     let decoder = open_model(&settings.model, log)?;
     check_wrope_position(settings.wrope_position, &decoder.config, global);
     let corpus = load_corpus(&settings.model, &decoder.config, &settings.input, global)?;
@@ -216,7 +221,7 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
         true => artifact::write(output, origin, sections).map(|()| None)?,
         false => {
             let mut judged = None;
-            let draft = Output::create(&args.output)?;
+            let draft = Output::create(args.output())?;
             artifact::write_judged(output, draft, origin, sections, &mut |artifact| {
                 let outcome = judging.measure(artifact, &mut stages);
                 judged.insert(outcome).as_ref().ok().cloned()
@@ -231,13 +236,13 @@ fn calibrate(args: &Args, global: &Global) -> Result<Made> {
     let verdict_seconds = judged.is_some().then_some(seconds - fitted);
     // The fits took long, so their artifact is written even if the verdict failed.
     let verdict = judged.transpose().map_err(|e| without_verdict(e, args))?;
-    let mut note = format!("wrote {} in {seconds:.1} s", args.output.display());
+    let mut note = format!("wrote {} in {seconds:.1} s", args.output().display());
     note += &format!("\n{}", wrapped(&format!("  {}", stages.text()), COLUMNS));
     if let Some(usual) = verdict.as_ref().and_then(verdict::summary) {
         note += &format!("\n{usual}");
     }
     let document = json!({
-        "artifact": args.output.display().to_string(), "tokens": corpus.n_tokens(), "layers": sizes.n_layers,
+        "artifact": args.output().display().to_string(), "tokens": corpus.n_tokens(), "layers": sizes.n_layers,
         "seconds": seconds, "verdict_seconds": verdict_seconds, "device": device.name(),
         "stages": stages.json(),
     });
@@ -273,7 +278,7 @@ fn without_verdict(e: Error, args: &Args) -> Error {
     let advice = e.advice().map(|advice| format!("; {advice}")).unwrap_or_default();
     e.hint(format!(
         "{} is complete except for the verdict; run `kvsmith verdict` to add it{advice}",
-        args.output.display()
+        args.output().display()
     ))
 }
 
