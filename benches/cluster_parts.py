@@ -1,4 +1,4 @@
-"""Time and traffic of a calibration that is cut into N token shards and N layer shards, all on this machine.
+"""Time and traffic of a calibration that is cut into N token shards and N layer parts, all on this machine.
 
     python3 benches/cluster_parts.py target/release/kvsmith [--parts 1,2,4,8] [--cores 2] [--work DIR]
 

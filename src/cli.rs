@@ -188,14 +188,14 @@ pub enum Command {
     Dump(dump::Args),
     /// Recompute a dump's query moments for another WRoPE position
     Moments(moments::Args),
-    /// Add up the query moments of the shards of a dump
+    /// Add up the query moments of the shards of a dump; the section commands do not need it
     Merge(merge::Args),
     /// Make one section of a dump
     #[command(flatten)]
     Section(SectionCommand),
     /// Combine section files into one artifact
     Pack(pack::Args),
-    /// Show which parts of a sharded calibration are there
+    /// Show which parts of a sharded calibration are done, running, failed or missing
     Status(status::Args),
     /// Measure the methods on held-out text; recommend one
     Verdict(verdict::Args),

@@ -376,7 +376,7 @@ fn shards_take_what_arithmetic_by_hand_says() {
 #[test]
 fn shards_of_10_million_tokens_are_in_the_documentation() {
     let scratch = Scratch::new();
-    let page = std::fs::read_to_string(root().join("docs/cluster.md")).unwrap();
+    let page = std::fs::read_to_string(root().join("docs/scaling.md")).unwrap();
     for (name, of) in LLAMAS {
         let (plan, shown) = of.plan(&scratch, name);
         assert!(shown.lines().all(|line| line.chars().count() <= 80), "{shown}");
@@ -424,7 +424,7 @@ fn shards_follow_the_machine_and_the_deadline() {
         .ok()
         .stdout;
     assert!(none.contains("not enough for the token shards"), "{none}");
-    assert!(none.contains("not enough for the layer shards"), "{none}");
+    assert!(none.contains("not enough for the layer parts"), "{none}");
     assert!(none.lines().all(|line| line.chars().count() <= 80), "{none}");
     // More shards than blocks, and flags without --shards, are wrong use.
     for (options, message) in [

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Calibrates the bundled model on a real Slurm, which runs on this machine for the time of the test: two nodes, 8 token
-# shards, 4 layer shards. A task is killed, a node is lost with all that runs on it, a node's daemon is restarted, and
+# shards, 4 layer parts. A task is killed, a node is lost with all that runs on it, a node's daemon is restarted, and
 # one task runs twice at once. The artifact must have the bytes of `kvsmith calibrate` all the same.
 #
 #     scripts/cluster/test.sh KVSMITH [SCRATCH [KILLS]]
@@ -176,7 +176,7 @@ trouble() {
     wait "$slurmd" || true
     sleep 1
     daemon "$node" slurmd -D -N "$node"
-    say "restarted the daemon of $node while layer shard 0 ran there"
+    say "restarted the daemon of $node while layer part 0 ran there"
 }
 
 # What met no trouble ran once.

@@ -41,9 +41,9 @@ pub struct Args {
     /// WRoPE position: relative position, in tokens, to which queries are rotated for their second moments
     #[arg(long, value_name = "P", default_value_t = 2048, value_parser = parse_count)]
     wrope_position: usize,
-    /// Dump only a part of the text, for one of many machines: shard I of N, from 0, with the same blocks whatever the
-    /// machine. auto takes I and N from a Slurm job array; auto/N takes I from Slurm or from a Kubernetes Indexed Job.
-    /// If the shard is already there, nothing is done
+    /// Dump only one of N parts of the text, as one task of many; I counts from 0, and the text and N alone decide which
+    /// blocks are in a shard. auto takes I and N from a Slurm job array; auto/N takes I from Slurm or from a Kubernetes
+    /// Indexed Job. A finished shard is kept, and nothing is done
     #[arg(long, value_name = "I/N", value_parser = parse_share_of)]
     shard: Option<Share>,
     #[command(flatten)]

@@ -84,7 +84,7 @@ impl Cluster {
 }
 
 /// The names of the phases.
-const PHASES: [&str; 3] = ["token shards", "layer shards", "join"];
+const PHASES: [&str; 3] = ["token shards", "layer parts", "join"];
 
 /// A calibration in shards.
 pub struct ShardPlan {
@@ -102,7 +102,7 @@ pub struct ShardPlan {
     block: [usize; 2],
     /// Bytes of the sums of all blocks.
     sums: usize,
-    /// The commands of the layer shards.
+    /// The commands of the layer parts.
     commands: Vec<&'static str>,
 }
 
@@ -124,7 +124,7 @@ impl ShardPlan {
         }
     }
 
-    /// Plans `count` token shards, and as many layer shards if the model has as many layers.
+    /// Plans `count` token shards, and as many layer parts if the model has as many layers.
     fn with(flags: &ShardFlags, job: &Job, count: usize) -> Result<Self> {
         let n_layers = job.config.n_layers;
         let tokens = job.corpus.shards(count)?;
@@ -198,7 +198,7 @@ impl ShardPlan {
         );
         out += &format!(
             "  layers   {}, each of at most {}: {}\n           ({} with --layers auto/{layers})\n",
-            super::counted(layers, "shard"),
+            super::counted(layers, "part"),
             super::counted(most(&self.layers), "layer"),
             listed(&self.layers),
             self.commands.join(", "),
