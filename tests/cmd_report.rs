@@ -452,7 +452,7 @@ fn outputs_are_safe() {
     report(&format!("{art} -o {own} --overwrite")).fails(2, "was not written by kvsmith", "another name");
     let page = of.scratch.path("safe.html");
     report(&format!("{art} -o {page}")).ok();
-    report(&format!("{art} -o {page}")).fails(2, "exists already", "--overwrite");
+    report(&format!("{art} -o {page}")).fails(2, "already exists", "--overwrite");
     report(&format!("{art} -o {page} --overwrite")).ok();
     let stranger = of.scratch.tokens("stranger.tokens", &documents(&[60, 60], 1));
     let stranger = of.scratch.make(
