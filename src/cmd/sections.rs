@@ -21,6 +21,7 @@ use crate::dump::moments::Moments;
 use crate::dump::{Dump, LayerDump, State};
 use crate::error::{Error, Result};
 use crate::flags::parse_count;
+use crate::heap;
 use crate::method::sections::SECTIONS;
 use crate::model::rope::Rope;
 use crate::progress::{Log, Progress, Verbosity};
@@ -169,6 +170,7 @@ impl FromArgMatches for SectionCommand {
 impl SectionCommand {
     /// Runs the command.
     pub fn run(&self, global: &Global) -> Result<()> {
+        heap::return_large_allocations();
         let Some(layers) = &self.layers else {
             return self.fit(global, None);
         };

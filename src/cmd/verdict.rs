@@ -14,6 +14,7 @@ use crate::corpus::Corpus;
 use crate::dump::Dump;
 use crate::error::{Error, Result};
 use crate::flags::{parse_positive_count, parse_share};
+use crate::heap;
 use crate::kv::static_set::{SINKS, WINDOW};
 use crate::kv::{Budget, KvType};
 use crate::method::Method;
@@ -100,6 +101,7 @@ pub struct Args {
 
 /// Runs `verdict`.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
+    heap::return_large_allocations();
     let log = global.log();
     let device = global.open_model_device("verdict")?;
     let inputs: Vec<&Path> = args

@@ -82,7 +82,11 @@ impl MemoryPlan {
                 let ends = || corpus.held_out.iter().map(|&(_, _, end)| end);
                 let hidden = ends().map(|end| end + rows).sum::<usize>() * c.hidden_size * float;
                 let own = rows * 2 * (query + key);
-                hidden + own + ends().map(|end| block_bytes(c, end, true)).max().unwrap_or(0)
+                // On every thread, a head: its queries three times, its keys four times, its values, and what its
+                // caches and indices take.
+                let heads = text.threads.min(c.n_kv_heads) * (3 * c.group() + 8);
+                let block = |end| block_bytes(c, end, true) + heads * end * c.head_dim * float;
+                hidden + own + ends().map(block).max().unwrap_or(0)
             }
         };
         Self {

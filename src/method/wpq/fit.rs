@@ -38,7 +38,9 @@ impl Fit for WpqFit {
         // Besides the rows, the rows of every group. Each row has, per group, two assignments, its codes before and
         // after a pass, and its place in the order by code.
         let clusters = text.n_kept * m * 11 * float;
-        text.split_bytes(1).max(2 * rows + clusters)
+        // Earlier, the rows of the fit, their projection and the rows of every group.
+        let projected = rows + 2 * text.n_kept * d * float;
+        text.split_bytes(1).max(projected).max(2 * rows + clusters)
     }
 
     fn layer(&self, states: &LayerStates, done: HeadDone) -> Result<LayerPart> {

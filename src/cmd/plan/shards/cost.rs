@@ -171,7 +171,7 @@ impl Job<'_> {
         self.memory.program + n * c.hidden_size * size_of::<f32>() + ids + sums
     }
 
-    /// Returns the costs of the layer ranges, whose tasks read the dumps of token shards of at most `shard_rows` tokens;
+    /// Returns the costs of the layer shards, whose tasks read the dumps of token shards of at most `shard_rows` tokens;
     /// each task makes all sections of its layers, one after another.
     pub fn layers(&self, ranges: &[Range<usize>], shard_rows: usize) -> Phase {
         let memory = self.layer_memory(shard_rows);

@@ -41,32 +41,34 @@ pub fn fewest_ranges(n_layers: usize, count: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cmd::share::parse_layers;
+    use crate::corpus::Corpus;
 
     #[test]
-    fn ranges_are_whole_and_about_equal() {
-        let starts = |lengths: &[u32]| {
+    fn blocks_are_divided_as_a_dump_divides_them() {
+        for lengths in [vec![10; 8], vec![5, 200, 5], vec![30, 30, 30, 110, 1, 1, 1, 90]] {
             let ends = lengths.iter().scan(0, |sum, length| {
                 *sum += length;
                 Some(*sum)
             });
-            [0].into_iter().chain(ends).collect::<Vec<u32>>()
-        };
-        assert_eq!(blocks(&starts(&[10; 8]), 4), [0..2, 2..4, 4..6, 6..8]);
-        // The middle of the long block, 105, lies behind the first cut, 70, and before the second, 140.
-        assert_eq!(blocks(&starts(&[5, 200, 5]), 3), [0..1, 1..2, 2..3]);
-        assert_eq!(blocks(&starts(&[30, 30, 30, 110]), 2), [0..3, 3..4]);
-        for count in 1..=9 {
-            let ranges = blocks(&starts(&[1, 1, 1, 1, 500, 1, 1, 1, 1]), count);
-            assert_eq!(ranges.len(), count);
-            assert!(ranges.iter().all(|range| !range.is_empty()), "{ranges:?}");
-            assert!(ranges.windows(2).all(|pair| pair[0].end == pair[1].start));
-            assert_eq!((ranges[0].start, ranges[count - 1].end), (0, 9));
+            let block_start: Vec<u32> = [0].into_iter().chain(ends).collect();
+            let corpus = Corpus {
+                ids: vec![0; block_start[lengths.len()] as usize],
+                block_start,
+                held_out: Vec::new(),
+                seq_len: 200,
+                seed: 0,
+            };
+            for count in 1..=lengths.len() {
+                let shard = |index| corpus.shard(index, count).unwrap();
+                let expected: Vec<Range<usize>> = (0..count).map(shard).collect();
+                assert_eq!(blocks(&corpus.block_start, count), expected);
+            }
         }
     }
 
     #[test]
-    fn layers_take_no_more_tasks_than_they_need() {
-        assert_eq!(layers(32, 5), [0..6, 6..12, 12..19, 19..25, 25..32]);
+    fn layers_are_divided_as_sections_divide_them_into_no_more_tasks_than_needed() {
         for (n_layers, count, fewest) in [
             (32, 20, 16),
             (32, 32, 32),
@@ -75,8 +77,13 @@ mod tests {
             (5, 1, 1),
         ] {
             assert_eq!(fewest_ranges(n_layers, count), fewest);
-            let longest = |count| layers(n_layers, count).iter().map(Range::len).max();
-            assert_eq!(longest(fewest), longest(count.min(n_layers)));
+            let ranges = layers(n_layers, fewest);
+            for (j, range) in ranges.iter().enumerate() {
+                let share = parse_layers(&format!("{j}/{fewest}")).unwrap();
+                assert_eq!(share.resolve(n_layers, &|_| None).ok(), Some(range.clone()));
+            }
+            let longest = |ranges: &[Range<usize>]| ranges.iter().map(Range::len).max();
+            assert_eq!(longest(&ranges), longest(&layers(n_layers, count.min(n_layers))));
         }
     }
 }

@@ -8,8 +8,8 @@ use crate::flags::at_least_one;
 #[command(next_help_heading = "Shards")]
 pub struct ShardFlags {
     /// Also plan this calibration as two job arrays on a cluster: with N token shards, or with the smallest number that
-    /// fits --task-memory and meets --deadline (auto)
-    #[arg(long, value_name = "N|auto", value_parser = parse_shards)]
+    /// fits --task-memory and meets --deadline (auto, as without a number)
+    #[arg(long, value_name = "N|auto", value_parser = parse_shards, num_args = 0..=1, default_missing_value = "auto")]
     pub shards: Option<Wanted>,
     /// Time in which the whole calibration should be done: both job arrays and the join, such as 90min, 8h or 2d
     #[arg(long, value_name = "TIME", default_value = "8h", value_parser = parse_time, requires = "shards")]
